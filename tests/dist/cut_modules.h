@@ -220,7 +220,9 @@ class CutBlock : public torch::nn::Module, public DeclaresLayouts {
 
   at::Tensor numbers_of(const at::Tensor& x) const {
     const auto first = tensor_ == nullptr ? 0 : tensor_->rank() * x.size(0);
-    return at::arange(first, first + x.size(0), at::kDouble).remainder(kExperts).view({-1, 1});
+    return here(at::arange(first, first + x.size(0), at::kDouble))
+        .remainder(kExperts)
+        .view({-1, 1});
   }
 
   comm::Group* tensor_ = nullptr;

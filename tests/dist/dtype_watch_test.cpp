@@ -25,7 +25,7 @@ struct Scaled : torch::nn::Module {
     return then ? then(*this, y) : y;
   }
   at::Tensor weight = register_parameter("weight", seeded(1, {kWidth, kWidth}));
-  at::Tensor scale = register_buffer("scale", at::ones({kWidth}));
+  at::Tensor scale = register_buffer("scale", here(at::ones({kWidth})));
   std::function<at::Tensor(Scaled&, const at::Tensor&)> then;
 };
 
@@ -38,7 +38,7 @@ std::vector<DtypeFinding> findings_of(
     module->then = then;
     auto handle = fully_shard(module, data_mesh(world), policy);
     const DtypeWatch watch(handle);
-    const auto y = handle.forward(at::ones({2, kWidth}));
+    const auto y = handle.forward(here(at::ones({2, kWidth})));
     findings = watch.findings();
     backward(squares(y));
     EXPECT_EQ(watch.findings(), findings) << "backward is not looked at";
@@ -75,11 +75,14 @@ TEST(DtypeWatch, APinnedParameterAConstantAndACastAreNamed) {
   pinned.cast_forward_inputs = false;
   pinned.output_dtype = DType::kBFloat16;
   EXPECT_THAT(findings_of({}, pinned), ElementsAre(finding("aten::linear", "parameter weight")));
-  EXPECT_THAT(findings_of([](Scaled&, const at::Tensor& y) { return y * at::ones({kWidth}); }),
+  EXPECT_THAT(findings_of([](Scaled&, const at::Tensor& y) {
+                return y * at::ones({kWidth}, y.options().dtype(at::kFloat));
+              }),
               ElementsAre(finding("aten::mul", "a tensor that aten::ones made in unit (root)")));
   EXPECT_THAT(findings_of([](Scaled&, const at::Tensor& y) { return y.to(at::kFloat); }),
               ElementsAre(finding("aten::to", "the operation itself")));
-  const auto outside = at::ones({kWidth});
+  at::Tensor outside;
+  ranks(1).run([&](World&) { outside = here(at::ones({kWidth})); });
   EXPECT_THAT(
       findings_of(
           [&](Scaled&, const at::Tensor& y) { return at::cat({y, outside.view({1, -1})}); }),
@@ -95,7 +98,8 @@ TEST(DtypeWatch, WideScopesAndTablesAreNoFindings) {
               }),
               IsEmpty());
   EXPECT_THAT(findings_of([](Scaled&, const at::Tensor& y) {
-                const auto angles = at::outer(at::arange(2, at::kFloat), at::ones({kWidth}));
+                const auto angles =
+                    at::outer(here(at::arange(2, at::kFloat)), here(at::ones({kWidth})));
                 return y * angles.cos().to(y.scalar_type());
               }),
               IsEmpty());
@@ -145,7 +149,7 @@ TEST_P(WatchOnRanks, EveryRankFindsTheSameInItsUnits) {
     auto model = std::make_shared<Text>(data_mesh(world));
     auto handle = fully_shard(model, data_mesh(world), in_bfloat16());
     const DtypeWatch watch(handle);
-    handle.forward(at::ones({2, kWidth}));
+    handle.forward(here(at::ones({2, kWidth})));
     EXPECT_EQ(model->seen, at::kFloat);
     const auto found = watch.findings();
     ASSERT_FALSE(found.empty());

@@ -18,7 +18,8 @@ class Everything : public torch::nn::Module {
     frozen = register_parameter("frozen", seeded(seed + 2, {3, 3, 3}), /*requires_grad=*/false);
     single = register_parameter("single", seeded(seed + 3, {}));
     tied = register_parameter("tied", narrow->weight);
-    count = register_buffer("count", at::full({2}, static_cast<std::int64_t>(seed), at::kLong));
+    count =
+        register_buffer("count", here(at::full({2}, static_cast<std::int64_t>(seed), at::kLong)));
     mean = affine->register_buffer("mean", seeded(seed + 4, {7}));
   }
   at::Tensor forward(const at::Tensor& x) {

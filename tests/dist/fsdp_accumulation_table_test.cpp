@@ -68,7 +68,7 @@ class AccumulationTable : public ::testing::TestWithParam<Ranks> {
       const bool brings = bring == Bring::kAll || world.rank() == 0;
       ShardOptions options;
       if (bring == Bring::kFirst) options.divide_factor = 1.0;
-      auto handle = fully_shard(std::make_shared<Scale>(at::ones({kWidth}, dtype)),
+      auto handle = fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}, dtype))),
                                 data_mesh(world, GetParam().replicas), policy, options);
       for (std::size_t i = 0; i < values.size(); ++i) {
         const bool last = i + 1 == values.size();
@@ -80,12 +80,12 @@ class AccumulationTable : public ::testing::TestWithParam<Ranks> {
                                            schedule == Schedule::kNoSync ||
                                            schedule == Schedule::kSyncedLastTwo);
         if (last && between) between(handle);
-        backward(handle.forward(at::full({kWidth}, brings ? values[i] : 0.0, dtype)).sum());
+        backward(handle.forward(here(at::full({kWidth}, brings ? values[i] : 0.0, dtype))).sum());
       }
       const auto final = handle.shards()[0].contract->final;
       const auto found = whole_gradients(handle).at("weight");
       EXPECT_EQ(found.scalar_type(), final == kBF16 ? at::kBFloat16 : at::kFloat);
-      EXPECT_TRUE(same_bits(found, at::full({kWidth}, expected, found.scalar_type())))
+      EXPECT_TRUE(same_bits(found, here(at::full({kWidth}, expected, found.scalar_type()))))
           << what << ", " << to_string(row) << ", " << to_string(schedule) << ": "
           << found[0].item<double>() << ", expected " << expected;
     });
@@ -180,15 +180,15 @@ TEST(AccumulationOverRanks, IsOneWhicheverRanksBringThem) {
         const auto dtype = row.storage == kBF16 ? at::kBFloat16 : at::kFloat;
         ShardOptions options;
         options.divide_factor = 1.0;
-        auto handle = fully_shard(std::make_shared<Scale>(at::ones({kWidth}, dtype)),
+        auto handle = fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}, dtype))),
                                   data_mesh(world, replicas), policy_of(row), options);
         constexpr double kValues[] = {256, 1, -256, 0};
-        backward(handle.forward(at::full({kWidth}, kValues[world.rank()], dtype)).sum());
+        backward(handle.forward(here(at::full({kWidth}, kValues[world.rank()], dtype))).sum());
         // Of two replicas of two ranks one sends 256 + 1 to the other, of which a bf16 wire carries
         // 256.
         const bool rounds = world.size() == 4 && row.reduce == kBF16;
         EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"),
-                              at::full({kWidth}, rounds ? 0.0F : 1.0F)))
+                              here(at::full({kWidth}, rounds ? 0.0F : 1.0F))))
             << to_string(row);
       });
     }

@@ -38,7 +38,7 @@ class Accumulate : public ::testing::TestWithParam<Schedule> {
     const auto& schedule = GetParam();
     handle.set_requires_gradient_sync(schedule.sync == Sync::kEvery || last);
     handle.set_requires_replica_reduce(schedule.replica_sync == Sync::kEvery || last);
-    backward((handle.forward(at::ones({kWidth})) * value(world.rank(), step, i)).sum());
+    backward((handle.forward(here(at::ones({kWidth}))) * value(world.rank(), step, i)).sum());
   }
 
   static double sum(int ranks, int step, int micro_batches) {
@@ -53,7 +53,7 @@ class Accumulate : public ::testing::TestWithParam<Schedule> {
     ranks(GetParam().ranks).run([&](World& world) {
       ShardOptions options;
       options.divide_factor = factor;
-      auto handle = fully_shard(std::make_shared<Scale>(at::ones({kWidth})),
+      auto handle = fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}))),
                                 data_mesh(world, GetParam().replicas), {}, options);
       body(world, handle);
     });
@@ -61,11 +61,11 @@ class Accumulate : public ::testing::TestWithParam<Schedule> {
 
   static void expect(const Sharded<Scale>& handle, double gradient) {
     EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"),
-                          at::full({kWidth}, static_cast<float>(gradient))));
+                          here(at::full({kWidth}, static_cast<float>(gradient)))));
     const auto view = handle.shards()[0];
     ASSERT_TRUE(view.shard.grad().defined());
     EXPECT_TRUE(same_bits(view.shard.grad(),
-                          at::full({view.end - view.begin}, static_cast<float>(gradient))));
+                          here(at::full({view.end - view.begin}, static_cast<float>(gradient)))));
   }
 };
 
@@ -126,7 +126,7 @@ TEST_P(Accumulate, GradientsThatTheUserChangedAreAddedTo) {
         for (int i = 0; i < 3; ++i) micro_batch(handle, world, 1, i, i == 2);
         expect(handle, sum(world.size(), 0, 2) / 4 + sum(world.size(), 1, 3) / 2);
         for (auto& view : handle.shards())
-          view.shard.mutable_grad() = at::full({view.end - view.begin}, 8.0F);
+          view.shard.mutable_grad() = here(at::full({view.end - view.begin}, 8.0F));
         for (int i = 0; i < 2; ++i) micro_batch(handle, world, 2, i, i == 1);
         expect(handle, 8 + sum(world.size(), 2, 2) / 2);
       },
@@ -146,15 +146,15 @@ TEST_P(Accumulate, ReadingWholeGradientsChangesNothing) {
         EXPECT_TRUE(same_bits(view.shard.grad(), clipped));
         EXPECT_NEAR(whole.norm().item<double>(), 0.25, 1e-6);
         handle.zero_grad();
-        EXPECT_TRUE(at::equal(whole_gradients(handle).at("weight"), at::zeros({kWidth})));
+        EXPECT_TRUE(at::equal(whole_gradients(handle).at("weight"), here(at::zeros({kWidth}))));
       },
       2.0);
 }
 
 /// Two parameters of one bucket.
 struct Pair : torch::nn::Module {
-  at::Tensor one = register_parameter("one", at::ones({3}));
-  at::Tensor two = register_parameter("two", at::ones({3}));
+  at::Tensor one = register_parameter("one", here(at::ones({3})));
+  at::Tensor two = register_parameter("two", here(at::ones({3})));
   at::Tensor forward(const at::Tensor& x) { return (x * one).sum() + (x * two).sum(); }
 };
 
@@ -169,16 +169,17 @@ TEST(Accumulation, AnEditOfOneGradientLeavesItsNeighboursSumUnrounded) {
       options.divide_factor = 1.0;
       auto handle = fully_shard(std::make_shared<Pair>(), data_mesh(world), policy, options);
       const auto part = 1.0 / world.size();
-      backward(handle.forward(at::full({3}, 256.0 * part)));
+      backward(handle.forward(here(at::full({3}, 256.0 * part))));
       for (const auto& view : handle.shards()) {
         if (view.contract->name == "one") view.shard.mutable_grad().fill_(0.0);
       }
-      backward(handle.forward(at::full({3}, part)));  // 257: rounded to 256 in the final dtype
+      backward(
+          handle.forward(here(at::full({3}, part))));  // 257: rounded to 256 in the final dtype
       backward(handle.forward(
-          at::full({3}, part)));  // 258 is what a bf16 sum of 256, 1, 1 never reaches
+          here(at::full({3}, part))));  // 258 is what a bf16 sum of 256, 1, 1 never reaches
       const auto found = whole_gradients(handle);
-      EXPECT_TRUE(same_bits(found.at("one"), at::full({3}, 2.0, at::kBFloat16)));
-      EXPECT_TRUE(same_bits(found.at("two"), at::full({3}, 258.0, at::kBFloat16)));
+      EXPECT_TRUE(same_bits(found.at("one"), here(at::full({3}, 2.0, at::kBFloat16))));
+      EXPECT_TRUE(same_bits(found.at("two"), here(at::full({3}, 258.0, at::kBFloat16))));
     });
   }
 }

@@ -218,19 +218,19 @@ TEST_P(Accumulation, TwoHundredFiftySixPlusOneMinusTwoHundredFiftySixIsOne) {
     policy.param_dtype = DType::kBFloat16;
     policy.final_dtype = DType::kFloat32;
     policy.cast_forward_inputs = false;
-    auto handle =
-        fully_shard(std::make_shared<Scale>(at::ones({8}, at::TensorOptions().dtype(storage))),
-                    data_mesh(world, layout.replicas), policy);
+    auto handle = fully_shard(
+        std::make_shared<Scale>(here(at::ones({8}, at::TensorOptions().dtype(storage)))),
+        data_mesh(world, layout.replicas), policy);
     const double values[] = {256, 1, -256};
     for (int i = 0; i < 3; ++i) {
       const bool last = i == 2;
       handle.set_requires_gradient_sync(schedule != Schedule::kNoSync || last);
       handle.set_requires_replica_reduce(schedule != Schedule::kReplicasDeferred || last);
-      const auto x = at::full({8}, values[i], at::TensorOptions().dtype(at::kBFloat16));
+      const auto x = here(at::full({8}, values[i], at::TensorOptions().dtype(at::kBFloat16)));
       backward(handle.forward(x).sum());
     }
     handle.visit_full_gradients([&](const auto&, const at::Tensor& gradient) {
-      EXPECT_TRUE(same_bits(gradient, at::ones({8})));
+      EXPECT_TRUE(same_bits(gradient, here(at::ones({8}))));
     });
   });
 }
@@ -248,7 +248,7 @@ TEST(OneLeafAUse, TiedTensorsOfOneUnitAddUnrounded) {
   struct Tied : torch::nn::Module {
     at::Tensor a, b;
     Tied() {
-      const auto value = at::ones({4}, at::TensorOptions().dtype(at::kBFloat16));
+      const auto value = here(at::ones({4}, at::TensorOptions().dtype(at::kBFloat16)));
       a = register_parameter("a", value);
       b = register_parameter("b", value.detach());
     }
@@ -258,11 +258,11 @@ TEST(OneLeafAUse, TiedTensorsOfOneUnitAddUnrounded) {
     PrecisionPolicy policy;
     policy.final_dtype = DType::kFloat32;
     auto handle = fully_shard(std::make_shared<Tied>(), data_mesh(world), policy);
-    backward(handle.forward(at::full({4}, 256, at::TensorOptions().dtype(at::kBFloat16))));
+    backward(handle.forward(here(at::full({4}, 256, at::TensorOptions().dtype(at::kBFloat16)))));
     int seen = 0;
     handle.visit_full_gradients([&](const auto& name, const at::Tensor& gradient) {
       EXPECT_EQ(name, "a");
-      EXPECT_TRUE(same_bits(gradient, at::full({4}, 257.0F)));
+      EXPECT_TRUE(same_bits(gradient, here(at::full({4}, 257.0F))));
       ++seen;
     });
     EXPECT_EQ(seen, 1);
@@ -273,12 +273,12 @@ TEST(OneLeafAUse, AUnitCalledTwiceAddsUnrounded) {
   ranks(2).run([](World& world) {
     PrecisionPolicy policy;
     policy.final_dtype = DType::kFloat32;
-    const auto one = at::ones({4}, at::TensorOptions().dtype(at::kBFloat16));
+    const auto one = here(at::ones({4}, at::TensorOptions().dtype(at::kBFloat16)));
     auto handle = fully_shard(std::make_shared<Scale>(one), data_mesh(world), policy);
     const auto loss = handle.forward(one * 256).sum() + handle.forward(one).sum();
     backward(loss);
     handle.visit_full_gradients([&](const auto&, const at::Tensor& gradient) {
-      EXPECT_TRUE(same_bits(gradient, at::full({4}, 257.0F)));
+      EXPECT_TRUE(same_bits(gradient, here(at::full({4}, 257.0F))));
     });
   });
 }

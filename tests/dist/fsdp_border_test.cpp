@@ -56,20 +56,22 @@ at::Tensor elsewhere() {
 TEST_P(UnitBorder, RefusesAnArgumentOfAnotherDeviceByItsNumber) {
   const auto first = [](Body& b, const Several& in) -> Several { return {in[0] * b.first}; };
   const auto all = told(first, named_block(true), [](auto& unit) {
-    unit.forward({at::ones({kWidth}).requires_grad_(), elsewhere()});
+    unit.forward({here(at::ones({kWidth})).requires_grad_(), elsewhere()});
   });
-  EXPECT_THAT(all, all_and_one(AllOf(HasSubstr("unit block: found argument 1"),
-                                     HasSubstr("on meta"), HasSubstr("expected cpu"))));
+  EXPECT_THAT(all,
+              all_and_one(AllOf(HasSubstr("unit block: found argument 1"), HasSubstr("on meta"),
+                                HasSubstr("expected " + place().device))));
 }
 
 TEST_P(UnitBorder, RefusesAResultOfAnotherDeviceByItsNumber) {
   const auto both = [](Body& b, const Several& in) -> Several {
     return {in[0] * b.first, elsewhere() * 2.0};
   };
-  const auto all = told(both, named_block(true),
-                        [](auto& unit) { unit.forward({at::ones({kWidth}).requires_grad_()}); });
+  const auto all = told(both, named_block(true), [](auto& unit) {
+    unit.forward({here(at::ones({kWidth})).requires_grad_()});
+  });
   EXPECT_THAT(all, all_and_one(AllOf(HasSubstr("unit block: found result 1"), HasSubstr("on meta"),
-                                     HasSubstr("expected cpu"))));
+                                     HasSubstr("expected " + place().device))));
 }
 
 // What has no gradient has no node of autograd.
@@ -78,7 +80,7 @@ TEST_P(UnitBorder, TakesWhatNeedsNoGradientFromAnyDevice) {
     return {in[0] * b.first, in[1] * 2.0};
   };
   const auto all = told(both, named_block(true), [](auto& unit) {
-    const auto x = at::ones({kWidth}).requires_grad_();
+    const auto x = here(at::ones({kWidth})).requires_grad_();
     const auto results = unit.forward({x, elsewhere().detach()});
     EXPECT_EQ(results[1].device(), at::Device(at::kMeta));
     backward(results[0].sum());
@@ -99,10 +101,10 @@ TEST_P(UnitBorder, RefusesAParameterAsAResultByItsName) {
        [](Body& b, const Several& in) -> Several { return {in[0] * 2.0, b.weight[kWidth - 1]}; }},
   };
   const std::vector<Act> acts = {
-      [](auto& unit) { unit.forward({at::ones({kWidth}).requires_grad_()}); },
+      [](auto& unit) { unit.forward({here(at::ones({kWidth})).requires_grad_()}); },
       [](auto& unit) {
         const at::NoGradGuard no_grad;
-        unit.forward({at::ones({kWidth})});
+        unit.forward({here(at::ones({kWidth}))});
       }};
   for (const auto& [what, run] : cases) {
     for (const auto& act : acts) {
@@ -121,7 +123,7 @@ TEST_P(UnitBorder, RefusesAParameterAsAResultByItsName) {
 TEST_P(UnitBorder, AParameterIsAResultOfAUnitThatKeepsItsMemory) {
   const auto whole = [](Body& b, const Several&) -> Several { return {b.first}; };
   const auto all = told(whole, named_block(false), [](auto& unit) {
-    const auto result = unit.forward({at::ones({kWidth})})[0];
+    const auto result = unit.forward({here(at::ones({kWidth}))})[0];
     EXPECT_TRUE(same_bits(result, seeded(1, {kWidth})));
     backward(squares(result));
     unit.visit_full_gradients([](const std::string& name, const at::Tensor& gradient) {

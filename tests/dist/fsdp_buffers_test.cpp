@@ -27,10 +27,10 @@ struct Tower : torch::nn::Module {
   }
   at::ScalarType seen = at::kLong;
   at::Tensor weight = register_parameter("weight", seeded(1, {kWidth}));
-  at::Tensor std_bias = register_buffer("std_bias", at::full({kWidth}, kFine));
+  at::Tensor std_bias = register_buffer("std_bias", here(at::full({kWidth}, kFine)));
   at::Tensor std_scale = register_buffer("std_scale", seeded(2, {kWidth}));
-  at::Tensor inv_freq = register_buffer("inv_freq", at::full({3}, kFine));
-  at::Tensor count = register_buffer("count", at::tensor({1, 2, 3}, at::kLong));
+  at::Tensor inv_freq = register_buffer("inv_freq", here(at::full({3}, kFine)));
+  at::Tensor count = register_buffer("count", here(at::tensor({1, 2, 3}, at::kLong)));
 };
 
 struct Model : torch::nn::Module {
@@ -63,7 +63,7 @@ class BuffersOnRanks : public ::testing::TestWithParam<std::pair<int, bool>> {
     if (GetParam().second) model->shard_tower(data_mesh(world), policy);
     return fully_shard(model, data_mesh(world), policy);
   }
-  static comm::ThreadRanks& all() { return ranks(GetParam().first); }
+  static Ranks all() { return ranks(GetParam().first); }
 };
 INSTANTIATE_TEST_SUITE_P(Layouts, BuffersOnRanks,
                          ::testing::Values(std::pair{1, false}, std::pair{1, true},
@@ -80,7 +80,8 @@ TEST_P(BuffersOnRanks, OfAFrozenPartAreCastOnceAndPromoteNothing) {
     backward(squares(handle.forward(x)));
     EXPECT_EQ(model->tower->seen, at::kBFloat16);
     EXPECT_EQ(model->tower->std_bias.unsafeGetTensorImpl(), object) << "the module's own tensor";
-    EXPECT_TRUE(same_bits(model->tower->std_bias, at::full({kWidth}, kFine).to(at::kBFloat16)));
+    EXPECT_TRUE(
+        same_bits(model->tower->std_bias, here(at::full({kWidth}, kFine)).to(at::kBFloat16)));
     EXPECT_EQ(model->tower->inv_freq.scalar_type(), at::kFloat) << "tables keep their digits";
     EXPECT_EQ(model->tower->count.scalar_type(), at::kLong);
     EXPECT_EQ(model->head->std_bias.scalar_type(), at::kFloat) << "a trained part's are the user's";
@@ -150,12 +151,12 @@ TEST_P(BuffersOnRanks, ValuesThatAreLoadedLaterAreCastBySetLoaded) {
     for (const auto& view : handle.buffers()) {
       if (view.contract->name == "tower.std_scale") {
         EXPECT_EQ(view.contract->storage, DType::kFloat32) << "as found, and as a file has it";
-        view.tensor.set_data(at::full({kWidth}, 3 * kFine));
+        view.tensor.set_data(here(at::full({kWidth}, 3 * kFine)));
       }
     }
     handle.set_loaded();
     EXPECT_TRUE(
-        same_bits(model->tower->std_scale, at::full({kWidth}, 3 * kFine).to(at::kBFloat16)));
+        same_bits(model->tower->std_scale, here(at::full({kWidth}, 3 * kFine)).to(at::kBFloat16)));
   });
 }
 
@@ -173,7 +174,7 @@ TEST_P(BuffersOnRanks, TheDigitsThatACastDroppedAreStillThereUntilSomebodyWrites
     auto handle = shard(world, model);
     auto& scale = model->tower->std_scale;
     const auto loaded = seeded(2, {kWidth});
-    const auto fine = at::full({kWidth}, 3 * kFine);
+    const auto fine = here(at::full({kWidth}, 3 * kFine));
     EXPECT_TRUE(same_bits(stored_scale(handle), loaded)) << "not yet cast";
     handle.forward(input_of(world.rank(), 0, kWidth));
     EXPECT_EQ(scale.scalar_type(), at::kBFloat16);
@@ -188,9 +189,9 @@ TEST_P(BuffersOnRanks, TheDigitsThatACastDroppedAreStillThereUntilSomebodyWrites
 
     scale.mul_(2);
     EXPECT_TRUE(same_bits(stored_scale(handle), scale.to(at::kFloat))) << "written in place";
-    scale.set_data(at::full({kWidth}, 5.0, at::kBFloat16));
+    scale.set_data(here(at::full({kWidth}, 5.0, at::kBFloat16)));
     handle.set_loaded();
-    EXPECT_TRUE(same_bits(stored_scale(handle), at::full({kWidth}, 5.0F))) << "already cast";
+    EXPECT_TRUE(same_bits(stored_scale(handle), here(at::full({kWidth}, 5.0F)))) << "already cast";
   });
 }
 
@@ -219,7 +220,7 @@ TEST_P(BuffersOnRanks, AStateDictHasTheDigitsThatWereLoaded) {
     EXPECT_EQ(scale.scalar_type(), at::kBFloat16);
     expect(seeded(2, {kWidth}), "after the cast");
 
-    const auto fine = at::full({kWidth}, 3 * kFine);
+    const auto fine = here(at::full({kWidth}, 3 * kFine));
     const StateDict loaded = {whole_entry("tower.std_scale", fine)};
     load_state_dict(handle, loaded, Strict::kNo);
     EXPECT_TRUE(same_bits(scale, fine.to(at::kBFloat16)));
@@ -237,9 +238,10 @@ TEST_P(BuffersOnRanks, AStateDictHasTheDigitsThatWereLoaded) {
 
     scale.mul_(2);
     expect(scale.to(at::kFloat), "written in place, as it is now, in the dtype that was loaded");
-    load_state_dict(handle, {whole_entry("tower.std_scale", at::full({kWidth}, 5, at::kBFloat16))},
+    load_state_dict(handle,
+                    {whole_entry("tower.std_scale", here(at::full({kWidth}, 5, at::kBFloat16)))},
                     Strict::kNo);
-    expect(at::full({kWidth}, 5.0F), "loaded from narrower ones");
+    expect(here(at::full({kWidth}, 5.0F)), "loaded from narrower ones");
   });
 }
 
@@ -256,7 +258,7 @@ struct Normed : torch::nn::Module {
   }
   torch::nn::BatchNorm1d norm =
       register_module("norm", torch::nn::BatchNorm1d(torch::nn::BatchNorm1dOptions(kWidth)));
-  at::Tensor trained = register_parameter("trained", at::ones({1}));
+  at::Tensor trained = register_parameter("trained", here(at::ones({1})));
 };
 
 // Naive: nobody wrote to them, as version counters see it; a state dict has the values that were
@@ -264,7 +266,7 @@ struct Normed : torch::nn::Module {
 TEST_P(BuffersOnRanks, StatisticsThatAForwardWritesAreInTheStateDict) {
   all().run([](World& world) {
     auto model = std::make_shared<Normed>();
-    const auto loaded = at::full({kWidth}, kFine);
+    const auto loaded = here(at::full({kWidth}, kFine));
     model->norm->running_mean.copy_(loaded);
     auto handle = fully_shard(model, data_mesh(world), in_bfloat16());
     const auto mean = [&](StateDictKind kind) {
@@ -301,8 +303,9 @@ TEST_P(BuffersOnRanks, ValuesThatItsDtypesCannotHoldAreNotLoaded) {
       return error_of(
           [&] { load_state_dict(handle, {whole_entry("tower.std_scale", value)}, Strict::kNo); });
     };
-    EXPECT_THAT(refusal(at::full({kWidth}, 7e4F)), HasSubstr("found the value 70000"));
-    EXPECT_THAT(refusal(at::full({kWidth}, 1.0, at::kDouble)), HasSubstr("found the dtype Double"));
+    EXPECT_THAT(refusal(here(at::full({kWidth}, 7e4F))), HasSubstr("found the value 70000"));
+    EXPECT_THAT(refusal(here(at::full({kWidth}, 1.0, at::kDouble))),
+                HasSubstr("found the dtype Double"));
     EXPECT_TRUE(same_bits(stored_scale(handle), seeded(2, {kWidth})));
   });
 }
@@ -349,8 +352,9 @@ TEST(BuffersOfRanks, ThatDifferAreRefusedWithTheFirstDifference) {
       AllOf(HasSubstr("contracts differ between ranks"),
             HasSubstr("buffer std_bias storage float32"),
             HasSubstr("buffer std_bias storage bfloat16")));
-  EXPECT_THAT(disagreement([](Tower& tower) { tower.register_buffer("more", at::zeros({1})); }),
-              HasSubstr("buffer more"));
+  EXPECT_THAT(
+      disagreement([](Tower& tower) { tower.register_buffer("more", here(at::zeros({1}))); }),
+      HasSubstr("buffer more"));
   EXPECT_EQ(disagreement([](Tower&) {}), "");
 }
 
@@ -366,7 +370,7 @@ TEST(FiniteCasts, AValueThatTheDtypeCannotHoldIsAnErrorThatNamesTheTensor) {
       return tower;
     };
     auto handle = fully_shard(large(), data_mesh(world), half);
-    EXPECT_THAT(error_of([&] { handle.forward(at::ones({kWidth})); }),
+    EXPECT_THAT(error_of([&] { handle.forward(here(at::ones({kWidth}))); }),
                 AllOf(HasSubstr("buffer std_bias: found the value 70000"),
                       HasSubstr("float16 can hold"), HasSubstr("pin")));
     PrecisionRule whole;
@@ -383,7 +387,7 @@ TEST(FiniteCasts, AValueThatTheDtypeCannotHoldIsAnErrorThatNamesTheTensor) {
     auto infinite = large();
     infinite->std_bias.fill_(std::numeric_limits<float>::infinity());
     auto as_it_is = fully_shard(infinite, data_mesh(world), half);
-    as_it_is.forward(at::ones({kWidth}));
+    as_it_is.forward(here(at::ones({kWidth})));
     EXPECT_EQ(infinite->std_bias.scalar_type(), at::kHalf) << "what was infinite stays so";
   });
 }
@@ -396,7 +400,7 @@ TEST(SharedBuffers, OfTwoUnitsHaveTheirDigitsUnderBothNames) {
       model->head->weight.set_requires_grad(false);
       model->head->std_scale = model->tower->std_scale;
       model->head->register_buffer("same_scale", model->tower->std_scale);
-      model->register_parameter("trained", at::ones({1}));
+      model->register_parameter("trained", here(at::ones({1})));
       model->shard_tower(data_mesh(world), in_bfloat16());
       auto policy = in_bfloat16();
       PrecisionRule narrow;
@@ -415,7 +419,7 @@ TEST(SharedBuffers, OfTwoUnitsHaveTheirDigitsUnderBothNames) {
         EXPECT_EQ(names, 2);
       };
       expect(seeded(2, {kWidth}));
-      const auto fine = at::full({kWidth}, 3 * kFine);
+      const auto fine = here(at::full({kWidth}, 3 * kFine));
       load_state_dict(handle,
                       {whole_entry("tower.std_scale", fine), whole_entry("head.same_scale", fine)},
                       Strict::kNo);

@@ -22,8 +22,8 @@ INSTANTIATE_TEST_SUITE_P(Ranks, ContractOnRanks, ::testing::Values(1, 2, 3));
 class Router : public torch::nn::Module {
  public:
   Router()
-      : weight(register_parameter("weight", at::ones({kWidth}) + 0x1p-10)),
-        bias(register_parameter("bias", at::ones({kWidth}) + 0x1p-10)) {}
+      : weight(register_parameter("weight", here(at::ones({kWidth})) + 0x1p-10)),
+        bias(register_parameter("bias", here(at::ones({kWidth})) + 0x1p-10)) {}
   at::Tensor forward(const at::Tensor& x) {
     computed = {weight.clone(), bias.clone()};
     return (x * weight).to(at::kFloat) * bias;
@@ -42,13 +42,13 @@ TEST_P(ContractOnRanks, ABareParameterPinnedBesideBulkWeightsComputesInFloat32In
     policy.rules = {rule};
     auto module = std::make_shared<Router>();
     auto handle = fully_shard(module, data_mesh(world), policy, undivided());
-    backward(handle.forward(at::ones({kWidth})).sum());
-    EXPECT_TRUE(same_bits(module->computed[0], at::ones({kWidth}, at::kBFloat16)));
-    EXPECT_TRUE(same_bits(module->computed[1], at::ones({kWidth}) + 0x1p-10));
+    backward(handle.forward(here(at::ones({kWidth}))).sum());
+    EXPECT_TRUE(same_bits(module->computed[0], here(at::ones({kWidth}, at::kBFloat16))));
+    EXPECT_TRUE(same_bits(module->computed[1], here(at::ones({kWidth})) + 0x1p-10));
     const auto found = whole_gradients(handle);
     // Of the weight: the bias's value, rounded where the product with it goes back to bf16.
-    EXPECT_TRUE(same_bits(found.at("weight"), at::full({kWidth}, world.size(), at::kFloat)));
-    EXPECT_TRUE(same_bits(found.at("bias"), at::full({kWidth}, world.size(), at::kFloat)));
+    EXPECT_TRUE(same_bits(found.at("weight"), here(at::full({kWidth}, world.size(), at::kFloat))));
+    EXPECT_TRUE(same_bits(found.at("bias"), here(at::full({kWidth}, world.size(), at::kFloat))));
   });
 }
 
@@ -59,8 +59,8 @@ class TwoKinds : public torch::nn::Module {
     const auto y = wide ? WideGradient::apply(x, turns) : x * turns;
     return y * narrow;
   }
-  at::Tensor turns = register_parameter("turns", at::ones({kWidth}));
-  at::Tensor narrow = register_parameter("narrow", at::ones({kWidth}));
+  at::Tensor turns = register_parameter("turns", here(at::ones({kWidth})));
+  at::Tensor narrow = register_parameter("narrow", here(at::ones({kWidth})));
   bool wide = true;
 };
 
@@ -74,13 +74,13 @@ TEST_P(ContractOnRanks, RawGradientsOfTwoDtypesInOneBucketAndInOneParameterAreAd
         for (const bool first : {true, false}) {
           module->wide = first == wide_first;
           handle.set_requires_gradient_sync(syncs || !first);
-          const auto y = handle.forward(at::full({kWidth}, kOdd));
+          const auto y = handle.forward(here(at::full({kWidth}, kOdd)));
           torch::autograd::backward({y}, {at::full_like(y, kOdd)});
         }
-        const double rounded = at::full({}, kOdd * kOdd).to(at::kBFloat16).item<double>();
+        const double rounded = here(at::full({}, kOdd * kOdd)).to(at::kBFloat16).item<double>();
         const auto found = whole_gradients(handle);
         const auto expected = [&](double a, double b) {
-          return at::full({kWidth}, (a + b) * world.size(), at::kFloat);
+          return here(at::full({kWidth}, (a + b) * world.size(), at::kFloat));
         };
         EXPECT_TRUE(same_bits(found.at("turns"), expected(kOdd * kOdd, rounded)));
         EXPECT_TRUE(same_bits(found.at("narrow"), expected(rounded, rounded)));
@@ -93,7 +93,7 @@ TEST_P(ContractOnRanks, RawGradientsOfTwoDtypesInOneBucketAndInOneParameterAreAd
 class TiedPair : public torch::nn::Module {
  public:
   explicit TiedPair(const std::function<at::Tensor(const at::Tensor&)>& look)
-      : one(register_parameter("one", at::ones({kWidth}, at::kBFloat16))),
+      : one(register_parameter("one", here(at::ones({kWidth}, at::kBFloat16)))),
         two(register_parameter("two", look(one))) {}
   at::Tensor forward(const at::Tensor& x) { return x * one * two; }
   at::Tensor one, two;
@@ -101,8 +101,8 @@ class TiedPair : public torch::nn::Module {
 
 /// A head that reads the embedding's weight: one tensor with one name, used twice in one forward.
 struct TiedHead : torch::nn::Module {
-  at::Tensor embed = register_parameter("embed", at::ones({kWidth}));
-  at::Tensor once = register_parameter("once", at::ones({kWidth}));
+  at::Tensor embed = register_parameter("embed", here(at::ones({kWidth})));
+  at::Tensor once = register_parameter("once", here(at::ones({kWidth})));
   at::Tensor forward(const at::Tensor& x) { return (x * embed * once).sum() * 256 + embed.sum(); }
 };
 
@@ -117,7 +117,7 @@ TEST_P(ContractOnRanks, ATensorThatOneForwardUsesTwiceIsSaidToBeSummedByAutograd
       }
       return std::string("no such parameter");
     };
-    const auto x = at::ones({kWidth});
+    const auto x = here(at::ones({kWidth}));
     const auto possible = HasSubstr("the sum of the uses is autograd's, in bfloat16");
     EXPECT_THAT(reason("embed"), possible);
     EXPECT_THAT(handle.contract_table(), ::testing::Not(HasSubstr("unrounded")));
@@ -126,7 +126,7 @@ TEST_P(ContractOnRanks, ATensorThatOneForwardUsesTwiceIsSaidToBeSummedByAutograd
       handle.zero_grad();
       backward(handle.forward(x));
       EXPECT_TRUE(same_bits(whole_gradients(handle).at("embed"),
-                            at::full({kWidth}, 256 * world.size(), at::kFloat)))
+                            here(at::full({kWidth}, 256 * world.size(), at::kFloat))))
           << "not 257, as anybody would add";
     }
     EXPECT_THAT(reason("embed"),
@@ -157,7 +157,7 @@ TEST_P(ContractOnRanks, TiedParametersThatDisagreeAreRefusedWithBothNamesAndValu
 // Naive: lost, because at the time of sharding the leaf required no gradient.
 TEST_P(ContractOnRanks, AFrozenLeafsOwnGradDtypeCountsWhereARuleTrainsIt) {
   ranks(GetParam()).run([](World& world) {
-    auto module = std::make_shared<Scale>(at::ones({kWidth}));
+    auto module = std::make_shared<Scale>(here(at::ones({kWidth})));
     module->weight.set_grad_dtype(at::kBFloat16);
     module->weight.set_requires_grad(false);
     PrecisionPolicy policy;
@@ -166,9 +166,9 @@ TEST_P(ContractOnRanks, AFrozenLeafsOwnGradDtypeCountsWhereARuleTrainsIt) {
     rule.frozen = FrozenRule::kNo;
     policy.rules = {rule};
     auto handle = fully_shard(module, data_mesh(world), policy, undivided());
-    backward((handle.forward(at::ones({kWidth})) * (1.0 + 0x1p-10)).sum());
+    backward((handle.forward(here(at::ones({kWidth}))) * (1.0 + 0x1p-10)).sum());
     EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"),
-                          at::full({kWidth}, world.size(), at::kFloat)));
+                          here(at::full({kWidth}, world.size(), at::kFloat))));
   });
 }
 
@@ -180,10 +180,10 @@ TEST_P(ContractOnRanks, MomentsHaveTheDtypeThatTheContractSays) {
         PrecisionPolicy policy;
         policy.param_dtype = DType::kFloat32;
         policy.optimizer.master = master;
-        auto handle = fully_shard(std::make_shared<Scale>(at::ones({64 * kWidth}, dtype)),
+        auto handle = fully_shard(std::make_shared<Scale>(here(at::ones({64 * kWidth}, dtype))),
                                   data_mesh(world), policy);
         const auto optimizer = make_adamw(handle, adamw(0.01));
-        backward(handle.forward(at::ones({64 * kWidth})).sum());
+        backward(handle.forward(here(at::ones({64 * kWidth}))).sum());
         optimizer->step();
         const bool narrow = dtype == at::kBFloat16 || dtype == at::kHalf;
         const auto expected = narrow && master == MasterRequest::kAuto ? at::kFloat : dtype;
@@ -208,7 +208,7 @@ TEST_P(ContractOnRanks, MomentsWithoutAMasterAreOfTheStorageDtypeWhateverTheGrad
   ranks(GetParam()).run([](World& world) {
     auto policy = without_master();
     policy.final_dtype = DType::kFloat32;
-    auto handle = fully_shard(std::make_shared<Scale>(at::ones({kWidth}, at::kBFloat16)),
+    auto handle = fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}, at::kBFloat16))),
                               data_mesh(world), policy);
     const auto& contract = *handle.shards()[0].contract;
     EXPECT_EQ(to_string(contract.final), to_string(DType::kFloat32));

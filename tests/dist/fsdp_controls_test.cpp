@@ -103,8 +103,9 @@ TEST_P(ControlsOnRanks, KeptUnitsFollowWhoeverWritesTheShards) {
 TEST_P(ControlsOnRanks, AChangeThatOneRankAloneSeesIsGatheredByAll) {
   ranks(GetParam()).run([](World& world) {
     for (const bool by_user : {true, false}) {
-      auto handle = fully_shard(std::make_shared<Scale>(at::full({4}, 2.0F)), data_mesh(world));
-      const auto x = at::arange(4, at::kFloat);
+      auto handle =
+          fully_shard(std::make_shared<Scale>(here(at::full({4}, 2.0F))), data_mesh(world));
+      const auto x = here(at::arange(4, at::kFloat));
       if (!by_user) handle.set_reshard_after_backward(false);
       backward(handle.forward(x).sum());
       if (by_user) handle.unshard();
@@ -165,7 +166,7 @@ TEST_P(ControlsOnRanks, AUnitWhoseBackwardReadsNoParameterNeedNotBeGatheredForIt
     module->shard(data_mesh(world));
     auto handle = fully_shard(module, data_mesh(world));
     const auto ids = [](int rank) {
-      return at::arange(4, at::kLong).add(rank).remainder(6).reshape({2, 2});
+      return here(at::arange(4, at::kLong)).add(rank).remainder(6).reshape({2, 2});
     };
     auto& runtime = handle.unit()->runtime();
     std::vector<std::int64_t> gathers;
@@ -224,13 +225,13 @@ TEST_P(ControlsOnRanks, AsynchronousGathersAreWaitedForWhereTheyAreNeeded) {
 
 TEST_P(ControlsOnRanks, UnshardAgainAfterAWriteShowsTheNewValues) {
   ranks(GetParam()).run([](World& world) {
-    auto module = std::make_shared<Scale>(at::full({70}, 2.0F));
+    auto module = std::make_shared<Scale>(here(at::full({70}, 2.0F)));
     auto handle = fully_shard(module, data_mesh(world));
     handle.unshard();
-    EXPECT_TRUE(same_bits(module->weight.detach(), at::full({70}, 2.0F)));
+    EXPECT_TRUE(same_bits(module->weight.detach(), here(at::full({70}, 2.0F))));
     for (const auto& view : handle.shards()) view.shard.data().fill_(3.0F);
     handle.unshard();
-    EXPECT_TRUE(same_bits(module->weight.detach(), at::full({70}, 3.0F)));
+    EXPECT_TRUE(same_bits(module->weight.detach(), here(at::full({70}, 3.0F))));
   });
 }
 
@@ -242,7 +243,7 @@ TEST_P(ControlsOnRanks, AUnitWithoutParametersMayBeUnsharded) {
     auto handle = fully_shard(std::make_shared<Twice>(), data_mesh(world));
     handle.unshard();
     handle.unshard_async().wait();
-    EXPECT_TRUE(same_bits(handle.forward(at::ones({2})), at::full({2}, 2.0F)));
+    EXPECT_TRUE(same_bits(handle.forward(here(at::ones({2}))), here(at::full({2}, 2.0F))));
     handle.reshard();
   });
 }

@@ -288,10 +288,10 @@ TEST_P(DeferredOnRanks, PromisesOfTwoHundredFiftySixOneAndMinusTwoHundredFiftySi
     for (const double value : {256.0, 1.0, -256.0}) {
       const bool last = value < 0;
       handle.set_requires_gradient_sync(last);
-      backward(handle.forward(at::full({kWidth}, value)).sum());
+      backward(handle.forward(here(at::full({kWidth}, value))).sum());
       module->redeem();
     }
-    EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"), at::ones({kWidth})));
+    EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"), here(at::ones({kWidth}))));
   });
 }
 

@@ -161,9 +161,9 @@ TEST_P(FrozenOnRanks, WholeAndShardedGiveTheSameBitsOfANarrowerStorage) {
 TEST_P(FrozenOnRanks, AWholeUnitIsNeverGathered) {
   ranks(count()).run([&](World& world) {
     auto block = std::make_shared<Block>(5, kWidth);
-    const auto expected = block->forward(at::ones({2, kWidth})).detach();
+    const auto expected = block->forward(here(at::ones({2, kWidth}))).detach();
     auto handle = fully_shard(block, mesh(world), frozen({"a", "b"}, FrozenRule::kReplicate));
-    auto x = at::ones({2, kWidth}).set_requires_grad(true);
+    auto x = here(at::ones({2, kWidth})).set_requires_grad(true);
     const auto y = handle.forward(x);
     EXPECT_TRUE(same_bits(y.detach(), expected));
     backward(y.sum());

@@ -105,9 +105,9 @@ TEST_P(HandleOnRanks, ArgumentsAndResultsOfEveryShape) {
       inputs.clear();
       for (std::uint64_t i = 0; i < 6; ++i)
         inputs.push_back(seeded(seed + 10 * i, {kWidth}).requires_grad_());
-      auto answer =
-          model.forward({inputs[0], inputs[1]}, inputs[2], std::tuple{inputs[3], 0.5},
-                        {{"k", inputs[4]}}, Sample{inputs[5], at::tensor({0, 2, 2}), 3}, "double");
+      auto answer = model.forward({inputs[0], inputs[1]}, inputs[2], std::tuple{inputs[3], 0.5},
+                                  {{"k", inputs[4]}},
+                                  Sample{inputs[5], here(at::tensor({0, 2, 2})), 3}, "double");
       EXPECT_EQ(answer.counted.second, 3);
       return answer.named.at("y").pow(2).sum() + answer.named.at("z") +
              answer.counted.first.pow(2).sum();
@@ -131,7 +131,7 @@ TEST_P(HandleOnRanks, NoOptionalNoListNoResult) {
       EXPECT_TRUE(list.empty());
       seen = weight.sum();
     }
-    at::Tensor weight = register_parameter("weight", at::ones({kWidth}));
+    at::Tensor weight = register_parameter("weight", here(at::ones({kWidth})));
     at::Tensor seen;
   };
   ranks(GetParam()).run([](World& world) {
@@ -155,7 +155,7 @@ TEST_P(HandleOnRanks, AResultMayBeChangedInPlaceAndMayBeAnInput) {
     Mixed plain;
     auto handle = fully_shard(std::make_shared<Mixed>(), data_mesh(world));
     const auto loss_of = [](auto& model, at::Tensor leaf) {
-      const auto ids = at::tensor({1, 2});
+      const auto ids = here(at::tensor({1, 2}));
       auto [y, x, same] = model.forward(leaf * 1.0, ids);
       EXPECT_TRUE(at::equal(same, ids));
       y.mul_(3.0);  // naive: a custom Function's outputs are views that may not be changed in place
@@ -272,7 +272,7 @@ TEST(Handle, AHandleThatWasMovedFromIsRefusedByName) {
     auto first = fully_shard(std::make_shared<Block>(1, kWidth), data_mesh(world));
     auto second = std::move(first);
     // NOLINTBEGIN(bugprone-use-after-move): what this is about
-    EXPECT_THAT(error_of([&] { first.forward(at::ones({1, kWidth})); }),
+    EXPECT_THAT(error_of([&] { first.forward(here(at::ones({1, kWidth}))); }),
                 HasSubstr("a handle that was moved from"));
     EXPECT_THAT(error_of([&] { first.unshard(); }), HasSubstr("a handle that was moved from"));
     // NOLINTEND(bugprone-use-after-move)
@@ -355,14 +355,14 @@ TEST_P(HandleOnRanks, InputsAreCastToParamDtypeAndOutputsToOutputDtype) {
         EXPECT_EQ(weight.scalar_type(), at::kBFloat16);
         return x * weight;
       }
-      at::Tensor weight = register_parameter("weight", at::ones({kWidth}));
+      at::Tensor weight = register_parameter("weight", here(at::ones({kWidth})));
     };
     PrecisionPolicy policy;
     policy.param_dtype = DType::kBFloat16;
     policy.output_dtype = DType::kFloat32;
     auto handle = fully_shard(std::make_shared<Sees>(), data_mesh(world), policy);
     auto x = seeded(1, {kWidth}).requires_grad_();
-    const auto y = handle.forward(x, at::tensor({1}, at::kLong));
+    const auto y = handle.forward(x, here(at::tensor({1}, at::kLong)));
     EXPECT_EQ(y.scalar_type(), at::kFloat);
     backward(y.sum());
     EXPECT_EQ(x.grad().scalar_type(), at::kFloat);

@@ -104,7 +104,7 @@ TEST_P(InPlaceChanges, OfAnArgumentAreRefusedByItsNumber) {
       "the second",
       [](Body& b, const Several& in) -> Several { return {in[1].relu_() * b.weight}; },
       [](const auto& unit, const Body&, const at::Tensor& x) {
-        return squares(x + unit({at::ones({kWidth}), x})[0]);
+        return squares(x + unit({here(at::ones({kWidth})), x})[0]);
       }};
   expect_refusal(second, "argument 1");
 }
@@ -209,7 +209,7 @@ std::vector<InPlace> allowed_changes() {
          return {in[1].add_(1.0) + in[0].clone().relu_() * b.weight};
        },
        [](const auto& unit, const Body&, const at::Tensor& x) {
-         return squares(x + unit({x, at::ones({kWidth})})[0]);
+         return squares(x + unit({x, here(at::ones({kWidth}))})[0]);
        }},
       {"an inference tensor beside, which has no version",
        [](Body& b, const Several& in) -> Several { return {in[0] + in[1] * b.weight, in[0]}; },
@@ -217,7 +217,7 @@ std::vector<InPlace> allowed_changes() {
          at::Tensor constant;
          {
            const c10::InferenceMode inference;
-           constant = at::ones({3, kWidth});
+           constant = here(at::ones({3, kWidth}));
          }
          return squares(unit({constant, x})[0].mul_(2.0));
        }},
@@ -324,7 +324,7 @@ TEST(InPlaceCasts, OfAnArgumentThatWasCastAndCameBackAreTheCallers) {
     const auto x = input_of(0, 0, kWidth).requires_grad_();
     const auto results = handle.forward({x * 1.0});
     backward(results[1].mul_(2.0).sum() + results[0].sum());
-    EXPECT_TRUE(same_bits(x.grad(), at::full({3, kWidth}, 3.0F)));
+    EXPECT_TRUE(same_bits(x.grad(), here(at::full({3, kWidth}, 3.0F))));
   });
 }
 

@@ -91,8 +91,8 @@ TEST_P(IntegrityOnRanks, ValuesThatAreCopiedInAreNotRefused) {
       const at::NoGradGuard no_grad;
       for (const auto& view : handle.shards()) view.shard.detach().fill_(1.0);
     }
-    const auto y = handle.forward(at::ones({1, kWidth}));
-    EXPECT_TRUE(same_bits(y.detach(), at::full({1, 3}, 1.0F + kWidth)));
+    const auto y = handle.forward(here(at::ones({1, kWidth})));
+    EXPECT_TRUE(same_bits(y.detach(), here(at::full({1, 3}, 1.0F + kWidth))));
     backward(squares(y));
   });
 }

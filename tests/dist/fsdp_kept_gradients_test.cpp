@@ -27,8 +27,8 @@ class KeptGradients : public ::testing::TestWithParam<Layout> {
  protected:
   /// Two parameters of one bucket: the gradient of `one` is x, that of `two` twice that.
   struct Pair : torch::nn::Module {
-    at::Tensor one = register_parameter("one", at::ones({kWidth}));
-    at::Tensor two = register_parameter("two", at::ones({kWidth}));
+    at::Tensor one = register_parameter("one", here(at::ones({kWidth})));
+    at::Tensor two = register_parameter("two", here(at::ones({kWidth})));
     at::Tensor forward(const at::Tensor& x) { return (x * one + 2 * x * two).sum(); }
   };
 
@@ -65,7 +65,7 @@ class KeptGradients : public ::testing::TestWithParam<Layout> {
   /// A micro-batch whose gradients add up to `value` and 2 `value` over all ranks.
   static void micro_batch(World& world, Sharded<Pair>& handle, double value) {
     const auto share = value * GetParam().divide / world.size();
-    backward(handle.forward(at::full({kWidth}, share)));
+    backward(handle.forward(here(at::full({kWidth}, share))));
   }
 
   static at::Tensor& grad_of(const ShardedBase& handle, const std::string& name) {
@@ -196,8 +196,8 @@ TEST_P(KeptGradients, ZerosClearTheSumOfTheirParameterAlone) {
       micro_batch(world, handle, 1);
       for (const auto& view : handle.shards()) {
         if (view.contract->name != "one") continue;
-        view.shard.mutable_grad() = at::zeros(
-            {view.end - view.begin}, at::TensorOptions().dtype(to_scalar_type(GetParam().final)));
+        view.shard.mutable_grad() = here(at::zeros(
+            {view.end - view.begin}, at::TensorOptions().dtype(to_scalar_type(GetParam().final))));
       }
       micro_batch(world, handle, 2);
       handle.set_requires_gradient_sync(true);
@@ -287,7 +287,7 @@ TEST_P(KeptGradients, OtherValuesWhileSomethingWaitsAreRefused) {
     for (const auto& view : handle.shards()) {
       if (view.contract->name != "one") continue;
       const auto final = at::TensorOptions().dtype(to_scalar_type(GetParam().final));
-      view.shard.mutable_grad() = at::ones({view.end - view.begin}, final);
+      view.shard.mutable_grad() = here(at::ones({view.end - view.begin}, final));
     }
     micro_batch(world, handle, 2);
   });

@@ -60,8 +60,8 @@ void step(ShardedBase& handle, const Cell& cell, const std::function<void(int)>&
 class Rare : public torch::nn::Module {
  public:
   explicit Rare(at::ScalarType dtype)
-      : always(register_parameter("always", at::ones({kWidth}, dtype))),
-        rare(register_parameter("rare", at::ones({kWidth}, dtype))) {}
+      : always(register_parameter("always", here(at::ones({kWidth}, dtype)))),
+        rare(register_parameter("rare", here(at::ones({kWidth}, dtype)))) {}
   at::Tensor forward(const at::Tensor& x) {
     const auto y = (x * always).sum();
     return uses ? y + (x * rare).sum() : y;
@@ -92,7 +92,7 @@ TEST_P(LateGradients, OfOneMicroBatchOnAllOrOnOneRankAreItsOwnWhicheverItIs) {
       for (const int user : {kAll, world.size() - 1, kNobody}) {
         step(handle, cell, [&](int i) {
           module->uses = i == only && (user == kAll || user == world.rank());
-          backward(handle.forward(at::full({kWidth}, value(world.rank(), i))));
+          backward(handle.forward(here(at::full({kWidth}, value(world.rank(), i)))));
         });
         double always = 0, rare = 0;
         for (int rank = 0; rank < world.size(); ++rank) {
@@ -101,8 +101,10 @@ TEST_P(LateGradients, OfOneMicroBatchOnAllOrOnOneRankAreItsOwnWhicheverItIs) {
         }
         const auto what = concat("micro-batch ", only, ", user ", user);
         const auto found = whole_gradients(handle);
-        EXPECT_TRUE(same_bits(found.at("always"), at::full({kWidth}, always, at::kFloat))) << what;
-        EXPECT_TRUE(same_bits(found.at("rare"), at::full({kWidth}, rare, at::kFloat))) << what;
+        EXPECT_TRUE(same_bits(found.at("always"), here(at::full({kWidth}, always, at::kFloat))))
+            << what;
+        EXPECT_TRUE(same_bits(found.at("rare"), here(at::full({kWidth}, rare, at::kFloat))))
+            << what;
         for (const auto& view : handle.shards()) {
           const bool nobody = user == kNobody && view.contract->name == "rare";
           EXPECT_EQ(view.shard.grad().defined(), !nobody) << what;
@@ -117,8 +119,9 @@ class Units : public torch::nn::Module {
  public:
   Units(const Mesh& mesh, at::ScalarType dtype) {
     for (const char* name : {"often", "seldom"}) {
-      handles.push_back(std::make_shared<Sharded<Scale>>(fully_shard(
-          std::make_shared<Scale>(at::ones({kWidth}, dtype)), mesh, in_bfloat16(), undivided())));
+      handles.push_back(std::make_shared<Sharded<Scale>>(
+          fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}, dtype))), mesh, in_bfloat16(),
+                      undivided())));
       register_module(name, handles.back());
     }
   }
@@ -146,7 +149,7 @@ TEST_P(LateGradients, OfAUnitThatOnlyOneMicroBatchRuns) {
   const auto& cell = GetParam();
   on_units(cell, [&](World& world, Sharded<Units>& handle, int only) {
     step(handle, cell, [&](int i) {
-      backward(handle.forward(at::full({kWidth}, value(world.rank(), i)), i == only ? 1 : 0));
+      backward(handle.forward(here(at::full({kWidth}, value(world.rank(), i))), i == only ? 1 : 0));
     });
     double often = 0, seldom = 0;
     for (int rank = 0; rank < world.size(); ++rank) {
@@ -154,8 +157,8 @@ TEST_P(LateGradients, OfAUnitThatOnlyOneMicroBatchRuns) {
       seldom += value(rank, only);
     }
     const auto found = whole_gradients(handle);
-    EXPECT_TRUE(same_bits(found.at("often.weight"), at::full({kWidth}, often, at::kFloat)));
-    EXPECT_TRUE(same_bits(found.at("seldom.weight"), at::full({kWidth}, seldom, at::kFloat)))
+    EXPECT_TRUE(same_bits(found.at("often.weight"), here(at::full({kWidth}, often, at::kFloat))));
+    EXPECT_TRUE(same_bits(found.at("seldom.weight"), here(at::full({kWidth}, seldom, at::kFloat))))
         << "micro-batch " << only;
   });
 }
@@ -167,11 +170,11 @@ TEST_P(LateGradients, OfTwoCallsInOneBackwardAreBothAddedUnrounded) {
     step(handle, cell, [&](int i) {
       // Two calls with 256 and 1 on the first rank, else with nothing: zeros and -255.
       const double x = world.rank() == 0 ? 256 : 0;
-      backward(handle.forward(at::full({kWidth}, x), i == only ? 2 : 0));
+      backward(handle.forward(here(at::full({kWidth}, x)), i == only ? 2 : 0));
     });
     const double expected = 257 - 255 * (world.size() - 1);
     EXPECT_TRUE(same_bits(whole_gradients(handle).at("seldom.weight"),
-                          at::full({kWidth}, expected, at::kFloat)))
+                          here(at::full({kWidth}, expected, at::kFloat))))
         << "micro-batch " << only;
   });
 }
@@ -185,7 +188,7 @@ enum class Recomputes { kNo, kInside, kOutside };
 class Wide : public torch::nn::Module {
  public:
   explicit Wide(at::ScalarType dtype)
-      : weight(register_parameter("weight", at::ones({kWidth}, dtype))) {}
+      : weight(register_parameter("weight", here(at::ones({kWidth}, dtype)))) {}
   at::Tensor forward(const at::Tensor& x) {
     EXPECT_EQ(weight.scalar_type(), at::kBFloat16);
     const auto body = [this](const auto& in) { return WideGradient::apply(in[0], weight); };
@@ -207,7 +210,7 @@ TEST_P(LateGradients, RawFloat32OfABFloat16LeafReachTheShardUnrounded) {
           fully_shard(module, data_mesh(world, cell.replicas), in_bfloat16(), undivided());
       double expected = 0;
       step(handle, cell, [&](int i) {
-        const auto x = at::full({kWidth}, kOdd, at::kBFloat16).requires_grad_();
+        const auto x = here(at::full({kWidth}, kOdd, at::kBFloat16)).requires_grad_();
         const auto call = [&](const auto& in) { return handle.forward(in[0]); };
         const auto y = recomputes == Recomputes::kOutside ? checkpoint(call, {x})
                                                           : call(std::vector<at::Tensor>{x});
@@ -216,9 +219,9 @@ TEST_P(LateGradients, RawFloat32OfABFloat16LeafReachTheShardUnrounded) {
         torch::autograd::backward({y}, {at::full_like(y, scale(world.rank()))});
         for (int rank = 0; rank < world.size(); ++rank) expected += kOdd * scale(rank);
       });
-      EXPECT_NE(at::full({}, expected).to(at::kBFloat16).item<double>(), expected);
-      EXPECT_TRUE(
-          same_bits(whole_gradients(handle).at("weight"), at::full({kWidth}, expected, at::kFloat)))
+      EXPECT_NE(here(at::full({}, expected)).to(at::kBFloat16).item<double>(), expected);
+      EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"),
+                            here(at::full({kWidth}, expected, at::kFloat))))
           << static_cast<int>(recomputes);
     });
   }

@@ -136,7 +136,7 @@ struct Tied : torch::nn::Module {
 };
 
 at::Tensor tokens_of(int rank) {
-  return (at::arange(6, at::kLong) * (rank + 2)).remainder(kTokens);
+  return (here(at::arange(6, at::kLong)) * (rank + 2)).remainder(kTokens);
 }
 
 /// The same model as one tensor that is used twice, unsharded: its gradient on one rank.

@@ -26,8 +26,8 @@ Sharded<Scale> ones(World& world, DType storage, std::optional<DType> final = st
   ShardOptions options;
   options.divide_factor = world.size();
   const auto dtype = storage == DType::kFloat16 ? at::kHalf : at::kBFloat16;
-  return fully_shard(std::make_shared<Scale>(at::ones({kWidth}, dtype)), data_mesh(world), policy,
-                     options);
+  return fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}, dtype))), data_mesh(world),
+                     policy, options);
 }
 
 // Naive: moments and steps in the dtype of the shard: 1 - 0.001 is 1 in bf16, for ever.
@@ -39,12 +39,13 @@ TEST_P(NarrowShards, AdamWAddsUpUpdatesBelowAStepOfA16BitShard) {
         const auto optimizer = make_adamw(handle, adamw(1e-4, 0.0));
         for (int step = 0; step < 40; ++step) {
           handle.zero_grad();
-          backward(handle.forward(at::ones({kWidth})).sum());
+          backward(handle.forward(here(at::ones({kWidth}))).sum());
           optimizer->step();
         }
         // A constant gradient moves by lr a step: 0.996, one or more steps below 1 in both dtypes.
         const auto value = whole_parameters(handle).at("weight");
-        EXPECT_TRUE(same_bits(value, at::full({kWidth}, 1.0 - 40 * 1e-4).to(value.scalar_type())));
+        EXPECT_TRUE(
+            same_bits(value, here(at::full({kWidth}, 1.0 - 40 * 1e-4)).to(value.scalar_type())));
       }
     }
   });
@@ -89,7 +90,7 @@ at::Tensor after_a_foreign_write(World& world, DType storage) {
   const auto optimizer = make_adamw(handle, adamw(1e-3, 0.0));
   for (int step = 0; step < 10; ++step) {
     handle.zero_grad();
-    backward(handle.forward(at::ones({kWidth})).sum());
+    backward(handle.forward(here(at::ones({kWidth}))).sum());
     optimizer->step();
     if (step > 0) continue;
     const at::NoGradGuard no_grad;
@@ -103,7 +104,7 @@ at::Tensor after_a_foreign_write(World& world, DType storage) {
 // rounded, and small updates of the others are lost.
 TEST_P(NarrowShards, AChangedElementOfAFloat16ShardIsTakenOverAndTheOthersKeepTheirMaster) {
   ranks(GetParam()).run([](World& world) {
-    auto expected = at::full({kWidth}, 1.0 - 10 * 1e-3);
+    auto expected = here(at::full({kWidth}, 1.0 - 10 * 1e-3));
     expected[0] = 2.0 - 9 * 1e-3;
     EXPECT_TRUE(same_bits(after_a_foreign_write(world, DType::kFloat16), expected.to(at::kHalf)));
   });
@@ -114,7 +115,7 @@ TEST_P(NarrowShards, ABFloat16ShardThatSomebodyElseWroteGoesOnFromItsSixteenBits
   ranks(GetParam()).run([](World& world) {
     // On the rank that wrote, 1 - 1e-3 had been rounded to 1 and its rest is dropped.
     const auto found = after_a_foreign_write(world, DType::kBFloat16);
-    EXPECT_TRUE(same_bits(found[0], at::full({}, 2.0 - 9 * 1e-3).to(at::kBFloat16)));
+    EXPECT_TRUE(same_bits(found[0], here(at::full({}, 2.0 - 9 * 1e-3)).to(at::kBFloat16)));
   });
 }
 
@@ -156,7 +157,7 @@ TEST_P(NarrowShards, ABFloat16ShardAndItsRemainderAreFloat32StorageToTheBit) {
           const auto& name = shards[i].contract->name;
           ASSERT_EQ(states[i].kept.back().name, "master_remainder");
           const auto& remainder = states[i].kept.back().values;
-          auto joined = at::empty(remainder.sizes(), at::kFloat);
+          auto joined = here(at::empty(remainder.sizes(), at::kFloat));
           kernels::join_master(states[i].view.shard.detach(), remainder, joined);
           EXPECT_TRUE(same_bits(joined, shards[i].shard.detach())) << name << " lr " << lr;
           EXPECT_TRUE(joined.isfinite().all().item<bool>()) << name;
@@ -173,11 +174,11 @@ TEST_P(NarrowShards, HalvesOfFloat32StorageAreRoundedAsThePolicySays) {
       PrecisionPolicy policy;
       policy.param_dtype = DType::kBFloat16;
       policy.param_rounding = rounding;
-      auto handle = fully_shard(std::make_shared<Scale>(at::full({kWidth}, 1.0F + 0x1p-8F)),
+      auto handle = fully_shard(std::make_shared<Scale>(here(at::full({kWidth}, 1.0F + 0x1p-8F))),
                                 data_mesh(world), policy);
-      const auto seen = handle.forward(at::ones({kWidth})).detach();
+      const auto seen = handle.forward(here(at::ones({kWidth}))).detach();
       const double expected = rounding == Rounding::kHalfAway ? 1.0 + 0x1p-7 : 1.0;
-      EXPECT_TRUE(same_bits(seen, at::full({kWidth}, expected).to(at::kBFloat16)));
+      EXPECT_TRUE(same_bits(seen, here(at::full({kWidth}, expected)).to(at::kBFloat16)));
     }
   });
 }
@@ -207,7 +208,7 @@ TEST(Masters, AShardOfSeveralPartsIsSteppedAsOne) {
       of_narrow->step();
     }
     const auto state = of_narrow->state().front();
-    auto joined = at::empty({size}, at::kFloat);
+    auto joined = here(at::empty({size}, at::kFloat));
     kernels::join_master(state.view.shard.detach(), state.kept.back().values, joined);
     EXPECT_TRUE(same_bits(joined, wide.shards().front().shard.detach()));
   });
@@ -221,11 +222,12 @@ TEST_P(NarrowShards, SgdAddsUpUpdatesBelowAStepOfA16BitShard) {
       const auto optimizer = make_sgd(handle, sgd(1e-4));
       for (int step = 0; step < 40; ++step) {
         handle.zero_grad();
-        backward(handle.forward(at::ones({kWidth})).sum());
+        backward(handle.forward(here(at::ones({kWidth}))).sum());
         optimizer->step();
       }
       const auto value = whole_parameters(handle).at("weight");
-      EXPECT_TRUE(same_bits(value, at::full({kWidth}, 1.0 - 40 * 1e-4).to(value.scalar_type())));
+      EXPECT_TRUE(
+          same_bits(value, here(at::full({kWidth}, 1.0 - 40 * 1e-4)).to(value.scalar_type())));
     }
   });
 }
@@ -234,17 +236,17 @@ TEST_P(NarrowShards, SgdAddsUpUpdatesBelowAStepOfA16BitShard) {
 TEST_P(NarrowShards, WithoutAMasterTheShardItselfIsSteppedInItsSixteenBits) {
   ranks(GetParam()).run([](World& world) {
     for (const bool adam : {true, false}) {
-      auto handle = fully_shard(std::make_shared<Scale>(at::ones({kWidth}, at::kBFloat16)),
+      auto handle = fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}, at::kBFloat16))),
                                 data_mesh(world), without_master());
       const auto optimizer =
           adam ? make_adamw(handle, adamw(1e-4, 0.0)) : make_sgd(handle, sgd(1e-4));
       for (int step = 0; step < 5; ++step) {
         handle.zero_grad();
-        backward(handle.forward(at::ones({kWidth}, at::kBFloat16)).sum());
+        backward(handle.forward(here(at::ones({kWidth}, at::kBFloat16))).sum());
         optimizer->step();
       }
-      EXPECT_TRUE(
-          same_bits(whole_parameters(handle).at("weight"), at::ones({kWidth}, at::kBFloat16)));
+      EXPECT_TRUE(same_bits(whole_parameters(handle).at("weight"),
+                            here(at::ones({kWidth}, at::kBFloat16))));
       for (const auto& state : optimizer->state()) {
         for (const auto& kept : state.kept) {
           EXPECT_EQ(kept.values.scalar_type(), at::kBFloat16) << kept.name;
@@ -258,9 +260,9 @@ TEST_P(NarrowShards, The16BitShardWithAMasterGetsFloat32GradientsByDefault) {
   ranks(GetParam()).run([](World& world) {
     auto handle = ones(world, DType::kBFloat16);
     // 1 + 2^-10 has no bfloat16: it reaches the optimizer unrounded.
-    backward((handle.forward(at::ones({kWidth})) * (1.0 + 1.0 / 1024)).sum());
-    EXPECT_TRUE(
-        same_bits(whole_gradients(handle).at("weight"), at::full({kWidth}, 1.0F + 1.0F / 1024)));
+    backward((handle.forward(here(at::ones({kWidth}))) * (1.0 + 1.0 / 1024)).sum());
+    EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"),
+                          here(at::full({kWidth}, 1.0F + 1.0F / 1024))));
   });
 }
 

@@ -83,14 +83,14 @@ void with_gradient(World& world, const at::Tensor& gradient,
 
 TEST(NormOrders, HighOnesNeitherOverflowNorVanish) {
   ranks(2).run([](World& world) {
-    const auto values = at::tensor({3e30, -4e30, 1e-30}, at::kFloat);
+    const auto values = here(at::tensor({3e30, -4e30, 1e-30}, at::kFloat));
     with_gradient(world, values, [&](ShardedBase& handle) {
       EXPECT_NEAR(gradient_norm(handle, 100), 4e30 * std::pow(1 + std::pow(0.75, 100), 0.01), 1e24);
     });
     with_gradient(world, values * 1e-30F * 1e-5F, [&](ShardedBase& handle) {
       EXPECT_NEAR(gradient_norm(handle, 100) / 4e-5, std::pow(1 + std::pow(0.75, 100), 0.01), 1e-6);
     });
-    with_gradient(world, at::zeros({3}),
+    with_gradient(world, here(at::zeros({3})),
                   [&](ShardedBase& handle) { EXPECT_EQ(gradient_norm(handle, 3), 0.0); });
   });
 }
@@ -99,7 +99,7 @@ TEST(NormOrders, WhatIsNotFiniteShowsOnEveryRankWhateverItsPlace) {
   ranks(3).run([](World& world) {
     for (const auto value : {std::nan(""), HUGE_VAL}) {
       for (const double p : {1.0, 2.0, 3.0, kInfinity}) {
-        auto gradient = at::ones({300});
+        auto gradient = here(at::ones({300}));
         gradient[299] = value;  // the last rank's
         with_gradient(world, gradient, [&](ShardedBase& handle) {
           const auto shard = handle.shards()[0].shard;

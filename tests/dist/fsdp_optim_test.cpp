@@ -112,7 +112,8 @@ TEST_P(Kinds, TheSameGradientsGiveTheSameValuesOnAnyNumberOfRanks) {
         expected = found;
       } else {
         for (const auto& [name, value] : expected) {
-          EXPECT_TRUE(at::allclose(found.at(name), value, 1e-6, 1e-7)) << count << " " << name;
+          EXPECT_TRUE(at::allclose(found.at(name).cpu(), value.cpu(), 1e-6, 1e-7))
+              << count << " " << name;
         }
       }
     });
@@ -129,7 +130,8 @@ TEST_P(OptimOnRanks, WhatNoDecayNamesIsNotDecayedAndAMisspeltNameIsRefused) {
       const auto optimizer =
           adam ? make_adamw(model.handle, adaptive) : make_sgd(model.handle, with_momentum);
       const auto before = whole_parameters(model.handle);
-      backward(squares(model.handle.forward(at::zeros({2, kWidth}))));  // all gradients are zero
+      backward(
+          squares(model.handle.forward(here(at::zeros({2, kWidth})))));  // all gradients are zero
       optimizer->step();
       const auto after = whole_parameters(model.handle);
       EXPECT_TRUE(same_bits(after.at("scale"), before.at("scale")));
@@ -150,7 +152,7 @@ TEST_P(OptimOnRanks, NoDecayOfTheContractIsFollowed) {
     auto handle = fully_shard(std::make_shared<Block>(1, kWidth), data_mesh(world), policy);
     const auto optimizer = make_adamw(handle, adamw(0.5, 0.5));
     const auto before = whole_parameters(handle);
-    backward(squares(handle.forward(at::zeros({2, kWidth}))));  // all gradients are zero
+    backward(squares(handle.forward(here(at::zeros({2, kWidth})))));  // all gradients are zero
     optimizer->step();
     const auto after = whole_parameters(handle);
     EXPECT_TRUE(same_bits(after.at("b"), before.at("b")));
@@ -264,9 +266,9 @@ TEST(Norm, LargeValuesDoNotOverflowAndSmallOnesAreNotLost) {
   ranks(2).run([](World& world) {
     ShardOptions options;
     options.divide_factor = 1.0;
-    auto handle =
-        fully_shard(std::make_shared<Scale>(at::ones({64 * 3})), data_mesh(world), {}, options);
-    auto x = at::full({64 * 3}, 1.0F);
+    auto handle = fully_shard(std::make_shared<Scale>(here(at::ones({64 * 3}))), data_mesh(world),
+                              {}, options);
+    auto x = here(at::full({64 * 3}, 1.0F));
     x[0] = 1e25F;
     backward((handle.forward(x)).sum() * (world.rank() == 0 ? 1.0 : 0.0));
     EXPECT_NEAR(gradient_norm(handle), 1e25, 1e19);
@@ -304,7 +306,7 @@ TEST(Optim, AGroupThatIsAddedIsRefusedByNameAtTheNextStep) {
         const auto before = whole_parameters(handle);
         const auto optimizer = adam ? make_adamw(handle, {}) : make_sgd(handle, {});
         torch::optim::Optimizer& torchs = *optimizer;
-        const auto plain = at::ones({3}).requires_grad_(true);
+        const auto plain = here(at::ones({3})).requires_grad_(true);
         if (as_group) {
           torchs.add_param_group(torch::optim::OptimizerParamGroup({plain}));
         } else {
@@ -343,11 +345,12 @@ TEST(Optim, AGradientOfAnotherShapeIsRefusedByName) {
         return error_of([&] { optimizer->step(); });
       };
       const auto numel = shard.numel();
-      EXPECT_THAT(refused(at::ones({numel + 1})),
+      EXPECT_THAT(refused(here(at::ones({numel + 1}))),
                   HasSubstr(concat("gradient of weight: found the shape [", numel + 1,
                                    "] with strides [1], expected [", numel, "] as its shard")));
-      EXPECT_THAT(refused(at::ones({numel - 1})), HasSubstr(concat("the shape [", numel - 1, "]")));
-      EXPECT_THAT(refused(at::ones({1}).expand({numel})), HasSubstr("with strides [0]"));
+      EXPECT_THAT(refused(here(at::ones({numel - 1}))),
+                  HasSubstr(concat("the shape [", numel - 1, "]")));
+      EXPECT_THAT(refused(here(at::ones({1})).expand({numel})), HasSubstr("with strides [0]"));
       handle.zero_grad();
     }
     expect_same(whole_parameters(handle), before, "nothing was stepped");

@@ -145,7 +145,7 @@ TEST(OptimizerStates, ElementsStandWhereTheirParametersDo) {
   for (const auto& on : kLayouts) {
     const auto saved = saved_after(on, kKinds[0], 1);
     for (const auto& one : saved.optimizer.parameters) {
-      const auto& found = one.kept.at("exp_avg");
+      const auto found = one.kept.at("exp_avg").cpu();
       const auto gradient = seeded(hash_bytes(one.parameter, 1), found.sizes());
       // 0.1 itself is rounded, and so is the product: two units in the last place.
       EXPECT_TRUE(at::allclose(found, gradient * 0.1, 2.4e-7, 0)) << one.parameter;
@@ -276,10 +276,10 @@ TEST(OptimizerStateErrors, EveryNameShapeAndDtypeIsNamed) {
   for (const int count : {1, 2, 3}) {
     const auto errors = refusals(count, [](World&, OptimizerStateDict& dict) {
       entry_of(dict, "affine.bias").parameter = "affine.bios";
-      entry_of(dict, "affine.weight").kept["exp_avg"] = at::zeros({7, 13});
-      entry_of(dict, "single").kept["exp_avg_sq"] = at::zeros({}, at::kDouble);
+      entry_of(dict, "affine.weight").kept["exp_avg"] = here(at::zeros({7, 13}));
+      entry_of(dict, "single").kept["exp_avg_sq"] = here(at::zeros({}, at::kDouble));
       entry_of(dict, "narrow.bias").kept.erase("master_remainder");
-      entry_of(dict, "tied").kept["master"] = at::zeros({5, 13});
+      entry_of(dict, "tied").kept["master"] = here(at::zeros({5, 13}));
     });
     EXPECT_THAT(
         errors,
@@ -313,7 +313,7 @@ TEST(OptimizerStateErrors, CountsAndDoublesAreNamedEvenWhereLoadingIsLenient) {
 TEST(OptimizerStateErrors, AnotherKindOfOptimizerIsNamedOnce) {
   const auto errors = refusals(2, [](World&, OptimizerStateDict& dict) {
     dict.optimizer = "SGD";
-    for (auto& one : dict.parameters) one.kept = {{"momentum_buffer", at::zeros({1})}};
+    for (auto& one : dict.parameters) one.kept = {{"momentum_buffer", here(at::zeros({1}))}};
   });
   EXPECT_THAT(errors, Each(AllOf(HasSubstr("found the state of 'SGD', expected AdamW"),
                                  ::testing::Not(HasSubstr("momentum_buffer")))));

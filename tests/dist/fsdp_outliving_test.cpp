@@ -99,7 +99,7 @@ TEST_P(OutlivingOnRanks, ViewsOfShardsAndBuffersKeepTheirContracts) {
   ranks(count, backend).run([replicas](World& world) {
     struct WithBuffer : Chain {
       explicit WithBuffer(std::uint64_t seed) : Chain(seed, 2, kWidth) {
-        register_buffer("table_of_positions", at::ones({3}));
+        register_buffer("table_of_positions", here(at::ones({3})));
       }
     };
     auto chain = std::make_shared<WithBuffer>(1);
@@ -350,7 +350,7 @@ TEST(Inner, WeightGradientsOwedToAUnitThatIsGoneAreDroppedByName) {
     }
     const auto other = litter();
     EXPECT_EQ(sink.open_tickets(), 0U);
-    EXPECT_THAT(error_of([&] { sink.redeem(ticket, at::ones({kWidth + 1, kWidth})); }),
+    EXPECT_THAT(error_of([&] { sink.redeem(ticket, here(at::ones({kWidth + 1, kWidth}))); }),
                 AllOf(HasSubstr("block0.a"), HasSubstr("of a module that is gone")));
     block->run_weight_gradients();
   });

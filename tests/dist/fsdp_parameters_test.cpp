@@ -20,17 +20,17 @@ class Odd : public torch::nn::Module {
  public:
   at::Tensor forward(const at::Tensor& x) {
     auto y = x * scalar + one + empty.sum() + prime.sum() * x;
-    y = y + (strided * at::arange(15).reshape({5, 3})).sum() + integer.sum();
+    y = y + (strided * here(at::arange(15)).reshape({5, 3})).sum() + integer.sum();
     y = y + half.to(at::kFloat).pow(2).sum() + wide.to(at::kFloat).sum() * x +
         frozen.to(at::kFloat).sum();
     return y;
   }
   at::Tensor scalar = register_parameter("scalar", seeded(1, {}));
-  at::Tensor empty = register_parameter("empty", at::zeros({0, 3}));
+  at::Tensor empty = register_parameter("empty", here(at::zeros({0, 3})));
   at::Tensor one = register_parameter("one", seeded(2, {1}));
   at::Tensor prime = register_parameter("prime", seeded(3, {7, 19}));
   at::Tensor strided = register_parameter("strided", seeded(4, {3, 5}).t());
-  at::Tensor integer = register_parameter("integer", at::tensor({3, 1, 2}), false);
+  at::Tensor integer = register_parameter("integer", here(at::tensor({3, 1, 2})), false);
   at::Tensor half = register_parameter("half", seeded(5, {11}, at::kBFloat16));
   at::Tensor wide = register_parameter("wide", seeded(6, {13}, at::kDouble));
   at::Tensor frozen = register_parameter("frozen", seeded(7, {5}, at::kBFloat16), false);
@@ -92,14 +92,14 @@ TEST_P(ParametersOnRanks, AModuleWithoutParametersIsAUnitToo) {
     auto handle = fully_shard(std::make_shared<Nothing>(), data_mesh(world));
     auto x = seeded(1, {3}).requires_grad_();
     backward(handle.forward(x).sum());
-    EXPECT_TRUE(same_bits(x.grad(), at::full({3}, 2.0F)));
+    EXPECT_TRUE(same_bits(x.grad(), here(at::full({3}, 2.0F))));
   });
 }
 
 TEST_P(ParametersOnRanks, OnlyEmptyParameters) {
   struct Hollow : torch::nn::Module {
     at::Tensor forward(const at::Tensor& x) { return x + empty.sum(); }
-    at::Tensor empty = register_parameter("empty", at::zeros({0}));
+    at::Tensor empty = register_parameter("empty", here(at::zeros({0})));
   };
   ranks(GetParam()).run([](World& world) {
     auto handle = fully_shard(std::make_shared<Hollow>(), data_mesh(world));
@@ -119,7 +119,7 @@ TEST_P(ParametersOnRanks, OneEmptyTensorInTwoModulesIsOneParameter) {
   struct Twice : torch::nn::Module {
     at::Tensor forward(const at::Tensor& x) { return x * weight + empty.sum(); }
     at::Tensor weight = register_parameter("weight", seeded(1, {3}));
-    at::Tensor empty = register_parameter("empty", at::zeros({0, 3}));
+    at::Tensor empty = register_parameter("empty", here(at::zeros({0, 3})));
     at::Tensor again = register_parameter("again", empty);
   };
   ranks(GetParam()).run([](World& world) {
@@ -167,12 +167,12 @@ TEST(Parameters, ALeafsOwnGradDtypeRoundsOnArrival) {
   ranks(2).run([](World& world) {
     const double fine = 1.0 + 1.0 / 1024;
     for (const bool own : {false, true}) {
-      auto module = std::make_shared<Scale>(at::ones({3}));
+      auto module = std::make_shared<Scale>(here(at::ones({3})));
       if (own) module->weight.set_grad_dtype(at::kBFloat16);
       auto handle = fully_shard(module, data_mesh(world));
-      backward((handle.forward(at::ones({3})) * fine).sum());
+      backward((handle.forward(here(at::ones({3}))) * fine).sum());
       EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"),
-                            at::full({3}, static_cast<float>(own ? 1.0 : fine))));
+                            here(at::full({3}, static_cast<float>(own ? 1.0 : fine)))));
     }
   });
 }
@@ -183,25 +183,25 @@ TEST(Parameters, ALeafsOwnGradDtypeCountsAlsoWhereItIsTheTensorsAndNoneRoundsNot
   ranks(2).run([](World& world) {
     const double fine = 1.0 + 1.0 / 1024;
     const auto gradient = [&](const std::function<void(at::Tensor&)>& set) {
-      auto module = std::make_shared<Scale>(at::ones({3}, at::kBFloat16));
+      auto module = std::make_shared<Scale>(here(at::ones({3}, at::kBFloat16)));
       set(module->weight);
       auto handle = fully_shard(module, data_mesh(world));
-      backward((handle.forward(at::ones({3})) * fine).sum());
+      backward((handle.forward(here(at::ones({3}))) * fine).sum());
       return whole_gradients(handle).at("weight");
     };
-    const auto unrounded = at::full({3}, static_cast<float>(fine));
+    const auto unrounded = here(at::full({3}, static_cast<float>(fine)));
     EXPECT_TRUE(same_bits(gradient([](at::Tensor&) {}), unrounded));
     EXPECT_TRUE(
         same_bits(gradient([](at::Tensor& w) { w.set_grad_dtype(std::nullopt); }), unrounded));
-    EXPECT_TRUE(
-        same_bits(gradient([](at::Tensor& w) { w.set_grad_dtype(at::kBFloat16); }), at::ones({3})));
+    EXPECT_TRUE(same_bits(gradient([](at::Tensor& w) { w.set_grad_dtype(at::kBFloat16); }),
+                          here(at::ones({3}))));
   });
 }
 
 TEST(Parameters, AGradientBeforeShardingIsRefused) {
   ranks(1).run([](World& world) {
-    auto module = std::make_shared<Scale>(at::ones({3}));
-    backward(module->forward(at::ones({3})).sum());
+    auto module = std::make_shared<Scale>(here(at::ones({3})));
+    backward(module->forward(here(at::ones({3}))).sum());
     EXPECT_THAT(error_of([&] { fully_shard(module, data_mesh(world)); }),
                 AllOf(HasSubstr("weight"), HasSubstr("zero_grad()")));
   });
@@ -312,9 +312,9 @@ TEST(Parameters, SparseAndComplexGradientsAreRefusedByName) {
   };
   ranks(1).run([](World& world) {
     auto handle = fully_shard(std::make_shared<Table>(), data_mesh(world));
-    EXPECT_THAT(error_of([&] { backward(handle.forward(at::tensor({1, 2}))); }),
+    EXPECT_THAT(error_of([&] { backward(handle.forward(here(at::tensor({1, 2})))); }),
                 AllOf(HasSubstr("weight"), HasSubstr("Sparse"), HasSubstr("dense")));
-    auto complex = std::make_shared<Scale>(at::ones({3}, at::kComplexFloat));
+    auto complex = std::make_shared<Scale>(here(at::ones({3}, at::kComplexFloat)));
     EXPECT_NE(error_of([&] { fully_shard(complex, data_mesh(world)); }), "");
   });
 }

@@ -94,7 +94,7 @@ TEST(RecomputeResults, SeveralResultsUsedOrNotGiveTheGradientsOfThePlainCall) {
 TEST(RecomputeResults, InputsThatAreNotThereStayWhereTheyAre) {
   for (const bool wants_gradient : {true, false}) {
     const auto x = input_of(0, 0, kWidth).requires_grad_(wants_gradient);
-    const auto mask = at::ones({kWidth});
+    const auto mask = here(at::ones({kWidth}));
     const auto weight = seeded(1, {kWidth}).requires_grad_();
     int calls = 0;
     const auto y = checkpoint(
@@ -130,7 +130,7 @@ TEST(RecomputeResults, AnInputOrAWeightOrTheSameTensorTwiceMayComeBack) {
 // Misuse.
 
 TEST(RecomputeMisuse, KeepUnderGradModeIsRefused) {
-  EXPECT_THAT(error_of([] { keep({1}, [] { return at::ones({1}); }); }),
+  EXPECT_THAT(error_of([] { keep({1}, [] { return here(at::ones({1})); }); }),
               HasSubstr("keep: found grad mode"));
 }
 

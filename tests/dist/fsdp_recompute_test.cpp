@@ -187,11 +187,11 @@ TEST(RecomputeRandom, AnExceptionInTheSecondForwardLeavesTheRandomNumbersWhereTh
         if (calls++ > 0) throw std::runtime_error("the second time");
         return at::dropout(inputs[0], 0.5, true);
       },
-      {at::ones({8}).requires_grad_()});
+      {here(at::ones({8})).requires_grad_()});
   EXPECT_THAT(error_of([&] { backward(y.sum()); }), ::testing::HasSubstr("the second time"));
   const auto after = at::rand({3});
   at::manual_seed(7);
-  (void)at::dropout(at::ones({8}), 0.5, true);
+  (void)at::dropout(here(at::ones({8})), 0.5, true);
   EXPECT_TRUE(at::equal(after, at::rand({3})));
 }
 
@@ -341,14 +341,14 @@ TEST(RecomputeErrors, AnInputThatTheFunctionChangesInPlaceIsRefusedByItsNumber) 
       checkpoint([](const auto& inputs) { return inputs[1].mul_(2.0) + 1.0; }, {first, input});
     });
   };
-  for (const auto& input : {x, at::ones({3}), x.detach().narrow(0, 0, 1)}) {
-    for (const auto& first : {at::Tensor(), at::ones({3})}) {
+  for (const auto& input : {x, here(at::ones({3})), x.detach().narrow(0, 0, 1)}) {
+    for (const auto& first : {at::Tensor(), here(at::ones({3}))}) {
       EXPECT_THAT(run(first, input), ::testing::HasSubstr("checkpoint: found that argument 1"));
     }
   }
   EXPECT_EQ(error_of([&] {
               checkpoint([](const auto& inputs) { return inputs[0].clone().mul_(2.0); },
-                         {at::ones({3})});
+                         {here(at::ones({3}))});
             }),
             "");
 }
@@ -362,7 +362,7 @@ TEST(RecomputeErrors, ResultsOfOtherSizesOrDtypesTheSecondTimeAreNamed) {
           const auto y = inputs[0] * 2.0;
           return {inputs[0] + 1.0, calls++ == 0 ? y : change(y)};
         },
-        {at::ones({3, 2}).requires_grad_()});
+        {here(at::ones({3, 2})).requires_grad_()});
     return error_of([&] { backward(squares(results[0]) + squares(results[1])); });
   };
   EXPECT_THAT(second([](const at::Tensor& y) { return y.sum(0, true); }),

@@ -18,13 +18,14 @@ Tensors scaled(World& world, const PrecisionPolicy& policy,
                const std::vector<double>& micro_batches, int replicas = 1) {
   ShardOptions options;
   options.divide_factor = 1.0;
-  auto handle = fully_shard(std::make_shared<Scale>(at::ones({kWidth})), data_mesh(world, replicas),
-                            policy, options);
+  auto handle = fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}))),
+                            data_mesh(world, replicas), policy, options);
   for (std::size_t i = 0; i < micro_batches.size(); ++i) {
     handle.set_requires_gradient_sync(i + 1 == micro_batches.size());
     // Only rank 0 brings a gradient, so that the sum over ranks adds nothing to the question.
     backward(
-        (handle.forward(at::ones({kWidth})) * (world.rank() == 0 ? micro_batches[i] : 0.0)).sum());
+        (handle.forward(here(at::ones({kWidth}))) * (world.rank() == 0 ? micro_batches[i] : 0.0))
+            .sum());
   }
   return whole_gradients(handle);
 }
@@ -34,14 +35,14 @@ constexpr double kFine = 1.0 + 1.0 / 1024;  // exact in fp32, 1 in bf16
 TEST(Rounding, TheWireRoundsToReduceAndNothingElseDoes) {
   ranks(2).run([](World& world) {
     PrecisionPolicy policy;
-    const auto exact = at::full({kWidth}, static_cast<float>(kFine));
+    const auto exact = here(at::full({kWidth}, static_cast<float>(kFine)));
     EXPECT_TRUE(same_bits(scaled(world, policy, {kFine}).at("weight"), exact));
     policy.reduce_dtype = DType::kBFloat16;
-    EXPECT_TRUE(same_bits(scaled(world, policy, {kFine}).at("weight"), at::ones({kWidth})));
+    EXPECT_TRUE(same_bits(scaled(world, policy, {kFine}).at("weight"), here(at::ones({kWidth}))));
     // The slot before the wire is fp32: 2^-10 four times is 2^-8, which bf16 rounds to even only at
     // the wire.
     EXPECT_TRUE(same_bits(scaled(world, policy, {kFine, 3.0 / 1024, 4.0 / 1024}).at("weight"),
-                          at::full({kWidth}, 1.0F + 1.0F / 128)));
+                          here(at::full({kWidth}, 1.0F + 1.0F / 128))));
   });
 }
 
@@ -49,7 +50,8 @@ TEST(Rounding, ReplicasRoundToReduceToo) {
   ranks(2).run([](World& world) {
     PrecisionPolicy policy;
     policy.reduce_dtype = DType::kBFloat16;
-    EXPECT_TRUE(same_bits(scaled(world, policy, {kFine}, 2).at("weight"), at::ones({kWidth})));
+    EXPECT_TRUE(
+        same_bits(scaled(world, policy, {kFine}, 2).at("weight"), here(at::ones({kWidth}))));
   });
 }
 
@@ -72,9 +74,9 @@ TEST(Rounding, ReplicasSendInReduce) {
       const auto bytes = replica_bytes(count, [&](World& world) {
         PrecisionPolicy policy;
         policy.reduce_dtype = reduce;
-        auto handle = fully_shard(std::make_shared<Scale>(at::ones({kWidth})),
+        auto handle = fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}))),
                                   data_mesh(world, replicas), policy);
-        backward(handle.forward(at::ones({kWidth})).sum());
+        backward(handle.forward(here(at::ones({kWidth}))).sum());
         slice = handle.unit()->buckets()[0]->plan().slice_numel();
       });
       EXPECT_GE(slice, 64);
@@ -94,12 +96,13 @@ TEST(Rounding, ReplicasAreAddedInAccumulateWhateverTheWire) {
         options.divide_factor = 1.0;
         // Large enough that three replicas sum in two phases.
         constexpr std::int64_t kMany = 100003;
-        auto handle = fully_shard(std::make_shared<Scale>(at::ones({kMany})),
+        auto handle = fully_shard(std::make_shared<Scale>(here(at::ones({kMany}))),
                                   data_mesh(world, replicas), policy, options);
         const bool last = world.rank() + 1 == world.size();
         const auto value = world.rank() == 0 ? 256.0 : last ? 1.0 : 0.0;
-        backward((handle.forward(at::ones({kMany})) * value).sum());
-        EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"), at::full({kMany}, 257.0F)));
+        backward((handle.forward(here(at::ones({kMany}))) * value).sum());
+        EXPECT_TRUE(
+            same_bits(whole_gradients(handle).at("weight"), here(at::full({kMany}, 257.0F))));
       });
     }
   }
@@ -113,13 +116,15 @@ TEST(Rounding, ADeferredPartialOverReplicasIsKeptInAccumulate) {
       policy.reduce_dtype = DType::kBFloat16;
       ShardOptions options;
       options.divide_factor = 1.0;
-      auto handle = fully_shard(std::make_shared<Scale>(at::ones({kWidth})),
+      auto handle = fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}))),
                                 data_mesh(world, replicas), policy, options);
       for (const double value : {256.0, 1.0, 1.0}) {
         handle.set_requires_replica_reduce(value == 1.0);
-        backward((handle.forward(at::ones({kWidth})) * (world.rank() == 0 ? value : 0.0)).sum());
+        backward(
+            (handle.forward(here(at::ones({kWidth}))) * (world.rank() == 0 ? value : 0.0)).sum());
       }
-      EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"), at::full({kWidth}, 258.0F)));
+      EXPECT_TRUE(
+          same_bits(whole_gradients(handle).at("weight"), here(at::full({kWidth}, 258.0F))));
     });
   }
 }
@@ -134,13 +139,13 @@ TEST(Rounding, ASteadyStepTakesNoNewMemoryForFinalGradients) {
         policy.final_dtype = final;
         ShardOptions options;
         options.divide_factor = 3.0;
-        auto handle = fully_shard(std::make_shared<Scale>(at::ones({kWidth})),
+        auto handle = fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}))),
                                   data_mesh(world, replicas), policy, options);
         const void* place = nullptr;
         std::int64_t blocks = 0;
         for (int step = 0; step < 4; ++step) {
           handle.zero_grad();
-          backward(handle.forward(at::ones({kWidth})).sum());
+          backward(handle.forward(here(at::ones({kWidth}))).sum());
           const auto& gradient = handle.shards()[0].shard.grad();
           if (step == 1) {
             place = gradient.const_data_ptr();
@@ -160,7 +165,7 @@ TEST(Rounding, OneRankHasNoWire) {
     PrecisionPolicy policy;
     policy.reduce_dtype = DType::kBFloat16;
     EXPECT_TRUE(same_bits(scaled(world, policy, {kFine}).at("weight"),
-                          at::full({kWidth}, static_cast<float>(kFine))));
+                          here(at::full({kWidth}, static_cast<float>(kFine)))));
   });
 }
 
@@ -170,7 +175,7 @@ TEST(Rounding, FinalIsOneCastAtTheEndOfTheStep) {
       PrecisionPolicy policy;
       policy.final_dtype = DType::kBFloat16;
       EXPECT_TRUE(same_bits(scaled(world, policy, {256, 1, 1}).at("weight"),
-                            at::full({kWidth}, 258, at::kBFloat16)));
+                            here(at::full({kWidth}, 258, at::kBFloat16))));
     });
   }
 }
@@ -183,7 +188,7 @@ TEST(Rounding, ArrivalRoundsOnlyWhereARuleAsks) {
     rule.grad_dtype = DType::kBFloat16;
     policy.rules = {rule};
     EXPECT_TRUE(same_bits(scaled(world, policy, {kFine, 1.0 / 1024}).at("weight"),
-                          at::full({kWidth}, static_cast<float>(kFine))));
+                          here(at::full({kWidth}, static_cast<float>(kFine)))));
   });
 }
 
@@ -193,17 +198,18 @@ TEST(Rounding, AccumulationInDoubleKeepsWhatFloatLoses) {
     policy.accumulate_dtype = policy.reduce_dtype = policy.final_dtype = DType::kFloat64;
     const double tiny = std::ldexp(1.0, -40);
     EXPECT_TRUE(same_bits(scaled(world, policy, {1, tiny}).at("weight"),
-                          at::full({kWidth}, 1 + tiny, at::kDouble)));
+                          here(at::full({kWidth}, 1 + tiny, at::kDouble))));
   });
 }
 
 TEST(Rounding, TheDefaultDividesByTheDataRanksOnce) {
   ranks(4).run([](World& world) {
     for (const int replicas : {1, 2, 4}) {
-      auto handle =
-          fully_shard(std::make_shared<Scale>(at::ones({kWidth})), data_mesh(world, replicas));
-      backward((handle.forward(at::ones({kWidth})) * static_cast<double>(world.rank())).sum());
-      EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"), at::full({kWidth}, 1.5F)))
+      auto handle = fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}))),
+                                data_mesh(world, replicas));
+      backward(
+          (handle.forward(here(at::ones({kWidth}))) * static_cast<double>(world.rank())).sum());
+      EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"), here(at::full({kWidth}, 1.5F))))
           << replicas;
     }
   });

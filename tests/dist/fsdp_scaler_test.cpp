@@ -97,7 +97,7 @@ Tensors trained(World& world, const Mesh& mesh, const PrecisionPolicy& policy,
       found[concat("gradient ", step, " ", name)] = gradient;
     }
     const double norm = clip_grad_norm(handle, 0.5);
-    found[concat("norm ", step)] = at::scalar_tensor(norm, at::kDouble);
+    found[concat("norm ", step)] = here(at::scalar_tensor(norm, at::kDouble));
     if (scaler) {
       EXPECT_TRUE(scaler->step(*optimizer, handle, norm));
     } else {
@@ -125,12 +125,13 @@ TEST(GradScaler, ASumThatGoesOnOverStepsIsBroughtToTheNewScale) {
     for (const double factor : {1.0, 2.0}) {
       ShardOptions options;
       options.divide_factor = factor;
-      auto handle = fully_shard(std::make_shared<Scale>(at::ones({kWidth})), mesh, {}, options);
+      auto handle =
+          fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}))), mesh, {}, options);
       GradScaler scaler(handle, from(4.0, 1));
       for (int step = 1; step <= 4; ++step) {
         EXPECT_EQ(scaler.scale(), std::ldexp(4.0, step - 1));
-        backward(scaler.scaled(handle.forward(at::full({kWidth}, 3.0)).sum()));
-        const auto expected = at::full({kWidth}, 3.0 * world.size() * step / factor);
+        backward(scaler.scaled(handle.forward(here(at::full({kWidth}, 3.0))).sum()));
+        const auto expected = here(at::full({kWidth}, 3.0 * world.size() * step / factor));
         EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"), expected)) << step;
         EXPECT_TRUE(scaler.update(handle, gradient_norm(handle)));
       }
@@ -213,19 +214,19 @@ TEST(GradScaler, AnOverflowOnOneRankLeavesTheStepOutOnAll) {
     for (const auto wire : {std::optional<DType>(), std::optional(DType::kFloat16)}) {
       for (int bad = 0; bad < world.size(); ++bad) {
         auto handle =
-            fully_shard(std::make_shared<Scale>(at::ones({kWidth})), mesh, in_float16(wire));
+            fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}))), mesh, in_float16(wire));
         const auto optimizer = make_adamw(handle, adamw(0.01, 0.0));
         GradScaler scaler(handle, from(0x1p12));
         const auto step = [&](double large) {
           handle.zero_grad();
           const double x = world.rank() == bad ? large : 1.0;
-          backward(scaler.scaled(handle.forward(at::full({kWidth}, x)).sum().to(at::kFloat)));
+          backward(scaler.scaled(handle.forward(here(at::full({kWidth}, x))).sum().to(at::kFloat)));
           return scaler.step(*optimizer, handle, clip_grad_norm(handle, 1.0));
         };
         EXPECT_FALSE(step(64.0));  // 64 * 4096 is above 65504
         EXPECT_EQ(scaler.scale(), 0x1p11);
         EXPECT_EQ(scaler.state().skipped_steps, 1);
-        EXPECT_TRUE(same_bits(whole_parameters(handle).at("weight"), at::ones({kWidth})));
+        EXPECT_TRUE(same_bits(whole_parameters(handle).at("weight"), here(at::ones({kWidth}))));
         for (const auto& state : optimizer->state()) EXPECT_EQ(state.steps, 0);
         EXPECT_FALSE(step(std::numeric_limits<double>::quiet_NaN()));
         EXPECT_TRUE(step(1.0));
@@ -243,17 +244,17 @@ TEST(GradScaler, ASumThatOverflowsOnTheWireIsSeen) {
     auto policy = in_float16(DType::kFloat16);
     policy.param_dtype = DType::kFloat32;
     auto handle =
-        fully_shard(std::make_shared<Scale>(at::ones({kWidth})), data_mesh(world), policy);
+        fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}))), data_mesh(world), policy);
     GradScaler scaler(handle, from(0x1p15));
     handle.set_requires_gradient_sync(false);
-    backward(scaler.scaled(handle.forward(at::full({kWidth}, 1.5)).sum()));
+    backward(scaler.scaled(handle.forward(here(at::full({kWidth}, 1.5))).sum()));
     handle.set_requires_gradient_sync(true);
-    backward(scaler.scaled(handle.forward(at::full({kWidth}, 1.5)).sum()));
+    backward(scaler.scaled(handle.forward(here(at::full({kWidth}, 1.5))).sum()));
     EXPECT_FALSE(scaler.update(handle, gradient_norm(handle)));
     handle.zero_grad();
-    backward(scaler.scaled(handle.forward(at::full({kWidth}, 1.5)).sum()));
+    backward(scaler.scaled(handle.forward(here(at::full({kWidth}, 1.5))).sum()));
     EXPECT_TRUE(scaler.update(handle, gradient_norm(handle)));
-    EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"), at::full({kWidth}, 1.5F)));
+    EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"), here(at::full({kWidth}, 1.5F))));
   });
 }
 
@@ -261,14 +262,15 @@ TEST(GradScaler, ASumThatOverflowsOnTheWireIsSeen) {
 TEST(GradScaler, AScaleThatCannotFallIsAnErrorOnEveryRank) {
   for (const int count : {1, 2, 4}) {
     const auto errors = errors_of(count, [](World& world) {
-      auto handle = fully_shard(std::make_shared<Scale>(at::ones({kWidth})), data_mesh(world), {});
+      auto handle =
+          fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}))), data_mesh(world), {});
       auto options = from(16.0);
       options.min_scale = 4.0;
       GradScaler scaler(handle, options);
       const double x = world.rank() == 0 ? std::numeric_limits<double>::infinity() : 1.0;
       for (int step = 0;; ++step) {
         handle.zero_grad();
-        backward(scaler.scaled(handle.forward(at::full({kWidth}, x)).sum()));
+        backward(scaler.scaled(handle.forward(here(at::full({kWidth}, x))).sum()));
         EXPECT_LE(step, 2);
         EXPECT_FALSE(scaler.update(handle, gradient_norm(handle)));
       }
@@ -280,11 +282,12 @@ TEST(GradScaler, AScaleThatCannotFallIsAnErrorOnEveryRank) {
 
 TEST(GradScaler, GoesOnWhereAnotherOneWas) {
   ranks(2).run([](World& world) {
-    auto handle = fully_shard(std::make_shared<Scale>(at::ones({kWidth})), data_mesh(world), {});
+    auto handle =
+        fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}))), data_mesh(world), {});
     GradScaler scaler(handle, from(16.0, 4));
     scaler.restore({256.0, 3, 7});
-    backward(scaler.scaled(handle.forward(at::ones({kWidth})).sum()));
-    EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"), at::ones({kWidth})));
+    backward(scaler.scaled(handle.forward(here(at::ones({kWidth}))).sum()));
+    EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"), here(at::ones({kWidth}))));
     EXPECT_TRUE(scaler.update(handle, gradient_norm(handle)));
     EXPECT_EQ(scaler.state(), (LossScaleState{512.0, 0, 7}));
     EXPECT_THAT(error_of([&] { scaler.restore({3.0, 0, 0}); }), HasSubstr("power of two"));
@@ -314,10 +317,13 @@ TEST(GradScaler, IsOnePerModelAndOfItsOutermostHandle) {
 // Naive: half of a step's micro-batches are divided by the other half's scale.
 TEST(GradScaler, MovesBetweenStepsOnly) {
   ranks(2).run([](World& world) {
-    auto handle = fully_shard(std::make_shared<Scale>(at::ones({kWidth})), data_mesh(world), {});
+    auto handle =
+        fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}))), data_mesh(world), {});
     std::optional<GradScaler> scaler;
     scaler.emplace(handle, from(8.0, 1));
-    const auto forward = [&] { return scaler->scaled(handle.forward(at::ones({kWidth})).sum()); };
+    const auto forward = [&] {
+      return scaler->scaled(handle.forward(here(at::ones({kWidth}))).sum());
+    };
     {
       const auto loss = forward();
       EXPECT_THAT(error_of([&] { scaler->update(handle, 1.0); }), HasSubstr("run backward first"));
@@ -330,7 +336,7 @@ TEST(GradScaler, MovesBetweenStepsOnly) {
     EXPECT_EQ(scaler->scale(), 8.0);
     handle.set_requires_gradient_sync(true);
     backward(forward());
-    EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"), at::full({kWidth}, 2.0F)));
+    EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"), here(at::full({kWidth}, 2.0F))));
     EXPECT_TRUE(scaler->update(handle, gradient_norm(handle)));
   });
 }
@@ -338,14 +344,15 @@ TEST(GradScaler, MovesBetweenStepsOnly) {
 // Naive: what is left of a step is divided by a scale that nobody multiplies by any more.
 TEST(GradScaler, OneThatEndsInTheMiddleOfAStepIsMissed) {
   const auto errors = errors_of(1, [](World& world) {
-    auto handle = fully_shard(std::make_shared<Scale>(at::ones({kWidth})), data_mesh(world), {});
+    auto handle =
+        fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}))), data_mesh(world), {});
     handle.set_requires_gradient_sync(false);
     {
       GradScaler scaler(handle, from(8.0));
-      backward(scaler.scaled(handle.forward(at::ones({kWidth})).sum()));
+      backward(scaler.scaled(handle.forward(here(at::ones({kWidth}))).sum()));
     }
     handle.set_requires_gradient_sync(true);
-    backward(handle.forward(at::ones({kWidth})).sum());
+    backward(handle.forward(here(at::ones({kWidth}))).sum());
   });
   EXPECT_THAT(errors[0], HasSubstr("at the loss scale 8 of a GradScaler that ended"));
 }

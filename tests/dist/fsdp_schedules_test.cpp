@@ -161,6 +161,7 @@ TEST(SchedulesAlone, OneRankCommunicatesNothing) {
 
 /// Each its own unit; statistics of a batch norm are buffers that its forward writes.
 struct Normed : torch::nn::Module {
+  Normed() { to(device_here()); }
   std::shared_ptr<Affine> affine = register_module("affine", std::make_shared<Affine>(1, 5, 6));
   torch::nn::LayerNorm layer =
       register_module("layer", torch::nn::LayerNorm(torch::nn::LayerNormOptions({6})));

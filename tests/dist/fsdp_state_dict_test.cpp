@@ -239,10 +239,10 @@ TEST(StateDictErrors, ShapesDtypesAndDoublesAreNamedEvenWhereLoadingIsLenient) {
     const auto errors = refusals(
         2,
         [](World&, StateDict& dict) {
-          entry_of(dict, "affine.weight") = whole_entry("affine.weight", at::zeros({7, 13}));
-          entry_of(dict, "narrow.bias").values = at::zeros({5});
-          entry_of(dict, "count").values = at::zeros({2});
-          dict.push_back(whole_entry("single", at::zeros({})));
+          entry_of(dict, "affine.weight") = whole_entry("affine.weight", here(at::zeros({7, 13})));
+          entry_of(dict, "narrow.bias").values = here(at::zeros({5}));
+          entry_of(dict, "count").values = here(at::zeros({2}));
+          dict.push_back(whole_entry("single", here(at::zeros({}))));
         },
         strict);
     EXPECT_THAT(errors,
@@ -301,7 +301,7 @@ TEST(StateDictErrors, ElementsOfAnotherLayoutAreNamed) {
 TEST(StateDictErrors, TiedEntriesHaveToAgree) {
   const auto errors = refusals(2, [](World&, StateDict& dict) {
     std::erase_if(dict, [](const auto& entry) { return entry.name == "tied"; });
-    dict.push_back(whole_entry("tied", at::zeros({5, 13}, at::kBFloat16)));
+    dict.push_back(whole_entry("tied", here(at::zeros({5, 13}, at::kBFloat16))));
   });
   EXPECT_THAT(errors, Each(HasSubstr("the model has one tensor for both")));
 }
@@ -350,7 +350,7 @@ TEST(StateDictsLenient, LeaveOutWhatIsMissingOrUnknownAndWidenWhatIsNarrow) {
     auto handle = fully_shard(std::make_shared<Everything>(1), data_mesh(world));
     auto expected = whole_parameters(handle);
     StateDict dict = {whole_entry("affine.bias", other.affine->bias.detach().to(at::kBFloat16)),
-                      whole_entry("head.weight", at::zeros({3}))};
+                      whole_entry("head.weight", here(at::zeros({3})))};
     const auto difference = load_state_dict(handle, dict, Strict::kNo);
     EXPECT_THAT(difference.unexpected, ElementsAre("head.weight"));
     EXPECT_EQ(difference.missing.size(), 7U);

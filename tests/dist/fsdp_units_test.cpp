@@ -23,7 +23,7 @@ struct Sees : torch::nn::Module {
     return x.to(weight.scalar_type()) * weight;
   }
   at::ScalarType seen = at::kLong;
-  at::Tensor weight = register_parameter("weight", at::ones({kWidth}));
+  at::Tensor weight = register_parameter("weight", here(at::ones({kWidth})));
 };
 
 PrecisionPolicy with_pin(PrecisionPolicy policy) {
@@ -40,14 +40,14 @@ TEST_P(UnitsOnRanks, AUnitThatComputesWiderThanThePolicyGetsItsInputsUnrounded) 
     auto module = std::make_shared<Sees>();
     auto handle = fully_shard(module, data_mesh(world), with_pin(in_bfloat16()));
     EXPECT_EQ(handle.contract().units.at(0).input, std::nullopt);
-    const auto y = handle.forward(at::full({kWidth}, kFine));
+    const auto y = handle.forward(here(at::full({kWidth}, kFine)));
     EXPECT_EQ(module->seen, at::kFloat);
-    EXPECT_TRUE(same_bits(y.detach(), at::full({kWidth}, static_cast<float>(kFine))));
+    EXPECT_TRUE(same_bits(y.detach(), here(at::full({kWidth}, static_cast<float>(kFine)))));
     backward(y.sum());
 
     auto narrow = std::make_shared<Sees>();
     auto other = fully_shard(narrow, data_mesh(world), in_bfloat16());
-    backward(other.forward(at::full({kWidth}, kFine)).sum());
+    backward(other.forward(here(at::full({kWidth}, kFine))).sum());
     EXPECT_EQ(narrow->seen, at::kBFloat16);
   });
 }
@@ -77,7 +77,7 @@ TEST_P(UnitsOnRanks, InnerUnitsLeaveTheirOutputsAndTheOutermostCastsThem) {
     EXPECT_EQ(module->one->contract().units.at(0).output, DType::kFloat32)
         << "while it stands alone";
     auto handle = fully_shard(module, data_mesh(world), policy);
-    const auto y = handle.forward(at::ones({kWidth}));
+    const auto y = handle.forward(here(at::ones({kWidth})));
     EXPECT_EQ(module->between, at::kBFloat16);
     EXPECT_EQ(y.scalar_type(), at::kFloat);
     backward(y.sum());
@@ -97,7 +97,7 @@ TEST_P(UnitsOnRanks, AUnitsOwnOutputDtypeHoldsWhereverItStands) {
     wide.output_dtype = DType::kFloat32;
     auto module = std::make_shared<Two>(data_mesh(world), in_bfloat16(), wide);
     auto handle = fully_shard(module, data_mesh(world), in_bfloat16());
-    const auto y = handle.forward(at::ones({kWidth}));
+    const auto y = handle.forward(here(at::ones({kWidth})));
     EXPECT_EQ(module->between, at::kFloat);
     EXPECT_EQ(y.scalar_type(), at::kBFloat16);
     backward(y.to(at::kFloat).sum());

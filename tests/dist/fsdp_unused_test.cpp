@@ -88,7 +88,7 @@ TEST_P(UnusedOnRanks, UsedInOneStepAndNotInTheNext) {
     module->user = -1;
     backward(squares(handle.forward(input_of(world.rank(), 1, kWidth), world.rank())));
     EXPECT_FALSE(grad_of(handle, "some").defined()) << "the old one must not come back";
-    EXPECT_TRUE(at::equal(whole_gradients(handle).at("some"), at::zeros({kWidth})));
+    EXPECT_TRUE(at::equal(whole_gradients(handle).at("some"), here(at::zeros({kWidth}))));
     // Without zero_grad the gradient of the step before stays, as unsharded.
     module->user = -2;
     backward(squares(handle.forward(input_of(world.rank(), 2, kWidth), world.rank())));
@@ -293,7 +293,7 @@ TEST(SharedAcrossUnits, UsesOfTwoUnitsAddUnrounded) {
     PrecisionPolicy policy;
     policy.final_dtype = DType::kFloat32;
     const auto bf16 = at::TensorOptions().dtype(at::kBFloat16);
-    auto first = std::make_shared<Use>(at::ones({3}, bf16));
+    auto first = std::make_shared<Use>(here(at::ones({3}, bf16)));
     auto second = std::make_shared<Use>(first->weight);
     auto both = std::make_shared<Both>();
     both->one = both->register_module(
@@ -301,8 +301,8 @@ TEST(SharedAcrossUnits, UsesOfTwoUnitsAddUnrounded) {
     both->two = both->register_module(
         "two", std::make_shared<Sharded<Use>>(fully_shard(second, data_mesh(world), policy)));
     auto handle = fully_shard(both, data_mesh(world), policy);
-    backward(handle.forward(at::ones({3}, bf16)));
-    EXPECT_TRUE(same_bits(whole_gradients(handle).at("one.weight"), at::full({3}, 257.0F)));
+    backward(handle.forward(here(at::ones({3}, bf16))));
+    EXPECT_TRUE(same_bits(whole_gradients(handle).at("one.weight"), here(at::full({3}, 257.0F))));
   });
 }
 

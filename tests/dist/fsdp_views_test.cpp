@@ -126,7 +126,7 @@ TEST(Views, OfAParameterThatIsShardedAlreadyAreRefusedBeforeAnythingChanges) {
   for (const int count : {1, 2}) {
     ranks(count).run([](World& world) {
       const auto flat = seeded(3, {2 * kWidth, kWidth});
-      auto first = std::make_shared<Scale>(at::ones({kWidth}));
+      auto first = std::make_shared<Scale>(here(at::ones({kWidth})));
       first->weight.set_data(flat[0]);
       auto second = std::make_shared<Fused>(seeded(5, {kWidth, kWidth}), flat.narrow(0, 1, kWidth),
                                             seeded(6, {kWidth}));

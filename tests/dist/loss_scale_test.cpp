@@ -26,16 +26,17 @@ TEST(LossScale, MovesAsThatOfPyTorch) {
     options.backoff_factor = std::ldexp(1.0, -1 - static_cast<int>(random() % 3));
     options.min_scale = 0x1p-120;
     LossScale ours(options);
-    auto scale = at::full({}, static_cast<float>(options.init_scale));
-    auto tracker = at::zeros({}, at::kInt);
+    auto scale = here(at::full({}, static_cast<float>(options.init_scale)));
+    auto tracker = here(at::zeros({}, at::kInt));
     const auto odds = 2 + random() % 12;
     std::int64_t skipped = 0;
     for (int step = 0; step < 60; ++step) {
       const bool inf = random() % odds == 0 && ours.can_shrink();
       skipped += inf ? 1 : 0;
       inf ? ours.step_was_skipped() : ours.step_was_finite();
-      at::_amp_update_scale_(scale, tracker, at::full({}, inf ? 1.0F : 0.0F), options.growth_factor,
-                             options.backoff_factor, options.growth_interval);
+      at::_amp_update_scale_(scale, tracker, here(at::full({}, inf ? 1.0F : 0.0F)),
+                             options.growth_factor, options.backoff_factor,
+                             options.growth_interval);
       ASSERT_EQ(ours.value(), scale.item<float>()) << "run " << run << " step " << step;
       ASSERT_EQ(ours.state().good_steps, tracker.item<int>());
     }

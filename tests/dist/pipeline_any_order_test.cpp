@@ -29,7 +29,8 @@ at::Tensor signs(std::uint64_t seed, std::int64_t rows) {
 std::shared_ptr<nn::Linear> line(int stage) {
   const at::NoGradGuard no_grad;
   auto made = std::make_shared<nn::Linear>(kWidth, kWidth, nn::Bias::kYes);
-  made->weight.set_data(at::roll(at::eye(kWidth), stage + 1, 0) * (stage % 2 == 0 ? 1.0 : -1.0));
+  made->weight.set_data(at::roll(here(at::eye(kWidth)), stage + 1, 0) *
+                        (stage % 2 == 0 ? 1.0 : -1.0));
   made->bias.set_data(signs(50 + static_cast<std::uint64_t>(stage), 1).view({kWidth}));
   return made;
 }

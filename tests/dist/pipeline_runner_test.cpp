@@ -252,7 +252,7 @@ class Watched : public Stage {
   std::int64_t alive() const {
     return std::ranges::count_if(memory, [](const auto& one) { return !one.expired(); });
   }
-  at::Tensor weight = at::ones({kLarge});
+  at::Tensor weight = here(at::ones({kLarge}));
   std::function<void()> before;  ///< runs inside the last stage's forward
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> memory;
   std::int64_t kept = 0, most = 0;
@@ -272,7 +272,7 @@ TEST(PipelineRunner, TheMemoryOfAResultGoesWhenItIsSent) {
       if (world.rank() != 0) return;
       EXPECT_EQ(stage.memory.size(), 6U);
       EXPECT_EQ(stage.kept, 0) << "of 6 at the first backward";
-      EXPECT_TRUE(stage.weight.grad().equal(at::full({kLarge}, 36.0)));
+      EXPECT_TRUE(stage.weight.grad().equal(here(at::full({kLarge}, 36.0))));
     });
   }
 }
@@ -333,14 +333,14 @@ class Refills : public Stage {
     buffer_.fill_(10 * (micro_batch + 1));
     return {buffer_};
   }
-  at::Tensor weight = at::ones({1}).requires_grad_();
+  at::Tensor weight = here(at::ones({1})).requires_grad_();
   std::vector<float> came_back;
 
  private:
   int stage_;
   bool views_;
-  at::Tensor buffer_ = at::zeros({1});
-  at::Tensor with_graph_ = at::zeros({1});
+  at::Tensor buffer_ = here(at::zeros({1}));
+  at::Tensor with_graph_ = here(at::zeros({1}));
 };
 
 // Naive: a message that leaves late, or the turn of a V, has the values of a later micro-batch.
@@ -385,10 +385,10 @@ class AddsInRoots : public Stage {
               const pipeline::Tensors& back) override {
     auto roots = Stage::roots(micro_batch, results, back);
     roots.tensors.push_back(twice_.pow(2).sum());
-    roots.gradients.push_back(at::ones({}));
+    roots.gradients.push_back(here(at::ones({})));
     return roots;
   }
-  at::Tensor weight = at::ones({1}).requires_grad_();
+  at::Tensor weight = here(at::ones({1})).requires_grad_();
 
  private:
   at::Tensor twice_;

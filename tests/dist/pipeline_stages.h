@@ -47,7 +47,7 @@ class ToyStage : public pipeline::Stage {
       bias = seeded(seed + 50, {kWidth});
     } else {
       // One 1 or -1 a row: values neither grow nor are rounded.
-      weight = at::roll(at::eye(kWidth), static_cast<std::int64_t>(seed % 3), 0) *
+      weight = at::roll(here(at::eye(kWidth)), static_cast<std::int64_t>(seed % 3), 0) *
                (seed % 2 == 0 ? 1.0 : -1.0);
       bias = at::sign(seeded(seed + 50, {kWidth}));
     }
@@ -79,7 +79,7 @@ class ToyStage : public pipeline::Stage {
     auto given = inputs;
     if (stage_ == 0) {
       const auto data = values(static_cast<std::uint64_t>(micro_batch) + 1000, rows(micro_batch));
-      given = {data, at::zeros({kWidth}, at::kLong), data * 3.0};
+      given = {data, here(at::zeros({kWidth}, at::kLong)), data * 3.0};
     }
     midst("F", micro_batch);
     auto h = at::linear(given[0], weight, bias);
@@ -87,7 +87,7 @@ class ToyStage : public pipeline::Stage {
       h.register_hook([this, micro_batch](const at::Tensor&) { midst("B", micro_batch); });
     }
     if (toy_.numbers == Numbers::kReal) h = at::tanh(h);
-    const auto counts = given[1] + at::arange(kWidth) * (stage_ + micro_batch);
+    const auto counts = given[1] + here(at::arange(kWidth)) * (stage_ + micro_batch);
     // Stages with an odd number leave out what came, so that no gradient comes to it.
     const auto side = stage_ % 2 == 0 ? given[2] * 0.5 + h : h * 2.0;
     shares_[micro_batch] = h.sum(0);

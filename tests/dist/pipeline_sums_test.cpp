@@ -95,7 +95,7 @@ Sums sums_of(const PipelineOptions& options, const Layout& layout,
       pipeline.step(
           [&](std::int64_t k) {
             return pipeline::Tensors{
-                at::full({1, 1}, values.at(static_cast<std::size_t>(k)), at::kBFloat16)};
+                here(at::full({1, 1}, values.at(static_cast<std::size_t>(k)), at::kBFloat16))};
           },
           [](std::int64_t, const pipeline::Tensors& outputs) { return outputs.at(0).sum(); });
       const auto gradients = whole_gradients(part);

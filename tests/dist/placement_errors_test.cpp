@@ -18,7 +18,7 @@ std::vector<std::string> errors_with(const std::map<std::string, ParameterLayout
   return errors_of(2, [&](World& world) {
     auto options = CutSharded::sums();
     options.layouts = layouts;
-    fully_shard(std::make_shared<Scale>(at::ones({4})), tensor_mesh(world), {}, options);
+    fully_shard(std::make_shared<Scale>(here(at::ones({4}))), tensor_mesh(world), {}, options);
   });
 }
 
@@ -68,7 +68,7 @@ TEST(PlacementErrors, RanksThatDeclareDifferently) {
     auto options = CutSharded::sums();
     const auto layout = world.rank() == 0 ? partial("tp", 2) : invariant("tp", 2);
     options.layouts = {{"weight", layout_on(MeshKind::kDense, {layout})}};
-    fully_shard(std::make_shared<Scale>(at::ones({4})), tensor_mesh(world), {}, options);
+    fully_shard(std::make_shared<Scale>(here(at::ones({4}))), tensor_mesh(world), {}, options);
   });
   EXPECT_THAT(errors, Each(AllOf(HasSubstr("contracts differ between ranks"), HasSubstr("weight"),
                                  HasSubstr("rank 1"))));
@@ -135,7 +135,7 @@ class TwoScales : public torch::nn::Module, public DeclaresLayouts {
 class Pair : public torch::nn::Module {
  public:
   explicit Pair(const AxisPlacement& second) {
-    const auto weight = at::ones({4});
+    const auto weight = here(at::ones({4}));
     register_module("a", std::make_shared<TwoScales>(weight, partial("tp", 2)));
     register_module("b", std::make_shared<TwoScales>(weight, second));
   }

@@ -297,12 +297,12 @@ TEST(PlacementSums, OverTpAreFormedInTheReduceDtype) {
     policy.param_dtype = DType::kBFloat16;
     policy.cast_forward_inputs = false;
     const auto mesh = world.mesh(MeshShape::dense(1, 1, 1, 1, 2));
-    auto handle = fully_shard(std::make_shared<Scale>(at::ones({3})), mesh, policy,
+    auto handle = fully_shard(std::make_shared<Scale>(here(at::ones({3}))), mesh, policy,
                               declared(layout_on(MeshKind::kDense, {partial("tp", 2)})));
     const double addend = world.rank() == 0 ? 1.0 : std::ldexp(1.0, -10);
-    backward(handle.forward(at::full({3}, addend, at::kBFloat16)).sum());
+    backward(handle.forward(here(at::full({3}, addend, at::kBFloat16))).sum());
     const auto gradient = whole_gradients(handle).at("weight");
-    EXPECT_TRUE(same_bits(gradient, at::full({3}, 1.0 + std::ldexp(1.0, -10))));
+    EXPECT_TRUE(same_bits(gradient, here(at::full({3}, 1.0 + std::ldexp(1.0, -10)))));
   });
 }
 
@@ -310,13 +310,13 @@ TEST(PlacementSums, OverTpAreFormedInTheReduceDtype) {
 TEST(PlacementSums, ADeclarationOfEqualGradientsIsCheckedOnDemand) {
   ranks(4).run([](World& world) {
     const auto mesh = world.mesh(MeshShape::dense(1, 1, 2, 1, 2));
-    auto handle = fully_shard(std::make_shared<Scale>(at::ones({300})), mesh, {},
+    auto handle = fully_shard(std::make_shared<Scale>(here(at::ones({300}))), mesh, {},
                               declared(layout_on(MeshKind::kDense, {invariant("tp", 2)})));
     const auto data_rank = static_cast<double>(mesh.coordinate(axis::kShard));
-    backward(handle.forward(at::full({300}, data_rank)).sum());
+    backward(handle.forward(here(at::full({300}, data_rank))).sum());
     EXPECT_TRUE(check_invariant_gradients(handle).empty());
     handle.zero_grad();
-    backward(handle.forward(at::full({300}, static_cast<double>(world.rank()))).sum());
+    backward(handle.forward(here(at::full({300}, static_cast<double>(world.rank())))).sum());
     EXPECT_EQ(check_invariant_gradients(handle), std::vector<std::string>{"weight"});
   });
 }

@@ -11,24 +11,62 @@
 #include <map>
 #include <memory>
 #include <span>
+#include <string>
+#include <tuple>
 
 #include "comm/group.h"
+#include "comm/stream.h"
 #include "comm/thread_ranks.h"
+#include "dist/place.h"
 #include "tessera/error.h"
 #include "tessera/world.h"
 
 namespace tessera::test {
 
-/// The ranks of one size and backend, made on first use and kept until the process ends.
-inline comm::ThreadRanks& ranks(int count, ThreadBackend backend = ThreadBackend::kInProcess) {
-  static std::map<std::pair<int, ThreadBackend>, std::unique_ptr<comm::ThreadRanks>> kept;
-  auto& slot = kept[{count, backend}];
-  if (!slot) {
-    WorldOptions options;
-    options.timeout = std::chrono::seconds(20);
-    slot = std::make_unique<comm::ThreadRanks>(count, backend, options);
+/// The ranks of one size and backend, made on first use and kept until the process ends; where
+/// place() says.
+class Ranks {
+ public:
+  Ranks(int count, ThreadBackend backend) : side_(place().side), ranks_(of(count, backend)) {}
+
+  void run(const std::function<void(World&)>& body) {
+    ranks_.run([&](World& world) {
+      device_here() = world.device();
+      if (!side_) return body(world);
+      // What one body leaves to the test or to the next one is read elsewhere.
+      const auto outside = comm::Stream::current(world.device());
+      const auto side = comm::Stream::make(world.device());
+      comm::order(outside, side, comm::EventSite::kIssue);
+      {
+        const comm::StreamScope here(side);
+        body(world);
+      }
+      comm::order(side, outside, comm::EventSite::kIssue);
+    });
   }
-  return *slot;
+
+ private:
+  static comm::ThreadRanks& of(int count, ThreadBackend backend) {
+    // Gloo does not carry tensors of devices.
+    if (place().device != "cpu") backend = ThreadBackend::kInProcess;
+    using Key = std::tuple<int, ThreadBackend, std::string>;
+    static std::map<Key, std::unique_ptr<comm::ThreadRanks>> kept;
+    auto& slot = kept[{count, backend, place().device}];
+    if (!slot) {
+      WorldOptions options;
+      options.timeout = std::chrono::seconds(20);
+      options.device = place().device;
+      slot = std::make_unique<comm::ThreadRanks>(count, backend, options);
+    }
+    return *slot;
+  }
+
+  bool side_;
+  comm::ThreadRanks& ranks_;
+};
+
+inline Ranks ranks(int count, ThreadBackend backend = ThreadBackend::kInProcess) {
+  return {count, backend};
 }
 
 /// Where the ranks of a test wait for each other without a collective. Every rank takes a seat; one
@@ -57,7 +95,7 @@ inline Mesh data_mesh(World& world, int replicas = 1) {
   return world.mesh(MeshShape::dense(1, replicas, world.size() / replicas, 1, 1));
 }
 
-/// Bit for bit, dtype included: a NaN is the same as itself, and 0 is not -0. On the CPU; strides
+/// Bit for bit, dtype included: a NaN is the same as itself, and 0 is not -0. Strides and devices
 /// may differ.
 inline ::testing::AssertionResult same_bits(const at::Tensor& a, const at::Tensor& b) {
   if (a.scalar_type() != b.scalar_type()) {
@@ -65,8 +103,8 @@ inline ::testing::AssertionResult same_bits(const at::Tensor& a, const at::Tenso
   }
   if (a.sizes() != b.sizes())
     return ::testing::AssertionFailure() << a.sizes() << " against " << b.sizes();
-  const auto one = a.detach().contiguous();
-  const auto other = b.detach().contiguous();
+  const auto one = a.detach().cpu().contiguous();
+  const auto other = b.detach().cpu().contiguous();
   const auto bytes_of = [](const at::Tensor& tensor) {
     return std::span(static_cast<const std::byte*>(tensor.const_data_ptr()), tensor.nbytes());
   };
@@ -83,7 +121,7 @@ inline ::testing::AssertionResult same_bits(const at::Tensor& a, const at::Tenso
          << (one.to(at::kDouble) - other.to(at::kDouble)).abs().max().item<double>();
 }
 
-/// Values that depend on the seed only, not on libtorch's process-wide generator.
+/// Values that depend on the seed only, not on libtorch's process-wide generator; here().
 at::Tensor seeded(std::uint64_t seed, at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat);
 
 }  // namespace tessera::test

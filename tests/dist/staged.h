@@ -51,7 +51,7 @@ class Factor : public torch::nn::Module {
   Factor() {
     const at::NoGradGuard no_grad;
     linear = register_module("linear", std::make_shared<nn::Linear>(1, 1, nn::Bias::kNo));
-    linear->weight.set_data(at::ones({1, 1}));
+    linear->weight.set_data(here(at::ones({1, 1})));
   }
   at::Tensor forward(const at::Tensor& x) { return linear->forward(x); }
   std::shared_ptr<nn::Linear> linear;

@@ -71,7 +71,7 @@ TEST(StepScopes, WhatBf16WouldLoseStays) {
             if (kind == 'F') {
               const int k = done['F']++;
               scope.begin_forward(0, k);
-              out[k] = handle.forward(at::full({1, 1}, values[k], at::kBFloat16));
+              out[k] = handle.forward(here(at::full({1, 1}, values[k], at::kBFloat16)));
             } else if (kind == 'W') {
               scope.run_weight_gradients(0, done['W']++);
               while (std::find(owed.begin(), owed.end(), done['W']) == owed.end() &&

@@ -275,7 +275,8 @@ TEST(StepScopes, ABackwardThroughLessIsRightAndThroughMoreIsNamed) {
       const auto loss = [&](auto& of, int k, bool first, bool second) {
         const auto x = input_of(world.rank(), k, 6);
         const auto [one, other] = of.forward(x);
-        return (first ? squares(one) : at::zeros({})) + (second ? squares(other) : at::zeros({}));
+        return (first ? squares(one) : here(at::zeros({}))) +
+               (second ? squares(other) : here(at::zeros({})));
       };
       const auto step = [&](bool first, bool second) {
         StepScope scope(handle, {.reshard = reshard, .schedule = "two"});

@@ -29,7 +29,7 @@ inline Tensors whole_state(const ShardedBase& model, const Optimizer& optimizer)
   Tensors values;
   for (auto& entry : state_dict(model, StateDictKind::kFull)) values[entry.name] = entry.values;
   for (const auto& state : optimizer_state_dict(model, optimizer).parameters) {
-    values[state.parameter + " steps"] = at::scalar_tensor(state.steps, at::kLong);
+    values[state.parameter + " steps"] = here(at::scalar_tensor(state.steps, at::kLong));
     for (const auto& [name, kept] : state.kept) values[state.parameter + " " + name] = kept;
   }
   return values;
