@@ -10,7 +10,6 @@
 #include <utility>
 
 #include "base/mutex.h"
-#include "comm/batch.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -62,16 +61,13 @@ void HostWaits::attach(const std::shared_ptr<HostWaits>& waits) { waits_of_threa
 
 std::shared_ptr<HostWaits> HostWaits::of_this_thread() { return waits_of_thread.lock(); }
 
-void HostWaits::waited_for(std::shared_ptr<const FlightRecorder> log, std::uint64_t sequence,
-                           Event end) {
-  if (collectives_.size() == kMostKept) forget_ended();
-  if (collectives_.size() < kMostKept) {
-    collectives_.push_back({std::move(log), sequence, std::move(end)});
-  }
+void HostWaits::waited_for(std::function<PeerWait()> what, Event end) {
+  if (under_way_.size() == kMostKept) forget_ended();
+  if (under_way_.size() < kMostKept) under_way_.push_back({std::move(what), std::move(end)});
 }
 
 void HostWaits::forget_ended() {
-  while (!collectives_.empty() && collectives_.front().end.done()) collectives_.pop_front();
+  while (!under_way_.empty() && under_way_.front().end.done()) under_way_.pop_front();
 }
 
 void HostWaits::wait(const Event& event, std::string_view what) {
@@ -92,11 +88,9 @@ void HostWaits::wait(const Event& event, std::string_view what) {
       continue;
     }
     forget_ended();
-    if (named != collectives_.size()) {
-      named = collectives_.size();
-      standing.set(collectives_.empty() ? std::nullopt
-                                        : std::optional(collectives_.front().log->wait_for(
-                                              collectives_.front().sequence, -1)));
+    if (named != under_way_.size()) {
+      named = under_way_.size();
+      standing.set(under_way_.empty() ? std::nullopt : std::optional(under_way_.front().what()));
     }
     if (waited >= patience) {
       const auto oldest = standing.waits_for();

@@ -14,6 +14,7 @@
 #include <chrono>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <string_view>
 #include <vector>
@@ -24,8 +25,6 @@
 
 namespace tessera::comm {
 
-class FlightRecorder;
-
 /// What a rank's thread needs to wait for its device. Lent by its World (World::attach_thread).
 /// Threads: the rank's own.
 class HostWaits {
@@ -33,10 +32,10 @@ class HostWaits {
   HostWaits(std::shared_ptr<AbortFlag> abort_flag, std::shared_ptr<WaitBoard> board,
             std::chrono::milliseconds timeout);
 
-  /// A collective whose end a stream of this rank waits for: what a read that does not come back is
-  /// blamed on. `log` has it under `sequence`.
-  void waited_for(std::shared_ptr<const FlightRecorder> log, std::uint64_t sequence, Event end);
-  /// Until the event has passed. Errors: LostRank naming the first collective that has not ended,
+  /// A collective or a message whose end a stream of this rank waits for: what a read that does not
+  /// come back is blamed on. `what` is called there.
+  void waited_for(std::function<PeerWait()> what, Event end);
+  /// Until the event has passed. Errors: LostRank naming the first of these that has not ended,
   /// after the World's timeout; or with why the World was aborted.
   void wait(const Event& event, std::string_view what);
 
@@ -47,9 +46,8 @@ class HostWaits {
 
  private:
   class Standing;
-  struct Collective {
-    std::shared_ptr<const FlightRecorder> log;
-    std::uint64_t sequence;
+  struct UnderWay {
+    std::function<PeerWait()> what;
     Event end;
   };
   void forget_ended();
@@ -57,7 +55,7 @@ class HostWaits {
   const std::shared_ptr<AbortFlag> abort_flag_;
   const std::shared_ptr<WaitBoard> board_;
   const std::chrono::milliseconds timeout_;
-  std::deque<Collective> collectives_;  // the oldest first
+  std::deque<UnderWay> under_way_;  // the oldest first
 };
 
 /// The same values in the host's memory, contiguous, in the same order: one wait for all. Those of

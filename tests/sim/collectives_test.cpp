@@ -21,6 +21,7 @@
 #include "comm/group.h"
 #include "comm/host_read.h"
 #include "comm/queue.h"
+#include "sim/ranks.h"
 #include "sim/streams.h"
 #include "tessera/error.h"
 #include "tessera/group.h"
@@ -34,40 +35,9 @@ using comm::EventEnd;
 using comm::EventSite;
 using comm::Op;
 using comm::Stream;
-using comm::StreamScope;
 using testing::HasSubstr;
 
 using Tensors = std::vector<at::Tensor>;
-
-/// Where ranks are, and how their program runs there.
-struct Where {
-  int ranks = 2;
-  std::string device = "cpu";  ///< WorldOptions::device
-  bool side = false;           ///< not on the device's default stream
-  bool late = false;           ///< test_hooks::deliver_at_wait
-};
-
-std::string shown(const Where& where) {
-  return concat(where.ranks, " ranks on ", where.device, where.side ? ", side streams" : "",
-                where.late ? ", delivered at wait" : "");
-}
-
-void on_ranks(const Where& where, const std::function<void(World&)>& body,
-              std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
-  WorldOptions options;
-  options.device = where.device;
-  options.timeout = timeout;
-  std::optional<test_hooks::Set<decltype(test_hooks::deliver_at_wait)>> late;
-  if (where.late) late.emplace(test_hooks::deliver_at_wait, [] { return true; });
-  launch_threads(
-      where.ranks, ThreadBackend::kInProcess,
-      [&](World& world) {
-        const RankScope rank(world.rank());
-        const StreamScope here(where.side ? Stream::make(world.device()) : Stream());
-        body(world);
-      },
-      options);
-}
 
 comm::Kind kind_of(const Op& op) {
   return std::visit([](const auto& one) { return one.facts().kind; }, op);
@@ -246,18 +216,6 @@ TEST_P(DeviceGroups, HaveTheBitsOfTheCpuWithoutARace) {
 INSTANTIATE_TEST_SUITE_P(Asked, DeviceGroups,
                          testing::Values(Done::kAtOnce, Done::kOnlyWhenWaited));
 
-/// The first race that `body` has on any rank; empty where there is none.
-std::string race_on_ranks(const Where& where, const std::function<void(World&)>& body) {
-  try {
-    on_ranks(where, body);
-  } catch (const Race&) {
-  } catch (const comm::LostRank&) {  // of a rank whose peer had the race
-  }
-  settle();
-  const std::vector<std::string> races = take_races();
-  return races.empty() ? "" : races.front();
-}
-
 /// A sum of what was just made, of which the result is read at once.
 void sum_and_read(World& world) {
   const auto group = world.group(comm::all_ranks(world.size()), "reduce");
@@ -276,9 +234,7 @@ TEST(DeviceGroupEvents, EachThatIsLeftOutIsFound) {
       // A copy between two devices orders their streams by itself.
       if (site == EventSite::kPeers && device == "sim") continue;
       for (const EventEnd end : {EventEnd::kRecord, EventEnd::kBlock}) {
-        const test_hooks::Set without(
-            test_hooks::leaves_out_event,
-            [&](EventSite which, EventEnd half) { return which == site && half == end; });
+        const auto left_out = without(site, end);
         EXPECT_NE(race_on_ranks(where, sum_and_read), "")
             << to_string(site) << (end == EventEnd::kRecord ? ", record, " : ", block, ") << device;
       }

@@ -133,7 +133,7 @@ TEST_P(HostRead, NamesTheFirstCollectiveThatDoesNotEnd) {
     Event end;
     end.record(stream, EventSite::kWorkEnd);
     end.block(Stream::current(device(0)), EventSite::kWorkEnd);
-    world.waits->waited_for(log, number, end);
+    world.waits->waited_for([log, number] { return log->wait_for(number, -1); }, end);
   };
   collective(0, "layers.0");
   settle();

@@ -1,9 +1,7 @@
 #include "comm/backends/in_process/in_process.h"
 
 #include <c10/core/GradMode.h>
-#include <c10/core/StreamGuard.h>
 
-#include <algorithm>
 #include <optional>
 
 #include "base/mutex.h"
@@ -69,23 +67,12 @@ void meet(const std::vector<Stream>& streams) {
   }
 }
 
-/// One of the streams for each of their devices.
-std::vector<c10::Stream> one_a_device(const std::vector<Stream>& streams) {
-  std::vector<c10::Stream> chosen;
-  for (const Stream& stream : streams) {
-    const bool has_one = std::ranges::any_of(
-        chosen, [&](const c10::Stream& one) { return one.device() == stream.device(); });
-    if (!has_one) chosen.push_back(stream.get());
-  }
-  return chosen;
-}
-
 /// Launches all of it, by one thread for all members.
 void run_on_devices(Rendezvous::Collective& collective) {
   const auto& batches = collective.staged.empty() ? collective.batches : collective.staged;
   meet(collective.streams);
   {
-    const c10::MultiStreamGuard here(one_a_device(collective.streams));
+    const StreamsScope here(collective.streams);
     const c10::AutoGradMode no_grad(false);
     for (std::size_t op = 0; op < batches.front().ops.size(); ++op) {
       with_all(batches, op,
@@ -223,8 +210,11 @@ class InProcessWork : public Work {
       collective_->ends[self_].record(stream, EventSite::kWorkEnd);
     }
     if (on_device_->waits) {
-      on_device_->waits->waited_for(on_device_->log, on_device_->sequence,
-                                    collective_->ends[self_]);
+      on_device_->waits->waited_for(
+          [log = on_device_->log, sequence = on_device_->sequence] {
+            return log->wait_for(sequence, -1);
+          },
+          collective_->ends[self_]);
     }
     block();
     // Others may hold the collective for longer: not this rank's memory with it, which is free
@@ -269,8 +259,8 @@ class InProcessGroup : public Group {
 
   Mail& mail() override {
     if (!mail_) {
-      mail_ = open_mailbox(shared_->mailbox, shared_->members, self_, rendezvous_.timeout_,
-                           abort_flag_);
+      mail_ = open_mailbox(shared_->mailbox, {shared_->members, self_, device_, host_waits()},
+                           rendezvous_.timeout_, abort_flag_);
     }
     return *mail_;
   }

@@ -43,7 +43,13 @@ class NcclWork : public Work {
       finish();
       end.record(under_way_.stream, EventSite::kWorkEnd);
     }
-    if (under_way_.waits) under_way_.waits->waited_for(under_way_.log, under_way_.sequence, end);
+    if (under_way_.waits) {
+      under_way_.waits->waited_for(
+          [log = under_way_.log, sequence = under_way_.sequence] {
+            return log->wait_for(sequence, -1);
+          },
+          end);
+    }
     end.block(Stream::current(under_way_.stream.device()), EventSite::kWorkEnd);
     done_ = true;
   }

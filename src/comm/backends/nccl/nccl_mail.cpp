@@ -62,7 +62,7 @@ class NcclMail final : public Mail {
  public:
   NcclMail(const ChannelOptions& channel, const c10::intrusive_ptr<c10d::Store>& store,
            c10::Device device)
-      : Mail(channel.members, channel.self, device.type()), abort_flag_(channel.abort_flag) {
+      : Mail({channel.members, channel.self, device}), abort_flag_(channel.abort_flag) {
     int number = 0;
     for (auto& backend : backends_) {
       auto options = c10d::ProcessGroupNCCL::Options::create();
