@@ -108,6 +108,7 @@ class Group {
   std::unique_ptr<Work> issue_on_stream(Batch batch, const std::function<void()>& ready);
 
   Stream stream_;
+  Event before_;  // of the caller's stream, at the last issue
   std::shared_ptr<HostWaits> host_waits_;
 };
 

@@ -9,7 +9,6 @@
 #include <thread>
 #include <utility>
 
-#include "base/mutex.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -62,12 +61,13 @@ void HostWaits::attach(const std::shared_ptr<HostWaits>& waits) { waits_of_threa
 std::shared_ptr<HostWaits> HostWaits::of_this_thread() { return waits_of_thread.lock(); }
 
 void HostWaits::waited_for(std::function<PeerWait()> what, Event end) {
+  const base::Lock lock(mutex_);
   if (under_way_.size() == kMostKept) forget_ended();
   if (under_way_.size() < kMostKept) under_way_.push_back({std::move(what), std::move(end)});
 }
 
 void HostWaits::forget_ended() {
-  while (!under_way_.empty() && under_way_.front().end.done()) under_way_.pop_front();
+  for (; !under_way_.empty() && under_way_.front().end.done(); ++ended_) under_way_.pop_front();
 }
 
 void HostWaits::wait(const Event& event, std::string_view what) {
@@ -79,7 +79,7 @@ void HostWaits::wait(const Event& event, std::string_view what) {
     abort_flag_->suspect(why);
     throw LostRank(why);
   };
-  std::optional<std::size_t> named;  // how many were there when the oldest was named
+  std::optional<std::uint64_t> named;  // the number of the oldest; none: there was none
   while (!event.done()) {
     abort_flag_->check();
     const auto waited = Time::now() - begin;
@@ -87,10 +87,14 @@ void HostWaits::wait(const Event& event, std::string_view what) {
       std::this_thread::yield();
       continue;
     }
-    forget_ended();
-    if (named != under_way_.size()) {
-      named = under_way_.size();
-      standing.set(under_way_.empty() ? std::nullopt : std::optional(under_way_.front().what()));
+    {
+      const base::Lock lock(mutex_);
+      forget_ended();
+      const auto oldest = under_way_.empty() ? std::nullopt : std::optional(ended_);
+      if (named != oldest) {
+        named = oldest;
+        standing.set(oldest ? std::optional(under_way_.front().what()) : std::nullopt);
+      }
     }
     if (waited >= patience) {
       const auto oldest = standing.waits_for();
@@ -102,6 +106,7 @@ void HostWaits::wait(const Event& event, std::string_view what) {
     }
     std::this_thread::sleep_for(kPause);
   }
+  const base::Lock lock(mutex_);
   forget_ended();
 }
 

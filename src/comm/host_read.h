@@ -19,14 +19,15 @@
 #include <string_view>
 #include <vector>
 
+#include "base/mutex.h"
 #include "comm/stream.h"
 #include "launch/abort_flag.h"
 #include "launch/wait_board.h"
 
 namespace tessera::comm {
 
-/// What a rank's thread needs to wait for its device. Lent by its World (World::attach_thread).
-/// Threads: the rank's own.
+/// What a rank's threads need to wait for its device. Lent by its World (World::attach_thread).
+/// Threads: any.
 class HostWaits {
  public:
   HostWaits(std::shared_ptr<AbortFlag> abort_flag, std::shared_ptr<WaitBoard> board,
@@ -50,12 +51,14 @@ class HostWaits {
     std::function<PeerWait()> what;
     Event end;
   };
-  void forget_ended();
+  void forget_ended() TESSERA_REQUIRES(mutex_);
 
   const std::shared_ptr<AbortFlag> abort_flag_;
   const std::shared_ptr<WaitBoard> board_;
   const std::chrono::milliseconds timeout_;
-  std::deque<UnderWay> under_way_;  // the oldest first
+  base::Mutex mutex_;
+  std::deque<UnderWay> under_way_ TESSERA_GUARDED_BY(mutex_);  // the oldest first
+  std::uint64_t ended_ TESSERA_GUARDED_BY(mutex_) = 0;         // so many have gone from it
 };
 
 /// The same values in the host's memory, contiguous, in the same order: one wait for all. Those of

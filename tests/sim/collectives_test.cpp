@@ -322,6 +322,30 @@ TEST(DeviceGroups, TheQueueIssuesOnTheSubmittingThread) {
   });
 }
 
+// Naive: a group counts what it issues, and the host's waits are a list, that two threads tear apart.
+TEST(DeviceGroups, TwoThreadsOfARankSubmitOneAfterTheOther) {
+  on_ranks({2, "sim"}, [](World& world) {
+    const auto group = world.group(comm::all_ranks(2), "reduce");
+    // All alike: whichever comes first, the ranks agree.
+    const auto submit_many = [&] {
+      const RankScope rank(world.rank());
+      std::vector<at::Tensor> sums;
+      for (int i = 0; i < 50; ++i) {
+        const at::Tensor data = at::ones({8}, at::TensorOptions(world.device()));
+        world.queue().submit(*group, batch_of({comm::AllReduce{data}})).wait();
+        sums.push_back(comm::read_on_host(data, "sum"));
+      }
+      for (const at::Tensor& sum : sums) EXPECT_EQ(sum.sum().item<float>(), 16.0F);
+    };
+    std::thread second([&] {
+      world.attach_thread();
+      submit_many();
+    });
+    submit_many();
+    second.join();
+  });
+}
+
 TEST(DeviceGroups, TensorsOfAnotherDeviceAreRefused) {
   on_ranks({2, "sim"}, [](World& world) {
     const auto group = world.group(comm::all_ranks(2), "gather");

@@ -146,10 +146,10 @@ void deliver(const Batch& staged, const Batch& batch) {
 
 class InProcessWork : public Work {
  public:
-  /// Of tensors on a device: `log` has it, and `waits` is told that this rank waits for it.
+  /// Of tensors on a device: `waits` is told that this rank waits for the log's entry.
   struct OnDevice {
     std::shared_ptr<const FlightRecorder> log;
-    std::uint64_t sequence = 0;  ///< in the log
+    std::shared_ptr<const Entry> entry;
     std::shared_ptr<HostWaits> waits;
   };
 
@@ -211,9 +211,7 @@ class InProcessWork : public Work {
     }
     if (on_device_->waits) {
       on_device_->waits->waited_for(
-          [log = on_device_->log, sequence = on_device_->sequence] {
-            return log->wait_for(sequence, -1);
-          },
+          [log = on_device_->log, entry = on_device_->entry] { return log->wait_for(*entry); },
           collective_->ends[self_]);
     }
     block();
@@ -275,8 +273,7 @@ class InProcessGroup : public Group {
     }
     std::optional<InProcessWork::OnDevice> on_device;
     if (log_) {
-      log_->record(batch, logged_);
-      on_device = InProcessWork::OnDevice{log_, logged_++, host_waits()};
+      on_device = InProcessWork::OnDevice{log_, log_->record(batch, logged_++), host_waits()};
     }
     const Joined joined = join(std::move(batch));
     if (joined.last) {
