@@ -6,6 +6,7 @@
 
 #include "base/trace.h"
 #include "comm/group.h"
+#include "comm/host_read.h"
 #include "tessera/error.h"
 #include "tessera/world.h"
 
@@ -72,6 +73,18 @@ std::string to_string(const Letter& letter) {
       to_string(letter.tag), letter.sends() ? ", to rank " : ", from rank ", letter.peer_rank,
       tensor.defined() ? concat(" (", tensor.sizes(), " ", c10::toString(tensor.scalar_type()), ")")
                        : "");
+}
+
+void come_behind(const Letter& letter, const Event& end, HostWaits* waits) {
+  if (waits != nullptr) {
+    Letter named = letter;
+    named.tensor.reset();
+    const auto what = [named = std::move(named)] {
+      return PeerWait{0, 0, named.peer_rank, concat("the message of ", to_string(named))};
+    };
+    waits->waited_for(what, end);
+  }
+  end.block(Stream::current(letter.stream.device()), EventSite::kMailEnd);
 }
 
 void require_no_mail(const Mail* mail, const std::string& group) {

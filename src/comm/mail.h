@@ -160,6 +160,9 @@ class Mail {
   std::map<std::tuple<int, MailTag::Direction, Letter::End>, Stream> streams_;
 };
 
+/// The calling thread's current stream comes behind the end of a letter on a device; `waits`, which
+/// may be null, is told.
+void come_behind(const Letter& letter, const Event& end, HostWaits* waits);
 /// What each backend refuses alike. Errors: kInternal for a collective of a group that has Mail.
 void require_no_mail(const Mail* mail, const std::string& group);
 /// Of a letter under way when the World recovered.

@@ -286,6 +286,32 @@ TEST(DeviceGroupEvents, WhoLetsGoOfACollectiveComesBehindIt) {
             "");
 }
 
+// Naive: the memory is free once the last rank has come and nobody holds it on the host, and the
+// collective still reads it.
+TEST(DeviceGroupEvents, MemoryOfWhoLetsGoBeforeAllHaveComeIsFreeBehindIt) {
+  for (const std::string device : {"sim", "sim:0"}) {
+    for (const bool late : {false, true}) {
+      const auto program = [](World& world) {
+        const auto group = world.group(comm::all_ranks(2), "reduce");
+        const auto options = at::TensorOptions(world.device());
+        at::Tensor data = at::ones({100}, options).mul(2);
+        const auto issue = [&] { return group->issue(batch_of({comm::AllReduce{data}})); };
+        if (world.rank() == 0) {
+          issue().reset();
+          data.reset();
+        }
+        comm::barrier(world.control(), "rank 0 has let go");
+        if (world.rank() == 1) issue()->wait();
+        comm::barrier(world.control(), "all have come");
+        // The block is the first to be taken again.
+        for (int i = 0; i < 3; ++i) at::full({100}, i, options);
+        comm::barrier(world.control(), "written");
+      };
+      EXPECT_EQ(race_on_ranks({2, device, /*side=*/true, late}, program), "") << device << late;
+    }
+  }
+}
+
 TEST(DeviceGroups, OfTheSameRanksShareAStreamAndMessagesHaveNone) {
   on_ranks({4, "sim"}, [](World& world) {
     const auto everyone = comm::all_ranks(4);

@@ -26,6 +26,15 @@ struct Rendezvous::Collective {
   // Of tensors on devices, a member each:
   std::vector<Stream> streams;
   std::vector<Event> ends;  // of the collective on that stream
+  /// Of who has let go of it before all had come.
+  std::vector<Stream> left_by;
+
+  /// The stream comes behind the collective of a member that lets go of it. Others may hold it for
+  /// longer: not that member's memory with it, which is free behind this point of the stream.
+  void come_behind(std::size_t member, const Stream& stream) {
+    ends[member].block(stream, EventSite::kWorkEnd);
+    batches[member].ops.clear();
+  }
 };
 
 /// What the members of one group share.
@@ -167,7 +176,12 @@ class InProcessWork : public Work {
     if (done_ || !on_device_) return;
     try {
       const base::Lock lock(shared_->mutex);
-      if (collective_->done && collective_->failure.empty()) block();
+      const Stream here = Stream::current(collective_->streams[self_].device());
+      if (collective_->done) {
+        collective_->come_behind(self_, here);
+      } else {
+        collective_->left_by[self_] = here;
+      }
     } catch (...) {
       // An error is under way already: it was not waited for.
     }
@@ -195,12 +209,6 @@ class InProcessWork : public Work {
   }
 
  private:
-  /// The current stream comes behind the collective.
-  void block() const {
-    const Stream& stream = collective_->streams[self_];
-    collective_->ends[self_].block(Stream::current(stream.device()), EventSite::kWorkEnd);
-  }
-
   void deliver_on_device() {
     const Stream& stream = collective_->streams[self_];
     if (!collective_->staged.empty()) {
@@ -214,10 +222,7 @@ class InProcessWork : public Work {
           [log = on_device_->log, entry = on_device_->entry] { return log->wait_for(*entry); },
           collective_->ends[self_]);
     }
-    block();
-    // Others may hold the collective for longer: not this rank's memory with it, which is free
-    // behind this point of this rank's stream.
-    collective_->batches[self_].ops.clear();
+    collective_->come_behind(self_, Stream::current(stream.device()));
   }
 
   std::string missing(std::chrono::milliseconds patience) const {
@@ -305,6 +310,7 @@ class InProcessGroup : public Group {
       if (stream()) {
         collective->streams.resize(shared_->members.size());
         collective->ends.resize(shared_->members.size());
+        collective->left_by.resize(shared_->members.size());
       }
     }
     const auto self = static_cast<std::size_t>(self_);
@@ -330,6 +336,9 @@ class InProcessGroup : public Group {
     const base::Lock lock(shared_->mutex);
     collective.failure = std::move(failure);
     collective.done = true;
+    for (std::size_t i = 0; i < collective.left_by.size(); ++i) {
+      if (collective.left_by[i]) collective.come_behind(i, collective.left_by[i]);
+    }
     shared_->changed.notify_all();
   }
 

@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "base/test_hooks.h"
-#include "comm/host_read.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -231,7 +230,7 @@ class InProcessTransfer final : public Transfer {
  private:
   void finish() override {
     const Event end = mailbox_->wait_for(*message_, letter_, timeout_, *abort_flag_);
-    if (letter_.stream && !through_) come_behind(end);
+    if (letter_.stream && !through_) come_behind(letter_, end, waits_.get());
     through_ = true;
   }
   bool poll() override {
@@ -239,19 +238,6 @@ class InProcessTransfer final : public Transfer {
     if (!end || !end->done()) return false;
     through_ = true;
     return true;
-  }
-
-  void come_behind(const Event& end) const {
-    if (waits_) {
-      Letter named = letter_;
-      named.tensor.reset();
-      waits_->waited_for(
-          [named = std::move(named)] {
-            return PeerWait{0, 0, named.peer_rank, concat("the message of ", to_string(named))};
-          },
-          end);
-    }
-    end.block(Stream::current(letter_.stream.device()), EventSite::kMailEnd);
   }
 
   const std::shared_ptr<Mailbox> mailbox_;
