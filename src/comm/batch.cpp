@@ -64,6 +64,21 @@ void check_batch(const Batch& batch, int ranks, at::Device device) {
   for (const Op& op : batch.ops) std::visit([&](const auto& one) { one.check(of); }, op);
 }
 
+Batch cloned(const Batch& batch, const MakeTwin& make) {
+  Batch copy{batch.label, {}};
+  for (const Op& op : batch.ops) {
+    copy.ops.push_back(std::visit([&](const auto& one) -> Op { return one.cloned(make); }, op));
+  }
+  return copy;
+}
+
+void deliver(const Batch& twins, const Batch& batch) {
+  for (std::size_t i = 0; i < batch.ops.size(); ++i) {
+    std::visit([&]<class One>(const One& to) { std::get<One>(twins.ops[i]).deliver(to); },
+               batch.ops[i]);
+  }
+}
+
 void run_alone(const Batch& batch) {
   for (const Op& op : batch.ops) std::visit([](const auto& one) { one.run_alone(); }, op);
 }

@@ -47,6 +47,10 @@ int transfer_tag(std::uint64_t fingerprint, std::uint64_t sequence, std::uint64_
 /// sizes or dtypes do not fit.
 void check_batch(const Batch& batch, int ranks, at::Device device = at::kCPU);
 
+/// With twins of all tensors, and their results back in place.
+Batch cloned(const Batch& batch, const MakeTwin& make);
+void deliver(const Batch& twins, const Batch& batch);
+
 /// All ops of a group with one rank, on any device.
 void run_alone(const Batch& batch);
 

@@ -60,10 +60,11 @@ void claim_device(Store& store, const std::string& host, const std::string& devi
   if (host.empty()) return;
   const std::string mine = concat(rank);
   const std::string first = store.set_if_absent(concat("device/", host, "/", device), mine);
-  TESSERA_CHECK(first == mine, ErrorKind::kUsage, "world: found ranks ", first, " and ", rank,
-                " on one device (", device, " of their host), expected one for each rank; start as ",
-                "many ranks on a host as it has devices, each with a local rank of its own, or take ",
-                "comm.backend = \"gloo\"");
+  TESSERA_CHECK(
+      first == mine, ErrorKind::kUsage, "world: found ranks ", first, " and ", rank,
+      " on one device (", device, " of their host), expected one for each rank; start as ",
+      "many ranks on a host as it has devices, each with a local rank of its own, or take ",
+      "comm.backend = \"gloo\"");
 }
 
 void use_device(c10::Device device) {

@@ -110,6 +110,18 @@ void HostWaits::wait(const Event& event, std::string_view what) {
   forget_ended();
 }
 
+void wait_on_host(const Event& event, std::string_view what) {
+  if (const auto waits = HostWaits::of_this_thread()) {
+    waits->wait(event, what);
+  } else {
+    ask_until_done(event);
+  }
+}
+
+at::Tensor pinned_like(const at::Tensor& tensor) {
+  return at::empty(tensor.sizes(), at::TensorOptions(tensor.scalar_type()).pinned_memory(true));
+}
+
 std::vector<at::Tensor> read_on_host(at::TensorList tensors, std::string_view what) {
   RECORD_USER_SCOPE("tessera::host_read");
   const c10::AutoGradMode no_grad(false);
@@ -142,11 +154,7 @@ std::vector<at::Tensor> read_on_host(at::TensorList tensors, std::string_view wh
   }
   Event end;
   end.record(Stream::current(*device), EventSite::kHostRead);
-  if (const auto waits = HostWaits::of_this_thread()) {
-    waits->wait(end, what);
-  } else {
-    ask_until_done(end);
-  }
+  wait_on_host(end, what);
   return read;
 }
 

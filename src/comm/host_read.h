@@ -61,6 +61,11 @@ class HostWaits {
   std::uint64_t ended_ TESSERA_GUARDED_BY(mutex_) = 0;         // so many have gone from it
 };
 
+/// As HostWaits::wait() of the calling thread's; a thread without a World waits by itself.
+void wait_on_host(const Event& event, std::string_view what);
+/// Pinned memory of the host of a tensor's sizes and dtype.
+at::Tensor pinned_like(const at::Tensor& tensor);
+
 /// The same values in the host's memory, contiguous, in the same order: one wait for all. Those of
 /// the CPU come back as they are, undefined ones too; the others are of one device. `what` is said
 /// in errors: "gradient norm". Errors: as HostWaits::wait().

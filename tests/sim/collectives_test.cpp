@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <csignal>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -193,21 +194,40 @@ class DeviceGroups : public testing::TestWithParam<Done> {
   void TearDown() override { set_done(Done::kAtOnce); }
 };
 
+/// The program's results on devices are those of ranks on the CPU, whose tensors nothing stages.
+void expect_bits_of_the_cpu(const Where& where, std::uint64_t seed,
+                            const std::vector<Tensors>& expected) {
+  const auto found = results_of(where, seed);
+  for (std::size_t rank = 0; rank < found.size(); ++rank) {
+    ASSERT_EQ(found[rank].size(), expected[rank].size());
+    for (std::size_t i = 0; i < found[rank].size(); ++i) {
+      expect_same_bits(found[rank][i], expected[rank][i],
+                       concat(shown(where), ", seed ", seed, ", rank ", rank, ", ", i));
+    }
+  }
+  settle();
+}
+
 TEST_P(DeviceGroups, HaveTheBitsOfTheCpuWithoutARace) {
   for (std::uint64_t seed = 1; seed <= 4; ++seed) {
     for (const int ranks : {1, 2, 3, 4}) {
       const auto expected = results_of({ranks, "cpu"}, seed);
       for (const std::string device : {"sim", "sim:0"}) {
-        const Where where{ranks, device, /*side=*/seed % 2 == 0, /*late=*/seed > 2};
-        const auto found = results_of(where, seed);
-        for (std::size_t rank = 0; rank < found.size(); ++rank) {
-          ASSERT_EQ(found[rank].size(), expected[rank].size());
-          for (std::size_t i = 0; i < found[rank].size(); ++i) {
-            expect_same_bits(found[rank][i], expected[rank][i],
-                             concat(shown(where), ", seed ", seed, ", rank ", rank, ", ", i));
-          }
-        }
-        settle();
+        expect_bits_of_the_cpu({ranks, device, /*side=*/seed % 2 == 0, /*late=*/seed > 2}, seed,
+                               expected);
+      }
+    }
+  }
+}
+
+TEST_P(DeviceGroups, HaveTheBitsOfTheCpuOverGlooToo) {
+  for (std::uint64_t seed = 11; seed <= 13; ++seed) {
+    for (const int ranks : {2, 3}) {
+      const auto expected = results_of({ranks, "cpu"}, seed);
+      for (const std::string device : {"sim", "sim:0"}) {
+        expect_bits_of_the_cpu(
+            {ranks, device, /*side=*/seed % 2 == 0, /*late=*/false, ThreadBackend::kGloo}, seed,
+            expected);
       }
     }
   }
@@ -225,21 +245,48 @@ void sum_and_read(World& world) {
   data.mul(2);
 }
 
+std::vector<Where> places_on_side_streams() {
+  std::vector<Where> places;
+  for (const auto backend : {ThreadBackend::kInProcess, ThreadBackend::kGloo}) {
+    for (const std::string device : {"sim", "sim:0"}) {
+      places.push_back({2, device, /*side=*/true, /*late=*/false, backend});
+    }
+  }
+  return places;
+}
+
 // Naive: timing hides it, until it does not.
 TEST(DeviceGroupEvents, EachThatIsLeftOutIsFound) {
-  for (const std::string device : {"sim", "sim:0"}) {
-    const Where where{2, device, /*side=*/true};
+  for (const Where& where : places_on_side_streams()) {
     ASSERT_EQ(race_on_ranks(where, sum_and_read), "");
+    const bool in_process = where.backend == ThreadBackend::kInProcess;
     for (const EventSite site : {EventSite::kIssue, EventSite::kWorkEnd, EventSite::kPeers}) {
-      // A copy between two devices orders their streams by itself.
-      if (site == EventSite::kPeers && device == "sim") continue;
+      // A copy between two devices orders their streams by itself, and Gloo's go over the host.
+      if (site == EventSite::kPeers && !(in_process && where.device == "sim:0")) continue;
       for (const EventEnd end : {EventEnd::kRecord, EventEnd::kBlock}) {
         const auto left_out = without(site, end);
         EXPECT_NE(race_on_ranks(where, sum_and_read), "")
-            << to_string(site) << (end == EventEnd::kRecord ? ", record, " : ", block, ") << device;
+            << to_string(site) << (end == EventEnd::kRecord ? ", record, " : ", block, ")
+            << shown(where);
       }
     }
   }
+}
+
+using DeviceGroupDeathTest = testing::Test;
+
+// What goes out over Gloo is read by the host, where the kernel finds that the page is unreadable.
+TEST(DeviceGroupDeathTest, AnEarlyReadByGlooIsFound) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto run = [] {
+    const auto left_out = without(EventSite::kHostRead, EventEnd::kRecord);
+    on_ranks({2, "sim", /*side=*/false, /*late=*/false, ThreadBackend::kGloo}, [](World& world) {
+      const auto group = world.group(comm::all_ranks(2), "reduce");
+      const at::Tensor data = at::ones({5000}, at::TensorOptions(world.device())).mul(3);
+      group->issue(batch_of({comm::AllReduce{data}}))->wait();
+    });
+  };
+  EXPECT_EXIT(run(), testing::KilledBySignal(SIGABRT), "Bad address");
 }
 
 TEST(DeviceGroupEvents, AMissingWaitIsFound) {

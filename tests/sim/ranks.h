@@ -63,10 +63,9 @@ inline std::string race_on_ranks(const Where& where, const std::function<void(Wo
 
 /// While it lives, one half of the order at that site is left out.
 inline auto without(comm::EventSite site, comm::EventEnd end) {
-  return test_hooks::Set(test_hooks::leaves_out_event,
-                         [=](comm::EventSite which, comm::EventEnd half) {
-                           return which == site && half == end;
-                         });
+  return test_hooks::Set(
+      test_hooks::leaves_out_event,
+      [=](comm::EventSite which, comm::EventEnd half) { return which == site && half == end; });
 }
 
 }  // namespace tessera::sim

@@ -1,4 +1,6 @@
 // Ranks that are threads, each with its device: which one it is, and what its thread does there.
+#include "sim/ranks.h"
+
 #include <ATen/ATen.h>
 #include <c10/core/AutogradState.h>
 #include <gtest/gtest.h>
@@ -9,7 +11,6 @@
 
 #include "comm/device.h"
 #include "comm/group.h"
-#include "sim/ranks.h"
 #include "sim/streams.h"
 #include "tessera/error.h"
 #include "tessera/world.h"
@@ -18,10 +19,9 @@ namespace tessera::sim::ranks_test {
 namespace {
 
 /// "usage: ..."; empty where nothing is refused.
-std::string refusal(int ranks, const std::string& device,
-                    ThreadBackend backend = ThreadBackend::kInProcess) {
+std::string refusal(int ranks, const std::string& device) {
   try {
-    on_ranks({.ranks = ranks, .device = device, .backend = backend}, [](World&) {});
+    on_ranks({ranks, device}, [](World&) {});
   } catch (const Error& error) {
     return concat(to_string(error.kind()), ": ", error.what());
   }
@@ -61,10 +61,11 @@ TEST(RankDevices, MoreRanksThanDevicesAreRefused) {
             "usage: world: found device sim:4, expected one of sim:0 to sim:3");
 }
 
-TEST(RankDevices, ABackendThatDoesNotCarryThemIsRefused) {
-  EXPECT_EQ(refusal(2, "sim", ThreadBackend::kGloo),
-            "config: world: found backend gloo with device sim, expected device cpu, whose tensors "
-            "it carries; set device to cpu");
+TEST(RankDevices, GlooCarriesThemToo) {
+  on_ranks({.ranks = 2, .device = "sim", .backend = ThreadBackend::kGloo}, [](World& world) {
+    EXPECT_EQ(world.backend(), "gloo");
+    EXPECT_EQ(world.device(), device(world.rank()));
+  });
 }
 
 TEST(RankDevices, OneThatLibtorchDoesNotSeeIsRefused) {

@@ -118,8 +118,7 @@ class Connecting final : public Blocked {
 /// Gives the channel lines to those of `peers` (indices) to which it has none, for an entry of its
 /// log, within the channel's patience. Errors: LostRank naming the rank that did
 /// not come in time.
-void connect_to(const std::vector<int>& peers, Channel& channel, int epoch,
-                const Entry& entry) {
+void connect_to(const std::vector<int>& peers, Channel& channel, int epoch, const Entry& entry) {
   std::vector<Attempt> attempts;
   for (const int peer : peers) {
     if (!channel.lines[static_cast<std::size_t>(peer)].backend) {
@@ -172,7 +171,9 @@ std::unique_ptr<Work> PointToPointGroup::start(Batch batch) {
   return work;
 }
 
-Mail& PointToPointGroup::mail() {
+Mail& PointToPointGroup::mail() { return gloo_mail(); }
+
+GlooMail& PointToPointGroup::gloo_mail() {
   TESSERA_INVARIANT(!channel_->options.open_pair, "group ", name(),
                     ": found connections that are made for collectives, expected all of them");
   if (!mail_) {

@@ -59,6 +59,7 @@ class PointToPointGroup : public Group {
   int size() const override;
   const std::string& name() const override;
   Mail& mail() override;
+  GlooMail& gloo_mail();  ///< the same
 
   /// After a failure: closes the connections; the next issue() opens new ones. Nothing may be under
   /// way.

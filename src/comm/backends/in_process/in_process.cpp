@@ -130,24 +130,12 @@ std::string disagreement(const Rendezvous::SharedGroup& shared,
   return count_disagreement(shared, collective);
 }
 
-Batch cloned(const Batch& batch) {
-  Batch copy = batch;
-  for (Op& op : copy.ops) op = std::visit([](const auto& one) -> Op { return one.cloned(); }, op);
-  return copy;
-}
-
 /// A copy of each member's batch, on its stream.
 void stage(Rendezvous::Collective& collective) {
   for (std::size_t i = 0; i < collective.batches.size(); ++i) {
     const StreamScope there(collective.streams.empty() ? Stream() : collective.streams[i]);
-    collective.staged.push_back(cloned(collective.batches[i]));
-  }
-}
-
-void deliver(const Batch& staged, const Batch& batch) {
-  for (std::size_t i = 0; i < batch.ops.size(); ++i) {
-    std::visit([&]<class One>(const One& to) { std::get<One>(staged.ops[i]).deliver(to); },
-               batch.ops[i]);
+    collective.staged.push_back(cloned(
+        collective.batches[i], [](const at::Tensor& of, Values /*values*/) { return of.clone(); }));
   }
 }
 

@@ -22,8 +22,8 @@ struct Mailbox::Message {
   /// As it was posted, and on a device what it comes to.
   struct End {
     Letter letter;
-    Event through = {};    // behind which it is
-    Stream left_by = {};   // of who has let go of it before that
+    Event through = {};   // behind which it is
+    Stream left_by = {};  // of who has let go of it before that
   };
   std::optional<End> sent;
   std::optional<End> received;
@@ -111,11 +111,10 @@ void Mailbox::match(Message& message) {
   const at::Tensor& to = received.tensor;
   if (from.sizes() != to.sizes() || from.scalar_type() != to.scalar_type()) {
     const bool sender_first = key.sender < key.receiver;
-    message.failure =
-        concat("ranks disagree: rank ", std::min(key.sender, key.receiver), " issues ",
-               to_string(sender_first ? sent : received), " but rank ",
-               std::max(key.sender, key.receiver), " issues ",
-               to_string(sender_first ? received : sent));
+    message.failure = concat("ranks disagree: rank ", std::min(key.sender, key.receiver),
+                             " issues ", to_string(sender_first ? sent : received), " but rank ",
+                             std::max(key.sender, key.receiver), " issues ",
+                             to_string(sender_first ? received : sent));
   }
   changed_.notify_all();
 }

@@ -86,8 +86,13 @@ class NcclWork final : public Work {
 /// out. All on the current stream, which is the group's.
 class Launch {
  public:
-  Launch(c10d::ProcessGroupNCCL& nccl, BufferPool& pool, int ranks, int rank)
-      : nccl_(nccl), pool_(pool), ranks_(ranks), rank_(rank) {}
+  /// `pool` is made when an op first needs memory: it takes one of the device's few streams.
+  Launch(c10d::ProcessGroupNCCL& nccl, std::unique_ptr<BufferPool>& pool, const Group& group)
+      : nccl_(nccl),
+        pool_(pool),
+        device_(group.stream().device()),
+        ranks_(group.size()),
+        rank_(group.rank()) {}
 
   void run(const Batch& batch) {
     together_ = batch.ops.size() > 1;
@@ -98,7 +103,7 @@ class Launch {
   }
   /// Gives back its memory, free from `end` on.
   void end(const Event& end) {
-    for (at::Tensor& lease : leases_) pool_.give_back(std::move(lease), end);
+    for (at::Tensor& lease : leases_) pool_->give_back(std::move(lease), end);
     leases_.clear();
   }
 
@@ -119,8 +124,7 @@ class Launch {
       return;
     }
     at::Tensor summed = adds ? lease(output.numel(), output.scalar_type()) : output;
-    came(nccl_._reduce_scatter_base(summed, input,
-                                    on_this_stream<c10d::ReduceScatterOptions>()));
+    came(nccl_._reduce_scatter_base(summed, input, on_this_stream<c10d::ReduceScatterOptions>()));
     if (adds) left_.emplace_back([summed, output] { output.add_(summed); });
   }
 
@@ -157,7 +161,8 @@ class Launch {
 
  private:
   at::Tensor lease(std::int64_t numel, at::ScalarType dtype) {
-    return leases_.emplace_back(pool_.take(numel, dtype));
+    if (!pool_) pool_ = std::make_unique<BufferPool>(device_);
+    return leases_.emplace_back(pool_->take(numel, dtype));
   }
 
   void came(const Started& work) const {
@@ -201,7 +206,8 @@ class Launch {
   }
 
   c10d::ProcessGroupNCCL& nccl_;
-  BufferPool& pool_;
+  std::unique_ptr<BufferPool>& pool_;
+  const at::Device device_;
   const int ranks_;
   const int rank_;
   bool together_ = false;
@@ -218,8 +224,7 @@ class NcclGroup final : public Group {
         store_(std::move(store)),
         device_(device),
         log_(std::make_shared<FlightRecorder>(channel.name)),
-        backend_(std::move(backend)),
-        pool_(device) {
+        backend_(std::move(backend)) {
     channel_.board->add(log_);
   }
   ~NcclGroup() override { channel_.board->remove(*log_); }
@@ -241,7 +246,7 @@ class NcclGroup final : public Group {
     channel_.abort_flag->check();
     check_batch(batch, size(), device_);
     const auto entry = log_->record(batch, next_sequence_++);
-    Launch launch(*backend_, pool_, size(), rank());
+    Launch launch(*backend_, pool_, *this);
     try {
       launch.run(batch);
     } catch (const Error&) {
@@ -252,8 +257,8 @@ class NcclGroup final : public Group {
     Event end;
     end.record(stream(), EventSite::kWorkEnd);
     launch.end(end);
-    return std::make_unique<NcclWork>(NcclWork::Launched{
-        std::move(batch), end, device_, log_, entry, host_waits(), channel_.abort_flag});
+    return std::make_unique<NcclWork>(NcclWork::Launched{std::move(batch), end, device_, log_,
+                                                         entry, host_waits(), channel_.abort_flag});
   }
 
   const ChannelOptions channel_;
@@ -261,7 +266,7 @@ class NcclGroup final : public Group {
   const c10::Device device_;
   const std::shared_ptr<FlightRecorder> log_;
   const Backend backend_;
-  BufferPool pool_;
+  std::unique_ptr<BufferPool> pool_;
   std::uint64_t next_sequence_ = 0;
   std::unique_ptr<Mail> mail_;
 };

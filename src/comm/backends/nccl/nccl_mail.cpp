@@ -68,7 +68,8 @@ class NcclMail final : public Mail {
  public:
   NcclMail(const ChannelOptions& channel, const c10::intrusive_ptr<c10d::Store>& store,
            c10::Device device, std::shared_ptr<HostWaits> waits)
-      : Mail({channel.members, channel.self, device, std::move(waits)}), abort_flag_(channel.abort_flag) {
+      : Mail({channel.members, channel.self, device, std::move(waits)}),
+        abort_flag_(channel.abort_flag) {
     int number = 0;
     for (auto& backend : backends_) {
       auto options = c10d::ProcessGroupNCCL::Options::create();
