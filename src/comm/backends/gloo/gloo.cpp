@@ -14,6 +14,7 @@
 #include "base/environment.h"
 #include "base/text/printable.h"
 #include "comm/backends/gloo/point_to_point.h"
+#include "comm/backends/gloo/staged.h"
 #include "launch/abort_flag.h"
 #include "launch/bounded_calls.h"
 #include "launch/failure_watch.h"
@@ -222,6 +223,7 @@ class GlooConnections final : public Connections {
     }
     auto group = std::make_shared<PointToPointGroup>(std::move(channel));
     groups_.push_back(group);
+    if (!place.device.is_cpu()) return stage(std::move(group), place);
     return group;
   }
   void reset(int epoch) override {
