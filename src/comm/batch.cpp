@@ -64,6 +64,21 @@ void check_batch(const Batch& batch, int ranks, at::Device device) {
   for (const Op& op : batch.ops) std::visit([&](const auto& one) { one.check(of); }, op);
 }
 
+Batch cloned(const Batch& batch, const MakeTwin& make) {
+  Batch copy{batch.label, {}};
+  for (const Op& op : batch.ops) {
+    copy.ops.push_back(std::visit([&](const auto& one) -> Op { return one.cloned(make); }, op));
+  }
+  return copy;
+}
+
+void deliver(const Batch& twins, const Batch& batch) {
+  for (std::size_t i = 0; i < batch.ops.size(); ++i) {
+    std::visit([&]<class One>(const One& to) { std::get<One>(twins.ops[i]).deliver(to); },
+               batch.ops[i]);
+  }
+}
+
 void run_alone(const Batch& batch) {
   for (const Op& op : batch.ops) std::visit([](const auto& one) { one.run_alone(); }, op);
 }
@@ -94,13 +109,15 @@ std::int64_t sent_bytes(const Batch& batch, int ranks, int rank) {
 FlightRecorder::FlightRecorder(std::string group)
     : group_(std::move(group)), group_hash_(hash_bytes(group_)) {}
 
-std::uint64_t FlightRecorder::record(const Batch& batch, std::uint64_t sequence) {
+std::shared_ptr<const Entry> FlightRecorder::record(const Batch& batch, std::uint64_t sequence) {
+  auto entry = std::make_shared<Entry>();
+  describe(batch, sequence, *entry);
   const base::Lock lock(mutex_);
   const std::uint64_t before = count_ == 0 ? 0 : ring_[(count_ - 1) % ring_.size()].hash_so_far;
   Kept& kept = ring_[count_++ % ring_.size()];
-  describe(batch, sequence, kept.entry);
-  kept.hash_so_far = Hasher().add(before).add(kept.entry.fingerprint).digest();
-  return kept.entry.fingerprint;
+  kept.entry = entry;
+  kept.hash_so_far = Hasher().add(before).add(entry->fingerprint).digest();
+  return entry;
 }
 
 void FlightRecorder::clear() {
@@ -113,7 +130,7 @@ std::string FlightRecorder::lines() const {
   const std::uint64_t kept = std::min<std::uint64_t>(count_, ring_.size());
   std::string text;
   for (std::uint64_t i = count_ - kept; i < count_; ++i) {
-    const Entry& entry = ring_[i % ring_.size()].entry;
+    const Entry& entry = *ring_[i % ring_.size()].entry;
     text +=
         concat(group_, "\t", entry.sequence, "\t", entry.fingerprint, "\t", to_string(entry), "\n");
   }
@@ -130,12 +147,8 @@ IssuedHashes FlightRecorder::issued() const {
   return issued;
 }
 
-PeerWait FlightRecorder::wait_for(std::uint64_t sequence, int peer) const {
-  const base::Lock lock(mutex_);
-  const Entry& entry = ring_[sequence % ring_.size()].entry;
-  const bool kept = sequence < count_ && entry.sequence == sequence;
-  return {group_hash_, sequence, peer,
-          concat(kept ? to_string(entry) : concat("#", sequence), " on group ", group_)};
+PeerWait FlightRecorder::wait_for(const Entry& entry, int peer) const {
+  return {group_hash_, entry.sequence, peer, concat(to_string(entry), " on group ", group_)};
 }
 
 }  // namespace tessera::comm

@@ -47,6 +47,10 @@ int transfer_tag(std::uint64_t fingerprint, std::uint64_t sequence, std::uint64_
 /// sizes or dtypes do not fit.
 void check_batch(const Batch& batch, int ranks, at::Device device = at::kCPU);
 
+/// With twins of all tensors, and their results back in place.
+Batch cloned(const Batch& batch, const MakeTwin& make);
+void deliver(const Batch& twins, const Batch& batch);
+
 /// All ops of a group with one rank, on any device.
 void run_alone(const Batch& batch);
 
@@ -72,21 +76,22 @@ bool is_relayed(const Op& op, int ranks);
 std::int64_t sent_bytes(const Op& op, int ranks, int rank);
 std::int64_t sent_bytes(const Batch& batch, int ranks, int rank);
 
-/// The last entries of one group on one rank. Threads: any.
+/// The last entries of one group on one rank. Who waits for one holds it itself: however long that
+/// stalls, it keeps its name. Threads: any.
 class FlightRecorder final : public Recorded {
  public:
   explicit FlightRecorder(std::string group);
-  std::uint64_t record(const Batch& batch, std::uint64_t sequence);  ///< returns the fingerprint
+  std::shared_ptr<const Entry> record(const Batch& batch, std::uint64_t sequence);
   void clear();
   std::string lines() const override;
   IssuedHashes issued() const override;
-  /// That the entry `sequence` waits for `peer`, a world rank.
-  PeerWait wait_for(std::uint64_t sequence, int peer) const;
+  /// That the entry, one of this group's, waits for `peer`, a world rank; -1: for all.
+  PeerWait wait_for(const Entry& entry, int peer = -1) const;
   std::uint64_t group_hash() const { return group_hash_; }
 
  private:
   struct Kept {
-    Entry entry;
+    std::shared_ptr<const Entry> entry;
     std::uint64_t hash_so_far = 0;  ///< of all entries up to this one
   };
 

@@ -7,6 +7,7 @@
 #include <c10/util/Exception.h>
 
 #include "base/text/printable.h"
+#include "launch/store.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -53,6 +54,17 @@ c10::Device device_of_rank(const std::string& name, int local_rank) {
                 " ", type, " devices, expected a device for each rank of a host; ", "start ", there,
                 " ranks on it, or name the one that all take, as ", type, ":0");
   return {asked.type(), static_cast<c10::DeviceIndex>(*number)};
+}
+
+void claim_device(Store& store, const std::string& host, const std::string& device, int rank) {
+  if (host.empty()) return;
+  const std::string mine = concat(rank);
+  const std::string first = store.set_if_absent(concat("device/", host, "/", device), mine);
+  TESSERA_CHECK(
+      first == mine, ErrorKind::kUsage, "world: found ranks ", first, " and ", rank,
+      " on one device (", device, " of their host), expected one for each rank; start as ",
+      "many ranks on a host as it has devices, each with a local rank of its own, or take ",
+      "comm.backend = \"gloo\"");
 }
 
 void use_device(c10::Device device) {

@@ -27,9 +27,8 @@ const at::Tensor& first_tensor(const Op& op) {
 }
 
 std::unique_ptr<Work> Group::issue_on_stream(Batch batch, const std::function<void()>& ready) {
-  Event made;
-  made.record(Stream::current(stream_.device()), EventSite::kIssue);
-  made.block(stream_, EventSite::kIssue);
+  before_.record(Stream::current(stream_.device()), EventSite::kIssue);
+  before_.block(stream_, EventSite::kIssue);
   const StreamScope here(stream_);
   const c10::AutoGradMode no_grad(false);
   if (ready) ready();

@@ -67,8 +67,10 @@ struct Batch {
 
 /// Something under way. wait() may be called once or more, from any one thread at a time; it does
 /// whatever is left to do (the additions of a reduce-scatter). On a device the caller's current
-/// stream waits, and the host at most until all ranks have issued. Who lets go of it unfinished waits
-/// so, too, where all ranks have issued; not yet over NCCL. Errors: kComm with the label, and the peers waited for.
+/// stream waits, and the host at most until all ranks have issued. Who lets go of it unfinished does
+/// not wait, and the memory of its tensors is free all the same only behind it: their stream comes
+/// behind it then, at the latest when all ranks have issued. Errors: kComm with the label, and the
+/// peers waited for.
 class Work {
  public:
   virtual ~Work() = default;
@@ -108,6 +110,7 @@ class Group {
   std::unique_ptr<Work> issue_on_stream(Batch batch, const std::function<void()>& ready);
 
   Stream stream_;
+  Event before_;  // of the caller's stream, at the last issue
   std::shared_ptr<HostWaits> host_waits_;
 };
 

@@ -9,8 +9,6 @@
 #include <thread>
 #include <utility>
 
-#include "base/mutex.h"
-#include "comm/batch.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -62,16 +60,14 @@ void HostWaits::attach(const std::shared_ptr<HostWaits>& waits) { waits_of_threa
 
 std::shared_ptr<HostWaits> HostWaits::of_this_thread() { return waits_of_thread.lock(); }
 
-void HostWaits::waited_for(std::shared_ptr<const FlightRecorder> log, std::uint64_t sequence,
-                           Event end) {
-  if (collectives_.size() == kMostKept) forget_ended();
-  if (collectives_.size() < kMostKept) {
-    collectives_.push_back({std::move(log), sequence, std::move(end)});
-  }
+void HostWaits::waited_for(std::function<PeerWait()> what, Event end) {
+  const base::Lock lock(mutex_);
+  if (under_way_.size() == kMostKept) forget_ended();
+  if (under_way_.size() < kMostKept) under_way_.push_back({std::move(what), std::move(end)});
 }
 
 void HostWaits::forget_ended() {
-  while (!collectives_.empty() && collectives_.front().end.done()) collectives_.pop_front();
+  for (; !under_way_.empty() && under_way_.front().end.done(); ++ended_) under_way_.pop_front();
 }
 
 void HostWaits::wait(const Event& event, std::string_view what) {
@@ -83,7 +79,7 @@ void HostWaits::wait(const Event& event, std::string_view what) {
     abort_flag_->suspect(why);
     throw LostRank(why);
   };
-  std::optional<std::size_t> named;  // how many were there when the oldest was named
+  std::optional<std::uint64_t> named;  // the number of the oldest; none: there was none
   while (!event.done()) {
     abort_flag_->check();
     const auto waited = Time::now() - begin;
@@ -91,12 +87,14 @@ void HostWaits::wait(const Event& event, std::string_view what) {
       std::this_thread::yield();
       continue;
     }
-    forget_ended();
-    if (named != collectives_.size()) {
-      named = collectives_.size();
-      standing.set(collectives_.empty() ? std::nullopt
-                                        : std::optional(collectives_.front().log->wait_for(
-                                              collectives_.front().sequence, -1)));
+    {
+      const base::Lock lock(mutex_);
+      forget_ended();
+      const auto oldest = under_way_.empty() ? std::nullopt : std::optional(ended_);
+      if (named != oldest) {
+        named = oldest;
+        standing.set(oldest ? std::optional(under_way_.front().what()) : std::nullopt);
+      }
     }
     if (waited >= patience) {
       const auto oldest = standing.waits_for();
@@ -108,7 +106,20 @@ void HostWaits::wait(const Event& event, std::string_view what) {
     }
     std::this_thread::sleep_for(kPause);
   }
+  const base::Lock lock(mutex_);
   forget_ended();
+}
+
+void wait_on_host(const Event& event, std::string_view what) {
+  if (const auto waits = HostWaits::of_this_thread()) {
+    waits->wait(event, what);
+  } else {
+    ask_until_done(event);
+  }
+}
+
+at::Tensor pinned_like(const at::Tensor& tensor) {
+  return at::empty(tensor.sizes(), at::TensorOptions(tensor.scalar_type()).pinned_memory(true));
 }
 
 std::vector<at::Tensor> read_on_host(at::TensorList tensors, std::string_view what) {
@@ -143,11 +154,7 @@ std::vector<at::Tensor> read_on_host(at::TensorList tensors, std::string_view wh
   }
   Event end;
   end.record(Stream::current(*device), EventSite::kHostRead);
-  if (const auto waits = HostWaits::of_this_thread()) {
-    waits->wait(end, what);
-  } else {
-    ask_until_done(end);
-  }
+  wait_on_host(end, what);
   return read;
 }
 

@@ -14,29 +14,29 @@
 #include <chrono>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <string_view>
 #include <vector>
 
+#include "base/mutex.h"
 #include "comm/stream.h"
 #include "launch/abort_flag.h"
 #include "launch/wait_board.h"
 
 namespace tessera::comm {
 
-class FlightRecorder;
-
-/// What a rank's thread needs to wait for its device. Lent by its World (World::attach_thread).
-/// Threads: the rank's own.
+/// What a rank's threads need to wait for its device. Lent by its World (World::attach_thread).
+/// Threads: any.
 class HostWaits {
  public:
   HostWaits(std::shared_ptr<AbortFlag> abort_flag, std::shared_ptr<WaitBoard> board,
             std::chrono::milliseconds timeout);
 
-  /// A collective whose end a stream of this rank waits for: what a read that does not come back is
-  /// blamed on. `log` has it under `sequence`.
-  void waited_for(std::shared_ptr<const FlightRecorder> log, std::uint64_t sequence, Event end);
-  /// Until the event has passed. Errors: LostRank naming the first collective that has not ended,
+  /// A collective or a message whose end a stream of this rank waits for: what a read that does not
+  /// come back is blamed on. `what` is called there.
+  void waited_for(std::function<PeerWait()> what, Event end);
+  /// Until the event has passed. Errors: LostRank naming the first of these that has not ended,
   /// after the World's timeout; or with why the World was aborted.
   void wait(const Event& event, std::string_view what);
 
@@ -47,18 +47,24 @@ class HostWaits {
 
  private:
   class Standing;
-  struct Collective {
-    std::shared_ptr<const FlightRecorder> log;
-    std::uint64_t sequence;
+  struct UnderWay {
+    std::function<PeerWait()> what;
     Event end;
   };
-  void forget_ended();
+  void forget_ended() TESSERA_REQUIRES(mutex_);
 
   const std::shared_ptr<AbortFlag> abort_flag_;
   const std::shared_ptr<WaitBoard> board_;
   const std::chrono::milliseconds timeout_;
-  std::deque<Collective> collectives_;  // the oldest first
+  base::Mutex mutex_;
+  std::deque<UnderWay> under_way_ TESSERA_GUARDED_BY(mutex_);  // the oldest first
+  std::uint64_t ended_ TESSERA_GUARDED_BY(mutex_) = 0;         // so many have gone from it
 };
+
+/// As HostWaits::wait() of the calling thread's; a thread without a World waits by itself.
+void wait_on_host(const Event& event, std::string_view what);
+/// Pinned memory of the host of a tensor's sizes and dtype.
+at::Tensor pinned_like(const at::Tensor& tensor);
 
 /// The same values in the host's memory, contiguous, in the same order: one wait for all. Those of
 /// the CPU come back as they are, undefined ones too; the others are of one device. `what` is said

@@ -6,6 +6,7 @@
 
 #include "base/trace.h"
 #include "comm/group.h"
+#include "comm/host_read.h"
 #include "tessera/error.h"
 #include "tessera/world.h"
 
@@ -74,6 +75,18 @@ std::string to_string(const Letter& letter) {
                        : "");
 }
 
+void come_behind(const Letter& letter, const Event& end, HostWaits* waits) {
+  if (waits != nullptr) {
+    Letter named = letter;
+    named.tensor.reset();
+    const auto what = [named = std::move(named)] {
+      return PeerWait{0, 0, named.peer_rank, concat("the message of ", to_string(named))};
+    };
+    waits->waited_for(what, end);
+  }
+  end.block(Stream::current(letter.stream.device()), EventSite::kMailEnd);
+}
+
 void require_no_mail(const Mail* mail, const std::string& group) {
   TESSERA_INVARIANT(mail == nullptr, "group ", group,
                     ": found a collective, expected messages only");
@@ -120,27 +133,34 @@ bool Transfer::done() {
   return true;
 }
 
-Mail::Mail(std::vector<int> members, int self, at::DeviceType device)
-    : members_(std::move(members)), self_(self), device_(device) {}
+Mail::Mail(MailPlace place) : place_(std::move(place)) {}
 
 Mail::~Mail() = default;
 
 std::unique_ptr<Transfer> Mail::checked_and_posted(Letter::End end, int peer, const MailTag& tag,
                                                    at::Tensor tensor) {
-  TESSERA_INVARIANT(peer >= 0 && peer < size() && peer != self_, to_string(tag), ": found index ",
+  TESSERA_INVARIANT(peer >= 0 && peer < size() && peer != rank(), to_string(tag), ": found index ",
                     peer, " for the other end, expected one below ", size(), " that is not ",
-                    self_);
+                    rank());
   TESSERA_INVARIANT(tensor.defined() && tensor.layout() == c10::kStrided &&
-                        tensor.device().type() == device_ && tensor.is_contiguous(),
+                        tensor.device() == device() && tensor.is_contiguous(),
                     to_string(tag),
                     ": found a tensor that is undefined, sparse, elsewhere or not contiguous, "
                     "expected x.contiguous() on ",
-                    c10::DeviceTypeName(device_));
-  Letter letter{end, tag, peer, members_[static_cast<std::size_t>(peer)], std::move(tensor)};
+                    device());
+  Letter letter{end, tag, peer, members()[static_cast<std::size_t>(peer)], std::move(tensor)};
+  if (!device().is_cpu()) put_on_stream(letter);
   auto traced = TracedMessage::of(letter);
   auto transfer = post(std::move(letter));
   transfer->traced_ = std::move(traced);
   return transfer;
+}
+
+void Mail::put_on_stream(Letter& letter) {
+  Stream& stream = streams_[{letter.peer, letter.tag.direction, letter.end}];
+  if (!stream) stream = Stream::make(device());
+  letter.stream = stream;
+  letter.posted.record(Stream::current(device()), EventSite::kMailPost);
 }
 
 std::unique_ptr<Transfer> Mail::send(int to, const MailTag& tag, const at::Tensor& tensor) {

@@ -7,19 +7,28 @@
 //
 // Posting never blocks. A send ends when its receive was posted (unbuffered, as Gloo is), so two
 // ranks that each wait for a send before they post a receive wait for ever: post receives first,
-// wait for sends last. Threads: the rank's own. Next: ../../docs/communication.md.
+// wait for sends last. Threads: the rank's own.
+//
+// [Note: messages on devices] Tensors of a device travel on streams of their own, one for each other
+// rank, direction and end, so that no message waits for another one's ends. A message comes behind
+// what was launched on both callers' streams before it was posted; wait() lets the caller's stream
+// come behind the message, and the host waits at most until both ends are posted. done() asks the
+// device. Next: ../../docs/communication.md.
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/DeviceType.h>
+#include <c10/core/Device.h>
 
 #include <chrono>
 #include <compare>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <vector>
 
+#include "comm/stream.h"
 #include "launch/abort_flag.h"
 
 namespace tessera {
@@ -27,6 +36,8 @@ class World;
 }
 
 namespace tessera::comm {
+
+class HostWaits;
 
 /// Which message: both ends name it alike. Between two ranks a tag stands for one message at a time:
 /// it is used again, if at all, when both ends are through.
@@ -55,6 +66,8 @@ struct Letter {
   int peer = 0;       ///< the other end, as an index into the group
   int peer_rank = 0;  ///< of the world
   at::Tensor tensor;
+  Stream stream = {};  ///< on which a device carries it
+  Event posted = {};   ///< behind what was launched before
 
   bool sends() const { return end == End::kSend; }
 };
@@ -71,7 +84,8 @@ class Transfer {
   Transfer(const Transfer&) = delete;
   Transfer& operator=(const Transfer&) = delete;
 
-  /// Until what was received is here, or what was sent may be overwritten. Errors: kComm that names
+  /// Until what was received is here, or what was sent may be overwritten; of tensors on a device by
+  /// what is launched afterwards. Errors: kComm that names
   /// the message, the other rank and what has become of it: LostRank when it is lost, stalled, or
   /// has aborted the World, within the World's timeout; kComm when the ends differ.
   void wait();
@@ -93,14 +107,22 @@ class Transfer {
   std::unique_ptr<TracedMessage> traced_;  // null: nobody looks, or it has ended
 };
 
+/// Of whom a Mail is.
+struct MailPlace {
+  std::vector<int> members;  ///< world ranks
+  int self = 0;              ///< index into members
+  at::Device device{at::kCPU};
+  std::shared_ptr<HostWaits> waits = nullptr;  ///< told what this rank's streams wait for
+};
+
 class Mail {
  public:
   virtual ~Mail();
   Mail(const Mail&) = delete;
   Mail& operator=(const Mail&) = delete;
 
-  int rank() const { return self_; }  ///< within the group
-  int size() const { return static_cast<int>(members_.size()); }
+  int rank() const { return place_.self; }  ///< within the group
+  int size() const { return static_cast<int>(place_.members.size()); }
 
   /// For who numbers steps (MailTag::step): one that this rank has not begun. Those that all ranks
   /// begin together take the largest.
@@ -117,24 +139,30 @@ class Mail {
   std::unique_ptr<Transfer> receive(int from, const MailTag& tag, at::Tensor into);
 
  protected:
-  /// `members`: world ranks. `device`: where tensors lie.
-  Mail(std::vector<int> members, int self, at::DeviceType device = at::kCPU);
+  explicit Mail(MailPlace place);
 
   /// Starts a checked letter.
   virtual std::unique_ptr<Transfer> post(Letter letter) = 0;
 
-  const std::vector<int>& members() const { return members_; }
+  const std::vector<int>& members() const { return place_.members; }
+  const at::Device& device() const { return place_.device; }
+  const std::shared_ptr<HostWaits>& host_waits() const { return place_.waits; }
 
  private:
   std::unique_ptr<Transfer> checked_and_posted(Letter::End end, int peer, const MailTag& tag,
                                                at::Tensor tensor);
+  /// Of a letter on a device: its stream, and what is before it.
+  void put_on_stream(Letter& letter);
 
-  const std::vector<int> members_;
-  const int self_;
-  const at::DeviceType device_;
+  const MailPlace place_;
   std::uint64_t next_step_ = 0;
+  /// By peer, direction and end.
+  std::map<std::tuple<int, MailTag::Direction, Letter::End>, Stream> streams_;
 };
 
+/// The calling thread's current stream comes behind the end of a letter on a device; `waits`, which
+/// may be null, is told.
+void come_behind(const Letter& letter, const Event& end, HostWaits* waits);
 /// What each backend refuses alike. Errors: kInternal for a collective of a group that has Mail.
 void require_no_mail(const Mail* mail, const std::string& group);
 /// Of a letter under way when the World recovered.

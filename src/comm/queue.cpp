@@ -161,6 +161,7 @@ struct IssueQueue::Impl {
   base::Mutex mutex;
   base::Condition changed;
   base::Condition emptied;
+  base::Mutex launching;  // held by a thread that issues on its rank's device
   std::deque<Submission> waiting TESSERA_GUARDED_BY(mutex);
   bool busy TESSERA_GUARDED_BY(mutex) = false;  // one is being issued
   bool stopping TESSERA_GUARDED_BY(mutex) = false;
@@ -227,7 +228,12 @@ Pending IssueQueue::Impl::submit(Submission submission) {
   auto state = submission.state;
   state->traced = TracedCollective::of(submission.batch, *submission.group);
   // There is nobody to keep an order with, or this thread keeps it.
-  if (submission.group->size() == 1 || submission.group->stream()) {
+  if (submission.group->size() == 1) {
+    issue(std::move(submission));
+    return Pending(std::move(state));
+  }
+  if (submission.group->stream()) {
+    const base::Lock lock(launching);
     issue(std::move(submission));
     return Pending(std::move(state));
   }

@@ -1,7 +1,8 @@
 // The issuing queue: one thread a World takes every sharding collective, in the order of
 // submission. Those on a device go out on the submitting thread, in the same order: issuing them
 // waits for nobody, another thread has another current stream, and two threads that launch on two
-// communicators may hang.
+// communicators may hang. Several threads of a rank may submit: one after the other is taken, and
+// that all ranks have one order is for them to see to.
 //
 // Two collectives issued in different orders on two ranks exchange each other's data on Gloo
 // without an error, so nothing else may start one on a sharding group: not the compute thread, not
@@ -32,6 +33,7 @@ class Pending {
   std::shared_ptr<State> state_;
 };
 
+/// Threads: any, but for stop() and recover().
 class IssueQueue {
  public:
   IssueQueue();

@@ -3,6 +3,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "base/test_hooks.h"
 
@@ -12,6 +13,17 @@ namespace {
 bool is_left_out(EventSite site, EventEnd end) {
   const auto hook = test_hooks::leaves_out_event.get();
   return hook && (*hook)(site, end);
+}
+
+/// Of each device the first one.
+std::vector<c10::Stream> one_a_device(std::span<const Stream> streams) {
+  std::vector<c10::Stream> chosen;
+  for (const Stream& stream : streams) {
+    const bool has_one = std::ranges::any_of(
+        chosen, [&](const c10::Stream& one) { return one.device() == stream.device(); });
+    if (!has_one) chosen.push_back(stream.get());
+  }
+  return chosen;
 }
 
 }  // namespace
@@ -24,6 +36,10 @@ std::string_view to_string(EventSite site) {
       return "end of a collective";
     case EventSite::kPeers:
       return "peers";
+    case EventSite::kMailPost:
+      return "message posted";
+    case EventSite::kMailEnd:
+      return "end of a message";
     case EventSite::kPoolBack:
       return "block given back";
     case EventSite::kPoolFree:
@@ -51,6 +67,8 @@ Stream Stream::current_of(c10::Device device) {
 Stream Stream::made_of(c10::Device device) {
   return Stream(c10::impl::VirtualGuardImpl(device.type()).getNewStream(device));
 }
+
+StreamsScope::StreamsScope(std::span<const Stream> streams) : guard_(one_a_device(streams)) {}
 
 void Event::record(const Stream& stream, EventSite site) {
   if (!stream || is_left_out(site, EventEnd::kRecord)) {

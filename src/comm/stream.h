@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string_view>
 #include <vector>
 
@@ -26,6 +27,8 @@ enum class EventSite : std::uint8_t {
   kIssue,     ///< a group's stream comes behind the caller's, which made what is sent
   kWorkEnd,   ///< the caller's stream comes behind the collective
   kPeers,     ///< ranks of one process: streams that read each other's memory
+  kMailPost,  ///< the stream of a message comes behind what was launched before it was posted
+  kMailEnd,   ///< the caller's stream comes behind the message
   kPoolBack,  ///< who takes a block comes behind its last use
   kPoolFree,  ///< the allocator's stream comes behind the last use of a block that is freed
   kPoolMade,  ///< who takes a new block comes behind what its memory was before
@@ -76,6 +79,16 @@ class StreamScope {
 
  private:
   std::optional<c10::StreamGuard> guard_;
+};
+
+/// The same of several at once: of each device the first one. The current device stays. None are
+/// empty.
+class StreamsScope {
+ public:
+  explicit StreamsScope(std::span<const Stream> streams);
+
+ private:
+  c10::MultiStreamGuard guard_;
 };
 
 /// A point in a stream's work. Copies mark the same point, whatever the original marks later.

@@ -53,7 +53,8 @@ void GradSink::remove(SlotId id) {
   });
 }
 
-void GradSink::check(const Entry& entry, const at::Tensor& raw, Source source) const {
+void GradSink::check(const Entry& entry, const at::Tensor& raw, std::int64_t rows,
+                     Source source) const {
   const auto& contract = *entry.contract;
   const auto from = [&] {
     return concat("gradient of ", contract.name, " from ", to_string(source));
@@ -63,7 +64,8 @@ void GradSink::check(const Entry& entry, const at::Tensor& raw, Source source) c
   TESSERA_CHECK(c10::isFloatingType(raw.scalar_type()), ErrorKind::kContract, from(),
                 ": found dtype ", c10::toString(raw.scalar_type()),
                 ", expected a real floating one");
-  const auto& expected = entry.local_shape.empty() ? contract.shape : entry.local_shape;
+  auto expected = entry.local_shape.empty() ? contract.shape : entry.local_shape;
+  if (rows >= 0 && !expected.empty()) expected[0] = rows;
   TESSERA_CHECK(raw.sizes() == c10::IntArrayRef(expected), ErrorKind::kContract, from(),
                 ": found shape ", raw.sizes(), ", expected ", c10::IntArrayRef(expected));
   TESSERA_CHECK(
@@ -76,13 +78,20 @@ void GradSink::check(const Entry& entry, const at::Tensor& raw, Source source) c
                 "); set requires_grad before sharding");
 }
 
+namespace {
+
+at::Tensor as_asked(const at::Tensor& raw, const GradContract& contract) {
+  return contract.grad ? raw.to(to_scalar_type(*contract.grad)) : raw;
+}
+
+}  // namespace
+
 void GradSink::accept(SlotId id, const at::Tensor& raw, Source source) {
   if (!raw.defined()) return;
   const auto& entry = slots_.at(id);
-  check(entry, raw, source);
+  check(entry, raw, -1, source);
   const at::NoGradGuard no_grad;
-  auto value = raw;
-  if (entry.contract->grad) value = raw.to(to_scalar_type(*entry.contract->grad));
+  const at::Tensor value = as_asked(raw, *entry.contract);
   const auto view = entry.owner->open_slot(entry.parameter);
   const auto target = view.slot.view(raw.sizes());
   if (view.first) {
@@ -90,6 +99,23 @@ void GradSink::accept(SlotId id, const at::Tensor& raw, Source source) {
   } else {
     kernels::add_into(target, value);
   }
+  if (const auto hook = test_hooks::after_accept.get()) (*hook)(*entry.contract, target);
+}
+
+void GradSink::accept_rows(SlotId id, const at::Tensor& rows, const at::Tensor& raw,
+                           Source source) {
+  const auto& entry = slots_.at(id);
+  TESSERA_INVARIANT(rows.dim() == 1 && rows.scalar_type() == at::kLong,
+                    "rows of a gradient: found ", rows.scalar_type(), " ", rows.sizes());
+  check(entry, raw, rows.size(0), source);
+  const at::NoGradGuard no_grad;
+  const auto view = entry.owner->open_slot(entry.parameter);
+  const auto& shape = entry.local_shape.empty() ? entry.contract->shape : entry.local_shape;
+  const auto target = view.slot.view(shape);
+  if (view.first) target.zero_();
+  const at::Tensor sums = target.index_select(0, rows);
+  kernels::add_into(sums, as_asked(raw, *entry.contract));
+  target.index_copy_(0, rows, sums);
   if (const auto hook = test_hooks::after_accept.get()) (*hook)(*entry.contract, target);
 }
 

@@ -97,6 +97,10 @@ class GradSink {
   /// sparse or complex gradients, a wrong shape or device, a gradient that itself requires grad
   /// (create_graph).
   void accept(SlotId slot, const at::Tensor& raw, Source source);
+  /// The same of a gradient that is zero but for some rows of its first dim, `raw` [U, ...] in the
+  /// `rows` [U] i64, each named once: as accept() would add the whole of it, which nobody has to
+  /// make. Errors: as accept(), kInternal for rows that are not there.
+  void accept_rows(SlotId slot, const at::Tensor& rows, const at::Tensor& raw, Source source);
 
   /// Announces a gradient that will come after this backward's nodes ran: its unit is not ready
   /// before.
@@ -131,7 +135,8 @@ class GradSink {
     std::vector<std::int64_t> local_shape;  // empty: the contract's
   };
   static Entry entry_of(const GradContract* contract, SlotOwner* owner, std::size_t parameter);
-  void check(const Entry& entry, const at::Tensor& raw, Source source) const;
+  /// `rows`: how many of its first dim raw has; -1: all.
+  void check(const Entry& entry, const at::Tensor& raw, std::int64_t rows, Source source) const;
 
   std::vector<Entry> slots_;
   std::vector<std::shared_ptr<Ticket::Promise>> open_;  // in the order of promise()

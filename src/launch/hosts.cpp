@@ -13,6 +13,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <fstream>
 #include <memory>
 #include <optional>
 #include <thread>
@@ -33,6 +34,13 @@ std::uint16_t SocketAddress::port() const {
   return ntohs(bytes.ss_family == AF_INET6
                    ? reinterpret_cast<const sockaddr_in6*>(&bytes)->sin6_port
                    : reinterpret_cast<const sockaddr_in*>(&bytes)->sin_port);
+}
+
+std::string running_kernel() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string name;
+  std::getline(file, name);
+  return name;
 }
 
 std::string host_text(const SocketAddress& address) {

@@ -33,6 +33,10 @@ struct SocketAddress {
   std::uint16_t port() const;
 };
 
+/// One text for all processes of a machine, until it starts anew; "" where it cannot be told. Unlike
+/// a name it is the same in containers, and different on other machines.
+std::string running_kernel();
+
 /// "10.0.0.1", "fe80::1%eth0": without the port.
 std::string host_text(const SocketAddress& address);
 

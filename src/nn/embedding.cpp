@@ -1,11 +1,13 @@
 #include "nn/embedding.h"
 
+#include <ATen/ops/_unique.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <vector>
 
 #include "base/first_derivative.h"
+#include "grad/leaf.h"
 #include "kernels/kernels.h"
 #include "tessera/error.h"
 
@@ -22,8 +24,7 @@ struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& ids, const at::Tensor& weight,
                             std::int64_t padding) {
     ctx->set_materialize_grads(false);
-    ctx->save_for_backward({ids});
-    ctx->saved_data["rows"] = weight.size(0);
+    ctx->save_for_backward({ids, weight});
     ctx->saved_data["padding"] = padding;
     return kernels::embedding(ids, weight, padding);
   }
@@ -31,11 +32,29 @@ struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     base::refuse_double_backward();
     if (!grads[0].defined()) return variable_list(3);  // [Note: left-out results]
+    const variable_list saved = ctx->get_saved_variables();
     return {at::Tensor(),
-            kernels::embedding_backward(grads[0], ctx->get_saved_variables()[0],
-                                        ctx->saved_data["rows"].toInt(),
-                                        ctx->saved_data["padding"].toInt()),
+            weight_gradient(grads[0], saved[0], saved[1], ctx->saved_data["padding"].toInt()),
             at::Tensor()};
+  }
+
+  /// Of a sharded module's parameter only the rows of the batch's tokens are formed, and go to its
+  /// slot: of a large vocabulary nearly all others are zeros, of every micro-batch anew. Undefined
+  /// then. The same bits: each row is summed as kernels::embedding_backward sums it.
+  static at::Tensor weight_gradient(const at::Tensor& grad, const at::Tensor& ids,
+                                    const at::Tensor& weight, std::int64_t padding) {
+    const auto leaf = grad::find_leaf(weight);
+    const bool of_rows = leaf && leaf->sink != nullptr && ids.is_cpu() && weight.dim() == 2 &&
+                         ids.numel() < weight.size(0);
+    if (!of_rows) return kernels::embedding_backward(grad, ids, weight.size(0), padding);
+    const auto [rows, places] = at::_unique(ids, /*sorted=*/true, /*return_inverse=*/true);
+    const at::Tensor of_padding = rows.eq(padding).nonzero();
+    const std::int64_t skipped =
+        of_padding.numel() == 0 ? kNoPadding : of_padding.item<std::int64_t>();
+    leaf->sink->accept_rows(leaf->slot, rows,
+                            kernels::embedding_backward(grad, places, rows.size(0), skipped),
+                            grad::Source::kEager);
+    return {};
   }
 };
 

@@ -1,6 +1,7 @@
 #include "pipeline/runner.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/accumulate.h>
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
@@ -57,6 +58,15 @@ at::Tensor given_away(const at::Tensor& tensor) {
   return may_be_refilled(tensor) ? tensor.detach().clone() : tensor.detach();
 }
 
+std::int64_t bytes_of(const std::vector<BoundaryTensor>& tensors) {
+  std::int64_t bytes = 0;
+  for (const BoundaryTensor& tensor : tensors) {
+    bytes += c10::multiply_integers(tensor.shape) *
+             static_cast<std::int64_t>(c10::elementSize(tensor.dtype));
+  }
+  return bytes;
+}
+
 class Walk {
  public:
   Walk(const ValidProgram& program, int rank, const std::vector<Stage*>& stages,
@@ -72,6 +82,12 @@ class Walk {
     const auto& ids = program.schedule().rank_of;
     for (std::size_t stage = 0; stage < ids.size(); ++stage) {
       if (ids[stage] == rank) local_.emplace(static_cast<int>(stage), local_.size());
+    }
+    for (const Step& step : program.program().steps[rank_]) {
+      const auto* transfer = std::get_if<Transfer>(&step);
+      if (transfer != nullptr && transfer->end == Transfer::End::kReceive) {
+        receives_.push_back(transfer->what);
+      }
     }
     flights_.resize(stages.size() * micro_batches());
     if (local_.contains(last_stage())) results_.resize(micro_batches());
@@ -141,8 +157,7 @@ class Walk {
   void take(const Transfer& transfer) {
     const HandOver& what = transfer.what;
     if (transfer.end == Transfer::End::kReceive) {
-      messages_->post(what, rank_of(what.from),
-                      contents(border_of(what, what.to()), what.direction));
+      if (++listed_ > posted_) post_next(expected_next());
       return;
     }
     auto given = given_.extract(what);
@@ -155,6 +170,28 @@ class Walk {
     place_.sends.reset();
   }
 
+  std::vector<BoundaryTensor> expected_next() const {
+    const HandOver& what = receives_[posted_];
+    return contents(border_of(what, what.to()), what.direction);
+  }
+
+  void post_next(const std::vector<BoundaryTensor>& expected) {
+    const HandOver& what = receives_[posted_++];
+    messages_->post(what, rank_of(what.from), expected);
+  }
+
+  /// Small receives are posted before the list asks for them: a send whose receive is known leaves
+  /// at once, else its ends exchange two messages more, which takes longer than a short slot.
+  void post_small_ones() {
+    constexpr std::size_t kMost = 8;
+    constexpr std::int64_t kSmall = 16 << 10;
+    while (posted_ < receives_.size() && posted_ < arrived_ + kMost) {
+      const auto expected = expected_next();
+      if (bytes_of(expected) > kSmall) return;
+      post_next(expected);
+    }
+  }
+
   /// What the action needs of another stage, once it is here.
   Tensors wait_for(const Action& action) {
     const auto what = needed_by(action, program_.schedule().stages());
@@ -163,6 +200,7 @@ class Walk {
       place_.action = &action;
       place_.waits_for = what;
       Tensors tensors = messages_->wait_for(*what);
+      ++arrived_;
       // A frozen stage to which nothing comes back would run all of its slots, and keep all that it
       // has to send: what the schedule has it wait for comes after this.
       if (what->direction == Direction::kBackward && tensors.empty()) {
@@ -205,6 +243,7 @@ class Walk {
   // Slots.
 
   void take(const Slot& slot) {
+    if (messages_ != nullptr) post_small_ones();
     // All that it needs is here before its time begins: a trace shows computing and waits apart.
     Tensors first = wait_for(slot.action);
     Tensors second = slot.beside ? wait_for(*slot.beside) : Tensors{};
@@ -373,6 +412,10 @@ class Walk {
   std::map<int, std::size_t> local_;
   std::vector<Flight> flights_;
   std::map<HandOver, Tensors> given_;  ///< made here, not yet sent or taken
+  std::vector<HandOver> receives_;     ///< in the order of the list
+  std::size_t listed_ = 0;             ///< of these that the list has asked for
+  std::size_t posted_ = 0;
+  std::size_t arrived_ = 0;
   std::vector<Tensors> results_;
   Place place_;
 };

@@ -8,9 +8,10 @@
 //      autograd leaves on the leaves goes to the stage before, zeros where it leaves nothing.
 //   I  the same, but weight gradients of layers that can put them off wait (StepScope).
 //   W  forms those of one stage and micro-batch. Nothing, where all were formed in I.
-//   messages: receives are posted where the list says, so before the slot that needs them; a send
-//      keeps its memory until it is through, at the latest to the end of the step. Between two
-//      stages of one rank (the turn of a V) tensors are handed over without message or copy.
+//   messages: receives are posted where the list says, so before the slot that needs them, small
+//      ones before that; a send keeps its memory until it is through, at the latest to the end of
+//      the step. Between two stages of one rank (the turn of a V) tensors are handed over without
+//      message or copy.
 // A slot of an F and a B runs them in turn; side_by_side() is where they may run under each other.
 //
 // An exception in a slot gets the rank, stage, micro-batch and slot into its message, and aborts

@@ -19,7 +19,7 @@ inline auto every_data_layout() {
   constexpr auto kGloo = ThreadBackend::kGloo;
   return ::testing::Values(DataLayout{1, 1}, DataLayout{2, 1}, DataLayout{3, 1}, DataLayout{2, 2},
                            DataLayout{4, 2}, DataLayout{2, 1, kGloo}, DataLayout{3, 1, kGloo},
-                           DataLayout{4, 2, kGloo});
+                           DataLayout{2, 2, kGloo}, DataLayout{4, 2, kGloo});
 }
 
 inline std::string name_of(const ::testing::TestParamInfo<DataLayout>& info) {

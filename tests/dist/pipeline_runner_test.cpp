@@ -4,10 +4,15 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <functional>
+#include <memory>
 #include <mutex>
+#include <numeric>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "base/trace.h"
 #include "caught.h"
@@ -59,6 +64,8 @@ void expect_bits_of_one_process(std::uint64_t seed, int schedules, const WayOf& 
     toy.stages = schedule.stages();
     toy.seed = static_cast<std::uint64_t>(i);
     toy.frozen = dice.chance(25) ? dice.roll(toy.stages + 1) : 0;
+    // Receives that are posted early, where the list says, or now this and now that.
+    toy.more_rows = std::array<std::int64_t, 3>{0, 600, 510}[static_cast<std::size_t>(i % 3)];
     const Travel travel(way_of(static_cast<std::uint64_t>(i)));
     expect_same_left(run(ValidProgram(schedule), toy),
                      run_in_one_process(toy, schedule.micro_batches), toy.numbers);
@@ -72,11 +79,18 @@ TEST(PipelineRunner, RandomSchedulesEndWithTheSameBits) {
       18, 500, [](std::uint64_t i) { return Way{.buffered = false, .delays = i + 1}; });
 }
 
-// Sends end at once, and half of the runs have no delays.
-TEST(PipelineRunner, RandomSchedulesOverBufferedMessagesEndWithTheSameBits) {
-  expect_bits_of_one_process(20, 100, [](std::uint64_t i) {
-    return Way{.buffered = true, .delays = i % 2 == 0 ? i + 1 : 0};
+// Sends end at once in two of three runs, and half of the runs have no delays.
+TEST(PipelineRunner, RandomSchedulesOverMessagesOfEachKindEndWithTheSameBits) {
+  expect_bits_of_one_process(20, 150, [](std::uint64_t i) {
+    return Way{.buffered = i % 3 != 2, .delays = i % 2 == 0 ? i + 1 : 0};
   });
+}
+
+// As docs/pipeline.md says: where a megabyte is held, or more than 64 messages.
+TEST(PipelineRunner, SendsAreLookedAfterWhereTheyHoldMuch) {
+  EXPECT_FALSE(Messages::are_worth_asking(64, (std::size_t{1} << 20) - 1));
+  EXPECT_TRUE(Messages::are_worth_asking(65, 0));
+  EXPECT_TRUE(Messages::are_worth_asking(1, std::size_t{1} << 20));
 }
 
 TEST(PipelineRunner, SchedulesInAnyOrderEndWithTheSameSums) {
@@ -94,6 +108,56 @@ TEST(PipelineRunner, SchedulesInAnyOrderEndWithTheSameSums) {
                      run_in_one_process(toy, schedule.micro_batches), toy.numbers);
     if (HasFailure()) return;
   }
+}
+
+/// Counts the receives that are posted before anything is sent.
+class CountingMail final : public comm::Mail {
+ public:
+  CountingMail(std::shared_ptr<comm::Mail> inner, int ranks)
+      : Mail(everyone(ranks), inner->rank()), inner_(std::move(inner)) {}
+
+  int posted_first = 0;
+
+ private:
+  static std::vector<int> everyone(int ranks) {
+    std::vector<int> all(static_cast<std::size_t>(ranks));
+    std::iota(all.begin(), all.end(), 0);
+    return all;
+  }
+  std::unique_ptr<comm::Transfer> post(comm::Letter letter) override {
+    if (letter.sends()) {
+      has_sent_ = true;
+      return inner_->send(letter.peer, letter.tag, letter.tensor);
+    }
+    if (!has_sent_) ++posted_first;
+    return inner_->receive(letter.peer, letter.tag, letter.tensor);
+  }
+
+  const std::shared_ptr<comm::Mail> inner_;
+  bool has_sent_ = false;
+};
+
+// Rank 1 of a 1F1B runs F0 and B0 before it sends. Three tensors a message.
+TEST(PipelineRunner, SmallReceivesArePostedAheadOfTheList) {
+  constexpr int kMicroBatches = 12;
+  const ValidProgram program(make_schedule(Kind::kOneFOneB, {2, 1, kMicroBatches}));
+  const auto posted_first = [&](std::int64_t more_rows) {
+    Toy toy;
+    toy.more_rows = more_rows;
+    int found = 0;
+    ranks(2, ThreadBackend::kInProcess).run([&](World& world) {
+      auto ties = ties_of(stages_mesh(world));
+      const auto counting = std::make_shared<CountingMail>(ties.mail, 2);
+      ties.mail = counting;
+      Runner runner(ties);
+      const Mine mine(toy, program.schedule(), world.rank());
+      runner.run(program, mine.pointers(), {});
+      if (world.rank() == 1) found = counting->posted_first;
+    });
+    return found;
+  };
+  EXPECT_EQ(posted_first(1), 3 * (8 + 1));
+  EXPECT_EQ(posted_first(1000), 3 * 2);
 }
 
 /// Two messages that leave each under the other's tag.

@@ -47,8 +47,6 @@ class Ranks {
 
  private:
   static comm::ThreadRanks& of(int count, ThreadBackend backend) {
-    // Gloo does not carry tensors of devices.
-    if (place().device != "cpu") backend = ThreadBackend::kInProcess;
     using Key = std::tuple<int, ThreadBackend, std::string>;
     static std::map<Key, std::unique_ptr<comm::ThreadRanks>> kept;
     auto& slot = kept[{count, backend, place().device}];

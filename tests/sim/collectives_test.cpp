@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <csignal>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -21,6 +22,7 @@
 #include "comm/group.h"
 #include "comm/host_read.h"
 #include "comm/queue.h"
+#include "sim/ranks.h"
 #include "sim/streams.h"
 #include "tessera/error.h"
 #include "tessera/group.h"
@@ -34,40 +36,9 @@ using comm::EventEnd;
 using comm::EventSite;
 using comm::Op;
 using comm::Stream;
-using comm::StreamScope;
 using testing::HasSubstr;
 
 using Tensors = std::vector<at::Tensor>;
-
-/// Where ranks are, and how their program runs there.
-struct Where {
-  int ranks = 2;
-  std::string device = "cpu";  ///< WorldOptions::device
-  bool side = false;           ///< not on the device's default stream
-  bool late = false;           ///< test_hooks::deliver_at_wait
-};
-
-std::string shown(const Where& where) {
-  return concat(where.ranks, " ranks on ", where.device, where.side ? ", side streams" : "",
-                where.late ? ", delivered at wait" : "");
-}
-
-void on_ranks(const Where& where, const std::function<void(World&)>& body,
-              std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
-  WorldOptions options;
-  options.device = where.device;
-  options.timeout = timeout;
-  std::optional<test_hooks::Set<decltype(test_hooks::deliver_at_wait)>> late;
-  if (where.late) late.emplace(test_hooks::deliver_at_wait, [] { return true; });
-  launch_threads(
-      where.ranks, ThreadBackend::kInProcess,
-      [&](World& world) {
-        const RankScope rank(world.rank());
-        const StreamScope here(where.side ? Stream::make(world.device()) : Stream());
-        body(world);
-      },
-      options);
-}
 
 comm::Kind kind_of(const Op& op) {
   return std::visit([](const auto& one) { return one.facts().kind; }, op);
@@ -223,21 +194,40 @@ class DeviceGroups : public testing::TestWithParam<Done> {
   void TearDown() override { set_done(Done::kAtOnce); }
 };
 
+/// The program's results on devices are those of ranks on the CPU, whose tensors nothing stages.
+void expect_bits_of_the_cpu(const Where& where, std::uint64_t seed,
+                            const std::vector<Tensors>& expected) {
+  const auto found = results_of(where, seed);
+  for (std::size_t rank = 0; rank < found.size(); ++rank) {
+    ASSERT_EQ(found[rank].size(), expected[rank].size());
+    for (std::size_t i = 0; i < found[rank].size(); ++i) {
+      expect_same_bits(found[rank][i], expected[rank][i],
+                       concat(shown(where), ", seed ", seed, ", rank ", rank, ", ", i));
+    }
+  }
+  settle();
+}
+
 TEST_P(DeviceGroups, HaveTheBitsOfTheCpuWithoutARace) {
   for (std::uint64_t seed = 1; seed <= 4; ++seed) {
     for (const int ranks : {1, 2, 3, 4}) {
       const auto expected = results_of({ranks, "cpu"}, seed);
       for (const std::string device : {"sim", "sim:0"}) {
-        const Where where{ranks, device, /*side=*/seed % 2 == 0, /*late=*/seed > 2};
-        const auto found = results_of(where, seed);
-        for (std::size_t rank = 0; rank < found.size(); ++rank) {
-          ASSERT_EQ(found[rank].size(), expected[rank].size());
-          for (std::size_t i = 0; i < found[rank].size(); ++i) {
-            expect_same_bits(found[rank][i], expected[rank][i],
-                             concat(shown(where), ", seed ", seed, ", rank ", rank, ", ", i));
-          }
-        }
-        settle();
+        expect_bits_of_the_cpu({ranks, device, /*side=*/seed % 2 == 0, /*late=*/seed > 2}, seed,
+                               expected);
+      }
+    }
+  }
+}
+
+TEST_P(DeviceGroups, HaveTheBitsOfTheCpuOverGlooToo) {
+  for (std::uint64_t seed = 11; seed <= 13; ++seed) {
+    for (const int ranks : {2, 3}) {
+      const auto expected = results_of({ranks, "cpu"}, seed);
+      for (const std::string device : {"sim", "sim:0"}) {
+        expect_bits_of_the_cpu(
+            {ranks, device, /*side=*/seed % 2 == 0, /*late=*/false, ThreadBackend::kGloo}, seed,
+            expected);
       }
     }
   }
@@ -245,18 +235,6 @@ TEST_P(DeviceGroups, HaveTheBitsOfTheCpuWithoutARace) {
 
 INSTANTIATE_TEST_SUITE_P(Asked, DeviceGroups,
                          testing::Values(Done::kAtOnce, Done::kOnlyWhenWaited));
-
-/// The first race that `body` has on any rank; empty where there is none.
-std::string race_on_ranks(const Where& where, const std::function<void(World&)>& body) {
-  try {
-    on_ranks(where, body);
-  } catch (const Race&) {
-  } catch (const comm::LostRank&) {  // of a rank whose peer had the race
-  }
-  settle();
-  const std::vector<std::string> races = take_races();
-  return races.empty() ? "" : races.front();
-}
 
 /// A sum of what was just made, of which the result is read at once.
 void sum_and_read(World& world) {
@@ -267,23 +245,48 @@ void sum_and_read(World& world) {
   data.mul(2);
 }
 
+std::vector<Where> places_on_side_streams() {
+  std::vector<Where> places;
+  for (const auto backend : {ThreadBackend::kInProcess, ThreadBackend::kGloo}) {
+    for (const std::string device : {"sim", "sim:0"}) {
+      places.push_back({2, device, /*side=*/true, /*late=*/false, backend});
+    }
+  }
+  return places;
+}
+
 // Naive: timing hides it, until it does not.
 TEST(DeviceGroupEvents, EachThatIsLeftOutIsFound) {
-  for (const std::string device : {"sim", "sim:0"}) {
-    const Where where{2, device, /*side=*/true};
+  for (const Where& where : places_on_side_streams()) {
     ASSERT_EQ(race_on_ranks(where, sum_and_read), "");
+    const bool in_process = where.backend == ThreadBackend::kInProcess;
     for (const EventSite site : {EventSite::kIssue, EventSite::kWorkEnd, EventSite::kPeers}) {
-      // A copy between two devices orders their streams by itself.
-      if (site == EventSite::kPeers && device == "sim") continue;
+      // A copy between two devices orders their streams by itself, and Gloo's go over the host.
+      if (site == EventSite::kPeers && !(in_process && where.device == "sim:0")) continue;
       for (const EventEnd end : {EventEnd::kRecord, EventEnd::kBlock}) {
-        const test_hooks::Set without(
-            test_hooks::leaves_out_event,
-            [&](EventSite which, EventEnd half) { return which == site && half == end; });
+        const auto left_out = without(site, end);
         EXPECT_NE(race_on_ranks(where, sum_and_read), "")
-            << to_string(site) << (end == EventEnd::kRecord ? ", record, " : ", block, ") << device;
+            << to_string(site) << (end == EventEnd::kRecord ? ", record, " : ", block, ")
+            << shown(where);
       }
     }
   }
+}
+
+using DeviceGroupDeathTest = testing::Test;
+
+// What goes out over Gloo is read by the host, where the kernel finds that the page is unreadable.
+TEST(DeviceGroupDeathTest, AnEarlyReadByGlooIsFound) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto run = [] {
+    const auto left_out = without(EventSite::kHostRead, EventEnd::kRecord);
+    on_ranks({2, "sim", /*side=*/false, /*late=*/false, ThreadBackend::kGloo}, [](World& world) {
+      const auto group = world.group(comm::all_ranks(2), "reduce");
+      const at::Tensor data = at::ones({5000}, at::TensorOptions(world.device())).mul(3);
+      group->issue(batch_of({comm::AllReduce{data}}))->wait();
+    });
+  };
+  EXPECT_EXIT(run(), testing::KilledBySignal(SIGABRT), "Bad address");
 }
 
 TEST(DeviceGroupEvents, AMissingWaitIsFound) {
@@ -330,6 +333,35 @@ TEST(DeviceGroupEvents, WhoLetsGoOfACollectiveComesBehindIt) {
             "");
 }
 
+// Naive: the memory is free once the last rank has come and nobody holds it on the host, and the
+// collective still reads it.
+TEST(DeviceGroupEvents, MemoryOfWhoLetsGoBeforeAllHaveComeIsFreeBehindIt) {
+  for (const std::string device : {"sim", "sim:0"}) {
+    for (const bool late : {false, true}) {
+      const auto program = [](World& world) {
+        const auto group = world.group(comm::all_ranks(2), "reduce");
+        const auto options = at::TensorOptions(world.device());
+        at::Tensor data = at::ones({100}, options).mul(2);
+        const auto issue = [&] { return group->issue(batch_of({comm::AllReduce{data}})); };
+        if (world.rank() == 0) {
+          issue().reset();
+          data.reset();
+        }
+        comm::barrier(world.control(), "rank 0 has let go");
+        if (world.rank() == 1) issue()->wait();
+        comm::barrier(world.control(), "all have come");
+        // The block is the first to be taken again.
+        for (int i = 0; i < 3; ++i) at::full({100}, 1.5, options);
+        comm::barrier(world.control(), "written");
+      };
+      const Where where{2, device, /*side=*/true, late};
+      EXPECT_EQ(race_on_ranks(where, program), "") << shown(where);
+      const auto left_out = without(EventSite::kWorkEnd, EventEnd::kBlock);
+      EXPECT_NE(race_on_ranks(where, program), "") << shown(where);
+    }
+  }
+}
+
 TEST(DeviceGroups, OfTheSameRanksShareAStreamAndMessagesHaveNone) {
   on_ranks({4, "sim"}, [](World& world) {
     const auto everyone = comm::all_ranks(4);
@@ -363,6 +395,30 @@ TEST(DeviceGroups, TheQueueIssuesOnTheSubmittingThread) {
     pending.wait();
     const at::Tensor read = comm::read_on_host(buffer, "buffer");
     EXPECT_EQ(read.sum().item<float>(), 12.0F);
+  });
+}
+
+// Naive: a group counts what it issues, and the host's waits are a list, that two threads tear apart.
+TEST(DeviceGroups, TwoThreadsOfARankSubmitOneAfterTheOther) {
+  on_ranks({2, "sim"}, [](World& world) {
+    const auto group = world.group(comm::all_ranks(2), "reduce");
+    // All alike: whichever comes first, the ranks agree.
+    const auto submit_many = [&] {
+      const RankScope rank(world.rank());
+      std::vector<at::Tensor> sums;
+      for (int i = 0; i < 50; ++i) {
+        const at::Tensor data = at::ones({8}, at::TensorOptions(world.device()));
+        world.queue().submit(*group, batch_of({comm::AllReduce{data}})).wait();
+        sums.push_back(comm::read_on_host(data, "sum"));
+      }
+      for (const at::Tensor& sum : sums) EXPECT_EQ(sum.sum().item<float>(), 16.0F);
+    };
+    std::thread second([&] {
+      world.attach_thread();
+      submit_many();
+    });
+    submit_many();
+    second.join();
   });
 }
 

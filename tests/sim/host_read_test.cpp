@@ -125,7 +125,7 @@ TEST_P(HostRead, NamesTheFirstCollectiveThatDoesNotEnd) {
   const at::Tensor values = at::zeros({8}, on(0));
   const auto log = std::make_shared<comm::FlightRecorder>("gather of ranks 0,1");
   const auto collective = [&](std::uint64_t number, const std::string& unit) {
-    log->record(gather(unit), number);
+    const auto entry = log->record(gather(unit), number);
     {
       const StreamScope there(stream);
       at::zeros({1}, on(0));
@@ -133,13 +133,13 @@ TEST_P(HostRead, NamesTheFirstCollectiveThatDoesNotEnd) {
     Event end;
     end.record(stream, EventSite::kWorkEnd);
     end.block(Stream::current(device(0)), EventSite::kWorkEnd);
-    world.waits->waited_for(log, number, end);
+    world.waits->waited_for([log, entry] { return log->wait_for(*entry); }, end);
   };
   collective(0, "layers.0");
   settle();
   const HeldStream held(stream.get());
   collective(1, "layers.1");
-  collective(2, "layers.2");
+  for (std::uint64_t number = 2; number < 100; ++number) collective(number, "layers.2");
   const std::string error = error_of([&] { comm::read_on_host(values, "gradient norm"); });
   EXPECT_THAT(error, HasSubstr("gradient norm: waited 0.02 s for the device, where all_gather of "
                                "layers.1 (#1, unit 0, micro-batch 0: 32 B Float) on group gather "

@@ -1,7 +1,6 @@
 // Every function of the kernels' list on a simulated device: the bits of the composites (aten/) on
 // the CPU, no host pointer into device memory, and no view that the device does not know.
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>
 
 #include <limits>
@@ -18,10 +17,6 @@ namespace tessera::sim::kernels_test {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
-
-at::Tensor drawn(std::uint64_t seed, at::IntArrayRef shape, at::ScalarType dtype = at::kFloat) {
-  return at::randn(shape, at::make_generator<at::CPUGeneratorImpl>(seed)).to(dtype);
-}
 
 void add_to(Tensors& all, const at::Tensor& one) { all.push_back(one); }
 void add_to(Tensors& all, const Tensors& more) { all.insert(all.end(), more.begin(), more.end()); }

@@ -1,10 +1,11 @@
 // Ranks that are threads, each with its device: which one it is, and what its thread does there.
+#include "sim/ranks.h"
+
 #include <ATen/ATen.h>
 #include <c10/core/AutogradState.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include <chrono>
 #include <string>
 #include <thread>
 
@@ -17,19 +18,10 @@
 namespace tessera::sim::ranks_test {
 namespace {
 
-void on_ranks(int ranks, const std::string& device, const std::function<void(World&)>& body,
-              ThreadBackend backend = ThreadBackend::kInProcess) {
-  WorldOptions options;
-  options.device = device;
-  options.timeout = std::chrono::seconds(10);
-  launch_threads(ranks, backend, body, options);
-}
-
 /// "usage: ..."; empty where nothing is refused.
-std::string refusal(int ranks, const std::string& device,
-                    ThreadBackend backend = ThreadBackend::kInProcess) {
+std::string refusal(int ranks, const std::string& device) {
   try {
-    on_ranks(ranks, device, [](World&) {}, backend);
+    on_ranks({ranks, device}, [](World&) {});
   } catch (const Error& error) {
     return concat(to_string(error.kind()), ": ", error.what());
   }
@@ -38,7 +30,7 @@ std::string refusal(int ranks, const std::string& device,
 
 TEST(RankDevices, EachRankHasTheDeviceOfItsNumber) {
   for (const int ranks : {1, 2, 4}) {
-    on_ranks(ranks, "sim", [&](World& world) {
+    on_ranks({ranks, "sim"}, [&](World& world) {
       EXPECT_EQ(world.device(), device(world.rank()));
       EXPECT_EQ(at::empty({1}, at::TensorOptions(device(0).type())).device(), world.device())
           << "it is the current one";
@@ -47,7 +39,7 @@ TEST(RankDevices, EachRankHasTheDeviceOfItsNumber) {
 }
 
 TEST(RankDevices, OneThatIsNamedIsEveryones) {
-  on_ranks(2, "sim:1", [&](World& world) {
+  on_ranks({2, "sim:1"}, [&](World& world) {
     EXPECT_EQ(world.device(), device(1));
     EXPECT_EQ(at::empty({1}, at::TensorOptions(device(0).type())).device(), device(1));
   });
@@ -69,10 +61,11 @@ TEST(RankDevices, MoreRanksThanDevicesAreRefused) {
             "usage: world: found device sim:4, expected one of sim:0 to sim:3");
 }
 
-TEST(RankDevices, ABackendThatDoesNotCarryThemIsRefused) {
-  EXPECT_EQ(refusal(2, "sim", ThreadBackend::kGloo),
-            "config: world: found backend gloo with device sim, expected device cpu, whose tensors "
-            "it carries; set device to cpu");
+TEST(RankDevices, GlooCarriesThemToo) {
+  on_ranks({.ranks = 2, .device = "sim", .backend = ThreadBackend::kGloo}, [](World& world) {
+    EXPECT_EQ(world.backend(), "gloo");
+    EXPECT_EQ(world.device(), device(world.rank()));
+  });
 }
 
 TEST(RankDevices, OneThatLibtorchDoesNotSeeIsRefused) {
@@ -82,7 +75,7 @@ TEST(RankDevices, OneThatLibtorchDoesNotSeeIsRefused) {
 }
 
 TEST(RankDevices, RanksOnTheCpuKeepAutogradAsItIs) {
-  on_ranks(2, "cpu", [](World& world) {
+  on_ranks({2, "cpu"}, [](World& world) {
     EXPECT_TRUE(world.device().is_cpu());
     EXPECT_TRUE(c10::AutogradState::get_tls_state().get_multithreading_enabled());
   });
@@ -99,7 +92,7 @@ TEST(RankDevices, AWorldOfOneHasOneToo) {
 }
 
 TEST(RankDevices, AThreadOfTheUsersJoinsItsRank) {
-  on_ranks(1, "sim:3", [](World& world) {
+  on_ranks({1, "sim:3"}, [](World& world) {
     std::thread([&] {
       EXPECT_FALSE(comm::backward_stays_here());
       world.attach_thread();
@@ -112,7 +105,7 @@ TEST(RankDevices, AThreadOfTheUsersJoinsItsRank) {
 // Naive: autograd's one thread of the device runs rank 0's backward, which waits there for rank 1's,
 // which waits for the thread.
 TEST(RankDevices, BackwardsOfRanksThatShareOneWaitForEachOther) {
-  on_ranks(2, "sim:0", [](World& world) {
+  on_ranks({2, "sim:0"}, [](World& world) {
     const auto rank_thread = std::this_thread::get_id();
     at::Tensor leaf = at::ones({4}, at::TensorOptions(world.device())).requires_grad_(true);
     const at::Tensor middle = leaf * 2;

@@ -1,7 +1,6 @@
 // What is one kernel on a GPU is one launch here, with the bits of the same call on the CPU; what
 // this folder computes itself is compared with composites in fp64.
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -20,10 +19,6 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 using Operation = std::function<Tensors(const Tensors&)>;
-
-at::Tensor drawn(std::uint64_t seed, at::IntArrayRef shape, at::ScalarType dtype = at::kFloat) {
-  return at::randn(shape, at::make_generator<at::CPUGeneratorImpl>(seed)).to(dtype);
-}
 
 template <class... Results>
 Tensors listed(const std::tuple<Results...>& results) {

@@ -2,11 +2,13 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -29,6 +31,12 @@ inline void wait_for(const c10::Stream& waiting, const c10::Stream& other) {
   c10::Event event(c10::DeviceType::PrivateUse1);
   event.record(other);
   event.block(waiting);
+}
+
+/// Normal numbers on the CPU.
+inline at::Tensor drawn(std::uint64_t seed, at::IntArrayRef shape,
+                        at::ScalarType dtype = at::kFloat) {
+  return at::randn(shape, at::make_generator<at::CPUGeneratorImpl>(seed)).to(dtype);
 }
 
 /// `program` on that stream.

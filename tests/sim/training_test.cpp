@@ -1,7 +1,6 @@
 // Training on the simulated device: the bits of the CPU, forward, backward and update, on default
 // and side streams, of one rank and of two that are threads.
 #include <ATen/ATen.h>
-#include <ATen/CPUGeneratorImpl.h>
 #include <c10/core/AutogradState.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -20,10 +19,6 @@ namespace tessera::sim::training_test {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
-
-at::Tensor drawn(std::uint64_t seed, at::IntArrayRef shape) {
-  return at::randn(shape, at::make_generator<at::CPUGeneratorImpl>(seed));
-}
 
 /// What a rank's thread does first: autograd has one thread a device, on which ranks would mix.
 struct OwnBackward {

@@ -14,10 +14,10 @@ int GroupPlace::self() const {
 
 const std::vector<BackendRow>& backends() {
   static const std::vector<BackendRow> rows{
-#define TESSERA_BACKEND(enumerator, folder, name, device, threads) \
-  {name, device, threads, folder##_usable, open_##folder},
-#define TESSERA_THREAD_BACKEND(folder, name, device, threads) \
-  {name, device, threads, [] { return true; }, nullptr},
+#define TESSERA_BACKEND(enumerator, folder, name, device, others, threads) \
+  {name, device, others, threads, folder##_usable, open_##folder},
+#define TESSERA_THREAD_BACKEND(folder, name, device, others, threads) \
+  {name, device, others, threads, [] { return true; }, nullptr},
 #include "comm/backends/backends.def"
   };
   return rows;
@@ -48,10 +48,12 @@ void BackendRow::require_carries(at::DeviceType type) const {
 
 const BackendRow& backend_named(const std::string& name, at::DeviceType device) {
   if (name == "auto") {
-    const auto carrier = std::ranges::find_if(backends(), [&](const BackendRow& row) {
-      return row.connects_processes() && row.carries(device);
-    });
-    if (carrier != backends().end()) return *carrier;
+    for (const auto carries : {&BackendRow::carries_as_they_are, &BackendRow::carries}) {
+      const auto carrier = std::ranges::find_if(backends(), [&](const BackendRow& row) {
+        return row.connects_processes() && (row.*carries)(device);
+      });
+      if (carrier != backends().end()) return *carrier;
+    }
     backends().front().require_carries(device);
   }
   const BackendRow* row = find_backend(name);

@@ -54,19 +54,21 @@ class Connections {
 
 struct BackendRow {
   std::string_view name;                 ///< WorldOptions::backend, World::backend()
-  std::optional<at::DeviceType> device;  ///< whose tensors it carries; none: any
+  std::optional<at::DeviceType> device;  ///< whose tensors it carries as they are; none: any
+  bool others;                           ///< carries all others' through the host's memory
   std::optional<ThreadBackend> threads;  ///< under which it connects threads of one process
   bool (*usable)();                      ///< built in, and there is a device
   /// Null where it connects threads only. Errors: kUsage where it is not usable; kComm.
   std::unique_ptr<Connections> (*open)(const LaunchEnvironment& launch);
 
   bool connects_processes() const { return open != nullptr; }
-  bool carries(at::DeviceType type) const { return !device || *device == type; }
+  bool carries(at::DeviceType type) const { return others || carries_as_they_are(type); }
+  bool carries_as_they_are(at::DeviceType type) const { return !device || *device == type; }
   /// Errors: kConfig naming both and what to set.
   void require_carries(at::DeviceType type) const;
 };
 
-/// Those that connect processes first; "auto" is the first of these that carries the device.
+/// Those that connect processes first; "auto" is one of these: backends.def.
 const std::vector<BackendRow>& backends();
 /// Of processes. Errors: kUsage where there is none of that name; as require_carries().
 const BackendRow& backend_named(const std::string& name, at::DeviceType device);

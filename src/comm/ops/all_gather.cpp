@@ -77,8 +77,12 @@ void AllGather::run_on_devices(const std::vector<const AllGather*>& ranks) {
   }
 }
 
-AllGather AllGather::cloned() const { return {buffer.clone(), bucket}; }
+AllGather AllGather::cloned(const MakeTwin& make) const {
+  return {make(buffer, Values::kKept), bucket};
+}
 
-void AllGather::deliver(const AllGather& to) const { to.buffer.copy_(buffer); }
+void AllGather::deliver(const AllGather& to) const {
+  to.buffer.copy_(buffer, /*non_blocking=*/true);
+}
 
 }  // namespace tessera::comm

@@ -23,7 +23,7 @@ struct AllGather {
   }
   static void run(const std::vector<const AllGather*>& ranks);
   static void run_on_devices(const std::vector<const AllGather*>& ranks);
-  AllGather cloned() const;
+  AllGather cloned(const MakeTwin& make) const;
   void deliver(const AllGather& to) const;
 };
 

@@ -168,10 +168,13 @@ void AllReduce::run_on_devices(const std::vector<const AllReduce*>& ranks) {
   for (const auto* to : ranks) to->result().view(-1).copy_(sum, /*non_blocking=*/true);
 }
 
-AllReduce AllReduce::cloned() const {
-  return {data.clone(), output.defined() ? output.clone() : output, route};
+AllReduce AllReduce::cloned(const MakeTwin& make) const {
+  return {make(data, Values::kKept), output.defined() ? make(output, Values::kOverwritten) : output,
+          route};
 }
 
-void AllReduce::deliver(const AllReduce& to) const { to.result().copy_(result()); }
+void AllReduce::deliver(const AllReduce& to) const {
+  to.result().copy_(result(), /*non_blocking=*/true);
+}
 
 }  // namespace tessera::comm

@@ -34,7 +34,7 @@ struct AllReduce {
   }
   static void run(const std::vector<const AllReduce*>& ranks);
   static void run_on_devices(const std::vector<const AllReduce*>& ranks);
-  AllReduce cloned() const;
+  AllReduce cloned(const MakeTwin& make) const;
   void deliver(const AllReduce& to) const;
 };
 

@@ -127,8 +127,10 @@ void AllToAll::run_on_devices(const std::vector<const AllToAll*>& ranks) {
   }
 }
 
-AllToAll AllToAll::cloned() const { return {input.clone(), sends, output.clone(), receives}; }
+AllToAll AllToAll::cloned(const MakeTwin& make) const {
+  return {make(input, Values::kKept), sends, make(output, Values::kOverwritten), receives};
+}
 
-void AllToAll::deliver(const AllToAll& to) const { to.output.copy_(output); }
+void AllToAll::deliver(const AllToAll& to) const { to.output.copy_(output, /*non_blocking=*/true); }
 
 }  // namespace tessera::comm

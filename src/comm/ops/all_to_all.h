@@ -25,7 +25,7 @@ struct AllToAll {
   static std::optional<CountDifference> find_difference(const std::vector<const AllToAll*>& ranks);
   static void run(const std::vector<const AllToAll*>& ranks);
   static void run_on_devices(const std::vector<const AllToAll*>& ranks);
-  AllToAll cloned() const;
+  AllToAll cloned(const MakeTwin& make) const;
   void deliver(const AllToAll& to) const;
 };
 

@@ -73,8 +73,10 @@ void Broadcast::run_on_devices(const std::vector<const Broadcast*>& ranks) {
   }
 }
 
-Broadcast Broadcast::cloned() const { return {data.clone(), source}; }
+Broadcast Broadcast::cloned(const MakeTwin& make) const {
+  return {make(data, Values::kKept), source};
+}
 
-void Broadcast::deliver(const Broadcast& to) const { to.data.copy_(data); }
+void Broadcast::deliver(const Broadcast& to) const { to.data.copy_(data, /*non_blocking=*/true); }
 
 }  // namespace tessera::comm

@@ -22,7 +22,7 @@ struct Broadcast {
       const std::vector<const Broadcast*>& of_all_ranks);
   static void run(const std::vector<const Broadcast*>& ranks);
   static void run_on_devices(const std::vector<const Broadcast*>& ranks);
-  Broadcast cloned() const;
+  Broadcast cloned(const MakeTwin& make) const;
   void deliver(const Broadcast& to) const;
 };
 

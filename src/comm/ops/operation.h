@@ -11,6 +11,7 @@
 
 #include <concepts>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -61,33 +62,40 @@ struct CountDifference {
   std::int64_t expected;
 };
 
+/// Makes a tensor that stands in for `of` while an op runs, with its sizes and dtype; and with its
+/// values, where the op does not overwrite all of them.
+enum class Values : std::uint8_t { kKept, kOverwritten };
+using MakeTwin = std::function<at::Tensor(const at::Tensor& of, Values values)>;
+
 class Steps;
 
 template <class Op>
-concept Operation = requires(const Op& op, const CheckedBatch& batch,
-                             const std::vector<const Op*>& of_all_ranks, int number) {
-  { op.first_tensor() } -> std::convertible_to<const at::Tensor&>;  ///< what goes out
-  { op.facts() } -> std::same_as<OpFacts>;
-  { op.bucket_or(std::uint32_t{}) } -> std::same_as<std::uint32_t>;  ///< its number in traces
-  /// Errors: kInternal for tensors whose sizes, dtypes or places do not fit.
-  { op.check(batch) };
-  /// By one rank (the second number) of so many, to all others together.
-  { op.sent_bytes(number, number) } -> std::same_as<std::int64_t>;
-  /// Whether it travels over other ranks (relay.h) of so many.
-  { op.is_relayed(number) } -> std::same_as<bool>;
-  /// The whole of it in a group of one rank, on any device.
-  { op.run_alone() };
-  /// How a rank (the second number) of so many sends and receives it. The op outlives them.
-  { op.steps(number, number) } -> std::same_as<std::unique_ptr<Steps>>;
-  /// The whole of it for ranks that share memory; what cannot meet was found before that.
-  { Op::find_difference(of_all_ranks) } -> std::same_as<std::optional<CountDifference>>;
-  { Op::run(of_all_ranks) };
-  /// The same by tensor operations on the current stream of each rank's device, which comes behind
-  /// all that made the tensors. In rank order: the same bits.
-  { Op::run_on_devices(of_all_ranks) };
-  /// With tensors of its own, and the results of such a copy back in place.
-  { op.cloned() } -> std::same_as<Op>;
-  { op.deliver(op) };
-};
+concept Operation =
+    requires(const Op& op, const CheckedBatch& batch, const std::vector<const Op*>& of_all_ranks,
+             const MakeTwin& make, int number) {
+      { op.first_tensor() } -> std::convertible_to<const at::Tensor&>;  ///< what goes out
+      { op.facts() } -> std::same_as<OpFacts>;
+      { op.bucket_or(std::uint32_t{}) } -> std::same_as<std::uint32_t>;  ///< its number in traces
+      /// Errors: kInternal for tensors whose sizes, dtypes or places do not fit.
+      { op.check(batch) };
+      /// By one rank (the second number) of so many, to all others together.
+      { op.sent_bytes(number, number) } -> std::same_as<std::int64_t>;
+      /// Whether it travels over other ranks (relay.h) of so many.
+      { op.is_relayed(number) } -> std::same_as<bool>;
+      /// The whole of it in a group of one rank, on any device.
+      { op.run_alone() };
+      /// How a rank (the second number) of so many sends and receives it. The op outlives them.
+      { op.steps(number, number) } -> std::same_as<std::unique_ptr<Steps>>;
+      /// The whole of it for ranks that share memory; what cannot meet was found before that.
+      { Op::find_difference(of_all_ranks) } -> std::same_as<std::optional<CountDifference>>;
+      { Op::run(of_all_ranks) };
+      /// The same by tensor operations on the current stream of each rank's device, which comes behind
+      /// all that made the tensors. In rank order: the same bits.
+      { Op::run_on_devices(of_all_ranks) };
+      /// With twins of its tensors, and the results of such a one back in place: launched on the current
+      /// stream, where they are on a device.
+      { op.cloned(make) } -> std::same_as<Op>;
+      { op.deliver(op) };
+    };
 
 }  // namespace tessera::comm

@@ -100,10 +100,13 @@ void ReduceScatter::run_on_devices(const std::vector<const ReduceScatter*>& rank
   }
 }
 
-ReduceScatter ReduceScatter::cloned() const {
-  return {input.clone(), output.clone(), into, bucket};
+ReduceScatter ReduceScatter::cloned(const MakeTwin& make) const {
+  const Values values = into == Into::kAdd ? Values::kKept : Values::kOverwritten;
+  return {make(input, Values::kKept), make(output, values), into, bucket};
 }
 
-void ReduceScatter::deliver(const ReduceScatter& to) const { to.output.copy_(output); }
+void ReduceScatter::deliver(const ReduceScatter& to) const {
+  to.output.copy_(output, /*non_blocking=*/true);
+}
 
 }  // namespace tessera::comm

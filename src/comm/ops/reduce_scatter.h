@@ -27,7 +27,7 @@ struct ReduceScatter {
   }
   static void run(const std::vector<const ReduceScatter*>& ranks);
   static void run_on_devices(const std::vector<const ReduceScatter*>& ranks);
-  ReduceScatter cloned() const;
+  ReduceScatter cloned(const MakeTwin& make) const;
   void deliver(const ReduceScatter& to) const;
 };
 

@@ -77,7 +77,9 @@ void RelayedGather::run_on_devices(const std::vector<const RelayedGather*>& /*ra
   refuse_devices();
 }
 
-RelayedGather RelayedGather::cloned() const { return {bytes.clone(), lengths}; }
+RelayedGather RelayedGather::cloned(const MakeTwin& make) const {
+  return {make(bytes, Values::kKept), lengths};
+}
 
 void RelayedGather::deliver(const RelayedGather& to) const { to.bytes.copy_(bytes); }
 
@@ -168,7 +170,7 @@ void Combine::run(const std::vector<const Combine*>& ranks) {
 
 void Combine::run_on_devices(const std::vector<const Combine*>& /*ranks*/) { refuse_devices(); }
 
-Combine Combine::cloned() const { return {values.clone(), way}; }
+Combine Combine::cloned(const MakeTwin& make) const { return {make(values, Values::kKept), way}; }
 
 void Combine::deliver(const Combine& to) const { to.values.copy_(values); }
 

@@ -25,7 +25,7 @@ struct RelayedGather {
   }
   static void run(const std::vector<const RelayedGather*>& ranks);
   static void run_on_devices(const std::vector<const RelayedGather*>& ranks);
-  RelayedGather cloned() const;
+  RelayedGather cloned(const MakeTwin& make) const;
   void deliver(const RelayedGather& to) const;
 };
 
@@ -50,7 +50,7 @@ struct Combine {
   }
   static void run(const std::vector<const Combine*>& ranks);
   static void run_on_devices(const std::vector<const Combine*>& ranks);
-  Combine cloned() const;
+  Combine cloned(const MakeTwin& make) const;
   void deliver(const Combine& to) const;
 };
 

@@ -317,7 +317,8 @@ PipelineMemory pipeline_memory(const Config& config, const models::ModelSpec& sp
       one.activations = {.none = bytes(none, RecomputeMode::kNone),
                          .full = bytes(full, RecomputeMode::kFull),
                          .selective = bytes(selective, RecomputeMode::kSelective)};
-      // Beside those that are open a receive of each direction, posted a slot ahead.
+      // Beside those that are open a receive of each direction, posted a slot ahead. (Of
+      // messages up to 16 KiB more are posted: 128 KiB at most, not counted.)
       one.messages = (none.ranks[rank].most_open_sends + 2) * kept.front().stream;
     }
     memory.ranks.push_back(one);

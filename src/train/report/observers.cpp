@@ -10,18 +10,11 @@
 #include "base/trace.h"
 #include "comm/group.h"
 #include "io/atomic_file.h"
+#include "launch/hosts.h"
 #include "tessera/error.h"
 
 namespace tessera::train {
 namespace {
-
-/// The same text for all processes of one running kernel: they share the steady clock.
-std::string clock_name() {
-  std::ifstream file("/proc/sys/kernel/random/boot_id");
-  std::string name;
-  std::getline(file, name);
-  return name;
-}
 
 std::int64_t nanoseconds(TraceClock::time_point time) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
@@ -32,7 +25,7 @@ std::int64_t nanoseconds(TraceClock::time_point time) {
 TraceClock::time_point agreed_moment(World& world) {
   comm::barrier(world.control(), "clocks of a trace");
   const auto mine = TraceClock::now();
-  const std::string name = clock_name();
+  const std::string name = comm::running_kernel();  // they share the steady clock
   const auto all = comm::all_gather_bytes(world.control(), concat(nanoseconds(mine), " ", name),
                                           "clocks of a trace");
   const std::string& first = all.front();

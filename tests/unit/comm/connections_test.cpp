@@ -2,9 +2,12 @@
 // they are first needed are made a few at a time. [Note: connections]
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sched.h>
 
 #include <atomic>
+#include <filesystem>
 #include <future>
+#include <map>
 #include <numeric>
 #include <thread>
 
@@ -191,6 +194,26 @@ TEST(Opening, OverGlooEndsWithTheWorldThoughThePeerHasLeftItsAddress) {
     }
   }
   EXPECT_GE(waited, 1);
+}
+
+/// Of this process, by policy of their scheduling.
+std::map<int, int> threads_by_policy() {
+  std::map<int, int> count;
+  for (const auto& thread : std::filesystem::directory_iterator("/proc/self/task")) {
+    ++count[::sched_getscheduler(std::stoi(thread.path().filename().string()))];
+  }
+  return count;
+}
+
+// [Note: Gloo's thread] Naive: it takes the core from a rank's thread that writes, and asks for this
+// thread's lock until the scheduler's next tick.
+TEST(Opening, OverGlooHasAThreadThatTakesNoCoreFromOthers) {
+  auto before = threads_by_policy();
+  const GlooDevice device(LaunchEnvironment{});
+  auto now = threads_by_policy();
+  EXPECT_EQ(now[SCHED_BATCH], before[SCHED_BATCH] + 1);
+  EXPECT_EQ(now[SCHED_OTHER], before[SCHED_OTHER]);
+  EXPECT_EQ(::sched_getscheduler(0), SCHED_OTHER) << "the thread that made it";
 }
 
 TEST(Store, AWaitForManyKeysSaysWhichIsAbsent) {

@@ -62,7 +62,9 @@ struct Shift {
     }
   }
   static void run_on_devices(const std::vector<const Shift*>& ranks) { run(ranks); }
-  Shift cloned() const { return {out.clone(), in.clone()}; }
+  Shift cloned(const MakeTwin& make) const {
+    return {make(out, Values::kKept), make(in, Values::kOverwritten)};
+  }
   void deliver(const Shift& to) const { to.in.copy_(in); }
 };
 
@@ -81,10 +83,11 @@ TEST(Backends, AreRowsByTheirNames) {
   }
 }
 
-TEST(Backends, AutoIsTheFirstThatCarriesTheDevice) {
+TEST(Backends, AutoIsTheFirstThatCarriesTheDeviceByItselfElseThroughTheHost) {
   EXPECT_EQ(backend_named("auto", at::kCPU).name, "gloo");
   EXPECT_EQ(backend_named("auto", at::kCUDA).name, "nccl");
-  EXPECT_THROW(backend_named("auto", at::kXPU), Error);
+  EXPECT_EQ(backend_named("auto", at::kXPU).name, "gloo");
+  EXPECT_EQ(backend_named("gloo", at::kCUDA).name, "gloo") << "who asks for it gets it";
 }
 
 /// What a World says of its options, before it asks anybody.

@@ -6,6 +6,7 @@
 #include <atomic>
 
 #include "base/test_hooks.h"
+#include "comm/batch.h"
 #include "comm/queue.h"
 #include "launch/wait_board.h"
 #include "rank_pools.h"
@@ -20,6 +21,20 @@ using testing::HasSubstr;
 
 Batch gather(std::int64_t numel, const std::string& unit, std::uint32_t id) {
   return batch_of(AllGather{at::zeros({numel})}, unit, id);
+}
+
+// Naive: what waits knows a number, and the log keeps the last 64 entries.
+TEST(FlightRecorder, AnEntryThatIsHeldKeepsItsNameHoweverManyCome) {
+  FlightRecorder log("gather of ranks 0,1");
+  const auto first = log.record(gather(8, "layers.0", 3), 0);
+  for (std::uint64_t i = 1; i <= 200; ++i) log.record(gather(8, "later", 4), i);
+  const PeerWait wait = log.wait_for(*first, 1);
+  EXPECT_EQ(wait.text,
+            "all_gather of layers.0 (#0, unit 3, micro-batch 0: 32 B Float) on group gather of "
+            "ranks 0,1");
+  EXPECT_EQ(wait.sequence, 0);
+  EXPECT_EQ(wait.group, log.group_hash());
+  EXPECT_EQ(wait.peer, 1);
 }
 
 TEST(InProcess, SwappedCollectivesAreNamedOnEveryRank) {

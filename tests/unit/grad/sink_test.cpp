@@ -4,6 +4,9 @@
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 
+#include <optional>
+#include <vector>
+
 #include "tessera/error.h"
 
 namespace tessera::grad::sink_test {
@@ -82,6 +85,47 @@ TEST_F(Sink, StridedAndExpandedGradientsLandInTheirPlaces) {
   EXPECT_TRUE(at::equal(owner.slot, at::tensor({0.0F, 2.0F, 1.0F, 3.0F})));
   sink.accept(id, at::ones({1, 1}).expand({2, 2}), Source::kEager);
   EXPECT_TRUE(at::equal(owner.slot, at::tensor({1.0F, 3.0F, 2.0F, 4.0F})));
+}
+
+// What accept() makes of the whole gradient, bit for bit, rounding on arrival included.
+TEST_F(Sink, RowsAreAddedAsTheWholeGradientWouldBe) {
+  at::manual_seed(3);
+  contract.shape = {5, 3};
+  const std::vector<at::Tensor> rows{at::tensor({4, 0}), at::tensor({3, 4, 1}),
+                                     at::empty({0}, at::kLong), at::tensor({0, 1, 2, 3, 4})};
+  for (const auto& grad : {std::optional<DType>(), std::optional(DType::kBFloat16)}) {
+    for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
+      for (const at::ScalarType accumulate : {at::kFloat, at::kDouble, at::kBFloat16}) {
+        contract.grad = grad;
+        Owner whole(15, accumulate), in_rows(15, accumulate);
+        const auto whole_id = sink.add(&contract, &whole, 0);
+        const auto rows_id = sink.add(&contract, &in_rows, 0);
+        for (const at::Tensor& some : rows) {
+          const at::Tensor raw = at::randn({some.numel(), 3}).to(dtype);
+          sink.accept(whole_id, at::zeros({5, 3}, dtype).index_copy(0, some.to(at::kLong), raw),
+                      Source::kEager);
+          sink.accept_rows(rows_id, some.to(at::kLong), raw, Source::kEager);
+          EXPECT_TRUE(at::equal(whole.slot, in_rows.slot)) << dtype << " in " << accumulate;
+        }
+        EXPECT_EQ(in_rows.opened.size(), rows.size());
+      }
+    }
+  }
+}
+
+TEST_F(Sink, RowsThatBreakTheContractAreRefusedByName) {
+  const auto id = slot();
+  const auto refused = [&](const at::Tensor& rows, const at::Tensor& raw) {
+    return error_of([&] { sink.accept_rows(id, rows, raw, Source::kEager); });
+  };
+  const at::Tensor one = at::ones({1}, at::kLong);
+  EXPECT_THAT(refused(one, at::zeros({2, 2})),
+              AllOf(HasSubstr("model.norm.weight"), HasSubstr("[2, 2]"), HasSubstr("[1, 2]")));
+  EXPECT_THAT(refused(one, at::zeros({1, 3})), HasSubstr("[1, 3]"));
+  EXPECT_THAT(refused(one, at::zeros({1, 2}, at::kLong)), HasSubstr("real floating"));
+  contract.trainable = false;
+  EXPECT_THAT(refused(one, at::zeros({1, 2})), HasSubstr("frozen"));
+  EXPECT_TRUE(owner.opened.empty());
 }
 
 TEST_F(Sink, AnUndefinedGradientIsNothing) {

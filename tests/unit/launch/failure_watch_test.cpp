@@ -155,19 +155,21 @@ TEST_F(Watched, DifferentEntriesOfAPeerAreNamed) {
   const auto mine = std::make_shared<FlightRecorder>("g");
   board_->add(mine);
   board_->watch({0, 1});
-  mine->record(batch_of(AllGather{at::zeros({4})}, "mine", 1), 0);
+  const auto entry = mine->record(batch_of(AllGather{at::zeros({4})}, "mine", 1), 0);
   FlightRecorder theirs("g");
-  theirs.record(batch_of(AllGather{at::zeros({4})}, "theirs", 1), 0);
-  const Pulse pulse{1, 0, 1, theirs.wait_for(0, 0), -1, {theirs.issued()}};
+  const auto other = theirs.record(batch_of(AllGather{at::zeros({4})}, "theirs", 1), 0);
+  const Pulse pulse{1, 0, 1, theirs.wait_for(*other, 0), -1, {theirs.issued()}};
   store_->set(store_key::pulse(1), encode(pulse));
   store_->set(store_key::issued(0, 1), theirs.lines());
   start(milliseconds(4), std::chrono::hours(1));
   struct : Blocked {
     void abort() override {}
-    std::optional<PeerWait> waits_for() const override { return log->wait_for(0, 1); }
+    std::optional<PeerWait> waits_for() const override { return log->wait_for(*entry, 1); }
     const FlightRecorder* log = nullptr;
+    std::shared_ptr<const Entry> entry;
   } wait;
   wait.log = mine.get();
+  wait.entry = entry;
   const OnBoard waiting(*board_, wait);
   EXPECT_EQ(
       first_action(),

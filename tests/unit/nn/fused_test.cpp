@@ -2,6 +2,7 @@
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
 
+#include "grad/leaf.h"
 #include "nn/attention.h"
 #include "nn/embedding.h"
 #include "nn/mlp.h"
@@ -217,6 +218,56 @@ TEST_F(Fused, EmbeddingSumsRepeatedTokensBeforeRounding) {
   const at::Tensor grad = at::tensor({256.0, 1.0, -256.0}).to(at::kBFloat16);
   out.backward(grad.unsqueeze(1).expand({3, 3}));
   EXPECT_EQ(weight.grad()[2].sum().item<double>(), 3.0);
+}
+
+/// A slot that holds -1 everywhere, and how often it was asked for.
+class OneSlot : public grad::SlotOwner {
+ public:
+  explicit OneSlot(std::int64_t numel) : slot(at::full({numel}, -1.0F)) {}
+  View open_slot(std::size_t) override {
+    ++opened;
+    return {slot, /*first=*/false};
+  }
+  void tickets_changed(int) override {}
+
+  at::Tensor slot;
+  int opened = 0;
+};
+
+// The slot gets the bits that the whole gradient would have added, but for zeros: these are not
+// formed, or they would make 0 of the -0 that stands in the slot.
+TEST_F(Fused, EmbeddingOfAShardedParameterHandsItsSlotTheRowsOfTheTokens) {
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    for (const std::optional<std::int64_t> padding : {std::optional<std::int64_t>(), {3}, {96}}) {
+      const at::Tensor ids = at::randint(0, 9, {3, 7}, at::kLong);
+      const at::Tensor grad = draw({3, 7, 20}, dtype).detach();
+      const at::Tensor values = draw({97, 20}, dtype).detach();
+      const at::Tensor whole = values.clone().requires_grad_();
+      nn::embedding(ids, whole, padding).backward(grad);
+
+      GradContract contract;
+      contract.name = "embed_tokens.weight";
+      contract.shape = {97, 20};
+      contract.accumulate = DType::kFloat32;
+      OneSlot owner(97 * 20);
+      grad::GradSink sink;
+      const auto leaf = std::make_shared<grad::Leaf>();
+      leaf->tensor = values.clone();
+      leaf->contract = &contract;
+      leaf->sink = &sink;
+      leaf->slot = sink.add(&contract, &owner, 0);
+      grad::install(leaf, /*trainable=*/true);
+      const at::Tensor slot = owner.slot.view({97, 20});
+      slot[50].fill_(-0.0);
+      nn::embedding(ids, leaf->tensor, padding).backward(grad);
+
+      EXPECT_EQ(owner.opened, 1) << dtype;
+      EXPECT_TRUE(slot[50].signbit().all().item<bool>()) << dtype;
+      at::Tensor expected = at::full({97, 20}, -1.0F);
+      expected[50].zero_();
+      EXPECT_TRUE(at::equal(slot, expected.add_(whole.grad()))) << dtype;
+    }
+  }
 }
 
 TEST_F(Fused, ThreadsDoNotChangeResults) {

@@ -81,11 +81,11 @@ void Channel::give_back(at::Tensor buffer) {
   free_buffers_.give_back({std::move(buffer)});
 }
 
-Exchange::Exchange(std::shared_ptr<Channel> channel, Batch batch, std::uint64_t sequence,
+Exchange::Exchange(std::shared_ptr<Channel> channel, Batch batch, std::shared_ptr<const Entry> of,
                    std::uint64_t fingerprint)
     : channel_(std::move(channel)),
       batch_(std::move(batch)),
-      sequence_(sequence),
+      of_(std::move(of)),
       fingerprint_(fingerprint) {
   for (std::size_t i = 0; i < batch_.ops.size(); ++i) {
     under_way_.emplace_back(
@@ -118,7 +118,7 @@ int Exchange::world_rank(int peer) const {
 
 std::string Exchange::text() const {
   Entry entry;
-  describe(batch_, sequence_, entry);
+  describe(batch_, of_->sequence, entry);
   return concat(to_string(entry), " on group ", channel_->options.name);
 }
 
@@ -134,7 +134,7 @@ int Exchange::UnderWay::self() const { return exchange_.channel_->options.self; 
 
 int Exchange::UnderWay::tag_of(int phase) const {
   const std::size_t place = index_ + exchange_.batch_.ops.size() * static_cast<std::size_t>(phase);
-  return transfer_tag(exchange_.fingerprint_, exchange_.sequence_, place);
+  return transfer_tag(exchange_.fingerprint_, exchange_.of_->sequence, place);
 }
 
 void Exchange::UnderWay::receive(int peer, void* to, std::int64_t bytes, int phase) {
@@ -197,7 +197,7 @@ void Exchange::abort() {
 
 std::optional<PeerWait> Exchange::waits_for() const {
   const int peer = waits_for_;
-  return channel_->log->wait_for(sequence_, peer < 0 ? -1 : world_rank(peer));
+  return channel_->log->wait_for(*of_, peer < 0 ? -1 : world_rank(peer));
 }
 
 void Exchange::wait() {
@@ -288,7 +288,7 @@ void Exchange::fail(const Transfer& transfer, const std::string& what) {
   // this one its time is up later: by then it says so, or the watch has seen it wait.
   hear_others(*options.abort_flag, *options.board, peer);
   if (timed_out) {
-    const auto cause = options.board->cause_of(channel_->log->group_hash(), sequence_);
+    const auto cause = options.board->cause_of(channel_->log->group_hash(), of_->sequence);
     throw LostRank(
         waited_in_vain(text(), patience_, {cause.value_or(peer)}, options.abort_flag->patience));
   }

@@ -67,7 +67,8 @@ std::string gloo_reason(const std::string& error);
 
 class Exchange final : public Work, private Blocked {
  public:
-  Exchange(std::shared_ptr<Channel> channel, Batch batch, std::uint64_t sequence,
+  /// `of` is the entry of the log for which this goes out; `fingerprint` is in the tags.
+  Exchange(std::shared_ptr<Channel> channel, Batch batch, std::shared_ptr<const Entry> of,
            std::uint64_t fingerprint);
   ~Exchange() override;
 
@@ -131,7 +132,7 @@ class Exchange final : public Work, private Blocked {
 
   std::shared_ptr<Channel> channel_;
   Batch batch_;
-  std::uint64_t sequence_;
+  const std::shared_ptr<const Entry> of_;
   std::uint64_t fingerprint_;
   std::deque<UnderWay> under_way_;
   std::int64_t posted_bytes_ = 0;

@@ -58,7 +58,8 @@ std::function<PairOpening(int epoch, int peer)> pair_opener(
     std::chrono::milliseconds timeout, std::shared_ptr<const AbortFlag> abort_flag, int self,
     std::function<std::string(int epoch)> key_of);
 
-/// A socket to listen on and the thread that moves bytes; shared by the groups of one World.
+/// A socket to listen on and the thread that moves bytes, which takes no core from a thread that
+/// runs (SCHED_BATCH); shared by the groups of one World.
 class GlooDevice {
  public:
   /// GLOO_SOCKET_IFNAME's first interface if it is set, loopback where that reaches all ranks, else

@@ -419,7 +419,7 @@ class NothingToCarry final : public Transfer {
 }  // namespace
 
 GlooMail::GlooMail(std::shared_ptr<Channel> channel, std::function<void()> open)
-    : Mail(channel->options.members, channel->options.self),
+    : Mail({channel->options.members, channel->options.self}),
       channel_(std::move(channel)),
       open_(std::move(open)),
       desk_(std::make_shared<MailDesk>(channel_)) {}

@@ -32,8 +32,10 @@ class GlooMail final : public Mail {
   /// that are not through throw from now on. Nothing may be waited for.
   void reset();
 
- private:
+  /// Also for who carries a letter through it (staged.h).
   std::unique_ptr<Transfer> post(Letter letter) override;
+
+ private:
   std::shared_ptr<MailLog> log_with(int peer);
 
   const std::shared_ptr<Channel> channel_;

@@ -38,9 +38,8 @@ class Opening final : public Blocked {
     const int peer = *peer_;
     if (peer < 0) return std::nullopt;
     const ChannelOptions& group = channel_.options;
-    PeerWait wait = channel_.log->wait_for(0, group.members[static_cast<std::size_t>(peer)]);
-    wait.text = concat("the opening of group ", group.name);
-    return wait;
+    return PeerWait{channel_.log->group_hash(), 0, group.members[static_cast<std::size_t>(peer)],
+                    concat("the opening of group ", group.name)};
   }
   /// May outlive the opening, in a thread that is left to itself.
   std::function<void(int peer)> listener() const {
@@ -80,13 +79,12 @@ Attempt attempt(int peer, const Channel& channel, int epoch) {
 
 class Connecting final : public Blocked {
  public:
-  Connecting(const Channel& channel, std::uint64_t sequence)
-      : channel_(channel), sequence_(sequence) {}
+  Connecting(const Channel& channel, const Entry& entry) : channel_(channel), entry_(entry) {}
 
   void abort() override {}  // finish() looks at the abort flag
   std::optional<PeerWait> waits_for() const override {
     const int peer = peer_;
-    return channel_.log->wait_for(sequence_, peer < 0 ? -1 : world_rank(peer));
+    return channel_.log->wait_for(entry_, peer < 0 ? -1 : world_rank(peer));
   }
 
   Backend finish(Attempt& one, std::chrono::steady_clock::time_point deadline) {
@@ -102,7 +100,7 @@ class Connecting final : public Blocked {
     } catch (const std::exception& error) {
       if (!in_time()) return {};
       hear_others(abort_flag, *channel_.options.board, world_rank(one.peer));
-      throw LostRank(concat(channel_.log->wait_for(sequence_, -1).text, ": cannot connect to rank ",
+      throw LostRank(concat(channel_.log->wait_for(entry_).text, ": cannot connect to rank ",
                             world_rank(one.peer), ": ", one_line(error.what())));
     }
   }
@@ -113,15 +111,14 @@ class Connecting final : public Blocked {
   }
 
   const Channel& channel_;
-  const std::uint64_t sequence_;
+  const Entry& entry_;
   std::atomic<int> peer_{-1};
 };
 
-/// Gives the channel lines to those of `peers` (indices) to which it has none, for the entry
-/// `sequence` of its log, within the channel's patience. Errors: LostRank naming the rank that did
+/// Gives the channel lines to those of `peers` (indices) to which it has none, for an entry of its
+/// log, within the channel's patience. Errors: LostRank naming the rank that did
 /// not come in time.
-void connect_to(const std::vector<int>& peers, Channel& channel, int epoch,
-                std::uint64_t sequence) {
+void connect_to(const std::vector<int>& peers, Channel& channel, int epoch, const Entry& entry) {
   std::vector<Attempt> attempts;
   for (const int peer : peers) {
     if (!channel.lines[static_cast<std::size_t>(peer)].backend) {
@@ -129,7 +126,7 @@ void connect_to(const std::vector<int>& peers, Channel& channel, int epoch,
     }
   }
   if (attempts.empty()) return;
-  Connecting wait(channel, sequence);
+  Connecting wait(channel, entry);
   const OnBoard on_board(*channel.options.board, wait);
   const AbortFlag& abort_flag = *channel.options.abort_flag;
   const auto patience = abort_flag.patience.of(channel.options.timeout);
@@ -141,8 +138,8 @@ void connect_to(const std::vector<int>& peers, Channel& channel, int epoch,
       continue;
     }
     abort_flag.check();
-    const auto cause = channel.options.board->cause_of(channel.log->group_hash(), sequence);
-    throw LostRank(waited_in_vain(channel.log->wait_for(sequence, -1).text, patience,
+    const auto cause = channel.options.board->cause_of(channel.log->group_hash(), entry.sequence);
+    throw LostRank(waited_in_vain(channel.log->wait_for(entry).text, patience,
                                   {cause.value_or(channel.options.members[index])},
                                   abort_flag.patience));
   }
@@ -166,16 +163,17 @@ std::unique_ptr<Work> PointToPointGroup::start(Batch batch) {
   check_batch(batch, size());
   require_no_mail(mail_.get(), name());
   if (!open_) open();
-  const std::uint64_t sequence = next_sequence_++;
-  const std::uint64_t fingerprint = channel_->log->record(batch, sequence);
-  connect(batch, sequence);
-  if (channel_->options.compare_entries) compare(batch, sequence);
-  auto work = std::make_unique<Exchange>(channel_, std::move(batch), sequence, fingerprint);
+  const auto entry = channel_->log->record(batch, next_sequence_++);
+  connect(batch, *entry);
+  if (channel_->options.compare_entries) compare(batch, entry);
+  auto work = std::make_unique<Exchange>(channel_, std::move(batch), entry, entry->fingerprint);
   work->start();
   return work;
 }
 
-Mail& PointToPointGroup::mail() {
+Mail& PointToPointGroup::mail() { return gloo_mail(); }
+
+GlooMail& PointToPointGroup::gloo_mail() {
   TESSERA_INVARIANT(!channel_->options.open_pair, "group ", name(),
                     ": found connections that are made for collectives, expected all of them");
   if (!mail_) {
@@ -206,34 +204,32 @@ void PointToPointGroup::reset(int epoch) {
   next_sequence_ = 0;
 }
 
-void PointToPointGroup::connect(const Batch& batch, std::uint64_t sequence) {
+void PointToPointGroup::connect(const Batch& batch, const Entry& entry) {
   if (!channel_->options.open_pair) return;
   const bool relayed = !channel_->options.compare_entries &&
                        std::all_of(batch.ops.begin(), batch.ops.end(),
                                    [&](const Op& op) { return is_relayed(op, size()); });
   if (relayed) {
-    connect_to(relay::partners(rank(), size()), *channel_, epoch_, sequence);
+    connect_to(relay::partners(rank(), size()), *channel_, epoch_, entry);
     return;
   }
   for (const auto& wave : relay::waves(rank(), size(), kMostAtOnce)) {
     // Each with a time of its own: a thousand ranks take longer than a rank that does not come may.
-    connect_to(wave, *channel_, epoch_, sequence);
+    connect_to(wave, *channel_, epoch_, entry);
   }
 }
 
-void PointToPointGroup::compare(const Batch& batch, std::uint64_t sequence) {
-  Entry entry;
-  describe(batch, sequence, entry);
+void PointToPointGroup::compare(const Batch& batch, const std::shared_ptr<const Entry>& entry) {
   auto buffer = at::zeros({size() * kRecordBytes}, at::TensorOptions().dtype(at::kByte));
   auto* records = static_cast<Record*>(buffer.mutable_data_ptr());
   Record& mine = records[rank()];
-  mine.fingerprint = entry.fingerprint;
-  to_string(entry).copy(mine.text, sizeof(mine.text) - 1);
+  mine.fingerprint = entry->fingerprint;
+  to_string(*entry).copy(mine.text, sizeof(mine.text) - 1);
 
   Batch exchange;
   exchange.label = batch.label;
   exchange.ops.emplace_back(AllGather{buffer});
-  Exchange work(channel_, std::move(exchange), sequence, kRecordFingerprint);
+  Exchange work(channel_, std::move(exchange), entry, kRecordFingerprint);
   work.start();
   work.wait();
   const auto& members = channel_->options.members;

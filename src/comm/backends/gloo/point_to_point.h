@@ -46,6 +46,7 @@ struct ChannelOptions {
 ChannelOptions channel_options(const GroupPlace& place);
 
 class Channel;
+struct Entry;
 class GlooMail;
 
 class PointToPointGroup : public Group {
@@ -58,6 +59,7 @@ class PointToPointGroup : public Group {
   int size() const override;
   const std::string& name() const override;
   Mail& mail() override;
+  GlooMail& gloo_mail();  ///< the same
 
   /// After a failure: closes the connections; the next issue() opens new ones. Nothing may be under
   /// way.
@@ -67,8 +69,8 @@ class PointToPointGroup : public Group {
   std::unique_ptr<Work> start(Batch batch) override;
   void open();
   /// To all that the batch sends to.
-  void connect(const Batch& batch, std::uint64_t sequence);
-  void compare(const Batch& batch, std::uint64_t sequence);
+  void connect(const Batch& batch, const Entry& entry);
+  void compare(const Batch& batch, const std::shared_ptr<const Entry>& entry);
 
   std::shared_ptr<Channel> channel_;
   std::unique_ptr<GlooMail> mail_;

@@ -1,9 +1,7 @@
 #include "comm/backends/in_process/in_process.h"
 
 #include <c10/core/GradMode.h>
-#include <c10/core/StreamGuard.h>
 
-#include <algorithm>
 #include <optional>
 
 #include "base/mutex.h"
@@ -28,6 +26,15 @@ struct Rendezvous::Collective {
   // Of tensors on devices, a member each:
   std::vector<Stream> streams;
   std::vector<Event> ends;  // of the collective on that stream
+  /// Of who has let go of it before all had come.
+  std::vector<Stream> left_by;
+
+  /// The stream comes behind the collective of a member that lets go of it. Others may hold it for
+  /// longer: not that member's memory with it, which is free behind this point of the stream.
+  void come_behind(std::size_t member, const Stream& stream) {
+    ends[member].block(stream, EventSite::kWorkEnd);
+    batches[member].ops.clear();
+  }
 };
 
 /// What the members of one group share.
@@ -69,23 +76,12 @@ void meet(const std::vector<Stream>& streams) {
   }
 }
 
-/// One of the streams for each of their devices.
-std::vector<c10::Stream> one_a_device(const std::vector<Stream>& streams) {
-  std::vector<c10::Stream> chosen;
-  for (const Stream& stream : streams) {
-    const bool has_one = std::ranges::any_of(
-        chosen, [&](const c10::Stream& one) { return one.device() == stream.device(); });
-    if (!has_one) chosen.push_back(stream.get());
-  }
-  return chosen;
-}
-
 /// Launches all of it, by one thread for all members.
 void run_on_devices(Rendezvous::Collective& collective) {
   const auto& batches = collective.staged.empty() ? collective.batches : collective.staged;
   meet(collective.streams);
   {
-    const c10::MultiStreamGuard here(one_a_device(collective.streams));
+    const StreamsScope here(collective.streams);
     const c10::AutoGradMode no_grad(false);
     for (std::size_t op = 0; op < batches.front().ops.size(); ++op) {
       with_all(batches, op,
@@ -134,24 +130,12 @@ std::string disagreement(const Rendezvous::SharedGroup& shared,
   return count_disagreement(shared, collective);
 }
 
-Batch cloned(const Batch& batch) {
-  Batch copy = batch;
-  for (Op& op : copy.ops) op = std::visit([](const auto& one) -> Op { return one.cloned(); }, op);
-  return copy;
-}
-
 /// A copy of each member's batch, on its stream.
 void stage(Rendezvous::Collective& collective) {
   for (std::size_t i = 0; i < collective.batches.size(); ++i) {
     const StreamScope there(collective.streams.empty() ? Stream() : collective.streams[i]);
-    collective.staged.push_back(cloned(collective.batches[i]));
-  }
-}
-
-void deliver(const Batch& staged, const Batch& batch) {
-  for (std::size_t i = 0; i < batch.ops.size(); ++i) {
-    std::visit([&]<class One>(const One& to) { std::get<One>(staged.ops[i]).deliver(to); },
-               batch.ops[i]);
+    collective.staged.push_back(cloned(
+        collective.batches[i], [](const at::Tensor& of, Values /*values*/) { return of.clone(); }));
   }
 }
 
@@ -159,10 +143,10 @@ void deliver(const Batch& staged, const Batch& batch) {
 
 class InProcessWork : public Work {
  public:
-  /// Of tensors on a device: `log` has it, and `waits` is told that this rank waits for it.
+  /// Of tensors on a device: `waits` is told that this rank waits for the log's entry.
   struct OnDevice {
     std::shared_ptr<const FlightRecorder> log;
-    std::uint64_t sequence = 0;  ///< in the log
+    std::shared_ptr<const Entry> entry;
     std::shared_ptr<HostWaits> waits;
   };
 
@@ -180,7 +164,12 @@ class InProcessWork : public Work {
     if (done_ || !on_device_) return;
     try {
       const base::Lock lock(shared_->mutex);
-      if (collective_->done && collective_->failure.empty()) block();
+      const Stream here = Stream::current(collective_->streams[self_].device());
+      if (collective_->done) {
+        collective_->come_behind(self_, here);
+      } else {
+        collective_->left_by[self_] = here;
+      }
     } catch (...) {
       // An error is under way already: it was not waited for.
     }
@@ -208,12 +197,6 @@ class InProcessWork : public Work {
   }
 
  private:
-  /// The current stream comes behind the collective.
-  void block() const {
-    const Stream& stream = collective_->streams[self_];
-    collective_->ends[self_].block(Stream::current(stream.device()), EventSite::kWorkEnd);
-  }
-
   void deliver_on_device() {
     const Stream& stream = collective_->streams[self_];
     if (!collective_->staged.empty()) {
@@ -223,13 +206,11 @@ class InProcessWork : public Work {
       collective_->ends[self_].record(stream, EventSite::kWorkEnd);
     }
     if (on_device_->waits) {
-      on_device_->waits->waited_for(on_device_->log, on_device_->sequence,
-                                    collective_->ends[self_]);
+      on_device_->waits->waited_for(
+          [log = on_device_->log, entry = on_device_->entry] { return log->wait_for(*entry); },
+          collective_->ends[self_]);
     }
-    block();
-    // Others may hold the collective for longer: not this rank's memory with it, which is free
-    // behind this point of this rank's stream.
-    collective_->batches[self_].ops.clear();
+    collective_->come_behind(self_, Stream::current(stream.device()));
   }
 
   std::string missing(std::chrono::milliseconds patience) const {
@@ -269,8 +250,8 @@ class InProcessGroup : public Group {
 
   Mail& mail() override {
     if (!mail_) {
-      mail_ = open_mailbox(shared_->mailbox, shared_->members, self_, rendezvous_.timeout_,
-                           abort_flag_);
+      mail_ = open_mailbox(shared_->mailbox, {shared_->members, self_, device_, host_waits()},
+                           rendezvous_.timeout_, abort_flag_);
     }
     return *mail_;
   }
@@ -285,8 +266,7 @@ class InProcessGroup : public Group {
     }
     std::optional<InProcessWork::OnDevice> on_device;
     if (log_) {
-      log_->record(batch, logged_);
-      on_device = InProcessWork::OnDevice{log_, logged_++, host_waits()};
+      on_device = InProcessWork::OnDevice{log_, log_->record(batch, logged_++), host_waits()};
     }
     const Joined joined = join(std::move(batch));
     if (joined.last) {
@@ -318,6 +298,7 @@ class InProcessGroup : public Group {
       if (stream()) {
         collective->streams.resize(shared_->members.size());
         collective->ends.resize(shared_->members.size());
+        collective->left_by.resize(shared_->members.size());
       }
     }
     const auto self = static_cast<std::size_t>(self_);
@@ -343,6 +324,9 @@ class InProcessGroup : public Group {
     const base::Lock lock(shared_->mutex);
     collective.failure = std::move(failure);
     collective.done = true;
+    for (std::size_t i = 0; i < collective.left_by.size(); ++i) {
+      if (collective.left_by[i]) collective.come_behind(i, collective.left_by[i]);
+    }
     shared_->changed.notify_all();
   }
 

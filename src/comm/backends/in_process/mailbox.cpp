@@ -1,6 +1,9 @@
 #include "comm/backends/in_process/mailbox.h"
 
+#include <c10/core/GradMode.h>
+
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <optional>
 #include <utility>
@@ -16,14 +19,50 @@ struct Mailbox::Message {
 
   const Key key;
   const std::uint64_t generation;
-  std::optional<Letter> sent;
-  std::optional<Letter> received;
+  /// As it was posted, and on a device what it comes to.
+  struct End {
+    Letter letter;
+    Event through = {};   // behind which it is
+    Stream left_by = {};  // of who has let go of it before that
+  };
+  std::optional<End> sent;
+  std::optional<End> received;
   bool buffered = false;
   bool matched = false;
   bool delivered = false;
   std::chrono::steady_clock::time_point arrives;
   std::string failure;
+
+  std::optional<End>& end_of(const Letter& letter) { return letter.sends() ? sent : received; }
 };
+
+namespace {
+
+/// On a device: on the letter's stream, where it is to be freed, too.
+at::Tensor buffered_copy(const Letter& letter) {
+  letter.posted.block(letter.stream, EventSite::kMailPost);
+  const StreamScope there(letter.stream);
+  const c10::AutoGradMode no_grad(false);
+  return letter.tensor.clone();
+}
+
+/// On the receiver's stream, between two devices on the sender's, too.
+Event launch_copy(const Letter& sent, const Letter& received) {
+  const std::array streams{received.stream, sent.stream};
+  for (const Stream& stream : streams) {
+    for (const Letter* end : {&sent, &received}) end->posted.block(stream, EventSite::kMailPost);
+  }
+  {
+    const StreamsScope here(streams);
+    const c10::AutoGradMode no_grad(false);
+    received.tensor.copy_(sent.tensor, /*non_blocking=*/true);
+  }
+  Event end;
+  end.record(received.stream, EventSite::kMailEnd);
+  return end;
+}
+
+}  // namespace
 
 void Mailbox::wake_all() {
   const base::Lock lock(mutex_);
@@ -37,19 +76,22 @@ void Mailbox::reset() {
   changed_.notify_all();
 }
 
-std::shared_ptr<Mailbox::Message> Mailbox::post(const Key& key, const Letter& letter) {
+std::shared_ptr<Mailbox::Message> Mailbox::post(const Key& key, Letter letter) {
   const auto buffers = test_hooks::buffered_messages.get();
   const base::Lock lock(mutex_);
   auto& half = half_posted_[key];
   if (!half) half = std::make_shared<Message>(key, generation_);
   const auto message = half;
-  auto& end = letter.sends() ? message->sent : message->received;
+  auto& end = message->end_of(letter);
   TESSERA_INVARIANT(!end, to_string(letter), ": found it posted already, expected a new tag");
-  end = letter;
+  Event through;
   if (letter.sends() && buffers && (*buffers)()) {
     message->buffered = true;
-    end->tensor = letter.tensor.clone();
+    letter.tensor = buffered_copy(letter);
+    letter.posted.record(letter.stream, EventSite::kMailPost);
+    through.record(letter.stream, EventSite::kMailEnd);
   }
+  end = {std::move(letter), std::move(through)};
   if (message->sent && message->received) {
     half_posted_.erase(key);
     match(*message);
@@ -63,15 +105,16 @@ void Mailbox::match(Message& message) {
   message.arrives = std::chrono::steady_clock::now();
   const auto delay = test_hooks::message_delay.get();
   if (delay) message.arrives += (*delay)(key.tag);
-  const at::Tensor& from = message.sent->tensor;
-  const at::Tensor& to = message.received->tensor;
+  const Letter& sent = message.sent->letter;
+  const Letter& received = message.received->letter;
+  const at::Tensor& from = sent.tensor;
+  const at::Tensor& to = received.tensor;
   if (from.sizes() != to.sizes() || from.scalar_type() != to.scalar_type()) {
     const bool sender_first = key.sender < key.receiver;
-    message.failure =
-        concat("ranks disagree: rank ", std::min(key.sender, key.receiver), " issues ",
-               to_string(sender_first ? *message.sent : *message.received), " but rank ",
-               std::max(key.sender, key.receiver), " issues ",
-               to_string(sender_first ? *message.received : *message.sent));
+    message.failure = concat("ranks disagree: rank ", std::min(key.sender, key.receiver),
+                             " issues ", to_string(sender_first ? sent : received), " but rank ",
+                             std::max(key.sender, key.receiver), " issues ",
+                             to_string(sender_first ? received : sent));
   }
   changed_.notify_all();
 }
@@ -82,16 +125,40 @@ bool Mailbox::is_through(Message& message, const Letter& letter) {
   if (!message.failure.empty()) throw Error(ErrorKind::kComm, message.failure);
   if (letter.sends() && message.buffered) return true;
   if (!message.matched || std::chrono::steady_clock::now() < message.arrives) return false;
-  const at::Tensor& from = message.sent->tensor;
-  if (from.nbytes() > 0) {
-    std::memcpy(message.received->tensor.mutable_data_ptr(), from.const_data_ptr(), from.nbytes());
-  }
+  deliver(message);
   message.delivered = true;
   // Each end may hold the message for long: not the other's memory with it.
-  message.sent->tensor.reset();
-  message.received->tensor.reset();
+  message.sent->letter.tensor.reset();
+  message.received->letter.tensor.reset();
   changed_.notify_all();
   return true;
+}
+
+void Mailbox::deliver(Message& message) {
+  Message::End& sent = *message.sent;
+  Message::End& received = *message.received;
+  const at::Tensor& from = sent.letter.tensor;
+  if (!received.letter.stream) {
+    if (from.nbytes() == 0) return;
+    std::memcpy(received.letter.tensor.mutable_data_ptr(), from.const_data_ptr(), from.nbytes());
+    return;
+  }
+  received.through = launch_copy(sent.letter, received.letter);
+  if (message.buffered) {
+    received.through.block(sent.letter.stream, EventSite::kMailEnd);
+  } else {
+    sent.through = received.through;
+  }
+  for (const Message::End* end : {&sent, &received}) {
+    end->through.block(end->left_by, EventSite::kMailEnd);
+  }
+}
+
+void Mailbox::let_go(Message& message, const Letter& letter, const Stream& stream) {
+  const base::Lock lock(mutex_);
+  Message::End& end = *message.end_of(letter);
+  end.through.block(stream, EventSite::kMailEnd);
+  if (!message.delivered) end.left_by = stream;
 }
 
 std::string Mailbox::others_than(const Message& message, const Letter& letter) const {
@@ -102,13 +169,13 @@ std::string Mailbox::others_than(const Message& message, const Letter& letter) c
     const auto& other = letter.sends() ? half->received : half->sent;
     const bool same_way = key.sender == message.key.sender && key.receiver == message.key.receiver;
     if (!same_way || !other || ++named > kNamed) continue;
-    text += concat(text.empty() ? "; it has posted " : " and ", to_string(*other));
+    text += concat(text.empty() ? "; it has posted " : " and ", to_string(other->letter));
   }
   return named > kNamed ? concat(text, " and ", named - kNamed, " more") : text;
 }
 
-void Mailbox::wait_for(Message& message, const Letter& letter, std::chrono::milliseconds timeout,
-                       const AbortFlag& abort_flag) {
+Event Mailbox::wait_for(Message& message, const Letter& letter, std::chrono::milliseconds timeout,
+                        const AbortFlag& abort_flag) {
   using Clock = std::chrono::steady_clock;
   const auto patience = abort_flag.patience.of(timeout);
   const auto deadline = Clock::now() + patience;
@@ -127,43 +194,65 @@ void Mailbox::wait_for(Message& message, const Letter& letter, std::chrono::mill
                                message.matched != on_its_way || message.generation != generation_;
                       });
   }
+  return message.end_of(letter)->through;
 }
 
-bool Mailbox::poll(Message& message, const Letter& letter, const AbortFlag& abort_flag) {
+std::optional<Event> Mailbox::poll(Message& message, const Letter& letter,
+                                   const AbortFlag& abort_flag) {
   const base::Lock lock(mutex_);
-  if (is_through(message, letter)) return true;
+  if (is_through(message, letter)) return message.end_of(letter)->through;
   if (abort_flag.is_set()) throw LostRank(concat(to_string(letter), ": ", abort_flag.why()));
-  return false;
+  return std::nullopt;
 }
 
 class InProcessTransfer final : public Transfer {
  public:
   InProcessTransfer(std::shared_ptr<Mailbox> mailbox, std::shared_ptr<Mailbox::Message> message,
                     Letter letter, std::chrono::milliseconds timeout,
-                    std::shared_ptr<AbortFlag> abort_flag)
+                    std::shared_ptr<AbortFlag> abort_flag, std::shared_ptr<HostWaits> waits)
       : Transfer(abort_flag),
         mailbox_(std::move(mailbox)),
         message_(std::move(message)),
         letter_(std::move(letter)),
         timeout_(timeout),
-        abort_flag_(std::move(abort_flag)) {}
+        abort_flag_(std::move(abort_flag)),
+        waits_(std::move(waits)) {}
+  ~InProcessTransfer() override {
+    if (through_ || !letter_.stream) return;
+    try {
+      mailbox_->let_go(*message_, letter_, Stream::current(letter_.stream.device()));
+    } catch (...) {
+      // An error is under way already: it was not waited for.
+    }
+  }
 
  private:
-  void finish() override { mailbox_->wait_for(*message_, letter_, timeout_, *abort_flag_); }
-  bool poll() override { return mailbox_->poll(*message_, letter_, *abort_flag_); }
+  void finish() override {
+    const Event end = mailbox_->wait_for(*message_, letter_, timeout_, *abort_flag_);
+    if (letter_.stream && !through_) come_behind(letter_, end, waits_.get());
+    through_ = true;
+  }
+  bool poll() override {
+    const auto end = mailbox_->poll(*message_, letter_, *abort_flag_);
+    if (!end || !end->done()) return false;
+    through_ = true;
+    return true;
+  }
 
   const std::shared_ptr<Mailbox> mailbox_;
   const std::shared_ptr<Mailbox::Message> message_;
-  const Letter letter_;
+  const Letter letter_;  // whose tensor is held until the caller's stream is behind the message
   const std::chrono::milliseconds timeout_;
   const std::shared_ptr<AbortFlag> abort_flag_;
+  const std::shared_ptr<HostWaits> waits_;
+  bool through_ = false;
 };
 
 class InProcessMail final : public Mail {
  public:
-  InProcessMail(std::shared_ptr<Mailbox> mailbox, std::vector<int> members, int self,
+  InProcessMail(std::shared_ptr<Mailbox> mailbox, MailPlace place,
                 std::chrono::milliseconds timeout, std::shared_ptr<AbortFlag> abort_flag)
-      : Mail(std::move(members), self),
+      : Mail(std::move(place)),
         mailbox_(std::move(mailbox)),
         timeout_(timeout),
         abort_flag_(std::move(abort_flag)) {}
@@ -176,7 +265,7 @@ class InProcessMail final : public Mail {
                            letter.sends() ? letter.peer_rank : self, letter.tag};
     auto message = mailbox_->post(key, letter);
     return std::make_unique<InProcessTransfer>(mailbox_, std::move(message), std::move(letter),
-                                               timeout_, abort_flag_);
+                                               timeout_, abort_flag_, host_waits());
   }
 
   const std::shared_ptr<Mailbox> mailbox_;
@@ -184,10 +273,10 @@ class InProcessMail final : public Mail {
   const std::shared_ptr<AbortFlag> abort_flag_;
 };
 
-std::unique_ptr<Mail> open_mailbox(std::shared_ptr<Mailbox> mailbox, std::vector<int> members,
-                                   int self, std::chrono::milliseconds timeout,
+std::unique_ptr<Mail> open_mailbox(std::shared_ptr<Mailbox> mailbox, MailPlace place,
+                                   std::chrono::milliseconds timeout,
                                    std::shared_ptr<AbortFlag> abort_flag) {
-  return std::make_unique<InProcessMail>(std::move(mailbox), std::move(members), self, timeout,
+  return std::make_unique<InProcessMail>(std::move(mailbox), std::move(place), timeout,
                                          std::move(abort_flag));
 }
 

@@ -2,7 +2,8 @@
 //
 // Stricter than Gloo: a send ends when its receive was posted and the message has been on its way
 // for as long as a test says (test_hooks.h), data appear when one of the ends waits or asks, and
-// ends that differ are named at once, on both; those of empty tensors, too.
+// ends that differ are named at once, on both; those of empty tensors, too. On devices the copy is
+// launched when one of the ends waits or asks, on the streams of both, by its thread.
 #pragma once
 
 #include <chrono>
@@ -10,8 +11,8 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
-#include <vector>
 
 #include "base/mutex.h"
 #include "comm/mail.h"
@@ -40,13 +41,19 @@ class Mailbox {
   };
   struct Message;
 
-  std::shared_ptr<Message> post(const Key& key, const Letter& letter);
+  std::shared_ptr<Message> post(const Key& key, Letter letter);
   void match(Message& message) TESSERA_REQUIRES(mutex_);
-  /// Whether it is through for the end of `letter`; delivers it when its time has come.
+  /// Whether it is through for the end of `letter`; delivers it when its time has come. On a device:
+  /// whether that is launched, up to the end's event.
   bool is_through(Message& message, const Letter& letter) TESSERA_REQUIRES(mutex_);
-  void wait_for(Message& message, const Letter& letter, std::chrono::milliseconds timeout,
-                const AbortFlag& abort_flag);
-  bool poll(Message& message, const Letter& letter, const AbortFlag& abort_flag);
+  void deliver(Message& message) TESSERA_REQUIRES(mutex_);
+  /// Both return the event behind which the end of `letter` is through; poll() none: it is not yet.
+  Event wait_for(Message& message, const Letter& letter, std::chrono::milliseconds timeout,
+                 const AbortFlag& abort_flag);
+  std::optional<Event> poll(Message& message, const Letter& letter, const AbortFlag& abort_flag);
+  /// Nobody will wait for this end any more: `stream`, its caller's, comes behind the message all the
+  /// same, at once or as soon as it is launched, before the message lets go of the tensor.
+  void let_go(Message& message, const Letter& letter, const Stream& stream);
   /// "; it has posted ...": what the other end of `message` waits with in its place.
   std::string others_than(const Message& message, const Letter& letter) const
       TESSERA_REQUIRES(mutex_);
@@ -57,9 +64,8 @@ class Mailbox {
   std::uint64_t generation_ TESSERA_GUARDED_BY(mutex_) = 0;
 };
 
-/// For the member at index `self` of `members`.
-std::unique_ptr<Mail> open_mailbox(std::shared_ptr<Mailbox> mailbox, std::vector<int> members,
-                                   int self, std::chrono::milliseconds timeout,
+std::unique_ptr<Mail> open_mailbox(std::shared_ptr<Mailbox> mailbox, MailPlace place,
+                                   std::chrono::milliseconds timeout,
                                    std::shared_ptr<AbortFlag> abort_flag);
 
 }  // namespace tessera::comm

@@ -1,89 +1,230 @@
 #include "comm/backends/nccl/nccl.h"
 
 #include <ATen/ATen.h>
+#include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDAFunctions.h>
 
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <map>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+#include <utility>
 
 #include "base/text/printable.h"
 #include "comm/backends/gloo/point_to_point.h"
 #include "comm/backends/nccl/nccl_mail.h"
 #include "comm/batch.h"
+#include "comm/buffer_pool.h"
+#include "comm/device.h"
 #include "comm/host_read.h"
+#include "kernels/kernels.h"
+#include "launch/hosts.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
 namespace {
 
-/// What NCCL has under way for one batch, and the additions that are left.
-struct UnderWay {
-  std::vector<c10::intrusive_ptr<c10d::Work>> works;
-  std::vector<std::pair<ReduceScatter, at::Tensor>> left;
-  Stream stream;  ///< the group's
-  std::shared_ptr<const FlightRecorder> log;
-  std::uint64_t sequence = 0;  ///< in the log
-  std::shared_ptr<HostWaits> waits;
-};
+using Backend = c10::intrusive_ptr<c10d::ProcessGroupNCCL>;
+using Started = c10::intrusive_ptr<c10d::Work>;
 
-class NcclWork : public Work {
+/// Its collectives run on the current stream, and there is no Work then.
+template <class Options>
+Options on_this_stream() {
+  Options options;
+  options.asyncOp = false;
+  return options;
+}
+
+/// All of it is launched on the group's stream already.
+class NcclWork final : public Work {
  public:
-  NcclWork(std::string what, UnderWay under_way, std::shared_ptr<const AbortFlag> abort_flag)
-      : what_(std::move(what)),
-        under_way_(std::move(under_way)),
-        abort_flag_(std::move(abort_flag)) {}
+  struct Launched {
+    Batch batch;  ///< holds what is read and written
+    Event end;
+    at::Device device;
+    std::shared_ptr<const FlightRecorder> log;
+    std::shared_ptr<const Entry> entry;
+    std::shared_ptr<HostWaits> waits;
+    std::shared_ptr<const AbortFlag> abort_flag;
+  };
+  explicit NcclWork(Launched launched) : launched_(std::move(launched)) {}
+  ~NcclWork() override {
+    if (done_) return;
+    try {
+      come_behind();
+    } catch (...) {
+      // An error is under way already: it was not waited for.
+    }
+  }
 
   /// Makes the caller's stream wait; the host goes on.
   void wait() override {
     if (done_) return;
-    abort_flag_->check();
-    Event end;
-    {
-      // Where the memory of sums was allocated, which is free as soon as they are let go.
-      const StreamScope there(under_way_.stream);
-      finish();
-      end.record(under_way_.stream, EventSite::kWorkEnd);
-    }
-    if (under_way_.waits) under_way_.waits->waited_for(under_way_.log, under_way_.sequence, end);
-    end.block(Stream::current(under_way_.stream.device()), EventSite::kWorkEnd);
+    launched_.abort_flag->check();
+    come_behind();
+    launched_.batch.ops.clear();
     done_ = true;
   }
 
  private:
-  void finish() {
-    try {
-      for (const auto& work : under_way_.works) work->wait();
-    } catch (const std::exception& error) {
-      throw LostRank(concat(what_, ": ", one_line(error.what())));
+  void come_behind() const {
+    if (launched_.waits) {
+      launched_.waits->waited_for(
+          [log = launched_.log, entry = launched_.entry] { return log->wait_for(*entry); },
+          launched_.end);
     }
-    for (const auto& [op, summed] : under_way_.left) {
-      if (op.into == Into::kAdd) {
-        op.output.add_(summed);
-      } else {
-        op.output.copy_(summed);
-      }
-    }
-    under_way_.works.clear();
-    under_way_.left.clear();
+    launched_.end.block(Stream::current(launched_.device), EventSite::kWorkEnd);
   }
 
-  std::string what_;
-  UnderWay under_way_;
-  std::shared_ptr<const AbortFlag> abort_flag_;
+  Launched launched_;
   bool done_ = false;
 };
 
-class NcclGroup : public Group {
+/// One batch as it is launched: NCCL's call for each op, and what is left to do once all of them are
+/// out. All on the current stream, which is the group's.
+class Launch {
  public:
-  NcclGroup(const ChannelOptions& channel, const c10::intrusive_ptr<c10d::Store>& store,
+  /// `pool` is made when an op first needs memory: it takes one of the device's few streams.
+  Launch(c10d::ProcessGroupNCCL& nccl, std::unique_ptr<BufferPool>& pool, const Group& group)
+      : nccl_(nccl),
+        pool_(pool),
+        device_(group.stream().device()),
+        ranks_(group.size()),
+        rank_(group.rank()) {}
+
+  void run(const Batch& batch) {
+    together_ = batch.ops.size() > 1;
+    if (together_) nccl_.startCoalescing();
+    for (const Op& op : batch.ops) std::visit(*this, op);
+    if (std::exchange(together_, false)) came(nccl_.endCoalescing());
+    for (const auto& next : std::exchange(left_, {})) next();
+  }
+  /// Gives back its memory, free from `end` on.
+  void end(const Event& end) {
+    for (at::Tensor& lease : leases_) pool_->give_back(std::move(lease), end);
+    leases_.clear();
+  }
+
+  void operator()(const AllGather& op) { gather(op.buffer.view(-1)); }
+
+  // NCCL adds in the dtype that travels, in an order of its own. Where sums are wider, addends travel
+  // as they are and are added here, in rank order: the bits of the other backends.
+  void operator()(const ReduceScatter& op) {
+    at::Tensor input = op.input.view(-1);
+    const at::Tensor output = op.output.view(-1);
+    const bool adds = op.into == Into::kAdd;
+    if (input.scalar_type() != output.scalar_type()) {
+      const at::Tensor received = lease(input.numel(), input.scalar_type());
+      all_to_all(received, input, {}, {});
+      left_.emplace_back([this, received, output, adds] {
+        kernels::sum_in_rank_order(received.view({ranks_, output.numel()}).unbind(), output, adds);
+      });
+      return;
+    }
+    at::Tensor summed = adds ? lease(output.numel(), output.scalar_type()) : output;
+    came(nccl_._reduce_scatter_base(summed, input, on_this_stream<c10d::ReduceScatterOptions>()));
+    if (adds) left_.emplace_back([summed, output] { output.add_(summed); });
+  }
+
+  void operator()(const AllReduce& op) {
+    const at::Tensor data = op.data.view(-1), result = op.result().view(-1);
+    if (data.scalar_type() == result.scalar_type()) {
+      if (op.output.defined()) result.copy_(data);
+      std::vector<at::Tensor> summed{result};
+      came(nccl_.allreduce(summed, on_this_stream<c10d::AllreduceOptions>()));
+    } else if (in_two_rounds(op, ranks_)) {
+      sum_in_parts(data, result);
+    } else {
+      const at::Tensor all = lease(data.numel() * ranks_, data.scalar_type());
+      all.narrow(0, data.numel() * rank_, data.numel()).copy_(data);
+      gather(all);
+      left_.emplace_back([this, all, result] {
+        kernels::sum_in_rank_order(all.view({ranks_, result.numel()}).unbind(), result,
+                                   /*adds=*/false);
+      });
+    }
+  }
+
+  void operator()(const AllToAll& op) {
+    all_to_all(op.output.view(-1), op.input.view(-1), op.receives, op.sends);
+  }
+  void operator()(const Broadcast& op) {
+    std::vector<at::Tensor> data{op.data};
+    auto from = on_this_stream<c10d::BroadcastOptions>();
+    from.rootRank = op.source;
+    came(nccl_.broadcast(data, from));
+  }
+  void operator()(const RelayedGather&) { refuse(); }
+  void operator()(const Combine&) { refuse(); }
+
+ private:
+  at::Tensor lease(std::int64_t numel, at::ScalarType dtype) {
+    if (!pool_) pool_ = std::make_unique<BufferPool>(device_);
+    return leases_.emplace_back(pool_->take(numel, dtype));
+  }
+
+  void came(const Started& work) const {
+    if (work && !together_) work->wait();  // this stream waits, and not the host
+  }
+  void gather(at::Tensor all) {
+    const std::int64_t slice = all.numel() / ranks_;
+    at::Tensor mine = all.narrow(0, slice * rank_, slice);  // NCCL's in-place form
+    came(nccl_._allgather_base(all, mine, on_this_stream<c10d::AllgatherOptions>()));
+  }
+  void all_to_all(at::Tensor output, at::Tensor input, std::vector<std::int64_t> receives,
+                  std::vector<std::int64_t> sends) {
+    came(nccl_.alltoall_base(output, input, receives, sends,
+                             on_this_stream<c10d::AllToAllOptions>()));
+  }
+
+  /// Each rank sums a part, all of one length but the last ones, and sends it round.
+  void sum_in_parts(const at::Tensor& data, const at::Tensor& result) {
+    const std::int64_t part = (data.numel() + ranks_ - 1) / ranks_;
+    std::vector<std::int64_t> sends;
+    for (std::int64_t rank = 0; rank < ranks_; ++rank) {
+      sends.push_back(std::clamp<std::int64_t>(data.numel() - rank * part, 0, part));
+    }
+    const std::int64_t mine = sends[static_cast<std::size_t>(rank_)];
+    const at::Tensor received = lease(mine * ranks_, data.scalar_type());
+    all_to_all(received, data, std::vector(static_cast<std::size_t>(ranks_), mine), sends);
+    const at::Tensor sums = lease(part * ranks_, result.scalar_type());
+    left_.emplace_back([this, received, sums, result, part, mine] {
+      if (mine > 0) {
+        kernels::sum_in_rank_order(received.view({ranks_, mine}).unbind(),
+                                   sums.narrow(0, part * rank_, mine), /*adds=*/false);
+      }
+      gather(sums);
+      result.copy_(sums.narrow(0, 0, result.numel()));
+    });
+  }
+
+  [[noreturn]] static void refuse() {
+    throw Error(ErrorKind::kInternal,
+                "nccl: found a message that is relayed in the memory of the host");
+  }
+
+  c10d::ProcessGroupNCCL& nccl_;
+  std::unique_ptr<BufferPool>& pool_;
+  const at::Device device_;
+  const int ranks_;
+  const int rank_;
+  bool together_ = false;
+  std::vector<std::function<void()>> left_;
+  std::vector<at::Tensor> leases_;
+};
+
+class NcclGroup final : public Group {
+ public:
+  /// `store` is of this group.
+  NcclGroup(const ChannelOptions& channel, c10::intrusive_ptr<c10d::Store> store, Backend backend,
             at::Device device)
       : channel_(channel),
-        store_(store),
+        store_(std::move(store)),
         device_(device),
-        log_(std::make_shared<FlightRecorder>(channel.name)) {
-    auto options = c10d::ProcessGroupNCCL::Options::create();
-    options->timeout = channel.timeout;
-    backend_ = c10::make_intrusive<c10d::ProcessGroupNCCL>(store, channel.self, size(), options);
-    backend_->setBoundDeviceId(device_);
+        log_(std::make_shared<FlightRecorder>(channel.name)),
+        backend_(std::move(backend)) {
     channel_.board->add(log_);
   }
   ~NcclGroup() override { channel_.board->remove(*log_); }
@@ -95,7 +236,7 @@ class NcclGroup : public Group {
   const std::string& name() const override { return channel_.name; }
 
   Mail& mail() override {
-    if (!mail_) mail_ = open_nccl_mail(channel_, store_, device_);
+    if (!mail_) mail_ = open_nccl_mail(channel_, store_, device_, host_waits());
     return *mail_;
   }
 
@@ -104,92 +245,91 @@ class NcclGroup : public Group {
     require_no_mail(mail_.get(), name());
     channel_.abort_flag->check();
     check_batch(batch, size(), device_);
-    Entry entry;
-    describe(batch, next_sequence_, entry);
-    log_->record(batch, next_sequence_);
-    UnderWay begun{{}, {}, stream(), log_, next_sequence_++, host_waits()};
-    const bool together = batch.ops.size() > 1;
-    if (together) backend_->startCoalescing();
-    for (const Op& op : batch.ops) begun.works.push_back(std::visit(Start{*this, begun.left}, op));
-    if (together) begun.works = {backend_->endCoalescing()};
-    return std::make_unique<NcclWork>(to_string(entry), std::move(begun), channel_.abort_flag);
+    const auto entry = log_->record(batch, next_sequence_++);
+    Launch launch(*backend_, pool_, *this);
+    try {
+      launch.run(batch);
+    } catch (const Error&) {
+      throw;
+    } catch (const std::exception& error) {
+      throw LostRank(concat(log_->wait_for(*entry).text, ": ", one_line(error.what())));
+    }
+    Event end;
+    end.record(stream(), EventSite::kWorkEnd);
+    launch.end(end);
+    return std::make_unique<NcclWork>(NcclWork::Launched{std::move(batch), end, device_, log_,
+                                                         entry, host_waits(), channel_.abort_flag});
   }
 
-  using Started = c10::intrusive_ptr<c10d::Work>;
-
-  /// NCCL's call for each op.
-  struct Start {
-    const NcclGroup& group;
-    std::vector<std::pair<ReduceScatter, at::Tensor>>& left;
-
-    Started operator()(const AllGather& op) const {
-      at::Tensor all = op.buffer.view(-1);
-      const std::int64_t slice = all.numel() / group.size();
-      at::Tensor mine = all.narrow(0, slice * group.rank(), slice);  // NCCL's in-place form
-      return group.backend_->_allgather_base(all, mine);
-    }
-    Started operator()(const ReduceScatter& op) const {
-      at::Tensor input = op.input.view(-1);
-      const bool direct =
-          op.into == Into::kOverwrite && op.output.scalar_type() == input.scalar_type();
-      at::Tensor summed =
-          direct ? op.output.view(-1) : at::empty({op.output.numel()}, input.options());
-      if (!direct) left.emplace_back(op, summed.view(op.output.sizes()));
-      return group.backend_->_reduce_scatter_base(summed, input);
-    }
-    Started operator()(const AllToAll& op) const {
-      at::Tensor input = op.input.view(-1);
-      at::Tensor output = op.output.view(-1);
-      auto sends = op.sends;
-      auto receives = op.receives;
-      return group.backend_->alltoall_base(output, input, receives, sends);
-    }
-    Started operator()(const AllReduce& op) const {
-      std::vector<at::Tensor> data = {op.output.defined() ? op.data.clone() : op.data};
-      if (op.output.defined()) {
-        left.emplace_back(ReduceScatter{op.data, op.output}, data[0].view(op.output.sizes()));
-      }
-      return group.backend_->allreduce(data);
-    }
-    Started operator()(const Broadcast& op) const {
-      std::vector<at::Tensor> data = {op.data};
-      c10d::BroadcastOptions from;
-      from.rootRank = op.source;
-      return group.backend_->broadcast(data, from);
-    }
-    Started operator()(const RelayedGather&) const { return refuse(); }
-    Started operator()(const Combine&) const { return refuse(); }
-
-    [[noreturn]] static Started refuse() {
-      throw Error(ErrorKind::kInternal,
-                  "nccl: found a message that is relayed in the memory of the host");
-    }
-  };
-
-  ChannelOptions channel_;
-  c10::intrusive_ptr<c10d::Store> store_;
-  c10::Device device_;
-  std::shared_ptr<FlightRecorder> log_;
-  c10::intrusive_ptr<c10d::ProcessGroupNCCL> backend_;
+  const ChannelOptions channel_;
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const c10::Device device_;
+  const std::shared_ptr<FlightRecorder> log_;
+  const Backend backend_;
+  std::unique_ptr<BufferPool> pool_;
   std::uint64_t next_sequence_ = 0;
   std::unique_ptr<Mail> mail_;
 };
 
+/// "0000:41:00.0".
+std::string pci_id(at::Device device) {
+  const cudaDeviceProp& card = *at::cuda::getDeviceProperties(device.index());
+  char text[32];
+  std::snprintf(text, sizeof text, "%04x:%02x:%02x.0", static_cast<unsigned>(card.pciDomainID),
+                static_cast<unsigned>(card.pciBusID), static_cast<unsigned>(card.pciDeviceID));
+  return text;
+}
+
 class NcclConnections final : public Connections {
  public:
   std::shared_ptr<Group> make_group(const GroupPlace& place) override {
+    if (!claimed_) {
+      claim_device(*place.store, running_kernel(), pci_id(place.device), place.rank);
+      claimed_ = true;
+    }
     meet_on_board(*place.board, [&] {
       place.store->meet(concat("group ", place.name), place.rank, place.ranks,
                         place.options.init_timeout, *place.abort_flag);
     });
-    return std::make_shared<NcclGroup>(
-        channel_options(place),
-        place.store->for_group(concat("nccl/", place.name), place.abort_flag), place.device);
+    const ChannelOptions channel = channel_options(place);
+    const auto store = place.store->for_group(concat("nccl/", place.name), place.abort_flag);
+    Backend& backend = backends_[place.ranks];
+    if (!backend) backend = connected(channel, store, place);
+    return std::make_shared<NcclGroup>(channel, store, backend, place.device);
   }
   void require_recovery() const override {
     throw Error(ErrorKind::kUsage, "recover: not with NCCL; start the run anew");
   }
+
+ private:
+  static Backend connected(const ChannelOptions& channel,
+                           const c10::intrusive_ptr<c10d::Store>& store, const GroupPlace& place) {
+    auto options = c10d::ProcessGroupNCCL::Options::create();
+    options->timeout = channel.timeout;
+    try {
+      auto backend = c10::make_intrusive<c10d::ProcessGroupNCCL>(
+          store, channel.self, static_cast<int>(channel.members.size()), options);
+      backend->setBoundDeviceId(place.device);
+      backend->eagerConnectSingleDevice(place.device);  // takes seconds: not in the first step
+      return backend;
+    } catch (const std::exception& error) {
+      throw LostRank(concat("group ", place.name, ": ", one_line(error.what())));
+    }
+  }
+
+  /// Groups of the same ranks have one communicator: so its collectives have one order everywhere.
+  std::map<std::vector<int>, Backend> backends_;
+  bool claimed_ = false;
 };
+
+/// c10d's watchdog ends the process by itself where a collective takes too long or a device fails:
+/// before this rank could say which, and the others hear of it.
+void keep_watchdog_still() {
+  for (const char* const name : {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING",
+                                 "TORCH_NCCL_RETHROW_CUDA_ERRORS"}) {
+    ::setenv(name, "0", /*overwrite=*/1);
+  }
+}
 
 }  // namespace
 
@@ -198,6 +338,7 @@ bool nccl_usable() { return c10::cuda::device_count() > 0; }
 std::unique_ptr<Connections> open_nccl(const LaunchEnvironment& /*launch*/) {
   TESSERA_CHECK(nccl_usable(), ErrorKind::kUsage,
                 "comm.backend: found nccl, but there is no CUDA device; use gloo");
+  keep_watchdog_still();
   return std::make_unique<NcclConnections>();
 }
 

@@ -1,8 +1,9 @@
 // The NCCL backend: linked (nccl.cpp) or stubbed (no_nccl.cpp). Callers hold no #ifdef.
 //
-// Same calls as the other backends with one difference that NCCL imposes: it chooses the order of
-// additions and adds in the wire dtype, so bits may differ from Gloo's and from run to run on other
-// layouts.
+// Same calls as the other backends, launched on the group's stream and nowhere else. Where sums are
+// formed in the dtype that travels, NCCL adds, in an order of its own: bits may differ from Gloo's,
+// and between layouts. Where they are wider (reduce narrower than accumulate) addends travel as they
+// are and are added here, in rank order: Gloo's bits. Compiled, and not run yet.
 #pragma once
 
 #include <memory>
@@ -14,8 +15,8 @@ namespace tessera::comm {
 /// Built in, and there is a CUDA device.
 bool nccl_usable();
 
-/// The backend. compare_entries is not used. Errors: kUsage when it
-/// is not built in or there is no CUDA device.
+/// The backend. compare_entries is not used. Errors: kUsage when it is not built in or there is no
+/// CUDA device; of its groups also where another rank computes on the same device.
 std::unique_ptr<Connections> open_nccl(const LaunchEnvironment& launch);
 
 }  // namespace tessera::comm

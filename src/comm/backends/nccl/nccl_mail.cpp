@@ -12,57 +12,64 @@
 namespace tessera::comm {
 namespace {
 
+/// All of it is launched already.
 class NcclTransfer final : public Transfer {
  public:
-  /// `work` is null where there is nothing to carry.
-  NcclTransfer(std::shared_ptr<AbortFlag> abort_flag, Letter letter,
-               c10::intrusive_ptr<c10d::Work> work)
+  /// `end` is empty where there is nothing to carry.
+  NcclTransfer(std::shared_ptr<AbortFlag> abort_flag, Letter letter, Event end,
+               std::shared_ptr<HostWaits> waits)
       : Transfer(abort_flag),
         abort_flag_(std::move(abort_flag)),
         letter_(std::move(letter)),
-        work_(std::move(work)) {}
+        end_(std::move(end)),
+        waits_(std::move(waits)) {}
+  ~NcclTransfer() override {
+    if (through_) return;
+    try {
+      come_behind(letter_, end_, waits_.get());
+    } catch (...) {
+      // An error is under way already: it was not waited for.
+    }
+  }
 
  private:
   /// Makes the caller's stream wait; the host goes on.
   void finish() override {
-    run([&] { work_->wait(); });
+    if (through_) return;
+    check_aborted();
+    come_behind(letter_, end_, waits_.get());
     end();
   }
   bool poll() override {
-    bool through = true;
-    run([&] { through = work_->isCompleted(); });
-    if (through) finish();  // who asks may use the tensor: its stream has to know
-    return through;
+    if (through_) return true;
+    check_aborted();
+    if (!end_.done()) return false;
+    end();
+    return true;
   }
 
-  template <class Act>
-  void run(const Act& act) {
-    if (work_ == nullptr) return;
-    if (abort_flag_->is_set()) throw lost(abort_flag_->why());
-    try {
-      act();
-    } catch (const std::exception& error) {
-      throw lost(one_line(error.what()));
-    }
-  }
-  LostRank lost(const std::string& why) const {
-    return LostRank(concat(to_string(letter_), ": ", why));
+  void check_aborted() const {
+    if (!abort_flag_->is_set()) return;
+    throw LostRank(concat(to_string(letter_), ": ", abort_flag_->why()));
   }
   void end() {
-    work_.reset();
+    through_ = true;
     letter_.tensor = at::Tensor();
   }
 
   const std::shared_ptr<AbortFlag> abort_flag_;
   Letter letter_;
-  c10::intrusive_ptr<c10d::Work> work_;
+  const Event end_;
+  const std::shared_ptr<HostWaits> waits_;
+  bool through_ = false;
 };
 
 class NcclMail final : public Mail {
  public:
   NcclMail(const ChannelOptions& channel, const c10::intrusive_ptr<c10d::Store>& store,
-           c10::Device device)
-      : Mail(channel.members, channel.self, device.type()), abort_flag_(channel.abort_flag) {
+           c10::Device device, std::shared_ptr<HostWaits> waits)
+      : Mail({channel.members, channel.self, device, std::move(waits)}),
+        abort_flag_(channel.abort_flag) {
     int number = 0;
     for (auto& backend : backends_) {
       auto options = c10d::ProcessGroupNCCL::Options::create();
@@ -88,19 +95,30 @@ class NcclMail final : public Mail {
     if (abort_flag_->is_set()) {
       throw LostRank(concat(to_string(letter), ": ", abort_flag_->why()));
     }
-    c10::intrusive_ptr<c10d::Work> work;
+    Event end;
     if (letter.tensor.numel() > 0) {
-      std::vector<at::Tensor> tensors{letter.tensor};
-      auto& backend = backend_of(letter);
-      constexpr int kNoTag = 0;
       try {
-        work = letter.sends() ? backend->send(tensors, letter.peer, kNoTag)
-                              : backend->recv(tensors, letter.peer, kNoTag);
+        launch(letter);
       } catch (const std::exception& error) {
         throw LostRank(concat(to_string(letter), ": ", one_line(error.what())));
       }
+      end.record(letter.stream, EventSite::kMailEnd);
     }
-    return std::make_unique<NcclTransfer>(abort_flag_, std::move(letter), std::move(work));
+    return std::make_unique<NcclTransfer>(abort_flag_, std::move(letter), std::move(end),
+                                          host_waits());
+  }
+
+  /// c10d carries it on a stream of its own, which comes behind the current one; that comes behind
+  /// it again.
+  void launch(const Letter& letter) {
+    letter.posted.block(letter.stream, EventSite::kMailPost);
+    const StreamScope there(letter.stream);
+    std::vector<at::Tensor> tensors{letter.tensor};
+    const auto& backend = backend_of(letter);
+    constexpr int kNoTag = 0;
+    const auto work = letter.sends() ? backend->send(tensors, letter.peer, kNoTag)
+                                     : backend->recv(tensors, letter.peer, kNoTag);
+    if (work) work->wait();  // the stream, and not the host
   }
 
   const std::shared_ptr<AbortFlag> abort_flag_;
@@ -111,8 +129,8 @@ class NcclMail final : public Mail {
 
 std::unique_ptr<Mail> open_nccl_mail(const ChannelOptions& channel,
                                      const c10::intrusive_ptr<c10d::Store>& store,
-                                     c10::Device device) {
-  return std::make_unique<NcclMail>(channel, store, device);
+                                     c10::Device device, std::shared_ptr<HostWaits> waits) {
+  return std::make_unique<NcclMail>(channel, store, device, std::move(waits));
 }
 
 }  // namespace tessera::comm

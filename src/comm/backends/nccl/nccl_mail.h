@@ -19,6 +19,6 @@ namespace tessera::comm {
 /// Communicators are made at the first message between two ranks. `store` is of this group.
 std::unique_ptr<Mail> open_nccl_mail(const ChannelOptions& channel,
                                      const c10::intrusive_ptr<c10d::Store>& store,
-                                     c10::Device device);
+                                     c10::Device device, std::shared_ptr<HostWaits> waits);
 
 }  // namespace tessera::comm
