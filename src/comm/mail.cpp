@@ -79,8 +79,10 @@ void come_behind(const Letter& letter, const Event& end, HostWaits* waits) {
   if (waits != nullptr) {
     Letter named = letter;
     named.tensor.reset();
+    // Of no rank for the failure watch: what is behind a device is on no rank's board, and whoever
+    // has launched it may already wait for something else.
     const auto what = [named = std::move(named)] {
-      return PeerWait{0, 0, named.peer_rank, concat("the message of ", to_string(named))};
+      return PeerWait{0, 0, -1, concat("the message of ", to_string(named))};
     };
     waits->waited_for(what, end);
   }

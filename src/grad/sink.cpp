@@ -64,8 +64,13 @@ void GradSink::check(const Entry& entry, const at::Tensor& raw, std::int64_t row
   TESSERA_CHECK(c10::isFloatingType(raw.scalar_type()), ErrorKind::kContract, from(),
                 ": found dtype ", c10::toString(raw.scalar_type()),
                 ", expected a real floating one");
-  auto expected = entry.local_shape.empty() ? contract.shape : entry.local_shape;
-  if (rows >= 0 && !expected.empty()) expected[0] = rows;
+  const auto& whole = entry.local_shape.empty() ? contract.shape : entry.local_shape;
+  std::vector<std::int64_t> some;
+  if (rows >= 0 && !whole.empty()) {
+    some = whole;
+    some[0] = rows;
+  }
+  const auto& expected = some.empty() ? whole : some;
   TESSERA_CHECK(raw.sizes() == c10::IntArrayRef(expected), ErrorKind::kContract, from(),
                 ": found shape ", raw.sizes(), ", expected ", c10::IntArrayRef(expected));
   TESSERA_CHECK(

@@ -4,6 +4,8 @@
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "base/first_derivative.h"
@@ -20,41 +22,63 @@ using torch::autograd::variable_list;
 
 constexpr std::int64_t kNoPadding = -1;
 
+/// The weight itself is not kept: of a plain one that would forbid to change it before backward.
+struct LeafOfWeight : torch::CustomClassHolder {
+  explicit LeafOfWeight(std::shared_ptr<grad::Leaf> of) : leaf(std::move(of)) {}
+  const std::shared_ptr<grad::Leaf> leaf;
+};
+
 struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& ids, const at::Tensor& weight,
                             std::int64_t padding) {
     ctx->set_materialize_grads(false);
-    ctx->save_for_backward({ids, weight});
+    ctx->save_for_backward({ids});
+    ctx->saved_data["rows"] = weight.size(0);
     ctx->saved_data["padding"] = padding;
+    if (auto leaf = grad::find_leaf(weight); leaf && forms_rows(ids, weight)) {
+      ctx->saved_data["leaf"] =
+          c10::IValue::make_capsule(c10::make_intrusive<LeafOfWeight>(std::move(leaf)));
+    }
     return kernels::embedding(ids, weight, padding);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     base::refuse_double_backward();
     if (!grads[0].defined()) return variable_list(3);  // [Note: left-out results]
-    const variable_list saved = ctx->get_saved_variables();
+    const at::Tensor ids = ctx->get_saved_variables()[0];
+    const auto padding = ctx->saved_data["padding"].toInt();
+    if (const auto found = ctx->saved_data.find("leaf"); found != ctx->saved_data.end()) {
+      const auto held =
+          c10::static_intrusive_pointer_cast<LeafOfWeight>(found->second.toCapsule());
+      if (held->leaf->sink != nullptr) {
+        hand_in_rows(grads[0], ids, padding, *held->leaf);
+        return variable_list(3);
+      }
+    }
     return {at::Tensor(),
-            weight_gradient(grads[0], saved[0], saved[1], ctx->saved_data["padding"].toInt()),
+            kernels::embedding_backward(grads[0], ids, ctx->saved_data["rows"].toInt(), padding),
             at::Tensor()};
   }
 
+  /// Where most rows get nothing.
+  static bool forms_rows(const at::Tensor& ids, const at::Tensor& weight) {
+    return ids.is_cpu() && 2 * ids.numel() < weight.size(0);
+  }
+
   /// Of a sharded module's parameter only the rows of the batch's tokens are formed, and go to its
-  /// slot: of a large vocabulary nearly all others are zeros, of every micro-batch anew. Undefined
-  /// then. The same bits: each row is summed as kernels::embedding_backward sums it.
-  static at::Tensor weight_gradient(const at::Tensor& grad, const at::Tensor& ids,
-                                    const at::Tensor& weight, std::int64_t padding) {
-    const auto leaf = grad::find_leaf(weight);
-    const bool of_rows = leaf && leaf->sink != nullptr && ids.is_cpu() && weight.dim() == 2 &&
-                         ids.numel() < weight.size(0);
-    if (!of_rows) return kernels::embedding_backward(grad, ids, weight.size(0), padding);
+  /// slot: of a large vocabulary nearly all others are zeros, of every micro-batch anew. The same
+  /// bits: each row is summed as kernels::embedding_backward sums it.
+  static void hand_in_rows(const at::Tensor& grad, const at::Tensor& ids, std::int64_t padding,
+                           const grad::Leaf& leaf) {
     const auto [rows, places] = at::_unique(ids, /*sorted=*/true, /*return_inverse=*/true);
-    const at::Tensor of_padding = rows.eq(padding).nonzero();
-    const std::int64_t skipped =
-        of_padding.numel() == 0 ? kNoPadding : of_padding.item<std::int64_t>();
-    leaf->sink->accept_rows(leaf->slot, rows,
-                            kernels::embedding_backward(grad, places, rows.size(0), skipped),
-                            grad::Source::kEager);
-    return {};
+    std::int64_t skipped = kNoPadding;
+    if (padding != kNoPadding) {
+      const at::Tensor found = rows.eq(padding).nonzero();
+      if (found.numel() != 0) skipped = found.item<std::int64_t>();
+    }
+    leaf.sink->accept_rows(leaf.slot, rows,
+                           kernels::embedding_backward(grad, places, rows.size(0), skipped),
+                           grad::Source::kEager);
   }
 };
 
@@ -63,8 +87,9 @@ struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
 at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight,
                      std::optional<std::int64_t> padding) {
   const std::int64_t row = padding.value_or(kNoPadding);
-  return base::has_second_derivatives(weight) ? kernels::embedding(ids, weight, row)
-                                              : EmbeddingFunction::apply(ids, weight, row);
+  const at::Tensor numbers = ids.to(at::kLong);  // kernels read no other integers
+  return base::has_second_derivatives(weight) ? kernels::embedding(numbers, weight, row)
+                                              : EmbeddingFunction::apply(numbers, weight, row);
 }
 
 at::Tensor vocab_parallel_embedding(const at::Tensor& ids, const at::Tensor& weight,
