@@ -48,8 +48,7 @@ struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
     const at::Tensor ids = ctx->get_saved_variables()[0];
     const auto padding = ctx->saved_data["padding"].toInt();
     if (const auto found = ctx->saved_data.find("leaf"); found != ctx->saved_data.end()) {
-      const auto held =
-          c10::static_intrusive_pointer_cast<LeafOfWeight>(found->second.toCapsule());
+      const auto held = c10::static_intrusive_pointer_cast<LeafOfWeight>(found->second.toCapsule());
       if (held->leaf->sink != nullptr) {
         hand_in_rows(grads[0], ids, padding, *held->leaf);
         return variable_list(3);
