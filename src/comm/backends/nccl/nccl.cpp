@@ -325,8 +325,9 @@ class NcclConnections final : public Connections {
 /// c10d's watchdog ends the process by itself where a collective takes too long or a device fails:
 /// before this rank could say which, and the others hear of it.
 void keep_watchdog_still() {
-  for (const char* const name : {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT",
-                                 "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"}) {
+  for (const char* const name :
+       {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT",
+        "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"}) {
     ::setenv(name, "0", /*overwrite=*/1);
   }
 }
