@@ -26,7 +26,7 @@ class Shape:
     theta: float = 1e6
 
     def active(self):
-        """Parameters that multiply each token: without the embedding, of the chosen experts only."""
+        """Parameters that multiply each token: not the embedding, of experts the chosen ones."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.key_heads)
         mlp = 3 * self.hidden * self.inner * (self.chosen or 1) + self.hidden * self.experts
         norms = 2 * self.hidden + (2 * self.head_dim if self.experts else 0)

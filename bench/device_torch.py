@@ -3,7 +3,7 @@
 
     python3 bench/device_torch.py --folder DIR --model dense|moe [--size full|tiny] --write
     python3 bench/device_torch.py --folder DIR --model dense|moe [--size full|tiny] [--compile]
-                                  [--steps 12] [--rows 2] [--device cuda|cpu]
+                                  [--steps 20] [--rows 2] [--device cuda|cpu]
 
 The model is written out here, so that nothing but torch is needed: Llama, or Qwen3-MoE with
 grouped products, under the names of their Hugging Face folders. With --write DIR gets what Tessera
@@ -179,7 +179,7 @@ def on_meta(shape):
 
 
 def in_folder(name, size):
-    """The tensors of a Hugging Face folder that a parameter makes: name, shape, and how to cut it."""
+    """The tensors of a Hugging Face folder that a parameter makes: name, shape, how to cut."""
     if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
         return [(name, size, lambda whole: whole)]
     stem, last = name.rsplit(".", 1)
@@ -243,7 +243,8 @@ def write(arguments, shape):
 def write_batches(arguments, shape):
     ids = batches(shape, arguments.steps, arguments.rows)
     write_safetensors(arguments.folder / "batches.safetensors",
-                      [(name, "I64", 8, ids.shape, lambda: ids) for name in ("input_ids", "labels")])
+                      [(name, "I64", 8, ids.shape, lambda: ids)
+                       for name in ("input_ids", "labels")])
 
 
 class Clock:
@@ -344,7 +345,7 @@ def main():
     parser.add_argument("--model", choices=SHAPES["full"], default="dense")
     parser.add_argument("--size", choices=SHAPES, default="full")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rows", type=int, default=2, help="of a step")
     parser.add_argument("--compile", action="store_true", help="torch.compile for each layer")
     parser.add_argument("--write", action="store_true")
