@@ -34,7 +34,8 @@ class Store;
 struct WorldOptions {
   std::string backend = "auto";  ///< "auto" (what carries `device`), "gloo" (cpu), "nccl" (cuda)
   /// Where tensors of sharded modules and of collectives are: "cpu", or "cuda", of which each local
-  /// rank takes the device of its number, or the only one that is visible; "cuda:0": all take that.
+  /// rank takes the device of its number, or the only one that is visible; "cuda:0": all take that;
+  /// "auto": "cuda" where libtorch has it, its driver and a device are there, else "cpu".
   std::string device = "cpu";
   std::chrono::milliseconds init_timeout = std::chrono::seconds(300);
   std::chrono::milliseconds timeout = std::chrono::seconds(100);  ///< of every collective

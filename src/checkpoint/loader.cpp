@@ -6,6 +6,7 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <utility>
 
 #include "base/log.h"
 #include "base/text/printable.h"
@@ -125,11 +126,12 @@ class Loader {
   }
 
   /// The rest, once all files are verified.
-  void fill_rest() const {
+  void fill_rest() {
     for (const auto& part : rest_) {
       const auto [begin, end] = part.elements;
       checkpoint_.read_box(part.name, part.box, begin, end, part.bytes);
     }
+    upload();
     fill_buffers();
     mark_written();
     for (const auto& state : optimizer_.state()) {
@@ -209,7 +211,7 @@ class Loader {
         checkpoint_.read(concat(kModelPrefix, view.contract->name), 0, values.numel(),
                          {static_cast<std::byte*>(values.mutable_data_ptr()), values.nbytes()});
       }
-      view.tensor.set_data(values);
+      view.tensor.set_data(values.to(view.tensor.device()));
     }
     model_.set_loaded();
   }
@@ -299,9 +301,9 @@ class Loader {
 
   /// Values over the elements of a shard, whose tensors the checkpoint names `prefix` and the
   /// file's name.
-  static void add_parts(std::vector<Part>& parts, const std::string& prefix, const FileForm& form,
-                        const ShardView& view, const at::Tensor& values) {
-    auto* const data = static_cast<std::byte*>(values.mutable_data_ptr());
+  void add_parts(std::vector<Part>& parts, const std::string& prefix, const FileForm& form,
+                 const ShardView& view, const at::Tensor& values) {
+    auto* const data = static_cast<std::byte*>(on_host(values).mutable_data_ptr());
     const auto size = static_cast<std::int64_t>(values.element_size());
     for (layout::Piece& piece : pieces_of(view, form.file)) {
       parts.push_back({prefix + form.names[piece.tensor],
@@ -312,7 +314,20 @@ class Loader {
     }
   }
 
-  std::vector<Part> parts() const {
+  /// Where the values of a tensor are read to: itself, or what upload() brings to the device.
+  at::Tensor on_host(const at::Tensor& values) {
+    if (values.is_cpu()) return values;
+    const at::Tensor twin = at::empty(values.sizes(), at::TensorOptions(values.scalar_type()));
+    twins_.emplace_back(values, twin);
+    return twin;
+  }
+
+  void upload() {
+    const at::NoGradGuard no_grad;
+    for (; !twins_.empty(); twins_.pop_back()) twins_.back().first.copy_(twins_.back().second);
+  }
+
+  std::vector<Part> parts() {
     const at::NoGradGuard no_grad;
     std::vector<Part> found;
     for (const auto& view : model_.shards()) {
@@ -365,6 +380,7 @@ class Loader {
   bool has_state_ = false;                  // in this rank's share of all tensors
   std::vector<std::string> without_state_;  // in this rank's share of trained parameters
   std::vector<Part> rest_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> twins_;  // on the device, on the host
 };
 
 }  // namespace

@@ -11,6 +11,8 @@
 #include "base/text/printable.h"
 #include "checkpoint/snapshot.h"
 #include "comm/group.h"
+#include "comm/host_read.h"
+#include "fsdp/handle.h"
 #include "io/checkpoint_folder.h"
 #include "io/hashed_file.h"
 #include "tessera/error.h"
@@ -130,6 +132,7 @@ void CheckpointSaver::save(std::int64_t step, const ShardedBase& model, const Op
   comm::on_all_or_none(world_, "copy of a rank's part", [&] {
     snapshot_.take(state_parts(model, optimizer, options_.state), rank_file(world_.rank()));
   });
+  fsdp::are_read(model, snapshot_.end());
   step_ = step;
   optimizer_ = optimizer.name();
   loss_scale_.reset();
@@ -141,7 +144,11 @@ void CheckpointSaver::save(std::int64_t step, const ShardedBase& model, const Op
               one_decimal(ms_since(begun_)), " ms, after ", one_decimal(waited),
               " ms for the one before");
   }
-  start([this] { return write_files(); });
+  start([this, copied = snapshot_.end()] {
+    world_.attach_thread();
+    comm::wait_on_host(copied, "copy of a checkpoint");
+    return write_files();
+  });
 }
 
 std::string CheckpointSaver::write_files() const {
@@ -178,6 +185,7 @@ void CheckpointSaver::finish() {
 }
 
 void CheckpointSaver::meet() {
+  if (phase_ == Phase::kFiles) snapshot_.release();
   const std::string mine = work_.valid() ? work_.get() : std::string(1, kDone);
   auto all = comm::all_gather_bytes(world_.control(), mine, "checkpoint: what was written");
   for (std::size_t rank = 0; rank < all.size(); ++rank) {

@@ -118,6 +118,14 @@ std::string add_entry(CheckpointManifest& entries, const StatePart& part, const 
   return key;
 }
 
+/// Where training is: numbers that are counted on the host are among the parts, too.
+at::Device device_of(const std::vector<StatePart>& parts) {
+  for (const auto& part : parts) {
+    if (!part.values.is_cpu()) return part.values.device();
+  }
+  return at::kCPU;
+}
+
 /// The first checkpoint touches the buffer for the first time, while a step waits: one fault for
 /// 512 pages, where the system can.
 void take_huge_pages(const at::Tensor& buffer) {
@@ -204,11 +212,25 @@ CheckpointManifest entries_of(const std::vector<StatePart>& parts, const std::st
   return entries;
 }
 
-std::byte* Snapshot::grow_to(std::size_t size) {
+Snapshot::~Snapshot() {
+  try {
+    release();
+  } catch (const std::exception&) {
+    // A device that no longer answers: its memory is lost with it.
+  }
+}
+
+void Snapshot::release() {
+  end_.block(comm::Stream::current(stream_.device()), comm::EventSite::kSnapshotEnd);
+  reads_.clear();
+}
+
+std::byte* Snapshot::grow_to(std::size_t size, at::Device from) {
   if (!buffer_.defined() || buffer_.nbytes() < size) {
     buffer_ = at::Tensor();  // two would be twice the memory
-    buffer_ = at::empty({static_cast<std::int64_t>(size)}, at::TensorOptions().dtype(at::kByte));
-    take_huge_pages(buffer_);
+    const at::TensorOptions bytes(at::kByte);
+    buffer_ = at::empty({static_cast<std::int64_t>(size)}, bytes.pinned_memory(!from.is_cpu()));
+    if (from.is_cpu()) take_huge_pages(buffer_);
   }
   size_ = size;
   return data_ = static_cast<std::byte*>(buffer_.mutable_data_ptr());
@@ -225,14 +247,22 @@ void Snapshot::take(const std::vector<StatePart>& parts, const std::string& name
     specs.push_back({keys.back(), to_dtype(part.values.scalar_type()), {part.elements.size()}});
   }
   const auto layout = lay_out_safetensors(std::move(specs));
-  auto* const data = grow_to(static_cast<std::size_t>(layout.file_bytes));
+  const at::Device from = device_of(parts);
+  auto* const data = grow_to(static_cast<std::size_t>(layout.file_bytes), from);
   std::memcpy(data, layout.beginning.data(), layout.beginning.size());
+  release();
+  if (stream_.device() != from) stream_ = comm::Stream::make(from);
+  comm::order(comm::Stream::current(from), stream_, comm::EventSite::kSnapshot);
+  const comm::StreamScope copies(stream_);
   for (std::size_t i = 0; i < parts.size(); ++i) {
+    const at::Tensor& values = parts[i].values;
     // By element size, largest first, after a beginning of whole 8 bytes: each is aligned.
-    auto place = at::from_blob(data + layout.header.find(keys[i])->begin, parts[i].values.sizes(),
-                               parts[i].values.options().requires_grad(false));
-    place.copy_(parts[i].values);
+    auto place = at::from_blob(data + layout.header.find(keys[i])->begin, values.sizes(),
+                               at::TensorOptions(values.scalar_type()));
+    place.copy_(values, /*non_blocking=*/true);
+    if (!values.is_cpu()) reads_.push_back(values);
   }
+  end_.record(stream_, comm::EventSite::kSnapshotEnd);
 }
 
 namespace {

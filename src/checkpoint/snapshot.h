@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "checkpoint/file_forms.h"
+#include "comm/stream.h"
 #include "io/checkpoint_manifest.h"
 #include "layout/range.h"
 #include "tessera/optim.h"
@@ -84,20 +85,35 @@ std::vector<StatePart> cut(const std::vector<StatePart>& parts, int replica, int
 /// What the manifest says of the parts as the file `name`.
 CheckpointManifest entries_of(const std::vector<StatePart>& parts, const std::string& name);
 
+/// On a device the copy is launched on a stream of its own: the steps go on beside it.
 class Snapshot {
  public:
+  Snapshot() = default;
+  ~Snapshot();
+  Snapshot(const Snapshot&) = delete;
+  Snapshot& operator=(const Snapshot&) = delete;
+
   /// Copies the parts into the buffer as the file `name`.
   void take(const std::vector<StatePart>& parts, const std::string& name);
+  /// Behind the copy: whoever writes what the parts hold has to come behind it. Marks nothing on the
+  /// CPU, where it is done.
+  const comm::Event& end() const { return end_; }
+  /// The caller's stream comes behind the copy, and what it read may go.
+  void release();
 
+  /// Once end() has passed:
   const std::string& name() const { return name_; }
   std::span<const std::byte> bytes() const { return {data_, size_}; }  ///< the whole file
   /// The manifest's entries for the pieces in it.
   const CheckpointManifest& entries() const { return entries_; }
 
  private:
-  std::byte* grow_to(std::size_t size);
+  std::byte* grow_to(std::size_t size, at::Device from);
 
   std::string name_;
+  comm::Stream stream_;  // of the copies; empty on the CPU
+  comm::Event end_;
+  std::vector<at::Tensor> reads_;  // on the device, until release()
   at::Tensor buffer_;
   std::byte* data_ = nullptr;
   std::size_t size_ = 0;

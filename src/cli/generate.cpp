@@ -8,6 +8,7 @@
 #include "base/text/printable.h"
 #include "cli/arguments.h"
 #include "cli/program_end.h"
+#include "cli/ranks.h"
 #include "io/folder.h"
 #include "io/token_source.h"
 #include "models/model_spec.h"
@@ -27,9 +28,10 @@ train::Config config_of(const GenerateArguments& arguments) {
   config.precision.param_dtype = {};
   config.precision.storage_dtype = {};
   for (const auto& [key, value] : arguments.overrides) {
-    TESSERA_CHECK(key.starts_with("precision.") || key == "model.allow_unknown_config_keys",
+    TESSERA_CHECK(key.starts_with("precision.") || key == "model.allow_unknown_config_keys" ||
+                      key == "device",
                   ErrorKind::kUsage, "--", key,
-                  ": found beside generate, expected only --precision.KEY and "
+                  ": found beside generate, expected only --device, --precision.KEY and "
                   "--model.allow_unknown_config_keys there");
   }
   apply(arguments.overrides, config);
@@ -132,8 +134,9 @@ int run_generate(const GenerateArguments& arguments) {
   const Ids prompt = arguments.prompt ? ids_of(*arguments.prompt, source.spec)
                                       : parse_ids(*arguments.prompt_tokens);
   train::check_prompt(source.spec, prompt);
-  const train::GenerateOptions options = generate_options(arguments, source);
-  const auto world = World::of_one();
+  train::GenerateOptions options = generate_options(arguments, source);
+  const auto world = World::of_one(world_options(config));
+  options.device = world->device();
   const auto model = train::parallelize_to_generate(source, config, *world);
   Printer printer(arguments.prompt ? Printer::As::kText : Printer::As::kIds);
   const train::EndedBy end = train::generate(train::decoder_of(*model), prompt, options,

@@ -23,8 +23,24 @@ std::string_view backend_word(train::BackendName name) {
   return "auto";
 }
 
-WorldOptions world_options(const train::CommConfig& comm) {
+const char* device_word(train::DeviceName name) {
+  switch (name) {
+    case train::DeviceName::kAuto:
+      return "auto";
+    case train::DeviceName::kCpu:
+      return "cpu";
+    case train::DeviceName::kCuda:
+      return "cuda";
+  }
+  return "auto";
+}
+
+}  // namespace
+
+WorldOptions world_options(const train::Config& config) {
+  const train::CommConfig& comm = config.comm;
   WorldOptions options;
+  options.device = device_word(config.device);
   options.backend = backend_word(comm.backend);
   options.init_timeout = std::chrono::seconds(comm.init_timeout_seconds);
   options.timeout = std::chrono::seconds(comm.timeout_seconds);
@@ -32,6 +48,8 @@ WorldOptions world_options(const train::CommConfig& comm) {
   options.master_port = static_cast<int>(comm.master_port.value_or(0));
   return options;
 }
+
+namespace {
 
 // As the rank that this process is. A rank among others must not unwind past its groups when it
 // fails.
@@ -57,7 +75,7 @@ int run_as_rank(const WorldOptions& options, int world_size, const RankBody& bod
 }  // namespace
 
 int run_ranks(const train::Config& config, std::optional<int> nproc, const RankBody& body) {
-  const WorldOptions options = world_options(config.comm);
+  const WorldOptions options = world_options(config);
   const comm::LaunchEnvironment place = comm::read_launch_environment(
       base::environment(), {options.master_addr, options.master_port});
   const bool launched = place.launcher != comm::Launcher::kSingle;

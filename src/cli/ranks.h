@@ -13,10 +13,13 @@
 
 namespace tessera::cli {
 
+/// As `device` and [comm] say.
+WorldOptions world_options(const train::Config& config);
+
 using RankBody = std::function<void(World& world, RunPhase& phase)>;
 
 /// Runs `body` on every rank and returns the exit code for main(). `config` is validated; it gives
-/// the degrees and [comm]. A failing rank reports and leaves without returning ([Note: failure]).
+/// the degrees, the device and [comm]. A failing rank reports and leaves without returning ([Note: failure]).
 /// Errors: kUsage for --nproc that a launcher contradicts and for contradictory variables, kConfig
 /// for degrees that the number of ranks does not allow; both before any rank starts.
 int run_ranks(const train::Config& config, std::optional<int> nproc, const RankBody& body);

@@ -13,7 +13,13 @@
 namespace tessera::comm {
 namespace {
 
+int devices_there(c10::DeviceType type) {
+  if (!c10::impl::hasDeviceGuardImpl(type)) return 0;
+  return c10::impl::VirtualGuardImpl(type).deviceCount();
+}
+
 c10::Device parsed(const std::string& name) {
+  if (name == "auto") return devices_there(c10::kCUDA) > 0 ? c10::kCUDA : c10::kCPU;
   try {
     const c10::Device device(name);
     if (device.is_cpu() || at::isAccelerator(device.type())) return device;
@@ -21,12 +27,8 @@ c10::Device parsed(const std::string& name) {
   }
   throw Error(ErrorKind::kUsage,
               concat("world: found device ", printable(name),
-                     ", expected cpu, or an accelerator that libtorch knows, as cuda or cuda:0"));
-}
-
-int devices_there(c10::DeviceType type) {
-  if (!c10::impl::hasDeviceGuardImpl(type)) return 0;
-  return c10::impl::VirtualGuardImpl(type).deviceCount();
+                     ", expected auto, cpu, or an accelerator that libtorch knows, as cuda or "
+                     "cuda:0"));
 }
 
 }  // namespace

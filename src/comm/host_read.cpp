@@ -122,6 +122,13 @@ at::Tensor pinned_like(const at::Tensor& tensor) {
   return at::empty(tensor.sizes(), at::TensorOptions(tensor.scalar_type()).pinned_memory(true));
 }
 
+at::Tensor uploaded(const at::Tensor& tensor, at::Device device) {
+  if (device.is_cpu() || !tensor.is_cpu()) return tensor;
+  const at::Tensor pinned = pinned_like(tensor);
+  pinned.copy_(tensor);
+  return pinned.to(device, tensor.scalar_type(), /*non_blocking=*/true);
+}
+
 std::vector<at::Tensor> read_on_host(at::TensorList tensors, std::string_view what) {
   RECORD_USER_SCOPE("tessera::host_read");
   const c10::AutoGradMode no_grad(false);

@@ -66,6 +66,10 @@ void wait_on_host(const Event& event, std::string_view what);
 /// Pinned memory of the host of a tensor's sizes and dtype.
 at::Tensor pinned_like(const at::Tensor& tensor);
 
+/// The same values on the device, by pinned memory and behind what is launched on the caller's stream:
+/// the host does not wait. Itself where it lies there; on the CPU always.
+at::Tensor uploaded(const at::Tensor& tensor, at::Device device);
+
 /// The same values in the host's memory, contiguous, in the same order: one wait for all. Those of
 /// the CPU come back as they are, undefined ones too; the others are of one device. `what` is said
 /// in errors: "gradient norm". Errors: as HostWaits::wait().

@@ -56,6 +56,10 @@ std::string_view to_string(EventSite site) {
       return "reductions of a sum";
     case EventSite::kHostRead:
       return "read on the host";
+    case EventSite::kSnapshot:
+      return "copy of a checkpoint";
+    case EventSite::kSnapshotEnd:
+      return "end of a checkpoint's copy";
   }
   return "unknown";
 }

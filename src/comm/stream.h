@@ -37,6 +37,8 @@ enum class EventSite : std::uint8_t {
   kDeferred,  ///< a weight gradient that is formed on another stream than it was put off on
   kReduced,   ///< who reads a sum comes behind its reductions
   kHostRead,  ///< the host comes behind the copy that it reads
+  kSnapshot,  ///< the copy of a checkpoint comes behind what it copies
+  kSnapshotEnd,  ///< who writes that next, and who writes the file, comes behind the copy
 };
 std::string_view to_string(EventSite site);
 /// Which half of one: test_hooks::leaves_out_event.

@@ -424,6 +424,14 @@ void require_idle(const ShardedBase& model, const char* what) {
   unit_of_handle(model.unit()).runtime().require_idle(what);
 }
 
+void are_read(const ShardedBase& model, const comm::Event& end) {
+  unit_of_handle(model.unit()).runtime().are_read(end);
+}
+
+void come_behind_reads(const ShardedBase& model) {
+  unit_of_handle(model.unit()).runtime().come_behind_reads();
+}
+
 void require_steps_of(const ShardedBase& model, const Optimizer& optimizer, const char* what) {
   std::map<const GradContract*, ShardView> views;
   for (const auto& view : model.shards()) views.emplace(view.contract, view);

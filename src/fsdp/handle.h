@@ -1,6 +1,7 @@
 // What floors above ask of a handle beyond tessera/shard.h: none of them knows what runs it.
 #pragma once
 
+#include "comm/stream.h"
 #include "layout/model_plan.h"
 #include "tessera/optim.h"
 #include "tessera/shard.h"
@@ -17,5 +18,11 @@ void renew_after_failure(const ShardedBase& model);
 void require_idle(const ShardedBase& model, const char* what);
 /// That `optimizer` steps parameters of `model`, as they lie now. Errors: kUsage, named `what`.
 void require_steps_of(const ShardedBase& model, const Optimizer& optimizer, const char* what);
+
+/// A copy on a device reads the parameters, buffers and what optimizers keep of them, up to `end`:
+/// Optimizer::step() comes behind it.
+void are_read(const ShardedBase& model, const comm::Event& end);
+/// So does from here on whatever else is launched on the caller's stream.
+void come_behind_reads(const ShardedBase& model);
 
 }  // namespace tessera::fsdp

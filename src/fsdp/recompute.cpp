@@ -2,10 +2,13 @@
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <ATen/DeviceAccelerator.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
@@ -14,11 +17,13 @@
 #include <array>
 #include <iterator>
 #include <mutex>
+#include <optional>
 #include <ostream>
 #include <utility>
 
 #include "base/first_derivative.h"
 #include "base/random.h"
+#include "comm/device.h"
 #include "fsdp/runtime/recompute_scopes.h"
 #include "fsdp/runtime/runtime.h"
 #include "tessera/error.h"
@@ -27,33 +32,45 @@ namespace tessera {
 namespace fsdp {
 namespace {
 
-// What a forward reads besides its inputs and parameters: the default CPU generator and autocast.
-// A recomputation must find both as the first forward did.
+// What a forward reads besides its inputs and parameters: the default generators of the CPU and of
+// the device where it computes, and autocast. A recomputation must find them as the first forward did.
 
-/// State of libtorch's default CPU generator (5 KB).
-at::Tensor random_state();
+/// State of libtorch's default generators: all of it lies on the host.
+struct RandomState {
+  at::Device device = at::kCPU;
+  at::Tensor of_cpu;     ///< 5 KB
+  at::Tensor of_device;  ///< seed and offset; undefined on the CPU
 
-/// Random numbers as they came the first time; afterwards they go on where they were. An undefined
-/// state: nothing was drawn, nothing changes.
+  static RandomState now(at::Device device);
+  void set() const;
+  bool operator==(const RandomState& other) const;
+};
+
+/// Random numbers as they came the first time; afterwards they go on where they were. None: nothing
+/// was drawn, nothing changes.
 class RandomStateScope {
  public:
-  explicit RandomStateScope(const at::Tensor& state);
+  explicit RandomStateScope(const std::optional<RandomState>& state);
   ~RandomStateScope();
   RandomStateScope(const RandomStateScope&) = delete;
   RandomStateScope& operator=(const RandomStateScope&) = delete;
 
  private:
-  at::Tensor before_;
+  std::optional<RandomState> before_;
 };
 
-/// This thread's autocast of every device that has a model's kernels.
+/// Where a function of these inputs computes: without any on a device, where its thread does.
+at::Device device_of(const std::vector<at::Tensor>& inputs);
+
+/// This thread's autocast of the CPU and of the device where it computes.
 struct Autocast {
   struct OfDevice {
+    at::DeviceType type = at::kCPU;
     bool enabled = false;
     at::ScalarType dtype = at::kFloat;
   };
   std::array<OfDevice, 2> devices;
-  static Autocast now();
+  static Autocast now(at::DeviceType device);
 };
 
 /// Autocast as given, without its cache of casted weights: a cast that was made without grad in the
@@ -70,48 +87,73 @@ class AutocastScope {
   bool cached_before_;
 };
 
-constexpr std::array kDevices{at::kCPU, at::kCUDA};
-
-void set_random_state(const at::Tensor& state) {
-  auto generator = at::detail::getDefaultCPUGenerator();
-  const std::lock_guard lock(generator.mutex());
-  generator.set_state(state);
-}
-
-void set_autocast(const Autocast& state) {
-  for (std::size_t i = 0; i < kDevices.size(); ++i) {
-    at::autocast::set_autocast_enabled(kDevices[i], state.devices[i].enabled);
-    at::autocast::set_autocast_dtype(kDevices[i], state.devices[i].dtype);
-  }
-}
-
-at::Tensor random_state() {
-  auto generator = at::detail::getDefaultCPUGenerator();
+at::Tensor state_of(at::Generator generator) {
   const std::lock_guard lock(generator.mutex());
   return generator.get_state();
 }
 
-RandomStateScope::RandomStateScope(const at::Tensor& state) {
-  if (!state.defined()) return;
-  before_ = random_state();
-  set_random_state(state);
+void set_state_of(at::Generator generator, const at::Tensor& state) {
+  const std::lock_guard lock(generator.mutex());
+  generator.set_state(state);
+}
+
+RandomState RandomState::now(at::Device device) {
+  RandomState state{device, state_of(at::detail::getDefaultCPUGenerator()), {}};
+  if (!device.is_cpu()) state.of_device = state_of(at::globalContext().defaultGenerator(device));
+  return state;
+}
+
+void RandomState::set() const {
+  set_state_of(at::detail::getDefaultCPUGenerator(), of_cpu);
+  if (!device.is_cpu()) set_state_of(at::globalContext().defaultGenerator(device), of_device);
+}
+
+bool RandomState::operator==(const RandomState& other) const {
+  return at::equal(of_cpu, other.of_cpu) &&
+         (device.is_cpu() || at::equal(of_device, other.of_device));
+}
+
+RandomStateScope::RandomStateScope(const std::optional<RandomState>& state) {
+  if (!state) return;
+  before_ = RandomState::now(state->device);
+  state->set();
 }
 
 RandomStateScope::~RandomStateScope() {
-  if (before_.defined()) set_random_state(before_);
+  if (before_) before_->set();
 }
 
-Autocast Autocast::now() {
+at::Device device_of(const std::vector<at::Tensor>& inputs) {
+  for (const auto& input : inputs) {
+    if (!input.is_cpu()) return input.device();
+  }
+  const auto accelerator = comm::backward_stays_here() ? at::getAccelerator() : std::nullopt;
+  if (!accelerator) return at::kCPU;
+  return c10::impl::VirtualGuardImpl(*accelerator).getDevice();
+}
+
+Autocast Autocast::now(at::DeviceType device) {
+  // On the CPU alone nobody computes under the other one; what is set there is kept all the same.
   Autocast state;
-  for (std::size_t i = 0; i < kDevices.size(); ++i) {
-    state.devices[i] = {at::autocast::is_autocast_enabled(kDevices[i]),
-                        at::autocast::get_autocast_dtype(kDevices[i])};
+  state.devices[0].type = at::kCPU;
+  state.devices[1].type = device == at::kCPU ? at::kCUDA : device;
+  for (auto& one : state.devices) {
+    one.enabled = at::autocast::is_autocast_enabled(one.type);
+    one.dtype = at::autocast::get_autocast_dtype(one.type);
   }
   return state;
 }
 
+void set_autocast(const Autocast& state) {
+  for (const auto& one : state.devices) {
+    at::autocast::set_autocast_enabled(one.type, one.enabled);
+    at::autocast::set_autocast_dtype(one.type, one.dtype);
+  }
+}
+
 AutocastScope::AutocastScope(const Autocast& state)
-    : before_(Autocast::now()), cached_before_(at::autocast::is_autocast_cache_enabled()) {
+    : before_(Autocast::now(state.devices[1].type)),
+      cached_before_(at::autocast::is_autocast_cache_enabled()) {
   set_autocast(state);
   at::autocast::set_autocast_cache_enabled(false);
 }
@@ -170,7 +212,8 @@ struct Block : torch::CustomClassHolder {
   std::vector<Result> outputs;         ///< of the first forward
   fsdp::Recorded recorded;
   fsdp::Autocast autocast;
-  at::Tensor random;  ///< before the first forward, if that drew anything
+  at::Device device = at::kCPU;             ///< where it computes
+  std::optional<fsdp::RandomState> random;  ///< before the first forward, if that drew anything
   std::optional<SamplePlace> place = sample_place();
   const torch::autograd::Node* node = nullptr;
 
@@ -259,7 +302,7 @@ class Recompute : public torch::autograd::Function<Recompute> {
     context->saved_data["block"] = c10::IValue::make_capsule(block);
     context->set_materialize_grads(false);  // a result without use gives nobody a gradient of zeros
     const at::NoGradGuard no_grad;
-    auto random = fsdp::random_state();
+    auto random = fsdp::RandomState::now(block->device);
     const auto versions = versions_of(saved);
     variable_list outputs;
     {
@@ -268,7 +311,7 @@ class Recompute : public torch::autograd::Function<Recompute> {
       outputs = block->run(saved);
     }
     require_unchanged(*block, saved, versions);
-    if (!at::equal(random, fsdp::random_state())) block->random = std::move(random);
+    if (random != fsdp::RandomState::now(block->device)) block->random = std::move(random);
     separate(outputs, saved);
     block->inputs = saved.size();
     for (const auto& output : outputs) block->outputs.push_back(result_of(output));
@@ -367,15 +410,16 @@ std::vector<at::Tensor> checkpoint(Run function, const std::vector<at::Tensor>& 
   static thread_local std::uint64_t serial = 0;
   block->recorded.mode = mode;
   block->recorded.serial = ++serial;
-  block->autocast = fsdp::Autocast::now();
   variable_list arguments;
   std::copy_if(inputs.begin(), inputs.end(), std::back_inserter(arguments),
                [](const at::Tensor& input) { return input.defined(); });
+  block->device = fsdp::device_of(arguments);
+  block->autocast = fsdp::Autocast::now(block->device.type());
   if (std::none_of(arguments.begin(), arguments.end(),
                    [](const at::Tensor& input) { return input.requires_grad(); })) {
     // Parameters alone would not make the node part of the graph: an empty input that requires grad
     // does.
-    arguments.push_back(at::empty({0}).set_requires_grad(true));
+    arguments.push_back(at::empty({0}, at::TensorOptions(block->device)).set_requires_grad(true));
   }
   restore_places(*block, inputs);
   // A TensorList: in a vector the engine would not find the tensors, and cut the graph in silence.

@@ -254,8 +254,10 @@ void adamw(at::TensorList parameters, at::TensorList grads, at::TensorList first
            at::TensorList second, at::TensorList steps, double lr, double beta1, double beta2,
            double weight_decay, double eps) {
   if (parameters.empty()) return;
-  (on_cpu(parameters[0]) ? cpu::adamw : aten::adamw)(parameters, grads, first, second, steps, lr,
-                                                     beta1, beta2, weight_decay, eps);
+  // ATen's own kernel, of whatever device both are on.
+  const bool fused = steps[0].device() == parameters[0].device();
+  (fused ? cpu::adamw : aten::adamw)(parameters, grads, first, second, steps, lr, beta1, beta2,
+                                     weight_decay, eps);
 }
 
 }  // namespace tessera::kernels

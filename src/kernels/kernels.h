@@ -174,7 +174,8 @@ void round_half_away(const at::Tensor& values, const at::Tensor& shard);
 /// Writes: master.
 void take_over_changes(const at::Tensor& shard, const at::Tensor& master);
 
-/// One step of AdamW as PyTorch's; all lists of one length, `steps` [] fp32 on the host.
+/// One step of AdamW as PyTorch's; all lists of one length, `steps` [] fp32 where the parameters
+/// are, or on the host.
 /// Writes: parameters, first, second.
 void adamw(at::TensorList parameters, at::TensorList grads, at::TensorList first,
            at::TensorList second, at::TensorList steps, double lr, double beta1, double beta2,

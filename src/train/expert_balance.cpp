@@ -5,10 +5,10 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
-#include <numeric>
 #include <optional>
 #include <string>
 
+#include "comm/host_read.h"
 #include "models/expert_bias.h"
 #include "moe/routing.h"
 #include "tessera/error.h"
@@ -52,21 +52,23 @@ models::RouterLoad pool(const std::vector<models::RouterLoad>& loads) {
 }
 
 at::Tensor chosen_by_all(const ShardedBase& model, const at::Tensor& counts) {
-  const at::Tensor mine = counts.to(at::kCPU, at::kDouble).contiguous();
+  const at::Tensor mine =
+      comm::read_on_host(counts, "experts of the auxiliary loss").to(at::kDouble).contiguous();
   const auto* begin = mine.const_data_ptr<double>();
-  return at::tensor(sum_over_ranks(model, RankSum::kRouterLoad, {begin, begin + mine.numel()}),
-                    at::kDouble);
+  const auto all = at::tensor(
+      sum_over_ranks(model, RankSum::kRouterLoad, {begin, begin + mine.numel()}), at::kDouble);
+  return comm::uploaded(all, counts.device());
 }
 
 at::Tensor auxiliary_addend(const at::Tensor& probabilities, const at::Tensor& chosen,
                             std::int64_t experts_per_token) {
-  const auto* begin = chosen.const_data_ptr<double>();
-  // Rows of the pooled layers: every token of every layer chose as many experts.
-  const double rows =
-      std::accumulate(begin, begin + chosen.numel(), 0.0) / static_cast<double>(experts_per_token);
   const auto experts = static_cast<double>(chosen.numel());
-  // A micro-batch without a token on any rank has no loss.
-  const at::Tensor share = chosen * (rows > 0 ? experts / (rows * rows) : 0.0);
+  // Rows of the pooled layers: every token of every layer chose as many experts. A micro-batch without
+  // a token on any rank has no loss.
+  const at::Tensor rows = chosen.sum() / static_cast<double>(experts_per_token);
+  const at::Tensor factor =
+      at::full_like(rows, experts).div(rows * rows).masked_fill(rows <= 0, 0.0);
+  const at::Tensor share = chosen * factor;
   return (probabilities * share.to(probabilities.options())).sum();
 }
 
@@ -84,11 +86,12 @@ void ChosenExperts::add(const std::vector<models::RouterLoad>& loads) {
   }
 }
 
-std::vector<std::vector<double>> ChosenExperts::by_layer() const {
+at::Tensor ChosenExperts::all() const { return counts_.empty() ? at::Tensor() : at::cat(counts_); }
+
+std::vector<std::vector<double>> ChosenExperts::by_layer(const at::Tensor& read) const {
   std::vector<std::vector<double>> layers;
   if (counts_.empty()) return layers;
-  const at::Tensor all = at::cat(counts_).to(at::kCPU);
-  const auto* next = all.const_data_ptr<double>();
+  const auto* next = read.const_data_ptr<double>();
   for (const at::Tensor& layer : counts_) {
     layers.emplace_back(next, next + layer.numel());
     next += layer.numel();
@@ -121,7 +124,8 @@ void balance_experts(const ShardedBase& model, const ModelSource& source,
     const auto layer = std::ranges::find(routed, layer_of(name, source.description));
     TESSERA_INVARIANT(layer != routed.end(), name, " of a layer without counts");
     const auto& of_layer = chosen[static_cast<std::size_t>(layer - routed.begin())];
-    const at::Tensor counts = at::tensor(of_layer, at::kDouble);
+    const at::Tensor counts =
+        comm::uploaded(at::tensor(of_layer, at::kDouble), view.tensor.device());
     view.tensor.copy_(moe::balanced_bias(view.tensor, counts, coefficient));
   }
 }

@@ -34,8 +34,8 @@ at::Tensor auxiliary_loss(const ShardedBase& model, const std::vector<models::Ro
 
 /// Of all layers together; undefined where there are none.
 models::RouterLoad pool(const std::vector<models::RouterLoad>& loads);
-/// How often each expert was chosen on all data ranks, [E] fp64; `counts` [E] are this rank's.
-/// Collective.
+/// How often each expert was chosen on all data ranks, [E] fp64, where `counts` [E] are, which are
+/// this rank's. Collective.
 at::Tensor chosen_by_all(const ShardedBase& model, const at::Tensor& counts);
 /// The addend of these layers' probabilities [E]; `chosen` [E] fp64 of all layers of the model.
 at::Tensor auxiliary_addend(const at::Tensor& probabilities, const at::Tensor& chosen,
@@ -46,8 +46,10 @@ class ChosenExperts {
  public:
   /// Of one micro-batch, a layer each.
   void add(const std::vector<models::RouterLoad>& loads);
-  /// Read from the device at once.
-  std::vector<std::vector<double>> by_layer() const;
+  /// Of all layers one behind the other, fp64; undefined where there are none.
+  at::Tensor all() const;
+  /// Those, once they are on the host.
+  std::vector<std::vector<double>> by_layer(const at::Tensor& read) const;
 
  private:
   std::vector<at::Tensor> counts_;  // [E] fp64 each

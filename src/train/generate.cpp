@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "comm/host_read.h"
 #include "models/family.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
@@ -69,10 +70,10 @@ EndedBy generate(models::WritesText& model, const std::vector<std::int64_t>& pro
   const bool cached = model.can_decode();
   models::DecoderCache cache = model.make_cache(cached ? given + most - 1 : 0);
   std::vector<std::int64_t> written = prompt;
-  at::Tensor next = row_of(prompt);
+  at::Tensor next = comm::uploaded(row_of(prompt), options.device);
   for (std::int64_t made = 0; made < most; ++made) {
-    const at::Tensor logits =
-        (cached ? model.decode(next, cache) : model.next_logits(next)).to(at::kFloat).contiguous();
+    const at::Tensor found = cached ? model.decode(next, cache) : model.next_logits(next);
+    const at::Tensor logits = comm::read_on_host(found, "logits").to(at::kFloat).contiguous();
     const auto count = options.ids_below == 0 ? logits.size(1) : options.ids_below;
     const std::int64_t token =
         choose_token({logits.const_data_ptr<float>(), static_cast<std::size_t>(count)},
@@ -82,7 +83,8 @@ EndedBy generate(models::WritesText& model, const std::vector<std::int64_t>& pro
       return EndedBy::kEndToken;
     }
     written.push_back(token);
-    next = row_of(cached ? std::vector<std::int64_t>{token} : written);
+    next =
+        comm::uploaded(row_of(cached ? std::vector<std::int64_t>{token} : written), options.device);
   }
   return most < options.max_new_tokens ? EndedBy::kPositions : EndedBy::kCount;
 }

@@ -7,6 +7,8 @@
 // sampling.h chooses.
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -34,6 +36,7 @@ struct GenerateOptions {
   Sampling sampling;
   std::vector<std::int64_t> end_tokens;  ///< the first of them that is chosen is the last token
   std::int64_t ids_below = 0;            ///< only these are chosen; 0 = the whole vocabulary
+  c10::Device device = c10::kCPU;        ///< where the model is
 };
 
 enum class EndedBy : std::uint8_t { kCount, kEndToken, kPositions };

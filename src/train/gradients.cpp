@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "comm/group.h"
+#include "comm/host_read.h"
 #include "fsdp/handle.h"
 #include "grad/torch_dtype.h"
 #include "io/safetensors.h"
@@ -49,7 +50,7 @@ class LogitsWriter {
       const bool have = i < range.size();
       std::string message;
       if (have) {
-        const auto row = mine.select(0, i).contiguous();
+        const auto row = comm::read_on_host(mine.select(0, i), "logits").contiguous();
         const std::int64_t number = range.begin + i;
         message.append(reinterpret_cast<const char*>(&number), sizeof number);
         message.append(static_cast<const char*>(row.const_data_ptr()), row.nbytes());
@@ -111,7 +112,8 @@ void write_gradients(const ShardedBase& model, const std::vector<GradContract>& 
   for (const auto& contract : contracts) form_of.emplace(contract.name, forms.of(contract));
   visit_full_gradients_of_run(model, [&](const std::string& name, const at::Tensor& gradient) {
     if (writer == nullptr) return;
-    const auto values = gradient.to(at::kFloat).contiguous();
+    const auto values =
+        comm::read_on_host(gradient, "gradients of the file").to(at::kFloat).contiguous();
     const auto bytes = bytes_of_tensor(values);
     const FileForm& form = form_of.at(name);
     const std::size_t each = bytes.size() / form.names.size();
@@ -247,8 +249,9 @@ class StageGradients {
 
   /// On the ranks of the stage.
   void send(const Visit& visit) {
-    model_.visit_full_gradients([&](const std::string& name, const at::Tensor& gradient) {
+    model_.visit_full_gradients([&](const std::string& name, const at::Tensor& on_device) {
       require_more();
+      const at::Tensor gradient = comm::read_on_host(on_device, name);
       if (pair_ && world_.rank() != 0) send_one(name, gradient);
       visit(name, gradient);
     });

@@ -5,12 +5,15 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "base/random.h"
 #include "base/test_hooks.h"
 #include "comm/group.h"
+#include "comm/host_read.h"
 #include "tessera/error.h"
 #include "tessera/grad_scaler.h"
+#include "tessera/world.h"
 #include "train/batch_memory.h"
 #include "train/config/config.h"
 #include "train/expert_balance.h"
@@ -112,65 +115,120 @@ StepOptions step_options(const Config& config, const GradScaler* scaler) {
 
 namespace {
 
-/// What the stages of all ranks found; a whole model is one stage.
-BatchLoss added(const ShardedBase& model, BatchLoss loss, const FoundByStages& found) {
-  std::vector<double> mine{once(model, found.loss), found.auxiliary};
-  for (const auto& layer : found.chosen) mine.insert(mine.end(), layer.begin(), layer.end());
+constexpr std::size_t kNumbers = 3;  // that a Found has
+
+at::Tensor stacked(const std::vector<at::Tensor>& numbers) {
+  return numbers.empty() ? at::Tensor() : at::stack(numbers);
+}
+
+/// Of stacked numbers on the host, one after the other.
+double sum_of(const at::Tensor& read, double share = 1.0) {
+  double sum = 0.0;
+  if (!read.defined()) return sum;
+  const at::Tensor wide = read.to(at::kDouble);
+  const auto* next = wide.const_data_ptr<double>();
+  for (std::int64_t i = 0; i < wide.numel(); ++i) sum += next[i] * share;
+  return sum;
+}
+
+}  // namespace
+
+PendingLoss::PendingLoss(const BatchLoss& counted, std::vector<Found> found,
+                         const models::RoutedExperts& routed)
+    : counted_(counted), found_(std::move(found)) {
+  const at::NoGradGuard no_grad;
+  counted_.chosen.assign(routed.layers.size(),
+                         std::vector<double>(static_cast<std::size_t>(routed.experts), 0.0));
+  for (const Found& one : found_) {
+    numbers_.push_back(stacked(one.losses));
+    numbers_.push_back(stacked(one.auxiliary));
+    numbers_.push_back(one.chosen.all());
+  }
+}
+
+BatchLoss PendingLoss::added(const ShardedBase& model, std::span<const at::Tensor> read) const {
+  BatchLoss loss = counted_;
+  double sum = 0.0;
+  double auxiliary = 0.0;
+  for (std::size_t i = 0; i < found_.size(); ++i) {
+    const auto mine = read.subspan(i * kNumbers, kNumbers);
+    sum += sum_of(mine[0]);
+    auxiliary += sum_of(mine[1], found_[i].auxiliary_share);
+    auto by_layer = found_[i].chosen.by_layer(mine[2]);
+    for (std::size_t here = 0; here < by_layer.size(); ++here) {
+      loss.chosen.at(found_[i].layers.at(here)) = std::move(by_layer[here]);
+    }
+  }
+  std::vector<double> mine{once(model, sum), auxiliary};
+  for (const auto& layer : loss.chosen) mine.insert(mine.end(), layer.begin(), layer.end());
   const auto sums = sum_over_ranks(model, RankSum::kStep, mine);
   loss.sum = sums[0];
   loss.auxiliary = sums[1];
   auto next = sums.begin() + kLosses;
-  for (const auto& layer : found.chosen) {
-    loss.chosen.emplace_back(next, next + std::ssize(layer));
-    next += std::ssize(layer);
+  for (auto& layer : loss.chosen) {
+    for (double& count : layer) count = *next++;
   }
   return loss;
 }
 
-BatchLoss run_forward_backward(Sharded<models::LanguageModel>& model, const BatchSource& source,
-                               std::int64_t step, const std::vector<RowRange>& rows,
-                               const StepOptions& options) {
+namespace {
+
+MicroBatch on_device(const Sharded<models::LanguageModel>& model, const MicroBatch& batch) {
+  return batch.on(model.mesh().world()->device(), model.module()->spec().vocab_size);
+}
+
+std::vector<MicroBatch> on_device(const Sharded<models::LanguageModel>& model,
+                                  std::vector<MicroBatch> batches) {
+  for (auto& batch : batches) batch = on_device(model, batch);
+  return batches;
+}
+
+PendingLoss run_forward_backward(Sharded<models::LanguageModel>& model, const BatchSource& source,
+                                 std::int64_t step, const std::vector<RowRange>& rows,
+                                 const StepOptions& options) {
   const auto batches = load_micro_batches(source, step, rows);
-  auto loss = count_kept(model, batches);
+  const auto loss = count_kept(model, batches);
   TESSERA_CHECK(loss.kept > 0, ErrorKind::kFormat, "batch of step ", step,
                 ": found no kept label (all are -100), expected at least one");
   const models::ModelSpec& spec = model.module()->spec();
+  const auto routed = models::routed_experts(spec);
   const double coef = aux_loss_coef(options.aux_loss_coef, spec);
   if (options.pipeline != nullptr) {
-    return added(
-        model, loss,
-        options.pipeline->forward_backward({batches, rows, step, options, loss.kept, coef}));
+    return {loss,
+            options.pipeline->forward_backward(
+                {on_device(model, batches), rows, step, options, loss.kept, coef}),
+            routed};
   }
-  ChosenExperts chosen;
-  double sum = 0.0;
-  double auxiliary = 0.0;
+  Found found;
+  found.auxiliary_share = 1.0 / static_cast<double>(batches.size());
+  found.layers.resize(routed.layers.size());
+  std::iota(found.layers.begin(), found.layers.end(), std::size_t{0});
   for (std::size_t i = 0; i < batches.size(); ++i) {
     const bool last = i + 1 == batches.size();
     model.set_requires_gradient_sync(last || options.sync == Sync::kEveryMicroBatch);
     model.set_requires_replica_reduce(last);
     const SampleScope place(SamplePlace{options.seed, step, rows[i].begin});
-    auto inputs = batches[i].inputs();
+    auto inputs = on_device(model, batches[i]).inputs();
     if (spec.moe) inputs.router_statistics = models::RouterStatistics::kCounts;
     if (coef > 0) inputs.router_statistics = models::RouterStatistics::kAndProbabilities;
     const auto output = model.call(&models::LanguageModel::forward_routed, inputs);
-    chosen.add(output.loads);
+    found.chosen.add(output.loads);
     // The mean over the whole batch is differentiated: no rank divides again.
     std::vector<at::Tensor> roots{output.result};
     std::vector<at::Tensor> seeds{
         at::full_like(output.result, options.loss_scale / static_cast<double>(loss.kept))};
     if (coef > 0 && !output.loads.empty()) {
       const auto addend = auxiliary_loss(model, output.loads, spec.moe->experts_per_token);
-      const double share = 1.0 / static_cast<double>(batches.size());
-      auxiliary += addend.item<double>() * share;
+      found.auxiliary.push_back(addend.detach());
       if (addend.requires_grad()) {  // not where all that it comes from is frozen
         roots.push_back(addend);
-        seeds.push_back(at::full_like(addend, options.loss_scale * coef * share));
+        seeds.push_back(at::full_like(addend, options.loss_scale * coef * found.auxiliary_share));
       }
     }
     torch::autograd::backward(roots, seeds);
-    sum += output.result.item<double>();
+    found.losses.push_back(output.result.detach());
   }
-  return added(model, loss, {sum, auxiliary, chosen.by_layer()});
+  return {loss, {std::move(found)}, routed};
 }
 
 BatchLoss run_forward_only(Sharded<models::LanguageModel>& model, const BatchSource& source,
@@ -180,19 +238,22 @@ BatchLoss run_forward_only(Sharded<models::LanguageModel>& model, const BatchSou
   const auto batches = load_micro_batches(source, step, rows);
   auto loss = count_kept(model, batches);
   if (pipeline != nullptr) {
-    auto found = pipeline->forward_only({batches, rows, step});
-    found.chosen.clear();
-    return added(model, loss, found);
+    const PendingLoss pending(loss, pipeline->forward_only({on_device(model, batches), rows, step}),
+                              {});
+    return pending.added(model, comm::read_on_host(pending.numbers(), "loss"));
   }
-  double sum = 0.0;
-  for (const auto& batch : batches) sum += model.forward(batch.inputs()).item<double>();
+  std::vector<at::Tensor> losses;
+  for (const auto& batch : batches) {
+    losses.push_back(model.forward(on_device(model, batch).inputs()));
+  }
+  const double sum = sum_of(comm::read_on_host(stacked(losses), "loss"));
   loss.sum = sum_over_ranks(model, RankSum::kStep, {once(model, sum)}).front();
   return loss;
 }
 
 /// What libtorch says when memory ends names no key.
 template <class Run>
-BatchLoss in_memory(const BatchSource& source, const std::vector<RowRange>& rows, const Run& run) {
+auto in_memory(const BatchSource& source, const std::vector<RowRange>& rows, const Run& run) {
   try {
     return run();
   } catch (const std::exception& error) {
@@ -208,11 +269,18 @@ BatchLoss in_memory(const BatchSource& source, const std::vector<RowRange>& rows
 
 }  // namespace
 
+PendingLoss launch_forward_backward(Sharded<models::LanguageModel>& model,
+                                    const BatchSource& source, std::int64_t step,
+                                    const std::vector<RowRange>& rows, const StepOptions& options) {
+  return in_memory(source, rows,
+                   [&] { return run_forward_backward(model, source, step, rows, options); });
+}
+
 BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSource& source,
                            std::int64_t step, const std::vector<RowRange>& rows,
                            const StepOptions& options) {
-  return in_memory(source, rows,
-                   [&] { return run_forward_backward(model, source, step, rows, options); });
+  const auto pending = launch_forward_backward(model, source, step, rows, options);
+  return pending.added(model, comm::read_on_host(pending.numbers(), "loss of a step"));
 }
 
 BatchLoss forward_only(Sharded<models::LanguageModel>& model, const BatchSource& source,
@@ -234,21 +302,23 @@ bool needs_scale(const GradContract& contract) {
 
 void run_once(Sharded<models::LanguageModel>& model, const BatchSource& source, std::int64_t step,
               RowRange rows, PipelineOfRun* pipeline) {
+  const auto batch = on_device(model, source.load(step, rows));
   if (pipeline == nullptr) {
-    model.forward(source.load(step, rows).inputs());
+    model.forward(batch.inputs());
   } else {
-    pipeline->forward_only({{source.load(step, rows)}, {rows}, step});
+    pipeline->forward_only({{batch}, {rows}, step});
   }
 }
 
 at::Tensor logits_of(Sharded<models::LanguageModel>& model, const BatchSource& source,
                      std::int64_t step, RowRange rows, PipelineOfRun* pipeline) {
   const at::NoGradGuard no_grad;
+  const auto batch = on_device(model, source.load(step, rows));
   if (pipeline != nullptr) {
-    const auto logits = pipeline->logits({{source.load(step, rows)}, {rows}, step});
+    const auto logits = pipeline->logits({{batch}, {rows}, step});
     return logits.empty() ? at::Tensor() : logits.front();
   }
-  auto inputs = source.load(step, rows).inputs();
+  auto inputs = batch.inputs();
   inputs.targets.reset();
   return model.forward(inputs);
 }

@@ -2,10 +2,13 @@
 // gradients have in common.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "models/language_model.h"
@@ -13,6 +16,7 @@
 #include "tessera/shard.h"
 #include "train/data/data.h"
 #include "train/data/sampler.h"
+#include "train/expert_balance.h"
 
 namespace tessera::train {
 
@@ -25,6 +29,34 @@ struct BatchLoss {
   /// Of a model with experts, a layer with them: how many tokens of all data ranks chose each.
   std::vector<std::vector<double>> chosen = {};
   double mean() const { return sum / static_cast<double>(kept); }
+};
+
+/// What micro-batches find, where they run: numbers that the host has not read. A pipeline has one a
+/// stage, which are added up one by one.
+struct Found {
+  std::vector<at::Tensor> losses;     ///< [] a micro-batch: the sum over the tokens of its rows
+  std::vector<at::Tensor> auxiliary;  ///< [] a micro-batch: this rank's addend
+  double auxiliary_share = 1.0;       ///< of each of these in the mean
+  ChosenExperts chosen;               ///< of the layers with experts that are here
+  std::vector<std::size_t> layers;    ///< which ones those are among all of the model
+};
+
+/// A step's numbers before they are read.
+class PendingLoss {
+ public:
+  /// `routed`: of the whole model.
+  PendingLoss(const BatchLoss& counted, std::vector<Found> found,
+              const models::RoutedExperts& routed);
+
+  /// For one read with whatever else a step reads (comm::read_on_host). Some may be undefined.
+  const std::vector<at::Tensor>& numbers() const { return numbers_; }
+  /// With those of all ranks; `read`: the numbers on the host. Collective.
+  BatchLoss added(const ShardedBase& model, std::span<const at::Tensor> read) const;
+
+ private:
+  BatchLoss counted_;  // with zeros of each layer
+  std::vector<Found> found_;
+  std::vector<at::Tensor> numbers_;  // of each Found: losses, auxiliary, chosen
 };
 
 /// What ranks add up besides gradients.
@@ -67,6 +99,10 @@ StepOptions step_options(const Config& config, const GradScaler* scaler);
 BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSource& source,
                            std::int64_t step, const std::vector<RowRange>& rows,
                            const StepOptions& options);
+/// The same without a look at the numbers: on a device all of it may still be under way.
+PendingLoss launch_forward_backward(Sharded<models::LanguageModel>& model,
+                                    const BatchSource& source, std::int64_t step,
+                                    const std::vector<RowRange>& rows, const StepOptions& options);
 
 /// The loss alone; a batch without a kept label adds nothing. Collective.
 BatchLoss forward_only(Sharded<models::LanguageModel>& model, const BatchSource& source,

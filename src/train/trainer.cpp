@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/record_function.h>
 
 #include <chrono>
 #include <cmath>
@@ -10,6 +11,10 @@
 
 #include "base/log.h"
 #include "base/text/printable.h"
+#include "base/trace.h"
+#include "comm/host_read.h"
+#include "fsdp/handle.h"
+#include "fsdp/optim/pending_norm.h"
 #include "kernels/cpu/tables.h"
 #include "moe/routing.h"
 #include "tessera/clip.h"
@@ -251,19 +256,21 @@ class Trainer {
     const Rows rows(config_, *data_, mesh_);
     auto options = step_options(config_, scaler_.get());
     options.pipeline = pipeline();
-    const auto loss = forward_backward(*model_, *data_, step, rows.ranges(), options);
-    if (config_.debug.check_placements) check_placements(*model_);
+    const auto pending = launch_forward_backward(*model_, *data_, step, rows.ranges(), options);
     StepMetrics metrics;
     metrics.step = step;
+    const auto loss = read_and_clip(pending, metrics);
     metrics.loss = loss.mean();
     if (aux_loss_coef(config_.model.aux_loss_coef, source_.spec) > 0) {
       metrics.aux_loss = loss.auxiliary;
     }
     metrics.expert_loads = expert_loads(loss);
-    metrics.grad_norm = clip_grad_norm(*model_, config_.training.max_norm);
     require_finite(metrics);
     const double balance = config_.model.load_balance_coeff;
-    if (balance > 0) balance_experts(*model_, source_, loss.chosen, balance);
+    if (balance > 0) {
+      fsdp::come_behind_reads(*model_);
+      balance_experts(*model_, source_, loss.chosen, balance);
+    }
     metrics.lr =
         learning_rate(config_.lr_scheduler, *config_.optimizer.lr, *config_.training.steps, step);
     optimizer_->set_lr(metrics.lr);
@@ -279,6 +286,21 @@ class Trainer {
     metrics.tps = metrics.tps_global / world_.size();
     metrics.tflops = metrics.tps * flops_per_token_ / 1e12;
     return {metrics, most[2] > 0, most[3] > 0};
+  }
+
+  /// The one time in a step that the host waits for its device.
+  BatchLoss read_and_clip(const PendingLoss& pending, StepMetrics& metrics) const {
+    RECORD_USER_SCOPE("tessera::optimizer");
+    const TraceScope traced(TraceRow::kOptimizer, "norm and clip");
+    const fsdp::PendingNorm norm(*model_);
+    auto numbers = pending.numbers();
+    numbers.push_back(norm.sums());
+    const auto read = comm::read_on_host(numbers, "numbers of a step");
+    const auto loss = pending.added(*model_, std::span(read).first(read.size() - 1));
+    if (config_.debug.check_placements) check_placements(*model_);
+    metrics.grad_norm = std::sqrt(norm.sum(read.back()));
+    fsdp::clip(*model_, metrics.grad_norm, config_.training.max_norm);
+    return loss;
   }
 
   void update(StepMetrics& metrics) {

@@ -1,7 +1,6 @@
 // What a step of fully_shard asks of a device beside its bits: where the host waits, on which thread
 // a backward runs, and what a failure and a model that is gone leave behind.
 #include <ATen/ATen.h>
-#include <ATen/record_function.h>
 #include <c10/core/AutogradState.h>
 #include <gmock/gmock.h>
 
@@ -21,6 +20,7 @@
 #include "dist/plain.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
+#include "sim/reads.h"
 #include "sim/streams.h"
 #include "tessera/clip.h"
 #include "tessera/optim.h"
@@ -51,29 +51,6 @@ void on_ranks(int count, const std::string& device, const std::function<void(Wor
 at::Tensor input_on(const World& world, int step) {
   return test::input_of(world.rank(), step, kWidth).to(world.device()).mul(1);
 }
-
-thread_local int reads_of_thread = 0;
-
-/// Calls of read_on_host() by this thread since it was made.
-class Reads {
- public:
-  Reads() : before_(reads_of_thread) {
-    handle_ = at::addThreadLocalCallback(
-        at::RecordFunctionCallback([](const at::RecordFunction& function)
-                                       -> std::unique_ptr<at::ObserverContext> {
-          if (std::string_view(function.name()) == "tessera::host_read") ++reads_of_thread;
-          return nullptr;
-        }).scopes({at::RecordScope::USER_SCOPE}));
-  }
-  ~Reads() { at::removeCallback(handle_); }
-  Reads(const Reads&) = delete;
-  Reads& operator=(const Reads&) = delete;
-  int count() const { return reads_of_thread - before_; }
-
- private:
-  int before_;
-  at::CallbackHandle handle_;
-};
 
 /// Host waits of the third step: of libtorch, by name, and reads of the library.
 struct Waits {

@@ -1,6 +1,8 @@
 // AdamW over the shards, as many as one call takes.
 #include <ATen/ATen.h>
 
+#include <map>
+
 #include "fsdp/optim/optimizer_registry.h"
 #include "fsdp/optim/optimizer_shards.h"
 #include "kernels/kernels.h"
@@ -20,6 +22,7 @@ class AdamW : public Optimizer {
 
  protected:
   void update(const std::vector<Item*>& items) override {
+    on_device_.clear();
     // One fused call for those that decay and one for the rest; it wants one dtype a call.
     for (const bool decays : {true, false}) {
       for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
@@ -49,16 +52,26 @@ class AdamW : public Optimizer {
     std::vector<at::Tensor> parameters, grads, first, second, steps;
   };
 
-  static void add(Lists& lists, Item& item, const fsdp::Stepped& part) {
+  /// Where the parameter is. On a device all that have made as many share one: it is a kernel to set.
+  at::Tensor steps_of(Item& item, const at::Tensor& parameter) {
+    const auto steps = static_cast<double>(item.steps);
+    if (!parameter.is_cpu()) {
+      auto& shared = on_device_[item.steps];
+      if (!shared.defined()) shared = at::full({}, steps, parameter.options().dtype(at::kFloat));
+      return shared;
+    }
+    if (item.state.size() == kSteps) item.state.push_back(at::zeros({}, at::kFloat));
+    return item.state[kSteps].fill_(steps);
+  }
+
+  void add(Lists& lists, Item& item, const fsdp::Stepped& part) {
     const auto size = part.elements.size();
     if (size == 0) return;
-    if (item.state.size() == kSteps) item.state.push_back(at::zeros({}, at::kFloat));
-    item.state[kSteps].fill_(static_cast<double>(item.steps));
     lists.parameters.push_back(part.values);
     lists.grads.push_back(part.gradient);
     lists.first.push_back(item.state[kFirst].narrow(0, part.elements.begin, size));
     lists.second.push_back(item.state[kSecond].narrow(0, part.elements.begin, size));
-    lists.steps.push_back(item.state[kSteps]);
+    lists.steps.push_back(steps_of(item, part.values));
   }
 
   void step_fused(Lists& lists, bool decays) const {
@@ -69,6 +82,7 @@ class AdamW : public Optimizer {
   }
 
   AdamWOptions options_;
+  std::map<std::int64_t, at::Tensor> on_device_;  // by number, of the update under way
   fsdp::MasterOfShard master_;
 };
 

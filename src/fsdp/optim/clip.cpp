@@ -9,90 +9,20 @@
 #include <sstream>
 
 #include "base/hash.h"
-#include "base/test_hooks.h"
 #include "base/trace.h"
 #include "comm/host_read.h"
+#include "fsdp/optim/pending_norm.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
-#include "kernels/kernels.h"
 #include "tessera/error.h"
 
 namespace tessera {
 namespace {
 
-/// Whether this rank adds the parameter: of ranks with the same gradient (I), and of stages that
-/// hold copies, the first one does.
-/// What is cut, or shared out by the data axes, is another part on every rank.
-bool counts(const ShardView& view, const Mesh& mesh) {
-  const auto& copies = view.contract->reductions.copies;
-  if (!copies.empty() && mesh.coordinate(axis::kPipeline) != copies.front()) return false;
-  const auto& axes = view.contract->layout.axes;
-  for (std::size_t i = 0; i < axes.size(); ++i) {
-    if (axes[i].parameter.kind == PlacementKind::kInvariant && view.coordinates[i] != 0) {
-      return false;
-    }
-  }
-  return true;
-}
-
-/// A parameter's sum, as the stages of a pipeline tell each other.
-struct SumOfParameter {
-  std::int64_t place = 0;  ///< ShardView::place_in_model
-  double sum = 0.0;
-};
-
-/// Of |value|^p over the elements of each gradient that this rank adds, in fp64; kernels.h says what
-/// `largest` is for. They are read from the device together.
-std::vector<SumOfParameter> sums_of_parameters(const ShardedBase& model, double p, double largest) {
-  std::vector<SumOfParameter> sums;
-  std::vector<at::Tensor> gradients;
-  for (const auto& view : model.shards()) {
-    if (!view.shard.grad().defined() || !counts(view, model.mesh())) continue;
-    sums.push_back({view.place_in_model});
-    gradients.push_back(view.shard.grad());
-  }
-  if (sums.empty()) return sums;
-  const auto size = std::ssize(gradients);
-  const auto found = at::zeros({size}, gradients.front().options().dtype(at::kDouble));
-  for (std::int64_t i = 0; i < size; ++i) {
-    kernels::add_powers(gradients[static_cast<std::size_t>(i)], p, largest, found.narrow(0, i, 1));
-  }
-  const at::Tensor here = comm::read_on_host(found, "gradient norm");
-  const auto* next = here.const_data_ptr<double>();
-  for (auto& one : sums) one.sum = *next++;
-  return sums;
-}
-
-/// With those of the other stages of a pipeline, in the model's order: the additions of a rank that
-/// has all stages.
-std::vector<SumOfParameter> sums_of_stages(comm::Group& stages,
-                                           const std::vector<SumOfParameter>& mine) {
-  const std::string bytes(reinterpret_cast<const char*>(mine.data()),
-                          mine.size() * sizeof(SumOfParameter));
-  std::vector<SumOfParameter> all;
-  for (const auto& of_rank : comm::all_gather_bytes(stages, bytes, "gradient norm over stages")) {
-    const auto begin = all.size();
-    all.resize(begin + of_rank.size() / sizeof(SumOfParameter));
-    std::memcpy(all.data() + begin, of_rank.data(), of_rank.size());
-  }
-  // Without places they stay in the order of the stages' ranks.
-  std::ranges::stable_sort(all, {}, &SumOfParameter::place);
-  return all;
-}
-
-/// Of |value|^p over all elements of all gradients. Added parameter by parameter, then in rank
-/// order. Replicas hold the same gradients: only the ranks of one add.
+/// Of |value|^p over all elements of all gradients.
 double sum_of_powers(const ShardedBase& model, double p, double largest = 1.0) {
-  auto of_parameters = sums_of_parameters(model, p, largest);
-  auto* stages = model.stages_group();
-  if (const auto* hook = test_hooks::stages_of_norm.get()) stages = (*hook)(stages);
-  if (stages != nullptr) of_parameters = sums_of_stages(*stages, of_parameters);
-  double mine = 0.0;
-  for (const auto& one : of_parameters) mine += one.sum;
-  const auto sum = at::full({1}, mine, at::kDouble);
-  auto* group = fsdp::unit_of_handle(model.unit()).runtime().groups().replica_control();
-  if (group != nullptr) comm::all_reduce(*group, sum, "gradient norm");
-  return sum.item<double>();
+  const fsdp::PendingNorm pending(model, p, largest);
+  return pending.sum(comm::read_on_host(pending.sums(), "gradient norm"));
 }
 
 /// The larger one; NaN where either is.
@@ -169,11 +99,7 @@ double clip_grad_norm(const ShardedBase& model, double max_norm, double p) {
   const TraceScope traced(TraceRow::kOptimizer, "norm and clip");
   const at::NoGradGuard no_grad;
   const auto norm = gradient_norm(model, p);
-  const auto scale = max_norm / (norm + 1e-6);
-  if (max_norm <= 0 || !std::isfinite(norm) || scale >= 1.0) return norm;
-  for (const auto& view : model.shards()) {
-    if (view.shard.grad().defined()) view.shard.grad().mul_(scale);
-  }
+  fsdp::clip(model, norm, max_norm);
   return norm;
 }
 
@@ -215,16 +141,24 @@ std::vector<std::string_view> invariant_axes(const ParameterLayout& layout) {
   return axes;
 }
 
-/// Of the bytes of the gradient's sum on this rank's shard.
-std::uint64_t hash_of(const fsdp::Parameter& parameter) {
+/// The gradient's sum on this rank's shard; undefined: none.
+at::Tensor sum_of(const fsdp::Parameter& parameter) {
   const auto& bucket = parameter.unit->bucket_of(parameter);
   const auto owned = parameter.owned();
-  if (!bucket.trainable() || !bucket.has_sum() || owned.empty()) return 0;
-  const auto sum =
-      bucket.accumulator()
-          .narrow(0, bucket.plan().offset_in_slice(parameter.placed(), bucket.rank()), owned.size())
-          .contiguous();
-  return hash_bytes({static_cast<const char*>(sum.const_data_ptr()), sum.nbytes()});
+  if (!bucket.trainable() || !bucket.has_sum() || owned.empty()) return {};
+  return bucket.accumulator().narrow(
+      0, bucket.plan().offset_in_slice(parameter.placed(), bucket.rank()), owned.size());
+}
+
+/// Of the bytes of each; 0 of none.
+std::vector<std::uint64_t> hashes_of(const std::vector<at::Tensor>& sums) {
+  std::vector<std::uint64_t> hashes;
+  for (const auto& sum : comm::read_on_host(sums, "invariant gradients")) {
+    hashes.push_back(
+        sum.defined() ? hash_bytes({static_cast<const char*>(sum.const_data_ptr()), sum.nbytes()})
+                      : 0);
+  }
+  return hashes;
 }
 
 /// Of this stage.
@@ -237,8 +171,9 @@ std::vector<Named> differing_gradients(fsdp::Runtime& runtime) {
     }
   }
   if (parameters.empty()) return {};
-  std::vector<std::uint64_t> mine;
-  for (const auto* parameter : parameters) mine.push_back(hash_of(*parameter));
+  std::vector<at::Tensor> sums;
+  for (const auto* parameter : parameters) sums.push_back(sum_of(*parameter));
+  const std::vector<std::uint64_t> mine = hashes_of(sums);
   const std::string bytes(reinterpret_cast<const char*>(mine.data()),
                           mine.size() * sizeof(std::uint64_t));
   const auto all = comm::all_gather_fixed(*runtime.data_group(), bytes, "invariant gradients");

@@ -241,6 +241,7 @@ void Optimizer::step() {
     ++item.steps;
     items.push_back(&item);
   }
+  unit_->runtime().come_behind_reads();
   update(items);
   for (auto* item : items) {
     // Also where this rank owns no element of it: whether a unit is gathered anew must not differ

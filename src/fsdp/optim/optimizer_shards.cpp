@@ -62,8 +62,9 @@ void MasterOfShard::step_split(const ShardView& view, const at::Tensor& remainde
                                const std::function<void(const Stepped&)>& update) {
   const auto shard = view.shard.detach();
   const auto numel = shard.numel();
-  for (std::int64_t begin = 0; begin < numel; begin += kMasterPart) {
-    const auto size = std::min(kMasterPart, numel - begin);
+  const auto part = shard.is_cpu() ? kMasterPart : kMasterPartOfDevices;
+  for (std::int64_t begin = 0; begin < numel; begin += part) {
+    const auto size = std::min(part, numel - begin);
     const auto stored = shard.narrow(0, begin, size);
     const auto rest = remainder.narrow(0, begin, size);
     const auto values = scratch(values_, size, shard.device());

@@ -27,6 +27,8 @@ inline void check_option(const char* name, double value,
 /// tensor by cache lines treat parts of this size as they would the whole: the bits of an update do
 /// not depend on it.
 inline constexpr std::int64_t kMasterPart = std::int64_t{1} << 20;
+/// The same on a device, which takes as long for few elements as for many.
+inline constexpr std::int64_t kMasterPartOfDevices = std::int64_t{1} << 25;
 
 /// A stretch of one shard in the dtype in which it is stepped.
 struct Stepped {

@@ -145,7 +145,17 @@ void Runtime::name_model() {
   controls_changed();
 }
 
+void Runtime::are_read(const comm::Event& end) {
+  come_behind_reads();  // of an earlier one
+  read_until_ = end;
+}
+
+void Runtime::come_behind_reads() {
+  read_until_.block(comm::Stream::current(device()), comm::EventSite::kSnapshotEnd);
+}
+
 void Runtime::begin_relayout() {
+  come_behind_reads();
   for (auto* unit : units_) unit->release();
   agreed_ = false;
   records_.clear();

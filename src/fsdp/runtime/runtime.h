@@ -188,6 +188,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void renew_after_failure();
   /// Gives back all unsharded memory and forgets everything under way, published gradients too.
   void reset();
+  /// handle.h.
+  void are_read(const comm::Event& end);
+  void come_behind_reads();
   std::int64_t gathers_issued() const { return gathers_issued_; }
   std::int64_t reductions_issued() const { return reducer_.issued(); }
 
@@ -273,6 +276,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::shared_ptr<OpenStep> step_;                             // null outside of a step scope
   std::uint64_t steps_ = 0;                                    // so far
   std::map<std::pair<std::string, int>, StepRecord> records_;  // by schedule and number of stages
+
+  comm::Event read_until_;  // by a copy that is under way, on a device
 
   bool failed_ = false;
   std::atomic<std::uint64_t> generation_ = 0;

@@ -179,7 +179,9 @@ ConfigKey device_key() {
   key.name = "device";
   key.type = Codec<DeviceName>::type();
   key.default_text = "\"auto\"";
-  key.help = "Where tensors live; auto is cpu: CUDA is not yet built. At the top of the file.";
+  key.help =
+      "Where tensors live: cuda, a device for each local rank, or cpu; auto is cuda where libtorch "
+      "has it, with its driver and a device. At the top of the file.";
   key.set = [](Config& config, const ConfigValue& value) {
     config.device = Codec<DeviceName>::from(value, "device", {});
   };
@@ -355,7 +357,10 @@ void add_outputs(std::vector<ConfigKey>& keys) {
   using C = CommConfig;
   Section(keys, "comm", &Config::comm)
       .key("backend", &C::backend,
-           {"", "auto is gloo; nccl carries CUDA tensors only, which are not yet built."})
+           {"",
+            "auto is nccl on cuda and gloo on the cpu. nccl carries tensors of cuda devices only; "
+            "gloo "
+            "those too, through the host's memory: slower."})
       .key("init_timeout_seconds", &C::init_timeout_seconds,
            {"seconds", "How long ranks wait for each other up to the first step."},
            between(1, 86400))

@@ -19,13 +19,12 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// What the trainer does not run yet.
-void check_built(const Config& config) {
-  TESSERA_CHECK(config.device != DeviceName::kCuda, ErrorKind::kConfig,
-                "device: found cuda, expected auto or cpu; training on CUDA is not yet built");
-  TESSERA_CHECK(config.comm.backend != BackendName::kNccl, ErrorKind::kConfig,
-                "comm.backend: found nccl, expected auto or gloo; nccl carries CUDA tensors only, "
-                "and training on CUDA is not yet built");
+/// What does not depend on the machine: whether there is such a device its World says.
+void check_device(const Config& config) {
+  TESSERA_CHECK(config.device != DeviceName::kCpu || config.comm.backend != BackendName::kNccl,
+                ErrorKind::kConfig,
+                "comm.backend: found nccl with device cpu, expected auto or gloo: nccl carries "
+                "tensors of CUDA devices only; set another backend, or device = \"cuda\"");
 }
 
 /// What does not depend on ranks, rows and layers (../pipeline/ has the rest). With one rank on
@@ -165,7 +164,7 @@ std::string absolute_under(const fs::path& base, const std::string& folder) {
 }  // namespace
 
 void validate(const Config& config, Verb verb) {
-  check_built(config);
+  check_device(config);
   check_pipeline(config.pipeline);
   validate(config.grad_scaler);
   check_model(config.model);

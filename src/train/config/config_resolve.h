@@ -20,7 +20,7 @@ namespace tessera::train {
 /// Which command the configuration is for: they need different keys.
 enum class Verb : std::uint8_t { kTrain, kGradients, kContract };
 
-/// Errors: kConfig naming the key: missing ones, contradictions, what is not yet built.
+/// Errors: kConfig naming the key: missing ones, contradictions, and nccl beside a device whose tensors it does not carry.
 void validate(const Config& config, Verb verb);
 
 /// Of a configuration, or of the adapters that a checkpoint brings along. Errors: kConfig for dropout

@@ -7,7 +7,9 @@
 #include <system_error>
 
 #include "base/text/printable.h"
+#include "comm/host_read.h"
 #include "io/token_source.h"
+#include "nn/embedding.h"
 #include "nn/loss.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
@@ -177,6 +179,19 @@ models::ModelInputs MicroBatch::inputs() const {
   inputs.token_types = token_types;
   inputs.imposed_routing = imposed_routing;
   return inputs;
+}
+
+MicroBatch MicroBatch::on(at::Device device, std::int64_t vocabulary) const {
+  if (device.is_cpu()) return *this;
+  nn::check_range(input_ids, vocabulary, std::nullopt, "embedding: found the token ");
+  nn::check_range(targets, vocabulary, nn::kIgnoredLabel, "loss: found the label ");
+  const auto there = [&](const at::Tensor& tensor) { return comm::uploaded(tensor, device); };
+  MicroBatch batch{there(input_ids), there(targets)};
+  if (images)
+    batch.images = models::Images{there(images->pixel_values), there(images->position_ids)};
+  if (token_types) batch.token_types = there(*token_types);
+  for (const at::Tensor& indices : imposed_routing) batch.imposed_routing.push_back(there(indices));
+  return batch;
 }
 
 std::unique_ptr<BatchSource> open_batches(const BatchRequest& request) {

@@ -285,7 +285,7 @@ void load_buffers(const ShardedBase& model, const TensorSource& folder) {
     // What training adds (expert_bias.h) begins with the zeros that it was made with.
     if (folder.find(contract.name) == nullptr) continue;
     view.tensor.set_data(read_elements(folder, contract.name, 0, view.tensor.numel())
-                             .to(to_scalar_type(contract.storage))
+                             .to(view.tensor.device(), to_scalar_type(contract.storage))
                              .view(contract.shape));
   }
 }

@@ -13,6 +13,7 @@
 #include "pipeline/valid_program.h"
 #include "tessera/error.h"
 #include "tessera/step_scope.h"
+#include "tessera/world.h"
 #include "train/expert_balance.h"
 
 namespace tessera::train {
@@ -46,14 +47,12 @@ class ModelStage : public pipeline::Stage {
   void begin(const StepOfStages& step, Wanted wanted) {
     step_ = &step;
     wanted_ = wanted;
-    loss_ = auxiliary_ = 0.0;
-    chosen_ = {};
+    found_ = {};
+    found_.auxiliary_share = 1.0 / static_cast<double>(step.batches.size());
     of_.clear();
   }
-  double loss() const { return loss_; }
-  double auxiliary() const { return auxiliary_; }
-  /// Of its own layers with experts, over the micro-batches so far.
-  const ChosenExperts& chosen() const { return chosen_; }
+  /// Over the micro-batches so far, without the places of its layers.
+  const Found& found() const { return found_; }
   const models::StageLayers& layers() const { return place_.layers; }
 
   Boundary input(std::int64_t micro_batch) const override {
@@ -81,14 +80,16 @@ class ModelStage : public pipeline::Stage {
     }
     stage.batch.router_statistics = statistics();
     auto output = model_.call(&models::LanguageModel::forward_stage, stage);
-    chosen_.add(output.loads);
+    found_.chosen.add(output.loads);
     Tensors results{output.result};
     if (sends_counts()) {
       auto& routed = of_[micro_batch];
       routed = pooled(output.loads, place_.layers.embedding ? at::Tensor() : inputs.at(1));
       if (!place_.layers.head) results.push_back(routed.counts);
     }
-    if (place_.layers.head && wanted_ == Wanted::kLoss) loss_ += output.result.item<double>();
+    if (place_.layers.head && wanted_ == Wanted::kLoss) {
+      found_.losses.push_back(output.result.detach());
+    }
     return results;
   }
 
@@ -145,7 +146,7 @@ class ModelStage : public pipeline::Stage {
       all.counts = all.counts.defined() ? before + all.counts : before;
     } else if (!all.counts.defined()) {
       all.counts = at::zeros({models::routed_experts(model_.module()->spec()).experts},
-                             at::TensorOptions().dtype(at::kLong));
+                             at::TensorOptions(model_.mesh().world()->device()).dtype(at::kLong));
     }
     return all;
   }
@@ -158,12 +159,11 @@ class ModelStage : public pipeline::Stage {
     const at::Tensor addend = auxiliary_addend(routed.probabilities, routed.counts,
                                                model_.module()->spec().moe->experts_per_token);
     routed.probabilities = at::Tensor();
-    const double share = 1.0 / static_cast<double>(step_->batches.size());
-    auxiliary_ += addend.item<double>() * share;
+    found_.auxiliary.push_back(addend.detach());
     if (!addend.requires_grad()) return;  // all that it comes from is frozen
     roots.tensors.push_back(addend);
-    roots.gradients.push_back(
-        at::full_like(addend, step_->options.loss_scale * step_->aux_loss_coef * share));
+    roots.gradients.push_back(at::full_like(
+        addend, step_->options.loss_scale * step_->aux_loss_coef * found_.auxiliary_share));
   }
 
   Sharded<models::LanguageModel>& model_;
@@ -172,9 +172,7 @@ class ModelStage : public pipeline::Stage {
   std::int64_t sequence_parts_;
   const StepOfStages* step_ = nullptr;
   Wanted wanted_ = Wanted::kLoss;
-  double loss_ = 0.0;
-  double auxiliary_ = 0.0;
-  ChosenExperts chosen_;
+  Found found_;
   std::map<std::int64_t, models::RouterLoad> of_;  // by micro-batch, between its F and its B or I
 };
 
@@ -263,25 +261,19 @@ PipelineOfRun::PipelineOfRun(PipelinePlan plan, StreamBorders borders,
 
 PipelineOfRun::~PipelineOfRun() = default;
 
-FoundByStages PipelineOfRun::found() const {
-  FoundByStages found;
-  const models::ModelSpec& spec = parts_->model.module()->spec();
-  const auto routed = models::routed_experts(spec);
-  found.chosen.assign(routed.layers.size(),
-                      std::vector<double>(static_cast<std::size_t>(routed.experts), 0.0));
+std::vector<Found> PipelineOfRun::found() const {
+  std::vector<Found> all;
+  const auto routed = models::routed_experts(parts_->model.module()->spec());
   for (const auto& stage : parts_->stages) {
-    found.loss += stage.loss();
-    found.auxiliary += stage.auxiliary();
-    auto chosen = stage.chosen().by_layer();
-    auto next = chosen.begin();
-    for (std::size_t i = 0; i < routed.layers.size() && next != chosen.end(); ++i) {
-      if (stage.layers().has_layer(routed.layers[i])) found.chosen[i] = std::move(*next++);
+    Found& found = all.emplace_back(stage.found());
+    for (std::size_t i = 0; i < routed.layers.size(); ++i) {
+      if (stage.layers().has_layer(routed.layers[i])) found.layers.push_back(i);
     }
   }
-  return found;
+  return all;
 }
 
-FoundByStages PipelineOfRun::forward_backward(const StepOfStages& step) {
+std::vector<Found> PipelineOfRun::forward_backward(const StepOfStages& step) {
   StepScopeOptions options;
   options.reshard =
       plan_.reshard == PipelineReshard::kStep ? StepReshard::kStep : StepReshard::kMicroBatch;
@@ -294,7 +286,7 @@ FoundByStages PipelineOfRun::forward_backward(const StepOfStages& step) {
   return found();
 }
 
-FoundByStages PipelineOfRun::forward_only(const StepOfStages& step) {
+std::vector<Found> PipelineOfRun::forward_only(const StepOfStages& step) {
   const at::NoGradGuard no_grad;
   parts_->runner.run(parts_->evaluation(plan_.schedule, static_cast<int>(step.batches.size())),
                      parts_->begin(step, Wanted::kLoss), {});

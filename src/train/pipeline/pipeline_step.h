@@ -38,20 +38,12 @@ StreamBorders stream_borders(const PipelinePlan& plan, const ParallelDims& dims,
 
 /// Of one step.
 struct StepOfStages {
-  std::vector<MicroBatch> batches;  ///< their tensors are shared
+  std::vector<MicroBatch> batches;  ///< where the model is; their tensors are shared
   std::vector<RowRange> rows;
   std::int64_t step = 0;
   StepOptions options = {};
   std::int64_t kept = 0;  ///< labels of the whole batch
   double aux_loss_coef = 0;
-};
-
-/// What this rank's stages found; zeros for what is another stage's.
-struct FoundByStages {
-  double loss = 0;       ///< sum over the tokens of its rows
-  double auxiliary = 0;  ///< as BatchLoss, of its layers
-  /// Of each layer with experts in the model: how many tokens of its rows chose each.
-  std::vector<std::vector<double>> chosen;
 };
 
 class PipelineOfRun {
@@ -64,17 +56,17 @@ class PipelineOfRun {
 
   const PipelinePlan& plan() const { return plan_; }
 
-  /// All micro-batches, forward and backward: gradients stand on the shards afterwards. Collective.
-  /// Errors: as pipeline::Runner::run.
-  FoundByStages forward_backward(const StepOfStages& step);
+  /// All micro-batches, forward and backward: gradients stand on the shards afterwards. What each
+  /// stage of this rank has found. Collective. Errors: as pipeline::Runner::run.
+  std::vector<Found> forward_backward(const StepOfStages& step);
   /// The losses alone, of any number of micro-batches. Collective.
-  FoundByStages forward_only(const StepOfStages& step);
+  std::vector<Found> forward_only(const StepOfStages& step);
   /// Logits [b, T, V] of each micro-batch, on the ranks of the last stage. Collective.
   std::vector<at::Tensor> logits(const StepOfStages& step);
 
  private:
   struct Parts;
-  FoundByStages found() const;
+  std::vector<Found> found() const;
 
   PipelinePlan plan_;
   std::unique_ptr<Parts> parts_;

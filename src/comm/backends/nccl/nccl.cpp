@@ -334,6 +334,8 @@ void keep_watchdog_still() {
 
 }  // namespace
 
+bool nccl_built_in() { return true; }
+
 bool nccl_usable() { return c10::cuda::device_count() > 0; }
 
 std::unique_ptr<Connections> open_nccl(const LaunchEnvironment& /*launch*/) {

@@ -12,6 +12,8 @@
 
 namespace tessera::comm {
 
+/// Linked, not stubbed.
+bool nccl_built_in();
 /// Built in, and there is a CUDA device.
 bool nccl_usable();
 

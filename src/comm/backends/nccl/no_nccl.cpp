@@ -3,6 +3,8 @@
 
 namespace tessera::comm {
 
+bool nccl_built_in() { return false; }
+
 bool nccl_usable() { return false; }
 
 std::unique_ptr<Connections> open_nccl(const LaunchEnvironment& /*launch*/) {

@@ -87,7 +87,7 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(
         BadConfig{"checkpoint.enable=false\ncheckpoint.load_step=5", "checkpoint.load_step",
                   "expected -1; set checkpoint.enable = true"},
-        BadConfig{"device=cuda", "device", "not yet built"},
+        BadConfig{"device=cpu\ncomm.backend=nccl", "comm.backend", "expected auto or gloo"},
         BadConfig{"lora.rank=8", "lora.targets", "found nothing"},
         BadConfig{"lora.rank=8\nlora.targets=q_proj", "lora.rank", "for a model from scratch"},
         BadConfig{"lora.rank=8\nlora.targets=q_proj\nlora.alpha=0", "lora.alpha", "found 0"},

@@ -1,0 +1,120 @@
+#include "fsdp/optim/pending_norm.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <string>
+
+#include "base/test_hooks.h"
+#include "comm/group.h"
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
+#include "kernels/kernels.h"
+#include "tessera/error.h"
+
+namespace tessera::fsdp {
+namespace {
+
+/// Whether this rank adds the parameter: of ranks with the same gradient (I), and of stages that
+/// hold copies, the first one does.
+/// What is cut, or shared out by the data axes, is another part on every rank.
+bool counts(const ShardView& view, const Mesh& mesh) {
+  const auto& copies = view.contract->reductions.copies;
+  if (!copies.empty() && mesh.coordinate(axis::kPipeline) != copies.front()) return false;
+  const auto& axes = view.contract->layout.axes;
+  for (std::size_t i = 0; i < axes.size(); ++i) {
+    if (axes[i].parameter.kind == PlacementKind::kInvariant && view.coordinates[i] != 0) {
+      return false;
+    }
+  }
+  return true;
+}
+
+/// A parameter's sum, as the stages of a pipeline tell each other.
+struct SumOfParameter {
+  std::int64_t place = 0;  ///< ShardView::place_in_model
+  double sum = 0.0;
+};
+
+/// With those of the other stages of a pipeline, in the model's order: the additions of a rank that
+/// has all stages.
+std::vector<SumOfParameter> sums_of_stages(comm::Group& stages,
+                                           const std::vector<SumOfParameter>& mine) {
+  const std::string bytes(reinterpret_cast<const char*>(mine.data()),
+                          mine.size() * sizeof(SumOfParameter));
+  std::vector<SumOfParameter> all;
+  for (const auto& of_rank : comm::all_gather_bytes(stages, bytes, "gradient norm over stages")) {
+    const auto begin = all.size();
+    all.resize(begin + of_rank.size() / sizeof(SumOfParameter));
+    std::memcpy(all.data() + begin, of_rank.data(), of_rank.size());
+  }
+  // Without places they stay in the order of the stages' ranks.
+  std::ranges::stable_sort(all, {}, &SumOfParameter::place);
+  return all;
+}
+
+/// One kernel for all on a device, which forms a norm and no sum of powers.
+at::Tensor powers_on_device(const std::vector<at::Tensor>& gradients, double p) {
+  return at::stack(at::_foreach_norm(gradients, p, at::kDouble)).pow_(p);
+}
+
+at::Tensor powers_of(const std::vector<at::Tensor>& gradients, double p, double largest) {
+  const auto& first = gradients.front();
+  if (!first.is_cpu() && (p == 1.0 || p == 2.0)) return powers_on_device(gradients, p);
+  const auto size = std::ssize(gradients);
+  const auto sums = at::zeros({size}, first.options().dtype(at::kDouble));
+  for (std::int64_t i = 0; i < size; ++i) {
+    kernels::add_powers(gradients[static_cast<std::size_t>(i)], p, largest, sums.narrow(0, i, 1));
+  }
+  return sums;
+}
+
+}  // namespace
+
+PendingNorm::PendingNorm(const ShardedBase& model, double p, double largest) : model_(model) {
+  const at::NoGradGuard no_grad;
+  const auto& runtime = unit_of_handle(model.unit()).runtime();
+  runtime.require_synced("gradient norm");
+  runtime.require_none_lost("gradient norm");
+  std::vector<at::Tensor> gradients;
+  for (const auto& view : model.shards()) {
+    const auto& gradient = view.shard.grad();
+    if (!gradient.defined() || gradient.numel() == 0 || !counts(view, model.mesh())) continue;
+    places_.push_back(view.place_in_model);
+    gradients.push_back(gradient);
+  }
+  if (!gradients.empty()) sums_ = powers_of(gradients, p, largest);
+}
+
+double PendingNorm::sum(const at::Tensor& read) const {
+  std::vector<SumOfParameter> sums;
+  const auto* next = places_.empty() ? nullptr : read.const_data_ptr<double>();
+  for (const auto place : places_) sums.push_back({place, *next++});
+  auto* stages = model_.stages_group();
+  if (const auto* hook = test_hooks::stages_of_norm.get()) stages = (*hook)(stages);
+  // Replicas hold the same gradients: only the ranks of one add.
+  if (stages != nullptr) sums = sums_of_stages(*stages, sums);
+  double mine = 0.0;
+  for (const auto& one : sums) mine += one.sum;
+  const auto sum = at::full({1}, mine, at::kDouble);
+  auto* group = unit_of_handle(model_.unit()).runtime().groups().replica_control();
+  if (group != nullptr) comm::all_reduce(*group, sum, "gradient norm");
+  return sum.item<double>();
+}
+
+void clip(const ShardedBase& model, double norm, double max_norm) {
+  const at::NoGradGuard no_grad;
+  const auto scale = max_norm / (norm + 1e-6);
+  if (max_norm <= 0 || !std::isfinite(norm) || scale >= 1.0) return;
+  std::vector<at::Tensor> gradients;
+  for (const auto& view : model.shards()) {
+    if (view.shard.grad().defined()) gradients.push_back(view.shard.grad());
+  }
+  if (gradients.empty()) return;
+  if (!gradients.front().is_cpu()) return at::_foreach_mul_(gradients, scale);
+  for (const auto& gradient : gradients) gradient.mul_(scale);
+}
+
+}  // namespace tessera::fsdp
