@@ -331,8 +331,8 @@ def print_table(arguments, benches, results):
     versions = {result["torch"] for sides in results.values() for found in sides.values()
                 for result in found["rounds"] if "torch" in result}
     print(f"\n{time.strftime('%Y-%m-%d')}; {machine()}; torch "
-          f"{', '.join(sorted(versions)) or '-'}; {arguments.rounds} rounds of {arguments.steps} steps, the first {WARM_UP_STEPS} not "
-          f"counted; {arguments.rows} rows a step")
+          f"{', '.join(sorted(versions)) or '-'}; {arguments.rounds} rounds of {arguments.steps} "
+          f"steps, the first {WARM_UP_STEPS} not counted; {arguments.rows} rows a step")
     table, code = {}, 0
     for bench in benches:
         rows = {name: summary(bench, found) for name, found in results[bench.model].items()
