@@ -5,6 +5,8 @@ namespace tessera::comm {
 
 bool nccl_usable() { return false; }
 
+DeviceFacts cuda_facts(int /*device*/) { return {}; }
+
 std::unique_ptr<Connections> open_nccl(const LaunchEnvironment& /*launch*/) {
   throw Error(
       ErrorKind::kUsage,
