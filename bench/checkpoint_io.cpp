@@ -102,6 +102,9 @@ void run(tessera::World& world, const std::filesystem::path& folder, int rounds)
   const auto mesh = world.mesh(tessera::MeshShape::dense(1, 1, world.size(), 1, 1));
   auto model = tessera::fully_shard(std::make_shared<Weights>(), mesh);
   const auto optimizer = tessera::make_sgd(model, {});
+  // A checkpoint of a step has what an optimizer keeps of it.
+  model.forward(at::ones({1, kSide})).sum().backward();
+  optimizer->step();
   tessera::checkpointing::CheckpointOptions options;
   options.folder = folder;
   options.config_json = "{}";

@@ -8,7 +8,7 @@ include(CMakePackageConfigHelpers)
 
 add_library(tessera_library STATIC)
 add_library(Tessera::tessera ALIAS tessera_library)
-foreach(floor base layout kernels launch comm io grad fsdp checkpoint pipeline)
+foreach(floor base layout kernels launch comm nccl io grad fsdp checkpoint pipeline)
   foreach(half tessera_${floor}_pure tessera_${floor})
     if(TARGET ${half})
       target_sources(tessera_library PRIVATE $<TARGET_OBJECTS:${half}>)
@@ -38,7 +38,7 @@ configure_package_config_file(cmake/TesseraConfig.cmake.in
 # Before 1.0 a new minor version may change the interface.
 write_basic_package_version_file(${CMAKE_CURRENT_BINARY_DIR}/TesseraConfigVersion.cmake
   COMPATIBILITY SameMinorVersion)
-install(FILES ${CMAKE_CURRENT_BINARY_DIR}/TesseraConfig.cmake
+install(FILES ${CMAKE_CURRENT_BINARY_DIR}/TesseraConfig.cmake cmake/TesseraTorch.cmake
   ${CMAKE_CURRENT_BINARY_DIR}/TesseraConfigVersion.cmake
   DESTINATION ${tessera_cmake_folder} COMPONENT library)
 

@@ -22,17 +22,15 @@ if(TESSERA_PURE_ONLY)
   return()
 endif()
 
-# libtorch: -DTorch_DIR / CMAKE_PREFIX_PATH, else TESSERA_TORCH, else the project's .venv.
-if(NOT CMAKE_PREFIX_PATH)
-  if(DEFINED ENV{TESSERA_TORCH})
-    list(APPEND CMAKE_PREFIX_PATH $ENV{TESSERA_TORCH})
-  else()
-    file(GLOB tessera_venv_torch ${CMAKE_SOURCE_DIR}/.venv/lib/python3*/site-packages/torch)
-    list(APPEND CMAKE_PREFIX_PATH ${tessera_venv_torch})
-  endif()
+# libtorch: -DTorch_DIR / CMAKE_PREFIX_PATH, else TESSERA_TORCH, else the project's .venv. Imported, so that its include
+# folders are SYSTEM and our warnings do not reach into it.
+include(TesseraTorch)
+file(GLOB tessera_venv_torch ${CMAKE_SOURCE_DIR}/.venv/lib/python3*/site-packages/torch)
+tessera_find_torch(CUDA ${TESSERA_CUDA} HINTS ${tessera_venv_torch})
+if(NOT Torch_VERSION)
+  message(FATAL_ERROR "libtorch: found none, expected its folder in TESSERA_TORCH or CMAKE_PREFIX_PATH; "
+    "scripts/bootstrap installs one")
 endif()
-find_package(Torch REQUIRED)
-# Compile flags of Torch (the C++ ABI switch) come with its imported target; its include folders are
-# SYSTEM there already, so that our warnings do not reach into it.
+include(TesseraCuda)       # what nccl.cpp is compiled with
 
 find_path(TESSERA_GLOO_INCLUDE gloo/config.h REQUIRED)

@@ -132,6 +132,11 @@ inline constinit Hook<bool()> buffered_messages;
 /// next one was (an injected reordering). Not of groups on devices, which the caller issues to.
 inline constinit Hook<bool(const comm::Group& group, const comm::Label& label)> hold_back;
 
+// kernels.
+
+/// kernels/kernels.cpp: whether tensors of the CPU get the implementations that a device's get.
+inline constinit Hook<bool()> kernels_of_devices;
+
 // Faults that nets have to find: what a place works out is the function's instead.
 
 /// comm/stream.h: whether one half of an order between two streams is left out.

@@ -18,7 +18,7 @@ std::string version_text() {
   std::string text = concat("tessera ", kProjectVersion, " (git ", kGitHash, "), torch ",
                             TORCH_VERSION, ", backends:");
   for (const comm::BackendRow& backend : comm::backends()) {
-    if (backend.connects_processes() && backend.usable()) text += concat(" ", backend.name);
+    if (backend.connects_processes() && backend.built_in()) text += concat(" ", backend.name);
   }
   return text;
 }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "comm/torch_compat.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -222,7 +223,7 @@ void GatherBuffer::use_pool(std::shared_ptr<BufferPool> pool) {
 
 void GatherBuffer::show(void* data) {
   auto* impl = storage_.unsafeGetStorageImpl();
-  impl->clear_data_ptr_access_error_msg_();
+  compat::clear_access_error(*impl);
   impl->set_data_ptr_noswap(at::DataPtr(data, pool_->device()));
   published_ = true;
 }

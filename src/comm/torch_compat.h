@@ -1,6 +1,7 @@
 // The one place for what torch 2.11 and 2.13 name differently.
 #pragma once
 
+#include <c10/core/StorageImpl.h>
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
@@ -36,5 +37,22 @@ inline void reset_grad_accumulator(const at::Tensor& leaf) {
   torch::autograd::impl::set_grad_accumulator(leaf, std::weak_ptr<torch::autograd::Node>());
 #endif
 }
+
+/// Of a storage whose data may be read again, and is set next.
+#if TESSERA_TORCH_AT_LEAST(2, 13)
+inline void clear_access_error(c10::StorageImpl& storage) {
+  storage.clear_data_ptr_access_error_msg_();
+}
+#else
+// There the message can be set and not taken back. The flag is private: an explicit instantiation
+// may name it.
+void clear_flag_of(c10::StorageImpl& storage);
+template <bool c10::StorageImpl::* flag>
+struct AccessErrorFlag {
+  friend void clear_flag_of(c10::StorageImpl& storage) { storage.*flag = false; }
+};
+template struct AccessErrorFlag<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
+inline void clear_access_error(c10::StorageImpl& storage) { clear_flag_of(storage); }
+#endif
 
 }  // namespace tessera::compat

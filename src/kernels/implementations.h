@@ -1,8 +1,10 @@
-// Each function of the list (kernels.h) as cpu/ and as aten/ have it.
+// Each function of the list (kernels.h) as cpu/ and as aten/ have it, and some as fused/ has.
 //
 // The types are the list's own, so that an implementation with other arguments does not compile and
 // one that is missing does not link. Here it is kernels.cpp and tests that choose.
 #pragma once
+
+#include <cstddef>
 
 #include "kernels/kernels.h"
 
@@ -41,6 +43,20 @@
   X(take_over_changes)               \
   X(adamw)
 
+/// X(name) for those that are made of ATen's fused kernels, too.
+#define TESSERA_FUSED_KERNELS(X) \
+  X(rms_norm)                    \
+  X(add_rms_norm)                \
+  X(rms_norm_backward)           \
+  X(rope_heads)                  \
+  X(rope_heads_backward)         \
+  X(causal_attention)            \
+  X(causal_attention_forward)    \
+  X(causal_attention_backward)   \
+  X(cross_entropy_sum)           \
+  X(cross_entropy_sum_backward)  \
+  X(cross_entropy_sum_backward_over)
+
 namespace tessera::kernels {
 
 #define TESSERA_IMPLEMENTED(name) \
@@ -52,5 +68,14 @@ namespace tessera::kernels {
   }
 TESSERA_KERNELS(TESSERA_IMPLEMENTED)
 #undef TESSERA_IMPLEMENTED
+
+namespace fused {
+#define TESSERA_IMPLEMENTED(name) decltype(kernels::name) name;
+TESSERA_FUSED_KERNELS(TESSERA_IMPLEMENTED)
+#undef TESSERA_IMPLEMENTED
+
+/// What causal_attention_forward keeps is told from aten/'s by its number.
+inline constexpr std::size_t kFlashKept = 7;
+}  // namespace fused
 
 }  // namespace tessera::kernels

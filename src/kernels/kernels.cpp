@@ -1,15 +1,26 @@
 // The one place that picks an implementation.
 #include "kernels/kernels.h"
 
+#include <algorithm>
+
+#include "base/test_hooks.h"
 #include "kernels/cpu/dispatch.h"
 #include "kernels/implementations.h"
 
 namespace tessera::kernels {
 namespace {
 
-using cpu::has_kernels;
+/// A test's run on the CPU may take a device's choice: what runs there is compared with it.
+bool on_cpu(const at::Tensor& tensor) {
+  if (!tensor.device().is_cpu()) return false;
+  const auto of_devices = test_hooks::kernels_of_devices.get();
+  return of_devices == nullptr || !(*of_devices)();
+}
 
-bool on_cpu(const at::Tensor& tensor) { return tensor.device().is_cpu(); }
+template <class... Weight>
+bool has_kernels(const at::Tensor& activation, const Weight&... weight) {
+  return on_cpu(activation) && cpu::has_kernels(activation, weight...);
+}
 
 bool same_dtype(const at::Tensor& a, const at::Tensor& b) {
   return a.scalar_type() == b.scalar_type();
@@ -19,27 +30,51 @@ at::Tensor or_none(const std::optional<at::Tensor>& tensor) {
   return tensor.value_or(at::Tensor());
 }
 
+/// fused/ has no second derivatives, which fp64 is for.
+bool is_fused(const at::Tensor& activation) {
+  return !on_cpu(activation) && activation.scalar_type() != at::kDouble;
+}
+
+/// Tables of another dtype make the result another one.
+bool is_fused(const at::Tensor& activation, const at::Tensor& table) {
+  return is_fused(activation) && same_dtype(activation, table);
+}
+
+/// What flash attention takes: 16 bits, heads of at most 256 in steps of 8, any row at all. Heads of
+/// values may be shorter than those of keys.
+bool is_flash(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+  const std::int64_t head_dim = q.size(4), of_values = v.size(2) / q.size(1);
+  return is_fused(q) && q.element_size() == 2 && same_dtype(q, k) && same_dtype(q, v) &&
+         head_dim % 8 == 0 && head_dim <= 256 && of_values % 8 == 0 && of_values <= head_dim &&
+         q.numel() > 0;
+}
+
 }  // namespace
 
 std::tuple<at::Tensor, at::Tensor> rms_norm(const at::Tensor& x, const at::Tensor& weight,
                                             double eps, bool rounds_first) {
-  return (has_kernels(x, weight) ? cpu::rms_norm : aten::rms_norm)(x, weight, eps, rounds_first);
+  return (has_kernels(x, weight) ? cpu::rms_norm
+          : is_fused(x)          ? fused::rms_norm
+                                 : aten::rms_norm)(x, weight, eps, rounds_first);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x,
                                                             const at::Tensor& residual,
                                                             const at::Tensor& weight, double eps,
                                                             bool rounds_first) {
-  const bool fused = has_kernels(x, weight) && same_dtype(residual, x);
-  return (fused ? cpu::add_rms_norm : aten::add_rms_norm)(x, residual, weight, eps, rounds_first);
+  const bool alike = same_dtype(residual, x);
+  return (alike && has_kernels(x, weight) ? cpu::add_rms_norm
+          : alike && is_fused(x)          ? fused::add_rms_norm
+                                 : aten::add_rms_norm)(x, residual, weight, eps, rounds_first);
 }
 
 std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& grad,
                                                      const std::optional<at::Tensor>& grad_sum,
                                                      const at::Tensor& x, const at::Tensor& weight,
                                                      const at::Tensor& scale, bool rounds_first) {
-  return (has_kernels(x, weight) ? cpu::rms_norm_backward : aten::rms_norm_backward)(
-      grad, grad_sum, x, weight, scale, rounds_first);
+  return (has_kernels(x, weight) ? cpu::rms_norm_backward
+          : is_fused(x)          ? fused::rms_norm_backward
+                        : aten::rms_norm_backward)(grad, grad_sum, x, weight, scale, rounds_first);
 }
 
 std::tuple<at::Tensor, at::Tensor> rope_heads(const at::Tensor& x,
@@ -47,8 +82,10 @@ std::tuple<at::Tensor, at::Tensor> rope_heads(const at::Tensor& x,
                                               const at::Tensor& cos, const at::Tensor& sin,
                                               std::int64_t heads, std::int64_t repeat, double eps,
                                               bool rounds_first) {
-  return (has_kernels(x, or_none(weight)) ? cpu::rope_heads : aten::rope_heads)(
-      x, weight, cos, sin, heads, repeat, eps, rounds_first);
+  return (has_kernels(x, or_none(weight)) ? cpu::rope_heads
+          : is_fused(x, cos)
+              ? fused::rope_heads
+              : aten::rope_heads)(x, weight, cos, sin, heads, repeat, eps, rounds_first);
 }
 
 std::tuple<at::Tensor, at::Tensor> rope_heads_backward(const at::Tensor& grad,
@@ -57,8 +94,9 @@ std::tuple<at::Tensor, at::Tensor> rope_heads_backward(const at::Tensor& grad,
                                                        const at::Tensor& cos, const at::Tensor& sin,
                                                        const std::optional<at::Tensor>& scale,
                                                        bool rounds_first) {
-  return (has_kernels(grad, or_none(weight))
-              ? cpu::rope_heads_backward
+  return (has_kernels(grad, or_none(weight)) ? cpu::rope_heads_backward
+          : is_fused(grad, cos)
+              ? fused::rope_heads_backward
               : aten::rope_heads_backward)(grad, x, weight, cos, sin, scale, rounds_first);
 }
 
@@ -93,15 +131,18 @@ at::Tensor clamped_swiglu_backward(const at::Tensor& grad, const at::Tensor& bot
 
 at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             double scale) {
-  return (has_kernels(q) ? cpu::causal_attention : aten::causal_attention)(q, k, v, scale);
+  return (has_kernels(q)      ? cpu::causal_attention
+          : is_flash(q, k, v) ? fused::causal_attention
+                              : aten::causal_attention)(q, k, v, scale);
 }
 
 std::tuple<at::Tensor, std::vector<at::Tensor>> causal_attention_forward(const at::Tensor& q,
                                                                          const at::Tensor& k,
                                                                          const at::Tensor& v,
                                                                          double scale) {
-  return (has_kernels(q) ? cpu::causal_attention_forward : aten::causal_attention_forward)(q, k, v,
-                                                                                           scale);
+  return (has_kernels(q)      ? cpu::causal_attention_forward
+          : is_flash(q, k, v) ? fused::causal_attention_forward
+                              : aten::causal_attention_forward)(q, k, v, scale);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward(const at::Tensor& grad,
@@ -110,8 +151,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward(const a
                                                                          std::int64_t repeat,
                                                                          double scale) {
   // What is kept has q first: the same choice as forward's.
-  return (has_kernels(kept[0]) ? cpu::causal_attention_backward : aten::causal_attention_backward)(
-      grad, kept, groups, repeat, scale);
+  return (has_kernels(kept[0]) ? cpu::causal_attention_backward
+          : kept.size() == fused::kFlashKept
+              ? fused::causal_attention_backward
+              : aten::causal_attention_backward)(grad, kept, groups, repeat, scale);
 }
 
 at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
@@ -150,19 +193,29 @@ at::Tensor embedding_backward(const at::Tensor& grad, const at::Tensor& ids, std
 
 std::tuple<at::Tensor, at::Tensor> cross_entropy_sum(const at::Tensor& logits,
                                                      const at::Tensor& targets) {
-  return (has_kernels(logits) ? cpu::cross_entropy_sum : aten::cross_entropy_sum)(logits, targets);
+  return (has_kernels(logits) ? cpu::cross_entropy_sum
+          : is_fused(logits)  ? fused::cross_entropy_sum
+                              : aten::cross_entropy_sum)(logits, targets);
 }
 
 at::Tensor cross_entropy_sum_backward(const at::Tensor& grad, const at::Tensor& logits,
                                       const at::Tensor& targets, const at::Tensor& log_sum) {
-  return (has_kernels(logits) ? cpu::cross_entropy_sum_backward : aten::cross_entropy_sum_backward)(
-      grad, logits, targets, log_sum);
+  return (has_kernels(logits) ? cpu::cross_entropy_sum_backward
+          : is_fused(logits)  ? fused::cross_entropy_sum_backward
+                              : aten::cross_entropy_sum_backward)(grad, logits, targets, log_sum);
 }
 
 void cross_entropy_sum_backward_over(const at::Tensor& grad, const at::Tensor& targets,
                                      const at::Tensor& log_sum, const at::Tensor& logits) {
   (has_kernels(logits) ? cpu::cross_entropy_sum_backward_over
+   : is_fused(logits)  ? fused::cross_entropy_sum_backward_over
                        : aten::cross_entropy_sum_backward_over)(grad, targets, log_sum, logits);
+}
+
+std::int64_t rows_of_loss(const at::Tensor& logits) {
+  constexpr std::int64_t kOfCache = std::int64_t{1} << 18, kOfDevice = std::int64_t{1} << 26;
+  return std::max<std::int64_t>(
+      1, (on_cpu(logits) ? kOfCache : kOfDevice) / std::max<std::int64_t>(1, logits.size(-1)));
 }
 
 void sum_in_rank_order(at::TensorList addends, const at::Tensor& result, bool adds) {

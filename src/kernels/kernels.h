@@ -2,8 +2,9 @@
 //
 // Each function has two implementations: `cpu/` is fused, for the dtypes that have kernels there,
 // in the widest instruction set of the machine; `aten/` is made of ATen operations, for every other
-// device and every other dtype. kernels.cpp picks by the tensors' device and dtype, nothing else
-// does. A function takes tensors and numbers alone and knows no autograd: those that have a
+// device and every other dtype. Norms, rope, causal attention and the loss have a third: `fused/`
+// calls the kernels that ATen has for accelerators. kernels.cpp picks by the tensors' device and
+// dtype, nothing else does. A function takes tensors and numbers alone and knows no autograd: those that have a
 // gradient come in pairs, which the layers join. What a function writes beside its results is named
 // by a line "Writes:" and is contiguous; what has no such line reads its arguments only. Where a
 // tensor may be missing it is optional. Short symbols: B rows, T positions, G key/value heads, R
@@ -24,7 +25,7 @@ namespace tessera::kernels {
 
 /// x [..., K], weight [K] -> the norm in x's dtype, and scale [...] = 1 / sqrt(mean of squares +
 /// eps) in fp32 (fp64 of fp64). `rounds_first`: aten/ rounds the normed value to x's dtype before
-/// the weight multiplies it, as some models do; cpu/ stays in fp32 and rounds once.
+/// the weight multiplies it, as some models do; the others stay in fp32 and round once.
 std::tuple<at::Tensor, at::Tensor> rms_norm(const at::Tensor& x, const at::Tensor& weight,
                                             double eps, bool rounds_first);
 /// The same of x + residual in x's dtype -> that sum, its norm, scale.
@@ -40,8 +41,8 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& grad,
                                                      const at::Tensor& scale, bool rounds_first);
 
 /// x [B, T, H*D], cos and sin [T, D/2] -> norm of each head where there is a weight [D], then pairs
-/// (i, i + D/2) rotated: [B, G, T, R, D] contiguous; and the norm's scale [B*T, H], undefined
-/// without a weight.
+/// (i, i + D/2) rotated: [B, G, T, R, D], contiguous in cpu/, in fused/ a view of [B, T, H, D]; and
+/// the norm's scale [B*T, H], undefined without a weight. x contiguous.
 std::tuple<at::Tensor, at::Tensor> rope_heads(const at::Tensor& x,
                                               const std::optional<at::Tensor>& weight,
                                               const at::Tensor& cos, const at::Tensor& sin,
@@ -117,9 +118,12 @@ at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight, std::int64
 at::Tensor embedding_backward(const at::Tensor& grad, const at::Tensor& ids, std::int64_t rows,
                               std::int64_t padding);
 
+/// How many rows of logits [..., V] a loss takes at a time, as fp32: on the CPU what stays in the
+/// cache, on a device 256 MiB.
+std::int64_t rows_of_loss(const at::Tensor& logits);
 /// logits [B, T, V], targets [B, T] i64, -100 = ignored -> the sum [] in fp32 (fp64 of fp64), and
 /// what backward reads beside the logits: the rows' log of the sum of exponentials [B, T] in cpu/,
-/// an empty tensor in aten/, where it is formed again.
+/// an empty tensor elsewhere, where it is formed again.
 std::tuple<at::Tensor, at::Tensor> cross_entropy_sum(const at::Tensor& logits,
                                                      const at::Tensor& targets);
 at::Tensor cross_entropy_sum_backward(const at::Tensor& grad, const at::Tensor& logits,

@@ -1,9 +1,14 @@
 #include "moe/experts.h"
 
+#include <ATen/ops/arange.h>
+#include <ATen/ops/argsort.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/cumsum.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/repeat_interleave.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -24,14 +29,13 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 /// body(begin, count) over the rows: copies that are wider than they are, or several of them, stay
-/// in the cache.
+/// in the cache; on a device, where a block costs launches, they stay within 256 MiB.
 template <class Body>
 void in_blocks(std::int64_t rows, const at::Tensor& like, const Body& body) {
-  constexpr std::int64_t kElements = std::int64_t{1} << 18;
+  constexpr std::int64_t kOfCache = std::int64_t{1} << 18, kOfDevice = std::int64_t{1} << 26;
   const std::int64_t columns = std::max<std::int64_t>(1, like.size(1));
-  // Elsewhere than on a CPU a block costs a launch and there is no such cache.
   const std::int64_t step =
-      std::max<std::int64_t>(1, like.device().is_cpu() ? kElements / columns : rows);
+      std::max<std::int64_t>(1, (like.is_cpu() ? kOfCache : kOfDevice) / columns);
   for (std::int64_t begin = 0; begin < rows; begin += step) {
     body(begin, std::min(step, rows - begin));
   }
@@ -45,6 +49,15 @@ at::ScalarType inside(const at::Tensor& rows, const at::Tensor& weights) {
 
 at::Tensor token_of_row(const at::Tensor& slot_of_row, std::int64_t experts_per_token) {
   return slot_of_row.floor_divide(experts_per_token);
+}
+
+/// On a device: where each of the numbers [n] goes in their ascending order, equal ones as they are.
+at::Tensor order_of(const at::Tensor& numbers) {
+  return at::argsort(numbers.to(at::kInt), /*stable=*/true, /*dim=*/0, /*descending=*/false);
+}
+
+at::Tensor inverse_of(const at::Tensor& order) {
+  return at::empty_like(order).scatter_(0, order, at::arange(order.numel(), order.options()));
 }
 
 struct GatherFunction : torch::autograd::Function<GatherFunction> {
@@ -90,6 +103,20 @@ at::Tensor scaled(const at::Tensor& rows, const at::Tensor& factors) {
   return result;
 }
 
+/// The sum of the same order with fewer launches, and without copies of the rows that are wider than
+/// they are.
+at::Tensor sum_of_slots_on_device(const at::Tensor& rows, const at::Tensor& weights,
+                                  const at::Tensor& by_slot, at::ScalarType wide) {
+  const at::Tensor sum = at::zeros({by_slot.size(0), rows.size(1)}, rows.options().dtype(wide));
+  const at::Tensor parts = rows.index_select(0, by_slot.reshape({-1}))
+                               .view({by_slot.size(0), by_slot.size(1), rows.size(1)});
+  for (std::int64_t k = 0; k < by_slot.size(1); ++k) {
+    const at::Tensor part = parts.select(1, k);
+    weights.defined() ? sum.addcmul_(part, weights.select(1, k).unsqueeze(1)) : sum.add_(part);
+  }
+  return sum;
+}
+
 /// [M, H]: each token's rows, times their weights where there are any, added in the order of the
 /// slots and rounded once.
 at::Tensor sum_of_slots(const at::Tensor& rows, const at::Tensor& weights,
@@ -97,6 +124,10 @@ at::Tensor sum_of_slots(const at::Tensor& rows, const at::Tensor& weights,
   const WideScope sums;
   const at::ScalarType wide = inside(rows, weights);
   const at::Tensor result = at::empty({by_slot.size(0), rows.size(1)}, rows.options());
+  if (!rows.is_cpu()) {
+    result.copy_(sum_of_slots_on_device(rows, weights, by_slot, wide));
+    return result;
+  }
   in_blocks(result.size(0), rows, [&](std::int64_t begin, std::int64_t count) {
     const auto slot = [&](const at::Tensor& of, std::int64_t k) {
       return of.narrow(0, begin, count).select(1, k);
@@ -196,9 +227,15 @@ struct ScaleRowsFunction : torch::autograd::Function<ScaleRowsFunction> {
 
 }  // namespace
 
-Dispatch dispatch(const at::Tensor& indices, std::int64_t experts, at::Device device) {
+Dispatch dispatch(const at::Tensor& indices, std::int64_t experts) {
   Dispatch result;
   result.experts_per_token = indices.size(1);
+  if (!indices.is_cpu()) {
+    result.slot_of_row = order_of(indices.reshape({-1}));
+    result.row_of_slot = inverse_of(result.slot_of_row);
+    result.ends = at::cumsum(count_load(indices, experts), 0, at::kInt);
+    return result;
+  }
   const auto* expert = indices.const_data_ptr<std::int64_t>();
   const std::int64_t slots = indices.numel();
   result.offsets.assign(static_cast<std::size_t>(experts) + 1, 0);
@@ -209,16 +246,14 @@ Dispatch dispatch(const at::Tensor& indices, std::int64_t experts, at::Device de
     result.offsets[e] += result.offsets[e - 1];
   }
   nn::GroupOffsets next = result.offsets;
-  const at::Tensor slot_of_row = at::empty({slots}, at::kLong);
-  const at::Tensor row_of_slot = at::empty({slots}, at::kLong);
-  auto* slot = slot_of_row.mutable_data_ptr<std::int64_t>();
-  auto* row = row_of_slot.mutable_data_ptr<std::int64_t>();
+  result.slot_of_row = at::empty({slots}, at::kLong);
+  result.row_of_slot = at::empty({slots}, at::kLong);
+  auto* slot = result.slot_of_row.mutable_data_ptr<std::int64_t>();
+  auto* row = result.row_of_slot.mutable_data_ptr<std::int64_t>();
   for (std::int64_t i = 0; i < slots; ++i) {
     row[i] = next[static_cast<std::size_t>(expert[i])]++;
     slot[row[i]] = i;
   }
-  result.slot_of_row = to_device(slot_of_row, device);
-  result.row_of_slot = to_device(row_of_slot, device);
   return result;
 }
 
@@ -249,11 +284,43 @@ Activation of_halves(at::Tensor (*gated)(const at::Tensor& gate, const at::Tenso
 namespace {
 
 at::Tensor compute(const at::Tensor& rows, const ExpertWeights& weights,
-                   const nn::GroupOffsets& offsets, const Activation& activation) {
+                   const nn::RowGroups& groups, const Activation& activation) {
   const at::Tensor both =
-      nn::grouped_linear(rows, {weights.gate_up, weights.gate_up_bias, weights.layout}, offsets);
+      nn::grouped_linear(rows, {weights.gate_up, weights.gate_up_bias, weights.layout}, groups);
   return nn::grouped_linear(activation(both), {weights.down, weights.down_bias, weights.layout},
-                            offsets);
+                            groups);
+}
+
+/// From ends [E] i32 that the host has read.
+nn::GroupOffsets offsets_of(const at::Tensor& ends) {
+  nn::GroupOffsets offsets{0};
+  const auto* end = ends.const_data_ptr<std::int32_t>();
+  offsets.insert(offsets.end(), end, end + ends.numel());
+  return offsets;
+}
+
+/// What a call of experts has to know on the host: offsets of all experts, empty where it does not;
+/// what exchange_counts gave.
+struct KnownOnHost {
+  nn::GroupOffsets offsets;
+  at::Tensor received;
+};
+
+KnownOnHost read_counts(const Routing& routing, const Dispatch& order, const at::Tensor& received,
+                        const ExpertWeights& weights, const ExpertOptions& options) {
+  KnownOnHost known;
+  const bool on_cpu = routing.indices.is_cpu();
+  if (!on_cpu && options.ep.alone() && order.slot_of_row.numel() > 0 &&
+      !nn::needs_begins(weights.gate_up) && !nn::needs_begins(weights.down)) {
+    ScoreChecks::note(routing, options.name);
+    return known;
+  }
+  const std::vector<at::Tensor> read =
+      comm::read_on_host({order.ends, routing.finite, received}, options.name);
+  if (routing.finite.defined()) check_finite(routing, read[1]);
+  known.offsets = on_cpu ? order.offsets : offsets_of(read[0]);
+  known.received = read[2];
+  return known;
 }
 
 }  // namespace
@@ -265,31 +332,25 @@ at::Tensor experts(const at::Tensor& x, const Routing& routing, const ExpertWeig
   const bool follows = x.requires_grad() || (before && routing.weights.requires_grad());
   const DispatchOptions dispatch_options{follows && c10::GradMode::is_enabled(), options.ep,
                                          options.name};
-  const std::vector<at::Tensor> read = comm::read_on_host(
-      {routing.indices, routing.finite,
-       options.ep.alone() ? at::Tensor()
-                          : exchange_counts(routing.indices, count, dispatch_options)},
-      options.name);
-  if (routing.finite.defined()) check_finite(routing, read[1]);
+  const Dispatch order = dispatch(routing.indices, count);
+  const KnownOnHost known = read_counts(
+      routing, order,
+      options.ep.alone() ? at::Tensor() : exchange_counts(routing.indices, count, dispatch_options),
+      weights, options);
 
-  const Dispatch order = dispatch(read[0], count, x.device());
   at::Tensor rows = gather_tokens(x, order);
   if (before) rows = scale_rows(rows, routing.weights, order);
   at::Tensor out;
   if (options.ep.alone()) {
-    out = compute(rows, weights, order.offsets, options.activation);
+    out = compute(rows, weights, {known.offsets, order.ends}, options.activation);
   } else {
     const DispatchPlan dispatch_plan =
-        plan_dispatch(order.offsets, read[2], dispatch_options, x.device());
+        plan_dispatch(known.offsets, known.received, dispatch_options, x.device());
     const at::Tensor here = to_experts(rows, dispatch_plan);
-    out = from_experts(compute(here, weights, dispatch_plan.offsets, options.activation),
+    out = from_experts(compute(here, weights, dispatch_plan.groups, options.activation),
                        dispatch_plan);
   }
   return combine(out, before ? at::Tensor() : routing.weights, order);
-}
-
-at::Tensor to_device(const at::Tensor& on_host, at::Device device) {
-  return on_host.to(device, on_host.scalar_type(), /*non_blocking=*/true);
 }
 
 namespace {
@@ -344,6 +405,7 @@ std::int64_t local_experts(std::int64_t experts, const DispatchOptions& options)
 /// Arrived by (source, expert), wanted by (expert, source).
 void order_by_expert(const Counts& received, std::int64_t local, DispatchPlan& dispatch_plan) {
   const int ranks = dispatch_plan.options.axis.size;
+  nn::GroupOffsets& offsets = dispatch_plan.groups.begins;
   std::int64_t total = 0;
   std::vector<std::int64_t> begin;  // of (source, expert) as they arrived
   for (int source = 0; source < ranks; ++source) {
@@ -353,7 +415,7 @@ void order_by_expert(const Counts& received, std::int64_t local, DispatchPlan& d
     }
   }
   if (local == 1) {
-    dispatch_plan.offsets = {0, total};
+    offsets = {0, total};
     return;
   }
   dispatch_plan.arrival_of_row = at::empty({total}, at::kLong);
@@ -361,7 +423,7 @@ void order_by_expert(const Counts& received, std::int64_t local, DispatchPlan& d
   auto* arrival = dispatch_plan.arrival_of_row.mutable_data_ptr<std::int64_t>();
   auto* row = dispatch_plan.row_of_arrival.mutable_data_ptr<std::int64_t>();
   std::int64_t next = 0;
-  dispatch_plan.offsets = {0};
+  offsets = {0};
   for (std::int64_t e = 0; e < local; ++e) {
     for (int source = 0; source < ranks; ++source) {
       const auto first = begin[static_cast<std::size_t>(source * local + e)];
@@ -370,8 +432,32 @@ void order_by_expert(const Counts& received, std::int64_t local, DispatchPlan& d
         row[first + i] = next;
       }
     }
-    dispatch_plan.offsets.push_back(next);
+    offsets.push_back(next);
   }
+}
+
+/// The same by the device's operations, which the host does not wait for. `received` is what the host
+/// has read.
+void order_on_device(const at::Tensor& received, std::int64_t local, at::Device device,
+                     DispatchPlan& dispatch_plan) {
+  const std::int64_t ranks = received.size(0);
+  const at::Tensor of_experts = received.narrow(1, 0, local).contiguous();
+  const auto* rows = of_experts.const_data_ptr<std::int64_t>();
+  nn::GroupOffsets& offsets = dispatch_plan.groups.begins;
+  offsets = {0};
+  for (std::int64_t e = 0; e < local; ++e) {
+    std::int64_t sum = 0;
+    for (std::int64_t rank = 0; rank < ranks; ++rank) sum += rows[rank * local + e];
+    offsets.push_back(offsets.back() + sum);
+  }
+  const at::Tensor counts = of_experts.to(device, at::kLong, /*non_blocking=*/true);
+  dispatch_plan.groups.ends = at::cumsum(counts.sum(0), 0, at::kInt);
+  if (local == 1) return;
+  const at::Tensor expert =
+      at::arange(local, counts.options()).expand({ranks, local}).reshape({-1});
+  dispatch_plan.arrival_of_row =
+      order_of(at::repeat_interleave(expert, counts.view({-1}), 0, offsets.back()));
+  dispatch_plan.row_of_arrival = inverse_of(dispatch_plan.arrival_of_row);
 }
 
 }  // namespace
@@ -403,10 +489,10 @@ DispatchPlan plan_dispatch(const nn::GroupOffsets& offsets, const at::Tensor& re
     dispatch_plan.options.differentiable =
         dispatch_plan.options.differentiable || counts.differentiable(rank);
   }
-  order_by_expert(counts, local, dispatch_plan);
-  if (local > 1) {
-    dispatch_plan.arrival_of_row = to_device(dispatch_plan.arrival_of_row, device);
-    dispatch_plan.row_of_arrival = to_device(dispatch_plan.row_of_arrival, device);
+  if (device.is_cpu()) {
+    order_by_expert(counts, local, dispatch_plan);
+  } else {
+    order_on_device(received, local, device, dispatch_plan);
   }
   return dispatch_plan;
 }

@@ -24,14 +24,16 @@ namespace tessera::moe {
 
 /// The rows (token, slot) in the order of their experts, tokens ascending within one.
 struct Dispatch {
-  at::Tensor slot_of_row;  ///< [M*K] i64: token * K + slot
-  at::Tensor row_of_slot;  ///< [M*K] i64, the inverse
-  nn::GroupOffsets offsets;
+  at::Tensor slot_of_row;    ///< [M*K] i64: token * K + slot
+  at::Tensor row_of_slot;    ///< [M*K] i64, the inverse
+  nn::GroupOffsets offsets;  ///< of the experts; empty on a device
+  at::Tensor ends = {};      ///< the same on a device, as nn::RowGroups has it
   std::int64_t experts_per_token = 0;
 };
 
-/// indices [M, K] as Routing has them, on the host; the result's tensors lie on `device`.
-Dispatch dispatch(const at::Tensor& indices, std::int64_t experts, at::Device device = at::kCPU);
+/// indices [M, K] as Routing has them; the result's tensors lie beside them. Reads nothing on the
+/// host.
+Dispatch dispatch(const at::Tensor& indices, std::int64_t experts);
 
 /// x [M, H] -> [M*K, H]: each row its token.
 at::Tensor gather_tokens(const at::Tensor& x, const Dispatch& dispatch);
@@ -72,8 +74,10 @@ struct ExpertOptions {
   std::string name = "experts";  ///< of the layer, in errors about collectives
 };
 
-/// x [M, H] -> [M, H] in x's dtype. Collective over options.ep. Reads values on the host once
-/// (comm/host_read.h). Errors: kNumeric for scores that are not finite (check_finite).
+/// x [M, H] -> [M, H] in x's dtype. Collective over options.ep. On a device the host reads values
+/// once (comm/host_read.h) where tokens travel to other ranks, or where libtorch has no grouped
+/// product for the weights' dtype (nn::needs_begins), else never. Errors: kNumeric for scores that
+/// are not finite (check_finite), where they are read; else ScoreChecks has them.
 at::Tensor experts(const at::Tensor& x, const Routing& routing, const ExpertWeights& weights,
                    const ExpertOptions& options);
 
@@ -87,11 +91,9 @@ at::Tensor experts(const at::Tensor& x, const Routing& routing, const ExpertWeig
 // rows for its experts, takes part all the same, in backward too.
 //
 // On a device every read of a value is a wait for all that was started before, so a call of
-// experts() makes one (comm/host_read.h): indices, whether scores are finite, and what other ranks
-// send. A profile has it as "tessera::host_read". Placement: S(0) -> S(0).
-
-/// What was worked out on the host, on a device again: does not wait for it.
-at::Tensor to_device(const at::Tensor& on_host, at::Device device);
+// experts() makes one (comm/host_read.h): how many rows go where, what other ranks send, and whether
+// scores are finite. Orders stay on the device. A profile has it as "tessera::host_read". Placement:
+// S(0) -> S(0).
 
 /// What is known of a call before anything is sent.
 struct DispatchOptions {
@@ -110,7 +112,7 @@ struct DispatchPlan {
   /// orders are the same.
   at::Tensor arrival_of_row;
   at::Tensor row_of_arrival;  ///< its inverse
-  nn::GroupOffsets offsets;   ///< of the own experts
+  nn::RowGroups groups;       ///< of the own experts
 };
 
 /// indices [M, K] of all E experts -> [ranks, E / ranks + 1] i64 on their device: how many rows

@@ -5,10 +5,12 @@
 #include <ATen/ops/sign.h>
 #include <ATen/ops/softmax.h>
 #include <ATen/ops/sort.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/topk.h>
 #include <ATen/ops/zeros.h>
 
 #include <limits>
+#include <utility>
 
 #include "tessera/error.h"
 #include "tessera/wide_scope.h"
@@ -27,7 +29,7 @@ void check_imposed(const at::Tensor& indices, std::int64_t tokens, std::int64_t 
 
 /// `indices` ascending.
 void check_experts(const at::Tensor& indices, std::int64_t experts) {
-  if (indices.numel() == 0) return;
+  if (indices.numel() == 0 || !indices.is_cpu()) return;
   const std::int64_t least = indices.min().item<std::int64_t>();
   const std::int64_t most = indices.max().item<std::int64_t>();
   TESSERA_CHECK(least >= 0 && most < experts, ErrorKind::kFormat, "imposed routing: found expert ",
@@ -116,6 +118,32 @@ void check_finite(const Routing& routing, const at::Tensor& finite) {
              row[expert].item<double>(),
              "), expected finite ones; the router's input or weights are not finite: lower the "
              "learning rate, or look at the step before"));
+}
+
+namespace {
+
+thread_local ScoreChecks* noted_by = nullptr;
+
+}  // namespace
+
+ScoreChecks::ScoreChecks() : outer_(std::exchange(noted_by, this)) {}
+ScoreChecks::~ScoreChecks() { noted_by = outer_; }
+
+at::Tensor ScoreChecks::flags() const { return flags_.empty() ? at::Tensor() : at::stack(flags_); }
+
+void ScoreChecks::check(const at::Tensor& flags) const {
+  for (std::size_t i = 0; i < layers_.size(); ++i) {
+    TESSERA_CHECK(flags.const_data_ptr<std::int64_t>()[i] != 0, ErrorKind::kNumeric, layers_[i],
+                  ": found tokens with scores that are not finite, expected finite ones; the "
+                  "router's input or weights are not finite: lower the learning rate, or look at "
+                  "the step before");
+  }
+}
+
+void ScoreChecks::note(const Routing& routing, const std::string& layer) {
+  if (noted_by == nullptr || !routing.finite.defined()) return;
+  noted_by->flags_.push_back(routing.finite);
+  noted_by->layers_.push_back(layer);
 }
 
 at::Tensor count_load(const at::Tensor& indices, std::int64_t experts) {

@@ -13,6 +13,8 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
+#include <vector>
 
 namespace tessera::moe {
 
@@ -43,15 +45,39 @@ struct Routing {
 };
 
 /// scores [M, E]. `imposed` [M, K] i64 takes the place of the choice, in any order. Errors: kFormat
-/// for imposed indices of another shape, outside 0..E-1, or twice in a row; kConfig for options
-/// that E does not fit. Reads no value on the host unless routing is imposed: who does (experts.h)
-/// calls check_finite.
+/// for imposed indices of another shape, outside 0..E-1, or twice in a row (not where they lie on a
+/// device: who brings them there checks before); kConfig for options that E does not fit. Reads no
+/// value on the host unless routing is imposed: who does (experts.h) calls check_finite.
 Routing route(const at::Tensor& scores, const RouteOptions& options,
               const std::optional<at::Tensor>& imposed = std::nullopt);
 
 /// finite: Routing's, as the host has read it. Errors: kNumeric, naming the first token whose
 /// scores are not finite.
 void check_finite(const Routing& routing, const at::Tensor& finite);
+
+/// While one lives, experts on a device do not let the host wait to hear whether their scores are
+/// finite: they note it here, and who reads values of a step anyway reads this with them. Without one
+/// nobody asks. Of the thread that makes it; the last one made gets what is noted.
+class ScoreChecks {
+ public:
+  ScoreChecks();
+  ~ScoreChecks();
+  ScoreChecks(const ScoreChecks&) = delete;
+  ScoreChecks& operator=(const ScoreChecks&) = delete;
+
+  /// [calls] i64 on their device; undefined where nothing was noted.
+  at::Tensor flags() const;
+  /// flags(), as the host has read it. Errors: kNumeric naming the first layer whose scores are not
+  /// finite.
+  void check(const at::Tensor& flags) const;
+
+  static void note(const Routing& routing, const std::string& layer);
+
+ private:
+  ScoreChecks* const outer_;
+  std::vector<at::Tensor> flags_;
+  std::vector<std::string> layers_;
+};
 
 /// indices [M, K] -> [E] i64: how often each expert was chosen. No gradient.
 at::Tensor count_load(const at::Tensor& indices, std::int64_t experts);

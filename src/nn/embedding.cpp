@@ -99,12 +99,20 @@ at::Tensor vocab_parallel_embedding(const at::Tensor& ids, const at::Tensor& wei
   check_range(ids, rows * axis.size, std::nullopt, "embedding: found the token ");
   // Only own tokens are looked up, and only their gradients added.
   const at::Tensor number = ids.reshape({-1}) - axis.rank * rows;
-  const at::Tensor places = number.ge(0).logical_and(number.lt(rows)).nonzero().squeeze(1);
+  const at::Tensor is_own = number.ge(0).logical_and(number.lt(rows));
   std::optional<std::int64_t> own_padding;
   if (padding && *padding / rows == axis.rank) own_padding = *padding % rows;
-  const at::Tensor own = nn::embedding(number.index_select(0, places), weight, own_padding);
   std::vector<std::int64_t> shape = ids.sizes().vec();
   shape.push_back(weight.size(1));
+  if (!ids.is_cpu()) {
+    // How many are own only the device knows: the others look up row 0, and give it zeros.
+    const at::Tensor is_other = is_own.logical_not();
+    return nn::embedding(number.masked_fill(is_other, 0), weight, own_padding)
+        .masked_fill(is_other.unsqueeze(1), 0)
+        .view(shape);
+  }
+  const at::Tensor places = is_own.nonzero().squeeze(1);
+  const at::Tensor own = nn::embedding(number.index_select(0, places), weight, own_padding);
   return at::zeros({number.numel(), weight.size(1)}, own.options())
       .index_copy_(0, places, own)
       .view(shape);
@@ -112,6 +120,7 @@ at::Tensor vocab_parallel_embedding(const at::Tensor& ids, const at::Tensor& wei
 
 void check_range(const at::Tensor& tokens, std::int64_t vocabulary,
                  std::optional<std::int64_t> ignored, const char* what) {
+  if (!tokens.is_cpu()) return;
   at::Tensor bad = tokens.lt(0).logical_or(tokens.ge(vocabulary));
   if (ignored) bad = bad.logical_and(tokens.ne(*ignored));
   if (!bad.any().item<bool>()) return;

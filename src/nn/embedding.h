@@ -24,13 +24,14 @@ at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight,
 
 /// ids [...] i64, the same on every rank; weight [V / size, K] -> [..., K], zeros for tokens of
 /// other ranks. The row of token `padding` gets no gradient. Placement: R -> P; the weight S(0). No
-/// communication. Errors: kFormat for a token outside 0..V-1.
+/// communication. Errors: kFormat for a token outside 0..V-1 (check_range).
 at::Tensor vocab_parallel_embedding(const at::Tensor& ids, const at::Tensor& weight,
                                     const parallel::Axis& axis,
                                     std::optional<std::int64_t> padding = std::nullopt);
 
-/// Errors: kFormat for a value outside 0..vocabulary-1, unless it is `ignored`; `what` begins the
-/// message.
+/// Of tokens on the CPU alone: on a device the host would have to wait for them, so who brings them
+/// there checks before. Errors: kFormat for a value outside 0..vocabulary-1, unless it is `ignored`;
+/// `what` begins the message.
 void check_range(const at::Tensor& tokens, std::int64_t vocabulary,
                  std::optional<std::int64_t> ignored, const char* what);
 

@@ -1,10 +1,14 @@
 #include "nn/grouped_linear.h"
 
 #include <ATen/ops/_grouped_mm.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/searchsorted.h>
 #include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
@@ -50,11 +54,13 @@ bool fits_libtorch(const at::Tensor& matrix) {
 }
 
 /// The ends of the groups, as libtorch takes them.
-at::Tensor ends(const GroupOffsets& offsets, const at::Tensor& beside) {
+at::Tensor ends(const RowGroups& groups, const at::Tensor& beside) {
+  if (groups.ends.defined()) return groups.ends;
+  const GroupOffsets& offsets = groups.begins;
   const at::Tensor result = at::empty({static_cast<std::int64_t>(offsets.size()) - 1}, at::kInt);
   std::transform(offsets.begin() + 1, offsets.end(), result.mutable_data_ptr<std::int32_t>(),
                  [](std::int64_t end) { return static_cast<std::int32_t>(end); });
-  return result.to(beside.device());
+  return result.to(beside.device(), at::kInt, /*non_blocking=*/true);
 }
 
 at::Tensor rows_by_loop(const at::Tensor& a, const at::Tensor& b, const GroupOffsets& offsets) {
@@ -139,10 +145,13 @@ at::Tensor in_out(const at::Tensor& weight, GroupLayout layout) {
   return layout == GroupLayout::kInOut ? weight : weight.transpose(1, 2);
 }
 
-void check_sizes(const at::Tensor& x, const GroupedWeights& weights, const GroupOffsets& offsets) {
+void check_sizes(const at::Tensor& x, const GroupedWeights& weights, const RowGroups& groups) {
   const at::Tensor matrices = in_out(weights.weight, weights.layout);
-  TESSERA_INVARIANT(static_cast<std::int64_t>(offsets.size()) == matrices.size(0) + 1 &&
-                        offsets.front() == 0 && offsets.back() == x.size(0),
+  const GroupOffsets& begins = groups.begins;
+  TESSERA_INVARIANT(begins.empty()
+                        ? groups.ends.defined() && groups.ends.numel() == matrices.size(0)
+                        : static_cast<std::int64_t>(begins.size()) == matrices.size(0) + 1 &&
+                              begins.front() == 0 && begins.back() == x.size(0),
                     "offsets that are not those of the groups");
   TESSERA_INVARIANT(x.size(1) == matrices.size(1), "rows of ", x.sizes(), " for matrices of ",
                     matrices.sizes());
@@ -151,8 +160,19 @@ void check_sizes(const at::Tensor& x, const GroupedWeights& weights, const Group
                     "a bias of ", weights.bias.sizes(), " for matrices of ", matrices.sizes());
 }
 
-void add_bias(const at::Tensor& y, const at::Tensor& bias, const GroupOffsets& offsets) {
+/// [M]: which group a row belongs to.
+at::Tensor group_of_row(const at::Tensor& ends, std::int64_t rows) {
+  return at::searchsorted(ends, at::arange(rows, ends.options()), /*out_int32=*/true,
+                          /*right=*/true);
+}
+
+void add_bias(const at::Tensor& y, const at::Tensor& bias, const RowGroups& groups) {
   const at::Tensor own = bias.to(y.scalar_type());
+  if (groups.ends.defined()) {
+    y.add_(own.index_select(0, group_of_row(groups.ends, y.size(0))));
+    return;
+  }
+  const GroupOffsets& offsets = groups.begins;
   for (std::size_t e = 0; e + 1 < offsets.size(); ++e) {
     rows_of_group(y, offsets, e).add_(own.select(0, static_cast<std::int64_t>(e)));
   }
@@ -160,7 +180,18 @@ void add_bias(const at::Tensor& y, const at::Tensor& bias, const GroupOffsets& o
 
 /// Rows of a group summed, in the bias's sizes and dtype.
 at::Tensor bias_gradient(const at::Tensor& grad, at::IntArrayRef sizes,
-                         const at::TensorOptions& options, const GroupOffsets& offsets) {
+                         const at::TensorOptions& options, const RowGroups& groups) {
+  const GroupOffsets& offsets = groups.begins;
+  if (offsets.empty()) {
+    const at::ScalarType dtype = options.dtype().toScalarType();
+    if (dtype != grad.scalar_type()) {
+      return at::zeros(sizes, options)
+          .index_add_(0, group_of_row(groups.ends, grad.size(0)), grad.to(dtype));
+    }
+    // Ones, as many as a stride has to have, times the rows.
+    const at::Tensor ones = at::ones({grad.size(0), 8}, grad.options());
+    return grouped_outer(ones, grad, groups, grouped_way(ones, grad)).select(1, 0).contiguous();
+  }
   const at::Tensor result = at::empty(sizes, options);
   for (std::size_t e = 0; e + 1 < offsets.size(); ++e) {
     at::Tensor part = result.select(0, static_cast<std::int64_t>(e));
@@ -173,22 +204,22 @@ at::Tensor bias_gradient(const at::Tensor& grad, at::IntArrayRef sizes,
 struct GroupedLinearFunction : torch::autograd::Function<GroupedLinearFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input, const at::Tensor& weight,
                             const std::optional<at::Tensor>& bias, GroupLayout layout,
-                            const GroupOffsets& offsets) {
+                            const RowGroups& groups) {
     weight.const_data_ptr();    // a parameter without data says so here, not from inside a product
     const WideScope own_dtype;  // the result has the input's
     const at::Tensor x = input.to(weight.scalar_type()).contiguous();
     const at::Tensor matrices = in_out(weight, layout);
     const at::Tensor y = keep({x.size(0), matrices.size(2)}, [&] {
-      const at::Tensor product = grouped_rows(x, matrices, offsets, grouped_way(x, matrices));
-      if (bias) add_bias(product, *bias, offsets);
+      const at::Tensor product = grouped_rows(x, matrices, groups, grouped_way(x, matrices));
+      if (bias) add_bias(product, *bias, groups);
       return product;
     });
     ctx->set_materialize_grads(false);
     // A frozen weight has no use for its input.
-    ctx->save_for_backward(
-        {weight.requires_grad() ? x : at::Tensor(), weight, bias.value_or(at::Tensor())});
+    ctx->save_for_backward({weight.requires_grad() ? x : at::Tensor(), weight,
+                            bias.value_or(at::Tensor()), groups.ends});
     ctx->saved_data["layout"] = static_cast<std::int64_t>(layout);
-    ctx->saved_data["offsets"] = offsets;
+    ctx->saved_data["begins"] = groups.begins;
     ctx->saved_data["input_dtype"] = input.scalar_type();
     return y.to(input.scalar_type());
   }
@@ -201,19 +232,19 @@ struct GroupedLinearFunction : torch::autograd::Function<GroupedLinearFunction> 
     const at::Tensor& weight = saved[1];
     const at::Tensor& bias = saved[2];
     const auto layout = static_cast<GroupLayout>(ctx->saved_data["layout"].toInt());
-    const GroupOffsets offsets = ctx->saved_data["offsets"].toIntVector();
+    const RowGroups groups{ctx->saved_data["begins"].toIntVector(), saved[3]};
     const at::Tensor grad = grads[0].to(weight.scalar_type()).contiguous();
     variable_list result(5);
     if (ctx->needs_input_grad(0)) {
       const at::Tensor back = in_out(weight, layout).transpose(1, 2);
-      result[0] = grouped_rows(grad, back, offsets, grouped_way(grad, back))
+      result[0] = grouped_rows(grad, back, groups, grouped_way(grad, back))
                       .to(ctx->saved_data["input_dtype"].toScalarType());
     }
     if (ctx->needs_input_grad(1)) {
       const at::Tensor& left = layout == GroupLayout::kOutIn ? grad : x;
       const at::Tensor& right = layout == GroupLayout::kOutIn ? x : grad;
-      result[1] = weight_gradient(weight, [left = left.detach(), right = right.detach(), offsets] {
-        return grouped_outer(left, right, offsets, grouped_way(left, right));
+      result[1] = weight_gradient(weight, [left = left.detach(), right = right.detach(), groups] {
+        return grouped_outer(left, right, groups, grouped_way(left, right));
       });
     }
     // Edges are counted over tensors: there is none for a bias that is not there.
@@ -221,7 +252,7 @@ struct GroupedLinearFunction : torch::autograd::Function<GroupedLinearFunction> 
       // The bias itself may be given back before the sum is formed.
       result[2] =
           weight_gradient(bias, [grad, sizes = bias.sizes().vec(), options = bias.options(),
-                                 offsets] { return bias_gradient(grad, sizes, options, offsets); });
+                                 groups] { return bias_gradient(grad, sizes, options, groups); });
     }
     return result;
   }
@@ -232,48 +263,56 @@ struct GroupedLinearFunction : torch::autograd::Function<GroupedLinearFunction> 
 GroupedWay grouped_way(const at::Tensor& a, const at::Tensor& b) {
   const at::ScalarType dtype = a.scalar_type();
   if (dtype == at::kBFloat16 && a.device().is_cpu()) return GroupedWay::kRoundedRows;
-  const bool known = dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
+  // The kernel of devices takes bf16: of others it would read the offsets on the host.
+  const bool known =
+      dtype == at::kBFloat16 || (a.is_cpu() && (dtype == at::kFloat || dtype == at::kHalf));
   const bool fits = known && a.size(0) > 0 && fits_libtorch(a) && fits_libtorch(b);
   return fits ? GroupedWay::kLibtorch : GroupedWay::kLoop;
 }
 
-at::Tensor grouped_rows(const at::Tensor& a, const at::Tensor& b, const GroupOffsets& offsets,
+bool needs_begins(const at::Tensor& weight) {
+  constexpr std::int64_t kStep = 8;  // of 2 bytes
+  return weight.is_cpu() || weight.scalar_type() != at::kBFloat16 || weight.size(1) % kStep != 0 ||
+         weight.size(2) % kStep != 0 || !fits_libtorch(weight);
+}
+
+at::Tensor grouped_rows(const at::Tensor& a, const at::Tensor& b, const RowGroups& groups,
                         GroupedWay way) {
   switch (way) {
     case GroupedWay::kLibtorch:
-      return at::_grouped_mm(a, b, ends(offsets, a));
+      return at::_grouped_mm(a, b, ends(groups, a));
     case GroupedWay::kRoundedRows:
-      return rows_rounded_up(a, b, offsets);
+      return rows_rounded_up(a, b, groups.begins);
     case GroupedWay::kLoop:
       break;
   }
-  return rows_by_loop(a, b, offsets);
+  return rows_by_loop(a, b, groups.begins);
 }
 
-at::Tensor grouped_outer(const at::Tensor& a, const at::Tensor& b, const GroupOffsets& offsets,
+at::Tensor grouped_outer(const at::Tensor& a, const at::Tensor& b, const RowGroups& groups,
                          GroupedWay way) {
   switch (way) {
     case GroupedWay::kLibtorch:
-      return at::_grouped_mm(a.t(), b, ends(offsets, a));
+      return at::_grouped_mm(a.t(), b, ends(groups, a));
     case GroupedWay::kRoundedRows:
-      return outer_rounded_up(a, b, offsets);
+      return outer_rounded_up(a, b, groups.begins);
     case GroupedWay::kLoop:
       break;
   }
-  return outer_by_loop(a, b, offsets);
+  return outer_by_loop(a, b, groups.begins);
 }
 
 at::Tensor grouped_linear(const at::Tensor& x, const GroupedWeights& weights,
-                          const GroupOffsets& offsets) {
-  check_sizes(x, weights, offsets);
+                          const RowGroups& groups) {
+  check_sizes(x, weights, groups);
   return GroupedLinearFunction::apply(
       x, weights.weight, weights.bias.defined() ? std::make_optional(weights.bias) : std::nullopt,
-      weights.layout, offsets);
+      weights.layout, groups);
 }
 
 at::Tensor grouped_linear_composite(const at::Tensor& x, const GroupedWeights& weights,
                                     const GroupOffsets& offsets) {
-  check_sizes(x, weights, offsets);
+  check_sizes(x, weights, RowGroups{offsets});
   const at::Tensor matrices = in_out(weights.weight, weights.layout);
   std::vector<at::Tensor> parts;
   for (std::size_t e = 0; e + 1 < offsets.size(); ++e) {

@@ -19,18 +19,35 @@ namespace tessera::nn {
 /// Rows [begin[e], begin[e + 1]) belong to group e: E + 1 numbers from 0 to M.
 using GroupOffsets = std::vector<std::int64_t>;
 
+/// The same where rows lie on a device.
+struct RowGroups {
+  GroupOffsets begins = {};  ///< empty: only the device knows them
+  at::Tensor ends = {};      ///< [E] i32 on the device, without the first 0; undefined on the CPU
+};
+/// Whether products with a weight need the begins of groups on the host: all but those that
+/// libtorch's kernel for devices forms by itself, which are bf16 with rows of multiples of 16 bytes.
+bool needs_begins(const at::Tensor& weight);
+
 enum class GroupedWay : std::uint8_t { kLibtorch, kLoop, kRoundedRows };
 /// How the products of these are formed: a and b are as below.
 GroupedWay grouped_way(const at::Tensor& a, const at::Tensor& b);
 
 /// a [M, K] contiguous, b [E, K, N] -> [M, N]: rows of group e times b[e].
-at::Tensor grouped_rows(const at::Tensor& a, const at::Tensor& b, const GroupOffsets& offsets,
+at::Tensor grouped_rows(const at::Tensor& a, const at::Tensor& b, const RowGroups& groups,
                         GroupedWay way);
+inline at::Tensor grouped_rows(const at::Tensor& a, const at::Tensor& b,
+                               const GroupOffsets& offsets, GroupedWay way) {
+  return grouped_rows(a, b, RowGroups{offsets}, way);
+}
 
 /// a [M, A], b [M, B] contiguous -> [E, A, B]: a_e^T b_e over the rows of group e, zeros where
 /// there are none.
-at::Tensor grouped_outer(const at::Tensor& a, const at::Tensor& b, const GroupOffsets& offsets,
+at::Tensor grouped_outer(const at::Tensor& a, const at::Tensor& b, const RowGroups& groups,
                          GroupedWay way);
+inline at::Tensor grouped_outer(const at::Tensor& a, const at::Tensor& b,
+                                const GroupOffsets& offsets, GroupedWay way) {
+  return grouped_outer(a, b, RowGroups{offsets}, way);
+}
 
 /// How the weight of a group lies.
 enum class GroupLayout : std::uint8_t {
@@ -47,7 +64,11 @@ struct GroupedWeights {
 /// x [M, K] -> [M, N]; rows of group e are multiplied by its matrix, then its bias is added. The
 /// gradients of a group without rows are zeros.
 at::Tensor grouped_linear(const at::Tensor& x, const GroupedWeights& weights,
-                          const GroupOffsets& offsets);
+                          const RowGroups& groups);
+inline at::Tensor grouped_linear(const at::Tensor& x, const GroupedWeights& weights,
+                                 const GroupOffsets& offsets) {
+  return grouped_linear(x, weights, RowGroups{offsets});
+}
 
 /// The same out of ATen operations.
 at::Tensor grouped_linear_composite(const at::Tensor& x, const GroupedWeights& weights,

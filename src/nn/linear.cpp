@@ -182,7 +182,7 @@ at::Tensor by_token(const at::Tensor& x) {
 /// [..., K] as [M, K] in the adapter's dtype, what is dropped left out.
 at::Tensor adapter_input(const at::Tensor& x, const DropoutDraw& draw, at::ScalarType dtype) {
   at::Tensor wide = x.to(dtype);
-  if (draw.probability > 0) wide = wide * dropout_factors(draw, x.sizes().vec(), dtype);
+  if (draw.probability > 0) wide = wide * dropout_factors(draw, x.sizes().vec(), dtype, x.device());
   return by_token(wide);
 }
 
@@ -222,7 +222,7 @@ struct AdapterFunction : torch::autograd::Function<AdapterFunction> {
     if (ctx->needs_input_grad(1)) {
       at::Tensor grad_x = at::mm(grad_hidden, a).view(x.sizes());
       if (draw.probability > 0) {
-        grad_x.mul_(dropout_factors(draw, x.sizes().vec(), a.scalar_type()));
+        grad_x.mul_(dropout_factors(draw, x.sizes().vec(), a.scalar_type(), x.device()));
       }
       result[1] = grad_x.to(x.scalar_type());
     }
@@ -278,13 +278,14 @@ DropoutDraw dropout_draw(const LoraOptions& options, const SamplePlace& place) {
 }
 
 at::Tensor dropout_factors(const DropoutDraw& draw, const std::vector<std::int64_t>& shape,
-                           at::ScalarType dtype) {
+                           at::ScalarType dtype, at::Device device) {
   TESSERA_INVARIANT(shape.size() == 3, "dropout of an adapter's input with ", shape.size(),
                     " dims, expected rows, positions and columns");
   const bool twice = dtype == at::kDouble;
-  at::Tensor factors = at::empty(shape, at::TensorOptions().dtype(twice ? dtype : at::kFloat));
+  const at::Tensor factors = at::empty(
+      shape, at::TensorOptions().dtype(twice ? dtype : at::kFloat).pinned_memory(!device.is_cpu()));
   twice ? fill_all<double>(factors, draw) : fill_all<float>(factors, draw);
-  return factors.to(dtype);
+  return factors.to(device, factors.scalar_type(), /*non_blocking=*/true).to(dtype);
 }
 
 at::Tensor add_adapter(const at::Tensor& base, const at::Tensor& x, const at::Tensor& a,

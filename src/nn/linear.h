@@ -53,9 +53,10 @@ struct DropoutDraw {
 };
 DropoutDraw dropout_draw(const LoraOptions& options, const SamplePlace& place);
 
-/// 0 for an element that is dropped, else 1 / (1 - probability): [B, T, K].
+/// 0 for an element that is dropped, else 1 / (1 - probability): [B, T, K]. Drawn on the host, so
+/// that they are the same on every device, which does not wait for them.
 at::Tensor dropout_factors(const DropoutDraw& draw, const std::vector<std::int64_t>& shape,
-                           at::ScalarType dtype);
+                           at::ScalarType dtype, at::Device device = at::kCPU);
 
 /// When a backward that puts weight gradients off forms this one.
 enum class WeightGradient : std::uint8_t {

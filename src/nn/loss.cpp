@@ -74,18 +74,12 @@ OwnTokens own_tokens(const at::Tensor& tokens, std::int64_t rows, const parallel
   return {number.masked_fill(own.logical_not(), 0), own};
 }
 
-/// Rows at a time: their fp32 copies stay in the cache.
-std::int64_t rows_at_once(std::int64_t columns) {
-  constexpr std::int64_t kElements = std::int64_t{1} << 18;
-  return std::max<std::int64_t>(1, kElements / std::max<std::int64_t>(1, columns));
-}
-
 /// Of each row of logits [rows, columns]: the largest, the sum of exponentials relative to it, and
 /// the target's logit, 0 where another rank has it. [3, rows] in `inside`.
 at::Tensor summarize(const at::Tensor& logits, const OwnTokens& targets, at::ScalarType inside) {
   const std::int64_t rows = logits.size(0);
   const at::Tensor result = at::empty({3, rows}, logits.options().dtype(inside));
-  const std::int64_t step = rows_at_once(logits.size(1));
+  const std::int64_t step = kernels::rows_of_loss(logits);
   for (std::int64_t begin = 0; begin < rows; begin += step) {
     const std::int64_t count = std::min(step, rows - begin);
     const at::Tensor part = logits.narrow(0, begin, count).to(inside);
@@ -147,7 +141,7 @@ struct VocabParallelFunction : torch::autograd::Function<VocabParallelFunction> 
     const at::Tensor result = consume ? flat : at::empty_like(flat);
     const at::Tensor factor = saved[4].to(log_sum.scalar_type()) * grads[0];
     const at::Tensor target_factor = factor * saved[3].to(log_sum.scalar_type());
-    const std::int64_t step = rows_at_once(columns);
+    const std::int64_t step = kernels::rows_of_loss(flat);
     for (std::int64_t begin = 0; begin < rows; begin += step) {
       const std::int64_t count = std::min(step, rows - begin);
       const auto part = [&](const at::Tensor& of) {

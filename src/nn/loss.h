@@ -37,7 +37,7 @@ enum class Logits : std::uint8_t {
 };
 
 /// logits [B, T, V], targets [B, T] i64 -> [] fp32 (fp64 for fp64 logits), computed in fp32 from
-/// logits. Errors: kFormat for a target outside 0..V-1 that is not -100.
+/// logits. Errors: kFormat for a target outside 0..V-1 that is not -100 (check_range).
 at::Tensor cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets,
                              Logits use = Logits::kKeep);
 
@@ -50,7 +50,7 @@ struct VocabParallelLoss {
 /// cross_entropy_sum of logits [B, T, V / size], targets [B, T] i64 the same on every rank.
 /// Placement: S(2) -> I, the same bits on every rank; the gradient needs no communication.
 /// Collective; bytes a rank sends: (size - 1) x 12 B T (24 for fp64). Errors: kFormat for a target
-/// outside 0..V-1 that is not -100.
+/// outside 0..V-1 that is not -100 (check_range).
 at::Tensor vocab_parallel_cross_entropy_sum(const at::Tensor& logits, const at::Tensor& targets,
                                             const VocabParallelLoss& options);
 

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <string>
 
+#include "comm/torch_compat.h"
 #include "tessera/error.h"
 
 namespace tessera::nn {
@@ -39,7 +40,7 @@ void materialize(const torch::nn::Module& module) {
     at::DataPtr data = c10::GetAllocator(c10::DeviceType::CPU)->allocate(bytes);
     std::memset(data.get(), 0, bytes);
     c10::StorageImpl* storage = parameter.storage().unsafeGetStorageImpl();
-    storage->clear_data_ptr_access_error_msg_();
+    compat::clear_access_error(*storage);
     storage->set_data_ptr_noswap(std::move(data));
     storage->set_nbytes(bytes);
   }

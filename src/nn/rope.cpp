@@ -135,7 +135,7 @@ RopeTable Rope::table(std::int64_t positions, at::ScalarType dtype, at::Device d
     const at::Tensor angles = at::outer(at::arange(positions, at::kFloat), frequencies_);
     const double factor = table_factor(options_);
     const auto finished = [&](const at::Tensor& x) {
-      return (factor == 1.0 ? x : x * factor).to(device, dtype);
+      return (factor == 1.0 ? x : x * factor).to(device, dtype, /*non_blocking=*/true);
     };
     kept = {finished(angles.cos()), finished(angles.sin())};
   }
@@ -170,8 +170,8 @@ at::Tensor rotate_interleaved(const at::Tensor& x, const RopeTable& table) {
 
 AxialTable axial_table(const at::Tensor& positions, std::int64_t head_dim, double theta,
                        at::ScalarType dtype) {
-  const at::Tensor frequencies =
-      inverse_frequencies({.theta = theta}, head_dim / 2).to(positions.device());
+  const at::Tensor frequencies = inverse_frequencies({.theta = theta}, head_dim / 2)
+                                     .to(positions.device(), at::kFloat, /*non_blocking=*/true);
   const at::Tensor angles = positions.to(at::kFloat).unsqueeze(3) * frequencies;
   return {angles.cos().to(dtype), angles.sin().to(dtype)};
 }

@@ -37,7 +37,7 @@ const std::string kHalfCopies = "tp_kv/4 4 S(0), gradient S(0); tp_rep/2 2 R, gr
 
 struct Model {
   std::string name;
-  std::int64_t numel;      ///< as published: 15.7, 235.7, 20.9, 30.5, 25.8 billion
+  std::int64_t numel;      ///< as published: 15.7, 235.7, 20.9, 30.5, 25.8, 8.0 billion
   std::size_t parameters;  ///< the experts of a layer are two, or four with biases
   Placements placements;
   std::string cut_gate_up;  ///< of experts whose width tp shares out
@@ -125,6 +125,18 @@ class ShippedModels : public ::testing::TestWithParam<Model> {
     EXPECT_LE(kept * kWorld, 4 * (wanted + wanted / 1000));
   }
 
+  /// As the file stands all ranks share all of the model.
+  void expect_planned_as_shipped() const {
+    const json found = contract({});
+    ASSERT_FALSE(found.is_null());
+    EXPECT_THAT(found.at("layout"), HasSubstr("dp_replicate 1 x dp_shard 64 x cp 1 x tp 1"));
+    expect_whole(found);
+    for (const json& parameter : found.at("parameters")) {
+      EXPECT_FALSE(parameter.contains("placement")) << "all ranks share all of it: " << parameter;
+      EXPECT_EQ(parameter.at("reductions").at("shard_axes"), json::array({"dp_shard"}));
+    }
+  }
+
   void expect_placed(const json& found, const Placements& expected) const {
     std::size_t seen = 0;
     for (const json& parameter : found.at("parameters")) {
@@ -139,16 +151,7 @@ class ShippedModels : public ::testing::TestWithParam<Model> {
   const testing::TemporaryFolder folder_;
 };
 
-TEST_P(ShippedModels, PlanAsTheyAreShippedFromConfigJsonAlone) {
-  const json found = contract({});
-  ASSERT_FALSE(found.is_null());
-  EXPECT_THAT(found.at("layout"), HasSubstr("dp_replicate 1 x dp_shard 64 x cp 1 x tp 1"));
-  expect_whole(found);
-  for (const json& parameter : found.at("parameters")) {
-    EXPECT_FALSE(parameter.contains("placement")) << "all ranks share all of it: " << parameter;
-    EXPECT_EQ(parameter.at("reductions").at("shard_axes"), json::array({"dp_shard"}));
-  }
-}
+TEST_P(ShippedModels, PlanAsTheyAreShippedFromConfigJsonAlone) { expect_planned_as_shipped(); }
 
 TEST_P(ShippedModels, EveryPatternOfTheRulesMatchesAndDecidesADtype) {
   const std::string text = read_file(folder_ / config());
@@ -209,6 +212,25 @@ TEST_P(ShippedModels, TensorParallelExpertsAreCutInTheirWidth) {
   const std::string experts = GetParam().decoder + "layers.1." + GetParam().experts;
   expect_placed(found, {{experts + "gate_up_proj", GetParam().cut_gate_up},
                         {experts + "down_proj", GetParam().cut_down}});
+}
+
+/// Without experts.
+class ShippedDenseModels : public ShippedModels {};
+
+TEST_P(ShippedDenseModels, PlanAsTheyAreShippedFromConfigJsonAlone) { expect_planned_as_shipped(); }
+
+TEST_P(ShippedDenseModels, LayersAreSharedOutByName) {
+  const json found = contract({"--parallelism.tensor_parallel_degree=8"});
+  ASSERT_FALSE(found.is_null());
+  EXPECT_THAT(found.at("layout"), HasSubstr("dp_shard 8 x cp 1 x tp 8"));
+  expect_whole(found, 8);
+  Placements expected{{"model.embed_tokens.weight", kRows},
+                      {"model.norm.weight", kWhole},
+                      {GetParam().head, kRows}};
+  for (const auto& [name, placement] : GetParam().placements) {
+    expected["model.layers.1." + name] = placement;
+  }
+  expect_placed(found, expected);
 }
 
 /// gate, up and down of experts one behind the other, [E, 2I, H] and [E, H, I]; of gpt-oss
@@ -287,6 +309,22 @@ INSTANTIATE_TEST_SUITE_P(
                             "experts.",
                             "model.language_model.embed_tokens.weight"}),
     [](const auto& each) { return std::regex_replace(each.param.name, std::regex("-"), "_"); });
+
+INSTANTIATE_TEST_SUITE_P(Configs, ShippedDenseModels,
+                         ::testing::Values(Model{"llama3_8b",
+                                                 8'030'261'248,
+                                                 291,
+                                                 {{"self_attn.q_proj.weight", kRows},
+                                                  {"self_attn.k_proj.weight", kRows},
+                                                  {"self_attn.v_proj.weight", kRows},
+                                                  {"self_attn.o_proj.weight", kColumns},
+                                                  {"mlp.gate_proj.weight", kRows},
+                                                  {"mlp.up_proj.weight", kRows},
+                                                  {"mlp.down_proj.weight", kColumns},
+                                                  {"input_layernorm.weight", kWhole}},
+                                                 {},
+                                                 {}}),
+                         [](const auto& each) { return each.param.name; });
 
 }  // namespace
 }  // namespace tessera::cli::shipped_models_test

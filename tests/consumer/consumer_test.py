@@ -75,10 +75,11 @@ class Consumer(unittest.TestCase):
 
     def test_another_libtorch_is_refused_with_both_versions(self):
         other = WORK / "other_torch"
-        other.mkdir(parents=True, exist_ok=True)
-        (other / "TorchConfig.cmake").write_text("set(Torch_FOUND TRUE)\n")
-        (other / "TorchConfigVersion.cmake").write_text(
-            'set(PACKAGE_VERSION "1.0.0")\nset(PACKAGE_VERSION_COMPATIBLE TRUE)\n')
+        for name, text in {"lib/libtorch_cpu.so": "", "include/torch/csrc/api/include/torch/torch.h": "",
+                           "include/torch/headeronly/version.h": "#define TORCH_VERSION_MAJOR 1\n"
+                           "#define TORCH_VERSION_MINOR 0\n#define TORCH_VERSION_PATCH 0\n"}.items():
+            (other / name).parent.mkdir(parents=True, exist_ok=True)
+            (other / name).write_text(text)
         done = configure(WORK / "wrong_torch", PREFIX, other)
         self.assertNotEqual(done.returncode, 0)
         self.assertIn("found 1.0.0", " ".join(done.stderr.split()))

@@ -1,5 +1,5 @@
 // Where the ranks of a test compute: on the CPU, or on devices of the simulator, if the program
-// links it (sim/dist_place.cpp). A test says here(tensor) of what it makes itself, and is then one of
+// links it (drawn_place.h). A test says here(tensor) of what it makes itself, and is then one of
 // any place.
 #pragma once
 

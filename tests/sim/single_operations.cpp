@@ -46,12 +46,22 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& grad, con
 
 // Flash attention: q [B, H, T, D], k and v [B, G, T, D] with G keys for H queries.
 
-void check_flash(const at::Tensor& q, double dropout) {
+void check_flash(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double dropout) {
   const bool narrow = q.scalar_type() == at::kBFloat16 || q.scalar_type() == at::kHalf;
   TORCH_CHECK(narrow, "sim: flash attention takes bfloat16 and float16, found ", q.scalar_type());
   TORCH_CHECK(q.size(3) % 8 == 0 && q.size(3) <= 256,
               "sim: flash attention takes head_dims up to 256 in steps of 8, found ", q.size(3));
+  for (const at::Tensor& each : {q, k, v}) {
+    TORCH_CHECK(each.size(3) == q.size(3) && each.stride(3) == 1 && each.numel() > 0,
+                "sim: flash attention takes dense heads of one length, found ", each.sizes(),
+                " with strides ", each.strides());
+  }
   TORCH_CHECK(dropout == 0.0, "sim: no dropout inside attention");
+}
+
+/// In the order of memory of another of its sizes, as flash attention makes its results.
+at::Tensor laid_out_as(const at::Tensor& other, const at::Tensor& values) {
+  return at::empty_like(other).copy_(values);
 }
 
 at::Tensor for_every_query(const at::Tensor& keys, std::int64_t heads) {
@@ -63,13 +73,19 @@ using FlashResults = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, 
 
 FlashResults flash(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double dropout,
                    bool causal, bool /*return_debug_mask*/, std::optional<double> scale) {
-  check_flash(q, dropout);
+  check_flash(q, k, v, dropout);
   auto [mixed, log_sum] = at::_scaled_dot_product_flash_attention_for_cpu(
       q, for_every_query(k, q.size(1)), for_every_query(v, q.size(1)), 0.0, causal, {}, scale);
   const at::Tensor nothing = at::empty({0}, at::kLong);
-  return {mixed,        log_sum,   at::Tensor(),
-          at::Tensor(), q.size(2), k.size(2),
-          nothing,      nothing,   at::empty({0}, q.options())};
+  return {laid_out_as(q, mixed),
+          log_sum,
+          at::Tensor(),
+          at::Tensor(),
+          q.size(2),
+          k.size(2),
+          nothing,
+          nothing,
+          at::empty({0}, q.options())};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_backward(
@@ -78,14 +94,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_backward(
     const at::Tensor& /*begins_k*/, c10::SymInt /*most_q*/, c10::SymInt /*most_k*/, double dropout,
     bool causal, const at::Tensor& /*seed*/, const at::Tensor& /*offset*/,
     std::optional<double> scale) {
-  check_flash(q, dropout);
+  check_flash(q, k, v, dropout);
   auto [grad_q, grad_k, grad_v] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
       grad, q, for_every_query(k, q.size(1)), for_every_query(v, q.size(1)), out, log_sum, 0.0,
       causal, {}, scale);
   const auto of_keys = [&](const at::Tensor& of_queries, const at::Tensor& keys) {
     return of_queries.unflatten(1, {keys.size(1), -1}).sum(2);
   };
-  return {grad_q, of_keys(grad_k, k), of_keys(grad_v, v)};
+  return {laid_out_as(q, grad_q), laid_out_as(k, of_keys(grad_k, k)),
+          laid_out_as(v, of_keys(grad_v, v))};
 }
 
 /// Only where drawing is allowed; it is three operations here.

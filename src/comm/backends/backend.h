@@ -57,6 +57,7 @@ struct BackendRow {
   std::optional<at::DeviceType> device;  ///< whose tensors it carries as they are; none: any
   bool others;                           ///< carries all others' through the host's memory
   std::optional<ThreadBackend> threads;  ///< under which it connects threads of one process
+  bool (*built_in)();                    ///< linked, not stubbed
   bool (*usable)();                      ///< built in, and there is a device
   /// Null where it connects threads only. Errors: kUsage where it is not usable; kComm.
   std::unique_ptr<Connections> (*open)(const LaunchEnvironment& launch);

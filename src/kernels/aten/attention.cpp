@@ -158,7 +158,7 @@ void add_sink_gradients(const at::Tensor& rows, const at::Tensor& sum, std::int6
   const std::int64_t groups = sum.numel() / repeat;
   sum.add_(rows.to(at::kDouble)
                .view({rows.size(0) / groups, groups, rows.size(1) / repeat, repeat})
-               .sum({0, 2})
+               .sum(at::IntArrayRef({0, 2}))  // torch 2.11 has a form with names of dims, too
                .view(sum.sizes()));
 }
 

@@ -20,6 +20,7 @@
 
 namespace tessera::comm {
 
+inline bool gloo_built_in() { return true; }
 inline bool gloo_usable() { return true; }
 
 /// The backend. Errors: as GlooDevice.

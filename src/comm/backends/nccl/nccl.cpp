@@ -340,6 +340,8 @@ DeviceFacts cuda_facts(int device) {
   return {card.name, 10 * card.major + card.minor};
 }
 
+bool nccl_built_in() { return true; }
+
 bool nccl_usable() { return c10::cuda::device_count() > 0; }
 
 std::unique_ptr<Connections> open_nccl(const LaunchEnvironment& /*launch*/) {

@@ -13,6 +13,8 @@
 
 namespace tessera::comm {
 
+/// Linked, not stubbed.
+bool nccl_built_in();
 /// Built in, and there is a CUDA device.
 bool nccl_usable();
 

@@ -3,6 +3,8 @@
 
 namespace tessera::comm {
 
+bool nccl_built_in() { return false; }
+
 bool nccl_usable() { return false; }
 
 DeviceFacts cuda_facts(int /*device*/) { return {}; }

@@ -1,0 +1,60 @@
+# tessera_find_torch([CUDA AUTO|ON|OFF] [HINTS folders...]): libtorch as the target `torch`, made from its folder (that
+# of pip's torch, or of an unpacked libtorch): the first that Torch_DIR, CMAKE_PREFIX_PATH, TESSERA_TORCH of the
+# environment or a hint name. A target `torch` that is there already stays as it is.
+#
+# Not libtorch's own CMake file: that of a build with CUDA wants all of NVIDIA's toolkit and its
+# compiler. Sets TORCH_INSTALL_PREFIX, Torch_VERSION and TESSERA_HAS_CUDA; without libtorch
+# Torch_VERSION is empty. Used by the build and, installed, by find_package(Tessera).
+function(tessera_find_torch)
+  cmake_parse_arguments(T "" "CUDA" "HINTS" ${ARGN})
+  set(candidates)
+  foreach(prefix ${Torch_DIR} ${CMAKE_PREFIX_PATH} $ENV{TESSERA_TORCH})
+    # Its folder itself, or those in which its CMake files stand.
+    list(APPEND candidates ${prefix} ${prefix}/../.. ${prefix}/../../..)
+  endforeach()
+  list(APPEND candidates ${T_HINTS})
+  set(root "")
+  foreach(candidate ${candidates})
+    if(NOT root AND EXISTS ${candidate}/include/torch/csrc/api/include/torch/torch.h
+       AND EXISTS ${candidate}/lib/libtorch_cpu.so)
+      get_filename_component(root ${candidate} ABSOLUTE)
+    endif()
+  endforeach()
+  set(TORCH_INSTALL_PREFIX "${root}" PARENT_SCOPE)
+  set(Torch_VERSION "" PARENT_SCOPE)
+  set(TESSERA_HAS_CUDA OFF PARENT_SCOPE)
+  if(NOT root)
+    return()
+  endif()
+
+  set(version "")
+  file(STRINGS ${root}/include/torch/headeronly/version.h lines REGEX "define TORCH_VERSION_(MAJOR|MINOR|PATCH) ")
+  foreach(line ${lines})
+    string(REGEX MATCH "[0-9]+$" number ${line})
+    list(APPEND version ${number})
+  endforeach()
+  list(JOIN version . version)
+  set(Torch_VERSION ${version} PARENT_SCOPE)
+
+  set(cuda OFF)
+  if(NOT T_CUDA STREQUAL "OFF" AND EXISTS ${root}/lib/libtorch_cuda.so)
+    set(cuda ON)
+  endif()
+  set(TESSERA_HAS_CUDA ${cuda} PARENT_SCOPE)
+  if(TARGET torch)
+    return()
+  endif()
+  set(libraries ${root}/lib/libtorch.so ${root}/lib/libtorch_cpu.so)
+  set(found_by_name ${root}/lib/libc10.so)
+  if(cuda)
+    list(APPEND libraries ${root}/lib/libtorch_cuda.so)
+    list(APPEND found_by_name ${root}/lib/libc10_cuda.so)
+  endif()
+  # Its libraries register their operators when they are loaded: asked for or not.
+  list(JOIN libraries " " libraries)
+  add_library(torch INTERFACE IMPORTED GLOBAL)
+  set_target_properties(torch PROPERTIES
+    INTERFACE_INCLUDE_DIRECTORIES "${root}/include;${root}/include/torch/csrc/api/include"
+    INTERFACE_COMPILE_DEFINITIONS "USE_DISTRIBUTED;USE_C10D_GLOO;USE_RPC;USE_TENSORPIPE"
+    INTERFACE_LINK_LIBRARIES "-Wl,--no-as-needed ${libraries} -Wl,--as-needed;${found_by_name}")
+endfunction()

@@ -1,0 +1,145 @@
+// Groups of the NCCL backend with one rank, which is all that one card can have: every operation,
+// alone and together in a batch, on the group's stream, as the same ops of one rank on the CPU.
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm/backends/backend.h"
+#include "comm/batch.h"
+#include "comm/device.h"
+#include "comm/stream.h"
+#include "tessera/error.h"
+
+namespace tessera::gpu_nccl_test {
+namespace {
+
+using comm::Batch;
+using comm::Into;
+using comm::Op;
+using testing::HasSubstr;
+
+const at::Device kCard(at::kCUDA, 0);
+
+class OneRank : public testing::Test {
+ protected:
+  /// Here and not in SetUp(): without a card the test is skipped before.
+  comm::Group& group() {
+    if (group_) return *group_;
+    comm::use_device(kCard);
+    const auto& row = comm::backend_named("nccl", at::kCUDA);
+    connections_ = row.open({});
+    group_ = connections_->make_group({.name = "ranks 0",
+                                       .ranks = {0},
+                                       .rank = 0,
+                                       .device = kCard,
+                                       .options = {},
+                                       .store = comm::Store::in_memory(),
+                                       .abort_flag = std::make_shared<comm::AbortFlag>(),
+                                       .board = std::make_shared<comm::WaitBoard>()});
+    group_->use_stream(comm::Stream::make(kCard), nullptr);
+    return *group_;
+  }
+
+  static at::Tensor draw(std::uint64_t seed, at::ScalarType dtype, std::int64_t numel = 4099) {
+    return at::randn({numel}, at::make_generator<at::CPUGeneratorImpl>(seed)).to(dtype);
+  }
+
+  /// Runs `make` of the tensors on the card and, as run_alone() does, on the CPU: the same bits.
+  template <class Make>
+  void expect_as_alone(const std::string& what, const std::vector<at::Tensor>& tensors,
+                       const Make& make) {
+    const auto batch_of = [&](const std::vector<at::Tensor>& given) {
+      Batch batch;
+      batch.label.unit = what;
+      batch.ops = make(given);
+      return batch;
+    };
+    std::vector<at::Tensor> here, there;
+    for (const at::Tensor& one : tensors) {
+      here.push_back(one.clone());
+      there.push_back(one.to(kCard, one.scalar_type(), false, /*copy=*/true));
+    }
+    comm::run_alone(batch_of(here));
+    group().issue(batch_of(there))->wait();
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      EXPECT_TRUE(at::equal(there[i].cpu(), here[i])) << what << ", tensor " << i;
+    }
+  }
+
+ private:
+  std::unique_ptr<comm::Connections> connections_;
+  std::shared_ptr<comm::Group> group_;
+};
+
+TEST_F(OneRank, GathersAndSendsToItself) {
+  for (const auto dtype : {at::kFloat, at::kBFloat16, at::kLong}) {
+    expect_as_alone("gather", {draw(1, dtype)},
+                    [](const auto& in) { return std::vector<Op>{comm::AllGather{in[0]}}; });
+    expect_as_alone("broadcast", {draw(2, dtype)},
+                    [](const auto& in) { return std::vector<Op>{comm::Broadcast{in[0], 0}}; });
+    expect_as_alone("all-to-all", {draw(3, dtype), draw(4, dtype)}, [](const auto& in) {
+      return std::vector<Op>{comm::AllToAll{in[0], {4099}, in[1], {4099}}};
+    });
+  }
+}
+
+TEST_F(OneRank, SumsInTheDtypeThatTravelsAndInAWiderOne) {
+  for (const auto wire : {at::kFloat, at::kBFloat16}) {
+    for (const auto into : {Into::kOverwrite, Into::kAdd}) {
+      expect_as_alone("reduce-scatter", {draw(1, wire), draw(2, at::kFloat)}, [&](const auto& in) {
+        return std::vector<Op>{comm::ReduceScatter{in[0], in[1], into}};
+      });
+    }
+    expect_as_alone("all-reduce", {draw(3, wire), draw(4, at::kFloat)}, [](const auto& in) {
+      return std::vector<Op>{comm::AllReduce{in[0], in[1]}};
+    });
+    expect_as_alone("all-reduce in place", {draw(3, wire)},
+                    [](const auto& in) { return std::vector<Op>{comm::AllReduce{in[0]}}; });
+  }
+}
+
+TEST_F(OneRank, OpsOfABatchGoOutTogether) {
+  expect_as_alone(
+      "together",
+      {draw(1, at::kFloat), draw(2, at::kBFloat16), draw(3, at::kFloat), draw(4, at::kBFloat16)},
+      [](const auto& in) {
+        return std::vector<Op>{comm::AllGather{in[0]}, comm::ReduceScatter{in[1], in[2], Into::kAdd},
+                               comm::AllGather{in[3]}};
+      });
+}
+
+TEST_F(OneRank, ManyUnderWayAreWaitedForLater) {
+  std::vector<std::unique_ptr<comm::Work>> works;
+  std::vector<at::Tensor> results;
+  for (int i = 0; i < 50; ++i) {
+    at::Tensor sums = at::zeros({1 << 20}, at::TensorOptions(kCard));
+    Batch batch;
+    batch.label.unit = "many";
+    batch.ops = {comm::ReduceScatter{at::full_like(sums, i), sums, Into::kAdd}};
+    works.push_back(group().issue(std::move(batch)));
+    results.push_back(sums);
+  }
+  for (const auto& work : works) work->wait();
+  for (int i = 0; i < 50; ++i) EXPECT_TRUE((results[static_cast<std::size_t>(i)] == i).all().item<bool>());
+}
+
+TEST(TwoRanksOnOneCard, AreRefusedByNccl) {
+  const auto store = comm::Store::in_memory();
+  comm::claim_device(*store, "host", "0000:01:00.0", 0);
+  try {
+    comm::claim_device(*store, "host", "0000:01:00.0", 1);
+    FAIL() << "not refused";
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), HasSubstr("ranks 0 and 1 on one device"));
+  }
+}
+
+}  // namespace
+}  // namespace tessera::gpu_nccl_test

@@ -1,0 +1,182 @@
+// What layers compute on a device with its own kernels (kernels/fused), forward and backward, against
+// their composite forms in fp64 on the CPU.
+#include <ATen/DeviceAccelerator.h>
+#include <gtest/gtest.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "nn/attention.h"
+#include "nn/loss.h"
+#include "nn/mlp.h"
+#include "nn/rms_norm.h"
+#include "nn/rope.h"
+#include "unit/nn/compare.h"
+#include "unit/nn/composites.h"
+
+namespace tessera::nn::fused_on_devices_test {
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+/// The simulated one, or a GPU in a program that is linked with one.
+at::Device device() { return {at::getAccelerator(/*checked=*/true).value(), 0}; }
+
+/// Roundings to the dtype that follow each other, of the element and of what it is summed from.
+Bound roundings(at::ScalarType dtype, int count) {
+  const double one = dtype == at::kFloat ? 4e-7 : dtype == at::kHalf ? 1.0 / 2048 : 1.0 / 256;
+  return {count * one, count * one + 4e-6};
+}
+
+at::Tensor draw(at::IntArrayRef sizes, at::ScalarType dtype) { return at::randn(sizes).to(dtype); }
+
+/// function(inputs on the device) and its gradients, against the composite's in fp64.
+void expect_close_to_fp64(const Function& function, const Function& composite,
+                          const Tensors& inputs, const Bound& bound, const std::string& what) {
+  Tensors there, wide;
+  for (const at::Tensor& input : inputs) {
+    there.push_back(input.to(device()));
+    wide.push_back(input.to(at::kDouble));
+  }
+  const at::Tensor grad = at::randn(composite(wide).sizes()).to(at::kBFloat16);
+  const Tensors found = run(function, there, grad.to(device()));
+  const Tensors expected = run(composite, wide, grad);
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    EXPECT_EQ(found[i].device(), device());
+    expect_close(found[i].cpu(), expected[i], bound,
+                 what + (i == 0 ? ": output" : ": gradient " + std::to_string(i - 1)));
+  }
+}
+
+class OnDevices : public ::testing::TestWithParam<at::ScalarType> {
+ protected:
+  void SetUp() override { at::manual_seed(7); }
+  at::ScalarType dtype() const { return GetParam(); }
+};
+
+TEST_P(OnDevices, NormsRoundOnce) {
+  for (const at::ScalarType weight : {dtype(), at::kFloat}) {
+    for (const std::int64_t rows : {0, 1, 75}) {
+      for (const auto rounding : {NormRounding::kBeforeWeight, NormRounding::kOnce}) {
+        expect_close_to_fp64(
+            [&](const Tensors& in) { return rms_norm(in[0], in[1], 1e-5, rounding); },
+            [](const Tensors& in) { return rms_norm_composite(in[0], in[1], 1e-5); },
+            {draw({rows, 2, 64}, dtype()), draw({64}, weight)}, roundings(dtype(), 1), "norm");
+      }
+    }
+    // The sum is used twice, as in a layer; of whole numbers, which every dtype holds.
+    const at::Tensor whole = at::randint(-8, 9, {3, 5, 48}).to(dtype());
+    expect_close_to_fp64(
+        [](const Tensors& in) {
+          const auto [sum, normed] = add_rms_norm(in[0], in[1], in[2], 1e-5);
+          return at::cat({sum, normed}, 0);
+        },
+        [](const Tensors& in) {
+          const at::Tensor sum = in[0] + in[1];
+          return at::cat({sum, rms_norm_composite(sum, in[2], 1e-5)}, 0);
+        },
+        {whole, whole.flip(0), draw({48}, weight)}, roundings(dtype(), 2), "sum and norm");
+  }
+}
+
+// Three roundings a turned element, and one of the norm before it or behind its gradient.
+TEST_P(OnDevices, RopeTurnsNormedHeads) {
+  for (const std::int64_t head_dim : {2, 8, 34, 64}) {
+    Rope rope({}, head_dim);
+    const RopeTable table = rope.table(37, dtype(), device());
+    const RopeTable wide{table.cos.cpu().to(at::kDouble), table.sin.cpu().to(at::kDouble)};
+    const HeadLayout layout{.heads = 6, .repeat = 3};
+    const at::Tensor x = draw({2, 37, 6 * head_dim}, dtype());
+    for (const at::ScalarType weight : {dtype(), at::kFloat}) {
+      expect_close_to_fp64(
+          [&](const Tensors& in) { return rope_heads(in[0], layout, {in[1], 1e-6}, table); },
+          [&](const Tensors& in) {
+            return rope_heads_composite(in[0], layout, {in[1], 1e-6}, wide);
+          },
+          {x, draw({head_dim}, weight)}, roundings(dtype(), 4), "with norm");
+    }
+    expect_close_to_fp64(
+        [&](const Tensors& in) { return rope_heads(in[0], layout, {}, table); },
+        [&](const Tensors& in) { return rope_heads_composite(in[0], layout, {}, wide); }, {x},
+        roundings(dtype(), 3), "without norm");
+  }
+}
+
+// Heads of queries that share keys, values shorter than keys, lengths that no block divides; and
+// what flash attention does not take.
+TEST_P(OnDevices, CausalAttention) {
+  const double scale = 0.25;
+  for (const std::int64_t positions : {2, 5, 70, 300}) {
+    for (const auto& [head_dim, of_values] :
+         {std::pair<std::int64_t, std::int64_t>{16, 16}, {24, 16}, {64, 64}, {12, 12}, {8, 16}}) {
+      expect_close_to_fp64(
+          [&](const Tensors& in) { return causal_attention(in[0], in[1], in[2], scale); },
+          [&](const Tensors& in) { return causal_attention_composite(in[0], in[1], in[2], scale); },
+          {draw({2, 2, positions, 3, head_dim}, dtype()),
+           draw({2, 2, positions, 1, head_dim}, dtype()),
+           draw({2, positions, 2 * of_values}, dtype())},
+          dtype() == at::kFloat ? Bound{2e-5, 2e-5} : roundings(dtype(), 4),
+          std::to_string(positions) + " positions, heads of " + std::to_string(head_dim) + " and " +
+              std::to_string(of_values));
+    }
+  }
+}
+
+/// As a layer calls it: what rope gives is a view, and so is what attention takes.
+TEST_P(OnDevices, AttentionOfTurnedHeads) {
+  const std::int64_t head_dim = 16;
+  Rope rope({}, head_dim);
+  const RopeTable table = rope.table(33, dtype(), device());
+  const RopeTable wide{table.cos.cpu().to(at::kDouble), table.sin.cpu().to(at::kDouble)};
+  const auto attend = [&](const Tensors& in, const RopeTable& by, const auto& turn,
+                          const auto& mix) {
+    return mix(turn(in[0], HeadLayout{.heads = 6, .repeat = 3}, HeadNorm{}, by),
+               turn(in[1], HeadLayout{.heads = 2}, HeadNorm{}, by), in[2], 0.25);
+  };
+  expect_close_to_fp64(
+      [&](const Tensors& in) { return attend(in, table, rope_heads, causal_attention); },
+      [&](const Tensors& in) {
+        return attend(in, wide, rope_heads_composite, causal_attention_composite);
+      },
+      {draw({2, 33, 96}, dtype()), draw({2, 33, 32}, dtype()), draw({2, 33, 32}, dtype())},
+      dtype() == at::kFloat ? Bound{2e-5, 2e-5} : roundings(dtype(), 6), "turned heads");
+}
+
+TEST_P(OnDevices, Gates) {
+  // Wide enough to reach both tails of the sigmoid.
+  const at::Tensor gate = draw({3, 40}, dtype()) * 30;
+  expect_close_to_fp64([](const Tensors& in) { return swiglu(in[0], in[1]); },
+                       [](const Tensors& in) { return swiglu_composite(in[0], in[1]); },
+                       {gate, draw({3, 40}, dtype())}, roundings(dtype(), 3), "swiglu");
+  expect_close_to_fp64([](const Tensors& in) { return swiglu_halves(in[0]); },
+                       [](const Tensors& in) {
+                         return swiglu_composite(in[0].narrow(1, 0, 20), in[0].narrow(1, 20, 20));
+                       },
+                       {gate}, roundings(dtype(), 3), "halves");
+}
+
+TEST_P(OnDevices, CrossEntropyIgnoresWhatItIsToldTo) {
+  const at::Tensor targets = at::tensor({3, -100, 0, 16, 9, -100}, at::kLong).view({2, 3});
+  for (const Logits use : {Logits::kKeep, Logits::kConsume}) {
+    expect_close_to_fp64(
+        // What backward writes over is a tensor of its own.
+        [&](const Tensors& in) {
+          return cross_entropy_sum(in[0] * 1, targets.to(in[0].device()), use);
+        },
+        [&](const Tensors& in) { return cross_entropy_sum_composite(in[0], targets); },
+        {draw({2, 3, 17}, dtype()) * 4}, roundings(dtype(), 2), "loss");
+  }
+  const at::Tensor logits = draw({2, 3, 17}, dtype()).to(device()).requires_grad_(true);
+  const at::Tensor none =
+      cross_entropy_sum(logits, at::full({2, 3}, kIgnoredLabel, targets.options()).to(device()));
+  EXPECT_EQ(none.item<double>(), 0.0);
+  none.backward();
+  EXPECT_EQ(logits.grad().abs().sum().item<double>(), 0.0);
+}
+
+INSTANTIATE_TEST_SUITE_P(Dtypes, OnDevices, ::testing::Values(at::kFloat, at::kBFloat16, at::kHalf),
+                         [](const auto& each) { return c10::toString(each.param); });
+
+}  // namespace
+}  // namespace tessera::nn::fused_on_devices_test
