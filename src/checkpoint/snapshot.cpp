@@ -256,9 +256,10 @@ void Snapshot::take(const std::vector<StatePart>& parts, const std::string& name
   const comm::StreamScope copies(stream_);
   for (std::size_t i = 0; i < parts.size(); ++i) {
     const at::Tensor& values = parts[i].values;
+    const auto begin = static_cast<std::int64_t>(layout.header.find(keys[i])->begin);
     // By element size, largest first, after a beginning of whole 8 bytes: each is aligned.
-    auto place = at::from_blob(data + layout.header.find(keys[i])->begin, values.sizes(),
-                               at::TensorOptions(values.scalar_type()));
+    const at::Tensor place = buffer_.narrow(0, begin, static_cast<std::int64_t>(values.nbytes()))
+                                 .view(values.scalar_type());
     place.copy_(values, /*non_blocking=*/true);
     if (!values.is_cpu()) reads_.push_back(values);
   }

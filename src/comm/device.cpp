@@ -1,12 +1,15 @@
 #include "comm/device.h"
 
+#include <ATen/Context.h>
 #include <ATen/DeviceAccelerator.h>
 #include <c10/core/AutogradState.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include "base/text/printable.h"
+#include "comm/backends/nccl/nccl.h"
 #include "launch/store.h"
 #include "tessera/error.h"
 
@@ -58,6 +61,16 @@ c10::Device device_of_rank(const std::string& name, int local_rank) {
   return {asked.type(), static_cast<c10::DeviceIndex>(*number)};
 }
 
+DeviceFacts facts_of(c10::Device device) {
+  return device.is_cuda() ? cuda_facts(device.index()) : DeviceFacts();
+}
+
+DeviceMemory memory_of(c10::Device device) {
+  constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+  const auto stats = at::getDeviceAllocator(device.type())->getDeviceStats(device.index());
+  return {stats.allocated_bytes[kAll].current, stats.reserved_bytes[kAll].peak};
+}
+
 void claim_device(Store& store, const std::string& host, const std::string& device, int rank) {
   if (host.empty()) return;
   const std::string mine = concat(rank);
@@ -72,6 +85,12 @@ void claim_device(Store& store, const std::string& host, const std::string& devi
 void use_device(c10::Device device) {
   c10::impl::VirtualGuardImpl(device.type()).setDevice(device);
   c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
+}
+
+void take_deterministic_kernels(c10::Device device) {
+  if (device.is_cpu()) return;
+  at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
+  at::globalContext().setDeterministicFillUninitializedMemory(false);
 }
 
 bool backward_stays_here() {

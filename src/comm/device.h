@@ -7,6 +7,7 @@
 
 #include <c10/core/Device.h>
 
+#include <cstdint>
 #include <optional>
 #include <string>
 
@@ -20,6 +21,20 @@ std::optional<int> device_number(int local_rank, int visible);
 /// Errors: kUsage where libtorch knows no such device, sees none, or has too few for the rank.
 c10::Device device_of_rank(const std::string& name, int local_rank);
 
+/// What is known of a device beside its number; "" and 0 where nobody can tell.
+struct DeviceFacts {
+  std::string name;    ///< "NVIDIA H100 80GB HBM3"
+  int capability = 0;  ///< of CUDA: 90 for 9.0
+};
+DeviceFacts facts_of(c10::Device device);
+
+/// Bytes of a device's memory that this process has taken. Not of the CPU.
+struct DeviceMemory {
+  std::int64_t held = 0;  ///< by tensors that live
+  std::int64_t peak = 0;  ///< the most of the allocator so far, free blocks that it keeps included
+};
+DeviceMemory memory_of(c10::Device device);
+
 /// Says in the store of a World that this rank computes on a device of a host, for backends that want
 /// one for each rank. `host`, where it is "", cannot be told, and nothing is compared. Errors: kUsage
 /// where another rank computes on the same, naming both.
@@ -30,6 +45,9 @@ void claim_device(Store& store, const std::string& host, const std::string& devi
 /// wait for each other for ever, and where hooks and markers had other streams and other
 /// thread-locals. Not of the CPU, whose backward stays on its thread anyway.
 void use_device(c10::Device device);
+/// Of a device: sums that do not vary from run to run, where its kernels offer that, and a warning
+/// where they do not. For the whole process. Not of the CPU, whose kernels are like that.
+void take_deterministic_kernels(c10::Device device);
 /// Whether backwards of this thread stay on it.
 bool backward_stays_here();
 

@@ -424,6 +424,10 @@ void require_idle(const ShardedBase& model, const char* what) {
   unit_of_handle(model.unit()).runtime().require_idle(what);
 }
 
+std::string last_entered(const ShardedBase& model) {
+  return unit_of_handle(model.unit()).runtime().last_entered();
+}
+
 void are_read(const ShardedBase& model, const comm::Event& end) {
   unit_of_handle(model.unit()).runtime().are_read(end);
 }

@@ -1,6 +1,8 @@
 // What floors above ask of a handle beyond tessera/shard.h: none of them knows what runs it.
 #pragma once
 
+#include <string>
+
 #include "comm/stream.h"
 #include "layout/model_plan.h"
 #include "tessera/optim.h"
@@ -18,6 +20,9 @@ void renew_after_failure(const ShardedBase& model);
 void require_idle(const ShardedBase& model, const char* what);
 /// That `optimizer` steps parameters of `model`, as they lie now. Errors: kUsage, named `what`.
 void require_steps_of(const ShardedBase& model, const Optimizer& optimizer, const char* what);
+
+/// "the forward of unit layers.3": what the rank was in when it could not go on; "" = in none yet.
+std::string last_entered(const ShardedBase& model);
 
 /// A copy on a device reads the parameters, buffers and what optimizers keep of them, up to `end`:
 /// Optimizer::step() comes behind it.

@@ -74,6 +74,9 @@ namespace fused {
 TESSERA_FUSED_KERNELS(TESSERA_IMPLEMENTED)
 #undef TESSERA_IMPLEMENTED
 
+/// For p 1 and 2.
+at::Tensor sums_of_powers(at::TensorList values, double p);
+
 /// What causal_attention_forward keeps is told from aten/'s by its number.
 inline constexpr std::size_t kFlashKept = 7;
 }  // namespace fused

@@ -1,6 +1,8 @@
 // The one place that picks an implementation.
 #include "kernels/kernels.h"
 
+#include <ATen/ops/zeros.h>
+
 #include <algorithm>
 
 #include "base/test_hooks.h"
@@ -232,6 +234,15 @@ void divide_into(const at::Tensor& result, const at::Tensor& sum, double factor)
 
 void add_powers(const at::Tensor& values, double p, double largest, const at::Tensor& sum) {
   (on_cpu(values) ? cpu::add_powers : aten::add_powers)(values, p, largest, sum);
+}
+
+at::Tensor sums_of_powers(at::TensorList values, double p, double largest) {
+  if (!on_cpu(values[0]) && (p == 1.0 || p == 2.0)) return fused::sums_of_powers(values, p);
+  const at::Tensor sums =
+      at::zeros({static_cast<std::int64_t>(values.size())}, values[0].options().dtype(at::kDouble));
+  for (std::size_t i = 0; i < values.size(); ++i)
+    add_powers(values[i], p, largest, sums[static_cast<std::int64_t>(i)]);
+  return sums;
 }
 
 void join_master(const at::Tensor& shard, const at::Tensor& remainder, const at::Tensor& values) {

@@ -159,6 +159,10 @@ void divide_into(const at::Tensor& result, const at::Tensor& sum, double factor)
 /// no power overflows. Products and sums are fp64. Writes: sum.
 void add_powers(const at::Tensor& values, double p, double largest, const at::Tensor& sum);
 
+/// The same of each tensor alone, [values] fp64; none of them is empty. On a device one kernel forms
+/// all of p 1 and 2, by way of norms: the last bits are its own.
+at::Tensor sums_of_powers(at::TensorList values, double p, double largest);
+
 /// The float32 values of a bfloat16 shard, its own bits and sixteen more beside it
 /// (base/split_float.h): four bytes an element in all, and the shard is gathered as it is.
 /// values [n] float32 = shard [n] bfloat16 with remainder [n] int16.

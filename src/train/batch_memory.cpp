@@ -2,6 +2,7 @@
 
 #include <sys/sysinfo.h>
 
+#include <algorithm>
 #include <exception>
 #include <new>
 #include <string_view>
@@ -60,13 +61,37 @@ bool is_out_of_memory(const std::exception& error) {
   return false;
 }
 
-std::string out_of_memory_text(const RowsOfRank& rows, const std::exception& error) {
+namespace {
+
+/// "2.00 GiB" of what allocators say; all that `said` begins with where they say it otherwise.
+std::string requested(std::string_view said) {
+  for (const std::string_view before : {"Tried to allocate ", "found a request of "}) {
+    const auto at = said.find(before);
+    if (at == said.npos) continue;
+    const auto rest = said.substr(at + before.size());
+    return std::string(rest.substr(0, std::min(rest.find(" on "), rest.find(". "))));
+  }
+  return "an unknown size";
+}
+
+std::string place_of(const DeviceThatRanOut& device, std::string_view said) {
+  return concat(" of ", device.name, device.doing.empty() ? "" : " in ", device.doing,
+                ": requested ", requested(said), ", held ", gib(device.held), " GiB, peak ",
+                gib(device.peak), " GiB");
+}
+
+}  // namespace
+
+std::string out_of_memory_text(const RowsOfRank& rows, const std::exception& error,
+                               const std::optional<DeviceThatRanOut>& device) {
+  const std::string said = one_line(error.what());
   return concat("training.local_batch_size: found micro-batches of ", rows.micro_batch,
-                " row(s) of ", rows.tokens,
-                " tokens, for which memory ran out, expected fewer; lower it "
+                " row(s) of ", rows.tokens, " tokens, for which memory ran out",
+                device ? place_of(*device, said) : "",
+                ", expected fewer; lower it "
                 "(training.global_batch_size keeps the rows of a step) or training.seq_len, or set "
                 "activation_checkpoint.mode (",
-                one_line(error.what()), ")");
+                said, ")");
 }
 
 }  // namespace tessera::train

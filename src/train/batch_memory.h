@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <exception>
+#include <optional>
 #include <string>
 
 namespace tessera::train {
@@ -26,7 +27,15 @@ void require_room(const RowsOfRank& rows, std::int64_t logits, double memory);
 
 /// Also as libtorch says it, which has no type for it on CPUs.
 bool is_out_of_memory(const std::exception& error);
-/// kConfig, names the keys.
-std::string out_of_memory_text(const RowsOfRank& rows, const std::exception& error);
+/// Whose memory it was, if it was a device's.
+struct DeviceThatRanOut {
+  std::string name;   ///< "cuda:0"
+  std::string doing;  ///< "the forward of unit layers.3"
+  double held = 0;    ///< bytes, by tensors
+  double peak = 0;    ///< bytes, of all that was taken so far
+};
+/// kConfig, names the keys. `error` says how much was asked for.
+std::string out_of_memory_text(const RowsOfRank& rows, const std::exception& error,
+                               const std::optional<DeviceThatRanOut>& device = std::nullopt);
 
 }  // namespace tessera::train

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/device.h"
 #include "comm/group.h"
 #include "comm/host_read.h"
 #include "fsdp/handle.h"
@@ -27,6 +28,7 @@
 #include "train/pipeline/pipeline_step.h"
 #include "train/plan_of_run.h"
 #include "train/report/checks.h"
+#include "train/report/device_limits.h"
 #include "train/step.h"
 
 namespace tessera::train {
@@ -176,6 +178,8 @@ void run_gradients(const GradientsRequest& request, World& world,
        batch->row_tokens()});
   auto parts = model_parts(source, config, mesh, Purpose::kTraining, plan ? &*plan : nullptr);
   const ModelContract contract = parts.contract;
+  const auto device = comm::facts_of(world.device());
+  require_bf16(contract.parameters, device.name, device.capability);
   const auto model = parallelize(std::move(parts), source, config, mesh);
   std::optional<PipelineOfRun> stages;
   if (plan) {

@@ -1,10 +1,12 @@
 #include "train/parallelize.h"
 
+#include "comm/device.h"
 #include "comm/group.h"
 #include "grad/torch_dtype.h"
 #include "models/adapters.h"
 #include "models/expert_bias.h"
 #include "tessera/error.h"
+#include "tessera/world.h"
 #include "train/expert_balance.h"
 #include "train/hf/model_source.h"
 #include "train/hf/weights.h"
@@ -98,6 +100,7 @@ std::shared_ptr<Sharded<models::LanguageModel>> parallelize(ModelParts parts,
                                                             const ModelSource& source,
                                                             const Config& config, const Mesh& mesh,
                                                             InitialWeights weights) {
+  if (config.debug.deterministic) comm::take_deterministic_kernels(mesh.world()->device());
   const auto plain = std::move(parts.model);
   const auto contracts =
       std::make_shared<const std::vector<GradContract>>(std::move(parts.contract.parameters));

@@ -9,8 +9,10 @@
 
 #include "base/random.h"
 #include "base/test_hooks.h"
+#include "comm/device.h"
 #include "comm/group.h"
 #include "comm/host_read.h"
+#include "fsdp/handle.h"
 #include "tessera/error.h"
 #include "tessera/grad_scaler.h"
 #include "tessera/world.h"
@@ -251,19 +253,36 @@ BatchLoss run_forward_only(Sharded<models::LanguageModel>& model, const BatchSou
   return loss;
 }
 
-/// What libtorch says when memory ends names no key.
+std::optional<DeviceThatRanOut> device_of(const ShardedBase& model) {
+  const at::Device device = model.mesh().world()->device();
+  if (device.is_cpu()) return std::nullopt;
+  const auto memory = comm::memory_of(device);
+  return DeviceThatRanOut{device.str(), fsdp::last_entered(model), static_cast<double>(memory.held),
+                          static_cast<double>(memory.peak)};
+}
+
+}  // namespace
+
+void rethrow_with_key(const ShardedBase& model, const BatchSource& source,
+                      const std::vector<RowRange>& rows, const std::exception& error) {
+  if (!is_out_of_memory(error)) throw;
+  RowsOfRank mine{.tokens = source.row_tokens()};
+  for (const auto& range : rows) {
+    mine.rows += range.size();
+    mine.micro_batch = std::max(mine.micro_batch, range.size());
+  }
+  throw Error(ErrorKind::kConfig, out_of_memory_text(mine, error, device_of(model)));
+}
+
+namespace {
+
 template <class Run>
-auto in_memory(const BatchSource& source, const std::vector<RowRange>& rows, const Run& run) {
+auto in_memory(const ShardedBase& model, const BatchSource& source,
+               const std::vector<RowRange>& rows, const Run& run) {
   try {
     return run();
   } catch (const std::exception& error) {
-    if (!is_out_of_memory(error)) throw;
-    RowsOfRank mine{.tokens = source.row_tokens()};
-    for (const auto& range : rows) {
-      mine.rows += range.size();
-      mine.micro_batch = std::max(mine.micro_batch, range.size());
-    }
-    throw Error(ErrorKind::kConfig, out_of_memory_text(mine, error));
+    rethrow_with_key(model, source, rows, error);
   }
 }
 
@@ -272,7 +291,7 @@ auto in_memory(const BatchSource& source, const std::vector<RowRange>& rows, con
 PendingLoss launch_forward_backward(Sharded<models::LanguageModel>& model,
                                     const BatchSource& source, std::int64_t step,
                                     const std::vector<RowRange>& rows, const StepOptions& options) {
-  return in_memory(source, rows,
+  return in_memory(model, source, rows,
                    [&] { return run_forward_backward(model, source, step, rows, options); });
 }
 
@@ -286,7 +305,7 @@ BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSou
 BatchLoss forward_only(Sharded<models::LanguageModel>& model, const BatchSource& source,
                        std::int64_t step, const std::vector<RowRange>& rows,
                        PipelineOfRun* pipeline) {
-  return in_memory(source, rows,
+  return in_memory(model, source, rows,
                    [&] { return run_forward_only(model, source, step, rows, pipeline); });
 }
 

@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -108,6 +109,11 @@ PendingLoss launch_forward_backward(Sharded<models::LanguageModel>& model,
 BatchLoss forward_only(Sharded<models::LanguageModel>& model, const BatchSource& source,
                        std::int64_t step, const std::vector<RowRange>& rows,
                        PipelineOfRun* pipeline = nullptr);
+
+/// In a handler of `error`: what libtorch says when memory ends names no key. Throws it again, or
+/// kConfig naming key, rows, and where on a device it was.
+[[noreturn]] void rethrow_with_key(const ShardedBase& model, const BatchSource& source,
+                                   const std::vector<RowRange>& rows, const std::exception& error);
 
 /// One micro-batch forward, whatever comes of it. Collective.
 void run_once(Sharded<models::LanguageModel>& model, const BatchSource& source, std::int64_t step,

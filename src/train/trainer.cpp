@@ -12,6 +12,7 @@
 #include "base/log.h"
 #include "base/text/printable.h"
 #include "base/trace.h"
+#include "comm/device.h"
 #include "comm/host_read.h"
 #include "fsdp/handle.h"
 #include "fsdp/optim/pending_norm.h"
@@ -28,6 +29,7 @@
 #include "train/pipeline/pipeline_step.h"
 #include "train/report/banner.h"
 #include "train/report/checks.h"
+#include "train/report/device_limits.h"
 #include "train/report/metrics.h"
 #include "train/report/observers.h"
 #include "train/resume/checkpoint_session.h"
@@ -47,6 +49,8 @@ double peak_rss_mib() {
   }
   throw Error(ErrorKind::kIo, "/proc/self/status: found no VmHWM, expected the peak of memory");
 }
+
+double mib(std::int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
 
 /// A run whose output goes nowhere is not told from one that works.
 void print_line(const std::string& line) {
@@ -87,7 +91,8 @@ class Trainer {
         source_(open_as(model_key(config.model),
                         [&] { return open_model(config.model, config.lora); })),
         dims_(resolve_parallelism(config.parallelism, world.size())),
-        mesh_(world.mesh(mesh_shape(dims_))) {
+        mesh_(world.mesh(mesh_shape(dims_))),
+        device_(comm::facts_of(world.device())) {
     TESSERA_CHECK(!source_.adapters, ErrorKind::kConfig, "model.path: found ", config.model.path,
                   ", a checkpoint of adapters, expected a whole model; go on in the adapters' run, "
                   "or make one with convert --merged");
@@ -119,6 +124,7 @@ class Trainer {
     checkpoints_->begin(source_, *data_);
     auto parts = model_parts(source_, config, mesh_, Purpose::kTraining, plan ? &*plan : nullptr);
     parameters_ = parts.contract.parameters;
+    require_bf16(parameters_, device_.name, device_.capability);
     std::optional<StreamBorders> borders;
     if (plan) borders = stream_borders(*plan, dims_, source_.description, parts.contract);
     // Not before what a key alone may be refused for; reading the weights may take minutes.
@@ -189,6 +195,11 @@ class Trainer {
     run.steps = *config_.training.steps;
     run.processor = {kernels::cpu::best_isa().name, kernels::cpu::has_bf16_products(),
                      at::get_num_threads()};
+    if (!world_.device().is_cpu()) {
+      run.device = world_.device().str();
+      if (!device_.name.empty()) run.device += concat(" (", device_.name, ")");
+      if (world_.size() > 1) run.device += concat(" over ", world_.backend());
+    }
     const auto warn = [](const std::optional<std::string>& text) {
       if (text) log::warn(*text);
     };
@@ -274,17 +285,26 @@ class Trainer {
     metrics.lr =
         learning_rate(config_.lr_scheduler, *config_.optimizer.lr, *config_.training.steps, step);
     optimizer_->set_lr(metrics.lr);
-    update(metrics);
+    try {
+      update(metrics);  // makes what the optimizer keeps
+    } catch (const std::exception& error) {
+      rethrow_with_key(*model_, *data_, rows.ranges(), error);
+    }
     model_->zero_grad();
     const std::chrono::duration<double, std::milli> elapsed = Clock::now() - begin;
-    const auto most = max_over_ranks(*model_, {elapsed.count(), peak_rss_mib(), asked_to_stop(),
-                                               checkpoints_->writing() ? 1.0 : 0.0});
+    std::vector<double> mine{elapsed.count(), peak_rss_mib(), asked_to_stop(),
+                             checkpoints_->writing() ? 1.0 : 0.0};
+    const bool on_device = !world_.device().is_cpu();
+    if (on_device) mine.push_back(mib(comm::memory_of(world_.device()).peak));
+    const auto most = max_over_ranks(*model_, mine);
     metrics.step_ms = most[0];
     metrics.peak_rss_mib = most[1];
+    if (on_device) metrics.peak_device_mib = most.back();
     const auto tokens = static_cast<double>(rows.count() * data_->row_tokens());
     metrics.tps_global = tokens / (metrics.step_ms / 1000.0);
     metrics.tps = metrics.tps_global / world_.size();
     metrics.tflops = metrics.tps * flops_per_token_ / 1e12;
+    if (on_device) metrics.mfu = metrics.tflops * 1e12 / peak_flops(device_.name).value_or(NAN);
     return {metrics, most[2] > 0, most[3] > 0};
   }
 
@@ -375,6 +395,7 @@ class Trainer {
   ModelSource source_;
   ParallelDims dims_;
   Mesh mesh_;
+  comm::DeviceFacts device_;
   std::unique_ptr<BatchSource> data_;
   std::unique_ptr<BatchSource> validation_;
   std::shared_ptr<Sharded<models::LanguageModel>> model_;

@@ -55,22 +55,6 @@ std::vector<SumOfParameter> sums_of_stages(comm::Group& stages,
   return all;
 }
 
-/// One kernel for all on a device, which forms a norm and no sum of powers.
-at::Tensor powers_on_device(const std::vector<at::Tensor>& gradients, double p) {
-  return at::stack(at::_foreach_norm(gradients, p, at::kDouble)).pow_(p);
-}
-
-at::Tensor powers_of(const std::vector<at::Tensor>& gradients, double p, double largest) {
-  const auto& first = gradients.front();
-  if (!first.is_cpu() && (p == 1.0 || p == 2.0)) return powers_on_device(gradients, p);
-  const auto size = std::ssize(gradients);
-  const auto sums = at::zeros({size}, first.options().dtype(at::kDouble));
-  for (std::int64_t i = 0; i < size; ++i) {
-    kernels::add_powers(gradients[static_cast<std::size_t>(i)], p, largest, sums.narrow(0, i, 1));
-  }
-  return sums;
-}
-
 }  // namespace
 
 PendingNorm::PendingNorm(const ShardedBase& model, double p, double largest) : model_(model) {
@@ -85,7 +69,7 @@ PendingNorm::PendingNorm(const ShardedBase& model, double p, double largest) : m
     places_.push_back(view.place_in_model);
     gradients.push_back(gradient);
   }
-  if (!gradients.empty()) sums_ = powers_of(gradients, p, largest);
+  if (!gradients.empty()) sums_ = kernels::sums_of_powers(gradients, p, largest);
 }
 
 double PendingNorm::sum(const at::Tensor& read) const {

@@ -213,6 +213,8 @@ void Runtime::refuse_other_step(const Entry& entry) {
 
 void Runtime::pre_backward(Entry& entry) {
   take_up_abandoned();
+  entered_ = entry.unit.get();
+  entered_by_ = "backward";
   TESSERA_CHECK(entry.generation == generation_, ErrorKind::kUsage, "backward of unit ",
                 entry.unit->shown_name(),
                 ": found a forward of before a failure, expected one that came after it; run the "

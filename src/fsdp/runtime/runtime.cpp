@@ -55,6 +55,7 @@ void Runtime::remove_unit(Unit* unit) {
     // The run has failed: what is under way is lost, and nobody waits for its gradients any more.
     reducer_.drop(*unit);
   }
+  if (entered_ == unit) entered_ = nullptr;
   if (std::erase(units_, unit) == 0) return;
   forwards_.forget_units();
   number_units();
@@ -143,6 +144,11 @@ void Runtime::name_model() {
   }
   model_ = world().next_model_name(others);
   controls_changed();
+}
+
+std::string Runtime::last_entered() const {
+  if (entered_ == nullptr) return "";
+  return concat("the ", entered_by_, " of unit ", entered_->shown_name());
 }
 
 void Runtime::are_read(const comm::Event& end) {
@@ -269,6 +275,8 @@ void Runtime::check_borrowed(const Unit& unit) const {
 
 std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
   take_up_abandoned();
+  entered_ = &unit;
+  entered_by_ = "forward";
   if (!forwards_.is_open() && step_ != nullptr) {
     step_->begin_outermost();
   } else if (!forwards_.is_open()) {

@@ -189,6 +189,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// Gives back all unsharded memory and forgets everything under way, published gradients too.
   void reset();
   /// handle.h.
+  std::string last_entered() const;
   void are_read(const comm::Event& end);
   void come_behind_reads();
   std::int64_t gathers_issued() const { return gathers_issued_; }
@@ -277,6 +278,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::uint64_t steps_ = 0;                                    // so far
   std::map<std::pair<std::string, int>, StepRecord> records_;  // by schedule and number of stages
 
+  const Unit* entered_ = nullptr;  // by the last forward or backward
+  const char* entered_by_ = "";
   comm::Event read_until_;  // by a copy that is under way, on a device
 
   bool failed_ = false;

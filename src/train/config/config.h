@@ -170,6 +170,7 @@ struct DebugConfig {
   std::int64_t seed = 42;
   bool check_dtypes = false;
   bool check_placements = false;
+  bool deterministic = false;
   OnNonfinite on_nonfinite = OnNonfinite::kError;
   bool operator==(const DebugConfig&) const = default;
 };

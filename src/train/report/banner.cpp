@@ -106,9 +106,19 @@ std::string dtypes_text(const RunFacts& run) {
                 }));
 }
 
+std::string threads_text(const Processor& processor) {
+  return concat(processor.threads, processor.threads == 1 ? " thread a rank" : " threads a rank");
+}
+
 std::string kernels_text(const Processor& processor) {
   return concat(processor.isa, processor.has_bf16 ? "" : " without bf16 products", ", ",
-                processor.threads, processor.threads == 1 ? " thread a rank" : " threads a rank");
+                threads_text(processor));
+}
+
+/// Without a device the kernels of the CPU say where it computes.
+std::pair<std::string, std::string> place(const RunFacts& run) {
+  if (run.device.empty()) return {"kernels", kernels_text(run.processor)};
+  return {"device", concat(run.device, ", ", threads_text(run.processor))};
 }
 
 }  // namespace
@@ -130,7 +140,7 @@ std::vector<std::string> banner(const RunFacts& run) {
       {"tokens", tokens_text(run)},
       {"dtypes", dtypes_text(run)},
       {"steps", concat(run.first_step, " to ", run.steps)},
-      {"kernels", kernels_text(run.processor)}};
+      place(run)};
   std::vector<std::string> texts;
   for (const auto& [name, value] : lines) texts.push_back(banner_line(name, value));
   return texts;

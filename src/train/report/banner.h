@@ -32,10 +32,11 @@ struct RunFacts {
   std::int64_t first_step = 1;
   std::int64_t steps = 0;
   Processor processor;
+  std::string device = {};  ///< where it computes: "cuda:0 (NVIDIA H200)"; "" = the CPU
 };
 
-/// One line each, their values below each other: parameters, layout, tokens, dtypes, steps,
-/// kernels.
+/// One line each, their values below each other: parameters, layout, tokens, dtypes, steps, and where
+/// it computes: the CPU's kernels, or the device.
 std::vector<std::string> banner(const RunFacts& run);
 /// A line of it that is said by itself: the run folder's, before what may take minutes.
 std::string banner_line(const std::string& name, const std::string& value);

@@ -37,6 +37,8 @@ std::vector<Scalar> named_values(const StepMetrics& m) {
                              {"lr", m.lr},         {"step_ms", m.step_ms},
                              {"tps", m.tps},       {"tps_global", m.tps_global},
                              {"tflops", m.tflops}, {"peak_rss_mib", m.peak_rss_mib}};
+  if (m.peak_device_mib) values.push_back({"peak_device_mib", *m.peak_device_mib});
+  if (m.mfu) values.push_back({"mfu", *m.mfu});
   if (m.val_loss) values.push_back({"val_loss", *m.val_loss});
   if (m.loss_scale) values.push_back({"loss_scale", *m.loss_scale});
   if (m.skipped_steps) values.push_back({"skipped_steps", static_cast<double>(*m.skipped_steps)});
@@ -59,9 +61,10 @@ std::string to_step_line(const StepMetrics& m) {
   std::string line = formatted("step: %2lld", static_cast<long long>(m.step));
   line += formatted("  loss: %8.4f", m.loss);
   line += formatted("  grad_norm: %8.4f", m.grad_norm);
-  line += formatted("  memory: %5.2fGiB", m.peak_rss_mib / kMibPerGib);
+  line += formatted("  memory: %5.2fGiB", m.peak_device_mib.value_or(m.peak_rss_mib) / kMibPerGib);
   line += "  tps: " + with_thousands(m.tps);
   line += formatted("  tflops: %.3f", m.tflops);
+  if (m.mfu && std::isfinite(*m.mfu)) line += formatted("  mfu: %.3f", *m.mfu);
   line += formatted("  lr: %.3e", m.lr);
   line += formatted("  step_ms: %.1f", m.step_ms);
   if (m.val_loss) line += formatted("  val_loss: %.4f", *m.val_loss);

@@ -27,12 +27,15 @@ struct StepMetrics {
   double loss = 0;        ///< before the update, nats
   double grad_norm = 0;   ///< before clipping; not finite in a step that a scaler left out
   double lr = 0;
-  double step_ms = 0;       ///< the slowest rank's whole step
-  double tps = 0;           ///< tokens a second and rank
-  double tps_global = 0;    ///< of all ranks
-  double tflops = 0;        ///< a rank
-  double peak_rss_mib = 0;  ///< the largest of all ranks
-  std::optional<double> val_loss;
+  double step_ms = 0;                                    ///< the slowest rank's whole step
+  double tps = 0;                                        ///< tokens a second and rank
+  double tps_global = 0;                                 ///< of all ranks
+  double tflops = 0;                                     ///< a rank
+  double peak_rss_mib = 0;                               ///< the largest of all ranks
+  std::optional<double> peak_device_mib = std::nullopt;  ///< the same of devices; none on the CPU
+  /// tflops over those that the device can do; NaN where nobody knows them, none on the CPU.
+  std::optional<double> mfu = std::nullopt;
+  std::optional<double> val_loss = std::nullopt;
   std::optional<double> loss_scale;               ///< of this step's gradients
   std::optional<std::int64_t> skipped_steps;      ///< so far, this one included
   std::optional<double> aux_loss = std::nullopt;  ///< of routers, before its weight

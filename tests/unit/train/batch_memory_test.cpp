@@ -62,5 +62,19 @@ TEST(BatchMemory, TellsMemoryThatRanOutFromOtherErrors) {
                     HasSubstr("training.seq_len"), HasSubstr("std::bad_alloc")));
 }
 
+// As CUDA's allocator and the simulated device say it, and as neither does.
+TEST(BatchMemory, ADeviceSaysWhereHowMuchWasAskedForAndHeld) {
+  const DeviceThatRanOut device{"cuda:1", "the backward of unit layers.3", 0x1p30, 0x1p31};
+  const auto text = [&](const char* said) {
+    return out_of_memory_text({8, 4, 12}, std::runtime_error(said), device);
+  };
+  EXPECT_THAT(text("CUDA out of memory. Tried to allocate 20.50 MiB. GPU 1 has a total"),
+              HasSubstr("memory ran out of cuda:1 in the backward of unit layers.3: requested "
+                        "20.50 MiB, held 1 GiB, peak 2 GiB, expected fewer; lower it"));
+  EXPECT_THAT(text("sim: out of memory: found a request of 512 bytes on sim:1, expected"),
+              HasSubstr("requested 512 bytes, held"));
+  EXPECT_THAT(text("out of memory"), HasSubstr("requested an unknown size"));
+}
+
 }  // namespace
 }  // namespace tessera::train::batch_memory_test

@@ -334,6 +334,12 @@ void keep_watchdog_still() {
 
 }  // namespace
 
+DeviceFacts cuda_facts(int device) {
+  const cudaDeviceProp& card =
+      *at::cuda::getDeviceProperties(static_cast<c10::DeviceIndex>(device));
+  return {card.name, 10 * card.major + card.minor};
+}
+
 bool nccl_built_in() { return true; }
 
 bool nccl_usable() { return c10::cuda::device_count() > 0; }

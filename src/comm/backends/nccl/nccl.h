@@ -9,6 +9,7 @@
 #include <memory>
 
 #include "comm/backends/backend.h"
+#include "comm/device.h"
 
 namespace tessera::comm {
 
@@ -16,6 +17,9 @@ namespace tessera::comm {
 bool nccl_built_in();
 /// Built in, and there is a CUDA device.
 bool nccl_usable();
+
+/// comm/device.h; without NCCL of none.
+DeviceFacts cuda_facts(int device);
 
 /// The backend. compare_entries is not used. Errors: kUsage when it is not built in or there is no
 /// CUDA device; of its groups also where another rank computes on the same device.

@@ -7,6 +7,8 @@ bool nccl_built_in() { return false; }
 
 bool nccl_usable() { return false; }
 
+DeviceFacts cuda_facts(int /*device*/) { return {}; }
+
 std::unique_ptr<Connections> open_nccl(const LaunchEnvironment& /*launch*/) {
   throw Error(
       ErrorKind::kUsage,

@@ -61,6 +61,22 @@ TEST(MetricsJson, AScaledLossSaysItsScaleAndTheStepsLeftOut) {
   EXPECT_THAT(to_step_line(metrics), HasSubstr("  loss_scale: 32768  skipped: 2"));
 }
 
+TEST(MetricsJson, ADeviceSaysItsMemoryAndItsShareOfWhatItCanDo) {
+  StepMetrics metrics = some_metrics();
+  metrics.peak_device_mib = 2048.0;
+  metrics.mfu = 0.4125;
+  auto line = nlohmann::json::parse(to_json_line(metrics));
+  EXPECT_EQ(line["peak_rss_mib"], 512.0);
+  EXPECT_EQ(line["peak_device_mib"], 2048.0);
+  EXPECT_EQ(line["mfu"], 0.4125);
+  EXPECT_THAT(to_step_line(metrics), HasSubstr("  memory:  2.00GiB"));
+  EXPECT_THAT(to_step_line(metrics), HasSubstr("  tflops: 0.250  mfu: 0.412"));
+  metrics.mfu = std::nan("");  // of a device that nobody knows
+  line = nlohmann::json::parse(to_json_line(metrics));
+  EXPECT_TRUE(line["mfu"].is_null());
+  EXPECT_EQ(to_step_line(metrics).find("mfu"), std::string::npos);
+}
+
 TEST(MetricsJson, ExpertsSayHowUnevenTheirLoadIs) {
   StepMetrics metrics = some_metrics();
   metrics.aux_loss = 3.25;

@@ -1,0 +1,25 @@
+// What a device can do at most, by what is known of it: refused where that is too little, reported
+// where it is a measure.
+//
+// Pure: who it is says comm/device.h. Next: metrics.h.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tessera/contract.h"
+
+namespace tessera::train {
+
+/// Floating-point operations a second of dense products in bfloat16, as the maker states them; none
+/// for a name that is not in the table.
+std::optional<double> peak_flops(std::string_view device_name);
+
+/// `capability` of CUDA, 90 for 9.0; 0: nobody knows. Errors: kConfig where a parameter computes in
+/// bfloat16 and the device has no products in it.
+void require_bf16(const std::vector<GradContract>& parameters, std::string_view device_name,
+                  int capability);
+
+}  // namespace tessera::train
