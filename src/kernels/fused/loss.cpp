@@ -1,8 +1,10 @@
 // Cross entropy in blocks of rows, so that nothing as large as the logits is made in fp32.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/gather.h>
 #include <ATen/ops/log_softmax.h>
+#include <ATen/ops/mul.h>
 #include <ATen/ops/softmax.h>
 
 #include <algorithm>
@@ -43,18 +45,22 @@ class Rows {
   const at::Tensor logits_;
 };
 
-/// Writes: result [B, T, V], which may be the logits.
+/// (softmax - 1 at the target) * grad, and 0 for what is ignored. Writes: result [B, T, V], which
+/// may be the logits.
 void write_gradient(const at::Tensor& grad, const at::Tensor& logits, const at::Tensor& targets,
                     const at::Tensor& result) {
   const Rows rows(logits, targets);
   const at::Tensor to = result.view({rows.target.numel(), logits.size(2)});
   const at::Tensor factor = (rows.kept * grad).to(rows.inside);
-  const at::Tensor of_target = factor.neg();
+  const at::Tensor minus_one = at::full({1, 1}, -1.0, factor.options());
   rows.in_blocks([&](std::int64_t begin, std::int64_t count, const at::Tensor& wide) {
-    const auto part = [&](const at::Tensor& of) { return of.narrow(0, begin, count).unsqueeze(1); };
-    const at::Tensor values = at::softmax(wide, 1).mul_(part(factor));
-    values.scatter_add_(1, part(rows.target), part(of_target));
-    to.narrow(0, begin, count).copy_(values);
+    const auto part = [&](const at::Tensor& of) {
+      return of.narrow(0, begin, count).unsqueeze(1);
+    };
+    const at::Tensor values = at::softmax(wide, 1);
+    values.scatter_add_(1, part(rows.target), minus_one.expand({count, 1}));
+    at::Tensor rounded = to.narrow(0, begin, count);
+    at::mul_out(rounded, values, part(factor));  // one pass, which rounds
   });
 }
 
