@@ -96,11 +96,11 @@ def environment(device):
     return {**os.environ, "LD_LIBRARY_PATH": ":".join([*known, *map(str, folders)])}
 
 
-def run(command, seconds, device):
+def run(command, seconds, surroundings=None):
     """Runs it in at most so many seconds; returns the lines of its stdout and when each came."""
     with tempfile.TemporaryFile() as errors:
         try:
-            process = subprocess.Popen([str(word) for word in command], env=environment(device),
+            process = subprocess.Popen([str(word) for word in command], env=surroundings,
                                        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                        stderr=errors, text=True, errors="replace",
                                        start_new_session=True)
@@ -151,10 +151,10 @@ class Bench:
 
     def prepare(self, seconds):
         self.folder.mkdir(parents=True, exist_ok=True)
-        run(self.torch_command("--write"), seconds, self.arguments.device)
+        run(self.torch_command("--write"), seconds)
 
     def run_torch(self, seconds, *more):
-        lines, _ = run(self.torch_command(*more), seconds, self.arguments.device)
+        lines, _ = run(self.torch_command(*more), seconds)
         return json.loads(next(line for line in reversed(lines) if line.startswith("{")))
 
     def run_compiled(self, seconds):
@@ -170,7 +170,7 @@ class Bench:
         folder = self.folder / f"runs/{os.getpid()}-{self.runs}"
         lines, moments = run([arguments.tessera, "train", config, "--nproc", "1",
                               "--job.dump_folder", folder, *arguments.options],
-                             seconds, arguments.device)
+                             seconds, environment(arguments.device))
         moments = [moment for line, moment in zip(lines, moments) if line.startswith("step:")]
         text = (folder / "metrics/metrics.jsonl").read_text()
         steps = [json.loads(line) for line in text.splitlines()]
@@ -331,8 +331,8 @@ def print_table(arguments, benches, results):
     versions = {result["torch"] for sides in results.values() for found in sides.values()
                 for result in found["rounds"] if "torch" in result}
     print(f"\n{time.strftime('%Y-%m-%d')}; {machine()}; torch "
-          f"{', '.join(sorted(versions)) or '-'}; {arguments.rounds} rounds of {arguments.steps} steps, the first {WARM_UP_STEPS} not "
-          f"counted; {arguments.rows} rows a step")
+          f"{', '.join(sorted(versions)) or '-'}; {arguments.rounds} rounds of {arguments.steps} "
+          f"steps, the first {WARM_UP_STEPS} not counted; {arguments.rows} rows a step")
     table, code = {}, 0
     for bench in benches:
         rows = {name: summary(bench, found) for name, found in results[bench.model].items()

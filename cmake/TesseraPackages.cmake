@@ -22,9 +22,13 @@ if(TESSERA_PURE_ONLY)
   return()
 endif()
 
-# libtorch: -DTorch_DIR / CMAKE_PREFIX_PATH, else TESSERA_TORCH, else the project's .venv. Imported, so that its include
+# libtorch: -DTorch_DIR, else TESSERA_TORCH, else CMAKE_PREFIX_PATH, else the project's .venv. Imported, so that its include
 # folders are SYSTEM and our warnings do not reach into it.
 include(TesseraTorch)
+if(NOT Torch_DIR AND DEFINED ENV{TESSERA_TORCH})
+  # Kept: what configures anew later may not have the variable.
+  set(Torch_DIR $ENV{TESSERA_TORCH} CACHE PATH "Folder of libtorch, or of its CMake files")
+endif()
 file(GLOB tessera_venv_torch ${CMAKE_SOURCE_DIR}/.venv/lib/python3*/site-packages/torch)
 tessera_find_torch(CUDA ${TESSERA_CUDA} HINTS ${tessera_venv_torch})
 if(NOT Torch_VERSION)

@@ -116,7 +116,7 @@ function(tessera_test name)
   add_executable(test_${name} ${sources})
   target_include_directories(test_${name} PRIVATE ${CMAKE_SOURCE_DIR}/tests)
   target_compile_definitions(test_${name} PRIVATE
-    TESSERA_TEST_DATA="${CMAKE_SOURCE_DIR}/tests/golden/data")
+    TESSERA_TEST_DATA="${TESSERA_TEST_DATA}")
   foreach(floor ${T_USES})
     if(T_PURE)
       target_link_libraries(test_${name} PRIVATE tessera_${floor}_pure)

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "comm/host_read.h"
 #include "tessera/error.h"
 
 namespace tessera::models {
@@ -77,7 +78,7 @@ PatchGrid patch_grid(const at::Tensor& position_ids, const ImagePatches& patches
   const std::int64_t count = position_ids.size(1);
   TESSERA_CHECK(count % (k * k) == 0, ErrorKind::kFormat, "image_position_ids: found ", count,
                 " patches an image, expected a multiple of pooling_kernel_size^2 = ", k * k);
-  const at::Tensor on_host = position_ids.to(at::kCPU).contiguous();
+  const at::Tensor on_host = comm::read_on_host(position_ids, "places of patches").contiguous();
   const auto* positions = on_host.const_data_ptr<std::int64_t>();
   PatchGrid grid;
   std::vector<std::int64_t> numbers;
@@ -88,7 +89,7 @@ PatchGrid patch_grid(const at::Tensor& position_ids, const ImagePatches& patches
   }
   const at::Tensor flat = at::empty({static_cast<std::int64_t>(numbers.size())}, at::kLong);
   std::ranges::copy(numbers, flat.mutable_data_ptr<std::int64_t>());
-  grid.patches = flat.view({flat.numel() / (k * k), k * k}).to(position_ids.device());
+  grid.patches = comm::uploaded(flat.view({flat.numel() / (k * k), k * k}), position_ids.device());
   return grid;
 }
 

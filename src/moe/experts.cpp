@@ -450,7 +450,7 @@ void order_on_device(const at::Tensor& received, std::int64_t local, at::Device 
     for (std::int64_t rank = 0; rank < ranks; ++rank) sum += rows[rank * local + e];
     offsets.push_back(offsets.back() + sum);
   }
-  const at::Tensor counts = of_experts.to(device, at::kLong, /*non_blocking=*/true);
+  const at::Tensor counts = comm::uploaded(of_experts, device);
   dispatch_plan.groups.ends = at::cumsum(counts.sum(0), 0, at::kInt);
   if (local == 1) return;
   const at::Tensor expert =

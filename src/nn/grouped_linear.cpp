@@ -16,6 +16,7 @@
 #include <optional>
 
 #include "base/first_derivative.h"
+#include "comm/host_read.h"
 #include "nn/linear.h"
 #include "tessera/error.h"
 #include "tessera/keep.h"
@@ -60,7 +61,7 @@ at::Tensor ends(const RowGroups& groups, const at::Tensor& beside) {
   const at::Tensor result = at::empty({static_cast<std::int64_t>(offsets.size()) - 1}, at::kInt);
   std::transform(offsets.begin() + 1, offsets.end(), result.mutable_data_ptr<std::int32_t>(),
                  [](std::int64_t end) { return static_cast<std::int32_t>(end); });
-  return result.to(beside.device(), at::kInt, /*non_blocking=*/true);
+  return comm::uploaded(result, beside.device());
 }
 
 at::Tensor rows_by_loop(const at::Tensor& a, const at::Tensor& b, const GroupOffsets& offsets) {

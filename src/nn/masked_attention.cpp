@@ -248,9 +248,9 @@ at::Tensor number_runs(const at::Tensor& flags) {
 }
 
 at::Tensor sliding_visibility(std::int64_t positions, std::int64_t window,
-                              const std::optional<at::Tensor>& blocks) {
-  const at::Tensor position =
-      at::arange(positions, blocks ? blocks->options() : at::TensorOptions(at::kLong));
+                              const std::optional<at::Tensor>& blocks, at::Device device) {
+  const at::Tensor position = at::arange(
+      positions, blocks ? blocks->options() : at::TensorOptions(at::kLong).device(device));
   const at::Tensor query = position.unsqueeze(1);
   const at::Tensor key = position.unsqueeze(0);
   at::Tensor seen = (key <= query).unsqueeze(0);

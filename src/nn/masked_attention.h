@@ -36,9 +36,10 @@ at::Tensor number_runs(const at::Tensor& flags);
 
 /// [B or 1, T, T] bool: key j is seen by query i where j > i - window and either j <= i or both
 /// belong to one block (blocks [B, T] as number_runs gives them). The window has no upper end: a
-/// block sees itself however far.
+/// block sees itself however far. On the device of attention's inputs.
 at::Tensor sliding_visibility(std::int64_t positions, std::int64_t window,
-                              const std::optional<at::Tensor>& blocks);
+                              const std::optional<at::Tensor>& blocks,
+                              at::Device device = at::kCPU);
 
 struct AttentionMask {
   std::optional<std::int64_t> window;  ///< query i sees key j where i - window < j <= i

@@ -13,6 +13,7 @@
 #include <numbers>
 
 #include "base/first_derivative.h"
+#include "comm/host_read.h"
 #include "kernels/kernels.h"
 #include "nn/rms_norm.h"
 #include "tessera/error.h"
@@ -135,7 +136,7 @@ RopeTable Rope::table(std::int64_t positions, at::ScalarType dtype, at::Device d
     const at::Tensor angles = at::outer(at::arange(positions, at::kFloat), frequencies_);
     const double factor = table_factor(options_);
     const auto finished = [&](const at::Tensor& x) {
-      return (factor == 1.0 ? x : x * factor).to(device, dtype, /*non_blocking=*/true);
+      return comm::uploaded((factor == 1.0 ? x : x * factor).to(dtype), device);
     };
     kept = {finished(angles.cos()), finished(angles.sin())};
   }
@@ -170,8 +171,8 @@ at::Tensor rotate_interleaved(const at::Tensor& x, const RopeTable& table) {
 
 AxialTable axial_table(const at::Tensor& positions, std::int64_t head_dim, double theta,
                        at::ScalarType dtype) {
-  const at::Tensor frequencies = inverse_frequencies({.theta = theta}, head_dim / 2)
-                                     .to(positions.device(), at::kFloat, /*non_blocking=*/true);
+  const at::Tensor frequencies =
+      comm::uploaded(inverse_frequencies({.theta = theta}, head_dim / 2), positions.device());
   const at::Tensor angles = positions.to(at::kFloat).unsqueeze(3) * frequencies;
   return {angles.cos().to(dtype), angles.sin().to(dtype)};
 }

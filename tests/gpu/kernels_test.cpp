@@ -123,7 +123,7 @@ TEST_P(OnCard, LossAndItsGradientAreThoseOfFp64) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Dtypes, OnCard, testing::Values(at::kFloat, at::kBFloat16),
-                         [](const auto& info) { return std::string(c10::toString(info.param)); });
+                         [](const auto& drawn) { return std::string(c10::toString(drawn.param)); });
 
 }  // namespace
 }  // namespace tessera::gpu_kernels_test

@@ -6,6 +6,7 @@
 #include <ATen/ops/constant_pad_nd.h>
 
 #include "kernels/implementations.h"
+#include "tessera/wide_scope.h"
 
 namespace tessera::kernels::fused {
 namespace {
@@ -40,6 +41,7 @@ std::tuple<at::Tensor, std::vector<at::Tensor>> causal_attention_forward(const a
                                                                          double scale) {
   const at::Tensor queries = by_head(q), keys = by_head(k);
   const at::Tensor values = of_groups(v, q.size(1), q.size(4));
+  const WideScope sums;
   auto [mixed, log_sum, begins_q, begins_k, most_q, most_k, seed, offset, mask] =
       at::_scaled_dot_product_flash_attention(queries, keys, values, /*dropout_p=*/0.0,
                                               /*is_causal=*/true, /*return_debug_mask=*/false,

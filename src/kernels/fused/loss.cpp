@@ -71,9 +71,8 @@ std::tuple<at::Tensor, at::Tensor> cross_entropy_sum(const at::Tensor& logits,
     at::gather_out(found, at::log_softmax(wide, 1), 1,
                    rows.target.narrow(0, begin, count).unsqueeze(1));
   });
-  const at::Tensor sum =
-      log_p.squeeze(1).masked_fill(rows.kept.logical_not(), 0).sum(at::kDouble).neg();
-  return {sum.to(rows.inside), at::empty({0}, options)};
+  const at::Tensor sum = log_p.squeeze(1).masked_fill(rows.kept.logical_not(), 0).sum(at::kDouble);
+  return {sum.mul(-1.0).to(rows.inside), at::empty({0}, options)};
 }
 
 at::Tensor cross_entropy_sum_backward(const at::Tensor& grad, const at::Tensor& logits,

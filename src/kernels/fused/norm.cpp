@@ -6,6 +6,7 @@
 #include <ATen/ops/mul.h>
 
 #include "kernels/implementations.h"
+#include "tessera/wide_scope.h"
 
 namespace tessera::kernels::fused {
 namespace {
@@ -19,6 +20,7 @@ at::ScalarType one_dtype(const at::Tensor& x, const at::Tensor& weight) {
 /// x [..., K] -> the norm, and its scale [..., 1].
 std::tuple<at::Tensor, at::Tensor> normed(const at::Tensor& x, const at::Tensor& weight,
                                           double eps) {
+  const WideScope mean_of_squares;
   const at::ScalarType inside = one_dtype(x, weight);
   auto [y, scale] = at::_fused_rms_norm(x.to(inside), weight.sizes(), weight.to(inside), eps);
   return {y.to(x.scalar_type()), scale};

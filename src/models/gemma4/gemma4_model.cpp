@@ -7,6 +7,7 @@
 #include <cmath>
 #include <utility>
 
+#include "comm/host_read.h"
 #include "nn/loss.h"
 #include "nn/masked_attention.h"
 #include "nn/parameter.h"
@@ -98,24 +99,31 @@ at::Tensor Gemma4Model::soft_tokens(const Images& images) {
   return tower_->forward(images);
 }
 
-void Gemma4Model::check_images(const ModelInputs& inputs, const at::Tensor& image_tokens) const {
+at::Tensor Gemma4Model::checked_images(const ModelInputs& inputs,
+                                       const at::Tensor& image_tokens) const {
+  if (!image_tokens.is_cpu() && !inputs.images) return {};
+  const std::vector<at::Tensor> read = comm::read_on_host(
+      {image_tokens, inputs.token_types ? inputs.token_types->eq(kImageType) : at::Tensor()},
+      "image tokens");
   if (inputs.token_types) {
-    TESSERA_CHECK(inputs.token_types->sizes() == inputs.input_ids.sizes() &&
-                      inputs.token_types->eq(kImageType).equal(image_tokens),
+    TESSERA_CHECK(inputs.token_types->sizes() == inputs.input_ids.sizes() && read[1].equal(read[0]),
                   ErrorKind::kFormat,
                   "mm_token_type_ids: found types that do not fit input_ids, expected 1 at every "
                   "image token (id ",
                   spec_.gemma4->image_token_id, ") and nowhere else");
   }
-  if (inputs.images) return;
-  TESSERA_CHECK(!image_tokens.any().item<bool>(), ErrorKind::kFormat,
+  if (inputs.images) return read[0];
+  TESSERA_CHECK(!read[0].any().item<bool>(), ErrorKind::kFormat,
                 "input_ids: found image tokens (id ", spec_.gemma4->image_token_id,
                 ") without pixel_values, expected their images");
+  return read[0];
 }
 
-at::Tensor Gemma4Model::place(const at::Tensor& x, const at::Tensor& image_tokens,
+at::Tensor Gemma4Model::place(const at::Tensor& x, const ImageTokens& tokens,
                               const at::Tensor& projected) const {
-  const at::Tensor places = image_tokens.reshape({image_tokens.numel()}).nonzero().squeeze(1);
+  const at::Tensor& image_tokens = tokens.are_images;
+  const at::Tensor places = comm::uploaded(
+      tokens.on_host.reshape({image_tokens.numel()}).nonzero().squeeze(1), image_tokens.device());
   TESSERA_CHECK(places.size(0) == projected.size(0), ErrorKind::kFormat, "input_ids: found ",
                 places.size(0), " image tokens (id ", spec_.gemma4->image_token_id, "), expected ",
                 projected.size(0), ", as many as the images make");
@@ -136,7 +144,7 @@ at::Tensor Gemma4Model::place(const at::Tensor& x, const at::Tensor& image_token
 at::Tensor Gemma4Model::embed(const ModelInputs& inputs) {
   const Gemma4Spec& gemma = *spec_.gemma4;
   const at::Tensor image_tokens = inputs.input_ids.eq(gemma.image_token_id);
-  check_images(inputs, image_tokens);
+  const at::Tensor on_host = checked_images(inputs, image_tokens);
   // The tower first: the order of units is the same on every rank, with images or without.
   at::Tensor projected;
   if (inputs.images) projected = projector_->forward(soft_tokens(*inputs.images));
@@ -151,7 +159,7 @@ at::Tensor Gemma4Model::embed(const ModelInputs& inputs) {
       at::scalar_tensor(std::sqrt(static_cast<double>(spec_.hidden_size)), embedded.scalar_type())
           .item<double>();
   const at::Tensor x = embedded * factor;
-  return projected.defined() ? place(x, image_tokens, projected) : x;
+  return projected.defined() ? place(x, {image_tokens, on_host}, projected) : x;
 }
 
 std::optional<at::Tensor> Gemma4Model::visible(std::size_t number,
@@ -166,7 +174,7 @@ std::optional<at::Tensor> Gemma4Model::visible(std::size_t number,
   } else if (positions <= gemma.sliding_window) {
     return std::nullopt;
   }
-  return nn::sliding_visibility(positions, gemma.sliding_window, blocks);
+  return nn::sliding_visibility(positions, gemma.sliding_window, blocks, inputs.input_ids.device());
 }
 
 ModelOutput Gemma4Model::forward_stage(const StageInputs& inputs) {

@@ -67,9 +67,16 @@ class Gemma4Model : public LanguageModel {
 
  private:
   void register_vision(torch::nn::Module& model);
-  at::Tensor place(const at::Tensor& x, const at::Tensor& image_tokens,
+  /// [B, T] bool: which tokens are images'.
+  struct ImageTokens {
+    at::Tensor are_images;
+    at::Tensor on_host;
+  };
+  at::Tensor place(const at::Tensor& x, const ImageTokens& tokens,
                    const at::Tensor& projected) const;
-  void check_images(const ModelInputs& inputs, const at::Tensor& image_tokens) const;
+  /// The image tokens as the host has read them. Text alone on a device is not looked at, and
+  /// undefined: the host would have to wait for it.
+  at::Tensor checked_images(const ModelInputs& inputs, const at::Tensor& image_tokens) const;
 
   ModelSpec spec_;
   nn::TensorRegion region_;

@@ -1,0 +1,86 @@
+// Whole models on a card, beside transformers (tests/golden/data).
+#include <gtest/gtest.h>
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "comm/device.h"
+#include "nn/loss.h"
+#include "unit/models/reference.h"
+
+namespace tessera::gpu_models_test {
+namespace {
+
+using models::Reference;
+
+const at::Device kCard(at::kCUDA, 0);
+
+struct Found {
+  double loss = 0;
+  std::map<std::string, at::Tensor> gradients;
+};
+
+Found found_by(const Reference& reference, Reference::Compute compute, const at::Device& where) {
+  comm::use_device(kCard);
+  const auto model = reference.model(compute);
+  {
+    const at::NoGradGuard no_grad;
+    for (auto& item : model->named_parameters()) item.value().set_data(item.value().to(where));
+    for (auto& item : model->named_buffers()) item.value().set_data(item.value().to(where));
+  }
+  const at::Tensor labels = nn::next_token_targets(reference.result("labels"));
+  const at::Tensor loss =
+      model->loss_sum(reference.result("input_ids").to(where), labels.to(where)) /
+      static_cast<double>(nn::count_kept(labels));
+  loss.backward();
+  Found found{loss.item<double>(), {}};
+  for (const auto& [name, gradient] : models::gradients(*model, model->spec())) {
+    found.gradients[name] = gradient.cpu();
+  }
+  return found;
+}
+
+double relative_error(const at::Tensor& found, const at::Tensor& expected) {
+  return ((found - expected).norm() / expected.norm()).item<double>();
+}
+
+class ModelsOnCard : public testing::TestWithParam<std::string> {};
+
+TEST_P(ModelsOnCard, AgreeWithTheReferenceInFloat32) {
+  const Reference reference(GetParam());
+  const Found found = found_by(reference, Reference::Compute::kFloat32, kCard);
+  EXPECT_NEAR(found.loss, reference.result("loss").item<double>(), 5e-6);
+  for (const auto& [name, gradient] : found.gradients) {
+    EXPECT_LT(relative_error(gradient, reference.result("grad/" + name)), 5e-5) << name;
+  }
+}
+
+/// Other kernels round elsewhere: as far from fp32 as the CPU's are, and no more.
+TEST_P(ModelsOnCard, AreInBfloat16AsNearToTheReferenceAsTheCpuIs) {
+  const Reference reference(GetParam());
+  const Found found = found_by(reference, Reference::Compute::kBFloat16, kCard);
+  const Found on_cpu = found_by(reference, Reference::Compute::kBFloat16, at::kCPU);
+  EXPECT_NEAR(found.loss, reference.result("loss").item<double>(), 2e-2);
+  for (const auto& [name, gradient] : found.gradients) {
+    const at::Tensor expected = reference.result("grad/" + name);
+    EXPECT_LT(relative_error(gradient, expected),
+              2 * relative_error(on_cpu.gradients.at(name), expected) + 5e-3)
+        << name;
+  }
+}
+
+std::string test_name(const testing::TestParamInfo<std::string>& info) {
+  std::string name = info.param;
+  for (char& each : name) each = each == '-' ? '_' : each;
+  return name;
+}
+
+INSTANTIATE_TEST_SUITE_P(Families, ModelsOnCard,
+                         testing::Values("qwen3-fp32", "llama-fp32", "qwen2-fp32", "mistral-fp32",
+                                         "qwen3-moe-fp32", "gpt-oss-fp32", "deepseek-v2-fp32",
+                                         "deepseek-v2-group-fp32"),
+                         test_name);
+
+}  // namespace
+}  // namespace tessera::gpu_models_test
