@@ -1,5 +1,7 @@
 #include "moe/experts.h"
 
+#include <ATen/ops/_embedding_bag_forward_only.h>
+#include <ATen/ops/_embedding_bag_per_sample_weights_backward.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/argsort.h>
 #include <ATen/ops/cat.h>
@@ -60,6 +62,42 @@ at::Tensor inverse_of(const at::Tensor& order) {
   return at::empty_like(order).scatter_(0, order, at::arange(order.numel(), order.options()));
 }
 
+// On a device the bags of ATen's embeddings are what tokens are of their rows: one kernel gathers and
+// adds them in the order of the slots, in fp32 (or what is wider), without a copy of the rows. Where
+// the weights have another dtype than the rows, it takes a launch a slot.
+
+/// [M]: where the slots of each token begin.
+at::Tensor begins_of_tokens(const at::Tensor& by_slot) {
+  return at::arange(0, by_slot.numel(), by_slot.size(1), by_slot.options());
+}
+
+bool fits_bags(const at::Tensor& rows, const at::Tensor& weights, const at::Tensor& by_slot) {
+  return !rows.is_cpu() && by_slot.numel() > 0 && rows.numel() > 0 &&
+         (!weights.defined() || weights.scalar_type() == rows.scalar_type());
+}
+
+/// [M, H] of rows [M*K, H], by_slot [M, K].
+at::Tensor sum_of_bags(const at::Tensor& rows, const at::Tensor& weights,
+                       const at::Tensor& by_slot) {
+  constexpr std::int64_t kSum = 0;
+  const auto factors =
+      weights.defined() ? std::optional(weights.reshape({-1})) : std::optional<at::Tensor>();
+  return std::get<0>(at::_embedding_bag_forward_only(
+      rows, by_slot.reshape({-1}), begins_of_tokens(by_slot), /*scale_grad_by_freq=*/false, kSum,
+      /*sparse=*/false, factors));
+}
+
+/// The products of each token's gradient [M, H] with its rows: [M, K].
+at::Tensor products_in_bags(const at::Tensor& grad, const at::Tensor& rows,
+                            const at::Tensor& by_slot) {
+  constexpr std::int64_t kSum = 0;
+  const at::Tensor tokens =
+      at::arange(by_slot.numel(), by_slot.options()).floor_divide_(by_slot.size(1));
+  return at::_embedding_bag_per_sample_weights_backward(grad, rows, by_slot.reshape({-1}),
+                                                        begins_of_tokens(by_slot), tokens, kSum)
+      .view(by_slot.sizes());
+}
+
 struct GatherFunction : torch::autograd::Function<GatherFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x,
                             const at::Tensor& slot_of_row, const at::Tensor& row_of_slot,
@@ -77,6 +115,10 @@ struct GatherFunction : torch::autograd::Function<GatherFunction> {
     const std::int64_t k = ctx->saved_data["k"].toInt();
     const std::int64_t columns = grads[0].size(1);
     const std::int64_t tokens = row_of_slot.numel() / k;
+    const at::Tensor by_token = row_of_slot.view({tokens, k});
+    if (fits_bags(grads[0], {}, by_token)) {
+      return {sum_of_bags(grads[0], {}, by_token), at::Tensor(), at::Tensor(), at::Tensor()};
+    }
     const at::Tensor result = at::empty({tokens, columns}, grads[0].options());
     in_blocks(tokens, result, [&](std::int64_t begin, std::int64_t count) {
       const at::Tensor rows = row_of_slot.narrow(0, begin * k, count * k);
@@ -103,18 +145,13 @@ at::Tensor scaled(const at::Tensor& rows, const at::Tensor& factors) {
   return result;
 }
 
-/// The sum of the same order with fewer launches, and without copies of the rows that are wider than
-/// they are.
-at::Tensor sum_of_slots_on_device(const at::Tensor& rows, const at::Tensor& weights,
+at::Tensor sum_with_other_weights(const at::Tensor& rows, const at::Tensor& weights,
                                   const at::Tensor& by_slot, at::ScalarType wide) {
   const at::Tensor sum = at::zeros({by_slot.size(0), rows.size(1)}, rows.options().dtype(wide));
-  const at::Tensor parts = rows.index_select(0, by_slot.reshape({-1}))
-                               .view({by_slot.size(0), by_slot.size(1), rows.size(1)});
   for (std::int64_t k = 0; k < by_slot.size(1); ++k) {
-    const at::Tensor part = parts.select(1, k);
-    weights.defined() ? sum.addcmul_(part, weights.select(1, k).unsqueeze(1)) : sum.add_(part);
+    sum.addcmul_(rows.index_select(0, by_slot.select(1, k)), weights.select(1, k).unsqueeze(1));
   }
-  return sum;
+  return sum.to(rows.scalar_type());
 }
 
 /// [M, H]: each token's rows, times their weights where there are any, added in the order of the
@@ -123,11 +160,11 @@ at::Tensor sum_of_slots(const at::Tensor& rows, const at::Tensor& weights,
                         const at::Tensor& by_slot) {
   const WideScope sums;
   const at::ScalarType wide = inside(rows, weights);
-  const at::Tensor result = at::empty({by_slot.size(0), rows.size(1)}, rows.options());
-  if (!rows.is_cpu()) {
-    result.copy_(sum_of_slots_on_device(rows, weights, by_slot, wide));
-    return result;
+  if (fits_bags(rows, weights, by_slot)) return sum_of_bags(rows, weights, by_slot);
+  if (!rows.is_cpu() && weights.defined()) {
+    return sum_with_other_weights(rows, weights, by_slot, wide);
   }
+  const at::Tensor result = at::empty({by_slot.size(0), rows.size(1)}, rows.options());
   in_blocks(result.size(0), rows, [&](std::int64_t begin, std::int64_t count) {
     const auto slot = [&](const at::Tensor& of, std::int64_t k) {
       return of.narrow(0, begin, count).select(1, k);
@@ -170,6 +207,19 @@ variable_list product_gradients(AutogradContext* ctx, const GradOf& grad_of) {
 }
 
 struct CombineFunction : torch::autograd::Function<CombineFunction> {
+  static variable_list in_bags(AutogradContext* ctx, const at::Tensor& grad,
+                               const at::Tensor& token, const at::Tensor& by_slot) {
+    const variable_list saved = ctx->get_saved_variables();
+    variable_list result(4);
+    if (ctx->needs_input_grad(0)) {
+      result[0] = grad.index_select(0, token).mul_(weight_of_row(saved[1], saved[2]));
+    }
+    if (ctx->needs_input_grad(1)) {
+      result[1] = products_in_bags(grad.contiguous(), saved[0], by_slot);
+    }
+    return result;
+  }
+
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& rows, const at::Tensor& weights,
                             const at::Tensor& slot_of_row, const at::Tensor& row_of_slot) {
     ctx->set_materialize_grads(false);
@@ -182,6 +232,8 @@ struct CombineFunction : torch::autograd::Function<CombineFunction> {
     if (!grads[0].defined()) return variable_list(4);  // [Note: left-out results]
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor token = token_of_row(saved[2], saved[1].size(1));
+    const at::Tensor by_slot = saved[3].view(saved[1].sizes());
+    if (fits_bags(saved[0], saved[1], by_slot)) return in_bags(ctx, grads[0], token, by_slot);
     return product_gradients(ctx, [&](std::int64_t begin, std::int64_t count) {
       return grads[0].index_select(0, token.narrow(0, begin, count));
     });

@@ -91,6 +91,26 @@ TEST(Launches, ALayerOfQwen3MakesFewAndNoneOfThemIsWaitedFor) {
   EXPECT_EQ(counts.backward.waits.size(), 0U) << text_of(counts.backward.waits);
 }
 
+ModelSpec with_experts() {
+  ModelSpec spec = models::small(Family::kQwen3Moe);
+  spec.moe.emplace();
+  spec.moe->num_experts = 8;
+  spec.moe->experts_per_token = 2;
+  spec.moe->moe_intermediate_size = 24;
+  return spec;
+}
+
+// Order, counts and ends of the experts' rows are formed where they are read.
+TEST(Launches, ALayerOfExpertsOnItsOwnRankLetsNobodyWait) {
+  const PassCounts counts = of_one_layer(with_experts());
+  EXPECT_LE(sum_of(counts.forward.launches), 60) << text_of(counts.forward.launches);
+  EXPECT_LE(sum_of(counts.backward.launches), 80) << text_of(counts.backward.launches);
+  EXPECT_EQ(counts.forward.launches.at("_grouped_mm"), 2);
+  EXPECT_EQ(counts.backward.launches.at("_grouped_mm"), 4);
+  EXPECT_EQ(counts.forward.waits.size(), 0U) << text_of(counts.forward.waits);
+  EXPECT_EQ(counts.backward.waits.size(), 0U) << text_of(counts.backward.waits);
+}
+
 // What attention reads is where projections and rope have written it.
 TEST(Launches, AttentionCopiesNothing) {
   const PassCounts counts = of_one_layer(models::small(Family::kLlama));

@@ -1,4 +1,6 @@
 #include <ATen/ops/cat.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/mul.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/silu.h>
 #include <ATen/ops/silu_backward.h>
@@ -47,8 +49,16 @@ at::Tensor swiglu_halves(const at::Tensor& both) {
 
 at::Tensor swiglu_halves_backward(const at::Tensor& grad, const at::Tensor& both) {
   const auto [gate, up] = side_by_side(both);
-  const auto [grad_gate, grad_up] = aten::swiglu_backward(grad, gate, up);
-  return at::cat({grad_gate, grad_up}, -1);
+  if (grad.scalar_type() != both.scalar_type()) {
+    const auto [grad_gate, grad_up] = aten::swiglu_backward(grad, gate, up);
+    return at::cat({grad_gate, grad_up}, -1);
+  }
+  // The same operations, each into its place.
+  const at::Tensor result = at::empty_like(both);
+  auto [grad_gate, grad_up] = side_by_side(result);
+  at::mul_out(grad_up, grad, at::silu(gate));
+  at::silu_backward_out(grad_gate, grad * up, gate);
+  return result;
 }
 
 at::Tensor clamped_swiglu(const at::Tensor& both, double alpha, double limit) {
