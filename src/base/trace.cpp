@@ -45,9 +45,25 @@ void Trace::add(TraceSpan span) {
   spans_.push_back(std::move(span));
 }
 
+TraceClock::time_point Trace::now() {
+  const auto host = TraceClock::now();
+  if (device_ != nullptr) {
+    const base::Lock lock(mutex_);
+    device_->mark(host);
+  }
+  return host;
+}
+
 std::vector<TraceSpan> Trace::take() {
   const base::Lock lock(mutex_);
-  return std::exchange(spans_, {});
+  auto spans = std::exchange(spans_, {});
+  if (device_ == nullptr) return spans;
+  for (TraceSpan& span : spans) {
+    if (span.row == TraceRow::kWaits || span.row == TraceRow::kMessages) continue;
+    span.begin = device_->found(span.begin);
+    span.end = std::max(span.begin, device_->found(span.end));
+  }
+  return spans;
 }
 
 Trace* current_trace() { return t_current; }
@@ -61,10 +77,10 @@ TraceHere::~TraceHere() { t_current = before_; }
 void TraceScope::begin(TraceRow row, std::string_view name) {
   row_ = row;
   name_ = name;
-  begin_ = TraceClock::now();
+  begin_ = trace_->now();
 }
 
-void TraceScope::end() { trace_->add({row_, std::string(name_), begin_, TraceClock::now()}); }
+void TraceScope::end() { trace_->add({row_, std::string(name_), begin_, trace_->now()}); }
 
 std::vector<TraceSpan> nested(std::vector<TraceSpan> spans) {
   std::sort(spans.begin(), spans.end(), [](const TraceSpan& a, const TraceSpan& b) {

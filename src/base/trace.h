@@ -50,14 +50,32 @@ struct TraceSpan {
   std::vector<Argument> arguments = {};
 };
 
+/// Moments of a device, which the host goes ahead of.
+class DeviceMoments {
+ public:
+  virtual ~DeviceMoments() = default;
+  /// When it is through with what the calling thread has launched so far; `host` stands for it.
+  virtual void mark(TraceClock::time_point host) = 0;
+  /// Once it is through: the moment that `host` stands for; itself, where it stands for none.
+  virtual TraceClock::time_point found(TraceClock::time_point host) const = 0;
+};
+
 /// Threads: any.
 class Trace : public std::enable_shared_from_this<Trace> {
  public:
+  /// Null: what computes is done when its call returns.
+  explicit Trace(std::unique_ptr<DeviceMoments> device = nullptr) : device_(std::move(device)) {}
+
+  /// For ends of spans. On a device what was launched so far is done at another time, which take()
+  /// puts in its place; not in the rows of waits and messages, which are the host's.
+  TraceClock::time_point now();
   void add(TraceSpan span);
+  /// The device has to be through with all of them.
   std::vector<TraceSpan> take();
 
  private:
   base::Mutex mutex_;
+  const std::unique_ptr<DeviceMoments> device_;
   std::vector<TraceSpan> spans_ TESSERA_GUARDED_BY(mutex_);
 };
 

@@ -95,12 +95,12 @@ std::unique_ptr<TracedCollective> TracedCollective::of(const Batch& batch, const
 }
 
 void TracedCollective::issued() {
-  span_.begin = TraceClock::now();
+  span_.begin = trace_->now();
   span_.arguments.emplace_back("queued_ms", in_ms(span_.begin - submitted_));
 }
 
 void TracedCollective::waited_since(TraceClock::time_point begin) {
-  span_.end = TraceClock::now();
+  span_.end = trace_->now();
   span_.arguments.emplace_back("waited_ms", in_ms(span_.end - begin));
   trace_->add({TraceRow::kWaits, span_.name, begin, span_.end, {span_.arguments.front()}});
   trace_->add(std::move(span_));

@@ -122,8 +122,8 @@ at::Tensor embedding_backward(const at::Tensor& grad, const at::Tensor& ids, std
 /// cache, on a device 256 MiB.
 std::int64_t rows_of_loss(const at::Tensor& logits);
 /// logits [B, T, V], targets [B, T] i64, -100 = ignored -> the sum [] in fp32 (fp64 of fp64), and
-/// what backward reads beside the logits: the rows' log of the sum of exponentials [B, T] in cpu/,
-/// an empty tensor elsewhere, where it is formed again.
+/// what backward reads beside the logits: the rows' log of the sum of exponentials [B, T] in cpu/ and fused/,
+/// an empty tensor in aten/, where it is formed again.
 std::tuple<at::Tensor, at::Tensor> cross_entropy_sum(const at::Tensor& logits,
                                                      const at::Tensor& targets);
 at::Tensor cross_entropy_sum_backward(const at::Tensor& grad, const at::Tensor& logits,

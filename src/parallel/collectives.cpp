@@ -32,11 +32,11 @@ void run(const Axis& axis, comm::Kind kind, comm::Op op, const std::string& wher
     span.arguments = {{"axis", axis.name},
                       {"kind", std::string(comm::to_string(kind))},
                       {"sent_bytes", comm::sent_bytes(batch, axis.size, axis.rank)}};
-    span.begin = TraceClock::now();
+    span.begin = trace->now();
   }
   axis.group->issue(std::move(batch))->wait();
   if (trace == nullptr) return;
-  span.end = TraceClock::now();
+  span.end = trace->now();
   trace->add(std::move(span));
 }
 

@@ -8,10 +8,12 @@
 #include <optional>
 #include <string>
 
+#include "comm/group.h"
 #include "comm/host_read.h"
 #include "models/expert_bias.h"
 #include "moe/routing.h"
 #include "tessera/error.h"
+#include "tessera/world.h"
 #include "train/step.h"
 
 namespace tessera::train {
@@ -51,13 +53,31 @@ models::RouterLoad pool(const std::vector<models::RouterLoad>& loads) {
   return all;
 }
 
+namespace {
+
+/// Whole numbers have one sum, in whatever order: that of the tensors' group, for which the host does
+/// not wait.
+at::Tensor added_on_device(const ShardedBase& model, const at::Tensor& counts) {
+  const at::Tensor sum = counts.to(at::kLong, /*non_blocking=*/false, /*copy=*/true);
+  World& world = *model.mesh().world();
+  const auto ranks = model.mesh().shapes().stage_of(world.rank());
+  if (ranks.size() > 1) {
+    comm::Batch batch;
+    batch.label = {comm::Kind::kAllReduce, "experts of the auxiliary loss"};
+    batch.ops.emplace_back(comm::AllReduce{sum});
+    world.group(ranks, "router loads")->issue(std::move(batch))->wait();
+  }
+  return sum.to(at::kDouble);
+}
+
+}  // namespace
+
 at::Tensor chosen_by_all(const ShardedBase& model, const at::Tensor& counts) {
-  const at::Tensor mine =
-      comm::read_on_host(counts, "experts of the auxiliary loss").to(at::kDouble).contiguous();
+  if (!counts.is_cpu()) return added_on_device(model, counts);
+  const at::Tensor mine = counts.to(at::kDouble).contiguous();
   const auto* begin = mine.const_data_ptr<double>();
-  const auto all = at::tensor(
-      sum_over_ranks(model, RankSum::kRouterLoad, {begin, begin + mine.numel()}), at::kDouble);
-  return comm::uploaded(all, counts.device());
+  return at::tensor(sum_over_ranks(model, RankSum::kRouterLoad, {begin, begin + mine.numel()}),
+                    at::kDouble);
 }
 
 at::Tensor auxiliary_addend(const at::Tensor& probabilities, const at::Tensor& chosen,

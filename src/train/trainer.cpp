@@ -268,9 +268,12 @@ class Trainer {
     auto options = step_options(config_, scaler_.get());
     options.pipeline = pipeline();
     const auto pending = launch_forward_backward(*model_, *data_, step, rows.ranges(), options);
+    if (config_.debug.check_placements) check_placements(*model_);
     StepMetrics metrics;
     metrics.step = step;
-    const auto loss = read_and_clip(pending, metrics);
+    const auto [norm, numbers] = clip(pending);
+    const auto loss = pending.added(*model_, numbers);
+    metrics.grad_norm = norm;
     metrics.loss = loss.mean();
     if (aux_loss_coef(config_.model.aux_loss_coef, source_.spec) > 0) {
       metrics.aux_loss = loss.auxiliary;
@@ -308,19 +311,22 @@ class Trainer {
     return {metrics, most[2] > 0, most[3] > 0};
   }
 
+  struct Clipped {
+    double norm = 0;                  ///< before
+    std::vector<at::Tensor> numbers;  ///< of the PendingLoss, on the host
+  };
   /// The one time in a step that the host waits for its device.
-  BatchLoss read_and_clip(const PendingLoss& pending, StepMetrics& metrics) const {
+  Clipped clip(const PendingLoss& pending) const {
     RECORD_USER_SCOPE("tessera::optimizer");
     const TraceScope traced(TraceRow::kOptimizer, "norm and clip");
-    const fsdp::PendingNorm norm(*model_);
+    const fsdp::PendingNorm sums(*model_);
     auto numbers = pending.numbers();
-    numbers.push_back(norm.sums());
-    const auto read = comm::read_on_host(numbers, "numbers of a step");
-    const auto loss = pending.added(*model_, std::span(read).first(read.size() - 1));
-    if (config_.debug.check_placements) check_placements(*model_);
-    metrics.grad_norm = std::sqrt(norm.sum(read.back()));
-    fsdp::clip(*model_, metrics.grad_norm, config_.training.max_norm);
-    return loss;
+    numbers.push_back(sums.sums());
+    numbers = comm::read_on_host(numbers, "numbers of a step");
+    const double norm = std::sqrt(sums.sum(numbers.back()));
+    numbers.pop_back();
+    fsdp::clip(*model_, norm, config_.training.max_norm);
+    return {norm, std::move(numbers)};
   }
 
   void update(StepMetrics& metrics) {

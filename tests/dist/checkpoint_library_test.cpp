@@ -387,7 +387,7 @@ TEST(LibraryCheckpoint, TensorsWithoutElementsAreNoObstacle) {
         expect_same(whole_parameters(model), saved, "loaded");
       }
       for (const auto end = step + 2; step < end; ++step) {
-        torch::autograd::backward({model(at::ones({2, 7})).square().mean()}, {});
+        torch::autograd::backward({model(here(at::ones({2, 7}))).square().mean()}, {});
         optimizer->step();
         model.zero_grad();
       }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "dist/plain.h"
+#include "dist/quotient.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 
@@ -35,7 +36,7 @@ inline Tensors plain_gradients_over(torch::nn::Module& module, World& world, int
       total = total.defined() ? total + sum : sum;
     }
   }
-  for (auto& [name, total] : result) total = total.div(divide);
+  for (auto& [name, total] : result) total = over(total, divide);
   return result;
 }
 

@@ -3,6 +3,7 @@
 
 #include "dist/data_layout.h"
 #include "dist/plain.h"
+#include "dist/quotient.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "tessera/optim.h"
@@ -69,7 +70,7 @@ Tensors apart(torch::nn::Module& plain, int count,
       all = all.defined() ? all + sum : sum;
     }
   }
-  for (auto& [name, sum] : sums) sum = sum.div(count);
+  for (auto& [name, sum] : sums) sum = over(sum, count);
   return sums;
 }
 

@@ -5,6 +5,7 @@
 
 #include "dist/data_layout.h"
 #include "dist/modules.h"
+#include "dist/quotient.h"
 #include "tessera/clip.h"
 #include "tessera/group.h"
 #include "tessera/optim.h"
@@ -34,7 +35,7 @@ std::map<std::string, at::Tensor> plain_gradients(torch::nn::Module& module, int
       sum = sum.defined() ? sum + raw.to(at::kFloat) : raw.to(at::kFloat);
     }
   }
-  for (auto& [name, sum] : sums) sum = sum.div(ranks);
+  for (auto& [name, sum] : sums) sum = over(sum, ranks);
   return sums;
 }
 

@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 
 #include "dist/plain.h"
+#include "dist/quotient.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "grad/leaf.h"
@@ -90,7 +91,7 @@ Tensors deferred_expected(int count, int micro_batches) {
     for (const auto& [name, slot] : slots)
       sums[name] = sums[name].defined() ? sums[name] + slot : slot;
   }
-  for (auto& [name, sum] : sums) sum = sum.div(count);
+  for (auto& [name, sum] : sums) sum = over(sum, count);
   return sums;
 }
 

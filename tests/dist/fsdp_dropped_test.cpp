@@ -4,6 +4,7 @@
 
 #include "dist/data_layout.h"
 #include "dist/plain.h"
+#include "dist/quotient.h"
 
 namespace tessera::test::fsdp_dropped_test {
 namespace {
@@ -75,7 +76,7 @@ Tensors plain(int ranks, int micro_batches,
       sum = sum.defined() ? sum + gradient.to(at::kDouble) : gradient.to(at::kDouble);
     }
   }
-  for (auto& [name, sum] : sums) sum.div_(ranks);
+  for (auto& [name, sum] : sums) sum = over(sum, ranks);
   return sums;
 }
 
@@ -257,7 +258,7 @@ TEST_P(Dropped, AForwardThatIsLongerOrShorterThanTheOneBefore) {
         backward(squares(x));
         for (std::size_t i = 0; i < length; ++i) {
           auto& sum = sums[concat("unit", i, ".weight")];
-          const auto gradient = units[i]->weight.grad().to(at::kDouble).div(world.size());
+          const auto gradient = over(units[i]->weight.grad().to(at::kDouble), world.size());
           sum = sum.defined() ? sum + gradient : gradient;
         }
       }

@@ -7,6 +7,7 @@
 #include <atomic>
 
 #include "dist/controls.h"
+#include "dist/quotient.h"
 
 namespace tessera::test::fsdp_schedules_test {
 namespace {
@@ -30,7 +31,7 @@ Tensors plain_sum(Twins& twins, World& world, int micro_batches) {
       }
     }
   }
-  for (auto& [name, sum] : sums) sum.div_(world.size());
+  for (auto& [name, sum] : sums) sum = over(sum, world.size());
   return sums;
 }
 

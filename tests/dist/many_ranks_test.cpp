@@ -8,6 +8,7 @@
 
 #include "comm/group.h"
 #include "dist/modules.h"
+#include "dist/quotient.h"
 #include "launch/failure_watch.h"
 #include "proof.h"
 #include "tessera/clip.h"
@@ -47,7 +48,7 @@ std::map<std::string, at::Tensor> plain_gradients(MixedMlp& module, int count) {
       sum = sum.defined() ? sum + raw : raw;
     }
   }
-  for (auto& [name, sum] : sums) sum = sum.div(count);
+  for (auto& [name, sum] : sums) sum = over(sum, count);
   return sums;
 }
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "dist/modules.h"
+#include "dist/quotient.h"
 #include "tessera/optim.h"
 #include "tessera/recompute.h"
 #include "tessera/shard.h"
@@ -136,7 +137,7 @@ inline Tensors plain_gradients(torch::nn::Module& module, int ranks, double divi
     const auto found = sums.find(entry.key());
     const auto dtype = entry.value().scalar_type();
     result[entry.key()] =
-        found == sums.end() ? at::zeros_like(entry.value()) : found->second.div(divide).to(dtype);
+        found == sums.end() ? at::zeros_like(entry.value()) : over(found->second, divide).to(dtype);
   }
   return result;
 }

@@ -101,7 +101,7 @@ TEST_P(OnCard, AttentionIsThatOfFp64ForwardAndBackward) {
         auto* backward = on_card ? &kernels::causal_attention_backward
                                  : &kernels::aten::causal_attention_backward;
         Tensors all{out};
-        add_to(all, backward(in[3], kept, 4, 64, 0.125));
+        add_to(all, backward(in[3], kept, 4, 4, 0.125));
         return all;
       },
       4);

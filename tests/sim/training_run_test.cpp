@@ -1,25 +1,32 @@
 // `tessera train` on devices: the numbers of the CPU, and one wait of the host a step.
 #include "dist/training_run.h"
 
+#include <ATen/Parallel.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <exception>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "base/log.h"
 #include "base/test_hooks.h"
+#include "comm/stream.h"
 #include "dist/checkpoint_tensors.h"
 #include "dist/place.h"
 #include "dist/ranks.h"
 #include "sim/reads.h"
-#include "sim/sim.h"
+#include "sim/streams.h"
 #include "tessera/error.h"
+#include "train/config/config_resolve.h"
+#include "train/generate.h"
 
 namespace tessera::sim::training_run_test {
 namespace {
@@ -188,6 +195,130 @@ TEST(TrainingRun, TheHostWaitsOnceAStep) {
       }
     }
   }
+}
+
+/// `body` as a process has it that nobody launched, on a thread that goes with its World.
+void alone(const std::string& device, const std::function<void(World&)>& body) {
+  std::exception_ptr error;
+  std::thread([&] {
+    try {
+      at::set_num_threads(1);
+      WorldOptions options;
+      options.device = device;
+      body(*World::of_one(options));
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }).join();
+  if (error) std::rethrow_exception(error);
+}
+
+void train_alone(const std::string& device, const train::Config& config, const fs::path& run) {
+  fs::create_directories(run);
+  ::testing::internal::CaptureStdout();
+  const auto print = [] { ::testing::internal::GetCapturedStdout(); };
+  try {
+    alone(device, [&](World& world) {
+      train::run_training(train::resolved_for_run(config, run.string()), world);
+    });
+  } catch (...) {
+    print();
+    throw;
+  }
+  print();
+}
+
+TEST(TrainingRun, AProcessAloneHasItsDevice) {
+  const TemporaryFolder folder;
+  const auto config = test::with_steps(test::small_run(folder), 3);
+  train_alone("sim", config, folder / "alone");
+  const In here(kPlaces[0]);
+  test::train_on({}, config, folder / "thread");
+  expect_same_tensors(folder / "alone/checkpoint/step-3", folder / "thread/checkpoint/step-3");
+}
+
+// The copy comes behind the step that made its values, and the next update behind the copy. Without
+// the copy's end nobody waits for the file's bytes either: that is a fault of the host, and ends the
+// process (faults_test.cpp).
+TEST(TrainingRun, ACheckpointIsOrderedByEachOfItsEvents) {
+  const TemporaryFolder folder;
+  auto config = test::with_steps(test::small_run(folder), 3);
+  config.checkpoint.interval = 1;
+  int runs = 0;
+  const auto race = [&]() -> std::string {
+    try {
+      train_alone("sim", config, folder / concat("run-", ++runs));
+    } catch (const std::exception&) {  // the race, or what the saver makes of it
+    }
+    settle();
+    const auto races = take_races();
+    return races.empty() ? "" : races.front();
+  };
+  EXPECT_EQ(race(), "");
+  using comm::EventEnd;
+  using comm::EventSite;
+  const auto without = [](EventSite site, EventEnd end) {
+    return test_hooks::Set(test_hooks::leaves_out_event, [=](EventSite which, EventEnd half) {
+      return which == site && half == end;
+    });
+  };
+  for (const auto end : {EventEnd::kRecord, EventEnd::kBlock}) {
+    const auto left_out = without(EventSite::kSnapshot, end);
+    EXPECT_THAT(race(), ::testing::HasSubstr("read reads on sim:0"));
+  }
+  const auto left_out = without(EventSite::kSnapshotEnd, EventEnd::kBlock);
+  EXPECT_THAT(race(), ::testing::HasSubstr("_fused_adamw_ writes"));
+}
+
+/// What a run says that has a little more memory each time, until it gets as far as its steps.
+std::string first_refusal_in_a_step(const train::Config& config, const fs::path& run) {
+  for (auto bytes = static_cast<std::size_t>(live_bytes(0)) + 4096;; bytes += 4096) {
+    const CapacityScope capacity(0, bytes);
+    try {
+      train_alone("sim", config, run);
+      return "";  // it has room
+    } catch (const Error& error) {
+      return error.what();
+    } catch (const c10::Error&) {  // before the steps, as the allocator says it
+    }
+  }
+}
+
+TEST(TrainingRun, MemoryThatEndsNamesUnitRequestAndWhatIsHeld) {
+  const TemporaryFolder folder;
+  EXPECT_THAT(first_refusal_in_a_step(test::small_run(folder), folder / "run"),
+              ::testing::AllOf(
+                  ::testing::StartsWith("training.local_batch_size: found micro-batches of 1 row"),
+                  ::testing::HasSubstr("memory ran out of sim:0 in the forward of unit "),
+                  ::testing::HasSubstr(": requested "), ::testing::HasSubstr(", held "),
+                  ::testing::HasSubstr(", peak ")));
+}
+
+std::vector<std::int64_t> tokens_of(const std::string& device, const fs::path& checkpoint) {
+  std::vector<std::int64_t> tokens;
+  alone(device, [&](World& world) {
+    train::Config config;
+    config.model.path = checkpoint.string();
+    config.precision.param_dtype = {};
+    config.precision.storage_dtype = {};
+    const auto source = train::open_model(config.model, {}, train::Purpose::kInference);
+    const auto model = train::parallelize_to_generate(source, config, world);
+    train::GenerateOptions options;
+    options.max_new_tokens = 12;
+    options.device = world.device();
+    train::generate(train::decoder_of(*model), {108, 105, 110}, options,
+                    [&](std::int64_t token) { tokens.push_back(token); });
+  });
+  return tokens;
+}
+
+TEST(GenerateOnADevice, WritesTheTokensOfTheCpu) {
+  const TemporaryFolder folder;
+  train_alone("cpu", test::with_steps(test::small_run(folder), 12), folder / "run");
+  const auto checkpoint = folder / "run/checkpoint/step-12";
+  const auto expected = tokens_of("cpu", checkpoint);
+  EXPECT_EQ(expected.size(), 12U);
+  EXPECT_EQ(tokens_of("sim", checkpoint), expected);
 }
 
 }  // namespace

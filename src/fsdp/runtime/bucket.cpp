@@ -114,7 +114,10 @@ comm::AllGather Bucket::gather() const {
 void Bucket::ensure_accumulator() {
   if (accumulator_.defined()) return;
   const auto numel = groups_.reduce == nullptr ? plan_.numel : plan_.slice_numel();
-  accumulator_ = make(numel, plan_.key.accumulate).zero_();
+  accumulator_ = make(numel, plan_.key.accumulate);
+  // Pages of the host are given here and not in the middle of a step. What a sum overwrites needs no
+  // zeros, and what did not arrive gets them when it is summed.
+  if (!made_on_) accumulator_.zero_();
 }
 
 void Bucket::ensure_slots() {
@@ -218,7 +221,14 @@ void Bucket::reset_accumulator(std::size_t index) {
   accumulator_.narrow(0, plan_.offset_in_slice(placed, rank_), owned.size()).zero_();
 }
 
-void Bucket::reset_accumulator() { has_sum_ = false; }
+void Bucket::reset_accumulator() {
+  has_sum_ = false;
+  // A device's memory until gradients arrive again: activations come before, and its allocator
+  // gives it out again at no cost. On the host pages would be given anew.
+  if (!made_on_ || !accumulator_.defined() || slots_.defined() || has_arrivals()) return;
+  comm::order(current_stream(), made_on_, comm::EventSite::kPoolFree);
+  accumulator_ = at::Tensor();
+}
 
 void Bucket::import_accumulator(std::size_t index, const at::Tensor& value) {
   const auto& placed = plan_.parameters[index];

@@ -13,7 +13,7 @@ bool UnitTrace::is_open(const std::vector<Open>& list, const void* key) {
 
 void UnitTrace::open(std::vector<Open>& list, const void* key, const char* what,
                      const std::string& unit) {
-  list.push_back({key, concat(what, unit_label(unit)), TraceClock::now()});
+  list.push_back({key, concat(what, unit_label(unit)), current_trace()->now()});
 }
 
 void UnitTrace::close(std::vector<Open>& list, const void* key) {
@@ -21,7 +21,7 @@ void UnitTrace::close(std::vector<Open>& list, const void* key) {
       std::find_if(list.rbegin(), list.rend(), [&](const Open& one) { return one.key == key; });
   if (last == list.rend()) return;
   if (tessera::Trace* const trace = current_trace()) {
-    trace->add({TraceRow::kCompute, std::move(last->name), last->begin, TraceClock::now()});
+    trace->add({TraceRow::kCompute, std::move(last->name), last->begin, trace->now()});
   }
   list.erase(std::next(last).base());
 }

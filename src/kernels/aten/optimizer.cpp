@@ -48,7 +48,9 @@ void divide_into(const at::Tensor& result, const at::Tensor& sum, double factor)
     result.copy_(sum);
     return;
   }
-  const at::Tensor quotient = sum.to(at::kDouble) / factor;
+  // Not by a number of the host: devices multiply by its rounded reciprocal then.
+  const at::Tensor wide = sum.to(at::kDouble);
+  const at::Tensor quotient = wide / at::full({}, factor, wide.options());
   const bool narrow = result.element_size() < 4;
   result.copy_(narrow ? to_odd(quotient) : quotient);
 }

@@ -1,9 +1,15 @@
-// Attention by ATen's flash attention, which takes [B, heads, T, D] in any order of memory but the
-// last dim's, and fewer keys than queries: what rope_heads and a projection give is a view of it,
-// so that nothing is copied on the way in or out.
+// Attention by ATen's flash attention, or by cuDNN's where libtorch would take it (on Hopper: a third
+// faster), which take [B, heads, T, D] in any order of memory but the last dim's, and fewer keys than
+// queries: what rope_heads and a projection give is a view of it, so that nothing is copied on the
+// way in or out.
+#include <ATen/Context.h>
+#include <ATen/ops/_fused_sdp_choice.h>
+#include <ATen/ops/_scaled_dot_product_cudnn_attention.h>
+#include <ATen/ops/_scaled_dot_product_cudnn_attention_backward.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_backward.h>
 #include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
 
 #include "kernels/implementations.h"
 #include "tessera/wide_scope.h"
@@ -26,6 +32,21 @@ at::Tensor by_position(const at::Tensor& heads, std::int64_t head_dim) {
   return heads.narrow(3, 0, head_dim).transpose(1, 2).flatten(2, 3);
 }
 
+/// As libtorch's own attention chooses: by card, versions, shapes, and settings (not where results
+/// have to be deterministic).
+bool chooses_cudnn(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
+                   double scale) {
+  if (!queries.is_cuda()) return false;
+  const auto choice = at::_fused_sdp_choice(queries, keys, values, /*attn_mask=*/{},
+                                            /*dropout_p=*/0.0, /*is_causal=*/true, scale,
+                                            /*enable_gqa=*/true);
+  return choice == static_cast<std::int64_t>(at::SDPBackend::cudnn_attention);
+}
+
+// What is kept: the inputs as they are, the result, the logarithms of the rows' sums in fp32, seed
+// and offset of the dropout that there is not; and one more of cuDNN, by which backward knows.
+constexpr std::size_t kKeptOfFlash = 7;
+
 }  // namespace
 
 at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -33,8 +54,6 @@ at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::
   return std::get<0>(fused::causal_attention_forward(q, k, v, scale));
 }
 
-// Kept: the inputs as they are, the result, the logarithms of the rows' sums [B, H, T] in fp32, and
-// seed and offset of the dropout that there is not.
 std::tuple<at::Tensor, std::vector<at::Tensor>> causal_attention_forward(const at::Tensor& q,
                                                                          const at::Tensor& k,
                                                                          const at::Tensor& v,
@@ -42,11 +61,21 @@ std::tuple<at::Tensor, std::vector<at::Tensor>> causal_attention_forward(const a
   const at::Tensor queries = by_head(q), keys = by_head(k);
   const at::Tensor values = of_groups(v, q.size(1), q.size(4));
   const WideScope sums;
+  const std::int64_t head_dim = v.size(2) / q.size(1);
+  if (chooses_cudnn(queries, keys, values, scale)) {
+    auto [mixed, log_sum, begins_q, begins_k, most_q, most_k, seed, offset, mask] =
+        at::_scaled_dot_product_cudnn_attention(queries, keys, values, /*attn_bias=*/std::nullopt,
+                                                /*compute_log_sumexp=*/true, /*dropout_p=*/0.0,
+                                                /*is_causal=*/true, /*return_debug_mask=*/false,
+                                                scale);
+    return {by_position(mixed, head_dim),
+            {queries, keys, values, mixed, log_sum, seed, offset, at::empty({0}, log_sum.options())}};
+  }
   auto [mixed, log_sum, begins_q, begins_k, most_q, most_k, seed, offset, mask] =
       at::_scaled_dot_product_flash_attention(queries, keys, values, /*dropout_p=*/0.0,
                                               /*is_causal=*/true, /*return_debug_mask=*/false,
                                               scale);
-  return {by_position(mixed, v.size(2) / q.size(1)),
+  return {by_position(mixed, head_dim),
           {queries, keys, values, mixed, log_sum, seed, offset}};
 }
 
@@ -59,10 +88,16 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward(const a
   const std::int64_t positions = queries.size(2);
   const std::int64_t head_dim = grad.size(2) / (groups * repeat);
   const at::Tensor none;  // rows are of one length
-  auto [grad_q, grad_k, grad_v] = at::_scaled_dot_product_flash_attention_backward(
-      of_groups(grad, groups * repeat, queries.size(3)), queries, keys, values, kept[3], kept[4],
-      none, none, positions, positions, /*dropout_p=*/0.0, /*is_causal=*/true, kept[5], kept[6],
-      scale);
+  const at::Tensor of_result = of_groups(grad, groups * repeat, queries.size(3));
+  auto [grad_q, grad_k, grad_v] =
+      kept.size() == kKeptOfFlash
+          ? at::_scaled_dot_product_flash_attention_backward(
+                of_result, queries, keys, values, kept[3], kept[4], none, none, positions,
+                positions, /*dropout_p=*/0.0, /*is_causal=*/true, kept[5], kept[6], scale)
+          : at::_scaled_dot_product_cudnn_attention_backward(
+                of_result, queries, keys, values, kept[3], kept[4], kept[5], kept[6],
+                /*attn_bias=*/none, none, none, positions, positions, /*dropout_p=*/0.0,
+                /*is_causal=*/true, scale);
   return {grad_q.unflatten(1, {groups, repeat}).transpose(2, 3), grad_k.unsqueeze(3),
           by_position(grad_v, head_dim)};
 }

@@ -1,11 +1,10 @@
 // Cross entropy in blocks of rows, so that nothing as large as the logits is made in fp32.
+#include <ATen/ops/elu_backward.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/gather.h>
 #include <ATen/ops/log_softmax.h>
-#include <ATen/ops/mul.h>
-#include <ATen/ops/softmax.h>
+#include <ATen/ops/sub.h>
 
 #include <algorithm>
 
@@ -26,14 +25,14 @@ class Rows {
         target(targets.reshape({-1}).mul(kept)),  // an ignored one is compared with token 0
         logits_(logits.reshape({target.numel(), logits.size(2)})) {}
 
-  /// body(begin, count, logits of these rows as wide as the loss).
+  /// body(begin, count, logits of these rows).
   template <class Body>
   void in_blocks(const Body& body) const {
     const std::int64_t rows = target.numel();
     const std::int64_t step = rows_of_loss(logits_);
     for (std::int64_t begin = 0; begin < rows; begin += step) {
       const std::int64_t count = std::min(step, rows - begin);
-      body(begin, count, logits_.narrow(0, begin, count).to(inside));
+      body(begin, count, logits_.narrow(0, begin, count));
     }
   }
 
@@ -45,22 +44,26 @@ class Rows {
   const at::Tensor logits_;
 };
 
-/// (softmax - 1 at the target) * grad, and 0 for what is ignored. Writes: result [B, T, V], which
-/// may be the logits.
+/// (softmax - 1 at the target) * grad, and 0 for what is ignored. Two passes over the logits: log p,
+/// as wide as the loss, and factor * p, which rounds once. Writes: result [B, T, V], which may be the
+/// logits.
 void write_gradient(const at::Tensor& grad, const at::Tensor& logits, const at::Tensor& targets,
-                    const at::Tensor& result) {
+                    const at::Tensor& log_sum, const at::Tensor& result) {
   const Rows rows(logits, targets);
   const at::Tensor to = result.view({rows.target.numel(), logits.size(2)});
   const at::Tensor factor = (rows.kept * grad).to(rows.inside);
-  const at::Tensor minus_one = at::full({1, 1}, -1.0, factor.options());
-  rows.in_blocks([&](std::int64_t begin, std::int64_t count, const at::Tensor& wide) {
+  const at::Tensor log_sums = log_sum.reshape({-1});
+  rows.in_blocks([&](std::int64_t begin, std::int64_t count, const at::Tensor& block) {
     const auto part = [&](const at::Tensor& of) {
       return of.narrow(0, begin, count).unsqueeze(1);
     };
-    const at::Tensor values = at::softmax(wide, 1);
-    values.scatter_add_(1, part(rows.target), minus_one.expand({count, 1}));
+    const at::Tensor log_p = at::sub(block, part(log_sums));
+    const at::Tensor of_target = log_p.gather(1, part(rows.target)).expm1_().mul_(part(factor));
     at::Tensor rounded = to.narrow(0, begin, count);
-    at::mul_out(rounded, values, part(factor));  // one pass, which rounds
+    // Of x <= 0 this is factor * exp(x) in one pass; above 0 (by rounding, no more) the factor.
+    at::elu_backward_out(rounded, part(factor), /*alpha=*/1, /*scale=*/1, /*input_scale=*/1,
+                         /*is_result=*/false, log_p);
+    rounded.scatter_(1, part(rows.target), of_target.to(rounded.scalar_type()));
   });
 }
 
@@ -72,25 +75,27 @@ std::tuple<at::Tensor, at::Tensor> cross_entropy_sum(const at::Tensor& logits,
   const Rows rows(logits, targets);
   const auto options = logits.options().dtype(rows.inside);
   const at::Tensor log_p = at::empty({rows.target.numel(), 1}, options);  // of the targets
-  rows.in_blocks([&](std::int64_t begin, std::int64_t count, const at::Tensor& wide) {
-    at::Tensor found = log_p.narrow(0, begin, count);
-    at::gather_out(found, at::log_softmax(wide, 1), 1,
-                   rows.target.narrow(0, begin, count).unsqueeze(1));
+  const at::Tensor log_sum = at::empty_like(log_p);
+  rows.in_blocks([&](std::int64_t begin, std::int64_t count, const at::Tensor& block) {
+    const at::Tensor target = rows.target.narrow(0, begin, count).unsqueeze(1);
+    at::Tensor found = log_p.narrow(0, begin, count), rest = log_sum.narrow(0, begin, count);
+    at::gather_out(found, at::log_softmax(block.to(rows.inside), 1), 1, target);
+    at::sub_out(rest, block.gather(1, target), found);
   });
   const at::Tensor sum = log_p.squeeze(1).masked_fill(rows.kept.logical_not(), 0).sum(at::kDouble);
-  return {sum.mul(-1.0).to(rows.inside), at::empty({0}, options)};
+  return {sum.mul(-1.0).to(rows.inside), log_sum.view(targets.sizes())};
 }
 
 at::Tensor cross_entropy_sum_backward(const at::Tensor& grad, const at::Tensor& logits,
-                                      const at::Tensor& targets, const at::Tensor& /*log_sum*/) {
+                                      const at::Tensor& targets, const at::Tensor& log_sum) {
   const at::Tensor result = at::empty_like(logits);
-  write_gradient(grad, logits, targets, result);
+  write_gradient(grad, logits, targets, log_sum, result);
   return result;
 }
 
 void cross_entropy_sum_backward_over(const at::Tensor& grad, const at::Tensor& targets,
-                                     const at::Tensor& /*log_sum*/, const at::Tensor& logits) {
-  write_gradient(grad, logits, targets, logits);
+                                     const at::Tensor& log_sum, const at::Tensor& logits) {
+  write_gradient(grad, logits, targets, log_sum, logits);
 }
 
 }  // namespace tessera::kernels::fused

@@ -1,14 +1,20 @@
 #include "train/report/observers.h"
 
+#include <c10/core/Event.h>
+
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <iostream>
+#include <map>
 #include <system_error>
+#include <utility>
 
 #include "base/log.h"
 #include "base/trace.h"
 #include "comm/group.h"
+#include "comm/host_read.h"
+#include "comm/stream.h"
 #include "io/atomic_file.h"
 #include "launch/hosts.h"
 #include "tessera/error.h"
@@ -34,6 +40,43 @@ TraceClock::time_point agreed_moment(World& world) {
   return TraceClock::time_point(std::chrono::nanoseconds(std::stoll(first.substr(0, space))));
 }
 
+/// Of the stream on which the thread computes when it says so.
+class StreamMoments final : public DeviceMoments {
+ public:
+  /// The host waits until the device has nothing left: from then on both clocks run together.
+  explicit StreamMoments(at::Device device) : device_(device), first_(made()) {
+    wait();
+    first_.record(stream());
+    wait();
+    begin_ = TraceClock::now();
+  }
+
+  void mark(TraceClock::time_point host) override {
+    marks_.emplace(host, made()).first->second.record(stream());
+  }
+  TraceClock::time_point found(TraceClock::time_point host) const override {
+    const auto mark = marks_.find(host);
+    if (mark == marks_.end() || !mark->second.query()) return host;
+    const std::chrono::duration<double, std::milli> later(first_.elapsedTime(mark->second));
+    return begin_ + std::chrono::duration_cast<TraceClock::duration>(later);
+  }
+  /// Until the device is through with the thread's stream.
+  void wait() const {
+    comm::Event end;
+    end.record(comm::Stream::current(device_), comm::EventSite::kHostRead);
+    comm::wait_on_host(end, "trace of a step");
+  }
+
+ private:
+  c10::Event made() const { return {device_.type(), c10::EventFlag::BACKEND_DEFAULT}; }
+  c10::Stream stream() const { return comm::Stream::current(device_).get(); }
+
+  at::Device device_;
+  c10::Event first_;
+  TraceClock::time_point begin_;
+  std::map<TraceClock::time_point, c10::Event> marks_;
+};
+
 void write(const std::filesystem::path& path, const std::string& text) {
   std::error_code error;
   std::filesystem::create_directories(path.parent_path(), error);
@@ -54,15 +97,21 @@ bool StepTrace::is_chosen(std::int64_t step) const {
 void StepTrace::begin_step(std::int64_t step) {
   if (!is_chosen(step)) return;
   origin_ = agreed_moment(world_);
-  trace_ = std::make_shared<Trace>();
+  std::unique_ptr<StreamMoments> device;
+  if (!world_.device().is_cpu()) device = std::make_unique<StreamMoments>(world_.device());
+  through_ = [moments = device.get()] {
+    if (moments != nullptr) moments->wait();
+  };
+  trace_ = std::make_shared<Trace>(std::move(device));
   here_.emplace(trace_);
-  begin_ = TraceClock::now();
+  begin_ = trace_->now();
 }
 
 void StepTrace::end_step(std::int64_t step) {
   if (trace_ == nullptr) return;
-  trace_->add({TraceRow::kCompute, concat("step ", step), begin_, TraceClock::now()});
+  trace_->add({TraceRow::kCompute, concat("step ", step), begin_, trace_->now()});
   here_.reset();
+  through_();
   const auto events = chrome_events(trace_->take(), world_.rank(), origin_);
   trace_.reset();
   const auto all = comm::all_gather_bytes(world_.control(), events, "trace");
@@ -90,7 +139,7 @@ Observers::Observers(const Config& config, World& world, std::int64_t first_step
   if (config.metrics.enable_tensorboard) {
     events_.emplace(fs::path(config.metrics.folder) / "tb", first_step);
   }
-  if (profiling == Profiling::kYes) profile_ = std::make_unique<StepProfile>();
+  if (profiling == Profiling::kYes) profile_ = std::make_unique<StepProfile>(world.device());
   progress_.emplace(first_step, *config.training.steps);
 }
 

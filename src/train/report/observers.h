@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -39,6 +40,7 @@ class StepTrace {
   std::filesystem::path folder_;
   World& world_;
   std::shared_ptr<Trace> trace_;
+  std::function<void()> through_;  ///< until the device is through with the step
   std::optional<TraceHere> here_;
   TraceClock::time_point origin_;  ///< what all ranks call zero
   TraceClock::time_point begin_;

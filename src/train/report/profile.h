@@ -6,6 +6,8 @@
 // per cent while it is on.
 #pragma once
 
+#include <c10/core/Device.h>
+
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -19,8 +21,9 @@ enum class Profiling : std::uint8_t { kNo, kYes };
 
 class StepProfile {
  public:
-  /// Starts to listen on this thread. One at a time a thread.
-  StepProfile();
+  /// Starts to listen on this thread. One at a time a thread. On a device calls are timed by what its
+  /// stream does, and the host waits for the end of each step that counts.
+  explicit StepProfile(c10::Device device = c10::kCPU);
   ~StepProfile();
   StepProfile(const StepProfile&) = delete;
   StepProfile& operator=(const StepProfile&) = delete;
