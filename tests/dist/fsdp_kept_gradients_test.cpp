@@ -159,7 +159,9 @@ TEST_P(KeptGradients, CostNothingOnceNobodyKeepsAny) {
       handle.zero_grad();
       micro_batch(world, handle, step);
       // Devices give the memory back in between.
-      if (world.device().is_cpu()) EXPECT_EQ(grad_of(handle, "two").const_data_ptr(), place);
+      if (world.device().is_cpu()) {
+        EXPECT_EQ(grad_of(handle, "two").const_data_ptr(), place);
+      }
       EXPECT_TRUE(holds(grad_of(handle, "two"), 2.0 * step));
     }
   });
