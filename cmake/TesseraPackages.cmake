@@ -35,6 +35,7 @@ if(NOT Torch_VERSION)
   message(FATAL_ERROR "libtorch: found none, expected its folder in TESSERA_TORCH or CMAKE_PREFIX_PATH; "
     "scripts/bootstrap installs one")
 endif()
-include(TesseraCuda)       # what nccl.cpp is compiled with
+include(TesseraCuda)       # what nccl.cpp is compiled with; without it no CUDA
+tessera_torch_target()
 
 find_path(TESSERA_GLOO_INCLUDE gloo/config.h REQUIRED)

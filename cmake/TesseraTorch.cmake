@@ -1,10 +1,11 @@
-# tessera_find_torch([CUDA AUTO|ON|OFF] [HINTS folders...]): libtorch as the target `torch`, made from its folder (that
-# of pip's torch, or of an unpacked libtorch): the first that Torch_DIR, CMAKE_PREFIX_PATH, TESSERA_TORCH of the
-# environment or a hint name. A target `torch` that is there already stays as it is.
+# libtorch from its folder, that of pip's torch or of an unpacked libtorch. Not by libtorch's own CMake
+# file: that of a build with CUDA wants all of NVIDIA's toolkit and its compiler. Used by the build
+# and, installed, by find_package(Tessera).
 #
-# Not libtorch's own CMake file: that of a build with CUDA wants all of NVIDIA's toolkit and its
-# compiler. Sets TORCH_INSTALL_PREFIX, Torch_VERSION and TESSERA_HAS_CUDA; without libtorch
-# Torch_VERSION is empty. Used by the build and, installed, by find_package(Tessera).
+# tessera_find_torch([CUDA AUTO|ON|OFF] [HINTS folders...]): the first folder that Torch_DIR, CMAKE_PREFIX_PATH,
+# TESSERA_TORCH of the environment or a hint name. Sets TORCH_INSTALL_PREFIX, Torch_VERSION and
+# TESSERA_HAS_CUDA; without libtorch Torch_VERSION is empty.
+# tessera_torch_target(): the target `torch` from what these say. One that is there stays as it is.
 function(tessera_find_torch)
   cmake_parse_arguments(T "" "CUDA" "HINTS" ${ARGN})
   set(candidates)
@@ -41,12 +42,16 @@ function(tessera_find_torch)
     set(cuda ON)
   endif()
   set(TESSERA_HAS_CUDA ${cuda} PARENT_SCOPE)
+endfunction()
+
+function(tessera_torch_target)
   if(TARGET torch)
     return()
   endif()
+  set(root ${TORCH_INSTALL_PREFIX})
   set(libraries ${root}/lib/libtorch.so ${root}/lib/libtorch_cpu.so)
   set(found_by_name ${root}/lib/libc10.so)
-  if(cuda)
+  if(TESSERA_HAS_CUDA)
     list(APPEND libraries ${root}/lib/libtorch_cuda.so)
     list(APPEND found_by_name ${root}/lib/libc10_cuda.so)
   endif()

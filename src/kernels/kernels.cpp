@@ -154,7 +154,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward(const a
                                                                          double scale) {
   // What is kept has q first: the same choice as forward's.
   return (has_kernels(kept[0]) ? cpu::causal_attention_backward
-          : kept.size() == fused::kFlashKept
+          : kept.size() >= fused::kFlashKept
               ? fused::causal_attention_backward
               : aten::causal_attention_backward)(grad, kept, groups, repeat, scale);
 }

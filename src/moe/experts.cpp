@@ -1,9 +1,9 @@
 #include "moe/experts.h"
 
 #include <ATen/ops/_embedding_bag_forward_only.h>
-#include <ATen/ops/_embedding_bag_per_sample_weights_backward.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/argsort.h>
+#include <ATen/ops/bmm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/cumsum.h>
 #include <ATen/ops/empty.h>
@@ -90,12 +90,10 @@ at::Tensor sum_of_bags(const at::Tensor& rows, const at::Tensor& weights,
 /// The products of each token's gradient [M, H] with its rows: [M, K].
 at::Tensor products_in_bags(const at::Tensor& grad, const at::Tensor& rows,
                             const at::Tensor& by_slot) {
-  constexpr std::int64_t kSum = 0;
-  const at::Tensor tokens =
-      at::arange(by_slot.numel(), by_slot.options()).floor_divide_(by_slot.size(1));
-  return at::_embedding_bag_per_sample_weights_backward(grad, rows, by_slot.reshape({-1}),
-                                                        begins_of_tokens(by_slot), tokens, kSum)
-      .view(by_slot.sizes());
+  // Not by the bags' own backward: CUDA has none in bf16.
+  const at::Tensor of_tokens = rows.index_select(0, by_slot.reshape({-1}))
+                                   .view({by_slot.size(0), by_slot.size(1), rows.size(1)});
+  return at::bmm(of_tokens, grad.unsqueeze(2)).squeeze(2);
 }
 
 struct GatherFunction : torch::autograd::Function<GatherFunction> {

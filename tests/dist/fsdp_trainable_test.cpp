@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "dist/plain.h"
+#include "dist/quotient.h"
 #include "dist/trainable_changes.h"
 #include "fsdp/runtime/unit.h"
 #include "tessera/optim.h"
@@ -84,7 +85,7 @@ Tensors mean_gradients(torch::nn::Module& module, const Mesh& mesh,
       all = all.defined() ? all + sum : sum;
     }
   }
-  for (auto& [name, sum] : sums) sum = sum / static_cast<double>(replicas * shards);
+  for (auto& [name, sum] : sums) sum = over(sum, replicas * shards);
   return sums;
 }
 

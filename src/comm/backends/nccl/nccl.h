@@ -3,7 +3,7 @@
 // Same calls as the other backends, launched on the group's stream and nowhere else. Where sums are
 // formed in the dtype that travels, NCCL adds, in an order of its own: bits may differ from Gloo's,
 // and between layouts. Where they are wider (reduce narrower than accumulate) addends travel as they
-// are and are added here, in rank order: Gloo's bits. Compiled, and not run yet.
+// are and are added here, in rank order: Gloo's bits. Run with one rank (tests/gpu), not with several.
 #pragma once
 
 #include <memory>

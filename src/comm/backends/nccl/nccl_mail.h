@@ -5,8 +5,8 @@
 // one of them receives have to be posted in the order in which the other rank sends, as in every
 // kind of schedule and in the order that lower() gives (docs/pipeline.md). A list that does not keep
 // it would exchange tensors of equal size without a word: a pipeline on CUDA refuses it
-// (ValidProgram::require_messages_in_order). Ends of other sizes wait until the timeout. Compiled,
-// and not run yet. Private to nccl.cpp.
+// (ValidProgram::require_messages_in_order). Ends of other sizes wait until the timeout. Not run
+// yet: one card has one rank. Private to nccl.cpp.
 #pragma once
 
 #include <memory>
