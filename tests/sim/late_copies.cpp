@@ -2,6 +2,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/record_function.h>
 
 #include <cstring>
 #include <utility>
@@ -13,6 +14,8 @@ namespace {
 
 /// The values, one behind the other.
 at::Tensor dense_copy(const at::Tensor& values) {
+  // An observer may ask for an event, and the mutex is held.
+  const at::DisableRecordFunctionGuard unobserved;
   const at::AutoDispatchBelowADInplaceOrView plainly;
   return at::empty_like(values, values.options().pinned_memory(false), at::MemoryFormat::Contiguous)
       .copy_(values);
@@ -27,6 +30,7 @@ at::Tensor nothing_like(const at::Tensor& values) {
 
 void put(const at::Tensor& values, const at::Tensor& target) {
   const at::AutoDispatchBelowADInplaceOrView plainly;
+  const at::DisableRecordFunctionGuard unobserved;
   target.copy_(values);
 }
 
@@ -45,6 +49,8 @@ void LateCopies::from_pinned(const Access& copy, const at::Tensor& source) {
 }
 
 LateCopies::Landed LateCopies::land(const Clock& known) {
+  // An observer may ask for an event, and the mutex is held.
+  const at::DisableRecordFunctionGuard unobserved;
   Landed landed;
   std::vector<Copy> rest;
   for (Copy& copy : copies_) {

@@ -1,9 +1,11 @@
 // `tessera train` on devices: the numbers of the CPU, and one wait of the host a step.
 #include "dist/training_run.h"
 
+#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include <cmath>
 #include <exception>
@@ -11,6 +13,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
@@ -25,6 +28,7 @@
 #include "sim/reads.h"
 #include "sim/streams.h"
 #include "tessera/error.h"
+#include "tessera/recompute.h"
 #include "train/config/config_resolve.h"
 #include "train/generate.h"
 
@@ -292,6 +296,48 @@ TEST(TrainingRun, MemoryThatEndsNamesUnitRequestAndWhatIsHeld) {
                   ::testing::HasSubstr("memory ran out of sim:0 in the forward of unit "),
                   ::testing::HasSubstr(": requested "), ::testing::HasSubstr(", held "),
                   ::testing::HasSubstr(", peak ")));
+}
+
+// The numbers themselves are the simulator's, which computes as soon as it is told.
+TEST(TrainingRun, ProfileAndTraceAreOfTheDevicesStream) {
+  const TemporaryFolder folder;
+  auto config = test::small_run(folder);
+  config.training.steps = 5;
+  config.metrics.trace_steps = {3};
+  const In here(kPlaces[1]);
+  test::train_on({2, 1}, config, folder / "run", [](World&) {
+    train::TrainingHooks hooks;
+    hooks.profiling = train::Profiling::kYes;
+    return hooks;
+  });
+  const std::string profile = test::file_text(folder / "run/profile.json");
+  for (const char* part : {"\"products\"", "\"step_ms\"", "\"ms aten::mm\""}) {
+    EXPECT_THAT(profile, ::testing::HasSubstr(part));
+  }
+  EXPECT_THAT(profile, ::testing::Not(::testing::HasSubstr(": 0.0,\n  \"other kernels\"")));
+  const std::string trace = test::file_text(folder / "run/metrics/trace/step-3.json");
+  for (const char* span : {"forward ", "backward ", "norm and clip", "step 3"}) {
+    EXPECT_THAT(trace, ::testing::HasSubstr(span));
+  }
+}
+
+// Naive: what is drawn on the device is drawn anew, and gradients are of other numbers than results.
+TEST(RecomputeOnADevice, DrawsTheSameNumbersAgainAndGoesOnWhereItWas) {
+  const AllowDraws allowed;
+  const auto x = at::ones({256}, at::TensorOptions(device(0))).requires_grad_(true);
+  const auto y =
+      checkpoint([](const std::vector<at::Tensor>& in) { return at::dropout(in[0], 0.5, true); },
+                 {x}, RecomputeMode::kFull);
+  const auto state = [] {
+    auto generator = at::globalContext().defaultGenerator(device(0));
+    const std::lock_guard lock(generator.mutex());
+    return generator.get_state();
+  };
+  const auto before = state();
+  torch::autograd::backward({y.sum()}, {});
+  EXPECT_TRUE(at::equal(state(), before));
+  EXPECT_TRUE(at::equal(x.grad().cpu(), y.detach().cpu()));
+  EXPECT_NE(y.detach().cpu().sum().item<double>(), 512.0) << "nothing was dropped";
 }
 
 std::vector<std::int64_t> tokens_of(const std::string& device, const fs::path& checkpoint) {
