@@ -1,5 +1,9 @@
 #include "models/language_model.h"
 
+#include "models/moe_layer.h"
+#include "moe/routing.h"
+#include "nn/embedding.h"
+#include "nn/loss.h"
 #include "tessera/error.h"
 
 namespace tessera::models {
@@ -8,7 +12,20 @@ bool LanguageModel::is_whole() const {
   return stages() == StagesOfRank{{true, {0, spec().num_hidden_layers}, true}};
 }
 
-std::shared_ptr<LanguageModel> make_language_model(const ModelSpec& spec, const ModelAxes& axes) {
+void LanguageModel::check_values(const ModelInputs& inputs) const {
+  const std::int64_t vocabulary = spec().vocab_size;
+  nn::check_range(inputs.input_ids, vocabulary, std::nullopt, "embedding: found the token ");
+  if (inputs.targets) {
+    nn::check_range(*inputs.targets, vocabulary, nn::kIgnoredLabel, "loss: found the label ");
+  }
+  const std::int64_t experts = routed_experts(spec()).experts;
+  for (const at::Tensor& indices : inputs.imposed_routing) moe::check_imposed(indices, experts);
+  check_own_values(inputs);
+}
+
+namespace {
+
+std::shared_ptr<LanguageModel> make_of_family(const ModelSpec& spec, const ModelAxes& axes) {
   switch (spec.family) {
 #define TESSERA_FAMILY(enumerator, folder, build) \
   case Family::enumerator:                        \
@@ -16,6 +33,17 @@ std::shared_ptr<LanguageModel> make_language_model(const ModelSpec& spec, const 
 #include "models/families.def"
   }
   TESSERA_INVARIANT(false, "a family that is not listed");
+}
+
+}  // namespace
+
+std::shared_ptr<LanguageModel> make_language_model(const ModelSpec& spec, const ModelAxes& axes) {
+  auto model = make_of_family(spec, axes);
+  for (const auto& item : model->named_modules("", /*include_self=*/false)) {
+    if (auto* experts = dynamic_cast<ExpertBank*>(item.value().get()))
+      experts->set_name(item.key());
+  }
+  return model;
 }
 
 }  // namespace tessera::models

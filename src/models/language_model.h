@@ -138,6 +138,10 @@ class LanguageModel : public torch::nn::Module {
   /// One stage: from the batch, or from what the stage before gave, to the stream [B, t, H] behind
   /// its last layer, or as forward where it has the head. Loads are of its own layers.
   virtual ModelOutput forward_stage(const StageInputs& inputs) = 0;
+  /// Of inputs on the CPU, for who brings them to a device, where forward cannot look at values without
+  /// a wait: ids, targets, imposed experts, and what a family wants of them besides. Errors: kFormat,
+  /// as forward has them on the CPU.
+  void check_values(const ModelInputs& inputs) const;
   /// Of this rank. Without those that belong to the root: a tied embedding and head, small parts.
   virtual std::vector<ModelUnit> units() = 0;
   /// The Hugging Face name of a unit's parameter; `path` inside the unit's module.
@@ -151,6 +155,10 @@ class LanguageModel : public torch::nn::Module {
   virtual void set_recompute(RecomputeMode mode) = 0;
   /// Null where text of this family cannot be generated.
   virtual WritesText* writer() { return nullptr; }
+
+ protected:
+  /// What check_values asks of this family alone.
+  virtual void check_own_values(const ModelInputs& /*inputs*/) const {}
 };
 
 /// The module of the spec's family (the factory of its row in families.def), or the part of it that

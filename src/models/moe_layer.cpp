@@ -158,7 +158,9 @@ at::Tensor ExpertBank::forward(const at::Tensor& x, const moe::Routing& routing)
   if (axes_.degrees.etp > 1 && moe_.expert_bias) {
     weights.down_bias = parallel::only_first(down_proj_bias_, axes_.tensor.axis());
   }
-  return moe::experts(x, routing, weights, {activation_of(moe_), axes_.score, axes_.experts});
+  moe::ExpertOptions options{activation_of(moe_), axes_.score, axes_.experts};
+  if (axes_.experts.alone()) options.name = name_;  // collectives are of all layers alike
+  return moe::experts(x, routing, weights, options);
 }
 
 MoeLayer::MoeLayer(const ModelSpec& spec, const LocalSizes& sizes)

@@ -11,6 +11,8 @@
 #include <torch/nn/module.h>
 
 #include <memory>
+#include <string>
+#include <utility>
 
 #include "models/description.h"
 #include "models/expert_bias.h"
@@ -49,8 +51,11 @@ class ExpertBank : public nn::PlacedModule, public IsModelPart {
   ModelPart part() const override { return ModelPart::kExperts; }
   /// x [M, H] -> [M, H] in x's dtype.
   at::Tensor forward(const at::Tensor& x, const moe::Routing& routing);
+  /// The module's name in the model, for errors.
+  void set_name(std::string name) { name_ = std::move(name); }
 
  private:
+  std::string name_ = "experts";
   MoeSpec moe_;
   ModelAxes axes_;
   at::Tensor gate_up_proj_, gate_up_proj_bias_;

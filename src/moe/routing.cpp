@@ -20,7 +20,7 @@ namespace {
 
 at::Tensor ascending(const at::Tensor& indices) { return std::get<0>(at::sort(indices, 1)); }
 
-void check_imposed(const at::Tensor& indices, std::int64_t tokens, std::int64_t experts_per_token) {
+void check_shape(const at::Tensor& indices, std::int64_t tokens, std::int64_t experts_per_token) {
   TESSERA_CHECK(indices.dim() == 2 && indices.size(0) == tokens &&
                     indices.size(1) == experts_per_token && indices.scalar_type() == at::kLong,
                 ErrorKind::kFormat, "imposed routing: found ", indices.scalar_type(), " ",
@@ -29,7 +29,7 @@ void check_imposed(const at::Tensor& indices, std::int64_t tokens, std::int64_t 
 
 /// `indices` ascending.
 void check_experts(const at::Tensor& indices, std::int64_t experts) {
-  if (indices.numel() == 0 || !indices.is_cpu()) return;
+  if (indices.numel() == 0) return;
   const std::int64_t least = indices.min().item<std::int64_t>();
   const std::int64_t most = indices.max().item<std::int64_t>();
   TESSERA_CHECK(least >= 0 && most < experts, ErrorKind::kFormat, "imposed routing: found expert ",
@@ -90,9 +90,9 @@ Routing route(const at::Tensor& scores, const RouteOptions& options,
   const bool softmax_first = options.scoring == Scoring::kSoftmaxThenTopK;
   const at::Tensor& ranked = softmax_first ? routing.probabilities : wide;
   if (imposed) {
-    check_imposed(*imposed, scores.size(0), options.experts_per_token);
+    check_shape(*imposed, scores.size(0), options.experts_per_token);
     routing.indices = ascending(*imposed);
-    check_experts(routing.indices, scores.size(1));
+    if (imposed->is_cpu()) check_experts(routing.indices, scores.size(1));
   } else {
     routing.indices = ascending(choose(ranked, options));
   }
@@ -102,6 +102,10 @@ Routing route(const at::Tensor& scores, const RouteOptions& options,
     routing.weights = routing.weights / routing.weights.sum(1, /*keepdim=*/true);
   if (options.scaling_factor != 1.0) routing.weights = routing.weights * options.scaling_factor;
   return routing;
+}
+
+void check_imposed(const at::Tensor& indices, std::int64_t experts) {
+  check_experts(ascending(indices), experts);
 }
 
 void check_finite(const Routing& routing, const at::Tensor& finite) {
@@ -129,9 +133,9 @@ thread_local ScoreChecks* noted_by = nullptr;
 ScoreChecks::ScoreChecks() : outer_(std::exchange(noted_by, this)) {}
 ScoreChecks::~ScoreChecks() { noted_by = outer_; }
 
-at::Tensor ScoreChecks::flags() const { return flags_.empty() ? at::Tensor() : at::stack(flags_); }
+at::Tensor NotedScores::flags() const { return flags_.empty() ? at::Tensor() : at::stack(flags_); }
 
-void ScoreChecks::check(const at::Tensor& flags) const {
+void NotedScores::check(const at::Tensor& flags) const {
   for (std::size_t i = 0; i < layers_.size(); ++i) {
     TESSERA_CHECK(flags.const_data_ptr<std::int64_t>()[i] != 0, ErrorKind::kNumeric, layers_[i],
                   ": found tokens with scores that are not finite, expected finite ones; the "
@@ -142,8 +146,8 @@ void ScoreChecks::check(const at::Tensor& flags) const {
 
 void ScoreChecks::note(const Routing& routing, const std::string& layer) {
   if (noted_by == nullptr || !routing.finite.defined()) return;
-  noted_by->flags_.push_back(routing.finite);
-  noted_by->layers_.push_back(layer);
+  noted_by->noted_.flags_.push_back(routing.finite);
+  noted_by->noted_.layers_.push_back(layer);
 }
 
 at::Tensor count_load(const at::Tensor& indices, std::int64_t experts) {

@@ -46,14 +46,34 @@ struct Routing {
 
 /// scores [M, E]. `imposed` [M, K] i64 takes the place of the choice, in any order. Errors: kFormat
 /// for imposed indices of another shape, outside 0..E-1, or twice in a row (not where they lie on a
-/// device: who brings them there checks before); kConfig for options that E does not fit. Reads no
-/// value on the host unless routing is imposed: who does (experts.h) calls check_finite.
+/// device: who brings them there calls check_imposed before); kConfig for options that E does not
+/// fit. Reads no value on the host unless routing is imposed: who does (experts.h) calls
+/// check_finite.
 Routing route(const at::Tensor& scores, const RouteOptions& options,
               const std::optional<at::Tensor>& imposed = std::nullopt);
+
+/// Of imposed indices [M, K] i64 on the CPU, in any order. Errors: kFormat for an expert outside
+/// 0..experts-1, or twice in a row.
+void check_imposed(const at::Tensor& indices, std::int64_t experts);
 
 /// finite: Routing's, as the host has read it. Errors: kNumeric, naming the first token whose
 /// scores are not finite.
 void check_finite(const Routing& routing, const at::Tensor& finite);
+
+/// What experts on a device have noted of their scores, not read yet.
+class NotedScores {
+ public:
+  /// [calls] i64 on their device; undefined where nothing was noted.
+  at::Tensor flags() const;
+  /// flags(), as the host has read it. Errors: kNumeric naming the first layer whose scores are not
+  /// finite.
+  void check(const at::Tensor& flags) const;
+
+ private:
+  friend class ScoreChecks;
+  std::vector<at::Tensor> flags_;
+  std::vector<std::string> layers_;
+};
 
 /// While one lives, experts on a device do not let the host wait to hear whether their scores are
 /// finite: they note it here, and who reads values of a step anyway reads this with them. Without one
@@ -65,18 +85,13 @@ class ScoreChecks {
   ScoreChecks(const ScoreChecks&) = delete;
   ScoreChecks& operator=(const ScoreChecks&) = delete;
 
-  /// [calls] i64 on their device; undefined where nothing was noted.
-  at::Tensor flags() const;
-  /// flags(), as the host has read it. Errors: kNumeric naming the first layer whose scores are not
-  /// finite.
-  void check(const at::Tensor& flags) const;
+  const NotedScores& noted() const { return noted_; }
 
   static void note(const Routing& routing, const std::string& layer);
 
  private:
   ScoreChecks* const outer_;
-  std::vector<at::Tensor> flags_;
-  std::vector<std::string> layers_;
+  NotedScores noted_;
 };
 
 /// indices [M, K] -> [E] i64: how often each expert was chosen. No gradient.

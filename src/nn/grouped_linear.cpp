@@ -16,6 +16,7 @@
 #include <optional>
 
 #include "base/first_derivative.h"
+#include "comm/device.h"
 #include "comm/host_read.h"
 #include "nn/linear.h"
 #include "tessera/error.h"
@@ -54,6 +55,10 @@ bool fits_libtorch(const at::Tensor& matrix) {
          reinterpret_cast<std::uintptr_t>(matrix.const_data_ptr()) % kBytes == 0;
 }
 
+bool has_kernel(const at::Tensor& there) {
+  return has_grouped_kernel(comm::facts_of(there.device()).capability);
+}
+
 /// The ends of the groups, as libtorch takes them.
 at::Tensor ends(const RowGroups& groups, const at::Tensor& beside) {
   if (groups.ends.defined()) return groups.ends;
@@ -62,6 +67,11 @@ at::Tensor ends(const RowGroups& groups, const at::Tensor& beside) {
   std::transform(offsets.begin() + 1, offsets.end(), result.mutable_data_ptr<std::int32_t>(),
                  [](std::int64_t end) { return static_cast<std::int32_t>(end); });
   return comm::uploaded(result, beside.device());
+}
+
+/// A loop over no groups would leave its result as the memory was.
+void require_begins(const GroupOffsets& offsets) {
+  TESSERA_INVARIANT(!offsets.empty(), "a loop over groups whose begins only the device knows");
 }
 
 at::Tensor rows_by_loop(const at::Tensor& a, const at::Tensor& b, const GroupOffsets& offsets) {
@@ -261,12 +271,17 @@ struct GroupedLinearFunction : torch::autograd::Function<GroupedLinearFunction> 
 
 }  // namespace
 
+bool has_grouped_kernel(int capability) {
+  const int major = capability / 10;
+  return capability == 0 || major == 9 || major == 10;
+}
+
 GroupedWay grouped_way(const at::Tensor& a, const at::Tensor& b) {
   const at::ScalarType dtype = a.scalar_type();
   if (dtype == at::kBFloat16 && a.device().is_cpu()) return GroupedWay::kRoundedRows;
   // The kernel of devices takes bf16: of others it would read the offsets on the host.
-  const bool known =
-      dtype == at::kBFloat16 || (a.is_cpu() && (dtype == at::kFloat || dtype == at::kHalf));
+  const bool known = a.is_cpu() ? dtype == at::kFloat || dtype == at::kHalf
+                                : dtype == at::kBFloat16 && has_kernel(a);
   const bool fits = known && a.size(0) > 0 && fits_libtorch(a) && fits_libtorch(b);
   return fits ? GroupedWay::kLibtorch : GroupedWay::kLoop;
 }
@@ -274,7 +289,7 @@ GroupedWay grouped_way(const at::Tensor& a, const at::Tensor& b) {
 bool needs_begins(const at::Tensor& weight) {
   constexpr std::int64_t kStep = 8;  // of 2 bytes
   return weight.is_cpu() || weight.scalar_type() != at::kBFloat16 || weight.size(1) % kStep != 0 ||
-         weight.size(2) % kStep != 0 || !fits_libtorch(weight);
+         weight.size(2) % kStep != 0 || !fits_libtorch(weight) || !has_kernel(weight);
 }
 
 at::Tensor grouped_rows(const at::Tensor& a, const at::Tensor& b, const RowGroups& groups,
@@ -283,10 +298,12 @@ at::Tensor grouped_rows(const at::Tensor& a, const at::Tensor& b, const RowGroup
     case GroupedWay::kLibtorch:
       return at::_grouped_mm(a, b, ends(groups, a));
     case GroupedWay::kRoundedRows:
+      require_begins(groups.begins);
       return rows_rounded_up(a, b, groups.begins);
     case GroupedWay::kLoop:
       break;
   }
+  require_begins(groups.begins);
   return rows_by_loop(a, b, groups.begins);
 }
 
@@ -296,10 +313,12 @@ at::Tensor grouped_outer(const at::Tensor& a, const at::Tensor& b, const RowGrou
     case GroupedWay::kLibtorch:
       return at::_grouped_mm(a.t(), b, ends(groups, a));
     case GroupedWay::kRoundedRows:
+      require_begins(groups.begins);
       return outer_rounded_up(a, b, groups.begins);
     case GroupedWay::kLoop:
       break;
   }
+  require_begins(groups.begins);
   return outer_by_loop(a, b, groups.begins);
 }
 

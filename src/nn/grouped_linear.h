@@ -24,8 +24,12 @@ struct RowGroups {
   GroupOffsets begins = {};  ///< empty: only the device knows them
   at::Tensor ends = {};      ///< [E] i32 on the device, without the first 0; undefined on the CPU
 };
+/// Whether libtorch has a kernel for groups on a device of this capability (comm::DeviceFacts), 0 of
+/// one that is not CUDA's. On others it reads the ends on the host and multiplies group by group.
+bool has_grouped_kernel(int capability);
 /// Whether products with a weight need the begins of groups on the host: all but those that
-/// libtorch's kernel for devices forms by itself, which are bf16 with rows of multiples of 16 bytes.
+/// libtorch's kernel for devices forms by itself, which are bf16 with rows of multiples of 16 bytes,
+/// where there is one.
 bool needs_begins(const at::Tensor& weight);
 
 enum class GroupedWay : std::uint8_t { kLibtorch, kLoop, kRoundedRows };

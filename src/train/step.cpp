@@ -136,8 +136,8 @@ double sum_of(const at::Tensor& read, double share = 1.0) {
 }  // namespace
 
 PendingLoss::PendingLoss(const BatchLoss& counted, std::vector<Found> found,
-                         const models::RoutedExperts& routed)
-    : counted_(counted), found_(std::move(found)) {
+                         const models::RoutedExperts& routed, moe::NotedScores scores)
+    : counted_(counted), found_(std::move(found)), scores_(std::move(scores)) {
   const at::NoGradGuard no_grad;
   counted_.chosen.assign(routed.layers.size(),
                          std::vector<double>(static_cast<std::size_t>(routed.experts), 0.0));
@@ -146,9 +146,11 @@ PendingLoss::PendingLoss(const BatchLoss& counted, std::vector<Found> found,
     numbers_.push_back(stacked(one.auxiliary));
     numbers_.push_back(one.chosen.all());
   }
+  numbers_.push_back(scores_.flags());
 }
 
 BatchLoss PendingLoss::added(const ShardedBase& model, std::span<const at::Tensor> read) const {
+  scores_.check(read[found_.size() * kNumbers]);
   BatchLoss loss = counted_;
   double sum = 0.0;
   double auxiliary = 0.0;
@@ -176,7 +178,7 @@ BatchLoss PendingLoss::added(const ShardedBase& model, std::span<const at::Tenso
 namespace {
 
 MicroBatch on_device(const Sharded<models::LanguageModel>& model, const MicroBatch& batch) {
-  return batch.on(model.mesh().world()->device(), model.module()->spec().vocab_size);
+  return batch.on(model.mesh().world()->device(), *model.module());
 }
 
 std::vector<MicroBatch> on_device(const Sharded<models::LanguageModel>& model,
@@ -195,11 +197,11 @@ PendingLoss run_forward_backward(Sharded<models::LanguageModel>& model, const Ba
   const models::ModelSpec& spec = model.module()->spec();
   const auto routed = models::routed_experts(spec);
   const double coef = aux_loss_coef(options.aux_loss_coef, spec);
+  const moe::ScoreChecks scores;
   if (options.pipeline != nullptr) {
-    return {loss,
-            options.pipeline->forward_backward(
-                {on_device(model, batches), rows, step, options, loss.kept, coef}),
-            routed};
+    auto found = options.pipeline->forward_backward(
+        {on_device(model, batches), rows, step, options, loss.kept, coef});
+    return {loss, std::move(found), routed, scores.noted()};
   }
   Found found;
   found.auxiliary_share = 1.0 / static_cast<double>(batches.size());
@@ -230,7 +232,7 @@ PendingLoss run_forward_backward(Sharded<models::LanguageModel>& model, const Ba
     torch::autograd::backward(roots, seeds);
     found.losses.push_back(output.result.detach());
   }
-  return {loss, {std::move(found)}, routed};
+  return {loss, {std::move(found)}, routed, scores.noted()};
 }
 
 BatchLoss run_forward_only(Sharded<models::LanguageModel>& model, const BatchSource& source,
@@ -239,16 +241,19 @@ BatchLoss run_forward_only(Sharded<models::LanguageModel>& model, const BatchSou
   const at::NoGradGuard no_grad;
   const auto batches = load_micro_batches(source, step, rows);
   auto loss = count_kept(model, batches);
+  const moe::ScoreChecks scores;
   if (pipeline != nullptr) {
-    const PendingLoss pending(loss, pipeline->forward_only({on_device(model, batches), rows, step}),
-                              {});
+    auto found = pipeline->forward_only({on_device(model, batches), rows, step});
+    const PendingLoss pending(loss, std::move(found), {}, scores.noted());
     return pending.added(model, comm::read_on_host(pending.numbers(), "loss"));
   }
   std::vector<at::Tensor> losses;
   for (const auto& batch : batches) {
     losses.push_back(model.forward(on_device(model, batch).inputs()));
   }
-  const double sum = sum_of(comm::read_on_host(stacked(losses), "loss"));
+  const auto read = comm::read_on_host({stacked(losses), scores.noted().flags()}, "loss");
+  scores.noted().check(read[1]);
+  const double sum = sum_of(read[0]);
   loss.sum = sum_over_ranks(model, RankSum::kStep, {once(model, sum)}).front();
   return loss;
 }

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "models/language_model.h"
+#include "moe/routing.h"
 #include "tessera/grad_scaler.h"
 #include "tessera/shard.h"
 #include "train/data/data.h"
@@ -45,19 +46,21 @@ struct Found {
 /// A step's numbers before they are read.
 class PendingLoss {
  public:
-  /// `routed`: of the whole model.
+  /// `routed`: of the whole model; `scores`: what its experts noted on the way.
   PendingLoss(const BatchLoss& counted, std::vector<Found> found,
-              const models::RoutedExperts& routed);
+              const models::RoutedExperts& routed, moe::NotedScores scores);
 
   /// For one read with whatever else a step reads (comm::read_on_host). Some may be undefined.
   const std::vector<at::Tensor>& numbers() const { return numbers_; }
-  /// With those of all ranks; `read`: the numbers on the host. Collective.
+  /// With those of all ranks; `read`: the numbers on the host. Collective. Errors: kNumeric naming a
+  /// layer whose router's scores are not finite on this rank.
   BatchLoss added(const ShardedBase& model, std::span<const at::Tensor> read) const;
 
  private:
   BatchLoss counted_;  // with zeros of each layer
   std::vector<Found> found_;
-  std::vector<at::Tensor> numbers_;  // of each Found: losses, auxiliary, chosen
+  moe::NotedScores scores_;
+  std::vector<at::Tensor> numbers_;  // of each Found: losses, auxiliary, chosen; then of scores_
 };
 
 /// What ranks add up besides gradients.

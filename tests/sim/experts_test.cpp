@@ -186,14 +186,14 @@ TEST(ExpertsOnDevices, ScoresThatAreNotFiniteAreNotedForWhoReadsAnyway) {
             {nn::swiglu_halves, Score::kAfterExperts, {}, "layers.3.mlp"});
   };
   const ScoreChecks checks;
-  EXPECT_FALSE(checks.flags().defined());
+  EXPECT_FALSE(checks.noted().flags().defined());
   const sim::Reads reads;
   forward(1.0);
-  EXPECT_NO_THROW(checks.check(checks.flags().cpu()));
+  EXPECT_NO_THROW(checks.noted().check(checks.noted().flags().cpu()));
   forward(std::numeric_limits<double>::infinity());
   EXPECT_EQ(reads.count(), 0);
   try {
-    checks.check(checks.flags().cpu());
+    checks.noted().check(checks.noted().flags().cpu());
     FAIL() << "found nothing";
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kNumeric);

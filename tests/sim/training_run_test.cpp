@@ -25,12 +25,15 @@
 #include "dist/checkpoint_tensors.h"
 #include "dist/place.h"
 #include "dist/ranks.h"
+#include "models/language_model.h"
 #include "sim/reads.h"
 #include "sim/streams.h"
 #include "tessera/error.h"
 #include "tessera/recompute.h"
 #include "train/config/config_resolve.h"
+#include "train/data/data.h"
 #include "train/generate.h"
+#include "unit/models/small_spec.h"
 
 namespace tessera::sim::training_run_test {
 namespace {
@@ -199,6 +202,94 @@ TEST(TrainingRun, TheHostWaitsOnceAStep) {
       }
     }
   }
+}
+
+/// small_run with experts that a bf16 run on one rank multiplies without a read of the host.
+train::Config experts_run(const TemporaryFolder& folder) {
+  auto config = test::small_run(folder);
+  config.model.config = folder.write("experts.json", R"({"architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 24, "moe_intermediate_size": 24,
+    "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": true, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "router_aux_loss_coef": 0.001, "output_router_logits": false,
+    "hidden_act": "silu", "vocab_size": 259, "max_position_embeddings": 64, "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-06, "attention_bias": false, "tie_word_embeddings": false,
+    "initializer_range": 0.02})");
+  config.training.steps = 4;
+  config.precision.param_dtype.dtype = DType::kBFloat16;
+  return config;
+}
+
+TEST(TrainingRun, TheHostWaitsOnceAStepForExpertsToo) {
+  const TemporaryFolder folder;
+  const auto steps = waits_of(experts_run(folder), folder);
+  EXPECT_EQ(steps.size(), 4U);
+  for (const auto& step : steps) {
+    EXPECT_THAT(step.of_device, ::testing::IsEmpty());
+    EXPECT_EQ(step.reads, 1);
+  }
+}
+
+/// Behind the first step.
+void break_router(const ShardedBase& model, const std::string& name) {
+  const at::NoGradGuard no_grad;
+  for (const auto& view : model.shards()) {
+    at::Tensor values = view.shard;
+    if (view.contract->name == name) values.fill_(NAN);
+  }
+}
+
+// The loss is not finite either: what is said is where it begins.
+TEST(TrainingRun, ARouterThatIsNotFiniteIsNamedInTheStepThatItsRanksReadTogether) {
+  const TemporaryFolder folder;
+  for (const int stages : {1, 2}) {
+    SCOPED_TRACE(concat(stages, " stage(s)"));
+    auto config = experts_run(folder);
+    config.parallelism.pipeline_parallel_degree = stages;
+    const auto error = testing::error_of(ErrorKind::kNumeric, [&] {
+      train_in(kPlaces[0], {stages, 1}, config, folder, [](World&) {
+        train::TrainingHooks hooks;
+        hooks.after_step = [](const train::StepMetrics&, const ShardedBase& model) {
+          break_router(model, "model.layers.1.mlp.gate.weight");
+        };
+        return hooks;
+      });
+    });
+    EXPECT_THAT(error, ::testing::HasSubstr("layers.1.mlp"));
+    EXPECT_THAT(error, ::testing::HasSubstr("tokens with scores that are not finite"));
+  }
+}
+
+// Layers on a device look at no value: what they would refuse is refused on the way there.
+TEST(MicroBatchOnADevice, IsRefusedForWhatTheModelRefusesOnTheCpu) {
+  const auto refused = [](const models::ModelSpec& spec, const train::MicroBatch& batch) {
+    const auto model = models::make_language_model(spec);
+    return testing::error_of(ErrorKind::kFormat, [&] { batch.on(device(0), *model); });
+  };
+  models::ModelSpec spec = models::small(models::Family::kQwen3Moe);
+  spec.moe = models::MoeSpec{.num_experts = 4, .experts_per_token = 2, .moe_intermediate_size = 8};
+  const auto ids = [](std::vector<std::int64_t> values) {
+    return at::tensor(values, at::kLong).view({1, -1});
+  };
+  train::MicroBatch batch{ids({1, 2}), ids({2, 3})};
+  batch.imposed_routing = {at::tensor({0, 1, 3, 2}, at::kLong).view({2, 2}),
+                           at::tensor({0, 1, 3, 3}, at::kLong).view({2, 2})};
+  EXPECT_THAT(refused(spec, batch), ::testing::HasSubstr("found an expert twice for one token"));
+  batch.imposed_routing.pop_back();
+  EXPECT_TRUE(batch.on(device(0), *models::make_language_model(spec)).input_ids.is_privateuseone());
+  EXPECT_THAT(refused(spec, {ids({1, 128}), ids({2, 3})}), ::testing::HasSubstr("the token 128"));
+  EXPECT_THAT(refused(spec, {ids({1, 2}), ids({-1, 3})}), ::testing::HasSubstr("the label -1"));
+
+  models::ModelSpec gemma = models::small(models::Family::kGemma4);
+  gemma.gemma4.emplace();
+  gemma.gemma4->layers = {{.head_dim = 16, .num_key_value_heads = 2},
+                          {.head_dim = 16, .num_key_value_heads = 2}};
+  gemma.gemma4->image_token_id = 60;
+  EXPECT_THAT(refused(gemma, {ids({1, 60}), ids({2, 3})}),
+              ::testing::HasSubstr("found image tokens (id 60) without pixel_values"));
+  train::MicroBatch typed{ids({1, 2}), ids({2, 3})};
+  typed.token_types = ids({0, 1});
+  EXPECT_THAT(refused(gemma, typed), ::testing::HasSubstr("mm_token_type_ids"));
 }
 
 /// `body` as a process has it that nobody launched, on a thread that goes with its World.

@@ -119,6 +119,10 @@ at::Tensor Gemma4Model::checked_images(const ModelInputs& inputs,
   return read[0];
 }
 
+void Gemma4Model::check_own_values(const ModelInputs& inputs) const {
+  checked_images(inputs, inputs.input_ids.eq(spec_.gemma4->image_token_id));
+}
+
 at::Tensor Gemma4Model::place(const at::Tensor& x, const ImageTokens& tokens,
                               const at::Tensor& projected) const {
   const at::Tensor& image_tokens = tokens.are_images;

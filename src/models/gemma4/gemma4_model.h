@@ -65,6 +65,9 @@ class Gemma4Model : public LanguageModel {
   grad::Slot<Gemma4Head>& head() { return *head_; }
   const std::shared_ptr<Gemma4Projector>& projector() const { return projector_; }
 
+ protected:
+  void check_own_values(const ModelInputs& inputs) const override;
+
  private:
   void register_vision(torch::nn::Module& model);
   /// [B, T] bool: which tokens are images'.
@@ -75,7 +78,7 @@ class Gemma4Model : public LanguageModel {
   at::Tensor place(const at::Tensor& x, const ImageTokens& tokens,
                    const at::Tensor& projected) const;
   /// The image tokens as the host has read them. Text alone on a device is not looked at, and
-  /// undefined: the host would have to wait for it.
+  /// undefined: the host would have to wait for it (check_values).
   at::Tensor checked_images(const ModelInputs& inputs, const at::Tensor& image_tokens) const;
 
   ModelSpec spec_;

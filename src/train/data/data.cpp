@@ -9,7 +9,6 @@
 #include "base/text/printable.h"
 #include "comm/host_read.h"
 #include "io/token_source.h"
-#include "nn/embedding.h"
 #include "nn/loss.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
@@ -181,10 +180,9 @@ models::ModelInputs MicroBatch::inputs() const {
   return inputs;
 }
 
-MicroBatch MicroBatch::on(at::Device device, std::int64_t vocabulary) const {
+MicroBatch MicroBatch::on(at::Device device, const models::LanguageModel& model) const {
   if (device.is_cpu()) return *this;
-  nn::check_range(input_ids, vocabulary, std::nullopt, "embedding: found the token ");
-  nn::check_range(targets, vocabulary, nn::kIgnoredLabel, "loss: found the label ");
+  model.check_values(inputs());
   const auto there = [&](const at::Tensor& tensor) { return comm::uploaded(tensor, device); };
   MicroBatch batch{there(input_ids), there(targets)};
   if (images)

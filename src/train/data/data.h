@@ -34,10 +34,10 @@ struct MicroBatch {
   std::int64_t kept_labels() const;
   /// With the targets: for the loss.
   models::ModelInputs inputs() const;
-  /// The same where a model with `vocabulary` tokens computes: on a device by pinned memory, without a
-  /// wait of the host. Layers there cannot look at values without one, so ids and labels are looked at
-  /// before. Errors: kFormat for one outside the vocabulary.
-  MicroBatch on(at::Device device, std::int64_t vocabulary) const;
+  /// The same where `model` computes: on a device by pinned memory, without a wait of the host. Layers
+  /// there cannot look at values without one, so they are looked at before. Errors: kFormat, as
+  /// LanguageModel::check_values.
+  MicroBatch on(at::Device device, const models::LanguageModel& model) const;
 };
 
 /// What the model says about token ids.

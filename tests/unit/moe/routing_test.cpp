@@ -61,6 +61,23 @@ TEST_F(RoutingTest, NoTokensAreRouted) {
   EXPECT_EQ(routing.weights.sizes(), (std::vector<std::int64_t>{0, 2}));
 }
 
+// For who brings them to a device, where route() looks at none.
+TEST_F(RoutingTest, ImposedExpertsAreCheckedInAnyOrderBeforeTheyAreUploaded) {
+  const auto refused = [](const std::vector<std::int64_t>& experts) -> std::string {
+    try {
+      check_imposed(at::tensor(experts, at::kLong).view({2, 3}), 5);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kFormat);
+      return error.what();
+    }
+    return "";
+  };
+  EXPECT_EQ(refused({4, 0, 2, 1, 2, 3}), "");
+  EXPECT_THAT(refused({4, 0, 2, 3, 1, 3}), HasSubstr("found an expert twice for one token"));
+  EXPECT_THAT(refused({4, 0, 5, 1, 2, 3}), HasSubstr("found expert 5, expected 0 to 4"));
+  EXPECT_NO_THROW(check_imposed(at::empty({0, 3}, at::kLong), 5));
+}
+
 TEST_F(RoutingTest, ImpossibleImposedExpertsAreRefused) {
   const at::Tensor scores = at::randn({1, 4});
   EXPECT_EQ(refusal(scores, at::tensor({1, 2}, at::kLong).view({1, 2})), "");

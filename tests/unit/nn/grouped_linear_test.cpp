@@ -121,6 +121,23 @@ TEST_F(GroupedLinear, AFrozenWeightStillHandsOnTheInputsGradient) {
   EXPECT_TRUE(bias.grad()[1].equal(at::zeros({24})));
 }
 
+// A loop that knows no begins would give back memory as it was.
+TEST_F(GroupedLinear, ALoopAsksForTheBegins) {
+  const at::Tensor a = at::randn({8, 16}), b = at::randn({2, 16, 8});
+  const RowGroups on_device{{}, at::tensor({3, 8}, at::kInt)};
+  for (const GroupedWay way : {GroupedWay::kLoop, GroupedWay::kRoundedRows}) {
+    EXPECT_THROW(grouped_rows(a, b, on_device, way), Error);
+    EXPECT_THROW(grouped_outer(a, a, on_device, way), Error);
+  }
+}
+
+TEST_F(GroupedLinear, TheKernelOfDevicesIsOfHopperAndTheFirstBlackwell) {
+  for (const int capability : {0, 90, 100, 103}) EXPECT_TRUE(has_grouped_kernel(capability));
+  for (const int capability : {70, 80, 86, 89, 110, 120}) {
+    EXPECT_FALSE(has_grouped_kernel(capability)) << capability;
+  }
+}
+
 TEST(Gated, SwigluOfHalvesIsBitwiseThatOfTwoTensors) {
   at::manual_seed(19);
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
