@@ -58,7 +58,8 @@ void compare(const char* name, Function* picked, Function* composite, const Tens
     ASSERT_TRUE(found[i].is_cuda()) << name;
     const at::Tensor values = found[i].cpu().to(at::kDouble);
     ASSERT_EQ(values.sizes(), expected[i].sizes()) << name;
-    const double error = (values - expected[i]).norm().item<double>() / expected[i].norm().item<double>();
+    const double error =
+        (values - expected[i]).norm().item<double>() / expected[i].norm().item<double>();
     EXPECT_LE(error, bound_of(inputs.front().scalar_type())) << name << ", tensor " << i;
   }
 }
@@ -117,7 +118,8 @@ TEST_P(OnCard, GatesAreThoseOfFp64) {
 
 TEST_P(OnCard, LossAndItsGradientAreThoseOfFp64) {
   const at::Tensor logits = draw(1, {2, 150, 5000});
-  const at::Tensor targets = at::randint(0, 5000, {2, 150}, at::make_generator<at::CPUGeneratorImpl>(2), at::kLong);
+  const at::Tensor targets =
+      at::randint(0, 5000, {2, 150}, at::make_generator<at::CPUGeneratorImpl>(2), at::kLong);
   TESSERA_COMPARE(cross_entropy_sum, {logits, targets},
                   [](auto* f, const Tensors& in) { return f(in[0], in[1]); });
 }

@@ -97,9 +97,8 @@ TEST_F(OneRank, SumsInTheDtypeThatTravelsAndInAWiderOne) {
         return std::vector<Op>{comm::ReduceScatter{in[0], in[1], into}};
       });
     }
-    expect_as_alone("all-reduce", {draw(3, wire), draw(4, at::kFloat)}, [](const auto& in) {
-      return std::vector<Op>{comm::AllReduce{in[0], in[1]}};
-    });
+    expect_as_alone("all-reduce", {draw(3, wire), draw(4, at::kFloat)},
+                    [](const auto& in) { return std::vector<Op>{comm::AllReduce{in[0], in[1]}}; });
     expect_as_alone("all-reduce in place", {draw(3, wire)},
                     [](const auto& in) { return std::vector<Op>{comm::AllReduce{in[0]}}; });
   }
@@ -110,7 +109,8 @@ TEST_F(OneRank, OpsOfABatchGoOutTogether) {
       "together",
       {draw(1, at::kFloat), draw(2, at::kBFloat16), draw(3, at::kFloat), draw(4, at::kBFloat16)},
       [](const auto& in) {
-        return std::vector<Op>{comm::AllGather{in[0]}, comm::ReduceScatter{in[1], in[2], Into::kAdd},
+        return std::vector<Op>{comm::AllGather{in[0]},
+                               comm::ReduceScatter{in[1], in[2], Into::kAdd},
                                comm::AllGather{in[3]}};
       });
 }
@@ -127,7 +127,8 @@ TEST_F(OneRank, ManyUnderWayAreWaitedForLater) {
     results.push_back(sums);
   }
   for (const auto& work : works) work->wait();
-  for (int i = 0; i < 50; ++i) EXPECT_TRUE((results[static_cast<std::size_t>(i)] == i).all().item<bool>());
+  for (int i = 0; i < 50; ++i)
+    EXPECT_TRUE((results[static_cast<std::size_t>(i)] == i).all().item<bool>());
 }
 
 TEST(TwoRanksOnOneCard, AreRefusedByNccl) {

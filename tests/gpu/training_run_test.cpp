@@ -1,10 +1,11 @@
 // `tessera train` on a card: 50 steps as on the CPU.
+#include "dist/training_run.h"
+
 #include <gtest/gtest.h>
 
 #include <string>
 
 #include "dist/place.h"
-#include "dist/training_run.h"
 
 namespace tessera::gpu_training_run_test {
 namespace {
@@ -17,7 +18,8 @@ using testing::TemporaryFolder;
 void expect_near(const RunLosses& found, const RunLosses& expected, double tolerance) {
   ASSERT_EQ(found.losses.size(), expected.losses.size());
   for (std::size_t i = 0; i < found.losses.size(); ++i) {
-    EXPECT_NEAR(found.losses[i], expected.losses[i], tolerance * expected.losses[i]) << "step " << i;
+    EXPECT_NEAR(found.losses[i], expected.losses[i], tolerance * expected.losses[i])
+        << "step " << i;
   }
 }
 

@@ -68,15 +68,15 @@ std::tuple<at::Tensor, std::vector<at::Tensor>> causal_attention_forward(const a
                                                 /*compute_log_sumexp=*/true, /*dropout_p=*/0.0,
                                                 /*is_causal=*/true, /*return_debug_mask=*/false,
                                                 scale);
-    return {by_position(mixed, head_dim),
-            {queries, keys, values, mixed, log_sum, seed, offset, at::empty({0}, log_sum.options())}};
+    return {
+        by_position(mixed, head_dim),
+        {queries, keys, values, mixed, log_sum, seed, offset, at::empty({0}, log_sum.options())}};
   }
   auto [mixed, log_sum, begins_q, begins_k, most_q, most_k, seed, offset, mask] =
       at::_scaled_dot_product_flash_attention(queries, keys, values, /*dropout_p=*/0.0,
                                               /*is_causal=*/true, /*return_debug_mask=*/false,
                                               scale);
-  return {by_position(mixed, head_dim),
-          {queries, keys, values, mixed, log_sum, seed, offset}};
+  return {by_position(mixed, head_dim), {queries, keys, values, mixed, log_sum, seed, offset}};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward(const at::Tensor& grad,

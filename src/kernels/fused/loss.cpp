@@ -54,9 +54,7 @@ void write_gradient(const at::Tensor& grad, const at::Tensor& logits, const at::
   const at::Tensor factor = (rows.kept * grad).to(rows.inside);
   const at::Tensor log_sums = log_sum.reshape({-1});
   rows.in_blocks([&](std::int64_t begin, std::int64_t count, const at::Tensor& block) {
-    const auto part = [&](const at::Tensor& of) {
-      return of.narrow(0, begin, count).unsqueeze(1);
-    };
+    const auto part = [&](const at::Tensor& of) { return of.narrow(0, begin, count).unsqueeze(1); };
     const at::Tensor log_p = at::sub(block, part(log_sums));
     const at::Tensor of_target = log_p.gather(1, part(rows.target)).expm1_().mul_(part(factor));
     at::Tensor rounded = to.narrow(0, begin, count);
