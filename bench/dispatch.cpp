@@ -191,7 +191,7 @@ bool measure(tessera::World& world, c10d::ProcessGroupGloo& gloo, const Load& lo
   if (world.rank() != 0) return kept;
   std::printf("{\"load\": \"%s\", \"sent_bytes\": %lld, \"rows_here\": %lld", load.name,
               static_cast<long long>(bare.sent_bytes(axis.rank)),
-              static_cast<long long>(dispatch_plan.offsets.back()));
+              static_cast<long long>(dispatch_plan.groups.begins.back()));
   for (const char* name : kTimes) std::printf(", \"%s_ms\": %.3f", name, median(found.at(name)));
   std::printf("}\n");
   return kept;

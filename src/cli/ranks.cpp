@@ -1,7 +1,15 @@
 #include "cli/ranks.h"
 
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+
 #include "base/environment.h"
+#include "base/log.h"
 #include "cli/program_end.h"
+#include "comm/device.h"
 #include "comm/failure_report.h"
 #include "launch/launch_environment.h"
 #include "launch/spawn.h"
@@ -51,6 +59,37 @@ WorldOptions world_options(const train::Config& config) {
 
 namespace {
 
+/// How many CUDA devices a child of this process sees: a driver that is asked may start threads,
+/// and the parent of own spawn has to have one. 0 where the child cannot tell: its ranks will say why.
+int cuda_devices_by_a_child() {
+  constexpr int kMostTold = 255;  // an exit code
+  const pid_t child = ::fork();
+  if (child < 0) return 0;
+  if (child == 0) {
+    int found = 0;
+    try {
+      found = comm::cuda_devices();
+    } catch (const std::exception&) {  // as its ranks will say
+    }
+    ::_exit(std::min(found, kMostTold));
+  }
+  int status = 0;
+  while (::waitpid(child, &status, 0) < 0) {
+    if (errno != EINTR) return 0;
+  }
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 0;
+}
+
+/// Before own spawn starts them: refuses, or says that "auto" is the CPU for want of devices.
+void check_devices(const WorldOptions& options, int ranks) {
+  if (options.device == "cpu") return;
+  const int devices = cuda_devices_by_a_child();
+  const auto device = comm::device_of_spawned(options.device, options.backend, ranks, devices);
+  if (device == options.device) return;
+  log::info("device = \"auto\": found ", ranks, " ranks and ", devices,
+            " CUDA device(s) of this host: all of them take the ", device);
+}
+
 // As the rank that this process is. A rank among others must not unwind past its groups when it
 // fails.
 int run_as_rank(const WorldOptions& options, int world_size, const RankBody& body) {
@@ -75,7 +114,7 @@ int run_as_rank(const WorldOptions& options, int world_size, const RankBody& bod
 }  // namespace
 
 int run_ranks(const train::Config& config, std::optional<int> nproc, const RankBody& body) {
-  const WorldOptions options = world_options(config);
+  WorldOptions options = world_options(config);
   const comm::LaunchEnvironment place = comm::read_launch_environment(
       base::environment(), {options.master_addr, options.master_port});
   const bool launched = place.launcher != comm::Launcher::kSingle;
@@ -86,7 +125,14 @@ int run_ranks(const train::Config& config, std::optional<int> nproc, const RankB
   const int ranks =
       launched ? place.world_size : nproc.value_or(train::ranks_to_spawn(config.parallelism));
   train::resolve_parallelism(config.parallelism, ranks);
-  if (!launched && ranks > 1) return comm::spawn_ranks(ranks);
+  if (!launched && ranks > 1) {
+    check_devices(options, ranks);
+    return comm::spawn_ranks(ranks);
+  }
+  if (place.launcher == comm::Launcher::kOwnSpawn) {  // as its parent found
+    options.device = comm::device_of_spawned(options.device, options.backend, ranks,
+                                             options.device == "cpu" ? 0 : comm::cuda_devices());
+  }
   return run_as_rank(options, ranks, body);
 }
 

@@ -20,8 +20,9 @@ using RankBody = std::function<void(World& world, RunPhase& phase)>;
 
 /// Runs `body` on every rank and returns the exit code for main(). `config` is validated; it gives
 /// the degrees, the device and [comm]. A failing rank reports and leaves without returning ([Note: failure]).
-/// Errors: kUsage for --nproc that a launcher contradicts and for contradictory variables, kConfig
-/// for degrees that the number of ranks does not allow; both before any rank starts.
+/// Errors: kUsage for --nproc that a launcher contradicts, for contradictory variables and for
+/// fewer devices than own spawn is to start ranks ("auto" takes the CPU then), kConfig for degrees
+/// that the number of ranks does not allow; both before any rank starts.
 int run_ranks(const train::Config& config, std::optional<int> nproc, const RankBody& body);
 
 }  // namespace tessera::cli

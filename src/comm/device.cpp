@@ -22,7 +22,7 @@ int devices_there(c10::DeviceType type) {
 }
 
 c10::Device parsed(const std::string& name) {
-  if (name == "auto") return devices_there(c10::kCUDA) > 0 ? c10::kCUDA : c10::kCPU;
+  if (name == "auto") return cuda_devices() > 0 ? c10::kCUDA : c10::kCPU;
   try {
     const c10::Device device(name);
     if (device.is_cpu() || at::isAccelerator(device.type())) return device;
@@ -39,6 +39,22 @@ c10::Device parsed(const std::string& name) {
 std::optional<int> device_number(int local_rank, int visible) {
   if (visible == 1) return 0;
   return local_rank < visible ? std::optional(local_rank) : std::nullopt;
+}
+
+int cuda_devices() { return devices_there(c10::kCUDA); }
+
+std::string device_of_spawned(const std::string& name, const std::string& backend, int ranks,
+                              int devices) {
+  if (name == "cpu" || devices == 0 || ranks <= devices) return name;  // 0: device_of_rank says it
+  if (devices == 1 && backend == "gloo") return name;
+  if (name == "auto" && backend != "nccl") return "cpu";
+  throw Error(
+      ErrorKind::kUsage,
+      concat("world: found ", ranks, " ranks and ", devices, " CUDA device",
+             devices == 1 ? "" : "s", " of this host with device ", name,
+             ", expected a device for each rank; start at most ", devices,
+             " (--nproc, [parallelism]), or set device = \"cpu\" and comm.backend = \"auto\"",
+             devices == 1 ? ", or comm.backend = \"gloo\", with which they share it" : ""));
 }
 
 c10::Device device_of_rank(const std::string& name, int local_rank) {
@@ -89,7 +105,7 @@ void use_device(c10::Device device) {
 
 void take_deterministic_kernels(c10::Device device) {
   if (device.is_cpu()) return;
-  at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
+  at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/false);
   at::globalContext().setDeterministicFillUninitializedMemory(false);
 }
 

@@ -17,6 +17,13 @@ class Store;
 
 /// Which of the devices that are visible a local rank takes: none where they are too few.
 std::optional<int> device_number(int local_rank, int visible);
+/// How many CUDA devices this process sees; 0 without a driver, or in a libtorch without CUDA.
+int cuda_devices();
+/// WorldOptions::device for the `ranks` that own spawn is to start on a host that shows its CUDA
+/// devices to all of them: "cpu" where "auto" is asked for and each cannot have one, else `name`.
+/// They may share the only one if `backend` is gloo. Errors: kUsage where too few were asked for.
+std::string device_of_spawned(const std::string& name, const std::string& backend, int ranks,
+                              int devices);
 /// WorldOptions::device of a local rank. On the CPU there is no index, else it is always set.
 /// Errors: kUsage where libtorch knows no such device, sees none, or has too few for the rank.
 c10::Device device_of_rank(const std::string& name, int local_rank);
@@ -45,8 +52,9 @@ void claim_device(Store& store, const std::string& host, const std::string& devi
 /// wait for each other for ever, and where hooks and markers had other streams and other
 /// thread-locals. Not of the CPU, whose backward stays on its thread anyway.
 void use_device(c10::Device device);
-/// Of a device: sums that do not vary from run to run, where its kernels offer that, and a warning
-/// where they do not. For the whole process. Not of the CPU, whose kernels are like that.
+/// Of a device: sums that do not vary from run to run. Operations whose kernels do not offer that
+/// throw from now on: kernels that could (flash attention's backward) do not where libtorch is only
+/// to warn. For the whole process. Not of the CPU, whose kernels are like that.
 void take_deterministic_kernels(c10::Device device);
 /// Whether backwards of this thread stay on it.
 bool backward_stays_here();

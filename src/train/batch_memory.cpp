@@ -2,7 +2,6 @@
 
 #include <sys/sysinfo.h>
 
-#include <algorithm>
 #include <exception>
 #include <new>
 #include <string_view>
@@ -63,15 +62,13 @@ bool is_out_of_memory(const std::exception& error) {
 
 namespace {
 
-/// "2.00 GiB" of what allocators say; all that `said` begins with where they say it otherwise.
+/// "2.00 GiB" of "Tried to allocate 2.00 GiB. GPU 0 has", as allocators of devices say it.
 std::string requested(std::string_view said) {
-  for (const std::string_view before : {"Tried to allocate ", "found a request of "}) {
-    const auto at = said.find(before);
-    if (at == said.npos) continue;
-    const auto rest = said.substr(at + before.size());
-    return std::string(rest.substr(0, std::min(rest.find(" on "), rest.find(". "))));
-  }
-  return "an unknown size";
+  constexpr std::string_view kBefore = "Tried to allocate ";
+  const auto at = said.find(kBefore);
+  if (at == said.npos) return "an unknown size";
+  const auto rest = said.substr(at + kBefore.size());
+  return std::string(rest.substr(0, rest.find(". ")));
 }
 
 std::string place_of(const DeviceThatRanOut& device, std::string_view said) {

@@ -271,25 +271,8 @@ class Trainer {
     if (config_.debug.check_placements) check_placements(*model_);
     StepMetrics metrics;
     metrics.step = step;
-    const auto [norm, numbers] = clip(pending);
-    const auto loss = pending.added(*model_, numbers);
-    metrics.grad_norm = norm;
-    metrics.loss = loss.mean();
-    if (aux_loss_coef(config_.model.aux_loss_coef, source_.spec) > 0) {
-      metrics.aux_loss = loss.auxiliary;
-    }
-    metrics.expert_loads = expert_loads(loss);
-    require_finite(metrics);
-    const double balance = config_.model.load_balance_coeff;
-    if (balance > 0) {
-      fsdp::come_behind_reads(*model_);
-      balance_experts(*model_, source_, loss.chosen, balance);
-    }
-    metrics.lr =
-        learning_rate(config_.lr_scheduler, *config_.optimizer.lr, *config_.training.steps, step);
-    optimizer_->set_lr(metrics.lr);
     try {
-      update(metrics);  // makes what the optimizer keeps
+      clip_and_update(pending, metrics);  // makes what the optimizer keeps
     } catch (const std::exception& error) {
       rethrow_with_key(*model_, *data_, rows.ranges(), error);
     }
@@ -309,6 +292,28 @@ class Trainer {
     metrics.tflops = metrics.tps * flops_per_token_ / 1e12;
     if (on_device) metrics.mfu = metrics.tflops * 1e12 / peak_flops(device_.name).value_or(NAN);
     return {metrics, most[2] > 0, most[3] > 0};
+  }
+
+  /// From gradients and numbers that may still be under way to new parameters.
+  void clip_and_update(const PendingLoss& pending, StepMetrics& metrics) {
+    const auto [norm, numbers] = clip(pending);
+    const auto loss = pending.added(*model_, numbers);
+    metrics.grad_norm = norm;
+    metrics.loss = loss.mean();
+    if (aux_loss_coef(config_.model.aux_loss_coef, source_.spec) > 0) {
+      metrics.aux_loss = loss.auxiliary;
+    }
+    metrics.expert_loads = expert_loads(loss);
+    require_finite(metrics);
+    const double balance = config_.model.load_balance_coeff;
+    if (balance > 0) {
+      fsdp::come_behind_reads(*model_);
+      balance_experts(*model_, source_, loss.chosen, balance);
+    }
+    metrics.lr = learning_rate(config_.lr_scheduler, *config_.optimizer.lr, *config_.training.steps,
+                               metrics.step);
+    optimizer_->set_lr(metrics.lr);
+    update(metrics);
   }
 
   struct Clipped {

@@ -57,9 +57,9 @@ class DeviceMemory final : public c10::DeviceAllocator {
     const std::lock_guard lock(mutex_);
     OfDevice& here = devices_.at(static_cast<std::size_t>(index));
     TORCH_CHECK_WITH(OutOfMemoryError, here.live + size <= here.capacity,
-                     "sim: out of memory: found a request of ", bytes, " bytes on ", device(index),
-                     ", expected at most the ", here.capacity - here.live, " that are free of its ",
-                     here.capacity);
+                     "sim: out of memory. Tried to allocate ", bytes, " bytes. Expected on ",
+                     device(index), " at most the ", here.capacity - here.live,
+                     " that are free of its ", here.capacity);
     Block* block = take(stream, size);
     if (block == nullptr) block = make(stream, size);
     here.live += block->size;

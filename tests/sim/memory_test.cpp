@@ -84,7 +84,7 @@ TEST(Memory, ADeviceThatIsFullSaysSo) {
     FAIL() << "expected that it is refused";
   } catch (const c10::OutOfMemoryError& error) {
     EXPECT_THAT(std::string(error.what_without_backtrace()),
-                HasSubstr("found a request of 4 bytes on sim:1, expected at most the 0"));
+                HasSubstr("Tried to allocate 4 bytes. Expected on sim:1 at most the 0"));
   }
   EXPECT_EQ(at::empty({1024}, on(2)).numel(), 1024) << "the others are not";
   EXPECT_EQ(c10::getDeviceAllocator(c10::DeviceType::PrivateUse1)->getMemoryInfo(1).first, 0U);

@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/record_function.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -15,6 +16,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -91,6 +93,8 @@ TEST(TrainingRun, HasTheBitsOfTheCpuWithItsKernels) {
         SCOPED_TRACE(concat(to_string(dtype), ", ", shown(where, layout)));
         const auto found = train_in(where, layout, config, folder);
         EXPECT_EQ(found.losses, expected.losses);
+        ASSERT_EQ(expected.norms.size(), static_cast<std::size_t>(*config.training.steps));
+        ASSERT_EQ(found.norms.size(), expected.norms.size());
         // Where a shard ends follows from the device's alignment: a norm adds other stretches.
         for (std::size_t i = 0; i < found.norms.size(); ++i) {
           EXPECT_NEAR(found.norms[i], expected.norms[i], 1e-12 * expected.norms[i]);
@@ -109,7 +113,10 @@ TEST(TrainingRun, HasTheLossesOfTheCpu) {
     config.precision.param_dtype.dtype = dtype;
     const auto expected = train_in({}, {}, config, folder);
     const auto found = train_in(kPlaces[0], {2, 1}, config, folder);
+    ASSERT_EQ(expected.losses.size(), static_cast<std::size_t>(*config.training.steps));
     ASSERT_EQ(found.losses.size(), expected.losses.size());
+    ASSERT_EQ(found.norms.size(), found.losses.size());
+    ASSERT_EQ(expected.norms.size(), found.losses.size());
     for (std::size_t i = 0; i < found.losses.size(); ++i) {
       EXPECT_NEAR(found.losses[i], expected.losses[i], tolerance * expected.losses[i]) << i;
       EXPECT_NEAR(found.norms[i], expected.norms[i], 10 * tolerance * expected.norms[i]) << i;
@@ -196,7 +203,9 @@ TEST(TrainingRun, TheHostWaitsOnceAStep) {
       config.training.steps = 4;
       config.precision.param_dtype.dtype = dtype;
       config.training.local_batch_size = rows;
-      for (const auto& step : waits_of(config, folder)) {
+      const auto steps = waits_of(config, folder);
+      ASSERT_EQ(steps.size(), 4U);
+      for (const auto& step : steps) {
         EXPECT_THAT(step.of_device, ::testing::IsEmpty());
         EXPECT_EQ(step.reads, 1);
       }
@@ -387,6 +396,47 @@ TEST(TrainingRun, MemoryThatEndsNamesUnitRequestAndWhatIsHeld) {
                   ::testing::HasSubstr("memory ran out of sim:0 in the forward of unit "),
                   ::testing::HasSubstr(": requested "), ::testing::HasSubstr(", held "),
                   ::testing::HasSubstr(", peak ")));
+}
+
+/// No room on the device from the clipping of gradients on.
+std::unique_ptr<at::ObserverContext> no_room_to_clip(const at::RecordFunction& scope) {
+  struct Full final : at::ObserverContext {
+    const CapacityScope capacity{0, static_cast<std::size_t>(live_bytes(0))};
+  };
+  if (std::string_view(scope.name()) != "tessera::optimizer") return nullptr;
+  return std::make_unique<Full>();
+}
+
+// Gradients are there by then: norm and numbers need room of their own.
+TEST(TrainingRun, MemoryThatEndsInClippingNamesTheKeyToo) {
+  const TemporaryFolder folder;
+  const auto handle = at::addGlobalCallback(
+      at::RecordFunctionCallback(&no_room_to_clip).scopes({at::RecordScope::USER_SCOPE}));
+  std::string said;
+  try {
+    train_alone("sim", test::small_run(folder), folder / "run");
+  } catch (const std::exception& error) {
+    said = error.what();
+  }
+  at::removeCallback(handle);
+  EXPECT_THAT(said, ::testing::AllOf(::testing::StartsWith("training.local_batch_size: found"),
+                                     ::testing::HasSubstr("memory ran out of sim:0"),
+                                     ::testing::HasSubstr(": requested ")));
+}
+
+// Only to warn would leave flash attention's backward as it is: ATen asks it to be deterministic
+// where it would throw otherwise.
+TEST(TrainingRun, DeterministicIsDemandedAndNotOnlyWarnedOf) {
+  const TemporaryFolder folder;
+  auto config = test::with_steps(test::small_run(folder), 2);
+  config.debug.deterministic = true;
+  auto& context = at::globalContext();
+  train_in({}, {}, config, folder);
+  EXPECT_FALSE(context.deterministicAlgorithms()) << "the CPU's kernels are like that";
+  train_in(kPlaces[0], {}, config, folder);
+  EXPECT_TRUE(context.deterministicAlgorithms());
+  EXPECT_FALSE(context.deterministicAlgorithmsWarnOnly());
+  context.setDeterministicAlgorithms(false, false);
 }
 
 // The numbers themselves are the simulator's, which computes as soon as it is told.

@@ -384,11 +384,10 @@ void add_outputs(std::vector<ConfigKey>& keys) {
            {"",
             "Once a step, after its last backward, compares, bit for bit, gradients that are to be "
             "the same on all ranks of tp, and ends with exit code 3 where they differ."})
-      .key(
-          "deterministic", &B::deterministic,
-          {"",
-           "On devices takes kernels whose sums do not vary from run to run, where there are such: "
-           "slower. Others are warned of; for products set CUBLAS_WORKSPACE_CONFIG=:4096:8, too."})
+      .key("deterministic", &B::deterministic,
+           {"",
+            "On devices takes kernels whose sums do not vary from run to run: slower. An operation "
+            "that has none ends the run, products unless CUBLAS_WORKSPACE_CONFIG=:4096:8 is set."})
       .key("on_nonfinite", &B::on_nonfinite,
            {"", "What a non-finite loss does: error names the first parameters concerned."});
 }

@@ -35,7 +35,7 @@ void require_bf16(const std::vector<GradContract>& parameters, std::string_view 
                 "precision.param_dtype: found bfloat16 (", narrow->name, ") on ", device_name,
                 " of compute capability ", capability / 10, ".", capability % 10,
                 ", expected 8.0 or above, which has products in it; set precision.param_dtype = "
-                "\"float16\" or \"float32\", or device = \"cpu\"");
+                "\"float32\", or device = \"cpu\"");
 }
 
 }  // namespace tessera::train

@@ -44,5 +44,50 @@ TEST(ClaimedDevice, OfHostsThatCannotBeToldIsNotCompared) {
   EXPECT_EQ(refusal(*store, "", "0000:41:00.0", 1), "");
 }
 
+/// What `ranks` of one host get, or why they are refused.
+std::string spawned(const std::string& name, const std::string& backend, int ranks, int devices) {
+  try {
+    return device_of_spawned(name, backend, ranks, devices);
+  } catch (const Error& error) {
+    return concat(to_string(error.kind()), ": ", error.what());
+  }
+}
+
+TEST(SpawnedDevices, AreWhatWasAskedForWhereEachRankHasOne) {
+  for (const char* name : {"auto", "cpu", "cuda"}) {
+    for (const char* backend : {"auto", "gloo", "nccl"}) {
+      EXPECT_EQ(spawned(name, backend, 4, 4), name) << backend;
+      EXPECT_EQ(spawned(name, backend, 1, 1), name) << backend;
+      EXPECT_EQ(spawned(name, backend, 2, 0), name) << "its ranks say that there is none";
+    }
+  }
+}
+
+TEST(SpawnedDevices, OfAutoAreTheCpuWhereTheyAreTooFew) {
+  EXPECT_EQ(spawned("auto", "auto", 2, 1), "cpu");
+  EXPECT_EQ(spawned("auto", "auto", 4, 3), "cpu");
+  EXPECT_EQ(spawned("auto", "gloo", 4, 3), "cpu");
+  EXPECT_EQ(spawned("cpu", "auto", 4, 3), "cpu");
+}
+
+TEST(SpawnedDevices, TheOnlyOneIsSharedOverGloo) {
+  EXPECT_EQ(spawned("cuda", "gloo", 4, 1), "cuda");
+  EXPECT_EQ(spawned("auto", "gloo", 4, 1), "auto");
+}
+
+TEST(SpawnedDevices, ThatWereAskedForAndAreTooFewAreRefused) {
+  EXPECT_EQ(spawned("cuda", "auto", 4, 1),
+            "usage: world: found 4 ranks and 1 CUDA device of this host with device cuda, expected "
+            "a device for each rank; start at most 1 (--nproc, [parallelism]), or set device = "
+            "\"cpu\" and comm.backend = \"auto\", or comm.backend = \"gloo\", with which they "
+            "share it");
+  EXPECT_EQ(spawned("cuda", "gloo", 4, 2),
+            "usage: world: found 4 ranks and 2 CUDA devices of this host with device cuda, "
+            "expected a device for each rank; start at most 2 (--nproc, [parallelism]), or set "
+            "device = \"cpu\" and comm.backend = \"auto\"");
+  EXPECT_EQ(spawned("auto", "nccl", 2, 1).substr(0, 6), "usage:") << "not the CPU's";
+  EXPECT_EQ(spawned("cuda", "nccl", 2, 1).substr(0, 6), "usage:");
+}
+
 }  // namespace
 }  // namespace tessera::comm::device_test

@@ -113,8 +113,8 @@ TEST(Backends, ADeviceThatIsNoneIsRefused) {
   WorldOptions options;
   options.device = "toaster";
   EXPECT_EQ(refusal_of(options),
-            "usage: world: found device 'toaster', expected cpu, or an accelerator that libtorch "
-            "knows, as cuda or cuda:0");
+            "usage: world: found device 'toaster', expected auto, cpu, or an accelerator that "
+            "libtorch knows, as cuda or cuda:0");
   options.device = "meta";
   EXPECT_NE(refusal_of(options), "");
 }

@@ -71,7 +71,7 @@ TEST(BatchMemory, ADeviceSaysWhereHowMuchWasAskedForAndHeld) {
   EXPECT_THAT(text("CUDA out of memory. Tried to allocate 20.50 MiB. GPU 1 has a total"),
               HasSubstr("memory ran out of cuda:1 in the backward of unit layers.3: requested "
                         "20.50 MiB, held 1 GiB, peak 2 GiB, expected fewer; lower it"));
-  EXPECT_THAT(text("sim: out of memory: found a request of 512 bytes on sim:1, expected"),
+  EXPECT_THAT(text("sim: out of memory. Tried to allocate 512 bytes. Expected on sim:1 at most"),
               HasSubstr("requested 512 bytes, held"));
   EXPECT_THAT(text("out of memory"), HasSubstr("requested an unknown size"));
 }
