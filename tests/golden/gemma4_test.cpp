@@ -119,7 +119,7 @@ TEST_P(GoldenGemma4, UnitsThatAreGatheredOnTheirOwnGiveTheSameGradients) {
     for (int i = 0; i < 2; ++i) {  // the second step follows the recorded order
       model.zero_grad();
       const at::Tensor loss =
-          model.forward(batch->load(1, row).on(world.device(), source.spec.vocab_size).inputs());
+          model.forward(batch->load(1, row).on(world.device(), *plain).inputs());
       (loss / kept).backward();
     }
     model.visit_full_gradients([&](const std::string& name, const at::Tensor& gradient) {
