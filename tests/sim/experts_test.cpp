@@ -3,6 +3,7 @@
 #include "moe/experts.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
 #include <cstdint>
