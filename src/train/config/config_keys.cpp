@@ -359,8 +359,7 @@ void add_outputs(std::vector<ConfigKey>& keys) {
       .key("backend", &C::backend,
            {"",
             "auto is nccl on cuda and gloo on the cpu. nccl carries tensors of cuda devices only; "
-            "gloo "
-            "those too, through the host's memory: slower."})
+            "gloo those too, through the host's memory: slower."})
       .key("init_timeout_seconds", &C::init_timeout_seconds,
            {"seconds", "How long ranks wait for each other up to the first step."},
            between(1, 86400))
