@@ -19,7 +19,8 @@ WorldOptions world_options(const train::Config& config);
 using RankBody = std::function<void(World& world, RunPhase& phase)>;
 
 /// Runs `body` on every rank and returns the exit code for main(). `config` is validated; it gives
-/// the degrees, the device and [comm]. A failing rank reports and leaves without returning ([Note: failure]).
+/// the degrees, the device and [comm]. A failing rank reports and leaves without returning
+/// ([Note: failure]).
 /// Errors: kUsage for --nproc that a launcher contradicts, for contradictory variables and for
 /// fewer devices than own spawn is to start ranks ("auto" takes the CPU then), kConfig for degrees
 /// that the number of ranks does not allow; both before any rank starts.

@@ -4,9 +4,9 @@
 // in the widest instruction set of the machine; `aten/` is made of ATen operations, for every other
 // device and every other dtype. Norms, rope, causal attention and the loss have a third: `fused/`
 // calls the kernels that ATen has for accelerators. kernels.cpp picks by the tensors' device and
-// dtype, nothing else does. A function takes tensors and numbers alone and knows no autograd: those that have a
-// gradient come in pairs, which the layers join. What a function writes beside its results is named
-// by a line "Writes:" and is contiguous; what has no such line reads its arguments only. Where a
+// dtype, nothing else does. A function takes tensors and numbers alone and knows no autograd: those
+// that have a gradient come in pairs, which the layers join. What a function writes beside its
+// results is named by a line "Writes:" and is contiguous; what has no such line reads its arguments only. Where a
 // tensor may be missing it is optional. Short symbols: B rows, T positions, G key/value heads, R
 // query heads of each, H = G*R, D head_dim, K columns, V vocabulary. Next: implementations.h;
 // host_sum.h for memory that is no tensor.
@@ -122,8 +122,8 @@ at::Tensor embedding_backward(const at::Tensor& grad, const at::Tensor& ids, std
 /// cache, on a device 256 MiB.
 std::int64_t rows_of_loss(const at::Tensor& logits);
 /// logits [B, T, V], targets [B, T] i64, -100 = ignored -> the sum [] in fp32 (fp64 of fp64), and
-/// what backward reads beside the logits: the rows' log of the sum of exponentials [B, T] in cpu/ and fused/,
-/// an empty tensor in aten/, where it is formed again.
+/// what backward reads beside the logits: the rows' log of the sum of exponentials [B, T] in cpu/
+/// and fused/, an empty tensor in aten/, where it is formed again.
 std::tuple<at::Tensor, at::Tensor> cross_entropy_sum(const at::Tensor& logits,
                                                      const at::Tensor& targets);
 at::Tensor cross_entropy_sum_backward(const at::Tensor& grad, const at::Tensor& logits,

@@ -11,18 +11,13 @@
 #include <vector>
 
 #include "kernels/implementations.h"
+#include "tensors_of.h"
 
 namespace tessera::gpu_kernels_test {
 namespace {
 
-using Tensors = std::vector<at::Tensor>;
-
-void add_to(Tensors& all, const at::Tensor& one) { all.push_back(one); }
-void add_to(Tensors& all, const Tensors& more) { all.insert(all.end(), more.begin(), more.end()); }
-template <class... Results>
-void add_to(Tensors& all, const std::tuple<Results...>& results) {
-  std::apply([&](const auto&... each) { (add_to(all, each), ...); }, results);
-}
+using results::add_to;
+using results::Tensors;
 
 at::Tensor drawn(std::uint64_t seed, at::IntArrayRef shape, at::ScalarType dtype) {
   return at::randn(shape, at::make_generator<at::CPUGeneratorImpl>(seed)).to(dtype);
@@ -116,7 +111,7 @@ TEST_P(OnCard, GatesAreThoseOfFp64) {
       [](auto* f, const Tensors& in) { return f(in[0], in[1], in[2]); }, 2);
 }
 
-TEST_P(OnCard, LossAndItsGradientAreThoseOfFp64) {
+TEST_P(OnCard, LossIsThatOfFp64) {
   const at::Tensor logits = draw(1, {2, 150, 5000});
   const at::Tensor targets =
       at::randint(0, 5000, {2, 150}, at::make_generator<at::CPUGeneratorImpl>(2), at::kLong);

@@ -14,18 +14,13 @@
 #include "base/test_hooks.h"
 #include "kernels/implementations.h"
 #include "sim/streams.h"
+#include "tensors_of.h"
 
 namespace tessera::sim::kernels_test {
 namespace {
 
-using Tensors = std::vector<at::Tensor>;
-
-void add_to(Tensors& all, const at::Tensor& one) { all.push_back(one); }
-void add_to(Tensors& all, const Tensors& more) { all.insert(all.end(), more.begin(), more.end()); }
-template <class... Results>
-void add_to(Tensors& all, const std::tuple<Results...>& results) {
-  std::apply([&](const auto&... each) { (add_to(all, each), ...); }, results);
-}
+using results::add_to;
+using results::Tensors;
 
 class Comparison {
  public:
