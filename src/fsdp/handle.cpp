@@ -424,6 +424,10 @@ void require_idle(const ShardedBase& model, const char* what) {
   unit_of_handle(model.unit()).runtime().require_idle(what);
 }
 
+void set_planner(const ShardedBase& model, Planner planner) {
+  unit_of_handle(model.unit()).runtime().set_planner(std::move(planner));
+}
+
 std::string last_entered(const ShardedBase& model) {
   return unit_of_handle(model.unit()).runtime().last_entered();
 }

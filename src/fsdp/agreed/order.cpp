@@ -16,11 +16,11 @@ std::uint64_t Trace::hash() const {
   return std::max<std::uint64_t>(hash.digest(), 1);  // 0 can stand for "no trace"
 }
 
-std::vector<Crossing> crossings(const Trace& trace) {
+std::vector<TraceEvent> crossings(const Trace& trace) {
   const auto count = trace.units.size();
   std::vector<std::size_t> exit(count, count);
   for (std::size_t i = 0; i < trace.exits.size(); ++i) exit.at(trace.exits[i]) = i;
-  std::vector<Crossing> all;
+  std::vector<TraceEvent> all;
   std::vector<std::size_t> open;
   const auto close_until = [&](std::size_t last) {
     while (!open.empty() && exit[open.back()] < last) {

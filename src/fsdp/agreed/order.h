@@ -31,14 +31,14 @@ struct Trace {
 };
 
 /// A forward comes to a unit, or leaves it.
-struct Crossing {
+struct TraceEvent {
   std::size_t position = 0;  ///< in Trace::units
   bool enters = true;
-  bool operator==(const Crossing&) const = default;
+  bool operator==(const TraceEvent&) const = default;
 };
 /// All of a trace's, in the order of the forward: calls are nested, so the order of beginnings and
 /// that of ends say how the two follow each other. What has not ended ends last.
-std::vector<Crossing> crossings(const Trace& trace);
+std::vector<TraceEvent> crossings(const Trace& trace);
 
 /// The first place where rank 0's list and that of `rank` differ, in words: "entry 3: rank 0
 /// entered layers.3, rank 1 entered layers.4", or "... entered nothing more" for the shorter one.

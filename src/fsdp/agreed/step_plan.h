@@ -18,6 +18,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -144,6 +145,12 @@ PlanChoices eager_choices(const StepRecord& record, const std::vector<bool>& res
 /// where another micro-batch comes between a forward and its backward.
 StepPlan make_plan(const StepRecord& record, std::vector<PlanUnit> units,
                    const PlanChoices& choices, PlanOrder order);
+
+/// Makes plans where eager ones are not what is wanted: a pure function, the same on every rank, of a
+/// record, units, what an eager plan would choose, and the order. What it makes is checked
+/// (step_plan_check.h) and compared between ranks before it is followed.
+using Planner = std::function<StepPlan(const StepRecord&, const std::vector<PlanUnit>&,
+                                       const PlanChoices&, PlanOrder)>;
 
 /// A line an action, place by place: "micro-batch first, forward of layers.1: gather layers.2".
 std::string to_string(const StepPlan& plan);

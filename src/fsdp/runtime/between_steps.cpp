@@ -59,6 +59,12 @@ void Runtime::set_requires_replica_reduce(bool value) {
   controls_changed();
 }
 
+void Runtime::set_planner(Planner planner) {
+  require_no_step("compile");
+  planner_ = std::move(planner);
+  for (auto& [schedule, known] : records_) known.plan.reset();
+}
+
 void Runtime::set_is_last_backward(bool value) {
   require_no_step("set_is_last_backward");
   switches_.is_last_backward = value;
