@@ -218,8 +218,30 @@ void Publisher::import_changed(Unit& unit, Parameter& p, const ModelControls& co
 }
 
 void Publisher::import_user_changes(const ModelControls& controls) {
+void Publisher::forget_cleared() {
+  for (auto* unit : units_) {
+    const auto& progress = unit->progress();
+    if (progress.unpublished || progress.owed || progress.tickets > 0) continue;
+    for (std::size_t i = 0; i < unit->buckets().size(); ++i) {
+      auto& bucket = *unit->buckets()[i];
+      if (!bucket.trainable() || bucket.has_arrivals() || bucket.is_reducing()) continue;
+      const auto stands_in_it = [&](const std::shared_ptr<Parameter>& p) {
+        return p->bucket == i && p->shard.grad().defined();
+      };
+      if (std::ranges::any_of(unit->parameters(), stands_in_it)) continue;
+      for (const auto& p : unit->parameters()) {
+        if (p->bucket != i) continue;
+        p->used = p->published = false;
+        p->seen_grad = at::Tensor();
+      }
+      bucket.reset_accumulator();
+    }
+  }
+}
+
   const at::NoGradGuard no_grad;
   for (auto* unit : units_) {
+  forget_cleared();  // cleared since the forward: no zeros are written to what nothing is added to
     check_integrity(*unit);
     leave_kept_sums(*unit);
     std::vector<bool> keeps(unit->buckets().size(), false);

@@ -170,6 +170,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void free_slots_of(const Unit& unit) { reducer_.free_wires(unit); }
   /// Gradients can be read. Errors: kUsage while reductions wait for the last backward; as
   /// GradSink::require_all_redeemed.
+  /// Publisher::forget_cleared(), where no backward is under way: after zero_grad(), and before the
+  /// next forward's activations, since an optimizer of torch::optim clears gradients by itself.
+  void forget_cleared();
   void require_reduced(const char* what) const;
   /// No rank has gradients that were deferred. Errors: kUsage.
   void require_none_owed(const char* what) const;
