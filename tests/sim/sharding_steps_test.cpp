@@ -258,6 +258,26 @@ TEST(StepOnADevice, SumsOfWhatIsClearedGoAndOthersGoOn) {
   }
 }
 
+// Naive: libtorch says which devices do not go together, and not of what.
+TEST(StepOnADevice, ParametersOfAnotherDeviceAreRefusedByName) {
+  const auto refusal = [](const std::string& device, const c10::Device& found) {
+    std::string text;
+    on_ranks(1, device, [&](World& world) {
+      const auto chain = std::make_shared<test::Chain>(1, 1, kWidth);
+      chain->scale.set_data(chain->scale.detach().to(found));
+      text = test::error_of([&] { fully_shard(chain, test::data_mesh(world)); });
+    });
+    settle();
+    return text;
+  };
+  EXPECT_THAT(refusal("sim:0", device(1)),
+              HasSubstr("parameter scale: found it on sim:1, expected sim:0 or cpu"));
+  EXPECT_THAT(refusal("cpu", device(0)),
+              HasSubstr("parameter scale: found it on sim:0, expected cpu, as its World"));
+  EXPECT_EQ(refusal("sim:0", c10::kCPU), "");
+  EXPECT_EQ(refusal("sim:0", device(0)), "");
+}
+
 // Naive: a number of bytes, which is all units of a small model and less than one of a large one.
 TEST(StepOnADevice, ReductionsOfTwoUnitsAreUnderWay) {
   EXPECT_EQ(pool_bytes(5, {}), pool_bytes(10, {}));

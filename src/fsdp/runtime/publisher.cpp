@@ -200,6 +200,7 @@ void Publisher::publish(const ModelControls& controls, const std::string& marks)
 void Publisher::import_changed(Unit& unit, Parameter& p, const ModelControls& controls) {
   const auto& grad = p.shard.grad();
   auto& bucket = unit.bucket_of(p);
+  require_gradient_here(grad, p.shard, p.contract.name);
   TESSERA_CHECK(grad.sizes() == p.shard.sizes(), ErrorKind::kContract, "gradient of ",
                 p.contract.name, ": found shape ", grad.sizes(), " on the shard, expected ",
                 p.shard.sizes());
@@ -217,7 +218,6 @@ void Publisher::import_changed(Unit& unit, Parameter& p, const ModelControls& co
   p.published = true;
 }
 
-void Publisher::import_user_changes(const ModelControls& controls) {
 void Publisher::forget_cleared() {
   for (auto* unit : units_) {
     const auto& progress = unit->progress();
@@ -239,9 +239,10 @@ void Publisher::forget_cleared() {
   }
 }
 
+void Publisher::import_user_changes(const ModelControls& controls) {
   const at::NoGradGuard no_grad;
-  for (auto* unit : units_) {
   forget_cleared();  // cleared since the forward: no zeros are written to what nothing is added to
+  for (auto* unit : units_) {
     check_integrity(*unit);
     leave_kept_sums(*unit);
     std::vector<bool> keeps(unit->buckets().size(), false);
