@@ -20,13 +20,6 @@ struct Memory {
   bool operator==(const Memory&) const = default;
 };
 
-/// A place of a pass, in the order in which a rank passes them.
-struct Place {
-  std::size_t part;
-  std::size_t position;
-  bool begins;
-};
-
 /// Goes through the passes of one stage.
 class Walk {
  public:
@@ -48,9 +41,10 @@ class Walk {
 
   void run(MicroBatchClass which) {
     which_ = which;
-    run("forward", stage_.of(which).forward, forward_places(), /*is_forward=*/true);
+    run("forward", stage_.of(which).forward, forward_places(record_), /*is_forward=*/true);
     require_passed("forward", Keep::kBackward);
-    run("backward", stage_.of(which).backward, backward_places(), /*is_forward=*/false);
+    run("backward", stage_.of(which).backward, backward_places(record_, plan_.units.size()),
+        /*is_forward=*/false);
     require_passed("backward", Keep::kUpdate);
   }
   const Memory& memory() const { return memory_; }
@@ -71,47 +65,17 @@ class Walk {
     peak_ = std::max(peak_, bytes_);
   }
 
-  std::vector<Place> forward_places() const {
-    std::vector<Place> places;
-    for (std::size_t part = 0; part < record_.parts.size(); ++part) {
-      for (const auto& [position, enters] : crossings(record_.parts[part])) {
-        places.push_back({part, position, enters});
-      }
-    }
-    return places;
-  }
-
-  /// As plan_backward() passes them, for units of which nothing is known.
-  std::vector<Place> backward_places() const {
-    std::vector<ReachedForward> forwards;
-    for (std::size_t part = record_.parts.size(); part-- > 0;) {
-      const auto& trace = record_.parts[part];
-      forwards.push_back({static_cast<std::uint32_t>(part), &trace, Reach(trace.units.size())});
-    }
-    const auto order = plan_backward(forwards, std::vector<UnitState>(plan_.units.size()));
-    std::map<std::size_t, Place> places;
-    for (const auto& [part, of] : order.places) {
-      for (std::size_t i = 0; i < of.size(); ++i) {
-        places[of[i].begins] = {part, i, true};
-        places[of[i].ends] = {part, i, false};
-      }
-    }
-    std::vector<Place> list;
-    for (const auto& [when, place] : places) list.push_back(place);
-    return list;
-  }
-
   template <class Act>
   void for_lenders_and(UnitId unit, const Act& act) const {
     for (const auto lender : plan_.units[unit].lenders) act(lender);
     act(unit);
   }
-  bool is_used(const Place& place, bool is_forward) const {
+  bool is_used(const PassedPlace& place, bool is_forward) const {
     if (is_forward) return true;
     return !record_.reached.empty() && record_.reached[place.part][place.position];
   }
 
-  void run(const char* pass_name, const PassPlan& pass, const std::vector<Place>& places,
+  void run(const char* pass_name, const PassPlan& pass, const std::vector<PassedPlace>& places,
            bool is_forward) {
     pass_ = pass_name;
     users_.assign(plan_.units.size(), 0);
@@ -142,7 +106,7 @@ class Walk {
     advance(pass, done, pass.actions.size());
   }
 
-  UnitId unit_at(const Place& place) const {
+  UnitId unit_at(const PassedPlace& place) const {
     return record_.parts[place.part].units[place.position];
   }
 
@@ -321,6 +285,36 @@ std::vector<std::string> faults_of_shape(const StepPlan& plan) {
 
 }  // namespace
 
+std::vector<PassedPlace> forward_places(const StageRecord& record) {
+  std::vector<PassedPlace> places;
+  for (std::size_t part = 0; part < record.parts.size(); ++part) {
+    for (const auto& [position, enters] : crossings(record.parts[part])) {
+      places.push_back({part, position, enters});
+    }
+  }
+  return places;
+}
+
+/// As plan_backward() passes them, for units of which nothing is known.
+std::vector<PassedPlace> backward_places(const StageRecord& record, std::size_t units) {
+  std::vector<ReachedForward> forwards;
+  for (std::size_t part = record.parts.size(); part-- > 0;) {
+    const auto& trace = record.parts[part];
+    forwards.push_back({static_cast<std::uint32_t>(part), &trace, Reach(trace.units.size())});
+  }
+  const auto order = plan_backward(forwards, std::vector<UnitState>(units));
+  std::map<std::size_t, PassedPlace> places;
+  for (const auto& [part, of] : order.places) {
+    for (std::size_t i = 0; i < of.size(); ++i) {
+      places[of[i].begins] = {part, i, true};
+      places[of[i].ends] = {part, i, false};
+    }
+  }
+  std::vector<PassedPlace> list;
+  for (const auto& [when, place] : places) list.push_back(place);
+  return list;
+}
+
 std::vector<std::string> faults_of(const StepPlan& plan, std::optional<std::int64_t> budget_bytes) {
   auto faults = faults_of_shape(plan);
   if (!faults.empty()) return faults;
@@ -349,7 +343,10 @@ std::int64_t peak_gathered_bytes(const StepPlan& plan) {
     Walk only(plan, stage, std::nullopt, faults);
     only.run(MicroBatchClass::kOnly);
     Walk steps(plan, stage, std::nullopt, faults);
-    for (const auto which : {MicroBatchClass::kFirst, MicroBatchClass::kMiddle}) steps.run(which);
+    for (const auto which :
+         {MicroBatchClass::kFirst, MicroBatchClass::kMiddle, MicroBatchClass::kLast}) {
+      steps.run(which);
+    }
     sum += std::max(only.peak(), steps.peak());
   }
   return sum;

@@ -4,6 +4,7 @@
 // from a pass, is asked before the first step that follows it. Pure. Next: step_plan.h.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -12,6 +13,18 @@
 #include "fsdp/agreed/step_plan.h"
 
 namespace tessera::fsdp {
+
+/// A place of a pass: a unit's forward or backward begins there, or ends.
+struct PassedPlace {
+  std::size_t part = 0;
+  std::size_t position = 0;  ///< in the part's trace
+  bool begins = true;
+  bool operator==(const PassedPlace&) const = default;
+};
+/// All of a stage's, in the order in which each forward, or each backward, passes them. `units`: how
+/// many there are.
+std::vector<PassedPlace> forward_places(const StageRecord& record);
+std::vector<PassedPlace> backward_places(const StageRecord& record, std::size_t units);
 
 /// What is wrong with the plan, a line each, naming micro-batch, pass and unit; empty where nothing
 /// is: shapes fit the record; actions are done in the order of places; each use comes after the
