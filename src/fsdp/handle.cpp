@@ -192,6 +192,7 @@ void ShardedBase::zero_grad(bool set_to_none) {
       grad.zero_();
     }
   }
+  runtime.forget_cleared();
 }
 
 namespace {

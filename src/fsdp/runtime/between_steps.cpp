@@ -90,6 +90,12 @@ void Runtime::run_weight_gradients() {
   }
 }
 
+void Runtime::forget_cleared() {
+  // Deferred gradients may wait to be reduced, or to be shown.
+  if (in_backward_ || awaiting_tickets_ || step_ != nullptr || has_failed()) return;
+  publisher_.forget_cleared();
+}
+
 // --------------------------------------------------------------------------- what must have ended
 
 void Runtime::require_no_step(const char* what) const {

@@ -280,6 +280,7 @@ std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
     step_->begin_outermost();
   } else if (!forwards_.is_open()) {
     check_usable();
+    forget_cleared();
     auto units = held_units();
     const auto weights = weights_of(*units);
     forwards_.begin(std::move(units), weights);

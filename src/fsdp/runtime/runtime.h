@@ -128,6 +128,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// Whether its memory goes back when the forward under way ends, whoever holds a tensor there.
   bool gives_back(const Unit& unit) const;
   void leave_forward(Unit& unit);
+  /// A forward is under way, and no unit inside the outermost one.
+  bool is_in_outermost() const { return forwards_.is_outermost(); }
   /// An exception leaves a forward or a backward: nothing of the step can be used any more.
   void fail(const std::string& why);
   /// Changes with every failure: calls that began before it must not go on.
@@ -185,6 +187,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void wait_unshard(Unit& unit);
   /// Until its slots may be used again, which a reduction of an earlier micro-batch has taken.
   void free_slots_of(const Unit& unit) { reducer_.free_wires(unit); }
+  /// Publisher::forget_cleared(), where no backward is under way: after zero_grad(), and before the
+  /// next forward's activations, since an optimizer of torch::optim clears gradients by itself.
+  void forget_cleared();
   /// Gradients can be read. Errors: kUsage while reductions wait for the last backward; as
   /// GradSink::require_all_redeemed.
   void require_reduced(const char* what) const;
