@@ -1,6 +1,7 @@
 #include "fsdp/agreed/step_plan.h"
 
 #include <algorithm>
+#include <map>
 #include <set>
 #include <utility>
 
@@ -363,28 +364,25 @@ std::string to_string(const StepPlan& plan) {
                          const PassPlan& pass) {
     // By action: the last place that does it, in the order of the pass.
     struct Place {
-      std::size_t end;
       std::string name;
       const char* when;
     };
-    std::vector<Place> places;
+    std::multimap<std::size_t, Place> places;  // by how many actions are done then
     for (std::size_t part = 0; part < pass.places.size(); ++part) {
       for (std::size_t i = 0; i < pass.places[part].size(); ++i) {
         const auto& name = plan.units.at(record.parts.at(part).units.at(i)).name;
         const auto& [needed, ahead, after] = pass.places[part][i];
-        places.push_back({needed, name, " before it: "});
-        places.push_back({ahead, name, " meanwhile: "});
-        places.push_back({after, name, " after it: "});
+        places.emplace(needed, Place{name, " before it: "});
+        places.emplace(ahead, Place{name, " meanwhile: "});
+        places.emplace(after, Place{name, " after it: "});
       }
     }
-    std::ranges::stable_sort(places, {}, &Place::end);
     for (std::size_t i = 0; i < pass.actions.size(); ++i) {
-      const auto place =
-          std::ranges::find_if(places, [&](const Place& one) { return one.end > i; });
+      const auto place = places.upper_bound(i);
       const auto& [kind, unit] = pass.actions[i];
       text += concat(before,
                      place == places.end() ? std::string("all units, at its end: ")
-                                           : concat(place->name, place->when),
+                                           : concat(place->second.name, place->second.when),
                      to_string(kind), " ", plan.units.at(unit).name, "\n");
     }
   };
