@@ -136,7 +136,7 @@ int check_plan(const std::string& path, const capture::MadeFor& made_for,
     return capture::parse_plan(read_text_file(path, capture::kMostPlanBytes), shown(path));
   });
   require_made_for(file, made_for, shown(path));
-  require_plan_of(file.plan, problem.record, problem.units, shown(path));
+  capture::require_plan_of(file.plan, problem.record, problem.units, shown(path));
   const auto budget = problem.memory_budget ? problem.memory_budget : file.memory_budget;
   const auto faults = faults_of(file.plan, budget);
   for (const auto& fault : faults) std::cout << fault << '\n';
