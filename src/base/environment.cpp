@@ -26,6 +26,11 @@ std::optional<std::string> environment_variable(const std::string& name) {
   return value;
 }
 
+void set_environment_variable(const std::string& name, const std::string& value) {
+  TESSERA_INVARIANT(::setenv(name.c_str(), value.c_str(), /*overwrite=*/1) == 0, name,
+                    ": cannot be set");
+}
+
 bool environment_switch(const std::string& name) {
   std::string value = environment_variable(name).value_or("");
   std::transform(value.begin(), value.end(), value.begin(),

@@ -8,8 +8,11 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+
+#include "base/environment.h"
 #include "base/text/printable.h"
-#include "comm/backends/nccl/nccl.h"
+#include "comm/backends/backend.h"
 #include "launch/store.h"
 #include "tessera/error.h"
 
@@ -78,7 +81,8 @@ c10::Device device_of_rank(const std::string& name, int local_rank) {
 }
 
 DeviceFacts facts_of(c10::Device device) {
-  return device.is_cuda() ? cuda_facts(device.index()) : DeviceFacts();
+  const auto of_its_kind = std::ranges::find(backends(), device.type(), &BackendRow::device);
+  return of_its_kind == backends().end() ? DeviceFacts() : of_its_kind->facts(device.index());
 }
 
 DeviceMemory memory_of(c10::Device device) {
@@ -103,8 +107,30 @@ void use_device(c10::Device device) {
   c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
 }
 
+namespace {
+
+// As cuBLAS documents it: workspaces of a fixed size for each stream. libtorch takes both values.
+constexpr auto kProductsVariable = "CUBLAS_WORKSPACE_CONFIG";
+constexpr auto kProductsAlike = ":4096:8", kProductsAlikeSmall = ":16:8";
+
+}  // namespace
+
+void prepare_deterministic_products() {
+  if (!base::environment_variable(kProductsVariable)) {
+    base::set_environment_variable(kProductsVariable, kProductsAlike);
+  }
+}
+
 void take_deterministic_kernels(c10::Device device) {
   if (device.is_cpu()) return;
+  if (device.is_cuda()) {
+    const auto products = base::environment_variable(kProductsVariable);
+    TESSERA_CHECK(products == kProductsAlike || products == kProductsAlikeSmall, ErrorKind::kUsage,
+                  "deterministic kernels on ", device.str(), ": found ", kProductsVariable, " ",
+                  products ? printable(*products) : "unset", ", expected ", kProductsAlike, " or ",
+                  kProductsAlikeSmall, ", without which products vary; set it before the program ",
+                  "starts (tessera train does), or debug.deterministic = false");
+  }
   at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/false);
   at::globalContext().setDeterministicFillUninitializedMemory(false);
 }

@@ -54,8 +54,11 @@ void claim_device(Store& store, const std::string& host, const std::string& devi
 void use_device(c10::Device device);
 /// Of a device: sums that do not vary from run to run. Operations whose kernels do not offer that
 /// throw from now on: kernels that could (flash attention's backward) do not where libtorch is only
-/// to warn. For the whole process. Not of the CPU, whose kernels are like that.
+/// to warn. For the whole process. Not of the CPU, whose kernels are like that. Errors: kUsage on
+/// CUDA where CUBLAS_WORKSPACE_CONFIG does not make products so, for which it is too late here.
 void take_deterministic_kernels(c10::Device device);
+/// Sets that variable where it is not set: before CUDA is used, as the program starts.
+void prepare_deterministic_products();
 /// Whether backwards of this thread stay on it.
 bool backward_stays_here();
 

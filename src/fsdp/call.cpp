@@ -210,6 +210,20 @@ bool is_held_elsewhere(const std::vector<at::Tensor*>& results, std::size_t i,
 /// What tensors are to the unit whose border they cross.
 enum class Crossing : std::uint8_t { kArgument, kResult };
 
+/// What a model is given lies where it computes, but for numbers, which have no dims, and for what has
+/// no values. Units inside may take what the model around them keeps on the host. Errors: as
+/// require_device().
+void require_inputs_here(const std::vector<at::Tensor*>& inputs, const Unit& outermost) {
+  const at::Device device = outermost.runtime().device();
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    const at::Tensor& input = *inputs[i];
+    if (!input.defined() || input.dim() == 0 || input.is_meta()) continue;
+    TESSERA_CHECK(input.device() == device, ErrorKind::kUsage, "unit ", outermost.shown_name(),
+                  ": found argument ", i, " on ", input.device().str(), ", expected ", device.str(),
+                  " where its World computes; move it there by to(world.device())");
+  }
+}
+
 /// Errors: kUsage naming the unit, the first of the grad-requiring ones that is elsewhere, and both
 /// devices.
 void require_device(const std::vector<at::Tensor*>& tensors, Crossing crossing, const Unit& unit) {
@@ -334,6 +348,7 @@ void ShardedBase::Call::enter(const std::vector<at::Tensor*>& inputs) {
   entry_ = again ? runtime.enter_recompute(unit) : runtime.enter_forward(unit);
   generation_ = runtime.generation();
   if (at::GradMode::is_enabled()) fsdp::require_device(inputs, fsdp::Crossing::kArgument, unit);
+  if (!again && runtime.is_in_outermost()) fsdp::require_inputs_here(inputs, unit);
   // The marker stands before the cast, so that the cast's backward is part of the unit's.
   inputs_ = &inputs;
   if (entry_ && at::GradMode::is_enabled()) crossed_ = fsdp::mark_inputs(inputs, entry_);

@@ -29,6 +29,19 @@ void require_sizes(const ShardOptions& options) {
   require("in_flight_bytes", options.in_flight_bytes.value_or(0));
 }
 
+/// Values come from the host, or lie where the World computes. Another device is a mistake: of which
+/// rank, nobody else could say.
+void require_devices(const std::vector<fsdp::FoundParameter>& parameters, at::Device device) {
+  for (const auto& parameter : parameters) {
+    const at::Tensor& tensor = parameter.leaves.front()->tensor;
+    TESSERA_CHECK(tensor.is_cpu() || tensor.device() == device, ErrorKind::kUsage, "parameter ",
+                  parameter.meta.name, ": found it on ", tensor.device().str(), ", expected ",
+                  device.str(), device.is_cpu() ? "" : " or cpu",
+                  ", as its World computes on ", device.str(),
+                  "; make the module there, or move it before fully_shard");
+  }
+}
+
 }  // namespace
 
 ShardedBase::~ShardedBase() = default;
@@ -70,6 +83,7 @@ ShardedBase::ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& 
                   "handle, or make the module anew");
   }
   require_sizes(options);
+  require_devices(found.parameters, mesh.world()->device());
   const auto contracts = fsdp::contracts_of(found, mesh, policy, options);
   runtime_ = std::make_shared<fsdp::Runtime>(mesh, options.in_flight_bytes);
   if (mesh.shapes().has_model_axes()) {

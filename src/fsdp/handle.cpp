@@ -192,6 +192,7 @@ void ShardedBase::zero_grad(bool set_to_none) {
       grad.zero_();
     }
   }
+  runtime.forget_cleared();
 }
 
 namespace {
@@ -422,6 +423,14 @@ void renew_after_failure(const ShardedBase& model) {
 
 void require_idle(const ShardedBase& model, const char* what) {
   unit_of_handle(model.unit()).runtime().require_idle(what);
+}
+
+void set_planner(const ShardedBase& model, Planner planner) {
+  unit_of_handle(model.unit()).runtime().set_planner(std::move(planner));
+}
+
+std::vector<PlanUnit> plan_units(const ShardedBase& model) {
+  return unit_of_handle(model.unit()).runtime().plan_units();
 }
 
 std::string last_entered(const ShardedBase& model) {

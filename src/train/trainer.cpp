@@ -124,7 +124,7 @@ class Trainer {
     checkpoints_->begin(source_, *data_);
     auto parts = model_parts(source_, config, mesh_, Purpose::kTraining, plan ? &*plan : nullptr);
     parameters_ = parts.contract.parameters;
-    require_bf16(parameters_, device_.name, device_.capability);
+    require_16_bits(parameters_, device_.name, device_.capability);
     std::optional<StreamBorders> borders;
     if (plan) borders = stream_borders(*plan, dims_, source_.description, parts.contract);
     // Not before what a key alone may be refused for; reading the weights may take minutes.

@@ -74,6 +74,27 @@ TEST_P(UnitBorder, RefusesAResultOfAnotherDeviceByItsNumber) {
                                      HasSubstr("expected " + place().device))));
 }
 
+// Naive: libtorch names two devices, and not whose tensor is on which.
+TEST_P(UnitBorder, RefusesWhatAModelIsGivenOnTheHostWhereItIsElsewhere) {
+  const auto first = [](Body& b, const Several& in) -> Several { return {in[0] * b.first}; };
+  for (const bool grad : {true, false}) {
+    const auto told_of = [&](const at::Tensor& given) {
+      return told(first, named_block(true), [&](auto& unit) {
+        const at::AutoGradMode mode(grad);
+        unit.forward({here(at::ones({kWidth})), given});
+      });
+    };
+    EXPECT_THAT(told_of(at::ones({})), Each(std::string())) << "a number is an argument of kernels";
+    if (place().device == "cpu") {
+      EXPECT_THAT(told_of(at::ones({kWidth})), Each(std::string()));
+      continue;
+    }
+    EXPECT_THAT(told_of(at::ones({kWidth})),
+                all_and_one(AllOf(HasSubstr("unit block: found argument 1 on cpu"),
+                                  HasSubstr("expected " + place().device))));
+  }
+}
+
 // What has no gradient has no node of autograd.
 TEST_P(UnitBorder, TakesWhatNeedsNoGradientFromAnyDevice) {
   const auto both = [](Body& b, const Several& in) -> Several {

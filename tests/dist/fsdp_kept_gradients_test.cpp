@@ -6,6 +6,7 @@
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "grad/torch_dtype.h"
+#include "tessera/clip.h"
 
 namespace tessera::test::fsdp_kept_gradients_test {
 namespace {
@@ -183,6 +184,29 @@ TEST_P(KeptGradients, SurviveALossScaleThatComesAndGoes) {
     handle.zero_grad();
     runtime.set_loss_scale(1.0, "test");
     runtime.set_has_scaler(false);
+  });
+}
+
+// `.grad` of a shard takes a tensor of any device. Naive: libtorch names two devices and no parameter.
+TEST(GradientsElsewhere, AreRefusedByName) {
+  ranks(1).run([](World& world) {
+    const auto block = std::make_shared<Block>(1, kWidth);
+    auto handle = fully_shard(block, data_mesh(world));
+    const auto optimizer = make_sgd(handle, sgd(0.1));
+    const auto step = [&] { backward(squares(handle.forward(here(at::ones({kWidth}))))); };
+    step();
+    for (const auto& view : handle.shards()) {
+      auto& grad = view.shard.mutable_grad();
+      if (view.contract->name == "b") grad = at::empty_like(grad, at::TensorOptions(at::kMeta));
+    }
+    const auto is_named = ::testing::AllOf(HasSubstr("gradient of b: found it on meta, expected "),
+                                           HasSubstr(world.device().str()));
+    EXPECT_THAT(error_of([&] { gradient_norm(handle); }), is_named);
+    EXPECT_THAT(error_of([&] { optimizer->step(); }), is_named);
+    EXPECT_THAT(error_of(step), is_named);
+    handle.zero_grad();
+    step();
+    EXPECT_EQ(error_of([&] { optimizer->step(); }), "");
   });
 }
 

@@ -208,6 +208,15 @@ TEST(Parameters, AGradientBeforeShardingIsRefused) {
   });
 }
 
+TEST(Parameters, WithoutValuesOnTheMetaDeviceAreRefusedByName) {
+  ranks(1).run([](World& world) {
+    auto module = std::make_shared<Scale>(at::ones({3}, at::TensorOptions(at::kMeta)));
+    EXPECT_THAT(error_of([&] { fully_shard(module, data_mesh(world)); }),
+                AllOf(HasSubstr("parameter weight: found it on meta, expected "),
+                      HasSubstr(world.device().str())));
+  });
+}
+
 struct After : torch::autograd::PostAccumulateGradHook {
   void operator()(const at::Tensor&) override {}
 };

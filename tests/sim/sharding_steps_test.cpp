@@ -2,7 +2,9 @@
 // a backward runs, and what a failure and a model that is gone leave behind.
 #include <ATen/ATen.h>
 #include <c10/core/AutogradState.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <gmock/gmock.h>
+#include <torch/optim/sgd.h>
 
 #include <array>
 #include <chrono>
@@ -125,6 +127,155 @@ std::int64_t pool_bytes(int blocks, std::optional<std::int64_t> in_flight_bytes)
     if (world.rank() == 0) bytes = model.handle.unit()->runtime().pool()->total_bytes();
   });
   return bytes;
+}
+
+/// Who clears gradients before the next step.
+enum class Clears { kHandle, kOptimizerOfTorch, kEachByHand };
+
+/// Of a rank's device, beside the pool, whose blocks stay: bytes that are held once gradients are
+/// cleared, and the most that a forward needs, step by step.
+struct Held {
+  std::vector<std::int64_t> cleared;
+  std::vector<std::int64_t> forward_peak;
+  std::int64_t with_sums = 0;
+  std::int64_t sums = 0;  ///< their bytes
+};
+
+std::int64_t sums_of(const fsdp::Runtime& runtime,
+                     const at::Tensor& (fsdp::Bucket::*which)() const) {
+  std::int64_t bytes = 0;
+  for (const auto* unit : runtime.units()) {
+    for (const auto& bucket : unit->buckets()) {
+      const at::Tensor& sums = (*bucket.*which)();
+      if (sums.defined()) bytes += static_cast<std::int64_t>(sums.nbytes());
+    }
+  }
+  return bytes;
+}
+
+Held held_by_steps(World& world, int replicas, const PrecisionPolicy& policy, Clears clears) {
+  test::ShardedChain model(test::data_mesh(world, replicas), 1, 3, kWidth, policy);
+  torch::optim::SGD optimizer(model.handle.parameters(), torch::optim::SGDOptions(0.001));
+  const int index = world.device().index();
+  auto& runtime = model.handle.unit()->runtime();
+  const auto beside_pool = [&](std::int64_t bytes) {
+    return bytes - runtime.pool()->total_bytes();
+  };
+  Held held;
+  model.handle.forward(input_on(world, 0));  // the pool has its blocks, and there are no sums yet
+  for (int step = 0; step < 4; ++step) {
+    {
+      const at::Tensor x = input_on(world, step);
+      at::getDeviceAllocator(world.device().type())->resetPeakStats(world.device().index());
+      const at::Tensor loss = test::squares(model.handle.forward(x));
+      held.forward_peak.push_back(beside_pool(peak_bytes(index)));
+      EXPECT_EQ(sums_of(runtime, &fsdp::Bucket::accumulator), 0);
+      EXPECT_EQ(sums_of(runtime, &fsdp::Bucket::final_memory), 0);
+      test::backward(loss);
+    }
+    held.with_sums = beside_pool(live_bytes(index));
+    held.sums = sums_of(runtime, &fsdp::Bucket::accumulator) +
+                sums_of(runtime, &fsdp::Bucket::final_memory);
+    optimizer.step();
+    if (clears == Clears::kHandle) model.handle.zero_grad();
+    if (clears == Clears::kOptimizerOfTorch) optimizer.zero_grad();
+    if (clears == Clears::kEachByHand) {
+      for (auto& parameter : model.handle.parameters()) parameter.mutable_grad().reset();
+    }
+    held.cleared.push_back(beside_pool(live_bytes(index)));
+  }
+  return held;
+}
+
+// Naive: they are held until the next backward begins, beside all activations of the forward.
+TEST(StepOnADevice, SumsAreGoneBeforeTheNextForward) {
+  for (const PrecisionPolicy& policy : {PrecisionPolicy(), test::in_bfloat16()}) {
+    for (const auto& [ranks, replicas] :
+         std::initializer_list<std::pair<int, int>>{{1, 1}, {2, 1}, {2, 2}, {4, 2}}) {
+      for (const Clears clears :
+           {Clears::kHandle, Clears::kOptimizerOfTorch, Clears::kEachByHand}) {
+        SCOPED_TRACE(concat(ranks, " ranks, ", replicas, " replicas, ", static_cast<int>(clears)));
+        on_ranks(ranks, "sim", [&, replicas = replicas](World& world) {
+          const Held held = held_by_steps(world, replicas, policy, clears);
+          EXPECT_GT(held.sums, 0);
+          for (std::size_t step = 0; step < held.cleared.size(); ++step) {
+            // Else the pool changes in a forward, which takes from it what a backward gave back.
+            if (!policy.param_dtype) {
+              EXPECT_EQ(held.forward_peak[step], held.forward_peak.front()) << step;
+            }
+            if (clears != Clears::kHandle) continue;
+            EXPECT_LE(held.cleared[step] + held.sums, held.with_sums) << step;
+          }
+        });
+      }
+    }
+  }
+}
+
+// Of one bucket alone, and of one parameter of a bucket: what others show goes on.
+TEST(StepOnADevice, SumsOfWhatIsClearedGoAndOthersGoOn) {
+  for (const int ranks : {1, 2}) {
+    std::map<std::string, std::vector<at::Tensor>> results;
+    for (const std::string device : {"cpu", "sim", "sim:0"}) {
+      on_ranks(ranks, device, [&](World& world) {
+        test::ShardedChain model(test::data_mesh(world), 1, 2, kWidth);
+        std::vector<at::Tensor> mine;
+        const auto step = [&](int number) {
+          test::backward(test::squares(model.handle.forward(input_on(world, number))));
+          for (const auto& [name, grad] : test::whole_gradients(model.handle)) mine.push_back(grad);
+        };
+        const auto clear = [&](const std::string& part) {
+          for (const auto& view : model.handle.shards()) {
+            if (view.contract->name.find(part) != std::string::npos)
+              view.shard.mutable_grad().reset();
+          }
+        };
+        step(0);
+        model.chain->handles[0]->zero_grad();
+        const auto& of_cleared = *model.chain->handles[0]->unit()->buckets().front();
+        const auto& of_other = *model.chain->handles[1]->unit()->buckets().front();
+        EXPECT_EQ(of_cleared.accumulator().defined(), world.device().is_cpu());
+        EXPECT_TRUE(of_other.accumulator().defined());
+        step(1);
+        clear("block1.a");
+        model.handle.forward(input_on(world, 2));
+        EXPECT_TRUE(of_other.accumulator().defined()) << "what the other one has shown is in it";
+        step(3);
+        clear("block1.");
+        step(4);
+        auto read = comm::read_on_host(mine, "results");
+        if (world.rank() == 0) results[device] = std::move(read);
+      });
+      settle();
+    }
+    for (const char* const device : {"sim", "sim:0"}) {
+      ASSERT_EQ(results[device].size(), results["cpu"].size());
+      for (std::size_t i = 0; i < results[device].size(); ++i) {
+        expect_same_bits(results[device][i], results["cpu"][i],
+                         concat(ranks, " ranks on ", device, ", result ", i));
+      }
+    }
+  }
+}
+
+// Naive: libtorch says which devices do not go together, and not of what.
+TEST(StepOnADevice, ParametersOfAnotherDeviceAreRefusedByName) {
+  const auto refusal = [](const std::string& device, const c10::Device& found) {
+    std::string text;
+    on_ranks(1, device, [&](World& world) {
+      const auto chain = std::make_shared<test::Chain>(1, 1, kWidth);
+      chain->scale.set_data(chain->scale.detach().to(found));
+      text = test::error_of([&] { fully_shard(chain, test::data_mesh(world)); });
+    });
+    settle();
+    return text;
+  };
+  EXPECT_THAT(refusal("sim:0", device(1)),
+              HasSubstr("parameter scale: found it on sim:1, expected sim:0 or cpu"));
+  EXPECT_THAT(refusal("cpu", device(0)),
+              HasSubstr("parameter scale: found it on sim:0, expected cpu, as its World"));
+  EXPECT_EQ(refusal("sim:0", c10::kCPU), "");
+  EXPECT_EQ(refusal("sim:0", device(0)), "");
 }
 
 // Naive: a number of bytes, which is all units of a small model and less than one of a large one.

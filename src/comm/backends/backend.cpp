@@ -15,9 +15,9 @@ int GroupPlace::self() const {
 const std::vector<BackendRow>& backends() {
   static const std::vector<BackendRow> rows{
 #define TESSERA_BACKEND(enumerator, folder, name, device, others, threads) \
-  {name, device, others, threads, folder##_built_in, folder##_usable, open_##folder},
+  {name, device, others, threads, folder##_built_in, folder##_facts, open_##folder},
 #define TESSERA_THREAD_BACKEND(folder, name, device, others, threads) \
-  {name, device, others, threads, [] { return true; }, [] { return true; }, nullptr},
+  {name, device, others, threads, [] { return true; }, [](int) { return DeviceFacts(); }, nullptr},
 #include "comm/backends/backends.def"
   };
   return rows;

@@ -13,6 +13,7 @@
 #include <string_view>
 #include <vector>
 
+#include "comm/device.h"
 #include "comm/group.h"
 #include "launch/abort_flag.h"
 #include "launch/launch_environment.h"
@@ -58,8 +59,9 @@ struct BackendRow {
   bool others;                           ///< carries all others' through the host's memory
   std::optional<ThreadBackend> threads;  ///< under which it connects threads of one process
   bool (*built_in)();                    ///< linked, not stubbed
-  bool (*usable)();                      ///< built in, and there is a device
-  /// Null where it connects threads only. Errors: kUsage where it is not usable; kComm.
+  DeviceFacts (*facts)(int index);       ///< of one of these devices; none where it cannot tell
+  /// Null where it connects threads only. Errors: kUsage where it is not built in, or there is no
+  /// device; kComm.
   std::unique_ptr<Connections> (*open)(const LaunchEnvironment& launch);
 
   bool connects_processes() const { return open != nullptr; }

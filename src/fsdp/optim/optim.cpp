@@ -12,6 +12,7 @@
 #include "base/trace.h"
 #include "fsdp/optim/optimizer_registry.h"
 #include "fsdp/optim/optimizer_shards.h"
+#include "fsdp/runtime/integrity.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "grad/resolve_steps.h"
@@ -225,6 +226,7 @@ void Optimizer::step() {
   for (auto& item : items_) {
     const auto& grad = item.view.shard.grad();
     if (!grad.defined()) continue;  // no rank used it
+    fsdp::require_gradient_here(grad, item.view.shard, item.view.contract->name);
     const auto dtype = item.view.shard.scalar_type();
     const auto wanted = to_scalar_type(item.view.contract->state);
     TESSERA_CHECK(grad.scalar_type() == dtype || grad.scalar_type() == wanted, ErrorKind::kContract,

@@ -9,6 +9,7 @@
 
 #include "base/test_hooks.h"
 #include "comm/group.h"
+#include "fsdp/runtime/integrity.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "kernels/kernels.h"
@@ -66,6 +67,7 @@ PendingNorm::PendingNorm(const ShardedBase& model, double p, double largest) : m
   for (const auto& view : model.shards()) {
     const auto& gradient = view.shard.grad();
     if (!gradient.defined() || gradient.numel() == 0 || !counts(view, model.mesh())) continue;
+    require_gradient_here(gradient, view.shard, view.contract->name);
     places_.push_back(view.place_in_model);
     gradients.push_back(gradient);
   }

@@ -258,9 +258,11 @@ void Bucket::reset_accumulator() {
   has_sum_ = false;
   // A device's memory until gradients arrive again: activations come before, and its allocator
   // gives it out again at no cost. On the host pages would be given anew.
-  if (!made_on_ || !accumulator_.defined() || slots_.defined() || has_arrivals()) return;
+  if (!made_on_ || slots_.defined() || has_arrivals()) return;
+  if (!accumulator_.defined() && !replica_sum_.defined() && !final_.defined()) return;
+  join_slots();
   comm::order(current_stream(), made_on_, comm::EventSite::kPoolFree);
-  accumulator_ = at::Tensor();
+  accumulator_ = replica_sum_ = final_ = at::Tensor();
 }
 
 void Bucket::import_accumulator(std::size_t index, const at::Tensor& value) {
@@ -323,7 +325,8 @@ const at::Tensor& Bucket::finish_final(double loss_scale) {
   const auto& sum = groups_.replicas != nullptr ? replica_sum_ : accumulator_;
   const bool in_place = groups_.replicas != nullptr && plan_.key.final == plan_.key.accumulate;
   if (!final_.defined()) {
-    final_ = in_place ? sum : make(plan_.slice_numel(), plan_.key.final).zero_();
+    final_ = in_place ? sum : make(plan_.slice_numel(), plan_.key.final);
+    if (!in_place && !made_on_) final_.zero_();  // as ensure_accumulator()
   }
   const auto factor = plan_.key.reductions.divide_factor * loss_scale;
   if (!in_place || factor != 1.0) kernels::divide_into(final_, sum, factor);

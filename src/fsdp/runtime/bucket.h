@@ -103,6 +103,7 @@ class Bucket {
   const at::Tensor& accumulator() const { return accumulator_; }
   /// Starts a new sum for the parameter: its range reads as zero, what waits in its slot is gone.
   void reset_accumulator(std::size_t index);
+  /// For all of them; on a device its memory goes back, with what was published from it.
   void reset_accumulator();
   /// Replaces the parameter's sum, with what waits in its slot, by `value` ([owned], already times
   /// the divide factor) on this rank.

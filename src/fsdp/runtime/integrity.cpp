@@ -1,9 +1,5 @@
 #include "fsdp/runtime/integrity.h"
 
-#include <ATen/core/Tensor.h>
-
-#include <string_view>
-
 #include "fsdp/runtime/unit.h"
 #include "grad/leaf.h"
 #include "grad/torch_dtype.h"
@@ -98,6 +94,13 @@ void require_unwritten(const Unit& unit) {
           "with a changed copy in forward");
     }
   }
+}
+
+void require_gradient_here(const at::Tensor& gradient, const at::Tensor& shard,
+                           std::string_view parameter) {
+  TESSERA_CHECK(gradient.device() == shard.device(), ErrorKind::kUsage, "gradient of ", parameter,
+                ": found it on ", gradient.device().str(), ", expected ", shard.device().str(),
+                " where its shard is; move it there before it is assigned");
 }
 
 void check_trainable(const Unit& unit) {

@@ -5,6 +5,10 @@
 // ever. No hook tells, so it is looked at where a unit's parameters become readable.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
+#include <string_view>
+
 namespace tessera::fsdp {
 
 class Unit;
@@ -19,6 +23,11 @@ void note_versions(const Unit& unit);
 /// with it, but for one rank whose unsharded parameters are the shard. Errors: kUsage naming unit
 /// and parameter.
 void require_unwritten(const Unit& unit);
+
+/// A gradient that the user has put on a shard lies where the shard does: assignment takes any.
+/// Errors: kUsage naming the parameter and both devices.
+void require_gradient_here(const at::Tensor& gradient, const at::Tensor& shard,
+                           std::string_view parameter);
 
 /// requires_grad_() on a shard would change nothing: whether a parameter is trained stands in its
 /// contract, which lays out the buckets of all ranks. Once a forward. Errors: kUsage naming the

@@ -200,6 +200,7 @@ void Publisher::publish(const ModelControls& controls, const std::string& marks)
 void Publisher::import_changed(Unit& unit, Parameter& p, const ModelControls& controls) {
   const auto& grad = p.shard.grad();
   auto& bucket = unit.bucket_of(p);
+  require_gradient_here(grad, p.shard, p.contract.name);
   TESSERA_CHECK(grad.sizes() == p.shard.sizes(), ErrorKind::kContract, "gradient of ",
                 p.contract.name, ": found shape ", grad.sizes(), " on the shard, expected ",
                 p.shard.sizes());
@@ -217,8 +218,30 @@ void Publisher::import_changed(Unit& unit, Parameter& p, const ModelControls& co
   p.published = true;
 }
 
+void Publisher::forget_cleared() {
+  for (auto* unit : units_) {
+    const auto& progress = unit->progress();
+    if (progress.unpublished || progress.owed || progress.tickets > 0) continue;
+    for (std::size_t i = 0; i < unit->buckets().size(); ++i) {
+      auto& bucket = *unit->buckets()[i];
+      if (!bucket.trainable() || bucket.has_arrivals() || bucket.is_reducing()) continue;
+      const auto stands_in_it = [&](const std::shared_ptr<Parameter>& p) {
+        return p->bucket == i && p->shard.grad().defined();
+      };
+      if (std::ranges::any_of(unit->parameters(), stands_in_it)) continue;
+      for (const auto& p : unit->parameters()) {
+        if (p->bucket != i) continue;
+        p->used = p->published = false;
+        p->seen_grad = at::Tensor();
+      }
+      bucket.reset_accumulator();
+    }
+  }
+}
+
 void Publisher::import_user_changes(const ModelControls& controls) {
   const at::NoGradGuard no_grad;
+  forget_cleared();  // cleared since the forward: no zeros are written to what nothing is added to
   for (auto* unit : units_) {
     check_integrity(*unit);
     leave_kept_sums(*unit);

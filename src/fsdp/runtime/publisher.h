@@ -27,6 +27,9 @@ class Publisher {
   /// Gradients that were reduced since the last time appear on the shards. Collective. `marks` go
   /// into the labels.
   void publish(const ModelControls& controls, const std::string& marks);
+  /// Begins new sums in buckets of which the user has cleared all, and nothing waits: on a device
+  /// their memory is free for what comes before the next backward. Nothing may be under way.
+  void forget_cleared();
   /// What users changed, cleared or kept since. Errors: kContract, kUsage naming the parameter.
   void import_user_changes(const ModelControls& controls);
   /// What stands on the shards is what import_user_changes() has seen last. Errors: kUsage, naming

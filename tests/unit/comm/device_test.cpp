@@ -1,10 +1,13 @@
 // One device for each rank of a host, where a backend wants that.
 #include "comm/device.h"
 
+#include <ATen/Context.h>
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <string>
 
+#include "base/environment.h"
 #include "launch/store.h"
 #include "tessera/error.h"
 
@@ -87,6 +90,39 @@ TEST(SpawnedDevices, ThatWereAskedForAndAreTooFewAreRefused) {
             "device = \"cpu\" and comm.backend = \"auto\"");
   EXPECT_EQ(spawned("auto", "nccl", 2, 1).substr(0, 6), "usage:") << "not the CPU's";
   EXPECT_EQ(spawned("cuda", "nccl", 2, 1).substr(0, 6), "usage:");
+}
+
+/// What deterministic kernels on CUDA say where the variable of its products is set so.
+std::string deterministic_with(const char* products) {
+  constexpr auto kName = "CUBLAS_WORKSPACE_CONFIG";
+  products == nullptr ? ::unsetenv(kName) : ::setenv(kName, products, /*overwrite=*/1);
+  try {
+    take_deterministic_kernels(c10::Device(c10::kCUDA, 0));
+  } catch (const Error& error) {
+    return concat(to_string(error.kind()), ": ", error.what());
+  }
+  const bool takes = at::globalContext().deterministicAlgorithms();
+  at::globalContext().setDeterministicAlgorithms(false, /*warn_only=*/false);
+  return takes ? "" : "nothing is taken";
+}
+
+// Naive: the first product of the run ends it, by libtorch's message.
+TEST(DeterministicKernels, OnCudaWantTheVariableOfItsProducts) {
+  const std::string refusal = "usage: deterministic kernels on cuda:0: found CUBLAS_WORKSPACE_CONFIG ";
+  EXPECT_EQ(deterministic_with(nullptr).find(refusal + "unset, expected :4096:8 or :16:8"), 0U);
+  EXPECT_EQ(deterministic_with(":0:0").find(refusal + "':0:0', expected :4096:8"), 0U);
+  EXPECT_FALSE(at::globalContext().deterministicAlgorithms()) << "nothing is taken by halves";
+  EXPECT_EQ(deterministic_with(":16:8"), "");
+  EXPECT_EQ(deterministic_with(":4096:8"), "");
+}
+
+TEST(DeterministicKernels, TheProgramSetsTheVariableWhereNobodyHas) {
+  ::unsetenv("CUBLAS_WORKSPACE_CONFIG");
+  prepare_deterministic_products();
+  EXPECT_EQ(base::environment_variable("CUBLAS_WORKSPACE_CONFIG"), ":4096:8");
+  ::setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8", /*overwrite=*/1);
+  prepare_deterministic_products();
+  EXPECT_EQ(base::environment_variable("CUBLAS_WORKSPACE_CONFIG"), ":16:8");
 }
 
 }  // namespace

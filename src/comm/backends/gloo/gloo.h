@@ -21,7 +21,7 @@
 namespace tessera::comm {
 
 inline bool gloo_built_in() { return true; }
-inline bool gloo_usable() { return true; }
+inline DeviceFacts gloo_facts(int /*device*/) { return {}; }
 
 /// The backend. Errors: as GlooDevice.
 std::unique_ptr<Connections> open_gloo(const LaunchEnvironment& launch);

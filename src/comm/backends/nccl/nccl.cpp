@@ -6,12 +6,12 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <functional>
 #include <map>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 #include <utility>
 
+#include "base/environment.h"
 #include "base/text/printable.h"
 #include "comm/backends/gloo/point_to_point.h"
 #include "comm/backends/nccl/nccl_mail.h"
@@ -328,13 +328,13 @@ void keep_watchdog_still() {
   for (const char* const name :
        {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT",
         "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"}) {
-    ::setenv(name, "0", /*overwrite=*/1);
+    base::set_environment_variable(name, "0");
   }
 }
 
 }  // namespace
 
-DeviceFacts cuda_facts(int device) {
+DeviceFacts nccl_facts(int device) {
   const cudaDeviceProp& card =
       *at::cuda::getDeviceProperties(static_cast<c10::DeviceIndex>(device));
   return {card.name, 10 * card.major + card.minor};
@@ -342,10 +342,8 @@ DeviceFacts cuda_facts(int device) {
 
 bool nccl_built_in() { return true; }
 
-bool nccl_usable() { return c10::cuda::device_count() > 0; }
-
 std::unique_ptr<Connections> open_nccl(const LaunchEnvironment& /*launch*/) {
-  TESSERA_CHECK(nccl_usable(), ErrorKind::kUsage,
+  TESSERA_CHECK(cuda_devices() > 0, ErrorKind::kUsage,
                 "comm.backend: found nccl, but there is no CUDA device; use gloo");
   keep_watchdog_still();
   return std::make_unique<NcclConnections>();

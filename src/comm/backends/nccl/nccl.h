@@ -9,17 +9,14 @@
 #include <memory>
 
 #include "comm/backends/backend.h"
-#include "comm/device.h"
 
 namespace tessera::comm {
 
 /// Linked, not stubbed.
 bool nccl_built_in();
-/// Built in, and there is a CUDA device.
-bool nccl_usable();
 
-/// comm/device.h; without NCCL of none.
-DeviceFacts cuda_facts(int device);
+/// Of a CUDA device; without NCCL of none.
+DeviceFacts nccl_facts(int device);
 
 /// The backend. compare_entries is not used. Errors: kUsage when it is not built in or there is no
 /// CUDA device; of its groups also where another rank computes on the same device.

@@ -5,9 +5,7 @@ namespace tessera::comm {
 
 bool nccl_built_in() { return false; }
 
-bool nccl_usable() { return false; }
-
-DeviceFacts cuda_facts(int /*device*/) { return {}; }
+DeviceFacts nccl_facts(int /*device*/) { return {}; }
 
 std::unique_ptr<Connections> open_nccl(const LaunchEnvironment& /*launch*/) {
   throw Error(
