@@ -45,8 +45,7 @@ std::shared_ptr<DecoderLayer> new_layer() {
   const auto spec = spec_of_dense();
   const auto rope =
       std::make_shared<tessera::nn::Rope>(tessera::nn::RopeOptions{.theta = 1e4}, spec.head_dim);
-  auto layer =
-      std::make_shared<DecoderLayer>(spec, 0, tessera::models::local_sizes(spec), rope);
+  auto layer = std::make_shared<DecoderLayer>(spec, 0, tessera::models::local_sizes(spec), rope);
   tessera::nn::materialize(*layer);
   const at::NoGradGuard no_grad;
   at::manual_seed(1);
