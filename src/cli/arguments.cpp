@@ -276,7 +276,8 @@ void add_plan(::CLI::App& app, PlanArguments& plan, const std::string& keys) {
   verb->add_option("--world", plan.world, "Ranks to plan for; default as own spawn.")
       ->transform(whole_number(1 << 20));
   verb->add_option("--profile", plan.profile,
-                   "File with what units cost, for times and choices; default by their bytes.");
+                   "What units cost, for times and choices: profile.json of a run; default by their "
+                   "bytes.");
   ::CLI::Option* check = verb->add_option(
       "--check", plan.check,
       "A plan's file: whether it is this run's (else exit code 2), and holds (else 3).");

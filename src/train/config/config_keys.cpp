@@ -418,7 +418,8 @@ void add_outputs(std::vector<ConfigKey>& keys) {
       .key("deterministic", &B::deterministic,
            {"",
             "On devices takes kernels whose sums do not vary from run to run: slower. An operation "
-            "that has none ends the run. Products on CUDA need CUBLAS_WORKSPACE_CONFIG, which is set "
+            "that has none ends the run. Products on CUDA need CUBLAS_WORKSPACE_CONFIG, which is "
+            "set "
             "to :4096:8 where it is not."})
       .key("on_nonfinite", &B::on_nonfinite,
            {"", "What a non-finite loss does: error names the first parameters concerned."});
