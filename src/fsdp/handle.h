@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "comm/stream.h"
 #include "fsdp/agreed/step_plan.h"
@@ -25,6 +26,9 @@ void require_steps_of(const ShardedBase& model, const Optimizer& optimizer, cons
 /// Step scopes of `model`, the outermost handle, follow the planner's plans from here on; an empty
 /// one: eager plans. On every rank. Errors: kUsage in a step.
 void set_planner(const ShardedBase& model, Planner planner);
+
+/// Units of `model`, the outermost handle, as plans of its steps see them now.
+std::vector<PlanUnit> plan_units(const ShardedBase& model);
 
 /// "the forward of unit layers.3": what the rank was in when it could not go on; "" = in none yet.
 std::string last_entered(const ShardedBase& model);

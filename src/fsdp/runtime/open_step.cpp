@@ -146,31 +146,6 @@ void OpenStep::settle_into() {
   }
 }
 
-std::vector<PlanUnit> OpenStep::plan_units() const {
-  std::vector<PlanUnit> units;
-  for (const auto* unit : runtime_.units_) {
-    const auto ids = [&](const std::vector<std::weak_ptr<Unit>>& named, const char* control) {
-      std::vector<UnitId> list;
-      for (const auto& one : runtime_.living(named, control, *unit)) list.push_back(one->id());
-      return list;
-    };
-    PlanUnit of;
-    of.name = unit->shown_name();
-    for (const auto& bucket : unit->buckets()) {
-      if (!bucket->aliases_shard()) of.bytes += layout::gathered_bytes(bucket->plan());
-    }
-    of.gathers = !unit->buckets().empty();
-    of.gathers_in_backward = unit->controls.unshard_in_backward;
-    of.gathered = unit->gathered() || unit->gather_pending();
-    of.reduces = unit->trainable() && unit->controls.requires_sync;
-    of.lenders = lenders_.at(unit->id());
-    of.forward_prefetch = ids(unit->forward_prefetch, "set_forward_prefetch");
-    of.backward_prefetch = ids(unit->backward_prefetch, "set_backward_prefetch");
-    units.push_back(std::move(of));
-  }
-  return units;
-}
-
 /// From what all ranks have agreed on, so that all make the same one, or all take the last step's.
 void OpenStep::make_plan() {
   const auto reduce = !options_.micro_batches           ? ReduceAt::kAsked
@@ -179,7 +154,7 @@ void OpenStep::make_plan() {
   const auto order = options_.micro_batches ? PlanOrder::kOneAfterTheOther : PlanOrder::kAny;
   std::vector<bool> resharded;
   for (const auto* unit : runtime_.units_) resharded.push_back(!stays(*unit));
-  PlanInputs inputs{plan_units(), eager_choices(record_, resharded, reduce, order), order};
+  PlanInputs inputs{runtime_.plan_units(), eager_choices(record_, resharded, reduce, order), order};
   auto& known = runtime_.records_.at({options_.schedule, options_.stages});
   if (known.plan != nullptr && known.inputs == inputs) {
     step_plan_ = known.plan;

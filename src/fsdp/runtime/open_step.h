@@ -123,7 +123,6 @@ class OpenStep {
   // open_step.cpp
   void agree_at_begin();
   void settle_into();
-  std::vector<PlanUnit> plan_units() const;
   void make_plan();
   void require_next(const Stage& stage, std::int64_t micro_batch) const;
   void require_open(const char* what) const;

@@ -172,6 +172,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   Controls controls() const;
   /// By which the plans of step scopes are made from here on. Errors: kUsage in a step.
   void set_planner(Planner planner);
+  std::vector<PlanUnit> plan_units() const;  ///< as they are now
   /// The same in words. It is part of every label and of the agreement on the forward order, so
   /// that ranks cannot differ. [Note: controls]
   const std::string& controls_in_words();
