@@ -14,7 +14,7 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 using Words = std::vector<std::string>;
 
-/// write_small_run, with layers that are no small buckets.
+/// write_small_run, with layers that are no small buckets; under bfloat16 their norms are.
 void write_run(const testing::TemporaryFolder& folder) {
   write_small_run(folder);
   auto model = json::parse(read_file(folder / "model.json"));
@@ -22,6 +22,9 @@ void write_run(const testing::TemporaryFolder& folder) {
   model["intermediate_size"] = 192;
   model["num_hidden_layers"] = 3;
   folder.write("model.json", model.dump());
+  folder.write("run.toml", read_file(folder / "run.toml") +
+                               "[[precision.rule]]\nmatch = [\"*norm\"]\n"
+                               "param_dtype = \"float32\"\n");
 }
 
 Outcome plan(const testing::TemporaryFolder& folder, const Words& more) {

@@ -317,7 +317,7 @@ void add_layout(std::vector<ConfigKey>& keys) {
       .key("memory_budget", &C::memory_budget,
            {"bytes",
             "Of all that a rank holds in a step: bytes, or a share of the machine's memory for "
-            "each rank on it, as \"90%\"; none keeps eager choices.",
+            "each rank on it, as \"90%\"; without one nothing is bounded, and keep is left out.",
             "none"})
       .key("form", &C::form,
            {"",
