@@ -66,7 +66,7 @@ PlanProfile most_of(const std::vector<PlanProfile>& ranks);
 PlanProfile profile_of(const PlanProfile& profile, const std::vector<fsdp::PlanUnit>& units,
                        std::string_view where);
 
-inline constexpr std::int64_t kMostProfileBytes = std::int64_t{16} << 20;
+inline constexpr std::int64_t kMostProfileBytes = std::int64_t{64} << 20;
 std::string to_json(const PlanProfile& profile);
 /// Errors: kFormat with file and place.
 PlanProfile parse_profile(std::string_view text, std::string_view where);

@@ -70,9 +70,8 @@ PlanProblem problem_of(const Planning& planning, const fsdp::StepRecord& record,
           .micro_batches = planning.micro_batches,
           .form = planning.form,
           .memory_budget = planning.memory_budget,
-          .profile = planning.profile
-                         ? profile_of(*planning.profile, units, planning.profile_from)
-                         : default_profile(units)};
+          .profile = planning.profile ? profile_of(*planning.profile, units, planning.profile_from)
+                                      : default_profile(units)};
 }
 
 fsdp::StepPlan plan_step(const Planning& planning, const fsdp::StepRecord& record,

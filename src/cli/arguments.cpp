@@ -124,6 +124,8 @@ void add_gradients(::CLI::App& app, GradientsArguments& gradients, const std::st
   verb->footer(keys);
 }
 
+constexpr const char* kWorld = "Ranks to plan for; default as own spawn.";
+
 void add_inspect(::CLI::App& app, InspectArguments& inspect, const std::string& keys) {
   ::CLI::App* verb =
       app.add_subcommand("inspect", "Tensors of a folder, or the contract of a run.");
@@ -139,7 +141,7 @@ void add_inspect(::CLI::App& app, InspectArguments& inspect, const std::string& 
   contract->excludes(folder);
   verb->add_flag("--all", inspect.all, "Layers that are alike on lines of their own.")
       ->needs(contract);
-  verb->add_option("--world", inspect.world, "Ranks to plan for; default as own spawn.")
+  verb->add_option("--world", inspect.world, kWorld)
       ->needs(contract)
       ->transform(whole_number(1 << 20));
   verb->footer("Beside --contract:\n\n" + keys);
@@ -273,10 +275,11 @@ void add_plan(::CLI::App& app, PlanArguments& plan, const std::string& keys) {
       "read, nothing is run.");
   verb->add_option("CONFIG.toml", plan.config_file, "The TOML file; [compile] says what is chosen.")
       ->required();
-  verb->add_option("--world", plan.world, "Ranks to plan for; default as own spawn.")
-      ->transform(whole_number(1 << 20));
-  verb->add_option("--profile", plan.profile,
-                   "File with what units cost, for times and choices; default by their bytes.");
+  verb->add_option("--world", plan.world, kWorld)->transform(whole_number(1 << 20));
+  verb->add_option(
+      "--profile", plan.profile,
+      "What units cost, for times and choices: profile.json of a run; default by their "
+      "bytes.");
   ::CLI::Option* check = verb->add_option(
       "--check", plan.check,
       "A plan's file: whether it is this run's (else exit code 2), and holds (else 3).");

@@ -96,9 +96,9 @@ struct ShowText {
   std::string text;
 };
 
-using Arguments = std::variant<TrainArguments, GradientsArguments, InspectArguments,
-                               GenerateArguments, ConvertArguments, ScheduleArguments, PlanArguments,
-                               ShowText>;
+using Arguments =
+    std::variant<TrainArguments, GradientsArguments, InspectArguments, GenerateArguments,
+                 ConvertArguments, ScheduleArguments, PlanArguments, ShowText>;
 
 /// `words` without the program's name; `version` makes what --version shows, called for that only.
 /// Errors: kUsage with what is wrong, in one line.

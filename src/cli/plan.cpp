@@ -57,8 +57,8 @@ PlannedStep planned_step(const PlanArguments& arguments) {
   config = train::open_as("CONFIG.toml", [&] { return train::load_config(arguments.config_file); });
   apply(arguments.overrides, config);
   const int stages = config.parallelism.pipeline_parallel_degree;
-  TESSERA_CHECK(stages == 1, ErrorKind::kConfig,
-                "parallelism.pipeline_parallel_degree: found ", stages,
+  TESSERA_CHECK(stages == 1, ErrorKind::kConfig, "parallelism.pipeline_parallel_degree: found ",
+                stages,
                 ", expected 1: the steps of a pipeline have the plan of its schedule; tessera "
                 "schedule draws that, and inspect --contract has its memory");
   auto& mode = config.compile.mode;
@@ -77,8 +77,9 @@ PlannedStep planned_step(const PlanArguments& arguments) {
 
 /// What a gradient is on its way: layers that are alike on one line.
 void print_dtypes(const ModelContract& contract) {
-  std::cout << "\ngradients: raw as its kernel gives it, in the compute dtype unless that is wider; "
-               "nothing below depends on it\n";
+  std::cout
+      << "\ngradients: raw as its kernel gives it, in the compute dtype unless that is wider; "
+         "nothing below depends on it\n";
   std::size_t widest = 0;
   const auto shown = folded(contract);
   for (const auto& one : shown.parameters) widest = std::max(widest, one.name.size());
@@ -102,7 +103,7 @@ void print_dtypes(const ModelContract& contract) {
 
 void print_step(const capture::PlanFile& file, const capture::PlanProblem& problem,
                 std::int64_t fixed) {
-  const auto step = simulate(file.plan, problem.profile, problem.micro_batches);
+  const auto step = capture::simulate(file.plan, problem.profile, problem.micro_batches);
   std::cout << "\ngathered memory of a rank, place by place: at most " << step.peak_bytes
             << " bytes (" << size_text(step.peak_bytes) << "), beside " << size_text(fixed)
             << " that are there whatever the plan is\n"
@@ -135,7 +136,7 @@ int check_plan(const std::string& path, const capture::MadeFor& made_for,
   const auto file = train::open_as("--check", [&] {
     return capture::parse_plan(read_text_file(path, capture::kMostPlanBytes), shown(path));
   });
-  require_made_for(file, made_for, shown(path));
+  capture::require_made_for(file, made_for, shown(path));
   capture::require_plan_of(file.plan, problem.record, problem.units, shown(path));
   const auto budget = problem.memory_budget ? problem.memory_budget : file.memory_budget;
   const auto faults = faults_of(file.plan, budget);

@@ -317,7 +317,7 @@ void add_layout(std::vector<ConfigKey>& keys) {
       .key("memory_budget", &C::memory_budget,
            {"bytes",
             "Of all that a rank holds in a step: bytes, or a share of the machine's memory for "
-            "each rank on it, as \"90%\"; none keeps eager choices.",
+            "each rank on it, as \"90%\"; without one nothing is bounded, and keep is left out.",
             "none"})
       .key("form", &C::form,
            {"",
@@ -418,7 +418,8 @@ void add_outputs(std::vector<ConfigKey>& keys) {
       .key("deterministic", &B::deterministic,
            {"",
             "On devices takes kernels whose sums do not vary from run to run: slower. An operation "
-            "that has none ends the run. Products on CUDA need CUBLAS_WORKSPACE_CONFIG, which is set "
+            "that has none ends the run. Products on CUDA need CUBLAS_WORKSPACE_CONFIG, which is "
+            "set "
             "to :4096:8 where it is not."})
       .key("on_nonfinite", &B::on_nonfinite,
            {"", "What a non-finite loss does: error names the first parameters concerned."});

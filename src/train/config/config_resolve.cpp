@@ -46,9 +46,10 @@ void check_compile(const Config& config) {
   const CompileConfig& section = config.compile;
   TESSERA_CHECK(section.mode != CompileChoice::kReplay, ErrorKind::kConfig,
                 "compile.mode: found replay, which is not there yet, expected off or plan");
-  TESSERA_CHECK(section.offload_folder.empty(), ErrorKind::kConfig,
-                "compile.offload_folder: found ", printable(section.offload_folder, 1024),
-                ", expected none: optimizer state outside of memory is not there yet; leave it out");
+  TESSERA_CHECK(
+      section.offload_folder.empty(), ErrorKind::kConfig, "compile.offload_folder: found ",
+      printable(section.offload_folder, 1024),
+      ", expected none: optimizer state outside of memory is not there yet; leave it out");
   if (section.passes) capture::check_passes(*section.passes);
   if (section.mode == CompileChoice::kOff) return;
   const int stages = config.parallelism.pipeline_parallel_degree;
@@ -56,9 +57,10 @@ void check_compile(const Config& config) {
                 "compile.mode: found plan with pipeline_parallel_degree ", stages,
                 ", expected off: the steps of a pipeline have the plan of its schedule; set "
                 "compile.mode = \"off\" and pipeline.reshard, or pipeline_parallel_degree = 1");
-  TESSERA_CHECK(section.form != 1 || !config.training.sync_every_micro_batch, ErrorKind::kConfig,
-                "compile.form: found 1 with training.sync_every_micro_batch, expected 2 or 3, which "
-                "reduce with every micro-batch; set form = 2 or sync_every_micro_batch = false");
+  TESSERA_CHECK(
+      section.form != 1 || !config.training.sync_every_micro_batch, ErrorKind::kConfig,
+      "compile.form: found 1 with training.sync_every_micro_batch, expected 2 or 3, which "
+      "reduce with every micro-batch; set form = 2 or sync_every_micro_batch = false");
 }
 
 void check_lora(const LoraRequest& lora, const ModelConfig& model) {
