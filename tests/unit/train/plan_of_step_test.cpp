@@ -181,7 +181,7 @@ TEST_P(PlanOfStep, ARunRecordsWhatWasPredicted) {
     }
     ASSERT_TRUE(seen);
     const auto predicted = make_plan(record, units, eager, fsdp::PlanOrder::kOneAfterTheOther);
-    EXPECT_THAT(diff(predicted, *seen), IsEmpty());
+    EXPECT_THAT(capture::diff(predicted, *seen), IsEmpty());
     EXPECT_EQ(predicted.hash(), seen->hash());
   });
 }
@@ -236,7 +236,9 @@ TEST(CompiledStep, HoldsWhatWasPredictedAndGivesTheSameBits) {
         const auto peak = rank.peak_of_step();
         const auto plan = plan_step(capture::planning_of(options), record, units, eager, kOrder);
         EXPECT_EQ(peak, fsdp::peak_gathered_bytes(plan)) << form << " " << more;
-        if (more >= 0) EXPECT_LE(peak, least + more);
+        if (more >= 0) {
+          EXPECT_LE(peak, least + more);
+        }
         const auto found = rank.gradients();
         ASSERT_EQ(found.size(), expected.size());
         for (const auto& [name, gradient] : expected) {
