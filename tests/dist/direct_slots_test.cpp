@@ -3,6 +3,7 @@
 //
 // What is compared with: a `grad_dtype` that is the products' own dtype, which rounds nothing and
 // forbids direct writes.
+#include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -103,6 +104,7 @@ TEST(DirectSlots, HaveTheBitsOfProductsThatAreCopied) {
                        Dtypes{DType::kBFloat16, DType::kBFloat16}};
   for (const int count : {1, 2}) {
     ranks(count).run([&](World& world) {
+      at::set_num_threads(1);  // else threads of products wait for each other, beside other work
       for (const Sizes& sizes :
            {Sizes{512, 48, 80}, Sizes{33, 17, 5}, Sizes{6, 1, 8}, Sizes{1, 8, 1}, Sizes{0, 4, 4}}) {
         for (const auto& [compute, accumulate] : dtypes) {
@@ -154,6 +156,7 @@ TEST(DirectSlots, NothingOfTheSizeOfAWeightIsMade) {
     for (const Schedule schedule :
          {Schedule::kTogether, Schedule::kDeferred, Schedule::kRecomputed}) {
       ranks(count).run([&](World& world) {
+        at::set_num_threads(1);
         auto module = std::make_shared<Layer>(kSizes, 1);
         module->recomputes = schedule == Schedule::kRecomputed;
         auto handle = fully_shard(module, data_mesh(world));

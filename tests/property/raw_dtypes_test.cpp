@@ -22,6 +22,7 @@
 
 #include "base/test_hooks.h"
 #include "comm/batch.h"
+#include "comm/host_read.h"
 #include "dist/plain.h"
 #include "grad/torch_dtype.h"
 #include "nn/linear.h"
@@ -47,7 +48,7 @@ enum class Source {
 constexpr std::array kSources = {Source::kHook, Source::kLinear, Source::kAtOnce, Source::kMayWait};
 
 at::Tensor pattern(at::ScalarType dtype) {
-  return at::tensor({1.0, 2.0, 4.0, -1.0, 0.5}).to(dtype).view({1, kColumns});
+  return here(at::tensor({1.0, 2.0, 4.0, -1.0, 0.5}).to(dtype).view({1, kColumns}));
 }
 
 /// Products that were written into their slots.
@@ -61,13 +62,14 @@ struct Use : torch::autograd::Function<Use> {
     context->saved_data["value"] = value;
     context->saved_data["raw"] = raw;
     context->saved_data["source"] = static_cast<std::int64_t>(source);
-    return at::zeros({});
+    return at::zeros({}, weight.options().dtype(at::kFloat));
   }
-  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+  static variable_list backward(AutogradContext* context, const variable_list&) {
     const at::ScalarType dtype = context->saved_data["raw"].toScalarType();
     const auto source = static_cast<Source>(context->saved_data["source"].toInt());
-    const double value = context->saved_data["value"].toDouble() * grads[0].item<double>();
-    const at::Tensor raw = (pattern(dtype) * value).expand({kRows, kColumns}).contiguous();
+    const at::Tensor raw = (pattern(dtype) * context->saved_data["value"].toDouble())
+                               .expand({kRows, kColumns})
+                               .contiguous();
     variable_list result(4);
     if (source == Source::kHook) {
       result[0] = raw;
@@ -97,26 +99,27 @@ struct Weights : torch::nn::Module {
     for (const auto source : kSources) {
       for (std::size_t i = 0; i < kRaw.size(); ++i) {
         weights.push_back(register_parameter(concat("of", static_cast<int>(source), "_", i),
-                                             at::ones({kRows, kColumns})));
+                                             here(at::ones({kRows, kColumns}))));
       }
     }
   }
-  at::Tensor forward(const at::Tensor& value) {
-    at::Tensor sum = at::zeros({});
+  at::Tensor forward(const at::Tensor& zero) {
+    at::Tensor sum = zero;
     for (std::size_t i = 0; i < weights.size(); ++i) {
       const Source source = kSources.at(i / kRaw.size());
       const at::ScalarType raw = kRaw.at((i + shift) % kRaw.size());
       if (source != Source::kLinear) {
-        sum = sum + Use::apply(weights[i], value.item<double>(), raw, source);
+        sum = sum + Use::apply(weights[i], value, raw, source);
         continue;
       }
       const at::Tensor y = nn::linear(pattern(raw), weights[i], {}, raw);
-      sum = sum + (y * value.to(raw)).sum().to(at::kFloat);
+      sum = sum + (y * value).sum().to(at::kFloat);
     }
     return sum;
   }
 
   std::size_t shift;
+  double value = 0;
   std::vector<at::Tensor> weights;
 };
 
@@ -183,14 +186,15 @@ std::shared_ptr<Weights> module_of(const Case& c) {
   return module;
 }
 
-void step(const Case& c, Sharded<Weights>& handle) {
+void step(const Case& c, Weights& module, Sharded<Weights>& handle) {
   handle.set_reshard_after_forward(c.form == Form::kZero3);
   handle.set_defer_weight_gradients(c.defers);
   for (std::size_t i = 0; i < kValues.size(); ++i) {
     const bool is_last = i + 1 == kValues.size();
     handle.set_requires_gradient_sync(is_last || c.form != Form::kZero1);
     handle.set_requires_replica_reduce(is_last || c.form != Form::kReplicasAtLast);
-    backward(handle.forward(at::full({}, kValues.at(i))));
+    module.value = kValues.at(i);
+    backward(handle.forward(here(at::zeros({}))));
     if (c.defers) handle.run_weight_gradients();
   }
 }
@@ -218,9 +222,12 @@ std::vector<Seen> run(const Case& c) {
   ranks(c.ranks).run([&](World& world) {
     Seen& seen = of_ranks.at(static_cast<std::size_t>(world.rank()));
     seen_here = &seen;
-    auto handle = fully_shard(module_of(c), data_mesh(world, c.replicas), policy);
-    step(c, handle);
+    const auto module = module_of(c);
+    auto handle = fully_shard(module, data_mesh(world, c.replicas), policy);
+    step(c, *module, handle);
     seen.gradients = whole_gradients(handle);
+    for (auto& [name, gradient] : seen.gradients) gradient = comm::read_on_host(gradient, name);
+    for (auto& [name, slots] : seen.slots) slots = comm::read_on_host(slots, name);
     for (const auto& view : handle.shards()) {
       seen.contracts += concat(view.contract->name, to_string(view.contract->accumulate),
                                to_string(view.contract->reduce), to_string(view.contract->final));
