@@ -27,8 +27,9 @@ void write_run(const testing::TemporaryFolder& folder) {
                                "param_dtype = \"float32\"\n");
 }
 
-Outcome plan(const testing::TemporaryFolder& folder, const Words& more) {
-  Words words{"plan", "run.toml", "--world", "2"};
+Outcome plan(const testing::TemporaryFolder& folder, const Words& more,
+             const std::string& world = "2") {
+  Words words{"plan", "run.toml", "--world", world};
   words.insert(words.end(), more.begin(), more.end());
   return run_program(folder, words);
 }
@@ -114,10 +115,11 @@ TEST(PlanVerb, NamesEveryFindingOfAPlan) {
   folder.write("plan.json", whole.dump());
   const Outcome outcome = plan(folder, {"--check", "plan.json"});
   EXPECT_EQ(outcome.code, 3) << outcome.err;
-  EXPECT_THAT(outcome.out, AllOf(HasSubstr("micro-batch first, forward: unit (root) is gathered "
-                                           "while it is gathered\n"),
-                                 HasSubstr("is used before the wait for its gather\n"),
-                                 HasSubstr(" findings\n")));
+  EXPECT_THAT(
+      outcome.out,
+      AllOf(HasSubstr("micro-batch first, forward: unit model.embed_tokens is gathered "
+                      "while it is gathered\n"),
+            HasSubstr("is used before the wait for its gather\n"), HasSubstr(" findings\n")));
   const Outcome given = plan(folder, {"--compile.plan", "plan.json"});
   EXPECT_EQ(given.code, 2);
   EXPECT_THAT(given.err, HasSubstr("faults, expected none; the first: micro-batch first, forward"));
@@ -145,7 +147,10 @@ TEST(PlanVerb, RefusesPlansOfOthersAndFilesThatAreNone) {
   EXPECT_THAT(with("/made_for/torch", "1.0"), HasSubstr("a plan for torch 1.0, expected "));
   EXPECT_THAT(with("/made_for/model", "7"), HasSubstr("hash 7, expected "));
   EXPECT_THAT(with("/made_for/tokens", 8), HasSubstr("tokens of a micro-batch on a rank: 8"));
-  EXPECT_THAT(refused(text, {"--world", "4"}), HasSubstr("a world of 2, expected 4"));
+  folder.write("plan.json", text);
+  const Outcome larger = plan(folder, {"--check", "plan.json"}, "4");
+  EXPECT_EQ(larger.code, 2);
+  EXPECT_THAT(larger.err, HasSubstr("a world of 2, expected 4"));
   EXPECT_THAT(refused(text, {"--training.global_batch_size", "8"}),
               HasSubstr("micro-batches a step: 2, expected 4"));
   EXPECT_THAT(with("/record/0/parts/0/units/1", 2),
@@ -162,7 +167,8 @@ TEST(PlanVerb, AProfileGivesTimes) {
   const testing::TemporaryFolder folder;
   write_run(folder);
   json units = json::array();
-  for (const auto& unit : json::parse(plan(folder, {"--json"}).out)["units"]) {
+  const json whole = json::parse(plan(folder, {"--json"}).out);
+  for (const auto& unit : whole["units"]) {
     units.push_back({{"name", unit["name"]},
                      {"forward_ms", 1.0},
                      {"backward_ms", 2.0},
@@ -197,8 +203,9 @@ TEST(PlanVerb, RefusesWhatIsNotThereYetByItsKey) {
       {{"--compile.passes", "kep"}, "compile.passes: found 'kep', expected keep or prefetch"},
       {{"--compile.passes", "keep"}, "found keep without compile.memory_budget"},
       {{"--compile.offload_folder", "x"}, "compile.offload_folder: found 'x', expected none"},
-      {{"--compile.form", "4"}, "compile.form: found 4, expected a value from 1 to 3"},
-      {{"--compile.memory_budget", "0"}, "compile.memory_budget: found 0, expected bytes"},
+      {{"--compile.form", "4"}, "compile.form: found 4 (integer), expected a value from 1 to 3"},
+      {{"--compile.memory_budget", "0"},
+       "compile.memory_budget: found 0 (integer), expected bytes"},
       {{"--compile.memory_budget", "120%"}, "expected bytes, at least 1, or a share"},
       {{"--compile.form", "1", "--training.sync_every_micro_batch", "true"},
        "compile.form: found 1 with training.sync_every_micro_batch"},

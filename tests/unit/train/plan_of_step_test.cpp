@@ -181,7 +181,7 @@ TEST_P(PlanOfStep, ARunRecordsWhatWasPredicted) {
     }
     ASSERT_TRUE(seen);
     const auto predicted = make_plan(record, units, eager, fsdp::PlanOrder::kOneAfterTheOther);
-    EXPECT_THAT(diff(predicted, *seen), IsEmpty());
+    EXPECT_THAT(capture::diff(predicted, *seen), IsEmpty());
     EXPECT_EQ(predicted.hash(), seen->hash());
   });
 }
@@ -204,6 +204,7 @@ INSTANTIATE_TEST_SUITE_P(
 // Of forms and budgets: the bytes that a real step has gathered at most are the predicted ones, and
 // its gradients have the bits of an eager step (form 2 adds in another order).
 TEST(CompiledStep, HoldsWhatWasPredictedAndGivesTheSameBits) {
+  CountingAllocator::install();
   const testing::TemporaryFolder folder;
   StepCase c{"dense"};
   const Config config = config_of(c, folder);
@@ -236,7 +237,9 @@ TEST(CompiledStep, HoldsWhatWasPredictedAndGivesTheSameBits) {
         const auto peak = rank.peak_of_step();
         const auto plan = plan_step(capture::planning_of(options), record, units, eager, kOrder);
         EXPECT_EQ(peak, fsdp::peak_gathered_bytes(plan)) << form << " " << more;
-        if (more >= 0) EXPECT_LE(peak, least + more);
+        if (more >= 0) {
+          EXPECT_LE(peak, least + more);
+        }
         const auto found = rank.gradients();
         ASSERT_EQ(found.size(), expected.size());
         for (const auto& [name, gradient] : expected) {
@@ -250,6 +253,7 @@ TEST(CompiledStep, HoldsWhatWasPredictedAndGivesTheSameBits) {
 // As a file made before the run, with another budget: the run follows it; of another model, world or
 // number of micro-batches it is refused before a step.
 TEST(CompiledStep, FollowsAPlanOutOfAFileAndRefusesAnothers) {
+  CountingAllocator::install();
   const testing::TemporaryFolder folder;
   StepCase c{"dense"};
   const Config config = config_of(c, folder);
