@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <tuple>
 
 #include "base/text/printable.h"
 #include "tessera/error.h"
@@ -43,8 +44,8 @@ class Own {
     for (const auto& span : list) {
       if (computed_by(span) || span.row == TraceRow::kWaits) sorted.push_back(&span);
     }
-    std::ranges::stable_sort(sorted, [](const TraceSpan* a, const TraceSpan* b) {
-      return a->begin != b->begin ? a->begin < b->begin : a->end > b->end;
+    std::ranges::sort(sorted, [](const TraceSpan* a, const TraceSpan* b) {
+      return std::tie(a->begin, b->end, a) < std::tie(b->begin, a->end, b);
     });
     std::vector<const TraceSpan*> around;
     for (const auto* span : sorted) {

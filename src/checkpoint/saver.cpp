@@ -139,7 +139,7 @@ void CheckpointSaver::save(std::int64_t step, const ShardedBase& model, const Op
   if (scaler != nullptr) loss_scale_ = scaler->state();
   phase_ = Phase::kFiles;
   if (world_.rank() == 0) {
-    const double mib = static_cast<double>(snapshot_.bytes().size()) / (1 << 20);
+    const double mib = static_cast<double>(snapshot_.size()) / (1 << 20);
     log::info("checkpoint of step ", step, ": copied ", one_decimal(mib), " MiB in ",
               one_decimal(ms_since(begun_)), " ms, after ", one_decimal(waited),
               " ms for the one before");
@@ -155,16 +155,18 @@ std::string CheckpointSaver::write_files() const {
   if (const auto hook = test_hooks::before_checkpoint_write.get()) (*hook)(world_.rank(), step_);
   store_.begin(step_);
   auto entries = snapshot_.entries();
-  const auto write = [&](const std::string& name, std::span<const std::byte> bytes) {
-    const auto hash = write_hashed_file(store_.temporary(step_) / name, bytes);
-    entries.files[name] = {std::ssize(bytes), hash};
-  };
-  write(snapshot_.name(), snapshot_.bytes());
-  if (world_.rank() == 0) write("config.json", bytes_of(options_.config_json));
+  const auto folder = store_.temporary(step_);
+  entries.files[snapshot_.name()] = {
+      snapshot_.size(), write_hashed_stretches(folder / snapshot_.name(), snapshot_.bytes())};
+  if (world_.rank() == 0) {
+    const auto config = bytes_of(options_.config_json);
+    entries.files["config.json"] = {std::ssize(config),
+                                    write_hashed_file(folder / "config.json", config)};
+  }
   // Through the folder: all ranks' together are too much to send to every one of them.
   const auto text = part_text(entries);
   return to_string(
-      write_hashed_file(store_.temporary(step_) / part_file(world_.rank()), bytes_of(text)));
+      write_hashed_file(folder / part_file(world_.rank()), bytes_of(text)));
 }
 
 bool CheckpointSaver::writing() const {

@@ -225,15 +225,39 @@ void Snapshot::release() {
   reads_.clear();
 }
 
-std::byte* Snapshot::grow_to(std::size_t size, at::Device from) {
-  if (!buffer_.defined() || buffer_.nbytes() < size) {
-    buffer_ = at::Tensor();  // two would be twice the memory
-    const at::TensorOptions bytes(at::kByte);
-    buffer_ = at::empty({static_cast<std::int64_t>(size)}, bytes.pinned_memory(!from.is_cpu()));
-    if (from.is_cpu()) take_huge_pages(buffer_);
-  }
+void Snapshot::grow_to(std::int64_t size, at::Device from) {
   size_ = size;
-  return data_ = static_cast<std::byte*>(buffer_.mutable_data_ptr());
+  // All but the last one are of one size.
+  const std::int64_t most = from.is_cpu() ? size : pinned_block_;
+  std::int64_t held = 0;
+  for (const at::Tensor& block : blocks_) held += block.numel();
+  if (held >= size) return;
+  if (!blocks_.empty() && blocks_.back().numel() < most) {
+    held -= blocks_.back().numel();
+    blocks_.pop_back();  // two would be twice the memory
+  }
+  for (; held < size; held += blocks_.back().numel()) {
+    const at::TensorOptions bytes(at::kByte);
+    blocks_.push_back(
+        at::empty({std::min(most, size - held)}, bytes.pinned_memory(!from.is_cpu())));
+    if (from.is_cpu()) take_huge_pages(blocks_.back());
+  }
+}
+
+at::Tensor Snapshot::stretch(std::int64_t begin, std::int64_t most) const {
+  const std::int64_t whole = blocks_.front().numel();
+  const at::Tensor& block = blocks_.at(static_cast<std::size_t>(begin / whole));
+  return block.narrow(0, begin % whole, std::min(most, block.numel() - begin % whole));
+}
+
+std::vector<std::span<const std::byte>> Snapshot::bytes() const {
+  std::vector<std::span<const std::byte>> all;
+  for (std::int64_t begin = 0; begin < size_;) {
+    const at::Tensor next = stretch(begin, size_ - begin);
+    all.emplace_back(static_cast<const std::byte*>(next.const_data_ptr()), next.nbytes());
+    begin += next.numel();
+  }
+  return all;
 }
 
 void Snapshot::take(const std::vector<StatePart>& parts, const std::string& name) {
@@ -248,8 +272,13 @@ void Snapshot::take(const std::vector<StatePart>& parts, const std::string& name
   }
   const auto layout = lay_out_safetensors(std::move(specs));
   const at::Device from = device_of(parts);
-  auto* const data = grow_to(static_cast<std::size_t>(layout.file_bytes), from);
-  std::memcpy(data, layout.beginning.data(), layout.beginning.size());
+  grow_to(layout.file_bytes, from);
+  for (std::size_t done = 0; done < layout.beginning.size();) {
+    const auto rest = std::span(layout.beginning).subspan(done);
+    const at::Tensor place = stretch(static_cast<std::int64_t>(done), std::ssize(rest));
+    std::memcpy(place.mutable_data_ptr(), rest.data(), place.nbytes());
+    done += place.nbytes();
+  }
   release();
   if (stream_.device() != from) stream_ = comm::Stream::make(from);
   comm::order(comm::Stream::current(from), stream_, comm::EventSite::kSnapshot);
@@ -257,10 +286,15 @@ void Snapshot::take(const std::vector<StatePart>& parts, const std::string& name
   for (std::size_t i = 0; i < parts.size(); ++i) {
     const at::Tensor& values = parts[i].values;
     const auto begin = static_cast<std::int64_t>(layout.header.find(keys[i])->begin);
-    // By element size, largest first, after a beginning of whole 8 bytes: each is aligned.
-    const at::Tensor place = buffer_.narrow(0, begin, static_cast<std::int64_t>(values.nbytes()))
-                                 .view(values.scalar_type());
-    place.copy_(values, /*non_blocking=*/true);
+    const auto size = static_cast<std::int64_t>(values.element_size());
+    // By element size, largest first, after a beginning of whole 8 bytes: each is aligned, and no
+    // block ends inside an element.
+    for (std::int64_t done = 0; done < values.numel();) {
+      const at::Tensor place =
+          stretch(begin + done * size, (values.numel() - done) * size).view(values.scalar_type());
+      place.copy_(values.narrow(0, done, place.numel()), /*non_blocking=*/true);
+      done += place.numel();
+    }
     if (!values.is_cpu()) reads_.push_back(values);
   }
   end_.record(stream_, comm::EventSite::kSnapshotEnd);

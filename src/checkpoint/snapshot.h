@@ -1,8 +1,9 @@
 // One rank's part of a checkpoint, copied to memory of its own: the only thing that a step waits
 // for; and what the stages of a pipeline have of one model between them.
 //
-// The copy is the file itself, header and data, so that writing it is one pass over one buffer
-// while training goes on. The buffer is kept for the next checkpoint. A checkpoint knows no
+// The copy is the file itself, header and data, so that writing it is one pass while training goes
+// on. Its memory is kept for the next checkpoint: one block on the CPU; of a device pinned ones of
+// bounded size, since libtorch rounds each up to a power of two. A checkpoint knows no
 // pipeline, a rank has the parameters of its own stages only: ranks that differ in their stage alone
 // tell each other their names. A parameter that two stages have (a tied embedding) is written by the
 // first. Next: saver.h, loader.h.
@@ -88,12 +89,14 @@ CheckpointManifest entries_of(const std::vector<StatePart>& parts, const std::st
 /// On a device the copy is launched on a stream of its own: the steps go on beside it.
 class Snapshot {
  public:
-  Snapshot() = default;
+  /// `pinned_block`: bytes, a multiple of 8.
+  explicit Snapshot(std::int64_t pinned_block = std::int64_t{256} << 20)
+      : pinned_block_(pinned_block) {}
   ~Snapshot();
   Snapshot(const Snapshot&) = delete;
   Snapshot& operator=(const Snapshot&) = delete;
 
-  /// Copies the parts into the buffer as the file `name`.
+  /// Copies the parts as the file `name`.
   void take(const std::vector<StatePart>& parts, const std::string& name);
   /// Behind the copy: whoever writes what the parts hold has to come behind it. Marks nothing on the
   /// CPU, where it is done.
@@ -103,20 +106,23 @@ class Snapshot {
 
   /// Once end() has passed:
   const std::string& name() const { return name_; }
-  std::span<const std::byte> bytes() const { return {data_, size_}; }  ///< the whole file
+  std::vector<std::span<const std::byte>> bytes() const;  ///< the whole file, one behind the other
+  std::int64_t size() const { return size_; }             ///< of the file
   /// The manifest's entries for the pieces in it.
   const CheckpointManifest& entries() const { return entries_; }
 
  private:
-  std::byte* grow_to(std::size_t size, at::Device from);
+  void grow_to(std::int64_t size, at::Device from);
+  /// Of the file's bytes from `begin` on those that lie in one block, at most `most`.
+  at::Tensor stretch(std::int64_t begin, std::int64_t most) const;
 
   std::string name_;
   comm::Stream stream_;  // of the copies; empty on the CPU
   comm::Event end_;
   std::vector<at::Tensor> reads_;  // on the device, until release()
-  at::Tensor buffer_;
-  std::byte* data_ = nullptr;
-  std::size_t size_ = 0;
+  const std::int64_t pinned_block_;
+  std::vector<at::Tensor> blocks_;  // bytes
+  std::int64_t size_ = 0;
   CheckpointManifest entries_;
 };
 

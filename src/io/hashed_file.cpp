@@ -62,13 +62,20 @@ class NewFile {
 }  // namespace
 
 Hash128 write_hashed_file(const std::filesystem::path& path, std::span<const std::byte> bytes) {
+  return write_hashed_stretches(path, {bytes});
+}
+
+Hash128 write_hashed_stretches(const std::filesystem::path& path,
+                               const std::vector<std::span<const std::byte>>& stretches) {
   NewFile file(path);
   Hash128Stream hash;
-  while (!bytes.empty()) {
-    const auto chunk = bytes.first(std::min(kHashedChunkBytes, bytes.size()));
-    hash.add(chunk);
-    file.append(chunk);
-    bytes = bytes.subspan(chunk.size());
+  for (auto bytes : stretches) {
+    while (!bytes.empty()) {
+      const auto chunk = bytes.first(std::min(kHashedChunkBytes, bytes.size()));
+      hash.add(chunk);
+      file.append(chunk);
+      bytes = bytes.subspan(chunk.size());
+    }
   }
   file.finish();
   return hash.digest();

@@ -114,8 +114,8 @@ at::Tensor weight_gradient(const at::Tensor& parameter, grad::Product product,
     store->put(leaf->slot, std::move(product), comm::Stream::current(parameter.device()));
     return {};
   }
-  const bool has_come = grad::arrives_alone(*leaf) &&
-                        leaf->sink->write(leaf->slot, product, grad::Source::kEager);
+  const bool has_come =
+      grad::arrives_alone(*leaf) && leaf->sink->write(leaf->slot, product, grad::Source::kEager);
   return has_come ? at::Tensor() : product.formed();
 }
 

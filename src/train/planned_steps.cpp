@@ -5,11 +5,14 @@
 #include <vector>
 
 #include "base/log.h"
-#include "io/atomic_file.h"
 #include "capture/measured_profile.h"
+#include "capture/planner.h"
 #include "comm/group.h"
 #include "fsdp/handle.h"
+#include "io/atomic_file.h"
+#include "launch/hosts.h"
 #include "tessera/error.h"
+#include "train/batch_memory.h"
 #include "train/report/observers.h"
 
 namespace tessera::train {
@@ -19,6 +22,40 @@ namespace {
 constexpr int kMeasured = 3;
 
 }  // namespace
+
+namespace {
+
+/// Of the host's memory what one of its ranks has, the least of any rank.
+MachineMemory least_memory(World& world) {
+  const std::string kernel = comm::running_kernel();
+  const auto all = comm::all_gather_bytes(world.control(), concat(memory_bytes(), " ", kernel),
+                                          "memory of hosts");
+  MachineMemory least{memory_bytes(), 1};
+  const auto host_of = [](const std::string& text) { return text.substr(text.find(' ')); };
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    const auto ranks = static_cast<int>(std::ranges::count(all, host_of(all[i]), host_of));
+    const double memory = std::stod(all[i]);
+    if (i == 0 || memory / ranks < least.memory / least.local_ranks) least = {memory, ranks};
+  }
+  return least;
+}
+
+}  // namespace
+
+CompileOptions planned_options(const RunOfPlan& run, std::int64_t micro_batches, World& world) {
+  const auto& section = run.config.compile;
+  if (section.mode == CompileChoice::kOff) return {};
+  TESSERA_CHECK(
+      !section.memory_budget || section.memory_budget->share == 0.0 || world.device().is_cpu(),
+      ErrorKind::kConfig, "compile.memory_budget: found a share of memory on ",
+      world.device().str(), ", expected bytes there; give them as a number");
+  auto options = compile_options(run, least_memory(world));
+  options.micro_batches = micro_batches;
+  const auto record = step_record(run);
+  plan_step(capture::planning_of(options), record, plan_units(run), eager_choices(run, record),
+            fsdp::PlanOrder::kOneAfterTheOther);
+  return options;
+}
 
 PlannedSteps::PlannedSteps(CompileOptions options, const ShardedBase& model, World& world,
                            std::filesystem::path folder)

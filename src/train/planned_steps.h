@@ -16,8 +16,14 @@
 #include "tessera/compile.h"
 #include "tessera/shard.h"
 #include "tessera/world.h"
+#include "train/plan_of_step.h"
 
 namespace tessera::train {
+
+/// [compile] of a run as the library takes it, where it holds for what the run is expected to record.
+/// A share of memory is one of this host's that a rank has, the least of any. Collective. Errors:
+/// kConfig, kFormat, kIo as plan_of_step.h and compile().
+CompileOptions planned_options(const RunOfPlan& run, std::int64_t micro_batches, World& world);
 
 class PlannedSteps {
  public:

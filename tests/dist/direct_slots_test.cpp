@@ -195,18 +195,17 @@ struct TakesAnotherWay : torch::autograd::Function<TakesAnotherWay> {
     const auto saved = context->get_saved_variables();
     using Reads = grad::Product::Reads;
     const bool throws = context->saved_data["throws"].toBool();
-    const grad::Product product{
-        .sizes = saved[1].sizes().vec(),
-        .dtype = at::kFloat,
-        .reads = {grads[0], saved[0]},
-        .form = [](const Reads& of) { return (of[0] * of[1]).sum(0); },
-        .write =
-            [throws](const Reads& of, const at::Tensor& slot) {
-              slot.narrow(0, 0, 2).fill_(1e30);
-              if (throws) throw std::runtime_error("the kernel went wrong");
-              at::Tensor out = slot;
-              at::sum_out(out, of[0] * of[1], {0});
-            }};
+    const grad::Product product{.sizes = saved[1].sizes().vec(),
+                                .dtype = at::kFloat,
+                                .reads = {grads[0], saved[0]},
+                                .form = [](const Reads& of) { return (of[0] * of[1]).sum(0); },
+                                .write =
+                                    [throws](const Reads& of, const at::Tensor& slot) {
+                                      slot.narrow(0, 0, 2).fill_(1e30);
+                                      if (throws) throw std::runtime_error("the kernel went wrong");
+                                      at::Tensor out = slot;
+                                      at::sum_out(out, of[0] * of[1], {0});
+                                    }};
     variable_list result(3);
     try {
       result[1] = nn::weight_gradient(saved[1], product);

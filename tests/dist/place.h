@@ -6,8 +6,10 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
+#include <functional>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace tessera::test {
 
@@ -22,11 +24,32 @@ inline Place& place() {
   return of_process;
 }
 
+/// What devices have found since they were last asked, races that somebody swallowed included, where
+/// they find any (tests/sim). Threads: the program's own, between two cases.
+inline std::function<std::vector<std::string>()>& found_by_devices() {
+  static std::function<std::vector<std::string>()> of_process = [] {
+    return std::vector<std::string>();
+  };
+  return of_process;
+}
+
 /// The device of the rank whose thread this is; elsewhere the CPU.
 inline c10::Device& device_here() {
   thread_local c10::Device device = c10::kCPU;
   return device;
 }
+
+/// While it lives, here() is the CPU: what results are compared with is formed there.
+class OnTheHost {
+ public:
+  OnTheHost() : before_(std::exchange(device_here(), c10::kCPU)) {}
+  ~OnTheHost() { device_here() = before_; }
+  OnTheHost(const OnTheHost&) = delete;
+  OnTheHost& operator=(const OnTheHost&) = delete;
+
+ private:
+  const c10::Device before_;
+};
 
 /// The tensor where this rank computes; on the CPU itself.
 inline at::Tensor here(at::Tensor tensor) {

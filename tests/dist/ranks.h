@@ -27,7 +27,8 @@ namespace tessera::test {
 /// place() says.
 class Ranks {
  public:
-  Ranks(int count, ThreadBackend backend) : side_(place().side), ranks_(of(count, backend)) {}
+  Ranks(int count, ThreadBackend backend, std::chrono::milliseconds timeout)
+      : side_(place().side), ranks_(of(count, backend, timeout)) {}
 
   void run(const std::function<void(World&)>& body) {
     ranks_.run([&](World& world) {
@@ -46,13 +47,14 @@ class Ranks {
   }
 
  private:
-  static comm::ThreadRanks& of(int count, ThreadBackend backend) {
-    using Key = std::tuple<int, ThreadBackend, std::string>;
+  static comm::ThreadRanks& of(int count, ThreadBackend backend,
+                               std::chrono::milliseconds timeout) {
+    using Key = std::tuple<int, ThreadBackend, std::string, std::chrono::milliseconds>;
     static std::map<Key, std::unique_ptr<comm::ThreadRanks>> kept;
-    auto& slot = kept[{count, backend, place().device}];
+    auto& slot = kept[{count, backend, place().device, timeout}];
     if (!slot) {
       WorldOptions options;
-      options.timeout = std::chrono::seconds(20);
+      options.timeout = timeout;
       options.device = place().device;
       slot = std::make_unique<comm::ThreadRanks>(count, backend, options);
     }
@@ -63,8 +65,9 @@ class Ranks {
   comm::ThreadRanks& ranks_;
 };
 
-inline Ranks ranks(int count, ThreadBackend backend = ThreadBackend::kInProcess) {
-  return {count, backend};
+inline Ranks ranks(int count, ThreadBackend backend = ThreadBackend::kInProcess,
+                   std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
+  return {count, backend, timeout};
 }
 
 /// Where the ranks of a test wait for each other without a collective. Every rank takes a seat; one

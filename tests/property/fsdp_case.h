@@ -109,7 +109,7 @@ inline at::Tensor apply_parameter(const CaseParameter& parameter, const at::Tens
     const auto y = at::tanh(at::matmul(x.to(w.scalar_type()), w.t())).sum(-1, /*keepdim=*/true);
     return x + y.to(x.scalar_type()) * 0.25;
   }
-  const auto s = at::tanh((w * parameter.coefficients.to(w.scalar_type())).sum());
+  const auto s = at::tanh((w * parameter.coefficients.to(w.options())).sum());
   return x * (s.to(x.scalar_type()) * 0.25 + 1.0);
 }
 

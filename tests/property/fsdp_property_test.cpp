@@ -240,7 +240,10 @@ class CaseRun {
       begin_step(step);
       for (int i = 0; i < case_.micro_batches; ++i) micro_batch(step, i);
       comm::barrier(world_.control(), "reference may go on");
-      if (world_.rank() == 0) reference_->step(step);
+      if (world_.rank() == 0) {
+        const OnTheHost there;
+        reference_->step(step);
+      }
       comm::barrier(world_.control(), "reference is there");
       expect_step(case_, handle_, *reference_, where_);
       end_step();
@@ -254,6 +257,7 @@ class CaseRun {
     const auto y = handle_.forward(case_.batch(world_.rank(), step, 5));
     comm::barrier(world_.control(), "evaluated");
     if (world_.rank() != 0) return;
+    const OnTheHost there;
     EXPECT_TRUE(same_bits(y, reference_->evaluate(0, case_.batch(0, step, 5))))
         << where_ << " output";
   }

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <atomic>
-#include <map>
+#include <chrono>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -13,15 +13,8 @@
 
 namespace tessera::test {
 
-inline comm::ThreadRanks& program_ranks(int count, ThreadBackend backend) {
-  static std::map<std::pair<int, ThreadBackend>, std::unique_ptr<comm::ThreadRanks>> kept;
-  auto& slot = kept[{count, backend}];
-  if (!slot) {
-    WorldOptions options;
-    options.timeout = std::chrono::seconds(8);
-    slot = std::make_unique<comm::ThreadRanks>(count, backend, options);
-  }
-  return *slot;
+inline Ranks program_ranks(int count, ThreadBackend backend) {
+  return ranks(count, backend, std::chrono::seconds(8));
 }
 
 /// What the ranks of a run know of each other.

@@ -35,10 +35,7 @@ class ProgramRun {
  private:
   void run_all() {
     try {
-      twin_ = board_.twins[rank_] = std::make_shared<ProgramTwin>(program_, world_.rank());
-      if (program_.policy == ProgramPolicy::kNarrowCompute)
-        narrow_ = board_.narrow_twins[rank_] =
-            std::make_shared<ProgramTwin>(program_, world_.rank(), at::kFloat, at::kBFloat16);
+      make_twins();
       sharded_.emplace(program_, world_);
     } catch (const std::exception& error) {
       end(concat("fully_shard: ", error.what()));
@@ -57,6 +54,14 @@ class ProgramRun {
       if (program_.lockstep) meet();
     }
     meet();
+  }
+
+  void make_twins() {
+    const OnTheHost there;
+    twin_ = board_.twins[rank_] = std::make_shared<ProgramTwin>(program_, world_.rank());
+    if (program_.policy == ProgramPolicy::kNarrowCompute)
+      narrow_ = board_.narrow_twins[rank_] =
+          std::make_shared<ProgramTwin>(program_, world_.rank(), at::kFloat, at::kBFloat16);
   }
 
   std::string where() const {
@@ -145,12 +150,14 @@ class ProgramRun {
     twins_do([](ProgramTwin& twin) { twin.forget_results(); });
   }
   void twins_do(const std::function<void(ProgramTwin&)>& act) {
+    const OnTheHost there;
     act(*twin_);
     if (narrow_) act(*narrow_);
   }
   /// Both compute; what is compared is of the dtype that the sharded model computes in.
   std::vector<at::Tensor> of_twins(
       const std::function<std::vector<at::Tensor>(ProgramTwin&)>& compute) {
+    const OnTheHost there;
     auto of_wide = compute(*twin_);
     return narrow_ ? compute(*narrow_) : of_wide;
   }
@@ -173,7 +180,7 @@ class ProgramRun {
       end(concat(where(), ": ", what, ": found sizes ", found.sizes(), ", expected ",
                  expected.sizes()));
     const auto error =
-        (found.detach().to(at::kDouble) - expected.detach()).abs().max().item<double>();
+        (found.detach().cpu().to(at::kDouble) - expected.detach().cpu()).abs().max().item<double>();
     if (error <= bound) return;
     end(concat(where(), ": ", what, ": found values up to ", error, " off, expected at most ",
                bound, "; largest expected ", expected.detach().abs().max().item<double>()));
@@ -289,7 +296,7 @@ class ProgramRun {
       const auto exact = tolerance() < 1e-3 ? tolerance() : 1e-4;
       compare("value of " + name, value, wanted,
               bounds[i] + exact * std::max(1.0, wanted.detach().abs().max().item<double>()));
-      twins_do([&](ProgramTwin& twin) { twin.follow(i, value); });
+      twins_do([&](ProgramTwin& twin) { twin.follow(i, value.cpu()); });
     }
     meet();
   }
@@ -393,6 +400,7 @@ inline std::string failure_of(const Program& program) {
   } catch (const std::exception& error) {
     board.find(concat("outside of any operation: ", error.what()));
   }
+  for (const auto& race : found_by_devices()()) board.find(race);
   return board.findings();
 }
 

@@ -202,10 +202,11 @@ std::vector<Seen> run(const Case& c) {
   policy.reduce_dtype = c.reduce;
   policy.cast_forward_inputs = false;
   std::vector<Seen> of_ranks(static_cast<std::size_t>(c.ranks));
-  const test_hooks::Set arrivals(
-      test_hooks::after_accept, [](const GradContract& contract, const at::Tensor& slot) {
-        if (seen_here != nullptr) seen_here->slots[contract.name].push_back(slot.clone());
-      });
+  const test_hooks::Set arrivals(test_hooks::after_accept,
+                                 [](const GradContract& contract, const at::Tensor& slot) {
+                                   if (seen_here != nullptr)
+                                     seen_here->slots[contract.name].push_back(slot.clone());
+                                 });
   const test_hooks::Set collectives(test_hooks::before_issue, [&](int rank, const auto& batch) {
     comm::Batch named = batch;  // models are numbered as they are sharded
     named.label.controls = std::regex_replace(named.label.controls, std::regex("model \\d+"), "");
@@ -265,8 +266,12 @@ void expect_equal(const Case& c, const Seen& found, const Seen& expected) {
 // Naive: a first gradient that is copied, a raw dtype that picks a bucket, a kernel that writes what
 // should have been rounded.
 TEST(RawDtypes, SlotsHaveTheSameBitsWhateverArrivesAndWhichWay) {
-  const std::vector<std::size_t> sizes = {kLayouts.size(), kOwn.size(),     kAccumulate.size(),
-                                          kReduce.size(),  kForms.size(), kCompute.size(),
+  const std::vector<std::size_t> sizes = {kLayouts.size(),
+                                          kOwn.size(),
+                                          kAccumulate.size(),
+                                          kReduce.size(),
+                                          kForms.size(),
+                                          kCompute.size(),
                                           2};
   for (const Choice& choice : cases(sizes, is_valid, 20)) {
     Case c = case_of(choice);

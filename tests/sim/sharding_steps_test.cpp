@@ -8,6 +8,7 @@
 
 #include <array>
 #include <chrono>
+#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
@@ -17,6 +18,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/test_hooks.h"
+#include "comm/group.h"
 #include "comm/host_read.h"
 #include "comm/stream.h"
 #include "dist/plain.h"
@@ -400,6 +403,50 @@ TEST(StepOnADevice, AfterARecoveryStreamsAndPoolsAreRight) {
   }
 }
 
+/// Tensors of each size that a bucket may have, written where they are made and dropped.
+void use_free_memory(const World& world) {
+  std::vector<at::Tensor> all;
+  for (std::int64_t numel = 1; numel < 64; ++numel) {
+    all.push_back(at::full({numel}, 1.0, at::TensorOptions().device(world.device())));
+  }
+}
+
+/// Reductions that nobody waits for, a failure, and what the sums' memory is next.
+void fail_beside_reductions(World& world) {
+  test::ShardedChain model(test::data_mesh(world), 1, 3, kWidth);
+  const auto run = [&](int number) {
+    test::backward(test::squares(model.handle.forward(input_on(world, number))));
+  };
+  run(0);
+  model.handle.zero_grad();
+  model.handle.set_is_last_backward(false);
+  run(1);
+  model.chain->blocks[1]->before = [] { throw std::runtime_error("the user's went wrong"); };
+  test::error_of([&] { run(2); });
+  world.recover();
+  model.handle.zero_grad();
+  use_free_memory(world);
+  comm::barrier(world.control(), "end of the test");
+}
+
+// Naive: nobody waits for what is lost, and its memory is free.
+TEST(StepOnADevice, SumsOfAFailedStepAreFreedBehindItsReductions) {
+  const auto races = [](bool with_event) {
+    const test_hooks::Set left_out(
+        test_hooks::leaves_out_event, [&](comm::EventSite site, comm::EventEnd /*end*/) {
+          return !with_event && site == comm::EventSite::kReduced;
+        });
+    try {
+      on_ranks(2, "sim", fail_beside_reductions);
+    } catch (const std::exception&) {  // the race
+    }
+    settle();
+    return take_races();
+  };
+  EXPECT_THAT(races(/*with_event=*/true), IsEmpty());
+  EXPECT_THAT(races(/*with_event=*/false), ::testing::Not(IsEmpty()));
+}
+
 // Naive: the shard is cast for the wire on the group's stream while its owner writes to it.
 TEST(StepOnADevice, ShardsMayBeWrittenOnceAGatherHasBegun) {
   for (const PrecisionPolicy& policy : {PrecisionPolicy(), test::in_bfloat16()}) {
@@ -429,36 +476,60 @@ TEST(StepOnADevice, ShardsMayBeWrittenOnceAGatherHasBegun) {
   }
 }
 
+enum class Leaves { kSums, kSharded, kGathered };
+
+/// A step on another stream than the model was made on, and what it leaves: memory that the first
+/// stream had before, and has again.
+void train_and_leave(World& world, Leaves leaves) {
+  std::optional<test::ShardedChain> model(std::in_place, test::data_mesh(world), 1, 3, kWidth);
+  const Stream main = Stream::current(world.device());
+  const Stream training = Stream::make(world.device());
+  wait_for(training.get(), main.get());
+  std::vector<at::Tensor> kept;
+  {
+    const StreamScope here(training);
+    kept.push_back(input_on(world, 0));
+    const at::Tensor loss = test::squares(model->handle.forward(kept.back()));
+    {
+      const StreamScope there(main);
+      use_free_memory(world);
+    }
+    test::backward(loss);
+    const at::NoGradGuard no_grad;
+    for (const auto& parameter : model->handle.parameters()) {
+      parameter.sub_(parameter.grad(), 0.001);
+    }
+    model->handle.zero_grad();
+    if (leaves == Leaves::kGathered) model->handle.unshard();
+    if (leaves != Leaves::kSums) model.reset();
+  }
+  use_free_memory(world);
+  wait_for(main.get(), training.get());
+}
+
 // Naive: what the allocator gets back it hands out on the stream that it was made on, which knows
 // nothing of where the model was trained.
-TEST(StepOnADevice, AModelThatIsGoneIsFreedBehindItsLastUse) {
-  on_ranks(2, "sim", [&](World& world) {
-    for (const bool is_gathered : {false, true}) {
-      std::optional<test::ShardedChain> model(std::in_place, test::data_mesh(world), 1, 3, kWidth);
-      const Stream main = Stream::current(world.device());
-      const Stream training = Stream::make(world.device());
-      wait_for(training.get(), main.get());
-      std::vector<at::Tensor> kept;
-      {
-        const StreamScope here(training);
-        kept.push_back(input_on(world, 0));
-        const at::Tensor loss = test::squares(model->handle.forward(kept.back()));
-        test::backward(loss);
-        const at::NoGradGuard no_grad;
-        for (const auto& parameter : model->handle.parameters()) {
-          parameter.sub_(parameter.grad(), 0.001);
-        }
-        model->handle.zero_grad();
-        if (is_gathered) model->handle.unshard();
-        model.reset();
+TEST(StepOnADevice, WhatAModelLeavesIsFreedBehindItsLastUse) {
+  for (const Leaves leaves : {Leaves::kSums, Leaves::kSharded, Leaves::kGathered}) {
+    on_ranks(2, "sim", [&](World& world) { train_and_leave(world, leaves); });
+  }
+}
+
+TEST(StepOnADevice, EachEventOfMemoryThatComesAndGoesIsNeeded) {
+  for (const comm::EventSite site : {comm::EventSite::kPoolMade, comm::EventSite::kPoolFree}) {
+    for (const comm::EventEnd end : {comm::EventEnd::kRecord, comm::EventEnd::kBlock}) {
+      const test_hooks::Set without(
+          test_hooks::leaves_out_event,
+          [&](comm::EventSite which, comm::EventEnd half) { return which == site && half == end; });
+      try {
+        on_ranks(1, "sim", [](World& world) { train_and_leave(world, Leaves::kSums); });
+      } catch (const std::exception&) {  // the race
       }
-      std::vector<at::Tensor> next;
-      for (std::int64_t numel = 1; numel < 64; ++numel) {
-        next.push_back(at::full({numel}, 1.0, at::TensorOptions().device(world.device())));
-      }
-      wait_for(main.get(), training.get());
+      settle();
+      EXPECT_THAT(take_races(), ::testing::Not(IsEmpty()))
+          << to_string(site) << (end == comm::EventEnd::kRecord ? ", record" : ", block");
     }
-  });
+  }
 }
 
 }  // namespace

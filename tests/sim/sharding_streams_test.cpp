@@ -56,17 +56,16 @@ class MayWait : public torch::autograd::Function<MayWait> {
   static variable_list backward(AutogradContext* context, variable_list grads) {
     const auto saved = context->get_saved_variables();
     using Reads = grad::Product::Reads;
-    const grad::Product product{
-        .sizes = saved[1].sizes().vec(),
-        .dtype = grads[0].scalar_type(),
-        .reads = {saved[0], grads[0]},
-        .form = [](const Reads& of) { return (of[1] * of[0]).sum(0); },
-        .write =
-            [](const Reads& of, const at::Tensor& slot) {
-              ++written;
-              at::Tensor out = slot;
-              at::sum_out(out, of[1] * of[0], {0});
-            }};
+    const grad::Product product{.sizes = saved[1].sizes().vec(),
+                                .dtype = grads[0].scalar_type(),
+                                .reads = {saved[0], grads[0]},
+                                .form = [](const Reads& of) { return (of[1] * of[0]).sum(0); },
+                                .write =
+                                    [](const Reads& of, const at::Tensor& slot) {
+                                      ++written;
+                                      at::Tensor out = slot;
+                                      at::sum_out(out, of[1] * of[0], {0});
+                                    }};
     const at::Tensor of_x = context->needs_input_grad(0) ? grads[0] * saved[1] : at::Tensor();
     return {of_x, nn::weight_gradient(saved[1], product)};
   }
@@ -275,8 +274,7 @@ void expect_found(EventSite site, const std::function<bool(const Case&)>& is_mea
       settle();
       is_found = !take_races().empty();
     }
-    EXPECT_TRUE(is_found) << to_string(site)
-                          << (end == EventEnd::kRecord ? ", record" : ", block");
+    EXPECT_TRUE(is_found) << to_string(site) << (end == EventEnd::kRecord ? ", record" : ", block");
   }
 }
 

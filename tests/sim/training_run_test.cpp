@@ -23,6 +23,8 @@
 
 #include "base/log.h"
 #include "base/test_hooks.h"
+#include "checkpoint/snapshot.h"
+#include "comm/host_read.h"
 #include "comm/stream.h"
 #include "dist/checkpoint_tensors.h"
 #include "dist/place.h"
@@ -372,6 +374,84 @@ TEST(TrainingRun, ACheckpointIsOrderedByEachOfItsEvents) {
   }
   const auto left_out = without(EventSite::kSnapshotEnd, EventEnd::kBlock);
   EXPECT_THAT(race(), ::testing::HasSubstr("_fused_adamw_ writes"));
+}
+
+using TrainingRunDeathTest = ::testing::Test;
+
+// Without its record nothing says when the file's bytes are there: its writer reads pinned memory early.
+TEST(TrainingRunDeathTest, ACheckpointsEndIsFoundIfItIsNotRecorded) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const TemporaryFolder folder;
+  auto config = test::with_steps(test::small_run(folder), 1);
+  config.checkpoint.interval = 1;
+  const auto run = [&] {
+    const test_hooks::Set left_out(
+        test_hooks::leaves_out_event, [](comm::EventSite site, comm::EventEnd end) {
+          return site == comm::EventSite::kSnapshotEnd && end == comm::EventEnd::kRecord;
+        });
+    train_alone("sim", config, folder / "run");
+  };
+  EXPECT_EXIT(run(), ::testing::ExitedWithCode(134),
+              "the host touches pinned memory before a copy from the device has arrived");
+}
+
+checkpointing::StatePart part_of(const std::string& name, const at::Tensor& values) {
+  checkpointing::StatePart part;
+  part.name = name;
+  part.shape = {values.numel()};
+  part.box = TensorBox::whole(part.shape);
+  part.elements = {0, values.numel()};
+  part.values = values;
+  return part;
+}
+
+/// The file of a few parts, taken twice: of few values, then of many.
+std::string snapshot_of(const c10::Device& device, std::int64_t pinned_block) {
+  checkpointing::Snapshot snapshot(pinned_block);
+  for (const std::int64_t numel : {7, 1001}) {
+    std::vector<checkpointing::StatePart> parts;
+    std::uint64_t seed = 0;
+    for (const auto dtype : {at::kFloat, at::kBFloat16, at::kDouble, at::kLong}) {
+      const at::Tensor values = drawn(++seed, {numel}).mul(100).to(dtype);
+      parts.push_back(part_of(concat("model/", seed), values.to(device)));
+    }
+    parts.push_back(part_of("model/none", at::empty({0}, at::TensorOptions().device(device))));
+    snapshot.take(parts, "rank_0.safetensors");
+    comm::wait_on_host(snapshot.end(), "copy");
+  }
+  std::string file;
+  for (const auto& bytes : snapshot.bytes()) {
+    file.append(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+  }
+  EXPECT_EQ(std::ssize(file), snapshot.size());
+  return file;
+}
+
+// Naive: pinned memory in one piece, which libtorch rounds up to a power of two.
+TEST(Snapshot, OfADeviceIsTheFileInPiecesOfABoundedSize) {
+  const std::string expected = snapshot_of(c10::kCPU, 8);
+  for (const std::int64_t block : {std::int64_t{64}, std::int64_t{1} << 10, std::int64_t{1} << 20}) {
+    EXPECT_EQ(snapshot_of(device(0), block), expected) << block;
+  }
+}
+
+// What was copied may be freed, and its memory be another's, once the copy is through.
+TEST(Snapshot, LetsGoOfWhatItReadsBehindTheCopy) {
+  const auto race = [](bool with_event) {
+    const test_hooks::Set left_out(
+        test_hooks::leaves_out_event, [&](comm::EventSite site, comm::EventEnd end) {
+          return !with_event && site == comm::EventSite::kSnapshotEnd &&
+                 end == comm::EventEnd::kBlock;
+        });
+    return race_of([] {
+      checkpointing::Snapshot snapshot;
+      snapshot.take({part_of("model/weight", at::ones({100}, on(0)))}, "rank_0.safetensors");
+      snapshot.release();
+      at::full({100}, 2.0, on(0));
+    });
+  };
+  EXPECT_EQ(race(/*with_event=*/true), "");
+  EXPECT_THAT(race(/*with_event=*/false), ::testing::HasSubstr("fill_"));
 }
 
 /// What a run says that has a little more memory each time, until it gets as far as its steps.

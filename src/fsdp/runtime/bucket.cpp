@@ -342,6 +342,11 @@ void Bucket::use_pool(const std::shared_ptr<comm::BufferPool>& pool) {
 }
 
 void Bucket::drop_gradients() {
+  // Collectives that nobody waits for may still write to the sums, which go on, or to the allocator.
+  for (const auto* group : {groups_.reduce, groups_.replicas}) {
+    if (group == nullptr) continue;
+    comm::order(group->stream(), current_stream(), comm::EventSite::kReduced);
+  }
   // Kernels may read and write what goes back, though no collective came after them.
   if (slots_.defined() || wire_.defined()) {
     slot_uses_.join(current_stream(), comm::EventSite::kAccept);
