@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 
 #include <nlohmann/json.hpp>
+#include <sstream>
 
 #include "cli/program.h"
 
@@ -191,6 +192,60 @@ TEST(PlanVerb, AProfileGivesTimes) {
   const Outcome lacks = plan(folder, {"--profile", "profile.json"});
   EXPECT_EQ(lacks.code, 2);
   EXPECT_THAT(lacks.err, HasSubstr("found no costs of unit '"));
+}
+
+std::vector<double> losses(const std::filesystem::path& metrics) {
+  std::vector<double> found;
+  std::istringstream lines(read_file(metrics));
+  for (std::string line; std::getline(lines, line);) found.push_back(json::parse(line)["loss"]);
+  return found;
+}
+
+// A run follows a plan that was made before it, to the same losses, measures itself where it is to
+// choose, and is refused before a step where the plan is another's.
+TEST(PlannedRun, FollowsAPlanOutOfAFileAndMeasuresItself) {
+  const testing::TemporaryFolder folder;
+  write_run(folder);
+  const auto train = [&](const std::string& run, const Words& more) {
+    Words words{"train",
+                "run.toml",
+                "--nproc",
+                "2",
+                "--job.dump_folder",
+                run,
+                "--training.steps",
+                "5",
+                "--checkpoint.enable",
+                "false"};
+    words.insert(words.end(), more.begin(), more.end());
+    return run_program(folder, words);
+  };
+  ASSERT_EQ(train("off", {}).code, 0);
+  const auto expected = losses(folder / "off/metrics/metrics.jsonl");
+  ASSERT_EQ(expected.size(), 5U);
+  const auto made = plan(folder, {"--json", "--compile.memory_budget", "100000000"});
+  ASSERT_EQ(made.code, 0) << made.err;
+  folder.write("plan.json", made.out);
+  const Outcome given = train("given", {"--compile.mode", "plan", "--compile.plan", "plan.json"});
+  EXPECT_EQ(given.code, 0) << given.err;
+  EXPECT_EQ(losses(folder / "given/metrics/metrics.jsonl"), expected);
+
+  const Outcome chosen =
+      train("chosen", {"--compile.mode", "plan", "--compile.memory_budget", "100000000"});
+  EXPECT_EQ(chosen.code, 0) << chosen.err;
+  EXPECT_EQ(losses(folder / "chosen/metrics/metrics.jsonl"), expected);
+  const Outcome timed = plan(folder, {"--profile", "chosen/metrics/profile.json"});
+  EXPECT_EQ(timed.code, 0) << timed.err;
+  EXPECT_THAT(timed.out, HasSubstr("a step by the profile: "));
+
+  const Outcome other = train("other", {"--compile.mode", "plan", "--compile.plan", "plan.json",
+                                        "--training.global_batch_size", "8"});
+  EXPECT_EQ(other.code, 2);
+  EXPECT_THAT(other.err, HasSubstr("micro-batches a step: 2, expected 4"));
+  const Outcome below =
+      train("below", {"--compile.mode", "plan", "--compile.memory_budget", "1000"});
+  EXPECT_EQ(below.code, 2);
+  EXPECT_THAT(below.err, HasSubstr("compile.memory_budget: found 1000 bytes a rank, expected at"));
 }
 
 TEST(PlanVerb, RefusesWhatIsNotThereYetByItsKey) {
