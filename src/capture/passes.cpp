@@ -41,6 +41,7 @@ constexpr std::size_t kMostAhead = 4;
 constexpr double kAsGood = 1e-3;
 
 std::string ms_text(double ms) {
+  if (ms >= 1e4) return concat(std::round(ms / 100.0) / 10.0, " s");
   const double rounded = ms < 0.1 ? std::round(ms * 1e4) / 1e4 : std::round(ms * 100.0) / 100.0;
   return concat(rounded, " ms");
 }
