@@ -8,11 +8,13 @@
 // is as shard.h says. Not a schedule: it is told what comes next.
 //
 // The first scope of a schedule agrees as usual and records what each stage enters; later ones
-// follow that. [Note: step scope] in src/fsdp/runtime/open_step.h. Next: shard.h.
+// follow that, by a plan that is a value. [Note: step scope] in src/fsdp/runtime/open_step.h. Next:
+// shard.h.
 #pragma once
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
 namespace tessera {
@@ -39,6 +41,11 @@ struct StepScopeOptions {
   /// and all ranks of the stage have the same.
   std::string schedule = {};
   int stages = 1;  ///< of this rank, at most kMostStages
+  /// How many this step has, of one stage, each with its backward (Backward::kFull) before the next
+  /// one's forward. Then gradients are reduced while the last backward runs (every one, with
+  /// sync_every_micro_batch), without a reduce(), and memory may stay from a forward to its
+  /// backward. None: not known, in any order.
+  std::optional<std::int64_t> micro_batches = std::nullopt;
   static constexpr int kMostStages = 64;
 };
 

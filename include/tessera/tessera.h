@@ -4,6 +4,7 @@
 #include "tessera/checkpoint.h"
 #include "tessera/checkpoint_values.h"
 #include "tessera/clip.h"
+#include "tessera/compile.h"
 #include "tessera/contract.h"
 #include "tessera/data_axes.h"
 #include "tessera/dtype.h"

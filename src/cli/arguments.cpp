@@ -70,6 +70,7 @@ struct Parsed {
   GenerateArguments generate;
   ConvertArguments convert;
   ScheduleArguments schedule;
+  PlanArguments plan;
 };
 
 /// From 1 on, written in decimal. Range says of "two" that it is not in the range, and not what was
@@ -123,6 +124,8 @@ void add_gradients(::CLI::App& app, GradientsArguments& gradients, const std::st
   verb->footer(keys);
 }
 
+constexpr const char* kWorld = "Ranks to plan for; default as own spawn.";
+
 void add_inspect(::CLI::App& app, InspectArguments& inspect, const std::string& keys) {
   ::CLI::App* verb =
       app.add_subcommand("inspect", "Tensors of a folder, or the contract of a run.");
@@ -138,7 +141,7 @@ void add_inspect(::CLI::App& app, InspectArguments& inspect, const std::string& 
   contract->excludes(folder);
   verb->add_flag("--all", inspect.all, "Layers that are alike on lines of their own.")
       ->needs(contract);
-  verb->add_option("--world", inspect.world, "Ranks to plan for; default as own spawn.")
+  verb->add_option("--world", inspect.world, kWorld)
       ->needs(contract)
       ->transform(whole_number(1 << 20));
   verb->footer("Beside --contract:\n\n" + keys);
@@ -265,9 +268,29 @@ void add_schedule(::CLI::App& app, ScheduleArguments& schedule) {
   verb->footer("Exit code 3 where a file does not validate; every finding is named.");
 }
 
+void add_plan(::CLI::App& app, PlanArguments& plan, const std::string& keys) {
+  ::CLI::App* verb = app.add_subcommand(
+      "plan",
+      "What a step of a run gathers, keeps, gives back and reduces when, and why: no weight is "
+      "read, nothing is run.");
+  verb->add_option("CONFIG.toml", plan.config_file, "The TOML file; [compile] says what is chosen.")
+      ->required();
+  verb->add_option("--world", plan.world, kWorld)->transform(whole_number(1 << 20));
+  verb->add_option(
+      "--profile", plan.profile,
+      "What units cost, for times and choices: profile.json of a run; default by their "
+      "bytes.");
+  ::CLI::Option* check = verb->add_option(
+      "--check", plan.check,
+      "A plan's file: whether it is this run's (else exit code 2), and holds (else 3).");
+  verb->add_flag("--json", plan.json, "The plan as a file for compile.plan and --check.")
+      ->excludes(check);
+  verb->footer(keys);
+}
+
 const std::vector<std::string>& verbs() {
-  static const std::vector<std::string> names{"train",    "gradients", "inspect",
-                                              "generate", "convert",   "schedule"};
+  static const std::vector<std::string> names{"train",   "gradients", "inspect", "generate",
+                                              "convert", "schedule",  "plan"};
   return names;
 }
 
@@ -288,7 +311,7 @@ void check_verb(const std::vector<std::string>& words) {
 
 bool takes_key(const ::CLI::App& verb, const train::ConfigKey& key) {
   const std::string& name = verb.get_name();
-  if (name == "train" || name == "gradients") return true;
+  if (name == "train" || name == "gradients" || name == "plan") return true;
   if (name == "inspect") return verb.get_option("--contract")->count() > 0;
   return name == "generate" &&
          (key.section == "precision" || key.full_name() == "model.allow_unknown_config_keys");
@@ -365,6 +388,7 @@ Arguments chosen(const ::CLI::App& app, Parsed parsed, Overrides overrides) {
                   "generate: found no prompt, expected --prompt TEXT or --prompt-tokens 1,2,3");
     return takes_overrides(std::move(parsed.generate));
   }
+  if (app.got_subcommand("plan")) return takes_overrides(std::move(parsed.plan));
   if (app.got_subcommand("schedule")) {
     TESSERA_CHECK(overrides.empty(), ErrorKind::kUsage, "schedule: found --",
                   overrides.empty() ? "" : overrides.front().first,
@@ -396,6 +420,7 @@ Arguments parse_arguments(const std::vector<std::string>& words,
   add_generate(app, parsed.generate);
   add_convert(app, parsed.convert);
   add_schedule(app, parsed.schedule);
+  add_plan(app, parsed.plan, keys);
   try {
     // In the order that this parser wants.
     app.parse(std::vector<std::string>(split.other.rbegin(), split.other.rend()));

@@ -82,13 +82,23 @@ struct ScheduleArguments {
   std::optional<std::string> trace;
 };
 
+struct PlanArguments {
+  std::string config_file;
+  std::optional<int> world;
+  std::optional<std::string> profile;
+  std::optional<std::string> check;
+  bool json = false;
+  Overrides overrides;
+};
+
 /// --help and --version.
 struct ShowText {
   std::string text;
 };
 
-using Arguments = std::variant<TrainArguments, GradientsArguments, InspectArguments,
-                               GenerateArguments, ConvertArguments, ScheduleArguments, ShowText>;
+using Arguments =
+    std::variant<TrainArguments, GradientsArguments, InspectArguments, GenerateArguments,
+                 ConvertArguments, ScheduleArguments, PlanArguments, ShowText>;
 
 /// `words` without the program's name; `version` makes what --version shows, called for that only.
 /// Errors: kUsage with what is wrong, in one line.
@@ -101,5 +111,6 @@ int run_inspect(const InspectArguments& arguments);
 int run_generate(const GenerateArguments& arguments);
 int run_convert(const ConvertArguments& arguments);
 int run_schedule(const ScheduleArguments& arguments);
+int run_plan(const PlanArguments& arguments);
 
 }  // namespace tessera::cli

@@ -30,6 +30,7 @@ struct RunVerb {
   int operator()(const GenerateArguments& arguments) const { return run_generate(arguments); }
   int operator()(const ConvertArguments& arguments) const { return run_convert(arguments); }
   int operator()(const ScheduleArguments& arguments) const { return run_schedule(arguments); }
+  int operator()(const PlanArguments& arguments) const { return run_plan(arguments); }
   int operator()(const ShowText& show) const {
     std::cout << show.text;
     return kDone;

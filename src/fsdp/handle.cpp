@@ -425,6 +425,14 @@ void require_idle(const ShardedBase& model, const char* what) {
   unit_of_handle(model.unit()).runtime().require_idle(what);
 }
 
+void set_planner(const ShardedBase& model, Planner planner) {
+  unit_of_handle(model.unit()).runtime().set_planner(std::move(planner));
+}
+
+std::vector<PlanUnit> plan_units(const ShardedBase& model) {
+  return unit_of_handle(model.unit()).runtime().plan_units();
+}
+
 std::string last_entered(const ShardedBase& model) {
   return unit_of_handle(model.unit()).runtime().last_entered();
 }

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "comm/stream.h"
+#include "fsdp/agreed/step_plan.h"
 #include "layout/model_plan.h"
 #include "tessera/optim.h"
 #include "tessera/shard.h"
@@ -20,6 +22,13 @@ void renew_after_failure(const ShardedBase& model);
 void require_idle(const ShardedBase& model, const char* what);
 /// That `optimizer` steps parameters of `model`, as they lie now. Errors: kUsage, named `what`.
 void require_steps_of(const ShardedBase& model, const Optimizer& optimizer, const char* what);
+
+/// Step scopes of `model`, the outermost handle, follow the planner's plans from here on; an empty
+/// one: eager plans. On every rank. Errors: kUsage in a step.
+void set_planner(const ShardedBase& model, Planner planner);
+
+/// Units of `model`, the outermost handle, as plans of its steps see them now.
+std::vector<PlanUnit> plan_units(const ShardedBase& model);
 
 /// "the forward of unit layers.3": what the rank was in when it could not go on; "" = in none yet.
 std::string last_entered(const ShardedBase& model);

@@ -111,6 +111,22 @@ bool has_hooks(const at::Tensor& tensor) {
   return node && !(node->pre_hooks().empty() && node->post_hooks().empty());
 }
 
+bool arrives_alone(const Leaf& leaf) {
+  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  if (chosen == nullptr || !chosen->empty()) return false;
+  const auto node = torch::autograd::get_current_node();
+  if (node == nullptr) return false;
+  for (const auto& edge : node->next_edges()) {
+    if (!edge.is_valid() || edge.function->num_outputs() != 0) continue;
+    for (const auto& hook : edge.function->tensor_pre_hooks()) {
+      const auto* ours = dynamic_cast<const LeafHook*>(hook.get());
+      // The node that accumulates is this forward's alone, and belongs to the edges that lead there.
+      if (ours != nullptr && ours->leaf().get() == &leaf) return edge.function.use_count() == 1;
+    }
+  }
+  return false;
+}
+
 std::shared_ptr<Leaf> find_leaf(const at::Tensor& tensor) {
   if (torch::autograd::impl::get_autograd_meta(tensor) == nullptr) return nullptr;
   for (const auto& hook : torch::autograd::impl::hooks(tensor)) {

@@ -53,34 +53,56 @@ void GradSink::remove(SlotId id) {
   });
 }
 
-void GradSink::check(const Entry& entry, const at::Tensor& raw, std::int64_t rows,
-                     Source source) const {
-  const auto& contract = *entry.contract;
-  const auto from = [&] {
-    return concat("gradient of ", contract.name, " from ", to_string(source));
-  };
-  TESSERA_CHECK(raw.layout() == c10::kStrided, ErrorKind::kContract, from(), ": found layout ",
-                raw.layout(), ", expected a dense one; use dense embeddings");
-  TESSERA_CHECK(c10::isFloatingType(raw.scalar_type()), ErrorKind::kContract, from(),
-                ": found dtype ", c10::toString(raw.scalar_type()),
+namespace {
+
+std::string gradient_from(const GradContract& contract, Source source) {
+  return concat("gradient of ", contract.name, " from ", to_string(source));
+}
+
+}  // namespace
+
+const std::vector<std::int64_t>& GradSink::shape_of(const Entry& entry) {
+  return entry.local_shape.empty() ? entry.contract->shape : entry.local_shape;
+}
+
+void GradSink::check_dtype(const Entry& entry, at::ScalarType dtype, Source source) {
+  TESSERA_CHECK(c10::isFloatingType(dtype), ErrorKind::kContract,
+                gradient_from(*entry.contract, source), ": found dtype ", c10::toString(dtype),
                 ", expected a real floating one");
-  const auto& whole = entry.local_shape.empty() ? contract.shape : entry.local_shape;
+}
+
+void GradSink::check_shape(const Entry& entry, at::IntArrayRef found, at::IntArrayRef expected,
+                           Source source) {
+  TESSERA_CHECK(found == expected, ErrorKind::kContract, gradient_from(*entry.contract, source),
+                ": found shape ", found, ", expected ", expected);
+}
+
+void GradSink::check_trainable(const Entry& entry, Source source) {
+  const auto& contract = *entry.contract;
+  TESSERA_CHECK(contract.trainable, ErrorKind::kContract, gradient_from(contract, source),
+                ": found one, expected none since the parameter is frozen (",
+                contract.reasons[static_cast<std::size_t>(ContractField::kTrainable)],
+                "); set requires_grad before sharding");
+}
+
+void GradSink::check(const Entry& entry, const at::Tensor& raw, std::int64_t rows, Source source) {
+  const auto& contract = *entry.contract;
+  TESSERA_CHECK(raw.layout() == c10::kStrided, ErrorKind::kContract,
+                gradient_from(contract, source), ": found layout ", raw.layout(),
+                ", expected a dense one; use dense embeddings");
+  check_dtype(entry, raw.scalar_type(), source);
+  const auto& whole = shape_of(entry);
   std::vector<std::int64_t> some;
   if (rows >= 0 && !whole.empty()) {
     some = whole;
     some[0] = rows;
   }
-  const auto& expected = some.empty() ? whole : some;
-  TESSERA_CHECK(raw.sizes() == c10::IntArrayRef(expected), ErrorKind::kContract, from(),
-                ": found shape ", raw.sizes(), ", expected ", c10::IntArrayRef(expected));
+  check_shape(entry, raw.sizes(), some.empty() ? whole : some, source);
   TESSERA_CHECK(
-      !raw.requires_grad(), ErrorKind::kContract, from(),
+      !raw.requires_grad(), ErrorKind::kContract, gradient_from(contract, source),
       ": found a gradient that itself requires grad, expected a value; create_graph is not "
       "supported through a sharded module");
-  TESSERA_CHECK(contract.trainable, ErrorKind::kContract, from(),
-                ": found one, expected none since the parameter is frozen (",
-                contract.reasons[static_cast<std::size_t>(ContractField::kTrainable)],
-                "); set requires_grad before sharding");
+  check_trainable(entry, source);
 }
 
 namespace {
@@ -115,13 +137,63 @@ void GradSink::accept_rows(SlotId id, const at::Tensor& rows, const at::Tensor& 
   check(entry, raw, rows.size(0), source);
   const at::NoGradGuard no_grad;
   const auto view = entry.owner->open_slot(entry.parameter);
-  const auto& shape = entry.local_shape.empty() ? entry.contract->shape : entry.local_shape;
-  const auto target = view.slot.view(shape);
+  const auto target = view.slot.view(shape_of(entry));
   if (view.first) target.zero_();
   const at::Tensor sums = target.index_select(0, rows);
   kernels::add_into(sums, as_asked(raw, *entry.contract));
   target.index_copy_(0, rows, sums);
   if (const auto hook = test_hooks::after_accept.get()) (*hook)(*entry.contract, target);
+}
+
+std::optional<LentSlot> GradSink::lend(SlotId id, const RawLike& raw, Source source) {
+  const auto& entry = slots_.at(id);
+  const auto& contract = *entry.contract;
+  check_dtype(entry, raw.dtype, source);
+  check_shape(entry, raw.sizes, shape_of(entry), source);
+  check_trainable(entry, source);
+  if (contract.grad || raw.dtype != to_scalar_type(contract.accumulate)) return std::nullopt;
+  const at::NoGradGuard no_grad;
+  const at::Tensor slot = entry.owner->lend_slot(entry.parameter);
+  if (!slot.defined()) return std::nullopt;
+  LentSlot lent(this, id, slot.view(raw.sizes));
+  // Copied there it would have been, from wherever it is.
+  if (slot.device() != raw.device) return std::nullopt;
+  return lent;
+}
+
+bool GradSink::write(SlotId id, const Product& product, Source source) {
+  if (!product.write) return false;
+  TESSERA_INVARIANT(!product.reads.empty(), "a product of nothing");
+  auto lent = lend(id, {product.sizes, product.dtype, product.reads.front().device()}, source);
+  if (!lent) return false;
+  // Of memory that it reads a kernel would make the first part of what it writes there.
+  for (const at::Tensor& read : product.reads) {
+    if (read.defined() && read.is_alias_of(lent->tensor())) return false;
+  }
+  product.write(product.reads, lent->tensor());
+  lent->give_back();
+  return true;
+}
+
+void GradSink::end_loan(SlotId id, const at::Tensor& written, bool arrived) {
+  const auto& entry = slots_.at(id);
+  entry.owner->end_loan(entry.parameter, arrived);
+  if (!arrived) return;
+  if (const auto hook = test_hooks::after_accept.get()) (*hook)(*entry.contract, written);
+}
+
+LentSlot::~LentSlot() {
+  if (sink_ == nullptr) return;
+  try {
+    sink_->end_loan(id_, tensor_, /*arrived=*/false);
+  } catch (const std::exception&) {
+    // What is under way says more: the loan of a slot that is gone ends with it.
+  }
+}
+
+void LentSlot::give_back() {
+  TESSERA_INVARIANT(sink_ != nullptr, "a lent slot that was given back before");
+  std::exchange(sink_, nullptr)->end_loan(id_, tensor_, /*arrived=*/true);
 }
 
 std::string Ticket::Promise::text() const {
@@ -139,7 +211,7 @@ Ticket GradSink::promise(SlotId id, std::string layer, WeightGradGroup group) {
   return ticket;
 }
 
-void GradSink::redeem(const Ticket& ticket, const at::Tensor& raw) {
+const Ticket::Promise& GradSink::open_promise(const Ticket& ticket) const {
   const auto& promise = ticket.promise_;
   TESSERA_CHECK(promise != nullptr, ErrorKind::kContract,
                 "deferred gradient: found an empty ticket, expected one of promise()");
@@ -154,10 +226,25 @@ void GradSink::redeem(const Ticket& ticket, const at::Tensor& raw) {
   TESSERA_CHECK(promise->sink == this, ErrorKind::kContract, "deferred gradient of ",
                 promise->text(),
                 ": found a ticket of another model, expected one of this sink's promise()");
-  accept(promise->slot, raw, Source::kDeferred);
+  return *promise;
+}
+
+void GradSink::close(const Ticket& ticket) {
+  const auto& promise = ticket.promise_;
   promise->state = Ticket::State::kRedeemed;
   std::erase(open_, promise);
   slots_.at(promise->slot).owner->tickets_changed(-1);
+}
+
+void GradSink::redeem(const Ticket& ticket, const at::Tensor& raw) {
+  accept(open_promise(ticket).slot, raw, Source::kDeferred);
+  close(ticket);
+}
+
+void GradSink::redeem(const Ticket& ticket, const Product& product) {
+  const SlotId id = open_promise(ticket).slot;
+  if (!write(id, product, Source::kDeferred)) accept(id, product.formed(), Source::kDeferred);
+  close(ticket);
 }
 
 void GradSink::require_all_redeemed(const char* before) const {
@@ -199,7 +286,7 @@ void WeightGradStore::form(std::size_t place) {
   owed_.erase(at);
   const auto here = owed.made_on ? comm::Stream::current(owed.made_on.device()) : comm::Stream();
   comm::order(owed.made_on, here, comm::EventSite::kDeferred);
-  sink_.redeem(owed.ticket, owed.product());
+  sink_.redeem(owed.ticket, owed.product);
   // They are freed there.
   comm::order(here, owed.made_on, comm::EventSite::kDeferred);
 }

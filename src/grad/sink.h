@@ -6,7 +6,8 @@
 //
 // A slot is a parameter's place in its bucket's gradient buffer, in the contract's `accumulate`
 // dtype: cast and add *is* the copy-in. Whatever dtype arrives is added unrounded unless the
-// contract's `grad` asks for a rounding. Gradients are never counted ([Note: readiness] of
+// contract's `grad` asks for a rounding. What arrives first is a copy alone, which a kernel that
+// writes its result into the slot saves: it is lent the slot for that. [Note: direct slots] Gradients are never counted ([Note: readiness] of
 // fsdp/runtime/runtime.h); only tickets are. The sink owns no memory and starts no collective:
 // slots belong to a SlotOwner (fsdp/runtime/unit.h). Threads: those that run the rank's backward,
 // one at a time.
@@ -19,6 +20,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -44,6 +46,13 @@ class SlotOwner {
   /// Opens the slot for one contribution. Errors: kContract when no forward of the unit is open
   /// ([Note: gradient lifetime]), kInternal while its buffer is in flight.
   virtual View open_slot(std::size_t parameter) = 0;
+  /// The same for a kernel that writes the whole of it: [numel], where nothing is in it yet and
+  /// nobody would have to be waited for, else undefined, and nothing happened. Nothing has arrived
+  /// before end_loan() says so. Errors: as open_slot().
+  virtual at::Tensor lend_slot(std::size_t parameter) = 0;
+  /// Once for each that lend_slot() gave. Not `arrived`: as if nobody had asked, whatever stands in
+  /// it.
+  virtual void end_loan(std::size_t parameter, bool arrived) = 0;
   /// A ticket of this owner was opened (+1) or closed (-1).
   virtual void tickets_changed(int delta) = 0;
 };
@@ -52,6 +61,63 @@ using SlotId = std::uint32_t;
 
 class GradSink;
 class WeightGradStore;
+
+/// What a gradient will be, before there is one.
+struct RawLike {
+  at::IntArrayRef sizes;
+  at::ScalarType dtype;
+  at::Device device;
+};
+
+/// How a raw gradient is formed: shaped and typed as the backward would have given it.
+struct Product {
+  using Reads = std::vector<at::Tensor>;
+  std::vector<std::int64_t> sizes;
+  at::ScalarType dtype;
+  Reads reads;  ///< all that it is formed of
+  /// In memory of its own.
+  std::function<at::Tensor(const Reads& reads)> form;
+  /// The same bits, all of them, into `slot`, contiguous and of these sizes and this dtype. Empty:
+  /// there is no such way.
+  std::function<void(const Reads& reads, const at::Tensor& slot)> write = {};
+
+  at::Tensor formed() const { return form(reads); }
+};
+
+/// A slot that a kernel writes, the whole of it, as the first gradient of its parameter. [Note:
+/// direct slots]
+///
+/// A product of a layer's size would be formed beside its slot and copied there; written into it
+/// it is the same product, with the same bits: the slot is as contiguous and as aligned as fresh
+/// memory. Later arrivals are formed beside it and added, since a product that adds to what stands
+/// there rounds otherwise. Given back once, on the stream on which the kernel was launched, which
+/// is the one that was current when it was lent; not given back (the kernel threw) it is as if
+/// nobody had asked. It lives no longer than sink and unit. Threads: as the sink.
+class LentSlot {
+ public:
+  LentSlot(LentSlot&& other) noexcept
+      : sink_(std::exchange(other.sink_, nullptr)),
+        id_(other.id_),
+        tensor_(std::move(other.tensor_)) {}
+  LentSlot& operator=(LentSlot&&) = delete;
+  LentSlot(const LentSlot&) = delete;
+  LentSlot& operator=(const LentSlot&) = delete;
+  ~LentSlot();
+
+  /// As the tensor of this rank's layer, contiguous, `accumulate`.
+  const at::Tensor& tensor() const { return tensor_; }
+  /// It is written: the gradient has arrived. Errors: kInternal for a second time.
+  void give_back();
+
+ private:
+  friend class GradSink;
+  LentSlot(GradSink* sink, SlotId id, at::Tensor tensor)
+      : sink_(sink), id_(id), tensor_(std::move(tensor)) {}
+
+  GradSink* sink_;  // null: it was given back, or moved from
+  SlotId id_;
+  at::Tensor tensor_;
+};
 
 /// Whose a weight gradient is that was put off, as a schedule names it.
 struct WeightGradGroup {
@@ -102,6 +168,15 @@ class GradSink {
   /// make. Errors: as accept(), kInternal for rows that are not there.
   void accept_rows(SlotId slot, const at::Tensor& rows, const at::Tensor& raw, Source source);
 
+  /// Lends the slot to a kernel, where what it would write is what accept() would leave: the first
+  /// arrival, of a parameter without `grad`, in the dtype of the slot and on its device. Else none,
+  /// nothing happened, and the gradient goes through accept(). Where it was put off, the source says
+  /// so. Errors: as accept().
+  std::optional<LentSlot> lend(SlotId slot, const RawLike& raw, Source source);
+  /// Lets `product` write its gradient into the slot, where that may be lent and is nothing that the
+  /// product reads; else false, and nothing happened. Errors: as lend(), those of the product.
+  bool write(SlotId slot, const Product& product, Source source);
+
   /// Announces a gradient that will come after this backward's nodes ran: its unit is not ready
   /// before.
   Ticket promise(SlotId slot, std::string layer, WeightGradGroup group);
@@ -111,6 +186,8 @@ class GradSink {
   /// Hands it in. Errors: kContract for a ticket that was redeemed before (in whatever step), or
   /// dropped, naming parameter, layer and micro-batch; for one of another sink.
   void redeem(const Ticket& ticket, const at::Tensor& raw);
+  /// The same, formed now: in the slot, where that may be lent.
+  void redeem(const Ticket& ticket, const Product& product);
   /// Throws kContract naming every ticket that is still open. `before`: what it stands in front of.
   void require_all_redeemed(const char* before) const;
   /// The same of those that `is_meant` says.
@@ -135,8 +212,17 @@ class GradSink {
     std::vector<std::int64_t> local_shape;  // empty: the contract's
   };
   static Entry entry_of(const GradContract* contract, SlotOwner* owner, std::size_t parameter);
+  friend class LentSlot;
+  void end_loan(SlotId slot, const at::Tensor& written, bool arrived);
+  static const std::vector<std::int64_t>& shape_of(const Entry& entry);
+  static void check_dtype(const Entry& entry, at::ScalarType dtype, Source source);
+  static void check_shape(const Entry& entry, at::IntArrayRef found, at::IntArrayRef expected,
+                          Source source);
+  static void check_trainable(const Entry& entry, Source source);
   /// `rows`: how many of its first dim raw has; -1: all.
-  void check(const Entry& entry, const at::Tensor& raw, std::int64_t rows, Source source) const;
+  static void check(const Entry& entry, const at::Tensor& raw, std::int64_t rows, Source source);
+  const Ticket::Promise& open_promise(const Ticket& ticket) const;
+  void close(const Ticket& ticket);
 
   std::vector<Entry> slots_;
   std::vector<std::shared_ptr<Ticket::Promise>> open_;  // in the order of promise()
@@ -153,9 +239,6 @@ class GradSink {
 /// backward in this way. Next: ../nn/linear.h.
 class WeightGradStore {
  public:
-  /// Forms a raw gradient, shaped and typed as the backward would have given it.
-  using Product = std::function<at::Tensor()>;
-
   explicit WeightGradStore(GradSink& sink) : sink_(sink) {}
 
   /// A backward begins: the next micro-batch, as errors name it, counted from 0 since run().

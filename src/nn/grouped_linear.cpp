@@ -106,9 +106,8 @@ at::Tensor rows_rounded_up(const at::Tensor& a, const at::Tensor& b, const Group
   return y;
 }
 
-at::Tensor outer_by_loop(const at::Tensor& a, const at::Tensor& b, const GroupOffsets& offsets) {
-  const auto groups = static_cast<std::int64_t>(offsets.size()) - 1;
-  const at::Tensor result = at::empty({groups, a.size(1), b.size(1)}, a.options());
+void outer_by_loop(const at::Tensor& a, const at::Tensor& b, const GroupOffsets& offsets,
+                   const at::Tensor& result) {
   for (std::size_t e = 0; e + 1 < offsets.size(); ++e) {
     at::Tensor part = result.select(0, static_cast<std::int64_t>(e));
     if (count(offsets, e) == 0) {
@@ -117,7 +116,6 @@ at::Tensor outer_by_loop(const at::Tensor& a, const at::Tensor& b, const GroupOf
       at::mm_out(part, rows_of_group(a, offsets, e).t(), rows_of_group(b, offsets, e));
     }
   }
-  return result;
 }
 
 /// The rows of a group and zeros up to the next step, in `scratch`.
@@ -130,13 +128,12 @@ at::Tensor padded_rows(const at::Tensor& x, const GroupOffsets& offsets, std::si
   return scratch.narrow(0, 0, more);
 }
 
-at::Tensor outer_rounded_up(const at::Tensor& a, const at::Tensor& b, const GroupOffsets& offsets) {
+void outer_rounded_up(const at::Tensor& a, const at::Tensor& b, const GroupOffsets& offsets,
+                      const at::Tensor& result) {
   std::int64_t most = 0;
   for (std::size_t e = 0; e + 1 < offsets.size(); ++e) most = std::max(most, count(offsets, e));
   const at::Tensor left = at::empty({rounded_up(most), a.size(1)}, a.options());
   const at::Tensor right = at::empty({rounded_up(most), b.size(1)}, b.options());
-  const auto groups = static_cast<std::int64_t>(offsets.size()) - 1;
-  const at::Tensor result = at::empty({groups, a.size(1), b.size(1)}, a.options());
   for (std::size_t e = 0; e + 1 < offsets.size(); ++e) {
     at::Tensor part = result.select(0, static_cast<std::int64_t>(e));
     const std::int64_t rows = count(offsets, e);
@@ -148,7 +145,14 @@ at::Tensor outer_rounded_up(const at::Tensor& a, const at::Tensor& b, const Grou
       at::mm_out(part, padded_rows(a, offsets, e, left).t(), padded_rows(b, offsets, e, right));
     }
   }
-  return result;
+}
+
+/// The loops of grouped_outer() into `result` [E, A, B].
+void write_outer(const at::Tensor& a, const at::Tensor& b, const RowGroups& groups, GroupedWay way,
+                 const at::Tensor& result) {
+  require_begins(groups.begins);
+  way == GroupedWay::kRoundedRows ? outer_rounded_up(a, b, groups.begins, result)
+                                  : outer_by_loop(a, b, groups.begins, result);
 }
 
 /// [E, K, N], whatever the layout.
@@ -189,6 +193,14 @@ void add_bias(const at::Tensor& y, const at::Tensor& bias, const RowGroups& grou
   }
 }
 
+void sum_groups(const at::Tensor& grad, const GroupOffsets& offsets, const at::Tensor& result) {
+  for (std::size_t e = 0; e + 1 < offsets.size(); ++e) {
+    at::Tensor part = result.select(0, static_cast<std::int64_t>(e));
+    at::sum_out(part, rows_of_group(grad, offsets, e), {0}, /*keepdim=*/false,
+                result.scalar_type());
+  }
+}
+
 /// Rows of a group summed, in the bias's sizes and dtype.
 at::Tensor bias_gradient(const at::Tensor& grad, at::IntArrayRef sizes,
                          const at::TensorOptions& options, const RowGroups& groups) {
@@ -204,12 +216,49 @@ at::Tensor bias_gradient(const at::Tensor& grad, at::IntArrayRef sizes,
     return grouped_outer(ones, grad, groups, grouped_way(ones, grad)).select(1, 0).contiguous();
   }
   const at::Tensor result = at::empty(sizes, options);
-  for (std::size_t e = 0; e + 1 < offsets.size(); ++e) {
-    at::Tensor part = result.select(0, static_cast<std::int64_t>(e));
-    at::sum_out(part, rows_of_group(grad, offsets, e), {0}, /*keepdim=*/false,
-                result.scalar_type());
-  }
+  sum_groups(grad, offsets, result);
   return result;
+}
+
+/// left_e^T right_e, of a weight.
+grad::Product outer_of_groups(const at::Tensor& left, const at::Tensor& right,
+                              const RowGroups& groups) {
+  using Reads = grad::Product::Reads;
+  const GroupedWay way = grouped_way(left, right);
+  const std::int64_t count = groups.ends.defined()
+                                 ? groups.ends.numel()
+                                 : static_cast<std::int64_t>(groups.begins.size()) - 1;
+  grad::Product product{
+      .sizes = {count, left.size(1), right.size(1)},
+      .dtype = left.scalar_type(),
+      .reads = {left.detach(), right.detach()},
+      .form = [groups, way](const Reads& of) { return grouped_outer(of[0], of[1], groups, way); }};
+  // libtorch's product makes memory of its own. On the CPU it is the loop.
+  if (way != GroupedWay::kLibtorch || left.is_cpu()) {
+    product.write = [groups, way](const Reads& of, const at::Tensor& slot) {
+      write_outer(of[0], of[1], groups, way, slot);
+    };
+  }
+  return product;
+}
+
+/// Rows of a group summed, of a bias, which itself may be given back before they are.
+grad::Product sums_of_groups(const at::Tensor& grad, const at::Tensor& bias,
+                             const RowGroups& groups) {
+  using Reads = grad::Product::Reads;
+  grad::Product product{
+      .sizes = bias.sizes().vec(),
+      .dtype = bias.scalar_type(),
+      .reads = {grad},
+      .form = [groups, sizes = bias.sizes().vec(), options = bias.options()](const Reads& of) {
+        return bias_gradient(of[0], sizes, options, groups);
+      }};
+  if (!groups.begins.empty()) {
+    product.write = [groups](const Reads& of, const at::Tensor& slot) {
+      sum_groups(of[0], groups.begins, slot);
+    };
+  }
+  return product;
 }
 
 struct GroupedLinearFunction : torch::autograd::Function<GroupedLinearFunction> {
@@ -254,16 +303,11 @@ struct GroupedLinearFunction : torch::autograd::Function<GroupedLinearFunction> 
     if (ctx->needs_input_grad(1)) {
       const at::Tensor& left = layout == GroupLayout::kOutIn ? grad : x;
       const at::Tensor& right = layout == GroupLayout::kOutIn ? x : grad;
-      result[1] = weight_gradient(weight, [left = left.detach(), right = right.detach(), groups] {
-        return grouped_outer(left, right, groups, grouped_way(left, right));
-      });
+      result[1] = weight_gradient(weight, outer_of_groups(left, right, groups));
     }
     // Edges are counted over tensors: there is none for a bias that is not there.
     if (bias.defined() && ctx->needs_input_grad(2)) {
-      // The bias itself may be given back before the sum is formed.
-      result[2] =
-          weight_gradient(bias, [grad, sizes = bias.sizes().vec(), options = bias.options(),
-                                 groups] { return bias_gradient(grad, sizes, options, groups); });
+      result[2] = weight_gradient(bias, sums_of_groups(grad, bias, groups));
     }
     return result;
   }
@@ -309,17 +353,12 @@ at::Tensor grouped_rows(const at::Tensor& a, const at::Tensor& b, const RowGroup
 
 at::Tensor grouped_outer(const at::Tensor& a, const at::Tensor& b, const RowGroups& groups,
                          GroupedWay way) {
-  switch (way) {
-    case GroupedWay::kLibtorch:
-      return at::_grouped_mm(a.t(), b, ends(groups, a));
-    case GroupedWay::kRoundedRows:
-      require_begins(groups.begins);
-      return outer_rounded_up(a, b, groups.begins);
-    case GroupedWay::kLoop:
-      break;
-  }
+  if (way == GroupedWay::kLibtorch) return at::_grouped_mm(a.t(), b, ends(groups, a));
   require_begins(groups.begins);
-  return outer_by_loop(a, b, groups.begins);
+  const auto count = static_cast<std::int64_t>(groups.begins.size()) - 1;
+  at::Tensor result = at::empty({count, a.size(1), b.size(1)}, a.options());
+  write_outer(a, b, groups, way, result);
+  return result;
 }
 
 at::Tensor grouped_linear(const at::Tensor& x, const GroupedWeights& weights,

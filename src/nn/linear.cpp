@@ -34,6 +34,22 @@ struct LinearCall {
   WeightGradient when;
 };
 
+/// grad^T x, of a weight.
+grad::Product weight_product(const at::Tensor& grad, const at::Tensor& x) {
+  using Reads = grad::Product::Reads;
+  return {.sizes = {grad.size(1), x.size(1)},
+          .dtype = grad.scalar_type(),
+          // Detached: else its node keeps those before it until W, and with them the inputs of
+          // recomputed layers and of the stage.
+          .reads = {grad, x.detach()},
+          .form = [](const Reads& of) { return at::mm(of[0].t(), of[1]); },
+          .write =
+              [](const Reads& of, const at::Tensor& slot) {
+                at::Tensor out = slot;
+                at::mm_out(out, of[0].t(), of[1]);
+              }};
+}
+
 /// One node a layer, plain products of 2-D views, nothing computed for what needs no gradient.
 struct LinearFunction : torch::autograd::Function<LinearFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input, const at::Tensor& weight,
@@ -78,9 +94,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     }
     if (ctx->needs_input_grad(1)) {
       result[1] = weight_gradient(
-          // Detached: else its node keeps those before it until W, and with them the inputs of
-          // recomputed layers and of the stage.
-          weight, [grad, x = x.detach()] { return at::mm(grad.t(), x); },
+          weight, weight_product(grad, x),
           ctx->saved_data["at_once"].toBool() ? WeightGradient::kAtOnce : WeightGradient::kMayWait);
     }
     // Edges are counted over tensors: there is none for a bias that is not there. Its sum is too
@@ -91,6 +105,19 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
 };
 
 }  // namespace
+
+at::Tensor weight_gradient(const at::Tensor& parameter, grad::Product product,
+                           WeightGradient when) {
+  const auto leaf = grad::find_leaf(parameter);
+  if (!leaf || leaf->sink == nullptr) return product.formed();
+  if (auto* store = leaf->sink->store(); store != nullptr && when == WeightGradient::kMayWait) {
+    store->put(leaf->slot, std::move(product), comm::Stream::current(parameter.device()));
+    return {};
+  }
+  const bool has_come =
+      grad::arrives_alone(*leaf) && leaf->sink->write(leaf->slot, product, grad::Source::kEager);
+  return has_come ? at::Tensor() : product.formed();
+}
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
                   std::optional<at::ScalarType> compute, WeightGradient when) {

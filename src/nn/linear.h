@@ -4,7 +4,8 @@
 // The gradient of a layer's parameter is formed in the backward, or put off where the model defers
 // weight gradients (ShardedBase::set_defer_weight_gradients, Backward::kInputOnly,
 // ../grad/sink.h). Either way it reaches the parameter's slot through the sink. What is no leaf of a
-// sharded model (a cast weight, a plain module) has its gradient at once; so has a head's.
+// sharded model (a cast weight, a plain module) has its gradient at once; so has a head's. Where it
+// is the slot's first and has its dtype, the product is written there.
 //
 // An adapter is y + scale * B(A(dropout(x))), two thin matrices beside a frozen one. The product is
 // computed in the adapter's dtype and the sum rounded once to the layer's result dtype, as peft
@@ -72,18 +73,11 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
                   std::optional<at::ScalarType> compute = std::nullopt,
                   WeightGradient when = WeightGradient::kMayWait);
 
-/// product() -> the raw gradient of `parameter`; undefined where it comes later: the backward
-/// returns that, and nothing arrives twice. `product` holds what it needs by value.
-template <class Product>
-at::Tensor weight_gradient(const at::Tensor& parameter, Product product,
-                           WeightGradient when = WeightGradient::kMayWait) {
-  if (when == WeightGradient::kAtOnce) return product();
-  const auto leaf = grad::find_leaf(parameter);
-  if (!leaf || leaf->sink == nullptr || leaf->sink->store() == nullptr) return product();
-  leaf->sink->store()->put(leaf->slot, std::move(product),
-                           comm::Stream::current(parameter.device()));
-  return {};
-}
+/// In a backward: the raw gradient of `parameter`, or undefined where it comes, or has come, another
+/// way: put off, or written into its slot ([Note: direct slots]). The backward returns that, and
+/// nothing arrives twice.
+at::Tensor weight_gradient(const at::Tensor& parameter, grad::Product product,
+                           WeightGradient when = WeightGradient::kMayWait);
 
 enum class Bias : std::uint8_t { kNo, kYes };
 

@@ -6,11 +6,13 @@
 #include <algorithm>
 #include <utility>
 
+#include "comm/device.h"
 #include "comm/host_read.h"
 #include "models/family.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
 #include "train/parallelize.h"
+#include "train/report/device_limits.h"
 
 namespace tessera::train {
 std::shared_ptr<Sharded<models::LanguageModel>> parallelize_to_generate(const ModelSource& source,
@@ -24,6 +26,8 @@ std::shared_ptr<Sharded<models::LanguageModel>> parallelize_to_generate(const Mo
                 models::traits(source.spec.family).architecture,
                 ", expected a family without a module of its own; text of this one cannot be "
                 "generated yet");
+  const auto device = comm::facts_of(world.device());
+  require_16_bits(parts.contract.parameters, device.name, device.capability);
   return parallelize(std::move(parts), source, config, mesh);
 }
 

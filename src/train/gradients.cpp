@@ -179,7 +179,7 @@ void run_gradients(const GradientsRequest& request, World& world,
   auto parts = model_parts(source, config, mesh, Purpose::kTraining, plan ? &*plan : nullptr);
   const ModelContract contract = parts.contract;
   const auto device = comm::facts_of(world.device());
-  require_bf16(contract.parameters, device.name, device.capability);
+  require_16_bits(contract.parameters, device.name, device.capability);
   const auto model = parallelize(std::move(parts), source, config, mesh);
   std::optional<PipelineOfRun> stages;
   if (plan) {

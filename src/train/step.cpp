@@ -15,6 +15,7 @@
 #include "fsdp/handle.h"
 #include "tessera/error.h"
 #include "tessera/grad_scaler.h"
+#include "tessera/step_scope.h"
 #include "tessera/world.h"
 #include "train/batch_memory.h"
 #include "train/config/config.h"
@@ -112,6 +113,7 @@ StepOptions step_options(const Config& config, const GradScaler* scaler) {
   options.seed = static_cast<std::uint64_t>(config.debug.seed);
   if (scaler != nullptr) options.loss_scale = scaler->scale();
   options.aux_loss_coef = config.model.aux_loss_coef;
+  options.follows_plan = config.compile.mode != CompileChoice::kOff;
   return options;
 }
 
@@ -187,6 +189,40 @@ std::vector<MicroBatch> on_device(const Sharded<models::LanguageModel>& model,
   return batches;
 }
 
+/// What says to the model which micro-batch comes: a step scope, which follows a plan from its
+/// second step on, or the handle's switches.
+class MicroBatches {
+ public:
+  MicroBatches(Sharded<models::LanguageModel>& model, std::size_t count, const StepOptions& options)
+      : model_(model), count_(count), syncs_every_(options.sync == Sync::kEveryMicroBatch) {
+    if (!options.follows_plan) return;
+    model.set_requires_gradient_sync(true);
+    model.set_requires_replica_reduce(true);
+    scope_.emplace(model, StepScopeOptions{.reshard = StepReshard::kMicroBatch,
+                                           .sync_every_micro_batch = syncs_every_,
+                                           .schedule = concat(count, " micro-batches"),
+                                           .micro_batches = static_cast<std::int64_t>(count)});
+  }
+  void begin_forward(std::size_t number) {
+    if (scope_) return scope_->begin_forward(0, static_cast<std::int64_t>(number));
+    const bool last = number + 1 == count_;
+    model_.set_requires_gradient_sync(last || syncs_every_);
+    model_.set_requires_replica_reduce(last);
+  }
+  void begin_backward(std::size_t number) {
+    if (scope_) scope_->begin_backward(0, static_cast<std::int64_t>(number));
+  }
+  void finish() {
+    if (scope_) scope_->finish();
+  }
+
+ private:
+  Sharded<models::LanguageModel>& model_;
+  const std::size_t count_;
+  const bool syncs_every_;
+  std::optional<StepScope> scope_;
+};
+
 PendingLoss run_forward_backward(Sharded<models::LanguageModel>& model, const BatchSource& source,
                                  std::int64_t step, const std::vector<RowRange>& rows,
                                  const StepOptions& options) {
@@ -207,10 +243,9 @@ PendingLoss run_forward_backward(Sharded<models::LanguageModel>& model, const Ba
   found.auxiliary_share = 1.0 / static_cast<double>(batches.size());
   found.layers.resize(routed.layers.size());
   std::iota(found.layers.begin(), found.layers.end(), std::size_t{0});
+  MicroBatches each(model, batches.size(), options);
   for (std::size_t i = 0; i < batches.size(); ++i) {
-    const bool last = i + 1 == batches.size();
-    model.set_requires_gradient_sync(last || options.sync == Sync::kEveryMicroBatch);
-    model.set_requires_replica_reduce(last);
+    each.begin_forward(i);
     const SampleScope place(SamplePlace{options.seed, step, rows[i].begin});
     auto inputs = on_device(model, batches[i]).inputs();
     if (spec.moe) inputs.router_statistics = models::RouterStatistics::kCounts;
@@ -229,9 +264,11 @@ PendingLoss run_forward_backward(Sharded<models::LanguageModel>& model, const Ba
         seeds.push_back(at::full_like(addend, options.loss_scale * coef * found.auxiliary_share));
       }
     }
+    each.begin_backward(i);
     torch::autograd::backward(roots, seeds);
     found.losses.push_back(output.result.detach());
   }
+  each.finish();
   return {loss, {std::move(found)}, routed, scores.noted()};
 }
 

@@ -27,6 +27,8 @@
 #include "train/expert_balance.h"
 #include "train/parallelize.h"
 #include "train/pipeline/pipeline_step.h"
+#include "train/plan_of_run.h"
+#include "train/planned_steps.h"
 #include "train/report/banner.h"
 #include "train/report/checks.h"
 #include "train/report/device_limits.h"
@@ -124,13 +126,14 @@ class Trainer {
     checkpoints_->begin(source_, *data_);
     auto parts = model_parts(source_, config, mesh_, Purpose::kTraining, plan ? &*plan : nullptr);
     parameters_ = parts.contract.parameters;
-    require_bf16(parameters_, device_.name, device_.capability);
+    require_16_bits(parameters_, device_.name, device_.capability);
     std::optional<StreamBorders> borders;
     if (plan) borders = stream_borders(*plan, dims_, source_.description, parts.contract);
     // Not before what a key alone may be refused for; reading the weights may take minutes.
     if (config.job.dump_folder && world.rank() == 0) {
       log::info(banner_line("run folder", *config.job.dump_folder));
     }
+    const CompileOptions compiled = options_of_plan(parts.contract);
     model_ =
         parallelize(std::move(parts), source_, config, mesh_,
                     checkpoints_->resumes() ? InitialWeights::kLater : InitialWeights::kOfSource);
@@ -139,6 +142,9 @@ class Trainer {
       for (const std::string& remark : plan->remarks) {
         if (world.rank() == 0) log::warn(remark);
       }
+    }
+    if (compiled.mode != CompileMode::kOff) {
+      planned_.emplace(compiled, *model_, world, config.metrics.folder);
     }
     optimizer_ = fsdp::make_optimizer(config.optimizer.name, *model_, *config.optimizer.lr,
                                       config.optimizer);
@@ -262,12 +268,30 @@ class Trainer {
 
   Vocabulary vocabulary_of_model() const { return vocabulary_of(source_.spec, !source_.folder); }
 
+  /// What stays the same of a plan before the model is there; the run's ranks, rows and memory.
+  CompileOptions options_of_plan(const ModelContract& contract) {
+    if (config_.compile.mode == CompileChoice::kOff) return {};
+    const auto buckets = plan_model(source_.description, contract.parameters, mesh_shape(dims_));
+    const auto of_rank = Rows(config_, *data_, mesh_).ranges().size();
+    return planned_options(
+        {.config = config_,
+         .spec = source_.spec,
+         .description = source_.description,
+         .dims = dims_,
+         .contract = contract,
+         .plan = buckets,
+         .aux_loss_coef = aux_loss_coef(config_.model.aux_loss_coef, source_.spec)},
+        static_cast<std::int64_t>(of_rank), world_);
+  }
+
   StepEnd train_step(std::int64_t step) {
     const auto begin = Clock::now();
     const Rows rows(config_, *data_, mesh_);
     auto options = step_options(config_, scaler_.get());
     options.pipeline = pipeline();
+    if (planned_) planned_->begin_step();
     const auto pending = launch_forward_backward(*model_, *data_, step, rows.ranges(), options);
+    if (planned_) planned_->end_step(step);
     if (config_.debug.check_placements) check_placements(*model_);
     StepMetrics metrics;
     metrics.step = step;
@@ -412,6 +436,7 @@ class Trainer {
   std::shared_ptr<Sharded<models::LanguageModel>> model_;
   std::vector<GradContract> parameters_;   ///< of the whole model
   std::optional<PipelineOfRun> pipeline_;  ///< none where the model is here whole
+  std::optional<PlannedSteps> planned_;    ///< none with compile.mode = "off"
   std::unique_ptr<Optimizer> optimizer_;
   std::unique_ptr<GradScaler> scaler_;  ///< none without float16
   std::optional<CheckpointSession> checkpoints_;

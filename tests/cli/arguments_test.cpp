@@ -205,7 +205,7 @@ TEST(Arguments, VersionIsMadeOnlyWhenAsked) {
 }
 
 TEST(Arguments, RefusalsAreOneLineAndNameTheWord) {
-  const std::string verbs = "train, gradients, inspect, generate, convert, schedule";
+  const std::string verbs = "train, gradients, inspect, generate, convert, schedule, plan";
   EXPECT_EQ(refusal({}), "found no verb, expected one of " + verbs + "; see tessera --help");
   EXPECT_EQ(refusal({"trian"}),
             "unknown verb 'trian', expected one of " + verbs + "; the nearest is train");

@@ -158,14 +158,20 @@ TEST_P(OnDevices, Gates) {
 
 TEST_P(OnDevices, CrossEntropyIgnoresWhatItIsToldTo) {
   const at::Tensor targets = at::tensor({3, -100, 0, 16, 9, -100}, at::kLong).view({2, 3});
-  for (const Logits use : {Logits::kKeep, Logits::kConsume}) {
-    expect_close_to_fp64(
-        // What backward writes over is a tensor of its own.
-        [&](const Tensors& in) {
-          return cross_entropy_sum(in[0] * 1, targets.to(in[0].device()), use);
-        },
-        [&](const Tensors& in) { return cross_entropy_sum_composite(in[0], targets); },
-        {draw({2, 3, 17}, dtype()) * 4}, roundings(dtype(), 2), "loss");
+  const at::Tensor near = draw({2, 3, 17}, dtype()) * 4;
+  // A target that the model holds for impossible: its logarithm has no digits for the others.
+  const at::Tensor far = near.clone();
+  far[0][0][3] = -2e4;
+  for (const at::Tensor& drawn : {near, far}) {
+    for (const Logits use : {Logits::kKeep, Logits::kConsume}) {
+      expect_close_to_fp64(
+          // What backward writes over is a tensor of its own.
+          [&](const Tensors& in) {
+            return cross_entropy_sum(in[0] * 1, targets.to(in[0].device()), use);
+          },
+          [&](const Tensors& in) { return cross_entropy_sum_composite(in[0], targets); }, {drawn},
+          roundings(dtype(), 2), "loss");
+    }
   }
   const at::Tensor logits = draw({2, 3, 17}, dtype()).to(device()).requires_grad_(true);
   const at::Tensor none =

@@ -55,7 +55,7 @@ std::optional<Conflict> Shadow::touch(const at::Tensor& tensor, bool writes, con
   if (tensor.numel() == 0) return std::nullopt;
   const auto first = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());
   const auto bytes = [&](std::int64_t elements) {
-    return static_cast<std::uintptr_t>(elements) * tensor.element_size();
+    return static_cast<std::uintptr_t>(elements * tensor.element_size());
   };
   const Runs runs = runs_of(tensor);
   if (runs.count > kMostRuns) {

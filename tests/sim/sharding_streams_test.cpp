@@ -7,8 +7,10 @@
 #include <torch/nn/module.h>
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <string>
 #include <utility>
@@ -18,8 +20,8 @@
 #include "comm/host_read.h"
 #include "comm/stream.h"
 #include "dist/plain.h"
-#include "grad/leaf.h"
 #include "grad/sink.h"
+#include "nn/linear.h"
 #include "sim/streams.h"
 
 namespace tessera::sim::sharding_streams_test {
@@ -40,7 +42,11 @@ void follow(const Stream& later, const Stream& earlier) {
   if (later && later != earlier) wait_for(later.get(), earlier.get());
 }
 
-/// x * w whose weight gradient is put off where the model does that, as layers of nn do.
+/// How many products have been written into slots.
+std::atomic<int> written = 0;
+
+/// x * w whose weight gradient is put off where the model does that, and else written into its slot,
+/// as layers of nn do.
 class MayWait : public torch::autograd::Function<MayWait> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& w) {
@@ -49,12 +55,19 @@ class MayWait : public torch::autograd::Function<MayWait> {
   }
   static variable_list backward(AutogradContext* context, variable_list grads) {
     const auto saved = context->get_saved_variables();
-    const auto product = [x = saved[0], grad = grads[0]] { return (grad * x).sum(0); };
-    const auto leaf = grad::find_leaf(saved[1]);
-    const at::Tensor of_x = grads[0] * saved[1];
-    if (!leaf || leaf->sink->store() == nullptr) return {of_x, product()};
-    leaf->sink->store()->put(leaf->slot, product, Stream::current(saved[1].device()));
-    return {of_x, at::Tensor()};
+    using Reads = grad::Product::Reads;
+    const grad::Product product{.sizes = saved[1].sizes().vec(),
+                                .dtype = grads[0].scalar_type(),
+                                .reads = {saved[0], grads[0]},
+                                .form = [](const Reads& of) { return (of[1] * of[0]).sum(0); },
+                                .write =
+                                    [](const Reads& of, const at::Tensor& slot) {
+                                      ++written;
+                                      at::Tensor out = slot;
+                                      at::sum_out(out, of[1] * of[0], {0});
+                                    }};
+    const at::Tensor of_x = context->needs_input_grad(0) ? grads[0] * saved[1] : at::Tensor();
+    return {of_x, nn::weight_gradient(saved[1], product)};
   }
 };
 
@@ -72,7 +85,7 @@ struct Sides : torch::nn::Module {
     {
       const StreamScope there(side);
       // Alone there: what goes back to x would order the two streams in backward.
-      other = at::relu(x.detach() * b);
+      other = at::relu(direct ? MayWait::apply(x.detach(), b) : x.detach() * b);
     }
     const at::Tensor own = MayWait::apply(x, a);
     follow(here, side);
@@ -82,6 +95,7 @@ struct Sides : torch::nn::Module {
 
   at::Tensor a, b;
   bool beside = false;
+  bool direct = false;  ///< products of `beside` are written into slots, too
   Stream side;
   std::vector<at::Tensor> kept;  ///< what crosses streams, until both are over
 };
@@ -99,13 +113,14 @@ struct Tower : torch::nn::Module {
     }
   }
   at::Tensor forward(const at::Tensor& x) {
-    at::Tensor y = x * scale;
+    at::Tensor y = direct ? MayWait::apply(x, scale) : x * scale;
     for (const auto& handle : handles) y = handle->forward(y) + y;
     return y;
   }
   at::Tensor scale = register_parameter("scale", test::seeded(100, {kWidth}) + 1.0);
   std::vector<std::shared_ptr<Sides>> sides;
   std::vector<std::shared_ptr<Sharded<Sides>>> handles;
+  bool direct = false;
 };
 
 struct Case {
@@ -118,6 +133,7 @@ struct Case {
   bool at_last = false;     ///< micro-batches are reduced together
   bool in_flight = false;   ///< they are reduced each, and waited for at the last
   bool defers = false;      ///< weight gradients are formed on another stream
+  bool direct = false;      ///< no gradient comes but by a product that is written into its slot
   PrecisionPolicy policy = {};
 };
 
@@ -127,8 +143,10 @@ std::vector<at::Tensor> results_of(World& world, const Case& c) {
   tower->shard(mesh, c.policy);
   auto handle = fully_shard(tower, mesh, c.policy);
   if (c.keeps) handle.set_reshard_after_backward(false);
+  tower->direct = c.direct;
   for (const auto& sides : tower->sides) {
     sides->beside = c.beside;
+    sides->direct = c.direct;
     sides->side = Stream::make(world.device());
   }
   const Stream main = Stream::current(world.device());
@@ -212,6 +230,10 @@ std::vector<Case> cases() {
       add("both, in flight", [](Case& c) { c.beside = c.alternates = c.in_flight = true; });
       add("deferred", [](Case& c) { c.beside = c.defers = true; });
       add("deferred micro-batches", [](Case& c) { c.alternates = c.defers = true; });
+      add("direct", [](Case& c) { c.beside = c.direct = true; });
+      add("direct micro-batches", [](Case& c) { c.beside = c.direct = c.alternates = true; });
+      // Kept: what a backward gives back would order who takes it for slots behind all that it did.
+      add("direct, deferred", [](Case& c) { c.beside = c.direct = c.defers = c.keeps = true; });
     }
   }
   return all;
@@ -236,26 +258,45 @@ TEST(StreamsOfARank, AreOrderedWhereTheyMeetInTheUnitsMemory) {
   }
 }
 
+/// Each of `site` left out is found in cases of which `is_meant` says so.
+void expect_found(EventSite site, const std::function<bool(const Case&)>& is_meant) {
+  for (const EventEnd end : {EventEnd::kRecord, EventEnd::kBlock}) {
+    const test_hooks::Set without(
+        test_hooks::leaves_out_event,
+        [&](EventSite which, EventEnd half) { return which == site && half == end; });
+    bool is_found = false;
+    for (const Case& c : cases()) {
+      if (is_found || c.ranks == 4 || !is_meant(c)) continue;
+      try {
+        results_of_ranks(c, "sim");
+      } catch (const std::exception&) {  // the race, or that the other rank has left
+      }
+      settle();
+      is_found = !take_races().empty();
+    }
+    EXPECT_TRUE(is_found) << to_string(site) << (end == EventEnd::kRecord ? ", record" : ", block");
+  }
+}
+
 TEST(StreamsOfARank, EachEventThatIsLeftOutIsFound) {
   for (const EventSite site :
        {EventSite::kGather, EventSite::kAccept, EventSite::kDeferred, EventSite::kReduced}) {
-    for (const EventEnd end : {EventEnd::kRecord, EventEnd::kBlock}) {
-      const test_hooks::Set without(
-          test_hooks::leaves_out_event,
-          [&](EventSite which, EventEnd half) { return which == site && half == end; });
-      bool is_found = false;
-      for (const Case& c : cases()) {
-        if (is_found || c.ranks == 4) continue;
-        try {
-          results_of_ranks(c, "sim");
-        } catch (const std::exception&) {  // the race, or that the other rank has left
-        }
-        settle();
-        is_found = !take_races().empty();
-      }
-      EXPECT_TRUE(is_found) << to_string(site)
-                            << (end == EventEnd::kRecord ? ", record" : ", block");
-    }
+    expect_found(site, [](const Case&) { return true; });
+  }
+}
+
+// What a kernel has written into a slot is read by the reduction behind kAccept alone; the same with
+// what is formed later, behind kDeferred.
+TEST(StreamsOfARank, EachEventThatIsLeftOutOfDirectSlotsIsFound) {
+  const auto in_float32 = [](const Case& c) { return c.direct && !c.policy.param_dtype; };
+  expect_found(EventSite::kAccept, in_float32);
+  expect_found(EventSite::kDeferred, in_float32);
+  // All that arrives first in a step that reduces each micro-batch is written: 3 units of 2, and 1.
+  for (Case c : cases()) {
+    if (!in_float32(c) || c.alternates || c.ranks != 2) continue;
+    written = 0;
+    results_of_ranks(c, "sim");
+    EXPECT_EQ(written, 2 * (c.defers ? 1 : kMicroBatches) * 7 * c.ranks) << c.name;
   }
 }
 

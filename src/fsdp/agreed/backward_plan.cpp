@@ -46,28 +46,14 @@ struct Event {
   bool begins;
 };
 
-/// One trace's events in the order of backward. Calls are nested, so the two orders of the trace
-/// say how ends and beginnings follow each other. Forwards that have not ended come first.
+/// One trace's events in the order of backward, which passes the end of a forward first. Forwards
+/// that have not ended come first.
 std::vector<Event> reversed(const Trace& trace, std::size_t forward) {
-  const auto count = trace.units.size();
-  std::vector<std::size_t> exit(count, count);
-  for (std::size_t i = 0; i < trace.exits.size(); ++i) exit.at(trace.exits[i]) = i;
+  const auto all = crossings(trace);
   std::vector<Event> events;
-  std::vector<std::size_t> open;
-  const auto close_until = [&](std::size_t last) {
-    while (!open.empty() && exit[open.back()] < last) {
-      events.push_back({forward, open.back(), true});
-      open.pop_back();
-    }
-  };
-  for (std::size_t i = 0; i < count; ++i) {
-    close_until(exit[i]);
-    events.push_back({forward, i, false});
-    open.push_back(i);
+  for (auto one = all.rbegin(); one != all.rend(); ++one) {
+    events.push_back({forward, one->position, !one->enters});
   }
-  close_until(count);
-  for (auto i = open.rbegin(); i != open.rend(); ++i) events.push_back({forward, *i, true});
-  std::reverse(events.begin(), events.end());
   return events;
 }
 
@@ -103,8 +89,9 @@ std::vector<Event> events_of(const std::vector<ReachedForward>& forwards) {
 
 class Planner {
  public:
-  Planner(const std::vector<ReachedForward>& forwards, std::vector<UnitState> units)
-      : forwards_(forwards), units_(std::move(units)), use_of_(units_.size()) {
+  Planner(const std::vector<ReachedForward>& forwards, std::vector<UnitState> units,
+          std::size_t ahead)
+      : forwards_(forwards), units_(std::move(units)), use_of_(units_.size()), ahead_(ahead) {
     for (const auto& forward : forwards) {
       plan_.places[forward.number].resize(forward.trace->units.size());
     }
@@ -197,7 +184,10 @@ class Planner {
 
   void prefetch(UnitId unit) {
     const auto& wanted = units_[unit].prefetch;
-    if (wanted.empty() && next_use_ < uses_.size()) secure(uses_[next_use_]);
+    if (wanted.empty()) {
+      const auto end = std::min(next_use_ + ahead_, uses_.size());
+      for (auto use = next_use_; use < end; ++use) secure(uses_[use]);
+    }
     for (const auto id : wanted) {
       const auto use =
           std::find_if(uses_.begin() + static_cast<std::ptrdiff_t>(next_use_), uses_.end(),
@@ -230,14 +220,15 @@ class Planner {
   std::vector<UseOf> use_of_;  // by unit
   std::vector<Use> uses_;
   std::size_t next_use_ = 0;
+  const std::size_t ahead_;
   BackwardPlan plan_;
 };
 
 }  // namespace
 
 BackwardPlan plan_backward(const std::vector<ReachedForward>& forwards,
-                           std::vector<UnitState> units) {
-  return Planner(forwards, std::move(units)).plan();
+                           std::vector<UnitState> units, std::size_t ahead) {
+  return Planner(forwards, std::move(units), ahead).plan();
 }
 
 }  // namespace tessera::fsdp

@@ -91,8 +91,9 @@ struct BackwardPlan {
 /// wanted again, and reduced after the last one. A rank that does not come by at a place, since it
 /// did not use a result, does the steps of that place when it comes to a later one: so a rank that
 /// waits has done all steps before the one that it waits for, and of all that wait the first one's
-/// step is done by all. `forwards`: newest first.
+/// step is done by all. `forwards`: newest first; `ahead`: how many of the next units are gathered
+/// while one that names none computes.
 BackwardPlan plan_backward(const std::vector<ReachedForward>& forwards,
-                           std::vector<UnitState> units);
+                           std::vector<UnitState> units, std::size_t ahead = 1);
 
 }  // namespace tessera::fsdp

@@ -16,6 +16,28 @@ std::uint64_t Trace::hash() const {
   return std::max<std::uint64_t>(hash.digest(), 1);  // 0 can stand for "no trace"
 }
 
+std::vector<TraceEvent> crossings(const Trace& trace) {
+  const auto count = trace.units.size();
+  std::vector<std::size_t> exit(count, count);
+  for (std::size_t i = 0; i < trace.exits.size(); ++i) exit.at(trace.exits[i]) = i;
+  std::vector<TraceEvent> all;
+  std::vector<std::size_t> open;
+  const auto close_until = [&](std::size_t last) {
+    while (!open.empty() && exit[open.back()] < last) {
+      all.push_back({open.back(), false});
+      open.pop_back();
+    }
+  };
+  for (std::size_t i = 0; i < count; ++i) {
+    close_until(exit[i]);
+    all.push_back({i, true});
+    open.push_back(i);
+  }
+  close_until(count);
+  for (auto i = open.rbegin(); i != open.rend(); ++i) all.push_back({*i, false});
+  return all;
+}
+
 std::string first_difference(const std::vector<std::string>& names_of_first, int rank,
                              const std::vector<std::string>& names) {
   const auto entry = [](const std::vector<std::string>& list, std::size_t i) {

@@ -11,6 +11,7 @@
 // is released, too. Pure: no torch header.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -28,6 +29,16 @@ struct Trace {
   bool operator==(const Trace&) const = default;
   std::uint64_t hash() const;
 };
+
+/// A forward comes to a unit, or leaves it.
+struct TraceEvent {
+  std::size_t position = 0;  ///< in Trace::units
+  bool enters = true;
+  bool operator==(const TraceEvent&) const = default;
+};
+/// All of a trace's, in the order of the forward: calls are nested, so the order of beginnings and
+/// that of ends say how the two follow each other. What has not ended ends last.
+std::vector<TraceEvent> crossings(const Trace& trace);
 
 /// The first place where rank 0's list and that of `rank` differ, in words: "entry 3: rank 0
 /// entered layers.3, rank 1 entered layers.4", or "... entered nothing more" for the shorter one.

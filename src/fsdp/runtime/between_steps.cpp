@@ -59,6 +59,37 @@ void Runtime::set_requires_replica_reduce(bool value) {
   controls_changed();
 }
 
+void Runtime::set_planner(Planner planner) {
+  require_no_step("compile");
+  planner_ = std::move(planner);
+  for (auto& [schedule, known] : records_) known.plan.reset();
+}
+
+std::vector<PlanUnit> Runtime::plan_units() const {
+  std::vector<PlanUnit> units;
+  for (const auto* unit : units_) {
+    const auto ids = [&](const std::vector<std::weak_ptr<Unit>>& named, const char* control) {
+      std::vector<UnitId> list;
+      for (const auto& one : living(named, control, *unit)) list.push_back(one->id());
+      return list;
+    };
+    PlanUnit of;
+    of.name = unit->shown_name();
+    for (const auto& bucket : unit->buckets()) {
+      if (!bucket->aliases_shard()) of.bytes += layout::gathered_bytes(bucket->plan());
+    }
+    of.gathers = !unit->buckets().empty();
+    of.gathers_in_backward = unit->controls.unshard_in_backward;
+    of.gathered = unit->gathered() || unit->gather_pending();
+    of.reduces = unit->trainable() && unit->controls.requires_sync;
+    for (const auto& lender : unit->lenders) of.lenders.push_back(lender->id());
+    of.forward_prefetch = ids(unit->forward_prefetch, "set_forward_prefetch");
+    of.backward_prefetch = ids(unit->backward_prefetch, "set_backward_prefetch");
+    units.push_back(std::move(of));
+  }
+  return units;
+}
+
 void Runtime::set_is_last_backward(bool value) {
   require_no_step("set_is_last_backward");
   switches_.is_last_backward = value;

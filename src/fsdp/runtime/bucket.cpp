@@ -135,19 +135,51 @@ void Bucket::ensure_slots() {
   }
 }
 
-at::Tensor Bucket::open_slot(std::size_t index, bool& first) {
-  ensure_slots();
-  if (const auto here = current_stream()) {
-    added_on_.resize(plan_.parameters.size());
-    slot_uses_.enter(here, comm::EventSite::kAccept);
-    comm::order(added_on_[index], here, comm::EventSite::kAccept);
-    added_on_[index] = here;
-  }
+at::Tensor Bucket::slot(std::size_t index) const {
   const auto& placed = plan_.parameters[index];
-  // In the accumulator a sum of earlier backwards may already stand; reset ranges hold zeros.
-  first = arrived_[index] == 0 && !(groups_.reduce == nullptr && has_sum_);
-  arrived_[index] = 1;
   return slots_.narrow(0, placed.offset, placed.numel);
+}
+
+bool Bucket::is_empty(std::size_t index) const {
+  // In the accumulator a sum of earlier backwards may already stand; reset ranges hold zeros.
+  return arrived_[index] == 0 && !(groups_.reduce == nullptr && has_sum_);
+}
+
+bool Bucket::is_lent(std::size_t index) const {
+  return std::ranges::find(lent_, index) != lent_.end();
+}
+
+void Bucket::add_here(std::size_t index) {
+  const auto here = current_stream();
+  if (!here) return;
+  added_on_.resize(plan_.parameters.size());
+  slot_uses_.enter(here, comm::EventSite::kAccept);
+  comm::order(added_on_[index], here, comm::EventSite::kAccept);
+  added_on_[index] = here;
+}
+
+at::Tensor Bucket::open_slot(std::size_t index, bool& first) {
+  TESSERA_INVARIANT(!is_lent(index), "a gradient arrived while a kernel writes its slot");
+  ensure_slots();
+  add_here(index);
+  first = is_empty(index);
+  arrived_[index] = 1;
+  return slot(index);
+}
+
+at::Tensor Bucket::lend_slot(std::size_t index) {
+  if (is_reducing() || is_lent(index) || !is_empty(index)) return {};
+  ensure_slots();
+  add_here(index);
+  lent_.push_back(index);
+  return slot(index);
+}
+
+void Bucket::end_loan(std::size_t index, bool arrived) {
+  TESSERA_INVARIANT(std::erase(lent_, index) == 1, "a slot came back that is not lent");
+  if (!arrived) return;
+  add_here(index);
+  arrived_[index] = 1;
 }
 
 void Bucket::join_slots() {
@@ -172,6 +204,7 @@ void Bucket::zero_what_did_not_arrive(const at::Tensor& slots) const {
 }
 
 std::int64_t Bucket::begin_reduce(comm::Batch& batch) {
+  TESSERA_INVARIANT(lent_.empty(), "a reduction of slots that kernels are writing");
   ensure_slots();
   if (groups_.reduce == nullptr) {
     fill_reduce();
@@ -322,6 +355,7 @@ void Bucket::drop_gradients() {
   slots_ = at::Tensor();
   finish_reduce();
   std::fill(arrived_.begin(), arrived_.end(), std::uint8_t{0});
+  lent_.clear();
   has_sum_ = false;
 }
 

@@ -80,6 +80,10 @@ class Bucket {
   /// The slot of plan().parameters[index]. `first` tells whether it is empty; it no longer is
   /// afterwards.
   at::Tensor open_slot(std::size_t index, bool& first);
+  /// The slot, if it is empty and memory for it is there or free, for a kernel that writes the whole
+  /// of it; else undefined. Until end_loan() nobody else may have it.
+  at::Tensor lend_slot(std::size_t index);
+  void end_loan(std::size_t index, bool arrived);
   /// A reduction is under way.
   bool is_reducing() const { return wire_.defined(); }
   /// Whether any gradient arrived since the last reduction, or one of plan().parameters[index].
@@ -137,6 +141,10 @@ class Bucket {
 
  private:
   void ensure_slots();
+  at::Tensor slot(std::size_t index) const;
+  bool is_empty(std::size_t index) const;
+  bool is_lent(std::size_t index) const;
+  void add_here(std::size_t index);  ///< the current stream writes to a slot
   void ensure_accumulator();
   comm::Stream current_stream() const { return comm::Stream::current(pool_->device()); }
   /// For good, on the device: of the stream that the bucket was made on, in the allocator's eyes.
@@ -162,6 +170,7 @@ class Bucket {
   at::Tensor wire_;                     // reduce dtype, while a reduction is under way: [numel], or
                                         // [slice] between replicas
   std::vector<std::uint8_t> arrived_;   // per parameter, since the last reduction
+  std::vector<std::size_t> lent_;       // whose slots kernels are writing
   comm::Stream made_on_;                // of a device, as all of these:
   comm::Uses slot_uses_;                // of the slots' memory
   std::vector<comm::Stream> added_on_;  // per parameter, its last gradient

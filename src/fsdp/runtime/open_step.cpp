@@ -5,6 +5,7 @@
 #include <sstream>
 #include <utility>
 
+#include "fsdp/agreed/step_plan_check.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "tessera/error.h"
@@ -67,6 +68,11 @@ std::shared_ptr<OpenStep> OpenStep::begin(Runtime& runtime, StepScopeOptions opt
   constexpr int kMost = StepScopeOptions::kMostStages;
   TESSERA_CHECK(options.stages >= 1 && options.stages <= kMost, ErrorKind::kUsage, kWhat,
                 ": found ", options.stages, " stages of a rank, expected 1 to ", kMost);
+  TESSERA_CHECK(!options.micro_batches || (*options.micro_batches >= 1 && options.stages == 1),
+                ErrorKind::kUsage, kWhat, ": found ", options.micro_batches.value_or(0),
+                " micro-batches of ", options.stages,
+                " stages, expected at least one of one stage; leave "
+                "StepScopeOptions::micro_batches out where a rank has several");
   runtime.check_usable();
   runtime.require_idle(kWhat);
   TESSERA_CHECK(!runtime.in_backward_ && !runtime.forwards_.is_open(), ErrorKind::kUsage, kWhat,
@@ -97,19 +103,23 @@ void OpenStep::agree_at_begin() {
     }
     const auto text = concat(
         "the model ", runtime_.model_, "\nthe schedule ", options_.schedule, "\n", options_.stages,
-        " stages\n", options_.reshard == StepReshard::kStep ? "kStep" : "kMicroBatch", "\n",
+        " stages\n",
+        options_.micro_batches ? concat(*options_.micro_batches, " micro-batches\n")
+                               : std::string(),
+        runtime_.planner_ ? "a planner" : "no planner", "\n",
+        options_.reshard == StepReshard::kStep ? "kStep" : "kMicroBatch", "\n",
         options_.sync_every_micro_batch ? "" : "no ", "sync_every_micro_batch\nthe controls ",
         controls.empty() ? "none" : controls, "\nunsharded units:\n", runtime_.memory_lines(),
         "gradients that are to be reduced in", owed);
     const auto same = comm::all_agree(
-        *group, {hash_bytes(text), is_known ? found->second.hash() : 0}, "step scope");
+        *group, {hash_bytes(text), is_known ? found->second.record.hash() : 0}, "step scope");
     TESSERA_CHECK(same[0], ErrorKind::kUsage,
                   "StepScope differs between ranks: ", difference(*group, text, "step scopes"),
                   "; open it on every rank with the same options, at the same place");
     is_known = is_known && same[1];
   }
   records_ = !is_known;
-  if (is_known) record_ = found->second;
+  if (is_known) record_ = found->second.record;
   record_.stages.resize(stages_.size());
 }
 
@@ -125,11 +135,52 @@ void OpenStep::settle_into() {
   }
   held_ = runtime_.held_units();
   weights_ = weights_of(*held_);
+  if (!records_) make_plan();
   for (int stage = 0; stage < options_.stages; ++stage) {
     auto& of = stages_[static_cast<std::size_t>(stage)];
     of.marks = concat(base_marks_, ", stage ", stage);
+    if (step_plan_ != nullptr && runtime_.planner_) {
+      of.marks += concat(", plan ", step_plan_->hash());
+    }
     use_units(stage, record_.stages[static_cast<std::size_t>(stage)].parts);
   }
+}
+
+/// From what all ranks have agreed on, so that all make the same one, or all take the last step's.
+void OpenStep::make_plan() {
+  const auto reduce = !options_.micro_batches           ? ReduceAt::kAsked
+                      : options_.sync_every_micro_batch ? ReduceAt::kEveryBackward
+                                                        : ReduceAt::kLastBackward;
+  const auto order = options_.micro_batches ? PlanOrder::kOneAfterTheOther : PlanOrder::kAny;
+  std::vector<bool> resharded;
+  for (const auto* unit : runtime_.units_) resharded.push_back(!stays(*unit));
+  PlanInputs inputs{runtime_.plan_units(), eager_choices(record_, resharded, reduce, order), order};
+  auto& known = runtime_.records_.at({options_.schedule, options_.stages});
+  if (known.plan != nullptr && known.inputs == inputs) {
+    step_plan_ = known.plan;
+    return;
+  }
+  const auto& planner = runtime_.planner_;
+  auto plan = planner ? planner(record_, inputs.units, inputs.choices, order)
+                      : fsdp::make_plan(record_, inputs.units, inputs.choices, order);
+  if (planner) {
+    const auto faults = faults_of(plan);
+    TESSERA_CHECK(faults.empty(), ErrorKind::kUsage, "plan of a step: found ", faults.front(),
+                  ", expected one that holds; make it from what it is planned for");
+    TESSERA_CHECK(plan.record == record_ && plan.order == order && plan.units == inputs.units,
+                  ErrorKind::kUsage,
+                  "plan of a step: found one of another trace, other units or another order, "
+                  "expected one of this step; make it anew");
+    if (auto* group = runtime_.data_group(); group != nullptr) {
+      TESSERA_CHECK(comm::all_agree(*group, {plan.hash()}, "plan of a step")[0], ErrorKind::kUsage,
+                    "plans of a step differ between ranks: ",
+                    difference(*group, to_string(plan), "plans of a step"),
+                    "; give every rank the same one");
+    }
+  }
+  known.inputs = std::move(inputs);
+  known.plan = std::make_shared<const StepPlan>(std::move(plan));
+  step_plan_ = known.plan;
 }
 
 void OpenStep::require_open(const char* what) const {
@@ -150,6 +201,12 @@ void OpenStep::require_open(const char* what) const {
 
 void OpenStep::require_whole() {
   runtime_.sink_.require_all_redeemed("StepScope::finish");
+  if (options_.micro_batches) {
+    const auto found = std::ssize(stages_.front().micro_batches);
+    TESSERA_CHECK(found == *options_.micro_batches, ErrorKind::kUsage, "StepScope::finish: found ",
+                  found, " micro-batches, expected the ", *options_.micro_batches,
+                  " of StepScopeOptions::micro_batches");
+  }
   for (int stage = 0; stage < options_.stages; ++stage) {
     const auto& of = stages_[static_cast<std::size_t>(stage)];
     for (const auto& [number, one] : of.micro_batches) {
@@ -253,7 +310,7 @@ void OpenStep::finish() {
   if (records_) {
     if (records.size() >= kMostRecords) records.clear();
     records.erase({options_.schedule, options_.stages});
-    if (record_.is_complete()) records[{options_.schedule, options_.stages}] = record_;
+    if (record_.is_complete()) records[{options_.schedule, options_.stages}] = {record_, {}, {}};
   }
   finished_ = true;
   held_.reset();
@@ -293,6 +350,12 @@ void OpenStep::start(Action action) {
   marks_ = &stages_[static_cast<std::size_t>(action.stage)].marks;
   action_ = action;
   log_.push_back(action);
+  pass_ = nullptr;
+  done_ = 0;
+  if (!records_ && action.kind == Kind::kForward) {
+    const auto& stage = step_plan_->stages[static_cast<std::size_t>(action.stage)];
+    pass_ = &stage.of(micro_batch_under_way().which).forward;
+  }
 }
 
 void OpenStep::end_action() {
@@ -348,10 +411,27 @@ void OpenStep::begin_forward(int stage, std::int64_t micro_batch) {
   auto& of = stage_of(stage, kWhat);
   require_not_resharded(stage, micro_batch, kWhat);
   require_not_reduced(stage, micro_batch, kWhat);
-  TESSERA_CHECK(of.micro_batches.try_emplace(micro_batch).second, ErrorKind::kUsage, kWhat,
-                ": found ", named(stage, micro_batch),
+  require_next(of, micro_batch);
+  const auto index = std::ssize(of.micro_batches);
+  const auto [one, is_new] = of.micro_batches.try_emplace(micro_batch);
+  TESSERA_CHECK(is_new, ErrorKind::kUsage, kWhat, ": found ", named(stage, micro_batch),
                 " a second time, expected one forward of it");
+  one->second.which = class_of(index, options_.micro_batches.value_or(0));
   start({.kind = Kind::kForward, .stage = stage, .micro_batch = micro_batch});
+}
+
+/// Where their number is known they come one after the other.
+void OpenStep::require_next(const Stage& stage, std::int64_t micro_batch) const {
+  if (!options_.micro_batches) return;
+  constexpr auto kWhat = "StepScope::begin_forward";
+  TESSERA_CHECK(std::ssize(stage.micro_batches) < *options_.micro_batches, ErrorKind::kUsage, kWhat,
+                ": found micro-batch ", micro_batch, " after ", *options_.micro_batches,
+                ", expected no more than StepScopeOptions::micro_batches says");
+  for (const auto& [number, one] : stage.micro_batches) {
+    TESSERA_CHECK(one.state == State::kDone, ErrorKind::kUsage, kWhat, ": found micro-batch ",
+                  micro_batch, " before the backward of ", number,
+                  ", expected it after that, as StepScopeOptions::micro_batches says");
+  }
 }
 
 void OpenStep::require_not_resharded(int stage, std::int64_t micro_batch, const char* what) {
@@ -375,6 +455,10 @@ void OpenStep::begin_backward(int stage, std::int64_t micro_batch, Backward back
                 named(stage, micro_batch), " a second time, expected one backward of it");
   require_not_resharded(stage, micro_batch, kWhat);
   require_not_reduced(stage, micro_batch, kWhat);
+  TESSERA_CHECK(!options_.micro_batches || backward == Backward::kFull, ErrorKind::kUsage, kWhat,
+                ": found kInputOnly, expected kFull where the number of micro-batches is given, "
+                "since gradients are reduced while the last backward runs; leave "
+                "StepScopeOptions::micro_batches out and call reduce()");
   start(
       {.kind = Kind::kBackward, .stage = stage, .micro_batch = micro_batch, .backward = backward});
 }
@@ -435,8 +519,12 @@ void OpenStep::reshard(int stage) {
   end_action();
 }
 
+/// But of those that its backward has reduced.
 void OpenStep::touch(int stage) {
-  for (const auto id : stages_[static_cast<std::size_t>(stage)].units) units_[id].touched = true;
+  for (const auto id : stages_[static_cast<std::size_t>(stage)].units) {
+    units_[id].touched = !reduced_.contains(id);
+  }
+  reduced_.clear();
 }
 
 void OpenStep::reduce(int stage) {

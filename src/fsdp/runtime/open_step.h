@@ -13,8 +13,12 @@
 // leaves out all the same. Where micro-batches of one stage enter different units there is nothing
 // to follow, and each step records.
 //
-// What is unsharded at the beginning of a forward or backward is a function of the list alone: after
-// each of them only what stays (stays()) is. So a stage has one plan of its backward a step.
+// A step that follows a record does what a StepPlan says (../agreed/step_plan.h), and nothing else:
+// what is gathered, waited for, kept, given back and reduced, at which place of which forward and
+// backward. It is made when the step begins, from the record, from what is set and what is gathered
+// then, all of it agreed; by the model's planner where it has one, else it is the eager plan. Ranks
+// compare its hash where a planner made it. A step that records has no plan: each of its backwards
+// has a list as outside of a scope, and after each of them only what stays (stays()) is unsharded.
 //
 // Owned by the runtime as long as it is open; the scope keeps it longer, to say that it has ended.
 // Next: open_step.cpp (the calls of a scope), step_passes.cpp (the forwards and backwards inside),
@@ -25,12 +29,14 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "base/hash.h"
 #include "fsdp/agreed/backward_plan.h"
 #include "fsdp/agreed/order.h"
+#include "fsdp/agreed/step_plan.h"
 #include "fsdp/runtime/forwards.h"
 #include "tessera/error.h"
 #include "tessera/step_scope.h"
@@ -63,9 +69,11 @@ class OpenStep {
   /// Of the forward or backward under way, for labels.
   std::uint32_t micro_batch() const { return static_cast<std::uint32_t>(action_.micro_batch); }
   void begin_outermost();
-  /// A unit is entered at `position` of the outermost forward under way.
+  /// A unit is entered at `position` of the outermost forward under way. Errors: kComm for another
+  /// one than was recorded.
   void enter(const Unit& unit, std::size_t position, std::uint32_t checkpoint);
-  std::optional<UnitId> next_after(std::size_t position) const;
+  /// Makes its parameters readable, and does what the plan has meanwhile. Not where it records.
+  void gather_for(Unit& unit, std::size_t position);
   /// Whether the runtime keeps it for an agreement at backward.
   bool keeps_forwards() const { return records_; }
   void leave(Unit& unit, bool is_outermost);
@@ -92,13 +100,13 @@ class OpenStep {
   enum class State : std::uint8_t { kForward, kInputDone, kDone };
   struct MicroBatch {
     State state = State::kForward;
+    MicroBatchClass which = MicroBatchClass::kMiddle;
     std::vector<std::weak_ptr<Segment>> segments;
     std::vector<Trace> parts;  // where the step records
   };
   struct Stage {
     std::map<std::int64_t, MicroBatch> micro_batches;
     std::vector<UnitId> units;  // as first_entries(); empty: it has not run yet
-    std::optional<BackwardPlan> plan;
     std::string marks;
     bool had_backward = false;
     bool resharded = false;
@@ -115,6 +123,8 @@ class OpenStep {
   // open_step.cpp
   void agree_at_begin();
   void settle_into();
+  void make_plan();
+  void require_next(const Stage& stage, std::int64_t micro_batch) const;
   void require_open(const char* what) const;
   Stage& stage_of(int stage, const char* what);
   MicroBatch& micro_batch_of(int stage, std::int64_t micro_batch, const char* what);
@@ -144,6 +154,9 @@ class OpenStep {
   std::vector<Reach> agreed_reach(const Entry* first);
   BackwardPlan plan_through(const std::vector<Trace>& parts, const std::vector<Reach>& reached);
   void do_steps(std::size_t count);
+  MicroBatch& micro_batch_under_way();
+  void do_actions(std::size_t count);
+  PlanPlace place_of(std::size_t part, std::size_t position) const;
 
   Runtime& runtime_;
   const StepScopeOptions options_;
@@ -151,7 +164,8 @@ class OpenStep {
   bool records_ = true;
   bool units_changed_ = false;
   bool finished_ = false;
-  StepRecord record_;  // what is followed, or has been recorded so far
+  StepRecord record_;                          // what is followed, or has been recorded so far
+  std::shared_ptr<const StepPlan> step_plan_;  // where it is followed
   std::vector<Stage> stages_;
   std::vector<OfUnit> units_;
   std::vector<std::vector<UnitId>> lenders_;  // by unit
@@ -161,12 +175,12 @@ class OpenStep {
   std::vector<Action> log_;
   const std::string* marks_ = nullptr;
   std::string base_marks_;
-  // the backward under way
-  BackwardPlan recorded_plan_;  // where the step records
+  // the forward or backward under way
+  const PassPlan* pass_ = nullptr;  // where the step follows a plan
+  std::size_t done_ = 0;            // of its actions, or of the steps of recorded_plan_
+  std::set<UnitId> reduced_;        // by it
+  BackwardPlan recorded_plan_;      // of a backward, where the step records
   std::vector<Reach> recorded_reach_;
-  const BackwardPlan* plan_ = nullptr;
-  const std::vector<Reach>* reach_ = nullptr;
-  std::size_t done_ = 0;  // of its steps
 };
 
 }  // namespace tessera::fsdp

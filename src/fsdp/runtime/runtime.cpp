@@ -240,9 +240,8 @@ void Runtime::prefetch_after(const Unit& unit, std::size_t position) {
     for (const auto& next : living(unit.forward_prefetch, "set_forward_prefetch", unit)) {
       prefetch(*next);
     }
-  } else if (const auto next =
-                 step_ != nullptr ? step_->next_after(position) : forwards_.next_after(position)) {
-    prefetch(*units_.at(*next));
+  } else if (step_ == nullptr) {  // in a step, what records it does not know what comes
+    if (const auto next = forwards_.next_after(position)) prefetch(*units_.at(*next));
   }
 }
 
@@ -298,8 +297,12 @@ std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
   const auto position = forwards_.enter(unit.id(), checkpoint);
   if (step_ != nullptr) step_->enter(unit, position, checkpoint);
   check_borrowed(unit);
-  gather_needed(unit);
-  prefetch_after(unit, position);
+  if (step_ != nullptr && !step_->records()) {
+    step_->gather_for(unit, position);
+  } else {
+    gather_needed(unit);
+    prefetch_after(unit, position);
+  }
   spans_.forward_begins(unit.name());
   const bool grad = at::GradMode::is_enabled();
   if (!grad && first_forward() == nullptr) return nullptr;

@@ -69,6 +69,21 @@ struct BackwardUnderWay {
   std::size_t passed = 0;                              ///< the last place that this rank came by
 };
 
+/// What makes a plan of: all of it agreed between ranks.
+struct PlanInputs {
+  std::vector<PlanUnit> units;
+  PlanChoices choices;  ///< eager ones
+  PlanOrder order = PlanOrder::kAny;
+  bool operator==(const PlanInputs&) const = default;
+};
+
+/// A schedule that was recorded, with the plan that its last step followed.
+struct KnownStep {
+  StepRecord record;
+  PlanInputs inputs;
+  std::shared_ptr<const StepPlan> plan;  ///< null: none yet
+};
+
 class Runtime : public std::enable_shared_from_this<Runtime> {
  public:
   /// `in_flight_bytes` as ShardOptions has it.
@@ -155,6 +170,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void controls_changed() { controls_known_ = false; }
   /// As they are now.
   Controls controls() const;
+  /// By which the plans of step scopes are made from here on. Errors: kUsage in a step.
+  void set_planner(Planner planner);
+  std::vector<PlanUnit> plan_units() const;  ///< as they are now
   /// The same in words. It is part of every label and of the agreement on the forward order, so
   /// that ranks cannot differ. [Note: controls]
   const std::string& controls_in_words();
@@ -279,9 +297,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool holds_reductions_ = false;
   bool waits_for_last_ = false;  // reductions are issued that no gradient shows yet
 
-  std::shared_ptr<OpenStep> step_;                             // null outside of a step scope
-  std::uint64_t steps_ = 0;                                    // so far
-  std::map<std::pair<std::string, int>, StepRecord> records_;  // by schedule and number of stages
+  std::shared_ptr<OpenStep> step_;                            // null outside of a step scope
+  std::uint64_t steps_ = 0;                                   // so far
+  std::map<std::pair<std::string, int>, KnownStep> records_;  // by schedule and number of stages
+  Planner planner_;                                           // null: plans are eager
 
   const Unit* entered_ = nullptr;  // by the last forward or backward
   const char* entered_by_ = "";

@@ -102,35 +102,74 @@ void OpenStep::enter(const Unit& unit, std::size_t position, std::uint32_t check
                name_of(parts, action_.parts, position));
 }
 
-std::optional<UnitId> OpenStep::next_after(std::size_t position) const {
-  if (records_) return std::nullopt;
-  const auto& parts = record_.stages[static_cast<std::size_t>(action_.stage)].parts;
-  const auto& units = parts.at(action_.parts).units;
-  if (position + 1 < units.size()) return units[position + 1];
-  return std::nullopt;
+PlanPlace OpenStep::place_of(std::size_t part, std::size_t position) const {
+  return pass_->places.at(part).at(position);
+}
+
+void OpenStep::do_actions(std::size_t count) {
+  while (done_ < count) {
+    const auto& [kind, id] = pass_->actions.at(done_++);
+    auto& unit = *runtime_.units_.at(id);
+    switch (kind) {
+      case PlanAction::Kind::kGatherShared:
+        if (unit.gathered() || unit.gather_pending()) break;  // by another stage's list
+        [[fallthrough]];
+      case PlanAction::Kind::kGather:
+        TESSERA_INVARIANT(!unit.gathered() && !unit.gather_pending(), "unit ", unit.shown_name(),
+                          " is gathered where its plan gathers it");
+        runtime_.issue_gather(unit);
+        break;
+      case PlanAction::Kind::kWait:
+        if (!unit.gathered()) unit.wait_gather();
+        break;
+      case PlanAction::Kind::kKeepToBackward:
+      case PlanAction::Kind::kKeepToUpdate:
+        break;  // what is not given back stays
+      case PlanAction::Kind::kRelease:
+        unit.release();
+        break;
+      case PlanAction::Kind::kReduce:
+        reduced_.insert(id);
+        reduce_now(unit);
+        break;
+    }
+  }
+}
+
+void OpenStep::gather_for(Unit& unit, std::size_t position) {
+  const auto place = place_of(action_.parts, position);
+  do_actions(place.needed);
+  runtime_.wait_unsharded(unit);
+  do_actions(place.ahead);
+}
+
+OpenStep::MicroBatch& OpenStep::micro_batch_under_way() {
+  return stages_[static_cast<std::size_t>(action_.stage)].micro_batches.at(action_.micro_batch);
 }
 
 void OpenStep::leave(Unit& unit, bool is_outermost) {
-  if (unit.progress().open_calls == 0 && !stays(unit)) unit.release();
-  if (!is_outermost) return;
   const auto& segment = runtime_.forwards_.current();
   const auto& trace = segment->forward->trace;
-  auto& one = stages_[static_cast<std::size_t>(action_.stage)].micro_batches[action_.micro_batch];
+  auto& one = micro_batch_under_way();
   if (records_) {
+    if (unit.progress().open_calls == 0 && !stays(unit)) unit.release();
+    if (!is_outermost) return;
     one.parts.push_back(counted_after(trace, action_.before));
+    release_what_passes();
   } else {
     const auto& parts = record_.stages[static_cast<std::size_t>(action_.stage)].parts;
     const auto& part = parts.at(action_.parts);
-    if (trace.units.size() < part.units.size()) {
+    if (is_outermost && trace.units.size() < part.units.size()) {
       leave_record("no other unit", name_of(parts, action_.parts, trace.units.size()));
     }
-    if (trace.exits != part.exits) {
+    if (trace.exits.back() != part.exits.at(trace.exits.size() - 1)) {
       leave_record("units that end in another order", "them one inside another");
     }
+    do_actions(place_of(action_.parts, trace.exits.back()).after);
+    if (!is_outermost) return;
   }
   one.segments.push_back(segment);
   ++action_.parts;
-  release_what_passes();
 }
 
 // --------------------------------------------------------------------------------------- backward
@@ -216,20 +255,16 @@ void OpenStep::plan_backward(const Entry* first) {
                 "and read the input's grad()"));
   }
   action_.began = true;
-  auto& of = stages_[static_cast<std::size_t>(action_.stage)];
   auto& record = record_.stages[static_cast<std::size_t>(action_.stage)];
   if (records_) {
     recorded_reach_ = agreed_reach(first);
-    const auto& parts = of.micro_batches[action_.micro_batch].parts;
+    const auto& parts = micro_batch_under_way().parts;
     recorded_plan_ = plan_through(parts, recorded_reach_);
     if (parts == record.parts) add_reach(record.reached, recorded_reach_);
-    plan_ = &recorded_plan_;
-    reach_ = &recorded_reach_;
   } else {
     if (record.reached.empty()) leave_record("one", "none");
-    if (!of.plan) of.plan = plan_through(record.parts, record.reached);
-    plan_ = &*of.plan;
-    reach_ = &record.reached;
+    const auto& stage = step_plan_->stages[static_cast<std::size_t>(action_.stage)];
+    pass_ = &stage.of(micro_batch_under_way().which).backward;
   }
   done_ = 0;
   if (action_.backward == Backward::kInputOnly) {
@@ -238,9 +273,10 @@ void OpenStep::plan_backward(const Entry* first) {
   }
 }
 
+/// Of a backward of a step that records.
 void OpenStep::do_steps(std::size_t count) {
   while (done_ < count) {
-    const auto& step = plan_->steps.at(done_++);
+    const auto& step = recorded_plan_.steps.at(done_++);
     auto& unit = *runtime_.units_.at(step.unit);
     if (step.kind == Step::Kind::kGather) {
       ++runtime_.gathers_issued_;
@@ -254,25 +290,38 @@ void OpenStep::do_steps(std::size_t count) {
 void OpenStep::pre_backward(Entry& entry) {
   require_of_action(entry);
   const auto part = entry.segment->forward->in_step->part;
-  if (!reach_->at(part).at(entry.position)) {
+  const auto& reached =
+      records_ ? recorded_reach_ : record_.stages[static_cast<std::size_t>(action_.stage)].reached;
+  if (!reached.at(part).at(entry.position)) {
     leave_record(concat("unit ", entry.unit->shown_name(), " in it"), "one without it");
   }
-  const auto& places = plan_->places.at(static_cast<std::uint32_t>(part)).at(entry.position);
-  do_steps(places.needed);
+  if (records_) {
+    const auto& places = recorded_plan_.places.at(static_cast<std::uint32_t>(part));
+    do_steps(places.at(entry.position).needed);
+    runtime_.wait_unsharded(*entry.unit);
+    do_steps(places.at(entry.position).ahead);
+    return;
+  }
+  const auto place = place_of(part, entry.position);
+  do_actions(place.needed);
   runtime_.wait_unsharded(*entry.unit);
-  do_steps(places.ahead);
+  do_actions(place.ahead);
 }
 
 void OpenStep::post_backward(Entry& entry) {
   require_of_action(entry);
   const auto part = entry.segment->forward->in_step->part;
-  do_steps(plan_->places.at(static_cast<std::uint32_t>(part)).at(entry.position).after);
+  if (records_) {
+    const auto& places = recorded_plan_.places.at(static_cast<std::uint32_t>(part));
+    return do_steps(places.at(entry.position).after);
+  }
+  do_actions(place_of(part, entry.position).after);
 }
 
 void OpenStep::end_backward() {
-  do_steps(plan_->steps.size());
+  records_ ? do_steps(recorded_plan_.steps.size()) : do_actions(pass_->actions.size());
   auto& of = stages_[static_cast<std::size_t>(action_.stage)];
-  auto& one = of.micro_batches[action_.micro_batch];
+  auto& one = micro_batch_under_way();
   for (const auto& weak : std::exchange(one.segments, {})) {
     const auto segment = weak.lock();
     if (segment == nullptr) continue;
@@ -284,11 +333,11 @@ void OpenStep::end_backward() {
   runtime_.spans_.all_backwards_end();
   runtime_.in_backward_ = false;
   runtime_.sink_.set_store(nullptr);
-  release_what_passes();
+  if (records_) release_what_passes();
   of.had_backward = true;
   one.state = action_.backward == Backward::kFull ? State::kDone : State::kInputDone;
   touch(action_.stage);
-  plan_ = nullptr;
+  pass_ = nullptr;
   action_ = {};
   marks_ = &base_marks_;
 }

@@ -409,7 +409,7 @@ void Unit::abandon_gather() {
   give_memory_back();
 }
 
-grad::SlotOwner::View Unit::open_slot(std::size_t index) {
+Parameter& Unit::expect_gradient(std::size_t index) {
   auto& parameter = *parameters_.at(index);
   TESSERA_CHECK(
       expected() > 0 || progress_.tickets > 0, ErrorKind::kContract, "gradient of ",
@@ -417,6 +417,11 @@ grad::SlotOwner::View Unit::open_slot(std::size_t index) {
       ", expected one after a forward through its handle; call the module through the handle "
       "that fully_shard returned");
   runtime_->on_gradient();
+  return parameter;
+}
+
+grad::SlotOwner::View Unit::open_slot(std::size_t index) {
+  auto& parameter = expect_gradient(index);
   // Of an earlier micro-batch, where this is not the last one.
   if (bucket_of(parameter).is_reducing()) runtime_->free_slots_of(*this);
   parameter.used = true;
@@ -424,6 +429,20 @@ grad::SlotOwner::View Unit::open_slot(std::size_t index) {
   View view;
   view.slot = bucket_of(parameter).open_slot(parameter.place, view.first);
   return view;
+}
+
+at::Tensor Unit::lend_slot(std::size_t index) {
+  const auto& parameter = expect_gradient(index);
+  return bucket_of(parameter).lend_slot(parameter.place);
+}
+
+void Unit::end_loan(std::size_t index, bool arrived) {
+  auto& parameter = *parameters_.at(index);
+  if (arrived) {
+    parameter.used = true;
+    if (gathered_) readers_.note(comm::Stream::current(device()));  // as above
+  }
+  bucket_of(parameter).end_loan(parameter.place, arrived);
 }
 
 void Unit::tickets_changed(int delta) {

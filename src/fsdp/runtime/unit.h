@@ -187,6 +187,8 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
 
   // --- SlotOwner ---
   View open_slot(std::size_t parameter) override;
+  at::Tensor lend_slot(std::size_t parameter) override;
+  void end_loan(std::size_t parameter, bool arrived) override;
   void tickets_changed(int delta) override;
 
   UnitContract contract;  ///< its name, and what a call casts
@@ -215,6 +217,7 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   void build(std::vector<std::shared_ptr<Parameter>> parameters);
   void give_memory_back();
   void end_gather();
+  Parameter& expect_gradient(std::size_t index);
   at::Device device() const;
 
   std::shared_ptr<Runtime> runtime_;

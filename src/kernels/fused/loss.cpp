@@ -77,8 +77,11 @@ std::tuple<at::Tensor, at::Tensor> cross_entropy_sum(const at::Tensor& logits,
   rows.in_blocks([&](std::int64_t begin, std::int64_t count, const at::Tensor& block) {
     const at::Tensor target = rows.target.narrow(0, begin, count).unsqueeze(1);
     at::Tensor found = log_p.narrow(0, begin, count), rest = log_sum.narrow(0, begin, count);
-    at::gather_out(found, at::log_softmax(block.to(rows.inside), 1), 1, target);
-    at::sub_out(rest, block.gather(1, target), found);
+    const at::Tensor of_all = at::log_softmax(block.to(rows.inside), 1);
+    at::gather_out(found, of_all, 1, target);
+    // Where it is largest the logarithm is small, so that their difference has all digits.
+    const auto [largest, place] = of_all.max(1, /*keepdim=*/true);
+    at::sub_out(rest, block.gather(1, place), largest);
   });
   const at::Tensor sum = log_p.squeeze(1).masked_fill(rows.kept.logical_not(), 0).sum(at::kDouble);
   return {sum.mul(-1.0).to(rows.inside), log_sum.view(targets.sizes())};

@@ -34,6 +34,12 @@ enum class PipelineReshard : std::uint8_t {
   kStep,        ///< before its first forward, until its last backward
   kMicroBatch,  ///< unit by unit, in each forward and backward
 };
+/// How a step's plan comes to be.
+enum class CompileChoice : std::uint8_t {
+  kOff,     ///< eagerly
+  kPlan,    ///< chosen for a budget, or given
+  kReplay,  ///< not there yet
+};
 enum class OnNonfinite : std::uint8_t { kError };
 
 /// A dtype of [precision]: none is written `auto`.
@@ -95,6 +101,23 @@ struct PipelineConfig {
   std::vector<std::int64_t> split;     ///< first layers of the stages; empty = by cost
   PipelineReshard reshard = PipelineReshard::kStep;
   bool operator==(const PipelineConfig&) const = default;
+};
+
+/// Of a rank's memory: bytes, or a share of what the machine has for each of its ranks.
+struct MemoryBudget {
+  std::int64_t bytes = 0;
+  double share = 0.0;  ///< above 0 where it is a share: "90%" is 0.9
+  bool operator==(const MemoryBudget&) const = default;
+};
+
+struct CompileConfig {
+  CompileChoice mode = CompileChoice::kOff;
+  std::string plan;  ///< a plan's file; empty = chosen by passes
+  std::optional<MemoryBudget> memory_budget;
+  int form = 3;
+  std::optional<std::vector<std::string>> passes;  ///< none = all that apply
+  std::string offload_folder;
+  bool operator==(const CompileConfig&) const = default;
 };
 
 struct PrecisionConfig {
@@ -183,6 +206,7 @@ struct Config {
   TrainingConfig training;
   ParallelismConfig parallelism;
   PipelineConfig pipeline;
+  CompileConfig compile;
   PrecisionConfig precision;
   ActivationCheckpointConfig activation_checkpoint;
   LoraRequest lora;

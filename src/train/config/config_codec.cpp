@@ -171,4 +171,25 @@ std::optional<ConfigValue> Codec<DTypeChoice>::to(const DTypeChoice& choice) {
   return ConfigValue{choice.dtype ? std::string(to_string(*choice.dtype)) : std::string("auto")};
 }
 
+MemoryBudget Codec<MemoryBudget>::from(const ConfigValue& v, std::string_view key, const Limit&) {
+  constexpr std::string_view kExpected = "bytes, at least 1, or a share as \"90%\", up to 100%";
+  if (const auto* bytes = std::get_if<std::int64_t>(&v.value); bytes != nullptr && *bytes >= 1) {
+    return {.bytes = *bytes};
+  }
+  const auto* text = std::get_if<std::string>(&v.value);
+  if (text == nullptr || !text->ends_with('%')) refuse_value(key, v, kExpected);
+  double percent = 0.0;
+  const char* end = text->data() + text->size() - 1;
+  const auto [rest, failed] = std::from_chars(text->data(), end, percent);
+  if (failed != std::errc{} || rest != end || !(percent > 0.0 && percent <= 100.0)) {
+    refuse_value(key, v, kExpected);
+  }
+  return {.share = percent / 100.0};
+}
+
+std::optional<ConfigValue> Codec<MemoryBudget>::to(const MemoryBudget& budget) {
+  if (budget.share == 0.0) return ConfigValue{budget.bytes};
+  return ConfigValue{concat(budget.share * 100.0, "%")};
+}
+
 }  // namespace tessera::train

@@ -222,6 +222,14 @@ struct Codec<DTypeChoice> {
   static std::optional<ConfigValue> to(const DTypeChoice& choice);
 };
 
+/// Bytes, or "90%".
+template <>
+struct Codec<MemoryBudget> {
+  static std::string type() { return "integer or share"; }
+  static MemoryBudget from(const ConfigValue& v, std::string_view key, const Limit&);
+  static std::optional<ConfigValue> to(const MemoryBudget& budget);
+};
+
 /// The tables of [[precision.rule]] (config_codec.cpp).
 template <>
 struct Codec<std::vector<PrecisionRule>> {

@@ -46,6 +46,13 @@ struct EnumWords<PipelineReshard> {
       {{"step", PipelineReshard::kStep}, {"micro_batch", PipelineReshard::kMicroBatch}}};
 };
 template <>
+struct EnumWords<CompileChoice> {
+  static constexpr std::array<std::pair<std::string_view, CompileChoice>, 3> kWords{
+      {{"off", CompileChoice::kOff},
+       {"plan", CompileChoice::kPlan},
+       {"replay", CompileChoice::kReplay}}};
+};
+template <>
 struct EnumWords<OnNonfinite> {
   static constexpr std::array<std::pair<std::string_view, OnNonfinite>, 1> kWords{
       {{"error", OnNonfinite::kError}}};
@@ -76,6 +83,8 @@ template <>
 struct Codec<BackendName> : EnumCodec<BackendName> {};
 template <>
 struct Codec<PipelineReshard> : EnumCodec<PipelineReshard> {};
+template <>
+struct Codec<CompileChoice> : EnumCodec<CompileChoice> {};
 template <>
 struct Codec<OnNonfinite> : EnumCodec<OnNonfinite> {};
 template <>
@@ -297,6 +306,29 @@ void add_layout(std::vector<ConfigKey>& keys) {
            {"",
             "How often a stage is gathered: once a step, or for each micro_batch (less memory, "
             "more traffic)."});
+  using C = CompileConfig;
+  Section(keys, "compile", &Config::compile)
+      .key("mode", &C::mode,
+           {"",
+            "off: steps gather, keep and release as reshard_after_forward says; plan: as chosen "
+            "for memory_budget, or as plan says. replay is not there yet."})
+      .key("plan", &C::plan,
+           {"file", "A plan as `tessera plan --json` writes it; then nothing is chosen."})
+      .key("memory_budget", &C::memory_budget,
+           {"bytes",
+            "Of all that a rank holds in a step: bytes, or a share of the machine's memory for "
+            "each rank on it, as \"90%\"; without one nothing is bounded, and keep is left out.",
+            "none"})
+      .key("form", &C::form,
+           {"",
+            "ZeRO's stage: 3 gathers for each forward and backward, 2 once a step and reduces with "
+            "every micro-batch, 1 once a step and reduces with the last."},
+           between(1, 3))
+      .key("passes", &C::passes,
+           {"", "What chooses, in this order: keep, prefetch. More are not there yet.",
+            "all that apply"})
+      .key("offload_folder", &C::offload_folder,
+           {"folder", "For optimizer state outside of memory: not there yet."});
 }
 
 void add_update(std::vector<ConfigKey>& keys) {
@@ -386,7 +418,8 @@ void add_outputs(std::vector<ConfigKey>& keys) {
       .key("deterministic", &B::deterministic,
            {"",
             "On devices takes kernels whose sums do not vary from run to run: slower. An operation "
-            "that has none ends the run. Products on CUDA need CUBLAS_WORKSPACE_CONFIG, which is set "
+            "that has none ends the run. Products on CUDA need CUBLAS_WORKSPACE_CONFIG, which is "
+            "set "
             "to :4096:8 where it is not."})
       .key("on_nonfinite", &B::on_nonfinite,
            {"", "What a non-finite loss does: error names the first parameters concerned."});

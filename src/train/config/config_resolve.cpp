@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "base/text/printable.h"
+#include "capture/passes.h"
 #include "grad/resolve_rules.h"
 #include "layout/range.h"
 #include "pipeline/kinds.h"
@@ -38,6 +39,28 @@ void check_pipeline(const PipelineConfig& section) {
       ErrorKind::kConfig, "pipeline.schedule and pipeline.schedule_file: found ",
       pipeline::row_of(*kind).name, " and ", printable(section.schedule_file, 1024),
       ", expected one of them; leave the other out");
+}
+
+/// Also with mode off, so that one configuration serves with and without.
+void check_compile(const Config& config) {
+  const CompileConfig& section = config.compile;
+  TESSERA_CHECK(section.mode != CompileChoice::kReplay, ErrorKind::kConfig,
+                "compile.mode: found replay, which is not there yet, expected off or plan");
+  TESSERA_CHECK(
+      section.offload_folder.empty(), ErrorKind::kConfig, "compile.offload_folder: found ",
+      printable(section.offload_folder, 1024),
+      ", expected none: optimizer state outside of memory is not there yet; leave it out");
+  if (section.passes) capture::check_passes(*section.passes);
+  if (section.mode == CompileChoice::kOff) return;
+  const int stages = config.parallelism.pipeline_parallel_degree;
+  TESSERA_CHECK(stages == 1, ErrorKind::kConfig,
+                "compile.mode: found plan with pipeline_parallel_degree ", stages,
+                ", expected off: the steps of a pipeline have the plan of its schedule; set "
+                "compile.mode = \"off\" and pipeline.reshard, or pipeline_parallel_degree = 1");
+  TESSERA_CHECK(
+      section.form != 1 || !config.training.sync_every_micro_batch, ErrorKind::kConfig,
+      "compile.form: found 1 with training.sync_every_micro_batch, expected 2 or 3, which "
+      "reduce with every micro-batch; set form = 2 or sync_every_micro_batch = false");
 }
 
 void check_lora(const LoraRequest& lora, const ModelConfig& model) {
@@ -166,6 +189,7 @@ std::string absolute_under(const fs::path& base, const std::string& folder) {
 void validate(const Config& config, Verb verb) {
   check_device(config);
   check_pipeline(config.pipeline);
+  check_compile(config);
   validate(config.grad_scaler);
   check_model(config.model);
   check_lora(config.lora, config.model);
@@ -293,6 +317,7 @@ Config resolved_for_run(const Config& config, const std::string& run_folder) {
   make_absolute(resolved.model.path);
   make_absolute(resolved.model.config);
   make_absolute(resolved.pipeline.schedule_file);
+  make_absolute(resolved.compile.plan);
   for (std::string& path : resolved.data.path) make_absolute(path);
   for (std::string& path : resolved.validation.path) make_absolute(path);
   resolved.job.dump_folder = run.string();

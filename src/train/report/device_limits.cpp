@@ -15,7 +15,7 @@ constexpr std::pair<std::string_view, double> kPeaks[] = {
     {"B200", 2250e12},     {"A100", 312e12},     {"L40S", 362e12},
 };
 
-constexpr int kFirstWithBf16 = 80;
+constexpr int kFirstWith16Bits = 80;
 
 }  // namespace
 
@@ -26,16 +26,17 @@ std::optional<double> peak_flops(std::string_view device_name) {
   return std::nullopt;
 }
 
-void require_bf16(const std::vector<GradContract>& parameters, std::string_view device_name,
-                  int capability) {
-  if (capability == 0 || capability >= kFirstWithBf16) return;
-  const auto narrow = std::ranges::find_if(
-      parameters, [](const GradContract& one) { return one.compute.dtype == DType::kBFloat16; });
-  TESSERA_CHECK(narrow == parameters.end(), ErrorKind::kConfig,
-                "precision.param_dtype: found bfloat16 (", narrow->name, ") on ", device_name,
+void require_16_bits(const std::vector<GradContract>& parameters, std::string_view device_name,
+                     int capability) {
+  if (capability == 0 || capability >= kFirstWith16Bits) return;
+  const auto narrow = std::ranges::find_if(parameters, [](const GradContract& one) {
+    return one.compute.dtype == DType::kBFloat16 || one.compute.dtype == DType::kFloat16;
+  });
+  TESSERA_CHECK(narrow == parameters.end(), ErrorKind::kConfig, "precision.param_dtype: found ",
+                to_string(narrow->compute.dtype), " (", narrow->name, ") on ", device_name,
                 " of compute capability ", capability / 10, ".", capability % 10,
-                ", expected 8.0 or above, which has products in it; set precision.param_dtype = "
-                "\"float32\", or device = \"cpu\"");
+                ", expected 8.0 or above, which has attention and products in it; set "
+                "precision.param_dtype = \"float32\", or device = \"cpu\"");
 }
 
 }  // namespace tessera::train

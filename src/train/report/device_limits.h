@@ -18,8 +18,8 @@ namespace tessera::train {
 std::optional<double> peak_flops(std::string_view device_name);
 
 /// `capability` of CUDA, 90 for 9.0; 0: nobody knows. Errors: kConfig where a parameter computes in
-/// bfloat16 and the device has no products in it.
-void require_bf16(const std::vector<GradContract>& parameters, std::string_view device_name,
-                  int capability);
+/// bfloat16 or float16 and the device has no products in the one, or no attention in the other.
+void require_16_bits(const std::vector<GradContract>& parameters, std::string_view device_name,
+                     int capability);
 
 }  // namespace tessera::train

@@ -87,6 +87,15 @@ void write(const std::filesystem::path& path, const std::string& text) {
 
 }  // namespace
 
+TracedStep traced_step(const World& world) {
+  std::unique_ptr<StreamMoments> device;
+  if (!world.device().is_cpu()) device = std::make_unique<StreamMoments>(world.device());
+  auto through = [moments = device.get()] {
+    if (moments != nullptr) moments->wait();
+  };
+  return {std::make_shared<Trace>(std::move(device)), std::move(through)};
+}
+
 StepTrace::StepTrace(std::vector<std::int64_t> steps, std::filesystem::path folder, World& world)
     : steps_(std::move(steps)), folder_(std::move(folder)), world_(world) {}
 
@@ -97,12 +106,9 @@ bool StepTrace::is_chosen(std::int64_t step) const {
 void StepTrace::begin_step(std::int64_t step) {
   if (!is_chosen(step)) return;
   origin_ = agreed_moment(world_);
-  std::unique_ptr<StreamMoments> device;
-  if (!world_.device().is_cpu()) device = std::make_unique<StreamMoments>(world_.device());
-  through_ = [moments = device.get()] {
-    if (moments != nullptr) moments->wait();
-  };
-  trace_ = std::make_shared<Trace>(std::move(device));
+  auto traced = traced_step(world_);
+  trace_ = std::move(traced.trace);
+  through_ = std::move(traced.through);
   here_.emplace(trace_);
   begin_ = trace_->now();
 }

@@ -22,6 +22,14 @@
 
 namespace tessera::train {
 
+/// What takes the spans of a step on the calling thread, and waits until the world's device is
+/// through with it.
+struct TracedStep {
+  std::shared_ptr<Trace> trace;
+  std::function<void()> through;
+};
+TracedStep traced_step(const World& world);
+
 /// Traces of chosen steps: RUN/metrics/trace/step-N.json, all ranks in one file on one clock.
 class StepTrace {
  public:

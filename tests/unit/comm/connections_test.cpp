@@ -148,12 +148,12 @@ TEST(Opening, OverGlooWaitsForRanksThatAreLateAfterAllHaveMet) {
       GlooDevice device(LaunchEnvironment{});
       store->meet("group", self, {0, 1, 2}, milliseconds(60000), *abort_flag);
       // Each comes when the next one waits for those before it.
-      if (self < 2) waits.at(self + 1).wait(false);
+      if (self < 2) waits.at(static_cast<std::size_t>(self) + 1).wait(false);
       const auto group = connect_all(*store, device, {"group", self, 3, milliseconds(60000)},
                                      abort_flag, [&](int rank) {
                                        if (rank < 0) return;
-                                       waits.at(self) = true;
-                                       waits.at(self).notify_all();
+                                       waits.at(static_cast<std::size_t>(self)) = true;
+                                       waits.at(static_cast<std::size_t>(self)).notify_all();
                                      });
       // Who leaves closes connections that others still wait for.
       store->meet("connected", self, {0, 1, 2}, milliseconds(60000), *abort_flag);

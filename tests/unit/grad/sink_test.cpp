@@ -4,9 +4,13 @@
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 
+#include <functional>
 #include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
+#include "base/test_hooks.h"
 #include "tessera/error.h"
 
 namespace tessera::grad::sink_test {
@@ -25,11 +29,25 @@ class Owner : public SlotOwner {
     const bool first = std::exchange(empty, false);
     return {slot, first};
   }
+  at::Tensor lend_slot(std::size_t parameter) override {
+    if (!lends || !empty || std::exchange(is_lent, true)) return {};
+    lent.push_back(parameter);
+    return slot;
+  }
+  void end_loan(std::size_t parameter, bool arrived) override {
+    EXPECT_TRUE(std::exchange(is_lent, false));
+    EXPECT_EQ(parameter, lent.back());
+    if (arrived) empty = false;
+    arrivals.push_back(arrived);
+  }
   void tickets_changed(int delta) override { tickets += delta; }
 
   at::Tensor slot;
   bool empty = true;
-  std::vector<std::size_t> opened;
+  bool lends = true;
+  bool is_lent = false;
+  std::vector<std::size_t> opened, lent;
+  std::vector<bool> arrivals;  ///< of each loan that has ended
   int tickets = 0;
 };
 
@@ -174,6 +192,181 @@ TEST_F(Sink, ASlotThatMovesGoesToItsNewOwner) {
   EXPECT_TRUE(owner.opened.empty());
   EXPECT_THAT(other.opened, ::testing::ElementsAre(7U));
   EXPECT_EQ(&sink.contract(id), &moved);
+}
+
+// ----------------------------------------------------------------------------------- direct slots
+
+/// Of the fixture's parameter.
+RawLike raw_of(at::ScalarType dtype, at::IntArrayRef sizes = {2, 2}) {
+  return {sizes, dtype, at::kCPU};
+}
+
+/// `value` everywhere, formed or written; counts which of both it was.
+struct Counted {
+  int formed = 0;
+  int written = 0;
+
+  Product product(double value, at::ScalarType dtype = at::kFloat) {
+    using Reads = Product::Reads;
+    return {.sizes = {2, 2},
+            .dtype = dtype,
+            .reads = {full(value, dtype)},
+            .form =
+                [this](const Reads& of) {
+                  ++formed;
+                  return of[0].clone();
+                },
+            .write =
+                [this](const Reads& of, const at::Tensor& slot) {
+                  ++written;
+                  slot.copy_(of[0]);
+                }};
+  }
+};
+
+TEST_F(Sink, AKernelWritesTheFirstGradientIntoItsSlot) {
+  const auto id = slot();
+  auto lent = sink.lend(id, raw_of(at::kFloat), Source::kCaptured);
+  ASSERT_TRUE(lent);
+  EXPECT_EQ(lent->tensor().const_data_ptr(), owner.slot.const_data_ptr());
+  EXPECT_EQ(lent->tensor().sizes(), at::IntArrayRef({2, 2}));
+  EXPECT_TRUE(lent->tensor().is_contiguous());
+  lent->tensor().fill_(256);
+  EXPECT_TRUE(owner.empty) << "nothing has arrived before it is given back";
+  lent->give_back();
+  EXPECT_FALSE(sink.lend(id, raw_of(at::kFloat), Source::kEager)) << "the second is an addition";
+  sink.accept(id, full(1, at::kBFloat16), Source::kEager);
+  sink.accept(id, full(-256, at::kHalf), Source::kEager);
+  EXPECT_TRUE(at::equal(owner.slot, at::ones({4})));
+  EXPECT_THAT(owner.lent, ::testing::ElementsAre(5U));
+}
+
+TEST_F(Sink, LendsNothingWhereMoreThanTheProductIsToBeDone) {
+  const auto id = slot();
+  const auto is_lent = [&](at::ScalarType dtype) {
+    return sink.lend(id, raw_of(dtype), Source::kEager).has_value();
+  };
+  for (const auto dtype : {at::kBFloat16, at::kHalf, at::kDouble}) {
+    EXPECT_FALSE(is_lent(dtype)) << "a cast of " << dtype;
+  }
+  contract.grad = DType::kFloat32;
+  EXPECT_FALSE(is_lent(at::kFloat)) << "a rounding is asked for";
+  contract.grad = {};
+  EXPECT_TRUE(owner.lent.empty()) << "the owner was not asked";
+  owner.lends = false;
+  EXPECT_FALSE(is_lent(at::kFloat)) << "the owner has none to lend";
+  owner.lends = true;
+  EXPECT_FALSE(sink.lend(id, {contract.shape, at::kFloat, at::Device(at::kMeta)}, Source::kEager))
+      << "a copy from another device";
+  EXPECT_THAT(owner.arrivals, ::testing::ElementsAre(false));
+  const at::Tensor row = at::zeros({1}, at::kLong);
+  sink.accept_rows(id, row, at::ones({1, 2}), Source::kEager);
+  EXPECT_FALSE(is_lent(at::kFloat)) << "rows have arrived";
+}
+
+TEST_F(Sink, RefusesByNameToLendWhatBreaksTheContract) {
+  const auto id = slot();
+  const auto refused = [&](const RawLike& raw) {
+    return error_of([&] { sink.lend(id, raw, Source::kCaptured); });
+  };
+  EXPECT_THAT(refused(raw_of(at::kFloat, {4})),
+              AllOf(HasSubstr("model.norm.weight from a captured backward"), HasSubstr("[4]"),
+                    HasSubstr("[2, 2]")));
+  EXPECT_THAT(refused(raw_of(at::kLong)), HasSubstr("real floating"));
+  contract.trainable = false;
+  EXPECT_THAT(refused(raw_of(at::kFloat)), HasSubstr("frozen"));
+  EXPECT_TRUE(owner.lent.empty());
+}
+
+// Naive: a slot that counts as full from the moment it is lent.
+TEST_F(Sink, AKernelThatThrowsLeavesItsSlotAsNotArrived) {
+  const auto id = slot();
+  Counted counted;
+  auto product = counted.product(3);
+  product.write = [](const Product::Reads&, const at::Tensor& slot) {
+    slot.narrow(0, 0, 1).fill_(7);
+    throw Error(ErrorKind::kContract, "half of it");
+  };
+  EXPECT_EQ(error_of([&] { sink.write(id, product, Source::kEager); }), "half of it");
+  EXPECT_THAT(owner.arrivals, ::testing::ElementsAre(false));
+  EXPECT_TRUE(owner.empty);
+  EXPECT_TRUE(sink.write(id, counted.product(3), Source::kEager));
+  EXPECT_TRUE(at::equal(owner.slot, at::full({4}, 3.0F)));
+  EXPECT_EQ(counted.formed, 0);
+}
+
+TEST_F(Sink, ALentSlotIsGivenBackOnce) {
+  auto lent = sink.lend(slot(), raw_of(at::kFloat), Source::kEager);
+  ASSERT_TRUE(lent);
+  LentSlot moved = std::move(*lent);
+  lent.reset();
+  EXPECT_TRUE(owner.is_lent) << "whoever it was moved to has it";
+  moved.give_back();
+  try {
+    moved.give_back();
+    ADD_FAILURE() << "the second time was taken";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kInternal);
+  }
+  EXPECT_THAT(owner.arrivals, ::testing::ElementsAre(true));
+}
+
+TEST_F(Sink, ASlotIsLentToOneAtATime) {
+  const auto id = slot();
+  auto first = sink.lend(id, raw_of(at::kFloat), Source::kEager);
+  ASSERT_TRUE(first);
+  EXPECT_FALSE(sink.lend(id, raw_of(at::kFloat), Source::kDeferred));
+  first.reset();
+  EXPECT_TRUE(sink.lend(id, raw_of(at::kFloat), Source::kDeferred))
+      << "nothing came of the first one";
+}
+
+// Naive: the first product is written over what it reads.
+TEST_F(Sink, AProductThatReadsTheSlotIsFormedBesideIt) {
+  const auto id = slot();
+  Counted counted;
+  auto product = counted.product(2);
+  product.reads.push_back(owner.slot.narrow(0, 1, 2));
+  EXPECT_FALSE(sink.write(id, product, Source::kEager));
+  EXPECT_EQ(counted.written, 0);
+  EXPECT_TRUE(owner.empty);
+  product.reads.pop_back();
+  EXPECT_TRUE(sink.write(id, product, Source::kEager));
+}
+
+TEST_F(Sink, AProductWithoutAWayIntoTheSlotIsLeftToItsMaker) {
+  Counted counted;
+  auto product = counted.product(2);
+  product.write = nullptr;
+  EXPECT_FALSE(sink.write(slot(), product, Source::kEager));
+  EXPECT_EQ(counted.formed, 0);
+  EXPECT_TRUE(owner.lent.empty());
+}
+
+TEST_F(Sink, ThePlaceOfTestsSeesWhatAKernelHasWritten) {
+  const test_hooks::Set fault(test_hooks::after_accept,
+                              [](const GradContract& of, const at::Tensor& slot) {
+                                EXPECT_EQ(of.name, "model.norm.weight");
+                                slot.mul_(2);
+                              });
+  Counted counted;
+  EXPECT_TRUE(sink.write(slot(), counted.product(3), Source::kEager));
+  EXPECT_TRUE(at::equal(owner.slot, at::full({4}, 6.0F)));
+}
+
+TEST_F(Sink, ADeferredProductIsWrittenByTheFirstThatIsRedeemed) {
+  const auto id = slot();
+  Counted counted;
+  WeightGradStore store(sink);
+  store.put(id, counted.product(256));
+  store.put(id, counted.product(1));
+  store.put(id, counted.product(-256, at::kBFloat16));
+  store.run();
+  EXPECT_EQ(counted.written, 1);
+  EXPECT_EQ(counted.formed, 2);
+  EXPECT_TRUE(at::equal(owner.slot, at::ones({4})));
+  EXPECT_EQ(owner.tickets, 0);
+  EXPECT_EQ(sink.open_tickets(), 0U);
 }
 
 // ---------------------------------------------------------------------------------------- tickets

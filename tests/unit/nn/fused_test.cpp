@@ -228,6 +228,8 @@ class OneSlot : public grad::SlotOwner {
     ++opened;
     return {slot, /*first=*/false};
   }
+  at::Tensor lend_slot(std::size_t) override { return {}; }
+  void end_loan(std::size_t, bool) override {}
   void tickets_changed(int) override {}
 
   at::Tensor slot;

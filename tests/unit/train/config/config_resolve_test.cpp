@@ -28,6 +28,41 @@ TEST(ConfigValidate, AcceptsAMinimalTrainingConfig) {
   EXPECT_NO_THROW(validate(small_config(), Verb::kTrain));
 }
 
+// Also with mode off: a key that would be refused later is refused now.
+TEST(ConfigValidate, RefusesWhatCannotBePlanned) {
+  const std::vector<std::pair<std::string, std::string>> cases{
+      {"compile.mode=replay", "compile.mode: found replay, which is not there yet"},
+      {"compile.offload_folder=x", "compile.offload_folder: found 'x', expected none"},
+      {"compile.passes=recompute", "compile.passes: found 'recompute', which is not there yet"},
+      {"compile.passes=[\"keep\", \"keep\"]", "compile.passes: found 'keep' twice"},
+      {"compile.mode=plan\nparallelism.pipeline_parallel_degree=2",
+       "compile.mode: found plan with pipeline_parallel_degree 2"},
+      {"compile.mode=plan\ncompile.form=1\ntraining.sync_every_micro_batch=true",
+       "compile.form: found 1 with training.sync_every_micro_batch"},
+  };
+  for (const auto& [keys, says] : cases) {
+    try {
+      validate(small_config(keys), Verb::kTrain);
+      ADD_FAILURE() << keys;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kConfig);
+      EXPECT_THAT(error.what(), StartsWith(says));
+    }
+  }
+  EXPECT_NO_THROW(validate(small_config("compile.mode=plan\ncompile.form=2"), Verb::kTrain));
+}
+
+TEST(ConfigValidate, AMemoryBudgetIsBytesOrAShare) {
+  EXPECT_EQ(small_config("compile.memory_budget=4096").compile.memory_budget,
+            (MemoryBudget{.bytes = 4096}));
+  const auto share = small_config("compile.memory_budget=62.5%");
+  EXPECT_EQ(share.compile.memory_budget, (MemoryBudget{.share = 0.625}));
+  EXPECT_EQ(parse_config(to_toml(share), "again"), share);
+  for (const std::string bad : {"0", "-5", "0%", "101%", "nan%", "%", "9x%", "1.5", "lots"}) {
+    EXPECT_THROW(small_config("compile.memory_budget=" + bad), Error) << bad;
+  }
+}
+
 TEST(ConfigValidate, BatchFilesNeedNoSeqLen) {
   Config config = small_config("data.path=reference.safetensors");
   config.training.seq_len.reset();

@@ -31,16 +31,20 @@ std::vector<GradContract> one_in(DType compute) {
   return {contract};
 }
 
-TEST(DeviceLimits, Bfloat16NeedsADeviceThatHasIt) {
+TEST(DeviceLimits, SixteenBitsNeedADeviceThatHasThem) {
   EXPECT_THAT(
-      error_of(ErrorKind::kConfig, [] { require_bf16(one_in(DType::kBFloat16), "Tesla T4", 75); }),
+      error_of(ErrorKind::kConfig,
+               [] { require_16_bits(one_in(DType::kBFloat16), "Tesla T4", 75); }),
       AllOf(StartsWith("precision.param_dtype: found bfloat16 (layers.0.mlp.up_proj.weight) on "
                        "Tesla T4 of compute capability 7.5"),
             HasSubstr("expected 8.0 or above"),
             HasSubstr("set precision.param_dtype = \"float32\", or device")));
-  require_bf16(one_in(DType::kFloat32), "Tesla T4", 75);
-  require_bf16(one_in(DType::kBFloat16), "NVIDIA A100-SXM4-80GB", 80);
-  require_bf16(one_in(DType::kBFloat16), "", 0);  // nobody knows
+  EXPECT_THAT(error_of(ErrorKind::kConfig,
+                       [] { require_16_bits(one_in(DType::kFloat16), "Tesla T4", 75); }),
+              HasSubstr("found float16"));
+  require_16_bits(one_in(DType::kFloat32), "Tesla T4", 75);
+  require_16_bits(one_in(DType::kBFloat16), "NVIDIA A100-SXM4-80GB", 80);
+  require_16_bits(one_in(DType::kBFloat16), "", 0);  // nobody knows
 }
 
 }  // namespace

@@ -1,0 +1,48 @@
+// compile: what a sharded model's steps do with memory and gradients, chosen for a budget.
+//
+// A StepScope that knows its schedule follows a plan: when each unit is gathered and waited for, how
+// long it is kept, when it is given back and reduced. compile() chooses another plan than the eager
+// one, by passes, or takes one out of a file. No value changes but where form 2 adds micro-batches in
+// another order. Kernels stay as they are: nothing is captured, nothing is compiled to code. Next:
+// step_scope.h; docs/compile.md.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace tessera {
+
+class ShardedBase;
+
+enum class CompileMode : std::uint8_t {
+  kOff,   ///< eager plans
+  kPlan,  ///< chosen, or given
+};
+
+struct CompileOptions {
+  CompileMode mode = CompileMode::kOff;
+  /// ZeRO's stage: 3 gathers for each forward and each backward, 2 once a step, and reduces with
+  /// every micro-batch, 1 once a step, and reduces with the last one. A unit whose
+  /// reshard_after_forward is off is kept in any.
+  int form = 3;
+  /// Bytes that gathered parameters may take on a rank; none: no bound.
+  std::optional<std::int64_t> memory_budget = std::nullopt;
+  /// "keep", "prefetch", in the order in which they choose; none: all that apply.
+  std::optional<std::vector<std::string>> passes = std::nullopt;
+  /// A plan as `tessera plan --json` writes it, or a file with one; then nothing is chosen.
+  std::string plan = {};
+  /// What units cost, as JSON or a file with it; empty: assumed from their bytes.
+  std::string profile = {};
+  std::int64_t micro_batches = 1;  ///< of a step, as far as choices depend on it
+};
+
+/// Step scopes of `model`, the outermost handle, follow such plans from their second step on. With
+/// kOff eager ones again. On every rank with the same options; not in a step. Errors: kConfig,
+/// kFormat, kIo for options that do not fit together and for what is no plan of this model, world,
+/// torch or number of micro-batches; kUsage in a step. When a step begins: kConfig for a budget below
+/// the least, with that in bytes, and for a plan of another trace.
+void compile(const ShardedBase& model, const CompileOptions& options);
+
+}  // namespace tessera

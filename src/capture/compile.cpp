@@ -1,0 +1,34 @@
+// compile(): what of it needs the model itself.
+#include "tessera/compile.h"
+
+#include <torch/version.h>
+
+#include <memory>
+#include <utility>
+
+#include "capture/planner.h"
+#include "fsdp/handle.h"
+#include "tessera/error.h"
+#include "tessera/mesh.h"
+#include "tessera/shard.h"
+
+namespace tessera {
+
+void compile(const ShardedBase& model, const CompileOptions& options) {
+  if (options.mode == CompileMode::kOff) return fsdp::set_planner(model, {});
+  auto planning = std::make_shared<const capture::Planning>(capture::planning_of(options));
+  if (planning->given) {
+    capture::MadeFor run;
+    run.model = concat(layout::hash(fsdp::plan_of(model)));
+    run.world = model.mesh().shape().size();
+    run.torch = TORCH_VERSION;
+    run.micro_batches = options.micro_batches;
+    require_made_for(*planning->given, run, planning->plan_from);
+  }
+  fsdp::set_planner(model, [planning](const auto& record, const auto& units, const auto& eager,
+                                      fsdp::PlanOrder order) {
+    return capture::plan_step(*planning, record, units, eager, order);
+  });
+}
+
+}  // namespace tessera

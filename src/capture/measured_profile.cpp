@@ -1,0 +1,106 @@
+#include "capture/measured_profile.h"
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <tuple>
+
+#include "base/text/printable.h"
+#include "tessera/error.h"
+
+namespace tessera::capture {
+namespace {
+
+using Ms = std::chrono::duration<double, std::milli>;
+
+double length_of(const TraceSpan& span) { return Ms(span.end - span.begin).count(); }
+
+/// Whose span of computing it is, and of which pass; none for other spans.
+struct Computed {
+  std::string unit;
+  bool is_forward = true;
+};
+std::optional<Computed> computed_by(const TraceSpan& span) {
+  if (span.row != TraceRow::kCompute) return std::nullopt;
+  const std::string_view name = span.name;
+  // Longest first: what is run again is a part of the backward.
+  for (const std::string_view pass : {"forward again ", "forward ", "backward "}) {
+    if (!name.starts_with(pass)) continue;
+    return Computed{std::string(unit_label(name.substr(pass.size()))), pass == "forward "};
+  }
+  return std::nullopt;
+}
+
+/// Milliseconds of each unit's own.
+class Own {
+ public:
+  /// Of one thread.
+  void add_all(const std::vector<TraceSpan>& spans) {
+    // What has no end of its own lasts until all ends, over what came after it.
+    std::vector<TraceSpan> list = nested(spans);
+    std::vector<const TraceSpan*> sorted;
+    for (const auto& span : list) {
+      if (computed_by(span) || span.row == TraceRow::kWaits) sorted.push_back(&span);
+    }
+    std::ranges::sort(sorted, [](const TraceSpan* a, const TraceSpan* b) {
+      return std::tie(a->begin, b->end, a) < std::tie(b->begin, a->end, b);
+    });
+    std::vector<const TraceSpan*> around;
+    for (const auto* span : sorted) {
+      while (!around.empty() && around.back()->end < span->end) around.pop_back();
+      if (!around.empty()) add(*around.back(), -length_of(*span));
+      if (const auto of = computed_by(*span)) {
+        add(*span, length_of(*span));
+        around.push_back(span);
+      }
+    }
+  }
+  double of(const std::string& unit, bool is_forward) const {
+    const auto found = ms_.find({unit, is_forward});
+    return found == ms_.end() ? 0.0 : std::max(found->second, 0.0);
+  }
+
+ private:
+  void add(const TraceSpan& to, double ms) {
+    const auto of = computed_by(to);
+    ms_[{of->unit, of->is_forward}] += ms;
+  }
+  std::map<std::pair<std::string, bool>, double> ms_;
+};
+
+std::optional<double> shortest(const std::vector<TraceSpan>& spans, TraceRow row,
+                               const std::string& unit) {
+  std::optional<double> least;
+  for (const auto& span : spans) {
+    if (span.row != row || span.name != unit) continue;
+    least = least ? std::min(*least, length_of(span)) : length_of(span);
+  }
+  return least;
+}
+
+}  // namespace
+
+PlanProfile measured_profile(const std::vector<TraceSpan>& spans,
+                             const std::vector<fsdp::PlanUnit>& units, std::int64_t micro_batches) {
+  TESSERA_INVARIANT(micro_batches > 0, "a step without micro-batches");
+  Own own;
+  own.add_all(spans);
+  const auto mean = [&](double ms) { return ms / static_cast<double>(micro_batches); };
+  PlanProfile profile;
+  std::vector<Measured> gathers;
+  for (const auto& unit : units) {
+    UnitCost cost{.name = unit.name,
+                  .forward_ms = mean(own.of(unit.name, true)),
+                  .backward_ms = mean(own.of(unit.name, false)),
+                  .gather_ms = shortest(spans, TraceRow::kGathers, unit.name),
+                  .reduce_ms = shortest(spans, TraceRow::kReductions, unit.name)};
+    if (cost.gather_ms) gathers.push_back({unit.bytes, *cost.gather_ms});
+    profile.units.push_back(std::move(cost));
+  }
+  profile.collective = fit(gathers);
+  return profile;
+}
+
+}  // namespace tessera::capture

@@ -1,0 +1,356 @@
+#include "capture/passes.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <set>
+
+#include "base/text/printable.h"
+#include "capture/simulate_plan.h"
+#include "fsdp/agreed/step_plan_check.h"
+#include "tessera/error.h"
+
+namespace tessera::capture {
+namespace {
+
+using fsdp::Keep;
+using fsdp::MicroBatchClass;
+using fsdp::PlanAction;
+using fsdp::PlanChoices;
+using fsdp::PlanOrder;
+using fsdp::ReduceAt;
+using fsdp::StepPlan;
+using fsdp::UnitId;
+using Kind = PlanAction::Kind;
+
+constexpr std::array kOfKeep{Fact::kBudget, Fact::kRepeatedGathers};
+constexpr std::array kGivenByKeep{Fact::kKept};
+constexpr std::array kAgainstKeep{Fact::kPrefetch};
+constexpr std::array<Fact, 0> kNone{};
+constexpr std::array kGivenByPrefetch{Fact::kPrefetch};
+
+constexpr std::array<PassRow, 2> kPasses{{
+    {"keep", "keeps gathered what saves most time a byte", kOfKeep, kGivenByKeep, kAgainstKeep},
+    {"prefetch", "how many units ahead are gathered", kNone, kGivenByPrefetch, kNone},
+}};
+constexpr std::array<std::string_view, 2> kToCome{"recompute", "offload"};
+
+/// Further ahead nothing was ever won, and each unit ahead takes memory.
+constexpr std::size_t kMostAhead = 4;
+/// What is nearer than this to the best is as good.
+constexpr double kAsGood = 1e-3;
+
+std::string ms_text(double ms) {
+  const double rounded = ms < 0.1 ? std::round(ms * 1e4) / 1e4 : std::round(ms * 100.0) / 100.0;
+  return concat(rounded, " ms");
+}
+
+const PassRow& row_named(const std::string& name) {
+  const auto found = std::ranges::find(kPasses, name, &PassRow::name);
+  TESSERA_CHECK(std::ranges::find(kToCome, name) == kToCome.end(), ErrorKind::kConfig,
+                "compile.passes: found ", printable(name),
+                ", which is not there yet, expected keep and prefetch; leave it out");
+  TESSERA_CHECK(found != kPasses.end(), ErrorKind::kConfig, "compile.passes: found ",
+                printable(name), ", expected keep or prefetch");
+  return *found;
+}
+
+std::string_view number(Form form) { return form == Form::k1 ? "1" : form == Form::k2 ? "2" : "3"; }
+
+class Chooser {
+ public:
+  explicit Chooser(const PlanProblem& problem) : problem_(problem) {
+    TESSERA_INVARIANT(problem.eager.keep.size() == problem.units.size(),
+                      "eager choices of other units");
+  }
+
+  /// The least of any choice of this form.
+  PlanChoices least() const {
+    auto choices = base();
+    if (problem_.form == Form::k3) {
+      for (auto& keep : choices.keep) keep = keep == Keep::kUpdate ? keep : Keep::kNot;
+    }
+    choices.ahead_in_forward = choices.ahead_in_backward = 0;
+    return choices;
+  }
+  std::int64_t peak(const PlanChoices& choices) const {
+    return fsdp::peak_gathered_bytes(plan(choices));
+  }
+
+  Chosen choose(const std::optional<std::vector<std::string>>& names) {
+    begin();
+    std::vector<const PassRow*> asked;
+    if (names) {
+      for (const auto& name : *names) asked.push_back(&row_named(name));
+    } else {
+      for (const auto& row : kPasses) asked.push_back(&row);
+    }
+    for (const auto* row : asked) run(*row, names.has_value());
+    if (problem_.profile.is_assumed) {
+      chosen_.notes.emplace_back(
+          "times are by a default cost of bytes, nothing was measured: good for an order of units, "
+          "not as times");
+    }
+    return std::move(chosen_);
+  }
+
+ private:
+  StepPlan plan(const PlanChoices& choices) const {
+    return make_plan(problem_.record, problem_.units, choices, problem_.order);
+  }
+  bool fits(const PlanChoices& choices) const {
+    return !problem_.memory_budget || peak(choices) <= *problem_.memory_budget;
+  }
+  const std::string& name(UnitId unit) const { return problem_.units.at(unit).name; }
+
+  /// Of the form, before any budget.
+  PlanChoices base() const {
+    auto choices = problem_.eager;
+    if (problem_.form == Form::k3) return choices;
+    for (auto& keep : choices.keep) keep = Keep::kUpdate;
+    if (choices.reduce != ReduceAt::kAsked && problem_.form == Form::k2) {
+      choices.reduce = ReduceAt::kEveryBackward;
+    }
+    return choices;
+  }
+
+  /// The form's choices, or the nearest to them that fit.
+  void begin() {
+    chosen_.choices = base();
+    chosen_.keep_reasons.resize(problem_.units.size());
+    for (UnitId unit = 0; unit < problem_.units.size(); ++unit) {
+      auto& reason = chosen_.keep_reasons[unit];
+      if (problem_.eager.keep[unit] == Keep::kUpdate) {
+        reason = "its reshard_after_forward is off";
+      } else if (problem_.form != Form::k3) {
+        reason = concat("form ", number(problem_.form));
+      } else if (problem_.eager.keep[unit] == Keep::kBackward) {
+        reason = "its backward comes next";
+      }
+    }
+    chosen_.ahead_reason = "as eager steps have it";
+    if (fits(chosen_.choices)) return;
+    const auto least_choices = least();
+    const auto bytes = peak(least_choices);
+    TESSERA_CHECK(bytes <= *problem_.memory_budget, ErrorKind::kConfig,
+                  "compile.memory_budget: found ", *problem_.memory_budget,
+                  " bytes for gathered parameters, expected at least ", bytes,
+                  ", the least of any plan of form ", number(problem_.form),
+                  problem_.form == Form::k3 ? "; raise it" : "; raise it, or set compile.form = 3");
+    // One after the other goes what costs least to miss.
+    const auto without = [&](const auto& change) {
+      if (fits(chosen_.choices)) return;
+      change(chosen_.choices);
+      chosen_.ahead_reason = "no further fits the budget";
+    };
+    without([](auto& choices) { choices.ahead_in_backward = 0; });
+    without([&](auto& choices) { choices.keep = least_choices.keep; });
+    for (UnitId unit = 0; unit < problem_.units.size(); ++unit) {
+      if (chosen_.choices.keep[unit] == Keep::kNot) chosen_.keep_reasons[unit].clear();
+    }
+    if (fits(chosen_.choices)) return;
+    auto backward = chosen_.choices;
+    backward.ahead_in_backward = problem_.eager.ahead_in_backward;
+    backward.ahead_in_forward = 0;
+    chosen_.choices.ahead_in_forward = 0;
+    if (fits(backward)) chosen_.choices = backward;
+  }
+
+  /// Gathers of a whole step, by unit.
+  std::vector<std::int64_t> gathers(const PlanChoices& choices) const {
+    std::vector<std::int64_t> counts(problem_.units.size(), 0);
+    const auto made = plan(choices);
+    const auto add = [&](MicroBatchClass which, std::int64_t times) {
+      for (const auto& stage : made.stages) {
+        for (const auto* pass : {&stage.of(which).forward, &stage.of(which).backward}) {
+          for (const auto& [kind, unit] : pass->actions) {
+            const bool is_gather = kind == Kind::kGather || kind == Kind::kGatherShared;
+            if (is_gather) counts[unit] += times;
+          }
+        }
+      }
+    };
+    if (problem_.micro_batches == 1) {
+      add(MicroBatchClass::kOnly, 1);
+    } else {
+      add(MicroBatchClass::kFirst, 1);
+      add(MicroBatchClass::kMiddle, problem_.micro_batches - 2);
+      add(MicroBatchClass::kLast, 1);
+    }
+    return counts;
+  }
+
+  // ------------------------------------------------------------------------------------ the passes
+
+  bool holds(Fact fact) const {
+    switch (fact) {
+      case Fact::kBudget:
+        return problem_.memory_budget.has_value();
+      case Fact::kRepeatedGathers:
+        return std::ranges::any_of(gathers(base()), [](std::int64_t count) { return count > 1; });
+      case Fact::kKept:
+      case Fact::kPrefetch:
+        return decided_.contains(fact);
+    }
+    return false;
+  }
+
+  void run(const PassRow& row, bool is_asked_for) {
+    for (const auto fact : row.requires_facts) {
+      if (holds(fact)) continue;
+      TESSERA_CHECK(!is_asked_for, ErrorKind::kConfig, "compile.passes: found ", row.name,
+                    " without ", to_string(fact),
+                    ", expected it; leave the pass out, or give it "
+                    "that");
+      chosen_.notes.push_back(
+          concat("pass ", row.name, " is left out: there is no ", to_string(fact)));
+      return;
+    }
+    for (const auto fact : row.conflicts) {
+      TESSERA_CHECK(!decided_.contains(fact), ErrorKind::kConfig, "compile.passes: found ",
+                    row.name, " behind a pass that has decided ", to_string(fact),
+                    ", expected it before that one");
+    }
+    row.name == "keep" ? keep() : prefetch();
+    decided_.insert(row.provides.begin(), row.provides.end());
+  }
+
+  struct Candidate {
+    UnitId unit;
+    Keep keep;
+    double saves_ms;  ///< a micro-batch
+    double per_byte;
+  };
+
+  std::vector<Candidate> candidates() const {
+    const auto& choices = chosen_.choices;
+    const auto before = gathers(choices);
+    std::vector<Candidate> list;
+    for (UnitId unit = 0; unit < problem_.units.size(); ++unit) {
+      double least_saved = 0.0;
+      for (const auto keep : {Keep::kBackward, Keep::kUpdate}) {
+        if (keep <= choices.keep[unit]) continue;
+        if (keep == Keep::kBackward && problem_.order == PlanOrder::kAny) continue;
+        auto changed = choices;
+        changed.keep[unit] = keep;
+        const auto fewer = before[unit] - gathers(changed)[unit];
+        const double saves = static_cast<double>(fewer) *
+                             problem_.profile.gather_ms(problem_.units, unit) /
+                             static_cast<double>(problem_.micro_batches);
+        // Longer for nothing is memory for nothing.
+        if (fewer <= 0 || saves <= least_saved) continue;
+        least_saved = saves;
+        const auto bytes = std::max<std::int64_t>(problem_.units[unit].bytes, 1);
+        list.push_back({unit, keep, saves, saves / static_cast<double>(bytes)});
+      }
+    }
+    // Late units first among equals: what is kept from a forward to its backward is kept shortest.
+    std::ranges::sort(list, [](const Candidate& one, const Candidate& other) {
+      if (one.per_byte != other.per_byte) return one.per_byte > other.per_byte;
+      if (one.unit != other.unit) return one.unit > other.unit;
+      return one.keep > other.keep;
+    });
+    return list;
+  }
+
+  void keep() {
+    for (const auto& [unit, keep, saves, per_byte] : candidates()) {
+      if (keep <= chosen_.choices.keep[unit]) continue;
+      auto changed = chosen_.choices;
+      changed.keep[unit] = keep;
+      auto& reason = chosen_.keep_reasons[unit];
+      if (!fits(changed)) {
+        if (chosen_.choices.keep[unit] == Keep::kNot) {
+          reason = concat("to keep it would save ", ms_text(saves), " a micro-batch, but its ",
+                          size_text(problem_.units[unit].bytes), " do not fit the budget");
+        }
+        continue;
+      }
+      chosen_.choices = changed;
+      reason = concat("saves ", ms_text(saves), " a micro-batch for ",
+                      size_text(problem_.units[unit].bytes));
+    }
+  }
+
+  void prefetch() {
+    if (problem_.record.stages.size() != 1) {
+      chosen_.notes.emplace_back(
+          "pass prefetch is left out: the order of several stages is a "
+          "schedule's");
+      return;
+    }
+    struct Tried {
+      PlanChoices choices;
+      double ms;
+      std::int64_t bytes;
+    };
+    std::vector<Tried> tried;
+    for (std::size_t forward = 0; forward <= kMostAhead; ++forward) {
+      for (std::size_t backward = 0; backward <= kMostAhead; ++backward) {
+        auto choices = chosen_.choices;
+        choices.ahead_in_forward = forward;
+        choices.ahead_in_backward = backward;
+        const auto made = plan(choices);
+        const auto bytes = fsdp::peak_gathered_bytes(made);
+        if (problem_.memory_budget && bytes > *problem_.memory_budget) continue;
+        tried.push_back(
+            {choices, simulate(made, problem_.profile, problem_.micro_batches).step_ms, bytes});
+      }
+    }
+    // What was chosen so far fits, so there is one.
+    const double best = std::ranges::min(tried, {}, &Tried::ms).ms;
+    const Tried* found = nullptr;
+    for (const auto& one : tried) {
+      if (one.ms > best * (1.0 + kAsGood)) continue;
+      if (found == nullptr || one.bytes < found->bytes) found = &one;
+    }
+    chosen_.choices = found->choices;
+    chosen_.ahead_reason =
+        concat("a step of ", ms_text(found->ms), problem_.profile.is_assumed ? " as assumed" : "",
+               ", the least of ", tried.size(), " that fit");
+  }
+
+  const PlanProblem& problem_;
+  Chosen chosen_;
+  std::set<Fact> decided_;
+};
+
+}  // namespace
+
+std::string_view to_string(Fact fact) {
+  switch (fact) {
+    case Fact::kBudget:
+      return "compile.memory_budget";
+    case Fact::kRepeatedGathers:
+      return "units that are gathered more than once a step";
+    case Fact::kKept:
+      return "what is kept";
+    case Fact::kPrefetch:
+      return "how far ahead is gathered";
+  }
+  return "";
+}
+
+std::span<const PassRow> passes() { return kPasses; }
+std::span<const std::string_view> passes_to_come() { return kToCome; }
+
+std::int64_t least_bytes(const PlanProblem& problem) {
+  const Chooser chooser(problem);
+  return chooser.peak(chooser.least());
+}
+
+void check_passes(const std::vector<std::string>& names) {
+  std::set<std::string> seen;
+  for (const auto& name : names) {
+    row_named(name);
+    TESSERA_CHECK(seen.insert(name).second, ErrorKind::kConfig, "compile.passes: found ",
+                  printable(name), " twice, expected each pass once");
+  }
+}
+
+Chosen choose(const PlanProblem& problem, const std::optional<std::vector<std::string>>& names) {
+  if (names) check_passes(*names);
+  return Chooser(problem).choose(names);
+}
+
+}  // namespace tessera::capture

@@ -1,0 +1,87 @@
+// Passes: what chooses a plan of a step for a budget. Pure functions on PlanChoices.
+//
+// A form (ZeRO's stages 1, 2, 3) is where choices begin; each pass changes some of them, in the order
+// in which they are asked for, greedily and always the same. What a pass needs to be of use, gives to
+// later ones and cannot stand behind is declared (kPasses), and checked before anything is chosen.
+// Choices that a user bound stay: units with reshard_after_forward off are kept, units that name what
+// is prefetched name it. No pass exceeds the budget, and no pass changes bits: what is gathered,
+// kept and reduced when has no effect on values (but form 2 and sync_every_micro_batch, which add
+// micro-batches in another order). Next: plan_text.h (a choice with its reasons), plan_profile.h.
+// Source: DeepCompile (arXiv 2504.09983), selective unsharding and prefetching; there the first that
+// does not fit ends the pass, here it is skipped.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "capture/plan_profile.h"
+#include "fsdp/agreed/step_plan.h"
+
+namespace tessera::capture {
+
+/// ZeRO's stages.
+enum class Form : std::uint8_t {
+  k1 = 1,  ///< gathered once a step, reduced with the last micro-batch
+  k2 = 2,  ///< gathered once a step, reduced with every micro-batch
+  k3 = 3,  ///< gathered for each forward and each backward
+};
+
+/// What all ranks know alike when a plan is made.
+struct PlanProblem {
+  fsdp::StepRecord record;
+  std::vector<fsdp::PlanUnit> units;
+  /// What an eager plan would choose (eager_choices): a unit that it keeps to the update is one that
+  /// its user keeps.
+  fsdp::PlanChoices eager;
+  fsdp::PlanOrder order = fsdp::PlanOrder::kOneAfterTheOther;
+  std::int64_t micro_batches = 1;
+  Form form = Form::k3;
+  std::optional<std::int64_t> memory_budget = {};  ///< bytes of gathered memory; none: no bound
+  PlanProfile profile;                             ///< of these units
+};
+
+/// What passes speak of.
+enum class Fact : std::uint8_t {
+  kBudget,           ///< there is a memory budget
+  kRepeatedGathers,  ///< some unit is gathered more than once a step
+  kKept,             ///< what is kept for how long has been decided
+  kPrefetch,         ///< how far ahead has been decided
+};
+std::string_view to_string(Fact fact);
+
+struct PassRow {
+  std::string_view name;
+  std::string_view what;
+  std::span<const Fact> requires_facts, provides, conflicts;
+};
+/// In the order in which they run where nobody names any.
+std::span<const PassRow> passes();
+
+/// Passes that are not built yet; naming one is refused with its name.
+std::span<const std::string_view> passes_to_come();
+
+/// Choices, and why they are what they are.
+struct Chosen {
+  fsdp::PlanChoices choices;
+  std::vector<std::string> keep_reasons;  ///< by unit
+  std::string ahead_reason;
+  std::vector<std::string> notes;  ///< passes that were left out, costs that were assumed
+  bool operator==(const Chosen&) const = default;
+};
+
+/// The least gathered memory that any choice of this form has.
+std::int64_t least_bytes(const PlanProblem& problem);
+
+/// Errors: kConfig for a name that is no pass, one that is not built yet, a pass whose requirement is
+/// not met or that comes behind what it conflicts with; for a budget below the least, with that in
+/// bytes. `names`: which passes, in order; none: all whose requirements are met.
+Chosen choose(const PlanProblem& problem,
+              const std::optional<std::vector<std::string>>& names = std::nullopt);
+/// Errors: as choose(), of the names alone.
+void check_passes(const std::vector<std::string>& names);
+
+}  // namespace tessera::capture

@@ -1,0 +1,55 @@
+// A plan of a step as a file, and what it was made for.
+//
+// JSON, numbers as numbers, an action as ["gather", 3]: to be read, kept beside a run, compared, and
+// edited by who knows what they do. A file is nobody's promise: reading refuses what is no plan, with
+// file and place, before anything is made of it; whether it holds is faults_of()'s to say
+// (fsdp/agreed/step_plan_check.h), whether it is this run's require_made_for()'s. Pure. Next:
+// plan_diff.h, plan_text.h.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "fsdp/agreed/step_plan.h"
+
+namespace tessera::capture {
+
+/// Another run's plan is of no use.
+struct MadeFor {
+  std::string model = {};  ///< the hash of its bucket plan (layout::hash), in decimal
+  std::int64_t world = 1;
+  std::string torch = {};  ///< TORCH_VERSION
+  std::int64_t micro_batches = 1;
+  std::int64_t tokens = 0;  ///< of a micro-batch on a rank; 0 where nobody has said
+  bool operator==(const MadeFor&) const = default;
+};
+
+struct PlanFile {
+  MadeFor made_for = {};
+  std::optional<std::int64_t> memory_budget = {};  ///< bytes of gathered memory
+  fsdp::StepPlan plan = {};
+  bool operator==(const PlanFile&) const = default;
+};
+
+/// Larger files are none.
+inline constexpr std::int64_t kMostPlanBytes = std::int64_t{64} << 20;
+
+/// Equal files give equal bytes.
+std::string to_json(const PlanFile& file);
+/// `where` names the file in messages. Errors: kFormat with file and place for what is no plan: torn,
+/// of another version, larger than any model's, numbers that name no unit.
+PlanFile parse_plan(std::string_view text, std::string_view where);
+
+/// Errors: kConfig naming what differs, with both values.
+void require_made_for(const PlanFile& file, const MadeFor& run, std::string_view where);
+/// That it is a plan of these units and of what was recorded of them. Errors: kConfig naming the
+/// first unit or entry that is another.
+void require_plan_of(const fsdp::StepPlan& plan, const fsdp::StepRecord& record,
+                     const std::vector<fsdp::PlanUnit>& units, std::string_view where);
+/// That faults_of() finds none. Errors: kConfig with the first.
+void require_sound(const fsdp::StepPlan& plan, std::optional<std::int64_t> budget,
+                   std::string_view where);
+
+}  // namespace tessera::capture

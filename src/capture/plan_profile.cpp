@@ -1,0 +1,185 @@
+#include "capture/plan_profile.h"
+
+#include <algorithm>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "base/text/json_reader.h"
+#include "base/text/printable.h"
+#include "tessera/error.h"
+
+namespace tessera::capture {
+namespace {
+
+using fsdp::PlanUnit;
+using fsdp::UnitId;
+using Json = nlohmann::ordered_json;
+
+constexpr std::string_view kProfileFormat = "tessera-profile";
+constexpr std::int64_t kProfileVersion = 1;
+constexpr std::size_t kMostCosts = 1 << 13;
+constexpr std::size_t kMostCostNameBytes = 256;
+constexpr double kMostMs = 1e9;
+
+std::optional<double> most(const std::optional<double>& one, const std::optional<double>& other) {
+  if (!one || !other) return one ? one : other;
+  return std::max(*one, *other);
+}
+
+Json or_null(const std::optional<double>& ms) { return ms ? Json(*ms) : Json(); }
+
+UnitCost unit_from(const JsonCursor& at) {
+  constexpr NumberRange kMs{0.0, kMostMs};
+  const auto optional = [&](const char* key) -> std::optional<double> {
+    const auto found = at.member(key);
+    return found.value().is_null() ? std::nullopt : std::optional(found.number(kMs));
+  };
+  UnitCost unit;
+  const auto name = at.member("name");
+  unit.name = name.text();
+  name.require(unit.name.size() <= kMostCostNameBytes,
+               concat("at most ", kMostCostNameBytes, " bytes"));
+  unit.forward_ms = at.member("forward_ms").number(kMs);
+  unit.backward_ms = at.member("backward_ms").number(kMs);
+  unit.gather_ms = optional("gather_ms");
+  unit.reduce_ms = optional("reduce_ms");
+  return unit;
+}
+
+}  // namespace
+
+double PlanProfile::gather_ms(const std::vector<PlanUnit>& units_of_plan, UnitId unit) const {
+  return units.at(unit).gather_ms.value_or(collective.of(units_of_plan.at(unit).bytes));
+}
+
+double PlanProfile::reduce_ms(const std::vector<PlanUnit>& units_of_plan, UnitId unit) const {
+  return units.at(unit).reduce_ms.value_or(collective.of(units_of_plan.at(unit).bytes));
+}
+
+PlanProfile default_profile(const std::vector<PlanUnit>& units) {
+  PlanProfile profile;
+  profile.is_assumed = true;
+  profile.collective = {.latency_ms = 0.05, .ms_per_byte = 1e-6};
+  for (const auto& unit : units) {
+    const double moved = profile.collective.ms_per_byte * static_cast<double>(unit.bytes);
+    profile.units.push_back(
+        {.name = unit.name, .forward_ms = 4.0 * moved, .backward_ms = 8.0 * moved});
+  }
+  return profile;
+}
+
+CollectiveCost fit(std::span<const Measured> measured) {
+  if (measured.empty()) return {};
+  const auto count = static_cast<double>(measured.size());
+  double bytes = 0.0, ms = 0.0;
+  for (const auto& one : measured) {
+    bytes += static_cast<double>(one.bytes) / count;
+    ms += one.ms / count;
+  }
+  double squares = 0.0, products = 0.0;
+  for (const auto& one : measured) {
+    const double apart = static_cast<double>(one.bytes) - bytes;
+    squares += apart * apart;
+    products += apart * (one.ms - ms);
+  }
+  if (squares == 0.0 || products <= 0.0) return {.latency_ms = std::max(ms, 0.0)};
+  const double slope = products / squares;
+  const double latency = ms - slope * bytes;
+  if (latency >= 0.0) return {.latency_ms = latency, .ms_per_byte = slope};
+  // Through the origin then.
+  double own_squares = 0.0, own_products = 0.0;
+  for (const auto& one : measured) {
+    const auto size = static_cast<double>(one.bytes);
+    own_squares += size * size;
+    own_products += size * one.ms;
+  }
+  return {.latency_ms = 0.0, .ms_per_byte = std::max(own_products / own_squares, 0.0)};
+}
+
+PlanProfile most_of(const std::vector<PlanProfile>& ranks) {
+  TESSERA_INVARIANT(!ranks.empty(), "the profiles of no rank");
+  PlanProfile profile = ranks.front();
+  for (const auto& rank : ranks) {
+    const bool same =
+        std::ranges::equal(rank.units, profile.units, {}, &UnitCost::name, &UnitCost::name);
+    TESSERA_CHECK(same, ErrorKind::kConfig,
+                  "profile: found other units on some rank, expected the ", profile.units.size(),
+                  " of rank 0");
+    for (std::size_t i = 0; i < rank.units.size(); ++i) {
+      auto& known = profile.units[i];
+      const auto& unit = rank.units[i];
+      known.forward_ms = std::max(known.forward_ms, unit.forward_ms);
+      known.backward_ms = std::max(known.backward_ms, unit.backward_ms);
+      known.gather_ms = most(known.gather_ms, unit.gather_ms);
+      known.reduce_ms = most(known.reduce_ms, unit.reduce_ms);
+    }
+    auto& line = profile.collective;
+    line.latency_ms = std::max(line.latency_ms, rank.collective.latency_ms);
+    line.ms_per_byte = std::max(line.ms_per_byte, rank.collective.ms_per_byte);
+    profile.is_assumed = profile.is_assumed || rank.is_assumed;
+  }
+  return profile;
+}
+
+PlanProfile profile_of(const PlanProfile& profile, const std::vector<PlanUnit>& units,
+                       std::string_view where) {
+  std::map<std::string_view, const UnitCost*> costs;
+  for (const auto& unit : profile.units) costs.emplace(unit.name, &unit);
+  PlanProfile found;
+  found.collective = profile.collective;
+  found.is_assumed = profile.is_assumed;
+  for (const auto& unit : units) {
+    const auto cost = costs.find(unit.name);
+    TESSERA_CHECK(cost != costs.end(), ErrorKind::kConfig, where, ": found no costs of unit ",
+                  printable(unit.name), ", expected those of each of ", units.size(),
+                  " units; measure this model");
+    found.units.push_back(*cost->second);
+  }
+  return found;
+}
+
+std::string to_json(const PlanProfile& profile) {
+  std::string units;
+  for (const auto& unit : profile.units) {
+    const Json one = {{"name", unit.name},
+                      {"forward_ms", unit.forward_ms},
+                      {"backward_ms", unit.backward_ms},
+                      {"gather_ms", or_null(unit.gather_ms)},
+                      {"reduce_ms", or_null(unit.reduce_ms)}};
+    units += concat(units.empty() ? "\n    " : ",\n    ",
+                    one.dump(-1, ' ', false, Json::error_handler_t::replace));
+  }
+  const Json collective = {{"latency_ms", profile.collective.latency_ms},
+                           {"ms_per_byte", profile.collective.ms_per_byte}};
+  return concat("{\n  \"format\": \"", kProfileFormat, "\",\n  \"version\": ", kProfileVersion,
+                ",\n  \"collective\": ", collective.dump(), ",\n  \"units\": [", units,
+                "\n  ]\n}\n");
+}
+
+PlanProfile parse_profile(std::string_view text, std::string_view where) {
+  TESSERA_CHECK(std::cmp_less_equal(text.size(), kMostProfileBytes), ErrorKind::kFormat, where,
+                ": found ", text.size(), " bytes, expected a profile, of at most ",
+                kMostProfileBytes);
+  const auto value = parse_json_object(text, where, 8);
+  const JsonCursor root(value, where, JsonStyle::kData);
+  const auto format = root.member("format");
+  format.require(format.value() == kProfileFormat, concat("\"", kProfileFormat, "\""));
+  const auto version = root.member("version");
+  version.require(version.value() == kProfileVersion, concat("version ", kProfileVersion));
+  PlanProfile profile;
+  const auto collective = root.member("collective");
+  profile.collective.latency_ms = collective.member("latency_ms").number({0.0, kMostMs});
+  profile.collective.ms_per_byte = collective.member("ms_per_byte").number({0.0, 1.0});
+  const auto units = root.member("units");
+  units.require(units.value().is_array() && units.value().size() <= kMostCosts,
+                concat("a list of at most ", kMostCosts, " units"));
+  profile.units = units.list(unit_from);
+  std::vector<std::string_view> names;
+  for (const auto& unit : profile.units) names.push_back(unit.name);
+  std::ranges::sort(names);
+  units.require(std::ranges::adjacent_find(names) == names.end(), "each unit once");
+  return profile;
+}
+
+}  // namespace tessera::capture

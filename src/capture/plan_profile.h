@@ -1,0 +1,74 @@
+// What the units of a model cost, measured or assumed: what passes and the simulator go by. Pure.
+//
+// Times of one micro-batch on the slowest rank. A message costs what was measured of the unit, else
+// latency and bytes by a line through what was. Next: simulate_plan.h, passes.h.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "fsdp/agreed/step_plan.h"
+
+namespace tessera::capture {
+
+struct UnitCost {
+  std::string name = {};     ///< of the unit
+  double forward_ms = 0.0;   ///< its own, without the units inside it
+  double backward_ms = 0.0;  ///< the same
+  std::optional<double> gather_ms = {};
+  std::optional<double> reduce_ms = {};
+  bool operator==(const UnitCost&) const = default;
+};
+
+/// A collective of n bytes takes latency + n x ms_per_byte.
+struct CollectiveCost {
+  double latency_ms = 0.0;
+  double ms_per_byte = 0.0;
+  double of(std::int64_t bytes) const {
+    return latency_ms + ms_per_byte * static_cast<double>(bytes);
+  }
+  bool operator==(const CollectiveCost&) const = default;
+};
+
+struct PlanProfile {
+  std::vector<UnitCost> units;  ///< in the order of the plan's
+  CollectiveCost collective;
+  /// Nothing was measured: see default_profile(). Not part of a file.
+  bool is_assumed = false;
+  bool operator==(const PlanProfile&) const = default;
+
+  double gather_ms(const std::vector<fsdp::PlanUnit>& units_of_plan, fsdp::UnitId unit) const;
+  double reduce_ms(const std::vector<fsdp::PlanUnit>& units_of_plan, fsdp::UnitId unit) const;
+};
+
+/// Where nobody has measured: every cost follows from bytes alone. A gigabyte a second and 50 us a
+/// message; a forward takes four times what its gather takes, a backward twice as long again. Good
+/// for an order of units by size, not for times.
+PlanProfile default_profile(const std::vector<fsdp::PlanUnit>& units);
+
+/// One collective that was measured.
+struct Measured {
+  std::int64_t bytes = 0;
+  double ms = 0.0;
+};
+/// The line through them by least squares, neither of its numbers below 0. Of none: zero.
+CollectiveCost fit(std::span<const Measured> measured);
+
+/// What a plan has to go by: the largest value of any rank, place by place, so that every rank makes
+/// the same plan. Errors: kConfig where ranks measured other units.
+PlanProfile most_of(const std::vector<PlanProfile>& ranks);
+
+/// In the order of `units`. Errors: kConfig naming a unit that the profile lacks.
+PlanProfile profile_of(const PlanProfile& profile, const std::vector<fsdp::PlanUnit>& units,
+                       std::string_view where);
+
+inline constexpr std::int64_t kMostProfileBytes = std::int64_t{64} << 20;
+std::string to_json(const PlanProfile& profile);
+/// Errors: kFormat with file and place.
+PlanProfile parse_profile(std::string_view text, std::string_view where);
+
+}  // namespace tessera::capture

@@ -1,0 +1,162 @@
+#include "capture/plan_text.h"
+
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "base/text/printable.h"
+#include "capture/plan_words.h"
+#include "fsdp/agreed/step_plan_check.h"
+#include "tessera/error.h"
+
+namespace tessera::capture {
+namespace {
+
+using fsdp::Keep;
+using fsdp::MicroBatchClass;
+using fsdp::PassedPlace;
+using fsdp::PassPlan;
+using fsdp::PlanAction;
+using fsdp::StepPlan;
+using fsdp::UnitId;
+using Kind = PlanAction::Kind;
+
+class Text {
+ public:
+  Text(const StepPlan& plan, const Chosen& chosen, std::size_t stage)
+      : plan_(plan), chosen_(chosen), record_(plan.record.stages[stage]) {}
+
+  std::string of(const PassPlan& pass, bool is_forward) {
+    places_ = is_forward ? forward_places(record_) : backward_places(record_, plan_.units.size());
+    is_forward_ = is_forward;
+    text_.clear();
+    std::size_t done = 0;
+    for (now_ = 0; now_ < places_.size(); ++now_) {
+      const auto& place = places_[now_];
+      const auto& counts = pass.places[place.part][place.position];
+      const auto& name = plan_.units[unit_at(place)].name;
+      if (place.begins) {
+        lines(pass, done, counts.needed, concat("before ", name));
+        lines(pass, done, counts.ahead, concat("while ", name, " computes"));
+      } else {
+        lines(pass, done, counts.after, concat("after ", name));
+      }
+    }
+    lines(pass, done, pass.actions.size(), "at the end");
+    return std::move(text_);
+  }
+
+ private:
+  UnitId unit_at(const PassedPlace& place) const {
+    return record_.parts[place.part].units[place.position];
+  }
+
+  void lines(const PassPlan& pass, std::size_t& done, std::size_t count, const std::string& when) {
+    for (; done < count; ++done) {
+      const auto& action = pass.actions[done];
+      text_ += concat("  ", when, ": ", to_string(action.kind), " ", plan_.units[action.unit].name,
+                      " (", reason(action), ")\n");
+    }
+  }
+
+  /// The next place from here on where the unit is read.
+  std::optional<UnitId> next_use(UnitId unit) const {
+    for (auto i = now_; i < places_.size(); ++i) {
+      if (!places_[i].begins) continue;
+      const auto& [part, position, begins] = places_[i];
+      if (!is_forward_ && (record_.reached.empty() || !record_.reached[part][position])) continue;
+      const auto user = unit_at(places_[i]);
+      const auto& lenders = plan_.units[user].lenders;
+      if (user == unit || std::ranges::find(lenders, unit) != lenders.end()) return user;
+    }
+    return std::nullopt;
+  }
+
+  std::string of_choice(UnitId unit, std::string_view otherwise) const {
+    const bool is_known = unit < chosen_.keep_reasons.size() && !chosen_.keep_reasons[unit].empty();
+    return is_known ? chosen_.keep_reasons[unit] : std::string(otherwise);
+  }
+
+  std::string reason(const PlanAction& action) const {
+    switch (action.kind) {
+      case Kind::kGather:
+      case Kind::kGatherShared: {
+        const auto user = next_use(action.unit);
+        return user ? concat("needed by ", plan_.units[*user].name)
+                    : "named as a prefetch, and not needed";
+      }
+      case Kind::kWait: {
+        const auto user = next_use(action.unit);
+        return user ? concat("read by ", plan_.units[*user].name) : "no gather outlasts its pass";
+      }
+      case Kind::kKeepToBackward:
+      case Kind::kKeepToUpdate:
+        return of_choice(action.unit, "as chosen");
+      case Kind::kRelease:
+        if (!is_forward_) return "nothing more reads it here";
+        return of_choice(action.unit, "gathered again where it is needed");
+      case Kind::kReduce:
+        return "nothing more brings it a gradient";
+    }
+    return "";
+  }
+
+  const StepPlan& plan_;
+  const Chosen& chosen_;
+  const fsdp::StageRecord& record_;
+  std::vector<PassedPlace> places_;
+  std::size_t now_ = 0;
+  bool is_forward_ = true;
+  std::string text_;
+};
+
+std::vector<MicroBatchClass> classes_of(std::int64_t micro_batches) {
+  if (micro_batches == 1) return {MicroBatchClass::kOnly};
+  if (micro_batches == 2) return {MicroBatchClass::kFirst, MicroBatchClass::kLast};
+  return {MicroBatchClass::kFirst, MicroBatchClass::kMiddle, MicroBatchClass::kLast};
+}
+
+std::string_view until(Keep keep) {
+  return keep == Keep::kUpdate     ? "kept to the update"
+         : keep == Keep::kBackward ? "kept to its backward"
+                                   : "given back after forward";
+}
+
+}  // namespace
+
+std::string to_text(const StepPlan& plan, const Chosen& chosen, std::int64_t micro_batches) {
+  std::string text;
+  for (std::size_t stage = 0; stage < plan.stages.size(); ++stage) {
+    Text words(plan, chosen, stage);
+    for (const auto which : classes_of(micro_batches)) {
+      const auto& [forward, backward] = plan.stages[stage].of(which);
+      const auto of = concat(plan.stages.size() > 1 ? concat("stage ", stage, ", ") : "",
+                             "micro-batch ", to_string(which));
+      text += concat(of, ", forward:\n", words.of(forward, true));
+      text += concat(of, ", backward:\n", words.of(backward, false));
+    }
+  }
+  return text;
+}
+
+std::string choices_text(const StepPlan& plan, const Chosen& chosen) {
+  std::string text;
+  for (UnitId unit = 0; unit < plan.units.size(); ++unit) {
+    const auto& of = plan.units[unit];
+    text += concat("  ", of.name, " (", size_text(of.bytes), "): ");
+    if (!of.gathers) {
+      text += "nothing to gather\n";
+      continue;
+    }
+    text += until(plan.choices.keep[unit]);
+    const bool is_known = unit < chosen.keep_reasons.size() && !chosen.keep_reasons[unit].empty();
+    text += is_known ? concat(": ", chosen.keep_reasons[unit], "\n") : "\n";
+  }
+  text += concat("  gathered ahead: ", plan.choices.ahead_in_forward, " in forward, ",
+                 plan.choices.ahead_in_backward, " in backward",
+                 chosen.ahead_reason.empty() ? "" : concat(": ", chosen.ahead_reason), "\n");
+  text += concat("  reduced: ", word_of(kReduceWords, plan.choices.reduce), "\n");
+  return text;
+}
+
+}  // namespace tessera::capture

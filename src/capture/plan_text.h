@@ -1,0 +1,20 @@
+// A plan of a step for a person: each action with its reason. Pure.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "capture/passes.h"
+#include "fsdp/agreed/step_plan.h"
+
+namespace tessera::capture {
+
+/// A line an action, place by place, of those classes that a step of `micro_batches` has: "  before
+/// layers.1: gather layers.1: needed by layers.1". `chosen`: the reasons of choices, where they are
+/// known (of a file they are not).
+std::string to_text(const fsdp::StepPlan& plan, const Chosen& chosen, std::int64_t micro_batches);
+
+/// The choices alone, a line a unit: what is kept until when, and why.
+std::string choices_text(const fsdp::StepPlan& plan, const Chosen& chosen);
+
+}  // namespace tessera::capture

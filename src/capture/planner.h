@@ -1,0 +1,40 @@
+// From options to the plan of a step: chosen by passes, or given and checked. Pure. Next: passes.h.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "capture/passes.h"
+#include "capture/plan_json.h"
+#include "capture/plan_profile.h"
+#include "fsdp/agreed/step_plan.h"
+#include "tessera/compile.h"
+
+namespace tessera::capture {
+
+/// Options that were looked at.
+struct Planning {
+  Form form = Form::k3;
+  std::optional<std::int64_t> memory_budget = {};
+  std::optional<std::vector<std::string>> passes = {};
+  std::optional<PlanFile> given = {};
+  std::optional<PlanProfile> profile = {};
+  std::int64_t micro_batches = 1;
+  std::string plan_from = {}, profile_from = {};  ///< as messages name them
+};
+
+/// Reads what options name. Errors: as compile().
+Planning planning_of(const CompileOptions& options);
+
+/// What passes choose from. Errors: kConfig for a profile of other units.
+PlanProblem problem_of(const Planning& planning, const fsdp::StepRecord& record,
+                       const std::vector<fsdp::PlanUnit>& units, const fsdp::PlanChoices& eager,
+                       fsdp::PlanOrder order);
+
+/// As fsdp::Planner has it. Errors: kConfig as choose(), require_plan_of() and require_sound().
+fsdp::StepPlan plan_step(const Planning& planning, const fsdp::StepRecord& record,
+                         const std::vector<fsdp::PlanUnit>& units, const fsdp::PlanChoices& eager,
+                         fsdp::PlanOrder order);
+
+}  // namespace tessera::capture

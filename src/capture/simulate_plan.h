@@ -1,0 +1,53 @@
+// What a plan of a step takes, worked out without running it: gathered memory place by place, and
+// time. Pure.
+//
+// A model of the runtime: one lane computes, one communicates. Collectives go out in the plan's
+// order, each when the lane has passed its place and the one before it is over; a wait holds up the
+// computing lane, nothing else does. The step ends with its last reduction. What two ranks on a few
+// cores lose to each other it does not know: such a time is a lower bound. Next: passes.h.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "capture/plan_profile.h"
+#include "fsdp/agreed/step_plan.h"
+
+namespace tessera::capture {
+
+/// The most that is gathered from a place of the step to the next one.
+struct MemoryPoint {
+  std::int64_t micro_batch = 0;
+  bool is_forward = true;
+  bool begins = true;  ///< the unit's forward or backward; else it ends
+  fsdp::UnitId unit = 0;
+  std::int64_t bytes = 0;
+  bool operator==(const MemoryPoint&) const = default;
+};
+
+struct SimulatedStep {
+  double step_ms = 0.0;
+  double compute_ms = 0.0;
+  double waited_ms = 0.0;    ///< for gathers
+  double trailing_ms = 0.0;  ///< reductions after the last backward
+  std::int64_t gathers = 0;
+  std::int64_t reductions = 0;
+  std::int64_t peak_bytes = 0;
+  std::vector<MemoryPoint> curve;
+};
+
+/// Of more micro-batches the curve has the first ones and the last: those in between are alike.
+inline constexpr std::int64_t kMostSimulated = 8;
+
+/// Of a plan in which faults_of() finds nothing, of one stage, and a step of `micro_batches`. Errors:
+/// kUsage for several stages, whose order is a pipeline's schedule.
+SimulatedStep simulate(const fsdp::StepPlan& plan, const PlanProfile& profile,
+                       std::int64_t micro_batches);
+
+/// The curve as `rows` lines of at most `columns` marks, micro-batches divided by '|', the least and
+/// most bytes beside it.
+std::string picture(const SimulatedStep& step, std::size_t columns = 64, std::size_t rows = 6);
+
+}  // namespace tessera::capture

@@ -1,0 +1,158 @@
+// What one step does with the memory and the gradients of a sharded model, as a value.
+//
+// A record (order.h) says what a step runs: for each stage the units that its forward enters, and
+// those that its backward goes through. A plan says what happens around that: when a unit is
+// gathered and waited for, how long it is kept, when it is given back and when its gradients are
+// reduced. It is a pure function of what all ranks have agreed on, the record and what is chosen
+// (PlanChoices), so every rank makes the same one; a step scope does what it says and nothing else
+// ([Note: step scope] in ../runtime/open_step.h). Passes change choices (src/capture/), never lists.
+//
+// ZeRO's stages are three choices: 3 gathers for each forward and each backward, 2 gathers once a
+// step and reduces every micro-batch, 1 gathers once a step and reduces with the last micro-batch.
+//
+// Pure: no torch header. Next: step_plan_check.h (what holds for every plan), open_step.h.
+// Source: DeepCompile (arXiv 2504.09983) schedules gathers and releases as nodes of a graph; a unit
+// is one flat message here, so the places between units are all that there is to choose.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "fsdp/agreed/order.h"
+
+namespace tessera::fsdp {
+
+/// A unit as far as plans go; the same on every rank.
+struct PlanUnit {
+  std::string name = {};             ///< as messages show it
+  std::int64_t bytes = 0;            ///< of its gathered memory
+  bool gathers = false;              ///< it has parameters, which are gathered to be read
+  bool gathers_in_backward = true;   ///< for its backward, too
+  bool gathered = false;             ///< it is when the step begins
+  bool reduces = false;              ///< its gradients are summed over ranks
+  std::vector<UnitId> lenders = {};  ///< units that hold some of its parameters
+  /// Gathered while it computes; empty: what comes next.
+  std::vector<UnitId> forward_prefetch = {}, backward_prefetch = {};
+  bool operator==(const PlanUnit&) const = default;
+};
+
+/// How long a unit's memory stays after its forward.
+enum class Keep : std::uint8_t {
+  kNot,       ///< until its forward ends; gathered again for its backward
+  kBackward,  ///< from each forward to the backward that follows it
+  kUpdate,    ///< from its first use in a step to the end of the step
+};
+
+/// When the gradients of a unit are reduced.
+enum class ReduceAt : std::uint8_t {
+  kEveryBackward,  ///< after its last use in the backward of every micro-batch
+  kLastBackward,   ///< the same, of the last micro-batch only
+  kAsked,          ///< where StepScope::reduce() of its stage says so, or at the end of the step
+};
+
+struct PlanChoices {
+  std::vector<Keep> keep;  ///< by unit
+  ReduceAt reduce = ReduceAt::kLastBackward;
+  /// How many units ahead of the one that computes are gathered, where it names none itself.
+  std::size_t ahead_in_forward = 1;
+  std::size_t ahead_in_backward = 1;
+  bool operator==(const PlanChoices&) const = default;
+};
+
+struct PlanAction {
+  enum class Kind : std::uint8_t {
+    kGather,        ///< issues it
+    kGatherShared,  ///< unless it is gathered: other stages of the rank use the unit, too
+    kWait,          ///< from here on it can be read
+    kKeepToBackward,
+    kKeepToUpdate,
+    kRelease,  ///< its memory goes back
+    kReduce,   ///< issues the sum over ranks of what its slots hold
+  };
+  Kind kind = Kind::kGather;
+  UnitId unit = 0;
+  bool operator==(const PlanAction&) const = default;
+};
+
+/// How many of the actions are done before, while and after one unit computes.
+struct PlanPlace {
+  std::size_t needed = 0;
+  std::size_t ahead = 0;
+  std::size_t after = 0;
+  bool operator==(const PlanPlace&) const = default;
+};
+
+/// The forward or the backward of one micro-batch. A backward passes the places of a trace as
+/// backward_plan.h says; a rank that does not come by one does its actions at the next, or at the
+/// end, where all that is left is done.
+struct PassPlan {
+  std::vector<PlanAction> actions;
+  std::vector<std::vector<PlanPlace>> places;  ///< by part and position of its trace
+  bool operator==(const PassPlan&) const = default;
+};
+
+struct MicroBatchPlan {
+  PassPlan forward, backward;
+  bool operator==(const MicroBatchPlan&) const = default;
+};
+
+/// Micro-batches of one step differ in what is gathered before them and reduced after them.
+enum class MicroBatchClass : std::uint8_t { kOnly, kFirst, kMiddle, kLast };
+inline constexpr std::size_t kMicroBatchClasses = 4;
+std::string_view to_string(MicroBatchClass of);
+std::string_view to_string(PlanAction::Kind kind);
+
+/// Of the `index`-th micro-batch that a stage begins. `count`: how many a step has, 0 where nobody
+/// has said: then none is known to be the last.
+MicroBatchClass class_of(std::int64_t index, std::int64_t count);
+
+struct StagePlan {
+  std::array<MicroBatchPlan, kMicroBatchClasses> micro_batches;  ///< by class
+  /// Units in the order in which reduce() and reshard() of the stage come to them.
+  std::vector<UnitId> units;
+  const MicroBatchPlan& of(MicroBatchClass which) const {
+    return micro_batches.at(static_cast<std::size_t>(which));
+  }
+  bool operator==(const StagePlan&) const = default;
+};
+
+/// Who calls: micro-batches one after the other, each backward right after its forward, or as a
+/// pipeline's schedule has them.
+enum class PlanOrder : std::uint8_t { kOneAfterTheOther, kAny };
+
+struct StepPlan {
+  PlanOrder order = PlanOrder::kOneAfterTheOther;
+  std::vector<PlanUnit> units;
+  PlanChoices choices;  ///< what it was made by
+  StepRecord record;    ///< what it is a plan of
+  std::vector<StagePlan> stages;
+  bool operator==(const StepPlan&) const = default;
+  /// The same on every rank and every machine for equal plans.
+  std::uint64_t hash() const;
+};
+
+/// What a step does where nobody chose otherwise. `resharded`, by unit: its memory is given back
+/// after its forward, but for the last unit of a forward whose backward comes next.
+PlanChoices eager_choices(const StepRecord& record, const std::vector<bool>& resharded,
+                          ReduceAt reduce, PlanOrder order);
+
+/// The plan of a record that is complete. Errors: kUsage for Keep::kBackward in PlanOrder::kAny,
+/// where another micro-batch comes between a forward and its backward.
+StepPlan make_plan(const StepRecord& record, std::vector<PlanUnit> units,
+                   const PlanChoices& choices, PlanOrder order);
+
+/// Makes plans where eager ones are not what is wanted: a pure function, the same on every rank, of a
+/// record, units, what an eager plan would choose, and the order. What it makes is checked
+/// (step_plan_check.h) and compared between ranks before it is followed.
+using Planner = std::function<StepPlan(const StepRecord&, const std::vector<PlanUnit>&,
+                                       const PlanChoices&, PlanOrder)>;
+
+/// A line an action, place by place: "micro-batch first, forward of layers.1: gather layers.2".
+std::string to_string(const StepPlan& plan);
+
+}  // namespace tessera::fsdp

@@ -1,0 +1,355 @@
+#include "fsdp/agreed/step_plan_check.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <utility>
+
+#include "fsdp/agreed/backward_plan.h"
+#include "tessera/error.h"
+
+namespace tessera::fsdp {
+namespace {
+
+using Kind = PlanAction::Kind;
+
+/// What a rank has gathered, and who reads it.
+struct Memory {
+  std::set<UnitId> gathered;  ///< or about to be
+  std::set<UnitId> readable;  ///< of these
+  bool operator==(const Memory&) const = default;
+};
+
+/// Goes through the passes of one stage.
+class Walk {
+ public:
+  Walk(const StepPlan& plan, std::size_t stage, std::optional<std::int64_t> budget,
+       std::vector<std::string>& faults)
+      : plan_(plan),
+        record_(plan.record.stages[stage]),
+        stage_(plan.stages[stage]),
+        stage_number_(stage),
+        budget_(budget),
+        faults_(faults) {
+    for (UnitId unit = 0; unit < plan.units.size(); ++unit) {
+      if (!plan.units[unit].gathered) continue;
+      memory_.gathered.insert(unit);
+      memory_.readable.insert(unit);
+      add_bytes(unit, 1);
+    }
+  }
+
+  void run(MicroBatchClass which) {
+    which_ = which;
+    run("forward", stage_.of(which).forward, forward_places(record_), /*is_forward=*/true);
+    require_passed("forward", Keep::kBackward);
+    run("backward", stage_.of(which).backward, backward_places(record_, plan_.units.size()),
+        /*is_forward=*/false);
+    require_passed("backward", Keep::kUpdate);
+  }
+  const Memory& memory() const { return memory_; }
+  std::int64_t peak() const { return peak_; }
+  void expect(const Memory& memory, const std::string& what) {
+    if (memory_ != memory) faults_.push_back(what);
+  }
+
+ private:
+  const std::string& name(UnitId unit) const { return plan_.units[unit].name; }
+  template <class... Words>
+  void fault(const char* pass, const Words&... words) {
+    faults_.push_back(concat(plan_.stages.size() > 1 ? concat("stage ", stage_number_, ", ") : "",
+                             "micro-batch ", to_string(which_), ", ", pass, ": ", words...));
+  }
+  void add_bytes(UnitId unit, int sign) {
+    bytes_ += sign * plan_.units[unit].bytes;
+    peak_ = std::max(peak_, bytes_);
+  }
+
+  template <class Act>
+  void for_lenders_and(UnitId unit, const Act& act) const {
+    for (const auto lender : plan_.units[unit].lenders) act(lender);
+    act(unit);
+  }
+  bool is_used(const PassedPlace& place, bool is_forward) const {
+    if (is_forward) return true;
+    return !record_.reached.empty() && record_.reached[place.part][place.position];
+  }
+
+  void run(const char* pass_name, const PassPlan& pass, const std::vector<PassedPlace>& places,
+           bool is_forward) {
+    pass_ = pass_name;
+    users_.assign(plan_.units.size(), 0);
+    reduced_.clear();
+    is_forward_ = is_forward;
+    last_.clear();
+    for (std::size_t i = 0; i < places.size(); ++i) {
+      if (places[i].begins) continue;
+      for_lenders_and(unit_at(places[i]), [&](UnitId one) { last_[one] = i; });
+    }
+    std::size_t done = 0;
+    for (now_ = 0; now_ < places.size(); ++now_) {
+      const auto& place = places[now_];
+      const auto& counts = pass.places[place.part][place.position];
+      const auto unit = unit_at(place);
+      const bool used = is_used(place, is_forward);
+      if (!place.begins) {
+        if (used) for_lenders_and(unit, [&](UnitId one) { --users_[one]; });
+        advance(pass, done, counts.after);
+        continue;
+      }
+      advance(pass, done, counts.needed);
+      if (used) {
+        for_lenders_and(unit, [&](UnitId one) { use(one); });
+      }
+      advance(pass, done, counts.ahead);
+    }
+    advance(pass, done, pass.actions.size());
+  }
+
+  UnitId unit_at(const PassedPlace& place) const {
+    return record_.parts[place.part].units[place.position];
+  }
+
+  void use(UnitId unit) {
+    ++users_[unit];
+    const auto& of = plan_.units[unit];
+    if (!of.gathers || (!is_forward_ && !of.gathers_in_backward)) return;
+    if (!memory_.gathered.contains(unit)) {
+      fault(pass_, "unit ", of.name, " is used where it is not gathered");
+    } else if (!memory_.readable.contains(unit)) {
+      fault(pass_, "unit ", of.name, " is used before the wait for its gather");
+    }
+  }
+
+  void advance(const PassPlan& pass, std::size_t& done, std::size_t count) {
+    if (count < done || count > pass.actions.size()) {
+      fault(pass_, "a place comes after ", count, " of ", pass.actions.size(),
+            " actions, expected at least the ", done, " of the places before it");
+      return;
+    }
+    while (done < count) act(pass.actions[done++]);
+  }
+
+  void act(const PlanAction& action) {
+    const auto unit = action.unit;
+    if (!plan_.units[unit].gathers && action.kind != Kind::kReduce) {
+      return fault(pass_, to_string(action.kind), " of unit ", name(unit),
+                   ", which has nothing to gather");
+    }
+    switch (action.kind) {
+      case Kind::kGatherShared:
+      case Kind::kGather:
+        if (!memory_.gathered.insert(unit).second) {
+          return fault(pass_, "unit ", name(unit), " is gathered while it is gathered");
+        }
+        add_bytes(unit, 1);
+        if (budget_ && bytes_ > *budget_) {
+          fault(pass_, "gathered memory of ", bytes_, " bytes with unit ", name(unit),
+                ", over the budget of ", *budget_);
+        }
+        return;
+      case Kind::kWait:
+        if (!memory_.gathered.contains(unit) || !memory_.readable.insert(unit).second) {
+          fault(pass_, "a wait for unit ", name(unit), ", of which no gather is under way");
+        }
+        return;
+      case Kind::kKeepToBackward:
+      case Kind::kKeepToUpdate:
+        return keep(action);
+      case Kind::kRelease:
+        return release(unit);
+      case Kind::kReduce:
+        return reduce(unit);
+    }
+  }
+
+  void keep(const PlanAction& action) {
+    const auto until = action.kind == Kind::kKeepToUpdate ? Keep::kUpdate : Keep::kBackward;
+    if (!is_forward_ || plan_.choices.keep[action.unit] != until) {
+      fault(pass_, to_string(action.kind), " of unit ", name(action.unit),
+            ", which was not chosen to be kept so");
+    }
+    if (!memory_.gathered.contains(action.unit)) {
+      fault(pass_, to_string(action.kind), " of unit ", name(action.unit),
+            ", which is not gathered");
+    }
+  }
+
+  void release(UnitId unit) {
+    if (memory_.gathered.erase(unit) == 0) {
+      return fault(pass_, "unit ", name(unit), " is given back where it is not gathered");
+    }
+    memory_.readable.erase(unit);
+    add_bytes(unit, -1);
+    if (users_[unit] > 0) fault(pass_, "unit ", name(unit), " is given back while it is used");
+    const auto keep = plan_.choices.keep[unit];
+    if (keep == Keep::kUpdate || (keep == Keep::kBackward && is_forward_)) {
+      fault(pass_, "unit ", name(unit), " is given back, which was to be kept");
+    }
+  }
+
+  void reduce(UnitId unit) {
+    if (is_forward_ || !plan_.units[unit].reduces) {
+      return fault(pass_, "unit ", name(unit), " is reduced, which has nothing to reduce here");
+    }
+    const auto last = last_.find(unit);
+    if (last == last_.end() || now_ < last->second) {
+      fault(pass_, "unit ", name(unit), " is reduced before all that may bring it a gradient");
+    }
+    if (!reduced_.insert(unit).second) fault(pass_, "unit ", name(unit), " is reduced twice");
+    const bool is_last = which_ == MicroBatchClass::kOnly || which_ == MicroBatchClass::kLast;
+    if (plan_.choices.reduce == ReduceAt::kAsked ||
+        (plan_.choices.reduce == ReduceAt::kLastBackward && !is_last)) {
+      fault(pass_, "unit ", name(unit), " is reduced, which was to wait");
+    }
+  }
+
+  /// Nothing is left of a pass but what is kept for longer than it.
+  void require_passed(const char* pass, Keep least) {
+    for (const auto unit : memory_.gathered) {
+      if (plan_.choices.keep[unit] >= least) continue;
+      fault(pass, "unit ", name(unit), " is still gathered at its end");
+    }
+    for (const auto unit : memory_.gathered) {
+      if (!memory_.readable.contains(unit)) {
+        fault(pass, "nobody waits for the gather of unit ", name(unit));
+      }
+    }
+  }
+
+  const StepPlan& plan_;
+  const StageRecord& record_;
+  const StagePlan& stage_;
+  const std::size_t stage_number_;
+  const std::optional<std::int64_t> budget_;
+  std::vector<std::string>& faults_;
+  MicroBatchClass which_ = MicroBatchClass::kOnly;
+  const char* pass_ = "";
+  bool is_forward_ = true;
+  Memory memory_;
+  std::int64_t bytes_ = 0;
+  std::int64_t peak_ = 0;
+  std::vector<int> users_;              // by unit
+  std::map<UnitId, std::size_t> last_;  // the place after which no gradient of it can come
+  std::set<UnitId> reduced_;            // in this pass
+  std::size_t now_ = 0;
+};
+
+/// Whether the rest may be looked at at all.
+std::vector<std::string> faults_of_shape(const StepPlan& plan) {
+  std::vector<std::string> faults;
+  const auto count = plan.units.size();
+  const auto add = [&](auto... words) { faults.push_back(concat(words...)); };
+  if (plan.choices.keep.size() != count)
+    add("choices of ", plan.choices.keep.size(), " units of ", count);
+  if (plan.stages.size() != plan.record.stages.size() || !plan.record.is_complete()) {
+    add(plan.stages.size(), " stages, where ", plan.record.stages.size(), " were recorded");
+    return faults;
+  }
+  const auto is_unit = [&](UnitId unit) { return unit < count; };
+  for (const auto& unit : plan.units) {
+    for (const auto* list : {&unit.lenders, &unit.forward_prefetch, &unit.backward_prefetch}) {
+      if (!std::ranges::all_of(*list, is_unit)) add("unit ", unit.name, " names one of none");
+    }
+    if (unit.bytes < 0) add("unit ", unit.name, " of ", unit.bytes, " bytes");
+  }
+  for (std::size_t stage = 0; stage < plan.stages.size(); ++stage) {
+    const auto& parts = plan.record.stages[stage].parts;
+    const auto& reached = plan.record.stages[stage].reached;
+    bool fits = reached.empty() || reached.size() == parts.size();
+    for (std::size_t part = 0; part < parts.size(); ++part) {
+      const auto places = parts[part].units.size();
+      auto exits = parts[part].exits;
+      std::ranges::sort(exits);
+      for (std::size_t i = 0; i < exits.size(); ++i) fits = fits && exits[i] == i;
+      fits = fits && exits.size() == places && parts[part].checkpoints.size() == places &&
+             std::ranges::all_of(parts[part].units, is_unit) &&
+             (part >= reached.size() || reached[part].size() == places);
+    }
+    if (!std::ranges::all_of(plan.stages[stage].units, is_unit)) fits = false;
+    for (const auto& one : plan.stages[stage].micro_batches) {
+      for (const auto* pass : {&one.forward, &one.backward}) {
+        fits = fits && pass->places.size() == parts.size();
+        for (std::size_t part = 0; fits && part < parts.size(); ++part) {
+          fits = pass->places[part].size() == parts[part].units.size();
+        }
+        fits = fits && std::ranges::all_of(pass->actions, [&](const PlanAction& action) {
+                 return is_unit(action.unit);
+               });
+      }
+    }
+    if (!fits) add("stage ", stage, " does not fit what was recorded of it");
+  }
+  return faults;
+}
+
+}  // namespace
+
+std::vector<PassedPlace> forward_places(const StageRecord& record) {
+  std::vector<PassedPlace> places;
+  for (std::size_t part = 0; part < record.parts.size(); ++part) {
+    for (const auto& [position, enters] : crossings(record.parts[part])) {
+      places.push_back({part, position, enters});
+    }
+  }
+  return places;
+}
+
+/// As plan_backward() passes them, for units of which nothing is known.
+std::vector<PassedPlace> backward_places(const StageRecord& record, std::size_t units) {
+  std::vector<ReachedForward> forwards;
+  for (std::size_t part = record.parts.size(); part-- > 0;) {
+    const auto& trace = record.parts[part];
+    forwards.push_back({static_cast<std::uint32_t>(part), &trace, Reach(trace.units.size())});
+  }
+  const auto order = plan_backward(forwards, std::vector<UnitState>(units));
+  std::map<std::size_t, PassedPlace> places;
+  for (const auto& [part, of] : order.places) {
+    for (std::size_t i = 0; i < of.size(); ++i) {
+      places[of[i].begins] = {part, i, true};
+      places[of[i].ends] = {part, i, false};
+    }
+  }
+  std::vector<PassedPlace> list;
+  for (const auto& [when, place] : places) list.push_back(place);
+  return list;
+}
+
+std::vector<std::string> faults_of(const StepPlan& plan, std::optional<std::int64_t> budget_bytes) {
+  auto faults = faults_of_shape(plan);
+  if (!faults.empty()) return faults;
+  if (plan.order == PlanOrder::kAny &&
+      std::ranges::count(plan.choices.keep, Keep::kBackward) != 0) {
+    faults.emplace_back("units are kept from forward to backward, where others come between");
+  }
+  for (std::size_t stage = 0; stage < plan.stages.size(); ++stage) {
+    Walk(plan, stage, budget_bytes, faults).run(MicroBatchClass::kOnly);
+    Walk steps(plan, stage, budget_bytes, faults);
+    steps.run(MicroBatchClass::kFirst);
+    const auto between = steps.memory();
+    steps.run(MicroBatchClass::kMiddle);
+    steps.expect(between,
+                 concat("stage ", stage,
+                        ": a middle micro-batch leaves other units gathered than it found"));
+    steps.run(MicroBatchClass::kLast);
+  }
+  return faults;
+}
+
+std::int64_t peak_gathered_bytes(const StepPlan& plan) {
+  std::vector<std::string> faults;
+  std::int64_t sum = 0;
+  for (std::size_t stage = 0; stage < plan.stages.size(); ++stage) {
+    Walk only(plan, stage, std::nullopt, faults);
+    only.run(MicroBatchClass::kOnly);
+    Walk steps(plan, stage, std::nullopt, faults);
+    for (const auto which :
+         {MicroBatchClass::kFirst, MicroBatchClass::kMiddle, MicroBatchClass::kLast}) {
+      steps.run(which);
+    }
+    sum += std::max(only.peak(), steps.peak());
+  }
+  return sum;
+}
+
+}  // namespace tessera::fsdp

@@ -1,0 +1,143 @@
+#include "train/plan_of_step.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <string_view>
+#include <utility>
+
+#include "base/text/printable.h"
+#include "tessera/error.h"
+#include "train/config/config_resolve.h"
+
+namespace tessera::train {
+namespace {
+
+/// A rank's micro-batches of a step.
+std::int64_t micro_batches_of(const RunOfPlan& run) {
+  const auto& training = run.config.training;
+  const std::int64_t rows = training.global_batch_size > 0
+                                ? training.global_batch_size
+                                : training.local_batch_size.value_or(1) * run.dims.data_ranks();
+  return resolve_micro_batches(run.config, Verb::kContract, rows, run.dims.data_ranks());
+}
+
+/// Names of the parameters that lie in each unit, small ones of others among the root's.
+std::vector<std::set<std::string_view>> held(const layout::ModelPlan& plan) {
+  std::vector<std::set<std::string_view>> names;
+  for (const auto& unit : plan.units) {
+    auto& of = names.emplace_back();
+    for (const auto& item : unit.items) of.insert(item.name);
+  }
+  return names;
+}
+
+}  // namespace
+
+std::vector<fsdp::PlanUnit> plan_units(const RunOfPlan& run) {
+  const auto names = held(run.plan);
+  std::vector<fsdp::PlanUnit> units;
+  for (const auto& planned : run.plan.units) {
+    fsdp::PlanUnit unit;
+    unit.name = std::string(unit_label(planned.plan.name));
+    unit.gathers = !planned.plan.buckets.empty();
+    for (const auto& bucket : planned.plan.buckets) {
+      // One rank that computes in the storage dtype has its shard for it.
+      const bool is_shard = bucket.ranks == 1 && bucket.key.storage == bucket.key.compute;
+      if (!is_shard) unit.bytes += layout::gathered_bytes(bucket);
+      unit.reduces = unit.reduces || bucket.key.trainable;
+    }
+    const bool lends = std::ranges::any_of(run.description.parameters, [&](const auto& parameter) {
+      return !units.empty() && parameter.unit == planned.plan.name && parameter.tied_to.empty() &&
+             names.front().contains(parameter.name);
+    });
+    if (lends) unit.lenders = {0};
+    units.push_back(std::move(unit));
+  }
+  return units;
+}
+
+fsdp::StepRecord step_record(const RunOfPlan& run) {
+  std::map<std::string_view, bool> trains;
+  for (const auto& contract : run.contract.parameters) {
+    trains.emplace(contract.name, contract.trainable);
+    for (const auto& alias : contract.aliases) trains.emplace(alias, contract.trainable);
+  }
+  // In the order of the modules, which is the forward's.
+  std::map<std::string_view, bool> reached;
+  bool any = false;
+  for (const auto& parameter : run.description.parameters) {
+    const auto found = trains.find(parameter.name);
+    any = any || (found != trains.end() && found->second);
+    reached[parameter.unit] = any;
+  }
+  fsdp::Trace trace;
+  fsdp::Reach reach;
+  for (fsdp::UnitId unit = 0; unit < run.plan.units.size(); ++unit) {
+    trace.units.push_back(unit);
+    if (unit > 0) trace.exits.push_back(unit);
+    reach.push_back(unit == 0 ? any : reached[run.plan.units[unit].plan.name]);
+  }
+  trace.exits.push_back(0);
+  trace.checkpoints.resize(trace.units.size());
+  return {.stages = {{.parts = {trace}, .reached = {reach}}}};
+}
+
+fsdp::PlanChoices eager_choices(const RunOfPlan& run, const fsdp::StepRecord& record) {
+  std::vector<bool> resharded(run.plan.units.size(), run.config.parallelism.reshard_after_forward);
+  resharded.front() = false;
+  const auto reduce = run.config.training.sync_every_micro_batch ? fsdp::ReduceAt::kEveryBackward
+                                                                 : fsdp::ReduceAt::kLastBackward;
+  return fsdp::eager_choices(record, resharded, reduce, fsdp::PlanOrder::kOneAfterTheOther);
+}
+
+capture::MadeFor made_for(const RunOfPlan& run, std::string torch) {
+  const auto& training = run.config.training;
+  return {.model = concat(layout::hash(run.plan)),
+          .world = run.dims.world_size(),
+          .torch = std::move(torch),
+          .micro_batches = micro_batches_of(run),
+          .tokens = training.local_batch_size.value_or(1) * training.seq_len.value_or(0)};
+}
+
+std::int64_t fixed_bytes(const RunOfPlan& run) {
+  // Form 1 lets gradients wait for the last micro-batch, form 2 does not.
+  Config config = run.config;
+  if (config.compile.form == 2) config.training.sync_every_micro_batch = true;
+  const auto table =
+      memory_table(config, run.spec, run.dims, run.contract, run.plan, run.aux_loss_coef);
+  return table.total(table.mode) - table.held.unsharded;
+}
+
+CompileOptions compile_options(const RunOfPlan& run, const MachineMemory& machine) {
+  const auto& section = run.config.compile;
+  CompileOptions options;
+  if (section.mode == CompileChoice::kOff) return options;
+  options.mode = CompileMode::kPlan;
+  options.form = section.form;
+  options.passes = section.passes;
+  options.plan = section.plan;
+  options.micro_batches = micro_batches_of(run);
+  if (!section.memory_budget) return options;
+  const auto& budget = *section.memory_budget;
+  const auto bytes = budget.share > 0.0
+                         ? static_cast<std::int64_t>(budget.share * machine.memory /
+                                                     static_cast<double>(machine.local_ranks))
+                         : budget.bytes;
+  const auto fixed = fixed_bytes(run);
+  capture::PlanProblem problem;
+  problem.record = step_record(run);
+  problem.units = plan_units(run);
+  problem.eager = eager_choices(run, problem.record);
+  problem.form = static_cast<capture::Form>(section.form);
+  const auto least = fixed + capture::least_bytes(problem);
+  TESSERA_CHECK(bytes >= least, ErrorKind::kConfig, "compile.memory_budget: found ", bytes,
+                " bytes a rank, expected at least ", least, ", of which ", fixed,
+                " are there whatever the plan is (tessera inspect --contract has the table), and "
+                "the others the least that is gathered in form ",
+                section.form, "; raise it, or lower what a rank holds");
+  options.memory_budget = bytes - fixed;
+  return options;
+}
+
+}  // namespace tessera::train

@@ -1,0 +1,61 @@
+// The plan of a run's steps before it starts: what a step scope would record, and what there is to
+// choose, out of the model's description, for any number of ranks.
+//
+// Pure: nobody is started and nothing is allocated. The trainer's scopes record the same
+// (fsdp/runtime/open_step.h), one forward of the root around its units in their order; where a run
+// turns out to record something else, its plan is refused by name. Next: capture/passes.h,
+// plan_of_run.h.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "capture/planner.h"
+#include "fsdp/agreed/step_plan.h"
+#include "layout/model_plan.h"
+#include "layout/parallel_dims.h"
+#include "models/description.h"
+#include "models/model_spec.h"
+#include "tessera/compile.h"
+#include "tessera/model_contract.h"
+#include "train/config/config.h"
+#include "train/rank_memory.h"
+
+namespace tessera::train {
+
+/// A run as far as its plan goes.
+struct RunOfPlan {
+  const Config& config;
+  const models::ModelSpec& spec;
+  const models::ModelDescription& description;
+  const ParallelDims& dims;
+  const ModelContract& contract;
+  const layout::ModelPlan& plan;
+  double aux_loss_coef = 0.0;  ///< as expert_balance.h has it
+};
+
+/// In the order of `plan`, which is the runtime's.
+std::vector<fsdp::PlanUnit> plan_units(const RunOfPlan& run);
+/// Layers recompute inside their units, so that no unit is entered in a checkpoint. A backward comes
+/// to a unit where something trained lies in it or before it.
+fsdp::StepRecord step_record(const RunOfPlan& run);
+/// As the trainer opens its scopes: the root stays, units as reshard_after_forward says.
+fsdp::PlanChoices eager_choices(const RunOfPlan& run, const fsdp::StepRecord& record);
+/// `torch`: TORCH_VERSION.
+capture::MadeFor made_for(const RunOfPlan& run, std::string torch);
+
+/// What a rank holds in a step whatever its plan is, in bytes: all of memory_table() but gathered
+/// parameters.
+std::int64_t fixed_bytes(const RunOfPlan& run);
+
+/// Of a machine on which `local_ranks` ranks share `memory` bytes.
+struct MachineMemory {
+  double memory = 0.0;
+  int local_ranks = 1;
+};
+/// [compile] as the library takes it: of compile.memory_budget what fixed_bytes() leave. Errors:
+/// kConfig for a budget that leaves nothing, with the least in bytes.
+CompileOptions compile_options(const RunOfPlan& run, const MachineMemory& machine);
+
+}  // namespace tessera::train

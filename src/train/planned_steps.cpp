@@ -1,0 +1,104 @@
+#include "train/planned_steps.h"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "base/log.h"
+#include "capture/measured_profile.h"
+#include "capture/planner.h"
+#include "comm/group.h"
+#include "fsdp/handle.h"
+#include "io/atomic_file.h"
+#include "launch/hosts.h"
+#include "tessera/error.h"
+#include "train/batch_memory.h"
+#include "train/report/observers.h"
+
+namespace tessera::train {
+namespace {
+
+// Of those before it the first one records, the second one fills pools and caches.
+constexpr int kMeasured = 3;
+
+}  // namespace
+
+namespace {
+
+/// Of the host's memory what one of its ranks has, the least of any rank.
+MachineMemory least_memory(World& world) {
+  const std::string kernel = comm::running_kernel();
+  const auto all = comm::all_gather_bytes(world.control(), concat(memory_bytes(), " ", kernel),
+                                          "memory of hosts");
+  MachineMemory least{memory_bytes(), 1};
+  const auto host_of = [](const std::string& text) { return text.substr(text.find(' ')); };
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    const auto ranks = static_cast<int>(std::ranges::count(all, host_of(all[i]), host_of));
+    const double memory = std::stod(all[i]);
+    if (i == 0 || memory / ranks < least.memory / least.local_ranks) least = {memory, ranks};
+  }
+  return least;
+}
+
+}  // namespace
+
+CompileOptions planned_options(const RunOfPlan& run, std::int64_t micro_batches, World& world) {
+  const auto& section = run.config.compile;
+  if (section.mode == CompileChoice::kOff) return {};
+  TESSERA_CHECK(
+      !section.memory_budget || section.memory_budget->share == 0.0 || world.device().is_cpu(),
+      ErrorKind::kConfig, "compile.memory_budget: found a share of memory on ",
+      world.device().str(), ", expected bytes there; give them as a number");
+  auto options = compile_options(run, least_memory(world));
+  options.micro_batches = micro_batches;
+  const auto record = step_record(run);
+  plan_step(capture::planning_of(options), record, plan_units(run), eager_choices(run, record),
+            fsdp::PlanOrder::kOneAfterTheOther);
+  return options;
+}
+
+PlannedSteps::PlannedSteps(CompileOptions options, const ShardedBase& model, World& world,
+                           std::filesystem::path folder)
+    : options_(std::move(options)), model_(model), world_(world), folder_(std::move(folder)) {
+  is_chosen_ = options_.mode == CompileMode::kOff || !options_.plan.empty();
+  if (is_chosen_) compile(model_, options_);
+}
+
+PlannedSteps::~PlannedSteps() = default;
+
+void PlannedSteps::begin_step() {
+  // A step that somebody else looks at is not measured: the next one is.
+  if (is_chosen_ || ++steps_ < kMeasured || current_trace() != nullptr) return;
+  auto traced = traced_step(world_);
+  trace_ = std::move(traced.trace);
+  through_ = std::move(traced.through);
+  here_.emplace(trace_);
+}
+
+void PlannedSteps::end_step(std::int64_t step) {
+  if (trace_ == nullptr) return;
+  here_.reset();
+  through_();
+  choose(trace_->take(), step);
+  trace_.reset();
+  is_chosen_ = true;
+}
+
+void PlannedSteps::choose(const std::vector<TraceSpan>& spans, std::int64_t step) {
+  const auto mine =
+      capture::measured_profile(spans, fsdp::plan_units(model_), options_.micro_batches);
+  std::vector<capture::PlanProfile> ranks;
+  for (const auto& text :
+       comm::all_gather_bytes(world_.control(), to_json(mine), "profile of a step")) {
+    ranks.push_back(capture::parse_profile(text, "profile of a rank"));
+  }
+  options_.profile = to_json(most_of(ranks));
+  compile(model_, options_);
+  if (world_.rank() != 0) return;
+  const auto path = folder_ / "profile.json";
+  write_atomically(path, options_.profile);
+  log::info("plan: step ", step + 1, " follows one that was chosen by what step ", step,
+            " took: ", path.string());
+}
+
+}  // namespace tessera::train

@@ -1,0 +1,55 @@
+// The plan that a run's steps follow: made after its first steps from what they took, or given.
+//
+// The first step records what the model enters, the second one follows an eager plan and fills pools
+// and caches, the third one is traced: what its units and messages took, the most of any rank, is
+// what passes choose by from the fourth on. Nothing is run again to be measured. Next:
+// tessera/compile.h, capture/measured_profile.h.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <optional>
+
+#include "base/trace.h"
+#include "tessera/compile.h"
+#include "tessera/shard.h"
+#include "tessera/world.h"
+#include "train/plan_of_step.h"
+
+namespace tessera::train {
+
+/// [compile] of a run as the library takes it, where it holds for what the run is expected to record.
+/// A share of memory is one of this host's that a rank has, the least of any. Collective. Errors:
+/// kConfig, kFormat, kIo as plan_of_step.h and compile().
+CompileOptions planned_options(const RunOfPlan& run, std::int64_t micro_batches, World& world);
+
+class PlannedSteps {
+ public:
+  /// `options.micro_batches` of each step. `folder`: rank 0 writes profile.json there, what was
+  /// measured. Collective. Errors: as compile().
+  PlannedSteps(CompileOptions options, const ShardedBase& model, World& world,
+               std::filesystem::path folder);
+  ~PlannedSteps();
+
+  /// Around each step, on the rank's own thread. Collective where the step is the measured one.
+  /// Errors: kComm; kIo on rank 0, which writes; as compile().
+  void begin_step();
+  void end_step(std::int64_t step);
+
+ private:
+  void choose(const std::vector<TraceSpan>& spans, std::int64_t step);
+
+  CompileOptions options_;
+  const ShardedBase& model_;
+  World& world_;
+  std::filesystem::path folder_;
+  bool is_chosen_ = false;
+  int steps_ = 0;  ///< so far of this process
+  std::shared_ptr<Trace> trace_;
+  std::function<void()> through_;
+  std::optional<TraceHere> here_;
+};
+
+}  // namespace tessera::train

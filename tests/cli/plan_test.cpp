@@ -1,0 +1,222 @@
+// `tessera plan`: what it prints, what it writes and reads again, and how it ends.
+#include <gmock/gmock.h>
+
+#include <nlohmann/json.hpp>
+
+#include "cli/program.h"
+
+namespace tessera::cli::plan_test {
+namespace {
+
+using nlohmann::json;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using Words = std::vector<std::string>;
+
+/// write_small_run, with layers that are no small buckets; under bfloat16 their norms are.
+void write_run(const testing::TemporaryFolder& folder) {
+  write_small_run(folder);
+  auto model = json::parse(read_file(folder / "model.json"));
+  model["hidden_size"] = 128;
+  model["intermediate_size"] = 192;
+  model["num_hidden_layers"] = 3;
+  folder.write("model.json", model.dump());
+  folder.write("run.toml", read_file(folder / "run.toml") +
+                               "[[precision.rule]]\nmatch = [\"*norm\"]\n"
+                               "param_dtype = \"float32\"\n");
+}
+
+Outcome plan(const testing::TemporaryFolder& folder, const Words& more) {
+  Words words{"plan", "run.toml", "--world", "2"};
+  words.insert(words.end(), more.begin(), more.end());
+  return run_program(folder, words);
+}
+
+/// The number behind `what` in a text.
+std::int64_t number_after(const std::string& text, const std::string& what) {
+  const auto at = text.find(what);
+  return at == std::string::npos ? -1 : std::stoll(text.substr(at + what.size()));
+}
+
+TEST(PlanVerb, PrintsActionsWithReasonsDtypesAndMemory) {
+  const testing::TemporaryFolder folder;
+  write_run(folder);
+  const Outcome outcome = plan(folder, {"--precision.param_dtype", "bfloat16"});
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_EQ(outcome.err, "");
+  EXPECT_THAT(
+      outcome.out,
+      AllOf(HasSubstr("plan of a step of 2 micro-batch(es) on 2 rank(s), form 3, hash "),
+            HasSubstr("kept to the update: its reshard_after_forward is off\n"),
+            HasSubstr("note: pass keep is left out: there is no compile.memory_budget\n"),
+            HasSubstr("note: times are by a default cost of bytes, nothing was measured"),
+            HasSubstr("micro-batch first, forward:\n"),
+            HasSubstr("gather model.layers.0 (needed by model.layers.0)\n"),
+            HasSubstr("reduce model.layers.2 (nothing more brings it a gradient)\n"),
+            HasSubstr("micro-batch last, backward:\n"), Not(HasSubstr("micro-batch middle"))));
+  EXPECT_THAT(outcome.out, HasSubstr("raw       grad      slot      wire      final\n"));
+  EXPECT_THAT(outcome.out, HasSubstr("model.layers.{0-2}.mlp.up_proj.weight x 3"));
+  EXPECT_THAT(outcome.out, HasSubstr("bfloat16  raw       float32   float32   float32\n"));
+  EXPECT_THAT(outcome.out, HasSubstr("gathered memory of a rank, place by place: at most "));
+  EXPECT_THAT(outcome.out, Not(HasSubstr("by the profile"))) << "nothing was measured";
+}
+
+// A budget between the least and all: more is kept than without, and never more than fits.
+TEST(PlanVerb, ABudgetKeepsWhatSavesMost) {
+  const testing::TemporaryFolder folder;
+  write_run(folder);
+  const Outcome below = plan(folder, {"--compile.memory_budget", "1000"});
+  EXPECT_EQ(below.code, 2);
+  EXPECT_THAT(below.err, HasSubstr("compile.memory_budget: found 1000 bytes a rank, expected at "));
+  const auto least = number_after(below.err, "expected at least ");
+  const auto fixed = number_after(below.err, ", of which ");
+  ASSERT_GT(least, fixed);
+  std::int64_t before = 0;
+  for (const std::int64_t more : {0L, 300'000L, 10'000'000L}) {
+    const Outcome outcome = plan(folder, {"--compile.memory_budget", std::to_string(least + more)});
+    ASSERT_EQ(outcome.code, 0) << outcome.err;
+    const auto peak = number_after(outcome.out, "place by place: at most ");
+    EXPECT_LE(peak, least - fixed + more);
+    EXPECT_GE(peak, before);
+    before = peak;
+    if (more == 10'000'000L) {
+      EXPECT_THAT(outcome.out, HasSubstr("kept to the update: saves "));
+      EXPECT_THAT(outcome.out, HasSubstr(" ms a micro-batch for "));
+    }
+  }
+  EXPECT_EQ(plan(folder, {"--compile.memory_budget", "90%"}).code, 0);
+}
+
+TEST(PlanVerb, WritesAPlanThatItChecks) {
+  const testing::TemporaryFolder folder;
+  write_run(folder);
+  const Outcome made = plan(folder, {"--json", "--compile.form", "2"});
+  ASSERT_EQ(made.code, 0) << made.err;
+  folder.write("plan.json", made.out);
+  const Outcome checked = plan(folder, {"--check", "plan.json"});
+  EXPECT_EQ(checked.code, 0) << checked.err;
+  EXPECT_THAT(checked.out, HasSubstr("'plan.json': 0 findings, at most "));
+  EXPECT_EQ(plan(folder, {"--compile.form", "2", "--json"}).out, made.out) << "the same bytes";
+  const Outcome shown = plan(folder, {"--compile.plan", "plan.json"});
+  EXPECT_EQ(shown.code, 0) << shown.err;
+  EXPECT_THAT(shown.out, HasSubstr("reduced: every backward"));
+}
+
+// Exit code 3 and every finding.
+TEST(PlanVerb, NamesEveryFindingOfAPlan) {
+  const testing::TemporaryFolder folder;
+  write_run(folder);
+  auto whole = json::parse(plan(folder, {"--json"}).out);
+  auto& forward = whole["stages"][0]["micro_batches"]["first"]["forward"]["actions"];
+  ASSERT_EQ(forward[1][0], "wait");
+  forward[1][0] = "gather";
+  folder.write("plan.json", whole.dump());
+  const Outcome outcome = plan(folder, {"--check", "plan.json"});
+  EXPECT_EQ(outcome.code, 3) << outcome.err;
+  EXPECT_THAT(outcome.out, AllOf(HasSubstr("micro-batch first, forward: unit (root) is gathered "
+                                           "while it is gathered\n"),
+                                 HasSubstr("is used before the wait for its gather\n"),
+                                 HasSubstr(" findings\n")));
+  const Outcome given = plan(folder, {"--compile.plan", "plan.json"});
+  EXPECT_EQ(given.code, 2);
+  EXPECT_THAT(given.err, HasSubstr("faults, expected none; the first: micro-batch first, forward"));
+}
+
+TEST(PlanVerb, RefusesPlansOfOthersAndFilesThatAreNone) {
+  const testing::TemporaryFolder folder;
+  write_run(folder);
+  const auto text = plan(folder, {"--json"}).out;
+  const auto whole = json::parse(text);
+  const auto refused = [&](const std::string& file, const Words& more = {}) {
+    folder.write("plan.json", file);
+    Words words{"--check", "plan.json"};
+    words.insert(words.end(), more.begin(), more.end());
+    const Outcome outcome = plan(folder, words);
+    EXPECT_EQ(outcome.code, 2) << outcome.out;
+    EXPECT_EQ(outcome.out, "");
+    return outcome.err;
+  };
+  const auto with = [&](const char* pointer, const json& value) {
+    auto other = whole;
+    other[json::json_pointer(pointer)] = value;
+    return refused(other.dump());
+  };
+  EXPECT_THAT(with("/made_for/torch", "1.0"), HasSubstr("a plan for torch 1.0, expected "));
+  EXPECT_THAT(with("/made_for/model", "7"), HasSubstr("hash 7, expected "));
+  EXPECT_THAT(with("/made_for/tokens", 8), HasSubstr("tokens of a micro-batch on a rank: 8"));
+  EXPECT_THAT(refused(text, {"--world", "4"}), HasSubstr("a world of 2, expected 4"));
+  EXPECT_THAT(refused(text, {"--training.global_batch_size", "8"}),
+              HasSubstr("micro-batches a step: 2, expected 4"));
+  EXPECT_THAT(with("/record/0/parts/0/units/1", 2),
+              HasSubstr("a plan of another step: forward 1, entry 2 of "));
+  EXPECT_THAT(refused(text.substr(0, text.size() / 2)), HasSubstr("malformed JSON at byte"));
+  EXPECT_THAT(with("/units/1/bytes", -1), HasSubstr("'bytes': found '-1'"));
+  EXPECT_THAT(plan(folder, {"--check", "absent.json"}).err,
+              HasSubstr("--check: cannot open 'absent.json'"));
+  EXPECT_THAT(plan(folder, {"--profile", "absent.json"}).err,
+              HasSubstr("--profile: cannot open 'absent.json'"));
+}
+
+TEST(PlanVerb, AProfileGivesTimes) {
+  const testing::TemporaryFolder folder;
+  write_run(folder);
+  json units = json::array();
+  for (const auto& unit : json::parse(plan(folder, {"--json"}).out)["units"]) {
+    units.push_back({{"name", unit["name"]},
+                     {"forward_ms", 1.0},
+                     {"backward_ms", 2.0},
+                     {"gather_ms", 0.25},
+                     {"reduce_ms", nullptr}});
+  }
+  json profile = {{"format", "tessera-profile"},
+                  {"version", 1},
+                  {"collective", {{"latency_ms", 0.125}, {"ms_per_byte", 0.0}}},
+                  {"units", units}};
+  folder.write("profile.json", profile.dump());
+  const Outcome outcome = plan(folder, {"--profile", "profile.json"});
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_THAT(outcome.out, HasSubstr("a step by the profile: "));
+  EXPECT_THAT(outcome.out,
+              HasSubstr("of which computing " + std::to_string(2 * 3 * units.size()) + ".00"));
+  EXPECT_THAT(outcome.out, Not(HasSubstr("nothing was measured")));
+  profile["units"].erase(1);
+  folder.write("profile.json", profile.dump());
+  const Outcome lacks = plan(folder, {"--profile", "profile.json"});
+  EXPECT_EQ(lacks.code, 2);
+  EXPECT_THAT(lacks.err, HasSubstr("found no costs of unit '"));
+}
+
+TEST(PlanVerb, RefusesWhatIsNotThereYetByItsKey) {
+  const testing::TemporaryFolder folder;
+  write_run(folder);
+  const std::vector<std::pair<Words, std::string>> cases{
+      {{"--compile.mode", "replay"}, "compile.mode: found replay, which is not there yet"},
+      {{"--compile.passes", "recompute"}, "compile.passes: found 'recompute', which is not there"},
+      {{"--compile.passes", "offload"}, "compile.passes: found 'offload', which is not there"},
+      {{"--compile.passes", "kep"}, "compile.passes: found 'kep', expected keep or prefetch"},
+      {{"--compile.passes", "keep"}, "found keep without compile.memory_budget"},
+      {{"--compile.offload_folder", "x"}, "compile.offload_folder: found 'x', expected none"},
+      {{"--compile.form", "4"}, "compile.form: found 4, expected a value from 1 to 3"},
+      {{"--compile.memory_budget", "0"}, "compile.memory_budget: found 0, expected bytes"},
+      {{"--compile.memory_budget", "120%"}, "expected bytes, at least 1, or a share"},
+      {{"--compile.form", "1", "--training.sync_every_micro_batch", "true"},
+       "compile.form: found 1 with training.sync_every_micro_batch"},
+      {{"--parallelism.pipeline_parallel_degree", "2"},
+       "parallelism.pipeline_parallel_degree: found 2, expected 1: the steps of a pipeline"},
+  };
+  for (const auto& [words, says] : cases) {
+    const Outcome outcome = plan(folder, words);
+    EXPECT_EQ(outcome.code, 2) << says << outcome.out;
+    EXPECT_EQ(outcome.out, "") << says;
+    EXPECT_THAT(outcome.err, HasSubstr(says));
+  }
+  const Outcome trained =
+      run_program(folder, {"train", "run.toml", "--compile.mode", "plan",
+                           "--parallelism.pipeline_parallel_degree", "2", "--nproc", "2"});
+  EXPECT_EQ(trained.code, 2);
+  EXPECT_THAT(trained.err, HasSubstr("compile.mode: found plan with pipeline_parallel_degree 2"));
+}
+
+}  // namespace
+}  // namespace tessera::cli::plan_test

@@ -1,0 +1,294 @@
+// A step scope does what its plan says: whatever is chosen to be kept, gathered ahead and reduced
+// when, gradients have the bits of the loop over micro-batches, and what goes out is what the plan
+// has counted.
+#include <gmock/gmock.h>
+
+#include <algorithm>
+#include <random>
+
+#include "dist/staged.h"
+#include "fsdp/agreed/step_plan_check.h"
+#include "fsdp/handle.h"
+
+namespace tessera::test::step_plan_run_test {
+namespace {
+
+using fsdp::Keep;
+using fsdp::MicroBatchClass;
+using fsdp::PlanAction;
+using fsdp::PlanChoices;
+using fsdp::PlanOrder;
+using fsdp::PlanUnit;
+using fsdp::ReduceAt;
+using fsdp::StepPlan;
+using fsdp::StepRecord;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+/// One after the other, and nobody asks for a reduction.
+void run_in_order(StagedModel& model, int micro_batches, bool sync_every,
+                  const SlotRunner::InputOf& input, StepReshard reshard = StepReshard::kStep) {
+  StepScope scope(model.handle, {.reshard = reshard,
+                                 .sync_every_micro_batch = sync_every,
+                                 .schedule = concat(micro_batches, sync_every),
+                                 .micro_batches = micro_batches});
+  SlotRunner runner(model, scope, input);
+  for (int k = 0; k < micro_batches; ++k) {
+    runner.run({'F', 0, k});
+    runner.run({'B', 0, k});
+  }
+  scope.finish();
+}
+
+std::int64_t count(const StepPlan& plan, PlanAction::Kind kind, int micro_batches) {
+  std::int64_t sum = 0;
+  for (int k = 0; k < micro_batches; ++k) {
+    const auto& [forward, backward] = plan.stages[0].of(fsdp::class_of(k, micro_batches));
+    for (const auto* pass : {&forward, &backward}) {
+      sum += std::ranges::count(pass->actions, kind, &PlanAction::kind);
+    }
+  }
+  return sum;
+}
+
+/// Draws what is chosen, the same on every rank; remembers the last plan.
+struct DrawnPlanner {
+  unsigned seed;
+  std::shared_ptr<StepPlan> last = std::make_shared<StepPlan>();
+  StepPlan operator()(const StepRecord& record, const std::vector<PlanUnit>& units,
+                      const PlanChoices& eager, PlanOrder order) const {
+    std::mt19937 engine(seed);
+    const auto below = [&](unsigned count) { return engine() % count; };
+    auto choices = eager;
+    constexpr std::array kKeeps{Keep::kNot, Keep::kUpdate, Keep::kBackward};
+    for (auto& keep : choices.keep) keep = kKeeps.at(below(order == PlanOrder::kAny ? 2 : 3));
+    choices.ahead_in_forward = below(4);
+    choices.ahead_in_backward = below(4);
+    *last = fsdp::make_plan(record, units, choices, order);
+    return *last;
+  }
+};
+
+struct Layout {
+  int ranks, replicas;
+  ThreadBackend backend = ThreadBackend::kInProcess;
+};
+void PrintTo(const Layout& layout, std::ostream* out) {
+  *out << layout.ranks << " ranks, " << layout.replicas << " replicas, "
+       << (layout.backend == ThreadBackend::kGloo ? "Gloo" : "in process");
+}
+
+class StepPlanRuns : public ::testing::TestWithParam<Layout> {};
+INSTANTIATE_TEST_SUITE_P(Grid, StepPlanRuns,
+                         ::testing::Values(Layout{1, 1}, Layout{2, 1}, Layout{3, 1}, Layout{2, 2},
+                                           Layout{4, 2}, Layout{2, 1, ThreadBackend::kGloo}));
+
+// Naive: a reduction before all micro-batches are summed, or two of one sum.
+TEST_P(StepPlanRuns, MicroBatchesInOrderGiveTheBitsOfTheLoop) {
+  const auto& layout = GetParam();
+  ranks(layout.ranks, layout.backend).run([&](World& world) {
+    for (const auto& staged : {StagedOptions{.stages = 1, .pieces = 3},
+                               StagedOptions{.stages = 1, .mode = RecomputeMode::kFull},
+                               StagedOptions{.stages = 1, .recomputes_outside = true},
+                               StagedOptions{.stages = 1, .freezes_scale = true}}) {
+      for (const auto reshard : {StepReshard::kStep, StepReshard::kMicroBatch}) {
+        for (const bool sync_every : {false, true}) {
+          const auto mesh = data_mesh(world, layout.replicas);
+          StagedModel model(mesh, staged, in_bfloat16());
+          StagedModel loop(mesh, staged, in_bfloat16());
+          for (const int micro_batches : {3, 1, 3, 3, 2, 1}) {
+            const auto input = inputs(world, micro_batches, staged.width);
+            run_in_order(model, micro_batches, sync_every, input, reshard);
+            run_loop(loop, micro_batches, input, sync_every);
+            expect_same(whole_gradients(model.handle), whole_gradients(loop.handle),
+                        concat(micro_batches, " micro-batches"));
+            model.handle.zero_grad();
+            loop.handle.zero_grad();
+          }
+        }
+      }
+    }
+  });
+}
+
+// Whatever a planner chooses: the same bits, and as many gathers and reductions as its plan has.
+TEST_P(StepPlanRuns, WhateverIsChosenTheBitsAreTheSame) {
+  const auto& layout = GetParam();
+  ranks(layout.ranks, layout.backend).run([&](World& world) {
+    const StagedOptions staged{.stages = 1, .pieces = 4};
+    const auto mesh = data_mesh(world, layout.replicas);
+    StagedModel model(mesh, staged, in_bfloat16());
+    StagedModel loop(mesh, staged, in_bfloat16());
+    const auto optimizer = make_sgd(model.handle, sgd(0.05));
+    const auto loop_optimizer = make_sgd(loop.handle, sgd(0.05));
+    constexpr int kMicroBatches = 3;
+    for (unsigned seed = 0; seed < 24; ++seed) {
+      SCOPED_TRACE(concat("seed ", seed));
+      const DrawnPlanner planner{seed};
+      fsdp::set_planner(model.handle, planner);
+      const bool sync_every = seed % 3 == 0;
+      for (int step = 0; step < 3; ++step) {
+        const auto input = inputs(world, step, staged.width);
+        auto& runtime = model.runtime();
+        const auto gathers = runtime.gathers_issued();
+        const auto reductions = runtime.reductions_issued();
+        run_in_order(model, kMicroBatches, sync_every, input);
+        if (!planner.last->stages.empty()) {
+          EXPECT_TRUE(fsdp::faults_of(*planner.last).empty());
+          EXPECT_EQ(runtime.gathers_issued() - gathers,
+                    count(*planner.last, PlanAction::Kind::kGather, kMicroBatches));
+          if (layout.ranks > layout.replicas) {
+            EXPECT_EQ(runtime.reductions_issued() - reductions,
+                      count(*planner.last, PlanAction::Kind::kReduce, kMicroBatches));
+          }
+        }
+        run_loop(loop, kMicroBatches, input, sync_every);
+        expect_same(whole_gradients(model.handle), whole_gradients(loop.handle),
+                    concat("step ", step));
+        for (auto* one : {optimizer.get(), loop_optimizer.get()}) one->step();
+        model.handle.zero_grad();
+        loop.handle.zero_grad();
+      }
+      EXPECT_FALSE(planner.last->stages.empty());
+    }
+  });
+}
+
+// The same where a pipeline's order has two stages, and one unit is of both.
+TEST_P(StepPlanRuns, WhateverIsChosenInAnyOrderTheBitsAreTheSame) {
+  const auto& layout = GetParam();
+  constexpr const char* kList =
+      "F0.0 F0.1 F1.0 I1.0 F0.2 I0.0 F1.1 I1.1 W1.0 I0.1 F1.2 I1.2 W0.0 W1.1 I0.2 W0.1 W1.2 W0.2";
+  ranks(layout.ranks, layout.backend).run([&](World& world) {
+    const StagedOptions staged{.stages = 2, .pieces = 2};
+    const auto mesh = data_mesh(world, layout.replicas);
+    StagedModel model(mesh, staged, in_bfloat16());
+    StagedModel loop(mesh, staged, in_bfloat16());
+    for (unsigned seed = 0; seed < 12; ++seed) {
+      fsdp::set_planner(model.handle, DrawnPlanner{seed});
+      for (int step = 0; step < 2; ++step) {
+        const auto input = inputs(world, step, staged.width);
+        run_step(model, slots_of(kList), {.schedule = kList}, input);
+        run_loop(loop, 3, input);
+        expect_same(whole_gradients(model.handle), whole_gradients(loop.handle),
+                    concat("seed ", seed, ", step ", step));
+        model.handle.zero_grad();
+        loop.handle.zero_grad();
+      }
+    }
+  });
+}
+
+// ---------------------------------------------------------------------------------- what is refused
+
+/// What a second step says after `change` of its plan, on each of two ranks.
+std::vector<std::string> refused(const std::function<void(StepPlan&, int rank)>& change) {
+  std::vector<std::string> errors(2);
+  ranks(2).run([&](World& world) {
+    StagedModel model(data_mesh(world), {.stages = 1});
+    fsdp::set_planner(model.handle, [&](const StepRecord& record, const auto& units,
+                                        const PlanChoices& eager, PlanOrder order) {
+      auto plan = fsdp::make_plan(record, units, eager, order);
+      change(plan, world.rank());
+      return plan;
+    });
+    run_in_order(model, 2, false, inputs(world));
+    model.handle.zero_grad();
+    errors[static_cast<std::size_t>(world.rank())] =
+        error_of([&] { run_in_order(model, 2, false, inputs(world)); });
+  });
+  return errors;
+}
+
+// Seeded faults: a missing wait, a gather or release too many, a reduction too early. None runs.
+TEST(StepPlanErrors, AFaultyPlanIsRefusedBeforeTheStep) {
+  const auto erased = [](PlanAction::Kind kind) {
+    return [kind](StepPlan& plan, int) {
+      auto& actions = plan.stages[0].micro_batches[1].forward.actions;
+      const auto found = std::ranges::find(actions, kind, &PlanAction::kind);
+      ASSERT_NE(found, actions.end());
+      actions.erase(found);
+      for (auto& place : plan.stages[0].micro_batches[1].forward.places[0]) {
+        const auto at = static_cast<std::size_t>(found - actions.begin());
+        for (auto* end : {&place.needed, &place.ahead, &place.after}) *end -= *end > at ? 1 : 0;
+      }
+    };
+  };
+  const auto expect = [](const std::vector<std::string>& errors, const auto& matcher) {
+    for (const auto& error : errors)
+      EXPECT_THAT(error, AllOf(HasSubstr("plan of a step"), matcher));
+  };
+  expect(refused(erased(PlanAction::Kind::kWait)), HasSubstr("before the wait for its gather"));
+  expect(refused(erased(PlanAction::Kind::kGather)), HasSubstr("micro-batch first, forward"));
+  expect(refused([](StepPlan& plan, int) {
+           // The layer before is reduced where the last one's backward ends.
+           auto& actions = plan.stages[0].micro_batches[3].backward.actions;
+           ASSERT_EQ(actions.at(0).kind, PlanAction::Kind::kReduce);
+           std::swap(actions[0], actions[1]);
+         }),
+         HasSubstr("micro-batch last, backward"));
+  expect(refused([](StepPlan& plan, int) { plan.record.stages[0].reached[0].back() = false; }),
+         HasSubstr("another trace"));
+  expect(refused([](StepPlan& plan, int) { plan.units[1].bytes += 1; }), HasSubstr("other units"));
+}
+
+TEST(StepPlanErrors, RanksWithOtherPlansAreToldApart) {
+  const auto errors = refused([](StepPlan& plan, int rank) {
+    if (rank == 0) return;
+    auto choices = plan.choices;
+    for (auto& keep : choices.keep) keep = Keep::kNot;
+    plan = fsdp::make_plan(plan.record, plan.units, choices, plan.order);
+  });
+  for (const auto& error : errors) {
+    EXPECT_THAT(error, AllOf(HasSubstr("plans of a step differ between ranks"),
+                             HasSubstr("rank 0 has micro-batch only"), HasSubstr("rank 1 has")));
+  }
+}
+
+// One rank alone has a planner: said when the scope opens, not met as a collective that fits nothing.
+TEST(StepPlanErrors, APlannerIsOfAllRanks) {
+  std::vector<std::string> errors(2);
+  ranks(2).run([&](World& world) {
+    StagedModel model(data_mesh(world), {.stages = 1});
+    if (world.rank() == 1) fsdp::set_planner(model.handle, DrawnPlanner{1});
+    errors[static_cast<std::size_t>(world.rank())] =
+        error_of([&] { run_in_order(model, 2, false, inputs(world)); });
+  });
+  for (const auto& error : errors) {
+    EXPECT_THAT(error, AllOf(HasSubstr("StepScope differs between ranks"), HasSubstr("a planner")));
+  }
+}
+
+TEST(StepPlanErrors, MicroBatchesThatAreCountedComeInOrder) {
+  const auto refused_in = [](const StepScopeOptions& options, const std::string& slots,
+                             const std::function<void(StepScope&)>& act) {
+    std::string error;
+    ranks(1).run([&](World& world) {
+      StagedModel model(data_mesh(world), {.stages = 1});
+      error = error_of([&] {
+        StepScope scope(model.handle, options);
+        SlotRunner runner(model, scope, inputs(world));
+        for (const auto& slot : slots_of(slots)) runner.run(slot);
+        act(scope);
+      });
+    });
+    return error;
+  };
+  const StepScopeOptions two{.micro_batches = 2};
+  EXPECT_THAT(refused_in(two, "F0.0", [](auto& scope) { scope.begin_forward(0, 1); }),
+              AllOf(HasSubstr("micro-batch 1 before the backward of 0")));
+  EXPECT_THAT(refused_in(two, "F0.0 B0.0", [](auto& scope) { scope.finish(); }),
+              HasSubstr("found 1 micro-batches, expected the 2"));
+  EXPECT_THAT(
+      refused_in(two, "F0.0 B0.0 F0.1 B0.1", [](auto& scope) { scope.begin_forward(0, 2); }),
+      HasSubstr("micro-batch 2 after 2"));
+  EXPECT_THAT(refused_in(two, "F0.0",
+                         [](auto& scope) { scope.begin_backward(0, 0, Backward::kInputOnly); }),
+              HasSubstr("kInputOnly"));
+  EXPECT_THAT(refused_in({.stages = 2, .micro_batches = 2}, "", [](auto&) {}),
+              HasSubstr("2 micro-batches of 2 stages"));
+  EXPECT_THAT(refused_in({.micro_batches = 0}, "", [](auto&) {}), HasSubstr("0 micro-batches"));
+}
+
+}  // namespace
+}  // namespace tessera::test::step_plan_run_test

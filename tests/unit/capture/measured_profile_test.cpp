@@ -1,0 +1,74 @@
+// What a traced step says of its units' costs.
+#include "capture/measured_profile.h"
+
+#include <gtest/gtest.h>
+
+#include "base/text/printable.h"
+
+namespace tessera::capture::measured_profile_test {
+namespace {
+
+/// From and to in ms.
+TraceSpan span(TraceRow row, const std::string& name, double from, double to) {
+  const auto at = [](double ms) {
+    return TraceClock::time_point(std::chrono::duration_cast<TraceClock::duration>(
+        std::chrono::duration<double, std::milli>(ms)));
+  };
+  return {row, name, at(from), at(to)};
+}
+
+std::vector<fsdp::PlanUnit> units() {
+  std::vector<fsdp::PlanUnit> units(3);
+  units[0] = {.name = std::string(unit_label("")), .bytes = 1000, .gathers = true};
+  units[1] = {.name = "layers.0", .bytes = 2000, .gathers = true};
+  units[2] = {.name = "layers.1", .bytes = 4000, .gathers = true};
+  return units;
+}
+
+// Naive: the root costs what its layers cost, and a unit what its rank waited for others.
+TEST(MeasuredProfile, IsWhatAUnitComputesItself) {
+  const std::vector<TraceSpan> spans{
+      span(TraceRow::kCompute, "step 3", 0, 100),
+      span(TraceRow::kCompute, "forward ", 0, 20),
+      span(TraceRow::kCompute, "forward layers.0", 1, 6),
+      span(TraceRow::kWaits, "layers.1", 4, 5),
+      span(TraceRow::kCompute, "forward layers.1", 6, 16),
+      span(TraceRow::kCompute, "backward ", 20, 60),
+      span(TraceRow::kCompute, "backward layers.1", 22, 40),
+      span(TraceRow::kCompute, "forward again layers.1", 23, 31),
+      span(TraceRow::kWaits, "elsewhere", 70, 80),
+      // Without a marker it lasts as long as all.
+      span(TraceRow::kCompute, "backward layers.0", 40, 60),
+  };
+  const auto profile = measured_profile(spans, units(), 1);
+  EXPECT_DOUBLE_EQ(profile.units[0].forward_ms, 20 - 5 - 10);
+  EXPECT_DOUBLE_EQ(profile.units[1].forward_ms, 5 - 1);
+  EXPECT_DOUBLE_EQ(profile.units[2].forward_ms, 10);
+  EXPECT_DOUBLE_EQ(profile.units[2].backward_ms, 18);
+  EXPECT_DOUBLE_EQ(profile.units[1].backward_ms, 20);
+  EXPECT_DOUBLE_EQ(profile.units[0].backward_ms, 40 - 18 - 20);
+  EXPECT_FALSE(profile.is_assumed);
+  const auto halves = measured_profile(spans, units(), 2);
+  EXPECT_DOUBLE_EQ(halves.units[2].backward_ms, 9);
+}
+
+// A gather that was there before it was wanted ends where it was waited for: the shortest counts.
+TEST(MeasuredProfile, AMessageIsAsLongAsItsShortest) {
+  const std::vector<TraceSpan> spans{
+      span(TraceRow::kGathers, "layers.0", 0, 9),
+      span(TraceRow::kGathers, "layers.0", 20, 22),
+      span(TraceRow::kGathers, "layers.1", 30, 34),
+      span(TraceRow::kReductions, "layers.1", 40, 47),
+      span(TraceRow::kReplicas, "layers.1", 50, 51),
+  };
+  const auto profile = measured_profile(spans, units(), 1);
+  EXPECT_DOUBLE_EQ(profile.units[1].gather_ms.value(), 2);
+  EXPECT_DOUBLE_EQ(profile.units[2].gather_ms.value(), 4);
+  EXPECT_DOUBLE_EQ(profile.units[2].reduce_ms.value(), 7);
+  EXPECT_FALSE(profile.units[0].gather_ms.has_value());
+  // 2 ms of 2000 bytes and 4 of 4000 are a line, and the root is on it.
+  EXPECT_NEAR(profile.gather_ms(units(), 0), 1, 1e-9);
+}
+
+}  // namespace
+}  // namespace tessera::capture::measured_profile_test

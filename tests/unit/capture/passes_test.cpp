@@ -1,0 +1,221 @@
+// What passes choose: what saves most for its bytes, within the budget, and nothing that a user has
+// bound.
+#include "capture/passes.h"
+
+#include <gmock/gmock.h>
+
+#include "capture/plan_text.h"
+#include "capture/simulate_plan.h"
+#include "fsdp/agreed/step_plan_check.h"
+#include "tessera/error.h"
+#include "unit/fsdp/drawn_plan.h"
+#include "unit/fsdp/flat_trace.h"
+
+namespace tessera::capture::passes_test {
+namespace {
+
+using fsdp::Draw;
+using fsdp::flat;
+using fsdp::Keep;
+using fsdp::PlanOrder;
+using fsdp::ReduceAt;
+using ::testing::AllOf;
+using ::testing::Contains;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+using Names = std::vector<std::string>;
+
+/// The root of 10 bytes, which stays, around units of these.
+PlanProblem problem_of(const std::vector<std::int64_t>& bytes, std::int64_t micro_batches = 1) {
+  PlanProblem problem;
+  std::vector<fsdp::UnitId> all{0};
+  std::vector<bool> resharded{false};
+  problem.units = fsdp::units_of(1 + bytes.size());
+  problem.units[0].bytes = 10;
+  for (std::size_t i = 0; i < bytes.size(); ++i) {
+    problem.units[i + 1].bytes = bytes[i];
+    all.push_back(static_cast<fsdp::UnitId>(i + 1));
+    resharded.push_back(true);
+  }
+  problem.record = fsdp::record_of({flat(all)});
+  problem.eager = eager_choices(problem.record, resharded, ReduceAt::kLastBackward, problem.order);
+  problem.micro_batches = micro_batches;
+  problem.profile = default_profile(problem.units);
+  return problem;
+}
+
+fsdp::StepPlan plan_of(const PlanProblem& problem, const Chosen& chosen) {
+  return make_plan(problem.record, problem.units, chosen.choices, problem.order);
+}
+
+std::string refused(const auto& choose) {
+  try {
+    choose();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kConfig) << error.what();
+    return error.what();
+  }
+  return "";
+}
+
+// The large one does not fit; the ones after it in the order of what they save are still looked at.
+TEST(KeepPass, AUnitThatDoesNotFitIsSkippedAndNotTheEnd) {
+  auto problem = problem_of({100, 20, 30, 20}, 4);
+  for (auto& unit : problem.profile.units) unit.gather_ms = 0.1;
+  problem.profile.units[1].gather_ms = 100.0;  // most by byte
+  problem.memory_budget = 150;
+  const auto chosen = choose(problem, Names{"keep"});
+  EXPECT_EQ(chosen.choices.keep[1], Keep::kNot);
+  EXPECT_THAT(chosen.keep_reasons[1], AllOf(HasSubstr("would save"), HasSubstr("do not fit")));
+  EXPECT_EQ(chosen.choices.keep[2], Keep::kUpdate);
+  EXPECT_THAT(chosen.keep_reasons[2], HasSubstr("a micro-batch for 20 B"));
+  EXPECT_LE(fsdp::peak_gathered_bytes(plan_of(problem, chosen)), 150);
+}
+
+// Of one micro-batch no gather is saved after the backward, so nothing is kept for longer.
+TEST(KeepPass, NothingIsKeptLongerThanItSaves) {
+  auto problem = problem_of({20, 20, 20});
+  problem.memory_budget = 1000;
+  const auto chosen = choose(problem, Names{"keep"});
+  EXPECT_THAT(chosen.choices.keep,
+              ElementsAre(Keep::kUpdate, Keep::kBackward, Keep::kBackward, Keep::kBackward));
+  problem.micro_batches = 2;
+  EXPECT_THAT(choose(problem, Names{"keep"}).choices.keep, ::testing::Each(Keep::kUpdate));
+}
+
+TEST(PrefetchPass, GoesAsFarAheadAsItPays) {
+  auto problem = problem_of({20, 20, 20, 20, 20});
+  // A gather takes as long as two units compute.
+  for (auto& unit : problem.profile.units) unit = {unit.name, 1.0, 1.0, 2.0, 0.0};
+  for (auto& unit : problem.profile.units) unit.gather_ms = unit.name == "layer 3" ? 3.0 : 0.1;
+  const auto far = choose(problem, Names{"prefetch"});
+  EXPECT_GE(far.choices.ahead_in_forward, 2U);
+  EXPECT_THAT(far.ahead_reason, HasSubstr("the least of 25 that fit"));
+  // What hides behind one unit is not gathered before that.
+  for (auto& unit : problem.profile.units) unit.gather_ms = 0.5;
+  EXPECT_EQ(choose(problem, Names{"prefetch"}).choices.ahead_in_forward, 1U);
+  // Nothing fits beside what is read.
+  problem.memory_budget = least_bytes(problem);
+  const auto none = choose(problem, Names{"prefetch"});
+  EXPECT_EQ(none.choices.ahead_in_forward, 0U);
+  EXPECT_EQ(none.choices.ahead_in_backward, 0U);
+}
+
+TEST(Passes, BudgetBelowTheLeastGivesTheLeastInBytes) {
+  auto problem = problem_of({20, 30, 20});
+  EXPECT_EQ(least_bytes(problem), 40);
+  problem.memory_budget = 39;
+  EXPECT_THAT(refused([&] { choose(problem); }),
+              AllOf(HasSubstr("compile.memory_budget: found 39"), HasSubstr("expected at least 40"),
+                    HasSubstr("form 3; raise it")));
+  problem.memory_budget = 40;
+  EXPECT_LE(fsdp::peak_gathered_bytes(plan_of(problem, choose(problem))), 40);
+  problem.form = Form::k1;
+  EXPECT_THAT(refused([&] { choose(problem); }),
+              AllOf(HasSubstr("at least 80"), HasSubstr("compile.form = 3")));
+}
+
+TEST(Passes, FormsAreZerosStages) {
+  auto problem = problem_of({20, 30}, 3);
+  problem.form = Form::k1;
+  const auto one = choose(problem);
+  EXPECT_THAT(one.choices.keep, ::testing::Each(Keep::kUpdate));
+  EXPECT_EQ(one.choices.reduce, ReduceAt::kLastBackward);
+  EXPECT_EQ(one.keep_reasons[1], "form 1");
+  problem.form = Form::k2;
+  EXPECT_EQ(choose(problem).choices.reduce, ReduceAt::kEveryBackward);
+}
+
+TEST(Passes, WhatAUserBoundStays) {
+  auto problem = problem_of({20, 30, 20}, 4);
+  problem.eager.keep[1] = Keep::kUpdate;
+  problem.units[2].forward_prefetch = {3};
+  problem.memory_budget = least_bytes(problem);
+  const auto chosen = choose(problem);
+  EXPECT_EQ(chosen.choices.keep[1], Keep::kUpdate);
+  EXPECT_EQ(chosen.keep_reasons[1], "its reshard_after_forward is off");
+  const auto plan = plan_of(problem, chosen);
+  const auto& forward = plan.stages[0].of(fsdp::MicroBatchClass::kFirst).forward;
+  const auto& place = forward.places[0][2];
+  EXPECT_EQ(forward.actions[place.needed].unit, 3U) << "what layer 2 names is gathered beside it";
+}
+
+TEST(Passes, UnknownOnesAndUnmetRequirementsAreNamed) {
+  auto problem = problem_of({20, 30}, 2);
+  const auto with = [&](const Names& names) { return refused([&] { choose(problem, names); }); };
+  EXPECT_THAT(with({"keap"}), HasSubstr("found 'keap', expected keep or prefetch"));
+  EXPECT_THAT(with({"recompute"}), HasSubstr("'recompute', which is not there yet"));
+  EXPECT_THAT(with({"offload"}), HasSubstr("'offload', which is not there yet"));
+  EXPECT_THAT(with({"keep"}), HasSubstr("found keep without compile.memory_budget"));
+  EXPECT_THAT(with({"prefetch", "prefetch"}), HasSubstr("twice"));
+  problem.memory_budget = 1000;
+  EXPECT_THAT(with({"prefetch", "keep"}), HasSubstr("keep behind a pass that has decided how far"));
+  problem.form = Form::k1;
+  EXPECT_THAT(with({"keep"}), HasSubstr("keep without units that are gathered more than once"));
+  // Where nobody asked for it, it is left out, and says so.
+  EXPECT_THAT(choose(problem).notes,
+              Contains(HasSubstr("pass keep is left out: there is no units")));
+}
+
+// Whatever units, traces, budgets and costs: a plan that holds, within the budget, the same every
+// time; with more memory never fewer bytes' worth of gathers saved than the least.
+TEST(Passes, DrawnProblemsGiveValidPlansWithinTheirBudgets) {
+  int refusals = 0;
+  for (unsigned seed = 0; seed < 400; ++seed) {
+    Draw draw(seed);
+    PlanProblem problem;
+    const auto count = 1 + draw.below(5);
+    problem.order = draw.coin() ? PlanOrder::kAny : PlanOrder::kOneAfterTheOther;
+    problem.record = draw.record(1, count);
+    problem.units = draw.units(count);
+    std::vector<bool> resharded;
+    for (std::size_t i = 0; i < count; ++i) resharded.push_back(draw.below(4) != 0);
+    problem.eager = eager_choices(problem.record, resharded, static_cast<ReduceAt>(draw.below(3)),
+                                  problem.order);
+    problem.form = std::array{Form::k1, Form::k2, Form::k3}.at(draw.below(3));
+    problem.micro_batches = static_cast<std::int64_t>(1 + draw.below(4));
+    if (draw.coin()) problem.memory_budget = static_cast<std::int64_t>(draw.below(80));
+    problem.profile = default_profile(problem.units);
+    for (auto& unit : problem.profile.units) {
+      if (draw.coin()) unit.gather_ms = static_cast<double>(draw.below(100)) / 10.0;
+    }
+    try {
+      const auto chosen = choose(problem);
+      ASSERT_EQ(choose(problem), chosen) << seed;
+      const auto plan = plan_of(problem, chosen);
+      ASSERT_THAT(fsdp::faults_of(plan, problem.memory_budget), IsEmpty()) << seed;
+      for (std::size_t i = 0; i < count; ++i) {
+        if (problem.eager.keep[i] == Keep::kUpdate) {
+          ASSERT_EQ(chosen.choices.keep[i], Keep::kUpdate);
+        }
+      }
+      const auto step = simulate(plan, problem.profile, problem.micro_batches);
+      ASSERT_LE(step.peak_bytes, fsdp::peak_gathered_bytes(plan)) << seed;
+      ASSERT_THAT(to_text(plan, chosen, problem.micro_batches), Not(HasSubstr("()"))) << seed;
+    } catch (const Error& error) {
+      ++refusals;
+      ASSERT_THAT(error.what(), HasSubstr("compile.memory_budget")) << seed;
+      ASSERT_LT(*problem.memory_budget, least_bytes(problem)) << seed;
+    }
+  }
+  EXPECT_GT(refusals, 5);
+  EXPECT_LT(refusals, 200);
+}
+
+TEST(PlanText, EveryActionHasItsReason) {
+  auto problem = problem_of({20, 30, 20}, 2);
+  problem.memory_budget = 85;
+  const auto chosen = choose(problem, Names{"keep"});
+  const auto text = to_text(plan_of(problem, chosen), chosen, 2);
+  EXPECT_THAT(text, AllOf(HasSubstr("micro-batch first, forward:\n"),
+                          HasSubstr("  before the root: gather the root (needed by the root)\n"),
+                          HasSubstr("keep to update the root (its reshard_after_forward is off)"),
+                          HasSubstr("reduce layer 1 (nothing more brings it a gradient)"),
+                          HasSubstr("a micro-batch for 20 B)"), HasSubstr("micro-batch last")));
+  EXPECT_THAT(text, Not(HasSubstr("micro-batch middle")));
+}
+
+}  // namespace
+}  // namespace tessera::capture::passes_test

@@ -1,0 +1,234 @@
+// Plans as files: what is written is read, and what is no plan is refused with its place.
+#include "capture/plan_json.h"
+
+#include <gmock/gmock.h>
+
+#include <nlohmann/json.hpp>
+
+#include "capture/plan_diff.h"
+#include "fsdp/agreed/step_plan_check.h"
+#include "tessera/error.h"
+#include "unit/fsdp/drawn_plan.h"
+#include "unit/fsdp/flat_trace.h"
+
+namespace tessera::capture::plan_json_test {
+namespace {
+
+using fsdp::Draw;
+using fsdp::flat;
+using fsdp::Keep;
+using fsdp::PlanOrder;
+using fsdp::record_of;
+using fsdp::ReduceAt;
+using fsdp::StepPlan;
+using fsdp::units_of;
+using nlohmann::json;
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+
+PlanFile drawn(unsigned seed) {
+  PlanFile file;
+  file.made_for = {"123", 2, "2.13.0", 4, 512};
+  if (seed % 2 == 0) file.memory_budget = 1000 + seed;
+  file.plan = Draw(seed).plan();
+  return file;
+}
+
+PlanFile three_units() {
+  const auto record = record_of({flat({0, 1, 2})});
+  const fsdp::PlanChoices choices{
+      {Keep::kUpdate, Keep::kNot, Keep::kBackward}, ReduceAt::kLastBackward, 1, 1};
+  return {{"77", 2, "2.13.0", 1, 0},
+          std::nullopt,
+          make_plan(record, units_of(3), choices, PlanOrder::kOneAfterTheOther)};
+}
+
+std::string refusal(std::string_view text) {
+  try {
+    parse_plan(text, "p.json");
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kFormat) << error.what();
+    return error.what();
+  }
+  return "";
+}
+
+TEST(PlanJson, WhatIsWrittenIsRead) {
+  for (unsigned seed = 0; seed < 500; ++seed) {
+    const auto file = drawn(seed);
+    const auto text = to_json(file);
+    ASSERT_EQ(parse_plan(text, "p.json"), file) << text;
+    ASSERT_EQ(to_json(drawn(seed)), text) << "equal plans give equal bytes";
+  }
+}
+
+TEST(PlanJson, ActionsAreReadableAndNumbersAreNumbers) {
+  const auto value = json::parse(to_json(three_units()));
+  EXPECT_EQ(value["version"], 1);
+  EXPECT_EQ(value["units"][1]["bytes"], 11);
+  EXPECT_EQ(value["choices"]["keep"], json({"update", "not", "backward"}));
+  const auto& actions = value["stages"][0]["micro_batches"]["only"]["forward"]["actions"];
+  EXPECT_EQ(actions[0], json({"gather", 0}));
+  EXPECT_EQ(actions[1], json({"wait", 0}));
+}
+
+// Cut anywhere, it is refused with its name.
+TEST(PlanJson, EveryTruncationIsRefused) {
+  auto text = to_json(three_units());
+  text.pop_back();  // the last line feed may be missing
+  for (std::size_t size = 0; size < text.size(); ++size) {
+    ASSERT_THAT(refusal(text.substr(0, size)), HasSubstr("p.json")) << size;
+  }
+}
+
+// One value at a time becomes another: the file is refused where it stands, or faults are found, or
+// it is a plan.
+TEST(PlanJson, EditedValuesAreRefusedFoundOrHarmless) {
+  const auto whole = json::parse(to_json(three_units()));
+  const auto values = whole.flatten();
+  std::size_t tried = 0;
+  for (const auto& [pointer, value] : values.items()) {
+    for (const json& other : {json(-1), json(1e300), json("x"), json(nullptr), json(true),
+                              json::array(), json(99999999999LL), json::object({{"a", 1}})}) {
+      auto edited = whole;
+      edited[json::json_pointer(pointer)] = other;
+      ++tried;
+      PlanFile file;
+      try {
+        file = parse_plan(edited.dump(), "p.json");
+      } catch (const Error& error) {
+        ASSERT_EQ(error.kind(), ErrorKind::kFormat) << pointer << error.what();
+        continue;
+      }
+      fsdp::faults_of(file.plan);
+    }
+  }
+  EXPECT_GT(tried, 1000U);
+}
+
+TEST(PlanJson, RefusalsNameThePlace) {
+  const auto with = [](const char* pointer, const json& value) {
+    auto whole = json::parse(to_json(three_units()));
+    whole[json::json_pointer(pointer)] = value;
+    return refusal(whole.dump());
+  };
+  EXPECT_THAT(with("/format", "tessera-profile"), HasSubstr("expected \"tessera-plan\""));
+  EXPECT_THAT(with("/version", 2), HasSubstr("expected version 1"));
+  EXPECT_THAT(with("/units/1/bytes", -4),
+              AllOf(HasSubstr("p.json: 'units': 'an item': 'bytes': found '-4'")));
+  EXPECT_THAT(with("/units/1/bytes", std::int64_t{1} << 60), HasSubstr("expected an integer"));
+  EXPECT_THAT(with("/units/1/lenders", {3}), HasSubstr("an integer from 0 to 2"));
+  EXPECT_THAT(with("/units/1/name", "a\x1b[31m"), HasSubstr("printable bytes"));
+  EXPECT_THAT(with("/choices/keep/0", "for ever"), HasSubstr("\"not\", \"backward\", \"update\""));
+  EXPECT_THAT(with("/stages/0/micro_batches/only/forward/actions/0", {"gather"}),
+              HasSubstr("expected [action, unit]"));
+  EXPECT_THAT(with("/stages/0/micro_batches/only/forward/actions/0", {"fetch", 0}),
+              HasSubstr("expected one of \"gather\""));
+  EXPECT_THAT(with("/stages/0/micro_batches/only", nullptr), HasSubstr("expected an object"));
+  EXPECT_THAT(refusal("[]"), HasSubstr("expected an object"));
+  EXPECT_THAT(refusal(R"({"format": 1, "format": 2})"), HasSubstr("twice in one object"));
+  EXPECT_THAT(refusal(std::string(100, '[')), HasSubstr("nested deeper"));
+}
+
+// As many places, or uses of units with many lenders, as would take hours to check.
+TEST(PlanJson, HugePlansAreRefused) {
+  auto whole = json::parse(to_json(three_units()));
+  auto many = whole;
+  many["record"][0]["parts"][0]["units"] = std::vector<int>(10000, 0);
+  EXPECT_THAT(refusal(many.dump()), HasSubstr("at most 8192 places"));
+  whole["units"][1]["lenders"] = std::vector<int>(100000, 0);
+  whole["record"][0]["parts"][0]["units"] = std::vector<int>(10, 1);
+  EXPECT_THAT(refusal(whole.dump()), HasSubstr("uses of units"));
+  EXPECT_THAT(refusal(std::string(static_cast<std::size_t>(kMostPlanBytes) + 1, ' ')),
+              HasSubstr("expected a plan, of at most"));
+}
+
+// ------------------------------------------------------------------------------ another run's plan
+
+std::string refused(const auto& require) {
+  try {
+    require();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kConfig);
+    return error.what();
+  }
+  return "";
+}
+
+TEST(PlanJson, AnotherRunIsRefusedByWhatDiffers) {
+  const auto file = three_units();
+  const auto with = [&](const auto& change) {
+    auto run = file.made_for;
+    change(run);
+    return refused([&] { require_made_for(file, run, "p.json"); });
+  };
+  EXPECT_EQ(with([](MadeFor&) {}), "");
+  EXPECT_THAT(with([](MadeFor& run) { run.model = "78"; }), HasSubstr("hash 77, expected 78"));
+  EXPECT_THAT(with([](MadeFor& run) { run.world = 3; }), HasSubstr("world of 2, expected 3"));
+  EXPECT_THAT(with([](MadeFor& run) { run.torch = "2.11.0"; }),
+              HasSubstr("torch 2.13.0, expected"));
+  EXPECT_THAT(with([](MadeFor& run) { run.micro_batches = 8; }), HasSubstr("1, expected 8"));
+  EXPECT_EQ(with([](MadeFor& run) { run.tokens = 512; }), "") << "the plan says nothing of tokens";
+}
+
+TEST(PlanJson, AnotherTraceIsRefusedByItsFirstEntry) {
+  const auto file = three_units();
+  EXPECT_EQ(
+      refused([&] { require_plan_of(file.plan, file.plan.record, file.plan.units, "p.json"); }),
+      "");
+  EXPECT_THAT(
+      refused([&] {
+        require_plan_of(file.plan, record_of({flat({0, 2, 1})}), file.plan.units, "p.json");
+      }),
+      HasSubstr("p.json: found a plan of another step: forward 1, entry 2 of 3, 3: layer 2, "
+                "layer 1"));
+  auto units = file.plan.units;
+  units[2].bytes = 5;
+  EXPECT_THAT(refused([&] { require_plan_of(file.plan, file.plan.record, units, "p.json"); }),
+              HasSubstr("unit layer 2, bytes: 5, 12"));
+}
+
+TEST(PlanJson, AFaultIsNamed) {
+  auto plan = three_units().plan;
+  EXPECT_EQ(refused([&] { require_sound(plan, std::nullopt, "p.json"); }), "");
+  EXPECT_THAT(refused([&] { require_sound(plan, 20, "p.json"); }),
+              HasSubstr("over the budget of 20"));
+  plan.stages[0].micro_batches[0].forward.actions[1].unit = 2;
+  EXPECT_THAT(refused([&] { require_sound(plan, std::nullopt, "p.json"); }),
+              HasSubstr("expected none; the first: micro-batch only, forward"));
+}
+
+// ------------------------------------------------------------------------------------- differences
+
+TEST(PlanDiff, EqualPlansHaveNoneAndOthersSome) {
+  std::vector<StepPlan> plans;
+  for (unsigned seed = 0; seed < 60; ++seed) plans.push_back(Draw(seed).plan());
+  for (const auto& one : plans) {
+    for (const auto& other : plans) {
+      if (one == other) {
+        ASSERT_THAT(diff(one, other), IsEmpty());
+      } else {
+        ASSERT_THAT(diff(one, other), Not(IsEmpty()));
+      }
+    }
+  }
+}
+
+TEST(PlanDiff, SaysWhatAChoiceChanges) {
+  const auto before = three_units().plan;
+  auto choices = before.choices;
+  choices.keep[1] = Keep::kBackward;
+  const auto after = make_plan(before.record, before.units, choices, before.order);
+  const auto lines = diff(before, after);
+  ASSERT_THAT(lines, Not(IsEmpty()));
+  EXPECT_EQ(lines[0], "unit layer 1, kept until: not, backward");
+  EXPECT_THAT(lines, ::testing::Contains(HasSubstr(
+                         "micro-batch only, forward, action 6 of 9, 9: release layer 1, keep to "
+                         "backward layer 1")));
+}
+
+}  // namespace
+}  // namespace tessera::capture::plan_json_test

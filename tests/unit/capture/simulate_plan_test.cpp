@@ -1,0 +1,161 @@
+// What a plan takes by the simulator, beside what is counted by hand; profiles and their files.
+#include "capture/simulate_plan.h"
+
+#include <gmock/gmock.h>
+
+#include <nlohmann/json.hpp>
+
+#include "fsdp/agreed/step_plan_check.h"
+#include "tessera/error.h"
+#include "unit/fsdp/drawn_plan.h"
+#include "unit/fsdp/flat_trace.h"
+
+namespace tessera::capture::simulate_plan_test {
+namespace {
+
+using fsdp::flat;
+using fsdp::Keep;
+using fsdp::PlanOrder;
+using fsdp::ReduceAt;
+using ::testing::HasSubstr;
+
+fsdp::StepPlan plan_of(std::vector<Keep> keep, std::size_t ahead) {
+  const fsdp::PlanChoices choices{std::move(keep), ReduceAt::kLastBackward, ahead, ahead};
+  return make_plan(fsdp::record_of({flat({0, 1, 2})}), fsdp::units_of(3), choices,
+                   PlanOrder::kOneAfterTheOther);
+}
+
+PlanProfile profile_of_three(double gather, double reduce) {
+  PlanProfile profile;
+  for (const auto& unit : fsdp::units_of(3)) {
+    profile.units.push_back({unit.name, 1.0, 2.0, gather, reduce});
+  }
+  return profile;
+}
+
+// Nothing ahead: five gathers of the three units are waited for, one after the other, and the last
+// reduction comes after all that computes. 3 x (1 + 2) + 5 x 4 + 1.
+TEST(SimulatePlan, WithoutPrefetchEveryGatherIsWaitedFor) {
+  const auto step =
+      simulate(plan_of({Keep::kUpdate, Keep::kNot, Keep::kNot}, 0), profile_of_three(4.0, 1.0), 1);
+  EXPECT_EQ(step.gathers, 5);
+  EXPECT_EQ(step.reductions, 3);
+  EXPECT_DOUBLE_EQ(step.compute_ms, 9.0);
+  EXPECT_DOUBLE_EQ(step.waited_ms, 20.0 + 1.0) << "one gather goes out behind a reduction";
+  EXPECT_EQ(step.peak_bytes, 10 + 12);
+}
+
+// One ahead: a gather hides behind the unit before it.
+TEST(SimulatePlan, WhatComputesHidesWhatIsGatheredAhead) {
+  const auto plan = plan_of({Keep::kUpdate, Keep::kNot, Keep::kBackward}, 1);
+  const auto step = simulate(plan, profile_of_three(0.5, 0.0), 1);
+  EXPECT_EQ(step.gathers, 4);
+  EXPECT_DOUBLE_EQ(step.waited_ms, 0.5) << "the first one has nothing before it";
+  EXPECT_DOUBLE_EQ(step.step_ms, 9.5);
+  EXPECT_EQ(step.peak_bytes, fsdp::peak_gathered_bytes(plan));
+}
+
+TEST(SimulatePlan, ReductionsBehindTheLastBackwardEndTheStep) {
+  const auto step = simulate(plan_of({Keep::kUpdate, Keep::kUpdate, Keep::kUpdate}, 1),
+                             profile_of_three(0.0, 5.0), 1);
+  EXPECT_DOUBLE_EQ(step.step_ms, 3.0 + 2.0 + 2.0 + 15.0) << "from the end of layer 2 on";
+  EXPECT_DOUBLE_EQ(step.trailing_ms, step.step_ms - step.compute_ms);
+}
+
+// Many micro-batches are not gone through one by one, and come to the same.
+TEST(SimulatePlan, ManyMicroBatchesTakeAsLongAsEachOfThem) {
+  const auto plan = plan_of({Keep::kUpdate, Keep::kNot, Keep::kBackward}, 1);
+  const auto profile = profile_of_three(1.5, 0.25);
+  const auto at = [&](std::int64_t count) { return simulate(plan, profile, count); };
+  const double each = at(8).step_ms - at(7).step_ms;
+  EXPECT_NEAR(at(1000).step_ms, at(8).step_ms + 992 * each, 1e-6);
+  EXPECT_EQ(at(1000).gathers, at(8).gathers + 992 * (at(8).gathers - at(7).gathers));
+  EXPECT_EQ(at(1000).curve.size(), at(8).curve.size());
+  EXPECT_EQ(at(1000).peak_bytes, at(3).peak_bytes);
+}
+
+TEST(SimulatePlan, CurveHasThePeakAndIsDrawn) {
+  const auto plan = plan_of({Keep::kUpdate, Keep::kNot, Keep::kBackward}, 1);
+  const auto step = simulate(plan, profile_of_three(0.5, 0.0), 2);
+  std::int64_t most = 0;
+  for (const auto& point : step.curve) most = std::max(most, point.bytes);
+  EXPECT_EQ(most, step.peak_bytes);
+  const auto drawn = picture(step, 40, 4);
+  EXPECT_EQ(std::ranges::count(drawn, '\n'), 4);
+  EXPECT_THAT(drawn, HasSubstr("33 B"));
+  EXPECT_EQ(std::ranges::count(drawn, '|'), 4) << "one line between two micro-batches";
+}
+
+TEST(SimulatePlan, SeveralStagesAreASchedules) {
+  fsdp::StepRecord record;
+  record.stages.resize(2);
+  record.stages[0] = record.stages[1] = {{flat({0})}, {{true}}};
+  const auto plan = make_plan(record, fsdp::units_of(1), {{Keep::kUpdate}, ReduceAt::kAsked, 1, 1},
+                              PlanOrder::kAny);
+  EXPECT_THROW(simulate(plan, default_profile(plan.units), 1), Error);
+}
+
+// ---------------------------------------------------------------------------------------- profiles
+
+TEST(PlanProfile, FilesReadBackAndCutOnesAreRefused) {
+  PlanProfile profile = profile_of_three(0.5, 0.25);
+  profile.units[1].gather_ms.reset();
+  profile.collective = {0.1, 1e-7};
+  auto text = to_json(profile);
+  EXPECT_EQ(parse_profile(text, "x"), profile);
+  text.pop_back();
+  for (std::size_t size = 0; size < text.size(); ++size) {
+    EXPECT_THROW(parse_profile(text.substr(0, size), "x"), Error) << size;
+  }
+  const auto with = [&](const char* pointer, const nlohmann::json& value) -> std::string {
+    auto whole = nlohmann::json::parse(text);
+    whole[nlohmann::json::json_pointer(pointer)] = value;
+    try {
+      parse_profile(whole.dump(), "x");
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "";
+  };
+  EXPECT_THAT(with("/units/0/forward_ms", -1), HasSubstr("'forward_ms': found '-1'"));
+  EXPECT_THAT(with("/units/0/name", "layer 1"), HasSubstr("each unit once"));
+  EXPECT_THAT(with("/version", 3), HasSubstr("expected version 1"));
+}
+
+TEST(PlanProfile, TheSlowestRankCountsPlaceByPlace) {
+  auto one = profile_of_three(1.0, 1.0);
+  auto other = profile_of_three(2.0, 0.5);
+  one.units[0].forward_ms = 7.0;
+  other.units[1].gather_ms.reset();
+  const auto most = most_of({one, other});
+  EXPECT_EQ(most, most_of({other, one}));
+  EXPECT_EQ(most.units[0].forward_ms, 7.0);
+  EXPECT_EQ(most.units[0].gather_ms, 2.0);
+  EXPECT_EQ(most.units[1].gather_ms, 1.0);
+  EXPECT_EQ(most.units[2].reduce_ms, 1.0);
+  other.units[1].name = "layer 9";
+  EXPECT_THROW(most_of({one, other}), Error);
+}
+
+TEST(PlanProfile, ALineIsFittedThroughWhatWasMeasured) {
+  const std::vector<Measured> exact{{0, 0.5}, {1000, 1.5}, {3000, 3.5}};
+  EXPECT_NEAR(fit(exact).latency_ms, 0.5, 1e-12);
+  EXPECT_NEAR(fit(exact).ms_per_byte, 1e-3, 1e-15);
+  // Never a message that takes less the larger it is, nor less than nothing.
+  EXPECT_EQ(fit(std::vector<Measured>{{1000, 2.0}, {2000, 1.0}}).ms_per_byte, 0.0);
+  EXPECT_EQ(fit(std::vector<Measured>{{1000, 0.1}, {2000, 1.0}}).latency_ms, 0.0);
+  EXPECT_EQ(fit({}), CollectiveCost());
+}
+
+TEST(PlanProfile, AUnitWithoutCostsIsNamed) {
+  const auto profile = profile_of_three(1.0, 1.0);
+  try {
+    profile_of(profile, fsdp::units_of(4), "p.json");
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), HasSubstr("p.json: found no costs of unit 'layer 3'"));
+  }
+}
+
+}  // namespace
+}  // namespace tessera::capture::simulate_plan_test

@@ -1,0 +1,224 @@
+// The plan of a step: what it says of memory and gradients, and that a wrong one is told from a
+// right one.
+#include "fsdp/agreed/step_plan.h"
+
+#include <gmock/gmock.h>
+
+#include <algorithm>
+#include <set>
+
+#include "fsdp/agreed/step_plan_check.h"
+#include "tessera/error.h"
+#include "unit/fsdp/drawn_plan.h"
+#include "unit/fsdp/flat_trace.h"
+
+namespace tessera::fsdp::step_plan_test {
+namespace {
+
+using ::testing::Contains;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+using Kind = PlanAction::Kind;
+
+StepPlan eager(const StepRecord& record, const std::vector<PlanUnit>& units,
+               ReduceAt reduce = ReduceAt::kLastBackward,
+               PlanOrder order = PlanOrder::kOneAfterTheOther) {
+  std::vector<bool> resharded(units.size(), true);
+  resharded[0] = false;
+  return make_plan(record, units, eager_choices(record, resharded, reduce, order), order);
+}
+
+std::vector<std::string> text(const PassPlan& pass) {
+  std::vector<std::string> lines;
+  for (const auto& [kind, unit] : pass.actions) lines.push_back(concat(to_string(kind), " ", unit));
+  return lines;
+}
+
+// What runs outside of a plan, as a plan: each unit is gathered one ahead of the one that computes
+// and given back after it; the last one's backward comes next; the root stays.
+TEST(StepPlan, EagerGathersOneAheadAndKeepsTheLast) {
+  const auto plan = eager(record_of({flat({0, 1, 2})}), units_of(3));
+  const auto& [forward, backward] = plan.stages[0].of(MicroBatchClass::kOnly);
+  EXPECT_THAT(text(forward),
+              ElementsAre("gather 0", "wait 0", "gather 1", "wait 1", "gather 2", "release 1",
+                          "wait 2", "keep to backward 2", "keep to update 0"));
+  EXPECT_THAT(text(backward), ElementsAre("gather 1", "release 2", "reduce 2", "wait 1",
+                                          "release 1", "reduce 1", "reduce 0"));
+  EXPECT_THAT(faults_of(plan), IsEmpty());
+  EXPECT_EQ(peak_gathered_bytes(plan), 10 + 11 + 12);
+}
+
+// Naive: later micro-batches gather again what stays, or reduce before the last one.
+TEST(StepPlan, MicroBatchesDifferInWhatIsThereAndWhatIsReduced) {
+  const auto plan = eager(record_of({flat({0, 1})}), units_of(2));
+  const auto of = [&](MicroBatchClass which) { return plan.stages[0].of(which); };
+  EXPECT_THAT(text(of(MicroBatchClass::kMiddle).forward), Not(Contains("gather 0")));
+  EXPECT_THAT(text(of(MicroBatchClass::kFirst).forward), Contains("gather 0"));
+  for (const auto which : {MicroBatchClass::kFirst, MicroBatchClass::kMiddle}) {
+    EXPECT_THAT(text(of(which).backward), Not(Contains(HasSubstr("reduce"))));
+  }
+  EXPECT_THAT(text(of(MicroBatchClass::kLast).backward), Contains("reduce 1"));
+}
+
+// ZeRO's three stages, as choices: what is gathered in a step of three micro-batches, and reduced.
+TEST(StepPlan, ZeroStagesAreChoices) {
+  const auto units = units_of(4);
+  const auto record = record_of({flat({0, 1, 2, 3})});
+  const auto counted = [&](Keep keep, ReduceAt reduce) {
+    const PlanChoices choices{std::vector<Keep>(4, keep), reduce, 1, 1};
+    const auto plan = make_plan(record, units, choices, PlanOrder::kOneAfterTheOther);
+    EXPECT_THAT(faults_of(plan), IsEmpty());
+    std::ptrdiff_t gathers = 0;
+    std::ptrdiff_t reductions = 0;
+    for (const auto which :
+         {MicroBatchClass::kFirst, MicroBatchClass::kMiddle, MicroBatchClass::kLast}) {
+      for (const auto* pass :
+           {&plan.stages[0].of(which).forward, &plan.stages[0].of(which).backward}) {
+        gathers += std::ranges::count(pass->actions, Kind::kGather, &PlanAction::kind);
+        reductions += std::ranges::count(pass->actions, Kind::kReduce, &PlanAction::kind);
+      }
+    }
+    return std::pair(gathers, reductions);
+  };
+  EXPECT_EQ(counted(Keep::kUpdate, ReduceAt::kLastBackward), std::pair(4L, 4L));
+  EXPECT_EQ(counted(Keep::kUpdate, ReduceAt::kEveryBackward), std::pair(4L, 12L));
+  // A forward leaves nothing, so its backward gathers all four again.
+  EXPECT_EQ(counted(Keep::kNot, ReduceAt::kEveryBackward), std::pair(24L, 12L));
+}
+
+// A unit of two stages is gathered by whichever comes first, and by nobody twice.
+TEST(StepPlan, StagesThatShareAUnitGatherItOnce) {
+  StepRecord record;
+  record.stages.resize(2);
+  record.stages[0] = {{flat({0, 1})}, {{true, true}}};
+  record.stages[1] = {{flat({0, 2})}, {{true, true}}};
+  const PlanChoices choices{std::vector<Keep>(3, Keep::kUpdate), ReduceAt::kAsked, 1, 1};
+  const auto plan = make_plan(record, units_of(3), choices, PlanOrder::kAny);
+  EXPECT_THAT(faults_of(plan), IsEmpty());
+  for (const auto& stage : plan.stages) {
+    EXPECT_THAT(text(stage.of(MicroBatchClass::kFirst).forward),
+                Contains("gather unless gathered 0"));
+    EXPECT_THAT(text(stage.of(MicroBatchClass::kMiddle).forward), IsEmpty());
+  }
+  EXPECT_THAT(plan.stages[1].units, ElementsAre(0, 2));
+}
+
+TEST(StepPlan, KeptToBackwardIsRefusedWhereOthersComeBetween) {
+  const PlanChoices choices{{Keep::kBackward}, ReduceAt::kAsked, 1, 1};
+  try {
+    make_plan(record_of({flat({0})}), units_of(1), choices, PlanOrder::kAny);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kUsage);
+    EXPECT_THAT(error.what(), HasSubstr("keep them to the update"));
+  }
+}
+
+// ------------------------------------------------------------------------- plans that are drawn
+
+// Whatever units, traces, checkpoints, reach and choices: no use without its gather, nothing twice,
+// nothing left.
+TEST(StepPlan, EveryPlanThatIsMadeHolds) {
+  for (unsigned seed = 0; seed < 3000; ++seed) {
+    const auto plan = Draw(seed).plan();
+    ASSERT_THAT(faults_of(plan), IsEmpty()) << "seed " << seed << "\n" << to_string(plan);
+  }
+}
+
+TEST(StepPlan, EqualPlansHaveEqualHashesAndOthersNot) {
+  std::set<std::uint64_t> hashes;
+  std::vector<StepPlan> plans;
+  for (unsigned seed = 0; seed < 300; ++seed) {
+    auto plan = Draw(seed).plan();
+    EXPECT_EQ(plan.hash(), Draw(seed).plan().hash());
+    if (std::ranges::find(plans, plan) == plans.end()) plans.push_back(std::move(plan));
+  }
+  for (const auto& plan : plans) hashes.insert(plan.hash());
+  EXPECT_EQ(hashes.size(), plans.size());
+}
+
+/// Every pass of the plan that has actions.
+std::vector<PassPlan*> passes(StepPlan& plan) {
+  std::vector<PassPlan*> list;
+  for (auto& stage : plan.stages) {
+    for (auto& one : stage.micro_batches) {
+      for (auto* pass : {&one.forward, &one.backward}) {
+        if (!pass->actions.empty()) list.push_back(pass);
+      }
+    }
+  }
+  return list;
+}
+
+// An action that is missing, comes twice, or is another unit's makes a plan wrong: the fault is
+// found and names the unit. (A note to keep, and a reduction that finish() makes up for, may go.)
+TEST(StepPlan, AWrongPlanIsToldFromARightOne) {
+  int tried = 0;
+  for (unsigned seed = 0; seed < 1000; ++seed) {
+    auto plan = Draw(seed).plan();
+    Draw draw(seed + 7777);
+    auto list = passes(plan);
+    if (list.empty()) continue;
+    auto& pass = *list[draw.below(list.size())];
+    const auto at = draw.below(pass.actions.size());
+    auto& action = pass.actions[at];
+    const bool is_note = action.kind == Kind::kKeepToBackward || action.kind == Kind::kKeepToUpdate;
+    if (is_note) continue;
+    const auto shift = [&](std::size_t by) {
+      for (auto& part : pass.places) {
+        for (auto& place : part) {
+          for (auto* end : {&place.needed, &place.ahead, &place.after}) {
+            if (*end > at) *end += by;
+          }
+        }
+      }
+    };
+    switch (draw.below(2)) {
+      case 0:
+        if (action.kind == Kind::kReduce) continue;
+        pass.actions.erase(pass.actions.begin() + static_cast<std::ptrdiff_t>(at));
+        shift(static_cast<std::size_t>(-1));
+        break;
+      default:
+        pass.actions.insert(pass.actions.begin() + static_cast<std::ptrdiff_t>(at), action);
+        shift(1);
+        break;
+    }
+    ++tried;
+    ASSERT_THAT(faults_of(plan), Not(IsEmpty())) << "seed " << seed << ", action " << at;
+  }
+  EXPECT_GT(tried, 500);
+}
+
+TEST(StepPlan, PlacesOutOfOrderAndForeignUnitsAreFound) {
+  const auto right = eager(record_of({flat({0, 1, 2})}), units_of(3));
+  const auto first = MicroBatchClass::kFirst;
+  const auto with = [&](const auto& change) {
+    auto plan = right;
+    change(plan, plan.stages[0].micro_batches[static_cast<std::size_t>(first)]);
+    return faults_of(plan);
+  };
+  EXPECT_THAT(with([](auto&, auto& one) { one.forward.places[0][1].needed = 99; }),
+              Contains(HasSubstr("99 of 9 actions")));
+  EXPECT_THAT(with([](auto&, auto& one) { one.forward.places[0].pop_back(); }),
+              Contains(HasSubstr("does not fit what was recorded")));
+  EXPECT_THAT(with([](auto&, auto& one) { one.backward.actions[0].unit = 3; }),
+              Contains(HasSubstr("does not fit")));
+  EXPECT_THAT(with([](auto& plan, auto&) { plan.choices.keep.pop_back(); }), Not(IsEmpty()));
+  EXPECT_THAT(with([](auto& plan, auto&) { plan.record.stages[0].parts[0].exits[0] = 2; }),
+              Contains(HasSubstr("does not fit")));
+  EXPECT_THAT(
+      with([](auto&, auto& one) { std::swap(one.backward.actions[0], one.backward.actions[3]); }),
+      Contains(HasSubstr("layer 1")));
+}
+
+TEST(StepPlan, ABudgetIsNeverExceeded) {
+  const auto plan = eager(record_of({flat({0, 1, 2})}), units_of(3));
+  EXPECT_THAT(faults_of(plan, 33), IsEmpty());
+  EXPECT_THAT(faults_of(plan, 32), Contains(HasSubstr("over the budget of 32")));
+}
+
+}  // namespace
+}  // namespace tessera::fsdp::step_plan_test
