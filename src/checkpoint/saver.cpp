@@ -165,8 +165,7 @@ std::string CheckpointSaver::write_files() const {
   }
   // Through the folder: all ranks' together are too much to send to every one of them.
   const auto text = part_text(entries);
-  return to_string(
-      write_hashed_file(folder / part_file(world_.rank()), bytes_of(text)));
+  return to_string(write_hashed_file(folder / part_file(world_.rank()), bytes_of(text)));
 }
 
 bool CheckpointSaver::writing() const {

@@ -210,8 +210,8 @@ bool is_held_elsewhere(const std::vector<at::Tensor*>& results, std::size_t i,
 /// What tensors are to the unit whose border they cross.
 enum class Crossing : std::uint8_t { kArgument, kResult };
 
-/// What a model is given lies where it computes, but for numbers, which have no dims, and for what has
-/// no values. Units inside may take what the model around them keeps on the host. Errors: as
+/// What a model is given lies where it computes, but for numbers, which have no dims, and for what
+/// has no values. Units inside may take what the model around them keeps on the host. Errors: as
 /// require_device().
 void require_inputs_here(const std::vector<at::Tensor*>& inputs, const Unit& outermost) {
   const at::Device device = outermost.runtime().device();

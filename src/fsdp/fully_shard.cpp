@@ -36,9 +36,8 @@ void require_devices(const std::vector<fsdp::FoundParameter>& parameters, at::De
     const at::Tensor& tensor = parameter.leaves.front()->tensor;
     TESSERA_CHECK(tensor.is_cpu() || tensor.device() == device, ErrorKind::kUsage, "parameter ",
                   parameter.meta.name, ": found it on ", tensor.device().str(), ", expected ",
-                  device.str(), device.is_cpu() ? "" : " or cpu",
-                  ", as its World computes on ", device.str(),
-                  "; make the module there, or move it before fully_shard");
+                  device.str(), device.is_cpu() ? "" : " or cpu", ", as its World computes on ",
+                  device.str(), "; make the module there, or move it before fully_shard");
   }
 }
 

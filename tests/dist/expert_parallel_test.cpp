@@ -11,6 +11,7 @@
 namespace tessera::moe::expert_parallel_test {
 namespace {
 
+using test::here;
 using test::ranks;
 using test::same_bits;
 using test::seeded;
@@ -52,7 +53,7 @@ Inputs inputs_of(const Problem& problem) {
   return {{drawn(1, {tokens, kHidden}), drawn(2, {tokens, kChosen}),
            drawn(3, {kExperts, 2 * kInner, kHidden}), drawn(4, {kExperts, kHidden, kInner}),
            drawn(5, {kExperts, 2 * kInner}), drawn(6, {kExperts, kHidden})},
-          choice(tokens, problem.choice),
+          here(choice(tokens, problem.choice)),
           drawn(7, {tokens, kHidden})};
 }
 
@@ -83,9 +84,25 @@ std::vector<at::Tensor> own_parts(const std::vector<at::Tensor>& all, std::size_
   return parts;
 }
 
+Inputs here_of(Inputs inputs) {
+  for (at::Tensor& tensor : inputs.tensors) tensor = here(tensor);
+  return {std::move(inputs.tensors), here(inputs.indices), here(inputs.grad)};
+}
+
+/// Where the ranks are: kernels of the CPU and of devices round in places of their own.
+std::vector<at::Tensor> on_one_rank(const Inputs& inputs, const Problem& problem) {
+  std::vector<at::Tensor> results;
+  ranks(1).run([&](World&) {
+    for (const at::Tensor& result : run(here_of(inputs), problem, {})) {
+      results.push_back(result.cpu());
+    }
+  });
+  return results;
+}
+
 void expect_as_on_one_rank(const Problem& problem, double bound, ThreadBackend backend) {
   const Inputs inputs = inputs_of(problem);
-  const std::vector<at::Tensor> whole = run(inputs, problem, {});
+  const std::vector<at::Tensor> whole = on_one_rank(inputs, problem);
   const int size = static_cast<int>(problem.tokens.size());
   ranks(size, backend).run([&](World& world) {
     parallel::Axis axis =
@@ -98,13 +115,13 @@ void expect_as_on_one_rank(const Problem& problem, double bound, ThreadBackend b
     const Inputs mine{own_parts(inputs.tensors, 2, tokens, own),
                       inputs.indices.narrow(0, tokens.begin, tokens.size()),
                       inputs.grad.narrow(0, tokens.begin, tokens.size())};
-    const std::vector<at::Tensor> found = run(mine, problem, axis);
+    const std::vector<at::Tensor> found = run(here_of(mine), problem, axis);
     const std::vector<at::Tensor> expected = own_parts(whole, 3, tokens, own);
     for (std::size_t i = 0; i < found.size(); ++i) {
       if (bound == 0) {
         EXPECT_TRUE(same_bits(found[i], expected[i])) << "result " << i << " over " << size;
       } else {
-        EXPECT_TRUE(at::allclose(found[i], expected[i], bound, bound)) << "result " << i;
+        EXPECT_TRUE(at::allclose(found[i].cpu(), expected[i], bound, bound)) << "result " << i;
       }
     }
   });

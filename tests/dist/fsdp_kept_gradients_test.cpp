@@ -187,7 +187,7 @@ TEST_P(KeptGradients, SurviveALossScaleThatComesAndGoes) {
   });
 }
 
-// `.grad` of a shard takes a tensor of any device. Naive: libtorch names two devices and no parameter.
+// `.grad` of a shard takes a tensor of any device. Naive: libtorch names two devices, no parameter.
 TEST(GradientsElsewhere, AreRefusedByName) {
   ranks(1).run([](World& world) {
     const auto block = std::make_shared<Block>(1, kWidth);

@@ -114,7 +114,7 @@ TEST(PipelineRunner, SchedulesInAnyOrderEndWithTheSameSums) {
 class CountingMail final : public comm::Mail {
  public:
   CountingMail(std::shared_ptr<comm::Mail> inner, int ranks)
-      : Mail({everyone(ranks), inner->rank()}), inner_(std::move(inner)) {}
+      : Mail({everyone(ranks), inner->rank(), device_here()}), inner_(std::move(inner)) {}
 
   int posted_first = 0;
 

@@ -17,6 +17,8 @@
 namespace tessera::parallel::transitions_test {
 namespace {
 
+using test::here;
+using test::OnTheHost;
 using test::ranks;
 using test::same_bits;
 using test::seeded;
@@ -46,11 +48,16 @@ at::Tensor addend(const at::Tensor& whole, int size, int rank) {
   return rest;
 }
 
-at::Tensor local(const at::Tensor& whole, Kind kind, const Axis& axis, std::int64_t dim) {
+at::Tensor on_the_host(const at::Tensor& whole, Kind kind, const Axis& axis, std::int64_t dim) {
+  const OnTheHost there;
   if (kind == Kind::kP) return addend(whole, axis.size, axis.rank);
   if (kind != Kind::kS) return whole.clone();
   const layout::Range part = layout::part_of(whole.size(dim), axis.size, axis.rank);
   return whole.narrow(dim, part.begin, part.size()).clone();
+}
+
+at::Tensor local(const at::Tensor& whole, Kind kind, const Axis& axis, std::int64_t dim) {
+  return here(on_the_host(whole, kind, axis, dim));
 }
 
 struct Case {
@@ -121,8 +128,8 @@ void expect_as_on_one_rank(const Case& one, int size, const Shape& shape, Thread
     const at::Tensor x = local(whole, one.from, axis, shape.dim).requires_grad_(true);
     const at::Tensor y = one.run(x, axis, cut);
     y.backward(local(weights, dual(one.to), axis, shape.dim));
-    outputs[static_cast<std::size_t>(axis.rank)] = y.detach();
-    gradients[static_cast<std::size_t>(axis.rank)] = x.grad();
+    outputs[static_cast<std::size_t>(axis.rank)] = y.detach().cpu();
+    gradients[static_cast<std::size_t>(axis.rank)] = x.grad().cpu();
   });
   const std::string what = one.name + " over " + std::to_string(size);
   EXPECT_TRUE(at::allclose(whole_of_locals(outputs, one.to, shape.dim, what), whole, 0, 1e-14))
@@ -163,7 +170,8 @@ TEST(Transitions, RowsGoToTheirRanksAndTheirGradientsComeBack) {
         std::vector<at::Tensor> sent;
         std::vector<at::Tensor> expected;
         const auto marked = [&](int from, int to) {
-          return at::arange(rows(from, to) * 2, at::kDouble).view({-1, 2}) + 100 * from + 10 * to;
+          return here(at::arange(rows(from, to) * 2, at::kDouble)).view({-1, 2}) + 100 * from +
+                 10 * to;
         };
         for (int peer = 0; peer < size; ++peer) {
           splits.sends.push_back(rows(axis.rank, peer));
@@ -195,15 +203,15 @@ TEST(Transitions, SixteenBitAddendsAreAddedInFloat32AndRoundedOnce) {
     const Axis axis = axis_over(world);
     const float small = std::ldexp(1.0F, -8);
     const float addends[] = {1.0F, small, small};
-    const at::Tensor x = at::full({3}, addends[axis.rank]).to(at::kBFloat16);
+    const at::Tensor x = here(at::full({3}, addends[axis.rank])).to(at::kBFloat16);
     // 1 + 2^-8 is 1 in bf16: added one by one nothing would remain.
     const at::Tensor expected = at::full({3}, 1 + 2 * small).to(at::kBFloat16);
     EXPECT_TRUE(same_bits(all_reduce(x, axis, To::kReplicate, "sum"), expected));
     EXPECT_TRUE(same_bits(reduce_scatter(x, axis, {0}, "part"), expected.narrow(0, 0, 1)));
-    const at::Tensor leaf = at::zeros({3}, at::kBFloat16).requires_grad_(true);
+    const at::Tensor leaf = here(at::zeros({3}, at::kBFloat16)).requires_grad_(true);
     copy(leaf, axis, "copy").backward(x);
     EXPECT_TRUE(same_bits(leaf.grad(), expected));
-    const at::Tensor part = at::zeros({1}, at::kBFloat16).requires_grad_(true);
+    const at::Tensor part = here(at::zeros({1}, at::kBFloat16)).requires_grad_(true);
     all_gather(part, axis, {0}, To::kReplicate, "gather").backward(x);
     EXPECT_TRUE(same_bits(part.grad(), expected.narrow(0, 0, 1)));
   });
@@ -214,15 +222,15 @@ TEST(Transitions, ASumMayBeKeptWiderThanItsAddends) {
     const Axis axis = axis_over(world, at::kFloat);
     const float small = std::ldexp(1.0F, -10);
     const at::Tensor x =
-        at::full({4}, axis.rank == 0 ? 1.0F : small).to(at::kBFloat16).requires_grad_(true);
+        here(at::full({4}, axis.rank == 0 ? 1.0F : small)).to(at::kBFloat16).requires_grad_(true);
     const at::Tensor expected = at::full({4}, 1 + small);
     const at::Tensor sum = all_reduce(x, axis, To::kReplicate, "sum", at::kFloat);
     EXPECT_TRUE(same_bits(sum, expected));
-    sum.backward(at::ones({4}));
+    sum.backward(here(at::ones({4})));
     EXPECT_EQ(x.grad().scalar_type(), at::kBFloat16);
     const at::Tensor part = reduce_scatter(x, axis, {0}, "part", at::kFloat);
     EXPECT_TRUE(same_bits(part, expected.narrow(0, 0, 2)));
-    part.backward(at::ones({2}));
+    part.backward(here(at::ones({2})));
     EXPECT_TRUE(same_bits(x.grad(), at::full({4}, 3.0F).to(at::kBFloat16)));
   });
 }
@@ -231,7 +239,7 @@ TEST(Transitions, AddendsTravelInTheReduceDtype) {
   ranks(2).run([](World& world) {
     const Axis axis = axis_over(world, at::kBFloat16);
     // 1 + 2^-10 is rounded to 1 before it leaves; the sum, fp32, is exact.
-    const at::Tensor x = at::full({2}, 1 + std::ldexp(1.0F, -10));
+    const at::Tensor x = here(at::full({2}, 1 + std::ldexp(1.0F, -10)));
     EXPECT_TRUE(same_bits(all_reduce(x, axis, To::kReplicate, "sum"), at::full({2}, 2.0F)));
   });
 }
@@ -240,7 +248,7 @@ TEST(Transitions, RanksThatMeanDifferentTransitionsAreNamed) {
   try {
     ranks(2).run([](World& world) {
       const Axis axis = axis_over(world);
-      all_reduce(at::ones({2}), axis, To::kReplicate,
+      all_reduce(here(at::ones({2})), axis, To::kReplicate,
                  axis.rank == 0 ? "layers.0.mlp" : "layers.0.self_attn");
     });
     FAIL() << "nothing was refused";
@@ -273,7 +281,7 @@ TEST(Transitions, SizesThatDoNotDivideAreRefusedUnlessAllowed) {
 TEST(Transitions, SecondDerivativesAreRefused) {
   ranks(2).run([](World& world) {
     const Axis axis = axis_over(world);
-    const at::Tensor x = at::ones({2}).requires_grad_(true);
+    const at::Tensor x = here(at::ones({2})).requires_grad_(true);
     const at::Tensor y = copy(x, axis, "copy").sum();
     EXPECT_THROW(y.backward({}, std::nullopt, /*create_graph=*/true), Error);
   });

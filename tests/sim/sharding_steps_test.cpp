@@ -432,10 +432,10 @@ void fail_beside_reductions(World& world) {
 // Naive: nobody waits for what is lost, and its memory is free.
 TEST(StepOnADevice, SumsOfAFailedStepAreFreedBehindItsReductions) {
   const auto races = [](bool with_event) {
-    const test_hooks::Set left_out(
-        test_hooks::leaves_out_event, [&](comm::EventSite site, comm::EventEnd /*end*/) {
-          return !with_event && site == comm::EventSite::kReduced;
-        });
+    const test_hooks::Set left_out(test_hooks::leaves_out_event,
+                                   [&](comm::EventSite site, comm::EventEnd /*end*/) {
+                                     return !with_event && site == comm::EventSite::kReduced;
+                                   });
     try {
       on_ranks(2, "sim", fail_beside_reductions);
     } catch (const std::exception&) {  // the race

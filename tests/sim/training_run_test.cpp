@@ -378,7 +378,8 @@ TEST(TrainingRun, ACheckpointIsOrderedByEachOfItsEvents) {
 
 using TrainingRunDeathTest = ::testing::Test;
 
-// Without its record nothing says when the file's bytes are there: its writer reads pinned memory early.
+// Without its record nothing says when the file's bytes are there: its writer reads pinned memory
+// early.
 TEST(TrainingRunDeathTest, ACheckpointsEndIsFoundIfItIsNotRecorded) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   const TemporaryFolder folder;
@@ -430,7 +431,8 @@ std::string snapshot_of(const c10::Device& device, std::int64_t pinned_block) {
 // Naive: pinned memory in one piece, which libtorch rounds up to a power of two.
 TEST(Snapshot, OfADeviceIsTheFileInPiecesOfABoundedSize) {
   const std::string expected = snapshot_of(c10::kCPU, 8);
-  for (const std::int64_t block : {std::int64_t{64}, std::int64_t{1} << 10, std::int64_t{1} << 20}) {
+  for (const std::int64_t block :
+       {std::int64_t{64}, std::int64_t{1} << 10, std::int64_t{1} << 20}) {
     EXPECT_EQ(snapshot_of(device(0), block), expected) << block;
   }
 }
@@ -438,11 +440,10 @@ TEST(Snapshot, OfADeviceIsTheFileInPiecesOfABoundedSize) {
 // What was copied may be freed, and its memory be another's, once the copy is through.
 TEST(Snapshot, LetsGoOfWhatItReadsBehindTheCopy) {
   const auto race = [](bool with_event) {
-    const test_hooks::Set left_out(
-        test_hooks::leaves_out_event, [&](comm::EventSite site, comm::EventEnd end) {
-          return !with_event && site == comm::EventSite::kSnapshotEnd &&
-                 end == comm::EventEnd::kBlock;
-        });
+    const test_hooks::Set left_out(test_hooks::leaves_out_event, [&](comm::EventSite site,
+                                                                     comm::EventEnd end) {
+      return !with_event && site == comm::EventSite::kSnapshotEnd && end == comm::EventEnd::kBlock;
+    });
     return race_of([] {
       checkpointing::Snapshot snapshot;
       snapshot.take({part_of("model/weight", at::ones({100}, on(0)))}, "rank_0.safetensors");

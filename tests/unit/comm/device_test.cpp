@@ -108,7 +108,8 @@ std::string deterministic_with(const char* products) {
 
 // Naive: the first product of the run ends it, by libtorch's message.
 TEST(DeterministicKernels, OnCudaWantTheVariableOfItsProducts) {
-  const std::string refusal = "usage: deterministic kernels on cuda:0: found CUBLAS_WORKSPACE_CONFIG ";
+  const std::string refusal =
+      "usage: deterministic kernels on cuda:0: found CUBLAS_WORKSPACE_CONFIG ";
   EXPECT_EQ(deterministic_with(nullptr).find(refusal + "unset, expected :4096:8 or :16:8"), 0U);
   EXPECT_EQ(deterministic_with(":0:0").find(refusal + "':0:0', expected :4096:8"), 0U);
   EXPECT_FALSE(at::globalContext().deterministicAlgorithms()) << "nothing is taken by halves";
