@@ -41,6 +41,7 @@ constexpr std::size_t kMostAhead = 4;
 constexpr double kAsGood = 1e-3;
 
 std::string ms_text(double ms) {
+  if (ms >= 1e4) return concat(std::round(ms / 100.0) / 10.0, " s");
   const double rounded = ms < 0.1 ? std::round(ms * 1e4) / 1e4 : std::round(ms * 100.0) / 100.0;
   return concat(rounded, " ms");
 }
@@ -225,15 +226,22 @@ class Chooser {
   std::vector<Candidate> candidates() const {
     const auto& choices = chosen_.choices;
     const auto before = gathers(choices);
+    // How often a unit is gathered does not depend on how long others stay: all at once, then.
+    const auto if_all = [&](Keep keep) {
+      auto changed = choices;
+      for (auto& one : changed.keep) one = std::max(one, keep);
+      return gathers(changed);
+    };
+    const bool has_order = problem_.order == PlanOrder::kOneAfterTheOther;
+    const auto to_backward = has_order ? if_all(Keep::kBackward) : before;
+    const auto to_update = if_all(Keep::kUpdate);
     std::vector<Candidate> list;
     for (UnitId unit = 0; unit < problem_.units.size(); ++unit) {
       double least_saved = 0.0;
       for (const auto keep : {Keep::kBackward, Keep::kUpdate}) {
         if (keep <= choices.keep[unit]) continue;
-        if (keep == Keep::kBackward && problem_.order == PlanOrder::kAny) continue;
-        auto changed = choices;
-        changed.keep[unit] = keep;
-        const auto fewer = before[unit] - gathers(changed)[unit];
+        const auto& after = keep == Keep::kBackward ? to_backward : to_update;
+        const auto fewer = before[unit] - after[unit];
         const double saves = static_cast<double>(fewer) *
                              problem_.profile.gather_ms(problem_.units, unit) /
                              static_cast<double>(problem_.micro_batches);

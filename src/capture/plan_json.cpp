@@ -370,9 +370,9 @@ void require_made_for(const PlanFile& file, const MadeFor& run, std::string_view
                   ", as this run has; make it anew with tessera plan");
   };
   const auto& of = file.made_for;
-  require("the model whose bucket plan has the hash", of.model, run.model);
   require("a world of", of.world, run.world);
   require("torch", of.torch, run.torch);
+  require("the model whose bucket plan has the hash", of.model, run.model);
   require("micro-batches a step:", of.micro_batches, run.micro_batches);
   if (of.tokens != 0 && run.tokens != 0) {
     require("tokens of a micro-batch on a rank:", of.tokens, run.tokens);

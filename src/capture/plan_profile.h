@@ -24,12 +24,12 @@ struct UnitCost {
   bool operator==(const UnitCost&) const = default;
 };
 
-/// A collective of n bytes takes latency + n x ms_per_byte.
+/// A collective of n bytes takes latency + n x ms_per_byte, of none nothing: a rank alone has all.
 struct CollectiveCost {
   double latency_ms = 0.0;
   double ms_per_byte = 0.0;
   double of(std::int64_t bytes) const {
-    return latency_ms + ms_per_byte * static_cast<double>(bytes);
+    return bytes == 0 ? 0.0 : latency_ms + ms_per_byte * static_cast<double>(bytes);
   }
   bool operator==(const CollectiveCost&) const = default;
 };

@@ -22,6 +22,11 @@ std::int64_t micro_batches_of(const RunOfPlan& run) {
   return resolve_micro_batches(run.config, Verb::kContract, rows, run.dims.data_ranks());
 }
 
+/// Images come in batches only; which of these have some, a header alone does not say.
+bool may_have_images(const Config& config) {
+  return config.data.path.size() == 1 && config.data.path.front().ends_with(".safetensors");
+}
+
 /// Names of the parameters that lie in each unit, small ones of others among the root's.
 std::vector<std::set<std::string_view>> held(const layout::ModelPlan& plan) {
   std::vector<std::set<std::string_view>> names;
@@ -65,8 +70,13 @@ fsdp::StepRecord step_record(const RunOfPlan& run) {
   }
   // In the order of the modules, which is the forward's.
   std::map<std::string_view, bool> reached;
+  std::set<std::string_view> left_out;
   bool any = false;
   for (const auto& parameter : run.description.parameters) {
+    if (parameter.part == models::ModelPart::kVision && !may_have_images(run.config)) {
+      left_out.insert(parameter.unit);
+      continue;
+    }
     const auto found = trains.find(parameter.name);
     any = any || (found != trains.end() && found->second);
     reached[parameter.unit] = any;
@@ -74,9 +84,11 @@ fsdp::StepRecord step_record(const RunOfPlan& run) {
   fsdp::Trace trace;
   fsdp::Reach reach;
   for (fsdp::UnitId unit = 0; unit < run.plan.units.size(); ++unit) {
+    const std::string_view name = run.plan.units[unit].plan.name;
+    if (unit > 0 && left_out.contains(name)) continue;
+    if (unit > 0) trace.exits.push_back(trace.units.size());
     trace.units.push_back(unit);
-    if (unit > 0) trace.exits.push_back(unit);
-    reach.push_back(unit == 0 ? any : reached[run.plan.units[unit].plan.name]);
+    reach.push_back(unit == 0 ? any : reached[name]);
   }
   trace.exits.push_back(0);
   trace.checkpoints.resize(trace.units.size());

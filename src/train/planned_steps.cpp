@@ -1,5 +1,7 @@
 #include "train/planned_steps.h"
 
+#include <torch/version.h>
+
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -51,8 +53,14 @@ CompileOptions planned_options(const RunOfPlan& run, std::int64_t micro_batches,
       world.device().str(), ", expected bytes there; give them as a number");
   auto options = compile_options(run, least_memory(world));
   options.micro_batches = micro_batches;
+  const auto planning = capture::planning_of(options);
+  if (planning.given) {
+    auto expected = made_for(run, TORCH_VERSION);
+    expected.micro_batches = micro_batches;
+    require_made_for(*planning.given, expected, planning.plan_from);
+  }
   const auto record = step_record(run);
-  plan_step(capture::planning_of(options), record, plan_units(run), eager_choices(run, record),
+  plan_step(planning, record, plan_units(run), eager_choices(run, record),
             fsdp::PlanOrder::kOneAfterTheOther);
   return options;
 }

@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 
 #include <nlohmann/json.hpp>
+#include <sstream>
 
 #include "cli/program.h"
 
@@ -27,8 +28,9 @@ void write_run(const testing::TemporaryFolder& folder) {
                                "param_dtype = \"float32\"\n");
 }
 
-Outcome plan(const testing::TemporaryFolder& folder, const Words& more) {
-  Words words{"plan", "run.toml", "--world", "2"};
+Outcome plan(const testing::TemporaryFolder& folder, const Words& more,
+             const std::string& world = "2") {
+  Words words{"plan", "run.toml", "--world", world};
   words.insert(words.end(), more.begin(), more.end());
   return run_program(folder, words);
 }
@@ -114,10 +116,11 @@ TEST(PlanVerb, NamesEveryFindingOfAPlan) {
   folder.write("plan.json", whole.dump());
   const Outcome outcome = plan(folder, {"--check", "plan.json"});
   EXPECT_EQ(outcome.code, 3) << outcome.err;
-  EXPECT_THAT(outcome.out, AllOf(HasSubstr("micro-batch first, forward: unit (root) is gathered "
-                                           "while it is gathered\n"),
-                                 HasSubstr("is used before the wait for its gather\n"),
-                                 HasSubstr(" findings\n")));
+  EXPECT_THAT(
+      outcome.out,
+      AllOf(HasSubstr("micro-batch first, forward: unit model.embed_tokens is gathered "
+                      "while it is gathered\n"),
+            HasSubstr("is used before the wait for its gather\n"), HasSubstr(" findings\n")));
   const Outcome given = plan(folder, {"--compile.plan", "plan.json"});
   EXPECT_EQ(given.code, 2);
   EXPECT_THAT(given.err, HasSubstr("faults, expected none; the first: micro-batch first, forward"));
@@ -145,7 +148,10 @@ TEST(PlanVerb, RefusesPlansOfOthersAndFilesThatAreNone) {
   EXPECT_THAT(with("/made_for/torch", "1.0"), HasSubstr("a plan for torch 1.0, expected "));
   EXPECT_THAT(with("/made_for/model", "7"), HasSubstr("hash 7, expected "));
   EXPECT_THAT(with("/made_for/tokens", 8), HasSubstr("tokens of a micro-batch on a rank: 8"));
-  EXPECT_THAT(refused(text, {"--world", "4"}), HasSubstr("a world of 2, expected 4"));
+  folder.write("plan.json", text);
+  const Outcome larger = plan(folder, {"--check", "plan.json"}, "4");
+  EXPECT_EQ(larger.code, 2);
+  EXPECT_THAT(larger.err, HasSubstr("a world of 2, expected 4"));
   EXPECT_THAT(refused(text, {"--training.global_batch_size", "8"}),
               HasSubstr("micro-batches a step: 2, expected 4"));
   EXPECT_THAT(with("/record/0/parts/0/units/1", 2),
@@ -162,7 +168,8 @@ TEST(PlanVerb, AProfileGivesTimes) {
   const testing::TemporaryFolder folder;
   write_run(folder);
   json units = json::array();
-  for (const auto& unit : json::parse(plan(folder, {"--json"}).out)["units"]) {
+  const json whole = json::parse(plan(folder, {"--json"}).out);
+  for (const auto& unit : whole["units"]) {
     units.push_back({{"name", unit["name"]},
                      {"forward_ms", 1.0},
                      {"backward_ms", 2.0},
@@ -187,6 +194,60 @@ TEST(PlanVerb, AProfileGivesTimes) {
   EXPECT_THAT(lacks.err, HasSubstr("found no costs of unit '"));
 }
 
+std::vector<double> losses(const std::filesystem::path& metrics) {
+  std::vector<double> found;
+  std::istringstream lines(read_file(metrics));
+  for (std::string line; std::getline(lines, line);) found.push_back(json::parse(line)["loss"]);
+  return found;
+}
+
+// A run follows a plan that was made before it, to the same losses, measures itself where it is to
+// choose, and is refused before a step where the plan is another's.
+TEST(PlannedRun, FollowsAPlanOutOfAFileAndMeasuresItself) {
+  const testing::TemporaryFolder folder;
+  write_run(folder);
+  const auto train = [&](const std::string& run, const Words& more) {
+    Words words{"train",
+                "run.toml",
+                "--nproc",
+                "2",
+                "--job.dump_folder",
+                run,
+                "--training.steps",
+                "5",
+                "--checkpoint.enable",
+                "false"};
+    words.insert(words.end(), more.begin(), more.end());
+    return run_program(folder, words);
+  };
+  ASSERT_EQ(train("off", {}).code, 0);
+  const auto expected = losses(folder / "off/metrics/metrics.jsonl");
+  ASSERT_EQ(expected.size(), 5U);
+  const auto made = plan(folder, {"--json", "--compile.memory_budget", "100000000"});
+  ASSERT_EQ(made.code, 0) << made.err;
+  folder.write("plan.json", made.out);
+  const Outcome given = train("given", {"--compile.mode", "plan", "--compile.plan", "plan.json"});
+  EXPECT_EQ(given.code, 0) << given.err;
+  EXPECT_EQ(losses(folder / "given/metrics/metrics.jsonl"), expected);
+
+  const Outcome chosen =
+      train("chosen", {"--compile.mode", "plan", "--compile.memory_budget", "100000000"});
+  EXPECT_EQ(chosen.code, 0) << chosen.err;
+  EXPECT_EQ(losses(folder / "chosen/metrics/metrics.jsonl"), expected);
+  const Outcome timed = plan(folder, {"--profile", "chosen/metrics/profile.json"});
+  EXPECT_EQ(timed.code, 0) << timed.err;
+  EXPECT_THAT(timed.out, HasSubstr("a step by the profile: "));
+
+  const Outcome other = train("other", {"--compile.mode", "plan", "--compile.plan", "plan.json",
+                                        "--training.global_batch_size", "8"});
+  EXPECT_EQ(other.code, 2);
+  EXPECT_THAT(other.err, HasSubstr("micro-batches a step: 2, expected 4"));
+  const Outcome below =
+      train("below", {"--compile.mode", "plan", "--compile.memory_budget", "1000"});
+  EXPECT_EQ(below.code, 2);
+  EXPECT_THAT(below.err, HasSubstr("compile.memory_budget: found 1000 bytes a rank, expected at"));
+}
+
 TEST(PlanVerb, RefusesWhatIsNotThereYetByItsKey) {
   const testing::TemporaryFolder folder;
   write_run(folder);
@@ -197,8 +258,9 @@ TEST(PlanVerb, RefusesWhatIsNotThereYetByItsKey) {
       {{"--compile.passes", "kep"}, "compile.passes: found 'kep', expected keep or prefetch"},
       {{"--compile.passes", "keep"}, "found keep without compile.memory_budget"},
       {{"--compile.offload_folder", "x"}, "compile.offload_folder: found 'x', expected none"},
-      {{"--compile.form", "4"}, "compile.form: found 4, expected a value from 1 to 3"},
-      {{"--compile.memory_budget", "0"}, "compile.memory_budget: found 0, expected bytes"},
+      {{"--compile.form", "4"}, "compile.form: found 4 (integer), expected a value from 1 to 3"},
+      {{"--compile.memory_budget", "0"},
+       "compile.memory_budget: found 0 (integer), expected bytes"},
       {{"--compile.memory_budget", "120%"}, "expected bytes, at least 1, or a share"},
       {{"--compile.form", "1", "--training.sync_every_micro_batch", "true"},
        "compile.form: found 1 with training.sync_every_micro_batch"},

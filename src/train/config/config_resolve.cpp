@@ -57,6 +57,11 @@ void check_compile(const Config& config) {
                 "compile.mode: found plan with pipeline_parallel_degree ", stages,
                 ", expected off: the steps of a pipeline have the plan of its schedule; set "
                 "compile.mode = \"off\" and pipeline.reshard, or pipeline_parallel_degree = 1");
+  if (section.memory_budget) {
+    require_seq_len(config.training,
+                    "; compile.memory_budget needs it to count activations, also beside data that "
+                    "has its own");
+  }
   TESSERA_CHECK(
       section.form != 1 || !config.training.sync_every_micro_batch, ErrorKind::kConfig,
       "compile.form: found 1 with training.sync_every_micro_batch, expected 2 or 3, which "

@@ -4,6 +4,8 @@
 
 #include <gmock/gmock.h>
 
+#include <algorithm>
+
 #include "capture/plan_text.h"
 #include "capture/simulate_plan.h"
 #include "fsdp/agreed/step_plan_check.h"
@@ -72,6 +74,38 @@ TEST(KeepPass, AUnitThatDoesNotFitIsSkippedAndNotTheEnd) {
   EXPECT_EQ(chosen.choices.keep[2], Keep::kUpdate);
   EXPECT_THAT(chosen.keep_reasons[2], HasSubstr("a micro-batch for 20 B"));
   EXPECT_LE(fsdp::peak_gathered_bytes(plan_of(problem, chosen)), 150);
+}
+
+// What passes count on: how long one unit stays changes nothing of how often another is gathered.
+TEST(KeepPass, GathersOfAUnitFollowFromItsOwnChoice) {
+  const auto counts = [](const fsdp::StepPlan& plan, fsdp::UnitId unit) {
+    std::vector<std::ptrdiff_t> found;
+    for (const auto& one : plan.stages[0].micro_batches) {
+      for (const auto* pass : {&one.forward, &one.backward}) {
+        found.push_back(std::ranges::count_if(pass->actions, [&](const auto& action) {
+          return action.unit == unit && action.kind == fsdp::PlanAction::Kind::kGather;
+        }));
+      }
+    }
+    return found;
+  };
+  for (unsigned seed = 0; seed < 300; ++seed) {
+    Draw draw(seed);
+    const auto count = 2 + draw.below(4);
+    const auto record = draw.record(1, count);
+    const auto units = draw.units(count);
+    fsdp::PlanChoices choices{std::vector<Keep>(count), ReduceAt::kLastBackward, 1, 1};
+    for (auto& keep : choices.keep) keep = static_cast<Keep>(draw.below(3));
+    const auto unit = static_cast<fsdp::UnitId>(draw.below(count));
+    auto others = choices;
+    for (std::size_t i = 0; i < count; ++i) {
+      if (i != unit) others.keep[i] = static_cast<Keep>(draw.below(3));
+    }
+    const auto order = PlanOrder::kOneAfterTheOther;
+    ASSERT_EQ(counts(make_plan(record, units, choices, order), unit),
+              counts(make_plan(record, units, others, order), unit))
+        << seed;
+  }
 }
 
 // Of one micro-batch no gather is saved after the backward, so nothing is kept for longer.

@@ -204,6 +204,7 @@ INSTANTIATE_TEST_SUITE_P(
 // Of forms and budgets: the bytes that a real step has gathered at most are the predicted ones, and
 // its gradients have the bits of an eager step (form 2 adds in another order).
 TEST(CompiledStep, HoldsWhatWasPredictedAndGivesTheSameBits) {
+  CountingAllocator::install();
   const testing::TemporaryFolder folder;
   StepCase c{"dense"};
   const Config config = config_of(c, folder);
@@ -252,6 +253,7 @@ TEST(CompiledStep, HoldsWhatWasPredictedAndGivesTheSameBits) {
 // As a file made before the run, with another budget: the run follows it; of another model, world or
 // number of micro-batches it is refused before a step.
 TEST(CompiledStep, FollowsAPlanOutOfAFileAndRefusesAnothers) {
+  CountingAllocator::install();
   const testing::TemporaryFolder folder;
   StepCase c{"dense"};
   const Config config = config_of(c, folder);

@@ -50,6 +50,11 @@ TEST(ConfigValidate, RefusesWhatCannotBePlanned) {
     }
   }
   EXPECT_NO_THROW(validate(small_config("compile.mode=plan\ncompile.form=2"), Verb::kTrain));
+  Config budget =
+      small_config("compile.mode=plan\ncompile.memory_budget=5\ndata.path=b.safetensors");
+  EXPECT_NO_THROW(validate(budget, Verb::kTrain));
+  budget.training.seq_len.reset();
+  EXPECT_THROW(validate(budget, Verb::kTrain), Error) << "activations would be left out";
 }
 
 TEST(ConfigValidate, AMemoryBudgetIsBytesOrAShare) {
