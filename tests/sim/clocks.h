@@ -4,7 +4,7 @@
 // thread puts on a stream (a launch, a record, a block) comes behind what the thread has waited
 // for; an event carries the clock of its stream to another; a thread learns by waiting. Nothing
 // orders two host threads with each other: memory that one hands to another needs an event, as it
-// does between streams.
+// does between streams, unless it goes by the allocator (shadow.h).
 #pragma once
 
 #include <c10/core/Stream.h>

@@ -205,6 +205,7 @@ void DeviceMemory::drop(void* context) {
   self.devices_.at(static_cast<std::size_t>(block->stream.device_index())).live -= block->size;
   for (const c10::Stream& stream : block->used_by) block->busy_until.push_back(until_now(stream));
   block->used_by.clear();
+  free_bytes(block->data, block->size);
   self.free_of(block->stream)[block->size].push_back(block);
 }
 

@@ -99,6 +99,23 @@ TEST(Memory, AnEmptiedCacheIsForEveryStream) {
             address);
 }
 
+// Memory goes from one thread to another by the allocator: after what the first one has waited for.
+TEST(Memory, WhatAThreadHasWaitedForIsOverForWhoeverTakesItsMemory) {
+  for (const bool waits : {true, false}) {
+    const c10::Stream other = new_stream(0);
+    const std::string race = race_of([&] {
+      std::thread([&] {
+        const at::Tensor values = at::ones({777}, on(0));
+        wait_for(other, current(0));
+        run_on(other, [&] { values.mul(2); });
+        if (waits) guard().synchronizeStream(other);
+      }).join();
+      at::full({777}, 3.0, on(0));
+    });
+    EXPECT_EQ(race.empty(), waits) << race;
+  }
+}
+
 TEST(Memory, ResizedTensorsKeepTheirValues) {
   at::Tensor values = at::arange(6, on(0));
   values.resize_({4, 3});

@@ -4,7 +4,7 @@
 //
 // The reference is another way to the same answer: it orders whole operations by a graph (a stream's
 // own order, record to block, record or stream to a host's wait, a wait to what its thread does
-// later), takes the transitive closure, and compares sets of elements.
+// later, what a thread has waited for to who takes what it frees), takes the transitive closure, and compares sets of elements.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
@@ -199,7 +199,7 @@ struct Use {
 /// The whole operations, in the order of the graph.
 class Reference {
  public:
-  /// The step, and what it uses. Whether it races with one before it.
+  /// The step, and what it uses, or frees. Whether it races with one before it.
   bool add(const Step& step, std::vector<Use> uses) {
     const std::size_t here = nodes_.size();
     Node node{{}, std::move(uses)};
@@ -210,10 +210,19 @@ class Reference {
     };
     // To wait for an event that was never recorded puts nothing on a stream.
     if (step.what == Do::kBlock && !recorded_[step.event]) return false;
-    const bool on_stream = step.what != Do::kWaitEvent && step.what != Do::kAskEvent &&
-                           step.what != Do::kWaitStream && step.what != Do::kRenew;
+    const bool on_stream =
+        step.what != Do::kWaitEvent && step.what != Do::kAskEvent && step.what != Do::kWaitStream;
     // A wait knows what its thread knew, and a launch what its thread has waited for.
     behind(last_wait_[step.thread]);
+    if (step.what == Do::kRenew) {
+      // Whoever gets the memory gets it after what this thread has waited for.
+      for (std::size_t i = 0; i < here; ++i) {
+        if (!node.before.test(i)) continue;
+        std::erase_if(nodes_[i].uses,
+                      [&](const Use& use) { return use.block == node.uses.front().block; });
+      }
+      return false;
+    }
     if (on_stream) behind(last_on_[step.stream]);
     if (step.what == Do::kBlock || step.what == Do::kWaitEvent || step.what == Do::kAskEvent) {
       behind(recorded_[step.event]);
@@ -225,11 +234,7 @@ class Reference {
     }
     nodes_.push_back(std::move(node));
     if (step.what == Do::kRecord) recorded_[step.event] = here;
-    if (on_stream) {
-      last_on_[step.stream] = here;
-    } else if (step.what != Do::kRenew) {
-      last_wait_[step.thread] = here;
-    }
+    (on_stream ? last_on_[step.stream] : last_wait_[step.thread]) = here;
     return races;
   }
 
@@ -310,6 +315,8 @@ class Execution {
       case Do::kCopy:
       case Do::kMultiply:
         return {use(step.to, true), use(step.from, false)};
+      case Do::kRenew:
+        return {use(step.to, false)};
       default:
         return {};
     }

@@ -110,6 +110,17 @@ void Shadow::add_read(std::uintptr_t begin, std::uintptr_t end, const Access& no
   }
 }
 
+void Shadow::end(std::uintptr_t begin, std::uintptr_t end, const Clock& known) {
+  split(begin);
+  split(end);
+  const auto to = segments_.lower_bound(end);
+  for (auto it = segments_.lower_bound(begin); it != to; ++it) {
+    Segment& segment = it->second;
+    if (is_over(known, segment.write)) segment.write = Access();
+    std::erase_if(segment.reads, [&](const Access& read) { return is_over(known, read); });
+  }
+}
+
 std::optional<Access> Shadow::last_write(std::uintptr_t address) const {
   auto it = segments_.upper_bound(address);
   if (it == segments_.begin()) return std::nullopt;

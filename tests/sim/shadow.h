@@ -1,7 +1,8 @@
 // Who used which bytes of device memory: of each range the last write and the reads since.
 //
 // One access a stream is enough, for a stream's own launches are ordered. What was freed keeps its
-// accesses: the first of the next owner is then the check of the allocator. A tensor is a number of
+// accesses: the first of the next owner is then the check of the allocator. But for those that the
+// thread which frees it has waited for: whoever gets it, gets it after that. A tensor is a number of
 // dense runs; from kMostRuns on it is taken as the range from its first to its last byte, which
 // reports say.
 #pragma once
@@ -33,6 +34,8 @@ class Shadow {
                                 const Clock& known);
   std::optional<Conflict> touch(std::uintptr_t begin, std::uintptr_t end, bool writes,
                                 const Access& now, const Clock& known);
+  /// What `known` says is over of these bytes is over for everybody.
+  void end(std::uintptr_t begin, std::uintptr_t end, const Clock& known);
   void forget() { segments_.clear(); }
   /// Who wrote the byte last, if anybody did.
   std::optional<Access> last_write(std::uintptr_t address) const;

@@ -316,9 +316,12 @@ TEST(StepOnADevice, ABackwardGoesOnBesideItsReductions) {
 // A thread of the user's own has autograd's threads on until its World is told of it.
 TEST(StepOnADevice, ABackwardOnAnotherThreadIsRefused) {
   for (const int ranks : {1, 2}) {
+    test::RankBarrier meeting(ranks);
     on_ranks(ranks, "sim", [&](World& world) {
+      test::RankBarrier::Seat seat(meeting);
       test::ShardedChain model(test::data_mesh(world), 1, 2, kWidth);
       const at::Tensor loss = test::squares(model.handle.forward(input_on(world, 0)));
+      seat.wait();  // nobody recovers while others are in their forward
       auto& state = c10::AutogradState::get_tls_state();
       state.set_multithreading_enabled(true);
       const std::string refusal = test::error_of([&] { test::backward(loss); });

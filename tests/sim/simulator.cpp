@@ -205,6 +205,13 @@ bool waited_for(const Until& until) {
          until.launch <= launches_over(Clocks::of_this_thread(), until.stream);
 }
 
+void free_bytes(const void* begin, std::size_t size) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  const auto first = reinterpret_cast<std::uintptr_t>(begin);
+  s.shadow.end(first, first + size, Clocks::of_this_thread());
+}
+
 void begin_anew() {
   State& s = state();
   const std::lock_guard lock(s.mutex);

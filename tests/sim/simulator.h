@@ -6,6 +6,7 @@
 #include <c10/core/Stream.h>
 
 #include <chrono>
+#include <cstddef>
 #include <string>
 #include <vector>
 
@@ -53,6 +54,9 @@ struct Until {
 Until until_now(const c10::Stream& stream);
 /// Whether this thread has waited for them.
 bool waited_for(const Until& until);
+
+/// This thread frees these bytes: what it has waited for is over there for whoever takes them next.
+void free_bytes(const void* begin, std::size_t size);
 
 /// What was launched is over for everybody, and counts begin at nothing.
 void begin_anew();
