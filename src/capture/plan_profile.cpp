@@ -86,7 +86,9 @@ CollectiveCost fit(std::span<const Measured> measured) {
   if (squares == 0.0 || products <= 0.0) return {.latency_ms = std::max(ms, 0.0)};
   const double slope = products / squares;
   const double latency = ms - slope * bytes;
-  if (latency >= 0.0) return {.latency_ms = latency, .ms_per_byte = slope};
+  // A line through a few bytes may be as steep as their noise.
+  constexpr double kSteepest = 1.0;  // ms a byte
+  if (latency >= 0.0) return {.latency_ms = latency, .ms_per_byte = std::min(slope, kSteepest)};
   // Through the origin then.
   double own_squares = 0.0, own_products = 0.0;
   for (const auto& one : measured) {
@@ -94,7 +96,7 @@ CollectiveCost fit(std::span<const Measured> measured) {
     own_squares += size * size;
     own_products += size * one.ms;
   }
-  return {.latency_ms = 0.0, .ms_per_byte = std::max(own_products / own_squares, 0.0)};
+  return {.latency_ms = 0.0, .ms_per_byte = std::clamp(own_products / own_squares, 0.0, kSteepest)};
 }
 
 PlanProfile most_of(const std::vector<PlanProfile>& ranks) {

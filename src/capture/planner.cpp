@@ -88,6 +88,14 @@ fsdp::StepPlan plan_step(const Planning& planning, const fsdp::StepRecord& recor
                   ": found a plan for micro-batches in another order, expected one for ",
                   order == fsdp::PlanOrder::kAny ? "any" : "one after the other",
                   "; make it anew with tessera plan");
+    const auto words = [](fsdp::ReduceAt reduce) {
+      return reduce == fsdp::ReduceAt::kEveryBackward ? "every micro-batch"
+                                                      : "the last micro-batch";
+    };
+    TESSERA_CHECK(plan.choices.reduce == eager.reduce, ErrorKind::kConfig, planning.plan_from,
+                  ": found a plan that reduces with ", words(plan.choices.reduce), ", expected ",
+                  words(eager.reduce),
+                  ", as sync_every_micro_batch and form 2 say; make it anew with tessera plan");
     return plan;
   }
   const auto problem = problem_of(planning, record, units, eager, order);

@@ -154,7 +154,7 @@ int check_plan(const std::string& path, const capture::MadeFor& made_for,
 int run_plan(const PlanArguments& arguments) {
   const PlannedStep step = planned_step(arguments);
   const train::RunOfPlan run = step.run();
-  auto options = compile_options(run, {train::memory_bytes(), step.dims.world_size()});
+  auto options = compile_options(run, {train::ram_bytes(), step.dims.world_size()});
   if (arguments.profile) {
     options.profile = train::open_as("--profile", [&] {
       auto text = read_text_file(*arguments.profile, capture::kMostProfileBytes);

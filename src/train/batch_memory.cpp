@@ -16,12 +16,26 @@ double gib(double bytes) { return bytes / (1024.0 * 1024.0 * 1024.0); }
 
 }  // namespace
 
-double memory_bytes() {
+namespace {
+
+struct sysinfo this_machine() {
   struct sysinfo found = {};
   TESSERA_CHECK(::sysinfo(&found) == 0, ErrorKind::kIo,
                 "sysinfo: found no size of this machine's memory, expected one");
+  return found;
+}
+
+}  // namespace
+
+double memory_bytes() {
+  const auto found = this_machine();
   return (static_cast<double>(found.totalram) + static_cast<double>(found.totalswap)) *
          static_cast<double>(found.mem_unit);
+}
+
+double ram_bytes() {
+  const auto found = this_machine();
+  return static_cast<double>(found.totalram) * static_cast<double>(found.mem_unit);
 }
 
 void require_room(const RowsOfRank& rows, std::int64_t logits, double memory) {

@@ -20,6 +20,8 @@ struct RowsOfRank {
 
 /// Bytes of this machine's memory, swap included.
 double memory_bytes();
+/// Without what is on disk.
+double ram_bytes();
 
 /// Inputs and targets are int64, a token's logits on this rank (`logits` of them) at least two
 /// bytes each. Errors: kConfig naming the key of what alone is more than `memory` bytes.

@@ -45,10 +45,10 @@ std::vector<fsdp::PlanUnit> plan_units(const RunOfPlan& run) {
   for (const auto& planned : run.plan.units) {
     fsdp::PlanUnit unit;
     unit.name = std::string(unit_label(planned.plan.name));
-    unit.gathers = !planned.plan.buckets.empty();
     for (const auto& bucket : planned.plan.buckets) {
       // One rank that computes in the storage dtype has its shard for it.
       const bool is_shard = bucket.ranks == 1 && bucket.key.storage == bucket.key.compute;
+      unit.gathers = unit.gathers || !is_shard;
       if (!is_shard) unit.bytes += layout::gathered_bytes(bucket);
       unit.reduces = unit.reduces || bucket.key.trainable;
     }
@@ -98,8 +98,8 @@ fsdp::StepRecord step_record(const RunOfPlan& run) {
 fsdp::PlanChoices eager_choices(const RunOfPlan& run, const fsdp::StepRecord& record) {
   std::vector<bool> resharded(run.plan.units.size(), run.config.parallelism.reshard_after_forward);
   resharded.front() = false;
-  const auto reduce = run.config.training.sync_every_micro_batch ? fsdp::ReduceAt::kEveryBackward
-                                                                 : fsdp::ReduceAt::kLastBackward;
+  const bool every = run.config.training.sync_every_micro_batch || run.config.compile.form == 2;
+  const auto reduce = every ? fsdp::ReduceAt::kEveryBackward : fsdp::ReduceAt::kLastBackward;
   return fsdp::eager_choices(record, resharded, reduce, fsdp::PlanOrder::kOneAfterTheOther);
 }
 

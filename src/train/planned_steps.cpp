@@ -30,9 +30,9 @@ namespace {
 /// Of the host's memory what one of its ranks has, the least of any rank.
 MachineMemory least_memory(World& world) {
   const std::string kernel = comm::running_kernel();
-  const auto all = comm::all_gather_bytes(world.control(), concat(memory_bytes(), " ", kernel),
-                                          "memory of hosts");
-  MachineMemory least{memory_bytes(), 1};
+  const auto all =
+      comm::all_gather_bytes(world.control(), concat(ram_bytes(), " ", kernel), "memory of hosts");
+  MachineMemory least{ram_bytes(), 1};
   const auto host_of = [](const std::string& text) { return text.substr(text.find(' ')); };
   for (std::size_t i = 0; i < all.size(); ++i) {
     const auto ranks = static_cast<int>(std::ranges::count(all, host_of(all[i]), host_of));
@@ -68,8 +68,8 @@ CompileOptions planned_options(const RunOfPlan& run, std::int64_t micro_batches,
 PlannedSteps::PlannedSteps(CompileOptions options, const ShardedBase& model, World& world,
                            std::filesystem::path folder)
     : options_(std::move(options)), model_(model), world_(world), folder_(std::move(folder)) {
-  is_chosen_ = options_.mode == CompileMode::kOff || !options_.plan.empty();
-  if (is_chosen_) compile(model_, options_);
+  is_chosen_ = !options_.plan.empty();
+  compile(model_, options_);  // by assumed costs, until there are measured ones
 }
 
 PlannedSteps::~PlannedSteps() = default;

@@ -1,8 +1,8 @@
 // The plan that a run's steps follow: made after its first steps from what they took, or given.
 //
-// The first step records what the model enters, the second one follows an eager plan and fills pools
-// and caches, the third one is traced: what its units and messages took, the most of any rank, is
-// what passes choose by from the fourth on. Nothing is run again to be measured. Next:
+// The first step records what the model enters, the second one follows a plan that is chosen by the
+// bytes of units and fills pools and caches, the third one is traced: what its units and messages
+// took, the most of any rank, is what passes choose by from the fourth on. Nothing is run again to be measured. Next:
 // tessera/compile.h, capture/measured_profile.h.
 #pragma once
 

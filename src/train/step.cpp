@@ -109,7 +109,9 @@ std::vector<double> max_over_ranks(const ShardedBase& model, const std::vector<d
 
 StepOptions step_options(const Config& config, const GradScaler* scaler) {
   StepOptions options;
-  if (config.training.sync_every_micro_batch) options.sync = Sync::kEveryMicroBatch;
+  // The first step, which has no plan yet, reduces as all others do.
+  const bool is_form_2 = config.compile.mode != CompileChoice::kOff && config.compile.form == 2;
+  if (config.training.sync_every_micro_batch || is_form_2) options.sync = Sync::kEveryMicroBatch;
   options.seed = static_cast<std::uint64_t>(config.debug.seed);
   if (scaler != nullptr) options.loss_scale = scaler->scale();
   options.aux_loss_coef = config.model.aux_loss_coef;

@@ -22,8 +22,9 @@ class StagePlanner {
   StagePlanner(const StageRecord& record, const std::vector<PlanUnit>& units,
                const PlanChoices& choices, const std::vector<bool>& shared)
       : record_(record), units_(units), choices_(choices), shared_(shared) {
-    for (UnitId unit = 0; unit < units.size(); ++unit) {
-      if (units[unit].gathered) gathered_.insert(unit);
+    // Of units that other stages use, too, nobody knows who comes first.
+    for (const auto unit : units_of_stage(record, units)) {
+      if (units[unit].gathered && !shared[unit]) gathered_.insert(unit);
     }
   }
 
@@ -44,7 +45,7 @@ class StagePlanner {
   void gather(PassPlan& pass, UnitId unit) {
     if (!units_.at(unit).gathers || !gathered_.insert(unit).second) return;
     pending_.insert(unit);
-    const bool others_may_have = shared_.at(unit) && stays(unit);
+    const bool others_may_have = shared_.at(unit) && (stays(unit) || units_[unit].gathered);
     pass.actions.push_back({others_may_have ? Kind::kGatherShared : Kind::kGather, unit});
   }
   void wait(PassPlan& pass, UnitId unit) {
@@ -213,29 +214,31 @@ class StagePlanner {
   std::set<UnitId> kept_;      // to the update, as was said
 };
 
-/// By unit: several stages of the rank gather it.
+}  // namespace
+
+std::set<UnitId> units_of_stage(const StageRecord& record, const std::vector<PlanUnit>& units) {
+  std::set<UnitId> used;
+  for (const auto& part : record.parts) {
+    for (const auto id : part.units) {
+      const auto& unit = units.at(id);
+      used.insert(id);
+      for (const auto* others : {&unit.lenders, &unit.forward_prefetch, &unit.backward_prefetch}) {
+        used.insert(others->begin(), others->end());
+      }
+    }
+  }
+  return used;
+}
+
 std::vector<bool> shared_by_stages(const StepRecord& record, const std::vector<PlanUnit>& units) {
   std::vector<int> stages(units.size(), 0);
   for (const auto& stage : record.stages) {
-    std::set<UnitId> used;
-    for (const auto& part : stage.parts) {
-      for (const auto id : part.units) {
-        const auto& unit = units.at(id);
-        used.insert(id);
-        for (const auto* others :
-             {&unit.lenders, &unit.forward_prefetch, &unit.backward_prefetch}) {
-          used.insert(others->begin(), others->end());
-        }
-      }
-    }
-    for (const auto id : used) ++stages.at(id);
+    for (const auto id : units_of_stage(stage, units)) ++stages.at(id);
   }
   std::vector<bool> shared;
   for (const int count : stages) shared.push_back(count > 1);
   return shared;
 }
-
-}  // namespace
 
 std::string_view to_string(MicroBatchClass of) {
   constexpr std::array<std::string_view, kMicroBatchClasses> kNames{"only", "first", "middle",

@@ -19,6 +19,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -135,6 +136,11 @@ struct StepPlan {
   /// The same on every rank and every machine for equal plans.
   std::uint64_t hash() const;
 };
+
+/// Units that a stage's passes come to: what is entered, its lenders, what it names to be prefetched.
+std::set<UnitId> units_of_stage(const StageRecord& record, const std::vector<PlanUnit>& units);
+/// By unit: several stages of the rank come to it.
+std::vector<bool> shared_by_stages(const StepRecord& record, const std::vector<PlanUnit>& units);
 
 /// What a step does where nobody chose otherwise. `resharded`, by unit: its memory is given back
 /// after its forward, but for the last unit of a forward whose backward comes next.

@@ -31,11 +31,15 @@ class Walk {
         stage_number_(stage),
         budget_(budget),
         faults_(faults) {
+    const auto shared = shared_by_stages(plan.record, plan.units);
+    const auto used = units_of_stage(record_, plan.units);
     for (UnitId unit = 0; unit < plan.units.size(); ++unit) {
-      if (!plan.units[unit].gathered) continue;
+      if (!plan.units[unit].gathered || shared[unit]) continue;
+      add_bytes(unit, 1);
+      // What the stage does not come to stays as it is.
+      if (!used.contains(unit)) continue;
       memory_.gathered.insert(unit);
       memory_.readable.insert(unit);
-      add_bytes(unit, 1);
     }
   }
 
@@ -321,6 +325,9 @@ std::vector<std::string> faults_of(const StepPlan& plan, std::optional<std::int6
   if (plan.order == PlanOrder::kAny &&
       std::ranges::count(plan.choices.keep, Keep::kBackward) != 0) {
     faults.emplace_back("units are kept from forward to backward, where others come between");
+  }
+  if (plan.order == PlanOrder::kOneAfterTheOther && plan.choices.reduce == ReduceAt::kAsked) {
+    faults.emplace_back("gradients are reduced where it is asked, where nobody asks");
   }
   for (std::size_t stage = 0; stage < plan.stages.size(); ++stage) {
     Walk(plan, stage, budget_bytes, faults).run(MicroBatchClass::kOnly);

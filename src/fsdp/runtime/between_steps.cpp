@@ -62,6 +62,7 @@ void Runtime::set_requires_replica_reduce(bool value) {
 void Runtime::set_planner(Planner planner) {
   require_no_step("compile");
   planner_ = std::move(planner);
+  ++planners_;
   for (auto& [schedule, known] : records_) known.plan.reset();
 }
 
@@ -78,9 +79,9 @@ std::vector<PlanUnit> Runtime::plan_units() const {
     for (const auto& bucket : unit->buckets()) {
       if (!bucket->aliases_shard()) of.bytes += layout::gathered_bytes(bucket->plan());
     }
-    of.gathers = !unit->buckets().empty();
+    of.gathers = !unit->buckets().empty() && !unit->always_unsharded();
     of.gathers_in_backward = unit->controls.unshard_in_backward;
-    of.gathered = unit->gathered() || unit->gather_pending();
+    of.gathered = of.gathers && (unit->gathered() || unit->gather_pending());
     of.reduces = unit->trainable() && unit->controls.requires_sync;
     for (const auto& lender : unit->lenders) of.lenders.push_back(lender->id());
     of.forward_prefetch = ids(unit->forward_prefetch, "set_forward_prefetch");

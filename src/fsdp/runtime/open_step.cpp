@@ -106,8 +106,8 @@ void OpenStep::agree_at_begin() {
         " stages\n",
         options_.micro_batches ? concat(*options_.micro_batches, " micro-batches\n")
                                : std::string(),
-        runtime_.planner_ ? "a planner" : "no planner", "\n",
-        options_.reshard == StepReshard::kStep ? "kStep" : "kMicroBatch", "\n",
+        runtime_.planner_ ? concat("planner ", runtime_.planners_) : std::string("no planner"),
+        "\n", options_.reshard == StepReshard::kStep ? "kStep" : "kMicroBatch", "\n",
         options_.sync_every_micro_batch ? "" : "no ", "sync_every_micro_batch\nthe controls ",
         controls.empty() ? "none" : controls, "\nunsharded units:\n", runtime_.memory_lines(),
         "gradients that are to be reduced in", owed);

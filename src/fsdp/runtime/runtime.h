@@ -301,6 +301,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::uint64_t steps_ = 0;                                   // so far
   std::map<std::pair<std::string, int>, KnownStep> records_;  // by schedule and number of stages
   Planner planner_;                                           // null: plans are eager
+  std::uint64_t planners_ = 0;  // so far: the same number on every rank
 
   const Unit* entered_ = nullptr;  // by the last forward or backward
   const char* entered_by_ = "";

@@ -228,13 +228,17 @@ BackwardPlan OpenStep::plan_through(const std::vector<Trace>& parts,
   for (std::size_t part = parts.size(); part-- > 0;) {
     forwards.push_back({static_cast<std::uint32_t>(part), &parts[part], reached.at(part)});
   }
+  // As an eager plan of the same options does: so sums have the same order from the first step on.
+  const auto which = micro_batch_under_way().which;
+  const bool is_last = which == MicroBatchClass::kOnly || which == MicroBatchClass::kLast;
+  const bool reduces = options_.micro_batches && (options_.sync_every_micro_batch || is_last);
   std::vector<UnitState> states;
   for (const auto* unit : runtime_.units_) {
     // Those that stay were gathered by the forward.
     auto state = runtime_.state_of(*unit);
     state.gathered = stays(*unit);
     state.releases = !stays(*unit);
-    state.reduces = false;
+    state.reduces = reduces && unit->trainable() && unit->controls.requires_sync;
     states.push_back(std::move(state));
   }
   return fsdp::plan_backward(forwards, std::move(states));
@@ -278,11 +282,18 @@ void OpenStep::do_steps(std::size_t count) {
   while (done_ < count) {
     const auto& step = recorded_plan_.steps.at(done_++);
     auto& unit = *runtime_.units_.at(step.unit);
-    if (step.kind == Step::Kind::kGather) {
-      ++runtime_.gathers_issued_;
-      unit.begin_gather(micro_batch());
-    } else {
-      unit.release();
+    switch (step.kind) {
+      case Step::Kind::kGather:
+        ++runtime_.gathers_issued_;
+        unit.begin_gather(micro_batch());
+        break;
+      case Step::Kind::kRelease:
+        unit.release();
+        break;
+      case Step::Kind::kReduce:
+        reduced_.insert(step.unit);
+        reduce_now(unit);
+        break;
     }
   }
 }

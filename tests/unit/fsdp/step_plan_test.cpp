@@ -105,6 +105,23 @@ TEST(StepPlan, StagesThatShareAUnitGatherItOnce) {
   EXPECT_THAT(plan.stages[1].units, ElementsAre(0, 2));
 }
 
+// What is gathered before the step: a stage leaves alone what it never comes to, and nobody knows
+// who of two stages comes first.
+TEST(StepPlan, StagesGiveBackWhatTheyComeToAlone) {
+  StepRecord record;
+  record.stages.resize(2);
+  record.stages[0] = {{flat({0, 1})}, {{true, true}}};
+  record.stages[1] = {{flat({0, 2})}, {{true, true}}};
+  auto units = units_of(3);
+  for (auto& unit : units) unit.gathered = true;
+  const PlanChoices choices{std::vector<Keep>(3, Keep::kNot), ReduceAt::kAsked, 1, 1};
+  const auto plan = make_plan(record, units, choices, PlanOrder::kAny);
+  EXPECT_THAT(faults_of(plan), IsEmpty());
+  const auto& first = plan.stages[0].of(MicroBatchClass::kFirst).forward;
+  EXPECT_THAT(text(first),
+              ElementsAre("gather unless gathered 0", "wait 0", "release 1", "release 0"));
+}
+
 TEST(StepPlan, KeptToBackwardIsRefusedWhereOthersComeBetween) {
   const PlanChoices choices{{Keep::kBackward}, ReduceAt::kAsked, 1, 1};
   try {
