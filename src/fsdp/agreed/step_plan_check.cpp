@@ -326,9 +326,6 @@ std::vector<std::string> faults_of(const StepPlan& plan, std::optional<std::int6
       std::ranges::count(plan.choices.keep, Keep::kBackward) != 0) {
     faults.emplace_back("units are kept from forward to backward, where others come between");
   }
-  if (plan.order == PlanOrder::kOneAfterTheOther && plan.choices.reduce == ReduceAt::kAsked) {
-    faults.emplace_back("gradients are reduced where it is asked, where nobody asks");
-  }
   for (std::size_t stage = 0; stage < plan.stages.size(); ++stage) {
     Walk(plan, stage, budget_bytes, faults).run(MicroBatchClass::kOnly);
     Walk steps(plan, stage, budget_bytes, faults);
