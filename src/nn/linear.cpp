@@ -1,5 +1,6 @@
 #include "nn/linear.h"
 
+#include <ATen/autocast_mode.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
@@ -37,17 +38,19 @@ struct LinearCall {
 /// grad^T x, of a weight.
 grad::Product weight_product(const at::Tensor& grad, const at::Tensor& x) {
   using Reads = grad::Product::Reads;
-  return {.sizes = {grad.size(1), x.size(1)},
-          .dtype = grad.scalar_type(),
-          // Detached: else its node keeps those before it until W, and with them the inputs of
-          // recomputed layers and of the stage.
-          .reads = {grad, x.detach()},
-          .form = [](const Reads& of) { return at::mm(of[0].t(), of[1]); },
-          .write =
-              [](const Reads& of, const at::Tensor& slot) {
-                at::Tensor out = slot;
-                at::mm_out(out, of[0].t(), of[1]);
-              }};
+  grad::Product product{.sizes = {grad.size(1), x.size(1)},
+                        .dtype = grad.scalar_type(),
+                        // Detached: else its node keeps those before it until W, and with them the
+                        // inputs of recomputed layers and of the stage.
+                        .reads = {grad, x.detach()},
+                        .form = [](const Reads& of) { return at::mm(of[0].t(), of[1]); }};
+  // In a backward inside autocast mm() has another dtype than mm_out(), which is left alone there.
+  if (at::autocast::is_autocast_enabled(x.device().type())) return product;
+  product.write = [](const Reads& of, const at::Tensor& slot) {
+    at::Tensor out = slot;
+    at::mm_out(out, of[0].t(), of[1]);
+  };
+  return product;
 }
 
 /// One node a layer, plain products of 2-D views, nothing computed for what needs no gradient.

@@ -4,6 +4,7 @@
 // What is compared with: a `grad_dtype` that is the products' own dtype, which rounds nothing and
 // forbids direct writes.
 #include <ATen/Parallel.h>
+#include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -78,7 +79,21 @@ PrecisionPolicy policy_of(Way way, std::optional<DType> compute, std::optional<D
   return policy;
 }
 
-enum class Schedule { kSynced, kTogether, kDeferred, kRecomputed };
+/// kAutocast: backwards run inside it, where products have another dtype than the slots.
+enum class Schedule { kSynced, kTogether, kDeferred, kRecomputed, kAutocast };
+
+class Autocast {
+ public:
+  explicit Autocast(bool is_on) : before_(at::autocast::is_autocast_enabled(at::kCPU)) {
+    at::autocast::set_autocast_enabled(at::kCPU, is_on);
+  }
+  ~Autocast() { at::autocast::set_autocast_enabled(at::kCPU, before_); }
+  Autocast(const Autocast&) = delete;
+  Autocast& operator=(const Autocast&) = delete;
+
+ private:
+  bool before_;
+};
 
 Tensors gradients(World& world, const Sizes& sizes, const PrecisionPolicy& policy,
                   Schedule schedule, int uses = 1) {
@@ -86,8 +101,10 @@ Tensors gradients(World& world, const Sizes& sizes, const PrecisionPolicy& polic
   module->recomputes = schedule == Schedule::kRecomputed;
   auto handle = fully_shard(module, data_mesh(world), policy);
   handle.set_defer_weight_gradients(schedule == Schedule::kDeferred);
+  const Autocast around(schedule == Schedule::kAutocast);
+  const bool together = schedule == Schedule::kTogether || schedule == Schedule::kAutocast;
   for (int i = 0; i < 3; ++i) {
-    handle.set_requires_gradient_sync(i == 2 || schedule != Schedule::kTogether);
+    handle.set_requires_gradient_sync(i == 2 || !together);
     const auto seed = static_cast<std::uint64_t>(100 + 10 * i + world.rank());
     backward(squares(handle.forward(seeded(seed, {sizes.rows, sizes.in}))));
   }
@@ -109,7 +126,7 @@ TEST(DirectSlots, HaveTheBitsOfProductsThatAreCopied) {
            {Sizes{512, 48, 80}, Sizes{33, 17, 5}, Sizes{6, 1, 8}, Sizes{1, 8, 1}, Sizes{0, 4, 4}}) {
         for (const auto& [compute, accumulate] : dtypes) {
           for (const auto schedule : {Schedule::kSynced, Schedule::kTogether, Schedule::kDeferred,
-                                      Schedule::kRecomputed}) {
+                                      Schedule::kRecomputed, Schedule::kAutocast}) {
             const auto run = [&](Way way) {
               return gradients(world, sizes, policy_of(way, compute, accumulate), schedule);
             };

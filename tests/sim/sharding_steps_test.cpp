@@ -7,6 +7,7 @@
 #include <torch/optim/sgd.h>
 
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <exception>
 #include <functional>
@@ -415,7 +416,7 @@ void use_free_memory(const World& world) {
 }
 
 /// Reductions that nobody waits for, a failure, and what the sums' memory is next.
-void fail_beside_reductions(World& world) {
+void fail_beside_reductions(World& world, std::atomic<bool>& fails) {
   test::ShardedChain model(test::data_mesh(world), 1, 3, kWidth);
   const auto run = [&](int number) {
     test::backward(test::squares(model.handle.forward(input_on(world, number))));
@@ -425,6 +426,8 @@ void fail_beside_reductions(World& world) {
   model.handle.set_is_last_backward(false);
   run(1);
   model.chain->blocks[1]->before = [] { throw std::runtime_error("the user's went wrong"); };
+  comm::barrier(world.control(), "before the failure");
+  fails = true;
   test::error_of([&] { run(2); });
   world.recover();
   model.handle.zero_grad();
@@ -435,12 +438,13 @@ void fail_beside_reductions(World& world) {
 // Naive: nobody waits for what is lost, and its memory is free.
 TEST(StepOnADevice, SumsOfAFailedStepAreFreedBehindItsReductions) {
   const auto races = [](bool with_event) {
-    const test_hooks::Set left_out(test_hooks::leaves_out_event,
-                                   [&](comm::EventSite site, comm::EventEnd /*end*/) {
-                                     return !with_event && site == comm::EventSite::kReduced;
-                                   });
+    std::atomic<bool> fails = false;
+    const test_hooks::Set left_out(
+        test_hooks::leaves_out_event, [&](comm::EventSite site, comm::EventEnd /*end*/) {
+          return !with_event && fails && site == comm::EventSite::kReduced;
+        });
     try {
-      on_ranks(2, "sim", fail_beside_reductions);
+      on_ranks(2, "sim", [&](World& world) { fail_beside_reductions(world, fails); });
     } catch (const std::exception&) {  // the race
     }
     settle();
