@@ -115,13 +115,15 @@ bool arrives_alone(const Leaf& leaf) {
   const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
   if (chosen == nullptr || !chosen->empty()) return false;
   const auto node = torch::autograd::get_current_node();
-  if (node == nullptr) return false;
+  if (node == nullptr || !node->post_hooks().empty()) return false;
   for (const auto& edge : node->next_edges()) {
     if (!edge.is_valid() || edge.function->num_outputs() != 0) continue;
     for (const auto& hook : edge.function->tensor_pre_hooks()) {
       const auto* ours = dynamic_cast<const LeafHook*>(hook.get());
+      if (ours == nullptr || ours->leaf().get() != &leaf) continue;
       // The node that accumulates is this forward's alone, and belongs to the edges that lead there.
-      if (ours != nullptr && ours->leaf().get() == &leaf) return edge.function.use_count() == 1;
+      return edge.function.use_count() == 1 && edge.function->tensor_pre_hooks().size() == 1 &&
+             edge.function->pre_hooks().empty() && edge.function->post_hooks().empty();
     }
   }
   return false;
