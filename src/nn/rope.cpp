@@ -135,9 +135,8 @@ RopeTable Rope::table(std::int64_t positions, at::ScalarType dtype, at::Device d
     if (!frequencies_.defined()) frequencies_ = inverse_frequencies(options_, head_dim_);
     const at::Tensor angles = at::outer(at::arange(positions, at::kFloat), frequencies_);
     const double factor = table_factor(options_);
-    // Kept for all streams, so it is there before anybody reads it: the host waits, once a table.
     const auto finished = [&](const at::Tensor& x) {
-      return (factor == 1.0 ? x : x * factor).to(dtype).to(device);
+      return comm::uploaded((factor == 1.0 ? x : x * factor).to(dtype), device);
     };
     kept = {finished(angles.cos()), finished(angles.sin())};
   }

@@ -243,7 +243,7 @@ class Walk {
 std::vector<std::string> faults_of_shape(const StepPlan& plan) {
   std::vector<std::string> faults;
   const auto count = plan.units.size();
-  const auto add = [&](auto... words) { faults.push_back(concat(words...)); };
+  const auto add = [&](const auto&... words) { faults.push_back(concat(words...)); };
   if (plan.choices.keep.size() != count)
     add("choices of ", plan.choices.keep.size(), " units of ", count);
   if (plan.stages.size() != plan.record.stages.size() || !plan.record.is_complete()) {

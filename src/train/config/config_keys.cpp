@@ -306,6 +306,9 @@ void add_layout(std::vector<ConfigKey>& keys) {
            {"",
             "How often a stage is gathered: once a step, or for each micro_batch (less memory, "
             "more traffic)."});
+}
+
+void add_plan(std::vector<ConfigKey>& keys) {
   using C = CompileConfig;
   Section(keys, "compile", &Config::compile)
       .key("mode", &C::mode,
@@ -415,12 +418,11 @@ void add_outputs(std::vector<ConfigKey>& keys) {
            {"",
             "Once a step, after its last backward, compares, bit for bit, gradients that are to be "
             "the same on all ranks of tp, and ends with exit code 3 where they differ."})
-      .key("deterministic", &B::deterministic,
-           {"",
-            "On devices takes kernels whose sums do not vary from run to run: slower. An operation "
-            "that has none ends the run. Products on CUDA need CUBLAS_WORKSPACE_CONFIG, which is "
-            "set "
-            "to :4096:8 where it is not."})
+      .key(
+          "deterministic", &B::deterministic,
+          {"",
+           "On devices takes kernels whose sums do not vary from run to run: slower. What has none "
+           "ends the run. CUBLAS_WORKSPACE_CONFIG is set to :4096:8 where it is not set."})
       .key("on_nonfinite", &B::on_nonfinite,
            {"", "What a non-finite loss does: error names the first parameters concerned."});
 }
@@ -500,6 +502,7 @@ std::vector<ConfigKey> make_keys() {
   std::vector<ConfigKey> keys{device_key()};
   add_inputs(keys);
   add_layout(keys);
+  add_plan(keys);
   add_precision(keys);
   add_update(keys);
   add_outputs(keys);
