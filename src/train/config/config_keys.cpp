@@ -418,11 +418,10 @@ void add_outputs(std::vector<ConfigKey>& keys) {
            {"",
             "Once a step, after its last backward, compares, bit for bit, gradients that are to be "
             "the same on all ranks of tp, and ends with exit code 3 where they differ."})
-      .key(
-          "deterministic", &B::deterministic,
-          {"",
-           "On devices takes kernels whose sums do not vary from run to run: slower. What has none "
-           "ends the run. CUBLAS_WORKSPACE_CONFIG is set to :4096:8 where it is not set."})
+      .key("deterministic", &B::deterministic,
+           {"",
+            "On devices takes kernels whose sums do not vary from run to run: slower. What has "
+            "none ends the run. CUBLAS_WORKSPACE_CONFIG is set to :4096:8 where it is not set."})
       .key("on_nonfinite", &B::on_nonfinite,
            {"", "What a non-finite loss does: error names the first parameters concerned."});
 }
