@@ -100,9 +100,13 @@ TEST(PlanVerb, WritesAPlanThatItChecks) {
   EXPECT_EQ(checked.code, 0) << checked.err;
   EXPECT_THAT(checked.out, HasSubstr("'plan.json': 0 findings, at most "));
   EXPECT_EQ(plan(folder, {"--compile.form", "2", "--json"}).out, made.out) << "the same bytes";
-  const Outcome shown = plan(folder, {"--compile.plan", "plan.json"});
+  const Outcome shown = plan(folder, {"--compile.plan", "plan.json", "--compile.form", "2"});
   EXPECT_EQ(shown.code, 0) << shown.err;
   EXPECT_THAT(shown.out, HasSubstr("reduced: every backward"));
+  // A run that reduces once a step does not follow it: its sums would be others.
+  const Outcome other = plan(folder, {"--compile.plan", "plan.json"});
+  EXPECT_EQ(other.code, 2);
+  EXPECT_THAT(other.err, HasSubstr("found a plan that reduces with every micro-batch, expected"));
 }
 
 // Exit code 3 and every finding.
