@@ -193,12 +193,12 @@ Held held_by_steps(World& world, int replicas, const PrecisionPolicy& policy, Cl
 // Naive: they are held until the next backward begins, beside all activations of the forward.
 TEST(StepOnADevice, SumsAreGoneBeforeTheNextForward) {
   for (const PrecisionPolicy& policy : {PrecisionPolicy(), test::in_bfloat16()}) {
-    for (const auto& [ranks, replicas] :
+    for (const auto& [count, copies] :
          std::initializer_list<std::pair<int, int>>{{1, 1}, {2, 1}, {2, 2}, {4, 2}}) {
       for (const Clears clears :
            {Clears::kHandle, Clears::kOptimizerOfTorch, Clears::kEachByHand}) {
-        SCOPED_TRACE(concat(ranks, " ranks, ", replicas, " replicas, ", static_cast<int>(clears)));
-        on_ranks(ranks, "sim", [&, replicas = replicas](World& world) {
+        SCOPED_TRACE(concat(count, " ranks, ", copies, " replicas, ", static_cast<int>(clears)));
+        on_ranks(count, "sim", [&, replicas = copies](World& world) {
           const Held held = held_by_steps(world, replicas, policy, clears);
           EXPECT_GT(held.sums, 0);
           for (std::size_t step = 0; step < held.cleared.size(); ++step) {
