@@ -6,7 +6,6 @@
 
 #include "base/text/printable.h"
 #include "capture/plan_words.h"
-#include "fsdp/agreed/step_plan_check.h"
 #include "tessera/error.h"
 
 namespace tessera::capture {

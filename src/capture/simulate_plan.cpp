@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "base/text/printable.h"
-#include "fsdp/agreed/step_plan_check.h"
 #include "tessera/error.h"
 
 namespace tessera::capture {

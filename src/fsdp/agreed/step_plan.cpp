@@ -15,6 +15,31 @@ namespace {
 
 using Kind = PlanAction::Kind;
 
+/// The order in which a backward passes its places.
+std::vector<PassedPlace> in_order(const BackwardPlan& plan) {
+  std::map<std::size_t, PassedPlace> places;
+  for (const auto& [part, of] : plan.places) {
+    for (std::size_t i = 0; i < of.size(); ++i) {
+      places[of[i].begins] = {part, i, true};
+      places[of[i].ends] = {part, i, false};
+    }
+  }
+  std::vector<PassedPlace> list;
+  for (const auto& [when, place] : places) list.push_back(place);
+  return list;
+}
+
+/// The forwards of a stage as a backward goes through them, newest first. `reached`: none, nowhere.
+std::vector<ReachedForward> newest_first(const std::vector<Trace>& parts,
+                                         const std::vector<Reach>& reached) {
+  std::vector<ReachedForward> forwards;
+  for (std::size_t part = parts.size(); part-- > 0;) {
+    forwards.push_back({static_cast<std::uint32_t>(part), &parts[part],
+                        reached.empty() ? Reach(parts[part].units.size()) : reached.at(part)});
+  }
+  return forwards;
+}
+
 /// Makes the passes of one stage, one after the other: each begins with what the one before left.
 class StagePlanner {
  public:
@@ -31,13 +56,9 @@ class StagePlanner {
   MicroBatchPlan next(MicroBatchClass which) {
     MicroBatchPlan plan;
     plan.forward = forward();
-    const bool is_last = which == MicroBatchClass::kOnly || which == MicroBatchClass::kLast;
-    plan.backward = backward(choices_.reduce == ReduceAt::kEveryBackward ||
-                             (choices_.reduce == ReduceAt::kLastBackward && is_last));
+    plan.backward = backward(reduces(choices_.reduce, which));
     return plan;
   }
-  /// A planner that goes on from here.
-  StagePlanner branch() const { return *this; }
 
  private:
   bool stays(UnitId unit) const { return choices_.keep.at(unit) == Keep::kUpdate; }
@@ -138,14 +159,8 @@ class StagePlanner {
   }
 
   PassPlan backward(bool reduces) {
-    std::vector<ReachedForward> forwards;
-    for (std::size_t part = record_.parts.size(); part-- > 0;) {
-      const auto& trace = record_.parts[part];
-      forwards.push_back(
-          {static_cast<std::uint32_t>(part), &trace,
-           record_.reached.empty() ? Reach(trace.units.size()) : record_.reached.at(part)});
-    }
-    const auto plan = plan_backward(forwards, states(reduces), choices_.ahead_in_backward);
+    const auto plan = plan_backward(newest_first(record_.parts, record_.reached), states(reduces),
+                                    choices_.ahead_in_backward);
     PassPlan pass;
     for (const auto& part : record_.parts) pass.places.emplace_back(part.units.size());
     std::size_t done = 0;
@@ -154,7 +169,7 @@ class StagePlanner {
       return pass.actions.size();
     };
     for (const auto& [part, position, begins] : in_order(plan)) {
-      const auto& from = plan.places.at(part)[position];
+      const auto& from = plan.places.at(static_cast<std::uint32_t>(part))[position];
       auto& place = pass.places.at(part)[position];
       if (!begins) {
         place.after = take(from.after);
@@ -185,26 +200,6 @@ class StagePlanner {
     }
   }
 
-  /// A place of a backward: the beginning or the end of one unit's.
-  struct Passed {
-    std::uint32_t part;
-    std::size_t position;
-    bool begins;
-  };
-  static std::vector<Passed> in_order(const BackwardPlan& plan) {
-    std::vector<std::pair<std::size_t, Passed>> passed;
-    for (const auto& [part, places] : plan.places) {
-      for (std::size_t i = 0; i < places.size(); ++i) {
-        passed.emplace_back(places[i].begins, Passed{part, i, true});
-        passed.emplace_back(places[i].ends, Passed{part, i, false});
-      }
-    }
-    std::ranges::sort(passed, {}, [](const auto& one) { return one.first; });
-    std::vector<Passed> list;
-    for (const auto& [place, one] : passed) list.push_back(one);
-    return list;
-  }
-
   const StageRecord& record_;
   const std::vector<PlanUnit>& units_;
   const PlanChoices& choices_;
@@ -215,6 +210,21 @@ class StagePlanner {
 };
 
 }  // namespace
+
+std::vector<PassedPlace> forward_places(const StageRecord& record) {
+  std::vector<PassedPlace> places;
+  for (std::size_t part = 0; part < record.parts.size(); ++part) {
+    for (const auto& [position, enters] : crossings(record.parts[part])) {
+      places.push_back({part, position, enters});
+    }
+  }
+  return places;
+}
+
+/// As plan_backward() passes them, for units of which nothing is known.
+std::vector<PassedPlace> backward_places(const StageRecord& record, std::size_t units) {
+  return in_order(plan_backward(newest_first(record.parts, {}), std::vector<UnitState>(units)));
+}
 
 std::set<UnitId> units_of_stage(const StageRecord& record, const std::vector<PlanUnit>& units) {
   std::set<UnitId> used;
@@ -251,6 +261,11 @@ std::string_view to_string(PlanAction::Kind kind) {
       "gather", "gather unless gathered", "wait", "keep to backward", "keep to update", "release",
       "reduce"};
   return kNames.at(static_cast<std::size_t>(kind));
+}
+
+bool reduces(ReduceAt when, MicroBatchClass which) {
+  const bool is_last = which == MicroBatchClass::kOnly || which == MicroBatchClass::kLast;
+  return when == ReduceAt::kEveryBackward || (when == ReduceAt::kLastBackward && is_last);
 }
 
 MicroBatchClass class_of(std::int64_t index, std::int64_t count) {
@@ -296,10 +311,10 @@ StepPlan make_plan(const StepRecord& record, std::vector<PlanUnit> units,
       of.micro_batches.at(static_cast<std::size_t>(which)) = planner.next(which);
     };
     StagePlanner only(stage, plan.units, choices, shared);
-    StagePlanner first = only.branch();
+    StagePlanner first = only;  // each goes on from here
     add(only, MicroBatchClass::kOnly);
     add(first, MicroBatchClass::kFirst);
-    StagePlanner last = first.branch();
+    StagePlanner last = first;
     add(first, MicroBatchClass::kMiddle);
     add(last, MicroBatchClass::kLast);
     of.units = first_entries(stage.parts, lenders);
@@ -329,7 +344,7 @@ void add_to(Hasher& hash, const PassPlan& pass) {
   }
 }
 
-/// "forward", with the parts where there are several.
+/// Of which pass, behind the stage where there are several.
 std::string words_of(const StepPlan& plan, std::size_t stage, MicroBatchClass which,
                      const char* pass) {
   return concat(plan.stages.size() > 1 ? concat("stage ", stage, ", ") : std::string(),

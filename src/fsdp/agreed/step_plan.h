@@ -112,6 +112,9 @@ std::string_view to_string(PlanAction::Kind kind);
 /// has said: then none is known to be the last.
 MicroBatchClass class_of(std::int64_t index, std::int64_t count);
 
+/// Whether the backward of such a micro-batch reduces.
+bool reduces(ReduceAt when, MicroBatchClass which);
+
 struct StagePlan {
   std::array<MicroBatchPlan, kMicroBatchClasses> micro_batches;  ///< by class
   /// Units in the order in which reduce() and reshard() of the stage come to them.
@@ -136,6 +139,18 @@ struct StepPlan {
   /// The same on every rank and every machine for equal plans.
   std::uint64_t hash() const;
 };
+
+/// A place of a pass: a unit's forward or backward begins there, or ends.
+struct PassedPlace {
+  std::size_t part = 0;
+  std::size_t position = 0;  ///< in the part's trace
+  bool begins = true;
+  bool operator==(const PassedPlace&) const = default;
+};
+/// All of a stage's, in the order in which each forward, or each backward, passes them. `units`: how
+/// many there are.
+std::vector<PassedPlace> forward_places(const StageRecord& record);
+std::vector<PassedPlace> backward_places(const StageRecord& record, std::size_t units);
 
 /// Units that a stage's passes come to: what is entered, its lenders, what it names to be prefetched.
 std::set<UnitId> units_of_stage(const StageRecord& record, const std::vector<PlanUnit>& units);

@@ -201,9 +201,7 @@ class Walk {
       fault(pass_, "unit ", name(unit), " is reduced before all that may bring it a gradient");
     }
     if (!reduced_.insert(unit).second) fault(pass_, "unit ", name(unit), " is reduced twice");
-    const bool is_last = which_ == MicroBatchClass::kOnly || which_ == MicroBatchClass::kLast;
-    if (plan_.choices.reduce == ReduceAt::kAsked ||
-        (plan_.choices.reduce == ReduceAt::kLastBackward && !is_last)) {
+    if (!reduces(plan_.choices.reduce, which_)) {
       fault(pass_, "unit ", name(unit), " is reduced, which was to wait");
     }
   }
@@ -288,36 +286,6 @@ std::vector<std::string> faults_of_shape(const StepPlan& plan) {
 }
 
 }  // namespace
-
-std::vector<PassedPlace> forward_places(const StageRecord& record) {
-  std::vector<PassedPlace> places;
-  for (std::size_t part = 0; part < record.parts.size(); ++part) {
-    for (const auto& [position, enters] : crossings(record.parts[part])) {
-      places.push_back({part, position, enters});
-    }
-  }
-  return places;
-}
-
-/// As plan_backward() passes them, for units of which nothing is known.
-std::vector<PassedPlace> backward_places(const StageRecord& record, std::size_t units) {
-  std::vector<ReachedForward> forwards;
-  for (std::size_t part = record.parts.size(); part-- > 0;) {
-    const auto& trace = record.parts[part];
-    forwards.push_back({static_cast<std::uint32_t>(part), &trace, Reach(trace.units.size())});
-  }
-  const auto order = plan_backward(forwards, std::vector<UnitState>(units));
-  std::map<std::size_t, PassedPlace> places;
-  for (const auto& [part, of] : order.places) {
-    for (std::size_t i = 0; i < of.size(); ++i) {
-      places[of[i].begins] = {part, i, true};
-      places[of[i].ends] = {part, i, false};
-    }
-  }
-  std::vector<PassedPlace> list;
-  for (const auto& [when, place] : places) list.push_back(place);
-  return list;
-}
 
 std::vector<std::string> faults_of(const StepPlan& plan, std::optional<std::int64_t> budget_bytes) {
   auto faults = faults_of_shape(plan);

@@ -4,7 +4,6 @@
 // from a pass, is asked before the first step that follows it. Pure. Next: step_plan.h.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -14,25 +13,12 @@
 
 namespace tessera::fsdp {
 
-/// A place of a pass: a unit's forward or backward begins there, or ends.
-struct PassedPlace {
-  std::size_t part = 0;
-  std::size_t position = 0;  ///< in the part's trace
-  bool begins = true;
-  bool operator==(const PassedPlace&) const = default;
-};
-/// All of a stage's, in the order in which each forward, or each backward, passes them. `units`: how
-/// many there are.
-std::vector<PassedPlace> forward_places(const StageRecord& record);
-std::vector<PassedPlace> backward_places(const StageRecord& record, std::size_t units);
-
 /// What is wrong with the plan, a line each, naming micro-batch, pass and unit; empty where nothing
 /// is: shapes fit the record; actions are done in the order of places; each use comes after the
 /// wait for its gather; nothing is gathered twice or given back twice, nor while it is used; what is
 /// kept stays as long as was said, and nothing else outlasts a pass; a unit is reduced once in a
 /// backward, after all that may still bring it a gradient; every micro-batch leaves what the next
-/// one expects. With `budget_bytes`, what a stage has gathered
-/// never exceeds it.
+/// one expects. With `budget_bytes`, what a stage has gathered never exceeds it.
 std::vector<std::string> faults_of(const StepPlan& plan,
                                    std::optional<std::int64_t> budget_bytes = std::nullopt);
 

@@ -139,22 +139,23 @@ void OpenStep::settle_into() {
   for (int stage = 0; stage < options_.stages; ++stage) {
     auto& of = stages_[static_cast<std::size_t>(stage)];
     of.marks = concat(base_marks_, ", stage ", stage);
-    if (step_plan_ != nullptr && runtime_.planner_) {
-      of.marks += concat(", plan ", step_plan_->hash());
-    }
+    if (!records_) of.marks += runtime_.records_.at({options_.schedule, options_.stages}).marks;
     use_units(stage, record_.stages[static_cast<std::size_t>(stage)].parts);
   }
 }
 
+ReduceAt OpenStep::reduce_at() const {
+  if (!options_.micro_batches) return ReduceAt::kAsked;
+  return options_.sync_every_micro_batch ? ReduceAt::kEveryBackward : ReduceAt::kLastBackward;
+}
+
 /// From what all ranks have agreed on, so that all make the same one, or all take the last step's.
 void OpenStep::make_plan() {
-  const auto reduce = !options_.micro_batches           ? ReduceAt::kAsked
-                      : options_.sync_every_micro_batch ? ReduceAt::kEveryBackward
-                                                        : ReduceAt::kLastBackward;
   const auto order = options_.micro_batches ? PlanOrder::kOneAfterTheOther : PlanOrder::kAny;
   std::vector<bool> resharded;
   for (const auto* unit : runtime_.units_) resharded.push_back(!stays(*unit));
-  PlanInputs inputs{runtime_.plan_units(), eager_choices(record_, resharded, reduce, order), order};
+  PlanInputs inputs{runtime_.plan_units(), eager_choices(record_, resharded, reduce_at(), order),
+                    order};
   auto& known = runtime_.records_.at({options_.schedule, options_.stages});
   if (known.plan != nullptr && known.inputs == inputs) {
     step_plan_ = known.plan;
@@ -163,7 +164,10 @@ void OpenStep::make_plan() {
   const auto& planner = runtime_.planner_;
   auto plan = planner ? planner(record_, inputs.units, inputs.choices, order)
                       : fsdp::make_plan(record_, inputs.units, inputs.choices, order);
+  known.marks.clear();
   if (planner) {
+    const auto hash = plan.hash();
+    known.marks = concat(", plan ", hash);
     const auto faults = faults_of(plan);
     TESSERA_CHECK(faults.empty(), ErrorKind::kUsage, "plan of a step: found ", faults.front(),
                   ", expected one that holds; make it from what it is planned for");
@@ -172,7 +176,7 @@ void OpenStep::make_plan() {
                   "plan of a step: found one of another trace, other units or another order, "
                   "expected one of this step; make it anew");
     if (auto* group = runtime_.data_group(); group != nullptr) {
-      TESSERA_CHECK(comm::all_agree(*group, {plan.hash()}, "plan of a step")[0], ErrorKind::kUsage,
+      TESSERA_CHECK(comm::all_agree(*group, {hash}, "plan of a step")[0], ErrorKind::kUsage,
                     "plans of a step differ between ranks: ",
                     difference(*group, to_string(plan), "plans of a step"),
                     "; give every rank the same one");
@@ -310,7 +314,7 @@ void OpenStep::finish() {
   if (records_) {
     if (records.size() >= kMostRecords) records.clear();
     records.erase({options_.schedule, options_.stages});
-    if (record_.is_complete()) records[{options_.schedule, options_.stages}] = {record_, {}, {}};
+    if (record_.is_complete()) records[{options_.schedule, options_.stages}] = {.record = record_};
   }
   finished_ = true;
   held_.reset();

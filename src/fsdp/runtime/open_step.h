@@ -124,6 +124,7 @@ class OpenStep {
   void agree_at_begin();
   void settle_into();
   void make_plan();
+  ReduceAt reduce_at() const;
   void require_next(const Stage& stage, std::int64_t micro_batch) const;
   void require_open(const char* what) const;
   Stage& stage_of(int stage, const char* what);

@@ -80,8 +80,9 @@ struct PlanInputs {
 /// A schedule that was recorded, with the plan that its last step followed.
 struct KnownStep {
   StepRecord record;
-  PlanInputs inputs;
-  std::shared_ptr<const StepPlan> plan;  ///< null: none yet
+  PlanInputs inputs = {};
+  std::shared_ptr<const StepPlan> plan = nullptr;  ///< null: none yet
+  std::string marks = {};                          ///< behind others in labels, of a planner's plan
 };
 
 class Runtime : public std::enable_shared_from_this<Runtime> {

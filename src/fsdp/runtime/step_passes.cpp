@@ -229,16 +229,14 @@ BackwardPlan OpenStep::plan_through(const std::vector<Trace>& parts,
     forwards.push_back({static_cast<std::uint32_t>(part), &parts[part], reached.at(part)});
   }
   // As an eager plan of the same options does: so sums have the same order from the first step on.
-  const auto which = micro_batch_under_way().which;
-  const bool is_last = which == MicroBatchClass::kOnly || which == MicroBatchClass::kLast;
-  const bool reduces = options_.micro_batches && (options_.sync_every_micro_batch || is_last);
+  const bool reduces_here = reduces(reduce_at(), micro_batch_under_way().which);
   std::vector<UnitState> states;
   for (const auto* unit : runtime_.units_) {
     // Those that stay were gathered by the forward.
     auto state = runtime_.state_of(*unit);
     state.gathered = stays(*unit);
     state.releases = !stays(*unit);
-    state.reduces = reduces && unit->trainable() && unit->controls.requires_sync;
+    state.reduces = reduces_here && unit->trainable() && unit->controls.requires_sync;
     states.push_back(std::move(state));
   }
   return fsdp::plan_backward(forwards, std::move(states));
