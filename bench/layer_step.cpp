@@ -1,8 +1,8 @@
-// One layer of the dense model of bench/fsdp2_compare, forward and backward, in fp32 on one rank and
-// one thread, at 16, 64, 128 and 512 tokens: what it takes when products are written into their
+// One layer of the dense model of bench/fsdp2_compare, forward and backward, in fp32 on one rank
+// and one thread, at 16, 64, 128 and 512 tokens: what it takes when products are written into their
 // slots, when they are formed beside and copied there (a `grad_dtype` that is theirs rounds nothing
-// and asks for that), and unsharded. In turns; prints a line of JSON for each number of tokens, with
-// medians of CPU milliseconds, and median, least and largest ratio of neighbours.
+// and asks for that), and unsharded. In turns; prints a line of JSON for each number of tokens,
+// with medians of CPU milliseconds, and median, least and largest ratio of neighbours.
 //
 //   layer_step [TURNS]
 #include <ATen/ATen.h>

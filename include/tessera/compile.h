@@ -1,10 +1,10 @@
 // compile: what a sharded model's steps do with memory and gradients, chosen for a budget.
 //
-// A StepScope that knows its schedule follows a plan: when each unit is gathered and waited for, how
-// long it is kept, when it is given back and reduced. compile() chooses another plan than the eager
-// one, by passes, or takes one out of a file. No value changes but where form 2 adds micro-batches in
-// another order. Kernels stay as they are: nothing is captured, nothing is compiled to code. Next:
-// step_scope.h; docs/compile.md.
+// A StepScope that knows its schedule follows a plan: when each unit is gathered and waited for,
+// how long it is kept, when it is given back and reduced. compile() chooses another plan than the
+// eager one, by passes, or takes one out of a file. No value changes but where form 2 adds
+// micro-batches in another order. Kernels stay as they are: nothing is captured, nothing is
+// compiled to code. Next: step_scope.h; docs/compile.md.
 #pragma once
 
 #include <cstdint>
@@ -41,8 +41,8 @@ struct CompileOptions {
 /// Step scopes of `model`, the outermost handle, follow such plans from their second step on. With
 /// kOff eager ones again. On every rank with the same options; not in a step. Errors: kConfig,
 /// kFormat, kIo for options that do not fit together and for what is no plan of this model, world,
-/// torch or number of micro-batches; kUsage in a step. When a step begins: kConfig for a budget below
-/// the least, with that in bytes, and for a plan of another trace.
+/// torch or number of micro-batches; kUsage in a step. When a step begins: kConfig for a budget
+/// below the least, with that in bytes, and for a plan of another trace.
 void compile(const ShardedBase& model, const CompileOptions& options);
 
 }  // namespace tessera

@@ -1,14 +1,14 @@
 // Passes: what chooses a plan of a step for a budget. Pure functions on PlanChoices.
 //
-// A form (ZeRO's stages 1, 2, 3) is where choices begin; each pass changes some of them, in the order
-// in which they are asked for, greedily and always the same. What a pass needs to be of use, gives to
-// later ones and cannot stand behind is declared (kPasses), and checked before anything is chosen.
-// Choices that a user bound stay: units with reshard_after_forward off are kept, units that name what
-// is prefetched name it. No pass exceeds the budget, and no pass changes bits: what is gathered,
-// kept and reduced when has no effect on values (but form 2 and sync_every_micro_batch, which add
-// micro-batches in another order). Next: plan_text.h (a choice with its reasons), plan_profile.h.
-// Source: DeepCompile (arXiv 2504.09983), selective unsharding and prefetching; there the first that
-// does not fit ends the pass, here it is skipped.
+// A form (ZeRO's stages 1, 2, 3) is where choices begin; each pass changes some of them, in the
+// order in which they are asked for, greedily and always the same. What a pass needs to be of use,
+// gives to later ones and cannot stand behind is declared (kPasses), and checked before anything is
+// chosen. Choices that a user bound stay: units with reshard_after_forward off are kept, units that
+// name what is prefetched name it. No pass exceeds the budget, and no pass changes bits: what is
+// gathered, kept and reduced when has no effect on values (but form 2 and sync_every_micro_batch,
+// which add micro-batches in another order). Next: plan_text.h (a choice with its reasons),
+// plan_profile.h. Source: DeepCompile (arXiv 2504.09983), selective unsharding and prefetching;
+// there the first that does not fit ends the pass, here it is skipped.
 #pragma once
 
 #include <cstdint>
@@ -34,8 +34,8 @@ enum class Form : std::uint8_t {
 struct PlanProblem {
   fsdp::StepRecord record;
   std::vector<fsdp::PlanUnit> units;
-  /// What an eager plan would choose (eager_choices): a unit that it keeps to the update is one that
-  /// its user keeps.
+  /// What an eager plan would choose (eager_choices): a unit that it keeps to the update is one
+  /// that its user keeps.
   fsdp::PlanChoices eager;
   fsdp::PlanOrder order = fsdp::PlanOrder::kOneAfterTheOther;
   std::int64_t micro_batches = 1;
@@ -76,9 +76,9 @@ struct Chosen {
 /// The least gathered memory that any choice of this form has.
 std::int64_t least_bytes(const PlanProblem& problem);
 
-/// Errors: kConfig for a name that is no pass, one that is not built yet, a pass whose requirement is
-/// not met or that comes behind what it conflicts with; for a budget below the least, with that in
-/// bytes. `names`: which passes, in order; none: all whose requirements are met.
+/// Errors: kConfig for a name that is no pass, one that is not built yet, a pass whose requirement
+/// is not met or that comes behind what it conflicts with; for a budget below the least, with that
+/// in bytes. `names`: which passes, in order; none: all whose requirements are met.
 Chosen choose(const PlanProblem& problem,
               const std::optional<std::vector<std::string>>& names = std::nullopt);
 /// Errors: as choose(), of the names alone.

@@ -143,8 +143,6 @@ class Diff {
         pass(what + ", forward, ", before.of(which).forward, after.of(which).forward);
         pass(what + ", backward, ", before.of(which).backward, after.of(which).backward);
       }
-      first(stage(s) + "reduced unit", before.units, after.units,
-            [](const StepPlan& plan, UnitId unit) { return name(plan, unit); });
     }
   }
 

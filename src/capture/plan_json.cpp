@@ -95,7 +95,7 @@ Json json_of(const StagePlan& stage) {
     micro_batches[std::string(to_string(which))] = {{"forward", json_of(forward)},
                                                     {"backward", json_of(backward)}};
   }
-  return {{"units", stage.units}, {"micro_batches", std::move(micro_batches)}};
+  return {{"micro_batches", std::move(micro_batches)}};
 }
 
 bool is_flat(const Json& value) {
@@ -311,7 +311,6 @@ class Reader {
 
   StagePlan stage(const JsonCursor& at) {
     StagePlan stage;
-    stage.units = unit_ids(at.member("units"));
     const auto micro_batches = at.member("micro_batches");
     for (const auto which : kClasses) {
       const std::string name(to_string(which));

@@ -1,9 +1,9 @@
 // A plan of a step as a file, and what it was made for.
 //
-// JSON, numbers as numbers, an action as ["gather", 3]: to be read, kept beside a run, compared, and
-// edited by who knows what they do. A file is nobody's promise: reading refuses what is no plan, with
-// file and place, before anything is made of it; whether it holds is faults_of()'s to say
-// (fsdp/agreed/step_plan_check.h), whether it is this run's require_made_for()'s. Pure. Next:
+// JSON, numbers as numbers, an action as ["gather", 3]: to be read, kept beside a run, compared,
+// and edited by who knows what they do. A file is nobody's promise: reading refuses what is no
+// plan, with file and place, before anything is made of it; whether it holds is faults_of()'s to
+// say (fsdp/agreed/step_plan_check.h), whether it is this run's require_made_for()'s. Pure. Next:
 // plan_diff.h, plan_text.h.
 #pragma once
 
@@ -38,8 +38,8 @@ inline constexpr std::int64_t kMostPlanBytes = std::int64_t{64} << 20;
 
 /// Equal files give equal bytes.
 std::string to_json(const PlanFile& file);
-/// `where` names the file in messages. Errors: kFormat with file and place for what is no plan: torn,
-/// of another version, larger than any model's, numbers that name no unit.
+/// `where` names the file in messages. Errors: kFormat with file and place for what is no plan:
+/// torn, of another version, larger than any model's, numbers that name no unit.
 PlanFile parse_plan(std::string_view text, std::string_view where);
 
 /// Errors: kConfig naming what differs, with both values.

@@ -58,8 +58,8 @@ struct Measured {
 /// The line through them by least squares, neither of its numbers below 0. Of none: zero.
 CollectiveCost fit(std::span<const Measured> measured);
 
-/// What a plan has to go by: the largest value of any rank, place by place, so that every rank makes
-/// the same plan. Errors: kConfig where ranks measured other units.
+/// What a plan has to go by: the largest value of any rank, place by place, so that every rank
+/// makes the same plan. Errors: kConfig where ranks measured other units.
 PlanProfile most_of(const std::vector<PlanProfile>& ranks);
 
 /// In the order of `units`. Errors: kConfig naming a unit that the profile lacks.

@@ -41,13 +41,13 @@ struct SimulatedStep {
 /// Of more micro-batches the curve has the first ones and the last: those in between are alike.
 inline constexpr std::int64_t kMostSimulated = 8;
 
-/// Of a plan in which faults_of() finds nothing, of one stage, and a step of `micro_batches`. Errors:
-/// kUsage for several stages, whose order is a pipeline's schedule.
+/// Of a plan in which faults_of() finds nothing, of one stage, and a step of `micro_batches`.
+/// Errors: kUsage for several stages, whose order is a pipeline's schedule.
 SimulatedStep simulate(const fsdp::StepPlan& plan, const PlanProfile& profile,
                        std::int64_t micro_batches);
 
-/// The curve as `rows` lines of at most `columns` marks, micro-batches divided by '|', the least and
-/// most bytes beside it.
+/// The curve as `rows` lines of at most `columns` marks, micro-batches divided by '|', the least
+/// and most bytes beside it.
 std::string picture(const SimulatedStep& step, std::size_t columns = 64, std::size_t rows = 6);
 
 }  // namespace tessera::capture

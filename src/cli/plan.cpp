@@ -1,6 +1,6 @@
 // The plan of a run's steps before it starts: what is gathered, kept, given back and reduced when,
-// and why; or whether a plan out of a file is this run's and holds. Nothing is trained, no weight is
-// read.
+// and why; or whether a plan out of a file is this run's and holds. Nothing is trained, no weight
+// is read.
 #include <torch/version.h>
 
 #include <algorithm>

@@ -29,8 +29,8 @@ void require_sizes(const ShardOptions& options) {
   require("in_flight_bytes", options.in_flight_bytes.value_or(0));
 }
 
-/// Values come from the host, or lie where the World computes. Another device is a mistake: of which
-/// rank, nobody else could say.
+/// Values come from the host, or lie where the World computes. Another device is a mistake: of
+/// which rank, nobody else could say.
 void require_devices(const std::vector<fsdp::FoundParameter>& parameters, at::Device device) {
   for (const auto& parameter : parameters) {
     const at::Tensor& tensor = parameter.leaves.front()->tensor;

@@ -121,7 +121,8 @@ bool arrives_alone(const Leaf& leaf) {
     for (const auto& hook : edge.function->tensor_pre_hooks()) {
       const auto* ours = dynamic_cast<const LeafHook*>(hook.get());
       if (ours == nullptr || ours->leaf().get() != &leaf) continue;
-      // The node that accumulates is this forward's alone, and belongs to the edges that lead there.
+      // The node that accumulates is this forward's alone, and belongs to the edges that lead
+      // there.
       return edge.function.use_count() == 1 && edge.function->tensor_pre_hooks().size() == 1 &&
              edge.function->pre_hooks().empty() && edge.function->post_hooks().empty();
     }

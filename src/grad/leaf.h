@@ -44,7 +44,8 @@ void renew_accumulator(const Leaf& leaf);
 /// node that accumulates. Of a tensor that is no leaf of ours.
 bool has_hooks(const at::Tensor& tensor);
 /// In the backward of a node that uses the leaf: whether nothing else of that forward does, nobody
-/// else listens, and no gradient goes elsewhere than to leaves. Else its gradient is autograd's to add up, or to hand on.
+/// else listens, and no gradient goes elsewhere than to leaves. Else its gradient is autograd's to
+/// add up, or to hand on.
 bool arrives_alone(const Leaf& leaf);
 /// The leaf that a tensor already is, or null.
 std::shared_ptr<Leaf> find_leaf(const at::Tensor& tensor);

@@ -7,10 +7,10 @@
 // A slot is a parameter's place in its bucket's gradient buffer, in the contract's `accumulate`
 // dtype: cast and add *is* the copy-in. Whatever dtype arrives is added unrounded unless the
 // contract's `grad` asks for a rounding. What arrives first is a copy alone, which a kernel that
-// writes its result into the slot saves: it is lent the slot for that. [Note: direct slots] Gradients are never counted ([Note: readiness] of
-// fsdp/runtime/runtime.h); only tickets are. The sink owns no memory and starts no collective:
-// slots belong to a SlotOwner (fsdp/runtime/unit.h). Threads: those that run the rank's backward,
-// one at a time.
+// writes its result into the slot saves: it is lent the slot for that. [Note: direct slots]
+// Gradients are never counted ([Note: readiness] of fsdp/runtime/runtime.h); only tickets are. The
+// sink owns no memory and starts no collective: slots belong to a SlotOwner (fsdp/runtime/unit.h).
+// Threads: those that run the rank's backward, one at a time.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -170,11 +170,11 @@ class GradSink {
 
   /// Lends the slot to a kernel, where what it would write is what accept() would leave: the first
   /// arrival, of a parameter without `grad`, in the dtype of the slot and on its device. Else none,
-  /// nothing happened, and the gradient goes through accept(). Where it was put off, the source says
-  /// so. Errors: as accept().
+  /// nothing happened, and the gradient goes through accept(). Where it was put off, the source
+  /// says so. Errors: as accept().
   std::optional<LentSlot> lend(SlotId slot, const RawLike& raw, Source source);
-  /// Lets `product` write its gradient into the slot, where that may be lent and is nothing that the
-  /// product reads; else false, and nothing happened. Errors: as lend(), those of the product.
+  /// Lets `product` write its gradient into the slot, where that may be lent and is nothing that
+  /// the product reads; else false, and nothing happened. Errors: as lend(), those of the product.
   bool write(SlotId slot, const Product& product, Source source);
 
   /// Announces a gradient that will come after this backward's nodes ran: its unit is not ready

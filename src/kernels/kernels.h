@@ -6,10 +6,10 @@
 // calls the kernels that ATen has for accelerators. kernels.cpp picks by the tensors' device and
 // dtype, nothing else does. A function takes tensors and numbers alone and knows no autograd: those
 // that have a gradient come in pairs, which the layers join. What a function writes beside its
-// results is named by a line "Writes:" and is contiguous; what has no such line reads its arguments only. Where a
-// tensor may be missing it is optional. Short symbols: B rows, T positions, G key/value heads, R
-// query heads of each, H = G*R, D head_dim, K columns, V vocabulary. Next: implementations.h;
-// host_sum.h for memory that is no tensor.
+// results is named by a line "Writes:" and is contiguous; what has no such line reads its arguments
+// only. Where a tensor may be missing it is optional. Short symbols: B rows, T positions, G
+// key/value heads, R query heads of each, H = G*R, D head_dim, K columns, V vocabulary. Next:
+// implementations.h; host_sum.h for memory that is no tensor.
 #pragma once
 
 #include <ATen/core/Tensor.h>

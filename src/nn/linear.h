@@ -73,9 +73,9 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
                   std::optional<at::ScalarType> compute = std::nullopt,
                   WeightGradient when = WeightGradient::kMayWait);
 
-/// In a backward: the raw gradient of `parameter`, or undefined where it comes, or has come, another
-/// way: put off, or written into its slot ([Note: direct slots]). The backward returns that, and
-/// nothing arrives twice.
+/// In a backward: the raw gradient of `parameter`, or undefined where it comes, or has come,
+/// another way: put off, or written into its slot ([Note: direct slots]). The backward returns
+/// that, and nothing arrives twice.
 at::Tensor weight_gradient(const at::Tensor& parameter, grad::Product product,
                            WeightGradient when = WeightGradient::kMayWait);
 

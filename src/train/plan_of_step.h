@@ -37,9 +37,9 @@ struct RunOfPlan {
 
 /// In the order of `plan`, which is the runtime's.
 std::vector<fsdp::PlanUnit> plan_units(const RunOfPlan& run);
-/// Layers recompute inside their units, so that no unit is entered in a checkpoint. A backward comes
-/// to a unit where something trained lies in it or before it. What sees images is left out where
-/// data.path names no batches, which alone have some.
+/// Layers recompute inside their units, so that no unit is entered in a checkpoint. A backward
+/// comes to a unit where something trained lies in it or before it. What sees images is left out
+/// where data.path names no batches, which alone have some.
 fsdp::StepRecord step_record(const RunOfPlan& run);
 /// As the trainer opens its scopes: the root stays, units as reshard_after_forward says.
 fsdp::PlanChoices eager_choices(const RunOfPlan& run, const fsdp::StepRecord& record);

@@ -2,8 +2,8 @@
 //
 // The first step records what the model enters, the second one follows a plan that is chosen by the
 // bytes of units and fills pools and caches, the third one is traced: what its units and messages
-// took, the most of any rank, is what passes choose by from the fourth on. Nothing is run again to be measured. Next:
-// tessera/compile.h, capture/measured_profile.h.
+// took, the most of any rank, is what passes choose by from the fourth on. Nothing is run again to
+// be measured. Next: tessera/compile.h, capture/measured_profile.h.
 #pragma once
 
 #include <cstdint>
@@ -20,9 +20,9 @@
 
 namespace tessera::train {
 
-/// [compile] of a run as the library takes it, where it holds for what the run is expected to record.
-/// A share of memory is one of this host's that a rank has, the least of any. Collective. Errors:
-/// kConfig, kFormat, kIo as plan_of_step.h and compile().
+/// [compile] of a run as the library takes it, where it holds for what the run is expected to
+/// record. A share of memory is one of this host's that a rank has, the least of any. Collective.
+/// Errors: kConfig, kFormat, kIo as plan_of_step.h and compile().
 CompileOptions planned_options(const RunOfPlan& run, std::int64_t micro_batches, World& world);
 
 class PlannedSteps {

@@ -112,8 +112,8 @@ Tensors gradients(World& world, const Sizes& sizes, const PrecisionPolicy& polic
   return whole_gradients(handle);
 }
 
-// Naive: an out of other strides, with which the library takes another way through its product, or a
-// product that adds to the slot. At 512 summands these give other bits; rows of sizes that are no
+// Naive: an out of other strides, with which the library takes another way through its product, or
+// a product that adds to the slot. At 512 summands these give other bits; rows of sizes that are no
 // multiples of 16 bytes go another way than those that are.
 TEST(DirectSlots, HaveTheBitsOfProductsThatAreCopied) {
   using Dtypes = std::pair<std::optional<DType>, std::optional<DType>>;

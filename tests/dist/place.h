@@ -24,8 +24,8 @@ inline Place& place() {
   return of_process;
 }
 
-/// What devices have found since they were last asked, races that somebody swallowed included, where
-/// they find any (tests/sim). Threads: the program's own, between two cases.
+/// What devices have found since they were last asked, races that somebody swallowed included,
+/// where they find any (tests/sim). Threads: the program's own, between two cases.
 inline std::function<std::vector<std::string>()>& found_by_devices() {
   static std::function<std::vector<std::string>()> of_process = [] {
     return std::vector<std::string>();

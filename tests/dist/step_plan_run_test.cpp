@@ -209,7 +209,8 @@ TEST_P(StepPlanRuns, WhatIsUnshardedBeforeTheStepIsThereWhereItIsUsed) {
   });
 }
 
-// ---------------------------------------------------------------------------------- what is refused
+// ---------------------------------------------------------------------------------- what is
+// refused
 
 /// What a second step says after `change` of its plan, on each of two ranks.
 std::vector<std::string> refused(const std::function<void(StepPlan&, int rank)>& change) {
@@ -275,7 +276,8 @@ TEST(StepPlanErrors, RanksWithOtherPlansAreToldApart) {
   }
 }
 
-// One rank alone has a planner: said when the scope opens, not met as a collective that fits nothing.
+// One rank alone has a planner: said when the scope opens, not met as a collective that fits
+// nothing.
 TEST(StepPlanErrors, APlannerIsOfAllRanks) {
   std::vector<std::string> errors(2);
   ranks(2).run([&](World& world) {

@@ -1,10 +1,10 @@
-// Property: what a slot holds follows from the values that arrive and from the contract, and not from
-// the dtype in which they arrive, nor from the way: by a leaf's hook, written by a kernel, put off.
-// Buckets, wires and labels know nothing of either.
+// Property: what a slot holds follows from the values that arrive and from the contract, and not
+// from the dtype in which they arrive, nor from the way: by a leaf's hook, written by a kernel, put
+// off. Buckets, wires and labels know nothing of either.
 //
-// One unit has a parameter for each raw dtype and source, all of one shape, and each gets 256, 1 and
-// -256 times one pattern, which every one of these dtypes holds. So all slots have the same bits
-// after each arrival. A further source is a line in kSources.
+// One unit has a parameter for each raw dtype and source, all of one shape, and each gets 256, 1
+// and -256 times one pattern, which every one of these dtypes holds. So all slots have the same
+// bits after each arrival. A further source is a line in kSources.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -270,8 +270,8 @@ void expect_equal(const Case& c, const Seen& found, const Seen& expected) {
   expect_same(found.gradients, expected.gradients, c.name);
 }
 
-// Naive: a first gradient that is copied, a raw dtype that picks a bucket, a kernel that writes what
-// should have been rounded.
+// Naive: a first gradient that is copied, a raw dtype that picks a bucket, a kernel that writes
+// what should have been rounded.
 TEST(RawDtypes, SlotsHaveTheSameBitsWhateverArrivesAndWhichWay) {
   const std::vector<std::size_t> sizes = {kLayouts.size(),
                                           kOwn.size(),

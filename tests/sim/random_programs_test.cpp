@@ -4,7 +4,8 @@
 //
 // The reference is another way to the same answer: it orders whole operations by a graph (a stream's
 // own order, record to block, record or stream to a host's wait, a wait to what its thread does
-// later, what a thread has waited for to who takes what it frees), takes the transitive closure, and compares sets of elements.
+// later, what a thread has waited for to who takes what it frees), takes the transitive closure,
+// and compares sets of elements.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 

@@ -2,8 +2,8 @@
 //
 // One access a stream is enough, for a stream's own launches are ordered. What was freed keeps its
 // accesses: the first of the next owner is then the check of the allocator. But for those that the
-// thread which frees it has waited for: whoever gets it, gets it after that. A tensor is a number of
-// dense runs; from kMostRuns on it is taken as the range from its first to its last byte, which
+// thread which frees it has waited for: whoever gets it, gets it after that. A tensor is a number
+// of dense runs; from kMostRuns on it is taken as the range from its first to its last byte, which
 // reports say.
 #pragma once
 

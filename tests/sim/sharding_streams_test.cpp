@@ -45,8 +45,8 @@ void follow(const Stream& later, const Stream& earlier) {
 /// How many products have been written into slots.
 std::atomic<int> written = 0;
 
-/// x * w whose weight gradient is put off where the model does that, and else written into its slot,
-/// as layers of nn do.
+/// x * w whose weight gradient is put off where the model does that, and else written into its
+/// slot, as layers of nn do.
 class MayWait : public torch::autograd::Function<MayWait> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& w) {
@@ -285,8 +285,8 @@ TEST(StreamsOfARank, EachEventThatIsLeftOutIsFound) {
   }
 }
 
-// What a kernel has written into a slot is read by the reduction behind kAccept alone; the same with
-// what is formed later, behind kDeferred.
+// What a kernel has written into a slot is read by the reduction behind kAccept alone; the same
+// with what is formed later, behind kDeferred.
 TEST(StreamsOfARank, EachEventThatIsLeftOutOfDirectSlotsIsFound) {
   const auto in_float32 = [](const Case& c) { return c.direct && !c.policy.param_dtype; };
   expect_found(EventSite::kAccept, in_float32);

@@ -303,8 +303,6 @@ StepPlan make_plan(const StepRecord& record, std::vector<PlanUnit> units,
                 .record = record,
                 .stages = {}};
   const auto shared = shared_by_stages(record, plan.units);
-  std::vector<std::vector<UnitId>> lenders;
-  for (const auto& unit : plan.units) lenders.push_back(unit.lenders);
   for (const auto& stage : record.stages) {
     auto& of = plan.stages.emplace_back();
     const auto add = [&](StagePlanner& planner, MicroBatchClass which) {
@@ -317,7 +315,6 @@ StepPlan make_plan(const StepRecord& record, std::vector<PlanUnit> units,
     StagePlanner last = first;
     add(first, MicroBatchClass::kMiddle);
     add(last, MicroBatchClass::kLast);
-    of.units = first_entries(stage.parts, lenders);
   }
   return plan;
 }
@@ -371,7 +368,6 @@ std::uint64_t StepPlan::hash() const {
       add_to(hash, one.forward);
       add_to(hash, one.backward);
     }
-    add_to(hash, stage.units);
   }
   return hash.digest();
 }

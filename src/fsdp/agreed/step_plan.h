@@ -5,7 +5,8 @@
 // gathered and waited for, how long it is kept, when it is given back and when its gradients are
 // reduced. It is a pure function of what all ranks have agreed on, the record and what is chosen
 // (PlanChoices), so every rank makes the same one; a step scope does what it says and nothing else
-// ([Note: step scope] in ../runtime/open_step.h). Passes change choices (src/capture/), never lists.
+// ([Note: step scope] in ../runtime/open_step.h). Passes change choices (src/capture/), never
+// lists.
 //
 // ZeRO's stages are three choices: 3 gathers for each forward and each backward, 2 gathers once a
 // step and reduces every micro-batch, 1 gathers once a step and reduces with the last micro-batch.
@@ -117,8 +118,6 @@ bool reduces(ReduceAt when, MicroBatchClass which);
 
 struct StagePlan {
   std::array<MicroBatchPlan, kMicroBatchClasses> micro_batches;  ///< by class
-  /// Units in the order in which reduce() and reshard() of the stage come to them.
-  std::vector<UnitId> units;
   const MicroBatchPlan& of(MicroBatchClass which) const {
     return micro_batches.at(static_cast<std::size_t>(which));
   }
@@ -147,12 +146,13 @@ struct PassedPlace {
   bool begins = true;
   bool operator==(const PassedPlace&) const = default;
 };
-/// All of a stage's, in the order in which each forward, or each backward, passes them. `units`: how
-/// many there are.
+/// All of a stage's, in the order in which each forward, or each backward, passes them. `units`:
+/// how many there are.
 std::vector<PassedPlace> forward_places(const StageRecord& record);
 std::vector<PassedPlace> backward_places(const StageRecord& record, std::size_t units);
 
-/// Units that a stage's passes come to: what is entered, its lenders, what it names to be prefetched.
+/// Units that a stage's passes come to: what is entered, its lenders, what it names to be
+/// prefetched.
 std::set<UnitId> units_of_stage(const StageRecord& record, const std::vector<PlanUnit>& units);
 /// By unit: several stages of the rank come to it.
 std::vector<bool> shared_by_stages(const StepRecord& record, const std::vector<PlanUnit>& units);
@@ -167,8 +167,8 @@ PlanChoices eager_choices(const StepRecord& record, const std::vector<bool>& res
 StepPlan make_plan(const StepRecord& record, std::vector<PlanUnit> units,
                    const PlanChoices& choices, PlanOrder order);
 
-/// Makes plans where eager ones are not what is wanted: a pure function, the same on every rank, of a
-/// record, units, what an eager plan would choose, and the order. What it makes is checked
+/// Makes plans where eager ones are not what is wanted: a pure function, the same on every rank, of
+/// a record, units, what an eager plan would choose, and the order. What it makes is checked
 /// (step_plan_check.h) and compared between ranks before it is followed.
 using Planner = std::function<StepPlan(const StepRecord&, const std::vector<PlanUnit>&,
                                        const PlanChoices&, PlanOrder)>;

@@ -268,7 +268,6 @@ std::vector<std::string> faults_of_shape(const StepPlan& plan) {
              std::ranges::all_of(parts[part].units, is_unit) &&
              (part >= reached.size() || reached[part].size() == places);
     }
-    if (!std::ranges::all_of(plan.stages[stage].units, is_unit)) fits = false;
     for (const auto& one : plan.stages[stage].micro_batches) {
       for (const auto* pass : {&one.forward, &one.backward}) {
         fits = fits && pass->places.size() == parts.size();

@@ -342,7 +342,8 @@ void Bucket::use_pool(const std::shared_ptr<comm::BufferPool>& pool) {
 }
 
 void Bucket::drop_gradients() {
-  // Collectives that nobody waits for may still write to the sums, which go on, or to the allocator.
+  // Collectives that nobody waits for may still write to the sums, which go on, or to the
+  // allocator.
   for (const auto* group : {groups_.reduce, groups_.replicas}) {
     if (group == nullptr) continue;
     comm::order(group->stream(), current_stream(), comm::EventSite::kReduced);

@@ -80,8 +80,8 @@ class Bucket {
   /// The slot of plan().parameters[index]. `first` tells whether it is empty; it no longer is
   /// afterwards.
   at::Tensor open_slot(std::size_t index, bool& first);
-  /// The slot, if it is empty and memory for it is there or free, for a kernel that writes the whole
-  /// of it; else undefined. Until end_loan() nobody else may have it.
+  /// The slot, if it is empty and memory for it is there or free, for a kernel that writes the
+  /// whole of it; else undefined. Until end_loan() nobody else may have it.
   at::Tensor lend_slot(std::size_t index);
   void end_loan(std::size_t index, bool arrived);
   /// A reduction is under way.

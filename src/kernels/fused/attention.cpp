@@ -1,5 +1,5 @@
-// Attention by ATen's flash attention, or by cuDNN's where libtorch would take it (on Hopper), which
-// take [B, heads, T, D] in any order of memory but the last dim's, and fewer keys than
+// Attention by ATen's flash attention, or by cuDNN's where libtorch would take it (on Hopper),
+// which take [B, heads, T, D] in any order of memory but the last dim's, and fewer keys than
 // queries: what rope_heads and a projection give is a view of it, so that nothing is copied on the
 // way in or out.
 #include <ATen/Context.h>

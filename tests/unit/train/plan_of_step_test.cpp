@@ -250,8 +250,8 @@ TEST(CompiledStep, HoldsWhatWasPredictedAndGivesTheSameBits) {
   });
 }
 
-// As a file made before the run, with another budget: the run follows it; of another model, world or
-// number of micro-batches it is refused before a step.
+// As a file made before the run, with another budget: the run follows it; of another model, world
+// or number of micro-batches it is refused before a step.
 TEST(CompiledStep, FollowsAPlanOutOfAFileAndRefusesAnothers) {
   CountingAllocator::install();
   const testing::TemporaryFolder folder;
