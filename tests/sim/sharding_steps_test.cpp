@@ -53,6 +53,18 @@ void on_ranks(int count, const std::string& device, const std::function<void(Wor
       options);
 }
 
+/// By device. What ranks on simulated devices have found has the bits of the CPU's.
+using ResultsOf = std::map<std::string, std::vector<at::Tensor>>;
+void expect_bits_of_the_cpu(const ResultsOf& results, const std::string& what) {
+  for (const char* const device : {"sim", "sim:0"}) {
+    ASSERT_EQ(results.at(device).size(), results.at("cpu").size()) << what;
+    for (std::size_t i = 0; i < results.at(device).size(); ++i) {
+      expect_same_bits(results.at(device)[i], results.at("cpu")[i],
+                       concat(what, " on ", device, ", result ", i));
+    }
+  }
+}
+
 at::Tensor input_on(const World& world, int step) {
   return test::input_of(world.rank(), step, kWidth).to(world.device()).mul(1);
 }
@@ -218,7 +230,7 @@ TEST(StepOnADevice, SumsAreGoneBeforeTheNextForward) {
 // Of one bucket alone, and of one parameter of a bucket: what others show goes on.
 TEST(StepOnADevice, SumsOfWhatIsClearedGoAndOthersGoOn) {
   for (const int ranks : {1, 2}) {
-    std::map<std::string, std::vector<at::Tensor>> results;
+    ResultsOf results;
     for (const std::string device : {"cpu", "sim", "sim:0"}) {
       on_ranks(ranks, device, [&](World& world) {
         test::ShardedChain model(test::data_mesh(world), 1, 2, kWidth);
@@ -251,13 +263,7 @@ TEST(StepOnADevice, SumsOfWhatIsClearedGoAndOthersGoOn) {
       });
       settle();
     }
-    for (const char* const device : {"sim", "sim:0"}) {
-      ASSERT_EQ(results[device].size(), results["cpu"].size());
-      for (std::size_t i = 0; i < results[device].size(); ++i) {
-        expect_same_bits(results[device][i], results["cpu"][i],
-                         concat(ranks, " ranks on ", device, ", result ", i));
-      }
-    }
+    expect_bits_of_the_cpu(results, concat(ranks, " ranks"));
   }
 }
 
@@ -385,7 +391,7 @@ TEST(StepOnADevice, AfterARecoveryStreamsAndPoolsAreRight) {
   for (const PrecisionPolicy& policy : {PrecisionPolicy(), test::in_bfloat16()}) {
     for (const Fails fails : {Fails::kForward, Fails::kBackward, Fails::kInFlight}) {
       for (const int ranks : {1, 2, 3}) {
-        std::map<std::string, std::vector<at::Tensor>> results;
+        ResultsOf results;
         for (const std::string device : {"cpu", "sim", "sim:0"}) {
           on_ranks(ranks, device, [&](World& world) {
             const StreamScope here(Stream::make(world.device()));
@@ -394,13 +400,7 @@ TEST(StepOnADevice, AfterARecoveryStreamsAndPoolsAreRight) {
           });
           settle();
         }
-        for (const char* const device : {"sim", "sim:0"}) {
-          ASSERT_EQ(results[device].size(), results["cpu"].size());
-          for (std::size_t i = 0; i < results[device].size(); ++i) {
-            expect_same_bits(results[device][i], results["cpu"][i],
-                             concat(ranks, " ranks on ", device, ", result ", i));
-          }
-        }
+        expect_bits_of_the_cpu(results, concat(ranks, " ranks"));
       }
     }
   }
@@ -445,7 +445,7 @@ TEST(StepOnADevice, SumsOfAFailedStepAreFreedBehindItsReductions) {
 // Naive: the shard is cast for the wire on the group's stream while its owner writes to it.
 TEST(StepOnADevice, ShardsMayBeWrittenOnceAGatherHasBegun) {
   for (const PrecisionPolicy& policy : {PrecisionPolicy(), test::in_bfloat16()}) {
-    std::map<std::string, std::vector<at::Tensor>> results;
+    ResultsOf results;
     for (const std::string device : {"cpu", "sim", "sim:0"}) {
       on_ranks(2, device, [&](World& world) {
         test::ShardedChain model(test::data_mesh(world), 1, 2, kWidth, policy);
@@ -463,11 +463,7 @@ TEST(StepOnADevice, ShardsMayBeWrittenOnceAGatherHasBegun) {
       });
       settle();
     }
-    for (const char* const device : {"sim", "sim:0"}) {
-      for (std::size_t i = 0; i < results["cpu"].size(); ++i) {
-        expect_same_bits(results[device][i], results["cpu"][i], concat(device, ", loss ", i));
-      }
-    }
+    expect_bits_of_the_cpu(results, "losses");
   }
 }
 
