@@ -74,6 +74,7 @@ struct Program {
   std::size_t forward_steps = 0;
   std::vector<ValueId> inputs, gradients;  ///< kNone: undefined, or not used
   std::vector<HandedValue> results, input_gradients;
+  bool defers = false;  ///< some gradients were put off
   std::int64_t entry_bytes = 0, scratch_bytes = 0;
   /// Arguments and results that backward reads: nobody may change them in between.
   std::vector<std::int32_t> kept_inputs, kept_results;

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <utility>
 
+#include "grad/region.h"
 #include "models/recomputed.h"
 #include "nn/attention.h"
 #include "nn/masked_attention.h"
@@ -161,12 +162,13 @@ DecoderLayer::Output Gemma4TextLayer::body(const at::Tensor& x,
   };
   if (!is_alone_) return behind_attention(attention(inputs).front(), request);
   if (router_) {
-    return behind_attention(in_region(*this, "attention", inputs, attention).front(), request);
+    return behind_attention(grad::in_region(*this, "attention", inputs, attention).front(),
+                            request);
   }
   const auto whole = [this, attention](const Tensors& in) {
     return behind_attention(attention(in).front(), {}).tensors();
   };
-  return DecoderLayer::Output::of(in_region(*this, "", inputs, whole));
+  return DecoderLayer::Output::of(grad::in_region(*this, "", inputs, whole));
 }
 
 at::Tensor Gemma4TextLayer::up_to_feed_forward(const at::Tensor& x,
