@@ -189,20 +189,23 @@ std::vector<at::Tensor> LiveEntry::hand_out(const std::vector<HandedValue>& hand
 
 std::vector<at::Tensor> LiveEntry::handed(const std::vector<HandedValue>& handed,
                                           const std::vector<at::Tensor>& fresh,
-                                          const std::vector<at::Tensor>& gradients) const {
+                                          const std::vector<at::Tensor>& given) const {
   std::vector<at::Tensor> results = fresh;
   for (std::size_t i = 0; i < handed.size(); ++i) {
     const auto& one = handed[i];
     if (one.value == kNone || one.is_fresh) continue;
     const auto& value = program_->values[static_cast<std::size_t>(one.value)];
-    if (one.given == kNone) {
-      results[i] = this->value(one.value).clone();
-    } else {
-      const at::Tensor& given = gradients.at(static_cast<std::size_t>(one.given));
+    if (one.given != kNone) {
+      const at::Tensor& whole = given.at(static_cast<std::size_t>(one.given));
       const auto& memory = program_->memories[static_cast<std::size_t>(value.memory)];
       const auto size = static_cast<std::int64_t>(c10::elementSize(value.dtype));
-      const std::int64_t offset = given.storage_offset() + value.offset - memory.first_byte / size;
-      results[i] = given.as_strided(value.sizes, value.strides, offset);
+      const std::int64_t offset = whole.storage_offset() + value.offset - memory.first_byte / size;
+      results[i] = whole.as_strided(value.sizes, value.strides, offset);
+    } else if (one.same_as != kNone) {
+      results[i] = fresh[static_cast<std::size_t>(one.same_as)].as_strided(
+          value.sizes, value.strides, value.offset);
+    } else {
+      results[i] = this->value(one.value).clone();
     }
   }
   return results;
@@ -220,7 +223,7 @@ std::vector<at::Tensor> LiveEntry::forward(const std::vector<at::Tensor>& inputs
   for (const auto i : program_->kept_results) {
     held_.push_back(fresh[static_cast<std::size_t>(i)].storage());
   }
-  return handed(program_->results, fresh, {});
+  return handed(program_->results, fresh, inputs);
 }
 
 std::vector<at::Tensor> LiveEntry::backward(const std::vector<at::Tensor>& gradients,

@@ -63,7 +63,7 @@ class LiveEntry {
   std::vector<at::Tensor> hand_out(const std::vector<HandedValue>& handed);
   std::vector<at::Tensor> handed(const std::vector<HandedValue>& handed,
                                  const std::vector<at::Tensor>& fresh,
-                                 const std::vector<at::Tensor>& gradients) const;
+                                 const std::vector<at::Tensor>& given) const;
   c10::Stack stack_of(const ProgramCall& call) const;
   void run(std::size_t begin, std::size_t end, Gradients of_parameters, const StepSeen& seen);
   void run_call(std::size_t step, Gradients of_parameters);

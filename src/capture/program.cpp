@@ -203,17 +203,23 @@ void Maker::hand_out(const std::vector<ValueId>& values, std::vector<HandedValue
     }
     const auto& value = in(program_.values, values[i]);
     auto& memory = memory_of(values[i]);
-    HandedValue one{values[i], false, kNone};
-    switch (tape_.memories()[static_cast<std::size_t>(value.memory)].kind) {
-      case MemoryKind::kMade:
-        break;
-      case MemoryKind::kGradient:
-        one.given = memory.number;
-        handed.push_back(one);
-        continue;
-      default:
-        why_ = "a result that is an argument or a parameter, or a view of one";
-        return;
+    HandedValue one{.value = values[i]};
+    const auto kind = tape_.memories()[static_cast<std::size_t>(value.memory)].kind;
+    const bool is_taken =
+        kind == MemoryKind::kInput && std::cmp_greater_equal(memory.number, ends_.arguments);
+    if (kind == MemoryKind::kGradient || is_taken) {
+      one.given = memory.number;
+      handed.push_back(one);
+      continue;
+    }
+    if (kind != MemoryKind::kMade) {
+      why_ = "a result that is an argument or a parameter, or a view of one";
+      return;
+    }
+    if (memory.place == MemoryPlace::kHanded) {
+      one.same_as = memory.number;
+      handed.push_back(one);
+      continue;
     }
     std::int64_t numel = 1;
     for (const auto size : value.sizes) numel *= size;
@@ -224,10 +230,6 @@ void Maker::hand_out(const std::vector<ValueId>& values, std::vector<HandedValue
       memory.place = MemoryPlace::kHanded;
       memory.number = static_cast<std::int32_t>(i);
     } else {
-      if (memory.place == MemoryPlace::kHanded) {
-        why_ = "results that share memory";
-        return;
-      }
       in(uses_, value.memory).at(end - 1);  // it is cloned behind that
     }
     handed.push_back(one);

@@ -60,11 +60,13 @@ struct ProgramStep {
   TapeGradient gradient = {};
 };
 
-/// A value that leaves the program.
+/// A value that leaves the program: in memory of its own, that is fresh in each call; or a view of
+/// what was given or of another one; else it is cloned.
 struct HandedValue {
-  ValueId value = kNone;       ///< kNone: undefined
-  bool is_fresh = false;       ///< its memory is handed out; else it is cloned
-  std::int32_t given = kNone;  ///< the gradient that it is, or is a view of
+  ValueId value = kNone;  ///< kNone: undefined
+  bool is_fresh = false;
+  std::int32_t given = kNone;    ///< of results an input, of gradients of inputs one that came
+  std::int32_t same_as = kNone;  ///< handed out beside it, fresh
 };
 
 struct Program {
@@ -83,6 +85,7 @@ struct Program {
 /// What a tape leads out of.
 struct TapeEnds {
   std::vector<ValueId> inputs, results, gradients, input_gradients;
+  std::size_t arguments = 0;  ///< of the inputs; those behind them keep() took out of a checkpoint
 };
 
 /// Makes `program`, or says why there is none. Errors: kInternal where memory is laid out wrong.

@@ -277,6 +277,7 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
       call.results = recorded(*call.tape, [&] { return call.body(call.inputs); });
     }
     const auto& taken = call.tape->taken();
+    call.ends.arguments = call.inputs.size();
     const auto more = call.tape->values_of(taken);
     call.ends.inputs.insert(call.ends.inputs.end(), more.begin(), more.end());
     call.taken = taken;
@@ -405,6 +406,7 @@ std::vector<at::Tensor> call_without(Region& region, const std::shared_ptr<Varia
   TapeEnds ends;
   tape->add(MemoryKind::kInput, inputs);
   ends.inputs = tape->values_of(inputs);
+  ends.arguments = inputs.size();
   const auto outputs = recorded(*tape, [&] { return body(inputs); });
   variant.results = outputs.size();
   variable_list all = outputs;

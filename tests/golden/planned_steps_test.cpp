@@ -85,10 +85,9 @@ TEST_P(PlannedSteps, TrainAsWithoutReplays) {
     config.compile.mode = train::CompileChoice::kReplay;
     const auto found = run_training(config, layout_of(degrees), {8});
     expect_same(found, expected, 8);
-    const bool talks = degrees.tp > 1;
     std::string why;
     for (const auto& [reason, count] : found.regions.eager) why += concat(count, " ", reason, "; ");
-    EXPECT_EQ(found.regions.replayed > 0, !talks) << found.regions.recorded << " recorded, " << why;
+    EXPECT_GT(found.regions.replayed, 0) << found.regions.recorded << " recorded, " << why;
   }
 }
 
@@ -114,12 +113,11 @@ TEST_P(ReplayedPipeline, TrainsAsWithoutReplays) {
     std::string why;
     for (const auto& [reason, count] : found.regions.eager) why += concat(count, " ", reason, "; ");
     EXPECT_GT(found.regions.replayed, 0) << found.regions.recorded << " recorded, " << why;
-    std::cerr << found.regions.replayed << " " << found.regions.recorded << " recorded, " << why << "\n";
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(Schedules, ReplayedPipeline,
-                         ::testing::Values("1F1B", "ZB1P", "Interleaved1F1B", "ZBV", "DualPipeV"),
+                         ::testing::Values("1F1B", "ZB1P", "Interleaved1F1B", "ZBV", "GPipe"),
                          [](const auto& each) { return std::string(each.param); });
 
 INSTANTIATE_TEST_SUITE_P(Families, PlannedSteps,

@@ -42,7 +42,12 @@ Gemma4Attention::Gemma4Attention(const ModelSpec& spec, const Gemma4Layer& layer
 
 at::Tensor Gemma4Attention::forward(const at::Tensor& stream,
                                     const std::optional<at::Tensor>& visible) {
-  const at::Tensor x = region_.enter(stream);
+  return o_proj_->forward_into(
+      region_, *this, {region_.enter(stream), visible.value_or(at::Tensor())},
+      [this](const std::vector<at::Tensor>& in) { return attend(in[0], given(in[1])); });
+}
+
+at::Tensor Gemma4Attention::attend(const at::Tensor& x, const std::optional<at::Tensor>& visible) {
   const nn::RopeTable table = rope_->table(x.size(1), x.scalar_type(), x.device());
   const auto head_norm = [&](const nn::RmsNorm& norm) {
     return nn::HeadNorm{norm.weight, norm.eps(), norm.rounding()};
@@ -55,9 +60,8 @@ at::Tensor Gemma4Attention::forward(const at::Tensor& stream,
   const at::Tensor k = nn::rope_heads(keys, {.heads = groups_}, head_norm(*k_norm_), table);
   const at::Tensor by_head = raw.reshape({x.size(0), x.size(1), groups_, layer_.head_dim});
   const at::Tensor v = nn::plain_rms_norm(by_head, eps_).reshape(raw.sizes());
-  return o_proj_->forward_into(region_,
-                               visible ? nn::masked_attention(q, k, v, *visible, kGemma4ScoreScale)
-                                       : nn::causal_attention(q, k, v, kGemma4ScoreScale));
+  return visible ? nn::masked_attention(q, k, v, *visible, kGemma4ScoreScale)
+                 : nn::causal_attention(q, k, v, kGemma4ScoreScale);
 }
 
 Gemma4Router::Gemma4Router(const ModelSpec& spec, const nn::TensorRegion& region)
