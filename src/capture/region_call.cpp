@@ -70,6 +70,7 @@ struct LiveCall : torch::CustomClassHolder {
   std::shared_ptr<Tape> tape;
   TapeEnds ends;
   std::unique_ptr<LiveEntry> entry;
+  bool has_ended = false;
 
   LiveCall() = default;
   ~LiveCall() override { end(); }
@@ -78,6 +79,7 @@ struct LiveCall : torch::CustomClassHolder {
 
   /// Nothing of it is needed any more.
   void end() {
+    has_ended = true;
     if (tape != nullptr) variant->is_recording = false;
     tape.reset();
     if (entry != nullptr) {
@@ -279,6 +281,9 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
     base::refuse_double_backward();
     const auto call =
         c10::static_intrusive_pointer_cast<LiveCall>(context->saved_data["call"].toCapsule());
+    TESSERA_CHECK(!call->has_ended, ErrorKind::kUsage, "region ", call->region->name(),
+                  ": found a second backward of a graph that the first one did not keep, expected "
+                  "one; call the first one with retain_graph");
     const variable_list of_inputs = call->kind == LiveCall::Kind::kReplayed
                                         ? backward_of_replay(*call, grads)
                                         : backward_of_recording(*call, grads);

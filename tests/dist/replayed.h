@@ -31,9 +31,10 @@ class Part : public torch::nn::Module {
       : weight(register_parameter("weight", seeded(seed, {kWidth, kWidth}, dtype) * 0.3)),
         bias(register_parameter("bias", seeded(seed + 1, {kWidth}, dtype))),
         norm(register_parameter("norm", seeded(seed + 2, {kWidth}, dtype) * 0.1 + 1.0)),
-        table(register_buffer("table", seeded(seed + 3, {kWidth}))) {}
+        table(register_buffer("table", seeded(seed + 3, {kWidth}))),
+        sums(register_buffer("sums", at::ones({kWidth}))) {}
 
-  /// body(inputs) as a region where regions are replayed. `calls` are the bodies that ran.
+  /// body(inputs) as a region where regions are replayed.
   Several region(const Several& inputs, const grad::RegionBody& body, const std::string& name = "") {
     return grad::in_region(grad::regions_here(), shared_from_this(), name, inputs,
                            [this, body](const Several& all) {
@@ -53,8 +54,10 @@ class Part : public torch::nn::Module {
     parameters_["weight"] = weight;
   }
 
-  at::Tensor weight, bias, norm, table;
-  int bodies = 0;
+  at::Tensor weight, bias, norm, table, sums;
+  at::Tensor kept;  ///< of the last call, where a body says so
+  int bodies = 0;   ///< that ran
+  bool throws = false;
 };
 
 /// A scale, two parts and another scale; a test says what forward makes of them.
