@@ -16,12 +16,17 @@
 namespace tessera {
 
 void compile(const ShardedBase& model, const CompileOptions& options) {
-  if (options.mode != CompileMode::kReplay) {
-    fsdp::set_regions(model, nullptr);
-  } else if (fsdp::regions_of(model) == nullptr) {
-    fsdp::set_regions(model, std::make_shared<capture::ReplayedRegions>());
+  const auto set_regions = [&] {
+    if (options.mode != CompileMode::kReplay) {
+      fsdp::set_regions(model, nullptr);
+    } else if (fsdp::regions_of(model) == nullptr) {
+      fsdp::set_regions(model, std::make_shared<capture::ReplayedRegions>());
+    }
+  };
+  if (options.mode == CompileMode::kOff) {
+    set_regions();
+    return fsdp::set_planner(model, {});
   }
-  if (options.mode == CompileMode::kOff) return fsdp::set_planner(model, {});
   auto planning = std::make_shared<const capture::Planning>(capture::planning_of(options));
   if (planning->given) {
     capture::MadeFor run;
@@ -31,6 +36,7 @@ void compile(const ShardedBase& model, const CompileOptions& options) {
     run.micro_batches = options.micro_batches;
     require_made_for(*planning->given, run, planning->plan_from);
   }
+  set_regions();  // no error of the options comes behind it
   fsdp::set_planner(model, [planning](const auto& record, const auto& units, const auto& eager,
                                       fsdp::PlanOrder order) {
     return capture::plan_step(*planning, record, units, eager, order);

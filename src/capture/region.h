@@ -68,6 +68,8 @@ class Region : public std::enable_shared_from_this<Region> {
   /// That it stays eager; of regions that do for the same reason the first one says so.
   void say_once(const std::string& why);
   std::unique_ptr<LiveEntry> take_entry(Variant& variant) const;
+  /// Whether it is memory of the owner's own parameters or buffers.
+  bool owns(const at::Tensor& tensor) const;
   /// Why a replayed forward's backward is eager: what nobody knew at its forward. Empty: it is not.
   std::string why_backward_is_eager() const;
 

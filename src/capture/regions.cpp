@@ -71,6 +71,13 @@ std::unique_ptr<LiveEntry> Region::take_entry(Variant& variant) const {
   return entry;
 }
 
+bool Region::owns(const at::Tensor& tensor) const {
+  const auto is_in = [&](const at::Tensor& own) { return own.defined() && own.is_alias_of(tensor); };
+  if (std::ranges::any_of(parameters_, is_in)) return true;
+  const auto owner = owner_.lock();
+  return owner != nullptr && std::ranges::any_of(owner->buffers(), is_in);
+}
+
 std::string Region::why_backward_is_eager() const {
   return defers_weight_gradients(parameters_) ? kDeferred : "";
 }

@@ -28,7 +28,7 @@ class Part : public torch::nn::Module {
   static constexpr std::int64_t kWidth = 16;
 
   Part(std::uint64_t seed, at::ScalarType dtype)
-      : weight(register_parameter("weight", seeded(seed, {kWidth, kWidth}, dtype) * 0.3)),
+      : weight(register_parameter("weight", seeded(seed, {kWidth, kWidth}, dtype) * 0.2)),
         bias(register_parameter("bias", seeded(seed + 1, {kWidth}, dtype))),
         norm(register_parameter("norm", seeded(seed + 2, {kWidth}, dtype) * 0.1 + 1.0)),
         table(register_buffer("table", seeded(seed + 3, {kWidth}))),
@@ -48,15 +48,15 @@ class Part : public torch::nn::Module {
     return x + nn::linear(nn::swiglu(gate, x), weight);
   }
 
-  /// Another one's, under the name of its own.
+  /// The memory of another one's, as a tensor of its own.
   void tie(const Part& other) {
-    weight = other.weight;
+    weight = other.weight.detach().set_requires_grad(true);
     parameters_["weight"] = weight;
   }
 
   at::Tensor weight, bias, norm, table, sums;
   at::Tensor kept;  ///< of the last call, where a body says so
-  int bodies = 0;   ///< that ran
+  int bodies = 0;  ///< that ran
   bool throws = false;
 };
 
@@ -133,6 +133,7 @@ inline void expect_same_bits(const Several& found, const Several& expected) {
     ASSERT_EQ(found[i].defined(), expected[i].defined()) << i;
     if (!expected[i].defined()) continue;
     EXPECT_TRUE(same_bits(found[i], expected[i])) << i;
+    EXPECT_TRUE(at::isfinite(expected[i]).all().item<bool>()) << i << " tells nothing";
   }
 }
 
