@@ -188,7 +188,7 @@ TEST(Replays, TakeGradientsOfAnyStrides) {
   using Use = std::function<at::Tensor(const at::Tensor&)>;
   const std::vector<Use> uses{[](const auto& y) { return y.sum(); },
                               [](const auto& y) { return (y.t().contiguous().pow(2)).sum(); },
-                              [](const auto& y) { return y.slice(1, 2, 9).pow(3).sum(); },
+                              [](const auto& y) { return y.slice(1, 2, 9).sin().sum(); },
                               [](const auto& y) { return y.sum(0).pow(2); },
                               [](const auto& y) { return y.select(0, 1).expand({5, 16}).pow(2); }};
   ranks(1).run([&](World& world) {

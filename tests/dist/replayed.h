@@ -142,7 +142,7 @@ class Twins {
   Twins(const Mesh& mesh, const Model::Run& run, const TwinOptions& options = {})
       : eager(sharded(mesh, run, options)), replayed(sharded(mesh, run, options)) {
     compile(replayed, {.mode = CompileMode::kReplay});
-    for (auto* handle : {&eager, &replayed}) optimizers_.push_back(make_sgd(*handle, sgd(0.01)));
+    for (auto* handle : {&eager, &replayed}) optimizers_.push_back(make_sgd(*handle, sgd(1e-4)));
   }
 
   /// `act` on both, which leave the same.
