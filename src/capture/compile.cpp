@@ -16,12 +16,14 @@
 namespace tessera {
 
 void compile(const ShardedBase& model, const CompileOptions& options) {
-  if (options.mode == CompileMode::kReplay) {
-    capture::replay_regions(model);
-  } else {
-    fsdp::set_regions(model, nullptr);
+  const auto set_regions = [&] {
+    options.mode == CompileMode::kReplay ? capture::replay_regions(model)
+                                         : fsdp::set_regions(model, nullptr);
+  };
+  if (options.mode == CompileMode::kOff) {
+    set_regions();
+    return fsdp::set_planner(model, {});
   }
-  if (options.mode == CompileMode::kOff) return fsdp::set_planner(model, {});
   auto planning = std::make_shared<const capture::Planning>(capture::planning_of(options));
   if (planning->given) {
     capture::MadeFor run;
@@ -31,6 +33,7 @@ void compile(const ShardedBase& model, const CompileOptions& options) {
     run.micro_batches = options.micro_batches;
     require_made_for(*planning->given, run, planning->plan_from);
   }
+  set_regions();  // no error of the options comes behind it
   fsdp::set_planner(model, [planning](const auto& record, const auto& units, const auto& eager,
                                       fsdp::PlanOrder order) {
     return capture::plan_step(*planning, record, units, eager, order);
