@@ -25,10 +25,11 @@ void compile(const ShardedBase& model, const CompileOptions& options) {
     run.micro_batches = options.micro_batches;
     require_made_for(*planning->given, run, planning->plan_from);
   }
-  fsdp::set_planner(model, [planning](const auto& record, const auto& units, const auto& eager,
-                                      fsdp::PlanOrder order) {
+  const auto make = [planning](const auto& record, const auto& units, const auto& eager,
+                               fsdp::PlanOrder order) {
     return capture::plan_step(*planning, record, units, eager, order);
-  });
+  };
+  fsdp::set_planner(model, make, planning->while_recording());
 }
 
 }  // namespace tessera

@@ -20,8 +20,13 @@ struct Planning {
   std::optional<std::vector<std::string>> passes = {};
   std::optional<PlanFile> given = {};
   std::optional<PlanProfile> profile = {};
+  std::optional<ForwardActivations> activations = {};
   std::int64_t micro_batches = 1;
   std::string plan_from = {}, profile_from = {};  ///< as messages name them
+
+  /// How what a plan may recompute is recomputed before there is one: wholly, where memory is bounded
+  /// or the plan that is given recomputes.
+  RecomputeMode while_recording() const;
 };
 
 /// Reads what options name. Errors: as compile().
