@@ -81,7 +81,9 @@ class Chooser {
     if (is_asked("recompute")) forget_what_may_be(choices);
     return choices;
   }
-  std::int64_t peak(const PlanChoices& choices) const { return peak_bytes(problem_, plan(choices)); }
+  std::int64_t peak(const PlanChoices& choices) const {
+    return peak_bytes(problem_, plan(choices));
+  }
 
   Chosen choose() {
     begin();
@@ -154,9 +156,9 @@ class Chooser {
     const auto bytes = peak(least_choices);
     TESSERA_CHECK(bytes <= *problem_.memory_budget, ErrorKind::kConfig,
                   "compile.memory_budget: found ", *problem_.memory_budget,
-                  " bytes for gathered parameters",
-                  problem_.activations ? " and activations" : "", ", expected at least ", bytes,
-                  ", the least of any plan of form ", number(problem_.form),
+                  " bytes for gathered parameters", problem_.activations ? " and activations" : "",
+                  ", expected at least ", bytes, ", the least of any plan of form ",
+                  number(problem_.form),
                   problem_.form == Form::k3 ? "; raise it" : "; raise it, or set compile.form = 3");
     // One after the other goes what costs least to miss.
     const auto without = [&](const auto& change) {
@@ -409,8 +411,7 @@ std::span<const std::string_view> passes_to_come() { return kToCome; }
 std::int64_t peak_bytes(const PlanProblem& problem, const StepPlan& plan) {
   const auto gathered = fsdp::peak_gathered_bytes(plan);
   if (!problem.activations) return gathered;
-  return gathered +
-         most_activations(*problem.activations, problem.record, plan.choices.recompute);
+  return gathered + most_activations(*problem.activations, problem.record, plan.choices.recompute);
 }
 
 std::int64_t least_bytes(const PlanProblem& problem,

@@ -68,9 +68,9 @@ void require_modes_of_users(const fsdp::StepPlan& plan, const fsdp::PlanChoices&
 
 RecomputeMode Planning::while_recording() const {
   const bool is_bounded = memory_budget && activations;
-  const bool is_given =
-      given && std::ranges::any_of(given->plan.choices.recompute,
-                                   [](auto mode) { return mode != RecomputeMode::kNone; });
+  const bool is_given = given && std::ranges::any_of(given->plan.choices.recompute, [](auto mode) {
+                          return mode != RecomputeMode::kNone;
+                        });
   return is_bounded || is_given ? RecomputeMode::kFull : RecomputeMode::kNone;
 }
 

@@ -112,7 +112,7 @@ void print_step(const capture::PlanFile& file, const capture::PlanProblem& probl
             << " reductions a step\n";
   if (problem.activations) {
     const auto& modes = file.plan.choices.recompute;
-    const auto bytes = most_activations(*problem.activations, file.plan.record, modes);
+    const auto bytes = capture::most_activations(*problem.activations, file.plan.record, modes);
     const auto again = std::ranges::count_if(
         modes, [](RecomputeMode mode) { return mode != RecomputeMode::kNone; });
     std::cout << "activations of a micro-batch: at most " << bytes << " bytes (" << size_text(bytes)
@@ -122,8 +122,8 @@ void print_step(const capture::PlanFile& file, const capture::PlanProblem& probl
   if (!problem.profile.is_assumed) {
     std::cout << std::fixed << std::setprecision(2) << "a step by the profile: " << step.step_ms
               << " ms, of which computing " << step.compute_ms << " (forwards again "
-              << step.again_ms << "), waiting for gathers "
-              << step.waited_ms << ", for the last reductions " << step.trailing_ms << '\n'
+              << step.again_ms << "), waiting for gathers " << step.waited_ms
+              << ", for the last reductions " << step.trailing_ms << '\n'
               << std::defaultfloat << std::setprecision(6);
   }
 }
@@ -154,8 +154,8 @@ int check_plan(const std::string& path, const capture::MadeFor& made_for,
   if (budget && faults.empty()) {
     // What activations take is the run's to say.
     if (problem.activations) {
-      *budget -= most_activations(*problem.activations, file.plan.record,
-                                  file.plan.choices.recompute);
+      *budget -= capture::most_activations(*problem.activations, file.plan.record,
+                                           file.plan.choices.recompute);
     }
     faults = faults_of(file.plan, budget);
   }

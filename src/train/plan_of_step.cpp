@@ -129,8 +129,7 @@ fsdp::PlanChoices eager_choices(const RunOfPlan& run, const fsdp::StepRecord& re
   resharded.front() = false;
   const bool every = run.config.training.sync_every_micro_batch || run.config.compile.form == 2;
   const auto reduce = every ? fsdp::ReduceAt::kEveryBackward : fsdp::ReduceAt::kLastBackward;
-  auto choices =
-      fsdp::eager_choices(record, resharded, reduce, fsdp::PlanOrder::kOneAfterTheOther);
+  auto choices = fsdp::eager_choices(record, resharded, reduce, fsdp::PlanOrder::kOneAfterTheOther);
   const auto layers = layers_of(run);
   for (fsdp::UnitId unit = 0; unit < layers.size(); ++unit) {
     if (layers[unit]) choices.recompute[unit] = run.config.activation_checkpoint.of_layers();
