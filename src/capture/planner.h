@@ -32,7 +32,8 @@ struct Planning {
 /// Reads what options name. Errors: as compile().
 Planning planning_of(const CompileOptions& options);
 
-/// What passes choose from. Errors: kConfig for a profile of other units.
+/// What passes choose from. Errors: kConfig for a profile or activations of other units, and for
+/// activations in PlanOrder::kAny.
 PlanProblem problem_of(const Planning& planning, const fsdp::StepRecord& record,
                        const std::vector<fsdp::PlanUnit>& units, const fsdp::PlanChoices& eager,
                        fsdp::PlanOrder order);

@@ -81,6 +81,8 @@ std::int64_t most_activations(const ForwardActivations& of, const fsdp::StepReco
 
 std::vector<bool> units_to_recompute(const PlanProblem& problem) {
   auto may = may_be_recomputed(problem.record, problem.units);
+  // Of micro-batches in any order nobody knows how many forwards are kept at once.
+  if (problem.order == fsdp::PlanOrder::kAny) may.assign(may.size(), false);
   for (UnitId unit = 0; unit < may.size(); ++unit) {
     if (!problem.activations) may[unit] = false;
     if (!may[unit]) continue;
