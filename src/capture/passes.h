@@ -73,7 +73,7 @@ std::span<const std::string_view> passes_to_come();
 /// Choices, and why they are what they are.
 struct Chosen {
   fsdp::PlanChoices choices;
-  std::vector<std::string> keep_reasons;  ///< by unit
+  std::vector<std::string> keep_reasons;       ///< by unit
   std::vector<std::string> recompute_reasons;  ///< the same
   std::string ahead_reason;
   std::vector<std::string> notes;  ///< passes that were left out, costs that were assumed

@@ -108,11 +108,11 @@ Planning planning_of(const CompileOptions& options) {
 PlanProblem problem_of(const Planning& planning, const fsdp::StepRecord& record,
                        const std::vector<fsdp::PlanUnit>& units, const fsdp::PlanChoices& eager,
                        fsdp::PlanOrder order) {
-  TESSERA_CHECK(!planning.activations || order == fsdp::PlanOrder::kOneAfterTheOther,
-                ErrorKind::kConfig,
-                "CompileOptions::activations: found them for a step whose micro-batches come in any "
-                "order, expected one after the other, since they are of one at a time; give "
-                "StepScopeOptions::micro_batches, or leave them out");
+  TESSERA_CHECK(
+      !planning.activations || order == fsdp::PlanOrder::kOneAfterTheOther, ErrorKind::kConfig,
+      "CompileOptions::activations: found them for a step whose micro-batches come in any "
+      "order, expected one after the other, since they are of one at a time; give "
+      "StepScopeOptions::micro_batches, or leave them out");
   return {.record = record,
           .units = units,
           .eager = eager,

@@ -263,10 +263,11 @@ TEST(PlannedRun, RecomputesWhatDoesNotFit) {
   const auto budget = std::to_string(least);
   const Outcome shown = plan(folder, {"--compile.memory_budget", budget});
   ASSERT_EQ(shown.code, 0) << shown.err;
-  EXPECT_THAT(shown.out,
-              AllOf(HasSubstr("    recomputed, full: leaves "), HasSubstr(" of activations to others"),
-                    HasSubstr("while model.layers.0 computes: recompute model.layers.0 (full: "),
-                    HasSubstr(" unit(s) recomputed; in all at most ")));
+  EXPECT_THAT(
+      shown.out,
+      AllOf(HasSubstr("    recomputed, full: leaves "), HasSubstr(" of activations to others"),
+            HasSubstr("while model.layers.0 computes: recompute model.layers.0 (full: "),
+            HasSubstr(" unit(s) recomputed; in all at most ")));
   EXPECT_LE(number_after(shown.out, "place by place: at most ") +
                 number_after(shown.out, "activations of a micro-batch: at most ") + fixed,
             least);
@@ -280,9 +281,16 @@ TEST(PlannedRun, RecomputesWhatDoesNotFit) {
   EXPECT_THAT(bound.err, HasSubstr("recomputed by: user, plan"));
 
   const auto train = [&](const std::string& run, const Words& more) {
-    Words words{"train", "run.toml",         "--nproc", "2",
-                "--job.dump_folder", run, "--training.steps", "5",
-                "--checkpoint.enable", "false"};
+    Words words{"train",
+                "run.toml",
+                "--nproc",
+                "2",
+                "--job.dump_folder",
+                run,
+                "--training.steps",
+                "5",
+                "--checkpoint.enable",
+                "false"};
     words.insert(words.end(), more.begin(), more.end());
     const Outcome outcome = run_program(folder, words);
     EXPECT_EQ(outcome.code, 0) << outcome.err;
@@ -290,7 +298,8 @@ TEST(PlannedRun, RecomputesWhatDoesNotFit) {
   };
   const auto expected = train("off", {});
   ASSERT_EQ(expected.size(), 5U);
-  EXPECT_EQ(train("chosen", {"--compile.mode", "plan", "--compile.memory_budget", budget}), expected);
+  EXPECT_EQ(train("chosen", {"--compile.mode", "plan", "--compile.memory_budget", budget}),
+            expected);
   EXPECT_EQ(train("given", {"--compile.mode", "plan", "--compile.plan", "plan.json"}), expected);
 }
 
@@ -304,7 +313,8 @@ TEST(PlanVerb, RefusesWhatIsNotThereYetByItsKey) {
         "--activation_checkpoint.mode", "none"},
        "found recompute without layers that keep less when they are recomputed"},
       {{"--compile.passes", "offload"}, "compile.passes: found 'offload', which is not there"},
-      {{"--compile.passes", "kep"}, "compile.passes: found 'kep', expected recompute, keep or prefetch"},
+      {{"--compile.passes", "kep"},
+       "compile.passes: found 'kep', expected recompute, keep or prefetch"},
       {{"--compile.passes", "keep"}, "found keep without compile.memory_budget"},
       {{"--compile.offload_folder", "x"}, "compile.offload_folder: found 'x', expected none"},
       {{"--compile.form", "4"}, "compile.form: found 4 (integer), expected a value from 1 to 3"},

@@ -280,9 +280,10 @@ std::string_view to_string(MicroBatchClass of) {
 }
 
 std::string_view to_string(PlanAction::Kind kind) {
-  constexpr std::array<std::string_view, 8> kNames{
-      "gather", "gather unless gathered", "wait", "keep to backward", "keep to update", "release",
-      "reduce", "recompute"};
+  constexpr std::array<std::string_view, 8> kNames{"gather",         "gather unless gathered",
+                                                   "wait",           "keep to backward",
+                                                   "keep to update", "release",
+                                                   "reduce",         "recompute"};
   return kNames.at(static_cast<std::size_t>(kind));
 }
 

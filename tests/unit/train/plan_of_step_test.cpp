@@ -367,12 +367,9 @@ std::vector<RecomputeMode> by_unit(const std::vector<fsdp::PlanUnit>& units,
 
 std::vector<std::vector<RecomputeMode>> mixed_modes() {
   using enum RecomputeMode;
-  return {{kNone, kNone, kNone, kNone},
-          {kNone, kFull, kSelective, kNone},
-          {kFull, kFull, kNone, kNone},
-          {kNone, kSelective, kNone, kFull},
-          {kFull, kFull, kFull, kFull},
-          {kSelective, kSelective, kSelective, kSelective}};
+  return {{kNone, kNone, kNone, kNone}, {kNone, kFull, kSelective, kNone},
+          {kFull, kFull, kNone, kNone}, {kNone, kSelective, kNone, kFull},
+          {kFull, kFull, kFull, kFull}, {kSelective, kSelective, kSelective, kSelective}};
 }
 
 class RecomputeByLayer : public ::testing::TestWithParam<StepCase> {};
@@ -437,8 +434,8 @@ TEST_P(RecomputeByLayer, SumsOfLayersAreWhatTheTableSays) {
   const auto table =
       memory_table(config, run.spec, run.dims, run.contract, run.plan, run.aux_loss_coef);
   for (const auto& layers : mixed_modes()) {
-    const auto sum = capture::most_activations(by_unit_of_plan, step_record(run),
-                                               by_unit(units, layers));
+    const auto sum =
+        capture::most_activations(by_unit_of_plan, step_record(run), by_unit(units, layers));
     const auto said = table.activations->in(layers).peak;
     if (c.family == "gemma4") {
       EXPECT_GE(sum, said);
