@@ -60,14 +60,16 @@ class DecoderLayer : public torch::nn::Module, public IsLayer, public Recomputab
 
  private:
   Output body(const at::Tensor& x, const RoutingRequest& request);
-  Output after_attention(const at::Tensor& x, const at::Tensor& attended,
-                         const RoutingRequest& request);
+  std::vector<at::Tensor> up_to_feed_forward(const at::Tensor& x);
+  Output feed_forward(const at::Tensor& sum, const at::Tensor& normed,
+                      const RoutingRequest& request);
 
   std::int64_t number_;
   std::shared_ptr<nn::SelfAttention> self_attn_;
   std::shared_ptr<nn::Mlp> mlp_;   // null in a layer with experts
   std::shared_ptr<MoeLayer> moe_;  // null in a layer without
   std::shared_ptr<nn::RmsNorm> input_layernorm_, post_attention_layernorm_;
+  bool is_alone_;  // no rank shares it: it talks to nobody, but for its experts
 };
 
 }  // namespace tessera::models
