@@ -327,6 +327,20 @@ TEST(StepPlanErrors, RanksWithOtherPlansAreToldApart) {
   }
 }
 
+// A rank that would keep products where another one keeps nothing: its plan has the same actions.
+TEST(StepPlanErrors, RanksThatRecomputeInOtherModesAreToldApart) {
+  const auto errors = refused([](StepPlan& plan, int rank) {
+    auto choices = plan.choices;
+    choices.recompute[1] = rank == 0 ? RecomputeMode::kFull : RecomputeMode::kSelective;
+    plan = fsdp::make_plan(plan.record, plan.units, choices, plan.order);
+  });
+  for (const auto& error : errors) {
+    EXPECT_THAT(error, AllOf(HasSubstr("plans of a step differ between ranks"),
+                             HasSubstr("recompute piece0 wholly, rank 1 has"),
+                             HasSubstr("recompute piece0 but for products of weights")));
+  }
+}
+
 // One rank alone has a planner: said when the scope opens, not met as a collective that fits
 // nothing.
 TEST(StepPlanErrors, APlannerIsOfAllRanks) {

@@ -368,6 +368,10 @@ void add_to(Hasher& hash, const PassPlan& pass) {
   }
 }
 
+std::string_view how(RecomputeMode mode) {
+  return mode == RecomputeMode::kSelective ? " but for products of weights" : " wholly";
+}
+
 /// Of which pass, behind the stage where there are several.
 std::string words_of(const StepPlan& plan, std::size_t stage, MicroBatchClass which,
                      const char* pass) {
@@ -426,7 +430,8 @@ std::string to_string(const StepPlan& plan) {
       text += concat(before,
                      place == places.end() ? std::string("all units, at its end: ")
                                            : concat(place->second.name, place->second.when),
-                     to_string(kind), " ", plan.units.at(unit).name, "\n");
+                     to_string(kind), " ", plan.units.at(unit).name,
+                    kind == Kind::kRecompute ? how(plan.choices.recompute.at(unit)) : "", "\n");
     }
   };
   for (std::size_t stage = 0; stage < plan.stages.size(); ++stage) {
