@@ -307,7 +307,6 @@ TEST(PlanVerb, RefusesWhatIsNotThereYetByItsKey) {
   const testing::TemporaryFolder folder;
   write_run(folder);
   const std::vector<std::pair<Words, std::string>> cases{
-      {{"--compile.mode", "replay"}, "compile.mode: found replay, which is not there yet"},
       {{"--compile.passes", "recompute"}, "found recompute without compile.memory_budget"},
       {{"--compile.passes", "recompute", "--compile.memory_budget", "90%",
         "--activation_checkpoint.mode", "none"},
