@@ -431,7 +431,7 @@ std::string to_string(const StepPlan& plan) {
                      place == places.end() ? std::string("all units, at its end: ")
                                            : concat(place->second.name, place->second.when),
                      to_string(kind), " ", plan.units.at(unit).name,
-                    kind == Kind::kRecompute ? how(plan.choices.recompute.at(unit)) : "", "\n");
+                     kind == Kind::kRecompute ? how(plan.choices.recompute.at(unit)) : "", "\n");
     }
   };
   for (std::size_t stage = 0; stage < plan.stages.size(); ++stage) {
