@@ -34,10 +34,11 @@ void compile(const ShardedBase& model, const CompileOptions& options) {
     require_made_for(*planning->given, run, planning->plan_from);
   }
   set_regions();  // no error of the options comes behind it
-  fsdp::set_planner(model, [planning](const auto& record, const auto& units, const auto& eager,
-                                      fsdp::PlanOrder order) {
+  const auto make = [planning](const auto& record, const auto& units, const auto& eager,
+                               fsdp::PlanOrder order) {
     return capture::plan_step(*planning, record, units, eager, order);
-  });
+  };
+  fsdp::set_planner(model, make, planning->while_recording());
 }
 
 ReplayCalls ReplayCalls::operator-(const ReplayCalls& before) const {

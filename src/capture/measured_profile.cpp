@@ -83,7 +83,8 @@ std::optional<double> shortest(const std::vector<TraceSpan>& spans, TraceRow row
 }  // namespace
 
 PlanProfile measured_profile(const std::vector<TraceSpan>& spans,
-                             const std::vector<fsdp::PlanUnit>& units, std::int64_t micro_batches) {
+                             const std::vector<fsdp::PlanUnit>& units, std::int64_t micro_batches,
+                             const std::vector<RecomputeMode>& recomputed) {
   TESSERA_INVARIANT(micro_batches > 0, "a step without micro-batches");
   Own own;
   own.add_all(spans);
@@ -96,6 +97,11 @@ PlanProfile measured_profile(const std::vector<TraceSpan>& spans,
                   .backward_ms = mean(own.of(unit.name, false)),
                   .gather_ms = shortest(spans, TraceRow::kGathers, unit.name),
                   .reduce_ms = shortest(spans, TraceRow::kReductions, unit.name)};
+    const auto number = profile.units.size();
+    if (number < recomputed.size()) {
+      const double again = recompute_ms(cost, recomputed[number]);
+      cost.backward_ms = std::max(0.0, cost.backward_ms - again);
+    }
     if (cost.gather_ms) gathers.push_back({unit.bytes, *cost.gather_ms});
     profile.units.push_back(std::move(cost));
   }

@@ -16,8 +16,10 @@
 namespace tessera::capture {
 
 /// Of one rank, a micro-batch's mean. `units` names all that the step could run. What did not run
-/// costs nothing.
+/// costs nothing. `recomputed`, by unit: how the step did it, none: not at all; such a backward has
+/// recompute_ms() of the unit's own forward in it, which is taken off.
 PlanProfile measured_profile(const std::vector<TraceSpan>& spans,
-                             const std::vector<fsdp::PlanUnit>& units, std::int64_t micro_batches);
+                             const std::vector<fsdp::PlanUnit>& units, std::int64_t micro_batches,
+                             const std::vector<RecomputeMode>& recomputed = {});
 
 }  // namespace tessera::capture

@@ -57,6 +57,17 @@ double PlanProfile::reduce_ms(const std::vector<PlanUnit>& units_of_plan, UnitId
   return units.at(unit).reduce_ms.value_or(collective.of(units_of_plan.at(unit).bytes));
 }
 
+double recompute_ms(const UnitCost& unit, RecomputeMode mode) {
+  if (mode == RecomputeMode::kNone) return 0.0;
+  return mode == RecomputeMode::kFull ? unit.forward_ms : kSelectiveShare * unit.forward_ms;
+}
+
+std::string ms_text(double ms) {
+  if (ms >= 1e4) return concat(std::round(ms / 100.0) / 10.0, " s");
+  const double rounded = ms < 0.1 ? std::round(ms * 1e4) / 1e4 : std::round(ms * 100.0) / 100.0;
+  return concat(rounded, " ms");
+}
+
 PlanProfile default_profile(const std::vector<PlanUnit>& units) {
   PlanProfile profile;
   profile.is_assumed = true;

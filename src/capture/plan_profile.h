@@ -18,11 +18,18 @@ namespace tessera::capture {
 struct UnitCost {
   std::string name = {};     ///< of the unit
   double forward_ms = 0.0;   ///< its own, without the units inside it
-  double backward_ms = 0.0;  ///< the same
+  double backward_ms = 0.0;  ///< the same, and without its forward where that runs again
   std::optional<double> gather_ms = {};
   std::optional<double> reduce_ms = {};
   bool operator==(const UnitCost&) const = default;
 };
+
+/// Of a layer's forward what is computed again where products of weights are kept: norms, rotations,
+/// attention itself, activations. As measured of a dense model (docs/performance.md, "Measured":
+/// 1.09 times the step beside 1.28 times); nothing is run to know it better.
+inline constexpr double kSelectiveShare = 1.0 / 3.0;
+/// What a unit's forward takes once more.
+double recompute_ms(const UnitCost& unit, RecomputeMode mode);
 
 /// A collective of n bytes takes latency + n x ms_per_byte, of none nothing: a rank alone has all.
 struct CollectiveCost {
@@ -44,6 +51,9 @@ struct PlanProfile {
   double gather_ms(const std::vector<fsdp::PlanUnit>& units_of_plan, fsdp::UnitId unit) const;
   double reduce_ms(const std::vector<fsdp::PlanUnit>& units_of_plan, fsdp::UnitId unit) const;
 };
+
+/// "0.0123 ms", "4.56 ms", "12.3 s".
+std::string ms_text(double ms);
 
 /// Where nobody has measured: every cost follows from bytes alone. A gigabyte a second and 50 us a
 /// message; a forward takes four times what its gather takes, a backward twice as long again. Good

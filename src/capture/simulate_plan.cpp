@@ -43,6 +43,7 @@ class Lanes {
     const auto count = static_cast<double>(times);
     const double took = count * (computes_ - began);
     step_.compute_ms += count * (step_.compute_ms - before.compute_ms);
+    step_.again_ms += count * (step_.again_ms - before.again_ms);
     step_.waited_ms += count * (step_.waited_ms - before.waited_ms);
     step_.gathers += times * (step_.gathers - before.gathers);
     step_.reductions += times * (step_.reductions - before.reductions);
@@ -123,6 +124,13 @@ class Lanes {
         issue(profile_.reduce_ms(plan_.units, unit));
         ++step_.reductions;
         return;
+      case Kind::kRecompute: {
+        const double ms = recompute_ms(profile_.units[unit], plan_.choices.recompute[unit]);
+        computes_ += ms;
+        step_.compute_ms += ms;
+        step_.again_ms += ms;
+        return;
+      }
       case Kind::kKeepToBackward:
       case Kind::kKeepToUpdate:
         return;

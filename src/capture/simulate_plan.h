@@ -30,6 +30,7 @@ struct MemoryPoint {
 struct SimulatedStep {
   double step_ms = 0.0;
   double compute_ms = 0.0;
+  double again_ms = 0.0;     ///< of these: forwards that are recomputed
   double waited_ms = 0.0;    ///< for gathers
   double trailing_ms = 0.0;  ///< reductions after the last backward
   std::int64_t gathers = 0;

@@ -93,8 +93,8 @@ void PlannedSteps::end_step(std::int64_t step) {
 }
 
 void PlannedSteps::choose(const std::vector<TraceSpan>& spans, std::int64_t step) {
-  const auto mine =
-      capture::measured_profile(spans, fsdp::plan_units(model_), options_.micro_batches);
+  const auto mine = capture::measured_profile(
+      spans, fsdp::plan_units(model_), options_.micro_batches, fsdp::followed_recompute(model_));
   std::vector<capture::PlanProfile> ranks;
   for (const auto& text :
        comm::all_gather_bytes(world_.control(), to_json(mine), "profile of a step")) {

@@ -38,6 +38,21 @@ train::Config drawn_config(const Family& family, const Degrees& degrees, unsigne
   return config;
 }
 
+/// The least of any plan, as its refusal names it.
+std::int64_t least_budget(train::Config config, const Layout& layout) {
+  config.compile.memory_budget = train::MemoryBudget{.bytes = 1};
+  try {
+    run_training(config, layout, {});
+  } catch (const std::exception& error) {
+    const std::string text = error.what();
+    const std::string before = "expected at least ";
+    const auto at = text.find(before);
+    if (at != std::string::npos) return std::stoll(text.substr(at + before.size()));
+    ADD_FAILURE() << text;
+  }
+  return 0;
+}
+
 std::vector<Degrees> layouts_of(const Family& family) {
   if (family.experts == Experts::kSome) {
     return {{.shard = 2, .ep = 2}, {.tp = 2, .ep = 2}, {.shard = 2, .tp = 2}};
@@ -68,8 +83,18 @@ TEST_P(PlannedSteps, TrainAsWithoutPlans) {
     const auto expected = run(train::CompileChoice::kOff, 3);
     for (const int form : {3, config.training.sync_every_micro_batch ? 2 : 1}) {
       SCOPED_TRACE(concat("form ", form));
-      const auto found = run(train::CompileChoice::kPlan, form);
-      expect_same(found, expected, 6);
+      expect_same(run(train::CompileChoice::kPlan, form), expected, 6);
+    }
+    // Where nobody has said how layers are recomputed, and memory is short, each is told by the plan.
+    config.activation_checkpoint.mode.reset();
+    config.training.seq_len = 24;
+    config.compile.mode = train::CompileChoice::kPlan;
+    config.compile.form = 3;
+    const auto least = least_budget(config, layout_of(degrees));
+    for (const std::int64_t more : {std::int64_t{0}, least / 4}) {
+      SCOPED_TRACE(concat("budget ", least, " + ", more));
+      config.compile.memory_budget = train::MemoryBudget{.bytes = least + more};
+      expect_same(run(train::CompileChoice::kPlan, 3), expected, 6);
     }
   }
 }

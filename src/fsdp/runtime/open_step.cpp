@@ -136,6 +136,8 @@ void OpenStep::settle_into() {
   held_ = runtime_.held_units();
   weights_ = weights_of(*held_);
   if (!records_) make_plan();
+  runtime_.follow_recompute(step_plan_ ? step_plan_->choices.recompute
+                                       : std::vector(units_.size(), runtime_.while_recording_));
   for (int stage = 0; stage < options_.stages; ++stage) {
     auto& of = stages_[static_cast<std::size_t>(stage)];
     of.marks = concat(base_marks_, ", stage ", stage);
@@ -156,6 +158,7 @@ void OpenStep::make_plan() {
   for (const auto* unit : runtime_.units_) resharded.push_back(!stays(*unit));
   PlanInputs inputs{runtime_.plan_units(), eager_choices(record_, resharded, reduce_at(), order),
                     order};
+  inputs.choices.recompute = runtime_.own_recompute();
   auto& known = runtime_.records_.at({options_.schedule, options_.stages});
   if (known.plan != nullptr && known.inputs == inputs) {
     step_plan_ = known.plan;

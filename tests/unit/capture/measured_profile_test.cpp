@@ -48,6 +48,12 @@ TEST(MeasuredProfile, IsWhatAUnitComputesItself) {
   EXPECT_DOUBLE_EQ(profile.units[1].backward_ms, 20);
   EXPECT_DOUBLE_EQ(profile.units[0].backward_ms, 40 - 18 - 20);
   EXPECT_FALSE(profile.is_assumed);
+  // A module that runs again inside its backward leaves no span of that: it is taken off.
+  const auto again = measured_profile(
+      spans, units(), 1, {RecomputeMode::kNone, RecomputeMode::kSelective, RecomputeMode::kFull});
+  EXPECT_DOUBLE_EQ(again.units[2].backward_ms, 18 - 10);
+  EXPECT_DOUBLE_EQ(again.units[1].backward_ms, 20 - 4 * kSelectiveShare);
+  EXPECT_DOUBLE_EQ(again.units[0].backward_ms, profile.units[0].backward_ms);
   const auto halves = measured_profile(spans, units(), 2);
   EXPECT_DOUBLE_EQ(halves.units[2].backward_ms, 9);
 }
