@@ -105,8 +105,8 @@ void print_step(const capture::PlanFile& file, const capture::PlanProblem& probl
                 std::int64_t fixed) {
   const auto step = capture::simulate(file.plan, problem.profile, problem.micro_batches);
   std::cout << "\ngathered memory of a rank, place by place: at most " << step.peak_bytes
-            << " bytes (" << size_text(step.peak_bytes) << "), beside " << size_text(fixed)
-            << " that are there whatever the plan is\n"
+            << " bytes (" << size_text(step.peak_bytes) << "), beside " << fixed << " bytes ("
+            << size_text(fixed) << ") that are there whatever the plan is\n"
             << picture(step) << step.gathers << " gathers and " << step.reductions
             << " reductions a step\n";
   if (!problem.profile.is_assumed) {
