@@ -112,7 +112,8 @@ void print_step(const capture::PlanFile& file, const capture::PlanProblem& probl
   if (!problem.profile.is_assumed) {
     std::cout << std::fixed << std::setprecision(2) << "a step by the profile: " << step.step_ms
               << " ms, of which computing " << step.compute_ms << ", waiting for gathers "
-              << step.waited_ms << ", for the last reductions " << step.trailing_ms << '\n'
+              << step.waited_ms << ", for reductions " << step.reduced_ms
+              << ", the update and all else " << step.rest_ms << '\n'
               << std::defaultfloat << std::setprecision(6);
   }
 }

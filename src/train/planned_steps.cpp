@@ -81,10 +81,12 @@ void PlannedSteps::begin_step() {
   trace_ = std::move(traced.trace);
   through_ = std::move(traced.through);
   here_.emplace(trace_);
+  begin_ = trace_->now();
 }
 
 void PlannedSteps::end_step(std::int64_t step) {
   if (trace_ == nullptr) return;
+  trace_->add({TraceRow::kCompute, concat("step ", step), begin_, trace_->now()});
   here_.reset();
   through_();
   choose(trace_->take(), step);
@@ -100,7 +102,7 @@ void PlannedSteps::choose(const std::vector<TraceSpan>& spans, std::int64_t step
        comm::all_gather_bytes(world_.control(), to_json(mine), "profile of a step")) {
     ranks.push_back(capture::parse_profile(text, "profile of a rank"));
   }
-  options_.profile = to_json(most_of(ranks));
+  options_.profile = to_json(slowest_of(ranks));
   compile(model_, options_);
   if (world_.rank() != 0) return;
   const auto path = folder_ / "profile.json";

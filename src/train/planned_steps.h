@@ -2,7 +2,7 @@
 //
 // The first step records what the model enters, the second one follows a plan that is chosen by the
 // bytes of units and fills pools and caches, the third one is traced: what its units and messages
-// took, the most of any rank, is what passes choose by from the fourth on. Nothing is run again to
+// took on the slowest rank is what passes choose by from the fourth on. Nothing is run again to
 // be measured. Next: tessera/compile.h, capture/measured_profile.h.
 #pragma once
 
@@ -33,7 +33,7 @@ class PlannedSteps {
                std::filesystem::path folder);
   ~PlannedSteps();
 
-  /// Around each step, on the rank's own thread. Collective where the step is the measured one.
+  /// Around each step with its update, on the rank's own thread. Collective where the step is the measured one.
   /// Errors: kComm; kIo on rank 0, which writes; as compile().
   void begin_step();
   void end_step(std::int64_t step);
@@ -50,6 +50,7 @@ class PlannedSteps {
   std::shared_ptr<Trace> trace_;
   std::function<void()> through_;
   std::optional<TraceHere> here_;
+  TraceClock::time_point begin_;
 };
 
 }  // namespace tessera::train
