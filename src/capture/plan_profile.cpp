@@ -94,6 +94,12 @@ CollectiveCost fit(std::span<const Measured> measured) {
   return {.latency_ms = 0.0, .ms_per_byte = std::clamp(own_products / own_squares, 0.0, kSteepest)};
 }
 
+double computed_ms(const PlanProfile& profile) {
+  double ms = 0.0;
+  for (const auto& unit : profile.units) ms += unit.forward_ms + unit.backward_ms;
+  return ms;
+}
+
 PlanProfile slowest_of(const std::vector<PlanProfile>& ranks) {
   TESSERA_INVARIANT(!ranks.empty(), "the profiles of no rank");
   for (const auto& rank : ranks) {
@@ -103,11 +109,7 @@ PlanProfile slowest_of(const std::vector<PlanProfile>& ranks) {
                   "profile: found other units on some rank, expected the ",
                   ranks.front().units.size(), " of rank 0");
   }
-  return std::ranges::max(ranks, {}, [](const PlanProfile& rank) {
-    double ms = 0.0;
-    for (const auto& unit : rank.units) ms += unit.forward_ms + unit.backward_ms;
-    return ms;
-  });
+  return std::ranges::max(ranks, {}, computed_ms);
 }
 
 PlanProfile profile_of(const PlanProfile& profile, const std::vector<PlanUnit>& units,

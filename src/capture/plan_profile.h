@@ -61,6 +61,9 @@ struct Measured {
 /// The line through them by least squares, neither of its numbers below 0. Of none: zero.
 CollectiveCost fit(std::span<const Measured> measured);
 
+/// Of one micro-batch: what all units compute.
+double computed_ms(const PlanProfile& profile);
+
 /// What a plan has to go by, the same on every rank: the rank whose units compute longest, all of
 /// it. The others wait for that one, so that the longest of every place would count a step's time
 /// and what others waited through it. Errors: kConfig where ranks measured other units.

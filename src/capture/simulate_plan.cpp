@@ -74,10 +74,10 @@ class Lanes {
       if (place.begins) {
         advance(counts.needed);
         advance(counts.ahead);
-        if (is_used(place)) compute(unit);
-      } else {
-        advance(counts.after);
       }
+      // What a unit around others does itself is mostly behind them, as a root's loss is.
+      if (place.begins != point_.is_forward && is_used(place)) compute(unit);
+      if (!place.begins) advance(counts.after);
       note();
     }
     advance(pass.actions.size());

@@ -4,9 +4,10 @@
 // A model of the runtime: one lane computes, one gathers. Gathers go out in the plan's order, each
 // when the computing lane has passed its place and the one before it is over; a wait holds up the
 // computing lane. So does a reduction, by what its rank was seen to wait for it: where a transfer
-// is under way is not seen, and sums run on the rank's own thread. What ranks on a few cores lose
-// to each other's gathers is in the units' times as they were measured, so that a plan with fewer
-// gathers than the measured one is better than its time. Next: passes.h.
+// is under way is not seen, and sums run on the rank's own thread. A unit around others computes
+// its own part behind them in forward and before them in backward, as a root does its loss. What
+// ranks on a few cores lose to each other's gathers is in the units' times as they were measured,
+// so that a plan with fewer gathers than the measured one is better than its time. Next: passes.h.
 #pragma once
 
 #include <cstddef>
