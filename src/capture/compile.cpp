@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "capture/planner.h"
+#include "capture/regions.h"
 #include "fsdp/handle.h"
 #include "tessera/error.h"
 #include "tessera/mesh.h"
@@ -15,6 +16,11 @@
 namespace tessera {
 
 void compile(const ShardedBase& model, const CompileOptions& options) {
+  if (options.mode != CompileMode::kReplay) {
+    fsdp::set_regions(model, nullptr);
+  } else if (fsdp::regions_of(model) == nullptr) {
+    fsdp::set_regions(model, std::make_shared<capture::ReplayedRegions>());
+  }
   if (options.mode == CompileMode::kOff) return fsdp::set_planner(model, {});
   auto planning = std::make_shared<const capture::Planning>(capture::planning_of(options));
   if (planning->given) {
@@ -29,6 +35,12 @@ void compile(const ShardedBase& model, const CompileOptions& options) {
                                       fsdp::PlanOrder order) {
     return capture::plan_step(*planning, record, units, eager, order);
   });
+}
+
+ReplayCalls replay_calls(const ShardedBase& model) {
+  const auto regions = fsdp::regions_of(model);
+  const auto* replayed = dynamic_cast<const capture::ReplayedRegions*>(regions.get());
+  return replayed == nullptr ? ReplayCalls{} : replayed->calls();
 }
 
 }  // namespace tessera

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "grad/keep.h"
+#include "grad/region.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -46,9 +47,15 @@ at::Tensor keep(at::IntArrayRef sizes, c10::function_ref<at::Tensor()> compute) 
                 "in the forward of a torch::autograd::Function");
   auto* again = grad::t_again;
   auto* first = grad::t_first;
-  const bool is_kept = again != nullptr && again->mode == RecomputeMode::kSelective;
+  const auto is_selective = [](const grad::KeptResults* of) {
+    return of != nullptr && of->mode == RecomputeMode::kSelective;
+  };
+  if (is_selective(first) || is_selective(again)) {
+    grad::refuse_recording("results that selective recomputation keeps");
+  }
+  const bool is_kept = is_selective(again);
   const at::Tensor value = is_kept ? grad::take_kept(*again, sizes) : compute();
-  if (first != nullptr && first->mode == RecomputeMode::kSelective) {
+  if (is_selective(first)) {
     TESSERA_CHECK(value.sizes() == sizes, ErrorKind::kUsage, "keep: found a result of sizes ",
                   value.sizes(), ", expected ", sizes);
     first->kept.push_back({value, value._version()});
