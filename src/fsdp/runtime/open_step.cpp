@@ -181,6 +181,8 @@ void OpenStep::make_plan() {
                     difference(*group, to_string(plan), "plans of a step"),
                     "; give every rank the same one");
     }
+    // Free memory of steps with other plans, as the one that recorded: a budget is of all of it.
+    runtime_.pool()->trim();
   }
   known.inputs = std::move(inputs);
   known.plan = std::make_shared<const StepPlan>(std::move(plan));
