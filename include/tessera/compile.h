@@ -47,6 +47,9 @@ struct ReplayCalls {
   std::int64_t replayed = 0;
   std::int64_t recorded = 0;                  ///< the first ones, and those that are compared
   std::map<std::string, std::int64_t> eager;  ///< the others, by the reason
+
+  /// Those since `before`.
+  ReplayCalls operator-(const ReplayCalls& before) const;
 };
 
 /// Of `model`, the outermost handle; none without kReplay.

@@ -37,6 +37,16 @@ void compile(const ShardedBase& model, const CompileOptions& options) {
   });
 }
 
+ReplayCalls ReplayCalls::operator-(const ReplayCalls& before) const {
+  ReplayCalls since{replayed - before.replayed, recorded - before.recorded, {}};
+  for (const auto& [why, calls] : eager) {
+    const auto found = before.eager.find(why);
+    const auto more = calls - (found == before.eager.end() ? 0 : found->second);
+    if (more > 0) since.eager.emplace(why, more);
+  }
+  return since;
+}
+
 ReplayCalls replay_calls(const ShardedBase& model) {
   const auto regions = fsdp::regions_of(model);
   const auto* replayed = dynamic_cast<const capture::ReplayedRegions*>(regions.get());

@@ -86,11 +86,6 @@ std::vector<ValueId> tensors_of(const std::vector<Slot>& slots) {
   return all;
 }
 
-bool only_finds_memory(const TapeCall& call) {
-  return call.operation.operator_name().name.starts_with("aten::empty") ||
-         call.operation.operator_name().name.starts_with("aten::new_empty");
-}
-
 bool takes_results(const c10::FunctionSchema& out, const c10::FunctionSchema& plain) {
   const auto &more = out.arguments(), &less = plain.arguments();
   if (more.size() != less.size() + 1 || out.returns().size() != 1) return false;
@@ -135,7 +130,7 @@ Slot constant(c10::IValue value) { return {Slot::Form::kConstant, {}, std::move(
 
 ProgramCall Maker::call_of(const TapeCall& call) {
   ProgramCall made{call.operation, ProgramCall::Form::kPlain, call.arguments, {}, {}, 0};
-  if (only_finds_memory(call)) made.form = ProgramCall::Form::kNothing;
+  if (only_finds_memory(call.operation)) made.form = ProgramCall::Form::kNothing;
   if (call.makes.empty() || made.form == ProgramCall::Form::kNothing) return made;
   const auto results = tensors_of(call.results);
   const bool makes_all = call.writes.empty() && results.size() == 1 && results[0] != kNone;

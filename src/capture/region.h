@@ -29,6 +29,7 @@ struct Guards {
   std::vector<bool> needs_gradient;  ///< of the owner's parameters
   std::vector<bool> training;        ///< of its modules
   bool grad_mode = false;
+  bool keeps = false, takes = false;  ///< what keep() does, of a selective checkpoint around it
   int threads = 1;
   bool deterministic = false;
 };
@@ -42,6 +43,7 @@ struct Variant {
   std::shared_ptr<const Program> program;
   std::vector<InputLike> gradients;  ///< of the results, when it was recorded
   std::vector<bool> results_need_gradient;
+  std::size_t results = 0;    ///< without grad mode: of the body, behind them what is kept
   bool is_recording = false;  ///< by a call whose backward is to come
   int compared = 0;
   std::string refused;  ///< stays eager, and why
@@ -53,7 +55,7 @@ struct Variant {
 class Region : public std::enable_shared_from_this<Region> {
  public:
   Region(const std::shared_ptr<torch::nn::Module>& owner, std::string name,
-         std::shared_ptr<ReplayCalls> calls, std::shared_ptr<Scratch> scratch);
+         std::shared_ptr<SharedByRegions> shared);
 
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs, const grad::RegionBody& body);
   bool is_of(const std::shared_ptr<torch::nn::Module>& owner) const {
@@ -62,7 +64,9 @@ class Region : public std::enable_shared_from_this<Region> {
 
   const std::string& name() const { return name_; }
   const std::vector<std::shared_ptr<Variant>>& variants() const { return variants_; }
-  ReplayCalls& calls() { return *calls_; }
+  ReplayCalls& calls() { return shared_->calls; }
+  /// That it stays eager; of regions that do for the same reason the first one says so.
+  void say_once(const std::string& why);
   std::unique_ptr<LiveEntry> take_entry(Variant& variant) const;
   /// Why a replayed forward's backward is eager: what nobody knew at its forward. Empty: it is not.
   std::string why_backward_is_eager() const;
@@ -77,8 +81,7 @@ class Region : public std::enable_shared_from_this<Region> {
 
   std::weak_ptr<torch::nn::Module> owner_;
   std::string name_;
-  std::shared_ptr<ReplayCalls> calls_;
-  std::shared_ptr<Scratch> scratch_;
+  std::shared_ptr<SharedByRegions> shared_;
   std::string never_;  ///< why no call is ever replayed
   std::vector<at::Tensor> parameters_;
   std::vector<std::shared_ptr<torch::nn::Module>> modules_;

@@ -12,7 +12,6 @@
 #include <utility>
 
 #include "base/first_derivative.h"
-#include "base/log.h"
 #include "capture/region.h"
 #include "tessera/error.h"
 
@@ -44,8 +43,8 @@ class Comparison {
   void look_at(std::size_t step) {
     if (!difference_.empty()) return;
     const auto& call = *eager_.steps()[step].call;
-    for (const auto& [value, copy] : eager_.kept()[step]) {
-      if (same_bits(copy, replay_.value(value))) continue;
+    for (const auto& [value, eager] : eager_.kept()[step]) {
+      if (same_bits(eager, replay_.value(value))) continue;
       difference_ = concat(name_of(call.operation), ": found other values than eager ones");
     }
   }
@@ -64,6 +63,7 @@ struct LiveCall : torch::CustomClassHolder {
   grad::RegionBody body;
   variable_list inputs;   ///< as they came; of kRecorded as leaves of the graph inside
   variable_list results;  ///< of kRecorded: of the graph inside; of kReplayed: what backward reads
+  variable_list taken;    ///< what keep() took out of a checkpoint
   std::vector<std::size_t> positions;  ///< of the node's arguments among the inputs
   bool has_place_holder = false;       ///< behind them
   std::vector<std::int64_t> versions;  ///< of what backward reads, when forward had ended
@@ -85,14 +85,22 @@ struct LiveCall : torch::CustomClassHolder {
       variant->free.push_back(std::move(entry));
     }
     inputs.clear();
+    taken.clear();
     results.clear();
+  }
+
+  variable_list all_inputs() const {
+    variable_list all = inputs;
+    all.insert(all.end(), taken.begin(), taken.end());
+    return all;
   }
 
   /// What backward reads of them.
   variable_list kept() const {
     variable_list all;
     const auto& program = *variant->program;
-    for (const auto i : program.kept_inputs) all.push_back(inputs[static_cast<std::size_t>(i)]);
+    const auto given = all_inputs();
+    for (const auto i : program.kept_inputs) all.push_back(given[static_cast<std::size_t>(i)]);
     all.insert(all.end(), results.begin(), results.end());
     return all;
   }
@@ -109,7 +117,7 @@ void switch_off(Region& region, Variant& variant, const std::string& why) {
   variant.tape.reset();
   variant.program.reset();
   variant.free.clear();
-  log::info("compile: ", region.name(), " stays eager: ", why);
+  region.say_once(why);
 }
 
 /// The first tape makes the program; a later one is compared with it.
@@ -230,6 +238,16 @@ std::vector<InputLike> alike_of(const variable_list& tensors) {
   return alike;
 }
 
+/// What keep() would take for the program's arguments behind the first `inputs`.
+variable_list taken_from_checkpoint(const Program& program, std::size_t inputs) {
+  variable_list taken;
+  for (std::size_t i = inputs; i < program.inputs.size(); ++i) {
+    taken.push_back(
+        grad::take_kept(program.values[static_cast<std::size_t>(program.inputs[i])].sizes));
+  }
+  return taken;
+}
+
 /// What the node gives to autograd: of results that share memory with arguments a copy.
 variable_list handed_out(AutogradContext& context, const LiveCall& call) {
   variable_list outputs, without;
@@ -280,12 +298,16 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
       const at::AutoGradMode grad(true);
       call.results = recorded(*call.tape, [&] { return call.body(call.inputs); });
     }
+    const auto& taken = call.tape->taken();
+    const auto more = call.tape->values_of(taken);
+    call.ends.inputs.insert(call.ends.inputs.end(), more.begin(), more.end());
+    call.taken = taken;
     call.ends.results = call.tape->values_of(call.results);
     call.variant->results_need_gradient.clear();
     for (const auto& result : call.results) {
       call.variant->results_need_gradient.push_back(result.defined() && result.requires_grad());
     }
-    compare_forward(*call.region, *call.variant, *call.tape, call.inputs);
+    compare_forward(*call.region, *call.variant, *call.tape, call.all_inputs());
     call.tape->drop_values();
     return handed_out(context, call);
   }
@@ -305,7 +327,7 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
     const auto of_inputs = recorded(*tape, [&] { return backward_inside(call, grads); });
     call.ends.input_gradients = tape->values_of(of_inputs);
     if (variant.tape == nullptr) variant.gradients = alike_of(grads);
-    compare_backward(*call.region, variant, *tape, call.inputs, grads);
+    compare_backward(*call.region, variant, *tape, call.all_inputs(), grads);
     tape->drop_values();
     end_recording(*call.region, variant, tape, call.ends);
     return of_inputs;
@@ -314,7 +336,8 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
   static variable_list replay(AutogradContext& context, LiveCall& call) {
     ++call.region->calls().replayed;
     call.entry = call.region->take_entry(*call.variant);
-    auto outputs = call.entry->forward(call.inputs);
+    call.taken = taken_from_checkpoint(*call.variant->program, call.inputs.size());
+    auto outputs = call.entry->forward(call.all_inputs());
     for (const auto i : call.variant->program->kept_results) {
       call.results.push_back(outputs[static_cast<std::size_t>(i)].detach());
     }
@@ -386,7 +409,11 @@ std::vector<at::Tensor> call_without(Region& region, Variant& variant,
   if (variant.replays()) {
     ++region.calls().replayed;
     const BorrowedEntry entry(region, variant);
-    return entry->forward(inputs);
+    auto outputs = entry->forward(inputs);
+    // What keep() would have kept, behind the results.
+    for (std::size_t i = variant.results; i < outputs.size(); ++i) grad::add_kept(outputs[i]);
+    outputs.resize(variant.results);
+    return outputs;
   }
   ++region.calls().recorded;
   const auto tape = std::make_shared<Tape>(/*keeps_values=*/variant.tape != nullptr);
@@ -394,7 +421,10 @@ std::vector<at::Tensor> call_without(Region& region, Variant& variant,
   tape->add(MemoryKind::kInput, inputs);
   ends.inputs = tape->values_of(inputs);
   const auto outputs = recorded(*tape, [&] { return body(inputs); });
-  ends.results = tape->values_of(outputs);
+  variant.results = outputs.size();
+  variable_list all = outputs;
+  all.insert(all.end(), tape->kept_results().begin(), tape->kept_results().end());
+  ends.results = tape->values_of(all);
   compare_forward(region, variant, *tape, inputs);
   tape->drop_values();
   end_recording(region, variant, tape, ends);

@@ -8,7 +8,9 @@
 
 #include <algorithm>
 
+#include "base/log.h"
 #include "capture/region.h"
+#include "grad/keep.h"
 #include "grad/leaf.h"
 #include "tessera/shard.h"
 
@@ -42,11 +44,10 @@ bool InputLike::matches(const at::Tensor& tensor) const {
 }
 
 Region::Region(const std::shared_ptr<torch::nn::Module>& owner, std::string name,
-               std::shared_ptr<ReplayCalls> calls, std::shared_ptr<Scratch> scratch)
+               std::shared_ptr<SharedByRegions> shared)
     : owner_(owner),
       name_(std::move(name)),
-      calls_(std::move(calls)),
-      scratch_(std::move(scratch)),
+      shared_(std::move(shared)),
       parameters_(owner->parameters()),
       modules_(owner->modules()) {
   const bool holds_units = std::ranges::any_of(modules_, [](const auto& module) {
@@ -64,7 +65,7 @@ Region::Region(const std::shared_ptr<torch::nn::Module>& owner, std::string name
 }
 
 std::unique_ptr<LiveEntry> Region::take_entry(Variant& variant) const {
-  if (variant.free.empty()) return std::make_unique<LiveEntry>(variant.program, scratch_);
+  if (variant.free.empty()) return std::make_unique<LiveEntry>(variant.program, shared_->scratch);
   auto entry = std::move(variant.free.back());
   variant.free.pop_back();
   return entry;
@@ -74,12 +75,18 @@ std::string Region::why_backward_is_eager() const {
   return defers_weight_gradients(parameters_) ? kDeferred : "";
 }
 
+void Region::say_once(const std::string& why) {
+  if (shared_->said.insert(why).second) log::info("compile: ", name_, " stays eager: ", why);
+}
+
 Guards Region::guards_of(const std::vector<at::Tensor>& inputs) const {
   Guards guards;
   for (const auto& input : inputs) guards.inputs.push_back(InputLike::of(input));
   for (const auto& each : parameters_) guards.needs_gradient.push_back(each.requires_grad());
   for (const auto& each : modules_) guards.training.push_back(each->is_training());
   guards.grad_mode = c10::GradMode::is_enabled();
+  guards.keeps = grad::kept_here(grad::CheckpointRun::kFirst) != nullptr;
+  guards.takes = grad::kept_here(grad::CheckpointRun::kAgain) != nullptr;
   guards.threads = at::get_num_threads();
   guards.deterministic = at::globalContext().deterministicAlgorithms();
   return guards;
@@ -89,6 +96,10 @@ bool Region::matches(const Guards& guards, const std::vector<at::Tensor>& inputs
   if (guards.grad_mode != c10::GradMode::is_enabled() || guards.threads != at::get_num_threads() ||
       guards.deterministic != at::globalContext().deterministicAlgorithms() ||
       guards.inputs.size() != inputs.size()) {
+    return false;
+  }
+  if (guards.keeps != (grad::kept_here(grad::CheckpointRun::kFirst) != nullptr) ||
+      guards.takes != (grad::kept_here(grad::CheckpointRun::kAgain) != nullptr)) {
     return false;
   }
   for (std::size_t i = 0; i < inputs.size(); ++i) {
@@ -122,7 +133,7 @@ std::string Region::why_eager(const std::vector<at::Tensor>& inputs) const {
 
 std::vector<at::Tensor> Region::eager(const std::string& why, const std::vector<at::Tensor>& inputs,
                                       const grad::RegionBody& body) {
-  ++calls_->eager[why];
+  ++shared_->calls.eager[why];
   return body(inputs);
 }
 
@@ -145,10 +156,6 @@ std::vector<at::Tensor> Region::run(const std::vector<at::Tensor>& inputs,
   return call_with_gradients(shared_from_this(), variant, inputs, body);
 }
 
-ReplayedRegions::ReplayedRegions()
-    : calls_(std::make_shared<ReplayCalls>()), scratch_(std::make_shared<Scratch>()) {}
-ReplayedRegions::~ReplayedRegions() = default;
-
 std::vector<at::Tensor> ReplayedRegions::run(const std::shared_ptr<torch::nn::Module>& owner,
                                              std::string_view name,
                                              const std::vector<at::Tensor>& inputs,
@@ -157,7 +164,7 @@ std::vector<at::Tensor> ReplayedRegions::run(const std::shared_ptr<torch::nn::Mo
   // An address may come again.
   if (region == nullptr || !region->is_of(owner)) {
     region = std::make_shared<Region>(owner, concat(owner->name(), name.empty() ? "" : ", ", name),
-                                      calls_, scratch_);
+                                      shared_);
   }
   return region->run(inputs, body);
 }

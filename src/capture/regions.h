@@ -21,6 +21,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -33,22 +34,27 @@ namespace tessera::capture {
 
 class Region;
 
+/// What the regions of one model share.
+struct SharedByRegions {
+  ReplayCalls calls;
+  std::shared_ptr<Scratch> scratch = std::make_shared<Scratch>();
+  std::set<std::string> said;  ///< reasons
+};
+
 class ReplayedRegions : public grad::Regions {
  public:
-  ReplayedRegions();
-  ~ReplayedRegions() override;
+  ReplayedRegions() = default;
   std::vector<at::Tensor> run(const std::shared_ptr<torch::nn::Module>& owner,
                               std::string_view name, const std::vector<at::Tensor>& inputs,
                               const grad::RegionBody& body) override;
   void forget() override;
 
-  const ReplayCalls& calls() const { return *calls_; }
+  const ReplayCalls& calls() const { return shared_->calls; }
   /// Why regions are not replayed, those that never will be: by region.
   std::map<std::string, std::string> refused() const;
 
  private:
-  std::shared_ptr<ReplayCalls> calls_;
-  std::shared_ptr<Scratch> scratch_;
+  std::shared_ptr<SharedByRegions> shared_ = std::make_shared<SharedByRegions>();
   std::map<std::pair<const torch::nn::Module*, std::string>, std::shared_ptr<Region>> regions_;
 };
 

@@ -79,6 +79,12 @@ std::string name_of(const c10::OperatorHandle& operation) {
   return c10::toString(operation.operator_name());
 }
 
+bool only_finds_memory(const c10::OperatorHandle& operation) {
+  const std::string& name = operation.operator_name().name;
+  return name == "aten::empty" || name == "aten::empty_strided" || name == "aten::empty_like" ||
+         name == "aten::new_empty" || name == "aten::new_empty_strided";
+}
+
 void Tape::refuse(std::string_view why) {
   if (refused_.empty()) refused_ = why;
 }
@@ -123,6 +129,7 @@ ValueId Tape::value_of(const at::Tensor& tensor, MemoryKind if_new) {
 }
 
 void Tape::add(MemoryKind kind, const std::vector<at::Tensor>& tensors) {
+  if (kind == MemoryKind::kInput) inputs_ = tensors.size();
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     if (!tensors[i].defined()) continue;
     if (tensors[i].has_storage() && known_memory(tensors[i]) != kNone) {
@@ -178,19 +185,18 @@ void Tape::refuse_operation(const c10::OperatorHandle& operation) {
   }
 }
 
-/// `arguments` before the operation ran.
-void Tape::note_reads(const c10::OperatorHandle& operation, const std::vector<Slot>& arguments) {
-  const auto& schema = operation.schema().arguments();
-  for (std::size_t i = 0; i < arguments.size(); ++i) {
+/// Before the operation ran: whether it may read memory in which nothing was written yet.
+bool Tape::unwritten_in(const TapeCall& call) const {
+  const auto& schema = call.operation.schema().arguments();
+  for (std::size_t i = 0; i < call.arguments.size(); ++i) {
     if (is_written(schema[i])) continue;
-    for (const ValueId value : arguments[i].values) {
+    for (const ValueId value : call.arguments[i].values) {
       if (value == kNone) continue;
       const MemoryId memory = values_[static_cast<std::size_t>(value)].memory;
-      if (memories_[static_cast<std::size_t>(memory)].written) continue;
-      refuse(concat("memory that ", name_of(operation),
-                    " reads and no operation has written, as a kernel beside the dispatcher does"));
+      if (!memories_[static_cast<std::size_t>(memory)].written) return true;
     }
   }
+  return false;
 }
 
 void Tape::note_writes(TapeCall& call) {
@@ -210,31 +216,20 @@ void Tape::note_writes(TapeCall& call) {
   }
 }
 
-namespace {
-
-/// Operations that only find memory: what is in it is whatever was there.
-bool leaves_unwritten(const c10::OperatorHandle& operation) {
-  const std::string& name = operation.operator_name().name;
-  return name == "aten::empty" || name == "aten::empty_strided" || name == "aten::empty_like" ||
-         name == "aten::new_empty" || name == "aten::new_empty_strided";
-}
-
-}  // namespace
-
 void Tape::note_results(TapeCall& call, c10::ArrayRef<c10::IValue> results) {
   const auto before = memories_.size();
   for (const auto& result : results) {
     call.results.push_back(slot_of(result, MemoryKind::kMade));
   }
-  const bool is_written_now = !leaves_unwritten(call.operation);
+  const bool is_written_now = !only_finds_memory(call.operation);
   for (std::size_t i = before; i < memories_.size(); ++i) {
     memories_[i].written = is_written_now;
     call.makes.push_back(static_cast<MemoryId>(i));
   }
 }
 
-std::vector<Tape::Kept> Tape::copies_of(c10::ArrayRef<c10::IValue> values) {
-  std::vector<Kept> copies;
+std::vector<Tape::Copy> Tape::copies_of(c10::ArrayRef<c10::IValue> values) {
+  std::vector<Copy> copies;
   const auto copy = [&](const at::Tensor& tensor) {
     if (!tensor.defined() || is_number(tensor)) return;
     copies.push_back({value_of(tensor, MemoryKind::kMade), tensor.detach().clone()});
@@ -260,19 +255,36 @@ void Tape::run(const c10::OperatorHandle& operation, c10::DispatchKeySet keys, c
     call.arguments.push_back(slot_of(argument, MemoryKind::kOutside));
     if (keeps_values_ && is_written(schema.arguments()[i])) written.push_back(argument);
   }
-  note_reads(operation, call.arguments);
+  const auto unwritten = unwritten_in(call);
   operation.redispatchBoxed(keys, stack);
   if (!refused_.empty()) return;
   note_writes(call);
   const auto results = torch::jit::last(*stack, schema.returns().size());
   note_results(call, results);
   if (call.makes.empty() && call.writes.empty()) return;  // a view, or what it is like
+  if (unwritten && !only_finds_memory(operation)) {
+    refuse(concat("memory that ", name_of(operation),
+                  " reads and no operation has written, as a kernel beside the dispatcher does"));
+  }
   kept_.emplace_back();
-  if (keeps_values_) {
+  if (keeps_values_ && !only_finds_memory(operation)) {
     kept_.back() = copies_of(results);
     for (auto& copy : copies_of(written)) kept_.back().push_back(std::move(copy));
   }
   steps_.push_back({std::move(call), {}});
+}
+
+void Tape::keep(const at::Tensor& value, grad::CheckpointRun run) {
+  if (run == grad::CheckpointRun::kFirst) {
+    kept_results_.push_back(value);
+    return;
+  }
+  if (known_memory(value) != kNone) refuse("results of a checkpoint that share memory");
+  const ValueId id = value_of(value, MemoryKind::kInput);
+  if (id == kNone) return;
+  memories_[static_cast<std::size_t>(values_[static_cast<std::size_t>(id)].memory)].number =
+      static_cast<std::int32_t>(inputs_ + taken_.size());
+  taken_.push_back(value);
 }
 
 void Tape::gradient(grad::GradSink& sink, grad::SlotId slot, const at::Tensor& raw) {

@@ -27,6 +27,7 @@
 #include <utility>
 #include <vector>
 
+#include "grad/keep.h"
 #include "grad/region.h"
 
 namespace tessera::capture {
@@ -106,18 +107,27 @@ class Tape : public grad::Recording {
   bool has_backward() const { return forward_steps_.has_value(); }
   const std::vector<Memory>& memories() const { return memories_; }
   const std::vector<Value>& values() const { return values_; }
-  struct Kept {
+  struct Copy {
     ValueId value = kNone;
-    at::Tensor copy;
+    at::Tensor tensor;
   };
   /// Of each step, what its operation gave and wrote.
-  const std::vector<std::vector<Kept>>& kept() const { return kept_; }
-  void drop_values() { kept_.assign(kept_.size(), {}); }
+  const std::vector<std::vector<Copy>>& kept() const { return kept_; }
+  void drop_values() {
+    kept_.assign(kept_.size(), {});
+    taken_.clear();
+    kept_results_.clear();
+  }
 
   /// Why it can not be replayed; empty: it can.
   const std::string& refused() const { return refused_; }
 
+  /// What keep() took out of a checkpoint, in order: arguments behind the others; and what it kept.
+  const std::vector<at::Tensor>& taken() const { return taken_; }
+  const std::vector<at::Tensor>& kept_results() const { return kept_results_; }
+
   // --- grad::Recording ---
+  void keep(const at::Tensor& value, grad::CheckpointRun run) override;
   void gradient(grad::GradSink& sink, grad::SlotId slot, const at::Tensor& raw) override;
   void refuse(std::string_view why) override;
 
@@ -130,20 +140,22 @@ class Tape : public grad::Recording {
   ValueId value_of(const at::Tensor& tensor, MemoryKind if_new);
   Slot slot_of(const c10::IValue& value, MemoryKind if_new);
   void refuse_operation(const c10::OperatorHandle& operation);
-  void note_reads(const c10::OperatorHandle& operation, const std::vector<Slot>& arguments);
+  bool unwritten_in(const TapeCall& call) const;
   void note_writes(TapeCall& call);
   void note_results(TapeCall& call, c10::ArrayRef<c10::IValue> results);
-  std::vector<Kept> copies_of(c10::ArrayRef<c10::IValue> values);
+  std::vector<Copy> copies_of(c10::ArrayRef<c10::IValue> values);
 
   bool keeps_values_;
   std::vector<TapeStep> steps_;
-  std::vector<std::vector<Kept>> kept_;
+  std::vector<std::vector<Copy>> kept_;
   std::optional<std::size_t> forward_steps_;
   std::vector<Memory> memories_;
   std::vector<Value> values_;
   std::unordered_map<const c10::StorageImpl*, MemoryId> known_;
   std::unordered_multimap<std::size_t, ValueId> by_hash_;
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> names_;  ///< no address comes again
+  std::size_t inputs_ = 0;
+  std::vector<at::Tensor> taken_, kept_results_;
   std::string refused_;
 };
 
@@ -165,6 +177,9 @@ class TapeScope {
 /// not compared, only where they come from: constants, memory from outside, sizes. `now` may have
 /// come to the end of its forward only.
 std::string difference_of(const Tape& before, const Tape& now);
+
+/// Operations after which memory holds whatever was there.
+bool only_finds_memory(const c10::OperatorHandle& operation);
 
 /// "aten::mm.out", of messages.
 std::string name_of(const c10::OperatorHandle& operation);

@@ -16,6 +16,7 @@
 #include <string_view>
 #include <vector>
 
+#include "grad/keep.h"
 #include "grad/sink.h"
 
 namespace tessera::grad {
@@ -63,6 +64,8 @@ class Recording {
   virtual ~Recording() = default;
   /// `raw` is what the slot's parameter gets here, beside what it got before.
   virtual void gradient(GradSink& sink, SlotId slot, const at::Tensor& raw) = 0;
+  /// keep() returns `value`: kept in the first run of a checkpoint, or taken from it again.
+  virtual void keep(const at::Tensor& value, CheckpointRun run) = 0;
   /// What is recorded can not be replayed. The first reason counts.
   virtual void refuse(std::string_view why) = 0;
 };

@@ -258,6 +258,8 @@ class Trainer {
                                scaler_.get());
     }
     if (stop) log::info("asked to stop: ended after step ", result.steps, " of ", steps);
+    const auto regions = planned_ ? planned_->regions_in_words() : "";
+    if (!regions.empty()) log::info(regions);
   }
 
   PipelineOfRun* pipeline() { return pipeline_ ? &*pipeline_ : nullptr; }
@@ -301,7 +303,10 @@ class Trainer {
     }
     model_->zero_grad();
     const std::chrono::duration<double, std::milli> elapsed = Clock::now() - begin;
-    if (planned_) planned_->end_step(step);
+    if (planned_) {
+      planned_->end_step(step);
+      metrics.regions = planned_->regions();
+    }
     std::vector<double> mine{elapsed.count(), peak_rss_mib(), asked_to_stop(),
                              checkpoints_->writing() ? 1.0 : 0.0};
     const bool on_device = !world_.device().is_cpu();

@@ -43,6 +43,13 @@ std::vector<Scalar> named_values(const StepMetrics& m) {
   if (m.loss_scale) values.push_back({"loss_scale", *m.loss_scale});
   if (m.skipped_steps) values.push_back({"skipped_steps", static_cast<double>(*m.skipped_steps)});
   if (m.aux_loss) values.push_back({"aux_loss", *m.aux_loss});
+  if (m.regions) {
+    values.push_back({"regions/replayed", static_cast<double>(m.regions->replayed)});
+    values.push_back({"regions/recorded", static_cast<double>(m.regions->recorded)});
+    std::int64_t eager = 0;
+    for (const auto& [why, calls] : m.regions->eager) eager += calls;
+    values.push_back({"regions/eager", static_cast<double>(eager)});
+  }
   for (const ExpertLoad& load : m.expert_loads) {
     values.push_back({"moe/load_max_over_mean/" + std::to_string(load.layer), load.max_over_mean});
   }
