@@ -220,7 +220,7 @@ constexpr Asked kAsked[] = {{1, -1}, {2, -1}, {3, 0}, {3, 100'000}, {3, 400'000}
 constexpr double kShare = 0.03;
 
 // Of forms and budgets: the bytes that a real step has gathered at most are the predicted ones, and
-// so is all that it holds, from the first planned step on; its gradients have the bits of an eager
+// so is all that it holds, once a step has followed the plan; its gradients have the bits of an eager
 // step that reduces as often (form 2 does with every micro-batch). Naive: the pool keeps for many
 // steps what the first one took, which had no plan.
 TEST(CompiledStep, HoldsWhatWasPredictedAndGivesTheSameBits) {
