@@ -86,11 +86,6 @@ void PlannedSteps::begin_step() {
 }
 
 void PlannedSteps::end_step(std::int64_t step) {
-  if (options_.mode == CompileMode::kReplay) {
-    auto now = replay_calls(model_);
-    in_step_ = now - before_;
-    before_ = std::move(now);
-  }
   if (trace_ == nullptr) return;
   trace_->add({TraceRow::kCompute, concat("step ", step), begin_, trace_->now()});
   here_.reset();
@@ -99,14 +94,6 @@ void PlannedSteps::end_step(std::int64_t step) {
   trace_.reset();
   is_chosen_ = measured_.size() == kMeasured;
   if (is_chosen_) choose(step);
-}
-
-std::string PlannedSteps::regions_in_words() const {
-  if (options_.mode != CompileMode::kReplay) return {};
-  std::string text =
-      concat("regions: ", before_.replayed, " calls replayed, ", before_.recorded, " recorded");
-  for (const auto& [why, calls] : before_.eager) text += concat(", ", calls, " eager (", why, ")");
-  return text;
 }
 
 void PlannedSteps::measure(const std::vector<TraceSpan>& spans) {
