@@ -1,7 +1,8 @@
 // What the units of a model cost, measured or assumed: what passes and the simulator go by. Pure.
 //
 // Times of one micro-batch on the slowest rank. A message costs what was measured of the unit, else
-// latency and bytes by a line through what was. Next: simulate_plan.h, passes.h.
+// latency and bytes by a line through what was: a gather the time of its transfer, a reduction what
+// its rank stood waiting for it. Next: simulate_plan.h, passes.h.
 #pragma once
 
 #include <cstdint>
@@ -44,6 +45,8 @@ struct CollectiveCost {
 struct PlanProfile {
   std::vector<UnitCost> units;  ///< in the order of the plan's
   CollectiveCost collective;
+  /// Of a step, beside units, gathers and reductions: the update, what ranks tell each other.
+  double rest_ms = 0.0;
   /// Nothing was measured: see default_profile(). Not part of a file.
   bool is_assumed = false;
   bool operator==(const PlanProfile&) const = default;
@@ -68,9 +71,13 @@ struct Measured {
 /// The line through them by least squares, neither of its numbers below 0. Of none: zero.
 CollectiveCost fit(std::span<const Measured> measured);
 
-/// What a plan has to go by: the largest value of any rank, place by place, so that every rank
-/// makes the same plan. Errors: kConfig where ranks measured other units.
-PlanProfile most_of(const std::vector<PlanProfile>& ranks);
+/// Of one micro-batch: what all units compute.
+double computed_ms(const PlanProfile& profile);
+
+/// What a plan has to go by, the same on every rank: the rank whose units compute longest, all of
+/// it. The others wait for that one, so that the longest of every place would count a step's time
+/// and what others waited through it. Errors: kConfig where ranks measured other units.
+PlanProfile slowest_of(const std::vector<PlanProfile>& ranks);
 
 /// In the order of `units`. Errors: kConfig naming a unit that the profile lacks.
 PlanProfile profile_of(const PlanProfile& profile, const std::vector<fsdp::PlanUnit>& units,

@@ -106,8 +106,8 @@ void print_step(const capture::PlanFile& file, const capture::PlanProblem& probl
                 std::int64_t fixed) {
   const auto step = capture::simulate(file.plan, problem.profile, problem.micro_batches);
   std::cout << "\ngathered memory of a rank, place by place: at most " << step.peak_bytes
-            << " bytes (" << size_text(step.peak_bytes) << "), beside " << size_text(fixed)
-            << " that are there whatever the plan is\n"
+            << " bytes (" << size_text(step.peak_bytes) << "), beside " << fixed << " bytes ("
+            << size_text(fixed) << ") that are there whatever the plan is\n"
             << picture(step) << step.gathers << " gathers and " << step.reductions
             << " reductions a step\n";
   if (problem.activations) {
@@ -122,8 +122,8 @@ void print_step(const capture::PlanFile& file, const capture::PlanProblem& probl
   if (!problem.profile.is_assumed) {
     std::cout << std::fixed << std::setprecision(2) << "a step by the profile: " << step.step_ms
               << " ms, of which computing " << step.compute_ms << " (forwards again "
-              << step.again_ms << "), waiting for gathers " << step.waited_ms
-              << ", for the last reductions " << step.trailing_ms << '\n'
+              << step.again_ms << "), waiting for gathers " << step.waited_ms << ", for reductions "
+              << step.reduced_ms << ", the update and all else " << step.rest_ms << '\n'
               << std::defaultfloat << std::setprecision(6);
   }
 }

@@ -184,6 +184,7 @@ void OpenStep::make_plan() {
                     difference(*group, to_string(plan), "plans of a step"),
                     "; give every rank the same one");
     }
+    first_of_plan_ = runtime_.pool()->requests();
   }
   known.inputs = std::move(inputs);
   known.plan = std::make_shared<const StepPlan>(std::move(plan));
@@ -312,6 +313,8 @@ void OpenStep::finish() {
     for (auto* unit : runtime_.units_) {
       if (unit->controls.reshard_after_backward) unit->release();
     }
+    // What steps with other plans took beyond it, as the one that recorded: a budget is of all.
+    if (first_of_plan_) runtime_.pool()->trim_idle_since(*first_of_plan_);
   });
   auto& records = runtime_.records_;
   if (records_) {
