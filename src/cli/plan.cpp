@@ -115,9 +115,10 @@ void print_step(const capture::PlanFile& file, const capture::PlanProblem& probl
     const auto bytes = capture::most_activations(*problem.activations, file.plan.record, modes);
     const auto again = std::ranges::count_if(
         modes, [](RecomputeMode mode) { return mode != RecomputeMode::kNone; });
+    const auto all = fixed + peak_bytes(problem, file.plan);
     std::cout << "activations of a micro-batch: at most " << bytes << " bytes (" << size_text(bytes)
-              << "), with " << again << " unit(s) recomputed; in all at most "
-              << size_text(fixed + peak_bytes(problem, file.plan)) << " a rank\n";
+              << "), with " << again << " unit(s) recomputed; in all at most " << all << " bytes ("
+              << size_text(all) << ") a rank\n";
   }
   if (!problem.profile.is_assumed) {
     std::cout << std::fixed << std::setprecision(2) << "a step by the profile: " << step.step_ms
