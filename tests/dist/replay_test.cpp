@@ -250,6 +250,19 @@ TEST(Replays, ChunksAndListsAreOperationsAsOthers) {
   expect_replayed(body, one_input);
 }
 
+// What nobody needs is undefined, in front of what somebody does. Naive: results by their numbers
+// among those that are there.
+TEST(Replays, OperationsMayLeaveResultsOut) {
+  const auto body = [](Part& part, const Several& in) {
+    const auto factors = part.bias.narrow(0, 0, 3).view({1, 1, 3});
+    const auto y = at::conv1d(in[1].unsqueeze(1), factors, part.norm.narrow(0, 0, 1), 1, 1);
+    return Several{part.layer(in[0]) * y.squeeze(1)};
+  };
+  expect_replayed(body, [](World& world, int step) {
+    return Several{rows(seed_of(world, step)), rows(seed_of(world, step) + 1)};
+  });
+}
+
 TEST(Replays, ChangesOfOwnTemporariesAreReplayed) {
   const auto body = [](Part& part, const Several& in) {
     at::Tensor y = at::linear(in[0], part.weight);
