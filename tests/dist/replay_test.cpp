@@ -233,7 +233,8 @@ TEST(Replays, HandBackGradientsWhoseSumsAreTheSame) {
 TEST(Replays, HandOutResultsThatArePartsOfTheirMemory) {
   const auto body = [](Part& part, const Several& in) {
     const at::Tensor flat = (in[0] * part.bias).flatten();  // 48 elements
-    return Several{flat.tanh().view({16, 3}).t(), flat.sin().slice(0, 0, 12).expand({4, 12}),
+    const at::Tensor one = flat.sigmoid().as_strided({3, 1}, {1, 4}).slice(0, 1, 2);
+    return Several{flat.tanh().view({16, 3}).t() * one.neg(), flat.sin().slice(0, 0, 12).expand({4, 12}),
                    flat.cos().slice(0, 4, 20), flat.exp().as_strided({16, 3}, {2, 1})};
   };
   expect_replayed(body, one_input);

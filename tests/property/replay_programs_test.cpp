@@ -420,7 +420,15 @@ struct Case {
         auto results = part.region(all, [=, &part, of = seed + 1000003 * i](const Several& in) {
           return BodyRun(of, part, in, may_be_random, says ? text : nullptr).run();
         });
-        if (i + 1 == regions) return results;
+        if (i + 1 == regions) {
+          // What is a view of a parameter may not leave the unit; nor may anything grow too large.
+          for (auto& result : results) {
+            result = at::isFloatingType(result.scalar_type())
+                         ? result / (result.detach().abs().max() + 1.0)
+                         : result.clone();
+          }
+          return results;
+        }
         if (says) *text += "then\n";
         // One argument, which is used there alone.
         all = {results[0].flatten().narrow(0, 0, 1).expand({4, Part::kWidth}) * model.after};
