@@ -157,7 +157,7 @@ std::vector<Case> norms_and_gates(at::ScalarType dtype) {
       {"clamped_swiglu", {both},
        [](const Tensors& a) { return listed(clamped_swiglu(a[0], 1.7, 3.0)); }, 1, 1},
       {"clamped_swiglu_backward", {grad, both},
-       [](const Tensors& a) { return listed(clamped_swiglu_backward(a[0], a[1], 1.7, 3.0)); }, 1, 1},
+       [](const Tensors& a) { return listed(clamped_swiglu_backward(a[0], a[1], 1.7, 3.0)); }, 1, 0},
   };
 }
 
@@ -210,7 +210,7 @@ std::vector<Case> tokens(at::ScalarType dtype) {
   const auto log_sum = std::get<1>(cross_entropy_sum(logits, targets));
   return {
       {"embedding", {ids, weight},
-       [](const Tensors& a) { return listed(kernels::embedding(a[0], a[1], -1)); }, 0, 1},
+       [](const Tensors& a) { return listed(kernels::embedding(a[0], a[1], -1)); }, 0, 0},
       {"embedding_backward", {grad, ids},
        [](const Tensors& a) { return listed(kernels::embedding_backward(a[0], a[1], 8, 5)); }, 0, 1},
       {"cross_entropy_sum", {logits, targets},
@@ -354,13 +354,16 @@ TEST(WatchedKernels, WhatIsExcludedIsNotSeen) {
   EXPECT_THAT(told.seen, IsEmpty());
 }
 
-// What has no results has no sizes to know: sums, softmax in place, optimizers.
+// Left out: what has no results (sums, softmax in place, optimizers); what backward of attention
+// reads, whose form is the implementation's own; clamped_swiglu_backward and embedding, whose abs()
+// and index_select() ATen does not have on meta tensors without Python.
 TEST(WatchedKernels, OnMetaTensorsHaveTheRealSizesAndDtypes) {
   const at::NoGradGuard no_grad;
   for (const auto& c : all_cases()) {
     if (c.known == 0) continue;
     Tensors nowhere;
     for (const auto& each : c.arguments) nowhere.push_back(each.to(at::kMeta));
+    SCOPED_TRACE(c.name);
     const Tensors real = c.run(clones(c.arguments)), known = c.run(nowhere);
     for (std::size_t i = 0; i < c.known; ++i) {
       EXPECT_TRUE(known.at(i).is_meta()) << c.name;
@@ -423,8 +426,8 @@ TEST(GivenResults, OfOtherSizesOrDtypesAreLeftAlone) {
   for (const auto& c : all_cases()) {
     const Tensors expected = c.run(clones(c.arguments));
     for (const bool other_dtype : {false, true}) {
-      // So many more that nothing else that a kernel makes is as large.
-      const Tensors given = memory_for(expected, other_dtype ? 0 : 1009, other_dtype);
+      // Nothing else that a kernel makes has as many elements as three rows more.
+      const Tensors given = memory_for(expected, other_dtype ? 0 : 3, other_dtype);
       Tensors found;
       {
         const ResultsScope scope(given);
