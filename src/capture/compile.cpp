@@ -17,11 +17,8 @@ namespace tessera {
 
 void compile(const ShardedBase& model, const CompileOptions& options) {
   const auto set_regions = [&] {
-    if (options.mode != CompileMode::kReplay) {
-      fsdp::set_regions(model, nullptr);
-    } else if (fsdp::regions_of(model) == nullptr) {
-      fsdp::set_regions(model, std::make_shared<capture::ReplayedRegions>());
-    }
+    options.mode == CompileMode::kReplay ? capture::replay_regions(model)
+                                         : fsdp::set_regions(model, nullptr);
   };
   if (options.mode == CompileMode::kOff) {
     set_regions();
@@ -37,10 +34,11 @@ void compile(const ShardedBase& model, const CompileOptions& options) {
     require_made_for(*planning->given, run, planning->plan_from);
   }
   set_regions();  // no error of the options comes behind it
-  fsdp::set_planner(model, [planning](const auto& record, const auto& units, const auto& eager,
-                                      fsdp::PlanOrder order) {
+  const auto make = [planning](const auto& record, const auto& units, const auto& eager,
+                               fsdp::PlanOrder order) {
     return capture::plan_step(*planning, record, units, eager, order);
-  });
+  };
+  fsdp::set_planner(model, make, planning->while_recording());
 }
 
 ReplayCalls ReplayCalls::operator-(const ReplayCalls& before) const {
@@ -51,6 +49,11 @@ ReplayCalls ReplayCalls::operator-(const ReplayCalls& before) const {
     if (more > 0) since.eager.emplace(why, more);
   }
   return since;
+}
+
+void capture::replay_regions(const ShardedBase& model) {
+  if (fsdp::regions_of(model) != nullptr) return;
+  fsdp::set_regions(model, std::make_shared<ReplayedRegions>());
 }
 
 ReplayCalls replay_calls(const ShardedBase& model) {

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <set>
 
 #include "base/text/printable.h"
+#include "capture/recompute_pass.h"
 #include "capture/simulate_plan.h"
 #include "fsdp/agreed/step_plan_check.h"
 #include "tessera/error.h"
@@ -28,31 +28,30 @@ constexpr std::array kGivenByKeep{Fact::kKept};
 constexpr std::array kAgainstKeep{Fact::kPrefetch};
 constexpr std::array<Fact, 0> kNone{};
 constexpr std::array kGivenByPrefetch{Fact::kPrefetch};
+constexpr std::array kOfRecompute{Fact::kBudget, Fact::kActivations, Fact::kFreeModes};
+constexpr std::array kGivenByRecompute{Fact::kRecomputed};
+constexpr std::array kAgainstRecompute{Fact::kKept, Fact::kPrefetch};
 
-constexpr std::array<PassRow, 2> kPasses{{
+constexpr std::array<PassRow, 3> kPasses{{
+    {"recompute", "keeps activations where that saves most time a byte", kOfRecompute,
+     kGivenByRecompute, kAgainstRecompute},
     {"keep", "keeps gathered what saves most time a byte", kOfKeep, kGivenByKeep, kAgainstKeep},
     {"prefetch", "how many units ahead are gathered", kNone, kGivenByPrefetch, kNone},
 }};
-constexpr std::array<std::string_view, 2> kToCome{"recompute", "offload"};
+constexpr std::array<std::string_view, 1> kToCome{"offload"};
 
 /// Further ahead nothing was ever won, and each unit ahead takes memory.
 constexpr std::size_t kMostAhead = 4;
 /// What is nearer than this to the best is as good.
 constexpr double kAsGood = 1e-3;
 
-std::string ms_text(double ms) {
-  if (ms >= 1e4) return concat(std::round(ms / 100.0) / 10.0, " s");
-  const double rounded = ms < 0.1 ? std::round(ms * 1e4) / 1e4 : std::round(ms * 100.0) / 100.0;
-  return concat(rounded, " ms");
-}
-
 const PassRow& row_named(const std::string& name) {
   const auto found = std::ranges::find(kPasses, name, &PassRow::name);
   TESSERA_CHECK(std::ranges::find(kToCome, name) == kToCome.end(), ErrorKind::kConfig,
                 "compile.passes: found ", printable(name),
-                ", which is not there yet, expected keep and prefetch; leave it out");
+                ", which is not there yet, expected recompute, keep and prefetch; leave it out");
   TESSERA_CHECK(found != kPasses.end(), ErrorKind::kConfig, "compile.passes: found ",
-                printable(name), ", expected keep or prefetch");
+                printable(name), ", expected recompute, keep or prefetch");
   return *found;
 }
 
@@ -60,9 +59,16 @@ std::string_view number(Form form) { return form == Form::k1 ? "1" : form == For
 
 class Chooser {
  public:
-  explicit Chooser(const PlanProblem& problem) : problem_(problem) {
-    TESSERA_INVARIANT(problem.eager.keep.size() == problem.units.size(),
+  using Names = std::optional<std::vector<std::string>>;
+  Chooser(const PlanProblem& problem, const Names& names) : problem_(problem), names_(names) {
+    TESSERA_INVARIANT(problem.eager.keep.size() == problem.units.size() &&
+                          problem.eager.recompute.size() == problem.units.size(),
                       "eager choices of other units");
+    if (names) {
+      for (const auto& name : *names) asked_.push_back(&row_named(name));
+    } else {
+      for (const auto& row : kPasses) asked_.push_back(&row);
+    }
   }
 
   /// The least of any choice of this form.
@@ -72,21 +78,17 @@ class Chooser {
       for (auto& keep : choices.keep) keep = keep == Keep::kUpdate ? keep : Keep::kNot;
     }
     choices.ahead_in_forward = choices.ahead_in_backward = 0;
+    if (is_asked("recompute")) forget_what_may_be(choices);
     return choices;
   }
   std::int64_t peak(const PlanChoices& choices) const {
-    return fsdp::peak_gathered_bytes(plan(choices));
+    return peak_bytes(problem_, plan(choices));
   }
 
-  Chosen choose(const std::optional<std::vector<std::string>>& names) {
+  Chosen choose() {
     begin();
-    std::vector<const PassRow*> asked;
-    if (names) {
-      for (const auto& name : *names) asked.push_back(&row_named(name));
-    } else {
-      for (const auto& row : kPasses) asked.push_back(&row);
-    }
-    for (const auto* row : asked) run(*row, names.has_value());
+    for (const auto* row : asked_) run(*row, names_.has_value());
+    give_recompute_reasons();
     if (problem_.profile.is_assumed) {
       chosen_.notes.emplace_back(
           "times are by a default cost of bytes, nothing was measured: good for an order of units, "
@@ -102,7 +104,24 @@ class Chooser {
   bool fits(const PlanChoices& choices) const {
     return !problem_.memory_budget || peak(choices) <= *problem_.memory_budget;
   }
-  const std::string& name(UnitId unit) const { return problem_.units.at(unit).name; }
+  bool is_asked(std::string_view name) const {
+    return std::ranges::find(asked_, name, &PassRow::name) != asked_.end();
+  }
+  /// Each layer in the mode that keeps least.
+  void forget_what_may_be(PlanChoices& choices) const {
+    const auto may = units_to_recompute(problem_);
+    for (UnitId unit = 0; unit < may.size(); ++unit) {
+      if (may[unit]) choices.recompute[unit] = least_mode(problem_.activations->units[unit]);
+    }
+  }
+  void give_recompute_reasons() {
+    for (UnitId unit = 0; unit < problem_.units.size(); ++unit) {
+      const auto mode = chosen_.choices.recompute[unit];
+      const bool is_chosen = decided_.contains(Fact::kRecomputed);
+      const bool is_told = is_chosen || mode != RecomputeMode::kNone;
+      chosen_.recompute_reasons.push_back(is_told ? recompute_reason(problem_, unit, mode) : "");
+    }
+  }
 
   /// Of the form, before any budget.
   PlanChoices base() const {
@@ -130,13 +149,16 @@ class Chooser {
       }
     }
     chosen_.ahead_reason = "as eager steps have it";
+    const bool recomputes = is_asked("recompute") && problem_.memory_budget;
+    if (recomputes) forget_what_may_be(chosen_.choices);
     if (fits(chosen_.choices)) return;
     const auto least_choices = least();
     const auto bytes = peak(least_choices);
     TESSERA_CHECK(bytes <= *problem_.memory_budget, ErrorKind::kConfig,
                   "compile.memory_budget: found ", *problem_.memory_budget,
-                  " bytes for gathered parameters, expected at least ", bytes,
-                  ", the least of any plan of form ", number(problem_.form),
+                  " bytes for gathered parameters", problem_.activations ? " and activations" : "",
+                  ", expected at least ", bytes, ", the least of any plan of form ",
+                  number(problem_.form),
                   problem_.form == Form::k3 ? "; raise it" : "; raise it, or set compile.form = 3");
     // One after the other goes what costs least to miss.
     const auto without = [&](const auto& change) {
@@ -189,6 +211,11 @@ class Chooser {
         return problem_.memory_budget.has_value();
       case Fact::kRepeatedGathers:
         return std::ranges::any_of(gathers(base()), [](std::int64_t count) { return count > 1; });
+      case Fact::kActivations:
+        return problem_.activations.has_value();
+      case Fact::kFreeModes:
+        return std::ranges::count(units_to_recompute(problem_), true) > 0;
+      case Fact::kRecomputed:
       case Fact::kKept:
       case Fact::kPrefetch:
         return decided_.contains(fact);
@@ -212,7 +239,11 @@ class Chooser {
                     row.name, " behind a pass that has decided ", to_string(fact),
                     ", expected it before that one");
     }
-    row.name == "keep" ? keep() : prefetch();
+    if (row.name == "recompute") {
+      recompute();
+    } else {
+      row.name == "keep" ? keep() : prefetch();
+    }
     decided_.insert(row.provides.begin(), row.provides.end());
   }
 
@@ -261,6 +292,32 @@ class Chooser {
     return list;
   }
 
+  /// What `keep` is going to take competes for the same bytes: it is taken here for the sake of the
+  /// order, and takes the same again when its turn comes.
+  void recompute() {
+    auto choices = chosen_.choices;
+    const auto items = recompute_items(problem_);
+    const auto gathers_kept = is_asked("keep") ? candidates() : std::vector<Candidate>();
+    auto next = gathers_kept.begin();
+    const auto take = [&](const auto& change) {
+      auto changed = choices;
+      change(changed);
+      if (fits(changed)) choices = std::move(changed);
+    };
+    const auto keep_better_than = [&](double per_byte) {
+      for (; next != gathers_kept.end() && next->per_byte > per_byte; ++next) {
+        if (next->keep <= choices.keep[next->unit]) continue;
+        take([&](PlanChoices& changed) { changed.keep[next->unit] = next->keep; });
+      }
+    };
+    for (const auto& item : items) {
+      keep_better_than(item.per_byte());
+      if (choices.recompute[item.unit] != item.from) continue;
+      take([&](PlanChoices& changed) { changed.recompute[item.unit] = item.to; });
+    }
+    chosen_.choices.recompute = choices.recompute;
+  }
+
   void keep() {
     for (const auto& [unit, keep, saves, per_byte] : candidates()) {
       if (keep <= chosen_.choices.keep[unit]) continue;
@@ -299,7 +356,7 @@ class Chooser {
         choices.ahead_in_forward = forward;
         choices.ahead_in_backward = backward;
         const auto made = plan(choices);
-        const auto bytes = fsdp::peak_gathered_bytes(made);
+        const auto bytes = peak_bytes(problem_, made);
         if (problem_.memory_budget && bytes > *problem_.memory_budget) continue;
         tried.push_back(
             {choices, simulate(made, problem_.profile, problem_.micro_batches).step_ms, bytes});
@@ -319,6 +376,8 @@ class Chooser {
   }
 
   const PlanProblem& problem_;
+  const Names& names_;
+  std::vector<const PassRow*> asked_;
   Chosen chosen_;
   std::set<Fact> decided_;
 };
@@ -331,6 +390,13 @@ std::string_view to_string(Fact fact) {
       return "compile.memory_budget";
     case Fact::kRepeatedGathers:
       return "units that are gathered more than once a step";
+    case Fact::kActivations:
+      return "activations that are known (training.seq_len, CompileOptions::activations)";
+    case Fact::kFreeModes:
+      return "layers that keep less when they are recomputed, and whose mode is left to plans "
+             "(activation_checkpoint.mode and set_recompute bind it)";
+    case Fact::kRecomputed:
+      return "what is recomputed";
     case Fact::kKept:
       return "what is kept";
     case Fact::kPrefetch:
@@ -342,8 +408,15 @@ std::string_view to_string(Fact fact) {
 std::span<const PassRow> passes() { return kPasses; }
 std::span<const std::string_view> passes_to_come() { return kToCome; }
 
-std::int64_t least_bytes(const PlanProblem& problem) {
-  const Chooser chooser(problem);
+std::int64_t peak_bytes(const PlanProblem& problem, const StepPlan& plan) {
+  const auto gathered = fsdp::peak_gathered_bytes(plan);
+  if (!problem.activations) return gathered;
+  return gathered + most_activations(*problem.activations, problem.record, plan.choices.recompute);
+}
+
+std::int64_t least_bytes(const PlanProblem& problem,
+                         const std::optional<std::vector<std::string>>& names) {
+  const Chooser chooser(problem, names);
   return chooser.peak(chooser.least());
 }
 
@@ -358,7 +431,7 @@ void check_passes(const std::vector<std::string>& names) {
 
 Chosen choose(const PlanProblem& problem, const std::optional<std::vector<std::string>>& names) {
   if (names) check_passes(*names);
-  return Chooser(problem).choose(names);
+  return Chooser(problem, names).choose();
 }
 
 }  // namespace tessera::capture

@@ -1,9 +1,13 @@
 #include "capture/planner.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/mapped_file.h"
 #include "base/text/printable.h"
+#include "capture/plan_words.h"
+#include "capture/recompute_pass.h"
+#include "fsdp/agreed/step_plan_check.h"
 #include "tessera/error.h"
 
 namespace tessera::capture {
@@ -29,7 +33,46 @@ bool differ_in_what_is_gathered_alone(std::vector<fsdp::PlanUnit> one,
   return one == other;
 }
 
+/// A plan out of a file, in the budget of the run.
+void require_within(const Planning& planning, std::string_view name) {
+  if (!planning.memory_budget) return;
+  const auto& plan = planning.given->plan;
+  PlanProblem problem;
+  problem.record = plan.record;
+  problem.units = plan.units;
+  if (planning.activations) {
+    problem.activations = activations_of(*planning.activations, plan.units);
+  }
+  const auto bytes = peak_bytes(problem, plan);
+  TESSERA_CHECK(bytes <= *planning.memory_budget, ErrorKind::kConfig, name, ": found a plan of ",
+                bytes, " bytes gathered", planning.activations ? " and of activations" : "",
+                ", over the budget of ", *planning.memory_budget,
+                "; raise compile.memory_budget, or make the plan for it");
+}
+
+void require_modes_of_users(const fsdp::StepPlan& plan, const fsdp::PlanChoices& eager,
+                            std::string_view name) {
+  for (fsdp::UnitId unit = 0; unit < plan.units.size(); ++unit) {
+    if (plan.units[unit].recompute_by != fsdp::RecomputeBy::kUser) continue;
+    const auto found = plan.choices.recompute[unit];
+    const auto expected = eager.recompute[unit];
+    TESSERA_CHECK(found == expected, ErrorKind::kConfig, name, ": found a plan with unit ",
+                  plan.units[unit].name, " recomputed in mode ", word_of(kRecomputeWords, found),
+                  ", expected ", word_of(kRecomputeWords, expected),
+                  ", as activation_checkpoint.mode or set_recompute says; leave that out, or make "
+                  "the plan anew with tessera plan");
+  }
+}
+
 }  // namespace
+
+RecomputeMode Planning::while_recording() const {
+  const bool is_bounded = memory_budget && activations;
+  const bool is_given = given && std::ranges::any_of(given->plan.choices.recompute, [](auto mode) {
+                          return mode != RecomputeMode::kNone;
+                        });
+  return is_bounded || is_given ? RecomputeMode::kFull : RecomputeMode::kNone;
+}
 
 Planning planning_of(const CompileOptions& options) {
   Planning planning;
@@ -45,12 +88,14 @@ Planning planning_of(const CompileOptions& options) {
   planning.memory_budget = options.memory_budget;
   planning.passes = options.passes;
   planning.micro_batches = options.micro_batches;
+  planning.activations = options.activations;
   if (planning.passes) check_passes(*planning.passes);
   if (!options.plan.empty()) {
     const auto [text, name] = source_of(options.plan, "compile.plan", kMostPlanBytes);
     planning.plan_from = name;
     planning.given = parse_plan(text, name);
-    require_sound(planning.given->plan, planning.memory_budget, name);
+    require_sound(planning.given->plan, std::nullopt, name);
+    require_within(planning, name);
   }
   if (!options.profile.empty()) {
     const auto [text, name] = source_of(options.profile, "profile", kMostProfileBytes);
@@ -63,6 +108,11 @@ Planning planning_of(const CompileOptions& options) {
 PlanProblem problem_of(const Planning& planning, const fsdp::StepRecord& record,
                        const std::vector<fsdp::PlanUnit>& units, const fsdp::PlanChoices& eager,
                        fsdp::PlanOrder order) {
+  TESSERA_CHECK(
+      !planning.activations || order == fsdp::PlanOrder::kOneAfterTheOther, ErrorKind::kConfig,
+      "CompileOptions::activations: found them for a step whose micro-batches come in any "
+      "order, expected one after the other, since they are of one at a time; give "
+      "StepScopeOptions::micro_batches, or leave them out");
   return {.record = record,
           .units = units,
           .eager = eager,
@@ -71,7 +121,10 @@ PlanProblem problem_of(const Planning& planning, const fsdp::StepRecord& record,
           .form = planning.form,
           .memory_budget = planning.memory_budget,
           .profile = planning.profile ? profile_of(*planning.profile, units, planning.profile_from)
-                                      : default_profile(units)};
+                                      : default_profile(units),
+          .activations = planning.activations
+                             ? std::optional(activations_of(*planning.activations, units))
+                             : std::nullopt};
 }
 
 fsdp::StepPlan plan_step(const Planning& planning, const fsdp::StepRecord& record,
@@ -96,6 +149,7 @@ fsdp::StepPlan plan_step(const Planning& planning, const fsdp::StepRecord& recor
                   ": found a plan that reduces with ", words(plan.choices.reduce), ", expected ",
                   words(eager.reduce),
                   ", as sync_every_micro_batch and form 2 say; make it anew with tessera plan");
+    require_modes_of_users(plan, eager, planning.plan_from);
     return plan;
   }
   const auto problem = problem_of(planning, record, units, eager, order);

@@ -15,6 +15,7 @@
 #include "capture/plan_json.h"
 #include "capture/plan_text.h"
 #include "capture/planner.h"
+#include "capture/recompute_pass.h"
 #include "capture/simulate_plan.h"
 #include "cli/arguments.h"
 #include "cli/contract_text.h"
@@ -105,14 +106,24 @@ void print_step(const capture::PlanFile& file, const capture::PlanProblem& probl
                 std::int64_t fixed) {
   const auto step = capture::simulate(file.plan, problem.profile, problem.micro_batches);
   std::cout << "\ngathered memory of a rank, place by place: at most " << step.peak_bytes
-            << " bytes (" << size_text(step.peak_bytes) << "), beside " << size_text(fixed)
-            << " that are there whatever the plan is\n"
+            << " bytes (" << size_text(step.peak_bytes) << "), beside " << fixed << " bytes ("
+            << size_text(fixed) << ") that are there whatever the plan is\n"
             << picture(step) << step.gathers << " gathers and " << step.reductions
             << " reductions a step\n";
+  if (problem.activations) {
+    const auto& modes = file.plan.choices.recompute;
+    const auto bytes = capture::most_activations(*problem.activations, file.plan.record, modes);
+    const auto again = std::ranges::count_if(
+        modes, [](RecomputeMode mode) { return mode != RecomputeMode::kNone; });
+    std::cout << "activations of a micro-batch: at most " << bytes << " bytes (" << size_text(bytes)
+              << "), with " << again << " unit(s) recomputed; in all at most "
+              << size_text(fixed + peak_bytes(problem, file.plan)) << " a rank\n";
+  }
   if (!problem.profile.is_assumed) {
     std::cout << std::fixed << std::setprecision(2) << "a step by the profile: " << step.step_ms
-              << " ms, of which computing " << step.compute_ms << ", waiting for gathers "
-              << step.waited_ms << ", for the last reductions " << step.trailing_ms << '\n'
+              << " ms, of which computing " << step.compute_ms << " (forwards again "
+              << step.again_ms << "), waiting for gathers " << step.waited_ms << ", for reductions "
+              << step.reduced_ms << ", the update and all else " << step.rest_ms << '\n'
               << std::defaultfloat << std::setprecision(6);
   }
 }
@@ -138,8 +149,16 @@ int check_plan(const std::string& path, const capture::MadeFor& made_for,
   });
   capture::require_made_for(file, made_for, shown(path));
   capture::require_plan_of(file.plan, problem.record, problem.units, shown(path));
-  const auto budget = problem.memory_budget ? problem.memory_budget : file.memory_budget;
-  const auto faults = faults_of(file.plan, budget);
+  auto budget = problem.memory_budget ? problem.memory_budget : file.memory_budget;
+  auto faults = faults_of(file.plan);
+  if (budget && faults.empty()) {
+    // What activations take is the run's to say.
+    if (problem.activations) {
+      *budget -= capture::most_activations(*problem.activations, file.plan.record,
+                                           file.plan.choices.recompute);
+    }
+    faults = faults_of(file.plan, budget);
+  }
   for (const auto& fault : faults) std::cout << fault << '\n';
   std::cout << shown(path) << ": " << faults.size() << " findings";
   if (faults.empty()) {

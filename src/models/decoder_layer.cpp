@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "grad/region.h"
 #include "models/family.h"
 #include "models/recomputed.h"
 #include "nn/attention.h"
@@ -99,7 +100,7 @@ DecoderLayer::Output DecoderLayer::forward(const at::Tensor& x, const RoutingReq
     return body(in[0], {given(in[1]), statistics}).tensors();
   };
   return Output::of(
-      recomputed(*this, recompute_, {x, request.imposed.value_or(at::Tensor())}, run));
+      recomputed(*this, recompute(), {x, request.imposed.value_or(at::Tensor())}, run));
 }
 
 /// Regions end where it talks to other ranks, and where the host reads how tokens are spread.
@@ -110,11 +111,11 @@ DecoderLayer::Output DecoderLayer::body(const at::Tensor& x, const RoutingReques
       const Tensors halves = up_to_feed_forward(in[0]);
       return feed_forward(halves[0], halves[1], {}).tensors();
     };
-    return Output::of(in_region(*this, "", {x}, whole));
+    return Output::of(grad::in_region(*this, "", {x}, whole));
   }
   const auto attention = [this](const Tensors& in) { return up_to_feed_forward(in[0]); };
   const Tensors halves =
-      is_alone_ ? in_region(*this, "attention", {x}, attention) : up_to_feed_forward(x);
+      is_alone_ ? grad::in_region(*this, "attention", {x}, attention) : up_to_feed_forward(x);
   return feed_forward(halves[0], halves[1], request);
 }
 

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -47,15 +48,17 @@ fsdp::PlanChoices eager_choices(const RunOfPlan& run, const fsdp::StepRecord& re
 capture::MadeFor made_for(const RunOfPlan& run, std::string torch);
 
 /// What a rank holds in a step whatever its plan is, in bytes: all of memory_table() but gathered
-/// parameters.
+/// parameters and activations.
 std::int64_t fixed_bytes(const RunOfPlan& run);
+/// Those of layers that are units by unit; none without training.seq_len.
+std::optional<ForwardActivations> activations(const RunOfPlan& run);
 
 /// Of a machine on which `local_ranks` ranks share `memory` bytes.
 struct MachineMemory {
   double memory = 0.0;
   int local_ranks = 1;
 };
-/// [compile] as the library takes it: of compile.memory_budget what fixed_bytes() leave. Errors:
+/// [compile] as the library takes it, with activations(); of compile.memory_budget what fixed_bytes() leave. Errors:
 /// kConfig for a budget that leaves nothing, with the least in bytes.
 CompileOptions compile_options(const RunOfPlan& run, const MachineMemory& machine);
 

@@ -1,9 +1,9 @@
 // The plan that a run's steps follow: made after its first steps from what they took, or given.
 //
 // The first step records what the model enters, the second one follows a plan that is chosen by the
-// bytes of units and fills pools and caches, the third one is traced: what its units and messages
-// took, the most of any rank, is what passes choose by from the fourth on. Nothing is run again to
-// be measured. Next: tessera/compile.h, capture/measured_profile.h.
+// bytes of units and fills pools and caches, three more are traced: what units and messages took on
+// the slowest rank in the one of middle length is what passes choose by from the sixth on. Nothing
+// is run again to be measured. Next: tessera/compile.h, capture/measured_profile.h.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,10 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <vector>
 
 #include "base/trace.h"
+#include "capture/plan_profile.h"
 #include "tessera/compile.h"
 #include "tessera/shard.h"
 #include "tessera/world.h"
@@ -33,18 +35,14 @@ class PlannedSteps {
                std::filesystem::path folder);
   ~PlannedSteps();
 
-  /// Around each step, on the rank's own thread. Collective where the step is the measured one.
-  /// Errors: kComm; kIo on rank 0, which writes; as compile().
+  /// Around each step with its update, on the rank's own thread. Collective where the step is a
+  /// measured one. Errors: kComm; kIo on rank 0, which writes; as compile().
   void begin_step();
   void end_step(std::int64_t step);
-  /// Calls of regions in the step that ended last, on this rank; none where nothing is replayed.
-  const std::optional<ReplayCalls>& regions() const { return in_step_; }
-  /// What became of regions so far, and why some were eager, in one line; "" where nothing is
-  /// replayed.
-  std::string regions_in_words() const;
 
  private:
-  void choose(const std::vector<TraceSpan>& spans, std::int64_t step);
+  void measure(const std::vector<TraceSpan>& spans);
+  void choose(std::int64_t step);
 
   CompileOptions options_;
   const ShardedBase& model_;
@@ -52,11 +50,11 @@ class PlannedSteps {
   std::filesystem::path folder_;
   bool is_chosen_ = false;
   int steps_ = 0;  ///< so far of this process
-  std::optional<ReplayCalls> in_step_;
-  ReplayCalls before_;
+  std::vector<capture::PlanProfile> measured_;
   std::shared_ptr<Trace> trace_;
   std::function<void()> through_;
   std::optional<TraceHere> here_;
+  TraceClock::time_point begin_;
 };
 
 }  // namespace tessera::train

@@ -314,13 +314,16 @@ void add_plan(std::vector<ConfigKey>& keys) {
       .key("mode", &C::mode,
            {"",
             "off: steps gather, keep and release as reshard_after_forward says; plan: as chosen "
-            "for memory_budget, or as plan says. replay is not there yet."})
+            "for memory_budget, or as plan says; replay: the same, and layers are recorded, compared "
+            "with eager ones and then run without autograd, bit for bit. In a pipeline replay alone."})
       .key("plan", &C::plan,
            {"file", "A plan as `tessera plan --json` writes it; then nothing is chosen."})
       .key("memory_budget", &C::memory_budget,
            {"bytes",
             "Of all that a rank holds in a step: bytes, or a share of the machine's memory for "
-            "each rank on it, as \"90%\"; without one nothing is bounded, and keep is left out.",
+            "each rank on it, as \"90%\"; without one nothing is bounded, and recompute and keep "
+            "are "
+            "left out.",
             "none"})
       .key("form", &C::form,
            {"",
@@ -328,7 +331,7 @@ void add_plan(std::vector<ConfigKey>& keys) {
             "every micro-batch, 1 once a step and reduces with the last."},
            between(1, 3))
       .key("passes", &C::passes,
-           {"", "What chooses, in this order: keep, prefetch. More are not there yet.",
+           {"", "What chooses, in this order: recompute, keep, prefetch. More are not there yet.",
             "all that apply"})
       .key("offload_folder", &C::offload_folder,
            {"folder", "For optimizer state outside of memory: not there yet."});
@@ -493,7 +496,9 @@ void add_precision(std::vector<ConfigKey>& keys) {
       .key("mode", &ActivationCheckpointConfig::mode,
            {"",
             "What a layer forgets after forward and computes again for backward: none, full: all "
-            "but its input, selective: all but its input and the results of its weight products."});
+            "but its input, selective: all but its input and the results of its weight products. "
+            "For every layer: a plan chooses by layer only where the key is left out.",
+            "none"});
   add_adapters_and_scaler(keys);
 }
 
