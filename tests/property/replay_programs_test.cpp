@@ -43,8 +43,7 @@ class Draw {
 /// One run of a body.
 class BodyRun {
  public:
-  BodyRun(std::uint64_t seed, Part& part, const Several& in, bool may_be_random,
-          std::string* text)
+  BodyRun(std::uint64_t seed, Part& part, const Several& in, bool may_be_random, std::string* text)
       : draw_(seed), part_(part), may_be_random_(may_be_random), text_(text) {
     for (const auto& each : in) {
       if (!each.defined()) continue;
@@ -118,26 +117,40 @@ class BodyRun {
   void unary() {
     const at::Tensor x = any();
     switch (draw_.below(10)) {
-      case 0: return add("sin", x.sin());
-      case 1: return add("tanh", x.tanh());
-      case 2: return add("sigmoid", x.sigmoid());
-      case 3: return add("silu", at::silu(x));
-      case 4: return add("gelu", at::gelu(x));
-      case 5: return add("relu", x.relu());
-      case 6: return add("neg", x.neg());
-      case 7: return add("sqrt", (x.abs() + 1.0).sqrt());
-      case 8: return add("exp", x.clamp(-2.0, 2.0).exp());
-      default: return add("clone", x.clone());
+      case 0:
+        return add("sin", x.sin());
+      case 1:
+        return add("tanh", x.tanh());
+      case 2:
+        return add("sigmoid", x.sigmoid());
+      case 3:
+        return add("silu", at::silu(x));
+      case 4:
+        return add("gelu", at::gelu(x));
+      case 5:
+        return add("relu", x.relu());
+      case 6:
+        return add("neg", x.neg());
+      case 7:
+        return add("sqrt", (x.abs() + 1.0).sqrt());
+      case 8:
+        return add("exp", x.clamp(-2.0, 2.0).exp());
+      default:
+        return add("clone", x.clone());
     }
   }
   void with_number() {
     const at::Tensor x = any();
     const double number = 0.25 * static_cast<double>(1 + draw_.below(5));
     switch (draw_.below(4)) {
-      case 0: return add("x * n", x * number);
-      case 1: return add("x + n", x + number);
-      case 2: return add("n - x", number - x);
-      default: return add("x / n", x / number);
+      case 0:
+        return add("x * n", x * number);
+      case 1:
+        return add("x + n", x + number);
+      case 2:
+        return add("n - x", number - x);
+      default:
+        return add("x / n", x / number);
     }
   }
   void of_two() {
@@ -147,22 +160,30 @@ class BodyRun {
     if (draw_.one_in(4) && x.size(-1) == Part::kWidth) y = part_.bias;
     if (draw_.one_in(5)) y = x;
     switch (draw_.below(5)) {
-      case 0: return add("x + y", x + y);
-      case 1: return add("x - y", x - y);
-      case 2: return add("add", at::add(x, y, 0.5));
-      case 3: return add("maximum", at::maximum(x, y));
-      default: return add("x * y", x * y.tanh());
+      case 0:
+        return add("x + y", x + y);
+      case 1:
+        return add("x - y", x - y);
+      case 2:
+        return add("add", at::add(x, y, 0.5));
+      case 3:
+        return add("maximum", at::maximum(x, y));
+      default:
+        return add("x * y", x * y.tanh());
     }
   }
   void linear() {
     const at::Tensor x = some_wide();
     switch (draw_.below(4)) {
-      case 0: return add("at::linear", at::linear(x.to(part_.weight.scalar_type()), part_.weight));
+      case 0:
+        return add("at::linear", at::linear(x.to(part_.weight.scalar_type()), part_.weight));
       case 1:
         return add("at::linear, bias",
                    at::linear(x.to(part_.weight.scalar_type()), part_.weight, part_.bias));
-      case 2: return add("nn::linear", nn::linear(x, part_.weight));
-      default: return add("nn::linear, bias", nn::linear(x, part_.weight, part_.bias));
+      case 2:
+        return add("nn::linear", nn::linear(x, part_.weight));
+      default:
+        return add("nn::linear, bias", nn::linear(x, part_.weight, part_.bias));
     }
   }
   void product() {
@@ -181,9 +202,9 @@ class BodyRun {
       add("add_rms_norm, sum", both.sum);
       return add("add_rms_norm", both.normed);
     }
-    add("rms_norm", nn::rms_norm(x, part_.norm, 1e-6,
-                                 draw_.one_in(2) ? nn::NormRounding::kOnce
-                                                 : nn::NormRounding::kBeforeWeight));
+    add("rms_norm",
+        nn::rms_norm(x, part_.norm, 1e-6,
+                     draw_.one_in(2) ? nn::NormRounding::kOnce : nn::NormRounding::kBeforeWeight));
   }
   void gate() {
     const at::Tensor x = any(), y = like(x);
@@ -204,12 +225,17 @@ class BodyRun {
   void turned() {
     const at::Tensor x = any();
     switch (draw_.below(5)) {
-      case 0: return add("transpose", x.transpose(0, -1));
-      case 1: return add("contiguous", x.transpose(0, -1).contiguous());
-      case 2: return add("reshape", x.numel() % 4 == 0 ? x.reshape({4, -1}) : x.reshape({1, -1}));
-      case 3: return add("unsqueeze", x.dim() < 4 ? x.unsqueeze(0) : x.flatten());
-      default: return add("wide", x.numel() % Part::kWidth == 0 ? x.reshape({-1, Part::kWidth})
-                                                                : x.flatten());
+      case 0:
+        return add("transpose", x.transpose(0, -1));
+      case 1:
+        return add("contiguous", x.transpose(0, -1).contiguous());
+      case 2:
+        return add("reshape", x.numel() % 4 == 0 ? x.reshape({4, -1}) : x.reshape({1, -1}));
+      case 3:
+        return add("unsqueeze", x.dim() < 4 ? x.unsqueeze(0) : x.flatten());
+      default:
+        return add("wide",
+                   x.numel() % Part::kWidth == 0 ? x.reshape({-1, Part::kWidth}) : x.flatten());
     }
   }
   void part() {
@@ -217,24 +243,31 @@ class BodyRun {
     const auto dim = static_cast<std::int64_t>(draw_.below(static_cast<std::size_t>(x.dim())));
     const std::int64_t size = x.size(dim);
     switch (draw_.below(5)) {
-      case 0: return add("narrow", x.narrow(dim, size / 3, size - size / 3));
-      case 1: return add("slice", x.slice(dim, 0, size, 2));
-      case 2: return x.dim() > 1 ? add("select", x.select(dim, size / 2)) : unary();
+      case 0:
+        return add("narrow", x.narrow(dim, size / 3, size - size / 3));
+      case 1:
+        return add("slice", x.slice(dim, 0, size, 2));
+      case 2:
+        return x.dim() > 1 ? add("select", x.select(dim, size / 2)) : unary();
       case 3: {
         const auto chunks = x.chunk(2, dim);
         add("chunk", chunks[0]);
         return add("chunk, last", chunks.back());
       }
-      default: return add("diagonal", x.dim() > 1 ? x.diagonal(0, 0, 1) : x.flip(0));
+      default:
+        return add("diagonal", x.dim() > 1 ? x.diagonal(0, 0, 1) : x.flip(0));
     }
   }
   void joined() {
     const at::Tensor x = any(), y = like(x);
     const auto dim = static_cast<std::int64_t>(draw_.below(static_cast<std::size_t>(x.dim())));
     switch (draw_.below(3)) {
-      case 0: return add("cat", at::cat({x, y, x.sin()}, dim));
-      case 1: return add("stack, mean", at::stack({x, y}).mean(0));
-      default: return add("stack", x.dim() < 4 ? at::stack({x, y}, dim) : at::cat({x, y}, dim));
+      case 0:
+        return add("cat", at::cat({x, y, x.sin()}, dim));
+      case 1:
+        return add("stack, mean", at::stack({x, y}).mean(0));
+      default:
+        return add("stack", x.dim() < 4 ? at::stack({x, y}, dim) : at::cat({x, y}, dim));
     }
   }
   void cast() {
@@ -247,14 +280,30 @@ class BodyRun {
     const at::Tensor x = any();
     at::Tensor y = draw_.one_in(2) ? x * 1.0 : x.clone();
     switch (draw_.below(8)) {
-      case 0: y.add_(0.5); break;
-      case 1: y.mul_(like(y).tanh()); break;
-      case 2: y.sigmoid_(); break;
-      case 3: y.select(0, 0).mul_(0.5); break;
-      case 4: y.narrow(-1, 0, 1).add_(x.narrow(-1, 0, 1)); break;
-      case 5: y = at::zeros_like(x).copy_(x).add_(y, 0.25); break;
-      case 6: y.narrow(0, 0, 1).copy_(x.narrow(0, x.size(0) - 1, 1).tanh()); break;
-      default: y.masked_fill_(x > 0.5, 0.5); break;
+      case 0:
+        y.add_(0.5);
+        break;
+      case 1:
+        y.mul_(like(y).tanh());
+        break;
+      case 2:
+        y.sigmoid_();
+        break;
+      case 3:
+        y.select(0, 0).mul_(0.5);
+        break;
+      case 4:
+        y.narrow(-1, 0, 1).add_(x.narrow(-1, 0, 1));
+        break;
+      case 5:
+        y = at::zeros_like(x).copy_(x).add_(y, 0.25);
+        break;
+      case 6:
+        y.narrow(0, 0, 1).copy_(x.narrow(0, x.size(0) - 1, 1).tanh());
+        break;
+      default:
+        y.masked_fill_(x > 0.5, 0.5);
+        break;
     }
     add("changed", y);
   }
@@ -262,12 +311,18 @@ class BodyRun {
     const at::Tensor x = any();
     const auto dim = static_cast<std::int64_t>(draw_.below(static_cast<std::size_t>(x.dim())));
     switch (draw_.below(6)) {
-      case 0: return add("sum", x.sum(dim, true) * 0.2);
-      case 1: return add("mean", x.dim() > 1 ? x.mean(dim) : x.mean(dim, true));
-      case 2: return add("amax", x.amax(dim, true));
-      case 3: return add("cumsum", x.cumsum(dim) * 0.2);
-      case 4: return add("max", std::get<0>(x.max(dim, true)));
-      default: return add("norm", (x.pow(2).sum(dim, true) + 1.0).rsqrt());
+      case 0:
+        return add("sum", x.sum(dim, true) * 0.2);
+      case 1:
+        return add("mean", x.dim() > 1 ? x.mean(dim) : x.mean(dim, true));
+      case 2:
+        return add("amax", x.amax(dim, true));
+      case 3:
+        return add("cumsum", x.cumsum(dim) * 0.2);
+      case 4:
+        return add("max", std::get<0>(x.max(dim, true)));
+      default:
+        return add("norm", (x.pow(2).sum(dim, true) + 1.0).rsqrt());
     }
   }
   void expanded() {
@@ -282,20 +337,29 @@ class BodyRun {
   void chosen() {
     const at::Tensor x = any(), y = like(x);
     switch (draw_.below(4)) {
-      case 0: return add("where", at::where(x > 0.0, x, y));
-      case 1: return add("masked_fill", x.masked_fill(y > 0.3, 0.1));
-      case 2: return add("clamp", x.clamp(-0.5, 0.5));
-      default: return add("lerp", at::lerp(x, y, 0.3));
+      case 0:
+        return add("where", at::where(x > 0.0, x, y));
+      case 1:
+        return add("masked_fill", x.masked_fill(y > 0.3, 0.1));
+      case 2:
+        return add("clamp", x.clamp(-0.5, 0.5));
+      default:
+        return add("lerp", at::lerp(x, y, 0.3));
     }
   }
   void picked() {
     const at::Tensor x = any();
     switch (draw_.below(5)) {
-      case 0: return add("index_select", x.index_select(0, at::arange(0, x.size(0), 2)));
-      case 1: return add("gather", x.gather(-1, x.argsort(-1, false)));
-      case 2: return add("topk", std::get<0>(x.topk(1, -1)));
-      case 3: return add("sort", std::get<0>(x.sort(-1, false)));
-      default: return add("detached", x.detach() * 0.5);
+      case 0:
+        return add("index_select", x.index_select(0, at::arange(0, x.size(0), 2)));
+      case 1:
+        return add("gather", x.gather(-1, x.argsort(-1, false)));
+      case 2:
+        return add("topk", std::get<0>(x.topk(1, -1)));
+      case 3:
+        return add("sort", std::get<0>(x.sort(-1, false)));
+      default:
+        return add("detached", x.detach() * 0.5);
     }
   }
   /// Rows as positions of two heads.
@@ -318,9 +382,11 @@ class BodyRun {
     if (x.dim() != 2) return unary();
     const at::Tensor batch = at::stack({x, x.tanh()});
     if (draw_.one_in(2)) {
-      return add("baddbmm", at::baddbmm(batch, batch, part_.weight.to(x.scalar_type())
-                                                          .expand({2, Part::kWidth, Part::kWidth}),
-                                        0.5, 0.2));
+      return add(
+          "baddbmm",
+          at::baddbmm(batch, batch,
+                      part_.weight.to(x.scalar_type()).expand({2, Part::kWidth, Part::kWidth}), 0.5,
+                      0.2));
     }
     add("bmm", at::bmm(batch, batch.transpose(1, 2)) * 0.1);
   }
@@ -335,11 +401,15 @@ class BodyRun {
     if (!draw_.one_in(6)) return unary();
     const at::Tensor x = any();
     switch (draw_.below(5)) {
-      case 0: return add("item", x * (x.detach().mean().item<double>() > 0 ? 0.5 : 0.25));
-      case 1: return add("dropout", may_be_random_ ? at::dropout(x, 0.25, true) : x.sin());
-      case 2: return add("nonzero", x.flatten().index_select(0, (x.detach().flatten() < 9.0)
-                                                                   .nonzero().flatten()));
-      case 3: return add("masked_select", x.masked_select(x.detach() < 9.0));
+      case 0:
+        return add("item", x * (x.detach().mean().item<double>() > 0 ? 0.5 : 0.25));
+      case 1:
+        return add("dropout", may_be_random_ ? at::dropout(x, 0.25, true) : x.sin());
+      case 2:
+        return add("nonzero",
+                   x.flatten().index_select(0, (x.detach().flatten() < 9.0).nonzero().flatten()));
+      case 3:
+        return add("masked_select", x.masked_select(x.detach() < 9.0));
       default: {
         const at::NoGradGuard no_grad;
         part_.table.mul_(0.75);
@@ -394,8 +464,8 @@ struct Case {
   }
 
   Several inputs(World& world, std::size_t step, std::size_t micro_batch) const {
-    const auto of = 10000 * seed + 100 * step + 10 * micro_batch +
-                    static_cast<std::uint64_t>(world.rank());
+    const auto of =
+        10000 * seed + 100 * step + 10 * micro_batch + static_cast<std::uint64_t>(world.rank());
     const std::int64_t count = other_sizes && step % 4 == 3 ? 5 : 4;
     Several all{rows(of, count)};
     if (with_second) {
@@ -439,8 +509,8 @@ struct Case {
 
   std::string describe() const {
     return concat("seed ", seed, ": ", ranks, " ranks, parameters ", options.dtype,
-                  options.policy.param_dtype ? ", computes in bf16" : "", ", ", steps,
-                  " steps of ", micro_batches, " micro-batches\n");
+                  options.policy.param_dtype ? ", computes in bf16" : "", ", ", steps, " steps of ",
+                  micro_batches, " micro-batches\n");
   }
 };
 

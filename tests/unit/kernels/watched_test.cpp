@@ -57,7 +57,8 @@ void watch(const c10::OperatorHandle& operation, c10::DispatchKeySet keys, c10::
     if (value.isTensor() && value.toTensor().defined()) {
       unchanged.emplace_back(value.toTensor(), value.toTensor().clone());
     } else if (value.isTensorList()) {
-      for (const at::Tensor& each : value.toTensorVector()) unchanged.emplace_back(each, each.clone());
+      for (const at::Tensor& each : value.toTensorVector())
+        unchanged.emplace_back(each, each.clone());
     }
   }
   operation.redispatchBoxed(below, stack);
@@ -128,36 +129,66 @@ std::vector<Case> norms_and_gates(at::ScalarType dtype) {
   const auto head_scale = std::get<1>(rope_heads(heads, of_head, cos, sin, 4, 2, kEps, false));
   const auto both = draw(9, {3, 5, 32}, dtype);
   return {
-      {"rms_norm", {x, weight},
-       [](const Tensors& a) { return listed(rms_norm(a[0], a[1], kEps, false)); }, 2, 2},
-      {"add_rms_norm", {x, y, weight},
-       [](const Tensors& a) { return listed(add_rms_norm(a[0], a[1], a[2], kEps, true)); }, 3, 3},
-      {"rms_norm_backward", {grad, y, x, weight, scale},
+      {"rms_norm",
+       {x, weight},
+       [](const Tensors& a) { return listed(rms_norm(a[0], a[1], kEps, false)); },
+       2,
+       2},
+      {"add_rms_norm",
+       {x, y, weight},
+       [](const Tensors& a) { return listed(add_rms_norm(a[0], a[1], a[2], kEps, true)); },
+       3,
+       3},
+      {"rms_norm_backward",
+       {grad, y, x, weight, scale},
        [](const Tensors& a) {
          return listed(rms_norm_backward(a[0], a[1], a[2], a[3], a[4], false));
-       }, 1, 1},
-      {"rope_heads", {heads, of_head, cos, sin},
+       },
+       1,
+       1},
+      {"rope_heads",
+       {heads, of_head, cos, sin},
        [](const Tensors& a) {
          return listed(rope_heads(a[0], a[1], a[2], a[3], 4, 2, kEps, false));
-       }, 2, 2},
-      {"rope_heads", {heads, cos, sin},
+       },
+       2,
+       2},
+      {"rope_heads",
+       {heads, cos, sin},
        [](const Tensors& a) {
          return listed(rope_heads(a[0], std::nullopt, a[1], a[2], 4, 2, kEps, false));
-       }, 1, 1},
-      {"rope_heads_backward", {turned, heads, of_head, cos, sin, head_scale},
+       },
+       1,
+       1},
+      {"rope_heads_backward",
+       {turned, heads, of_head, cos, sin, head_scale},
        [](const Tensors& a) {
          return listed(rope_heads_backward(a[0], a[1], a[2], a[3], a[4], a[5], false));
-       }, 1, 1},
+       },
+       1,
+       1},
       {"swiglu", {x, y}, [](const Tensors& a) { return listed(swiglu(a[0], a[1])); }, 1, 1},
-      {"swiglu_backward", {grad, x, y},
-       [](const Tensors& a) { return listed(swiglu_backward(a[0], a[1], a[2])); }, 2, 2},
+      {"swiglu_backward",
+       {grad, x, y},
+       [](const Tensors& a) { return listed(swiglu_backward(a[0], a[1], a[2])); },
+       2,
+       2},
       {"swiglu_halves", {both}, [](const Tensors& a) { return listed(swiglu_halves(a[0])); }, 1, 1},
-      {"swiglu_halves_backward", {grad, both},
-       [](const Tensors& a) { return listed(swiglu_halves_backward(a[0], a[1])); }, 1, 1},
-      {"clamped_swiglu", {both},
-       [](const Tensors& a) { return listed(clamped_swiglu(a[0], 1.7, 3.0)); }, 1, 1},
-      {"clamped_swiglu_backward", {grad, both},
-       [](const Tensors& a) { return listed(clamped_swiglu_backward(a[0], a[1], 1.7, 3.0)); }, 1, 0},
+      {"swiglu_halves_backward",
+       {grad, both},
+       [](const Tensors& a) { return listed(swiglu_halves_backward(a[0], a[1])); },
+       1,
+       1},
+      {"clamped_swiglu",
+       {both},
+       [](const Tensors& a) { return listed(clamped_swiglu(a[0], 1.7, 3.0)); },
+       1,
+       1},
+      {"clamped_swiglu_backward",
+       {grad, both},
+       [](const Tensors& a) { return listed(clamped_swiglu_backward(a[0], a[1], 1.7, 3.0)); },
+       1,
+       0},
   };
 }
 
@@ -172,29 +203,41 @@ std::vector<Case> attention(at::ScalarType dtype) {
   const auto scores = draw(8, {4, 15, 12}) * 5, sinks = draw(9, {6});
   const auto rows = draw(10, {4, 15});
   return {
-      {"causal_attention", {q, k, v},
-       [](const Tensors& a) { return listed(causal_attention(a[0], a[1], a[2], 0.4)); }, 0, 1},
-      {"causal_attention_forward", {q, k, v},
-       [](const Tensors& a) { return listed(causal_attention_forward(a[0], a[1], a[2], 0.4)); }, 0,
+      {"causal_attention",
+       {q, k, v},
+       [](const Tensors& a) { return listed(causal_attention(a[0], a[1], a[2], 0.4)); },
+       0,
+       1},
+      {"causal_attention_forward",
+       {q, k, v},
+       [](const Tensors& a) { return listed(causal_attention_forward(a[0], a[1], a[2], 0.4)); },
+       0,
        1},
       {"causal_attention_backward", std::move(backward),
        [](const Tensors& a) {
          const Tensors kept(a.begin() + 1, a.end());
          return listed(causal_attention_backward(a[0], kept, 2, 3, 0.4));
-       }, 0, 0},
-      {"cached_attention", {last, keys, values},
-       [](const Tensors& a) { return listed(cached_attention(a[0], a[1], a[2], 0.4)); }, 0, 1},
-      {"window_softmax", {scores, sinks, at::zeros({4, 15})},
+       },
+       0, 0},
+      {"cached_attention",
+       {last, keys, values},
+       [](const Tensors& a) { return listed(cached_attention(a[0], a[1], a[2], 0.4)); },
+       0,
+       1},
+      {"window_softmax",
+       {scores, sinks, at::zeros({4, 15})},
        [](const Tensors& a) {
          window_softmax(a[0], a[1], a[2], 7, 3, 2, 3, 0.7);
          return Tensors{};
        }},
-      {"window_softmax_backward", {draw(11, {4, 15, 12}), scores.softmax(-1), rows},
+      {"window_softmax_backward",
+       {draw(11, {4, 15, 12}), scores.softmax(-1), rows},
        [](const Tensors& a) {
          window_softmax_backward(a[0], a[1], a[2], 7, 3, 2, 3, 0.7);
          return Tensors{};
        }},
-      {"add_sink_gradients", {rows, draw(12, {6}, at::kDouble)},
+      {"add_sink_gradients",
+       {rows, draw(12, {6}, at::kDouble)},
        [](const Tensors& a) {
          add_sink_gradients(a[0], a[1], 3);
          return Tensors{};
@@ -209,17 +252,28 @@ std::vector<Case> tokens(at::ScalarType dtype) {
   const auto logits = draw(3, {2, 3, 17}, dtype) * 5, seed = at::scalar_tensor(0.25);
   const auto log_sum = std::get<1>(cross_entropy_sum(logits, targets));
   return {
-      {"embedding", {ids, weight},
-       [](const Tensors& a) { return listed(kernels::embedding(a[0], a[1], -1)); }, 0, 0},
-      {"embedding_backward", {grad, ids},
-       [](const Tensors& a) { return listed(kernels::embedding_backward(a[0], a[1], 8, 5)); }, 0, 1},
-      {"cross_entropy_sum", {logits, targets},
-       [](const Tensors& a) { return listed(cross_entropy_sum(a[0], a[1])); }, 0, 1},
-      {"cross_entropy_sum_backward", {seed, logits, targets, log_sum},
-       [](const Tensors& a) {
-         return listed(cross_entropy_sum_backward(a[0], a[1], a[2], a[3]));
-       }, 0, 1},
-      {"cross_entropy_sum_backward_over", {seed, targets, log_sum, logits},
+      {"embedding",
+       {ids, weight},
+       [](const Tensors& a) { return listed(kernels::embedding(a[0], a[1], -1)); },
+       0,
+       0},
+      {"embedding_backward",
+       {grad, ids},
+       [](const Tensors& a) { return listed(kernels::embedding_backward(a[0], a[1], 8, 5)); },
+       0,
+       0},
+      {"cross_entropy_sum",
+       {logits, targets},
+       [](const Tensors& a) { return listed(cross_entropy_sum(a[0], a[1])); },
+       0,
+       1},
+      {"cross_entropy_sum_backward",
+       {seed, logits, targets, log_sum},
+       [](const Tensors& a) { return listed(cross_entropy_sum_backward(a[0], a[1], a[2], a[3])); },
+       0,
+       1},
+      {"cross_entropy_sum_backward_over",
+       {seed, targets, log_sum, logits},
        [](const Tensors& a) {
          cross_entropy_sum_backward_over(a[0], a[1], a[2], a[3]);
          return Tensors{};
@@ -239,21 +293,28 @@ std::vector<Case> sums_and_steps(at::ScalarType dtype) {
   };
   const auto shard = wide.to(at::kBFloat16), rest = at::zeros({257}, at::kShort);
   return {
-      {"sum_in_rank_order", {some(1), some(2), wide},
-       none([](const Tensors& a) { sum_in_rank_order({a[0], a[1]}, a[2], true); })},
+      {"sum_in_rank_order", {some(1), some(2), wide}, none([](const Tensors& a) {
+         sum_in_rank_order({a[0], a[1]}, a[2], true);
+       })},
       {"add_into", {wide, some(1)}, none([](const Tensors& a) { add_into(a[0], a[1]); })},
-      {"divide_into", {some(1), wide},
-       none([](const Tensors& a) { divide_into(a[0], a[1], 3.0); })},
-      {"add_powers", {some(1), at::ones({1}, at::kDouble)},
-       none([](const Tensors& a) { add_powers(a[0], 2.0, 1.0, a[1]); })},
-      {"join_master", {shard, rest, wide},
-       none([](const Tensors& a) { join_master(a[0], a[1], a[2]); })},
-      {"split_master", {wide, shard, rest},
-       none([](const Tensors& a) { split_master(a[0] + 0.001, a[1], a[2]); })},
-      {"round_half_away", {wide + 0.001, shard},
-       none([](const Tensors& a) { round_half_away(a[0], a[1]); })},
-      {"take_over_changes", {(wide + 0.5).to(at::kHalf), wide},
-       none([](const Tensors& a) { take_over_changes(a[0], a[1]); })},
+      {"divide_into", {some(1), wide}, none([](const Tensors& a) {
+         divide_into(a[0], a[1], 3.0);
+       })},
+      {"add_powers", {some(1), at::ones({1}, at::kDouble)}, none([](const Tensors& a) {
+         add_powers(a[0], 2.0, 1.0, a[1]);
+       })},
+      {"join_master", {shard, rest, wide}, none([](const Tensors& a) {
+         join_master(a[0], a[1], a[2]);
+       })},
+      {"split_master", {wide, shard, rest}, none([](const Tensors& a) {
+         split_master(a[0] + 0.001, a[1], a[2]);
+       })},
+      {"round_half_away", {wide + 0.001, shard}, none([](const Tensors& a) {
+         round_half_away(a[0], a[1]);
+       })},
+      {"take_over_changes", {(wide + 0.5).to(at::kHalf), wide}, none([](const Tensors& a) {
+         take_over_changes(a[0], a[1]);
+       })},
       {"adamw",
        {wide, draw(5, {257}), at::zeros({257}), at::zeros({257}), at::ones({}, at::kFloat)},
        none([](const Tensors& a) {
@@ -265,8 +326,8 @@ std::vector<Case> sums_and_steps(at::ScalarType dtype) {
 std::vector<Case> all_cases() {
   std::vector<Case> all;
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
-    for (const auto& some : {norms_and_gates(dtype), attention(dtype), tokens(dtype),
-                             sums_and_steps(dtype)}) {
+    for (const auto& some :
+         {norms_and_gates(dtype), attention(dtype), tokens(dtype), sums_and_steps(dtype)}) {
       all.insert(all.end(), some.begin(), some.end());
     }
   }
@@ -355,8 +416,8 @@ TEST(WatchedKernels, WhatIsExcludedIsNotSeen) {
 }
 
 // Left out: what has no results (sums, softmax in place, optimizers); what backward of attention
-// reads, whose form is the implementation's own; clamped_swiglu_backward and embedding, whose abs()
-// and index_select() ATen does not have on meta tensors without Python.
+// reads, whose form is the implementation's own; clamped_swiglu_backward and embeddings, for which
+// ATen has no meta forms of abs(), index_select() and embedding_dense_backward() without Python.
 TEST(WatchedKernels, OnMetaTensorsHaveTheRealSizesAndDtypes) {
   const at::NoGradGuard no_grad;
   for (const auto& c : all_cases()) {
@@ -380,7 +441,7 @@ Tensors memory_for(const Tensors& results, std::int64_t more, bool other_dtype) 
   Tensors all;
   for (const auto& each : results) {
     if (!each.defined()) continue;
-    const auto dtype = !other_dtype ? each.scalar_type()
+    const auto dtype = !other_dtype                        ? each.scalar_type()
                        : each.scalar_type() == at::kDouble ? at::kFloat
                                                            : at::kDouble;
     auto sizes = each.sizes().vec();
