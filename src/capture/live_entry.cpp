@@ -36,11 +36,12 @@ at::Tensor fresh_of(const Value& value) {
 /// Where its memory begins.
 void* begin_of(const at::Tensor& tensor) { return tensor.storage().mutable_data(); }
 
+/// As many as the tape has values of: one that an operation leaves out is none.
 std::vector<at::Tensor> tensors_in(c10::ArrayRef<c10::IValue> results) {
   std::vector<at::Tensor> all;
   for (const auto& result : results) {
     if (result.isTensor()) {
-      all.push_back(result.toTensor());
+      if (is_value(result.toTensor())) all.push_back(result.toTensor());
     } else if (result.isTensorList()) {
       for (const at::Tensor& each : result.toTensorVector()) all.push_back(each);
     }

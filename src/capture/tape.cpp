@@ -50,11 +50,6 @@ bool changes_unsaid(const TapeCall& call) {
          arguments[kTraining].constant.toBool() && !arguments[kMean].values.empty();
 }
 
-/// A number that stands where a tensor may: its own value is all that it is.
-bool is_number(const at::Tensor& tensor) {
-  return tensor.unsafeGetTensorImpl()->is_wrapped_number();
-}
-
 bool is_written(const c10::Argument& argument) {
   return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
 }
@@ -85,6 +80,10 @@ std::string words_of(const TapeStep& step) {
 
 std::string name_of(const c10::OperatorHandle& operation) {
   return c10::toString(operation.operator_name());
+}
+
+bool is_value(const at::Tensor& tensor) {
+  return tensor.defined() && !tensor.unsafeGetTensorImpl()->is_wrapped_number();
 }
 
 bool only_finds_memory(const c10::OperatorHandle& operation) {
@@ -160,7 +159,7 @@ std::vector<ValueId> Tape::values_of(const std::vector<at::Tensor>& tensors) {
 Slot Tape::slot_of(const c10::IValue& value, MemoryKind if_new) {
   if (value.isTensor()) {
     const at::Tensor& tensor = value.toTensor();
-    if (!tensor.defined() || is_number(tensor)) return {Slot::Form::kConstant, {}, value};
+    if (!is_value(tensor)) return {Slot::Form::kConstant, {}, value};
     return {Slot::Form::kTensor, {value_of(tensor, if_new)}, {}};
   }
   Slot slot;
@@ -243,7 +242,7 @@ void Tape::note_results(TapeCall& call, c10::ArrayRef<c10::IValue> results) {
 std::vector<Tape::Copy> Tape::copies_of(c10::ArrayRef<c10::IValue> values) {
   std::vector<Copy> copies;
   const auto copy = [&](const at::Tensor& tensor) {
-    if (!tensor.defined() || is_number(tensor)) return;
+    if (!is_value(tensor)) return;
     copies.push_back({value_of(tensor, MemoryKind::kMade), tensor.detach().clone()});
   };
   for (const auto& value : values) {

@@ -181,6 +181,9 @@ class TapeScope {
 /// come to the end of its forward only.
 std::string difference_of(const Tape& before, const Tape& now);
 
+/// Not undefined, nor a number that stands where a tensor may: its own value is all that one is.
+bool is_value(const at::Tensor& tensor);
+
 /// Operations after which memory holds whatever was there.
 bool only_finds_memory(const c10::OperatorHandle& operation);
 

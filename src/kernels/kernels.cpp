@@ -41,9 +41,10 @@ at::Tensor or_none(const std::optional<at::Tensor>& tensor) {
   return tensor.value_or(at::Tensor());
 }
 
-/// fused/ has no second derivatives, which fp64 is for.
+/// fused/ has no second derivatives, which fp64 is for, and not all of its operations have meta
+/// forms.
 bool is_fused(const at::Tensor& activation) {
-  return !on_cpu(activation) && activation.scalar_type() != at::kDouble;
+  return !on_cpu(activation) && !activation.is_meta() && activation.scalar_type() != at::kDouble;
 }
 
 /// Tables of another dtype make the result another one.

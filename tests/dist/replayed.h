@@ -35,7 +35,8 @@ class Part : public torch::nn::Module {
         sums(register_buffer("sums", at::ones({kWidth}))) {}
 
   /// body(inputs) as a region where regions are replayed.
-  Several region(const Several& inputs, const grad::RegionBody& body, const std::string& name = "") {
+  Several region(const Several& inputs, const grad::RegionBody& body,
+                 const std::string& name = "") {
     return grad::in_region(grad::regions_here(), shared_from_this(), name, inputs,
                            [this, body](const Several& all) {
                              ++bodies;
@@ -56,7 +57,7 @@ class Part : public torch::nn::Module {
 
   at::Tensor weight, bias, norm, table, sums;
   at::Tensor kept;  ///< of the last call, where a body says so
-  int bodies = 0;  ///< that ran
+  int bodies = 0;   ///< that ran
   bool throws = false;
 };
 

@@ -291,6 +291,7 @@ void cross_entropy_forward(const CrossEntropy<T>& job, long begin, long end) {
     const long target = job.targets[row];
     if (target < 0) {
       job.loss[row] = 0.0;
+      job.log_sum[row] = 0.0F;  // nobody reads it, but whoever compares results
       continue;
     }
     const T* logits = job.logits + row * job.vocabulary;
