@@ -96,6 +96,9 @@ class Text {
         return of_choice(action.unit, "gathered again where it is needed");
       case Kind::kReduce:
         return "nothing more brings it a gradient";
+      case Kind::kReload:
+      case Kind::kOffload:
+        return "of the update";
     }
     return "";
   }

@@ -125,6 +125,8 @@ class Lanes {
         return;
       case Kind::kKeepToBackward:
       case Kind::kKeepToUpdate:
+      case Kind::kReload:
+      case Kind::kOffload:
         return;
     }
   }

@@ -448,7 +448,7 @@ void come_behind_reads(const ShardedBase& model) {
 void require_steps_of(const ShardedBase& model, const Optimizer& optimizer, const char* what) {
   std::map<const GradContract*, ShardView> views;
   for (const auto& view : model.shards()) views.emplace(view.contract, view);
-  for (const auto& state : optimizer.state()) {
+  for (const auto& state : optimizer.unread_state()) {
     const auto view = views.find(state.view.contract);
     TESSERA_CHECK(view != views.end(), ErrorKind::kUsage, what, ": found an optimizer that steps ",
                   state.view.contract->name,

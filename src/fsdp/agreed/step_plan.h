@@ -63,6 +63,8 @@ struct PlanChoices {
   /// How many units ahead of the one that computes are gathered, where it names none itself.
   std::size_t ahead_in_forward = 1;
   std::size_t ahead_in_backward = 1;
+  /// Units whose optimizer state lies outside of memory between updates, in their order.
+  std::vector<UnitId> offload = {};
   bool operator==(const PlanChoices&) const = default;
 };
 
@@ -75,6 +77,8 @@ struct PlanAction {
     kKeepToUpdate,
     kRelease,  ///< its memory goes back
     kReduce,   ///< issues the sum over ranks of what its slots hold
+    kReload,   ///< brings its optimizer state, to be updated
+    kOffload,  ///< takes its optimizer state out of memory again
   };
   Kind kind = Kind::kGather;
   UnitId unit = 0;
@@ -134,6 +138,9 @@ struct StepPlan {
   PlanChoices choices;  ///< what it was made by
   StepRecord record;    ///< what it is a plan of
   std::vector<StagePlan> stages;
+  /// Of the update behind the last micro-batch: of each unit of choices.offload a reload, then an
+  /// offload, the next one's reload between them. An optimizer does it by parts of units.
+  std::vector<PlanAction> update = {};
   bool operator==(const StepPlan&) const = default;
   /// The same on every rank and every machine for equal plans.
   std::uint64_t hash() const;
@@ -161,6 +168,9 @@ std::vector<bool> shared_by_stages(const StepRecord& record, const std::vector<P
 /// after its forward, but for the last unit of a forward whose backward comes next.
 PlanChoices eager_choices(const StepRecord& record, const std::vector<bool>& resharded,
                           ReduceAt reduce, PlanOrder order);
+
+/// StepPlan::update.
+std::vector<PlanAction> update_actions(const std::vector<UnitId>& offload);
 
 /// The plan of a record that is complete. Errors: kUsage for Keep::kBackward in PlanOrder::kAny,
 /// where another micro-batch comes between a forward and its backward.

@@ -174,6 +174,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// By which the plans of step scopes are made from here on. Errors: kUsage in a step.
   void set_planner(Planner planner);
   std::vector<PlanUnit> plan_units() const;  ///< as they are now
+  /// Of the last step scope that followed one; null: none has.
+  const StepPlan* followed_plan() const { return followed_plan_.get(); }
   /// The same in words. It is part of every label and of the agreement on the forward order, so
   /// that ranks cannot differ. [Note: controls]
   const std::string& controls_in_words();
@@ -302,6 +304,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::uint64_t steps_ = 0;                                   // so far
   std::map<std::pair<std::string, int>, KnownStep> records_;  // by schedule and number of stages
   Planner planner_;                                           // null: plans are eager
+  std::shared_ptr<const StepPlan> followed_plan_;
   std::uint64_t planners_ = 0;  // so far: the same number on every rank
 
   const Unit* entered_ = nullptr;  // by the last forward or backward
