@@ -14,6 +14,7 @@
 
 namespace tessera {
 
+class Optimizer;
 class ShardedBase;
 
 enum class CompileMode : std::uint8_t {
@@ -27,22 +28,28 @@ struct CompileOptions {
   /// every micro-batch, 1 once a step, and reduces with the last one. A unit whose
   /// reshard_after_forward is off is kept in any.
   int form = 3;
-  /// Bytes that gathered parameters may take on a rank; none: no bound.
+  /// Bytes that gathered parameters may take on a rank, and with `offload_folder` they and the
+  /// optimizer's state; none: no bound.
   std::optional<std::int64_t> memory_budget = std::nullopt;
-  /// "keep", "prefetch", in the order in which they choose; none: all that apply.
+  /// "keep", "offload", "prefetch", in the order in which they choose; none: all that apply.
   std::optional<std::vector<std::string>> passes = std::nullopt;
   /// A plan as `tessera plan --json` writes it, or a file with one; then nothing is chosen.
   std::string plan = {};
   /// What units cost, as JSON or a file with it; empty: assumed from their bytes.
   std::string profile = {};
   std::int64_t micro_batches = 1;  ///< of a step, as far as choices depend on it
+  /// Where optimizer state lies that plans offload, by the pass "offload": OffloadOptions::folder.
+  std::string offload_folder = {};
 };
 
 /// Step scopes of `model`, the outermost handle, follow such plans from their second step on. With
 /// kOff eager ones again. On every rank with the same options; not in a step. Errors: kConfig,
 /// kFormat, kIo for options that do not fit together and for what is no plan of this model, world,
 /// torch or number of micro-batches; kUsage in a step. When a step begins: kConfig for a budget
-/// below the least, with that in bytes, and for a plan of another trace.
-void compile(const ShardedBase& model, const CompileOptions& options);
+/// below the least, with that in bytes, and for a plan of another trace. `optimizer`: of the whole
+/// model, whose state plans offload from the first update behind one of them on; needed with
+/// offload_folder, and kIo as Optimizer::offload then. Collective with it.
+void compile(const ShardedBase& model, const CompileOptions& options,
+             Optimizer* optimizer = nullptr);
 
 }  // namespace tessera

@@ -12,6 +12,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -80,7 +81,8 @@ struct OffloadOptions {
   std::string folder;
   /// Patterns as PrecisionRule::match; empty: all parameters, or with `by_plan` none.
   std::vector<std::string> match{};
-  /// Once steps follow a plan (compile.h), state is offloaded of the units that it says.
+  /// Once steps follow a plan (compile.h), state is offloaded of the units that it says; until then
+  /// what was outside stays there where `match` is empty.
   bool by_plan = false;
 };
 
@@ -138,7 +140,7 @@ class Optimizer {
 
   /// Keeps state outside of memory from here on, on CPUs: an update reads it, changes it and writes
   /// it back, a stretch at a time beside the one that is computed, with the same bits. Memory has
-  /// two stretches of 16 MiB (of float64 moments slightly more) then. Room for all of it is
+  /// two stretches then, each an eighth of it or 16 MiB. Room for all of it is
   /// reserved now. Again: what matches now is outside, the rest comes back; the folder stays. What
   /// make_kept() gives is in memory until the next update or put_away(). Collective. Errors:
   /// kConfig on a device; kContract for a pattern that matches nothing; kIo naming folder and rank
@@ -209,7 +211,7 @@ class Optimizer {
   std::shared_ptr<fsdp::OffloadedState> outside_;            // null: all is in memory
   GoesOut goes_out_;
   bool by_plan_ = false;
-  std::vector<std::uint32_t> planned_out_;  // units whose state is out, by the last plan
+  std::optional<std::vector<std::uint32_t>> planned_out_;  // units, by the last plan
 };
 
 /// Everything is formed in float32, in float64 for float64 shards. A shard in 16 bits is stepped

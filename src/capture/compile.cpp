@@ -14,9 +14,17 @@
 
 namespace tessera {
 
-void compile(const ShardedBase& model, const CompileOptions& options) {
+void compile(const ShardedBase& model, const CompileOptions& options, Optimizer* optimizer) {
   if (options.mode == CompileMode::kOff) return fsdp::set_planner(model, {});
-  auto planning = std::make_shared<const capture::Planning>(capture::planning_of(options));
+  auto made = capture::planning_of(options);
+  if (!options.offload_folder.empty()) {
+    TESSERA_CHECK(optimizer != nullptr, ErrorKind::kConfig,
+                  "compile: found CompileOptions::offload_folder and no optimizer, expected the one "
+                  "whose state may lie there");
+    made.state = fsdp::state_of_units(model, *optimizer);
+    optimizer->offload({.folder = options.offload_folder, .by_plan = true});
+  }
+  auto planning = std::make_shared<const capture::Planning>(std::move(made));
   if (planning->given) {
     capture::MadeFor run;
     run.model = concat(layout::hash(fsdp::plan_of(model)));

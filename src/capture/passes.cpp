@@ -6,6 +6,7 @@
 #include <set>
 
 #include "base/text/printable.h"
+#include "capture/offload_pass.h"
 #include "capture/simulate_plan.h"
 #include "fsdp/agreed/step_plan_check.h"
 #include "tessera/error.h"
@@ -29,11 +30,16 @@ constexpr std::array kAgainstKeep{Fact::kPrefetch};
 constexpr std::array<Fact, 0> kNone{};
 constexpr std::array kGivenByPrefetch{Fact::kPrefetch};
 
-constexpr std::array<PassRow, 2> kPasses{{
+constexpr std::array kOfOffload{Fact::kState, Fact::kBudget};
+constexpr std::array kAgainstOffload{Fact::kPrefetch};
+
+constexpr std::array<PassRow, 3> kPasses{{
     {"keep", "keeps gathered what saves most time a byte", kOfKeep, kGivenByKeep, kAgainstKeep},
+    {"offload", "which units' optimizer state lies outside of memory", kOfOffload, kNone,
+     kAgainstOffload},
     {"prefetch", "how many units ahead are gathered", kNone, kGivenByPrefetch, kNone},
 }};
-constexpr std::array<std::string_view, 2> kToCome{"recompute", "offload"};
+constexpr std::array<std::string_view, 1> kToCome{"recompute"};
 
 /// Further ahead nothing was ever won, and each unit ahead takes memory.
 constexpr std::size_t kMostAhead = 4;
@@ -50,9 +56,9 @@ const PassRow& row_named(const std::string& name) {
   const auto found = std::ranges::find(kPasses, name, &PassRow::name);
   TESSERA_CHECK(std::ranges::find(kToCome, name) == kToCome.end(), ErrorKind::kConfig,
                 "compile.passes: found ", printable(name),
-                ", which is not there yet, expected keep and prefetch; leave it out");
+                ", which is not there yet, expected keep, offload and prefetch; leave it out");
   TESSERA_CHECK(found != kPasses.end(), ErrorKind::kConfig, "compile.passes: found ",
-                printable(name), ", expected keep or prefetch");
+                printable(name), ", expected keep, offload or prefetch");
   return *found;
 }
 
@@ -74,18 +80,23 @@ class Chooser {
     choices.ahead_in_forward = choices.ahead_in_backward = 0;
     return choices;
   }
+  /// Of what the budget bounds.
   std::int64_t peak(const PlanChoices& choices) const {
-    return fsdp::peak_gathered_bytes(plan(choices));
+    return fsdp::peak_gathered_bytes(plan(choices)) + state_of(choices.offload);
+  }
+  /// Where passes may offload what they like.
+  std::int64_t least_bytes(const std::optional<std::vector<std::string>>& names) const {
+    auto choices = least();
+    const auto asked = asked_for(names);
+    if (problem_.state && asks(asked, "offload")) {
+      choices.offload = offloaded_for(*problem_.state, {}, 0);
+    }
+    return peak(choices);
   }
 
   Chosen choose(const std::optional<std::vector<std::string>>& names) {
-    begin();
-    std::vector<const PassRow*> asked;
-    if (names) {
-      for (const auto& name : *names) asked.push_back(&row_named(name));
-    } else {
-      for (const auto& row : kPasses) asked.push_back(&row);
-    }
+    const auto asked = asked_for(names);
+    begin(asks(asked, "offload"));
     for (const auto* row : asked) run(*row, names.has_value());
     if (problem_.profile.is_assumed) {
       chosen_.notes.emplace_back(
@@ -96,17 +107,35 @@ class Chooser {
   }
 
  private:
+  static std::vector<const PassRow*> asked_for(
+      const std::optional<std::vector<std::string>>& names) {
+    std::vector<const PassRow*> asked;
+    if (names) {
+      for (const auto& name : *names) asked.push_back(&row_named(name));
+    } else {
+      for (const auto& row : kPasses) asked.push_back(&row);
+    }
+    return asked;
+  }
+  static bool asks(const std::vector<const PassRow*>& asked, std::string_view name) {
+    return std::ranges::find(asked, name, &PassRow::name) != asked.end();
+  }
+
   StepPlan plan(const PlanChoices& choices) const {
     return make_plan(problem_.record, problem_.units, choices, problem_.order);
   }
   bool fits(const PlanChoices& choices) const {
     return !problem_.memory_budget || peak(choices) <= *problem_.memory_budget;
   }
+  std::int64_t state_of(const std::vector<UnitId>& offloaded) const {
+    return problem_.state ? state_in_memory(*problem_.state, offloaded) : 0;
+  }
   const std::string& name(UnitId unit) const { return problem_.units.at(unit).name; }
 
   /// Of the form, before any budget.
   PlanChoices base() const {
     auto choices = problem_.eager;
+    choices.offload = offload_;
     if (problem_.form == Form::k3) return choices;
     for (auto& keep : choices.keep) keep = Keep::kUpdate;
     if (choices.reduce != ReduceAt::kAsked && problem_.form == Form::k2) {
@@ -115,8 +144,21 @@ class Chooser {
     return choices;
   }
 
+  /// Whether or not gathers are done without: the least has to fit.
+  void offload_what_must_go() {
+    chosen_.offload_reasons.resize(problem_.units.size());
+    if (!problem_.state || !problem_.memory_budget) return;
+    const auto room = *problem_.memory_budget - fsdp::peak_gathered_bytes(plan(least()));
+    offload_ = offloaded_for(*problem_.state, {}, std::max<std::int64_t>(room, 0));
+    for (const auto unit : offload_) {
+      chosen_.offload_reasons[unit] =
+          concat("the budget has no room for its ", size_text(problem_.state->at(unit).bytes));
+    }
+  }
+
   /// The form's choices, or the nearest to them that fit.
-  void begin() {
+  void begin(bool offloads) {
+    if (offloads) offload_what_must_go();
     chosen_.choices = base();
     chosen_.keep_reasons.resize(problem_.units.size());
     for (UnitId unit = 0; unit < problem_.units.size(); ++unit) {
@@ -135,7 +177,8 @@ class Chooser {
     const auto bytes = peak(least_choices);
     TESSERA_CHECK(bytes <= *problem_.memory_budget, ErrorKind::kConfig,
                   "compile.memory_budget: found ", *problem_.memory_budget,
-                  " bytes for gathered parameters, expected at least ", bytes,
+                  " bytes for gathered parameters", problem_.state ? " and optimizer state" : "",
+                  ", expected at least ", bytes,
                   ", the least of any plan of form ", number(problem_.form),
                   problem_.form == Form::k3 ? "; raise it" : "; raise it, or set compile.form = 3");
     // One after the other goes what costs least to miss.
@@ -189,6 +232,8 @@ class Chooser {
         return problem_.memory_budget.has_value();
       case Fact::kRepeatedGathers:
         return std::ranges::any_of(gathers(base()), [](std::int64_t count) { return count > 1; });
+      case Fact::kState:
+        return problem_.state.has_value();
       case Fact::kKept:
       case Fact::kPrefetch:
         return decided_.contains(fact);
@@ -212,7 +257,9 @@ class Chooser {
                     row.name, " behind a pass that has decided ", to_string(fact),
                     ", expected it before that one");
     }
-    row.name == "keep" ? keep() : prefetch();
+    if (row.name == "keep") keep();
+    if (row.name == "offload") offload_for_keep();
+    if (row.name == "prefetch") prefetch();
     decided_.insert(row.provides.begin(), row.provides.end());
   }
 
@@ -280,6 +327,49 @@ class Chooser {
     }
   }
 
+  /// From and to where it lies, of each update: as if none of it were hidden behind another one.
+  double transfer_ms(std::int64_t bytes) const {
+    return 2.0 * problem_.profile.transfer.value_or(kAssumedTransfer).of(bytes);
+  }
+
+  /// Room for what keep() had to leave out, where that is worth it.
+  void offload_for_keep() {
+    if (!chosen_.choices.offload.empty() && !problem_.profile.transfer) {
+      chosen_.notes.emplace_back("what it takes to move optimizer state is assumed");
+    }
+    if (!decided_.contains(Fact::kKept)) return;
+    if (problem_.profile.is_assumed) {
+      chosen_.notes.emplace_back(
+          "optimizer state is offloaded as far as the budget needs it: whether more of it would "
+          "save time, only measured costs can say");
+      return;
+    }
+    const auto& state = *problem_.state;
+    for (const auto& [unit, keep, saves, per_byte] : candidates()) {
+      if (keep <= chosen_.choices.keep[unit]) continue;
+      auto changed = chosen_.choices;
+      changed.keep[unit] = keep;
+      const auto room = *problem_.memory_budget - fsdp::peak_gathered_bytes(plan(changed));
+      changed.offload = offloaded_for(state, changed.offload, std::max<std::int64_t>(room, 0));
+      const double a_step = saves * static_cast<double>(problem_.micro_batches);
+      std::int64_t more = 0;
+      for (const auto one : changed.offload) more += state[one].bytes;
+      for (const auto one : chosen_.choices.offload) more -= state[one].bytes;
+      const double costs = transfer_ms(more);
+      if (!fits(changed) || costs >= a_step) continue;
+      for (const auto one : changed.offload) {
+        auto& reason = chosen_.offload_reasons[one];
+        if (!reason.empty()) continue;
+        reason = concat("room to keep ", name(unit), ", which saves ", ms_text(a_step),
+                        " a step for ", ms_text(costs), " of moving state");
+      }
+      chosen_.keep_reasons[unit] = concat("saves ", ms_text(saves), " a micro-batch for ",
+                                          size_text(problem_.units[unit].bytes),
+                                          ", where optimizer state was");
+      chosen_.choices = changed;
+    }
+  }
+
   void prefetch() {
     if (problem_.record.stages.size() != 1) {
       chosen_.notes.emplace_back(
@@ -299,7 +389,7 @@ class Chooser {
         choices.ahead_in_forward = forward;
         choices.ahead_in_backward = backward;
         const auto made = plan(choices);
-        const auto bytes = fsdp::peak_gathered_bytes(made);
+        const auto bytes = fsdp::peak_gathered_bytes(made) + state_of(choices.offload);
         if (problem_.memory_budget && bytes > *problem_.memory_budget) continue;
         tried.push_back(
             {choices, simulate(made, problem_.profile, problem_.micro_batches).step_ms, bytes});
@@ -319,6 +409,7 @@ class Chooser {
   }
 
   const PlanProblem& problem_;
+  std::vector<UnitId> offload_;  // for any plan at all to fit
   Chosen chosen_;
   std::set<Fact> decided_;
 };
@@ -335,6 +426,8 @@ std::string_view to_string(Fact fact) {
       return "what is kept";
     case Fact::kPrefetch:
       return "how far ahead is gathered";
+    case Fact::kState:
+      return "compile.offload_folder";
   }
   return "";
 }
@@ -342,9 +435,9 @@ std::string_view to_string(Fact fact) {
 std::span<const PassRow> passes() { return kPasses; }
 std::span<const std::string_view> passes_to_come() { return kToCome; }
 
-std::int64_t least_bytes(const PlanProblem& problem) {
-  const Chooser chooser(problem);
-  return chooser.peak(chooser.least());
+std::int64_t least_bytes(const PlanProblem& problem,
+                         const std::optional<std::vector<std::string>>& names) {
+  return Chooser(problem).least_bytes(names);
 }
 
 void check_passes(const std::vector<std::string>& names) {

@@ -20,6 +20,7 @@
 
 #include "capture/plan_profile.h"
 #include "fsdp/agreed/step_plan.h"
+#include "fsdp/optim/state_of_units.h"
 
 namespace tessera::capture {
 
@@ -40,8 +41,11 @@ struct PlanProblem {
   fsdp::PlanOrder order = fsdp::PlanOrder::kOneAfterTheOther;
   std::int64_t micro_batches = 1;
   Form form = Form::k3;
-  std::optional<std::int64_t> memory_budget = {};  ///< bytes of gathered memory; none: no bound
-  PlanProfile profile;                             ///< of these units
+  /// Bytes of gathered memory, and of optimizer state where there is `state`; none: no bound.
+  std::optional<std::int64_t> memory_budget = {};
+  PlanProfile profile;  ///< of these units
+  /// Of each unit, where it may be offloaded.
+  std::optional<std::vector<fsdp::StateBytes>> state = {};
 };
 
 /// What passes speak of.
@@ -50,6 +54,7 @@ enum class Fact : std::uint8_t {
   kRepeatedGathers,  ///< some unit is gathered more than once a step
   kKept,             ///< what is kept for how long has been decided
   kPrefetch,         ///< how far ahead has been decided
+  kState,            ///< there is a place for optimizer state outside of memory
 };
 std::string_view to_string(Fact fact);
 
@@ -69,12 +74,14 @@ struct Chosen {
   fsdp::PlanChoices choices;
   std::vector<std::string> keep_reasons;  ///< by unit
   std::string ahead_reason;
+  std::vector<std::string> offload_reasons;  ///< by unit
   std::vector<std::string> notes;  ///< passes that were left out, costs that were assumed
   bool operator==(const Chosen&) const = default;
 };
 
-/// The least gathered memory that any choice of this form has.
-std::int64_t least_bytes(const PlanProblem& problem);
+/// The least that any choice of this form has of what memory_budget bounds; `names` as choose().
+std::int64_t least_bytes(const PlanProblem& problem,
+                         const std::optional<std::vector<std::string>>& names = std::nullopt);
 
 /// Errors: kConfig for a name that is no pass, one that is not built yet, a pass whose requirement
 /// is not met or that comes behind what it conflicts with; for a budget below the least, with that

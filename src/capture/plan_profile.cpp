@@ -119,6 +119,11 @@ PlanProfile most_of(const std::vector<PlanProfile>& ranks) {
     auto& line = profile.collective;
     line.latency_ms = std::max(line.latency_ms, rank.collective.latency_ms);
     line.ms_per_byte = std::max(line.ms_per_byte, rank.collective.ms_per_byte);
+    if (rank.transfer) {
+      auto& most_of_all = profile.transfer ? *profile.transfer : profile.transfer.emplace();
+      most_of_all.latency_ms = std::max(most_of_all.latency_ms, rank.transfer->latency_ms);
+      most_of_all.ms_per_byte = std::max(most_of_all.ms_per_byte, rank.transfer->ms_per_byte);
+    }
     profile.is_assumed = profile.is_assumed || rank.is_assumed;
   }
   return profile;
@@ -130,6 +135,7 @@ PlanProfile profile_of(const PlanProfile& profile, const std::vector<PlanUnit>& 
   for (const auto& unit : profile.units) costs.emplace(unit.name, &unit);
   PlanProfile found;
   found.collective = profile.collective;
+  found.transfer = profile.transfer;
   found.is_assumed = profile.is_assumed;
   for (const auto& unit : units) {
     const auto cost = costs.find(unit.name);
@@ -152,10 +158,13 @@ std::string to_json(const PlanProfile& profile) {
     units += concat(units.empty() ? "\n    " : ",\n    ",
                     one.dump(-1, ' ', false, Json::error_handler_t::replace));
   }
-  const Json collective = {{"latency_ms", profile.collective.latency_ms},
-                           {"ms_per_byte", profile.collective.ms_per_byte}};
+  const auto line = [](const CollectiveCost& cost) -> Json {
+    return {{"latency_ms", cost.latency_ms}, {"ms_per_byte", cost.ms_per_byte}};
+  };
+  const std::string transfer =
+      profile.transfer ? concat(",\n  \"transfer\": ", line(*profile.transfer).dump()) : "";
   return concat("{\n  \"format\": \"", kProfileFormat, "\",\n  \"version\": ", kProfileVersion,
-                ",\n  \"collective\": ", collective.dump(), ",\n  \"units\": [", units,
+                ",\n  \"collective\": ", line(profile.collective).dump(), transfer, ",\n  \"units\": [", units,
                 "\n  ]\n}\n");
 }
 
@@ -170,9 +179,12 @@ PlanProfile parse_profile(std::string_view text, std::string_view where) {
   const auto version = root.member("version");
   version.require(version.value() == kProfileVersion, concat("version ", kProfileVersion));
   PlanProfile profile;
-  const auto collective = root.member("collective");
-  profile.collective.latency_ms = collective.member("latency_ms").number({0.0, kMostMs});
-  profile.collective.ms_per_byte = collective.member("ms_per_byte").number({0.0, 1.0});
+  const auto line = [](const JsonCursor& at) -> CollectiveCost {
+    return {.latency_ms = at.member("latency_ms").number({0.0, kMostMs}),
+            .ms_per_byte = at.member("ms_per_byte").number({0.0, 1.0})};
+  };
+  profile.collective = line(root.member("collective"));
+  if (const auto transfer = root.find("transfer")) profile.transfer = line(*transfer);
   const auto units = root.member("units");
   units.require(units.value().is_array() && units.value().size() <= kMostCosts,
                 concat("a list of at most ", kMostCosts, " units"));

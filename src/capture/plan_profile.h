@@ -37,6 +37,8 @@ struct CollectiveCost {
 struct PlanProfile {
   std::vector<UnitCost> units;  ///< in the order of the plan's
   CollectiveCost collective;
+  /// Of optimizer state to or from where it is offloaded; none: nothing was moved yet.
+  std::optional<CollectiveCost> transfer = {};
   /// Nothing was measured: see default_profile(). Not part of a file.
   bool is_assumed = false;
   bool operator==(const PlanProfile&) const = default;
@@ -44,6 +46,9 @@ struct PlanProfile {
   double gather_ms(const std::vector<fsdp::PlanUnit>& units_of_plan, fsdp::UnitId unit) const;
   double reduce_ms(const std::vector<fsdp::PlanUnit>& units_of_plan, fsdp::UnitId unit) const;
 };
+
+/// Of a transfer that nobody has measured: a gigabyte a second, as a disk has it.
+inline constexpr CollectiveCost kAssumedTransfer{.latency_ms = 0.05, .ms_per_byte = 1e-6};
 
 /// Where nobody has measured: every cost follows from bytes alone. A gigabyte a second and 50 us a
 /// message; a forward takes four times what its gather takes, a backward twice as long again. Good

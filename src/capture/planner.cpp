@@ -4,6 +4,7 @@
 
 #include "base/mapped_file.h"
 #include "base/text/printable.h"
+#include "capture/offload_pass.h"
 #include "tessera/error.h"
 
 namespace tessera::capture {
@@ -50,7 +51,11 @@ Planning planning_of(const CompileOptions& options) {
     const auto [text, name] = source_of(options.plan, "compile.plan", kMostPlanBytes);
     planning.plan_from = name;
     planning.given = parse_plan(text, name);
-    require_sound(planning.given->plan, planning.memory_budget, name);
+    require_sound(planning.given->plan, std::nullopt, name);
+    TESSERA_CHECK(planning.given->plan.choices.offload.empty() || !options.offload_folder.empty(),
+                  ErrorKind::kConfig, name,
+                  ": found a plan that offloads optimizer state, expected a folder for that; set "
+                  "compile.offload_folder");
   }
   if (!options.profile.empty()) {
     const auto [text, name] = source_of(options.profile, "profile", kMostProfileBytes);
@@ -71,7 +76,14 @@ PlanProblem problem_of(const Planning& planning, const fsdp::StepRecord& record,
           .form = planning.form,
           .memory_budget = planning.memory_budget,
           .profile = planning.profile ? profile_of(*planning.profile, units, planning.profile_from)
-                                      : default_profile(units)};
+                                      : default_profile(units),
+          .state = planning.state};
+}
+
+std::optional<std::int64_t> gathered_budget(const Planning& planning,
+                                            const fsdp::PlanChoices& choices) {
+  if (!planning.memory_budget || !planning.state) return planning.memory_budget;
+  return *planning.memory_budget - state_in_memory(*planning.state, choices.offload);
 }
 
 fsdp::StepPlan plan_step(const Planning& planning, const fsdp::StepRecord& record,
@@ -79,6 +91,7 @@ fsdp::StepPlan plan_step(const Planning& planning, const fsdp::StepRecord& recor
                          fsdp::PlanOrder order) {
   if (planning.given) {
     auto plan = planning.given->plan;
+    require_sound(plan, gathered_budget(planning, plan.choices), planning.plan_from);
     // A unit may still be gathered, since the user asked for it, or weights did not change.
     if (plan.order == order && differ_in_what_is_gathered_alone(plan.units, units)) {
       plan = make_plan(plan.record, units, plan.choices, order);

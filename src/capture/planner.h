@@ -22,10 +22,16 @@ struct Planning {
   std::optional<PlanProfile> profile = {};
   std::int64_t micro_batches = 1;
   std::string plan_from = {}, profile_from = {};  ///< as messages name them
+  /// PlanProblem::state, where CompileOptions::offload_folder is there.
+  std::optional<std::vector<fsdp::StateBytes>> state = {};
 };
 
 /// Reads what options name. Errors: as compile().
 Planning planning_of(const CompileOptions& options);
+
+/// What is left of the budget for gathered parameters, once so much state is offloaded.
+std::optional<std::int64_t> gathered_budget(const Planning& planning,
+                                            const fsdp::PlanChoices& choices);
 
 /// What passes choose from. Errors: kConfig for a profile of other units.
 PlanProblem problem_of(const Planning& planning, const fsdp::StepRecord& record,

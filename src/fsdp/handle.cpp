@@ -433,6 +433,12 @@ std::vector<PlanUnit> plan_units(const ShardedBase& model) {
   return unit_of_handle(model.unit()).runtime().plan_units();
 }
 
+std::vector<StateBytes> state_of_units(const ShardedBase& model, const Optimizer& optimizer) {
+  std::vector<GradContract> contracts;
+  for (const auto& view : model.shards()) contracts.push_back(*view.contract);
+  return state_of_units(plan_of(model), contracts, static_cast<int>(optimizer.states().size()));
+}
+
 std::string last_entered(const ShardedBase& model) {
   return unit_of_handle(model.unit()).runtime().last_entered();
 }

@@ -6,6 +6,7 @@
 
 #include "comm/stream.h"
 #include "fsdp/agreed/step_plan.h"
+#include "fsdp/optim/state_of_units.h"
 #include "layout/model_plan.h"
 #include "tessera/optim.h"
 #include "tessera/shard.h"
@@ -29,6 +30,9 @@ void set_planner(const ShardedBase& model, Planner planner);
 
 /// Units of `model`, the outermost handle, as plans of its steps see them now.
 std::vector<PlanUnit> plan_units(const ShardedBase& model);
+
+/// What `optimizer`, of all of `model`, the outermost handle, keeps of its units.
+std::vector<StateBytes> state_of_units(const ShardedBase& model, const Optimizer& optimizer);
 
 /// "the forward of unit layers.3": what the rank was in when it could not go on; "" = in none yet.
 std::string last_entered(const ShardedBase& model);

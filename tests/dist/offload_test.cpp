@@ -36,7 +36,8 @@ constexpr std::int64_t kWidth = 7;
 PrecisionPolicy stored_in(DType storage, MasterRequest master = MasterRequest::kAuto) {
   PrecisionPolicy policy;
   policy.storage_dtype = storage;
-  policy.param_dtype = storage;
+  // Float16 alone would want a scaler.
+  policy.param_dtype = storage == DType::kFloat16 ? DType::kBFloat16 : storage;
   policy.optimizer.master = master;
   return policy;
 }
@@ -125,7 +126,7 @@ TEST_P(OffloadOnRanks, GivesTheBitsOfStateInMemory) {
 TEST(Offload, AShardOfSeveralPartsAndChunksIsSteppedAsOne) {
   const TemporaryFolder folder;
   ranks(1).run([&](World& world) {
-    const std::int64_t size = 5 * fsdp::kMasterPart + 12345;
+    const std::int64_t size = 2 * fsdp::kMasterPart + 12345;
     for (const auto storage : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
       for (const bool adam : {true, false}) {
         const auto make = [&] {
@@ -158,7 +159,7 @@ TEST(Offload, AShardOfSeveralPartsAndChunksIsSteppedAsOne) {
 TEST(Offload, MemoryHasTwoChunksAndWhatStays) {
   const TemporaryFolder folder;
   ranks(1).run([&](World& world) {
-    const std::int64_t size = 12 * fsdp::kMasterPart;  // 96 MiB of moments
+    const std::int64_t size = 20 * fsdp::kMasterPart;  // 160 MiB of moments
     auto model = fully_shard(std::make_shared<Scale>(seeded(3, {size})), data_mesh(world));
     const auto optimizer = make_adamw(model, adamw(0.01));
     optimizer->offload({.folder = folder.path()});
@@ -166,7 +167,7 @@ TEST(Offload, MemoryHasTwoChunksAndWhatStays) {
     const HeldBytes held;
     optimizer->step();
     optimizer->step();
-    const auto buffers = 2 * fsdp::kOffloadChunkBytes;
+    const auto buffers = 2 * fsdp::kMostChunkBytes;
     EXPECT_EQ(optimizer->resident_bytes(), buffers);
     // Beside them numbers of steps alone.
     EXPECT_LE(held.most(), buffers + 4096);
@@ -191,9 +192,10 @@ TEST_P(OffloadOnRanks, CheckpointsGoOnWithAndWithoutItOnOtherRanks) {
       if (outside) optimizer->offload({.folder = folder.path()});
       if (resumes) {
         step_by_name(model.handle, *optimizer, 77);  // what it had goes
+        const auto buffers = optimizer->resident_bytes();
         EXPECT_EQ(load_checkpoint(model.handle, *optimizer, name).step, 2);
         if (outside) {
-          EXPECT_LE(optimizer->resident_bytes(), 2 * fsdp::kOffloadChunkBytes);
+          EXPECT_EQ(optimizer->resident_bytes(), buffers);
         }
         expect_same(whole_state(model.handle, *optimizer), saved, "loaded");
       }
@@ -238,8 +240,9 @@ TEST_P(OffloadOnRanks, StateDictsAreTheSame) {
     // Back to where both were, the parameters too, by the state of the one.
     load_state_dict(inside.handle, state_dict(outside.handle, StateDictKind::kFull));
     load_optimizer_state_dict(inside.handle, *of_inside, dict);
+    const auto before = of_outside->resident_bytes();
     load_optimizer_state_dict(outside.handle, *of_outside, dict);
-    EXPECT_LT(of_outside->resident_bytes(), of_inside->resident_bytes());
+    EXPECT_EQ(of_outside->resident_bytes(), before);
     step_by_name(inside.handle, *of_inside, 3);
     step_by_name(outside.handle, *of_outside, 3);
     expect_same(whole_state(inside.handle, *of_inside), later);
@@ -255,10 +258,12 @@ TEST_P(OffloadOnRanks, FreezingAndMovingBackAndForthKeepBits) {
       const auto optimizer = make_adamw(model.handle, adamw(0.01));
       if (outside) optimizer->offload({.folder = folder.path()});
       step_by_name(model.handle, *optimizer, 1);
+      model.handle.zero_grad();
       set_trainable(model.handle, {{.match = {"block0"}, .trainable = false}}, {optimizer.get()});
       step_by_name(model.handle, *optimizer, 2);
       if (outside) optimizer->offload({.folder = folder.path(), .match = {"block1.b"}});
       step_by_name(model.handle, *optimizer, 3);
+      model.handle.zero_grad();
       set_trainable(model.handle, {{.match = {"block0"}, .trainable = true}}, {optimizer.get()});
       step_by_name(model.handle, *optimizer, 4);
       if (outside) optimizer->offload({.folder = folder.path()});
@@ -376,7 +381,7 @@ TEST(Offload, ADiskWithoutRoomIsFoundBeforeAnythingIsWritten) {
 
 // A disk that fails in the midst of an update: some parameters have made it, so that nothing of
 // this optimizer may be saved or gone on with, until a checkpoint is loaded.
-TEST_P(OffloadOnRanks, AFailureInAnUpdateIsNamedAndLosesNoCheckpoint) {
+TEST(Offload, AFailureInAnUpdateIsNamedAndLosesNoCheckpoint) {
   const TemporaryFolder folder;
   for (const bool reads : {true, false}) {
     std::atomic<bool> is_broken = false;
@@ -387,8 +392,8 @@ TEST_P(OffloadOnRanks, AFailureInAnUpdateIsNamedAndLosesNoCheckpoint) {
                         ": the disk is broken");
         });
     const auto name = folder / concat("saved ", reads);
-    ranks(GetParam()).run([&](World& world) {
-      const std::int64_t size = 5 * fsdp::kMasterPart;
+    ranks(2).run([&](World& world) {
+      const std::int64_t size = 4 * fsdp::kMasterPart;
       const auto make = [&] {
         return fully_shard(std::make_shared<Scale>(seeded(3, {size})), data_mesh(world));
       };

@@ -8,35 +8,19 @@
 #include <utility>
 
 #include "base/trace.h"
-#include "fsdp/optim/optimizer_shards.h"
 #include "tessera/error.h"
 
 namespace tessera::fsdp {
 namespace {
 
-/// Tensors begin at whole cache lines, so that they are aligned for any dtype.
-constexpr std::int64_t kAlignment = 64;
-
-std::int64_t aligned(std::int64_t bytes) {
-  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
-}
-
 std::int64_t bytes_of(std::int64_t numel, at::ScalarType dtype) {
   return numel * static_cast<std::int64_t>(c10::elementSize(dtype));
 }
 
-/// Of a part with so many elements.
-std::int64_t part_bytes(const KeptForm& form, std::int64_t numel) {
-  std::int64_t bytes = 0;
-  for (const auto dtype : form.dtypes) bytes += aligned(bytes_of(numel, dtype));
-  return bytes;
-}
-
 /// Where a tensor begins in a part with so many elements.
 std::int64_t offset_in_part(const KeptForm& form, std::size_t tensor, std::int64_t numel) {
-  std::int64_t offset = 0;
-  for (std::size_t i = 0; i < tensor; ++i) offset += aligned(bytes_of(numel, form.dtypes[i]));
-  return offset;
+  const auto sizes = form.element_sizes();
+  return part_bytes(std::span(sizes).first(tensor), numel);
 }
 
 layout::Range part_at(const KeptForm& form, std::int64_t element) {
@@ -46,24 +30,37 @@ layout::Range part_at(const KeptForm& form, std::int64_t element) {
 
 /// Where that part begins among those of its parameter.
 std::int64_t offset_of_part(const KeptForm& form, const layout::Range& part) {
-  return part.begin / kMasterPart * part_bytes(form, kMasterPart);
+  return kept_bytes(form.element_sizes(), part.begin);
 }
 
 at::Tensor as_bytes(const at::Tensor& values) { return values.view(at::kByte); }
 
 }  // namespace
 
-std::int64_t KeptForm::bytes() const {
-  if (numel == 0) return 0;
-  const auto last = part_at(*this, numel - 1);
-  return offset_of_part(*this, last) + part_bytes(*this, last.size());
+std::vector<std::int64_t> KeptForm::element_sizes() const {
+  std::vector<std::int64_t> sizes;
+  for (const auto dtype : dtypes) sizes.push_back(bytes_of(1, dtype));
+  return sizes;
 }
 
 std::size_t OffloadedState::add(KeptForm form) {
-  const auto bytes = form.bytes();
+  const auto bytes = kept_bytes(form.element_sizes(), form.numel);
   places_.push_back({std::move(form), end_});
   end_ += bytes;
   return places_.size() - 1;
+}
+
+void OffloadedState::reserve(std::span<const std::size_t> in_use) {
+  tier_->reserve(end_);
+  StateBytes all;
+  for (const auto place : in_use) {
+    const auto& form = places_.at(place).form;
+    const auto sizes = form.element_sizes();
+    all.bytes += kept_bytes(sizes, form.numel);
+    all.largest_part =
+        std::max(all.largest_part, part_bytes(sizes, std::min(form.numel, kMasterPart)));
+  }
+  chunk_bytes_ = chunk_bytes(all);
 }
 
 void OffloadedState::clear() {
@@ -118,9 +115,9 @@ std::vector<OffloadedState::Chunk> OffloadedState::chunks_of(
     for (std::int64_t begin = 0; begin < form.numel; begin += kMasterPart) {
       const auto part = part_at(form, begin);
       const auto from = offset + offset_of_part(form, part);
-      const auto bytes = part_bytes(form, part.size());
+      const auto bytes = part_bytes(form.element_sizes(), part.size());
       const bool goes_on = !chunks.empty() && from == chunks.back().offset + chunks.back().bytes &&
-                           chunks.back().bytes + bytes <= kOffloadChunkBytes;
+                           chunks.back().bytes + bytes <= chunk_bytes_;
       if (!goes_on) chunks.push_back({.offset = from, .parts = {}});
       auto& chunk = chunks.back();
       chunk.parts.push_back({index, part, chunk.bytes});
@@ -148,14 +145,11 @@ std::vector<OffloadedState::Window> OffloadedState::windows_of(const Chunk& chun
   return windows;
 }
 
-void OffloadedState::make_buffers(const std::vector<Chunk>& chunks) {
-  std::int64_t most = 0;
-  for (const auto& chunk : chunks) most = std::max(most, chunk.bytes);
-  for (std::size_t i = 0; i < std::min(buffers_.size(), chunks.size()); ++i) {
-    auto& buffer = buffers_.at(i);
-    if (buffer.defined() && buffer.numel() >= most) continue;
+void OffloadedState::make_buffers() {
+  for (auto& buffer : buffers_) {
+    if (buffer.defined() && buffer.numel() == chunk_bytes_) continue;
     buffer = at::Tensor();  // the new one would lie beside it
-    buffer = at::empty({most}, at::kByte);
+    buffer = at::empty({chunk_bytes_}, at::kByte);
   }
 }
 
@@ -174,7 +168,7 @@ void OffloadedState::wait(StateTier::Ticket ticket) {
 void OffloadedState::run(const std::vector<Chunk>& chunks, const std::vector<Updated>& updated,
                          const std::function<void()>& meanwhile,
                          const std::function<void(std::span<const Window>)>& update) {
-  make_buffers(chunks);
+  make_buffers();
   const auto memory_of = [&](std::size_t i) {
     return buffers_.at(i % buffers_.size()).narrow(0, 0, chunks[i].bytes);
   };

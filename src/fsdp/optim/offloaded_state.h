@@ -18,20 +18,18 @@
 #include <span>
 #include <vector>
 
+#include "fsdp/optim/state_of_units.h"
 #include "fsdp/optim/state_tier.h"
 #include "layout/range.h"
 #include "tessera/optim.h"
 
 namespace tessera::fsdp {
 
-/// Of state that is read, updated and written at once; a single part may be larger.
-inline constexpr std::int64_t kOffloadChunkBytes = std::int64_t{16} << 20;
-
 /// What is kept of one parameter: tensors of as many elements each.
 struct KeptForm {
   std::vector<at::ScalarType> dtypes;
   std::int64_t numel = 0;
-  std::int64_t bytes() const;  ///< in the tier, with gaps
+  std::vector<std::int64_t> element_sizes() const;
   bool operator==(const KeptForm&) const = default;
 };
 
@@ -43,8 +41,8 @@ class OffloadedState {
   /// A place for one parameter, with undefined contents: its number. Before anything is written to
   /// it: reserve().
   std::size_t add(KeptForm form);
-  /// Room for all places. Errors: kIo.
-  void reserve() { tier_->reserve(end_); }
+  /// Room for all places, of which these are in use from now on. Errors: kIo.
+  void reserve(std::span<const std::size_t> in_use);
   /// Forgets all places.
   void clear();
   const KeptForm& form(std::size_t place) const { return places_.at(place).form; }
@@ -95,7 +93,7 @@ class OffloadedState {
   std::vector<Chunk> chunks_of(const std::vector<Updated>& updated) const;
   std::vector<Window> windows_of(const Chunk& chunk, const std::vector<Updated>& updated,
                                  const at::Tensor& buffer) const;
-  void make_buffers(const std::vector<Chunk>& chunks);
+  void make_buffers();
   void run(const std::vector<Chunk>& chunks, const std::vector<Updated>& updated,
            const std::function<void()>& meanwhile,
            const std::function<void(std::span<const Window>)>& update);
@@ -104,6 +102,7 @@ class OffloadedState {
   std::unique_ptr<StateTier> tier_;
   std::vector<Place> places_;
   std::int64_t end_ = 0;
+  std::int64_t chunk_bytes_ = 0;
   std::array<at::Tensor, 2> buffers_;  // kByte, kept from update to update
   OffloadTraffic traffic_;
 };

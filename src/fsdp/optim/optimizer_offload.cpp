@@ -72,8 +72,10 @@ void Optimizer::offload(const OffloadOptions& options) {
     });
     outside_ = std::move(made);
   }
+  const bool goes_on = by_plan_ && options.by_plan && options.match.empty();
   by_plan_ = options.by_plan;
-  planned_out_.clear();
+  planned_out_.reset();
+  if (goes_on) return;  // until the next plan
   const bool all = options.match.empty() && !options.by_plan;
   place_outside([all, patterns = options.match](const GradContract& contract) {
     return all || std::ranges::any_of(patterns, [&](const auto& pattern) {
@@ -92,7 +94,11 @@ void Optimizer::place_outside(GoesOut goes_out) {
       if (!is_wanted(item) || item.goes_out) continue;
       item.place = outside_->add(form_of(item.view, states().size()));
     }
-    outside_->reserve();
+    std::vector<std::size_t> in_use;
+    for (const auto& item : items_) {
+      if (is_wanted(item)) in_use.push_back(item.place);
+    }
+    outside_->reserve(in_use);
     for (auto& item : items_) item.goes_out = is_wanted(item);
     put_away();
   });
