@@ -12,6 +12,7 @@
 
 #include "base/mapped_file.h"
 #include "base/text/printable.h"
+#include "capture/offload_pass.h"
 #include "capture/plan_json.h"
 #include "capture/plan_text.h"
 #include "capture/planner.h"
@@ -102,11 +103,20 @@ void print_dtypes(const ModelContract& contract) {
 }
 
 void print_step(const capture::PlanFile& file, const capture::PlanProblem& problem,
-                std::int64_t fixed) {
+                const train::HeldBytes& held) {
   const auto step = capture::simulate(file.plan, problem.profile, problem.micro_batches);
   std::cout << "\ngathered memory of a rank, place by place: at most " << step.peak_bytes
-            << " bytes (" << size_text(step.peak_bytes) << "), beside " << size_text(fixed)
-            << " that are there whatever the plan is\n"
+            << " bytes (" << size_text(step.peak_bytes) << "), beside "
+            << size_text(held.others + (problem.state ? 0 : held.state))
+            << " that are there whatever the plan is\n";
+  if (problem.state) {
+    const auto& offload = file.plan.choices.offload;
+    std::cout << "optimizer state of a rank in memory: "
+              << size_text(capture::state_in_memory(*problem.state, offload)) << " of "
+              << size_text(capture::state_in_memory(*problem.state, {})) << ", that of "
+              << offload.size() << " unit(s) is offloaded\n";
+  }
+  std::cout
             << picture(step) << step.gathers << " gathers and " << step.reductions
             << " reductions a step\n";
   if (!problem.profile.is_assumed) {
@@ -127,18 +137,19 @@ void print_plan_of_step(const capture::PlanFile& file, const capture::PlanProble
   for (const auto& note : chosen.notes) std::cout << "note: " << note << '\n';
   std::cout << '\n' << to_text(file.plan, chosen, of.micro_batches);
   print_dtypes(step.contract);
-  print_step(file, problem, fixed_bytes(step.run()));
+  print_step(file, problem, held_bytes(step.run()));
 }
 
 /// Findings are printed, all else that is wrong with the file is refused.
 int check_plan(const std::string& path, const capture::MadeFor& made_for,
-               const capture::PlanProblem& problem) {
+               const capture::PlanProblem& problem, const capture::Planning& planning) {
   const auto file = train::open_as("--check", [&] {
     return capture::parse_plan(read_text_file(path, capture::kMostPlanBytes), shown(path));
   });
   capture::require_made_for(file, made_for, shown(path));
   capture::require_plan_of(file.plan, problem.record, problem.units, shown(path));
-  const auto budget = problem.memory_budget ? problem.memory_budget : file.memory_budget;
+  const auto budget = problem.memory_budget ? gathered_budget(planning, file.plan.choices)
+                                            : file.memory_budget;
   const auto faults = faults_of(file.plan, budget);
   for (const auto& fault : faults) std::cout << fault << '\n';
   std::cout << shown(path) << ": " << faults.size() << " findings";
@@ -162,14 +173,14 @@ int run_plan(const PlanArguments& arguments) {
       return text;
     });
   }
-  const auto planning = capture::planning_of(options);
+  const auto planning = planning_of(run, options);
   const auto record = step_record(run);
   const auto units = plan_units(run);
   const auto eager = eager_choices(run, record);
   constexpr auto kOrder = fsdp::PlanOrder::kOneAfterTheOther;
   const auto problem = capture::problem_of(planning, record, units, eager, kOrder);
-  capture::PlanFile file{made_for(run, TORCH_VERSION), planning.memory_budget, {}};
-  if (arguments.check) return check_plan(*arguments.check, file.made_for, problem);
+  capture::PlanFile file{made_for(run, TORCH_VERSION), {}, {}};
+  if (arguments.check) return check_plan(*arguments.check, file.made_for, problem, planning);
   capture::Chosen chosen;
   if (planning.given) {
     require_made_for(*planning.given, file.made_for, planning.plan_from);
@@ -178,6 +189,7 @@ int run_plan(const PlanArguments& arguments) {
     chosen = choose(problem, planning.passes);
     file.plan = make_plan(record, units, chosen.choices, kOrder);
   }
+  file.memory_budget = gathered_budget(planning, file.plan.choices);
   if (arguments.json) {
     std::cout << to_json(file);
     return kDone;

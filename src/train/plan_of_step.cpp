@@ -112,13 +112,38 @@ capture::MadeFor made_for(const RunOfPlan& run, std::string torch) {
           .tokens = training.local_batch_size.value_or(1) * training.seq_len.value_or(0)};
 }
 
-std::int64_t fixed_bytes(const RunOfPlan& run) {
+HeldBytes held_bytes(const RunOfPlan& run) {
   // Form 1 lets gradients wait for the last micro-batch, form 2 does not.
   Config config = run.config;
   if (config.compile.form == 2) config.training.sync_every_micro_batch = true;
   const auto table =
       memory_table(config, run.spec, run.dims, run.contract, run.plan, run.aux_loss_coef);
-  return table.total(table.mode) - table.held.unsharded;
+  const auto state = table.held.moments + table.held.master;
+  return {.state = state, .others = table.total(table.mode) - table.held.unsharded - state};
+}
+
+namespace {
+
+bool may_offload(const Config& config) { return !config.compile.offload_folder.empty(); }
+
+std::vector<fsdp::StateBytes> state_of(const RunOfPlan& run) {
+  return fsdp::state_of_units(
+      run.plan, run.contract.parameters,
+      fsdp::kept_states(run.config.optimizer.name, run.config.optimizer));
+}
+
+}  // namespace
+
+capture::Planning planning_of(const RunOfPlan& run, const CompileOptions& options) {
+  auto planning = capture::planning_of(options);
+  if (may_offload(run.config)) planning.state = state_of(run);
+  return planning;
+}
+
+fsdp::StepPlan first_plan(const RunOfPlan& run, const capture::Planning& planning) {
+  const auto record = step_record(run);
+  return plan_step(planning, record, plan_units(run), eager_choices(run, record),
+                   fsdp::PlanOrder::kOneAfterTheOther);
 }
 
 CompileOptions compile_options(const RunOfPlan& run, const MachineMemory& machine) {
@@ -129,6 +154,7 @@ CompileOptions compile_options(const RunOfPlan& run, const MachineMemory& machin
   options.form = section.form;
   options.passes = section.passes;
   options.plan = section.plan;
+  options.offload_folder = section.offload_folder;
   options.micro_batches = micro_batches_of(run);
   if (!section.memory_budget) return options;
   const auto& budget = *section.memory_budget;
@@ -136,18 +162,26 @@ CompileOptions compile_options(const RunOfPlan& run, const MachineMemory& machin
                          ? static_cast<std::int64_t>(budget.share * machine.memory /
                                                      static_cast<double>(machine.local_ranks))
                          : budget.bytes;
-  const auto fixed = fixed_bytes(run);
+  auto [state, fixed] = held_bytes(run);
   capture::PlanProblem problem;
+  // In blocks for the file they may be a little larger than in memory.
+  if (may_offload(run.config)) {
+    problem.state = state_of(run);
+  } else {
+    fixed += state;
+  }
   problem.record = step_record(run);
   problem.units = plan_units(run);
   problem.eager = eager_choices(run, problem.record);
   problem.form = static_cast<capture::Form>(section.form);
-  const auto least = fixed + capture::least_bytes(problem);
+  const auto least = fixed + capture::least_bytes(problem, section.passes);
   TESSERA_CHECK(bytes >= least, ErrorKind::kConfig, "compile.memory_budget: found ", bytes,
                 " bytes a rank, expected at least ", least, ", of which ", fixed,
                 " are there whatever the plan is (tessera inspect --contract has the table), and "
                 "the others the least that is gathered in form ",
-                section.form, "; raise it, or lower what a rank holds");
+                section.form, problem.state ? " beside optimizer state" : "",
+                "; raise it, or lower what a rank holds",
+                problem.state ? "" : " (compile.offload_folder takes optimizer state)");
   options.memory_budget = bytes - fixed;
   return options;
 }

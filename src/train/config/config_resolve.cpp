@@ -46,10 +46,6 @@ void check_compile(const Config& config) {
   const CompileConfig& section = config.compile;
   TESSERA_CHECK(section.mode != CompileChoice::kReplay, ErrorKind::kConfig,
                 "compile.mode: found replay, which is not there yet, expected off or plan");
-  TESSERA_CHECK(
-      section.offload_folder.empty(), ErrorKind::kConfig, "compile.offload_folder: found ",
-      printable(section.offload_folder, 1024),
-      ", expected none: optimizer state outside of memory is not there yet; leave it out");
   if (section.passes) capture::check_passes(*section.passes);
   if (section.mode == CompileChoice::kOff) return;
   const int stages = config.parallelism.pipeline_parallel_degree;
