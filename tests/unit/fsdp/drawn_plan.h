@@ -110,7 +110,12 @@ class Draw {
     choices.ahead_in_forward = below(4);
     choices.ahead_in_backward = below(4);
     const auto stages = order == PlanOrder::kAny ? 1 + below(3) : 1;
-    return make_plan(record(stages, count), units(count), choices, order);
+    const auto recorded = record(stages, count);
+    auto drawn = units(count);
+    for (UnitId id = 0; id < count; ++id) {
+      if (below(4) == 0) choices.offload.push_back(id);
+    }
+    return make_plan(recorded, std::move(drawn), choices, order);
   }
 
  private:
