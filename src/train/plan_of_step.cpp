@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/text/printable.h"
+#include "capture/offload_pass.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
 
@@ -184,6 +185,19 @@ CompileOptions compile_options(const RunOfPlan& run, const MachineMemory& machin
                 problem.state ? "" : " (compile.offload_folder takes optimizer state)");
   options.memory_budget = bytes - fixed;
   return options;
+}
+
+std::optional<OffloadedState> offloaded_state(const RunOfPlan& run, const MachineMemory& machine) {
+  if (run.config.compile.mode == CompileChoice::kOff || !may_offload(run.config)) return {};
+  try {
+    const auto planning = planning_of(run, compile_options(run, machine));
+    const auto offload = first_plan(run, planning).choices.offload;
+    if (offload.empty()) return std::nullopt;
+    return OffloadedState{static_cast<std::int64_t>(offload.size()),
+                          capture::state_in_memory(*planning.state, offload)};
+  } catch (const Error&) {
+    return std::nullopt;
+  }
 }
 
 }  // namespace tessera::train

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -67,5 +68,9 @@ struct MachineMemory {
 /// [compile] as the library takes it: of compile.memory_budget what held_bytes() leave. Errors:
 /// kConfig for a budget that leaves nothing, with the least in bytes.
 CompileOptions compile_options(const RunOfPlan& run, const MachineMemory& machine);
+
+/// What the run's first plan offloads of its state; none where it offloads nothing, or has no plan:
+/// then compile_options() says why.
+std::optional<OffloadedState> offloaded_state(const RunOfPlan& run, const MachineMemory& machine);
 
 }  // namespace tessera::train

@@ -316,7 +316,7 @@ class Trainer {
     metrics.step_ms = most[0];
     metrics.peak_rss_mib = most[1];
     if (on_device) metrics.peak_device_mib = most.back();
-    if (offloads && most[4] > 0) {
+    if (offloads && updated_ && most[4] > 0) {
       metrics.offload_mib = most[4];
       metrics.offload_wait_ms = most[5];
     }
@@ -369,9 +369,11 @@ class Trainer {
   }
 
   void update(StepMetrics& metrics) {
+    updated_ = true;
     if (!scaler_) return optimizer_->step();
     metrics.loss_scale = scaler_->scale();
-    if (!scaler_->step(*optimizer_, *model_, metrics.grad_norm)) {
+    updated_ = scaler_->step(*optimizer_, *model_, metrics.grad_norm);
+    if (!updated_) {
       log::info("step ", metrics.step, ": gradients are not finite at the loss scale ",
                 *metrics.loss_scale, ": the step is left out, the scale is ", scaler_->scale(),
                 " from now on");
@@ -451,6 +453,7 @@ class Trainer {
   std::unique_ptr<GradScaler> scaler_;  ///< none without float16
   std::optional<CheckpointSession> checkpoints_;
   std::int64_t done_ = 0;  ///< steps before this run
+  bool updated_ = false;   ///< by the step under way: a scaler may leave that out
   double flops_per_token_ = 0;
   std::optional<MetricsFile> metrics_;
   std::optional<Observers> observers_;
