@@ -14,11 +14,14 @@
 #include "dist/held_bytes.h"
 #include "dist/plain.h"
 #include "dist/stepped.h"
+#include "fsdp/handle.h"
 #include "fsdp/optim/offloaded_state.h"
 #include "fsdp/optim/optimizer_shards.h"
 #include "tessera/checkpoint.h"
 #include "tessera/clip.h"
+#include "tessera/compile.h"
 #include "tessera/grad_scaler.h"
+#include "tessera/step_scope.h"
 #include "tessera/trainable.h"
 #include "unit/io/temporary_folder.h"
 
@@ -290,6 +293,58 @@ TEST(Offload, AStepThatAScalerLeavesOutMovesNothing) {
     comm::barrier(world.control(), "counted");
     EXPECT_FALSE(scaler.step(*optimizer, model.handle, INFINITY));
     EXPECT_EQ(moves, 0);
+  });
+}
+
+TEST_P(OffloadOnRanks, PlansSayWhoseStateIsOut) {
+  const TemporaryFolder folder;
+  ranks(GetParam()).run([&](World& world) {
+    constexpr std::int64_t kWide = 33;
+    const auto make = [&] { return ShardedChain(data_mesh(world), 1, 3, kWide, in_bfloat16()); };
+    auto inside = make();
+    auto outside = make();
+    const auto of_inside = make_adamw(inside.handle, adamw(0.01));
+    const auto of_outside = make_adamw(outside.handle, adamw(0.01));
+    const auto state = fsdp::sum_of(fsdp::state_of_units(outside.handle, *of_outside)).bytes;
+    CompileOptions options;
+    options.mode = CompileMode::kPlan;
+    options.micro_batches = 2;
+    options.offload_folder = folder.path();
+    options.memory_budget = state * 3 / 4;
+    for (const auto& unit : fsdp::plan_units(outside.handle)) *options.memory_budget += unit.bytes;
+    EXPECT_THAT(testing::error_of(ErrorKind::kConfig, [&] { compile(outside.handle, options); }),
+                HasSubstr("offload_folder and no optimizer"));
+    compile(outside.handle, options, of_outside.get());
+    const auto step = [&](ShardedChain& model, Optimizer& optimizer, int number) {
+      model.handle.zero_grad();
+      StepScope scope(model.handle, {.reshard = StepReshard::kMicroBatch,
+                                     .schedule = "two",
+                                     .micro_batches = 2});
+      for (int k = 0; k < 2; ++k) {
+        scope.begin_forward(0, k);
+        const auto loss =
+            squares(model.handle.forward(input_of(world.rank(), 2 * number + k, kWide))) / 64;
+        scope.begin_backward(0, k);
+        backward(loss);
+      }
+      scope.finish();
+      optimizer.step();
+    };
+    for (int number = 0; number < 5; ++number) {
+      // From the fourth on none is followed that offloads.
+      if (number == 3) compile(outside.handle, {});
+      step(inside, *of_inside, number);
+      step(outside, *of_outside, number);
+      const auto in_memory = of_inside->resident_bytes();
+      if (number == 1 || number == 2) {  // the first one records
+        EXPECT_LE(of_outside->resident_bytes(), state * 3 / 4);
+        EXPECT_GT(of_outside->offload_traffic().bytes_written, 0);
+      } else if (number > 2) {
+        EXPECT_LE(in_memory, of_outside->resident_bytes()) << "and two buffers";
+      }
+      expect_same_list(all_of(outside.handle, *of_outside), all_of(inside.handle, *of_inside),
+                       concat("step ", number));
+    }
   });
 }
 
