@@ -3,11 +3,14 @@
 // A StepScope that knows its schedule follows a plan: when each unit is gathered and waited for,
 // how long it is kept, when it is given back and reduced. compile() chooses another plan than the
 // eager one, by passes, or takes one out of a file. No value changes but where form 2 adds
-// micro-batches in another order. Kernels stay as they are: nothing is captured, nothing is
-// compiled to code. Next: step_scope.h; docs/compile.md.
+// micro-batches in another order. Nothing is compiled to code. With kReplay regions of the model,
+// layers or parts of them, are recorded in their first calls, compared with eager ones and from then
+// on run without autograd, in memory that was laid out before: the same kernels in the same order.
+// Next: step_scope.h; docs/compile.md.
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -18,8 +21,9 @@ class Optimizer;
 class ShardedBase;
 
 enum class CompileMode : std::uint8_t {
-  kOff,   ///< eager plans
-  kPlan,  ///< chosen, or given
+  kOff,     ///< eager plans
+  kPlan,    ///< chosen, or given
+  kReplay,  ///< the same, and regions are replayed
 };
 
 struct CompileOptions {
@@ -42,13 +46,27 @@ struct CompileOptions {
   std::string offload_folder = {};
 };
 
+/// Calls of regions so far, on this rank.
+struct ReplayCalls {
+  std::int64_t replayed = 0;
+  std::int64_t recorded = 0;                  ///< the first ones, and those that are compared
+  std::map<std::string, std::int64_t> eager;  ///< the others, by the reason
+
+  /// Those since `before`.
+  ReplayCalls operator-(const ReplayCalls& before) const;
+};
+
+/// Of `model`, the outermost handle; none without kReplay.
+ReplayCalls replay_calls(const ShardedBase& model);
+
 /// Step scopes of `model`, the outermost handle, follow such plans from their second step on. With
 /// kOff eager ones again. On every rank with the same options; not in a step. Errors: kConfig,
 /// kFormat, kIo for options that do not fit together and for what is no plan of this model, world,
 /// torch or number of micro-batches; kUsage in a step. When a step begins: kConfig for a budget
-/// below the least, with that in bytes, and for a plan of another trace. `optimizer`: of the whole
-/// model, whose state plans offload from the first update behind one of them on; needed with
-/// offload_folder, and kIo as Optimizer::offload then. Collective with it.
+/// below the least, with that in bytes, and for a plan of another trace. Regions stay as they were
+/// recorded where kReplay is given again. `optimizer`: of the whole model, whose state plans offload
+/// from the first update behind one of them on; needed with offload_folder, and kIo as
+/// Optimizer::offload then. Collective with it.
 void compile(const ShardedBase& model, const CompileOptions& options,
              Optimizer* optimizer = nullptr);
 

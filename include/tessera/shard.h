@@ -250,6 +250,7 @@ class ShardedBase : public torch::nn::Module {
     std::shared_ptr<fsdp::Entry> entry_;
     const std::vector<at::Tensor*>* inputs_ = nullptr;
     std::shared_ptr<const fsdp::Crossed> crossed_;  // null: none is an alias
+    std::shared_ptr<void> regions_;                 // null: those around it are the model's
     std::uint64_t generation_ = 0;
     bool left_ = false;
     bool watched_ = false;  // by a DtypeWatch

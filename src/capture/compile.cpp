@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "capture/planner.h"
+#include "capture/regions.h"
 #include "fsdp/handle.h"
 #include "tessera/error.h"
 #include "tessera/mesh.h"
@@ -15,6 +16,11 @@
 namespace tessera {
 
 void compile(const ShardedBase& model, const CompileOptions& options, Optimizer* optimizer) {
+  if (options.mode != CompileMode::kReplay) {
+    fsdp::set_regions(model, nullptr);
+  } else if (fsdp::regions_of(model) == nullptr) {
+    fsdp::set_regions(model, std::make_shared<capture::ReplayedRegions>());
+  }
   if (options.mode == CompileMode::kOff) return fsdp::set_planner(model, {});
   auto made = capture::planning_of(options);
   if (!options.offload_folder.empty()) {
@@ -37,6 +43,22 @@ void compile(const ShardedBase& model, const CompileOptions& options, Optimizer*
                                       fsdp::PlanOrder order) {
     return capture::plan_step(*planning, record, units, eager, order);
   });
+}
+
+ReplayCalls ReplayCalls::operator-(const ReplayCalls& before) const {
+  ReplayCalls since{replayed - before.replayed, recorded - before.recorded, {}};
+  for (const auto& [why, calls] : eager) {
+    const auto found = before.eager.find(why);
+    const auto more = calls - (found == before.eager.end() ? 0 : found->second);
+    if (more > 0) since.eager.emplace(why, more);
+  }
+  return since;
+}
+
+ReplayCalls replay_calls(const ShardedBase& model) {
+  const auto regions = fsdp::regions_of(model);
+  const auto* replayed = dynamic_cast<const capture::ReplayedRegions*>(regions.get());
+  return replayed == nullptr ? ReplayCalls{} : replayed->calls();
 }
 
 }  // namespace tessera

@@ -36,6 +36,7 @@
 #include "fsdp/runtime/recompute_scopes.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
+#include "grad/region.h"
 #include "grad/torch_dtype.h"
 #include "tessera/error.h"
 #include "tessera/shard.h"
@@ -328,6 +329,7 @@ ShardedBase::Call::Call(ShardedBase& handle)
 }
 
 ShardedBase::Call::~Call() {
+  regions_.reset();
   if (auto* watch = watched_ ? DtypeWatch::Observer::of(handle_.unit_->runtime()) : nullptr) {
     watch->leave();
   }
@@ -345,6 +347,9 @@ void ShardedBase::Call::enter(const std::vector<at::Tensor*>& inputs) {
   auto& runtime = unit.runtime();
   const bool again = fsdp::recomputing() != nullptr;
   if (!again) require_grad_mode_of_checkpoint(unit);
+  if (runtime.regions() != grad::regions_here()) {
+    regions_ = std::make_shared<grad::RegionsScope>(runtime.regions());
+  }
   entry_ = again ? runtime.enter_recompute(unit) : runtime.enter_forward(unit);
   generation_ = runtime.generation();
   if (at::GradMode::is_enabled()) fsdp::require_device(inputs, fsdp::Crossing::kArgument, unit);

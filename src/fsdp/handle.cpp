@@ -429,6 +429,14 @@ void set_planner(const ShardedBase& model, Planner planner) {
   unit_of_handle(model.unit()).runtime().set_planner(std::move(planner));
 }
 
+void set_regions(const ShardedBase& model, std::shared_ptr<grad::Regions> regions) {
+  unit_of_handle(model.unit()).runtime().set_regions(std::move(regions));
+}
+
+std::shared_ptr<grad::Regions> regions_of(const ShardedBase& model) {
+  return unit_of_handle(model.unit()).runtime().regions();
+}
+
 std::vector<PlanUnit> plan_units(const ShardedBase& model) {
   return unit_of_handle(model.unit()).runtime().plan_units();
 }

@@ -1,12 +1,14 @@
 // What floors above ask of a handle beyond tessera/shard.h: none of them knows what runs it.
 #pragma once
 
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "comm/stream.h"
 #include "fsdp/agreed/step_plan.h"
 #include "fsdp/optim/state_of_units.h"
+#include "grad/region.h"
 #include "layout/model_plan.h"
 #include "tessera/optim.h"
 #include "tessera/shard.h"
@@ -27,6 +29,11 @@ void require_steps_of(const ShardedBase& model, const Optimizer& optimizer, cons
 /// Step scopes of `model`, the outermost handle, follow the planner's plans from here on; an empty
 /// one: eager plans. On every rank. Errors: kUsage in a step.
 void set_planner(const ShardedBase& model, Planner planner);
+
+/// What replays regions of `model`, the outermost handle, from here on; null: nobody. Errors: kUsage
+/// in a step.
+void set_regions(const ShardedBase& model, std::shared_ptr<grad::Regions> regions);
+std::shared_ptr<grad::Regions> regions_of(const ShardedBase& model);
 
 /// Units of `model`, the outermost handle, as plans of its steps see them now.
 std::vector<PlanUnit> plan_units(const ShardedBase& model);

@@ -26,6 +26,7 @@
 #include "comm/device.h"
 #include "fsdp/runtime/recompute_scopes.h"
 #include "fsdp/runtime/runtime.h"
+#include "grad/region.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -215,6 +216,7 @@ struct Block : torch::CustomClassHolder {
   at::Device device = at::kCPU;             ///< where it computes
   std::optional<fsdp::RandomState> random;  ///< before the first forward, if that drew anything
   std::optional<SamplePlace> place = sample_place();
+  std::shared_ptr<grad::Regions> regions = grad::regions_here();
   const torch::autograd::Node* node = nullptr;
 
   Block() = default;
@@ -365,6 +367,7 @@ class Recompute : public torch::autograd::Function<Recompute> {
     const fsdp::AutocastScope autocast(block.autocast);
     const at::AutoGradMode grad(true);
     const SampleScope place(block.place);
+    const grad::RegionsScope regions(block.regions);
     auto outputs = block.run(inputs);
     constexpr auto kAsBefore = " as in the first forward";
     TESSERA_CHECK(outputs.size() == block.outputs.size() &&

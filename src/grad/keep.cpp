@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "grad/keep.h"
+#include "grad/region.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -19,7 +20,7 @@ KeptResults*& open_results(CheckpointRun run) {
   return run == CheckpointRun::kFirst ? t_first : t_again;
 }
 
-at::Tensor take_kept(KeptResults& results, at::IntArrayRef sizes) {
+at::Tensor take_of(KeptResults& results, at::IntArrayRef sizes) {
   TESSERA_CHECK(results.next_kept < results.kept.size(), ErrorKind::kUsage,
                 "recomputation: found more calls of keep() than the ", results.kept.size(),
                 " of the first forward, expected the same", kMakeDeterministic);
@@ -31,6 +32,19 @@ at::Tensor take_kept(KeptResults& results, at::IntArrayRef sizes) {
 }
 
 }  // namespace
+
+KeptResults* kept_here(CheckpointRun run) {
+  auto* results = open_results(run);
+  return results != nullptr && results->mode == RecomputeMode::kSelective ? results : nullptr;
+}
+
+at::Tensor take_kept(at::IntArrayRef sizes) {
+  return take_of(*kept_here(CheckpointRun::kAgain), sizes);
+}
+
+void add_kept(const at::Tensor& value) {
+  kept_here(CheckpointRun::kFirst)->kept.push_back({value, value._version()});
+}
 
 KeepScope::KeepScope(KeptResults& results, CheckpointRun run)
     : run_(run), outer_(std::exchange(open_results(run), &results)) {
@@ -46,12 +60,18 @@ at::Tensor keep(at::IntArrayRef sizes, c10::function_ref<at::Tensor()> compute) 
                 "in the forward of a torch::autograd::Function");
   auto* again = grad::t_again;
   auto* first = grad::t_first;
-  const bool is_kept = again != nullptr && again->mode == RecomputeMode::kSelective;
-  const at::Tensor value = is_kept ? grad::take_kept(*again, sizes) : compute();
-  if (first != nullptr && first->mode == RecomputeMode::kSelective) {
+  const auto is_selective = [](const grad::KeptResults* of) {
+    return of != nullptr && of->mode == RecomputeMode::kSelective;
+  };
+  const bool is_kept = is_selective(again);
+  const at::Tensor value = is_kept ? grad::take_of(*again, sizes) : compute();
+  auto* recording = grad::recording();
+  if (recording != nullptr && is_kept) recording->keep(value, grad::CheckpointRun::kAgain);
+  if (is_selective(first)) {
     TESSERA_CHECK(value.sizes() == sizes, ErrorKind::kUsage, "keep: found a result of sizes ",
                   value.sizes(), ", expected ", sizes);
-    first->kept.push_back({value, value._version()});
+    grad::add_kept(value);
+    if (recording != nullptr) recording->keep(value, grad::CheckpointRun::kFirst);
   }
   return value;
 }

@@ -2,13 +2,16 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <string>
 #include <utility>
 
 #include "base/test_hooks.h"
+#include "grad/region.h"
 #include "grad/torch_dtype.h"
 #include "kernels/kernels.h"
+#include "kernels/operations.h"
 #include "tessera/error.h"
 
 namespace tessera::grad {
@@ -107,6 +110,11 @@ void GradSink::check(const Entry& entry, const at::Tensor& raw, std::int64_t row
 
 namespace {
 
+/// Where somebody records, what the sink does with a gradient is not part of it.
+c10::DispatchKeySet what_watches() {
+  return recording() == nullptr ? c10::DispatchKeySet() : c10::DispatchKeySet(kernels::kWatchKey);
+}
+
 at::Tensor as_asked(const at::Tensor& raw, const GradContract& contract) {
   return contract.grad ? raw.to(to_scalar_type(*contract.grad)) : raw;
 }
@@ -117,6 +125,8 @@ void GradSink::accept(SlotId id, const at::Tensor& raw, Source source) {
   if (!raw.defined()) return;
   const auto& entry = slots_.at(id);
   check(entry, raw, -1, source);
+  if (auto* here = recording()) here->gradient(*this, id, raw);
+  const c10::impl::ExcludeDispatchKeyGuard unseen(what_watches());
   const at::NoGradGuard no_grad;
   const at::Tensor value = as_asked(raw, *entry.contract);
   const auto view = entry.owner->open_slot(entry.parameter);
@@ -135,6 +145,8 @@ void GradSink::accept_rows(SlotId id, const at::Tensor& rows, const at::Tensor& 
   TESSERA_INVARIANT(rows.dim() == 1 && rows.scalar_type() == at::kLong,
                     "rows of a gradient: found ", rows.scalar_type(), " ", rows.sizes());
   check(entry, raw, rows.size(0), source);
+  refuse_recording("a gradient of some rows, whose number follows from data");
+  const c10::impl::ExcludeDispatchKeyGuard unseen(what_watches());
   const at::NoGradGuard no_grad;
   const auto view = entry.owner->open_slot(entry.parameter);
   const auto target = view.slot.view(shape_of(entry));
@@ -151,6 +163,7 @@ std::optional<LentSlot> GradSink::lend(SlotId id, const RawLike& raw, Source sou
   check_dtype(entry, raw.dtype, source);
   check_shape(entry, raw.sizes, shape_of(entry), source);
   check_trainable(entry, source);
+  if (recording() != nullptr) return std::nullopt;  // it would be part of what is recorded
   if (contract.grad || raw.dtype != to_scalar_type(contract.accumulate)) return std::nullopt;
   const at::NoGradGuard no_grad;
   const at::Tensor slot = entry.owner->lend_slot(entry.parameter);
@@ -273,6 +286,7 @@ void GradSink::drop_tickets() {
 }
 
 void WeightGradStore::put(SlotId slot, Product product, const comm::Stream& made_on) {
+  refuse_recording("weight gradients that are put off");
   const std::string& parameter = sink_.contract(slot).name;
   std::string layer = parameter.substr(0, parameter.rfind('.'));
   owed_.push_back(

@@ -8,6 +8,15 @@
 #include "base/test_hooks.h"
 #include "kernels/cpu/dispatch.h"
 #include "kernels/implementations.h"
+#include "kernels/operations.h"
+
+/// Seen by whoever watches. [Note: watched kernels] of operations.h
+#define TESSERA_WATCHED(name, ...)                                                  \
+  if (are_watched()) {                                                              \
+    static const auto seen = operation<decltype(kernels::name)>("tessera::" #name); \
+    return seen.call(__VA_ARGS__);                                                  \
+  }                                                                                 \
+  static_assert(true)
 
 namespace tessera::kernels {
 namespace {
@@ -55,6 +64,7 @@ bool is_flash(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
 
 std::tuple<at::Tensor, at::Tensor> rms_norm(const at::Tensor& x, const at::Tensor& weight,
                                             double eps, bool rounds_first) {
+  TESSERA_WATCHED(rms_norm, x, weight, eps, rounds_first);
   return (has_kernels(x, weight) ? cpu::rms_norm
           : is_fused(x)          ? fused::rms_norm
                                  : aten::rms_norm)(x, weight, eps, rounds_first);
@@ -64,6 +74,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x,
                                                             const at::Tensor& residual,
                                                             const at::Tensor& weight, double eps,
                                                             bool rounds_first) {
+  TESSERA_WATCHED(add_rms_norm, x, residual, weight, eps, rounds_first);
   const bool alike = same_dtype(residual, x);
   return (alike && has_kernels(x, weight) ? cpu::add_rms_norm
           : alike && is_fused(x)          ? fused::add_rms_norm
@@ -74,6 +85,7 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& grad,
                                                      const std::optional<at::Tensor>& grad_sum,
                                                      const at::Tensor& x, const at::Tensor& weight,
                                                      const at::Tensor& scale, bool rounds_first) {
+  TESSERA_WATCHED(rms_norm_backward, grad, grad_sum, x, weight, scale, rounds_first);
   return (has_kernels(x, weight) ? cpu::rms_norm_backward
           : is_fused(x)          ? fused::rms_norm_backward
                         : aten::rms_norm_backward)(grad, grad_sum, x, weight, scale, rounds_first);
@@ -84,6 +96,7 @@ std::tuple<at::Tensor, at::Tensor> rope_heads(const at::Tensor& x,
                                               const at::Tensor& cos, const at::Tensor& sin,
                                               std::int64_t heads, std::int64_t repeat, double eps,
                                               bool rounds_first) {
+  TESSERA_WATCHED(rope_heads, x, weight, cos, sin, heads, repeat, eps, rounds_first);
   return (has_kernels(x, or_none(weight)) ? cpu::rope_heads
           : is_fused(x, cos)
               ? fused::rope_heads
@@ -96,6 +109,7 @@ std::tuple<at::Tensor, at::Tensor> rope_heads_backward(const at::Tensor& grad,
                                                        const at::Tensor& cos, const at::Tensor& sin,
                                                        const std::optional<at::Tensor>& scale,
                                                        bool rounds_first) {
+  TESSERA_WATCHED(rope_heads_backward, grad, x, weight, cos, sin, scale, rounds_first);
   return (has_kernels(grad, or_none(weight)) ? cpu::rope_heads_backward
           : is_fused(grad, cos)
               ? fused::rope_heads_backward
@@ -103,36 +117,43 @@ std::tuple<at::Tensor, at::Tensor> rope_heads_backward(const at::Tensor& grad,
 }
 
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
+  TESSERA_WATCHED(swiglu, gate, up);
   return (has_kernels(gate) && same_dtype(up, gate) ? cpu::swiglu : aten::swiglu)(gate, up);
 }
 
 std::tuple<at::Tensor, at::Tensor> swiglu_backward(const at::Tensor& grad, const at::Tensor& gate,
                                                    const at::Tensor& up) {
+  TESSERA_WATCHED(swiglu_backward, grad, gate, up);
   return (has_kernels(gate) && same_dtype(up, gate) ? cpu::swiglu_backward : aten::swiglu_backward)(
       grad, gate, up);
 }
 
 at::Tensor swiglu_halves(const at::Tensor& both) {
+  TESSERA_WATCHED(swiglu_halves, both);
   return (has_kernels(both) ? cpu::swiglu_halves : aten::swiglu_halves)(both);
 }
 
 at::Tensor swiglu_halves_backward(const at::Tensor& grad, const at::Tensor& both) {
+  TESSERA_WATCHED(swiglu_halves_backward, grad, both);
   return (has_kernels(both) ? cpu::swiglu_halves_backward : aten::swiglu_halves_backward)(grad,
                                                                                           both);
 }
 
 at::Tensor clamped_swiglu(const at::Tensor& both, double alpha, double limit) {
+  TESSERA_WATCHED(clamped_swiglu, both, alpha, limit);
   return (has_kernels(both) ? cpu::clamped_swiglu : aten::clamped_swiglu)(both, alpha, limit);
 }
 
 at::Tensor clamped_swiglu_backward(const at::Tensor& grad, const at::Tensor& both, double alpha,
                                    double limit) {
+  TESSERA_WATCHED(clamped_swiglu_backward, grad, both, alpha, limit);
   return (has_kernels(both) ? cpu::clamped_swiglu_backward : aten::clamped_swiglu_backward)(
       grad, both, alpha, limit);
 }
 
 at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                             double scale) {
+  TESSERA_WATCHED(causal_attention, q, k, v, scale);
   return (has_kernels(q)      ? cpu::causal_attention
           : is_flash(q, k, v) ? fused::causal_attention
                               : aten::causal_attention)(q, k, v, scale);
@@ -142,6 +163,7 @@ std::tuple<at::Tensor, std::vector<at::Tensor>> causal_attention_forward(const a
                                                                          const at::Tensor& k,
                                                                          const at::Tensor& v,
                                                                          double scale) {
+  TESSERA_WATCHED(causal_attention_forward, q, k, v, scale);
   return (has_kernels(q)      ? cpu::causal_attention_forward
           : is_flash(q, k, v) ? fused::causal_attention_forward
                               : aten::causal_attention_forward)(q, k, v, scale);
@@ -152,6 +174,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward(const a
                                                                          std::int64_t groups,
                                                                          std::int64_t repeat,
                                                                          double scale) {
+  TESSERA_WATCHED(causal_attention_backward, grad, kept, groups, repeat, scale);
   // What is kept has q first: the same choice as forward's.
   return (has_kernels(kept[0]) ? cpu::causal_attention_backward
           : kept.size() >= fused::kFlashKept
@@ -161,12 +184,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward(const a
 
 at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
                             double scale) {
+  TESSERA_WATCHED(cached_attention, q, keys, values, scale);
   return (has_kernels(q) ? cpu::cached_attention : aten::cached_attention)(q, keys, values, scale);
 }
 
 void window_softmax(const at::Tensor& scores, const std::optional<at::Tensor>& sinks,
                     const std::optional<at::Tensor>& shares, std::int64_t first,
                     std::int64_t window, std::int64_t groups, std::int64_t repeat, double scale) {
+  TESSERA_WATCHED(window_softmax, scores, sinks, shares, first, window, groups, repeat, scale);
   (has_kernels(scores) ? cpu::window_softmax : aten::window_softmax)(scores, sinks, shares, first,
                                                                      window, groups, repeat, scale);
 }
@@ -175,26 +200,32 @@ void window_softmax_backward(const at::Tensor& grad, const at::Tensor& weights,
                              const std::optional<at::Tensor>& shares, std::int64_t first,
                              std::int64_t window, std::int64_t groups, std::int64_t repeat,
                              double scale) {
+  TESSERA_WATCHED(window_softmax_backward, grad, weights, shares, first, window, groups, repeat,
+                  scale);
   (has_kernels(grad) ? cpu::window_softmax_backward : aten::window_softmax_backward)(
       grad, weights, shares, first, window, groups, repeat, scale);
 }
 
 void add_sink_gradients(const at::Tensor& rows, const at::Tensor& sum, std::int64_t repeat) {
+  TESSERA_WATCHED(add_sink_gradients, rows, sum, repeat);
   (on_cpu(rows) ? cpu::add_sink_gradients : aten::add_sink_gradients)(rows, sum, repeat);
 }
 
 at::Tensor embedding(const at::Tensor& ids, const at::Tensor& weight, std::int64_t padding) {
+  TESSERA_WATCHED(embedding, ids, weight, padding);
   return (has_kernels(weight) ? cpu::embedding : aten::embedding)(ids, weight, padding);
 }
 
 at::Tensor embedding_backward(const at::Tensor& grad, const at::Tensor& ids, std::int64_t rows,
                               std::int64_t padding) {
+  TESSERA_WATCHED(embedding_backward, grad, ids, rows, padding);
   return (has_kernels(grad) ? cpu::embedding_backward : aten::embedding_backward)(grad, ids, rows,
                                                                                   padding);
 }
 
 std::tuple<at::Tensor, at::Tensor> cross_entropy_sum(const at::Tensor& logits,
                                                      const at::Tensor& targets) {
+  TESSERA_WATCHED(cross_entropy_sum, logits, targets);
   return (has_kernels(logits) ? cpu::cross_entropy_sum
           : is_fused(logits)  ? fused::cross_entropy_sum
                               : aten::cross_entropy_sum)(logits, targets);
@@ -202,6 +233,7 @@ std::tuple<at::Tensor, at::Tensor> cross_entropy_sum(const at::Tensor& logits,
 
 at::Tensor cross_entropy_sum_backward(const at::Tensor& grad, const at::Tensor& logits,
                                       const at::Tensor& targets, const at::Tensor& log_sum) {
+  TESSERA_WATCHED(cross_entropy_sum_backward, grad, logits, targets, log_sum);
   return (has_kernels(logits) ? cpu::cross_entropy_sum_backward
           : is_fused(logits)  ? fused::cross_entropy_sum_backward
                               : aten::cross_entropy_sum_backward)(grad, logits, targets, log_sum);
@@ -209,6 +241,7 @@ at::Tensor cross_entropy_sum_backward(const at::Tensor& grad, const at::Tensor& 
 
 void cross_entropy_sum_backward_over(const at::Tensor& grad, const at::Tensor& targets,
                                      const at::Tensor& log_sum, const at::Tensor& logits) {
+  TESSERA_WATCHED(cross_entropy_sum_backward_over, grad, targets, log_sum, logits);
   (has_kernels(logits) ? cpu::cross_entropy_sum_backward_over
    : is_fused(logits)  ? fused::cross_entropy_sum_backward_over
                        : aten::cross_entropy_sum_backward_over)(grad, targets, log_sum, logits);
@@ -221,18 +254,22 @@ std::int64_t rows_of_loss(const at::Tensor& logits) {
 }
 
 void sum_in_rank_order(at::TensorList addends, const at::Tensor& result, bool adds) {
+  TESSERA_WATCHED(sum_in_rank_order, addends, result, adds);
   (on_cpu(result) ? cpu::sum_in_rank_order : aten::sum_in_rank_order)(addends, result, adds);
 }
 
 void add_into(const at::Tensor& result, const at::Tensor& addend) {
+  TESSERA_WATCHED(add_into, result, addend);
   (on_cpu(result) ? cpu::add_into : aten::add_into)(result, addend);
 }
 
 void divide_into(const at::Tensor& result, const at::Tensor& sum, double factor) {
+  TESSERA_WATCHED(divide_into, result, sum, factor);
   (on_cpu(result) ? cpu::divide_into : aten::divide_into)(result, sum, factor);
 }
 
 void add_powers(const at::Tensor& values, double p, double largest, const at::Tensor& sum) {
+  TESSERA_WATCHED(add_powers, values, p, largest, sum);
   (on_cpu(values) ? cpu::add_powers : aten::add_powers)(values, p, largest, sum);
 }
 
@@ -246,24 +283,30 @@ at::Tensor sums_of_powers(at::TensorList values, double p, double largest) {
 }
 
 void join_master(const at::Tensor& shard, const at::Tensor& remainder, const at::Tensor& values) {
+  TESSERA_WATCHED(join_master, shard, remainder, values);
   (on_cpu(shard) ? cpu::join_master : aten::join_master)(shard, remainder, values);
 }
 
 void split_master(const at::Tensor& values, const at::Tensor& shard, const at::Tensor& remainder) {
+  TESSERA_WATCHED(split_master, values, shard, remainder);
   (on_cpu(shard) ? cpu::split_master : aten::split_master)(values, shard, remainder);
 }
 
 void round_half_away(const at::Tensor& values, const at::Tensor& shard) {
+  TESSERA_WATCHED(round_half_away, values, shard);
   (on_cpu(shard) ? cpu::round_half_away : aten::round_half_away)(values, shard);
 }
 
 void take_over_changes(const at::Tensor& shard, const at::Tensor& master) {
+  TESSERA_WATCHED(take_over_changes, shard, master);
   (on_cpu(shard) ? cpu::take_over_changes : aten::take_over_changes)(shard, master);
 }
 
 void adamw(at::TensorList parameters, at::TensorList grads, at::TensorList first,
            at::TensorList second, at::TensorList steps, double lr, double beta1, double beta2,
            double weight_decay, double eps) {
+  TESSERA_WATCHED(adamw, parameters, grads, first, second, steps, lr, beta1, beta2, weight_decay,
+                  eps);
   if (parameters.empty()) return;
   // ATen's own kernel, of whatever device both are on.
   const bool fused = steps[0].device() == parameters[0].device();

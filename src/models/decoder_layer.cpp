@@ -64,7 +64,7 @@ std::shared_ptr<nn::RmsNorm> decoder_norm(const ModelSpec& spec, const nn::Tenso
 
 DecoderLayer::DecoderLayer(const ModelSpec& spec, std::int64_t number, const LocalSizes& sizes,
                            std::shared_ptr<nn::Rope> rope)
-    : number_(number) {
+    : number_(number), is_alone_(sizes.axes.tensor.size() == 1) {
   self_attn_ = register_module("self_attn", make_attention(spec, number, sizes, std::move(rope)));
   if (spec.is_moe(number)) {
     moe_ = register_module("mlp", std::make_shared<MoeLayer>(spec, sizes));
@@ -102,17 +102,37 @@ DecoderLayer::Output DecoderLayer::forward(const at::Tensor& x, const RoutingReq
       recomputed(*this, recompute_, {x, request.imposed.value_or(at::Tensor())}, run));
 }
 
+/// Regions end where it talks to other ranks, and where the host reads how tokens are spread.
 DecoderLayer::Output DecoderLayer::body(const at::Tensor& x, const RoutingRequest& request) {
-  return after_attention(x, self_attn_->forward(input_layernorm_->forward(x)), request);
+  using Tensors = std::vector<at::Tensor>;
+  if (mlp_ && is_alone_) {
+    const auto whole = [this](const Tensors& in) {
+      const Tensors halves = up_to_feed_forward(in[0]);
+      return feed_forward(halves[0], halves[1], {}).tensors();
+    };
+    return Output::of(in_region(*this, "", {x}, whole));
+  }
+  const auto attention = [this](const Tensors& in) { return up_to_feed_forward(in[0]); };
+  const Tensors halves =
+      is_alone_ ? in_region(*this, "attention", {x}, attention) : up_to_feed_forward(x);
+  return feed_forward(halves[0], halves[1], request);
+}
+
+/// The stream behind attention, and its norm.
+std::vector<at::Tensor> DecoderLayer::up_to_feed_forward(const at::Tensor& x) {
+  const at::Tensor attended = self_attn_->forward(input_layernorm_->forward(x));
+  auto [sum, normed] = post_attention_layernorm_->add_forward(x, attended);
+  return {std::move(sum), std::move(normed)};
 }
 
 at::Tensor DecoderLayer::decode(const at::Tensor& x, nn::KvCache& cache) {
-  return after_attention(x, self_attn_->decode(input_layernorm_->forward(x), cache), {}).x;
+  const at::Tensor attended = self_attn_->decode(input_layernorm_->forward(x), cache);
+  const auto [sum, normed] = post_attention_layernorm_->add_forward(x, attended);
+  return feed_forward(sum, normed, {}).x;
 }
 
-DecoderLayer::Output DecoderLayer::after_attention(const at::Tensor& x, const at::Tensor& attended,
-                                                   const RoutingRequest& request) {
-  const auto [sum, normed] = post_attention_layernorm_->add_forward(x, attended);
+DecoderLayer::Output DecoderLayer::feed_forward(const at::Tensor& sum, const at::Tensor& normed,
+                                                const RoutingRequest& request) {
   if (mlp_) return {sum + mlp_->forward(normed), {}};
   auto [fed, load] = moe_->forward(normed, request);
   return {sum + fed, std::move(load)};

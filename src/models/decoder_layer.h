@@ -61,8 +61,9 @@ class DecoderLayer : public torch::nn::Module, public IsLayer {
 
  private:
   Output body(const at::Tensor& x, const RoutingRequest& request);
-  Output after_attention(const at::Tensor& x, const at::Tensor& attended,
-                         const RoutingRequest& request);
+  std::vector<at::Tensor> up_to_feed_forward(const at::Tensor& x);
+  Output feed_forward(const at::Tensor& sum, const at::Tensor& normed,
+                      const RoutingRequest& request);
 
   std::int64_t number_;
   std::shared_ptr<nn::SelfAttention> self_attn_;
@@ -70,6 +71,7 @@ class DecoderLayer : public torch::nn::Module, public IsLayer {
   std::shared_ptr<MoeLayer> moe_;  // null in a layer without
   std::shared_ptr<nn::RmsNorm> input_layernorm_, post_attention_layernorm_;
   RecomputeMode recompute_ = RecomputeMode::kNone;
+  bool is_alone_;  // no rank shares it: it talks to nobody, but for its experts
 };
 
 }  // namespace tessera::models

@@ -19,6 +19,7 @@
 
 #include "base/first_derivative.h"
 #include "comm/host_read.h"
+#include "grad/region.h"
 #include "moe/routing.h"
 #include "parallel/transitions.h"
 #include "tessera/error.h"
@@ -286,6 +287,7 @@ Dispatch dispatch(const at::Tensor& indices, std::int64_t experts) {
     result.ends = at::cumsum(count_load(indices, experts), 0, at::kInt);
     return result;
   }
+  grad::refuse_recording("the host's order of experts");
   const auto* expert = indices.const_data_ptr<std::int64_t>();
   const std::int64_t slots = indices.numel();
   result.offsets.assign(static_cast<std::size_t>(experts) + 1, 0);
@@ -343,6 +345,7 @@ at::Tensor compute(const at::Tensor& rows, const ExpertWeights& weights,
 
 /// From ends [E] i32 that the host has read.
 nn::GroupOffsets offsets_of(const at::Tensor& ends) {
+  grad::refuse_recording("the host's order of experts");
   nn::GroupOffsets offsets{0};
   const auto* end = ends.const_data_ptr<std::int32_t>();
   offsets.insert(offsets.end(), end, end + ends.numel());

@@ -4,6 +4,7 @@
 
 #include "base/first_derivative.h"
 #include "base/test_hooks.h"
+#include "grad/region.h"
 
 namespace tessera::parallel {
 namespace {
@@ -16,6 +17,7 @@ using torch::autograd::variable_list;
 struct TransitionFunction : torch::autograd::Function<TransitionFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x,
                             const c10::intrusive_ptr<Transition>& transition) {
+    grad::refuse_recording("a transition between placements");
     ctx->saved_data["transition"] = c10::IValue::make_capsule(transition);
     if (const auto* hook = test_hooks::transition_forward.get()) {
       return (*hook)(*transition, x.detach());

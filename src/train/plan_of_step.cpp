@@ -151,7 +151,7 @@ CompileOptions compile_options(const RunOfPlan& run, const MachineMemory& machin
   const auto& section = run.config.compile;
   CompileOptions options;
   if (section.mode == CompileChoice::kOff) return options;
-  options.mode = CompileMode::kPlan;
+  options.mode = section.mode == CompileChoice::kReplay ? CompileMode::kReplay : CompileMode::kPlan;
   options.form = section.form;
   options.passes = section.passes;
   options.plan = section.plan;

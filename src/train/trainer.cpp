@@ -258,6 +258,8 @@ class Trainer {
                                scaler_.get());
     }
     if (stop) log::info("asked to stop: ended after step ", result.steps, " of ", steps);
+    const auto regions = planned_ ? planned_->regions_in_words() : "";
+    if (!regions.empty()) log::info(regions);
   }
 
   PipelineOfRun* pipeline() { return pipeline_ ? &*pipeline_ : nullptr; }
@@ -295,6 +297,7 @@ class Trainer {
     if (config_.debug.check_placements) check_placements(*model_);
     StepMetrics metrics;
     metrics.step = step;
+    if (planned_) metrics.regions = planned_->regions();
     try {
       clip_and_update(pending, metrics);  // makes what the optimizer keeps
     } catch (const std::exception& error) {

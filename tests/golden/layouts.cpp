@@ -163,6 +163,7 @@ TrainingRun run_training(train::Config config, const Layout& layout,
       if (world.rank() == 0) {
         run.losses.push_back(metrics.loss);
         run.norms.push_back(metrics.grad_norm);
+        run.regions = replay_calls(model);
       }
       if (!keep_parameters_of.contains(metrics.step)) return;
       // The first rank of each stage of a pipeline has that one's.

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "golden/reference.h"
+#include "tessera/compile.h"
 #include "tessera/world.h"
 #include "train/config/config.h"
 #include "train/trainer.h"
@@ -62,6 +63,7 @@ struct TrainingRun {
   /// By step, of the steps that were asked for, under the names of the files.
   std::map<std::int64_t, Tensors> parameters;
   std::vector<std::string> lines;  ///< metrics.jsonl
+  ReplayCalls regions;             ///< of rank 0, when it ended
   train::TrainingResult result;
 };
 TrainingRun run_training(train::Config config, const Layout& layout,

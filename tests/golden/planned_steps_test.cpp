@@ -1,5 +1,5 @@
 // A run whose steps follow plans is the run without them, bit for bit: every family, whatever is
-// gathered, kept and reduced when.
+// gathered, kept and reduced when; and so is one whose regions are replayed.
 #include <gtest/gtest.h>
 
 #include <random>
@@ -36,15 +36,26 @@ train::Config drawn_config(const Family& family, const Degrees& degrees, unsigne
   return config;
 }
 
+std::vector<Degrees> layouts_of(const Family& family) {
+  if (family.experts == Experts::kSome) {
+    return {{.shard = 2, .ep = 2}, {.tp = 2, .ep = 2}, {.shard = 2, .tp = 2}};
+  }
+  return {{}, {.shard = 2}, {.replicate = 2, .shard = 2}, {.tp = 2}};
+}
+
+void expect_same(const TrainingRun& found, const TrainingRun& expected, std::int64_t step) {
+  EXPECT_EQ(found.losses, expected.losses);
+  EXPECT_EQ(found.norms, expected.norms);
+  for (const auto& [name, value] : expected.parameters.at(step)) {
+    EXPECT_TRUE(at::equal(value, found.parameters.at(step).at(name))) << name;
+  }
+}
+
 // Naive: a unit that is read before its gather, weights of the last step, half of a sum.
 TEST_P(PlannedSteps, TrainAsWithoutPlans) {
   const auto& family = GetParam();
-  const std::vector<Degrees> layouts =
-      family.experts == Experts::kSome
-          ? std::vector<Degrees>{{.shard = 2, .ep = 2}, {.tp = 2, .ep = 2}, {.shard = 2, .tp = 2}}
-          : std::vector<Degrees>{{}, {.shard = 2}, {.replicate = 2, .shard = 2}, {.tp = 2}};
   unsigned seed = 0;
-  for (const Degrees& degrees : layouts) {
+  for (const Degrees& degrees : layouts_of(family)) {
     auto config = drawn_config(family, degrees, ++seed);
     SCOPED_TRACE(to_string(degrees));
     const auto run = [&](train::CompileChoice mode, int form) {
@@ -56,12 +67,28 @@ TEST_P(PlannedSteps, TrainAsWithoutPlans) {
     for (const int form : {3, config.training.sync_every_micro_batch ? 2 : 1}) {
       SCOPED_TRACE(concat("form ", form));
       const auto found = run(train::CompileChoice::kPlan, form);
-      EXPECT_EQ(found.losses, expected.losses);
-      EXPECT_EQ(found.norms, expected.norms);
-      for (const auto& [name, value] : expected.parameters.at(6)) {
-        EXPECT_TRUE(at::equal(value, found.parameters.at(6).at(name))) << name;
-      }
+      expect_same(found, expected, 6);
     }
+  }
+}
+
+// Naive: memory that the last replay wrote, a gradient that is added twice or not at all, a layer
+// that reads what another one's scratch has become.
+TEST_P(PlannedSteps, TrainAsWithoutReplays) {
+  const auto& family = GetParam();
+  unsigned seed = 10;
+  for (const Degrees& degrees : layouts_of(family)) {
+    auto config = drawn_config(family, degrees, ++seed);
+    config.training.steps = 8;
+    SCOPED_TRACE(to_string(degrees));
+    const auto expected = run_training(config, layout_of(degrees), {8});
+    config.compile.mode = train::CompileChoice::kReplay;
+    const auto found = run_training(config, layout_of(degrees), {8});
+    expect_same(found, expected, 8);
+    const bool talks = degrees.tp > 1;
+    std::string why;
+    for (const auto& [reason, count] : found.regions.eager) why += concat(count, " ", reason, "; ");
+    EXPECT_EQ(found.regions.replayed > 0, !talks) << found.regions.recorded << " recorded, " << why;
   }
 }
 

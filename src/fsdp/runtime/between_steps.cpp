@@ -66,6 +66,11 @@ void Runtime::set_planner(Planner planner) {
   for (auto& [schedule, known] : records_) known.plan.reset();
 }
 
+void Runtime::set_regions(std::shared_ptr<grad::Regions> regions) {
+  require_no_step("compile");
+  regions_ = std::move(regions);
+}
+
 std::vector<PlanUnit> Runtime::plan_units() const {
   std::vector<PlanUnit> units;
   for (const auto* unit : units_) {

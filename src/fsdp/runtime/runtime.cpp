@@ -165,6 +165,7 @@ void Runtime::begin_relayout() {
   for (auto* unit : units_) unit->release();
   agreed_ = false;
   records_.clear();
+  if (regions_ != nullptr) regions_->forget();
   ++layout_;
 }
 

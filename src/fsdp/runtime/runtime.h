@@ -47,6 +47,7 @@
 #include "fsdp/runtime/reducer.h"
 #include "fsdp/runtime/unit.h"
 #include "fsdp/runtime/unit_trace.h"
+#include "grad/region.h"
 #include "grad/sink.h"
 #include "tessera/mesh.h"
 #include "tessera/world.h"
@@ -171,6 +172,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void controls_changed() { controls_known_ = false; }
   /// As they are now.
   Controls controls() const;
+  /// What replays regions of the model from here on; null: nobody. Errors: kUsage in a step.
+  void set_regions(std::shared_ptr<grad::Regions> regions);
+  const std::shared_ptr<grad::Regions>& regions() const { return regions_; }
   /// By which the plans of step scopes are made from here on. Errors: kUsage in a step.
   void set_planner(Planner planner);
   std::vector<PlanUnit> plan_units() const;  ///< as they are now
@@ -305,6 +309,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::map<std::pair<std::string, int>, KnownStep> records_;  // by schedule and number of stages
   Planner planner_;                                           // null: plans are eager
   std::shared_ptr<const StepPlan> followed_plan_;
+  std::shared_ptr<grad::Regions> regions_;
   std::uint64_t planners_ = 0;  // so far: the same number on every rank
 
   const Unit* entered_ = nullptr;  // by the last forward or backward

@@ -13,6 +13,7 @@
 #include "base/parallel.h"
 #include "kernels/cpu/dispatch.h"
 #include "kernels/implementations.h"
+#include "kernels/results.h"
 #include "layout/range.h"
 
 namespace tessera::kernels::cpu {
@@ -29,22 +30,33 @@ struct Sizes {
   std::int64_t rows, groups, positions, repeat, head_dim;
 };
 
+/// Dims 1 and 2 of x [., ., ., .] exchanged, as `sizes`: a copy, where it has to be one.
+at::Tensor turned(const at::Tensor& x, at::IntArrayRef sizes) {
+  const at::Tensor other = x.transpose(1, 2);
+  if (other.is_contiguous()) return other.view(sizes);
+  const at::Tensor copy = result(sizes, x.options());
+  copy.view(other.sizes()).copy_(other);
+  return copy;
+}
+
+/// a [n, M, K] times b [n, K, N], a result of the call.
+at::Tensor product(const at::Tensor& a, const at::Tensor& b) {
+  at::Tensor made = result({a.size(0), a.size(1), b.size(2)}, a.options());
+  return at::bmm_out(made, a, b);
+}
+
 /// [B, T, G*n*D] -> [B*G, T*n, D], a copy. D is x's own: values may have another than queries.
 at::Tensor by_group(const at::Tensor& x, const Sizes& sizes, std::int64_t n) {
   const std::int64_t head_dim = x.size(2) / (sizes.groups * n);
-  return x.view({sizes.rows, sizes.positions, sizes.groups, n * head_dim})
-      .transpose(1, 2)
-      .contiguous()
-      .view({sizes.rows * sizes.groups, sizes.positions * n, head_dim});
+  return turned(x.view({sizes.rows, sizes.positions, sizes.groups, n * head_dim}),
+                {sizes.rows * sizes.groups, sizes.positions * n, head_dim});
 }
 
 /// The inverse of by_group.
 at::Tensor by_position(const at::Tensor& x, const Sizes& sizes, std::int64_t n) {
   const std::int64_t head_dim = x.size(2);
-  return x.view({sizes.rows, sizes.groups, sizes.positions, n * head_dim})
-      .transpose(1, 2)
-      .contiguous()
-      .view({sizes.rows, sizes.positions, sizes.groups * n * head_dim});
+  return turned(x.view({sizes.rows, sizes.groups, sizes.positions, n * head_dim}),
+                {sizes.rows, sizes.positions, sizes.groups * n * head_dim});
 }
 
 /// [B, G, T, n, D] -> [B*G, T*n, D], a view.
@@ -99,7 +111,7 @@ struct Mixed {
 
 Mixed mix(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
           const Block& block, std::int64_t repeat, double scale) {
-  const at::Tensor weights = at::bmm(queries, keys_of(keys, block).transpose(1, 2));
+  const at::Tensor weights = product(queries, keys_of(keys, block).transpose(1, 2));
   softmax_in_place(weights, {}, block, repeat, scale);
   return {weights, at::bmm(weights, keys_of(values, block))};
 }
@@ -193,8 +205,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward(
     grad_values.add(at::bmm(weights.transpose(1, 2), block_grad));
     const at::Tensor scores = at::bmm(block_grad, keys_of(values, blocks[i]).transpose(1, 2));
     softmax_in_place(scores, weights, blocks[i], repeat, scale);
-    grad_queries.push_back(at::bmm(scores, keys_of(keys, blocks[i])));
-    grad_keys.add(at::bmm(scores.transpose(1, 2), queries_of(queries, blocks[i], repeat)));
+    grad_queries.push_back(product(scores, keys_of(keys, blocks[i])));
+    grad_keys.add(product(scores.transpose(1, 2), queries_of(queries, blocks[i], repeat)));
   }
   const at::Tensor whole = grad_queries.size() == 1 ? grad_queries[0] : at::cat(grad_queries, 1);
   return {whole.view(grouped_q.sizes()),

@@ -1,11 +1,9 @@
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-
 #include <vector>
 
 #include "base/parallel.h"
 #include "kernels/cpu/dispatch.h"
 #include "kernels/implementations.h"
+#include "kernels/results.h"
 
 namespace tessera::kernels::cpu {
 namespace {
@@ -14,7 +12,7 @@ namespace {
 at::Tensor empty_half(const at::Tensor& both) {
   std::vector<std::int64_t> shape = both.sizes().vec();
   shape.back() /= 2;
-  return at::empty(shape, both.options());
+  return result(shape, both.options());
 }
 
 /// The two halves of a row lie side by side: read and written where they are.
@@ -42,7 +40,7 @@ ClampedSwigluJob<T> clamped_job(const at::Tensor& both, double alpha, double lim
 at::Tensor swiglu(const at::Tensor& gate_input, const at::Tensor& up_input) {
   const at::Tensor gate = gate_input.contiguous();
   const at::Tensor up = up_input.contiguous();
-  const at::Tensor out = at::empty_like(gate);
+  const at::Tensor out = result_like(gate);
   with_kernels(gate.scalar_type(), [&](auto types, const auto& kernels) {
     using T = typename decltype(types)::T;
     Swiglu<T> job{};
@@ -62,8 +60,8 @@ std::tuple<at::Tensor, at::Tensor> swiglu_backward(const at::Tensor& grad_input,
   const at::Tensor grad = grad_input.contiguous();
   const at::Tensor gate = gate_input.contiguous();
   const at::Tensor up = up_input.contiguous();
-  const at::Tensor grad_gate = at::empty_like(gate);
-  const at::Tensor grad_up = at::empty_like(up);
+  const at::Tensor grad_gate = result_like(gate);
+  const at::Tensor grad_up = result_like(up);
   with_kernels(grad.scalar_type(), [&](auto types, const auto& kernels) {
     using T = typename decltype(types)::T;
     Swiglu<T> job{};
@@ -102,7 +100,7 @@ at::Tensor swiglu_halves_backward(const at::Tensor& grad_input, const at::Tensor
   const at::Tensor grad = grad_input.contiguous();
   const at::Tensor both = input.contiguous();
   const std::int64_t inner = both.size(-1) / 2;
-  const at::Tensor grad_both = at::empty_like(both);
+  const at::Tensor grad_both = result_like(both);
   with_kernels(both.scalar_type(), [&](auto types, const auto& kernels) {
     using T = typename decltype(types)::T;
     const T* in = data<T>(both);
@@ -139,7 +137,7 @@ at::Tensor clamped_swiglu_backward(const at::Tensor& grad_input, const at::Tenso
                                    double alpha, double limit) {
   const at::Tensor grad = grad_input.contiguous();
   const at::Tensor both = input.contiguous();
-  const at::Tensor grad_both = at::empty_like(both);
+  const at::Tensor grad_both = result_like(both);
   with_kernels(both.scalar_type(), [&](auto types, const auto& kernels) {
     using T = typename decltype(types)::T;
     ClampedSwigluJob<T> job = clamped_job<T>(both, alpha, limit);

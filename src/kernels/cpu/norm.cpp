@@ -1,7 +1,6 @@
 // The norm and rope, fused.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/FunctionRef.h>
 
@@ -11,6 +10,7 @@
 #include "base/parallel.h"
 #include "kernels/cpu/dispatch.h"
 #include "kernels/implementations.h"
+#include "kernels/results.h"
 
 namespace tessera::kernels::cpu {
 namespace {
@@ -84,7 +84,8 @@ void run_forward(const at::Tensor& x, const at::Tensor& residual, const at::Tens
 
 /// [...] of x [..., K].
 at::Tensor empty_scale(const at::Tensor& x) {
-  return at::empty(x.sizes().slice(0, static_cast<std::size_t>(x.dim() - 1)), at::kFloat);
+  return result(x.sizes().slice(0, static_cast<std::size_t>(x.dim() - 1)),
+                x.options().dtype(at::kFloat));
 }
 
 }  // namespace
@@ -92,7 +93,7 @@ at::Tensor empty_scale(const at::Tensor& x) {
 std::tuple<at::Tensor, at::Tensor> rms_norm(const at::Tensor& input, const at::Tensor& weight,
                                             double eps, bool /*rounds_first*/) {
   const at::Tensor x = input.contiguous();
-  const at::Tensor y = at::empty_like(x);
+  const at::Tensor y = result_like(x);
   const at::Tensor scale = empty_scale(x);
   run_forward(x, {}, weight.contiguous(), eps, {}, y, scale);
   return {y, scale};
@@ -103,8 +104,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& in
                                                             const at::Tensor& weight, double eps,
                                                             bool /*rounds_first*/) {
   const at::Tensor x = input.contiguous();
-  const at::Tensor sum = at::empty_like(x);
-  const at::Tensor y = at::empty_like(x);
+  const at::Tensor sum = result_like(x);
+  const at::Tensor y = result_like(x);
   const at::Tensor scale = empty_scale(x);
   run_forward(x, residual.contiguous(), weight.contiguous(), eps, sum, y, scale);
   return {sum, y, scale};
@@ -120,7 +121,7 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& grad_inpu
   const at::Tensor grad_sum = contiguous_or_none(grad_of_sum);
   const at::Tensor x = input.contiguous();
   const at::Tensor weight = weight_input.contiguous();
-  const at::Tensor grad_x = at::empty_like(x);
+  const at::Tensor grad_x = result_like(x);
   RowBlocks blocks(scale.numel(), x.size(-1));
   with_kernels(x.scalar_type(), weight.scalar_type(), [&](auto types, const auto& kernels) {
     using T = typename decltype(types)::T;
@@ -151,9 +152,10 @@ std::tuple<at::Tensor, at::Tensor> rope_heads(const at::Tensor& input,
   const at::Tensor weight = contiguous_or_none(norm_weight);
   const std::int64_t head_dim = x.size(2) / heads;
   const at::Tensor y =
-      at::empty({x.size(0), heads / repeat, x.size(1), repeat, head_dim}, x.options());
+      result({x.size(0), heads / repeat, x.size(1), repeat, head_dim}, x.options());
   const at::Tensor scale =
-      weight.defined() ? at::empty({x.size(0) * x.size(1), heads}, at::kFloat) : at::Tensor();
+      weight.defined() ? result({x.size(0) * x.size(1), heads}, x.options().dtype(at::kFloat))
+                       : at::Tensor();
   with_kernels(x.scalar_type(), weight.defined() ? weight.scalar_type() : x.scalar_type(),
                [&](auto types, const auto& kernels) {
                  using T = typename decltype(types)::T;
@@ -190,8 +192,7 @@ std::tuple<at::Tensor, at::Tensor> rope_heads_backward(const at::Tensor& grad_in
   const std::int64_t repeat = grad.size(3);
   const std::int64_t heads = grad.size(1) * repeat;
   const std::int64_t head_dim = grad.size(4);
-  const at::Tensor grad_x =
-      at::empty({grad.size(0), grad.size(2), heads * head_dim}, grad.options());
+  const at::Tensor grad_x = result({grad.size(0), grad.size(2), heads * head_dim}, grad.options());
   RowBlocks blocks(grad.size(0) * grad.size(2), weight.defined() ? head_dim : 0);
   with_kernels(grad.scalar_type(), weight.defined() ? weight.scalar_type() : grad.scalar_type(),
                [&](auto types, const auto& kernels) {

@@ -88,7 +88,9 @@ moe::Routing Gemma4Router::forward(const at::Tensor& x, const std::optional<at::
 
 Gemma4TextLayer::Gemma4TextLayer(const ModelSpec& spec, std::size_t number, const ModelAxes& axes,
                                  std::shared_ptr<nn::Rope> rope)
-    : number_(static_cast<std::int64_t>(number)), tokens_(axes) {
+    : number_(static_cast<std::int64_t>(number)),
+      tokens_(axes),
+      is_alone_(axes.tensor.size() == 1) {
   const nn::TensorRegion& region = axes.tensor;
   const auto norm = [&](const char* name) {
     return register_module(name,
@@ -148,11 +150,33 @@ DecoderLayer::Output Gemma4TextLayer::forward(const at::Tensor& x,
                  }));
 }
 
+/// As DecoderLayer's. With experts the region ends in front of them.
 DecoderLayer::Output Gemma4TextLayer::body(const at::Tensor& x,
                                            const std::optional<at::Tensor>& visible,
                                            const RoutingRequest& request) {
+  using Tensors = std::vector<at::Tensor>;
+  const Tensors inputs{x, visible.value_or(at::Tensor())};
+  const auto attention = [this](const Tensors& in) {
+    return Tensors{up_to_feed_forward(in[0], given(in[1]))};
+  };
+  if (!is_alone_) return behind_attention(attention(inputs).front(), request);
+  if (router_) {
+    return behind_attention(in_region(*this, "attention", inputs, attention).front(), request);
+  }
+  const auto whole = [this, attention](const Tensors& in) {
+    return behind_attention(attention(in).front(), {}).tensors();
+  };
+  return DecoderLayer::Output::of(in_region(*this, "", inputs, whole));
+}
+
+at::Tensor Gemma4TextLayer::up_to_feed_forward(const at::Tensor& x,
+                                               const std::optional<at::Tensor>& visible) {
   const at::Tensor attended = self_attn_->forward(input_layernorm_->forward(x), visible);
-  const at::Tensor middle = x + post_attention_layernorm_->forward(attended);
+  return x + post_attention_layernorm_->forward(attended);
+}
+
+DecoderLayer::Output Gemma4TextLayer::behind_attention(const at::Tensor& middle,
+                                                       const RoutingRequest& request) {
   auto [fed, load] = feed_forward(middle, request);
   const at::Tensor sum = middle + post_feedforward_layernorm_->forward(fed);
   const WideScope scaled;  // the buffer may be stored wider

@@ -82,11 +82,15 @@ class Gemma4TextLayer : public torch::nn::Module, public IsLayer {
   using Output = DecoderLayer::Output;
   Output body(const at::Tensor& x, const std::optional<at::Tensor>& visible,
               const RoutingRequest& request);
+  /// The stream behind attention.
+  at::Tensor up_to_feed_forward(const at::Tensor& x, const std::optional<at::Tensor>& visible);
+  Output behind_attention(const at::Tensor& middle, const RoutingRequest& request);
   Output feed_forward(const at::Tensor& x, const RoutingRequest& request);
   Output mixed(const at::Tensor& x, const RoutingRequest& request);
 
   std::int64_t number_;
   ExpertTokens tokens_;
+  bool is_alone_;  // as DecoderLayer's
   std::shared_ptr<Gemma4Attention> self_attn_;
   std::shared_ptr<nn::GegluMlp> mlp_;
   std::shared_ptr<nn::RmsNorm> input_layernorm_, post_attention_layernorm_;

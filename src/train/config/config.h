@@ -38,7 +38,7 @@ enum class PipelineReshard : std::uint8_t {
 enum class CompileChoice : std::uint8_t {
   kOff,     ///< eagerly
   kPlan,    ///< chosen for a budget, or given
-  kReplay,  ///< not there yet
+  kReplay,  ///< the same, and regions are replayed
 };
 enum class OnNonfinite : std::uint8_t { kError };
 

@@ -44,13 +44,12 @@ void check_pipeline(const PipelineConfig& section) {
 /// Also with mode off, so that one configuration serves with and without.
 void check_compile(const Config& config) {
   const CompileConfig& section = config.compile;
-  TESSERA_CHECK(section.mode != CompileChoice::kReplay, ErrorKind::kConfig,
-                "compile.mode: found replay, which is not there yet, expected off or plan");
   if (section.passes) capture::check_passes(*section.passes);
   if (section.mode == CompileChoice::kOff) return;
   const int stages = config.parallelism.pipeline_parallel_degree;
-  TESSERA_CHECK(stages == 1, ErrorKind::kConfig,
-                "compile.mode: found plan with pipeline_parallel_degree ", stages,
+  TESSERA_CHECK(stages == 1, ErrorKind::kConfig, "compile.mode: found ",
+                section.mode == CompileChoice::kPlan ? "plan" : "replay",
+                " with pipeline_parallel_degree ", stages,
                 ", expected off: the steps of a pipeline have the plan of its schedule; set "
                 "compile.mode = \"off\" and pipeline.reshard, or pipeline_parallel_degree = 1");
   if (section.memory_budget) {

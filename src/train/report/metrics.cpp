@@ -45,6 +45,13 @@ std::vector<Scalar> named_values(const StepMetrics& m) {
   if (m.offload_mib) values.push_back({"offload_mib", *m.offload_mib});
   if (m.offload_wait_ms) values.push_back({"offload_wait_ms", *m.offload_wait_ms});
   if (m.aux_loss) values.push_back({"aux_loss", *m.aux_loss});
+  if (m.regions) {
+    values.push_back({"regions/replayed", static_cast<double>(m.regions->replayed)});
+    values.push_back({"regions/recorded", static_cast<double>(m.regions->recorded)});
+    std::int64_t eager = 0;
+    for (const auto& [why, calls] : m.regions->eager) eager += calls;
+    values.push_back({"regions/eager", static_cast<double>(eager)});
+  }
   for (const ExpertLoad& load : m.expert_loads) {
     values.push_back({"moe/load_max_over_mean/" + std::to_string(load.layer), load.max_over_mean});
   }

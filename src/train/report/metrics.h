@@ -13,6 +13,7 @@
 
 #include "base/appended_file.h"
 #include "io/tensorboard.h"
+#include "tessera/compile.h"
 
 namespace tessera::train {
 
@@ -44,6 +45,8 @@ struct StepMetrics {
   std::optional<double> offload_mib = std::nullopt;
   std::optional<double> offload_wait_ms = std::nullopt;
   std::vector<ExpertLoad> expert_loads = {};      ///< one a layer with experts
+  /// Calls of regions in this step, on the rank that writes; none where nothing is replayed.
+  std::optional<ReplayCalls> regions = std::nullopt;
 };
 
 /// 12345.6 -> "12,346", as torchtitan prints tokens a second.

@@ -1,0 +1,278 @@
+#include "capture/live_entry.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "kernels/results.h"
+#include "tessera/error.h"
+
+namespace tessera::capture {
+namespace {
+
+at::Tensor bytes(std::int64_t count) {
+  return at::empty({count}, at::TensorOptions().dtype(at::kByte));
+}
+
+/// A storage of that size that is nowhere yet.
+c10::Storage nowhere(std::int64_t size) {
+  return {c10::Storage::use_byte_size_t(), static_cast<std::size_t>(size),
+          at::DataPtr(nullptr, at::kCPU), nullptr, /*resizable=*/false};
+}
+
+at::Tensor tensor_of(const c10::Storage& storage, const Value& value) {
+  at::Tensor tensor = at::empty({0}, at::TensorOptions().dtype(value.dtype));
+  return tensor.set_(storage, value.offset, value.sizes, value.strides);
+}
+
+/// As at::empty_strided, of that value.
+at::Tensor fresh_of(const Value& value) {
+  return at::empty_strided(value.sizes, value.strides, at::TensorOptions().dtype(value.dtype));
+}
+
+/// Where its memory begins.
+void* begin_of(const at::Tensor& tensor) { return tensor.storage().mutable_data(); }
+
+std::vector<at::Tensor> tensors_in(c10::ArrayRef<c10::IValue> results) {
+  std::vector<at::Tensor> all;
+  for (const auto& result : results) {
+    if (result.isTensor()) {
+      all.push_back(result.toTensor());
+    } else if (result.isTensorList()) {
+      for (const at::Tensor& each : result.toTensorVector()) all.push_back(each);
+    }
+  }
+  return all;
+}
+
+/// Puts results where they belong; those that lie there already stay.
+void put(std::vector<at::Tensor> results, const std::vector<at::Tensor>& places) {
+  const auto lies_in = [&](const at::Tensor& result, const at::Tensor& place) {
+    return place.defined() && result.defined() && result.is_alias_of(place);
+  };
+  for (std::size_t i = 0; i < places.size(); ++i) {
+    for (std::size_t j = 0; j < places.size(); ++j) {
+      // In the place of another one, which would be written over.
+      if (i != j && lies_in(results.at(i), places[j])) results[i] = results[i].clone();
+    }
+  }
+  for (std::size_t i = 0; i < places.size(); ++i) {
+    if (!places[i].defined()) continue;
+    const bool is_there = results[i].is_alias_of(places[i]) &&
+                          results[i].const_data_ptr() == places[i].const_data_ptr();
+    if (!is_there) places[i].copy_(results[i]);
+  }
+}
+
+}  // namespace
+
+char* Scratch::take(std::int64_t count) {
+  if (!block_.defined() || block_.numel() < count) {
+    block_ = at::Tensor();
+    block_ = bytes(count);
+    ++number_;
+  }
+  return static_cast<char*>(block_.mutable_data_ptr());
+}
+
+LiveEntry::LiveEntry(std::shared_ptr<const Program> program, std::shared_ptr<Scratch> scratch)
+    : program_(std::move(program)), scratch_(std::move(scratch)) {
+  const at::NoGradGuard no_grad;
+  if (program_->entry_bytes > 0) block_ = bytes(program_->entry_bytes);
+  for (const auto& memory : program_->memories) {
+    storages_.push_back(memory.outside ? memory.outside : nowhere(memory.bytes));
+  }
+  for (std::size_t i = 0; i < program_->memories.size(); ++i) {
+    const auto& memory = program_->memories[i];
+    if (memory.place != MemoryPlace::kEntry) continue;
+    point(static_cast<MemoryId>(i), static_cast<char*>(block_.mutable_data_ptr()) + memory.offset);
+  }
+  for (const auto& value : program_->values) {
+    values_.push_back(tensor_of(storages_[static_cast<std::size_t>(value.memory)], value));
+  }
+  for (const auto& step : program_->steps) {
+    stacks_.push_back(step.call ? stack_of(*step.call) : c10::Stack());
+    made_.emplace_back();
+    if (!step.call) continue;
+    for (const ValueId id : step.call->made) {
+      made_.back().push_back(id == kNone ? at::Tensor() : value(id));
+    }
+  }
+}
+
+c10::Stack LiveEntry::stack_of(const ProgramCall& call) const {
+  const auto tensor = [&](ValueId id) { return id == kNone ? at::Tensor() : value(id); };
+  c10::Stack stack;
+  for (const auto& slot : call.arguments) {
+    switch (slot.form) {
+      case Slot::Form::kConstant:
+        stack.push_back(slot.constant);
+        break;
+      case Slot::Form::kTensor:
+        stack.emplace_back(tensor(slot.values.at(0)));
+        break;
+      case Slot::Form::kTensors: {
+        c10::List<at::Tensor> list;
+        for (const ValueId id : slot.values) list.push_back(tensor(id));
+        stack.emplace_back(std::move(list));
+        break;
+      }
+      case Slot::Form::kOptionalTensors: {
+        c10::List<std::optional<at::Tensor>> list;
+        for (const ValueId id : slot.values) {
+          list.push_back(id == kNone ? std::nullopt : std::optional(tensor(id)));
+        }
+        stack.emplace_back(std::move(list));
+        break;
+      }
+    }
+  }
+  return stack;
+}
+
+void LiveEntry::point(MemoryId memory, void* data) {
+  auto* storage = storages_[static_cast<std::size_t>(memory)].unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(at::DataPtr(data, at::kCPU));
+}
+
+void LiveEntry::use_scratch() {
+  if (program_->scratch_bytes == 0) return;
+  char* block = scratch_->take(program_->scratch_bytes);
+  if (std::exchange(scratch_number_, scratch_->number()) == scratch_->number()) return;
+  for (std::size_t i = 0; i < program_->memories.size(); ++i) {
+    const auto& memory = program_->memories[i];
+    if (memory.place != MemoryPlace::kScratch) continue;
+    point(static_cast<MemoryId>(i), block + memory.offset);
+  }
+}
+
+void LiveEntry::give(const std::vector<ValueId>& ids, const std::vector<at::Tensor>& tensors) {
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    if (ids[i] == kNone) continue;
+    const MemoryId id = program_->values[static_cast<std::size_t>(ids[i])].memory;
+    const auto& memory = program_->memories[static_cast<std::size_t>(id)];
+    held_.push_back(tensors.at(i).storage());
+    auto* first = static_cast<char*>(const_cast<void*>(tensors[i].const_data_ptr()));
+    point(id, first - memory.first_byte);
+  }
+}
+
+std::vector<at::Tensor> LiveEntry::hand_out(const std::vector<HandedValue>& handed) {
+  std::vector<at::Tensor> fresh;
+  for (const auto& one : handed) {
+    fresh.emplace_back();
+    if (!one.is_fresh) continue;
+    const auto& value = program_->values[static_cast<std::size_t>(one.value)];
+    fresh.back() = fresh_of(value);
+    point(value.memory, begin_of(fresh.back()));
+  }
+  return fresh;
+}
+
+std::vector<at::Tensor> LiveEntry::handed(const std::vector<HandedValue>& handed,
+                                          const std::vector<at::Tensor>& fresh,
+                                          const std::vector<at::Tensor>& gradients) const {
+  std::vector<at::Tensor> results = fresh;
+  for (std::size_t i = 0; i < handed.size(); ++i) {
+    const auto& one = handed[i];
+    if (one.value == kNone || one.is_fresh) continue;
+    const auto& value = program_->values[static_cast<std::size_t>(one.value)];
+    if (one.given == kNone) {
+      results[i] = this->value(one.value).clone();
+    } else {
+      const at::Tensor& given = gradients.at(static_cast<std::size_t>(one.given));
+      const auto& memory = program_->memories[static_cast<std::size_t>(value.memory)];
+      const auto size = static_cast<std::int64_t>(c10::elementSize(value.dtype));
+      const std::int64_t offset = given.storage_offset() + value.offset - memory.first_byte / size;
+      results[i] = given.as_strided(value.sizes, value.strides, offset);
+    }
+  }
+  return results;
+}
+
+std::vector<at::Tensor> LiveEntry::forward(const std::vector<at::Tensor>& inputs,
+                                           const StepSeen& seen) {
+  const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView below;
+  held_.clear();
+  use_scratch();
+  give(program_->inputs, inputs);
+  const auto fresh = hand_out(program_->results);
+  run(0, program_->forward_steps, Gradients::kLeft, seen);
+  for (const auto i : program_->kept_results) {
+    held_.push_back(fresh[static_cast<std::size_t>(i)].storage());
+  }
+  return handed(program_->results, fresh, {});
+}
+
+std::vector<at::Tensor> LiveEntry::backward(const std::vector<at::Tensor>& gradients,
+                                            Gradients of_parameters, const StepSeen& seen) {
+  const at::NoGradGuard no_grad;
+  const at::AutoDispatchBelowADInplaceOrView below;
+  use_scratch();
+  give(program_->gradients, gradients);
+  const auto fresh = hand_out(program_->input_gradients);
+  accepted_.assign(program_->steps.size(), false);
+  run(program_->forward_steps, program_->steps.size(), of_parameters, seen);
+  return handed(program_->input_gradients, fresh, gradients);
+}
+
+void LiveEntry::release() { held_.clear(); }
+
+void LiveEntry::run(std::size_t begin, std::size_t end, Gradients of_parameters,
+                    const StepSeen& seen) {
+  for (std::size_t i = begin; i < end; ++i) {
+    const auto& step = program_->steps[i];
+    if (step.call) {
+      run_call(i, of_parameters);
+      stack_.clear();
+      if (seen) seen(i);
+    } else if (of_parameters == Gradients::kAccepted && !accepted_[i]) {
+      accept(step.gradient);
+    }
+  }
+}
+
+void LiveEntry::run_call(std::size_t step, Gradients of_parameters) {
+  const auto& call = *program_->steps[step].call;
+  if (call.form == ProgramCall::Form::kNothing) return;
+  if (call.direct && of_parameters == Gradients::kAccepted && run_into_slot(call, step)) return;
+  stack_ = stacks_[step];
+  if (call.form == ProgramCall::Form::kResults) {
+    const auto& places = made_[step];
+    std::vector<at::Tensor> given;
+    for (const auto& place : places) {
+      if (place.defined()) given.push_back(place);
+    }
+    const kernels::ResultsScope scope(given);
+    call.operation.callBoxed(stack_);
+  } else {
+    call.operation.callBoxed(stack_);
+  }
+  if (!call.made.empty()) put(tensors_in(stack_), made_[step]);
+}
+
+bool LiveEntry::run_into_slot(const ProgramCall& call, std::size_t step) {
+  const auto& gradient = *call.direct;
+  const at::Tensor& raw = value(gradient.raw);
+  auto lent = gradient.sink->lend(gradient.slot, {raw.sizes(), raw.scalar_type(), raw.device()},
+                                  grad::Source::kCaptured);
+  if (!lent) return false;
+  stack_ = stacks_[step];
+  stack_.back() = lent->tensor();
+  call.operation.callBoxed(stack_);
+  stack_.clear();
+  lent->give_back();
+  accepted_[call.gradient_step] = true;
+  return true;
+}
+
+void LiveEntry::accept(const TapeGradient& gradient) const {
+  gradient.sink->accept(gradient.slot, gradient.raw == kNone ? at::Tensor() : value(gradient.raw),
+                        grad::Source::kCaptured);
+}
+
+}  // namespace tessera::capture

@@ -1,0 +1,83 @@
+// LiveEntry: one forward of a program whose backward may be to come, with all its tensors made.
+//
+// Every value of the program is a tensor that is made once; what changes from call to call is where
+// its memory is, and that is set. So a replay makes no tensor, no view and no memory but for what it
+// hands out, and addresses stay the same from step to step. Threads: one at a time.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "capture/program.h"
+
+namespace tessera::capture {
+
+/// The block that regions share while they run.
+class Scratch {
+ public:
+  /// At least `bytes`; it may move, and number() changes then.
+  char* take(std::int64_t bytes);
+  std::uint64_t number() const { return number_; }
+
+ private:
+  at::Tensor block_;
+  std::uint64_t number_ = 0;
+};
+
+/// Called behind the operation of each step.
+using StepSeen = std::function<void(std::size_t step)>;
+
+class LiveEntry {
+ public:
+  LiveEntry(std::shared_ptr<const Program> program, std::shared_ptr<Scratch> scratch);
+  LiveEntry(const LiveEntry&) = delete;
+  LiveEntry& operator=(const LiveEntry&) = delete;
+
+  /// The results, fresh. Inputs as the program's: sizes, strides and dtype are not asked again.
+  std::vector<at::Tensor> forward(const std::vector<at::Tensor>& inputs, const StepSeen& seen = {});
+  enum class Gradients : std::uint8_t {
+    kAccepted,  ///< by their sinks
+    kLeft,      ///< nobody gets one: a comparison
+  };
+  /// The gradients of the inputs, fresh. After forward(), as often as somebody asks, where backward
+  /// writes to nothing that forward left.
+  std::vector<at::Tensor> backward(const std::vector<at::Tensor>& gradients,
+                                   Gradients of_parameters, const StepSeen& seen = {});
+  /// Lets go of what others gave and were given.
+  void release();
+
+  const Program& program() const { return *program_; }
+  const at::Tensor& value(ValueId id) const { return values_[static_cast<std::size_t>(id)]; }
+
+ private:
+  void point(MemoryId memory, void* data);
+  void use_scratch();
+  void give(const std::vector<ValueId>& values, const std::vector<at::Tensor>& tensors);
+  std::vector<at::Tensor> hand_out(const std::vector<HandedValue>& handed);
+  std::vector<at::Tensor> handed(const std::vector<HandedValue>& handed,
+                                 const std::vector<at::Tensor>& fresh,
+                                 const std::vector<at::Tensor>& gradients) const;
+  c10::Stack stack_of(const ProgramCall& call) const;
+  void run(std::size_t begin, std::size_t end, Gradients of_parameters, const StepSeen& seen);
+  void run_call(std::size_t step, Gradients of_parameters);
+  bool run_into_slot(const ProgramCall& call, std::size_t step);
+  void accept(const TapeGradient& gradient) const;
+
+  std::shared_ptr<const Program> program_;
+  std::shared_ptr<Scratch> scratch_;
+  std::uint64_t scratch_number_ = 0;
+  at::Tensor block_;
+  std::vector<c10::Storage> storages_;  // by memory
+  std::vector<at::Tensor> values_;
+  std::vector<c10::Stack> stacks_;  // by step
+  std::vector<std::vector<at::Tensor>> made_;
+  std::vector<c10::Storage> held_;  // what others gave, and what was handed out and is read again
+  std::vector<bool> accepted_;      // by step: its gradient is in its slot
+  c10::Stack stack_;
+};
+
+}  // namespace tessera::capture

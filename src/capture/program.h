@@ -1,0 +1,90 @@
+// Program: a tape made ready to be run again without autograd, in memory that was laid out before.
+//
+// Each operation writes where its value lies: by its `.out` form, where ATen has one that is no copy
+// itself; kernels of this library into memory that is given to them (kernels/results.h); else it is
+// copied there. Views need no operation: a value is made once, for good. Memory that forward leaves
+// for backward lies in the block of an entry, one for each forward whose backward is to come; all
+// other memory in a scratch block, which regions share, since they run one after the other. What is
+// handed to autograd (results, gradients of arguments) is fresh in each call: a replay that wrote
+// there again would change what others hold. A product that is a parameter's gradient and nothing
+// else names the slot, which is lent to it where it may be. [Note: direct slots] of grad/sink.h.
+// Next: live_entry.h.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "capture/arena_plan.h"
+#include "capture/tape.h"
+
+namespace tessera::capture {
+
+enum class MemoryPlace : std::uint8_t {
+  kNowhere,  ///< nobody needs it
+  kEntry,
+  kScratch,
+  kGiven,    ///< argument or gradient: as it comes
+  kHanded,   ///< result or gradient of an argument: fresh in each call
+  kOutside,  ///< where it is
+};
+
+struct ProgramMemory {
+  MemoryPlace place = MemoryPlace::kNowhere;
+  std::int64_t bytes = 0;
+  std::int64_t offset = 0;      ///< in its block
+  std::int64_t first_byte = 0;  ///< of kGiven: at which the given tensor begins
+  std::int32_t number = kNone;  ///< of kGiven and kHanded: which one
+  c10::Storage outside;
+};
+
+struct ProgramCall {
+  enum class Form : std::uint8_t {
+    kNothing,  ///< it only finds memory
+    kPlain,    ///< its arguments say where it writes
+    kResults,  ///< into what it is given
+    kCopied,   ///< its results are copied to where they lie
+  };
+  c10::OperatorHandle operation;
+  Form form = Form::kPlain;
+  std::vector<Slot> arguments;
+  std::vector<ValueId> made;  ///< of kResults and kCopied, in the order of the results' tensors;
+                              ///< kNone: a result that lies elsewhere
+  std::optional<TapeGradient> direct;  ///< whose slot may take the place of the last argument
+  std::size_t gradient_step = 0;       ///< of `direct`: where it would be handed in
+};
+
+struct ProgramStep {
+  std::optional<ProgramCall> call;  ///< none: a gradient
+  TapeGradient gradient = {};
+};
+
+/// A value that leaves the program.
+struct HandedValue {
+  ValueId value = kNone;       ///< kNone: undefined
+  bool is_fresh = false;       ///< its memory is handed out; else it is cloned
+  std::int32_t given = kNone;  ///< the gradient that it is, or is a view of
+};
+
+struct Program {
+  std::vector<Value> values;
+  std::vector<ProgramMemory> memories;
+  std::vector<ProgramStep> steps;
+  std::size_t forward_steps = 0;
+  std::vector<ValueId> inputs, gradients;  ///< kNone: undefined, or not used
+  std::vector<HandedValue> results, input_gradients;
+  std::int64_t entry_bytes = 0, scratch_bytes = 0;
+  /// Arguments and results that backward reads: nobody may change them in between.
+  std::vector<std::int32_t> kept_inputs, kept_results;
+};
+
+/// What a tape leads out of.
+struct TapeEnds {
+  std::vector<ValueId> inputs, results, gradients, input_gradients;
+};
+
+/// Makes `program`, or says why there is none. Errors: kInternal where memory is laid out wrong.
+std::string make_program(const Tape& tape, const TapeEnds& ends, Program& program);
+
+}  // namespace tessera::capture

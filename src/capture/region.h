@@ -1,0 +1,101 @@
+// One region: its variants, each with the guards under which it was recorded. Private to regions.cpp
+// and region_call.cpp. [Note: regions]
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "capture/live_entry.h"
+#include "capture/program.h"
+#include "capture/regions.h"
+#include "capture/tape.h"
+
+namespace tessera::capture {
+
+/// What an argument has to be like.
+struct InputLike {
+  bool defined = false;
+  bool requires_grad = false;
+  at::ScalarType dtype = at::kFloat;
+  std::vector<std::int64_t> sizes, strides;
+  static InputLike of(const at::Tensor& tensor);
+  bool matches(const at::Tensor& tensor) const;
+};
+
+struct Guards {
+  std::vector<InputLike> inputs;
+  std::vector<bool> needs_gradient;  ///< of the owner's parameters
+  std::vector<bool> training;        ///< of its modules
+  bool grad_mode = false;
+  bool keeps = false, takes = false;  ///< what keep() does, of a selective checkpoint around it
+  int threads = 1;
+  bool deterministic = false;
+};
+
+/// Calls that are recorded again and compared before one is replayed.
+inline constexpr int kCompared = 2;
+
+struct Variant {
+  Guards guards;
+  std::shared_ptr<const Tape> tape;  ///< null until it was recorded
+  std::shared_ptr<const Program> program;
+  std::vector<InputLike> gradients;  ///< of the results, when it was recorded
+  std::vector<bool> results_need_gradient;
+  std::size_t results = 0;    ///< without grad mode: of the body, behind them what is kept
+  bool is_recording = false;  ///< by a call whose backward is to come
+  int compared = 0;
+  std::string refused;  ///< stays eager, and why
+  std::vector<std::unique_ptr<LiveEntry>> free;
+
+  bool replays() const { return refused.empty() && compared == kCompared; }
+};
+
+class Region : public std::enable_shared_from_this<Region> {
+ public:
+  Region(const std::shared_ptr<torch::nn::Module>& owner, std::string name,
+         std::shared_ptr<SharedByRegions> shared);
+
+  std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs, const grad::RegionBody& body);
+  bool is_of(const std::shared_ptr<torch::nn::Module>& owner) const {
+    return owner_.lock() == owner;
+  }
+
+  const std::string& name() const { return name_; }
+  const std::vector<std::shared_ptr<Variant>>& variants() const { return variants_; }
+  ReplayCalls& calls() { return shared_->calls; }
+  /// That it stays eager; of regions that do for the same reason the first one says so.
+  void say_once(const std::string& why);
+  std::unique_ptr<LiveEntry> take_entry(Variant& variant) const;
+  /// Why a replayed forward's backward is eager: what nobody knew at its forward. Empty: it is not.
+  std::string why_backward_is_eager() const;
+
+ private:
+  /// Why this call is eager; empty: it need not be.
+  std::string why_eager(const std::vector<at::Tensor>& inputs) const;
+  bool matches(const Guards& guards, const std::vector<at::Tensor>& inputs) const;
+  Guards guards_of(const std::vector<at::Tensor>& inputs) const;
+  std::vector<at::Tensor> eager(const std::string& why, const std::vector<at::Tensor>& inputs,
+                                const grad::RegionBody& body);
+
+  std::weak_ptr<torch::nn::Module> owner_;
+  std::string name_;
+  std::shared_ptr<SharedByRegions> shared_;
+  std::string never_;  ///< why no call is ever replayed
+  std::vector<at::Tensor> parameters_;
+  std::vector<std::shared_ptr<torch::nn::Module>> modules_;
+  std::vector<std::shared_ptr<Variant>> variants_;
+};
+
+/// One call of a variant that is recorded, compared or replayed, under grad mode.
+std::vector<at::Tensor> call_with_gradients(const std::shared_ptr<Region>& region,
+                                            const std::shared_ptr<Variant>& variant,
+                                            const std::vector<at::Tensor>& inputs,
+                                            const grad::RegionBody& body);
+/// The same without grad mode: there is no backward.
+std::vector<at::Tensor> call_without(Region& region, Variant& variant,
+                                     const std::vector<at::Tensor>& inputs,
+                                     const grad::RegionBody& body);
+
+}  // namespace tessera::capture

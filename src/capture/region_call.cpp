@@ -1,0 +1,434 @@
+// A call of a region: recorded, compared with what was recorded before, or replayed.
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <exception>
+#include <functional>
+#include <utility>
+
+#include "base/first_derivative.h"
+#include "capture/region.h"
+#include "tessera/error.h"
+
+namespace tessera::capture {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+bool same_bits(const at::Tensor& a, const at::Tensor& b) {
+  if (!a.defined() || !b.defined()) return a.defined() == b.defined();
+  if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return false;
+  if (a.numel() == 0) return true;
+  const auto bits_of = [](const at::Tensor& x) { return x.detach().contiguous().view(at::kByte); };
+  const auto flat = [](const at::Tensor& x) { return x.dim() == 0 ? x.reshape({1}) : x; };
+  return at::equal(bits_of(flat(a)), bits_of(flat(b)));
+}
+
+/// Compares what a replay gives with what eager operations gave, step by step.
+class Comparison {
+ public:
+  Comparison(const Tape& eager, const LiveEntry& replay) : eager_(eager), replay_(replay) {}
+  StepSeen seen() {
+    return [this](std::size_t step) { look_at(step); };
+  }
+  const std::string& difference() const { return difference_; }
+
+ private:
+  void look_at(std::size_t step) {
+    if (!difference_.empty()) return;
+    const auto& call = *eager_.steps()[step].call;
+    for (const auto& [value, eager] : eager_.kept()[step]) {
+      if (same_bits(eager, replay_.value(value))) continue;
+      difference_ = concat(name_of(call.operation), ": found other values than eager ones");
+    }
+  }
+
+  const Tape& eager_;
+  const LiveEntry& replay_;
+  std::string difference_;
+};
+
+/// Rides in a node's saved_data.
+struct LiveCall : torch::CustomClassHolder {
+  enum class Kind : std::uint8_t { kRecorded, kReplayed };
+  Kind kind = Kind::kRecorded;
+  std::shared_ptr<Region> region;
+  std::shared_ptr<Variant> variant;
+  grad::RegionBody body;
+  variable_list inputs;   ///< as they came; of kRecorded as leaves of the graph inside
+  variable_list results;  ///< of kRecorded: of the graph inside; of kReplayed: what backward reads
+  variable_list taken;    ///< what keep() took out of a checkpoint
+  std::vector<std::size_t> positions;  ///< of the node's arguments among the inputs
+  bool has_place_holder = false;       ///< behind them
+  std::vector<std::int64_t> versions;  ///< of what backward reads, when forward had ended
+  std::shared_ptr<Tape> tape;
+  TapeEnds ends;
+  std::unique_ptr<LiveEntry> entry;
+
+  LiveCall() = default;
+  ~LiveCall() override { end(); }
+  LiveCall(const LiveCall&) = delete;
+  LiveCall& operator=(const LiveCall&) = delete;
+
+  /// Nothing of it is needed any more.
+  void end() {
+    if (tape != nullptr) variant->is_recording = false;
+    tape.reset();
+    if (entry != nullptr) {
+      entry->release();
+      variant->free.push_back(std::move(entry));
+    }
+    inputs.clear();
+    taken.clear();
+    results.clear();
+  }
+
+  variable_list all_inputs() const {
+    variable_list all = inputs;
+    all.insert(all.end(), taken.begin(), taken.end());
+    return all;
+  }
+
+  /// What backward reads of them.
+  variable_list kept() const {
+    variable_list all;
+    const auto& program = *variant->program;
+    const auto given = all_inputs();
+    for (const auto i : program.kept_inputs) all.push_back(given[static_cast<std::size_t>(i)]);
+    all.insert(all.end(), results.begin(), results.end());
+    return all;
+  }
+};
+
+std::vector<std::int64_t> versions_of(const variable_list& tensors) {
+  std::vector<std::int64_t> versions;
+  for (const auto& tensor : tensors) versions.push_back(tensor._version());
+  return versions;
+}
+
+void switch_off(Region& region, Variant& variant, const std::string& why) {
+  variant.refused = why;
+  variant.tape.reset();
+  variant.program.reset();
+  variant.free.clear();
+  region.say_once(why);
+}
+
+/// The first tape makes the program; a later one is compared with it.
+void end_recording(Region& region, Variant& variant, const std::shared_ptr<Tape>& tape,
+                   const TapeEnds& ends) {
+  if (!tape->refused().empty()) return switch_off(region, variant, tape->refused());
+  if (variant.tape == nullptr) {
+    auto program = std::make_shared<Program>();
+    if (const auto why = make_program(*tape, ends, *program); !why.empty()) {
+      return switch_off(region, variant, why);
+    }
+    variant.tape = tape;
+    variant.program = std::move(program);
+    return;
+  }
+  if (const auto why = difference_of(*variant.tape, *tape); !why.empty()) {
+    return switch_off(region, variant, why);
+  }
+  ++variant.compared;
+}
+
+/// What `run` gives, while `tape` records it.
+variable_list recorded(Tape& tape, const std::function<variable_list()>& run) {
+  const TapeScope scope(tape);
+  return run();
+}
+
+/// Inputs as leaves of a graph inside the node.
+variable_list leaves_of(const variable_list& inputs) {
+  variable_list leaves;
+  for (const auto& input : inputs) {
+    leaves.push_back(input.defined() ? input.detach().set_requires_grad(input.requires_grad())
+                                     : input);
+  }
+  return leaves;
+}
+
+void refuse_chosen_targets() {
+  TESSERA_CHECK(torch::autograd::Engine::get_default_engine().is_checkpoint_valid(),
+                ErrorKind::kUsage,
+                "compile: found torch::autograd::grad, or a backward() with inputs, through a "
+                "replayed region, expected a backward() without inputs, since every parameter "
+                "inside gets its gradient; call backward(), or compile(handle, {})");
+}
+
+/// Backward through the graph inside, with what came for its results.
+variable_list backward_inside(LiveCall& call, const variable_list& grads) {
+  variable_list roots, root_grads;
+  for (std::size_t i = 0; i < call.results.size(); ++i) {
+    if (!grads.at(i).defined() || !call.results[i].requires_grad()) continue;
+    roots.push_back(call.results[i]);
+    root_grads.push_back(grads[i]);
+  }
+  if (!roots.empty()) {
+    torch::autograd::backward(roots, root_grads,
+                              torch::autograd::get_current_graph_task_keep_graph());
+  }
+  variable_list of_inputs;
+  for (auto& input : call.inputs) {
+    of_inputs.push_back(input.defined() && input.requires_grad() ? input.grad() : at::Tensor());
+    if (of_inputs.back().defined()) input.mutable_grad().reset();
+  }
+  return of_inputs;
+}
+
+/// An entry of the variant for a comparison, given back at its end.
+class BorrowedEntry {
+ public:
+  BorrowedEntry(const Region& region, Variant& variant)
+      : variant_(variant), entry_(region.take_entry(variant)) {}
+  ~BorrowedEntry() {
+    entry_->release();
+    variant_.free.push_back(std::move(entry_));
+  }
+  BorrowedEntry(const BorrowedEntry&) = delete;
+  BorrowedEntry& operator=(const BorrowedEntry&) = delete;
+  LiveEntry* operator->() const { return entry_.get(); }
+  LiveEntry& operator*() const { return *entry_; }
+
+ private:
+  Variant& variant_;
+  std::unique_ptr<LiveEntry> entry_;
+};
+
+/// Compares each step of the program's forward with what was recorded.
+void compare_forward(const Region& region, Variant& variant, Tape& tape,
+                     const variable_list& inputs) {
+  // What differs in its operations is said when the whole was recorded.
+  if (variant.tape == nullptr || !tape.refused().empty()) return;
+  if (!difference_of(*variant.tape, tape).empty()) return;
+  const BorrowedEntry entry(region, variant);
+  Comparison comparison(tape, *entry);
+  entry->forward(inputs, comparison.seen());
+  if (!comparison.difference().empty()) tape.refuse(comparison.difference());
+}
+
+/// The same of backward, which needs what forward leaves: that is formed again, so that no call
+/// keeps it twice.
+void compare_backward(const Region& region, Variant& variant, Tape& tape,
+                      const variable_list& inputs, const variable_list& grads) {
+  if (variant.tape == nullptr || !tape.refused().empty()) return;
+  if (!difference_of(*variant.tape, tape).empty()) return;
+  const BorrowedEntry entry(region, variant);
+  entry->forward(inputs);
+  Comparison comparison(tape, *entry);
+  entry->backward(grads, LiveEntry::Gradients::kLeft, comparison.seen());
+  if (!comparison.difference().empty()) tape.refuse(comparison.difference());
+}
+
+bool match(const std::vector<InputLike>& alike, const variable_list& tensors) {
+  return std::equal(alike.begin(), alike.end(), tensors.begin(), tensors.end(),
+                    [](const InputLike& like, const at::Tensor& one) { return like.matches(one); });
+}
+
+std::vector<InputLike> alike_of(const variable_list& tensors) {
+  std::vector<InputLike> alike;
+  for (const auto& tensor : tensors) alike.push_back(InputLike::of(tensor));
+  return alike;
+}
+
+/// What keep() would take for the program's arguments behind the first `inputs`.
+variable_list taken_from_checkpoint(const Program& program, std::size_t inputs) {
+  variable_list taken;
+  for (std::size_t i = inputs; i < program.inputs.size(); ++i) {
+    taken.push_back(
+        grad::take_kept(program.values[static_cast<std::size_t>(program.inputs[i])].sizes));
+  }
+  return taken;
+}
+
+/// What the node gives to autograd: of results that share memory with arguments a copy.
+variable_list handed_out(AutogradContext& context, const LiveCall& call) {
+  variable_list outputs, without;
+  for (const auto& result : call.results) {
+    TESSERA_CHECK(result.defined(), ErrorKind::kUsage, "region ", call.region->name(),
+                  ": found an undefined result, expected a tensor; leave it out");
+    const bool is_argument = std::ranges::any_of(call.inputs, [&](const at::Tensor& input) {
+      return input.defined() && result.is_alias_of(input);
+    });
+    outputs.push_back(is_argument ? result.detach().clone() : result.detach());
+    if (!result.requires_grad()) without.push_back(outputs.back());
+  }
+  context.mark_non_differentiable(without);
+  return outputs;
+}
+
+class RegionNode : public torch::autograd::Function<RegionNode> {
+ public:
+  static variable_list forward(AutogradContext* context, const c10::intrusive_ptr<LiveCall>& call,
+                               at::TensorList /*arguments*/) {
+    context->saved_data["call"] = c10::IValue::make_capsule(call);
+    context->set_materialize_grads(false);
+    return call->kind == LiveCall::Kind::kReplayed ? replay(*context, *call)
+                                                   : record(*context, *call);
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    refuse_chosen_targets();
+    base::refuse_double_backward();
+    const auto call =
+        c10::static_intrusive_pointer_cast<LiveCall>(context->saved_data["call"].toCapsule());
+    const variable_list of_inputs = call->kind == LiveCall::Kind::kReplayed
+                                        ? backward_of_replay(*call, grads)
+                                        : backward_of_recording(*call, grads);
+    variable_list result{at::Tensor()};  // the call itself
+    for (const auto position : call->positions) result.push_back(of_inputs[position]);
+    if (call->has_place_holder) result.emplace_back();
+    if (!torch::autograd::get_current_graph_task_keep_graph()) call->end();
+    return result;
+  }
+
+ private:
+  static variable_list record(AutogradContext& context, LiveCall& call) {
+    call.inputs = leaves_of(call.inputs);
+    call.tape->add(MemoryKind::kInput, call.inputs);
+    call.ends.inputs = call.tape->values_of(call.inputs);
+    {
+      const at::AutoGradMode grad(true);
+      call.results = recorded(*call.tape, [&] { return call.body(call.inputs); });
+    }
+    const auto& taken = call.tape->taken();
+    const auto more = call.tape->values_of(taken);
+    call.ends.inputs.insert(call.ends.inputs.end(), more.begin(), more.end());
+    call.taken = taken;
+    call.ends.results = call.tape->values_of(call.results);
+    call.variant->results_need_gradient.clear();
+    for (const auto& result : call.results) {
+      call.variant->results_need_gradient.push_back(result.defined() && result.requires_grad());
+    }
+    compare_forward(*call.region, *call.variant, *call.tape, call.all_inputs());
+    call.tape->drop_values();
+    return handed_out(context, call);
+  }
+
+  static variable_list backward_of_recording(LiveCall& call, const variable_list& grads) {
+    const auto tape = std::exchange(call.tape, nullptr);
+    if (tape == nullptr) return backward_inside(call, grads);  // a second one
+    auto& variant = *call.variant;
+    variant.is_recording = false;
+    if (variant.tape != nullptr && !match(variant.gradients, grads)) {
+      ++call.region->calls().eager["other gradients than were recorded"];
+      return backward_inside(call, grads);
+    }
+    tape->begin_backward();
+    tape->add(MemoryKind::kGradient, grads);
+    call.ends.gradients = tape->values_of(grads);
+    const auto of_inputs = recorded(*tape, [&] { return backward_inside(call, grads); });
+    call.ends.input_gradients = tape->values_of(of_inputs);
+    if (variant.tape == nullptr) variant.gradients = alike_of(grads);
+    compare_backward(*call.region, variant, *tape, call.all_inputs(), grads);
+    tape->drop_values();
+    end_recording(*call.region, variant, tape, call.ends);
+    return of_inputs;
+  }
+
+  static variable_list replay(AutogradContext& context, LiveCall& call) {
+    ++call.region->calls().replayed;
+    call.entry = call.region->take_entry(*call.variant);
+    call.taken = taken_from_checkpoint(*call.variant->program, call.inputs.size());
+    auto outputs = call.entry->forward(call.all_inputs());
+    for (const auto i : call.variant->program->kept_results) {
+      call.results.push_back(outputs[static_cast<std::size_t>(i)].detach());
+    }
+    // Without their history, which the node has.
+    call.inputs = leaves_of(call.inputs);
+    call.versions = versions_of(call.kept());
+    variable_list without;
+    for (std::size_t i = 0; i < outputs.size(); ++i) {
+      if (!call.variant->results_need_gradient[i]) without.push_back(outputs[i]);
+    }
+    context.mark_non_differentiable(without);
+    return outputs;
+  }
+
+  static variable_list backward_of_replay(LiveCall& call, const variable_list& grads) {
+    TESSERA_CHECK(versions_of(call.kept()) == call.versions, ErrorKind::kUsage, "region ",
+                  call.region->name(),
+                  ": found that an argument or a result that its backward reads was changed in "
+                  "place since its forward, expected it as it was; change a clone");
+    const std::string why = call.region->why_backward_is_eager();
+    if (why.empty() && match(call.variant->gradients, grads)) {
+      return call.entry->backward(grads, LiveEntry::Gradients::kAccepted);
+    }
+    ++call.region->calls().eager[why.empty() ? "other gradients than were recorded" : why];
+    {
+      const at::AutoGradMode grad(true);
+      call.results = call.body(call.inputs);
+    }
+    return backward_inside(call, grads);
+  }
+};
+
+}  // namespace
+
+std::vector<at::Tensor> call_with_gradients(const std::shared_ptr<Region>& region,
+                                            const std::shared_ptr<Variant>& variant,
+                                            const std::vector<at::Tensor>& inputs,
+                                            const grad::RegionBody& body) {
+  auto call = c10::make_intrusive<LiveCall>();
+  call->region = region;
+  call->variant = variant;
+  call->body = body;
+  call->inputs = inputs;
+  call->kind = variant->replays() ? LiveCall::Kind::kReplayed : LiveCall::Kind::kRecorded;
+  if (call->kind == LiveCall::Kind::kRecorded) {
+    ++region->calls().recorded;
+    variant->is_recording = true;
+    call->tape = std::make_shared<Tape>(/*keeps_values=*/variant->tape != nullptr);
+  }
+  variable_list arguments;
+  bool wants = false;
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    if (!inputs[i].defined()) continue;  // autograd takes none
+    call->positions.push_back(i);
+    arguments.push_back(inputs[i]);
+    wants = wants || inputs[i].requires_grad();
+  }
+  if (!wants) {
+    // Parameters alone would not make the node part of the graph.
+    call->has_place_holder = true;
+    arguments.push_back(at::empty({0}).set_requires_grad(true));
+  }
+  return RegionNode::apply(call, at::TensorList(arguments));
+}
+
+std::vector<at::Tensor> call_without(Region& region, Variant& variant,
+                                     const std::vector<at::Tensor>& inputs,
+                                     const grad::RegionBody& body) {
+  if (variant.replays()) {
+    ++region.calls().replayed;
+    const BorrowedEntry entry(region, variant);
+    auto outputs = entry->forward(inputs);
+    // What keep() would have kept, behind the results.
+    for (std::size_t i = variant.results; i < outputs.size(); ++i) grad::add_kept(outputs[i]);
+    outputs.resize(variant.results);
+    return outputs;
+  }
+  ++region.calls().recorded;
+  const auto tape = std::make_shared<Tape>(/*keeps_values=*/variant.tape != nullptr);
+  TapeEnds ends;
+  tape->add(MemoryKind::kInput, inputs);
+  ends.inputs = tape->values_of(inputs);
+  const auto outputs = recorded(*tape, [&] { return body(inputs); });
+  variant.results = outputs.size();
+  variable_list all = outputs;
+  all.insert(all.end(), tape->kept_results().begin(), tape->kept_results().end());
+  ends.results = tape->values_of(all);
+  compare_forward(region, variant, *tape, inputs);
+  tape->drop_values();
+  end_recording(region, variant, tape, ends);
+  return outputs;
+}
+
+}  // namespace tessera::capture

@@ -1,0 +1,184 @@
+#include "capture/regions.h"
+
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <ATen/autocast_mode.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+
+#include "base/log.h"
+#include "capture/region.h"
+#include "grad/keep.h"
+#include "grad/leaf.h"
+#include "tessera/shard.h"
+
+namespace tessera::capture {
+namespace {
+
+constexpr std::size_t kVariants = 4;
+constexpr auto kDeferred = "weight gradients are put off";
+
+/// The sink's deferral is one of the whole model: any leaf knows it.
+bool defers_weight_gradients(const std::vector<at::Tensor>& parameters) {
+  for (const auto& parameter : parameters) {
+    const auto leaf = grad::find_leaf(parameter);
+    if (leaf && leaf->sink != nullptr) return leaf->sink->store() != nullptr;
+  }
+  return false;
+}
+
+}  // namespace
+
+InputLike InputLike::of(const at::Tensor& tensor) {
+  if (!tensor.defined()) return {};
+  return {true, tensor.requires_grad(), tensor.scalar_type(), tensor.sizes().vec(),
+          tensor.strides().vec()};
+}
+
+bool InputLike::matches(const at::Tensor& tensor) const {
+  if (!defined || !tensor.defined()) return defined == tensor.defined();
+  return tensor.requires_grad() == requires_grad && tensor.scalar_type() == dtype &&
+         tensor.sizes() == sizes && tensor.strides() == strides;
+}
+
+Region::Region(const std::shared_ptr<torch::nn::Module>& owner, std::string name,
+               std::shared_ptr<SharedByRegions> shared)
+    : owner_(owner),
+      name_(std::move(name)),
+      shared_(std::move(shared)),
+      parameters_(owner->parameters()),
+      modules_(owner->modules()) {
+  const bool holds_units = std::ranges::any_of(modules_, [](const auto& module) {
+    return dynamic_cast<const ShardedBase*>(module.get()) != nullptr;
+  });
+  const bool has_others = std::ranges::any_of(parameters_, [](const at::Tensor& parameter) {
+    const auto leaf = grad::find_leaf(parameter);
+    return parameter.requires_grad() && (leaf == nullptr || leaf->sink == nullptr);
+  });
+  if (has_others) never_ = "a parameter that is not sharded";
+  if (!holds_units) return;
+  never_ = "a unit inside";
+  modules_.clear();  // a handle holds what holds this
+  parameters_.clear();
+}
+
+std::unique_ptr<LiveEntry> Region::take_entry(Variant& variant) const {
+  if (variant.free.empty()) return std::make_unique<LiveEntry>(variant.program, shared_->scratch);
+  auto entry = std::move(variant.free.back());
+  variant.free.pop_back();
+  return entry;
+}
+
+std::string Region::why_backward_is_eager() const {
+  return defers_weight_gradients(parameters_) ? kDeferred : "";
+}
+
+void Region::say_once(const std::string& why) {
+  if (shared_->said.insert(why).second) log::info("compile: ", name_, " stays eager: ", why);
+}
+
+Guards Region::guards_of(const std::vector<at::Tensor>& inputs) const {
+  Guards guards;
+  for (const auto& input : inputs) guards.inputs.push_back(InputLike::of(input));
+  for (const auto& each : parameters_) guards.needs_gradient.push_back(each.requires_grad());
+  for (const auto& each : modules_) guards.training.push_back(each->is_training());
+  guards.grad_mode = c10::GradMode::is_enabled();
+  guards.keeps = grad::kept_here(grad::CheckpointRun::kFirst) != nullptr;
+  guards.takes = grad::kept_here(grad::CheckpointRun::kAgain) != nullptr;
+  guards.threads = at::get_num_threads();
+  guards.deterministic = at::globalContext().deterministicAlgorithms();
+  return guards;
+}
+
+bool Region::matches(const Guards& guards, const std::vector<at::Tensor>& inputs) const {
+  if (guards.grad_mode != c10::GradMode::is_enabled() || guards.threads != at::get_num_threads() ||
+      guards.deterministic != at::globalContext().deterministicAlgorithms() ||
+      guards.inputs.size() != inputs.size()) {
+    return false;
+  }
+  if (guards.keeps != (grad::kept_here(grad::CheckpointRun::kFirst) != nullptr) ||
+      guards.takes != (grad::kept_here(grad::CheckpointRun::kAgain) != nullptr)) {
+    return false;
+  }
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    if (!guards.inputs[i].matches(inputs[i])) return false;
+  }
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    if (guards.needs_gradient[i] != parameters_[i].requires_grad()) return false;
+  }
+  for (std::size_t i = 0; i < modules_.size(); ++i) {
+    if (guards.training[i] != modules_[i]->is_training()) return false;
+  }
+  return true;
+}
+
+std::string Region::why_eager(const std::vector<at::Tensor>& inputs) const {
+  if (!never_.empty()) return never_;
+  for (const auto& input : inputs) {
+    if (!input.defined()) continue;
+    if (!input.is_cpu()) return "another device than the CPU";
+    if (input.scalar_type() == at::kDouble) return "fp64, which has second derivatives";
+    if (input.numel() == 0) return "no rows";
+    if (input.is_inference()) return "inference mode";
+  }
+  if (c10::InferenceMode::is_enabled()) return "inference mode";
+  if (at::autocast::is_autocast_enabled(at::kCPU)) return "autocast";
+  if (c10::GradMode::is_enabled() && defers_weight_gradients(parameters_)) {
+    return kDeferred;
+  }
+  return {};
+}
+
+std::vector<at::Tensor> Region::eager(const std::string& why, const std::vector<at::Tensor>& inputs,
+                                      const grad::RegionBody& body) {
+  ++shared_->calls.eager[why];
+  return body(inputs);
+}
+
+std::vector<at::Tensor> Region::run(const std::vector<at::Tensor>& inputs,
+                                    const grad::RegionBody& body) {
+  if (const auto why = why_eager(inputs); !why.empty()) return eager(why, inputs, body);
+  const auto found = std::ranges::find_if(
+      variants_, [&](const auto& variant) { return matches(variant->guards, inputs); });
+  std::shared_ptr<Variant> variant;
+  if (found != variants_.end()) {
+    variant = *found;
+  } else {
+    if (variants_.size() == kVariants) return eager("more than four variants", inputs, body);
+    variants_.emplace_back(std::make_shared<Variant>())->guards = guards_of(inputs);
+    return eager("the first call, which makes what later ones find", inputs, body);
+  }
+  if (!variant->refused.empty()) return eager(variant->refused, inputs, body);
+  if (variant->is_recording) return eager("being recorded", inputs, body);
+  if (!c10::GradMode::is_enabled()) return call_without(*this, *variant, inputs, body);
+  return call_with_gradients(shared_from_this(), variant, inputs, body);
+}
+
+std::vector<at::Tensor> ReplayedRegions::run(const std::shared_ptr<torch::nn::Module>& owner,
+                                             std::string_view name,
+                                             const std::vector<at::Tensor>& inputs,
+                                             const grad::RegionBody& body) {
+  auto& region = regions_[{owner.get(), std::string(name)}];
+  // An address may come again.
+  if (region == nullptr || !region->is_of(owner)) {
+    region = std::make_shared<Region>(owner, concat(owner->name(), name.empty() ? "" : ", ", name),
+                                      shared_);
+  }
+  return region->run(inputs, body);
+}
+
+void ReplayedRegions::forget() { regions_.clear(); }
+
+std::map<std::string, std::string> ReplayedRegions::refused() const {
+  std::map<std::string, std::string> all;
+  for (const auto& [key, region] : regions_) {
+    for (const auto& variant : region->variants()) {
+      if (!variant->refused.empty()) all[region->name()] = variant->refused;
+    }
+  }
+  return all;
+}
+
+}  // namespace tessera::capture

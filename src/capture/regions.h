@@ -1,0 +1,61 @@
+// Regions: parts of a model whose forward and backward are recorded once and run again without
+// autograd. [Note: regions]
+//
+// A region is one autograd node inside a unit's forward. Its first call is eager, since it may make
+// tables that later ones find. The second is recorded (tape.h): the body runs with a graph of its
+// own, which the node's backward runs through. The next two are
+// recorded again, on other data, and compared: the operations with those of before, and bit for bit
+// what the program (program.h) makes of the same inputs; a difference names the operation, and the
+// region stays eager from then on. All later calls are replayed. A call replays what was recorded
+// under the same guards: sizes, strides and dtypes of arguments, what needs a gradient, grad mode,
+// threads; four variants at most. Whatever else is asked of a region calls its body, and the reason
+// is counted. No region talks to other ranks, so that one may replay while another does not.
+//
+// Gradients reach their slots by the sink, as any others do. In its backward a replayed node finds
+// what forward left in its entry; where the gradients that come are others than those that were
+// recorded (one is missing, another layout), the body runs again from the kept arguments.
+// Sources: DeepSpeed PR 8038 (raw gradients of a compiled backward), torchtitan's tests of traced
+// against eager gradients bit for bit. Next: tape.h, program.h, live_entry.h.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "capture/live_entry.h"
+#include "grad/region.h"
+#include "tessera/compile.h"
+
+namespace tessera::capture {
+
+class Region;
+
+/// What the regions of one model share.
+struct SharedByRegions {
+  ReplayCalls calls;
+  std::shared_ptr<Scratch> scratch = std::make_shared<Scratch>();
+  std::set<std::string> said;  ///< reasons
+};
+
+class ReplayedRegions : public grad::Regions {
+ public:
+  ReplayedRegions() = default;
+  std::vector<at::Tensor> run(const std::shared_ptr<torch::nn::Module>& owner,
+                              std::string_view name, const std::vector<at::Tensor>& inputs,
+                              const grad::RegionBody& body) override;
+  void forget() override;
+
+  const ReplayCalls& calls() const { return shared_->calls; }
+  /// Why regions are not replayed, those that never will be: by region.
+  std::map<std::string, std::string> refused() const;
+
+ private:
+  std::shared_ptr<SharedByRegions> shared_ = std::make_shared<SharedByRegions>();
+  std::map<std::pair<const torch::nn::Module*, std::string>, std::shared_ptr<Region>> regions_;
+};
+
+}  // namespace tessera::capture

@@ -1,0 +1,358 @@
+#include "capture/tape.h"
+
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <sstream>
+
+#include "base/hash.h"
+#include "kernels/operations.h"
+#include "tessera/error.h"
+
+namespace tessera::capture {
+namespace {
+
+thread_local Tape* t_tape = nullptr;
+
+void run_watched(const c10::OperatorHandle& operation, c10::DispatchKeySet keys,
+                 c10::Stack* stack) {
+  const auto below =
+      keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kernels::kWatchKey);
+  const c10::impl::ExcludeDispatchKeyGuard once(kernels::kWatchKey);
+  if (t_tape == nullptr) return operation.redispatchBoxed(below, stack);
+  t_tape->run(operation, below, stack);
+}
+
+/// Once a process: nothing comes by before a thread includes the key.
+void register_fallback() {
+  static const torch::Library library = [] {
+    torch::Library all(torch::Library::IMPL, "_", std::make_optional(kernels::kWatchKey), __FILE__,
+                       __LINE__);
+    all.fallback(torch::CppFunction::makeFromBoxedFunction<&run_watched>());
+    return all;
+  }();
+}
+
+std::size_t hash_of(const Value& value) {
+  Hasher hash;
+  hash.add(static_cast<std::int64_t>(value.memory)).add(value.offset);
+  for (const auto size : value.sizes) hash.add(size);
+  for (const auto stride : value.strides) hash.add(stride);
+  return static_cast<std::size_t>(hash.digest());
+}
+
+/// A number that stands where a tensor may: its own value is all that it is.
+bool is_number(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->is_wrapped_number();
+}
+
+bool is_written(const c10::Argument& argument) {
+  return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+}
+
+bool same_constants(const c10::IValue& a, const c10::IValue& b) {
+  if (a.isTensor() && b.isTensor()) {
+    const at::Tensor &one = a.toTensor(), &other = b.toTensor();
+    if (!one.defined() || !other.defined()) return one.defined() == other.defined();
+    return one.scalar_type() == other.scalar_type() && one.sizes() == other.sizes() &&
+           at::equal(one, other);
+  }
+  return a.tagKind() == b.tagKind() && a == b;
+}
+
+bool same_slots(const std::vector<Slot>& before, const std::vector<Slot>& now) {
+  return std::equal(
+      before.begin(), before.end(), now.begin(), now.end(), [](const Slot& a, const Slot& b) {
+        return a.form == b.form && a.values == b.values && same_constants(a.constant, b.constant);
+      });
+}
+
+std::string words_of(const TapeStep& step) {
+  if (step.call) return name_of(step.call->operation);
+  return concat("a gradient for slot ", step.gradient.slot);
+}
+
+}  // namespace
+
+std::string name_of(const c10::OperatorHandle& operation) {
+  return c10::toString(operation.operator_name());
+}
+
+bool only_finds_memory(const c10::OperatorHandle& operation) {
+  const std::string& name = operation.operator_name().name;
+  return name == "aten::empty" || name == "aten::empty_strided" || name == "aten::empty_like" ||
+         name == "aten::new_empty" || name == "aten::new_empty_strided";
+}
+
+void Tape::refuse(std::string_view why) {
+  if (refused_.empty()) refused_ = why;
+}
+
+MemoryId Tape::known_memory(const at::Tensor& tensor) const {
+  const auto found = known_.find(tensor.storage().unsafeGetStorageImpl());
+  return found == known_.end() ? kNone : found->second;
+}
+
+MemoryId Tape::memory_of(const at::Tensor& tensor, MemoryKind if_new) {
+  if (const MemoryId known = known_memory(tensor); known != kNone) return known;
+  const auto& storage = tensor.storage();
+  const auto id = static_cast<MemoryId>(memories_.size());
+  known_.emplace(storage.unsafeGetStorageImpl(), id);
+  names_.emplace_back(storage.getWeakStorageImpl());
+  Memory memory{
+      if_new, static_cast<std::int64_t>(storage.nbytes()), kNone, if_new != MemoryKind::kMade, {}};
+  if (if_new == MemoryKind::kOutside) memory.outside = storage;
+  memories_.push_back(std::move(memory));
+  return id;
+}
+
+ValueId Tape::value_of(const at::Tensor& tensor, MemoryKind if_new) {
+  if (!tensor.defined()) return kNone;
+  if (tensor.layout() != at::kStrided || !tensor.has_storage() || tensor.is_conj() ||
+      tensor.is_neg()) {
+    refuse("a tensor that is not a dense one");
+    return kNone;
+  }
+  Value value{memory_of(tensor, if_new), tensor.scalar_type(), tensor.sizes().vec(),
+              tensor.strides().vec(), tensor.storage_offset()};
+  const std::size_t hash = hash_of(value);
+  const auto [begin, end] = by_hash_.equal_range(hash);
+  const auto found = std::find_if(begin, end, [&](const auto& entry) {
+    return values_[static_cast<std::size_t>(entry.second)] == value;
+  });
+  if (found != end) return found->second;
+  const auto id = static_cast<ValueId>(values_.size());
+  values_.push_back(std::move(value));
+  by_hash_.emplace(hash, id);
+  return id;
+}
+
+void Tape::add(MemoryKind kind, const std::vector<at::Tensor>& tensors) {
+  if (kind == MemoryKind::kInput) inputs_ = tensors.size();
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (!tensors[i].defined()) continue;
+    if (tensors[i].has_storage() && known_memory(tensors[i]) != kNone) {
+      refuse(kind == MemoryKind::kInput ? "arguments that share memory"
+                                        : "gradients that share memory");
+    }
+    const ValueId value = value_of(tensors[i], kind);
+    if (value == kNone) continue;
+    memories_[static_cast<std::size_t>(values_[static_cast<std::size_t>(value)].memory)].number =
+        static_cast<std::int32_t>(i);
+  }
+}
+
+std::vector<ValueId> Tape::values_of(const std::vector<at::Tensor>& tensors) {
+  std::vector<ValueId> ids;
+  for (const auto& tensor : tensors) ids.push_back(value_of(tensor, MemoryKind::kOutside));
+  return ids;
+}
+
+Slot Tape::slot_of(const c10::IValue& value, MemoryKind if_new) {
+  if (value.isTensor()) {
+    const at::Tensor& tensor = value.toTensor();
+    if (!tensor.defined() || is_number(tensor)) return {Slot::Form::kConstant, {}, value};
+    return {Slot::Form::kTensor, {value_of(tensor, if_new)}, {}};
+  }
+  Slot slot;
+  if (value.isTensorList()) {
+    slot.form = Slot::Form::kTensors;
+    for (const at::Tensor& tensor : value.toTensorVector()) {
+      slot.values.push_back(value_of(tensor, if_new));
+    }
+  } else if (value.isOptionalTensorList()) {
+    slot.form = Slot::Form::kOptionalTensors;
+    for (const auto& tensor : value.toOptionalTensorVector()) {
+      slot.values.push_back(tensor ? value_of(*tensor, if_new) : kNone);
+    }
+  } else {
+    slot.constant = value;
+  }
+  return slot;
+}
+
+void Tape::refuse_operation(const c10::OperatorHandle& operation) {
+  const auto is = [&](at::Tag tag) { return operation.hasTag(tag); };
+  if (is(at::Tag::nondeterministic_seeded)) {
+    refuse(concat("random numbers, of ", name_of(operation)));
+  } else if (is(at::Tag::data_dependent_output)) {
+    refuse(concat("values that the host reads, by ", name_of(operation)));
+  } else if (is(at::Tag::dynamic_output_shape)) {
+    refuse(concat("sizes that follow from data, of ", name_of(operation)));
+  } else if (is(at::Tag::inplace_view)) {
+    refuse(concat("a tensor that becomes another one, by ", name_of(operation)));
+  }
+}
+
+/// Before the operation ran: whether it may read memory in which nothing was written yet.
+bool Tape::unwritten_in(const TapeCall& call) const {
+  const auto& schema = call.operation.schema().arguments();
+  for (std::size_t i = 0; i < call.arguments.size(); ++i) {
+    if (is_written(schema[i])) continue;
+    for (const ValueId value : call.arguments[i].values) {
+      if (value == kNone) continue;
+      const MemoryId memory = values_[static_cast<std::size_t>(value)].memory;
+      if (!memories_[static_cast<std::size_t>(memory)].written) return true;
+    }
+  }
+  return false;
+}
+
+void Tape::note_writes(TapeCall& call) {
+  const auto& schema = call.operation.schema().arguments();
+  for (std::size_t i = 0; i < call.arguments.size(); ++i) {
+    if (!is_written(schema[i])) continue;
+    for (const ValueId value : call.arguments[i].values) {
+      if (value == kNone) continue;
+      const MemoryId id = values_[static_cast<std::size_t>(value)].memory;
+      Memory& memory = memories_[static_cast<std::size_t>(id)];
+      if (memory.kind != MemoryKind::kMade) {
+        refuse(concat("a change of what came in from outside, by ", name_of(call.operation)));
+      }
+      memory.written = true;
+      call.writes.push_back(id);
+    }
+  }
+}
+
+void Tape::note_results(TapeCall& call, c10::ArrayRef<c10::IValue> results) {
+  const auto before = memories_.size();
+  for (const auto& result : results) {
+    call.results.push_back(slot_of(result, MemoryKind::kMade));
+  }
+  const bool is_written_now = !only_finds_memory(call.operation);
+  for (std::size_t i = before; i < memories_.size(); ++i) {
+    memories_[i].written = is_written_now;
+    call.makes.push_back(static_cast<MemoryId>(i));
+  }
+}
+
+std::vector<Tape::Copy> Tape::copies_of(c10::ArrayRef<c10::IValue> values) {
+  std::vector<Copy> copies;
+  const auto copy = [&](const at::Tensor& tensor) {
+    if (!tensor.defined() || is_number(tensor)) return;
+    copies.push_back({value_of(tensor, MemoryKind::kMade), tensor.detach().clone()});
+  };
+  for (const auto& value : values) {
+    if (value.isTensor()) {
+      copy(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& each : value.toTensorVector()) copy(each);
+    }
+  }
+  return copies;
+}
+
+void Tape::run(const c10::OperatorHandle& operation, c10::DispatchKeySet keys, c10::Stack* stack) {
+  if (!refused_.empty()) return operation.redispatchBoxed(keys, stack);
+  const auto& schema = operation.schema();
+  TapeCall call{operation, {}, {}, {}, {}};
+  refuse_operation(operation);
+  std::vector<c10::IValue> written;
+  for (std::size_t i = 0; i < schema.arguments().size(); ++i) {
+    const auto& argument = torch::jit::peek(*stack, i, schema.arguments().size());
+    call.arguments.push_back(slot_of(argument, MemoryKind::kOutside));
+    if (keeps_values_ && is_written(schema.arguments()[i])) written.push_back(argument);
+  }
+  const auto unwritten = unwritten_in(call);
+  operation.redispatchBoxed(keys, stack);
+  if (!refused_.empty()) return;
+  note_writes(call);
+  const auto results = torch::jit::last(*stack, schema.returns().size());
+  note_results(call, results);
+  if (call.makes.empty() && call.writes.empty()) return;  // a view, or what it is like
+  if (unwritten && !only_finds_memory(operation)) {
+    refuse(concat("memory that ", name_of(operation),
+                  " reads and no operation has written, as a kernel beside the dispatcher does"));
+  }
+  kept_.emplace_back();
+  if (keeps_values_ && !only_finds_memory(operation)) {
+    kept_.back() = copies_of(results);
+    for (auto& copy : copies_of(written)) kept_.back().push_back(std::move(copy));
+  }
+  steps_.push_back({std::move(call), {}});
+}
+
+void Tape::keep(const at::Tensor& value, grad::CheckpointRun run) {
+  if (run == grad::CheckpointRun::kFirst) {
+    kept_results_.push_back(value);
+    return;
+  }
+  if (known_memory(value) != kNone) refuse("results of a checkpoint that share memory");
+  const ValueId id = value_of(value, MemoryKind::kInput);
+  if (id == kNone) return;
+  memories_[static_cast<std::size_t>(values_[static_cast<std::size_t>(id)].memory)].number =
+      static_cast<std::int32_t>(inputs_ + taken_.size());
+  taken_.push_back(value);
+}
+
+void Tape::gradient(grad::GradSink& sink, grad::SlotId slot, const at::Tensor& raw) {
+  const auto before = memories_.size();
+  const ValueId value = value_of(raw, MemoryKind::kOutside);
+  if (memories_.size() != before) {
+    refuse("a gradient that no operation of the region has made");
+  }
+  steps_.push_back({std::nullopt, {&sink, slot, value}});
+  kept_.emplace_back();
+}
+
+TapeScope::TapeScope(Tape& tape) : recording_(&tape), outer_(std::exchange(t_tape, &tape)) {
+  register_fallback();
+  watched_.emplace(kernels::kWatchKey);
+}
+
+TapeScope::~TapeScope() { t_tape = outer_; }
+
+namespace {
+
+/// Of one step; empty: none.
+std::string difference_of(const TapeStep& before, const TapeStep& now) {
+  const bool is_same_kind = before.call.has_value() == now.call.has_value() &&
+                            (!before.call || before.call->operation.operator_name() ==
+                                                 now.call->operation.operator_name());
+  if (!is_same_kind) return concat("found ", words_of(now), ", expected ", words_of(before));
+  const bool is_same = before.call ? same_slots(before.call->arguments, now.call->arguments) &&
+                                         same_slots(before.call->results, now.call->results)
+                                   : before.gradient.slot == now.gradient.slot &&
+                                         before.gradient.raw == now.gradient.raw;
+  return is_same ? "" : concat(words_of(now), ": found other arguments than before");
+}
+
+std::string difference_of(const Memory& before, const Memory& now) {
+  if (before.kind != now.kind || before.number != now.number) {
+    return "found memory of another kind than before";
+  }
+  if (before.kind == MemoryKind::kOutside &&
+      before.outside.unsafeGetStorageImpl() != now.outside.unsafeGetStorageImpl()) {
+    return "found other memory from outside than before: a tensor that is no argument changes from "
+           "call to call";
+  }
+  return {};
+}
+
+}  // namespace
+
+std::string difference_of(const Tape& before, const Tape& now) {
+  const auto &old_steps = before.steps(), &new_steps = now.steps();
+  for (std::size_t i = 0; i < new_steps.size(); ++i) {
+    if (i >= old_steps.size()) return concat("found ", words_of(new_steps[i]), " behind the last");
+    if (auto why = difference_of(old_steps[i], new_steps[i]); !why.empty()) return why;
+  }
+  const bool has_backward = now.has_backward();
+  if (now.forward_steps() != before.forward_steps() ||
+      (has_backward && old_steps.size() != new_steps.size())) {
+    return concat("found the end before ", words_of(old_steps[new_steps.size()]));
+  }
+  for (std::size_t i = 0; i < now.values().size(); ++i) {
+    if (i >= before.values().size() || before.values()[i] != now.values()[i]) {
+      return "found values in other places than before";
+    }
+  }
+  for (std::size_t i = 0; i < now.memories().size(); ++i) {
+    if (auto why = difference_of(before.memories()[i], now.memories()[i]); !why.empty()) return why;
+  }
+  return {};
+}
+
+}  // namespace tessera::capture

@@ -1,0 +1,187 @@
+// Tape: the operations of one region's forward and backward, as they went by below autograd.
+//
+// [Note: tape] While a TapeScope lives, every operation of its thread comes by a boxed fallback on a
+// dispatch key of its own, which runs it and notes it: what it read, wrote and made. A value is known
+// by where it lies (memory, offset, sizes, strides, dtype), not by its tensor object: what autograd
+// saves comes back as another one. Memory is held by name alone, so that its bytes may go and its
+// address still names nobody else. Views are not noted: they are values of the same memory.
+//
+// What can not be replayed is refused by name, at once, and what is computed meanwhile is as ever:
+// random numbers, values that the host reads, sizes that follow from data, memory that an operation
+// reads though none has written it (a kernel outside of the dispatcher did), changes of what came in
+// from outside. What is in no operation and in no memory, as a number that the host worked out, is
+// found by comparing two tapes. Source: DeepSpeed PR 8038 takes raw gradients at the same place, in
+// a graph. Next: program.h, regions.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
+#include <c10/core/Storage.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "grad/keep.h"
+#include "grad/region.h"
+
+namespace tessera::capture {
+
+using MemoryId = std::int32_t;
+using ValueId = std::int32_t;
+inline constexpr std::int32_t kNone = -1;
+
+enum class MemoryKind : std::uint8_t {
+  kMade,      ///< by an operation of the region
+  kInput,     ///< of an argument
+  kGradient,  ///< of a result's gradient
+  kOutside,   ///< parameters, buffers, tables: the same memory in each call
+};
+
+struct Memory {
+  MemoryKind kind = MemoryKind::kMade;
+  std::int64_t bytes = 0;
+  std::int32_t number = kNone;  ///< of kInput and kGradient: which one
+  bool written = false;         ///< by an operation, or from outside
+  c10::Storage outside;         ///< of kOutside
+};
+
+/// Part of a memory, as an operation sees it.
+struct Value {
+  MemoryId memory = kNone;
+  at::ScalarType dtype = at::kFloat;
+  std::vector<std::int64_t> sizes, strides;
+  std::int64_t offset = 0;  ///< in elements
+  bool operator==(const Value&) const = default;
+};
+
+/// One argument or result: tensors by their values, in the form that the operation has it in; or
+/// what it was.
+struct Slot {
+  enum class Form : std::uint8_t { kConstant, kTensor, kTensors, kOptionalTensors };
+  Form form = Form::kConstant;
+  std::vector<ValueId> values;  ///< kNone: undefined
+  c10::IValue constant;
+};
+
+struct TapeCall {
+  c10::OperatorHandle operation;
+  std::vector<Slot> arguments, results;
+  std::vector<MemoryId> makes, writes;
+};
+
+/// A raw gradient reaches its slot.
+struct TapeGradient {
+  grad::GradSink* sink = nullptr;
+  grad::SlotId slot = 0;
+  ValueId raw = kNone;
+};
+
+struct TapeStep {
+  std::optional<TapeCall> call;  ///< none: a gradient
+  TapeGradient gradient = {};
+};
+
+class Tape : public grad::Recording {
+ public:
+  /// `keeps_values`: what operations give is copied, to be compared, until drop_values(). Nothing is
+  /// held by it: whether autograd takes a gradient over or copies it depends on who else holds it.
+  explicit Tape(bool keeps_values = false) : keeps_values_(keeps_values) {}
+  Tape(const Tape&) = delete;
+  Tape& operator=(const Tape&) = delete;
+
+  /// What comes in, before any operation: kNone for an undefined one.
+  void add(MemoryKind kind, const std::vector<at::Tensor>& tensors);
+  /// Where they lie after all operations; kNone for undefined ones.
+  std::vector<ValueId> values_of(const std::vector<at::Tensor>& tensors);
+  /// What follows belongs to the backward.
+  void begin_backward() { forward_steps_ = steps_.size(); }
+
+  const std::vector<TapeStep>& steps() const { return steps_; }
+  std::size_t forward_steps() const { return forward_steps_.value_or(steps_.size()); }
+  bool has_backward() const { return forward_steps_.has_value(); }
+  const std::vector<Memory>& memories() const { return memories_; }
+  const std::vector<Value>& values() const { return values_; }
+  struct Copy {
+    ValueId value = kNone;
+    at::Tensor tensor;
+  };
+  /// Of each step, what its operation gave and wrote.
+  const std::vector<std::vector<Copy>>& kept() const { return kept_; }
+  void drop_values() {
+    kept_.assign(kept_.size(), {});
+    taken_.clear();
+    kept_results_.clear();
+  }
+
+  /// Why it can not be replayed; empty: it can.
+  const std::string& refused() const { return refused_; }
+
+  /// What keep() took out of a checkpoint, in order: arguments behind the others; and what it kept.
+  const std::vector<at::Tensor>& taken() const { return taken_; }
+  const std::vector<at::Tensor>& kept_results() const { return kept_results_; }
+
+  // --- grad::Recording ---
+  void keep(const at::Tensor& value, grad::CheckpointRun run) override;
+  void gradient(grad::GradSink& sink, grad::SlotId slot, const at::Tensor& raw) override;
+  void refuse(std::string_view why) override;
+
+  /// Runs an operation on its stack and notes it. Called by the fallback.
+  void run(const c10::OperatorHandle& operation, c10::DispatchKeySet keys, c10::Stack* stack);
+
+ private:
+  MemoryId known_memory(const at::Tensor& tensor) const;
+  MemoryId memory_of(const at::Tensor& tensor, MemoryKind if_new);
+  ValueId value_of(const at::Tensor& tensor, MemoryKind if_new);
+  Slot slot_of(const c10::IValue& value, MemoryKind if_new);
+  void refuse_operation(const c10::OperatorHandle& operation);
+  bool unwritten_in(const TapeCall& call) const;
+  void note_writes(TapeCall& call);
+  void note_results(TapeCall& call, c10::ArrayRef<c10::IValue> results);
+  std::vector<Copy> copies_of(c10::ArrayRef<c10::IValue> values);
+
+  bool keeps_values_;
+  std::vector<TapeStep> steps_;
+  std::vector<std::vector<Copy>> kept_;
+  std::optional<std::size_t> forward_steps_;
+  std::vector<Memory> memories_;
+  std::vector<Value> values_;
+  std::unordered_map<const c10::StorageImpl*, MemoryId> known_;
+  std::unordered_multimap<std::size_t, ValueId> by_hash_;
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> names_;  ///< no address comes again
+  std::size_t inputs_ = 0;
+  std::vector<at::Tensor> taken_, kept_results_;
+  std::string refused_;
+};
+
+/// While alive, `tape` sees the operations of this thread.
+class TapeScope {
+ public:
+  explicit TapeScope(Tape& tape);
+  ~TapeScope();
+  TapeScope(const TapeScope&) = delete;
+  TapeScope& operator=(const TapeScope&) = delete;
+
+ private:
+  grad::RecordingScope recording_;
+  Tape* outer_;
+  std::optional<c10::impl::IncludeDispatchKeyGuard> watched_;
+};
+
+/// The first step in which two tapes of one region differ, in words; empty: they do not. Values are
+/// not compared, only where they come from: constants, memory from outside, sizes. `now` may have
+/// come to the end of its forward only.
+std::string difference_of(const Tape& before, const Tape& now);
+
+/// Operations after which memory holds whatever was there.
+bool only_finds_memory(const c10::OperatorHandle& operation);
+
+/// "aten::mm.out", of messages.
+std::string name_of(const c10::OperatorHandle& operation);
+
+}  // namespace tessera::capture

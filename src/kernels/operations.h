@@ -1,0 +1,40 @@
+// The list (kernels.h) as operations of libtorch's dispatcher, for whoever watches operations go by
+// (capture/tape.h). [Note: watched kernels]
+//
+// A kernel reads and writes through pointers, which nobody sees: a recording that missed one would
+// replay memory that nothing fills. So a function of the list that is called while its thread is
+// watched goes through the dispatcher, under its name and with its writes declared; else it is
+// called at once. The operations are registered when somebody asks for them, not by a static object:
+// the linker drops those of an archive that nothing names. On meta tensors they are those of aten/.
+// Source: capture/tape.h says what watches.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/DispatchKey.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+namespace tessera::kernels {
+
+/// Below autograd and above every backend. libtorch keeps it for a mode of its own in C++, which
+/// 2.11 and 2.13 do not register.
+inline constexpr auto kWatchKey = c10::DispatchKey::Fake;
+
+/// Whether operations of this thread are seen. Under grad mode autograd sees them first: what a
+/// kernel is made of then, one by one.
+inline bool are_watched() {
+  return c10::impl::tls_is_dispatch_key_included(kWatchKey) &&
+         !c10::impl::tls_is_dispatch_key_excluded(kWatchKey) && !c10::GradMode::is_enabled();
+}
+
+/// Once a process; again: nothing happens. Threads: any.
+void register_operations();
+
+/// "tessera::NAME" of the list, with the type of its function.
+template <class Function>
+c10::TypedOperatorHandle<Function> operation(const char* name) {
+  register_operations();
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Function>();
+}
+
+}  // namespace tessera::kernels
