@@ -43,6 +43,7 @@ struct CompileOptions {
   std::string profile = {};
   std::int64_t micro_batches = 1;  ///< of a step, as far as choices depend on it
   /// Where optimizer state lies that plans offload, by the pass "offload": OffloadOptions::folder.
+  /// Not in a pipeline.
   std::string offload_folder = {};
 };
 

@@ -481,6 +481,42 @@ TEST(Offload, AFailureInAnUpdateIsNamedAndLosesNoCheckpoint) {
   }
 }
 
+// One rank's disk breaks, the others made the update: all begin anew from the checkpoint.
+TEST(Offload, RanksRecoverFromOnesBrokenDisk) {
+  const TemporaryFolder folder;
+  std::atomic<bool> is_broken = false;
+  const test_hooks::Set disk(test_hooks::before_scratch_transfer,
+                             [&](const std::string& whose, std::int64_t, bool) {
+                               TESSERA_CHECK(!is_broken || whose != "rank 1", ErrorKind::kIo, whose,
+                                             ": the disk is broken");
+                             });
+  ranks(3).run([&](World& world) {
+    ShardedChain model(data_mesh(world), 1, 2, kWidth, stored_in(DType::kBFloat16));
+    const auto optimizer = make_adamw(model.handle, adamw(0.01));
+    optimizer->offload({.folder = folder.path()});
+    step_by_name(model.handle, *optimizer, 1);
+    save_checkpoint(model.handle, *optimizer, folder / "saved", 1);
+    step_by_name(model.handle, *optimizer, 2);
+    const auto expected = all_of(model.handle, *optimizer);
+    load_checkpoint(model.handle, *optimizer, folder / "saved");
+    comm::barrier(world.control(), "loaded");
+    is_broken = true;
+    const auto error = error_of([&] {
+      step_by_name(model.handle, *optimizer, 2);
+      comm::barrier(world.control(), "end of the step");
+    });
+    if (world.rank() == 1) world.abort(error);  // as launch() does
+    EXPECT_THAT(error, HasSubstr("rank 1: the disk is broken"));
+    world.recover();
+    is_broken = false;
+    comm::barrier(world.control(), "mended");
+    model.handle.zero_grad();
+    load_checkpoint(model.handle, *optimizer, folder / "saved");
+    step_by_name(model.handle, *optimizer, 2);
+    expect_same_list(all_of(model.handle, *optimizer), expected, "after recovery");
+  });
+}
+
 TEST(Offload, APatternThatMatchesNothingIsRefused) {
   ranks(1).run([](World& world) {
     ShardedChain model(data_mesh(world), 1, 1, kWidth);

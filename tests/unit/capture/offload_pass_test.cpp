@@ -153,6 +153,18 @@ TEST(OffloadPass, UpdatesReloadOneUnitAheadAndTextsSayWhy) {
   EXPECT_NE(plan.hash(), other.hash());
 }
 
+TEST(OffloadPass, ProfilesHaveWhatTransfersTookOfTheSlowestRank) {
+  const auto problem = problem_of(state_of({80, 400, 400}));
+  auto fast = problem.profile, slow = problem.profile;
+  fast.is_assumed = slow.is_assumed = false;
+  EXPECT_EQ(parse_profile(to_json(slow), "profile"), slow) << "nothing was moved";
+  fast.transfer = CollectiveCost{.latency_ms = 0.5, .ms_per_byte = 1e-7};
+  slow.transfer = CollectiveCost{.latency_ms = 0.25, .ms_per_byte = 3e-7};
+  EXPECT_EQ(parse_profile(to_json(slow), "profile"), slow);
+  EXPECT_EQ(most_of({fast, slow}).transfer, (CollectiveCost{0.5, 3e-7}));
+  EXPECT_EQ(profile_of(slow, problem.units, "profile").transfer, slow.transfer);
+}
+
 // Whatever state, units, traces, budgets and costs: within the budget, the same every time, nothing
 // offloaded where all fits, and nobody refused who could be served.
 TEST(OffloadPass, DrawnProblemsStayWithinTheirBudgets) {
