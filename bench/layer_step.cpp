@@ -1,7 +1,7 @@
 // One layer of the dense model of bench/fsdp2_compare, forward and backward, in fp32 on one rank
 // and one thread, at 16, 64, 128 and 512 tokens: what it takes when products are written into their
 // slots, when they are formed beside and copied there (a `grad_dtype` that is theirs rounds nothing
-// and asks for that), and unsharded. In turns; prints a line of JSON for each number of tokens,
+// and asks for that), unsharded, and replayed. In turns; prints a line of JSON for each number of tokens,
 // with medians of CPU milliseconds, and median, least and largest ratio of neighbours.
 //
 //   layer_step [TURNS]
@@ -80,7 +80,7 @@ Case case_of(const char* name, std::shared_ptr<M> layer) {
           [layer] { layer->zero_grad(); }};
 }
 
-void measure(std::array<Case, 3>& cases, std::int64_t tokens, int turns) {
+void measure(std::array<Case, 4>& cases, std::int64_t tokens, int turns) {
   const at::Tensor x = at::randn({1, tokens, spec_of_dense().hidden_size});
   const at::Tensor grad = at::randn_like(x);
   constexpr int kWarm = 5;
@@ -123,7 +123,10 @@ void run(tessera::World& world, int turns) {
     return std::make_shared<tessera::Sharded<DecoderLayer>>(
         tessera::fully_shard(new_layer(), mesh, policy));
   };
-  std::array<Case, 3> cases = {case_of("direct", sharded({})), case_of("copied", sharded(copied)),
+  const auto replayed = sharded({});
+  tessera::compile(*replayed, {.mode = tessera::CompileMode::kReplay});
+  std::array<Case, 4> cases = {case_of("replayed", replayed), case_of("direct", sharded({})),
+                               case_of("copied", sharded(copied)),
                                case_of("unsharded", new_layer())};
   for (const std::int64_t tokens : {16, 64, 128, 512}) measure(cases, tokens, turns);
 }

@@ -16,10 +16,10 @@
 namespace tessera {
 
 void compile(const ShardedBase& model, const CompileOptions& options, Optimizer* optimizer) {
-  if (options.mode != CompileMode::kReplay) {
+  if (options.mode == CompileMode::kReplay) {
+    capture::replay_regions(model);
+  } else {
     fsdp::set_regions(model, nullptr);
-  } else if (fsdp::regions_of(model) == nullptr) {
-    fsdp::set_regions(model, std::make_shared<capture::ReplayedRegions>());
   }
   if (options.mode == CompileMode::kOff) return fsdp::set_planner(model, {});
   auto made = capture::planning_of(options);
@@ -56,6 +56,11 @@ ReplayCalls ReplayCalls::operator-(const ReplayCalls& before) const {
     if (more > 0) since.eager.emplace(why, more);
   }
   return since;
+}
+
+void capture::replay_regions(const ShardedBase& model) {
+  if (fsdp::regions_of(model) != nullptr) return;
+  fsdp::set_regions(model, std::make_shared<ReplayedRegions>());
 }
 
 ReplayCalls replay_calls(const ShardedBase& model) {

@@ -48,6 +48,21 @@ std::vector<at::Tensor> tensors_in(c10::ArrayRef<c10::IValue> results) {
   return all;
 }
 
+/// Of one backward, however it ends.
+class Lease {
+ public:
+  Lease(std::shared_ptr<const LiveEntry>& place, std::shared_ptr<const LiveEntry> lease)
+      : place_(place) {
+    place_ = std::move(lease);
+  }
+  ~Lease() { place_.reset(); }
+  Lease(const Lease&) = delete;
+  Lease& operator=(const Lease&) = delete;
+
+ private:
+  std::shared_ptr<const LiveEntry>& place_;
+};
+
 /// Puts results where they belong; those that lie there already stay.
 void put(std::vector<at::Tensor> results, const std::vector<at::Tensor>& places) {
   const auto lies_in = [&](const at::Tensor& result, const at::Tensor& place) {
@@ -174,20 +189,23 @@ std::vector<at::Tensor> LiveEntry::hand_out(const std::vector<HandedValue>& hand
 
 std::vector<at::Tensor> LiveEntry::handed(const std::vector<HandedValue>& handed,
                                           const std::vector<at::Tensor>& fresh,
-                                          const std::vector<at::Tensor>& gradients) const {
+                                          const std::vector<at::Tensor>& given) const {
   std::vector<at::Tensor> results = fresh;
   for (std::size_t i = 0; i < handed.size(); ++i) {
     const auto& one = handed[i];
     if (one.value == kNone || one.is_fresh) continue;
     const auto& value = program_->values[static_cast<std::size_t>(one.value)];
-    if (one.given == kNone) {
-      results[i] = this->value(one.value).clone();
-    } else {
-      const at::Tensor& given = gradients.at(static_cast<std::size_t>(one.given));
+    if (one.given != kNone) {
+      const at::Tensor& whole = given.at(static_cast<std::size_t>(one.given));
       const auto& memory = program_->memories[static_cast<std::size_t>(value.memory)];
       const auto size = static_cast<std::int64_t>(c10::elementSize(value.dtype));
-      const std::int64_t offset = given.storage_offset() + value.offset - memory.first_byte / size;
-      results[i] = given.as_strided(value.sizes, value.strides, offset);
+      const std::int64_t offset = whole.storage_offset() + value.offset - memory.first_byte / size;
+      results[i] = whole.as_strided(value.sizes, value.strides, offset);
+    } else if (one.same_as != kNone) {
+      results[i] = fresh[static_cast<std::size_t>(one.same_as)].as_strided(
+          value.sizes, value.strides, value.offset);
+    } else {
+      results[i] = this->value(one.value).clone();
     }
   }
   return results;
@@ -205,17 +223,19 @@ std::vector<at::Tensor> LiveEntry::forward(const std::vector<at::Tensor>& inputs
   for (const auto i : program_->kept_results) {
     held_.push_back(fresh[static_cast<std::size_t>(i)].storage());
   }
-  return handed(program_->results, fresh, {});
+  return handed(program_->results, fresh, inputs);
 }
 
 std::vector<at::Tensor> LiveEntry::backward(const std::vector<at::Tensor>& gradients,
-                                            Gradients of_parameters, const StepSeen& seen) {
+                                            Gradients of_parameters, const StepSeen& seen,
+                                            const std::shared_ptr<const LiveEntry>& lease) {
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below;
   use_scratch();
   give(program_->gradients, gradients);
   const auto fresh = hand_out(program_->input_gradients);
   accepted_.assign(program_->steps.size(), false);
+  const Lease held(lease_, lease);
   run(program_->forward_steps, program_->steps.size(), of_parameters, seen);
   return handed(program_->input_gradients, fresh, gradients);
 }
@@ -255,8 +275,31 @@ void LiveEntry::run_call(std::size_t step, Gradients of_parameters) {
   if (!call.made.empty()) put(tensors_in(stack_), made_[step]);
 }
 
+/// The product of eager layers (nn/linear.h), of what lies in this entry.
+void LiveEntry::put_off(const ProgramCall& call, grad::WeightGradStore& store) const {
+  const auto& raw = program_->values[static_cast<std::size_t>(call.direct->raw)];
+  using Reads = grad::Product::Reads;
+  store.put(call.direct->slot,
+            {.sizes = raw.sizes,
+             .dtype = raw.dtype,
+             .reads = {value(call.arguments.at(0).values.at(0)),
+                       value(call.arguments.at(1).values.at(0))},
+             .form = [lease = lease_](const Reads& of) { return at::mm(of[0], of[1]); },
+             .write =
+                 [lease = lease_](const Reads& of, const at::Tensor& slot) {
+                   at::Tensor out = slot;
+                   at::mm_out(out, of[0], of[1]);
+                 }});
+}
+
 bool LiveEntry::run_into_slot(const ProgramCall& call, std::size_t step) {
   const auto& gradient = *call.direct;
+  const auto& handed_in = program_->steps[call.gradient_step].gradient;
+  if (auto* store = gradient.sink->store(); store != nullptr && handed_in.may_wait) {
+    put_off(call, *store);
+    accepted_[call.gradient_step] = true;
+    return true;
+  }
   const at::Tensor& raw = value(gradient.raw);
   auto lent = gradient.sink->lend(gradient.slot, {raw.sizes(), raw.scalar_type(), raw.device()},
                                   grad::Source::kCaptured);

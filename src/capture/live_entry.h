@@ -45,8 +45,11 @@ class LiveEntry {
   };
   /// The gradients of the inputs, fresh. After forward(), as often as somebody asks, where backward
   /// writes to nothing that forward left.
+  /// Weight gradients that are put off hold `lease`, this entry, until they are formed: for so long
+  /// it runs no other forward.
   std::vector<at::Tensor> backward(const std::vector<at::Tensor>& gradients,
-                                   Gradients of_parameters, const StepSeen& seen = {});
+                                   Gradients of_parameters, const StepSeen& seen = {},
+                                   const std::shared_ptr<const LiveEntry>& lease = {});
   /// Lets go of what others gave and were given.
   void release();
 
@@ -60,11 +63,12 @@ class LiveEntry {
   std::vector<at::Tensor> hand_out(const std::vector<HandedValue>& handed);
   std::vector<at::Tensor> handed(const std::vector<HandedValue>& handed,
                                  const std::vector<at::Tensor>& fresh,
-                                 const std::vector<at::Tensor>& gradients) const;
+                                 const std::vector<at::Tensor>& given) const;
   c10::Stack stack_of(const ProgramCall& call) const;
   void run(std::size_t begin, std::size_t end, Gradients of_parameters, const StepSeen& seen);
   void run_call(std::size_t step, Gradients of_parameters);
   bool run_into_slot(const ProgramCall& call, std::size_t step);
+  void put_off(const ProgramCall& call, grad::WeightGradStore& store) const;
   void accept(const TapeGradient& gradient) const;
 
   std::shared_ptr<const Program> program_;
@@ -76,7 +80,8 @@ class LiveEntry {
   std::vector<c10::Stack> stacks_;  // by step
   std::vector<std::vector<at::Tensor>> made_;
   std::vector<c10::Storage> held_;  // what others gave, and what was handed out and is read again
-  std::vector<bool> accepted_;      // by step: its gradient is in its slot
+  std::vector<bool> accepted_;      // by step: its gradient is in its slot, or was put off
+  std::shared_ptr<const LiveEntry> lease_;  // while it runs backward
   c10::Stack stack_;
 };
 

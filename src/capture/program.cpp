@@ -54,8 +54,10 @@ class Maker {
     hand_out(ends_.input_gradients, program_.input_gradients,
              static_cast<std::int64_t>(program_.steps.size()));
     if (!why_.empty()) return why_;
-    lay_out();
     find_direct_slots();
+    keep_for_later();
+    if (!why_.empty()) return why_;
+    lay_out();
     find_what_is_kept();
     return {};
   }
@@ -71,6 +73,7 @@ class Maker {
                 std::int64_t end);
   void lay_out();
   void find_direct_slots();
+  void keep_for_later();
   void find_what_is_kept();
 
   const Tape& tape_;
@@ -200,17 +203,23 @@ void Maker::hand_out(const std::vector<ValueId>& values, std::vector<HandedValue
     }
     const auto& value = in(program_.values, values[i]);
     auto& memory = memory_of(values[i]);
-    HandedValue one{values[i], false, kNone};
-    switch (tape_.memories()[static_cast<std::size_t>(value.memory)].kind) {
-      case MemoryKind::kMade:
-        break;
-      case MemoryKind::kGradient:
-        one.given = memory.number;
-        handed.push_back(one);
-        continue;
-      default:
-        why_ = "a result that is an argument or a parameter, or a view of one";
-        return;
+    HandedValue one{.value = values[i]};
+    const auto kind = tape_.memories()[static_cast<std::size_t>(value.memory)].kind;
+    const bool is_taken =
+        kind == MemoryKind::kInput && std::cmp_greater_equal(memory.number, ends_.arguments);
+    if (kind == MemoryKind::kGradient || is_taken) {
+      one.given = memory.number;
+      handed.push_back(one);
+      continue;
+    }
+    if (kind != MemoryKind::kMade) {
+      why_ = "a result that is an argument or a parameter, or a view of one";
+      return;
+    }
+    if (memory.place == MemoryPlace::kHanded) {
+      one.same_as = memory.number;
+      handed.push_back(one);
+      continue;
     }
     std::int64_t numel = 1;
     for (const auto size : value.sizes) numel *= size;
@@ -221,10 +230,6 @@ void Maker::hand_out(const std::vector<ValueId>& values, std::vector<HandedValue
       memory.place = MemoryPlace::kHanded;
       memory.number = static_cast<std::int32_t>(i);
     } else {
-      if (memory.place == MemoryPlace::kHanded) {
-        why_ = "results that share memory";
-        return;
-      }
       in(uses_, value.memory).at(end - 1);  // it is cloned behind that
     }
     handed.push_back(one);
@@ -242,9 +247,10 @@ void Maker::lay_out() {
     auto& memory = program_.memories[i];
     const Use& use = uses_[i];
     if (memory.place != MemoryPlace::kNowhere || !use.is_used()) continue;
-    const bool outlives_forward = use.first < forward && use.last >= forward;
-    auto& arena = outlives_forward ? entry : scratch;
-    memory.place = outlives_forward ? MemoryPlace::kEntry : MemoryPlace::kScratch;
+    const bool outlives_run = (use.first < forward && use.last >= forward) ||
+                              use.last == static_cast<std::int64_t>(program_.steps.size());
+    auto& arena = outlives_run ? entry : scratch;
+    memory.place = outlives_run ? MemoryPlace::kEntry : MemoryPlace::kScratch;
     arena.lifetimes.push_back({memory.bytes, use.first, use.last});
     arena.memories.push_back(i);
   }
@@ -294,9 +300,33 @@ void Maker::find_direct_slots() {
     const auto& value = in(program_.values, step.gradient.raw);
     const bool is_contiguous =
         value.strides.size() == 2 && value.strides[1] == 1 && value.strides[0] == value.sizes[1];
-    if (!is_contiguous || program_.memories[memory].place != MemoryPlace::kScratch) continue;
+    if (!is_contiguous || program_.memories[memory].place != MemoryPlace::kNowhere) continue;
     call.direct = step.gradient;
     call.gradient_step = i;
+  }
+}
+
+/// What products read that are put off outlives backward.
+void Maker::keep_for_later() {
+  const auto end = static_cast<std::int64_t>(program_.steps.size());
+  for (std::size_t i = 0; i < program_.steps.size(); ++i) {
+    const auto& gradient = program_.steps[i].gradient;
+    if (program_.steps[i].call || !gradient.may_wait) continue;
+    program_.defers = true;
+    const auto product = std::ranges::find_if(program_.steps, [&](const ProgramStep& step) {
+      return step.call && step.call->direct && step.call->gradient_step == i;
+    });
+    if (product == program_.steps.end()) {
+      why_ = "a weight gradient that is put off and is no plain product";
+      return;
+    }
+    const auto& arguments = product->call->arguments;
+    for (std::size_t j = 0; j + 1 < arguments.size(); ++j) {
+      for (const ValueId value : arguments[j].values) {
+        if (value == kNone) continue;
+        in(uses_, memory_id(value)).at(end);
+      }
+    }
   }
 }
 

@@ -60,11 +60,13 @@ struct ProgramStep {
   TapeGradient gradient = {};
 };
 
-/// A value that leaves the program.
+/// A value that leaves the program: in memory of its own, that is fresh in each call; or a view of
+/// what was given or of another one; else it is cloned.
 struct HandedValue {
-  ValueId value = kNone;       ///< kNone: undefined
-  bool is_fresh = false;       ///< its memory is handed out; else it is cloned
-  std::int32_t given = kNone;  ///< the gradient that it is, or is a view of
+  ValueId value = kNone;  ///< kNone: undefined
+  bool is_fresh = false;
+  std::int32_t given = kNone;    ///< of results an input, of gradients of inputs one that came
+  std::int32_t same_as = kNone;  ///< handed out beside it, fresh
 };
 
 struct Program {
@@ -74,6 +76,7 @@ struct Program {
   std::size_t forward_steps = 0;
   std::vector<ValueId> inputs, gradients;  ///< kNone: undefined, or not used
   std::vector<HandedValue> results, input_gradients;
+  bool defers = false;  ///< some gradients were put off
   std::int64_t entry_bytes = 0, scratch_bytes = 0;
   /// Arguments and results that backward reads: nobody may change them in between.
   std::vector<std::int32_t> kept_inputs, kept_results;
@@ -82,6 +85,7 @@ struct Program {
 /// What a tape leads out of.
 struct TapeEnds {
   std::vector<ValueId> inputs, results, gradients, input_gradients;
+  std::size_t arguments = 0;  ///< of the inputs; those behind them keep() took out of a checkpoint
 };
 
 /// Makes `program`, or says why there is none. Errors: kInternal where memory is laid out wrong.

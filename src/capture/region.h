@@ -50,6 +50,13 @@ struct Variant {
   std::vector<std::unique_ptr<LiveEntry>> free;
 
   bool replays() const { return refused.empty() && compared == kCompared; }
+  /// It is recorded anew.
+  void forget() {
+    tape.reset();
+    program.reset();
+    compared = 0;
+    free.clear();
+  }
 };
 
 class Region : public std::enable_shared_from_this<Region> {
@@ -67,9 +74,10 @@ class Region : public std::enable_shared_from_this<Region> {
   ReplayCalls& calls() { return shared_->calls; }
   /// That it stays eager; of regions that do for the same reason the first one says so.
   void say_once(const std::string& why);
-  std::unique_ptr<LiveEntry> take_entry(Variant& variant) const;
-  /// Why a replayed forward's backward is eager: what nobody knew at its forward. Empty: it is not.
-  std::string why_backward_is_eager() const;
+  /// Goes back to the variant's free ones with its last reference.
+  std::shared_ptr<LiveEntry> take_entry(const std::shared_ptr<Variant>& variant) const;
+  /// Whether weight gradients are put off now.
+  bool defers_weight_gradients() const;
 
  private:
   /// Why this call is eager; empty: it need not be.
@@ -94,7 +102,7 @@ std::vector<at::Tensor> call_with_gradients(const std::shared_ptr<Region>& regio
                                             const std::vector<at::Tensor>& inputs,
                                             const grad::RegionBody& body);
 /// The same without grad mode: there is no backward.
-std::vector<at::Tensor> call_without(Region& region, Variant& variant,
+std::vector<at::Tensor> call_without(Region& region, const std::shared_ptr<Variant>& variant,
                                      const std::vector<at::Tensor>& inputs,
                                      const grad::RegionBody& body);
 

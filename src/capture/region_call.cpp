@@ -69,7 +69,7 @@ struct LiveCall : torch::CustomClassHolder {
   std::vector<std::int64_t> versions;  ///< of what backward reads, when forward had ended
   std::shared_ptr<Tape> tape;
   TapeEnds ends;
-  std::unique_ptr<LiveEntry> entry;
+  std::shared_ptr<LiveEntry> entry;
 
   LiveCall() = default;
   ~LiveCall() override { end(); }
@@ -80,10 +80,7 @@ struct LiveCall : torch::CustomClassHolder {
   void end() {
     if (tape != nullptr) variant->is_recording = false;
     tape.reset();
-    if (entry != nullptr) {
-      entry->release();
-      variant->free.push_back(std::move(entry));
-    }
+    entry.reset();
     inputs.clear();
     taken.clear();
     results.clear();
@@ -98,7 +95,7 @@ struct LiveCall : torch::CustomClassHolder {
   /// What backward reads of them.
   variable_list kept() const {
     variable_list all;
-    const auto& program = *variant->program;
+    const auto& program = entry->program();
     const auto given = all_inputs();
     for (const auto i : program.kept_inputs) all.push_back(given[static_cast<std::size_t>(i)]);
     all.insert(all.end(), results.begin(), results.end());
@@ -183,32 +180,13 @@ variable_list backward_inside(LiveCall& call, const variable_list& grads) {
   return of_inputs;
 }
 
-/// An entry of the variant for a comparison, given back at its end.
-class BorrowedEntry {
- public:
-  BorrowedEntry(const Region& region, Variant& variant)
-      : variant_(variant), entry_(region.take_entry(variant)) {}
-  ~BorrowedEntry() {
-    entry_->release();
-    variant_.free.push_back(std::move(entry_));
-  }
-  BorrowedEntry(const BorrowedEntry&) = delete;
-  BorrowedEntry& operator=(const BorrowedEntry&) = delete;
-  LiveEntry* operator->() const { return entry_.get(); }
-  LiveEntry& operator*() const { return *entry_; }
-
- private:
-  Variant& variant_;
-  std::unique_ptr<LiveEntry> entry_;
-};
-
 /// Compares each step of the program's forward with what was recorded.
-void compare_forward(const Region& region, Variant& variant, Tape& tape,
+void compare_forward(const Region& region, const std::shared_ptr<Variant>& variant, Tape& tape,
                      const variable_list& inputs) {
   // What differs in its operations is said when the whole was recorded.
-  if (variant.tape == nullptr || !tape.refused().empty()) return;
-  if (!difference_of(*variant.tape, tape).empty()) return;
-  const BorrowedEntry entry(region, variant);
+  if (variant->tape == nullptr || !tape.refused().empty()) return;
+  if (!difference_of(*variant->tape, tape).empty()) return;
+  const auto entry = region.take_entry(variant);
   Comparison comparison(tape, *entry);
   entry->forward(inputs, comparison.seen());
   if (!comparison.difference().empty()) tape.refuse(comparison.difference());
@@ -216,11 +194,11 @@ void compare_forward(const Region& region, Variant& variant, Tape& tape,
 
 /// The same of backward, which needs what forward leaves: that is formed again, so that no call
 /// keeps it twice.
-void compare_backward(const Region& region, Variant& variant, Tape& tape,
+void compare_backward(const Region& region, const std::shared_ptr<Variant>& variant, Tape& tape,
                       const variable_list& inputs, const variable_list& grads) {
-  if (variant.tape == nullptr || !tape.refused().empty()) return;
-  if (!difference_of(*variant.tape, tape).empty()) return;
-  const BorrowedEntry entry(region, variant);
+  if (variant->tape == nullptr || !tape.refused().empty()) return;
+  if (!difference_of(*variant->tape, tape).empty()) return;
+  const auto entry = region.take_entry(variant);
   entry->forward(inputs);
   Comparison comparison(tape, *entry);
   entry->backward(grads, LiveEntry::Gradients::kLeft, comparison.seen());
@@ -299,6 +277,7 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
       call.results = recorded(*call.tape, [&] { return call.body(call.inputs); });
     }
     const auto& taken = call.tape->taken();
+    call.ends.arguments = call.inputs.size();
     const auto more = call.tape->values_of(taken);
     call.ends.inputs.insert(call.ends.inputs.end(), more.begin(), more.end());
     call.taken = taken;
@@ -307,7 +286,7 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
     for (const auto& result : call.results) {
       call.variant->results_need_gradient.push_back(result.defined() && result.requires_grad());
     }
-    compare_forward(*call.region, *call.variant, *call.tape, call.all_inputs());
+    compare_forward(*call.region, call.variant, *call.tape, call.all_inputs());
     call.tape->drop_values();
     return handed_out(context, call);
   }
@@ -327,7 +306,7 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
     const auto of_inputs = recorded(*tape, [&] { return backward_inside(call, grads); });
     call.ends.input_gradients = tape->values_of(of_inputs);
     if (variant.tape == nullptr) variant.gradients = alike_of(grads);
-    compare_backward(*call.region, variant, *tape, call.all_inputs(), grads);
+    compare_backward(*call.region, call.variant, *tape, call.all_inputs(), grads);
     tape->drop_values();
     end_recording(*call.region, variant, tape, call.ends);
     return of_inputs;
@@ -335,10 +314,10 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
 
   static variable_list replay(AutogradContext& context, LiveCall& call) {
     ++call.region->calls().replayed;
-    call.entry = call.region->take_entry(*call.variant);
-    call.taken = taken_from_checkpoint(*call.variant->program, call.inputs.size());
+    call.entry = call.region->take_entry(call.variant);
+    call.taken = taken_from_checkpoint(call.entry->program(), call.inputs.size());
     auto outputs = call.entry->forward(call.all_inputs());
-    for (const auto i : call.variant->program->kept_results) {
+    for (const auto i : call.entry->program().kept_results) {
       call.results.push_back(outputs[static_cast<std::size_t>(i)].detach());
     }
     // Without their history, which the node has.
@@ -357,11 +336,17 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
                   call.region->name(),
                   ": found that an argument or a result that its backward reads was changed in "
                   "place since its forward, expected it as it was; change a clone");
-    const std::string why = call.region->why_backward_is_eager();
-    if (why.empty() && match(call.variant->gradients, grads)) {
-      return call.entry->backward(grads, LiveEntry::Gradients::kAccepted);
+    const bool defers = call.region->defers_weight_gradients() && !call.entry->program().defers;
+    if (!defers && match(call.variant->gradients, grads)) {
+      return call.entry->backward(grads, LiveEntry::Gradients::kAccepted, {}, call.entry);
     }
-    ++call.region->calls().eager[why.empty() ? "other gradients than were recorded" : why];
+    if (defers) {
+      // It was recorded before anybody put them off.
+      call.variant->forget();
+      ++call.region->calls().eager["weight gradients are put off"];
+    } else {
+      ++call.region->calls().eager["other gradients than were recorded"];
+    }
     {
       const at::AutoGradMode grad(true);
       call.results = call.body(call.inputs);
@@ -403,12 +388,13 @@ std::vector<at::Tensor> call_with_gradients(const std::shared_ptr<Region>& regio
   return RegionNode::apply(call, at::TensorList(arguments));
 }
 
-std::vector<at::Tensor> call_without(Region& region, Variant& variant,
+std::vector<at::Tensor> call_without(Region& region, const std::shared_ptr<Variant>& of,
                                      const std::vector<at::Tensor>& inputs,
                                      const grad::RegionBody& body) {
+  Variant& variant = *of;
   if (variant.replays()) {
     ++region.calls().replayed;
-    const BorrowedEntry entry(region, variant);
+    const auto entry = region.take_entry(of);
     auto outputs = entry->forward(inputs);
     // What keep() would have kept, behind the results.
     for (std::size_t i = variant.results; i < outputs.size(); ++i) grad::add_kept(outputs[i]);
@@ -420,12 +406,13 @@ std::vector<at::Tensor> call_without(Region& region, Variant& variant,
   TapeEnds ends;
   tape->add(MemoryKind::kInput, inputs);
   ends.inputs = tape->values_of(inputs);
+  ends.arguments = inputs.size();
   const auto outputs = recorded(*tape, [&] { return body(inputs); });
   variant.results = outputs.size();
   variable_list all = outputs;
   all.insert(all.end(), tape->kept_results().begin(), tape->kept_results().end());
   ends.results = tape->values_of(all);
-  compare_forward(region, variant, *tape, inputs);
+  compare_forward(region, of, *tape, inputs);
   tape->drop_values();
   end_recording(region, variant, tape, ends);
   return outputs;

@@ -18,16 +18,6 @@ namespace tessera::capture {
 namespace {
 
 constexpr std::size_t kVariants = 4;
-constexpr auto kDeferred = "weight gradients are put off";
-
-/// The sink's deferral is one of the whole model: any leaf knows it.
-bool defers_weight_gradients(const std::vector<at::Tensor>& parameters) {
-  for (const auto& parameter : parameters) {
-    const auto leaf = grad::find_leaf(parameter);
-    if (leaf && leaf->sink != nullptr) return leaf->sink->store() != nullptr;
-  }
-  return false;
-}
 
 }  // namespace
 
@@ -64,15 +54,30 @@ Region::Region(const std::shared_ptr<torch::nn::Module>& owner, std::string name
   parameters_.clear();
 }
 
-std::unique_ptr<LiveEntry> Region::take_entry(Variant& variant) const {
-  if (variant.free.empty()) return std::make_unique<LiveEntry>(variant.program, shared_->scratch);
-  auto entry = std::move(variant.free.back());
-  variant.free.pop_back();
-  return entry;
+std::shared_ptr<LiveEntry> Region::take_entry(const std::shared_ptr<Variant>& variant) const {
+  std::unique_ptr<LiveEntry> entry;
+  if (variant->free.empty()) {
+    entry = std::make_unique<LiveEntry>(variant->program, shared_->scratch);
+  } else {
+    entry = std::move(variant->free.back());
+    variant->free.pop_back();
+  }
+  return {entry.release(), [variant](LiveEntry* used) {
+            std::unique_ptr<LiveEntry> back(used);
+            back->release();
+            // Of a program that was forgotten meanwhile it is of no use.
+            if (variant->program.get() == &back->program())
+              variant->free.push_back(std::move(back));
+          }};
 }
 
-std::string Region::why_backward_is_eager() const {
-  return defers_weight_gradients(parameters_) ? kDeferred : "";
+/// The sink's is one of the whole model: any leaf knows it.
+bool Region::defers_weight_gradients() const {
+  for (const auto& parameter : parameters_) {
+    const auto leaf = grad::find_leaf(parameter);
+    if (leaf && leaf->sink != nullptr) return leaf->sink->store() != nullptr;
+  }
+  return false;
 }
 
 void Region::say_once(const std::string& why) {
@@ -125,9 +130,6 @@ std::string Region::why_eager(const std::vector<at::Tensor>& inputs) const {
   }
   if (c10::InferenceMode::is_enabled()) return "inference mode";
   if (at::autocast::is_autocast_enabled(at::kCPU)) return "autocast";
-  if (c10::GradMode::is_enabled() && defers_weight_gradients(parameters_)) {
-    return kDeferred;
-  }
   return {};
 }
 
@@ -152,7 +154,7 @@ std::vector<at::Tensor> Region::run(const std::vector<at::Tensor>& inputs,
   }
   if (!variant->refused.empty()) return eager(variant->refused, inputs, body);
   if (variant->is_recording) return eager("being recorded", inputs, body);
-  if (!c10::GradMode::is_enabled()) return call_without(*this, *variant, inputs, body);
+  if (!c10::GradMode::is_enabled()) return call_without(*this, variant, inputs, body);
   return call_with_gradients(shared_from_this(), variant, inputs, body);
 }
 

@@ -58,4 +58,8 @@ class ReplayedRegions : public grad::Regions {
   std::map<std::pair<const torch::nn::Module*, std::string>, std::shared_ptr<Region>> regions_;
 };
 
+/// Regions of `model`, the outermost handle, are replayed from here on; of one whose regions are,
+/// nothing changes. Errors: kUsage in a step.
+void replay_regions(const ShardedBase& model);
+
 }  // namespace tessera::capture

@@ -297,6 +297,13 @@ void Tape::gradient(grad::GradSink& sink, grad::SlotId slot, const at::Tensor& r
   kept_.emplace_back();
 }
 
+/// Its product is part of what is recorded, and formed here once more.
+void Tape::deferred(grad::GradSink& sink, grad::SlotId slot, const grad::Product& product) {
+  const c10::impl::IncludeDispatchKeyGuard watched(kernels::kWatchKey);
+  gradient(sink, slot, product.formed());
+  steps_.back().gradient.may_wait = true;
+}
+
 TapeScope::TapeScope(Tape& tape) : recording_(&tape), outer_(std::exchange(t_tape, &tape)) {
   register_fallback();
   watched_.emplace(kernels::kWatchKey);
@@ -315,6 +322,7 @@ std::string difference_of(const TapeStep& before, const TapeStep& now) {
   const bool is_same = before.call ? same_slots(before.call->arguments, now.call->arguments) &&
                                          same_slots(before.call->results, now.call->results)
                                    : before.gradient.slot == now.gradient.slot &&
+                                         before.gradient.may_wait == now.gradient.may_wait &&
                                          before.gradient.raw == now.gradient.raw;
   return is_same ? "" : concat(words_of(now), ": found other arguments than before");
 }

@@ -80,6 +80,7 @@ struct TapeGradient {
   grad::GradSink* sink = nullptr;
   grad::SlotId slot = 0;
   ValueId raw = kNone;
+  bool may_wait = false;  ///< it was put off: its product is the step before
 };
 
 struct TapeStep {
@@ -127,6 +128,7 @@ class Tape : public grad::Recording {
   const std::vector<at::Tensor>& kept_results() const { return kept_results_; }
 
   // --- grad::Recording ---
+  void deferred(grad::GradSink& sink, grad::SlotId slot, const grad::Product& product) override;
   void keep(const at::Tensor& value, grad::CheckpointRun run) override;
   void gradient(grad::GradSink& sink, grad::SlotId slot, const at::Tensor& raw) override;
   void refuse(std::string_view why) override;

@@ -64,6 +64,8 @@ class Recording {
   virtual ~Recording() = default;
   /// `raw` is what the slot's parameter gets here, beside what it got before.
   virtual void gradient(GradSink& sink, SlotId slot, const at::Tensor& raw) = 0;
+  /// The same, but `product` is formed later (WeightGradStore).
+  virtual void deferred(GradSink& sink, SlotId slot, const Product& product) = 0;
   /// keep() returns `value`: kept in the first run of a checkpoint, or taken from it again.
   virtual void keep(const at::Tensor& value, CheckpointRun run) = 0;
   /// What is recorded can not be replayed. The first reason counts.
@@ -84,6 +86,15 @@ class RecordingScope {
  private:
   Recording* outer_;
 };
+
+/// The same, of the forward that runs here; `owner` is held by a shared pointer, else it is called.
+template <class Body>
+std::vector<at::Tensor> in_region(torch::nn::Module& owner, std::string_view name,
+                                  const std::vector<at::Tensor>& inputs, const Body& body) {
+  const auto& regions = regions_here();
+  if (regions == nullptr) return body(inputs);
+  return in_region(regions, owner.weak_from_this().lock(), name, inputs, body);
+}
 
 /// As Recording::refuse(), where somebody records.
 inline void refuse_recording(std::string_view why) {

@@ -286,7 +286,7 @@ void GradSink::drop_tickets() {
 }
 
 void WeightGradStore::put(SlotId slot, Product product, const comm::Stream& made_on) {
-  refuse_recording("weight gradients that are put off");
+  if (auto* here = recording()) here->deferred(sink_, slot, product);
   const std::string& parameter = sink_.contract(slot).name;
   std::string layer = parameter.substr(0, parameter.rfind('.'));
   owed_.push_back(

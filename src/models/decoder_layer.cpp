@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "grad/region.h"
 #include "models/family.h"
 #include "models/recomputed.h"
 #include "nn/attention.h"
@@ -110,11 +111,11 @@ DecoderLayer::Output DecoderLayer::body(const at::Tensor& x, const RoutingReques
       const Tensors halves = up_to_feed_forward(in[0]);
       return feed_forward(halves[0], halves[1], {}).tensors();
     };
-    return Output::of(in_region(*this, "", {x}, whole));
+    return Output::of(grad::in_region(*this, "", {x}, whole));
   }
   const auto attention = [this](const Tensors& in) { return up_to_feed_forward(in[0]); };
   const Tensors halves =
-      is_alone_ ? in_region(*this, "attention", {x}, attention) : up_to_feed_forward(x);
+      is_alone_ ? grad::in_region(*this, "attention", {x}, attention) : up_to_feed_forward(x);
   return feed_forward(halves[0], halves[1], request);
 }
 

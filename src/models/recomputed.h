@@ -1,5 +1,4 @@
-// A layer's forward: kept for backward or recomputed there, replayed or not. Private to the models'
-// sources.
+// A layer's forward, kept for backward or recomputed there. Private to the models' sources.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,11 +8,9 @@
 #include <algorithm>
 #include <functional>
 #include <optional>
-#include <string_view>
 #include <utility>
 #include <vector>
 
-#include "grad/region.h"
 #include "tessera/recompute.h"
 
 namespace tessera::models {
@@ -46,15 +43,6 @@ auto recomputed(torch::nn::Module& layer, RecomputeMode mode, const std::vector<
       [owner = layer.weak_from_this().lock(),
        body = std::move(body)](const std::vector<at::Tensor>& all) { return body(all); };
   return checkpoint(std::move(run), inputs, mode);
-}
-
-/// body(inputs) as the region `name` of `layer`, where regions are replayed. [Note: regions]
-template <class Body>
-std::vector<at::Tensor> in_region(torch::nn::Module& layer, std::string_view name,
-                                  const std::vector<at::Tensor>& inputs, const Body& body) {
-  const auto& regions = grad::regions_here();
-  if (regions == nullptr) return body(inputs);
-  return grad::in_region(regions, layer.weak_from_this().lock(), name, inputs, body);
 }
 
 }  // namespace tessera::models

@@ -107,9 +107,12 @@ bool Attention::is_plain(std::int64_t positions) const {
 }
 
 at::Tensor Attention::forward(const at::Tensor& x) {
-  const at::Tensor all = options_.region.enter(x);
-  const Heads heads = project(all, rope_->table(all.size(1), x.scalar_type(), x.device()));
-  return o_proj_->forward_into(options_.region, attend(heads));
+  return o_proj_->forward_into(
+      options_.region, *this, {options_.region.enter(x)},
+      [this](const std::vector<at::Tensor>& in) {
+        const at::Tensor& all = in[0];
+        return attend(project(all, rope_->table(all.size(1), all.scalar_type(), all.device())));
+      });
 }
 
 at::Tensor Attention::attend(const Heads& heads) const {

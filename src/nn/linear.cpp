@@ -17,6 +17,7 @@
 #include "base/hash.h"
 #include "base/parallel.h"
 #include "base/random.h"
+#include "grad/region.h"
 #include "parallel/transitions.h"
 #include "tessera/error.h"
 #include "tessera/keep.h"
@@ -162,11 +163,19 @@ at::Tensor Linear::forward(const at::Tensor& x) {
   return with_adapter(linear(x, weight, bias, std::nullopt, when_), x);
 }
 
-at::Tensor Linear::forward_into(const TensorRegion& region, const at::Tensor& x) {
-  if (region.size() == 1) return forward(x);
+at::Tensor Linear::forward_into(const TensorRegion& region, torch::nn::Module& layer,
+                                const std::vector<at::Tensor>& inputs,
+                                std::function<at::Tensor(const std::vector<at::Tensor>&)> inside) {
+  if (region.size() == 1) return forward(inside(inputs));
   // One rank's addend has the bias: it is in the sum once, and rounded with it.
-  const at::Tensor once = bias.defined() ? parallel::only_first(bias, region.axis()) : bias;
-  return region.leave(with_adapter(nn::linear(x, weight, once, std::nullopt, when_), x));
+  std::vector<at::Tensor> all = inputs;
+  all.push_back(bias.defined() ? parallel::only_first(bias, region.axis()) : bias);
+  const auto addend = [this, inside = std::move(inside)](const std::vector<at::Tensor>& in) {
+    const at::Tensor x = inside(in);
+    return std::vector<at::Tensor>{
+        with_adapter(nn::linear(x, weight, in.back(), std::nullopt, when_), x)};
+  };
+  return region.leave(grad::in_region(layer, "", all, addend).front());
 }
 
 void Linear::declare_all(const ParameterLayout& layout) {

@@ -20,6 +20,7 @@
 #include <torch/nn/module.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -101,8 +102,12 @@ class Linear : public PlacedModule {
          LinearPlacement placement = {});
   at::Tensor forward(const at::Tensor& x);
   /// Row parallel: x a part of the inputs -> the stream of `region`. The first rank's addend has
-  /// the bias.
-  at::Tensor forward_into(const TensorRegion& region, const at::Tensor& x);
+  /// the bias. `layer`, which this is the last product of, computes x between two transitions: inside(inputs),
+  /// from nothing but what belongs to it. Where ranks share the region that is replayed with this
+  /// product, if anything is; else whoever replays takes more than that.
+  at::Tensor forward_into(const TensorRegion& region, torch::nn::Module& layer,
+                          const std::vector<at::Tensor>& inputs,
+                          std::function<at::Tensor(const std::vector<at::Tensor>&)> inside);
 
   /// Of an adapter that is added later, too.
   void declare_all(const ParameterLayout& layout) override;

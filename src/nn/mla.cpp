@@ -68,7 +68,11 @@ at::Tensor Mla::queries(const at::Tensor& x, const RopeTable& table) {
 }
 
 at::Tensor Mla::forward(const at::Tensor& stream) {
-  const at::Tensor x = options_.region.enter(stream);
+  return o_proj_->forward_into(options_.region, *this, {options_.region.enter(stream)},
+                               [this](const std::vector<at::Tensor>& in) { return attend(in[0]); });
+}
+
+at::Tensor Mla::attend(const at::Tensor& x) {
   // Tables stay in fp32: the published code turns in complex fp32 and rounds once.
   const RopeTable table =
       rope_->table(x.size(1), at::promote_types(x.scalar_type(), at::kFloat), x.device());
@@ -82,8 +86,7 @@ at::Tensor Mla::forward(const at::Tensor& stream) {
                                shared.expand({-1, -1, options_.heads, -1}));
   const at::Tensor v = kv.narrow(3, options_.qk_nope_head_dim, options_.v_head_dim).flatten(2, 3);
   // Every head has a key of its own: H groups of one query head each.
-  return o_proj_->forward_into(options_.region,
-                               causal_attention(q.unsqueeze(3), k.unsqueeze(3), v, options_.scale));
+  return causal_attention(q.unsqueeze(3), k.unsqueeze(3), v, options_.scale);
 }
 
 at::Tensor Mla::decode(const at::Tensor& /*x*/, KvCache& /*cache*/) {

@@ -45,6 +45,7 @@ class Mla : public SelfAttention {
 
  private:
   at::Tensor queries(const at::Tensor& x, const RopeTable& table);
+  at::Tensor attend(const at::Tensor& x);
 
   MlaOptions options_;
   std::shared_ptr<Rope> rope_;

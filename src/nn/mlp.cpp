@@ -87,7 +87,9 @@ Mlp::Mlp(std::int64_t hidden_size, std::int64_t intermediate_size, Bias bias,
 }
 
 at::Tensor Mlp::forward(const at::Tensor& x) {
-  return down_proj_->forward_into(region_, inner(region_.enter(x)));
+  return down_proj_->forward_into(
+      region_, *this, {region_.enter(x)},
+      [this](const std::vector<at::Tensor>& in) { return inner(in[0]); });
 }
 
 at::Tensor Mlp::addend(const at::Tensor& x) {
@@ -114,8 +116,10 @@ GegluMlp::GegluMlp(std::int64_t hidden_size, std::int64_t intermediate_size, Wei
 }
 
 at::Tensor GegluMlp::forward(const at::Tensor& x) {
-  const at::Tensor all = region_.enter(x);
-  return down_proj_->forward_into(region_, geglu(gate_proj_->forward(all), up_proj_->forward(all)));
+  return down_proj_->forward_into(
+      region_, *this, {region_.enter(x)}, [this](const std::vector<at::Tensor>& in) {
+        return geglu(gate_proj_->forward(in[0]), up_proj_->forward(in[0]));
+      });
 }
 
 at::Tensor swiglu_halves(const at::Tensor& both) {

@@ -97,25 +97,12 @@ void PlannedSteps::begin_step() {
 }
 
 void PlannedSteps::end_step(std::int64_t step) {
-  if (options_.mode == CompileMode::kReplay) {
-    auto now = replay_calls(model_);
-    in_step_ = now - before_;
-    before_ = std::move(now);
-  }
   if (trace_ == nullptr) return;
   here_.reset();
   through_();
   choose(trace_->take(), step);
   trace_.reset();
   is_chosen_ = true;
-}
-
-std::string PlannedSteps::regions_in_words() const {
-  if (options_.mode != CompileMode::kReplay) return {};
-  std::string text =
-      concat("regions: ", before_.replayed, " calls replayed, ", before_.recorded, " recorded");
-  for (const auto& [why, calls] : before_.eager) text += concat(", ", calls, " eager (", why, ")");
-  return text;
 }
 
 void PlannedSteps::choose(const std::vector<TraceSpan>& spans, std::int64_t step) {

@@ -46,11 +46,6 @@ class PlannedSteps {
   /// Errors: kComm; kIo on rank 0, which writes; as compile().
   void begin_step();
   void end_step(std::int64_t step);
-  /// Calls of regions in the step that ended last, on this rank; none where nothing is replayed.
-  const std::optional<ReplayCalls>& regions() const { return in_step_; }
-  /// What became of regions so far, and why some were eager, in one line; "" where nothing is
-  /// replayed.
-  std::string regions_in_words() const;
 
  private:
   void choose(const std::vector<TraceSpan>& spans, std::int64_t step);
@@ -62,8 +57,6 @@ class PlannedSteps {
   std::filesystem::path folder_;
   bool is_chosen_ = false;
   int steps_ = 0;  ///< so far of this process
-  std::optional<ReplayCalls> in_step_;
-  ReplayCalls before_;
   std::shared_ptr<Trace> trace_;
   std::function<void()> through_;
   std::optional<TraceHere> here_;

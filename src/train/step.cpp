@@ -115,7 +115,8 @@ StepOptions step_options(const Config& config, const GradScaler* scaler) {
   options.seed = static_cast<std::uint64_t>(config.debug.seed);
   if (scaler != nullptr) options.loss_scale = scaler->scale();
   options.aux_loss_coef = config.model.aux_loss_coef;
-  options.follows_plan = config.compile.mode != CompileChoice::kOff;
+  options.follows_plan = config.compile.mode != CompileChoice::kOff &&
+                         config.parallelism.pipeline_parallel_degree == 1;
   return options;
 }
 

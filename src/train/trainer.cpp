@@ -12,6 +12,7 @@
 #include "base/log.h"
 #include "base/text/printable.h"
 #include "base/trace.h"
+#include "capture/regions.h"
 #include "comm/device.h"
 #include "comm/host_read.h"
 #include "fsdp/handle.h"
@@ -34,6 +35,7 @@
 #include "train/report/device_limits.h"
 #include "train/report/metrics.h"
 #include "train/report/observers.h"
+#include "train/report/replayed_calls.h"
 #include "train/resume/checkpoint_session.h"
 #include "train/step.h"
 
@@ -143,6 +145,9 @@ class Trainer {
         if (world.rank() == 0) log::warn(remark);
       }
     }
+    const bool replays = config.compile.mode == CompileChoice::kReplay;
+    if (plan && replays) capture::replay_regions(*model_);
+    if (replays) replayed_.emplace(*model_);
     optimizer_ = fsdp::make_optimizer(config.optimizer.name, *model_, *config.optimizer.lr,
                                       config.optimizer);
     if (planned.options.mode != CompileMode::kOff) {
@@ -258,8 +263,7 @@ class Trainer {
                                scaler_.get());
     }
     if (stop) log::info("asked to stop: ended after step ", result.steps, " of ", steps);
-    const auto regions = planned_ ? planned_->regions_in_words() : "";
-    if (!regions.empty()) log::info(regions);
+    if (replayed_) log::info(replayed_->in_words());
   }
 
   PipelineOfRun* pipeline() { return pipeline_ ? &*pipeline_ : nullptr; }
@@ -272,7 +276,8 @@ class Trainer {
 
   /// What stays the same of a plan before the model is there; the run's ranks, rows and memory.
   PlannedOptions options_of_plan(const ModelContract& contract) {
-    if (config_.compile.mode == CompileChoice::kOff) return {};
+    // The steps of a pipeline have the plan of its schedule.
+    if (config_.compile.mode == CompileChoice::kOff || dims_.pp > 1) return {};
     const auto buckets = plan_model(source_.description, contract.parameters, mesh_shape(dims_));
     const auto of_rank = Rows(config_, *data_, mesh_).ranges().size();
     return planned_options(
@@ -297,7 +302,7 @@ class Trainer {
     if (config_.debug.check_placements) check_placements(*model_);
     StepMetrics metrics;
     metrics.step = step;
-    if (planned_) metrics.regions = planned_->regions();
+    if (replayed_) metrics.regions = replayed_->of_step();
     try {
       clip_and_update(pending, metrics);  // makes what the optimizer keeps
     } catch (const std::exception& error) {
@@ -451,6 +456,7 @@ class Trainer {
   std::shared_ptr<Sharded<models::LanguageModel>> model_;
   std::vector<GradContract> parameters_;   ///< of the whole model
   std::optional<PipelineOfRun> pipeline_;  ///< none where the model is here whole
+  std::optional<ReplayedCalls> replayed_;  ///< none but with "replay"
   std::unique_ptr<Optimizer> optimizer_;
   std::optional<PlannedSteps> planned_;  ///< none with compile.mode = "off"
   std::unique_ptr<GradScaler> scaler_;  ///< none without float16

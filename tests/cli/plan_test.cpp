@@ -256,7 +256,6 @@ TEST(PlanVerb, RefusesWhatIsNotThereYetByItsKey) {
   const testing::TemporaryFolder folder;
   write_run(folder);
   const std::vector<std::pair<Words, std::string>> cases{
-      {{"--compile.mode", "replay"}, "compile.mode: found replay, which is not there yet"},
       {{"--compile.passes", "recompute"}, "compile.passes: found 'recompute', which is not there"},
       {{"--compile.passes", "offload"}, "found offload without compile.offload_folder"},
       {{"--compile.passes", "offload", "--compile.offload_folder", "x"},

@@ -85,12 +85,40 @@ TEST_P(PlannedSteps, TrainAsWithoutReplays) {
     config.compile.mode = train::CompileChoice::kReplay;
     const auto found = run_training(config, layout_of(degrees), {8});
     expect_same(found, expected, 8);
-    const bool talks = degrees.tp > 1;
     std::string why;
     for (const auto& [reason, count] : found.regions.eager) why += concat(count, " ", reason, "; ");
-    EXPECT_EQ(found.regions.replayed > 0, !talks) << found.regions.recorded << " recorded, " << why;
+    EXPECT_GT(found.regions.replayed, 0) << found.regions.recorded << " recorded, " << why;
   }
 }
+
+class ReplayedPipeline : public ::testing::TestWithParam<const char*> {};
+
+// Several micro-batches of a region are alive, and a schedule may put its weight gradients off.
+// Naive: an entry that the next micro-batch writes over, a product of what is gone.
+TEST_P(ReplayedPipeline, TrainsAsWithoutReplays) {
+  for (const char* folder : {"qwen3-fp32", "qwen3-moe-mixed"}) {
+    SCOPED_TRACE(folder);
+    const Layout layout{.ranks = 2, .micro_batches = MicroBatches::kOneRow};
+    auto config = training_config(Reference::of(folder), OptimizerKind::kAdamW, layout);
+    const auto of_folder = config_for(folder, {});
+    config.model = of_folder.model;
+    config.precision = of_folder.precision;
+    config.parallelism.pipeline_parallel_degree = 2;
+    config.pipeline.schedule = GetParam();
+    config.training.steps = 8;
+    const auto expected = run_training(config, layout, {8});
+    config.compile.mode = train::CompileChoice::kReplay;
+    const auto found = run_training(config, layout, {8});
+    expect_same(found, expected, 8);
+    std::string why;
+    for (const auto& [reason, count] : found.regions.eager) why += concat(count, " ", reason, "; ");
+    EXPECT_GT(found.regions.replayed, 0) << found.regions.recorded << " recorded, " << why;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Schedules, ReplayedPipeline,
+                         ::testing::Values("1F1B", "ZB1P", "Interleaved1F1B", "ZBV", "GPipe"),
+                         [](const auto& each) { return std::string(each.param); });
 
 INSTANTIATE_TEST_SUITE_P(Families, PlannedSteps,
                          ::testing::Values(Family{"qwen3-fp32"}, Family{"llama-mixed"},

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <utility>
 
+#include "grad/region.h"
 #include "models/recomputed.h"
 #include "nn/attention.h"
 #include "nn/masked_attention.h"
@@ -41,7 +42,12 @@ Gemma4Attention::Gemma4Attention(const ModelSpec& spec, const Gemma4Layer& layer
 
 at::Tensor Gemma4Attention::forward(const at::Tensor& stream,
                                     const std::optional<at::Tensor>& visible) {
-  const at::Tensor x = region_.enter(stream);
+  return o_proj_->forward_into(
+      region_, *this, {region_.enter(stream), visible.value_or(at::Tensor())},
+      [this](const std::vector<at::Tensor>& in) { return attend(in[0], given(in[1])); });
+}
+
+at::Tensor Gemma4Attention::attend(const at::Tensor& x, const std::optional<at::Tensor>& visible) {
   const nn::RopeTable table = rope_->table(x.size(1), x.scalar_type(), x.device());
   const auto head_norm = [&](const nn::RmsNorm& norm) {
     return nn::HeadNorm{norm.weight, norm.eps(), norm.rounding()};
@@ -54,9 +60,8 @@ at::Tensor Gemma4Attention::forward(const at::Tensor& stream,
   const at::Tensor k = nn::rope_heads(keys, {.heads = groups_}, head_norm(*k_norm_), table);
   const at::Tensor by_head = raw.reshape({x.size(0), x.size(1), groups_, layer_.head_dim});
   const at::Tensor v = nn::plain_rms_norm(by_head, eps_).reshape(raw.sizes());
-  return o_proj_->forward_into(region_,
-                               visible ? nn::masked_attention(q, k, v, *visible, kGemma4ScoreScale)
-                                       : nn::causal_attention(q, k, v, kGemma4ScoreScale));
+  return visible ? nn::masked_attention(q, k, v, *visible, kGemma4ScoreScale)
+                 : nn::causal_attention(q, k, v, kGemma4ScoreScale);
 }
 
 Gemma4Router::Gemma4Router(const ModelSpec& spec, const nn::TensorRegion& region)
@@ -161,12 +166,13 @@ DecoderLayer::Output Gemma4TextLayer::body(const at::Tensor& x,
   };
   if (!is_alone_) return behind_attention(attention(inputs).front(), request);
   if (router_) {
-    return behind_attention(in_region(*this, "attention", inputs, attention).front(), request);
+    return behind_attention(grad::in_region(*this, "attention", inputs, attention).front(),
+                            request);
   }
   const auto whole = [this, attention](const Tensors& in) {
     return behind_attention(attention(in).front(), {}).tensors();
   };
-  return DecoderLayer::Output::of(in_region(*this, "", inputs, whole));
+  return DecoderLayer::Output::of(grad::in_region(*this, "", inputs, whole));
 }
 
 at::Tensor Gemma4TextLayer::up_to_feed_forward(const at::Tensor& x,

@@ -40,6 +40,8 @@ class Gemma4Attention : public torch::nn::Module {
   at::Tensor forward(const at::Tensor& x, const std::optional<at::Tensor>& visible);
 
  private:
+  at::Tensor attend(const at::Tensor& x, const std::optional<at::Tensor>& visible);
+
   std::int64_t heads_;   // of this rank
   std::int64_t groups_;  // key heads of this rank
   Gemma4Layer layer_;

@@ -47,11 +47,15 @@ void check_compile(const Config& config) {
   if (section.passes) capture::check_passes(*section.passes);
   if (section.mode == CompileChoice::kOff) return;
   const int stages = config.parallelism.pipeline_parallel_degree;
-  TESSERA_CHECK(stages == 1, ErrorKind::kConfig, "compile.mode: found ",
-                section.mode == CompileChoice::kPlan ? "plan" : "replay",
+  const bool only_replays = section.mode == CompileChoice::kReplay && section.form == 3 &&
+                            !section.memory_budget && !section.passes && section.plan.empty() &&
+                            section.offload_folder.empty();
+  TESSERA_CHECK(stages == 1 || only_replays, ErrorKind::kConfig, "compile.mode: found ",
+                section.mode == CompileChoice::kPlan ? "plan" : "replay with a plan of its own",
                 " with pipeline_parallel_degree ", stages,
-                ", expected off: the steps of a pipeline have the plan of its schedule; set "
-                "compile.mode = \"off\" and pipeline.reshard, or pipeline_parallel_degree = 1");
+                ", expected off, or replay without form, memory_budget, passes, plan and "
+                "offload_folder: the steps of a pipeline have the plan of its schedule; set compile.mode = \"off\" and "
+                "pipeline.reshard, or pipeline_parallel_degree = 1");
   if (section.memory_budget) {
     require_seq_len(config.training,
                     "; compile.memory_budget needs it to count activations, also beside data that "
