@@ -65,8 +65,8 @@ ReplayCalls replay_calls(const ShardedBase& model);
 /// kFormat, kIo for options that do not fit together and for what is no plan of this model, world,
 /// torch or number of micro-batches; kUsage in a step. When a step begins: kConfig for a budget
 /// below the least, with that in bytes, and for a plan of another trace. Regions stay as they were
-/// recorded where kReplay is given again. `optimizer`: of the whole model, whose state plans offload
-/// from the first update behind one of them on; needed with offload_folder, and kIo as
+/// recorded where kReplay is given again. `optimizer`: of the whole model, whose state plans
+/// offload from the first update behind one of them on; needed with offload_folder, and kIo as
 /// Optimizer::offload then. Collective with it.
 void compile(const ShardedBase& model, const CompileOptions& options,
              Optimizer* optimizer = nullptr);

@@ -177,8 +177,8 @@ inline constinit Hook<void(int rank, std::int64_t step)> before_checkpoint_write
 
 // Optimizer state that lies elsewhere.
 
-/// io/scratch_file.h, before bytes are read or written, on whatever thread does that: may throw what
-/// a broken disk would.
+/// io/scratch_file.h, before bytes are read or written, on whatever thread does that: may throw
+/// what a broken disk would.
 inline constinit Hook<void(const std::string& whose, std::int64_t offset, bool reads)>
     before_scratch_transfer;
 

@@ -24,12 +24,14 @@ void compile(const ShardedBase& model, const CompileOptions& options, Optimizer*
   if (options.mode == CompileMode::kOff) return fsdp::set_planner(model, {});
   auto made = capture::planning_of(options);
   if (!options.offload_folder.empty()) {
-    TESSERA_CHECK(optimizer != nullptr, ErrorKind::kConfig,
-                  "compile: found CompileOptions::offload_folder and no optimizer, expected the one "
-                  "whose state may lie there");
-    TESSERA_CHECK(model.stages_group() == nullptr, ErrorKind::kConfig,
-                  "compile: found CompileOptions::offload_folder in a pipeline, whose stages choose "
-                  "by themselves, expected none; Optimizer::offload offloads the same on all ranks");
+    TESSERA_CHECK(
+        optimizer != nullptr, ErrorKind::kConfig,
+        "compile: found CompileOptions::offload_folder and no optimizer, expected the one "
+        "whose state may lie there");
+    TESSERA_CHECK(
+        model.stages_group() == nullptr, ErrorKind::kConfig,
+        "compile: found CompileOptions::offload_folder in a pipeline, whose stages choose "
+        "by themselves, expected none; Optimizer::offload offloads the same on all ranks");
     made.state = fsdp::state_of_units(model, *optimizer);
     optimizer->offload({.folder = options.offload_folder, .by_plan = true});
   }

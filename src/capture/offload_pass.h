@@ -1,8 +1,8 @@
 // Which units' optimizer state lies outside of memory: what the pass "offload" chooses by. Pure.
 //
-// What is outside costs its bytes twice an update, from and to a file, but memory: all of it but two
-// chunks. Greedy: while more has to go, the smallest unit that is enough, else the one that brings
-// most. Next: passes.h; fsdp/optim/state_of_units.h.
+// What is outside costs its bytes twice an update, from and to a file, and saves memory: all of it
+// but two chunks. Greedy: while more has to go, the smallest unit that is enough, else the one that
+// brings most. Next: passes.h; fsdp/optim/state_of_units.h.
 #pragma once
 
 #include <cstdint>

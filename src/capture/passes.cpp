@@ -178,8 +178,8 @@ class Chooser {
     TESSERA_CHECK(bytes <= *problem_.memory_budget, ErrorKind::kConfig,
                   "compile.memory_budget: found ", *problem_.memory_budget,
                   " bytes for gathered parameters", problem_.state ? " and optimizer state" : "",
-                  ", expected at least ", bytes,
-                  ", the least of any plan of form ", number(problem_.form),
+                  ", expected at least ", bytes, ", the least of any plan of form ",
+                  number(problem_.form),
                   problem_.form == Form::k3 ? "; raise it" : "; raise it, or set compile.form = 3");
     // One after the other goes what costs least to miss.
     const auto without = [&](const auto& change) {
@@ -363,9 +363,9 @@ class Chooser {
         reason = concat("room to keep ", name(unit), ", which saves ", ms_text(a_step),
                         " a step for ", ms_text(costs), " of moving state");
       }
-      chosen_.keep_reasons[unit] = concat("saves ", ms_text(saves), " a micro-batch for ",
-                                          size_text(problem_.units[unit].bytes),
-                                          ", where optimizer state was");
+      chosen_.keep_reasons[unit] =
+          concat("saves ", ms_text(saves), " a micro-batch for ",
+                 size_text(problem_.units[unit].bytes), ", where optimizer state was");
       chosen_.choices = changed;
     }
   }

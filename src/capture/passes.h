@@ -75,7 +75,7 @@ struct Chosen {
   std::vector<std::string> keep_reasons;  ///< by unit
   std::string ahead_reason;
   std::vector<std::string> offload_reasons;  ///< by unit
-  std::vector<std::string> notes;  ///< passes that were left out, costs that were assumed
+  std::vector<std::string> notes;            ///< passes that were left out, costs that were assumed
   bool operator==(const Chosen&) const = default;
 };
 

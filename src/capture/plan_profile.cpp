@@ -164,8 +164,8 @@ std::string to_json(const PlanProfile& profile) {
   const std::string transfer =
       profile.transfer ? concat(",\n  \"transfer\": ", line(*profile.transfer).dump()) : "";
   return concat("{\n  \"format\": \"", kProfileFormat, "\",\n  \"version\": ", kProfileVersion,
-                ",\n  \"collective\": ", line(profile.collective).dump(), transfer, ",\n  \"units\": [", units,
-                "\n  ]\n}\n");
+                ",\n  \"collective\": ", line(profile.collective).dump(), transfer,
+                ",\n  \"units\": [", units, "\n  ]\n}\n");
 }
 
 PlanProfile parse_profile(std::string_view text, std::string_view where) {

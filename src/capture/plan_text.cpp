@@ -146,8 +146,8 @@ std::string to_text(const StepPlan& plan, const Chosen& chosen, std::int64_t mic
   }
   if (!plan.update.empty()) text += "update:\n";
   for (const auto& [kind, unit] : plan.update) {
-    const auto reason = kind == Kind::kReload ? "while the one before it is updated"
-                                              : offload_reason(chosen, unit);
+    const auto reason =
+        kind == Kind::kReload ? "while the one before it is updated" : offload_reason(chosen, unit);
     text += concat("  ", to_string(kind), " the optimizer state of ", plan.units[unit].name, " (",
                    reason, ")\n");
   }

@@ -53,7 +53,8 @@ Planning planning_of(const CompileOptions& options) {
     planning.given = parse_plan(text, name);
     // Beside optimizer state a budget is looked at once that is known: plan_step().
     const bool is_of_gathers = options.offload_folder.empty();
-    require_sound(planning.given->plan, is_of_gathers ? planning.memory_budget : std::nullopt, name);
+    require_sound(planning.given->plan, is_of_gathers ? planning.memory_budget : std::nullopt,
+                  name);
     TESSERA_CHECK(planning.given->plan.choices.offload.empty() || !options.offload_folder.empty(),
                   ErrorKind::kConfig, name,
                   ": found a plan that offloads optimizer state, expected a folder for that; set "

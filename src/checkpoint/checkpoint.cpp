@@ -182,11 +182,11 @@ void save_checkpoint(const ShardedBase& model, const Optimizer& optimizer,
     fsdp::require_steps_of(model, optimizer, "save_checkpoint");
     optimizer.require_whole("save_checkpoint");
   });
-  const bool updated = comm::any_of_ranks(
-      world.control(),
-      {std::ranges::any_of(optimizer.unread_state(),
-                           [](const auto& state) { return state.steps > 0; })},
-      "save_checkpoint: updates")[0];
+  const bool updated =
+      comm::any_of_ranks(world.control(),
+                         {std::ranges::any_of(optimizer.unread_state(),
+                                              [](const auto& state) { return state.steps > 0; })},
+                         "save_checkpoint: updates")[0];
   comm::on_all_or_none(world, "save_checkpoint",
                        [&] { check_save(optimizer, step, options, updated); });
   require_same_everywhere(world, folder, step, options);

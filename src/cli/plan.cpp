@@ -116,8 +116,7 @@ void print_step(const capture::PlanFile& file, const capture::PlanProblem& probl
               << size_text(capture::state_in_memory(*problem.state, {})) << ", that of "
               << offload.size() << " unit(s) is offloaded\n";
   }
-  std::cout
-            << picture(step) << step.gathers << " gathers and " << step.reductions
+  std::cout << picture(step) << step.gathers << " gathers and " << step.reductions
             << " reductions a step\n";
   if (!problem.profile.is_assumed) {
     std::cout << std::fixed << std::setprecision(2) << "a step by the profile: " << step.step_ms
@@ -148,8 +147,8 @@ int check_plan(const std::string& path, const capture::MadeFor& made_for,
   });
   capture::require_made_for(file, made_for, shown(path));
   capture::require_plan_of(file.plan, problem.record, problem.units, shown(path));
-  const auto budget = problem.memory_budget ? gathered_budget(planning, file.plan.choices)
-                                            : file.memory_budget;
+  const auto budget =
+      problem.memory_budget ? gathered_budget(planning, file.plan.choices) : file.memory_budget;
   const auto faults = faults_of(file.plan, budget);
   for (const auto& fault : faults) std::cout << fault << '\n';
   std::cout << shown(path) << ": " << faults.size() << " findings";

@@ -53,9 +53,9 @@ ScratchFile::~ScratchFile() {
 }
 
 void ScratchFile::fail(const char* what, int error_number, const char* hint) const {
-  throw Error(ErrorKind::kIo, concat(shown(folder_), ": optimizer state of ", whose_, ": ", what,
-                                     " (", std::generic_category().message(error_number), "); ",
-                                     hint));
+  throw Error(ErrorKind::kIo,
+              concat(shown(folder_), ": optimizer state of ", whose_, ": ", what, " (",
+                     std::generic_category().message(error_number), "); ", hint));
 }
 
 void ScratchFile::reserve(std::int64_t bytes) {

@@ -128,9 +128,8 @@ namespace {
 bool may_offload(const Config& config) { return !config.compile.offload_folder.empty(); }
 
 std::vector<fsdp::StateBytes> state_of(const RunOfPlan& run) {
-  return fsdp::state_of_units(
-      run.plan, run.contract.parameters,
-      fsdp::kept_states(run.config.optimizer.name, run.config.optimizer));
+  return fsdp::state_of_units(run.plan, run.contract.parameters,
+                              fsdp::kept_states(run.config.optimizer.name, run.config.optimizer));
 }
 
 }  // namespace

@@ -459,7 +459,7 @@ class Trainer {
   std::optional<ReplayedCalls> replayed_;  ///< none but with "replay"
   std::unique_ptr<Optimizer> optimizer_;
   std::optional<PlannedSteps> planned_;  ///< none with compile.mode = "off"
-  std::unique_ptr<GradScaler> scaler_;  ///< none without float16
+  std::unique_ptr<GradScaler> scaler_;   ///< none without float16
   std::optional<CheckpointSession> checkpoints_;
   std::int64_t done_ = 0;  ///< steps before this run
   bool updated_ = false;   ///< by the step under way: a scaler may leave that out

@@ -22,23 +22,29 @@ void write_run(const TemporaryFolder& folder) {
   write_small_run(folder);
   auto model = read_file(folder / "model.json");
   model = std::regex_replace(model, std::regex("\"hidden_size\": 16"), "\"hidden_size\": 128");
-  model = std::regex_replace(model, std::regex("\"num_hidden_layers\": 1"),
-                             "\"num_hidden_layers\": 3");
+  model =
+      std::regex_replace(model, std::regex("\"num_hidden_layers\": 1"), "\"num_hidden_layers\": 3");
   folder.write("model.json", model);
   fs::create_directory(folder / "out");
 }
 
 /// Behind the program: a plan for the least memory that any has.
 Words with_least_memory(const TemporaryFolder& folder, const Words& more = {}) {
-  Words ask{"plan", "run.toml", "--world", "2", "--compile.memory_budget", "1",
-            "--compile.offload_folder", "out"};
+  Words ask{"plan",
+            "run.toml",
+            "--world",
+            "2",
+            "--compile.memory_budget",
+            "1",
+            "--compile.offload_folder",
+            "out"};
   ask.insert(ask.end(), more.begin(), more.end());
   const Outcome below = run_program(folder, ask);
   std::smatch found;
   const bool is_said =
       std::regex_search(below.err, found, std::regex("expected at least ([0-9]+)"));
   EXPECT_TRUE(is_said) << below.err;
-  Words words{"--compile.mode",          "plan", "--compile.memory_budget", found[1].str(),
+  Words words{"--compile.mode",           "plan", "--compile.memory_budget", found[1].str(),
               "--compile.offload_folder", "out"};
   words.insert(words.end(), more.begin(), more.end());
   return words;
@@ -50,10 +56,10 @@ Words joined_words(Words words, const Words& more) {
 }
 
 class OffloadedRun : public ::testing::TestWithParam<Words> {};
-INSTANTIATE_TEST_SUITE_P(
-    DTypes, OffloadedRun,
-    ::testing::Values(Words{}, Words{"--precision.param_dtype", "bfloat16",
-                                     "--precision.storage_dtype", "bfloat16"}));
+INSTANTIATE_TEST_SUITE_P(DTypes, OffloadedRun,
+                         ::testing::Values(Words{},
+                                           Words{"--precision.param_dtype", "bfloat16",
+                                                 "--precision.storage_dtype", "bfloat16"}));
 
 TEST_P(OffloadedRun, HasTheBitsOfOneInMemoryAndGoesOnEitherWay) {
   const TemporaryFolder folder;
@@ -104,12 +110,14 @@ TEST(OffloadedRuns, AForecastCountsWhatIsOut) {
   const auto file = run_program(folder, joined_words({"plan", "run.toml", "--world", "2", "--json"},
                                                      with_least_memory(folder)));
   folder.write("plan.json", file.out);
-  Words follow{"train",          "run.toml", "--nproc",        "2",         "--job.dump_folder", "run",
-               "--compile.mode", "plan",     "--compile.plan", "plan.json"};
+  Words follow{
+      "train",          "run.toml", "--nproc",        "2",        "--job.dump_folder", "run",
+      "--compile.mode", "plan",     "--compile.plan", "plan.json"};
   const auto refused = run_program(folder, follow);
   EXPECT_EQ(refused.code, 2);
   EXPECT_THAT(refused.err, HasSubstr("set compile.offload_folder"));
-  const auto followed = run_program(folder, joined_words(follow, {"--compile.offload_folder", "out"}));
+  const auto followed =
+      run_program(folder, joined_words(follow, {"--compile.offload_folder", "out"}));
   EXPECT_EQ(followed.code, 0) << followed.err;
   EXPECT_THAT(read_file(folder / "run/metrics/metrics.jsonl"), HasSubstr("\"offload_mib\":"));
 }
@@ -138,9 +146,9 @@ TEST(OffloadedRuns, ADiskThatBreaksEndsThemAndTheCheckpointBeforeStays) {
   const TemporaryFolder folder;
   write_run(folder);
   const auto command = joined_words(two_ranks("run", 8, 2), with_least_memory(folder));
-  Process broken(folder.path(), command,
-                 {{"LD_PRELOAD", TESSERA_FAILING_READS},
-                  {"TESSERA_TEST_READS_BEFORE_FAILURE", "100"}});
+  Process broken(
+      folder.path(), command,
+      {{"LD_PRELOAD", TESSERA_FAILING_READS}, {"TESSERA_TEST_READS_BEFORE_FAILURE", "100"}});
   EXPECT_EQ(broken.wait(kLong), 1) << broken.err();
   EXPECT_THAT(broken.err(), AllOf(HasSubstr("out': optimizer state of rank "),
                                   HasSubstr("reading failed (Input/output error)")));

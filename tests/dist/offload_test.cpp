@@ -56,8 +56,8 @@ std::vector<at::Tensor> all_of(const ShardedBase& model, const Optimizer& optimi
   return all;
 }
 
-void expect_same_list(const std::vector<at::Tensor>& found,
-                      const std::vector<at::Tensor>& expected, const std::string& what) {
+void expect_same_list(const std::vector<at::Tensor>& found, const std::vector<at::Tensor>& expected,
+                      const std::string& what) {
   ASSERT_EQ(found.size(), expected.size()) << what;
   for (std::size_t i = 0; i < expected.size(); ++i) {
     EXPECT_TRUE(same_bits(found[i], expected[i])) << what << ", tensor " << i;
@@ -117,8 +117,9 @@ TEST_P(OffloadOnRanks, GivesTheBitsOfStateInMemory) {
           };
           one(inside, *of_inside);
           one(outside, *of_outside);
-          expect_same_list(all_of(outside.handle, *of_outside), all_of(inside.handle, *of_inside),
-                      concat(name, ", step ", step, ", matching ", match.empty() ? "all" : match.front()));
+          expect_same_list(
+              all_of(outside.handle, *of_outside), all_of(inside.handle, *of_inside),
+              concat(name, ", step ", step, ", matching ", match.empty() ? "all" : match.front()));
         }
       }
     }
@@ -133,9 +134,8 @@ TEST(Offload, AShardOfSeveralPartsAndChunksIsSteppedAsOne) {
     for (const auto storage : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
       for (const bool adam : {true, false}) {
         const auto make = [&] {
-          return fully_shard(
-              std::make_shared<Scale>(seeded(3, {size}).to(to_scalar_type(storage))),
-              data_mesh(world), stored_in(storage));
+          return fully_shard(std::make_shared<Scale>(seeded(3, {size}).to(to_scalar_type(storage))),
+                             data_mesh(world), stored_in(storage));
         };
         auto inside = make();
         auto outside = make();
@@ -150,7 +150,7 @@ TEST(Offload, AShardOfSeveralPartsAndChunksIsSteppedAsOne) {
           step_by_name(outside, *of_outside, step);
         }
         expect_same_list(all_of(outside, *of_outside), all_of(inside, *of_inside),
-                    concat(to_string(storage), adam ? " AdamW" : " SGD"));
+                         concat(to_string(storage), adam ? " AdamW" : " SGD"));
         const auto& traffic = of_outside->offload_traffic();
         EXPECT_EQ(traffic.bytes_read, traffic.bytes_written);
         EXPECT_GE(traffic.bytes_read, of_inside->resident_bytes());
@@ -318,9 +318,8 @@ TEST_P(OffloadOnRanks, PlansSayWhoseStateIsOut) {
     compile(outside.handle, options, of_outside.get());
     const auto step = [&](ShardedChain& model, Optimizer& optimizer, int number) {
       model.handle.zero_grad();
-      StepScope scope(model.handle, {.reshard = StepReshard::kMicroBatch,
-                                     .schedule = "two",
-                                     .micro_batches = 2});
+      StepScope scope(model.handle,
+                      {.reshard = StepReshard::kMicroBatch, .schedule = "two", .micro_batches = 2});
       for (int k = 0; k < 2; ++k) {
         scope.begin_forward(0, k);
         const auto loss =
@@ -360,8 +359,8 @@ TEST(Offload, AFolderThatIsNoneEndsAllRanksNamingIt) {
       const auto optimizer = make_adamw(model.handle, adamw(0.01));
       // Others have one.
       const auto own = world.rank() == 1 ? path : folder.path();
-      const auto error = testing::error_of(
-          ErrorKind::kIo, [&] { optimizer->offload({.folder = own.native()}); });
+      const auto error =
+          testing::error_of(ErrorKind::kIo, [&] { optimizer->offload({.folder = own.native()}); });
       step_by_name(model.handle, *optimizer, 1);  // in memory, then
       throw Error(ErrorKind::kIo, error);
     });
@@ -376,8 +375,9 @@ TEST(Offload, AFolderThatCannotBeWrittenToIsNamed) {
     ranks(1).run([](World& world) {
       ShardedChain model(data_mesh(world), 1, 1, kWidth);
       const auto optimizer = make_adamw(model.handle, adamw(0.01));
-      EXPECT_THAT(testing::error_of(ErrorKind::kIo, [&] { optimizer->offload({.folder = "/proc"}); }),
-                  AllOf(HasSubstr("/proc"), HasSubstr("rank 0"), HasSubstr("no file can be made")));
+      EXPECT_THAT(
+          testing::error_of(ErrorKind::kIo, [&] { optimizer->offload({.folder = "/proc"}); }),
+          AllOf(HasSubstr("/proc"), HasSubstr("rank 0"), HasSubstr("no file can be made")));
     });
     return;
   }
@@ -441,12 +441,11 @@ TEST(Offload, AFailureInAnUpdateIsNamedAndLosesNoCheckpoint) {
   const TemporaryFolder folder;
   for (const bool reads : {true, false}) {
     std::atomic<bool> is_broken = false;
-    const test_hooks::Set disk(
-        test_hooks::before_scratch_transfer,
-        [&](const std::string& whose, std::int64_t, bool is_read) {
-          TESSERA_CHECK(!is_broken || is_read != reads, ErrorKind::kIo, whose,
-                        ": the disk is broken");
-        });
+    const test_hooks::Set disk(test_hooks::before_scratch_transfer,
+                               [&](const std::string& whose, std::int64_t, bool is_read) {
+                                 TESSERA_CHECK(!is_broken || is_read != reads, ErrorKind::kIo,
+                                               whose, ": the disk is broken");
+                               });
     const auto name = folder / concat("saved ", reads);
     ranks(2).run([&](World& world) {
       const std::int64_t size = 4 * fsdp::kMasterPart;
@@ -467,11 +466,11 @@ TEST(Offload, AFailureInAnUpdateIsNamedAndLosesNoCheckpoint) {
                   HasSubstr(concat("rank ", world.rank(), ": the disk is broken")));
       comm::barrier(world.control(), "failed");
       is_broken = false;
-      for (const auto& refused : {std::function<void()>([&] { step_by_name(model, *optimizer, 2); }),
-                                  std::function<void()>([&] { optimizer->state(); }),
-                                  std::function<void()>([&] {
-                                    save_checkpoint(model, *optimizer, folder / "torn", 2);
-                                  })}) {
+      for (const auto& refused :
+           {std::function<void()>([&] { step_by_name(model, *optimizer, 2); }),
+            std::function<void()>([&] { optimizer->state(); }), std::function<void()>([&] {
+              save_checkpoint(model, *optimizer, folder / "torn", 2);
+            })}) {
         EXPECT_THAT(testing::error_of(ErrorKind::kUsage, refused), HasSubstr("load a checkpoint"));
       }
       load_checkpoint(model, *optimizer, name);
@@ -485,11 +484,10 @@ TEST(Offload, AFailureInAnUpdateIsNamedAndLosesNoCheckpoint) {
 TEST(Offload, RanksRecoverFromOnesBrokenDisk) {
   const TemporaryFolder folder;
   std::atomic<bool> is_broken = false;
-  const test_hooks::Set disk(test_hooks::before_scratch_transfer,
-                             [&](const std::string& whose, std::int64_t, bool) {
-                               TESSERA_CHECK(!is_broken || whose != "rank 1", ErrorKind::kIo, whose,
-                                             ": the disk is broken");
-                             });
+  const test_hooks::Set disk(test_hooks::before_scratch_transfer, [&](const std::string& whose,
+                                                                      std::int64_t, bool) {
+    TESSERA_CHECK(!is_broken || whose != "rank 1", ErrorKind::kIo, whose, ": the disk is broken");
+  });
   ranks(3).run([&](World& world) {
     ShardedChain model(data_mesh(world), 1, 2, kWidth, stored_in(DType::kBFloat16));
     const auto optimizer = make_adamw(model.handle, adamw(0.01));

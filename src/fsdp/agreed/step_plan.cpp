@@ -257,9 +257,11 @@ std::string_view to_string(MicroBatchClass of) {
 }
 
 std::string_view to_string(PlanAction::Kind kind) {
-  constexpr std::array<std::string_view, 9> kNames{
-      "gather", "gather unless gathered", "wait", "keep to backward", "keep to update", "release",
-      "reduce", "reload", "offload"};
+  constexpr std::array<std::string_view, 9> kNames{"gather",         "gather unless gathered",
+                                                   "wait",           "keep to backward",
+                                                   "keep to update", "release",
+                                                   "reduce",         "reload",
+                                                   "offload"};
   return kNames.at(static_cast<std::size_t>(kind));
 }
 

@@ -262,7 +262,8 @@ std::vector<std::string> faults_of_shape(const StepPlan& plan) {
     if (unit.bytes < 0) add("unit ", unit.name, " of ", unit.bytes, " bytes");
   }
   const auto& offload = plan.choices.offload;
-  if (!std::ranges::all_of(offload, is_unit) || std::ranges::adjacent_find(offload, std::greater_equal()) != offload.end()) {
+  if (!std::ranges::all_of(offload, is_unit) ||
+      std::ranges::adjacent_find(offload, std::greater_equal()) != offload.end()) {
     add("units whose state is offloaded that are none, or not in their order");
   } else if (plan.update != update_actions(offload)) {
     add("an update that does not bring and take each of the ", offload.size(),

@@ -137,8 +137,8 @@ std::vector<OffloadedState::Window> OffloadedState::windows_of(const Chunk& chun
     Window window{index, elements, {}};
     for (std::size_t i = 0; i < form.dtypes.size(); ++i) {
       const auto begin = offset + offset_in_part(form, i, elements.size());
-      window.kept.push_back(buffer.narrow(0, begin, bytes_of(elements.size(), form.dtypes[i]))
-                                .view(form.dtypes[i]));
+      window.kept.push_back(
+          buffer.narrow(0, begin, bytes_of(elements.size(), form.dtypes[i])).view(form.dtypes[i]));
     }
     windows.push_back(std::move(window));
   }
@@ -162,7 +162,8 @@ std::size_t OffloadedState::buffer_bytes() const {
 void OffloadedState::wait(StateTier::Ticket ticket) {
   const auto begin = TraceClock::now();
   tier_->wait(ticket);
-  traffic_.waited_ms += std::chrono::duration<double, std::milli>(TraceClock::now() - begin).count();
+  traffic_.waited_ms +=
+      std::chrono::duration<double, std::milli>(TraceClock::now() - begin).count();
 }
 
 void OffloadedState::run(const std::vector<Chunk>& chunks, const std::vector<Updated>& updated,
@@ -172,7 +173,7 @@ void OffloadedState::run(const std::vector<Chunk>& chunks, const std::vector<Upd
   const auto memory_of = [&](std::size_t i) {
     return buffers_.at(i % buffers_.size()).narrow(0, 0, chunks[i].bytes);
   };
-  // Behind which chunk i may be updated: its own read, else the write of what its buffer had before.
+  // Behind which chunk i may be updated: its own read, else the write of what its buffer had.
   std::vector<StateTier::Ticket> ready(chunks.size(), 0);
   const auto begin_read = [&](std::size_t i) {
     if (i >= chunks.size() || !chunks[i].is_read) return;

@@ -51,24 +51,24 @@ ShardView window_of(const ShardView& view, const layout::Range& elements) {
 void Optimizer::offload(const OffloadOptions& options) {
   const at::NoGradGuard no_grad;
   auto& runtime = unit_->runtime();
-  TESSERA_CHECK(runtime.device().is_cpu(), ErrorKind::kConfig, "Optimizer::offload: found shards on ",
-                runtime.device().str(),
+  TESSERA_CHECK(runtime.device().is_cpu(), ErrorKind::kConfig,
+                "Optimizer::offload: found shards on ", runtime.device().str(),
                 ", expected them on the CPU: state of devices stays there so far");
   std::vector<const GradContract*> contracts;
   for (const auto& [contract, owner] : scope_) contracts.push_back(contract);
   for (const auto& pattern : options.match) {
-    TESSERA_CHECK(
-        std::ranges::any_of(contracts, [&](const auto* one) { return grad::matches(pattern, *one); }),
-        ErrorKind::kContract,
-        unmatched("Optimizer::offload", in_quotes(pattern),
-                  concat(", which matches none of ", contracts.size(), " parameters"),
-                  "at least one"));
+    TESSERA_CHECK(std::ranges::any_of(
+                      contracts, [&](const auto* one) { return grad::matches(pattern, *one); }),
+                  ErrorKind::kContract,
+                  unmatched("Optimizer::offload", in_quotes(pattern),
+                            concat(", which matches none of ", contracts.size(), " parameters"),
+                            "at least one"));
   }
   if (outside_ == nullptr) {
     std::shared_ptr<fsdp::OffloadedState> made;
     comm::on_all_or_none(runtime.world(), "folder for offloaded optimizer state", [&] {
-      made = std::make_shared<fsdp::OffloadedState>(fsdp::make_file_tier(
-          options.folder, concat("rank ", runtime.world().rank())));
+      made = std::make_shared<fsdp::OffloadedState>(
+          fsdp::make_file_tier(options.folder, concat("rank ", runtime.world().rank())));
     });
     outside_ = std::move(made);
   }
@@ -123,7 +123,8 @@ void Optimizer::follow_plan() {
   if (plan == nullptr || plan->choices.offload == planned_out_) return;
   std::map<const GradContract*, fsdp::UnitId> units;
   for (auto* unit : runtime.units()) {
-    for (const auto& parameter : unit->parameters()) units.emplace(&parameter->contract, unit->id());
+    for (const auto& parameter : unit->parameters())
+      units.emplace(&parameter->contract, unit->id());
   }
   place_outside([units, out = plan->choices.offload](const GradContract& contract) {
     const auto found = units.find(&contract);
@@ -148,8 +149,7 @@ void Optimizer::bring_back(Item& item) const {
 }
 
 void Optimizer::put_away(Item& item) const {
-  std::vector<at::Tensor> tensors(item.state.begin(),
-                                  item.state.begin() + std::ssize(states()));
+  std::vector<at::Tensor> tensors(item.state.begin(), item.state.begin() + std::ssize(states()));
   if (item.master.defined()) tensors.push_back(item.master);
   outside_->write(item.place, tensors);
   item.state.clear();
@@ -168,15 +168,14 @@ std::vector<OptimizerState::Kept> Optimizer::unread_kept_of(const Item& item) co
   const auto& form = outside_->form(item.place);
   const auto named = states();
   for (std::size_t i = 0; i < form.dtypes.size(); ++i) {
-    auto name = i < named.size() ? named[i].name
-                                 : fsdp::MasterOfShard::name(item.view.contract->master);
-    kept.push_back({std::move(name),
-                    at::empty({form.numel},
-                              at::TensorOptions().dtype(form.dtypes[i]).device(at::kMeta)),
-                    [outside = outside_, place = item.place, i](std::int64_t begin,
-                                                                const at::Tensor& to) {
-                      outside->read(place, i, begin, to);
-                    }});
+    auto name =
+        i < named.size() ? named[i].name : fsdp::MasterOfShard::name(item.view.contract->master);
+    kept.push_back(
+        {std::move(name),
+         at::empty({form.numel}, at::TensorOptions().dtype(form.dtypes[i]).device(at::kMeta)),
+         [outside = outside_, place = item.place, i](std::int64_t begin, const at::Tensor& to) {
+           outside->read(place, i, begin, to);
+         }});
   }
   return kept;
 }
@@ -216,8 +215,8 @@ void Optimizer::update_through(const std::vector<Item*>& items) {
               part.master.copy_(fsdp::MasterOfShard::make(part.view));
             }
           }
-          part.seen_version = static_cast<std::uint32_t>(part.view.shard._version()) +
-                              changed[window.index];
+          part.seen_version =
+              static_cast<std::uint32_t>(part.view.shard._version()) + changed[window.index];
           parts.push_back(std::move(part));
         }
         std::vector<Item*> pointers;

@@ -35,7 +35,7 @@ std::int64_t kept_bytes(std::span<const std::int64_t> element_sizes, std::int64_
 }
 
 std::vector<StateBytes> state_of_units(const layout::ModelPlan& plan,
-                                      const std::vector<GradContract>& contracts, int states) {
+                                       const std::vector<GradContract>& contracts, int states) {
   std::map<std::string_view, const GradContract*> by_name;
   for (const auto& contract : contracts) by_name.emplace(contract.name, &contract);
   std::vector<StateBytes> units;

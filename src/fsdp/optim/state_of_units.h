@@ -34,12 +34,12 @@ struct StateBytes {
 /// By unit, for an optimizer that keeps `states` tensors of each parameter, and masters. Units of
 /// frozen parameters have none. `contracts`: of all parameters of the plan.
 std::vector<StateBytes> state_of_units(const layout::ModelPlan& plan,
-                                      const std::vector<GradContract>& contracts, int states);
+                                       const std::vector<GradContract>& contracts, int states);
 
 /// Several units' together.
 StateBytes sum_of(const std::vector<StateBytes>& units);
-/// Of one chunk where `offloaded` is what lies outside: an eighth of it, so that a small model gains,
-/// too.
+/// Of one chunk where `offloaded` is what lies outside: an eighth of it, so that a small model
+/// gains, too.
 std::int64_t chunk_bytes(const StateBytes& offloaded);
 /// What two chunks take; nothing where nothing is offloaded.
 inline std::int64_t buffer_bytes(const StateBytes& offloaded) {

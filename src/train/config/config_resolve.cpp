@@ -54,7 +54,8 @@ void check_compile(const Config& config) {
                 section.mode == CompileChoice::kPlan ? "plan" : "replay with a plan of its own",
                 " with pipeline_parallel_degree ", stages,
                 ", expected off, or replay without form, memory_budget, passes, plan and "
-                "offload_folder: the steps of a pipeline have the plan of its schedule; set compile.mode = \"off\" and "
+                "offload_folder: the steps of a pipeline have the plan of its schedule; set "
+                "compile.mode = \"off\" and "
                 "pipeline.reshard, or pipeline_parallel_degree = 1");
   if (section.memory_budget) {
     require_seq_len(config.training,

@@ -44,7 +44,7 @@ struct StepMetrics {
   /// longest that an update waited for it.
   std::optional<double> offload_mib = std::nullopt;
   std::optional<double> offload_wait_ms = std::nullopt;
-  std::vector<ExpertLoad> expert_loads = {};      ///< one a layer with experts
+  std::vector<ExpertLoad> expert_loads = {};  ///< one a layer with experts
   /// Calls of regions in this step, on the rank that writes; none where nothing is replayed.
   std::optional<ReplayCalls> regions = std::nullopt;
 };

@@ -141,7 +141,8 @@ TEST(OffloadPass, UpdatesReloadOneUnitAheadAndTextsSayWhy) {
   // What an edited file could say.
   auto other = plan;
   std::swap(other.update[1], other.update[2]);
-  EXPECT_THAT(fsdp::faults_of(other), Contains(HasSubstr("an update that does not bring and take")));
+  EXPECT_THAT(fsdp::faults_of(other),
+              Contains(HasSubstr("an update that does not bring and take")));
   other = plan;
   other.choices.offload = {1, 0, 2};
   EXPECT_THAT(fsdp::faults_of(other), Contains(HasSubstr("not in their order")));
@@ -177,7 +178,8 @@ TEST(OffloadPass, DrawnProblemsStayWithinTheirBudgets) {
     problem.units = draw.units(count);
     std::vector<bool> resharded;
     for (std::size_t i = 0; i < count; ++i) resharded.push_back(draw.below(4) != 0);
-    problem.eager = eager_choices(problem.record, resharded, ReduceAt::kLastBackward, problem.order);
+    problem.eager =
+        eager_choices(problem.record, resharded, ReduceAt::kLastBackward, problem.order);
     problem.form = draw.coin() ? Form::k3 : Form::k1;
     problem.micro_batches = static_cast<std::int64_t>(1 + draw.below(4));
     problem.profile = default_profile(problem.units);
