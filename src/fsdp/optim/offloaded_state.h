@@ -4,8 +4,8 @@
 // with all of its tensors: so that a stretch of the tier is a chunk that can be read, updated and
 // written by itself. Two chunks are in memory at a time: while one is updated, the one before it is
 // written and the one behind it is read into the same buffer. That order is the tier's own, so two
-// buffers are as good as three. Since an optimizer's kernels treat such a part as they would the whole
-// (optimizer_shards.h), no bit of an update depends on it. Next: state_tier.h.
+// buffers are as good as three. Since an optimizer's kernels treat such a part as they would the
+// whole (state_of_units.h), no bit of an update depends on it. Next: state_tier.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
