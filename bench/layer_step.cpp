@@ -1,7 +1,8 @@
 // One layer of the dense model of bench/fsdp2_compare, forward and backward, in fp32 on one rank
 // and one thread, at 16, 64, 128 and 512 tokens: what it takes when products are written into their
 // slots, when they are formed beside and copied there (a `grad_dtype` that is theirs rounds nothing
-// and asks for that), unsharded, and replayed. In turns; prints a line of JSON for each number of tokens,
+// and asks for that), unsharded, replayed, and as a program written by hand (layer_program.h). In
+// turns; prints a line of JSON for each number of tokens,
 // with medians of CPU milliseconds, and median, least and largest ratio of neighbours.
 //
 //   layer_step [TURNS]
@@ -16,11 +17,13 @@
 #include <cstdlib>
 #include <ctime>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "layer_program.h"
 #include "models/decoder_layer.h"
 #include "nn/parameter.h"
 
@@ -80,7 +83,49 @@ Case case_of(const char* name, std::shared_ptr<M> layer) {
           [layer] { layer->zero_grad(); }};
 }
 
-void measure(std::array<Case, 4>& cases, std::int64_t tokens, int turns) {
+constexpr std::size_t kCases = 5;
+
+/// The same numbers as the layer's own, to the bit.
+Case case_of_program(const std::shared_ptr<DecoderLayer>& layer) {
+  struct Programs {
+    std::map<std::string, at::Tensor> weights;
+    std::map<std::int64_t, std::unique_ptr<tessera::bench::LayerProgram>> by_tokens;
+  };
+  const auto programs = std::make_shared<Programs>();
+  for (const auto& item : layer->named_parameters()) {
+    programs->weights.emplace(item.key(), item.value().detach());
+  }
+  const auto step = [programs, layer](const at::Tensor& x, const at::Tensor& grad) {
+    auto& program = programs->by_tokens[x.size(1)];
+    if (program != nullptr) {
+      program->step(x.detach(), grad);
+      return;
+    }
+    const auto spec = spec_of_dense();
+    const tessera::bench::LayerSizes sizes{.tokens = x.size(1),
+                                           .hidden = spec.hidden_size,
+                                           .heads = spec.num_attention_heads,
+                                           .kv_heads = spec.num_key_value_heads,
+                                           .head_dim = spec.head_dim,
+                                           .inner = spec.intermediate_size,
+                                           .eps = spec.rms_norm_eps};
+    tessera::nn::Rope rope(tessera::nn::RopeOptions{.theta = 1e4}, spec.head_dim);
+    program = std::make_unique<tessera::bench::LayerProgram>(
+        sizes, programs->weights, rope.table(x.size(1), at::kFloat, at::kCPU));
+    const auto [result, grad_x] = program->step(x.detach(), grad);
+    const at::Tensor expected = layer->forward(x, {}).x;
+    torch::autograd::backward({expected}, {grad});
+    TORCH_CHECK(at::equal(result, expected) && at::equal(grad_x, x.grad()), "another result");
+    for (const auto& item : layer->named_parameters()) {
+      TORCH_CHECK(at::equal(program->slots().at(item.key()), item.value().grad()), item.key(),
+                  ": another gradient");
+    }
+    layer->zero_grad();
+  };
+  return {"program", step, [] {}};
+}
+
+void measure(std::array<Case, kCases>& cases, std::int64_t tokens, int turns) {
   const at::Tensor x = at::randn({1, tokens, spec_of_dense().hidden_size});
   const at::Tensor grad = at::randn_like(x);
   constexpr int kWarm = 5;
@@ -125,9 +170,9 @@ void run(tessera::World& world, int turns) {
   };
   const auto replayed = sharded({});
   tessera::compile(*replayed, {.mode = tessera::CompileMode::kReplay});
-  std::array<Case, 4> cases = {case_of("replayed", replayed), case_of("direct", sharded({})),
-                               case_of("copied", sharded(copied)),
-                               case_of("unsharded", new_layer())};
+  std::array<Case, kCases> cases = {
+      case_of("replayed", replayed), case_of_program(new_layer()), case_of("direct", sharded({})),
+      case_of("copied", sharded(copied)), case_of("unsharded", new_layer())};
   for (const std::int64_t tokens : {16, 64, 128, 512}) measure(cases, tokens, turns);
 }
 

@@ -236,6 +236,14 @@ class ShardedBase : public torch::nn::Module {
   ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& mesh,
               const PrecisionPolicy& policy, const ShardOptions& options);
 
+  /// Whether somebody replays regions of the model whose forward runs here.
+  static bool replays();
+  using RegionBody =
+      std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>& inputs)>;
+  /// body(inputs) as the region that is all of the module.
+  std::vector<at::Tensor> run_region(const std::vector<at::Tensor>& inputs,
+                                     const RegionBody& body) const;
+
   /// One call of the module: enter() before it, leave() after it, neither when it throws.
   class Call {
    public:
@@ -299,6 +307,12 @@ class ShardedBase : public torch::nn::Module {
 
 namespace detail {
 
+/// Whether a forward takes nothing but tensors, and gives one or several.
+template <class R, class... Args>
+inline constexpr bool kIsOfTensors =
+    (std::is_same_v<R, at::Tensor> || std::is_same_v<R, std::vector<at::Tensor>>) &&
+    sizeof...(Args) > 0 && (std::is_same_v<std::decay_t<Args>, at::Tensor> && ...);
+
 template <class M, class Signature>
 class ShardedForward;
 
@@ -307,6 +321,9 @@ class ShardedForward<M, R(Args...)> : public ShardedBase {
  public:
   R forward(Args... arguments) {
     const auto run = [this](Args... values) -> R {
+      if constexpr (kIsOfTensors<R, Args...>) {
+        if (ShardedBase::replays()) return as_region(std::index_sequence_for<Args...>(), values...);
+      }
       return module_->forward(std::forward<Args>(values)...);
     };
     return as_one_call(Signature<R, Args...>{}, run, std::forward<Args>(arguments)...);
@@ -343,6 +360,22 @@ class ShardedForward<M, R(Args...)> : public ShardedBase {
       : ShardedBase(module, mesh, policy, options), module_(std::move(module)) {}
 
  private:
+  /// compile() of any module: a forward from tensors to tensors is a region. What it reads beside
+  /// its arguments belongs to the module, or else changes from call to call unseen.
+  template <std::size_t... I, class... Values>
+  R as_region(std::index_sequence<I...>, const Values&... values) {
+    auto results = ShardedBase::run_region(
+        {values...},
+        [module = module_](const std::vector<at::Tensor>& in) -> std::vector<at::Tensor> {
+          return {module->forward(in[I]...)};
+        });
+    if constexpr (std::is_same_v<R, at::Tensor>) {
+      return std::move(results.front());
+    } else {
+      return results;
+    }
+  }
+
   template <class R2, class... P>
   struct Signature {};
 

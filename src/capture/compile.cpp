@@ -16,12 +16,14 @@
 namespace tessera {
 
 void compile(const ShardedBase& model, const CompileOptions& options, Optimizer* optimizer) {
-  if (options.mode == CompileMode::kReplay) {
-    capture::replay_regions(model);
-  } else {
-    fsdp::set_regions(model, nullptr);
+  const auto set_regions = [&] {
+    options.mode == CompileMode::kReplay ? capture::replay_regions(model)
+                                         : fsdp::set_regions(model, nullptr);
+  };
+  if (options.mode == CompileMode::kOff) {
+    set_regions();
+    return fsdp::set_planner(model, {});
   }
-  if (options.mode == CompileMode::kOff) return fsdp::set_planner(model, {});
   auto made = capture::planning_of(options);
   if (!options.offload_folder.empty()) {
     TESSERA_CHECK(
@@ -33,7 +35,6 @@ void compile(const ShardedBase& model, const CompileOptions& options, Optimizer*
         "compile: found CompileOptions::offload_folder in a pipeline, whose stages choose "
         "by themselves, expected none; Optimizer::offload offloads the same on all ranks");
     made.state = fsdp::state_of_units(model, *optimizer);
-    optimizer->offload({.folder = options.offload_folder, .by_plan = true});
   }
   auto planning = std::make_shared<const capture::Planning>(std::move(made));
   if (planning->given) {
@@ -44,6 +45,8 @@ void compile(const ShardedBase& model, const CompileOptions& options, Optimizer*
     run.micro_batches = options.micro_batches;
     require_made_for(*planning->given, run, planning->plan_from);
   }
+  if (planning->state) optimizer->offload({.folder = options.offload_folder, .by_plan = true});
+  set_regions();  // no error of the options comes behind it
   fsdp::set_planner(model, [planning](const auto& record, const auto& units, const auto& eager,
                                       fsdp::PlanOrder order) {
     return capture::plan_step(*planning, record, units, eager, order);

@@ -111,9 +111,12 @@ LiveEntry::LiveEntry(std::shared_ptr<const Program> program, std::shared_ptr<Scr
   for (const auto& step : program_->steps) {
     stacks_.push_back(step.call ? stack_of(*step.call) : c10::Stack());
     made_.emplace_back();
+    given_.emplace_back();
     if (!step.call) continue;
     for (const ValueId id : step.call->made) {
       made_.back().push_back(id == kNone ? at::Tensor() : value(id));
+      const bool takes = step.call->form == ProgramCall::Form::kResults && id != kNone;
+      if (takes) given_.back().push_back(value(id));
     }
   }
 }
@@ -261,17 +264,8 @@ void LiveEntry::run_call(std::size_t step, Gradients of_parameters) {
   if (call.form == ProgramCall::Form::kNothing) return;
   if (call.direct && of_parameters == Gradients::kAccepted && run_into_slot(call, step)) return;
   stack_ = stacks_[step];
-  if (call.form == ProgramCall::Form::kResults) {
-    const auto& places = made_[step];
-    std::vector<at::Tensor> given;
-    for (const auto& place : places) {
-      if (place.defined()) given.push_back(place);
-    }
-    const kernels::ResultsScope scope(given);
-    call.operation.callBoxed(stack_);
-  } else {
-    call.operation.callBoxed(stack_);
-  }
+  const kernels::ResultsScope scope(given_[step]);
+  call.operation.callBoxed(stack_);
   if (!call.made.empty()) put(tensors_in(stack_), made_[step]);
 }
 

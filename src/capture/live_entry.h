@@ -77,8 +77,9 @@ class LiveEntry {
   at::Tensor block_;
   std::vector<c10::Storage> storages_;  // by memory
   std::vector<at::Tensor> values_;
-  std::vector<c10::Stack> stacks_;  // by step
-  std::vector<std::vector<at::Tensor>> made_;
+  std::vector<c10::Stack> stacks_;              // by step
+  std::vector<std::vector<at::Tensor>> made_;   // by step: where results lie
+  std::vector<std::vector<at::Tensor>> given_;  // those that a kernel is given for them
   std::vector<c10::Storage> held_;  // what others gave, and what was handed out and is read again
   std::vector<bool> accepted_;      // by step: its gradient is in its slot, or was put off
   std::shared_ptr<const LiveEntry> lease_;  // while it runs backward

@@ -129,6 +129,18 @@ bool is_copy(const c10::OperatorHandle& operation) {
   return name == "aten::_to_copy" || name == "aten::clone";
 }
 
+/// Whether it lies in a memory of that size from its first to its last byte, no element where
+/// another one is: an expanded part may have as many elements as the whole.
+bool is_all_of(const Value& value, std::int64_t bytes) {
+  std::int64_t numel = 1, reach = 1;
+  for (std::size_t i = 0; i < value.sizes.size(); ++i) {
+    numel *= value.sizes[i];
+    reach += (value.sizes[i] - 1) * value.strides[i];
+  }
+  return value.offset == 0 && reach == numel &&
+         numel * static_cast<std::int64_t>(c10::elementSize(value.dtype)) == bytes;
+}
+
 Slot constant(c10::IValue value) { return {Slot::Form::kConstant, {}, std::move(value)}; }
 
 ProgramCall Maker::call_of(const TapeCall& call) {
@@ -221,11 +233,7 @@ void Maker::hand_out(const std::vector<ValueId>& values, std::vector<HandedValue
       handed.push_back(one);
       continue;
     }
-    std::int64_t numel = 1;
-    for (const auto size : value.sizes) numel *= size;
-    const auto bytes = numel * static_cast<std::int64_t>(c10::elementSize(value.dtype));
-    one.is_fresh =
-        memory.place == MemoryPlace::kNowhere && value.offset == 0 && bytes == memory.bytes;
+    one.is_fresh = memory.place == MemoryPlace::kNowhere && is_all_of(value, memory.bytes);
     if (one.is_fresh) {
       memory.place = MemoryPlace::kHanded;
       memory.number = static_cast<std::int32_t>(i);

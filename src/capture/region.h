@@ -76,6 +76,8 @@ class Region : public std::enable_shared_from_this<Region> {
   void say_once(const std::string& why);
   /// Goes back to the variant's free ones with its last reference.
   std::shared_ptr<LiveEntry> take_entry(const std::shared_ptr<Variant>& variant) const;
+  /// Whether it is memory of the owner's own parameters or buffers.
+  bool owns(const at::Tensor& tensor) const;
   /// Whether weight gradients are put off now.
   bool defers_weight_gradients() const;
 

@@ -1,18 +1,22 @@
 // A call of a region: recorded, compared with what was recorded before, or replayed.
 #include <ATen/ATen.h>
+#include <ATen/SequenceNumber.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <exception>
 #include <functional>
+#include <unordered_set>
 #include <utility>
 
 #include "base/first_derivative.h"
 #include "capture/region.h"
+#include "grad/leaf.h"
 #include "tessera/error.h"
 
 namespace tessera::capture {
@@ -70,6 +74,8 @@ struct LiveCall : torch::CustomClassHolder {
   std::shared_ptr<Tape> tape;
   TapeEnds ends;
   std::shared_ptr<LiveEntry> entry;
+  bool has_ended = false;
+  std::string leads_out;  ///< of the graph inside
 
   LiveCall() = default;
   ~LiveCall() override { end(); }
@@ -78,6 +84,7 @@ struct LiveCall : torch::CustomClassHolder {
 
   /// Nothing of it is needed any more.
   void end() {
+    has_ended = true;
     if (tape != nullptr) variant->is_recording = false;
     tape.reset();
     entry.reset();
@@ -142,6 +149,16 @@ variable_list recorded(Tape& tape, const std::function<variable_list()>& run) {
   return run();
 }
 
+/// An argument that is read as what it is inside, too, would take that one's place in the program.
+void refuse_own(const Region& region, Tape& tape, const variable_list& inputs) {
+  const auto is_own = [&](const at::Tensor& input) {
+    return input.defined() && input.has_storage() && region.owns(input);
+  };
+  if (std::ranges::any_of(inputs, is_own)) {
+    tape.refuse("an argument that is a parameter or a buffer");
+  }
+}
+
 /// Inputs as leaves of a graph inside the node.
 variable_list leaves_of(const variable_list& inputs) {
   variable_list leaves;
@@ -150,6 +167,37 @@ variable_list leaves_of(const variable_list& inputs) {
                                      : input);
   }
   return leaves;
+}
+
+/// Where the graph inside leads to but to arguments and slots, whose gradients are recorded; empty:
+/// nowhere. `begin` is the number of its first node.
+std::string leads_out(const variable_list& results, const variable_list& inputs,
+                      std::uint64_t begin) {
+  std::vector<torch::autograd::Node*> open;
+  std::unordered_set<const torch::autograd::Node*> seen;
+  const auto visit = [&](torch::autograd::Node* node) {
+    if (node != nullptr && seen.insert(node).second) open.push_back(node);
+  };
+  for (const auto& result : results) {
+    if (result.defined()) visit(result.grad_fn().get());
+  }
+  while (!open.empty()) {
+    auto* node = open.back();
+    open.pop_back();
+    if (const auto* end = dynamic_cast<const torch::autograd::AccumulateGrad*>(node)) {
+      const at::Tensor& leaf = end->variable;
+      const bool is_argument =
+          std::ranges::any_of(inputs, [&](const at::Tensor& input) { return input.is_same(leaf); });
+      const auto known = is_argument ? nullptr : grad::find_leaf(leaf);
+      if (!is_argument && (known == nullptr || known->sink == nullptr)) {
+        return "a gradient of a tensor that is neither an argument nor a parameter";
+      }
+    } else if (node->sequence_nr() < begin) {
+      return "a tensor from outside that has a history and is no argument";
+    }
+    for (const auto& edge : node->next_edges()) visit(edge.function.get());
+  }
+  return {};
 }
 
 void refuse_chosen_targets() {
@@ -257,6 +305,9 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
     base::refuse_double_backward();
     const auto call =
         c10::static_intrusive_pointer_cast<LiveCall>(context->saved_data["call"].toCapsule());
+    TESSERA_CHECK(!call->has_ended, ErrorKind::kUsage, "region ", call->region->name(),
+                  ": found a second backward of a graph that the first one did not keep, expected "
+                  "one; call the first one with retain_graph");
     const variable_list of_inputs = call->kind == LiveCall::Kind::kReplayed
                                         ? backward_of_replay(*call, grads)
                                         : backward_of_recording(*call, grads);
@@ -270,11 +321,15 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
  private:
   static variable_list record(AutogradContext& context, LiveCall& call) {
     call.inputs = leaves_of(call.inputs);
+    refuse_own(*call.region, *call.tape, call.inputs);
     call.tape->add(MemoryKind::kInput, call.inputs);
     call.ends.inputs = call.tape->values_of(call.inputs);
     {
       const at::AutoGradMode grad(true);
+      const auto begin = at::sequence_number::peek();
       call.results = recorded(*call.tape, [&] { return call.body(call.inputs); });
+      call.leads_out = leads_out(call.results, call.inputs, begin);
+      if (!call.leads_out.empty()) return {};
     }
     const auto& taken = call.tape->taken();
     call.ends.arguments = call.inputs.size();
@@ -385,7 +440,12 @@ std::vector<at::Tensor> call_with_gradients(const std::shared_ptr<Region>& regio
     call->has_place_holder = true;
     arguments.push_back(at::empty({0}).set_requires_grad(true));
   }
-  return RegionNode::apply(call, at::TensorList(arguments));
+  const auto results = RegionNode::apply(call, at::TensorList(arguments));
+  if (call->leads_out.empty()) return results;
+  // One node can not hand such a gradient on; the graph of an eager call can.
+  switch_off(*region, *variant, call->leads_out);
+  ++region->calls().eager[call->leads_out];
+  return body(inputs);
 }
 
 std::vector<at::Tensor> call_without(Region& region, const std::shared_ptr<Variant>& of,
@@ -404,6 +464,7 @@ std::vector<at::Tensor> call_without(Region& region, const std::shared_ptr<Varia
   ++region.calls().recorded;
   const auto tape = std::make_shared<Tape>(/*keeps_values=*/variant.tape != nullptr);
   TapeEnds ends;
+  refuse_own(region, *tape, inputs);
   tape->add(MemoryKind::kInput, inputs);
   ends.inputs = tape->values_of(inputs);
   ends.arguments = inputs.size();

@@ -80,6 +80,15 @@ bool Region::defers_weight_gradients() const {
   return false;
 }
 
+bool Region::owns(const at::Tensor& tensor) const {
+  const auto is_in = [&](const at::Tensor& own) {
+    return own.defined() && own.is_alias_of(tensor);
+  };
+  if (std::ranges::any_of(parameters_, is_in)) return true;
+  const auto owner = owner_.lock();
+  return owner != nullptr && std::ranges::any_of(owner->buffers(), is_in);
+}
+
 void Region::say_once(const std::string& why) {
   if (shared_->said.insert(why).second) log::info("compile: ", name_, " stays eager: ", why);
 }

@@ -42,6 +42,14 @@ std::size_t hash_of(const Value& value) {
   return static_cast<std::size_t>(hash.digest());
 }
 
+/// A batch norm adds what it sees to its running sums, which its schema does not say.
+bool changes_unsaid(const TapeCall& call) {
+  constexpr std::size_t kMean = 3, kTraining = 5;
+  const auto& arguments = call.arguments;
+  return call.operation.operator_name().name == "aten::native_batch_norm" &&
+         arguments[kTraining].constant.toBool() && !arguments[kMean].values.empty();
+}
+
 /// A number that stands where a tensor may: its own value is all that it is.
 bool is_number(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->is_wrapped_number();
@@ -185,6 +193,10 @@ void Tape::refuse_operation(const c10::OperatorHandle& operation) {
   }
 }
 
+void Tape::refuse_change(const TapeCall& call) {
+  refuse(concat("a change of what came in from outside, by ", name_of(call.operation)));
+}
+
 /// Before the operation ran: whether it may read memory in which nothing was written yet.
 bool Tape::unwritten_in(const TapeCall& call) const {
   const auto& schema = call.operation.schema().arguments();
@@ -208,7 +220,7 @@ void Tape::note_writes(TapeCall& call) {
       const MemoryId id = values_[static_cast<std::size_t>(value)].memory;
       Memory& memory = memories_[static_cast<std::size_t>(id)];
       if (memory.kind != MemoryKind::kMade) {
-        refuse(concat("a change of what came in from outside, by ", name_of(call.operation)));
+        refuse_change(call);
       }
       memory.written = true;
       call.writes.push_back(id);
@@ -255,6 +267,7 @@ void Tape::run(const c10::OperatorHandle& operation, c10::DispatchKeySet keys, c
     call.arguments.push_back(slot_of(argument, MemoryKind::kOutside));
     if (keeps_values_ && is_written(schema.arguments()[i])) written.push_back(argument);
   }
+  if (changes_unsaid(call)) refuse_change(call);
   const auto unwritten = unwritten_in(call);
   operation.redispatchBoxed(keys, stack);
   if (!refused_.empty()) return;

@@ -142,6 +142,7 @@ class Tape : public grad::Recording {
   ValueId value_of(const at::Tensor& tensor, MemoryKind if_new);
   Slot slot_of(const c10::IValue& value, MemoryKind if_new);
   void refuse_operation(const c10::OperatorHandle& operation);
+  void refuse_change(const TapeCall& call);
   bool unwritten_in(const TapeCall& call) const;
   void note_writes(TapeCall& call);
   void note_results(TapeCall& call, c10::ArrayRef<c10::IValue> results);

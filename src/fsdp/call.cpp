@@ -323,6 +323,13 @@ void require_grad_mode_of_checkpoint(const fsdp::Unit& unit) {
 
 }  // namespace
 
+bool ShardedBase::replays() { return grad::regions_here() != nullptr; }
+
+std::vector<at::Tensor> ShardedBase::run_region(const std::vector<at::Tensor>& inputs,
+                                                const RegionBody& body) const {
+  return grad::in_region(grad::regions_here(), held_, "", inputs, body);
+}
+
 ShardedBase::Call::Call(ShardedBase& handle)
     : handle_(handle), exceptions_(std::uncaught_exceptions()) {
   fsdp::unit_of_handle(handle.unit_);

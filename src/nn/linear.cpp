@@ -169,7 +169,10 @@ at::Tensor Linear::forward_into(const TensorRegion& region, torch::nn::Module& l
   if (region.size() == 1) return forward(inside(inputs));
   // One rank's addend has the bias: it is in the sum once, and rounded with it.
   std::vector<at::Tensor> all = inputs;
-  all.push_back(bias.defined() ? parallel::only_first(bias, region.axis()) : bias);
+  at::Tensor once = bias.defined() ? parallel::only_first(bias, region.axis()) : bias;
+  // Not the parameter itself, of which a region would not know that it is one.
+  if (once.defined() && grad::regions_here() != nullptr) once = once.clone();
+  all.push_back(std::move(once));
   const auto addend = [this, inside = std::move(inside)](const std::vector<at::Tensor>& in) {
     const at::Tensor x = inside(in);
     return std::vector<at::Tensor>{

@@ -3,6 +3,7 @@
 // block of rows that see a window, with sinks.
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
@@ -30,33 +31,41 @@ struct Sizes {
   std::int64_t rows, groups, positions, repeat, head_dim;
 };
 
+/// What becomes of a tensor: a call returns it, or has it for itself.
+enum class Role { kResult, kTemporary };
+
+at::Tensor empty(at::IntArrayRef sizes, const at::Tensor& like, Role role) {
+  return role == Role::kResult ? result(sizes, like.options()) : at::empty(sizes, like.options());
+}
+
 /// Dims 1 and 2 of x [., ., ., .] exchanged, as `sizes`: a copy, where it has to be one.
-at::Tensor turned(const at::Tensor& x, at::IntArrayRef sizes) {
+at::Tensor turned(const at::Tensor& x, at::IntArrayRef sizes, Role role) {
   const at::Tensor other = x.transpose(1, 2);
   if (other.is_contiguous()) return other.view(sizes);
-  const at::Tensor copy = result(sizes, x.options());
+  const at::Tensor copy = empty(sizes, x, role);
   copy.view(other.sizes()).copy_(other);
   return copy;
 }
 
-/// a [n, M, K] times b [n, K, N], a result of the call.
-at::Tensor product(const at::Tensor& a, const at::Tensor& b) {
-  at::Tensor made = result({a.size(0), a.size(1), b.size(2)}, a.options());
+/// a [n, M, K] times b [n, K, N].
+at::Tensor product(const at::Tensor& a, const at::Tensor& b, Role role) {
+  if (role == Role::kTemporary) return at::bmm(a, b);
+  at::Tensor made = empty({a.size(0), a.size(1), b.size(2)}, a, role);
   return at::bmm_out(made, a, b);
 }
 
 /// [B, T, G*n*D] -> [B*G, T*n, D], a copy. D is x's own: values may have another than queries.
-at::Tensor by_group(const at::Tensor& x, const Sizes& sizes, std::int64_t n) {
+at::Tensor by_group(const at::Tensor& x, const Sizes& sizes, std::int64_t n, Role role) {
   const std::int64_t head_dim = x.size(2) / (sizes.groups * n);
   return turned(x.view({sizes.rows, sizes.positions, sizes.groups, n * head_dim}),
-                {sizes.rows * sizes.groups, sizes.positions * n, head_dim});
+                {sizes.rows * sizes.groups, sizes.positions * n, head_dim}, role);
 }
 
 /// The inverse of by_group.
 at::Tensor by_position(const at::Tensor& x, const Sizes& sizes, std::int64_t n) {
   const std::int64_t head_dim = x.size(2);
   return turned(x.view({sizes.rows, sizes.groups, sizes.positions, n * head_dim}),
-                {sizes.rows, sizes.positions, sizes.groups * n * head_dim});
+                {sizes.rows, sizes.positions, sizes.groups * n * head_dim}, Role::kResult);
 }
 
 /// [B, G, T, n, D] -> [B*G, T*n, D], a view.
@@ -110,8 +119,8 @@ struct Mixed {
 };
 
 Mixed mix(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
-          const Block& block, std::int64_t repeat, double scale) {
-  const at::Tensor weights = product(queries, keys_of(keys, block).transpose(1, 2));
+          const Block& block, std::int64_t repeat, double scale, Role of_weights) {
+  const at::Tensor weights = product(queries, keys_of(keys, block).transpose(1, 2), of_weights);
   softmax_in_place(weights, {}, block, repeat, scale);
   return {weights, at::bmm(weights, keys_of(values, block))};
 }
@@ -129,9 +138,9 @@ at::Tensor attend(const at::Tensor& queries, const at::Tensor& keys, const at::T
   std::vector<at::Tensor> parts;
   for (const Block& block : blocks_of(first, end)) {
     const Block own{block.begin - first, block.end - first};
-    parts.push_back(
-        mix(queries_of(queries, own, sizes.repeat), keys, values, block, sizes.repeat, scale)
-            .values);
+    parts.push_back(mix(queries_of(queries, own, sizes.repeat), keys, values, block, sizes.repeat,
+                        scale, Role::kTemporary)
+                        .values);
   }
   return by_position(joined(parts), sizes, sizes.repeat);
 }
@@ -163,8 +172,8 @@ at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::
                             double scale) {
   // Without the weights of all blocks in memory.
   const Sizes sizes(q);
-  return attend(flat(q.contiguous()), flat(k.contiguous()), by_group(v.contiguous(), sizes, 1),
-                sizes, scale);
+  return attend(flat(q.contiguous()), flat(k.contiguous()),
+                by_group(v.contiguous(), sizes, 1, Role::kTemporary), sizes, scale);
 }
 
 std::tuple<at::Tensor, std::vector<at::Tensor>> causal_attention_forward(const at::Tensor& q,
@@ -174,12 +183,12 @@ std::tuple<at::Tensor, std::vector<at::Tensor>> causal_attention_forward(const a
   const Sizes sizes(q);
   const at::Tensor queries = flat(q.contiguous());
   const at::Tensor keys = flat(k.contiguous());
-  const at::Tensor values = by_group(v.contiguous(), sizes, 1);
+  const at::Tensor values = by_group(v.contiguous(), sizes, 1, Role::kResult);
   std::vector<at::Tensor> kept{queries, keys, values};
   std::vector<at::Tensor> mixed;
   for (const Block& block : blocks_of(0, sizes.positions)) {
-    Mixed part =
-        mix(queries_of(queries, block, sizes.repeat), keys, values, block, sizes.repeat, scale);
+    Mixed part = mix(queries_of(queries, block, sizes.repeat), keys, values, block, sizes.repeat,
+                     scale, Role::kResult);
     mixed.push_back(std::move(part.values));
     kept.push_back(std::move(part.weights));
   }
@@ -195,7 +204,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward(
   const at::Tensor grouped_q = queries.view(
       {queries.size(0) / groups, groups, queries.size(1) / repeat, repeat, queries.size(2)});
   const Sizes sizes(grouped_q);
-  const at::Tensor grad = by_group(grad_input.contiguous(), sizes, repeat);
+  const at::Tensor grad = by_group(grad_input.contiguous(), sizes, repeat, Role::kTemporary);
   KeySum grad_keys(keys), grad_values(values);
   std::vector<at::Tensor> grad_queries;
   const std::vector<Block> blocks = blocks_of(0, sizes.positions);
@@ -205,8 +214,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward(
     grad_values.add(at::bmm(weights.transpose(1, 2), block_grad));
     const at::Tensor scores = at::bmm(block_grad, keys_of(values, blocks[i]).transpose(1, 2));
     softmax_in_place(scores, weights, blocks[i], repeat, scale);
-    grad_queries.push_back(product(scores, keys_of(keys, blocks[i])));
-    grad_keys.add(product(scores.transpose(1, 2), queries_of(queries, blocks[i], repeat)));
+    // Of one block the parts are the whole.
+    const Role role = blocks.size() == 1 ? Role::kResult : Role::kTemporary;
+    grad_queries.push_back(product(scores, keys_of(keys, blocks[i]), role));
+    grad_keys.add(product(scores.transpose(1, 2), queries_of(queries, blocks[i], repeat), role));
   }
   const at::Tensor whole = grad_queries.size() == 1 ? grad_queries[0] : at::cat(grad_queries, 1);
   return {whole.view(grouped_q.sizes()),
