@@ -4,13 +4,17 @@ its Qwen3-MoE of 47 M with grouped products.
 
     .venv/bin/python bench/fsdp2_compare.py --folder DIR [--model dense|moe] [--steps 30] [--rows 2]
                                             [--profile] [--recompute none|full|selective]
+                                            [--micro-batches 4 --sequence 64] [--compile]
+                                            [--param-dtype bfloat16|float32]
 
 DIR gets, once, what both sides read: `model/` (a Hugging Face folder with the initial weights in
 fp32) and `batches.safetensors` (`input_ids`, `labels` [S,B,T], fixed random tokens). Then two ranks
 train and one line of JSON is printed: step times, losses, peak RSS, and, with --profile, where a
 step goes. The first steps of a run are warm-up and not counted. --recompute wraps every layer in
 torch's non-reentrant checkpoint, inside its FSDP unit; selective saves the results of all matrix
-products with a weight, as Tessera's does.
+products with a weight, as Tessera's does. Of several micro-batches all but the last one neither
+reduce nor free gradients. --compile: torch.compile for each layer, inside its FSDP unit; what is
+compiled in the first steps is said, and a run that compiles in one that counts is an error.
 """
 
 import argparse
@@ -28,6 +32,7 @@ WARM_UP_STEPS = 5
 OPTIMIZER = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 MAX_NORM = 1.0
 RECOMPUTE = ("none", "full", "selective")
+DTYPES = ("bfloat16", "float32")
 
 
 MODELS = ("dense", "moe")
@@ -57,7 +62,7 @@ def load_model(kind, folder):
                                                             experts_implementation="grouped_mm")
 
 
-def prepare(kind, folder, steps, rows, ranks):
+def prepare(kind, folder, steps, rows, ranks, sequence=SEQUENCE):
     """Writes model/ and batches.safetensors unless they are there with enough steps."""
     import torch
     from safetensors import safe_open
@@ -70,10 +75,10 @@ def prepare(kind, folder, steps, rows, ranks):
     path = folder / "batches.safetensors"
     if path.exists():
         with safe_open(path, "pt") as file:
-            if file.get_slice("input_ids").get_shape() == [steps, rows * ranks, SEQUENCE]:
+            if file.get_slice("input_ids").get_shape() == [steps, rows * ranks, sequence]:
                 return
     drawn = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, VOCABULARY, (steps, rows * ranks, SEQUENCE), generator=drawn)
+    ids = torch.randint(0, VOCABULARY, (steps, rows * ranks, sequence), generator=drawn)
     save_file({"input_ids": ids, "labels": ids.clone()}, path)
 
 
@@ -131,22 +136,29 @@ def recomputed(layer, mode):
     return checkpoint_wrapper(layer, **options)
 
 
-def sharded_model(kind, folder, recompute):
+def sharded_model(arguments):
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    model = load_model(kind, folder / "model")
+    model = load_model(arguments.model, arguments.folder / "model")
     model.train()
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    if recompute != "none":
-        layers = model.model.layers
-        for index in range(len(layers)):
-            layers[index] = recomputed(layers[index], recompute)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, arguments.param_dtype),
+                                  reduce_dtype=torch.float32)
+    layers = model.model.layers
+    for index in range(len(layers)):
+        if arguments.recompute != "none":
+            layers[index] = recomputed(layers[index], arguments.recompute)
+        if arguments.compile:
+            layers[index] = torch.compile(layers[index])
+        fully_shard(layers[index], mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def graphs_so_far():
+    from torch._dynamo.utils import counters
+    return counters["stats"]["unique_graphs"]
 
 
 def train(arguments):
@@ -155,32 +167,46 @@ def train(arguments):
     from safetensors import safe_open
 
     local_ranks.join(arguments)
-    model = sharded_model(arguments.model, arguments.folder, arguments.recompute)
+    model = sharded_model(arguments)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **OPTIMIZER)
-    mine = slice(arguments.rank * arguments.rows, (arguments.rank + 1) * arguments.rows)
+    count, rows = arguments.micro_batches, arguments.rows
+    mine = slice(arguments.rank * rows * count, (arguments.rank + 1) * rows * count)
     with safe_open(arguments.folder / "batches.safetensors", "pt") as file:
         ids = file.get_tensor("input_ids")[:, mine].contiguous()
         labels = file.get_tensor("labels")[:, mine].contiguous()
 
     def step(index):
         index %= len(ids)
-        loss = model(input_ids=ids[index], labels=labels[index]).loss
-        loss.backward()
+        total = 0.0
+        for micro_batch in range(count):
+            if count > 1:
+                model.set_requires_gradient_sync(micro_batch + 1 == count)
+            part = slice(micro_batch * rows, (micro_batch + 1) * rows)
+            loss = model(input_ids=ids[index, part], labels=labels[index, part]).loss / count
+            loss.backward()
+            total += loss.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach()
+        return total
 
     losses, milliseconds = [], []
+    began, graphs, warm_up_s = time.perf_counter(), 0, 0.0
     for index in range(arguments.steps):
+        if index == WARM_UP_STEPS:
+            warm_up_s, graphs = time.perf_counter() - began, graphs_so_far()
         dist.barrier()
         start = time.perf_counter()
         losses.append(step(index))
         milliseconds.append(1e3 * (time.perf_counter() - start))
+    if arguments.compile and graphs_so_far() != graphs:
+        raise SystemExit(f"fsdp2_compare: {graphs_so_far() - graphs} graphs were compiled in steps "
+                         "that count, expected none")
     losses = torch.stack(losses)
     dist.all_reduce(losses)  # every rank kept as many labels: the mean of means is the mean
     result = {"step_ms": milliseconds, "loss": (losses / dist.get_world_size()).tolist(),
               "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+              "warm_up_s": warm_up_s, "graphs": graphs,
               "parameters": sum(p.numel() for p in model.parameters())}
     if arguments.profile:
         result["shares"] = where_time_goes(step, 5)
@@ -194,19 +220,25 @@ def main():
     parser.add_argument("--folder", type=pathlib.Path, required=True)
     parser.add_argument("--model", choices=MODELS, default="dense")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--rows", type=int, default=ROWS_A_RANK, help="a rank and step")
+    parser.add_argument("--rows", type=int, default=ROWS_A_RANK, help="a rank and micro-batch")
+    parser.add_argument("--micro-batches", type=int, default=1)
+    parser.add_argument("--sequence", type=int, default=SEQUENCE)
+    parser.add_argument("--param-dtype", choices=DTYPES, default=DTYPES[0])
     parser.add_argument("--recompute", choices=RECOMPUTE, default="none")
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--profile", action="store_true")
     local_ranks.add_rank_arguments(parser)
     arguments = parser.parse_args()
     if arguments.rank is not None:
         return train(arguments)
 
-    prepare(arguments.model, arguments.folder, arguments.steps, arguments.rows, arguments.ranks)
-    passed = ["--folder", arguments.folder, "--model", arguments.model, "--steps", arguments.steps, "--rows", arguments.rows,
-              "--recompute", arguments.recompute]
-    ranks = local_ranks.run_ranks(__file__, passed + ["--profile"] * arguments.profile,
-                                  arguments.ranks)
+    prepare(arguments.model, arguments.folder, arguments.steps,
+            arguments.rows * arguments.micro_batches, arguments.ranks, arguments.sequence)
+    passed = ["--folder", arguments.folder, "--model", arguments.model, "--steps", arguments.steps,
+              "--rows", arguments.rows, "--micro-batches", arguments.micro_batches,
+              "--param-dtype", arguments.param_dtype, "--recompute", arguments.recompute]
+    passed += ["--compile"] * arguments.compile + ["--profile"] * arguments.profile
+    ranks = local_ranks.run_ranks(__file__, passed, arguments.ranks)
     slowest = [max(times) for times in zip(*(rank["step_ms"] for rank in ranks))]
     counted = sorted(slowest[WARM_UP_STEPS:])
     print(json.dumps({
@@ -214,6 +246,7 @@ def main():
         "p10_ms": counted[len(counted) // 10], "p90_ms": counted[-1 - len(counted) // 10],
         "step_ms": slowest, "loss": ranks[0]["loss"],
         "peak_rss_mib": [rank["peak_rss_mib"] for rank in ranks],
+        "warm_up_s": max(rank["warm_up_s"] for rank in ranks), "graphs": ranks[0]["graphs"],
         "parameters": ranks[0]["parameters"],
         **({"shares": ranks[0]["shares"]} if arguments.profile else {})}))
 

@@ -3,10 +3,11 @@
 // A StepScope that knows its schedule follows a plan: when each unit is gathered and waited for,
 // how long it is kept, when it is given back and reduced. compile() chooses another plan than the
 // eager one, by passes, or takes one out of a file. No value changes but where form 2 adds
-// micro-batches in another order. Nothing is compiled to code. With kReplay regions of the model,
-// layers or parts of them, are recorded in their first calls, compared with eager ones and from then
-// on run without autograd, in memory that was laid out before: the same kernels in the same order.
-// Next: step_scope.h; docs/compile.md.
+// micro-batches in another order. Units that are Recomputable (recompute_mode.h) may be told to
+// compute their forward again where the budget has no room for what they keep. Nothing is compiled
+// to code. With kReplay regions of the model, layers or parts of them, are recorded in their first
+// calls, compared with eager ones and from then on run without autograd, in memory that was laid out
+// before: the same kernels in the same order. Next: step_scope.h; docs/compile.md.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +15,8 @@
 #include <optional>
 #include <string>
 #include <vector>
+
+#include "tessera/recompute_mode.h"
 
 namespace tessera {
 
@@ -32,10 +35,13 @@ struct CompileOptions {
   /// every micro-batch, 1 once a step, and reduces with the last one. A unit whose
   /// reshard_after_forward is off is kept in any.
   int form = 3;
-  /// Bytes that gathered parameters may take on a rank, and with `offload_folder` they and the
-  /// optimizer's state; none: no bound.
+  /// Bytes that gathered parameters may take on a rank, and with `activations` those, too, with
+  /// `offload_folder` the optimizer's state; none: no bound.
   std::optional<std::int64_t> memory_budget = std::nullopt;
-  /// "keep", "offload", "prefetch", in the order in which they choose; none: all that apply.
+  /// What a forward leaves for its backward; units that it does not name leave nothing. Without it
+  /// the pass "recompute" has nothing to go by. Counted by the program, or by hand.
+  std::optional<ForwardActivations> activations = std::nullopt;
+  /// "recompute", "keep", "offload", "prefetch", in the order in which they choose; none: all that apply.
   std::optional<std::vector<std::string>> passes = std::nullopt;
   /// A plan as `tessera plan --json` writes it, or a file with one; then nothing is chosen.
   std::string plan = {};

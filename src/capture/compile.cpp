@@ -47,10 +47,11 @@ void compile(const ShardedBase& model, const CompileOptions& options, Optimizer*
   }
   if (planning->state) optimizer->offload({.folder = options.offload_folder, .by_plan = true});
   set_regions();  // no error of the options comes behind it
-  fsdp::set_planner(model, [planning](const auto& record, const auto& units, const auto& eager,
-                                      fsdp::PlanOrder order) {
+  const auto make = [planning](const auto& record, const auto& units, const auto& eager,
+                               fsdp::PlanOrder order) {
     return capture::plan_step(*planning, record, units, eager, order);
-  });
+  };
+  fsdp::set_planner(model, make, planning->while_recording());
 }
 
 ReplayCalls ReplayCalls::operator-(const ReplayCalls& before) const {

@@ -57,6 +57,11 @@ class Own {
       }
     }
   }
+  double all() const {
+    double sum = 0.0;
+    for (const auto& [of, ms] : ms_) sum += std::max(ms, 0.0);
+    return sum;
+  }
   double of(const std::string& unit, bool is_forward) const {
     const auto found = ms_.find({unit, is_forward});
     return found == ms_.end() ? 0.0 : std::max(found->second, 0.0);
@@ -80,10 +85,44 @@ std::optional<double> shortest(const std::vector<TraceSpan>& spans, TraceRow row
   return least;
 }
 
+double waited_ms(const TraceSpan& span) {
+  for (const auto& [name, value] : span.arguments) {
+    if (name == "waited_ms") return std::get<double>(value);
+  }
+  return length_of(span);
+}
+
+/// What its rank waited for a collective of this row and unit.
+std::optional<double> mean_wait(const std::vector<TraceSpan>& spans, TraceRow row,
+                                const std::string& unit) {
+  double sum = 0.0, count = 0.0;
+  for (const auto& span : spans) {
+    if (span.row != row || span.name != unit) continue;
+    sum += waited_ms(span);
+    count += 1.0;
+  }
+  return count > 0.0 ? std::optional(sum / count) : std::nullopt;
+}
+
+/// Of a trace that spans its step; else 0.
+double rest_of_step(const std::vector<TraceSpan>& spans, double computed_ms) {
+  double rest = -computed_ms;
+  bool is_whole = false;
+  for (const auto& span : spans) {
+    const bool is_step = span.row == TraceRow::kCompute && span.name.starts_with("step ");
+    if (is_step) rest += length_of(span);
+    is_whole = is_whole || is_step;
+    const bool is_planned = span.row == TraceRow::kGathers || span.row == TraceRow::kReductions;
+    if (is_planned) rest -= waited_ms(span);
+  }
+  return is_whole ? std::max(rest, 0.0) : 0.0;
+}
+
 }  // namespace
 
 PlanProfile measured_profile(const std::vector<TraceSpan>& spans,
-                             const std::vector<fsdp::PlanUnit>& units, std::int64_t micro_batches) {
+                             const std::vector<fsdp::PlanUnit>& units, std::int64_t micro_batches,
+                             const std::vector<RecomputeMode>& recomputed) {
   TESSERA_INVARIANT(micro_batches > 0, "a step without micro-batches");
   Own own;
   own.add_all(spans);
@@ -95,11 +134,17 @@ PlanProfile measured_profile(const std::vector<TraceSpan>& spans,
                   .forward_ms = mean(own.of(unit.name, true)),
                   .backward_ms = mean(own.of(unit.name, false)),
                   .gather_ms = shortest(spans, TraceRow::kGathers, unit.name),
-                  .reduce_ms = shortest(spans, TraceRow::kReductions, unit.name)};
+                  .reduce_ms = mean_wait(spans, TraceRow::kReductions, unit.name)};
+    const auto number = profile.units.size();
+    if (number < recomputed.size()) {
+      const double again = recompute_ms(cost, recomputed[number]);
+      cost.backward_ms = std::max(0.0, cost.backward_ms - again);
+    }
     if (cost.gather_ms) gathers.push_back({unit.bytes, *cost.gather_ms});
     profile.units.push_back(std::move(cost));
   }
   profile.collective = fit(gathers);
+  profile.rest_ms = rest_of_step(spans, own.all());
   return profile;
 }
 

@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <set>
 
 #include "base/text/printable.h"
 #include "capture/offload_pass.h"
+#include "capture/recompute_pass.h"
 #include "capture/simulate_plan.h"
 #include "fsdp/agreed/step_plan_check.h"
 #include "tessera/error.h"
@@ -29,36 +29,31 @@ constexpr std::array kGivenByKeep{Fact::kKept};
 constexpr std::array kAgainstKeep{Fact::kPrefetch};
 constexpr std::array<Fact, 0> kNone{};
 constexpr std::array kGivenByPrefetch{Fact::kPrefetch};
+constexpr std::array kOfRecompute{Fact::kBudget, Fact::kActivations, Fact::kFreeModes};
+constexpr std::array kGivenByRecompute{Fact::kRecomputed};
+constexpr std::array kAgainstRecompute{Fact::kKept, Fact::kPrefetch};
 
 constexpr std::array kOfOffload{Fact::kState, Fact::kBudget};
 constexpr std::array kAgainstOffload{Fact::kPrefetch};
 
-constexpr std::array<PassRow, 3> kPasses{{
+constexpr std::array<PassRow, 4> kPasses{{
+    {"recompute", "keeps activations where that saves most time a byte", kOfRecompute,
+     kGivenByRecompute, kAgainstRecompute},
     {"keep", "keeps gathered what saves most time a byte", kOfKeep, kGivenByKeep, kAgainstKeep},
     {"offload", "which units' optimizer state lies outside of memory", kOfOffload, kNone,
      kAgainstOffload},
     {"prefetch", "how many units ahead are gathered", kNone, kGivenByPrefetch, kNone},
 }};
-constexpr std::array<std::string_view, 1> kToCome{"recompute"};
 
 /// Further ahead nothing was ever won, and each unit ahead takes memory.
 constexpr std::size_t kMostAhead = 4;
 /// What is nearer than this to the best is as good.
 constexpr double kAsGood = 1e-3;
 
-std::string ms_text(double ms) {
-  if (ms >= 1e4) return concat(std::round(ms / 100.0) / 10.0, " s");
-  const double rounded = ms < 0.1 ? std::round(ms * 1e4) / 1e4 : std::round(ms * 100.0) / 100.0;
-  return concat(rounded, " ms");
-}
-
 const PassRow& row_named(const std::string& name) {
   const auto found = std::ranges::find(kPasses, name, &PassRow::name);
-  TESSERA_CHECK(std::ranges::find(kToCome, name) == kToCome.end(), ErrorKind::kConfig,
-                "compile.passes: found ", printable(name),
-                ", which is not there yet, expected keep, offload and prefetch; leave it out");
   TESSERA_CHECK(found != kPasses.end(), ErrorKind::kConfig, "compile.passes: found ",
-                printable(name), ", expected keep, offload or prefetch");
+                printable(name), ", expected recompute, keep, offload or prefetch");
   return *found;
 }
 
@@ -66,9 +61,16 @@ std::string_view number(Form form) { return form == Form::k1 ? "1" : form == For
 
 class Chooser {
  public:
-  explicit Chooser(const PlanProblem& problem) : problem_(problem) {
-    TESSERA_INVARIANT(problem.eager.keep.size() == problem.units.size(),
+  using Names = std::optional<std::vector<std::string>>;
+  Chooser(const PlanProblem& problem, const Names& names) : problem_(problem), names_(names) {
+    TESSERA_INVARIANT(problem.eager.keep.size() == problem.units.size() &&
+                          problem.eager.recompute.size() == problem.units.size(),
                       "eager choices of other units");
+    if (names) {
+      for (const auto& name : *names) asked_.push_back(&row_named(name));
+    } else {
+      for (const auto& row : kPasses) asked_.push_back(&row);
+    }
   }
 
   /// The least of any choice of this form.
@@ -78,26 +80,21 @@ class Chooser {
       for (auto& keep : choices.keep) keep = keep == Keep::kUpdate ? keep : Keep::kNot;
     }
     choices.ahead_in_forward = choices.ahead_in_backward = 0;
+    if (is_asked("recompute")) forget_what_may_be(choices);
+    if (is_asked("offload") && problem_.state) {
+      choices.offload = offloaded_for(*problem_.state, {}, 0);
+    }
     return choices;
   }
   /// Of what the budget bounds.
   std::int64_t peak(const PlanChoices& choices) const {
-    return fsdp::peak_gathered_bytes(plan(choices)) + state_of(choices.offload);
-  }
-  /// Where passes may offload what they like.
-  std::int64_t least_bytes(const std::optional<std::vector<std::string>>& names) const {
-    auto choices = least();
-    const auto asked = asked_for(names);
-    if (problem_.state && asks(asked, "offload")) {
-      choices.offload = offloaded_for(*problem_.state, {}, 0);
-    }
-    return peak(choices);
+    return peak_bytes(problem_, plan(choices));
   }
 
-  Chosen choose(const std::optional<std::vector<std::string>>& names) {
-    const auto asked = asked_for(names);
-    begin(asks(asked, "offload"));
-    for (const auto* row : asked) run(*row, names.has_value());
+  Chosen choose() {
+    begin();
+    for (const auto* row : asked_) run(*row, names_.has_value());
+    give_recompute_reasons();
     if (problem_.profile.is_assumed) {
       chosen_.notes.emplace_back(
           "times are by a default cost of bytes, nothing was measured: good for an order of units, "
@@ -107,30 +104,35 @@ class Chooser {
   }
 
  private:
-  static std::vector<const PassRow*> asked_for(
-      const std::optional<std::vector<std::string>>& names) {
-    std::vector<const PassRow*> asked;
-    if (names) {
-      for (const auto& name : *names) asked.push_back(&row_named(name));
-    } else {
-      for (const auto& row : kPasses) asked.push_back(&row);
-    }
-    return asked;
-  }
-  static bool asks(const std::vector<const PassRow*>& asked, std::string_view name) {
-    return std::ranges::find(asked, name, &PassRow::name) != asked.end();
-  }
-
   StepPlan plan(const PlanChoices& choices) const {
     return make_plan(problem_.record, problem_.units, choices, problem_.order);
   }
   bool fits(const PlanChoices& choices) const {
     return !problem_.memory_budget || peak(choices) <= *problem_.memory_budget;
   }
-  std::int64_t state_of(const std::vector<UnitId>& offloaded) const {
-    return problem_.state ? state_in_memory(*problem_.state, offloaded) : 0;
+  /// What the budget bounds but optimizer state.
+  std::int64_t beside_state(const PlanChoices& choices) const {
+    return peak(choices) - (problem_.state ? state_in_memory(*problem_.state, choices.offload) : 0);
   }
   const std::string& name(UnitId unit) const { return problem_.units.at(unit).name; }
+  bool is_asked(std::string_view name) const {
+    return std::ranges::find(asked_, name, &PassRow::name) != asked_.end();
+  }
+  /// Each layer in the mode that keeps least.
+  void forget_what_may_be(PlanChoices& choices) const {
+    const auto may = units_to_recompute(problem_);
+    for (UnitId unit = 0; unit < may.size(); ++unit) {
+      if (may[unit]) choices.recompute[unit] = least_mode(problem_.activations->units[unit]);
+    }
+  }
+  void give_recompute_reasons() {
+    for (UnitId unit = 0; unit < problem_.units.size(); ++unit) {
+      const auto mode = chosen_.choices.recompute[unit];
+      const bool is_chosen = decided_.contains(Fact::kRecomputed);
+      const bool is_told = is_chosen || mode != RecomputeMode::kNone;
+      chosen_.recompute_reasons.push_back(is_told ? recompute_reason(problem_, unit, mode) : "");
+    }
+  }
 
   /// Of the form, before any budget.
   PlanChoices base() const {
@@ -148,7 +150,7 @@ class Chooser {
   void offload_what_must_go() {
     chosen_.offload_reasons.resize(problem_.units.size());
     if (!problem_.state || !problem_.memory_budget) return;
-    const auto room = *problem_.memory_budget - fsdp::peak_gathered_bytes(plan(least()));
+    const auto room = *problem_.memory_budget - beside_state(least());
     offload_ = offloaded_for(*problem_.state, {}, std::max<std::int64_t>(room, 0));
     for (const auto unit : offload_) {
       chosen_.offload_reasons[unit] =
@@ -157,8 +159,8 @@ class Chooser {
   }
 
   /// The form's choices, or the nearest to them that fit.
-  void begin(bool offloads) {
-    if (offloads) offload_what_must_go();
+  void begin() {
+    if (is_asked("offload")) offload_what_must_go();
     chosen_.choices = base();
     chosen_.keep_reasons.resize(problem_.units.size());
     for (UnitId unit = 0; unit < problem_.units.size(); ++unit) {
@@ -172,14 +174,16 @@ class Chooser {
       }
     }
     chosen_.ahead_reason = "as eager steps have it";
+    const bool recomputes = is_asked("recompute") && problem_.memory_budget;
+    if (recomputes) forget_what_may_be(chosen_.choices);
     if (fits(chosen_.choices)) return;
     const auto least_choices = least();
     const auto bytes = peak(least_choices);
     TESSERA_CHECK(bytes <= *problem_.memory_budget, ErrorKind::kConfig,
                   "compile.memory_budget: found ", *problem_.memory_budget,
-                  " bytes for gathered parameters", problem_.state ? " and optimizer state" : "",
-                  ", expected at least ", bytes, ", the least of any plan of form ",
-                  number(problem_.form),
+                  " bytes for gathered parameters", problem_.activations ? ", activations" : "",
+                  problem_.state ? ", optimizer state" : "", ", expected at least ", bytes,
+                  ", the least of any plan of form ", number(problem_.form),
                   problem_.form == Form::k3 ? "; raise it" : "; raise it, or set compile.form = 3");
     // One after the other goes what costs least to miss.
     const auto without = [&](const auto& change) {
@@ -234,6 +238,11 @@ class Chooser {
         return std::ranges::any_of(gathers(base()), [](std::int64_t count) { return count > 1; });
       case Fact::kState:
         return problem_.state.has_value();
+      case Fact::kActivations:
+        return problem_.activations.has_value();
+      case Fact::kFreeModes:
+        return std::ranges::count(units_to_recompute(problem_), true) > 0;
+      case Fact::kRecomputed:
       case Fact::kKept:
       case Fact::kPrefetch:
         return decided_.contains(fact);
@@ -257,6 +266,7 @@ class Chooser {
                     row.name, " behind a pass that has decided ", to_string(fact),
                     ", expected it before that one");
     }
+    if (row.name == "recompute") recompute();
     if (row.name == "keep") keep();
     if (row.name == "offload") offload_for_keep();
     if (row.name == "prefetch") prefetch();
@@ -308,6 +318,32 @@ class Chooser {
     return list;
   }
 
+  /// What `keep` is going to take competes for the same bytes: it is taken here for the sake of the
+  /// order, and takes the same again when its turn comes.
+  void recompute() {
+    auto choices = chosen_.choices;
+    const auto items = recompute_items(problem_);
+    const auto gathers_kept = is_asked("keep") ? candidates() : std::vector<Candidate>();
+    auto next = gathers_kept.begin();
+    const auto take = [&](const auto& change) {
+      auto changed = choices;
+      change(changed);
+      if (fits(changed)) choices = std::move(changed);
+    };
+    const auto keep_better_than = [&](double per_byte) {
+      for (; next != gathers_kept.end() && next->per_byte > per_byte; ++next) {
+        if (next->keep <= choices.keep[next->unit]) continue;
+        take([&](PlanChoices& changed) { changed.keep[next->unit] = next->keep; });
+      }
+    };
+    for (const auto& item : items) {
+      keep_better_than(item.per_byte());
+      if (choices.recompute[item.unit] != item.from) continue;
+      take([&](PlanChoices& changed) { changed.recompute[item.unit] = item.to; });
+    }
+    chosen_.choices.recompute = choices.recompute;
+  }
+
   void keep() {
     for (const auto& [unit, keep, saves, per_byte] : candidates()) {
       if (keep <= chosen_.choices.keep[unit]) continue;
@@ -349,7 +385,7 @@ class Chooser {
       if (keep <= chosen_.choices.keep[unit]) continue;
       auto changed = chosen_.choices;
       changed.keep[unit] = keep;
-      const auto room = *problem_.memory_budget - fsdp::peak_gathered_bytes(plan(changed));
+      const auto room = *problem_.memory_budget - beside_state(changed);
       changed.offload = offloaded_for(state, changed.offload, std::max<std::int64_t>(room, 0));
       const double a_step = saves * static_cast<double>(problem_.micro_batches);
       std::int64_t more = 0;
@@ -389,7 +425,7 @@ class Chooser {
         choices.ahead_in_forward = forward;
         choices.ahead_in_backward = backward;
         const auto made = plan(choices);
-        const auto bytes = fsdp::peak_gathered_bytes(made) + state_of(choices.offload);
+        const auto bytes = peak_bytes(problem_, made);
         if (problem_.memory_budget && bytes > *problem_.memory_budget) continue;
         tried.push_back(
             {choices, simulate(made, problem_.profile, problem_.micro_batches).step_ms, bytes});
@@ -410,6 +446,8 @@ class Chooser {
 
   const PlanProblem& problem_;
   std::vector<UnitId> offload_;  // for any plan at all to fit
+  const Names& names_;
+  std::vector<const PassRow*> asked_;
   Chosen chosen_;
   std::set<Fact> decided_;
 };
@@ -422,6 +460,13 @@ std::string_view to_string(Fact fact) {
       return "compile.memory_budget";
     case Fact::kRepeatedGathers:
       return "units that are gathered more than once a step";
+    case Fact::kActivations:
+      return "activations that are known (training.seq_len, CompileOptions::activations)";
+    case Fact::kFreeModes:
+      return "layers that keep less when they are recomputed, and whose mode is left to plans "
+             "(activation_checkpoint.mode and set_recompute bind it)";
+    case Fact::kRecomputed:
+      return "what is recomputed";
     case Fact::kKept:
       return "what is kept";
     case Fact::kPrefetch:
@@ -433,11 +478,20 @@ std::string_view to_string(Fact fact) {
 }
 
 std::span<const PassRow> passes() { return kPasses; }
-std::span<const std::string_view> passes_to_come() { return kToCome; }
+
+std::int64_t peak_bytes(const PlanProblem& problem, const StepPlan& plan) {
+  auto bytes = fsdp::peak_gathered_bytes(plan);
+  if (problem.activations) {
+    bytes += most_activations(*problem.activations, problem.record, plan.choices.recompute);
+  }
+  if (problem.state) bytes += state_in_memory(*problem.state, plan.choices.offload);
+  return bytes;
+}
 
 std::int64_t least_bytes(const PlanProblem& problem,
                          const std::optional<std::vector<std::string>>& names) {
-  return Chooser(problem).least_bytes(names);
+  const Chooser chooser(problem, names);
+  return chooser.peak(chooser.least());
 }
 
 void check_passes(const std::vector<std::string>& names) {
@@ -451,7 +505,7 @@ void check_passes(const std::vector<std::string>& names) {
 
 Chosen choose(const PlanProblem& problem, const std::optional<std::vector<std::string>>& names) {
   if (names) check_passes(*names);
-  return Chooser(problem).choose(names);
+  return Chooser(problem, names).choose();
 }
 
 }  // namespace tessera::capture

@@ -4,7 +4,7 @@
 // order in which they are asked for, greedily and always the same. What a pass needs to be of use,
 // gives to later ones and cannot stand behind is declared (kPasses), and checked before anything is
 // chosen. Choices that a user bound stay: units with reshard_after_forward off are kept, units that
-// name what is prefetched name it. No pass exceeds the budget, and no pass changes bits: what is
+// name what is prefetched name it, layers whose recomputation a user has set have that. No pass exceeds the budget, and no pass changes bits: what is
 // gathered, kept and reduced when has no effect on values (but form 2 and sync_every_micro_batch,
 // which add micro-batches in another order). Next: plan_text.h (a choice with its reasons),
 // plan_profile.h. Source: DeepCompile (arXiv 2504.09983), selective unsharding and prefetching;
@@ -41,9 +41,12 @@ struct PlanProblem {
   fsdp::PlanOrder order = fsdp::PlanOrder::kOneAfterTheOther;
   std::int64_t micro_batches = 1;
   Form form = Form::k3;
-  /// Bytes of gathered memory, and of optimizer state where there is `state`; none: no bound.
+  /// Bytes of gathered memory, of activations and of optimizer state where these are known; none: no
+  /// bound.
   std::optional<std::int64_t> memory_budget = {};
   PlanProfile profile;  ///< of these units
+  /// Of these units (recompute_pass.h); none: nothing is known of them.
+  std::optional<ForwardActivations> activations = {};
   /// Of each unit, where it may be offloaded.
   std::optional<std::vector<fsdp::StateBytes>> state = {};
 };
@@ -52,6 +55,9 @@ struct PlanProblem {
 enum class Fact : std::uint8_t {
   kBudget,           ///< there is a memory budget
   kRepeatedGathers,  ///< some unit is gathered more than once a step
+  kActivations,      ///< what forwards leave for their backwards is known
+  kFreeModes,        ///< some layer keeps less when it is recomputed, and no user has set its mode
+  kRecomputed,       ///< what is recomputed has been decided
   kKept,             ///< what is kept for how long has been decided
   kPrefetch,         ///< how far ahead has been decided
   kState,            ///< there is a place for optimizer state outside of memory
@@ -66,24 +72,26 @@ struct PassRow {
 /// In the order in which they run where nobody names any.
 std::span<const PassRow> passes();
 
-/// Passes that are not built yet; naming one is refused with its name.
-std::span<const std::string_view> passes_to_come();
-
 /// Choices, and why they are what they are.
 struct Chosen {
   fsdp::PlanChoices choices;
-  std::vector<std::string> keep_reasons;  ///< by unit
+  std::vector<std::string> keep_reasons;       ///< by unit
+  std::vector<std::string> recompute_reasons;  ///< the same
   std::string ahead_reason;
   std::vector<std::string> offload_reasons;  ///< by unit
   std::vector<std::string> notes;            ///< passes that were left out, costs that were assumed
   bool operator==(const Chosen&) const = default;
 };
 
-/// The least that any choice of this form has of what memory_budget bounds; `names` as choose().
+/// The most that a rank has gathered in a step, what activations take at most besides, and what it
+/// has of optimizer state.
+std::int64_t peak_bytes(const PlanProblem& problem, const fsdp::StepPlan& plan);
+
+/// The least of that that any choice of this form has by these passes.
 std::int64_t least_bytes(const PlanProblem& problem,
                          const std::optional<std::vector<std::string>>& names = std::nullopt);
 
-/// Errors: kConfig for a name that is no pass, one that is not built yet, a pass whose requirement
+/// Errors: kConfig for a name that is no pass, a pass whose requirement
 /// is not met or that comes behind what it conflicts with; for a budget below the least, with that
 /// in bytes. `names`: which passes, in order; none: all whose requirements are met.
 Chosen choose(const PlanProblem& problem,

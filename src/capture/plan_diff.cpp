@@ -61,6 +61,8 @@ class Diff {
       flag("gathers in backward", &PlanUnit::gathers_in_backward);
       flag("is gathered when the step begins", &PlanUnit::gathered);
       flag("reduces", &PlanUnit::reduces);
+      value(of("recomputed by"), word_of(kRecomputeByWords, before.recompute_by),
+            word_of(kRecomputeByWords, after.recompute_by));
       const auto list = [&](const char* what, std::vector<UnitId> PlanUnit::* member) {
         if (before.*member == after.*member) return;
         lines_.push_back(concat(of(what), ": ", names(before_, before.*member), "; ",
@@ -79,6 +81,12 @@ class Diff {
     for (std::size_t i = 0; i < std::min(before.keep.size(), after.keep.size()); ++i) {
       value(concat("unit ", name(before_, static_cast<UnitId>(i)), ", kept until"),
             word_of(kKeepWords, before.keep[i]), word_of(kKeepWords, after.keep[i]));
+    }
+    value("recompute modes", before.recompute.size(), after.recompute.size());
+    for (std::size_t i = 0; i < std::min(before.recompute.size(), after.recompute.size()); ++i) {
+      value(concat("unit ", name(before_, static_cast<UnitId>(i)), ", recomputed"),
+            word_of(kRecomputeWords, before.recompute[i]),
+            word_of(kRecomputeWords, after.recompute[i]));
     }
     value("reductions", word_of(kReduceWords, before.reduce), word_of(kReduceWords, after.reduce));
     value("units ahead in forward", before.ahead_in_forward, after.ahead_in_forward);

@@ -51,13 +51,17 @@ Json json_of(const PlanUnit& unit) {
           {"reduces", unit.reduces},
           {"lenders", unit.lenders},
           {"forward_prefetch", unit.forward_prefetch},
-          {"backward_prefetch", unit.backward_prefetch}};
+          {"backward_prefetch", unit.backward_prefetch},
+          {"recompute_by", word_of(kRecomputeByWords, unit.recompute_by)}};
 }
 
 Json json_of(const fsdp::PlanChoices& choices) {
   Json keep = Json::array();
   for (const auto one : choices.keep) keep.push_back(word_of(kKeepWords, one));
+  Json recompute = Json::array();
+  for (const auto one : choices.recompute) recompute.push_back(word_of(kRecomputeWords, one));
   return {{"keep", std::move(keep)},
+          {"recompute", std::move(recompute)},
           {"reduce", word_of(kReduceWords, choices.reduce)},
           {"ahead_in_forward", choices.ahead_in_forward},
           {"ahead_in_backward", choices.ahead_in_backward},
@@ -236,6 +240,7 @@ class Reader {
     unit.lenders = unit_ids(at.member("lenders"));
     unit.forward_prefetch = unit_ids(at.member("forward_prefetch"));
     unit.backward_prefetch = unit_ids(at.member("backward_prefetch"));
+    unit.recompute_by = word_from(at.member("recompute_by"), kRecomputeByWords);
     return unit;
   }
 
@@ -243,6 +248,9 @@ class Reader {
     fsdp::PlanChoices choices;
     const auto keep = list(at.member("keep"), kMostUnits, "choices");
     choices.keep = keep.list([](const JsonCursor& one) { return word_from(one, kKeepWords); });
+    const auto recompute = list(at.member("recompute"), kMostUnits, "choices");
+    choices.recompute =
+        recompute.list([](const JsonCursor& one) { return word_from(one, kRecomputeWords); });
     choices.reduce = word_from(at.member("reduce"), kReduceWords);
     choices.ahead_in_forward = size(at.member("ahead_in_forward"), kMostUnits);
     choices.ahead_in_backward = size(at.member("ahead_in_backward"), kMostUnits);

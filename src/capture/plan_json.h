@@ -28,7 +28,7 @@ struct MadeFor {
 
 struct PlanFile {
   MadeFor made_for = {};
-  std::optional<std::int64_t> memory_budget = {};  ///< bytes of gathered memory
+  std::optional<std::int64_t> memory_budget = {};  ///< bytes of gathered memory and activations
   fsdp::StepPlan plan = {};
   bool operator==(const PlanFile&) const = default;
 };

@@ -21,16 +21,11 @@ constexpr std::int64_t kProfileVersion = 1;
 constexpr std::size_t kMostCosts = 1 << 13;
 constexpr std::size_t kMostCostNameBytes = 256;
 constexpr double kMostMs = 1e9;
-
-std::optional<double> most(const std::optional<double>& one, const std::optional<double>& other) {
-  if (!one || !other) return one ? one : other;
-  return std::max(*one, *other);
-}
+constexpr NumberRange kMs{0.0, kMostMs};
 
 Json or_null(const std::optional<double>& ms) { return ms ? Json(*ms) : Json(); }
 
 UnitCost unit_from(const JsonCursor& at) {
-  constexpr NumberRange kMs{0.0, kMostMs};
   const auto optional = [&](const char* key) -> std::optional<double> {
     const auto found = at.member(key);
     return found.value().is_null() ? std::nullopt : std::optional(found.number(kMs));
@@ -55,6 +50,17 @@ double PlanProfile::gather_ms(const std::vector<PlanUnit>& units_of_plan, UnitId
 
 double PlanProfile::reduce_ms(const std::vector<PlanUnit>& units_of_plan, UnitId unit) const {
   return units.at(unit).reduce_ms.value_or(collective.of(units_of_plan.at(unit).bytes));
+}
+
+double recompute_ms(const UnitCost& unit, RecomputeMode mode) {
+  if (mode == RecomputeMode::kNone) return 0.0;
+  return mode == RecomputeMode::kFull ? unit.forward_ms : kSelectiveShare * unit.forward_ms;
+}
+
+std::string ms_text(double ms) {
+  if (ms >= 1e4) return concat(std::round(ms / 100.0) / 10.0, " s");
+  const double rounded = ms < 0.1 ? std::round(ms * 1e4) / 1e4 : std::round(ms * 100.0) / 100.0;
+  return concat(rounded, " ms");
 }
 
 PlanProfile default_profile(const std::vector<PlanUnit>& units) {
@@ -99,34 +105,22 @@ CollectiveCost fit(std::span<const Measured> measured) {
   return {.latency_ms = 0.0, .ms_per_byte = std::clamp(own_products / own_squares, 0.0, kSteepest)};
 }
 
-PlanProfile most_of(const std::vector<PlanProfile>& ranks) {
+double computed_ms(const PlanProfile& profile) {
+  double ms = 0.0;
+  for (const auto& unit : profile.units) ms += unit.forward_ms + unit.backward_ms;
+  return ms;
+}
+
+PlanProfile slowest_of(const std::vector<PlanProfile>& ranks) {
   TESSERA_INVARIANT(!ranks.empty(), "the profiles of no rank");
-  PlanProfile profile = ranks.front();
   for (const auto& rank : ranks) {
     const bool same =
-        std::ranges::equal(rank.units, profile.units, {}, &UnitCost::name, &UnitCost::name);
+        std::ranges::equal(rank.units, ranks.front().units, {}, &UnitCost::name, &UnitCost::name);
     TESSERA_CHECK(same, ErrorKind::kConfig,
-                  "profile: found other units on some rank, expected the ", profile.units.size(),
-                  " of rank 0");
-    for (std::size_t i = 0; i < rank.units.size(); ++i) {
-      auto& known = profile.units[i];
-      const auto& unit = rank.units[i];
-      known.forward_ms = std::max(known.forward_ms, unit.forward_ms);
-      known.backward_ms = std::max(known.backward_ms, unit.backward_ms);
-      known.gather_ms = most(known.gather_ms, unit.gather_ms);
-      known.reduce_ms = most(known.reduce_ms, unit.reduce_ms);
-    }
-    auto& line = profile.collective;
-    line.latency_ms = std::max(line.latency_ms, rank.collective.latency_ms);
-    line.ms_per_byte = std::max(line.ms_per_byte, rank.collective.ms_per_byte);
-    if (rank.transfer) {
-      auto& most_of_all = profile.transfer ? *profile.transfer : profile.transfer.emplace();
-      most_of_all.latency_ms = std::max(most_of_all.latency_ms, rank.transfer->latency_ms);
-      most_of_all.ms_per_byte = std::max(most_of_all.ms_per_byte, rank.transfer->ms_per_byte);
-    }
-    profile.is_assumed = profile.is_assumed || rank.is_assumed;
+                  "profile: found other units on some rank, expected the ",
+                  ranks.front().units.size(), " of rank 0");
   }
-  return profile;
+  return std::ranges::max(ranks, {}, computed_ms);
 }
 
 PlanProfile profile_of(const PlanProfile& profile, const std::vector<PlanUnit>& units,
@@ -135,6 +129,7 @@ PlanProfile profile_of(const PlanProfile& profile, const std::vector<PlanUnit>& 
   for (const auto& unit : profile.units) costs.emplace(unit.name, &unit);
   PlanProfile found;
   found.collective = profile.collective;
+  found.rest_ms = profile.rest_ms;
   found.transfer = profile.transfer;
   found.is_assumed = profile.is_assumed;
   for (const auto& unit : units) {
@@ -165,7 +160,8 @@ std::string to_json(const PlanProfile& profile) {
       profile.transfer ? concat(",\n  \"transfer\": ", line(*profile.transfer).dump()) : "";
   return concat("{\n  \"format\": \"", kProfileFormat, "\",\n  \"version\": ", kProfileVersion,
                 ",\n  \"collective\": ", line(profile.collective).dump(), transfer,
-                ",\n  \"units\": [", units, "\n  ]\n}\n");
+                ",\n  \"rest_ms\": ", Json(profile.rest_ms).dump(), ",\n  \"units\": [", units,
+                "\n  ]\n}\n");
 }
 
 PlanProfile parse_profile(std::string_view text, std::string_view where) {
@@ -180,11 +176,12 @@ PlanProfile parse_profile(std::string_view text, std::string_view where) {
   version.require(version.value() == kProfileVersion, concat("version ", kProfileVersion));
   PlanProfile profile;
   const auto line = [](const JsonCursor& at) -> CollectiveCost {
-    return {.latency_ms = at.member("latency_ms").number({0.0, kMostMs}),
+    return {.latency_ms = at.member("latency_ms").number(kMs),
             .ms_per_byte = at.member("ms_per_byte").number({0.0, 1.0})};
   };
   profile.collective = line(root.member("collective"));
   if (const auto transfer = root.find("transfer")) profile.transfer = line(*transfer);
+  if (const auto rest = root.find("rest_ms")) profile.rest_ms = rest->number(kMs);
   const auto units = root.member("units");
   units.require(units.value().is_array() && units.value().size() <= kMostCosts,
                 concat("a list of at most ", kMostCosts, " units"));

@@ -1,7 +1,8 @@
 // What the units of a model cost, measured or assumed: what passes and the simulator go by. Pure.
 //
 // Times of one micro-batch on the slowest rank. A message costs what was measured of the unit, else
-// latency and bytes by a line through what was. Next: simulate_plan.h, passes.h.
+// latency and bytes by a line through what was: a gather the time of its transfer, a reduction what
+// its rank stood waiting for it. Next: simulate_plan.h, passes.h.
 #pragma once
 
 #include <cstdint>
@@ -18,11 +19,18 @@ namespace tessera::capture {
 struct UnitCost {
   std::string name = {};     ///< of the unit
   double forward_ms = 0.0;   ///< its own, without the units inside it
-  double backward_ms = 0.0;  ///< the same
+  double backward_ms = 0.0;  ///< the same, and without its forward where that runs again
   std::optional<double> gather_ms = {};
   std::optional<double> reduce_ms = {};
   bool operator==(const UnitCost&) const = default;
 };
+
+/// Of a layer's forward what is computed again where products of weights are kept: norms, rotations,
+/// attention itself, activations. As measured of a dense model (docs/performance.md, "Measured":
+/// 1.09 times the step beside 1.28 times); nothing is run to know it better.
+inline constexpr double kSelectiveShare = 1.0 / 3.0;
+/// What a unit's forward takes once more.
+double recompute_ms(const UnitCost& unit, RecomputeMode mode);
 
 /// A collective of n bytes takes latency + n x ms_per_byte, of none nothing: a rank alone has all.
 struct CollectiveCost {
@@ -37,6 +45,8 @@ struct CollectiveCost {
 struct PlanProfile {
   std::vector<UnitCost> units;  ///< in the order of the plan's
   CollectiveCost collective;
+  /// Of a step, beside units, gathers and reductions: the update, what ranks tell each other.
+  double rest_ms = 0.0;
   /// Of optimizer state to or from where it is offloaded; none: nothing was moved yet.
   std::optional<CollectiveCost> transfer = {};
   /// Nothing was measured: see default_profile(). Not part of a file.
@@ -47,6 +57,8 @@ struct PlanProfile {
   double reduce_ms(const std::vector<fsdp::PlanUnit>& units_of_plan, fsdp::UnitId unit) const;
 };
 
+/// "0.0123 ms", "4.56 ms", "12.3 s".
+std::string ms_text(double ms);
 /// Of a transfer that nobody has measured: a gigabyte a second, as a disk has it.
 inline constexpr CollectiveCost kAssumedTransfer{.latency_ms = 0.05, .ms_per_byte = 1e-6};
 
@@ -63,9 +75,13 @@ struct Measured {
 /// The line through them by least squares, neither of its numbers below 0. Of none: zero.
 CollectiveCost fit(std::span<const Measured> measured);
 
-/// What a plan has to go by: the largest value of any rank, place by place, so that every rank
-/// makes the same plan. Errors: kConfig where ranks measured other units.
-PlanProfile most_of(const std::vector<PlanProfile>& ranks);
+/// Of one micro-batch: what all units compute.
+double computed_ms(const PlanProfile& profile);
+
+/// What a plan has to go by, the same on every rank: the rank whose units compute longest, all of
+/// it. The others wait for that one, so that the longest of every place would count a step's time
+/// and what others waited through it. Errors: kConfig where ranks measured other units.
+PlanProfile slowest_of(const std::vector<PlanProfile>& ranks);
 
 /// In the order of `units`. Errors: kConfig naming a unit that the profile lacks.
 PlanProfile profile_of(const PlanProfile& profile, const std::vector<fsdp::PlanUnit>& units,

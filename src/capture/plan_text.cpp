@@ -20,6 +20,14 @@ using fsdp::StepPlan;
 using fsdp::UnitId;
 using Kind = PlanAction::Kind;
 
+/// "full: as its user has set it".
+std::string recompute_text(const StepPlan& plan, const Chosen& chosen, UnitId unit) {
+  const auto mode = word_of(kRecomputeWords, plan.choices.recompute[unit]);
+  const bool is_known = unit < chosen.recompute_reasons.size();
+  const bool has_reason = is_known && !chosen.recompute_reasons[unit].empty();
+  return concat(mode, ": ", has_reason ? chosen.recompute_reasons[unit] : "as chosen");
+}
+
 class Text {
  public:
   Text(const StepPlan& plan, const Chosen& chosen, std::size_t stage)
@@ -99,6 +107,8 @@ class Text {
       case Kind::kReload:
       case Kind::kOffload:
         return "of the update";
+      case Kind::kRecompute:
+        return recompute_text(plan_, chosen_, action.unit);
     }
     return "";
   }
@@ -159,13 +169,18 @@ std::string choices_text(const StepPlan& plan, const Chosen& chosen) {
   for (UnitId unit = 0; unit < plan.units.size(); ++unit) {
     const auto& of = plan.units[unit];
     text += concat("  ", of.name, " (", size_text(of.bytes), "): ");
-    if (!of.gathers) {
+    if (of.gathers) {
+      text += until(plan.choices.keep[unit]);
+      const bool is_known = unit < chosen.keep_reasons.size() && !chosen.keep_reasons[unit].empty();
+      text += is_known ? concat(": ", chosen.keep_reasons[unit], "\n") : "\n";
+    } else {
       text += "nothing to gather\n";
-      continue;
     }
-    text += until(plan.choices.keep[unit]);
-    const bool is_known = unit < chosen.keep_reasons.size() && !chosen.keep_reasons[unit].empty();
-    text += is_known ? concat(": ", chosen.keep_reasons[unit], "\n") : "\n";
+    const bool has_reason =
+        unit < chosen.recompute_reasons.size() && !chosen.recompute_reasons[unit].empty();
+    if (plan.choices.recompute[unit] != RecomputeMode::kNone || has_reason) {
+      text += concat("    recomputed, ", recompute_text(plan, chosen, unit), "\n");
+    }
   }
   text += concat("  gathered ahead: ", plan.choices.ahead_in_forward, " in forward, ",
                  plan.choices.ahead_in_backward, " in backward",

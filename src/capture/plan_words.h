@@ -19,6 +19,16 @@ inline constexpr auto kKeepWords = std::to_array<Word<fsdp::Keep>>({
     {"backward", fsdp::Keep::kBackward},
     {"update", fsdp::Keep::kUpdate},
 });
+inline constexpr auto kRecomputeWords = std::to_array<Word<RecomputeMode>>({
+    {"none", RecomputeMode::kNone},
+    {"selective", RecomputeMode::kSelective},
+    {"full", RecomputeMode::kFull},
+});
+inline constexpr auto kRecomputeByWords = std::to_array<Word<fsdp::RecomputeBy>>({
+    {"nobody", fsdp::RecomputeBy::kNobody},
+    {"user", fsdp::RecomputeBy::kUser},
+    {"plan", fsdp::RecomputeBy::kPlan},
+});
 inline constexpr auto kReduceWords = std::to_array<Word<fsdp::ReduceAt>>({
     {"every backward", fsdp::ReduceAt::kEveryBackward},
     {"last backward", fsdp::ReduceAt::kLastBackward},
@@ -32,8 +42,8 @@ inline constexpr std::array kActionKinds{
     fsdp::PlanAction::Kind::kGather,       fsdp::PlanAction::Kind::kGatherShared,
     fsdp::PlanAction::Kind::kWait,         fsdp::PlanAction::Kind::kKeepToBackward,
     fsdp::PlanAction::Kind::kKeepToUpdate, fsdp::PlanAction::Kind::kRelease,
-    fsdp::PlanAction::Kind::kReduce,       fsdp::PlanAction::Kind::kReload,
-    fsdp::PlanAction::Kind::kOffload,
+    fsdp::PlanAction::Kind::kReduce,       fsdp::PlanAction::Kind::kRecompute,
+    fsdp::PlanAction::Kind::kReload,       fsdp::PlanAction::Kind::kOffload,
 };
 inline constexpr std::array kClasses{fsdp::MicroBatchClass::kOnly, fsdp::MicroBatchClass::kFirst,
                                      fsdp::MicroBatchClass::kMiddle, fsdp::MicroBatchClass::kLast};

@@ -1,10 +1,14 @@
 #include "capture/planner.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "base/mapped_file.h"
 #include "base/text/printable.h"
 #include "capture/offload_pass.h"
+#include "capture/plan_words.h"
+#include "capture/recompute_pass.h"
+#include "fsdp/agreed/step_plan_check.h"
 #include "tessera/error.h"
 
 namespace tessera::capture {
@@ -30,7 +34,47 @@ bool differ_in_what_is_gathered_alone(std::vector<fsdp::PlanUnit> one,
   return one == other;
 }
 
+/// A plan out of a file, in the budget of the run.
+void require_within(const Planning& planning, std::string_view name) {
+  if (!planning.memory_budget) return;
+  const auto& plan = planning.given->plan;
+  PlanProblem problem;
+  problem.record = plan.record;
+  problem.units = plan.units;
+  if (planning.activations) {
+    problem.activations = activations_of(*planning.activations, plan.units);
+  }
+  problem.state = planning.state;
+  const auto bytes = peak_bytes(problem, plan);
+  TESSERA_CHECK(bytes <= *planning.memory_budget, ErrorKind::kConfig, name, ": found a plan of ",
+                bytes, " bytes gathered", planning.activations ? ", of activations" : "",
+                planning.state ? ", of optimizer state" : "", ", over the budget of ",
+                *planning.memory_budget, "; raise compile.memory_budget, or make the plan for it");
+}
+
+void require_modes_of_users(const fsdp::StepPlan& plan, const fsdp::PlanChoices& eager,
+                            std::string_view name) {
+  for (fsdp::UnitId unit = 0; unit < plan.units.size(); ++unit) {
+    if (plan.units[unit].recompute_by != fsdp::RecomputeBy::kUser) continue;
+    const auto found = plan.choices.recompute[unit];
+    const auto expected = eager.recompute[unit];
+    TESSERA_CHECK(found == expected, ErrorKind::kConfig, name, ": found a plan with unit ",
+                  plan.units[unit].name, " recomputed in mode ", word_of(kRecomputeWords, found),
+                  ", expected ", word_of(kRecomputeWords, expected),
+                  ", as activation_checkpoint.mode or set_recompute says; leave that out, or make "
+                  "the plan anew with tessera plan");
+  }
+}
+
 }  // namespace
+
+RecomputeMode Planning::while_recording() const {
+  const bool is_bounded = memory_budget && activations;
+  const bool is_given = given && std::ranges::any_of(given->plan.choices.recompute, [](auto mode) {
+                          return mode != RecomputeMode::kNone;
+                        });
+  return is_bounded || is_given ? RecomputeMode::kFull : RecomputeMode::kNone;
+}
 
 Planning planning_of(const CompileOptions& options) {
   Planning planning;
@@ -46,19 +90,19 @@ Planning planning_of(const CompileOptions& options) {
   planning.memory_budget = options.memory_budget;
   planning.passes = options.passes;
   planning.micro_batches = options.micro_batches;
+  planning.activations = options.activations;
   if (planning.passes) check_passes(*planning.passes);
   if (!options.plan.empty()) {
     const auto [text, name] = source_of(options.plan, "compile.plan", kMostPlanBytes);
     planning.plan_from = name;
     planning.given = parse_plan(text, name);
-    // Beside optimizer state a budget is looked at once that is known: plan_step().
-    const bool is_of_gathers = options.offload_folder.empty();
-    require_sound(planning.given->plan, is_of_gathers ? planning.memory_budget : std::nullopt,
-                  name);
+    require_sound(planning.given->plan, std::nullopt, name);
     TESSERA_CHECK(planning.given->plan.choices.offload.empty() || !options.offload_folder.empty(),
                   ErrorKind::kConfig, name,
                   ": found a plan that offloads optimizer state, expected a folder for that; set "
                   "compile.offload_folder");
+    // Beside optimizer state a budget is looked at once that is known: plan_step().
+    if (options.offload_folder.empty()) require_within(planning, name);
   }
   if (!options.profile.empty()) {
     const auto [text, name] = source_of(options.profile, "profile", kMostProfileBytes);
@@ -71,6 +115,11 @@ Planning planning_of(const CompileOptions& options) {
 PlanProblem problem_of(const Planning& planning, const fsdp::StepRecord& record,
                        const std::vector<fsdp::PlanUnit>& units, const fsdp::PlanChoices& eager,
                        fsdp::PlanOrder order) {
+  TESSERA_CHECK(
+      !planning.activations || order == fsdp::PlanOrder::kOneAfterTheOther, ErrorKind::kConfig,
+      "CompileOptions::activations: found them for a step whose micro-batches come in any "
+      "order, expected one after the other, since they are of one at a time; give "
+      "StepScopeOptions::micro_batches, or leave them out");
   return {.record = record,
           .units = units,
           .eager = eager,
@@ -80,13 +129,10 @@ PlanProblem problem_of(const Planning& planning, const fsdp::StepRecord& record,
           .memory_budget = planning.memory_budget,
           .profile = planning.profile ? profile_of(*planning.profile, units, planning.profile_from)
                                       : default_profile(units),
+          .activations = planning.activations
+                             ? std::optional(activations_of(*planning.activations, units))
+                             : std::nullopt,
           .state = planning.state};
-}
-
-std::optional<std::int64_t> gathered_budget(const Planning& planning,
-                                            const fsdp::PlanChoices& choices) {
-  if (!planning.memory_budget || !planning.state) return planning.memory_budget;
-  return *planning.memory_budget - state_in_memory(*planning.state, choices.offload);
 }
 
 fsdp::StepPlan plan_step(const Planning& planning, const fsdp::StepRecord& record,
@@ -94,7 +140,7 @@ fsdp::StepPlan plan_step(const Planning& planning, const fsdp::StepRecord& recor
                          fsdp::PlanOrder order) {
   if (planning.given) {
     auto plan = planning.given->plan;
-    require_sound(plan, gathered_budget(planning, plan.choices), planning.plan_from);
+    if (planning.state) require_within(planning, planning.plan_from);
     // A unit may still be gathered, since the user asked for it, or weights did not change.
     if (plan.order == order && differ_in_what_is_gathered_alone(plan.units, units)) {
       plan = make_plan(plan.record, units, plan.choices, order);
@@ -112,6 +158,7 @@ fsdp::StepPlan plan_step(const Planning& planning, const fsdp::StepRecord& recor
                   ": found a plan that reduces with ", words(plan.choices.reduce), ", expected ",
                   words(eager.reduce),
                   ", as sync_every_micro_batch and form 2 say; make it anew with tessera plan");
+    require_modes_of_users(plan, eager, planning.plan_from);
     return plan;
   }
   const auto problem = problem_of(planning, record, units, eager, order);

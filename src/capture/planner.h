@@ -20,20 +20,22 @@ struct Planning {
   std::optional<std::vector<std::string>> passes = {};
   std::optional<PlanFile> given = {};
   std::optional<PlanProfile> profile = {};
+  std::optional<ForwardActivations> activations = {};
   std::int64_t micro_batches = 1;
   std::string plan_from = {}, profile_from = {};  ///< as messages name them
   /// PlanProblem::state, where CompileOptions::offload_folder is there.
   std::optional<std::vector<fsdp::StateBytes>> state = {};
+
+  /// How what a plan may recompute is recomputed before there is one: wholly, where memory is bounded
+  /// or the plan that is given recomputes.
+  RecomputeMode while_recording() const;
 };
 
 /// Reads what options name. Errors: as compile().
 Planning planning_of(const CompileOptions& options);
 
-/// What is left of the budget for gathered parameters, once so much state is offloaded.
-std::optional<std::int64_t> gathered_budget(const Planning& planning,
-                                            const fsdp::PlanChoices& choices);
-
-/// What passes choose from. Errors: kConfig for a profile of other units.
+/// What passes choose from. Errors: kConfig for a profile or activations of other units, and for
+/// activations in PlanOrder::kAny.
 PlanProblem problem_of(const Planning& planning, const fsdp::StepRecord& record,
                        const std::vector<fsdp::PlanUnit>& units, const fsdp::PlanChoices& eager,
                        fsdp::PlanOrder order);

@@ -43,19 +43,21 @@ class Lanes {
     const auto count = static_cast<double>(times);
     const double took = count * (computes_ - began);
     step_.compute_ms += count * (step_.compute_ms - before.compute_ms);
+    step_.again_ms += count * (step_.again_ms - before.again_ms);
     step_.waited_ms += count * (step_.waited_ms - before.waited_ms);
+    step_.reduced_ms += count * (step_.reduced_ms - before.reduced_ms);
     step_.gathers += times * (step_.gathers - before.gathers);
     step_.reductions += times * (step_.reductions - before.reductions);
     computes_ += took;
-    communicates_ += took;
+    gathers_ += took;
   }
 
   const SimulatedStep& so_far() const { return step_; }
   double computes() const { return computes_; }
 
   SimulatedStep end() {
-    step_.trailing_ms = std::max(0.0, communicates_ - computes_);
-    step_.step_ms = std::max(computes_, communicates_);
+    step_.rest_ms = profile_.rest_ms;
+    step_.step_ms = std::max(computes_, gathers_) + step_.rest_ms;
     return std::move(step_);
   }
 
@@ -73,10 +75,10 @@ class Lanes {
       if (place.begins) {
         advance(counts.needed);
         advance(counts.ahead);
-        if (is_used(place)) compute(unit);
-      } else {
-        advance(counts.after);
       }
+      // What a unit around others does itself is mostly behind them, as a root's loss is.
+      if (place.begins != point_.is_forward && is_used(place)) compute(unit);
+      if (!place.begins) advance(counts.after);
       note();
     }
     advance(pass.actions.size());
@@ -97,10 +99,10 @@ class Lanes {
     step_.compute_ms += ms;
   }
 
-  /// Goes out when the computing lane is here and the one before it is over.
-  double issue(double ms) {
-    communicates_ = std::max(communicates_, computes_) + ms;
-    return communicates_;
+  void reduce(double ms) {
+    computes_ += ms;
+    step_.reduced_ms += ms;
+    ++step_.reductions;
   }
 
   void act(const PlanAction& action) {
@@ -108,7 +110,9 @@ class Lanes {
     switch (action.kind) {
       case Kind::kGather:
       case Kind::kGatherShared:
-        arrives_[unit] = issue(profile_.gather_ms(plan_.units, unit));
+        // Goes out when the computing lane is here and the one before it is over.
+        gathers_ = std::max(gathers_, computes_) + profile_.gather_ms(plan_.units, unit);
+        arrives_[unit] = gathers_;
         ++step_.gathers;
         take(plan_.units[unit].bytes);
         return;
@@ -120,9 +124,15 @@ class Lanes {
         take(-plan_.units[unit].bytes);
         return;
       case Kind::kReduce:
-        issue(profile_.reduce_ms(plan_.units, unit));
-        ++step_.reductions;
+        reduce(profile_.reduce_ms(plan_.units, unit));
         return;
+      case Kind::kRecompute: {
+        const double ms = recompute_ms(profile_.units[unit], plan_.choices.recompute[unit]);
+        computes_ += ms;
+        step_.compute_ms += ms;
+        step_.again_ms += ms;
+        return;
+      }
       case Kind::kKeepToBackward:
       case Kind::kKeepToUpdate:
       case Kind::kReload:
@@ -147,7 +157,7 @@ class Lanes {
   const PlanProfile& profile_;
   const std::vector<PassedPlace> forward_places_, backward_places_;
   std::vector<double> arrives_;  // by unit
-  double computes_ = 0.0, communicates_ = 0.0;
+  double computes_ = 0.0, gathers_ = 0.0;
   std::int64_t bytes_ = 0;
   std::int64_t most_ = 0;  // since the last point
   MemoryPoint point_;

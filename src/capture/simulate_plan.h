@@ -1,10 +1,13 @@
 // What a plan of a step takes, worked out without running it: gathered memory place by place, and
 // time. Pure.
 //
-// A model of the runtime: one lane computes, one communicates. Collectives go out in the plan's
-// order, each when the lane has passed its place and the one before it is over; a wait holds up the
-// computing lane, nothing else does. The step ends with its last reduction. What two ranks on a few
-// cores lose to each other it does not know: such a time is a lower bound. Next: passes.h.
+// A model of the runtime: one lane computes, one gathers. Gathers go out in the plan's order, each
+// when the computing lane has passed its place and the one before it is over; a wait holds up the
+// computing lane. So does a reduction, by what its rank was seen to wait for it: where a transfer
+// is under way is not seen, and sums run on the rank's own thread. A unit around others computes
+// its own part behind them in forward and before them in backward, as a root does its loss. What
+// ranks on a few cores lose to each other's gathers is in the units' times as they were measured,
+// so that a plan with fewer gathers than the measured one is better than its time. Next: passes.h.
 #pragma once
 
 #include <cstddef>
@@ -30,8 +33,10 @@ struct MemoryPoint {
 struct SimulatedStep {
   double step_ms = 0.0;
   double compute_ms = 0.0;
-  double waited_ms = 0.0;    ///< for gathers
-  double trailing_ms = 0.0;  ///< reductions after the last backward
+  double again_ms = 0.0;    ///< of these: forwards that are recomputed
+  double waited_ms = 0.0;   ///< for gathers
+  double reduced_ms = 0.0;  ///< waited for reductions
+  double rest_ms = 0.0;     ///< of no unit: PlanProfile::rest_ms
   std::int64_t gathers = 0;
   std::int64_t reductions = 0;
   std::int64_t peak_bytes = 0;

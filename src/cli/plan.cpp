@@ -16,6 +16,7 @@
 #include "capture/plan_json.h"
 #include "capture/plan_text.h"
 #include "capture/planner.h"
+#include "capture/recompute_pass.h"
 #include "capture/simulate_plan.h"
 #include "cli/arguments.h"
 #include "cli/contract_text.h"
@@ -104,11 +105,11 @@ void print_dtypes(const ModelContract& contract) {
 
 void print_step(const capture::PlanFile& file, const capture::PlanProblem& problem,
                 const train::HeldBytes& held) {
+  const auto fixed = held.others + (problem.state ? 0 : held.state);
   const auto step = capture::simulate(file.plan, problem.profile, problem.micro_batches);
   std::cout << "\ngathered memory of a rank, place by place: at most " << step.peak_bytes
-            << " bytes (" << size_text(step.peak_bytes) << "), beside "
-            << size_text(held.others + (problem.state ? 0 : held.state))
-            << " that are there whatever the plan is\n";
+            << " bytes (" << size_text(step.peak_bytes) << "), beside " << fixed << " bytes ("
+            << size_text(fixed) << ") that are there whatever the plan is\n";
   if (problem.state) {
     const auto& offload = file.plan.choices.offload;
     std::cout << "optimizer state of a rank in memory: "
@@ -118,10 +119,20 @@ void print_step(const capture::PlanFile& file, const capture::PlanProblem& probl
   }
   std::cout << picture(step) << step.gathers << " gathers and " << step.reductions
             << " reductions a step\n";
+  if (problem.activations) {
+    const auto& modes = file.plan.choices.recompute;
+    const auto bytes = capture::most_activations(*problem.activations, file.plan.record, modes);
+    const auto again = std::ranges::count_if(
+        modes, [](RecomputeMode mode) { return mode != RecomputeMode::kNone; });
+    std::cout << "activations of a micro-batch: at most " << bytes << " bytes (" << size_text(bytes)
+              << "), with " << again << " unit(s) recomputed; in all at most "
+              << size_text(fixed + peak_bytes(problem, file.plan)) << " a rank\n";
+  }
   if (!problem.profile.is_assumed) {
     std::cout << std::fixed << std::setprecision(2) << "a step by the profile: " << step.step_ms
-              << " ms, of which computing " << step.compute_ms << ", waiting for gathers "
-              << step.waited_ms << ", for the last reductions " << step.trailing_ms << '\n'
+              << " ms, of which computing " << step.compute_ms << " (forwards again "
+              << step.again_ms << "), waiting for gathers " << step.waited_ms << ", for reductions "
+              << step.reduced_ms << ", the update and all else " << step.rest_ms << '\n'
               << std::defaultfloat << std::setprecision(6);
   }
 }
@@ -141,15 +152,22 @@ void print_plan_of_step(const capture::PlanFile& file, const capture::PlanProble
 
 /// Findings are printed, all else that is wrong with the file is refused.
 int check_plan(const std::string& path, const capture::MadeFor& made_for,
-               const capture::PlanProblem& problem, const capture::Planning& planning) {
+               const capture::PlanProblem& problem) {
   const auto file = train::open_as("--check", [&] {
     return capture::parse_plan(read_text_file(path, capture::kMostPlanBytes), shown(path));
   });
   capture::require_made_for(file, made_for, shown(path));
   capture::require_plan_of(file.plan, problem.record, problem.units, shown(path));
-  const auto budget =
-      problem.memory_budget ? gathered_budget(planning, file.plan.choices) : file.memory_budget;
-  const auto faults = faults_of(file.plan, budget);
+  auto budget = problem.memory_budget ? problem.memory_budget : file.memory_budget;
+  auto faults = faults_of(file.plan);
+  if (budget && faults.empty()) {
+    // What activations take is the run's to say.
+    if (problem.activations) {
+      *budget -= capture::most_activations(*problem.activations, file.plan.record,
+                                           file.plan.choices.recompute);
+    }
+    faults = faults_of(file.plan, budget);
+  }
   for (const auto& fault : faults) std::cout << fault << '\n';
   std::cout << shown(path) << ": " << faults.size() << " findings";
   if (faults.empty()) {
@@ -179,7 +197,7 @@ int run_plan(const PlanArguments& arguments) {
   constexpr auto kOrder = fsdp::PlanOrder::kOneAfterTheOther;
   const auto problem = capture::problem_of(planning, record, units, eager, kOrder);
   capture::PlanFile file{made_for(run, TORCH_VERSION), {}, {}};
-  if (arguments.check) return check_plan(*arguments.check, file.made_for, problem, planning);
+  if (arguments.check) return check_plan(*arguments.check, file.made_for, problem);
   capture::Chosen chosen;
   if (planning.given) {
     require_made_for(*planning.given, file.made_for, planning.plan_from);
@@ -188,7 +206,7 @@ int run_plan(const PlanArguments& arguments) {
     chosen = choose(problem, planning.passes);
     file.plan = make_plan(record, units, chosen.choices, kOrder);
   }
-  file.memory_budget = gathered_budget(planning, file.plan.choices);
+  file.memory_budget = planning.memory_budget;
   if (arguments.json) {
     std::cout << to_json(file);
     return kDone;

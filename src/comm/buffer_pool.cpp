@@ -95,6 +95,12 @@ void FreeBlocks::free(std::size_t index) {
   block.used.block(allocator_, EventSite::kPoolFree);
 }
 
+void FreeBlocks::clear_idle_since(std::uint64_t requests) {
+  for (auto i = blocks_.size(); i-- > 0;) {
+    if (blocks_[i].since <= requests) free(i);
+  }
+}
+
 void FreeBlocks::clear() {
   while (!blocks_.empty()) free(blocks_.size() - 1);
 }

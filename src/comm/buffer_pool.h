@@ -60,7 +60,10 @@ class FreeBlocks {
   Block take(std::int64_t bytes);
   void give_back(Block block);
   void clear();
+  /// Frees what has not been taken since there had been so many requests.
+  void clear_idle_since(std::uint64_t requests);
 
+  std::uint64_t requests() const { return requests_; }       ///< so far
   std::int64_t bytes() const { return bytes_; }              ///< that wait
   std::int64_t bytes_freed() const { return bytes_freed_; }  ///< so far
 
@@ -110,6 +113,10 @@ class BufferPool {
   void give_back(at::Tensor tensor, Event used);
   /// Frees what is not taken.
   void trim() { free_.clear(); }
+  /// Frees what has not been taken since then, where another step than those before has begun. The
+  /// rest stays: memory that goes back to an allocator comes again in other places.
+  void trim_idle_since(std::uint64_t requests) { free_.clear_idle_since(requests); }
+  std::uint64_t requests() const { return free_.requests(); }  ///< so far
 
   at::Device device() const { return device_; }
   /// Of all blocks that there are, taken or free.

@@ -9,6 +9,7 @@
 #include "fsdp/runtime/unit.h"
 #include "grad/resolve_steps.h"
 #include "tessera/error.h"
+#include "tessera/recompute_mode.h"
 #include "tessera/shard.h"
 
 namespace tessera {
@@ -94,6 +95,9 @@ ShardedBase::ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& 
   unit_ = std::make_shared<fsdp::Unit>(options.name, runtime_,
                                        options.reshard_after_forward.value_or(false));
   unit_->module = held_.get();
+  if (found.handles.empty()) {
+    unit_->recomputable = std::dynamic_pointer_cast<Recomputable>(held_);
+  }
   end_ = std::shared_ptr<void>(unit_.get(),
                                [unit = unit_](void*) { unit->runtime().handle_is_gone(*unit); });
   runtime_->add_unit(unit_.get());

@@ -425,8 +425,12 @@ void require_idle(const ShardedBase& model, const char* what) {
   unit_of_handle(model.unit()).runtime().require_idle(what);
 }
 
-void set_planner(const ShardedBase& model, Planner planner) {
-  unit_of_handle(model.unit()).runtime().set_planner(std::move(planner));
+void set_planner(const ShardedBase& model, Planner planner, RecomputeMode while_recording) {
+  unit_of_handle(model.unit()).runtime().set_planner(std::move(planner), while_recording);
+}
+
+std::vector<RecomputeMode> followed_recompute(const ShardedBase& model) {
+  return unit_of_handle(model.unit()).runtime().followed_recompute();
 }
 
 void set_regions(const ShardedBase& model, std::shared_ptr<grad::Regions> regions) {

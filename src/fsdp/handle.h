@@ -27,8 +27,10 @@ void require_idle(const ShardedBase& model, const char* what);
 void require_steps_of(const ShardedBase& model, const Optimizer& optimizer, const char* what);
 
 /// Step scopes of `model`, the outermost handle, follow the planner's plans from here on; an empty
-/// one: eager plans. On every rank. Errors: kUsage in a step.
-void set_planner(const ShardedBase& model, Planner planner);
+/// one: eager plans. `while_recording`: how what plans may recompute is recomputed in a step that has
+/// none yet. On every rank. Errors: kUsage in a step.
+void set_planner(const ShardedBase& model, Planner planner,
+                 RecomputeMode while_recording = RecomputeMode::kNone);
 
 /// What replays regions of `model`, the outermost handle, from here on; null: nobody. Errors: kUsage
 /// in a step.
@@ -40,6 +42,8 @@ std::vector<PlanUnit> plan_units(const ShardedBase& model);
 
 /// What `optimizer`, of all of `model`, the outermost handle, keeps of its units.
 std::vector<StateBytes> state_of_units(const ShardedBase& model, const Optimizer& optimizer);
+/// By unit: how the last step scope recomputed it, as its user or its plan has said.
+std::vector<RecomputeMode> followed_recompute(const ShardedBase& model);
 
 /// "the forward of unit layers.3": what the rank was in when it could not go on; "" = in none yet.
 std::string last_entered(const ShardedBase& model);

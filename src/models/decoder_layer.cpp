@@ -100,7 +100,7 @@ DecoderLayer::Output DecoderLayer::forward(const at::Tensor& x, const RoutingReq
     return body(in[0], {given(in[1]), statistics}).tensors();
   };
   return Output::of(
-      recomputed(*this, recompute_, {x, request.imposed.value_or(at::Tensor())}, run));
+      recomputed(*this, recompute(), {x, request.imposed.value_or(at::Tensor())}, run));
 }
 
 /// Regions end where it talks to other ranks, and where the host reads how tokens are spread.

@@ -28,7 +28,7 @@ namespace tessera::models {
 /// The norm that a family has before attention, feed-forward and head.
 std::shared_ptr<nn::RmsNorm> decoder_norm(const ModelSpec& spec, const nn::TensorRegion& region);
 
-class DecoderLayer : public torch::nn::Module, public IsLayer {
+class DecoderLayer : public torch::nn::Module, public IsLayer, public Recomputable {
  public:
   /// `number` from 0: layers of one model may differ.
   DecoderLayer(const ModelSpec& spec, std::int64_t number, const LocalSizes& sizes,
@@ -57,7 +57,6 @@ class DecoderLayer : public torch::nn::Module, public IsLayer {
   bool can_decode() const { return self_attn_->can_decode(); }
   /// As nn::SelfAttention::decode.
   at::Tensor decode(const at::Tensor& x, nn::KvCache& cache);
-  void set_recompute(RecomputeMode mode) { recompute_ = mode; }
 
  private:
   Output body(const at::Tensor& x, const RoutingRequest& request);
@@ -70,7 +69,6 @@ class DecoderLayer : public torch::nn::Module, public IsLayer {
   std::shared_ptr<nn::Mlp> mlp_;   // null in a layer with experts
   std::shared_ptr<MoeLayer> moe_;  // null in a layer without
   std::shared_ptr<nn::RmsNorm> input_layernorm_, post_attention_layernorm_;
-  RecomputeMode recompute_ = RecomputeMode::kNone;
   bool is_alone_;  // no rank shares it: it talks to nobody, but for its experts
 };
 

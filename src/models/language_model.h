@@ -151,7 +151,8 @@ class LanguageModel : public torch::nn::Module {
   virtual const StagesOfRank& stages() const = 0;
   bool is_whole() const;
   /// What every layer of text and tower forgets after forward and computes again for backward;
-  /// embeddings, projector, pooling and head never do. From the next forward on.
+  /// embeddings, projector, pooling and head never do. From the next forward on; it binds plans,
+  /// which choose for layers of text where nobody has said.
   virtual void set_recompute(RecomputeMode mode) = 0;
   /// Null where text of this family cannot be generated.
   virtual WritesText* writer() { return nullptr; }

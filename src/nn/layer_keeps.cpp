@@ -47,16 +47,34 @@ void KeepsLedger::end_layer(const KeptValue& result) {
   layers_.push_back(*std::exchange(layer_, std::nullopt));
 }
 
+namespace {
+
+void add(std::set<std::size_t>& to, const std::vector<std::size_t>& from) {
+  to.insert(from.begin(), from.end());
+}
+
+std::set<std::size_t> kept_by(const KeptLayer& layer, RecomputeMode mode) {
+  std::set<std::size_t> kept;
+  if (!layer.has_graph) return kept;
+  add(kept, mode == RecomputeMode::kNone ? layer.saved : layer.inputs);
+  if (mode == RecomputeMode::kSelective) add(kept, layer.products);
+  return kept;
+}
+
+}  // namespace
+
 KeptBytes KeepsLedger::in(RecomputeMode mode) const {
-  const auto add = [](std::set<std::size_t>& to, const std::vector<std::size_t>& from) {
-    to.insert(from.begin(), from.end());
-  };
+  return in(std::vector<RecomputeMode>(layers_.size(), mode));
+}
+
+KeptBytes KeepsLedger::in(std::span<const RecomputeMode> modes) const {
+  TESSERA_INVARIANT(modes.size() == layers_.size(), "modes of other layers");
   std::set<std::size_t> kept(before_.begin(), before_.end());
   std::int64_t peak = 0;
-  for (const KeptLayer& layer : layers_) {
+  for (std::size_t i = 0; i < layers_.size(); ++i) {
+    const KeptLayer& layer = layers_[i];
     if (!layer.has_graph) continue;
-    add(kept, mode == RecomputeMode::kNone ? layer.saved : layer.inputs);
-    if (mode == RecomputeMode::kSelective) add(kept, layer.products);
+    kept.merge(kept_by(layer, modes[i]));
     // In its backward those behind it are gone, and what it saves is there again.
     std::set<std::size_t> with_it = kept;
     add(with_it, layer.saved);
@@ -64,6 +82,39 @@ KeptBytes KeepsLedger::in(RecomputeMode mode) const {
   }
   add(kept, after_);
   return {sum(kept), std::max(peak, sum(kept))};
+}
+
+ForwardActivations KeepsLedger::by_layer() const {
+  using Mode = RecomputeMode;
+  std::set<std::size_t> beside(before_.begin(), before_.end());
+  std::set<std::size_t> seen;
+  for (const KeptLayer& layer : layers_) {
+    std::set<std::size_t> all = kept_by(layer, Mode::kNone);
+    all.merge(kept_by(layer, Mode::kSelective));
+    for (const std::size_t memory : all) {
+      if (!seen.insert(memory).second) beside.insert(memory);
+    }
+  }
+  const auto own = [&](std::set<std::size_t> memories) {
+    std::erase_if(memories, [&](std::size_t memory) { return beside.contains(memory); });
+    return sum(memories);
+  };
+  ForwardActivations found;
+  found.beside = sum(beside);
+  found.after = own({after_.begin(), after_.end()});
+  for (const KeptLayer& layer : layers_) {
+    const auto again = [&](Mode mode) {
+      std::set<std::size_t> with_it = kept_by(layer, mode);
+      with_it.merge(kept_by(layer, Mode::kNone));
+      return own(std::move(with_it));
+    };
+    found.units.push_back({.none = own(kept_by(layer, Mode::kNone)),
+                           .selective = own(kept_by(layer, Mode::kSelective)),
+                           .full = own(kept_by(layer, Mode::kFull)),
+                           .selective_again = again(Mode::kSelective),
+                           .full_again = again(Mode::kFull)});
+  }
+  return found;
 }
 
 LayerKeeps::LayerKeeps(const KeepsCase& of) : of_(of) {

@@ -13,6 +13,7 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -64,6 +65,11 @@ class KeepsLedger {
   void begin_layer(const std::vector<KeptValue>& inputs);
   void end_layer(const KeptValue& result);
   KeptBytes in(RecomputeMode mode) const;
+  /// One mode a layer.
+  KeptBytes in(std::span<const RecomputeMode> modes) const;
+  /// The same as a sum of layers, whose units are not named: what several of them keep counts beside
+  /// all, whatever their modes are.
+  ForwardActivations by_layer() const;
 
  private:
   std::int64_t sum(const std::set<std::size_t>& memories) const;

@@ -86,7 +86,9 @@ ModelParts model_parts(const ModelSource& source, const Config& config, const Me
   if (!expert_biases_of(source, config.model.load_balance_coeff).empty()) {
     models::add_expert_biases(*parts.model);
   }
-  parts.model->set_recompute(config.activation_checkpoint.mode);
+  if (config.activation_checkpoint.mode) {
+    parts.model->set_recompute(*config.activation_checkpoint.mode);
+  }
   return parts;
 }
 

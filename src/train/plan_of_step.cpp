@@ -8,6 +8,7 @@
 
 #include "base/text/printable.h"
 #include "capture/offload_pass.h"
+#include "capture/recompute_pass.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
 
@@ -38,10 +39,34 @@ std::vector<std::set<std::string_view>> held(const layout::ModelPlan& plan) {
   return names;
 }
 
+/// By unit: which layer of the text it is.
+std::vector<std::optional<std::int64_t>> layers_of(const RunOfPlan& run) {
+  std::map<std::string_view, std::int64_t> numbers;
+  for (const auto& parameter : run.description.parameters) {
+    if (parameter.layer && !parameter.unit.empty()) {
+      numbers.emplace(parameter.unit, *parameter.layer);
+    }
+  }
+  std::vector<std::optional<std::int64_t>> layers;
+  for (const auto& unit : run.plan.units) {
+    const auto found = numbers.find(unit.plan.name);
+    layers.push_back(found == numbers.end() ? std::nullopt : std::optional(found->second));
+  }
+  return layers;
+}
+
+MemoryTable table_of(const RunOfPlan& run) {
+  // Form 1 lets gradients wait for the last micro-batch, form 2 does not.
+  Config config = run.config;
+  if (config.compile.form == 2) config.training.sync_every_micro_batch = true;
+  return memory_table(config, run.spec, run.dims, run.contract, run.plan, run.aux_loss_coef);
+}
+
 }  // namespace
 
 std::vector<fsdp::PlanUnit> plan_units(const RunOfPlan& run) {
   const auto names = held(run.plan);
+  const auto layers = layers_of(run);
   std::vector<fsdp::PlanUnit> units;
   for (const auto& planned : run.plan.units) {
     fsdp::PlanUnit unit;
@@ -58,6 +83,10 @@ std::vector<fsdp::PlanUnit> plan_units(const RunOfPlan& run) {
              names.front().contains(parameter.name);
     });
     if (lends) unit.lenders = {0};
+    if (layers[units.size()]) {
+      unit.recompute_by = run.config.activation_checkpoint.mode ? fsdp::RecomputeBy::kUser
+                                                                : fsdp::RecomputeBy::kPlan;
+    }
     units.push_back(std::move(unit));
   }
   return units;
@@ -101,7 +130,12 @@ fsdp::PlanChoices eager_choices(const RunOfPlan& run, const fsdp::StepRecord& re
   resharded.front() = false;
   const bool every = run.config.training.sync_every_micro_batch || run.config.compile.form == 2;
   const auto reduce = every ? fsdp::ReduceAt::kEveryBackward : fsdp::ReduceAt::kLastBackward;
-  return fsdp::eager_choices(record, resharded, reduce, fsdp::PlanOrder::kOneAfterTheOther);
+  auto choices = fsdp::eager_choices(record, resharded, reduce, fsdp::PlanOrder::kOneAfterTheOther);
+  const auto layers = layers_of(run);
+  for (fsdp::UnitId unit = 0; unit < layers.size(); ++unit) {
+    if (layers[unit]) choices.recompute[unit] = run.config.activation_checkpoint.of_layers();
+  }
+  return choices;
 }
 
 capture::MadeFor made_for(const RunOfPlan& run, std::string torch) {
@@ -114,13 +148,9 @@ capture::MadeFor made_for(const RunOfPlan& run, std::string torch) {
 }
 
 HeldBytes held_bytes(const RunOfPlan& run) {
-  // Form 1 lets gradients wait for the last micro-batch, form 2 does not.
-  Config config = run.config;
-  if (config.compile.form == 2) config.training.sync_every_micro_batch = true;
-  const auto table =
-      memory_table(config, run.spec, run.dims, run.contract, run.plan, run.aux_loss_coef);
-  const auto state = table.held.moments + table.held.master;
-  return {.state = state, .others = table.total(table.mode) - table.held.unsharded - state};
+  const auto held = table_of(run).held;
+  const auto state = held.moments + held.master;
+  return {.state = state, .others = held.total() - held.unsharded - state};
 }
 
 namespace {
@@ -146,6 +176,21 @@ fsdp::StepPlan first_plan(const RunOfPlan& run, const capture::Planning& plannin
                    fsdp::PlanOrder::kOneAfterTheOther);
 }
 
+std::optional<ForwardActivations> activations(const RunOfPlan& run) {
+  const auto table = table_of(run);
+  if (!table.activations) return std::nullopt;
+  auto by_layer = table.activations->ledger.by_layer();
+  ForwardActivations found{.beside = by_layer.beside, .after = by_layer.after, .units = {}};
+  const auto layers = layers_of(run);
+  for (std::size_t unit = 0; unit < layers.size(); ++unit) {
+    if (!layers[unit]) continue;
+    auto& of = by_layer.units.at(static_cast<std::size_t>(*layers[unit]));
+    of.unit = unit_label(run.plan.units[unit].plan.name);
+    found.units.push_back(std::move(of));
+  }
+  return found;
+}
+
 CompileOptions compile_options(const RunOfPlan& run, const MachineMemory& machine) {
   const auto& section = run.config.compile;
   CompileOptions options;
@@ -156,6 +201,7 @@ CompileOptions compile_options(const RunOfPlan& run, const MachineMemory& machin
   options.plan = section.plan;
   options.offload_folder = section.offload_folder;
   options.micro_batches = micro_batches_of(run);
+  options.activations = activations(run);
   if (!section.memory_budget) return options;
   const auto& budget = *section.memory_budget;
   const auto bytes = budget.share > 0.0
@@ -174,13 +220,16 @@ CompileOptions compile_options(const RunOfPlan& run, const MachineMemory& machin
   problem.units = plan_units(run);
   problem.eager = eager_choices(run, problem.record);
   problem.form = static_cast<capture::Form>(section.form);
+  if (options.activations) {
+    problem.activations = capture::activations_of(*options.activations, problem.units);
+  }
   const auto least = fixed + capture::least_bytes(problem, section.passes);
   TESSERA_CHECK(bytes >= least, ErrorKind::kConfig, "compile.memory_budget: found ", bytes,
                 " bytes a rank, expected at least ", least, ", of which ", fixed,
                 " are there whatever the plan is (tessera inspect --contract has the table), and "
                 "the others the least that is gathered in form ",
-                section.form, problem.state ? " beside optimizer state" : "",
-                "; raise it, or lower what a rank holds",
+                section.form, " and that activations", problem.state ? " and optimizer state" : "",
+                " take; raise it, or lower what a rank holds",
                 problem.state ? "" : " (compile.offload_folder takes optimizer state)");
   options.memory_budget = bytes - fixed;
   return options;

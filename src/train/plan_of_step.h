@@ -47,7 +47,7 @@ fsdp::PlanChoices eager_choices(const RunOfPlan& run, const fsdp::StepRecord& re
 /// `torch`: TORCH_VERSION.
 capture::MadeFor made_for(const RunOfPlan& run, std::string torch);
 
-/// What a rank holds in a step beside gathered parameters, in bytes, as memory_table() has it.
+/// What a rank holds in a step beside gathered parameters and activations, in bytes, as memory_table() has it.
 struct HeldBytes {
   std::int64_t state = 0;   ///< of the optimizer, were all of it in memory
   std::int64_t others = 0;  ///< whatever the plan is
@@ -59,13 +59,16 @@ HeldBytes held_bytes(const RunOfPlan& run);
 capture::Planning planning_of(const RunOfPlan& run, const CompileOptions& options);
 /// What the steps' plan is to begin with: before costs are measured.
 fsdp::StepPlan first_plan(const RunOfPlan& run, const capture::Planning& planning);
+/// Those of layers that are units by unit; none without training.seq_len.
+std::optional<ForwardActivations> activations(const RunOfPlan& run);
 
 /// Of a machine on which `local_ranks` ranks share `memory` bytes.
 struct MachineMemory {
   double memory = 0.0;
   int local_ranks = 1;
 };
-/// [compile] as the library takes it: of compile.memory_budget what held_bytes() leave. Errors:
+/// [compile] as the library takes it, with activations(); of compile.memory_budget what held_bytes()
+/// leave. Errors:
 /// kConfig for a budget that leaves nothing, with the least in bytes.
 CompileOptions compile_options(const RunOfPlan& run, const MachineMemory& machine);
 

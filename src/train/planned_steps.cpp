@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <utility>
-#include <vector>
 
 #include "base/log.h"
 #include "capture/measured_profile.h"
@@ -21,7 +20,9 @@ namespace tessera::train {
 namespace {
 
 // Of those before it the first one records, the second one fills pools and caches.
-constexpr int kMeasured = 3;
+constexpr int kFirstMeasured = 3;
+// The middle one counts: steps wander, on a machine with other work by more than plans differ.
+constexpr std::size_t kMeasured = 3;
 
 }  // namespace
 
@@ -89,24 +90,28 @@ PlannedSteps::~PlannedSteps() = default;
 
 void PlannedSteps::begin_step() {
   // A step that somebody else looks at is not measured: the next one is.
-  if (is_chosen_ || ++steps_ < kMeasured || current_trace() != nullptr) return;
+  if (is_chosen_ || ++steps_ < kFirstMeasured || current_trace() != nullptr) return;
   auto traced = traced_step(world_);
   trace_ = std::move(traced.trace);
   through_ = std::move(traced.through);
   here_.emplace(trace_);
+  begin_ = trace_->now();
 }
 
 void PlannedSteps::end_step(std::int64_t step) {
   if (trace_ == nullptr) return;
+  trace_->add({TraceRow::kCompute, concat("step ", step), begin_, trace_->now()});
   here_.reset();
   through_();
-  choose(trace_->take(), step);
+  measure(trace_->take());
   trace_.reset();
-  is_chosen_ = true;
+  is_chosen_ = measured_.size() == kMeasured;
+  if (is_chosen_) choose(step);
 }
 
-void PlannedSteps::choose(const std::vector<TraceSpan>& spans, std::int64_t step) {
-  auto mine = capture::measured_profile(spans, fsdp::plan_units(model_), options_.micro_batches);
+void PlannedSteps::measure(const std::vector<TraceSpan>& spans) {
+  auto mine = capture::measured_profile(spans, fsdp::plan_units(model_), options_.micro_batches,
+                                        fsdp::followed_recompute(model_));
   const auto& moved = optimizer_.offload_traffic();
   if (const auto bytes = moved.bytes_read + moved.bytes_written; bytes > 0) {
     mine.transfer = {.ms_per_byte = std::min(moved.busy_ms / static_cast<double>(bytes), 1.0)};
@@ -116,13 +121,19 @@ void PlannedSteps::choose(const std::vector<TraceSpan>& spans, std::int64_t step
        comm::all_gather_bytes(world_.control(), to_json(mine), "profile of a step")) {
     ranks.push_back(capture::parse_profile(text, "profile of a rank"));
   }
-  options_.profile = to_json(most_of(ranks));
+  measured_.push_back(slowest_of(ranks));
+}
+
+void PlannedSteps::choose(std::int64_t step) {
+  const auto middle = measured_.begin() + kMeasured / 2;
+  std::ranges::nth_element(measured_, middle, {}, capture::computed_ms);
+  options_.profile = to_json(*middle);
   compile(model_, options_, &optimizer_);
   if (world_.rank() != 0) return;
   const auto path = folder_ / "profile.json";
   write_atomically(path, options_.profile);
-  log::info("plan: step ", step + 1, " follows one that was chosen by what step ", step,
-            " took: ", path.string());
+  log::info("plan: step ", step + 1, " follows one that was chosen by what the ", kMeasured,
+            " steps to step ", step, " took: ", path.string());
 }
 
 }  // namespace tessera::train

@@ -1,9 +1,9 @@
 // The plan that a run's steps follow: made after its first steps from what they took, or given.
 //
 // The first step records what the model enters, the second one follows a plan that is chosen by the
-// bytes of units and fills pools and caches, the third one is traced: what its units and messages
-// took, the most of any rank, is what passes choose by from the fourth on. Nothing is run again to
-// be measured. Next: tessera/compile.h, capture/measured_profile.h.
+// bytes of units and fills pools and caches, three more are traced: what units and messages took on
+// the slowest rank in the one of middle length is what passes choose by from the sixth on. Nothing
+// is run again to be measured. Next: tessera/compile.h, capture/measured_profile.h.
 #pragma once
 
 #include <cstdint>
@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/trace.h"
+#include "capture/plan_profile.h"
 #include "tessera/compile.h"
 #include "tessera/optim.h"
 #include "tessera/shard.h"
@@ -42,13 +43,14 @@ class PlannedSteps {
                std::filesystem::path folder);
   ~PlannedSteps();
 
-  /// Around each step, on the rank's own thread. Collective where the step is the measured one.
-  /// Errors: kComm; kIo on rank 0, which writes; as compile().
+  /// Around each step with its update, on the rank's own thread. Collective where the step is a
+  /// measured one. Errors: kComm; kIo on rank 0, which writes; as compile().
   void begin_step();
   void end_step(std::int64_t step);
 
  private:
-  void choose(const std::vector<TraceSpan>& spans, std::int64_t step);
+  void measure(const std::vector<TraceSpan>& spans);
+  void choose(std::int64_t step);
 
   CompileOptions options_;
   const ShardedBase& model_;
@@ -57,9 +59,11 @@ class PlannedSteps {
   std::filesystem::path folder_;
   bool is_chosen_ = false;
   int steps_ = 0;  ///< so far of this process
+  std::vector<capture::PlanProfile> measured_;
   std::shared_ptr<Trace> trace_;
   std::function<void()> through_;
   std::optional<TraceHere> here_;
+  TraceClock::time_point begin_;
 };
 
 }  // namespace tessera::train

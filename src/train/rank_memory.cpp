@@ -251,7 +251,7 @@ MemoryTable memory_table(const Config& config, const models::ModelSpec& spec,
                          const ParallelDims& dims, const ModelContract& contract,
                          const layout::ModelPlan& plan, double aux_loss_coef) {
   const StepOfRank step = step_of_rank(config.training, dims.data_ranks());
-  MemoryTable table{.mode = config.activation_checkpoint.mode,
+  MemoryTable table{.mode = config.activation_checkpoint.of_layers(),
                     .rows = step.rows,
                     .positions = config.training.seq_len.value_or(0),
                     .micro_batches = step.micro_batches};

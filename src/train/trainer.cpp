@@ -298,7 +298,6 @@ class Trainer {
     options.pipeline = pipeline();
     if (planned_) planned_->begin_step();
     const auto pending = launch_forward_backward(*model_, *data_, step, rows.ranges(), options);
-    if (planned_) planned_->end_step(step);
     if (config_.debug.check_placements) check_placements(*model_);
     StepMetrics metrics;
     metrics.step = step;
@@ -310,6 +309,7 @@ class Trainer {
     }
     model_->zero_grad();
     const std::chrono::duration<double, std::milli> elapsed = Clock::now() - begin;
+    if (planned_) planned_->end_step(step);
     std::vector<double> mine{elapsed.count(), peak_rss_mib(), asked_to_stop(),
                              checkpoints_->writing() ? 1.0 : 0.0};
     const bool on_device = !world_.device().is_cpu();

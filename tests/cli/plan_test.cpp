@@ -252,16 +252,70 @@ TEST(PlannedRun, FollowsAPlanOutOfAFileAndMeasuresItself) {
   EXPECT_THAT(below.err, HasSubstr("compile.memory_budget: found 1000 bytes a rank, expected at"));
 }
 
+// The least of any plan has every layer recomputed, and says so; a run within it has the losses of
+// one that recomputes nothing.
+TEST(PlannedRun, RecomputesWhatDoesNotFit) {
+  const testing::TemporaryFolder folder;
+  write_run(folder);
+  const auto below = plan(folder, {"--compile.memory_budget", "1000"});
+  const auto least = number_after(below.err, "expected at least ");
+  const auto fixed = number_after(below.err, ", of which ");
+  const auto budget = std::to_string(least);
+  const Outcome shown = plan(folder, {"--compile.memory_budget", budget});
+  ASSERT_EQ(shown.code, 0) << shown.err;
+  EXPECT_THAT(
+      shown.out,
+      AllOf(HasSubstr("    recomputed, full: leaves "), HasSubstr(" of activations to others"),
+            HasSubstr("while model.layers.0 computes: recompute model.layers.0 (full: "),
+            HasSubstr(" unit(s) recomputed; in all at most ")));
+  EXPECT_LE(number_after(shown.out, "place by place: at most ") +
+                number_after(shown.out, "activations of a micro-batch: at most ") + fixed,
+            least);
+  const auto made = plan(folder, {"--compile.memory_budget", budget, "--json"});
+  folder.write("plan.json", made.out);
+  EXPECT_THAT(plan(folder, {"--check", "plan.json"}).out, HasSubstr("'plan.json': 0 findings"));
+  // Of a run whose key binds every layer it is another's.
+  const Outcome bound =
+      plan(folder, {"--check", "plan.json", "--activation_checkpoint.mode", "none"});
+  EXPECT_EQ(bound.code, 2);
+  EXPECT_THAT(bound.err, HasSubstr("recomputed by: user, plan"));
+
+  const auto train = [&](const std::string& run, const Words& more) {
+    Words words{"train",
+                "run.toml",
+                "--nproc",
+                "2",
+                "--job.dump_folder",
+                run,
+                "--training.steps",
+                "5",
+                "--checkpoint.enable",
+                "false"};
+    words.insert(words.end(), more.begin(), more.end());
+    const Outcome outcome = run_program(folder, words);
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    return losses(folder / (run + "/metrics/metrics.jsonl"));
+  };
+  const auto expected = train("off", {});
+  ASSERT_EQ(expected.size(), 5U);
+  EXPECT_EQ(train("chosen", {"--compile.mode", "plan", "--compile.memory_budget", budget}),
+            expected);
+  EXPECT_EQ(train("given", {"--compile.mode", "plan", "--compile.plan", "plan.json"}), expected);
+}
+
 TEST(PlanVerb, RefusesWhatIsNotThereYetByItsKey) {
   const testing::TemporaryFolder folder;
   write_run(folder);
   const std::vector<std::pair<Words, std::string>> cases{
-      {{"--compile.passes", "recompute"}, "compile.passes: found 'recompute', which is not there"},
+      {{"--compile.passes", "recompute"}, "found recompute without compile.memory_budget"},
+      {{"--compile.passes", "recompute", "--compile.memory_budget", "90%",
+        "--activation_checkpoint.mode", "none"},
+       "found recompute without layers that keep less when they are recomputed"},
+      {{"--compile.passes", "kep"},
+       "compile.passes: found 'kep', expected recompute, keep, offload or prefetch"},
       {{"--compile.passes", "offload"}, "found offload without compile.offload_folder"},
       {{"--compile.passes", "offload", "--compile.offload_folder", "x"},
        "found offload without compile.memory_budget"},
-      {{"--compile.passes", "kep"},
-       "compile.passes: found 'kep', expected keep, offload or prefetch"},
       {{"--compile.passes", "keep"}, "found keep without compile.memory_budget"},
       {{"--compile.form", "4"}, "compile.form: found 4 (integer), expected a value from 1 to 3"},
       {{"--compile.memory_budget", "0"},

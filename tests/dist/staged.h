@@ -19,9 +19,11 @@
 namespace tessera::test {
 
 /// x + gain * tanh(linear(x)): a weight whose gradient may be put off, and two that may not.
-class Piece : public torch::nn::Module {
+class Piece : public torch::nn::Module, public Recomputable {
  public:
-  Piece(std::uint64_t seed, std::int64_t width, RecomputeMode mode) : mode_(mode) {
+  Piece(std::uint64_t seed, std::int64_t width, RecomputeMode mode) {
+    // Else it is left to plans.
+    if (mode != RecomputeMode::kNone) set_recompute(mode);
     const at::NoGradGuard no_grad;
     linear = register_module("linear", std::make_shared<nn::Linear>(width, width, nn::Bias::kYes));
     linear->weight.set_data(seeded(seed, {width, width}));
@@ -34,15 +36,12 @@ class Piece : public torch::nn::Module {
       const at::Tensor y = at::tanh(linear->forward(in[0]));
       return in[0] + (uses_gain ? y * gain : y).to(in[0].scalar_type());
     };
-    return mode_ == RecomputeMode::kNone ? run({x}) : checkpoint(run, {x}, mode_);
+    return checkpoint(run, {x}, recompute());
   }
   std::shared_ptr<nn::Linear> linear;
   at::Tensor gain;
   bool uses_gain = true;
   std::function<void()> before;  ///< runs inside the forward
-
- private:
-  RecomputeMode mode_;
 };
 
 /// w x, w one number, 1 at first.

@@ -64,6 +64,10 @@ struct DrawnPlanner {
     for (auto& keep : choices.keep) keep = kKeeps.at(below(order == PlanOrder::kAny ? 2 : 3));
     choices.ahead_in_forward = below(4);
     choices.ahead_in_backward = below(4);
+    const auto may = may_be_recomputed(record, units);
+    for (std::size_t i = 0; i < units.size(); ++i) {
+      if (may[i]) choices.recompute[i] = static_cast<RecomputeMode>(below(3));
+    }
     *last = fsdp::make_plan(record, units, choices, order);
     return *last;
   }
@@ -153,6 +157,53 @@ TEST_P(StepPlanRuns, WhateverIsChosenTheBitsAreTheSame) {
       }
       EXPECT_FALSE(planner.last->stages.empty());
     }
+  });
+}
+
+// The modules of units are told by the plan that is followed, as long as the step lasts; in a step
+// that records by what was asked for then; and what a user has set, nobody changes.
+TEST(RecomputeByPlan, ModulesAreToldAsLongAsTheStepLasts) {
+  ranks(2).run([&](World& world) {
+    StagedModel model(data_mesh(world), {.stages = 1, .pieces = 4});
+    auto& pieces = model.module->pieces;
+    pieces[3]->set_recompute(RecomputeMode::kSelective);
+    std::vector<RecomputeMode> seen(4);
+    for (std::size_t i = 0; i < 4; ++i) {
+      pieces[i]->before = [&seen, i, piece = pieces[i].get()] { seen[i] = piece->recompute(); };
+    }
+    const auto planner = [](const StepRecord& record, const std::vector<PlanUnit>& units,
+                            const PlanChoices& eager, PlanOrder order) {
+      auto choices = eager;
+      choices.recompute[2] = RecomputeMode::kFull;
+      choices.recompute[3] = RecomputeMode::kSelective;
+      return fsdp::make_plan(record, units, choices, order);
+    };
+    fsdp::set_planner(model.handle, planner, RecomputeMode::kFull);
+    const auto step = [&] {
+      run_in_order(model, 2, false, inputs(world));
+      model.handle.zero_grad();
+      for (const auto& piece : pieces) {
+        EXPECT_EQ(piece->recompute(), piece->own_recompute().value_or(RecomputeMode::kNone));
+      }
+    };
+    using enum RecomputeMode;
+    step();
+    EXPECT_THAT(seen, ::testing::ElementsAre(kFull, kFull, kFull, kSelective));
+    step();
+    EXPECT_THAT(seen, ::testing::ElementsAre(kNone, kFull, kSelective, kSelective));
+    EXPECT_THAT(fsdp::followed_recompute(model.handle),
+                ::testing::ElementsAre(kNone, kNone, kFull, kSelective, kSelective));
+    // Other inputs of the plan than those of the last step.
+    pieces[1]->set_recompute(kNone);
+    const auto of = fsdp::plan_units(model.handle);
+    EXPECT_EQ(of[0].recompute_by, fsdp::RecomputeBy::kNobody);
+    EXPECT_EQ(of[1].recompute_by, fsdp::RecomputeBy::kPlan);
+    EXPECT_EQ(of[2].recompute_by, fsdp::RecomputeBy::kUser);
+    step();
+    EXPECT_EQ(seen[1], kNone);
+    fsdp::set_planner(model.handle, {});
+    step();
+    EXPECT_THAT(seen, ::testing::ElementsAre(kNone, kNone, kNone, kSelective));
   });
 }
 
@@ -273,6 +324,20 @@ TEST(StepPlanErrors, RanksWithOtherPlansAreToldApart) {
   for (const auto& error : errors) {
     EXPECT_THAT(error, AllOf(HasSubstr("plans of a step differ between ranks"),
                              HasSubstr("rank 0 has micro-batch only"), HasSubstr("rank 1 has")));
+  }
+}
+
+// A rank that would keep products where another one keeps nothing: its plan has the same actions.
+TEST(StepPlanErrors, RanksThatRecomputeInOtherModesAreToldApart) {
+  const auto errors = refused([](StepPlan& plan, int rank) {
+    auto choices = plan.choices;
+    choices.recompute[1] = rank == 0 ? RecomputeMode::kFull : RecomputeMode::kSelective;
+    plan = fsdp::make_plan(plan.record, plan.units, choices, plan.order);
+  });
+  for (const auto& error : errors) {
+    EXPECT_THAT(error, AllOf(HasSubstr("plans of a step differ between ranks"),
+                             HasSubstr("recompute piece0 wholly, rank 1 has"),
+                             HasSubstr("recompute piece0 but for products of weights")));
   }
 }
 

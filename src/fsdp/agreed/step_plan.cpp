@@ -181,7 +181,13 @@ class StagePlanner {
         for_lenders_and(record_.parts[part].units[position], [&](UnitId one) { wait(pass, one); });
       }
       place.needed = pass.actions.size();
-      place.ahead = take(from.ahead);
+      take(from.ahead);
+      // Gathers ahead are issued first: they go on meanwhile.
+      const auto unit = record_.parts[part].units[position];
+      if (is_reached && choices_.recompute.at(unit) != RecomputeMode::kNone) {
+        pass.actions.push_back({Kind::kRecompute, unit});
+      }
+      place.ahead = pass.actions.size();
     }
     take(plan.steps.size());
     end_pass(pass, Keep::kUpdate);
@@ -250,6 +256,23 @@ std::vector<bool> shared_by_stages(const StepRecord& record, const std::vector<P
   return shared;
 }
 
+std::vector<bool> may_be_recomputed(const StepRecord& record, const std::vector<PlanUnit>& units) {
+  std::vector<bool> may;
+  for (const auto& unit : units) may.push_back(unit.recompute_by == RecomputeBy::kPlan);
+  for (const auto& stage : record.stages) {
+    for (const auto& part : stage.parts) {
+      const auto all = crossings(part);
+      for (std::size_t i = 0; i < all.size(); ++i) {
+        const auto [position, enters] = all[i];
+        if (!enters) continue;
+        const bool is_alone = i + 1 < all.size() && !all[i + 1].enters;
+        if (!is_alone || part.checkpoints[position] != 0) may.at(part.units[position]) = false;
+      }
+    }
+  }
+  return may;
+}
+
 std::string_view to_string(MicroBatchClass of) {
   constexpr std::array<std::string_view, kMicroBatchClasses> kNames{"only", "first", "middle",
                                                                     "last"};
@@ -257,11 +280,11 @@ std::string_view to_string(MicroBatchClass of) {
 }
 
 std::string_view to_string(PlanAction::Kind kind) {
-  constexpr std::array<std::string_view, 9> kNames{"gather",         "gather unless gathered",
-                                                   "wait",           "keep to backward",
-                                                   "keep to update", "release",
-                                                   "reduce",         "reload",
-                                                   "offload"};
+  constexpr std::array<std::string_view, 10> kNames{"gather",         "gather unless gathered",
+                                                    "wait",           "keep to backward",
+                                                    "keep to update", "release",
+                                                    "reduce",         "recompute",
+                                                    "reload",         "offload"};
   return kNames.at(static_cast<std::size_t>(kind));
 }
 
@@ -280,6 +303,7 @@ PlanChoices eager_choices(const StepRecord& record, const std::vector<bool>& res
                           ReduceAt reduce, PlanOrder order) {
   PlanChoices choices;
   choices.reduce = reduce;
+  choices.recompute.resize(resharded.size());
   for (const bool one : resharded) choices.keep.push_back(one ? Keep::kNot : Keep::kUpdate);
   if (order == PlanOrder::kAny) return choices;
   for (const auto& stage : record.stages) {
@@ -303,7 +327,8 @@ std::vector<PlanAction> update_actions(const std::vector<UnitId>& offload) {
 
 StepPlan make_plan(const StepRecord& record, std::vector<PlanUnit> units,
                    const PlanChoices& choices, PlanOrder order) {
-  TESSERA_INVARIANT(record.is_complete() && choices.keep.size() == units.size(),
+  TESSERA_INVARIANT(record.is_complete() && choices.keep.size() == units.size() &&
+                        (choices.recompute.empty() || choices.recompute.size() == units.size()),
                     "a plan of what was not recorded");
   TESSERA_CHECK(order == PlanOrder::kOneAfterTheOther ||
                     std::ranges::count(choices.keep, Keep::kBackward) == 0,
@@ -316,13 +341,14 @@ StepPlan make_plan(const StepRecord& record, std::vector<PlanUnit> units,
                 .record = record,
                 .stages = {},
                 .update = update_actions(choices.offload)};
+  plan.choices.recompute.resize(plan.units.size());
   const auto shared = shared_by_stages(record, plan.units);
   for (const auto& stage : record.stages) {
     auto& of = plan.stages.emplace_back();
     const auto add = [&](StagePlanner& planner, MicroBatchClass which) {
       of.micro_batches.at(static_cast<std::size_t>(which)) = planner.next(which);
     };
-    StagePlanner only(stage, plan.units, choices, shared);
+    StagePlanner only(stage, plan.units, plan.choices, shared);
     StagePlanner first = only;  // each goes on from here
     add(only, MicroBatchClass::kOnly);
     add(first, MicroBatchClass::kFirst);
@@ -359,6 +385,10 @@ void add_to(Hasher& hash, const PassPlan& pass) {
   }
 }
 
+std::string_view how(RecomputeMode mode) {
+  return mode == RecomputeMode::kSelective ? " but for products of weights" : " wholly";
+}
+
 /// Of which pass, behind the stage where there are several.
 std::string words_of(const StepPlan& plan, std::size_t stage, MicroBatchClass which,
                      const char* pass) {
@@ -374,6 +404,7 @@ std::uint64_t StepPlan::hash() const {
   for (const auto& unit : units) {
     hash.add(std::string_view(unit.name)).add(unit.bytes);
     hash.add(unit.gathers).add(unit.gathers_in_backward).add(unit.gathered).add(unit.reduces);
+    hash.add(static_cast<std::uint64_t>(unit.recompute_by));
     for (const auto* list : {&unit.lenders, &unit.forward_prefetch, &unit.backward_prefetch}) {
       add_to(hash, *list);
     }
@@ -383,6 +414,7 @@ std::uint64_t StepPlan::hash() const {
   hash.add(std::uint64_t{choices.ahead_in_forward}).add(std::uint64_t{choices.ahead_in_backward});
   add_to(hash, choices.offload);
   add_to(hash, update);
+  for (const auto mode : choices.recompute) hash.add(static_cast<std::uint64_t>(mode));
   for (const auto& stage : stages) {
     for (const auto& one : stage.micro_batches) {
       add_to(hash, one.forward);
@@ -417,7 +449,8 @@ std::string to_string(const StepPlan& plan) {
       text += concat(before,
                      place == places.end() ? std::string("all units, at its end: ")
                                            : concat(place->second.name, place->second.when),
-                     to_string(kind), " ", plan.units.at(unit).name, "\n");
+                     to_string(kind), " ", plan.units.at(unit).name,
+                     kind == Kind::kRecompute ? how(plan.choices.recompute.at(unit)) : "", "\n");
     }
   };
   for (std::size_t stage = 0; stage < plan.stages.size(); ++stage) {

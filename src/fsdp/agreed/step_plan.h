@@ -26,8 +26,16 @@
 #include <vector>
 
 #include "fsdp/agreed/order.h"
+#include "tessera/recompute_mode.h"
 
 namespace tessera::fsdp {
+
+/// Who says how a unit's forward is computed again in its backward.
+enum class RecomputeBy : std::uint8_t {
+  kNobody,  ///< it is no Recomputable without units inside
+  kUser,    ///< Recomputable::set_recompute, which binds
+  kPlan,
+};
 
 /// A unit as far as plans go; the same on every rank.
 struct PlanUnit {
@@ -40,6 +48,7 @@ struct PlanUnit {
   std::vector<UnitId> lenders = {};  ///< units that hold some of its parameters
   /// Gathered while it computes; empty: what comes next.
   std::vector<UnitId> forward_prefetch = {}, backward_prefetch = {};
+  RecomputeBy recompute_by = RecomputeBy::kNobody;
   bool operator==(const PlanUnit&) const = default;
 };
 
@@ -63,6 +72,8 @@ struct PlanChoices {
   /// How many units ahead of the one that computes are gathered, where it names none itself.
   std::size_t ahead_in_forward = 1;
   std::size_t ahead_in_backward = 1;
+  /// By unit; of those that nobody tells kNone. make_plan() takes an empty one for that of all.
+  std::vector<RecomputeMode> recompute = {};
   /// Units whose optimizer state lies outside of memory between updates, in their order.
   std::vector<UnitId> offload = {};
   bool operator==(const PlanChoices&) const = default;
@@ -75,10 +86,11 @@ struct PlanAction {
     kWait,          ///< from here on it can be read
     kKeepToBackward,
     kKeepToUpdate,
-    kRelease,  ///< its memory goes back
-    kReduce,   ///< issues the sum over ranks of what its slots hold
-    kReload,   ///< brings its optimizer state, to be updated
-    kOffload,  ///< takes its optimizer state out of memory again
+    kRelease,    ///< its memory goes back
+    kReduce,     ///< issues the sum over ranks of what its slots hold
+    kRecompute,  ///< its forward runs again, before its backward: the module's own doing
+    kReload,     ///< brings its optimizer state, to be updated
+    kOffload,    ///< takes its optimizer state out of memory again
   };
   Kind kind = Kind::kGather;
   UnitId unit = 0;
@@ -164,7 +176,11 @@ std::set<UnitId> units_of_stage(const StageRecord& record, const std::vector<Pla
 /// By unit: several stages of the rank come to it.
 std::vector<bool> shared_by_stages(const StepRecord& record, const std::vector<PlanUnit>& units);
 
-/// What a step does where nobody chose otherwise. `resharded`, by unit: its memory is given back
+/// By unit: a plan may choose its mode. Where it is entered nothing else is, and no checkpoint
+/// around it runs it again; another mode would be another trace.
+std::vector<bool> may_be_recomputed(const StepRecord& record, const std::vector<PlanUnit>& units);
+
+/// What a step does where nobody chose otherwise, but for what its users recompute. `resharded`, by unit: its memory is given back
 /// after its forward, but for the last unit of a forward whose backward comes next.
 PlanChoices eager_choices(const StepRecord& record, const std::vector<bool>& resharded,
                           ReduceAt reduce, PlanOrder order);

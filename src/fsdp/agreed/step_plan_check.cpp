@@ -97,17 +97,25 @@ class Walk {
       const auto& counts = pass.places[place.part][place.position];
       const auto unit = unit_at(place);
       const bool used = is_used(place, is_forward);
+      begins_.reset();
       if (!place.begins) {
         if (used) for_lenders_and(unit, [&](UnitId one) { --users_[one]; });
         advance(pass, done, counts.after);
         continue;
       }
+      if (used) begins_ = unit;
+      runs_again_ = false;
       advance(pass, done, counts.needed);
       if (used) {
         for_lenders_and(unit, [&](UnitId one) { use(one); });
       }
       advance(pass, done, counts.ahead);
+      const bool is_told = plan_.choices.recompute[unit] != RecomputeMode::kNone;
+      if (!is_forward && used && is_told && !runs_again_) {
+        fault(pass_name, "unit ", name(unit), " is to be recomputed, which no action says");
+      }
     }
+    begins_.reset();
     advance(pass, done, pass.actions.size());
   }
 
@@ -170,6 +178,8 @@ class Walk {
       case Kind::kOffload:
         return fault(pass_, to_string(action.kind), " of unit ", name(unit),
                      ", whose optimizer state is the update's");
+      case Kind::kRecompute:
+        return recompute(unit);
     }
   }
 
@@ -212,6 +222,20 @@ class Walk {
     }
   }
 
+  void recompute(UnitId unit) {
+    const auto& of = plan_.units[unit];
+    if (is_forward_ || plan_.choices.recompute[unit] == RecomputeMode::kNone) {
+      fault(pass_, "unit ", of.name, " is recomputed, which was not chosen to be");
+    } else if (begins_ != unit) {
+      fault(pass_, "unit ", of.name, " is recomputed where its backward does not begin");
+    } else if (runs_again_) {
+      fault(pass_, "unit ", of.name, " is recomputed twice");
+    } else if (of.gathers && of.gathers_in_backward && !memory_.readable.contains(unit)) {
+      fault(pass_, "unit ", of.name, " is recomputed before the wait for its gather");
+    }
+    runs_again_ = true;
+  }
+
   /// Nothing is left of a pass but what is kept for longer than it.
   void require_passed(const char* pass, Keep least) {
     for (const auto unit : memory_.gathered) {
@@ -241,6 +265,8 @@ class Walk {
   std::map<UnitId, std::size_t> last_;  // the place after which no gradient of it can come
   std::set<UnitId> reduced_;            // in this pass
   std::size_t now_ = 0;
+  std::optional<UnitId> begins_;  // whose forward or backward begins at the place under way
+  bool runs_again_ = false;       // its forward, as an action there has said
 };
 
 /// Whether the rest may be looked at at all.
@@ -250,6 +276,8 @@ std::vector<std::string> faults_of_shape(const StepPlan& plan) {
   const auto add = [&](const auto&... words) { faults.push_back(concat(words...)); };
   if (plan.choices.keep.size() != count)
     add("choices of ", plan.choices.keep.size(), " units of ", count);
+  if (plan.choices.recompute.size() != count)
+    add("recompute modes of ", plan.choices.recompute.size(), " units of ", count);
   if (plan.stages.size() != plan.record.stages.size() || !plan.record.is_complete()) {
     add(plan.stages.size(), " stages, where ", plan.record.stages.size(), " were recorded");
     return faults;
@@ -306,6 +334,13 @@ std::vector<std::string> faults_of(const StepPlan& plan, std::optional<std::int6
   if (plan.order == PlanOrder::kAny &&
       std::ranges::count(plan.choices.keep, Keep::kBackward) != 0) {
     faults.emplace_back("units are kept from forward to backward, where others come between");
+  }
+  const auto may = may_be_recomputed(plan.record, plan.units);
+  for (UnitId unit = 0; unit < plan.units.size(); ++unit) {
+    const bool is_bound = plan.units[unit].recompute_by == RecomputeBy::kUser;
+    if (plan.choices.recompute[unit] == RecomputeMode::kNone || is_bound || may[unit]) continue;
+    faults.push_back(
+        concat("unit ", plan.units[unit].name, " is to be recomputed, which no plan can tell it"));
   }
   for (std::size_t stage = 0; stage < plan.stages.size(); ++stage) {
     Walk(plan, stage, budget_bytes, faults).run(MicroBatchClass::kOnly);

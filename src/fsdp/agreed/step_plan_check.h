@@ -17,8 +17,9 @@ namespace tessera::fsdp {
 /// is: shapes fit the record; actions are done in the order of places; each use comes after the
 /// wait for its gather; nothing is gathered twice or given back twice, nor while it is used; what
 /// is kept stays as long as was said, and nothing else outlasts a pass; a unit is reduced once in a
-/// backward, after all that may still bring it a gradient; every micro-batch leaves what the next
-/// one expects. With `budget_bytes`, what a stage has gathered never exceeds it.
+/// backward, after all that may still bring it a gradient; what is chosen to be recomputed says so
+/// where its backward begins, and nothing else does; every micro-batch leaves what the next one
+/// expects. With `budget_bytes`, what a stage has gathered never exceeds it.
 std::vector<std::string> faults_of(const StepPlan& plan,
                                    std::optional<std::int64_t> budget_bytes = std::nullopt);
 

@@ -59,9 +59,10 @@ void Runtime::set_requires_replica_reduce(bool value) {
   controls_changed();
 }
 
-void Runtime::set_planner(Planner planner) {
+void Runtime::set_planner(Planner planner, RecomputeMode while_recording) {
   require_no_step("compile");
   planner_ = std::move(planner);
+  while_recording_ = while_recording;
   ++planners_;
   for (auto& [schedule, known] : records_) known.plan.reset();
 }
@@ -91,9 +92,39 @@ std::vector<PlanUnit> Runtime::plan_units() const {
     for (const auto& lender : unit->lenders) of.lenders.push_back(lender->id());
     of.forward_prefetch = ids(unit->forward_prefetch, "set_forward_prefetch");
     of.backward_prefetch = ids(unit->backward_prefetch, "set_backward_prefetch");
+    if (const auto module = unit->recomputable.lock()) {
+      of.recompute_by = module->own_recompute() ? RecomputeBy::kUser : RecomputeBy::kPlan;
+    }
     units.push_back(std::move(of));
   }
   return units;
+}
+
+std::vector<RecomputeMode> Runtime::own_recompute() const {
+  std::vector<RecomputeMode> modes;
+  for (const auto* unit : units_) {
+    const auto module = unit->recomputable.lock();
+    const auto own = module ? module->own_recompute() : std::nullopt;
+    modes.push_back(own.value_or(RecomputeMode::kNone));
+  }
+  return modes;
+}
+
+void Runtime::follow_recompute(const std::vector<RecomputeMode>& modes) {
+  followed_.clear();
+  for (std::size_t i = 0; i < units_.size(); ++i) {
+    const auto module = units_[i]->recomputable.lock();
+    if (module) module->follow_recompute(modes.at(i));
+    followed_.push_back(module ? module->recompute() : RecomputeMode::kNone);
+  }
+}
+
+void Runtime::end_following() {
+  for (const auto* unit : units_) {
+    if (const auto module = unit->recomputable.lock()) {
+      module->follow_recompute(RecomputeMode::kNone);
+    }
+  }
 }
 
 void Runtime::set_is_last_backward(bool value) {
@@ -234,6 +265,7 @@ void Runtime::end_scope() {
   sink_.set_store(nullptr);
   forwards_.forget_steps();
   step_.reset();
+  end_following();
 }
 
 void Runtime::end_step() {

@@ -136,6 +136,8 @@ void OpenStep::settle_into() {
   held_ = runtime_.held_units();
   weights_ = weights_of(*held_);
   if (!records_) make_plan();
+  runtime_.follow_recompute(step_plan_ ? step_plan_->choices.recompute
+                                       : std::vector(units_.size(), runtime_.while_recording_));
   for (int stage = 0; stage < options_.stages; ++stage) {
     auto& of = stages_[static_cast<std::size_t>(stage)];
     of.marks = concat(base_marks_, ", stage ", stage);
@@ -156,6 +158,7 @@ void OpenStep::make_plan() {
   for (const auto* unit : runtime_.units_) resharded.push_back(!stays(*unit));
   PlanInputs inputs{runtime_.plan_units(), eager_choices(record_, resharded, reduce_at(), order),
                     order};
+  inputs.choices.recompute = runtime_.own_recompute();
   auto& known = runtime_.records_.at({options_.schedule, options_.stages});
   if (known.plan != nullptr && known.inputs == inputs) {
     step_plan_ = runtime_.followed_plan_ = known.plan;
@@ -181,6 +184,7 @@ void OpenStep::make_plan() {
                     difference(*group, to_string(plan), "plans of a step"),
                     "; give every rank the same one");
     }
+    first_of_plan_ = runtime_.pool()->requests();
   }
   known.inputs = std::move(inputs);
   known.plan = std::make_shared<const StepPlan>(std::move(plan));
@@ -309,6 +313,8 @@ void OpenStep::finish() {
     for (auto* unit : runtime_.units_) {
       if (unit->controls.reshard_after_backward) unit->release();
     }
+    // What steps with other plans took beyond it, as the one that recorded: a budget is of all.
+    if (first_of_plan_) runtime_.pool()->trim_idle_since(*first_of_plan_);
   });
   auto& records = runtime_.records_;
   if (records_) {

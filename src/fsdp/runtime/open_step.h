@@ -167,6 +167,8 @@ class OpenStep {
   bool finished_ = false;
   StepRecord record_;                          // what is followed, or has been recorded so far
   std::shared_ptr<const StepPlan> step_plan_;  // where it is followed
+  // Requests of the pool before this step, where a planner has made the plan for it.
+  std::optional<std::uint64_t> first_of_plan_;
   std::vector<Stage> stages_;
   std::vector<OfUnit> units_;
   std::vector<std::vector<UnitId>> lenders_;  // by unit

@@ -176,10 +176,17 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void set_regions(std::shared_ptr<grad::Regions> regions);
   const std::shared_ptr<grad::Regions>& regions() const { return regions_; }
   /// By which the plans of step scopes are made from here on. Errors: kUsage in a step.
-  void set_planner(Planner planner);
+  /// `while_recording`: of what a plan may tell, in steps that have none yet.
+  void set_planner(Planner planner, RecomputeMode while_recording);
   std::vector<PlanUnit> plan_units() const;  ///< as they are now
   /// Of the last step scope that followed one; null: none has.
   const StepPlan* followed_plan() const { return followed_plan_.get(); }
+  /// By unit: what its user has said, or kNone.
+  std::vector<RecomputeMode> own_recompute() const;
+  /// By unit: of the step that begins, until end_following().
+  void follow_recompute(const std::vector<RecomputeMode>& modes);
+  void end_following();
+  const std::vector<RecomputeMode>& followed_recompute() const { return followed_; }
   /// The same in words. It is part of every label and of the agreement on the forward order, so
   /// that ranks cannot differ. [Note: controls]
   const std::string& controls_in_words();
@@ -311,6 +318,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::shared_ptr<const StepPlan> followed_plan_;
   std::shared_ptr<grad::Regions> regions_;
   std::uint64_t planners_ = 0;  // so far: the same number on every rank
+  RecomputeMode while_recording_ = RecomputeMode::kNone;
+  std::vector<RecomputeMode> followed_;  // by unit, of the last step scope
 
   const Unit* entered_ = nullptr;  // by the last forward or backward
   const char* entered_by_ = "";

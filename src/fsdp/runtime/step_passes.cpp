@@ -125,6 +125,8 @@ void OpenStep::do_actions(std::size_t count) {
       case PlanAction::Kind::kKeepToBackward:
       case PlanAction::Kind::kKeepToUpdate:
         break;  // what is not given back stays
+      case PlanAction::Kind::kRecompute:
+        break;  // the module does it when autograd comes to it, as it was told in its forward
       case PlanAction::Kind::kRelease:
         unit.release();
         break;

@@ -21,6 +21,7 @@
 #include "grad/sink.h"
 #include "tessera/mesh.h"
 #include "tessera/model_contract.h"
+#include "tessera/recompute_mode.h"
 
 namespace tessera::fsdp {
 
@@ -198,6 +199,8 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   /// What is gathered while it computes; empty: the agreed order.
   std::vector<std::weak_ptr<Unit>> forward_prefetch, backward_prefetch;
   const void* module = nullptr;  ///< what the handle holds, to know it again
+  /// The same, where it is one and has no units inside: plans may tell it.
+  std::weak_ptr<Recomputable> recomputable;
   /// Units that hold some of this module's parameters, which live at least as long as this one.
   std::vector<std::shared_ptr<Unit>> lenders;
   bool borrows_from(const Unit& other) const {

@@ -148,7 +148,7 @@ DecoderLayer::Output Gemma4TextLayer::forward(const at::Tensor& x,
                                               const RoutingRequest& request) {
   // A mask or routing that is not there goes through as an undefined tensor.
   return DecoderLayer::Output::of(
-      recomputed(*this, recompute_,
+      recomputed(*this, recompute(),
                  {x, visible.value_or(at::Tensor()), request.imposed.value_or(at::Tensor())},
                  [this, statistics = request.statistics](const std::vector<at::Tensor>& in) {
                    return body(in[0], given(in[1]), {given(in[2]), statistics}).tensors();

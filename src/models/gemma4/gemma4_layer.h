@@ -69,7 +69,7 @@ class Gemma4Router : public nn::PlacedModule, public HasExpertBias, public IsMod
   at::Tensor per_expert_scale_;  // [E]
 };
 
-class Gemma4TextLayer : public torch::nn::Module, public IsLayer {
+class Gemma4TextLayer : public torch::nn::Module, public IsLayer, public Recomputable {
  public:
   Gemma4TextLayer(const ModelSpec& spec, std::size_t number, const ModelAxes& axes,
                   std::shared_ptr<nn::Rope> rope);
@@ -78,7 +78,6 @@ class Gemma4TextLayer : public torch::nn::Module, public IsLayer {
   DecoderLayer::Output forward(const at::Tensor& x, const std::optional<at::Tensor>& visible,
                                const RoutingRequest& request);
   bool has_experts() const { return router_ != nullptr; }
-  void set_recompute(RecomputeMode mode) { recompute_ = mode; }
 
  private:
   using Output = DecoderLayer::Output;
@@ -103,7 +102,6 @@ class Gemma4TextLayer : public torch::nn::Module, public IsLayer {
   std::shared_ptr<nn::RmsNorm> post_feedforward_layernorm_1_, post_feedforward_layernorm_2_;
   std::shared_ptr<nn::RmsNorm> pre_feedforward_layernorm_2_;
   at::Tensor layer_scalar_;  // [1], a buffer
-  RecomputeMode recompute_ = RecomputeMode::kNone;
 };
 
 }  // namespace tessera::models

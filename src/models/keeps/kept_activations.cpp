@@ -60,7 +60,8 @@ KeptActivations kept_activations(const ForwardCase& forward) {
           .full = layers.ledger().in(RecomputeMode::kFull),
           .selective = layers.ledger().in(RecomputeMode::kSelective),
           .deferred = layers.ledger().deferred(),
-          .stream = stream};
+          .stream = stream,
+          .ledger = layers.ledger()};
 }
 
 namespace {

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -44,7 +45,10 @@ struct KeptActivations {
   /// inputs, and gradients of their results. The head's is never put off.
   std::int64_t deferred = 0;
   std::int64_t stream = 0;  ///< what a layer gives to the next one
+  nn::KeepsLedger ledger = {};
   const InMode& in(RecomputeMode mode) const;
+  /// One mode a layer of the stage.
+  InMode in(std::span<const RecomputeMode> modes) const { return ledger.in(modes); }
 };
 
 KeptActivations kept_activations(const ForwardCase& forward);

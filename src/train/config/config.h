@@ -134,7 +134,9 @@ struct PrecisionConfig {
 };
 
 struct ActivationCheckpointConfig {
-  RecomputeMode mode = RecomputeMode::kNone;
+  std::optional<RecomputeMode> mode;  ///< none: nobody has said, and plans may choose
+  /// Of every layer, as far as no plan chooses.
+  RecomputeMode of_layers() const { return mode.value_or(RecomputeMode::kNone); }
   bool operator==(const ActivationCheckpointConfig&) const = default;
 };
 

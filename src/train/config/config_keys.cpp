@@ -321,7 +321,9 @@ void add_plan(std::vector<ConfigKey>& keys) {
       .key("memory_budget", &C::memory_budget,
            {"bytes",
             "Of all that a rank holds in a step: bytes, or a share of the machine's memory for "
-            "each rank on it, as \"90%\"; without one nothing is bounded, and keep is left out.",
+            "each rank on it, as \"90%\"; without one nothing is bounded, and recompute and keep "
+            "are "
+            "left out.",
             "none"})
       .key("form", &C::form,
            {"",
@@ -329,7 +331,7 @@ void add_plan(std::vector<ConfigKey>& keys) {
             "every micro-batch, 1 once a step and reduces with the last."},
            between(1, 3))
       .key("passes", &C::passes,
-           {"", "What chooses, in this order: keep, offload, prefetch. More are not there yet.",
+           {"", "What chooses, in this order: recompute, keep, offload, prefetch.",
             "all that apply"})
       .key("offload_folder", &C::offload_folder,
            {"folder",
@@ -496,7 +498,9 @@ void add_precision(std::vector<ConfigKey>& keys) {
       .key("mode", &ActivationCheckpointConfig::mode,
            {"",
             "What a layer forgets after forward and computes again for backward: none, full: all "
-            "but its input, selective: all but its input and the results of its weight products."});
+            "but its input, selective: all but its input and the results of its weight products. "
+            "For every layer: a plan chooses by layer only where the key is left out.",
+            "none"});
   add_adapters_and_scaler(keys);
 }
 

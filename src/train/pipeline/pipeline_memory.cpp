@@ -280,7 +280,7 @@ PipelineMemory pipeline_memory(const Config& config, const models::ModelSpec& sp
                                const PipelinePlan& pipeline, const std::vector<RankPlan>& ranks,
                                double aux_loss_coef) {
   PipelineMemory memory{.ranks = {},
-                        .mode = config.activation_checkpoint.mode,
+                        .mode = config.activation_checkpoint.of_layers(),
                         .knows_activations = config.training.seq_len.has_value(),
                         .rows = rows_of_micro_batch(config, dims),
                         .positions = config.training.seq_len.value_or(0)};

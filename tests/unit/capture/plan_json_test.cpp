@@ -70,6 +70,8 @@ TEST(PlanJson, ActionsAreReadableAndNumbersAreNumbers) {
   EXPECT_EQ(value["version"], 1);
   EXPECT_EQ(value["units"][1]["bytes"], 11);
   EXPECT_EQ(value["choices"]["keep"], json({"update", "not", "backward"}));
+  EXPECT_EQ(value["choices"]["recompute"], json({"none", "none", "none"}));
+  EXPECT_EQ(value["units"][1]["recompute_by"], "nobody");
   const auto& actions = value["stages"][0]["micro_batches"]["only"]["forward"]["actions"];
   EXPECT_EQ(actions[0], json({"gather", 0}));
   EXPECT_EQ(actions[1], json({"wait", 0}));
@@ -123,6 +125,8 @@ TEST(PlanJson, RefusalsNameThePlace) {
   EXPECT_THAT(with("/units/1/lenders", {3}), HasSubstr("an integer from 0 to 2"));
   EXPECT_THAT(with("/units/1/name", "a\x1b[31m"), HasSubstr("printable bytes"));
   EXPECT_THAT(with("/choices/keep/0", "for ever"), HasSubstr("\"not\", \"backward\", \"update\""));
+  EXPECT_THAT(with("/choices/recompute/0", "half"), HasSubstr("\"none\", \"selective\", \"full\""));
+  EXPECT_THAT(with("/units/1/recompute_by", "me"), HasSubstr("\"nobody\", \"user\", \"plan\""));
   EXPECT_THAT(with("/stages/0/micro_batches/only/forward/actions/0", {"gather"}),
               HasSubstr("expected [action, unit]"));
   EXPECT_THAT(with("/stages/0/micro_batches/only/forward/actions/0", {"fetch", 0}),
@@ -218,7 +222,15 @@ TEST(PlanDiff, EqualPlansHaveNoneAndOthersSome) {
 }
 
 TEST(PlanDiff, SaysWhatAChoiceChanges) {
-  const auto before = three_units().plan;
+  auto made = three_units().plan;
+  made.units[1].recompute_by = fsdp::RecomputeBy::kPlan;
+  const auto before = make_plan(made.record, made.units, made.choices, made.order);
+  auto recomputed = before.choices;
+  recomputed.recompute[1] = RecomputeMode::kFull;
+  EXPECT_THAT(diff(before, make_plan(made.record, made.units, recomputed, made.order)),
+              AllOf(::testing::Contains("unit layer 1, recomputed: none, full"),
+                    ::testing::Contains(HasSubstr(
+                        "only, backward, action 5 of 7, 8: release layer 1, recompute layer 1"))));
   auto choices = before.choices;
   choices.keep[1] = Keep::kBackward;
   const auto after = make_plan(before.record, before.units, choices, before.order);

@@ -33,33 +33,54 @@ PlanProfile profile_of_three(double gather, double reduce) {
   return profile;
 }
 
-// Nothing ahead: five gathers of the three units are waited for, one after the other, and the last
-// reduction comes after all that computes. 3 x (1 + 2) + 5 x 4 + 1.
+// Nothing ahead: five gathers of the three units are waited for, one after the other, and each
+// reduction holds up its rank. 3 x (1 + 2) + 5 x 4 + 3 x 1.
 TEST(SimulatePlan, WithoutPrefetchEveryGatherIsWaitedFor) {
   const auto step =
       simulate(plan_of({Keep::kUpdate, Keep::kNot, Keep::kNot}, 0), profile_of_three(4.0, 1.0), 1);
   EXPECT_EQ(step.gathers, 5);
   EXPECT_EQ(step.reductions, 3);
   EXPECT_DOUBLE_EQ(step.compute_ms, 9.0);
-  EXPECT_DOUBLE_EQ(step.waited_ms, 20.0 + 1.0) << "one gather goes out behind a reduction";
+  EXPECT_DOUBLE_EQ(step.waited_ms, 20.0);
+  EXPECT_DOUBLE_EQ(step.reduced_ms, 3.0);
+  EXPECT_DOUBLE_EQ(step.step_ms, 32.0);
   EXPECT_EQ(step.peak_bytes, 10 + 12);
 }
 
-// One ahead: a gather hides behind the unit before it.
+// One ahead: a gather hides behind the unit before it, but not behind the root around all, whose own
+// forward comes when its units have ended: nothing hides the root's and that of the first of them.
 TEST(SimulatePlan, WhatComputesHidesWhatIsGatheredAhead) {
   const auto plan = plan_of({Keep::kUpdate, Keep::kNot, Keep::kBackward}, 1);
   const auto step = simulate(plan, profile_of_three(0.5, 0.0), 1);
   EXPECT_EQ(step.gathers, 4);
-  EXPECT_DOUBLE_EQ(step.waited_ms, 0.5) << "the first one has nothing before it";
-  EXPECT_DOUBLE_EQ(step.step_ms, 9.5);
+  EXPECT_DOUBLE_EQ(step.waited_ms, 2 * 0.5);
+  EXPECT_DOUBLE_EQ(step.step_ms, 9.0 + 2 * 0.5);
   EXPECT_EQ(step.peak_bytes, fsdp::peak_gathered_bytes(plan));
 }
 
-TEST(SimulatePlan, ReductionsBehindTheLastBackwardEndTheStep) {
-  const auto step = simulate(plan_of({Keep::kUpdate, Keep::kUpdate, Keep::kUpdate}, 1),
-                             profile_of_three(0.0, 5.0), 1);
-  EXPECT_DOUBLE_EQ(step.step_ms, 3.0 + 2.0 + 2.0 + 15.0) << "from the end of layer 2 on";
-  EXPECT_DOUBLE_EQ(step.trailing_ms, step.step_ms - step.compute_ms);
+// A step is a plan's part and what no plan changes, which comes once however many micro-batches
+// there are. Naive: reductions take the gathers' place on their way, and those wait for them.
+TEST(SimulatePlan, WaitsForReductionsAndTheRestOfTheStepComeOnTop) {
+  auto profile = profile_of_three(0.0, 5.0);
+  profile.rest_ms = 4.0;
+  const auto plan = plan_of({Keep::kUpdate, Keep::kUpdate, Keep::kUpdate}, 1);
+  const auto step = simulate(plan, profile, 1);
+  EXPECT_DOUBLE_EQ(step.step_ms, 3 * (1.0 + 2.0) + 3 * 5.0 + 4.0);
+  EXPECT_DOUBLE_EQ(step.reduced_ms, 15.0);
+  EXPECT_DOUBLE_EQ(step.rest_ms, 4.0);
+  const auto many = simulate(plan, profile, 100);
+  EXPECT_DOUBLE_EQ(many.step_ms, 100 * 9.0 + 15.0 + 4.0) << "the last one reduces";
+}
+
+// Of more micro-batches than are gone through one by one, too, where each reduces.
+TEST(SimulatePlan, EveryReductionOfManyMicroBatchesIsWaitedFor) {
+  const fsdp::PlanChoices choices{std::vector(3, Keep::kUpdate), ReduceAt::kEveryBackward, 1, 1};
+  const auto plan = make_plan(fsdp::record_of({flat({0, 1, 2})}), fsdp::units_of(3), choices,
+                              PlanOrder::kOneAfterTheOther);
+  const auto step = simulate(plan, profile_of_three(0.0, 5.0), 100);
+  EXPECT_EQ(step.reductions, 300);
+  EXPECT_DOUBLE_EQ(step.reduced_ms, 300 * 5.0);
+  EXPECT_DOUBLE_EQ(step.step_ms, 100 * 9.0 + 300 * 5.0);
 }
 
 // Many micro-batches are not gone through one by one, and come to the same.
@@ -101,6 +122,7 @@ TEST(PlanProfile, FilesReadBackAndCutOnesAreRefused) {
   PlanProfile profile = profile_of_three(0.5, 0.25);
   profile.units[1].gather_ms.reset();
   profile.collective = {0.1, 1e-7};
+  profile.rest_ms = 2.5;
   auto text = to_json(profile);
   EXPECT_EQ(parse_profile(text, "x"), profile);
   text.pop_back();
@@ -120,21 +142,20 @@ TEST(PlanProfile, FilesReadBackAndCutOnesAreRefused) {
   EXPECT_THAT(with("/units/0/forward_ms", -1), HasSubstr("'forward_ms': found '-1'"));
   EXPECT_THAT(with("/units/0/name", "layer 1"), HasSubstr("each unit once"));
   EXPECT_THAT(with("/version", 3), HasSubstr("expected version 1"));
+  EXPECT_THAT(with("/rest_ms", -1), HasSubstr("'rest_ms': found '-1'"));
 }
 
-TEST(PlanProfile, TheSlowestRankCountsPlaceByPlace) {
+// Naive: the longest of each place, which nobody took: where one computes the other waits.
+TEST(PlanProfile, TheRankThatComputesLongestCountsWithItsWaits) {
   auto one = profile_of_three(1.0, 1.0);
-  auto other = profile_of_three(2.0, 0.5);
+  auto other = profile_of_three(2.0, 5.0);
   one.units[0].forward_ms = 7.0;
-  other.units[1].gather_ms.reset();
-  const auto most = most_of({one, other});
-  EXPECT_EQ(most, most_of({other, one}));
-  EXPECT_EQ(most.units[0].forward_ms, 7.0);
-  EXPECT_EQ(most.units[0].gather_ms, 2.0);
-  EXPECT_EQ(most.units[1].gather_ms, 1.0);
-  EXPECT_EQ(most.units[2].reduce_ms, 1.0);
+  other.units[1].backward_ms = 3.0;
+  other.rest_ms = 9.0;
+  EXPECT_EQ(slowest_of({one, other}), one);
+  EXPECT_EQ(slowest_of({other, one}), one);
   other.units[1].name = "layer 9";
-  EXPECT_THROW(most_of({one, other}), Error);
+  EXPECT_THROW(slowest_of({one, other}), Error);
 }
 
 TEST(PlanProfile, ALineIsFittedThroughWhatWasMeasured) {

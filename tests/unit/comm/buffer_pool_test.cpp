@@ -86,5 +86,21 @@ TEST(BufferPool, TrimFreesWhatIsNotTaken) {
   EXPECT_EQ(pool.total_bytes(), 0);
 }
 
+// Naive: all that is free, which the next step of the same kind makes again.
+TEST(BufferPool, WhatAStepHasNotTakenIsFreedAndTheRestStays) {
+  BufferPool pool(at::kCPU);
+  auto taken = pool.take(300, at::kByte);
+  step(pool, {1000, 1000, 7000});
+  const auto before = pool.requests();
+  step(pool, {1000, 50});
+  pool.trim_idle_since(before);
+  EXPECT_EQ(pool.free_bytes(), 1000 + 50);
+  EXPECT_EQ(pool.total_bytes(), 300 + 1000 + 50);
+  const auto made = pool.blocks_made();
+  step(pool, {1000, 50});
+  EXPECT_EQ(pool.blocks_made(), made);
+  pool.give_back(std::move(taken));
+}
+
 }  // namespace
 }  // namespace tessera::comm::buffer_pool_test

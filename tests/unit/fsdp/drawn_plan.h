@@ -86,6 +86,7 @@ class Draw {
       unit.gathers_in_backward = below(6) != 0;
       unit.gathered = unit.gathers && below(5) == 0;
       unit.reduces = coin();
+      unit.recompute_by = static_cast<RecomputeBy>(below(3));
       const auto some = [&](std::vector<UnitId>& list) {
         if (below(4) == 0) list.push_back(static_cast<UnitId>(below(count)));
       };
@@ -96,6 +97,18 @@ class Draw {
       if (below(5) == 0) units[id].lenders = {0};
     }
     return units;
+  }
+
+  /// What a plan may tell, and its users might have.
+  std::vector<RecomputeMode> recompute(const StepRecord& record,
+                                       const std::vector<PlanUnit>& units) {
+    const auto may = may_be_recomputed(record, units);
+    std::vector<RecomputeMode> modes(units.size());
+    for (std::size_t i = 0; i < units.size(); ++i) {
+      if (!may[i] && units[i].recompute_by != RecomputeBy::kUser) continue;
+      modes[i] = static_cast<RecomputeMode>(below(3));
+    }
+    return modes;
   }
 
   StepPlan plan() {
@@ -110,12 +123,13 @@ class Draw {
     choices.ahead_in_forward = below(4);
     choices.ahead_in_backward = below(4);
     const auto stages = order == PlanOrder::kAny ? 1 + below(3) : 1;
-    const auto recorded = record(stages, count);
-    auto drawn = units(count);
+    const auto of = record(stages, count);
+    const auto all = units(count);
+    choices.recompute = recompute(of, all);
     for (UnitId id = 0; id < count; ++id) {
       if (below(4) == 0) choices.offload.push_back(id);
     }
-    return make_plan(recorded, std::move(drawn), choices, order);
+    return make_plan(of, all, choices, order);
   }
 
  private:

@@ -143,6 +143,37 @@ TEST(StepPlan, EveryPlanThatIsMadeHolds) {
   }
 }
 
+// Behind the gathers ahead, which go on meanwhile; a unit that no backward comes to runs once.
+TEST(StepPlan, AForwardRunsAgainWhereItsBackwardBegins) {
+  auto units = units_of(4);
+  for (auto& unit : units) unit.recompute_by = RecomputeBy::kPlan;
+  auto record = record_of({flat({0, 1, 2, 3})});
+  record.stages[0].reached[0][1] = false;
+  EXPECT_THAT(may_be_recomputed(record, units), ElementsAre(false, true, true, true))
+      << "the root has units inside";
+  PlanChoices choices{std::vector<Keep>(4, Keep::kNot), ReduceAt::kLastBackward, 1, 1};
+  choices.recompute = {RecomputeMode::kNone, RecomputeMode::kFull, RecomputeMode::kSelective,
+                       RecomputeMode::kNone};
+  const auto plan = make_plan(record, units, choices, PlanOrder::kOneAfterTheOther);
+  EXPECT_THAT(faults_of(plan), IsEmpty());
+  for (const auto& one : plan.stages[0].micro_batches) {
+    EXPECT_EQ(std::ranges::count(one.backward.actions, Kind::kRecompute, &PlanAction::kind), 1);
+    const auto& place = one.backward.places[0][2];
+    EXPECT_EQ(one.backward.actions[place.ahead - 1], (PlanAction{Kind::kRecompute, 2}));
+    EXPECT_GT(place.ahead, place.needed);
+  }
+  auto other = choices;
+  other.recompute[3] = RecomputeMode::kFull;
+  EXPECT_NE(make_plan(record, units, other, plan.order).hash(), plan.hash());
+
+  // Inside a checkpoint of its user it runs again as that says.
+  record.stages[0].parts[0].checkpoints = {0, 1, 2, 0};
+  EXPECT_THAT(may_be_recomputed(record, units), ElementsAre(false, false, false, true));
+  EXPECT_THAT(faults_of(make_plan(record, units, choices, plan.order)),
+              ElementsAre("unit layer 1 is to be recomputed, which no plan can tell it",
+                          "unit layer 2 is to be recomputed, which no plan can tell it"));
+}
+
 TEST(StepPlan, EqualPlansHaveEqualHashesAndOthersNot) {
   std::set<std::uint64_t> hashes;
   std::vector<StepPlan> plans;

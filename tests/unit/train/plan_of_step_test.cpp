@@ -14,14 +14,17 @@
 #include <mutex>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <utility>
 
 #include "capture/plan_diff.h"
+#include "capture/recompute_pass.h"
 #include "capture/simulate_plan.h"
 #include "fsdp/agreed/step_plan_check.h"
 #include "fsdp/handle.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "tessera/error.h"
+#include "tessera/group.h"
 #include "tessera/optim.h"
 #include "tessera/step_scope.h"
 #include "train/expert_balance.h"
@@ -93,38 +96,51 @@ Before before(const Config& config, int ranks) {
 /// A rank that trains in step scopes of three micro-batches.
 class Rank {
  public:
-  Rank(const Config& config, const Before& run, World& world)
-      : vocabulary_(run.source.spec.vocab_size),
+  Rank(const Config& config, const Before& run, World& world, std::int64_t positions = 16)
+      : world_(world),
+        positions_(positions),
+        vocabulary_(run.source.spec.vocab_size),
         is_moe_(run.source.spec.moe.has_value()),
         model_(parallelize(run.source, config, world.mesh(mesh_shape(run.dims)))) {}
 
   Sharded<models::LanguageModel>& model() { return *model_; }
 
-  void step() {
-    StepScope scope(
-        *model_,
-        {.reshard = StepReshard::kMicroBatch, .schedule = "three", .micro_batches = kMicroBatches});
+  void step(Sync sync = Sync::kLastMicroBatch) {
+    StepScopeOptions options;
+    options.reshard = StepReshard::kMicroBatch;
+    options.sync_every_micro_batch = sync == Sync::kEveryMicroBatch;
+    options.schedule = options.sync_every_micro_batch ? "three that reduce" : "three";
+    options.micro_batches = kMicroBatches;
+    StepScope scope(*model_, options);
     for (std::int64_t i = 0; i < kMicroBatches; ++i) {
       scope.begin_forward(0, i);
       models::ModelInputs inputs;
-      const auto tokens = (at::arange(16, at::kLong) * (7 + i) + 3)
+      const auto tokens = (at::arange(positions_, at::kLong) * (7 + i) + 3)
                               .remainder(vocabulary_ * 3 / 4 - 2)
                               .add(vocabulary_ / 4 + 2)
-                              .view({1, 16});
+                              .view({1, positions_});
       inputs.input_ids = tokens;
       inputs.targets = tokens.clone();
       if (is_moe_) inputs.router_statistics = models::RouterStatistics::kCounts;
+      before_forward();
       auto output = model_->call(&models::LanguageModel::forward_routed, inputs);
+      after_forward(output);
+      output.loads.clear();
       scope.begin_backward(0, i);
       output.result.backward(at::full_like(output.result, 1e-3));
     }
     scope.finish();
   }
 
-  /// The most that is gathered at any allocation of a step.
-  std::int64_t peak_of_step() {
-    std::int64_t most = 0;
+  /// The most of a step, at any allocation of it.
+  struct Peak {
+    std::int64_t gathered = 0;
+    std::int64_t all = 0;  ///< tensors and pools
+  };
+  Peak peak_of_step(Sync sync = Sync::kLastMicroBatch) {
+    Peak most;
     counted_.watch([&] {
+      most.all = std::max(most.all, counted_.now());
       std::int64_t gathered = 0;
       for (const fsdp::Unit* unit : model_->unit()->runtime().units()) {
         if (!unit->gathered() && !unit->gather_pending()) continue;
@@ -132,11 +148,24 @@ class Rank {
           if (!bucket->aliases_shard()) gathered += layout::gathered_bytes(bucket->plan());
         }
       }
-      most = std::max(most, gathered);
+      most.gathered = std::max(most.gathered, gathered);
     });
-    step();
+    step(sync);
     counted_.watch({});
     return most;
+  }
+
+  /// What a micro-batch's forward leaves, and the most that is there until its backward has ended.
+  struct Activations {
+    std::int64_t kept = 0;
+    std::int64_t peak = 0;
+  };
+  Activations activations_of_step() {
+    found_.emplace();
+    counted_.watch([this] { found_->peak = std::max(found_->peak, outside() - before_); });
+    step();
+    counted_.watch({});
+    return *std::exchange(found_, std::nullopt);
   }
 
   std::map<std::string, at::Tensor> gradients() {
@@ -147,12 +176,35 @@ class Rank {
     return found;
   }
 
-  static constexpr std::int64_t kMicroBatches = 3;
+  static constexpr std::int64_t kMicroBatches = 3, kTokens = 16;
 
  private:
+  std::int64_t outside() {
+    return counted_.now() - model_->unit()->runtime().pool()->total_bytes();
+  }
+  // A rank that is still in the last exchange of the in-process backend holds what others sent.
+  void before_forward() {
+    if (!found_) return;
+    world_.group().barrier("before a forward");
+    before_ = outside();
+    found_->peak = 0;
+  }
+  void after_forward(const models::ModelOutput& output) {
+    if (!found_) return;
+    world_.group().barrier("after a forward");
+    found_->kept = outside() - before_ - static_cast<std::int64_t>(output.result.nbytes());
+    for (const auto& load : output.loads) {
+      found_->kept -= static_cast<std::int64_t>(load.counts.nbytes());
+    }
+  }
+
+  World& world_;
+  const std::int64_t positions_;
   const std::int64_t vocabulary_;
   const bool is_moe_;
   CountedBytes counted_;
+  std::optional<Activations> found_;  // where they are counted
+  std::int64_t before_ = 0;
   std::shared_ptr<Sharded<models::LanguageModel>> model_;
 };
 
@@ -201,50 +253,76 @@ INSTANTIATE_TEST_SUITE_P(
                  [](Config& config) { config.precision.param_dtype.dtype = DType::kBFloat16; }}),
     [](const auto& one) { return one.param.name; });
 
+struct Asked {
+  int form;
+  std::int64_t more;  ///< bytes beside the least; -1: no budget
+};
+constexpr Asked kAsked[] = {{1, -1}, {2, -1}, {3, 0}, {3, 100'000}, {3, 400'000}, {3, -1}};
+
+// Of all tensors and pools. Blocks of a pool may be larger than what they are taken for, and
+// gradients of activations are not predicted: few beside the parameters, of so few tokens.
+constexpr double kShare = 0.03;
+
 // Of forms and budgets: the bytes that a real step has gathered at most are the predicted ones, and
-// its gradients have the bits of an eager step (form 2 adds in another order).
+// so is all that it holds, once a step has followed the plan; its gradients have the bits of an eager
+// step that reduces as often (form 2 does with every micro-batch). Naive: the pool keeps for many
+// steps what the first one took, which had no plan.
 TEST(CompiledStep, HoldsWhatWasPredictedAndGivesTheSameBits) {
   CountingAllocator::install();
   const testing::TemporaryFolder folder;
   StepCase c{"dense"};
-  const Config config = config_of(c, folder);
+  Config config = config_of(c, folder);
+  config.training.seq_len = Rank::kTokens;
   const Before known = before(config, c.ranks);
   const RunOfPlan run = known.of(config);
   const auto record = step_record(run);
   const auto units = plan_units(run);
-  const auto eager = eager_choices(run, record);
-  constexpr auto kOrder = fsdp::PlanOrder::kOneAfterTheOther;
   const auto least = capture::least_bytes({.record = record,
                                            .units = units,
-                                           .eager = eager,
+                                           .eager = eager_choices(run, record),
                                            .profile = capture::default_profile(units)});
   on_ranks(c.ranks, [&](World& world) {
-    Rank rank(config, known, world);
-    rank.step();
-    rank.model().zero_grad();
-    rank.step();
-    const auto expected = rank.gradients();
-    for (const int form : {1, 3}) {
-      for (const std::int64_t more : {0L, 100'000L, 400'000L, -1L}) {
-        if (form == 1 && more >= 0) continue;
-        CompileOptions options;
-        options.mode = CompileMode::kPlan;
-        options.form = form;
-        options.micro_batches = Rank::kMicroBatches;
-        if (more >= 0) options.memory_budget = least + more;
-        compile(rank.model(), options);
+    std::map<Sync, std::map<std::string, at::Tensor>> expected;
+    for (const auto sync : {Sync::kLastMicroBatch, Sync::kEveryMicroBatch}) {
+      Rank eager(config, known, world);
+      eager.step(sync);
+      expected[sync] = eager.gradients();
+    }
+    for (const auto [form, more] : kAsked) {
+      const auto about = concat("form ", form, ", ", more);
+      auto changed = config;
+      changed.compile.form = form;
+      const RunOfPlan of_form = known.of(changed);
+      const auto sync = form == 2 ? Sync::kEveryMicroBatch : Sync::kLastMicroBatch;
+      CompileOptions options;
+      options.mode = CompileMode::kPlan;
+      options.form = form;
+      options.micro_batches = Rank::kMicroBatches;
+      if (more >= 0) options.memory_budget = least + more;
+      Rank rank(config, known, world);  // with a pool of its own
+      compile(rank.model(), options);
+      for (int i = 0; i < 2; ++i) {
+        rank.step(sync);
         rank.model().zero_grad();
-        const auto peak = rank.peak_of_step();
-        const auto plan = plan_step(capture::planning_of(options), record, units, eager, kOrder);
-        EXPECT_EQ(peak, fsdp::peak_gathered_bytes(plan)) << form << " " << more;
-        if (more >= 0) {
-          EXPECT_LE(peak, least + more);
-        }
-        const auto found = rank.gradients();
-        ASSERT_EQ(found.size(), expected.size());
-        for (const auto& [name, gradient] : expected) {
-          EXPECT_TRUE(gradient.equal(found.at(name))) << name << " " << form << " " << more;
-        }
+      }
+      const auto peak = rank.peak_of_step(sync);
+      const auto plan =
+          plan_step(capture::planning_of(options), record, units, eager_choices(of_form, record),
+                    fsdp::PlanOrder::kOneAfterTheOther);
+      const auto predicted = fsdp::peak_gathered_bytes(plan);
+      EXPECT_EQ(peak.gathered, predicted) << about;
+      if (more >= 0) {
+        EXPECT_LE(peak.gathered, least + more) << about;
+      }
+      const auto table = memory_table(changed, run.spec, run.dims, run.contract, run.plan, 0.0);
+      const auto said = fixed_bytes(of_form) - table.held.moments + predicted;
+      EXPECT_NEAR(static_cast<double>(peak.all), static_cast<double>(said),
+                  kShare * static_cast<double>(said))
+          << about;
+      const auto found = rank.gradients();
+      ASSERT_EQ(found.size(), expected[sync].size()) << about;
+      for (const auto& [name, gradient] : expected[sync]) {
+        EXPECT_TRUE(gradient.equal(found.at(name))) << name << ", " << about;
       }
     }
   });
@@ -274,7 +352,7 @@ TEST(CompiledStep, FollowsAPlanOutOfAFileAndRefusesAnothers) {
     compile(rank.model(), options);
     rank.step();
     rank.model().zero_grad();
-    EXPECT_EQ(rank.peak_of_step(), fsdp::peak_gathered_bytes(file.plan));
+    EXPECT_EQ(rank.peak_of_step().gathered, fsdp::peak_gathered_bytes(file.plan));
     const auto refused = [&](const auto& change) -> std::string {
       auto other = file;
       change(other.made_for);
@@ -294,6 +372,207 @@ TEST(CompiledStep, FollowsAPlanOutOfAFileAndRefusesAnothers) {
                 HasSubstr("micro-batches a step: 2"));
     EXPECT_EQ(refused([](auto&) {}), "");
   });
+}
+
+// ------------------------------------------------------------------------------------- recomputation
+
+constexpr std::int64_t kPositions = 64;
+
+/// Nobody has said how layers are recomputed.
+Config config_of_rows(const StepCase& c, const testing::TemporaryFolder& folder) {
+  Config config = config_of(c, folder);
+  config.activation_checkpoint.mode.reset();
+  config.training.seq_len = kPositions;
+  return config;
+}
+
+/// By unit, from one mode a layer.
+std::vector<RecomputeMode> by_unit(const std::vector<fsdp::PlanUnit>& units,
+                                   const std::vector<RecomputeMode>& layers) {
+  std::vector<RecomputeMode> modes;
+  std::size_t next = 0;
+  for (const auto& unit : units) {
+    const bool is_layer = unit.recompute_by != fsdp::RecomputeBy::kNobody;
+    modes.push_back(is_layer ? layers.at(next++) : RecomputeMode::kNone);
+  }
+  EXPECT_EQ(next, layers.size());
+  return modes;
+}
+
+std::vector<std::vector<RecomputeMode>> mixed_modes() {
+  using enum RecomputeMode;
+  return {{kNone, kNone, kNone, kNone}, {kNone, kFull, kSelective, kNone},
+          {kFull, kFull, kNone, kNone}, {kNone, kSelective, kNone, kFull},
+          {kFull, kFull, kFull, kFull}, {kSelective, kSelective, kSelective, kSelective}};
+}
+
+class RecomputeByLayer : public ::testing::TestWithParam<StepCase> {};
+
+// Of a plan out of a file, with another mode for each layer: the bits of a run that recomputes
+// nothing, and the bytes that were predicted, as memory_table_test has them for one mode of all.
+TEST_P(RecomputeByLayer, GivesTheSameBitsAndHoldsWhatWasPredicted) {
+  CountingAllocator::install();
+  const testing::TemporaryFolder folder;
+  const StepCase& c = GetParam();
+  const Config config = config_of_rows(c, folder);
+  const Before known = before(config, c.ranks);
+  const RunOfPlan run = known.of(config);
+  const auto record = step_record(run);
+  const auto units = plan_units(run);
+  const auto table = memory_table(config, run.spec, run.dims, run.contract, run.plan, 0.0);
+  on_ranks(c.ranks, [&](World& world) {
+    Rank rank(config, known, world, kPositions);
+    std::map<std::string, at::Tensor> expected;
+    for (const auto& layers : mixed_modes()) {
+      capture::PlanFile file{made_for(run, TORCH_VERSION), {}, {}};
+      auto choices = eager_choices(run, record);
+      choices.recompute = by_unit(units, layers);
+      file.plan = make_plan(record, units, choices, fsdp::PlanOrder::kOneAfterTheOther);
+      CompileOptions options;
+      options.mode = CompileMode::kPlan;
+      options.micro_batches = Rank::kMicroBatches;
+      options.plan = to_json(file);
+      compile(rank.model(), options);
+      if (expected.empty()) {
+        rank.step();  // records
+        rank.model().zero_grad();
+        rank.step();  // fills pools
+      }
+      rank.model().zero_grad();
+      const auto found = rank.activations_of_step();
+      const auto said = table.activations->in(layers);
+      EXPECT_NEAR(static_cast<double>(found.kept), static_cast<double>(said.kept), 64);
+      EXPECT_GE(static_cast<double>(found.peak), 0.95 * static_cast<double>(said.peak));
+      EXPECT_LE(static_cast<double>(found.peak),
+                1.6 * static_cast<double>(said.peak + table.held.raw_gradient));
+      const auto gradients = rank.gradients();
+      if (expected.empty()) expected = gradients;
+      ASSERT_EQ(gradients.size(), expected.size());
+      for (const auto& [name, gradient] : expected) {
+        EXPECT_TRUE(gradient.equal(gradients.at(name))) << name;
+      }
+    }
+  });
+}
+
+// What plans count, a sum over layers: as much as the table's sets of memories, and never less where
+// several layers share one.
+TEST_P(RecomputeByLayer, SumsOfLayersAreWhatTheTableSays) {
+  const testing::TemporaryFolder folder;
+  const StepCase& c = GetParam();
+  const Config config = config_of_rows(c, folder);
+  const Before known = before(config, c.ranks);
+  const RunOfPlan run = known.of(config);
+  const auto units = plan_units(run);
+  const auto by_unit_of_plan = capture::activations_of(*activations(run), units);
+  const auto table =
+      memory_table(config, run.spec, run.dims, run.contract, run.plan, run.aux_loss_coef);
+  for (const auto& layers : mixed_modes()) {
+    const auto sum =
+        capture::most_activations(by_unit_of_plan, step_record(run), by_unit(units, layers));
+    const auto said = table.activations->in(layers).peak;
+    if (c.family == "gemma4") {
+      EXPECT_GE(sum, said);
+      EXPECT_LE(static_cast<double>(sum), 1.05 * static_cast<double>(said)) << "masks";
+    } else {
+      EXPECT_EQ(sum, said);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Families, RecomputeByLayer,
+                         ::testing::Values(StepCase{"dense"}, StepCase{"experts", "qwen3-moe"},
+                                           StepCase{"tied", "llama"}, StepCase{"gemma", "gemma4"}),
+                         [](const auto& one) { return one.param.name; });
+
+// Budgets from the least of any plan to all: predicted and counted bytes of gathers and activations
+// stay within them, more memory is never slower by the profile, and bits are those of an eager step.
+TEST(RecomputeOfRun, BudgetsAreKeptAndBitsAreTheSame) {
+  CountingAllocator::install();
+  const testing::TemporaryFolder folder;
+  StepCase c{"dense"};
+  Config config = config_of_rows(c, folder);
+  config.compile.mode = CompileChoice::kPlan;
+  const Before known = before(config, c.ranks);
+  const RunOfPlan run = known.of(config);
+  const auto record = step_record(run);
+  const auto units = plan_units(run);
+  const auto eager = eager_choices(run, record);
+  constexpr auto kOrder = fsdp::PlanOrder::kOneAfterTheOther;
+  CompileOptions options = compile_options(run, {});
+  ASSERT_TRUE(options.activations);
+  const auto problem = [&] {
+    return problem_of(capture::planning_of(options), record, units, eager, kOrder);
+  };
+  const auto least = capture::least_bytes(problem());
+  const auto all = capture::peak_bytes(problem(), make_plan(record, units, eager, kOrder));
+  ASSERT_LT(least, all);
+  on_ranks(c.ranks, [&](World& world) {
+    Rank rank(config, known, world, kPositions);
+    rank.step();
+    rank.model().zero_grad();
+    rank.step();
+    const auto expected = rank.gradients();
+    double before_ms = 0.0;
+    for (int part = 0; part <= 4; ++part) {
+      auto mine = options;
+      mine.memory_budget = least + (all - least) * part / 4;
+      compile(rank.model(), mine);
+      rank.model().zero_grad();
+      const auto found = rank.activations_of_step();
+      const auto planning = capture::planning_of(mine);
+      const auto plan = plan_step(planning, record, units, eager, kOrder);
+      const auto of = problem_of(planning, record, units, eager, kOrder);
+      EXPECT_EQ(fsdp::followed_recompute(rank.model()), plan.choices.recompute);
+      EXPECT_LE(capture::peak_bytes(of, plan), *mine.memory_budget);
+      EXPECT_LE(found.kept, *mine.memory_budget - fsdp::peak_gathered_bytes(plan));
+      const auto again = std::ranges::count_if(
+          plan.choices.recompute, [](auto mode) { return mode != RecomputeMode::kNone; });
+      EXPECT_EQ(again > 0, part < 4) << again;
+      const double ms = simulate(plan, of.profile, Rank::kMicroBatches).again_ms;
+      EXPECT_TRUE(part == 0 || ms <= before_ms) << ms;
+      before_ms = ms;
+      for (const auto& [name, gradient] : rank.gradients()) {
+        EXPECT_TRUE(gradient.equal(expected.at(name))) << name << part;
+      }
+    }
+  });
+}
+
+// A key that a user set binds all layers: the pass has nothing to choose, and a plan of others is
+// refused.
+TEST(RecomputeOfRun, AKeyThatIsSetBinds) {
+  const testing::TemporaryFolder folder;
+  StepCase c{"dense"};
+  Config config = config_of_rows(c, folder);
+  config.compile.mode = CompileChoice::kPlan;
+  const Before free = before(config, c.ranks);
+  const RunOfPlan free_run = free.of(config);
+  const auto record = step_record(free_run);
+  capture::PlanFile file{made_for(free_run, TORCH_VERSION), {}, {}};
+  file.plan = make_plan(record, plan_units(free_run), eager_choices(free_run, record),
+                        fsdp::PlanOrder::kOneAfterTheOther);
+  Config bound = config;
+  bound.activation_checkpoint.mode = RecomputeMode::kFull;
+  const RunOfPlan run = free.of(bound);
+  const auto units = plan_units(run);
+  const auto eager = eager_choices(run, record);
+  auto options = compile_options(run, {});
+  options.memory_budget = std::int64_t{1} << 40;
+  const auto chosen = choose(problem_of(capture::planning_of(options), record, units, eager,
+                                        fsdp::PlanOrder::kOneAfterTheOther));
+  EXPECT_EQ(chosen.choices.recompute, eager.recompute);
+  EXPECT_EQ(std::ranges::count(eager.recompute, RecomputeMode::kFull), 4);
+  EXPECT_THAT(chosen.notes, ::testing::Contains(HasSubstr("pass recompute is left out")));
+  options.plan = to_json(file);
+  const auto planning = capture::planning_of(options);
+  try {
+    plan_step(planning, record, units, eager, fsdp::PlanOrder::kOneAfterTheOther);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kConfig);
+    EXPECT_THAT(error.what(), HasSubstr("recomputed by: user, plan"));
+  }
 }
 
 TEST(CompileOfRun, BudgetBelowTheLeastGivesTheLeastOfAll) {

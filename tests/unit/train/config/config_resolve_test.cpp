@@ -31,7 +31,6 @@ TEST(ConfigValidate, AcceptsAMinimalTrainingConfig) {
 // Also with mode off: a key that would be refused later is refused now.
 TEST(ConfigValidate, RefusesWhatCannotBePlanned) {
   const std::vector<std::pair<std::string, std::string>> cases{
-      {"compile.passes=recompute", "compile.passes: found 'recompute', which is not there yet"},
       {"compile.passes=[\"keep\", \"keep\"]", "compile.passes: found 'keep' twice"},
       {"compile.mode=plan\nparallelism.pipeline_parallel_degree=2",
        "compile.mode: found plan with pipeline_parallel_degree 2"},
