@@ -181,8 +181,8 @@ class Chooser {
     const auto bytes = peak(least_choices);
     TESSERA_CHECK(bytes <= *problem_.memory_budget, ErrorKind::kConfig,
                   "compile.memory_budget: found ", *problem_.memory_budget,
-                  " bytes for gathered parameters", problem_.activations ? ", activations" : "",
-                  problem_.state ? ", optimizer state" : "", ", expected at least ", bytes,
+                  " bytes for gathered parameters", problem_.activations ? " and activations" : "",
+                  problem_.state ? " and optimizer state" : "", ", expected at least ", bytes,
                   ", the least of any plan of form ", number(problem_.form),
                   problem_.form == Form::k3 ? "; raise it" : "; raise it, or set compile.form = 3");
     // One after the other goes what costs least to miss.

@@ -47,8 +47,8 @@ void require_within(const Planning& planning, std::string_view name) {
   problem.state = planning.state;
   const auto bytes = peak_bytes(problem, plan);
   TESSERA_CHECK(bytes <= *planning.memory_budget, ErrorKind::kConfig, name, ": found a plan of ",
-                bytes, " bytes gathered", planning.activations ? ", of activations" : "",
-                planning.state ? ", of optimizer state" : "", ", over the budget of ",
+                bytes, " bytes gathered", planning.activations ? " and of activations" : "",
+                planning.state ? " and of optimizer state" : "", ", over the budget of ",
                 *planning.memory_budget, "; raise compile.memory_budget, or make the plan for it");
 }
 
