@@ -5,6 +5,7 @@
 #include <set>
 
 #include "base/text/printable.h"
+#include "capture/offload_pass.h"
 #include "capture/recompute_pass.h"
 #include "capture/simulate_plan.h"
 #include "fsdp/agreed/step_plan_check.h"
@@ -32,13 +33,17 @@ constexpr std::array kOfRecompute{Fact::kBudget, Fact::kActivations, Fact::kFree
 constexpr std::array kGivenByRecompute{Fact::kRecomputed};
 constexpr std::array kAgainstRecompute{Fact::kKept, Fact::kPrefetch};
 
-constexpr std::array<PassRow, 3> kPasses{{
+constexpr std::array kOfOffload{Fact::kState, Fact::kBudget};
+constexpr std::array kAgainstOffload{Fact::kPrefetch};
+
+constexpr std::array<PassRow, 4> kPasses{{
     {"recompute", "keeps activations where that saves most time a byte", kOfRecompute,
      kGivenByRecompute, kAgainstRecompute},
     {"keep", "keeps gathered what saves most time a byte", kOfKeep, kGivenByKeep, kAgainstKeep},
+    {"offload", "which units' optimizer state lies outside of memory", kOfOffload, kNone,
+     kAgainstOffload},
     {"prefetch", "how many units ahead are gathered", kNone, kGivenByPrefetch, kNone},
 }};
-constexpr std::array<std::string_view, 1> kToCome{"offload"};
 
 /// Further ahead nothing was ever won, and each unit ahead takes memory.
 constexpr std::size_t kMostAhead = 4;
@@ -47,11 +52,8 @@ constexpr double kAsGood = 1e-3;
 
 const PassRow& row_named(const std::string& name) {
   const auto found = std::ranges::find(kPasses, name, &PassRow::name);
-  TESSERA_CHECK(std::ranges::find(kToCome, name) == kToCome.end(), ErrorKind::kConfig,
-                "compile.passes: found ", printable(name),
-                ", which is not there yet, expected recompute, keep and prefetch; leave it out");
   TESSERA_CHECK(found != kPasses.end(), ErrorKind::kConfig, "compile.passes: found ",
-                printable(name), ", expected recompute, keep or prefetch");
+                printable(name), ", expected recompute, keep, offload or prefetch");
   return *found;
 }
 
@@ -79,8 +81,12 @@ class Chooser {
     }
     choices.ahead_in_forward = choices.ahead_in_backward = 0;
     if (is_asked("recompute")) forget_what_may_be(choices);
+    if (is_asked("offload") && problem_.state) {
+      choices.offload = offloaded_for(*problem_.state, {}, 0);
+    }
     return choices;
   }
+  /// Of what the budget bounds.
   std::int64_t peak(const PlanChoices& choices) const {
     return peak_bytes(problem_, plan(choices));
   }
@@ -104,6 +110,11 @@ class Chooser {
   bool fits(const PlanChoices& choices) const {
     return !problem_.memory_budget || peak(choices) <= *problem_.memory_budget;
   }
+  /// What the budget bounds but optimizer state.
+  std::int64_t beside_state(const PlanChoices& choices) const {
+    return peak(choices) - (problem_.state ? state_in_memory(*problem_.state, choices.offload) : 0);
+  }
+  const std::string& name(UnitId unit) const { return problem_.units.at(unit).name; }
   bool is_asked(std::string_view name) const {
     return std::ranges::find(asked_, name, &PassRow::name) != asked_.end();
   }
@@ -126,6 +137,7 @@ class Chooser {
   /// Of the form, before any budget.
   PlanChoices base() const {
     auto choices = problem_.eager;
+    choices.offload = offload_;
     if (problem_.form == Form::k3) return choices;
     for (auto& keep : choices.keep) keep = Keep::kUpdate;
     if (choices.reduce != ReduceAt::kAsked && problem_.form == Form::k2) {
@@ -134,8 +146,21 @@ class Chooser {
     return choices;
   }
 
+  /// Whether or not gathers are done without: the least has to fit.
+  void offload_what_must_go() {
+    chosen_.offload_reasons.resize(problem_.units.size());
+    if (!problem_.state || !problem_.memory_budget) return;
+    const auto room = *problem_.memory_budget - beside_state(least());
+    offload_ = offloaded_for(*problem_.state, {}, std::max<std::int64_t>(room, 0));
+    for (const auto unit : offload_) {
+      chosen_.offload_reasons[unit] =
+          concat("the budget has no room for its ", size_text(problem_.state->at(unit).bytes));
+    }
+  }
+
   /// The form's choices, or the nearest to them that fit.
   void begin() {
+    if (is_asked("offload")) offload_what_must_go();
     chosen_.choices = base();
     chosen_.keep_reasons.resize(problem_.units.size());
     for (UnitId unit = 0; unit < problem_.units.size(); ++unit) {
@@ -157,8 +182,8 @@ class Chooser {
     TESSERA_CHECK(bytes <= *problem_.memory_budget, ErrorKind::kConfig,
                   "compile.memory_budget: found ", *problem_.memory_budget,
                   " bytes for gathered parameters", problem_.activations ? " and activations" : "",
-                  ", expected at least ", bytes, ", the least of any plan of form ",
-                  number(problem_.form),
+                  problem_.state ? " and optimizer state" : "", ", expected at least ", bytes,
+                  ", the least of any plan of form ", number(problem_.form),
                   problem_.form == Form::k3 ? "; raise it" : "; raise it, or set compile.form = 3");
     // One after the other goes what costs least to miss.
     const auto without = [&](const auto& change) {
@@ -211,6 +236,8 @@ class Chooser {
         return problem_.memory_budget.has_value();
       case Fact::kRepeatedGathers:
         return std::ranges::any_of(gathers(base()), [](std::int64_t count) { return count > 1; });
+      case Fact::kState:
+        return problem_.state.has_value();
       case Fact::kActivations:
         return problem_.activations.has_value();
       case Fact::kFreeModes:
@@ -239,11 +266,10 @@ class Chooser {
                     row.name, " behind a pass that has decided ", to_string(fact),
                     ", expected it before that one");
     }
-    if (row.name == "recompute") {
-      recompute();
-    } else {
-      row.name == "keep" ? keep() : prefetch();
-    }
+    if (row.name == "recompute") recompute();
+    if (row.name == "keep") keep();
+    if (row.name == "offload") offload_for_keep();
+    if (row.name == "prefetch") prefetch();
     decided_.insert(row.provides.begin(), row.provides.end());
   }
 
@@ -337,6 +363,49 @@ class Chooser {
     }
   }
 
+  /// From and to where it lies, of each update: as if none of it were hidden behind another one.
+  double transfer_ms(std::int64_t bytes) const {
+    return 2.0 * problem_.profile.transfer.value_or(kAssumedTransfer).of(bytes);
+  }
+
+  /// Room for what keep() had to leave out, where that is worth it.
+  void offload_for_keep() {
+    if (!chosen_.choices.offload.empty() && !problem_.profile.transfer) {
+      chosen_.notes.emplace_back("what it takes to move optimizer state is assumed");
+    }
+    if (!decided_.contains(Fact::kKept)) return;
+    if (problem_.profile.is_assumed) {
+      chosen_.notes.emplace_back(
+          "optimizer state is offloaded as far as the budget needs it: whether more of it would "
+          "save time, only measured costs can say");
+      return;
+    }
+    const auto& state = *problem_.state;
+    for (const auto& [unit, keep, saves, per_byte] : candidates()) {
+      if (keep <= chosen_.choices.keep[unit]) continue;
+      auto changed = chosen_.choices;
+      changed.keep[unit] = keep;
+      const auto room = *problem_.memory_budget - beside_state(changed);
+      changed.offload = offloaded_for(state, changed.offload, std::max<std::int64_t>(room, 0));
+      const double a_step = saves * static_cast<double>(problem_.micro_batches);
+      std::int64_t more = 0;
+      for (const auto one : changed.offload) more += state[one].bytes;
+      for (const auto one : chosen_.choices.offload) more -= state[one].bytes;
+      const double costs = transfer_ms(more);
+      if (!fits(changed) || costs >= a_step) continue;
+      for (const auto one : changed.offload) {
+        auto& reason = chosen_.offload_reasons[one];
+        if (!reason.empty()) continue;
+        reason = concat("room to keep ", name(unit), ", which saves ", ms_text(a_step),
+                        " a step for ", ms_text(costs), " of moving state");
+      }
+      chosen_.keep_reasons[unit] =
+          concat("saves ", ms_text(saves), " a micro-batch for ",
+                 size_text(problem_.units[unit].bytes), ", where optimizer state was");
+      chosen_.choices = changed;
+    }
+  }
+
   void prefetch() {
     if (problem_.record.stages.size() != 1) {
       chosen_.notes.emplace_back(
@@ -376,6 +445,7 @@ class Chooser {
   }
 
   const PlanProblem& problem_;
+  std::vector<UnitId> offload_;  // for any plan at all to fit
   const Names& names_;
   std::vector<const PassRow*> asked_;
   Chosen chosen_;
@@ -401,17 +471,21 @@ std::string_view to_string(Fact fact) {
       return "what is kept";
     case Fact::kPrefetch:
       return "how far ahead is gathered";
+    case Fact::kState:
+      return "compile.offload_folder";
   }
   return "";
 }
 
 std::span<const PassRow> passes() { return kPasses; }
-std::span<const std::string_view> passes_to_come() { return kToCome; }
 
 std::int64_t peak_bytes(const PlanProblem& problem, const StepPlan& plan) {
-  const auto gathered = fsdp::peak_gathered_bytes(plan);
-  if (!problem.activations) return gathered;
-  return gathered + most_activations(*problem.activations, problem.record, plan.choices.recompute);
+  auto bytes = fsdp::peak_gathered_bytes(plan);
+  if (problem.activations) {
+    bytes += most_activations(*problem.activations, problem.record, plan.choices.recompute);
+  }
+  if (problem.state) bytes += state_in_memory(*problem.state, plan.choices.offload);
+  return bytes;
 }
 
 std::int64_t least_bytes(const PlanProblem& problem,

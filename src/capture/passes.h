@@ -20,6 +20,7 @@
 
 #include "capture/plan_profile.h"
 #include "fsdp/agreed/step_plan.h"
+#include "fsdp/optim/state_of_units.h"
 
 namespace tessera::capture {
 
@@ -40,11 +41,14 @@ struct PlanProblem {
   fsdp::PlanOrder order = fsdp::PlanOrder::kOneAfterTheOther;
   std::int64_t micro_batches = 1;
   Form form = Form::k3;
-  /// Bytes of gathered memory, and of activations where they are known; none: no bound.
+  /// Bytes of gathered memory, of activations and of optimizer state where these are known; none: no
+  /// bound.
   std::optional<std::int64_t> memory_budget = {};
   PlanProfile profile;  ///< of these units
   /// Of these units (recompute_pass.h); none: nothing is known of them.
   std::optional<ForwardActivations> activations = {};
+  /// Of each unit, where it may be offloaded.
+  std::optional<std::vector<fsdp::StateBytes>> state = {};
 };
 
 /// What passes speak of.
@@ -56,6 +60,7 @@ enum class Fact : std::uint8_t {
   kRecomputed,       ///< what is recomputed has been decided
   kKept,             ///< what is kept for how long has been decided
   kPrefetch,         ///< how far ahead has been decided
+  kState,            ///< there is a place for optimizer state outside of memory
 };
 std::string_view to_string(Fact fact);
 
@@ -67,27 +72,26 @@ struct PassRow {
 /// In the order in which they run where nobody names any.
 std::span<const PassRow> passes();
 
-/// Passes that are not built yet; naming one is refused with its name.
-std::span<const std::string_view> passes_to_come();
-
 /// Choices, and why they are what they are.
 struct Chosen {
   fsdp::PlanChoices choices;
   std::vector<std::string> keep_reasons;       ///< by unit
   std::vector<std::string> recompute_reasons;  ///< the same
   std::string ahead_reason;
-  std::vector<std::string> notes;  ///< passes that were left out, costs that were assumed
+  std::vector<std::string> offload_reasons;  ///< by unit
+  std::vector<std::string> notes;            ///< passes that were left out, costs that were assumed
   bool operator==(const Chosen&) const = default;
 };
 
-/// The most that a rank has gathered in a step, and what activations take at most besides.
+/// The most that a rank has gathered in a step, what activations take at most besides, and what it
+/// has of optimizer state.
 std::int64_t peak_bytes(const PlanProblem& problem, const fsdp::StepPlan& plan);
 
 /// The least of that that any choice of this form has by these passes.
 std::int64_t least_bytes(const PlanProblem& problem,
                          const std::optional<std::vector<std::string>>& names = std::nullopt);
 
-/// Errors: kConfig for a name that is no pass, one that is not built yet, a pass whose requirement
+/// Errors: kConfig for a name that is no pass, a pass whose requirement
 /// is not met or that comes behind what it conflicts with; for a budget below the least, with that
 /// in bytes. `names`: which passes, in order; none: all whose requirements are met.
 Chosen choose(const PlanProblem& problem,

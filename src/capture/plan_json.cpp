@@ -64,7 +64,8 @@ Json json_of(const fsdp::PlanChoices& choices) {
           {"recompute", std::move(recompute)},
           {"reduce", word_of(kReduceWords, choices.reduce)},
           {"ahead_in_forward", choices.ahead_in_forward},
-          {"ahead_in_backward", choices.ahead_in_backward}};
+          {"ahead_in_backward", choices.ahead_in_backward},
+          {"offload", choices.offload}};
 }
 
 Json json_of(const StageRecord& record) {
@@ -76,11 +77,13 @@ Json json_of(const StageRecord& record) {
   return {{"parts", std::move(parts)}, {"reached", record.reached}};
 }
 
-Json json_of(const PassPlan& pass) {
+Json json_of(const std::vector<PlanAction>& list) {
   Json actions = Json::array();
-  for (const auto& [kind, unit] : pass.actions) {
-    actions.push_back(Json::array({to_string(kind), unit}));
-  }
+  for (const auto& [kind, unit] : list) actions.push_back(Json::array({to_string(kind), unit}));
+  return actions;
+}
+
+Json json_of(const PassPlan& pass) {
   Json places = Json::array();
   for (const auto& part : pass.places) {
     Json of = Json::array();
@@ -89,7 +92,7 @@ Json json_of(const PassPlan& pass) {
     }
     places.push_back(std::move(of));
   }
-  return {{"actions", std::move(actions)}, {"places", std::move(places)}};
+  return {{"actions", json_of(pass.actions)}, {"places", std::move(places)}};
 }
 
 Json json_of(const StagePlan& stage) {
@@ -168,6 +171,7 @@ class Reader {
         });
     plan.stages = list(root.member("stages"), StepScopeOptions::kMostStages, "stages")
                       .list([&](const JsonCursor& at) { return stage(at); });
+    plan.update = actions(root.member("update"));
     return file;
   }
 
@@ -250,6 +254,7 @@ class Reader {
     choices.reduce = word_from(at.member("reduce"), kReduceWords);
     choices.ahead_in_forward = size(at.member("ahead_in_forward"), kMostUnits);
     choices.ahead_in_backward = size(at.member("ahead_in_backward"), kMostUnits);
+    choices.offload = unit_ids(at.member("offload"));
     return choices;
   }
 
@@ -299,12 +304,16 @@ class Reader {
     return {*kind, unit_id(at.at(1))};
   }
 
+  std::vector<PlanAction> actions(const JsonCursor& at) {
+    const auto found = list(at, kMostActions, "actions");
+    count(found, actions_, static_cast<std::int64_t>(found.value().size()), kMostActions,
+          "actions");
+    return found.list([&](const JsonCursor& one) { return action(one); });
+  }
+
   PassPlan pass(const JsonCursor& at) {
     PassPlan pass;
-    const auto actions = list(at.member("actions"), kMostActions, "actions");
-    count(actions, actions_, static_cast<std::int64_t>(actions.value().size()), kMostActions,
-          "actions");
-    pass.actions = actions.list([&](const JsonCursor& one) { return action(one); });
+    pass.actions = actions(at.member("actions"));
     pass.places =
         list(at.member("places"), kMostPlaces, "forwards").list([](const JsonCursor& part) {
           return list(part, kMostPlaces, "places").list([](const JsonCursor& one) {
@@ -357,7 +366,8 @@ std::string to_json(const PlanFile& file) {
                       {"units", std::move(units)},
                       {"choices", json_of(plan.choices)},
                       {"record", std::move(record)},
-                      {"stages", std::move(stages)}};
+                      {"stages", std::move(stages)},
+                      {"update", json_of(plan.update)}};
   std::string text;
   write(text, whole, "");
   return text + "\n";

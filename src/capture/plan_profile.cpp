@@ -130,6 +130,7 @@ PlanProfile profile_of(const PlanProfile& profile, const std::vector<PlanUnit>& 
   PlanProfile found;
   found.collective = profile.collective;
   found.rest_ms = profile.rest_ms;
+  found.transfer = profile.transfer;
   found.is_assumed = profile.is_assumed;
   for (const auto& unit : units) {
     const auto cost = costs.find(unit.name);
@@ -152,10 +153,13 @@ std::string to_json(const PlanProfile& profile) {
     units += concat(units.empty() ? "\n    " : ",\n    ",
                     one.dump(-1, ' ', false, Json::error_handler_t::replace));
   }
-  const Json collective = {{"latency_ms", profile.collective.latency_ms},
-                           {"ms_per_byte", profile.collective.ms_per_byte}};
+  const auto line = [](const CollectiveCost& cost) -> Json {
+    return {{"latency_ms", cost.latency_ms}, {"ms_per_byte", cost.ms_per_byte}};
+  };
+  const std::string transfer =
+      profile.transfer ? concat(",\n  \"transfer\": ", line(*profile.transfer).dump()) : "";
   return concat("{\n  \"format\": \"", kProfileFormat, "\",\n  \"version\": ", kProfileVersion,
-                ",\n  \"collective\": ", collective.dump(),
+                ",\n  \"collective\": ", line(profile.collective).dump(), transfer,
                 ",\n  \"rest_ms\": ", Json(profile.rest_ms).dump(), ",\n  \"units\": [", units,
                 "\n  ]\n}\n");
 }
@@ -171,9 +175,12 @@ PlanProfile parse_profile(std::string_view text, std::string_view where) {
   const auto version = root.member("version");
   version.require(version.value() == kProfileVersion, concat("version ", kProfileVersion));
   PlanProfile profile;
-  const auto collective = root.member("collective");
-  profile.collective.latency_ms = collective.member("latency_ms").number(kMs);
-  profile.collective.ms_per_byte = collective.member("ms_per_byte").number({0.0, 1.0});
+  const auto line = [](const JsonCursor& at) -> CollectiveCost {
+    return {.latency_ms = at.member("latency_ms").number(kMs),
+            .ms_per_byte = at.member("ms_per_byte").number({0.0, 1.0})};
+  };
+  profile.collective = line(root.member("collective"));
+  if (const auto transfer = root.find("transfer")) profile.transfer = line(*transfer);
   if (const auto rest = root.find("rest_ms")) profile.rest_ms = rest->number(kMs);
   const auto units = root.member("units");
   units.require(units.value().is_array() && units.value().size() <= kMostCosts,

@@ -104,6 +104,9 @@ class Text {
         return of_choice(action.unit, "gathered again where it is needed");
       case Kind::kReduce:
         return "nothing more brings it a gradient";
+      case Kind::kReload:
+      case Kind::kOffload:
+        return "of the update";
       case Kind::kRecompute:
         return recompute_text(plan_, chosen_, action.unit);
     }
@@ -131,6 +134,12 @@ std::string_view until(Keep keep) {
                                    : "given back after forward";
 }
 
+std::string offload_reason(const Chosen& chosen, UnitId unit) {
+  const bool is_known =
+      unit < chosen.offload_reasons.size() && !chosen.offload_reasons[unit].empty();
+  return is_known ? chosen.offload_reasons[unit] : "as chosen";
+}
+
 }  // namespace
 
 std::string to_text(const StepPlan& plan, const Chosen& chosen, std::int64_t micro_batches) {
@@ -144,6 +153,13 @@ std::string to_text(const StepPlan& plan, const Chosen& chosen, std::int64_t mic
       text += concat(of, ", forward:\n", words.of(forward, true));
       text += concat(of, ", backward:\n", words.of(backward, false));
     }
+  }
+  if (!plan.update.empty()) text += "update:\n";
+  for (const auto& [kind, unit] : plan.update) {
+    const auto reason =
+        kind == Kind::kReload ? "while the one before it is updated" : offload_reason(chosen, unit);
+    text += concat("  ", to_string(kind), " the optimizer state of ", plan.units[unit].name, " (",
+                   reason, ")\n");
   }
   return text;
 }
@@ -170,6 +186,10 @@ std::string choices_text(const StepPlan& plan, const Chosen& chosen) {
                  plan.choices.ahead_in_backward, " in backward",
                  chosen.ahead_reason.empty() ? "" : concat(": ", chosen.ahead_reason), "\n");
   text += concat("  reduced: ", word_of(kReduceWords, plan.choices.reduce), "\n");
+  for (const auto unit : plan.choices.offload) {
+    text += concat("  optimizer state of ", plan.units[unit].name,
+                   " is offloaded: ", offload_reason(chosen, unit), "\n");
+  }
   return text;
 }
 

@@ -5,6 +5,7 @@
 
 #include "base/mapped_file.h"
 #include "base/text/printable.h"
+#include "capture/offload_pass.h"
 #include "capture/plan_words.h"
 #include "capture/recompute_pass.h"
 #include "fsdp/agreed/step_plan_check.h"
@@ -43,11 +44,12 @@ void require_within(const Planning& planning, std::string_view name) {
   if (planning.activations) {
     problem.activations = activations_of(*planning.activations, plan.units);
   }
+  problem.state = planning.state;
   const auto bytes = peak_bytes(problem, plan);
   TESSERA_CHECK(bytes <= *planning.memory_budget, ErrorKind::kConfig, name, ": found a plan of ",
                 bytes, " bytes gathered", planning.activations ? " and of activations" : "",
-                ", over the budget of ", *planning.memory_budget,
-                "; raise compile.memory_budget, or make the plan for it");
+                planning.state ? " and of optimizer state" : "", ", over the budget of ",
+                *planning.memory_budget, "; raise compile.memory_budget, or make the plan for it");
 }
 
 void require_modes_of_users(const fsdp::StepPlan& plan, const fsdp::PlanChoices& eager,
@@ -95,7 +97,12 @@ Planning planning_of(const CompileOptions& options) {
     planning.plan_from = name;
     planning.given = parse_plan(text, name);
     require_sound(planning.given->plan, std::nullopt, name);
-    require_within(planning, name);
+    TESSERA_CHECK(planning.given->plan.choices.offload.empty() || !options.offload_folder.empty(),
+                  ErrorKind::kConfig, name,
+                  ": found a plan that offloads optimizer state, expected a folder for that; set "
+                  "compile.offload_folder");
+    // Beside optimizer state a budget is looked at once that is known: plan_step().
+    if (options.offload_folder.empty()) require_within(planning, name);
   }
   if (!options.profile.empty()) {
     const auto [text, name] = source_of(options.profile, "profile", kMostProfileBytes);
@@ -124,7 +131,8 @@ PlanProblem problem_of(const Planning& planning, const fsdp::StepRecord& record,
                                       : default_profile(units),
           .activations = planning.activations
                              ? std::optional(activations_of(*planning.activations, units))
-                             : std::nullopt};
+                             : std::nullopt,
+          .state = planning.state};
 }
 
 fsdp::StepPlan plan_step(const Planning& planning, const fsdp::StepRecord& record,
@@ -132,6 +140,7 @@ fsdp::StepPlan plan_step(const Planning& planning, const fsdp::StepRecord& recor
                          fsdp::PlanOrder order) {
   if (planning.given) {
     auto plan = planning.given->plan;
+    if (planning.state) require_within(planning, planning.plan_from);
     // A unit may still be gathered, since the user asked for it, or weights did not change.
     if (plan.order == order && differ_in_what_is_gathered_alone(plan.units, units)) {
       plan = make_plan(plan.record, units, plan.choices, order);

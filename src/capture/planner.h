@@ -23,6 +23,8 @@ struct Planning {
   std::optional<ForwardActivations> activations = {};
   std::int64_t micro_batches = 1;
   std::string plan_from = {}, profile_from = {};  ///< as messages name them
+  /// PlanProblem::state, where CompileOptions::offload_folder is there.
+  std::optional<std::vector<fsdp::StateBytes>> state = {};
 
   /// How what a plan may recompute is recomputed before there is one: wholly, where memory is bounded
   /// or the plan that is given recomputes.

@@ -135,6 +135,8 @@ class Lanes {
       }
       case Kind::kKeepToBackward:
       case Kind::kKeepToUpdate:
+      case Kind::kReload:
+      case Kind::kOffload:
         return;
     }
   }

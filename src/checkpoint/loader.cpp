@@ -66,7 +66,7 @@ class Loader {
                                          static_cast<std::size_t>(world.size()));
     check_optimizer_kind(names);
     index = 0;
-    for (const auto& state : optimizer_.state()) {
+    for (const auto& state : optimizer_.unread_state()) {
       if (is_mine(index++)) check_state(*state.view.contract);
     }
     has_state_ = std::ranges::any_of(
@@ -85,7 +85,7 @@ class Loader {
     comm::Group& group = model_.mesh().world()->control();
     const auto& manifest = checkpoint_.manifest();
     const auto left_out = manifest.loss_scale ? manifest.loss_scale->skipped_steps : 0;
-    const auto trained = optimizer_.state();
+    const auto trained = optimizer_.unread_state();
     const auto any = comm::any_of_ranks(
         group, {has_state_, !without_state_.empty(), !trained.empty()}, "state in the checkpoint");
     const bool has_state = any[0], lacks_some = any[1], trains = any[2];
@@ -134,7 +134,7 @@ class Loader {
     upload();
     fill_buffers();
     mark_written();
-    for (const auto& state : optimizer_.state()) {
+    for (const auto& state : optimizer_.unread_state()) {
       const auto& contract = *state.view.contract;
       const FileForm form = forms_.of(contract);
       const std::string& first = form.names.front();  // the others say the same
@@ -147,6 +147,7 @@ class Loader {
                     " steps of the run; take a checkpoint that was not altered");
       optimizer_.set_steps(contract.name, steps);
     }
+    optimizer_.put_away();
   }
 
  private:
@@ -175,7 +176,8 @@ class Loader {
     for (const auto& view : model_.shards()) {
       if (holds(*view.contract)) view.shard.unsafeGetTensorImpl()->bump_version();
     }
-    for (const auto& state : optimizer_.state()) {
+    // Offloaded state is in memory until all of it is here.
+    for (const auto& state : optimizer_.unread_state()) {
       if (!state.kept.empty()) optimizer_.make_kept(state.view.contract->name);
     }
   }
@@ -335,7 +337,7 @@ class Loader {
       add_parts(found, std::string(kModelPrefix), forms_.of(*view.contract), view,
                 view.shard.detach());
     }
-    auto states = optimizer_.state();
+    auto states = optimizer_.unread_state();
     for (auto& state : states) {
       state.kept.clear();  // or it would lie beside the new one until the last is made
       const auto& contract = *state.view.contract;

@@ -16,12 +16,14 @@
 #include "io/checkpoint_folder.h"
 #include "io/hf_folder.h"
 #include "tessera/error.h"
+#include "train/batch_memory.h"
 #include "train/config/config_resolve.h"
 #include "train/expert_balance.h"
 #include "train/parallelize.h"
 #include "train/pipeline/pipeline_memory.h"
 #include "train/pipeline/pipeline_plan.h"
 #include "train/plan_of_run.h"
+#include "train/plan_of_step.h"
 #include "train/rank_memory.h"
 
 namespace tessera::cli {
@@ -247,6 +249,15 @@ Planned plan_run(const InspectArguments& arguments) {
   planned.memory =
       train::memory_table(config, source.spec, dims, planned.contract, planned.plan,
                           train::aux_loss_coef(config.model.aux_loss_coef, source.spec));
+  planned.memory.offloaded = train::offloaded_state(
+      {.config = config,
+       .spec = source.spec,
+       .description = source.description,
+       .dims = dims,
+       .contract = planned.contract,
+       .plan = planned.plan,
+       .aux_loss_coef = train::aux_loss_coef(config.model.aux_loss_coef, source.spec)},
+      {train::ram_bytes(), world});
   return planned;
 }
 
@@ -386,6 +397,10 @@ Json json_of(const train::MemoryTable& table) {
                 {"moments", held.moments},           {"master", held.master},
                 {"unsharded_peak", held.unsharded},  {"reductions", held.reductions},
                 {"raw_gradient", held.raw_gradient}, {"activations", Json()}};
+  if (table.offloaded) {
+    found["offloaded"] = {{"units", table.offloaded->units},
+                          {"in_memory", table.offloaded->in_memory}};
+  }
   if (!table.activations) return found;
   const auto of = [&](RecomputeMode mode) {
     const auto& bytes = table.activations->in(mode);

@@ -12,6 +12,7 @@
 
 #include "base/mapped_file.h"
 #include "base/text/printable.h"
+#include "capture/offload_pass.h"
 #include "capture/plan_json.h"
 #include "capture/plan_text.h"
 #include "capture/planner.h"
@@ -103,12 +104,20 @@ void print_dtypes(const ModelContract& contract) {
 }
 
 void print_step(const capture::PlanFile& file, const capture::PlanProblem& problem,
-                std::int64_t fixed) {
+                const train::HeldBytes& held) {
+  const auto fixed = held.others + (problem.state ? 0 : held.state);
   const auto step = capture::simulate(file.plan, problem.profile, problem.micro_batches);
   std::cout << "\ngathered memory of a rank, place by place: at most " << step.peak_bytes
             << " bytes (" << size_text(step.peak_bytes) << "), beside " << fixed << " bytes ("
-            << size_text(fixed) << ") that are there whatever the plan is\n"
-            << picture(step) << step.gathers << " gathers and " << step.reductions
+            << size_text(fixed) << ") that are there whatever the plan is\n";
+  if (problem.state) {
+    const auto& offload = file.plan.choices.offload;
+    std::cout << "optimizer state of a rank in memory: "
+              << size_text(capture::state_in_memory(*problem.state, offload)) << " of "
+              << size_text(capture::state_in_memory(*problem.state, {})) << ", that of "
+              << offload.size() << " unit(s) is offloaded\n";
+  }
+  std::cout << picture(step) << step.gathers << " gathers and " << step.reductions
             << " reductions a step\n";
   if (problem.activations) {
     const auto& modes = file.plan.choices.recompute;
@@ -139,7 +148,7 @@ void print_plan_of_step(const capture::PlanFile& file, const capture::PlanProble
   for (const auto& note : chosen.notes) std::cout << "note: " << note << '\n';
   std::cout << '\n' << to_text(file.plan, chosen, of.micro_batches);
   print_dtypes(step.contract);
-  print_step(file, problem, fixed_bytes(step.run()));
+  print_step(file, problem, held_bytes(step.run()));
 }
 
 /// Findings are printed, all else that is wrong with the file is refused.
@@ -182,13 +191,13 @@ int run_plan(const PlanArguments& arguments) {
       return text;
     });
   }
-  const auto planning = capture::planning_of(options);
+  const auto planning = planning_of(run, options);
   const auto record = step_record(run);
   const auto units = plan_units(run);
   const auto eager = eager_choices(run, record);
   constexpr auto kOrder = fsdp::PlanOrder::kOneAfterTheOther;
   const auto problem = capture::problem_of(planning, record, units, eager, kOrder);
-  capture::PlanFile file{made_for(run, TORCH_VERSION), planning.memory_budget, {}};
+  capture::PlanFile file{made_for(run, TORCH_VERSION), {}, {}};
   if (arguments.check) return check_plan(*arguments.check, file.made_for, problem);
   capture::Chosen chosen;
   if (planning.given) {
@@ -198,6 +207,7 @@ int run_plan(const PlanArguments& arguments) {
     chosen = choose(problem, planning.passes);
     file.plan = make_plan(record, units, chosen.choices, kOrder);
   }
+  file.memory_budget = planning.memory_budget;
   if (arguments.json) {
     std::cout << to_json(file);
     return kDone;

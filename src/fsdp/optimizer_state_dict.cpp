@@ -27,7 +27,7 @@ using StateOf = std::map<const GradContract*, OptimizerState>;
 
 StateOf states_of(const Optimizer& optimizer) {
   StateOf states;
-  for (auto& state : optimizer.state()) {
+  for (auto& state : optimizer.unread_state()) {
     const auto* contract = state.view.contract;
     states.emplace(contract, std::move(state));
   }
@@ -55,7 +55,8 @@ at::Tensor slice_of_kept(const fsdp::Unit& unit, std::size_t index, const StateO
       of.push_back(parameter.get());
       if (kept.values.numel() == 0) continue;
       const auto begin = bucket.plan().offset_in_slice(parameter->placed(), bucket.rank());
-      slice.narrow(0, begin, kept.values.numel()).copy_(kept.values);
+      const auto place = slice.narrow(0, begin, kept.values.numel());
+      kept.read ? kept.read(0, place) : static_cast<void>(place.copy_(kept.values));
     }
   }
   return slice;
@@ -97,13 +98,15 @@ OptimizerStateDict optimizer_state_dict(const ShardedBase& model, const Optimize
                 ": found kSharded, expected kFull or kFullOnRankZero; Optimizer::state() has what "
                 "this rank holds");
   auto& runtime = fsdp::unit_of_handle(model.unit()).runtime();
-  comm::on_all_or_none(runtime.world(), kWhat,
-                       [&] { fsdp::require_steps_of(model, optimizer, kWhat); });
+  comm::on_all_or_none(runtime.world(), kWhat, [&] {
+    fsdp::require_steps_of(model, optimizer, kWhat);
+    optimizer.require_whole(kWhat);
+  });
   const auto states = states_of(optimizer);
   OptimizerStateDict dict{optimizer.name(), {}};
   std::map<const GradContract*, std::size_t> place;
   std::string lines;
-  for (const auto& state : optimizer.state()) {
+  for (const auto& state : optimizer.unread_state()) {
     place.emplace(state.view.contract, dict.parameters.size());
     dict.parameters.push_back({state.view.contract->name, state.steps, {}});
     auto line = dict.parameters.back();
@@ -234,7 +237,7 @@ StateDictDifference load_optimizer_state_dict(const ShardedBase& model, Optimize
     fsdp::require_idle(model, kWhat);
     fsdp::require_steps_of(model, optimizer, kWhat);
   });
-  const auto states = optimizer.state();
+  const auto states = optimizer.unread_state();
   auto plan = plan_load(optimizer, states, dict);
   comm::on_all_or_none(runtime.world(), kWhat, [&] {
     const auto text = objections(plan, strict);
@@ -256,6 +259,7 @@ StateDictDifference load_optimizer_state_dict(const ShardedBase& model, Optimize
       if (values == source->kept.end() || kept.values.numel() == 0) continue;
       kept.values.copy_(part_of_shard(target->view, values->second));
     }
+    optimizer.put_away();  // one parameter's at a time
   }
   return std::move(plan.difference);
 }

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/text/printable.h"
+#include "capture/offload_pass.h"
 #include "capture/recompute_pass.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
@@ -146,9 +147,33 @@ capture::MadeFor made_for(const RunOfPlan& run, std::string torch) {
           .tokens = training.local_batch_size.value_or(1) * training.seq_len.value_or(0)};
 }
 
-std::int64_t fixed_bytes(const RunOfPlan& run) {
-  const auto table = table_of(run);
-  return table.held.total() - table.held.unsharded;
+HeldBytes held_bytes(const RunOfPlan& run) {
+  const auto held = table_of(run).held;
+  const auto state = held.moments + held.master;
+  return {.state = state, .others = held.total() - held.unsharded - state};
+}
+
+namespace {
+
+bool may_offload(const Config& config) { return !config.compile.offload_folder.empty(); }
+
+std::vector<fsdp::StateBytes> state_of(const RunOfPlan& run) {
+  return fsdp::state_of_units(run.plan, run.contract.parameters,
+                              fsdp::kept_states(run.config.optimizer.name, run.config.optimizer));
+}
+
+}  // namespace
+
+capture::Planning planning_of(const RunOfPlan& run, const CompileOptions& options) {
+  auto planning = capture::planning_of(options);
+  if (may_offload(run.config)) planning.state = state_of(run);
+  return planning;
+}
+
+fsdp::StepPlan first_plan(const RunOfPlan& run, const capture::Planning& planning) {
+  const auto record = step_record(run);
+  return plan_step(planning, record, plan_units(run), eager_choices(run, record),
+                   fsdp::PlanOrder::kOneAfterTheOther);
 }
 
 std::optional<ForwardActivations> activations(const RunOfPlan& run) {
@@ -174,6 +199,7 @@ CompileOptions compile_options(const RunOfPlan& run, const MachineMemory& machin
   options.form = section.form;
   options.passes = section.passes;
   options.plan = section.plan;
+  options.offload_folder = section.offload_folder;
   options.micro_batches = micro_batches_of(run);
   options.activations = activations(run);
   if (!section.memory_budget) return options;
@@ -182,8 +208,14 @@ CompileOptions compile_options(const RunOfPlan& run, const MachineMemory& machin
                          ? static_cast<std::int64_t>(budget.share * machine.memory /
                                                      static_cast<double>(machine.local_ranks))
                          : budget.bytes;
-  const auto fixed = fixed_bytes(run);
+  auto [state, fixed] = held_bytes(run);
   capture::PlanProblem problem;
+  // In blocks for the file they may be a little larger than in memory.
+  if (may_offload(run.config)) {
+    problem.state = state_of(run);
+  } else {
+    fixed += state;
+  }
   problem.record = step_record(run);
   problem.units = plan_units(run);
   problem.eager = eager_choices(run, problem.record);
@@ -196,9 +228,24 @@ CompileOptions compile_options(const RunOfPlan& run, const MachineMemory& machin
                 " bytes a rank, expected at least ", least, ", of which ", fixed,
                 " are there whatever the plan is (tessera inspect --contract has the table), and "
                 "the others the least that is gathered in form ",
-                section.form, " and that activations take; raise it, or lower what a rank holds");
+                section.form, " and that activations", problem.state ? " and optimizer state" : "",
+                " take; raise it, or lower what a rank holds",
+                problem.state ? "" : " (compile.offload_folder takes optimizer state)");
   options.memory_budget = bytes - fixed;
   return options;
+}
+
+std::optional<OffloadedState> offloaded_state(const RunOfPlan& run, const MachineMemory& machine) {
+  if (run.config.compile.mode == CompileChoice::kOff || !may_offload(run.config)) return {};
+  try {
+    const auto planning = planning_of(run, compile_options(run, machine));
+    const auto offload = first_plan(run, planning).choices.offload;
+    if (offload.empty()) return std::nullopt;
+    return OffloadedState{static_cast<std::int64_t>(offload.size()),
+                          capture::state_in_memory(*planning.state, offload)};
+  } catch (const Error&) {
+    return std::nullopt;
+  }
 }
 
 }  // namespace tessera::train

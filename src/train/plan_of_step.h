@@ -47,9 +47,18 @@ fsdp::PlanChoices eager_choices(const RunOfPlan& run, const fsdp::StepRecord& re
 /// `torch`: TORCH_VERSION.
 capture::MadeFor made_for(const RunOfPlan& run, std::string torch);
 
-/// What a rank holds in a step whatever its plan is, in bytes: all of memory_table() but gathered
-/// parameters and activations.
-std::int64_t fixed_bytes(const RunOfPlan& run);
+/// What a rank holds in a step beside gathered parameters and activations, in bytes, as memory_table() has it.
+struct HeldBytes {
+  std::int64_t state = 0;   ///< of the optimizer, were all of it in memory
+  std::int64_t others = 0;  ///< whatever the plan is
+};
+HeldBytes held_bytes(const RunOfPlan& run);
+
+/// Planning of [compile], with the optimizer's state by units where that may be offloaded. Errors:
+/// as capture::planning_of.
+capture::Planning planning_of(const RunOfPlan& run, const CompileOptions& options);
+/// What the steps' plan is to begin with: before costs are measured.
+fsdp::StepPlan first_plan(const RunOfPlan& run, const capture::Planning& planning);
 /// Those of layers that are units by unit; none without training.seq_len.
 std::optional<ForwardActivations> activations(const RunOfPlan& run);
 
@@ -58,8 +67,13 @@ struct MachineMemory {
   double memory = 0.0;
   int local_ranks = 1;
 };
-/// [compile] as the library takes it, with activations(); of compile.memory_budget what fixed_bytes() leave. Errors:
+/// [compile] as the library takes it, with activations(); of compile.memory_budget what held_bytes()
+/// leave. Errors:
 /// kConfig for a budget that leaves nothing, with the least in bytes.
 CompileOptions compile_options(const RunOfPlan& run, const MachineMemory& machine);
+
+/// What the run's first plan offloads of its state; none where it offloads nothing, or has no plan:
+/// then compile_options() says why.
+std::optional<OffloadedState> offloaded_state(const RunOfPlan& run, const MachineMemory& machine);
 
 }  // namespace tessera::train

@@ -45,32 +45,45 @@ MachineMemory least_memory(World& world) {
 
 }  // namespace
 
-CompileOptions planned_options(const RunOfPlan& run, std::int64_t micro_batches, World& world) {
+PlannedOptions planned_options(const RunOfPlan& run, std::int64_t micro_batches, World& world) {
   const auto& section = run.config.compile;
   if (section.mode == CompileChoice::kOff) return {};
   TESSERA_CHECK(
       !section.memory_budget || section.memory_budget->share == 0.0 || world.device().is_cpu(),
       ErrorKind::kConfig, "compile.memory_budget: found a share of memory on ",
       world.device().str(), ", expected bytes there; give them as a number");
+  TESSERA_CHECK(section.offload_folder.empty() || world.device().is_cpu(), ErrorKind::kConfig,
+                "compile.offload_folder: found one on ", world.device().str(),
+                ", expected none there: state of devices stays on them so far; leave it out");
   auto options = compile_options(run, least_memory(world));
   options.micro_batches = micro_batches;
-  const auto planning = capture::planning_of(options);
+  const auto planning = planning_of(run, options);
   if (planning.given) {
     auto expected = made_for(run, TORCH_VERSION);
     expected.micro_batches = micro_batches;
     require_made_for(*planning.given, expected, planning.plan_from);
   }
-  const auto record = step_record(run);
-  plan_step(planning, record, plan_units(run), eager_choices(run, record),
-            fsdp::PlanOrder::kOneAfterTheOther);
-  return options;
+  PlannedOptions planned{std::move(options), {}};
+  for (const auto unit : first_plan(run, planning).choices.offload) {
+    for (const auto& item : run.plan.units[unit].items) planned.offloaded.push_back(item.name);
+  }
+  return planned;
 }
 
-PlannedSteps::PlannedSteps(CompileOptions options, const ShardedBase& model, World& world,
-                           std::filesystem::path folder)
-    : options_(std::move(options)), model_(model), world_(world), folder_(std::move(folder)) {
+PlannedSteps::PlannedSteps(PlannedOptions planned, const ShardedBase& model, Optimizer& optimizer,
+                           World& world, std::filesystem::path folder)
+    : options_(std::move(planned.options)),
+      model_(model),
+      optimizer_(optimizer),
+      world_(world),
+      folder_(std::move(folder)) {
   is_chosen_ = !options_.plan.empty();
-  compile(model_, options_);  // by assumed costs, until there are measured ones
+  if (!options_.offload_folder.empty()) {
+    optimizer_.offload({.folder = options_.offload_folder,
+                        .match = std::move(planned.offloaded),
+                        .by_plan = true});
+  }
+  compile(model_, options_, &optimizer_);  // by assumed costs, until there are measured ones
 }
 
 PlannedSteps::~PlannedSteps() = default;
@@ -97,8 +110,12 @@ void PlannedSteps::end_step(std::int64_t step) {
 }
 
 void PlannedSteps::measure(const std::vector<TraceSpan>& spans) {
-  const auto mine = capture::measured_profile(
-      spans, fsdp::plan_units(model_), options_.micro_batches, fsdp::followed_recompute(model_));
+  auto mine = capture::measured_profile(spans, fsdp::plan_units(model_), options_.micro_batches,
+                                        fsdp::followed_recompute(model_));
+  const auto& moved = optimizer_.offload_traffic();
+  if (const auto bytes = moved.bytes_read + moved.bytes_written; bytes > 0) {
+    mine.transfer = {.ms_per_byte = std::min(moved.busy_ms / static_cast<double>(bytes), 1.0)};
+  }
   std::vector<capture::PlanProfile> ranks;
   for (const auto& text :
        comm::all_gather_bytes(world_.control(), to_json(mine), "profile of a step")) {
@@ -111,7 +128,7 @@ void PlannedSteps::choose(std::int64_t step) {
   const auto middle = measured_.begin() + kMeasured / 2;
   std::ranges::nth_element(measured_, middle, {}, capture::computed_ms);
   options_.profile = to_json(*middle);
-  compile(model_, options_);
+  compile(model_, options_, &optimizer_);
   if (world_.rank() != 0) return;
   const auto path = folder_ / "profile.json";
   write_atomically(path, options_.profile);

@@ -11,11 +11,13 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "base/trace.h"
 #include "capture/plan_profile.h"
 #include "tessera/compile.h"
+#include "tessera/optim.h"
 #include "tessera/shard.h"
 #include "tessera/world.h"
 #include "train/plan_of_step.h"
@@ -25,13 +27,19 @@ namespace tessera::train {
 /// [compile] of a run as the library takes it, where it holds for what the run is expected to
 /// record. A share of memory is one of this host's that a rank has, the least of any. Collective.
 /// Errors: kConfig, kFormat, kIo as plan_of_step.h and compile().
-CompileOptions planned_options(const RunOfPlan& run, std::int64_t micro_batches, World& world);
+struct PlannedOptions {
+  CompileOptions options = {};
+  /// Parameters whose optimizer state is outside of memory from the first update on.
+  std::vector<std::string> offloaded = {};
+};
+PlannedOptions planned_options(const RunOfPlan& run, std::int64_t micro_batches, World& world);
 
 class PlannedSteps {
  public:
-  /// `options.micro_batches` of each step. `folder`: rank 0 writes profile.json there, what was
-  /// measured. Collective. Errors: as compile().
-  PlannedSteps(CompileOptions options, const ShardedBase& model, World& world,
+  /// `planned.options.micro_batches` of each step; `optimizer` of all of `model`, before its first
+  /// update. `folder`: rank 0 writes profile.json there, what was measured. Collective. Errors: as
+  /// compile().
+  PlannedSteps(PlannedOptions planned, const ShardedBase& model, Optimizer& optimizer, World& world,
                std::filesystem::path folder);
   ~PlannedSteps();
 
@@ -46,6 +54,7 @@ class PlannedSteps {
 
   CompileOptions options_;
   const ShardedBase& model_;
+  Optimizer& optimizer_;
   World& world_;
   std::filesystem::path folder_;
   bool is_chosen_ = false;

@@ -278,7 +278,12 @@ std::string to_string(const MemoryTable& table) {
   text += line("unsharded peak", held.unsharded, "units gathered at once");
   text += line("reductions", held.reductions, "gradients on their way, at most");
   text += line("raw gradient", held.raw_gradient, "of the largest parameter, until it is added");
-  text += line("all of these", held.total(), "");
+  if (table.offloaded) {
+    text += line("of the optimizer", table.offloaded->in_memory,
+                 concat("in memory, instead of moments and master: state of ",
+                        table.offloaded->units, " unit(s) is offloaded"));
+  }
+  text += line("all of these", table.resident(), "");
   return text + activations_text(table);
 }
 

@@ -58,16 +58,27 @@ RankMemoryOptions rank_memory_options(const Config& config, const ParallelDims& 
 RankMemory rank_memory(const std::vector<GradContract>& contracts, const layout::ModelPlan& plan,
                        const RankMemoryOptions& options, std::optional<int> rank = std::nullopt);
 
+/// Optimizer state that lies outside of memory, as a run's first plan has it.
+struct OffloadedState {
+  std::int64_t units = 0;
+  std::int64_t in_memory = 0;  ///< what stays of moments and masters, two chunks of others included
+};
+
 struct MemoryTable {
   RankMemory held = {};
+  std::optional<OffloadedState> offloaded = std::nullopt;
   /// None where training.seq_len is not known yet.
   std::optional<models::KeptActivations> activations = std::nullopt;
   RecomputeMode mode = RecomputeMode::kNone;  ///< what the configuration asks for
   std::int64_t rows = 1;                      ///< of a micro-batch
   std::int64_t positions = 0;
   std::int64_t micro_batches = 1;
+  std::int64_t resident() const {
+    return offloaded ? held.total() - held.moments - held.master + offloaded->in_memory
+                     : held.total();
+  }
   std::int64_t total(RecomputeMode of) const {
-    return held.total() + (activations ? activations->in(of).peak : 0);
+    return resident() + (activations ? activations->in(of).peak : 0);
   }
 };
 

@@ -135,7 +135,7 @@ class Trainer {
     if (config.job.dump_folder && world.rank() == 0) {
       log::info(banner_line("run folder", *config.job.dump_folder));
     }
-    const CompileOptions compiled = options_of_plan(parts.contract);
+    auto planned = options_of_plan(parts.contract);
     model_ =
         parallelize(std::move(parts), source_, config, mesh_,
                     checkpoints_->resumes() ? InitialWeights::kLater : InitialWeights::kOfSource);
@@ -147,12 +147,12 @@ class Trainer {
     }
     const bool replays = config.compile.mode == CompileChoice::kReplay;
     if (plan && replays) capture::replay_regions(*model_);
-    if (compiled.mode != CompileMode::kOff) {
-      planned_.emplace(compiled, *model_, world, config.metrics.folder);
-    }
     if (replays) replayed_.emplace(*model_);
     optimizer_ = fsdp::make_optimizer(config.optimizer.name, *model_, *config.optimizer.lr,
                                       config.optimizer);
+    if (planned.options.mode != CompileMode::kOff) {
+      planned_.emplace(std::move(planned), *model_, *optimizer_, world, config.metrics.folder);
+    }
     scaler_ = make_scaler(*model_, parameters_, config.grad_scaler);
     done_ = checkpoints_->load(*model_, *optimizer_, scaler_.get());
     flops_per_token_ = flops_per_token(model_size(), data_->row_tokens());
@@ -275,7 +275,7 @@ class Trainer {
   Vocabulary vocabulary_of_model() const { return vocabulary_of(source_.spec, !source_.folder); }
 
   /// What stays the same of a plan before the model is there; the run's ranks, rows and memory.
-  CompileOptions options_of_plan(const ModelContract& contract) {
+  PlannedOptions options_of_plan(const ModelContract& contract) {
     // The steps of a pipeline have the plan of its schedule.
     if (config_.compile.mode == CompileChoice::kOff || dims_.pp > 1) return {};
     const auto buckets = plan_model(source_.description, contract.parameters, mesh_shape(dims_));
@@ -313,11 +313,21 @@ class Trainer {
     std::vector<double> mine{elapsed.count(), peak_rss_mib(), asked_to_stop(),
                              checkpoints_->writing() ? 1.0 : 0.0};
     const bool on_device = !world_.device().is_cpu();
+    const auto& moved = optimizer_->offload_traffic();
+    const bool offloads = !config_.compile.offload_folder.empty() && planned_;
+    if (offloads) {
+      mine.push_back(mib(moved.bytes_read + moved.bytes_written));
+      mine.push_back(moved.waited_ms);
+    }
     if (on_device) mine.push_back(mib(comm::memory_of(world_.device()).peak));
     const auto most = max_over_ranks(*model_, mine);
     metrics.step_ms = most[0];
     metrics.peak_rss_mib = most[1];
     if (on_device) metrics.peak_device_mib = most.back();
+    if (offloads && updated_ && most[4] > 0) {
+      metrics.offload_mib = most[4];
+      metrics.offload_wait_ms = most[5];
+    }
     const auto tokens = static_cast<double>(rows.count() * data_->row_tokens());
     metrics.tps_global = tokens / (metrics.step_ms / 1000.0);
     metrics.tps = metrics.tps_global / world_.size();
@@ -367,9 +377,11 @@ class Trainer {
   }
 
   void update(StepMetrics& metrics) {
+    updated_ = true;
     if (!scaler_) return optimizer_->step();
     metrics.loss_scale = scaler_->scale();
-    if (!scaler_->step(*optimizer_, *model_, metrics.grad_norm)) {
+    updated_ = scaler_->step(*optimizer_, *model_, metrics.grad_norm);
+    if (!updated_) {
       log::info("step ", metrics.step, ": gradients are not finite at the loss scale ",
                 *metrics.loss_scale, ": the step is left out, the scale is ", scaler_->scale(),
                 " from now on");
@@ -444,12 +456,13 @@ class Trainer {
   std::shared_ptr<Sharded<models::LanguageModel>> model_;
   std::vector<GradContract> parameters_;   ///< of the whole model
   std::optional<PipelineOfRun> pipeline_;  ///< none where the model is here whole
-  std::optional<PlannedSteps> planned_;    ///< none with compile.mode = "off"
   std::optional<ReplayedCalls> replayed_;  ///< none but with "replay"
   std::unique_ptr<Optimizer> optimizer_;
-  std::unique_ptr<GradScaler> scaler_;  ///< none without float16
+  std::optional<PlannedSteps> planned_;  ///< none with compile.mode = "off"
+  std::unique_ptr<GradScaler> scaler_;   ///< none without float16
   std::optional<CheckpointSession> checkpoints_;
   std::int64_t done_ = 0;  ///< steps before this run
+  bool updated_ = false;   ///< by the step under way: a scaler may leave that out
   double flops_per_token_ = 0;
   std::optional<MetricsFile> metrics_;
   std::optional<Observers> observers_;

@@ -161,7 +161,7 @@ void OpenStep::make_plan() {
   inputs.choices.recompute = runtime_.own_recompute();
   auto& known = runtime_.records_.at({options_.schedule, options_.stages});
   if (known.plan != nullptr && known.inputs == inputs) {
-    step_plan_ = known.plan;
+    step_plan_ = runtime_.followed_plan_ = known.plan;
     return;
   }
   const auto& planner = runtime_.planner_;
@@ -188,7 +188,7 @@ void OpenStep::make_plan() {
   }
   known.inputs = std::move(inputs);
   known.plan = std::make_shared<const StepPlan>(std::move(plan));
-  step_plan_ = known.plan;
+  step_plan_ = runtime_.followed_plan_ = known.plan;
 }
 
 void OpenStep::require_open(const char* what) const {

@@ -179,6 +179,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// `while_recording`: of what a plan may tell, in steps that have none yet.
   void set_planner(Planner planner, RecomputeMode while_recording);
   std::vector<PlanUnit> plan_units() const;  ///< as they are now
+  /// Of the last step scope that followed one; null: none has.
+  const StepPlan* followed_plan() const { return followed_plan_.get(); }
   /// By unit: what its user has said, or kNone.
   std::vector<RecomputeMode> own_recompute() const;
   /// By unit: of the step that begins, until end_following().
@@ -313,6 +315,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::uint64_t steps_ = 0;                                   // so far
   std::map<std::pair<std::string, int>, KnownStep> records_;  // by schedule and number of stages
   Planner planner_;                                           // null: plans are eager
+  std::shared_ptr<const StepPlan> followed_plan_;
   std::shared_ptr<grad::Regions> regions_;
   std::uint64_t planners_ = 0;  // so far: the same number on every rank
   RecomputeMode while_recording_ = RecomputeMode::kNone;

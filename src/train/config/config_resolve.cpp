@@ -44,20 +44,18 @@ void check_pipeline(const PipelineConfig& section) {
 /// Also with mode off, so that one configuration serves with and without.
 void check_compile(const Config& config) {
   const CompileConfig& section = config.compile;
-  TESSERA_CHECK(
-      section.offload_folder.empty(), ErrorKind::kConfig, "compile.offload_folder: found ",
-      printable(section.offload_folder, 1024),
-      ", expected none: optimizer state outside of memory is not there yet; leave it out");
   if (section.passes) capture::check_passes(*section.passes);
   if (section.mode == CompileChoice::kOff) return;
   const int stages = config.parallelism.pipeline_parallel_degree;
   const bool only_replays = section.mode == CompileChoice::kReplay && section.form == 3 &&
-                            !section.memory_budget && !section.passes && section.plan.empty();
+                            !section.memory_budget && !section.passes && section.plan.empty() &&
+                            section.offload_folder.empty();
   TESSERA_CHECK(stages == 1 || only_replays, ErrorKind::kConfig, "compile.mode: found ",
                 section.mode == CompileChoice::kPlan ? "plan" : "replay with a plan of its own",
                 " with pipeline_parallel_degree ", stages,
-                ", expected off, or replay without form, memory_budget, passes and plan: the steps "
-                "of a pipeline have the plan of its schedule; set compile.mode = \"off\" and "
+                ", expected off, or replay without form, memory_budget, passes, plan and "
+                "offload_folder: the steps of a pipeline have the plan of its schedule; set "
+                "compile.mode = \"off\" and "
                 "pipeline.reshard, or pipeline_parallel_degree = 1");
   if (section.memory_budget) {
     require_seq_len(config.training,

@@ -179,8 +179,9 @@ TEST(Passes, WhatAUserBoundStays) {
 TEST(Passes, UnknownOnesAndUnmetRequirementsAreNamed) {
   auto problem = problem_of({20, 30}, 2);
   const auto with = [&](const Names& names) { return refused([&] { choose(problem, names); }); };
-  EXPECT_THAT(with({"keap"}), HasSubstr("found 'keap', expected recompute, keep or prefetch"));
-  EXPECT_THAT(with({"offload"}), HasSubstr("'offload', which is not there yet"));
+  EXPECT_THAT(with({"keap"}),
+              HasSubstr("found 'keap', expected recompute, keep, offload or prefetch"));
+  EXPECT_THAT(with({"offload"}), HasSubstr("found offload without compile.offload_folder"));
   EXPECT_THAT(with({"keep"}), HasSubstr("found keep without compile.memory_budget"));
   EXPECT_THAT(with({"prefetch", "prefetch"}), HasSubstr("twice"));
   problem.memory_budget = 1000;

@@ -595,10 +595,47 @@ TEST(CompileOfRun, BudgetBelowTheLeastGivesTheLeastOfAll) {
     least = std::stoll(text.substr(text.find("at least ") + 9));
   }
   config.compile.memory_budget = MemoryBudget{.bytes = least};
-  EXPECT_EQ(*compile_options(run, {}).memory_budget, least - fixed_bytes(run));
+  const auto held = held_bytes(run);
+  EXPECT_EQ(*compile_options(run, {}).memory_budget, least - held.others - held.state);
   config.compile.memory_budget = MemoryBudget{.share = 0.5};
   const MachineMemory machine{static_cast<double>(8 * least), 2};
-  EXPECT_EQ(*compile_options(run, machine).memory_budget, 2 * least - fixed_bytes(run));
+  EXPECT_EQ(*compile_options(run, machine).memory_budget, 2 * least - held.others - held.state);
+  // Where optimizer state may be offloaded less is needed, and the budget is of it, too.
+  config.compile.offload_folder = "out";
+  EXPECT_EQ(*compile_options(run, machine).memory_budget, 2 * least - held.others);
+  config.compile.memory_budget = MemoryBudget{.bytes = 1000};
+  EXPECT_THAT(testing::error_of(ErrorKind::kConfig, [&] { compile_options(run, {}); }),
+              HasSubstr("beside optimizer state"));
+}
+
+// What is told before a run of state and memory is what a run has.
+TEST(CompileOfRun, StateOfUnitsIsThatOfARun) {
+  const testing::TemporaryFolder folder;
+  for (const auto storage : {DType::kFloat32, DType::kBFloat16}) {
+    StepCase c{"dense", "qwen3", 3};
+    Config config = config_of(c, folder);
+    config.precision.storage_dtype.dtype = config.precision.param_dtype.dtype = storage;
+    const Before known = before(config, c.ranks);
+    const RunOfPlan run = known.of(config);
+    const auto predicted = fsdp::state_of_units(run.plan, run.contract.parameters, 2);
+    on_ranks(c.ranks, [&](World& world) {
+      Rank rank(config, known, world);
+      const auto optimizer = make_adamw(rank.model(), {});
+      EXPECT_EQ(fsdp::state_of_units(rank.model(), *optimizer), predicted);
+      rank.step();
+      optimizer->step();
+      const auto whole = optimizer->resident_bytes();
+      EXPECT_LE(whole, held_bytes(run).state);
+      EXPECT_LE(held_bytes(run).state, fsdp::sum_of(predicted).bytes);
+      optimizer->offload({.folder = folder.path()});
+      rank.model().zero_grad();
+      rank.step();
+      optimizer->step();
+      // No more than the forecast: a rank may have less than the one that has most.
+      EXPECT_LE(optimizer->resident_bytes(), fsdp::buffer_bytes(fsdp::sum_of(predicted)));
+      EXPECT_GT(optimizer->resident_bytes(), 0);
+    });
+  }
 }
 
 }  // namespace
