@@ -238,8 +238,7 @@ class ShardedBase : public torch::nn::Module {
 
   /// Whether somebody replays regions of the model whose forward runs here.
   static bool replays();
-  using RegionBody =
-      std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>& inputs)>;
+  using RegionBody = std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>& inputs)>;
   /// body(inputs) as the region that is all of the module.
   std::vector<at::Tensor> run_region(const std::vector<at::Tensor>& inputs,
                                      const RegionBody& body) const;
@@ -309,9 +308,10 @@ namespace detail {
 
 /// Whether a forward takes nothing but tensors, and gives one or several.
 template <class R, class... Args>
-inline constexpr bool kIsOfTensors =
-    (std::is_same_v<R, at::Tensor> || std::is_same_v<R, std::vector<at::Tensor>>) &&
-    sizeof...(Args) > 0 && (std::is_same_v<std::decay_t<Args>, at::Tensor> && ...);
+inline constexpr bool kIsOfTensors = (std::is_same_v<R, at::Tensor> ||
+                                      std::is_same_v<R, std::vector<at::Tensor>>) &&
+                                     sizeof...(Args) > 0 &&
+                                     (std::is_same_v<std::decay_t<Args>, at::Tensor> && ...);
 
 template <class M, class Signature>
 class ShardedForward;

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "capture/planner.h"
-#include "capture/regions.h"
+#include "capture/replay/regions.h"
 #include "fsdp/handle.h"
 #include "tessera/error.h"
 #include "tessera/mesh.h"

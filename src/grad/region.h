@@ -4,7 +4,7 @@
 // in_region(), and is called as ever where nobody replays. Who records meanwhile is told what
 // operations do not show: which raw gradient belongs to which slot (GradSink), and what makes a
 // region impossible to replay. Threads: each forward and backward runs on one, which is the rank's.
-// Next: ../capture/regions.h.
+// Next: ../capture/replay/regions.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -15,11 +15,11 @@ namespace {
     "(Tensor, Tensor, Tensor)")                                                                    \
   X(rms_norm_backward,                                                                             \
     "(Tensor grad, Tensor? grad_sum, Tensor x, Tensor weight, Tensor scale, bool rounds_first) "   \
-    "-> "                                                                                          \
-    "(Tensor, Tensor)")                                                                            \
+    "-> (Tensor, Tensor)")                                                                         \
   X(rope_heads,                                                                                    \
     "(Tensor x, Tensor? weight, Tensor cos, Tensor sin, int heads, int repeat, float eps, "        \
-    "bool rounds_first) -> (Tensor, Tensor)")                                                      \
+    "bool rounds_first) "                                                                          \
+    "-> (Tensor, Tensor)")                                                                         \
   X(rope_heads_backward,                                                                           \
     "(Tensor grad, Tensor? x, Tensor? weight, Tensor cos, Tensor sin, Tensor? scale, "             \
     "bool rounds_first) -> (Tensor, Tensor)")                                                      \

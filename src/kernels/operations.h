@@ -1,12 +1,12 @@
 // The list (kernels.h) as operations of libtorch's dispatcher, for whoever watches operations go by
-// (capture/tape.h). [Note: watched kernels]
+// (capture/replay/tape.h). [Note: watched kernels]
 //
 // A kernel reads and writes through pointers, which nobody sees: a recording that missed one would
 // replay memory that nothing fills. So a function of the list that is called while its thread is
 // watched goes through the dispatcher, under its name and with its writes declared; else it is
 // called at once. The operations are registered when somebody asks for them, not by a static object:
 // the linker drops those of an archive that nothing names. On meta tensors they are those of aten/.
-// Source: capture/tape.h says what watches.
+// Next: ../capture/replay/tape.h.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>

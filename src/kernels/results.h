@@ -3,7 +3,7 @@
 // The functions of the list return their results; a `.out` form of each would be a second list. So
 // who has memory for the results of a call says so around it, and a kernel asks here for each of
 // them. It may get the memory of another result of that size, or none: where a result lies is seen
-// when it has been returned. Threads: of the thread that calls. Next: ../capture/live_entry.h.
+// when it has been returned. Threads: of the thread that calls. Next: ../capture/replay/live_entry.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>

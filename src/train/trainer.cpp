@@ -12,7 +12,7 @@
 #include "base/log.h"
 #include "base/text/printable.h"
 #include "base/trace.h"
-#include "capture/regions.h"
+#include "capture/replay/regions.h"
 #include "comm/device.h"
 #include "comm/host_read.h"
 #include "fsdp/handle.h"

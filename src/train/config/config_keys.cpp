@@ -314,8 +314,10 @@ void add_plan(std::vector<ConfigKey>& keys) {
       .key("mode", &C::mode,
            {"",
             "off: steps gather, keep and release as reshard_after_forward says; plan: as chosen "
-            "for memory_budget, or as plan says; replay: the same, and layers are recorded, compared "
-            "with eager ones and then run without autograd, bit for bit. In a pipeline replay alone."})
+            "for memory_budget, or as plan says; replay: the same, and layers are recorded, "
+            "compared "
+            "with eager ones and then run without autograd, bit for bit. In a pipeline replay "
+            "alone."})
       .key("plan", &C::plan,
            {"file", "A plan as `tessera plan --json` writes it; then nothing is chosen."})
       .key("memory_budget", &C::memory_budget,

@@ -1,6 +1,6 @@
 // Property: whatever lives when, buffers of a plan lie where they may, in a block that is no larger
 // than all of them and no smaller than those that live at one time; and what lies wrong is found.
-#include "capture/arena_plan.h"
+#include "capture/replay/arena_plan.h"
 
 #include <gmock/gmock.h>
 

@@ -1,4 +1,4 @@
-#include "capture/regions.h"
+#include "capture/replay/regions.h"
 
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
@@ -9,7 +9,7 @@
 #include <algorithm>
 
 #include "base/log.h"
-#include "capture/region.h"
+#include "capture/replay/variants.h"
 #include "grad/keep.h"
 #include "grad/leaf.h"
 #include "tessera/shard.h"
@@ -151,6 +151,12 @@ std::vector<at::Tensor> Region::eager(const std::string& why, const std::vector<
 std::vector<at::Tensor> Region::run(const std::vector<at::Tensor>& inputs,
                                     const grad::RegionBody& body) {
   if (const auto why = why_eager(inputs); !why.empty()) return eager(why, inputs, body);
+  const auto wants = [](const at::Tensor& each) { return each.defined() && each.requires_grad(); };
+  if (c10::GradMode::is_enabled() && std::ranges::none_of(inputs, wants) &&
+      std::ranges::none_of(parameters_, wants)) {
+    const at::NoGradGuard no_graph;  // there would be none
+    return run(inputs, body);
+  }
   const auto found = std::ranges::find_if(
       variants_, [&](const auto& variant) { return matches(variant->guards, inputs); });
   std::shared_ptr<Variant> variant;

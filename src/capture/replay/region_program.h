@@ -16,8 +16,8 @@
 #include <string>
 #include <vector>
 
-#include "capture/arena_plan.h"
-#include "capture/tape.h"
+#include "capture/replay/arena_plan.h"
+#include "capture/replay/tape.h"
 
 namespace tessera::capture {
 

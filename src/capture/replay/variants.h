@@ -7,10 +7,10 @@
 #include <string>
 #include <vector>
 
-#include "capture/live_entry.h"
-#include "capture/program.h"
-#include "capture/regions.h"
-#include "capture/tape.h"
+#include "capture/replay/live_entry.h"
+#include "capture/replay/region_program.h"
+#include "capture/replay/regions.h"
+#include "capture/replay/tape.h"
 
 namespace tessera::capture {
 

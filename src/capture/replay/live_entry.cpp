@@ -1,4 +1,4 @@
-#include "capture/live_entry.h"
+#include "capture/replay/live_entry.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
@@ -31,6 +31,17 @@ at::Tensor tensor_of(const c10::Storage& storage, const Value& value) {
 /// As at::empty_strided, of that value.
 at::Tensor fresh_of(const Value& value) {
   return at::empty_strided(value.sizes, value.strides, at::TensorOptions().dtype(value.dtype));
+}
+
+/// With its strides: what comes after may add in their order.
+at::Tensor copy_of(const at::Tensor& tensor) {
+  std::int64_t reach = 1;
+  for (std::int64_t i = 0; i < tensor.dim(); ++i) {
+    if (tensor.size(i) == 0) return tensor.clone();
+    reach += (tensor.size(i) - 1) * tensor.stride(i);
+  }
+  const at::Tensor memory = tensor.as_strided({reach}, {1}, tensor.storage_offset()).clone();
+  return memory.as_strided(tensor.sizes(), tensor.strides());
 }
 
 /// Where its memory begins.
@@ -209,7 +220,7 @@ std::vector<at::Tensor> LiveEntry::handed(const std::vector<HandedValue>& handed
       results[i] = fresh[static_cast<std::size_t>(one.same_as)].as_strided(
           value.sizes, value.strides, value.offset);
     } else {
-      results[i] = this->value(one.value).clone();
+      results[i] = copy_of(this->value(one.value));
     }
   }
   return results;

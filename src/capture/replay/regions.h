@@ -5,7 +5,7 @@
 // tables that later ones find. The second is recorded (tape.h): the body runs with a graph of its
 // own, which the node's backward runs through. The next two are
 // recorded again, on other data, and compared: the operations with those of before, and bit for bit
-// what the program (program.h) makes of the same inputs; a difference names the operation, and the
+// what the program (region_program.h) makes of the same inputs; a difference names the operation, and the
 // region stays eager from then on. All later calls are replayed. A call replays what was recorded
 // under the same guards: sizes, strides and dtypes of arguments, what needs a gradient, grad mode,
 // threads; four variants at most. Whatever else is asked of a region calls its body, and the reason
@@ -15,7 +15,7 @@
 // what forward left in its entry; where the gradients that come are others than those that were
 // recorded (one is missing, another layout), the body runs again from the kept arguments.
 // Sources: DeepSpeed PR 8038 (raw gradients of a compiled backward), torchtitan's tests of traced
-// against eager gradients bit for bit. Next: tape.h, program.h, live_entry.h.
+// against eager gradients bit for bit. Next: tape.h, region_program.h, live_entry.h.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@
 #include <utility>
 #include <vector>
 
-#include "capture/live_entry.h"
+#include "capture/replay/live_entry.h"
 #include "grad/region.h"
 #include "tessera/compile.h"
 

@@ -6,17 +6,18 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
-#include <cstring>
 #include <exception>
 #include <functional>
 #include <unordered_set>
 #include <utility>
 
 #include "base/first_derivative.h"
-#include "capture/region.h"
+#include "capture/replay/variants.h"
+#include "comm/torch_compat.h"
 #include "grad/leaf.h"
 #include "tessera/error.h"
 
@@ -25,13 +26,6 @@ namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-bool same_bits(const at::Tensor& a, const at::Tensor& b) {
-  if (!a.defined() || !b.defined()) return a.defined() == b.defined();
-  if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return false;
-  const at::Tensor one = a.contiguous(), other = b.contiguous();
-  return std::memcmp(one.const_data_ptr(), other.const_data_ptr(), one.nbytes()) == 0;
-}
 
 /// Compares what a replay gives with what eager operations gave, step by step.
 class Comparison {
@@ -46,8 +40,8 @@ class Comparison {
   void look_at(std::size_t step) {
     if (!difference_.empty()) return;
     const auto& call = *eager_.steps()[step].call;
-    for (const auto& [value, eager] : eager_.kept()[step]) {
-      if (same_bits(eager, replay_.value(value))) continue;
+    for (const auto& [value, bits] : eager_.kept()[step]) {
+      if (bits_of(replay_.value(value)) == bits) continue;
       difference_ = concat(name_of(call.operation), ": found other values than eager ones");
     }
   }
@@ -57,6 +51,16 @@ class Comparison {
   std::string difference_;
 };
 
+/// The end of a graph inside: keeps what comes for one input, as it comes. At a leaf autograd would
+/// lay it out anew.
+struct InputEnd : torch::autograd::Node {
+  at::Tensor gradient;
+  variable_list apply(variable_list&& grads) override {
+    gradient = std::move(grads[0]);
+    return {};
+  }
+};
+
 /// Rides in a node's saved_data.
 struct LiveCall : torch::CustomClassHolder {
   enum class Kind : std::uint8_t { kRecorded, kReplayed };
@@ -64,7 +68,8 @@ struct LiveCall : torch::CustomClassHolder {
   std::shared_ptr<Region> region;
   std::shared_ptr<Variant> variant;
   grad::RegionBody body;
-  variable_list inputs;   ///< as they came; of kRecorded as leaves of the graph inside
+  variable_list inputs;  ///< as they came, without their history; of a graph inside as they enter
+  std::vector<compat::NodePtr> ends_of_inputs;  ///< of a graph inside
   variable_list results;  ///< of kRecorded: of the graph inside; of kReplayed: what backward reads
   variable_list taken;    ///< what keep() took out of a checkpoint
   std::vector<std::size_t> positions;  ///< of the node's arguments among the inputs
@@ -81,6 +86,19 @@ struct LiveCall : torch::CustomClassHolder {
   LiveCall(const LiveCall&) = delete;
   LiveCall& operator=(const LiveCall&) = delete;
 
+  /// Inputs as they enter a graph inside the node.
+  void enter_graph() {
+    ends_of_inputs.assign(inputs.size(), nullptr);
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      if (!inputs[i].defined()) continue;
+      const bool wants = inputs[i].requires_grad();
+      inputs[i] = inputs[i].detach();
+      if (!wants) continue;
+      ends_of_inputs[i] = compat::make_node<InputEnd>();
+      torch::autograd::set_history(inputs[i], ends_of_inputs[i]);
+    }
+  }
+
   /// Nothing of it is needed any more.
   void end() {
     has_ended = true;
@@ -88,6 +106,7 @@ struct LiveCall : torch::CustomClassHolder {
     tape.reset();
     entry.reset();
     inputs.clear();
+    ends_of_inputs.clear();
     taken.clear();
     results.clear();
   }
@@ -158,20 +177,9 @@ void refuse_own(const Region& region, Tape& tape, const variable_list& inputs) {
   }
 }
 
-/// Inputs as leaves of a graph inside the node.
-variable_list leaves_of(const variable_list& inputs) {
-  variable_list leaves;
-  for (const auto& input : inputs) {
-    leaves.push_back(input.defined() ? input.detach().set_requires_grad(input.requires_grad())
-                                     : input);
-  }
-  return leaves;
-}
-
 /// Where the graph inside leads to but to arguments and slots, whose gradients are recorded; empty:
 /// nowhere. `begin` is the number of its first node.
-std::string leads_out(const variable_list& results, const variable_list& inputs,
-                      std::uint64_t begin) {
+std::string leads_out(const variable_list& results, std::uint64_t begin) {
   std::vector<torch::autograd::Node*> open;
   std::unordered_set<const torch::autograd::Node*> seen;
   const auto visit = [&](torch::autograd::Node* node) {
@@ -183,12 +191,10 @@ std::string leads_out(const variable_list& results, const variable_list& inputs,
   while (!open.empty()) {
     auto* node = open.back();
     open.pop_back();
+    if (dynamic_cast<const InputEnd*>(node) != nullptr) continue;
     if (const auto* end = dynamic_cast<const torch::autograd::AccumulateGrad*>(node)) {
-      const at::Tensor& leaf = end->variable;
-      const bool is_argument =
-          std::ranges::any_of(inputs, [&](const at::Tensor& input) { return input.is_same(leaf); });
-      const auto known = is_argument ? nullptr : grad::find_leaf(leaf);
-      if (!is_argument && (known == nullptr || known->sink == nullptr)) {
+      const auto known = grad::find_leaf(end->variable);
+      if (known == nullptr || known->sink == nullptr) {
         return "a gradient of a tensor that is neither an argument nor a parameter";
       }
     } else if (node->sequence_nr() < begin) {
@@ -220,9 +226,9 @@ variable_list backward_inside(LiveCall& call, const variable_list& grads) {
                               torch::autograd::get_current_graph_task_keep_graph());
   }
   variable_list of_inputs;
-  for (auto& input : call.inputs) {
-    of_inputs.push_back(input.defined() && input.requires_grad() ? input.grad() : at::Tensor());
-    if (of_inputs.back().defined()) input.mutable_grad().reset();
+  for (const auto& end : call.ends_of_inputs) {
+    auto* kept = dynamic_cast<InputEnd*>(end.get());
+    of_inputs.push_back(kept == nullptr ? at::Tensor() : std::exchange(kept->gradient, {}));
   }
   return of_inputs;
 }
@@ -319,7 +325,7 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
 
  private:
   static variable_list record(AutogradContext& context, LiveCall& call) {
-    call.inputs = leaves_of(call.inputs);
+    call.enter_graph();
     refuse_own(*call.region, *call.tape, call.inputs);
     call.tape->add(MemoryKind::kInput, call.inputs);
     call.ends.inputs = call.tape->values_of(call.inputs);
@@ -327,7 +333,7 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
       const at::AutoGradMode grad(true);
       const auto begin = at::sequence_number::peek();
       call.results = recorded(*call.tape, [&] { return call.body(call.inputs); });
-      call.leads_out = leads_out(call.results, call.inputs, begin);
+      call.leads_out = leads_out(call.results, begin);
       if (!call.leads_out.empty()) return {};
     }
     const auto& taken = call.tape->taken();
@@ -350,7 +356,11 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
     if (tape == nullptr) return backward_inside(call, grads);  // a second one
     auto& variant = *call.variant;
     variant.is_recording = false;
-    if (variant.tape != nullptr && !match(variant.gradients, grads)) {
+    const bool defers = call.region->defers_weight_gradients();
+    if (defers && variant.tape != nullptr && !variant.program->defers) variant.forget();
+    const bool is_as_recorded = variant.tape == nullptr || (match(variant.gradients, grads) &&
+                                                            defers == variant.program->defers);
+    if (!is_as_recorded) {
       ++call.region->calls().eager["other gradients than were recorded"];
       return backward_inside(call, grads);
     }
@@ -374,8 +384,10 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
     for (const auto i : call.entry->program().kept_results) {
       call.results.push_back(outputs[static_cast<std::size_t>(i)].detach());
     }
-    // Without their history, which the node has.
-    call.inputs = leaves_of(call.inputs);
+    // Without their history, which the node has. Whether each needs a gradient is known by it.
+    for (auto& input : call.inputs) {
+      if (input.defined()) input = input.detach().set_requires_grad(input.requires_grad());
+    }
     call.versions = versions_of(call.kept());
     variable_list without;
     for (std::size_t i = 0; i < outputs.size(); ++i) {
@@ -403,6 +415,7 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
     }
     {
       const at::AutoGradMode grad(true);
+      call.enter_graph();
       call.results = call.body(call.inputs);
     }
     return backward_inside(call, grads);
@@ -424,7 +437,7 @@ std::vector<at::Tensor> call_with_gradients(const std::shared_ptr<Region>& regio
   if (call->kind == LiveCall::Kind::kRecorded) {
     ++region->calls().recorded;
     variant->is_recording = true;
-    call->tape = std::make_shared<Tape>(/*keeps_values=*/variant->tape != nullptr);
+    call->tape = std::make_shared<Tape>(/*keeps_bits=*/variant->tape != nullptr);
   }
   variable_list arguments;
   bool wants = false;
@@ -461,7 +474,7 @@ std::vector<at::Tensor> call_without(Region& region, const std::shared_ptr<Varia
     return outputs;
   }
   ++region.calls().recorded;
-  const auto tape = std::make_shared<Tape>(/*keeps_values=*/variant.tape != nullptr);
+  const auto tape = std::make_shared<Tape>(/*keeps_bits=*/variant.tape != nullptr);
   TapeEnds ends;
   refuse_own(region, *tape, inputs);
   tape->add(MemoryKind::kInput, inputs);

@@ -12,7 +12,7 @@
 #include <memory>
 #include <vector>
 
-#include "capture/program.h"
+#include "capture/replay/region_program.h"
 
 namespace tessera::capture {
 

@@ -1,9 +1,10 @@
-#include "capture/tape.h"
+#include "capture/replay/tape.h"
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <span>
 #include <sstream>
 
 #include "base/hash.h"
@@ -239,20 +240,25 @@ void Tape::note_results(TapeCall& call, c10::ArrayRef<c10::IValue> results) {
   }
 }
 
-std::vector<Tape::Copy> Tape::copies_of(c10::ArrayRef<c10::IValue> values) {
-  std::vector<Copy> copies;
-  const auto copy = [&](const at::Tensor& tensor) {
-    if (!is_value(tensor)) return;
-    copies.push_back({value_of(tensor, MemoryKind::kMade), tensor.detach().clone()});
+Hash128 bits_of(const at::Tensor& tensor) {
+  const at::Tensor values = tensor.detach().contiguous();
+  const auto* bytes = static_cast<const std::byte*>(values.const_data_ptr());
+  return Hash128Stream().add(std::span(bytes, values.nbytes())).digest();
+}
+
+std::vector<Tape::Seen> Tape::seen_in(c10::ArrayRef<c10::IValue> values) {
+  std::vector<Seen> all;
+  const auto see = [&](const at::Tensor& tensor) {
+    if (is_value(tensor)) all.push_back({value_of(tensor, MemoryKind::kMade), bits_of(tensor)});
   };
   for (const auto& value : values) {
     if (value.isTensor()) {
-      copy(value.toTensor());
+      see(value.toTensor());
     } else if (value.isTensorList()) {
-      for (const at::Tensor& each : value.toTensorVector()) copy(each);
+      for (const at::Tensor& each : value.toTensorVector()) see(each);
     }
   }
-  return copies;
+  return all;
 }
 
 void Tape::run(const c10::OperatorHandle& operation, c10::DispatchKeySet keys, c10::Stack* stack) {
@@ -264,7 +270,7 @@ void Tape::run(const c10::OperatorHandle& operation, c10::DispatchKeySet keys, c
   for (std::size_t i = 0; i < schema.arguments().size(); ++i) {
     const auto& argument = torch::jit::peek(*stack, i, schema.arguments().size());
     call.arguments.push_back(slot_of(argument, MemoryKind::kOutside));
-    if (keeps_values_ && is_written(schema.arguments()[i])) written.push_back(argument);
+    if (keeps_bits_ && is_written(schema.arguments()[i])) written.push_back(argument);
   }
   if (changes_unsaid(call)) refuse_change(call);
   const auto unwritten = unwritten_in(call);
@@ -279,9 +285,9 @@ void Tape::run(const c10::OperatorHandle& operation, c10::DispatchKeySet keys, c
                   " reads and no operation has written, as a kernel beside the dispatcher does"));
   }
   kept_.emplace_back();
-  if (keeps_values_ && !only_finds_memory(operation)) {
-    kept_.back() = copies_of(results);
-    for (auto& copy : copies_of(written)) kept_.back().push_back(std::move(copy));
+  if (keeps_bits_ && !only_finds_memory(operation)) {
+    kept_.back() = seen_in(results);
+    for (const auto& seen : seen_in(written)) kept_.back().push_back(seen);
   }
   steps_.push_back({std::move(call), {}});
 }

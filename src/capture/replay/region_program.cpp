@@ -1,4 +1,4 @@
-#include "capture/program.h"
+#include "capture/replay/region_program.h"
 
 #include <algorithm>
 #include <limits>
@@ -71,6 +71,7 @@ class Maker {
   void place_what_comes_in();
   void hand_out(const std::vector<ValueId>& values, std::vector<HandedValue>& handed,
                 std::int64_t end);
+  bool is_of_results(MemoryId memory, const std::vector<HandedValue>& handed) const;
   void lay_out();
   void find_direct_slots();
   void keep_for_later();
@@ -206,6 +207,14 @@ void Maker::place_what_comes_in() {
   }
 }
 
+/// Whether it was handed out as a result, and `handed` are gradients of inputs.
+bool Maker::is_of_results(MemoryId memory, const std::vector<HandedValue>& handed) const {
+  return &handed != &program_.results &&
+         std::ranges::any_of(program_.results, [&](const HandedValue& result) {
+           return result.is_fresh && in(program_.values, result.value).memory == memory;
+         });
+}
+
 void Maker::hand_out(const std::vector<ValueId>& values, std::vector<HandedValue>& handed,
                      std::int64_t end) {
   for (std::size_t i = 0; i < values.size(); ++i) {
@@ -228,7 +237,7 @@ void Maker::hand_out(const std::vector<ValueId>& values, std::vector<HandedValue
       why_ = "a result that is an argument or a parameter, or a view of one";
       return;
     }
-    if (memory.place == MemoryPlace::kHanded) {
+    if (memory.place == MemoryPlace::kHanded && !is_of_results(value.memory, handed)) {
       one.same_as = memory.number;
       handed.push_back(one);
       continue;

@@ -1,4 +1,4 @@
-#include "capture/arena_plan.h"
+#include "capture/replay/arena_plan.h"
 
 #include <algorithm>
 #include <cstddef>
@@ -32,8 +32,8 @@ std::int64_t lowest_gap(const std::vector<std::pair<std::int64_t, std::int64_t>>
 ArenaPlan plan_arena(const std::vector<Lifetime>& lifetimes) {
   std::vector<std::size_t> order(lifetimes.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
-  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
-    return lifetimes[a].bytes > lifetimes[b].bytes;
+  std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+    return std::pair(-lifetimes[a].bytes, a) < std::pair(-lifetimes[b].bytes, b);
   });
   ArenaPlan plan{std::vector<std::int64_t>(lifetimes.size(), 0), 0};
   std::vector<std::size_t> placed;

@@ -11,7 +11,7 @@
 // reads though none has written it (a kernel outside of the dispatcher did), changes of what came in
 // from outside. What is in no operation and in no memory, as a number that the host worked out, is
 // found by comparing two tapes. Source: DeepSpeed PR 8038 takes raw gradients at the same place, in
-// a graph. Next: program.h, regions.h.
+// a graph. Next: region_program.h, regions.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,6 +27,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/hash.h"
 #include "grad/keep.h"
 #include "grad/region.h"
 
@@ -90,9 +91,10 @@ struct TapeStep {
 
 class Tape : public grad::Recording {
  public:
-  /// `keeps_values`: what operations give is copied, to be compared, until drop_values(). Nothing is
-  /// held by it: whether autograd takes a gradient over or copies it depends on who else holds it.
-  explicit Tape(bool keeps_values = false) : keeps_values_(keeps_values) {}
+  /// `keeps_bits`: a hash of what each operation gives is kept, to be compared, until drop_values().
+  /// No tensor is held by it: whether autograd takes a gradient over or copies it depends on who else
+  /// holds it.
+  explicit Tape(bool keeps_bits = false) : keeps_bits_(keeps_bits) {}
   Tape(const Tape&) = delete;
   Tape& operator=(const Tape&) = delete;
 
@@ -108,12 +110,12 @@ class Tape : public grad::Recording {
   bool has_backward() const { return forward_steps_.has_value(); }
   const std::vector<Memory>& memories() const { return memories_; }
   const std::vector<Value>& values() const { return values_; }
-  struct Copy {
+  struct Seen {
     ValueId value = kNone;
-    at::Tensor tensor;
+    Hash128 bits;
   };
   /// Of each step, what its operation gave and wrote.
-  const std::vector<std::vector<Copy>>& kept() const { return kept_; }
+  const std::vector<std::vector<Seen>>& kept() const { return kept_; }
   void drop_values() {
     kept_.assign(kept_.size(), {});
     taken_.clear();
@@ -146,11 +148,11 @@ class Tape : public grad::Recording {
   bool unwritten_in(const TapeCall& call) const;
   void note_writes(TapeCall& call);
   void note_results(TapeCall& call, c10::ArrayRef<c10::IValue> results);
-  std::vector<Copy> copies_of(c10::ArrayRef<c10::IValue> values);
+  std::vector<Seen> seen_in(c10::ArrayRef<c10::IValue> values);
 
-  bool keeps_values_;
+  bool keeps_bits_;
   std::vector<TapeStep> steps_;
-  std::vector<std::vector<Copy>> kept_;
+  std::vector<std::vector<Seen>> kept_;
   std::optional<std::size_t> forward_steps_;
   std::vector<Memory> memories_;
   std::vector<Value> values_;
@@ -180,6 +182,9 @@ class TapeScope {
 /// not compared, only where they come from: constants, memory from outside, sizes. `now` may have
 /// come to the end of its forward only.
 std::string difference_of(const Tape& before, const Tape& now);
+
+/// Of all elements in their order.
+Hash128 bits_of(const at::Tensor& tensor);
 
 /// Not undefined, nor a number that stands where a tensor may: its own value is all that one is.
 bool is_value(const at::Tensor& tensor);
