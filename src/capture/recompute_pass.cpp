@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <string_view>
 #include <tuple>
 
@@ -117,11 +118,14 @@ std::vector<RecomputeItem> recompute_items(const PlanProblem& problem) {
     items.push_back(half);
     items.push_back(is_better ? item(modes[1], Mode::kNone) : whole);
   }
-  std::ranges::stable_sort(items, [](const RecomputeItem& one, const RecomputeItem& other) {
-    return std::tuple(-one.per_byte(), -static_cast<std::int64_t>(one.unit)) <
-           std::tuple(-other.per_byte(), -static_cast<std::int64_t>(other.unit));
+  std::vector<std::size_t> order(items.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::ranges::sort(order, {}, [&](std::size_t i) {
+    return std::tuple(-items[i].per_byte(), -static_cast<std::int64_t>(items[i].unit), i);
   });
-  return items;
+  std::vector<RecomputeItem> sorted;
+  for (const std::size_t i : order) sorted.push_back(items[i]);
+  return sorted;
 }
 
 std::string recompute_reason(const PlanProblem& problem, UnitId unit, Mode mode) {

@@ -316,7 +316,7 @@ TEST(CompiledStep, HoldsWhatWasPredictedAndGivesTheSameBits) {
       }
       const auto table = memory_table(changed, run.spec, run.dims, run.contract, run.plan, 0.0);
       const auto activations = table.total(table.mode) - table.held.total();
-      const auto said = fixed_bytes(of_form) - table.held.moments + activations + predicted;
+      const auto said = held_bytes(of_form).others + table.held.master + activations + predicted;
       EXPECT_NEAR(static_cast<double>(peak.all), static_cast<double>(said),
                   kShare * static_cast<double>(said))
           << about;
