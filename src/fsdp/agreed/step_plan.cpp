@@ -315,7 +315,6 @@ PlanChoices eager_choices(const StepRecord& record, const std::vector<bool>& res
 }
 
 std::vector<PlanAction> update_actions(const std::vector<UnitId>& offload) {
-  using Kind = PlanAction::Kind;
   std::vector<PlanAction> actions;
   for (std::size_t i = 0; i < offload.size(); ++i) {
     if (i == 0) actions.push_back({Kind::kReload, offload[i]});
