@@ -605,7 +605,7 @@ TEST(CompileOfRun, BudgetBelowTheLeastGivesTheLeastOfAll) {
   EXPECT_EQ(*compile_options(run, machine).memory_budget, 2 * least - held.others);
   config.compile.memory_budget = MemoryBudget{.bytes = 1000};
   EXPECT_THAT(testing::error_of(ErrorKind::kConfig, [&] { compile_options(run, {}); }),
-              HasSubstr("beside optimizer state"));
+              HasSubstr("and that activations and optimizer state take"));
 }
 
 // What is told before a run of state and memory is what a run has.
