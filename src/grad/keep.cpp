@@ -58,16 +58,14 @@ at::Tensor keep(at::IntArrayRef sizes, c10::function_ref<at::Tensor()> compute) 
   TESSERA_CHECK(!c10::GradMode::is_enabled(), ErrorKind::kUsage,
                 "keep: found grad mode, expected none, since no gradient goes through it; call it "
                 "in the forward of a torch::autograd::Function");
-  auto* again = grad::t_again;
-  auto* first = grad::t_first;
-  const auto is_selective = [](const grad::KeptResults* of) {
-    return of != nullptr && of->mode == RecomputeMode::kSelective;
-  };
-  const bool is_kept = is_selective(again);
-  const at::Tensor value = is_kept ? grad::take_of(*again, sizes) : compute();
+  auto* again = grad::kept_here(grad::CheckpointRun::kAgain);
+  const auto* first = grad::kept_here(grad::CheckpointRun::kFirst);
+  const at::Tensor value = again != nullptr ? grad::take_of(*again, sizes) : compute();
   auto* recording = grad::recording();
-  if (recording != nullptr && is_kept) recording->keep(value, grad::CheckpointRun::kAgain);
-  if (is_selective(first)) {
+  if (recording != nullptr && again != nullptr) {
+    recording->keep(value, grad::CheckpointRun::kAgain);
+  }
+  if (first != nullptr) {
     TESSERA_CHECK(value.sizes() == sizes, ErrorKind::kUsage, "keep: found a result of sizes ",
                   value.sizes(), ", expected ", sizes);
     grad::add_kept(value);

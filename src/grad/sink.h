@@ -30,8 +30,8 @@
 
 namespace tessera::grad {
 
-/// kCaptured: of a recorded step that is replayed, which nothing does yet. It may hand in what eager
-/// autograd does; how errors name it is here so that replaying changes nothing of the sink.
+/// kCaptured: of a recorded region that is replayed (../capture/replay/). It hands in what eager
+/// autograd does.
 enum class Source : std::uint8_t { kEager, kDeferred, kCaptured };
 std::string_view to_string(Source source);
 

@@ -106,20 +106,13 @@ std::optional<c10::OperatorHandle> out_form(const c10::OperatorHandle& operation
   const auto& plain = operation.schema();
   if (plain.returns().size() != 1) return std::nullopt;
   const auto& name = operation.operator_name();
+  // Of sum.dim_IntList it is sum.IntList_out.
   for (const std::string& overload :
        {std::string("out"), name.overload_name + "_out",
         name.overload_name.substr(name.overload_name.find('_') + 1) + "_out"}) {
     const auto found = c10::Dispatcher::singleton().findSchema({name.name, overload});
     if (!found || found->hasTag(at::Tag::generated)) continue;
     if (takes_results(found->schema(), plain)) return found;
-  }
-  // sum.dim_IntList has sum.IntList_out.
-  if (const auto at = name.overload_name.find("dim_"); at == 0) {
-    const auto found =
-        c10::Dispatcher::singleton().findSchema({name.name, name.overload_name.substr(4) + "_out"});
-    if (found && !found->hasTag(at::Tag::generated) && takes_results(found->schema(), plain)) {
-      return found;
-    }
   }
   return std::nullopt;
 }

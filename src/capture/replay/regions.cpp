@@ -188,14 +188,4 @@ std::vector<at::Tensor> ReplayedRegions::run(const std::shared_ptr<torch::nn::Mo
 
 void ReplayedRegions::forget() { regions_.clear(); }
 
-std::map<std::string, std::string> ReplayedRegions::refused() const {
-  std::map<std::string, std::string> all;
-  for (const auto& [key, region] : regions_) {
-    for (const auto& variant : region->variants()) {
-      if (!variant->refused.empty()) all[region->name()] = variant->refused;
-    }
-  }
-  return all;
-}
-
 }  // namespace tessera::capture

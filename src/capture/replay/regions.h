@@ -50,8 +50,6 @@ class ReplayedRegions : public grad::Regions {
   void forget() override;
 
   const ReplayCalls& calls() const { return shared_->calls; }
-  /// Why regions are not replayed, those that never will be: by region.
-  std::map<std::string, std::string> refused() const;
 
  private:
   std::shared_ptr<SharedByRegions> shared_ = std::make_shared<SharedByRegions>();

@@ -70,7 +70,6 @@ class Region : public std::enable_shared_from_this<Region> {
   }
 
   const std::string& name() const { return name_; }
-  const std::vector<std::shared_ptr<Variant>>& variants() const { return variants_; }
   ReplayCalls& calls() { return shared_->calls; }
   /// That it stays eager; of regions that do for the same reason the first one says so.
   void say_once(const std::string& why);
