@@ -1,7 +1,10 @@
 #include "train/data/data_identity.h"
 
 #include <algorithm>
+#include <array>
+#include <charconv>
 #include <filesystem>
+#include <string_view>
 
 #include "base/mapped_file.h"
 #include "base/text/printable.h"
@@ -64,6 +67,13 @@ void add_tokens(const fs::path& path, Content& content) {
   if (fs::exists(mask, ignored)) content.add(mask);
 }
 
+/// With all digits of the number.
+std::string weight_line(double weight) {
+  std::array<char, 32> digits{};
+  const auto* const end = std::to_chars(digits.data(), digits.data() + digits.size(), weight).ptr;
+  return concat("weight ", std::string_view(digits.data(), end), "\n");
+}
+
 bool is_tokens(const std::string& path) { return path.ends_with(".bin"); }
 
 }  // namespace
@@ -79,7 +89,7 @@ CheckpointData data_identity(const DataConfig& data, std::int64_t seq_len,
       std::max(kHashedWholeBytes / std::max<std::int64_t>(token_files, 1), kLeastBytes));
   CheckpointData identity;
   for (std::size_t i = 0; i < sources.size(); ++i) {
-    if (!data.source.empty()) content.add_text(concat("weight ", data.source[i].weight, "\n"));
+    if (!data.source.empty()) content.add_text(weight_line(data.source[i].weight));
     for (const std::string& path : sources[i].path) {
       identity.path.push_back(path);
       if (is_tokens(path)) {

@@ -283,6 +283,34 @@ TEST(TokenBatches, SeveralSourcesAreMixedByWeight) {
   EXPECT_THAT(batches->in_words()[1], HasSubstr("source 2: 25% of the rows out of 10"));
 }
 
+TEST(TokenBatches, EachSourceHasEpochsOfItsOwn) {
+  const testing::TemporaryFolder folder;
+  BatchRequest request;
+  request.vocabulary = {.size = 300, .reads_bytes = true};
+  request.sources = {{{write_counting_tokens(folder, 100).string()}, 1.0},
+                     {{write_same(folder, "b", 299, 500)}, 2.5}};
+  request.training.seq_len = 4;
+  request.training.global_batch_size = 7;
+  const auto batches = open_batches(request);
+  std::vector<Ids> epochs(1);
+  for (std::int64_t step = 1; epochs.size() < 4; ++step) {
+    const MicroBatch batch = batches->load(step, {0, 7});
+    for (std::int64_t row = 0; row < 7; ++row) {
+      if (batch.sources[static_cast<std::size_t>(row)] != 0) continue;
+      if (epochs.back().size() == 20) epochs.emplace_back();
+      epochs.back().push_back(batch.input_ids[row][0].item<std::int64_t>());
+    }
+  }
+  EXPECT_NE(epochs[0], epochs[1]) << "another epoch, another order";
+  epochs.pop_back();
+  for (Ids& epoch : epochs) {
+    std::ranges::sort(epoch);
+    for (std::int64_t row = 0; row < 20; ++row) {
+      EXPECT_EQ(epoch[static_cast<std::size_t>(row)], 5 * row);
+    }
+  }
+}
+
 TEST(TokenBatches, AnEmptySourceIsNamed) {
   const testing::TemporaryFolder folder;
   BatchRequest request;
