@@ -115,7 +115,11 @@ TokenFileInfo describe_tokens(const InputFile& file, const std::filesystem::path
     std::vector<std::byte> begin(
         static_cast<std::size_t>(std::min<std::int64_t>(file.size_bytes(), kShardHeaderBytes)));
     file.read_range(0, begin);
-    if (const auto shard = parse_shard_header(begin, file.path().native())) return *shard;
+    const auto shard = parse_shard_header(begin, file.path().native());
+    TESSERA_CHECK(
+        shard, ErrorKind::kIo, file.path().native(), ": found no ", info_path.native(),
+        " and no header of a shard, expected either; tools/tokenize.py writes both files");
+    return *shard;
   }
   return parse_token_file_info(read_text_file(info_path, kMaxInfoBytes), info_path.native());
 }
