@@ -24,7 +24,7 @@ except ImportError as missing:
     sys.exit(77)
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-from tokenize_tool import run_tool  # noqa: E402
+from python_tool import run_tool  # noqa: E402
 
 TEMPLATES = pathlib.Path(__file__).resolve().parent / "data/chat_templates"
 
@@ -143,7 +143,7 @@ class ChatTemplates(unittest.TestCase):
         self.tokenizers = {name: write_model(self.folder / name, name) for name in FAMILIES}
 
     def run_on(self, name, *words, ok=True):
-        return run_tool(self, self.folder, self.folder / name, *words, ok=ok)
+        return run_tool(self, "tokenize.py", self.folder, "--model", self.folder / name, *words, ok=ok)
 
     def read(self):
         about = json.loads((self.folder / "out.json").read_text())

@@ -25,8 +25,9 @@ except ImportError as missing:
     sys.exit(77)
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-from tokenize_tool import TOOL, run_tool  # noqa: E402
+from python_tool import TOOLS, run_tool  # noqa: E402
 
+TOOL = TOOLS / "tokenize.py"
 END = "<|end|>"
 # As most published templates are: no marks, a prompt for the answer, an end of turn.
 PLAIN_TEMPLATE = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|turn|>\n{% endfor %}"
@@ -82,7 +83,7 @@ class Tokenize(unittest.TestCase):
         self.made.cleanup()
 
     def run_tool(self, *words, ok=True):
-        return run_tool(self, self.folder, self.folder / "model", *words, ok=ok)
+        return run_tool(self, "tokenize.py", self.folder, "--model", self.folder / "model", *words, ok=ok)
 
     def read(self, name="out"):
         about = json.loads((self.folder / f"{name}.json").read_text())
