@@ -210,7 +210,7 @@ class TokenFile:
     def __init__(self, name, vocabulary, with_mask):
         self.base = name.parent / name.name.removesuffix(".bin")
         self.base.parent.mkdir(parents=True, exist_ok=True)
-        self.vocabulary, self.count, self.documents, self.kept = vocabulary, 0, 0, 0
+        self.vocabulary, self.count, self.documents, self.ended, self.kept = vocabulary, 0, 0, 0, 0
         self.dtype, self.code = ("uint16", "H") if vocabulary <= 1 << 16 else ("uint32", "I")
         self.with_mask, self.labels = with_mask, []
         self.parts = {ending: open(f"{self.base}.{ending}.tmp", "wb") for ending in self.PARTS
@@ -248,7 +248,9 @@ class TokenFile:
 
     def end_document(self):
         self.documents += 1
-        self.write("docs.bin", "Q", [self.count])
+        if self.count > self.ended:  # of an empty one there is nothing to keep apart
+            self.write("docs.bin", "Q", [self.count])
+            self.ended = self.count
 
     def finish(self):
         if self.with_mask:

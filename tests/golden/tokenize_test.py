@@ -149,7 +149,8 @@ class Tokenize(unittest.TestCase):
             self.assertEqual(self.read()[1], expected, words)
             self.assertEqual(self.ends(), ends)
         self.run_tool("--out", "out", "--no-eos", "a.jsonl")
-        self.assertEqual(self.ends(), [end - 1 - i for i, end in enumerate(ends)])
+        without = [end - 1 - i for i, end in enumerate(ends)]
+        self.assertEqual(self.ends(), [without[0], *without[2:]])  # the second is empty
 
     def ends(self):
         return numpy.fromfile(self.folder / "out.docs.bin", dtype="<u8").tolist()
