@@ -58,6 +58,10 @@ struct ModelSpec {
   std::optional<Gemma4Spec> gemma4;  ///< of Gemma 4, and of no other family
   std::optional<MoeSpec> moe;        ///< of a family whose layers have experts
   std::optional<MlaSpec> mla;        ///< of latent attention; head_dim is what rope turns
+  /// Of sliding layers, where they have another rope than full ones (`rope`).
+  std::optional<nn::RopeOptions> sliding_rope;
+  /// Scores are divided by its root; none = head_dim.
+  std::optional<double> query_pre_attn_scalar;
 
   bool is_moe(std::int64_t layer) const { return moe && moe->is_moe(layer); }
   bool is_sliding(std::int64_t layer) const {
