@@ -111,6 +111,7 @@ class Trainer {
     request.steps = *config.training.steps;
     data_ = open_batches(request);
     check_positions(config.parallelism, data_->row_tokens());
+    models::check_learned_positions(source_.spec, data_->row_tokens());
     const auto plan = resolve_pipeline(
         config_, dims_, source_.spec, source_.description,
         {resolve_micro_batches(config_, Verb::kTrain, data_->rows_in_step(), dims_.data_ranks()),
@@ -124,6 +125,7 @@ class Trainer {
       request.labels = LabelsNeeded::kInAnyStep;
       validation_ = open_batches(request);
       check_positions(config.parallelism, validation_->row_tokens());
+      models::check_learned_positions(source_.spec, validation_->row_tokens());
     }
     checkpoints_->begin(source_, *data_);
     auto parts = model_parts(source_, config, mesh_, Purpose::kTraining, plan ? &*plan : nullptr);
