@@ -23,7 +23,7 @@ except ImportError as missing:
     sys.exit(77)
 
 DATA = pathlib.Path(__file__).resolve().parent / "data"
-FOLDERS = ("qwen3-fp32", "qwen3-mixed", "llama-fp32", "llama-mixed", "qwen2-mixed", "mistral-fp32", "deepseek-v2-fp32", "deepseek-v2-group-mixed")
+FOLDERS = ("qwen3-fp32", "qwen3-mixed", "llama-fp32", "llama-mixed", "qwen2-mixed", "mistral-fp32", "olmo2-fp32", "olmo2-mixed", "gemma3-text-fp32", "gemma3-text-mixed", "deepseek-v2-fp32", "deepseek-v2-group-mixed")
 FLOAT32 = ("--precision.param_dtype", "float32", "--precision.storage_dtype", "float32")
 # Of a second fp32 implementation, from the README of the reference data.
 LOGITS_BOUND = 5e-5
@@ -415,6 +415,97 @@ class ConvertGemma4(Program):
     def test_generation_is_refused(self):
         self.assertIn("Gemma4ForConditionalGeneration", self.run_tessera(
             "generate", "--model", DATA / "gemma4-fp32", "--prompt-tokens", "1", "--max-new-tokens", "1", code=2))
+
+
+class ConvertGemma3(Program):
+    """A folder of the whole model: its text model comes out."""
+
+    def whole_folder(self, name, prefix):
+        """The text model's tensors under names of the whole one, beside some of a vision tower."""
+        from safetensors.torch import save_file
+        folder = self.folder / name
+        folder.mkdir()
+        source = DATA / "gemma3-text-fp32"
+        tensors = {prefix(key): tensor for key, tensor in load_file(source / "model.safetensors").items()}
+        inner = "model." if any(key.startswith("model.language_model.") for key in tensors) else ""
+        tensors[f"{inner}vision_tower.vision_model.post_layernorm.weight"] = torch.ones(4)
+        tensors[f"{inner}multi_modal_projector.mm_soft_emb_norm.weight"] = torch.ones(4)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        text = json.loads((source / "config.hub.json").read_text())
+        text.pop("architectures")
+        dtype = text.pop("torch_dtype")
+        (folder / "config.json").write_text(json.dumps({
+            "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text,
+            "vision_config": {"hidden_size": 4}, "mm_tokens_per_image": 4, "image_token_index": 5,
+            "torch_dtype": dtype}))
+        return folder
+
+    def test_a_folder_of_the_whole_model_gives_its_text_model(self):
+        source = DATA / "gemma3-text-fp32"
+        batch = source / "reference.safetensors"
+        for name, prefix in (("published", lambda key: f"language_model.{key}"),
+                             ("inside", lambda key: key.replace("model.", "model.language_model.", 1))):
+            with self.subTest(name):
+                folder, out = self.whole_folder(name, prefix), self.folder / f"{name}-out"
+                done = subprocess.run([os.environ["TESSERA_PROGRAM"], "convert", folder, out], capture_output=True,
+                                      text=True, cwd=self.folder)
+                self.assertEqual(done.returncode, 0, done.stderr)
+                self.assertIn("2 tensors are left out", done.stderr)
+                self.assertIn("multi_modal_projector", done.stderr)
+                self.assertSameBits(load_file(out / "model.safetensors"), load_file(source / "model.safetensors"))
+                self.assertEqual(json.loads((out / "config.json").read_text())["architectures"], ["Gemma3ForCausalLM"])
+                self.assertSameBits(self.gradients(folder, batch, *FLOAT32), self.gradients(source, batch, *FLOAT32))
+                found = self.logits_of_transformers(out, load_file(batch)["input_ids"])
+                self.assertLess((found - load_file(batch)["logits"]).abs().max(), LOGITS_BOUND)
+
+
+class ConvertGpt2(Program):
+    """Stored masks, and a prefix that only some files have."""
+
+    def weights(self, folder):
+        return {name: tensor for name, (tensor, _) in self.tensors(folder).items() if not name.endswith(".attn.bias")}
+
+    def test_a_folder_comes_out_without_its_masks_and_transformers_computes_the_same(self):
+        for name in ("gpt2-fp32", "gpt2-mixed"):
+            with self.subTest(name):
+                source, out = DATA / name, self.folder / name
+                self.run_tessera("convert", source, out, "--max-shard-size", "60KB")
+                self.assertSameBits({key: pair[0] for key, pair in self.tensors(out).items()}, self.weights(source))
+                batch = load_file(source / "reference.safetensors")
+                found = self.logits_of_transformers(out, batch["input_ids"])
+                self.assertLess((found - batch["logits"]).abs().max(), LOGITS_BOUND)
+                original = transformers.AutoConfig.from_pretrained(source).to_dict()
+                written = transformers.AutoConfig.from_pretrained(out).to_dict()
+                for config in (original, written):
+                    for key in ("_name_or_path", "transformers_version", "n_ctx"):
+                        config.pop(key, None)
+                self.assertEqual(written, original)
+
+    def test_names_with_the_prefix_of_the_whole_model_load_too(self):
+        from safetensors.torch import save_file
+        source, folder = DATA / "gpt2-fp32", self.folder / "prefixed"
+        folder.mkdir()
+        tensors = load_file(source / "model.safetensors")
+        save_file({f"transformer.{key}": tensor for key, tensor in tensors.items()}, folder / "model.safetensors")
+        (folder / "config.json").write_bytes((source / "config.hub.json").read_bytes())
+        batch = source / "reference.safetensors"
+        self.assertSameBits(self.gradients(folder, batch, *FLOAT32), self.gradients(source, batch, *FLOAT32))
+        save_file({**tensors, "transformer.wte.weight": tensors["wte.weight"].clone()}, folder / "model.safetensors")
+        self.assertIn("'transformer.wte.weight' and 'wte.weight'", self.run_tessera(
+            "gradients", "--model", folder, "--batch", batch, "--out", "x.safetensors", code=2))
+
+    def test_a_trained_checkpoint_gives_transformers_the_same_logits(self):
+        source = DATA / "gpt2-mixed"
+        batch = source / "reference.safetensors"
+        checkpoint = self.train(f'path = "{source}"', f'"{batch}"', *FLOAT32)
+        self.run_tessera("convert", checkpoint, "out", "--dtype", "float32")
+        ours = self.gradients(checkpoint, batch, *FLOAT32)
+        self.assertSameBits(self.gradients(self.folder / "out", batch, *FLOAT32), ours)
+        found = self.logits_of_transformers(self.folder / "out", load_file(batch)["input_ids"])
+        self.assertLess((found - ours["logits"]).abs().max(), LOGITS_BOUND)
+        words = ("--prompt-tokens", "5,6,7", "--max-new-tokens", "8")
+        self.assertEqual(self.run_tessera("generate", "--model", checkpoint, *words),
+                         self.run_tessera("generate", "--model", "out", *words))
 
 
 if __name__ == "__main__":
