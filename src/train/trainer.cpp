@@ -108,13 +108,17 @@ class Trainer {
     config_.training.global_batch_size = checkpoints_->global_batch_size(dims_.data_ranks());
     open_data();
     check_positions(config.parallelism, data_->row_tokens());
+    models::check_learned_positions(source_.spec, data_->row_tokens());
     const auto plan = resolve_pipeline(
         config_, dims_, source_.spec, source_.description,
         {resolve_micro_batches(config_, Verb::kTrain, data_->rows_in_step(), dims_.data_ranks()),
          data_->row_tokens()});
     require_room(Rows(config_, *data_, mesh_).most(data_->row_tokens()),
                  source_.spec.vocab_size / dims_.tp, memory_bytes());
-    if (validation_) check_positions(config.parallelism, validation_->row_tokens());
+    if (validation_) {
+      check_positions(config.parallelism, validation_->row_tokens());
+      models::check_learned_positions(source_.spec, validation_->row_tokens());
+    }
     check_labels();
     checkpoints_->begin(source_, *data_);
     auto parts = model_parts(source_, config, mesh_, Purpose::kTraining, plan ? &*plan : nullptr);

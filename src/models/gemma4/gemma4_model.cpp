@@ -1,10 +1,8 @@
 #include "models/gemma4/gemma4_model.h"
 
-#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
-#include <cmath>
 #include <utility>
 
 #include "comm/host_read.h"
@@ -158,11 +156,7 @@ at::Tensor Gemma4Model::embed(const ModelInputs& inputs) {
   }
   const at::Tensor ids = inputs.input_ids.masked_fill(no_text, spec_.pad_token_id.value_or(0));
   const at::Tensor embedded = (*embedding_)(ids);
-  // The factor too has the embedding's dtype.
-  const double factor =
-      at::scalar_tensor(std::sqrt(static_cast<double>(spec_.hidden_size)), embedded.scalar_type())
-          .item<double>();
-  const at::Tensor x = embedded * factor;
+  const at::Tensor x = nn::scaled_by_root(embedded);
   return projected.defined() ? place(x, {image_tokens, on_host}, projected) : x;
 }
 

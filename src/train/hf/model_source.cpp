@@ -16,6 +16,7 @@
 #include "models/expert_bias.h"
 #include "models/family.h"
 #include "tessera/error.h"
+#include "train/hf/renamed_tensors.h"
 
 namespace tessera::train {
 namespace {
@@ -92,6 +93,20 @@ ModelSource open_adapters(CheckpointFolder adapters, const ModelConfig& model,
   return source;
 }
 
+/// By the names of the family's modules, without what is no part of the model, which is said.
+std::shared_ptr<const TensorSource> named_as_modules(std::shared_ptr<const TensorSource> folder,
+                                                     const models::FamilyTraits& family) {
+  auto renamed = std::make_shared<RenamedTensors>(folder, family.module_name);
+  if (!renamed->changes()) return folder;
+  const auto& left_out = renamed->left_out();
+  if (!left_out.empty()) {
+    log::info(shown(folder->path()), ": ", left_out.size(), " tensors are left out, ",
+              printable(left_out.front()), left_out.size() > 1 ? " and others" : "",
+              ": they are no weights of ", family.architecture);
+  }
+  return renamed;
+}
+
 }  // namespace
 
 ModelSource open_model(const ModelConfig& model, const LoraRequest& lora, Purpose purpose) {
@@ -130,6 +145,9 @@ ModelSource open_model(const ModelConfig& model, const LoraRequest& lora, Purpos
   }();
   for (const auto& warning : parsed.warnings) log::warn("config.json: ", warning);
   source.spec = std::move(parsed.spec);
+  if (source.folder) {
+    source.folder = named_as_modules(source.folder, models::traits(source.spec.family));
+  }
   source.lora = models::plan_lora(source.spec, lora);
   source.description = models::describe(source.spec, source.lora);
   return source;
