@@ -52,6 +52,9 @@ struct FamilyTraits {
   std::vector<std::string> frozen;
   /// A name of the checkpoint (hub layout) -> the module's name.
   std::string (*module_name)(std::string_view checkpoint_name);
+  /// Whether a tensor of a published folder is no part of the model: it is left out, which is said.
+  /// null = all are.
+  bool (*is_extra)(const ModelSpec& spec, std::string_view published) = nullptr;
   /// Name of the router inside `mlp`, of a family with a mixture of experts.
   std::string_view router_module = {};
   // What the decoder's layers are made of.

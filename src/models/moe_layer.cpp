@@ -1,5 +1,7 @@
 #include "models/moe_layer.h"
 
+#include <ATen/ops/zeros.h>
+
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -58,11 +60,22 @@ ParameterLayout expert_sum_layout(const ParallelDims& share) {
   return layout;
 }
 
+moe::Scoring scoring_of(ExpertScores scores) {
+  switch (scores) {
+    case ExpertScores::kSoftmaxOfAll:
+      return moe::Scoring::kSoftmaxThenTopK;
+    case ExpertScores::kSoftmaxOfChosen:
+      return moe::Scoring::kTopKThenSoftmax;
+    case ExpertScores::kSigmoid:
+      return moe::Scoring::kSigmoid;
+  }
+  TESSERA_INVARIANT(false, "scores that no routing is made of");
+}
+
 moe::RouteOptions route_options(const MoeSpec& moe) {
   moe::RouteOptions options;
   options.experts_per_token = moe.experts_per_token;
-  options.scoring = moe.scores == ExpertScores::kSoftmaxOfAll ? moe::Scoring::kSoftmaxThenTopK
-                                                              : moe::Scoring::kTopKThenSoftmax;
+  options.scoring = scoring_of(moe.scores);
   options.normalize = moe.norm_topk_prob;
   options.scaling_factor = moe.routed_scaling_factor;
   options.groups = moe.n_group;
@@ -96,6 +109,10 @@ ExpertRouter::ExpertRouter(std::int64_t hidden_size, const MoeSpec& moe,
     : moe_(moe) {
   // On shards of the tokens, or in front of addends: the gradient is Partial in every layout.
   weight_ = add_parameter("weight", {moe.num_experts, hidden_size}, {.layout = region.inside()});
+  if (moe.has_stored_bias()) {
+    stored_bias_ = register_buffer(HasExpertBias::kStoredName,
+                                   at::zeros({moe.num_experts}, at::TensorOptions(at::kFloat)));
+  }
   if (moe.router_bias) {
     bias_ = add_parameter("bias", {moe.num_experts},
                           nn::bias_of_layer(region.inside(), nn::InitKind::kNormal));
@@ -113,7 +130,7 @@ at::Tensor ExpertRouter::scores(const at::Tensor& x) const {
 moe::Routing ExpertRouter::route(const at::Tensor& scores, const std::optional<at::Tensor>& imposed,
                                  const at::Tensor& bias) const {
   moe::RouteOptions options = route_options(moe_);
-  options.expert_bias = bias;
+  options.expert_bias = moe_.has_stored_bias() ? stored_bias_ : bias;
   moe::Routing routing = moe::route(scores, options, imposed);
   const WideScope weights;
   routing.weights = routing.weights.to(scores.scalar_type());
@@ -164,7 +181,7 @@ at::Tensor ExpertBank::forward(const at::Tensor& x, const moe::Routing& routing)
 }
 
 MoeLayer::MoeLayer(const ModelSpec& spec, const LocalSizes& sizes)
-    : HasExpertBias(spec.moe->num_experts), tokens_(sizes.axes) {
+    : HasExpertBias(*spec.moe), tokens_(sizes.axes) {
   const nn::TensorRegion& region = sizes.axes.tensor;
   router_ = register_module(std::string(traits(spec.family).router_module),
                             std::make_shared<ExpertRouter>(spec.hidden_size, *spec.moe, region));

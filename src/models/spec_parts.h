@@ -38,6 +38,9 @@ struct MlaSpec {
 enum class ExpertScores : std::uint8_t {
   kSoftmaxOfAll,     ///< softmax over all experts, then the choice
   kSoftmaxOfChosen,  ///< the choice by raw scores, then softmax over the chosen
+  /// The sigmoid of each score; the choice by that and a stored bias an expert, no part of the
+  /// weights (models/expert_bias.h).
+  kSigmoid,
 };
 
 /// The dtype that the router computes in.
@@ -71,7 +74,7 @@ struct MoeSpec {
   bool norm_topk_prob = false;  ///< the weights of a token are divided by their sum
   double routed_scaling_factor = 1.0;
   /// The experts of a token come from `topk_group` of `n_group` equal groups, those with the best
-  /// experts; 1 of 1 = from all.
+  /// experts (by sigmoids: with the two best ones together); 1 of 1 = from all.
   std::int64_t n_group = 1;
   std::int64_t topk_group = 1;
   bool router_bias = false;
@@ -90,6 +93,7 @@ struct MoeSpec {
   double router_aux_loss_coef = 0.0;
   bool output_router_logits = false;
 
+  bool has_stored_bias() const { return scores == ExpertScores::kSigmoid; }
   bool is_moe(std::int64_t layer) const {
     for (const std::int64_t dense : mlp_only_layers) {
       if (dense == layer) return false;

@@ -147,7 +147,7 @@ void KvCache::append(const at::Tensor& keys, const at::Tensor& values) {
                 " new positions after ", length_, ", expected at most ", capacity_, " in all");
   if (!keys_.defined()) {
     keys_ = at::empty({rows, groups, capacity_, head_dim}, keys.options());
-    values_ = at::empty_like(keys_);
+    if (values.defined()) values_ = at::empty_like(keys_);
   }
   TESSERA_CHECK(keys_.size(0) == rows && keys_.size(1) == groups && keys_.size(3) == head_dim &&
                     keys_.scalar_type() == keys.scalar_type(),
@@ -155,8 +155,10 @@ void KvCache::append(const at::Tensor& keys, const at::Tensor& values) {
                 keys.scalar_type(), ", expected rows, heads and dtype of ", keys_.sizes(), " ",
                 keys_.scalar_type());
   keys_.narrow(2, length_, added).copy_(keys.squeeze(3));
-  values_.narrow(2, length_, added)
-      .copy_(values.view({rows, added, groups, head_dim}).transpose(1, 2));
+  if (values.defined()) {
+    values_.narrow(2, length_, added)
+        .copy_(values.view({rows, added, groups, head_dim}).transpose(1, 2));
+  }
   length_ += added;
 }
 

@@ -187,6 +187,14 @@ std::vector<Fault> inside_experts() {
                      return is_tokens(grad) ? back : at::zeros_like(back);
                    }),
        CaughtBy::kGradients, "mlp.gate.weight"},
+      {"SigmoidsWithoutGradient", "The routed sigmoids go through an operation without backward",
+       "next to NeMo Automodel #2995", kSigmoid, all,
+       backward_of(kSlice,
+                   [](const Transition& of, const at::Tensor& grad) {
+                     const at::Tensor back = of.backward(grad);
+                     return is_tokens(grad) ? back : at::zeros_like(back);
+                   }),
+       CaughtBy::kGradients, "mlp.gate.weight"},
       {"ExpertsCountEveryRankOfTp",
        "Every tp rank sends all tokens to experts, which count them all", "NeMo Automodel #2995",
        kQwen, lent, forward_of(kSlice, as_it_is), CaughtBy::kTransition,

@@ -79,7 +79,8 @@ inline const std::vector<std::string> kMoeFolders{"gpt-oss-fp32", "gpt-oss-mixed
 
 /// Those with latent attention and a mixture of experts, each of which is a tensor of the files.
 inline const std::vector<std::string> kDeepseekFolders{
-    "deepseek-v2-fp32", "deepseek-v2-mixed", "deepseek-v2-group-fp32", "deepseek-v2-group-mixed"};
+    "deepseek-v2-fp32",        "deepseek-v2-mixed", "deepseek-v2-group-fp32",
+    "deepseek-v2-group-mixed", "deepseek-v3-fp32",  "deepseek-v3-mixed"};
 
 /// Those of the three lists above.
 std::vector<std::string> folders_with_experts();

@@ -41,8 +41,10 @@ class Reference {
   /// The same of a gemma4 folder, its vision tower frozen.
   std::shared_ptr<Gemma4Model> gemma4(Compute compute) const;
 
- private:
+  /// A tensor of the checkpoint, as it is stored.
   at::Tensor stored(const std::string& name) const;
+
+ private:
   /// A parameter of the model, out of the tensors that it stacks.
   at::Tensor stored(const ParameterSpec& row) const;
   void load(const torch::nn::Module& model, Compute compute) const;
