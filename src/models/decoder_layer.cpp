@@ -9,6 +9,7 @@
 #include "models/family.h"
 #include "models/recomputed.h"
 #include "nn/attention.h"
+#include "nn/chunked_attention.h"
 #include "nn/mla.h"
 
 namespace tessera::models {
@@ -23,19 +24,42 @@ nn::AttentionOptions attention_options(const ModelSpec& spec, std::int64_t numbe
                   .kv_heads = sizes.kv_heads,
                   .head_dim = spec.head_dim,
                   .bias = spec.attention_bias ? nn::Bias::kYes : nn::Bias::kNo,
-                  .qk_norm = family.qk_norm ? Options::QkNorm::kYes : Options::QkNorm::kNo,
+                  .qk_norm = spec.use_qk_norm.value_or(family.qk_norm) ? Options::QkNorm::kYes
+                                                                       : Options::QkNorm::kNo,
                   .norm_eps = spec.rms_norm_eps,
                   .region = sizes.axes.tensor,
                   .all_kv_heads = spec.num_key_value_heads};
+  if (spec.rope.partial_rotary_factor != 1.0) options.turned = Options::Turned::kFirstHalf;
   if (!family.output_bias) options.output_bias = nn::Bias::kNo;
   if (family.attention_sinks) options.sinks = Options::Sinks::kYes;
   if (spec.is_sliding(number)) options.window = spec.sliding_window;
   return options;
 }
 
+std::shared_ptr<nn::SelfAttention> chunked_attention(const ModelSpec& spec, std::int64_t number,
+                                                     const LocalSizes& sizes,
+                                                     std::shared_ptr<nn::Rope> rope) {
+  const ChunkedSpec& chunked = *spec.chunked;
+  nn::ChunkedAttentionOptions options{.hidden_size = spec.hidden_size,
+                                      .heads = sizes.heads,
+                                      .kv_heads = sizes.kv_heads,
+                                      .head_dim = spec.head_dim,
+                                      .bias = spec.attention_bias ? nn::Bias::kYes : nn::Bias::kNo,
+                                      .region = sizes.axes.tensor,
+                                      .all_kv_heads = spec.num_key_value_heads};
+  if (spec.is_chunked(number)) {
+    options.chunk = chunked.attention_chunk_size;
+    if (chunked.use_qk_norm) options.qk_norm_eps = spec.rms_norm_eps;
+  } else if (chunked.attn_temperature_tuning) {
+    options.temperature = {chunked.attn_scale, static_cast<double>(chunked.floor_scale)};
+  }
+  return std::make_shared<nn::ChunkedAttention>(options, std::move(rope));
+}
+
 std::shared_ptr<nn::SelfAttention> make_attention(const ModelSpec& spec, std::int64_t number,
                                                   const LocalSizes& sizes,
                                                   std::shared_ptr<nn::Rope> rope) {
+  if (spec.chunked) return chunked_attention(spec, number, sizes, std::move(rope));
   if (!spec.mla) {
     return std::make_shared<nn::Attention>(attention_options(spec, number, sizes), std::move(rope));
   }
@@ -67,13 +91,14 @@ DecoderLayer::DecoderLayer(const ModelSpec& spec, std::int64_t number, const Loc
                            std::shared_ptr<nn::Rope> rope)
     : number_(number), is_alone_(sizes.axes.tensor.size() == 1) {
   self_attn_ = register_module("self_attn", make_attention(spec, number, sizes, std::move(rope)));
+  const std::string name(traits(spec.family).mlp_module);
   if (spec.is_moe(number)) {
-    moe_ = register_module("mlp", std::make_shared<MoeLayer>(spec, sizes));
+    moe_ = register_module(name, std::make_shared<MoeLayer>(spec, sizes));
   } else {
     const auto bias = spec.mlp_bias ? nn::Bias::kYes : nn::Bias::kNo;
     mlp_ =
-        register_module("mlp", std::make_shared<nn::Mlp>(spec.hidden_size, sizes.intermediate_size,
-                                                         bias, sizes.axes.tensor));
+        register_module(name, std::make_shared<nn::Mlp>(spec.hidden_size, sizes.intermediate_size,
+                                                        bias, sizes.axes.tensor));
   }
   input_layernorm_ = register_module("input_layernorm", decoder_norm(spec, sizes.axes.tensor));
   post_attention_layernorm_ =

@@ -57,6 +57,8 @@ struct FamilyTraits {
   bool (*is_extra)(const ModelSpec& spec, std::string_view published) = nullptr;
   /// Name of the router inside `mlp`, of a family with a mixture of experts.
   std::string_view router_module = {};
+  std::string_view mlp_module = "mlp";                ///< of a layer, with or without experts
+  std::string_view shared_module = "shared_experts";  ///< inside it, where there are some
   // What the decoder's layers are made of.
   bool qk_norm = false;           ///< of queries and keys, per head, before rope
   bool attention_sinks = false;   ///< one a head

@@ -66,6 +66,8 @@ moe::Scoring scoring_of(ExpertScores scores) {
       return moe::Scoring::kSoftmaxThenTopK;
     case ExpertScores::kSoftmaxOfChosen:
       return moe::Scoring::kTopKThenSoftmax;
+    case ExpertScores::kSigmoidOfChosen:
+      return moe::Scoring::kTopKThenSigmoid;
     case ExpertScores::kSigmoid:
       return moe::Scoring::kSigmoid;
   }
@@ -155,8 +157,12 @@ ExpertBank::ExpertBank(const ModelSpec& spec, const LocalSizes& sizes)
     gate_up_proj_ = add_parameter("gate_up_proj", {count, 2 * inner, hidden}, std::move(gate_up));
     down_proj_ = add_parameter("down_proj", {count, hidden, inner}, std::move(down));
   } else {
-    gate_up_proj_ = add_parameter("gate_up_proj", {count, hidden, 2 * inner},
-                                  {.layout = expert_layout(share, 2)});
+    // Columns in turn are cut as they stand, halves each by itself.
+    const ParameterLayout columns =
+        moe_.activation == ExpertActivation::kClampedSwiglu
+            ? expert_layout(share, 2)
+            : expert_layout(share, 3, {moe_.num_experts, hidden, 2, moe_.moe_intermediate_size});
+    gate_up_proj_ = add_parameter("gate_up_proj", {count, hidden, 2 * inner}, {.layout = columns});
     down_proj_ =
         add_parameter("down_proj", {count, inner, hidden}, {.layout = expert_layout(share, 1)});
   }
@@ -176,6 +182,7 @@ at::Tensor ExpertBank::forward(const at::Tensor& x, const moe::Routing& routing)
     weights.down_bias = parallel::only_first(down_proj_bias_, axes_.tensor.axis());
   }
   moe::ExpertOptions options{activation_of(moe_), axes_.score, axes_.experts};
+  if (moe_.scores_before_experts) options.score = moe::Score::kBeforeExperts;
   if (axes_.experts.alone()) options.name = name_;  // collectives are of all layers alike
   return moe::experts(x, routing, weights, options);
 }
@@ -187,9 +194,10 @@ MoeLayer::MoeLayer(const ModelSpec& spec, const LocalSizes& sizes)
                             std::make_shared<ExpertRouter>(spec.hidden_size, *spec.moe, region));
   experts_ = register_module("experts", std::make_shared<ExpertBank>(spec, sizes));
   if (sizes.shared_intermediate_size == 0) return;
-  shared_experts_ = register_module(
-      "shared_experts", std::make_shared<nn::Mlp>(spec.hidden_size, sizes.shared_intermediate_size,
-                                                  nn::Bias::kNo, region));
+  shared_experts_ =
+      register_module(std::string(traits(spec.family).shared_module),
+                      std::make_shared<nn::Mlp>(spec.hidden_size, sizes.shared_intermediate_size,
+                                                nn::Bias::kNo, region));
 }
 
 MoeLayer::Output MoeLayer::forward(const at::Tensor& x, const RoutingRequest& request) {

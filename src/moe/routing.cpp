@@ -130,7 +130,9 @@ Routing route(const at::Tensor& scores, const RouteOptions& options,
     routing.indices = ascending(choose(by.values, options));
   }
   const at::Tensor chosen = by.values.gather(1, routing.indices);
-  routing.weights = options.scoring == Scoring::kTopKThenSoftmax ? at::softmax(chosen, 1) : chosen;
+  routing.weights = chosen;
+  if (options.scoring == Scoring::kTopKThenSoftmax) routing.weights = at::softmax(chosen, 1);
+  if (options.scoring == Scoring::kTopKThenSigmoid) routing.weights = at::sigmoid(chosen);
   if (options.normalize) {
     const at::Tensor sum = routing.weights.sum(1, /*keepdim=*/true);
     routing.weights =

@@ -21,6 +21,7 @@ namespace tessera::moe {
 enum class Scoring : std::uint8_t {
   kSoftmaxThenTopK,  ///< probabilities over all experts, the largest k of them
   kTopKThenSoftmax,  ///< the largest k scores, probabilities over those alone
+  kTopKThenSigmoid,  ///< the largest k scores, the sigmoid of each (Llama 4)
   kSigmoid,          ///< the sigmoid of each score, the largest k of them (DeepSeek V3)
 };
 

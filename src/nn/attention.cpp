@@ -93,13 +93,19 @@ Attention::Attention(const AttentionOptions& options, std::shared_ptr<Rope> rope
 double Attention::scale() const { return 1.0 / std::sqrt(static_cast<double>(options_.head_dim)); }
 
 Attention::Heads Attention::project(const at::Tensor& x, const RopeTable& table) {
+  const auto paired = [&](const at::Tensor& tensor, std::int64_t heads) {
+    return options_.turned == AttentionOptions::Turned::kAll ? tensor
+                                                             : pairs_of_half(tensor, heads);
+  };
   const auto head_norm = [&](const std::shared_ptr<RmsNorm>& norm) {
-    return norm ? HeadNorm{norm->weight, norm->eps()} : HeadNorm{};
+    return norm ? HeadNorm{paired(norm->weight, 1), norm->eps()} : HeadNorm{};
   };
   const HeadLayout queries{.heads = options_.heads, .repeat = options_.heads / options_.kv_heads};
   const HeadLayout keys{.heads = options_.kv_heads};
-  return {rope_heads(q_proj_->forward(x), queries, head_norm(q_norm_), table),
-          rope_heads(k_proj_->forward(x), keys, head_norm(k_norm_), table), v_proj_->forward(x)};
+  return {
+      rope_heads(paired(q_proj_->forward(x), options_.heads), queries, head_norm(q_norm_), table),
+      rope_heads(paired(k_proj_->forward(x), options_.kv_heads), keys, head_norm(k_norm_), table),
+      v_proj_->forward(x)};
 }
 
 bool Attention::is_plain(std::int64_t positions) const {

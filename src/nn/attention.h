@@ -80,6 +80,7 @@ struct AttentionOptions {
   double norm_eps = 0.0;
   enum class Sinks : std::uint8_t { kNo, kYes } sinks = Sinks::kNo;  ///< one a head, learned
   std::optional<std::int64_t> window = std::nullopt;  ///< as windowed_attention has it
+  enum class Turned : std::uint8_t { kAll, kFirstHalf } turned = Turned::kAll;  ///< of a head
   TensorRegion region = {};
   std::int64_t all_kv_heads = 0;  ///< of all ranks of the region; read where it has several
 };

@@ -37,7 +37,8 @@ const std::string kHalfCopies = "tp_kv/4 4 S(0), gradient S(0); tp_rep/2 2 R, gr
 
 struct Model {
   std::string name;
-  std::int64_t numel;      ///< as published: 15.7, 235.7, 671.0, 20.9, 30.5, 25.8, 8.0 billion
+  std::int64_t
+      numel;  ///< as published: 15.7, 235.7, 106.9, 107.8, 671.0, 20.9, 30.5, 25.8, 8.0 billion
   std::size_t parameters;  ///< the experts of a layer are two, or four with biases
   Placements placements;
   std::string cut_gate_up;  ///< of experts whose width tp shares out
@@ -267,6 +268,31 @@ INSTANTIATE_TEST_SUITE_P(
                                                     {"self_attn.q_a_layernorm.weight", kWhole},
                                                     {"self_attn.q_b_proj.weight", kRows}}),
                             cut_gate_up("160x2x1536x5120"), kCutDown},
+                      Model{"glm-4.5-air",
+                            106'852'245'504,
+                            690,
+                            {{"self_attn.q_proj.weight", kRows},
+                             {"self_attn.q_proj.bias", kRows},
+                             {"self_attn.k_proj.bias", kRows},
+                             {"self_attn.v_proj.weight", kRows},
+                             {"mlp.gate.weight", kWhole},
+                             {"mlp.shared_experts.gate_proj.weight", kRows},
+                             {"mlp.shared_experts.down_proj.weight", kColumns}},
+                            cut_gate_up("128x2x1408x4096"),
+                            kCutDown},
+                      Model{"llama4-scout",
+                            107'769'861'120,
+                            579,
+                            {{"self_attn.q_proj.weight", kRows},
+                             {"self_attn.k_proj.weight", kRows},
+                             {"feed_forward.router.weight", kWhole},
+                             {"feed_forward.shared_expert.up_proj.weight", kRows},
+                             {"feed_forward.shared_expert.down_proj.weight", kColumns}},
+                            "ep 8 S(0), gradient S(0); etp 8 S(3), gradient S(3) of "
+                            "16x5120x2x8192 (sparse mesh)",
+                            kCutTransposedDown,
+                            "model.",
+                            "feed_forward.experts."},
                       // The published 671 billion, without the layer that predicts further.
                       Model{"deepseek-v3", 671'026'404'352, 909,
                             with(kLatentAttention, {{"self_attn.q_a_proj.weight", kWhole},

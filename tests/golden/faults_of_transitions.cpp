@@ -219,6 +219,10 @@ std::vector<Fault> inside_experts() {
       {"RowsReducedBeforeScores", "The routed rows' gradient is summed inside, before the scores'",
        "torchtitan #1878", kQwen, spread, rows_summed_before_scores(), CaughtBy::kGradients,
        "mlp.gate.weight", Setting::kScoresBefore, true},
+      {"InputsReducedBeforeTheirScores",
+       "The gradient of an expert's scaled input is summed before it reaches the score",
+       "torchtitan #2416", kLlama4, spread, rows_summed_before_scores(), CaughtBy::kGradients,
+       "feed_forward.router.weight", Setting::kPlain, true},
   };
 }
 

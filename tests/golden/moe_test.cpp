@@ -43,7 +43,9 @@ class GoldenMoeLoads : public GoldenMoe {
  protected:
   bool has_experts(int layer) const {
     const std::string mlp = concat("model.layers.", layer, ".mlp.");
+    const std::string feed_forward = concat("model.layers.", layer, ".feed_forward.");
     return reference().gradients().contains(mlp + "gate.weight") ||
+           reference().gradients().contains(feed_forward + "router.weight") ||
            reference().gradients().contains(mlp + "router.weight");
   }
 };
@@ -82,6 +84,7 @@ TEST_P(GoldenMoeLoads, InTheMetricsAreThoseOfTheWholeBatch) {
 std::vector<std::string> folders_with_loads() {
   std::vector<std::string> all(kMoeFolders);
   all.insert(all.end(), kDeepseekFolders.begin(), kDeepseekFolders.end());
+  all.insert(all.end(), kSharedExpertFolders.begin(), kSharedExpertFolders.end());
   return all;
 }
 

@@ -19,7 +19,9 @@ using ::testing::HasSubstr;
 
 constexpr const char* kFolder = "deepseek-v3-fp32";
 
-ModelSpec spec_with(const json& keys = json::object()) { return parse_spec(changed_config(kFolder, keys)).spec; }
+ModelSpec spec_with(const json& keys = json::object()) {
+  return parse_spec(changed_config(kFolder, keys)).spec;
+}
 
 TEST(DeepseekV3Config, SaysLatentsSigmoidsAndGroups) {
   const ModelSpec spec = spec_with();

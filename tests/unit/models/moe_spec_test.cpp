@@ -51,9 +51,17 @@ class MoeSpecs : public ::testing::TestWithParam<const char*> {};
 TEST_P(MoeSpecs, BothSpellingsGiveTheSameSpec) {
   const ModelSpec written = parse_spec(read_text(folder(GetParam()) / "config.json")).spec;
   EXPECT_EQ(written, parse_spec(hub(GetParam()).dump()).spec);
-  const bool is_third = std::string(GetParam()).starts_with("deepseek-v3");
-  EXPECT_EQ(written.moe->num_experts, is_third ? 12 : 8);
-  EXPECT_EQ(written.moe->experts_per_token, is_third ? 4 : 3);
+  const auto& sizes = written.moe;
+  switch (written.family) {
+    case Family::kDeepseekV3:
+      EXPECT_EQ(std::pair(sizes->num_experts, sizes->experts_per_token), std::pair(12L, 4L));
+      break;
+    case Family::kLlama4:
+      EXPECT_EQ(std::pair(sizes->num_experts, sizes->experts_per_token), std::pair(4L, 1L));
+      break;
+    default:
+      EXPECT_EQ(std::pair(sizes->num_experts, sizes->experts_per_token), std::pair(8L, 3L));
+  }
 }
 
 TEST_P(MoeSpecs, WhatIsWrittenIsReadAsTheSame) {
@@ -98,8 +106,9 @@ TEST_P(MoeSpecs, TheTableWantsTheTensorsOfTheFile) {
 INSTANTIATE_TEST_SUITE_P(Folders, MoeSpecs,
                          ::testing::Values("deepseek-v2-fp32", "deepseek-v2-group-fp32",
                                            "deepseek-v2-group-mixed", "deepseek-v3-fp32",
-                                           "deepseek-v3-mixed", "gpt-oss-fp32", "gpt-oss-mixed",
-                                           "qwen3-moe-fp32", "qwen3-moe-mixed"));
+                                           "deepseek-v3-mixed", "glm4-moe-fp32", "glm4-moe-mixed",
+                                           "llama4-text-fp32", "llama4-text-mixed", "gpt-oss-fp32",
+                                           "gpt-oss-mixed", "qwen3-moe-fp32", "qwen3-moe-mixed"));
 
 TEST(MoeSpec, GptOssHasWindowsSinksAndBiases) {
   const ModelSpec spec = parse_spec(hub("gpt-oss-fp32").dump()).spec;
@@ -226,6 +235,8 @@ TEST(MoeSpec, PublishedConfigsAreRead) {
   EXPECT_EQ(numel("deepseek-v2-lite"), 15'706'484'224);
   EXPECT_EQ(numel("deepseek-v2"), 235'741'434'880);
   EXPECT_EQ(numel("deepseek-v3"), 671'026'404'352);
+  EXPECT_EQ(numel("glm-4.5-air"), 106'852'245'504);
+  EXPECT_EQ(numel("llama4-scout"), 107'769'861'120);
   EXPECT_EQ(numel("gemma4-26b-a4b"), 25'805'933'872);
 }
 
