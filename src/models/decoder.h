@@ -76,6 +76,8 @@ class Decoder : public LanguageModel, public WritesText {
 
  private:
   void require_whole() const;
+  /// The embedding's result as the first layer takes it.
+  at::Tensor into_layers(const at::Tensor& embedded) const;
 
   ModelSpec spec_;
   StagesOfRank stages_;

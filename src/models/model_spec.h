@@ -61,6 +61,10 @@ struct ModelSpec {
   std::optional<MoeSpec> moe;          ///< of a family whose layers have experts
   std::optional<ChunkedSpec> chunked;  ///< of attention in chunks
   std::optional<MlaSpec> mla;          ///< of latent attention; head_dim is what rope turns
+  /// Of sliding layers, where they have another rope than full ones (`rope`).
+  std::optional<nn::RopeOptions> sliding_rope;
+  /// Scores are divided by its root; none = head_dim.
+  std::optional<double> query_pre_attn_scalar;
 
   bool is_moe(std::int64_t layer) const { return moe && moe->is_moe(layer); }
   bool is_sliding(std::int64_t layer) const {

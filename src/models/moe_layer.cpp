@@ -134,6 +134,7 @@ moe::Routing ExpertRouter::route(const at::Tensor& scores, const std::optional<a
   moe::RouteOptions options = route_options(moe_);
   options.expert_bias = moe_.has_stored_bias() ? stored_bias_ : bias;
   moe::Routing routing = moe::route(scores, options, imposed);
+  if (moe_.wide_weights) return routing;
   const WideScope weights;
   routing.weights = routing.weights.to(scores.scalar_type());
   return routing;
@@ -151,8 +152,9 @@ ExpertBank::ExpertBank(const ModelSpec& spec, const LocalSizes& sizes)
             expert_layout(share, 2, {moe_.num_experts, 2, moe_.moe_intermediate_size, hidden})};
     nn::Declaration down{.layout = expert_layout(share, 2)};
     if (moe_.layout == ExpertLayout::kOutIn) {
-      gate_up.parts = {"gate_proj.weight", "up_proj.weight"};
-      down.parts = {"down_proj.weight"};
+      const MoeNames& names = traits(spec.family).moe_names;
+      gate_up.parts = {names.gate, names.up};
+      down.parts = {names.down};
     }
     gate_up_proj_ = add_parameter("gate_up_proj", {count, 2 * inner, hidden}, std::move(gate_up));
     down_proj_ = add_parameter("down_proj", {count, hidden, inner}, std::move(down));

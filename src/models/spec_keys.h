@@ -69,6 +69,12 @@ nn::RopeOptions read_rope(ConfigReader& keys, double default_theta,
                           std::vector<std::string>& unknown,
                           PartialRope partial = PartialRope::kRefuse);
 
+/// One of the two records that describe rope: rope_parameters (with theta) or rope_scaling
+/// (without). `path` stands before keys in messages.
+void read_rope_record(const nlohmann::json& record, const std::string& path, nn::RopeOptions& rope,
+                      std::vector<std::string>& unknown,
+                      PartialRope partial = PartialRope::kRefuse);
+
 /// The record rope_scaling as the hub's configs have it, null for plain rope; `type_key` is the
 /// family's name of the key: rope_type or type.
 nlohmann::ordered_json rope_scaling_json(const nn::RopeOptions& rope, std::string_view type_key);

@@ -109,6 +109,10 @@ struct MoeSpec {
   double router_aux_loss_coef = 0.0;
   bool output_router_logits = false;
 
+  /// Weights of experts stay fp32 where the router computes narrower; else they are rounded to its
+  /// dtype.
+  bool wide_weights = false;
+
   bool has_stored_bias() const { return scores == ExpertScores::kSigmoid; }
   bool is_moe(std::int64_t layer) const {
     for (const std::int64_t dense : mlp_only_layers) {

@@ -1,9 +1,11 @@
 #include "nn/embedding.h"
 
 #include <ATen/ops/_unique.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <cmath>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -116,6 +118,11 @@ at::Tensor vocab_parallel_embedding(const at::Tensor& ids, const at::Tensor& wei
   return at::zeros({number.numel(), weight.size(1)}, own.options())
       .index_copy_(0, places, own)
       .view(shape);
+}
+
+at::Tensor scaled_by_root(const at::Tensor& embedded) {
+  const auto size = static_cast<double>(embedded.size(-1));
+  return embedded * at::scalar_tensor(std::sqrt(size), embedded.scalar_type()).item<double>();
 }
 
 void check_range(const at::Tensor& tokens, std::int64_t vocabulary,

@@ -130,6 +130,8 @@ at::Tensor inverse_frequencies(const RopeOptions& options, std::int64_t head_dim
       return proportional_frequencies(powers.reciprocal(), options, head_dim);
     case RopeType::kYarn:
       return yarn_frequencies(powers, options, head_dim);
+    case RopeType::kLinear:
+      return powers.reciprocal() / options.factor;
   }
   TESSERA_INVARIANT(false, "a kind of rope that has no frequencies");
 }

@@ -1,6 +1,6 @@
 // Rotary position embedding over pairs (x[i], x[i + D/2]), or over neighbours (x[2i], x[2i + 1]),
-// with the `llama3` and `yarn` stretching of frequencies and the `proportional` kind that turns
-// only the first pairs; and in two dimensions for images.
+// with the `linear`, `llama3` and `yarn` stretching of frequencies and the `proportional` kind that
+// turns only the first pairs; and in two dimensions for images.
 //
 // Frequencies and tables are fp32; only the finished cos and sin are rounded to the activation's
 // dtype. The q/k norm of Qwen3 is taken along: both work on one head of one position. In two

@@ -18,6 +18,7 @@ enum class RopeType : std::uint8_t {
   /// Slows a pair by `factor` where it turns less than `beta_slow` times in the original context,
   /// not where more than `beta_fast` times, blends between, linearly over the pairs' numbers.
   kYarn,
+  kLinear,  ///< slows every pair by `factor`
 };
 
 /// What yarn needs beside factor and original_max_position_embeddings.

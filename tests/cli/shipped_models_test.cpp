@@ -37,8 +37,7 @@ const std::string kHalfCopies = "tp_kv/4 4 S(0), gradient S(0); tp_rep/2 2 R, gr
 
 struct Model {
   std::string name;
-  std::int64_t
-      numel;  ///< as published: 15.7, 235.7, 106.9, 107.8, 671.0, 20.9, 30.5, 25.8, 8.0 billion
+  std::int64_t numel;      ///< as published, 15.7 billion and so on
   std::size_t parameters;  ///< the experts of a layer are two, or four with biases
   Placements placements;
   std::string cut_gate_up;  ///< of experts whose width tp shares out
@@ -323,6 +322,17 @@ INSTANTIATE_TEST_SUITE_P(
                              {"mlp.gate.weight", kWhole}},
                             cut_gate_up("128x2x768x2048"),
                             kCutDown},
+                      Model{"mixtral-8x7b",
+                            46'702'792'704,
+                            291,
+                            {{"self_attn.q_proj.weight", kRows},
+                             {"self_attn.k_proj.weight", kRows},
+                             {"self_attn.v_proj.weight", kRows},
+                             {"block_sparse_moe.gate.weight", kWhole}},
+                            cut_gate_up("8x2x14336x4096"),
+                            kCutDown,
+                            "model.",
+                            "block_sparse_moe.experts."},
                       // Layer 1 slides and has a dense MLP beside the experts; the embedding is
                       // the head. 25.23 billion are the text's, 0.57 the frozen tower's.
                       Model{"gemma4-26b-a4b",

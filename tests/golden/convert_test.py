@@ -23,7 +23,7 @@ except ImportError as missing:
     sys.exit(77)
 
 DATA = pathlib.Path(__file__).resolve().parent / "data"
-FOLDERS = ("qwen3-fp32", "qwen3-mixed", "llama-fp32", "llama-mixed", "qwen2-mixed", "mistral-fp32", "deepseek-v2-fp32", "deepseek-v2-group-mixed",
+FOLDERS = ("qwen3-fp32", "qwen3-mixed", "llama-fp32", "llama-mixed", "qwen2-mixed", "mistral-fp32", "olmo2-fp32", "olmo2-mixed", "gemma3-text-fp32", "gemma3-text-mixed", "deepseek-v2-fp32", "deepseek-v2-group-mixed",
            "deepseek-v3-mixed", "glm4-moe-fp32", "llama4-text-mixed")
 FLOAT32 = ("--precision.param_dtype", "float32", "--precision.storage_dtype", "float32")
 # Of a second fp32 implementation, from the README of the reference data.
@@ -167,6 +167,23 @@ class ConvertFolder(Program):
         self.assertEqual(written["torch_dtype"], "bfloat16")
         ids = load_file(DATA / "deepseek-v3-mixed" / "reference.safetensors")["input_ids"]
         self.assertTrue(self.logits_of_transformers(self.folder / "out", ids).isfinite().all())
+
+    def test_llama_4_that_sees_images_gives_its_text_model(self):
+        from safetensors.torch import save_file
+        source, text = self.folder / "whole", DATA / "llama4-text-fp32"
+        source.mkdir()
+        config = json.loads((text / "config.hub.json").read_text())
+        (source / "config.json").write_text(json.dumps({
+            "architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "text_config": config,
+            "vision_config": {"hidden_size": 8}, "image_token_index": 6}))
+        tensors = load_file(text / "model.safetensors")
+        save_file({**{f"language_model.{name}": tensor for name, tensor in tensors.items()},
+                   "vision_model.class_embedding": torch.ones(8)}, source / "model.safetensors")
+        said = subprocess.run([os.environ["TESSERA_PROGRAM"], "convert", source, self.folder / "out"],
+                              capture_output=True, text=True)
+        self.assertEqual(said.returncode, 0, said.stderr)
+        self.assertIn("vision_model.class_embedding", said.stderr)
+        self.assertSameBits({k: v[0] for k, v in self.tensors(self.folder / "out").items()}, tensors)
 
     def test_a_chosen_dtype_is_every_tensors(self):
         for name, dtype in (("qwen3-mixed", "float32"), ("qwen3-mixed", "bfloat16"), ("llama-fp32", "bfloat16")):
@@ -359,6 +376,48 @@ class ConvertGemma4(Program):
     def test_generation_is_refused(self):
         self.assertIn("Gemma4ForConditionalGeneration", self.run_tessera(
             "generate", "--model", DATA / "gemma4-fp32", "--prompt-tokens", "1", "--max-new-tokens", "1", code=2))
+
+
+class ConvertGemma3(Program):
+    """A folder of the whole model: its text model comes out."""
+
+    def whole_folder(self, name, prefix):
+        """The text model's tensors under names of the whole one, beside some of a vision tower."""
+        from safetensors.torch import save_file
+        folder = self.folder / name
+        folder.mkdir()
+        source = DATA / "gemma3-text-fp32"
+        tensors = {prefix(key): tensor for key, tensor in load_file(source / "model.safetensors").items()}
+        inner = "model." if any(key.startswith("model.language_model.") for key in tensors) else ""
+        tensors[f"{inner}vision_tower.vision_model.post_layernorm.weight"] = torch.ones(4)
+        tensors[f"{inner}multi_modal_projector.mm_soft_emb_norm.weight"] = torch.ones(4)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        text = json.loads((source / "config.hub.json").read_text())
+        text.pop("architectures")
+        dtype = text.pop("torch_dtype")
+        (folder / "config.json").write_text(json.dumps({
+            "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text,
+            "vision_config": {"hidden_size": 4}, "mm_tokens_per_image": 4, "image_token_index": 5,
+            "torch_dtype": dtype}))
+        return folder
+
+    def test_a_folder_of_the_whole_model_gives_its_text_model(self):
+        source = DATA / "gemma3-text-fp32"
+        batch = source / "reference.safetensors"
+        for name, prefix in (("published", lambda key: f"language_model.{key}"),
+                             ("inside", lambda key: key.replace("model.", "model.language_model.", 1))):
+            with self.subTest(name):
+                folder, out = self.whole_folder(name, prefix), self.folder / f"{name}-out"
+                done = subprocess.run([os.environ["TESSERA_PROGRAM"], "convert", folder, out], capture_output=True,
+                                      text=True, cwd=self.folder)
+                self.assertEqual(done.returncode, 0, done.stderr)
+                self.assertIn("2 tensors are left out", done.stderr)
+                self.assertIn("multi_modal_projector", done.stderr)
+                self.assertSameBits(load_file(out / "model.safetensors"), load_file(source / "model.safetensors"))
+                self.assertEqual(json.loads((out / "config.json").read_text())["architectures"], ["Gemma3ForCausalLM"])
+                self.assertSameBits(self.gradients(folder, batch, *FLOAT32), self.gradients(source, batch, *FLOAT32))
+                found = self.logits_of_transformers(out, load_file(batch)["input_ids"])
+                self.assertLess((found - load_file(batch)["logits"]).abs().max(), LOGITS_BOUND)
 
 
 if __name__ == "__main__":

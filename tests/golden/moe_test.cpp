@@ -4,6 +4,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
 #include <nlohmann/json.hpp>
 
 #include "golden/layouts.h"
@@ -42,11 +44,11 @@ INSTANTIATE_TEST_SUITE_P(Folders, GoldenMoe, ::testing::ValuesIn(kMoeFolders),
 class GoldenMoeLoads : public GoldenMoe {
  protected:
   bool has_experts(int layer) const {
-    const std::string mlp = concat("model.layers.", layer, ".mlp.");
-    const std::string feed_forward = concat("model.layers.", layer, ".feed_forward.");
-    return reference().gradients().contains(mlp + "gate.weight") ||
-           reference().gradients().contains(feed_forward + "router.weight") ||
-           reference().gradients().contains(mlp + "router.weight");
+    const std::string name = concat("model.layers.", layer, ".");
+    return std::ranges::any_of(
+        std::array{"mlp.gate.weight", "mlp.router.weight", "block_sparse_moe.gate.weight",
+                   "feed_forward.router.weight"},
+        [&](const char* router) { return reference().gradients().contains(name + router); });
   }
 };
 

@@ -66,16 +66,18 @@ class Reference {
 };
 
 /// The folders of dense models.
-inline const std::vector<std::string> kFolders{"qwen3-fp32",   "qwen3-mixed",  "llama-fp32",
-                                               "llama-mixed",  "qwen2-fp32",   "qwen2-mixed",
-                                               "mistral-fp32", "mistral-mixed"};
+inline const std::vector<std::string> kFolders{
+    "qwen3-fp32", "qwen3-mixed", "llama-fp32",       "llama-mixed",
+    "qwen2-fp32", "qwen2-mixed", "mistral-fp32",     "mistral-mixed",
+    "olmo2-fp32", "olmo2-mixed", "gemma3-text-fp32", "gemma3-text-mixed"};
 
 /// Those of models with images and a mixture of experts.
 inline const std::vector<std::string> kGemmaFolders{"gemma4-fp32", "gemma4-mixed"};
 
 /// Those with a mixture of experts in the place of the MLP, and an auxiliary loss.
-inline const std::vector<std::string> kMoeFolders{"gpt-oss-fp32", "gpt-oss-mixed", "gpt-oss-mxfp4",
-                                                  "qwen3-moe-fp32", "qwen3-moe-mixed"};
+inline const std::vector<std::string> kMoeFolders{
+    "gpt-oss-fp32",    "gpt-oss-mixed", "gpt-oss-mxfp4", "qwen3-moe-fp32",
+    "qwen3-moe-mixed", "mixtral-fp32",  "mixtral-mixed"};
 
 /// Those with latent attention and a mixture of experts, each of which is a tensor of the files.
 inline const std::vector<std::string> kDeepseekFolders{

@@ -72,6 +72,8 @@ class ModelKeeps {
                                 const std::string& name);
   nn::KeptValue leave_experts(const nn::KeptValue& y);
 
+  /// decoder.cpp.
+  nn::KeptValue embedding(const std::string& name);
   /// decoder_layer.cpp.
   nn::KeptValue decoder_layer(const nn::KeptValue& x, std::int64_t number, const std::string& name);
 
@@ -99,9 +101,7 @@ class TextKeeps {
 
   /// What stands before "embed_tokens", "layers.N." and "norm".
   virtual std::string prefix() const { return "model."; }
-  virtual nn::KeptValue embedding(const std::string& name) {
-    return model_.layers().embedding(name, nn::LayerKeeps::Ids::kOfBatch);
-  }
+  virtual nn::KeptValue embedding(const std::string& name) { return model_.embedding(name); }
   /// What all layers share is made.
   virtual void enter_layers() {}
   virtual nn::KeptValue layer(const nn::KeptValue& x, std::int64_t number,

@@ -13,7 +13,7 @@ namespace tessera::models {
 namespace {
 
 /// Older configs have a number there; 4 in the published ones.
-bool read_tuning(ConfigReader& keys) {
+bool read_temperature(ConfigReader& keys) {
   const nlohmann::json* value = keys.take("attn_temperature_tuning");
   if (value == nullptr) return true;
   if (value->is_number_integer()) return *value != 0;
@@ -41,7 +41,7 @@ std::vector<LayerType> types_by_rope(ConfigReader& keys, std::int64_t layers) {
   return types;
 }
 
-void read_layers(ConfigReader& keys, ModelSpec& spec) {
+void read_chunked_layers(ConfigReader& keys, ModelSpec& spec) {
   spec.layer_types = types_by_rope(keys, spec.num_hidden_layers);
   const nlohmann::json* types = keys.take("layer_types");
   if (types == nullptr) return;
@@ -89,10 +89,10 @@ void read_llama4(ConfigReader& keys, ModelSpec& spec) {
   chunked.attention_chunk_size =
       keys.contains("attention_chunk_size") ? required(keys, "attention_chunk_size", kSize) : 8192;
   chunked.use_qk_norm = keys.boolean("use_qk_norm").value_or(true);
-  chunked.attn_temperature_tuning = read_tuning(keys);
+  chunked.attn_temperature_tuning = read_temperature(keys);
   chunked.attn_scale = keys.number("attn_scale", {0.0, 1e3}).value_or(0.1);
   chunked.floor_scale = keys.integer("floor_scale", kSize).value_or(8192);
-  read_layers(keys, spec);
+  read_chunked_layers(keys, spec);
 
   MoeSpec& moe = spec.moe.emplace();
   moe.num_experts = required(keys, "num_local_experts", {1, 4096});
@@ -135,6 +135,13 @@ void write_llama4(const ModelSpec& spec, nlohmann::ordered_json& json) {
   json["use_qk_norm"] = chunked.use_qk_norm;
 }
 
+/// Names in folders of the whole model.
+std::string name_in_llama4(std::string_view name) {
+  constexpr std::string_view kText = "language_model.";
+  if (name.starts_with("vision_model.") || name.starts_with("multi_modal_projector.")) return {};
+  return std::string(name.starts_with(kText) ? name.substr(kText.size()) : name);
+}
+
 }  // namespace
 
 const FamilyTraits& llama4_traits() {
@@ -150,12 +157,17 @@ const FamilyTraits& llama4_traits() {
       .own_keys = {"layer_types"},
       .pins = {},
       .frozen = {},
-      .module_name = [](std::string_view name) { return std::string(name); },
+      .module_name = name_in_llama4,
       .router_module = "router",
       .mlp_module = "feed_forward",
       .shared_module = "shared_expert",
       .read = read_llama4,
       .write = write_llama4,
+      .moe_names = {.module = "feed_forward"},
+      .whole = Multimodal{.architecture = "Llama4ForConditionalGeneration",
+                          .model_type = "llama4",
+                          .keys_beside = {"boi_token_index", "eoi_token_index", "image_token_index",
+                                          "boi_token_id", "eoi_token_id", "image_token_id"}},
   };
   return traits;
 }

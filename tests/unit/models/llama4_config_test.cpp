@@ -65,6 +65,25 @@ TEST(Llama4Config, LayersMayBeListed) {
             (std::vector{kChunked, kFull, kChunked, kFull}));
 }
 
+// As it is published: the text model inside one that sees images.
+TEST(Llama4Config, AFolderThatSeesImagesHasTheTextModelInIt) {
+  const json whole{{"architectures", {"Llama4ForConditionalGeneration"}},
+                   {"boi_token_index", 5},
+                   {"image_token_index", 6},
+                   {"model_type", "llama4"},
+                   {"text_config", json::parse(config_text(kFolder, "config.hub.json"))},
+                   {"tie_word_embeddings", false},
+                   {"vision_config", {{"hidden_size", 8}}}};
+  EXPECT_EQ(parse_spec(whole.dump()).spec, spec_with());
+  const auto name = traits(Family::kLlama4).module_name;
+  EXPECT_EQ(name("language_model.model.layers.1.feed_forward.router.weight"),
+            "model.layers.1.feed_forward.router.weight");
+  EXPECT_EQ(name("language_model.lm_head.weight"), "lm_head.weight");
+  EXPECT_EQ(name("model.norm.weight"), "model.norm.weight");
+  EXPECT_EQ(name("vision_model.patch_embedding.linear.weight"), "");
+  EXPECT_EQ(name("multi_modal_projector.linear_1.weight"), "");
+}
+
 // 4 is what the first published configs have.
 TEST(Llama4Config, TemperatureMayBeANumber) {
   EXPECT_EQ(spec_with({{"attn_temperature_tuning", 4}}), spec_with());

@@ -254,7 +254,8 @@ INSTANTIATE_TEST_SUITE_P(
                       Case{"glm4-moe-fp32", 0.0019}, Case{"glm4-moe-mixed", 0.0009},
                       Case{"gpt-oss-fp32", 0.0043}, Case{"gpt-oss-mixed", 0.0046},
                       Case{"llama4-text-fp32", 0.0012}, Case{"llama4-text-mixed", 0.0007},
-                      Case{"qwen3-moe-fp32", 0.0026}, Case{"qwen3-moe-mixed", 0.0018}));
+                      Case{"qwen3-moe-fp32", 0.0026}, Case{"qwen3-moe-mixed", 0.0018},
+                      Case{"mixtral-fp32", 0.0012}, Case{"mixtral-mixed", 0.0012}));
 
 }  // namespace
 }  // namespace tessera::models::moe_reference_test

@@ -1,4 +1,6 @@
 // A folder of a larger model, seen as the one of the model in it.
+#include "train/hf/renamed_tensors.h"
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -9,7 +11,6 @@
 #include <string>
 
 #include "tessera/error.h"
-#include "train/hf/renamed_tensors.h"
 
 namespace tessera::train::renamed_tensors_test {
 namespace {
