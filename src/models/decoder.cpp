@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "grad/leaf.h"
 #include "models/family.h"
 #include "nn/loss.h"
 #include "nn/parameter.h"
@@ -115,23 +114,9 @@ DecoderCache Decoder::make_cache(std::int64_t capacity) const {
   return {std::vector<nn::KvCache>(layers_.size(), nn::KvCache(capacity))};
 }
 
-void Decoder::require_whole() const {
-  for (const auto& parameter : named_parameters()) {
-    const auto leaf = grad::find_leaf(parameter.value());
-    if (leaf == nullptr) continue;
-    const GradContract* contract = leaf->contract;
-    TESSERA_CHECK(
-        contract != nullptr && contract->replicated() && contract->local_shape() == contract->shape,
-        ErrorKind::kUsage, "decode: found the parameter ", parameter.key(), " sharded",
-        contract == nullptr ? " by a handle that is gone" : "",
-        ", expected a whole model: a plain one, or one whose parameters are all frozen and whole "
-        "on every rank (frozen = \"replicate\")");
-  }
-}
-
 at::Tensor Decoder::next_logits(const at::Tensor& input_ids) {
   const at::NoGradGuard no_grad;
-  require_whole();
+  require_whole(*this);
   at::Tensor x = into_layers(embedding_->module()->forward(input_ids));
   for (auto& layer : layers_) x = layer.module()->forward(x, {}).x;
   return head_->module()->forward(x.narrow(1, x.size(1) - 1, 1), std::nullopt).squeeze(1);
@@ -139,7 +124,7 @@ at::Tensor Decoder::next_logits(const at::Tensor& input_ids) {
 
 at::Tensor Decoder::decode(const at::Tensor& input_ids, DecoderCache& cache) {
   const at::NoGradGuard no_grad;
-  if (cache.length() == 0) require_whole();
+  if (cache.length() == 0) require_whole(*this);
   TESSERA_INVARIANT(cache.layers.size() == layers_.size(), "a cache of another model");
   at::Tensor x = into_layers(embedding_->module()->forward(input_ids));
   for (std::size_t i = 0; i < layers_.size(); ++i) {

@@ -109,6 +109,8 @@ struct FamilyTraits {
   bool norm_adds_one = false;       ///< norms multiply by 1 + weight
   bool qk_norm_over_heads = false;  ///< the q/k norm is of all heads together, not of each
   bool gelu_mlp = false;            ///< the MLP's gate is GELU's tanh form, not SiLU
+  bool learned_positions = false;   ///< there are no others than max_position_embeddings
+  bool transposed_linears = false;  ///< matrices stand [in, out], beside which no adapter is made
   bool scaled_embedding = false;    ///< times sqrt(hidden_size), rounded to the embedding's dtype
   MoeNames moe_names = {};
   /// transformers' values of sizes that the others require.

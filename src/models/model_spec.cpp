@@ -338,6 +338,13 @@ std::vector<std::int64_t> generation_end_tokens(std::string_view text, std::stri
   return ids;
 }
 
+void check_learned_positions(const ModelSpec& spec, std::int64_t positions) {
+  TESSERA_CHECK(!traits(spec.family).learned_positions || positions <= spec.max_position_embeddings,
+                ErrorKind::kConfig, "training.seq_len: found rows of ", positions,
+                " tokens, expected at most ", spec.max_position_embeddings,
+                ", the positions that the model has learned (n_positions)");
+}
+
 void check_degrees(const ModelSpec& spec, const ParallelDims& degrees) {
   check_expert_degrees(spec, degrees);
   const int tp = degrees.tp;

@@ -17,6 +17,7 @@
 
 #include "layout/parallel_dims.h"
 #include "models/gemma4/gemma4_spec.h"
+#include "models/gpt2/gpt2_spec.h"
 #include "models/spec_parts.h"
 #include "nn/rope_options.h"
 #include "tessera/dtype.h"
@@ -65,6 +66,7 @@ struct ModelSpec {
   std::optional<nn::RopeOptions> sliding_rope;
   /// Scores are divided by its root; none = head_dim.
   std::optional<double> query_pre_attn_scalar;
+  std::optional<Gpt2Spec> gpt2;  ///< of GPT-2, and of no other family
 
   bool is_moe(std::int64_t layer) const { return moe && moe->is_moe(layer); }
   bool is_sliding(std::int64_t layer) const {
@@ -131,6 +133,10 @@ std::string config_json(const ModelSpec& spec);
 /// `eos_token_id` in the text of a generation_config.json, a number or a list; empty where it names
 /// none. Errors: kFormat for malformed JSON or another value.
 std::vector<std::int64_t> generation_end_tokens(std::string_view text, std::string_view where);
+
+/// That a row has no more positions than the model has learned; of most models any number. Errors:
+/// kConfig.
+void check_learned_positions(const ModelSpec& spec, std::int64_t positions);
 
 /// What the model's sizes allow of degrees; what these allow of each other is known
 /// (train/config/config_resolve.h). Errors: kConfig naming the key of [parallelism], what was found

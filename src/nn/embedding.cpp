@@ -12,6 +12,7 @@
 
 #include "base/first_derivative.h"
 #include "grad/leaf.h"
+#include "grad/region.h"
 #include "kernels/kernels.h"
 #include "tessera/error.h"
 
@@ -40,6 +41,7 @@ struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
     if (auto leaf = grad::find_leaf(weight); leaf && forms_rows(ids, weight)) {
       ctx->saved_data["leaf"] =
           c10::IValue::make_capsule(c10::make_intrusive<LeafOfWeight>(std::move(leaf)));
+      grad::refuse_recording("sizes that follow from data: which rows of a weight have a gradient");
     }
     return kernels::embedding(ids, weight, padding);
   }

@@ -194,14 +194,23 @@ class ConvertFolder(Program):
                 self.assertSameBits({k: v[0] for k, v in self.tensors(out).items()}, expected)
                 self.assertEqual(json.loads((out / "config.json").read_text())["torch_dtype"], dtype)
 
-    def test_the_tokenizer_comes_along_and_nothing_else(self):
+    def test_tokenizers_and_processors_come_along_and_nothing_else(self):
         source = self.copy_of("source")
         texts = {"tokenizer.json": "{}", "tokenizer_config.json": "[1]", "special_tokens_map.json": "", "vocab.json": "v",
-                 "merges.txt": "m", "generation_config.json": "{}", "chat_template.jinja": "c"}
-        for file, text in {**texts, "notes.md": "n", "training_args.bin": "t"}.items():
+                 "merges.txt": "m", "generation_config.json": "{}", "chat_template.jinja": "c", "tokenizer.model": "t",
+                 "spiece.model": "s", "vocab.txt": "w", "added_tokens.json": "{}", "qwen.tiktoken": "q", "tekken.json": "k",
+                 "chat_template.json": "{}", "preprocessor_config.json": "{}", "processor_config.json": "p",
+                 "video_preprocessor_config.json": "f", "tokenization_own.py": "o", "processing_own.py": "r",
+                 "additional_chat_templates/tools.jinja": "a"}
+        (source / "additional_chat_templates").mkdir()
+        (source / "tokenizer_notes").mkdir()
+        others = {"notes.md": "n", "training_args.bin": "t", "modeling_own.py": "m", "configuration_own.py": "c",
+                  "additional_chat_templates/notes.md": "n", "tokenizer_notes/tokenizer.json": "t"}
+        for file, text in {**texts, **others}.items():
             (source / file).write_text(text)
-        self.run_tessera("convert", source, "out")
-        found = {path.name: path for path in (self.folder / "out").iterdir()}
+        self.assertIn(f", {len(texts)} tokenizer file(s) copied", self.run_tessera("convert", source, "out"))
+        out = self.folder / "out"
+        found = {str(path.relative_to(out)): path for path in out.rglob("*") if path.is_file()}
         self.assertEqual(found.keys(), texts.keys() | {"config.json", "model.safetensors"})
         for file, text in texts.items():
             self.assertEqual(found[file].read_text(), text)
@@ -237,6 +246,93 @@ class ConvertFolder(Program):
         (self.folder / "out" / "mine").unlink()
         self.run_tessera("convert", DATA / "llama-fp32", "out")  # an empty folder is as good as none
         self.assertEqual(len(list((self.folder / "out").iterdir())), 2)
+
+
+class ConvertVerify(Program):
+    """Each tensor equal, cast or changed, and what --verify says where somebody changed one."""
+
+    def verify(self, *words, code=0):
+        """{tensor: what is said of it} and the last line."""
+        done = subprocess.run([os.environ["TESSERA_PROGRAM"], "convert", *map(str, words), "--verify"],
+                              capture_output=True, text=True, cwd=self.folder, check=False)
+        self.assertEqual(done.returncode, code, done.stderr)
+        lines = [line for line in done.stdout.splitlines() if "file(s)" not in line]
+        return dict(line[1:].split("': ", 1) for line in lines[:-1]), lines[-1]
+
+    def test_every_tensor_of_a_folder_is_equal_or_cast(self):
+        for name in (*FOLDERS, "qwen3-moe-mixed", "gpt-oss-mixed", "gpt-oss-mxfp4", "gemma4-mixed"):
+            with self.subTest(name):
+                self.verify(DATA / name, f"{name}-new")
+                said, last = self.verify(DATA / name, f"{name}-new")  # what is there is only read
+                written = {k: v[0] for k, v in self.tensors(self.folder / f"{name}-new").items()}
+                self.assertEqual(said, {k: f"equal, {str(v.dtype).removeprefix('torch.')}" for k, v in written.items()})
+                self.assertEqual(last, f"{name}-new: {len(written)} equal, 0 cast, 0 changed")
+        said, last = self.verify(DATA / "qwen3-mixed", "narrow", "--dtype", "bfloat16", "--max-shard-size", "60KB")
+        before = {k: v[0].dtype for k, v in self.tensors(DATA / "qwen3-mixed").items()}
+        cast = {k for k, v in before.items() if v == torch.float32}
+        self.assertEqual({k for k, v in said.items() if v == "cast, float32 to bfloat16"}, cast)
+        self.assertEqual({k for k, v in said.items() if v == "equal, bfloat16"}, before.keys() - cast)
+        self.assertEqual(last, f"narrow: {len(before) - len(cast)} equal, {len(cast)} cast, 0 changed")
+        said, _ = self.verify(DATA / "qwen3-mixed", "wide", "--dtype", "float32")
+        self.assertEqual({k for k, v in said.items() if v == "cast, bfloat16 to float32"}, before.keys() - cast)
+
+    def test_what_was_changed_is_named_with_exit_code_3(self):
+        from safetensors.torch import save_file
+        source = DATA / "llama-fp32"
+        self.run_tessera("convert", source, "out")
+        weights = self.folder / "out/model.safetensors"
+        tensors = load_file(weights)
+        kept, bent = "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
+        flat = tensors[bent].view(-1)
+        flat[7:9] = torch.tensor([2.5, -1.25])
+        del tensors["model.norm.weight"]
+        tensors["model.extra"] = torch.ones(3)
+        tensors["model.layers.0.input_layernorm.weight"] = torch.ones(5)
+        tensors[kept] = tensors[kept].to(torch.bfloat16)  # rounded as --dtype rounds
+        save_file(tensors, weights, metadata={"format": "pt"})
+        said, last = self.verify(source, "out", code=3)
+        before = load_file(source / "model.safetensors")
+        first = before[bent].view(-1)[7].item()
+        self.assertRegex(said[bent], rf"\Achanged, 2 of {flat.numel()} elements, the first at 7: found 2.5, expected ")
+        self.assertAlmostEqual(float(said[bent].rpartition(" ")[2]), first, delta=1e-5 * abs(first))
+        self.assertEqual(said["model.norm.weight"], "changed, missing in what was written")
+        self.assertEqual(said["model.extra"], "changed, not a tensor of the source")
+        self.assertIn("changed, found the shape [5], expected [", said["model.layers.0.input_layernorm.weight"])
+        self.assertEqual(said[kept], "cast, float32 to bfloat16")
+        others = {k for k in said if said[k] == "equal, float32"}
+        self.assertEqual(others, before.keys() - {kept, bent, "model.norm.weight", "model.layers.0.input_layernorm.weight"})
+        self.assertEqual(last, f"out: {len(others)} equal, 1 cast, 4 changed")
+        self.assertEqual(load_file(weights).keys(), tensors.keys())  # nothing was written
+        # One bit, the lowest: no tolerance hides it.
+        self.run_tessera("convert", source, "again")
+        content = bytearray((self.folder / "again/model.safetensors").read_bytes())
+        content[-4] ^= 1
+        (self.folder / "again/model.safetensors").write_bytes(content)
+        self.assertIn(" 0 cast, 1 changed", self.verify(source, "again", code=3)[1])
+        (self.folder / "again/model.safetensors").write_bytes(content[:-1])
+        self.assertIn("OUT: ", self.run_tessera("convert", source, "again", "--verify", code=2))
+
+    def test_checkpoints_are_read_again_too(self):
+        batch = DATA / "qwen3-mixed" / "reference.safetensors"
+        checkpoint = self.train(f'path = "{DATA / "qwen3-mixed"}"', f'"{batch}"')
+        said, last = self.verify(checkpoint, "out")
+        dtypes = {k: v[0].dtype for k, v in self.tensors(self.folder / "out").items()}
+        self.assertEqual(said, {k: "equal, float32" if v == torch.float32 else "cast, float32 to bfloat16"
+                                for k, v in dtypes.items()})
+        self.verify(DATA / "qwen3-mixed", "out", code=3)  # another model's values
+
+    def test_adapters_and_merged_models_are_read_again_too(self):
+        batch = DATA / "qwen3-mixed" / "reference.safetensors"
+        checkpoint = self.train(f'path = "{DATA / "qwen3-mixed"}"', f'"{batch}"', "--lora.rank", "2", "--lora.targets",
+                                "['q_proj', 'down_proj']")
+        said, _ = self.verify(checkpoint, "adapter")
+        self.assertEqual({line for line in said.values()}, {"equal, float32"})
+        self.assertTrue(all(".lora_" in name for name in said))
+        said, _ = self.verify(checkpoint, "merged", "--merged")
+        adapted = {k for k in said if "q_proj.weight" in k or "down_proj.weight" in k}
+        self.assertEqual({k for k, v in said.items() if v == "cast, float32 to bfloat16"}, adapted)
+        self.assertEqual({v.split(",")[0] for k, v in said.items() if k not in adapted}, {"equal"})
+        self.verify(DATA / "qwen3-mixed", "merged", code=3)
 
 
 class ConvertCheckpoint(Program):
@@ -418,6 +514,55 @@ class ConvertGemma3(Program):
                 self.assertSameBits(self.gradients(folder, batch, *FLOAT32), self.gradients(source, batch, *FLOAT32))
                 found = self.logits_of_transformers(out, load_file(batch)["input_ids"])
                 self.assertLess((found - load_file(batch)["logits"]).abs().max(), LOGITS_BOUND)
+
+
+class ConvertGpt2(Program):
+    """Stored masks, and a prefix that only some files have."""
+
+    def weights(self, folder):
+        return {name: tensor for name, (tensor, _) in self.tensors(folder).items() if not name.endswith(".attn.bias")}
+
+    def test_a_folder_comes_out_without_its_masks_and_transformers_computes_the_same(self):
+        for name in ("gpt2-fp32", "gpt2-mixed"):
+            with self.subTest(name):
+                source, out = DATA / name, self.folder / name
+                self.run_tessera("convert", source, out, "--max-shard-size", "60KB")
+                self.assertSameBits({key: pair[0] for key, pair in self.tensors(out).items()}, self.weights(source))
+                batch = load_file(source / "reference.safetensors")
+                found = self.logits_of_transformers(out, batch["input_ids"])
+                self.assertLess((found - batch["logits"]).abs().max(), LOGITS_BOUND)
+                original = transformers.AutoConfig.from_pretrained(source).to_dict()
+                written = transformers.AutoConfig.from_pretrained(out).to_dict()
+                for config in (original, written):
+                    for key in ("_name_or_path", "transformers_version", "n_ctx"):
+                        config.pop(key, None)
+                self.assertEqual(written, original)
+
+    def test_names_with_the_prefix_of_the_whole_model_load_too(self):
+        from safetensors.torch import save_file
+        source, folder = DATA / "gpt2-fp32", self.folder / "prefixed"
+        folder.mkdir()
+        tensors = load_file(source / "model.safetensors")
+        save_file({f"transformer.{key}": tensor for key, tensor in tensors.items()}, folder / "model.safetensors")
+        (folder / "config.json").write_bytes((source / "config.hub.json").read_bytes())
+        batch = source / "reference.safetensors"
+        self.assertSameBits(self.gradients(folder, batch, *FLOAT32), self.gradients(source, batch, *FLOAT32))
+        save_file({**tensors, "transformer.wte.weight": tensors["wte.weight"].clone()}, folder / "model.safetensors")
+        self.assertIn("'transformer.wte.weight' and 'wte.weight'", self.run_tessera(
+            "gradients", "--model", folder, "--batch", batch, "--out", "x.safetensors", code=2))
+
+    def test_a_trained_checkpoint_gives_transformers_the_same_logits(self):
+        source = DATA / "gpt2-mixed"
+        batch = source / "reference.safetensors"
+        checkpoint = self.train(f'path = "{source}"', f'"{batch}"', *FLOAT32)
+        self.run_tessera("convert", checkpoint, "out", "--dtype", "float32")
+        ours = self.gradients(checkpoint, batch, *FLOAT32)
+        self.assertSameBits(self.gradients(self.folder / "out", batch, *FLOAT32), ours)
+        found = self.logits_of_transformers(self.folder / "out", load_file(batch)["input_ids"])
+        self.assertLess((found - ours["logits"]).abs().max(), LOGITS_BOUND)
+        words = ("--prompt-tokens", "5,6,7", "--max-new-tokens", "8")
+        self.assertEqual(self.run_tessera("generate", "--model", checkpoint, *words),
+                         self.run_tessera("generate", "--model", "out", *words))
 
 
 if __name__ == "__main__":

@@ -64,6 +64,7 @@ Reference::Reference(const std::string& name)
   }
   const SafetensorsFile model(data_folder(name) / "model.safetensors");
   for (const TensorInfo& info : model.header().tensors) {
+    if (info.name.ends_with(".attn.bias")) continue;
     parameters_[info.name] = read_tensor(model, info.name);
   }
   unpack_blocks(parameters_);

@@ -41,7 +41,7 @@ class Reference {
   /// Every "grad/NAME" by NAME.
   const Tensors& gradients() const { return gradients_; }
   /// Every parameter of the checkpoint, widened to fp32; MXFP4 blocks unpacked, under their
-  /// parameter's name.
+  /// parameter's name. Stored causal masks (GPT-2's) are none.
   const Tensors& parameters() const { return parameters_; }
   std::vector<double> step_losses(const std::string& optimizer) const;
   Tied tied() const { return parameters_.contains("lm_head.weight") ? Tied::kNo : Tied::kYes; }
@@ -70,6 +70,9 @@ inline const std::vector<std::string> kFolders{
     "qwen3-fp32", "qwen3-mixed", "llama-fp32",       "llama-mixed",
     "qwen2-fp32", "qwen2-mixed", "mistral-fp32",     "mistral-mixed",
     "olmo2-fp32", "olmo2-mixed", "gemma3-text-fp32", "gemma3-text-mixed"};
+
+/// Dense ones whose tensors have other names.
+inline const std::vector<std::string> kGpt2Folders{"gpt2-fp32", "gpt2-mixed"};
 
 /// Those of models with images and a mixture of experts.
 inline const std::vector<std::string> kGemmaFolders{"gemma4-fp32", "gemma4-mixed"};

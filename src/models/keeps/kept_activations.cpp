@@ -26,16 +26,16 @@ namespace {
 
 /// What another stage made. It wants a gradient where anything before it is trained.
 nn::KeptValue received(nn::LayerKeeps& layers, const ForwardCase& forward, std::int64_t begin,
-                       const std::string& text) {
-  const std::string layer = concat(text, "layers.", begin, ".");
+                       const TextKeeps::Names& names) {
+  const std::string layer = concat(names.layers, begin, ".");
   const auto border = std::ranges::find_if(forward.parameters, [&](const GradContract& each) {
-    return each.name.starts_with(layer) || each.name == text + "norm.weight";
+    return each.name.starts_with(layer) || each.name == names.norm + ".weight";
   });
   const bool wants =
       std::any_of(forward.parameters.begin(), border, std::mem_fn(&GradContract::trainable));
   const std::int64_t parts = layers.of().cut ? layers.of().tp : 1;
   return layers.ledger().make(layers.tokens() / parts * forward.spec.hidden_size,
-                              layers.parameter(text + "embed_tokens.weight").compute.dtype, wants);
+                              layers.parameter(names.embedding + ".weight").compute.dtype, wants);
 }
 
 }  // namespace
@@ -45,17 +45,17 @@ KeptActivations kept_activations(const ForwardCase& forward) {
   nn::LayerKeeps& layers = model.layers();
   const auto own = traits(forward.spec.family).keeps;
   const auto of_text = own != nullptr ? own(model) : std::make_unique<TextKeeps>(model);
-  const std::string text = of_text->prefix();
+  const TextKeeps::Names names = of_text->names();
   const StageLayers stage =
       forward.stage.value_or(StageLayers{true, {0, forward.spec.num_hidden_layers}, true});
-  nn::KeptValue x = stage.embedding ? of_text->embedding(text + "embed_tokens")
-                                    : received(layers, forward, stage.layers.begin, text);
+  nn::KeptValue x = stage.embedding ? of_text->embedding(names.embedding)
+                                    : received(layers, forward, stage.layers.begin, names);
   const std::int64_t stream = x.numel * size_of(x.dtype);
   of_text->enter_layers();
   for (std::int64_t i = stage.layers.begin; i < stage.layers.end; ++i) {
-    x = of_text->layer(x, i, concat(text, "layers.", i, "."));
+    x = of_text->layer(x, i, concat(names.layers, i, "."));
   }
-  if (stage.head) layers.loss(layers.norm(x, text + "norm"), "lm_head", of_text->softcap());
+  if (stage.head) layers.loss(of_text->norm(x, names.norm), "lm_head", of_text->softcap());
   return {.none = layers.ledger().in(RecomputeMode::kNone),
           .full = layers.ledger().in(RecomputeMode::kFull),
           .selective = layers.ledger().in(RecomputeMode::kSelective),

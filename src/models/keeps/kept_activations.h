@@ -101,7 +101,19 @@ class TextKeeps {
 
   /// What stands before "embed_tokens", "layers.N." and "norm".
   virtual std::string prefix() const { return "model."; }
+  struct Names {
+    std::string embedding;
+    std::string layers;  ///< before "N."
+    std::string norm;    ///< the last one
+  };
+  virtual Names names() const {
+    const std::string text = prefix();
+    return {text + "embed_tokens", text + "layers.", text + "norm"};
+  }
   virtual nn::KeptValue embedding(const std::string& name) { return model_.embedding(name); }
+  virtual nn::KeptValue norm(const nn::KeptValue& x, const std::string& name) {
+    return model_.layers().norm(x, name);
+  }
   /// What all layers share is made.
   virtual void enter_layers() {}
   virtual nn::KeptValue layer(const nn::KeptValue& x, std::int64_t number,

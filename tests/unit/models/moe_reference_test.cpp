@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <string>
 
+#include "models/adapters.h"
 #include "nn/loss.h"
 #include "unit/models/reference.h"
 
@@ -243,6 +244,23 @@ TEST(LatentAttention, TheCacheHoldsTheLatentAlone) {
                 at::IntArrayRef({2, 1, prompt + 3, mla.kv_lora_rank + mla.qk_rope_head_dim}));
     }
   }
+}
+
+TEST(LatentAttention, AnAdapterOfKeysAndValuesIsDecodedWithThem) {
+  const Reference reference("deepseek-v2-fp32");
+  const auto model = reference.model(Reference::Compute::kFloat32);
+  const at::Tensor ids = reference.result("input_ids");
+  const at::Tensor plain = model->next_logits(ids);
+  add_adapters(*model, plan_lora(reference.spec(), {.rank = 4, .targets = {"kv_b_proj"}}));
+  at::manual_seed(3);
+  for (auto& item : model->named_parameters()) {
+    if (is_adapter(item.key())) item.value().set_data(at::randn(item.value().sizes()) * 0.3);
+  }
+  const at::Tensor expected = model->next_logits(ids);
+  EXPECT_GT(largest(expected - plain), 1e-2) << "the adapter counts";
+  DecoderCache cache = model->make_cache(ids.size(1));
+  model->decode(ids.narrow(1, 0, 9), cache);
+  EXPECT_LT(largest(model->decode(ids.narrow(1, 9, ids.size(1) - 9), cache) - expected), 1e-4);
 }
 
 INSTANTIATE_TEST_SUITE_P(

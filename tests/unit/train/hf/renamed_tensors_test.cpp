@@ -76,7 +76,7 @@ TEST(RenamedTensors, TwoOfOneNameAreRefusedWithBoth) {
     FAIL() << "two tensors for one parameter";
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kFormat);
-    EXPECT_THAT(error.what(), HasSubstr("norm and text.norm"));
+    EXPECT_THAT(error.what(), HasSubstr("'norm' and 'text.norm'"));
   }
 }
 
