@@ -9,6 +9,7 @@
 #include "models/family.h"
 #include "models/recomputed.h"
 #include "nn/attention.h"
+#include "nn/chunked_attention.h"
 #include "nn/mla.h"
 
 namespace tessera::models {
@@ -31,12 +32,14 @@ nn::AttentionOptions attention_options(const ModelSpec& spec, std::int64_t numbe
                   .kv_heads = sizes.kv_heads,
                   .head_dim = spec.head_dim,
                   .bias = spec.attention_bias ? nn::Bias::kYes : nn::Bias::kNo,
-                  .qk_norm = family.qk_norm ? Options::QkNorm::kYes : Options::QkNorm::kNo,
+                  .qk_norm = spec.use_qk_norm.value_or(family.qk_norm) ? Options::QkNorm::kYes
+                                                                       : Options::QkNorm::kNo,
                   .norm_eps = spec.rms_norm_eps,
                   .region = sizes.axes.tensor,
                   .all_kv_heads = spec.num_key_value_heads,
                   .norm_rounding = rounding_of(family),
                   .norm_factor = factor_of(family)};
+  if (spec.rope.partial_rotary_factor != 1.0) options.turned = Options::Turned::kFirstHalf;
   if (family.qk_norm_over_heads) options.qk_norm = Options::QkNorm::kAllHeads;
   if (spec.query_pre_attn_scalar) options.scale = 1.0 / std::sqrt(*spec.query_pre_attn_scalar);
   if (!family.output_bias) options.output_bias = nn::Bias::kNo;
@@ -45,9 +48,30 @@ nn::AttentionOptions attention_options(const ModelSpec& spec, std::int64_t numbe
   return options;
 }
 
+std::shared_ptr<nn::SelfAttention> chunked_attention(const ModelSpec& spec, std::int64_t number,
+                                                     const LocalSizes& sizes,
+                                                     std::shared_ptr<nn::Rope> rope) {
+  const ChunkedSpec& chunked = *spec.chunked;
+  nn::ChunkedAttentionOptions options{.hidden_size = spec.hidden_size,
+                                      .heads = sizes.heads,
+                                      .kv_heads = sizes.kv_heads,
+                                      .head_dim = spec.head_dim,
+                                      .bias = spec.attention_bias ? nn::Bias::kYes : nn::Bias::kNo,
+                                      .region = sizes.axes.tensor,
+                                      .all_kv_heads = spec.num_key_value_heads};
+  if (spec.is_chunked(number)) {
+    options.chunk = chunked.attention_chunk_size;
+    if (chunked.use_qk_norm) options.qk_norm_eps = spec.rms_norm_eps;
+  } else if (chunked.attn_temperature_tuning) {
+    options.temperature = {chunked.attn_scale, static_cast<double>(chunked.floor_scale)};
+  }
+  return std::make_shared<nn::ChunkedAttention>(options, std::move(rope));
+}
+
 std::shared_ptr<nn::SelfAttention> make_attention(const ModelSpec& spec, std::int64_t number,
                                                   const LocalSizes& sizes,
                                                   std::shared_ptr<nn::Rope> rope) {
+  if (spec.chunked) return chunked_attention(spec, number, sizes, std::move(rope));
   if (!spec.mla) {
     return std::make_shared<nn::Attention>(attention_options(spec, number, sizes), std::move(rope));
   }
@@ -84,9 +108,9 @@ DecoderLayer::DecoderLayer(const ModelSpec& spec, std::int64_t number, const Loc
   } else {
     const auto bias = spec.mlp_bias ? nn::Bias::kYes : nn::Bias::kNo;
     const auto gate = family.gelu_mlp ? nn::Gate::kGelu : nn::Gate::kSilu;
-    mlp_ =
-        register_module("mlp", std::make_shared<nn::Mlp>(spec.hidden_size, sizes.intermediate_size,
-                                                         bias, sizes.axes.tensor, gate));
+    mlp_ = register_module(std::string(family.mlp_module),
+                           std::make_shared<nn::Mlp>(spec.hidden_size, sizes.intermediate_size,
+                                                     bias, sizes.axes.tensor, gate));
   }
   add_norms(spec, sizes.axes.tensor);
 }

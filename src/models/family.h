@@ -77,8 +77,13 @@ struct FamilyTraits {
   /// A name of the checkpoint (hub layout) -> the module's name; empty for a tensor that is no part
   /// of the model, which is left out then. Names of modules are themselves.
   std::string (*module_name)(std::string_view checkpoint_name);
+  /// Whether a tensor of a published folder is no part of the model: it is left out, which is said.
+  /// null = all are.
+  bool (*is_extra)(const ModelSpec& spec, std::string_view published) = nullptr;
   /// Name of the router inside `mlp`, of a family with a mixture of experts.
   std::string_view router_module = {};
+  std::string_view mlp_module = "mlp";                ///< of a layer without experts
+  std::string_view shared_module = "shared_experts";  ///< inside it, where there are some
   // What the decoder's layers are made of.
   bool qk_norm = false;           ///< of queries and keys, per head, before rope
   bool attention_sinks = false;   ///< one a head

@@ -34,7 +34,7 @@ void expect_unsupported_off(ConfigReader& keys, const FamilyTraits& family) {
   }
   expect("quantization_config", nullptr, kNoQuantization);
   keys.expect("pretraining_tp", 1, "sliced products are not supported");
-  keys.expect("partial_rotary_factor", 1.0, "rope turns the whole head");
+  expect("partial_rotary_factor", 1.0, kWholeHeadTurns);
   keys.expect("is_encoder_decoder", false, kDecoderOnly);
   keys.expect("is_decoder", false, "no cross attention");
   keys.expect("add_cross_attention", false, "no cross attention");
@@ -142,7 +142,9 @@ ModelSpec read_spec(ConfigReader& keys, const FamilyTraits& family, Purpose purp
   if (family.read_ropes != nullptr) {
     family.read_ropes(keys, spec, unknown);
   } else {
-    spec.rope = read_rope(keys, family.default_rope_theta, unknown);
+    const bool partial = family.owns("partial_rotary_factor");
+    spec.rope = read_rope(keys, family.default_rope_theta, unknown,
+                          partial ? PartialRope::kRead : PartialRope::kRefuse);
   }
   spec.dtype = read_dtype(keys);
   read_tokens(keys, spec);

@@ -45,6 +45,8 @@ struct ModelSpec {
   bool tie_word_embeddings = false;
   bool attention_bias = false;  ///< on q, k, v and, in most families, o
   bool mlp_bias = false;        ///< on gate, up and down (llama)
+  /// A norm of queries and keys, where the file says it; none = as the family has it.
+  std::optional<bool> use_qk_norm = std::nullopt;
   /// Nothing here drops anything: kept for who reads the folder that is written.
   double attention_dropout = 0.0;
   nn::RopeOptions rope;
@@ -55,10 +57,11 @@ struct ModelSpec {
   std::optional<std::int64_t> pad_token_id;
   std::optional<std::int64_t> bos_token_id;
   std::vector<std::int64_t> eos_token_ids;
-  std::string tessera_tokenizer;     ///< "bytes" for a model trained on raw bytes, else empty
-  std::optional<Gemma4Spec> gemma4;  ///< of Gemma 4, and of no other family
-  std::optional<MoeSpec> moe;        ///< of a family whose layers have experts
-  std::optional<MlaSpec> mla;        ///< of latent attention; head_dim is what rope turns
+  std::string tessera_tokenizer;       ///< "bytes" for a model trained on raw bytes, else empty
+  std::optional<Gemma4Spec> gemma4;    ///< of Gemma 4, and of no other family
+  std::optional<MoeSpec> moe;          ///< of a family whose layers have experts
+  std::optional<ChunkedSpec> chunked;  ///< of attention in chunks
+  std::optional<MlaSpec> mla;          ///< of latent attention; head_dim is what rope turns
   /// Of sliding layers, where they have another rope than full ones (`rope`).
   std::optional<nn::RopeOptions> sliding_rope;
   /// Scores are divided by its root; none = head_dim.
@@ -69,6 +72,10 @@ struct ModelSpec {
   bool is_sliding(std::int64_t layer) const {
     return !layer_types.empty() &&
            layer_types.at(static_cast<std::size_t>(layer)) == LayerType::kSliding;
+  }
+  bool is_chunked(std::int64_t layer) const {
+    return !layer_types.empty() &&
+           layer_types.at(static_cast<std::size_t>(layer)) == LayerType::kChunked;
   }
   std::int64_t q_size() const { return num_attention_heads * head_dim; }
   std::int64_t kv_size() const { return num_key_value_heads * head_dim; }

@@ -35,8 +35,9 @@ void read_llama3(ConfigReader& keys, nn::RopeOptions& rope) {
   rope.low_freq_factor = needed(keys, "low_freq_factor", kFrequencyFactor, "llama3");
   rope.high_freq_factor = needed(keys, "high_freq_factor", kFrequencyFactor, "llama3");
   rope.original_max_position_embeddings = required(keys, "original_max_position_embeddings", kSize);
-  if (rope.high_freq_factor <= rope.low_freq_factor) {
-    keys.refuse("high_freq_factor", "a number above low_freq_factor");
+  // Llama 4's are equal: then nothing lies between.
+  if (rope.high_freq_factor < rope.low_freq_factor) {
+    keys.refuse("high_freq_factor", "a number of at least low_freq_factor");
   }
 }
 
@@ -192,11 +193,15 @@ void check_total(double elements) {
 }
 
 void read_rope_record(const nlohmann::json& record, const std::string& path, nn::RopeOptions& rope,
-                      std::vector<std::string>& unknown) {
+                      std::vector<std::string>& unknown, PartialRope partial) {
   ConfigReader keys(record, path);
   rope.type = rope_type(keys, path);
   if (const auto theta = keys.number("rope_theta", kTheta)) rope.theta = *theta;
-  keys.expect("partial_rotary_factor", 1.0, "rope turns the whole head");
+  if (partial == PartialRope::kRefuse) {
+    keys.expect("partial_rotary_factor", 1.0, kWholeHeadTurns);
+  } else if (const auto part = keys.number("partial_rotary_factor", {0.0, 1.0})) {
+    rope.partial_rotary_factor = *part;
+  }
   if (rope.type == nn::RopeType::kLlama3) read_llama3(keys, rope);
   if (rope.type == nn::RopeType::kYarn) read_yarn(keys, rope);
   if (rope.type == nn::RopeType::kLinear) rope.factor = needed(keys, "factor", kFactor, "linear");
@@ -204,7 +209,7 @@ void read_rope_record(const nlohmann::json& record, const std::string& path, nn:
 }
 
 nn::RopeOptions read_rope(ConfigReader& keys, double default_theta,
-                          std::vector<std::string>& unknown) {
+                          std::vector<std::string>& unknown, PartialRope partial) {
   nn::RopeOptions rope;
   rope.theta = default_theta;
   const auto theta = keys.number("rope_theta", kTheta);
@@ -218,7 +223,7 @@ nn::RopeOptions read_rope(ConfigReader& keys, double default_theta,
   const std::string name = parameters != nullptr ? "rope_parameters" : "rope_scaling";
   if (record != nullptr) {
     if (!record->is_object()) keys.refuse(name, "an object or null");
-    read_rope_record(*record, name + ".", rope, unknown);
+    read_rope_record(*record, name + ".", rope, unknown, partial);
   }
   if (theta && rope.theta != *theta) keys.refuse("rope_theta", concat("the value in ", name));
   return rope;

@@ -104,14 +104,19 @@ double Attention::scale() const {
 
 Attention::Heads Attention::project(const at::Tensor& x, const RopeTable& table) {
   const bool of_all = options_.qk_norm == AttentionOptions::QkNorm::kAllHeads;
+  const auto paired = [&](const at::Tensor& tensor, std::int64_t heads) {
+    return options_.turned == AttentionOptions::Turned::kAll ? tensor
+                                                             : pairs_of_half(tensor, heads);
+  };
   const auto heads_of = [&](Linear& projection, const std::shared_ptr<RmsNorm>& norm,
                             const HeadLayout& layout) {
     at::Tensor heads = projection.forward(x);
     if (of_all) heads = norm->forward_shared(heads, options_.region.axis());
     const bool of_each = norm && !of_all;
     return rope_heads(
-        heads, layout,
-        of_each ? HeadNorm{norm->factor(), norm->eps(), norm->rounding()} : HeadNorm{}, table);
+        paired(heads, layout.heads), layout,
+        of_each ? HeadNorm{paired(norm->factor(), 1), norm->eps(), norm->rounding()} : HeadNorm{},
+        table);
   };
   const HeadLayout queries{.heads = options_.heads, .repeat = options_.heads / options_.kv_heads};
   const HeadLayout keys{.heads = options_.kv_heads};
@@ -171,7 +176,7 @@ void KvCache::append(const at::Tensor& keys, const at::Tensor& values) {
                 " new positions after ", length_, ", expected at most ", capacity_, " in all");
   if (!keys_.defined()) {
     keys_ = at::empty({rows, groups, capacity_, head_dim}, keys.options());
-    values_ = at::empty_like(keys_);
+    if (values.defined()) values_ = at::empty_like(keys_);
   }
   TESSERA_CHECK(keys_.size(0) == rows && keys_.size(1) == groups && keys_.size(3) == head_dim &&
                     keys_.scalar_type() == keys.scalar_type(),
@@ -179,8 +184,10 @@ void KvCache::append(const at::Tensor& keys, const at::Tensor& values) {
                 keys.scalar_type(), ", expected rows, heads and dtype of ", keys_.sizes(), " ",
                 keys_.scalar_type());
   keys_.narrow(2, length_, added).copy_(keys.squeeze(3));
-  values_.narrow(2, length_, added)
-      .copy_(values.view({rows, added, groups, head_dim}).transpose(1, 2));
+  if (values.defined()) {
+    values_.narrow(2, length_, added)
+        .copy_(values.view({rows, added, groups, head_dim}).transpose(1, 2));
+  }
   length_ += added;
 }
 

@@ -32,8 +32,9 @@ class KvCache {
   std::int64_t length() const { return length_; }      ///< N
   std::int64_t capacity() const { return capacity_; }  ///< most positions
 
-  /// keys [B, G, T, 1, D] as rope_heads gives them, values [B, T, G*D]. Errors: kUsage where they
-  /// are more than there is room for, or of another B, G, D or dtype than before.
+  /// keys [B, G, T, 1, D] as rope_heads gives them, values [B, T, G*D]; undefined: there are keys
+  /// alone, always (mla.h, whose values are a part of them). Errors: kUsage where they are more than
+  /// there is room for, or of another B, G, D or dtype than before.
   void append(const at::Tensor& keys, const at::Tensor& values);
 
   at::Tensor keys() const { return keys_.narrow(2, 0, length_); }      ///< view [B, G, N, D]
@@ -83,6 +84,7 @@ struct AttentionOptions {
   double norm_eps = 0.0;
   enum class Sinks : std::uint8_t { kNo, kYes } sinks = Sinks::kNo;  ///< one a head, learned
   std::optional<std::int64_t> window = std::nullopt;  ///< as windowed_attention has it
+  enum class Turned : std::uint8_t { kAll, kFirstHalf } turned = Turned::kAll;  ///< of a head
   TensorRegion region = {};
   std::int64_t all_kv_heads = 0;  ///< of all ranks of the region; read where it has several
   NormRounding norm_rounding = NormRounding::kBeforeWeight;  ///< of the q/k norm, as its factor

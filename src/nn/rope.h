@@ -63,6 +63,11 @@ struct HeadLayout {
 at::Tensor rope_heads(const at::Tensor& x, const HeadLayout& layout, const HeadNorm& norm,
                       const RopeTable& table);
 
+/// For a rope that turns the first half of a head, in pairs (x[i], x[i + D/4]): x [..., H*D] in the
+/// order in which rope_heads pairs (a[i], a[i + D/2]) those, and the rest with angle 0. Queries and
+/// keys in the same order have the same products; a norm's weight goes along (H = 1).
+at::Tensor pairs_of_half(const at::Tensor& x, std::int64_t heads);
+
 /// Neighbours (x[2i], x[2i + 1]) turned, in place and order: x [B, T, H, D] with a table in fp32
 /// (fp64 for fp64) -> the same shape, rounded once to x's dtype. Out of ATen operations.
 at::Tensor rotate_interleaved(const at::Tensor& x, const RopeTable& table);

@@ -32,7 +32,8 @@ struct YarnOptions {
   bool operator==(const YarnOptions&) const = default;
 };
 
-/// The frequency factors are used by kLlama3 only, the partial one by kProportional only.
+/// The frequency factors are used by kLlama3 only. The partial one says how much of a head turns: of
+/// kProportional by the frequencies of the whole head, else by those of a head of that part's size.
 struct RopeOptions {
   double theta = 10000.0;
   RopeType type = RopeType::kDefault;

@@ -23,13 +23,14 @@ except ImportError as missing:
     sys.exit(77)
 
 DATA = pathlib.Path(__file__).resolve().parent / "data"
-FOLDERS = ("qwen3-fp32", "qwen3-mixed", "llama-fp32", "llama-mixed", "qwen2-mixed", "mistral-fp32", "olmo2-fp32", "olmo2-mixed", "gemma3-text-fp32", "gemma3-text-mixed", "deepseek-v2-fp32", "deepseek-v2-group-mixed")
+FOLDERS = ("qwen3-fp32", "qwen3-mixed", "llama-fp32", "llama-mixed", "qwen2-mixed", "mistral-fp32", "olmo2-fp32", "olmo2-mixed", "gemma3-text-fp32", "gemma3-text-mixed", "deepseek-v2-fp32", "deepseek-v2-group-mixed",
+           "deepseek-v3-mixed", "glm4-moe-fp32", "llama4-text-mixed")
 FLOAT32 = ("--precision.param_dtype", "float32", "--precision.storage_dtype", "float32")
 # Of a second fp32 implementation, from the README of the reference data.
 LOGITS_BOUND = 5e-5
 GROUP_LOGITS_BOUND = 1e-4  # of the full DeepSeek V2
 # Keys of published configs that transformers carries along without reading them.
-HUB_ONLY = ("moe_layer_freq", "scoring_func")
+HUB_ONLY = ("moe_layer_freq", "scoring_func", "topk_method")
 
 
 class Program(unittest.TestCase):
@@ -127,6 +128,62 @@ class ConvertFolder(Program):
                     original.pop(key, None), written.pop(key, None)
                 written["rope_parameters"].pop("type", None)  # how deepseek's configs call rope_type
                 self.assertEqual(written, original)
+
+    def test_blocks_of_eight_bits_are_read_and_further_layers_left_out(self):
+        """A folder as DeepSeek V3 is published: PyTorch's own eight-bit dtype says what it means."""
+        from safetensors.torch import save_file
+        source = self.folder / "published"
+        source.mkdir()
+        config = json.loads((DATA / "deepseek-v3-fp32" / "config.hub.json").read_text())
+        config["quantization_config"] = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+                                         "weight_block_size": [16, 8]}
+        config["num_nextn_predict_layers"] = 1
+        (source / "config.json").write_text(json.dumps(config))
+        stored, expected = {}, {}
+        for name, tensor in load_file(DATA / "deepseek-v3-mixed" / "model.safetensors").items():
+            if not name.endswith("proj.weight"):
+                stored[name] = expected[name] = tensor
+                continue
+            rows, columns = tensor.shape
+            whole = torch.zeros(-(-rows // 16) * 16, -(-columns // 8) * 8)
+            whole[:rows, :columns] = tensor.float()
+            blocks = whole.view(whole.shape[0] // 16, 16, whole.shape[1] // 8, 8)
+            scale = blocks.abs().amax((1, 3)).clamp(min=1e-6) / 448
+            wide = scale.repeat_interleave(16, 0).repeat_interleave(8, 1)[:rows, :columns]
+            packed = (tensor.float() / wide).to(torch.float8_e4m3fn)
+            stored[name], stored[f"{name}_scale_inv"] = packed, scale
+            expected[name] = (packed.float() * wide).bfloat16()
+        for name in ("eh_proj.weight", "mlp.gate.weight", "mlp.gate.e_score_correction_bias"):
+            stored[f"model.layers.3.{name}"] = torch.ones(12, 4)
+        save_file(stored, source / "model.safetensors")
+        said = subprocess.run([os.environ["TESSERA_PROGRAM"], "convert", source, self.folder / "out"],
+                              capture_output=True, text=True)
+        self.assertEqual(said.returncode, 0, said.stderr)
+        self.assertIn("3 tensors are left out", said.stderr)
+        self.assertSameBits({k: v[0] for k, v in self.tensors(self.folder / "out").items()}, expected)
+        written = json.loads((self.folder / "out/config.json").read_text())
+        self.assertNotIn("quantization_config", written)
+        self.assertEqual(written["num_nextn_predict_layers"], 0)
+        self.assertEqual(written["torch_dtype"], "bfloat16")
+        ids = load_file(DATA / "deepseek-v3-mixed" / "reference.safetensors")["input_ids"]
+        self.assertTrue(self.logits_of_transformers(self.folder / "out", ids).isfinite().all())
+
+    def test_llama_4_that_sees_images_gives_its_text_model(self):
+        from safetensors.torch import save_file
+        source, text = self.folder / "whole", DATA / "llama4-text-fp32"
+        source.mkdir()
+        config = json.loads((text / "config.hub.json").read_text())
+        (source / "config.json").write_text(json.dumps({
+            "architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "text_config": config,
+            "vision_config": {"hidden_size": 8}, "image_token_index": 6}))
+        tensors = load_file(text / "model.safetensors")
+        save_file({**{f"language_model.{name}": tensor for name, tensor in tensors.items()},
+                   "vision_model.class_embedding": torch.ones(8)}, source / "model.safetensors")
+        said = subprocess.run([os.environ["TESSERA_PROGRAM"], "convert", source, self.folder / "out"],
+                              capture_output=True, text=True)
+        self.assertEqual(said.returncode, 0, said.stderr)
+        self.assertIn("vision_model.class_embedding", said.stderr)
+        self.assertSameBits({k: v[0] for k, v in self.tensors(self.folder / "out").items()}, tensors)
 
     def test_a_chosen_dtype_is_every_tensors(self):
         for name, dtype in (("qwen3-mixed", "float32"), ("qwen3-mixed", "bfloat16"), ("llama-fp32", "bfloat16")):

@@ -68,6 +68,8 @@ INSTANTIATE_TEST_SUITE_P(Gemma4, GoldenRecompute, ::testing::ValuesIn(kGemmaFold
                          [](const auto& each) { return test_name(each.param); });
 INSTANTIATE_TEST_SUITE_P(DeepseekV2, GoldenRecompute, ::testing::ValuesIn(kDeepseekFolders),
                          [](const auto& each) { return test_name(each.param); });
+INSTANTIATE_TEST_SUITE_P(SharedExperts, GoldenRecompute, ::testing::ValuesIn(kSharedExpertFolders),
+                         [](const auto& each) { return test_name(each.param); });
 INSTANTIATE_TEST_SUITE_P(Moe, GoldenRecompute, ::testing::ValuesIn(kMoeFolders),
                          [](const auto& each) { return test_name(each.param); });
 

@@ -110,6 +110,7 @@ double Reference::bfloat16_bound() const {
 std::vector<std::string> folders_with_experts() {
   std::vector<std::string> all(kMoeFolders);
   all.insert(all.end(), kDeepseekFolders.begin(), kDeepseekFolders.end());
+  all.insert(all.end(), kSharedExpertFolders.begin(), kSharedExpertFolders.end());
   all.insert(all.end(), kGemmaFolders.begin(), kGemmaFolders.end());
   return all;
 }

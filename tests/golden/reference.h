@@ -84,9 +84,14 @@ inline const std::vector<std::string> kMoeFolders{
 
 /// Those with latent attention and a mixture of experts, each of which is a tensor of the files.
 inline const std::vector<std::string> kDeepseekFolders{
-    "deepseek-v2-fp32", "deepseek-v2-mixed", "deepseek-v2-group-fp32", "deepseek-v2-group-mixed"};
+    "deepseek-v2-fp32",        "deepseek-v2-mixed", "deepseek-v2-group-fp32",
+    "deepseek-v2-group-mixed", "deepseek-v3-fp32",  "deepseek-v3-mixed"};
 
-/// Those of the three lists above.
+/// Those with a mixture of experts and shared ones beside, without an auxiliary loss.
+inline const std::vector<std::string> kSharedExpertFolders{"glm4-moe-fp32", "glm4-moe-mixed",
+                                                           "llama4-text-fp32", "llama4-text-mixed"};
+
+/// Those of the lists above that have experts.
 std::vector<std::string> folders_with_experts();
 
 /// "qwen3_fp32": what GoogleTest allows in names.

@@ -130,6 +130,12 @@ INSTANTIATE_TEST_SUITE_P(Moe, GoldenTraining,
                                                               OptimizerKind::kAdamW)),
                          case_name);
 
+INSTANTIATE_TEST_SUITE_P(SharedExperts, GoldenTraining,
+                         ::testing::Combine(::testing::ValuesIn(kSharedExpertFolders),
+                                            ::testing::Values(OptimizerKind::kSgd,
+                                                              OptimizerKind::kAdamW)),
+                         case_name);
+
 INSTANTIATE_TEST_SUITE_P(DeepseekV2, GoldenTraining,
                          ::testing::Combine(::testing::ValuesIn(kDeepseekFolders),
                                             ::testing::Values(OptimizerKind::kSgd,

@@ -58,11 +58,11 @@ Gemma4Model::Gemma4Model(const ModelSpec& spec, const ModelAxes& axes)
   }
   auto layers = text->register_module("layers", std::make_shared<Prefix>());
   const Gemma4Spec& gemma = *spec.gemma4;
-  std::shared_ptr<nn::Rope> ropes[2];  // one a layer type
+  std::shared_ptr<nn::Rope> ropes[2];  // of sliding layers, of full ones
   for (std::size_t i = 0; i < gemma.layers.size(); ++i) {
     if (!has_layer(stages_, static_cast<std::int64_t>(i))) continue;
     const Gemma4Layer& layer = gemma.layers[i];
-    auto& rope = ropes[static_cast<std::size_t>(layer.type)];
+    auto& rope = ropes[layer.type == LayerType::kFull ? 1 : 0];
     if (!rope) {
       const nn::RopeOptions& kind = layer.type == LayerType::kFull ? gemma.full_rope : spec.rope;
       rope = std::make_shared<nn::Rope>(kind, layer.head_dim);

@@ -47,7 +47,7 @@ Gpt2Attention::Heads Gpt2Attention::project(const at::Tensor& x) {
       nn::linear(x, own_columns(c_attn_->weight, region_).t(), own_columns(c_attn_->bias, region_));
   const std::vector<at::Tensor> parts = all.chunk(kParts, 2);
   const auto by_head = [this](const at::Tensor& part) {
-    return part.reshape({part.size(0), part.size(1), heads_, -1})
+    return part.reshape({part.size(0), part.size(1), heads_, part.size(2) / heads_})
         .transpose(1, 2)
         .contiguous()
         .unsqueeze(3);

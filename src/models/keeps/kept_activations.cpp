@@ -94,7 +94,7 @@ moe::ExpertKeepsCase experts_of(const ForwardCase& of) {
           .norm_topk = moe.norm_topk_prob,
           .scaled = moe.routed_scaling_factor != 1.0,
           .geglu = moe.activation == ExpertActivation::kGeglu,
-          .score_before_experts = of.score_before_experts,
+          .score_before_experts = of.score_before_experts || moe.scores_before_experts,
           .router_probabilities = of.router_probabilities};
 }
 
@@ -168,7 +168,7 @@ KeptValue ModelKeeps::moe_layer(const KeptValue& x, const std::string& name) {
       scores, moe.wide_weights ? promote(scores.dtype, DType::kFloat32) : scores.dtype);
   KeptValue y = through_experts(routed, routing, name + "experts.");
   if (moe.shared_intermediate_size > 0) {
-    const std::string shared = name + "shared_experts.";
+    const std::string shared = concat(name, traits(of_.spec.family).shared_module, ".");
     constexpr auto kSilu = nn::LayerKeeps::Gate::kSilu;
     y = layers_.sum(y, way() == Way::kOwn ? layers_.mlp(x, shared, kSilu)
                                           : layers_.inner_mlp(entered, shared, kSilu));
@@ -196,10 +196,10 @@ KeptValue ModelKeeps::decoder_layer(const KeptValue& x, std::int64_t number,
   const KeptValue middle = layers_.sum(x, normed(after, attended, "post_attention_layernorm"));
   const KeptValue fed_input =
       normed(before, middle, after ? "pre_feedforward_layernorm" : "post_attention_layernorm");
-  const KeptValue fed =
-      of_.spec.is_moe(number)
-          ? moe_layer(fed_input, concat(name, family.moe_names.module, "."))
-          : layers_.mlp(fed_input, name + "mlp.", family.gelu_mlp ? Gate::kGelu : Gate::kSilu);
+  const KeptValue fed = of_.spec.is_moe(number)
+                            ? moe_layer(fed_input, concat(name, family.moe_names.module, "."))
+                            : layers_.mlp(fed_input, concat(name, family.mlp_module, "."),
+                                          family.gelu_mlp ? Gate::kGelu : Gate::kSilu);
   const KeptValue result = layers_.sum(middle, normed(after, fed, "post_feedforward_layernorm"));
   layers_.ledger().end_layer(result);
   return result;

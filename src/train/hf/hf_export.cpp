@@ -15,6 +15,7 @@
 #include "io/atomic_file.h"
 #include "io/folder.h"
 #include "models/description.h"
+#include "models/expert_bias.h"
 #include "tessera/error.h"
 #include "tessera/world.h"
 #include "train/hf/model_source.h"
@@ -89,7 +90,11 @@ std::vector<TensorSpec> tensors_to_write(const ModelSource& source, const Export
   }
   for (const models::BufferSpec& buffer : source.description.buffers) {
     const SourceTensor& stored = *source.folder->find(buffer.name);
-    tensors.push_back({buffer.name, options.dtype.value_or(stored.original), buffer.shape});
+    // transformers keeps this one in fp32, too, whatever is asked for.
+    const DType dtype = models::HasExpertBias::is_stored_name(buffer.name)
+                            ? DType::kFloat32
+                            : options.dtype.value_or(stored.original);
+    tensors.push_back({buffer.name, dtype, buffer.shape});
   }
   return tensors;
 }

@@ -86,6 +86,19 @@ TEST_P(Gpt2Reference, TokensOneByOneGiveTheLogitsOfAWholeForward) {
   EXPECT_LT(largest(model->next_logits(ids.narrow(1, 0, 9)) - expected.select(1, 8)), 5e-5);
 }
 
+TEST_P(Gpt2Reference, NoRowsGiveZeros) {
+  const auto model = reference_.gpt2(Reference::Compute::kFloat32);
+  ModelInputs none;
+  none.input_ids = at::empty({0, 5}, at::kLong);
+  none.targets = none.input_ids;
+  const at::Tensor sum = model->forward(none);
+  EXPECT_EQ(sum.item<double>(), 0.0);
+  sum.backward();
+  const auto found = gradients(*model, model->spec());
+  EXPECT_EQ(found.size(), reference_.gradient_names().size());
+  for (const auto& [name, gradient] : found) EXPECT_EQ(largest(gradient), 0.0) << name;
+}
+
 TEST_P(Gpt2Reference, MorePositionsThanWereLearnedAreRefused) {
   const auto model = reference_.gpt2(Reference::Compute::kFloat32);
   ModelInputs inputs;

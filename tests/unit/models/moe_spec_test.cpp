@@ -51,8 +51,20 @@ class MoeSpecs : public ::testing::TestWithParam<const char*> {};
 TEST_P(MoeSpecs, BothSpellingsGiveTheSameSpec) {
   const ModelSpec written = parse_spec(read_text(folder(GetParam()) / "config.json")).spec;
   EXPECT_EQ(written, parse_spec(hub(GetParam()).dump()).spec);
-  EXPECT_EQ(written.moe->num_experts, 8);
-  EXPECT_EQ(written.moe->experts_per_token, written.family == Family::kMixtral ? 2 : 3);
+  const auto& sizes = written.moe;
+  switch (written.family) {
+    case Family::kDeepseekV3:
+      EXPECT_EQ(std::pair(sizes->num_experts, sizes->experts_per_token), std::pair(12L, 4L));
+      break;
+    case Family::kMixtral:
+      EXPECT_EQ(std::pair(sizes->num_experts, sizes->experts_per_token), std::pair(8L, 2L));
+      break;
+    case Family::kLlama4:
+      EXPECT_EQ(std::pair(sizes->num_experts, sizes->experts_per_token), std::pair(4L, 1L));
+      break;
+    default:
+      EXPECT_EQ(std::pair(sizes->num_experts, sizes->experts_per_token), std::pair(8L, 3L));
+  }
 }
 
 TEST_P(MoeSpecs, WhatIsWrittenIsReadAsTheSame) {
@@ -88,12 +100,17 @@ TEST_P(MoeSpecs, TheTableWantsTheTensorsOfTheFile) {
   for (const auto& [name, info] : header.items()) {
     if (name != "__metadata__") stored[name] = info.at("shape").get<Shape>();
   }
-  EXPECT_EQ(tensors_of(describe(parse_spec(hub(GetParam()).dump()).spec).parameters), stored);
+  const ModelDescription description = describe(parse_spec(hub(GetParam()).dump()).spec);
+  auto wanted = tensors_of(description.parameters);
+  for (const BufferSpec& buffer : description.buffers) wanted[buffer.name] = buffer.shape;
+  EXPECT_EQ(wanted, stored);
 }
 
 INSTANTIATE_TEST_SUITE_P(Folders, MoeSpecs,
                          ::testing::Values("deepseek-v2-fp32", "deepseek-v2-group-fp32",
-                                           "deepseek-v2-group-mixed", "gpt-oss-fp32",
+                                           "deepseek-v2-group-mixed", "deepseek-v3-fp32",
+                                           "deepseek-v3-mixed", "glm4-moe-fp32", "glm4-moe-mixed",
+                                           "llama4-text-fp32", "llama4-text-mixed", "gpt-oss-fp32",
                                            "gpt-oss-mixed", "qwen3-moe-fp32", "qwen3-moe-mixed",
                                            "mixtral-fp32", "mixtral-mixed"));
 
@@ -246,6 +263,9 @@ TEST(MoeSpec, PublishedConfigsAreRead) {
   EXPECT_EQ(numel("gpt-oss-20b"), 20'914'757'184);
   EXPECT_EQ(numel("deepseek-v2-lite"), 15'706'484'224);
   EXPECT_EQ(numel("deepseek-v2"), 235'741'434'880);
+  EXPECT_EQ(numel("deepseek-v3"), 671'026'404'352);
+  EXPECT_EQ(numel("glm-4.5-air"), 106'852'245'504);
+  EXPECT_EQ(numel("llama4-scout"), 107'769'861'120);
   EXPECT_EQ(numel("gemma4-26b-a4b"), 25'805'933'872);
 }
 

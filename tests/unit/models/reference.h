@@ -44,8 +44,10 @@ class Reference {
   /// The same of a gpt2 folder.
   std::shared_ptr<Gpt2Model> gpt2(Compute compute) const;
 
- private:
+  /// A tensor of the checkpoint, as it is stored.
   at::Tensor stored(const std::string& name) const;
+
+ private:
   /// A parameter of the model, out of the tensors that it stacks.
   at::Tensor stored(const ParameterSpec& row) const;
   void load(const torch::nn::Module& model, Compute compute) const;
