@@ -191,7 +191,8 @@ class Trainer {
     comm::on_all_or_none(world_, "labels of the data", [&] {
       if (world_.rank() != 0) return;
       world_.work_at("looking for labels in the data");
-      open_as("data.path", [&] { data_->check_labels(*config_.training.steps); });
+      open_as(config_.data.source.empty() ? "data.path" : kSourceKey,
+              [&] { data_->check_labels(*config_.training.steps); });
       if (validation_) {
         open_as("validation.path", [&] { validation_->check_labels(validation_batches()); });
       }
