@@ -8,6 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <compare>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -17,6 +18,7 @@
 #include <string_view>
 #include <vector>
 
+#include "tessera/optimizer_rule.h"
 #include "tessera/shard.h"
 
 namespace torch::optim {
@@ -38,6 +40,7 @@ struct AdamWOptions {
   double eps = 1e-8;
   double weight_decay = 0.1;  ///< decoupled, on every trainable parameter but those of `no_decay`
   std::vector<std::string> no_decay{};  ///< patterns as PrecisionRule::match
+  std::vector<OptimizerRule> rules{};   ///< over no_decay; Errors: those of its fields
 };
 
 struct SgdOptions {
@@ -45,6 +48,7 @@ struct SgdOptions {
   double momentum = 0.0;
   double weight_decay = 0.0;  ///< added to the gradient, as PyTorch's SGD
   std::vector<std::string> no_decay{};
+  std::vector<OptimizerRule> rules{};
 };
 
 /// A tensor that an optimizer keeps of each parameter: laid out as its shard, in the contract's
@@ -156,10 +160,14 @@ class Optimizer {
   void require_whole(const char* what) const;
 
  protected:
-  Optimizer(const ShardedBase& model, double lr, const std::vector<std::string>& no_decay);
+  /// Errors: kContract for a pattern that matches nothing, kConfig for numbers of a rule.
+  Optimizer(const ShardedBase& model, double lr, const std::vector<std::string>& no_decay,
+            const std::vector<OptimizerRule>& rules);
   struct Item {
     ShardView view;
-    bool decays = true;
+    bool decays = true;                  ///< where no rule says by how much
+    double lr_scale = 1.0;               ///< by a rule
+    std::optional<double> weight_decay;  ///< by a rule
     /// In the order of states(), made at the first update; what an optimizer puts behind them is
     /// its own and in no checkpoint.
     std::vector<at::Tensor> state;
@@ -174,6 +182,14 @@ class Optimizer {
   };
   /// Every item has its state and a gradient.
   virtual void update(const std::vector<Item*>& items) = 0;
+  /// What an item is stepped with; items with the same may be stepped together.
+  struct Rates {
+    double lr = 0.0;
+    double weight_decay = 0.0;
+    auto operator<=>(const Rates&) const = default;
+  };
+  /// `weight_decay`: the optimizer's.
+  Rates rates_of(const Item& item, double weight_decay) const;
   /// Whether somebody else has written the shard since it was last stepped.
   bool was_changed(const Item& item);
 
@@ -202,6 +218,7 @@ class Optimizer {
 
   std::shared_ptr<fsdp::Unit> unit_;
   std::vector<std::string> no_decay_;
+  std::vector<OptimizerRule> rules_;
   // Of all parameters of the handle that it was made for.
   std::map<const GradContract*, std::shared_ptr<const void>> scope_;
   std::vector<Item> items_;   // trained parameters, and frozen ones that were trained before

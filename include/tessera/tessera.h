@@ -19,6 +19,7 @@
 #include "tessera/mesh_shape.h"
 #include "tessera/model_contract.h"
 #include "tessera/optim.h"
+#include "tessera/optimizer_rule.h"
 #include "tessera/pipeline.h"
 #include "tessera/placement.h"
 #include "tessera/precision.h"

@@ -155,6 +155,7 @@ class Trainer {
     }
     scaler_ = make_scaler(*model_, parameters_, config.grad_scaler);
     done_ = checkpoints_->load(*model_, *optimizer_, scaler_.get());
+    if (done_ > 0 && world.rank() == 0) before_ = config_before(config_);
     flops_per_token_ = flops_per_token(model_size(), data_->row_tokens());
     if (world.rank() == 0) metrics_.emplace(config.metrics.folder, done_);
   }
@@ -216,6 +217,8 @@ class Trainer {
     };
     warn(slow_bf16(run.parameters, run.processor));
     warn(long_rows(run.row_tokens, source_.spec.max_position_embeddings, config_.model));
+    for (const std::string& remark : short_run(config_)) log::warn(remark);
+    if (before_) warn(changed_lr(*before_, config_, done_));
     for (const std::string& line : banner(run)) log::info(line);
   }
 
@@ -461,8 +464,9 @@ class Trainer {
   std::optional<PlannedSteps> planned_;  ///< none with compile.mode = "off"
   std::unique_ptr<GradScaler> scaler_;   ///< none without float16
   std::optional<CheckpointSession> checkpoints_;
-  std::int64_t done_ = 0;  ///< steps before this run
-  bool updated_ = false;   ///< by the step under way: a scaler may leave that out
+  std::int64_t done_ = 0;         ///< steps before this run
+  std::optional<Config> before_;  ///< of the run that did them, on rank 0
+  bool updated_ = false;          ///< by the step under way: a scaler may leave that out
   double flops_per_token_ = 0;
   std::optional<MetricsFile> metrics_;
   std::optional<Observers> observers_;

@@ -14,7 +14,7 @@ namespace {
 class AdamW : public Optimizer {
  public:
   AdamW(const ShardedBase& model, const AdamWOptions& options)
-      : Optimizer(model, options.lr, options.no_decay), options_(options) {}
+      : Optimizer(model, options.lr, options.no_decay, options.rules), options_(options) {}
   std::string name() const override {
     return std::string(fsdp::name_of(fsdp::OptimizerName::kAdamW));
   }
@@ -23,25 +23,26 @@ class AdamW : public Optimizer {
  protected:
   void update(const std::vector<Item*>& items) override {
     on_device_.clear();
-    // One fused call for those that decay and one for the rest; it wants one dtype a call.
-    for (const bool decays : {true, false}) {
-      for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
-        Lists lists;
-        for (auto* item : items) {
-          const auto& shard = item->view.shard;
-          if (item->master.defined() || item->decays != decays || shard.scalar_type() != dtype)
-            continue;
-          add(lists, *item, {shard.detach(), shard.grad(), {0, shard.numel()}});
-        }
-        step_fused(lists, decays);
-      }
+    // One fused call for those that are stepped alike; it wants one dtype a call.
+    struct Alike {
+      at::ScalarType dtype;
+      Rates rates;
+      auto operator<=>(const Alike&) const = default;
+    };
+    std::map<Alike, Lists> groups;
+    for (auto* item : items) {
+      const auto& shard = item->view.shard;
+      if (item->master.defined()) continue;
+      auto& lists = groups[{shard.scalar_type(), rates_of(*item, options_.weight_decay)}];
+      add(lists, *item, {shard.detach(), shard.grad(), {0, shard.numel()}});
     }
+    for (auto& [alike, lists] : groups) step_fused(lists, alike.rates);
     for (auto* item : items) {
       if (!item->master.defined()) continue;
       master_.step(item->view, item->master, was_changed(*item), [&](const fsdp::Stepped& part) {
         Lists lists;
         add(lists, *item, part);
-        step_fused(lists, item->decays);
+        step_fused(lists, rates_of(*item, options_.weight_decay));
       });
     }
   }
@@ -74,11 +75,10 @@ class AdamW : public Optimizer {
     lists.steps.push_back(steps_of(item, part.values));
   }
 
-  void step_fused(Lists& lists, bool decays) const {
+  void step_fused(Lists& lists, const Rates& rates) const {
     if (lists.parameters.empty()) return;
-    kernels::adamw(lists.parameters, lists.grads, lists.first, lists.second, lists.steps, lr_,
-                   options_.beta1, options_.beta2, decays ? options_.weight_decay : 0.0,
-                   options_.eps);
+    kernels::adamw(lists.parameters, lists.grads, lists.first, lists.second, lists.steps, rates.lr,
+                   options_.beta1, options_.beta2, rates.weight_decay, options_.eps);
   }
 
   AdamWOptions options_;
@@ -99,8 +99,13 @@ std::unique_ptr<Optimizer> make_adamw(const ShardedBase& model, const AdamWOptio
 
 std::unique_ptr<Optimizer> fsdp::build_adamw(const ShardedBase& model, double lr,
                                              const Hyperparameters& values) {
-  return make_adamw(
-      model, {lr, values.betas[0], values.betas[1], values.eps, values.weight_decay.value(), {}});
+  return make_adamw(model, {lr,
+                            values.betas[0],
+                            values.betas[1],
+                            values.eps,
+                            values.weight_decay.value(),
+                            {},
+                            values.rule});
 }
 
 }  // namespace tessera

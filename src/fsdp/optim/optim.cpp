@@ -17,6 +17,7 @@
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "grad/resolve_steps.h"
+#include "grad/ruled_update.h"
 #include "grad/torch_dtype.h"
 #include "tessera/error.h"
 
@@ -81,8 +82,9 @@ class ForSchedulers : public torch::optim::Optimizer {
 
 }  // namespace
 
-Optimizer::Optimizer(const ShardedBase& model, double lr, const std::vector<std::string>& no_decay)
-    : lr_(lr), unit_(model.unit()), no_decay_(no_decay) {
+Optimizer::Optimizer(const ShardedBase& model, double lr, const std::vector<std::string>& no_decay,
+                     const std::vector<OptimizerRule>& rules)
+    : lr_(lr), unit_(model.unit()), no_decay_(no_decay), rules_(rules) {
   layout_ = fsdp::unit_of_handle(unit_).runtime().layout();
   std::vector<const GradContract*> contracts;
   const auto shards = model.shards();
@@ -92,12 +94,16 @@ Optimizer::Optimizer(const ShardedBase& model, double lr, const std::vector<std:
     if (view.contract->trainable) items_.push_back(make_item(view));
   }
   grad::check_no_decay(no_decay, contracts);
+  grad::check_optimizer_rules(rules, contracts);
 }
 
 Optimizer::Item Optimizer::make_item(const ShardView& view) const {
   Item item;
   item.view = view;
   item.decays = view.contract->decays.value_or(true) && !matches_any(no_decay_, *view.contract);
+  const auto ruled = grad::ruled_update(rules_, *view.contract);
+  item.lr_scale = ruled.lr_scale;
+  item.weight_decay = ruled.weight_decay;
   return item;
 }
 
@@ -205,6 +211,10 @@ std::vector<std::string> Optimizer::kept_names() const {
   return names;
 }
 
+Optimizer::Rates Optimizer::rates_of(const Item& item, double weight_decay) const {
+  return {lr_ * item.lr_scale, item.weight_decay.value_or(item.decays ? weight_decay : 0.0)};
+}
+
 bool Optimizer::was_changed(const Item& item) {
   const bool changed = version_of_shard(item.view.shard) != item.seen_version;
   if (changed && item.view.contract->master == Master::kRemainder && !warned_) {
@@ -276,6 +286,10 @@ std::unique_ptr<Optimizer> make_optimizer(OptimizerName name, const ShardedBase&
                                           const Hyperparameters& values) {
   auto filled = values;
   filled.weight_decay = values.weight_decay.value_or(default_weight_decay(name));
+  std::vector<const GradContract*> contracts;
+  const auto shards = model.shards();
+  for (const auto& view : shards) contracts.push_back(view.contract);
+  filled.rule = grad::rules_for(values.rule, contracts);
   switch (name) {
 #define TESSERA_OPTIMIZER(enumerator, source, ...) \
   case OptimizerName::enumerator:                  \

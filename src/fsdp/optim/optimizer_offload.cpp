@@ -204,6 +204,8 @@ void Optimizer::update_through(const std::vector<Item*>& items) {
           Item part;
           part.view = window_of(item.view, window.elements);
           part.decays = item.decays;
+          part.lr_scale = item.lr_scale;
+          part.weight_decay = item.weight_decay;
           part.steps = item.steps;
           part.has_state = true;
           part.state.assign(window.kept.begin(),

@@ -12,6 +12,9 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
+
+#include "tessera/optimizer_rule.h"
 
 namespace tessera {
 class Optimizer;
@@ -31,6 +34,7 @@ using Betas = std::array<double, 2>;
 struct Hyperparameters {
 #define TESSERA_HYPERPARAMETER(key, type, value, ...) type key = value;
 #include "fsdp/optim/optimizers.def"
+  std::vector<OptimizerRule> rule;
   bool operator==(const Hyperparameters&) const = default;
 };
 
@@ -44,8 +48,8 @@ int kept_states(OptimizerName name, const Hyperparameters& values);
 /// That of the first, and of all that have another: "0.1; 0 for SGD".
 std::string default_weight_decays();
 
-/// Over the shards of a handle; which parameters decay stands in their contracts. Errors: kUsage
-/// for numbers that the optimizer refuses.
+/// Over the shards of a handle; which parameters decay stands in their contracts. Rules may match
+/// what other stages of a pipeline have. Errors: kUsage for numbers that the optimizer refuses.
 std::unique_ptr<Optimizer> make_optimizer(OptimizerName name, const ShardedBase& model, double lr,
                                           const Hyperparameters& values);
 

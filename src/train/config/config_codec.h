@@ -230,12 +230,18 @@ struct Codec<MemoryBudget> {
   static std::optional<ConfigValue> to(const MemoryBudget& budget);
 };
 
-/// The tables of [[precision.rule]] (config_codec.cpp).
-template <>
-struct Codec<std::vector<PrecisionRule>> {
+/// The tables of [[precision.rule]] and [[optimizer.rule]] (config_codec.cpp).
+template <class Rule>
+struct RuleCodec {
   static std::string type() { return "list of tables"; }
-  static std::vector<PrecisionRule> from(const ConfigValue& v, std::string_view key, const Limit&);
-  static std::optional<ConfigValue> to(const std::vector<PrecisionRule>& rules);
+  static std::vector<Rule> from(const ConfigValue& v, std::string_view key, const Limit&);
+  static std::optional<ConfigValue> to(const std::vector<Rule>& rules);
 };
+extern template struct RuleCodec<PrecisionRule>;
+extern template struct RuleCodec<OptimizerRule>;
+template <>
+struct Codec<std::vector<PrecisionRule>> : RuleCodec<PrecisionRule> {};
+template <>
+struct Codec<std::vector<OptimizerRule>> : RuleCodec<OptimizerRule> {};
 
 }  // namespace tessera::train
