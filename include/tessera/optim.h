@@ -1,5 +1,5 @@
 // Optimizers over the shards of a handle: AdamW and SGD with PyTorch's formulas, element by element
-// on the ranges that this rank owns.
+// on the ranges that this rank owns, and Muon, which takes matrices whole.
 //
 // They hold what they step: one may outlive its handle. torch::optim's work on handle.parameters()
 // too; these refuse to step while a backward is owed, skip parameters that no rank used, and decide
@@ -18,6 +18,7 @@
 #include <string_view>
 #include <vector>
 
+#include "tessera/muon.h"
 #include "tessera/optimizer_rule.h"
 #include "tessera/shard.h"
 
@@ -103,7 +104,8 @@ class Optimizer {
   virtual ~Optimizer() = default;
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
-  /// Updates every shard that has a gradient. Not collective. Errors: kUsage while a recorded
+  /// Updates every shard that has a gradient. Not collective, but for Muon's, which all ranks of the
+  /// stage call. Errors: kUsage while a recorded
   /// forward waits for its backward or a micro-batch to be reduced, or after a set_trainable() that
   /// did not name this optimizer; kContract for a gradient whose dtype is neither the shard's nor
   /// float32 for a 16-bit shard (PrecisionPolicy::final_dtype).
@@ -118,10 +120,14 @@ class Optimizer {
   /// this.
   operator torch::optim::Optimizer&();  // NOLINT(google-explicit-constructor): reads as there
 
-  /// "AdamW", "SGD".
+  /// "AdamW", "SGD", "Muon".
   virtual std::string name() const = 0;
-  /// What it keeps of a parameter, beside a master.
+  /// What it may keep of a parameter, beside a master.
   virtual std::vector<KeptTensor> states() const = 0;
+  /// What it keeps of this one: some of states(), all of it unless said otherwise.
+  virtual std::vector<KeptTensor> states_of(const GradContract&) const { return states(); }
+  /// Whether an update of some elements needs no others; only then state can be offloaded.
+  virtual bool is_elementwise() const { return true; }
   /// Every name that OptimizerState::Kept may have.
   std::vector<std::string> kept_names() const;
   /// What it keeps of such a parameter once that is updated, a master included, by name.
@@ -147,7 +153,7 @@ class Optimizer {
   /// two stretches then, each an eighth of it or 16 MiB. Room for all of it is
   /// reserved now. Again: what matches now is outside, the rest comes back; the folder stays. What
   /// make_kept() gives is in memory until the next update or put_away(). Collective. Errors:
-  /// kConfig on a device; kContract for a pattern that matches nothing; kIo naming folder and rank
+  /// kConfig on a device, and for Muon; kContract for a pattern that matches nothing; kIo naming folder and rank
   /// for a folder that is none, cannot be written to or has no room.
   void offload(const OffloadOptions& options);
   /// Writes out what make_kept() brought to memory. Errors: kIo.
@@ -182,6 +188,7 @@ class Optimizer {
   };
   /// Every item has its state and a gradient.
   virtual void update(const std::vector<Item*>& items) = 0;
+  fsdp::Runtime& runtime() const;
   /// What an item is stepped with; items with the same may be stepped together.
   struct Rates {
     double lr = 0.0;
@@ -242,5 +249,16 @@ std::unique_ptr<Optimizer> make_adamw(const ShardedBase& model, const AdamWOptio
 /// PyTorch's formulas, with masters as make_adamw. Momentum has the dtype in which the shard is
 /// stepped.
 std::unique_ptr<Optimizer> make_sgd(const ShardedBase& model, const SgdOptions& options);
+
+/// Matrices as torch.optim.Muon of torch 2.13 steps them (momentum, Newton-Schulz, decoupled decay),
+/// iterated in float32; all else as make_adamw, with masters for both. Matrices are the trainable
+/// parameters of two dims, and each [rows, columns] of those with three, but for MuonOptions::adamw.
+/// Each is formed whole, of all that dp_shard and tp cut, on one rank, by one all-to-all a step there
+/// and one back (matrix_exchange.h), and is stepped with the bits of one rank, in float32 whatever the
+/// numbers of threads are. Bytes a rank sends: at most 4 an element that it holds and, for others,
+/// 4 an element that it orthogonalizes. State: 4 bytes an element of a matrix, what make_adamw keeps of
+/// the rest. step() is collective. Errors: kUsage for numbers out of range; kContract for a pattern
+/// that matches nothing.
+std::unique_ptr<Optimizer> make_muon(const ShardedBase& model, const MuonOptions& options);
 
 }  // namespace tessera

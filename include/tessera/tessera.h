@@ -18,6 +18,7 @@
 #include "tessera/mesh.h"
 #include "tessera/mesh_shape.h"
 #include "tessera/model_contract.h"
+#include "tessera/muon.h"
 #include "tessera/optim.h"
 #include "tessera/optimizer_rule.h"
 #include "tessera/pipeline.h"

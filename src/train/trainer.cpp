@@ -26,6 +26,7 @@
 #include "train/config/config_resolve.h"
 #include "train/data/data.h"
 #include "train/expert_balance.h"
+#include "train/hf/model_forms.h"
 #include "train/parallelize.h"
 #include "train/pipeline/pipeline_step.h"
 #include "train/plan_of_run.h"
@@ -148,8 +149,9 @@ class Trainer {
     const bool replays = config.compile.mode == CompileChoice::kReplay;
     if (plan && replays) capture::replay_regions(*model_);
     if (replays) replayed_.emplace(*model_);
-    optimizer_ = fsdp::make_optimizer(config.optimizer.name, *model_, *config.optimizer.lr,
-                                      config.optimizer);
+    optimizer_ =
+        fsdp::make_optimizer(config.optimizer.name, *model_, *config.optimizer.lr, config.optimizer,
+                             hidden_matrices(source_.description.parameters));
     if (planned.options.mode != CompileMode::kOff) {
       planned_.emplace(std::move(planned), *model_, *optimizer_, world, config.metrics.folder);
     }

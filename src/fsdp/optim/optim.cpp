@@ -175,13 +175,13 @@ void Optimizer::make_item_state(Item& item) const {
   const auto& shard = item.view.shard;
   const auto options =
       shard.options().dtype(to_scalar_type(item.view.contract->state)).requires_grad(false);
-  item.state.resize(states().size());
+  item.state.resize(states_of(*item.view.contract).size());
   for (auto& kept : item.state) kept = at::zeros(shard.sizes(), options);
 }
 
 std::vector<OptimizerState::Kept> Optimizer::kept_of(const Item& item) const {
   if (!item.has_state) return {};
-  const auto named = states();
+  const auto named = states_of(*item.view.contract);
   std::vector<OptimizerState::Kept> kept;
   for (std::size_t i = 0; i < named.size(); ++i) kept.push_back({named[i].name, item.state[i]});
   if (item.master.defined()) {
@@ -192,7 +192,7 @@ std::vector<OptimizerState::Kept> Optimizer::kept_of(const Item& item) const {
 
 std::map<std::string, DType> Optimizer::kept_dtypes(const GradContract& contract) const {
   std::map<std::string, DType> dtypes;
-  for (auto& state : states()) dtypes.emplace(std::move(state.name), contract.state);
+  for (auto& state : states_of(contract)) dtypes.emplace(std::move(state.name), contract.state);
   if (const auto master = fsdp::MasterOfShard::dtype(contract.master)) {
     dtypes.emplace(fsdp::MasterOfShard::name(contract.master), *master);
   }
@@ -210,6 +210,8 @@ std::vector<std::string> Optimizer::kept_names() const {
   }
   return names;
 }
+
+fsdp::Runtime& Optimizer::runtime() const { return unit_->runtime(); }
 
 Optimizer::Rates Optimizer::rates_of(const Item& item, double weight_decay) const {
   return {lr_ * item.lr_scale, item.weight_decay.value_or(item.decays ? weight_decay : 0.0)};
@@ -283,9 +285,11 @@ void Optimizer::step() {
 namespace fsdp {
 
 std::unique_ptr<Optimizer> make_optimizer(OptimizerName name, const ShardedBase& model, double lr,
-                                          const Hyperparameters& values) {
+                                          const Hyperparameters& values,
+                                          const MatrixForms& matrices) {
   auto filled = values;
   filled.weight_decay = values.weight_decay.value_or(default_weight_decay(name));
+  filled.momentum = values.momentum.value_or(default_momentum(name));
   std::vector<const GradContract*> contracts;
   const auto shards = model.shards();
   for (const auto& view : shards) contracts.push_back(view.contract);
@@ -293,7 +297,7 @@ std::unique_ptr<Optimizer> make_optimizer(OptimizerName name, const ShardedBase&
   switch (name) {
 #define TESSERA_OPTIMIZER(enumerator, source, ...) \
   case OptimizerName::enumerator:                  \
-    return build_##source(model, lr, filled);
+    return build_##source(model, lr, filled, matrices);
 #include "fsdp/optim/optimizers.def"
   }
   TESSERA_INVARIANT(false, "an optimizer that is not listed");

@@ -56,8 +56,9 @@ std::unique_ptr<Optimizer> make_sgd(const ShardedBase& model, const SgdOptions& 
 }
 
 std::unique_ptr<Optimizer> fsdp::build_sgd(const ShardedBase& model, double lr,
-                                           const Hyperparameters& values) {
-  return make_sgd(model, {lr, values.momentum, values.weight_decay.value(), {}, values.rule});
+                                           const Hyperparameters& values, const MatrixForms&) {
+  return make_sgd(model,
+                  {lr, values.momentum.value(), values.weight_decay.value(), {}, values.rule});
 }
 
 }  // namespace tessera

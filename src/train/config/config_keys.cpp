@@ -26,6 +26,16 @@ struct EnumWords<OptimizerName> {
   });
 };
 template <>
+struct EnumWords<AdjustLr> {
+  static constexpr std::array<std::pair<std::string_view, AdjustLr>, 2> kWords{
+      {{"original", AdjustLr::kOriginal}, {"match_rms_adamw", AdjustLr::kMatchRmsAdamw}}};
+};
+template <>
+struct EnumWords<IterationDType> {
+  static constexpr std::array<std::pair<std::string_view, IterationDType>, 2> kWords{
+      {{"float32", IterationDType::kFloat32}, {"bfloat16", IterationDType::kBFloat16}}};
+};
+template <>
 struct EnumWords<LrDecay> {
   static constexpr std::array<std::pair<std::string_view, LrDecay>, 4> kWords{
       {{"constant", LrDecay::kConstant},
@@ -78,6 +88,10 @@ template <>
 struct Codec<DeviceName> : EnumCodec<DeviceName> {};
 template <>
 struct Codec<OptimizerName> : EnumCodec<OptimizerName> {};
+template <>
+struct Codec<AdjustLr> : EnumCodec<AdjustLr> {};
+template <>
+struct Codec<IterationDType> : EnumCodec<IterationDType> {};
 template <>
 struct Codec<LrDecay> : EnumCodec<LrDecay> {};
 template <>
@@ -345,6 +359,7 @@ void add_plan(std::vector<ConfigKey>& keys) {
 void add_update(std::vector<ConfigKey>& keys) {
   using O = OptimizerConfig;
   using fsdp::Betas;
+  using fsdp::Coefficients;
   Section optimizer(keys, "optimizer", &Config::optimizer);
   optimizer.key("name", &O::name, {"", "Update rule; formulas as PyTorch's."})
       .key("master", &O::master,

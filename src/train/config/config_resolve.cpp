@@ -341,6 +341,8 @@ Config resolved_for_run(const Config& config, const std::string& run_folder) {
   resolved.checkpoint.folder = absolute_under(run, config.checkpoint.folder);
   resolved.metrics.folder = absolute_under(run, config.metrics.folder);
   resolved.optimizer.weight_decay = config.optimizer.effective_weight_decay();
+  resolved.optimizer.momentum =
+      config.optimizer.momentum.value_or(fsdp::default_momentum(config.optimizer.name));
   return resolved;
 }
 

@@ -86,7 +86,7 @@ std::int64_t resolve_micro_batches(const Config& config, Verb verb, std::int64_t
 
 /// The config as it is written to RUN/config.toml: dump_folder set to `run_folder`; every path
 /// absolute, those of checkpoints and metrics under the run, all others under the working folder;
-/// optimizer.weight_decay filled in.
+/// optimizer.weight_decay and momentum filled in.
 Config resolved_for_run(const Config& config, const std::string& run_folder);
 
 /// The last step at the whole learning rate, behind which it decays: the end of the warm-up, or of
