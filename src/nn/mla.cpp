@@ -67,15 +67,17 @@ at::Tensor Mla::queries(const at::Tensor& x, const RopeTable& table) {
   return by_head(q.narrow(3, 0, options_.qk_nope_head_dim), turned);
 }
 
-at::Tensor Mla::forward(const at::Tensor& stream) {
-  return o_proj_->forward_into(options_.region, *this, {options_.region.enter(stream)},
-                               [this](const std::vector<at::Tensor>& in) { return attend(in[0]); });
+at::Tensor Mla::forward(const at::Tensor& stream, const Documents& documents) {
+  return o_proj_->forward_into(
+      options_.region, *this, {options_.region.enter(stream), documents.starts},
+      [this](const std::vector<at::Tensor>& in) { return attend(in[0], {in[1]}); });
 }
 
-at::Tensor Mla::attend(const at::Tensor& x) {
+at::Tensor Mla::attend(const at::Tensor& x, const Documents& documents) {
   // Tables stay in fp32: the published code turns in complex fp32 and rounds once.
   const RopeTable table =
-      rope_->table(x.size(1), at::promote_types(x.scalar_type(), at::kFloat), x.device());
+      table_of(documents,
+               rope_->table(x.size(1), at::promote_types(x.scalar_type(), at::kFloat), x.device()));
   const at::Tensor q = queries(x, table);
   const at::Tensor both = kv_a_proj_with_mqa_->forward(x);
   const at::Tensor latent = kv_a_layernorm_->forward(both.narrow(2, 0, options_.kv_lora_rank));
@@ -86,7 +88,8 @@ at::Tensor Mla::attend(const at::Tensor& x) {
                                shared.expand({-1, -1, options_.heads, -1}));
   const at::Tensor v = kv.narrow(3, options_.qk_nope_head_dim, options_.v_head_dim).flatten(2, 3);
   // Every head has a key of its own: H groups of one query head each.
-  return causal_attention(q.unsqueeze(3), k.unsqueeze(3), v, options_.scale);
+  return causal_attention(q.unsqueeze(3), k.unsqueeze(3), v, options_.scale,
+                          {.begins = documents.starts});
 }
 
 at::Tensor Mla::decode(const at::Tensor& /*x*/, KvCache& /*cache*/) {

@@ -39,13 +39,14 @@ class Mla : public SelfAttention {
  public:
   /// `rope` turns qk_rope_head_dim elements.
   Mla(const MlaOptions& options, std::shared_ptr<Rope> rope);
-  at::Tensor forward(const at::Tensor& stream) override;
+  using SelfAttention::forward;
+  at::Tensor forward(const at::Tensor& stream, const Documents& documents) override;
   bool can_decode() const override { return false; }
   at::Tensor decode(const at::Tensor& x, KvCache& cache) override;
 
  private:
   at::Tensor queries(const at::Tensor& x, const RopeTable& table);
-  at::Tensor attend(const at::Tensor& x);
+  at::Tensor attend(const at::Tensor& x, const Documents& documents);
 
   MlaOptions options_;
   std::shared_ptr<Rope> rope_;

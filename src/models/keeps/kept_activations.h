@@ -102,8 +102,6 @@ class TextKeeps {
   virtual nn::KeptValue embedding(const std::string& name) {
     return model_.layers().embedding(name, nn::LayerKeeps::Ids::kOfBatch);
   }
-  /// What all layers share is made.
-  virtual void enter_layers() {}
   virtual nn::KeptValue layer(const nn::KeptValue& x, std::int64_t number,
                               const std::string& name) {
     return model_.decoder_layer(x, number, name);
