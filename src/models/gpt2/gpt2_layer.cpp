@@ -56,8 +56,10 @@ Gpt2Attention::Heads Gpt2Attention::project(const at::Tensor& x) {
 }
 
 at::Tensor Gpt2Attention::forward(const at::Tensor& x) {
-  const Heads heads = project(region_.enter(x));
-  return c_proj_->forward_into(region_, nn::causal_attention(heads.q, heads.k, heads.v, scale_));
+  return c_proj_->forward_into(region_, *this, region_.enter(x), [this](const at::Tensor& all) {
+    const Heads heads = project(all);
+    return nn::causal_attention(heads.q, heads.k, heads.v, scale_);
+  });
 }
 
 at::Tensor Gpt2Attention::decode(const at::Tensor& x, nn::KvCache& cache) {
@@ -78,7 +80,9 @@ Gpt2Mlp::Gpt2Mlp(const ModelSpec& spec, const nn::TensorRegion& region) : region
 }
 
 at::Tensor Gpt2Mlp::forward(const at::Tensor& x) {
-  return c_proj_->forward_into(region_, at::gelu(c_fc_->forward(region_.enter(x)), "tanh"));
+  return c_proj_->forward_into(region_, *this, region_.enter(x), [this](const at::Tensor& all) {
+    return at::gelu(c_fc_->forward(all), "tanh");
+  });
 }
 
 Gpt2Layer::Gpt2Layer(const ModelSpec& spec, std::int64_t number, const ModelAxes& axes)
