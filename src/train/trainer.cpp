@@ -175,6 +175,7 @@ class Trainer {
     BatchRequest request;
     request.path = config_.data.path;
     request.sources = config_.data.source;
+    request.packing = config_.data.packing;
     request.training = config_.training;
     request.data_ranks = dims_.data_ranks();
     request.seed = static_cast<std::uint64_t>(config_.debug.seed);

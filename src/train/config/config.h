@@ -77,9 +77,16 @@ struct DataSource {
   bool operator==(const DataSource&) const = default;
 };
 
+/// How documents stand in rows.
+enum class Packing : std::uint8_t {
+  kStream,     ///< one behind the other, cut where a row ends; they see each other
+  kDocuments,  ///< whole, each as if it were alone
+};
+
 struct DataConfig {
   std::vector<std::string> path;
   std::vector<DataSource> source;  ///< [[data.source]], in place of path
+  std::optional<Packing> packing = std::nullopt;  ///< none = by what lies beside the data
   bool operator==(const DataConfig&) const = default;
 };
 

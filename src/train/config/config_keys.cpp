@@ -14,6 +14,11 @@ struct EnumWords<RouterTokens> {
       {{"shards", RouterTokens::kShards}, {"all", RouterTokens::kAll}}};
 };
 template <>
+struct EnumWords<Packing> {
+  static constexpr std::array<std::pair<std::string_view, Packing>, 2> kWords{
+      {{"stream", Packing::kStream}, {"documents", Packing::kDocuments}}};
+};
+template <>
 struct EnumWords<DeviceName> {
   static constexpr std::array<std::pair<std::string_view, DeviceName>, 3> kWords{
       {{"auto", DeviceName::kAuto}, {"cpu", DeviceName::kCpu}, {"cuda", DeviceName::kCuda}}};
@@ -84,6 +89,8 @@ template <>
 struct Codec<FrozenAs> : EnumCodec<FrozenAs> {};
 template <>
 struct Codec<MasterRequest> : EnumCodec<MasterRequest> {};
+template <>
+struct Codec<Packing> : EnumCodec<Packing> {};
 template <>
 struct Codec<DeviceName> : EnumCodec<DeviceName> {};
 template <>
@@ -253,7 +260,12 @@ void add_inputs(std::vector<ConfigKey>& keys) {
           "source", &DataConfig::source,
           {"",
            "[[data.source]]: path = files as data.path, weight = how often its rows are drawn (1), "
-           "in place of data.path."});
+           "in place of data.path."})
+      .key("packing", &DataConfig::packing,
+           {"",
+            "Whole documents in a row, each as if it were alone, or one behind the other, cut where "
+            "a row ends.",
+            "documents where NAME.mask.bin and NAME.docs.bin are, else stream"});
   Section(keys, "training", &Config::training)
       .key("steps", &TrainingConfig::steps, {"steps", "Optimizer steps of the run.", "required"},
            count_from(1))
