@@ -261,11 +261,12 @@ void add_inputs(std::vector<ConfigKey>& keys) {
           {"",
            "[[data.source]]: path = files as data.path, weight = how often its rows are drawn (1), "
            "in place of data.path."})
-      .key("packing", &DataConfig::packing,
-           {"",
-            "Whole documents in a row, each as if it were alone, or one behind the other, cut where "
-            "a row ends.",
-            "documents where NAME.mask.bin and NAME.docs.bin are, else stream"});
+      .key(
+          "packing", &DataConfig::packing,
+          {"",
+           "Whole documents in a row, each as if it were alone, or one behind the other, cut where "
+           "a row ends.",
+           "documents where NAME.mask.bin and NAME.docs.bin are, else stream"});
   Section(keys, "training", &Config::training)
       .key("steps", &TrainingConfig::steps, {"steps", "Optimizer steps of the run.", "required"},
            count_from(1))
