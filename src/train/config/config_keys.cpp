@@ -251,6 +251,9 @@ void add_inputs(std::vector<ConfigKey>& keys) {
            {"",
             "Experts see their tokens times the routing weight, instead of their results being "
             "weighted."});
+}
+
+void add_rows(std::vector<ConfigKey>& keys) {
   Section(keys, "data", &Config::data)
       .key("path", &DataConfig::path,
            {"files",
@@ -560,6 +563,7 @@ void add_precision(std::vector<ConfigKey>& keys) {
 std::vector<ConfigKey> make_keys() {
   std::vector<ConfigKey> keys{device_key()};
   add_inputs(keys);
+  add_rows(keys);
   add_layout(keys);
   add_plan(keys);
   add_precision(keys);
