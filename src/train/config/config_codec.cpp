@@ -117,6 +117,12 @@ const std::vector<RuleKey<OptimizerRule>>& rule_keys<OptimizerRule>() {
   return keys;
 }
 
+[[noreturn]] void refuse_unknown(const std::string& context, const std::string& name,
+                                 const std::vector<std::string>& names) {
+  throw Error(ErrorKind::kConfig, concat(context, ": unknown key ", printable(name),
+                                         "; the nearest is \"", nearest_name(name, names), "\""));
+}
+
 template <class Rule>
 void set_rule_key(Rule& rule, const std::string& context, const std::string& name,
                   const ConfigValue& value) {
@@ -125,8 +131,7 @@ void set_rule_key(Rule& rule, const std::string& context, const std::string& nam
     if (key.name == name) return key.set(rule, value, context + "." + name);
     names.push_back(key.name);
   }
-  throw Error(ErrorKind::kConfig, concat(context, ": unknown key ", printable(name),
-                                         "; the nearest is \"", nearest_name(name, names), "\""));
+  refuse_unknown(context, name, names);
 }
 
 template <class Rule>
@@ -189,6 +194,50 @@ std::optional<ConfigValue> RuleCodec<Rule>::to(const std::vector<Rule>& rules) {
 
 template struct RuleCodec<PrecisionRule>;
 template struct RuleCodec<OptimizerRule>;
+
+namespace {
+
+DataSource read_source(const ConfigValue& value, const std::string& context) {
+  const Table* table = std::get_if<Table>(&value.value);
+  if (table == nullptr) refuse_value(context, value, "a table with `path` and `weight`");
+  DataSource source;
+  for (const auto& [name, item] : *table) {
+    const std::string key = context + "." + name;
+    if (name == "path") {
+      source.path = Codec<std::vector<std::string>>::from(item, key, {});
+    } else if (name == "weight") {
+      source.weight = Codec<double>::from(item, key, {});
+    } else {
+      refuse_unknown(context, name, {"path", "weight"});
+    }
+  }
+  TESSERA_CHECK(!source.path.empty(), ErrorKind::kConfig, context,
+                ".path: found nothing, expected the files of this source");
+  return source;
+}
+
+}  // namespace
+
+std::vector<DataSource> Codec<std::vector<DataSource>>::from(const ConfigValue& v,
+                                                             std::string_view key, const Limit&) {
+  const ConfigValue::Array* items = std::get_if<ConfigValue::Array>(&v.value);
+  if (items == nullptr) refuse_value(key, v, "a list of tables, written [[data.source]]");
+  std::vector<DataSource> sources;
+  for (const ConfigValue& item : *items) {
+    sources.push_back(read_source(item, concat(key, "[", sources.size() + 1, "]")));
+  }
+  return sources;
+}
+
+std::optional<ConfigValue> Codec<std::vector<DataSource>>::to(
+    const std::vector<DataSource>& sources) {
+  ConfigValue::Array items;
+  for (const DataSource& source : sources) {
+    items.push_back({Table{{"path", *Codec<std::vector<std::string>>::to(source.path)},
+                           {"weight", ConfigValue{source.weight}}}});
+  }
+  return ConfigValue{std::move(items)};
+}
 
 DTypeChoice Codec<DTypeChoice>::from(const ConfigValue& v, std::string_view key, const Limit&) {
   if (const std::string* word = std::get_if<std::string>(&v.value)) {

@@ -247,4 +247,12 @@ struct Codec<std::vector<PrecisionRule>> : RuleCodec<PrecisionRule> {};
 template <>
 struct Codec<std::vector<OptimizerRule>> : RuleCodec<OptimizerRule> {};
 
+/// The tables of [[data.source]].
+template <>
+struct Codec<std::vector<DataSource>> {
+  static std::string type() { return "list of tables"; }
+  static std::vector<DataSource> from(const ConfigValue& v, std::string_view key, const Limit&);
+  static std::optional<ConfigValue> to(const std::vector<DataSource>& sources);
+};
+
 }  // namespace tessera::train
