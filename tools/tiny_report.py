@@ -121,8 +121,9 @@ def main(config, run, overrides):
     checkpoint = from_here(settings["checkpoint"]["folder"])
     expected = json.loads(pathlib.Path("configs/tiny.expected.json").read_text())[
         pathlib.Path(config).stem]
-    steps = read_metrics(metrics / "metrics.jsonl")
-    validated = [step for step in steps if "val_loss" in step]
+    lines = read_metrics(metrics / "metrics.jsonl")
+    validated = [line for line in lines if "val_loss" in line]
+    steps = [line for line in lines if line["step"] > 0]  # 0 is the validation before the first
     if not validated:
         print(f"tiny_report: {metrics}/metrics.jsonl has no val_loss", file=sys.stderr)
         return 3

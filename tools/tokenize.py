@@ -6,22 +6,34 @@
     .venv/bin/python tools/tokenize.py --model DIR --encode TEXT
     .venv/bin/python tools/tokenize.py --model DIR --decode 1,2,3
 
-TEXT are files or folders of *.txt, each file one document; @LIST takes them from a file, one a line.
-DIR is a Hugging Face folder with tokenizer.json (or that file itself). After each document comes the
-end-of-text token: `eos_token_id` of the folder's config.json, else `eos_token` of its
-tokenizer_config.json, unless --eos names another or --no-eos leaves it out. Files are read in parts:
-memory does not grow with them.
+TEXT are files, or folders of such: *.jsonl and *.parquet, where each line or row is one document in its
+field `text` (--field names another), and any other file (of a folder: *.txt), which is one document;
+@LIST takes them from a file, one a line. DIR is a Hugging Face folder with tokenizer.json (or that file
+itself). Files are read in parts: memory does not grow with them.
 
-With --chat each line of MESSAGES.jsonl is one conversation, a list of {"role", "content"} or an object
-that holds it as "messages". The folder's chat template (or --chat-template FILE) makes text of it, and
-NAME.mask.bin has 1 for what the assistant says, its end of turn included, 0 for all else: only those
-tokens are trained on.
+After each document comes the end-of-text token: the tokenizer's own (<|endoftext|>, <|end_of_text|>,
+<eos>, </s>, ...), else `eos_token` of tokenizer_config.json, else `eos_token_id` of config.json, unless
+--eos names another or --no-eos leaves it out. Before each document comes what the tokenizer itself puts
+before a text (--bos auto), or its beginning of text in any case (yes), or nothing (no). What was chosen
+is printed.
+
+With --chat each line of MESSAGES.jsonl, or row of *.parquet in its field `messages`, is one conversation:
+a list of {"role", "content"}; in a line also an object that holds it as "messages", perhaps with "tools".
+The folder's chat template (or --chat-template FILE) makes text of it. NAME.mask.bin has 1 for what the
+assistant says, its end of turn included, 0 for all else: only those tokens are trained on. What it says
+is what the template writes of an answer that is the last turn; what the template leaves out once there
+are later turns (as Qwen3's thinking) is not there, and what it writes in another way is no label. With
+--bos auto a conversation begins as the template has it.
+
+NAME.docs.bin has the ends of documents: positions of tokens, uint64, each the one behind the document's
+last. NAME.labels.bin, beside a mask, has uint64, too: the number of tokens, then the kept labels up to
+the end of each 4096 tokens.
 
 --encode prints the ids that `tessera generate --prompt-tokens` takes, with the special tokens that the
 tokenizer puts around a text; --decode makes text of the ids that it prints ("-": standard input).
 
-Needs the package `tokenizers`, for --chat also `transformers`; scripts/bootstrap --with-tests installs
-both.
+Needs the package `tokenizers`, for --chat also `transformers`, for *.parquet also `pyarrow`;
+scripts/bootstrap --with-tests installs all.
 """
 
 import sys
@@ -29,21 +41,22 @@ import sys
 del sys.path[0]  # this folder: the file would stand in for the standard module of its name
 import argparse  # noqa: E402
 import array  # noqa: E402
-import importlib  # noqa: E402
+import importlib.util  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import pathlib  # noqa: E402
 import re  # noqa: E402
 
+beside = importlib.util.spec_from_file_location("model_text", pathlib.Path(__file__).with_name("model_text.py"))
+model_text = importlib.util.module_from_spec(beside)
+beside.loader.exec_module(model_text)
+fail, needed = model_text.fail, model_text.needed
+
 # Characters of a document that are encoded at once, and how many before them are encoded again, so
 # that the tokens after a cut are those of the whole: no tokenizer looks further back than this.
 WINDOW, CONTEXT = 1 << 22, 1 << 12
-
-
-def fail(message):
-    """One line, and the exit code of what is refused."""
-    print(f"tokenize: {' '.join(str(message).split())}", file=sys.stderr)
-    raise SystemExit(2)
+LABEL_BLOCK = 4096  # tokens that one number of NAME.labels.bin is about
+ROWS = 256  # of a parquet file that are read at once
 
 
 class Parser(argparse.ArgumentParser):
@@ -51,73 +64,73 @@ class Parser(argparse.ArgumentParser):
         fail(f"{message}; see --help")
 
 
-def read_text(path):
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        fail(f"{path}: found bytes that are not UTF-8 ({error})")
-
-
-def files_of(paths, ending):
+def files_of(paths, endings):
     for path in paths:
-        files = sorted(path.glob(f"*{ending}")) if path.is_dir() else [path]
+        files = [path]
+        if path.is_dir():
+            files = sorted(file for file in path.iterdir() if file.suffix in endings)
         if not files:
-            fail(f"{path}: found no *{ending} in this folder")
+            fail(f"{path}: found no *{', *'.join(endings)} in this folder")
         yield from files
 
 
-def read_json(path):
-    if not path.is_file():
-        return {}
+def lines_of(path):
+    """(place, value) of each line of JSON."""
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            place = f"{path}:{number}"
+            try:
+                yield place, json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                fail(f"{place}: found bytes that are not UTF-8 ({error})")
+            except (ValueError, RecursionError) as error:
+                fail(f"{place}: found no JSON ({error})")
+
+
+def without_nulls(value):
+    """Rows of a table have all keys of their column, those that nobody gave as null."""
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def rows_of(path, field):
+    """(place, value of the field) of each row of a parquet file."""
+    parquet = needed("pyarrow.parquet", "to read *.parquet")
+    with open(path, "rb"):
+        pass  # what is not there is said as of any file
+    number = 0
     try:
-        found = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        fail(f"{path}: found no JSON ({error})")
-    return found if isinstance(found, dict) else fail(f"{path}: found no JSON object")
+        with parquet.ParquetFile(path) as file:
+            if field not in file.schema_arrow.names:
+                fail(f"{path}: found the columns {', '.join(file.schema_arrow.names)}, expected one of the name "
+                     f"{field}; name it by --field")
+            for batch in file.iter_batches(batch_size=ROWS, columns=[field]):
+                for value in batch.column(0).to_pylist():
+                    number += 1
+                    yield f"{path}: row {number}", without_nulls(value)
+    except (OSError, ValueError, RuntimeError) as error:  # the library's own are kinds of these
+        fail(f"{path}: found no whole parquet file ({error}); the file is torn or is another kind: fetch it anew")
 
 
-def needed(package, purpose):
-    """The package, or one line that says how to get it."""
+def require_text(place, text):
     try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        fail(f"found no package {package} for {sys.executable} ({error}), expected it {purpose}; install it: "
-             f"{sys.executable} -m pip install {package}, or scripts/bootstrap --with-tests and then "
-             ".venv/bin/python tools/tokenize.py")
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        fail(f"{place}: found half of a surrogate pair ({error.object[error.start]!a}), expected text")
 
 
-def open_tokenizer(model):
-    Tokenizer = needed("tokenizers", "to read tokenizer.json").Tokenizer
-    source = model / "tokenizer.json" if model.is_dir() else model
-    if not source.is_file():
-        fail(f"{source} is not there")
-    try:
-        return Tokenizer.from_file(str(source))
-    except Exception as error:  # the library has no class of its own
-        fail(f"{source}: found no tokenizer ({error})")
-
-
-def end_of_text(arguments, tokenizer):
-    """The id to put after a document, or None."""
-    if arguments.no_eos:
-        return None
-    word = arguments.eos
-    if word is None:
-        found = read_json(arguments.model / "config.json").get("eos_token_id")
-        found = found[0] if isinstance(found, list) and found else found
-        if isinstance(found, int):
-            if not 0 <= found < 1 << 32:
-                fail(f"{arguments.model / 'config.json'}: found eos_token_id {found}, expected a token id")
-            return found
-        word = read_json(arguments.model / "tokenizer_config.json").get("eos_token")
-        word = word.get("content") if isinstance(word, dict) else word
-    if not isinstance(word, str):
-        fail(f"found no eos_token_id in {arguments.model / 'config.json'} and no eos_token in "
-             "tokenizer_config.json; name one by --eos or give --no-eos")
-    found = tokenizer.token_to_id(word)
-    if found is None:
-        fail(f"the tokenizer has no token {word!r}")
-    return found
+def texts_of(path, field):
+    """(place, text) of each line or row."""
+    for place, found in rows_of(path, field) if path.suffix == ".parquet" else lines_of(path):
+        text = found.get(field) if isinstance(found, dict) else found
+        if not isinstance(text, str):
+            fail(f"{place}: found no text in the field {field}, expected some; name the field by --field, or give "
+                 "conversations with --chat")
+        require_text(place, text)
+        yield place, text
 
 
 def encode_text(tokenizer, stream, window, context):
@@ -149,174 +162,181 @@ def encode_text(tokenizer, stream, window, context):
 
 
 def encode_documents(arguments, tokenizer):
-    """(name, lists of (ids, mask or None)) of every document."""
-    for path in files_of(arguments.text, ".txt"):
+    """(place, lists of (ids, mask or None)) of every document."""
+    for path in files_of(arguments.text, (".txt", ".jsonl", ".parquet")):
+        if path.suffix in (".jsonl", ".parquet"):
+            for place, text in texts_of(path, arguments.field or "text"):
+                yield place, [(tokenizer.plain(text), None)]
+            continue
         with open(path, encoding="utf-8", newline="") as stream:
-            yield path, ((ids, None) for ids in encode_text(tokenizer, stream, arguments.window, arguments.context))
+            parts = encode_text(tokenizer.library, stream, arguments.window, arguments.context)
+            yield path, ((ids, None) for ids in parts)
 
 
-class Chat:
-    """Conversations as ids, with the tokens that the assistant says."""
-
-    def __init__(self, model, template, tokenizer):
-        transformers = needed("transformers", "for --chat")
-        self.tokenizer = tokenizer
-        try:
-            self.renderer = transformers.AutoTokenizer.from_pretrained(model, local_files_only=True)
-        except Exception as error:  # of whatever class the folder's tokenizer is
-            fail(f"{model}: transformers finds no tokenizer there ({error})")
-        if template is not None:
-            self.renderer.chat_template = read_text(template)
-        if not self.renderer.chat_template:
-            fail(f"{model}: found no chat template in tokenizer_config.json or chat_template.jinja; "
-                 "give one by --chat-template")
-        self.marked = re.search(r"{%-?\s*generation\s*-?%}", str(self.renderer.chat_template))
-
-    def render(self, messages, begin_answer=False):
-        return self.renderer.apply_chat_template(messages, tokenize=False,
-                                                 add_generation_prompt=begin_answer)
-
-    def answers(self, messages, text):
-        """[begin, end) in the text of what the assistant says: from where the template asks for an
-        answer to where the text with that answer ends, without the white space between turns."""
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            if i == 0:
-                raise ValueError("found an answer first, expected what it answers before it; or give a "
-                                 "template with {% generation %} marks by --chat-template")
-            before = self.render(messages[:i], begin_answer=True)
-            after = self.render(messages[:i + 1])
-            if not (after.startswith(before) and text.startswith(after)):
-                raise ValueError("the chat template writes earlier turns anew, so that nothing says "
-                                 "which text is the assistant's; give one with {% generation %} marks "
-                                 "by --chat-template")
-            yield len(before), len(before) + len(after[len(before):].rstrip())
-
-    def encode(self, messages):
-        if self.marked:
-            out = self.renderer.apply_chat_template(messages, tokenize=True, return_dict=True,
-                                                    return_assistant_tokens_mask=True)
-            return out["input_ids"], bytes(out["assistant_masks"])
-        text = self.render(messages)
-        encoded = self.tokenizer.encode(text, add_special_tokens=False)
-        mask = bytearray(len(encoded.ids))
-        for begin, end in self.answers(messages, text):
-            for i, (first, _) in enumerate(encoded.offsets):
-                mask[i] |= begin <= first < end
-        return encoded.ids, bytes(mask)
-
-
-def conversation(line):
-    """The messages of a line, or ValueError."""
-    found = json.loads(line)
-    try:
-        json.dumps(found, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(f"found half of a surrogate pair ({error.object[error.start]!a}), expected text") from error
-    messages = found.get("messages") if isinstance(found, dict) else found
+def conversation(place, found):
+    """(messages, tools) of a line or row, or ValueError."""
+    require_text(place, json.dumps(found, ensure_ascii=False, default=str))
+    messages, tools = found, None
+    if isinstance(found, dict):
+        messages, tools = found.get("messages"), found.get("tools")
     if not isinstance(messages, list) or not messages or not all(
             isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
         raise ValueError('expected a list of {"role", "content"}, or {"messages": [...]}')
+    messages = [{key: value for key, value in m.items() if value is not None} for m in messages]
     if not any(m["role"] == "assistant" for m in messages):
         raise ValueError("found no message of the assistant, so nothing to train on")
-    return messages
+    return messages, tools or None
 
 
 def encode_conversations(arguments, tokenizer):
-    chat = Chat(arguments.model, arguments.chat_template, tokenizer)
-    for path in files_of(arguments.text, ".jsonl"):
-        with open(path, "rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                try:
-                    encoded = chat.encode(conversation(line.decode("utf-8")))
-                except UnicodeDecodeError as error:
-                    fail(f"{path}:{number}: found bytes that are not UTF-8 ({error})")
-                except Exception as error:  # a template is a program: it may raise anything
-                    fail(f"{path}:{number}: {error}")
-                yield f"{path}:{number}", [encoded]
+    chat = model_text.Chat(tokenizer, arguments.chat_template)
+    field = arguments.field or "messages"
+    for path in files_of(arguments.text, (".jsonl", ".parquet")):
+        for place, found in rows_of(path, field) if path.suffix == ".parquet" else lines_of(path):
+            if arguments.field and isinstance(found, dict):
+                found = {"messages": found.get(field), "tools": found.get("tools")}
+            try:
+                ids, mask = chat.encode(*conversation(place, found))
+            except Exception as error:  # a template is a program: it may raise anything
+                fail(f"{place}: {error}")
+            yield place, [(ids, mask)]
 
 
 class TokenFile:
-    """NAME.bin, NAME.json and perhaps NAME.mask.bin, under their names only when all are complete."""
+    """NAME.bin, NAME.json and what lies beside, under their names only when all are complete."""
+
+    PARTS = ("bin", "mask.bin", "labels.bin", "docs.bin")
 
     def __init__(self, name, vocabulary, with_mask):
         self.base = name.parent / name.name.removesuffix(".bin")
         self.base.parent.mkdir(parents=True, exist_ok=True)
-        self.vocabulary, self.count = vocabulary, 0
+        self.vocabulary, self.count, self.documents, self.ended, self.kept = vocabulary, 0, 0, 0, 0
         self.dtype, self.code = ("uint16", "H") if vocabulary <= 1 << 16 else ("uint32", "I")
-        self.tokens = open(f"{self.base}.bin.tmp", "wb")
-        self.mask = open(f"{self.base}.mask.bin.tmp", "wb") if with_mask else None
+        self.with_mask, self.labels = with_mask, []
+        self.parts = {ending: open(f"{self.base}.{ending}.tmp", "wb") for ending in self.PARTS
+                      if with_mask or ending not in ("mask.bin", "labels.bin")}
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        for part in filter(None, (self.tokens, self.mask)):
+        for part in self.parts.values():
             part.close()
             pathlib.Path(part.name).unlink(missing_ok=True)  # there where finish() was not reached
 
-    def add(self, ids, mask):
-        tokens = array.array(self.code, ids)
+    def write(self, ending, code, numbers):
+        numbers = array.array(code, numbers)
         if sys.byteorder == "big":
-            tokens.byteswap()
-        tokens.tofile(self.tokens)
-        if self.mask:
-            self.mask.write(mask)
+            numbers.byteswap()
+        numbers.tofile(self.parts[ending])
+
+    def add(self, ids, mask):
+        self.write("bin", self.code, ids)
+        if self.with_mask:
+            self.parts["mask.bin"].write(mask)
+            self.count_labels(mask)
         self.count += len(ids)
 
+    def count_labels(self, mask):
+        at = 0
+        while at < len(mask):
+            end = min(len(mask), at + LABEL_BLOCK - (self.count + at) % LABEL_BLOCK)
+            self.kept += end - at - mask.count(0, at, end)
+            at = end
+            if (self.count + at) % LABEL_BLOCK == 0:
+                self.labels.append(self.kept)
+
+    def end_document(self):
+        self.documents += 1
+        if self.count > self.ended:  # of an empty one there is nothing to keep apart
+            self.write("docs.bin", "Q", [self.count])
+            self.ended = self.count
+
     def finish(self):
-        pathlib.Path(f"{self.base}.mask.bin").unlink(missing_ok=True)  # of an earlier file
-        for part, ending in ((self.tokens, "bin"), (self.mask, "mask.bin")):
-            if part:
-                part.close()
+        if self.with_mask:
+            if self.count % LABEL_BLOCK:
+                self.labels.append(self.kept)
+            self.write("labels.bin", "Q", [self.count, *self.labels])
+        for ending in self.PARTS:
+            pathlib.Path(f"{self.base}.{ending}").unlink(missing_ok=True)  # of an earlier file
+            if ending in self.parts:
+                self.parts[ending].close()
                 os.replace(f"{self.base}.{ending}.tmp", f"{self.base}.{ending}")
         pathlib.Path(f"{self.base}.json").write_text(json.dumps(
             {"dtype": self.dtype, "num_tokens": self.count, "vocab_size": self.vocabulary}) + "\n")
-        print(f"{self.base}.bin: {self.count} tokens of {self.dtype}, vocabulary {self.vocabulary}")
+        print(f"{self.base}.bin: {self.count} tokens of {self.dtype}, vocabulary {self.vocabulary}, "
+              f"{self.documents} documents" + (f", {self.kept} labels" if self.with_mask else ""))
+
+
+class Borders:
+    """What stands before and after each document."""
+
+    def __init__(self, arguments, tokenizer):
+        self.before, why = tokenizer.beginning(arguments.bos)
+        self.chat, self.bos = arguments.chat, arguments.bos
+        if self.chat and arguments.bos == "auto":
+            begins = "as the chat template writes it"
+        else:
+            begins = f"{tokenizer.shown(self.before)} ({why})"
+        # A template may have written it already.
+        self.known = tokenizer.known_beginning() if self.chat else []
+        self.end, ends = None, "none (--no-eos)"
+        if not arguments.no_eos:
+            self.end, why = tokenizer.end_of_text(arguments.eos)
+            ends = f"{tokenizer.shown([self.end])} ({why})"
+        self.chosen = f"beginning of a document: {begins}; end of a document: {ends}"
+
+    def around(self, parts):
+        """The lists of (ids, mask) of a document, with its borders."""
+        last = None
+        if not self.chat and self.before:
+            yield self.before, None
+        for ids, mask in parts:
+            if self.chat and self.bos != "auto":
+                ids, mask = self.begun(ids, mask)
+            yield ids, mask
+            last = ids[-1] if ids else last
+        if self.end is not None and not (self.chat and last == self.end):
+            yield [self.end], b"\0"
+
+    def begun(self, ids, mask):
+        there = len(self.known) if self.known and list(ids[:len(self.known)]) == self.known else 0
+        return self.before + list(ids[there:]), bytes(len(self.before)) + bytes(mask[there:])
 
 
 def write_tokens(arguments, tokenizer):
-    eos = end_of_text(arguments, tokenizer)
-    # Ids may have gaps: the largest counts, not how many there are.
-    known = tokenizer.get_vocab(with_added_tokens=True).values()
-    vocabulary = max([*known, -1 if eos is None else eos]) + 1
+    borders = Borders(arguments, tokenizer)
+    vocabulary = max(tokenizer.size() - 1, -1 if borders.end is None else borders.end, *borders.before) + 1
     with TokenFile(arguments.out, vocabulary, arguments.chat) as out:
-        add_documents(arguments, tokenizer, eos, out)
+        add_documents(arguments, tokenizer, borders, out)
         out.finish()
+    print(borders.chosen)
 
 
-def add_documents(arguments, tokenizer, eos, out):
+def add_documents(arguments, tokenizer, borders, out):
     encode = encode_conversations if arguments.chat else encode_documents
-    documents = 0
-    for name, parts in encode(arguments, tokenizer):
-        last = None
+    for place, parts in encode(arguments, tokenizer):
         before = out.count
         try:
-            for ids, mask in parts:
+            for ids, mask in borders.around(parts):
                 out.add(ids, mask)
-                last = ids[-1] if ids else last
         except UnicodeDecodeError as error:
-            fail(f"{name}: found bytes that are not UTF-8 ({error})")
-        # A template may have written it already.
-        if eos is not None and not (arguments.chat and last == eos):
-            out.add([eos], b"\0")
-        documents += 1
-        if not arguments.chat:
-            print(f"{name}: {out.count - before} tokens", file=sys.stderr)
-    if documents == 0:
-        fail("found no conversation, expected one a line")
-    print(f"{documents} documents", file=sys.stderr)
+            fail(f"{place}: found bytes that are not UTF-8 ({error})")
+        out.end_document()
+        if isinstance(place, pathlib.Path):
+            print(f"{place}: {out.count - before} tokens", file=sys.stderr)
+    if out.documents == 0:
+        fail("found no document, expected some: a conversation or a text in each line or row")
 
 
-def encode(tokenizer, text):
+def encode(tokenizer, text, bos):
     try:
         text.encode("utf-8")  # what the shell hands over need not be
     except UnicodeEncodeError:
         fail(f"--encode: found {text!a}, expected UTF-8")
-    return ",".join(map(str, tokenizer.encode(text).ids))
+    before, why = tokenizer.beginning(bos)
+    print(f"beginning of text: {tokenizer.shown(before)} ({why})", file=sys.stderr)
+    return ",".join(map(str, [*before, *tokenizer.plain(text), *tokenizer.around()[1]]))
 
 
 def decode(tokenizer, text):
@@ -325,10 +345,10 @@ def decode(tokenizer, text):
         if not re.fullmatch(r"[0-9]{1,10}", word.strip(), re.ASCII):
             fail(f"--decode: found {word.strip()[:40]!a}, expected token ids with commas between, as 1,2,3")
         ids.append(int(word))
-        if ids[-1] >= 1 << 32 or tokenizer.id_to_token(ids[-1]) is None:
+        if ids[-1] >= 1 << 32 or tokenizer.library.id_to_token(ids[-1]) is None:
             fail(f"--decode: found the id {ids[-1]}, expected one of the tokenizer's "
-                 f"{tokenizer.get_vocab_size()} tokens")
-    return tokenizer.decode(ids, skip_special_tokens=False)
+                 f"{tokenizer.library.get_vocab_size()} tokens")
+    return tokenizer.library.decode(ids, skip_special_tokens=False)
 
 
 def parse_arguments():
@@ -336,10 +356,13 @@ def parse_arguments():
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=pathlib.Path, required=True)
     parser.add_argument("--out", type=pathlib.Path, help="NAME, without .bin")
+    parser.add_argument("--bos", choices=("auto", "yes", "no"), default="auto",
+                        help="the token that begins a text: as the tokenizer itself adds it, always, never")
     parser.add_argument("--eos", help="the token, as text, that ends a document")
     parser.add_argument("--no-eos", action="store_true")
     parser.add_argument("--chat", action="store_true", help="conversations; writes NAME.mask.bin")
     parser.add_argument("--chat-template", type=pathlib.Path, metavar="FILE")
+    parser.add_argument("--field", help="of lines and rows; default text, with --chat messages")
     parser.add_argument("--encode", metavar="TEXT", help="print its ids")
     parser.add_argument("--decode", metavar="IDS", help="print their text")
     parser.add_argument("--window", type=int, default=WINDOW, help="characters encoded at once")
@@ -352,9 +375,9 @@ def parse_arguments():
 
 
 def run(arguments):
-    tokenizer = open_tokenizer(arguments.model)
+    tokenizer = model_text.Tokenizer(arguments.model)
     if arguments.encode is not None:
-        print(encode(tokenizer, arguments.encode))
+        print(encode(tokenizer, arguments.encode, arguments.bos))
     elif arguments.decode is not None:
         print(decode(tokenizer, sys.stdin.read() if arguments.decode == "-" else arguments.decode))
     elif arguments.out is None or not arguments.text:

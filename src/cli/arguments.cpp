@@ -147,15 +147,25 @@ void add_inspect(::CLI::App& app, InspectArguments& inspect, const std::string& 
   verb->footer("Beside --contract:\n\n" + keys);
 }
 
-/// Range lets "nan" through: it is neither below nor above.
-std::string not_a_temperature(const std::string& text) {
+/// "" for a number that `holds`, else what was expected. Range lets "nan" through: it is neither
+/// below nor above.
+std::string unless_number(const std::string& text, bool (*holds)(double),
+                          const std::string& expected) {
   double value = 0.0;
   const auto [rest, failed] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (failed == std::errc{} && rest == text.data() + text.size() && value >= 0.0 &&
-      value <= kMostTemperature) {
-    return "";
-  }
-  return concat("found ", printable(text), ", expected a number from 0 to ", kMostTemperature);
+  if (failed == std::errc{} && rest == text.data() + text.size() && holds(value)) return "";
+  return concat("found ", printable(text), ", expected a number ", expected);
+}
+
+std::string not_a_temperature(const std::string& text) {
+  return unless_number(
+      text, [](double value) { return value >= 0.0 && value <= kMostTemperature; },
+      concat("from 0 to ", kMostTemperature));
+}
+
+std::string not_a_share(const std::string& text) {
+  return unless_number(
+      text, [](double value) { return value > 0.0 && value <= 1.0; }, "above 0, at most 1");
 }
 
 /// The parser itself takes the largest number for whatever is larger.
@@ -189,6 +199,9 @@ void add_generate(::CLI::App& app, GenerateArguments& generate) {
       ->check(not_a_temperature, "FLOAT from 0 to 1e6");
   verb->add_option("--top-k", generate.top_k, "Drawn from this many of the most likely tokens.")
       ->transform(whole_number(kMostNewTokens));
+  verb->add_option("--top-p", generate.top_p,
+                   "Of these only the fewest whose probabilities add up to this; default 1: all.")
+      ->check(not_a_share, "FLOAT above 0, at most 1");
   verb->add_option("--seed", generate.seed, "Of the draws; default 42.")
       ->check(not_a_seed, "below 2^64");
   verb->footer("Computes in the dtypes of the folder; --precision.KEY VALUE changes that.");
@@ -214,18 +227,16 @@ void add_convert(::CLI::App& app, ConvertArguments& convert) {
   verb->add_flag("--merged", convert.merged,
                  "Of a checkpoint of adapters the whole model with them added, instead of the "
                  "adapters alone in peft's files.");
+  verb->add_flag("--verify", convert.verify,
+                 "Then reads both sides again and says each tensor equal, cast or changed (exit "
+                 "code 3); an OUT that is there already is only read.");
   verb->footer("Of a configuration's keys only --model.allow_unknown_config_keys VALUE.");
 }
 
-/// Range lets "nan" through here, too.
 std::string not_a_cost(const std::string& text) {
-  double value = 0.0;
-  const auto [rest, failed] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (failed == std::errc{} && rest == text.data() + text.size() && value >= 0.0 &&
-      value <= kMostCost) {
-    return "";
-  }
-  return concat("found ", printable(text), ", expected a number from 0 to ", kMostCost);
+  return unless_number(
+      text, [](double value) { return value >= 0.0 && value <= kMostCost; },
+      concat("from 0 to ", kMostCost));
 }
 
 void add_schedule(::CLI::App& app, ScheduleArguments& schedule) {

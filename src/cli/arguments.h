@@ -56,6 +56,7 @@ struct GenerateArguments {
   std::int64_t max_new_tokens = 0;
   double temperature = 0.0;
   std::int64_t top_k = 0;  ///< 0 = all
+  double top_p = 1.0;
   std::uint64_t seed = 42;
   Overrides overrides;
 };
@@ -66,6 +67,7 @@ struct ConvertArguments {
   std::string dtype = "auto";
   std::optional<std::string> max_shard_size;  ///< none = "5GB"
   bool merged = false;
+  bool verify = false;
   Overrides overrides;
 };
 

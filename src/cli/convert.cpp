@@ -1,4 +1,6 @@
+#include <array>
 #include <iostream>
+#include <optional>
 
 #include "base/text/printable.h"
 #include "cli/arguments.h"
@@ -9,6 +11,7 @@
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
 #include "train/hf/hf_export.h"
+#include "train/hf/verify_export.h"
 
 namespace tessera::cli {
 namespace {
@@ -88,6 +91,49 @@ void say_what_is_left_out(const train::ExportPlan& plan) {
                " folder choose some experts otherwise\n";
 }
 
+bool is_filled_folder(const std::filesystem::path& path) {
+  std::error_code ignored;
+  return std::filesystem::is_directory(path, ignored) &&
+         !std::filesystem::is_empty(path, ignored) && !ignored;
+}
+
+/// An exit code where it failed.
+std::optional<int> write_folder(const train::ExportPlan& plan, const std::string& path) {
+  AtomicFolder out = train::open_as("OUT", [&] { return AtomicFolder(path); });
+  try {
+    train::write_export(plan, out.temporary());
+    out.commit();
+  } catch (const std::exception& error) {
+    return report(error, Phase::kStepping);
+  }
+  std::size_t tensors = 0;
+  for (const HfShard& shard : plan.shards) tensors += shard.tensors.size();
+  std::cout << path << ": " << tensors << " tensors, " << plan.size_bytes << " bytes in "
+            << plan.shards.size() << " file(s), " << plan.copies.size()
+            << " tokenizer file(s) copied\n";
+  return {};
+}
+
+/// A line a tensor, and how many there are of each kind.
+int verify_folder(const train::ExportPlan& plan, const std::string& path) {
+  const auto tensors = train::open_as("OUT", [&] { return train::compare_export(plan, path); });
+  using train::Comparison;
+  constexpr std::array kKinds{Comparison::kEqual, Comparison::kCast, Comparison::kChanged};
+  std::array<std::int64_t, kKinds.size()> counts{};
+  for (const train::ComparedTensor& tensor : tensors) {
+    std::cout << printable(tensor.name, 1024) << ": " << to_string(tensor.comparison) << ", "
+              << tensor.says << '\n';
+    ++counts.at(static_cast<std::size_t>(tensor.comparison));
+  }
+  std::cout << path << ":";
+  for (const Comparison kind : kKinds) {
+    std::cout << (kind == kKinds.front() ? " " : ", ") << counts.at(static_cast<std::size_t>(kind))
+              << ' ' << to_string(kind);
+  }
+  std::cout << '\n';
+  return counts.back() == 0 ? kDone : kFoundProblems;
+}
+
 }  // namespace
 
 int run_convert(const ConvertArguments& arguments) {
@@ -109,19 +155,10 @@ int run_convert(const ConvertArguments& arguments) {
   if (!adapters) say_what_was_not_there(source);
   say_what_is_rounded(plan);
   say_what_is_left_out(plan);
-  AtomicFolder out = train::open_as("OUT", [&] { return AtomicFolder(arguments.out); });
-  try {
-    train::write_export(plan, out.temporary());
-    out.commit();
-  } catch (const std::exception& error) {
-    return report(error, Phase::kStepping);
+  if (!arguments.verify || !is_filled_folder(arguments.out)) {
+    if (const auto failed = write_folder(plan, arguments.out)) return *failed;
   }
-  std::size_t tensors = 0;
-  for (const HfShard& shard : plan.shards) tensors += shard.tensors.size();
-  std::cout << arguments.out << ": " << tensors << " tensors, " << plan.size_bytes << " bytes in "
-            << plan.shards.size() << " file(s), " << plan.copies.size()
-            << " tokenizer file(s) copied\n";
-  return kDone;
+  return arguments.verify ? verify_folder(plan, arguments.out) : kDone;
 }
 
 }  // namespace tessera::cli

@@ -116,7 +116,7 @@ train::GenerateOptions generate_options(const GenerateArguments& arguments,
                                         const train::ModelSource& source) {
   train::GenerateOptions options;
   options.max_new_tokens = arguments.max_new_tokens;
-  options.sampling = {arguments.temperature, arguments.top_k, arguments.seed};
+  options.sampling = {arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed};
   options.end_tokens = end_tokens(source);
   if (source.spec.tessera_tokenizer == "bytes") {
     // What lies above stands for nothing and was never trained.

@@ -3,7 +3,7 @@
 //
 // Names are Hugging Face's, bytes are copied out in ranges, so that whoever reads a model needs not
 // know its files and never holds it whole. Implementations: hf_folder.h, checkpoint_folder.h,
-// mxfp4_tensors.h.
+// unpacked/mxfp4_tensors.h, unpacked/fp8_tensors.h.
 #pragma once
 
 #include <cstddef>

@@ -1,12 +1,15 @@
 #include "io/token_source.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstring>
 #include <nlohmann/json.hpp>
 #include <system_error>
+#include <utility>
 #include <vector>
 
+#include "base/log.h"
 #include "base/text/json_reader.h"
 #include "base/text/printable.h"
 #include "tessera/error.h"
@@ -16,6 +19,23 @@ namespace tessera {
 void TokenSource::copy_mask(std::int64_t begin, std::span<std::uint8_t> out) const {
   check_range(begin, out.size());
   std::fill(out.begin(), out.end(), std::uint8_t{1});
+}
+
+bool TokenSource::has_target(std::int64_t begin, std::int64_t end) {
+  check_range(begin, static_cast<std::size_t>(std::max<std::int64_t>(end - begin, 0)));
+  return begin < end;
+}
+
+void check_ids(const TokenSource& source, std::int64_t begin, std::span<const std::int64_t> ids,
+               std::int64_t vocab_size) {
+  const auto bad =
+      std::ranges::find_if(ids, [vocab_size](std::int64_t id) { return id >= vocab_size; });
+  if (bad == ids.end()) return;
+  const TokenPlace place = source.place(begin + (bad - ids.begin()));
+  throw Error(ErrorKind::kFormat,
+              concat(place.name, ": found the token id ", *bad, " at position ", place.position,
+                     ", expected ids below the model's vocabulary of ", vocab_size,
+                     "; tokenize the text with the model's own tokenizer"));
 }
 
 void TokenSource::check_range(std::int64_t begin, std::size_t count) const {
@@ -31,7 +51,6 @@ static_assert(std::endian::native == std::endian::little, "token files are read 
 
 constexpr std::int64_t kMaxInfoBytes = 1 << 20;
 constexpr int kMaxInfoDepth = 16;
-constexpr std::int64_t kScanTokens = 1 << 18;  // 2 MiB of ids at a time
 
 std::int64_t positive_integer(const nlohmann::json& root, std::string_view key,
                               std::string_view where) {
@@ -74,15 +93,73 @@ TokenFileInfo parse_token_file_info(std::string_view text, std::string_view wher
   return info;
 }
 
-TokenFile::TokenFile(const std::filesystem::path& path) : tokens_(path) {
+namespace {
+
+struct ShardKind {
+  std::int32_t magic;
+  std::int32_t version;
+  DType dtype;
+};
+constexpr std::array kShardKinds{ShardKind{20240520, 1, DType::kUInt16},
+                                 ShardKind{20240801, 7, DType::kUInt32}};
+
+std::int32_t number_at(std::span<const std::byte> bytes, std::size_t index) {
+  std::int32_t number = 0;
+  std::memcpy(&number, bytes.data() + index * sizeof(number), sizeof(number));
+  return number;
+}
+
+TokenFileInfo describe_tokens(const InputFile& file, const std::filesystem::path& info_path) {
+  std::error_code ignored;
+  if (!std::filesystem::exists(info_path, ignored)) {
+    std::vector<std::byte> begin(
+        static_cast<std::size_t>(std::min<std::int64_t>(file.size_bytes(), kShardHeaderBytes)));
+    file.read_range(0, begin);
+    const auto shard = parse_shard_header(begin, file.path().native());
+    TESSERA_CHECK(
+        shard, ErrorKind::kIo, file.path().native(), ": found no ", info_path.native(),
+        " and no header of a shard, expected either; tools/tokenize.py writes both files");
+    return *shard;
+  }
+  return parse_token_file_info(read_text_file(info_path, kMaxInfoBytes), info_path.native());
+}
+
+}  // namespace
+
+std::optional<TokenFileInfo> parse_shard_header(std::span<const std::byte> begin,
+                                                std::string_view where) {
+  if (begin.size() < sizeof(std::int32_t)) return std::nullopt;
+  const std::int32_t magic = number_at(begin, 0);
+  const auto* const kind = std::ranges::find(kShardKinds, magic, &ShardKind::magic);
+  if (kind == kShardKinds.end()) return std::nullopt;
+  TESSERA_CHECK(static_cast<std::int64_t>(begin.size()) >= kShardHeaderBytes, ErrorKind::kFormat,
+                where, ": found ", begin.size(), " bytes of a shard with the magic ", magic,
+                ", expected a header of ", kShardHeaderBytes);
+  TESSERA_CHECK(number_at(begin, 1) == kind->version, ErrorKind::kFormat, where, ": found version ",
+                number_at(begin, 1), " of a shard with the magic ", magic, ", expected ",
+                kind->version);
+  TESSERA_CHECK(number_at(begin, 2) > 0, ErrorKind::kFormat, where, ": found a shard of ",
+                number_at(begin, 2), " tokens, expected at least one");
+  return TokenFileInfo{kind->dtype, number_at(begin, 2), 0, kShardHeaderBytes};
+}
+
+TokenFileInfo read_token_file_info(const std::filesystem::path& path) {
+  const InputFile file(path);
   std::filesystem::path beside = path;
   beside.replace_extension(".json");
-  info_ = parse_token_file_info(read_text_file(beside, kMaxInfoBytes), beside.native());
-  TESSERA_CHECK(tokens_.size_bytes() == info_.num_tokens * size_of(info_.dtype), ErrorKind::kFormat,
-                path.native(), ": found ", tokens_.size_bytes(), " bytes, expected ",
-                info_.num_tokens * size_of(info_.dtype), " for the ", info_.num_tokens, " ",
-                to_string(info_.dtype), " tokens that ", beside.native(), " states");
+  const TokenFileInfo info = describe_tokens(file, beside);
+  const std::int64_t expected = info.header_bytes + info.num_tokens * size_of(info.dtype);
+  TESSERA_CHECK(file.size_bytes() == expected, ErrorKind::kFormat, path.native(), ": found ",
+                file.size_bytes(), " bytes, expected ", expected, " for the ", info.num_tokens, " ",
+                to_string(info.dtype), " tokens that ",
+                info.header_bytes > 0 ? std::string("its header") : beside.native(), " states");
+  return info;
+}
+
+TokenFile::TokenFile(const std::filesystem::path& path)
+    : info_(read_token_file_info(path)), tokens_(path) {
   tokens_.advise(Access::kRandom);
+  std::filesystem::path beside = path;
   beside.replace_extension(".mask.bin");
   std::error_code ignored;
   if (!std::filesystem::exists(std::filesystem::symlink_status(beside, ignored))) return;
@@ -102,7 +179,8 @@ std::int64_t TokenFile::token(std::int64_t position) const {
 void TokenFile::copy(std::int64_t begin, std::span<std::int64_t> out) const {
   check_range(begin, out.size());
   const std::int64_t size = size_of(info_.dtype);
-  const auto bytes = tokens_.range(begin * size, static_cast<std::int64_t>(out.size()) * size);
+  const auto bytes = tokens_.range(info_.header_bytes + begin * size,
+                                   static_cast<std::int64_t>(out.size()) * size);
   if (info_.dtype == DType::kUInt16) {
     widen<std::uint16_t>(bytes, out);
   } else {
@@ -122,23 +200,28 @@ void TokenFile::copy_mask(std::int64_t begin, std::span<std::uint8_t> out) const
   mask_->release(bytes);
 }
 
-void TokenFile::check_ids(std::int64_t vocab_size) const {
-  std::vector<std::int64_t> ids(static_cast<std::size_t>(std::min(kScanTokens, num_tokens())));
-  tokens_.advise(Access::kSequential);
-  for (std::int64_t begin = 0; begin < num_tokens(); begin += kScanTokens) {
-    const std::int64_t count = std::min(kScanTokens, num_tokens() - begin);
-    const auto part = std::span(ids).first(static_cast<std::size_t>(count));
-    copy(begin, part);
-    const auto bad = std::find_if(part.begin(), part.end(),
-                                  [vocab_size](std::int64_t id) { return id >= vocab_size; });
-    if (bad == part.end()) continue;
-    throw Error(
-        ErrorKind::kFormat,
-        concat(name(), ": found the token id ", *bad, " at position ", begin + (bad - part.begin()),
-               ", expected ids below the model's vocabulary of ", vocab_size,
-               "; tokenize the text with the model's own tokenizer"));
+bool TokenFile::has_target(std::int64_t begin, std::int64_t end) {
+  if (!mask_) return TokenSource::has_target(begin, end);
+  check_range(begin, static_cast<std::size_t>(std::max<std::int64_t>(end - begin, 0)));
+  if (!labels_) labels_.emplace(open_labels());
+  return labels_->any(*mask_, begin, end);
+}
+
+LabelIndex TokenFile::open_labels() const {
+  std::filesystem::path path = tokens_.path();
+  path.replace_extension(".labels.bin");
+  std::error_code ignored;
+  if (std::filesystem::exists(std::filesystem::symlink_status(path, ignored))) {
+    return {path, *mask_};
   }
-  tokens_.advise(Access::kRandom);
+  LabelIndex made(*mask_);
+  try {
+    made.write(path);
+  } catch (
+      const Error& error) {  // a folder of somebody else's; it costs the next run the same again
+    log::info(error.what(), ": the index of kept labels is not kept");
+  }
+  return made;
 }
 
 namespace {
@@ -220,11 +303,84 @@ void TextCorpus::copy(std::int64_t begin, std::span<std::int64_t> out) const {
   }
 }
 
-void TextCorpus::check_ids(std::int64_t vocab_size) const {
+void TextCorpus::check_vocabulary(std::int64_t vocab_size) const {
   TESSERA_CHECK(vocab_size >= kVocabSize, ErrorKind::kFormat, name_,
                 ": text is read as bytes and needs a vocabulary of at least ", kVocabSize,
                 ", found a model with ", vocab_size,
                 "; use a model with more, or tokenize with tools/tokenize.py");
+}
+
+TokenPlace TextCorpus::place(std::int64_t position) const {
+  check_range(position, 1);
+  const auto file =
+      static_cast<std::size_t>(std::ranges::upper_bound(ends_, position) - ends_.begin());
+  return {files_[file].path().native(), position - (ends_[file] - 1 - files_[file].size_bytes())};
+}
+
+struct JoinedTokens::Stretch {
+  TokenSource& part;
+  std::int64_t begin;  // in the part
+  std::int64_t count;
+};
+
+JoinedTokens::JoinedTokens(std::vector<std::unique_ptr<TokenSource>> parts)
+    : parts_(std::move(parts)) {
+  TESSERA_INVARIANT(!parts_.empty(), "no tokens to join");
+  std::int64_t end = 0;
+  for (const auto& part : parts_) ends_.push_back(end += part->num_tokens());
+}
+
+std::vector<JoinedTokens::Stretch> JoinedTokens::stretches(std::int64_t begin,
+                                                           std::int64_t count) const {
+  check_range(begin, static_cast<std::size_t>(count));
+  std::vector<Stretch> found;
+  auto at = static_cast<std::size_t>(std::ranges::upper_bound(ends_, begin) - ends_.begin());
+  for (; count > 0; ++at) {
+    const std::int64_t here = std::min(count, ends_[at] - begin);
+    found.push_back({*parts_[at], parts_[at]->num_tokens() - (ends_[at] - begin), here});
+    begin += here;
+    count -= here;
+  }
+  return found;
+}
+
+void JoinedTokens::copy(std::int64_t begin, std::span<std::int64_t> out) const {
+  for (const Stretch& stretch : stretches(begin, std::ssize(out))) {
+    stretch.part.copy(stretch.begin, out.first(static_cast<std::size_t>(stretch.count)));
+    out = out.subspan(static_cast<std::size_t>(stretch.count));
+  }
+}
+
+bool JoinedTokens::has_mask() const {
+  return std::ranges::any_of(parts_, [](const auto& part) { return part->has_mask(); });
+}
+
+void JoinedTokens::copy_mask(std::int64_t begin, std::span<std::uint8_t> out) const {
+  for (const Stretch& stretch : stretches(begin, std::ssize(out))) {
+    stretch.part.copy_mask(stretch.begin, out.first(static_cast<std::size_t>(stretch.count)));
+    out = out.subspan(static_cast<std::size_t>(stretch.count));
+  }
+}
+
+bool JoinedTokens::has_target(std::int64_t begin, std::int64_t end) {
+  return std::ranges::any_of(
+      stretches(begin, std::max<std::int64_t>(end - begin, 0)), [](const Stretch& stretch) {
+        return stretch.part.has_target(stretch.begin, stretch.begin + stretch.count);
+      });
+}
+
+void JoinedTokens::check_vocabulary(std::int64_t vocab_size) const {
+  for (const auto& part : parts_) part->check_vocabulary(vocab_size);
+}
+
+TokenPlace JoinedTokens::place(std::int64_t position) const {
+  const auto found = stretches(position, 1);
+  return found.front().part.place(found.front().begin);
+}
+
+std::string JoinedTokens::name() const {
+  if (parts_.size() == 1) return parts_.front()->name();
+  return concat(parts_.front()->name(), " and ", parts_.size() - 1, " more");
 }
 
 }  // namespace tessera

@@ -1,5 +1,5 @@
 // Where training tokens come from: one long row of ids, read by position; made beforehand, or plain
-// text as bytes.
+// text as bytes, or several of these one after the other.
 //
 // A source says nothing about rows, batches or order; that is train/data. Sources are read from
 // mappings and hold no copy.
@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -14,9 +15,16 @@
 #include <vector>
 
 #include "base/mapped_file.h"
+#include "io/label_index.h"
 #include "tessera/dtype.h"
 
 namespace tessera {
+
+/// Where a token stands, as messages say it.
+struct TokenPlace {
+  std::string name;
+  std::int64_t position = 0;  ///< in what the name says
+};
 
 class TokenSource {
  public:
@@ -34,9 +42,17 @@ class TokenSource {
   /// 1 where the token is a target, 0 where its label is -100. Errors and threads: as copy().
   virtual void copy_mask(std::int64_t begin, std::span<std::uint8_t> out) const;
 
-  /// Errors: kFormat naming the first id >= `vocab_size`, its position and what to do. May read
-  /// all.
-  virtual void check_ids(std::int64_t vocab_size) const = 0;
+  /// Whether one of the tokens [begin, end) is a target. Of a long mask without an index the first
+  /// call makes one beside it (where it cannot be written, in memory): one rank calls this. Errors:
+  /// kUsage outside the source; kFormat for an index that is not the mask's. Threads: one.
+  virtual bool has_target(std::int64_t begin, std::int64_t end);
+
+  /// Errors: kFormat where ids of this source cannot be below `vocab_size`, whatever it holds. Ids
+  /// that are read are checked by who reads them (check_ids).
+  virtual void check_vocabulary(std::int64_t /*vocab_size*/) const {}
+
+  /// The file of a token.
+  virtual TokenPlace place(std::int64_t position) const { return {name(), position}; }
 
   /// The path that messages show.
   virtual std::string name() const = 0;
@@ -49,24 +65,44 @@ class TokenSource {
   void check_range(std::int64_t begin, std::size_t count) const;
 };
 
-/// What NAME.json says of NAME.bin: {"dtype": "uint16"|"uint32", "num_tokens", "vocab_size"}.
+/// `ids`: those from `begin` on. Errors: kFormat naming the first id >= `vocab_size`, its file and
+/// position, and what to do.
+void check_ids(const TokenSource& source, std::int64_t begin, std::span<const std::int64_t> ids,
+               std::int64_t vocab_size);
+
+/// What NAME.json says of NAME.bin: {"dtype": "uint16"|"uint32", "num_tokens", "vocab_size"}; or
+/// what the header of a shard says.
 struct TokenFileInfo {
   DType dtype = DType::kUInt16;
   std::int64_t num_tokens = 0;
-  std::int64_t vocab_size = 0;  ///< of the tokenizer; the model's may differ
+  std::int64_t vocab_size = 0;    ///< of the tokenizer; the model's may differ; 0: it is not said
+  std::int64_t header_bytes = 0;  ///< before the first token
   bool operator==(const TokenFileInfo&) const = default;
 };
 
 /// NAME.json's text. Other keys are allowed (a tokenizer's name, ...). Errors: kFormat.
 TokenFileInfo parse_token_file_info(std::string_view text, std::string_view where);
 
-/// Tokens made beforehand: NAME.bin beside NAME.json, and perhaps NAME.mask.bin. NAME.bin holds raw
-/// little-endian ids and nothing else; NAME.mask.bin has a byte a token, 0 = not a target. Written
-/// by tools/tokenize.py.
+inline constexpr std::int64_t kShardHeaderBytes = 1024;
+
+/// The header of a .bin shard as llm.c writes it: 256 little-endian int32, the first three of them
+/// magic, version and how many tokens follow. 20240520, 1: uint16 tokens of GPT-2; 20240801, 7:
+/// uint32 ones of Llama 3. none: `begin` does not begin with such a magic. Errors: kFormat for another
+/// version, or no token. Source: github.com/karpathy/llm.c, dev/data/data_common.py.
+std::optional<TokenFileInfo> parse_shard_header(std::span<const std::byte> begin,
+                                                std::string_view where);
+
+/// Of NAME.bin: by NAME.json where it is there, else by a shard's header. Errors: kIo where there is
+/// neither; kFormat, also where the file has not as many bytes as that says.
+TokenFileInfo read_token_file_info(const std::filesystem::path& path);
+
+/// Tokens made beforehand: NAME.bin beside NAME.json, and perhaps NAME.mask.bin; or a shard. NAME.bin
+/// holds raw little-endian ids and nothing else; NAME.mask.bin has a byte a token, 0 = not a target,
+/// NAME.labels.bin its index. Written by tools/tokenize.py.
 class TokenFile final : public TokenSource {
  public:
-  /// `path` is NAME.bin. Errors: kIo for missing files, kFormat where sizes do not agree or there
-  /// is no token.
+  /// `path` is NAME.bin. Reads no token. Errors: as read_token_file_info, and for a mask of another
+  /// size.
   explicit TokenFile(const std::filesystem::path& path);
 
   const TokenFileInfo& info() const { return info_; }
@@ -76,13 +112,16 @@ class TokenFile final : public TokenSource {
   void copy(std::int64_t begin, std::span<std::int64_t> out) const override;
   bool has_mask() const override { return mask_.has_value(); }
   void copy_mask(std::int64_t begin, std::span<std::uint8_t> out) const override;
-  void check_ids(std::int64_t vocab_size) const override;
+  bool has_target(std::int64_t begin, std::int64_t end) override;
   std::string name() const override { return tokens_.path().native(); }
 
  private:
+  LabelIndex open_labels() const;
+
   TokenFileInfo info_;
   MappedFile tokens_;
   std::optional<MappedFile> mask_;
+  std::optional<LabelIndex> labels_;  // none until somebody asks
 };
 
 /// A text file itself, or the *.txt files of a folder in the order of their names (folders below it
@@ -105,7 +144,8 @@ class TextCorpus final : public TokenSource {
 
   std::int64_t num_tokens() const override { return ends_.back(); }
   void copy(std::int64_t begin, std::span<std::int64_t> out) const override;
-  void check_ids(std::int64_t vocab_size) const override;
+  void check_vocabulary(std::int64_t vocab_size) const override;
+  TokenPlace place(std::int64_t position) const override;
   std::string name() const override { return name_; }
   std::size_t num_files() const { return files_.size(); }
 
@@ -115,6 +155,30 @@ class TextCorpus final : public TokenSource {
   std::string name_;
   std::vector<MappedFile> files_;
   std::vector<std::int64_t> ends_;  // position after each file's end token
+};
+
+/// Several sources read as one row, in their order.
+class JoinedTokens final : public TokenSource {
+ public:
+  /// At least one.
+  explicit JoinedTokens(std::vector<std::unique_ptr<TokenSource>> parts);
+
+  std::int64_t num_tokens() const override { return ends_.back(); }
+  void copy(std::int64_t begin, std::span<std::int64_t> out) const override;
+  bool has_mask() const override;
+  void copy_mask(std::int64_t begin, std::span<std::uint8_t> out) const override;
+  bool has_target(std::int64_t begin, std::int64_t end) override;
+  void check_vocabulary(std::int64_t vocab_size) const override;
+  TokenPlace place(std::int64_t position) const override;
+  std::string name() const override;
+
+ private:
+  struct Stretch;
+  /// What [begin, begin + count) is of which parts.
+  std::vector<Stretch> stretches(std::int64_t begin, std::int64_t count) const;
+
+  std::vector<std::unique_ptr<TokenSource>> parts_;
+  std::vector<std::int64_t> ends_;
 };
 
 }  // namespace tessera

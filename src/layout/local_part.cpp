@@ -140,10 +140,11 @@ class Walk {
  public:
   Walk(const TensorBox& box, const Shape& cut, const FileShape& file)
       : box_(box), cut_(cut), file_(file), length_(box.size.back()) {
-    TESSERA_INVARIANT(!file.shape.empty() && file.shape.back() == cut.back() &&
+    TESSERA_INVARIANT(!file.shape.empty() && file.shape.back() % cut.back() == 0 &&
                           file.count * product(file.shape) == product(cut),
                       "tensors of a file that are not the parameter's");
-    rows_of_tensor_ = product(rows_of(file.shape));
+    in_row_ = file.shape.back() / cut.back();
+    rows_of_tensor_ = product(rows_of(file.shape)) * in_row_;
   }
 
   std::int64_t length() const { return length_; }
@@ -166,6 +167,7 @@ class Walk {
   std::int64_t run(std::int64_t index, std::int64_t most) const {
     const std::int64_t first = global_row(index);
     std::int64_t room = rows_of_tensor_ - first % rows_of_tensor_;
+    if (!rows_are_whole() && in_row_ > 1) return 1;
     if (!rows_are_whole() && file_.shape.size() > 1) {
       const std::int64_t plane = file_.shape[file_.shape.size() - 2];
       room = std::min(room, plane - first % plane);
@@ -189,12 +191,13 @@ class Walk {
     piece.box.offset.assign(shape.size(), 0);
     piece.box.size.assign(shape.size(), 1);
     std::int64_t row = first % rows_of_tensor_;
+    piece.box.offset.back() = row % in_row_ * cut_.back() + box_.offset.back();
+    row /= in_row_;
     for (std::size_t d = shape.size() - 1; d-- > 0;) {
       piece.box.offset[d] = row % shape[d];
       row /= shape[d];
     }
     if (shape.size() > 1) piece.box.size[shape.size() - 2] = rows;
-    piece.box.offset.back() = box_.offset.back();
     piece.box.size.back() = length_;
     return piece;
   }
@@ -209,6 +212,7 @@ class Walk {
   const Shape& cut_;
   const FileShape& file_;
   std::int64_t length_;
+  std::int64_t in_row_ = 1;  // rows of the shape that is cut, side by side in a row of the file
   std::int64_t rows_of_tensor_ = 1;
 };
 

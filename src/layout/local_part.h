@@ -63,7 +63,8 @@ struct Piece {
 /// The pieces of the elements `range` of the flattened local tensor, in their order, as long as
 /// they can be: a part that is whole rows of the file is one range of the whole tensor, one that is
 /// a part of each row is a box. The last dim of the file's tensors is that of the shape that is
-/// cut. Errors: kInternal where it is not, or for sizes that do not fit.
+/// cut, or several of them side by side, parts of which are a box each. Errors: kInternal where it is
+/// neither, or for sizes that do not fit.
 std::vector<Piece> pieces(const ParameterLayout& layout, const std::vector<std::int64_t>& shape,
                           const FileShape& file, const std::vector<int>& coordinates, Range range);
 

@@ -9,6 +9,7 @@
 #include "base/text/printable.h"
 #include "base/text/wildcard.h"
 #include "models/description.h"
+#include "models/family.h"
 #include "models/language_model.h"
 #include "nn/linear.h"
 #include "tessera/error.h"
@@ -105,6 +106,10 @@ void check_scale(const LoraSpec& lora) {
 
 LoraSpec plan_lora(const ModelSpec& spec, const LoraRequest& request) {
   if (request.rank == 0) return {};
+  TESSERA_CHECK(!traits(spec.family).transposed_linears, ErrorKind::kConfig, "lora.rank: found ",
+                request.rank, " for ", traits(spec.family).architecture,
+                ", expected 0: its matrices stand [in, out], beside which adapters are not "
+                "supported");
   check_targets(request);
   const std::vector<ParameterSpec> table = describe(spec).parameters;
   LoraSpec lora{.rank = request.rank,
@@ -133,6 +138,7 @@ LoraSpec plan_lora(const ModelSpec& spec, const LoraRequest& request) {
 
 std::vector<std::string> adaptable_layers(const ModelSpec& spec) {
   std::vector<std::string> layers;
+  if (traits(spec.family).transposed_linears) return layers;
   for (const ParameterSpec& row : describe(spec).parameters) {
     const auto layer = linear_layer(row);
     if (layer && refusal(row).empty()) layers.push_back(*layer);

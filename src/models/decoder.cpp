@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "grad/leaf.h"
+#include "models/family.h"
 #include "nn/loss.h"
 #include "nn/parameter.h"
 #include "parallel/transitions.h"
@@ -49,11 +49,14 @@ Decoder::Decoder(const ModelSpec& spec, const ModelAxes& axes)
   }
   auto layers = model->register_module("layers", std::make_shared<Prefix>());
   const auto rope = std::make_shared<nn::Rope>(spec.rope, spec.head_dim);
+  const auto sliding_rope =
+      spec.sliding_rope ? std::make_shared<nn::Rope>(*spec.sliding_rope, spec.head_dim) : rope;
   for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) {
     if (!has_layer(stages_, i)) continue;
     numbers_.push_back(i);
     layers_.emplace_back(layers->register_module(
-        std::to_string(i), std::make_shared<DecoderLayer>(spec, i, sizes, rope)));
+        std::to_string(i),
+        std::make_shared<DecoderLayer>(spec, i, sizes, spec.is_sliding(i) ? sliding_rope : rope)));
   }
   if (!has_head(stages_)) return;
   // The head is a unit, not a name: its parts are registered where Hugging Face has them.
@@ -83,7 +86,7 @@ ModelOutput Decoder::forward_stage(const StageInputs& inputs) {
                 " layers, expected one of each of the ", routed.size(), " layers with experts");
   const StageLayers& stage = stages_.at(inputs.stage);
   ModelOutput output;
-  at::Tensor x = stage.embedding ? (*embedding_)(batch.input_ids) : inputs.x;
+  at::Tensor x = stage.embedding ? into_layers((*embedding_)(batch.input_ids)) : inputs.x;
   for (std::size_t i = 0; i < layers_.size(); ++i) {
     if (!stage.has_layer(numbers_[i])) continue;
     RoutingRequest request{std::nullopt, batch.router_statistics};
@@ -99,6 +102,10 @@ ModelOutput Decoder::forward_stage(const StageInputs& inputs) {
   return output;
 }
 
+at::Tensor Decoder::into_layers(const at::Tensor& embedded) const {
+  return traits(spec_.family).scaled_embedding ? nn::scaled_by_root(embedded) : embedded;
+}
+
 bool Decoder::can_decode() const {
   return std::ranges::all_of(layers_,
                              [](const auto& layer) { return layer.module()->can_decode(); });
@@ -108,33 +115,19 @@ DecoderCache Decoder::make_cache(std::int64_t capacity) const {
   return {std::vector<nn::KvCache>(layers_.size(), nn::KvCache(capacity))};
 }
 
-void Decoder::require_whole() const {
-  for (const auto& parameter : named_parameters()) {
-    const auto leaf = grad::find_leaf(parameter.value());
-    if (leaf == nullptr) continue;
-    const GradContract* contract = leaf->contract;
-    TESSERA_CHECK(
-        contract != nullptr && contract->replicated() && contract->local_shape() == contract->shape,
-        ErrorKind::kUsage, "decode: found the parameter ", parameter.key(), " sharded",
-        contract == nullptr ? " by a handle that is gone" : "",
-        ", expected a whole model: a plain one, or one whose parameters are all frozen and whole "
-        "on every rank (frozen = \"replicate\")");
-  }
-}
-
 at::Tensor Decoder::next_logits(const at::Tensor& input_ids) {
   const at::NoGradGuard no_grad;
-  require_whole();
-  at::Tensor x = embedding_->module()->forward(input_ids);
+  require_whole(*this);
+  at::Tensor x = into_layers(embedding_->module()->forward(input_ids));
   for (auto& layer : layers_) x = layer.module()->forward(x, {}, {}).x;
   return head_->module()->forward(x.narrow(1, x.size(1) - 1, 1), std::nullopt).squeeze(1);
 }
 
 at::Tensor Decoder::decode(const at::Tensor& input_ids, DecoderCache& cache) {
   const at::NoGradGuard no_grad;
-  if (cache.length() == 0) require_whole();
+  if (cache.length() == 0) require_whole(*this);
   TESSERA_INVARIANT(cache.layers.size() == layers_.size(), "a cache of another model");
-  at::Tensor x = embedding_->module()->forward(input_ids);
+  at::Tensor x = into_layers(embedding_->module()->forward(input_ids));
   for (std::size_t i = 0; i < layers_.size(); ++i) {
     x = layers_[i].module()->decode(x, cache.layers[i]);
   }

@@ -75,7 +75,8 @@ class Decoder : public LanguageModel, public WritesText {
   grad::Slot<DecoderHead>& head() { return *head_; }
 
  private:
-  void require_whole() const;
+  /// The embedding's result as the first layer takes it.
+  at::Tensor into_layers(const at::Tensor& embedded) const;
 
   ModelSpec spec_;
   StagesOfRank stages_;

@@ -9,10 +9,19 @@
 #include "models/family.h"
 #include "models/recomputed.h"
 #include "nn/attention.h"
+#include "nn/chunked_attention.h"
 #include "nn/mla.h"
 
 namespace tessera::models {
 namespace {
+
+nn::NormRounding rounding_of(const FamilyTraits& family) {
+  return family.norm_rounds_once ? nn::NormRounding::kOnce : nn::NormRounding::kBeforeWeight;
+}
+
+nn::NormFactor factor_of(const FamilyTraits& family) {
+  return family.norm_adds_one ? nn::NormFactor::kOnePlusWeight : nn::NormFactor::kWeight;
+}
 
 nn::AttentionOptions attention_options(const ModelSpec& spec, std::int64_t number,
                                        const LocalSizes& sizes) {
@@ -23,19 +32,46 @@ nn::AttentionOptions attention_options(const ModelSpec& spec, std::int64_t numbe
                   .kv_heads = sizes.kv_heads,
                   .head_dim = spec.head_dim,
                   .bias = spec.attention_bias ? nn::Bias::kYes : nn::Bias::kNo,
-                  .qk_norm = family.qk_norm ? Options::QkNorm::kYes : Options::QkNorm::kNo,
+                  .qk_norm = spec.use_qk_norm.value_or(family.qk_norm) ? Options::QkNorm::kYes
+                                                                       : Options::QkNorm::kNo,
                   .norm_eps = spec.rms_norm_eps,
                   .region = sizes.axes.tensor,
-                  .all_kv_heads = spec.num_key_value_heads};
+                  .all_kv_heads = spec.num_key_value_heads,
+                  .norm_rounding = rounding_of(family),
+                  .norm_factor = factor_of(family)};
+  if (spec.rope.partial_rotary_factor != 1.0) options.turned = Options::Turned::kFirstHalf;
+  if (family.qk_norm_over_heads) options.qk_norm = Options::QkNorm::kAllHeads;
+  if (spec.query_pre_attn_scalar) options.scale = 1.0 / std::sqrt(*spec.query_pre_attn_scalar);
   if (!family.output_bias) options.output_bias = nn::Bias::kNo;
   if (family.attention_sinks) options.sinks = Options::Sinks::kYes;
   if (spec.is_sliding(number)) options.window = spec.sliding_window;
   return options;
 }
 
+std::shared_ptr<nn::SelfAttention> chunked_attention(const ModelSpec& spec, std::int64_t number,
+                                                     const LocalSizes& sizes,
+                                                     std::shared_ptr<nn::Rope> rope) {
+  const ChunkedSpec& chunked = *spec.chunked;
+  nn::ChunkedAttentionOptions options{.hidden_size = spec.hidden_size,
+                                      .heads = sizes.heads,
+                                      .kv_heads = sizes.kv_heads,
+                                      .head_dim = spec.head_dim,
+                                      .bias = spec.attention_bias ? nn::Bias::kYes : nn::Bias::kNo,
+                                      .region = sizes.axes.tensor,
+                                      .all_kv_heads = spec.num_key_value_heads};
+  if (spec.is_chunked(number)) {
+    options.chunk = chunked.attention_chunk_size;
+    if (chunked.use_qk_norm) options.qk_norm_eps = spec.rms_norm_eps;
+  } else if (chunked.attn_temperature_tuning) {
+    options.temperature = {chunked.attn_scale, static_cast<double>(chunked.floor_scale)};
+  }
+  return std::make_shared<nn::ChunkedAttention>(options, std::move(rope));
+}
+
 std::shared_ptr<nn::SelfAttention> make_attention(const ModelSpec& spec, std::int64_t number,
                                                   const LocalSizes& sizes,
                                                   std::shared_ptr<nn::Rope> rope) {
+  if (spec.chunked) return chunked_attention(spec, number, sizes, std::move(rope));
   if (!spec.mla) {
     return std::make_shared<nn::Attention>(attention_options(spec, number, sizes), std::move(rope));
   }
@@ -57,27 +93,41 @@ std::shared_ptr<nn::SelfAttention> make_attention(const ModelSpec& spec, std::in
 }  // namespace
 
 std::shared_ptr<nn::RmsNorm> decoder_norm(const ModelSpec& spec, const nn::TensorRegion& region) {
-  const auto rounding = traits(spec.family).norm_rounds_once ? nn::NormRounding::kOnce
-                                                             : nn::NormRounding::kBeforeWeight;
-  return std::make_shared<nn::RmsNorm>(spec.hidden_size, spec.rms_norm_eps, rounding,
-                                       region.on_stream());
+  const FamilyTraits& family = traits(spec.family);
+  return std::make_shared<nn::RmsNorm>(spec.hidden_size, spec.rms_norm_eps, rounding_of(family),
+                                       region.on_stream(), factor_of(family));
 }
 
 DecoderLayer::DecoderLayer(const ModelSpec& spec, std::int64_t number, const LocalSizes& sizes,
                            std::shared_ptr<nn::Rope> rope)
     : number_(number), is_alone_(sizes.axes.tensor.size() == 1) {
   self_attn_ = register_module("self_attn", make_attention(spec, number, sizes, std::move(rope)));
+  const FamilyTraits& family = traits(spec.family);
   if (spec.is_moe(number)) {
-    moe_ = register_module("mlp", std::make_shared<MoeLayer>(spec, sizes));
+    moe_ = register_module(family.moe_names.module, std::make_shared<MoeLayer>(spec, sizes));
   } else {
     const auto bias = spec.mlp_bias ? nn::Bias::kYes : nn::Bias::kNo;
-    mlp_ =
-        register_module("mlp", std::make_shared<nn::Mlp>(spec.hidden_size, sizes.intermediate_size,
-                                                         bias, sizes.axes.tensor));
+    const auto gate = family.gelu_mlp ? nn::Gate::kGelu : nn::Gate::kSilu;
+    mlp_ = register_module(std::string(family.mlp_module),
+                           std::make_shared<nn::Mlp>(spec.hidden_size, sizes.intermediate_size,
+                                                     bias, sizes.axes.tensor, gate));
   }
-  input_layernorm_ = register_module("input_layernorm", decoder_norm(spec, sizes.axes.tensor));
-  post_attention_layernorm_ =
-      register_module("post_attention_layernorm", decoder_norm(spec, sizes.axes.tensor));
+  add_norms(spec, sizes.axes.tensor);
+}
+
+void DecoderLayer::add_norms(const ModelSpec& spec, const nn::TensorRegion& region) {
+  const auto norm = [&](const char* name) {
+    return register_module(name, decoder_norm(spec, region));
+  };
+  const NormPlacement placement = traits(spec.family).norms;
+  if (placement != NormPlacement::kAfter) before_attention_ = norm("input_layernorm");
+  if (placement == NormPlacement::kBefore) {
+    before_feed_forward_ = norm("post_attention_layernorm");
+    return;
+  }
+  after_attention_ = norm("post_attention_layernorm");
+  if (placement == NormPlacement::kAround) before_feed_forward_ = norm("pre_feedforward_layernorm");
+  after_feed_forward_ = norm("post_feedforward_layernorm");
 }
 
 std::vector<at::Tensor> DecoderLayer::Output::tensors() const {
@@ -122,25 +172,37 @@ DecoderLayer::Output DecoderLayer::body(const at::Tensor& x, const RoutingReques
   return feed_forward(halves[0], halves[1], request);
 }
 
-/// The stream behind attention, and its norm.
-std::vector<at::Tensor> DecoderLayer::up_to_feed_forward(const at::Tensor& x,
-                                                         const nn::Documents& documents) {
-  const at::Tensor attended = self_attn_->forward(input_layernorm_->forward(x), documents);
-  auto [sum, normed] = post_attention_layernorm_->add_forward(x, attended);
+/// The stream behind attention, and what the feed-forward sees of it.
+std::vector<at::Tensor> DecoderLayer::behind_attention(const at::Tensor& x,
+                                                       const at::Tensor& attended) {
+  const at::Tensor addend = after_attention_ ? after_attention_->forward(attended) : attended;
+  if (!before_feed_forward_) {
+    const at::Tensor sum = x + addend;
+    return {sum, sum};
+  }
+  auto [sum, normed] = before_feed_forward_->add_forward(x, addend);
   return {std::move(sum), std::move(normed)};
 }
 
+std::vector<at::Tensor> DecoderLayer::up_to_feed_forward(const at::Tensor& x,
+                                                         const nn::Documents& documents) {
+  return behind_attention(
+      x, self_attn_->forward(before_attention_ ? before_attention_->forward(x) : x, documents));
+}
+
 at::Tensor DecoderLayer::decode(const at::Tensor& x, nn::KvCache& cache) {
-  const at::Tensor attended = self_attn_->decode(input_layernorm_->forward(x), cache);
-  const auto [sum, normed] = post_attention_layernorm_->add_forward(x, attended);
-  return feed_forward(sum, normed, {}).x;
+  const at::Tensor attended =
+      self_attn_->decode(before_attention_ ? before_attention_->forward(x) : x, cache);
+  const std::vector<at::Tensor> halves = behind_attention(x, attended);
+  return feed_forward(halves[0], halves[1], {}).x;
 }
 
 DecoderLayer::Output DecoderLayer::feed_forward(const at::Tensor& sum, const at::Tensor& normed,
                                                 const RoutingRequest& request) {
-  if (mlp_) return {sum + mlp_->forward(normed), {}};
-  auto [fed, load] = moe_->forward(normed, request);
-  return {sum + fed, std::move(load)};
+  MoeLayer::Output fed =
+      mlp_ ? MoeLayer::Output{mlp_->forward(normed), {}} : moe_->forward(normed, request);
+  const at::Tensor addend = after_feed_forward_ ? after_feed_forward_->forward(fed.x) : fed.x;
+  return {sum + addend, std::move(fed.load)};
 }
 
 }  // namespace tessera::models

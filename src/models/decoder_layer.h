@@ -26,7 +26,7 @@
 
 namespace tessera::models {
 
-/// The norm that a family has before attention, feed-forward and head.
+/// The norm that a family has beside attention and feed-forward, and before the head.
 std::shared_ptr<nn::RmsNorm> decoder_norm(const ModelSpec& spec, const nn::TensorRegion& region);
 
 class DecoderLayer : public torch::nn::Module, public IsLayer, public Recomputable {
@@ -62,7 +62,9 @@ class DecoderLayer : public torch::nn::Module, public IsLayer, public Recomputab
 
  private:
   Output body(const at::Tensor& x, const RoutingRequest& request, const nn::Documents& documents);
+  void add_norms(const ModelSpec& spec, const nn::TensorRegion& region);
   std::vector<at::Tensor> up_to_feed_forward(const at::Tensor& x, const nn::Documents& documents);
+  std::vector<at::Tensor> behind_attention(const at::Tensor& x, const at::Tensor& attended);
   Output feed_forward(const at::Tensor& sum, const at::Tensor& normed,
                       const RoutingRequest& request);
 
@@ -70,7 +72,9 @@ class DecoderLayer : public torch::nn::Module, public IsLayer, public Recomputab
   std::shared_ptr<nn::SelfAttention> self_attn_;
   std::shared_ptr<nn::Mlp> mlp_;   // null in a layer with experts
   std::shared_ptr<MoeLayer> moe_;  // null in a layer without
-  std::shared_ptr<nn::RmsNorm> input_layernorm_, post_attention_layernorm_;
+  // Null where the family has none there (NormPlacement).
+  std::shared_ptr<nn::RmsNorm> before_attention_, after_attention_;
+  std::shared_ptr<nn::RmsNorm> before_feed_forward_, after_feed_forward_;
   bool is_alone_;  // no rank shares it: it talks to nobody, but for its experts
 };
 

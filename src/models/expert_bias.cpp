@@ -15,7 +15,8 @@ void HasExpertBias::add_expert_bias(torch::nn::Module& self) {
 
 void add_expert_biases(LanguageModel& model) {
   for (const auto& module : model.modules(/*include_self=*/false)) {
-    if (auto* chooser = dynamic_cast<HasExpertBias*>(module.get())) {
+    auto* chooser = dynamic_cast<HasExpertBias*>(module.get());
+    if (chooser != nullptr && !chooser->is_stored()) {
       chooser->add_expert_bias(*module);
     }
   }
@@ -23,7 +24,7 @@ void add_expert_biases(LanguageModel& model) {
 
 std::vector<BufferSpec> expert_biases(const ModelSpec& spec) {
   std::vector<BufferSpec> rows;
-  if (!spec.moe) return rows;
+  if (!spec.moe || spec.moe->has_stored_bias()) return rows;
   const auto model = make_language_model(spec);
   for (const auto& module : model->named_modules("", /*include_self=*/false)) {
     const auto* chooser = dynamic_cast<const HasExpertBias*>(module.value().get());

@@ -1,10 +1,12 @@
 // The bias on the choice of experts in the layers of a model that has just been made.
 //
-// A buffer [E] fp32 a layer with experts, `expert_bias` of the module that chooses them
-// (`model.layers.N.mlp`, Gemma 4's `model.language_model.layers.N.router`), zeros to begin with.
-// Families have none of their own and files of Hugging Face hold none: training with
-// model.load_balance_coeff adds it, and our checkpoints keep it. Next: ../moe/routing.h, which
-// makes the next one.
+// A buffer [E] fp32 a layer with experts, zeros to begin with, moved by training with
+// model.load_balance_coeff and by nothing else. Families whose router has one in their files
+// (MoeSpec::has_stored_bias: DeepSeek V3, GLM 4.5) keep it there, `e_score_correction_bias` of the
+// router, under every dtype and always in fp32. For the others such training adds `expert_bias` to
+// the module that chooses experts (`model.layers.N.mlp`, Gemma 4's
+// `model.language_model.layers.N.router`), which our checkpoints keep and files of Hugging Face do
+// not hold. Next: ../moe/routing.h, which makes the next one.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,17 +26,25 @@ class LanguageModel;
 class HasExpertBias {
  public:
   static constexpr const char* kName = "expert_bias";
+  static constexpr const char* kStoredName = "e_score_correction_bias";
   /// Of a buffer, with the module's.
+  static bool is_stored_name(std::string_view buffer) {
+    return buffer.substr(buffer.rfind('.') + 1) == kStoredName;
+  }
+  /// Of either kind.
   static bool is_name(std::string_view buffer) {
-    return buffer.substr(buffer.rfind('.') + 1) == kName;
+    return buffer.substr(buffer.rfind('.') + 1) == kName || is_stored_name(buffer);
   }
 
-  explicit HasExpertBias(std::int64_t num_experts) : num_experts_(num_experts) {}
+  explicit HasExpertBias(const MoeSpec& moe)
+      : num_experts_(moe.num_experts), is_stored_(moe.has_stored_bias()) {}
   virtual ~HasExpertBias() = default;
 
   /// `self` is this module.
   void add_expert_bias(torch::nn::Module& self);
   std::int64_t num_experts() const { return num_experts_; }
+  /// The router has one: none is added.
+  bool is_stored() const { return is_stored_; }
 
  protected:
   /// [E] fp32, or undefined.
@@ -42,13 +52,15 @@ class HasExpertBias {
 
  private:
   std::int64_t num_experts_;
+  bool is_stored_;
   at::Tensor expert_bias_;
 };
 
-/// One a layer with experts, in their order; none for models without experts.
+/// What training adds, one a layer with experts, in their order; none for models without experts,
+/// and for those that have them anyway.
 std::vector<BufferSpec> expert_biases(const ModelSpec& spec);
 
-/// Before the model is sharded.
+/// Those. Before the model is sharded.
 void add_expert_biases(LanguageModel& model);
 
 }  // namespace tessera::models

@@ -19,6 +19,7 @@ std::string known_families() {
   for (const FamilyTraits* family : families()) {
     list += concat(list.empty() ? "" : ", ", family->architecture, " (model_type ",
                    family->model_type, ")");
+    if (family->whole) list += concat(", ", family->whole->architecture, " (its text model)");
   }
   return list;
 }

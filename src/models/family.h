@@ -12,6 +12,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "models/model_spec.h"
@@ -32,6 +33,29 @@ struct KeepInFloat32 {
   std::vector<std::string> routers = {};
 };
 
+/// Where the norms of a layer stand, beside its attention and its MLP.
+enum class NormPlacement : std::uint8_t {
+  kBefore,  ///< of what goes in: input_layernorm, post_attention_layernorm
+  kAfter,   ///< of what comes out: post_attention_layernorm, post_feedforward_layernorm
+  kAround,  ///< both: those two, input_layernorm and pre_feedforward_layernorm
+};
+
+/// What a layer with experts, and the tensors of an expert, are called where files hold one a
+/// projection.
+struct MoeNames {
+  std::string module = "mlp";
+  std::string gate = "gate_proj.weight";
+  std::string up = "up_proj.weight";
+  std::string down = "down_proj.weight";
+};
+
+/// A config.json whose text_config is the family's own.
+struct Multimodal {
+  std::string_view architecture;
+  std::string_view model_type;
+  std::vector<std::string_view> keys_beside;  ///< of it that say nothing about the text model
+};
+
 /// What a family adds to the common reading of a config.json, its weights' names included.
 struct FamilyTraits {
   Family family;
@@ -50,10 +74,16 @@ struct FamilyTraits {
   KeepInFloat32 pins;
   /// What is frozen where the config's model.freeze is not given.
   std::vector<std::string> frozen;
-  /// A name of the checkpoint (hub layout) -> the module's name.
+  /// A name of the checkpoint (hub layout) -> the module's name; empty for a tensor that is no part
+  /// of the model, which is left out then. Names of modules are themselves.
   std::string (*module_name)(std::string_view checkpoint_name);
+  /// Whether a tensor of a published folder is no part of the model: it is left out, which is said.
+  /// null = all are.
+  bool (*is_extra)(const ModelSpec& spec, std::string_view published) = nullptr;
   /// Name of the router inside `mlp`, of a family with a mixture of experts.
   std::string_view router_module = {};
+  std::string_view mlp_module = "mlp";                ///< of a layer without experts
+  std::string_view shared_module = "shared_experts";  ///< inside it, where there are some
   // What the decoder's layers are made of.
   bool qk_norm = false;           ///< of queries and keys, per head, before rope
   bool attention_sinks = false;   ///< one a head
@@ -73,6 +103,24 @@ struct FamilyTraits {
   ModelSpec (*read_all)(ConfigReader& keys, Purpose purpose,
                         std::vector<std::string>& unknown) = nullptr;
   nlohmann::ordered_json (*write_all)(const ModelSpec& spec) = nullptr;
+
+  // More of what the decoder's layers are made of.
+  NormPlacement norms = NormPlacement::kBefore;
+  bool norm_adds_one = false;       ///< norms multiply by 1 + weight
+  bool qk_norm_over_heads = false;  ///< the q/k norm is of all heads together, not of each
+  bool gelu_mlp = false;            ///< the MLP's gate is GELU's tanh form, not SiLU
+  bool learned_positions = false;   ///< there are no others than max_position_embeddings
+  bool transposed_linears = false;  ///< matrices stand [in, out], beside which no adapter is made
+  bool scaled_embedding = false;    ///< times sqrt(hidden_size), rounded to the embedding's dtype
+  MoeNames moe_names = {};
+  /// transformers' values of sizes that the others require.
+  std::vector<std::pair<std::string_view, std::int64_t>> default_sizes = {};
+  /// Where layers have several ropes: into rope and sliding_rope; keys that nobody took are added to
+  /// `unknown`. Null = one rope for all.
+  void (*read_ropes)(ConfigReader& keys, ModelSpec& spec,
+                     std::vector<std::string>& unknown) = nullptr;
+  /// A model of more than text that this is the text model of; module_name knows its names.
+  std::optional<Multimodal> whole = std::nullopt;
 
   bool owns(std::string_view key) const { return std::ranges::count(own_keys, key) > 0; }
 };

@@ -1,9 +1,11 @@
 #include "models/language_model.h"
 
+#include "grad/leaf.h"
 #include "models/moe_layer.h"
 #include "moe/routing.h"
 #include "nn/embedding.h"
 #include "nn/loss.h"
+#include "tessera/contract.h"
 #include "tessera/error.h"
 
 namespace tessera::models {
@@ -39,6 +41,20 @@ std::shared_ptr<LanguageModel> make_of_family(const ModelSpec& spec, const Model
 }
 
 }  // namespace
+
+void require_whole(const torch::nn::Module& model) {
+  for (const auto& parameter : model.named_parameters()) {
+    const auto leaf = grad::find_leaf(parameter.value());
+    if (leaf == nullptr) continue;
+    const GradContract* contract = leaf->contract;
+    TESSERA_CHECK(
+        contract != nullptr && contract->replicated() && contract->local_shape() == contract->shape,
+        ErrorKind::kUsage, "decode: found the parameter ", parameter.key(), " sharded",
+        contract == nullptr ? " by a handle that is gone" : "",
+        ", expected a whole model: a plain one, or one whose parameters are all frozen and whole "
+        "on every rank (frozen = \"replicate\")");
+  }
+}
 
 std::shared_ptr<LanguageModel> make_language_model(const ModelSpec& spec, const ModelAxes& axes) {
   auto model = make_of_family(spec, axes);

@@ -175,6 +175,9 @@ std::shared_ptr<LanguageModel> make_language_model(const ModelSpec& spec,
   std::shared_ptr<LanguageModel> build_##build(const ModelSpec& spec, const ModelAxes& axes);
 #include "models/families.def"
 
+/// That a model which writes text is whole here. Errors: kUsage, as WritesText::decode has them.
+void require_whole(const torch::nn::Module& model);
+
 /// A module that only gives its children a prefix ("model.").
 class Prefix : public torch::nn::Module {};
 

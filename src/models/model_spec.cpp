@@ -34,7 +34,7 @@ void expect_unsupported_off(ConfigReader& keys, const FamilyTraits& family) {
   }
   expect("quantization_config", nullptr, kNoQuantization);
   keys.expect("pretraining_tp", 1, "sliced products are not supported");
-  keys.expect("partial_rotary_factor", 1.0, "rope turns the whole head");
+  expect("partial_rotary_factor", 1.0, kWholeHeadTurns);
   keys.expect("is_encoder_decoder", false, kDecoderOnly);
   keys.expect("is_decoder", false, "no cross attention");
   keys.expect("add_cross_attention", false, "no cross attention");
@@ -139,7 +139,13 @@ ModelSpec read_spec(ConfigReader& keys, const FamilyTraits& family, Purpose purp
   } else {
     keys.expect("mlp_bias", false, "this family has none");
   }
-  spec.rope = read_rope(keys, family.default_rope_theta, unknown);
+  if (family.read_ropes != nullptr) {
+    family.read_ropes(keys, spec, unknown);
+  } else {
+    const bool partial = family.owns("partial_rotary_factor");
+    spec.rope = read_rope(keys, family.default_rope_theta, unknown,
+                          partial ? PartialRope::kRead : PartialRope::kRefuse);
+  }
   spec.dtype = read_dtype(keys);
   read_tokens(keys, spec);
   spec.tessera_tokenizer = read_tokenizer(keys);
@@ -185,16 +191,58 @@ void check_expert_degrees(const ModelSpec& spec, const ParallelDims& degrees) {
   check_divides(kEtp, degrees.etp, "moe_intermediate_size", spec.moe->moe_intermediate_size);
 }
 
+/// Whether a config.json is of the model of more than text that this family's are part of.
+bool is_whole_of(const FamilyTraits& family, const nlohmann::json& config) {
+  if (!family.whole) return false;
+  const auto type = config.find("model_type");
+  if (type != config.end() && *type == std::string(family.whole->model_type)) return true;
+  const auto names = config.find("architectures");
+  return names != config.end() &&
+         *names == nlohmann::json::array({std::string(family.whole->architecture)});
+}
+
+/// Its text_config, with what stands beside that about the text.
+nlohmann::json text_config(const nlohmann::json& whole, const FamilyTraits& family,
+                           std::vector<std::string>& unknown) {
+  ConfigReader keys(whole);
+  const nlohmann::json* text = keys.take("text_config");
+  if (text == nullptr || !text->is_object()) keys.refuse("text_config", "an object");
+  nlohmann::json config = *text;
+  for (const std::string key :
+       {"bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization_config",
+        "tessera_tokenizer", "tie_word_embeddings", "torch_dtype"}) {
+    const nlohmann::json* beside = keys.take(key);
+    if (beside != nullptr && !config.contains(key)) config[key] = *beside;
+  }
+  config["architectures"] = {family.architecture};
+  keys.ignore({"architectures", "initializer_range", "model_type", "vision_config"});
+  for (const std::string_view key : family.whole->keys_beside) keys.ignore({key});
+  ignore_harmless(keys);
+  for (std::string& line : keys.unknown()) unknown.push_back(std::move(line));
+  return config;
+}
+
+/// The text model's own where the file describes more.
+nlohmann::json of_text(nlohmann::json config, std::vector<std::string>& unknown) {
+  for (const FamilyTraits* family : families()) {
+    if (is_whole_of(*family, config)) return text_config(config, *family, unknown);
+  }
+  return config;
+}
+
 }  // namespace
 
 ParsedSpec parse_spec(std::string_view json_text, const SpecOptions& options) {
   TESSERA_CHECK(json_text.size() <= kLongestText, ErrorKind::kFormat, "config.json: found ",
                 json_text.size(), " bytes, expected at most ", kLongestText);
-  const nlohmann::json parsed = parse_json_object(json_text, "config.json");
-  ConfigReader keys(parsed);
   ParsedSpec result;
   std::vector<std::string> unknown;
+  nlohmann::json parsed = of_text(parse_json_object(json_text, "config.json"), unknown);
+  ConfigReader keys(parsed);
   const FamilyTraits& family = read_family(keys);
+  for (const auto& [key, size] : family.default_sizes) {
+    if (!parsed.contains(key)) parsed[std::string(key)] = size;
+  }
   if (family.read_all != nullptr) {
     result.spec = family.read_all(keys, options.purpose, unknown);
   } else {
@@ -288,6 +336,13 @@ std::vector<std::int64_t> generation_end_tokens(std::string_view text, std::stri
     ids.push_back(id.get<std::int64_t>());
   }
   return ids;
+}
+
+void check_learned_positions(const ModelSpec& spec, std::int64_t positions) {
+  TESSERA_CHECK(!traits(spec.family).learned_positions || positions <= spec.max_position_embeddings,
+                ErrorKind::kConfig, "training.seq_len: found rows of ", positions,
+                " tokens, expected at most ", spec.max_position_embeddings,
+                ", the positions that the model has learned (n_positions)");
 }
 
 void check_degrees(const ModelSpec& spec, const ParallelDims& degrees) {

@@ -17,6 +17,7 @@
 
 #include "layout/parallel_dims.h"
 #include "models/gemma4/gemma4_spec.h"
+#include "models/gpt2/gpt2_spec.h"
 #include "models/spec_parts.h"
 #include "nn/rope_options.h"
 #include "tessera/dtype.h"
@@ -44,6 +45,8 @@ struct ModelSpec {
   bool tie_word_embeddings = false;
   bool attention_bias = false;  ///< on q, k, v and, in most families, o
   bool mlp_bias = false;        ///< on gate, up and down (llama)
+  /// A norm of queries and keys, where the file says it; none = as the family has it.
+  std::optional<bool> use_qk_norm = std::nullopt;
   /// Nothing here drops anything: kept for who reads the folder that is written.
   double attention_dropout = 0.0;
   nn::RopeOptions rope;
@@ -54,15 +57,25 @@ struct ModelSpec {
   std::optional<std::int64_t> pad_token_id;
   std::optional<std::int64_t> bos_token_id;
   std::vector<std::int64_t> eos_token_ids;
-  std::string tessera_tokenizer;     ///< "bytes" for a model trained on raw bytes, else empty
-  std::optional<Gemma4Spec> gemma4;  ///< of Gemma 4, and of no other family
-  std::optional<MoeSpec> moe;        ///< of a family whose layers have experts
-  std::optional<MlaSpec> mla;        ///< of latent attention; head_dim is what rope turns
+  std::string tessera_tokenizer;       ///< "bytes" for a model trained on raw bytes, else empty
+  std::optional<Gemma4Spec> gemma4;    ///< of Gemma 4, and of no other family
+  std::optional<MoeSpec> moe;          ///< of a family whose layers have experts
+  std::optional<ChunkedSpec> chunked;  ///< of attention in chunks
+  std::optional<MlaSpec> mla;          ///< of latent attention; head_dim is what rope turns
+  /// Of sliding layers, where they have another rope than full ones (`rope`).
+  std::optional<nn::RopeOptions> sliding_rope;
+  /// Scores are divided by its root; none = head_dim.
+  std::optional<double> query_pre_attn_scalar;
+  std::optional<Gpt2Spec> gpt2;  ///< of GPT-2, and of no other family
 
   bool is_moe(std::int64_t layer) const { return moe && moe->is_moe(layer); }
   bool is_sliding(std::int64_t layer) const {
     return !layer_types.empty() &&
            layer_types.at(static_cast<std::size_t>(layer)) == LayerType::kSliding;
+  }
+  bool is_chunked(std::int64_t layer) const {
+    return !layer_types.empty() &&
+           layer_types.at(static_cast<std::size_t>(layer)) == LayerType::kChunked;
   }
   std::int64_t q_size() const { return num_attention_heads * head_dim; }
   std::int64_t kv_size() const { return num_key_value_heads * head_dim; }
@@ -120,6 +133,10 @@ std::string config_json(const ModelSpec& spec);
 /// `eos_token_id` in the text of a generation_config.json, a number or a list; empty where it names
 /// none. Errors: kFormat for malformed JSON or another value.
 std::vector<std::int64_t> generation_end_tokens(std::string_view text, std::string_view where);
+
+/// That a row has no more positions than the model has learned; of most models any number. Errors:
+/// kConfig.
+void check_learned_positions(const ModelSpec& spec, std::int64_t positions);
 
 /// What the model's sizes allow of degrees; what these allow of each other is known
 /// (train/config/config_resolve.h). Errors: kConfig naming the key of [parallelism], what was found

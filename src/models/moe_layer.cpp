@@ -1,5 +1,7 @@
 #include "models/moe_layer.h"
 
+#include <ATen/ops/zeros.h>
+
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -58,11 +60,24 @@ ParameterLayout expert_sum_layout(const ParallelDims& share) {
   return layout;
 }
 
+moe::Scoring scoring_of(ExpertScores scores) {
+  switch (scores) {
+    case ExpertScores::kSoftmaxOfAll:
+      return moe::Scoring::kSoftmaxThenTopK;
+    case ExpertScores::kSoftmaxOfChosen:
+      return moe::Scoring::kTopKThenSoftmax;
+    case ExpertScores::kSigmoidOfChosen:
+      return moe::Scoring::kTopKThenSigmoid;
+    case ExpertScores::kSigmoid:
+      return moe::Scoring::kSigmoid;
+  }
+  TESSERA_INVARIANT(false, "scores that no routing is made of");
+}
+
 moe::RouteOptions route_options(const MoeSpec& moe) {
   moe::RouteOptions options;
   options.experts_per_token = moe.experts_per_token;
-  options.scoring = moe.scores == ExpertScores::kSoftmaxOfAll ? moe::Scoring::kSoftmaxThenTopK
-                                                              : moe::Scoring::kTopKThenSoftmax;
+  options.scoring = scoring_of(moe.scores);
   options.normalize = moe.norm_topk_prob;
   options.scaling_factor = moe.routed_scaling_factor;
   options.groups = moe.n_group;
@@ -96,6 +111,10 @@ ExpertRouter::ExpertRouter(std::int64_t hidden_size, const MoeSpec& moe,
     : moe_(moe) {
   // On shards of the tokens, or in front of addends: the gradient is Partial in every layout.
   weight_ = add_parameter("weight", {moe.num_experts, hidden_size}, {.layout = region.inside()});
+  if (moe.has_stored_bias()) {
+    stored_bias_ = register_buffer(HasExpertBias::kStoredName,
+                                   at::zeros({moe.num_experts}, at::TensorOptions(at::kFloat)));
+  }
   if (moe.router_bias) {
     bias_ = add_parameter("bias", {moe.num_experts},
                           nn::bias_of_layer(region.inside(), nn::InitKind::kNormal));
@@ -113,8 +132,9 @@ at::Tensor ExpertRouter::scores(const at::Tensor& x) const {
 moe::Routing ExpertRouter::route(const at::Tensor& scores, const std::optional<at::Tensor>& imposed,
                                  const at::Tensor& bias) const {
   moe::RouteOptions options = route_options(moe_);
-  options.expert_bias = bias;
+  options.expert_bias = moe_.has_stored_bias() ? stored_bias_ : bias;
   moe::Routing routing = moe::route(scores, options, imposed);
+  if (moe_.wide_weights) return routing;
   const WideScope weights;
   routing.weights = routing.weights.to(scores.scalar_type());
   return routing;
@@ -132,14 +152,19 @@ ExpertBank::ExpertBank(const ModelSpec& spec, const LocalSizes& sizes)
             expert_layout(share, 2, {moe_.num_experts, 2, moe_.moe_intermediate_size, hidden})};
     nn::Declaration down{.layout = expert_layout(share, 2)};
     if (moe_.layout == ExpertLayout::kOutIn) {
-      gate_up.parts = {"gate_proj.weight", "up_proj.weight"};
-      down.parts = {"down_proj.weight"};
+      const MoeNames& names = traits(spec.family).moe_names;
+      gate_up.parts = {names.gate, names.up};
+      down.parts = {names.down};
     }
     gate_up_proj_ = add_parameter("gate_up_proj", {count, 2 * inner, hidden}, std::move(gate_up));
     down_proj_ = add_parameter("down_proj", {count, hidden, inner}, std::move(down));
   } else {
-    gate_up_proj_ = add_parameter("gate_up_proj", {count, hidden, 2 * inner},
-                                  {.layout = expert_layout(share, 2)});
+    // Columns in turn are cut as they stand, halves each by itself.
+    const ParameterLayout columns =
+        moe_.activation == ExpertActivation::kClampedSwiglu
+            ? expert_layout(share, 2)
+            : expert_layout(share, 3, {moe_.num_experts, hidden, 2, moe_.moe_intermediate_size});
+    gate_up_proj_ = add_parameter("gate_up_proj", {count, hidden, 2 * inner}, {.layout = columns});
     down_proj_ =
         add_parameter("down_proj", {count, inner, hidden}, {.layout = expert_layout(share, 1)});
   }
@@ -159,20 +184,22 @@ at::Tensor ExpertBank::forward(const at::Tensor& x, const moe::Routing& routing)
     weights.down_bias = parallel::only_first(down_proj_bias_, axes_.tensor.axis());
   }
   moe::ExpertOptions options{activation_of(moe_), axes_.score, axes_.experts};
+  if (moe_.scores_before_experts) options.score = moe::Score::kBeforeExperts;
   if (axes_.experts.alone()) options.name = name_;  // collectives are of all layers alike
   return moe::experts(x, routing, weights, options);
 }
 
 MoeLayer::MoeLayer(const ModelSpec& spec, const LocalSizes& sizes)
-    : HasExpertBias(spec.moe->num_experts), tokens_(sizes.axes) {
+    : HasExpertBias(*spec.moe), tokens_(sizes.axes) {
   const nn::TensorRegion& region = sizes.axes.tensor;
   router_ = register_module(std::string(traits(spec.family).router_module),
                             std::make_shared<ExpertRouter>(spec.hidden_size, *spec.moe, region));
   experts_ = register_module("experts", std::make_shared<ExpertBank>(spec, sizes));
   if (sizes.shared_intermediate_size == 0) return;
-  shared_experts_ = register_module(
-      "shared_experts", std::make_shared<nn::Mlp>(spec.hidden_size, sizes.shared_intermediate_size,
-                                                  nn::Bias::kNo, region));
+  shared_experts_ =
+      register_module(std::string(traits(spec.family).shared_module),
+                      std::make_shared<nn::Mlp>(spec.hidden_size, sizes.shared_intermediate_size,
+                                                nn::Bias::kNo, region));
 }
 
 MoeLayer::Output MoeLayer::forward(const at::Tensor& x, const RoutingRequest& request) {

@@ -34,14 +34,16 @@ class ExpertRouter : public nn::PlacedModule, public IsModelPart {
   ModelPart part() const override { return ModelPart::kRouter; }
   /// x [M, H] -> [M, E] in the dtype that the router computes in.
   at::Tensor scores(const at::Tensor& x) const;
-  /// `imposed` as RoutingRequest has it; `bias` [E] on the choice, or undefined.
+  /// `imposed` as RoutingRequest has it; `bias` [E] on the choice where the router has none of its
+  /// own, or undefined.
   moe::Routing route(const at::Tensor& scores, const std::optional<at::Tensor>& imposed,
                      const at::Tensor& bias = {}) const;
 
  private:
   MoeSpec moe_;
-  at::Tensor weight_;  // [E, H]
-  at::Tensor bias_;    // [E], or undefined
+  at::Tensor weight_;       // [E, H]
+  at::Tensor bias_;         // [E], or undefined
+  at::Tensor stored_bias_;  // [E] fp32 (MoeSpec::has_stored_bias), else undefined
 };
 
 /// The weights of a rank's experts, one tensor a product.

@@ -20,7 +20,8 @@ nn::RopeType rope_type(ConfigReader& keys, const std::string& path) {
   if (word == "default") return nn::RopeType::kDefault;
   if (word == "llama3") return nn::RopeType::kLlama3;
   if (word == "yarn") return nn::RopeType::kYarn;
-  keys.refuse(name ? "rope_type" : "type", "\"default\", \"llama3\" or \"yarn\"");
+  if (word == "linear") return nn::RopeType::kLinear;
+  keys.refuse(name ? "rope_type" : "type", "\"default\", \"linear\", \"llama3\" or \"yarn\"");
 }
 
 double needed(ConfigReader& keys, std::string_view key, NumberRange range, std::string_view type) {
@@ -34,8 +35,9 @@ void read_llama3(ConfigReader& keys, nn::RopeOptions& rope) {
   rope.low_freq_factor = needed(keys, "low_freq_factor", kFrequencyFactor, "llama3");
   rope.high_freq_factor = needed(keys, "high_freq_factor", kFrequencyFactor, "llama3");
   rope.original_max_position_embeddings = required(keys, "original_max_position_embeddings", kSize);
-  if (rope.high_freq_factor <= rope.low_freq_factor) {
-    keys.refuse("high_freq_factor", "a number above low_freq_factor");
+  // Llama 4's are equal: then nothing lies between.
+  if (rope.high_freq_factor < rope.low_freq_factor) {
+    keys.refuse("high_freq_factor", "a number of at least low_freq_factor");
   }
 }
 
@@ -54,19 +56,6 @@ void read_yarn(ConfigReader& keys, nn::RopeOptions& rope) {
   yarn.attention_factor = keys.number("attention_factor", kScaleRange);
   if (yarn.attention_factor == 0.0) keys.refuse("attention_factor", "a number above 0");
   yarn.truncate = keys.boolean("truncate").value_or(yarn.truncate);
-}
-
-/// One of the two records that describe rope: rope_parameters (with theta) or rope_scaling
-/// (without).
-void read_rope_record(const nlohmann::json& record, const std::string& path, nn::RopeOptions& rope,
-                      std::vector<std::string>& unknown) {
-  ConfigReader keys(record, path);
-  rope.type = rope_type(keys, path);
-  if (const auto theta = keys.number("rope_theta", kTheta)) rope.theta = *theta;
-  keys.expect("partial_rotary_factor", 1.0, "rope turns the whole head");
-  if (rope.type == nn::RopeType::kLlama3) read_llama3(keys, rope);
-  if (rope.type == nn::RopeType::kYarn) read_yarn(keys, rope);
-  for (std::string& line : keys.unknown()) unknown.push_back(std::move(line));
 }
 
 // Tables of the files' tensors are built from this number.
@@ -203,8 +192,24 @@ void check_total(double elements) {
                 elements, " parameters, expected at most ", kMost);
 }
 
+void read_rope_record(const nlohmann::json& record, const std::string& path, nn::RopeOptions& rope,
+                      std::vector<std::string>& unknown, PartialRope partial) {
+  ConfigReader keys(record, path);
+  rope.type = rope_type(keys, path);
+  if (const auto theta = keys.number("rope_theta", kTheta)) rope.theta = *theta;
+  if (partial == PartialRope::kRefuse) {
+    keys.expect("partial_rotary_factor", 1.0, kWholeHeadTurns);
+  } else if (const auto part = keys.number("partial_rotary_factor", {0.0, 1.0})) {
+    rope.partial_rotary_factor = *part;
+  }
+  if (rope.type == nn::RopeType::kLlama3) read_llama3(keys, rope);
+  if (rope.type == nn::RopeType::kYarn) read_yarn(keys, rope);
+  if (rope.type == nn::RopeType::kLinear) rope.factor = needed(keys, "factor", kFactor, "linear");
+  for (std::string& line : keys.unknown()) unknown.push_back(std::move(line));
+}
+
 nn::RopeOptions read_rope(ConfigReader& keys, double default_theta,
-                          std::vector<std::string>& unknown) {
+                          std::vector<std::string>& unknown, PartialRope partial) {
   nn::RopeOptions rope;
   rope.theta = default_theta;
   const auto theta = keys.number("rope_theta", kTheta);
@@ -218,7 +223,7 @@ nn::RopeOptions read_rope(ConfigReader& keys, double default_theta,
   const std::string name = parameters != nullptr ? "rope_parameters" : "rope_scaling";
   if (record != nullptr) {
     if (!record->is_object()) keys.refuse(name, "an object or null");
-    read_rope_record(*record, name + ".", rope, unknown);
+    read_rope_record(*record, name + ".", rope, unknown, partial);
   }
   if (theta && rope.theta != *theta) keys.refuse("rope_theta", concat("the value in ", name));
   return rope;
@@ -227,6 +232,7 @@ nn::RopeOptions read_rope(ConfigReader& keys, double default_theta,
 nlohmann::ordered_json rope_scaling_json(const nn::RopeOptions& rope, std::string_view type_key) {
   const std::string key(type_key);
   if (rope.type == nn::RopeType::kDefault) return nullptr;
+  if (rope.type == nn::RopeType::kLinear) return {{"factor", rope.factor}, {key, "linear"}};
   if (rope.type == nn::RopeType::kLlama3) {
     return {{"factor", rope.factor},
             {"high_freq_factor", rope.high_freq_factor},

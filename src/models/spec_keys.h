@@ -57,12 +57,23 @@ nlohmann::ordered_json or_null(const std::optional<T>& value) {
 /// Errors: kConfig for more elements of all parameters than byte counts can hold.
 void check_total(double elements);
 
+inline constexpr std::string_view kWholeHeadTurns = "rope turns the whole head";
+/// Whether a record of rope may say that a part of the head turns.
+enum class PartialRope : std::uint8_t { kRefuse, kRead };
+
 /// rope_parameters, or rope_scaling beside rope_theta; the record names its kind as rope_type or as
 /// type. `default_theta` is the family's where neither place has one. Keys of the record that
 /// nobody knows are added to `unknown`. Errors: kConfig for a kind or a value that is not
 /// supported.
 nn::RopeOptions read_rope(ConfigReader& keys, double default_theta,
-                          std::vector<std::string>& unknown);
+                          std::vector<std::string>& unknown,
+                          PartialRope partial = PartialRope::kRefuse);
+
+/// One of the two records that describe rope: rope_parameters (with theta) or rope_scaling
+/// (without). `path` stands before keys in messages.
+void read_rope_record(const nlohmann::json& record, const std::string& path, nn::RopeOptions& rope,
+                      std::vector<std::string>& unknown,
+                      PartialRope partial = PartialRope::kRefuse);
 
 /// The record rope_scaling as the hub's configs have it, null for plain rope; `type_key` is the
 /// family's name of the key: rope_type or type.

@@ -15,12 +15,25 @@ namespace tessera::models {
 /// How far back the attention of one layer looks.
 enum class LayerType : std::uint8_t {
   kSliding,  ///< query i sees key j where i - window < j <= i
+  kChunked,  ///< query i sees key j where j <= i and both lie in one chunk of positions
   kFull,
 };
 
 // As transformers' `layer_types` spell them.
 inline constexpr const char* kSlidingAttention = "sliding_attention";
+inline constexpr const char* kChunkedAttention = "chunked_attention";
 inline constexpr const char* kFullAttention = "full_attention";
+
+/// Of Llama 4's attention (nn/chunked_attention.h): chunked layers turn their heads, full ones warm
+/// their queries. The fields carry the names of the file's keys.
+struct ChunkedSpec {
+  std::int64_t attention_chunk_size = 0;
+  bool use_qk_norm = true;  ///< of chunked layers, without a weight
+  bool attn_temperature_tuning = true;
+  double attn_scale = 0.1;
+  std::int64_t floor_scale = 8192;
+  bool operator==(const ChunkedSpec&) const = default;
+};
 
 /// Of multi-head latent attention (nn/mla.h). The fields carry the names of the file's keys.
 struct MlaSpec {
@@ -38,6 +51,10 @@ struct MlaSpec {
 enum class ExpertScores : std::uint8_t {
   kSoftmaxOfAll,     ///< softmax over all experts, then the choice
   kSoftmaxOfChosen,  ///< the choice by raw scores, then softmax over the chosen
+  kSigmoidOfChosen,  ///< the choice by raw scores, then the sigmoid of each chosen one
+  /// The sigmoid of each score; the choice by that and a stored bias an expert, no part of the
+  /// weights (models/expert_bias.h).
+  kSigmoid,
 };
 
 /// The dtype that the router computes in.
@@ -68,10 +85,12 @@ struct MoeSpec {
 
   ExpertScores scores = ExpertScores::kSoftmaxOfAll;
   RouterDtype router_dtype = RouterDtype::kWeight;
+  /// Weights multiply what goes into an expert, whatever model.score_before_experts says.
+  bool scores_before_experts = false;
   bool norm_topk_prob = false;  ///< the weights of a token are divided by their sum
   double routed_scaling_factor = 1.0;
   /// The experts of a token come from `topk_group` of `n_group` equal groups, those with the best
-  /// experts; 1 of 1 = from all.
+  /// experts (by sigmoids: with the two best ones together); 1 of 1 = from all.
   std::int64_t n_group = 1;
   std::int64_t topk_group = 1;
   bool router_bias = false;
@@ -90,6 +109,11 @@ struct MoeSpec {
   double router_aux_loss_coef = 0.0;
   bool output_router_logits = false;
 
+  /// Weights of experts stay fp32 where the router computes narrower; else they are rounded to its
+  /// dtype.
+  bool wide_weights = false;
+
+  bool has_stored_bias() const { return scores == ExpertScores::kSigmoid; }
   bool is_moe(std::int64_t layer) const {
     for (const std::int64_t dense : mlp_only_layers) {
       if (dense == layer) return false;

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/ones.h>
 #include <ATen/ops/ones_like.h>
+#include <ATen/ops/sigmoid.h>
 #include <ATen/ops/sign.h>
 #include <ATen/ops/softmax.h>
 #include <ATen/ops/sort.h>
@@ -9,6 +10,7 @@
 #include <ATen/ops/topk.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <limits>
 #include <utility>
 
@@ -54,12 +56,20 @@ void check_options(std::int64_t experts, const RouteOptions& options) {
                 " experts a token, expected 1 to ", within);
 }
 
+/// Of groups [M, groups, experts of one] -> [M, groups].
+at::Tensor group_scores(const at::Tensor& grouped, Scoring scoring) {
+  if (scoring != Scoring::kSigmoid) return grouped.amax(2);
+  const std::int64_t counted = std::min<std::int64_t>(2, grouped.size(2));
+  return std::get<0>(at::topk(grouped, counted, 2)).sum(2);
+}
+
 /// Scores [M, E] outside the best groups become -inf.
 at::Tensor within_best_groups(const at::Tensor& scores, const RouteOptions& options) {
   if (options.top_groups == options.groups) return scores;
   const std::int64_t group_size = scores.size(1) / options.groups;
   const at::Tensor grouped = scores.view({scores.size(0), options.groups, group_size});
-  const at::Tensor best = std::get<1>(at::topk(grouped.amax(2), options.top_groups, 1));
+  const at::Tensor best =
+      std::get<1>(at::topk(group_scores(grouped, options.scoring), options.top_groups, 1));
   const at::Tensor outside =
       at::ones({scores.size(0), options.groups}, scores.options().dtype(at::kBool))
           .scatter_(1, best, false);
@@ -75,6 +85,31 @@ at::Tensor choose(const at::Tensor& scores, const RouteOptions& options) {
   return std::get<1>(at::topk(counted, options.experts_per_token, 1));
 }
 
+/// Added to the sum of a token's sigmoids, which may all be 0 (the published models' code).
+constexpr double kSigmoidFloor = 1e-20;
+
+/// What the choice goes by, [M, E], and what loads are told from.
+struct Ranked {
+  at::Tensor values;
+  at::Tensor probabilities;
+};
+Ranked ranked(const at::Tensor& wide, Scoring scoring) {
+  if (scoring == Scoring::kSigmoid) {
+    const at::Tensor each = at::sigmoid(wide);
+    return {each, each / (each.sum(1, /*keepdim=*/true) + kSigmoidFloor)};
+  }
+  const at::Tensor probabilities = at::softmax(wide, 1);
+  return {scoring == Scoring::kSoftmaxThenTopK ? probabilities : wide, probabilities};
+}
+
+/// [] i64: a softmax is finite where its scores are, and one sum over all says it for every token; a
+/// sigmoid hides what is not.
+at::Tensor all_finite(const Ranked& ranked, const at::Tensor& wide, Scoring scoring) {
+  const at::Tensor seen = scoring == Scoring::kSigmoid ? wide.detach() * 0.0  // NaN of what is not
+                                                       : ranked.probabilities.detach();
+  return seen.sum().isfinite().to(at::kLong);
+}
+
 }  // namespace
 
 Routing route(const at::Tensor& scores, const RouteOptions& options,
@@ -83,23 +118,26 @@ Routing route(const at::Tensor& scores, const RouteOptions& options,
   Routing routing;
   const WideScope probabilities;
   const at::Tensor wide = scores.to(at::promote_types(scores.scalar_type(), at::kFloat));
-  routing.probabilities = at::softmax(wide, 1);
-  // A softmax is finite where its scores are; one sum over all says it for every token.
-  routing.finite = routing.probabilities.detach().sum().isfinite().to(at::kLong);
+  const Ranked by = ranked(wide, options.scoring);
+  routing.probabilities = by.probabilities;
+  routing.finite = all_finite(by, wide, options.scoring);
   routing.scores = scores.detach();
-  const bool softmax_first = options.scoring == Scoring::kSoftmaxThenTopK;
-  const at::Tensor& ranked = softmax_first ? routing.probabilities : wide;
   if (imposed) {
     check_shape(*imposed, scores.size(0), options.experts_per_token);
     routing.indices = ascending(*imposed);
     if (imposed->is_cpu()) check_experts(routing.indices, scores.size(1));
   } else {
-    routing.indices = ascending(choose(ranked, options));
+    routing.indices = ascending(choose(by.values, options));
   }
-  const at::Tensor chosen = ranked.gather(1, routing.indices);
-  routing.weights = softmax_first ? chosen : at::softmax(chosen, 1);
-  if (options.normalize)
-    routing.weights = routing.weights / routing.weights.sum(1, /*keepdim=*/true);
+  const at::Tensor chosen = by.values.gather(1, routing.indices);
+  routing.weights = chosen;
+  if (options.scoring == Scoring::kTopKThenSoftmax) routing.weights = at::softmax(chosen, 1);
+  if (options.scoring == Scoring::kTopKThenSigmoid) routing.weights = at::sigmoid(chosen);
+  if (options.normalize) {
+    const at::Tensor sum = routing.weights.sum(1, /*keepdim=*/true);
+    routing.weights =
+        routing.weights / (options.scoring == Scoring::kSigmoid ? sum + kSigmoidFloor : sum);
+  }
   if (options.scaling_factor != 1.0) routing.weights = routing.weights * options.scaling_factor;
   return routing;
 }
@@ -110,7 +148,7 @@ void check_imposed(const at::Tensor& indices, std::int64_t experts) {
 
 void check_finite(const Routing& routing, const at::Tensor& finite) {
   if (*finite.const_data_ptr<std::int64_t>() != 0) return;
-  const at::Tensor bad = routing.probabilities.detach().isfinite().all(1).logical_not();
+  const at::Tensor bad = routing.scores.isfinite().all(1).logical_not();
   const std::int64_t first = bad.to(at::kByte).argmax().item<std::int64_t>();
   const at::Tensor row = routing.scores.select(0, first).to(at::kDouble);
   const std::int64_t expert =

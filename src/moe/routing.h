@@ -21,6 +21,8 @@ namespace tessera::moe {
 enum class Scoring : std::uint8_t {
   kSoftmaxThenTopK,  ///< probabilities over all experts, the largest k of them
   kTopKThenSoftmax,  ///< the largest k scores, probabilities over those alone
+  kTopKThenSigmoid,  ///< the largest k scores, the sigmoid of each (Llama 4)
+  kSigmoid,          ///< the sigmoid of each score, the largest k of them (DeepSeek V3)
 };
 
 struct RouteOptions {
@@ -29,7 +31,8 @@ struct RouteOptions {
   bool normalize = false;       ///< weights divided by their sum (norm_topk_prob)
   double scaling_factor = 1.0;  ///< then times this (routed_scaling_factor)
   /// Experts are `groups` runs of as many; a token chooses within the `top_groups` whose best
-  /// expert scores most (group_limited_greedy).
+  /// expert scores most (group_limited_greedy), with kSigmoid whose two best ones score most
+  /// together, the bias included (noaux_tc).
   std::int64_t groups = 1;
   std::int64_t top_groups = 1;
   /// [E] fp32, added to the scores for the choice only; undefined: none.
@@ -39,7 +42,7 @@ struct RouteOptions {
 struct Routing {
   at::Tensor indices;        ///< [M, K] i64, ascending: a token meets an expert at most once
   at::Tensor weights;        ///< [M, K]
-  at::Tensor probabilities;  ///< [M, E]: the softmax over all experts
+  at::Tensor probabilities;  ///< [M, E]: the softmax over all experts; of sigmoids their shares
   at::Tensor finite = {};    ///< i64: 1 where all scores are finite, else 0; undefined: not asked
   at::Tensor scores = {};    ///< [M, E] as they came, without gradient: for check_finite
 };

@@ -87,31 +87,54 @@ Attention::Attention(const AttentionOptions& options, std::shared_ptr<Rope> rope
       register_module("o_proj", std::make_shared<Linear>(q_size, options.hidden_size,
                                                          options.output_bias.value_or(options.bias),
                                                          row_parallel(region)));
-  if (options.qk_norm == AttentionOptions::QkNorm::kYes) {
-    const auto norm = [&](const char* name) {
-      return register_module(
-          name, std::make_shared<RmsNorm>(options.head_dim, options.norm_eps,
-                                          NormRounding::kBeforeWeight, region.inside()));
-    };
-    q_norm_ = norm("q_norm");
-    k_norm_ = norm("k_norm");
-  }
+  add_norms();
   if (options.sinks == AttentionOptions::Sinks::kYes) {
     sinks_ =
         add_parameter("sinks", {options.heads}, bias_of_layer(region.column(), InitKind::kNormal));
   }
 }
 
-double Attention::scale() const { return 1.0 / std::sqrt(static_cast<double>(options_.head_dim)); }
+void Attention::add_norms() {
+  using QkNorm = AttentionOptions::QkNorm;
+  if (options_.qk_norm == QkNorm::kNo) return;
+  const TensorRegion& region = options_.region;
+  const bool of_all = options_.qk_norm == QkNorm::kAllHeads;
+  const auto norm = [&](const char* name, std::int64_t heads, ParameterLayout of_columns) {
+    return register_module(
+        name, std::make_shared<RmsNorm>(of_all ? heads * options_.head_dim : options_.head_dim,
+                                        options_.norm_eps, options_.norm_rounding,
+                                        of_all ? std::move(of_columns) : region.inside(),
+                                        options_.norm_factor));
+  };
+  q_norm_ = norm("q_norm", options_.heads, region.column());
+  k_norm_ = norm("k_norm", options_.kv_heads, region.heads(options_.all_kv_heads));
+}
+
+double Attention::scale() const {
+  return options_.scale.value_or(1.0 / std::sqrt(static_cast<double>(options_.head_dim)));
+}
 
 Attention::Heads Attention::project(const at::Tensor& x, const RopeTable& table) {
-  const auto head_norm = [&](const std::shared_ptr<RmsNorm>& norm) {
-    return norm ? HeadNorm{norm->weight, norm->eps()} : HeadNorm{};
+  const bool of_all = options_.qk_norm == AttentionOptions::QkNorm::kAllHeads;
+  const auto paired = [&](const at::Tensor& tensor, std::int64_t heads) {
+    return options_.turned == AttentionOptions::Turned::kAll ? tensor
+                                                             : pairs_of_half(tensor, heads);
+  };
+  const auto heads_of = [&](Linear& projection, const std::shared_ptr<RmsNorm>& norm,
+                            const HeadLayout& layout) {
+    at::Tensor heads = projection.forward(x);
+    if (of_all) heads = norm->forward_shared(heads, options_.region.axis());
+    const bool of_each = norm && !of_all;
+    return rope_heads(
+        paired(heads, layout.heads), layout,
+        of_each ? HeadNorm{paired(norm->factor(), 1), norm->eps(), norm->rounding()} : HeadNorm{},
+        table);
   };
   const HeadLayout queries{.heads = options_.heads, .repeat = options_.heads / options_.kv_heads};
   const HeadLayout keys{.heads = options_.kv_heads};
-  return {rope_heads(q_proj_->forward(x), queries, head_norm(q_norm_), table),
-          rope_heads(k_proj_->forward(x), keys, head_norm(k_norm_), table), v_proj_->forward(x)};
+  at::Tensor q = heads_of(*q_proj_, q_norm_, queries);
+  at::Tensor k = heads_of(*k_proj_, k_norm_, keys);
+  return {std::move(q), std::move(k), v_proj_->forward(x)};
 }
 
 bool Attention::is_plain(std::int64_t positions) const {
@@ -119,14 +142,20 @@ bool Attention::is_plain(std::int64_t positions) const {
 }
 
 at::Tensor Attention::forward(const at::Tensor& x, const Documents& documents) {
-  return o_proj_->forward_into(options_.region, *this, {options_.region.enter(x), documents.starts},
-                               [this](const std::vector<at::Tensor>& in) {
-                                 const at::Tensor& all = in[0];
-                                 const Documents of_rows{in[1]};
-                                 const RopeTable table =
-                                     rope_->table(all.size(1), all.scalar_type(), all.device());
-                                 return attend(project(all, table_of(of_rows, table)), of_rows);
-                               });
+  using Tensors = std::vector<at::Tensor>;
+  const auto mixed = [this](const Tensors& in) {
+    const at::Tensor& all = in[0];
+    const Documents of_rows{in[1]};
+    const RopeTable table = rope_->table(all.size(1), all.scalar_type(), all.device());
+    return attend(project(all, table_of(of_rows, table)), of_rows);
+  };
+  const Tensors entered{options_.region.enter(x), documents.starts};
+  if (options_.qk_norm == AttentionOptions::QkNorm::kAllHeads && options_.region.size() > 1) {
+    // Ranks talk in the middle of it: what may be replayed is the last product.
+    return o_proj_->forward_into(options_.region, *this, {mixed(entered)},
+                                 [](const Tensors& in) { return in[0]; });
+  }
+  return o_proj_->forward_into(options_.region, *this, entered, mixed);
 }
 
 at::Tensor Attention::attend(const Heads& heads, const Documents& documents) const {
@@ -163,7 +192,7 @@ void KvCache::append(const at::Tensor& keys, const at::Tensor& values) {
                 " new positions after ", length_, ", expected at most ", capacity_, " in all");
   if (!keys_.defined()) {
     keys_ = at::empty({rows, groups, capacity_, head_dim}, keys.options());
-    values_ = at::empty_like(keys_);
+    if (values.defined()) values_ = at::empty_like(keys_);
   }
   TESSERA_CHECK(keys_.size(0) == rows && keys_.size(1) == groups && keys_.size(3) == head_dim &&
                     keys_.scalar_type() == keys.scalar_type(),
@@ -171,8 +200,10 @@ void KvCache::append(const at::Tensor& keys, const at::Tensor& values) {
                 keys.scalar_type(), ", expected rows, heads and dtype of ", keys_.sizes(), " ",
                 keys_.scalar_type());
   keys_.narrow(2, length_, added).copy_(keys.squeeze(3));
-  values_.narrow(2, length_, added)
-      .copy_(values.view({rows, added, groups, head_dim}).transpose(1, 2));
+  if (values.defined()) {
+    values_.narrow(2, length_, added)
+        .copy_(values.view({rows, added, groups, head_dim}).transpose(1, 2));
+  }
   length_ += added;
 }
 

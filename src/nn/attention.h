@@ -34,8 +34,9 @@ class KvCache {
   std::int64_t length() const { return length_; }      ///< N
   std::int64_t capacity() const { return capacity_; }  ///< most positions
 
-  /// keys [B, G, T, 1, D] as rope_heads gives them, values [B, T, G*D]. Errors: kUsage where they
-  /// are more than there is room for, or of another B, G, D or dtype than before.
+  /// keys [B, G, T, 1, D] as rope_heads gives them, values [B, T, G*D]; undefined: there are keys
+  /// alone, always (mla.h, whose values are a part of them). Errors: kUsage where they are more than
+  /// there is room for, or of another B, G, D or dtype than before.
   void append(const at::Tensor& keys, const at::Tensor& values);
 
   at::Tensor keys() const { return keys_.narrow(2, 0, length_); }      ///< view [B, G, N, D]
@@ -80,12 +81,20 @@ struct AttentionOptions {
   std::int64_t head_dim = 0;
   Bias bias = Bias::kNo;                           ///< of q, k and v, and of o by default
   std::optional<Bias> output_bias = std::nullopt;  ///< of o; none = as the others
-  enum class QkNorm : std::uint8_t { kNo, kYes } qk_norm = QkNorm::kNo;
+  enum class QkNorm : std::uint8_t {
+    kNo,
+    kYes,       ///< of each head
+    kAllHeads,  ///< of all heads together, those of other ranks too
+  } qk_norm = QkNorm::kNo;
   double norm_eps = 0.0;
   enum class Sinks : std::uint8_t { kNo, kYes } sinks = Sinks::kNo;  ///< one a head, learned
   std::optional<std::int64_t> window = std::nullopt;  ///< as windowed_attention has it
+  enum class Turned : std::uint8_t { kAll, kFirstHalf } turned = Turned::kAll;  ///< of a head
   TensorRegion region = {};
   std::int64_t all_kv_heads = 0;  ///< of all ranks of the region; read where it has several
+  NormRounding norm_rounding = NormRounding::kBeforeWeight;  ///< of the q/k norm, as its factor
+  NormFactor norm_factor = NormFactor::kWeight;
+  std::optional<double> scale = std::nullopt;  ///< of scores; none = 1 / sqrt(head_dim)
 };
 
 class Attention : public SelfAttention {
@@ -102,6 +111,7 @@ class Attention : public SelfAttention {
     at::Tensor q, k;  ///< as causal_attention takes them
     at::Tensor v;
   };
+  void add_norms();
   Heads project(const at::Tensor& x, const RopeTable& table);
   /// Neither sinks nor keys beyond the window.
   bool is_plain(std::int64_t positions) const;

@@ -1,15 +1,18 @@
 #include "nn/embedding.h"
 
 #include <ATen/ops/_unique.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <cmath>
 #include <memory>
 #include <utility>
 #include <vector>
 
 #include "base/first_derivative.h"
 #include "grad/leaf.h"
+#include "grad/region.h"
 #include "kernels/kernels.h"
 #include "tessera/error.h"
 
@@ -38,6 +41,7 @@ struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
     if (auto leaf = grad::find_leaf(weight); leaf && forms_rows(ids, weight)) {
       ctx->saved_data["leaf"] =
           c10::IValue::make_capsule(c10::make_intrusive<LeafOfWeight>(std::move(leaf)));
+      grad::refuse_recording("sizes that follow from data: which rows of a weight have a gradient");
     }
     return kernels::embedding(ids, weight, padding);
   }
@@ -116,6 +120,11 @@ at::Tensor vocab_parallel_embedding(const at::Tensor& ids, const at::Tensor& wei
   return at::zeros({number.numel(), weight.size(1)}, own.options())
       .index_copy_(0, places, own)
       .view(shape);
+}
+
+at::Tensor scaled_by_root(const at::Tensor& embedded) {
+  const auto size = static_cast<double>(embedded.size(-1));
+  return embedded * at::scalar_tensor(std::sqrt(size), embedded.scalar_type()).item<double>();
 }
 
 void check_range(const at::Tensor& tokens, std::int64_t vocabulary,

@@ -29,6 +29,9 @@ at::Tensor vocab_parallel_embedding(const at::Tensor& ids, const at::Tensor& wei
                                     const parallel::Axis& axis,
                                     std::optional<std::int64_t> padding = std::nullopt);
 
+/// Embeddings [..., K] times the root of K as their dtype holds it, as Gemma has them.
+at::Tensor scaled_by_root(const at::Tensor& embedded);
+
 /// Of tokens on the CPU alone: on a device the host would have to wait for them, so who brings them
 /// there checks before. Errors: kFormat for a value outside 0..vocabulary-1, unless it is `ignored`;
 /// `what` begins the message.

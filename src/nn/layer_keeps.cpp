@@ -174,9 +174,15 @@ KeptValue LayerKeeps::norm(const KeptValue& x, std::int64_t columns, const std::
   if (wants) {
     ledger_.save(x);
     ledger_.save(ledger_.make(x.numel / columns, DType::kFloat32));
-    if (name.empty()) ledger_.save(ledger_.make(columns, DType::kFloat32));
+    save_factor(name, columns);
   }
   return ledger_.make(x.numel, x.dtype, wants);
+}
+
+void LayerKeeps::save_factor(const std::string& norm_name, std::int64_t columns) {
+  if (norm_name.empty() || of_.norms_add_one) {
+    ledger_.save(ledger_.make(columns, DType::kFloat32));
+  }
 }
 
 KeptValue LayerKeeps::rope_heads(const KeptValue& x, std::int64_t head_dim,
@@ -186,8 +192,18 @@ KeptValue LayerKeeps::rope_heads(const KeptValue& x, std::int64_t head_dim,
   if (wants && normed) {
     ledger_.save(x);
     ledger_.save(ledger_.make(x.numel / head_dim, DType::kFloat32));
+    save_factor(norm_name, head_dim);
   }
   return ledger_.make(x.numel, x.dtype, wants);
+}
+
+/// Of queries or keys, normed each alone or all together.
+KeptValue LayerKeeps::normed_heads(const KeptValue& x, std::int64_t head_dim,
+                                   const std::string& norm_name) {
+  if (!of_.qk_norm_over_heads) return rope_heads(x, head_dim, norm_name);
+  const std::int64_t columns = parameter(norm_name + ".weight").local_shape()[0];
+  const KeptValue normed = norm(x, columns, norm_name);
+  return ledger_.make(normed.numel, normed.dtype, normed.wants);
 }
 
 /// Values by group, and two numbers a row of scores.
@@ -217,8 +233,8 @@ KeptValue LayerKeeps::self_attention(const KeptValue& stream, std::int64_t head_
     return parameter(name + projection + ".weight").local_shape()[0] / head_dim;
   };
   const std::int64_t heads = heads_of("q_proj"), groups = heads_of("k_proj");
-  const KeptValue q = rope_heads(linear(x, name + "q_proj"), head_dim, name + "q_norm");
-  const KeptValue k = rope_heads(linear(x, name + "k_proj"), head_dim, name + "k_norm");
+  const KeptValue q = normed_heads(linear(x, name + "q_proj"), head_dim, name + "q_norm");
+  const KeptValue k = normed_heads(linear(x, name + "k_proj"), head_dim, name + "k_norm");
   const KeptValue v = linear(x, name + "v_proj");
   const bool sinks = find(name + "sinks") != nullptr;
   const KeptValue mixed = sinks || windowed == Windowed::kYes

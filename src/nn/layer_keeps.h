@@ -90,7 +90,9 @@ struct KeepsCase {
   std::int64_t positions = 0;                   ///< T of a row, whatever tp cuts
   std::int64_t hidden = 0;
   std::int64_t tp = 1;
-  bool cut = false;  ///< between layers a rank has a part of the positions
+  bool cut = false;                 ///< between layers a rank has a part of the positions
+  bool norms_add_one = false;       ///< NormFactor::kOnePlusWeight
+  bool qk_norm_over_heads = false;  ///< AttentionOptions::QkNorm::kAllHeads
 };
 
 class LayerKeeps {
@@ -139,7 +141,7 @@ class LayerKeeps {
   KeptValue latent_attention(const KeptValue& stream, const Latent& latent,
                              const std::string& name);
 
-  enum class Gate : std::uint8_t { kSilu, kGelu };
+  enum class Gate : std::uint8_t { kSilu, kGelu };  // as nn::Gate, which has torch beside it
   /// mlp.cpp, between enter() and leave().
   KeptValue inner_mlp(const KeptValue& x, const std::string& name, Gate gate);
   KeptValue mlp(const KeptValue& x, const std::string& name, Gate gate);
@@ -158,6 +160,9 @@ class LayerKeeps {
   void loss(const KeptValue& normed, const std::string& name, Softcap softcap);
 
  private:
+  KeptValue normed_heads(const KeptValue& x, std::int64_t head_dim, const std::string& norm_name);
+  /// The factor that a norm of so many columns keeps, where it is not its weight.
+  void save_factor(const std::string& norm_name, std::int64_t columns);
   KeptValue swiglu(const KeptValue& gate, const KeptValue& up);
   KeptValue geglu(const KeptValue& gate, const KeptValue& up);
 

@@ -4,6 +4,7 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
+#include <c10/core/GradMode.h>
 #include <c10/util/accumulate.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -157,6 +158,15 @@ Linear::Linear(std::int64_t in_features, std::int64_t out_features, Bias with_bi
 
 at::Tensor Linear::with_adapter(const at::Tensor& y, const at::Tensor& x) const {
   return lora_a_ ? nn::add_adapter(y, x, lora_a_->weight, lora_b_->weight, lora_) : y;
+}
+
+at::Tensor Linear::whole_weight(at::ScalarType dtype) const {
+  const at::NoGradGuard no_grad;
+  if (!lora_a_) return weight.to(dtype);
+  const at::ScalarType wide =
+      at::promote_types(weight.scalar_type(), lora_a_->weight.scalar_type());
+  const at::Tensor product = at::mm(lora_b_->weight.to(wide), lora_a_->weight.to(wide));
+  return (weight.to(wide) + product * lora_.scale).to(dtype);
 }
 
 at::Tensor Linear::forward(const at::Tensor& x) {

@@ -112,6 +112,10 @@ class Linear : public PlacedModule {
   /// Of an adapter that is added later, too.
   void declare_all(const ParameterLayout& layout) override;
 
+  /// The one matrix [out, in] that forward multiplies by, an adapter's part included, in x's dtype.
+  /// For a decode that multiplies in another order; no gradient.
+  at::Tensor whole_weight(at::ScalarType dtype) const;
+
   /// For a head: the gradient of its weight (not of an adapter's) is never put off.
   void form_weight_gradient_at_once() { when_ = WeightGradient::kAtOnce; }
 

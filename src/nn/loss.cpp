@@ -6,12 +6,15 @@
 #include <ATen/ops/exp.h>
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/log.h>
+#include <ATen/ops/logsumexp.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "base/first_derivative.h"
+#include "base/random.h"
 #include "kernels/kernels.h"
 #include "nn/embedding.h"
 #include "parallel/transitions.h"
@@ -24,12 +27,28 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
+thread_local RowLosses* rows_noted_by = nullptr;
+
+/// logits [B, T, V], targets [B, T] -> [B, T]. log_sum: as the kernels give it; some give none.
+at::Tensor token_losses(const at::Tensor& logits, const at::Tensor& targets,
+                        const at::Tensor& log_sum) {
+  const WideScope loss;
+  const at::ScalarType inside = at::promote_types(logits.scalar_type(), at::kFloat);
+  const at::Tensor of_all = log_sum.numel() == targets.numel()
+                                ? log_sum.view(targets.sizes())
+                                : at::logsumexp(logits.to(inside), {2});
+  const at::Tensor ignored = targets.eq(kIgnoredLabel);
+  const at::Tensor number = targets.masked_fill(ignored, 0).unsqueeze(2);
+  return (of_all - logits.gather(2, number).squeeze(2).to(inside)).masked_fill_(ignored, 0);
+}
+
 struct CrossEntropyFunction : torch::autograd::Function<CrossEntropyFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& logits_input,
                             const at::Tensor& targets_input, bool consume) {
     const at::Tensor logits = logits_input.contiguous();
     const at::Tensor targets = targets_input.contiguous();
     auto [loss, log_sum] = kernels::cross_entropy_sum(logits, targets);
+    if (RowLosses::wanted()) RowLosses::note(token_losses(logits, targets, log_sum));
     ctx->set_materialize_grads(false);
     ctx->save_for_backward({logits, targets, log_sum});
     ctx->saved_data["consume"] = consume;
@@ -122,6 +141,7 @@ struct VocabParallelFunction : torch::autograd::Function<VocabParallelFunction> 
     const Combined found = combine(summarize(flat, own, inside), options.axis, options.name);
     const at::Tensor kept = targets.ne(kIgnoredLabel);
     const at::Tensor losses = (found.log_sum - found.target).masked_fill(kept.logical_not(), 0);
+    if (RowLosses::wanted()) RowLosses::note(losses.view(targets_input.sizes()));
     ctx->set_materialize_grads(false);
     ctx->save_for_backward({logits, found.log_sum, own.number, own.own, kept});
     ctx->saved_data["consume"] = options.use == Logits::kConsume;
@@ -179,6 +199,16 @@ struct SoftCapFunction : torch::autograd::Function<SoftCapFunction> {
 };
 
 }  // namespace
+
+RowLosses::RowLosses() : outer_(std::exchange(rows_noted_by, this)) {}
+RowLosses::~RowLosses() { rows_noted_by = outer_; }
+
+bool RowLosses::wanted() { return rows_noted_by != nullptr && sample_place().has_value(); }
+
+void RowLosses::note(const at::Tensor& losses) {
+  const std::vector<std::int64_t> row{1};
+  rows_noted_by->noted_.push_back({sample_place()->first_row, losses.sum(row, false, at::kDouble)});
+}
 
 at::Tensor next_token_targets(const at::Tensor& labels) {
   auto targets = at::full_like(labels, kIgnoredLabel);

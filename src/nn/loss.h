@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "parallel/axis.h"
 
@@ -30,6 +31,31 @@ std::int64_t count_kept(const at::Tensor& targets);
 /// Soft-capped logits: cap * tanh(z / cap), which never leaves (-cap, cap). z [...] -> the same
 /// shape and dtype. Backward needs the result only; z is let go.
 at::Tensor soft_cap(const at::Tensor& z, double cap);
+
+/// While one lives, losses note what each row of theirs adds, as far as its rows have a SamplePlace:
+/// without gradient, in the order of the calls. Of the thread that makes it; the last one made gets
+/// what is noted. Costs a look at one logit a token.
+class RowLosses {
+ public:
+  struct Noted {
+    std::int64_t first_row = 0;  ///< of the SamplePlace
+    at::Tensor sums;             ///< [B] fp64
+  };
+  RowLosses();
+  ~RowLosses();
+  RowLosses(const RowLosses&) = delete;
+  RowLosses& operator=(const RowLosses&) = delete;
+
+  const std::vector<Noted>& noted() const { return noted_; }
+
+  static bool wanted();
+  /// losses [B, T]: of each token, 0 where its target is ignored.
+  static void note(const at::Tensor& losses);
+
+ private:
+  RowLosses* const outer_;
+  std::vector<Noted> noted_;
+};
 
 enum class Logits : std::uint8_t {
   kKeep,

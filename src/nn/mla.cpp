@@ -1,11 +1,13 @@
 #include "nn/mla.h"
 
 #include <ATen/ops/cat.h>
+#include <ATen/ops/matmul.h>
+#include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "nn/attention.h"
-#include "tessera/error.h"
 
 namespace tessera::nn {
 namespace {
@@ -70,30 +72,63 @@ at::Tensor Mla::queries(const at::Tensor& x, const RopeTable& table) {
 at::Tensor Mla::forward(const at::Tensor& stream, const Documents& documents) {
   return o_proj_->forward_into(
       options_.region, *this, {options_.region.enter(stream), documents.starts},
-      [this](const std::vector<at::Tensor>& in) { return attend(in[0], {in[1]}); });
+      [this](const std::vector<at::Tensor>& in) {
+        const Documents of_rows{in[1]};
+        const RopeTable turns = table_of(of_rows, rope_table(in[0].size(1), in[0]));
+        return attend(queries(in[0], turns), latents_of(in[0], turns), of_rows);
+      });
 }
 
-at::Tensor Mla::attend(const at::Tensor& x, const Documents& documents) {
-  // Tables stay in fp32: the published code turns in complex fp32 and rounds once.
-  const RopeTable table =
-      table_of(documents,
-               rope_->table(x.size(1), at::promote_types(x.scalar_type(), at::kFloat), x.device()));
-  const at::Tensor q = queries(x, table);
+RopeTable Mla::rope_table(std::int64_t positions, const at::Tensor& x) {
+  return rope_->table(positions, at::promote_types(x.scalar_type(), at::kFloat), x.device());
+}
+
+Mla::Latents Mla::latents_of(const at::Tensor& x, const RopeTable& table) {
   const at::Tensor both = kv_a_proj_with_mqa_->forward(x);
   const at::Tensor latent = kv_a_layernorm_->forward(both.narrow(2, 0, options_.kv_lora_rank));
-  const at::Tensor shared = rotate_interleaved(
-      both.narrow(2, options_.kv_lora_rank, options_.qk_rope_head_dim).unsqueeze(2), table);
-  const at::Tensor kv = kv_b_proj_->forward(latent).unflatten(2, {options_.heads, -1});
+  return {latent, rotate_interleaved(
+                      both.narrow(2, options_.kv_lora_rank, options_.qk_rope_head_dim).unsqueeze(2),
+                      table)};
+}
+
+at::Tensor Mla::attend(const at::Tensor& q, const Latents& latents, const Documents& documents) {
+  const at::Tensor kv = kv_b_proj_->forward(latents.values).unflatten(2, {options_.heads, -1});
   const at::Tensor k = by_head(kv.narrow(3, 0, options_.qk_nope_head_dim),
-                               shared.expand({-1, -1, options_.heads, -1}));
+                               latents.turned.expand({-1, -1, options_.heads, -1}));
   const at::Tensor v = kv.narrow(3, options_.qk_nope_head_dim, options_.v_head_dim).flatten(2, 3);
   // Every head has a key of its own: H groups of one query head each.
   return causal_attention(q.unsqueeze(3), k.unsqueeze(3), v, options_.scale,
                           {.begins = documents.starts});
 }
 
-at::Tensor Mla::decode(const at::Tensor& /*x*/, KvCache& /*cache*/) {
-  TESSERA_INVARIANT(false, "decode of latent attention, which has none");
+/// q [B, H, T, nope + rope] of the last T positions of the cache -> [B, T, H * v].
+at::Tensor Mla::attend_cached(const at::Tensor& q, const KvCache& cache) const {
+  const std::int64_t nope = options_.qk_nope_head_dim;
+  const at::Tensor heads =
+      kv_b_proj_->whole_weight(q.scalar_type()).view({options_.heads, -1, options_.kv_lora_rank});
+  const at::Tensor of_latent = at::matmul(q.narrow(3, 0, nope), heads.narrow(1, 0, nope));
+  const at::Tensor turned = q.narrow(3, nope, options_.qk_rope_head_dim);
+  // One key head that all query heads share: [B, 1, T, H, L + rope].
+  const at::Tensor shared = at::cat({of_latent, turned}, 3).transpose(1, 2).unsqueeze(1);
+  const at::Tensor keys = cache.keys();
+  const at::Tensor mixed = cached_attention(shared, keys, keys.narrow(3, 0, options_.kv_lora_rank),
+                                            options_.scale);  // [B, T, H * L]
+  const at::Tensor by_heads = mixed.unflatten(2, {options_.heads, -1}).transpose(1, 2);
+  const at::Tensor values =
+      at::matmul(by_heads, heads.narrow(1, nope, options_.v_head_dim).transpose(1, 2));
+  return values.transpose(1, 2).flatten(2, 3);
+}
+
+at::Tensor Mla::decode(const at::Tensor& x, KvCache& cache) {
+  const at::NoGradGuard no_grad;
+  const std::int64_t begin = cache.length();
+  const RopeTable all = rope_table(std::max(cache.capacity(), begin + x.size(1)), x);
+  const RopeTable turns{all.cos.narrow(0, begin, x.size(1)), all.sin.narrow(0, begin, x.size(1))};
+  const at::Tensor q = queries(x, turns);
+  const Latents added = latents_of(x, turns);
+  const at::Tensor keys = at::cat({added.values, added.turned.squeeze(2)}, 2);  // [B, T, L + rope]
+  cache.append(keys.unsqueeze(1).unsqueeze(3), {});
+  return o_proj_->forward(begin == 0 ? attend(q, added, {}) : attend_cached(q, cache));
 }
 
 }  // namespace tessera::nn

@@ -1,10 +1,13 @@
-// Multi-head latent attention (deepseek-v2): keys and values of all heads are made from one short
+// Multi-head latent attention (DeepSeek V2 and V3): keys and values of all heads are made from one short
 // latent, and one rotated key part is shared by all of them.
 //
 // The part of a head that rope turns pairs neighbours (x[2i], x[2i + 1]); values are narrower than
 // queries and keys. In training the latent is widened to whole keys and values, and attention is
-// the causal one of attention.h. There is no decode. Short symbols: B rows, T positions, H heads of
-// this rank. Next: attention.h.
+// the causal one of attention.h. A decoded token never widens them: what a head's key is made by
+// goes to its query instead, what its value is made by to its result, so that all heads meet one
+// key, latent and rotated part, and the cache holds nothing else (section 2.1.2 of DeepSeek-V2,
+// arXiv 2405.04434). Short symbols: B rows, T positions, N all positions so far, H heads of this
+// rank, L width of the latent. Next: attention.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -41,12 +44,21 @@ class Mla : public SelfAttention {
   Mla(const MlaOptions& options, std::shared_ptr<Rope> rope);
   using SelfAttention::forward;
   at::Tensor forward(const at::Tensor& stream, const Documents& documents) override;
-  bool can_decode() const override { return false; }
+  bool can_decode() const override { return true; }
+  /// The first call of a cache gives forward's bits.
   at::Tensor decode(const at::Tensor& x, KvCache& cache) override;
 
  private:
+  struct Latents {
+    at::Tensor values;  ///< [B, T, L], what keys and values are made of
+    at::Tensor turned;  ///< [B, T, 1, rope], the key part of all heads
+  };
+  /// Tables stay in fp32: the published code turns in complex fp32 and rounds once.
+  RopeTable rope_table(std::int64_t positions, const at::Tensor& x);
   at::Tensor queries(const at::Tensor& x, const RopeTable& table);
-  at::Tensor attend(const at::Tensor& x, const Documents& documents);
+  Latents latents_of(const at::Tensor& x, const RopeTable& table);
+  at::Tensor attend(const at::Tensor& q, const Latents& latents, const Documents& documents);
+  at::Tensor attend_cached(const at::Tensor& q, const KvCache& cache) const;
 
   MlaOptions options_;
   std::shared_ptr<Rope> rope_;

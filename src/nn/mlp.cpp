@@ -74,8 +74,8 @@ at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
 }
 
 Mlp::Mlp(std::int64_t hidden_size, std::int64_t intermediate_size, Bias bias,
-         const TensorRegion& region)
-    : region_(region) {
+         const TensorRegion& region, Gate gate)
+    : region_(region), gate_(gate) {
   const auto first = [&](const char* name) {
     return register_module(name, std::make_shared<Linear>(hidden_size, intermediate_size, bias,
                                                           column_parallel(region)));
@@ -98,7 +98,9 @@ at::Tensor Mlp::addend(const at::Tensor& x) {
 }
 
 at::Tensor Mlp::inner(const at::Tensor& x) {
-  return swiglu(gate_proj_->forward(x), up_proj_->forward(x));
+  const at::Tensor gate = gate_proj_->forward(x);
+  const at::Tensor up = up_proj_->forward(x);
+  return gate_ == Gate::kSilu ? swiglu(gate, up) : geglu(gate, up);
 }
 
 at::Tensor geglu(const at::Tensor& gate, const at::Tensor& up) {

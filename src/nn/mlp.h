@@ -19,11 +19,13 @@ namespace tessera::nn {
 /// silu(gate) * up, elementwise.
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up);
 
+enum class Gate : std::uint8_t { kSilu, kGelu };
+
 class Mlp : public torch::nn::Module {
  public:
   /// `intermediate_size` of this rank.
   Mlp(std::int64_t hidden_size, std::int64_t intermediate_size, Bias bias = Bias::kNo,
-      const TensorRegion& region = {});
+      const TensorRegion& region = {}, Gate gate = Gate::kSilu);
   /// x [..., hidden] of the stream -> the same shape and dtype.
   at::Tensor forward(const at::Tensor& x);
   /// x inside the region, on all ranks the same -> an addend of every rank, not yet summed. No bias
@@ -34,6 +36,7 @@ class Mlp : public torch::nn::Module {
   at::Tensor inner(const at::Tensor& x);
 
   TensorRegion region_;
+  Gate gate_;
   std::shared_ptr<Linear> gate_proj_, up_proj_, down_proj_;
 };
 

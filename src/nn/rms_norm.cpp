@@ -5,6 +5,9 @@
 
 #include "base/first_derivative.h"
 #include "kernels/kernels.h"
+#include "parallel/collectives.h"
+#include "tessera/error.h"
+#include "tessera/wide_scope.h"
 
 namespace tessera::nn {
 namespace {
@@ -58,6 +61,56 @@ struct AddRmsNormFunction : torch::autograd::Function<AddRmsNormFunction> {
   }
 };
 
+/// Sums of a row over the columns of every rank, in the dtype they are formed in.
+at::Tensor sum_over_ranks(const at::Tensor& terms, const parallel::Axis& axis, const char* where) {
+  parallel::Axis exact = axis;
+  exact.reduce = std::nullopt;  // of activations' addends; a mean of squares is none
+  return parallel::exchange_sum(terms.sum(-1, /*keepdim=*/true), exact, std::nullopt, where);
+}
+
+struct SharedRmsNormFunction : torch::autograd::Function<SharedRmsNormFunction> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& input, const at::Tensor& weight,
+                            double eps, const parallel::Axis& axis) {
+    const WideScope inside;
+    const at::Tensor x = input.contiguous();
+    const at::Tensor wide = x.to(at::promote_types(x.scalar_type(), at::kFloat));
+    const auto columns = static_cast<double>(x.size(-1) * axis.size);
+    const at::Tensor scale =
+        sum_over_ranks(wide.square(), axis, "shared norm").div_(columns).add_(eps).rsqrt_();
+    ctx->set_materialize_grads(false);
+    ctx->save_for_backward({x, weight, scale});
+    ctx->saved_data["axis"] = c10::IValue::make_capsule(c10::make_intrusive<AxisOfNorm>(axis));
+    return (wide * scale).mul_(weight).to(x.scalar_type());
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    base::refuse_double_backward();
+    // Every rank takes part in the sum, or none: graphs are the same on all.
+    if (!grads[0].defined()) return variable_list(4);  // [Note: left-out results]
+    const WideScope inside;
+    const variable_list saved = ctx->get_saved_variables();
+    const at::Tensor &weight = saved[1], &scale = saved[2];
+    const auto held =
+        c10::static_intrusive_pointer_cast<AxisOfNorm>(ctx->saved_data["axis"].toCapsule());
+    const at::Tensor normed = saved[0].to(scale.scalar_type()) * scale;
+    const at::Tensor grad = grads[0].to(scale.scalar_type());
+    const auto columns = static_cast<double>(normed.size(-1) * held->axis.size);
+    const at::Tensor grad_normed = grad * weight;
+    const at::Tensor along =
+        sum_over_ranks(grad_normed * normed, held->axis, "shared norm's gradient").div_(columns);
+    const at::Tensor grad_x = (grad_normed - normed * along).mul_(scale);
+    variable_list result(4);
+    result[0] = grad_x.to(saved[0].scalar_type());
+    if (ctx->needs_input_grad(1)) {
+      result[1] = (grad * normed).reshape({-1, normed.size(-1)}).sum(0);
+    }
+    return result;
+  }
+  struct AxisOfNorm : torch::CustomClassHolder {
+    explicit AxisOfNorm(parallel::Axis of) : axis(std::move(of)) {}
+    const parallel::Axis axis;
+  };
+};
+
 }  // namespace
 
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps,
@@ -67,6 +120,12 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps,
     return std::get<0>(kernels::rms_norm(x, weight, eps, rounds_first));
   }
   return RmsNormFunction::apply(x, weight, eps, rounds_first);
+}
+
+at::Tensor shared_rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps,
+                           const parallel::Axis& axis) {
+  if (axis.alone()) return rms_norm(x, weight, eps, NormRounding::kOnce);
+  return SharedRmsNormFunction::apply(x, weight, eps, axis);
 }
 
 at::Tensor plain_rms_norm(const at::Tensor& x, double eps) {
@@ -86,15 +145,29 @@ SumAndNorm add_rms_norm(const at::Tensor& x, const at::Tensor& residual, const a
   return {result[0], result[1]};
 }
 
-RmsNorm::RmsNorm(std::int64_t size, double eps, NormRounding rounding, ParameterLayout layout)
-    : eps_(eps), rounding_(rounding) {
+RmsNorm::RmsNorm(std::int64_t size, double eps, NormRounding rounding, ParameterLayout layout,
+                 NormFactor factor)
+    : eps_(eps), rounding_(rounding), factor_(factor) {
   weight = add_parameter("weight", {size}, norm_weight(std::move(layout)));
+  if (factor == NormFactor::kOnePlusWeight) begin_with("weight", InitKind::kZeros);
 }
 
-at::Tensor RmsNorm::forward(const at::Tensor& x) { return rms_norm(x, weight, eps_, rounding_); }
+at::Tensor RmsNorm::factor() const {
+  if (factor_ == NormFactor::kWeight) return weight;
+  const WideScope inside;
+  return weight.to(at::promote_types(weight.scalar_type(), at::kFloat)) + 1.0;
+}
+
+at::Tensor RmsNorm::forward(const at::Tensor& x) { return rms_norm(x, factor(), eps_, rounding_); }
+
+at::Tensor RmsNorm::forward_shared(const at::Tensor& x, const parallel::Axis& axis) {
+  if (axis.alone()) return forward(x);
+  TESSERA_INVARIANT(rounding_ == NormRounding::kOnce, "a shared norm that rounds twice");
+  return shared_rms_norm(x, factor(), eps_, axis);
+}
 
 SumAndNorm RmsNorm::add_forward(const at::Tensor& x, const at::Tensor& residual) {
-  return add_rms_norm(x, residual, weight, eps_, rounding_);
+  return add_rms_norm(x, residual, factor(), eps_, rounding_);
 }
 
 }  // namespace tessera::nn

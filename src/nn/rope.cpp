@@ -2,6 +2,7 @@
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/outer.h>
 #include <ATen/ops/pow.h>
 #include <ATen/ops/stack.h>
@@ -109,6 +110,14 @@ at::Tensor llama3_frequencies(const at::Tensor& plain, const RopeOptions& option
 }  // namespace
 
 at::Tensor inverse_frequencies(const RopeOptions& options, std::int64_t head_dim) {
+  if (options.type != RopeType::kProportional && options.partial_rotary_factor != 1.0) {
+    // What does not turn has the angle 0.
+    RopeOptions whole = options;
+    whole.partial_rotary_factor = 1.0;
+    const auto turned =
+        static_cast<std::int64_t>(static_cast<double>(head_dim) * options.partial_rotary_factor);
+    return at::constant_pad_nd(inverse_frequencies(whole, turned), {0, (head_dim - turned) / 2});
+  }
   const auto dim = static_cast<double>(head_dim);
   const at::Tensor exponents = at::arange(0, head_dim, 2, at::kFloat) / dim;
   const at::Tensor powers = at::pow(options.theta, exponents);
@@ -121,6 +130,8 @@ at::Tensor inverse_frequencies(const RopeOptions& options, std::int64_t head_dim
       return proportional_frequencies(powers.reciprocal(), options, head_dim);
     case RopeType::kYarn:
       return yarn_frequencies(powers, options, head_dim);
+    case RopeType::kLinear:
+      return powers.reciprocal() / options.factor;
   }
   TESSERA_INVARIANT(false, "a kind of rope that has no frequencies");
 }
@@ -141,6 +152,10 @@ RopeTable Rope::table(std::int64_t positions, at::ScalarType dtype, at::Device d
     kept = {finished(angles.cos()), finished(angles.sin())};
   }
   return {kept.cos.narrow(0, 0, positions), kept.sin.narrow(0, 0, positions)};
+}
+
+at::Tensor pairs_of_half(const at::Tensor& x, std::int64_t heads) {
+  return x.unflatten(-1, {heads, 2, 2, -1}).transpose(-2, -3).flatten(-4);
 }
 
 at::Tensor rope_heads(const at::Tensor& x, const HeadLayout& layout, const HeadNorm& norm,

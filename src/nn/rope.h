@@ -1,6 +1,6 @@
 // Rotary position embedding over pairs (x[i], x[i + D/2]), or over neighbours (x[2i], x[2i + 1]),
-// with the `llama3` and `yarn` stretching of frequencies and the `proportional` kind that turns
-// only the first pairs; and in two dimensions for images.
+// with the `linear`, `llama3` and `yarn` stretching of frequencies and the `proportional` kind that
+// turns only the first pairs; and in two dimensions for images.
 //
 // Frequencies and tables are fp32; only the finished cos and sin are rounded to the activation's
 // dtype. The q/k norm of Qwen3 is taken along: both work on one head of one position. In two
@@ -62,6 +62,11 @@ struct HeadLayout {
 /// contiguous, so that all rows that meet one key head lie together, ordered by position.
 at::Tensor rope_heads(const at::Tensor& x, const HeadLayout& layout, const HeadNorm& norm,
                       const RopeTable& table);
+
+/// For a rope that turns the first half of a head, in pairs (x[i], x[i + D/4]): x [..., H*D] in the
+/// order in which rope_heads pairs (a[i], a[i + D/2]) those, and the rest with angle 0. Queries and
+/// keys in the same order have the same products; a norm's weight goes along (H = 1).
+at::Tensor pairs_of_half(const at::Tensor& x, std::int64_t heads);
 
 /// Neighbours (x[2i], x[2i + 1]) turned, in place and order: x [B, T, H, D] with a table in fp32
 /// (fp64 for fp64) -> the same shape, rounded once to x's dtype. Out of ATen operations.

@@ -18,6 +18,7 @@ enum class RopeType : std::uint8_t {
   /// Slows a pair by `factor` where it turns less than `beta_slow` times in the original context,
   /// not where more than `beta_fast` times, blends between, linearly over the pairs' numbers.
   kYarn,
+  kLinear,  ///< slows every pair by `factor`
 };
 
 /// What yarn needs beside factor and original_max_position_embeddings.
@@ -31,7 +32,8 @@ struct YarnOptions {
   bool operator==(const YarnOptions&) const = default;
 };
 
-/// The frequency factors are used by kLlama3 only, the partial one by kProportional only.
+/// The frequency factors are used by kLlama3 only. The partial one says how much of a head turns: of
+/// kProportional by the frequencies of the whole head, else by those of a head of that part's size.
 struct RopeOptions {
   double theta = 10000.0;
   RopeType type = RopeType::kDefault;

@@ -7,8 +7,9 @@
 #include "base/text/wildcard.h"
 #include "io/checkpoint_folder.h"
 #include "io/hf_folder.h"
-#include "io/mxfp4_tensors.h"
+#include "io/unpacked/mxfp4_tensors.h"
 #include "models/description.h"
+#include "models/expert_bias.h"
 #include "models/family.h"
 #include "tessera/error.h"
 #include "train/expert_balance.h"
@@ -95,8 +96,7 @@ std::vector<ParameterMeta> metas_of(const ModelSource& source, const ModelConfig
   if (source.folder) check_tensors(source);
   if (source.adapters) check_adapters(source);
   const auto bulk_dtype = source.folder ? source.folder->bulk_dtype() : std::nullopt;
-  const auto& family = models::traits(source.spec.family);
-  const auto freeze = model.freeze.value_or(family.frozen);
+  const auto freeze = model.freeze.value_or(models::traits(source.spec.family).frozen);
   std::vector<ParameterMeta> metas;
   for (const auto& parameter : table) {
     if (!parameter.tied_to.empty()) {
@@ -115,7 +115,6 @@ std::vector<ParameterMeta> metas_of(const ModelSource& source, const ModelConfig
     metas.push_back(std::move(meta));
   }
   if (model.freeze) require_matches(freeze, metas, "model.freeze");
-  apply_pins(family, metas);
   return metas;
 }
 
@@ -127,7 +126,8 @@ std::vector<BufferMeta> buffer_metas_of(const ModelSource& source,
     BufferMeta meta;
     meta.name = buffer.name;
     meta.shape = buffer.shape;
-    if (source.folder) {
+    // What balances experts is fp32, whatever the file has.
+    if (source.folder && !models::HasExpertBias::is_stored_name(buffer.name)) {
       meta.dtype = source.folder->find(buffer.name)->dtype;
       meta.checkpoint = meta.dtype;
       meta.checkpoint_bulk = source.folder->bulk_dtype();
@@ -160,12 +160,13 @@ ModelContract resolve(const ModelSource& source, const Config& config, const Par
   TESSERA_CHECK(
       !config.model.score_before_experts || source.spec.moe, ErrorKind::kConfig,
       "model.score_before_experts: found true for a model without experts, expected false");
-  const auto metas = metas_of(source, config.model, dims, use);
+  auto metas = metas_of(source, config.model, dims, use);
   // The loss is already divided by the batch's kept labels.
   const DataAxes data(mesh_shape(dims), 1.0);
   const auto biases = expert_biases_of(source, config.model.load_balance_coeff);
-  auto contract = resolve_model_contract(metas, buffer_metas_of(source, biases),
-                                         units_of(source.description, metas),
+  auto buffers = buffer_metas_of(source, biases);
+  apply_pins(models::traits(source.spec.family), metas, buffers);
+  auto contract = resolve_model_contract(metas, buffers, units_of(source.description, metas),
                                          policy_of(config, use.purpose), data);
   const bool any =
       std::ranges::any_of(contract.parameters, [](const auto& each) { return each.trainable; });

@@ -124,12 +124,12 @@ std::vector<models::BufferSpec> expert_biases_of(const ModelSource& source, doub
     if (!source.folder) return {};
     return stored_expert_biases(*source.folder, source.spec);
   }
-  auto biases = models::expert_biases(source.spec);
-  require_experts(!biases.empty(), "model.load_balance_coeff", coefficient);
+  require_experts(!models::routed_experts(source.spec).layers.empty(), "model.load_balance_coeff",
+                  coefficient);
   TESSERA_CHECK(!source.lora, ErrorKind::kConfig, "model.load_balance_coeff: found ", coefficient,
                 " where only adapters are trained, whose checkpoints do not hold the bias, "
                 "expected 0");
-  return biases;
+  return models::expert_biases(source.spec);
 }
 
 void balance_experts(const ShardedBase& model, const ModelSource& source,

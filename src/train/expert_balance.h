@@ -56,7 +56,8 @@ class ChosenExperts {
 };
 
 /// The buffers that the source's model has besides those of the table: where `coefficient`
-/// (model.load_balance_coeff) is above 0, or the folder holds them. Errors: kConfig for a
+/// (model.load_balance_coeff) is above 0, or the folder holds them; none where its family's routers
+/// have such a bias (models/expert_bias.h). Errors: kConfig for a
 /// coefficient where the model has no experts, or trains adapters only.
 std::vector<models::BufferSpec> expert_biases_of(const ModelSource& source, double coefficient);
 

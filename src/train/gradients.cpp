@@ -172,6 +172,7 @@ void run_gradients(const GradientsRequest& request, World& world,
                                 routing_of(request, source.spec));
   });
   check_positions(config.parallelism, batch->row_tokens());
+  models::check_learned_positions(source.spec, batch->row_tokens());
   const auto plan = resolve_pipeline(
       config, dims, source.spec, source.description,
       {resolve_micro_batches(config, Verb::kGradients, batch->rows_in_step(), dims.data_ranks()),

@@ -11,16 +11,27 @@
 namespace tessera::train {
 namespace {
 
+/// Of parameters or buffers: whether any is matched.
+template <class Meta>
+bool pin(const std::string& pattern, std::optional<std::string> Meta::* member,
+         std::vector<Meta>& metas) {
+  bool any = false;
+  for (Meta& meta : metas) {
+    if (!matches_name(pattern, meta.name)) continue;
+    any = true;
+    if (!(meta.*member)) meta.*member = pattern;
+  }
+  return any;
+}
+
 void apply(const std::vector<std::string>& patterns,
-           std::optional<std::string> ParameterMeta::* member, std::string_view list,
-           const models::FamilyTraits& family, std::vector<ParameterMeta>& parameters) {
+           std::optional<std::string> ParameterMeta::* member,
+           std::optional<std::string> BufferMeta::* of_buffer, std::string_view list,
+           const models::FamilyTraits& family, std::vector<ParameterMeta>& parameters,
+           std::vector<BufferMeta>& buffers) {
   for (const std::string& pattern : patterns) {
-    bool any = false;
-    for (ParameterMeta& meta : parameters) {
-      if (!matches_name(pattern, meta.name)) continue;
-      any = true;
-      if (!(meta.*member)) meta.*member = pattern;
-    }
+    const bool in_parameters = pin(pattern, member, parameters);
+    const bool any = pin(pattern, of_buffer, buffers) || in_parameters;
     TESSERA_CHECK(any, ErrorKind::kContract,
                   unmatched(concat("model family ", family.model_type), in_quotes(pattern),
                             concat(" in its ", list, ", which matches none of ", parameters.size(),
@@ -32,20 +43,24 @@ void apply(const std::vector<std::string>& patterns,
 
 }  // namespace
 
-void apply_pins(const models::FamilyTraits& family, std::vector<ParameterMeta>& parameters) {
-  apply(family.pins.strict, &ParameterMeta::strict_pin, "_keep_in_fp32_modules_strict", family,
-        parameters);
+void apply_pins(const models::FamilyTraits& family, std::vector<ParameterMeta>& parameters,
+                std::vector<BufferMeta>& buffers) {
+  constexpr const char* kStrict = "_keep_in_fp32_modules_strict";
+  const auto strictly = [&](const std::vector<std::string>& patterns) {
+    apply(patterns, &ParameterMeta::strict_pin, &BufferMeta::strict_pin, kStrict, family,
+          parameters, buffers);
+  };
+  strictly(family.pins.strict);
   const auto is_router = [&](const ParameterMeta& meta) {
     return std::ranges::any_of(family.pins.routers, [&](const std::string& pattern) {
       return matches_name(pattern, meta.name);
     });
   };
   if (std::ranges::any_of(parameters, is_router)) {
-    apply(family.pins.routers, &ParameterMeta::strict_pin, "_keep_in_fp32_modules_strict", family,
-          parameters);
+    strictly(family.pins.routers);
   }
-  apply(family.pins.under_float16, &ParameterMeta::pin16, "_keep_in_fp32_modules", family,
-        parameters);
+  apply(family.pins.under_float16, &ParameterMeta::pin16, &BufferMeta::pin16,
+        "_keep_in_fp32_modules", family, parameters, buffers);
 }
 
 namespace {

@@ -17,9 +17,10 @@
 
 namespace tessera::train {
 
-/// Sets strict_pin and pin16 of the parameters that the family's patterns match. Errors: kContract
+/// Sets strict_pin and pin16 of the parameters and buffers that the family's patterns match. Errors: kContract
 /// for a pattern that matches none: the family's table does not fit its own models.
-void apply_pins(const models::FamilyTraits& family, std::vector<ParameterMeta>& parameters);
+void apply_pins(const models::FamilyTraits& family, std::vector<ParameterMeta>& parameters,
+                std::vector<BufferMeta>& buffers);
 
 /// Buckets below this go to the root and are gathered once a step: a message costs as much as
 /// moving this many bytes (docs/performance.md).

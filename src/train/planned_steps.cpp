@@ -109,6 +109,14 @@ void PlannedSteps::end_step(std::int64_t step) {
   if (is_chosen_) choose(step);
 }
 
+void PlannedSteps::leave_out_step() {
+  if (!is_chosen_) --steps_;
+  if (trace_ == nullptr) return;
+  here_.reset();
+  through_();
+  trace_.reset();
+}
+
 void PlannedSteps::measure(const std::vector<TraceSpan>& spans) {
   auto mine = capture::measured_profile(spans, fsdp::plan_units(model_), options_.micro_batches,
                                         fsdp::followed_recompute(model_));

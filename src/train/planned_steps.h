@@ -47,6 +47,8 @@ class PlannedSteps {
   /// measured one. Errors: kComm; kIo on rank 0, which writes; as compile().
   void begin_step();
   void end_step(std::int64_t step);
+  /// In place of end_step, where nothing was run.
+  void leave_out_step();
 
  private:
   void measure(const std::vector<TraceSpan>& spans);

@@ -31,19 +31,47 @@ void check_finite(std::span<const float> logits, std::int64_t position) {
                 ", expected finite numbers; the model's weights are damaged or overflow");
 }
 
+/// Whether token a comes before b by its logit; of equal ones the lowest id.
+auto more_likely_by(std::span<const float> logits) {
+  return [logits](std::int64_t a, std::int64_t b) {
+    const float of_a = logits[static_cast<std::size_t>(a)];
+    const float of_b = logits[static_cast<std::size_t>(b)];
+    return of_a > of_b || (of_a == of_b && a < b);
+  };
+}
+
 /// Ids of the `count` most likely tokens, ascending, so that the draw runs through them in an order
 /// that does not depend on how they were selected.
 std::vector<std::int64_t> most_likely(std::span<const float> logits, std::int64_t count) {
   std::vector<std::int64_t> ids(logits.size());
   std::iota(ids.begin(), ids.end(), std::int64_t{0});
   if (count == 0 || std::cmp_greater_equal(count, ids.size())) return ids;
-  const auto more_likely = [&](std::int64_t a, std::int64_t b) {
-    const float of_a = logits[static_cast<std::size_t>(a)];
-    const float of_b = logits[static_cast<std::size_t>(b)];
-    return of_a > of_b || (of_a == of_b && a < b);
-  };
-  std::nth_element(ids.begin(), ids.begin() + (count - 1), ids.end(), more_likely);
+  std::nth_element(ids.begin(), ids.begin() + (count - 1), ids.end(), more_likely_by(logits));
   ids.resize(static_cast<std::size_t>(count));
+  std::sort(ids.begin(), ids.end());
+  return ids;
+}
+
+/// The part of a token in the softmax over the temperature, but for the sum: that of `best` is 1.
+double weight(float logit, float best, double temperature) {
+  return std::exp((double{logit} - double{best}) / temperature);
+}
+
+/// The most likely of `ids` until their shares add up to top_p, ascending again.
+std::vector<std::int64_t> nucleus(std::vector<std::int64_t> ids, std::span<const float> logits,
+                                  const Sampling& sampling, float best) {
+  if (sampling.top_p >= 1.0) return ids;
+  std::sort(ids.begin(), ids.end(), more_likely_by(logits));
+  const auto weight_of = [&](std::int64_t id) {
+    return weight(logits[static_cast<std::size_t>(id)], best, sampling.temperature);
+  };
+  double total = 0.0;
+  for (const std::int64_t id : ids) total += weight_of(id);
+  std::size_t kept = 0;
+  for (double sum = 0.0; kept < ids.size() && sum < sampling.top_p * total; ++kept) {
+    sum += weight_of(ids[kept]);
+  }
+  ids.resize(std::max(kept, std::size_t{1}));  // a product that underflows keeps none
   std::sort(ids.begin(), ids.end());
   return ids;
 }
@@ -56,12 +84,11 @@ std::int64_t choose_token(std::span<const float> logits, const Sampling& samplin
   check_finite(logits, position);
   const auto best = std::max_element(logits.begin(), logits.end());  // the first of equal ones
   if (sampling.temperature == 0.0) return best - logits.begin();
-  const auto ids = most_likely(logits, sampling.top_k);
+  const auto ids = nucleus(most_likely(logits, sampling.top_k), logits, sampling, *best);
   std::vector<double> running(ids.size());
   double sum = 0.0;
   for (std::size_t i = 0; i < ids.size(); ++i) {
-    const double logit = logits[static_cast<std::size_t>(ids[i])];
-    sum += std::exp((logit - double{*best}) / sampling.temperature);
+    sum += weight(logits[static_cast<std::size_t>(ids[i])], *best, sampling.temperature);
     running[i] = sum;
   }
   const double wanted = uniform(sampling.seed, position) * sum;

@@ -13,6 +13,7 @@
 #include "comm/group.h"
 #include "comm/host_read.h"
 #include "fsdp/handle.h"
+#include "nn/loss.h"
 #include "tessera/error.h"
 #include "tessera/grad_scaler.h"
 #include "tessera/step_scope.h"
@@ -81,7 +82,9 @@ std::vector<double> added_by_rank(const std::vector<std::vector<double>>& of_ran
 
 std::vector<double> sum_over_ranks(const ShardedBase& model, RankSum what,
                                    const std::vector<double>& values) {
-  const std::ptrdiff_t losses = what == RankSum::kStep ? kLosses : 0;
+  const std::ptrdiff_t losses = what == RankSum::kStep      ? kLosses
+                                : what == RankSum::kSources ? std::ssize(values)
+                                                            : 0;
   const auto sum_over = [&](comm::Group* group, const std::vector<double>& mine) {
     const auto counts = mine.begin() + std::min(losses, std::ssize(mine));
     auto sums = added_by_rank(gather_over(group, {mine.begin(), counts}));
@@ -94,7 +97,8 @@ std::vector<double> sum_over_ranks(const ShardedBase& model, RankSum what,
   const auto* hook = test_hooks::rank_sum.get();
   const auto of_stage =
       hook != nullptr ? (*hook)(what, gather_over(data, values)) : sum_over(data, values);
-  return what == RankSum::kStep ? sum_over(model.stages_group(), of_stage) : of_stage;
+  const bool of_all_stages = what == RankSum::kStep || what == RankSum::kSources;
+  return of_all_stages ? sum_over(model.stages_group(), of_stage) : of_stage;
 }
 
 std::vector<double> max_over_ranks(const ShardedBase& model, const std::vector<double>& values) {
@@ -141,8 +145,12 @@ double sum_of(const at::Tensor& read, double share = 1.0) {
 }  // namespace
 
 PendingLoss::PendingLoss(const BatchLoss& counted, std::vector<Found> found,
-                         const models::RoutedExperts& routed, moe::NotedScores scores)
-    : counted_(counted), found_(std::move(found)), scores_(std::move(scores)) {
+                         const models::RoutedExperts& routed, moe::NotedScores scores,
+                         RowsOfSources rows)
+    : counted_(counted),
+      found_(std::move(found)),
+      scores_(std::move(scores)),
+      rows_(std::move(rows)) {
   const at::NoGradGuard no_grad;
   counted_.chosen.assign(routed.layers.size(),
                          std::vector<double>(static_cast<std::size_t>(routed.experts), 0.0));
@@ -152,7 +160,28 @@ PendingLoss::PendingLoss(const BatchLoss& counted, std::vector<Found> found,
     numbers_.push_back(one.chosen.all());
   }
   numbers_.push_back(scores_.flags());
+  numbers_.push_back(rows_.losses);
 }
+
+namespace {
+
+/// Collective.
+std::vector<SourceLoss> added_by_source(const ShardedBase& model, const RowsOfSources& rows,
+                                        const at::Tensor& losses) {
+  std::vector<double> mine(2 * rows.sources, 0.0);
+  for (std::size_t i = 0; i < rows.source.size(); ++i) {
+    mine[2 * rows.source[i]] += once(model, losses.const_data_ptr<double>()[i]);
+    mine[2 * rows.source[i] + 1] += once(model, static_cast<double>(rows.kept[i]));
+  }
+  const auto sums = sum_over_ranks(model, RankSum::kSources, mine);
+  std::vector<SourceLoss> added;
+  for (std::size_t i = 0; i < rows.sources; ++i) {
+    added.push_back({sums[2 * i], static_cast<std::int64_t>(sums[2 * i + 1])});
+  }
+  return added;
+}
+
+}  // namespace
 
 BatchLoss PendingLoss::added(const ShardedBase& model, std::span<const at::Tensor> read) const {
   scores_.check(read[found_.size() * kNumbers]);
@@ -176,6 +205,9 @@ BatchLoss PendingLoss::added(const ShardedBase& model, std::span<const at::Tenso
   auto next = sums.begin() + kLosses;
   for (auto& layer : loss.chosen) {
     for (double& count : layer) count = *next++;
+  }
+  if (rows_.sources > 0) {
+    loss.of_sources = added_by_source(model, rows_, read[found_.size() * kNumbers + 1]);
   }
   return loss;
 }
@@ -226,13 +258,40 @@ class MicroBatches {
   std::optional<StepScope> scope_;
 };
 
+/// `noted`: in any order of the micro-batches; where another stage has the head, nothing.
+RowsOfSources rows_of_sources(const nn::RowLosses& losses, const BatchSource& source,
+                              const std::vector<RowRange>& rows,
+                              const std::vector<MicroBatch>& batches) {
+  RowsOfSources found{.sources = source.sources()};
+  std::vector<at::Tensor> sums;
+  for (const auto& noted : losses.noted()) {
+    if (noted.sums.numel() == 0) continue;
+    const auto at = std::ranges::find_if(rows, [&](const RowRange& range) {
+      return range.begin == noted.first_row && range.size() > 0;
+    });
+    TESSERA_INVARIANT(at != rows.end(), "losses of rows that were not run");
+    const MicroBatch& batch = batches[static_cast<std::size_t>(at - rows.begin())];
+    for (std::int64_t row = 0; row < noted.sums.numel(); ++row) {
+      found.source.push_back(batch.sources[static_cast<std::size_t>(row)]);
+      found.kept.push_back(nn::count_kept(batch.targets.narrow(0, row, 1)));
+    }
+    sums.push_back(noted.sums);
+  }
+  if (!sums.empty()) found.losses = at::cat(sums);
+  return found;
+}
+
 PendingLoss run_forward_backward(Sharded<models::LanguageModel>& model, const BatchSource& source,
                                  std::int64_t step, const std::vector<RowRange>& rows,
                                  const StepOptions& options) {
   const auto batches = load_micro_batches(source, step, rows);
   const auto loss = count_kept(model, batches);
-  TESSERA_CHECK(loss.kept > 0, ErrorKind::kFormat, "batch of step ", step,
-                ": found no kept label (all are -100), expected at least one");
+  if (loss.kept == 0) return {};
+  std::optional<nn::RowLosses> by_row;
+  if (source.sources() > 1) by_row.emplace();
+  const auto noted_rows = [&] {
+    return by_row ? rows_of_sources(*by_row, source, rows, batches) : RowsOfSources{};
+  };
   const models::ModelSpec& spec = model.module()->spec();
   const auto routed = models::routed_experts(spec);
   const double coef = aux_loss_coef(options.aux_loss_coef, spec);
@@ -240,7 +299,7 @@ PendingLoss run_forward_backward(Sharded<models::LanguageModel>& model, const Ba
   if (options.pipeline != nullptr) {
     auto found = options.pipeline->forward_backward(
         {on_device(model, batches), rows, step, options, loss.kept, coef});
-    return {loss, std::move(found), routed, scores.noted()};
+    return {loss, std::move(found), routed, scores.noted(), noted_rows()};
   }
   Found found;
   found.auxiliary_share = 1.0 / static_cast<double>(batches.size());
@@ -272,7 +331,7 @@ PendingLoss run_forward_backward(Sharded<models::LanguageModel>& model, const Ba
     found.losses.push_back(output.result.detach());
   }
   each.finish();
-  return {loss, {std::move(found)}, routed, scores.noted()};
+  return {loss, {std::move(found)}, routed, scores.noted(), noted_rows()};
 }
 
 BatchLoss run_forward_only(Sharded<models::LanguageModel>& model, const BatchSource& source,
@@ -344,6 +403,8 @@ BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSou
                            std::int64_t step, const std::vector<RowRange>& rows,
                            const StepOptions& options) {
   const auto pending = launch_forward_backward(model, source, step, rows, options);
+  TESSERA_CHECK(pending.kept() > 0, ErrorKind::kFormat, "batch of step ", step,
+                ": found no kept label (all are -100), expected at least one");
   return pending.added(model, comm::read_on_host(pending.numbers(), "loss of a step"));
 }
 

@@ -24,12 +24,19 @@ namespace tessera::train {
 
 struct Config;
 
+/// What the rows of one of several sources add.
+struct SourceLoss {
+  double sum = 0;
+  std::int64_t kept = 0;
+};
+
 struct BatchLoss {
   double sum = 0;         ///< of the token losses of all data ranks
   std::int64_t kept = 0;  ///< labels that count, of all data ranks
   double auxiliary = 0;   ///< before its weight, the mean over micro-batches; 0 where it has none
   /// Of a model with experts, a layer with them: how many tokens of all data ranks chose each.
   std::vector<std::vector<double>> chosen = {};
+  std::vector<SourceLoss> of_sources = {};  ///< empty where the run has one
   double mean() const { return sum / static_cast<double>(kept); }
 };
 
@@ -43,12 +50,26 @@ struct Found {
   std::vector<std::size_t> layers;    ///< which ones those are among all of the model
 };
 
+/// Of the rows of this rank whose losses were noted: which of the sources they come from.
+struct RowsOfSources {
+  std::size_t sources = 0;  ///< 0 where the run has one
+  std::vector<std::size_t> source = {};
+  std::vector<std::int64_t> kept = {};
+  at::Tensor losses = {};  ///< [rows] fp64, of each; undefined where there is none
+};
+
 /// A step's numbers before they are read.
 class PendingLoss {
  public:
+  /// Of a step without a kept label, of which nothing was run.
+  PendingLoss() = default;
   /// `routed`: of the whole model; `scores`: what its experts noted on the way.
   PendingLoss(const BatchLoss& counted, std::vector<Found> found,
-              const models::RoutedExperts& routed, moe::NotedScores scores);
+              const models::RoutedExperts& routed, moe::NotedScores scores,
+              RowsOfSources rows = {});
+
+  /// Labels of the step that count, of all data ranks: where there are none nothing was run.
+  std::int64_t kept() const { return counted_.kept; }
 
   /// For one read with whatever else a step reads (comm::read_on_host). Some may be undefined.
   const std::vector<at::Tensor>& numbers() const { return numbers_; }
@@ -60,7 +81,9 @@ class PendingLoss {
   BatchLoss counted_;  // with zeros of each layer
   std::vector<Found> found_;
   moe::NotedScores scores_;
-  std::vector<at::Tensor> numbers_;  // of each Found: losses, auxiliary, chosen; then of scores_
+  RowsOfSources rows_;
+  // Of each Found: losses, auxiliary, chosen; then of scores_ and rows_.
+  std::vector<at::Tensor> numbers_;
 };
 
 /// What ranks add up besides gradients.
@@ -68,6 +91,7 @@ enum class RankSum : std::uint8_t {
   kLabels,      ///< labels that count
   kRouterLoad,  ///< of the auxiliary loss: how often each expert was chosen, all layers pooled
   kStep,        ///< BatchLoss: the losses, then each layer's counts
+  kSources,     ///< of each source its loss and its labels; of all stages, as kStep
 };
 /// What every rank's values come to, by rank: each added up in rank order.
 std::vector<double> added_by_rank(const std::vector<std::vector<double>>& of_ranks);
@@ -105,7 +129,8 @@ StepOptions step_options(const Config& config, const GradScaler* scaler);
 BatchLoss forward_backward(Sharded<models::LanguageModel>& model, const BatchSource& source,
                            std::int64_t step, const std::vector<RowRange>& rows,
                            const StepOptions& options);
-/// The same without a look at the numbers: on a device all of it may still be under way.
+/// The same without a look at the numbers: on a device all of it may still be under way. A batch
+/// without a kept label is no error here: nothing of it is run, on any rank.
 PendingLoss launch_forward_backward(Sharded<models::LanguageModel>& model,
                                     const BatchSource& source, std::int64_t step,
                                     const std::vector<RowRange>& rows, const StepOptions& options);

@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/record_function.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <fstream>
@@ -14,6 +15,7 @@
 #include "base/trace.h"
 #include "capture/replay/regions.h"
 #include "comm/device.h"
+#include "comm/group.h"
 #include "comm/host_read.h"
 #include "fsdp/handle.h"
 #include "fsdp/optim/pending_norm.h"
@@ -25,6 +27,7 @@
 #include "train/batch_memory.h"
 #include "train/config/config_resolve.h"
 #include "train/data/data.h"
+#include "train/data/data_files.h"
 #include "train/expert_balance.h"
 #include "train/parallelize.h"
 #include "train/pipeline/pipeline_step.h"
@@ -88,43 +91,35 @@ class Rows {
 
 class Trainer {
  public:
-  Trainer(const Config& config, World& world, const TrainingHooks& hooks)
-      : config_(config),
+  Trainer(const Config& given, World& world, const TrainingHooks& hooks)
+      : config_(with_files(given)),
         hooks_(hooks),
         world_(world),
-        source_(open_as(model_key(config.model),
-                        [&] { return open_model(config.model, config.lora); })),
-        dims_(resolve_parallelism(config.parallelism, world.size())),
+        source_(
+            open_as(model_key(given.model), [&] { return open_model(given.model, given.lora); })),
+        dims_(resolve_parallelism(given.parallelism, world.size())),
         mesh_(world.mesh(mesh_shape(dims_))),
         device_(comm::facts_of(world.device())) {
+    const Config& config = config_;
     TESSERA_CHECK(!source_.adapters, ErrorKind::kConfig, "model.path: found ", config.model.path,
                   ", a checkpoint of adapters, expected a whole model; go on in the adapters' run, "
                   "or make one with convert --merged");
     checkpoints_.emplace(config, mesh_);
     config_.training.global_batch_size = checkpoints_->global_batch_size(dims_.data_ranks());
-    BatchRequest request{config.data.path,
-                         "data.path",
-                         config_.training,
-                         dims_.data_ranks(),
-                         static_cast<std::uint64_t>(config.debug.seed),
-                         vocabulary_of_model()};
-    request.steps = *config.training.steps;
-    data_ = open_batches(request);
+    open_data();
     check_positions(config.parallelism, data_->row_tokens());
+    models::check_learned_positions(source_.spec, data_->row_tokens());
     const auto plan = resolve_pipeline(
         config_, dims_, source_.spec, source_.description,
         {resolve_micro_batches(config_, Verb::kTrain, data_->rows_in_step(), dims_.data_ranks()),
          data_->row_tokens()});
     require_room(Rows(config_, *data_, mesh_).most(data_->row_tokens()),
                  source_.spec.vocab_size / dims_.tp, memory_bytes());
-    if (!config.validation.path.empty()) {
-      request.path = config.validation.path;
-      request.key = "validation.path";
-      request.steps = config.validation.steps;
-      request.labels = LabelsNeeded::kInAnyStep;
-      validation_ = open_batches(request);
+    if (validation_) {
       check_positions(config.parallelism, validation_->row_tokens());
+      models::check_learned_positions(source_.spec, validation_->row_tokens());
     }
+    check_labels();
     checkpoints_->begin(source_, *data_);
     auto parts = model_parts(source_, config, mesh_, Purpose::kTraining, plan ? &*plan : nullptr);
     parameters_ = parts.contract.parameters;
@@ -156,7 +151,10 @@ class Trainer {
     scaler_ = make_scaler(*model_, parameters_, config.grad_scaler);
     done_ = checkpoints_->load(*model_, *optimizer_, scaler_.get());
     flops_per_token_ = flops_per_token(model_size(), data_->row_tokens());
-    if (world.rank() == 0) metrics_.emplace(config.metrics.folder, done_);
+    if (world.rank() == 0) {
+      metrics_.emplace(config.metrics.folder, done_);
+      steps_without_labels_ = metrics_->steps_without_labels();
+    }
   }
 
   TrainingResult run() {
@@ -170,6 +168,46 @@ class Trainer {
   }
 
  private:
+  void open_data() {
+    BatchRequest request;
+    request.path = config_.data.path;
+    request.sources = config_.data.source;
+    request.training = config_.training;
+    request.data_ranks = dims_.data_ranks();
+    request.seed = static_cast<std::uint64_t>(config_.debug.seed);
+    request.vocabulary = vocabulary_of_model();
+    request.steps = *config_.training.steps;
+    data_ = open_batches(request);
+    if (config_.validation.path.empty()) return;
+    request.path = config_.validation.path;
+    request.sources.clear();
+    request.key = "validation.path";
+    request.steps = 1;
+    validation_ = open_batches(request);
+  }
+
+  /// By one rank for all: it may write an index.
+  void check_labels() {
+    comm::on_all_or_none(world_, "labels of the data", [&] {
+      if (world_.rank() != 0) return;
+      world_.work_at("looking for labels in the data");
+      open_as("data.path", [&] { data_->check_labels(*config_.training.steps); });
+      if (validation_) {
+        open_as("validation.path", [&] { validation_->check_labels(validation_batches()); });
+      }
+      world_.work_at("");
+    });
+  }
+
+  /// Steps of the validation's data that hold each of its rows once.
+  std::int64_t batches_of_pass() const {
+    return (validation_->rows_in_pass() - 1) / validation_->rows_in_step() + 1;
+  }
+  std::int64_t validation_batches() const {
+    const std::int64_t asked = config_.validation.steps;
+    return asked == -1 ? batches_of_pass() : std::min(asked, batches_of_pass());
+  }
+
   TrainingResult run_to_the_end() {
     observers_.emplace(config_, world_, done_ + 1, hooks_.profiling);
     if (config_.debug.check_dtypes && done_ < *config_.training.steps) {
@@ -217,6 +255,13 @@ class Trainer {
     warn(slow_bf16(run.parameters, run.processor));
     warn(long_rows(run.row_tokens, source_.spec.max_position_embeddings, config_.model));
     for (const std::string& line : banner(run)) log::info(line);
+    for (const std::string& line : data_->in_words()) log::info(line);
+    if (validation_ && config_.validation.steps > batches_of_pass()) {
+      log::warn("validation.steps: found ", config_.validation.steps, ", but ",
+                shown(config_.validation.path[0]), " has ", validation_->rows_in_pass(),
+                " rows, which are ", batches_of_pass(),
+                " batches: each is read once; -1 says the same of any data");
+    }
   }
 
   /// What ended the run stays its error.
@@ -243,6 +288,7 @@ class Trainer {
                 ": nothing is left to do; raise training.steps to go on");
       return;
     }
+    if (validation_ && result.steps == 0 && !stop) stop = !validate_before_first(result);
     while (!stop && result.steps < steps) {
       const auto step = result.steps + 1;
       observers_->begin_step(step);
@@ -255,7 +301,7 @@ class Trainer {
         if (!stop) result.last_val_loss = metrics.val_loss;
       }
       result.steps = step;
-      result.last_loss = metrics.loss;
+      if (!std::isnan(metrics.loss)) result.last_loss = metrics.loss;
       if (metrics_) report(metrics, steps);
       observers_->report(metrics);
       if (hooks_.after_step) hooks_.after_step(metrics, *model_);
@@ -264,6 +310,17 @@ class Trainer {
     }
     if (stop) log::info("asked to stop: ended after step ", result.steps, " of ", steps);
     if (replayed_) log::info(replayed_->in_words());
+  }
+
+  /// False where some rank was asked to stop meanwhile.
+  bool validate_before_first(TrainingResult& result) {
+    StepMetrics metrics;
+    metrics.val_loss = validate_now();
+    if (!metrics.val_loss) return false;
+    result.last_val_loss = metrics.val_loss;
+    if (metrics_) report(metrics, *config_.training.steps);
+    observers_->report(metrics);
+    return true;
   }
 
   PipelineOfRun* pipeline() { return pipeline_ ? &*pipeline_ : nullptr; }
@@ -298,18 +355,27 @@ class Trainer {
     options.pipeline = pipeline();
     if (planned_) planned_->begin_step();
     const auto pending = launch_forward_backward(*model_, *data_, step, rows.ranges(), options);
-    if (config_.debug.check_placements) check_placements(*model_);
+    const bool runs = pending.kept() > 0;
+    if (runs && config_.debug.check_placements) check_placements(*model_);
     StepMetrics metrics;
     metrics.step = step;
+    metrics.lr =
+        learning_rate(config_.lr_scheduler, *config_.optimizer.lr, *config_.training.steps, step);
     if (replayed_) metrics.regions = replayed_->of_step();
-    try {
-      clip_and_update(pending, metrics);  // makes what the optimizer keeps
-    } catch (const std::exception& error) {
-      rethrow_with_key(*model_, *data_, rows.ranges(), error);
+    if (runs) {
+      try {
+        clip_and_update(pending, metrics);  // makes what the optimizer keeps
+      } catch (const std::exception& error) {
+        rethrow_with_key(*model_, *data_, rows.ranges(), error);
+      }
+      model_->zero_grad();
+    } else {
+      leave_out(metrics);
     }
-    model_->zero_grad();
+    if (steps_without_labels_ > 0) metrics.steps_without_labels = steps_without_labels_;
     const std::chrono::duration<double, std::milli> elapsed = Clock::now() - begin;
-    if (planned_) planned_->end_step(step);
+    if (planned_ && runs) planned_->end_step(step);
+    if (planned_ && !runs) planned_->leave_out_step();
     std::vector<double> mine{elapsed.count(), peak_rss_mib(), asked_to_stop(),
                              checkpoints_->writing() ? 1.0 : 0.0};
     const bool on_device = !world_.device().is_cpu();
@@ -342,6 +408,7 @@ class Trainer {
     const auto loss = pending.added(*model_, numbers);
     metrics.grad_norm = norm;
     metrics.loss = loss.mean();
+    metrics.sources = source_metrics(loss, metrics.step);
     if (aux_loss_coef(config_.model.aux_loss_coef, source_.spec) > 0) {
       metrics.aux_loss = loss.auxiliary;
     }
@@ -352,10 +419,27 @@ class Trainer {
       fsdp::come_behind_reads(*model_);
       balance_experts(*model_, source_, loss.chosen, balance);
     }
-    metrics.lr = learning_rate(config_.lr_scheduler, *config_.optimizer.lr, *config_.training.steps,
-                               metrics.step);
     optimizer_->set_lr(metrics.lr);
     update(metrics);
+  }
+
+  /// A step in which no row has a kept label: there is no loss and nothing to update, on any rank.
+  void leave_out(StepMetrics& metrics) {
+    updated_ = false;
+    metrics.loss = metrics.grad_norm = NAN;
+    metrics.sources = source_metrics({}, metrics.step);
+    ++steps_without_labels_;
+    log::info("step ", metrics.step, ": found no kept label in its rows: the step is left out");
+  }
+
+  std::vector<SourceMetrics> source_metrics(const BatchLoss& loss, std::int64_t step) const {
+    std::vector<SourceMetrics> sources;
+    for (const double share : data_->shares(step)) sources.push_back({share, NAN});
+    for (std::size_t i = 0; i < loss.of_sources.size(); ++i) {
+      const auto& [sum, kept] = loss.of_sources[i];
+      if (kept > 0) sources[i].loss = sum / static_cast<double>(kept);
+    }
+    return sources;
   }
 
   struct Clipped {
@@ -427,8 +511,15 @@ class Trainer {
   std::optional<double> validate_now() {
     BatchLoss total;
     const Rows rows(config_, *validation_, mesh_);
-    for (std::int64_t step = 1; step <= config_.validation.steps; ++step) {
-      const auto loss = forward_only(*model_, *validation_, step, rows.ranges(), pipeline());
+    for (std::int64_t step = 1; step <= validation_batches(); ++step) {
+      // The last one may have less, but as many micro-batches.
+      const auto left = validation_->rows_in_pass() - (step - 1) * rows.count();
+      auto ranges = rows.ranges();
+      for (auto& [first, last] : ranges) {
+        first = std::min(first, left);
+        last = std::min(last, left);
+      }
+      const auto loss = forward_only(*model_, *validation_, step, ranges, pipeline());
       total.sum += loss.sum;
       total.kept += loss.kept;
       if (max_over_ranks(*model_, {asked_to_stop()}).front() > 0) return std::nullopt;
@@ -464,6 +555,7 @@ class Trainer {
   std::int64_t done_ = 0;  ///< steps before this run
   bool updated_ = false;   ///< by the step under way: a scaler may leave that out
   double flops_per_token_ = 0;
+  std::int64_t steps_without_labels_ = 0;  ///< so far; before this run only rank 0 knows
   std::optional<MetricsFile> metrics_;
   std::optional<Observers> observers_;
 };

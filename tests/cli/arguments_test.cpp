@@ -112,14 +112,16 @@ TEST(Arguments, GenerateTakesAPromptAndHowToChoose) {
   EXPECT_EQ(greedy.max_new_tokens, 5);
   EXPECT_EQ(greedy.temperature, 0.0);
   EXPECT_EQ(greedy.top_k, 0);
+  EXPECT_EQ(greedy.top_p, 1.0);
   EXPECT_EQ(greedy.seed, 42U);
   const auto drawn = std::get<GenerateArguments>(
       parse({"generate", "--model", "m", "--prompt-tokens", "1,2,3", "--max-new-tokens", "5",
-             "--temperature", "0.8", "--top-k", "40", "--seed", "18446744073709551615",
-             "--precision.param_dtype", "bfloat16"}));
+             "--temperature", "0.8", "--top-k", "40", "--top-p", "0.95", "--seed",
+             "18446744073709551615", "--precision.param_dtype", "bfloat16"}));
   EXPECT_EQ(drawn.prompt_tokens, "1,2,3");
   EXPECT_EQ(drawn.temperature, 0.8);
   EXPECT_EQ(drawn.top_k, 40);
+  EXPECT_EQ(drawn.top_p, 0.95);
   EXPECT_EQ(drawn.seed, 18446744073709551615U);
   EXPECT_EQ(drawn.overrides, (Overrides{{"precision.param_dtype", "bfloat16"}}));
   const Words empty{"generate", "--model", "m", "--prompt", "", "--max-new-tokens", "5"};
@@ -132,8 +134,10 @@ TEST(Arguments, ConvertTakesTwoFoldersAndOptions) {
   EXPECT_EQ(plain.out, "b");
   EXPECT_EQ(plain.dtype, "auto");
   EXPECT_EQ(plain.max_shard_size, std::nullopt);
+  EXPECT_FALSE(plain.verify);
   const auto chosen = std::get<ConvertArguments>(
-      parse({"convert", "a", "--dtype", "bfloat16", "b", "--max-shard-size=10KB"}));
+      parse({"convert", "a", "--dtype", "bfloat16", "b", "--max-shard-size=10KB", "--verify"}));
+  EXPECT_TRUE(chosen.verify);
   EXPECT_EQ(chosen.out, "b");
   EXPECT_EQ(chosen.dtype, "bfloat16");
   EXPECT_EQ(chosen.max_shard_size, "10KB");
@@ -235,8 +239,10 @@ TEST(Arguments, RefusalsAreOneLineAndNameTheWord) {
        {Words{"--max-new-tokens", "0"}, Words{"--temperature", "-1"}, Words{"--temperature", "nan"},
         Words{"--temperature", "-nan"}, Words{"--temperature", "inf"},
         Words{"--temperature", "1e400"}, Words{"--temperature", "1x"}, Words{"--temperature", ""},
-        Words{"--top-k", "0"}, Words{"--seed", "-1"}, Words{"--seed", "1.5"},
-        Words{"--seed", "18446744073709551616"}, Words{"--seed", "99999999999999999999"}}) {
+        Words{"--top-k", "0"}, Words{"--top-p", "0"}, Words{"--top-p", "-0.5"},
+        Words{"--top-p", "1.0000001"}, Words{"--top-p", "nan"}, Words{"--top-p", "half"},
+        Words{"--seed", "-1"}, Words{"--seed", "1.5"}, Words{"--seed", "18446744073709551616"},
+        Words{"--seed", "99999999999999999999"}}) {
     Words words{"generate", "--model", "m", "--prompt", "x", "--max-new-tokens", "1"};
     if (bad[0] == "--max-new-tokens") words.resize(5);
     words.insert(words.end(), bad.begin(), bad.end());

@@ -139,15 +139,18 @@ TEST(AskedToStop, SavesTheStepAndGoesOnLaterWithTheSameBits) {
 TEST(AskedToStop, DoesNotWaitForAValidation) {
   const TemporaryFolder folder;
   write_small_run(folder);
+  std::filesystem::resize_file(folder.write("long.txt", ""), std::uintmax_t{1} << 36);  // holes
+  Process first(folder.path(), two_ranks("run", 1, 100'000));  // one that goes on has none before
+  ASSERT_EQ(first.wait(kLong), 0) << first.err();
   auto words = two_ranks("run", 100'000, 100'000);
-  words.insert(words.end(), {"--validation.path", "page.txt", "--validation.interval", "3",
-                             "--validation.steps", "1000000000"});
+  words.insert(words.end(), {"--validation.path", "long.txt", "--validation.interval", "3",
+                             "--validation.steps", "-1"});
   Process run(folder.path(), words);
   ASSERT_TRUE(wait_until(kLong, [&] { return losses(folder / "run").size() >= 2; })) << run.err();
   ::kill(run.wait_for_ranks(2).at(1), SIGTERM);
   ASSERT_EQ(run.wait(kLong), 0) << run.err();
   const auto steps = static_cast<std::int64_t>(losses(folder / "run").size());
-  EXPECT_THAT(store_of(folder, "run").steps(), ElementsAre(steps));
+  EXPECT_THAT(store_of(folder, "run").steps(), ElementsAre(1, steps));
   EXPECT_THAT(read_file(folder / "run/metrics/metrics.jsonl"), Not(HasSubstr("val_loss")));
 }
 

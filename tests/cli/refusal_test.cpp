@@ -114,8 +114,6 @@ INSTANTIATE_TEST_SUITE_P(
         Refused{train({"--data.path", "short.txt"}), "at least one row of 17"},
         Refused{train({"--validation.path", "short.txt"}), "validation.path"},
         Refused{train({"--model.config", "small_vocabulary.json"}), "vocabulary of at least 257"},
-        Refused{train({"--data.path", "ids.bin", "--model.config", "small_vocabulary.json"}),
-                "the token id 257 at position 0"},
         Refused{train({"--job.dump_folder", "/dev/null/run"}), "/dev/null/run"},
         Refused{{"gradients", "--model", ".", "--batch", "absent.safetensors", "--out", "o"},
                 "config.json"},

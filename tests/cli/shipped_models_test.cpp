@@ -28,7 +28,7 @@ const Words kExpertsCut{"--parallelism.tensor_parallel_degree=8",
                         "--parallelism.expert_parallel_degree=8",
                         "--parallelism.expert_tensor_parallel_degree=8"};
 
-/// With tp 8 and ep 8 on 64 ranks, by name behind "model.layers.1.".
+/// With tp 8 and ep 8 on 64 ranks, by name within the layer.
 const std::string kRows = "tp 8 S(0), gradient S(0)";
 const std::string kColumns = "tp 8 S(1), gradient S(1)";
 const std::string kWhole = "tp 8 R, gradient P";
@@ -37,14 +37,15 @@ const std::string kHalfCopies = "tp_kv/4 4 S(0), gradient S(0); tp_rep/2 2 R, gr
 
 struct Model {
   std::string name;
-  std::int64_t numel;      ///< as published: 15.7, 235.7, 20.9, 30.5, 25.8, 8.0 billion
+  std::int64_t numel;      ///< as published, 15.7 billion and so on
   std::size_t parameters;  ///< the experts of a layer are two, or four with biases
   Placements placements;
   std::string cut_gate_up;  ///< of experts whose width tp shares out
   std::string cut_down;
-  std::string decoder = "model.";        ///< what stands before "layers.1."
+  std::string decoder = "model.";        ///< what stands before the layer's name
   std::string experts = "mlp.experts.";  ///< within a layer
   std::string head = "lm_head.weight";   ///< of the head, or of the embedding that is one, too
+  std::string layer = "layers.1.";       ///< one with experts, where there are any
 };
 
 void PrintTo(const Model& model, std::ostream* out) { *out << model.name; }
@@ -192,7 +193,7 @@ TEST_P(ShippedModels, LayersAndExpertsAreSharedOutByName) {
   expect_whole(found, 8);
   Placements expected;
   const std::string decoder = GetParam().decoder;
-  const std::string layer = decoder + "layers.1.";
+  const std::string layer = decoder + GetParam().layer;
   for (const auto& [name, placement] : GetParam().placements) expected[layer + name] = placement;
   expected.insert({{decoder + "embed_tokens.weight", kRows},
                    {decoder + "norm.weight", kWhole},
@@ -209,7 +210,7 @@ TEST_P(ShippedModels, TensorParallelExpertsAreCutInTheirWidth) {
   ASSERT_FALSE(found.is_null());
   EXPECT_THAT(found.at("layout"), HasSubstr("dp_shard_mod_ep 1 x ep 8 x etp 8"));
   expect_whole(found, 8);
-  const std::string experts = GetParam().decoder + "layers.1." + GetParam().experts;
+  const std::string experts = GetParam().decoder + GetParam().layer + GetParam().experts;
   expect_placed(found, {{experts + "gate_up_proj", GetParam().cut_gate_up},
                         {experts + "down_proj", GetParam().cut_down}});
 }
@@ -266,6 +267,38 @@ INSTANTIATE_TEST_SUITE_P(
                                                     {"self_attn.q_a_layernorm.weight", kWhole},
                                                     {"self_attn.q_b_proj.weight", kRows}}),
                             cut_gate_up("160x2x1536x5120"), kCutDown},
+                      Model{"glm-4.5-air",
+                            106'852'245'504,
+                            690,
+                            {{"self_attn.q_proj.weight", kRows},
+                             {"self_attn.q_proj.bias", kRows},
+                             {"self_attn.k_proj.bias", kRows},
+                             {"self_attn.v_proj.weight", kRows},
+                             {"mlp.gate.weight", kWhole},
+                             {"mlp.shared_experts.gate_proj.weight", kRows},
+                             {"mlp.shared_experts.down_proj.weight", kColumns}},
+                            cut_gate_up("128x2x1408x4096"),
+                            kCutDown},
+                      Model{"llama4-scout",
+                            107'769'861'120,
+                            579,
+                            {{"self_attn.q_proj.weight", kRows},
+                             {"self_attn.k_proj.weight", kRows},
+                             {"feed_forward.router.weight", kWhole},
+                             {"feed_forward.shared_expert.up_proj.weight", kRows},
+                             {"feed_forward.shared_expert.down_proj.weight", kColumns}},
+                            "ep 8 S(0), gradient S(0); etp 8 S(3), gradient S(3) of "
+                            "16x5120x2x8192 (sparse mesh)",
+                            kCutTransposedDown,
+                            "model.",
+                            "feed_forward.experts."},
+                      // The published 671 billion, without the layer that predicts further.
+                      Model{"deepseek-v3", 671'026'404'352, 909,
+                            with(kLatentAttention, {{"self_attn.q_a_proj.weight", kWhole},
+                                                    {"self_attn.q_a_layernorm.weight", kWhole},
+                                                    {"self_attn.q_b_proj.weight", kRows}}),
+                            cut_gate_up("256x2x2048x7168"), kCutDown, "model.", "mlp.experts.",
+                            "lm_head.weight", "layers.3."},
                       Model{"gpt-oss-20b",
                             20'914'757'184,
                             411,
@@ -289,6 +322,17 @@ INSTANTIATE_TEST_SUITE_P(
                              {"mlp.gate.weight", kWhole}},
                             cut_gate_up("128x2x768x2048"),
                             kCutDown},
+                      Model{"mixtral-8x7b",
+                            46'702'792'704,
+                            291,
+                            {{"self_attn.q_proj.weight", kRows},
+                             {"self_attn.k_proj.weight", kRows},
+                             {"self_attn.v_proj.weight", kRows},
+                             {"block_sparse_moe.gate.weight", kWhole}},
+                            cut_gate_up("8x2x14336x4096"),
+                            kCutDown,
+                            "model.",
+                            "block_sparse_moe.experts."},
                       // Layer 1 slides and has a dense MLP beside the experts; the embedding is
                       // the head. 25.23 billion are the text's, 0.57 the frozen tower's.
                       Model{"gemma4-26b-a4b",

@@ -4,6 +4,7 @@
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "dist/replayed.h"
@@ -119,6 +120,25 @@ TEST(ReplayRefuses, ChangesOfBuffers) {
     return Several{part.layer(in[0]) * part.table};
   };
   expect_eager(body, {"a change of what came in from outside, by aten::mul_"});
+}
+
+// No operation writes it. Naive: the program runs behind the body, and finds what that left.
+TEST(ReplayRefuses, TablesThatTheBodyRefillsThroughAPointer) {
+  const auto body = [](Part& part, const Several& in) {
+    auto* table = static_cast<float*>(part.table.mutable_data_ptr());
+    const float* from = in[0].const_data_ptr<float>();
+    std::copy_n(from, Part::kWidth, table);
+    return Several{part.layer(in[0]) * part.table};
+  };
+  expect_eager(body, {"memory from outside that a call changes by no operation"});
+}
+
+// Nothing to lay out, but large results to hold twice.
+TEST(ReplayRefuses, AProductAlone) {
+  const auto body = [](Part& part, const Several& in) {
+    return Several{nn::linear(in[0], part.weight)};
+  };
+  expect_eager(body, {"a product alone"});
 }
 
 // An operation that declares no change of the sums that it keeps. Naive: a comparison that keeps
@@ -258,7 +278,7 @@ TEST(ReplayRefuses, WeightGradientsThatArePutOff) {
 TEST(ReplayRefuses, CallsUnderAutocast) {
   ranks(2).run([](World& world) {
     Twins twins(data_mesh(world), around([](Part& part, const Several& in) {
-                  return Several{at::linear(in[0], part.weight, part.bias)};
+                  return Several{at::linear(in[0], part.weight, part.bias).tanh()};
                 }));
     for (int step = 0; step < 2 * kSteps; ++step) {
       SCOPED_TRACE(concat("step ", step));

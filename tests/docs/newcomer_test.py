@@ -73,7 +73,7 @@ class Newcomer(unittest.TestCase):
         # On from the checkpoint, not from the beginning, and to the new length.
         steps = [json.loads(line)["step"]
                  for line in (self.clone / run / "metrics/metrics.jsonl").read_text().splitlines()]
-        self.assertEqual(steps, list(range(1, 2 * STEPS + 1)))
+        self.assertEqual(steps, list(range(2 * STEPS + 1)))  # 0 is the validation before the first
         self.assertNotIn("step:  1  ", said[0])
         self.assertEqual((self.clone / run / "checkpoint/latest").read_text().strip(), f"step-{2 * STEPS}")
         self.assertGreater(len(said[1]), 100)  # 300 new bytes, some of them escaped or of one letter

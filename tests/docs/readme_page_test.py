@@ -43,7 +43,7 @@ class ReadmePage(unittest.TestCase):
                          for name in registry]
         self.assertGreater(len(architectures), 5)
         models = README.split("**Models**", 1)[1].split("**Not there**", 1)[0]
-        self.assertEqual(sorted(re.findall(r"`(\w+For\w+)`", models)), sorted(architectures))
+        self.assertEqual(sorted(re.findall(r"`(\w+For\w+|\w+LMHeadModel)`", models)), sorted(architectures))
 
     def test_the_first_cpp_block_is_a_whole_program_that_is_built_and_run(self):
         self.assertIn("int main(", README.split("```cpp\n", 1)[1].split("```", 1)[0])

@@ -11,7 +11,7 @@ import unittest
 from convert_test import DATA, FLOAT32, LOGITS_BOUND, Program, load_file, transformers
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-FOLDERS = ("qwen3-moe-fp32", "qwen3-moe-mixed", "gpt-oss-fp32", "gpt-oss-mixed")
+FOLDERS = ("qwen3-moe-fp32", "qwen3-moe-mixed", "gpt-oss-fp32", "gpt-oss-mixed", "mixtral-fp32", "mixtral-mixed")
 
 
 class ConvertExperts(Program):

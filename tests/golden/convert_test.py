@@ -23,13 +23,14 @@ except ImportError as missing:
     sys.exit(77)
 
 DATA = pathlib.Path(__file__).resolve().parent / "data"
-FOLDERS = ("qwen3-fp32", "qwen3-mixed", "llama-fp32", "llama-mixed", "qwen2-mixed", "mistral-fp32", "deepseek-v2-fp32", "deepseek-v2-group-mixed")
+FOLDERS = ("qwen3-fp32", "qwen3-mixed", "llama-fp32", "llama-mixed", "qwen2-mixed", "mistral-fp32", "olmo2-fp32", "olmo2-mixed", "gemma3-text-fp32", "gemma3-text-mixed", "deepseek-v2-fp32", "deepseek-v2-group-mixed",
+           "deepseek-v3-mixed", "glm4-moe-fp32", "llama4-text-mixed")
 FLOAT32 = ("--precision.param_dtype", "float32", "--precision.storage_dtype", "float32")
 # Of a second fp32 implementation, from the README of the reference data.
 LOGITS_BOUND = 5e-5
 GROUP_LOGITS_BOUND = 1e-4  # of the full DeepSeek V2
 # Keys of published configs that transformers carries along without reading them.
-HUB_ONLY = ("moe_layer_freq", "scoring_func")
+HUB_ONLY = ("moe_layer_freq", "scoring_func", "topk_method")
 
 
 class Program(unittest.TestCase):
@@ -128,6 +129,62 @@ class ConvertFolder(Program):
                 written["rope_parameters"].pop("type", None)  # how deepseek's configs call rope_type
                 self.assertEqual(written, original)
 
+    def test_blocks_of_eight_bits_are_read_and_further_layers_left_out(self):
+        """A folder as DeepSeek V3 is published: PyTorch's own eight-bit dtype says what it means."""
+        from safetensors.torch import save_file
+        source = self.folder / "published"
+        source.mkdir()
+        config = json.loads((DATA / "deepseek-v3-fp32" / "config.hub.json").read_text())
+        config["quantization_config"] = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+                                         "weight_block_size": [16, 8]}
+        config["num_nextn_predict_layers"] = 1
+        (source / "config.json").write_text(json.dumps(config))
+        stored, expected = {}, {}
+        for name, tensor in load_file(DATA / "deepseek-v3-mixed" / "model.safetensors").items():
+            if not name.endswith("proj.weight"):
+                stored[name] = expected[name] = tensor
+                continue
+            rows, columns = tensor.shape
+            whole = torch.zeros(-(-rows // 16) * 16, -(-columns // 8) * 8)
+            whole[:rows, :columns] = tensor.float()
+            blocks = whole.view(whole.shape[0] // 16, 16, whole.shape[1] // 8, 8)
+            scale = blocks.abs().amax((1, 3)).clamp(min=1e-6) / 448
+            wide = scale.repeat_interleave(16, 0).repeat_interleave(8, 1)[:rows, :columns]
+            packed = (tensor.float() / wide).to(torch.float8_e4m3fn)
+            stored[name], stored[f"{name}_scale_inv"] = packed, scale
+            expected[name] = (packed.float() * wide).bfloat16()
+        for name in ("eh_proj.weight", "mlp.gate.weight", "mlp.gate.e_score_correction_bias"):
+            stored[f"model.layers.3.{name}"] = torch.ones(12, 4)
+        save_file(stored, source / "model.safetensors")
+        said = subprocess.run([os.environ["TESSERA_PROGRAM"], "convert", source, self.folder / "out"],
+                              capture_output=True, text=True)
+        self.assertEqual(said.returncode, 0, said.stderr)
+        self.assertIn("3 tensors are left out", said.stderr)
+        self.assertSameBits({k: v[0] for k, v in self.tensors(self.folder / "out").items()}, expected)
+        written = json.loads((self.folder / "out/config.json").read_text())
+        self.assertNotIn("quantization_config", written)
+        self.assertEqual(written["num_nextn_predict_layers"], 0)
+        self.assertEqual(written["torch_dtype"], "bfloat16")
+        ids = load_file(DATA / "deepseek-v3-mixed" / "reference.safetensors")["input_ids"]
+        self.assertTrue(self.logits_of_transformers(self.folder / "out", ids).isfinite().all())
+
+    def test_llama_4_that_sees_images_gives_its_text_model(self):
+        from safetensors.torch import save_file
+        source, text = self.folder / "whole", DATA / "llama4-text-fp32"
+        source.mkdir()
+        config = json.loads((text / "config.hub.json").read_text())
+        (source / "config.json").write_text(json.dumps({
+            "architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "text_config": config,
+            "vision_config": {"hidden_size": 8}, "image_token_index": 6}))
+        tensors = load_file(text / "model.safetensors")
+        save_file({**{f"language_model.{name}": tensor for name, tensor in tensors.items()},
+                   "vision_model.class_embedding": torch.ones(8)}, source / "model.safetensors")
+        said = subprocess.run([os.environ["TESSERA_PROGRAM"], "convert", source, self.folder / "out"],
+                              capture_output=True, text=True)
+        self.assertEqual(said.returncode, 0, said.stderr)
+        self.assertIn("vision_model.class_embedding", said.stderr)
+        self.assertSameBits({k: v[0] for k, v in self.tensors(self.folder / "out").items()}, tensors)
+
     def test_a_chosen_dtype_is_every_tensors(self):
         for name, dtype in (("qwen3-mixed", "float32"), ("qwen3-mixed", "bfloat16"), ("llama-fp32", "bfloat16")):
             with self.subTest(name, dtype=dtype):
@@ -137,14 +194,23 @@ class ConvertFolder(Program):
                 self.assertSameBits({k: v[0] for k, v in self.tensors(out).items()}, expected)
                 self.assertEqual(json.loads((out / "config.json").read_text())["torch_dtype"], dtype)
 
-    def test_the_tokenizer_comes_along_and_nothing_else(self):
+    def test_tokenizers_and_processors_come_along_and_nothing_else(self):
         source = self.copy_of("source")
         texts = {"tokenizer.json": "{}", "tokenizer_config.json": "[1]", "special_tokens_map.json": "", "vocab.json": "v",
-                 "merges.txt": "m", "generation_config.json": "{}", "chat_template.jinja": "c"}
-        for file, text in {**texts, "notes.md": "n", "training_args.bin": "t"}.items():
+                 "merges.txt": "m", "generation_config.json": "{}", "chat_template.jinja": "c", "tokenizer.model": "t",
+                 "spiece.model": "s", "vocab.txt": "w", "added_tokens.json": "{}", "qwen.tiktoken": "q", "tekken.json": "k",
+                 "chat_template.json": "{}", "preprocessor_config.json": "{}", "processor_config.json": "p",
+                 "video_preprocessor_config.json": "f", "tokenization_own.py": "o", "processing_own.py": "r",
+                 "additional_chat_templates/tools.jinja": "a"}
+        (source / "additional_chat_templates").mkdir()
+        (source / "tokenizer_notes").mkdir()
+        others = {"notes.md": "n", "training_args.bin": "t", "modeling_own.py": "m", "configuration_own.py": "c",
+                  "additional_chat_templates/notes.md": "n", "tokenizer_notes/tokenizer.json": "t"}
+        for file, text in {**texts, **others}.items():
             (source / file).write_text(text)
-        self.run_tessera("convert", source, "out")
-        found = {path.name: path for path in (self.folder / "out").iterdir()}
+        self.assertIn(f", {len(texts)} tokenizer file(s) copied", self.run_tessera("convert", source, "out"))
+        out = self.folder / "out"
+        found = {str(path.relative_to(out)): path for path in out.rglob("*") if path.is_file()}
         self.assertEqual(found.keys(), texts.keys() | {"config.json", "model.safetensors"})
         for file, text in texts.items():
             self.assertEqual(found[file].read_text(), text)
@@ -180,6 +246,93 @@ class ConvertFolder(Program):
         (self.folder / "out" / "mine").unlink()
         self.run_tessera("convert", DATA / "llama-fp32", "out")  # an empty folder is as good as none
         self.assertEqual(len(list((self.folder / "out").iterdir())), 2)
+
+
+class ConvertVerify(Program):
+    """Each tensor equal, cast or changed, and what --verify says where somebody changed one."""
+
+    def verify(self, *words, code=0):
+        """{tensor: what is said of it} and the last line."""
+        done = subprocess.run([os.environ["TESSERA_PROGRAM"], "convert", *map(str, words), "--verify"],
+                              capture_output=True, text=True, cwd=self.folder, check=False)
+        self.assertEqual(done.returncode, code, done.stderr)
+        lines = [line for line in done.stdout.splitlines() if "file(s)" not in line]
+        return dict(line[1:].split("': ", 1) for line in lines[:-1]), lines[-1]
+
+    def test_every_tensor_of_a_folder_is_equal_or_cast(self):
+        for name in (*FOLDERS, "qwen3-moe-mixed", "gpt-oss-mixed", "gpt-oss-mxfp4", "gemma4-mixed"):
+            with self.subTest(name):
+                self.verify(DATA / name, f"{name}-new")
+                said, last = self.verify(DATA / name, f"{name}-new")  # what is there is only read
+                written = {k: v[0] for k, v in self.tensors(self.folder / f"{name}-new").items()}
+                self.assertEqual(said, {k: f"equal, {str(v.dtype).removeprefix('torch.')}" for k, v in written.items()})
+                self.assertEqual(last, f"{name}-new: {len(written)} equal, 0 cast, 0 changed")
+        said, last = self.verify(DATA / "qwen3-mixed", "narrow", "--dtype", "bfloat16", "--max-shard-size", "60KB")
+        before = {k: v[0].dtype for k, v in self.tensors(DATA / "qwen3-mixed").items()}
+        cast = {k for k, v in before.items() if v == torch.float32}
+        self.assertEqual({k for k, v in said.items() if v == "cast, float32 to bfloat16"}, cast)
+        self.assertEqual({k for k, v in said.items() if v == "equal, bfloat16"}, before.keys() - cast)
+        self.assertEqual(last, f"narrow: {len(before) - len(cast)} equal, {len(cast)} cast, 0 changed")
+        said, _ = self.verify(DATA / "qwen3-mixed", "wide", "--dtype", "float32")
+        self.assertEqual({k for k, v in said.items() if v == "cast, bfloat16 to float32"}, before.keys() - cast)
+
+    def test_what_was_changed_is_named_with_exit_code_3(self):
+        from safetensors.torch import save_file
+        source = DATA / "llama-fp32"
+        self.run_tessera("convert", source, "out")
+        weights = self.folder / "out/model.safetensors"
+        tensors = load_file(weights)
+        kept, bent = "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
+        flat = tensors[bent].view(-1)
+        flat[7:9] = torch.tensor([2.5, -1.25])
+        del tensors["model.norm.weight"]
+        tensors["model.extra"] = torch.ones(3)
+        tensors["model.layers.0.input_layernorm.weight"] = torch.ones(5)
+        tensors[kept] = tensors[kept].to(torch.bfloat16)  # rounded as --dtype rounds
+        save_file(tensors, weights, metadata={"format": "pt"})
+        said, last = self.verify(source, "out", code=3)
+        before = load_file(source / "model.safetensors")
+        first = before[bent].view(-1)[7].item()
+        self.assertRegex(said[bent], rf"\Achanged, 2 of {flat.numel()} elements, the first at 7: found 2.5, expected ")
+        self.assertAlmostEqual(float(said[bent].rpartition(" ")[2]), first, delta=1e-5 * abs(first))
+        self.assertEqual(said["model.norm.weight"], "changed, missing in what was written")
+        self.assertEqual(said["model.extra"], "changed, not a tensor of the source")
+        self.assertIn("changed, found the shape [5], expected [", said["model.layers.0.input_layernorm.weight"])
+        self.assertEqual(said[kept], "cast, float32 to bfloat16")
+        others = {k for k in said if said[k] == "equal, float32"}
+        self.assertEqual(others, before.keys() - {kept, bent, "model.norm.weight", "model.layers.0.input_layernorm.weight"})
+        self.assertEqual(last, f"out: {len(others)} equal, 1 cast, 4 changed")
+        self.assertEqual(load_file(weights).keys(), tensors.keys())  # nothing was written
+        # One bit, the lowest: no tolerance hides it.
+        self.run_tessera("convert", source, "again")
+        content = bytearray((self.folder / "again/model.safetensors").read_bytes())
+        content[-4] ^= 1
+        (self.folder / "again/model.safetensors").write_bytes(content)
+        self.assertIn(" 0 cast, 1 changed", self.verify(source, "again", code=3)[1])
+        (self.folder / "again/model.safetensors").write_bytes(content[:-1])
+        self.assertIn("OUT: ", self.run_tessera("convert", source, "again", "--verify", code=2))
+
+    def test_checkpoints_are_read_again_too(self):
+        batch = DATA / "qwen3-mixed" / "reference.safetensors"
+        checkpoint = self.train(f'path = "{DATA / "qwen3-mixed"}"', f'"{batch}"')
+        said, last = self.verify(checkpoint, "out")
+        dtypes = {k: v[0].dtype for k, v in self.tensors(self.folder / "out").items()}
+        self.assertEqual(said, {k: "equal, float32" if v == torch.float32 else "cast, float32 to bfloat16"
+                                for k, v in dtypes.items()})
+        self.verify(DATA / "qwen3-mixed", "out", code=3)  # another model's values
+
+    def test_adapters_and_merged_models_are_read_again_too(self):
+        batch = DATA / "qwen3-mixed" / "reference.safetensors"
+        checkpoint = self.train(f'path = "{DATA / "qwen3-mixed"}"', f'"{batch}"', "--lora.rank", "2", "--lora.targets",
+                                "['q_proj', 'down_proj']")
+        said, _ = self.verify(checkpoint, "adapter")
+        self.assertEqual({line for line in said.values()}, {"equal, float32"})
+        self.assertTrue(all(".lora_" in name for name in said))
+        said, _ = self.verify(checkpoint, "merged", "--merged")
+        adapted = {k for k in said if "q_proj.weight" in k or "down_proj.weight" in k}
+        self.assertEqual({k for k, v in said.items() if v == "cast, float32 to bfloat16"}, adapted)
+        self.assertEqual({v.split(",")[0] for k, v in said.items() if k not in adapted}, {"equal"})
+        self.verify(DATA / "qwen3-mixed", "merged", code=3)
 
 
 class ConvertCheckpoint(Program):
@@ -319,6 +472,97 @@ class ConvertGemma4(Program):
     def test_generation_is_refused(self):
         self.assertIn("Gemma4ForConditionalGeneration", self.run_tessera(
             "generate", "--model", DATA / "gemma4-fp32", "--prompt-tokens", "1", "--max-new-tokens", "1", code=2))
+
+
+class ConvertGemma3(Program):
+    """A folder of the whole model: its text model comes out."""
+
+    def whole_folder(self, name, prefix):
+        """The text model's tensors under names of the whole one, beside some of a vision tower."""
+        from safetensors.torch import save_file
+        folder = self.folder / name
+        folder.mkdir()
+        source = DATA / "gemma3-text-fp32"
+        tensors = {prefix(key): tensor for key, tensor in load_file(source / "model.safetensors").items()}
+        inner = "model." if any(key.startswith("model.language_model.") for key in tensors) else ""
+        tensors[f"{inner}vision_tower.vision_model.post_layernorm.weight"] = torch.ones(4)
+        tensors[f"{inner}multi_modal_projector.mm_soft_emb_norm.weight"] = torch.ones(4)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        text = json.loads((source / "config.hub.json").read_text())
+        text.pop("architectures")
+        dtype = text.pop("torch_dtype")
+        (folder / "config.json").write_text(json.dumps({
+            "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text,
+            "vision_config": {"hidden_size": 4}, "mm_tokens_per_image": 4, "image_token_index": 5,
+            "torch_dtype": dtype}))
+        return folder
+
+    def test_a_folder_of_the_whole_model_gives_its_text_model(self):
+        source = DATA / "gemma3-text-fp32"
+        batch = source / "reference.safetensors"
+        for name, prefix in (("published", lambda key: f"language_model.{key}"),
+                             ("inside", lambda key: key.replace("model.", "model.language_model.", 1))):
+            with self.subTest(name):
+                folder, out = self.whole_folder(name, prefix), self.folder / f"{name}-out"
+                done = subprocess.run([os.environ["TESSERA_PROGRAM"], "convert", folder, out], capture_output=True,
+                                      text=True, cwd=self.folder)
+                self.assertEqual(done.returncode, 0, done.stderr)
+                self.assertIn("2 tensors are left out", done.stderr)
+                self.assertIn("multi_modal_projector", done.stderr)
+                self.assertSameBits(load_file(out / "model.safetensors"), load_file(source / "model.safetensors"))
+                self.assertEqual(json.loads((out / "config.json").read_text())["architectures"], ["Gemma3ForCausalLM"])
+                self.assertSameBits(self.gradients(folder, batch, *FLOAT32), self.gradients(source, batch, *FLOAT32))
+                found = self.logits_of_transformers(out, load_file(batch)["input_ids"])
+                self.assertLess((found - load_file(batch)["logits"]).abs().max(), LOGITS_BOUND)
+
+
+class ConvertGpt2(Program):
+    """Stored masks, and a prefix that only some files have."""
+
+    def weights(self, folder):
+        return {name: tensor for name, (tensor, _) in self.tensors(folder).items() if not name.endswith(".attn.bias")}
+
+    def test_a_folder_comes_out_without_its_masks_and_transformers_computes_the_same(self):
+        for name in ("gpt2-fp32", "gpt2-mixed"):
+            with self.subTest(name):
+                source, out = DATA / name, self.folder / name
+                self.run_tessera("convert", source, out, "--max-shard-size", "60KB")
+                self.assertSameBits({key: pair[0] for key, pair in self.tensors(out).items()}, self.weights(source))
+                batch = load_file(source / "reference.safetensors")
+                found = self.logits_of_transformers(out, batch["input_ids"])
+                self.assertLess((found - batch["logits"]).abs().max(), LOGITS_BOUND)
+                original = transformers.AutoConfig.from_pretrained(source).to_dict()
+                written = transformers.AutoConfig.from_pretrained(out).to_dict()
+                for config in (original, written):
+                    for key in ("_name_or_path", "transformers_version", "n_ctx"):
+                        config.pop(key, None)
+                self.assertEqual(written, original)
+
+    def test_names_with_the_prefix_of_the_whole_model_load_too(self):
+        from safetensors.torch import save_file
+        source, folder = DATA / "gpt2-fp32", self.folder / "prefixed"
+        folder.mkdir()
+        tensors = load_file(source / "model.safetensors")
+        save_file({f"transformer.{key}": tensor for key, tensor in tensors.items()}, folder / "model.safetensors")
+        (folder / "config.json").write_bytes((source / "config.hub.json").read_bytes())
+        batch = source / "reference.safetensors"
+        self.assertSameBits(self.gradients(folder, batch, *FLOAT32), self.gradients(source, batch, *FLOAT32))
+        save_file({**tensors, "transformer.wte.weight": tensors["wte.weight"].clone()}, folder / "model.safetensors")
+        self.assertIn("'transformer.wte.weight' and 'wte.weight'", self.run_tessera(
+            "gradients", "--model", folder, "--batch", batch, "--out", "x.safetensors", code=2))
+
+    def test_a_trained_checkpoint_gives_transformers_the_same_logits(self):
+        source = DATA / "gpt2-mixed"
+        batch = source / "reference.safetensors"
+        checkpoint = self.train(f'path = "{source}"', f'"{batch}"', *FLOAT32)
+        self.run_tessera("convert", checkpoint, "out", "--dtype", "float32")
+        ours = self.gradients(checkpoint, batch, *FLOAT32)
+        self.assertSameBits(self.gradients(self.folder / "out", batch, *FLOAT32), ours)
+        found = self.logits_of_transformers(self.folder / "out", load_file(batch)["input_ids"])
+        self.assertLess((found - ours["logits"]).abs().max(), LOGITS_BOUND)
+        words = ("--prompt-tokens", "5,6,7", "--max-new-tokens", "8")
+        self.assertEqual(self.run_tessera("generate", "--model", checkpoint, *words),
+                         self.run_tessera("generate", "--model", "out", *words))
 
 
 if __name__ == "__main__":

@@ -171,13 +171,12 @@ std::string error_of_training(const std::filesystem::path& batch) {
 
 TEST(GoldenErrors, BatchWithoutAKeptLabelIsNamed) {
   const auto path = batches([](const std::string& name, std::int64_t* values, std::int64_t count) {
-    if (name == "labels") std::fill(values, values + count, -100);
-    if (name == "steps/labels") std::fill(values + 2 * count / 5, values + 3 * count / 5, -100);
+    if (name.ends_with("labels")) std::fill(values, values + count, -100);
   });
   EXPECT_THAT(error_of_gradients(path),
               AllOf(HasSubstr(path.string()), HasSubstr("no kept label")));
   EXPECT_THAT(error_of_training(path),
-              AllOf(HasSubstr(path.string()), HasSubstr("no kept label"), HasSubstr("step 3")));
+              AllOf(HasSubstr(path.string()), HasSubstr("no kept label in steps/labels")));
 }
 
 TEST(GoldenErrors, TokenOutsideTheVocabularyIsNamedWithItsPlace) {

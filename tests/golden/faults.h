@@ -13,6 +13,8 @@ namespace tessera::golden {
 inline constexpr const char* kQwen = "qwen3-moe-fp32";
 inline constexpr const char* kGptOss = "gpt-oss-fp32";
 inline constexpr const char* kDeepseek = "deepseek-v2-fp32";
+inline constexpr const char* kSigmoid = "deepseek-v3-fp32";
+inline constexpr const char* kLlama4 = "llama4-text-fp32";
 inline constexpr const char* kGemma = "gemma4-fp32";
 
 enum class CaughtBy : std::uint8_t {

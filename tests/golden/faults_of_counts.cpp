@@ -95,6 +95,10 @@ std::vector<Fault> faults_of_counts() {
       {"CountsNotSummedOverTp", "Each tp rank balances by the tokens of its own shards",
        "torchtitan #4154", kQwen, lent, counts_over_dp_alone(), CaughtBy::kBias, "mlp.expert_bias",
        Setting::kBalance, true},
+      {"StoredBiasByCountsOfOneRank",
+       "Each tp rank moves a stored bias by the tokens of its own shards", "torchtitan #4154",
+       kSigmoid, lent, counts_over_dp_alone(), CaughtBy::kBias, "mlp.gate.e_score_correction_bias",
+       Setting::kBalance, true},
       {"CountsOfTheLastMicroBatch", "A micro-batch's counts overwrite those of the one before",
        "next to torchtitan #1304", kQwen, all,
        counts_of_layers([](int met, const Transition& of, const at::Tensor& counts) {

@@ -187,6 +187,14 @@ std::vector<Fault> inside_experts() {
                      return is_tokens(grad) ? back : at::zeros_like(back);
                    }),
        CaughtBy::kGradients, "mlp.gate.weight"},
+      {"SigmoidsWithoutGradient", "The routed sigmoids go through an operation without backward",
+       "next to NeMo Automodel #2995", kSigmoid, all,
+       backward_of(kSlice,
+                   [](const Transition& of, const at::Tensor& grad) {
+                     const at::Tensor back = of.backward(grad);
+                     return is_tokens(grad) ? back : at::zeros_like(back);
+                   }),
+       CaughtBy::kGradients, "mlp.gate.weight"},
       {"ExpertsCountEveryRankOfTp",
        "Every tp rank sends all tokens to experts, which count them all", "NeMo Automodel #2995",
        kQwen, lent, forward_of(kSlice, as_it_is), CaughtBy::kTransition,
@@ -211,6 +219,10 @@ std::vector<Fault> inside_experts() {
       {"RowsReducedBeforeScores", "The routed rows' gradient is summed inside, before the scores'",
        "torchtitan #1878", kQwen, spread, rows_summed_before_scores(), CaughtBy::kGradients,
        "mlp.gate.weight", Setting::kScoresBefore, true},
+      {"InputsReducedBeforeTheirScores",
+       "The gradient of an expert's scaled input is summed before it reaches the score",
+       "torchtitan #2416", kLlama4, spread, rows_summed_before_scores(), CaughtBy::kGradients,
+       "feed_forward.router.weight", Setting::kPlain, true},
   };
 }
 

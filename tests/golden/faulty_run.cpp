@@ -12,6 +12,7 @@
 #include "base/test_hooks.h"
 #include "dist/ranks.h"
 #include "golden/model_folder.h"
+#include "models/expert_bias.h"
 #include "nn/parameter.h"
 #include "tessera/clip.h"
 #include "tessera/error.h"
@@ -115,7 +116,7 @@ class RankOfStep {
     train::balance_experts(model, source_, loss.chosen, config_.model.load_balance_coeff);
     for (const BufferView& view : model.buffers()) {
       const std::string& name = view.contract->name;
-      if (name.ends_with(".expert_bias")) biases[name] = view.tensor.clone();
+      if (models::HasExpertBias::is_name(name)) biases[name] = view.tensor.clone();
     }
     return biases;
   }

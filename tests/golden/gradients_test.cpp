@@ -130,6 +130,8 @@ INSTANTIATE_TEST_SUITE_P(DeepseekV2, GoldenGradients, ::testing::ValuesIn(kDeeps
                          [](const auto& each) { return test_name(each.param); });
 INSTANTIATE_TEST_SUITE_P(Gemma4, GoldenGradients, ::testing::ValuesIn(kGemmaFolders),
                          [](const auto& each) { return test_name(each.param); });
+INSTANTIATE_TEST_SUITE_P(SharedExperts, GoldenGradients, ::testing::ValuesIn(kSharedExpertFolders),
+                         [](const auto& each) { return test_name(each.param); });
 INSTANTIATE_TEST_SUITE_P(Moe, GoldenGradients, ::testing::ValuesIn(kMoeFolders),
                          [](const auto& each) { return test_name(each.param); });
 

@@ -22,7 +22,7 @@ namespace tessera::golden {
 namespace {
 
 constexpr const char* kTiedNames[] = {"model.embed_tokens.weight",
-                                      "model.language_model.embed_tokens.weight"};
+                                      "model.language_model.embed_tokens.weight", "wte.weight"};
 
 /// Step lines of runs are not what a test says.
 class QuietOutput {

@@ -104,7 +104,9 @@ TEST_P(LoraLayouts, GradientsOfAdaptersAreThoseOfOneRank) {
 
 INSTANTIATE_TEST_SUITE_P(Families, LoraLayouts,
                          ::testing::Values("llama-fp32", "qwen3-moe-fp32", "gpt-oss-fp32",
-                                           "deepseek-v2-fp32", "gemma4-fp32"),
+                                           "deepseek-v2-fp32", "glm4-moe-fp32", "llama4-text-fp32",
+                                           "gemma4-fp32", "mixtral-fp32", "olmo2-fp32",
+                                           "gemma3-text-fp32"),
                          [](const auto& each) { return test_name(each.param); });
 
 TEST(LoraLayoutRefusals, ExpertsAndRoutersHaveNoAdapters) {

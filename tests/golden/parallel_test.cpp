@@ -35,7 +35,7 @@ class GoldenParallel : public ::testing::TestWithParam<std::string> {
   std::int64_t heads() const {
     const auto config = nlohmann::json::parse(read_text(data_folder(GetParam()) / "config.json"));
     const auto& text = config.contains("text_config") ? config.at("text_config") : config;
-    return text.at("num_attention_heads");
+    return text.contains("n_head") ? text.at("n_head") : text.at("num_attention_heads");
   }
   Experts experts() const {
     const bool some = std::ranges::any_of(reference().gradients(), [](const auto& each) {
@@ -65,6 +65,7 @@ std::vector<std::string> folders() {
   std::vector<std::string> all(kFolders);
   const auto with_experts = folders_with_experts();
   all.insert(all.end(), with_experts.begin(), with_experts.end());
+  all.insert(all.end(), kGpt2Folders.begin(), kGpt2Folders.end());
   return all;
 }
 

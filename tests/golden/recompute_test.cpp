@@ -62,9 +62,13 @@ TEST_P(GoldenRecompute, TrainingHasTheBitsOfModeNone) {
 
 INSTANTIATE_TEST_SUITE_P(Dense, GoldenRecompute, ::testing::ValuesIn(kFolders),
                          [](const auto& each) { return test_name(each.param); });
+INSTANTIATE_TEST_SUITE_P(Gpt2, GoldenRecompute, ::testing::ValuesIn(kGpt2Folders),
+                         [](const auto& each) { return test_name(each.param); });
 INSTANTIATE_TEST_SUITE_P(Gemma4, GoldenRecompute, ::testing::ValuesIn(kGemmaFolders),
                          [](const auto& each) { return test_name(each.param); });
 INSTANTIATE_TEST_SUITE_P(DeepseekV2, GoldenRecompute, ::testing::ValuesIn(kDeepseekFolders),
+                         [](const auto& each) { return test_name(each.param); });
+INSTANTIATE_TEST_SUITE_P(SharedExperts, GoldenRecompute, ::testing::ValuesIn(kSharedExpertFolders),
                          [](const auto& each) { return test_name(each.param); });
 INSTANTIATE_TEST_SUITE_P(Moe, GoldenRecompute, ::testing::ValuesIn(kMoeFolders),
                          [](const auto& each) { return test_name(each.param); });

@@ -64,6 +64,7 @@ Reference::Reference(const std::string& name)
   }
   const SafetensorsFile model(data_folder(name) / "model.safetensors");
   for (const TensorInfo& info : model.header().tensors) {
+    if (info.name.ends_with(".attn.bias")) continue;
     parameters_[info.name] = read_tensor(model, info.name);
   }
   unpack_blocks(parameters_);
@@ -109,6 +110,7 @@ double Reference::bfloat16_bound() const {
 std::vector<std::string> folders_with_experts() {
   std::vector<std::string> all(kMoeFolders);
   all.insert(all.end(), kDeepseekFolders.begin(), kDeepseekFolders.end());
+  all.insert(all.end(), kSharedExpertFolders.begin(), kSharedExpertFolders.end());
   all.insert(all.end(), kGemmaFolders.begin(), kGemmaFolders.end());
   return all;
 }

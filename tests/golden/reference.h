@@ -41,7 +41,7 @@ class Reference {
   /// Every "grad/NAME" by NAME.
   const Tensors& gradients() const { return gradients_; }
   /// Every parameter of the checkpoint, widened to fp32; MXFP4 blocks unpacked, under their
-  /// parameter's name.
+  /// parameter's name. Stored causal masks (GPT-2's) are none.
   const Tensors& parameters() const { return parameters_; }
   std::vector<double> step_losses(const std::string& optimizer) const;
   Tied tied() const { return parameters_.contains("lm_head.weight") ? Tied::kNo : Tied::kYes; }
@@ -66,22 +66,32 @@ class Reference {
 };
 
 /// The folders of dense models.
-inline const std::vector<std::string> kFolders{"qwen3-fp32",   "qwen3-mixed",  "llama-fp32",
-                                               "llama-mixed",  "qwen2-fp32",   "qwen2-mixed",
-                                               "mistral-fp32", "mistral-mixed"};
+inline const std::vector<std::string> kFolders{
+    "qwen3-fp32", "qwen3-mixed", "llama-fp32",       "llama-mixed",
+    "qwen2-fp32", "qwen2-mixed", "mistral-fp32",     "mistral-mixed",
+    "olmo2-fp32", "olmo2-mixed", "gemma3-text-fp32", "gemma3-text-mixed"};
+
+/// Dense ones whose tensors have other names.
+inline const std::vector<std::string> kGpt2Folders{"gpt2-fp32", "gpt2-mixed"};
 
 /// Those of models with images and a mixture of experts.
 inline const std::vector<std::string> kGemmaFolders{"gemma4-fp32", "gemma4-mixed"};
 
 /// Those with a mixture of experts in the place of the MLP, and an auxiliary loss.
-inline const std::vector<std::string> kMoeFolders{"gpt-oss-fp32", "gpt-oss-mixed", "gpt-oss-mxfp4",
-                                                  "qwen3-moe-fp32", "qwen3-moe-mixed"};
+inline const std::vector<std::string> kMoeFolders{
+    "gpt-oss-fp32",    "gpt-oss-mixed", "gpt-oss-mxfp4", "qwen3-moe-fp32",
+    "qwen3-moe-mixed", "mixtral-fp32",  "mixtral-mixed"};
 
 /// Those with latent attention and a mixture of experts, each of which is a tensor of the files.
 inline const std::vector<std::string> kDeepseekFolders{
-    "deepseek-v2-fp32", "deepseek-v2-mixed", "deepseek-v2-group-fp32", "deepseek-v2-group-mixed"};
+    "deepseek-v2-fp32",        "deepseek-v2-mixed", "deepseek-v2-group-fp32",
+    "deepseek-v2-group-mixed", "deepseek-v3-fp32",  "deepseek-v3-mixed"};
 
-/// Those of the three lists above.
+/// Those with a mixture of experts and shared ones beside, without an auxiliary loss.
+inline const std::vector<std::string> kSharedExpertFolders{"glm4-moe-fp32", "glm4-moe-mixed",
+                                                           "llama4-text-fp32", "llama4-text-mixed"};
+
+/// Those of the lists above that have experts.
 std::vector<std::string> folders_with_experts();
 
 /// "qwen3_fp32": what GoogleTest allows in names.

@@ -1,16 +1,13 @@
 #!/usr/bin/env python3
 """tools/tokenize.py: its files against the tokenizer itself, and a training run on them.
 
-Run by ctest with TESSERA_PROGRAM; leaves with 77 (skipped) where `tokenizers` or `transformers` is
-missing, as with TESSERA_TORCH.
+Run by ctest with TESSERA_PROGRAM; leaves with 77 (skipped) where `tokenizers`, `transformers` or
+`pyarrow` is missing, as with TESSERA_TORCH.
 """
 
-import contextlib
-import io
 import json
 import os
 import pathlib
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -19,14 +16,18 @@ import unittest.mock
 
 try:
     import numpy
+    import pyarrow
+    import pyarrow.parquet
     import tokenizers
     import transformers  # noqa: F401
 except ImportError as missing:
     print(f"skipped: {missing}")
     sys.exit(77)
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-TOOL = ROOT / "tools/tokenize.py"
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
+from python_tool import TOOLS, run_tool  # noqa: E402
+
+TOOL = TOOLS / "tokenize.py"
 END = "<|end|>"
 # As most published templates are: no marks, a prompt for the answer, an end of turn.
 PLAIN_TEMPLATE = ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|turn|>\n{% endfor %}"
@@ -82,24 +83,7 @@ class Tokenize(unittest.TestCase):
         self.made.cleanup()
 
     def run_tool(self, *words, ok=True):
-        """As the command does it, in this process: importing transformers takes seconds."""
-        out, err, before = io.StringIO(), io.StringIO(), (sys.argv, sys.path[:], os.getcwd())
-        sys.argv = [str(TOOL), "--model", str(self.folder / "model"), *map(str, words)]
-        sys.path.insert(0, str(TOOL.parent))  # as Python does for a script
-        os.chdir(self.folder)
-        try:
-            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-                runpy.run_path(str(TOOL), run_name="__main__")
-        except SystemExit as error:
-            self.assertFalse(ok, err.getvalue())
-            self.assertEqual(error.code, 2)
-            self.assertRegex(err.getvalue(), r"\Atokenize: [^\n]+\n\Z")
-            return err.getvalue()
-        finally:
-            sys.argv, sys.path[:] = before[0], before[1]
-            os.chdir(before[2])
-        self.assertTrue(ok, "was not refused")
-        return out.getvalue()
+        return run_tool(self, "tokenize.py", self.folder, "--model", self.folder / "model", *words, ok=ok)
 
     def read(self, name="out"):
         about = json.loads((self.folder / f"{name}.json").read_text())
@@ -145,6 +129,94 @@ class Tokenize(unittest.TestCase):
                               capture_output=True, text=True, check=False)
         self.assertEqual(bare.returncode, 2)
         self.assertRegex(bare.stderr, r"\Atokenize: found no package tokenizers [^\n]+\n\Z")
+
+    def test_lines_and_rows_are_documents(self):
+        texts = ["the cat", "", "na\u00efve \u4e2d\u6587\nsat", "x1"]
+        (self.folder / "a.jsonl").write_text("".join(json.dumps({"text": text, "n": 1}) + "\n\n" for text in texts))
+        (self.folder / "b.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+        pyarrow.parquet.write_table(pyarrow.table({"n": [1] * 4, "body": texts}), self.folder / "c.parquet",
+                                    row_group_size=3)
+        several = self.folder / "several"
+        several.mkdir()
+        (several / "1.txt").write_text(texts[0])
+        (several / "2.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[1:]))
+        expected, ends = [], []
+        for text in texts:
+            expected += self.ids_of(text) + [self.end]
+            ends.append(len(expected))
+        for words in (["a.jsonl"], ["b.jsonl"], ["--field", "body", "c.parquet"], ["several"]):
+            self.run_tool("--out", "out", *words)
+            self.assertEqual(self.read()[1], expected, words)
+            self.assertEqual(self.ends(), ends)
+        self.run_tool("--out", "out", "--no-eos", "a.jsonl")
+        without = [end - 1 - i for i, end in enumerate(ends)]
+        self.assertEqual(self.ends(), [without[0], *without[2:]])  # the second is empty
+
+    def ends(self):
+        return numpy.fromfile(self.folder / "out.docs.bin", dtype="<u8").tolist()
+
+    def test_rows_of_a_table_are_conversations(self):
+        talks = [TALK, TALK[:2], [{**TALK[0], "tool_calls": [{"name": "f", "arguments": "{}"}]}, TALK[1]]]
+        pyarrow.parquet.write_table(pyarrow.table({"messages": talks}), self.folder / "talks.parquet")
+        self.run_tool("--out", "rows", "--chat", "talks.parquet")
+        self.write_talks(*talks)
+        self.run_tool("--out", "lines", "--chat", "talks.jsonl")
+        (self.folder / "lines").mkdir()
+        (self.folder / "talks.parquet").rename(self.folder / "lines/talks.parquet")
+        self.run_tool("--out", "folder", "--chat", "lines")
+        for ending in ("bin", "json", "mask.bin", "labels.bin", "docs.bin"):
+            content = (self.folder / f"lines.{ending}").read_bytes()
+            self.assertEqual((self.folder / f"rows.{ending}").read_bytes(), content, ending)
+            self.assertEqual((self.folder / f"folder.{ending}").read_bytes(), content, ending)
+
+    def test_tables_that_cannot_be_read_are_refused(self):
+        texts = [some_text(20 + i) for i in range(400)]
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), self.folder / "whole.parquet", row_group_size=100)
+        whole = (self.folder / "whole.parquet").read_bytes()
+        torn = bytearray(whole)
+        torn[len(whole) // 2:len(whole) // 2 + 400] = bytes(400)  # its head and its end are as they were
+        for content in (whole[:-1], whole[:len(whole) // 2], b"", b"text\n", bytes(torn)):
+            (self.folder / "torn.parquet").write_bytes(content)
+            self.assertIn("torn.parquet: found no whole parquet file",
+                          self.run_tool("--out", "out", "torn.parquet", ok=False))
+        self.assertIn("whole.parquet: found the columns text, expected one of the name messages",
+                      self.run_tool("--out", "out", "--chat", "whole.parquet", ok=False))
+        self.assertIn("nope.parquet: No such file", self.run_tool("--out", "out", "nope.parquet", ok=False))
+        pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None]}), self.folder / "null.parquet")
+        self.assertIn("null.parquet: row 2: found no text in the field text",
+                      self.run_tool("--out", "out", "null.parquet", ok=False))
+        (self.folder / "a.jsonl").write_text('{"text": "a"}\n{"body": "a"}\n')
+        self.assertIn("a.jsonl:2: found no text in the field text", self.run_tool("--out", "out", "a.jsonl", ok=False))
+        (self.folder / "a.jsonl").write_text('{"text": "a"}\n{"text": "\\ud800"}\n')
+        self.assertIn("a.jsonl:2: found half of a surrogate", self.run_tool("--out", "out", "a.jsonl", ok=False))
+        self.assertEqual(list(self.folder.glob("out*")), [])
+        with unittest.mock.patch.dict(sys.modules, {"pyarrow": None, "pyarrow.parquet": None}):
+            self.assertIn("-m pip install pyarrow", self.run_tool("--out", "out", "whole.parquet", ok=False))
+
+    def test_the_index_counts_labels_to_the_end_of_each_block(self):
+        tokens = 0
+        for times in (1, 150, 600):
+            self.write_talks(*[TALK] * times)
+            self.run_tool("--out", "out", "--chat", "talks.jsonl")
+            mask = numpy.fromfile(self.folder / "out.mask.bin", dtype="u1") != 0
+            index = numpy.fromfile(self.folder / "out.labels.bin", dtype="<u8").tolist()
+            blocks = range(0, len(mask), 4096)
+            self.assertEqual(index, [len(mask)] + [int(mask[:begin + 4096].sum()) for begin in blocks])
+            self.assertEqual(self.ends(), [len(mask) // times * (i + 1) for i in range(times)])
+            tokens = len(mask)
+        self.assertGreater(tokens, 3 * 4096)
+        self.run_tool("--out", "out", "--chat", "--no-eos", "talks.jsonl")  # a longer file was here before
+        self.assertEqual(numpy.fromfile(self.folder / "out.labels.bin", dtype="<u8")[0], self.read()[0]["num_tokens"])
+
+    def test_the_end_of_a_document_is_that_of_texts_not_of_turns(self):
+        (self.folder / "a.txt").write_text("the")
+        about = self.folder / "model/tokenizer_config.json"
+        for eos, words, expected in (("<|turn|>", [], "<|turn|>"), (END, [], END), (END, ["--eos", "<|turn|>"], "<|turn|>")):
+            about.write_text(json.dumps({"eos_token": eos}))
+            said = self.run_tool("--out", "out", *words, "a.txt")
+            self.assertEqual(self.read()[1][-1], self.tokenizer.token_to_id(expected))
+            self.assertIn(f"'{expected}' ({'--eos' if words else 'eos_token of tokenizer_config.json'})", said)
+        self.assertIn("end of a document: none (--no-eos)", self.run_tool("--out", "out", "--no-eos", "a.txt"))
 
     def test_windows_give_the_tokens_of_the_whole(self):
         text = some_text(600)
@@ -219,8 +291,14 @@ class Tokenize(unittest.TestCase):
                 (["--decode", "4294967296"], "found the id 4294967296")):
             self.assertIn(says, self.run_tool(*words, ok=False), words)
         self.assertEqual(list(self.folder.glob("out*")), [])
-        for name, text in (("config.json", "{"), ("config.json", "[]"), ("config.json", '{"eos_token_id": -1}'),
-                           ("tokenizer.json", "{}")):
+        for name, text in (("tokenizer_config.json", "{"), ("tokenizer_config.json", "{}"), ("config.json", "{"),
+                           ("config.json", "[]"), ("config.json", '{"eos_token_id": -1}'), ("config.json", "{}"),
+                           ("config.json", '{"eos_token_id": [1, 2]}'), ("tokenizer.json", "{}")):
+            if text == "{}" and name == "tokenizer_config.json":
+                (self.folder / "model" / name).write_text(text)
+                self.run_tool("--out", "out", "a.txt")  # config.json has one
+                (self.folder / "out.bin").unlink()
+                continue
             (self.folder / "model" / name).write_text(text)
             self.assertIn(name, self.run_tool("--out", "out", "a.txt", ok=False), text)
         (self.folder / "model/tokenizer.json").unlink()
@@ -261,7 +339,7 @@ class Tokenize(unittest.TestCase):
         self.write_talks(TALK[:2], TALK)
         self.assertIn("talks.jsonl:2: the chat template writes earlier turns anew",
                       self.run_tool("--out", "out", "--chat", "--chat-template", template, "talks.jsonl", ok=False))
-        for line, says in (("{", "talks.jsonl:1"), ("[]", "expected a list"), ("", "no conversation"),
+        for line, says in (("{", "talks.jsonl:1"), ("[]", "expected a list"), ("", "found no document"),
                            ("[" * 100_000, "talks.jsonl:1"),
                            ('[{"role": "user", "content": "x"}]', "nothing to train on"),
                            ('[{"role": "assistant", "content": "x"}]', "found an answer first"),
@@ -276,6 +354,8 @@ class Tokenize(unittest.TestCase):
         (self.folder / "a.txt").write_text("the cat")
         self.run_tool("--out", "out", "a.txt")
         self.assertFalse((self.folder / "out.mask.bin").exists())
+        self.assertFalse((self.folder / "out.labels.bin").exists())
+        self.assertEqual(self.ends(), [self.read()[0]["num_tokens"]])
 
     def test_tessera_trains_on_the_result(self):
         self.write_talks(*[TALK] * 20)

@@ -118,8 +118,20 @@ INSTANTIATE_TEST_SUITE_P(Dense, GoldenTraining,
                                                               OptimizerKind::kAdamW)),
                          case_name);
 
+INSTANTIATE_TEST_SUITE_P(Gpt2, GoldenTraining,
+                         ::testing::Combine(::testing::ValuesIn(kGpt2Folders),
+                                            ::testing::Values(OptimizerKind::kSgd,
+                                                              OptimizerKind::kAdamW)),
+                         case_name);
+
 INSTANTIATE_TEST_SUITE_P(Moe, GoldenTraining,
                          ::testing::Combine(::testing::ValuesIn(kMoeFolders),
+                                            ::testing::Values(OptimizerKind::kSgd,
+                                                              OptimizerKind::kAdamW)),
+                         case_name);
+
+INSTANTIATE_TEST_SUITE_P(SharedExperts, GoldenTraining,
+                         ::testing::Combine(::testing::ValuesIn(kSharedExpertFolders),
                                             ::testing::Values(OptimizerKind::kSgd,
                                                               OptimizerKind::kAdamW)),
                          case_name);

@@ -79,7 +79,8 @@ std::string test_name(const testing::TestParamInfo<std::string>& info) {
 INSTANTIATE_TEST_SUITE_P(Families, ModelsOnCard,
                          testing::Values("qwen3-fp32", "llama-fp32", "qwen2-fp32", "mistral-fp32",
                                          "qwen3-moe-fp32", "gpt-oss-fp32", "deepseek-v2-fp32",
-                                         "deepseek-v2-group-fp32"),
+                                         "deepseek-v2-group-fp32", "mixtral-fp32", "olmo2-fp32",
+                                         "gemma3-text-fp32"),
                          test_name);
 
 }  // namespace

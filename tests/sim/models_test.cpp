@@ -94,12 +94,15 @@ std::string test_name(const ::testing::TestParamInfo<std::string>& info) {
   return name;
 }
 
-const std::vector<std::string> kDense{"qwen3-fp32", "qwen3-mixed", "llama-fp32",   "llama-mixed",
-                                      "qwen2-fp32", "qwen2-mixed", "mistral-fp32", "mistral-mixed"};
+const std::vector<std::string> kDense{"qwen3-fp32",   "qwen3-mixed",      "llama-fp32",
+                                      "llama-mixed",  "qwen2-fp32",       "qwen2-mixed",
+                                      "mistral-fp32", "mistral-mixed",    "olmo2-fp32",
+                                      "olmo2-mixed",  "gemma3-text-fp32", "gemma3-text-mixed"};
 
 const std::vector<std::string> kWithExperts{
     "qwen3-moe-fp32",   "qwen3-moe-mixed",   "gpt-oss-fp32",           "gpt-oss-mixed",
-    "deepseek-v2-fp32", "deepseek-v2-mixed", "deepseek-v2-group-fp32", "deepseek-v2-group-mixed"};
+    "deepseek-v2-fp32", "deepseek-v2-mixed", "deepseek-v2-group-fp32", "deepseek-v2-group-mixed",
+    "mixtral-fp32",     "mixtral-mixed"};
 
 INSTANTIATE_TEST_SUITE_P(Experts, ModelsOnDevices, ::testing::ValuesIn(kWithExperts), test_name);
 INSTANTIATE_TEST_SUITE_P(Dense, ModelsOnDevices, ::testing::ValuesIn(kDense), test_name);

@@ -3,8 +3,10 @@
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <sys/mman.h>
 
 #include <algorithm>
+#include <new>
 #include <utility>
 
 #include "kernels/results.h"
@@ -13,8 +15,16 @@
 namespace tessera::capture {
 namespace {
 
+/// Straight from the system: a block is large and stays. On the heap it would lie amid what eager
+/// calls give back, which then fits nothing.
 at::Tensor bytes(std::int64_t count) {
-  return at::empty({count}, at::TensorOptions().dtype(at::kByte));
+  const auto length = static_cast<std::size_t>(count);
+  void* memory =
+      ::mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  return at::from_blob(
+      memory, {count}, [length](void* block) { ::munmap(block, length); },
+      at::TensorOptions().dtype(at::kByte));
 }
 
 /// A storage of that size that is nowhere yet.

@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <ATen/SequenceNumber.h>
 #include <c10/core/GradMode.h>
+#include <malloc.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
@@ -12,6 +13,7 @@
 #include <algorithm>
 #include <exception>
 #include <functional>
+#include <span>
 #include <unordered_set>
 #include <utility>
 
@@ -142,15 +144,29 @@ void switch_off(Region& region, Variant& variant, const std::string& why) {
   region.say_once(why);
 }
 
+/// It has no memory to lay out, but its comparison would hold what it gives and its weight's gradient
+/// twice: of a head these are the largest of a model.
+bool is_one_product(const Program& program) {
+  const auto forward = std::span(program.steps).first(program.forward_steps);
+  const auto calls = std::ranges::count_if(forward, [](const ProgramStep& step) {
+    return step.call && step.call->form != ProgramCall::Form::kNothing;
+  });
+  return calls == 1 && std::ranges::any_of(program.steps, [](const ProgramStep& step) {
+           return step.call && step.call->direct;
+         });
+}
+
 /// The first tape makes the program; a later one is compared with it.
 void end_recording(Region& region, Variant& variant, const std::shared_ptr<Tape>& tape,
                    const TapeEnds& ends) {
+  tape->close();
   if (!tape->refused().empty()) return switch_off(region, variant, tape->refused());
   if (variant.tape == nullptr) {
     auto program = std::make_shared<Program>();
     if (const auto why = make_program(*tape, ends, *program); !why.empty()) {
       return switch_off(region, variant, why);
     }
+    if (is_one_product(*program)) return switch_off(region, variant, "a product alone");
     variant.tape = tape;
     variant.program = std::move(program);
     return;
@@ -161,10 +177,25 @@ void end_recording(Region& region, Variant& variant, const std::shared_ptr<Tape>
   ++variant.compared;
 }
 
-/// What `run` gives, while `tape` records it.
-variable_list recorded(Tape& tape, const std::function<variable_list()>& run) {
-  const TapeScope scope(tape);
-  return run();
+/// What is free goes back to the system. Calls that are recorded leave small pieces on the heap for
+/// good, between which what eager calls took no longer fits as it did: others would be taken beside it.
+void trim_heap() { ::malloc_trim(0); }
+
+/// What `run` gives, while `tape` records it. What no operation writes, and yet is another afterwards,
+/// the body has changed through a pointer: a replay would not.
+variable_list recorded(const Variant& variant, Tape& tape,
+                       const std::function<variable_list()>& run) {
+  const auto outside = [&] {
+    return variant.tape == nullptr ? std::vector<Hash128>() : bits_of_outside(*variant.tape);
+  };
+  const auto before = outside();
+  variable_list results;
+  {
+    const TapeScope scope(tape);
+    results = run();
+  }
+  if (outside() != before) tape.refuse("memory from outside that a call changes by no operation");
+  return results;
 }
 
 /// An argument that is read as what it is inside, too, would take that one's place in the program.
@@ -239,7 +270,7 @@ void compare_forward(const Region& region, const std::shared_ptr<Variant>& varia
   // What differs in its operations is said when the whole was recorded.
   if (variant->tape == nullptr || !tape.refused().empty()) return;
   if (!difference_of(*variant->tape, tape).empty()) return;
-  const auto entry = region.take_entry(variant);
+  const auto entry = region.entry_to_compare(*variant);
   Comparison comparison(tape, *entry);
   entry->forward(inputs, comparison.seen());
   if (!comparison.difference().empty()) tape.refuse(comparison.difference());
@@ -251,7 +282,7 @@ void compare_backward(const Region& region, const std::shared_ptr<Variant>& vari
                       const variable_list& inputs, const variable_list& grads) {
   if (variant->tape == nullptr || !tape.refused().empty()) return;
   if (!difference_of(*variant->tape, tape).empty()) return;
-  const auto entry = region.take_entry(variant);
+  const auto entry = region.entry_to_compare(*variant);
   entry->forward(inputs);
   Comparison comparison(tape, *entry);
   entry->backward(grads, LiveEntry::Gradients::kLeft, comparison.seen());
@@ -332,7 +363,7 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
     {
       const at::AutoGradMode grad(true);
       const auto begin = at::sequence_number::peek();
-      call.results = recorded(*call.tape, [&] { return call.body(call.inputs); });
+      call.results = recorded(*call.variant, *call.tape, [&] { return call.body(call.inputs); });
       call.leads_out = leads_out(call.results, begin);
       if (!call.leads_out.empty()) return {};
     }
@@ -348,6 +379,7 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
     }
     compare_forward(*call.region, call.variant, *call.tape, call.all_inputs());
     call.tape->drop_values();
+    trim_heap();
     return handed_out(context, call);
   }
 
@@ -364,15 +396,21 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
       ++call.region->calls().eager["other gradients than were recorded"];
       return backward_inside(call, grads);
     }
+    if (!tape->refused().empty()) {
+      // As eager as ever, so that slots are lent again.
+      switch_off(*call.region, variant, tape->refused());
+      return backward_inside(call, grads);
+    }
     tape->begin_backward();
     tape->add(MemoryKind::kGradient, grads);
     call.ends.gradients = tape->values_of(grads);
-    const auto of_inputs = recorded(*tape, [&] { return backward_inside(call, grads); });
+    const auto of_inputs = recorded(variant, *tape, [&] { return backward_inside(call, grads); });
     call.ends.input_gradients = tape->values_of(of_inputs);
     if (variant.tape == nullptr) variant.gradients = alike_of(grads);
     compare_backward(*call.region, call.variant, *tape, call.all_inputs(), grads);
     tape->drop_values();
     end_recording(*call.region, variant, tape, call.ends);
+    trim_heap();
     return of_inputs;
   }
 
@@ -480,7 +518,7 @@ std::vector<at::Tensor> call_without(Region& region, const std::shared_ptr<Varia
   tape->add(MemoryKind::kInput, inputs);
   ends.inputs = tape->values_of(inputs);
   ends.arguments = inputs.size();
-  const auto outputs = recorded(*tape, [&] { return body(inputs); });
+  const auto outputs = recorded(variant, *tape, [&] { return body(inputs); });
   variant.results = outputs.size();
   variable_list all = outputs;
   all.insert(all.end(), tape->kept_results().begin(), tape->kept_results().end());

@@ -71,6 +71,10 @@ std::shared_ptr<LiveEntry> Region::take_entry(const std::shared_ptr<Variant>& va
           }};
 }
 
+std::shared_ptr<LiveEntry> Region::entry_to_compare(const Variant& variant) const {
+  return std::make_shared<LiveEntry>(variant.program, shared_->scratch);
+}
+
 /// The sink's is one of the whole model: any leaf knows it.
 bool Region::defers_weight_gradients() const {
   for (const auto& parameter : parameters_) {

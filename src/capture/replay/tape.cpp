@@ -246,6 +246,16 @@ Hash128 bits_of(const at::Tensor& tensor) {
   return Hash128Stream().add(std::span(bytes, values.nbytes())).digest();
 }
 
+std::vector<Hash128> bits_of_outside(const Tape& tape) {
+  std::vector<Hash128> all;
+  for (const auto& memory : tape.memories()) {
+    if (memory.kind != MemoryKind::kOutside) continue;
+    const auto* first = static_cast<const std::byte*>(memory.outside.data());
+    all.push_back(Hash128Stream().add(std::span(first, memory.outside.nbytes())).digest());
+  }
+  return all;
+}
+
 std::vector<Tape::Seen> Tape::seen_in(c10::ArrayRef<c10::IValue> values) {
   std::vector<Seen> all;
   const auto see = [&](const at::Tensor& tensor) {

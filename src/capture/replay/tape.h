@@ -122,6 +122,14 @@ class Tape : public grad::Recording {
     kept_results_.clear();
   }
 
+  /// Nothing more is recorded: addresses need no names any more. Small pieces that stay on the heap keep
+  /// large ones from growing together again.
+  void close() {
+    known_ = {};
+    by_hash_ = {};
+    names_ = {};
+  }
+
   /// Why it can not be replayed; empty: it can.
   const std::string& refused() const { return refused_; }
 
@@ -185,6 +193,9 @@ std::string difference_of(const Tape& before, const Tape& now);
 
 /// Of all elements in their order.
 Hash128 bits_of(const at::Tensor& tensor);
+
+/// Of each memory from outside, whole.
+std::vector<Hash128> bits_of_outside(const Tape& tape);
 
 /// Not undefined, nor a number that stands where a tensor may: its own value is all that one is.
 bool is_value(const at::Tensor& tensor);

@@ -67,7 +67,7 @@ at::Tensor Gemma4Attention::attend(const at::Tensor& x, const Gemma4Seen& seen) 
 }
 
 Gemma4Router::Gemma4Router(const ModelSpec& spec, const nn::TensorRegion& region)
-    : HasExpertBias(spec.moe->num_experts), moe_(*spec.moe), eps_(spec.rms_norm_eps) {
+    : HasExpertBias(*spec.moe), moe_(*spec.moe), eps_(spec.rms_norm_eps) {
   proj_ = nn::add_projection(
       *this, "proj",
       {spec.hidden_size, moe_.num_experts, nn::WeightName::kOwn, nn::inside(region)});

@@ -82,7 +82,7 @@ void check_layers(const ModelSpec& spec) {
     check_key_value_heads(concat("text_config num_key_value_heads of layer ", i),
                           layer.num_key_value_heads, spec.num_attention_heads);
     check_head_dim(concat("text_config head_dim of layer ", i), layer.head_dim);
-    auto& expected = head_dims[static_cast<std::size_t>(layer.type)];
+    auto& expected = head_dims[layer.type == LayerType::kFull ? 1 : 0];
     TESSERA_CHECK(!expected || *expected == layer.head_dim, ErrorKind::kConfig,
                   "config.json text_config head_dim of layer ", i, ": found ", layer.head_dim,
                   ", expected ", expected.value_or(0),

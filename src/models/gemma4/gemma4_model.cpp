@@ -1,10 +1,8 @@
 #include "models/gemma4/gemma4_model.h"
 
-#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
-#include <cmath>
 #include <utility>
 
 #include "comm/host_read.h"
@@ -60,11 +58,11 @@ Gemma4Model::Gemma4Model(const ModelSpec& spec, const ModelAxes& axes)
   }
   auto layers = text->register_module("layers", std::make_shared<Prefix>());
   const Gemma4Spec& gemma = *spec.gemma4;
-  std::shared_ptr<nn::Rope> ropes[2];  // one a layer type
+  std::shared_ptr<nn::Rope> ropes[2];  // of sliding layers, of full ones
   for (std::size_t i = 0; i < gemma.layers.size(); ++i) {
     if (!has_layer(stages_, static_cast<std::int64_t>(i))) continue;
     const Gemma4Layer& layer = gemma.layers[i];
-    auto& rope = ropes[static_cast<std::size_t>(layer.type)];
+    auto& rope = ropes[layer.type == LayerType::kFull ? 1 : 0];
     if (!rope) {
       const nn::RopeOptions& kind = layer.type == LayerType::kFull ? gemma.full_rope : spec.rope;
       rope = std::make_shared<nn::Rope>(kind, layer.head_dim);
@@ -158,11 +156,7 @@ at::Tensor Gemma4Model::embed(const ModelInputs& inputs) {
   }
   const at::Tensor ids = inputs.input_ids.masked_fill(no_text, spec_.pad_token_id.value_or(0));
   const at::Tensor embedded = (*embedding_)(ids);
-  // The factor too has the embedding's dtype.
-  const double factor =
-      at::scalar_tensor(std::sqrt(static_cast<double>(spec_.hidden_size)), embedded.scalar_type())
-          .item<double>();
-  const at::Tensor x = embedded * factor;
+  const at::Tensor x = nn::scaled_by_root(embedded);
   return projected.defined() ? place(x, {image_tokens, on_host}, projected) : x;
 }
 

@@ -26,16 +26,16 @@ namespace {
 
 /// What another stage made. It wants a gradient where anything before it is trained.
 nn::KeptValue received(nn::LayerKeeps& layers, const ForwardCase& forward, std::int64_t begin,
-                       const std::string& text) {
-  const std::string layer = concat(text, "layers.", begin, ".");
+                       const TextKeeps::Names& names) {
+  const std::string layer = concat(names.layers, begin, ".");
   const auto border = std::ranges::find_if(forward.parameters, [&](const GradContract& each) {
-    return each.name.starts_with(layer) || each.name == text + "norm.weight";
+    return each.name.starts_with(layer) || each.name == names.norm + ".weight";
   });
   const bool wants =
       std::any_of(forward.parameters.begin(), border, std::mem_fn(&GradContract::trainable));
   const std::int64_t parts = layers.of().cut ? layers.of().tp : 1;
   return layers.ledger().make(layers.tokens() / parts * forward.spec.hidden_size,
-                              layers.parameter(text + "embed_tokens.weight").compute.dtype, wants);
+                              layers.parameter(names.embedding + ".weight").compute.dtype, wants);
 }
 
 }  // namespace
@@ -45,16 +45,16 @@ KeptActivations kept_activations(const ForwardCase& forward) {
   nn::LayerKeeps& layers = model.layers();
   const auto own = traits(forward.spec.family).keeps;
   const auto of_text = own != nullptr ? own(model) : std::make_unique<TextKeeps>(model);
-  const std::string text = of_text->prefix();
+  const TextKeeps::Names names = of_text->names();
   const StageLayers stage =
       forward.stage.value_or(StageLayers{true, {0, forward.spec.num_hidden_layers}, true});
-  nn::KeptValue x = stage.embedding ? of_text->embedding(text + "embed_tokens")
-                                    : received(layers, forward, stage.layers.begin, text);
+  nn::KeptValue x = stage.embedding ? of_text->embedding(names.embedding)
+                                    : received(layers, forward, stage.layers.begin, names);
   const std::int64_t stream = x.numel * size_of(x.dtype);
   for (std::int64_t i = stage.layers.begin; i < stage.layers.end; ++i) {
-    x = of_text->layer(x, i, concat(text, "layers.", i, "."));
+    x = of_text->layer(x, i, concat(names.layers, i, "."));
   }
-  if (stage.head) layers.loss(layers.norm(x, text + "norm"), "lm_head", of_text->softcap());
+  if (stage.head) layers.loss(of_text->norm(x, names.norm), "lm_head", of_text->softcap());
   return {.none = layers.ledger().in(RecomputeMode::kNone),
           .full = layers.ledger().in(RecomputeMode::kFull),
           .selective = layers.ledger().in(RecomputeMode::kSelective),
@@ -69,7 +69,15 @@ using nn::KeptValue;
 
 nn::KeepsCase layers_of(const ForwardCase& of) {
   const bool cut = of.degrees.tp > 1 && of.degrees.sequence == SequenceParallel::kYes;
-  return {of.parameters, of.rows, of.positions, of.spec.hidden_size, of.degrees.tp, cut};
+  const FamilyTraits& family = traits(of.spec.family);
+  return {.parameters = of.parameters,
+          .rows = of.rows,
+          .positions = of.positions,
+          .hidden = of.spec.hidden_size,
+          .tp = of.degrees.tp,
+          .cut = cut,
+          .norms_add_one = family.norm_adds_one,
+          .qk_norm_over_heads = family.qk_norm_over_heads};
 }
 
 /// Of a model without experts nobody asks.
@@ -85,7 +93,7 @@ moe::ExpertKeepsCase experts_of(const ForwardCase& of) {
           .norm_topk = moe.norm_topk_prob,
           .scaled = moe.routed_scaling_factor != 1.0,
           .geglu = moe.activation == ExpertActivation::kGeglu,
-          .score_before_experts = of.score_before_experts,
+          .score_before_experts = of.score_before_experts || moe.scores_before_experts,
           .router_probabilities = of.router_probabilities};
 }
 
@@ -155,10 +163,11 @@ KeptValue ModelKeeps::moe_layer(const KeptValue& x, const std::string& name) {
   const DType inside =
       moe.router_dtype == RouterDtype::kFloat32 ? promote(own, DType::kFloat32) : own;
   const KeptValue scores = layers_.linear(layers_.ledger().cast(routed, inside), router, inside);
-  const moe::KeptRouting routing = experts_.route(scores, scores.dtype);
+  const moe::KeptRouting routing = experts_.route(
+      scores, moe.wide_weights ? promote(scores.dtype, DType::kFloat32) : scores.dtype);
   KeptValue y = through_experts(routed, routing, name + "experts.");
   if (moe.shared_intermediate_size > 0) {
-    const std::string shared = name + "shared_experts.";
+    const std::string shared = concat(name, traits(of_.spec.family).shared_module, ".");
     constexpr auto kSilu = nn::LayerKeeps::Gate::kSilu;
     y = layers_.sum(y, way() == Way::kOwn ? layers_.mlp(x, shared, kSilu)
                                           : layers_.inner_mlp(entered, shared, kSilu));
@@ -166,17 +175,31 @@ KeptValue ModelKeeps::moe_layer(const KeptValue& x, const std::string& name) {
   return leave_experts(y);
 }
 
+KeptValue ModelKeeps::embedding(const std::string& name) {
+  const KeptValue embedded = layers_.embedding(name, nn::LayerKeeps::Ids::kOfBatch);
+  return traits(of_.spec.family).scaled_embedding ? layers_.made_like(embedded) : embedded;
+}
+
 KeptValue ModelKeeps::decoder_layer(const KeptValue& x, std::int64_t number,
                                     const std::string& name) {
+  using Gate = nn::LayerKeeps::Gate;
+  const FamilyTraits& family = traits(of_.spec.family);
+  const bool before = family.norms != NormPlacement::kAfter;
+  const bool after = family.norms != NormPlacement::kBefore;
+  const auto normed = [&](bool there, const KeptValue& of, const char* norm) {
+    return there ? layers_.norm(of, name + norm) : of;
+  };
   layers_.ledger().begin_layer({x});
-  const KeptValue normed = layers_.norm(x, name + "input_layernorm");
-  const KeptValue middle = layers_.sum(x, attention(normed, number, name + "self_attn."));
-  const KeptValue fed_input = layers_.norm(middle, name + "post_attention_layernorm");
-  const std::string feed = name + "mlp.";
+  const KeptValue attended =
+      attention(normed(before, x, "input_layernorm"), number, name + "self_attn.");
+  const KeptValue middle = layers_.sum(x, normed(after, attended, "post_attention_layernorm"));
+  const KeptValue fed_input =
+      normed(before, middle, after ? "pre_feedforward_layernorm" : "post_attention_layernorm");
   const KeptValue fed = of_.spec.is_moe(number)
-                            ? moe_layer(fed_input, feed)
-                            : layers_.mlp(fed_input, feed, nn::LayerKeeps::Gate::kSilu);
-  const KeptValue result = layers_.sum(middle, fed);
+                            ? moe_layer(fed_input, concat(name, family.moe_names.module, "."))
+                            : layers_.mlp(fed_input, concat(name, family.mlp_module, "."),
+                                          family.gelu_mlp ? Gate::kGelu : Gate::kSilu);
+  const KeptValue result = layers_.sum(middle, normed(after, fed, "post_feedforward_layernorm"));
   layers_.ledger().end_layer(result);
   return result;
 }

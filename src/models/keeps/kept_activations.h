@@ -72,6 +72,8 @@ class ModelKeeps {
                                 const std::string& name);
   nn::KeptValue leave_experts(const nn::KeptValue& y);
 
+  /// decoder.cpp.
+  nn::KeptValue embedding(const std::string& name);
   /// decoder_layer.cpp.
   nn::KeptValue decoder_layer(const nn::KeptValue& x, std::int64_t number, const std::string& name);
 
@@ -99,8 +101,18 @@ class TextKeeps {
 
   /// What stands before "embed_tokens", "layers.N." and "norm".
   virtual std::string prefix() const { return "model."; }
-  virtual nn::KeptValue embedding(const std::string& name) {
-    return model_.layers().embedding(name, nn::LayerKeeps::Ids::kOfBatch);
+  struct Names {
+    std::string embedding;
+    std::string layers;  ///< before "N."
+    std::string norm;    ///< the last one
+  };
+  virtual Names names() const {
+    const std::string text = prefix();
+    return {text + "embed_tokens", text + "layers.", text + "norm"};
+  }
+  virtual nn::KeptValue embedding(const std::string& name) { return model_.embedding(name); }
+  virtual nn::KeptValue norm(const nn::KeptValue& x, const std::string& name) {
+    return model_.layers().norm(x, name);
   }
   virtual nn::KeptValue layer(const nn::KeptValue& x, std::int64_t number,
                               const std::string& name) {

@@ -65,8 +65,16 @@ struct ModelConfig {
   bool operator==(const ModelConfig&) const = default;
 };
 
+/// One of several sources of a run.
+struct DataSource {
+  std::vector<std::string> path;  ///< as data.path
+  double weight = 1.0;            ///< rows are drawn in proportion
+  bool operator==(const DataSource&) const = default;
+};
+
 struct DataConfig {
   std::vector<std::string> path;
+  std::vector<DataSource> source;  ///< [[data.source]], in place of path
   bool operator==(const DataConfig&) const = default;
 };
 

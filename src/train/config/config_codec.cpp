@@ -88,6 +88,12 @@ const std::vector<RuleKey>& rule_keys() {
   return keys;
 }
 
+[[noreturn]] void refuse_unknown(const std::string& context, const std::string& name,
+                                 const std::vector<std::string>& names) {
+  throw Error(ErrorKind::kConfig, concat(context, ": unknown key ", printable(name),
+                                         "; the nearest is \"", nearest_name(name, names), "\""));
+}
+
 void set_rule_key(PrecisionRule& rule, const std::string& context, const std::string& name,
                   const ConfigValue& value) {
   std::vector<std::string> names;
@@ -95,8 +101,7 @@ void set_rule_key(PrecisionRule& rule, const std::string& context, const std::st
     if (key.name == name) return key.set(rule, value, context + "." + name);
     names.push_back(key.name);
   }
-  throw Error(ErrorKind::kConfig, concat(context, ": unknown key ", printable(name),
-                                         "; the nearest is \"", nearest_name(name, names), "\""));
+  refuse_unknown(context, name, names);
 }
 
 PrecisionRule read_rule(const ConfigValue& value, const std::string& context) {
@@ -153,6 +158,50 @@ std::optional<ConfigValue> Codec<std::vector<PrecisionRule>>::to(
       if (std::optional<ConfigValue> value = key.get(rule)) table.push_back({key.name, *value});
     }
     items.push_back({std::move(table)});
+  }
+  return ConfigValue{std::move(items)};
+}
+
+namespace {
+
+DataSource read_source(const ConfigValue& value, const std::string& context) {
+  const Table* table = std::get_if<Table>(&value.value);
+  if (table == nullptr) refuse_value(context, value, "a table with `path` and `weight`");
+  DataSource source;
+  for (const auto& [name, item] : *table) {
+    const std::string key = context + "." + name;
+    if (name == "path") {
+      source.path = Codec<std::vector<std::string>>::from(item, key, {});
+    } else if (name == "weight") {
+      source.weight = Codec<double>::from(item, key, {});
+    } else {
+      refuse_unknown(context, name, {"path", "weight"});
+    }
+  }
+  TESSERA_CHECK(!source.path.empty(), ErrorKind::kConfig, context,
+                ".path: found nothing, expected the files of this source");
+  return source;
+}
+
+}  // namespace
+
+std::vector<DataSource> Codec<std::vector<DataSource>>::from(const ConfigValue& v,
+                                                             std::string_view key, const Limit&) {
+  const ConfigValue::Array* items = std::get_if<ConfigValue::Array>(&v.value);
+  if (items == nullptr) refuse_value(key, v, "a list of tables, written [[data.source]]");
+  std::vector<DataSource> sources;
+  for (const ConfigValue& item : *items) {
+    sources.push_back(read_source(item, concat(key, "[", sources.size() + 1, "]")));
+  }
+  return sources;
+}
+
+std::optional<ConfigValue> Codec<std::vector<DataSource>>::to(
+    const std::vector<DataSource>& sources) {
+  ConfigValue::Array items;
+  for (const DataSource& source : sources) {
+    items.push_back({Table{{"path", *Codec<std::vector<std::string>>::to(source.path)},
+                           {"weight", ConfigValue{source.weight}}}});
   }
   return ConfigValue{std::move(items)};
 }

@@ -238,4 +238,12 @@ struct Codec<std::vector<PrecisionRule>> {
   static std::optional<ConfigValue> to(const std::vector<PrecisionRule>& rules);
 };
 
+/// The tables of [[data.source]].
+template <>
+struct Codec<std::vector<DataSource>> {
+  static std::string type() { return "list of tables"; }
+  static std::vector<DataSource> from(const ConfigValue& v, std::string_view key, const Limit&);
+  static std::optional<ConfigValue> to(const std::vector<DataSource>& sources);
+};
+
 }  // namespace tessera::train

@@ -231,7 +231,14 @@ void add_inputs(std::vector<ConfigKey>& keys) {
             "weighted."});
   Section(keys, "data", &Config::data)
       .key("path", &DataConfig::path,
-           {"files", "Text file, folder of *.txt, list of them, NAME.bin, or X.safetensors."});
+           {"files",
+            "Text files, folders of *.txt and NAME.bin, one or a list, * and ? as in a shell; or "
+            "X.safetensors."})
+      .key(
+          "source", &DataConfig::source,
+          {"",
+           "[[data.source]]: path = files as data.path, weight = how often its rows are drawn (1), "
+           "in place of data.path."});
   Section(keys, "training", &Config::training)
       .key("steps", &TrainingConfig::steps, {"steps", "Optimizer steps of the run.", "required"},
            count_from(1))
@@ -367,8 +374,13 @@ void add_update(std::vector<ConfigKey>& keys) {
   using V = ValidationConfig;
   Section(keys, "validation", &Config::validation)
       .key("path", &V::path, {"files", "Held-out data, as data.path; [] is no validation."})
-      .key("interval", &V::interval, {"steps", "A validation every so many steps."}, count_from(1))
-      .key("steps", &V::steps, {"batches", "Batches of a validation."}, count_from(1));
+      .key("interval", &V::interval,
+           {"steps",
+            "A validation every so many steps, besides before the first and after the last."},
+           count_from(1))
+      .key("steps", &V::steps,
+           {"batches", "Batches of a validation, each row at most once; -1 is all of them."},
+           positive_or_minus_one());
 }
 
 void add_outputs(std::vector<ConfigKey>& keys) {

@@ -113,21 +113,45 @@ void require_inside_run(std::string_view key, const std::string& folder) {
                 "folder elsewhere write an absolute path");
 }
 
+void check_sources(const DataConfig& data) {
+  TESSERA_CHECK(!data.path.empty() || !data.source.empty(), ErrorKind::kConfig,
+                "data.path: found nothing, expected a text file, a folder, NAME.bin or "
+                "X.safetensors; or tables [[data.source]]");
+  TESSERA_CHECK(data.path.empty() || data.source.empty(), ErrorKind::kConfig,
+                "data.path and data.source: found both, expected one; move the path into a table "
+                "[[data.source]] of its own");
+  if (data.source.empty()) return;
+  for (const NamedSource& source : sources_of(data)) {
+    TESSERA_CHECK(data_kind(source.path, source.key) != DataKind::kBatches, ErrorKind::kConfig,
+                  source.key, ": found ", source.path[0],
+                  ", batches that are ready-made, expected text or .bin; give it as data.path");
+  }
+  double sum = 0;
+  for (const DataSource& source : data.source) sum += source.weight;
+  for (std::size_t i = 0; i < data.source.size(); ++i) {
+    constexpr double kLeastShare = 2e-6;  // of which a draw still has a unit
+    const double weight = data.source[i].weight;
+    TESSERA_CHECK(weight > 0 && std::isfinite(sum) && weight >= sum * kLeastShare,
+                  ErrorKind::kConfig, kSourceKey, "[", i + 1, "].weight: found ", weight,
+                  weight > 0 ? concat(" of ", sum, " in all") : std::string(),
+                  ", expected a number above 0 and no less than ", kLeastShare,
+                  " of all weights; leave a source out that is not to be drawn");
+  }
+}
+
 void check_training(const Config& config) {
   TESSERA_CHECK(config.training.steps, ErrorKind::kConfig,
                 "training.steps: found nothing, expected the number of steps; it has no default");
   TESSERA_CHECK(config.optimizer.lr, ErrorKind::kConfig,
                 "optimizer.lr: found nothing, expected a learning rate; it has no default");
-  TESSERA_CHECK(!config.data.path.empty(), ErrorKind::kConfig,
-                "data.path: found nothing, expected a text file, a folder, NAME.bin or "
-                "X.safetensors");
+  check_sources(config.data);
   TESSERA_CHECK(!config.job.dump_folder || !config.job.dump_folder->empty(), ErrorKind::kConfig,
                 "job.dump_folder: found an empty name, expected a folder; leave it out for a "
                 "new one below outputs");
   check_checkpoint(config.checkpoint);
   require_inside_run("checkpoint.folder", config.checkpoint.folder);
   require_inside_run("metrics.folder", config.metrics.folder);
-  const DataKind kind = data_kind(config.data.path, "data.path");
+  const DataKind kind = data_kind(config.data);
   if (kind != DataKind::kBatches) {
     require_seq_len(config.training, "; only .safetensors data can do without");
   }
@@ -262,19 +286,37 @@ int ranks_to_spawn(const ParallelismConfig& p) {
   return static_cast<int>(product);
 }
 
+std::vector<NamedSource> sources_of(const DataConfig& data) {
+  if (data.source.empty()) return {{"data.path", data.path}};
+  std::vector<NamedSource> sources;
+  for (const DataSource& source : data.source) {
+    sources.push_back({concat(kSourceKey, "[", sources.size() + 1, "].path"), source.path});
+  }
+  return sources;
+}
+
+DataKind data_kind(const DataConfig& data) {
+  DataKind kind = DataKind::kTokens;
+  for (const NamedSource& source : sources_of(data)) {
+    const DataKind found = data_kind(source.path, source.key);
+    if (found != DataKind::kTokens) kind = found;
+  }
+  return kind;
+}
+
 DataKind data_kind(const std::vector<std::string>& path, std::string_view key) {
   TESSERA_CHECK(!path.empty(), ErrorKind::kConfig, key, ": found an empty list, expected data");
   for (const std::string& entry : path) {
     TESSERA_CHECK(!entry.empty(), ErrorKind::kConfig, key,
                   ": found an empty name, expected a path");
-    const bool prepared = ends_with(entry, ".bin") || ends_with(entry, ".safetensors");
-    TESSERA_CHECK(!prepared || path.size() == 1, ErrorKind::kConfig, key, ": found ", entry,
-                  " in a list of ", path.size(),
-                  ", expected it alone; only text files can be listed together");
+    TESSERA_CHECK(!ends_with(entry, ".safetensors") || path.size() == 1, ErrorKind::kConfig, key,
+                  ": found ", entry, " in a list of ", path.size(),
+                  ", expected it alone; only text and .bin files can be listed together");
   }
-  if (ends_with(path[0], ".bin")) return DataKind::kTokens;
   if (ends_with(path[0], ".safetensors")) return DataKind::kBatches;
-  return DataKind::kText;
+  return std::ranges::all_of(path, [](const auto& entry) { return ends_with(entry, ".bin"); })
+             ? DataKind::kTokens
+             : DataKind::kText;
 }
 
 void require_seq_len(const TrainingConfig& training, std::string_view why) {
@@ -324,6 +366,9 @@ Config resolved_for_run(const Config& config, const std::string& run_folder) {
   make_absolute(resolved.pipeline.schedule_file);
   make_absolute(resolved.compile.plan);
   for (std::string& path : resolved.data.path) make_absolute(path);
+  for (DataSource& source : resolved.data.source) {
+    for (std::string& path : source.path) make_absolute(path);
+  }
   for (std::string& path : resolved.validation.path) make_absolute(path);
   resolved.job.dump_folder = run.string();
   resolved.checkpoint.folder = absolute_under(run, config.checkpoint.folder);

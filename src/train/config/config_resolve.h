@@ -58,11 +58,22 @@ void check_positions(const ParallelismConfig& parallelism, std::int64_t position
 /// How many ranks own spawn starts where --nproc is not given: the product of the degrees, -1 as 1.
 int ranks_to_spawn(const ParallelismConfig& parallelism);
 
-/// What kind of data a path of data.path or validation.path names; by its ending and by how many
-/// there are.
+/// What kind of data the paths of data.path or validation.path name, by their endings: batches, tokens
+/// alone, or text, perhaps with tokens beside it.
 enum class DataKind : std::uint8_t { kText, kTokens, kBatches };
-/// Errors: kConfig for a list that holds .bin or .safetensors beside others, or nothing.
+/// Errors: kConfig for a list that holds .safetensors beside others, or nothing.
 DataKind data_kind(const std::vector<std::string>& path, std::string_view key);
+/// Of all sources together.
+DataKind data_kind(const DataConfig& data);
+
+/// Files of a source, and what messages call them.
+struct NamedSource {
+  std::string key;
+  std::vector<std::string> path;
+};
+inline constexpr auto kSourceKey = "data.source";
+/// data.path, or the tables of [[data.source]].
+std::vector<NamedSource> sources_of(const DataConfig& data);
 
 /// Errors: kConfig where training.seq_len is not given; `why` ends it.
 void require_seq_len(const TrainingConfig& training, std::string_view why = "");

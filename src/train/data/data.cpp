@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <system_error>
 
+#include "base/random.h"
 #include "base/text/printable.h"
 #include "comm/host_read.h"
 #include "io/token_source.h"
@@ -13,130 +14,199 @@
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
 #include "train/data/data_replay.h"
+#include "train/data/source_draw.h"
 
 namespace tessera::train {
 namespace {
 
-// Rows of seq_len + 1 tokens that do not overlap; the remainder is dropped.
+/// Rows of seq_len + 1 tokens that do not overlap; the remainder is dropped.
+struct SourceRows {
+  std::unique_ptr<TokenSource> tokens;
+  RowOrder order;
+  std::int64_t count;
+};
+
 class TokenBatches final : public BatchSource {
  public:
-  TokenBatches(std::unique_ptr<TokenSource> tokens, std::int64_t seq_len, RowOrder order)
-      : tokens_(std::move(tokens)), seq_len_(seq_len), order_(order) {}
+  TokenBatches(std::vector<SourceRows> sources, std::optional<SourceDraw> draw,
+               std::int64_t seq_len, std::int64_t rows_in_step, std::int64_t vocab_size)
+      : sources_(std::move(sources)),
+        draw_(std::move(draw)),
+        seq_len_(seq_len),
+        rows_in_step_(rows_in_step),
+        vocab_size_(vocab_size) {}
 
-  std::int64_t rows_in_step() const override { return order_.rows_in_step(); }
+  std::int64_t rows_in_step() const override { return rows_in_step_; }
   std::int64_t row_tokens() const override { return seq_len_; }
+  std::int64_t rows_in_pass() const override { return sources_.front().count; }
 
   MicroBatch load(std::int64_t step, RowRange rows) const override {
     MicroBatch batch{at::empty({rows.size(), seq_len_}, at::kLong),
                      at::empty({rows.size(), seq_len_}, at::kLong)};
     auto* inputs = batch.input_ids.mutable_data_ptr<std::int64_t>();
     auto* targets = batch.targets.mutable_data_ptr<std::int64_t>();
-    std::vector<std::int64_t> row(static_cast<std::size_t>(seq_len_) + 1);
-    std::vector<std::uint8_t> mask(tokens_->has_mask() ? row.size() : 0);
-    for (std::int64_t i = rows.begin; i < rows.end; ++i, inputs += seq_len_, targets += seq_len_) {
-      const std::int64_t begin = order_.data_row(step, i) * (seq_len_ + 1);
-      tokens_->copy(begin, row);
-      std::copy(row.begin(), row.end() - 1, inputs);
-      std::copy(row.begin() + 1, row.end(), targets);
-      if (mask.empty()) continue;
-      tokens_->copy_mask(begin, mask);
-      for (std::size_t t = 1; t < mask.size(); ++t) {
-        if (mask[t] == 0) targets[t - 1] = nn::kIgnoredLabel;
-      }
+    const std::int64_t first = (step - 1) * rows_in_step_;
+    for (const SourceDraw::Row& row : drawn(first + rows.begin, first + rows.end)) {
+      load_row(row, inputs, targets);
+      inputs += seq_len_;
+      targets += seq_len_;
+      if (draw_) batch.sources.push_back(row.source);
     }
     return batch;
   }
 
+  void check_labels(std::int64_t steps) override {
+    if (steps == 0) return;
+    const std::int64_t positions = steps * rows_in_step_;
+    const auto counts = draw_ ? draw_->counts(positions) : std::vector<std::int64_t>{positions};
+    for (std::size_t i = 0; i < sources_.size(); ++i) {
+      const SourceRows& source = sources_[i];
+      const std::int64_t rows = std::min(counts[i], source.count);
+      for (std::int64_t row = 0; row < rows; ++row) {
+        // The first token of a row is no target.
+        const std::int64_t begin = source.order.row_at(row) * (seq_len_ + 1);
+        if (source.tokens->has_target(begin + 1, begin + 1 + seq_len_)) return;
+      }
+    }
+    throw Error(
+        ErrorKind::kFormat,
+        concat(sources_.front().tokens->name(), ": found no kept label in the rows of steps 1 to ",
+               steps, ", expected a mask with a byte that is not 0 among their targets"));
+  }
+
+  std::size_t sources() const override { return sources_.size(); }
+
+  std::vector<double> shares(std::int64_t step) const override {
+    std::vector<double> shares;
+    if (!draw_) return shares;
+    const std::int64_t rows = step * rows_in_step_;
+    for (const std::int64_t count : draw_->counts(rows)) {
+      shares.push_back(static_cast<double>(count) / static_cast<double>(rows));
+    }
+    return shares;
+  }
+
+  std::vector<std::string> in_words() const override {
+    std::vector<std::string> lines;
+    for (std::size_t i = 0; draw_ && i < sources_.size(); ++i) {
+      lines.push_back(concat("source ", i + 1, ": ", 100.0 * draw_->share(i),
+                             "% of the rows out of ", sources_[i].count, " in ",
+                             sources_[i].tokens->name()));
+    }
+    return lines;
+  }
+
  private:
-  std::unique_ptr<TokenSource> tokens_;
+  std::vector<SourceDraw::Row> drawn(std::int64_t begin, std::int64_t end) const {
+    if (draw_) return draw_->rows(begin, end);
+    std::vector<SourceDraw::Row> rows;
+    for (; begin < end; ++begin) rows.push_back({0, begin});
+    return rows;
+  }
+
+  void load_row(const SourceDraw::Row& row, std::int64_t* inputs, std::int64_t* targets) const {
+    const SourceRows& source = sources_[row.source];
+    const TokenSource& tokens = *source.tokens;
+    const std::int64_t begin = source.order.row_at(row.number) * (seq_len_ + 1);
+    std::vector<std::int64_t> ids(static_cast<std::size_t>(seq_len_) + 1);
+    tokens.copy(begin, ids);
+    check_ids(tokens, begin, ids, vocab_size_);
+    std::copy(ids.begin(), ids.end() - 1, inputs);
+    std::copy(ids.begin() + 1, ids.end(), targets);
+    if (!tokens.has_mask()) return;
+    std::vector<std::uint8_t> mask(ids.size());
+    tokens.copy_mask(begin, mask);
+    for (std::size_t t = 1; t < mask.size(); ++t) {
+      if (mask[t] == 0) targets[t - 1] = nn::kIgnoredLabel;
+    }
+  }
+
+  std::vector<SourceRows> sources_;
+  std::optional<SourceDraw> draw_;  // none of one source
   std::int64_t seq_len_;
-  RowOrder order_;
+  std::int64_t rows_in_step_;
+  std::int64_t vocab_size_;
 };
 
 /// First: of a name that is not there nobody knows whether it is text.
-void require_there(const BatchRequest& request) {
+void require_there(const NamedSource& source) {
   namespace fs = std::filesystem;
-  for (const std::string& path : request.path) {
+  for (const std::string& path : source.path) {
     std::error_code ignored;
     TESSERA_CHECK(fs::status(path, ignored).type() != fs::file_type::not_found, ErrorKind::kIo,
-                  request.key, ": cannot open ", shown(path),
+                  source.key, ": cannot open ", shown(path),
                   ": found no such file or folder, expected a text file, a folder of *.txt, "
                   "NAME.bin or X.safetensors");
   }
 }
 
-std::unique_ptr<TokenSource> open_text(const BatchRequest& request) {
-  require_there(request);
-  TESSERA_CHECK(request.vocabulary.reads_bytes, ErrorKind::kConfig, request.key, ": found text (",
-                shown(request.path[0]),
-                "), but this model has a tokenizer of its own; make NAME.bin of the text with "
-                "tools/tokenize.py");
-  if (request.path.size() == 1) return std::make_unique<TextCorpus>(request.path[0]);
-  return std::make_unique<TextCorpus>(
-      std::vector<std::filesystem::path>(request.path.begin(), request.path.end()));
+/// Texts that follow each other, then cleared.
+void add_texts(std::vector<std::filesystem::path>& texts,
+               std::vector<std::unique_ptr<TokenSource>>& parts) {
+  if (texts.empty()) return;
+  parts.push_back(texts.size() == 1 ? std::make_unique<TextCorpus>(texts[0])
+                                    : std::make_unique<TextCorpus>(texts));
+  texts.clear();
 }
 
-/// For each row, whether one of its targets is kept; the first token of a row is no target.
-std::vector<bool> rows_with_labels(const TokenSource& tokens, std::int64_t rows,
-                                   std::int64_t seq_len) {
-  std::vector<bool> kept;
-  std::vector<std::uint8_t> mask(static_cast<std::size_t>(seq_len));
-  for (std::int64_t row = 0; row < rows; ++row) {
-    tokens.copy_mask(row * (seq_len + 1) + 1, mask);
-    kept.push_back(std::ranges::any_of(mask, [](std::uint8_t target) { return target != 0; }));
-  }
-  return kept;
-}
-
-/// A mean over no label is not a number: better found here than in step 1000.
-void check_mask(const TokenSource& tokens, const BatchRequest& request, std::int64_t rows,
-                const RowOrder& order) {
-  if (!tokens.has_mask()) return;
-  const auto kept = rows_with_labels(tokens, rows, *request.training.seq_len);
-  TESSERA_CHECK(std::ranges::count(kept, true) > 0, ErrorKind::kFormat, tokens.name(),
-                ": found no kept label, expected a mask with a byte that is not 0 among the "
-                "targets of its ",
-                rows, " rows");
-  if (std::ranges::count(kept, false) == 0) return;
-  const auto step_has_label = [&](std::int64_t step) {
-    for (std::int64_t i = 0; i < order.rows_in_step(); ++i) {
-      if (kept[static_cast<std::size_t>(order.data_row(step, i))]) return true;
+std::unique_ptr<TokenSource> open_source(const NamedSource& source, const Vocabulary& vocabulary) {
+  require_there(source);
+  std::vector<std::unique_ptr<TokenSource>> parts;
+  std::vector<std::filesystem::path> texts;
+  for (const std::string& path : source.path) {
+    if (path.ends_with(".bin")) {
+      add_texts(texts, parts);
+      parts.push_back(std::make_unique<TokenFile>(path));
+      continue;
     }
-    return false;
-  };
-  bool any = false;
-  for (std::int64_t step = 1; step <= request.steps; ++step) {
-    const bool has = step_has_label(step);
-    any |= has;
-    TESSERA_CHECK(has || request.labels == LabelsNeeded::kInAnyStep, ErrorKind::kFormat,
-                  tokens.name(), ": found no kept label in the rows of step ", step,
-                  ", expected at least one; raise training.global_batch_size, or take rows without "
-                  "a target out of the data");
-    if (any && request.labels == LabelsNeeded::kInAnyStep) return;
+    TESSERA_CHECK(vocabulary.reads_bytes, ErrorKind::kConfig, source.key, ": found text (",
+                  shown(path),
+                  "), but this model has a tokenizer of its own; make NAME.bin of the text with "
+                  "tools/tokenize.py");
+    texts.emplace_back(path);
   }
-  TESSERA_CHECK(any || request.steps == 0, ErrorKind::kFormat, tokens.name(),
-                ": found no kept label in the rows of steps 1 to ", request.steps,
-                ", expected at least one; raise validation.steps");
+  add_texts(texts, parts);
+  if (parts.size() == 1) return std::move(parts.front());
+  return std::make_unique<JoinedTokens>(std::move(parts));
 }
 
-std::unique_ptr<BatchSource> open_tokens(const BatchRequest& request,
-                                         std::unique_ptr<TokenSource> tokens) {
+SourceRows open_rows(const NamedSource& source, const BatchRequest& request, std::uint64_t seed,
+                     std::int64_t rows_in_step) {
+  auto tokens = open_as(source.key, [&] { return open_source(source, request.vocabulary); });
+  const std::int64_t row = *request.training.seq_len + 1;
+  const std::int64_t rows = tokens->num_tokens() / row;
+  TESSERA_CHECK(rows > 0, ErrorKind::kFormat, source.key, ": found ", tokens->num_tokens(),
+                " tokens in ", tokens->name(), ", expected at least one row of ", row,
+                " (training.seq_len + 1)");
+  open_as(source.key, [&] { tokens->check_vocabulary(request.vocabulary.size); });
+  return {std::move(tokens), RowOrder(seed, rows, rows_in_step), rows};
+}
+
+std::unique_ptr<BatchSource> open_tokens(const BatchRequest& request) {
   const BatchSizes sizes = resolve_batch(request.training, request.data_ranks);
   require_seq_len(request.training);
-  const std::int64_t seq_len = *request.training.seq_len;
-  const std::int64_t rows = tokens->num_tokens() / (seq_len + 1);
-  TESSERA_CHECK(rows > 0, ErrorKind::kFormat, request.key, ": found ", tokens->num_tokens(),
-                " tokens in ", tokens->name(), ", expected at least one row of ", seq_len + 1,
-                " (training.seq_len + 1)");
-  tokens->check_ids(request.vocabulary.size);
   constexpr double kMostRows = 9e18;  // of a run: they are counted in 63 bits
   TESSERA_CHECK(static_cast<double>(request.steps) * static_cast<double>(sizes.global) <= kMostRows,
                 ErrorKind::kConfig, "training.global_batch_size: found ", sizes.global,
                 " rows a step for ", request.steps, " steps, expected at most ", kMostRows,
                 " rows in all; lower either");
-  const RowOrder order(request.seed, rows, sizes.global);
-  check_mask(*tokens, request, rows, order);
-  return std::make_unique<TokenBatches>(std::move(tokens), seq_len, order);
+  std::vector<SourceRows> sources;
+  std::optional<SourceDraw> draw;
+  if (request.sources.empty()) {
+    sources.push_back(open_rows({request.key, request.path}, request, request.seed, sizes.global));
+  } else {
+    std::vector<double> weights;
+    for (const NamedSource& source : sources_of({{}, request.sources})) {
+      // Of its own, else sources of one length would come in one order.
+      const auto seed = stream_of(request.seed, source.key);
+      weights.push_back(request.sources[weights.size()].weight);
+      sources.push_back(open_rows(source, request, seed, sizes.global));
+    }
+    if (sources.size() > 1) draw.emplace(request.seed, weights);
+  }
+  return std::make_unique<TokenBatches>(std::move(sources), std::move(draw),
+                                        *request.training.seq_len, sizes.global,
+                                        request.vocabulary.size);
 }
 
 std::unique_ptr<BatchSource> open_replay(const BatchRequest& request) {
@@ -152,18 +222,6 @@ std::unique_ptr<BatchSource> open_replay(const BatchRequest& request) {
       ", expected ", batches->rows_in_step(), ", the rows of a batch of ", request.path[0],
       "; or leave it out");
   return batches;
-}
-
-std::unique_ptr<BatchSource> open_kind(const BatchRequest& request) {
-  switch (data_kind(request.path, request.key)) {
-    case DataKind::kText:
-      return open_tokens(request, open_text(request));
-    case DataKind::kTokens:
-      return open_tokens(request, std::make_unique<TokenFile>(request.path[0]));
-    case DataKind::kBatches:
-      return open_replay(request);
-  }
-  throw Error(ErrorKind::kInternal, "data of an unknown kind");
 }
 
 }  // namespace
@@ -193,7 +251,10 @@ MicroBatch MicroBatch::on(at::Device device, const models::LanguageModel& model)
 }
 
 std::unique_ptr<BatchSource> open_batches(const BatchRequest& request) {
-  return open_as(request.key, [&] { return open_kind(request); });
+  const bool is_replayed =
+      request.sources.empty() && data_kind(request.path, request.key) == DataKind::kBatches;
+  if (!is_replayed) return open_tokens(request);
+  return open_as(request.key, [&] { return open_replay(request); });
 }
 
 std::unique_ptr<BatchSource> open_gradients_batch(const std::string& path,

@@ -1,8 +1,9 @@
-// What a row holds: batches of input ids and targets from text, NAME.bin or X.safetensors.
+// What a row holds: batches of input ids and targets from text and NAME.bin, or X.safetensors.
 //
 // One class a kind of data behind BatchSource; open_batches chooses. Sources know rows of a step,
-// not ranks: who computes which row is the sampler's. Everything that can be wrong with the data is
-// found when it is opened. Next: trainer.h.
+// not ranks: who computes which row is the sampler's. Opening reads no tokens: what can be wrong with
+// the data besides is found then, an id outside the vocabulary where it is read. Next: source_draw.h,
+// trainer.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,6 +31,7 @@ struct MicroBatch {
   std::optional<models::Images> images = std::nullopt;
   std::optional<at::Tensor> token_types = std::nullopt;  ///< [b, T] i64
   std::vector<at::Tensor> imposed_routing = {};  ///< [b*T, K] i64 a layer with experts, or empty
+  std::vector<std::size_t> sources = {};         ///< [b], of each row; empty where the run has one
   /// Targets that are not -100.
   std::int64_t kept_labels() const;
   /// With the targets: for the loss.
@@ -55,27 +57,36 @@ class BatchSource {
   virtual std::int64_t rows_in_step() const = 0;
   /// T: inputs of a row.
   virtual std::int64_t row_tokens() const = 0;
-  /// Rows `rows` of step `step` (from 1); an empty range gives [0, T]. Threads: any.
+  /// Rows `rows` of step `step` (from 1); an empty range gives [0, T]. Threads: any. Errors: kFormat
+  /// for an id outside the vocabulary.
   virtual MicroBatch load(std::int64_t step, RowRange rows) const = 0;
+  /// Rows of one pass, in which steps have each row once.
+  virtual std::int64_t rows_in_pass() const { return rows_in_step(); }
+  /// A step may have no kept label; a run without one has nothing to train on. Of a mask without an
+  /// index makes that, on disk: one rank calls this. Errors: kFormat where the rows of steps 1 to
+  /// `steps` have none.
+  virtual void check_labels(std::int64_t /*steps*/) {}
+  virtual std::size_t sources() const { return 1; }
+  /// How much of the rows up to the end of `step` came from each of several sources; empty of one.
+  virtual std::vector<double> shares(std::int64_t /*step*/) const { return {}; }
+  /// A line for each of several sources.
+  virtual std::vector<std::string> in_words() const { return {}; }
 };
-
-/// A step without a kept label has no loss to train on; a validation only needs one in all.
-enum class LabelsNeeded : std::uint8_t { kInEveryStep, kInAnyStep };
 
 /// What a source is opened for.
 struct BatchRequest {
   std::vector<std::string> path;
-  std::string key = "data.path";  ///< what messages call it
+  std::string key = "data.path";         ///< what messages call it
+  std::vector<DataSource> sources = {};  ///< in place of path
   TrainingConfig training;
   int data_ranks = 1;
   std::uint64_t seed = 0;
   Vocabulary vocabulary;
-  std::int64_t steps = 0;  ///< that will be loaded, from 1: their labels are looked at
-  LabelsNeeded labels = LabelsNeeded::kInEveryStep;
+  std::int64_t steps = 0;  ///< that will be loaded, from 1
 };
 
-/// Opens and checks the data. Errors: kIo for what cannot be read, kFormat for what is malformed,
-/// empty, has ids outside the vocabulary or no kept label, kConfig for what does not fit the keys.
+/// Opens and checks the data. Errors: kIo for what cannot be read, kFormat for what is malformed or
+/// empty, kConfig for what does not fit the keys.
 std::unique_ptr<BatchSource> open_batches(const BatchRequest& request);
 
 /// The vocabulary of a model; `from_scratch` means that it has no folder.

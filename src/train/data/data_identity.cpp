@@ -1,7 +1,10 @@
 #include "train/data/data_identity.h"
 
 #include <algorithm>
+#include <array>
+#include <charconv>
 #include <filesystem>
+#include <string_view>
 
 #include "base/mapped_file.h"
 #include "base/text/printable.h"
@@ -14,18 +17,18 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::int64_t kMaxInfoBytes = 1 << 20;
-
 /// Sizes and samples of file after file.
 class Content {
  public:
+  explicit Content(std::int64_t whole_bytes) : whole_bytes_(whole_bytes) {}
+
   void add(const fs::path& path) {
     const InputFile file(path);
     const std::int64_t size = file.size_bytes();
     bytes_ += size;
     add_text(concat(size, "\n"));
-    if (size <= kHashedWholeBytes) return add_range(file, 0, size);
-    const std::int64_t sample = kHashedWholeBytes / kSamples;
+    if (size <= whole_bytes_) return add_range(file, 0, size);
+    const std::int64_t sample = whole_bytes_ / kSamples;
     for (std::int64_t i = 0; i + 1 < kSamples; ++i) {
       add_range(file, (size - sample) / (kSamples - 1) * i, sample);
     }
@@ -48,6 +51,7 @@ class Content {
     }
   }
 
+  const std::int64_t whole_bytes_;
   Hash128Stream hash_;
   std::int64_t bytes_ = 0;
   std::vector<std::byte> chunk_ = std::vector<std::byte>(std::size_t{1} << 20);
@@ -55,11 +59,7 @@ class Content {
 
 /// NAME.bin: how it is read, the tokens, and the mask where there is one.
 void add_tokens(const fs::path& path, Content& content) {
-  fs::path info = path;
-  info.replace_extension(".json");
-  const TokenFileInfo read =
-      parse_token_file_info(read_text_file(info, kMaxInfoBytes), info.native());
-  content.add_text(concat(to_string(read.dtype), "\n"));
+  content.add_text(concat(to_string(read_token_file_info(path).dtype), "\n"));
   content.add(path);
   fs::path mask = path;
   mask.replace_extension(".mask.bin");
@@ -67,33 +67,51 @@ void add_tokens(const fs::path& path, Content& content) {
   if (fs::exists(mask, ignored)) content.add(mask);
 }
 
+/// With all digits of the number.
+std::string weight_line(double weight) {
+  std::array<char, 32> digits{};
+  const auto* const end = std::to_chars(digits.data(), digits.data() + digits.size(), weight).ptr;
+  return concat("weight ", std::string_view(digits.data(), end), "\n");
+}
+
+bool is_tokens(const std::string& path) { return path.ends_with(".bin"); }
+
 }  // namespace
 
-CheckpointData data_identity(const std::vector<std::string>& path, std::int64_t seq_len,
+CheckpointData data_identity(const DataConfig& data, std::int64_t seq_len,
                              std::int64_t global_batch_size) {
-  Content content;
-  switch (data_kind(path, "data.path")) {
-    case DataKind::kText:
-      for (const std::string& entry : path) {
-        for (const fs::path& file : text_files(entry)) content.add(file);
+  const auto sources = sources_of(data);
+  std::int64_t token_files = 0;
+  for (const NamedSource& source : sources)
+    token_files += std::ranges::count_if(source.path, is_tokens);
+  constexpr std::int64_t kLeastBytes = kSamples << 12;  // a page each
+  Content content(
+      std::max(kHashedWholeBytes / std::max<std::int64_t>(token_files, 1), kLeastBytes));
+  CheckpointData identity;
+  for (std::size_t i = 0; i < sources.size(); ++i) {
+    if (!data.source.empty()) content.add_text(weight_line(data.source[i].weight));
+    for (const std::string& path : sources[i].path) {
+      identity.path.push_back(path);
+      if (is_tokens(path)) {
+        add_tokens(path, content);
+      } else {
+        for (const fs::path& file : text_files(path)) content.add(file);
       }
-      break;
-    case DataKind::kTokens:
-      add_tokens(path[0], content);
-      break;
-    case DataKind::kBatches:
-      content.add(path[0]);
-      break;
+    }
   }
-  return {path, content.bytes(), content.digest(), seq_len, global_batch_size};
+  identity.bytes = content.bytes();
+  identity.xxh3_128 = content.digest();
+  identity.seq_len = seq_len;
+  identity.global_batch_size = global_batch_size;
+  return identity;
 }
 
 std::int64_t resumed_global_batch_size(const Config& config, int data_ranks,
                                        const CheckpointData& before,
                                        const std::string& checkpoint) {
   const TrainingConfig& training = config.training;
-  const bool by_itself = training.global_batch_size == -1 &&
-                         data_kind(config.data.path, "data.path") != DataKind::kBatches;
+  const bool by_itself =
+      training.global_batch_size == -1 && data_kind(config.data) != DataKind::kBatches;
   if (!by_itself) return training.global_batch_size;
   const BatchSizes sizes = resolve_batch(training, data_ranks);
   const std::int64_t rows = before.global_batch_size;

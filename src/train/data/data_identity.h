@@ -15,12 +15,13 @@
 namespace tessera::train {
 
 /// A file up to this size is hashed whole; of a larger one as many bytes, in kSamples equal parts
-/// at equal distances, its beginning and end among them.
+/// at equal distances, its beginning and end among them. Several files of tokens share it.
 inline constexpr std::int64_t kHashedWholeBytes = std::int64_t{64} << 20;
 inline constexpr std::int64_t kSamples = 64;
 
-/// Of data.path as the config has it. Reads the files. Errors: kIo, kFormat for what is not there.
-CheckpointData data_identity(const std::vector<std::string>& path, std::int64_t seq_len,
+/// Of data.path or [[data.source]], without patterns (data_files.h). Weights count. Reads the files.
+/// Errors: kIo, kFormat for what is not there.
+CheckpointData data_identity(const DataConfig& data, std::int64_t seq_len,
                              std::int64_t global_batch_size);
 
 /// training.global_batch_size of a run that goes on: where it is -1, the rows of a step of the

@@ -290,7 +290,7 @@ at::Tensor ReplayedBatches::read(const TensorInfo& tensor, std::int64_t step_ind
       .view({rows.size(), columns_});
 }
 
-void ReplayedBatches::check_values(const Vocabulary& vocabulary) const {
+void ReplayedBatches::check_values(const Vocabulary& vocabulary) {
   const TensorInfo& inputs = find(input_name_);
   const TensorInfo& labels = find(label_name_);
   for (std::int64_t step = 0; step < steps_; ++step) {
@@ -313,10 +313,18 @@ void ReplayedBatches::check_values(const Vocabulary& vocabulary) const {
         if (t > 0 && label[t] != nn::kIgnoredLabel) ++kept;  // column 0 is predicted by nothing
       }
     }
-    TESSERA_CHECK(kept > 0, ErrorKind::kFormat, shown(file_.path()), ": found no kept label in ",
-                  label_name_, steps_ > 1 ? concat(" of step ", step + 1) : std::string(),
-                  ", expected at least one that is not -100 after column 0");
+    has_label_.push_back(kept > 0);
   }
+  check_labels(steps_);
+}
+
+void ReplayedBatches::check_labels(std::int64_t steps) {
+  if (steps == 0) return;
+  const auto end = has_label_.begin() + std::min(steps, steps_);
+  TESSERA_CHECK(std::find(has_label_.begin(), end, true) != end, ErrorKind::kFormat,
+                shown(file_.path()), ": found no kept label in ", label_name_,
+                steps < steps_ ? concat(" of steps 1 to ", steps) : std::string(),
+                ", expected at least one that is not -100 after column 0");
 }
 
 MicroBatch ReplayedBatches::load(std::int64_t step, RowRange rows) const {

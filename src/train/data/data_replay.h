@@ -62,6 +62,8 @@ class ReplayedBatches final : public BatchSource {
   std::int64_t rows_in_step() const override { return rows_; }
   std::int64_t row_tokens() const override { return columns_; }
   MicroBatch load(std::int64_t step, RowRange rows) const override;
+  std::int64_t rows_in_pass() const override { return steps_ * rows_; }
+  void check_labels(std::int64_t steps) override;
   /// From now on micro-batches impose the file's routing. One step only. Errors: kFormat where the
   /// file has none, or another shape.
   void impose(const RoutingWanted& routing);
@@ -72,16 +74,17 @@ class ReplayedBatches final : public BatchSource {
   const TensorInfo& find(const std::string& name) const;
   at::Tensor read(const TensorInfo& tensor, std::int64_t step_index, RowRange rows) const;
   void check_shapes();
-  void check_values(const Vocabulary& vocabulary) const;
+  void check_values(const Vocabulary& vocabulary);
 
   SafetensorsFile file_;
   std::optional<ReplayedImages> images_;
   std::optional<RoutingWanted> routing_;
   std::string input_name_;
   std::string label_name_;
-  std::int64_t steps_ = 1;    // S
-  std::int64_t rows_ = 0;     // B
-  std::int64_t columns_ = 0;  // T
+  std::int64_t steps_ = 1;       // S
+  std::int64_t rows_ = 0;        // B
+  std::int64_t columns_ = 0;     // T
+  std::vector<bool> has_label_;  // [S]
 };
 
 }  // namespace tessera::train

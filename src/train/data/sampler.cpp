@@ -13,7 +13,10 @@ RowOrder::RowOrder(std::uint64_t seed, std::int64_t rows_in_data, std::int64_t r
 
 std::int64_t RowOrder::data_row(std::int64_t step, std::int64_t index) const {
   TESSERA_INVARIANT(step >= 1 && index >= 0 && index < rows_in_step_, "row outside its step");
-  const std::int64_t position = (step - 1) * rows_in_step_ + index;
+  return row_at((step - 1) * rows_in_step_ + index);
+}
+
+std::int64_t RowOrder::row_at(std::int64_t position) const {
   const auto epoch = static_cast<std::uint64_t>(position / rows_in_data_);
   return Permutation(seed_, epoch, rows_in_data_)(position % rows_in_data_);
 }

@@ -25,6 +25,8 @@ class RowOrder {
   std::int64_t rows_in_step() const { return rows_in_step_; }
   /// The data row that is row `index` of step `step` (steps from 1).
   std::int64_t data_row(std::int64_t step, std::int64_t index) const;
+  /// The data row that comes at `position`, counted from 0 through all epochs.
+  std::int64_t row_at(std::int64_t position) const;
 
  private:
   std::uint64_t seed_;

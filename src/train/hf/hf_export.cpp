@@ -15,6 +15,7 @@
 #include "io/atomic_file.h"
 #include "io/folder.h"
 #include "models/description.h"
+#include "models/expert_bias.h"
 #include "tessera/error.h"
 #include "tessera/world.h"
 #include "train/hf/model_source.h"
@@ -25,25 +26,49 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// What users of the folder need beside the model, where it is there.
-std::vector<fs::path> files_to_copy(const fs::path& origin) {
-  std::error_code ignored;
-  if (origin.empty() || !fs::is_directory(origin, ignored)) return {};
-  std::vector<std::string> names{"tokenizer.json",    "tokenizer_config.json",
-                                 "tokenizer.model",   "special_tokens_map.json",
-                                 "added_tokens.json", "vocab.json",
-                                 "merges.txt",        "generation_config.json"};
-  std::error_code failed;
-  fs::directory_iterator entry(origin, failed);
+/// What users of the folder need beside the model: what transformers and tokenizers' own libraries
+/// save or read of tokenizers, of processors of images and sound, and of chat templates; their code,
+/// where the folder brings its own.
+bool belongs_to_a_processor(std::string_view name) {
+  constexpr std::string_view kNames[] = {"special_tokens_map.json", "added_tokens.json",
+                                         "normalizer.json", "generation_config.json",
+                                         "tekken.json"};
+  constexpr std::string_view kBeginnings[] = {"tokenizer", "vocab", "merges", "chat_template"};
+  constexpr std::string_view kEndings[] = {"processor_config.json", ".tiktoken", ".model"};
+  constexpr std::string_view kCode[] = {"tokenization_", "processing_", "image_processing_",
+                                        "video_processing_", "feature_extraction_"};
+  const auto begins = [name](std::string_view text) { return name.starts_with(text); };
+  const auto ends = [name](std::string_view text) { return name.ends_with(text); };
+  return std::ranges::find(kNames, name) != std::end(kNames) ||
+         std::ranges::any_of(kBeginnings, begins) || std::ranges::any_of(kEndings, ends) ||
+         (name.ends_with(".py") && std::ranges::any_of(kCode, begins));
+}
+
+/// Plain files of a folder that `wanted`, by name, in front of which `before` stands.
+template <class Wanted>
+void add_files(const fs::path& folder, const std::string& before, const Wanted& wanted,
+               std::map<std::string, fs::path>& found) {
+  std::error_code ignored, failed;
+  fs::directory_iterator entry(folder, failed);
   for (; !failed && entry != fs::directory_iterator(); entry.increment(failed)) {
     const std::string name = entry->path().filename().string();
-    if (name.starts_with("chat_template") && !entry->is_directory(ignored)) names.push_back(name);
+    if (entry->is_directory(ignored) || !wanted(name)) continue;
+    if (const auto file = optional_file_inside(folder, name)) found.emplace(before + name, *file);
   }
-  TESSERA_CHECK(!failed, ErrorKind::kIo, "cannot list ", shown(origin), ": ", failed.message());
-  std::sort(names.begin(), names.end());
-  std::vector<fs::path> found;
-  for (const std::string& name : names) {
-    if (const auto file = optional_file_inside(origin, name)) found.push_back(*file);
+  TESSERA_CHECK(!failed, ErrorKind::kIo, "cannot list ", shown(folder), ": ", failed.message());
+}
+
+std::map<std::string, fs::path> files_to_copy(const fs::path& origin) {
+  constexpr std::string_view kMoreTemplates = "additional_chat_templates";
+  std::map<std::string, fs::path> found;
+  std::error_code ignored;
+  if (origin.empty() || !fs::is_directory(origin, ignored)) return found;
+  add_files(origin, "", belongs_to_a_processor, found);
+  const fs::path more = origin / kMoreTemplates;
+  if (fs::is_directory(more, ignored)) {
+    add_files(
+        more, concat(kMoreTemplates, "/"),
+        [](std::string_view name) { return name.ends_with(".jinja"); }, found);
   }
   return found;
 }
@@ -65,7 +90,11 @@ std::vector<TensorSpec> tensors_to_write(const ModelSource& source, const Export
   }
   for (const models::BufferSpec& buffer : source.description.buffers) {
     const SourceTensor& stored = *source.folder->find(buffer.name);
-    tensors.push_back({buffer.name, options.dtype.value_or(stored.original), buffer.shape});
+    // transformers keeps this one in fp32, too, whatever is asked for.
+    const DType dtype = models::HasExpertBias::is_stored_name(buffer.name)
+                            ? DType::kFloat32
+                            : options.dtype.value_or(stored.original);
+    tensors.push_back({buffer.name, dtype, buffer.shape});
   }
   return tensors;
 }
@@ -149,9 +178,14 @@ void write_export(const ExportPlan& plan, const fs::path& folder) {
   for (const auto& [name, text] : plan.texts) {
     write_atomically(folder / name, std::as_bytes(std::span(text)));
   }
-  for (const fs::path& copied : plan.copies) {
+  for (const auto& [name, copied] : plan.copies) {
+    const fs::path file = folder / name;
+    std::error_code failed;
+    fs::create_directories(file.parent_path(), failed);
+    TESSERA_CHECK(!failed, ErrorKind::kIo, "cannot make ", shown(file.parent_path()), ": ",
+                  failed.message());
     const MappedFile content(copied);
-    write_atomically(folder / copied.filename(), content.bytes());
+    write_atomically(file, content.bytes());
   }
 }
 

@@ -1,5 +1,5 @@
 // A model as a Hugging Face folder that transformers loads: config.json in the hub's spelling,
-// safetensors files, the tokenizer of the folder that training began with. Adapters as other
+// safetensors files, tokenizer and processors of the folder that training began with. Adapters as other
 // programs take them: peft's files, or merged into the model they were trained beside.
 //
 // What will be written is a value, planned and refused before the first byte; writing goes tensor
@@ -27,8 +27,9 @@ struct ExportOptions {
 struct ExportPlan {
   std::vector<HfShard> shards;
   std::map<std::string, std::string> texts;  ///< files by name: config.json, the index
-  /// Tokenizer files and generation_config.json, copied as they are.
-  std::vector<std::filesystem::path> copies;
+  /// Copied as they are: files by name, which may begin with a folder's; those of tokenizers and
+  /// processors, and generation_config.json.
+  std::map<std::string, std::filesystem::path> copies;
   std::int64_t size_bytes = 0;  ///< of all tensors
   /// Tensors whose values lost digits before the checkpoint was written, and that are written in a
   /// wider dtype all the same.

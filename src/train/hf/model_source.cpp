@@ -12,10 +12,12 @@
 #include "io/checkpoint_folder.h"
 #include "io/checkpoint_store.h"
 #include "io/hf_folder.h"
-#include "io/mxfp4_tensors.h"
+#include "io/unpacked/fp8_tensors.h"
+#include "io/unpacked/mxfp4_tensors.h"
 #include "models/expert_bias.h"
 #include "models/family.h"
 #include "tessera/error.h"
+#include "train/hf/renamed_tensors.h"
 
 namespace tessera::train {
 namespace {
@@ -92,6 +94,24 @@ ModelSource open_adapters(CheckpointFolder adapters, const ModelConfig& model,
   return source;
 }
 
+/// By the names of the family's modules, without what is no part of the model, which is said.
+std::shared_ptr<const TensorSource> named_as_modules(std::shared_ptr<const TensorSource> folder,
+                                                     const models::ModelSpec& spec) {
+  const models::FamilyTraits& family = models::traits(spec.family);
+  auto renamed = std::make_shared<RenamedTensors>(folder, [&](std::string_view name) {
+    const bool extra = family.is_extra != nullptr && family.is_extra(spec, name);
+    return extra ? std::string() : family.module_name(name);
+  });
+  if (!renamed->changes()) return folder;
+  const auto& left_out = renamed->left_out();
+  if (!left_out.empty()) {
+    log::info(shown(folder->path()), ": ", left_out.size(), " tensors are left out, ",
+              printable(left_out.front()), left_out.size() > 1 ? " and others" : "",
+              ": they are no weights of ", family.architecture);
+  }
+  return renamed;
+}
+
 }  // namespace
 
 ModelSource open_model(const ModelConfig& model, const LoraRequest& lora, Purpose purpose) {
@@ -109,8 +129,11 @@ ModelSource open_model(const ModelConfig& model, const LoraRequest& lora, Purpos
     const auto tensors = std::make_shared<HfTensors>(HfFolder::open(model.path));
     text = tensors->folder().config_text();
     source.folder = tensors;
-    if (says_mxfp4(text, printable(model.path, 1024))) {
+    const std::string where = printable(model.path, 1024);
+    if (says_mxfp4(text, where)) {
       source.folder = std::make_shared<Mxfp4Tensors>(tensors);
+    } else if (const auto block = fp8_block(text, where)) {
+      source.folder = std::make_shared<Fp8Tensors>(tensors, *block);
     }
     source.origin = model.path;
   } else {
@@ -130,6 +153,7 @@ ModelSource open_model(const ModelConfig& model, const LoraRequest& lora, Purpos
   }();
   for (const auto& warning : parsed.warnings) log::warn("config.json: ", warning);
   source.spec = std::move(parsed.spec);
+  if (source.folder) source.folder = named_as_modules(source.folder, source.spec);
   source.lora = models::plan_lora(source.spec, lora);
   source.description = models::describe(source.spec, source.lora);
   return source;

@@ -14,6 +14,8 @@
 namespace tessera::train {
 namespace {
 
+constexpr auto kStepsWithoutLabels = "steps_without_labels";
+
 template <class... Args>
 std::string formatted(const char* format, Args... args) {
   std::array<char, 64> text{};
@@ -33,6 +35,7 @@ std::string with_thousands(double value) {
 }
 
 std::vector<Scalar> named_values(const StepMetrics& m) {
+  if (m.step == 0) return {{"val_loss", m.val_loss.value_or(NAN)}};
   std::vector<Scalar> values{{"loss", m.loss},     {"grad_norm", m.grad_norm},
                              {"lr", m.lr},         {"step_ms", m.step_ms},
                              {"tps", m.tps},       {"tps_global", m.tps_global},
@@ -40,6 +43,13 @@ std::vector<Scalar> named_values(const StepMetrics& m) {
   if (m.peak_device_mib) values.push_back({"peak_device_mib", *m.peak_device_mib});
   if (m.mfu) values.push_back({"mfu", *m.mfu});
   if (m.val_loss) values.push_back({"val_loss", *m.val_loss});
+  if (m.steps_without_labels) {
+    values.push_back({kStepsWithoutLabels, static_cast<double>(*m.steps_without_labels)});
+  }
+  for (std::size_t i = 0; i < m.sources.size(); ++i) {
+    values.push_back({concat("source/", i + 1, "/share"), m.sources[i].share});
+    values.push_back({concat("source/", i + 1, "/loss"), m.sources[i].loss});
+  }
   if (m.loss_scale) values.push_back({"loss_scale", *m.loss_scale});
   if (m.skipped_steps) values.push_back({"skipped_steps", static_cast<double>(*m.skipped_steps)});
   if (m.offload_mib) values.push_back({"offload_mib", *m.offload_mib});
@@ -68,6 +78,7 @@ std::string to_json_line(const StepMetrics& m) {
 std::string to_step_line(const StepMetrics& m) {
   constexpr double kMibPerGib = 1024.0;
   std::string line = formatted("step: %2lld", static_cast<long long>(m.step));
+  if (m.step == 0) return line + formatted("  val_loss: %.4f", m.val_loss.value_or(NAN));
   line += formatted("  loss: %8.4f", m.loss);
   line += formatted("  grad_norm: %8.4f", m.grad_norm);
   line += formatted("  memory: %5.2fGiB", m.peak_device_mib.value_or(m.peak_rss_mib) / kMibPerGib);
@@ -77,6 +88,9 @@ std::string to_step_line(const StepMetrics& m) {
   line += formatted("  lr: %.3e", m.lr);
   line += formatted("  step_ms: %.1f", m.step_ms);
   if (m.val_loss) line += formatted("  val_loss: %.4f", *m.val_loss);
+  if (m.steps_without_labels) {
+    line += formatted("  without labels: %lld", static_cast<long long>(*m.steps_without_labels));
+  }
   if (m.loss_scale) line += formatted("  loss_scale: %g", *m.loss_scale);
   if (m.skipped_steps)
     line += formatted("  skipped: %lld", static_cast<long long>(*m.skipped_steps));
@@ -85,22 +99,26 @@ std::string to_step_line(const StepMetrics& m) {
 
 namespace {
 
+struct KeptLines {
+  std::string text;
+  std::int64_t steps_without_labels = 0;  // of the last one
+};
+
 /// The lines up to step `done`, in order; a line that a crash tore ends them.
-std::string lines_up_to(const std::filesystem::path& path, std::int64_t done) {
+KeptLines lines_up_to(const std::filesystem::path& path, std::int64_t done) {
   std::istringstream file(read_no_link(path));
-  std::string kept;
+  KeptLines kept;
   for (std::string line; std::getline(file, line);) {
     const auto json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
     const auto step = json.is_object() ? json.find("step") : json.end();
     if (step == json.end() || !step->is_number_integer() || step->get<std::int64_t>() > done) break;
-    kept += line + '\n';
+    kept.text += line + '\n';
+    const auto count = json.find(kStepsWithoutLabels);
+    if (count != json.end() && count->is_number()) {
+      kept.steps_without_labels = static_cast<std::int64_t>(count->get<double>());
+    }
   }
   return kept;
-}
-
-/// In one go: a crash in between leaves the file as it was.
-void cut_back(const std::filesystem::path& path, std::int64_t done) {
-  write_atomically(path, lines_up_to(path, done));
 }
 
 }  // namespace
@@ -111,7 +129,11 @@ MetricsFile::MetricsFile(const std::filesystem::path& folder, std::int64_t done)
   TESSERA_CHECK(!error, ErrorKind::kIo, folder.string(), ": cannot be made (", error.message(),
                 ")");
   const auto path = folder / "metrics.jsonl";
-  if (done > 0) cut_back(path, done);
+  if (done > 0) {
+    const KeptLines kept = lines_up_to(path, done);
+    write_atomically(path, kept.text);  // in one go: a crash in between leaves the file as it was
+    steps_without_labels_ = kept.steps_without_labels;
+  }
   file_.emplace(path, done > 0 ? AppendedFile::From::kEnd : AppendedFile::From::kEmpty);
 }
 

@@ -23,10 +23,18 @@ struct ExpertLoad {
   double max_over_mean = 0;  ///< tokens of the busiest expert over those of an average one
 };
 
+/// What one of several sources was to a step.
+struct SourceMetrics {
+  double share = 0;  ///< of all rows so far
+  /// Of its labels in this step; NaN where it has none.
+  double loss = 0;
+};
+
 struct StepMetrics {
-  std::int64_t step = 0;  ///< from 1
-  double loss = 0;        ///< before the update, nats
-  double grad_norm = 0;   ///< before clipping; not finite in a step that a scaler left out
+  /// From 1; step 0 is the validation before the first one, and has val_loss alone.
+  std::int64_t step = 0;
+  double loss = 0;       ///< before the update, nats; NaN in a step without a kept label
+  double grad_norm = 0;  ///< before clipping; not finite in a step that a scaler left out
   double lr = 0;
   double step_ms = 0;                                    ///< the slowest rank's whole step
   double tps = 0;                                        ///< tokens a second and rank
@@ -37,6 +45,10 @@ struct StepMetrics {
   /// tflops over those that the device can do; NaN where nobody knows them, none on the CPU.
   std::optional<double> mfu = std::nullopt;
   std::optional<double> val_loss = std::nullopt;
+  /// How many steps had no kept label so far and were left out, this one included; none before the
+  /// first of them.
+  std::optional<std::int64_t> steps_without_labels = std::nullopt;
+  std::vector<SourceMetrics> sources = {};        ///< by their order; empty where there is one
   std::optional<double> loss_scale;               ///< of this step's gradients
   std::optional<std::int64_t> skipped_steps;      ///< so far, this one included
   std::optional<double> aux_loss = std::nullopt;  ///< of routers, before its weight
@@ -69,11 +81,14 @@ class MetricsFile {
   /// their lines only (what was reported after the checkpoint is done again). Errors: kIo, also
   /// where the file is a link.
   explicit MetricsFile(const std::filesystem::path& folder, std::int64_t done = 0);
+  /// `steps_without_labels` of the last line that was kept; 0 where it has none.
+  std::int64_t steps_without_labels() const { return steps_without_labels_; }
   /// Appends one line and hands it to the system. Errors: kIo.
   void append(const StepMetrics& metrics);
 
  private:
   std::optional<AppendedFile> file_;
+  std::int64_t steps_without_labels_ = 0;
 };
 
 struct ModelSize {

@@ -18,12 +18,12 @@ RunIdentity identity_of(const Config& config, const ModelSource& source, const B
   identity.seed = config.debug.seed;
   if (source.lora) identity.lora = {source.lora, tensors_hash(*source.folder, world)};
   // Whoever reads the checkpoint has to know what its tokens are.
-  if (data_kind(config.data.path, "data.path") == DataKind::kText) {
+  if (data_kind(config.data) == DataKind::kText) {
     identity.spec.tessera_tokenizer = "bytes";
   }
   if (world.rank() == 0) {
     world.work_at("hashing the data");
-    identity.data = data_identity(config.data.path, data.row_tokens(), data.rows_in_step());
+    identity.data = data_identity(config.data, data.row_tokens(), data.rows_in_step());
     world.work_at("");
   }
   return identity;

@@ -1,5 +1,5 @@
 // Experts that a folder packs in MXFP4: unpacked as transformers does, whatever range is read.
-#include "io/mxfp4_tensors.h"
+#include "io/unpacked/mxfp4_tensors.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -120,16 +120,60 @@ TEST(TokenFileInfo, MalformedDescriptionsAreRefused) {
 
 TEST(TokenFile, FirstIdOutsideTheVocabularyIsNamedWithItsPosition) {
   const TemporaryFolder folder;
-  std::vector<std::uint16_t> many(600'000, 5);  // several of the scan's parts
-  many[500'001] = 300;
-  many[599'999] = 400;
-  folder.write("a.json", info("uint16", 600'000));
-  const TokenFile file(folder.write("a.bin", raw(many)));
-  EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { file.check_ids(300); }),
-              AllOf(HasSubstr("id 300 at position 500001"), HasSubstr("vocabulary of 300")));
-  EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { file.check_ids(301); }),
-              HasSubstr("id 400 at position 599999"));
-  EXPECT_NO_THROW(file.check_ids(401));
+  folder.write("a.json", info("uint16", 6));
+  const TokenFile file(folder.write("a.bin", raw<std::uint16_t>({5, 5, 300, 5, 400, 5})));
+  const auto check = [&](std::int64_t begin, std::int64_t vocab_size) {
+    check_ids(file, begin, ids(file, begin, 6), vocab_size);
+  };
+  EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { check(1, 300); }),
+              AllOf(HasSubstr("a.bin: found the token id 300 at position 2"),
+                    HasSubstr("vocabulary of 300")));
+  EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { check(1, 301); }),
+              HasSubstr("id 400 at position 4"));
+  EXPECT_NO_THROW(check(5, 300));
+  EXPECT_NO_THROW(check(0, 401));
+}
+
+/// As llm.c writes them: 256 int32 and the tokens.
+template <class Id>
+std::string shard(std::int32_t magic, std::int32_t version, std::int32_t count,
+                  const std::vector<Id>& tokens) {
+  std::vector<std::int32_t> header(256, 0);
+  header[0] = magic;
+  header[1] = version;
+  header[2] = count;
+  return raw(header) + raw(tokens);
+}
+
+TEST(TokenFile, ShardsOfBothKindsAreRead) {
+  const TemporaryFolder folder;
+  const TokenFile narrow(
+      folder.write("a.bin", shard<std::uint16_t>(20240520, 1, 3, {50256, 1, 65535})));
+  EXPECT_EQ(narrow.num_tokens(), 3);
+  EXPECT_THAT(ids(narrow, 0, 3), ElementsAre(50256, 1, 65535));
+  folder.write("a.mask.bin", std::string("\1\0\1", 3));
+  EXPECT_TRUE(TokenFile(folder / "a.bin").has_mask());
+  const TokenFile wide(folder.write("b.bin", shard<std::uint32_t>(20240801, 7, 2, {128000, 9})));
+  EXPECT_THAT(ids(wide, 0, 2), ElementsAre(128000, 9));
+  // A description beside it says that these are tokens from the first byte on.
+  folder.write("b.json", info("uint32", 258));
+  EXPECT_EQ(TokenFile(folder / "b.bin").token(0), 20240801);
+}
+
+TEST(TokenFile, TornShardsAreRefused) {
+  const TemporaryFolder folder;
+  const auto refusal = [&](const std::string& bytes) {
+    const auto path = folder.write("a.bin", bytes);
+    return error_of(ErrorKind::kFormat, [&] { TokenFile{path}; });
+  };
+  const auto good = shard<std::uint16_t>(20240520, 1, 3, {1, 2, 3});
+  EXPECT_THAT(refusal(good.substr(0, good.size() - 1)),
+              AllOf(HasSubstr("a.bin: found 1029 bytes, expected 1030"), HasSubstr("its header")));
+  EXPECT_THAT(refusal(good.substr(0, 100)), HasSubstr("expected a header of 1024"));
+  EXPECT_THAT(refusal(shard<std::uint16_t>(20240520, 2, 1, {1})), HasSubstr("found version 2"));
+  EXPECT_THAT(refusal(shard<std::uint16_t>(20240520, 1, 0, {})), HasSubstr("a shard of 0 tokens"));
+  EXPECT_THAT(refusal(shard<std::uint16_t>(20240520, 1, -4, {})), HasSubstr("of -4 tokens"));
+  EXPECT_THAT(refusal(shard<std::uint32_t>(20240801, 7, 3, {1, 2})), HasSubstr("expected 1036"));
 }
 
 TEST(TextCorpus, BytesAndAnEndAfterEachFile) {
@@ -184,9 +228,52 @@ TEST(TextCorpus, EmptyDataIsRefusedByName) {
 TEST(TextCorpus, VocabularyTooSmallForBytesIsRefused) {
   const TemporaryFolder folder;
   const TextCorpus corpus(folder.write("a.txt", "a"));
-  EXPECT_NO_THROW(corpus.check_ids(257));
-  EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { corpus.check_ids(256); }),
+  EXPECT_NO_THROW(corpus.check_vocabulary(257));
+  EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { corpus.check_vocabulary(256); }),
               AllOf(HasSubstr("at least 257"), HasSubstr("tools/tokenize.py")));
+}
+
+TEST(TextCorpus, ATokenIsPlacedInItsFile) {
+  const TemporaryFolder folder;
+  const TextCorpus corpus(std::vector{folder.write("b", "bcd"), folder.write("a", "a")});
+  EXPECT_EQ(corpus.place(0).position, 0);
+  EXPECT_EQ(corpus.place(3).position, 3) << "its end";
+  EXPECT_THAT(corpus.place(4).name, ::testing::EndsWith("/a"));
+  EXPECT_EQ(corpus.place(5).position, 1);
+}
+
+TEST(JoinedTokens, AreTheirPartsOneAfterTheOther) {
+  const TemporaryFolder folder;
+  folder.write("a.json", info("uint16", 3));
+  folder.write("a.bin", raw<std::uint16_t>({1, 2, 3}));
+  folder.write("a.mask.bin", std::string("\0\0\1", 3));
+  folder.write("b.bin", shard<std::uint32_t>(20240801, 7, 2, {70000, 70001}));
+  std::vector<std::unique_ptr<TokenSource>> parts;
+  parts.push_back(std::make_unique<TokenFile>(folder / "a.bin"));
+  parts.push_back(std::make_unique<TextCorpus>(folder.write("c.txt", "xy")));
+  parts.push_back(std::make_unique<TokenFile>(folder / "b.bin"));
+  JoinedTokens joined(std::move(parts));
+  const std::vector<std::int64_t> whole{1, 2, 3, 'x', 'y', 256, 70000, 70001};
+  const std::vector<std::uint8_t> kept{0, 0, 1, 1, 1, 1, 1, 1};
+  ASSERT_EQ(joined.num_tokens(), 8);
+  ASSERT_TRUE(joined.has_mask());
+  for (std::int64_t begin = 0; begin <= 8; ++begin) {
+    for (std::int64_t end = begin; end <= 8; ++end) {
+      EXPECT_EQ(ids(joined, begin, end),
+                std::vector<std::int64_t>(whole.begin() + begin, whole.begin() + end));
+      std::vector<std::uint8_t> mask(static_cast<std::size_t>(end - begin));
+      joined.copy_mask(begin, mask);
+      EXPECT_EQ(mask, std::vector<std::uint8_t>(kept.begin() + begin, kept.begin() + end));
+      EXPECT_EQ(joined.has_target(begin, end), std::ranges::count(mask, 1) > 0);
+    }
+  }
+  EXPECT_THAT(joined.place(7).name, HasSubstr("b.bin"));
+  EXPECT_EQ(joined.place(7).position, 1);
+  EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { check_ids(joined, 5, ids(joined, 5, 8), 70001); }),
+              HasSubstr("b.bin: found the token id 70001 at position 1"));
+  EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { joined.check_vocabulary(256); }),
+              HasSubstr("c.txt"));
+  error_of(ErrorKind::kUsage, [&] { ids(joined, 7, 9); });
 }
 
 TEST(TokenSource, ReadingAllOfAFileKeepsLittleOfItResident) {

@@ -102,6 +102,9 @@ std::vector<Case> cases() {
   add({shard("ep", 2, 0), shard("etp", 3, 2)}, {4, 12, 5}, {4, 2, 6, 5});
   add({shard("etp", 2, 2)}, {2, 8, 3}, {2, 2, 4, 3});
   add({shard("ep", 2, 0), shard("etp", 2, 2)}, {4, 3, 8});
+  // The same transposed: columns of gate, then columns of up, in each row of the file.
+  add({shard("etp", 2, 3)}, {2, 3, 8}, {2, 3, 2, 4});
+  add({shard("ep", 2, 0), shard("etp", 2, 3)}, {4, 3, 8}, {4, 3, 2, 4});
   // One tensor an expert in the file.
   add({shard("ep", 2, 0)}, {4, 6, 5}, {4, 2, 3, 5}, {8, {3, 5}});
   add({shard("ep", 2, 0), shard("etp", 3, 2)}, {4, 6, 5}, {4, 2, 3, 5}, {8, {3, 5}});

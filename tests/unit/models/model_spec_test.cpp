@@ -164,7 +164,7 @@ TEST(ModelSpec, UnsupportedMathsIsRefusedWithKeyAndValue) {
       {R"("layer_types": ["full_attention"],)", "layer_types: found [\"full_attention\"]"},
       {R"("rope_scaling": {"rope_type": "longrope", "factor": 4.0},)",
        "rope_type: found \"longrope\""},
-      {R"("rope_scaling": {"type": "linear", "factor": 2.0},)", "type: found \"linear\""},
+      {R"("rope_scaling": {"type": "dynamic", "factor": 2.0},)", "type: found \"dynamic\""},
       {R"("rope_parameters": {"rope_type": "dynamic"},)", "rope_type: found \"dynamic\""},
       {R"("attention_dropout": 0.1,)", "attention_dropout: found 0.1"},
       {R"("pretraining_tp": 2,)", "pretraining_tp: found 2"},

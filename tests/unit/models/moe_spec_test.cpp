@@ -51,8 +51,20 @@ class MoeSpecs : public ::testing::TestWithParam<const char*> {};
 TEST_P(MoeSpecs, BothSpellingsGiveTheSameSpec) {
   const ModelSpec written = parse_spec(read_text(folder(GetParam()) / "config.json")).spec;
   EXPECT_EQ(written, parse_spec(hub(GetParam()).dump()).spec);
-  EXPECT_EQ(written.moe->num_experts, 8);
-  EXPECT_EQ(written.moe->experts_per_token, 3);
+  const auto& sizes = written.moe;
+  switch (written.family) {
+    case Family::kDeepseekV3:
+      EXPECT_EQ(std::pair(sizes->num_experts, sizes->experts_per_token), std::pair(12L, 4L));
+      break;
+    case Family::kMixtral:
+      EXPECT_EQ(std::pair(sizes->num_experts, sizes->experts_per_token), std::pair(8L, 2L));
+      break;
+    case Family::kLlama4:
+      EXPECT_EQ(std::pair(sizes->num_experts, sizes->experts_per_token), std::pair(4L, 1L));
+      break;
+    default:
+      EXPECT_EQ(std::pair(sizes->num_experts, sizes->experts_per_token), std::pair(8L, 3L));
+  }
 }
 
 TEST_P(MoeSpecs, WhatIsWrittenIsReadAsTheSame) {
@@ -88,13 +100,19 @@ TEST_P(MoeSpecs, TheTableWantsTheTensorsOfTheFile) {
   for (const auto& [name, info] : header.items()) {
     if (name != "__metadata__") stored[name] = info.at("shape").get<Shape>();
   }
-  EXPECT_EQ(tensors_of(describe(parse_spec(hub(GetParam()).dump()).spec).parameters), stored);
+  const ModelDescription description = describe(parse_spec(hub(GetParam()).dump()).spec);
+  auto wanted = tensors_of(description.parameters);
+  for (const BufferSpec& buffer : description.buffers) wanted[buffer.name] = buffer.shape;
+  EXPECT_EQ(wanted, stored);
 }
 
 INSTANTIATE_TEST_SUITE_P(Folders, MoeSpecs,
                          ::testing::Values("deepseek-v2-fp32", "deepseek-v2-group-fp32",
-                                           "deepseek-v2-group-mixed", "gpt-oss-fp32",
-                                           "gpt-oss-mixed", "qwen3-moe-fp32", "qwen3-moe-mixed"));
+                                           "deepseek-v2-group-mixed", "deepseek-v3-fp32",
+                                           "deepseek-v3-mixed", "glm4-moe-fp32", "glm4-moe-mixed",
+                                           "llama4-text-fp32", "llama4-text-mixed", "gpt-oss-fp32",
+                                           "gpt-oss-mixed", "qwen3-moe-fp32", "qwen3-moe-mixed",
+                                           "mixtral-fp32", "mixtral-mixed"));
 
 TEST(MoeSpec, GptOssHasWindowsSinksAndBiases) {
   const ModelSpec spec = parse_spec(hub("gpt-oss-fp32").dump()).spec;
@@ -182,6 +200,30 @@ TEST(MoeSpec, WhatQwen3MoeCannotBeIsRefusedWithItsValue) {
   EXPECT_THAT(refusal(name, "n_group", 2), HasSubstr("n_group"));
 }
 
+TEST(MoeSpec, MixtralHasItsOwnNamesAndAWindowWhereThereIsOne) {
+  const ModelSpec spec = parse_spec(hub("mixtral-fp32").dump()).spec;
+  EXPECT_EQ(spec.moe->moe_intermediate_size, 12);
+  EXPECT_TRUE(spec.moe->norm_topk_prob);
+  EXPECT_EQ(spec.moe->router_aux_loss_coef, 0.02);
+  EXPECT_TRUE(spec.layer_types.empty());
+  nlohmann::json config = hub("mixtral-fp32");
+  config["sliding_window"] = 8;
+  const ModelSpec slides = parse_spec(config.dump()).spec;
+  EXPECT_TRUE(slides.is_sliding(0) && slides.is_sliding(3));
+  EXPECT_EQ(slides.sliding_window, 8);
+  EXPECT_EQ(parse_spec(config_json(slides)).spec, slides);
+}
+
+TEST(MoeSpec, WhatMixtralCannotBeIsRefusedWithItsValue) {
+  const char* const name = "mixtral-fp32";
+  EXPECT_THAT(refusal(name, "router_jitter_noise", 0.1),
+              HasSubstr("router_jitter_noise: found 0.1"));
+  EXPECT_THAT(refusal(name, "attention_bias", true), HasSubstr("attention_bias: found true"));
+  EXPECT_THAT(refusal(name, "num_experts_per_tok", 9), HasSubstr("num_experts_per_tok: found 9"));
+  EXPECT_THAT(refusal(name, "sliding_window", 0), HasSubstr("sliding_window: found 0"));
+  EXPECT_THAT(refusal(name, "hidden_act", "gelu"), HasSubstr("gelu"));
+}
+
 TEST(MoeSpec, DenseLayersAmongThoseWithExpertsHaveAnMlp) {
   nlohmann::json config = hub("qwen3-moe-fp32");
   config["decoder_sparse_step"] = 2;
@@ -217,9 +259,13 @@ TEST(MoeSpec, PublishedConfigsAreRead) {
         describe(parse_spec(read_text(models / name / "config.json")).spec).parameters);
   };
   EXPECT_EQ(numel("qwen3-30b-a3b"), 30'532'122'624);
+  EXPECT_EQ(numel("mixtral-8x7b"), 46'702'792'704);
   EXPECT_EQ(numel("gpt-oss-20b"), 20'914'757'184);
   EXPECT_EQ(numel("deepseek-v2-lite"), 15'706'484'224);
   EXPECT_EQ(numel("deepseek-v2"), 235'741'434'880);
+  EXPECT_EQ(numel("deepseek-v3"), 671'026'404'352);
+  EXPECT_EQ(numel("glm-4.5-air"), 106'852'245'504);
+  EXPECT_EQ(numel("llama4-scout"), 107'769'861'120);
   EXPECT_EQ(numel("gemma4-26b-a4b"), 25'805'933'872);
 }
 

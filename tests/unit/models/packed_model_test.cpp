@@ -54,6 +54,8 @@ class PackedModel : public ::testing::TestWithParam<const char*> {
   PackedModel() : reference_(GetParam()) {
     if (has_gemma4(GetParam())) {
       model_ = reference_.gemma4(Reference::Compute::kFloat32);
+    } else if (reference_.spec().family == Family::kGpt2) {
+      model_ = reference_.gpt2(Reference::Compute::kFloat32);
     } else {
       model_ = reference_.model(Reference::Compute::kFloat32);
     }
@@ -122,6 +124,7 @@ TEST_P(PackedModel, LossAndAllGradientsAreThoseOfTheDocumentsAlone) {
       expect_alike(sums_of(*model_, {both.packed}), expected, "packed, recomputed");
     }
     model_->set_recompute(RecomputeMode::kNone);
+    if (reference_.spec().family == Family::kGpt2) continue;  // it has no row as long as that
     // Able to fail: without borders it is another loss.
     ModelInputs one = both.packed;
     one.documents = {};
@@ -155,7 +158,10 @@ TEST_P(PackedModel, StartsThatFitNoDocumentAreRefused) {
 INSTANTIATE_TEST_SUITE_P(Folders, PackedModel,
                          ::testing::Values("qwen3-fp32", "llama-fp32", "qwen2-fp32", "mistral-fp32",
                                            "qwen3-moe-fp32", "deepseek-v2-fp32",
-                                           "deepseek-v2-group-fp32", "gpt-oss-fp32", "gemma4-fp32"),
+                                           "deepseek-v2-group-fp32", "gpt-oss-fp32", "gemma4-fp32",
+                                           "deepseek-v3-fp32", "gemma3-text-fp32", "glm4-moe-fp32",
+                                           "gpt2-fp32", "llama4-text-fp32", "mixtral-fp32",
+                                           "olmo2-fp32"),
                          [](const auto& folder) {
                            std::string name = folder.param;
                            for (char& c : name) c = c == '-' ? '_' : c;

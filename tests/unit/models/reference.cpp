@@ -109,6 +109,14 @@ std::shared_ptr<Gemma4Model> Reference::gemma4(Compute compute) const {
   return model;
 }
 
+std::shared_ptr<Gpt2Model> Reference::gpt2(Compute compute) const {
+  auto model = std::make_shared<Gpt2Model>(spec_);
+  load(*model, compute);
+  auto parameters = model->named_parameters();
+  tie_again(parameters["lm_head.weight"], parameters["wte.weight"]);
+  return model;
+}
+
 std::map<std::string, at::Tensor> gradients(const torch::nn::Module& model, const ModelSpec& spec) {
   std::map<std::string, at::Tensor> result;
   for (auto& item : model.named_parameters()) {
@@ -126,9 +134,11 @@ std::map<std::string, at::Tensor> gradients(const torch::nn::Module& model, cons
     }
   }
   if (spec.tie_word_embeddings) {
-    const bool dense = spec.family != Family::kGemma4;
-    at::Tensor& owner =
-        result.at(dense ? "model.embed_tokens.weight" : "model.language_model.embed_tokens.weight");
+    const std::string name = spec.family == Family::kGemma4
+                                 ? "model.language_model.embed_tokens.weight"
+                             : spec.family == Family::kGpt2 ? "wte.weight"
+                                                            : "model.embed_tokens.weight";
+    at::Tensor& owner = result.at(name);
     owner = owner + result.at("lm_head.weight");
     result.erase("lm_head.weight");
   }

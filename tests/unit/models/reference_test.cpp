@@ -84,7 +84,10 @@ INSTANTIATE_TEST_SUITE_P(Folders, DenseReference,
                                            Case{"llama-fp32", 0.0007}, Case{"llama-mixed", 0.0007},
                                            Case{"qwen2-fp32", 0.0006}, Case{"qwen2-mixed", 0.0006},
                                            Case{"mistral-fp32", 0.0009},
-                                           Case{"mistral-mixed", 0.0006}));
+                                           Case{"mistral-mixed", 0.0006},
+                                           Case{"olmo2-fp32", 0.0012}, Case{"olmo2-mixed", 0.0008},
+                                           Case{"gemma3-text-fp32", 0.0011},
+                                           Case{"gemma3-text-mixed", 0.0010}));
 
 }  // namespace
 }  // namespace tessera::models::reference_test

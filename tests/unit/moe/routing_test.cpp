@@ -126,6 +126,68 @@ TEST_F(RoutingTest, TheBiasOfAnExpertCountsForTheChoiceOnly) {
   EXPECT_TRUE(routing.weights.equal(at::softmax(scores, 1).gather(1, routing.indices)));
 }
 
+// As the paper writes it (DeepSeek-V3, equations 13 to 16), one token at a time.
+TEST_F(RoutingTest, SigmoidsAreChosenWithTheBiasAndWeighedWithout) {
+  const at::Tensor scores = at::randn({50, 12}, at::kDouble);
+  RouteOptions options{.experts_per_token = 3,
+                       .scoring = Scoring::kSigmoid,
+                       .normalize = true,
+                       .scaling_factor = 2.5,
+                       .groups = 4,
+                       .top_groups = 2};
+  options.expert_bias = at::randn({12}).mul(0.3);
+  const Routing routing = route(scores, options);
+  for (std::int64_t token = 0; token < 50; ++token) {
+    std::vector<double> sigmoid, choice;
+    for (std::int64_t e = 0; e < 12; ++e) {
+      sigmoid.push_back(1 / (1 + std::exp(-scores[token][e].item<double>())));
+      choice.push_back(sigmoid.back() + options.expert_bias[e].item<double>());
+    }
+    const auto group = [&](std::size_t g) {
+      std::vector<double> own(choice.begin() + static_cast<std::ptrdiff_t>(3 * g),
+                              choice.begin() + static_cast<std::ptrdiff_t>(3 * g + 3));
+      std::ranges::sort(own, std::greater());
+      return own[0] + own[1];
+    };
+    std::vector<std::size_t> groups{0, 1, 2, 3}, experts;
+    std::ranges::sort(groups, [&](auto a, auto b) { return group(a) > group(b); });
+    for (const std::size_t g : {groups[0], groups[1]}) {
+      for (std::size_t e = 3 * g; e < 3 * g + 3; ++e) experts.push_back(e);
+    }
+    std::ranges::sort(experts, [&](auto a, auto b) { return choice[a] > choice[b]; });
+    experts.resize(3);
+    std::ranges::sort(experts);
+    double sum = 0;
+    for (const std::size_t e : experts) sum += sigmoid[e];
+    for (std::size_t k = 0; k < 3; ++k) {
+      const auto slot = static_cast<std::int64_t>(k);
+      ASSERT_EQ(routing.indices[token][slot].item<std::int64_t>(),
+                static_cast<std::int64_t>(experts[k]))
+          << "token " << token;
+      EXPECT_NEAR(routing.weights[token][slot].item<double>(), 2.5 * sigmoid[experts[k]] / sum,
+                  1e-12);
+    }
+  }
+  EXPECT_NEAR(routing.probabilities.sum().item<double>(), 50.0, 1e-10);
+}
+
+TEST_F(RoutingTest, SigmoidsHideNoScoreThatIsNotFinite) {
+  const RouteOptions options{.experts_per_token = 2, .scoring = Scoring::kSigmoid};
+  EXPECT_EQ(route(at::zeros({5, 4}), options).finite.item<std::int64_t>(), 1);
+  for (const double bad : {std::nan(""), HUGE_VAL, -HUGE_VAL}) {
+    const at::Tensor scores = at::zeros({5, 4});
+    scores[2][3] = bad;
+    const Routing routing = route(scores, options);
+    try {
+      check_finite(routing, routing.finite);
+      FAIL() << bad << " was not refused";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.kind(), ErrorKind::kNumeric);
+      EXPECT_THAT(error.what(), HasSubstr("(token 2, expert 3"));
+    }
+  }
+}
+
 TEST_F(RoutingTest, GradientsReachTheScoresThroughTheWeights) {
   const auto check = [](RouteOptions options) {
     const at::Tensor scores = at::randn({4, 6}, at::kDouble).requires_grad_(true);
@@ -146,6 +208,12 @@ TEST_F(RoutingTest, GradientsReachTheScoresThroughTheWeights) {
   check({.experts_per_token = 2, .normalize = true});
   check({.experts_per_token = 2, .scaling_factor = 3.0, .groups = 3, .top_groups = 2});
   check({.experts_per_token = 2, .scoring = Scoring::kTopKThenSoftmax});
+  check({.experts_per_token = 3,
+         .scoring = Scoring::kSigmoid,
+         .normalize = true,
+         .scaling_factor = 2.5,
+         .groups = 3,
+         .top_groups = 2});
 }
 
 TEST_F(RoutingTest, ScoresThatAreNotFiniteAreNamed) {

@@ -27,7 +27,8 @@ models::FamilyTraits family_with(models::KeepInFloat32 pins) {
 // Naive: a substring match, where "norm" is every name with it (transformers issue 26484).
 TEST(FamilyPins, MatchWholeComponentsAndAreKeptApart) {
   auto metas = parameters();
-  apply_pins(family_with({{"router"}, {"norm"}}), metas);
+  std::vector<BufferMeta> buffers;
+  apply_pins(family_with({{"router"}, {"norm"}}), metas, buffers);
   EXPECT_EQ(metas[0].strict_pin, std::nullopt);
   EXPECT_EQ(metas[0].pin16, std::nullopt);
   EXPECT_EQ(metas[1].pin16, "norm");
@@ -38,8 +39,9 @@ TEST(FamilyPins, MatchWholeComponentsAndAreKeptApart) {
 
 TEST(FamilyPins, OneThatMatchesNothingIsAnErrorOfTheTable) {
   auto metas = parameters();
+  std::vector<BufferMeta> buffers;
   try {
-    apply_pins(family_with({{}, {"norm", "sinks"}}), metas);
+    apply_pins(family_with({{}, {"norm", "sinks"}}), metas, buffers);
     FAIL() << "accepted";
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kContract);
@@ -48,15 +50,26 @@ TEST(FamilyPins, OneThatMatchesNothingIsAnErrorOfTheTable) {
   }
 }
 
+TEST(FamilyPins, ABufferIsPinnedAsAParameterIs) {
+  auto metas = parameters();
+  std::vector<BufferMeta> buffers(2);
+  buffers[0].name = "model.layers.0.mlp.gate.e_score_correction_bias";
+  buffers[1].name = "model.layers.0.mlp.gate.another";
+  apply_pins(family_with({{"e_score_correction_bias"}, {}}), metas, buffers);
+  EXPECT_EQ(buffers[0].strict_pin, "e_score_correction_bias");
+  EXPECT_EQ(buffers[1].strict_pin, std::nullopt);
+}
+
 // Gemma 4 without experts has no router: its table is none the worse for it.
 TEST(FamilyPins, OfRoutersHoldWhereThereAreAny) {
   auto metas = parameters();
+  std::vector<BufferMeta> buffers;
   models::KeepInFloat32 pins;
   pins.routers = {"router"};
-  apply_pins(family_with(pins), metas);
+  apply_pins(family_with(pins), metas, buffers);
   EXPECT_EQ(metas[2].strict_pin, "router");
   metas.pop_back();
-  EXPECT_NO_THROW(apply_pins(family_with(pins), metas));
+  EXPECT_NO_THROW(apply_pins(family_with(pins), metas, buffers));
 }
 
 TEST(FamilyPins, OfEachFamilyAreApplicable) {

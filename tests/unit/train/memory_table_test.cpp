@@ -49,6 +49,11 @@ void write_model(const testing::TemporaryFolder& folder, const std::string& fami
   std::ifstream in(std::string(TESSERA_TEST_DATA) + "/" + family + "-fp32/config.json");
   auto model = nlohmann::json::parse(in);
   auto& text = model.contains("text_config") ? model["text_config"] : model;
+  if (family == "gpt2") {
+    text.update({{"n_embd", 128}, {"n_positions", 64}, {"vocab_size", 512}});
+    folder.write("model.json", model.dump());
+    return;
+  }
   text["hidden_size"] = 128;
   text["intermediate_size"] = 192;
   text["vocab_size"] = 512;
@@ -335,7 +340,14 @@ std::vector<MemoryCase> dense_cases() {
            .change = adapters},
           {.name = "tp", .dims = {.dp_shard = 2, .tp = 2}},
           {.name = "tp_selective", .dims = {.tp = 2}, .mode = kSelective},
-          {.name = "tp_whole_sequence", .dims = {.tp = 2, .sequence = kWhole}, .compute = kBf16}};
+          {.name = "tp_whole_sequence", .dims = {.tp = 2, .sequence = kWhole}, .compute = kBf16},
+          {.name = "olmo2", .family = "olmo2", .compute = kBf16},
+          {.name = "olmo2_tp", .family = "olmo2", .dims = {.tp = 2}},
+          {.name = "gpt2", .family = "gpt2", .compute = kBf16},
+          {.name = "gpt2_selective", .family = "gpt2", .mode = kSelective},
+          {.name = "gpt2_tp", .family = "gpt2", .dims = {.tp = 2}},
+          {.name = "gemma3", .family = "gemma3-text", .compute = kBf16},
+          {.name = "gemma3_tp", .family = "gemma3-text", .dims = {.tp = 2}, .mode = kSelective}};
 }
 
 std::vector<MemoryCase> expert_cases() {
@@ -356,6 +368,7 @@ std::vector<MemoryCase> expert_cases() {
       {.name = "tp_router_on_all", .family = moe, .dims = {.tp = 2, .router = RouterTokens::kAll}},
       {.name = "deepseek", .family = "deepseek-v2", .compute = kBf16},
       {.name = "gpt_oss", .family = "gpt-oss", .compute = kBf16},
+      {.name = "mixtral", .family = "mixtral", .compute = kBf16},
       {.name = "gemma", .family = "gemma4", .compute = kBf16},
       {.name = "gemma_full", .family = "gemma4", .mode = kFull},
       {.name = "gemma_tp", .family = "gemma4", .dims = {.tp = 2}, .mode = kSelective}};

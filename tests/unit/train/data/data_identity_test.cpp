@@ -15,7 +15,9 @@ using testing::error_of;
 using ::testing::HasSubstr;
 using testing::TemporaryFolder;
 
-Hash128 hash_of(const std::vector<std::string>& path) { return data_identity(path, 8, 4).xxh3_128; }
+Hash128 hash_of(const std::vector<std::string>& path) {
+  return data_identity({.path = path, .source = {}}, 8, 4).xxh3_128;
+}
 
 TEST(DataIdentity, IsTheContentNotThePlace) {
   const TemporaryFolder folder;
@@ -27,7 +29,7 @@ TEST(DataIdentity, IsTheContentNotThePlace) {
   folder.write("c/1.txt", "onet");  // the same text, cut elsewhere
   folder.write("c/2.txt", "wo");
   const auto in = [&](const char* name) { return (folder / name).string(); };
-  const auto found = data_identity({in("a")}, 8, 4);
+  const auto found = data_identity({.path = {in("a")}, .source = {}}, 8, 4);
   EXPECT_EQ(found.bytes, 6);
   EXPECT_EQ(found.seq_len, 8);
   EXPECT_EQ(found.global_batch_size, 4);
@@ -73,6 +75,24 @@ TEST(DataIdentity, OfALargeFileSeesItsLengthItsEndsAndItsSamples) {
   EXPECT_EQ(hash_of({path}), whole);
   std::filesystem::resize_file(path, static_cast<std::uintmax_t>(size + 1));
   EXPECT_NE(hash_of({path}), whole);
+}
+
+TEST(DataIdentity, OfSourcesCountsTheirWeightsAndTheirOrder) {
+  const TemporaryFolder folder;
+  const auto a = folder.write("a.txt", "aaa").string();
+  const auto b = folder.write("b.txt", "bbb").string();
+  const auto of = [](const std::vector<DataSource>& sources) {
+    return data_identity({.path = {}, .source = sources}, 8, 4);
+  };
+  const auto found = of({{{a}, 1.0}, {{b}, 2.0}});
+  EXPECT_EQ(found.bytes, 6);
+  EXPECT_EQ(found.path, (std::vector<std::string>{a, b}));
+  EXPECT_NE(of({{{a}, 1.0}, {{b}, 3.0}}).xxh3_128, found.xxh3_128);
+  EXPECT_NE(of({{{b}, 1.0}, {{a}, 2.0}}).xxh3_128, found.xxh3_128);
+  EXPECT_NE(of({{{a, b}, 1.0}}).xxh3_128, found.xxh3_128);
+  EXPECT_NE(hash_of({a, b}), found.xxh3_128);
+  folder.write("b.txt", "bbc");
+  EXPECT_NE(of({{{a}, 1.0}, {{b}, 2.0}}).xxh3_128, found.xxh3_128);
 }
 
 TEST(DataIdentity, OtherRowsAreRefusedWithTheirKey) {

@@ -96,9 +96,14 @@ TEST(TokenBatches, MaskedTokensAreNoTargets) {
   folder.write("t.mask.bin", std::string{1, 0, 1, 0, 1});
   BatchRequest request = request_for(path);
   request.training.seq_len = 4;
-  EXPECT_EQ(values(open_batches(request)->load(1, {0, 1}).targets), (Ids{-100, 2, -100, 4}));
+  request.steps = 1;
+  const auto batches = open_batches(request);
+  EXPECT_EQ(values(batches->load(1, {0, 1}).targets), (Ids{-100, 2, -100, 4}));
+  EXPECT_NO_THROW(batches->check_labels(1));
   folder.write("t.mask.bin", std::string(5, '\0'));
-  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { open_batches(request); }),
+  std::filesystem::remove(folder / "t.labels.bin");
+  const auto none = open_batches(request);
+  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { none->check_labels(1); }),
               HasSubstr("no kept label"));
 }
 
@@ -108,24 +113,27 @@ TEST(TokenBatches, AMaskThatKeepsNoTargetOfAnyRowIsRefused) {
   BatchRequest request = request_for(write_counting_tokens(folder, 11));
   folder.write("t.mask.bin", std::string{1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1});
   request.training.seq_len = 4;
-  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { open_batches(request); }),
-              HasSubstr("no kept label"));
+  const auto batches = open_batches(request);
+  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { batches->check_labels(100); }),
+              HasSubstr("no kept label in the rows of steps 1 to 100"));
 }
 
-TEST(TokenBatches, AStepWithoutATargetIsRefusedBeforeTheFirstUnlessOneInAllIsEnough) {
+TEST(TokenBatches, ARunNeedsOneStepWithATarget) {
   const testing::TemporaryFolder folder;
   BatchRequest request = request_for(write_counting_tokens(folder, 10));
   folder.write("t.mask.bin", std::string{1, 1, 1, 1, 1, 0, 0, 0, 0, 0});
   request.training.seq_len = 4;
   request.training.global_batch_size = 1;
-  request.steps = 2;  // one epoch: a step has the one row, the next the other
-  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { open_batches(request); }),
-              HasSubstr("no kept label in the rows of step"));
-  request.labels = LabelsNeeded::kInAnyStep;
-  open_batches(request);
-  request.labels = LabelsNeeded::kInEveryStep;
-  request.training.global_batch_size = 2;
-  open_batches(request);
+  const auto batches = open_batches(request);
+  // One epoch: a step has the one row, the next the other.
+  const bool first = batches->load(1, {0, 1}).kept_labels() > 0;
+  EXPECT_NE(first, batches->load(2, {0, 1}).kept_labels() > 0);
+  EXPECT_NO_THROW(batches->check_labels(2));
+  if (first) {
+    EXPECT_NO_THROW(batches->check_labels(1));
+  } else {
+    testing::error_of(ErrorKind::kFormat, [&] { batches->check_labels(1); });
+  }
 }
 
 TEST(TokenBatches, ReadsTextAsBytes) {
@@ -215,9 +223,106 @@ TEST(TokenBatches, RefusesIdsOutsideTheVocabulary) {
   const testing::TemporaryFolder folder;
   BatchRequest request = request_for(write_counting_tokens(folder, 100));
   request.training.seq_len = 4;
-  request.vocabulary.size = 50;
+  request.training.global_batch_size = 20;
+  request.vocabulary.size = 99;
+  const auto batches = open_batches(request);  // reads none
+  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { batches->load(1, {0, 20}); }),
+              HasSubstr("t.bin: found the token id 99 at position 99"));
+}
+
+TEST(TokenBatches, TextAndTokensAreReadTogether) {
+  const testing::TemporaryFolder folder;
+  BatchRequest request = request_for(write_counting_tokens(folder, 3));
+  request.path.push_back(folder.write("a.txt", "a").string());
+  request.path.push_back(folder.write("b.txt", "b").string());
+  request.path.push_back((folder / "t.bin").string());
+  request.training.seq_len = 9;
+  const MicroBatch batch = open_batches(request)->load(1, {0, 1});
+  EXPECT_EQ(values(batch.input_ids), (Ids{0, 1, 2, 'a', 256, 'b', 256, 0, 1}));
+  EXPECT_TRUE(batch.sources.empty());
+}
+
+/// `count` tokens that are all `id`.
+std::string write_same(const testing::TemporaryFolder& folder, const std::string& name, int id,
+                       int count) {
+  const std::vector<std::uint16_t> tokens(static_cast<std::size_t>(count),
+                                          static_cast<std::uint16_t>(id));
+  folder.write(name + ".json", R"({"dtype": "uint16", "vocab_size": 300, "num_tokens": )" +
+                                   std::to_string(count) + "}");
+  return folder
+      .write(name + ".bin", {reinterpret_cast<const char*>(tokens.data()), 2 * tokens.size()})
+      .string();
+}
+
+TEST(TokenBatches, SeveralSourcesAreMixedByWeight) {
+  const testing::TemporaryFolder folder;
+  BatchRequest request;
+  request.vocabulary = {.size = 300, .reads_bytes = true};
+  request.sources = {{{write_same(folder, "a", 1, 500)}, 3.0},
+                     {{write_same(folder, "b", 2, 50)}, 1.0}};
+  request.training.seq_len = 4;
+  request.training.global_batch_size = 64;
+  const auto batches = open_batches(request);
+  ASSERT_EQ(batches->sources(), 2U);
+  std::int64_t from_b = 0;
+  for (std::int64_t step = 1; step <= 8; ++step) {
+    const MicroBatch batch = batches->load(step, {0, 64});
+    ASSERT_EQ(batch.sources.size(), 64U);
+    for (std::int64_t row = 0; row < 64; ++row) {
+      const auto source = batch.sources[static_cast<std::size_t>(row)];
+      EXPECT_EQ(batch.input_ids[row][0].item<std::int64_t>(),
+                static_cast<std::int64_t>(source) + 1);
+      from_b += static_cast<std::int64_t>(source);
+    }
+    const MicroBatch part = batches->load(step, {17, 40});
+    EXPECT_TRUE(part.input_ids.equal(batch.input_ids.narrow(0, 17, 23)));
+    EXPECT_DOUBLE_EQ(batches->shares(step)[1],
+                     static_cast<double>(from_b) / static_cast<double>(64 * step));
+  }
+  EXPECT_EQ(from_b, 128) << "512 rows are two whole blocks";
+  EXPECT_THAT(batches->in_words()[1], HasSubstr("source 2: 25% of the rows out of 10"));
+}
+
+TEST(TokenBatches, EachSourceHasEpochsOfItsOwn) {
+  const testing::TemporaryFolder folder;
+  BatchRequest request;
+  request.vocabulary = {.size = 300, .reads_bytes = true};
+  request.sources = {{{write_counting_tokens(folder, 100).string()}, 1.0},
+                     {{write_same(folder, "b", 299, 500)}, 2.5}};
+  request.training.seq_len = 4;
+  request.training.global_batch_size = 7;
+  const auto batches = open_batches(request);
+  std::vector<Ids> epochs(1);
+  for (std::int64_t step = 1; epochs.size() < 4; ++step) {
+    const MicroBatch batch = batches->load(step, {0, 7});
+    for (std::int64_t row = 0; row < 7; ++row) {
+      if (batch.sources[static_cast<std::size_t>(row)] != 0) continue;
+      if (epochs.back().size() == 20) epochs.emplace_back();
+      epochs.back().push_back(batch.input_ids[row][0].item<std::int64_t>());
+    }
+  }
+  EXPECT_NE(epochs[0], epochs[1]) << "another epoch, another order";
+  epochs.pop_back();
+  for (Ids& epoch : epochs) {
+    std::ranges::sort(epoch);
+    for (std::int64_t row = 0; row < 20; ++row) {
+      EXPECT_EQ(epoch[static_cast<std::size_t>(row)], 5 * row);
+    }
+  }
+}
+
+TEST(TokenBatches, AnEmptySourceIsNamed) {
+  const testing::TemporaryFolder folder;
+  BatchRequest request;
+  request.vocabulary = {.size = 300, .reads_bytes = true};
+  request.sources = {{{write_same(folder, "a", 1, 500)}, 3.0},
+                     {{folder.write("b.txt", "abc").string()}, 1.0}};
+  request.training.seq_len = 4;
   EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { open_batches(request); }),
-              HasSubstr("the token id 50 at position 50"));
+              ::testing::StartsWith("data.source[2].path: found 4 tokens in "));
+  folder.write("b.txt", "");
+  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { open_batches(request); }),
+              ::testing::AllOf(HasSubstr("data.source[2].path: "), HasSubstr("no byte of text")));
 }
 
 TEST(ReplayedBatches, TakesStepsWhereTheyAreAndBeginsAgain) {
@@ -338,13 +443,20 @@ INSTANTIATE_TEST_SUITE_P(
         BadBatch{"input_ids", {1, 2}, {1, 2}, {1, 300}, {1, 2}, "the token id 300"},
         BadBatch{"input_ids", {1, 2}, {1, 2}, {1, -1}, {1, 2}, "the token id -1"},
         BadBatch{"input_ids", {1, 2}, {1, 2}, {1, 2}, {1, -1}, "the label -1"},
-        BadBatch{"input_ids", {1, 2}, {1, 2}, {1, 2}, {7, -100}, "no kept label"},
-        BadBatch{"input_ids",
-                 {2, 1, 2},
-                 {2, 1, 2},
-                 {1, 2, 3, 4},
-                 {7, 1, 7, -100},
-                 "no kept label in labels of step 2"}));
+        BadBatch{"input_ids", {1, 2}, {1, 2}, {1, 2}, {7, -100}, "no kept label"}));
+
+TEST(ReplayedBatches, ARunNeedsOneStepWithALabel) {
+  const testing::TemporaryFolder folder;
+  write_ids(folder / "b.safetensors",
+            {{"input_ids", {{2, 1, 2}, {1, 2, 3, 4}}}, {"labels", {{2, 1, 2}, {7, -100, 7, 1}}}});
+  const auto batches = open_batches(request_for(folder / "b.safetensors"));
+  EXPECT_EQ(batches->rows_in_pass(), 2);
+  EXPECT_EQ(batches->load(1, {0, 1}).kept_labels(), 0);
+  EXPECT_NO_THROW(batches->check_labels(2));
+  EXPECT_NO_THROW(batches->check_labels(5));
+  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { batches->check_labels(1); }),
+              HasSubstr("no kept label in labels of steps 1 to 1"));
+}
 
 }  // namespace
 }  // namespace tessera::train::data_test

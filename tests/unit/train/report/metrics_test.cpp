@@ -49,6 +49,41 @@ TEST(MetricsJson, ValidationLossIsThereWhereItWasMeasured) {
   EXPECT_EQ(nlohmann::json::parse(to_json_line(metrics))["val_loss"], 4.5);
 }
 
+TEST(MetricsJson, TheValidationBeforeTheFirstStepStandsAlone) {
+  StepMetrics metrics;
+  metrics.val_loss = 4.5;
+  EXPECT_EQ(to_json_line(metrics), R"({"step":0,"val_loss":4.5})");
+  EXPECT_EQ(to_step_line(metrics), "step:  0  val_loss: 4.5000");
+}
+
+TEST(MetricsJson, SourcesAndStepsWithoutLabelsAreNumbered) {
+  StepMetrics metrics = some_metrics();
+  metrics.sources = {{0.75, 5.0}, {0.25, std::nan("")}};
+  metrics.steps_without_labels = 2;
+  const auto line = nlohmann::json::parse(to_json_line(metrics));
+  EXPECT_EQ(line["source/1/share"], 0.75);
+  EXPECT_EQ(line["source/1/loss"], 5.0);
+  EXPECT_EQ(line["source/2/share"], 0.25);
+  EXPECT_TRUE(line["source/2/loss"].is_null());
+  EXPECT_EQ(line["steps_without_labels"], 2.0);
+  EXPECT_THAT(to_step_line(metrics), HasSubstr("  without labels: 2"));
+}
+
+TEST(MetricsFile, CountsStepsWithoutLabelsOnFromWhereARunWasLeft) {
+  const testing::TemporaryFolder folder;
+  StepMetrics metrics = some_metrics();
+  {
+    MetricsFile file(folder.path());
+    EXPECT_EQ(file.steps_without_labels(), 0);
+    for (const std::int64_t step : {1, 2, 3}) {
+      metrics.step = step;
+      metrics.steps_without_labels = step + 4;
+      file.append(metrics);
+    }
+  }
+  EXPECT_EQ(MetricsFile(folder.path(), 2).steps_without_labels(), 6);
+}
+
 TEST(MetricsJson, AScaledLossSaysItsScaleAndTheStepsLeftOut) {
   StepMetrics metrics = some_metrics();
   metrics.grad_norm = std::nan("");

@@ -1,4 +1,4 @@
-#include "io/mxfp4_tensors.h"
+#include "io/unpacked/mxfp4_tensors.h"
 
 #include <algorithm>
 #include <array>

@@ -1,0 +1,147 @@
+// The text model of Gemma 3: sliding layers and full ones with ropes of their own, four norms a
+// layer that multiply by 1 + weight, queries and keys normed per head, a scaled embedding that is
+// the head too. A folder of the whole model with its vision tower gives this part of it.
+#include <algorithm>
+#include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "models/family.h"
+#include "models/spec_keys.h"
+#include "tessera/error.h"
+
+namespace tessera::models {
+namespace {
+
+constexpr std::int64_t kPattern = 6;  ///< every so-many-th layer is a full one
+constexpr double kLocalTheta = 1e4;
+constexpr double kGlobalTheta = 1e6;
+
+bool is_full(std::int64_t layer, std::int64_t pattern) { return (layer + 1) % pattern == 0; }
+
+void read_layers(ConfigReader& keys, ModelSpec& spec) {
+  const IntRange range{1, kLayers.max};
+  // transformers' own copy of it; layer_types is read from it where it is not there itself.
+  const auto written = keys.integer("_sliding_window_pattern", range);
+  const std::int64_t pattern =
+      keys.integer("sliding_window_pattern", range).value_or(written.value_or(kPattern));
+  for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) {
+    spec.layer_types.push_back(is_full(i, pattern) ? LayerType::kFull : LayerType::kSliding);
+  }
+  read_layer_types(keys, spec);
+  spec.sliding_window =
+      keys.contains("sliding_window") ? required(keys, "sliding_window", kSize) : 4096;
+}
+
+/// Of full layers as spec.rope, of sliding ones as spec.sliding_rope.
+void read_ropes(ConfigReader& keys, ModelSpec& spec, std::vector<std::string>& unknown) {
+  spec.rope.theta = keys.number("rope_theta", kTheta).value_or(kGlobalTheta);
+  nn::RopeOptions& local = spec.sliding_rope.emplace();
+  local.theta = keys.number("rope_local_base_freq", kTheta).value_or(kLocalTheta);
+  const auto read = [&](ConfigReader& from, std::string_view key, const std::string& path,
+                        nn::RopeOptions& rope) {
+    const nlohmann::json* record = from.take(key);
+    if (record == nullptr) return;
+    if (!record->is_object()) from.refuse(key, "an object or null");
+    read_rope_record(*record, concat(path, key, "."), rope, unknown);
+  };
+  const nlohmann::json* parameters = keys.take("rope_parameters");
+  if (parameters == nullptr) {
+    read(keys, "rope_scaling", "", spec.rope);
+    return;
+  }
+  if (!parameters->is_object()) keys.refuse("rope_parameters", "an object, one record a type");
+  if (keys.take("rope_scaling") != nullptr) {
+    keys.refuse("rope_scaling", "none beside rope_parameters, which says it by layer type");
+  }
+  ConfigReader types(*parameters, "rope_parameters.");
+  read(types, kFullAttention, "rope_parameters.", spec.rope);
+  read(types, kSlidingAttention, "rope_parameters.", local);
+  for (std::string& line : types.unknown()) unknown.push_back(std::move(line));
+}
+
+void read_gemma3(ConfigReader& keys, ModelSpec& spec) {
+  keys.expect("hidden_activation", "gelu_pytorch_tanh", "the activation of the MLP");
+  for (const char* cap : {"attn_logit_softcapping", "final_logit_softcapping"}) {
+    keys.expect(cap, nullptr, "soft caps are not supported in this family");
+  }
+  keys.expect("use_bidirectional_attention", false, "attention is causal");
+  keys.ignore({"cache_implementation"});
+  if (!keys.contains("tie_word_embeddings")) spec.tie_word_embeddings = true;
+  if (!keys.contains("pad_token_id")) spec.pad_token_id = 0;
+  spec.query_pre_attn_scalar = keys.number("query_pre_attn_scalar", {1e-6, 1e9}).value_or(256.0);
+  read_layers(keys, spec);
+}
+
+nlohmann::ordered_json number(double value) {
+  const auto whole = static_cast<std::int64_t>(value);
+  if (static_cast<double>(whole) == value) return whole;
+  return value;
+}
+
+void write_gemma3(const ModelSpec& spec, nlohmann::ordered_json& json) {
+  json.erase("hidden_act");
+  json["attn_logit_softcapping"] = nullptr;
+  json["final_logit_softcapping"] = nullptr;
+  json["hidden_activation"] = "gelu_pytorch_tanh";
+  json["layer_types"] = layer_types_json(spec.layer_types);
+  json["pad_token_id"] = or_null(spec.pad_token_id);  // an absent one is not null
+  json["query_pre_attn_scalar"] = number(*spec.query_pre_attn_scalar);
+  json["rope_local_base_freq"] = spec.sliding_rope->theta;
+  json["sliding_window"] = spec.sliding_window;
+  const auto first = std::ranges::find(spec.layer_types, LayerType::kFull);
+  if (first == spec.layer_types.end()) return;
+  json["sliding_window_pattern"] = first - spec.layer_types.begin() + 1;
+}
+
+/// Names in folders of the whole model, as they are published and as transformers has them.
+std::string name_of_text(std::string_view name) {
+  constexpr std::string_view kPublished = "language_model.";
+  constexpr std::string_view kInside = "model.language_model.";
+  for (const std::string_view seeing : {"vision_tower.", "multi_modal_projector.",
+                                        "model.vision_tower.", "model.multi_modal_projector."}) {
+    if (name.starts_with(seeing)) return {};
+  }
+  if (name.starts_with(kPublished)) return std::string(name.substr(kPublished.size()));
+  if (name.starts_with(kInside)) return concat("model.", name.substr(kInside.size()));
+  return std::string(name);
+}
+
+}  // namespace
+
+const FamilyTraits& gemma3_traits() {
+  static const FamilyTraits traits{
+      .family = Family::kGemma3,
+      .model_type = "gemma3_text",
+      .architecture = "Gemma3ForCausalLM",
+      .default_head_dim = 256,
+      .default_num_key_value_heads = 4,
+      .default_max_position_embeddings = 131072,
+      .has_mlp_bias = false,
+      .own_keys = {"layer_types", "rope_parameters", "sliding_window"},
+      .pins = {},
+      .frozen = {},
+      .module_name = name_of_text,
+      .qk_norm = true,
+      .norm_rounds_once = true,
+      .read = read_gemma3,
+      .write = write_gemma3,
+      .norms = NormPlacement::kAround,
+      .norm_adds_one = true,
+      .gelu_mlp = true,
+      .scaled_embedding = true,
+      .default_sizes = {{"vocab_size", 262208},
+                        {"hidden_size", 2304},
+                        {"intermediate_size", 9216},
+                        {"num_hidden_layers", 26},
+                        {"num_attention_heads", 8}},
+      .read_ropes = read_ropes,
+      .whole = Multimodal{.architecture = "Gemma3ForConditionalGeneration",
+                          .model_type = "gemma3",
+                          .keys_beside = {"boi_token_index", "eoi_token_index", "image_token_index",
+                                          "boi_token_id", "eoi_token_id", "image_token_id",
+                                          "mm_tokens_per_image"}},
+  };
+  return traits;
+}
+
+}  // namespace tessera::models

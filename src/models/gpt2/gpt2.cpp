@@ -1,0 +1,143 @@
+// GPT-2: learned positions, LayerNorm with biases, one product for queries, keys and values, linear
+// layers whose matrices stand [in, out] in files, a head that is the embedding.
+//
+// Its config.json has names of its own for what others have. Published folders hold the causal mask
+// of each layer beside the weights, and some a prefix that the class of the whole model has. Next:
+// gpt2_model.h.
+#include <nlohmann/json.hpp>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "models/config_reader.h"
+#include "models/family.h"
+#include "models/gpt2/gpt2_keeps.h"
+#include "models/spec_keys.h"
+#include "tessera/error.h"
+
+namespace tessera::models {
+namespace {
+
+/// Absent means transformers' 0.1.
+double dropout(ConfigReader& keys, std::string_view key, Purpose purpose) {
+  const double value = keys.number(key, {0.0, 1.0}).value_or(0.1);
+  if (purpose == Purpose::kTraining && value != 0.0) {
+    keys.refuse(key, "0, as dropout is not supported in training (absent means 0.1); set it to 0");
+  }
+  return value;
+}
+
+void read_sizes(ConfigReader& keys, ModelSpec& spec) {
+  const auto size = [&](std::string_view key, std::int64_t absent) {
+    return keys.contains(key) ? required(keys, key, kSize) : absent;
+  };
+  spec.vocab_size = size("vocab_size", 50257);
+  spec.hidden_size = size("n_embd", 768);
+  spec.num_hidden_layers = keys.contains("n_layer") ? required(keys, "n_layer", kLayers) : 12;
+  spec.num_attention_heads = size("n_head", 12);
+  spec.num_key_value_heads = spec.num_attention_heads;
+  spec.max_position_embeddings = size("n_positions", 1024);
+  keys.expect("n_ctx", spec.max_position_embeddings, "n_positions says it");
+  spec.intermediate_size = keys.integer("n_inner", kSize).value_or(4 * spec.hidden_size);
+  TESSERA_CHECK(spec.hidden_size % spec.num_attention_heads == 0, ErrorKind::kConfig,
+                "config.json n_embd: found ", spec.hidden_size,
+                ", expected a multiple of n_head = ", spec.num_attention_heads);
+  spec.head_dim = spec.hidden_size / spec.num_attention_heads;
+  const auto hidden = static_cast<double>(spec.hidden_size);
+  check_total(static_cast<double>(spec.num_hidden_layers) * hidden *
+                  (4 * hidden + 2 * static_cast<double>(spec.intermediate_size)) +
+              hidden * static_cast<double>(spec.vocab_size + spec.max_position_embeddings));
+}
+
+ModelSpec read_gpt2(ConfigReader& keys, Purpose purpose, std::vector<std::string>& /*unknown*/) {
+  ModelSpec spec;
+  spec.family = Family::kGpt2;
+  read_sizes(keys, spec);
+  spec.rms_norm_eps = keys.number("layer_norm_epsilon", {1e-30, 1.0}).value_or(1e-5);
+  spec.initializer_range = keys.number("initializer_range", {0.0, 1e3}).value_or(0.02);
+  spec.tie_word_embeddings = keys.boolean("tie_word_embeddings").value_or(true);
+  spec.attention_bias = true;
+  spec.mlp_bias = true;
+  spec.attention_dropout = dropout(keys, "attn_pdrop", purpose);
+  spec.gpt2 = Gpt2Spec{.embd_pdrop = dropout(keys, "embd_pdrop", purpose),
+                       .resid_pdrop = dropout(keys, "resid_pdrop", purpose)};
+  spec.dtype = read_dtype(keys);
+  read_tokens(keys, spec);
+  spec.tessera_tokenizer = read_tokenizer(keys);
+  // gelu_new is GELU's tanh form under another name.
+  if (keys.word("activation_function").value_or("gelu_new") != "gelu_pytorch_tanh") {
+    keys.expect("activation_function", "gelu_new", "the activation of the MLP");
+  }
+  keys.expect("scale_attn_weights", true, "scores are divided by the root of the head's size");
+  keys.expect("scale_attn_by_inverse_layer_idx", false, "scores are scaled alike in all layers");
+  keys.expect("reorder_and_upcast_attn", false, "it is another order of roundings");
+  keys.expect("add_cross_attention", false, "no cross attention");
+  keys.expect("is_encoder_decoder", false, kDecoderOnly);
+  keys.expect("quantization_config", nullptr, kNoQuantization);
+  // Of heads that sum a text up.
+  keys.ignore({"summary_activation", "summary_first_dropout", "summary_proj_to_labels",
+               "summary_type", "summary_use_proj"});
+  return spec;
+}
+
+nlohmann::ordered_json gpt2_json(const ModelSpec& spec) {
+  nlohmann::ordered_json json;
+  json["activation_function"] = "gelu_new";
+  json["architectures"] = {"GPT2LMHeadModel"};
+  json["attn_pdrop"] = spec.attention_dropout;
+  json["bos_token_id"] = or_null(spec.bos_token_id);
+  json["embd_pdrop"] = spec.gpt2->embd_pdrop;
+  json["eos_token_id"] = eos_token(spec.eos_token_ids);
+  json["initializer_range"] = spec.initializer_range;
+  json["layer_norm_epsilon"] = spec.rms_norm_eps;
+  json["model_type"] = "gpt2";
+  json["n_ctx"] = spec.max_position_embeddings;
+  json["n_embd"] = spec.hidden_size;
+  json["n_head"] = spec.num_attention_heads;
+  json["n_inner"] = nullptr;
+  if (spec.intermediate_size != 4 * spec.hidden_size) json["n_inner"] = spec.intermediate_size;
+  json["n_layer"] = spec.num_hidden_layers;
+  json["n_positions"] = spec.max_position_embeddings;
+  if (spec.pad_token_id) json["pad_token_id"] = *spec.pad_token_id;
+  json["resid_pdrop"] = spec.gpt2->resid_pdrop;
+  json["tie_word_embeddings"] = spec.tie_word_embeddings;
+  if (spec.dtype) json["torch_dtype"] = to_string(*spec.dtype);
+  json["use_cache"] = true;
+  json["vocab_size"] = spec.vocab_size;
+  if (!spec.tessera_tokenizer.empty()) json["tessera_tokenizer"] = spec.tessera_tokenizer;
+  return json;
+}
+
+/// As the language model has them: the published files are of the inner one.
+std::string name_in_gpt2(std::string_view name) {
+  constexpr std::string_view kPrefix = "transformer.";
+  if (name.starts_with(kPrefix)) name.remove_prefix(kPrefix.size());
+  const bool is_mask = name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias");
+  return is_mask ? std::string() : std::string(name);
+}
+
+}  // namespace
+
+const FamilyTraits& gpt2_traits() {
+  static const FamilyTraits traits{
+      .family = Family::kGpt2,
+      .model_type = "gpt2",
+      .architecture = "GPT2LMHeadModel",
+      // read_all knows the defaults.
+      .default_head_dim = std::nullopt,
+      .default_num_key_value_heads = std::nullopt,
+      .default_max_position_embeddings = 1024,
+      .has_mlp_bias = false,
+      .pins = {},
+      .frozen = {},
+      .module_name = name_in_gpt2,
+      .keeps = keeps_of_gpt2,
+      .read_all = read_gpt2,
+      .write_all = gpt2_json,
+      .learned_positions = true,
+      .transposed_linears = true,
+  };
+  return traits;
+}
+
+}  // namespace tessera::models

@@ -1,0 +1,74 @@
+// One layer of GPT-2: attention and an MLP, each behind a LayerNorm and beside the stream.
+//
+// Short symbols: B rows, T positions, H heads of this rank, D their size. Next: gpt2_parts.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "models/decoder_layer.h"
+#include "models/description.h"
+#include "models/gpt2/gpt2_parts.h"
+#include "models/model_axes.h"
+#include "models/model_spec.h"
+#include "nn/attention.h"
+#include "tessera/recompute_mode.h"
+
+namespace tessera::models {
+
+class Gpt2Attention : public nn::SelfAttention {
+ public:
+  Gpt2Attention(const ModelSpec& spec, const nn::TensorRegion& region);
+  using nn::SelfAttention::forward;
+  at::Tensor forward(const at::Tensor& x, const nn::Documents& documents) override;
+  bool can_decode() const override { return true; }
+  at::Tensor decode(const at::Tensor& x, nn::KvCache& cache) override;
+
+ private:
+  /// As nn::causal_attention takes them.
+  struct Heads {
+    at::Tensor q, k, v;
+  };
+  Heads project(const at::Tensor& x);
+
+  std::int64_t heads_;
+  double scale_;
+  nn::TensorRegion region_;
+  std::shared_ptr<TransposedLinear> c_attn_, c_proj_;
+};
+
+/// gelu_tanh between two products.
+class Gpt2Mlp : public torch::nn::Module {
+ public:
+  Gpt2Mlp(const ModelSpec& spec, const nn::TensorRegion& region);
+  at::Tensor forward(const at::Tensor& x);
+
+ private:
+  nn::TensorRegion region_;
+  std::shared_ptr<TransposedLinear> c_fc_, c_proj_;
+};
+
+class Gpt2Layer : public torch::nn::Module, public IsLayer, public Recomputable {
+ public:
+  Gpt2Layer(const ModelSpec& spec, std::int64_t number, const ModelAxes& axes);
+  std::int64_t number() const override { return number_; }
+  /// x [B, T, hidden] of the stream -> the same shape and dtype. Documents as
+  /// nn::SelfAttention::forward.
+  at::Tensor forward(const at::Tensor& x, const nn::Documents& documents = {});
+  /// As nn::SelfAttention::decode.
+  at::Tensor decode(const at::Tensor& x, nn::KvCache& cache);
+
+ private:
+  at::Tensor body(const at::Tensor& x, const nn::Documents& documents);
+
+  std::int64_t number_;
+  bool is_alone_;  // as DecoderLayer's
+  std::shared_ptr<LayerNorm> ln_1_, ln_2_;
+  std::shared_ptr<Gpt2Attention> attn_;
+  std::shared_ptr<Gpt2Mlp> mlp_;
+};
+
+}  // namespace tessera::models

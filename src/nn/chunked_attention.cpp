@@ -1,0 +1,150 @@
+#include "nn/chunked_attention.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+#include <vector>
+
+#include "nn/rms_norm.h"
+#include "tessera/wide_scope.h"
+
+namespace tessera::nn {
+namespace {
+
+/// [B, T, H, D] of positions from `begin` on, in their documents -> the same shape and dtype.
+at::Tensor warmed(const at::Tensor& q, const QueryTemperature& temperature, std::int64_t begin,
+                  const Documents& documents) {
+  const WideScope factors;
+  const at::ScalarType inside = at::promote_types(q.scalar_type(), at::kFloat);
+  at::Tensor position = at::arange(begin + 1, begin + q.size(1) + 1, q.options().dtype(inside));
+  if (documents.are_packed()) position = position - documents.starts.to(inside);
+  const at::Tensor factor =
+      (position / temperature.floor).floor().log1p() * temperature.scale + 1.0;
+  return (q.to(inside) * factor.unsqueeze(-1).unsqueeze(-1)).to(q.scalar_type());
+}
+
+/// [B, T, G * R, D] -> [B, G, T, R, D], contiguous.
+at::Tensor by_group(const at::Tensor& x, std::int64_t groups) {
+  return x.unflatten(2, {groups, -1}).transpose(1, 2).contiguous();
+}
+
+}  // namespace
+
+ChunkedAttention::ChunkedAttention(const ChunkedAttentionOptions& options,
+                                   std::shared_ptr<Rope> rope)
+    : options_(options), rope_(std::move(rope)) {
+  const std::int64_t q_size = options.heads * options.head_dim;
+  const std::int64_t kv_size = options.kv_heads * options.head_dim;
+  const TensorRegion& region = options.region;
+  const auto projection = [&](const char* name, std::int64_t in, std::int64_t out,
+                              LinearPlacement placement) {
+    return register_module(name,
+                           std::make_shared<Linear>(in, out, options.bias, std::move(placement)));
+  };
+  const std::int64_t hidden = options.hidden_size;
+  q_proj_ = projection("q_proj", hidden, q_size, column_parallel(region));
+  k_proj_ = projection("k_proj", hidden, kv_size, by_heads(region, options.all_kv_heads));
+  v_proj_ = projection("v_proj", hidden, kv_size, by_heads(region, options.all_kv_heads));
+  o_proj_ = projection("o_proj", q_size, hidden, row_parallel(region));
+}
+
+double ChunkedAttention::scale() const {
+  return 1.0 / std::sqrt(static_cast<double>(options_.head_dim));
+}
+
+std::int64_t ChunkedAttention::chunk_begin(std::int64_t position) const {
+  return options_.chunk ? position / *options_.chunk * *options_.chunk : 0;
+}
+
+std::int64_t ChunkedAttention::chunk_end(std::int64_t position, std::int64_t most) const {
+  return options_.chunk ? std::min(most, chunk_begin(position) + *options_.chunk) : most;
+}
+
+ChunkedAttention::Heads ChunkedAttention::project(const at::Tensor& x, std::int64_t begin,
+                                                  std::int64_t positions,
+                                                  const Documents& documents) {
+  at::Tensor q = q_proj_->forward(x).unflatten(2, {options_.heads, -1});
+  at::Tensor k = k_proj_->forward(x).unflatten(2, {options_.kv_heads, -1});
+  if (options_.chunk) {
+    // Tables stay in fp32: the published code turns in complex fp32 and rounds once.
+    const RopeTable all =
+        rope_->table(positions, at::promote_types(x.scalar_type(), at::kFloat), x.device());
+    const RopeTable turns = table_of(
+        documents, {all.cos.narrow(0, begin, x.size(1)), all.sin.narrow(0, begin, x.size(1))});
+    const auto finished = [&](const at::Tensor& heads) {
+      const at::Tensor turned = rotate_interleaved(heads, turns);
+      return options_.qk_norm_eps ? plain_rms_norm(turned, *options_.qk_norm_eps) : turned;
+    };
+    q = finished(q);
+    k = finished(k);
+  } else if (options_.temperature) {
+    q = warmed(q, *options_.temperature, begin, documents);
+  }
+  return {by_group(q, options_.kv_heads), by_group(k, options_.kv_heads), v_proj_->forward(x)};
+}
+
+at::Tensor ChunkedAttention::attend_within(const Heads& heads, std::int64_t begin,
+                                           std::int64_t end) const {
+  const std::int64_t count = end - begin;
+  if (count == heads.q.size(2)) return causal_attention(heads.q, heads.k, heads.v, scale());
+  return causal_attention(heads.q.narrow(2, begin, count).contiguous(),
+                          heads.k.narrow(2, begin, count).contiguous(),
+                          heads.v.narrow(1, begin, count).contiguous(), scale());
+}
+
+at::Tensor ChunkedAttention::attend(const Heads& heads, const Documents& documents) const {
+  const std::int64_t positions = heads.q.size(2);
+  if (documents.are_packed()) {
+    at::Tensor begins = documents.starts;
+    if (options_.chunk) {
+      const at::Tensor own = at::arange(positions, begins.options()) - begins;
+      begins = begins + own.div(*options_.chunk, "floor") * *options_.chunk;
+    }
+    return causal_attention(heads.q, heads.k, heads.v, scale(), {.begins = begins});
+  }
+  if (positions == 0) return attend_within(heads, 0, 0);
+  std::vector<at::Tensor> parts;
+  for (std::int64_t begin = 0; begin < positions;) {
+    const std::int64_t end = chunk_end(begin, positions);
+    parts.push_back(attend_within(heads, begin, end));
+    begin = end;
+  }
+  return parts.size() == 1 ? parts.front() : at::cat(parts, 1);
+}
+
+at::Tensor ChunkedAttention::forward(const at::Tensor& x, const Documents& documents) {
+  return o_proj_->forward_into(options_.region, *this, {options_.region.enter(x), documents.starts},
+                               [this](const std::vector<at::Tensor>& in) {
+                                 const Documents of_rows{in[1]};
+                                 return attend(project(in[0], 0, in[0].size(1), of_rows), of_rows);
+                               });
+}
+
+at::Tensor ChunkedAttention::decode(const at::Tensor& x, KvCache& cache) {
+  const at::NoGradGuard no_grad;
+  const std::int64_t before = cache.length();
+  const std::int64_t after = before + x.size(1);
+  // The table of all positions is made once, not at every one of them.
+  const Heads heads = project(x, before, std::max(cache.capacity(), after), {});
+  cache.append(heads.k, heads.v);
+  std::vector<at::Tensor> parts;
+  for (std::int64_t begin = before; begin < after;) {
+    const std::int64_t end = chunk_end(begin, after);
+    const std::int64_t first = chunk_begin(begin);
+    if (begin == first) {
+      parts.push_back(attend_within(heads, begin - before, end - before));
+    } else {
+      parts.push_back(cached_attention(heads.q.narrow(2, begin - before, end - begin),
+                                       cache.keys().narrow(2, first, end - first),
+                                       cache.values().narrow(2, first, end - first), scale()));
+    }
+    begin = end;
+  }
+  return o_proj_->forward(parts.size() == 1 ? parts.front() : at::cat(parts, 1));
+}
+
+}  // namespace tessera::nn

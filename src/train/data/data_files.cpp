@@ -1,0 +1,80 @@
+#include "train/data/data_files.h"
+
+#include <glob.h>
+
+#include <algorithm>
+#include <array>
+#include <filesystem>
+#include <memory>
+#include <system_error>
+
+#include "base/text/printable.h"
+#include "tessera/error.h"
+#include "train/config/config_resolve.h"
+
+namespace tessera::train {
+namespace {
+
+namespace fs = std::filesystem;
+
+bool is_there(const std::string& path) {
+  std::error_code ignored;
+  return fs::status(path, ignored).type() != fs::file_type::not_found;
+}
+
+bool is_pattern(const std::string& path) {
+  return path.find_first_of("*?[") != std::string::npos && !is_there(path);
+}
+
+/// Whether it says something of a NAME.bin and is no data itself.
+bool belongs_to_tokens(const std::string& path) {
+  constexpr std::array<std::string_view, 4> kEndings{".mask.bin", ".labels.bin", ".docs.bin",
+                                                     ".json"};
+  return std::ranges::any_of(kEndings, [&](std::string_view ending) {
+    return path.ends_with(ending) &&
+           is_there(concat(path.substr(0, path.size() - ending.size()), ".bin"));
+  });
+}
+
+std::vector<std::string> matches_of(const std::string& pattern, std::string_view key) {
+  glob_t found{};
+  const int failed = ::glob(pattern.c_str(), GLOB_NOSORT, nullptr, &found);
+  const std::unique_ptr<glob_t, decltype(&::globfree)> freed(&found, ::globfree);
+  TESSERA_CHECK(failed == 0 || failed == GLOB_NOMATCH, ErrorKind::kIo, key, ": cannot list ",
+                shown(pattern));
+  std::vector<std::string> files;
+  if (failed == 0) files.assign(found.gl_pathv, found.gl_pathv + found.gl_pathc);
+  std::erase_if(files, belongs_to_tokens);
+  TESSERA_CHECK(!files.empty(), ErrorKind::kIo, key, ": found no file that matches ",
+                shown(pattern), ", expected at least one");
+  std::ranges::sort(files);
+  return files;
+}
+
+}  // namespace
+
+std::vector<std::string> files_of(const std::vector<std::string>& paths, std::string_view key) {
+  std::vector<std::string> files;
+  for (const std::string& path : paths) {
+    if (is_pattern(path)) {
+      const auto matches = matches_of(path, key);
+      files.insert(files.end(), matches.begin(), matches.end());
+    } else {
+      files.push_back(path);
+    }
+  }
+  return files;
+}
+
+Config with_files(Config config) {
+  const auto sources = sources_of(config.data);
+  config.data.path = files_of(config.data.path, "data.path");
+  for (std::size_t i = 0; i < config.data.source.size(); ++i) {
+    auto& path = config.data.source[i].path;
+    path = files_of(path, sources[i].key);
+  }
+  config.validation.path = files_of(config.validation.path, "validation.path");
+  return config;
+}
+
+}  // namespace tessera::train

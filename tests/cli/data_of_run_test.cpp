@@ -1,0 +1,387 @@
+// What a run reads, and how much of it: sources, masks, validation, as a user gives them.
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "cli/program.h"
+#include "io/label_index.h"
+#include "train/data/sampler.h"
+
+namespace tessera::cli::data_of_run_test {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+using testing::TemporaryFolder;
+using Words = std::vector<std::string>;
+
+std::vector<nlohmann::json> metrics_of(const std::filesystem::path& run) {
+  std::vector<nlohmann::json> lines;
+  std::istringstream text(read_file(run / "metrics/metrics.jsonl"));
+  for (std::string line; std::getline(text, line);) lines.push_back(nlohmann::json::parse(line));
+  return lines;
+}
+
+/// Every step's value of that name, in order; NaN for null.
+std::vector<double> values(const std::filesystem::path& run, const std::string& name) {
+  std::vector<double> found;
+  for (const auto& line : metrics_of(run)) {
+    if (!line.contains(name)) continue;
+    found.push_back(line[name].is_null() ? NAN : line[name].get<double>());
+  }
+  return found;
+}
+
+std::string last_line_of(const std::string& text) {
+  std::istringstream lines(text);
+  std::string last;
+  for (std::string line; std::getline(lines, line);) last = line;
+  return last;
+}
+
+class DataOfRun : public ::testing::Test {
+ protected:
+  DataOfRun() { write_small_run(folder_); }
+
+  Outcome train(const std::string& run, const Words& more) {
+    Words words{"train", "run.toml", "--job.dump_folder", run};
+    words.insert(words.end(), more.begin(), more.end());
+    return run_program(folder_, words);
+  }
+  void trained(const std::string& run, const Words& more) {
+    const Outcome outcome = train(run, more);
+    ASSERT_EQ(outcome.code, 0) << outcome.err;
+  }
+
+  /// NAME.bin of tokens i * factor % 256 beside NAME.json.
+  void write_tokens(const std::string& name, std::int64_t count, int factor) {
+    std::vector<std::uint16_t> tokens;
+    for (std::int64_t i = 0; i < count; ++i) {
+      tokens.push_back(static_cast<std::uint16_t>(i * factor % 256));
+    }
+    folder_.write(name + ".bin", {reinterpret_cast<const char*>(tokens.data()), 2 * tokens.size()});
+    write_description(name, count);
+  }
+  void write_description(const std::string& name, std::int64_t count) {
+    folder_.write(name + ".json", R"({"dtype":"uint16","vocab_size":260,"num_tokens":)" +
+                                      std::to_string(count) + "}");
+  }
+
+  TemporaryFolder folder_;
+};
+
+/// Bytes of a file that the system has read: its pages in memory.
+std::int64_t bytes_read(const std::filesystem::path& path) {
+  const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  const auto size = std::filesystem::file_size(path);
+  void* const mapping = ::mmap(nullptr, size, PROT_READ, MAP_SHARED, file, 0);
+  const auto page = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+  std::vector<unsigned char> resident((size + page - 1) / page);
+  EXPECT_EQ(::mincore(mapping, size, resident.data()), 0);
+  ::munmap(mapping, size);
+  ::close(file);
+  const auto pages =
+      std::ranges::count_if(resident, [](unsigned char there) { return (there & 1U) != 0; });
+  return pages * static_cast<std::int64_t>(page);
+}
+
+/// From here on only what is read again is in memory.
+void forget_pages(const std::filesystem::path& path) {
+  const int file = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  ::fsync(file);
+  EXPECT_EQ(::posix_fadvise(file, 0, 0, POSIX_FADV_DONTNEED), 0);
+  ::close(file);
+}
+
+// 2 GB of tokens and 1 GB of mask that nobody ever reads, but for the rows of three steps and the
+// index. The one row with labels is in the first step: the others are left out.
+TEST_F(DataOfRun, ABillionTokensCostNoMoreThanTheirRowsAndTheirIndex) {
+  constexpr std::int64_t kTokens = 1'000'000'000;
+  constexpr std::int64_t kRow = 17;
+  const auto tokens = folder_.write("big.bin", "");
+  std::filesystem::resize_file(tokens, 2 * kTokens);
+  write_description("big", kTokens);
+  const auto mask = folder_.write("big.mask.bin", "");
+  std::filesystem::resize_file(mask, kTokens);
+  const train::RowOrder order(42, kTokens / kRow, 4);
+  const std::int64_t begin = order.data_row(1, 2) * kRow;
+  {
+    std::fstream file(mask, std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(begin).write("\1\1\1\1\1\1\1\1\1\1\1\1\1\1\1\1\1", kRow);
+  }
+  constexpr std::int64_t kBlock = LabelIndex::kBlockTokens;
+  std::vector<std::uint64_t> index{kTokens};
+  for (std::int64_t end = kBlock; end < kTokens + kBlock; end += kBlock) {
+    index.push_back(static_cast<std::uint64_t>(std::clamp<std::int64_t>(end - begin, 0, kRow)));
+  }
+  folder_.write("big.labels.bin", {reinterpret_cast<const char*>(index.data()), 8 * index.size()});
+  forget_pages(tokens);
+  forget_pages(mask);
+  ASSERT_EQ(bytes_read(tokens) + bytes_read(mask), 0);
+  ASSERT_NO_FATAL_FAILURE(
+      trained("run", {"--data.path", "big.bin", "--nproc", "2", "--checkpoint.enable", "false"}));
+
+  const auto page = ::sysconf(_SC_PAGESIZE);
+  // A row is on two pages at most; of the mask besides three blocks to see that the index fits, and
+  // those in which the first row with a label lies, on two pages at most, too.
+  EXPECT_LE(bytes_read(tokens), 12 * 2 * page);
+  EXPECT_GT(bytes_read(tokens), 0);
+  EXPECT_LE(bytes_read(mask), 12 * 2 * page + (3 + 2) * (kBlock + page));
+  const auto losses = values(folder_ / "run", "loss");
+  ASSERT_EQ(losses.size(), 3U);
+  EXPECT_NEAR(losses[0], std::log(260.0), 0.2);
+  EXPECT_TRUE(std::isnan(losses[1]) && std::isnan(losses[2]));
+  EXPECT_EQ(values(folder_ / "run", "steps_without_labels"), (std::vector<double>{1, 2}));
+}
+
+TEST_F(DataOfRun, AnIdOutsideTheVocabularyEndsTheRunWhereItIsRead) {
+  write_tokens("ids", 17 * 12, 1);
+  auto bytes = read_file(folder_ / "ids.bin");
+  bytes[2 * 150] = '\xFF';
+  bytes[2 * 150 + 1] = '\x01';  // 511
+  folder_.write("ids.bin", bytes);
+  const Outcome outcome = train("run", {"--data.path", "ids.bin", "--nproc", "2"});
+  EXPECT_EQ(outcome.code, 1) << outcome.err;
+  EXPECT_THAT(last_line_of(outcome.err),
+              HasSubstr("ids.bin: found the token id 511 at position 150"));
+  // Which of the three steps has that row the seed says: those before were done.
+  std::int64_t step = 1;
+  const train::RowOrder order(42, 12, 4);
+  for (std::int64_t i = 0; i < 12; ++i) {
+    if (order.data_row(i / 4 + 1, i % 4) == 150 / 17) step = i / 4 + 1;
+  }
+  EXPECT_EQ(std::ssize(values(folder_ / "run", "loss")), step - 1);
+}
+
+// Rows with and without labels by turns, one a step: the steps without are left out on any number of
+// ranks, and change nothing.
+TEST_F(DataOfRun, StepsWithoutALabelAreLeftOutAndCounted) {
+  write_tokens("half", 17 * 8, 3);
+  std::string mask;
+  for (int row = 0; row < 8; ++row) mask.append(17, row % 2 == 0 ? '\1' : '\0');
+  folder_.write("half.mask.bin", mask);
+  const Words common{"--data.path",      "half.bin", "--training.global_batch_size", "1",
+                     "--training.steps", "8",        "--checkpoint.interval",        "3"};
+  ASSERT_NO_FATAL_FAILURE(trained("one", common));
+  EXPECT_EQ(std::filesystem::file_size(folder_ / "half.labels.bin"), 16U) << "made once";
+  const auto losses = values(folder_ / "one", "loss");
+  ASSERT_EQ(losses.size(), 8U);
+  EXPECT_EQ(std::ranges::count_if(losses, [](double loss) { return std::isnan(loss); }), 4);
+  EXPECT_EQ(values(folder_ / "one", "steps_without_labels").back(), 4);
+
+  // With AdamW an update of a zero gradient would still decay and move. The count goes on.
+  Words parts = common;
+  parts[5] = "5";
+  ASSERT_NO_FATAL_FAILURE(trained("parts", parts));
+  parts[5] = "8";
+  ASSERT_NO_FATAL_FAILURE(trained("parts", parts));
+  const auto resumed = values(folder_ / "parts", "loss");
+  ASSERT_EQ(resumed.size(), 8U);
+  for (std::size_t i = 0; i < 8; ++i) {
+    EXPECT_EQ(std::isnan(resumed[i]), std::isnan(losses[i]));
+    if (std::isnan(losses[i])) continue;
+    EXPECT_EQ(resumed[i], losses[i]) << i + 1;
+  }
+  EXPECT_EQ(values(folder_ / "parts", "steps_without_labels").back(), 4);
+}
+
+TEST_F(DataOfRun, ARunWithoutALabelIsRefused) {
+  write_tokens("none", 17 * 8, 3);
+  folder_.write("none.mask.bin", std::string(17 * 8, '\0'));
+  const Outcome outcome = train("run", {"--data.path", "none.bin", "--nproc", "2"});
+  EXPECT_EQ(outcome.code, 2) << outcome.err;
+  EXPECT_THAT(outcome.err, AllOf(HasSubstr("data.path: "), HasSubstr("no kept label in the rows")));
+  folder_.write("none.labels.bin", "torn");
+  const Outcome torn = train("run", {"--data.path", "none.bin", "--nproc", "2"});
+  EXPECT_EQ(torn.code, 2) << torn.err;
+  EXPECT_THAT(torn.err, HasSubstr("none.labels.bin: found 4 bytes instead of 16"));
+}
+
+// Shards of llm.c and text, mixed 3 to 1: the same rows on one rank, on two, and after a resumption
+// on another number.
+TEST_F(DataOfRun, SeveralSourcesAreDrawnTheSameWhateverRunsThem) {
+  std::vector<std::int32_t> header(256, 0);
+  header[0] = 20240520;
+  header[1] = 1;
+  header[2] = 17 * 9;
+  for (const std::string name : {"shard_0.bin", "shard_1.bin"}) {
+    std::vector<std::uint16_t> tokens(17 * 9, name == "shard_0.bin" ? 7 : 8);
+    folder_.write(name, std::string(reinterpret_cast<const char*>(header.data()), 1024) +
+                            std::string(reinterpret_cast<const char*>(tokens.data()), 17 * 9 * 2));
+  }
+  std::string text = read_file(folder_ / "run.toml");
+  text.replace(text.find("path = \"page.txt\""), 17, "");
+  text += R"(
+[[data.source]]
+path = "shard_*.bin"
+weight = 3
+[[data.source]]
+path = ["page.txt"]
+)";
+  folder_.write("run.toml", text);
+  const Words common{"--training.steps", "6", "--checkpoint.interval", "3"};
+  ASSERT_NO_FATAL_FAILURE(trained("one", common));
+  const auto losses = values(folder_ / "one", "loss");
+  ASSERT_EQ(losses.size(), 6U);
+
+  // Rows have as many labels: the loss is the mean of those of the sources by their rows.
+  std::vector<double> before{0, 0};
+  for (const auto& line : metrics_of(folder_ / "one")) {
+    const double rows = 4 * line["step"].get<double>();
+    double sum = 0;
+    for (std::size_t k = 0; k < 2; ++k) {
+      const std::string name = "source/" + std::to_string(k + 1);
+      const double so_far = line[name + "/share"].get<double>() * rows;
+      const double here = std::round(so_far - std::exchange(before[k], so_far));
+      EXPECT_EQ(line[name + "/loss"].is_null(), here == 0);
+      if (here > 0) sum += here * line[name + "/loss"].get<double>();
+    }
+    EXPECT_NEAR(sum / 4, line["loss"].get<double>(), 1e-6);
+  }
+
+  Words two = common;
+  two.insert(two.end(), {"--nproc", "2"});
+  ASSERT_NO_FATAL_FAILURE(trained("two", two));
+  Words parts = two;
+  parts[1] = "3";
+  ASSERT_NO_FATAL_FAILURE(trained("parts", parts));
+  ASSERT_NO_FATAL_FAILURE(trained("parts", common));
+  for (const std::string name : {"loss", "source/1/loss", "source/2/loss", "source/2/share"}) {
+    const auto expected = values(folder_ / "one", name);
+    for (const std::string run : {"two", "parts"}) {
+      const auto found = values(folder_ / run, name);
+      ASSERT_EQ(found.size(), expected.size());
+      for (std::size_t i = 0; i < found.size(); ++i) {
+        if (std::isnan(expected[i])) {
+          EXPECT_TRUE(std::isnan(found[i]));
+        } else {
+          EXPECT_NEAR(found[i], expected[i], 2e-6) << run << " " << name << " " << i + 1;
+        }
+      }
+    }
+  }
+  // Other weights are other data.
+  text.replace(text.find("weight = 3"), 10, "weight = 4");
+  folder_.write("run.toml", text);
+  const Outcome changed = train("parts", {"--training.steps", "7"});
+  EXPECT_EQ(changed.code, 2) << changed.err;
+  EXPECT_THAT(changed.err, HasSubstr("data.path: found "));
+}
+
+TEST_F(DataOfRun, PipelineAndTensorParallelRanksSeeTheLossesOfSources) {
+  write_tokens("a", 17 * 9, 1);
+  write_tokens("b", 17 * 9, 5);
+  std::string text = read_file(folder_ / "run.toml");
+  text.replace(text.find("path = \"page.txt\""), 17, "source = [{path='a.bin'}, {path='b.bin'}]");
+  folder_.write("run.toml", text);
+  std::string model = read_file(folder_ / "model.json");
+  model.replace(model.find("\"num_hidden_layers\": 1"), 22, "\"num_hidden_layers\": 2");
+  model.replace(model.find("\"num_key_value_heads\": 1"), 24, "\"num_key_value_heads\": 2");
+  folder_.write("model.json", model);
+  ASSERT_NO_FATAL_FAILURE(trained("one", {}));
+  ASSERT_NO_FATAL_FAILURE(trained("tp", {"--parallelism.tensor_parallel_degree", "2"}));
+  ASSERT_NO_FATAL_FAILURE(trained("pp", {"--parallelism.pipeline_parallel_degree", "2"}));
+  for (const std::string name : {"loss", "source/1/loss", "source/2/loss"}) {
+    const auto expected = values(folder_ / "one", name);
+    ASSERT_EQ(expected.size(), 3U);
+    for (const std::string run : {"tp", "pp"}) {
+      const auto found = values(folder_ / run, name);
+      ASSERT_EQ(found.size(), 3U);
+      for (std::size_t i = 0; i < 3; ++i) {
+        EXPECT_NEAR(found[i], expected[i], 1e-5) << run << " " << name;
+      }
+    }
+  }
+}
+
+// Of the same weights, the loss of a step that has every row of the held-out data once is what its
+// validation has to find, in batches of any size.
+TEST_F(DataOfRun, AValidationOfAllTakesEachRowOnce) {
+  write_tokens("held", 17 * 7 + 5, 3);
+  ASSERT_NO_FATAL_FAILURE(trained(
+      "whole",
+      {"--data.path", "held.bin", "--training.global_batch_size", "7", "--training.steps", "1"}));
+  const double expected = values(folder_ / "whole", "loss").front();
+  struct Case {
+    std::string batch, steps, ranks;
+    bool whole;
+  };
+  int number = 0;
+  for (const Case& c :
+       {Case{"4", "-1", "1", true}, Case{"2", "-1", "2", true}, Case{"8", "-1", "2", true},
+        Case{"4", "100", "1", true}, Case{"4", "1", "1", false}}) {
+    const std::string run = "run" + std::to_string(++number);
+    const Outcome outcome = train(run, {"--validation.path", "held.bin", "--validation.steps",
+                                        c.steps, "--training.global_batch_size", c.batch,
+                                        "--training.steps", "2", "--nproc", c.ranks});
+    ASSERT_EQ(outcome.code, 0) << outcome.err;
+    const auto metrics = metrics_of(folder_ / run);
+    ASSERT_EQ(metrics.size(), 3U);
+    EXPECT_EQ(metrics[0].size(), 2U) << "step and val_loss alone: " << metrics[0];
+    EXPECT_EQ(metrics[0]["step"], 0);
+    if (c.whole) {
+      EXPECT_NEAR(metrics[0]["val_loss"].get<double>(), expected, 1e-6) << run;
+    } else {
+      EXPECT_GT(std::abs(metrics[0]["val_loss"].get<double>() - expected), 1e-5);
+    }
+    EXPECT_FALSE(metrics[1].contains("val_loss"));
+    EXPECT_TRUE(metrics[2].contains("val_loss")) << "after the last step";
+    EXPECT_THAT(outcome.out, StartsWith("step:  0  val_loss: "));
+    const bool said = outcome.err.find("validation.steps: found 100, but ") != std::string::npos;
+    EXPECT_EQ(said, c.steps == "100") << outcome.err;
+  }
+}
+
+TEST_F(DataOfRun, AResumedRunIsNotValidatedBeforeItsFirstStep) {
+  const Words common{"--validation.path", "page.txt", "--validation.steps", "1"};
+  ASSERT_NO_FATAL_FAILURE(trained("run", common));
+  Words more = common;
+  more.insert(more.end(), {"--training.steps", "5"});
+  ASSERT_NO_FATAL_FAILURE(trained("run", more));
+  std::vector<std::int64_t> validated;
+  for (const auto& line : metrics_of(folder_ / "run")) {
+    if (line.contains("val_loss")) validated.push_back(line["step"]);
+  }
+  EXPECT_EQ(validated, (std::vector<std::int64_t>{0, 3, 5}));
+}
+
+TEST_F(DataOfRun, WhatIsWrongWithItIsOneErrorThatNamesIt) {
+  write_tokens("a", 170, 1);
+  folder_.write("torn.bin", std::string("\x88\xd8\x34\x01", 4));  // a shard's magic alone
+  folder_.write("empty.txt", "");
+  struct Case {
+    Words words;
+    std::string says;
+  };
+  const auto sources = [](const std::string& tables) {
+    return Words{"--data.path", "[]", "--data.source", tables};
+  };
+  for (const Case& c :
+       {Case{{"--data.path", "none_*.bin"}, "data.path: found no file that matches"},
+        Case{{"--data.path", "torn.bin"}, "torn.bin: found 4 bytes of a shard"},
+        Case{{"--data.path", "[\"a.bin\", \"absent.bin\"]"}, "absent.bin"},
+        Case{sources("[{path=\"a.bin\", weight=0}]"), "data.source[1].weight: found 0"},
+        Case{sources("[{path=\"a.bin\"}, {path=\"a.bin\", weight=-2}]"),
+             "data.source[2].weight: found -2"},
+        Case{sources("[{path=\"empty.txt\"}]"), "no byte of text"},
+        Case{sources("[{path=[]}]"), "data.source[1].path: found nothing"},
+        Case{sources("[{paths=\"a.bin\"}]"), "the nearest is \"path\""},
+        Case{sources("[{path=\"none?\"}]"), "data.source[1].path: found no file that matches"},
+        Case{{"--data.source", "[{path=\"a.bin\"}]"}, "data.path and data.source: found both"},
+        Case{{"--validation.path", "held/*.txt"}, "validation.path: found no file that matches"},
+        Case{{"--validation.steps", "0"}, "validation.steps: found 0"}}) {
+    const Outcome outcome = train("run", c.words);
+    EXPECT_EQ(outcome.code, 2) << c.says << "\n" << outcome.err;
+    EXPECT_THAT(last_line_of(outcome.err), HasSubstr(c.says));
+  }
+}
+
+}  // namespace
+}  // namespace tessera::cli::data_of_run_test

@@ -1,0 +1,133 @@
+// What a config.json of DeepSeek V3 says, in both spellings, and what is refused in it.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+#include <string>
+#include <utility>
+
+#include "models/description.h"
+#include "models/family.h"
+#include "models/model_spec.h"
+#include "unit/models/config_of_folder.h"
+
+namespace tessera::models::deepseek_v3_config_test {
+namespace {
+
+using nlohmann::json;
+using ::testing::HasSubstr;
+
+constexpr const char* kFolder = "deepseek-v3-fp32";
+
+ModelSpec spec_with(const json& keys = json::object()) {
+  return parse_spec(changed_config(kFolder, keys)).spec;
+}
+
+TEST(DeepseekV3Config, SaysLatentsSigmoidsAndGroups) {
+  const ModelSpec spec = spec_with();
+  EXPECT_EQ(spec.family, Family::kDeepseekV3);
+  EXPECT_EQ(spec.mla, (MlaSpec{.q_lora_rank = 20,
+                               .kv_lora_rank = 24,
+                               .qk_nope_head_dim = 16,
+                               .qk_rope_head_dim = 8,
+                               .v_head_dim = 12}));
+  EXPECT_EQ(spec.moe, (MoeSpec{.num_experts = 12,
+                               .experts_per_token = 4,
+                               .moe_intermediate_size = 8,
+                               .shared_intermediate_size = 8,
+                               .scores = ExpertScores::kSigmoid,
+                               .router_dtype = RouterDtype::kFloat32,
+                               .norm_topk_prob = true,
+                               .routed_scaling_factor = 2.5,
+                               .n_group = 4,
+                               .topk_group = 2,
+                               .first_dense_layers = 1}));
+  EXPECT_FALSE(spec_with({{"norm_topk_prob", false}}).moe->norm_topk_prob);
+}
+
+TEST(DeepseekV3Config, WhatIsWrittenHasTheHubsKeys) {
+  json hub = json::parse(config_text(kFolder, "config.hub.json"));
+  // Of the published ones only those that say nothing about the computation are left out.
+  for (const char* key : {"aux_loss_alpha", "seq_aux", "ep_size", "transformers_version"}) {
+    hub.erase(key);
+  }
+  EXPECT_EQ(json::parse(config_json(spec_with())), hub);
+}
+
+TEST(DeepseekV3Config, AbsentKeysTakeTransformersDefaults) {
+  json config = json::parse(config_text(kFolder, "config.hub.json"));
+  for (const char* key :
+       {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+        "moe_intermediate_size", "n_shared_experts", "n_routed_experts", "num_experts_per_tok",
+        "first_k_dense_replace", "routed_scaling_factor", "topk_method", "scoring_func", "n_group",
+        "topk_group", "norm_topk_prob", "moe_layer_freq"}) {
+    config.erase(key);
+  }
+  const ModelSpec spec = parse_spec(config.dump()).spec;
+  EXPECT_EQ(spec.mla, (MlaSpec{.q_lora_rank = 1536,
+                               .kv_lora_rank = 512,
+                               .qk_nope_head_dim = 128,
+                               .qk_rope_head_dim = 64,
+                               .v_head_dim = 128}));
+  EXPECT_EQ(spec.moe, (MoeSpec{.num_experts = 256,
+                               .experts_per_token = 8,
+                               .moe_intermediate_size = 2048,
+                               .shared_intermediate_size = 2048,
+                               .scores = ExpertScores::kSigmoid,
+                               .router_dtype = RouterDtype::kFloat32,
+                               .norm_topk_prob = true,
+                               .routed_scaling_factor = 2.5,
+                               .n_group = 8,
+                               .topk_group = 4,
+                               .first_dense_layers = 3}));
+}
+
+// One that says how the published weights are packed, and that further layers predict further.
+TEST(DeepseekV3Config, WhatPublishedFoldersHaveBesidesChangesNoSpec) {
+  const json packed{{"activation_scheme", "dynamic"},
+                    {"fmt", "e4m3"},
+                    {"quant_method", "fp8"},
+                    {"weight_block_size", {128, 128}}};
+  EXPECT_EQ(spec_with({{"quantization_config", packed}, {"num_nextn_predict_layers", 1}}),
+            spec_with());
+  const auto is_extra = [](const char* published) {
+    return traits(Family::kDeepseekV3).is_extra(spec_with(), published);
+  };
+  EXPECT_FALSE(is_extra("model.layers.2.mlp.gate.weight"));
+  EXPECT_TRUE(is_extra("model.layers.3.mlp.gate.weight"));
+  EXPECT_TRUE(is_extra("model.layers.3.eh_proj.weight"));
+  EXPECT_FALSE(is_extra("model.layers.x.weight"));
+  EXPECT_FALSE(is_extra("lm_head.weight"));
+}
+
+TEST(DeepseekV3Config, OtherMathsIsRefusedWithKeyAndValue) {
+  const std::pair<const char*, json> cases[] = {
+      {"scoring_func", "softmax"},
+      {"topk_method", "greedy"},
+      {"moe_layer_freq", 2},
+      {"rope_interleave", false},
+      {"num_key_value_heads", 2},
+      {"n_group", 5},
+      {"topk_group", 5},
+      {"topk_group", 1},
+      {"num_experts_per_tok", 13},
+      {"num_nextn_predict_layers", -1},
+      {"quantization_config", {{"quant_method", "awq"}}},
+      {"quantization_config", {{"quant_method", "fp8"}, {"fmt", "e5m2"}}},
+      {"quantization_config", {{"quant_method", "fp8"}, {"bits", 4}}},
+  };
+  for (const auto& [key, value] : cases) {
+    EXPECT_THAT(refusal_of(changed_config(kFolder, {{key, value}})), HasSubstr(key)) << value;
+  }
+}
+
+TEST(DeepseekV3Config, EachRouterHasAStoredBiasAndNoneIsAdded) {
+  const ModelDescription description = describe(spec_with());
+  ASSERT_EQ(description.buffers.size(), 2U);
+  EXPECT_EQ(description.buffers.front(),
+            (BufferSpec{"model.layers.1.mlp.gate.e_score_correction_bias", {12}}));
+  EXPECT_TRUE(spec_with().moe->has_stored_bias());
+}
+
+}  // namespace
+}  // namespace tessera::models::deepseek_v3_config_test

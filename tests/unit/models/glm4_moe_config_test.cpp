@@ -1,0 +1,106 @@
+// What a config.json of GLM 4.5 says, in both spellings, and what is refused in it.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "models/description.h"
+#include "models/family.h"
+#include "models/model_spec.h"
+#include "unit/models/config_of_folder.h"
+
+namespace tessera::models::glm4_moe_config_test {
+namespace {
+
+using nlohmann::json;
+using ::testing::HasSubstr;
+
+constexpr const char* kFolder = "glm4-moe-fp32";
+
+ModelSpec spec_with(const json& keys = json::object()) {
+  return parse_spec(changed_config(kFolder, keys)).spec;
+}
+
+TEST(Glm4MoeConfig, SaysHalfTurnedHeadsBiasesAndSigmoids) {
+  const ModelSpec spec = spec_with();
+  EXPECT_EQ(spec.family, Family::kGlm4Moe);
+  EXPECT_EQ(spec.rope.partial_rotary_factor, 0.5);
+  EXPECT_EQ(spec.use_qk_norm, true);
+  EXPECT_TRUE(spec.attention_bias);
+  EXPECT_FALSE(traits(spec.family).output_bias);
+  EXPECT_EQ(spec.moe, (MoeSpec{.num_experts = 8,
+                               .experts_per_token = 3,
+                               .moe_intermediate_size = 8,
+                               .shared_intermediate_size = 8,
+                               .scores = ExpertScores::kSigmoid,
+                               .router_dtype = RouterDtype::kFloat32,
+                               .norm_topk_prob = true,
+                               .routed_scaling_factor = 2.5,
+                               .first_dense_layers = 1}));
+}
+
+TEST(Glm4MoeConfig, WhatIsWrittenHasTheHubsKeys) {
+  json hub = json::parse(config_text(kFolder, "config.hub.json"));
+  hub.erase("transformers_version");
+  json written = json::parse(config_json(spec_with()));
+  EXPECT_EQ(written.at("bos_token_id"), nullptr);
+  written.erase("bos_token_id");
+  EXPECT_EQ(written, hub);
+}
+
+TEST(Glm4MoeConfig, AbsentKeysTakeTransformersDefaults) {
+  json config = json::parse(config_text(kFolder, "config.hub.json"));
+  for (const char* key : {"partial_rotary_factor", "use_qk_norm", "attention_bias",
+                          "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size",
+                          "n_shared_experts", "norm_topk_prob", "first_k_dense_replace",
+                          "routed_scaling_factor", "n_group", "topk_group", "rms_norm_eps"}) {
+    config.erase(key);
+  }
+  const ModelSpec spec = parse_spec(config.dump()).spec;
+  EXPECT_EQ(spec.rope.partial_rotary_factor, 0.5);
+  EXPECT_EQ(spec.use_qk_norm, false);
+  EXPECT_FALSE(spec.attention_bias);
+  EXPECT_EQ(spec.rms_norm_eps, 1e-5);
+  EXPECT_EQ(spec.moe, (MoeSpec{.num_experts = 128,
+                               .experts_per_token = 8,
+                               .moe_intermediate_size = 1408,
+                               .shared_intermediate_size = 1408,
+                               .scores = ExpertScores::kSigmoid,
+                               .router_dtype = RouterDtype::kFloat32,
+                               .norm_topk_prob = true,
+                               .first_dense_layers = 1}));
+}
+
+TEST(Glm4MoeConfig, WholeHeadsMayTurn) {
+  json written = json::parse(config_text(kFolder, "config.json"));
+  written["rope_parameters"]["partial_rotary_factor"] = 1.0;
+  EXPECT_EQ(parse_spec(written.dump()).spec.rope.partial_rotary_factor, 1.0);
+  EXPECT_EQ(spec_with({{"partial_rotary_factor", 1.0}}).rope.partial_rotary_factor, 1.0);
+}
+
+TEST(Glm4MoeConfig, OtherMathsIsRefusedWithKeyAndValue) {
+  const std::pair<const char*, json> cases[] = {
+      {"partial_rotary_factor", 0.25},
+      {"head_dim", 18},
+      {"scoring_func", "softmax"},
+      {"n_group", 3},
+      {"mlp_bias", true},
+      {"use_qk_norm", 1},
+      {"topk_group", 2},
+      {"moe_layer_freq", 2},
+      {"hidden_act", "gelu"},
+  };
+  for (const auto& [key, value] : cases) {
+    EXPECT_THAT(refusal_of(changed_config(kFolder, {{key, value}})), HasSubstr(key)) << value;
+  }
+}
+
+TEST(Glm4MoeConfig, TheLayerBehindTheLastIsNoPartOfTheModel) {
+  const auto is_extra = traits(Family::kGlm4Moe).is_extra;
+  EXPECT_TRUE(is_extra(spec_with(), "model.layers.4.embed_tokens.weight"));
+  EXPECT_FALSE(is_extra(spec_with(), "model.layers.3.mlp.gate.weight"));
+}
+
+}  // namespace
+}  // namespace tessera::models::glm4_moe_config_test
