@@ -56,17 +56,11 @@ Gpt2Attention::Heads Gpt2Attention::project(const at::Tensor& x) {
 }
 
 at::Tensor Gpt2Attention::forward(const at::Tensor& x, const nn::Documents& documents) {
-<<<<<<< HEAD
   const auto mixed = [this](const std::vector<at::Tensor>& in) {
     const Heads heads = project(in[0]);
     return nn::causal_attention(heads.q, heads.k, heads.v, scale_, {.begins = in[1]});
   };
   return c_proj_->forward_into(region_, *this, {region_.enter(x), documents.starts}, mixed);
-=======
-  const Heads heads = project(region_.enter(x));
-  return c_proj_->forward_into(region_, nn::causal_attention(heads.q, heads.k, heads.v, scale_,
-                                                             {.begins = documents.starts}));
->>>>>>> 4bc06207748d42c06d4078989ca6401334c4bf82
 }
 
 at::Tensor Gpt2Attention::decode(const at::Tensor& x, nn::KvCache& cache) {
