@@ -148,6 +148,8 @@ class TextCorpus final : public TokenSource {
   TokenPlace place(std::int64_t position) const override;
   std::string name() const override { return name_; }
   std::size_t num_files() const { return files_.size(); }
+  /// Of each file: the position behind its end token.
+  std::span<const std::int64_t> document_ends() const { return ends_; }
 
  private:
   void map(const std::vector<std::filesystem::path>& files);

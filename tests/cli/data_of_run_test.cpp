@@ -352,6 +352,85 @@ TEST_F(DataOfRun, AResumedRunIsNotValidatedBeforeItsFirstStep) {
   EXPECT_EQ(validated, (std::vector<std::int64_t>{0, 3, 5}));
 }
 
+/// Documents of 8 tokens, drawn.
+void write_documents(const TemporaryFolder& folder, std::uint64_t count) {
+  std::string tokens, ends;
+  std::uint64_t state = 7;
+  for (std::uint64_t i = 1; i <= 8 * count; ++i) {
+    state = state * 6364136223846793005ULL + 1442695040888963407ULL;
+    const auto token = static_cast<std::uint16_t>((state >> 33) % 256);
+    tokens.append(reinterpret_cast<const char*>(&token), 2);
+    if (i % 8 == 0) ends.append(reinterpret_cast<const char*>(&i), 8);
+  }
+  folder.write("talks.bin", tokens);
+  folder.write("talks.docs.bin", ends);
+  folder.write("talks.json", R"({"dtype":"uint16","vocab_size":260,"num_tokens":)" +
+                                 std::to_string(8 * count) + "}");
+}
+
+// A step is a pass in either way, so that both train on the same documents; the sums lie in other
+// orders. Naive: a document that sees the one in front of it, or positions that go on.
+TEST_F(DataOfRun, PackedDocumentsTrainAsTheyDoAlone) {
+  write_documents(folder_, 24);
+  const Words common{"--data.path", "talks.bin", "--training.steps", "4"};
+  const auto with = [&](Words more) {
+    more.insert(more.end(), common.begin(), common.end());
+    return more;
+  };
+  const Words packed = with({"--training.seq_len", "15", "--training.global_batch_size", "12"});
+  const auto documents = [&](Words more) {
+    more.insert(more.end(), packed.begin(), packed.end());
+    more.insert(more.end(), {"--data.packing", "documents"});
+    return more;
+  };
+  ASSERT_NO_FATAL_FAILURE(
+      trained("alone", with({"--training.seq_len", "7", "--training.global_batch_size", "24"})));
+  ASSERT_NO_FATAL_FAILURE(trained("packed", documents({})));
+  ASSERT_NO_FATAL_FAILURE(trained("sharded", documents({"--nproc", "2"})));
+  ASSERT_NO_FATAL_FAILURE(trained("tp", documents({"--parallelism.tensor_parallel_degree", "2",
+                                                   "--parallelism.sequence_parallel", "false"})));
+  ASSERT_NO_FATAL_FAILURE(trained("stream", packed));
+  const auto alone = values(folder_ / "alone", "loss");
+  ASSERT_EQ(alone.size(), 4);
+  for (const char* run : {"packed", "sharded", "tp"}) {
+    const auto found = values(folder_ / run, "loss");
+    ASSERT_EQ(found.size(), 4);
+    for (std::size_t i = 0; i < 4; ++i) EXPECT_NEAR(found[i], alone[i], 2e-5) << run << " " << i;
+  }
+  EXPECT_GT(std::abs(values(folder_ / "stream", "loss")[3] - alone[3]), 1e-3);
+}
+
+TEST_F(DataOfRun, PackedRowsGoOnAfterAResumptionOnOtherRanks) {
+  write_documents(folder_, 21);  // the last row is half empty
+  const Words common{"--data.path",
+                     "talks.bin",
+                     "--data.packing",
+                     "documents",
+                     "--training.seq_len",
+                     "15",
+                     "--training.global_batch_size",
+                     "4",
+                     "--checkpoint.interval",
+                     "2"};
+  const auto with = [&](Words more) {
+    more.insert(more.end(), common.begin(), common.end());
+    return more;
+  };
+  ASSERT_NO_FATAL_FAILURE(trained("whole", with({"--training.steps", "6"})));
+  ASSERT_NO_FATAL_FAILURE(trained("parts", with({"--training.steps", "2"})));
+  ASSERT_NO_FATAL_FAILURE(trained("parts", with({"--training.steps", "6", "--nproc", "2"})));
+  const auto whole = values(folder_ / "whole", "loss"), parts = values(folder_ / "parts", "loss");
+  ASSERT_EQ(whole.size(), 6);
+  ASSERT_EQ(parts.size(), 6);
+  for (std::size_t i = 0; i < 6; ++i) EXPECT_NEAR(parts[i], whole[i], 2e-5) << i;
+  // Rows of another kind are other data.
+  const Outcome other =
+      train("parts", {"--data.path", "talks.bin", "--data.packing", "stream", "--training.seq_len",
+                      "15", "--training.global_batch_size", "4", "--training.steps", "8"});
+  EXPECT_EQ(other.code, 2);
+  EXPECT_THAT(other.err, HasSubstr("expected the data of the checkpoint"));
+}
+
 TEST_F(DataOfRun, WhatIsWrongWithItIsOneErrorThatNamesIt) {
   write_tokens("a", 170, 1);
   folder_.write("torn.bin", std::string("\x88\xd8\x34\x01", 4));  // a shard's magic alone

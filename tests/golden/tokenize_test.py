@@ -360,12 +360,16 @@ class Tokenize(unittest.TestCase):
     def test_tessera_trains_on_the_result(self):
         self.write_talks(*[TALK] * 20)
         self.run_tool("--out", "out", "--chat", "talks.jsonl")
+        index = self.folder / "out.labels.bin"
+        written = index.read_bytes()
+        index.unlink()  # the program makes one
         (self.folder / "run.toml").write_text(
             '[model]\nconfig = "model/config.json"\n[data]\npath = "out.bin"\n[training]\nsteps = 2\n'
             'seq_len = 16\nglobal_batch_size = 4\n[optimizer]\nlr = 0.01\n[job]\ndump_folder = "run"\n')
         done = subprocess.run([os.environ["TESSERA_PROGRAM"], "train", "run.toml"], capture_output=True, text=True,
                               cwd=self.folder)
         self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(index.read_bytes(), written)
         steps = [json.loads(line) for line in (self.folder / "run/metrics/metrics.jsonl").read_text().splitlines()]
         self.assertEqual([step["step"] for step in steps], [1, 2])
         self.assertAlmostEqual(steps[0]["loss"], numpy.log(600), delta=0.2)  # vocab_size, drawn weights: nearly uniform

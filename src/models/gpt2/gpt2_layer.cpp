@@ -56,9 +56,11 @@ Gpt2Attention::Heads Gpt2Attention::project(const at::Tensor& x) {
 }
 
 at::Tensor Gpt2Attention::forward(const at::Tensor& x, const nn::Documents& documents) {
-  const Heads heads = project(region_.enter(x));
-  return c_proj_->forward_into(region_, nn::causal_attention(heads.q, heads.k, heads.v, scale_,
-                                                             {.begins = documents.starts}));
+  const auto mixed = [this](const std::vector<at::Tensor>& in) {
+    const Heads heads = project(in[0]);
+    return nn::causal_attention(heads.q, heads.k, heads.v, scale_, {.begins = in[1]});
+  };
+  return c_proj_->forward_into(region_, *this, {region_.enter(x), documents.starts}, mixed);
 }
 
 at::Tensor Gpt2Attention::decode(const at::Tensor& x, nn::KvCache& cache) {
@@ -79,7 +81,10 @@ Gpt2Mlp::Gpt2Mlp(const ModelSpec& spec, const nn::TensorRegion& region) : region
 }
 
 at::Tensor Gpt2Mlp::forward(const at::Tensor& x) {
-  return c_proj_->forward_into(region_, at::gelu(c_fc_->forward(region_.enter(x)), "tanh"));
+  const auto activated = [this](const std::vector<at::Tensor>& in) {
+    return at::gelu(c_fc_->forward(in[0]), "tanh");
+  };
+  return c_proj_->forward_into(region_, *this, {region_.enter(x)}, activated);
 }
 
 Gpt2Layer::Gpt2Layer(const ModelSpec& spec, std::int64_t number, const ModelAxes& axes)

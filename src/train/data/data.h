@@ -32,6 +32,7 @@ struct MicroBatch {
   std::optional<at::Tensor> token_types = std::nullopt;  ///< [b, T] i64
   std::vector<at::Tensor> imposed_routing = {};  ///< [b*T, K] i64 a layer with experts, or empty
   std::vector<std::size_t> sources = {};         ///< [b], of each row; empty where the run has one
+  nn::Documents documents = {};                  ///< that rows are packed of
   /// Targets that are not -100.
   std::int64_t kept_labels() const;
   /// With the targets: for the loss.
@@ -78,6 +79,7 @@ struct BatchRequest {
   std::vector<std::string> path;
   std::string key = "data.path";         ///< what messages call it
   std::vector<DataSource> sources = {};  ///< in place of path
+  std::optional<Packing> packing = std::nullopt;
   TrainingConfig training;
   int data_ranks = 1;
   std::uint64_t seed = 0;

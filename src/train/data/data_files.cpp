@@ -66,6 +66,22 @@ std::vector<std::string> files_of(const std::vector<std::string>& paths, std::st
   return files;
 }
 
+std::filesystem::path borders_beside(const std::filesystem::path& path) {
+  auto borders = path;
+  return borders.replace_extension(".docs.bin");
+}
+
+bool packs_documents(const std::vector<std::string>& files, std::optional<Packing> packing) {
+  if (packing) return *packing == Packing::kDocuments;
+  return std::ranges::all_of(files, [](const std::string& file) {
+    auto mask = std::filesystem::path(file);
+    mask.replace_extension(".mask.bin");
+    std::error_code ignored;
+    return file.ends_with(".bin") && std::filesystem::exists(mask, ignored) &&
+           std::filesystem::exists(borders_beside(file), ignored);
+  });
+}
+
 Config with_files(Config config) {
   const auto sources = sources_of(config.data);
   config.data.path = files_of(config.data.path, "data.path");

@@ -5,6 +5,8 @@
 // belongs to it is never meant by a pattern. Next: data.h.
 #pragma once
 
+#include <filesystem>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -15,6 +17,13 @@ namespace tessera::train {
 
 /// Errors: kIo, naming `key`, for a pattern without a match.
 std::vector<std::string> files_of(const std::vector<std::string>& paths, std::string_view key);
+
+/// NAME.docs.bin of NAME.bin.
+std::filesystem::path borders_beside(const std::filesystem::path& path);
+
+/// Whether rows hold whole documents of a source's `files`: as asked, else where all of them are
+/// NAME.bin with a mask and borders beside it.
+bool packs_documents(const std::vector<std::string>& files, std::optional<Packing> packing);
 
 /// The configuration with files in place of patterns. Errors: as files_of.
 Config with_files(Config config);

@@ -11,6 +11,7 @@
 #include "io/token_source.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
+#include "train/data/data_files.h"
 
 namespace tessera::train {
 namespace {
@@ -89,11 +90,14 @@ CheckpointData data_identity(const DataConfig& data, std::int64_t seq_len,
       std::max(kHashedWholeBytes / std::max<std::int64_t>(token_files, 1), kLeastBytes));
   CheckpointData identity;
   for (std::size_t i = 0; i < sources.size(); ++i) {
+    const bool packs = packs_documents(sources[i].path, data.packing);
+    if (packs) content.add_text("documents\n");
     if (!data.source.empty()) content.add_text(weight_line(data.source[i].weight));
     for (const std::string& path : sources[i].path) {
       identity.path.push_back(path);
       if (is_tokens(path)) {
         add_tokens(path, content);
+        if (packs) content.add(borders_beside(path));
       } else {
         for (const fs::path& file : text_files(path)) content.add(file);
       }

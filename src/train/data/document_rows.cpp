@@ -84,6 +84,7 @@ std::vector<std::int64_t> read_document_ends(const std::filesystem::path& path,
 
 DocumentRows::DocumentRows(std::span<const std::int64_t> ends, std::int64_t row_tokens) {
   TESSERA_INVARIANT(row_tokens >= 1, "rows without a token");
+  documents_ = static_cast<std::int64_t>(ends.size());
   OpenRows open(row_tokens);
   const auto close = [&](const Pieces& pieces) {
     if (pieces.empty()) return;

@@ -40,6 +40,7 @@ class DocumentRows {
   /// In the order of the data; together at most row_tokens. Errors: kInternal outside 0..rows() - 1.
   std::span<const DocumentPiece> row(std::int64_t row) const;
 
+  std::int64_t documents() const { return documents_; }
   /// Documents longer than a row.
   std::int64_t cut_documents() const { return cut_documents_; }
   /// Places of all rows that hold no token.
@@ -48,6 +49,7 @@ class DocumentRows {
  private:
   std::vector<DocumentPiece> pieces_;   // row after row
   std::vector<std::int64_t> row_ends_;  // in pieces_
+  std::int64_t documents_ = 0;
   std::int64_t cut_documents_ = 0;
   std::int64_t empty_places_ = 0;
 };

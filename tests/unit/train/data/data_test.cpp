@@ -107,6 +107,88 @@ TEST(TokenBatches, MaskedTokensAreNoTargets) {
               HasSubstr("no kept label"));
 }
 
+std::string ends_of(std::initializer_list<std::uint64_t> ends) {
+  return {reinterpret_cast<const char*>(std::data(ends)), 8 * ends.size()};
+}
+
+struct PackedRow {
+  Ids inputs, targets, starts;
+  auto operator<=>(const PackedRow&) const = default;
+};
+
+/// The rows of step 1, which is a pass, in the order of their inputs.
+std::vector<PackedRow> rows_of_pass(BatchRequest request, std::int64_t rows) {
+  request.training.global_batch_size = rows;
+  const auto batches = open_batches(request);
+  EXPECT_EQ(batches->rows_in_pass(), rows);
+  const MicroBatch batch = batches->load(1, {0, rows});
+  std::vector<PackedRow> found;
+  for (std::int64_t i = 0; i < rows; ++i) {
+    found.push_back({values(batch.input_ids[i]), values(batch.targets[i]),
+                     batch.documents.are_packed() ? values(batch.documents.starts[i]) : Ids{}});
+  }
+  std::ranges::sort(found);
+  return found;
+}
+
+TEST(TokenBatches, RowsOfDocumentsHoldThemWholeAndApart) {
+  const testing::TemporaryFolder folder;
+  BatchRequest request = request_for(write_counting_tokens(folder, 12));
+  folder.write("t.docs.bin", ends_of({3, 5, 12}));
+  request.training.seq_len = 4;
+  request.packing = Packing::kDocuments;
+  constexpr std::int64_t kNone = -100;
+  const std::vector<PackedRow> expected{
+      {{0, 1, 2, 3}, {1, 2, kNone, 4}, {0, 0, 0, 3}},              // two documents
+      {{5, 6, 7, 8}, {6, 7, 8, 9}, {0, 0, 0, 0}},                  // what a row holds of the third
+      {{10, 11, 0, 0}, {11, kNone, kNone, kNone}, {0, 0, 2, 2}}};  // its rest, and nothing
+  EXPECT_EQ(rows_of_pass(request, 3), expected);
+  EXPECT_THAT(open_batches(request)->in_words().at(0),
+              HasSubstr("3 documents in 3 rows of 5 tokens, 1 longer than a row and cut, 20% of"));
+}
+
+TEST(TokenBatches, DocumentsArePackedByDefaultWhereAMaskAndBordersAre) {
+  const testing::TemporaryFolder folder;
+  BatchRequest request = request_for(write_counting_tokens(folder, 10));
+  request.training.seq_len = 4;
+  const auto packs = [&] { return open_batches(request)->load(1, {0, 1}).documents.are_packed(); };
+  EXPECT_FALSE(packs());
+  folder.write("t.mask.bin", std::string(10, '\1'));
+  EXPECT_FALSE(packs());
+  EXPECT_THAT(open_batches(request)->in_words().at(0), HasSubstr("no NAME.docs.bin"));
+  folder.write("t.docs.bin", ends_of({4, 10}));
+  EXPECT_TRUE(packs());
+  request.packing = Packing::kStream;
+  EXPECT_FALSE(packs());
+  request.packing.reset();
+  std::filesystem::remove(folder / "t.mask.bin");
+  EXPECT_FALSE(packs());
+}
+
+TEST(TokenBatches, EachTextIsADocument) {
+  const testing::TemporaryFolder folder;
+  folder.write("a.txt", "ab");
+  folder.write("b.txt", "c");
+  BatchRequest request = request_for(folder.path());
+  request.training.seq_len = 5;
+  request.packing = Packing::kDocuments;
+  EXPECT_EQ(rows_of_pass(request, 1),
+            (std::vector<PackedRow>{
+                {{97, 98, 256, 99, 256}, {98, 256, -100, 256, -100}, {0, 0, 0, 3, 3}}}));
+}
+
+TEST(TokenBatches, DocumentsWithoutBordersAreRefused) {
+  const testing::TemporaryFolder folder;
+  BatchRequest request = request_for(write_counting_tokens(folder, 10));
+  request.training.seq_len = 4;
+  request.packing = Packing::kDocuments;
+  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { open_batches(request); }),
+              HasSubstr("t.docs.bin beside "));
+  folder.write("t.docs.bin", ends_of({4, 9}));
+  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { open_batches(request); }),
+              HasSubstr("expected 10, the tokens beside it"));
+}
+
 // Only the first token of a row is kept: no position predicts it.
 TEST(TokenBatches, AMaskThatKeepsNoTargetOfAnyRowIsRefused) {
   const testing::TemporaryFolder folder;
