@@ -1,0 +1,188 @@
+// Rows that are packed of documents under layouts: every rank's gradients are those of the documents
+// alone, tensor and sequence parallel, sharded experts, recomputed and replayed.
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "tessera/compile.h"
+#include "tessera/group.h"
+#include "train/parallelize.h"
+#include "unit/train/run_case.h"
+
+namespace tessera::train::packed_layouts_test {
+namespace {
+
+struct Layout {
+  std::string name;
+  std::string family;
+  ParallelDims dims = {};
+  RecomputeMode mode = RecomputeMode::kNone;
+};
+void PrintTo(const Layout& layout, std::ostream* out) { *out << layout.name; }
+
+Config config_of(const Layout& layout, const testing::TemporaryFolder& folder) {
+  Config config = run_case(folder, Head::kOwn);
+  std::ifstream in(std::string(TESSERA_TEST_DATA) + "/" + layout.family + "-fp32/config.json");
+  folder.write("model.json", nlohmann::json::parse(in).dump());
+  ParallelismConfig& degrees = config.parallelism;
+  degrees.data_parallel_shard_degree = layout.dims.dp_shard;
+  degrees.tensor_parallel_degree = layout.dims.tp;
+  degrees.expert_parallel_degree = layout.dims.ep;
+  degrees.expert_tensor_parallel_degree = layout.dims.etp;
+  degrees.sequence_parallel = layout.dims.sequence == SequenceParallel::kYes;
+  config.precision.param_dtype.dtype = DType::kFloat32;
+  config.activation_checkpoint.mode = layout.mode;
+  if (layout.family == "gemma4") config.model.freeze = {"model.vision_tower", "model.embed_vision"};
+  return config;
+}
+
+constexpr std::int64_t kPositions = 48;
+
+struct Documents {
+  at::Tensor ids, starts;  ///< [1, T]
+  std::vector<std::int64_t> lengths;
+};
+
+/// Of a data rank: the same lengths on all, so that all run as many documents.
+Documents drawn(std::uint64_t seed, int data_rank, std::int64_t vocabulary) {
+  auto lengths = at::make_generator<at::CPUGeneratorImpl>(seed);
+  auto tokens =
+      at::make_generator<at::CPUGeneratorImpl>(seed + 100 + static_cast<unsigned>(data_rank));
+  Documents documents;
+  std::vector<at::Tensor> starts;
+  for (std::int64_t begin = 0; begin < kPositions;) {
+    // Even lengths: sequence parallelism cuts each document alone, too.
+    const auto length = std::min<std::int64_t>(
+        kPositions - begin, 2 * at::randint(1, 10, {1}, lengths, at::kLong).item<std::int64_t>());
+    starts.push_back(at::full({1, length}, begin, at::kLong));
+    documents.lengths.push_back(length);
+    begin += length;
+  }
+  documents.starts = at::cat(starts, 1);
+  documents.ids = at::randint(vocabulary / 4 + 2, vocabulary, {1, kPositions}, tokens, at::kLong);
+  return documents;
+}
+
+using Model = std::shared_ptr<Sharded<models::LanguageModel>>;
+
+void run(Model& model, const models::ModelInputs& inputs, bool is_last) {
+  model->set_requires_gradient_sync(is_last);
+  model->call(&models::LanguageModel::forward_routed, inputs).result.backward();
+}
+
+std::vector<at::Tensor> packed_gradients(Model& model, const Documents& documents) {
+  model->zero_grad();
+  models::ModelInputs inputs;
+  inputs.input_ids = documents.ids;
+  inputs.targets = documents.ids;
+  inputs.documents.starts = documents.starts;
+  run(model, inputs, true);
+  std::vector<at::Tensor> gradients;
+  for (const ShardView& view : model->shards()) gradients.push_back(view.shard.grad().clone());
+  return gradients;
+}
+
+std::vector<at::Tensor> gradients_alone(Model& model, const Documents& documents) {
+  model->zero_grad();
+  std::int64_t begin = 0;
+  for (const std::int64_t length : documents.lengths) {
+    models::ModelInputs inputs;
+    inputs.input_ids = documents.ids.narrow(1, begin, length).contiguous();
+    inputs.targets = inputs.input_ids;
+    begin += length;
+    run(model, inputs, begin == kPositions);
+  }
+  std::vector<at::Tensor> gradients;
+  for (const ShardView& view : model->shards()) gradients.push_back(view.shard.grad().clone());
+  return gradients;
+}
+
+/// Of all shards of a rank together: parts of one parameter may be as small as they like.
+double relative_error(const std::vector<at::Tensor>& found,
+                      const std::vector<at::Tensor>& expected) {
+  double difference = 0.0, norm = 0.0;
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    difference += (found[i] - expected[i]).square().sum().item<double>();
+    norm += expected[i].square().sum().item<double>();
+  }
+  return std::sqrt(difference / norm);
+}
+
+/// fp32: 2^-24 a rounding, some hundred of them in a row.
+constexpr double kBound = 2e-5;
+
+class PackedLayouts : public ::testing::TestWithParam<Layout> {};
+
+TEST_P(PackedLayouts, GradientsAreThoseOfTheDocumentsAlone) {
+  const Layout& layout = GetParam();
+  const testing::TemporaryFolder folder;
+  const Config config = config_of(layout, folder);
+  const ModelSource source = open_model(config.model, config.lora);
+  on_ranks(layout.dims.world_size(), [&](World& world) {
+    const ParallelDims dims = resolve_parallelism(config.parallelism, world.size());
+    auto model = parallelize(source, config, world.mesh(mesh_shape(dims)));
+    for (const std::uint64_t seed : {1U, 2U}) {
+      const Documents documents = drawn(seed, data_rank(model->mesh()), source.spec.vocab_size);
+      const auto packed = packed_gradients(model, documents);
+      EXPECT_LT(relative_error(packed, gradients_alone(model, documents)), kBound)
+          << layout.name << ", rank " << world.rank();
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Layouts, PackedLayouts,
+    ::testing::Values(
+        Layout{"qwen3_tp", "qwen3", {.tp = 2}},
+        Layout{"qwen3_tp_whole_sequence", "qwen3", {.tp = 2, .sequence = SequenceParallel::kNo}},
+        Layout{"llama_dp_tp_full", "llama", {.dp_shard = 2, .tp = 2}, RecomputeMode::kFull},
+        Layout{"gpt_oss_tp", "gpt-oss", {.tp = 2}},
+        Layout{"deepseek_tp", "deepseek-v2", {.tp = 2}, RecomputeMode::kSelective},
+        Layout{"qwen3_moe_ep", "qwen3-moe", {.dp_shard = 2, .ep = 2}},
+        Layout{"gemma4_tp", "gemma4", {.tp = 2}}, Layout{"olmo2_tp", "olmo2", {.tp = 2}},
+        Layout{"gemma3_tp", "gemma3-text", {.tp = 2}}, Layout{"gpt2_tp", "gpt2", {.tp = 2}},
+        Layout{"llama4_ep", "llama4-text", {.dp_shard = 2, .ep = 2}},
+        Layout{"glm4_tp", "glm4-moe", {.tp = 2}}),
+    [](const auto& one) { return one.param.name; });
+
+// What borders are is data: a region that was recorded with others is replayed.
+TEST(PackedReplays, RegionsAreReplayedWithOtherBordersAndTheSameBits) {
+  for (const std::string family : {"qwen3", "gpt-oss", "deepseek-v2", "gemma4"}) {
+    const testing::TemporaryFolder folder;
+    const Layout layout{family, family};
+    const Config config = config_of(layout, folder);
+    const ModelSource source = open_model(config.model, config.lora);
+    on_ranks(1, [&](World& world) {
+      const auto made = [&] {
+        return parallelize(source, config,
+                           world.mesh(mesh_shape(resolve_parallelism(config.parallelism, 1))));
+      };
+      auto plain = made(), replayed = made();
+      compile(*replayed, {.mode = CompileMode::kReplay});
+      for (std::uint64_t step = 0; step < 8; ++step) {
+        const Documents documents = drawn(step, 0, source.spec.vocab_size);
+        const auto expected = packed_gradients(plain, documents);
+        const auto found = packed_gradients(replayed, documents);
+        ASSERT_EQ(found.size(), expected.size());
+        for (std::size_t i = 0; i < found.size(); ++i) {
+          EXPECT_TRUE(found[i].equal(expected[i])) << family << ", step " << step;
+        }
+      }
+      const ReplayCalls calls = replay_calls(*replayed);
+      // The first call is eager, the second recorded, two are compared.
+      EXPECT_GE(calls.replayed, 4 * source.spec.num_hidden_layers) << family;
+      for (const auto& [reason, count] : calls.eager) {
+        EXPECT_EQ(reason.find("operation"), std::string::npos) << family << ": " << reason;
+      }
+    });
+  }
+}
+
+}  // namespace
+}  // namespace tessera::train::packed_layouts_test
