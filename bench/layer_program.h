@@ -17,6 +17,7 @@
 
 #include "kernels/kernels.h"
 #include "kernels/results.h"
+#include "kernels/seen_blocks.h"
 #include "nn/rope.h"
 
 namespace tessera::bench {
@@ -53,7 +54,7 @@ class LayerProgram {
     q_scale_ = at::empty({tokens, heads});
     k_scale_ = at::empty({tokens, kv_heads});
     values_ = at::empty({kv_heads, tokens, head_dim});
-    shares_ = at::empty({kv_heads, tokens * repeat, tokens});
+    sums_ = at::empty({tokens * heads, 2});
     grad_q_heads_ = at::empty_like(q_heads_);
     grad_k_heads_ = at::empty_like(k_heads_);
     grad_v_ = at::empty({1, tokens, kv});
@@ -98,9 +99,9 @@ class LayerProgram {
       return kernels::rope_heads(wide(k_), weight("self_attn.k_norm.weight"), table_.cos,
                                  table_.sin, sizes_.kv_heads, 1, sizes_.eps, true);
     });
-    // In several blocks it makes some of its results elsewhere.
-    std::tie(attention_, kept_) = into({wide(attended_), values_, shares_}, [&] {
-      return kernels::causal_attention_forward(q_heads_, k_heads_, wide(v_), score_scale());
+    std::tie(attention_, kept_) = into({wide(attended_), values_, sums_}, [&] {
+      return kernels::causal_attention_forward(q_heads_, k_heads_, wide(v_), {}, {},
+                                               kernels::kNoWindow, score_scale());
     });
     product(out_, flat(attention_), weight("self_attn.o_proj.weight").t());
     into({wide(sum_), wide(normed_again_), scale_again_}, [&] {
@@ -136,7 +137,8 @@ class LayerProgram {
     slots_.at("post_attention_layernorm.weight").copy_(std::get<1>(of_norm));
     linear_backward("self_attn.o_proj.weight", grad_sum_, flat(attention_), grad_attended_);
     const auto [grad_q, grad_k, grad_v] = into({grad_q_heads_, grad_k_heads_, grad_v_}, [&] {
-      return kernels::causal_attention_backward(wide(grad_attended_), kept_, sizes_.kv_heads,
+      return kernels::causal_attention_backward(wide(grad_attended_), kept_, {}, {},
+                                                kernels::kNoWindow, sizes_.kv_heads,
                                                 sizes_.heads / sizes_.kv_heads, score_scale());
     });
     heads_backward("self_attn.q_norm.weight", grad_q, q_, q_scale_, grad_q_);
@@ -168,10 +170,10 @@ class LayerProgram {
   LayerSizes sizes_;
   std::map<std::string, at::Tensor> weights_, slots_;
   nn::RopeTable table_;
-  at::Tensor attention_;  // attended_, or elsewhere
+  at::Tensor attention_;  // attended_
   std::vector<at::Tensor> kept_;
   at::Tensor normed_, normed_again_, out_, sum_, added_, down_, q_, k_, v_, attended_, gate_, up_,
-      inner_, scale_, scale_again_, q_heads_, k_heads_, q_scale_, k_scale_, values_, shares_;
+      inner_, scale_, scale_again_, q_heads_, k_heads_, q_scale_, k_scale_, values_, sums_;
   at::Tensor grad_normed_, more_, grad_sum_, grad_x_, grad_x1_, grad_attended_, grad_q_, grad_k_,
       grad_v_, grad_inner_, grad_gate_, grad_up_, grad_q_heads_, grad_k_heads_;
 };

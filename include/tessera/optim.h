@@ -1,5 +1,5 @@
 // Optimizers over the shards of a handle: AdamW and SGD with PyTorch's formulas, element by element
-// on the ranges that this rank owns.
+// on the ranges that this rank owns, and Muon, which takes matrices whole.
 //
 // They hold what they step: one may outlive its handle. torch::optim's work on handle.parameters()
 // too; these refuse to step while a backward is owed, skip parameters that no rank used, and decide
@@ -8,6 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <compare>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -17,6 +18,8 @@
 #include <string_view>
 #include <vector>
 
+#include "tessera/muon.h"
+#include "tessera/optimizer_rule.h"
 #include "tessera/shard.h"
 
 namespace torch::optim {
@@ -38,6 +41,7 @@ struct AdamWOptions {
   double eps = 1e-8;
   double weight_decay = 0.1;  ///< decoupled, on every trainable parameter but those of `no_decay`
   std::vector<std::string> no_decay{};  ///< patterns as PrecisionRule::match
+  std::vector<OptimizerRule> rules{};   ///< over no_decay; Errors: those of its fields
 };
 
 struct SgdOptions {
@@ -45,6 +49,7 @@ struct SgdOptions {
   double momentum = 0.0;
   double weight_decay = 0.0;  ///< added to the gradient, as PyTorch's SGD
   std::vector<std::string> no_decay{};
+  std::vector<OptimizerRule> rules{};
 };
 
 /// A tensor that an optimizer keeps of each parameter: laid out as its shard, in the contract's
@@ -99,7 +104,8 @@ class Optimizer {
   virtual ~Optimizer() = default;
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
-  /// Updates every shard that has a gradient. Not collective. Errors: kUsage while a recorded
+  /// Updates every shard that has a gradient. Not collective, but for Muon's, which all ranks of the
+  /// stage call. Errors: kUsage while a recorded
   /// forward waits for its backward or a micro-batch to be reduced, or after a set_trainable() that
   /// did not name this optimizer; kContract for a gradient whose dtype is neither the shard's nor
   /// float32 for a 16-bit shard (PrecisionPolicy::final_dtype).
@@ -114,10 +120,14 @@ class Optimizer {
   /// this.
   operator torch::optim::Optimizer&();  // NOLINT(google-explicit-constructor): reads as there
 
-  /// "AdamW", "SGD".
+  /// "AdamW", "SGD", "Muon".
   virtual std::string name() const = 0;
-  /// What it keeps of a parameter, beside a master.
+  /// What it may keep of a parameter, beside a master.
   virtual std::vector<KeptTensor> states() const = 0;
+  /// What it keeps of this one: some of states(), all of it unless said otherwise.
+  virtual std::vector<KeptTensor> states_of(const GradContract&) const { return states(); }
+  /// Whether an update of some elements needs no others; only then state can be offloaded.
+  virtual bool is_elementwise() const { return true; }
   /// Every name that OptimizerState::Kept may have.
   std::vector<std::string> kept_names() const;
   /// What it keeps of such a parameter once that is updated, a master included, by name.
@@ -143,7 +153,7 @@ class Optimizer {
   /// two stretches then, each an eighth of it or 16 MiB. Room for all of it is
   /// reserved now. Again: what matches now is outside, the rest comes back; the folder stays. What
   /// make_kept() gives is in memory until the next update or put_away(). Collective. Errors:
-  /// kConfig on a device; kContract for a pattern that matches nothing; kIo naming folder and rank
+  /// kConfig on a device, and for Muon; kContract for a pattern that matches nothing; kIo naming folder and rank
   /// for a folder that is none, cannot be written to or has no room.
   void offload(const OffloadOptions& options);
   /// Writes out what make_kept() brought to memory. Errors: kIo.
@@ -156,10 +166,14 @@ class Optimizer {
   void require_whole(const char* what) const;
 
  protected:
-  Optimizer(const ShardedBase& model, double lr, const std::vector<std::string>& no_decay);
+  /// Errors: kContract for a pattern that matches nothing, kConfig for numbers of a rule.
+  Optimizer(const ShardedBase& model, double lr, const std::vector<std::string>& no_decay,
+            const std::vector<OptimizerRule>& rules);
   struct Item {
     ShardView view;
-    bool decays = true;
+    bool decays = true;                  ///< where no rule says by how much
+    double lr_scale = 1.0;               ///< by a rule
+    std::optional<double> weight_decay;  ///< by a rule
     /// In the order of states(), made at the first update; what an optimizer puts behind them is
     /// its own and in no checkpoint.
     std::vector<at::Tensor> state;
@@ -174,6 +188,15 @@ class Optimizer {
   };
   /// Every item has its state and a gradient.
   virtual void update(const std::vector<Item*>& items) = 0;
+  fsdp::Runtime& runtime() const;
+  /// What an item is stepped with; items with the same may be stepped together.
+  struct Rates {
+    double lr = 0.0;
+    double weight_decay = 0.0;
+    auto operator<=>(const Rates&) const = default;
+  };
+  /// `weight_decay`: the optimizer's.
+  Rates rates_of(const Item& item, double weight_decay) const;
   /// Whether somebody else has written the shard since it was last stepped.
   bool was_changed(const Item& item);
 
@@ -202,6 +225,7 @@ class Optimizer {
 
   std::shared_ptr<fsdp::Unit> unit_;
   std::vector<std::string> no_decay_;
+  std::vector<OptimizerRule> rules_;
   // Of all parameters of the handle that it was made for.
   std::map<const GradContract*, std::shared_ptr<const void>> scope_;
   std::vector<Item> items_;   // trained parameters, and frozen ones that were trained before
@@ -225,5 +249,16 @@ std::unique_ptr<Optimizer> make_adamw(const ShardedBase& model, const AdamWOptio
 /// PyTorch's formulas, with masters as make_adamw. Momentum has the dtype in which the shard is
 /// stepped.
 std::unique_ptr<Optimizer> make_sgd(const ShardedBase& model, const SgdOptions& options);
+
+/// Matrices as torch.optim.Muon of torch 2.13 steps them (momentum, Newton-Schulz, decoupled decay),
+/// iterated in float32; all else as make_adamw, with masters for both. Matrices are the trainable
+/// parameters of two dims, and each [rows, columns] of those with three, but for MuonOptions::adamw.
+/// Each is formed whole, of all that dp_shard and tp cut, on one rank, by one all-to-all a step there
+/// and one back (matrix_exchange.h), and is stepped with the bits of one rank, in float32 whatever the
+/// numbers of threads are. Bytes a rank sends: at most 4 an element that it holds and, for others,
+/// 4 an element that it orthogonalizes. State: 4 bytes an element of a matrix, what make_adamw keeps of
+/// the rest. step() is collective. Errors: kUsage for numbers out of range; kContract for a pattern
+/// that matches nothing.
+std::unique_ptr<Optimizer> make_muon(const ShardedBase& model, const MuonOptions& options);
 
 }  // namespace tessera

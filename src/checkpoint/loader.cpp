@@ -275,7 +275,7 @@ class Loader {
         require_tensor(named("step", tensor), DType::kInt64, {}, advice_.keeps_storage);
       }
     }
-    const auto states = optimizer_.states();
+    const auto states = optimizer_.states_of(contract);
     const auto due =
         std::ranges::find(states, KeptTensor::Begins::kWithTheFirstUpdate, &KeptTensor::begins);
     TESSERA_CHECK(kept_any || !has_step || due == states.end(), ErrorKind::kConfig,

@@ -156,7 +156,7 @@ void refuse_state(const Optimizer& optimizer, const GradContract& contract,
   }
   if (source.steps == 0) return;
   auto due = known;
-  for (const auto& state : optimizer.states()) {
+  for (const auto& state : optimizer.states_of(contract)) {
     if (state.begins == KeptTensor::Begins::kLater) due.erase(state.name);
   }
   for (const auto& name : std::views::keys(due)) {

@@ -57,6 +57,11 @@
   X(cross_entropy_sum_backward)  \
   X(cross_entropy_sum_backward_over)
 
+/// X(name) for those that are made of the others, whatever the device.
+#define TESSERA_MADE_KERNELS(X) \
+  X(windowed_attention)         \
+  X(windowed_attention_backward)
+
 namespace tessera::kernels {
 
 #define TESSERA_IMPLEMENTED(name) \

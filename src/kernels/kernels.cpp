@@ -9,14 +9,7 @@
 #include "kernels/cpu/dispatch.h"
 #include "kernels/implementations.h"
 #include "kernels/operations.h"
-
-/// Seen by whoever watches. [Note: watched kernels] of operations.h
-#define TESSERA_WATCHED(name, ...)                                                  \
-  if (are_watched()) {                                                              \
-    static const auto seen = operation<decltype(kernels::name)>("tessera::" #name); \
-    return seen.call(__VA_ARGS__);                                                  \
-  }                                                                                 \
-  static_assert(true)
+#include "kernels/seen_blocks.h"
 
 namespace tessera::kernels {
 namespace {
@@ -54,11 +47,12 @@ bool is_fused(const at::Tensor& activation, const at::Tensor& table) {
 
 /// What flash attention takes: 16 bits, heads of at most 256 in steps of 8, any row at all. Heads of
 /// values may be shorter than those of keys.
-bool is_flash(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v) {
+bool is_flash(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const SeenKeys& seen) {
   const std::int64_t head_dim = q.size(4), of_values = v.size(2) / q.size(1);
-  return is_fused(q) && q.element_size() == 2 && same_dtype(q, k) && same_dtype(q, v) &&
-         head_dim % 8 == 0 && head_dim <= 256 && of_values % 8 == 0 && of_values <= head_dim &&
-         q.numel() > 0;
+  const bool merely_causal = !seen.begins && !seen.ends && q.size(2) <= seen.window;
+  return merely_causal && is_fused(q) && q.element_size() == 2 && same_dtype(q, k) &&
+         same_dtype(q, v) && head_dim % 8 == 0 && head_dim <= 256 && of_values % 8 == 0 &&
+         of_values <= head_dim && q.numel() > 0;
 }
 
 }  // namespace
@@ -153,34 +147,38 @@ at::Tensor clamped_swiglu_backward(const at::Tensor& grad, const at::Tensor& bot
 }
 
 at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const std::optional<at::Tensor>& begins,
+                            const std::optional<at::Tensor>& ends, std::int64_t window,
                             double scale) {
-  TESSERA_WATCHED(causal_attention, q, k, v, scale);
-  return (has_kernels(q)      ? cpu::causal_attention
-          : is_flash(q, k, v) ? fused::causal_attention
-                              : aten::causal_attention)(q, k, v, scale);
+  TESSERA_WATCHED(causal_attention, q, k, v, begins, ends, window, scale);
+  return (has_kernels(q) ? cpu::causal_attention
+          : is_flash(q, k, v, {begins, ends, window})
+              ? fused::causal_attention
+              : aten::causal_attention)(q, k, v, begins, ends, window, scale);
 }
 
-std::tuple<at::Tensor, std::vector<at::Tensor>> causal_attention_forward(const at::Tensor& q,
-                                                                         const at::Tensor& k,
-                                                                         const at::Tensor& v,
-                                                                         double scale) {
-  TESSERA_WATCHED(causal_attention_forward, q, k, v, scale);
-  return (has_kernels(q)      ? cpu::causal_attention_forward
-          : is_flash(q, k, v) ? fused::causal_attention_forward
-                              : aten::causal_attention_forward)(q, k, v, scale);
+std::tuple<at::Tensor, std::vector<at::Tensor>> causal_attention_forward(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const std::optional<at::Tensor>& begins, const std::optional<at::Tensor>& ends,
+    std::int64_t window, double scale) {
+  TESSERA_WATCHED(causal_attention_forward, q, k, v, begins, ends, window, scale);
+  return (has_kernels(q) ? cpu::causal_attention_forward
+          : is_flash(q, k, v, {begins, ends, window})
+              ? fused::causal_attention_forward
+              : aten::causal_attention_forward)(q, k, v, begins, ends, window, scale);
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward(const at::Tensor& grad,
-                                                                         at::TensorList kept,
-                                                                         std::int64_t groups,
-                                                                         std::int64_t repeat,
-                                                                         double scale) {
-  TESSERA_WATCHED(causal_attention_backward, grad, kept, groups, repeat, scale);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward(
+    const at::Tensor& grad, at::TensorList kept, const std::optional<at::Tensor>& begins,
+    const std::optional<at::Tensor>& ends, std::int64_t window, std::int64_t groups,
+    std::int64_t repeat, double scale) {
+  TESSERA_WATCHED(causal_attention_backward, grad, kept, begins, ends, window, groups, repeat,
+                  scale);
   // What is kept has q first: the same choice as forward's.
-  return (has_kernels(kept[0]) ? cpu::causal_attention_backward
-          : kept.size() >= fused::kFlashKept
-              ? fused::causal_attention_backward
-              : aten::causal_attention_backward)(grad, kept, groups, repeat, scale);
+  return (has_kernels(kept[0])               ? cpu::causal_attention_backward
+          : kept.size() >= fused::kFlashKept ? fused::causal_attention_backward
+                                             : aten::causal_attention_backward)(
+      grad, kept, begins, ends, window, groups, repeat, scale);
 }
 
 at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
@@ -190,21 +188,26 @@ at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const a
 }
 
 void window_softmax(const at::Tensor& scores, const std::optional<at::Tensor>& sinks,
-                    const std::optional<at::Tensor>& shares, std::int64_t first,
-                    std::int64_t window, std::int64_t groups, std::int64_t repeat, double scale) {
-  TESSERA_WATCHED(window_softmax, scores, sinks, shares, first, window, groups, repeat, scale);
-  (has_kernels(scores) ? cpu::window_softmax : aten::window_softmax)(scores, sinks, shares, first,
-                                                                     window, groups, repeat, scale);
+                    const std::optional<at::Tensor>& shares,
+                    const std::optional<at::Tensor>& begins, const std::optional<at::Tensor>& ends,
+                    std::int64_t first, std::int64_t window, std::int64_t groups,
+                    std::int64_t repeat, double scale) {
+  TESSERA_WATCHED(window_softmax, scores, sinks, shares, begins, ends, first, window, groups,
+                  repeat, scale);
+  (has_kernels(scores) ? cpu::window_softmax : aten::window_softmax)(
+      scores, sinks, shares, begins, ends, first, window, groups, repeat, scale);
 }
 
 void window_softmax_backward(const at::Tensor& grad, const at::Tensor& weights,
-                             const std::optional<at::Tensor>& shares, std::int64_t first,
+                             const std::optional<at::Tensor>& shares,
+                             const std::optional<at::Tensor>& begins,
+                             const std::optional<at::Tensor>& ends, std::int64_t first,
                              std::int64_t window, std::int64_t groups, std::int64_t repeat,
                              double scale) {
-  TESSERA_WATCHED(window_softmax_backward, grad, weights, shares, first, window, groups, repeat,
-                  scale);
+  TESSERA_WATCHED(window_softmax_backward, grad, weights, shares, begins, ends, first, window,
+                  groups, repeat, scale);
   (has_kernels(grad) ? cpu::window_softmax_backward : aten::window_softmax_backward)(
-      grad, weights, shares, first, window, groups, repeat, scale);
+      grad, weights, shares, begins, ends, first, window, groups, repeat, scale);
 }
 
 void add_sink_gradients(const at::Tensor& rows, const at::Tensor& sum, std::int64_t repeat) {

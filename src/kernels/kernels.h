@@ -40,7 +40,7 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& grad,
                                                      const at::Tensor& x, const at::Tensor& weight,
                                                      const at::Tensor& scale, bool rounds_first);
 
-/// x [B, T, H*D], cos and sin [T, D/2] -> norm of each head where there is a weight [D], then pairs
+/// x [B, T, H*D], cos and sin [T, D/2], or [B, T, D/2] -> norm of each head where there is a weight [D], then pairs
 /// (i, i + D/2) rotated: [B, G, T, R, D], contiguous in cpu/, in fused/ a view of [B, T, H, D]; and
 /// the norm's scale [B*T, H], undefined without a weight. x contiguous.
 std::tuple<at::Tensor, at::Tensor> rope_heads(const at::Tensor& x,
@@ -73,37 +73,62 @@ at::Tensor clamped_swiglu_backward(const at::Tensor& grad, const at::Tensor& bot
 
 // Attention.
 
+// What a query sees (seen_blocks.h): of the keys up to its own position the last `window`, from
+// begins [B, T] i64 on where rows hold several documents, up to ends [B, T] i64 where they say so.
+// Every query sees a key. cpu/ never computes what no query of a block sees. Backward forms the
+// weights again, a block at a time: nothing of the size of queries times keys is kept.
+
 /// q [B, G, T, R, D], k [B, G, T, 1, D], v [B, T, G*D'] -> [B, T, H*D'].
 at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const std::optional<at::Tensor>& begins,
+                            const std::optional<at::Tensor>& ends, std::int64_t window,
                             double scale);
 /// The same, and what backward reads: the form is the implementation's own.
-std::tuple<at::Tensor, std::vector<at::Tensor>> causal_attention_forward(const at::Tensor& q,
-                                                                         const at::Tensor& k,
-                                                                         const at::Tensor& v,
-                                                                         double scale);
+std::tuple<at::Tensor, std::vector<at::Tensor>> causal_attention_forward(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const std::optional<at::Tensor>& begins, const std::optional<at::Tensor>& ends,
+    std::int64_t window, double scale);
 /// -> gradients of q, k and v.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward(const at::Tensor& grad,
-                                                                         at::TensorList kept,
-                                                                         std::int64_t groups,
-                                                                         std::int64_t repeat,
-                                                                         double scale);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward(
+    const at::Tensor& grad, at::TensorList kept, const std::optional<at::Tensor>& begins,
+    const std::optional<at::Tensor>& ends, std::int64_t window, std::int64_t groups,
+    std::int64_t repeat, double scale);
 /// q [B, G, T, R, D] of the last T of the N positions that keys and values [B, G, N, D] hold ->
 /// [B, T, H*D].
 at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
                             double scale);
 
+/// Attention whose scores and sums are fp32 (fp64 of fp64), rounded once: q [B, G, T, R, D] of the
+/// last T of the N positions that keys and values [B, G, N, D'] hold, sinks [G*R] -> [B, T, H*D'].
+/// One implementation for all devices, out of products and window_softmax.
+at::Tensor windowed_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
+                              const std::optional<at::Tensor>& sinks,
+                              const std::optional<at::Tensor>& begins,
+                              const std::optional<at::Tensor>& ends, std::int64_t window,
+                              double scale);
+/// -> gradients of q, keys, values, and of the sinks as wide as the scores, undefined without.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> windowed_attention_backward(
+    const at::Tensor& grad, const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
+    const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& begins,
+    const std::optional<at::Tensor>& ends, std::int64_t window, double scale);
+
 /// Softmax of scale * scores [B*G, Q*R, N] of Q queries, the first at position `first`: each sees
-/// the last `window` of the N keys that are not behind it. Sinks [G*R] take part; their shares go
-/// to `shares` [B*G, Q*R], which is there where they are. fp32, or fp64.
+/// the last `window` of the N keys that are not behind it, and what begins and ends [B, Q] leave of
+/// them. Sinks [G*R] take part; their shares go to `shares` [B*G, Q*R], which is there where they
+/// are. fp32, or fp64.
 /// Writes: scores, shares.
 void window_softmax(const at::Tensor& scores, const std::optional<at::Tensor>& sinks,
-                    const std::optional<at::Tensor>& shares, std::int64_t first,
-                    std::int64_t window, std::int64_t groups, std::int64_t repeat, double scale);
+                    const std::optional<at::Tensor>& shares,
+                    const std::optional<at::Tensor>& begins, const std::optional<at::Tensor>& ends,
+                    std::int64_t first, std::int64_t window, std::int64_t groups,
+                    std::int64_t repeat, double scale);
 /// From the gradient of the weights to that of the scores, in place; shares become the gradients of
 /// the rows' sinks.
 /// Writes: grad, shares.
 void window_softmax_backward(const at::Tensor& grad, const at::Tensor& weights,
-                             const std::optional<at::Tensor>& shares, std::int64_t first,
+                             const std::optional<at::Tensor>& shares,
+                             const std::optional<at::Tensor>& begins,
+                             const std::optional<at::Tensor>& ends, std::int64_t first,
                              std::int64_t window, std::int64_t groups, std::int64_t repeat,
                              double scale);
 /// Adds rows [B*G, Q*R] to sum [G*R] fp64: terms that nearly cancel; in cpu/ in one order.

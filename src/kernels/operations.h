@@ -38,3 +38,11 @@ c10::TypedOperatorHandle<Function> operation(const char* name) {
 }
 
 }  // namespace tessera::kernels
+
+/// First in a function of the list: seen by whoever watches.
+#define TESSERA_WATCHED(name, ...)                                                  \
+  if (are_watched()) {                                                              \
+    static const auto seen = operation<decltype(kernels::name)>("tessera::" #name); \
+    return seen.call(__VA_ARGS__);                                                  \
+  }                                                                                 \
+  static_assert(true)

@@ -78,6 +78,7 @@ ModelOutput Decoder::forward_stage(const StageInputs& inputs) {
   const ModelInputs& batch = inputs.batch;
   TESSERA_CHECK(!batch.images, ErrorKind::kFormat,
                 "pixel_values: found images, expected none for a model of text");
+  if (batch.documents.are_packed()) nn::check_documents(batch.documents.starts, batch.input_ids);
   const auto routed =
       batch.imposed_routing.empty() ? std::vector<std::int64_t>() : routed_experts(spec_).layers;
   TESSERA_CHECK(batch.imposed_routing.size() == routed.size(), ErrorKind::kFormat,
@@ -93,7 +94,7 @@ ModelOutput Decoder::forward_stage(const StageInputs& inputs) {
     if (place != routed.end()) {
       request.imposed = batch.imposed_routing[static_cast<std::size_t>(place - routed.begin())];
     }
-    auto [next, load] = layers_[i](x, request);
+    auto [next, load] = layers_[i](x, request, batch.documents);
     x = std::move(next);
     if (load.counts.defined()) output.loads.push_back(std::move(load));
   }
@@ -118,7 +119,7 @@ at::Tensor Decoder::next_logits(const at::Tensor& input_ids) {
   const at::NoGradGuard no_grad;
   require_whole(*this);
   at::Tensor x = into_layers(embedding_->module()->forward(input_ids));
-  for (auto& layer : layers_) x = layer.module()->forward(x, {}).x;
+  for (auto& layer : layers_) x = layer.module()->forward(x, {}, {}).x;
   return head_->module()->forward(x.narrow(1, x.size(1) - 1, 1), std::nullopt).squeeze(1);
 }
 

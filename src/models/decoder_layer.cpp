@@ -144,28 +144,31 @@ DecoderLayer::Output DecoderLayer::Output::of(const std::vector<at::Tensor>& ten
   return output;
 }
 
-DecoderLayer::Output DecoderLayer::forward(const at::Tensor& x, const RoutingRequest& request) {
-  // Routing that is not there goes through as an undefined tensor.
+DecoderLayer::Output DecoderLayer::forward(const at::Tensor& x, const RoutingRequest& request,
+                                           const nn::Documents& documents) {
+  // Routing and documents that are not there go through as undefined tensors.
   const auto run = [this, statistics = request.statistics](const std::vector<at::Tensor>& in) {
-    return body(in[0], {given(in[1]), statistics}).tensors();
+    return body(in[0], {given(in[1]), statistics}, {in[2]}).tensors();
   };
-  return Output::of(
-      recomputed(*this, recompute(), {x, request.imposed.value_or(at::Tensor())}, run));
+  return Output::of(recomputed(*this, recompute(),
+                               {x, request.imposed.value_or(at::Tensor()), documents.starts}, run));
 }
 
 /// Regions end where it talks to other ranks, and where the host reads how tokens are spread.
-DecoderLayer::Output DecoderLayer::body(const at::Tensor& x, const RoutingRequest& request) {
+DecoderLayer::Output DecoderLayer::body(const at::Tensor& x, const RoutingRequest& request,
+                                        const nn::Documents& documents) {
   using Tensors = std::vector<at::Tensor>;
+  const Tensors inputs{x, documents.starts};
   if (mlp_ && is_alone_) {
     const auto whole = [this](const Tensors& in) {
-      const Tensors halves = up_to_feed_forward(in[0]);
+      const Tensors halves = up_to_feed_forward(in[0], {in[1]});
       return feed_forward(halves[0], halves[1], {}).tensors();
     };
-    return Output::of(grad::in_region(*this, "", {x}, whole));
+    return Output::of(grad::in_region(*this, "", inputs, whole));
   }
-  const auto attention = [this](const Tensors& in) { return up_to_feed_forward(in[0]); };
+  const auto attention = [this](const Tensors& in) { return up_to_feed_forward(in[0], {in[1]}); };
   const Tensors halves =
-      is_alone_ ? grad::in_region(*this, "attention", {x}, attention) : up_to_feed_forward(x);
+      is_alone_ ? grad::in_region(*this, "attention", inputs, attention) : attention(inputs);
   return feed_forward(halves[0], halves[1], request);
 }
 
@@ -181,9 +184,10 @@ std::vector<at::Tensor> DecoderLayer::behind_attention(const at::Tensor& x,
   return {std::move(sum), std::move(normed)};
 }
 
-std::vector<at::Tensor> DecoderLayer::up_to_feed_forward(const at::Tensor& x) {
+std::vector<at::Tensor> DecoderLayer::up_to_feed_forward(const at::Tensor& x,
+                                                         const nn::Documents& documents) {
   return behind_attention(
-      x, self_attn_->forward(before_attention_ ? before_attention_->forward(x) : x));
+      x, self_attn_->forward(before_attention_ ? before_attention_->forward(x) : x, documents));
 }
 
 at::Tensor DecoderLayer::decode(const at::Tensor& x, nn::KvCache& cache) {

@@ -18,6 +18,7 @@
 #include "models/model_spec.h"
 #include "models/moe_layer.h"
 #include "nn/attention.h"
+#include "nn/documents.h"
 #include "nn/mlp.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"
@@ -50,8 +51,9 @@ class DecoderLayer : public torch::nn::Module, public IsLayer, public Recomputab
     }
   };
   /// x [B, T, hidden] of the stream -> the same shape and dtype. What is asked of the router is
-  /// without effect in a layer without experts.
-  Output forward(const at::Tensor& x, const RoutingRequest& request);
+  /// without effect in a layer without experts. Documents as nn::SelfAttention::forward.
+  Output forward(const at::Tensor& x, const RoutingRequest& request,
+                 const nn::Documents& documents = {});
 
   bool has_experts() const { return moe_ != nullptr; }
   bool can_decode() const { return self_attn_->can_decode(); }
@@ -59,9 +61,9 @@ class DecoderLayer : public torch::nn::Module, public IsLayer, public Recomputab
   at::Tensor decode(const at::Tensor& x, nn::KvCache& cache);
 
  private:
-  Output body(const at::Tensor& x, const RoutingRequest& request);
+  Output body(const at::Tensor& x, const RoutingRequest& request, const nn::Documents& documents);
   void add_norms(const ModelSpec& spec, const nn::TensorRegion& region);
-  std::vector<at::Tensor> up_to_feed_forward(const at::Tensor& x);
+  std::vector<at::Tensor> up_to_feed_forward(const at::Tensor& x, const nn::Documents& documents);
   std::vector<at::Tensor> behind_attention(const at::Tensor& x, const at::Tensor& attended);
   Output feed_forward(const at::Tensor& sum, const at::Tensor& normed,
                       const RoutingRequest& request);

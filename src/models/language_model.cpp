@@ -20,6 +20,9 @@ void LanguageModel::check_values(const ModelInputs& inputs) const {
   if (inputs.targets) {
     nn::check_range(*inputs.targets, vocabulary, nn::kIgnoredLabel, "loss: found the label ");
   }
+  if (inputs.documents.are_packed()) {
+    nn::check_documents(inputs.documents.starts, inputs.input_ids);
+  }
   const std::int64_t experts = routed_experts(spec()).experts;
   for (const at::Tensor& indices : inputs.imposed_routing) moe::check_imposed(indices, experts);
   check_own_values(inputs);

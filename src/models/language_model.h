@@ -22,6 +22,7 @@
 #include "models/model_axes.h"
 #include "models/model_spec.h"
 #include "nn/attention.h"
+#include "nn/documents.h"
 #include "tessera/recompute_mode.h"
 #include "tessera/shard.h"
 
@@ -42,10 +43,12 @@ struct ModelInputs {
   /// own.
   std::vector<at::Tensor> imposed_routing;
   RouterStatistics router_statistics = RouterStatistics::kNone;
+  nn::Documents documents = {};  ///< that rows are packed of; a loss is of targets as ever
 
   template <class F>
   void visit_tensors(F&& f) {
     f(input_ids);
+    documents.visit_tensors(f);
     if (targets) f(*targets);
     if (images) {
       f(images->pixel_values);

@@ -11,7 +11,7 @@
 
 #include "base/first_derivative.h"
 #include "kernels/kernels.h"
-#include "nn/masked_attention.h"
+#include "kernels/seen_blocks.h"
 #include "tessera/error.h"
 
 namespace tessera::nn {
@@ -23,10 +23,15 @@ using torch::autograd::variable_list;
 
 struct CausalAttentionFunction : torch::autograd::Function<CausalAttentionFunction> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k,
-                            const at::Tensor& v, double scale) {
-    auto [result, kept] = kernels::causal_attention_forward(q, k, v, scale);
+                            const at::Tensor& v, const std::optional<at::Tensor>& begins,
+                            const std::optional<at::Tensor>& ends, std::int64_t window,
+                            double scale) {
+    auto [result, kept] = kernels::causal_attention_forward(q, k, v, begins, ends, window, scale);
     ctx->set_materialize_grads(false);
+    kept.push_back(begins.value_or(at::Tensor()));
+    kept.push_back(ends.value_or(at::Tensor()));
     ctx->save_for_backward(std::move(kept));
+    ctx->saved_data["window"] = window;
     ctx->saved_data["scale"] = scale;
     ctx->saved_data["groups"] = q.size(1);
     ctx->saved_data["repeat"] = q.size(3);
@@ -35,23 +40,30 @@ struct CausalAttentionFunction : torch::autograd::Function<CausalAttentionFuncti
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     base::refuse_double_backward();
-    if (!grads[0].defined()) return variable_list(4);  // [Note: left-out results]
+    if (!grads[0].defined()) return variable_list(7);  // [Note: left-out results]
+    const variable_list saved = ctx->get_saved_variables();
+    const std::size_t kept = saved.size() - 2;
     auto [grad_q, grad_k, grad_v] = kernels::causal_attention_backward(
-        grads[0], ctx->get_saved_variables(), ctx->saved_data["groups"].toInt(),
+        grads[0], at::TensorList(saved).slice(0, kept), given(saved[kept]), given(saved[kept + 1]),
+        ctx->saved_data["window"].toInt(), ctx->saved_data["groups"].toInt(),
         ctx->saved_data["repeat"].toInt(), ctx->saved_data["scale"].toDouble());
-    return {grad_q, grad_k, grad_v, at::Tensor()};
+    const at::Tensor none;
+    return {grad_q, grad_k, grad_v, none, none, none, none};
   }
 };
 
 }  // namespace
 
 at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                            double scale) {
+                            double scale, const AttentionMask& mask) {
+  TESSERA_INVARIANT(!mask.sinks.defined(), "sinks in attention that has none");
+  const std::optional<at::Tensor> begins = given(mask.begins), ends = given(mask.ends);
+  const std::int64_t window = mask.window.value_or(kernels::kNoWindow);
   // Without a gradient nothing is kept: that is decided here, a Function's forward cannot see it.
   if (!c10::GradMode::is_enabled() || base::has_second_derivatives(q)) {
-    return kernels::causal_attention(q, k, v, scale);
+    return kernels::causal_attention(q, k, v, begins, ends, window, scale);
   }
-  return CausalAttentionFunction::apply(q, k, v, scale);
+  return CausalAttentionFunction::apply(q, k, v, begins, ends, window, scale);
 }
 
 at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
@@ -129,28 +141,32 @@ bool Attention::is_plain(std::int64_t positions) const {
   return !sinks_.defined() && (!options_.window || positions <= *options_.window);
 }
 
-at::Tensor Attention::forward(const at::Tensor& x) {
-  const auto mixed = [this](const at::Tensor& all) {
-    return attend(project(all, rope_->table(all.size(1), all.scalar_type(), all.device())));
-  };
-  const at::Tensor entered = options_.region.enter(x);
+at::Tensor Attention::forward(const at::Tensor& x, const Documents& documents) {
   using Tensors = std::vector<at::Tensor>;
+  const auto mixed = [this](const Tensors& in) {
+    const at::Tensor& all = in[0];
+    const Documents of_rows{in[1]};
+    const RopeTable table = rope_->table(all.size(1), all.scalar_type(), all.device());
+    return attend(project(all, table_of(of_rows, table)), of_rows);
+  };
+  const Tensors entered{options_.region.enter(x), documents.starts};
   if (options_.qk_norm == AttentionOptions::QkNorm::kAllHeads && options_.region.size() > 1) {
     // Ranks talk in the middle of it: what may be replayed is the last product.
     return o_proj_->forward_into(options_.region, *this, {mixed(entered)},
                                  [](const Tensors& in) { return in[0]; });
   }
-  return o_proj_->forward_into(options_.region, *this, {entered},
-                               [mixed](const Tensors& in) { return mixed(in[0]); });
+  return o_proj_->forward_into(options_.region, *this, entered, mixed);
 }
 
-at::Tensor Attention::attend(const Heads& heads) const {
-  if (is_plain(heads.q.size(2))) return causal_attention(heads.q, heads.k, heads.v, scale());
+at::Tensor Attention::attend(const Heads& heads, const Documents& documents) const {
+  if (is_plain(heads.q.size(2))) {
+    return causal_attention(heads.q, heads.k, heads.v, scale(), {.begins = documents.starts});
+  }
   const at::Tensor values =
       heads.v.reshape({heads.q.size(0), heads.q.size(2), heads.q.size(1), heads.q.size(4)})
           .transpose(1, 2);
-  return windowed_attention(heads.q, heads.k.squeeze(3), values, {options_.window, sinks_},
-                            scale());
+  return windowed_attention(heads.q, heads.k.squeeze(3), values,
+                            {options_.window, sinks_, documents.starts}, scale());
 }
 
 at::Tensor Attention::decode(const at::Tensor& x, KvCache& cache) {
@@ -162,7 +178,7 @@ at::Tensor Attention::decode(const at::Tensor& x, KvCache& cache) {
   const Heads heads =
       project(x, {all.cos.narrow(0, begin, x.size(1)), all.sin.narrow(0, begin, x.size(1))});
   cache.append(heads.k, heads.v);
-  if (begin == 0) return o_proj_->forward(attend(heads));
+  if (begin == 0) return o_proj_->forward(attend(heads, {}));
   return o_proj_->forward(is_plain(cache.length())
                               ? cached_attention(heads.q, cache.keys(), cache.values(), scale())
                               : windowed_attention(heads.q, cache.keys(), cache.values(),

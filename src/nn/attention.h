@@ -17,7 +17,9 @@
 #include <memory>
 #include <optional>
 
+#include "nn/documents.h"
 #include "nn/linear.h"
+#include "nn/masked_attention.h"
 #include "nn/parameter.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"
@@ -48,8 +50,10 @@ class KvCache {
 
 class SelfAttention : public PlacedModule {
  public:
-  /// x [B, T, hidden] of the stream -> the same shape and dtype.
-  virtual at::Tensor forward(const at::Tensor& x) = 0;
+  /// x [B, T, hidden] of the stream -> the same shape and dtype. Documents are of all positions,
+  /// whatever part of them the stream has.
+  virtual at::Tensor forward(const at::Tensor& x, const Documents& documents) = 0;
+  at::Tensor forward(const at::Tensor& x) { return forward(x, {}); }
   /// Whether decode is there; without it a text is written by whole forwards.
   virtual bool can_decode() const = 0;
   /// The same for positions that follow those of the cache, which they join. No gradient. Errors:
@@ -58,9 +62,10 @@ class SelfAttention : public PlacedModule {
 };
 
 /// q [B, G, T, R, D], k [B, G, T, 1, D] (both as rope_heads gives them), v [B, T, G*D] -> [B, T,
-/// H*D]. The D of v, and of the result, may be another.
+/// H*D]. The D of v, and of the result, may be another. The mask has no sinks: its scores have the
+/// inputs' dtype.
 at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                            double scale);
+                            double scale, const AttentionMask& mask = {});
 
 /// Without a gradient: q [B, G, T, R, D] of the last T of the N positions that keys and values
 /// [B, G, N, D] hold -> [B, T, H*D]. Sums of one query lie in another order than in
@@ -95,7 +100,8 @@ struct AttentionOptions {
 class Attention : public SelfAttention {
  public:
   Attention(const AttentionOptions& options, std::shared_ptr<Rope> rope);
-  at::Tensor forward(const at::Tensor& x) override;
+  using SelfAttention::forward;
+  at::Tensor forward(const at::Tensor& x, const Documents& documents) override;
   bool can_decode() const override { return true; }
   /// The first call of a cache gives forward's bits.
   at::Tensor decode(const at::Tensor& x, KvCache& cache) override;
@@ -109,7 +115,7 @@ class Attention : public SelfAttention {
   Heads project(const at::Tensor& x, const RopeTable& table);
   /// Neither sinks nor keys beyond the window.
   bool is_plain(std::int64_t positions) const;
-  at::Tensor attend(const Heads& heads) const;
+  at::Tensor attend(const Heads& heads, const Documents& documents) const;
   double scale() const;
 
   AttentionOptions options_;

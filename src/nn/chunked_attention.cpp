@@ -15,15 +15,16 @@
 namespace tessera::nn {
 namespace {
 
-/// [B, T, H, D] of `positions` -> the same shape and dtype.
-at::Tensor warmed(const at::Tensor& q, const QueryTemperature& temperature, std::int64_t begin) {
+/// [B, T, H, D] of positions from `begin` on, in their documents -> the same shape and dtype.
+at::Tensor warmed(const at::Tensor& q, const QueryTemperature& temperature, std::int64_t begin,
+                  const Documents& documents) {
   const WideScope factors;
   const at::ScalarType inside = at::promote_types(q.scalar_type(), at::kFloat);
-  const at::Tensor position =
-      at::arange(begin + 1, begin + q.size(1) + 1, q.options().dtype(inside));
+  at::Tensor position = at::arange(begin + 1, begin + q.size(1) + 1, q.options().dtype(inside));
+  if (documents.are_packed()) position = position - documents.starts.to(inside);
   const at::Tensor factor =
       (position / temperature.floor).floor().log1p() * temperature.scale + 1.0;
-  return (q.to(inside) * factor.view({-1, 1, 1})).to(q.scalar_type());
+  return (q.to(inside) * factor.unsqueeze(-1).unsqueeze(-1)).to(q.scalar_type());
 }
 
 /// [B, T, G * R, D] -> [B, G, T, R, D], contiguous.
@@ -64,14 +65,16 @@ std::int64_t ChunkedAttention::chunk_end(std::int64_t position, std::int64_t mos
 }
 
 ChunkedAttention::Heads ChunkedAttention::project(const at::Tensor& x, std::int64_t begin,
-                                                  std::int64_t positions) {
+                                                  std::int64_t positions,
+                                                  const Documents& documents) {
   at::Tensor q = q_proj_->forward(x).unflatten(2, {options_.heads, -1});
   at::Tensor k = k_proj_->forward(x).unflatten(2, {options_.kv_heads, -1});
   if (options_.chunk) {
     // Tables stay in fp32: the published code turns in complex fp32 and rounds once.
     const RopeTable all =
         rope_->table(positions, at::promote_types(x.scalar_type(), at::kFloat), x.device());
-    const RopeTable turns{all.cos.narrow(0, begin, x.size(1)), all.sin.narrow(0, begin, x.size(1))};
+    const RopeTable turns = table_of(
+        documents, {all.cos.narrow(0, begin, x.size(1)), all.sin.narrow(0, begin, x.size(1))});
     const auto finished = [&](const at::Tensor& heads) {
       const at::Tensor turned = rotate_interleaved(heads, turns);
       return options_.qk_norm_eps ? plain_rms_norm(turned, *options_.qk_norm_eps) : turned;
@@ -79,7 +82,7 @@ ChunkedAttention::Heads ChunkedAttention::project(const at::Tensor& x, std::int6
     q = finished(q);
     k = finished(k);
   } else if (options_.temperature) {
-    q = warmed(q, *options_.temperature, begin);
+    q = warmed(q, *options_.temperature, begin, documents);
   }
   return {by_group(q, options_.kv_heads), by_group(k, options_.kv_heads), v_proj_->forward(x)};
 }
@@ -93,8 +96,16 @@ at::Tensor ChunkedAttention::attend_within(const Heads& heads, std::int64_t begi
                           heads.v.narrow(1, begin, count).contiguous(), scale());
 }
 
-at::Tensor ChunkedAttention::attend(const Heads& heads) const {
+at::Tensor ChunkedAttention::attend(const Heads& heads, const Documents& documents) const {
   const std::int64_t positions = heads.q.size(2);
+  if (documents.are_packed()) {
+    at::Tensor begins = documents.starts;
+    if (options_.chunk) {
+      const at::Tensor own = at::arange(positions, begins.options()) - begins;
+      begins = begins + own.div(*options_.chunk, "floor") * *options_.chunk;
+    }
+    return causal_attention(heads.q, heads.k, heads.v, scale(), {.begins = begins});
+  }
   if (positions == 0) return attend_within(heads, 0, 0);
   std::vector<at::Tensor> parts;
   for (std::int64_t begin = 0; begin < positions;) {
@@ -105,10 +116,11 @@ at::Tensor ChunkedAttention::attend(const Heads& heads) const {
   return parts.size() == 1 ? parts.front() : at::cat(parts, 1);
 }
 
-at::Tensor ChunkedAttention::forward(const at::Tensor& x) {
-  return o_proj_->forward_into(options_.region, *this, {options_.region.enter(x)},
+at::Tensor ChunkedAttention::forward(const at::Tensor& x, const Documents& documents) {
+  return o_proj_->forward_into(options_.region, *this, {options_.region.enter(x), documents.starts},
                                [this](const std::vector<at::Tensor>& in) {
-                                 return attend(project(in[0], 0, in[0].size(1)));
+                                 const Documents of_rows{in[1]};
+                                 return attend(project(in[0], 0, in[0].size(1), of_rows), of_rows);
                                });
 }
 
@@ -117,7 +129,7 @@ at::Tensor ChunkedAttention::decode(const at::Tensor& x, KvCache& cache) {
   const std::int64_t before = cache.length();
   const std::int64_t after = before + x.size(1);
   // The table of all positions is made once, not at every one of them.
-  const Heads heads = project(x, before, std::max(cache.capacity(), after));
+  const Heads heads = project(x, before, std::max(cache.capacity(), after), {});
   cache.append(heads.k, heads.v);
   std::vector<at::Tensor> parts;
   for (std::int64_t begin = before; begin < after;) {

@@ -1,7 +1,7 @@
 // Causal self-attention as Llama 4 has it, in two kinds of layers.
 //
 // In most, neighbours (x[2i], x[2i + 1]) of queries and keys turn, both are divided by their root mean
-// square over a head (no weight), and a query sees the keys of its own chunk of positions alone. In
+// square over a head (no weight), and a query sees the keys of its own chunk of positions alone (of a document's, where rows are packed). In
 // the others nothing turns, a query sees all keys before it, and is multiplied by a factor that grows
 // with its position. Turning and norm are fp32 inside and round to the activation's dtype. Short
 // symbols: B rows, T (new) positions, N all positions so far, G key/value heads, R query heads of
@@ -46,7 +46,8 @@ struct ChunkedAttentionOptions {
 class ChunkedAttention : public SelfAttention {
  public:
   ChunkedAttention(const ChunkedAttentionOptions& options, std::shared_ptr<Rope> rope);
-  at::Tensor forward(const at::Tensor& x) override;
+  using SelfAttention::forward;
+  at::Tensor forward(const at::Tensor& x, const Documents& documents) override;
   bool can_decode() const override { return true; }
   /// The first call of a cache gives forward's bits.
   at::Tensor decode(const at::Tensor& x, KvCache& cache) override;
@@ -57,8 +58,9 @@ class ChunkedAttention : public SelfAttention {
     at::Tensor v;
   };
   /// x at the positions from `begin` on; tables are made for `positions`.
-  Heads project(const at::Tensor& x, std::int64_t begin, std::int64_t positions);
-  at::Tensor attend(const Heads& heads) const;
+  Heads project(const at::Tensor& x, std::int64_t begin, std::int64_t positions,
+                const Documents& documents);
+  at::Tensor attend(const Heads& heads, const Documents& documents) const;
   /// Of queries [begin, end) of those given, which lie at the same places among the keys given.
   at::Tensor attend_within(const Heads& heads, std::int64_t begin, std::int64_t end) const;
   /// Where the chunk of a position begins, and the position behind it.

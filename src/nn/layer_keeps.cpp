@@ -206,8 +206,7 @@ KeptValue LayerKeeps::normed_heads(const KeptValue& x, std::int64_t head_dim,
   return ledger_.make(normed.numel, normed.dtype, normed.wants);
 }
 
-/// The weights of blocks of 256 queries, each with the keys before its end (kernels/cpu/attention);
-/// values by group.
+/// Values by group, and two numbers a row of scores.
 KeptValue LayerKeeps::causal_attention(const KeptValue& q, const KeptValue& k, const KeptValue& v,
                                        std::int64_t heads, std::int64_t groups) {
   const bool wants = q.wants || k.wants || v.wants;
@@ -215,13 +214,7 @@ KeptValue LayerKeeps::causal_attention(const KeptValue& q, const KeptValue& k, c
     ledger_.save(q);
     ledger_.save(k);
     ledger_.save(groups == 1 || of_.positions == 1 ? v : made_like(v));
-    constexpr std::int64_t kBlock = 256;
-    std::int64_t seen = 0;
-    for (std::int64_t begin = 0; begin < of_.positions; begin += kBlock) {
-      const std::int64_t end = std::min(of_.positions, begin + kBlock);
-      seen += (end - begin) * end;
-    }
-    ledger_.save(ledger_.make(of_.rows * heads * seen, q.dtype));
+    ledger_.save(ledger_.make(2 * of_.rows * heads * of_.positions, DType::kFloat32));
   }
   return ledger_.make(v.numel / groups * heads, q.dtype, wants);
 }
@@ -230,22 +223,6 @@ KeptValue LayerKeeps::windowed_attention(const KeptValue& q, const KeptValue& k,
                                          bool sinks_train) {
   const bool wants = q.wants || k.wants || v.wants || sinks_train;
   for (const KeptValue& each : {q, k, v}) save_if(wants, each);
-  return ledger_.make(q.numel, q.dtype, wants);
-}
-
-KeptValue LayerKeeps::masked_attention(const KeptValue& q, const KeptValue& k, const KeptValue& v,
-                                       std::int64_t heads, std::int64_t groups) {
-  const bool wants = q.wants || k.wants || v.wants;
-  if (wants) {
-    const std::int64_t scores = of_.rows * heads * of_.positions * of_.positions;
-    const KeptValue weights = ledger_.make(scores, promote(q.dtype, DType::kFloat32), true);
-    ledger_.save(q);
-    ledger_.save(k);
-    ledger_.save(ledger_.make(of_.positions * of_.positions, DType::kBool));
-    ledger_.save(weights);
-    ledger_.save(ledger_.cast(weights, q.dtype));
-    ledger_.save(groups == 1 ? v : made_like(v));
-  }
   return ledger_.make(q.numel, q.dtype, wants);
 }
 

@@ -127,9 +127,6 @@ class LayerKeeps {
   /// masked_attention.cpp, its own function: nothing but inputs.
   KeptValue windowed_attention(const KeptValue& q, const KeptValue& k, const KeptValue& v,
                                bool sinks_train);
-  /// masked_attention.cpp, out of ATen operations.
-  KeptValue masked_attention(const KeptValue& q, const KeptValue& k, const KeptValue& v,
-                             std::int64_t heads, std::int64_t groups);
   enum class Windowed : std::uint8_t { kNo, kYes };
   /// attention.cpp.
   KeptValue self_attention(const KeptValue& stream, std::int64_t head_dim, Windowed windowed,

@@ -1,6 +1,6 @@
-// Attention that is not merely causal: a mask says who sees whom (sliding windows, images inside a
-// text, padding), a window ends how far it looks back, or it may look at nothing: each head has a
-// sink, one more logit whose probability goes nowhere.
+// Attention that is not merely causal: what a query sees has other ends (sliding windows, documents
+// packed into a row, images inside a text), or it may look at nothing: each head has a sink, one
+// more logit whose probability goes nowhere.
 //
 // Softmax is fp32; with windows and sinks the scores and sums are, too, and the result is rounded
 // once. attention.h has the faster form for what is merely causal. Short symbols: B rows, T
@@ -14,36 +14,13 @@
 
 namespace tessera::nn {
 
-/// q [B, G, T, R, D], k [B, G, T, 1, D], v [B, T, G*D] as causal_attention takes them; visible
-/// [B or 1, T or 1, T] bool: whether query i (dim 1) sees key j (dim 2). -> [B, T, G*R*D]. Every
-/// query must see a key.
-at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                            const at::Tensor& visible, double scale);
-
-struct MaskedKeys {
-  at::Tensor hidden;      ///< bool, broadcast to [B, G, T, R, N]: what no query sees
-  at::Tensor sinks = {};  ///< [G*R]: one more logit a head that takes its share of the softmax
-};
-/// q [B, G, T, R, D], keys and values [B, G, N, D] -> [B, T, G*R*D], D that of values, out of ATen
-/// operations.
-at::Tensor attention_composite(const at::Tensor& q, const at::Tensor& keys,
-                               const at::Tensor& values, const MaskedKeys& masked_keys,
-                               double scale);
-
-/// Runs of consecutive true values: flags [B, T] bool -> [B, T] i64, the number of the run in its
-/// row (0, 1, ...), -1 outside.
-at::Tensor number_runs(const at::Tensor& flags);
-
-/// [B or 1, T, T] bool: key j is seen by query i where j > i - window and either j <= i or both
-/// belong to one block (blocks [B, T] as number_runs gives them). The window has no upper end: a
-/// block sees itself however far. On the device of attention's inputs.
-at::Tensor sliding_visibility(std::int64_t positions, std::int64_t window,
-                              const std::optional<at::Tensor>& blocks,
-                              at::Device device = at::kCPU);
-
 struct AttentionMask {
-  std::optional<std::int64_t> window;  ///< query i sees key j where i - window < j <= i
-  at::Tensor sinks;                    ///< [G*R], or undefined
+  std::optional<std::int64_t> window = {};  ///< query i sees key j where i - window < j <= i
+  at::Tensor sinks = {};                    ///< [G*R], or undefined
+  /// [B, T] i64, or undefined: the first key that a query sees, and one behind the last, which may
+  /// lie behind the query (documents.h). Every query sees a key.
+  at::Tensor begins = {};
+  at::Tensor ends = {};
 };
 
 /// q [B, G, T, R, D] of the last T of the N positions that keys and values [B, G, N, D] hold ->

@@ -69,12 +69,14 @@ at::Tensor Mla::queries(const at::Tensor& x, const RopeTable& table) {
   return by_head(q.narrow(3, 0, options_.qk_nope_head_dim), turned);
 }
 
-at::Tensor Mla::forward(const at::Tensor& stream) {
-  return o_proj_->forward_into(options_.region, *this, {options_.region.enter(stream)},
-                               [this](const std::vector<at::Tensor>& in) {
-                                 const RopeTable turns = rope_table(in[0].size(1), in[0]);
-                                 return attend(queries(in[0], turns), latents_of(in[0], turns));
-                               });
+at::Tensor Mla::forward(const at::Tensor& stream, const Documents& documents) {
+  return o_proj_->forward_into(
+      options_.region, *this, {options_.region.enter(stream), documents.starts},
+      [this](const std::vector<at::Tensor>& in) {
+        const Documents of_rows{in[1]};
+        const RopeTable turns = table_of(of_rows, rope_table(in[0].size(1), in[0]));
+        return attend(queries(in[0], turns), latents_of(in[0], turns), of_rows);
+      });
 }
 
 RopeTable Mla::rope_table(std::int64_t positions, const at::Tensor& x) {
@@ -89,13 +91,14 @@ Mla::Latents Mla::latents_of(const at::Tensor& x, const RopeTable& table) {
                       table)};
 }
 
-at::Tensor Mla::attend(const at::Tensor& q, const Latents& latents) {
+at::Tensor Mla::attend(const at::Tensor& q, const Latents& latents, const Documents& documents) {
   const at::Tensor kv = kv_b_proj_->forward(latents.values).unflatten(2, {options_.heads, -1});
   const at::Tensor k = by_head(kv.narrow(3, 0, options_.qk_nope_head_dim),
                                latents.turned.expand({-1, -1, options_.heads, -1}));
   const at::Tensor v = kv.narrow(3, options_.qk_nope_head_dim, options_.v_head_dim).flatten(2, 3);
   // Every head has a key of its own: H groups of one query head each.
-  return causal_attention(q.unsqueeze(3), k.unsqueeze(3), v, options_.scale);
+  return causal_attention(q.unsqueeze(3), k.unsqueeze(3), v, options_.scale,
+                          {.begins = documents.starts});
 }
 
 /// q [B, H, T, nope + rope] of the last T positions of the cache -> [B, T, H * v].
@@ -125,7 +128,7 @@ at::Tensor Mla::decode(const at::Tensor& x, KvCache& cache) {
   const Latents added = latents_of(x, turns);
   const at::Tensor keys = at::cat({added.values, added.turned.squeeze(2)}, 2);  // [B, T, L + rope]
   cache.append(keys.unsqueeze(1).unsqueeze(3), {});
-  return o_proj_->forward(begin == 0 ? attend(q, added) : attend_cached(q, cache));
+  return o_proj_->forward(begin == 0 ? attend(q, added, {}) : attend_cached(q, cache));
 }
 
 }  // namespace tessera::nn

@@ -42,7 +42,8 @@ class Mla : public SelfAttention {
  public:
   /// `rope` turns qk_rope_head_dim elements.
   Mla(const MlaOptions& options, std::shared_ptr<Rope> rope);
-  at::Tensor forward(const at::Tensor& stream) override;
+  using SelfAttention::forward;
+  at::Tensor forward(const at::Tensor& stream, const Documents& documents) override;
   bool can_decode() const override { return true; }
   /// The first call of a cache gives forward's bits.
   at::Tensor decode(const at::Tensor& x, KvCache& cache) override;
@@ -56,7 +57,7 @@ class Mla : public SelfAttention {
   RopeTable rope_table(std::int64_t positions, const at::Tensor& x);
   at::Tensor queries(const at::Tensor& x, const RopeTable& table);
   Latents latents_of(const at::Tensor& x, const RopeTable& table);
-  at::Tensor attend(const at::Tensor& q, const Latents& latents);
+  at::Tensor attend(const at::Tensor& q, const Latents& latents, const Documents& documents);
   at::Tensor attend_cached(const at::Tensor& q, const KvCache& cache) const;
 
   MlaOptions options_;

@@ -177,8 +177,8 @@ at::Tensor rotate_interleaved(const at::Tensor& x, const RopeTable& table) {
   const at::Tensor pairs = wide.unflatten(3, {-1, 2});  // [B, T, H, D/2, 2]
   const at::Tensor first = pairs.select(4, 0);
   const at::Tensor second = pairs.select(4, 1);
-  const at::Tensor cos = table.cos.unsqueeze(1);
-  const at::Tensor sin = table.sin.unsqueeze(1);
+  const at::Tensor cos = table.cos.unsqueeze(-2);
+  const at::Tensor sin = table.sin.unsqueeze(-2);
   return at::stack({first * cos - second * sin, second * cos + first * sin}, /*dim=*/4)
       .flatten(3, 4)
       .to(x.scalar_type());

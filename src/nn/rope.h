@@ -24,7 +24,7 @@ namespace tessera::nn {
 /// fp32 [D/2].
 at::Tensor inverse_frequencies(const RopeOptions& options, std::int64_t head_dim);
 
-/// cos and sin [T, D/2] of positions 0..T-1.
+/// cos and sin [T, D/2] of positions 0..T-1, or [B, T, D/2] of each row's own (documents.h).
 struct RopeTable {
   at::Tensor cos;
   at::Tensor sin;

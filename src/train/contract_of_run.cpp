@@ -5,6 +5,7 @@
 #include "base/log.h"
 #include "base/text/printable.h"
 #include "base/text/wildcard.h"
+#include "grad/ruled_update.h"
 #include "io/checkpoint_folder.h"
 #include "io/hf_folder.h"
 #include "io/unpacked/mxfp4_tensors.h"
@@ -166,6 +167,14 @@ ModelContract resolve(const ModelSource& source, const Config& config, const Par
   apply_pins(models::traits(source.spec.family), metas, buffers);
   auto contract = resolve_model_contract(metas, buffers, units_of(source.description, metas),
                                          policy_of(config, use.purpose), data);
+  if (use.purpose == Purpose::kTraining) {
+    std::vector<const GradContract*> parameters;
+    for (const auto& parameter : contract.parameters) parameters.push_back(&parameter);
+    grad::check_optimizer_rules(config.optimizer.rule, parameters);
+    for (auto& parameter : contract.parameters) {
+      grad::resolve_ruled(parameter, config.optimizer.rule);
+    }
+  }
   const bool any =
       std::ranges::any_of(contract.parameters, [](const auto& each) { return each.trainable; });
   TESSERA_CHECK(any || use.purpose == Purpose::kInference, ErrorKind::kConfig,

@@ -258,7 +258,7 @@ class MicroBatches {
   std::optional<StepScope> scope_;
 };
 
-/// `noted`: in any order of the micro-batches; where another stage has the head, nothing.
+/// Micro-batches are noted in any order; where another stage has the head, none is.
 RowsOfSources rows_of_sources(const nn::RowLosses& losses, const BatchSource& source,
                               const std::vector<RowRange>& rows,
                               const std::vector<MicroBatch>& batches) {

@@ -29,6 +29,7 @@
 #include "train/data/data.h"
 #include "train/data/data_files.h"
 #include "train/expert_balance.h"
+#include "train/hf/model_forms.h"
 #include "train/parallelize.h"
 #include "train/pipeline/pipeline_step.h"
 #include "train/plan_of_run.h"
@@ -143,13 +144,15 @@ class Trainer {
     const bool replays = config.compile.mode == CompileChoice::kReplay;
     if (plan && replays) capture::replay_regions(*model_);
     if (replays) replayed_.emplace(*model_);
-    optimizer_ = fsdp::make_optimizer(config.optimizer.name, *model_, *config.optimizer.lr,
-                                      config.optimizer);
+    optimizer_ =
+        fsdp::make_optimizer(config.optimizer.name, *model_, *config.optimizer.lr, config.optimizer,
+                             hidden_matrices(source_.description.parameters));
     if (planned.options.mode != CompileMode::kOff) {
       planned_.emplace(std::move(planned), *model_, *optimizer_, world, config.metrics.folder);
     }
     scaler_ = make_scaler(*model_, parameters_, config.grad_scaler);
     done_ = checkpoints_->load(*model_, *optimizer_, scaler_.get());
+    if (done_ > 0 && world.rank() == 0) before_ = config_before(config_);
     flops_per_token_ = flops_per_token(model_size(), data_->row_tokens());
     if (world.rank() == 0) {
       metrics_.emplace(config.metrics.folder, done_);
@@ -192,7 +195,8 @@ class Trainer {
     comm::on_all_or_none(world_, "labels of the data", [&] {
       if (world_.rank() != 0) return;
       world_.work_at("looking for labels in the data");
-      open_as("data.path", [&] { data_->check_labels(*config_.training.steps); });
+      open_as(config_.data.source.empty() ? "data.path" : kSourceKey,
+              [&] { data_->check_labels(*config_.training.steps); });
       if (validation_) {
         open_as("validation.path", [&] { validation_->check_labels(validation_batches()); });
       }
@@ -255,6 +259,8 @@ class Trainer {
     };
     warn(slow_bf16(run.parameters, run.processor));
     warn(long_rows(run.row_tokens, source_.spec.max_position_embeddings, config_.model));
+    for (const std::string& remark : short_run(config_)) log::warn(remark);
+    if (before_) warn(changed_lr(*before_, config_, done_));
     for (const std::string& line : banner(run)) log::info(line);
     for (const std::string& line : data_->in_words()) log::info(line);
     if (validation_ && config_.validation.steps > batches_of_pass()) {
@@ -553,8 +559,9 @@ class Trainer {
   std::optional<PlannedSteps> planned_;  ///< none with compile.mode = "off"
   std::unique_ptr<GradScaler> scaler_;   ///< none without float16
   std::optional<CheckpointSession> checkpoints_;
-  std::int64_t done_ = 0;  ///< steps before this run
-  bool updated_ = false;   ///< by the step under way: a scaler may leave that out
+  std::int64_t done_ = 0;         ///< steps before this run
+  std::optional<Config> before_;  ///< of the run that did them, on rank 0
+  bool updated_ = false;          ///< by the step under way: a scaler may leave that out
   double flops_per_token_ = 0;
   std::int64_t steps_without_labels_ = 0;  ///< so far; before this run only rank 0 knows
   std::optional<MetricsFile> metrics_;

@@ -133,6 +133,12 @@ class ShippedModels : public ::testing::TestWithParam<Model> {
     EXPECT_THAT(found.at("layout"), HasSubstr("dp_replicate 1 x dp_shard 64 x cp 1 x tp 1"));
     expect_whole(found);
     for (const json& parameter : found.at("parameters")) {
+      const auto name = parameter.at("name").get<std::string>();
+      // Norms, biases, sinks and scales; those of experts have two dims.
+      const bool is_matrix = parameter.at("shape").size() > 1 && !name.ends_with("bias");
+      if (!parameter.at("decay").is_null()) {
+        EXPECT_EQ(parameter.at("decay").at("value"), is_matrix) << parameter;
+      }
       EXPECT_FALSE(parameter.contains("placement")) << "all ranks share all of it: " << parameter;
       EXPECT_EQ(parameter.at("reductions").at("shard_axes"), json::array({"dp_shard"}));
     }

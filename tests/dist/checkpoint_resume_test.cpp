@@ -14,6 +14,7 @@
 #include "dist/training_run.h"
 #include "io/checkpoint_folder.h"
 #include "io/checkpoint_store.h"
+#include "train/hf/model_forms.h"
 #include "train/parallelize.h"
 #include "train/resume/checkpoint_session.h"
 #include "train/resume/resume.h"
@@ -75,6 +76,7 @@ const Kind kKinds[] = {
        config.model.freeze = {"layers.0", "embed_tokens"};
        config.model.frozen = FrozenAs::kReplicate;
      }},
+    {"Muon", [](train::Config& config) { config.optimizer.name = train::OptimizerName::kMuon; }},
 };
 
 TEST(Resume, OnTheSameLayoutHasTheBitsOfTheUndisturbedRun) {
@@ -122,7 +124,9 @@ void copy_on(const RanksOfRun& layout, const train::Config& config, const fs::pa
     auto same = config;
     same.parallelism.data_parallel_replicate_degree = layout.replicas;
     const auto model = train::parallelize(source, same, mesh, train::InitialWeights::kLater);
-    const auto optimizer = make_adamw(*model, {});
+    const auto optimizer =
+        fsdp::make_optimizer(config.optimizer.name, *model, 1e-3, config.optimizer,
+                             train::hidden_matrices(source.description.parameters));
     const auto checkpoint = CheckpointFolder::open(from);
     train::load_checkpoint(checkpoint, *model, *optimizer, world);
     checkpointing::CheckpointOptions options;
@@ -155,6 +159,11 @@ void expect_every_layout_reads_every_other(const Kind& kind) {
 
 TEST(Resume, EveryLayoutReadsTheBitsOfEveryOther) {
   expect_every_layout_reads_every_other(kKinds[0]);
+}
+
+// Momentum of matrices, moments of the rest.
+TEST(Resume, EveryLayoutReadsWhatMuonKeepsInEveryOther) {
+  expect_every_layout_reads_every_other(kKinds[5]);
 }
 
 // Naive: every rank writes what it has whole, and the pieces cover a tensor several times (which

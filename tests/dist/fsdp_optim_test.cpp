@@ -160,6 +160,42 @@ TEST_P(OptimOnRanks, NoDecayOfTheContractIsFollowed) {
   });
 }
 
+// Gradients are zero: a value becomes (1 - lr x lr_scale x decay) of itself.
+TEST_P(OptimOnRanks, RulesScaleLrAndDecayOverNoDecayAndTheLastMatchWins) {
+  ranks(GetParam()).run([](World& world) {
+    for (const bool adam : {false, true}) {
+      ShardedChain model(data_mesh(world), 1, 1, kWidth);
+      auto with_momentum = sgd(0.5, 0.0, 0.5);
+      auto adaptive = adamw(0.5, 0.5);
+      with_momentum.no_decay = adaptive.no_decay = {"scale"};
+      with_momentum.rules = adaptive.rules = {{{"block0"}, 1.5, std::nullopt},
+                                              {{"scale", "block0.b"}, std::nullopt, 1.0},
+                                              {{"block0.b"}, 0.5, std::nullopt}};
+      const auto optimizer =
+          adam ? make_adamw(model.handle, adaptive) : make_sgd(model.handle, with_momentum);
+      const auto before = whole_parameters(model.handle);
+      backward(squares(model.handle.forward(here(at::zeros({2, kWidth})))));
+      optimizer->step();
+      const auto after = whole_parameters(model.handle);
+      const std::map<std::string, double> factors{
+          {"scale", 0.5}, {"block0.a", 0.625}, {"block0.b", 0.75}};
+      for (const auto& [name, factor] : factors) {
+        EXPECT_TRUE(at::allclose(after.at(name), before.at(name) * factor, 1e-6, 0)) << name;
+      }
+    }
+    ShardedChain model(data_mesh(world), 1, 1, kWidth);
+    const auto refusal = [&](const OptimizerRule& rule) {
+      auto options = adamw(0.5);
+      options.rules = {rule};
+      return error_of([&] { make_adamw(model.handle, options); });
+    };
+    EXPECT_THAT(refusal({{"scale", "scales"}, 0.5, std::nullopt}),
+                HasSubstr("optimizer.rule[1].match: found the pattern \"scales\""));
+    EXPECT_THAT(refusal({{"scale"}, std::nullopt, std::nullopt}), HasSubstr("a pattern alone"));
+    EXPECT_THAT(refusal({{"scale"}, -1.0, std::nullopt}), HasSubstr("lr_scale: found -1"));
+  });
+}
+
 TEST_P(OptimOnRanks, AGradientOfAnotherDtypeThanTheShardIsRefused) {
   ranks(GetParam()).run([](World& world) {
     PrecisionPolicy policy;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "kernels/implementations.h"
+#include "kernels/seen_blocks.h"
 #include "tensors_of.h"
 
 namespace tessera::gpu_kernels_test {
@@ -87,17 +88,18 @@ TEST_P(OnCard, AttentionIsThatOfFp64ForwardAndBackward) {
   // 2 rows, 4 key heads of 4 query heads each, 300 positions: no multiple of a tile.
   const at::Tensor q = draw(1, {2, 4, 300, 4, 64}), k = draw(2, {2, 4, 300, 1, 64});
   const at::Tensor v = draw(3, {2, 300, 4 * 64}), grad = draw(4, {2, 300, 16 * 64});
-  TESSERA_COMPARE(causal_attention, {q, k, v},
-                  [](auto* f, const Tensors& in) { return f(in[0], in[1], in[2], 0.125); });
+  TESSERA_COMPARE(causal_attention, {q, k, v}, [](auto* f, const Tensors& in) {
+    return f(in[0], in[1], in[2], {}, {}, kernels::kNoWindow, 0.125);
+  });
   TESSERA_COMPARE(
       causal_attention_forward, {q, k, v, grad},
       [](auto* f, const Tensors& in) {
         const bool on_card = in[0].is_cuda();
-        auto [out, kept] = f(in[0], in[1], in[2], 0.125);
+        auto [out, kept] = f(in[0], in[1], in[2], {}, {}, kernels::kNoWindow, 0.125);
         auto* backward = on_card ? &kernels::causal_attention_backward
                                  : &kernels::aten::causal_attention_backward;
         Tensors all{out};
-        add_to(all, backward(in[3], kept, 4, 4, 0.125));
+        add_to(all, backward(in[3], kept, {}, {}, kernels::kNoWindow, 4, 4, 0.125));
         return all;
       },
       4);

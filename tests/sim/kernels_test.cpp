@@ -13,6 +13,7 @@
 
 #include "base/test_hooks.h"
 #include "kernels/implementations.h"
+#include "kernels/seen_blocks.h"
 #include "sim/streams.h"
 #include "tensors_of.h"
 
@@ -116,17 +117,23 @@ void attention(Comparison& comparison) {
       const at::Tensor q = drawn(1, {2, 2, 9, 3, 16}, dtype), k = drawn(2, {2, 2, 9, 1, 16}, dtype);
       const at::Tensor v = drawn(3, {2, 9, 2 * of_values}, dtype);
       const at::Tensor grad = drawn(4, {2, 9, 6 * of_values}, dtype);
-      TESSERA_COMPARE(causal_attention, {q, k, v},
-                      [](auto* f, const Tensors& in) { return f(in[0], in[1], in[2], 0.4); });
-      TESSERA_COMPARE(causal_attention_forward, {q, k, v},
-                      [](auto* f, const Tensors& in) { return f(in[0], in[1], in[2], 0.4); });
+      const auto attend = [](auto* f, const Tensors& in) {
+        const auto begins = in.size() > 3 ? std::optional(in[3]) : std::nullopt;
+        return f(in[0], in[1], in[2], begins, {}, kernels::kNoWindow, 0.4);
+      };
+      const at::Tensor starts = at::tensor({0, 0, 2, 2, 2, 2, 6, 7, 7}, at::kLong).repeat({2, 1});
+      for (const Tensors& in : {Tensors{q, k, v}, Tensors{q, k, v, starts}}) {
+        TESSERA_COMPARE(causal_attention, in, attend);
+        TESSERA_COMPARE(causal_attention_forward, in, attend);
+      }
       Tensors given{grad};
       {
         const test_hooks::Set as_on_device(test_hooks::kernels_of_devices, [] { return true; });
-        add_to(given, std::get<1>(kernels::causal_attention_forward(q, k, v, 0.4)));
+        add_to(given, std::get<1>(kernels::causal_attention_forward(q, k, v, {}, {},
+                                                                    kernels::kNoWindow, 0.4)));
       }
       TESSERA_COMPARE(causal_attention_backward, given, [](auto* f, const Tensors& in) {
-        return f(in[0], at::TensorList(in).slice(1), 2, 3, 0.4);
+        return f(in[0], at::TensorList(in).slice(1), {}, {}, kernels::kNoWindow, 2, 3, 0.4);
       });
     }
     TESSERA_COMPARE(cached_attention,
@@ -138,11 +145,11 @@ void attention(Comparison& comparison) {
   const at::Tensor sinks = drawn(3, {6}), shares = at::zeros({4, 15});
   for (const std::int64_t window : {std::int64_t{3}, std::numeric_limits<std::int64_t>::max()}) {
     TESSERA_COMPARE(window_softmax, {scores, sinks, shares}, [&](auto* f, const Tensors& in) {
-      f(in[0], in[1], in[2], 7, window, 2, 3, 0.7);
+      f(in[0], in[1], in[2], {}, {}, 7, window, 2, 3, 0.7);
     });
     TESSERA_COMPARE(
         window_softmax_backward, {grad, scores.softmax(2), drawn(4, {4, 15}).abs()},
-        [&](auto* f, const Tensors& in) { f(in[0], in[1], in[2], 7, window, 2, 3, 0.7); });
+        [&](auto* f, const Tensors& in) { f(in[0], in[1], in[2], {}, {}, 7, window, 2, 3, 0.7); });
   }
   TESSERA_COMPARE(add_sink_gradients, {drawn(5, {4, 15}), drawn(6, {6}, at::kDouble)},
                   [](auto* f, const Tensors& in) { f(in[0], in[1], 3); });

@@ -17,6 +17,7 @@
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "grad/resolve_steps.h"
+#include "grad/ruled_update.h"
 #include "grad/torch_dtype.h"
 #include "tessera/error.h"
 
@@ -81,8 +82,9 @@ class ForSchedulers : public torch::optim::Optimizer {
 
 }  // namespace
 
-Optimizer::Optimizer(const ShardedBase& model, double lr, const std::vector<std::string>& no_decay)
-    : lr_(lr), unit_(model.unit()), no_decay_(no_decay) {
+Optimizer::Optimizer(const ShardedBase& model, double lr, const std::vector<std::string>& no_decay,
+                     const std::vector<OptimizerRule>& rules)
+    : lr_(lr), unit_(model.unit()), no_decay_(no_decay), rules_(rules) {
   layout_ = fsdp::unit_of_handle(unit_).runtime().layout();
   std::vector<const GradContract*> contracts;
   const auto shards = model.shards();
@@ -92,12 +94,16 @@ Optimizer::Optimizer(const ShardedBase& model, double lr, const std::vector<std:
     if (view.contract->trainable) items_.push_back(make_item(view));
   }
   grad::check_no_decay(no_decay, contracts);
+  grad::check_optimizer_rules(rules, contracts);
 }
 
 Optimizer::Item Optimizer::make_item(const ShardView& view) const {
   Item item;
   item.view = view;
   item.decays = view.contract->decays.value_or(true) && !matches_any(no_decay_, *view.contract);
+  const auto ruled = grad::ruled_update(rules_, *view.contract);
+  item.lr_scale = ruled.lr_scale;
+  item.weight_decay = ruled.weight_decay;
   return item;
 }
 
@@ -169,13 +175,13 @@ void Optimizer::make_item_state(Item& item) const {
   const auto& shard = item.view.shard;
   const auto options =
       shard.options().dtype(to_scalar_type(item.view.contract->state)).requires_grad(false);
-  item.state.resize(states().size());
+  item.state.resize(states_of(*item.view.contract).size());
   for (auto& kept : item.state) kept = at::zeros(shard.sizes(), options);
 }
 
 std::vector<OptimizerState::Kept> Optimizer::kept_of(const Item& item) const {
   if (!item.has_state) return {};
-  const auto named = states();
+  const auto named = states_of(*item.view.contract);
   std::vector<OptimizerState::Kept> kept;
   for (std::size_t i = 0; i < named.size(); ++i) kept.push_back({named[i].name, item.state[i]});
   if (item.master.defined()) {
@@ -186,7 +192,7 @@ std::vector<OptimizerState::Kept> Optimizer::kept_of(const Item& item) const {
 
 std::map<std::string, DType> Optimizer::kept_dtypes(const GradContract& contract) const {
   std::map<std::string, DType> dtypes;
-  for (auto& state : states()) dtypes.emplace(std::move(state.name), contract.state);
+  for (auto& state : states_of(contract)) dtypes.emplace(std::move(state.name), contract.state);
   if (const auto master = fsdp::MasterOfShard::dtype(contract.master)) {
     dtypes.emplace(fsdp::MasterOfShard::name(contract.master), *master);
   }
@@ -203,6 +209,12 @@ std::vector<std::string> Optimizer::kept_names() const {
     if (kept) names.emplace_back(fsdp::MasterOfShard::name(kind));
   }
   return names;
+}
+
+fsdp::Runtime& Optimizer::runtime() const { return unit_->runtime(); }
+
+Optimizer::Rates Optimizer::rates_of(const Item& item, double weight_decay) const {
+  return {lr_ * item.lr_scale, item.weight_decay.value_or(item.decays ? weight_decay : 0.0)};
 }
 
 bool Optimizer::was_changed(const Item& item) {
@@ -273,13 +285,19 @@ void Optimizer::step() {
 namespace fsdp {
 
 std::unique_ptr<Optimizer> make_optimizer(OptimizerName name, const ShardedBase& model, double lr,
-                                          const Hyperparameters& values) {
+                                          const Hyperparameters& values,
+                                          const MatrixForms& matrices) {
   auto filled = values;
   filled.weight_decay = values.weight_decay.value_or(default_weight_decay(name));
+  filled.momentum = values.momentum.value_or(default_momentum(name));
+  std::vector<const GradContract*> contracts;
+  const auto shards = model.shards();
+  for (const auto& view : shards) contracts.push_back(view.contract);
+  filled.rule = grad::rules_for(values.rule, contracts);
   switch (name) {
 #define TESSERA_OPTIMIZER(enumerator, source, ...) \
   case OptimizerName::enumerator:                  \
-    return build_##source(model, lr, filled);
+    return build_##source(model, lr, filled, matrices);
 #include "fsdp/optim/optimizers.def"
   }
   TESSERA_INVARIANT(false, "an optimizer that is not listed");

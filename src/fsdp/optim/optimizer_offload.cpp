@@ -54,6 +54,9 @@ void Optimizer::offload(const OffloadOptions& options) {
   TESSERA_CHECK(runtime.device().is_cpu(), ErrorKind::kConfig,
                 "Optimizer::offload: found shards on ", runtime.device().str(),
                 ", expected them on the CPU: state of devices stays there so far");
+  TESSERA_CHECK(is_elementwise(), ErrorKind::kConfig, "Optimizer::offload: found ", name(),
+                ", which takes matrices whole, expected an optimizer that goes element by element; "
+                "take AdamW or SGD, or keep its state in memory (compile.offload_folder = \"\")");
   std::vector<const GradContract*> contracts;
   for (const auto& [contract, owner] : scope_) contracts.push_back(contract);
   for (const auto& pattern : options.match) {
@@ -204,6 +207,8 @@ void Optimizer::update_through(const std::vector<Item*>& items) {
           Item part;
           part.view = window_of(item.view, window.elements);
           part.decays = item.decays;
+          part.lr_scale = item.lr_scale;
+          part.weight_decay = item.weight_decay;
           part.steps = item.steps;
           part.has_state = true;
           part.state.assign(window.kept.begin(),

@@ -9,11 +9,13 @@ namespace {
 struct OptimizerRow {
   std::string_view name;
   double weight_decay;
+  double momentum;
 };
 
 // In the order of the enumerators.
 constexpr OptimizerRow kOptimizers[] = {
-#define TESSERA_OPTIMIZER(enumerator, source, name, weight_decay, ...) {name, weight_decay},
+#define TESSERA_OPTIMIZER(enumerator, source, name, weight_decay, momentum, ...) \
+  {name, weight_decay, momentum},
 #include "fsdp/optim/optimizers.def"
 };
 
@@ -27,10 +29,12 @@ std::string_view name_of(OptimizerName name) { return row_of(name).name; }
 
 double default_weight_decay(OptimizerName name) { return row_of(name).weight_decay; }
 
+double default_momentum(OptimizerName name) { return row_of(name).momentum; }
+
 int kept_states(OptimizerName name, const Hyperparameters& values) {
   switch (name) {
-#define TESSERA_OPTIMIZER(enumerator, source, name, weight_decay, states) \
-  case OptimizerName::enumerator:                                         \
+#define TESSERA_OPTIMIZER(enumerator, source, name, weight_decay, momentum, states) \
+  case OptimizerName::enumerator:                                                   \
     return states;
 #include "fsdp/optim/optimizers.def"
   }

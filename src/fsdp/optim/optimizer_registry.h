@@ -8,10 +8,17 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
+
+#include "layout/local_part.h"
+#include "tessera/muon.h"
+#include "tessera/optimizer_rule.h"
 
 namespace tessera {
 class Optimizer;
@@ -26,11 +33,17 @@ enum class OptimizerName : std::uint8_t {
 };
 
 using Betas = std::array<double, 2>;
+using Coefficients = std::array<double, 3>;
+
+/// By canonical name, the parameters of a model that are hidden matrices, each so many one after the
+/// other: what Muon takes whole. Empty where nobody has said.
+using MatrixForms = std::map<std::string, layout::FileShape, std::less<>>;
 
 /// What a configuration says of an optimizer beside its learning rate: each takes what it knows.
 struct Hyperparameters {
 #define TESSERA_HYPERPARAMETER(key, type, value, ...) type key = value;
 #include "fsdp/optim/optimizers.def"
+  std::vector<OptimizerRule> rule;
   bool operator==(const Hyperparameters&) const = default;
 };
 
@@ -38,22 +51,25 @@ struct Hyperparameters {
 std::string_view name_of(OptimizerName name);
 /// Where a configuration has none.
 double default_weight_decay(OptimizerName name);
-/// How many tensors it keeps of a parameter, each laid out as the shard: Optimizer::states() of what
-/// make_optimizer gives.
+double default_momentum(OptimizerName name);
+/// How many tensors it keeps of a parameter at most, each laid out as the shard:
+/// Optimizer::states_of() of what make_optimizer gives.
 int kept_states(OptimizerName name, const Hyperparameters& values);
 /// That of the first, and of all that have another: "0.1; 0 for SGD".
 std::string default_weight_decays();
 
-/// Over the shards of a handle; which parameters decay stands in their contracts. Errors: kUsage
-/// for numbers that the optimizer refuses.
+/// Over the shards of a handle; which parameters decay stands in their contracts. Rules may match
+/// what other stages of a pipeline have. Errors: kUsage for numbers that the optimizer refuses.
 std::unique_ptr<Optimizer> make_optimizer(OptimizerName name, const ShardedBase& model, double lr,
-                                          const Hyperparameters& values);
+                                          const Hyperparameters& values,
+                                          const MatrixForms& matrices = {});
 
 // What make_optimizer calls, each defined in the source that its row names; `values` have a
-// weight_decay.
+// weight_decay and a momentum.
 #define TESSERA_OPTIMIZER(enumerator, source, ...)                               \
   std::unique_ptr<Optimizer> build_##source(const ShardedBase& model, double lr, \
-                                            const Hyperparameters& values);
+                                            const Hyperparameters& values,       \
+                                            const MatrixForms& matrices);
 #include "fsdp/optim/optimizers.def"
 
 }  // namespace tessera::fsdp

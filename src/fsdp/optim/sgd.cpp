@@ -11,7 +11,7 @@ namespace {
 class Sgd : public Optimizer {
  public:
   Sgd(const ShardedBase& model, const SgdOptions& options)
-      : Optimizer(model, options.lr, options.no_decay), options_(options) {}
+      : Optimizer(model, options.lr, options.no_decay, options.rules), options_(options) {}
   std::string name() const override {
     return std::string(fsdp::name_of(fsdp::OptimizerName::kSgd));
   }
@@ -32,15 +32,14 @@ class Sgd : public Optimizer {
  private:
   void step_part(Item& item, const fsdp::Stepped& part) const {
     auto direction = part.gradient;
-    if (item.decays && options_.weight_decay != 0.0) {
-      direction = direction.add(part.values, options_.weight_decay);
-    }
+    const auto rates = rates_of(item, options_.weight_decay);
+    if (rates.weight_decay != 0.0) direction = direction.add(part.values, rates.weight_decay);
     if (options_.momentum != 0.0) {
       const auto momentum = item.state[0].narrow(0, part.elements.begin, part.elements.size());
       momentum.mul_(options_.momentum).add_(direction);
       direction = momentum;
     }
-    part.values.add_(direction, -lr_);
+    part.values.add_(direction, -rates.lr);
   }
 
   SgdOptions options_;
@@ -57,8 +56,9 @@ std::unique_ptr<Optimizer> make_sgd(const ShardedBase& model, const SgdOptions& 
 }
 
 std::unique_ptr<Optimizer> fsdp::build_sgd(const ShardedBase& model, double lr,
-                                           const Hyperparameters& values) {
-  return make_sgd(model, {lr, values.momentum, values.weight_decay.value(), {}});
+                                           const Hyperparameters& values, const MatrixForms&) {
+  return make_sgd(model,
+                  {lr, values.momentum.value(), values.weight_decay.value(), {}, values.rule});
 }
 
 }  // namespace tessera

@@ -1,15 +1,19 @@
-// Attention with whole rows of scores, and the softmax of a block of them.
+// Attention by blocks of queries, each with whole rows of scores, which backward forms again; and
+// the softmax of a block that sees a window.
 #include <ATen/ops/_softmax_backward_data.h>
-#include <ATen/ops/arange.h>
 #include <ATen/ops/bmm.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/exp.h>
 #include <ATen/ops/logaddexp.h>
 #include <ATen/ops/logsumexp.h>
 #include <ATen/ops/softmax.h>
+#include <ATen/ops/zeros.h>
 
 #include <limits>
+#include <vector>
 
 #include "kernels/implementations.h"
+#include "kernels/seen_blocks.h"
 #include "tessera/wide_scope.h"
 
 namespace tessera::kernels::aten {
@@ -17,35 +21,73 @@ namespace {
 
 constexpr double kNothing = -std::numeric_limits<double>::infinity();
 
-/// [T, 1, N] bool: keys behind the query, the last of N positions' queries being the last one.
-at::Tensor behind(std::int64_t queries, std::int64_t keys, const at::Device& device) {
-  const at::Tensor position = at::arange(keys, at::TensorOptions(at::kLong).device(device));
-  return position > position.narrow(0, keys - queries, queries).view({queries, 1, 1});
-}
+/// One attention by blocks of queries; queries [B*G, T*R, D], keys and values [B*G, N, D].
+class Blockwise {
+ public:
+  Blockwise(const at::Tensor& queries, const at::Tensor& keys, std::int64_t groups,
+            std::int64_t repeat, const SeenKeys& seen, double scale)
+      : sizes_{queries.size(0) / groups, queries.size(1) / repeat, keys.size(1), kBlock},
+        groups_(groups),
+        repeat_(repeat),
+        seen_(seen),
+        scale_(scale) {}
 
-struct Weighed {
-  at::Tensor values;  ///< [B*G, T*R, D'], in the queries' dtype
-  at::Tensor wide;    ///< the weights [B*G, T*R, N], as wide as they were formed
-};
+  std::vector<SeenBlock> blocks() const { return seen_blocks(sizes_, seen_); }
+  at::Tensor queries_of(const at::Tensor& x, const SeenBlock& block) const {
+    return entries_of(x, block).narrow(1, block.queries.begin * repeat_,
+                                       block.queries.size() * repeat_);
+  }
+  at::Tensor keys_of(const at::Tensor& x, const SeenBlock& block) const {
+    return entries_of(x, block).narrow(1, block.keys.begin, block.keys.size());
+  }
 
-/// queries [B*G, T*R, D], keys and values [B*G, N, D].
-Weighed weigh(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
-              std::int64_t repeat, double scale) {
-  const at::Tensor scores = at::bmm(queries, keys.transpose(1, 2)) * scale;
-  const at::ScalarType dtype = queries.scalar_type();
-  const std::int64_t positions = queries.size(1) / repeat;
-  Weighed result;
-  const at::Tensor weights = [&] {
+  /// The weights of a block [., rows, keys], as wide as they are formed.
+  at::Tensor weights(const at::Tensor& queries, const at::Tensor& keys,
+                     const SeenBlock& block) const {
+    const at::Tensor scores =
+        at::bmm(queries_of(queries, block), keys_of(keys, block).transpose(1, 2)) * scale_;
     const WideScope softmax;
     const at::Tensor masked =
-        scores.to(at::promote_types(dtype, at::kFloat))
-            .view({queries.size(0), positions, repeat, keys.size(1)})
-            .masked_fill(behind(positions, keys.size(1), queries.device()), kNothing);
-    result.wide = at::softmax(masked, 3).view(scores.sizes());
-    return result.wide.to(dtype);
-  }();
-  result.values = at::bmm(weights, values);
-  return result;
+        scores.to(at::promote_types(queries.scalar_type(), at::kFloat))
+            .view({block.rows.size(), groups_, block.queries.size(), repeat_, block.keys.size()})
+            .masked_fill(hidden_keys(block, sizes_, seen_, queries.device()), kNothing);
+    return at::softmax(masked, 4).view(scores.sizes());
+  }
+
+  /// [B*G, T*R, D'] out of what blocks made.
+  at::Tensor joined(const std::vector<at::Tensor>& parts, const at::Tensor& like) const {
+    if (parts.empty())
+      return at::zeros({0, sizes_.queries * repeat_, like.size(2)}, like.options());
+    const auto of_row = (sizes_.queries + kBlock - 1) / kBlock;
+    std::vector<at::Tensor> rows;
+    for (auto part = parts.begin(); part != parts.end(); part += of_row) {
+      rows.push_back(of_row == 1 ? *part
+                                 : at::cat(std::vector<at::Tensor>(part, part + of_row), 1));
+    }
+    return rows.size() == 1 ? rows.front() : at::cat(rows, 0);
+  }
+
+ private:
+  static constexpr std::int64_t kBlock = 256;
+
+  at::Tensor entries_of(const at::Tensor& x, const SeenBlock& block) const {
+    return x.narrow(0, block.rows.begin * groups_, block.rows.size() * groups_);
+  }
+
+  SeenSizes sizes_;
+  std::int64_t groups_, repeat_;
+  SeenKeys seen_;
+  double scale_;
+};
+
+at::Tensor attend(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
+                  const Blockwise& job) {
+  std::vector<at::Tensor> parts;
+  for (const SeenBlock& block : job.blocks()) {
+    const at::Tensor weights = job.weights(queries, keys, block).to(queries.scalar_type());
+    parts.push_back(at::bmm(weights, job.keys_of(values, block)));
+  }
+  return job.joined(parts, values);
 }
 
 /// [B, G, N, D] -> [B*G, N, D].
@@ -66,78 +108,102 @@ at::Tensor values_of(const at::Tensor& v, const at::Tensor& q) {
   return joined_heads(v.reshape({q.size(0), q.size(2), q.size(1), head_dim}).transpose(1, 2));
 }
 
-/// [Q, 1, N] bool: what no query of a block sees of its keys.
-at::Tensor outside_window(const at::Tensor& scores, std::int64_t queries, std::int64_t first,
-                          std::int64_t window) {
-  const auto options = at::TensorOptions(at::kLong).device(scores.device());
-  const at::Tensor key = at::arange(scores.size(2), options);
-  const at::Tensor own = at::arange(first, first + queries, options).view({-1, 1, 1});
-  return (key > own).logical_or(own - key >= window);
+/// Of scores [B*G, Q*R, N], of which B rows see what begins and ends [B, Q] say.
+at::Tensor hidden_in_window(const at::Tensor& scores, const std::optional<at::Tensor>& begins,
+                            const std::optional<at::Tensor>& ends, std::int64_t first,
+                            std::int64_t window, std::int64_t queries, std::int64_t groups) {
+  // The first query stands at `first`: as many keys have none.
+  const std::int64_t keys = first + queries, rows = scores.size(0) / groups;
+  const SeenBlock block{{0, rows}, {0, queries}, {0, scores.size(2)}};
+  return hidden_keys(block, {rows, queries, keys, queries}, {begins, ends, window},
+                     scores.device());
 }
 
 }  // namespace
 
 at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const std::optional<at::Tensor>& begins,
+                            const std::optional<at::Tensor>& ends, std::int64_t window,
                             double scale) {
-  return std::get<0>(aten::causal_attention_forward(q, k, v, scale));
+  return std::get<0>(aten::causal_attention_forward(q, k, v, begins, ends, window, scale));
 }
 
-std::tuple<at::Tensor, std::vector<at::Tensor>> causal_attention_forward(const at::Tensor& q,
-                                                                         const at::Tensor& k,
-                                                                         const at::Tensor& v,
-                                                                         double scale) {
+std::tuple<at::Tensor, std::vector<at::Tensor>> causal_attention_forward(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const std::optional<at::Tensor>& begins, const std::optional<at::Tensor>& ends,
+    std::int64_t window, double scale) {
   const at::Tensor queries =
       joined_heads(q.reshape({q.size(0), q.size(1), q.size(2) * q.size(3), q.size(4)}));
   const at::Tensor keys = joined_heads(k.squeeze(3));
   const at::Tensor values = values_of(v, q);
-  const Weighed weighed = weigh(queries, keys, values, q.size(3), scale);
-  return {by_position_of(weighed.values, q), {queries, keys, values, weighed.wide}};
+  const Blockwise job(queries, keys, q.size(1), q.size(3), {begins, ends, window}, scale);
+  return {by_position_of(attend(queries, keys, values, job), q), {queries, keys, values}};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward(
-    const at::Tensor& grad_input, at::TensorList kept, std::int64_t groups, std::int64_t repeat,
-    double scale) {
-  const at::Tensor &queries = kept[0], &keys = kept[1], &values = kept[2], &wide = kept[3];
+    const at::Tensor& grad_input, at::TensorList kept, const std::optional<at::Tensor>& begins,
+    const std::optional<at::Tensor>& ends, std::int64_t window, std::int64_t groups,
+    std::int64_t repeat, double scale) {
+  const at::Tensor &queries = kept[0], &keys = kept[1], &values = kept[2];
   const at::ScalarType dtype = queries.scalar_type();
+  const at::ScalarType inside = at::promote_types(dtype, at::kFloat);
   const std::int64_t rows = queries.size(0) / groups;
   const std::int64_t positions = queries.size(1) / repeat;
   const at::Tensor grad =
       joined_heads(grad_input.reshape({rows, positions, groups, repeat * values.size(2)})
                        .transpose(1, 2)
                        .reshape({rows, groups, positions * repeat, values.size(2)}));
-  const at::Tensor grad_values = at::bmm(wide.to(dtype).transpose(1, 2), grad);
-  const at::Tensor grad_weights = at::bmm(grad, values.transpose(1, 2)).to(wide.scalar_type());
-  // What is behind a query has weight 0, so its score gets 0.
-  const at::Tensor scores =
-      at::_softmax_backward_data(grad_weights, wide, 2, wide.scalar_type()).to(dtype) * scale;
-  const at::Tensor grad_queries = at::bmm(scores, keys);
-  const at::Tensor grad_keys = at::bmm(queries.transpose(1, 2), scores).transpose(1, 2);
-  return {grad_queries.reshape({rows, groups, positions, repeat, queries.size(2)}),
-          grad_keys.reshape({rows, groups, positions, 1, keys.size(2)}),
-          grad_values.view({rows, groups, positions, values.size(2)})
-              .transpose(1, 2)
-              .reshape({rows, positions, groups * values.size(2)})};
+  const auto zeros = [&](const at::Tensor& like) {
+    return at::zeros(like.sizes(), like.options().dtype(inside));
+  };
+  const at::Tensor grad_keys = zeros(keys), grad_values = zeros(values);
+  std::vector<at::Tensor> grad_queries;
+  const Blockwise job(queries, keys, groups, repeat, {begins, ends, window}, scale);
+  for (const SeenBlock& block : job.blocks()) {
+    const at::Tensor wide = job.weights(queries, keys, block);
+    const at::Tensor of_grad = job.queries_of(grad, block);
+    job.keys_of(grad_values, block).add_(at::bmm(wide.to(dtype).transpose(1, 2), of_grad));
+    const at::Tensor grad_weights =
+        at::bmm(of_grad, job.keys_of(values, block).transpose(1, 2)).to(inside);
+    // What a query does not see has weight 0, so its score gets 0.
+    const at::Tensor scores =
+        at::_softmax_backward_data(grad_weights, wide, 2, inside).to(dtype) * scale;
+    grad_queries.push_back(at::bmm(scores, job.keys_of(keys, block)));
+    job.keys_of(grad_keys, block)
+        .add_(at::bmm(job.queries_of(queries, block).transpose(1, 2), scores).transpose(1, 2));
+  }
+  return {
+      job.joined(grad_queries, queries).reshape({rows, groups, positions, repeat, queries.size(2)}),
+      grad_keys.to(dtype).reshape({rows, groups, positions, 1, keys.size(2)}),
+      grad_values.to(dtype)
+          .view({rows, groups, positions, values.size(2)})
+          .transpose(1, 2)
+          .reshape({rows, positions, groups * values.size(2)})};
 }
 
 at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
                             double scale) {
   const at::Tensor queries =
       joined_heads(q.reshape({q.size(0), q.size(1), q.size(2) * q.size(3), q.size(4)}));
-  return by_position_of(
-      weigh(queries, joined_heads(keys), joined_heads(values), q.size(3), scale).values, q);
+  const at::Tensor all_keys = joined_heads(keys);
+  const Blockwise job(queries, all_keys, q.size(1), q.size(3), {}, scale);
+  return by_position_of(attend(queries, all_keys, joined_heads(values), job), q);
 }
 
 void window_softmax(const at::Tensor& scores, const std::optional<at::Tensor>& sinks,
-                    const std::optional<at::Tensor>& shares, std::int64_t first,
-                    std::int64_t window, std::int64_t groups, std::int64_t repeat, double scale) {
-  const std::int64_t queries = scores.size(1) / repeat;
+                    const std::optional<at::Tensor>& shares,
+                    const std::optional<at::Tensor>& begins, const std::optional<at::Tensor>& ends,
+                    std::int64_t first, std::int64_t window, std::int64_t groups,
+                    std::int64_t repeat, double scale) {
+  const std::int64_t queries = scores.size(1) / repeat, rows = scores.size(0) / groups;
   scores.mul_(scale)
-      .view({scores.size(0), queries, repeat, scores.size(2)})
-      .masked_fill_(outside_window(scores, queries, first, window), kNothing);
+      .view({rows, groups, queries, repeat, scores.size(2)})
+      .masked_fill_(hidden_in_window(scores, begins, ends, first, window, queries, groups),
+                    kNothing);
   at::Tensor log_sum = at::logsumexp(scores, {2}, /*keepdim=*/true);
   if (sinks) {
     const at::Tensor of_rows = sinks->view({1, groups, 1, repeat})
-                                   .expand({scores.size(0) / groups, groups, queries, repeat})
+                                   .expand({rows, groups, queries, repeat})
                                    .reshape(log_sum.sizes());
     log_sum = at::logaddexp(log_sum, of_rows);
     shares->copy_(at::exp(of_rows - log_sum).squeeze(2));
@@ -146,7 +212,9 @@ void window_softmax(const at::Tensor& scores, const std::optional<at::Tensor>& s
 }
 
 void window_softmax_backward(const at::Tensor& grad, const at::Tensor& weights,
-                             const std::optional<at::Tensor>& shares, std::int64_t /*first*/,
+                             const std::optional<at::Tensor>& shares,
+                             const std::optional<at::Tensor>& /*begins*/,
+                             const std::optional<at::Tensor>& /*ends*/, std::int64_t /*first*/,
                              std::int64_t /*window*/, std::int64_t /*groups*/,
                              std::int64_t /*repeat*/, double scale) {
   const at::Tensor mean = (grad * weights).sum(2, /*keepdim=*/true);

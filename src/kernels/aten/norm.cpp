@@ -75,6 +75,16 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& grad,
   return {grad_x, grad_weight};
 }
 
+namespace {
+
+/// A table [T, D/2] or [B, T, D/2] as [B, G, T, R, D/2] meets it.
+at::Tensor by_group(const at::Tensor& table) {
+  const at::Tensor of_position = table.unsqueeze(-2);
+  return table.dim() == 2 ? of_position : of_position.unsqueeze(1);
+}
+
+}  // namespace
+
 std::tuple<at::Tensor, at::Tensor> rope_heads(const at::Tensor& x,
                                               const std::optional<at::Tensor>& weight,
                                               const at::Tensor& cos, const at::Tensor& sin,
@@ -87,8 +97,8 @@ std::tuple<at::Tensor, at::Tensor> rope_heads(const at::Tensor& x,
     scale = scale.reshape({x.size(0) * x.size(1), heads});
   }
   const auto [first, second] = halves(split.transpose(1, 2));
-  const at::Tensor c = cos.unsqueeze(1);
-  const at::Tensor s = sin.unsqueeze(1);
+  const at::Tensor c = by_group(cos);
+  const at::Tensor s = by_group(sin);
   return {at::cat({first * c - second * s, second * c + first * s}, /*dim=*/4), scale};
 }
 
@@ -99,8 +109,8 @@ std::tuple<at::Tensor, at::Tensor> rope_heads_backward(const at::Tensor& grad,
                                                        const std::optional<at::Tensor>& scale,
                                                        bool rounds_first) {
   const auto [first, second] = halves(grad);
-  const at::Tensor c = cos.unsqueeze(1);
-  const at::Tensor s = sin.unsqueeze(1);
+  const at::Tensor c = by_group(cos);
+  const at::Tensor s = by_group(sin);
   at::Tensor split = at::cat({first * c + second * s, second * c - first * s}, /*dim=*/4)
                          .transpose(1, 2);  // [B, T, G, R, D]
   const std::vector<std::int64_t> joined{split.size(0), split.size(1),

@@ -1,13 +1,13 @@
-// Plain products around a fused softmax: at the lengths that one rank trains this is faster than a
-// flash kernel, and the products take whatever matrix units the machine has. Then the softmax of a
-// block of rows that see a window, with sinks.
+// Plain products around a fused softmax, by blocks of queries with the keys that they see: the
+// products take whatever matrix units the machine has, and a block's scores stay in its cache. What
+// is kept of the scores are two numbers a row; backward forms a block's weights again. Then the
+// softmax of a block of rows that see a window, with sinks.
 #include <ATen/ops/bmm.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
+#include <array>
 #include <utility>
 #include <vector>
 
@@ -15,6 +15,7 @@
 #include "kernels/cpu/dispatch.h"
 #include "kernels/implementations.h"
 #include "kernels/results.h"
+#include "kernels/seen_blocks.h"
 #include "layout/range.h"
 
 namespace tessera::kernels::cpu {
@@ -47,13 +48,6 @@ at::Tensor turned(const at::Tensor& x, at::IntArrayRef sizes, Role role) {
   return copy;
 }
 
-/// a [n, M, K] times b [n, K, N].
-at::Tensor product(const at::Tensor& a, const at::Tensor& b, Role role) {
-  if (role == Role::kTemporary) return at::bmm(a, b);
-  at::Tensor made = empty({a.size(0), a.size(1), b.size(2)}, a, role);
-  return at::bmm_out(made, a, b);
-}
-
 /// [B, T, G*n*D] -> [B*G, T*n, D], a copy. D is x's own: values may have another than queries.
 at::Tensor by_group(const at::Tensor& x, const Sizes& sizes, std::int64_t n, Role role) {
   const std::int64_t head_dim = x.size(2) / (sizes.groups * n);
@@ -73,156 +67,300 @@ at::Tensor flat(const at::Tensor& x) {
   return x.view({x.size(0) * x.size(1), x.size(2) * x.size(3), x.size(4)});
 }
 
-/// Query positions [begin, end): their scores have keys 0..end-1, what lies behind the diagonal is
-/// never computed but inside a block.
-using Block = layout::Range;
-
-/// Of the positions [first, end).
-std::vector<Block> blocks_of(std::int64_t first, std::int64_t end) {
-  constexpr std::int64_t kPositions = 256;
-  std::vector<Block> blocks;
-  for (std::int64_t begin = first; begin < end; begin += kPositions) {
-    blocks.push_back({begin, std::min(end, begin + kPositions)});
-  }
-  return blocks;
-}
-
-/// Softmax of the rows of `scores` [B*G, block*R, keys] in place; with `weights` its backward.
-void softmax_in_place(const at::Tensor& scores, const at::Tensor& weights, const Block& block,
-                      std::int64_t repeat, double scale) {
-  with_kernels(scores.scalar_type(), [&](auto types, const auto& kernels) {
-    using T = typename decltype(types)::T;
-    const CausalRows<T> job{.scores = mutable_data<T>(scores),
-                            .weights = data<T>(weights),
-                            .keys = block.end,
-                            .first = block.begin,
-                            .repeat = repeat,
-                            .period = block.size() * repeat,
-                            .scale = static_cast<float>(scale)};
-    const auto kernel =
-        weights.defined() ? kernels.causal_softmax_backward : kernels.causal_softmax;
-    base::for_ranges(scores.size(0) * scores.size(1), rows_a_thread(job.keys),
-                     [&](std::int64_t begin, std::int64_t end) { kernel(job, begin, end); });
-  });
-}
-
-/// The parts of [B*G, T*R, D] and [B*G, T, D] that a block meets.
-at::Tensor queries_of(const at::Tensor& x, const Block& block, std::int64_t repeat) {
-  return x.narrow(1, block.begin * repeat, block.size() * repeat);
-}
-at::Tensor keys_of(const at::Tensor& x, const Block& block) { return x.narrow(1, 0, block.end); }
-
-/// What the queries of a block see of the keys, and the mean of values that they make of it.
-struct Mixed {
-  at::Tensor weights;  ///< [B*G, block*R, end]
-  at::Tensor values;   ///< [B*G, block*R, values' D]
+/// Queries of a block, of some of the rows and groups: what is computed at a time.
+struct Part {
+  SeenBlock block;
+  layout::Range rows, groups;  ///< whole rows, or groups of one row
+  std::int64_t entries() const { return rows.size() * groups.size(); }
 };
 
-Mixed mix(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
-          const Block& block, std::int64_t repeat, double scale, Role of_weights) {
-  const at::Tensor weights = product(queries, keys_of(keys, block).transpose(1, 2), of_weights);
-  softmax_in_place(weights, {}, block, repeat, scale);
-  return {weights, at::bmm(weights, keys_of(values, block))};
+/// Scores of a part stay in the cache of a core or two.
+constexpr std::int64_t kScoresBytes = std::int64_t{1} << 20;
+
+/// Short enough that little is computed that no query sees, long enough for products: those of 16
+/// bits want more.
+std::int64_t queries_of_block(const Sizes& sizes, const SeenKeys& seen,
+                              std::int64_t element_bytes) {
+  const std::int64_t factor = element_bytes == 2 ? 2 : 1;
+  return factor * std::clamp<std::int64_t>(256 / sizes.repeat, 32, seen.begins ? 64 : 128);
 }
 
-at::Tensor joined(const std::vector<at::Tensor>& parts) {
-  return parts.size() == 1 ? parts[0] : at::cat(parts, 1);
-}
-
-/// Keeps no weights. queries [B*G, T*R, D] of the last T of N positions, keys and values
-/// [B*G, N, D].
-at::Tensor attend(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
-                  const Sizes& sizes, double scale) {
-  const std::int64_t end = keys.size(1);
-  const std::int64_t first = end - sizes.positions;
-  std::vector<at::Tensor> parts;
-  for (const Block& block : blocks_of(first, end)) {
-    const Block own{block.begin - first, block.end - first};
-    parts.push_back(mix(queries_of(queries, own, sizes.repeat), keys, values, block, sizes.repeat,
-                        scale, Role::kTemporary)
-                        .values);
-  }
-  return by_position(joined(parts), sizes, sizes.repeat);
-}
-
-/// A gradient of keys or values: one block's is taken as it is, several are added in fp32 and
-/// rounded once.
-class KeySum {
- public:
-  explicit KeySum(const at::Tensor& like) : like_(like) {}
-  void add(const at::Tensor& part) {
-    if (part.size(1) == like_.size(1) && !sum_.defined()) {
-      sum_ = part;
-      return;
+std::vector<Part> parts_of(const Sizes& sizes, std::int64_t keys, const SeenKeys& seen,
+                           std::int64_t element_bytes) {
+  std::vector<Part> parts;
+  for (const SeenBlock& block : seen_blocks(
+           {sizes.rows, sizes.positions, keys, queries_of_block(sizes, seen, element_bytes)},
+           seen)) {
+    const std::int64_t of_entry =
+        block.queries.size() * sizes.repeat * block.keys.size() * element_bytes;
+    const std::int64_t most = std::max<std::int64_t>(1, kScoresBytes / of_entry);
+    const std::int64_t groups = std::min(most, sizes.groups);
+    const std::int64_t rows = groups < sizes.groups ? 1 : most / sizes.groups;
+    for (std::int64_t row = block.rows.begin; row < block.rows.end; row += rows) {
+      for (std::int64_t group = 0; group < sizes.groups; group += groups) {
+        parts.push_back({block,
+                         {row, std::min(block.rows.end, row + rows)},
+                         {group, std::min(sizes.groups, group + groups)}});
+      }
     }
-    if (!sum_.defined()) sum_ = at::zeros(like_.sizes(), at::kFloat);
-    sum_.narrow(1, 0, part.size(1)).add_(part);
   }
-  at::Tensor take() {
-    return sum_.defined() ? sum_.to(like_.scalar_type()) : at::zeros_like(like_);
+  return parts;
+}
+
+/// One attention: views of its tensors that a part meets, and memory that all parts share.
+class Parts {
+ public:
+  enum Memory : std::size_t { kWeights, kScores, kProduct, kMemories };
+
+  /// keys and values [B*G, N, .].
+  Parts(const Sizes& sizes, const at::Tensor& keys, const at::Tensor& values, const SeenKeys& seen,
+        double scale)
+      : sizes_(sizes),
+        keys_(keys.size(1)),
+        most_columns_(std::max(keys.size(2), values.size(2))),
+        seen_(seen),
+        scale_(scale),
+        like_(keys),
+        parts_(parts_of(sizes, keys_, seen, keys.element_size())) {}
+
+  const std::vector<Part>& all() const { return parts_; }
+  /// Each row's queries meet all its keys in one part.
+  bool at_once() const {
+    return std::ranges::all_of(parts_, [this](const Part& part) {
+      return part.block.queries.size() == sizes_.positions && part.block.keys.size() == keys_;
+    });
+  }
+
+  // Memory of a part, of which one at a time has it. [entries, rows, keys]:
+  at::Tensor scores(Memory memory, const Part& part) {
+    return taken(memory, {part.entries(), rows_of(part), part.block.keys.size()});
+  }
+  /// [entries, rows, columns].
+  at::Tensor by_query(const Part& part, std::int64_t columns) {
+    return taken(kProduct, {part.entries(), rows_of(part), columns});
+  }
+  /// [entries, keys, columns].
+  at::Tensor by_key(const Part& part, std::int64_t columns) {
+    return taken(kProduct, {part.entries(), part.block.keys.size(), columns});
+  }
+
+  /// Of x [B*G, T*R, ...].
+  at::Tensor queries_of(const at::Tensor& x, const Part& part) const {
+    return entries_of(x, part).narrow(1, part.block.queries.begin * sizes_.repeat,
+                                      part.block.queries.size() * sizes_.repeat);
+  }
+  /// Of x [B*G, N, ...].
+  at::Tensor keys_of(const at::Tensor& x, const Part& part) const {
+    return entries_of(x, part).narrow(1, part.block.keys.begin, part.block.keys.size());
+  }
+  at::Tensor entries_of(const at::Tensor& x, const Part& part) const {
+    return x.narrow(0, part.rows.begin * sizes_.groups + part.groups.begin, part.entries());
+  }
+
+  /// Softmax of the rows of `scores` in place; `sums` [entries, rows, 2] or undefined.
+  void softmax(const at::Tensor& scores, const at::Tensor& sums, const Part& part) const {
+    run(scores, {}, sums, part);
+  }
+  /// From the gradient of weights to that of scores in place; `scores` become the weights.
+  void softmax_backward(const at::Tensor& grad, const at::Tensor& scores, const at::Tensor& sums,
+                        const Part& part) const {
+    run(grad, scores, sums, part);
   }
 
  private:
-  at::Tensor like_, sum_;
+  std::int64_t rows_of(const Part& part) const { return part.block.queries.size() * sizes_.repeat; }
+
+  at::Tensor taken(Memory memory, at::IntArrayRef sizes) {
+    at::Tensor& block = memory_.at(memory);
+    if (!block.defined()) {
+      std::int64_t most = 0;
+      for (const Part& part : parts_) {
+        const std::int64_t keys = part.block.keys.size(), rows = rows_of(part);
+        const std::int64_t columns = memory == kProduct ? most_columns_ : keys;
+        const std::int64_t longest = memory == kProduct ? std::max(keys, rows) : rows;
+        most = std::max(most, part.entries() * longest * columns);
+      }
+      block = at::empty({most}, like_.options());
+    }
+    return block.narrow(0, 0, sizes[0] * sizes[1] * sizes[2]).view(sizes);
+  }
+
+  SeenByRows seen_by(const Part& part) const {
+    const layout::Range& queries = part.block.queries;
+    const auto of_part = [&](const std::optional<at::Tensor>& all) {
+      return all ? data<long>(*all) + part.rows.begin * sizes_.positions + queries.begin : nullptr;
+    };
+    return {.begins = of_part(seen_.begins),
+            .ends = of_part(seen_.ends),
+            .from = part.block.keys.begin,
+            .keys = part.block.keys.size(),
+            .first = keys_ - sizes_.positions + queries.begin - part.block.keys.begin,
+            .window = seen_.window,
+            .groups = part.entries(),  // of one row, where rows see anything of their own
+            .repeat = sizes_.repeat,
+            .period = queries.size() * sizes_.repeat};
+  }
+
+  void run(const at::Tensor& scores, const at::Tensor& weights, const at::Tensor& sums,
+           const Part& part) const {
+    with_kernels(scores.scalar_type(), [&](auto types, const auto& kernels) {
+      using T = typename decltype(types)::T;
+      const CausalRows<T> job{.scores = mutable_data<T>(scores),
+                              .weights = mutable_data<T>(weights),
+                              .sums = mutable_data<float>(sums),
+                              .seen = seen_by(part),
+                              .scale = static_cast<float>(scale_)};
+      const auto kernel =
+          weights.defined() ? kernels.causal_softmax_backward : kernels.causal_softmax;
+      base::for_ranges(scores.size(0) * scores.size(1), rows_a_thread(scores.size(2)),
+                       [&](std::int64_t begin, std::int64_t end) { kernel(job, begin, end); });
+    });
+  }
+
+  Sizes sizes_;
+  std::int64_t keys_, most_columns_;
+  SeenKeys seen_;
+  double scale_;
+  at::Tensor like_;
+  std::vector<Part> parts_;
+  std::array<at::Tensor, kMemories> memory_;
 };
+
+/// queries [B*G, T*R, D] of the last T of N positions, keys and values [B*G, N, D] -> [B, T,
+/// G*R*D']. The rows' sums go to `sums` [parts' rows, 2], part after part, where it is there.
+at::Tensor attend(const at::Tensor& queries, const at::Tensor& keys, const at::Tensor& values,
+                  const Sizes& sizes, const SeenKeys& seen, double scale, const at::Tensor& sums) {
+  const std::int64_t head_dim = values.size(2);
+  const at::Tensor result = kernels::result(
+      {sizes.rows, sizes.positions, sizes.groups * sizes.repeat * head_dim}, queries.options());
+  const at::Tensor by_group =
+      result.view({sizes.rows, sizes.positions, sizes.groups, sizes.repeat * head_dim})
+          .transpose(1, 2);
+  Parts parts(sizes, keys, values, seen, scale);
+  std::int64_t done = 0;
+  for (const Part& part : parts.all()) {
+    at::Tensor scores = parts.scores(Parts::kWeights, part);
+    at::bmm_out(scores, parts.queries_of(queries, part), parts.keys_of(keys, part).transpose(1, 2));
+    const std::int64_t rows = scores.size(0) * scores.size(1);
+    parts.softmax(scores, sums.defined() ? sums.narrow(0, done, rows) : sums, part);
+    done += rows;
+    at::Tensor mixed = parts.by_query(part, head_dim);
+    at::bmm_out(mixed, scores, parts.keys_of(values, part));
+    by_group.narrow(0, part.rows.begin, part.rows.size())
+        .narrow(1, part.groups.begin, part.groups.size())
+        .narrow(2, part.block.queries.begin, part.block.queries.size())
+        .copy_(mixed.view({part.rows.size(), part.groups.size(), part.block.queries.size(),
+                           sizes.repeat * head_dim}));
+  }
+  return result;
+}
+
+/// A gradient of keys or values [B*G, N, D] out of parts' addends: added in fp32, in the order of
+/// the parts, and rounded once; of one part a row, which is the whole, formed where it belongs.
+class KeySum {
+ public:
+  KeySum(const at::Tensor& result, bool at_once) : result_(result) {
+    if (at_once) return;
+    sum_ =
+        result.scalar_type() == at::kFloat ? result.zero_() : at::zeros(result.sizes(), at::kFloat);
+  }
+  /// The product of rows [entries, rows, keys], turned, with values [entries, rows, D].
+  void add(Parts& parts, const Part& part, const at::Tensor& rows, const at::Tensor& values) {
+    if (!sum_.defined()) {
+      at::Tensor whole = parts.entries_of(result_, part);
+      at::bmm_out(whole, rows.transpose(1, 2), values);
+      return;
+    }
+    at::Tensor addend = parts.by_key(part, values.size(2));
+    at::bmm_out(addend, rows.transpose(1, 2), values);
+    const at::Tensor sum = parts.keys_of(sum_, part);
+    if (sum.scalar_type() == addend.scalar_type()) {
+      sum.add_(addend);
+      return;
+    }
+    for (std::int64_t i = 0; i < sum.size(0); ++i) cpu::add_into(sum[i], addend[i]);
+  }
+  void finish() const {
+    if (sum_.defined() && !sum_.is_same(result_)) result_.copy_(sum_);
+  }
+
+ private:
+  at::Tensor result_, sum_;
+};
+
+SeenKeys seen_keys_of(const std::optional<at::Tensor>& begins,
+                      const std::optional<at::Tensor>& ends, std::int64_t window) {
+  const auto read = [](const std::optional<at::Tensor>& tensor) {
+    return tensor ? std::optional(tensor->contiguous()) : std::nullopt;
+  };
+  return {read(begins), read(ends), window};
+}
 
 }  // namespace
 
 at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const std::optional<at::Tensor>& begins,
+                            const std::optional<at::Tensor>& ends, std::int64_t window,
                             double scale) {
-  // Without the weights of all blocks in memory.
   const Sizes sizes(q);
   return attend(flat(q.contiguous()), flat(k.contiguous()),
-                by_group(v.contiguous(), sizes, 1, Role::kTemporary), sizes, scale);
+                by_group(v.contiguous(), sizes, 1, Role::kTemporary), sizes,
+                seen_keys_of(begins, ends, window), scale, {});
 }
 
-std::tuple<at::Tensor, std::vector<at::Tensor>> causal_attention_forward(const at::Tensor& q,
-                                                                         const at::Tensor& k,
-                                                                         const at::Tensor& v,
-                                                                         double scale) {
+std::tuple<at::Tensor, std::vector<at::Tensor>> causal_attention_forward(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const std::optional<at::Tensor>& begins, const std::optional<at::Tensor>& ends,
+    std::int64_t window, double scale) {
   const Sizes sizes(q);
   const at::Tensor queries = flat(q.contiguous());
   const at::Tensor keys = flat(k.contiguous());
   const at::Tensor values = by_group(v.contiguous(), sizes, 1, Role::kResult);
-  std::vector<at::Tensor> kept{queries, keys, values};
-  std::vector<at::Tensor> mixed;
-  for (const Block& block : blocks_of(0, sizes.positions)) {
-    Mixed part = mix(queries_of(queries, block, sizes.repeat), keys, values, block, sizes.repeat,
-                     scale, Role::kResult);
-    mixed.push_back(std::move(part.values));
-    kept.push_back(std::move(part.weights));
-  }
-  return {by_position(joined(mixed), sizes, sizes.repeat), std::move(kept)};
+  const at::Tensor sums =
+      result({queries.size(0) * queries.size(1), 2}, queries.options().dtype(at::kFloat));
+  const at::Tensor mixed =
+      attend(queries, keys, values, sizes, seen_keys_of(begins, ends, window), scale, sums);
+  return {mixed, {queries, keys, values, sums}};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward(
-    const at::Tensor& grad_input, at::TensorList kept, std::int64_t groups, std::int64_t repeat,
-    double scale) {
-  const at::Tensor& queries = kept[0];
-  const at::Tensor& keys = kept[1];
-  const at::Tensor& values = kept[2];
-  const at::Tensor grouped_q = queries.view(
-      {queries.size(0) / groups, groups, queries.size(1) / repeat, repeat, queries.size(2)});
-  const Sizes sizes(grouped_q);
+    const at::Tensor& grad_input, at::TensorList kept, const std::optional<at::Tensor>& begins,
+    const std::optional<at::Tensor>& ends, std::int64_t window, std::int64_t groups,
+    std::int64_t repeat, double scale) {
+  const at::Tensor &queries = kept[0], &keys = kept[1], &values = kept[2], &sums = kept[3];
+  const std::int64_t head_dim = queries.size(2);
+  const at::Tensor grad_q =
+      result({queries.size(0) / groups, groups, queries.size(1) / repeat, repeat, head_dim},
+             queries.options());
+  const Sizes sizes(grad_q);
+  const at::Tensor grad_k = result(keys.sizes(), keys.options());
+  const at::Tensor grad_v = at::empty(values.sizes(), values.options());
   const at::Tensor grad = by_group(grad_input.contiguous(), sizes, repeat, Role::kTemporary);
-  KeySum grad_keys(keys), grad_values(values);
-  std::vector<at::Tensor> grad_queries;
-  const std::vector<Block> blocks = blocks_of(0, sizes.positions);
-  for (std::size_t i = 0; i < blocks.size(); ++i) {
-    const at::Tensor& weights = kept[3 + i];
-    const at::Tensor block_grad = queries_of(grad, blocks[i], repeat);
-    grad_values.add(at::bmm(weights.transpose(1, 2), block_grad));
-    const at::Tensor scores = at::bmm(block_grad, keys_of(values, blocks[i]).transpose(1, 2));
-    softmax_in_place(scores, weights, blocks[i], repeat, scale);
-    // Of one block the parts are the whole.
-    const Role role = blocks.size() == 1 ? Role::kResult : Role::kTemporary;
-    grad_queries.push_back(product(scores, keys_of(keys, blocks[i]), role));
-    grad_keys.add(product(scores.transpose(1, 2), queries_of(queries, blocks[i], repeat), role));
+  Parts parts(sizes, keys, values, seen_keys_of(begins, ends, window), scale);
+  KeySum grad_keys(grad_k, parts.at_once()), grad_values(grad_v, parts.at_once());
+  std::int64_t done = 0;
+  for (const Part& part : parts.all()) {
+    const at::Tensor of_queries = parts.queries_of(queries, part);
+    const at::Tensor of_grad = parts.queries_of(grad, part);
+    const at::Tensor of_keys = parts.keys_of(keys, part);
+    at::Tensor weights = parts.scores(Parts::kWeights, part);
+    at::bmm_out(weights, of_queries, of_keys.transpose(1, 2));
+    at::Tensor scores = parts.scores(Parts::kScores, part);
+    at::bmm_out(scores, of_grad, parts.keys_of(values, part).transpose(1, 2));
+    const std::int64_t rows = scores.size(0) * scores.size(1);
+    parts.softmax_backward(scores, weights, sums.narrow(0, done, rows), part);
+    done += rows;
+    at::Tensor to_queries =
+        parts.at_once() ? parts.entries_of(flat(grad_q), part) : parts.by_query(part, head_dim);
+    at::bmm_out(to_queries, scores, of_keys);
+    if (!parts.at_once()) parts.queries_of(flat(grad_q), part).copy_(to_queries);
+    grad_keys.add(parts, part, scores, of_queries);
+    grad_values.add(parts, part, weights, of_grad);
   }
-  const at::Tensor whole = grad_queries.size() == 1 ? grad_queries[0] : at::cat(grad_queries, 1);
-  return {whole.view(grouped_q.sizes()),
-          grad_keys.take().view({sizes.rows, groups, sizes.positions, 1, sizes.head_dim}),
-          by_position(grad_values.take(), sizes, 1)};
+  grad_keys.finish();
+  grad_values.finish();
+  return {grad_q, grad_k.view({sizes.rows, groups, sizes.positions, 1, head_dim}),
+          by_position(grad_v, sizes, 1)};
 }
 
 at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
@@ -231,45 +369,57 @@ at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const a
   const auto by_head = [&](const at::Tensor& x) {
     return x.reshape({sizes.rows * sizes.groups, x.size(2), x.size(3)});
   };
-  return attend(flat(q.contiguous()), by_head(keys), by_head(values), sizes, scale);
+  return attend(flat(q.contiguous()), by_head(keys), by_head(values), sizes, {}, scale, {});
 }
 
+namespace {
+
+SeenByRows seen_in_window(const at::Tensor& scores, const std::optional<at::Tensor>& begins,
+                          const std::optional<at::Tensor>& ends, std::int64_t first,
+                          std::int64_t window, std::int64_t groups, std::int64_t repeat) {
+  return {.begins = begins ? data<long>(*begins) : nullptr,
+          .ends = ends ? data<long>(*ends) : nullptr,
+          .from = 0,
+          .keys = scores.size(2),
+          .first = first,
+          .window = window,
+          .groups = groups,
+          .repeat = repeat,
+          .period = scores.size(1)};
+}
+
+}  // namespace
+
 void window_softmax(const at::Tensor& scores, const std::optional<at::Tensor>& sinks,
-                    const std::optional<at::Tensor>& shares, std::int64_t first,
-                    std::int64_t window, std::int64_t groups, std::int64_t repeat, double scale) {
+                    const std::optional<at::Tensor>& shares,
+                    const std::optional<at::Tensor>& begins, const std::optional<at::Tensor>& ends,
+                    std::int64_t first, std::int64_t window, std::int64_t groups,
+                    std::int64_t repeat, double scale) {
   const WindowRows job{.scores = mutable_data<float>(scores),
                        .weights = nullptr,
                        .sinks = sinks ? data<float>(*sinks) : nullptr,
                        .shares = shares ? mutable_data<float>(*shares) : nullptr,
-                       .keys = scores.size(2),
-                       .first = first,
-                       .window = window,
-                       .groups = groups,
-                       .repeat = repeat,
-                       .period = scores.size(1),
+                       .seen = seen_in_window(scores, begins, ends, first, window, groups, repeat),
                        .scale = static_cast<float>(scale)};
   const auto kernel = best_isa().window_softmax;
-  base::for_ranges(scores.size(0) * scores.size(1), rows_a_thread(job.keys),
+  base::for_ranges(scores.size(0) * scores.size(1), rows_a_thread(scores.size(2)),
                    [&](std::int64_t begin, std::int64_t end) { kernel(job, begin, end); });
 }
 
 void window_softmax_backward(const at::Tensor& grad, const at::Tensor& weights,
-                             const std::optional<at::Tensor>& shares, std::int64_t first,
+                             const std::optional<at::Tensor>& shares,
+                             const std::optional<at::Tensor>& begins,
+                             const std::optional<at::Tensor>& ends, std::int64_t first,
                              std::int64_t window, std::int64_t groups, std::int64_t repeat,
                              double scale) {
   const WindowRows job{.scores = mutable_data<float>(grad),
                        .weights = data<float>(weights),
                        .sinks = nullptr,
                        .shares = shares ? mutable_data<float>(*shares) : nullptr,
-                       .keys = grad.size(2),
-                       .first = first,
-                       .window = window,
-                       .groups = groups,
-                       .repeat = repeat,
-                       .period = grad.size(1),
+                       .seen = seen_in_window(grad, begins, ends, first, window, groups, repeat),
                        .scale = static_cast<float>(scale)};
   const auto kernel = best_isa().window_softmax_backward;
-  base::for_ranges(grad.size(0) * grad.size(1), rows_a_thread(job.keys),
+  base::for_ranges(grad.size(0) * grad.size(1), rows_a_thread(grad.size(2)),
                    [&](std::int64_t begin, std::int64_t end) { kernel(job, begin, end); });
 }
 

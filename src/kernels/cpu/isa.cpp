@@ -74,8 +74,8 @@ TESSERA_LANES_INLINE void rotate_half(const HeadsForward<T, W>& job, long token,
   const long half = job.head_dim / 2;
   const T* x = job.x + (token * job.heads + head) * job.head_dim;
   T* y = job.y + rotated_place(job, token, head);
-  const T* cos = job.cos + (token % job.positions) * half;
-  const T* sin = job.sin + (token % job.positions) * half;
+  const T* cos = job.cos + (token % job.table) * half;
+  const T* sin = job.sin + (token % job.table) * half;
   float scale = 1.0F;
   if (job.weight != nullptr) {
     Lanes squares = {};
@@ -114,8 +114,8 @@ TESSERA_LANES_INLINE void rotate_half_back(const HeadsBackward<T, W>& job, long 
   const T* x = job.x + place;
   T* grad_x = job.grad_x + place;
   const T* grad = job.grad + rotated_place(job, token, head);
-  const T* cos = job.cos + (token % job.positions) * half;
-  const T* sin = job.sin + (token % job.positions) * half;
+  const T* cos = job.cos + (token % job.table) * half;
+  const T* sin = job.sin + (token % job.table) * half;
   const auto unturned = [&](long i, long count, Lanes& first, Lanes& second)
                             __attribute__((always_inline)) {
                               const Lanes c = load(cos + i, count);
@@ -165,18 +165,37 @@ void heads_backward(const HeadsBackward<T, W>& job, long begin, long end) {
   }
 }
 
+/// Keys [begin, end).
+struct SeenRange {
+  long begin, end;
+  TESSERA_LANES_INLINE long size() const { return end - begin; }
+};
+TESSERA_LANES_INLINE SeenRange seen_keys(const SeenByRows& seen, long row) {
+  const long query = row % seen.period / seen.repeat;
+  const long place = row / seen.period / seen.groups * (seen.period / seen.repeat) + query;
+  const long behind = seen.first + query + 1;
+  const long end = seen.ends == nullptr ? behind : seen.ends[place] - seen.from;
+  const long of_window = behind > seen.window ? behind - seen.window : 0;
+  const long first = seen.begins == nullptr ? 0 : seen.begins[place] - seen.from;
+  SeenRange range{first > of_window ? first : of_window, end < seen.keys ? end : seen.keys};
+  if (range.begin > range.end) range.begin = range.end;
+  return range;
+}
+
 template <class T>
-TESSERA_LANES_INLINE long visible_keys(const CausalRows<T>& job, long row) {
-  return job.first + (row % job.period) / job.repeat + 1;
+TESSERA_LANES_INLINE void clear_hidden(T* row, const SeenRange& seen, long keys) {
+  __builtin_memset(row, 0, static_cast<unsigned long>(seen.begin) * sizeof(T));
+  __builtin_memset(row + seen.end, 0, static_cast<unsigned long>(keys - seen.end) * sizeof(T));
 }
 
 template <class T>
 void causal_softmax(const CausalRows<T>& job, long begin, long end) {
   for (long row = begin; row < end; ++row) {
-    T* scores = job.scores + row * job.keys;
-    const long visible = visible_keys(job, row);
+    T* all_scores = job.scores + row * job.seen.keys;
+    const SeenRange seen = seen_keys(job.seen, row);
+    T* scores = all_scores + seen.begin;
     Lanes top = all(-__builtin_inff());
-    for_lanes(visible, [&](long i, long count) {
+    for_lanes(seen.size(), [&](long i, long count) {
       top = max(top, load(scores + i, count, -__builtin_inff()));
     });
     // exp(scale * (s - top)): scale is positive.
@@ -184,39 +203,46 @@ void causal_softmax(const CausalRows<T>& job, long begin, long end) {
     float exponentials[kLanes * 64];
     constexpr long kKept = kLanes * 64;
     Lanes total = {};
-    for_lanes(visible, [&](long i, long count) {
+    for_lanes(seen.size(), [&](long i, long count) {
       const Lanes value = exp((load(scores + i, count, -__builtin_inff()) - highest) * job.scale);
       if (i < kKept) store(exponentials + i, value);
       total += value;
     });
     const float share = 1.0F / sum(total);
-    for_lanes(visible, [&](long i, long count) {
+    if (job.sums != nullptr) {
+      job.sums[2 * row] = highest;
+      job.sums[2 * row + 1] = share;
+    }
+    for_lanes(seen.size(), [&](long i, long count) {
       const Lanes value =
           i < kKept ? load(exponentials + i)
                     : exp((load(scores + i, count, -__builtin_inff()) - highest) * job.scale);
       store(scores + i, value * share, count);
     });
-    __builtin_memset(scores + visible, 0,
-                     static_cast<unsigned long>(job.keys - visible) * sizeof(T));
+    clear_hidden(all_scores, seen, job.seen.keys);
   }
 }
 
 template <class T>
 void causal_softmax_backward(const CausalRows<T>& job, long begin, long end) {
   for (long row = begin; row < end; ++row) {
-    T* grad = job.scores + row * job.keys;
-    const T* weights = job.weights + row * job.keys;
-    const long visible = visible_keys(job, row);
+    const SeenRange seen = seen_keys(job.seen, row);
+    T* grad = job.scores + row * job.seen.keys + seen.begin;
+    T* weights = job.weights + row * job.seen.keys + seen.begin;
+    const float highest = job.sums[2 * row];
+    const float share = job.sums[2 * row + 1];
     Lanes products = {};
-    for_lanes(visible, [&](long i, long count) {
+    for_lanes(seen.size(), [&](long i, long count) {
+      store(weights + i, exp((load(weights + i, count) - highest) * job.scale) * share, count);
       products += load(grad + i, count) * load(weights + i, count);
     });
     const float mean = sum(products);
-    for_lanes(visible, [&](long i, long count) {
+    for_lanes(seen.size(), [&](long i, long count) {
       const Lanes value = load(weights + i, count) * (load(grad + i, count) - mean) * job.scale;
       store(grad + i, value, count);
     });
-    __builtin_memset(grad + visible, 0, static_cast<unsigned long>(job.keys - visible) * sizeof(T));
+    clear_hidden(job.scores + row * job.seen.keys, seen, job.seen.keys);
+    clear_hidden(job.weights + row * job.seen.keys, seen, job.seen.keys);
   }
 }
 
@@ -351,38 +377,24 @@ void embedding_backward(const EmbeddingBackward<T>& job, long begin, long end) {
   }
 }
 
-/// Keys [begin, end).
-struct SeenKeys {
-  long begin, end;
-};
-TESSERA_LANES_INLINE SeenKeys seen_keys(const WindowRows& job, long row) {
-  const long end = job.first + (row % job.period) / job.repeat + 1;
-  return {end > job.window ? end - job.window : 0, end};
-}
-
-TESSERA_LANES_INLINE void clear_masked(float* row, const SeenKeys& seen, long keys) {
-  __builtin_memset(row, 0, static_cast<unsigned long>(seen.begin) * sizeof(float));
-  __builtin_memset(row + seen.end, 0, static_cast<unsigned long>(keys - seen.end) * sizeof(float));
-}
-
 inline void window_softmax(const WindowRows& job, long begin, long end) {
   for (long row = begin; row < end; ++row) {
-    float* all_scores = job.scores + row * job.keys;
-    const SeenKeys seen = seen_keys(job, row);
+    float* all_scores = job.scores + row * job.seen.keys;
+    const SeenRange seen = seen_keys(job.seen, row);
     float* scores = all_scores + seen.begin;
-    const long visible = seen.end - seen.begin;
     Lanes top = all(-__builtin_inff());
-    for_lanes(visible, [&](long i, long count) {
+    for_lanes(seen.size(), [&](long i, long count) {
       top = max(top, load(scores + i, count, -__builtin_inff()) * job.scale);
     });
     float highest = greatest(top);
     float sink = 0.0F;
     if (job.sinks != nullptr) {
-      sink = job.sinks[row / job.period % job.groups * job.repeat + row % job.repeat];
+      sink = job.sinks[row / job.seen.period % job.seen.groups * job.seen.repeat +
+                       row % job.seen.repeat];
       highest = sink > highest ? sink : highest;
     }
     Lanes total = {};
-    for_lanes(visible, [&](long i, long count) {
+    for_lanes(seen.size(), [&](long i, long count) {
       const Lanes value = exp(load(scores + i, count, -__builtin_inff()) * job.scale - highest);
       store(scores + i, value, count);
       total += value;
@@ -390,28 +402,27 @@ inline void window_softmax(const WindowRows& job, long begin, long end) {
     const float of_sink = job.sinks == nullptr ? 0.0F : exp(all(sink - highest))[0];
     const float share = 1.0F / (sum(total) + of_sink);
     if (job.sinks != nullptr) job.shares[row] = of_sink * share;
-    for_lanes(visible, [&](long i, long count) {
+    for_lanes(seen.size(), [&](long i, long count) {
       store(scores + i, load(scores + i, count) * share, count);
     });
-    clear_masked(all_scores, seen, job.keys);
+    clear_hidden(all_scores, seen, job.seen.keys);
   }
 }
 
 inline void window_softmax_backward(const WindowRows& job, long begin, long end) {
   for (long row = begin; row < end; ++row) {
-    const SeenKeys seen = seen_keys(job, row);
-    float* grad = job.scores + row * job.keys + seen.begin;
-    const float* weights = job.weights + row * job.keys + seen.begin;
-    const long visible = seen.end - seen.begin;
+    const SeenRange seen = seen_keys(job.seen, row);
+    float* grad = job.scores + row * job.seen.keys + seen.begin;
+    const float* weights = job.weights + row * job.seen.keys + seen.begin;
     Lanes products = {};
-    for_lanes(visible, [&](long i, long count) {
+    for_lanes(seen.size(), [&](long i, long count) {
       products += load(grad + i, count) * load(weights + i, count);
     });
     const float mean = sum(products);
-    for_lanes(visible, [&](long i, long count) {
+    for_lanes(seen.size(), [&](long i, long count) {
       store(grad + i, load(weights + i, count) * (load(grad + i, count) - mean) * job.scale, count);
     });
-    clear_masked(job.scores + row * job.keys, seen, job.keys);
+    clear_hidden(job.scores + row * job.seen.keys, seen, job.seen.keys);
     if (job.shares != nullptr) job.shares[row] *= -mean;
   }
 }

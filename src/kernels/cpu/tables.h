@@ -47,11 +47,11 @@ template <class T, class W>
 struct HeadsForward {
   const T* x;
   const W* weight;  ///< [D] or null
-  const T* cos;     ///< [T, D/2]
+  const T* cos;     ///< [table, D/2]: T of them, or B*T
   const T* sin;
   T* y;
   float* scale;  ///< [B*T, H] or null
-  long positions, heads, repeat, head_dim;
+  long table, positions, heads, repeat, head_dim;
   float eps;
 };
 
@@ -65,28 +65,37 @@ struct HeadsBackward {
   const float* scale;
   T* grad_x;
   float* grad_weight;  ///< [D] or null, the range's sum is added
-  long positions, heads, repeat, head_dim;
+  long table, positions, heads, repeat, head_dim;
 };
 
-/// Rows of scores, in place: row r stands for position first + (r % period) / repeat and sees that
-/// many keys and one more; what lies behind becomes 0.
+/// Which of the keys a row of scores sees (kernels/seen_blocks.h): row r is one of query (r %
+/// period) / repeat, which stands at `first` and its number, of row r / period / groups.
+struct SeenByRows {
+  const long* begins;  ///< [rows, period / repeat] or null, of all keys
+  const long* ends;    ///< likewise
+  long from;           ///< of all keys the first one here
+  long keys, first, window, groups, repeat, period;
+};
+
+/// Rows of scores, in place; what a row does not see becomes 0.
 template <class T>
 struct CausalRows {
-  T* scores;         ///< [rows, keys], or dP on the way back
-  const T* weights;  ///< [rows, keys], softmax's result; backward only
-  long keys, first, repeat, period;
+  T* scores;    ///< [rows, keys], or dP on the way back
+  T* weights;   ///< [rows, keys]: scores on the way back, softmax's result comes out; forward: null
+  float* sums;  ///< [rows, 2]: the highest score and 1 / sum of exponentials, by which backward has
+                ///< forward's bits; forward: or null
+  SeenByRows seen;
   float scale;
 };
 
-/// The same with windows and sinks: row r belongs to head (r / period) % groups * repeat + r %
-/// repeat and sees the last `window` of the keys that CausalRows shows it. Scores are fp32 whatever
-/// the activations are.
+/// The same with sinks: row r belongs to head (r / period) % groups * repeat + r % repeat. Scores
+/// are fp32 whatever the activations are.
 struct WindowRows {
   float* scores;         ///< [rows, keys], or dP on the way back
   const float* weights;  ///< [rows, keys], softmax's result; backward only
   const float* sinks;    ///< [groups * repeat] or null; forward only
   float* shares;         ///< [rows] or null: of the sinks; on the way back their gradients come out
-  long keys, first, window, groups, repeat, period;
+  SeenByRows seen;
   float scale;
 };
 

@@ -1,7 +1,7 @@
 // Attention by ATen's flash attention, or by cuDNN's where libtorch would take it (on Hopper),
 // which take [B, heads, T, D] in any order of memory but the last dim's, and fewer keys than
 // queries: what rope_heads and a projection give is a view of it, so that nothing is copied on the
-// way in or out.
+// way in or out. It is what is merely causal: borders and windows are those of aten/.
 #include <ATen/Context.h>
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_scaled_dot_product_cudnn_attention.h>
@@ -50,14 +50,16 @@ constexpr std::size_t kKeptOfFlash = 7;
 }  // namespace
 
 at::Tensor causal_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                            const std::optional<at::Tensor>& begins,
+                            const std::optional<at::Tensor>& ends, std::int64_t window,
                             double scale) {
-  return std::get<0>(fused::causal_attention_forward(q, k, v, scale));
+  return std::get<0>(fused::causal_attention_forward(q, k, v, begins, ends, window, scale));
 }
 
-std::tuple<at::Tensor, std::vector<at::Tensor>> causal_attention_forward(const at::Tensor& q,
-                                                                         const at::Tensor& k,
-                                                                         const at::Tensor& v,
-                                                                         double scale) {
+std::tuple<at::Tensor, std::vector<at::Tensor>> causal_attention_forward(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const std::optional<at::Tensor>& /*begins*/, const std::optional<at::Tensor>& /*ends*/,
+    std::int64_t /*window*/, double scale) {
   const at::Tensor queries = by_head(q), keys = by_head(k);
   const at::Tensor values = of_groups(v, q.size(1), q.size(4));
   const WideScope sums;
@@ -79,11 +81,10 @@ std::tuple<at::Tensor, std::vector<at::Tensor>> causal_attention_forward(const a
   return {by_position(mixed, head_dim), {queries, keys, values, mixed, log_sum, seed, offset}};
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward(const at::Tensor& grad,
-                                                                         at::TensorList kept,
-                                                                         std::int64_t groups,
-                                                                         std::int64_t repeat,
-                                                                         double scale) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward(
+    const at::Tensor& grad, at::TensorList kept, const std::optional<at::Tensor>& /*begins*/,
+    const std::optional<at::Tensor>& /*ends*/, std::int64_t /*window*/, std::int64_t groups,
+    std::int64_t repeat, double scale) {
   const at::Tensor &queries = kept[0], &keys = kept[1], &values = kept[2];
   const std::int64_t positions = queries.size(2);
   const std::int64_t head_dim = grad.size(2) / (groups * repeat);

@@ -37,13 +37,13 @@ std::tuple<at::Tensor, at::Tensor> normed_backward(const at::Tensor& grad, const
   return {grad_x.to(x.scalar_type()), grad_weight.to(weight.scalar_type())};
 }
 
-/// Pairs (i, i + D/2) of x [B, T, H, D] turned by cos and sin [T, D/2]: a product, and to each half
+/// Pairs (i, i + D/2) of x [B, T, H, D] turned by cos and sin [T, D/2] or [B, T, D/2]: a product, and to each half
 /// the other's part.
 at::Tensor turned(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, double sign) {
   const auto halves = [&](const at::Tensor& of) { return of.unflatten(3, {2, x.size(3) / 2}); };
   const at::Tensor from = halves(x);
-  const at::Tensor c = cos.unsqueeze(1).unsqueeze(1);
-  const at::Tensor s = sin.unsqueeze(1);
+  const at::Tensor c = cos.unsqueeze(-2).unsqueeze(-2);
+  const at::Tensor s = sin.unsqueeze(-2);
   const at::Tensor pairs = at::mul(from, c);
   pairs.select(3, 0).addcmul_(from.select(3, 1), s, -sign);
   pairs.select(3, 1).addcmul_(from.select(3, 0), s, sign);

@@ -8,7 +8,6 @@
 #include "grad/region.h"
 #include "models/recomputed.h"
 #include "nn/attention.h"
-#include "nn/masked_attention.h"
 #include "tessera/wide_scope.h"
 
 namespace tessera::models {
@@ -21,6 +20,8 @@ Gemma4Attention::Gemma4Attention(const ModelSpec& spec, const Gemma4Layer& layer
     : heads_(region.part_of(spec.num_attention_heads)),
       groups_(nn::heads_of_rank(layer.num_key_value_heads, region.size())),
       layer_(layer),
+      window_(layer.type == LayerType::kSliding ? std::optional(spec.gemma4->sliding_window)
+                                                : std::nullopt),
       region_(region),
       eps_(spec.rms_norm_eps),
       rope_(std::move(rope)) {
@@ -40,15 +41,15 @@ Gemma4Attention::Gemma4Attention(const ModelSpec& spec, const Gemma4Layer& layer
   k_norm_ = register_module("k_norm", gemma_norm(layer.head_dim, eps_, region.inside()));
 }
 
-at::Tensor Gemma4Attention::forward(const at::Tensor& stream,
-                                    const std::optional<at::Tensor>& visible) {
+at::Tensor Gemma4Attention::forward(const at::Tensor& stream, const Gemma4Seen& seen) {
   return o_proj_->forward_into(
-      region_, *this, {region_.enter(stream), visible.value_or(at::Tensor())},
-      [this](const std::vector<at::Tensor>& in) { return attend(in[0], given(in[1])); });
+      region_, *this, {region_.enter(stream), seen.documents.starts, seen.ends},
+      [this](const std::vector<at::Tensor>& in) { return attend(in[0], {{in[1]}, in[2]}); });
 }
 
-at::Tensor Gemma4Attention::attend(const at::Tensor& x, const std::optional<at::Tensor>& visible) {
-  const nn::RopeTable table = rope_->table(x.size(1), x.scalar_type(), x.device());
+at::Tensor Gemma4Attention::attend(const at::Tensor& x, const Gemma4Seen& seen) {
+  const nn::RopeTable table =
+      nn::table_of(seen.documents, rope_->table(x.size(1), x.scalar_type(), x.device()));
   const auto head_norm = [&](const nn::RmsNorm& norm) {
     return nn::HeadNorm{norm.weight, norm.eps(), norm.rounding()};
   };
@@ -60,8 +61,9 @@ at::Tensor Gemma4Attention::attend(const at::Tensor& x, const std::optional<at::
   const at::Tensor k = nn::rope_heads(keys, {.heads = groups_}, head_norm(*k_norm_), table);
   const at::Tensor by_head = raw.reshape({x.size(0), x.size(1), groups_, layer_.head_dim});
   const at::Tensor v = nn::plain_rms_norm(by_head, eps_).reshape(raw.sizes());
-  return visible ? nn::masked_attention(q, k, v, *visible, kGemma4ScoreScale)
-                 : nn::causal_attention(q, k, v, kGemma4ScoreScale);
+  nn::AttentionMask mask{.window = window_, .begins = seen.documents.starts};
+  if (window_) mask.ends = seen.ends;
+  return nn::causal_attention(q, k, v, kGemma4ScoreScale, mask);
 }
 
 Gemma4Router::Gemma4Router(const ModelSpec& spec, const nn::TensorRegion& region)
@@ -143,26 +145,24 @@ DecoderLayer::Output Gemma4TextLayer::mixed(const at::Tensor& x, const RoutingRe
           tokens_.counted(load_of(routing, request.statistics))};
 }
 
-DecoderLayer::Output Gemma4TextLayer::forward(const at::Tensor& x,
-                                              const std::optional<at::Tensor>& visible,
+DecoderLayer::Output Gemma4TextLayer::forward(const at::Tensor& x, const Gemma4Seen& seen,
                                               const RoutingRequest& request) {
-  // A mask or routing that is not there goes through as an undefined tensor.
+  // What is not there goes through as an undefined tensor.
   return DecoderLayer::Output::of(
       recomputed(*this, recompute(),
-                 {x, visible.value_or(at::Tensor()), request.imposed.value_or(at::Tensor())},
+                 {x, seen.documents.starts, seen.ends, request.imposed.value_or(at::Tensor())},
                  [this, statistics = request.statistics](const std::vector<at::Tensor>& in) {
-                   return body(in[0], given(in[1]), {given(in[2]), statistics}).tensors();
+                   return body(in[0], {{in[1]}, in[2]}, {given(in[3]), statistics}).tensors();
                  }));
 }
 
 /// As DecoderLayer's. With experts the region ends in front of them.
-DecoderLayer::Output Gemma4TextLayer::body(const at::Tensor& x,
-                                           const std::optional<at::Tensor>& visible,
+DecoderLayer::Output Gemma4TextLayer::body(const at::Tensor& x, const Gemma4Seen& seen,
                                            const RoutingRequest& request) {
   using Tensors = std::vector<at::Tensor>;
-  const Tensors inputs{x, visible.value_or(at::Tensor())};
+  const Tensors inputs{x, seen.documents.starts, seen.ends};
   const auto attention = [this](const Tensors& in) {
-    return Tensors{up_to_feed_forward(in[0], given(in[1]))};
+    return Tensors{up_to_feed_forward(in[0], {{in[1]}, in[2]})};
   };
   if (!is_alone_) return behind_attention(attention(inputs).front(), request);
   if (router_) {
@@ -175,9 +175,8 @@ DecoderLayer::Output Gemma4TextLayer::body(const at::Tensor& x,
   return DecoderLayer::Output::of(grad::in_region(*this, "", inputs, whole));
 }
 
-at::Tensor Gemma4TextLayer::up_to_feed_forward(const at::Tensor& x,
-                                               const std::optional<at::Tensor>& visible) {
-  const at::Tensor attended = self_attn_->forward(input_layernorm_->forward(x), visible);
+at::Tensor Gemma4TextLayer::up_to_feed_forward(const at::Tensor& x, const Gemma4Seen& seen) {
+  const at::Tensor attended = self_attn_->forward(input_layernorm_->forward(x), seen);
   return x + post_attention_layernorm_->forward(attended);
 }
 

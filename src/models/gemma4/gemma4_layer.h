@@ -1,10 +1,10 @@
 // One text layer of Gemma 4: attention, a dense MLP and beside it a mixture of experts, each
 // between two norms.
 //
-// Sliding and full layers differ in head size, key heads and rope; what a query sees beyond plain
-// causality comes as a mask that all layers of a type share. Short symbols: B rows, T positions, H
+// Sliding and full layers differ in head size, key heads, rope and window; what a query sees behind
+// itself (tokens of its image) is the same for all sliding layers. Short symbols: B rows, T positions, H
 // hidden, M tokens, E experts, K experts a token. Next: ../moe_layer.h, whose experts these are,
-// ../../nn/masked_attention.h.
+// ../../nn/documents.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,6 +20,7 @@
 #include "models/expert_tokens.h"
 #include "models/model_spec.h"
 #include "models/moe_layer.h"
+#include "nn/documents.h"
 #include "nn/linear.h"
 #include "nn/mlp.h"
 #include "nn/rms_norm.h"
@@ -31,20 +32,32 @@ namespace tessera::models {
 /// Gemma's norm: with its weight before the one rounding.
 std::shared_ptr<nn::RmsNorm> gemma_norm(std::int64_t size, double eps, ParameterLayout layout = {});
 
+/// What positions see beyond plain causality and windows.
+struct Gemma4Seen {
+  nn::Documents documents = {};
+  at::Tensor ends = {};  ///< as nn::AttentionMask has it; undefined: nothing behind itself
+
+  template <class F>
+  void visit_tensors(F&& f) {
+    documents.visit_tensors(f);
+    if (ends.defined()) f(ends);
+  }
+};
+
 class Gemma4Attention : public torch::nn::Module {
  public:
   Gemma4Attention(const ModelSpec& spec, const Gemma4Layer& layer, const nn::TensorRegion& region,
                   std::shared_ptr<nn::Rope> rope);
-  /// x [B, T, H] of the stream -> the same shape and dtype; `visible` as masked_attention takes it,
-  /// none = causal.
-  at::Tensor forward(const at::Tensor& x, const std::optional<at::Tensor>& visible);
+  /// x [B, T, H] of the stream -> the same shape and dtype.
+  at::Tensor forward(const at::Tensor& x, const Gemma4Seen& seen);
 
  private:
-  at::Tensor attend(const at::Tensor& x, const std::optional<at::Tensor>& visible);
+  at::Tensor attend(const at::Tensor& x, const Gemma4Seen& seen);
 
   std::int64_t heads_;   // of this rank
   std::int64_t groups_;  // key heads of this rank
   Gemma4Layer layer_;
+  std::optional<std::int64_t> window_;
   nn::TensorRegion region_;
   double eps_;
   std::shared_ptr<nn::Rope> rope_;
@@ -74,17 +87,16 @@ class Gemma4TextLayer : public torch::nn::Module, public IsLayer, public Recompu
   Gemma4TextLayer(const ModelSpec& spec, std::size_t number, const ModelAxes& axes,
                   std::shared_ptr<nn::Rope> rope);
   std::int64_t number() const override { return number_; }
-  /// As DecoderLayer::forward; `visible` as Gemma4Attention takes it.
-  DecoderLayer::Output forward(const at::Tensor& x, const std::optional<at::Tensor>& visible,
+  /// As DecoderLayer::forward.
+  DecoderLayer::Output forward(const at::Tensor& x, const Gemma4Seen& seen,
                                const RoutingRequest& request);
   bool has_experts() const { return router_ != nullptr; }
 
  private:
   using Output = DecoderLayer::Output;
-  Output body(const at::Tensor& x, const std::optional<at::Tensor>& visible,
-              const RoutingRequest& request);
+  Output body(const at::Tensor& x, const Gemma4Seen& seen, const RoutingRequest& request);
   /// The stream behind attention.
-  at::Tensor up_to_feed_forward(const at::Tensor& x, const std::optional<at::Tensor>& visible);
+  at::Tensor up_to_feed_forward(const at::Tensor& x, const Gemma4Seen& seen);
   Output behind_attention(const at::Tensor& middle, const RoutingRequest& request);
   Output feed_forward(const at::Tensor& x, const RoutingRequest& request);
   Output mixed(const at::Tensor& x, const RoutingRequest& request);

@@ -230,10 +230,6 @@ class Gemma4Keeps : public TextKeeps {
   KeptValue embedding(const std::string& name) override {
     return layers_.made_like(layers_.embedding(name, nn::LayerKeeps::Ids::kCopied));
   }
-  void enter_layers() override {
-    const std::int64_t positions = model().of().positions;
-    mask_ = layers_.ledger().make(positions * positions, DType::kBool);
-  }
   KeptValue layer(const KeptValue& x, std::int64_t number, const std::string& name) override;
   nn::LayerKeeps::Softcap softcap() const override {
     return spec_.gemma4->final_logit_softcapping ? nn::LayerKeeps::Softcap::kYes
@@ -241,19 +237,13 @@ class Gemma4Keeps : public TextKeeps {
   }
 
  private:
-  bool sees_window(const Gemma4Layer& layer) const;
   KeptValue attention(const KeptValue& stream, const Gemma4Layer& layer, const std::string& name);
   moe::KeptRouting route(const KeptValue& x, const std::string& name);
   KeptValue experts(const KeptValue& x, const std::string& name);
 
   nn::LayerKeeps& layers_;
   const ModelSpec& spec_;
-  KeptValue mask_;  ///< of sliding layers, one for all
 };
-
-bool Gemma4Keeps::sees_window(const Gemma4Layer& layer) const {
-  return layer.type == LayerType::kSliding && model().of().positions > spec_.gemma4->sliding_window;
-}
 
 KeptValue Gemma4Keeps::attention(const KeptValue& stream, const Gemma4Layer& layer,
                                  const std::string& name) {
@@ -268,8 +258,7 @@ KeptValue Gemma4Keeps::attention(const KeptValue& stream, const Gemma4Layer& lay
       layers_.rope_heads(layers_.linear(x, name + "q_proj"), layer.head_dim, name + "q_norm");
   const KeptValue k = layers_.rope_heads(keys, layer.head_dim, name + "k_norm");
   const KeptValue v = layers_.norm(raw, layer.head_dim, "");
-  const KeptValue mixed = sees_window(layer) ? layers_.masked_attention(q, k, v, heads, groups)
-                                             : layers_.causal_attention(q, k, v, heads, groups);
+  const KeptValue mixed = layers_.causal_attention(q, k, v, heads, groups);
   return layers_.leave(layers_.linear(mixed, name + "o_proj"));
 }
 
@@ -305,7 +294,7 @@ KeptValue Gemma4Keeps::experts(const KeptValue& x, const std::string& name) {
 
 KeptValue Gemma4Keeps::layer(const KeptValue& x, std::int64_t number, const std::string& name) {
   const Gemma4Layer& layer = spec_.gemma4->layers.at(static_cast<std::size_t>(number));
-  layers_.ledger().begin_layer(sees_window(layer) ? std::vector{x, mask_} : std::vector{x});
+  layers_.ledger().begin_layer({x});
   const KeptValue attended =
       attention(layers_.norm(x, name + "input_layernorm"), layer, name + "self_attn.");
   const KeptValue middle =

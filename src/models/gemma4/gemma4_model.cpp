@@ -6,8 +6,8 @@
 #include <utility>
 
 #include "comm/host_read.h"
+#include "nn/documents.h"
 #include "nn/loss.h"
-#include "nn/masked_attention.h"
 #include "nn/parameter.h"
 #include "parallel/transitions.h"
 #include "tessera/error.h"
@@ -160,19 +160,14 @@ at::Tensor Gemma4Model::embed(const ModelInputs& inputs) {
   return projected.defined() ? place(x, {image_tokens, on_host}, projected) : x;
 }
 
-std::optional<at::Tensor> Gemma4Model::visible(std::size_t number,
-                                               const ModelInputs& inputs) const {
-  const Gemma4Spec& gemma = *spec_.gemma4;
-  const std::int64_t positions = inputs.input_ids.size(1);
-  if (gemma.layers.at(number).type == LayerType::kFull) return std::nullopt;
-  std::optional<at::Tensor> blocks;
-  if (gemma.image_attention == ImageAttention::kBothWays && inputs.token_types) {
-    blocks = nn::number_runs(
-        inputs.token_types->eq(kImageType).logical_or(inputs.token_types->eq(kVideoType)));
-  } else if (positions <= gemma.sliding_window) {
-    return std::nullopt;
+Gemma4Seen Gemma4Model::seen(const ModelInputs& inputs) const {
+  Gemma4Seen seen{inputs.documents};
+  if (spec_.gemma4->image_attention == ImageAttention::kBothWays && inputs.token_types) {
+    seen.ends = nn::ends_of_runs(
+        inputs.token_types->eq(kImageType).logical_or(inputs.token_types->eq(kVideoType)),
+        inputs.documents);
   }
-  return nn::sliding_visibility(positions, gemma.sliding_window, blocks, inputs.input_ids.device());
+  return seen;
 }
 
 ModelOutput Gemma4Model::forward_stage(const StageInputs& inputs) {
@@ -184,15 +179,14 @@ ModelOutput Gemma4Model::forward_stage(const StageInputs& inputs) {
   const StageLayers& stage = stages_.at(inputs.stage);
   ModelOutput output;
   at::Tensor x = stage.embedding ? embed(batch) : inputs.x;
-  std::optional<at::Tensor> sliding;  // one for all layers of the type
+  if (batch.documents.are_packed()) nn::check_documents(batch.documents.starts, batch.input_ids);
+  const Gemma4Seen seen_by_all = seen(batch);
   for (std::size_t i = 0; i < layers_.size(); ++i) {
     const std::size_t number = numbers_[i];
     if (!stage.has_layer(static_cast<std::int64_t>(number))) continue;
-    const bool slides = spec_.gemma4->layers[number].type == LayerType::kSliding;
-    if (slides && !sliding) sliding = visible(number, batch);
     RoutingRequest request{std::nullopt, batch.router_statistics};
     if (!batch.imposed_routing.empty()) request.imposed = batch.imposed_routing[number];
-    auto [next, load] = layers_[i](x, slides ? sliding : std::nullopt, request);
+    auto [next, load] = layers_[i](x, seen_by_all, request);
     x = std::move(next);
     if (load.counts.defined()) output.loads.push_back(std::move(load));
   }

@@ -58,8 +58,8 @@ class Gemma4Model : public LanguageModel {
   at::Tensor soft_tokens(const Images& images);
   /// The first layer's input, [B, T, H] of the stream.
   at::Tensor embed(const ModelInputs& inputs);
-  /// The mask of layer `number`, as its forward takes it.
-  std::optional<at::Tensor> visible(std::size_t number, const ModelInputs& inputs) const;
+  /// As its layers take it. With the documents of rows whose images lie in one each.
+  Gemma4Seen seen(const ModelInputs& inputs) const;
   std::vector<grad::Slot<Gemma4TextLayer>>& layers() { return layers_; }
   grad::Slot<nn::Embedding>& embedding() { return *embedding_; }
   grad::Slot<Gemma4Head>& head() { return *head_; }

@@ -1,5 +1,6 @@
 #include "models/gemma4/gemma4_vision.h"
 
+#include <ATen/ops/argsort.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
@@ -9,7 +10,7 @@
 #include "models/gemma4/gemma4_layer.h"
 #include "models/patch_grid.h"
 #include "models/recomputed.h"
-#include "nn/masked_attention.h"
+#include "nn/attention.h"
 #include "tessera/error.h"
 #include "tessera/wide_scope.h"
 
@@ -76,7 +77,14 @@ at::Tensor Gemma4VisionAttention::forward(const at::Tensor& x, const nn::AxialTa
   const at::Tensor raw = v_proj_->forward(x);
   const at::Tensor by_head = raw.view({x.size(0), x.size(1), kv_heads_, head_dim_});
   const at::Tensor v = nn::plain_rms_norm(by_head, eps_).view(raw.sizes());
-  return o_proj_->forward(nn::masked_attention(q, k, v, visible, kGemma4ScoreScale));
+  // Every patch sees all that are no padding, wherever it is: these first, as one run of keys.
+  const at::Tensor seen = visible.squeeze(1);
+  const at::Tensor order = at::argsort(seen, /*stable=*/true, 1, /*descending=*/true);
+  const at::Tensor keys =
+      k.gather(2, order.view({k.size(0), 1, k.size(2), 1, 1}).expand(k.sizes()));
+  const at::Tensor values = v.gather(1, order.unsqueeze(2).expand(v.sizes()));
+  const nn::AttentionMask mask{.ends = seen.sum(1, /*keepdim=*/true).expand(seen.sizes())};
+  return o_proj_->forward(nn::causal_attention(q, keys, values, kGemma4ScoreScale, mask));
 }
 
 Gemma4VisionLayer::Gemma4VisionLayer(const Gemma4Vision& vision) {

@@ -55,9 +55,12 @@ Gpt2Attention::Heads Gpt2Attention::project(const at::Tensor& x) {
   return {by_head(parts[0]), by_head(parts[1]), parts[2].contiguous()};
 }
 
-at::Tensor Gpt2Attention::forward(const at::Tensor& x) {
-  const Heads heads = project(region_.enter(x));
-  return c_proj_->forward_into(region_, nn::causal_attention(heads.q, heads.k, heads.v, scale_));
+at::Tensor Gpt2Attention::forward(const at::Tensor& x, const nn::Documents& documents) {
+  const auto mixed = [this](const std::vector<at::Tensor>& in) {
+    const Heads heads = project(in[0]);
+    return nn::causal_attention(heads.q, heads.k, heads.v, scale_, {.begins = in[1]});
+  };
+  return c_proj_->forward_into(region_, *this, {region_.enter(x), documents.starts}, mixed);
 }
 
 at::Tensor Gpt2Attention::decode(const at::Tensor& x, nn::KvCache& cache) {
@@ -78,7 +81,10 @@ Gpt2Mlp::Gpt2Mlp(const ModelSpec& spec, const nn::TensorRegion& region) : region
 }
 
 at::Tensor Gpt2Mlp::forward(const at::Tensor& x) {
-  return c_proj_->forward_into(region_, at::gelu(c_fc_->forward(region_.enter(x)), "tanh"));
+  const auto activated = [this](const std::vector<at::Tensor>& in) {
+    return at::gelu(c_fc_->forward(in[0]), "tanh");
+  };
+  return c_proj_->forward_into(region_, *this, {region_.enter(x)}, activated);
 }
 
 Gpt2Layer::Gpt2Layer(const ModelSpec& spec, std::int64_t number, const ModelAxes& axes)
@@ -94,20 +100,21 @@ Gpt2Layer::Gpt2Layer(const ModelSpec& spec, std::int64_t number, const ModelAxes
   mlp_ = register_module("mlp", std::make_shared<Gpt2Mlp>(spec, region));
 }
 
-at::Tensor Gpt2Layer::forward(const at::Tensor& x) {
-  return recomputed(*this, recompute(), {x},
+at::Tensor Gpt2Layer::forward(const at::Tensor& x, const nn::Documents& documents) {
+  return recomputed(*this, recompute(), {x, documents.starts},
                     [this](const std::vector<at::Tensor>& in) {
-                      return std::vector<at::Tensor>{body(in[0])};
+                      return std::vector<at::Tensor>{body(in[0], {in[1]})};
                     })
       .front();
 }
 
-at::Tensor Gpt2Layer::body(const at::Tensor& x) {
+at::Tensor Gpt2Layer::body(const at::Tensor& x, const nn::Documents& documents) {
   const auto whole = [this](const std::vector<at::Tensor>& in) {
-    const at::Tensor sum = in[0] + attn_->forward(ln_1_->forward(in[0]));
+    const at::Tensor sum = in[0] + attn_->forward(ln_1_->forward(in[0]), {in[1]});
     return std::vector<at::Tensor>{sum + mlp_->forward(ln_2_->forward(sum))};
   };
-  return is_alone_ ? grad::in_region(*this, "", {x}, whole).front() : whole({x}).front();
+  const std::vector<at::Tensor> inputs{x, documents.starts};
+  return is_alone_ ? grad::in_region(*this, "", inputs, whole).front() : whole(inputs).front();
 }
 
 at::Tensor Gpt2Layer::decode(const at::Tensor& x, nn::KvCache& cache) {

@@ -22,7 +22,8 @@ namespace tessera::models {
 class Gpt2Attention : public nn::SelfAttention {
  public:
   Gpt2Attention(const ModelSpec& spec, const nn::TensorRegion& region);
-  at::Tensor forward(const at::Tensor& x) override;
+  using nn::SelfAttention::forward;
+  at::Tensor forward(const at::Tensor& x, const nn::Documents& documents) override;
   bool can_decode() const override { return true; }
   at::Tensor decode(const at::Tensor& x, nn::KvCache& cache) override;
 
@@ -54,13 +55,14 @@ class Gpt2Layer : public torch::nn::Module, public IsLayer, public Recomputable 
  public:
   Gpt2Layer(const ModelSpec& spec, std::int64_t number, const ModelAxes& axes);
   std::int64_t number() const override { return number_; }
-  /// x [B, T, hidden] of the stream -> the same shape and dtype.
-  at::Tensor forward(const at::Tensor& x);
+  /// x [B, T, hidden] of the stream -> the same shape and dtype. Documents as
+  /// nn::SelfAttention::forward.
+  at::Tensor forward(const at::Tensor& x, const nn::Documents& documents = {});
   /// As nn::SelfAttention::decode.
   at::Tensor decode(const at::Tensor& x, nn::KvCache& cache);
 
  private:
-  at::Tensor body(const at::Tensor& x);
+  at::Tensor body(const at::Tensor& x, const nn::Documents& documents);
 
   std::int64_t number_;
   bool is_alone_;  // as DecoderLayer's

@@ -1,5 +1,6 @@
 #include "models/gpt2/gpt2_model.h"
 
+#include <ATen/ops/arange.h>
 #include <c10/core/GradMode.h>
 
 #include <utility>
@@ -15,6 +16,17 @@ namespace {
 constexpr const char* kEmbeddingUnit = "embedding";
 constexpr const char* kGpt2HeadUnit = "head";
 
+/// Positions that need a row of their own; on a device documents are taken for whole rows.
+std::int64_t longest_text(const at::Tensor& ids, std::int64_t first,
+                          const nn::Documents& documents) {
+  const at::Tensor& starts = documents.starts;
+  if (!documents.are_packed() || !starts.is_cpu() || starts.numel() == 0) {
+    return first + ids.size(1);
+  }
+  const at::Tensor own = at::arange(starts.size(1), starts.options()) - starts;
+  return own.max().item<std::int64_t>() + 1;
+}
+
 }  // namespace
 
 LearnedPositions::LearnedPositions(std::int64_t positions, std::int64_t size,
@@ -24,10 +36,17 @@ LearnedPositions::LearnedPositions(std::int64_t positions, std::int64_t size,
                          {.layout = region.on_stream(), .decay = DecayClass::kEmbedding});
 }
 
-at::Tensor LearnedPositions::add_to(const at::Tensor& x, std::int64_t first) const {
+at::Tensor LearnedPositions::add_to(const at::Tensor& x, std::int64_t first,
+                                    const nn::Documents& documents) const {
   const bool cut = region_.size() > 1 && region_.sequence() == SequenceParallel::kYes;
   const std::int64_t begin = first + (cut ? region_.rank() * x.size(1) : 0);
-  return x + weight.narrow(0, begin, x.size(1)).to(x.scalar_type());
+  if (!documents.are_packed()) {
+    return x + weight.narrow(0, begin, x.size(1)).to(x.scalar_type());
+  }
+  const at::Tensor starts = documents.starts.narrow(1, begin, x.size(1));
+  const at::Tensor own = at::arange(begin, begin + x.size(1), starts.options()) - starts;
+  const at::Tensor rows = weight.index_select(0, own.reshape({own.numel()}));
+  return x + rows.view(x.sizes()).to(x.scalar_type());
 }
 
 Gpt2Embedding::Gpt2Embedding(const ModelSpec& spec, const nn::TensorRegion& region) {
@@ -39,11 +58,13 @@ Gpt2Embedding::Gpt2Embedding(const ModelSpec& spec, const nn::TensorRegion& regi
                                                                    spec.hidden_size, region));
 }
 
-at::Tensor Gpt2Embedding::at(const at::Tensor& ids, std::int64_t first) const {
-  TESSERA_CHECK(first + ids.size(1) <= wpe_->weight.size(0), ErrorKind::kFormat,
-                "input_ids: found rows of ", first + ids.size(1),
+at::Tensor Gpt2Embedding::at(const at::Tensor& ids, std::int64_t first,
+                             const nn::Documents& documents) const {
+  const std::int64_t longest = longest_text(ids, first, documents);
+  TESSERA_CHECK(longest <= wpe_->weight.size(0), ErrorKind::kFormat, "input_ids: found rows of ",
+                longest,
                 " positions, expected at most the model's n_positions = ", wpe_->weight.size(0));
-  return wpe_->add_to(wte_->forward(ids), first);
+  return wpe_->add_to(wte_->forward(ids), first, documents);
 }
 
 Gpt2Head::Gpt2Head(const ModelSpec& spec, const nn::TensorRegion& region) : region_(region) {
@@ -93,9 +114,10 @@ ModelOutput Gpt2Model::forward_stage(const StageInputs& inputs) {
   TESSERA_CHECK(!batch.images && batch.imposed_routing.empty(), ErrorKind::kFormat,
                 "batch: found images or routing, expected neither for GPT-2");
   const StageLayers& stage = stages_.at(inputs.stage);
-  at::Tensor x = stage.embedding ? (*embedding_)(batch.input_ids) : inputs.x;
+  if (batch.documents.are_packed()) nn::check_documents(batch.documents.starts, batch.input_ids);
+  at::Tensor x = stage.embedding ? (*embedding_)(batch.input_ids, batch.documents) : inputs.x;
   for (std::size_t i = 0; i < layers_.size(); ++i) {
-    if (stage.has_layer(numbers_[i])) x = layers_[i](x);
+    if (stage.has_layer(numbers_[i])) x = layers_[i](x, batch.documents);
   }
   return {stage.head ? (*head_)(x, batch.targets) : std::move(x), {}};
 }
@@ -107,7 +129,7 @@ DecoderCache Gpt2Model::make_cache(std::int64_t capacity) const {
 at::Tensor Gpt2Model::next_logits(const at::Tensor& input_ids) {
   const at::NoGradGuard no_grad;
   require_whole(*this);
-  at::Tensor x = embedding_->module()->forward(input_ids);
+  at::Tensor x = embedding_->module()->forward(input_ids, {});
   for (auto& layer : layers_) x = layer.module()->forward(x);
   return head_->module()->forward(x.narrow(1, x.size(1) - 1, 1), std::nullopt).squeeze(1);
 }

@@ -28,7 +28,7 @@ class LearnedPositions : public nn::PlacedModule {
  public:
   LearnedPositions(std::int64_t positions, std::int64_t size, const nn::TensorRegion& region);
   /// x [B, T, size] of the stream, whose first position of all ranks is `first` -> x + their rows.
-  at::Tensor add_to(const at::Tensor& x, std::int64_t first) const;
+  at::Tensor add_to(const at::Tensor& x, std::int64_t first, const nn::Documents& documents) const;
 
   at::Tensor weight;  ///< [positions, size]
 
@@ -41,8 +41,11 @@ class Gpt2Embedding : public torch::nn::Module {
   Gpt2Embedding(const ModelSpec& spec, const nn::TensorRegion& region);
   /// ids [B, T] i64 of the positions from 0 on -> [B, T, hidden] of the stream. Errors: kFormat for
   /// more positions than there are.
-  at::Tensor forward(const at::Tensor& ids) { return at(ids, 0); }
-  at::Tensor at(const at::Tensor& ids, std::int64_t first) const;
+  at::Tensor forward(const at::Tensor& ids, const nn::Documents& documents) {
+    return at(ids, 0, documents);
+  }
+  at::Tensor at(const at::Tensor& ids, std::int64_t first,
+                const nn::Documents& documents = {}) const;
 
   const std::shared_ptr<nn::Embedding>& wte() const { return wte_; }
   const std::shared_ptr<LearnedPositions>& wpe() const { return wpe_; }

@@ -6,8 +6,10 @@
 
 #include <array>
 #include <utility>
+#include <vector>
 
 #include "base/first_derivative.h"
+#include "grad/region.h"
 #include "nn/linear.h"
 #include "parallel/transitions.h"
 #include "tessera/wide_scope.h"
@@ -80,9 +82,19 @@ at::Tensor TransposedLinear::forward(const at::Tensor& x) {
   return nn::linear(x, weight.t(), bias);
 }
 
-at::Tensor TransposedLinear::forward_into(const nn::TensorRegion& region, const at::Tensor& x) {
-  if (region.size() == 1) return forward(x);
-  return region.leave(nn::linear(x, weight.t(), parallel::only_first(bias, region.axis())));
+at::Tensor TransposedLinear::forward_into(
+    const nn::TensorRegion& region, torch::nn::Module& layer, const std::vector<at::Tensor>& inputs,
+    std::function<at::Tensor(const std::vector<at::Tensor>&)> inside) {
+  if (region.size() == 1) return forward(inside(inputs));
+  std::vector<at::Tensor> all = inputs;
+  at::Tensor once = parallel::only_first(bias, region.axis());
+  // Not the parameter itself, of which a region would not know that it is one.
+  if (grad::regions_here() != nullptr) once = once.clone();
+  all.push_back(std::move(once));
+  const auto addend = [this, inside = std::move(inside)](const std::vector<at::Tensor>& in) {
+    return std::vector<at::Tensor>{nn::linear(inside(in), weight.t(), in.back())};
+  };
+  return region.leave(grad::in_region(layer, "", all, addend).front());
 }
 
 TransposedLinear::Options column_parallel(const nn::TensorRegion& region, std::int64_t in,

@@ -8,6 +8,8 @@
 #include <torch/nn/module.h>
 
 #include <cstdint>
+#include <functional>
+#include <vector>
 
 #include "nn/parameter.h"
 #include "nn/tensor_region.h"
@@ -40,8 +42,10 @@ class TransposedLinear : public nn::PlacedModule {
   explicit TransposedLinear(const Options& options);
   /// x [..., in] -> [..., out] in x's dtype.
   at::Tensor forward(const at::Tensor& x);
-  /// x a part of the inputs -> the stream of `region`; the bias is added once.
-  at::Tensor forward_into(const nn::TensorRegion& region, const at::Tensor& x);
+  /// As nn::Linear::forward_into.
+  at::Tensor forward_into(const nn::TensorRegion& region, torch::nn::Module& layer,
+                          const std::vector<at::Tensor>& inputs,
+                          std::function<at::Tensor(const std::vector<at::Tensor>&)> inside);
 
   at::Tensor weight;  ///< [in, out]
   at::Tensor bias;    ///< [out]

@@ -51,7 +51,6 @@ KeptActivations kept_activations(const ForwardCase& forward) {
   nn::KeptValue x = stage.embedding ? of_text->embedding(names.embedding)
                                     : received(layers, forward, stage.layers.begin, names);
   const std::int64_t stream = x.numel * size_of(x.dtype);
-  of_text->enter_layers();
   for (std::int64_t i = stage.layers.begin; i < stage.layers.end; ++i) {
     x = of_text->layer(x, i, concat(names.layers, i, "."));
   }

@@ -114,8 +114,6 @@ class TextKeeps {
   virtual nn::KeptValue norm(const nn::KeptValue& x, const std::string& name) {
     return model_.layers().norm(x, name);
   }
-  /// What all layers share is made.
-  virtual void enter_layers() {}
   virtual nn::KeptValue layer(const nn::KeptValue& x, std::int64_t number,
                               const std::string& name) {
     return model_.decoder_layer(x, number, name);

@@ -23,7 +23,12 @@ namespace tessera::train {
 
 enum class DeviceName : std::uint8_t { kAuto, kCpu, kCuda };
 using OptimizerName = fsdp::OptimizerName;
-enum class LrDecay : std::uint8_t { kConstant, kLinear, kCosine };
+enum class LrDecay : std::uint8_t {
+  kConstant,
+  kLinear,
+  kCosine,
+  kWsd,  ///< warm-up, stable, then straight down in the last steps
+};
 enum class BackendName : std::uint8_t {
   kAuto,
 #define TESSERA_BACKEND(enumerator, ...) enumerator,
@@ -169,6 +174,8 @@ struct OptimizerConfig : fsdp::Hyperparameters {
 struct LrSchedulerConfig {
   std::int64_t warmup_steps = 0;
   LrDecay decay = LrDecay::kConstant;
+  std::optional<std::int64_t>
+      decay_steps{};  ///< of kWsd, which needs it; none of the others has it
   double min_lr_factor = 0.0;
   bool operator==(const LrSchedulerConfig&) const = default;
 };

@@ -18,13 +18,14 @@ std::optional<DType> rule_dtype(const ConfigValue& v, std::string_view key) {
 }
 
 // One key of a rule: how it is read into the rule and written from it.
+template <class Rule>
 struct RuleKey {
   std::string name;
-  std::function<void(PrecisionRule&, const ConfigValue&, std::string_view)> set;
-  std::function<std::optional<ConfigValue>(const PrecisionRule&)> get;
+  std::function<void(Rule&, const ConfigValue&, std::string_view)> set;
+  std::function<std::optional<ConfigValue>(const Rule&)> get;
 };
 
-RuleKey dtype_key(std::string name, std::optional<DType> PrecisionRule::* member) {
+RuleKey<PrecisionRule> dtype_key(std::string name, std::optional<DType> PrecisionRule::* member) {
   return {std::move(name),
           [member](PrecisionRule& rule, const ConfigValue& v, std::string_view key) {
             rule.*member = rule_dtype(v, key);
@@ -35,7 +36,7 @@ RuleKey dtype_key(std::string name, std::optional<DType> PrecisionRule::* member
           }};
 }
 
-RuleKey flag_key(std::string name, std::optional<bool> PrecisionRule::* member) {
+RuleKey<PrecisionRule> flag_key(std::string name, std::optional<bool> PrecisionRule::* member) {
   return {
       std::move(name),
       [member](PrecisionRule& rule, const ConfigValue& v, std::string_view key) {
@@ -45,7 +46,7 @@ RuleKey flag_key(std::string name, std::optional<bool> PrecisionRule::* member) 
 }
 
 /// true, false, or how it is kept.
-RuleKey frozen_key() {
+RuleKey<PrecisionRule> frozen_key() {
   return {"frozen",
           [](PrecisionRule& rule, const ConfigValue& v, std::string_view key) {
             const std::string* word = std::get_if<std::string>(&v.value);
@@ -69,13 +70,32 @@ RuleKey frozen_key() {
           }};
 }
 
-const std::vector<RuleKey>& rule_keys() {
-  static const std::vector<RuleKey> keys = {
-      {"match",
-       [](PrecisionRule& rule, const ConfigValue& v, std::string_view key) {
-         rule.match = Codec<std::vector<std::string>>::from(v, key, {});
-       },
-       [](const PrecisionRule& rule) { return Codec<std::vector<std::string>>::to(rule.match); }},
+/// At least 0.
+RuleKey<OptimizerRule> number_key(std::string name, std::optional<double> OptimizerRule::* member) {
+  return {std::move(name),
+          [member](OptimizerRule& rule, const ConfigValue& v, std::string_view key) {
+            rule.*member = Codec<double>::from(v, key, {.low = 0, .words = "at least 0"});
+          },
+          [member](const OptimizerRule& rule) {
+            return Codec<std::optional<double>>::to(rule.*member);
+          }};
+}
+
+template <class Rule>
+RuleKey<Rule> match_key() {
+  return {"match",
+          [](Rule& rule, const ConfigValue& v, std::string_view key) {
+            rule.match = Codec<std::vector<std::string>>::from(v, key, {});
+          },
+          [](const Rule& rule) { return Codec<std::vector<std::string>>::to(rule.match); }};
+}
+
+template <class Rule>
+const std::vector<RuleKey<Rule>>& rule_keys();
+template <>
+const std::vector<RuleKey<PrecisionRule>>& rule_keys<PrecisionRule>() {
+  static const std::vector<RuleKey<PrecisionRule>> keys = {
+      match_key<PrecisionRule>(),
       dtype_key("param_dtype", &PrecisionRule::param_dtype),
       dtype_key("reduce_dtype", &PrecisionRule::reduce_dtype),
       dtype_key("storage_dtype", &PrecisionRule::storage_dtype),
@@ -87,6 +107,15 @@ const std::vector<RuleKey>& rule_keys() {
   };
   return keys;
 }
+template <>
+const std::vector<RuleKey<OptimizerRule>>& rule_keys<OptimizerRule>() {
+  static const std::vector<RuleKey<OptimizerRule>> keys = {
+      match_key<OptimizerRule>(),
+      number_key("lr_scale", &OptimizerRule::lr_scale),
+      number_key("weight_decay", &OptimizerRule::weight_decay),
+  };
+  return keys;
+}
 
 [[noreturn]] void refuse_unknown(const std::string& context, const std::string& name,
                                  const std::vector<std::string>& names) {
@@ -94,20 +123,22 @@ const std::vector<RuleKey>& rule_keys() {
                                          "; the nearest is \"", nearest_name(name, names), "\""));
 }
 
-void set_rule_key(PrecisionRule& rule, const std::string& context, const std::string& name,
+template <class Rule>
+void set_rule_key(Rule& rule, const std::string& context, const std::string& name,
                   const ConfigValue& value) {
   std::vector<std::string> names;
-  for (const RuleKey& key : rule_keys()) {
+  for (const RuleKey<Rule>& key : rule_keys<Rule>()) {
     if (key.name == name) return key.set(rule, value, context + "." + name);
     names.push_back(key.name);
   }
   refuse_unknown(context, name, names);
 }
 
-PrecisionRule read_rule(const ConfigValue& value, const std::string& context) {
+template <class Rule>
+Rule read_rule(const ConfigValue& value, const std::string& context) {
   const Table* table = std::get_if<Table>(&value.value);
-  if (table == nullptr) refuse_value(context, value, "a table with `match` and dtypes");
-  PrecisionRule rule;
+  if (table == nullptr) refuse_value(context, value, "a table with `match` and what is to differ");
+  Rule rule;
   for (const auto& [name, item] : *table) set_rule_key(rule, context, name, item);
   TESSERA_CHECK(!rule.match.empty(), ErrorKind::kConfig, context,
                 ".match: found no pattern, expected at least one, as in match = [\"*norm\"]");
@@ -137,30 +168,32 @@ std::string integers_from(std::int64_t low, std::int64_t high) {
   return concat("an integer from ", low, " to ", high);
 }
 
-std::vector<PrecisionRule> Codec<std::vector<PrecisionRule>>::from(const ConfigValue& v,
-                                                                   std::string_view key,
-                                                                   const Limit&) {
+template <class Rule>
+std::vector<Rule> RuleCodec<Rule>::from(const ConfigValue& v, std::string_view key, const Limit&) {
   const ConfigValue::Array* items = std::get_if<ConfigValue::Array>(&v.value);
-  if (items == nullptr) refuse_value(key, v, "a list of tables, written [[precision.rule]]");
-  std::vector<PrecisionRule> rules;
+  if (items == nullptr) refuse_value(key, v, concat("a list of tables, written [[", key, "]]"));
+  std::vector<Rule> rules;
   for (const ConfigValue& item : *items) {
-    rules.push_back(read_rule(item, concat(key, "[", rules.size() + 1, "]")));
+    rules.push_back(read_rule<Rule>(item, concat(key, "[", rules.size() + 1, "]")));
   }
   return rules;
 }
 
-std::optional<ConfigValue> Codec<std::vector<PrecisionRule>>::to(
-    const std::vector<PrecisionRule>& rules) {
+template <class Rule>
+std::optional<ConfigValue> RuleCodec<Rule>::to(const std::vector<Rule>& rules) {
   ConfigValue::Array items;
-  for (const PrecisionRule& rule : rules) {
+  for (const Rule& rule : rules) {
     Table table;
-    for (const RuleKey& key : rule_keys()) {
+    for (const RuleKey<Rule>& key : rule_keys<Rule>()) {
       if (std::optional<ConfigValue> value = key.get(rule)) table.push_back({key.name, *value});
     }
     items.push_back({std::move(table)});
   }
   return ConfigValue{std::move(items)};
 }
+
+template struct RuleCodec<PrecisionRule>;
+template struct RuleCodec<OptimizerRule>;
 
 namespace {
 

@@ -163,18 +163,21 @@ struct Codec<std::vector<std::int64_t>> {
   }
 };
 
-template <>
-struct Codec<std::array<double, 2>> {
-  static std::string type() { return "list of 2 numbers"; }
-  static std::array<double, 2> from(const ConfigValue& v, std::string_view key,
+template <std::size_t N>
+struct Codec<std::array<double, N>> {
+  static std::string type() { return concat("list of ", N, " numbers"); }
+  static std::array<double, N> from(const ConfigValue& v, std::string_view key,
                                     const Limit& limit) {
     const ConfigValue::Array* items = std::get_if<ConfigValue::Array>(&v.value);
-    if (items == nullptr || items->size() != 2) refuse_value(key, v, "a list of 2 numbers");
-    return {Codec<double>::from((*items)[0], key, limit),
-            Codec<double>::from((*items)[1], key, limit)};
+    if (items == nullptr || items->size() != N) refuse_value(key, v, "a " + type());
+    std::array<double, N> numbers{};
+    for (std::size_t i = 0; i < N; ++i) numbers[i] = Codec<double>::from((*items)[i], key, limit);
+    return numbers;
   }
-  static std::optional<ConfigValue> to(const std::array<double, 2>& pair) {
-    return ConfigValue{ConfigValue::Array{{pair[0]}, {pair[1]}}};
+  static std::optional<ConfigValue> to(const std::array<double, N>& numbers) {
+    ConfigValue::Array items;
+    for (const double each : numbers) items.push_back({each});
+    return ConfigValue{std::move(items)};
   }
 };
 
@@ -230,13 +233,19 @@ struct Codec<MemoryBudget> {
   static std::optional<ConfigValue> to(const MemoryBudget& budget);
 };
 
-/// The tables of [[precision.rule]] (config_codec.cpp).
-template <>
-struct Codec<std::vector<PrecisionRule>> {
+/// The tables of [[precision.rule]] and [[optimizer.rule]] (config_codec.cpp).
+template <class Rule>
+struct RuleCodec {
   static std::string type() { return "list of tables"; }
-  static std::vector<PrecisionRule> from(const ConfigValue& v, std::string_view key, const Limit&);
-  static std::optional<ConfigValue> to(const std::vector<PrecisionRule>& rules);
+  static std::vector<Rule> from(const ConfigValue& v, std::string_view key, const Limit&);
+  static std::optional<ConfigValue> to(const std::vector<Rule>& rules);
 };
+extern template struct RuleCodec<PrecisionRule>;
+extern template struct RuleCodec<OptimizerRule>;
+template <>
+struct Codec<std::vector<PrecisionRule>> : RuleCodec<PrecisionRule> {};
+template <>
+struct Codec<std::vector<OptimizerRule>> : RuleCodec<OptimizerRule> {};
 
 /// The tables of [[data.source]].
 template <>

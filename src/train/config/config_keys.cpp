@@ -31,11 +31,22 @@ struct EnumWords<OptimizerName> {
   });
 };
 template <>
+struct EnumWords<AdjustLr> {
+  static constexpr std::array<std::pair<std::string_view, AdjustLr>, 2> kWords{
+      {{"original", AdjustLr::kOriginal}, {"match_rms_adamw", AdjustLr::kMatchRmsAdamw}}};
+};
+template <>
+struct EnumWords<IterationDType> {
+  static constexpr std::array<std::pair<std::string_view, IterationDType>, 2> kWords{
+      {{"float32", IterationDType::kFloat32}, {"bfloat16", IterationDType::kBFloat16}}};
+};
+template <>
 struct EnumWords<LrDecay> {
-  static constexpr std::array<std::pair<std::string_view, LrDecay>, 3> kWords{
+  static constexpr std::array<std::pair<std::string_view, LrDecay>, 4> kWords{
       {{"constant", LrDecay::kConstant},
        {"linear", LrDecay::kLinear},
-       {"cosine", LrDecay::kCosine}}};
+       {"cosine", LrDecay::kCosine},
+       {"wsd", LrDecay::kWsd}}};
 };
 template <>
 struct EnumWords<BackendName> {
@@ -84,6 +95,10 @@ template <>
 struct Codec<DeviceName> : EnumCodec<DeviceName> {};
 template <>
 struct Codec<OptimizerName> : EnumCodec<OptimizerName> {};
+template <>
+struct Codec<AdjustLr> : EnumCodec<AdjustLr> {};
+template <>
+struct Codec<IterationDType> : EnumCodec<IterationDType> {};
 template <>
 struct Codec<LrDecay> : EnumCodec<LrDecay> {};
 template <>
@@ -363,6 +378,7 @@ void add_plan(std::vector<ConfigKey>& keys) {
 void add_update(std::vector<ConfigKey>& keys) {
   using O = OptimizerConfig;
   using fsdp::Betas;
+  using fsdp::Coefficients;
   Section optimizer(keys, "optimizer", &Config::optimizer);
   optimizer.key("name", &O::name, {"", "Update rule; formulas as PyTorch's."})
       .key("master", &O::master,
@@ -376,11 +392,21 @@ void add_update(std::vector<ConfigKey>& keys) {
 #include "fsdp/optim/optimizers.def"
   optimizer.key("no_decay", &O::no_decay,
                 {"patterns", "Parameters without weight decay; frozen ones count as matched."});
+  optimizer.key("rule", static_cast<std::vector<OptimizerRule> O::*>(&O::rule),
+                {"",
+                 "[[optimizer.rule]]: match = [patterns] with lr_scale, weight_decay or both, over "
+                 "no_decay; the last match wins."});
   using L = LrSchedulerConfig;
   Section(keys, "lr_scheduler", &Config::lr_scheduler)
       .key("warmup_steps", &L::warmup_steps, {"steps", "lr x step / warmup_steps up to that step."},
            count_from(0))
-      .key("decay", &L::decay, {"", "From the end of the warm-up to training.steps."})
+      .key("decay", &L::decay,
+           {"",
+            "From the end of the warm-up, or with wsd (warm-up, stable, decay) in the last "
+            "decay_steps; it would be at its end one step after training.steps."})
+      .key("decay_steps", &L::decay_steps,
+           {"steps", "How many last steps wsd decays in, straight.", "required by wsd"},
+           count_from(1))
       .key("min_lr_factor", &L::min_lr_factor, {"", "Where the decay ends, as a part of lr."},
            between(0, 1));
   using V = ValidationConfig;

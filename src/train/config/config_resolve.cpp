@@ -113,6 +113,17 @@ void require_inside_run(std::string_view key, const std::string& folder) {
                 "folder elsewhere write an absolute path");
 }
 
+void check_schedule(const LrSchedulerConfig& schedule) {
+  const bool decays_last = schedule.decay == LrDecay::kWsd;
+  TESSERA_CHECK(!decays_last || schedule.decay_steps, ErrorKind::kConfig,
+                "lr_scheduler.decay_steps: found nothing with decay \"wsd\", expected how many of "
+                "the last steps decay; it has no default");
+  TESSERA_CHECK(decays_last || !schedule.decay_steps, ErrorKind::kConfig,
+                "lr_scheduler.decay_steps: found ", schedule.decay_steps.value_or(0),
+                " with another decay than \"wsd\", which alone has it; leave it out, or set "
+                "lr_scheduler.decay = \"wsd\"");
+}
+
 void check_sources(const DataConfig& data) {
   TESSERA_CHECK(!data.path.empty() || !data.source.empty(), ErrorKind::kConfig,
                 "data.path: found nothing, expected a text file, a folder, NAME.bin or "
@@ -148,6 +159,7 @@ void check_training(const Config& config) {
   TESSERA_CHECK(!config.job.dump_folder || !config.job.dump_folder->empty(), ErrorKind::kConfig,
                 "job.dump_folder: found an empty name, expected a folder; leave it out for a "
                 "new one below outputs");
+  check_schedule(config.lr_scheduler);
   check_checkpoint(config.checkpoint);
   require_inside_run("checkpoint.folder", config.checkpoint.folder);
   require_inside_run("metrics.folder", config.metrics.folder);
@@ -364,6 +376,8 @@ Config resolved_for_run(const Config& config, const std::string& run_folder) {
   resolved.checkpoint.folder = absolute_under(run, config.checkpoint.folder);
   resolved.metrics.folder = absolute_under(run, config.metrics.folder);
   resolved.optimizer.weight_decay = config.optimizer.effective_weight_decay();
+  resolved.optimizer.momentum =
+      config.optimizer.momentum.value_or(fsdp::default_momentum(config.optimizer.name));
   return resolved;
 }
 
@@ -383,16 +397,22 @@ PrecisionPolicy precision_policy(const PrecisionConfig& precision,
   return policy;
 }
 
+std::int64_t last_whole_step(const LrSchedulerConfig& schedule, std::int64_t steps) {
+  if (schedule.decay != LrDecay::kWsd) return schedule.warmup_steps;
+  return std::max(schedule.warmup_steps, steps - schedule.decay_steps.value_or(0));
+}
+
 double learning_rate(const LrSchedulerConfig& schedule, double lr, std::int64_t steps,
                      std::int64_t step) {
   const std::int64_t warmup = schedule.warmup_steps;
   if (step <= warmup) return lr * static_cast<double>(step) / static_cast<double>(warmup);
-  if (schedule.decay == LrDecay::kConstant) return lr;
+  const std::int64_t whole = last_whole_step(schedule, steps);
+  if (schedule.decay == LrDecay::kConstant || step <= whole) return lr;
   const double done =
-      std::min(1.0, static_cast<double>(step - warmup) / static_cast<double>(steps - warmup));
-  const double left = schedule.decay == LrDecay::kLinear
-                          ? 1.0 - done
-                          : 0.5 * (1.0 + std::cos(std::numbers::pi * done));
+      std::min(1.0, static_cast<double>(step - whole) / static_cast<double>(steps + 1 - whole));
+  const double left = schedule.decay == LrDecay::kCosine
+                          ? 0.5 * (1.0 + std::cos(std::numbers::pi * done))
+                          : 1.0 - done;
   return lr * (schedule.min_lr_factor + (1.0 - schedule.min_lr_factor) * left);
 }
 

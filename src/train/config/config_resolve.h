@@ -93,12 +93,16 @@ std::int64_t resolve_micro_batches(const Config& config, Verb verb, std::int64_t
 
 /// The config as it is written to RUN/config.toml: dump_folder set to `run_folder`; every path
 /// absolute, those of checkpoints and metrics under the run, all others under the working folder;
-/// optimizer.weight_decay filled in.
+/// optimizer.weight_decay and momentum filled in.
 Config resolved_for_run(const Config& config, const std::string& run_folder);
 
+/// The last step at the whole learning rate, behind which it decays: the end of the warm-up, or of
+/// LrDecay::kWsd what decay_steps leave of `steps`, if that is later.
+std::int64_t last_whole_step(const LrSchedulerConfig& schedule, std::int64_t steps);
+
 /// The learning rate of a step: warm-up, then the decay of [lr_scheduler]. Steps count from 1. lr x
-/// step / warmup while step <= warmup; then from lr at the end of the warm-up to lr x min_lr_factor
-/// at step `steps`, straight or along half a cosine.
+/// step / warmup while step <= warmup; lr up to last_whole_step(); from there to lr x min_lr_factor
+/// at step `steps` + 1, which is none of the run's: straight, or along half a cosine.
 double learning_rate(const LrSchedulerConfig& schedule, double lr, std::int64_t steps,
                      std::int64_t step);
 

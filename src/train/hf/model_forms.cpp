@@ -24,4 +24,19 @@ FileForms file_forms(const std::vector<models::ParameterSpec>& table) {
   return FileForms(std::move(stacked));
 }
 
+fsdp::MatrixForms hidden_matrices(const std::vector<models::ParameterSpec>& table) {
+  fsdp::MatrixForms forms;
+  for (const auto& parameter : table) {
+    const bool is_hidden = parameter.decay == models::DecayClass::kMatrix && parameter.layer &&
+                           parameter.part != models::ModelPart::kRouter &&
+                           parameter.tied_to.empty();
+    auto form = file_form(parameter).file;
+    if (form.count == 1 && form.shape.size() == 3) {  // experts in one tensor
+      form = {form.shape[0], {form.shape[1], form.shape[2]}};
+    }
+    if (is_hidden && form.shape.size() == 2) forms.emplace(parameter.name, form);
+  }
+  return forms;
+}
+
 }  // namespace tessera::train

@@ -9,6 +9,7 @@
 #include "base/text/printable.h"
 #include "tessera/dtype.h"
 #include "tessera/error.h"
+#include "train/config/config_resolve.h"
 #include "train/report/metrics.h"
 
 namespace tessera::train {
@@ -171,6 +172,46 @@ std::optional<std::string> long_rows(std::int64_t row_tokens, std::int64_t posit
                 scratch ? "generate will end at that position"
                         : "the model has not seen positions behind it, and generate ends there",
                 "; lower training.seq_len, or raise max_position_embeddings in its config.json");
+}
+
+std::vector<std::string> short_run(const Config& config) {
+  std::vector<std::string> remarks;
+  const auto& schedule = config.lr_scheduler;
+  const auto steps = *config.training.steps;
+  const auto lr = *config.optimizer.lr;
+  if (schedule.warmup_steps > steps) {
+    remarks.push_back(concat("lr_scheduler.warmup_steps: found ", schedule.warmup_steps,
+                             ", more than training.steps ", steps, ": the run ends at the lr ",
+                             learning_rate(schedule, lr, steps, steps), " of ", lr,
+                             "; lower warmup_steps, or raise training.steps"));
+  } else if (steps - schedule.decay_steps.value_or(0) < schedule.warmup_steps) {
+    remarks.push_back(concat("lr_scheduler.decay_steps: found ", *schedule.decay_steps,
+                             ", more than the ", steps - schedule.warmup_steps,
+                             " of training.steps that warmup_steps leaves: the decay begins where "
+                             "the warm-up ends; lower decay_steps, or raise training.steps"));
+  }
+  return remarks;
+}
+
+std::optional<std::string> changed_lr(const Config& before, const Config& now, std::int64_t done) {
+  const auto steps = *now.training.steps;
+  const auto lr_at = [](const Config& config, std::int64_t step) {
+    return learning_rate(config.lr_scheduler, *config.optimizer.lr, *config.training.steps, step);
+  };
+  std::string changes;
+  const auto add = [&](std::string_view key, const auto& was, const auto& is) {
+    if (was != is)
+      changes += concat(changes.empty() ? "" : ", ", key, " was ", was, " and is ", is);
+  };
+  add("training.steps", *before.training.steps, steps);
+  add("optimizer.lr", *before.optimizer.lr, *now.optimizer.lr);
+  if (before.lr_scheduler != now.lr_scheduler) {
+    changes += concat(changes.empty() ? "" : ", ", "[lr_scheduler] is another");
+  }
+  if (changes.empty()) return std::nullopt;
+  return concat("learning rate: ", changes, ": step ", done, " had the lr ", lr_at(before, done),
+                ", step ", done + 1, " has ", lr_at(now, done + 1), ", the last step, ", steps,
+                ", has ", lr_at(now, steps));
 }
 
 }  // namespace tessera::train

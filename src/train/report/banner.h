@@ -53,4 +53,12 @@ std::optional<std::string> slow_bf16(const std::vector<GradContract>& parameters
 std::optional<std::string> long_rows(std::int64_t row_tokens, std::int64_t positions,
                                      const ModelConfig& model);
 
+/// What of the schedule the run's steps leave no room for: a warm-up that is longer than the run, a
+/// decay that is longer than what the warm-up leaves.
+std::vector<std::string> short_run(const Config& config);
+
+/// How the learning rate goes on where a run is resumed after step `done` with other steps, schedule
+/// or lr than `before`; none where all are the same. Both have steps and lr.
+std::optional<std::string> changed_lr(const Config& before, const Config& now, std::int64_t done);
+
 }  // namespace tessera::train

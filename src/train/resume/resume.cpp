@@ -206,6 +206,17 @@ void require_same_lora(const RunIdentity& identity, const CheckpointFolder& chec
 
 }  // namespace
 
+std::optional<Config> config_before(const Config& config) {
+  if (!config.job.dump_folder) return std::nullopt;
+  try {
+    auto before = load_config((fs::path(*config.job.dump_folder) / "config.toml").string());
+    if (before.training.steps && before.optimizer.lr) return before;
+  } catch (const Error&) {
+    // Nothing depends on it but what is said.
+  }
+  return std::nullopt;
+}
+
 void require_no_checkpoints(const CheckpointConfig& config, World& world) {
   comm::on_all_or_none(world, "checkpoint folder", [&] {
     if (world.rank() != 0) return;

@@ -50,6 +50,10 @@ struct RunIdentity {
   std::optional<CheckpointLora> lora;
 };
 
+/// What RUN/config.toml says, as the run before this one left it: none where there is no such file,
+/// or one that this program does not read. Of the same RUN, before the run writes its own.
+std::optional<Config> config_before(const Config& config);
+
 /// Readies checkpoint.folder for writing (what a crash left unfinished goes) and opens what the run
 /// goes on from: none = it starts anew. Collective. Errors, on all ranks alike: kConfig where
 /// load_step is 0 and there are checkpoints, or names none; kIo, kFormat naming the file.

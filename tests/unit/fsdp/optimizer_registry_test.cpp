@@ -17,7 +17,11 @@ TEST(OptimizerRegistry, NamesAndDefaultsAreThoseOfWrittenFiles) {
   const Hyperparameters values;
   EXPECT_EQ(values.betas, (fsdp::Betas{0.9, 0.95}));
   EXPECT_EQ(values.eps, 1e-8);
-  EXPECT_EQ(values.momentum, 0.0);
+  EXPECT_FALSE(values.momentum.has_value());
+  EXPECT_EQ(fsdp::name_of(OptimizerName::kMuon), "Muon");
+  EXPECT_EQ(fsdp::default_weight_decay(OptimizerName::kMuon), 0.1);
+  EXPECT_EQ(fsdp::default_momentum(OptimizerName::kSgd), 0.0);
+  EXPECT_EQ(fsdp::default_momentum(OptimizerName::kMuon), 0.95);
   EXPECT_FALSE(values.weight_decay.has_value());
 }
 

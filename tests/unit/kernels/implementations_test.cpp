@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/seen_blocks.h"
 #include "unit/nn/compare.h"
 
 namespace tessera::kernels::implementations_test {
@@ -129,6 +130,24 @@ TEST(Implementations, GatesAgree) {
   }
 }
 
+/// Of queries, of which the first stands at `first` of so many keys.
+struct Seen {
+  std::optional<at::Tensor> begins, ends;
+  std::int64_t window = kNoWindow;
+};
+
+/// All that are not behind; windows; documents of random lengths; and ends behind the queries.
+std::vector<Seen> seen_of(std::int64_t rows, std::int64_t queries, std::int64_t first,
+                          std::int64_t keys) {
+  const at::Tensor own = at::arange(first, first + queries).expand({rows, queries});
+  const at::Tensor before = (draw(21, {rows, queries}).abs() * 9).to(at::kLong);
+  const at::Tensor after = (draw(22, {rows, queries}).abs() * 9).to(at::kLong);
+  const at::Tensor begins = (own - before).clamp_min(0), ends = (own + 1 + after).clamp_max(keys);
+  at::Tensor starts = at::where(draw(23, {rows, queries}) > 1.5, own, at::zeros_like(own));
+  starts = std::get<0>(at::cummax(starts, 1)).contiguous();
+  return {{}, {{}, {}, 7}, {starts, {}}, {begins, {}}, {begins, ends}, {{}, ends, 5}};
+}
+
 // More positions than a block of cpu/ has, and values of another head_dim.
 TEST(Implementations, CausalAttentionAgrees) {
   constexpr std::int64_t kRows = 2, kGroups = 2, kRepeat = 3, kHeadDim = 8, kValueDim = 6;
@@ -139,16 +158,21 @@ TEST(Implementations, CausalAttentionAgrees) {
       const at::Tensor v = draw(3, {kRows, positions, kGroups * kValueDim}, dtype);
       const at::Tensor grad = draw(4, {kRows, positions, kGroups * kRepeat * kValueDim}, dtype);
       const Bound bound = bound_of(dtype);
-      const auto in_cpu = cpu::causal_attention_forward(q, k, v, 0.4);
-      const auto in_aten = aten::causal_attention_forward(q, k, v, 0.4);
-      const at::Tensor& mixed = std::get<0>(in_cpu);
-      expect_alike(mixed, std::get<0>(in_aten), bound, text("causal_attention_forward", dtype));
-      EXPECT_TRUE(at::equal(cpu::causal_attention(q, k, v, 0.4), mixed)) << "nothing else is kept";
-      EXPECT_TRUE(at::equal(aten::causal_attention(q, k, v, 0.4), std::get<0>(in_aten)));
-      expect_alike(
-          cpu::causal_attention_backward(grad, std::get<1>(in_cpu), kGroups, kRepeat, 0.4),
-          aten::causal_attention_backward(grad, std::get<1>(in_aten), kGroups, kRepeat, 0.4), bound,
-          text("causal_attention_backward", dtype));
+      for (const auto& [begins, ends, window] : seen_of(kRows, positions, 0, positions)) {
+        const auto in_cpu = cpu::causal_attention_forward(q, k, v, begins, ends, window, 0.4);
+        const auto in_aten = aten::causal_attention_forward(q, k, v, begins, ends, window, 0.4);
+        const at::Tensor& mixed = std::get<0>(in_cpu);
+        expect_alike(mixed, std::get<0>(in_aten), bound, text("causal_attention_forward", dtype));
+        EXPECT_TRUE(at::equal(cpu::causal_attention(q, k, v, begins, ends, window, 0.4), mixed))
+            << "nothing else is kept";
+        EXPECT_TRUE(at::equal(aten::causal_attention(q, k, v, begins, ends, window, 0.4),
+                              std::get<0>(in_aten)));
+        expect_alike(cpu::causal_attention_backward(grad, std::get<1>(in_cpu), begins, ends, window,
+                                                    kGroups, kRepeat, 0.4),
+                     aten::causal_attention_backward(grad, std::get<1>(in_aten), begins, ends,
+                                                     window, kGroups, kRepeat, 0.4),
+                     bound, text("causal_attention_backward", dtype));
+      }
     }
     const at::Tensor last = draw(5, {kRows, kGroups, 2, kRepeat, kHeadDim}, dtype);
     const at::Tensor keys = draw(6, {kRows, kGroups, 40, kHeadDim}, dtype);
@@ -171,23 +195,24 @@ TEST(Implementations, WindowsAgree) {
   const at::Tensor grads = draw(2, drawn.sizes());
   const at::Tensor some = draw(3, {kGroups * kRepeat}) * 3;
   for (const auto& sinks : {std::optional<at::Tensor>(), std::optional(some)}) {
-    for (const std::int64_t window : {std::int64_t{3}, std::numeric_limits<std::int64_t>::max()}) {
+    for (const auto& [begins, ends, window] : seen_of(kRows, kQueries, kFirst, kKeys)) {
       const auto fresh = [&](const at::Tensor& like) {
         return Windowed{like.clone(),
                         sinks ? std::optional(at::zeros(like.sizes().slice(0, 2))) : std::nullopt};
       };
       Windowed one = fresh(drawn), other = fresh(drawn);
-      cpu::window_softmax(one.scores, sinks, one.shares, kFirst, window, kGroups, kRepeat, 0.7);
-      aten::window_softmax(other.scores, sinks, other.shares, kFirst, window, kGroups, kRepeat,
-                           0.7);
+      cpu::window_softmax(one.scores, sinks, one.shares, begins, ends, kFirst, window, kGroups,
+                          kRepeat, 0.7);
+      aten::window_softmax(other.scores, sinks, other.shares, begins, ends, kFirst, window, kGroups,
+                           kRepeat, 0.7);
       expect_alike(one.scores, other.scores, nn::kFloat32, "window_softmax");
       if (sinks) expect_alike(*one.shares, *other.shares, nn::kFloat32, "shares");
       const at::Tensor grad = grads.clone(), same_grad = grads.clone();
       if (sinks) other.shares = one.shares->clone();
-      cpu::window_softmax_backward(grad, one.scores, one.shares, kFirst, window, kGroups, kRepeat,
-                                   0.7);
-      aten::window_softmax_backward(same_grad, one.scores, other.shares, kFirst, window, kGroups,
-                                    kRepeat, 0.7);
+      cpu::window_softmax_backward(grad, one.scores, one.shares, begins, ends, kFirst, window,
+                                   kGroups, kRepeat, 0.7);
+      aten::window_softmax_backward(same_grad, one.scores, other.shares, begins, ends, kFirst,
+                                    window, kGroups, kRepeat, 0.7);
       expect_alike(grad, same_grad, nn::kFloat32, "window_softmax_backward");
       if (!sinks) continue;
       expect_alike(*one.shares, *other.shares, nn::kFloat32, "gradients of rows' sinks");

@@ -87,10 +87,16 @@ TEST_F(Isas, SoftmaxAgrees) {
     std::vector<float> weights = scores;
     isa.fp32.causal_softmax(CausalRows<float>{.scores = weights.data(),
                                               .weights = nullptr,
-                                              .keys = kColumns,
-                                              .first = 70,
-                                              .repeat = 1,
-                                              .period = kRows,
+                                              .sums = nullptr,
+                                              .seen = {.begins = nullptr,
+                                                       .ends = nullptr,
+                                                       .from = 0,
+                                                       .keys = kColumns,
+                                                       .first = 70,
+                                                       .window = 1000,
+                                                       .groups = 1,
+                                                       .repeat = 1,
+                                                       .period = kRows},
                                               .scale = 0.7F},
                             0, kRows);
     return weights;
@@ -111,12 +117,15 @@ TEST_F(Isas, WindowsAndSinksAgree) {
                      .weights = nullptr,
                      .sinks = sinks.data(),
                      .shares = shares.data(),
-                     .keys = kKeys,
-                     .first = 47,
-                     .window = window,
-                     .groups = 2,
-                     .repeat = 2,
-                     .period = 4,
+                     .seen = {.begins = nullptr,
+                              .ends = nullptr,
+                              .from = 0,
+                              .keys = kKeys,
+                              .first = 47,
+                              .window = window,
+                              .groups = 2,
+                              .repeat = 2,
+                              .period = 4},
                      .scale = 0.7F};
       isa.window_softmax(job, 0, kHeadRows);
       job.scores = grad.data();

@@ -16,6 +16,7 @@
 #include "kernels/implementations.h"
 #include "kernels/operations.h"
 #include "kernels/results.h"
+#include "kernels/seen_blocks.h"
 
 namespace tessera::kernels::watched_test {
 namespace {
@@ -196,27 +197,34 @@ std::vector<Case> attention(at::ScalarType dtype) {
   const auto q = draw(1, {2, 2, 300, 3, 8}, dtype), k = draw(2, {2, 2, 300, 1, 8}, dtype);
   const auto v = draw(3, {2, 300, 2 * 6}, dtype), grad = draw(4, {2, 300, 6 * 6}, dtype);
   Tensors backward{grad};
-  const auto forward = causal_attention_forward(q, k, v, 0.4);
+  const at::Tensor begins = at::arange(300).div(7, "floor").mul(7).expand({2, 300}).contiguous();
+  const auto forward = causal_attention_forward(q, k, v, begins, {}, kNoWindow, 0.4);
   backward.insert(backward.end(), std::get<1>(forward).begin(), std::get<1>(forward).end());
+  backward.push_back(begins);
   const auto last = draw(5, {2, 2, 2, 3, 8}, dtype), keys = draw(6, {2, 2, 40, 8}, dtype);
   const auto values = draw(7, {2, 2, 40, 6}, dtype);
   const auto scores = draw(8, {4, 15, 12}) * 5, sinks = draw(9, {6});
   const auto rows = draw(10, {4, 15});
+  const auto wide_values = draw(13, {2, 2, 300, 6}, dtype);
   return {
       {"causal_attention",
-       {q, k, v},
-       [](const Tensors& a) { return listed(causal_attention(a[0], a[1], a[2], 0.4)); },
+       {q, k, v, begins},
+       [](const Tensors& a) {
+         return listed(causal_attention(a[0], a[1], a[2], a[3], {}, kNoWindow, 0.4));
+       },
        0,
        1},
       {"causal_attention_forward",
-       {q, k, v},
-       [](const Tensors& a) { return listed(causal_attention_forward(a[0], a[1], a[2], 0.4)); },
+       {q, k, v, begins},
+       [](const Tensors& a) {
+         return listed(causal_attention_forward(a[0], a[1], a[2], a[3], {}, kNoWindow, 0.4));
+       },
        0,
        1},
       {"causal_attention_backward", std::move(backward),
        [](const Tensors& a) {
-         const Tensors kept(a.begin() + 1, a.end());
-         return listed(causal_attention_backward(a[0], kept, 2, 3, 0.4));
+         const Tensors kept(a.begin() + 1, a.end() - 1);
+         return listed(causal_attention_backward(a[0], kept, a.back(), {}, kNoWindow, 2, 3, 0.4));
        },
        0, 0},
       {"cached_attention",
@@ -224,16 +232,30 @@ std::vector<Case> attention(at::ScalarType dtype) {
        [](const Tensors& a) { return listed(cached_attention(a[0], a[1], a[2], 0.4)); },
        0,
        1},
+      {"windowed_attention",
+       {q, k.squeeze(3), wide_values, sinks, begins},
+       [](const Tensors& a) {
+         return listed(windowed_attention(a[0], a[1], a[2], a[3], a[4], {}, 9, 0.4));
+       },
+       0,
+       0},
+      {"windowed_attention_backward",
+       {grad, q, k.squeeze(3), wide_values, sinks, begins},
+       [](const Tensors& a) {
+         return listed(windowed_attention_backward(a[0], a[1], a[2], a[3], a[4], a[5], {}, 9, 0.4));
+       },
+       0,
+       0},
       {"window_softmax",
        {scores, sinks, at::zeros({4, 15})},
        [](const Tensors& a) {
-         window_softmax(a[0], a[1], a[2], 7, 3, 2, 3, 0.7);
+         window_softmax(a[0], a[1], a[2], {}, {}, 7, 3, 2, 3, 0.7);
          return Tensors{};
        }},
       {"window_softmax_backward",
        {draw(11, {4, 15, 12}), scores.softmax(-1), rows},
        [](const Tensors& a) {
-         window_softmax_backward(a[0], a[1], a[2], 7, 3, 2, 3, 0.7);
+         window_softmax_backward(a[0], a[1], a[2], {}, {}, 7, 3, 2, 3, 0.7);
          return Tensors{};
        }},
       {"add_sink_gradients",
@@ -362,6 +384,7 @@ TEST(WatchedKernels, AreTheWholeList) {
   for (const auto& c : all_cases()) tested.insert(c.name);
 #define TESSERA_NAMED(name) listed_names.insert(#name);
   TESSERA_KERNELS(TESSERA_NAMED)
+  TESSERA_MADE_KERNELS(TESSERA_NAMED)
 #undef TESSERA_NAMED
   EXPECT_EQ(tested, listed_names);
 }
@@ -416,8 +439,9 @@ TEST(WatchedKernels, WhatIsExcludedIsNotSeen) {
 }
 
 // Left out: what has no results (sums, softmax in place, optimizers); what backward of attention
-// reads, whose form is the implementation's own; clamped_swiglu_backward and embeddings, for which
-// ATen has no meta forms of abs(), index_select() and embedding_dense_backward() without Python.
+// reads, whose form is the implementation's own; clamped_swiglu_backward, windows and embeddings, for
+// which ATen has no meta forms of abs(), logsumexp(), index_select() and embedding_dense_backward()
+// without Python.
 TEST(WatchedKernels, OnMetaTensorsHaveTheRealSizesAndDtypes) {
   const at::NoGradGuard no_grad;
   for (const auto& c : all_cases()) {

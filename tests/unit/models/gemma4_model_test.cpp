@@ -158,14 +158,10 @@ TEST(Gemma4Model, ImagesMayAttendBothWaysAndTextNever) {
   inputs.input_ids = at::tensor({5, id, id, 7, id, 9}, at::kLong).view({1, 6});
   inputs.token_types = inputs.input_ids.eq(kImageToken).to(at::kLong);
   const Gemma4Model model(spec);
-  const at::Tensor seen = model.visible(0, inputs)->squeeze(0);
-  const auto sees = [&](int query, int key) { return seen[query][key].item<bool>(); };
-  EXPECT_TRUE(sees(1, 2)) << "a later token of the same image";
-  EXPECT_FALSE(sees(2, 4)) << "a token of a later image";
-  EXPECT_FALSE(sees(0, 1)) << "text sees no later image";
-  EXPECT_TRUE(sees(4, 1));
-  EXPECT_FALSE(sees(5, 1)) << "outside the window of 4";
-  EXPECT_FALSE(model.visible(1, inputs).has_value()) << "a full layer is causal";
+  EXPECT_TRUE(model.seen(inputs).ends.equal(at::tensor({1, 3, 3, 4, 5, 6}, at::kLong).view({1, 6})))
+      << "a token of an image sees the last one of it, text itself";
+  spec.gemma4->image_attention = ImageAttention::kCausal;
+  EXPECT_FALSE(Gemma4Model(spec).seen(inputs).ends.defined());
 }
 
 TEST(Gemma4Model, EveryTokenIsCountedAtItsExpertsInEveryLayer) {

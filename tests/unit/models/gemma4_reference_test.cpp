@@ -58,7 +58,7 @@ TEST_P(Gemma4Reference, EveryLayersOutputAgrees) {
   at::Tensor x = model->embed(inputs);
   EXPECT_LT(largest(x - reference_.result("hidden/embed")), kHiddenBound);
   for (std::size_t i = 0; i < model->layers().size(); ++i) {
-    x = model->layers()[i](x, model->visible(i, inputs), RoutingRequest{}).x;
+    x = model->layers()[i](x, model->seen(inputs), RoutingRequest{}).x;
     EXPECT_LT(largest(x - reference_.result("hidden/layer." + std::to_string(i))), kHiddenBound)
         << "layer " << i;
   }
@@ -129,8 +129,10 @@ TEST_P(Gemma4Reference, RowsDoNotSeeEachOther) {
   const auto model = reference_.gemma4(Reference::Compute::kFloat32);
   const ModelInputs inputs = inputs_of(reference_);
   const at::Tensor logits = model->forward(inputs);
-  const at::Tensor images_of_row =
-      (nn::number_runs(inputs.token_types->eq(1)).amax(1) + 1).cumsum(0);
+  // A run of image tokens is an image.
+  const at::Tensor flags = inputs.token_types->eq(1).to(at::kLong);
+  const at::Tensor begins = at::constant_pad_nd(flags, {1, 0}).diff(1, 1).eq(1);
+  const at::Tensor images_of_row = begins.sum(1).cumsum(0);
   std::int64_t begin = 0;
   for (std::int64_t row = 0; row < 2; ++row) {
     const std::int64_t end = images_of_row[row].item<std::int64_t>();

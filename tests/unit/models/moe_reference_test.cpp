@@ -59,7 +59,7 @@ TEST_P(MoeReference, EveryLayersOutputAgrees) {
   at::Tensor x = model->embedding()(reference_.result("input_ids"));
   EXPECT_LT(largest(x - reference_.result("hidden/embed")), GetParam().hidden_bound);
   for (std::size_t i = 0; i < model->layers().size(); ++i) {
-    x = model->layers()[i](x, RoutingRequest{}).x;
+    x = model->layers()[i](x, RoutingRequest{}, nn::Documents{}).x;
     EXPECT_LT(largest(x - reference_.result(concat("hidden/layer.", i))), GetParam().hidden_bound)
         << "layer " << i;
   }

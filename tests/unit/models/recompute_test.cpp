@@ -97,7 +97,7 @@ TEST(LayerRecompute, ALayerWithExpertsHoldsNothingOrItsProducts) {
   const auto x = input();
   constexpr std::int64_t experts = kTokens * 3 + 2 * kTokens * (2 * 7 + kHidden);
   expect_held(layer, kAttentionProducts + kMlpProducts + experts,
-              [&] { return layer->forward(x, std::nullopt, {}).x; });
+              [&] { return layer->forward(x, {}, {}).x; });
 }
 
 TEST(LayerRecompute, ALayerOfTheTowerHoldsNothingOrItsProducts) {

@@ -7,6 +7,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -76,6 +77,51 @@ inline at::Tensor cross_entropy_sum_composite(const at::Tensor& logits, const at
                                 kIgnoredLabel);
 }
 
+struct MaskedKeys {
+  at::Tensor hidden;      ///< bool, broadcast to [B, G, T, R, N]: what no query sees
+  at::Tensor sinks = {};  ///< [G*R]: one more logit a head that takes its share of the softmax
+};
+/// q [B, G, T, R, D], keys and values [B, G, N, D] -> [B, T, G*R*D], D that of values, out of ATen
+/// operations.
+inline at::Tensor attention_composite(const at::Tensor& q, const at::Tensor& keys,
+                                      const at::Tensor& values, const MaskedKeys& masked_keys,
+                                      double scale) {
+  const std::int64_t rows = q.size(0);
+  const std::int64_t groups = q.size(1);
+  const std::int64_t positions = q.size(2);
+  const std::int64_t repeat = q.size(3);
+  const std::int64_t head_dim = q.size(4);
+  const std::int64_t seen = keys.size(2);
+  const at::Tensor queries = q.reshape({rows, groups, positions * repeat, head_dim});
+  const at::Tensor scores = at::matmul(queries, keys.transpose(2, 3)) * scale;
+  const at::ScalarType inside = at::promote_types(q.scalar_type(), at::kFloat);
+  const at::Tensor weights = [&] {
+    const WideScope softmax;
+    const at::Tensor masked =
+        scores.to(inside)
+            .view({rows, groups, positions, repeat, seen})
+            .masked_fill(masked_keys.hidden, -std::numeric_limits<double>::infinity());
+    if (!masked_keys.sinks.defined()) return at::softmax(masked, 4).to(q.scalar_type());
+    const at::Tensor sinks = masked_keys.sinks.to(inside)
+                                 .view({1, groups, 1, repeat, 1})
+                                 .expand({rows, groups, positions, repeat, 1});
+    return at::softmax(at::cat({masked, sinks}, 4), 4).narrow(4, 0, seen).to(q.scalar_type());
+  }();
+  return at::matmul(weights.reshape({rows, groups, positions * repeat, seen}), values)
+      .view({rows, groups, positions, repeat * values.size(3)})
+      .transpose(1, 2)
+      .reshape({rows, positions, groups * repeat * values.size(3)});
+}
+
+/// q, k and v as causal_attention takes them; visible [B or 1, T or 1, T] bool: whether query i (dim
+/// 1) sees key j (dim 2). -> [B, T, G*R*D]. Every query must see a key.
+inline at::Tensor masked_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                   const at::Tensor& visible, double scale) {
+  const at::Tensor values = v.reshape({q.size(0), q.size(2), q.size(1), q.size(4)}).transpose(1, 2);
+  return attention_composite(q, k.squeeze(3), values,
+                             {.hidden = visible.logical_not().unsqueeze(1).unsqueeze(3)}, scale);
+}
+
 inline at::Tensor cached_attention_composite(const at::Tensor& q, const at::Tensor& keys,
                                              const at::Tensor& values, double scale) {
   const std::int64_t positions = q.size(2);
@@ -125,6 +171,24 @@ inline at::Tensor windowed_attention_composite(const at::Tensor& q, const at::Te
     begin = end;
   } while (begin < queries);
   return (blocks.size() == 1 ? blocks.front() : at::cat(blocks, 1)).to(q.scalar_type());
+}
+
+/// Who sees whom, [B or 1, T, T] bool, of runs of flags that see themselves whole and documents.
+inline at::Tensor seen_by_each(std::int64_t window, const at::Tensor& flags,
+                               const at::Tensor& starts) {
+  const at::Tensor position = at::arange(flags.size(1));
+  const at::Tensor query = position.unsqueeze(1), key = position.unsqueeze(0);
+  const at::Tensor same = starts.unsqueeze(2) == starts.unsqueeze(1);
+  // Between two positions of one run there is no position outside of it.
+  const at::Tensor outside = at::cumsum(flags.logical_not().to(at::kLong), 1);
+  const at::Tensor run = (outside.unsqueeze(2) == outside.unsqueeze(1))
+                             .logical_and(flags.unsqueeze(2))
+                             .logical_and(flags.unsqueeze(1));
+  return (key <= query)
+      .unsqueeze(0)
+      .logical_or(run)
+      .logical_and(same)
+      .logical_and(key > query - window);
 }
 
 }  // namespace tessera::nn

@@ -1,5 +1,6 @@
 // The layers that only Gemma 4 has, against plain formulas in fp64.
 #include "nn/attention.h"
+#include "nn/documents.h"
 #include "nn/loss.h"
 #include "nn/masked_attention.h"
 #include "nn/mlp.h"
@@ -106,43 +107,61 @@ Tensors heads(std::int64_t rows, std::int64_t positions) {
           at::randn({rows, positions, 16})};
 }
 
-TEST_F(GemmaLayers, AttentionUnderACausalMaskIsCausalAttention) {
-  const auto masked = [](const Tensors& in) {
-    return masked_attention(in[0], in[1], in[2],
-                            sliding_visibility(in[0].size(2), in[0].size(2), std::nullopt), 0.5);
-  };
-  const auto causal = [](const Tensors& in) {
-    return causal_attention_composite(in[0], in[1], in[2], 0.5);
-  };
-  expect_equals_composite(masked, causal, heads(2, 7), {1e-6, 4e-6}, "float");
-  expect_equals_composite(masked, causal, heads(0, 7), kFloat32, "no rows");
+// Images that are read both ways inside a window, of random lengths, and documents between them:
+// beside the whole mask of who sees whom.
+TEST_F(GemmaLayers, RunsInAWindowAreTheWholeMask) {
+  for (const std::int64_t positions : {1, 9, 70, 300}) {
+    const at::Tensor flags = at::rand({2, positions}).gt(0.4);
+    const at::Tensor starts =
+        std::get<0>(at::cummax(at::where(at::rand({2, positions}).lt(0.1), at::arange(positions),
+                                         at::zeros({2, positions}, at::kLong)),
+                               1));
+    for (const std::int64_t window : {1, 5, 64, 1000}) {
+      const at::Tensor visible = seen_by_each(window, flags, starts);
+      const AttentionMask mask{
+          .window = window, .begins = starts, .ends = ends_of_runs(flags, {starts})};
+      expect_equals_composite(
+          [&](const Tensors& in) { return causal_attention(in[0], in[1], in[2], 0.5, mask); },
+          [&](const Tensors& in) { return masked_attention(in[0], in[1], in[2], visible, 0.5); },
+          heads(2, positions), {1e-6, 4e-6},
+          std::to_string(positions) + " positions, window " + std::to_string(window));
+    }
+  }
 }
 
-// What a mask hides has no influence: neither on the result nor on gradients.
+// What lies behind the end has no influence, neither on the result nor on gradients, and a query that
+// does not see itself is as others.
 TEST_F(GemmaLayers, HiddenKeysHaveNoInfluence) {
   Tensors in = heads(1, 6);
   for (at::Tensor& tensor : in) tensor.requires_grad_(true);
-  const at::Tensor visible = at::tensor({1, 1, 1, 1, 0, 0}, at::kInt).to(at::kBool).view({1, 1, 6});
-  const at::Tensor out = masked_attention(in[0], in[1], in[2], visible, 1.0);
+  const AttentionMask mask{.ends = at::full({1, 6}, 4, at::kLong)};
+  const at::Tensor out = causal_attention(in[0], in[1], in[2], 1.0, mask);
   out.sum().backward();
   EXPECT_EQ(in[1].grad().narrow(2, 4, 2).abs().max().item<double>(), 0.0);
   EXPECT_EQ(in[2].grad().narrow(1, 4, 2).abs().max().item<double>(), 0.0);
   const at::NoGradGuard no_grad;
   in[1].narrow(2, 4, 2).fill_(1e4);
   in[2].narrow(1, 4, 2).fill_(-7.0);
-  EXPECT_TRUE(masked_attention(in[0], in[1], in[2], visible, 1.0).equal(out));
+  EXPECT_TRUE(causal_attention(in[0], in[1], in[2], 1.0, mask).equal(out));
+  const at::Tensor visible = at::arange(6).lt(4).view({1, 1, 6});
+  EXPECT_TRUE(at::allclose(masked_attention(in[0], in[1], in[2], visible, 1.0), out, 1e-5, 1e-5));
 }
 
-TEST_F(GemmaLayers, RunsAreNumberedRowByRow) {
+TEST_F(GemmaLayers, ARunEndsAtItsLastFlagAndAtItsDocument) {
   const at::Tensor flags =
       at::tensor({1, 1, 0, 1, 0, 0, 1, 1}, at::kInt).view({2, 4}).to(at::kBool);
   EXPECT_TRUE(
-      number_runs(flags).equal(at::tensor({0, 0, -1, 1, -1, -1, 0, 0}, at::kLong).view({2, 4})));
-  EXPECT_EQ(number_runs(at::empty({2, 0}, at::kBool)).numel(), 0);
+      ends_of_runs(flags, {}).equal(at::tensor({2, 2, 3, 4, 1, 2, 4, 4}, at::kLong).view({2, 4})));
+  const at::Tensor starts = at::tensor({0, 1, 1, 1, 0, 0, 0, 3}, at::kLong).view({2, 4});
+  EXPECT_TRUE(ends_of_runs(flags, {starts})
+                  .equal(at::tensor({1, 2, 3, 4, 1, 2, 3, 4}, at::kLong).view({2, 4})));
+  EXPECT_EQ(ends_of_runs(at::empty({2, 0}, at::kBool), {}).numel(), 0);
+  EXPECT_EQ(ends_of_runs(at::empty({0, 3}, at::kBool), {}).numel(), 0);
 }
 
+// Query, window, images: what the first layers of the family say.
 TEST_F(GemmaLayers, AWindowCountsTheQueryItselfAndHasNoUpperEndInsideABlock) {
-  const at::Tensor blocks = at::tensor({-1, 0, 0, 0, -1}, at::kLong).view({1, 5});
+  const at::Tensor flags = at::tensor({0, 1, 1, 1, 0}, at::kInt).to(at::kBool).view({1, 5});
   const at::Tensor expected = at::tensor({1, 0, 0, 0, 0,  //
                                           1, 1, 1, 1, 0,  //
                                           0, 1, 1, 1, 0,  //
@@ -151,7 +170,7 @@ TEST_F(GemmaLayers, AWindowCountsTheQueryItselfAndHasNoUpperEndInsideABlock) {
                                          at::kInt)
                                   .to(at::kBool)
                                   .view({1, 5, 5});
-  EXPECT_TRUE(sliding_visibility(5, 2, blocks).equal(expected));
+  EXPECT_TRUE(seen_by_each(2, flags, at::zeros({1, 5}, at::kLong)).equal(expected));
 }
 
 }  // namespace

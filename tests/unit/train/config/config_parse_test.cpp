@@ -90,6 +90,23 @@ frozen = false
   EXPECT_EQ(precision_policy(config.precision).rules, config.precision.rule);
 }
 
+TEST(ConfigParse, ReadsOptimizerRulesInOrder) {
+  const Config config = parse_config(R"([optimizer]
+lr = 1e-3
+[[optimizer.rule]]
+match = "*bias"
+weight_decay = 0
+[[optimizer.rule]]
+match = ["lm_head", "layers.0"]
+lr_scale = 0.5
+)",
+                                     "run.toml");
+  ASSERT_EQ(config.optimizer.rule.size(), 2u);
+  EXPECT_EQ(config.optimizer.rule[0], (OptimizerRule{{"*bias"}, std::nullopt, 0.0}));
+  EXPECT_EQ(config.optimizer.rule[1], (OptimizerRule{{"lm_head", "layers.0"}, 0.5, std::nullopt}));
+  EXPECT_EQ(parse_config(to_toml(config), "again.toml"), config);
+}
+
 TEST(ConfigParse, FrozenOfARuleIsAFlagOrTheWayItIsKept) {
   const auto frozen = [](const std::string& value) {
     return parse_config("[[precision.rule]]\nmatch = \"x\"\nfrozen = " + value, "x")
@@ -298,7 +315,10 @@ RC_GTEST_PROP(ConfigDump, AnyConfigReadsBackEqual, ()) {
   config.training.max_norm = *rc::gen::inRange(0, 1000);
   config.precision.storage_dtype = *rc::gen::element(DTypeChoice{}, DTypeChoice{DType::kFloat16});
   config.lr_scheduler.decay =
-      *rc::gen::element(LrDecay::kConstant, LrDecay::kLinear, LrDecay::kCosine);
+      *rc::gen::element(LrDecay::kConstant, LrDecay::kLinear, LrDecay::kCosine, LrDecay::kWsd);
+  config.lr_scheduler.decay_steps = *rc::gen::element<std::optional<std::int64_t>>(std::nullopt, 7);
+  config.optimizer.rule = {{names, *rc::gen::element<std::optional<double>>(std::nullopt, 0.25),
+                            *rc::gen::element<std::optional<double>>(std::nullopt, 0.0)}};
   PrecisionRule rule;
   rule.match = names;
   rule.param_dtype = DType::kBFloat16;

@@ -51,6 +51,32 @@ TEST(FileForms, AStackedParameterIsItsTensorsAndAnyOtherOneOfItsName) {
   EXPECT_EQ(FileForms().of(contract).names.size(), 1U) << "without a table nothing is stacked";
 }
 
+// What Muon takes whole: each matrix of a layer as files have it, each expert's by itself.
+TEST(HiddenMatrices, AreThoseOfLayersButRoutersNormsAndBiases) {
+  using models::DecayClass;
+  std::vector<models::ParameterSpec> table{
+      {.name = "model.embed_tokens.weight", .shape = {9, 4}, .decay = DecayClass::kEmbedding},
+      {.name = "q_proj.weight", .shape = {6, 4}, .layer = 0},
+      {.name = "q_proj.bias", .shape = {6}, .decay = DecayClass::kBias, .layer = 0},
+      {.name = "norm.weight", .shape = {4}, .decay = DecayClass::kNorm, .layer = 0},
+      {.name = "gate.weight", .shape = {3, 4}, .part = models::ModelPart::kRouter, .layer = 0},
+      {.name = "down_proj", .shape = {3, 4, 2}, .layer = 0},
+      {.name = "down_proj_bias", .shape = {3, 4}, .decay = DecayClass::kBias, .layer = 0},
+      {.name = "lm_head.weight", .shape = {9, 4}}};
+  table.push_back(experts(3));
+  table.back().layer = 0;
+  const auto found = hidden_matrices(table);
+  ASSERT_EQ(found.size(), 3U);
+  const auto expect = [&](const std::string& name, std::int64_t count, std::int64_t rows,
+                          std::int64_t columns) {
+    EXPECT_EQ(found.at(name).count, count) << name;
+    EXPECT_EQ(found.at(name).shape, (std::vector<std::int64_t>{rows, columns})) << name;
+  };
+  expect("q_proj.weight", 1, 6, 4);
+  expect("down_proj", 3, 4, 2);
+  expect(table.back().name, 6, 3, 4);
+}
+
 TEST(FileForms, TensorsThatAreNotTheParameterAreOurMistake) {
   auto parameter = experts(3);
   parameter.stacked.pop_back();

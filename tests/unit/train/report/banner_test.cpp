@@ -89,5 +89,46 @@ TEST(Banner, RowsBeyondTheModelsPositionsAreSaidWithBothNumbers) {
                     HasSubstr("max_position_embeddings 64 of 'folder'")));
 }
 
+Config run_of(std::int64_t steps, double lr, const LrSchedulerConfig& schedule) {
+  Config config;
+  config.training.steps = steps;
+  config.optimizer.lr = lr;
+  config.lr_scheduler = schedule;
+  return config;
+}
+
+TEST(ShortRun, SaysAWarmUpThatTheRunDoesNotEnd) {
+  EXPECT_THAT(short_run(run_of(10, 0.5, {.warmup_steps = 10})), ElementsAre());
+  EXPECT_THAT(short_run(run_of(10, 0.5, {.warmup_steps = 20})),
+              ElementsAre(AllOf(HasSubstr("lr_scheduler.warmup_steps: found 20, more than "
+                                          "training.steps 10"),
+                                HasSubstr("ends at the lr 0.25 of 0.5"))));
+}
+
+TEST(ShortRun, SaysADecayThatTheWarmUpCutsOff) {
+  LrSchedulerConfig schedule{.warmup_steps = 4, .decay = LrDecay::kWsd, .decay_steps = 6};
+  EXPECT_THAT(short_run(run_of(10, 0.5, schedule)), ElementsAre());
+  schedule.decay_steps = 7;
+  EXPECT_THAT(short_run(run_of(10, 0.5, schedule)),
+              ElementsAre(HasSubstr("lr_scheduler.decay_steps: found 7, more than the 6 of "
+                                    "training.steps that warmup_steps leaves")));
+}
+
+TEST(ChangedLr, SaysWhatARunWithMoreStepsHadAndHas) {
+  const LrSchedulerConfig linear{.decay = LrDecay::kLinear};
+  const auto before = run_of(4, 1.0, linear);
+  EXPECT_EQ(changed_lr(before, before, 4), std::nullopt);
+  const auto said = changed_lr(before, run_of(9, 1.0, linear), 4);
+  ASSERT_TRUE(said.has_value());
+  EXPECT_EQ(*said,
+            "learning rate: training.steps was 4 and is 9: step 4 had the lr 0.2, step 5 has 0.5, "
+            "the last step, 9, has 0.1");
+  const auto constant = changed_lr(run_of(4, 1.0, {}), run_of(9, 2.0, {}), 3);
+  ASSERT_TRUE(constant.has_value());
+  EXPECT_THAT(*constant, AllOf(HasSubstr("optimizer.lr was 1 and is 2"),
+                               HasSubstr("step 3 had the lr 1, step 4 has 2")));
+  EXPECT_THAT(*changed_lr(before, run_of(4, 1.0, {}), 2), HasSubstr("[lr_scheduler] is another"));
+}
+
 }  // namespace
 }  // namespace tessera::train::banner_test

@@ -1,0 +1,42 @@
+// AdamW as a class, for what steps some parameters otherwise (muon.cpp).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "fsdp/optim/optimizer_shards.h"
+#include "tessera/optim.h"
+
+namespace tessera::fsdp {
+
+class AdamW : public Optimizer {
+ public:
+  /// `lr_scale`: times the learning rate of every parameter. Errors: kUsage for numbers that are
+  /// none of AdamW's.
+  AdamW(const ShardedBase& model, const AdamWOptions& options, double lr_scale = 1.0);
+  std::string name() const override;
+  std::vector<KeptTensor> states() const override { return {{"exp_avg"}, {"exp_avg_sq"}}; }
+
+ protected:
+  void update(const std::vector<Item*>& items) override;
+  MasterOfShard& master() { return master_; }
+
+ private:
+  enum State : std::size_t { kFirst, kSecond, kSteps };  // as states(), and what the kernel counts
+  struct Lists {
+    std::vector<at::Tensor> parameters, grads, first, second, steps;
+  };
+  at::Tensor steps_of(Item& item, const at::Tensor& parameter);
+  void add(Lists& lists, Item& item, const Stepped& part);
+  void step_fused(Lists& lists, const Rates& rates) const;
+
+  AdamWOptions options_;
+  double lr_scale_;
+  std::map<std::int64_t, at::Tensor> on_device_;  // by number, of the update under way
+  MasterOfShard master_;
+};
+
+}  // namespace tessera::fsdp

@@ -1,0 +1,431 @@
+// Muon: matrices by orthogonalized momentum, the rest by AdamW.
+//
+// A step has, for all matrices together: momentum on each shard, one all-to-all that brings each
+// matrix whole to one rank, its orthogonalization there, one all-to-all back, the update of each
+// shard. What is not element by element happens on whole matrices, so no bit depends on the ranks.
+// Next: matrix_exchange.h, orthogonalize.h.
+#include "tessera/muon.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+#include <optional>
+#include <span>
+#include <utility>
+
+#include "base/parallel.h"
+#include "base/text/wildcard.h"
+#include "base/trace.h"
+#include "comm/group.h"
+#include "comm/queue.h"
+#include "fsdp/optim/adamw.h"
+#include "fsdp/optim/matrix_exchange.h"
+#include "fsdp/optim/optimizer_registry.h"
+#include "fsdp/optim/orthogonalize.h"
+#include "fsdp/runtime/runtime.h"
+#include "grad/resolve_steps.h"
+#include "tessera/mesh.h"
+#include "tessera/world.h"
+
+namespace tessera {
+namespace {
+
+constexpr std::int64_t kGrain = std::int64_t{1} << 15;
+
+AdamWOptions adamw_of(const MuonOptions& options) {
+  return {options.lr,           options.beta1,    options.beta2, options.eps,
+          options.weight_decay, options.no_decay, options.rules};
+}
+
+at::ScalarType wide(at::ScalarType dtype) {
+  return dtype == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+/// As at::lerp between two values: from the nearer end.
+template <class T>
+T between(T from, T to, T weight) {
+  return weight < T{0.5} ? from + weight * (to - from) : to - (to - from) * (1 - weight);
+}
+
+/// Of the elements of a shard: the buffer goes on, `direction` is what is orthogonalized. T is the
+/// buffer's and the gradient's type, W is float where that has 16 bits.
+template <class T, class W>
+void add_momentum(const at::Tensor& buffer, const at::Tensor& gradient, const at::Tensor& direction,
+                  double momentum, bool nesterov) {
+  T* held = buffer.mutable_data_ptr<T>();
+  const T* added = gradient.const_data_ptr<T>();
+  W* out = direction.mutable_data_ptr<W>();
+  const auto keeps = static_cast<W>(momentum);
+  const auto takes = static_cast<W>(1 - momentum);
+  base::for_ranges(buffer.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
+    for (auto i = begin; i < end; ++i) {
+      const auto grad = static_cast<W>(added[i]);
+      held[i] = static_cast<T>(between(static_cast<W>(held[i]), grad, takes));
+      const auto after = static_cast<W>(held[i]);
+      out[i] = nesterov ? static_cast<W>(static_cast<T>(between(grad, after, keeps))) : after;
+    }
+  });
+}
+
+/// values <- values (1 - decayed) - lr x result, rounded twice as torch does.
+template <class T, class W>
+void step_values(const at::Tensor& values, const at::Tensor& result, double kept, double lr) {
+  T* stepped = values.mutable_data_ptr<T>();
+  const W* by = result.const_data_ptr<W>();
+  const auto factor = static_cast<W>(kept);
+  const auto rate = static_cast<W>(lr);
+  base::for_ranges(values.numel(), kGrain, [&](std::int64_t begin, std::int64_t end) {
+    for (auto i = begin; i < end; ++i) {
+      stepped[i] = static_cast<T>(static_cast<W>(stepped[i]) * factor);
+      stepped[i] = static_cast<T>(static_cast<W>(stepped[i]) - rate * by[i]);
+    }
+  });
+}
+
+/// act.template operator()<T, W>() for the type of a tensor's elements.
+template <class Act>
+void with_types(at::ScalarType dtype, const Act& act) {
+  switch (dtype) {
+    case at::kDouble:
+      return act.template operator()<double, double>();
+    case at::kBFloat16:
+      return act.template operator()<at::BFloat16, float>();
+    case at::kHalf:
+      return act.template operator()<at::Half, float>();
+    default:
+      return act.template operator()<float, float>();
+  }
+}
+
+/// The part of a matrix that a box is.
+at::Tensor part_of(const at::Tensor& matrix, const TensorBox& box) {
+  return matrix.narrow(0, box.offset[0], box.size[0]).narrow(1, box.offset[1], box.size[1]);
+}
+
+/// Flattened boxes of one matrix, each made when it is first asked for.
+class Boxes {
+ public:
+  template <class Make>
+  const at::Tensor& of(const TensorBox& box, const Make& make) {
+    const auto found = std::find_if(boxes_.begin(), boxes_.end(),
+                                    [&](const auto& each) { return each.first == box; });
+    if (found != boxes_.end()) return found->second;
+    boxes_.emplace_back(box, make());
+    return boxes_.back().second;
+  }
+  const std::vector<std::pair<TensorBox, at::Tensor>>& all() const { return boxes_; }
+
+ private:
+  std::vector<std::pair<TensorBox, at::Tensor>> boxes_;
+};
+
+class Muon : public fsdp::AdamW {
+ public:
+  Muon(const ShardedBase& model, const MuonOptions& options, fsdp::MatrixForms forms)
+      : AdamW(model, adamw_of(options), options.adamw_lr_scale),
+        options_(options),
+        forms_(std::move(forms)) {}
+
+  std::string name() const override {
+    return std::string(fsdp::name_of(fsdp::OptimizerName::kMuon));
+  }
+  std::vector<KeptTensor> states() const override {
+    return {{"momentum_buffer"}, {"exp_avg"}, {"exp_avg_sq"}};
+  }
+  std::vector<KeptTensor> states_of(const GradContract& contract) const override {
+    if (matrices_of(contract)) return {{"momentum_buffer"}};
+    return AdamW::states();
+  }
+  bool is_elementwise() const override { return false; }
+
+ protected:
+  void update(const std::vector<Item*>& items) override {
+    std::vector<Item*> matrices, others;
+    for (auto* item : items) {
+      (matrices_of(*item->view.contract) ? matrices : others).push_back(item);
+    }
+    AdamW::update(others);
+    if (!matrices.empty()) update_matrices(matrices);  // the same ones on every rank
+  }
+
+ private:
+  using Crossing = fsdp::Crossing;
+  /// Of the matrices that were last updated together.
+  struct Known {
+    std::vector<const GradContract*> contracts;
+    std::uint64_t layout = 0;
+    int rank = 0;
+    std::vector<layout::FileShape> forms;
+    fsdp::MatrixExchange exchange;
+    Crossing to_owners, to_holders;
+  };
+
+  std::optional<layout::FileShape> matrices_of(const GradContract& contract) const;
+  const Known& known_for(const std::vector<Item*>& items);
+  std::vector<std::vector<fsdp::HeldElements>> held_by_ranks(const std::vector<Item*>& items);
+  at::Tensor exchanged(const at::Tensor& out, const Crossing& crossing);
+  at::Tensor direction_of(const Item& item) const;
+  void update_matrices(const std::vector<Item*>& items);
+  at::Tensor results_of(const Known& known, const at::Tensor& arrived) const;
+  void step_item(Item& item, const at::Tensor& result, const layout::FileShape& form);
+  double adjusted(double lr, const layout::FileShape& form) const;
+
+  MuonOptions options_;
+  fsdp::MatrixForms forms_;  // empty: by dims
+  std::optional<Known> known_;
+  std::shared_ptr<comm::Group> group_;  // null: one rank, or not yet
+};
+
+std::optional<layout::FileShape> Muon::matrices_of(const GradContract& contract) const {
+  if (!forms_.empty()) {
+    const auto found = forms_.find(contract.name);
+    return found == forms_.end() ? std::nullopt : std::optional(found->second);
+  }
+  const auto& shape = contract.shape;
+  const bool is_named = std::ranges::any_of(
+      options_.adamw, [&](const auto& pattern) { return grad::matches(pattern, contract); });
+  if (is_named || contract.numel() == 0) return std::nullopt;
+  if (shape.size() == 2) return layout::FileShape{1, shape};
+  if (shape.size() == 3) return layout::FileShape{shape[0], {shape[1], shape[2]}};
+  return std::nullopt;
+}
+
+/// Where the elements of each lie: two numbers a parameter, and the coordinates. Collective.
+std::vector<std::vector<fsdp::HeldElements>> Muon::held_by_ranks(const std::vector<Item*>& items) {
+  std::vector<std::int64_t> mine;
+  for (const auto* item : items) {
+    mine.push_back(item->view.begin);
+    mine.push_back(item->view.end);
+    for (const int coordinate : item->view.coordinates) mine.push_back(coordinate);
+  }
+  std::string bytes(mine.size() * sizeof(std::int64_t), '\0');
+  std::memcpy(bytes.data(), mine.data(), bytes.size());
+  std::vector<std::string> all{bytes};
+  if (auto* group = runtime().data_group(); group != nullptr) {
+    all = comm::all_gather_fixed(*group, bytes, "shards of matrices");
+  }
+  std::vector<std::vector<fsdp::HeldElements>> held;
+  for (const auto& text : all) {
+    std::vector<std::int64_t> numbers(text.size() / sizeof(std::int64_t));
+    std::memcpy(numbers.data(), text.data(), text.size());
+    auto next = numbers.begin();
+    auto& of_rank = held.emplace_back();
+    for (const auto* item : items) {
+      auto& part = of_rank.emplace_back();
+      part.elements.begin = *next++;
+      part.elements.end = *next++;
+      for (std::size_t i = 0; i < item->view.coordinates.size(); ++i) {
+        part.coordinates.push_back(static_cast<int>(*next++));
+      }
+    }
+  }
+  return held;
+}
+
+const Muon::Known& Muon::known_for(const std::vector<Item*>& items) {
+  std::vector<const GradContract*> contracts;
+  for (const auto* item : items) contracts.push_back(item->view.contract);
+  if (known_ && known_->contracts == contracts && known_->layout == runtime().layout()) {
+    return *known_;
+  }
+  Known known;
+  known.layout = runtime().layout();
+  std::vector<fsdp::MatrixParameter> parameters;
+  for (const auto* contract : contracts) {
+    known.forms.push_back(matrices_of(*contract).value());
+    parameters.push_back({contract->name, contract->layout, contract->shape, known.forms.back()});
+  }
+  known.contracts = std::move(contracts);
+  auto* control = runtime().data_group();
+  known.rank = control == nullptr ? 0 : control->rank();
+  known.exchange = fsdp::plan_exchange(parameters, held_by_ranks(items));
+  known.to_owners = fsdp::to_owners(known.exchange, known.rank);
+  known.to_holders = fsdp::to_holders(known.exchange, known.rank);
+  if (control != nullptr && group_ == nullptr) {
+    const auto& mesh = runtime().mesh();
+    group_ = runtime().world().group(mesh.ranks_of({axis::kReplicate, axis::kShard, axis::kTensor}),
+                                     "optimizer");
+    TESSERA_INVARIANT(group_->size() == control->size() && group_->rank() == known.rank,
+                      "the ranks that share matrices are not those of a stage");
+  }
+  known_ = std::move(known);
+  return *known_;
+}
+
+at::Tensor Muon::exchanged(const at::Tensor& out, const Crossing& crossing) {
+  if (group_ == nullptr) return out;
+  const auto numel =
+      std::accumulate(crossing.receives.begin(), crossing.receives.end(), std::int64_t{0});
+  auto in = at::empty({numel}, out.options());
+  comm::Batch batch;
+  batch.label.kind = comm::Kind::kAllToAll;
+  batch.label.unit = "optimizer";
+  batch.ops = {comm::AllToAll{out, crossing.sends, in, crossing.receives}};
+  runtime().queue().submit(*group_, std::move(batch)).wait();
+  return in;
+}
+
+at::Tensor Muon::direction_of(const Item& item) const {
+  const auto& buffer = item.state.front();
+  const auto gradient = item.view.shard.grad().to(buffer.scalar_type());
+  const auto options = buffer.options().dtype(wide(buffer.scalar_type()));
+  if (!buffer.is_cpu()) {
+    buffer.lerp_(gradient, 1 - options_.momentum);
+    return (options_.nesterov ? gradient.lerp(buffer, options_.momentum) : buffer).to(options);
+  }
+  auto direction = at::empty(buffer.sizes(), options);
+  with_types(buffer.scalar_type(), [&]<class T, class W>() {
+    add_momentum<T, W>(buffer, gradient, direction, options_.momentum, options_.nesterov);
+  });
+  return direction;
+}
+
+void Muon::update_matrices(const std::vector<Item*>& items) {
+  const TraceScope traced(TraceRow::kOptimizer, "update of matrices");
+  const Known& known = known_for(items);
+  std::vector<at::Tensor> flat;
+  auto dtype = at::kFloat;
+  for (const auto* item : items) {
+    flat.push_back(direction_of(*item));
+    if (flat.back().scalar_type() == at::kDouble) dtype = at::kDouble;
+  }
+  const auto& exchange = known.exchange;
+  const auto of_piece = [&](std::size_t piece) -> at::Tensor {
+    const auto& of = exchange.pieces[piece];
+    const auto parameter = exchange.matrices[of.matrix].parameter;
+    return flat[parameter].narrow(0, of.local.begin, of.local.size());
+  };
+  const auto numel =
+      std::accumulate(known.to_owners.sends.begin(), known.to_owners.sends.end(), std::int64_t{0});
+  auto out = at::empty({numel}, flat.front().options().dtype(dtype));
+  for (const auto& [piece, place] : known.to_owners.out) {
+    out.narrow(0, place, exchange.pieces[piece].in_box.size()).copy_(of_piece(piece));
+  }
+  const auto results =
+      exchanged(results_of(known, exchanged(out, known.to_owners)), known.to_holders);
+  for (const auto& [piece, place] : known.to_holders.in) {
+    of_piece(piece).copy_(results.narrow(0, place, exchange.pieces[piece].in_box.size()));
+  }
+  for (std::size_t i = 0; i < items.size(); ++i) step_item(*items[i], flat[i], known.forms[i]);
+}
+
+/// What goes back, in the order of to_holders: each matrix of this rank whole, one after the other.
+at::Tensor Muon::results_of(const Known& known, const at::Tensor& arrived) const {
+  const auto& exchange = known.exchange;
+  const fsdp::NewtonSchulz how{
+      options_.ns_coefficients, options_.ns_steps, options_.ns_eps,
+      options_.ns_dtype == IterationDType::kBFloat16 ? at::kBFloat16 : at::kFloat};
+  const auto by_matrix = [&](const std::vector<Crossing::Stretch>& stretches) {
+    std::vector<std::vector<Crossing::Stretch>> of(exchange.matrices.size());
+    for (const auto& stretch : stretches)
+      of[exchange.pieces[stretch.piece].matrix].push_back(stretch);
+    return of;
+  };
+  const auto arrivals = by_matrix(known.to_owners.in);
+  const auto returns = by_matrix(known.to_holders.out);
+  const auto& sends = known.to_holders.sends;
+  auto results =
+      at::empty({std::accumulate(sends.begin(), sends.end(), std::int64_t{0})}, arrived.options());
+  for (std::size_t i = 0; i < exchange.matrices.size(); ++i) {
+    if (exchange.matrices[i].owner != known.rank) continue;
+    const auto& shape = known.forms[exchange.matrices[i].parameter].shape;
+    auto matrix = at::empty(shape, arrived.options());
+    Boxes found;
+    for (const auto& [piece, place] : arrivals[i]) {
+      const auto& of = exchange.pieces[piece];
+      const auto& box =
+          found.of(of.box, [&] { return at::empty({of.box.numel()}, arrived.options()); });
+      box.narrow(0, of.in_box.begin, of.in_box.size())
+          .copy_(arrived.narrow(0, place, of.in_box.size()));
+    }
+    for (const auto& [box, values] : found.all()) {
+      part_of(matrix, box).copy_(values.view(box.size));
+    }
+    matrix = fsdp::orthogonalized(matrix, how);
+    Boxes made;
+    for (const auto& [piece, place] : returns[i]) {
+      const auto& of = exchange.pieces[piece];
+      const auto& box = made.of(of.box, [&] { return part_of(matrix, of.box).reshape(-1); });
+      results.narrow(0, place, of.in_box.size())
+          .copy_(box.narrow(0, of.in_box.begin, of.in_box.size()));
+    }
+  }
+  return results;
+}
+
+double Muon::adjusted(double lr, const layout::FileShape& form) const {
+  const auto rows = static_cast<double>(form.shape[0]);
+  const auto columns = static_cast<double>(form.shape[1]);
+  if (options_.adjust_lr_fn == AdjustLr::kOriginal) {
+    return lr * std::sqrt(std::max(1.0, rows / columns));
+  }
+  return lr * 0.2 * std::sqrt(std::max(rows, columns));
+}
+
+void Muon::step_item(Item& item, const at::Tensor& result, const layout::FileShape& form) {
+  const auto rates = rates_of(item, options_.weight_decay);
+  const double kept = 1 - rates.lr * rates.weight_decay;
+  const double lr = adjusted(rates.lr, form);
+  master().step(item.view, item.master, was_changed(item), [&](const fsdp::Stepped& part) {
+    const auto by = result.narrow(0, part.elements.begin, part.elements.size());
+    if (!part.values.is_cpu()) {
+      part.values.mul_(kept).add_(by.to(part.values.scalar_type()), -lr);
+      return;
+    }
+    with_types(part.values.scalar_type(),
+               [&]<class T, class W>() { step_values<T, W>(part.values, by, kept, lr); });
+  });
+}
+
+void check_options(const MuonOptions& options) {
+  fsdp::check_option("momentum", options.momentum, 1);
+  fsdp::check_option("ns_eps", options.ns_eps);
+  fsdp::check_option("adamw_lr_scale", options.adamw_lr_scale);
+  TESSERA_CHECK(options.ns_steps >= 1 && options.ns_steps < 100, ErrorKind::kUsage,
+                "optimizer: found ns_steps ", options.ns_steps, ", expected 1 to 99");
+  for (const double each : options.ns_coefficients) {
+    TESSERA_CHECK(std::isfinite(each), ErrorKind::kUsage, "optimizer: found the coefficient ", each,
+                  ", expected three finite numbers");
+  }
+}
+
+}  // namespace
+
+std::unique_ptr<Optimizer> make_muon(const ShardedBase& model, const MuonOptions& options) {
+  check_options(options);
+  const auto shards = model.shards();
+  for (const auto& pattern : options.adamw) {
+    const bool any = std::ranges::any_of(
+        shards, [&](const auto& view) { return grad::matches(pattern, *view.contract); });
+    TESSERA_CHECK(any, ErrorKind::kContract, unmatched("MuonOptions::adamw", in_quotes(pattern)),
+                  "; correct it or take it out");
+  }
+  return std::make_unique<Muon>(model, options, fsdp::MatrixForms());
+}
+
+std::unique_ptr<Optimizer> fsdp::build_muon(const ShardedBase& model, double lr,
+                                            const Hyperparameters& values,
+                                            const MatrixForms& matrices) {
+  MuonOptions options;
+  options.lr = lr;
+  options.momentum = values.momentum.value();
+  options.nesterov = values.nesterov;
+  options.weight_decay = values.weight_decay.value();
+  options.ns_coefficients = values.ns_coefficients;
+  options.ns_steps = values.ns_steps;
+  options.ns_eps = values.ns_eps;
+  options.ns_dtype = values.ns_dtype;
+  options.adjust_lr_fn = values.adjust_lr_fn;
+  options.adamw_lr_scale = values.adamw_lr_scale;
+  options.beta1 = values.betas[0];
+  options.beta2 = values.betas[1];
+  options.eps = values.eps;
+  options.rules = values.rule;
+  check_options(options);
+  return std::make_unique<Muon>(model, options, matrices);
+}
+
+}  // namespace tessera

@@ -1,0 +1,77 @@
+#include "kernels/seen_blocks.h"
+
+#include <ATen/ops/arange.h>
+
+#include <algorithm>
+
+namespace tessera::kernels {
+namespace {
+
+/// Null where there is none, or the host cannot read it.
+const std::int64_t* readable(const std::optional<at::Tensor>& tensor) {
+  return tensor && tensor->device().is_cpu()
+             ? static_cast<const std::int64_t*>(tensor->const_data_ptr())
+             : nullptr;
+}
+
+/// Keys of products begin here, so that documents of any length make few sizes of them: oneDNN
+/// makes a program for each.
+constexpr std::int64_t kFirstKeys = 32;
+
+/// The keys that queries of one row see: `own` is where they stand among them.
+layout::Range narrowed(layout::Range keys, const layout::Range& queries, const std::int64_t* begins,
+                       const std::int64_t* ends) {
+  if (begins != nullptr) {
+    const std::int64_t first = *std::min_element(begins + queries.begin, begins + queries.end);
+    keys.begin = std::max(keys.begin, first / kFirstKeys * kFirstKeys);
+  }
+  if (ends != nullptr) keys.end = *std::max_element(ends + queries.begin, ends + queries.end);
+  return keys;
+}
+
+}  // namespace
+
+std::vector<SeenBlock> seen_blocks(const SeenSizes& sizes, const SeenKeys& seen) {
+  const std::int64_t* begins = readable(seen.begins);
+  const std::int64_t* ends = readable(seen.ends);
+  const bool by_row = sizes.rows > 0 && (begins != nullptr || ends != nullptr);
+  std::vector<SeenBlock> blocks;
+  for (std::int64_t row = 0; row < (by_row ? sizes.rows : 1); ++row) {
+    const layout::Range rows = by_row ? layout::Range{row, row + 1} : layout::Range{0, sizes.rows};
+    const auto of_row = [&](const std::int64_t* all) {
+      return all == nullptr ? nullptr : all + row * sizes.queries;
+    };
+    for (std::int64_t begin = 0; begin < sizes.queries; begin += sizes.block) {
+      const layout::Range queries{begin, std::min(sizes.queries, begin + sizes.block)};
+      const std::int64_t before = sizes.keys - sizes.queries;
+      const std::int64_t own_end = before + begin + 1;
+      layout::Range keys{own_end > seen.window ? own_end - seen.window : 0, before + queries.end};
+      if (seen.ends && ends == nullptr) keys.end = sizes.keys;
+      if (by_row) keys = narrowed(keys, queries, of_row(begins), of_row(ends));
+      keys.end = std::clamp<std::int64_t>(keys.end, 1, sizes.keys);
+      keys.begin = std::clamp<std::int64_t>(keys.begin, 0, keys.end - 1);
+      blocks.push_back({rows, queries, keys});
+    }
+  }
+  return blocks;
+}
+
+at::Tensor hidden_keys(const SeenBlock& block, const SeenSizes& sizes, const SeenKeys& seen,
+                       const at::Device& device) {
+  const auto options = at::TensorOptions(at::kLong).device(device);
+  const auto [rows, queries, keys] = block;
+  const std::int64_t first = sizes.keys - sizes.queries + queries.begin;
+  const at::Tensor key = at::arange(keys.begin, keys.end, options);
+  const at::Tensor own = at::arange(first, first + queries.size(), options).view({1, 1, -1, 1, 1});
+  const auto of_block = [&](const at::Tensor& all) {
+    return all.narrow(0, rows.begin, rows.size())
+        .narrow(1, queries.begin, queries.size())
+        .view({rows.size(), 1, queries.size(), 1, 1});
+  };
+  at::Tensor hidden = seen.ends ? key >= of_block(*seen.ends) : key > own;
+  if (seen.begins) hidden = hidden.bitwise_or(key < of_block(*seen.begins));
+  if (seen.window != kNoWindow) hidden = hidden.bitwise_or(own - key >= seen.window);
+  return hidden;
+}
+
+}  // namespace tessera::kernels

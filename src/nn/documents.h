@@ -1,0 +1,46 @@
+// Documents: several texts packed into one row, which do not see each other.
+//
+// Attention never crosses a border and positions begin at 0 behind it, so that a packed row computes
+// what its documents alone would. Whoever packs says of each position where its document begins; a
+// row without borders is one document. Short symbols: B rows, T positions, D head_dim. Next: rope.h,
+// attention.h, ../kernels/seen_blocks.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include "nn/rope.h"
+
+namespace tessera::nn {
+
+struct Documents {
+  /// [B, T] i64: of each position the row's position at which its document begins, 0 in the first
+  /// one. Undefined: every row is one document.
+  at::Tensor starts = {};
+  bool are_packed() const { return starts.defined(); }
+
+  template <class F>
+  void visit_tensors(F&& f) {
+    if (starts.defined()) f(starts);
+  }
+};
+
+/// As autograd and kernels take a tensor that may be undefined.
+inline std::optional<at::Tensor> given(const at::Tensor& tensor) {
+  return tensor.defined() ? std::optional(tensor) : std::nullopt;
+}
+
+/// Errors: kFormat for starts that are not of [B, T] ids, not where a document can begin, or not the
+/// same within one; on a device nobody looks (LanguageModel::check_values).
+void check_documents(const at::Tensor& starts, const at::Tensor& input_ids);
+
+/// The tables of positions in their documents, [B, T, D/2]; as they are where rows are not packed.
+/// `whole` is of positions 0..T-1.
+RopeTable table_of(const Documents& documents, const RopeTable& whole);
+
+/// One behind the last key that a position sees, [B, T] i64: its own, or where flags [B, T] bool say
+/// so the last of the run of them that it belongs to, within its document.
+at::Tensor ends_of_runs(const at::Tensor& flags, const Documents& documents);
+
+}  // namespace tessera::nn
