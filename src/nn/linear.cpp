@@ -136,7 +136,7 @@ LinearPlacement column_parallel(const TensorRegion& region) {
 
 // An adapter's first product is an addend then; the second is linear in it, so it stays one.
 LinearPlacement row_parallel(const TensorRegion& region) {
-  return {region.row(), region.inside(), region.row(), region.inside()};
+  return {region.row(), region.inside(), region.row(), region.inside(), region.rank()};
 }
 
 LinearPlacement inside(const TensorRegion& region) {
@@ -199,6 +199,7 @@ void Linear::declare_all(const ParameterLayout& layout) {
 void Linear::add_adapter(const LoraOptions& options) {
   TESSERA_INVARIANT(!lora_a_, "a second adapter of ", options.layer);
   lora_ = options;
+  lora_.first_column = placement_.input_part * weight.size(1);
   lora_a_ =
       register_module("lora_A", std::make_shared<Linear>(weight.size(1), options.rank, Bias::kNo,
                                                          LinearPlacement{placement_.lora_a}));
@@ -253,6 +254,7 @@ struct AdapterFunction : torch::autograd::Function<AdapterFunction> {
     ctx->saved_data["probability"] = draw.probability;
     ctx->saved_data["stream"] = static_cast<std::int64_t>(draw.stream);
     ctx->saved_data["first_row"] = draw.first_row;
+    ctx->saved_data["first_column"] = draw.first_column;
     return (base.to(a.scalar_type()) + delta).to(base.scalar_type());
   }
 
@@ -265,7 +267,8 @@ struct AdapterFunction : torch::autograd::Function<AdapterFunction> {
     const at::Tensor& b = saved[2];
     const DropoutDraw draw{ctx->saved_data["probability"].toDouble(),
                            static_cast<std::uint64_t>(ctx->saved_data["stream"].toInt()),
-                           ctx->saved_data["first_row"].toInt()};
+                           ctx->saved_data["first_row"].toInt(),
+                           ctx->saved_data["first_column"].toInt()};
     const at::Tensor grad =
         by_token(grads[0]).to(a.scalar_type()) * ctx->saved_data["scale"].toDouble();
     const at::Tensor grad_hidden = at::mm(grad, b);
@@ -286,7 +289,7 @@ struct AdapterFunction : torch::autograd::Function<AdapterFunction> {
   }
 };
 
-/// One row of one position: a block of the generator is four columns.
+/// One row of one position: a block of the generator is four columns of the whole input.
 template <class T>
 void fill_factors(T* out, std::int64_t columns, std::int64_t row, std::int64_t position,
                   const DropoutDraw& draw) {
@@ -294,15 +297,16 @@ void fill_factors(T* out, std::int64_t columns, std::int64_t row, std::int64_t p
                       static_cast<std::uint32_t>(draw.stream >> 32)};
   const double limit = std::ldexp(draw.probability, 32);
   const T kept = static_cast<T>(1.0 / (1.0 - draw.probability));
-  for (std::int64_t column = 0; column < columns; column += 4) {
+  const std::int64_t end = draw.first_column + columns;
+  for (std::int64_t column = draw.first_column; column < end;) {
     const PhiloxCounter words =
         philox({static_cast<std::uint32_t>(column / 4), static_cast<std::uint32_t>(position),
                 static_cast<std::uint32_t>(row), kDropoutPurpose},
                key);
-    const std::int64_t lanes = std::min<std::int64_t>(4, columns - column);
-    for (std::int64_t lane = 0; lane < lanes; ++lane) {
-      const bool drops = static_cast<double>(words[static_cast<std::size_t>(lane)]) < limit;
-      out[column + lane] = drops ? T{0} : kept;
+    const std::int64_t next = std::min(end, (column / 4 + 1) * 4);
+    for (; column < next; ++column) {
+      const bool drops = static_cast<double>(words[static_cast<std::size_t>(column % 4)]) < limit;
+      out[column - draw.first_column] = drops ? T{0} : kept;
     }
   }
 }
@@ -326,13 +330,14 @@ void fill_all(const at::Tensor& factors, const DropoutDraw& draw) {
 DropoutDraw dropout_draw(const LoraOptions& options, const SamplePlace& place) {
   Hasher stream;
   stream.add(place.seed).add(place.step).add(options.layer);
-  return {options.dropout, stream.digest(), place.first_row};
+  return {options.dropout, stream.digest(), place.first_row, options.first_column};
 }
 
 at::Tensor dropout_factors(const DropoutDraw& draw, const std::vector<std::int64_t>& shape,
                            at::ScalarType dtype, at::Device device) {
   TESSERA_INVARIANT(shape.size() == 3, "dropout of an adapter's input with ", shape.size(),
                     " dims, expected rows, positions and columns");
+  grad::refuse_recording("what dropout drops in one step");
   const bool twice = dtype == at::kDouble;
   const at::Tensor factors = at::empty(
       shape, at::TensorOptions().dtype(twice ? dtype : at::kFloat).pinned_memory(!device.is_cpu()));

@@ -10,7 +10,7 @@
 // An adapter is y + scale * B(A(dropout(x))), two thin matrices beside a frozen one. The product is
 // computed in the adapter's dtype and the sum rounded once to the layer's result dtype, as peft
 // does. Dropout takes no generator: which elements are dropped follows from (seed, step, layer, row
-// of the global batch, position, column), so it is the same under every layout and in
+// of the global batch, position, column of the whole input), so it is the same under every layout and in
 // recomputation. Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021).
 //
 // Short symbols: B rows, T positions, K inputs, N outputs, R rank. Next: rms_norm.h.
@@ -40,6 +40,8 @@ struct LoraOptions {
   double scale = 1.0;
   double dropout = 0.0;    ///< in [0, 1): of the adapter's input, while a SampleScope lives
   std::string layer = {};  ///< its name in the model, by which dropout is drawn
+  /// Of x among the columns of the layer's whole input, of which ranks may have a part each.
+  std::int64_t first_column = 0;
 };
 
 /// base [..., N], x [..., K], a [R, K], b [N, R] -> [..., N] in base's dtype. Where dropout is
@@ -52,6 +54,7 @@ struct DropoutDraw {
   double probability = 0.0;
   std::uint64_t stream = 0;  ///< of seed, step and layer
   std::int64_t first_row = 0;
+  std::int64_t first_column = 0;
 };
 DropoutDraw dropout_draw(const LoraOptions& options, const SamplePlace& place);
 
@@ -88,6 +91,7 @@ struct LinearPlacement {
   ParameterLayout bias = {};
   ParameterLayout lora_a = {};
   ParameterLayout lora_b = {};
+  int input_part = 0;  ///< which of the equal parts of its inputs a rank has; 0: or all of them
 };
 LinearPlacement column_parallel(const TensorRegion& region);  ///< x Replicate -> a part of y
 LinearPlacement row_parallel(const TensorRegion& region);     ///< a part of x -> an addend of y

@@ -155,8 +155,6 @@ PrecisionPolicy policy_of(const Config& config, Purpose purpose) {
 
 ModelContract resolve(const ModelSource& source, const Config& config, const ParallelDims& dims,
                       const Use& use) {
-  // What a checkpoint of adapters brings along has not been in the config.
-  if (use.purpose == Purpose::kTraining) check_dropout(source.lora.dropout, dims.tp);
   aux_loss_coef(config.model.aux_loss_coef, source.spec);  // refused before anything is made
   TESSERA_CHECK(
       !config.model.score_before_experts || source.spec.moe, ErrorKind::kConfig,

@@ -234,18 +234,8 @@ void validate(const Config& config, Verb verb) {
   validate(config.grad_scaler);
   check_model(config.model);
   check_lora(config.lora, config.model);
-  check_dropout(config.lora.dropout, config.parallelism.tensor_parallel_degree);
   check_precision(config.precision);
   if (verb == Verb::kTrain) check_training(config);
-}
-
-void check_dropout(double dropout, int tensor_parallel_degree) {
-  TESSERA_CHECK(dropout == 0 || tensor_parallel_degree == 1, ErrorKind::kConfig,
-                "lora.dropout: found ", dropout, " with tensor_parallel_degree ",
-                tensor_parallel_degree,
-                ", expected 0: what is dropped is drawn by column of a whole input, of which ranks "
-                "of tp have a part; set parallelism.tensor_parallel_degree = 1, or train adapters "
-                "without dropout");
 }
 
 std::string_view model_key(const ModelConfig& model) {

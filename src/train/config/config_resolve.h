@@ -23,10 +23,6 @@ enum class Verb : std::uint8_t { kTrain, kGradients, kContract };
 /// Errors: kConfig naming the key: missing ones, contradictions, and nccl beside a device whose tensors it does not carry.
 void validate(const Config& config, Verb verb);
 
-/// Of a configuration, or of the adapters that a checkpoint brings along. Errors: kConfig for dropout
-/// beside tensor parallelism.
-void check_dropout(double dropout, int tensor_parallel_degree);
-
 /// What `open` returns; where it cannot open a file or folder, or finds there what it has no use for,
 /// the error says by which key, option or argument it was asked for. Every path that a user gives is
 /// opened through this. Errors: those of `open`; of kinds that name their key themselves as they are.

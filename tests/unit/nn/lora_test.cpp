@@ -99,6 +99,14 @@ TEST_F(Lora, DropoutFollowsFromThePlaceInTheGlobalBatch) {
   const at::Tensor narrow =
       dropout_factors(dropout_draw(options, {7, 3, 0}), {4, 6, 7}, at::kFloat);
   EXPECT_TRUE(narrow.equal(all.narrow(2, 0, 7)));
+  // A rank with a part of the input drops what the whole one does there, also from inside a block.
+  for (const std::int64_t begin : {1, 2, 4, 5, 7}) {
+    LoraOptions part = options;
+    part.first_column = begin;
+    EXPECT_TRUE(dropout_factors(dropout_draw(part, {7, 3, 0}), {4, 6, 3}, at::kFloat)
+                    .equal(all.narrow(2, begin, 3)))
+        << begin;
+  }
 }
 
 // Of 40,000 elements a share of 0.4 is dropped, within five standard deviations (0.0025), and the

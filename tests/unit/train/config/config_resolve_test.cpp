@@ -137,9 +137,6 @@ INSTANTIATE_TEST_SUITE_P(
         BadConfig{"grad_scaler.backoff_factor=1", "grad_scaler.backoff_factor", "less than 1"},
         BadConfig{"grad_scaler.min_scale=131072", "grad_scaler.min_scale",
                   "expected at most init_scale"},
-        BadConfig{"parallelism.tensor_parallel_degree=2\nlora.rank=8\nlora.targets=q_proj\n"
-                  "model.config=''\nmodel.path=m\nlora.dropout=0.1",
-                  "lora.dropout", "with tensor_parallel_degree 2"},
         BadConfig{"pipeline.schedule=LoopedBFS", "pipeline.schedule",
                   "found 'LoopedBFS', expected one of GPipe, 1F1B"},
         BadConfig{"pipeline.schedule=ZBV\npipeline.schedule_file=a.csv",
