@@ -358,7 +358,7 @@ INSTANTIATE_TEST_SUITE_P(
                             "model.language_model.",
                             "experts.",
                             "model.language_model.embed_tokens.weight"}),
-    [](const auto& each) { return std::regex_replace(each.param.name, std::regex("-"), "_"); });
+    [](const auto& each) { return std::regex_replace(each.param.name, std::regex("[-.]"), "_"); });
 
 INSTANTIATE_TEST_SUITE_P(Configs, ShippedDenseModels,
                          ::testing::Values(Model{"llama3_8b",

@@ -20,9 +20,13 @@ using ::testing::AllOf;
 using testing::error_of;
 using ::testing::HasSubstr;
 
+bool is_dense(const std::string& folder) {
+  return folder.starts_with("llama") || folder.starts_with("olmo2") || folder.starts_with("gemma3");
+}
+
 /// Layers of every placement that the family has: cut by rows, by columns, copied, whole.
 std::vector<std::string> targets_of(const std::string& folder) {
-  if (folder.starts_with("llama")) {
+  if (is_dense(folder)) {
     return {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"};
   }
   if (folder.starts_with("deepseek")) {
@@ -69,7 +73,7 @@ class LoraLayouts : public ::testing::TestWithParam<std::string> {
                              {.tp = 4, .sequence = false},
                              {.shard = 2, .tp = 2},
                              {.replicate = 2, .tp = 2}};
-    if (GetParam().starts_with("llama")) return all;
+    if (is_dense(GetParam())) return all;
     all.push_back({.shard = 2, .ep = 2});
     all.push_back({.tp = 2, .ep = 2});
     all.push_back({.tp = 2, .ep = 2, .sequence = false});

@@ -319,8 +319,8 @@ std::vector<std::string> kinds_of_folder(const std::string& folder) {
 
 TEST(PipelineOfReferences, EveryFolderIsTransformersUnderEveryKindThatItHasLayersFor) {
   std::vector<std::string> folders = kFolders;
-  for (const auto* more : {&kGemmaFolders, &kMoeFolders, &kDeepseekFolders, &kSharedExpertFolders,
-                           &kGpt2Folders}) {
+  for (const auto* more :
+       {&kGemmaFolders, &kMoeFolders, &kDeepseekFolders, &kSharedExpertFolders, &kGpt2Folders}) {
     folders.insert(folders.end(), more->begin(), more->end());
   }
   for (const auto& folder : folders) {

@@ -85,7 +85,7 @@ enum class Packing : std::uint8_t {
 
 struct DataConfig {
   std::vector<std::string> path;
-  std::vector<DataSource> source;  ///< [[data.source]], in place of path
+  std::vector<DataSource> source;                 ///< [[data.source]], in place of path
   std::optional<Packing> packing = std::nullopt;  ///< none = by what lies beside the data
   bool operator==(const DataConfig&) const = default;
 };

@@ -251,6 +251,9 @@ void add_inputs(std::vector<ConfigKey>& keys) {
            {"",
             "Experts see their tokens times the routing weight, instead of their results being "
             "weighted."});
+}
+
+void add_rows(std::vector<ConfigKey>& keys) {
   Section(keys, "data", &Config::data)
       .key("path", &DataConfig::path,
            {"files",
@@ -261,11 +264,12 @@ void add_inputs(std::vector<ConfigKey>& keys) {
           {"",
            "[[data.source]]: path = files as data.path, weight = how often its rows are drawn (1), "
            "in place of data.path."})
-      .key("packing", &DataConfig::packing,
-           {"",
-            "Whole documents in a row, each as if it were alone, or one behind the other, cut where "
-            "a row ends.",
-            "documents where NAME.mask.bin and NAME.docs.bin are, else stream"});
+      .key(
+          "packing", &DataConfig::packing,
+          {"",
+           "Whole documents in a row, each as if it were alone, or one behind the other, cut where "
+           "a row ends.",
+           "documents where NAME.mask.bin and NAME.docs.bin are, else stream"});
   Section(keys, "training", &Config::training)
       .key("steps", &TrainingConfig::steps, {"steps", "Optimizer steps of the run.", "required"},
            count_from(1))
@@ -559,6 +563,7 @@ void add_precision(std::vector<ConfigKey>& keys) {
 std::vector<ConfigKey> make_keys() {
   std::vector<ConfigKey> keys{device_key()};
   add_inputs(keys);
+  add_rows(keys);
   add_layout(keys);
   add_plan(keys);
   add_precision(keys);

@@ -131,7 +131,7 @@ TEST(Fp8Tensors, WhatDoesNotBelongTogetherIsRefusedByName) {
   EXPECT_THAT(refusal([&](auto& packed) {
                 packed.add("y", DType::kFloat8E4M3, {1, 1}, std::vector<std::uint8_t>{1});
               }),
-              HasSubstr("found no tensor \"y_scale_inv\""));
+              HasSubstr("found no tensor 'y_scale_inv'"));
 }
 
 TEST(Fp8Tensors, WhatIsNotFiniteIsRefusedWithItsPlace) {

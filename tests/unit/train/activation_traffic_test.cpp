@@ -220,6 +220,10 @@ INSTANTIATE_TEST_SUITE_P(Tensor, ActivationTraffic,
                          ::testing::Combine(::testing::ValuesIn(kFamilies),
                                             ::testing::ValuesIn(kLayouts)),
                          name_of);
+INSTANTIATE_TEST_SUITE_P(NormsOverHeads, ActivationTraffic,
+                         ::testing::Combine(::testing::Values(Family{"olmo2"}),
+                                            ::testing::ValuesIn(kLayouts)),
+                         name_of);
 INSTANTIATE_TEST_SUITE_P(Experts, ActivationTraffic,
                          ::testing::Combine(::testing::ValuesIn(kFamilies.begin() + 1,
                                                                 kFamilies.end()),

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "models/family.h"
+
 namespace tessera::train {
 
 Formulas::Formulas(const models::ModelSpec& spec, const Family& family, const Degrees& degrees,
@@ -71,6 +73,10 @@ void Formulas::leave() {
   if (d_.tp == 1) return;
   d_.sequence ? add("tp reduce_scatter", part() * w_) : add("tp all_reduce", whole_sum());
 }
+void Formulas::norms_over_heads() {
+  if (d_.tp == 1 || !models::traits(spec_.family).qk_norm_over_heads) return;
+  for (int i = 0; i < 2; ++i) add("tp all_reduce", (d_.tp - 1) * d_.positions * 4);
+}
 void Formulas::enter_backward() { leave(); }
 void Formulas::leave_backward() { enter(); }
 
@@ -92,6 +98,7 @@ bool Formulas::has_dense_block(std::int64_t layer) const {
 
 void Formulas::forward(std::int64_t layer) {
   enter();  // attention
+  norms_over_heads();
   leave();
   if (has_dense_block(layer)) {
     enter();
@@ -107,6 +114,7 @@ void Formulas::forward(std::int64_t layer) {
 }
 
 void Formulas::backward(std::int64_t layer) {
+  norms_over_heads();
   enter_backward();
   leave_backward();
   if (has_dense_block(layer)) {

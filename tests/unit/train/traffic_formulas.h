@@ -91,6 +91,8 @@ class Formulas {
   std::int64_t whole_sum() const;
   void enter();
   void leave();
+  /// Of queries and of keys, where a family norms all heads together; as often in backward.
+  void norms_over_heads();
   void enter_backward();
   void leave_backward();
   void embedding();

@@ -183,7 +183,7 @@ TEST(TokenBatches, DocumentsWithoutBordersAreRefused) {
   request.training.seq_len = 4;
   request.packing = Packing::kDocuments;
   EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { open_batches(request); }),
-              HasSubstr("t.docs.bin beside "));
+              HasSubstr("t.docs.bin' beside "));
   folder.write("t.docs.bin", ends_of({4, 9}));
   EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { open_batches(request); }),
               HasSubstr("expected 10, the tokens beside it"));
