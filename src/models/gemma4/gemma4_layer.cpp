@@ -1,7 +1,9 @@
 #include "models/gemma4/gemma4_layer.h"
 
 #include <ATen/ops/ones.h>
+#include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -44,26 +46,47 @@ Gemma4Attention::Gemma4Attention(const ModelSpec& spec, const Gemma4Layer& layer
 at::Tensor Gemma4Attention::forward(const at::Tensor& stream, const Gemma4Seen& seen) {
   return o_proj_->forward_into(
       region_, *this, {region_.enter(stream), seen.documents.starts, seen.ends},
-      [this](const std::vector<at::Tensor>& in) { return attend(in[0], {{in[1]}, in[2]}); });
+      [this](const std::vector<at::Tensor>& in) {
+        const at::Tensor& x = in[0];
+        const Gemma4Seen of_rows{{in[1]}, in[2]};
+        const nn::RopeTable table = rope_->table(x.size(1), x.scalar_type(), x.device());
+        return attend(project(x, nn::table_of(of_rows.documents, table)), of_rows);
+      });
 }
 
-at::Tensor Gemma4Attention::attend(const at::Tensor& x, const Gemma4Seen& seen) {
-  const nn::RopeTable table =
-      nn::table_of(seen.documents, rope_->table(x.size(1), x.scalar_type(), x.device()));
+at::Tensor Gemma4Attention::decode(const at::Tensor& x, nn::KvCache& cache) {
+  const at::NoGradGuard no_grad;
+  const std::int64_t begin = cache.length();
+  const nn::RopeTable all =
+      rope_->table(std::max(cache.capacity(), begin + x.size(1)), x.scalar_type(), x.device());
+  const Heads heads =
+      project(x, {all.cos.narrow(0, begin, x.size(1)), all.sin.narrow(0, begin, x.size(1))});
+  cache.append(heads.k, heads.v);
+  if (begin == 0) return o_proj_->forward(attend(heads, {}));
+  const bool slides = window_ && cache.length() > *window_;
+  return o_proj_->forward(
+      slides ? nn::windowed_attention(heads.q, cache.keys(), cache.values(), {.window = window_},
+                                      kGemma4ScoreScale)
+             : nn::cached_attention(heads.q, cache.keys(), cache.values(), kGemma4ScoreScale));
+}
+
+Gemma4Attention::Heads Gemma4Attention::project(const at::Tensor& x, const nn::RopeTable& table) {
   const auto head_norm = [&](const nn::RmsNorm& norm) {
     return nn::HeadNorm{norm.weight, norm.eps(), norm.rounding()};
   };
   const at::Tensor keys = k_proj_->forward(x);
   const at::Tensor raw = v_proj_ ? v_proj_->forward(x) : keys;
-  const at::Tensor q =
-      nn::rope_heads(q_proj_->forward(x), {.heads = heads_, .repeat = heads_ / groups_},
-                     head_norm(*q_norm_), table);
-  const at::Tensor k = nn::rope_heads(keys, {.heads = groups_}, head_norm(*k_norm_), table);
+  at::Tensor q = nn::rope_heads(q_proj_->forward(x), {.heads = heads_, .repeat = heads_ / groups_},
+                                head_norm(*q_norm_), table);
+  at::Tensor k = nn::rope_heads(keys, {.heads = groups_}, head_norm(*k_norm_), table);
   const at::Tensor by_head = raw.reshape({x.size(0), x.size(1), groups_, layer_.head_dim});
-  const at::Tensor v = nn::plain_rms_norm(by_head, eps_).reshape(raw.sizes());
+  return {std::move(q), std::move(k), nn::plain_rms_norm(by_head, eps_).reshape(raw.sizes())};
+}
+
+at::Tensor Gemma4Attention::attend(const Heads& heads, const Gemma4Seen& seen) const {
   nn::AttentionMask mask{.window = window_, .begins = seen.documents.starts};
   if (window_) mask.ends = seen.ends;
-  return nn::causal_attention(q, k, v, kGemma4ScoreScale, mask);
+  return nn::causal_attention(heads.q, heads.k, heads.v, kGemma4ScoreScale, mask);
 }
 
 Gemma4Router::Gemma4Router(const ModelSpec& spec, const nn::TensorRegion& region)
@@ -154,6 +177,11 @@ DecoderLayer::Output Gemma4TextLayer::forward(const at::Tensor& x, const Gemma4S
                  [this, statistics = request.statistics](const std::vector<at::Tensor>& in) {
                    return body(in[0], {{in[1]}, in[2]}, {given(in[3]), statistics}).tensors();
                  }));
+}
+
+at::Tensor Gemma4TextLayer::decode(const at::Tensor& x, nn::KvCache& cache) {
+  const at::Tensor attended = self_attn_->decode(input_layernorm_->forward(x), cache);
+  return behind_attention(x + post_attention_layernorm_->forward(attended), {}).x;
 }
 
 /// As DecoderLayer's. With experts the region ends in front of them.

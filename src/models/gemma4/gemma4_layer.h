@@ -50,9 +50,15 @@ class Gemma4Attention : public torch::nn::Module {
                   std::shared_ptr<nn::Rope> rope);
   /// x [B, T, H] of the stream -> the same shape and dtype.
   at::Tensor forward(const at::Tensor& x, const Gemma4Seen& seen);
+  /// As nn::SelfAttention::decode, of text.
+  at::Tensor decode(const at::Tensor& x, nn::KvCache& cache);
 
  private:
-  at::Tensor attend(const at::Tensor& x, const Gemma4Seen& seen);
+  struct Heads {
+    at::Tensor q, k, v;  ///< as nn::causal_attention takes them
+  };
+  Heads project(const at::Tensor& x, const nn::RopeTable& table);
+  at::Tensor attend(const Heads& heads, const Gemma4Seen& seen) const;
 
   std::int64_t heads_;   // of this rank
   std::int64_t groups_;  // key heads of this rank
@@ -90,6 +96,8 @@ class Gemma4TextLayer : public torch::nn::Module, public IsLayer, public Recompu
   /// As DecoderLayer::forward.
   DecoderLayer::Output forward(const at::Tensor& x, const Gemma4Seen& seen,
                                const RoutingRequest& request);
+  /// As DecoderLayer::decode, of text.
+  at::Tensor decode(const at::Tensor& x, nn::KvCache& cache);
   bool has_experts() const { return router_ != nullptr; }
 
  private:

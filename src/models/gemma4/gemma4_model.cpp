@@ -2,6 +2,7 @@
 
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
 
 #include <utility>
 
@@ -143,19 +144,22 @@ at::Tensor Gemma4Model::place(const at::Tensor& x, const ImageTokens& tokens,
   return at::where(here.unsqueeze(2), own, x);
 }
 
-at::Tensor Gemma4Model::embed(const ModelInputs& inputs) {
+at::Tensor Gemma4Model::text_ids(const at::Tensor& input_ids) const {
   const Gemma4Spec& gemma = *spec_.gemma4;
-  const at::Tensor image_tokens = inputs.input_ids.eq(gemma.image_token_id);
+  at::Tensor no_text = input_ids.eq(gemma.image_token_id);
+  for (const auto& token : {gemma.video_token_id, gemma.audio_token_id}) {
+    if (token) no_text = no_text.logical_or(input_ids.eq(*token));
+  }
+  return input_ids.masked_fill(no_text, spec_.pad_token_id.value_or(0));
+}
+
+at::Tensor Gemma4Model::embed(const ModelInputs& inputs) {
+  const at::Tensor image_tokens = inputs.input_ids.eq(spec_.gemma4->image_token_id);
   const at::Tensor on_host = checked_images(inputs, image_tokens);
   // The tower first: the order of units is the same on every rank, with images or without.
   at::Tensor projected;
   if (inputs.images) projected = projector_->forward(soft_tokens(*inputs.images));
-  at::Tensor no_text = image_tokens;
-  for (const auto& token : {gemma.video_token_id, gemma.audio_token_id}) {
-    if (token) no_text = no_text.logical_or(inputs.input_ids.eq(*token));
-  }
-  const at::Tensor ids = inputs.input_ids.masked_fill(no_text, spec_.pad_token_id.value_or(0));
-  const at::Tensor embedded = (*embedding_)(ids);
+  const at::Tensor embedded = (*embedding_)(text_ids(inputs.input_ids));
   const at::Tensor x = nn::scaled_by_root(embedded);
   return projected.defined() ? place(x, {image_tokens, on_host}, projected) : x;
 }
@@ -192,6 +196,34 @@ ModelOutput Gemma4Model::forward_stage(const StageInputs& inputs) {
   }
   output.result = stage.head ? (*head_)(x, batch.targets) : std::move(x);
   return output;
+}
+
+DecoderCache Gemma4Model::make_cache(std::int64_t capacity) const {
+  return {std::vector<nn::KvCache>(layers_.size(), nn::KvCache(capacity))};
+}
+
+at::Tensor Gemma4Model::next_logits(const at::Tensor& input_ids) {
+  const at::NoGradGuard no_grad;
+  require_whole(*this);
+  at::Tensor x = nn::scaled_by_root(embedding_->module()->forward(text_ids(input_ids)));
+  for (auto& layer : layers_) x = layer.module()->forward(x, {}, {}).x;
+  return head_->module()->forward(x.narrow(1, x.size(1) - 1, 1), std::nullopt).squeeze(1);
+}
+
+at::Tensor Gemma4Model::decode(const at::Tensor& input_ids, DecoderCache& cache) {
+  const at::NoGradGuard no_grad;
+  if (cache.length() == 0) {
+    require_whole(*this);
+    ModelInputs prompt;
+    prompt.input_ids = input_ids;
+    check_own_values(prompt);
+  }
+  TESSERA_INVARIANT(cache.layers.size() == layers_.size(), "a cache of another model than Gemma 4");
+  at::Tensor x = nn::scaled_by_root(embedding_->module()->forward(text_ids(input_ids)));
+  for (std::size_t i = 0; i < layers_.size(); ++i) {
+    x = layers_[i].module()->decode(x, cache.layers[i]);
+  }
+  return head_->module()->forward(x.narrow(1, x.size(1) - 1, 1), std::nullopt).squeeze(1);
 }
 
 std::vector<ModelUnit> Gemma4Model::units() {

@@ -39,13 +39,22 @@ class Gemma4Head : public torch::nn::Module {
   std::shared_ptr<nn::Linear> lm_head_;
 };
 
-class Gemma4Model : public LanguageModel {
+class Gemma4Model : public LanguageModel, public WritesText {
  public:
   explicit Gemma4Model(const ModelSpec& spec, const ModelAxes& axes = {});
 
   /// Errors: kFormat for images that do not fit the ids or the token types, or for as many images
   /// as the model has no tower for.
   ModelOutput forward_stage(const StageInputs& inputs) override;
+
+  // Of text. Image tokens in the first call of a cache are refused on the CPU (kFormat); what stands
+  // for no text is padding elsewhere, as in forward.
+  WritesText* writer() override { return this; }
+  bool can_decode() const override { return true; }
+  DecoderCache make_cache(std::int64_t capacity) const override;
+  at::Tensor decode(const at::Tensor& input_ids, DecoderCache& cache) override;
+  at::Tensor next_logits(const at::Tensor& input_ids) override;
+
   std::vector<ModelUnit> units() override;
   std::string canonical_name(const std::string& unit, const std::string& path) const override;
   const ModelSpec& spec() const override { return spec_; }
@@ -69,6 +78,8 @@ class Gemma4Model : public LanguageModel {
   void check_own_values(const ModelInputs& inputs) const override;
 
  private:
+  /// Ids of what is no text are padding.
+  at::Tensor text_ids(const at::Tensor& input_ids) const;
   void register_vision(torch::nn::Module& model);
   /// [B, T] bool: which tokens are images'.
   struct ImageTokens {

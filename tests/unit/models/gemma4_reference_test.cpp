@@ -7,6 +7,7 @@
 
 #include "nn/loss.h"
 #include "nn/masked_attention.h"
+#include "tessera/error.h"
 #include "unit/models/reference.h"
 
 namespace tessera::models::gemma4_reference_test {
@@ -66,6 +67,39 @@ TEST_P(Gemma4Reference, EveryLayersOutputAgrees) {
       largest(model->head().module()->norm()->forward(x) - reference_.result("hidden/final_norm")),
       kHiddenBound);
   EXPECT_LT(largest((*model).head()(x, std::nullopt) - reference_.result("logits")), kHiddenBound);
+}
+
+// Text alone, beyond the window of 6. The bound is that of a second fp32 implementation: only the
+// order of sums differs.
+TEST_P(Gemma4Reference, LogitsOverACacheAreThoseOfTheWholeText) {
+  const at::NoGradGuard no_grad;
+  const auto model = reference_.gemma4(Reference::Compute::kFloat32);
+  ModelInputs text;
+  const at::Tensor ids = reference_.result("input_ids");
+  text.input_ids = ids.masked_fill(ids.ge(100), 7);
+  const std::int64_t positions = text.input_ids.size(1);
+  ASSERT_GT(positions, reference_.spec().gemma4->sliding_window + 2);
+  const at::Tensor expected = model->forward(text);
+  EXPECT_LT(largest(model->next_logits(text.input_ids) - expected.select(1, positions - 1)),
+            kHiddenBound);
+  for (const std::int64_t prompt : {std::int64_t{1}, std::int64_t{5}, positions - 2}) {
+    SCOPED_TRACE(prompt);
+    DecoderCache cache = model->make_cache(positions);
+    at::Tensor found = model->decode(text.input_ids.narrow(1, 0, prompt), cache);
+    for (std::int64_t t = prompt;; ++t) {
+      EXPECT_LT(largest(found - expected.select(1, t - 1)), kHiddenBound) << t;
+      if (t == positions) break;
+      found = model->decode(text.input_ids.narrow(1, t, 1), cache);
+    }
+    EXPECT_EQ(cache.length(), positions);
+  }
+}
+
+TEST_P(Gemma4Reference, ImagesInAPromptAreRefused) {
+  const auto model = reference_.gemma4(Reference::Compute::kFloat32);
+  DecoderCache cache = model->make_cache(64);
+  const at::Tensor ids = at::full({1, 3}, reference_.spec().gemma4->image_token_id, at::kLong);
+  EXPECT_THROW(model->decode(ids, cache), Error);
 }
 
 TEST_P(Gemma4Reference, LossAndAllGradientsAgree) {
