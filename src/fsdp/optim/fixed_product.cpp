@@ -17,7 +17,7 @@ template <class T>
 struct Lanes {
   static constexpr std::int64_t kCount = 64 / static_cast<std::int64_t>(sizeof(T));
   static constexpr std::int64_t kPanel = kVectors * kCount;
-  typedef T Vector __attribute__((vector_size(64)));
+  using Vector __attribute__((vector_size(64))) = T;
 };
 
 /// Adds the terms of one block to `rows` rows of a panel: sums [rows, kPanel].
