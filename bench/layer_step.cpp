@@ -78,7 +78,7 @@ template <class M>
 Case case_of(const char* name, std::shared_ptr<M> layer) {
   return {name,
           [layer](const at::Tensor& x, const at::Tensor& grad) {
-            torch::autograd::backward({layer->forward(x, {}).x}, {grad});
+            torch::autograd::backward({layer->forward(x, {}, {}).x}, {grad});
           },
           [layer] { layer->zero_grad(); }};
 }

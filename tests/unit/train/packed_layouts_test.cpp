@@ -65,7 +65,9 @@ Documents drawn(std::uint64_t seed, int data_rank, std::int64_t vocabulary) {
     begin += length;
   }
   documents.starts = at::cat(starts, 1);
-  documents.ids = at::randint(vocabulary / 4 + 2, vocabulary, {1, kPositions}, tokens, at::kLong);
+  // None of them is a placeholder of an image.
+  documents.ids =
+      at::randint(vocabulary / 4 + 2, 3 * vocabulary / 4, {1, kPositions}, tokens, at::kLong);
   return documents;
 }
 
