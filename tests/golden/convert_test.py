@@ -469,9 +469,19 @@ class ConvertGemma4(Program):
         self.assertTrue({k for k in before if k.endswith("layer_scalar")} <= still)
         self.assertFalse(any("language_model" in k and k.endswith("proj.weight") for k in still))
 
-    def test_generation_is_refused(self):
-        self.assertIn("Gemma4ForConditionalGeneration", self.run_tessera(
-            "generate", "--model", DATA / "gemma4-fp32", "--prompt-tokens", "1", "--max-new-tokens", "1", code=2))
+    def test_text_is_written_as_transformers_writes_it(self):
+        model = transformers.Gemma4ForConditionalGeneration.from_pretrained(
+            DATA / "gemma4-fp32", dtype=torch.float32, attn_implementation="eager").eval()
+        batch = load_file(DATA / "gemma4-fp32" / "reference.safetensors")
+        words = batch["input_ids"][batch["mm_token_type_ids"] == 0]
+        for length in (1, 6, 20):  # within its window, and beyond
+            prompt = words[length:2 * length].unsqueeze(0)
+            expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False,
+                                      max_new_tokens=16)[0, length:].tolist()
+            found = self.run_tessera(
+                "generate", "--model", DATA / "gemma4-fp32", "--max-new-tokens", "16", "--prompt-tokens",
+                ",".join(str(token) for token in prompt[0].tolist()))
+            self.assertEqual([int(token) for token in found.strip().split(",")], expected)
 
 
 class ConvertGemma3(Program):
