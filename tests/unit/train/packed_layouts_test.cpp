@@ -86,7 +86,9 @@ std::vector<at::Tensor> packed_gradients(Model& model, const Documents& document
   inputs.documents.starts = documents.starts;
   run(model, inputs, true);
   std::vector<at::Tensor> gradients;
-  for (const ShardView& view : model->shards()) gradients.push_back(view.shard.grad().clone());
+  for (const ShardView& view : model->shards()) {
+    if (view.shard.grad().defined()) gradients.push_back(view.shard.grad().clone());  // else frozen
+  }
   return gradients;
 }
 
@@ -101,7 +103,9 @@ std::vector<at::Tensor> gradients_alone(Model& model, const Documents& documents
     run(model, inputs, begin == kPositions);
   }
   std::vector<at::Tensor> gradients;
-  for (const ShardView& view : model->shards()) gradients.push_back(view.shard.grad().clone());
+  for (const ShardView& view : model->shards()) {
+    if (view.shard.grad().defined()) gradients.push_back(view.shard.grad().clone());  // else frozen
+  }
   return gradients;
 }
 
