@@ -7,11 +7,15 @@
 namespace tessera::kernels {
 namespace {
 
-/// Null where there is none, or the host cannot read it.
-const std::int64_t* readable(const std::optional<at::Tensor>& tensor) {
-  return tensor && tensor->device().is_cpu()
-             ? static_cast<const std::int64_t*>(tensor->const_data_ptr())
-             : nullptr;
+/// [B, T], one row behind the other whatever was given; none where there is none, or the host cannot
+/// read it.
+std::optional<at::Tensor> readable(const std::optional<at::Tensor>& tensor) {
+  if (!tensor || !tensor->device().is_cpu()) return std::nullopt;
+  return tensor->contiguous();
+}
+
+const std::int64_t* data_of(const std::optional<at::Tensor>& tensor) {
+  return tensor ? static_cast<const std::int64_t*>(tensor->const_data_ptr()) : nullptr;
 }
 
 /// Keys of products begin here, so that documents of any length make few sizes of them: oneDNN
@@ -32,8 +36,9 @@ layout::Range narrowed(layout::Range keys, const layout::Range& queries, const s
 }  // namespace
 
 std::vector<SeenBlock> seen_blocks(const SeenSizes& sizes, const SeenKeys& seen) {
-  const std::int64_t* begins = readable(seen.begins);
-  const std::int64_t* ends = readable(seen.ends);
+  const auto host_begins = readable(seen.begins), host_ends = readable(seen.ends);
+  const std::int64_t* begins = data_of(host_begins);
+  const std::int64_t* ends = data_of(host_ends);
   const bool by_row = sizes.rows > 0 && (begins != nullptr || ends != nullptr);
   std::vector<SeenBlock> blocks;
   for (std::int64_t row = 0; row < (by_row ? sizes.rows : 1); ++row) {
@@ -66,7 +71,7 @@ at::Tensor hidden_keys(const SeenBlock& block, const SeenSizes& sizes, const See
   const auto of_block = [&](const at::Tensor& all) {
     return all.narrow(0, rows.begin, rows.size())
         .narrow(1, queries.begin, queries.size())
-        .view({rows.size(), 1, queries.size(), 1, 1});
+        .reshape({rows.size(), 1, queries.size(), 1, 1});
   };
   at::Tensor hidden = seen.ends ? key >= of_block(*seen.ends) : key > own;
   if (seen.begins) hidden = hidden.bitwise_or(key < of_block(*seen.begins));

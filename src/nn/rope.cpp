@@ -155,6 +155,8 @@ RopeTable Rope::table(std::int64_t positions, at::ScalarType dtype, at::Device d
 }
 
 at::Tensor pairs_of_half(const at::Tensor& x, std::int64_t heads) {
+  // An order of what is there, of a norm whose weights may be wider than their layer, too.
+  const WideScope own_dtype;
   return x.unflatten(-1, {heads, 2, 2, -1}).transpose(-2, -3).flatten(-4);
 }
 

@@ -372,6 +372,11 @@ void write_documents(const TemporaryFolder& folder, std::uint64_t count) {
 // orders. Naive: a document that sees the one in front of it, or positions that go on.
 TEST_F(DataOfRun, PackedDocumentsTrainAsTheyDoAlone) {
   write_documents(folder_, 24);
+  // Weights so large that what a position sees matters from the first step on.
+  std::string model = read_file(folder_ / "model.json");
+  const auto small = model.find("0.02");
+  ASSERT_NE(small, std::string::npos);
+  folder_.write("model.json", model.replace(small, 4, "0.3"));
   const Words common{"--data.path", "talks.bin", "--training.steps", "4"};
   const auto with = [&](Words more) {
     more.insert(more.end(), common.begin(), common.end());

@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <string>
@@ -72,6 +74,11 @@ inline std::vector<nlohmann::json> numbers(const std::filesystem::path& run) {
     steps.push_back(std::move(step));
   }
   return steps;
+}
+
+/// A validation before the first step has a line of its own.
+inline std::int64_t steps_in(const std::vector<nlohmann::json>& lines) {
+  return std::ranges::count_if(lines, [](const auto& line) { return line.at("step") > 0; });
 }
 
 }  // namespace tessera::cli

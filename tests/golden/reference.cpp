@@ -64,7 +64,10 @@ Reference::Reference(const std::string& name)
   }
   const SafetensorsFile model(data_folder(name) / "model.safetensors");
   for (const TensorInfo& info : model.header().tensors) {
-    if (info.name.ends_with(".attn.bias")) continue;
+    // Masks, and biases on the choice of experts, which no gradient moves, are no parameters.
+    if (info.name.ends_with(".attn.bias") || info.name.ends_with(".e_score_correction_bias")) {
+      continue;
+    }
     parameters_[info.name] = read_tensor(model, info.name);
   }
   unpack_blocks(parameters_);

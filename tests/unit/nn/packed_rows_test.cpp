@@ -230,6 +230,21 @@ std::string refusal(const at::Tensor& starts, const at::Tensor& ids) {
   return "";
 }
 
+// Naive: a row's ends are read behind those of the row before, where other values stand.
+TEST(PackedRows, EndsMayBeAnExpandedColumn) {
+  const at::Tensor column = at::ones({200}, at::kLong);
+  column.narrow(0, 0, 3).copy_(at::tensor({20, 30, 24}, at::kLong));
+  const at::Tensor ends = column.narrow(0, 0, 3).view({3, 1}).expand({3, 30});
+  for (const at::ScalarType dtype : {at::kDouble, at::kFloat}) {
+    at::manual_seed(3);
+    const auto drawn = [&](at::IntArrayRef sizes) { return at::randn(sizes, dtype); };
+    const at::Tensor q = drawn({3, 2, 30, 2, 8}), k = drawn({3, 2, 30, 1, 8});
+    const at::Tensor v = drawn({3, 30, 16});
+    const at::Tensor found = causal_attention(q, k, v, 0.3, {.ends = ends});
+    EXPECT_TRUE(found.equal(causal_attention(q, k, v, 0.3, {.ends = ends.contiguous()})));
+  }
+}
+
 TEST(PackedRows, StartsThatAreNoneAreRefused) {
   const at::Tensor ids = at::zeros({2, 4}, at::kLong);
   const auto row = [](std::vector<std::int64_t> second) {
