@@ -68,9 +68,8 @@ TEST(KeptActivations, ADenseLayerKeepsWhatItsFormulaSays) {
     const std::int64_t width = size_of(compute);
     const std::int64_t input = kTokens * kHidden * width;
     const std::int64_t products = kTokens * (2 * kHidden + kQ + 2 * kK + 2 * kInner) * width;
-    const std::int64_t all =
-        kTokens * (4 * kHidden + 3 * kQ + 3 * kK + 3 * kInner) * width +
-        kTokens * (2 + 3 * kHeads + kGroups) * 4;
+    const std::int64_t all = kTokens * (4 * kHidden + 3 * kQ + 3 * kK + 3 * kInner) * width +
+                             kTokens * (2 + 3 * kHeads + kGroups) * 4;
     EXPECT_EQ(two.none.kept - one.none.kept, all);
     EXPECT_EQ(two.full.kept - one.full.kept, input);
     EXPECT_EQ(two.selective.kept - one.selective.kept, input + products);
