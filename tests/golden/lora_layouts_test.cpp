@@ -38,7 +38,7 @@ std::vector<std::string> linears_of(const std::string& folder) {
     return {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"};
   }
   if (folder.starts_with("deepseek")) {
-    return {"q_proj",
+    return {folder.starts_with("deepseek-v3") ? "q_?_proj" : "q_proj",
             "kv_a_proj_with_mqa",
             "kv_b_proj",
             "o_proj",
