@@ -132,11 +132,7 @@ void check_sources(const DataConfig& data) {
                 "data.path and data.source: found both, expected one; move the path into a table "
                 "[[data.source]] of its own");
   if (data.source.empty()) return;
-  for (const NamedSource& source : sources_of(data)) {
-    TESSERA_CHECK(data_kind(source.path, source.key) != DataKind::kBatches, ErrorKind::kConfig,
-                  source.key, ": found ", source.path[0],
-                  ", batches that are ready-made, expected text or .bin; give it as data.path");
-  }
+  for (const NamedSource& source : sources_of(data)) require_no_batches(source);
   double sum = 0;
   for (const DataSource& source : data.source) sum += source.weight;
   for (std::size_t i = 0; i < data.source.size(); ++i) {
@@ -295,6 +291,12 @@ std::vector<NamedSource> sources_of(const DataConfig& data) {
     sources.push_back({concat(kSourceKey, "[", sources.size() + 1, "].path"), source.path});
   }
   return sources;
+}
+
+void require_no_batches(const NamedSource& source) {
+  TESSERA_CHECK(data_kind(source.path, source.key) != DataKind::kBatches, ErrorKind::kConfig,
+                source.key, ": found ", source.path[0],
+                ", batches that are ready-made, expected text or .bin; give it as data.path");
 }
 
 DataKind data_kind(const DataConfig& data) {
