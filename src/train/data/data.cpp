@@ -362,8 +362,13 @@ MicroBatch MicroBatch::on(at::Device device, const models::LanguageModel& model)
   if (device.is_cpu()) return *this;
   model.check_values(inputs());
   const auto there = [&](const at::Tensor& tensor) { return comm::uploaded(tensor, device); };
-  MicroBatch batch{there(input_ids), there(targets)};
-  if (images)
+  const bool embeds = models::has_embedding(model.stages());
+  const auto sizes_alone = [&](const at::Tensor& ids) {
+    return at::empty({1}, ids.options().device(device)).expand(ids.sizes());
+  };
+  MicroBatch batch{embeds ? there(input_ids) : sizes_alone(input_ids),
+                   models::has_head(model.stages()) ? there(targets) : targets};
+  if (images && embeds)
     batch.images = models::Images{there(images->pixel_values), there(images->position_ids)};
   if (token_types) batch.token_types = there(*token_types);
   if (documents.are_packed()) batch.documents.starts = there(documents.starts);
