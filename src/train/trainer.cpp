@@ -184,6 +184,10 @@ class Trainer {
     request.sources.clear();
     request.key = "validation.path";
     request.steps = 1;
+    if (data_kind(request.path, request.key) == DataKind::kBatches) {
+      request.training.seq_len.reset();  // its rows are its own, however long those of training are
+      request.training.global_batch_size = -1;
+    }
     validation_ = open_batches(request);
   }
 
