@@ -11,6 +11,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -86,5 +87,8 @@ class ReplayedBatches final : public BatchSource {
   std::int64_t columns_ = 0;     // T
   std::vector<bool> has_label_;  // [S]
 };
+
+/// The batches of data.path, one file. Errors: as open_batches.
+std::unique_ptr<BatchSource> open_replay(const BatchRequest& request);
 
 }  // namespace tessera::train
