@@ -117,6 +117,11 @@ std::shared_ptr<LanguageModel> Reference::gpt2(Compute compute) const {
   return model;
 }
 
+std::shared_ptr<LanguageModel> Reference::text_model(Compute compute) const {
+  if (spec_.family == Family::kGpt2) return gpt2(compute);
+  return model(compute);
+}
+
 std::map<std::string, at::Tensor> gradients(const torch::nn::Module& model, const ModelSpec& spec) {
   std::map<std::string, at::Tensor> result;
   for (auto& item : model.named_parameters()) {

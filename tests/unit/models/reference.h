@@ -44,6 +44,9 @@ class Reference {
   /// The same of a gpt2 folder.
   std::shared_ptr<LanguageModel> gpt2(Compute compute) const;
 
+  /// The model of any family of text.
+  std::shared_ptr<LanguageModel> text_model(Compute compute) const;
+
   /// A tensor of the checkpoint, as it is stored.
   at::Tensor stored(const std::string& name) const;
 
