@@ -2,6 +2,7 @@
 
 #include <ostream>
 
+#include "golden/model_folder.h"
 #include "tessera/error.h"
 
 namespace tessera::golden {
@@ -50,8 +51,24 @@ std::string text(Setting setting) {
       return ", expert bias";
     case Setting::kBalanceByRows:
       return ", expert bias, two micro-batches";
+    case Setting::kAdapters:
+      return ", adapters of experts";
   }
   return "";
+}
+
+/// With second factors that are no longer zero: those of the first have a gradient.
+std::string trained_adapters() {
+  static const std::string folder = [] {
+    auto config = training_config(Reference::of(kQwen), OptimizerKind::kAdamW, {});
+    config.lora = {.rank = 4, .alpha = 10.0, .targets = {"experts.*"}};
+    config.optimizer.lr = 0.05;
+    config.training.steps = 3;
+    config.checkpoint.folder = temporary_path("adapters");
+    run_training(config, {});
+    return config.checkpoint.folder + "/step-3";
+  }();
+  return folder;
 }
 
 }  // namespace
@@ -79,6 +96,9 @@ void set_up(train::Config& config, Setting setting) {
       [[fallthrough]];
     case Setting::kBalance:
       config.model.load_balance_coeff = 1e-3;
+      return;
+    case Setting::kAdapters:
+      config.model.path = trained_adapters();
       return;
   }
 }

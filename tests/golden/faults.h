@@ -34,7 +34,9 @@ enum class Setting : std::uint8_t {
   kScoresBefore,
   kBalance,        ///< the bias on the choice of experts
   kBalanceByRows,  ///< the same, a micro-batch a row
+  kAdapters,       ///< of kQwen's experts, trained a little, beside the frozen model
 };
+/// The first call with kAdapters trains them, on threads as ranks: not on one of a rank's own.
 void set_up(train::Config& config, Setting setting);
 
 struct Fault {

@@ -71,6 +71,7 @@ std::vector<Fault> of_routers() {
 std::vector<Fault> of_cut_experts() {
   const Degrees whole{.tp = 2};
   const Degrees cut{.shard = 2, .tp = 2, .etp = 2};
+  const Degrees all_cut{.tp = 2, .etp = 2};
   const auto summed_over_tp = [](const RankParts& rank) {
     const DataAxes data(rank.mesh.shapes(), 1.0);
     on_contracts(rank, "mlp.experts", [&](GradContract& each) {
@@ -85,6 +86,14 @@ std::vector<Fault> of_cut_experts() {
       {"WholeExpertsNotOverTp", "Experts whole, ep 1, are summed over the dense group alone",
        "next to Megatron-LM #1622", kQwen, whole, placed("mlp.experts", invariant("tp", 2)),
        CaughtBy::kInvariance, "mlp.experts.down_proj"},
+      {"FirstFactorOfCutExperts", "Nobody sums A's gradient beside experts' cut outputs",
+       "next to Megatron-LM #1622", kQwen, all_cut,
+       placed("experts.gate_up_proj.lora_A", invariant("tp", 2)), CaughtBy::kInvariance,
+       "gate_up_proj.lora_A.weight", Setting::kAdapters, true},
+      {"SecondFactorOfCutExperts", "Nobody sums B's gradient beside experts' cut inputs",
+       "next to Megatron-LM #1622", kQwen, all_cut,
+       placed("experts.down_proj.lora_B", invariant("tp", 2)), CaughtBy::kInvariance,
+       "down_proj.lora_B.weight", Setting::kAdapters, true},
   };
 }
 

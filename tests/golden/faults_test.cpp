@@ -18,12 +18,20 @@
 namespace tessera::golden::faults_test {
 namespace {
 
+/// On this thread, not on a rank's.
+void prepare(Setting setting) {
+  train::Config config;
+  set_up(config, setting);
+}
+
 Changes sound(Setting setting) {
+  prepare(setting);
   return {.config = [=](train::Config& config) { set_up(config, setting); }};
 }
 
 /// The fault on top of what its run has anyway.
 Changes faulty(const Fault& fault) {
+  prepare(fault.setting);
   Changes changes = fault.changes;
   changes.config = [&fault](train::Config& config) {
     set_up(config, fault.setting);
