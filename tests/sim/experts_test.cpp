@@ -43,7 +43,7 @@ at::Tensor choice(std::int64_t tokens) {
 }
 
 struct Inputs {
-  Tensors tensors;  ///< x, weights, gate_up, down, and biases
+  Tensors tensors;  ///< x, weights, gate_up, down, and biases or adapters
   at::Tensor indices, grad;
 };
 
@@ -74,9 +74,14 @@ Ran run(const Inputs& inputs, const at::Device& where, const parallel::Axis& ep 
     leaves.push_back(tensor.to(where, tensor.scalar_type(), false, /*copy=*/true));
     leaves.back().requires_grad_(true);
   }
-  const bool bias = leaves.size() > 4;
-  const ExpertWeights weights{leaves[2], leaves[3], bias ? leaves[4] : at::Tensor(),
-                              bias ? leaves[5] : at::Tensor()};
+  ExpertWeights weights{leaves[2], leaves[3]};
+  if (leaves.size() == 6) {
+    weights.gate_up_bias = leaves[4];
+    weights.down_bias = leaves[5];
+  } else if (leaves.size() == 8) {
+    weights.gate_up_adapter = {leaves[4], leaves[5], 0.5};
+    weights.down_adapter = {leaves[6], leaves[7], 0.5};
+  }
   const at::Tensor indices = inputs.indices.to(where), grad = inputs.grad.to(where);
   const sim::Reads reads;
   const at::Tensor out = experts(leaves[0], {indices, leaves[1], {}}, weights,
@@ -125,6 +130,33 @@ TEST(ExpertsOnDevices, AreThoseOfFp64OnTheCpu) {
         EXPECT_EQ(found.results[3][4].abs().sum().item<double>(), 0.0);
       }
     }
+  }
+}
+
+// Products of bf16 that read nothing, and of fp32, for which the host reads once.
+TEST(ExpertsOnDevices, AdaptersBesideThemAreThoseOfFp64OnTheCpu) {
+  comm::use_device(sim::device(0));
+  for (const std::int64_t tokens : {1, 37}) {
+    Inputs inputs = inputs_of(tokens, at::kBFloat16, /*bias=*/false);
+    std::uint64_t seed = 20;
+    for (const std::vector<std::int64_t>& shape : {std::vector<std::int64_t>{kExperts, 4, kHidden},
+                                                   {kExperts, 2 * kInner, 4},
+                                                   {kExperts, 4, kInner},
+                                                   {kExperts, kHidden, 4}}) {
+      inputs.tensors.push_back(sim::drawn(++seed, shape) * 0.3);
+    }
+    Inputs wide = inputs;
+    for (at::Tensor& each : wide.tensors) each = each.to(at::kDouble);
+    wide.grad = wide.grad.to(at::kDouble);
+    const Ran expected = run(wide, at::kCPU), found = run(inputs, sim::device(0));
+    EXPECT_EQ(found.reads, 1);
+    // As above, with one sum more beside each product.
+    for (std::size_t i = 0; i < found.results.size(); ++i) {
+      nn::expect_close(found.results[i], expected.results[i], {8.0 / 256, 8.0 / 256},
+                       "result " + std::to_string(i) + " of " + std::to_string(tokens));
+    }
+    EXPECT_EQ(found.results[5].scalar_type(), at::kFloat);
+    EXPECT_EQ(found.results[5][4].abs().sum().item<double>(), 0.0);
   }
 }
 
