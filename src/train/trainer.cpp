@@ -263,6 +263,9 @@ class Trainer {
     if (before_) warn(changed_lr(*before_, config_, done_));
     for (const std::string& line : banner(run)) log::info(line);
     for (const std::string& line : data_->in_words()) log::info(line);
+    if (validation_) {
+      for (const std::string& line : validation_->in_words()) log::info("validation: ", line);
+    }
     if (validation_ && config_.validation.steps > batches_of_pass()) {
       log::warn("validation.steps: found ", config_.validation.steps, ", but ",
                 shown(config_.validation.path[0]), " has ", validation_->rows_in_pass(),

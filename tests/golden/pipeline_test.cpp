@@ -288,12 +288,9 @@ TEST(PipelineOfFloat16, AScaleThatIsTooLargeForOneStageIsLoweredOnAll) {
 // ------------------------------------------------------------------------ adapters
 
 /// Whose second factors are no longer zero, since then the first ones would count for nothing.
-std::filesystem::path trained_adapters(const std::string& folder) {
+std::filesystem::path trained_adapters(const std::string& folder, const LoraRequest& lora) {
   auto config = training_config(Reference::of(folder), OptimizerKind::kAdamW, {});
-  config.lora.rank = 2;
-  config.lora.alpha = 8.0;
-  config.lora.targets = {"q_proj", "o_proj"};
-  config.lora.dropout = 0.3;
+  config.lora = lora;
   config.optimizer.lr = 0.05;
   config.training.steps = 2;
   config.checkpoint.folder = temporary_path("adapters");
@@ -302,13 +299,12 @@ std::filesystem::path trained_adapters(const std::string& folder) {
 }
 
 // Logits are of the model as it is used, gradients of its training: naive, both are dropped out.
-TEST(PipelineOfAdapters, WithDropoutHasTheLogitsWithoutAndTheGradientsWithIt) {
-  const std::string folder = "qwen3-fp32";
+void expect_the_bits_of_one_stage(const std::string& folder, const LoraRequest& lora) {
   PipelineCase c;
   c.folder = folder;
   c.schedule = "1F1B";
   auto config = config_of(c);
-  config.model.path = trained_adapters(folder);
+  config.model.path = trained_adapters(folder, lora);
   const std::string batch = batch_file(train::open_model(config.model).spec, kMicroBatches, 16);
   const auto expected = run_gradients(config, {}, batch);
   EXPECT_GT(relative_error(expected.logits, run_gradients(config_of(c), {}, batch).logits), 1e-3)
@@ -320,6 +316,16 @@ TEST(PipelineOfAdapters, WithDropoutHasTheLogitsWithoutAndTheGradientsWithIt) {
     expect_same_bits(run_gradients(config, {.ranks = 2}, batch), expected);
   }
   std::filesystem::remove(batch);
+}
+
+TEST(PipelineOfAdapters, WithDropoutHasTheLogitsWithoutAndTheGradientsWithIt) {
+  expect_the_bits_of_one_stage(
+      "qwen3-fp32", {.rank = 2, .alpha = 8.0, .targets = {"q_proj", "o_proj"}, .dropout = 0.3});
+}
+
+TEST(PipelineOfAdapters, OfExpertsHasTheBitsOfOneStage) {
+  expect_the_bits_of_one_stage("qwen3-moe-fp32",
+                               {.rank = 2, .alpha = 8.0, .targets = {"experts.*"}});
 }
 
 // ------------------------------------------------------------------------ training

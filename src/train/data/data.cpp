@@ -157,8 +157,10 @@ class TokenBatches final : public BatchSource {
       std::ranges::fill(std::span(starts).subspan(at, count), static_cast<std::int64_t>(at));
       at += count;
     }
-    // Empty places are a document of their own, which has no target.
+    // Empty places are a document of their own, which has no target. It begins as the row does: one
+    // token again and again would draw all of them to the same few experts.
     std::ranges::fill(std::span(starts).subspan(at), static_cast<std::int64_t>(at));
+    for (std::size_t empty = at; empty < length; ++empty) ids[empty] = ids[empty - at];
     for (std::size_t t = 0; t + 1 < length; ++t) {
       places.inputs[t] = ids[t];
       places.targets[t] = is_target[t + 1] == 0 ? nn::kIgnoredLabel : ids[t + 1];
@@ -310,6 +312,7 @@ std::unique_ptr<BatchSource> open_tokens(const BatchRequest& request) {
   } else {
     std::vector<double> weights;
     for (const NamedSource& source : sources_of({{}, request.sources})) {
+      require_no_batches(source);  // a pattern may have found some
       // Of its own, else sources of one length would come in one order.
       const auto seed = stream_of(request.seed, source.key);
       weights.push_back(request.sources[weights.size()].weight);
@@ -381,6 +384,7 @@ std::unique_ptr<BatchSource> open_gradients_batch(const std::string& path,
   auto batches = std::make_unique<ReplayedBatches>(path, StepsPrefix::kIgnored, vocabulary);
   TESSERA_CHECK(batches->steps() == 1, ErrorKind::kFormat, path, ": found ", batches->steps(),
                 " batches in input_ids, expected one, [B,T]");
+  batches->check_labels(1);  // looks at all of it: what is wrong is refused before the first step
   if (routing) batches->impose(*routing);
   return batches;
 }
