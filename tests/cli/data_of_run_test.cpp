@@ -7,10 +7,12 @@
 #include <cmath>
 #include <cstdint>
 #include <nlohmann/json.hpp>
+#include <span>
 #include <sstream>
 
 #include "cli/program.h"
 #include "io/label_index.h"
+#include "io/safetensors.h"
 #include "train/data/data_identity.h"
 #include "train/data/sampler.h"
 
@@ -348,6 +350,37 @@ TEST_F(DataOfRun, AValidationOfAllTakesEachRowOnce) {
     EXPECT_THAT(outcome.out, StartsWith("step:  0  val_loss: "));
     const bool said = outcome.err.find("validation.steps: found 100, but ") != std::string::npos;
     EXPECT_EQ(said, c.steps == "100") << outcome.err;
+  }
+}
+
+// Batches that are ready-made have rows of their own, beside any data.
+TEST_F(DataOfRun, AValidationOfBatchesHasTheirRows) {
+  std::vector<std::int64_t> ids;
+  for (std::int64_t i = 0; i < 2 * 3 * 24; ++i) ids.push_back(i * 7 % 256);
+  const std::vector<std::int64_t> shape{2, 3, 24};
+  SafetensorsWriter writer(folder_ / "held.safetensors",
+                           {{"input_ids", DType::kInt64, shape}, {"labels", DType::kInt64, shape}});
+  for (const std::string name : {"input_ids", "labels"}) {
+    writer.write(name, std::as_bytes(std::span(ids)));
+  }
+  writer.finish();
+  const std::string path = (folder_ / "held.safetensors").string();
+  // Of the same weights, as two steps that change nothing.
+  std::string text = read_file(folder_ / "run.toml");
+  const std::string rows = "seq_len = 16\nglobal_batch_size = 4\n";
+  text.replace(text.find(rows), rows.size(), "");
+  text.replace(text.find("lr = 0.01"), 9, "lr = 0");
+  folder_.write("whole.toml", text);
+  const Outcome whole = run_program(folder_, {"train", "whole.toml", "--job.dump_folder", "whole",
+                                              "--data.path", path, "--training.steps", "2"});
+  ASSERT_EQ(whole.code, 0) << whole.err;
+  const auto losses = values(folder_ / "whole", "loss");
+  ASSERT_EQ(losses.size(), 2U);
+  for (const std::string ranks : {"1", "2"}) {
+    const std::string run = "beside" + ranks;
+    ASSERT_NO_FATAL_FAILURE(
+        trained(run, {"--validation.path", path, "--validation.steps", "-1", "--nproc", ranks}));
+    EXPECT_NEAR(values(folder_ / run, "val_loss").front(), (losses[0] + losses[1]) / 2, 1e-6);
   }
 }
 
