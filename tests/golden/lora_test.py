@@ -29,6 +29,7 @@ FLOAT32 = ("--precision.param_dtype", "float32")
 LOGITS_BOUND = 5e-5
 LOSS_BOUND = 5e-6
 GRADIENT_BOUND = 5e-5  # relative L2
+STEPS_BOUND = 1e-3  # of how far a parameter moved, as between layouts (docs/layouts.md)
 BFLOAT16_BOUND = 0.01  # 1 - cosine, likewise
 RANK, ALPHA = 4, 10
 TARGETS = ("q_proj", "o_proj", "layers.1.mlp.down_proj")
@@ -218,6 +219,36 @@ class Lora(unittest.TestCase):
         config = json.loads((self.folder / "adapter/adapter_config.json").read_text())
         self.assertEqual(config["target_modules"], ["q_proj"])
         self.assertEqual(config["target_parameters"], ["experts.down_proj", "experts.gate_up_proj"])
+
+    def test_steps_of_sgd_on_experts_are_those_of_peft(self):
+        """From one step on, when B is no longer zero: three more of plain SGD on one batch."""
+        name, rate = "qwen3-moe-fp32", 0.5
+        inputs, labels = self.batch(name)
+        data = self.folder / "batch.safetensors"
+        save_file({"input_ids": inputs["input_ids"], "labels": labels.to(inputs["input_ids"].dtype)}, data)
+        words = ("--data.path", f"['{data}']", "--optimizer.name", "SGD", "--optimizer.lr", rate, "--training.max_norm", 0,
+                 "--checkpoint.interval", 1, "--checkpoint.keep_latest_k", 0, "--training.steps", 4,
+                 "--parallelism.tensor_parallel_degree", 2, "--parallelism.expert_tensor_parallel_degree", 2)
+        self.train(DATA / name, *words, targets=("experts.*",), data=name)
+        adapters = []
+        for step in (1, 4):
+            self.run_tessera("convert", f"run/checkpoint/step-{step}", f"adapter-{step}")
+            adapters.append(load_file(self.folder / f"adapter-{step}/adapter_model.safetensors"))
+        model = peft.PeftModel.from_pretrained(self.base_model(DATA / name), self.folder / "adapter-1",
+                                               is_trainable=True, autocast_adapter_dtype=False).double()
+        optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=rate)
+        for _ in range(3):
+            optimizer.zero_grad()
+            logits = model(**inputs).logits
+            torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(),
+                                              ignore_index=-100).backward()
+            optimizer.step()
+        theirs = peft.get_peft_model_state_dict(model)
+        self.assertEqual(theirs.keys(), adapters[1].keys())
+        for key, expected in theirs.items():
+            moved = (expected - adapters[0][key]).norm()
+            self.assertGreater(moved.item(), 0, key)
+            self.assertLess(((adapters[1][key] - expected).norm() / moved).item(), STEPS_BOUND, key)
 
     def test_dropout_of_experts_is_refused(self):
         said = self.train(DATA / "qwen3-moe-fp32", "--lora.dropout", 0.1, targets=("experts.down_proj",), code=2,

@@ -339,4 +339,22 @@ MicroBatch ReplayedBatches::load(std::int64_t step, RowRange rows) const {
   return batch;
 }
 
+std::unique_ptr<BatchSource> open_replay(const BatchRequest& request) {
+  auto batches = std::make_unique<ReplayedBatches>(request.path[0], StepsPrefix::kPreferred,
+                                                   request.vocabulary);
+  const TrainingConfig& training = request.training;
+  TESSERA_CHECK(request.packing != Packing::kDocuments, ErrorKind::kConfig,
+                "data.packing: found documents, but the rows of ", request.path[0],
+                " are made already; leave it out");
+  TESSERA_CHECK(!training.seq_len || *training.seq_len == batches->row_tokens(), ErrorKind::kConfig,
+                "training.seq_len: found ", *training.seq_len, ", expected ", batches->row_tokens(),
+                ", the columns of ", request.path[0], "; or leave it out");
+  TESSERA_CHECK(
+      training.global_batch_size == -1 || training.global_batch_size == batches->rows_in_step(),
+      ErrorKind::kConfig, "training.global_batch_size: found ", training.global_batch_size,
+      ", expected ", batches->rows_in_step(), ", the rows of a batch of ", request.path[0],
+      "; or leave it out");
+  return batches;
+}
+
 }  // namespace tessera::train

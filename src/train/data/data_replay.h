@@ -12,6 +12,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -93,5 +94,8 @@ class ReplayedBatches final : public BatchSource {
   std::int64_t rows_ = 0;     // B
   std::int64_t columns_ = 0;  // T
 };
+
+/// The batches of data.path, one file. Errors: as open_batches.
+std::unique_ptr<BatchSource> open_replay(const BatchRequest& request);
 
 }  // namespace tessera::train
