@@ -1,11 +1,12 @@
-// What autograd holds of routers and experts until their backward: nn/layer_keeps.h for the layers of
-// this floor. Symbols: E experts, K experts a token. Pure. Next: models/keeps/kept_activations.h.
+// What autograd holds of routers and experts until their backward: nn/keeps/layer_keeps.h for the
+// layers of this floor. Symbols: E experts, K experts a token. Pure. Next:
+// models/keeps/kept_activations.h.
 #pragma once
 
 #include <cstdint>
 #include <string>
 
-#include "nn/layer_keeps.h"
+#include "nn/keeps/layer_keeps.h"
 
 namespace tessera::moe {
 

@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <mutex>
+#include <optional>
 
+#include "base/test_hooks.h"
 #include "dist/ranks.h"
 #include "nn/embedding.h"
 #include "nn/loss.h"
@@ -58,8 +60,16 @@ struct Bound {
   double relative;
 };
 
-TEST(VocabParallel, LossAndGradientAreThoseOfTheWholeVocabulary) {
+class VocabParallelLoss : public ::testing::TestWithParam<std::int64_t> {};
+INSTANTIATE_TEST_SUITE_P(ElementsAtATime, VocabParallelLoss, ::testing::Values(0, 45));
+
+// All rows at once; and in blocks of 1 to 5 of 14 rows, the last one shorter.
+TEST_P(VocabParallelLoss, AndGradientAreThoseOfTheWholeVocabulary) {
   constexpr std::int64_t kVocabulary = 36;
+  std::optional<test_hooks::Set<decltype(test_hooks::elements_at_a_time)>> in_blocks;
+  if (GetParam() > 0) {
+    in_blocks.emplace(test_hooks::elements_at_a_time, [] { return GetParam(); });
+  }
   const at::Tensor targets = tokens_below(kVocabulary).clone();
   targets[0][3] = kIgnoredLabel;
   targets[1][6] = kIgnoredLabel;

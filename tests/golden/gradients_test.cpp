@@ -132,6 +132,8 @@ INSTANTIATE_TEST_SUITE_P(Gemma4, GoldenGradients, ::testing::ValuesIn(kGemmaFold
                          [](const auto& each) { return test_name(each.param); });
 INSTANTIATE_TEST_SUITE_P(SharedExperts, GoldenGradients, ::testing::ValuesIn(kSharedExpertFolders),
                          [](const auto& each) { return test_name(each.param); });
+INSTANTIATE_TEST_SUITE_P(Gpt2, GoldenGradients, ::testing::ValuesIn(kGpt2Folders),
+                         [](const auto& each) { return test_name(each.param); });
 INSTANTIATE_TEST_SUITE_P(Moe, GoldenGradients, ::testing::ValuesIn(kMoeFolders),
                          [](const auto& each) { return test_name(each.param); });
 

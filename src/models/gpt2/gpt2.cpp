@@ -119,7 +119,7 @@ std::string name_in_gpt2(std::string_view name) {
 
 using nn::KeptValue;
 
-/// What its forward keeps until backward (nn/layer_keeps.h).
+/// What its forward keeps until backward (nn/keeps/layer_keeps.h).
 class Gpt2Keeps : public TextKeeps {
  public:
   explicit Gpt2Keeps(ModelKeeps& of) : TextKeeps(of), layers_(of.layers()) {}

@@ -1,8 +1,8 @@
 // Kept activations: what autograd holds of one forward until its backward, in bytes, for any model
 // and any degrees, without a tensor.
 //
-// What each layer keeps is said on the layer's own floor (nn/layer_keeps.h, moe/expert_keeps.h),
-// and put together here and in gemma4/gemma4_layers.h. tests/unit/train/memory_table_test.cpp counts
+// What each layer keeps is said on the layer's own floor (nn/keeps/layer_keeps.h,
+// moe/expert_keeps.h), and put together here and in gemma4/gemma4_layers.h. tests/unit/train/memory_table_test.cpp counts
 // the bytes of real runs. Text alone: a vision tower that is trained is left out. Pure. Next:
 // ../train/rank_memory.h.
 #pragma once
@@ -17,7 +17,7 @@
 #include "models/model_spec.h"
 #include "models/stage_layers.h"
 #include "moe/expert_keeps.h"
-#include "nn/layer_keeps.h"
+#include "nn/keeps/layer_keeps.h"
 #include "tessera/contract.h"
 #include "tessera/recompute_mode.h"
 

@@ -1,4 +1,4 @@
-#include "nn/layer_keeps.h"
+#include "nn/keeps/layer_keeps.h"
 
 #include <algorithm>
 #include <utility>
