@@ -8,6 +8,8 @@
 #include "base/log.h"
 #include "capture/measured_profile.h"
 #include "capture/planner.h"
+#include "capture/region_blocks.h"
+#include "capture/replay/regions.h"
 #include "comm/group.h"
 #include "fsdp/handle.h"
 #include "io/atomic_file.h"
@@ -23,6 +25,14 @@ namespace {
 constexpr int kFirstMeasured = 3;
 // The middle one counts: steps wander, on a machine with other work by more than plans differ.
 constexpr std::size_t kMeasured = 3;
+
+/// Calls of a region before it is replayed: eager, recorded, and those that are compared.
+std::int64_t first_measured(const CompileOptions& options) {
+  constexpr std::int64_t kCallsBefore = 2 + capture::kCompared;
+  const auto steps = (kCallsBefore + options.micro_batches - 1) / options.micro_batches;
+  const bool replays = options.mode == CompileMode::kReplay;
+  return replays ? std::max<std::int64_t>(kFirstMeasured, 1 + steps) : kFirstMeasured;
+}
 
 }  // namespace
 
@@ -78,6 +88,7 @@ PlannedSteps::PlannedSteps(PlannedOptions planned, const ShardedBase& model, Opt
       world_(world),
       folder_(std::move(folder)) {
   is_chosen_ = !options_.plan.empty();
+  first_measured_ = first_measured(options_);
   if (!options_.offload_folder.empty()) {
     optimizer_.offload({.folder = options_.offload_folder,
                         .match = std::move(planned.offloaded),
@@ -90,11 +101,12 @@ PlannedSteps::~PlannedSteps() = default;
 
 void PlannedSteps::begin_step() {
   // A step that somebody else looks at is not measured: the next one is.
-  if (is_chosen_ || ++steps_ < kFirstMeasured || current_trace() != nullptr) return;
+  if (is_chosen_ || ++steps_ < first_measured_ || current_trace() != nullptr) return;
   auto traced = traced_step(world_);
   trace_ = std::move(traced.trace);
   through_ = std::move(traced.through);
   here_.emplace(trace_);
+  capture::take_region_blocks(model_);  // of this step only
   begin_ = trace_->now();
 }
 
@@ -118,8 +130,10 @@ void PlannedSteps::leave_out_step() {
 }
 
 void PlannedSteps::measure(const std::vector<TraceSpan>& spans) {
+  const auto recomputed = fsdp::followed_recompute(model_);
   auto mine = capture::measured_profile(spans, fsdp::plan_units(model_), options_.micro_batches,
-                                        fsdp::followed_recompute(model_));
+                                        recomputed);
+  capture::add_blocks(mine, capture::take_region_blocks(model_), recomputed);
   const auto& moved = optimizer_.offload_traffic();
   if (const auto bytes = moved.bytes_read + moved.bytes_written; bytes > 0) {
     mine.transfer = {.ms_per_byte = std::min(moved.busy_ms / static_cast<double>(bytes), 1.0)};

@@ -34,9 +34,6 @@ struct Guards {
   bool deterministic = false;
 };
 
-/// Calls that are recorded again and compared before one is replayed.
-inline constexpr int kCompared = 2;
-
 struct Variant {
   Guards guards;
   std::shared_ptr<const Tape> tape;  ///< null until it was recorded
@@ -92,6 +89,7 @@ class Region : public std::enable_shared_from_this<Region> {
 
   std::weak_ptr<torch::nn::Module> owner_;
   std::string name_;
+  std::string unit_;  ///< in which its owner lies; "" = none
   std::shared_ptr<SharedByRegions> shared_;
   std::string never_;  ///< why no call is ever replayed
   std::vector<at::Tensor> parameters_;
