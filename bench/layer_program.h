@@ -132,7 +132,7 @@ class LayerProgram {
     const auto of_norm = into({wide(grad_sum_)}, [&] {
       return kernels::rms_norm_backward(wide(grad_normed_), result_grad, wide(sum_),
                                         weight("post_attention_layernorm.weight"), scale_again_,
-                                        true);
+                                        true, true);
     });
     slots_.at("post_attention_layernorm.weight").copy_(std::get<1>(of_norm));
     linear_backward("self_attn.o_proj.weight", grad_sum_, flat(attention_), grad_attended_);
@@ -150,7 +150,7 @@ class LayerProgram {
     grad_normed_.add_(more_);
     const auto of_first = into({wide(grad_x1_)}, [&] {
       return kernels::rms_norm_backward(wide(grad_normed_), std::nullopt, x,
-                                        weight("input_layernorm.weight"), scale_, true);
+                                        weight("input_layernorm.weight"), scale_, true, true);
     });
     slots_.at("input_layernorm.weight").copy_(std::get<1>(of_first));
     at::add_out(grad_x_, grad_sum_, grad_x1_);
@@ -160,7 +160,7 @@ class LayerProgram {
                       const at::Tensor& scale, const at::Tensor& to) {
     const auto both = into({wide(to)}, [&] {
       return kernels::rope_heads_backward(grad, wide(x), weight(name), table_.cos, table_.sin,
-                                          scale, true);
+                                          scale, true, true);
     });
     slots_.at(name).copy_(std::get<1>(both));
   }

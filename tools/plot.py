@@ -75,9 +75,11 @@ def read_metrics(path):
 
 
 def smoothed(values):
-    """The median around each step: a slow step is no trend."""
+    """The median around each step: a slow step is no trend. Of what is known there: a step without a
+    label has no loss."""
     half = len(values) // 50
-    return [statistics.median(values[max(0, i - half):i + half + 1]) for i in range(len(values))]
+    known = ([value for value in values[max(0, i - half):i + half + 1] if value == value] for i in range(len(values)))
+    return [statistics.median(around) if around else float("nan") for around in known]
 
 
 def draw_line(axis, series, name, label, color=LINE, smooth=False):

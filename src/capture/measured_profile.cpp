@@ -104,6 +104,30 @@ std::optional<double> mean_wait(const std::vector<TraceSpan>& spans, TraceRow ro
   return count > 0.0 ? std::optional(sum / count) : std::nullopt;
 }
 
+std::optional<double> waited_for_gathers(const std::vector<TraceSpan>& spans) {
+  std::optional<double> ms;
+  for (const auto& span : spans) {
+    if (span.row == TraceRow::kGathers) ms = ms.value_or(0.0) + waited_ms(span);
+  }
+  return ms;
+}
+
+/// What moves as many bytes takes as long: the middle one of units alike, since to choose between
+/// them by what one step happened to take would be to choose by noise.
+void level_gathers(std::vector<UnitCost>& costs, const std::vector<fsdp::PlanUnit>& units) {
+  std::map<std::int64_t, std::vector<double>> by_bytes;
+  for (std::size_t i = 0; i < units.size(); ++i) {
+    if (costs[i].gather_ms) by_bytes[units[i].bytes].push_back(*costs[i].gather_ms);
+  }
+  for (auto& [bytes, list] : by_bytes) {
+    std::ranges::nth_element(list, list.begin() + static_cast<std::ptrdiff_t>(list.size() / 2));
+  }
+  for (std::size_t i = 0; i < units.size(); ++i) {
+    const auto alike = by_bytes.find(units[i].bytes);
+    if (costs[i].gather_ms) costs[i].gather_ms = alike->second[alike->second.size() / 2];
+  }
+}
+
 /// Of a trace that spans its step; else 0.
 double rest_of_step(const std::vector<TraceSpan>& spans, double computed_ms) {
   double rest = -computed_ms;
@@ -140,11 +164,16 @@ PlanProfile measured_profile(const std::vector<TraceSpan>& spans,
       const double again = recompute_ms(cost, recomputed[number]);
       cost.backward_ms = std::max(0.0, cost.backward_ms - again);
     }
-    if (cost.gather_ms) gathers.push_back({unit.bytes, *cost.gather_ms});
     profile.units.push_back(std::move(cost));
+  }
+  level_gathers(profile.units, units);
+  for (std::size_t i = 0; i < units.size(); ++i) {
+    const auto& ms = profile.units[i].gather_ms;
+    if (ms) gathers.push_back({units[i].bytes, *ms});
   }
   profile.collective = fit(gathers);
   profile.rest_ms = rest_of_step(spans, own.all());
+  profile.gathers_waited_ms = waited_for_gathers(spans);
   return profile;
 }
 

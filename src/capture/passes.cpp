@@ -49,6 +49,9 @@ constexpr std::array<PassRow, 4> kPasses{{
 constexpr std::size_t kMostAhead = 4;
 /// What is nearer than this to the best is as good.
 constexpr double kAsGood = 1e-3;
+/// Less than this is no reason to gather otherwise than eager steps do: measured steps wander by as
+/// much, and each unit further ahead takes memory for certain.
+constexpr double kWorthIt = 0.02;
 
 const PassRow& row_named(const std::string& name) {
   const auto found = std::ranges::find(kPasses, name, &PassRow::name);
@@ -314,9 +317,11 @@ class Chooser {
         list.push_back({unit, keep, saves, saves / static_cast<double>(bytes)});
       }
     }
-    // Late units first among equals: what is kept from a forward to its backward is kept shortest.
+    // Every second one first among equals: the gathers that are left hide behind neighbours that
+    // need none. Of these late units: what is kept from a forward to its backward is kept shortest.
     std::ranges::sort(list, [](const Candidate& one, const Candidate& other) {
       if (one.per_byte != other.per_byte) return one.per_byte > other.per_byte;
+      if (one.unit % 2 != other.unit % 2) return one.unit % 2 > other.unit % 2;
       if (one.unit != other.unit) return one.unit > other.unit;
       return one.keep > other.keep;
     });
@@ -440,14 +445,22 @@ class Chooser {
     const double best = std::ranges::min(tried, {}, &Tried::ms).ms;
     const Tried* found = nullptr;
     for (const auto& one : tried) {
+      if (one.choices == chosen_.choices && one.ms <= best * (1.0 + kWorthIt)) {
+        chosen_.ahead_reason =
+            concat("as before: a step of ", ms_text(one.ms), as_known(),
+                   ", at most 2 % above the least of ", tried.size(), " that fit");
+        return;
+      }
+    }
+    for (const auto& one : tried) {
       if (one.ms > best * (1.0 + kAsGood)) continue;
       if (found == nullptr || one.bytes < found->bytes) found = &one;
     }
     chosen_.choices = found->choices;
-    chosen_.ahead_reason =
-        concat("a step of ", ms_text(found->ms), problem_.profile.is_assumed ? " as assumed" : "",
-               ", the least of ", tried.size(), " that fit");
+    chosen_.ahead_reason = concat("a step of ", ms_text(found->ms), as_known(), ", the least of ",
+                                  tried.size(), " that fit");
   }
+  std::string_view as_known() const { return problem_.profile.is_assumed ? " as assumed" : ""; }
 
   const PlanProblem& problem_;
   std::vector<UnitId> offload_;  // for any plan at all to fit

@@ -157,6 +157,7 @@ PlanProfile profile_of(const PlanProfile& profile, const std::vector<PlanUnit>& 
   PlanProfile found;
   found.collective = profile.collective;
   found.rest_ms = profile.rest_ms;
+  found.gathers_waited_ms = profile.gathers_waited_ms;
   found.transfer = profile.transfer;
   found.is_assumed = profile.is_assumed;
   for (const auto& unit : units) {
@@ -190,10 +191,14 @@ std::string to_json(const PlanProfile& profile) {
   };
   const std::string transfer =
       profile.transfer ? concat(",\n  \"transfer\": ", line(*profile.transfer).dump()) : "";
+  const std::string waited =
+      profile.gathers_waited_ms
+          ? concat(",\n  \"gathers_waited_ms\": ", Json(*profile.gathers_waited_ms).dump())
+          : "";
   return concat("{\n  \"format\": \"", kProfileFormat, "\",\n  \"version\": ", kProfileVersion,
                 ",\n  \"collective\": ", line(profile.collective).dump(), transfer,
-                ",\n  \"rest_ms\": ", Json(profile.rest_ms).dump(), ",\n  \"units\": [", units,
-                "\n  ]\n}\n");
+                ",\n  \"rest_ms\": ", Json(profile.rest_ms).dump(), waited, ",\n  \"units\": [",
+                units, "\n  ]\n}\n");
 }
 
 PlanProfile parse_profile(std::string_view text, std::string_view where) {
@@ -214,6 +219,7 @@ PlanProfile parse_profile(std::string_view text, std::string_view where) {
   profile.collective = line(root.member("collective"));
   if (const auto transfer = root.find("transfer")) profile.transfer = line(*transfer);
   if (const auto rest = root.find("rest_ms")) profile.rest_ms = rest->number(kMs);
+  if (const auto ms = root.find("gathers_waited_ms")) profile.gathers_waited_ms = ms->number(kMs);
   const auto units = root.member("units");
   units.require(units.value().is_array() && units.value().size() <= kMostCosts,
                 concat("a list of at most ", kMostCosts, " units"));

@@ -49,6 +49,8 @@ struct PlanProfile {
   CollectiveCost collective;
   /// Of a step, beside units, gathers and reductions: the update, what ranks tell each other.
   double rest_ms = 0.0;
+  /// What the rank stood waiting for gathers in the measured step; none: not known.
+  std::optional<double> gathers_waited_ms = {};
   /// Of optimizer state to or from where it is offloaded; none: nothing was moved yet.
   std::optional<CollectiveCost> transfer = {};
   /// Nothing was measured: see default_profile(). Not part of a file.

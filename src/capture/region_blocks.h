@@ -37,9 +37,6 @@ struct MeasuredBlocks {
   bool operator==(const MeasuredBlocks&) const = default;
 };
 
-/// Calls of a region that are recorded again and compared before one is replayed.
-inline constexpr int kCompared = 2;
-
 struct PlanProfile;
 
 /// What a run's step took goes to the profile of that step. `recomputed`: by unit, as the step did it.

@@ -191,6 +191,32 @@ SimulatedStep simulate(const StepPlan& plan, const PlanProfile& profile,
   return lanes.end();
 }
 
+PlanProfile as_waited(PlanProfile profile, const StepPlan& plan, std::int64_t micro_batches) {
+  if (!profile.gathers_waited_ms) return profile;
+  const auto with = [&profile](double factor) {
+    auto scaled = profile;
+    for (auto& unit : scaled.units) {
+      if (unit.gather_ms) *unit.gather_ms *= factor;
+    }
+    scaled.collective.latency_ms *= factor;
+    scaled.collective.ms_per_byte = std::min(scaled.collective.ms_per_byte * factor, 1.0);
+    return scaled;
+  };
+  const auto waits_less = [&](double factor) {
+    return simulate(plan, with(factor), micro_batches).waited_ms <= *profile.gathers_waited_ms;
+  };
+  // Longer gathers are never waited for less.
+  constexpr double kMost = 64.0;
+  constexpr int kHalvings = 40;
+  if (waits_less(kMost)) return profile;  // nothing that a factor says
+  double less = 0.0, more = kMost;
+  for (int i = 0; i < kHalvings; ++i) {
+    const double middle = (less + more) / 2.0;
+    (waits_less(middle) ? less : more) = middle;
+  }
+  return with(less);
+}
+
 std::string picture(const SimulatedStep& step, std::size_t columns, std::size_t rows) {
   // The most of as many neighbours as make a column; a column of their own between micro-batches.
   const auto per_column = (step.curve.size() + columns - 1) / std::max<std::size_t>(columns, 1);

@@ -51,6 +51,12 @@ inline constexpr std::int64_t kMostSimulated = 8;
 SimulatedStep simulate(const fsdp::StepPlan& plan, const PlanProfile& profile,
                        std::int64_t micro_batches);
 
+/// `profile`, measured in a step of `plan`, with its gathers as much longer or shorter as makes the
+/// simulated step wait for them no longer than the measured one did: the shortest of each unit, which
+/// the profile has, says nothing of cores and links that ranks share. As it is where no wait was
+/// measured. Errors: as simulate().
+PlanProfile as_waited(PlanProfile profile, const fsdp::StepPlan& plan, std::int64_t micro_batches);
+
 /// The curve as `rows` lines of at most `columns` marks, micro-batches divided by '|', the least
 /// and most bytes beside it.
 std::string picture(const SimulatedStep& step, std::size_t columns = 64, std::size_t rows = 6);

@@ -102,6 +102,35 @@ void claim_device(Store& store, const std::string& host, const std::string& devi
       "comm.backend = \"gloo\"");
 }
 
+namespace {
+
+// "RANK KIND" of whoever said it first, and of the first whose kind is another one.
+constexpr const char* kFirstKind = "device kind";
+constexpr const char* kOtherKind = "other device kind";
+
+std::string kind_of(const std::string& said) { return said.substr(said.find(' ') + 1); }
+/// "rank 3 on cpu by gloo".
+std::string rank_and_kind(const std::string& said) {
+  return concat("rank ", said.substr(0, said.find(' ')), " on ", kind_of(said));
+}
+
+}  // namespace
+
+void tell_device_kind(Store& store, const std::string& kind, int rank) {
+  const std::string mine = concat(rank, " ", kind);
+  const std::string first = store.set_if_absent(kFirstKind, mine);
+  if (kind_of(first) != kind) store.set_if_absent(kOtherKind, mine);
+}
+
+std::string differing_device_kinds(Store& store) {
+  const auto other = store.find(kOtherKind);
+  if (!other) return "";
+  return concat("world: found ", rank_and_kind(store.find(kFirstKind).value_or("")), " and ",
+                rank_and_kind(*other), ", expected one kind of device for all ranks; device = ",
+                "\"auto\" takes what a host has: see that each shows its devices (driver, ",
+                "CUDA_VISIBLE_DEVICES), or set device = \"cpu\"");
+}
+
 void use_device(c10::Device device) {
   c10::impl::VirtualGuardImpl(device.type()).setDevice(device);
   c10::AutogradState::get_tls_state().set_multithreading_enabled(false);

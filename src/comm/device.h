@@ -47,6 +47,14 @@ DeviceMemory memory_of(c10::Device device);
 /// where another rank computes on the same, naming both.
 void claim_device(Store& store, const std::string& host, const std::string& device, int rank);
 
+/// Says in the store of a World on what kind of device this rank computes, by which backend: before
+/// its ranks meet. `kind`: "cuda by nccl".
+void tell_device_kind(Store& store, const std::string& kind, int rank);
+/// Behind the meeting: "" where all ranks said the same, else the refusal, which names two of them and
+/// is the same on every rank. "auto" goes by what a host has, and ranks of two kinds would wait for
+/// each other until the timeout.
+std::string differing_device_kinds(Store& store);
+
 /// From now on the calling thread computes there: the device is its current one, and a backward
 /// that it begins stays on it. Autograd has one thread a device, on which ranks that share one would
 /// wait for each other for ever, and where hooks and markers had other streams and other

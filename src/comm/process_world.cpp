@@ -4,6 +4,7 @@
 #include <exception>
 
 #include "base/text/printable.h"
+#include "comm/device.h"
 #include "comm/failure_report.h"
 #include "comm/queue.h"
 #include "launch/bounded_calls.h"
@@ -57,8 +58,14 @@ ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& 
   // Before the ranks meet: who was refused on the way here says so by the failure key.
   watch_ = std::make_unique<FailureWatch>(store_->second_connection(kBoardFirst), state_->board,
                                           watch, watch_actions());
+  tell_device_kind(
+      *store_, concat(c10::DeviceTypeName(device().type(), true), " by ", backend_.name), rank_);
   store_->meet(kJoin, rank_, everyone_, options.init_timeout, *state_->abort_flag);
   state_->board->watch(everyone_);
+  // All ranks find it, and who serves the store has to stay for the others: they leave as ranks that
+  // have joined.
+  const std::string differ = differing_device_kinds(*store_);
+  if (!differ.empty()) report_failure(this, Error(ErrorKind::kUsage, differ), kRefusedCode);
 }
 
 FailureWatch::Actions ProcessWorld::watch_actions() {

@@ -433,6 +433,10 @@ std::vector<RecomputeMode> followed_recompute(const ShardedBase& model) {
   return unit_of_handle(model.unit()).runtime().followed_recompute();
 }
 
+std::shared_ptr<const StepPlan> followed_plan(const ShardedBase& model) {
+  return unit_of_handle(model.unit()).runtime().followed_plan();
+}
+
 void set_regions(const ShardedBase& model, std::shared_ptr<grad::Regions> regions) {
   unit_of_handle(model.unit()).runtime().set_regions(std::move(regions));
 }

@@ -46,6 +46,8 @@ std::vector<PlanUnit> plan_units(const ShardedBase& model);
 std::vector<StateBytes> state_of_units(const ShardedBase& model, const Optimizer& optimizer);
 /// By unit: how the last step scope recomputed it, as its user or its plan has said.
 std::vector<RecomputeMode> followed_recompute(const ShardedBase& model);
+/// What the last step scope that followed a plan followed; null: none has.
+std::shared_ptr<const StepPlan> followed_plan(const ShardedBase& model);
 
 /// "the forward of unit layers.3": what the rank was in when it could not go on; "" = in none yet.
 std::string last_entered(const ShardedBase& model);

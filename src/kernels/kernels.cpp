@@ -79,11 +79,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x,
 std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& grad,
                                                      const std::optional<at::Tensor>& grad_sum,
                                                      const at::Tensor& x, const at::Tensor& weight,
-                                                     const at::Tensor& scale, bool rounds_first) {
-  TESSERA_WATCHED(rms_norm_backward, grad, grad_sum, x, weight, scale, rounds_first);
+                                                     const at::Tensor& scale, bool rounds_first,
+                                                     bool of_weight) {
+  TESSERA_WATCHED(rms_norm_backward, grad, grad_sum, x, weight, scale, rounds_first, of_weight);
   return (has_kernels(x, weight) ? cpu::rms_norm_backward
-          : is_fused(x)          ? fused::rms_norm_backward
-                        : aten::rms_norm_backward)(grad, grad_sum, x, weight, scale, rounds_first);
+          : is_fused(x)
+              ? fused::rms_norm_backward
+              : aten::rms_norm_backward)(grad, grad_sum, x, weight, scale, rounds_first, of_weight);
 }
 
 std::tuple<at::Tensor, at::Tensor> rope_heads(const at::Tensor& x,
@@ -103,12 +105,12 @@ std::tuple<at::Tensor, at::Tensor> rope_heads_backward(const at::Tensor& grad,
                                                        const std::optional<at::Tensor>& weight,
                                                        const at::Tensor& cos, const at::Tensor& sin,
                                                        const std::optional<at::Tensor>& scale,
-                                                       bool rounds_first) {
-  TESSERA_WATCHED(rope_heads_backward, grad, x, weight, cos, sin, scale, rounds_first);
+                                                       bool rounds_first, bool of_weight) {
+  TESSERA_WATCHED(rope_heads_backward, grad, x, weight, cos, sin, scale, rounds_first, of_weight);
   return (has_kernels(grad, or_none(weight)) ? cpu::rope_heads_backward
-          : is_fused(grad, cos)
-              ? fused::rope_heads_backward
-              : aten::rope_heads_backward)(grad, x, weight, cos, sin, scale, rounds_first);
+          : is_fused(grad, cos)              ? fused::rope_heads_backward
+                                : aten::rope_heads_backward)(grad, x, weight, cos, sin, scale,
+                                                             rounds_first, of_weight);
 }
 
 at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) {
@@ -253,8 +255,9 @@ void cross_entropy_sum_backward_over(const at::Tensor& grad, const at::Tensor& t
 
 std::int64_t rows_of_loss(const at::Tensor& logits) {
   constexpr std::int64_t kOfCache = std::int64_t{1} << 18, kOfDevice = std::int64_t{1} << 26;
-  return std::max<std::int64_t>(
-      1, (on_cpu(logits) ? kOfCache : kOfDevice) / std::max<std::int64_t>(1, logits.size(-1)));
+  const auto of_test = test_hooks::elements_at_a_time.get();
+  const std::int64_t elements = of_test ? (*of_test)() : on_cpu(logits) ? kOfCache : kOfDevice;
+  return std::max<std::int64_t>(1, elements / std::max<std::int64_t>(1, logits.size(-1)));
 }
 
 void sum_in_rank_order(at::TensorList addends, const at::Tensor& result, bool adds) {

@@ -34,11 +34,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x,
                                                             const at::Tensor& weight, double eps,
                                                             bool rounds_first);
 /// x: what was normed. grad_sum: of add_rms_norm's sum, added. -> gradients of x and of the weight
-/// (fp32 in cpu/, however narrow the weight is).
+/// (fp32 in cpu/, however narrow the weight is), the latter undefined and not formed unless
+/// `of_weight`.
 std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& grad,
                                                      const std::optional<at::Tensor>& grad_sum,
                                                      const at::Tensor& x, const at::Tensor& weight,
-                                                     const at::Tensor& scale, bool rounds_first);
+                                                     const at::Tensor& scale, bool rounds_first,
+                                                     bool of_weight);
 
 /// x [B, T, H*D], cos and sin [T, D/2], or [B, T, D/2] -> norm of each head where there is a weight [D], then pairs
 /// (i, i + D/2) rotated: [B, G, T, R, D], contiguous in cpu/, in fused/ a view of [B, T, H, D]; and
@@ -48,13 +50,14 @@ std::tuple<at::Tensor, at::Tensor> rope_heads(const at::Tensor& x,
                                               const at::Tensor& cos, const at::Tensor& sin,
                                               std::int64_t heads, std::int64_t repeat, double eps,
                                               bool rounds_first);
-/// -> gradients of x and of the weight. x and scale as the weight: without one nobody needs them.
+/// -> gradients of x and of the weight, as rms_norm_backward. x and scale as the weight: without one
+/// nobody needs them.
 std::tuple<at::Tensor, at::Tensor> rope_heads_backward(const at::Tensor& grad,
                                                        const std::optional<at::Tensor>& x,
                                                        const std::optional<at::Tensor>& weight,
                                                        const at::Tensor& cos, const at::Tensor& sin,
                                                        const std::optional<at::Tensor>& scale,
-                                                       bool rounds_first);
+                                                       bool rounds_first, bool of_weight);
 
 // Gates. Those of one tensor hold both inputs of a gate in its last dim.
 

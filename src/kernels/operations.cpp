@@ -20,15 +20,15 @@ namespace {
     "(Tensor x, Tensor residual, Tensor weight, float eps, bool rounds_first) -> "               \
     "(Tensor, Tensor, Tensor)")                                                                  \
   X(rms_norm_backward,                                                                           \
-    "(Tensor grad, Tensor? grad_sum, Tensor x, Tensor weight, Tensor scale, bool rounds_first) " \
-    "-> (Tensor, Tensor)")                                                                       \
+    "(Tensor grad, Tensor? grad_sum, Tensor x, Tensor weight, Tensor scale, bool rounds_first, " \
+    "bool of_weight) -> (Tensor, Tensor)")                                                       \
   X(rope_heads,                                                                                  \
     "(Tensor x, Tensor? weight, Tensor cos, Tensor sin, int heads, int repeat, float eps, "      \
     "bool rounds_first) "                                                                        \
     "-> (Tensor, Tensor)")                                                                       \
   X(rope_heads_backward,                                                                         \
     "(Tensor grad, Tensor? x, Tensor? weight, Tensor cos, Tensor sin, Tensor? scale, "           \
-    "bool rounds_first) -> (Tensor, Tensor)")                                                    \
+    "bool rounds_first, bool of_weight) -> (Tensor, Tensor)")                                    \
   X(swiglu, "(Tensor gate, Tensor up) -> Tensor")                                                \
   X(swiglu_backward, "(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)")                \
   X(swiglu_halves, "(Tensor both) -> Tensor")                                                    \

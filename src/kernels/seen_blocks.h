@@ -23,8 +23,8 @@ inline constexpr std::int64_t kNoWindow = std::numeric_limits<std::int64_t>::max
 /// Query i, the last of N positions' queries being the last one, sees key j where begins[i] <= j,
 /// i - window < j and j < ends[i].
 struct SeenKeys {
-  std::optional<at::Tensor> begins = std::nullopt;  ///< [B, T] i64, contiguous; none = 0
-  std::optional<at::Tensor> ends = std::nullopt;    ///< [B, T] i64, contiguous; none = i + 1
+  std::optional<at::Tensor> begins = std::nullopt;  ///< [B, T] i64; none = 0
+  std::optional<at::Tensor> ends = std::nullopt;    ///< [B, T] i64; none = i + 1
   std::int64_t window = kNoWindow;
 };
 

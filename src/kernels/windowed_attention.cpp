@@ -122,14 +122,6 @@ at::Tensor turned(const at::Tensor& x, const Windowed& job) {
       .transpose(1, 2);
 }
 
-SeenKeys contiguous(const std::optional<at::Tensor>& begins, const std::optional<at::Tensor>& ends,
-                    std::int64_t window) {
-  const auto read = [](const std::optional<at::Tensor>& tensor) {
-    return tensor ? std::optional(tensor->contiguous()) : std::nullopt;
-  };
-  return {read(begins), read(ends), window};
-}
-
 }  // namespace
 
 at::Tensor windowed_attention(const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
@@ -138,7 +130,7 @@ at::Tensor windowed_attention(const at::Tensor& q, const at::Tensor& keys, const
                               const std::optional<at::Tensor>& ends, std::int64_t window,
                               double scale) {
   TESSERA_WATCHED(windowed_attention, q, keys, values, sinks, begins, ends, window, scale);
-  const Windowed job(q, keys, values, sinks, contiguous(begins, ends, window), scale);
+  const Windowed job(q, keys, values, sinks, {begins, ends, window}, scale);
   const at::Tensor mixed =
       result({job.rows, job.queries, job.groups * job.repeat * values.size(3)}, q.options());
   const at::Tensor by_group = turned(mixed, job);
@@ -157,7 +149,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> windowed_attention_ba
     std::int64_t window, double scale) {
   TESSERA_WATCHED(windowed_attention_backward, grad_input, q, keys, values, sinks, begins, ends,
                   window, scale);
-  const Windowed job(q, keys, values, sinks, contiguous(begins, ends, window), scale);
+  const Windowed job(q, keys, values, sinks, {begins, ends, window}, scale);
   const at::Tensor grad = turned(grad_input.contiguous(), job);
   const at::Tensor grad_q = result(q.sizes(), q.options());
   const auto zeros = [&](const at::Tensor& like) {

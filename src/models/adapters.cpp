@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <memory>
 #include <optional>
 #include <set>
 
@@ -11,6 +10,7 @@
 #include "models/description.h"
 #include "models/family.h"
 #include "models/language_model.h"
+#include "models/moe_layer.h"
 #include "nn/linear.h"
 #include "tessera/error.h"
 
@@ -18,6 +18,8 @@ namespace tessera::models {
 namespace {
 
 constexpr std::string_view kWeight = ".weight";
+/// Around the products of experts (MoeLayer, Gemma4TextLayer).
+constexpr std::string_view kOfExperts = ".experts.";
 constexpr std::string_view kA = ".lora_A.weight";
 constexpr std::string_view kB = ".lora_B.weight";
 
@@ -27,6 +29,9 @@ std::string_view without(std::string_view name, std::string_view ending) {
 
 /// The name of the linear layer whose weight a row is; none for other rows.
 std::optional<std::string> linear_layer(const ParameterSpec& row) {
+  if (row.part == ModelPart::kExperts && row.shape.size() == 3 && !is_adapter(row.name)) {
+    return row.name;
+  }
   const bool is_matrix = row.shape.size() == 2 && row.name.ends_with(kWeight);
   const bool is_head = !row.tied_to.empty();
   if (!is_matrix || (row.decay != DecayClass::kMatrix && !is_head)) return std::nullopt;
@@ -44,7 +49,7 @@ std::string refusal(const ParameterSpec& row) {
   return {};
 }
 
-/// Whether a pattern matches the last components of a layer's name.
+/// Whether a pattern matches the last components of a name.
 bool matches_end(const std::string& pattern, const std::string& layer) {
   const auto dots = std::ranges::count(pattern, '.');
   std::size_t begin = layer.size();
@@ -54,6 +59,12 @@ bool matches_end(const std::string& pattern, const std::string& layer) {
     begin = dot == std::string::npos ? 0 : dot;
   }
   return dotted_match(pattern, std::string_view(layer).substr(begin == 0 ? 0 : begin + 1));
+}
+
+/// Experts have most of a model's weights: "*" or "down_proj" is not how one asks for them.
+bool means(const std::string& pattern, const std::string& layer) {
+  return matches_end(pattern, layer) &&
+         (!is_of_experts(layer) || pattern.find(kOfExperts.substr(1)) != std::string::npos);
 }
 
 [[noreturn]] void refuse_pattern(const std::string& pattern,
@@ -68,8 +79,15 @@ bool matches_end(const std::string& pattern, const std::string& layer) {
     if (!layer || refusal(row).empty() || !matches_end(pattern, *layer)) continue;
     throw found(concat(*layer, ", which ", refusal(row)));
   }
+  for (const ParameterSpec& row : table) {
+    const auto layer = linear_layer(row);
+    if (!layer || !is_of_experts(*layer) || !matches_end(pattern, *layer)) continue;
+    throw found(concat(*layer,
+                       ", which is of a layer's experts, meant only where they are named: \"",
+                       layer->substr(layer->rfind(kOfExperts) + 1), "\""));
+  }
   std::set<std::string> all = module_names(table);
-  // Experts are parameters without a module of their own.
+  // Of experts, too, which are parameters without a module of their own.
   for (const ParameterSpec& row : table) all.insert(row.name);
   for (const std::string& name : all) {
     if (matches_end(pattern, name)) throw found(concat(name, ", which is no linear layer"));
@@ -79,10 +97,15 @@ bool matches_end(const std::string& pattern, const std::string& layer) {
 }
 
 void check_layer(const ParameterSpec& row, const std::string& layer, const LoraRequest& request) {
-  const std::int64_t most = std::min(row.shape[0], row.shape[1]);
+  const std::int64_t rows = row.shape[row.shape.size() - 2], columns = row.shape.back();
+  const std::int64_t most = std::min(rows, columns);
   TESSERA_CHECK(request.rank <= most, ErrorKind::kConfig, "lora.rank: found ", request.rank,
-                ", expected at most ", most, ", the smaller dim of ", layer, " [", row.shape[0],
-                ", ", row.shape[1], "]; lower the rank or leave it out of lora.targets");
+                ", expected at most ", most, ", the smaller dim of ", layer, " [", rows, ", ",
+                columns, "]; lower the rank or leave it out of lora.targets");
+  TESSERA_CHECK(request.dropout == 0.0 || row.part != ModelPart::kExperts, ErrorKind::kConfig,
+                "lora.dropout: found ", request.dropout, " with an adapter in ", layer,
+                ", expected 0: of the inputs of experts nothing is dropped, and peft refuses it, "
+                "too; set lora.dropout = 0, or leave experts out of lora.targets");
   TESSERA_CHECK(request.dropout == 0.0 || row.part != ModelPart::kVision, ErrorKind::kConfig,
                 "lora.dropout: found ", request.dropout, " with an adapter in ", layer,
                 ", expected 0: images have no row and position by which it could be drawn; leave "
@@ -122,7 +145,7 @@ LoraSpec plan_lora(const ModelSpec& spec, const LoraRequest& request) {
     if (!layer) continue;
     bool wanted = false;
     for (std::size_t i = 0; i < request.targets.size(); ++i) {
-      if (!matches_end(request.targets[i], *layer)) continue;
+      if (!means(request.targets[i], *layer)) continue;
       if (!refusal(row).empty()) refuse_pattern(request.targets[i], table);
       matched[i] = wanted = true;
     }
@@ -150,12 +173,16 @@ void add_adapters(LanguageModel& model, const LoraSpec& lora) {
   if (!lora) return;
   const auto modules = model.named_modules("", /*include_self=*/false);
   for (const std::string& layer : lora.layers) {
-    const auto* module = modules.find(layer);
+    const bool of_experts = is_of_experts(layer);
+    const auto* module = modules.find(of_experts ? layer.substr(0, layer.rfind('.')) : layer);
     if (module == nullptr && !model.is_whole()) continue;  // another stage's
-    const auto linear =
-        module == nullptr ? nullptr : std::dynamic_pointer_cast<nn::Linear>(*module);
-    TESSERA_INVARIANT(linear != nullptr, layer, " is no linear layer of the model");
-    linear->add_adapter({lora.rank, lora.scale(), lora.dropout, layer});
+    TESSERA_INVARIANT(module != nullptr, "a model without ", layer);
+    const nn::LoraOptions options{lora.rank, lora.scale(), lora.dropout, layer};
+    if (of_experts) {
+      dynamic_cast<ExpertBank&>(**module).add_adapter(layer.substr(layer.rfind('.') + 1), options);
+    } else {
+      dynamic_cast<nn::Linear&>(**module).add_adapter(options);
+    }
   }
 }
 
@@ -163,9 +190,20 @@ bool is_adapter(std::string_view parameter) {
   return parameter.ends_with(kA) || parameter.ends_with(kB);
 }
 
-std::string adapted_weight(std::string_view parameter) {
-  if (!is_adapter(parameter)) return std::string(parameter);
-  return std::string(without(parameter, kA)).append(kWeight);
+std::string adapted_layer(std::string_view adapter) {
+  static_assert(kA.size() == kB.size());
+  return std::string(without(adapter, kA));
+}
+
+std::string adapted_weight(const std::string& layer) {
+  return is_of_experts(layer) ? layer : concat(layer, kWeight);
+}
+
+bool is_of_experts(std::string_view layer) {
+  const std::size_t dot = layer.rfind('.');
+  if (dot == std::string_view::npos) return false;
+  const std::string_view around = layer.substr(0, dot + 1);
+  return around.ends_with(kOfExperts);
 }
 
 std::string adapter_a(const std::string& layer) { return layer + std::string(kA); }

@@ -1,7 +1,5 @@
 #include "models/decoder.h"
 
-#include <c10/core/GradMode.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -12,58 +10,62 @@
 #include "tessera/error.h"
 
 namespace tessera::models {
-namespace {
 
-constexpr const char* kHeadUnit = "head";
+std::shared_ptr<nn::Linear> add_lm_head(torch::nn::Module& head, const ModelSpec& spec,
+                                        const nn::TensorRegion& region) {
+  auto lm_head = nn::add_projection(head, "lm_head",
+                                    {spec.hidden_size, region.part_of(spec.vocab_size),
+                                     nn::WeightName::kOwn, nn::column_parallel(region)});
+  lm_head->form_weight_gradient_at_once();
+  return lm_head;
+}
 
-}  // namespace
+at::Tensor logits_or_loss(nn::Linear& lm_head, const nn::TensorRegion& region, const at::Tensor& x,
+                          const std::optional<at::Tensor>& targets,
+                          const std::optional<double>& cap) {
+  at::Tensor logits = lm_head.forward(region.enter(x));
+  if (cap) logits = nn::soft_cap(logits, *cap);
+  if (!targets) {
+    return parallel::all_gather(logits, region.axis(), {2}, parallel::To::kInvariant, "logits");
+  }
+  // The cap's derivative is computed from the capped logits: they may not be consumed.
+  return nn::vocab_parallel_cross_entropy_sum(
+      logits, *targets,
+      {.axis = region.axis(), .use = cap ? nn::Logits::kKeep : nn::Logits::kConsume});
+}
 
 DecoderHead::DecoderHead(const ModelSpec& spec, const LocalSizes& sizes)
     : region_(sizes.axes.tensor) {
   norm_ = register_module("norm", decoder_norm(spec, region_));
-  lm_head_ = register_module(
-      "lm_head", std::make_shared<nn::Linear>(spec.hidden_size, sizes.vocab_size, nn::Bias::kNo,
-                                              nn::column_parallel(region_)));
-  lm_head_->form_weight_gradient_at_once();
+  lm_head_ = add_lm_head(*this, spec, region_);
 }
 
 at::Tensor DecoderHead::forward(const at::Tensor& x, const std::optional<at::Tensor>& targets) {
-  const at::Tensor logits = lm_head_->forward(region_.enter(norm_->forward(x)));
-  if (targets) {
-    return nn::vocab_parallel_cross_entropy_sum(
-        logits, *targets, {.axis = region_.axis(), .use = nn::Logits::kConsume});
-  }
-  return parallel::all_gather(logits, region_.axis(), {2}, parallel::To::kInvariant, "logits");
+  return logits_or_loss(*lm_head_, region_, norm_->forward(x), targets);
 }
 
-Decoder::Decoder(const ModelSpec& spec, const ModelAxes& axes)
-    : spec_(spec), stages_(axes.stages_of(spec.num_hidden_layers)) {
+Decoder::Decoder(const ModelSpec& spec, const ModelAxes& axes) : TextModel(spec, axes) {
   auto model = register_module("model", std::make_shared<Prefix>());
   const LocalSizes sizes = local_sizes(spec, axes);
-  const bool tied_head = spec.tie_word_embeddings && has_head(stages_);
-  if (has_embedding(stages_) || tied_head) {
+  if (needs_embedding()) {
     const auto embedding = std::make_shared<nn::Embedding>(sizes.vocab_size, spec.hidden_size,
                                                            spec.pad_token_id, axes.tensor);
     model->register_module("embed_tokens", embedding);
     embedding_.emplace(embedding);
   }
-  auto layers = model->register_module("layers", std::make_shared<Prefix>());
   const auto rope = std::make_shared<nn::Rope>(spec.rope, spec.head_dim);
   const auto sliding_rope =
       spec.sliding_rope ? std::make_shared<nn::Rope>(*spec.sliding_rope, spec.head_dim) : rope;
-  for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) {
-    if (!has_layer(stages_, i)) continue;
-    numbers_.push_back(i);
-    layers_.emplace_back(layers->register_module(
-        std::to_string(i),
-        std::make_shared<DecoderLayer>(spec, i, sizes, spec.is_sliding(i) ? sliding_rope : rope)));
-  }
+  add_layers(*model, "layers", [&](std::int64_t number) {
+    return std::make_shared<DecoderLayer>(spec, number, sizes,
+                                          spec.is_sliding(number) ? sliding_rope : rope);
+  });
   if (!has_head(stages_)) return;
   // The head is a unit, not a name: its parts are registered where Hugging Face has them.
   const auto head = std::make_shared<DecoderHead>(spec, sizes);
   model->register_module("norm", head->norm());
   register_module("lm_head", head->lm_head());
-  if (tied_head) nn::tie(head->lm_head()->weight, embedding_->module()->weight);
+  if (ties_head()) nn::tie(head->lm_head()->weight, embedding_->module()->weight);
   head_.emplace(head);
 }
 
@@ -106,47 +108,12 @@ at::Tensor Decoder::into_layers(const at::Tensor& embedded) const {
   return traits(spec_.family).scaled_embedding ? nn::scaled_by_root(embedded) : embedded;
 }
 
-bool Decoder::can_decode() const {
-  return std::ranges::all_of(layers_,
-                             [](const auto& layer) { return layer.module()->can_decode(); });
-}
-
-DecoderCache Decoder::make_cache(std::int64_t capacity) const {
-  return {std::vector<nn::KvCache>(layers_.size(), nn::KvCache(capacity))};
-}
-
-at::Tensor Decoder::next_logits(const at::Tensor& input_ids) {
-  const at::NoGradGuard no_grad;
-  require_whole(*this);
-  at::Tensor x = into_layers(embedding_->module()->forward(input_ids));
-  for (auto& layer : layers_) x = layer.module()->forward(x, {}, {}).x;
-  return head_->module()->forward(x.narrow(1, x.size(1) - 1, 1), std::nullopt).squeeze(1);
-}
-
-at::Tensor Decoder::decode(const at::Tensor& input_ids, DecoderCache& cache) {
-  const at::NoGradGuard no_grad;
-  if (cache.length() == 0) require_whole(*this);
-  TESSERA_INVARIANT(cache.layers.size() == layers_.size(), "a cache of another model");
-  at::Tensor x = into_layers(embedding_->module()->forward(input_ids));
-  for (std::size_t i = 0; i < layers_.size(); ++i) {
-    x = layers_[i].module()->decode(x, cache.layers[i]);
-  }
-  return head_->module()->forward(x.narrow(1, x.size(1) - 1, 1), std::nullopt).squeeze(1);
+at::Tensor Decoder::embedded_text(const at::Tensor& input_ids, std::int64_t /*before*/) {
+  return into_layers(embedding_->module()->forward(input_ids));
 }
 
 std::vector<ModelUnit> Decoder::units() {
-  std::vector<ModelUnit> units;
-  const bool tied = spec_.tie_word_embeddings;
-  if (embedding_ && !tied) units.push_back(unit_of(*embedding_, "model.embed_tokens"));
-  for (std::size_t i = 0; i < layers_.size(); ++i) {
-    units.push_back(unit_of(layers_[i], concat("model.layers.", numbers_[i])));
-  }
-  if (head_ && !tied) units.push_back(unit_of(*head_, kHeadUnit));
-  return units;
-}
-
-void Decoder::set_recompute(RecomputeMode mode) {
-  for (auto& layer : layers_) layer.module()->set_recompute(mode);
+  return text_units("model.embed_tokens", "model.layers.");
 }
 
 std::string Decoder::canonical_name(const std::string& unit, const std::string& path) const {

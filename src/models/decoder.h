@@ -1,10 +1,8 @@
 // The decoder-only language model of all families without a module of their own: embedding, layers,
 // norm and head.
 //
-// Its parameters carry Hugging Face's names (description.h reads them there). Embedding,
-// layers and head are reached through grad::Slot, so that each can become a sharding unit; the head
-// unit is norm, output projection and loss together, a grouping that the names do not show. Short
-// symbols: B rows, T positions, V vocabulary. Next: decoder_layer.h, ../grad/slot.h.
+// Its parameters carry Hugging Face's names (description.h reads them there). Short symbols: B rows,
+// T positions, V vocabulary. Next: text_model.h, decoder_layer.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,22 +14,29 @@
 #include <string>
 #include <vector>
 
-#include "grad/slot.h"
 #include "models/decoder_layer.h"
-#include "models/language_model.h"
 #include "models/model_spec.h"
+#include "models/text_model.h"
 #include "nn/embedding.h"
 #include "nn/linear.h"
 #include "nn/rms_norm.h"
 
 namespace tessera::models {
 
+/// The output projection of a head, registered in it as "lm_head".
+std::shared_ptr<nn::Linear> add_lm_head(torch::nn::Module& head, const ModelSpec& spec,
+                                        const nn::TensorRegion& region);
+/// What is behind the norm of a head: normed x [B, T, hidden] of the stream, targets [B, T] i64 ->
+/// logits [B, T, V], or with targets the sum of losses, [] fp32. `cap`: of the logits (nn::soft_cap).
+at::Tensor logits_or_loss(nn::Linear& lm_head, const nn::TensorRegion& region, const at::Tensor& x,
+                          const std::optional<at::Tensor>& targets,
+                          const std::optional<double>& cap = std::nullopt);
+
 /// Final norm, output projection and, if asked, the loss.
 class DecoderHead : public torch::nn::Module {
  public:
   DecoderHead(const ModelSpec& spec, const LocalSizes& sizes);
-  /// x [B, T, hidden] of the stream, targets [B, T] i64 -> logits [B, T, V], or with targets the
-  /// sum of losses, [] fp32.
+  /// x [B, T, hidden] of the stream -> as logits_or_loss.
   at::Tensor forward(const at::Tensor& x, const std::optional<at::Tensor>& targets);
 
   const std::shared_ptr<nn::RmsNorm>& norm() const { return norm_; }
@@ -43,7 +48,7 @@ class DecoderHead : public torch::nn::Module {
   std::shared_ptr<nn::Linear> lm_head_;
 };
 
-class Decoder : public LanguageModel, public WritesText {
+class Decoder : public TextModel<nn::Embedding, DecoderLayer, DecoderHead> {
  public:
   explicit Decoder(const ModelSpec& spec, const ModelAxes& axes = {});
 
@@ -59,31 +64,13 @@ class Decoder : public LanguageModel, public WritesText {
     return forward(input_ids, targets);
   }
 
-  WritesText* writer() override { return this; }
-  bool can_decode() const override;
-  DecoderCache make_cache(std::int64_t capacity) const override;
-  at::Tensor decode(const at::Tensor& input_ids, DecoderCache& cache) override;
-  at::Tensor next_logits(const at::Tensor& input_ids) override;
-
   std::vector<ModelUnit> units() override;
   std::string canonical_name(const std::string& unit, const std::string& path) const override;
-  const ModelSpec& spec() const override { return spec_; }
-  const StagesOfRank& stages() const override { return stages_; }
-  void set_recompute(RecomputeMode mode) override;
-  grad::Slot<nn::Embedding>& embedding() { return *embedding_; }
-  std::vector<grad::Slot<DecoderLayer>>& layers() { return layers_; }
-  grad::Slot<DecoderHead>& head() { return *head_; }
 
  private:
+  at::Tensor embedded_text(const at::Tensor& input_ids, std::int64_t before) override;
   /// The embedding's result as the first layer takes it.
   at::Tensor into_layers(const at::Tensor& embedded) const;
-
-  ModelSpec spec_;
-  StagesOfRank stages_;
-  std::optional<grad::Slot<nn::Embedding>> embedding_;  // none where no stage here has it
-  std::vector<std::int64_t> numbers_;                   // of layers_, in the model
-  std::vector<grad::Slot<DecoderLayer>> layers_;
-  std::optional<grad::Slot<DecoderHead>> head_;  // none where no stage here has it
 };
 
 }  // namespace tessera::models

@@ -47,6 +47,11 @@ struct MoeNames {
   std::string gate = "gate_proj.weight";
   std::string up = "up_proj.weight";
   std::string down = "down_proj.weight";
+  /// What transformers calls that module, where files call it otherwise; empty: as `module`.
+  std::string module_in_transformers = {};
+  /// transformers' experts do not say that their matrices stand [in, out], so that peft takes those
+  /// for [out, in]: what it calls A is of the outputs, B of the inputs.
+  bool peft_swaps_factors = false;
 };
 
 /// A config.json whose text_config is the family's own.

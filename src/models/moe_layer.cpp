@@ -60,6 +60,26 @@ ParameterLayout expert_sum_layout(const ParallelDims& share) {
   return layout;
 }
 
+/// Beside the product whose columns are cut. As a column-parallel layer's (nn/linear.h): A sees all
+/// of the inputs, and its gradient is an addend of each rank that has some of the outputs.
+moe::AdapterPlacement beside_gate_up(const ParallelDims& share, const MoeSpec& moe,
+                                     std::int64_t rank) {
+  const bool in_turn = moe.activation == ExpertActivation::kClampedSwiglu;
+  return {expert_sum_layout(share),
+          in_turn ? expert_layout(share, 1)
+                  : expert_layout(share, 2, {moe.num_experts, 2, moe.moe_intermediate_size, rank})};
+}
+
+/// Beside the one whose inputs are cut: the first factor's results are addends, so B's are too, and
+/// B's gradient is one.
+moe::AdapterPlacement beside_down(const ParallelDims& share) {
+  return {expert_layout(share, 2), expert_sum_layout(share)};
+}
+
+moe::AdapterWeights weights_of(const std::shared_ptr<moe::ExpertAdapter>& adapter) {
+  return adapter ? adapter->weights() : moe::AdapterWeights{};
+}
+
 moe::Scoring scoring_of(ExpertScores scores) {
   switch (scores) {
     case ExpertScores::kSoftmaxOfAll:
@@ -178,8 +198,13 @@ ExpertBank::ExpertBank(const ModelSpec& spec, const LocalSizes& sizes)
 at::Tensor ExpertBank::forward(const at::Tensor& x, const moe::Routing& routing) {
   const auto layout =
       moe_.layout == ExpertLayout::kInOut ? nn::GroupLayout::kInOut : nn::GroupLayout::kOutIn;
-  moe::ExpertWeights weights{gate_up_proj_, down_proj_, gate_up_proj_bias_, down_proj_bias_,
-                             layout};
+  moe::ExpertWeights weights{gate_up_proj_,
+                             down_proj_,
+                             gate_up_proj_bias_,
+                             down_proj_bias_,
+                             layout,
+                             weights_of(gate_up_adapter_),
+                             weights_of(down_adapter_)};
   if (axes_.degrees.etp > 1 && moe_.expert_bias) {
     weights.down_bias = parallel::only_first(down_proj_bias_, axes_.tensor.axis());
   }
@@ -187,6 +212,24 @@ at::Tensor ExpertBank::forward(const at::Tensor& x, const moe::Routing& routing)
   if (moe_.scores_before_experts) options.score = moe::Score::kBeforeExperts;
   if (axes_.experts.alone()) options.name = name_;  // collectives are of all layers alike
   return moe::experts(x, routing, weights, options);
+}
+
+void ExpertBank::add_adapter(const std::string& product, const nn::LoraOptions& options) {
+  const bool is_down = product == "down_proj";
+  std::shared_ptr<moe::ExpertAdapter>& adapter = is_down ? down_adapter_ : gate_up_adapter_;
+  TESSERA_INVARIANT(is_down || product == "gate_up_proj", product, " is no product of experts");
+  TESSERA_INVARIANT(!adapter && options.dropout == 0.0, "an adapter of ", options.layer,
+                    " that is the second, or drops");
+  const at::Tensor& matrices = is_down ? down_proj_ : gate_up_proj_;
+  const int in_dim = moe_.layout == ExpertLayout::kInOut ? 1 : 2;
+  const moe::AdapterSizes sizes{matrices.size(0), matrices.size(in_dim), matrices.size(3 - in_dim),
+                                options.rank};
+  adapter = register_module(
+      product,
+      std::make_shared<moe::ExpertAdapter>(
+          sizes,
+          is_down ? beside_down(axes_.degrees) : beside_gate_up(axes_.degrees, moe_, options.rank),
+          options.scale));
 }
 
 MoeLayer::MoeLayer(const ModelSpec& spec, const LocalSizes& sizes)

@@ -19,7 +19,9 @@
 #include "models/expert_tokens.h"
 #include "models/model_axes.h"
 #include "models/model_spec.h"
+#include "moe/expert_adapter.h"
 #include "moe/routing.h"
+#include "nn/linear.h"
 #include "nn/mlp.h"
 
 namespace tessera::models {
@@ -53,6 +55,9 @@ class ExpertBank : public nn::PlacedModule, public IsModelPart {
   ModelPart part() const override { return ModelPart::kExperts; }
   /// x [M, H] -> [M, H] in x's dtype.
   at::Tensor forward(const at::Tensor& x, const moe::Routing& routing);
+  /// Adds the parameters PRODUCT.lora_A.weight [E, rank, in] and PRODUCT.lora_B.weight [E, out,
+  /// rank] beside a product of this bank ("gate_up_proj", "down_proj"), before sharding.
+  void add_adapter(const std::string& product, const nn::LoraOptions& options);
   /// The module's name in the model, for errors.
   void set_name(std::string name) { name_ = std::move(name); }
 
@@ -62,6 +67,7 @@ class ExpertBank : public nn::PlacedModule, public IsModelPart {
   ModelAxes axes_;
   at::Tensor gate_up_proj_, gate_up_proj_bias_;
   at::Tensor down_proj_, down_proj_bias_;
+  std::shared_ptr<moe::ExpertAdapter> gate_up_adapter_, down_adapter_;  // null without
 };
 
 class MoeLayer : public torch::nn::Module, public HasExpertBias {

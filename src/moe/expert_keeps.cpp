@@ -42,7 +42,12 @@ KeptValue ExpertKeeps::grouped(const KeptValue& x, std::int64_t rows, std::int64
   const KeptValue product = ledger.make(rows * out, compute, wants);
   ledger.product(product);
   if (weight.trainable) ledger.put_off(input, product);
-  return ledger.cast(product, x.dtype);
+  const KeptValue y = ledger.cast(product, x.dtype);
+  const GradContract* a = layers_.find(name + ".lora_A.weight");
+  if (a == nullptr) return y;
+  ledger.save(x);
+  ledger.save(ledger.make(rows * a->shape[1], a->compute.dtype));
+  return ledger.make(y.numel, y.dtype, true);
 }
 
 KeptValue ExpertKeeps::gate(const KeptValue& both) {

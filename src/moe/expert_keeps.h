@@ -40,7 +40,7 @@ class ExpertKeeps {
   nn::KeptValue experts(const nn::KeptValue& x, const KeptRouting& routed, const std::string& name);
 
  private:
-  /// nn/grouped_linear.cpp.
+  /// nn/grouped_linear.cpp, and expert_adapter.cpp where there is one.
   nn::KeptValue grouped(const nn::KeptValue& x, std::int64_t rows, std::int64_t out,
                         const std::string& name);
   /// What two halves of one product become.

@@ -335,12 +335,28 @@ Activation of_halves(at::Tensor (*gated)(const at::Tensor& gate, const at::Tenso
 
 namespace {
 
+/// One of the two products, with its adapter's part where there is one.
+at::Tensor product(const at::Tensor& rows, const nn::GroupedWeights& weights,
+                   const AdapterWeights& adapter, const nn::RowGroups& groups) {
+  const at::Tensor y = nn::grouped_linear(rows, weights, groups);
+  return adapter.a.defined() ? add_expert_adapter(y, rows, adapter, groups) : y;
+}
+
 at::Tensor compute(const at::Tensor& rows, const ExpertWeights& weights,
                    const nn::RowGroups& groups, const Activation& activation) {
-  const at::Tensor both =
-      nn::grouped_linear(rows, {weights.gate_up, weights.gate_up_bias, weights.layout}, groups);
-  return nn::grouped_linear(activation(both), {weights.down, weights.down_bias, weights.layout},
-                            groups);
+  const at::Tensor both = product(rows, {weights.gate_up, weights.gate_up_bias, weights.layout},
+                                  weights.gate_up_adapter, groups);
+  return product(activation(both), {weights.down, weights.down_bias, weights.layout},
+                 weights.down_adapter, groups);
+}
+
+/// Whether some product needs the begins of groups on the host.
+bool need_begins(const ExpertWeights& weights) {
+  const AdapterWeights& first = weights.gate_up_adapter;
+  const AdapterWeights& second = weights.down_adapter;
+  const at::Tensor all[] = {weights.gate_up, weights.down, first.a, first.b, second.a, second.b};
+  return std::ranges::any_of(
+      all, [](const at::Tensor& each) { return each.defined() && nn::needs_begins(each); });
 }
 
 /// From ends [E] i32 that the host has read.
@@ -363,8 +379,7 @@ KnownOnHost read_counts(const Routing& routing, const Dispatch& order, const at:
                         const ExpertWeights& weights, const ExpertOptions& options) {
   KnownOnHost known;
   const bool on_cpu = routing.indices.is_cpu();
-  if (!on_cpu && options.ep.alone() && order.slot_of_row.numel() > 0 &&
-      !nn::needs_begins(weights.gate_up) && !nn::needs_begins(weights.down)) {
+  if (!on_cpu && options.ep.alone() && order.slot_of_row.numel() > 0 && !need_begins(weights)) {
     ScoreChecks::note(routing, options.name);
     return known;
   }

@@ -5,7 +5,7 @@
 // per token in the order of the experts' numbers: the result of a token does not depend on who else
 // is in the batch. Every expert has a gradient, zeros where no token came. Short symbols: M tokens,
 // E experts, K experts a token, H hidden, I inner. Next: nn/grouped_linear.h,
-// parallel/transitions.h.
+// expert_adapter.h, parallel/transitions.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "moe/expert_adapter.h"
 #include "moe/routing.h"
 #include "nn/grouped_linear.h"
 #include "parallel/axis.h"
@@ -53,6 +54,8 @@ struct ExpertWeights {
   at::Tensor gate_up_bias = {};  ///< [E, 2I], undefined: none
   at::Tensor down_bias = {};     ///< [E, H], undefined: none
   nn::GroupLayout layout = nn::GroupLayout::kOutIn;
+  AdapterWeights gate_up_adapter = {};  ///< beside each product
+  AdapterWeights down_adapter = {};
 };
 
 /// What an expert does between its two products: [rows, 2I] -> [rows, I].
@@ -76,7 +79,7 @@ struct ExpertOptions {
 
 /// x [M, H] -> [M, H] in x's dtype. Collective over options.ep. On a device the host reads values
 /// once (comm/host_read.h) where tokens travel to other ranks, or where libtorch has no grouped
-/// product for the weights' dtype (nn::needs_begins), else never. Errors: kNumeric for scores that
+/// product for the dtype of weights or adapters (nn::needs_begins), else never. Errors: kNumeric for scores that
 /// are not finite (check_finite), where they are read; else ScoreChecks has them.
 at::Tensor experts(const at::Tensor& x, const Routing& routing, const ExpertWeights& weights,
                    const ExpertOptions& options);

@@ -5,13 +5,14 @@
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <algorithm>
 #include <cmath>
+#include <tuple>
 #include <utility>
 
 #include "base/first_derivative.h"
 #include "kernels/kernels.h"
 #include "kernels/seen_blocks.h"
+#include "nn/attention_parts.h"
 #include "tessera/error.h"
 
 namespace tessera::nn {
@@ -73,24 +74,12 @@ at::Tensor cached_attention(const at::Tensor& q, const at::Tensor& keys, const a
 
 Attention::Attention(const AttentionOptions& options, std::shared_ptr<Rope> rope)
     : options_(options), rope_(std::move(rope)) {
-  const std::int64_t q_size = options.heads * options.head_dim;
-  const std::int64_t kv_size = options.kv_heads * options.head_dim;
-  const TensorRegion& region = options.region;
-  const auto projection = [&](const char* name, std::int64_t out, LinearPlacement placement) {
-    return register_module(name, std::make_shared<Linear>(options.hidden_size, out, options.bias,
-                                                          std::move(placement)));
-  };
-  q_proj_ = projection("q_proj", q_size, column_parallel(region));
-  k_proj_ = projection("k_proj", kv_size, by_heads(region, options.all_kv_heads));
-  v_proj_ = projection("v_proj", kv_size, by_heads(region, options.all_kv_heads));
-  o_proj_ =
-      register_module("o_proj", std::make_shared<Linear>(q_size, options.hidden_size,
-                                                         options.output_bias.value_or(options.bias),
-                                                         row_parallel(region)));
+  std::tie(q_proj_, k_proj_, v_proj_, o_proj_) =
+      add_projections(*this, options, options.output_bias.value_or(options.bias));
   add_norms();
   if (options.sinks == AttentionOptions::Sinks::kYes) {
-    sinks_ =
-        add_parameter("sinks", {options.heads}, bias_of_layer(region.column(), InitKind::kNormal));
+    sinks_ = add_parameter("sinks", {options.heads},
+                           bias_of_layer(options.region.column(), InitKind::kNormal));
   }
 }
 
@@ -172,11 +161,7 @@ at::Tensor Attention::attend(const Heads& heads, const Documents& documents) con
 at::Tensor Attention::decode(const at::Tensor& x, KvCache& cache) {
   const at::NoGradGuard no_grad;
   const std::int64_t begin = cache.length();
-  // The table of all positions is made once, not at every one of them.
-  const RopeTable all =
-      rope_->table(std::max(cache.capacity(), begin + x.size(1)), x.scalar_type(), x.device());
-  const Heads heads =
-      project(x, {all.cos.narrow(0, begin, x.size(1)), all.sin.narrow(0, begin, x.size(1))});
+  const Heads heads = project(x, turns_from(*rope_, begin, cache.capacity(), x, x.scalar_type()));
   cache.append(heads.k, heads.v);
   if (begin == 0) return o_proj_->forward(attend(heads, {}));
   return o_proj_->forward(is_plain(cache.length())

@@ -6,9 +6,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <tuple>
 #include <utility>
 #include <vector>
 
+#include "nn/attention_parts.h"
 #include "nn/rms_norm.h"
 #include "tessera/wide_scope.h"
 
@@ -37,19 +39,7 @@ at::Tensor by_group(const at::Tensor& x, std::int64_t groups) {
 ChunkedAttention::ChunkedAttention(const ChunkedAttentionOptions& options,
                                    std::shared_ptr<Rope> rope)
     : options_(options), rope_(std::move(rope)) {
-  const std::int64_t q_size = options.heads * options.head_dim;
-  const std::int64_t kv_size = options.kv_heads * options.head_dim;
-  const TensorRegion& region = options.region;
-  const auto projection = [&](const char* name, std::int64_t in, std::int64_t out,
-                              LinearPlacement placement) {
-    return register_module(name,
-                           std::make_shared<Linear>(in, out, options.bias, std::move(placement)));
-  };
-  const std::int64_t hidden = options.hidden_size;
-  q_proj_ = projection("q_proj", hidden, q_size, column_parallel(region));
-  k_proj_ = projection("k_proj", hidden, kv_size, by_heads(region, options.all_kv_heads));
-  v_proj_ = projection("v_proj", hidden, kv_size, by_heads(region, options.all_kv_heads));
-  o_proj_ = projection("o_proj", q_size, hidden, row_parallel(region));
+  std::tie(q_proj_, k_proj_, v_proj_, o_proj_) = add_projections(*this, options, options.bias);
 }
 
 double ChunkedAttention::scale() const {
@@ -65,16 +55,14 @@ std::int64_t ChunkedAttention::chunk_end(std::int64_t position, std::int64_t mos
 }
 
 ChunkedAttention::Heads ChunkedAttention::project(const at::Tensor& x, std::int64_t begin,
-                                                  std::int64_t positions,
-                                                  const Documents& documents) {
+                                                  std::int64_t most, const Documents& documents) {
   at::Tensor q = q_proj_->forward(x).unflatten(2, {options_.heads, -1});
   at::Tensor k = k_proj_->forward(x).unflatten(2, {options_.kv_heads, -1});
   if (options_.chunk) {
     // Tables stay in fp32: the published code turns in complex fp32 and rounds once.
-    const RopeTable all =
-        rope_->table(positions, at::promote_types(x.scalar_type(), at::kFloat), x.device());
     const RopeTable turns = table_of(
-        documents, {all.cos.narrow(0, begin, x.size(1)), all.sin.narrow(0, begin, x.size(1))});
+        documents,
+        turns_from(*rope_, begin, most, x, at::promote_types(x.scalar_type(), at::kFloat)));
     const auto finished = [&](const at::Tensor& heads) {
       const at::Tensor turned = rotate_interleaved(heads, turns);
       return options_.qk_norm_eps ? plain_rms_norm(turned, *options_.qk_norm_eps) : turned;
@@ -120,7 +108,7 @@ at::Tensor ChunkedAttention::forward(const at::Tensor& x, const Documents& docum
   return o_proj_->forward_into(options_.region, *this, {options_.region.enter(x), documents.starts},
                                [this](const std::vector<at::Tensor>& in) {
                                  const Documents of_rows{in[1]};
-                                 return attend(project(in[0], 0, in[0].size(1), of_rows), of_rows);
+                                 return attend(project(in[0], 0, 0, of_rows), of_rows);
                                });
 }
 
@@ -128,8 +116,7 @@ at::Tensor ChunkedAttention::decode(const at::Tensor& x, KvCache& cache) {
   const at::NoGradGuard no_grad;
   const std::int64_t before = cache.length();
   const std::int64_t after = before + x.size(1);
-  // The table of all positions is made once, not at every one of them.
-  const Heads heads = project(x, before, std::max(cache.capacity(), after), {});
+  const Heads heads = project(x, before, cache.capacity(), {});
   cache.append(heads.k, heads.v);
   std::vector<at::Tensor> parts;
   for (std::int64_t begin = before; begin < after;) {

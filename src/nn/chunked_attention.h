@@ -57,8 +57,8 @@ class ChunkedAttention : public SelfAttention {
     at::Tensor q, k;  ///< as causal_attention takes them
     at::Tensor v;
   };
-  /// x at the positions from `begin` on; tables are made for `positions`.
-  Heads project(const at::Tensor& x, std::int64_t begin, std::int64_t positions,
+  /// x at the positions from `begin` on, of `most` or as many as these need.
+  Heads project(const at::Tensor& x, std::int64_t begin, std::int64_t most,
                 const Documents& documents);
   at::Tensor attend(const Heads& heads, const Documents& documents) const;
   /// Of queries [begin, end) of those given, which lie at the same places among the keys given.

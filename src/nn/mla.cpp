@@ -4,10 +4,10 @@
 #include <ATen/ops/matmul.h>
 #include <c10/core/GradMode.h>
 
-#include <algorithm>
 #include <utility>
 
 #include "nn/attention.h"
+#include "nn/attention_parts.h"
 
 namespace tessera::nn {
 namespace {
@@ -74,13 +74,13 @@ at::Tensor Mla::forward(const at::Tensor& stream, const Documents& documents) {
       options_.region, *this, {options_.region.enter(stream), documents.starts},
       [this](const std::vector<at::Tensor>& in) {
         const Documents of_rows{in[1]};
-        const RopeTable turns = table_of(of_rows, rope_table(in[0].size(1), in[0]));
+        const RopeTable turns = table_of(of_rows, turns_of(in[0], 0, 0));
         return attend(queries(in[0], turns), latents_of(in[0], turns), of_rows);
       });
 }
 
-RopeTable Mla::rope_table(std::int64_t positions, const at::Tensor& x) {
-  return rope_->table(positions, at::promote_types(x.scalar_type(), at::kFloat), x.device());
+RopeTable Mla::turns_of(const at::Tensor& x, std::int64_t begin, std::int64_t most) {
+  return turns_from(*rope_, begin, most, x, at::promote_types(x.scalar_type(), at::kFloat));
 }
 
 Mla::Latents Mla::latents_of(const at::Tensor& x, const RopeTable& table) {
@@ -122,8 +122,7 @@ at::Tensor Mla::attend_cached(const at::Tensor& q, const KvCache& cache) const {
 at::Tensor Mla::decode(const at::Tensor& x, KvCache& cache) {
   const at::NoGradGuard no_grad;
   const std::int64_t begin = cache.length();
-  const RopeTable all = rope_table(std::max(cache.capacity(), begin + x.size(1)), x);
-  const RopeTable turns{all.cos.narrow(0, begin, x.size(1)), all.sin.narrow(0, begin, x.size(1))};
+  const RopeTable turns = turns_of(x, begin, cache.capacity());
   const at::Tensor q = queries(x, turns);
   const Latents added = latents_of(x, turns);
   const at::Tensor keys = at::cat({added.values, added.turned.squeeze(2)}, 2);  // [B, T, L + rope]

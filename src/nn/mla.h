@@ -53,8 +53,8 @@ class Mla : public SelfAttention {
     at::Tensor values;  ///< [B, T, L], what keys and values are made of
     at::Tensor turned;  ///< [B, T, 1, rope], the key part of all heads
   };
-  /// Tables stay in fp32: the published code turns in complex fp32 and rounds once.
-  RopeTable rope_table(std::int64_t positions, const at::Tensor& x);
+  /// As turns_from. Tables stay in fp32: the published code turns in complex fp32 and rounds once.
+  RopeTable turns_of(const at::Tensor& x, std::int64_t begin, std::int64_t most);
   at::Tensor queries(const at::Tensor& x, const RopeTable& table);
   Latents latents_of(const at::Tensor& x, const RopeTable& table);
   at::Tensor attend(const at::Tensor& q, const Latents& latents, const Documents& documents);

@@ -29,9 +29,9 @@ struct RmsNormFunction : torch::autograd::Function<RmsNormFunction> {
     base::refuse_double_backward();
     if (!grads[0].defined()) return variable_list(4);  // [Note: left-out results]
     const variable_list saved = ctx->get_saved_variables();
-    auto [grad_x, grad_weight] =
-        kernels::rms_norm_backward(grads[0], std::nullopt, saved[0], saved[1], saved[2],
-                                   ctx->saved_data["rounds_first"].toBool());
+    auto [grad_x, grad_weight] = kernels::rms_norm_backward(
+        grads[0], std::nullopt, saved[0], saved[1], saved[2],
+        ctx->saved_data["rounds_first"].toBool(), ctx->needs_input_grad(1));
     return {grad_x, grad_weight, at::Tensor(), at::Tensor()};
   }
 };
@@ -56,7 +56,8 @@ struct AddRmsNormFunction : torch::autograd::Function<AddRmsNormFunction> {
     const std::optional<at::Tensor> grad_sum =
         grads[0].defined() ? std::optional(grads[0]) : std::nullopt;
     auto [grad_x, grad_weight] = kernels::rms_norm_backward(
-        grads[1], grad_sum, saved[0], saved[1], saved[2], ctx->saved_data["rounds_first"].toBool());
+        grads[1], grad_sum, saved[0], saved[1], saved[2], ctx->saved_data["rounds_first"].toBool(),
+        ctx->needs_input_grad(2));
     return {grad_x, grad_x, grad_weight, none, none};
   }
 };

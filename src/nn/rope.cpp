@@ -48,9 +48,10 @@ struct RopeHeadsFunction : torch::autograd::Function<RopeHeadsFunction> {
     const auto of_norm = [&](std::size_t i) {
       return saved[1].defined() ? std::optional(saved[i]) : std::nullopt;
     };
-    auto [grad_x, grad_weight] =
-        kernels::rope_heads_backward(grads[0], of_norm(0), of_norm(1), saved[2], saved[3],
-                                     of_norm(4), ctx->saved_data["rounds_first"].toBool());
+    // Edges are counted over tensors: there is none for a weight that is not there.
+    auto [grad_x, grad_weight] = kernels::rope_heads_backward(
+        grads[0], of_norm(0), of_norm(1), saved[2], saved[3], of_norm(4),
+        ctx->saved_data["rounds_first"].toBool(), saved[1].defined() && ctx->needs_input_grad(1));
     const at::Tensor none;
     return {grad_x, grad_weight, none, none, none, none, none, none};
   }

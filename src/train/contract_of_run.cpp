@@ -8,7 +8,6 @@
 #include "grad/ruled_update.h"
 #include "io/checkpoint_folder.h"
 #include "io/hf_folder.h"
-#include "io/unpacked/mxfp4_tensors.h"
 #include "models/description.h"
 #include "models/expert_bias.h"
 #include "models/family.h"

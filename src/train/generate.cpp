@@ -9,6 +9,7 @@
 #include "comm/device.h"
 #include "comm/host_read.h"
 #include "models/family.h"
+#include "moe/routing.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
 #include "train/parallelize.h"
@@ -76,8 +77,11 @@ EndedBy generate(models::WritesText& model, const std::vector<std::int64_t>& pro
   std::vector<std::int64_t> written = prompt;
   at::Tensor next = comm::uploaded(row_of(prompt), options.device);
   for (std::int64_t made = 0; made < most; ++made) {
+    const moe::ScoreChecks scores;
     const at::Tensor found = cached ? model.decode(next, cache) : model.next_logits(next);
-    const at::Tensor logits = comm::read_on_host(found, "logits").to(at::kFloat).contiguous();
+    const auto read = comm::read_on_host({found, scores.noted().flags()}, "logits");
+    scores.noted().check(read[1]);
+    const at::Tensor logits = read[0].to(at::kFloat).contiguous();
     const auto count = options.ids_below == 0 ? logits.size(1) : options.ids_below;
     const std::int64_t token =
         choose_token({logits.const_data_ptr<float>(), static_cast<std::size_t>(count)},

@@ -13,6 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/log.h"
+#include "capture/replay/regions.h"
 #include "comm/device.h"
 #include "comm/group.h"
 #include "comm/host_read.h"
@@ -20,6 +22,7 @@
 #include "grad/torch_dtype.h"
 #include "io/safetensors.h"
 #include "tessera/clip.h"
+#include "tessera/compile.h"
 #include "tessera/error.h"
 #include "tessera/world.h"
 #include "train/data/data.h"
@@ -27,8 +30,10 @@
 #include "train/parallelize.h"
 #include "train/pipeline/pipeline_step.h"
 #include "train/plan_of_run.h"
+#include "train/planned_steps.h"
 #include "train/report/checks.h"
 #include "train/report/device_limits.h"
+#include "train/report/replayed_calls.h"
 #include "train/step.h"
 
 namespace tessera::train {
@@ -145,6 +150,66 @@ std::vector<RowRange> pieces_of(const Config& config, std::int64_t rows, const P
                                 dims.data_ranks(), data_rank);
 }
 
+/// [compile] of the passes, whose optimizer state nobody has. Collective. Errors: as
+/// planned_options() and compile().
+void compile_passes(const Config& config, const ModelSource& source, const ParallelDims& dims,
+                    const ModelContract& contract, const BatchSource& batch,
+                    const std::vector<RowRange>& pieces, const ShardedBase& model, World& world) {
+  if (dims.pp > 1) return capture::replay_regions(model);  // the plan is the schedule's
+  auto of_batch = config;
+  of_batch.compile.offload_folder.clear();
+  of_batch.training.seq_len = batch.row_tokens();
+  of_batch.training.global_batch_size = batch.rows_in_step();
+  of_batch.training.local_batch_size = std::max<std::int64_t>(1, pieces.front().size());
+  const auto buckets = plan_model(source.description, contract.parameters, mesh_shape(dims));
+  const auto planned =
+      planned_options({.config = of_batch,
+                       .spec = source.spec,
+                       .description = source.description,
+                       .dims = dims,
+                       .contract = contract,
+                       .plan = buckets,
+                       .aux_loss_coef = aux_loss_coef(config.model.aux_loss_coef, source.spec)},
+                      static_cast<std::int64_t>(pieces.size()), world);
+  compile(model, planned.options);
+}
+
+/// Passes whose gradients are thrown away, so that the one that is written follows a plan and
+/// replays what is replayed: the first ones record, and what they record is compared. Collective.
+void rehearse(ShardedBase& model, const std::function<BatchLoss()>& run, World& world) {
+  constexpr int kMost = 8;  // regions that are recorded by each of them are eager in the end
+  bool is_ready = false;
+  for (int i = 0; i < kMost && !is_ready; ++i) {
+    const auto before = replay_calls(model);
+    run();
+    model.zero_grad();
+    // The second one is the first that follows a plan.
+    const bool records = i == 0 || (replay_calls(model) - before).recorded > 0;
+    is_ready = !comm::any_of_ranks(world.control(), {records}, "recorded regions")[0];
+  }
+}
+
+/// The loss of the batch, with its gradients in the model. Collective. Errors: kNumeric where they
+/// are not finite.
+BatchLoss go_through(ShardedBase& model, const Config& config, GradScaler* scaler,
+                     const std::function<BatchLoss()>& run, World& world) {
+  if (config.compile.mode != CompileChoice::kOff) rehearse(model, run, world);
+  BatchLoss loss = run();
+  double norm = gradient_norm(model);
+  if (config.compile.mode == CompileChoice::kReplay) log::info(ReplayedCalls(model).in_words());
+  if (config.debug.check_placements) check_placements(model);
+  // The first scale that float16 holds: of a single batch there is no next step.
+  while (scaler != nullptr && std::isfinite(loss.mean()) && !scaler->update(model, norm)) {
+    model.zero_grad();
+    loss = run();
+    norm = gradient_norm(model);
+  }
+  TESSERA_CHECK(std::isfinite(loss.mean()) && std::isfinite(norm), ErrorKind::kNumeric,
+                "gradients: found loss ", loss.mean(), " and gradient norm ", norm,
+                ", expected finite values; look at the batch, or compute in a wider dtype");
+  return loss;
+}
+
 void refuse_overwriting_inputs(const GradientsRequest& request) {
   namespace fs = std::filesystem;
   TESSERA_CHECK(!request.out.empty(), ErrorKind::kUsage,
@@ -217,18 +282,10 @@ void run_gradients(const GradientsRequest& request, World& world,
     options.pipeline = pipeline;
     return forward_backward(*model, *batch, 1, rows, options);
   };
-  auto loss = run();
-  double norm = gradient_norm(*model);
-  if (config.debug.check_placements) check_placements(*model);
-  // The first scale that float16 holds: of a single batch there is no next step.
-  while (scaler && std::isfinite(loss.mean()) && !scaler->update(*model, norm)) {
-    model->zero_grad();
-    loss = run();
-    norm = gradient_norm(*model);
+  if (config.compile.mode != CompileChoice::kOff) {
+    compile_passes(config, source, dims, contract, *batch, rows, *model, world);
   }
-  TESSERA_CHECK(std::isfinite(loss.mean()) && std::isfinite(norm), ErrorKind::kNumeric,
-                "gradients: found loss ", loss.mean(), " and gradient norm ", norm,
-                ", expected finite values; look at the batch, or compute in a wider dtype");
+  const BatchLoss loss = go_through(*model, config, scaler.get(), run, world);
   write_gradients(*model, contract.parameters, file_forms(source.description.parameters),
                   writer ? &*writer : nullptr);
   if (!writer) return;

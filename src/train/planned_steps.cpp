@@ -10,6 +10,7 @@
 #include "capture/planner.h"
 #include "capture/region_blocks.h"
 #include "capture/replay/regions.h"
+#include "capture/simulate_plan.h"
 #include "comm/group.h"
 #include "fsdp/handle.h"
 #include "io/atomic_file.h"
@@ -25,14 +26,8 @@ namespace {
 constexpr int kFirstMeasured = 3;
 // The middle one counts: steps wander, on a machine with other work by more than plans differ.
 constexpr std::size_t kMeasured = 3;
-
-/// Calls of a region before it is replayed: eager, recorded, and those that are compared.
-std::int64_t first_measured(const CompileOptions& options) {
-  constexpr std::int64_t kCallsBefore = 2 + capture::kCompared;
-  const auto steps = (kCallsBefore + options.micro_batches - 1) / options.micro_batches;
-  const bool replays = options.mode == CompileMode::kReplay;
-  return replays ? std::max<std::int64_t>(kFirstMeasured, 1 + steps) : kFirstMeasured;
-}
+// Regions that are still recorded then are by each step, as bodies of many shapes are.
+constexpr int kRecordedBefore = 20;
 
 }  // namespace
 
@@ -88,7 +83,6 @@ PlannedSteps::PlannedSteps(PlannedOptions planned, const ShardedBase& model, Opt
       world_(world),
       folder_(std::move(folder)) {
   is_chosen_ = !options_.plan.empty();
-  first_measured_ = first_measured(options_);
   if (!options_.offload_folder.empty()) {
     optimizer_.offload({.folder = options_.offload_folder,
                         .match = std::move(planned.offloaded),
@@ -101,10 +95,11 @@ PlannedSteps::~PlannedSteps() = default;
 
 void PlannedSteps::begin_step() {
   // A step that somebody else looks at is not measured: the next one is.
-  if (is_chosen_ || ++steps_ < first_measured_ || current_trace() != nullptr) return;
+  if (is_chosen_ || ++steps_ < kFirstMeasured || current_trace() != nullptr) return;
   auto traced = traced_step(world_);
   trace_ = std::move(traced.trace);
   through_ = std::move(traced.through);
+  before_ = replay_calls(model_);
   here_.emplace(trace_);
   capture::take_region_blocks(model_);  // of this step only
   begin_ = trace_->now();
@@ -138,12 +133,19 @@ void PlannedSteps::measure(const std::vector<TraceSpan>& spans) {
   if (const auto bytes = moved.bytes_read + moved.bytes_written; bytes > 0) {
     mine.transfer = {.ms_per_byte = std::min(moved.busy_ms / static_cast<double>(bytes), 1.0)};
   }
+  const bool counts = (replay_calls(model_) - before_).recorded == 0 || steps_ >= kRecordedBefore;
   std::vector<capture::PlanProfile> ranks;
   for (const auto& text :
-       comm::all_gather_bytes(world_.control(), to_json(mine), "profile of a step")) {
+       comm::all_gather_bytes(world_.control(), counts ? to_json(mine) : "", "profile of a step")) {
+    if (text.empty()) return;
     ranks.push_back(capture::parse_profile(text, "profile of a rank"));
   }
-  measured_.push_back(slowest_of(ranks));
+  auto slowest = slowest_of(ranks);
+  const auto plan = fsdp::followed_plan(model_);
+  const bool is_simulated = plan != nullptr && plan->stages.size() == 1;
+  measured_.push_back(is_simulated
+                          ? capture::as_waited(std::move(slowest), *plan, options_.micro_batches)
+                          : std::move(slowest));
 }
 
 void PlannedSteps::choose(std::int64_t step) {

@@ -2,8 +2,8 @@
 //
 // The first step records what the model enters, the second one follows a plan that is chosen by the
 // bytes of units and fills pools and caches, three more are traced: what units and messages took on
-// the slowest rank in the one of middle length is what passes choose by from the sixth on. Where
-// regions are replayed, those three come once all are. Nothing is run again to be measured. Next: tessera/compile.h, capture/measured_profile.h.
+// the slowest rank in the one of middle length is what passes choose by from then on. Steps in which
+// some rank records or compares regions are not counted. Nothing is run again to be measured. Next: tessera/compile.h, capture/measured_profile.h.
 #pragma once
 
 #include <cstdint>
@@ -60,8 +60,8 @@ class PlannedSteps {
   World& world_;
   std::filesystem::path folder_;
   bool is_chosen_ = false;
-  std::int64_t first_measured_ = 0;
-  std::int64_t steps_ = 0;  ///< so far of this process
+  int steps_ = 0;       ///< so far of this process
+  ReplayCalls before_;  ///< the step that is measured
   std::vector<capture::PlanProfile> measured_;
   std::shared_ptr<Trace> trace_;
   std::function<void()> through_;

@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <ATen/record_function.h>
 
 #include <algorithm>
 #include <chrono>
@@ -12,11 +11,9 @@
 
 #include "base/log.h"
 #include "base/text/printable.h"
-#include "base/trace.h"
 #include "capture/replay/regions.h"
 #include "comm/device.h"
 #include "comm/group.h"
-#include "comm/host_read.h"
 #include "fsdp/handle.h"
 #include "fsdp/optim/pending_norm.h"
 #include "kernels/cpu/tables.h"
@@ -187,6 +184,10 @@ class Trainer {
     request.sources.clear();
     request.key = "validation.path";
     request.steps = 1;
+    if (data_kind(request.path, request.key) == DataKind::kBatches) {
+      request.training.seq_len.reset();  // its rows are its own, however long those of training are
+      request.training.global_batch_size = -1;
+    }
     validation_ = open_batches(request);
   }
 
@@ -263,6 +264,9 @@ class Trainer {
     if (before_) warn(changed_lr(*before_, config_, done_));
     for (const std::string& line : banner(run)) log::info(line);
     for (const std::string& line : data_->in_words()) log::info(line);
+    if (validation_) {
+      for (const std::string& line : validation_->in_words()) log::info("validation: ", line);
+    }
     if (validation_ && config_.validation.steps > batches_of_pass()) {
       log::warn("validation.steps: found ", config_.validation.steps, ", but ",
                 shown(config_.validation.path[0]), " has ", validation_->rows_in_pass(),
@@ -411,9 +415,10 @@ class Trainer {
 
   /// From gradients and numbers that may still be under way to new parameters.
   void clip_and_update(const PendingLoss& pending, StepMetrics& metrics) {
-    const auto [norm, numbers] = clip(pending);
+    auto numbers = pending.numbers();
+    // The one time in a step that the host waits for its device.
+    metrics.grad_norm = fsdp::clip_and_read(*model_, config_.training.max_norm, numbers);
     const auto loss = pending.added(*model_, numbers);
-    metrics.grad_norm = norm;
     metrics.loss = loss.mean();
     metrics.sources = source_metrics(loss, metrics.step);
     if (aux_loss_coef(config_.model.aux_loss_coef, source_.spec) > 0) {
@@ -447,24 +452,6 @@ class Trainer {
       if (kept > 0) sources[i].loss = sum / static_cast<double>(kept);
     }
     return sources;
-  }
-
-  struct Clipped {
-    double norm = 0;                  ///< before
-    std::vector<at::Tensor> numbers;  ///< of the PendingLoss, on the host
-  };
-  /// The one time in a step that the host waits for its device.
-  Clipped clip(const PendingLoss& pending) const {
-    RECORD_USER_SCOPE("tessera::optimizer");
-    const TraceScope traced(TraceRow::kOptimizer, "norm and clip");
-    const fsdp::PendingNorm sums(*model_);
-    auto numbers = pending.numbers();
-    numbers.push_back(sums.sums());
-    numbers = comm::read_on_host(numbers, "numbers of a step");
-    const double norm = std::sqrt(sums.sum(numbers.back()));
-    numbers.pop_back();
-    fsdp::clip(*model_, norm, config_.training.max_norm);
-    return {norm, std::move(numbers)};
   }
 
   void update(StepMetrics& metrics) {

@@ -7,10 +7,13 @@
 #include <cmath>
 #include <cstdint>
 #include <nlohmann/json.hpp>
+#include <span>
 #include <sstream>
 
 #include "cli/program.h"
 #include "io/label_index.h"
+#include "io/safetensors.h"
+#include "train/data/data_identity.h"
 #include "train/data/sampler.h"
 
 namespace tessera::cli::data_of_run_test {
@@ -100,8 +103,9 @@ void forget_pages(const std::filesystem::path& path) {
   ::close(file);
 }
 
-// 2 GB of tokens and 1 GB of mask that nobody ever reads, but for the rows of three steps and the
-// index. The one row with labels is in the first step: the others are left out.
+// 2 GB of tokens and 1 GB of mask that nobody ever reads, but for the rows of three steps, the index
+// and the samples by which a checkpoint knows its data again. The one row with labels is in the first
+// step: the others are left out.
 TEST_F(DataOfRun, ABillionTokensCostNoMoreThanTheirRowsAndTheirIndex) {
   constexpr std::int64_t kTokens = 1'000'000'000;
   constexpr std::int64_t kRow = 17;
@@ -125,15 +129,25 @@ TEST_F(DataOfRun, ABillionTokensCostNoMoreThanTheirRowsAndTheirIndex) {
   forget_pages(tokens);
   forget_pages(mask);
   ASSERT_EQ(bytes_read(tokens) + bytes_read(mask), 0);
-  ASSERT_NO_FATAL_FAILURE(
-      trained("run", {"--data.path", "big.bin", "--nproc", "2", "--checkpoint.enable", "false"}));
-
   const auto page = ::sysconf(_SC_PAGESIZE);
   // A row is on two pages at most; of the mask besides three blocks to see that the index fits, and
   // those in which the first row with a label lies, on two pages at most, too.
-  EXPECT_LE(bytes_read(tokens), 12 * 2 * page);
+  const auto rows = 12 * 2 * page;
+  const auto blocks = (3 + 2) * (kBlock + page);
+  ASSERT_NO_FATAL_FAILURE(
+      trained("rows", {"--data.path", "big.bin", "--nproc", "2", "--checkpoint.enable", "false"}));
+  EXPECT_LE(bytes_read(tokens), rows);
   EXPECT_GT(bytes_read(tokens), 0);
-  EXPECT_LE(bytes_read(mask), 12 * 2 * page + (3 + 2) * (kBlock + page));
+  EXPECT_LE(bytes_read(mask), rows + blocks);
+
+  forget_pages(tokens);
+  forget_pages(mask);
+  ASSERT_EQ(bytes_read(tokens) + bytes_read(mask), 0);
+  ASSERT_NO_FATAL_FAILURE(trained("run", {"--data.path", "big.bin", "--nproc", "2"}));
+  // A sample is on a page, the last one on two; the system reads on behind the first.
+  const auto samples = (train::kSamples + 1) * page + (std::int64_t{128} << 10);
+  EXPECT_LE(bytes_read(tokens), rows + samples);
+  EXPECT_LE(bytes_read(mask), rows + blocks + samples);
   const auto losses = values(folder_ / "run", "loss");
   ASSERT_EQ(losses.size(), 3U);
   EXPECT_NEAR(losses[0], std::log(260.0), 0.2);
@@ -339,6 +353,37 @@ TEST_F(DataOfRun, AValidationOfAllTakesEachRowOnce) {
   }
 }
 
+// Batches that are ready-made have rows of their own, beside any data.
+TEST_F(DataOfRun, AValidationOfBatchesHasTheirRows) {
+  std::vector<std::int64_t> ids;
+  for (std::int64_t i = 0; i < 2 * 3 * 24; ++i) ids.push_back(i * 7 % 256);
+  const std::vector<std::int64_t> shape{2, 3, 24};
+  SafetensorsWriter writer(folder_ / "held.safetensors",
+                           {{"input_ids", DType::kInt64, shape}, {"labels", DType::kInt64, shape}});
+  for (const std::string name : {"input_ids", "labels"}) {
+    writer.write(name, std::as_bytes(std::span(ids)));
+  }
+  writer.finish();
+  const std::string path = (folder_ / "held.safetensors").string();
+  // Of the same weights, as two steps that change nothing.
+  std::string text = read_file(folder_ / "run.toml");
+  const std::string rows = "seq_len = 16\nglobal_batch_size = 4\n";
+  text.replace(text.find(rows), rows.size(), "");
+  text.replace(text.find("lr = 0.01"), 9, "lr = 0");
+  folder_.write("whole.toml", text);
+  const Outcome whole = run_program(folder_, {"train", "whole.toml", "--job.dump_folder", "whole",
+                                              "--data.path", path, "--training.steps", "2"});
+  ASSERT_EQ(whole.code, 0) << whole.err;
+  const auto losses = values(folder_ / "whole", "loss");
+  ASSERT_EQ(losses.size(), 2U);
+  for (const std::string ranks : {"1", "2"}) {
+    const std::string run = "beside" + ranks;
+    ASSERT_NO_FATAL_FAILURE(
+        trained(run, {"--validation.path", path, "--validation.steps", "-1", "--nproc", ranks}));
+    EXPECT_NEAR(values(folder_ / run, "val_loss").front(), (losses[0] + losses[1]) / 2, 1e-6);
+  }
+}
+
 TEST_F(DataOfRun, AResumedRunIsNotValidatedBeforeItsFirstStep) {
   const Words common{"--validation.path", "page.txt", "--validation.steps", "1"};
   ASSERT_NO_FATAL_FAILURE(trained("run", common));
@@ -376,7 +421,10 @@ TEST_F(DataOfRun, PackedDocumentsTrainAsTheyDoAlone) {
   std::string model = read_file(folder_ / "model.json");
   const auto small = model.find("0.02");
   ASSERT_NE(small, std::string::npos);
-  folder_.write("model.json", model.replace(small, 4, "0.3"));
+  model.replace(small, 4, "0.3");
+  const auto layers = model.find("\"num_hidden_layers\": 1");
+  ASSERT_NE(layers, std::string::npos);
+  folder_.write("model.json", model.replace(layers, 22, "\"num_hidden_layers\": 2"));
   const Words common{"--data.path", "talks.bin", "--training.steps", "4"};
   const auto with = [&](Words more) {
     more.insert(more.end(), common.begin(), common.end());
@@ -394,10 +442,12 @@ TEST_F(DataOfRun, PackedDocumentsTrainAsTheyDoAlone) {
   ASSERT_NO_FATAL_FAILURE(trained("sharded", documents({"--nproc", "2"})));
   ASSERT_NO_FATAL_FAILURE(trained("tp", documents({"--parallelism.tensor_parallel_degree", "2",
                                                    "--parallelism.sequence_parallel", "false"})));
+  ASSERT_NO_FATAL_FAILURE(
+      trained("stages", documents({"--parallelism.pipeline_parallel_degree", "2"})));
   ASSERT_NO_FATAL_FAILURE(trained("stream", packed));
   const auto alone = values(folder_ / "alone", "loss");
   ASSERT_EQ(alone.size(), 4);
-  for (const char* run : {"packed", "sharded", "tp"}) {
+  for (const char* run : {"packed", "sharded", "tp", "stages"}) {
     const auto found = values(folder_ / run, "loss");
     ASSERT_EQ(found.size(), 4);
     for (std::size_t i = 0; i < 4; ++i) EXPECT_NEAR(found[i], alone[i], 2e-5) << run << " " << i;
@@ -440,6 +490,7 @@ TEST_F(DataOfRun, WhatIsWrongWithItIsOneErrorThatNamesIt) {
   write_tokens("a", 170, 1);
   folder_.write("torn.bin", std::string("\x88\xd8\x34\x01", 4));  // a shard's magic alone
   folder_.write("empty.txt", "");
+  folder_.write("batches.safetensors", std::string(400, 'x'));
   struct Case {
     Words words;
     std::string says;
@@ -458,6 +509,8 @@ TEST_F(DataOfRun, WhatIsWrongWithItIsOneErrorThatNamesIt) {
         Case{sources("[{path=[]}]"), "data.source[1].path: found nothing"},
         Case{sources("[{paths=\"a.bin\"}]"), "the nearest is \"path\""},
         Case{sources("[{path=\"none?\"}]"), "data.source[1].path: found no file that matches"},
+        // Not read as text, whose bytes a model from scratch would take.
+        Case{sources("[{path=\"batches*\"}]"), "batches.safetensors, batches that are ready-made"},
         Case{{"--data.source", "[{path=\"a.bin\"}]"}, "data.path and data.source: found both"},
         Case{{"--validation.path", "held/*.txt"}, "validation.path: found no file that matches"},
         Case{{"--validation.steps", "0"}, "validation.steps: found 0"}}) {

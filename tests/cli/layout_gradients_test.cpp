@@ -56,6 +56,35 @@ INSTANTIATE_TEST_SUITE_P(Families, LayoutGradients,
                          ::testing::Values("qwen3-moe-fp32", "gpt-oss-mxfp4", "deepseek-v2-fp32"),
                          [](const auto& each) { return golden::test_name(each.param); });
 
+// Naive: one pass, whose regions are eager and whose gathers no plan has.
+TEST(CompiledGradients, AreThoseOfEagerPasses) {
+  const std::string name = "qwen3-moe-fp32";
+  const std::vector<std::vector<std::string>> compiled{
+      {"--compile.mode", "replay"}, {"--compile.mode", "plan", "--compile.memory_budget", "90%"}};
+  for (const ProcessLayout& layout :
+       {ProcessLayout{.shard = 2}, ProcessLayout{.shard = 2, .tp = 2, .ep = 2}}) {
+    SCOPED_TRACE(to_string(layout));
+    const testing::TemporaryFolder folder;
+    const auto run = [&](const std::string& out, const std::vector<std::string>& more) {
+      auto words = in_layout(layout, {"gradients", "--model", golden::data_folder(name).string(),
+                                      "--batch", Reference::of(name).batches(), "--out", out,
+                                      "--training.local_batch_size", "1"});
+      words.insert(words.end(), more.begin(), more.end());
+      return run_program(folder, words);
+    };
+    ASSERT_EQ(run("eager", {}).code, 0);
+    const auto expected = read_file(folder / "eager");
+    for (const auto& more : compiled) {
+      const Outcome outcome = run(more[1], more);
+      EXPECT_EQ(outcome.code, 0) << outcome.err;
+      EXPECT_TRUE(read_file(folder / more[1]) == expected) << more[1];
+      const auto at = outcome.err.find(" calls replayed");
+      EXPECT_EQ(at != std::string::npos, more[1] == "replay") << outcome.err;
+      EXPECT_EQ(outcome.err.find(" 0 calls replayed"), std::string::npos) << outcome.err;
+    }
+  }
+}
+
 // The bounds are those recorded for transformers' own bf16 (golden/narrow_layouts_test.cpp).
 TEST(NarrowGradients, InBFloat16PointTheSameWayOnProcessesWithTheRecordedRouting) {
   const std::string name = "qwen3-moe-fp32";

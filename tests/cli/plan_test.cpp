@@ -252,8 +252,7 @@ TEST(PlannedRun, FollowsAPlanOutOfAFileAndMeasuresItself) {
   EXPECT_THAT(below.err, HasSubstr("compile.memory_budget: found 1000 bytes a rank, expected at"));
 }
 
-// Naive: times of calls that were recorded, which are measured before any is replayed; blocks that a
-// plan without replays would not have.
+// Naive: blocks that a plan without replays would not have.
 TEST(PlannedRun, ReplayedTellsWhatItsBlocksTake) {
   const testing::TemporaryFolder folder;
   write_run(folder);
@@ -285,6 +284,23 @@ TEST(PlannedRun, ReplayedTellsWhatItsBlocksTake) {
   EXPECT_THAT(not_counted.out, Not(HasSubstr("blocks of replayed regions")));
   const auto all = [](const Outcome& of) { return number_after(of.out, "; in all at most "); };
   EXPECT_GT(all(counted), all(not_counted));
+}
+
+// Naive: steps in which regions are recorded and compared, three times as long, are what is measured.
+TEST(PlannedRun, MeasuresNoStepThatRecords) {
+  const testing::TemporaryFolder folder;
+  write_run(folder);
+  const auto chosen_at = [&](const std::string& mode) {
+    const auto run = run_program(
+        folder, {"train", "run.toml", "--nproc", "2", "--job.dump_folder", mode, "--training.steps",
+                 "8", "--training.local_batch_size", "2", "--training.global_batch_size", "4",
+                 "--checkpoint.enable", "false", "--compile.mode", mode});
+    EXPECT_EQ(run.code, 0) << run.err;
+    return number_after(run.err, "plan: step ");
+  };
+  EXPECT_EQ(chosen_at("plan"), 6);
+  // The second step records, the third and the fourth one compare.
+  EXPECT_EQ(chosen_at("replay"), 8);
 }
 
 // The least of any plan has every layer recomputed, and says so; a run within it has the losses of

@@ -49,12 +49,12 @@ class Program(unittest.TestCase):
         self.run_tessera("gradients", "--model", model, "--batch", batch, "--out", "gradients.safetensors", *more)
         return load_file(self.folder / "gradients.safetensors")
 
-    def train(self, model, data, *more):
+    def train(self, model, data, *more, steps=3, ranks=2):
         (self.folder / "run.toml").write_text(
-            f"[model]\n{model}\n[data]\npath = {data}\n[training]\nsteps = 3\nseq_len = 24\n"
+            f"[model]\n{model}\n[data]\npath = {data}\n[training]\nsteps = {steps}\nseq_len = 24\n"
             'global_batch_size = 2\n[optimizer]\nlr = 0.01\n[job]\ndump_folder = "run"\n')
-        self.run_tessera("train", "run.toml", "--nproc", "2", "--checkpoint.interval", "2", *more)
-        return self.folder / "run/checkpoint/step-3"
+        self.run_tessera("train", "run.toml", "--nproc", str(ranks), "--checkpoint.interval", "2", *more)
+        return self.folder / f"run/checkpoint/step-{steps}"
 
     def tensors(self, folder):
         """By name, with the file that each stands in."""

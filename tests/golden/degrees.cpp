@@ -1,10 +1,12 @@
 #include "golden/degrees.h"
 
 #include <iterator>
+#include <map>
 
 #include "dist/place.h"
 #include "golden/model_folder.h"
 #include "tessera/error.h"
+#include "train/hf/model_source.h"
 #include "unit/train/parallel_degrees.h"
 
 namespace tessera::golden {
@@ -81,6 +83,21 @@ std::vector<Degrees> one_of_each_form(Experts experts) {
   some.insert(some.end(), std::begin(with_experts), std::end(with_experts));
   return some;
 }
+
+models::ModelSpec spec_of(const std::string& folder) {
+  static std::map<std::string, models::ModelSpec> opened;
+  const auto found = opened.find(folder);
+  if (found != opened.end()) return found->second;
+  train::ModelConfig config;
+  config.path = data_folder(folder);
+  return opened.emplace(folder, train::open_model(config).spec).first->second;
+}
+
+Experts experts_of(const std::string& folder) {
+  return spec_of(folder).moe ? Experts::kSome : Experts::kNone;
+}
+
+std::int64_t heads_of(const std::string& folder) { return spec_of(folder).num_attention_heads; }
 
 train::Config config_for(const std::string& folder, const Degrees& d) {
   auto config = config_for(layout_of(d));

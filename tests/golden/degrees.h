@@ -1,6 +1,7 @@
 // How many ranks share a model, and in which form: the layouts that tests go through.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -29,6 +30,13 @@ enum class Experts { kNone, kSome };
 std::vector<Degrees> all_degrees(Experts experts);
 /// A few of them: each axis alone, each pair, and every form of sequence, router and experts.
 std::vector<Degrees> one_of_each_form(Experts experts);
+
+// Of a folder of tests/golden/data.
+
+models::ModelSpec spec_of(const std::string& folder);
+Experts experts_of(const std::string& folder);
+/// Which tp has to divide.
+std::int64_t heads_of(const std::string& folder);
 
 /// In fp32, of a folder of tests/golden/data.
 train::Config config_for(const std::string& folder, const Degrees& degrees);

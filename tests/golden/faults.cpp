@@ -105,8 +105,8 @@ std::vector<Ground> all_grounds() {
 const std::vector<Fault>& all_faults() {
   static const std::vector<Fault> all = [] {
     std::vector<Fault> faults = faults_of_declarations();
-    for (const auto& part :
-         {faults_of_transitions(), faults_of_sums(), faults_of_counts(), faults_of_losses()}) {
+    for (const auto& part : {faults_of_transitions(), faults_of_sums(), faults_of_counts(),
+                             faults_of_losses(), faults_of_scores()}) {
       faults.insert(faults.end(), part.begin(), part.end());
     }
     return faults;

@@ -71,5 +71,6 @@ std::vector<Fault> faults_of_transitions();
 std::vector<Fault> faults_of_sums();
 std::vector<Fault> faults_of_counts();
 std::vector<Fault> faults_of_losses();
+std::vector<Fault> faults_of_scores();
 
 }  // namespace tessera::golden

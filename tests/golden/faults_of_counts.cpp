@@ -1,6 +1,7 @@
 // What follows from how often experts were chosen: the auxiliary loss and the bias on the choice.
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <memory>
 
 #include "golden/faults.h"
@@ -63,6 +64,23 @@ Changes counts_over_dp_alone() {
   }};
 }
 
+/// Of the counts of a step a rank takes its own.
+Changes counts_of_one_rank() {
+  return {.sums = [](const RankParts& rank) {
+    return std::make_unique<SumStandIn>([=](train::RankSum what,
+                                            const SumStandIn::Values& of_ranks) {
+      auto sums = train::added_by_rank(of_ranks);
+      if (what != train::RankSum::kStep) return sums;
+      rank.act();
+      const auto& own = of_ranks.at(static_cast<std::size_t>(train::data_rank(rank.mesh)) *
+                                        static_cast<std::size_t>(rank.mesh.size_of(axis::kTensor)) +
+                                    static_cast<std::size_t>(rank.mesh.coordinate(axis::kTensor)));
+      std::copy(own.begin() + kLosses, own.end(), sums.begin() + kLosses);
+      return sums;
+    });
+  }};
+}
+
 std::vector<Fault> of_the_auxiliary_loss() {
   const Degrees all{.tp = 2, .router = RouterTokens::kAll};
   const Degrees cut{.tp = 2, .etp = 2};
@@ -99,6 +117,9 @@ std::vector<Fault> faults_of_counts() {
        "Each tp rank moves a stored bias by the tokens of its own shards", "torchtitan #4154",
        kSigmoid, lent, counts_over_dp_alone(), CaughtBy::kBias, "mlp.gate.e_score_correction_bias",
        Setting::kBalance, true},
+      {"StoredBiasByOwnTokens", "Each data rank moves a stored bias by its own tokens",
+       "next to torchtitan #4154", kSigmoid, Degrees{.shard = 2, .ep = 2}, counts_of_one_rank(),
+       CaughtBy::kBias, "mlp.gate.e_score_correction_bias", Setting::kBalance, true},
       {"CountsOfTheLastMicroBatch", "A micro-batch's counts overwrite those of the one before",
        "next to torchtitan #1304", kQwen, all,
        counts_of_layers([](int met, const Transition& of, const at::Tensor& counts) {

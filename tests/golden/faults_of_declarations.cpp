@@ -57,6 +57,13 @@ std::vector<Fault> of_routers() {
        "Nobody sums the router's gradient, experts cut, scores before them", "torchtitan #1805",
        kQwen, cut, placed("mlp.gate", gate), CaughtBy::kInvariance, "mlp.gate.weight",
        Setting::kScoresBefore, true},
+      {"RouterOfSigmoidsUnreduced", "Nobody sums the gradient of a router of sigmoids",
+       "next to torchtitan #2387", kSigmoid, all, placed("mlp.gate", gate), CaughtBy::kInvariance,
+       "mlp.gate.weight"},
+      {"RouterOfInputsUnreduced",
+       "Nobody sums the gradient of the router whose scores multiply inputs",
+       "torchtitan #2387, etp 1", kLlama4, all, placed("feed_forward.router", gate),
+       CaughtBy::kInvariance, "feed_forward.router.weight"},
   };
 }
 

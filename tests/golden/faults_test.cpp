@@ -11,6 +11,7 @@
 #include <sstream>
 #include <utility>
 
+#include "dist/ranks.h"
 #include "golden/model_folder.h"
 #include "tessera/error.h"
 
@@ -54,8 +55,9 @@ Difference compare(const Step& found, const Step& expected) {
   }
   // Counts are whole numbers: the same ones make the same bias.
   for (const auto& [name, bias] : expected.biases.front()) {
-    const bool same = std::ranges::all_of(
-        found.biases, [&](const Tensors& rank) { return at::equal(rank.at(name), bias); });
+    const bool same = std::ranges::all_of(found.biases, [&](const Tensors& rank) {
+      return bool(test::same_bits(rank.at(name), bias));
+    });
     if (!same) difference.biases.push_back(name);
   }
   difference.norm = std::abs(found.norm - expected.norm) / expected.norm;

@@ -48,6 +48,10 @@ class RankOfStep {
       : changes_(changes), acted_(acted), config_(config_for(folder, degrees)) {
     if (changes.config) changes.config(config_);
     source_ = train::open_model(config_.model);
+    if (changes.spec) {
+      changes.spec(source_.spec);
+      ++acted_;
+    }
     dims_ = train::resolve_parallelism(config_.parallelism, world.size());
     mesh_.emplace(world.mesh(train::mesh_shape(dims_)));
     batch_ = train::open_gradients_batch(Reference::of(folder).batches(),

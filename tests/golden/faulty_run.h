@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "golden/degrees.h"
+#include "models/model_spec.h"
 #include "parallel/transition.h"
 #include "train/parallelize.h"
 #include "train/step.h"
@@ -50,6 +51,8 @@ struct RankParts {
 /// Empty functions change nothing.
 struct Changes {
   std::function<void(train::Config&)> config = {};
+  /// Of what config.json says.
+  std::function<void(models::ModelSpec&)> spec = {};
   std::function<void(const RankParts&)> parts = {};
   std::function<std::unique_ptr<StandIn>(const RankParts&)> transitions = {};
   std::function<std::unique_ptr<SumStandIn>(const RankParts&)> sums = {};

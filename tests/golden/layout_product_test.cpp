@@ -1,6 +1,7 @@
 // Layouts x compute dtypes x recomputation x micro-batches x backends x resharding against
 // transformers: what parallel_test.cpp, narrow_layouts_test.cpp and recompute_layouts_test.cpp do
-// one by one, together. A pairwise part of it in ./test, all of it under `scripts/full layouts`.
+// one by one, together. A pairwise part of it in ./test, all of it under `scripts/full layouts`. The
+// families that came later stand in a product of their own, `scripts/full families`.
 //
 // The class of bug: two settings that are right alone, such as gradients kept between micro-batches
 // while experts of another rank are sent a recomputed forward.
@@ -31,7 +32,8 @@ struct Case {
 
 std::string to_string(const Case& c) {
   constexpr const char* kRecomputed[] = {"nothing", "layers", "all but weight products"};
-  return concat(to_string(c.degrees), ", ", c.compute == Compute::kFloat32 ? "fp32" : "bf16", ", ",
+  return concat(c.folder, ", ", to_string(c.degrees), ", ",
+                c.compute == Compute::kFloat32 ? "fp32" : "bf16", ", ",
                 kRecomputed[static_cast<int>(c.recompute)], " recomputed, ", to_string(c.layout));
 }
 
@@ -73,7 +75,8 @@ Case case_of(const test::Choice& choice) {
 bool is_case(const Case& c) {
   const Degrees& degrees = c.degrees;
   const bool of_experts = degrees.ep > 1 || degrees.etp > 1 || degrees.router == RouterTokens::kAll;
-  if (of_experts && c.folder.starts_with("llama")) return false;
+  if (of_experts && experts_of(c.folder) == Experts::kNone) return false;
+  if (heads_of(c.folder) % degrees.tp != 0) return false;
   // The batch has two rows: two ranks with rows of their own have one each, in one forward.
   const bool shares_rows = degrees.replicate * degrees.shard > 1;
   if (shares_rows && c.layout.micro_batches != MicroBatches::kWhole) return false;
@@ -120,6 +123,72 @@ TEST_P(LayoutProduct, EveryGradientIsTransformers) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Families, LayoutProduct, ::testing::ValuesIn(kFamilies),
+                         [](const auto& each) { return test_name(each.param); });
+
+// ------------------------------------------------------------------------ later families
+
+// Both dtypes of a folder in the whole product. How rows are cut, what carries sums and when memory
+// is given back knows nothing of a family: here these change from case to case.
+
+const std::vector<std::string>& later_folders() {
+  static const auto all = [] {
+    std::vector<std::string> folders;
+    for (const std::string& family : kLaterFamilies) {
+      folders.push_back(family + "-fp32");
+      if (test::full_proof()) folders.push_back(family + "-mixed");
+    }
+    return folders;
+  }();
+  return all;
+}
+
+/// GoldenParallel has them all, with one value of the other dimensions.
+const std::vector<Degrees>& later_layouts() {
+  static const auto all =
+      test::full_proof() ? all_degrees(Experts::kSome)
+                         : std::vector<Degrees>{{.replicate = 2, .shard = 2},
+                                                {.shard = 2, .tp = 2},
+                                                {.tp = 2, .sequence = false},
+                                                {.tp = 2, .ep = 2, .router = RouterTokens::kAll},
+                                                {.shard = 2, .tp = 2, .ep = 2, .etp = 2}};
+  return all;
+}
+
+Case later_case(const test::Choice& choice) {
+  const Degrees& degrees = later_layouts()[choice[1]];
+  Case c{.folder = later_folders()[choice[0]],
+         .degrees = degrees,
+         .compute = kComputes[choice[2]],
+         .recompute = kModes[choice[3]],
+         .layout = layout_of(degrees)};
+  const std::size_t turn = choice[0] + choice[1] + choice[2] + choice[3];
+  if (degrees.replicate * degrees.shard == 1) {
+    c.layout.micro_batches = kMicroBatches[turn % std::size(kMicroBatches)];
+  }
+  if (degrees.ranks() > 1) c.layout.backend = kBackends[turn % std::size(kBackends)];
+  c.layout.reshard_after_forward = kReshard[turn / 2 % std::size(kReshard)];
+  return c;
+}
+
+using LaterProduct = LayoutProduct;
+
+TEST_P(LaterProduct, EveryGradientIsTransformers) {
+  constexpr std::uint32_t kSeed = 4;
+  static const auto choices = test::cases(
+      {later_folders().size(), later_layouts().size(), std::size(kComputes), std::size(kModes)},
+      [](const test::Choice& choice) { return is_case(later_case(choice)); }, kSeed);
+  std::size_t met = 0;
+  for (const auto& choice : choices) {
+    const Case each = later_case(choice);
+    if (!each.folder.starts_with(GetParam() + "-")) continue;
+    ++met;
+    SCOPED_TRACE(to_string(each));
+    EXPECT_NO_THROW(expect_transformers_gradients(each));
+  }
+  EXPECT_GE(met, std::size(kModes));
+}
+
+INSTANTIATE_TEST_SUITE_P(Families, LaterProduct, ::testing::ValuesIn(kLaterFamilies),
                          [](const auto& each) { return test_name(each.param); });
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 #include <utility>
@@ -11,6 +12,10 @@
 
 #include "golden/degrees.h"
 #include "golden/model_folder.h"
+#include "models/adapters.h"
+#include "train/hf/hf_export.h"
+#include "train/hf/model_source.h"
+#include "train/hf/weights.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::golden::lora_layouts_test {
@@ -20,17 +25,20 @@ using ::testing::AllOf;
 using testing::error_of;
 using ::testing::HasSubstr;
 
+bool is_llama4(const std::string& folder) { return folder.starts_with("llama4"); }
+
 bool is_dense(const std::string& folder) {
-  return folder.starts_with("llama") || folder.starts_with("olmo2") || folder.starts_with("gemma3");
+  return (folder.starts_with("llama") && !is_llama4(folder)) || folder.starts_with("olmo2") ||
+         folder.starts_with("gemma3");
 }
 
-/// Layers of every placement that the family has: cut by rows, by columns, copied, whole.
-std::vector<std::string> targets_of(const std::string& folder) {
-  if (is_dense(folder)) {
+/// Linear layers of every placement that the family has: cut by rows, by columns, copied, whole.
+std::vector<std::string> linears_of(const std::string& folder) {
+  if (is_dense(folder) || is_llama4(folder)) {
     return {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"};
   }
   if (folder.starts_with("deepseek")) {
-    return {"q_proj",
+    return {folder.starts_with("deepseek-v3") ? "q_?_proj" : "q_proj",
             "kv_a_proj_with_mqa",
             "kv_b_proj",
             "o_proj",
@@ -46,6 +54,17 @@ std::vector<std::string> targets_of(const std::string& folder) {
   return {"q_proj", "k_proj", "v_proj", "o_proj", "lm_head"};
 }
 
+/// Of images, and of the inputs of experts, nothing can be dropped.
+std::vector<std::string> targets_of(const std::string& folder, double dropout) {
+  std::vector<std::string> targets = linears_of(folder);
+  if (dropout > 0) {
+    std::erase(targets, "embedding_projection");
+  } else if (!is_dense(folder)) {
+    targets.emplace_back("experts.*");
+  }
+  return targets;
+}
+
 /// Adapters whose second factors are no longer zero, for then the first ones' gradients would be:
 /// three steps of one rank.
 std::filesystem::path trained_adapters(const std::string& folder, double dropout = 0) {
@@ -53,10 +72,8 @@ std::filesystem::path trained_adapters(const std::string& folder, double dropout
   auto config = training_config(Reference::of(folder), OptimizerKind::kAdamW, one);
   config.lora.rank = 4;
   config.lora.alpha = 10.0;
-  config.lora.targets = targets_of(folder);
+  config.lora.targets = targets_of(folder, dropout);
   config.lora.dropout = dropout;
-  // Of images nothing can be dropped.
-  if (dropout > 0) std::erase(config.lora.targets, "embedding_projection");
   config.optimizer.lr = 0.05;
   config.training.steps = 3;
   config.checkpoint.folder = temporary_path("adapters");
@@ -78,7 +95,11 @@ class LoraLayouts : public ::testing::TestWithParam<std::string> {
     all.push_back({.tp = 2, .ep = 2});
     all.push_back({.tp = 2, .ep = 2, .sequence = false});
     all.push_back({.shard = 2, .tp = 2, .ep = 4});
+    all.push_back({.tp = 2, .router = RouterTokens::kAll});
+    all.push_back({.replicate = 2, .tp = 2, .ep = 2});
     all.push_back({.tp = 2, .etp = 2});
+    all.push_back({.tp = 2, .etp = 2, .sequence = false});
+    all.push_back({.shard = 2, .tp = 2, .ep = 2, .etp = 2});
     return all;
   }
 };
@@ -115,23 +136,26 @@ TEST_P(LoraLayouts, GradientsOfAdaptersAreThoseOfOneRank) {
 
 INSTANTIATE_TEST_SUITE_P(Families, LoraLayouts,
                          ::testing::Values("llama-fp32", "qwen3-moe-fp32", "gpt-oss-fp32",
-                                           "deepseek-v2-fp32", "glm4-moe-fp32", "llama4-text-fp32",
-                                           "gemma4-fp32", "mixtral-fp32", "olmo2-fp32",
-                                           "gemma3-text-fp32"),
+                                           "deepseek-v2-fp32", "deepseek-v3-fp32", "glm4-moe-fp32",
+                                           "llama4-text-fp32", "gemma4-fp32", "mixtral-fp32",
+                                           "olmo2-fp32", "gemma3-text-fp32"),
                          [](const auto& each) { return test_name(each.param); });
 
-TEST(LoraLayoutRefusals, ExpertsAndRoutersHaveNoAdapters) {
+TEST(LoraLayoutRefusals, RoutersHaveNoAdaptersAndExpertsNoDropout) {
   const Degrees degrees{.tp = 2, .ep = 2};
-  for (const char* target : {"experts", "mlp.gate"}) {
+  for (const auto& [target, key] :
+       {std::pair{"experts", "lora.targets"}, std::pair{"mlp.gate", "lora.targets"},
+        std::pair{"experts.down_proj", "lora.dropout"}}) {
     auto config = config_for("qwen3-moe-fp32", degrees);
     config.lora.rank = 4;
     config.lora.targets = {target};
+    config.lora.dropout = 0.1;
     EXPECT_THAT(error_of(ErrorKind::kConfig,
                          [&] {
                            run_gradients(config, layout_of(degrees),
                                          Reference::of("qwen3-moe-fp32").batches());
                          }),
-                AllOf(HasSubstr("lora.targets"), HasSubstr(target)));
+                AllOf(HasSubstr(key), HasSubstr(target)));
   }
 }
 
@@ -168,7 +192,7 @@ TEST(LoraDropout, TrainingUnderTpIsThatOfOneRankAlsoRecomputedAndResumed) {
     const Layout layout = layout_of(degrees);
     auto config = training_config(Reference::of("llama-fp32"), OptimizerKind::kSgd, layout);
     config.parallelism = config_for("llama-fp32", degrees).parallelism;
-    config.lora = {.rank = 4, .alpha = 10.0, .targets = targets_of("llama"), .dropout = 0.3};
+    config.lora = {.rank = 4, .alpha = 10.0, .targets = linears_of("llama"), .dropout = 0.3};
     config.debug.seed = seed;
     config.optimizer.lr = 0.5;
     config.activation_checkpoint.mode = mode;
@@ -201,6 +225,146 @@ TEST(LoraDropout, TrainingUnderTpIsThatOfOneRankAlsoRecomputedAndResumed) {
   }
   expect_near(parts, "resumed");
 }
+
+// ------------------------------------------------------------------------ experts
+
+class LoraOfExperts : public ::testing::TestWithParam<std::string> {
+ protected:
+  /// Adapters of the experts alone: nothing in front of the first ones has a gradient.
+  train::Config config_of(const Degrees& degrees, int steps) const {
+    auto config =
+        training_config(Reference::of(GetParam()), OptimizerKind::kSgd, layout_of(degrees));
+    config.parallelism = config_for(GetParam(), degrees).parallelism;
+    config.lora = {.rank = 4, .alpha = 10.0, .targets = {"experts.*"}};
+    config.optimizer.lr = 0.5;
+    config.training.steps = steps;
+    return config;
+  }
+};
+
+// Each layout with its own way for tokens and factors; recomputed and replayed the bits are the
+// same, and a run may go on in any of them.
+TEST_P(LoraOfExperts, TrainUnderEveryLayoutAsOnOneRankAlsoRecomputedAndResumed) {
+  const auto losses = [&](const train::Config& config, const Degrees& degrees) {
+    return run_training(config, layout_of(degrees)).losses;
+  };
+  const auto expected = losses(config_of({}, 6), {});
+  EXPECT_GT(expected.front() - expected.back(), 20 * kStepLossBound) << "they learned";
+  const auto expect_near = [&](const std::vector<double>& found) {
+    ASSERT_EQ(found.size(), expected.size());
+    for (std::size_t i = 0; i < found.size(); ++i) {
+      EXPECT_NEAR(found[i], expected[i], kStepLossBound) << "step " << i + 1;
+    }
+  };
+  const std::vector<Degrees> layouts{{.shard = 2, .ep = 2},
+                                     {.replicate = 2, .shard = 2, .ep = 2},
+                                     {.tp = 2, .ep = 2, .sequence = false},
+                                     {.tp = 2, .etp = 2},
+                                     {.shard = 2, .tp = 2, .ep = 2, .etp = 2}};
+  for (const Degrees& degrees : layouts) {
+    SCOPED_TRACE(to_string(degrees));
+    const auto config = config_of(degrees, 6);
+    const auto plain = losses(config, degrees);
+    expect_near(plain);
+    for (const auto mode : {RecomputeMode::kFull, RecomputeMode::kSelective}) {
+      auto recomputed = config;
+      recomputed.activation_checkpoint.mode = mode;
+      EXPECT_EQ(losses(recomputed, degrees), plain);
+    }
+    auto replayed = config;
+    replayed.compile.mode = train::CompileChoice::kReplay;
+    EXPECT_EQ(losses(replayed, degrees), plain);
+  }
+  const std::string folder = temporary_path("resumed");
+  std::vector<double> parts;
+  int steps = 0;
+  for (const Degrees& degrees : {layouts[0], layouts[3], Degrees{}}) {
+    auto config = config_of(degrees, steps += 2);
+    config.checkpoint.folder = folder;
+    const auto more = losses(config, degrees);
+    parts.insert(parts.end(), more.begin(), more.end());
+  }
+  SCOPED_TRACE("resumed");
+  expect_near(parts);
+}
+
+// Naive: each micro-batch's gradient takes the place of the one before, or the experts of a rank
+// whose rows none chose have none.
+TEST_P(LoraOfExperts, MicroBatchesAddUpToTheirRowsTogether) {
+  const auto adapters = trained_adapters(GetParam());
+  const auto run = [&](const Degrees& degrees, std::int64_t rows, bool sync_each) {
+    auto config = config_for(GetParam(), degrees);
+    config.model.path = adapters;
+    config.training.local_batch_size = rows;
+    config.training.sync_every_micro_batch = sync_each;
+    return run_gradients(config, layout_of(degrees), Reference::of(GetParam()).batches());
+  };
+  const auto expected = run({}, 2, false);
+  for (const bool sync_each : {false, true}) {
+    const auto found = run({.tp = 2, .ep = 2}, 1, sync_each);
+    ASSERT_EQ(found.by_name.size(), expected.by_name.size());
+    for (const auto& [name, gradient] : expected.by_name) {
+      EXPECT_LT(relative_error(found.by_name.at(name), gradient), kGradientBound) << name;
+    }
+  }
+}
+
+at::Tensor whole(const TensorSource& folder, const std::string& name) {
+  const auto& info = *folder.find(name);
+  return train::read_elements(folder, name, 0, info.numel()).view(info.shape).to(at::kDouble);
+}
+
+/// What is added to a tensor of the files, of experts 0 to E - 1 (of one, where it says its number).
+at::Tensor added(const train::ModelSource& source, const std::string& name) {
+  const std::string stem = name.substr(0, name.find(".experts.") + 9);
+  const bool is_down = name.find("down_proj") != std::string::npos;
+  const std::string layer = stem + (is_down ? "down_proj" : "gate_up_proj");
+  const at::Tensor b = whole(*source.adapters, models::adapter_b(layer));
+  const at::Tensor delta =
+      at::bmm(b, whole(*source.adapters, models::adapter_a(layer))) * (10.0 / 4.0);
+  if (source.spec.moe->layout == models::ExpertLayout::kInOut) return delta.transpose(1, 2);
+  if (source.spec.moe->layout == models::ExpertLayout::kOutInAsOne) return delta;
+  const at::Tensor own = delta[std::stoll(name.substr(stem.size()))];
+  if (is_down) return own;
+  return own.chunk(2, 0)[name.find("up_proj") == std::string::npos ? 0 : 1];
+}
+
+// Parts that end inside an expert, and inside a row.
+TEST(LoraOfExpertsMerged, ElementsInAnyPartsAreThoseOfTheWholeSum) {
+  for (const char* folder : {"qwen3-moe-fp32", "gpt-oss-fp32", "gemma4-fp32"}) {
+    train::ModelConfig model;
+    model.path = trained_adapters(folder).string();
+    const train::ModelSource source = train::open_model(model);
+    const auto merged = train::merged_elements(source);
+    int count = 0;
+    for (const auto& [name, info] : source.folder->tensors()) {
+      const bool is_product =
+          name.find(".experts.") != std::string::npos && !name.ends_with("bias");
+      if (!is_product || ++count > 12) continue;
+      SCOPED_TRACE(name);
+      const at::Tensor delta = added(source, name);
+      ASSERT_GT(delta.abs().max().item<double>(), 1e-4);
+      const at::Tensor expected = (whole(*source.folder, name) + delta).reshape({-1});
+      ASSERT_EQ(expected.numel(), info.numel());
+      // Four products, their sum, the scale and the last sum: seven roundings of the largest value.
+      const double bound =
+          7 * 0x1p-24 * (expected.abs() + delta.reshape({-1}).abs()).max().item<double>();
+      for (std::int64_t begin = 0; begin < info.numel(); begin += 613) {
+        const std::int64_t end = std::min(begin + 613, info.numel());
+        EXPECT_LE((merged(name, begin, end).to(at::kDouble) - expected.slice(0, begin, end))
+                      .abs()
+                      .max()
+                      .item<double>(),
+                  bound);
+      }
+    }
+    EXPECT_GT(count, 0) << folder;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Families, LoraOfExperts,
+                         ::testing::Values("qwen3-moe-fp32", "gpt-oss-fp32", "llama4-text-fp32"),
+                         [](const auto& each) { return test_name(each.param); });
 
 }  // namespace
 }  // namespace tessera::golden::lora_layouts_test

@@ -29,9 +29,28 @@ FLOAT32 = ("--precision.param_dtype", "float32")
 LOGITS_BOUND = 5e-5
 LOSS_BOUND = 5e-6
 GRADIENT_BOUND = 5e-5  # relative L2
+STEPS_BOUND = 1e-3  # of how far a parameter moved, as between layouts (docs/layouts.md)
 BFLOAT16_BOUND = 0.01  # 1 - cosine, likewise
 RANK, ALPHA = 4, 10
 TARGETS = ("q_proj", "o_proj", "layers.1.mlp.down_proj")
+
+
+def peft_names(gradients, folder):
+    """Of ours, as peft calls and shapes them: A [E, r, in] and B [E, out, r] there stand [E r, in] and [out, r E]."""
+    found = {}
+    for name, value in gradients.items():
+        module, product, factor, _ = (name.rsplit(".", 3))
+        if not module.endswith(".experts"):
+            found[name] = value
+            continue
+        if folder.startswith("llama4"):  # whose matrices peft takes for their transposes
+            factor = {"lora_A": "lora_B", "lora_B": "lora_A"}[factor]
+            value = value.transpose(1, 2)
+        both = f"{module}.down_proj.lora_A.weight" in gradients and product == "gate_up_proj"
+        module = module.replace("block_sparse_moe", "mlp") + (".base_layer" if both else "")
+        found[f"{module}.{factor}.weight"] = (value.flatten(0, 1) if factor == "lora_A"
+                                              else value.permute(1, 2, 0).flatten(1))
+    return found
 
 
 class Lora(unittest.TestCase):
@@ -88,8 +107,8 @@ class Lora(unittest.TestCase):
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(),
                                                  ignore_index=-100)
         loss.backward()
-        gradients = {name.removeprefix("base_model.model.").replace(".default", "").replace(".base_layer", ""):
-                     parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+        gradients = {name.removeprefix("base_model.model.").replace(".default", ""): parameter.grad
+                     for name, parameter in model.named_parameters() if parameter.requires_grad}
         return loss.detach(), logits.detach(), gradients
 
     def expect_gradients(self, found, truth):
@@ -141,6 +160,100 @@ class Lora(unittest.TestCase):
                                  code=2))
         self.assertIn("which is no linear layer",
                       self.train(DATA / "gemma4-fp32", targets=("experts",), data="gemma4-fp32", code=2))
+
+    def expect_experts_as_peft(self, name, targets, layouts):
+        """Loss, logits and gradients of adapters of experts are peft's, and the merged model has our logits."""
+        checkpoint = self.train(DATA / name, targets=targets, data=name, run=name)
+        adapter = self.folder / f"{name}-adapter"
+        self.run_tessera("convert", checkpoint, adapter, "--verify")
+        loss, logits, gradients = self.truth(DATA / name, adapter, name)
+        plain = self.base_model(DATA / name)(**self.batch(name)[0]).logits
+        self.assertGreater((logits - plain).abs().max().item(), 100 * LOGITS_BOUND, "they learned")
+        stored = load_file(adapter / "adapter_model.safetensors")
+        self.assertEqual({key.removeprefix("base_model.model.") for key in stored}, gradients.keys())
+        for layout in layouts:
+            found = self.gradients(checkpoint, name, *layout)
+            self.assertLess(abs(found["loss"].double() - loss).item(), LOSS_BOUND)
+            self.assertLess((found["logits"].double() - logits).abs().max().item(), LOGITS_BOUND)
+            ours = peft_names({key.removeprefix("grad/"): value.double() for key, value in found.items()
+                               if key.startswith("grad/")}, name)
+            self.assertEqual(ours.keys(), gradients.keys())
+            for key, expected in gradients.items():
+                self.assertGreater(expected.norm().item(), 0, key)
+                self.assertLess(((ours[key] - expected).norm() / expected.norm()).item(), GRADIENT_BOUND, key)
+        merged = self.folder / f"{name}-merged"
+        self.run_tessera("convert", checkpoint, merged, "--merged", "--dtype", "float32", "--verify")
+        with torch.no_grad():
+            of_merged = self.base_model(merged)(**self.batch(name)[0]).logits
+        self.assertLess((of_merged - logits).abs().max().item(), LOGITS_BOUND)
+        return adapter
+
+    def test_adapters_of_experts_are_those_of_peft_in_every_family(self):
+        tp = ("--nproc", 2, "--parallelism.tensor_parallel_degree", 2)
+        layouts = ((), ("--nproc", 2, "--parallelism.expert_parallel_degree", 2),
+                   (*tp, "--parallelism.expert_tensor_parallel_degree", 2))
+        for name in ("qwen3-moe-fp32", "gpt-oss-fp32", "deepseek-v2-fp32", "deepseek-v3-fp32", "glm4-moe-fp32",
+                     "mixtral-fp32", "llama4-text-fp32", "gemma4-fp32"):
+            with self.subTest(name):
+                self.expect_experts_as_peft(name, ("experts.gate_up_proj", "experts.down_proj", "o_proj"), layouts)
+
+    def test_adapters_of_some_experts_alone(self):
+        adapter = self.expect_experts_as_peft(
+            "mixtral-fp32", ("layers.1.*.experts.gate_up_proj", "layers.2.*.experts.*"), ((),))
+        config = json.loads((adapter / "adapter_config.json").read_text())
+        self.assertEqual(config["target_modules"], [])
+        self.assertEqual(config["target_parameters"],
+                         ["model.layers.1.mlp.experts.gate_up_proj", "model.layers.2.mlp.experts.down_proj",
+                          "model.layers.2.mlp.experts.gate_up_proj"])
+
+    def test_files_of_experts_are_those_that_peft_writes(self):
+        name = "qwen3-moe-fp32"
+        self.run_tessera("convert", self.train(DATA / name, targets=("experts.*", "q_proj"), data=name), "adapter")
+        model = peft.PeftModel.from_pretrained(self.base_model(DATA / name, torch.float32), self.folder / "adapter")
+        model.save_pretrained(self.folder / "theirs")
+        ours = load_file(self.folder / "adapter/adapter_model.safetensors")
+        theirs = load_file(self.folder / "theirs/adapter_model.safetensors")
+        self.assertEqual(ours.keys(), theirs.keys())
+        for key, tensor in theirs.items():
+            self.assertTrue(torch.equal(ours[key], tensor), key)
+        config = json.loads((self.folder / "adapter/adapter_config.json").read_text())
+        self.assertEqual(config["target_modules"], ["q_proj"])
+        self.assertEqual(config["target_parameters"], ["experts.down_proj", "experts.gate_up_proj"])
+
+    def test_steps_of_sgd_on_experts_are_those_of_peft(self):
+        """From one step on, when B is no longer zero: three more of plain SGD on one batch."""
+        name, rate = "qwen3-moe-fp32", 0.5
+        inputs, labels = self.batch(name)
+        data = self.folder / "batch.safetensors"
+        save_file({"input_ids": inputs["input_ids"], "labels": labels.to(inputs["input_ids"].dtype)}, data)
+        words = ("--data.path", f"['{data}']", "--optimizer.name", "SGD", "--optimizer.lr", rate, "--training.max_norm", 0,
+                 "--checkpoint.interval", 1, "--checkpoint.keep_latest_k", 0, "--training.steps", 4,
+                 "--parallelism.tensor_parallel_degree", 2, "--parallelism.expert_tensor_parallel_degree", 2)
+        self.train(DATA / name, *words, targets=("experts.*",), data=name)
+        adapters = []
+        for step in (1, 4):
+            self.run_tessera("convert", f"run/checkpoint/step-{step}", f"adapter-{step}")
+            adapters.append(load_file(self.folder / f"adapter-{step}/adapter_model.safetensors"))
+        model = peft.PeftModel.from_pretrained(self.base_model(DATA / name), self.folder / "adapter-1",
+                                               is_trainable=True, autocast_adapter_dtype=False).double()
+        optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=rate)
+        for _ in range(3):
+            optimizer.zero_grad()
+            logits = model(**inputs).logits
+            torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(),
+                                              ignore_index=-100).backward()
+            optimizer.step()
+        theirs = peft.get_peft_model_state_dict(model)
+        self.assertEqual(theirs.keys(), adapters[1].keys())
+        for key, expected in theirs.items():
+            moved = (expected - adapters[0][key]).norm()
+            self.assertGreater(moved.item(), 0, key)
+            self.assertLess(((adapters[1][key] - expected).norm() / moved).item(), STEPS_BOUND, key)
+
+    def test_dropout_of_experts_is_refused(self):
+        said = self.train(DATA / "qwen3-moe-fp32", "--lora.dropout", 0.1, targets=("experts.down_proj",), code=2,
+                          data="qwen3-moe-fp32")
+        self.assertIn("lora.dropout: found 0.1 with an adapter in model.layers.0.mlp.experts.down_proj", said)
 
     def test_the_files_are_those_that_peft_writes(self):
         checkpoint = self.train(DATA / "qwen3-fp32")

@@ -8,11 +8,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <algorithm>
-#include <nlohmann/json.hpp>
-
 #include "golden/degrees.h"
-#include "golden/model_folder.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::golden::parallel_test {
@@ -32,31 +28,21 @@ std::vector<Degrees> layouts_of(const std::string& folder, Experts experts) {
 class GoldenParallel : public ::testing::TestWithParam<std::string> {
  protected:
   const Reference& reference() const { return Reference::of(GetParam()); }
-  std::int64_t heads() const {
-    const auto config = nlohmann::json::parse(read_text(data_folder(GetParam()) / "config.json"));
-    const auto& text = config.contains("text_config") ? config.at("text_config") : config;
-    return text.contains("n_head") ? text.at("n_head") : text.at("num_attention_heads");
-  }
-  Experts experts() const {
-    const bool some = std::ranges::any_of(reference().gradients(), [](const auto& each) {
-      return each.first.find(".experts.") != std::string::npos;
-    });
-    return some ? Experts::kSome : Experts::kNone;
-  }
 };
 
 TEST_P(GoldenParallel, EveryGradientIsTransformersInEveryLayout) {
-  for (const Degrees& degrees : layouts_of(GetParam(), experts())) {
+  const std::int64_t heads = heads_of(GetParam());
+  for (const Degrees& degrees : layouts_of(GetParam(), experts_of(GetParam()))) {
     SCOPED_TRACE(to_string(degrees));
     const auto run = [&] {
       return run_gradients(config_for(GetParam(), degrees), layout_of(degrees),
                            reference().batches());
     };
-    if (heads() % degrees.tp == 0) {
+    if (heads % degrees.tp == 0) {
       expect_within_bounds(run(), reference());
     } else {
       EXPECT_THAT(error_of(ErrorKind::kConfig, run),
-                  HasSubstr(concat("expected a divisor of num_attention_heads = ", heads())));
+                  HasSubstr(concat("expected a divisor of num_attention_heads = ", heads)));
     }
   }
 }

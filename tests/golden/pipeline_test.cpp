@@ -1,6 +1,6 @@
 // Pipelines against the same layout and micro-batches without one: loss, logits, gradients, losses,
-// norms and weights of clipped steps bit for bit, a tied weight within fp32's noise, and against
-// transformers within its bounds.
+// norms and weights of clipped steps bit for bit, a tied weight within fp32's noise. Against
+// transformers: pipeline_references_test.cpp.
 //
 // The class of bug: a stage that sums in another order or dtype, misses a micro-batch, divides by
 // the stages, or takes another stage's rows. A pairwise part in ./test, all of it under
@@ -21,6 +21,7 @@
 #include "dist/ranks.h"
 #include "golden/degrees.h"
 #include "golden/model_folder.h"
+#include "golden/pipeline_case.h"
 #include "golden/reference.h"
 #include "io/safetensors.h"
 #include "models/model_spec.h"
@@ -39,51 +40,21 @@
 namespace tessera::golden::pipeline_test {
 namespace {
 
-struct Case {
-  std::string folder;
-  std::string schedule;
-  int stages = 2;  ///< ranks of axis pp
-  Degrees beside;  ///< the other axes
-  bool bfloat16 = false;
-  RecomputeMode recompute = RecomputeMode::kNone;
-  train::PipelineReshard reshard = train::PipelineReshard::kStep;
-};
-
-std::string to_string(const Case& c) {
-  constexpr const char* kRecomputed[] = {"nothing", "layers", "all but weight products"};
-  return concat(c.folder, ", ", c.schedule, " of ", c.stages, " ranks, ", to_string(c.beside),
-                c.bfloat16 ? ", bf16" : ", fp32", ", ", kRecomputed[static_cast<int>(c.recompute)],
-                " recomputed, ",
-                c.reshard == train::PipelineReshard::kStep ? "kept in the step"
-                                                           : "gathered for each micro-batch");
-}
-
 // Whose head has a weight of its own: a tied one mixes two streams of addends (bounds, not bits).
 // The last is drawn, as the folders have four layers and a V of four ranks takes eight.
 const std::string kEightLayers = "qwen3-moe of 8 layers";
 const std::vector<std::string> kUntied{"qwen3-fp32",       "qwen3-moe-fp32", "gpt-oss-fp32",
                                        "deepseek-v2-fp32", "mistral-fp32",   kEightLayers};
-const std::vector<std::string> kKinds{
-    "GPipe", "1F1B", "Interleaved1F1B", "ZB1P", "InterleavedZeroBubble", "ZBV", "DualPipeV"};
-constexpr int kRanks[] = {2, 4};
 const std::vector<Degrees> kBeside{{}, {.shard = 2}, {.shard = 2, .ep = 2}, {.tp = 2}};
 constexpr bool kBFloat16[] = {false, true};
-constexpr RecomputeMode kModes[] = {RecomputeMode::kNone, RecomputeMode::kFull,
-                                    RecomputeMode::kSelective};
-constexpr train::PipelineReshard kReshard[] = {train::PipelineReshard::kStep,
-                                               train::PipelineReshard::kMicroBatch};
 constexpr int kMicroBatches = 8;
-
-bool has_several_stages(const std::string& kind) {
-  return kind != "GPipe" && kind != "1F1B" && kind != "ZB1P";
-}
 
 std::vector<std::size_t> sizes() {
   return {kUntied.size(),       kKinds.size(),     std::size(kRanks),  kBeside.size(),
           std::size(kBFloat16), std::size(kModes), std::size(kReshard)};
 }
 
-Case case_of(const test::Choice& choice) {
+PipelineCase case_of(const test::Choice& choice) {
   return {kUntied[choice[0]],   kKinds[choice[1]], kRanks[choice[2]],  kBeside[choice[3]],
           kBFloat16[choice[4]], kModes[choice[5]], kReshard[choice[6]]};
 }
@@ -93,7 +64,7 @@ bool has_experts(const std::string& folder) {
 }
 
 /// A stage has a layer at least.
-bool is_case(const Case& c) {
+bool is_case(const PipelineCase& c) {
   if (c.beside.ep > 1 && !has_experts(c.folder)) return false;
   return c.stages * (has_several_stages(c.schedule) ? 2 : 1) <= (c.folder == kEightLayers ? 8 : 4);
 }
@@ -134,7 +105,7 @@ void set_eight_layers(train::ModelConfig& model) {
   model.config = eight_layers();
 }
 
-train::Config config_of(const Case& c) {
+train::Config config_of(const PipelineCase& c) {
   auto config = config_for(c.folder == kEightLayers ? "qwen3-moe-fp32" : c.folder, c.beside);
   if (c.folder == kEightLayers) set_eight_layers(config.model);
   config.activation_checkpoint.mode = c.recompute;
@@ -146,13 +117,7 @@ train::Config config_of(const Case& c) {
   return config;
 }
 
-Layout with_stages(const Layout& layout, int stages) {
-  auto all = layout;
-  all.ranks *= stages;
-  return all;
-}
-
-void expect_bits_of_no_pipeline(const Case& c) {
+void expect_bits_of_no_pipeline(const PipelineCase& c) {
   auto config = config_of(c);
   const auto spec = train::open_model(config.model).spec;
   const int data = c.beside.replicate * c.beside.shard;
@@ -169,7 +134,7 @@ void expect_bits_of_no_pipeline(const Case& c) {
 TEST(PipelineCases, TheAuxiliaryLossMovesTheGradientsOfEveryFolderWithExperts) {
   for (const auto& folder : kUntied) {
     if (!has_experts(folder)) continue;
-    Case c;
+    PipelineCase c;
     c.folder = folder;
     c.schedule = "1F1B";
     auto config = config_of(c);
@@ -195,7 +160,7 @@ TEST_P(Pipeline, HasTheBitsOfTheSameMicroBatchesWithoutOne) {
       sizes(), [](const test::Choice& choice) { return is_case(case_of(choice)); }, kSeed);
   bool any = false;
   for (const auto& choice : choices) {
-    const Case c = case_of(choice);
+    const PipelineCase c = case_of(choice);
     if (c.schedule != GetParam()) continue;
     any = true;
     SCOPED_TRACE(to_string(c));
@@ -293,43 +258,6 @@ TEST(PipelineOfTiedEnds, HasTheSumsOfNoPipelineAndTheBitsOfWhatIsNotTied) {
   }
 }
 
-// ------------------------------------------------------------------------ transformers
-
-/// The reference's own batch of two rows; where a kind needs more micro-batches some have none.
-void expect_transformers(const std::string& folder, const std::string& schedule) {
-  SCOPED_TRACE(folder + ", " + schedule);
-  const Reference& reference = Reference::of(folder);
-  auto config = config_for(Layout{});
-  config.model.path = data_folder(folder);
-  config.pipeline.schedule = schedule;
-  config.pipeline.micro_batches = schedule == "DualPipeV" ? 4 : 2;
-  config.parallelism.pipeline_parallel_degree = 2;
-  expect_within_bounds(run_gradients(config, {.ranks = 2}, reference.batches()), reference);
-}
-
-/// Of two stages a rank only where there is a layer for each.
-std::vector<std::string> kinds_of_folder(const std::string& folder) {
-  train::ModelConfig model;
-  model.path = data_folder(folder);
-  const bool has_layers = train::open_model(model).spec.num_hidden_layers >= 4;
-  auto kinds = kKinds;
-  std::erase_if(kinds, [&](const auto& kind) { return !has_layers && has_several_stages(kind); });
-  return kinds;
-}
-
-TEST(PipelineOfReferences, EveryFolderIsTransformersUnderEveryKindThatItHasLayersFor) {
-  std::vector<std::string> folders = kFolders;
-  for (const auto* more :
-       {&kGemmaFolders, &kMoeFolders, &kDeepseekFolders, &kSharedExpertFolders, &kGpt2Folders}) {
-    folders.insert(folders.end(), more->begin(), more->end());
-  }
-  for (const auto& folder : folders) {
-    for (const auto& kind : kinds_of_folder(folder)) {
-      EXPECT_NO_THROW(expect_transformers(folder, kind));
-    }
-  }
-}
-
 // ------------------------------------------------------------------------ scaled losses
 
 // Naive: each stage looks at its own gradients alone, and others go on with another scale.
@@ -337,7 +265,7 @@ TEST(PipelineOfFloat16, AScaleThatIsTooLargeForOneStageIsLoweredOnAll) {
   for (const std::string folder : {"qwen3-fp32", "qwen3-moe-fp32"}) {
     for (const std::string schedule : {"1F1B", "ZBV"}) {
       SCOPED_TRACE(concat(folder, ", ", schedule));
-      Case c;
+      PipelineCase c;
       c.folder = folder;
       c.schedule = schedule;
       auto config = config_of(c);
@@ -360,12 +288,9 @@ TEST(PipelineOfFloat16, AScaleThatIsTooLargeForOneStageIsLoweredOnAll) {
 // ------------------------------------------------------------------------ adapters
 
 /// Whose second factors are no longer zero, since then the first ones would count for nothing.
-std::filesystem::path trained_adapters(const std::string& folder) {
+std::filesystem::path trained_adapters(const std::string& folder, const LoraRequest& lora) {
   auto config = training_config(Reference::of(folder), OptimizerKind::kAdamW, {});
-  config.lora.rank = 2;
-  config.lora.alpha = 8.0;
-  config.lora.targets = {"q_proj", "o_proj"};
-  config.lora.dropout = 0.3;
+  config.lora = lora;
   config.optimizer.lr = 0.05;
   config.training.steps = 2;
   config.checkpoint.folder = temporary_path("adapters");
@@ -374,13 +299,12 @@ std::filesystem::path trained_adapters(const std::string& folder) {
 }
 
 // Logits are of the model as it is used, gradients of its training: naive, both are dropped out.
-TEST(PipelineOfAdapters, WithDropoutHasTheLogitsWithoutAndTheGradientsWithIt) {
-  const std::string folder = "qwen3-fp32";
-  Case c;
+void expect_the_bits_of_one_stage(const std::string& folder, const LoraRequest& lora) {
+  PipelineCase c;
   c.folder = folder;
   c.schedule = "1F1B";
   auto config = config_of(c);
-  config.model.path = trained_adapters(folder);
+  config.model.path = trained_adapters(folder, lora);
   const std::string batch = batch_file(train::open_model(config.model).spec, kMicroBatches, 16);
   const auto expected = run_gradients(config, {}, batch);
   EXPECT_GT(relative_error(expected.logits, run_gradients(config_of(c), {}, batch).logits), 1e-3)
@@ -392,6 +316,16 @@ TEST(PipelineOfAdapters, WithDropoutHasTheLogitsWithoutAndTheGradientsWithIt) {
     expect_same_bits(run_gradients(config, {.ranks = 2}, batch), expected);
   }
   std::filesystem::remove(batch);
+}
+
+TEST(PipelineOfAdapters, WithDropoutHasTheLogitsWithoutAndTheGradientsWithIt) {
+  expect_the_bits_of_one_stage(
+      "qwen3-fp32", {.rank = 2, .alpha = 8.0, .targets = {"q_proj", "o_proj"}, .dropout = 0.3});
+}
+
+TEST(PipelineOfAdapters, OfExpertsHasTheBitsOfOneStage) {
+  expect_the_bits_of_one_stage("qwen3-moe-fp32",
+                               {.rank = 2, .alpha = 8.0, .targets = {"experts.*"}});
 }
 
 // ------------------------------------------------------------------------ training

@@ -91,6 +91,12 @@ inline const std::vector<std::string> kDeepseekFolders{
 inline const std::vector<std::string> kSharedExpertFolders{"glm4-moe-fp32", "glm4-moe-mixed",
                                                            "llama4-text-fp32", "llama4-text-mixed"};
 
+/// Families with folders of both dtypes that `scripts/full families` goes through: all that
+/// `scripts/full layouts` does not.
+inline const std::vector<std::string> kLaterFamilies{"mixtral",     "deepseek-v3", "glm4-moe",
+                                                     "llama4-text", "gemma3-text", "olmo2",
+                                                     "gpt2",        "qwen2",       "mistral"};
+
 /// Those of the lists above that have experts.
 std::vector<std::string> folders_with_experts();
 

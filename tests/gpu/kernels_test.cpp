@@ -4,12 +4,14 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <type_traits>
 #include <vector>
 
+#include "base/test_hooks.h"
 #include "kernels/implementations.h"
 #include "kernels/seen_blocks.h"
 #include "tensors_of.h"
@@ -82,6 +84,16 @@ TEST_P(OnCard, NormsAndRopeAreThoseOfFp64) {
   TESSERA_COMPARE(rope_heads, {x, draw(6, {64}), cos, sin}, [&](auto* f, const Tensors& in) {
     return f(in[0], std::optional(in[1]), in[2], in[3], 16, 4, 1e-6, false);
   });
+  const at::Tensor scale =
+      std::get<1>(kernels::rms_norm(x.to(at::kFloat), weight.to(at::kFloat), 1e-6, false));
+  for (const bool of_weight : {false, true}) {
+    TESSERA_COMPARE(
+        rms_norm_backward, {x, other, weight, scale},
+        [&](auto* f, const Tensors& in) {
+          return f(in[1], std::nullopt, in[0], in[2], in[3], false, of_weight);
+        },
+        of_weight ? 2 : 1);
+  }
 }
 
 TEST_P(OnCard, AttentionIsThatOfFp64ForwardAndBackward) {
@@ -119,6 +131,62 @@ TEST_P(OnCard, LossIsThatOfFp64) {
       at::randint(0, 5000, {2, 150}, at::make_generator<at::CPUGeneratorImpl>(2), at::kLong);
   TESSERA_COMPARE(cross_entropy_sum, {logits, targets},
                   [](auto* f, const Tensors& in) { return f(in[0], in[1]); });
+}
+
+// Several blocks of rows, which have to meet (a block is 2^26 elements on a device).
+TEST_P(OnCard, LossInBlocksIsThatOfFp64) {
+  const test_hooks::Set in_blocks(test_hooks::elements_at_a_time, [] { return 70 * 5000; });
+  const at::Tensor logits = draw(1, {2, 150, 5000});
+  const at::Tensor targets =
+      at::randint(0, 5000, {2, 150}, at::make_generator<at::CPUGeneratorImpl>(2), at::kLong);
+  TESSERA_COMPARE(cross_entropy_sum, {logits, targets},
+                  [](auto* f, const Tensors& in) { return f(in[0], in[1]); });
+  const at::Tensor grad = at::scalar_tensor(0.25);
+  const at::Tensor log_sum = at::logsumexp(logits.to(at::kFloat), 2);
+  TESSERA_COMPARE(cross_entropy_sum_backward, {logits, targets, grad, log_sum},
+                  [](auto* f, const Tensors& in) { return f(in[2], in[0], in[1], in[3]); });
+}
+
+TEST_P(OnCard, NormsOfGradientsAreThoseOfFp64) {
+  const Tensors gradients{draw(1, {100003}), draw(2, {1}), draw(3, {64, 1000}) * 1e-12,
+                          at::zeros({17}, GetParam())};
+  Tensors there;
+  for (const at::Tensor& gradient : gradients) there.push_back(gradient.to(at::kCUDA));
+  for (const double p : {1.0, 2.0, 3.5}) {
+    const at::Tensor found = kernels::sums_of_powers(there, p, 5.0).cpu();
+    for (std::size_t i = 0; i < gradients.size(); ++i) {
+      const at::Tensor wide = gradients[i].to(at::kDouble).abs();
+      const double expected =
+          (p == 1.0 || p == 2.0 ? wide : wide / 5.0).pow(p).sum().item<double>();
+      EXPECT_NEAR(found[static_cast<std::int64_t>(i)].item<double>(), expected, 1e-12 * expected)
+          << "p " << p << ", tensor " << i;
+    }
+  }
+}
+
+// Bits, and no arithmetic that a device could round elsewhere.
+TEST(MastersOnCard, AreSplitAndJoinedToTheBit) {
+  at::Tensor values = drawn(1, {100003}, at::kFloat);
+  values[0] = std::numeric_limits<float>::quiet_NaN();
+  values[1] = -0.0F;
+  values[2] = 1.0F + 0x1p-8F;  // halfway between two of bf16
+  const auto split = [&](const at::Device& where) {
+    Tensors all{values.to(where, at::kFloat, false, /*copy=*/true),
+                at::zeros({100003}, at::TensorOptions(where).dtype(at::kBFloat16)),
+                at::zeros({100003}, at::TensorOptions(where).dtype(at::kShort))};
+    kernels::split_master(all[0], all[1], all[2]);
+    all.push_back(at::zeros_like(all[0]));
+    kernels::join_master(all[1], all[2], all[3]);
+    all.push_back(at::zeros_like(all[1]));
+    kernels::round_half_away(all[0], all[4]);
+    for (at::Tensor& one : all)
+      one = one.cpu().view(one.element_size() == 2 ? at::kShort : at::kInt);
+    return all;
+  };
+  const Tensors expected = split(at::kCPU), found = split(at::Device(at::kCUDA, 0));
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    EXPECT_TRUE(at::equal(found[i], expected[i])) << i;
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Dtypes, OnCard, testing::Values(at::kFloat, at::kBFloat16),

@@ -23,16 +23,17 @@ struct Found {
 
 Found found_by(const Reference& reference, Reference::Compute compute, const at::Device& where) {
   comm::use_device(kCard);
-  const auto model = reference.model(compute);
+  const auto model = reference.text_model(compute);
   {
     const at::NoGradGuard no_grad;
     for (auto& item : model->named_parameters()) item.value().set_data(item.value().to(where));
     for (auto& item : model->named_buffers()) item.value().set_data(item.value().to(where));
   }
   const at::Tensor labels = nn::next_token_targets(reference.result("labels"));
-  const at::Tensor loss =
-      model->loss_sum(reference.result("input_ids").to(where), labels.to(where)) /
-      static_cast<double>(nn::count_kept(labels));
+  models::ModelInputs inputs;
+  inputs.input_ids = reference.result("input_ids").to(where);
+  inputs.targets = labels.to(where);
+  const at::Tensor loss = model->forward(inputs) / static_cast<double>(nn::count_kept(labels));
   loss.backward();
   Found found{loss.item<double>(), {}};
   for (const auto& [name, gradient] : models::gradients(*model, model->spec())) {
@@ -80,7 +81,8 @@ INSTANTIATE_TEST_SUITE_P(Families, ModelsOnCard,
                          testing::Values("qwen3-fp32", "llama-fp32", "qwen2-fp32", "mistral-fp32",
                                          "qwen3-moe-fp32", "gpt-oss-fp32", "deepseek-v2-fp32",
                                          "deepseek-v2-group-fp32", "mixtral-fp32", "olmo2-fp32",
-                                         "gemma3-text-fp32"),
+                                         "gemma3-text-fp32", "gpt2-fp32", "deepseek-v3-fp32",
+                                         "glm4-moe-fp32", "llama4-text-fp32"),
                          test_name);
 
 }  // namespace

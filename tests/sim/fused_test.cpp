@@ -7,7 +7,10 @@
 #include <string>
 #include <vector>
 
+#include "base/test_hooks.h"
+#include "kernels/kernels.h"
 #include "nn/attention.h"
+#include "nn/grouped_linear.h"
 #include "nn/loss.h"
 #include "nn/mlp.h"
 #include "nn/rms_norm.h"
@@ -181,6 +184,75 @@ TEST_P(OnDevices, CrossEntropyIgnoresWhatItIsToldTo) {
   EXPECT_EQ(none.item<double>(), 0.0);
   none.backward();
   EXPECT_EQ(logits.grad().abs().sum().item<double>(), 0.0);
+}
+
+// Blocks of five rows and a last one of two: the bits of all rows at once.
+TEST_P(OnDevices, CrossEntropyInBlocksIsThatOfOne) {
+  const at::Tensor logits = (draw({2, 11, 17}, dtype()) * 4).to(device());
+  at::Tensor targets = at::arange(22).remainder(17).view({2, 11});
+  targets[0][4] = targets[1][10] = kIgnoredLabel;
+  const auto run_with = [&](Logits use) {
+    const at::Tensor there = targets.to(device());
+    return run([&](const Tensors& in) { return cross_entropy_sum(in[0] * 1, there, use); },
+               {logits}, at::full({}, 0.25, device()));
+  };
+  for (const Logits use : {Logits::kKeep, Logits::kConsume}) {
+    const Tensors whole = run_with(use);
+    const test_hooks::Set in_blocks(test_hooks::elements_at_a_time, [] { return 5 * 17 + 3; });
+    const Tensors found = run_with(use);
+    ASSERT_EQ(kernels::rows_of_loss(logits), 5);
+    for (std::size_t i = 0; i < 2; ++i) EXPECT_TRUE(at::equal(found[i], whole[i])) << i;
+  }
+}
+
+// As experts call it: the ends of groups lie on the device, and where its kernel of groups takes the
+// products nobody else knows them.
+TEST_P(OnDevices, GroupedProductsAreThoseOfALoop) {
+  for (const GroupOffsets& begins :
+       {GroupOffsets{0, 32, 64, 96}, {0, 4, 4, 9}, {0, 0, 17, 50}, {0, 37, 37, 37}}) {
+    const auto groups = static_cast<std::int64_t>(begins.size()) - 1;
+    const std::vector<std::int64_t> offsets(begins.begin() + 1, begins.end());
+    const at::Tensor ends = at::tensor(offsets, at::kLong).to(at::kInt).to(device());
+    for (const GroupLayout layout : {GroupLayout::kOutIn, GroupLayout::kInOut}) {
+      const bool out_in = layout == GroupLayout::kOutIn;
+      const Tensors inputs{
+          draw({begins.back(), 16}, dtype()),
+          draw(out_in ? std::vector<std::int64_t>{groups, 24, 16} : std::vector{groups, 16L, 24L},
+               dtype()),
+          draw({groups, 24}, dtype())};
+      const bool is_known = needs_begins(inputs[1].to(device()));
+      expect_close_to_fp64(
+          [&](const Tensors& in) {
+            return grouped_linear(in[0], {in[1], in[2], layout},
+                                  RowGroups{is_known ? begins : GroupOffsets(), ends});
+          },
+          [&](const Tensors& in) {
+            return grouped_linear_composite(in[0], {in[1], in[2], layout}, begins);
+          },
+          inputs, dtype() == at::kFloat ? Bound{2e-5, 2e-5} : roundings(dtype(), 4),
+          std::to_string(begins.back()) + " rows");
+    }
+  }
+}
+
+// What adapters leave frozen: the rest has the bits that it has beside a gradient of the weight.
+TEST_P(OnDevices, FrozenNormsLeaveTheOtherGradientsAsTheyAre) {
+  Rope rope({}, 8);
+  const RopeTable table = rope.table(5, dtype(), device());
+  const Tensors inputs{draw({2, 5, 32}, dtype()).to(device()), draw({32}, dtype()).to(device()),
+                       draw({8}, dtype()).to(device())};
+  const auto gradient_of_x = [&](bool trains) {
+    Tensors in;
+    for (const at::Tensor& input : inputs) in.push_back(input.clone().requires_grad_(trains));
+    in[0].requires_grad_(true);
+    const auto [sum, normed] = add_rms_norm(in[0], rms_norm(in[0], in[1], 1e-6), in[1], 1e-6);
+    const at::Tensor heads = rope_heads(normed, {.heads = 4, .repeat = 2}, {in[2], 1e-6}, table);
+    (heads.sum() + sum.sum()).backward();
+    EXPECT_EQ(in[1].grad().defined(), trains);
+    EXPECT_EQ(in[2].grad().defined(), trains);
+    return in[0].grad();
+  };
+  EXPECT_TRUE(at::equal(gradient_of_x(false), gradient_of_x(true)));
 }
 
 INSTANTIATE_TEST_SUITE_P(Dtypes, OnDevices, ::testing::Values(at::kFloat, at::kBFloat16, at::kHalf),

@@ -70,9 +70,12 @@ void norm_and_rope(Comparison& comparison) {
       TESSERA_COMPARE(add_rms_norm, {x, other, weight}, [&](auto* f, const Tensors& in) {
         return f(in[0], in[1], in[2], 1e-6, first);
       });
-      TESSERA_COMPARE(
-          rms_norm_backward, {other, x, weight, scale},
-          [&](auto* f, const Tensors& in) { return f(in[0], in[0], in[1], in[2], in[3], first); });
+      for (const bool of_weight : {false, true}) {
+        TESSERA_COMPARE(rms_norm_backward, {other, x, weight, scale},
+                        [&](auto* f, const Tensors& in) {
+                          return f(in[0], in[0], in[1], in[2], in[3], first, of_weight);
+                        });
+      }
     }
     const at::Tensor angles = drawn(5, {5, 3});
     const at::Tensor cos = angles.cos().to(dtype), sin = angles.sin().to(dtype);
@@ -88,7 +91,7 @@ void norm_and_rope(Comparison& comparison) {
                         const auto some = [&](std::size_t i) {
                           return normed ? std::optional(in[i]) : std::nullopt;
                         };
-                        return f(in[0], some(1), some(2), in[3], in[4], some(5), false);
+                        return f(in[0], some(1), some(2), in[3], in[4], some(5), false, true);
                       });
     }
   }

@@ -32,14 +32,17 @@ struct Found {
 };
 
 Found found_by(const Reference& reference, Reference::Compute compute, const at::Device& where) {
-  const auto model = reference.model(compute);
+  const auto model = reference.text_model(compute);
   move_to(*model, where);
   const at::Tensor ids = reference.result("input_ids").to(where);
   const at::Tensor labels = nn::next_token_targets(reference.result("labels"));
   Found found;
-  found.logits = model->logits(ids).detach().cpu();
+  models::ModelInputs inputs;
+  inputs.input_ids = ids;
+  found.logits = model->forward(inputs).detach().cpu();
+  inputs.targets = labels.to(where);
   const double kept = static_cast<double>(nn::count_kept(labels));
-  const at::Tensor loss = model->loss_sum(ids, labels.to(where)) / kept;
+  const at::Tensor loss = model->forward(inputs) / kept;
   loss.backward();
   found.loss = loss.detach().cpu();
   for (const auto& [name, gradient] : models::gradients(*model, model->spec())) {
@@ -94,15 +97,16 @@ std::string test_name(const ::testing::TestParamInfo<std::string>& info) {
   return name;
 }
 
-const std::vector<std::string> kDense{"qwen3-fp32",   "qwen3-mixed",      "llama-fp32",
-                                      "llama-mixed",  "qwen2-fp32",       "qwen2-mixed",
-                                      "mistral-fp32", "mistral-mixed",    "olmo2-fp32",
-                                      "olmo2-mixed",  "gemma3-text-fp32", "gemma3-text-mixed"};
+const std::vector<std::string> kDense{
+    "qwen3-fp32",       "qwen3-mixed",       "llama-fp32",    "llama-mixed", "qwen2-fp32",
+    "qwen2-mixed",      "mistral-fp32",      "mistral-mixed", "olmo2-fp32",  "olmo2-mixed",
+    "gemma3-text-fp32", "gemma3-text-mixed", "gpt2-fp32",     "gpt2-mixed"};
 
 const std::vector<std::string> kWithExperts{
     "qwen3-moe-fp32",   "qwen3-moe-mixed",   "gpt-oss-fp32",           "gpt-oss-mixed",
     "deepseek-v2-fp32", "deepseek-v2-mixed", "deepseek-v2-group-fp32", "deepseek-v2-group-mixed",
-    "mixtral-fp32",     "mixtral-mixed"};
+    "mixtral-fp32",     "mixtral-mixed",     "deepseek-v3-fp32",       "deepseek-v3-mixed",
+    "glm4-moe-fp32",    "glm4-moe-mixed",    "llama4-text-fp32",       "llama4-text-mixed"};
 
 INSTANTIATE_TEST_SUITE_P(Experts, ModelsOnDevices, ::testing::ValuesIn(kWithExperts), test_name);
 INSTANTIATE_TEST_SUITE_P(Dense, ModelsOnDevices, ::testing::ValuesIn(kDense), test_name);

@@ -3,11 +3,17 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/AutogradState.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/wait.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <chrono>
+#include <cstddef>
+#include <cstdio>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "comm/device.h"
 #include "comm/group.h"
@@ -72,6 +78,32 @@ TEST(RankDevices, OneThatLibtorchDoesNotSeeIsRefused) {
   EXPECT_EQ(refusal(1, "cuda"),
             "usage: world: found device cuda, but libtorch sees no cuda device; take cpu, or a "
             "libtorch with cuda where its driver and a device are");
+}
+
+/// What a program prints, and its exit code.
+std::pair<std::string, int> run_program(const std::string& command) {
+  FILE* const program = ::popen((command + " 2>&1").c_str(), "r");
+  std::string text;
+  char buffer[4096];
+  for (std::size_t got = 0; (got = std::fread(buffer, 1, sizeof buffer, program)) > 0;) {
+    text.append(buffer, got);
+  }
+  const int status = ::pclose(program);
+  return {text, WIFEXITED(status) ? WEXITSTATUS(status) : -1};
+}
+
+// Naive: each waits for the other, in messages of other backends, until the timeout of 100 s.
+TEST(RankDevices, OfTwoKindsAreRefusedOnceAndSoon) {
+  for (const char* rank : {"0", "1"}) {
+    const auto begin = std::chrono::steady_clock::now();
+    const auto [text, code] = run_program(concat(TESSERA_RANK_OF_ITS_KIND, " ", rank));
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
+    EXPECT_EQ(code, 2) << text;
+    EXPECT_THAT(text, testing::HasSubstr(concat("rank ", rank, " on sim by gloo")));
+    EXPECT_THAT(text, testing::HasSubstr("on cpu by gloo, expected one kind of device"));
+    EXPECT_EQ(text.find("world: found"), text.rfind("world: found")) << text;
+    EXPECT_LT(seconds.count(), 50.0) << text;
+  }
 }
 
 TEST(RankDevices, RanksOnTheCpuKeepAutogradAsItIs) {

@@ -126,6 +126,107 @@ TEST(TrainingRun, HasTheLossesOfTheCpu) {
   }
 }
 
+/// What a run may have besides.
+struct Kind {
+  const char* name;
+  std::function<void(train::Config&, const TemporaryFolder&)> set;
+  double tolerance = 1e-5;
+};
+
+void pack_documents(train::Config& config, const TemporaryFolder& folder) {
+  config.data.path.clear();
+  for (int document = 0; document < 40; ++document) {
+    std::string text;
+    for (int word = 0; word <= document % 7; ++word) text += concat("word ", document * word, " ");
+    config.data.path.push_back(folder.write(concat("text-", document, ".txt"), text));
+  }
+  config.data.packing = train::Packing::kDocuments;
+}
+
+void take_gpt2(train::Config& config, const TemporaryFolder& folder) {
+  config.model.config = folder.write("gpt2.json", R"({"architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2", "activation_function": "gelu_new", "n_embd": 16, "n_head": 2,
+    "n_layer": 2, "n_positions": 32, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
+    "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "vocab_size": 259})");
+  config.optimizer.no_decay.clear();
+}
+
+const std::vector<Kind>& kinds() {
+  // Muon's iteration makes fp32's noise in a small singular value 3.4445^5 = 485 times as large.
+  static const std::vector<Kind> all{
+      {"packed documents", pack_documents},
+      {"GPT-2", take_gpt2},
+      {"packed documents of GPT-2",
+       [](train::Config& config, const TemporaryFolder& folder) {
+         take_gpt2(config, folder);
+         pack_documents(config, folder);
+       }},
+      {"Muon",
+       [](train::Config& config, const TemporaryFolder&) {
+         config.optimizer.name = fsdp::OptimizerName::kMuon;
+       },
+       1e-4},
+      {"Muon of shards in 16 bits, without Nesterov's step",
+       [](train::Config& config, const TemporaryFolder&) {
+         config.optimizer.name = fsdp::OptimizerName::kMuon;
+         config.optimizer.nesterov = false;
+         config.precision.storage_dtype.dtype = DType::kBFloat16;
+         config.precision.param_dtype.dtype = DType::kBFloat16;
+       },
+       5e-3},
+      {"several sources and a validation",
+       [](train::Config& config, const TemporaryFolder& folder) {
+         const auto page = config.data.path;
+         config.data.path.clear();
+         config.data.source = {
+             {page, 2.0},
+             {{folder.write("other.txt", std::string(400, 'x') + std::string(400, 'y'))}, 1.0}};
+         config.validation.path = page;
+         config.validation.interval = 2;
+         config.validation.steps = 2;
+       }},
+  };
+  return all;
+}
+
+TEST(TrainingRun, OfEachKindHasTheLossesOfTheCpu) {
+  const TemporaryFolder folder;
+  for (const Kind& kind : kinds()) {
+    auto config = test::small_run(folder);
+    config.training.steps = 5;
+    kind.set(config, folder);
+    const auto expected = train_in({}, {}, config, folder);
+    for (const auto& [where, layout] :
+         {std::pair(kPlaces[0], RanksOfRun{2, 1}), std::pair(kPlaces[1], RanksOfRun{4, 2})}) {
+      SCOPED_TRACE(concat(kind.name, ", ", shown(where, layout)));
+      const auto found = train_in(where, layout, config, folder);
+      ASSERT_EQ(found.losses.size(), expected.losses.size());
+      for (std::size_t i = 0; i < found.losses.size(); ++i) {
+        EXPECT_NEAR(found.losses[i], expected.losses[i], kind.tolerance * expected.losses[i]) << i;
+      }
+      EXPECT_EQ(found.result.last_val_loss.has_value(), expected.result.last_val_loss.has_value());
+      if (!expected.result.last_val_loss) continue;
+      EXPECT_NEAR(*found.result.last_val_loss, *expected.result.last_val_loss, 1e-4);
+    }
+  }
+}
+
+// A device's parts are larger than any tensor of a test. These hold three rows of logits, and whole
+// vectors of the kernels.
+TEST(TrainingRun, InPartsHasTheBitsOfOneInWhole) {
+  const TemporaryFolder folder;
+  auto config = test::small_run(folder);
+  config.training.steps = 4;
+  config.precision.storage_dtype.dtype = DType::kBFloat16;
+  config.precision.param_dtype.dtype = DType::kBFloat16;
+  for (const auto& where : kPlaces) {
+    const auto expected = train_in(where, {2, 1}, config, folder);
+    const test_hooks::Set in_parts(test_hooks::elements_at_a_time, [] { return 1024; });
+    const auto found = train_in(where, {2, 1}, config, folder);
+    EXPECT_EQ(found.losses, expected.losses) << shown(where, {2, 1});
+  }
+}
+
 void expect_same_tensors(const fs::path& found, const fs::path& expected) {
   const auto a = test::all_tensors(found);
   const auto b = test::all_tensors(expected);
@@ -211,6 +312,20 @@ TEST(TrainingRun, TheHostWaitsOnceAStep) {
         EXPECT_THAT(step.of_device, ::testing::IsEmpty());
         EXPECT_EQ(step.reads, 1);
       }
+    }
+  }
+}
+
+TEST(TrainingRun, TheHostWaitsOnceAStepOfEachKind) {
+  const TemporaryFolder folder;
+  for (const Kind& kind : kinds()) {
+    auto config = test::small_run(folder);
+    config.training.steps = 3;
+    kind.set(config, folder);
+    config.validation.path.clear();  // it reads its own loss
+    for (const auto& step : waits_of(config, folder)) {
+      EXPECT_THAT(step.of_device, ::testing::IsEmpty()) << kind.name;
+      EXPECT_EQ(step.reads, 1) << kind.name;
     }
   }
 }
@@ -301,6 +416,33 @@ TEST(MicroBatchOnADevice, IsRefusedForWhatTheModelRefusesOnTheCpu) {
   train::MicroBatch typed{ids({1, 2}), ids({2, 3})};
   typed.token_types = ids({0, 1});
   EXPECT_THAT(refused(gemma, typed), ::testing::HasSubstr("mm_token_type_ids"));
+}
+
+// Naive: every stage of a pipeline brings up pictures, ids and labels that another one reads.
+TEST(MicroBatchOnADevice, OfAPipelinesRankIsWhatItsStagesRead) {
+  models::ModelSpec spec = models::small();
+  spec.num_hidden_layers = 3;
+  const auto ids = at::arange(12).view({2, 6});
+  train::MicroBatch batch{ids, ids + 1};
+  batch.images = models::Images{at::zeros({1, 4, 12}), at::zeros({1, 4, 2}, at::kLong)};
+  batch.documents.starts = at::zeros({2, 6}, at::kLong);
+  const auto of_stage = [&](const models::StageLayers& stage) {
+    models::ModelAxes axes;
+    axes.stages = {stage};
+    return batch.on(device(0), *models::make_language_model(spec, axes));
+  };
+  for (const auto& [embeds, heads] :
+       {std::pair(true, false), std::pair(false, false), std::pair(false, true)}) {
+    const auto found = of_stage({embeds, {embeds ? 0 : 1, heads ? 3 : 2}, heads});
+    EXPECT_EQ(found.input_ids.device(), device(0));
+    EXPECT_EQ(found.input_ids.sizes(), ids.sizes());
+    EXPECT_EQ(found.input_ids.storage().nbytes(), embeds ? 12 * sizeof(std::int64_t) : 8);
+    EXPECT_TRUE(!embeds || at::equal(found.input_ids.cpu(), ids));
+    EXPECT_EQ(found.images.has_value(), embeds);
+    EXPECT_EQ(found.targets.is_cpu(), !heads);
+    EXPECT_TRUE(at::equal(found.targets.cpu(), batch.targets));
+    EXPECT_EQ(found.documents.starts.device(), device(0)) << "layers read them";
+  }
 }
 
 /// `body` as a process has it that nobody launched, on a thread that goes with its World.
@@ -578,6 +720,36 @@ std::vector<std::int64_t> tokens_of(const std::string& device, const fs::path& c
                     [&](std::int64_t token) { tokens.push_back(token); });
   });
   return tokens;
+}
+
+// On one rank experts do not let the host wait for it: it is asked with the logits.
+TEST(GenerateOnADevice, ARouterThatIsNotFiniteIsNamed) {
+  const TemporaryFolder folder;
+  auto config = test::with_steps(experts_run(folder), 1);
+  config.precision.storage_dtype.dtype = DType::kBFloat16;
+  train_alone("cpu", config, folder / "run");
+  for (const char* where : {"cpu", "sim"}) {
+    const auto error = testing::error_of(ErrorKind::kNumeric, [&] {
+      alone(where, [&](World& world) {
+        train::Config of_generation;
+        of_generation.model.path = (folder / "run/checkpoint/step-1").string();
+        of_generation.precision.param_dtype = {};
+        of_generation.precision.storage_dtype = {};
+        const auto source = train::open_model(of_generation.model, {}, train::Purpose::kInference);
+        const auto model = train::parallelize_to_generate(source, of_generation, world);
+        {
+          const at::NoGradGuard no_grad;
+          auto parameters = model->module()->named_parameters();
+          parameters["model.layers.1.mlp.gate.weight"].fill_(NAN);
+        }
+        train::GenerateOptions options;
+        options.max_new_tokens = 4;
+        options.device = world.device();
+        train::generate(train::decoder_of(*model), {108, 105, 110}, options, [](std::int64_t) {});
+      });
+    });
+    EXPECT_THAT(error, ::testing::HasSubstr("scores that are not finite")) << where;
+  }
 }
 
 TEST(GenerateOnADevice, WritesTheTokensOfTheCpu) {

@@ -53,6 +53,37 @@ TEST(PlotTool, TakesAFileAndLeavesOutTheLineThatACrashHasTorn) {
   EXPECT_EQ(size_of_png(folder / "out.png").size(), 2U);
 }
 
+// Naive: a median among values that are not numbers is any of them, or none.
+TEST(PlotTool, SmoothsTheLossesOfTheStepsThatHaveOne) {
+  const testing::TemporaryFolder folder;
+  std::string lines;
+  for (int step = 1; step <= 200; ++step) {
+    const std::string loss = step % 3 == 0 ? std::to_string(step) + ".0" : "null";
+    lines += "{\"step\":" + std::to_string(step) + ",\"loss\":" + loss + "}\n";
+  }
+  folder.write("metrics.jsonl", lines);
+  folder.write("drawn/matplotlib/__init__.py", "def use(_): pass\n");
+  folder.write("drawn/matplotlib/pyplot.py", R"(from unittest import mock
+
+def subplots(*_, **__):
+    axes = type("Grid", (list,), {})([[mock.MagicMock(), mock.MagicMock()] for _ in range(2)])
+    axes.flat = [axis for row in axes for axis in row]
+    for axis in axes.flat:
+        axis.get_ylim.return_value = (0, 1)
+    loss = axes[0][0]
+    figure = mock.MagicMock()
+    figure.savefig.side_effect = lambda *_, **__: print(max(
+        abs(found - step) if found == found else 1e9
+        for step, found in zip(*loss.plot.call_args_list[1].args)))
+    return figure, axes
+)");
+  const Outcome outcome =
+      run_python(folder, "tools/plot.py", {"metrics.jsonl"}, "PYTHONPATH=drawn");
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  // A window is 9 steps, at the ends 5 of them.
+  EXPECT_LE(std::stod(outcome.out), 4.0) << outcome.out;
+}
+
 TEST(PlotTool, SaysWhatIsMissing) {
   const testing::TemporaryFolder folder;
   folder.write("torn.jsonl", metrics_line(1) + "nonsense\n" + metrics_line(2));

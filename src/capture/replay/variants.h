@@ -34,6 +34,9 @@ struct Guards {
   bool deterministic = false;
 };
 
+/// Calls that are recorded again and compared before one is replayed.
+inline constexpr int kCompared = 2;
+
 struct Variant {
   Guards guards;
   std::shared_ptr<const Tape> tape;  ///< null until it was recorded

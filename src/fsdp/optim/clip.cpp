@@ -19,10 +19,19 @@
 namespace tessera {
 namespace {
 
-/// Of |value|^p over all elements of all gradients.
-double sum_of_powers(const ShardedBase& model, double p, double largest = 1.0) {
+/// Of |value|^p over all elements of all gradients. `numbers` are read with it.
+double sum_of_powers(const ShardedBase& model, double p, double largest,
+                     std::vector<at::Tensor>& numbers) {
   const fsdp::PendingNorm pending(model, p, largest);
-  return pending.sum(comm::read_on_host(pending.sums(), "gradient norm"));
+  numbers.push_back(pending.sums());
+  numbers = comm::read_on_host(numbers, "gradient norm");
+  const at::Tensor sums = numbers.back();
+  numbers.pop_back();
+  return pending.sum(sums);
+}
+double sum_of_powers(const ShardedBase& model, double p, double largest = 1.0) {
+  std::vector<at::Tensor> none;
+  return sum_of_powers(model, p, largest, none);
 }
 
 /// The larger one; NaN where either is.
@@ -92,15 +101,43 @@ double gradient_norm(const ShardedBase& model, double p) {
   return largest * std::pow(sum_of_powers(model, p, largest), 1.0 / p);
 }
 
-double clip_grad_norm(const ShardedBase& model, double max_norm, double p) {
+namespace {
+
+void scale_gradients(const ShardedBase& model, double norm, double max_norm) {
+  const auto factor = max_norm / (norm + 1e-6);
+  if (max_norm <= 0 || !std::isfinite(norm) || factor >= 1.0) return;
+  std::vector<at::Tensor> gradients;
+  for (const auto& view : model.shards()) {
+    if (view.shard.grad().defined()) gradients.push_back(view.shard.grad());
+  }
+  if (gradients.empty()) return;
+  if (!gradients.front().is_cpu()) return at::_foreach_mul_(gradients, factor);
+  for (const auto& gradient : gradients) gradient.mul_(factor);
+}
+
+/// norm_of() -> the norm before.
+template <class NormOf>
+double clipped(const ShardedBase& model, double max_norm, const NormOf& norm_of) {
   TESSERA_CHECK(!std::isnan(max_norm), ErrorKind::kUsage,
                 "clip_grad_norm: found max_norm NaN, expected a number; 0 only measures");
   RECORD_USER_SCOPE("tessera::optimizer");
   const TraceScope traced(TraceRow::kOptimizer, "norm and clip");
   const at::NoGradGuard no_grad;
-  const auto norm = gradient_norm(model, p);
-  fsdp::clip(model, norm, max_norm);
+  const double norm = norm_of();
+  scale_gradients(model, norm, max_norm);
   return norm;
+}
+
+}  // namespace
+
+double clip_grad_norm(const ShardedBase& model, double max_norm, double p) {
+  return clipped(model, max_norm, [&] { return gradient_norm(model, p); });
+}
+
+double fsdp::clip_and_read(const ShardedBase& model, double max_norm,
+                           std::vector<at::Tensor>& numbers) {
+  return clipped(model, max_norm,
+                 [&] { return std::sqrt(sum_of_powers(model, 2.0, 1.0, numbers)); });
 }
 
 std::vector<std::string> nonfinite_parameters(const ShardedBase& model, std::size_t most) {

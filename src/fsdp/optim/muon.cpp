@@ -274,7 +274,8 @@ at::Tensor Muon::direction_of(const Item& item) const {
   const auto options = buffer.options().dtype(wide(buffer.scalar_type()));
   if (!buffer.is_cpu()) {
     buffer.lerp_(gradient, 1 - options_.momentum);
-    return (options_.nesterov ? gradient.lerp(buffer, options_.momentum) : buffer).to(options);
+    if (options_.nesterov) return gradient.lerp(buffer, options_.momentum).to(options);
+    return buffer.to(options, /*non_blocking=*/false, /*copy=*/true);  // results take its place
   }
   auto direction = at::empty(buffer.sizes(), options);
   with_types(buffer.scalar_type(), [&]<class T, class W>() {

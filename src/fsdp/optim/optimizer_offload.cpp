@@ -122,7 +122,7 @@ void Optimizer::place_anew() {
 void Optimizer::follow_plan() {
   if (!by_plan_) return;
   auto& runtime = unit_->runtime();
-  const auto* plan = runtime.followed_plan();
+  const auto& plan = runtime.followed_plan();
   if (plan == nullptr || plan->choices.offload == planned_out_) return;
   std::map<const GradContract*, fsdp::UnitId> units;
   for (auto* unit : runtime.units()) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "base/test_hooks.h"
 #include "kernels/kernels.h"
 
 namespace tessera::fsdp {
@@ -14,6 +15,11 @@ at::Tensor scratch(at::Tensor& memory, std::int64_t numel, at::Device device) {
     memory = at::empty({numel}, at::TensorOptions().dtype(at::kFloat).device(device));
   }
   return memory.narrow(0, 0, numel);
+}
+
+std::int64_t part_of(const at::Tensor& shard) {
+  const auto of_test = test_hooks::elements_at_a_time.get();
+  return of_test ? (*of_test)() : shard.is_cpu() ? kMasterPart : kMasterPartOfDevices;
 }
 
 }  // namespace
@@ -62,7 +68,7 @@ void MasterOfShard::step_split(const ShardView& view, const at::Tensor& remainde
                                const std::function<void(const Stepped&)>& update) {
   const auto shard = view.shard.detach();
   const auto numel = shard.numel();
-  const auto part = shard.is_cpu() ? kMasterPart : kMasterPartOfDevices;
+  const auto part = part_of(shard);
   for (std::int64_t begin = 0; begin < numel; begin += part) {
     const auto size = std::min(part, numel - begin);
     const auto stored = shard.narrow(0, begin, size);

@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <string>
 
@@ -88,19 +87,6 @@ double PendingNorm::sum(const at::Tensor& read) const {
   auto* group = unit_of_handle(model_.unit()).runtime().groups().replica_control();
   if (group != nullptr) comm::all_reduce(*group, sum, "gradient norm");
   return sum.item<double>();
-}
-
-void clip(const ShardedBase& model, double norm, double max_norm) {
-  const at::NoGradGuard no_grad;
-  const auto scale = max_norm / (norm + 1e-6);
-  if (max_norm <= 0 || !std::isfinite(norm) || scale >= 1.0) return;
-  std::vector<at::Tensor> gradients;
-  for (const auto& view : model.shards()) {
-    if (view.shard.grad().defined()) gradients.push_back(view.shard.grad());
-  }
-  if (gradients.empty()) return;
-  if (!gradients.front().is_cpu()) return at::_foreach_mul_(gradients, scale);
-  for (const auto& gradient : gradients) gradient.mul_(scale);
 }
 
 }  // namespace tessera::fsdp

@@ -1,7 +1,7 @@
 // The gradients' norm in two parts: what a rank's device works out, and what its host makes of that.
 //
-// A step reads all its numbers at once: a read of its own for the norm would let the host wait once
-// more (train/trainer.cpp). Who reads the norm alone calls gradient_norm (tessera/clip.h).
+// A step reads all its numbers at once, since a read of its own for the norm would let the host wait
+// once more: clip_and_read. Who reads the norm alone calls gradient_norm (tessera/clip.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,8 +31,8 @@ class PendingNorm {
   at::Tensor sums_;
 };
 
-/// Scales all gradients by min(1, max_norm / (norm + 1e-6)); not where max_norm <= 0, nor by a norm
-/// that is not finite.
-void clip(const ShardedBase& model, double norm, double max_norm);
+/// clip_grad_norm (tessera/clip.h) of p = 2 that reads `numbers` with the gradients' sums, at once:
+/// they are on the host afterwards. Collective. Errors: as clip_grad_norm.
+double clip_and_read(const ShardedBase& model, double max_norm, std::vector<at::Tensor>& numbers);
 
 }  // namespace tessera::fsdp

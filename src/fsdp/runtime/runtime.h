@@ -180,7 +180,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void set_planner(Planner planner, RecomputeMode while_recording);
   std::vector<PlanUnit> plan_units() const;  ///< as they are now
   /// Of the last step scope that followed one; null: none has.
-  const StepPlan* followed_plan() const { return followed_plan_.get(); }
+  const std::shared_ptr<const StepPlan>& followed_plan() const { return followed_plan_; }
   /// By unit: what its user has said, or kNone.
   std::vector<RecomputeMode> own_recompute() const;
   /// By unit: of the step that begins, until end_following().

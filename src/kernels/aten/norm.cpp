@@ -49,7 +49,7 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& grad,
                                                      const std::optional<at::Tensor>& grad_sum,
                                                      const at::Tensor& x, const at::Tensor& weight,
                                                      const at::Tensor& scale_of_rows,
-                                                     bool rounds_first) {
+                                                     bool rounds_first, bool of_weight) {
   const at::Tensor wide = x.to(wide_dtype(x));
   const at::ScalarType inside = wide.scalar_type();
   const at::Tensor scale = scale_of_rows.unsqueeze(-1);
@@ -58,8 +58,10 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& grad,
   const at::Tensor factors = rounds_first ? weight : weight.to(inside);
   const at::Tensor of_product =
       grad.to(at::promote_types(normed.scalar_type(), factors.scalar_type()));
-  const at::Tensor grad_weight =
-      at::sum_to(of_product * normed, weight.sizes()).to(weight.scalar_type());
+  at::Tensor grad_weight;
+  if (of_weight) {
+    grad_weight = at::sum_to(of_product * normed, weight.sizes()).to(weight.scalar_type());
+  }
   const at::Tensor grad_normed = (of_product * factors).to(normed.scalar_type()).to(inside);
   const at::Tensor grad_scale = (grad_normed * wide).sum(-1, /*keepdim=*/true);
   const at::Tensor grad_mean = -0.5 * grad_scale * scale.pow(3);
@@ -107,7 +109,7 @@ std::tuple<at::Tensor, at::Tensor> rope_heads_backward(const at::Tensor& grad,
                                                        const std::optional<at::Tensor>& weight,
                                                        const at::Tensor& cos, const at::Tensor& sin,
                                                        const std::optional<at::Tensor>& scale,
-                                                       bool rounds_first) {
+                                                       bool rounds_first, bool of_weight) {
   const auto [first, second] = halves(grad);
   const at::Tensor c = by_group(cos);
   const at::Tensor s = by_group(sin);
@@ -116,9 +118,9 @@ std::tuple<at::Tensor, at::Tensor> rope_heads_backward(const at::Tensor& grad,
   const std::vector<std::int64_t> joined{split.size(0), split.size(1),
                                          split.size(2) * split.size(3) * split.size(4)};
   if (!weight || !weight->defined()) return {split.reshape(joined), at::Tensor()};
-  auto [grad_x, grad_weight] =
-      aten::rms_norm_backward(split.to(x->scalar_type()), std::nullopt, x->reshape(split.sizes()),
-                              *weight, scale->reshape(split.sizes().slice(0, 4)), rounds_first);
+  auto [grad_x, grad_weight] = aten::rms_norm_backward(
+      split.to(x->scalar_type()), std::nullopt, x->reshape(split.sizes()), *weight,
+      scale->reshape(split.sizes().slice(0, 4)), rounds_first, of_weight);
   return {grad_x.reshape(joined), grad_weight};
 }
 

@@ -288,6 +288,7 @@ class KeySum {
   at::Tensor result_, sum_;
 };
 
+/// Contiguous: tables read them by rows (Parts::seen_by).
 SeenKeys seen_keys_of(const std::optional<at::Tensor>& begins,
                       const std::optional<at::Tensor>& ends, std::int64_t window) {
   const auto read = [](const std::optional<at::Tensor>& tensor) {

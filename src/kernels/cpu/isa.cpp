@@ -46,6 +46,7 @@ void norm_backward(const NormBackward<T, W>& job, long begin, long end) {
     for_lanes(columns, [&](long i, long count) {
       const Lanes weighted_x = load(grad + i, count) * load(x + i, count);
       products += weighted_x * load(job.weight + i, count);
+      if (job.grad_weight == nullptr) return;  // nobody wants it
       store(job.grad_weight + i, load(job.grad_weight + i, count) + weighted_x * scale, count);
     });
     const float along = sum(products) * scale * scale * scale / static_cast<float>(columns);
@@ -142,6 +143,7 @@ TESSERA_LANES_INLINE void rotate_half_back(const HeadsBackward<T, W>& job, long 
     first *= load(x + i, count);
     second *= load(x + half + i, count);
     products += first * load(job.weight + i, count) + second * load(job.weight + half + i, count);
+    if (job.grad_weight == nullptr) return;
     float* sums = job.grad_weight + i;
     store(sums, load(sums, count) + first * scale, count);
     store(sums + half, load(sums + half, count) + second * scale, count);

@@ -115,14 +115,14 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& grad_inpu
                                                      const std::optional<at::Tensor>& grad_of_sum,
                                                      const at::Tensor& input,
                                                      const at::Tensor& weight_input,
-                                                     const at::Tensor& scale,
-                                                     bool /*rounds_first*/) {
+                                                     const at::Tensor& scale, bool /*rounds_first*/,
+                                                     bool of_weight) {
   const at::Tensor grad = grad_input.contiguous();
   const at::Tensor grad_sum = contiguous_or_none(grad_of_sum);
   const at::Tensor x = input.contiguous();
   const at::Tensor weight = weight_input.contiguous();
   const at::Tensor grad_x = result_like(x);
-  RowBlocks blocks(scale.numel(), x.size(-1));
+  RowBlocks blocks(scale.numel(), of_weight ? x.size(-1) : 0);
   with_kernels(x.scalar_type(), weight.scalar_type(), [&](auto types, const auto& kernels) {
     using T = typename decltype(types)::T;
     using W = typename decltype(types)::W;
@@ -136,11 +136,11 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& grad_inpu
                                  .columns = x.size(-1)};
     blocks.run([&](std::int64_t begin, std::int64_t end, float* sums) {
       NormBackward<T, W> part = job;
-      part.grad_weight = sums;
+      if (of_weight) part.grad_weight = sums;
       kernels.norm_backward(part, begin, end);
     });
   });
-  return {grad_x, blocks.total()};
+  return {grad_x, of_weight ? blocks.total() : at::Tensor()};
 }
 
 std::tuple<at::Tensor, at::Tensor> rope_heads(const at::Tensor& input,
@@ -185,7 +185,7 @@ std::tuple<at::Tensor, at::Tensor> rope_heads_backward(const at::Tensor& grad_in
                                                        const std::optional<at::Tensor>& norm_weight,
                                                        const at::Tensor& cos, const at::Tensor& sin,
                                                        const std::optional<at::Tensor>& norm_scale,
-                                                       bool /*rounds_first*/) {
+                                                       bool /*rounds_first*/, bool of_weight) {
   const at::Tensor grad = grad_input.contiguous();  // [B, G, T, R, D]
   const at::Tensor weight = contiguous_or_none(norm_weight);
   const at::Tensor x = contiguous_or_none(normed);
@@ -194,7 +194,8 @@ std::tuple<at::Tensor, at::Tensor> rope_heads_backward(const at::Tensor& grad_in
   const std::int64_t heads = grad.size(1) * repeat;
   const std::int64_t head_dim = grad.size(4);
   const at::Tensor grad_x = result({grad.size(0), grad.size(2), heads * head_dim}, grad.options());
-  RowBlocks blocks(grad.size(0) * grad.size(2), weight.defined() ? head_dim : 0);
+  const bool sums_rows = of_weight && weight.defined();
+  RowBlocks blocks(grad.size(0) * grad.size(2), sums_rows ? head_dim : 0);
   with_kernels(grad.scalar_type(), weight.defined() ? weight.scalar_type() : grad.scalar_type(),
                [&](auto types, const auto& kernels) {
                  using T = typename decltype(types)::T;
@@ -214,11 +215,11 @@ std::tuple<at::Tensor, at::Tensor> rope_heads_backward(const at::Tensor& grad_in
                                                .head_dim = head_dim};
                  blocks.run([&](std::int64_t begin, std::int64_t end, float* sums) {
                    HeadsBackward<T, W> part = job;
-                   part.grad_weight = sums;
+                   if (sums_rows) part.grad_weight = sums;
                    kernels.heads_backward(part, begin, end);
                  });
                });
-  return {grad_x, weight.defined() ? blocks.total() : at::Tensor()};
+  return {grad_x, sums_rows ? blocks.total() : at::Tensor()};
 }
 
 }  // namespace tessera::kernels::cpu

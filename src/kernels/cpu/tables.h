@@ -37,7 +37,7 @@ struct NormBackward {
   const W* weight;
   const float* scale;
   T* grad_x;           ///< of x and of residual alike
-  float* grad_weight;  ///< [K], the range's sum is added
+  float* grad_weight;  ///< [K], the range's sum is added; or null
   long columns;
 };
 

@@ -26,15 +26,16 @@ std::tuple<at::Tensor, at::Tensor> normed(const at::Tensor& x, const at::Tensor&
   return {y.to(x.scalar_type()), scale};
 }
 
-/// scale [..., 1] -> gradients of x in its dtype, and of the weight in its own.
+/// scale [..., 1] -> gradients of x in its dtype, and of the weight in its own where it is wanted.
 std::tuple<at::Tensor, at::Tensor> normed_backward(const at::Tensor& grad, const at::Tensor& x,
                                                    const at::Tensor& weight,
-                                                   const at::Tensor& scale) {
+                                                   const at::Tensor& scale, bool of_weight) {
   const at::ScalarType inside = one_dtype(x, weight);
   auto [grad_x, grad_weight] = at::_fused_rms_norm_backward(
       grad.to(inside).contiguous(), x.to(inside), weight.sizes(), scale, weight.to(inside),
-      /*output_mask=*/{true, true});
-  return {grad_x.to(x.scalar_type()), grad_weight.to(weight.scalar_type())};
+      /*output_mask=*/{true, of_weight});
+  return {grad_x.to(x.scalar_type()),
+          of_weight ? grad_weight.to(weight.scalar_type()) : at::Tensor()};
 }
 
 /// Pairs (i, i + D/2) of x [B, T, H, D] turned by cos and sin [T, D/2] or [B, T, D/2]: a product, and to each half
@@ -70,9 +71,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x,
 std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& grad,
                                                      const std::optional<at::Tensor>& grad_sum,
                                                      const at::Tensor& x, const at::Tensor& weight,
-                                                     const at::Tensor& scale,
-                                                     bool /*rounds_first*/) {
-  auto [grad_x, grad_weight] = normed_backward(grad, x, weight, scale.unsqueeze(-1));
+                                                     const at::Tensor& scale, bool /*rounds_first*/,
+                                                     bool of_weight) {
+  auto [grad_x, grad_weight] = normed_backward(grad, x, weight, scale.unsqueeze(-1), of_weight);
   if (grad_sum && grad_sum->defined()) grad_x.add_(*grad_sum);
   return {grad_x, grad_weight};
 }
@@ -98,14 +99,14 @@ std::tuple<at::Tensor, at::Tensor> rope_heads_backward(const at::Tensor& grad,
                                                        const std::optional<at::Tensor>& weight,
                                                        const at::Tensor& cos, const at::Tensor& sin,
                                                        const std::optional<at::Tensor>& scale,
-                                                       bool /*rounds_first*/) {
+                                                       bool /*rounds_first*/, bool of_weight) {
   const at::Tensor by_position = grad.transpose(1, 2).flatten(2, 3);  // [B, T, H, D]
   at::Tensor split = turned(by_position, cos, sin, -1.0);
   at::Tensor grad_weight;
   if (weight && weight->defined()) {
     std::tie(split, grad_weight) =
         normed_backward(split, x->view(split.sizes()), *weight,
-                        scale->view({split.size(0), split.size(1), split.size(2), 1}));
+                        scale->view({split.size(0), split.size(1), split.size(2), 1}), of_weight);
   }
   return {split.flatten(2, 3), grad_weight};
 }

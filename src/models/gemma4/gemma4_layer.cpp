@@ -3,13 +3,13 @@
 #include <ATen/ops/ones.h>
 #include <c10/core/GradMode.h>
 
-#include <algorithm>
 #include <cmath>
 #include <utility>
 
 #include "grad/region.h"
 #include "models/recomputed.h"
 #include "nn/attention.h"
+#include "nn/attention_parts.h"
 #include "tessera/wide_scope.h"
 
 namespace tessera::models {
@@ -57,10 +57,8 @@ at::Tensor Gemma4Attention::forward(const at::Tensor& stream, const Gemma4Seen& 
 at::Tensor Gemma4Attention::decode(const at::Tensor& x, nn::KvCache& cache) {
   const at::NoGradGuard no_grad;
   const std::int64_t begin = cache.length();
-  const nn::RopeTable all =
-      rope_->table(std::max(cache.capacity(), begin + x.size(1)), x.scalar_type(), x.device());
   const Heads heads =
-      project(x, {all.cos.narrow(0, begin, x.size(1)), all.sin.narrow(0, begin, x.size(1))});
+      project(x, nn::turns_from(*rope_, begin, cache.capacity(), x, x.scalar_type()));
   cache.append(heads.k, heads.v);
   if (begin == 0) return o_proj_->forward(attend(heads, {}));
   const bool slides = window_ && cache.length() > *window_;

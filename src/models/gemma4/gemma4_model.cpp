@@ -2,22 +2,19 @@
 
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/GradMode.h>
 
 #include <utility>
 
 #include "comm/host_read.h"
+#include "models/decoder.h"
 #include "nn/documents.h"
-#include "nn/loss.h"
 #include "nn/parameter.h"
-#include "parallel/transitions.h"
 #include "tessera/error.h"
 
 namespace tessera::models {
 namespace {
 
 constexpr const char* kText = "model.language_model.";
-constexpr const char* kGemma4HeadUnit = "head";
 constexpr std::int64_t kImageType = 1;
 constexpr std::int64_t kVideoType = 2;
 
@@ -27,57 +24,42 @@ Gemma4Head::Gemma4Head(const ModelSpec& spec, const nn::TensorRegion& region)
     : cap_(spec.gemma4->final_logit_softcapping), region_(region) {
   norm_ =
       register_module("norm", gemma_norm(spec.hidden_size, spec.rms_norm_eps, region.on_stream()));
-  lm_head_ = nn::add_projection(*this, "lm_head",
-                                {spec.hidden_size, region.part_of(spec.vocab_size),
-                                 nn::WeightName::kOwn, nn::column_parallel(region)});
-  lm_head_->form_weight_gradient_at_once();
+  lm_head_ = add_lm_head(*this, spec, region);
 }
 
 at::Tensor Gemma4Head::forward(const at::Tensor& x, const std::optional<at::Tensor>& targets) {
-  at::Tensor logits = lm_head_->forward(region_.enter(norm_->forward(x)));
-  if (cap_) logits = nn::soft_cap(logits, *cap_);
-  if (!targets) {
-    return parallel::all_gather(logits, region_.axis(), {2}, parallel::To::kInvariant, "logits");
-  }
-  // The cap's derivative is computed from the capped logits: they may not be consumed.
-  return nn::vocab_parallel_cross_entropy_sum(
-      logits, *targets,
-      {.axis = region_.axis(), .use = cap_ ? nn::Logits::kKeep : nn::Logits::kConsume});
+  return logits_or_loss(*lm_head_, region_, norm_->forward(x), targets, cap_);
 }
 
 Gemma4Model::Gemma4Model(const ModelSpec& spec, const ModelAxes& axes)
-    : spec_(spec), region_(axes.tensor), stages_(axes.stages_of(spec.num_hidden_layers)) {
+    : TextModel(spec, axes), region_(axes.tensor) {
   auto model = register_module("model", std::make_shared<Prefix>());
   if (has_embedding(stages_)) register_vision(*model);
   auto text = model->register_module("language_model", std::make_shared<Prefix>());
-  const bool tied_head = spec.tie_word_embeddings && has_head(stages_);
-  if (has_embedding(stages_) || tied_head) {
+  if (needs_embedding()) {
     const auto embedding = std::make_shared<nn::Embedding>(
         region_.part_of(spec.vocab_size), spec.hidden_size, spec.pad_token_id, region_);
     text->register_module("embed_tokens", embedding);
     embedding_.emplace(embedding);
   }
-  auto layers = text->register_module("layers", std::make_shared<Prefix>());
   const Gemma4Spec& gemma = *spec.gemma4;
   std::shared_ptr<nn::Rope> ropes[2];  // of sliding layers, of full ones
-  for (std::size_t i = 0; i < gemma.layers.size(); ++i) {
-    if (!has_layer(stages_, static_cast<std::int64_t>(i))) continue;
-    const Gemma4Layer& layer = gemma.layers[i];
+  add_layers(*text, "layers", [&](std::int64_t i) {
+    const auto number = static_cast<std::size_t>(i);
+    const Gemma4Layer& layer = gemma.layers[number];
     auto& rope = ropes[layer.type == LayerType::kFull ? 1 : 0];
     if (!rope) {
       const nn::RopeOptions& kind = layer.type == LayerType::kFull ? gemma.full_rope : spec.rope;
       rope = std::make_shared<nn::Rope>(kind, layer.head_dim);
     }
-    numbers_.push_back(i);
-    layers_.emplace_back(layers->register_module(
-        std::to_string(i), std::make_shared<Gemma4TextLayer>(spec, i, axes, rope)));
-  }
+    return std::make_shared<Gemma4TextLayer>(spec, number, axes, rope);
+  });
   if (!has_head(stages_)) return;
   // The head is a unit, not a name: its parts are registered where Hugging Face has them.
   const auto head = std::make_shared<Gemma4Head>(spec, region_);
   text->register_module("norm", head->norm());
   register_module("lm_head", head->lm_head());
-  if (tied_head) nn::tie(head->lm_head()->weight, embedding_->module()->weight);
+  if (ties_head()) nn::tie(head->lm_head()->weight, embedding_->module()->weight);
   head_.emplace(head);
 }
 
@@ -186,10 +168,11 @@ ModelOutput Gemma4Model::forward_stage(const StageInputs& inputs) {
   if (batch.documents.are_packed()) nn::check_documents(batch.documents.starts, batch.input_ids);
   const Gemma4Seen seen_by_all = seen(batch);
   for (std::size_t i = 0; i < layers_.size(); ++i) {
-    const std::size_t number = numbers_[i];
-    if (!stage.has_layer(static_cast<std::int64_t>(number))) continue;
+    if (!stage.has_layer(numbers_[i])) continue;
     RoutingRequest request{std::nullopt, batch.router_statistics};
-    if (!batch.imposed_routing.empty()) request.imposed = batch.imposed_routing[number];
+    if (!batch.imposed_routing.empty()) {
+      request.imposed = batch.imposed_routing[static_cast<std::size_t>(numbers_[i])];
+    }
     auto [next, load] = layers_[i](x, seen_by_all, request);
     x = std::move(next);
     if (load.counts.defined()) output.loads.push_back(std::move(load));
@@ -198,53 +181,26 @@ ModelOutput Gemma4Model::forward_stage(const StageInputs& inputs) {
   return output;
 }
 
-DecoderCache Gemma4Model::make_cache(std::int64_t capacity) const {
-  return {std::vector<nn::KvCache>(layers_.size(), nn::KvCache(capacity))};
-}
-
-at::Tensor Gemma4Model::next_logits(const at::Tensor& input_ids) {
-  const at::NoGradGuard no_grad;
-  require_whole(*this);
-  at::Tensor x = nn::scaled_by_root(embedding_->module()->forward(text_ids(input_ids)));
-  for (auto& layer : layers_) x = layer.module()->forward(x, {}, {}).x;
-  return head_->module()->forward(x.narrow(1, x.size(1) - 1, 1), std::nullopt).squeeze(1);
-}
-
-at::Tensor Gemma4Model::decode(const at::Tensor& input_ids, DecoderCache& cache) {
-  const at::NoGradGuard no_grad;
-  if (cache.length() == 0) {
-    require_whole(*this);
-    ModelInputs prompt;
-    prompt.input_ids = input_ids;
-    check_own_values(prompt);
-  }
-  TESSERA_INVARIANT(cache.layers.size() == layers_.size(), "a cache of another model than Gemma 4");
-  at::Tensor x = nn::scaled_by_root(embedding_->module()->forward(text_ids(input_ids)));
-  for (std::size_t i = 0; i < layers_.size(); ++i) {
-    x = layers_[i].module()->decode(x, cache.layers[i]);
-  }
-  return head_->module()->forward(x.narrow(1, x.size(1) - 1, 1), std::nullopt).squeeze(1);
+at::Tensor Gemma4Model::embedded_text(const at::Tensor& input_ids, std::int64_t /*before*/) {
+  return nn::scaled_by_root(embedding_->module()->forward(text_ids(input_ids)));
 }
 
 std::vector<ModelUnit> Gemma4Model::units() {
   std::vector<ModelUnit> units;
   if (tower_) units = tower_->units();
-  const bool tied = spec_.tie_word_embeddings;
-  if (embedding_ && !tied) units.push_back(unit_of(*embedding_, concat(kText, "embed_tokens")));
-  for (std::size_t i = 0; i < layers_.size(); ++i) {
-    units.push_back(unit_of(layers_[i], concat(kText, "layers.", numbers_[i])));
+  for (ModelUnit& unit : text_units(concat(kText, "embed_tokens"), concat(kText, "layers."))) {
+    units.push_back(std::move(unit));
   }
-  if (head_ && !tied) units.push_back(unit_of(*head_, kGemma4HeadUnit));
   return units;
 }
 
 void Gemma4Model::set_recompute(RecomputeMode mode) {
   if (tower_) tower_->set_recompute(mode);
-  for (auto& layer : layers_) layer.module()->set_recompute(mode);
+  TextModel::set_recompute(mode);
 }
 
 std::string Gemma4Model::canonical_name(const std::string& unit, const std::string& path) const {
-  if (unit != kGemma4HeadUnit) return unit + "." + path;
+  if (unit != kHeadUnit) return unit + "." + path;
   return path.starts_with("norm.") ? kText + path : path;
 }
 

@@ -1,20 +1,97 @@
-#include "models/gpt2/gpt2_model.h"
-
+// GPT-2: embedding with learned positions, layers, LayerNorm and head.
+//
+// Its parameters carry the names of published files (description.h reads them there). Embedding and
+// head are units, not names, where the two are not tied: the first is tokens and positions, the
+// last norm, output projection and loss. Short symbols: B rows, T positions, V vocabulary. Next:
+// ../text_model.h, gpt2_layer.h.
+#include <ATen/core/Tensor.h>
 #include <ATen/ops/arange.h>
-#include <c10/core/GradMode.h>
+#include <torch/nn/module.h>
 
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
 #include <utility>
+#include <vector>
 
-#include "nn/loss.h"
+#include "models/decoder.h"
+#include "models/gpt2/gpt2_layer.h"
+#include "models/text_model.h"
+#include "nn/embedding.h"
+#include "nn/linear.h"
 #include "nn/parameter.h"
-#include "parallel/transitions.h"
 #include "tessera/error.h"
 
 namespace tessera::models {
 namespace {
 
 constexpr const char* kEmbeddingUnit = "embedding";
-constexpr const char* kGpt2HeadUnit = "head";
+
+/// A row for each position.
+class LearnedPositions : public nn::PlacedModule {
+ public:
+  LearnedPositions(std::int64_t positions, std::int64_t size, const nn::TensorRegion& region);
+  /// x [B, T, size] of the stream, whose first position of all ranks is `first` -> x + their rows.
+  at::Tensor add_to(const at::Tensor& x, std::int64_t first, const nn::Documents& documents) const;
+
+  at::Tensor weight;  ///< [positions, size]
+
+ private:
+  nn::TensorRegion region_;
+};
+
+class Gpt2Embedding : public torch::nn::Module {
+ public:
+  Gpt2Embedding(const ModelSpec& spec, const nn::TensorRegion& region);
+  /// ids [B, T] i64 of the positions from 0 on -> [B, T, hidden] of the stream. Errors: kFormat for
+  /// more positions than there are.
+  at::Tensor forward(const at::Tensor& ids, const nn::Documents& documents) {
+    return at(ids, 0, documents);
+  }
+  at::Tensor at(const at::Tensor& ids, std::int64_t first,
+                const nn::Documents& documents = {}) const;
+
+  const std::shared_ptr<nn::Embedding>& wte() const { return wte_; }
+  const std::shared_ptr<LearnedPositions>& wpe() const { return wpe_; }
+
+ private:
+  std::shared_ptr<nn::Embedding> wte_;
+  std::shared_ptr<LearnedPositions> wpe_;
+};
+
+class Gpt2Head : public torch::nn::Module {
+ public:
+  Gpt2Head(const ModelSpec& spec, const nn::TensorRegion& region);
+  /// As DecoderHead::forward.
+  at::Tensor forward(const at::Tensor& x, const std::optional<at::Tensor>& targets);
+
+  const std::shared_ptr<LayerNorm>& norm() const { return ln_f_; }
+  const std::shared_ptr<nn::Linear>& lm_head() const { return lm_head_; }
+
+ private:
+  nn::TensorRegion region_;
+  std::shared_ptr<LayerNorm> ln_f_;
+  std::shared_ptr<nn::Linear> lm_head_;
+};
+
+class Gpt2Model : public TextModel<Gpt2Embedding, Gpt2Layer, Gpt2Head> {
+ public:
+  Gpt2Model(const ModelSpec& spec, const ModelAxes& axes);
+
+  /// Errors: kFormat for images, or for rows longer than the learned positions.
+  ModelOutput forward_stage(const StageInputs& inputs) override;
+
+  std::vector<ModelUnit> units() override { return text_units(kEmbeddingUnit, "h."); }
+  std::string canonical_name(const std::string& unit, const std::string& path) const override {
+    return unit == kEmbeddingUnit || unit == kHeadUnit ? path : unit + "." + path;
+  }
+
+ private:
+  at::Tensor embedded_text(const at::Tensor& input_ids, std::int64_t before) override {
+    return embedding_->module()->at(input_ids, before);
+  }
+};
 
 /// Positions that need a row of their own; on a device documents are taken for whole rows.
 std::int64_t longest_text(const at::Tensor& ids, std::int64_t first,
@@ -26,8 +103,6 @@ std::int64_t longest_text(const at::Tensor& ids, std::int64_t first,
   const at::Tensor own = at::arange(starts.size(1), starts.options()) - starts;
   return own.max().item<std::int64_t>() + 1;
 }
-
-}  // namespace
 
 LearnedPositions::LearnedPositions(std::int64_t positions, std::int64_t size,
                                    const nn::TensorRegion& region)
@@ -70,42 +145,27 @@ at::Tensor Gpt2Embedding::at(const at::Tensor& ids, std::int64_t first,
 Gpt2Head::Gpt2Head(const ModelSpec& spec, const nn::TensorRegion& region) : region_(region) {
   ln_f_ = register_module(
       "ln_f", std::make_shared<LayerNorm>(spec.hidden_size, spec.rms_norm_eps, region.on_stream()));
-  lm_head_ = nn::add_projection(*this, "lm_head",
-                                {spec.hidden_size, region.part_of(spec.vocab_size),
-                                 nn::WeightName::kOwn, nn::column_parallel(region)});
-  lm_head_->form_weight_gradient_at_once();
+  lm_head_ = add_lm_head(*this, spec, region);
 }
 
 at::Tensor Gpt2Head::forward(const at::Tensor& x, const std::optional<at::Tensor>& targets) {
-  const at::Tensor logits = lm_head_->forward(region_.enter(ln_f_->forward(x)));
-  if (targets) {
-    return nn::vocab_parallel_cross_entropy_sum(
-        logits, *targets, {.axis = region_.axis(), .use = nn::Logits::kConsume});
-  }
-  return parallel::all_gather(logits, region_.axis(), {2}, parallel::To::kInvariant, "logits");
+  return logits_or_loss(*lm_head_, region_, ln_f_->forward(x), targets);
 }
 
-Gpt2Model::Gpt2Model(const ModelSpec& spec, const ModelAxes& axes)
-    : spec_(spec), stages_(axes.stages_of(spec.num_hidden_layers)) {
-  const bool tied_head = spec.tie_word_embeddings && has_head(stages_);
-  if (has_embedding(stages_) || tied_head) {
+Gpt2Model::Gpt2Model(const ModelSpec& spec, const ModelAxes& axes) : TextModel(spec, axes) {
+  if (needs_embedding()) {
     const auto embedding = std::make_shared<Gpt2Embedding>(spec, axes.tensor);
     register_module("wte", embedding->wte());
     if (has_embedding(stages_)) register_module("wpe", embedding->wpe());
     embedding_.emplace(embedding);
   }
-  auto layers = register_module("h", std::make_shared<Prefix>());
-  for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) {
-    if (!has_layer(stages_, i)) continue;
-    numbers_.push_back(i);
-    layers_.emplace_back(
-        layers->register_module(std::to_string(i), std::make_shared<Gpt2Layer>(spec, i, axes)));
-  }
+  add_layers(*this, "h",
+             [&](std::int64_t number) { return std::make_shared<Gpt2Layer>(spec, number, axes); });
   if (!has_head(stages_)) return;
   const auto head = std::make_shared<Gpt2Head>(spec, axes.tensor);
   register_module("ln_f", head->norm());
   register_module("lm_head", head->lm_head());
-  if (tied_head) nn::tie(head->lm_head()->weight, embedding_->module()->wte()->weight);
+  if (ties_head()) nn::tie(head->lm_head()->weight, embedding_->module()->wte()->weight);
   head_.emplace(head);
 }
 
@@ -122,47 +182,7 @@ ModelOutput Gpt2Model::forward_stage(const StageInputs& inputs) {
   return {stage.head ? (*head_)(x, batch.targets) : std::move(x), {}};
 }
 
-DecoderCache Gpt2Model::make_cache(std::int64_t capacity) const {
-  return {std::vector<nn::KvCache>(layers_.size(), nn::KvCache(capacity))};
-}
-
-at::Tensor Gpt2Model::next_logits(const at::Tensor& input_ids) {
-  const at::NoGradGuard no_grad;
-  require_whole(*this);
-  at::Tensor x = embedding_->module()->forward(input_ids, {});
-  for (auto& layer : layers_) x = layer.module()->forward(x);
-  return head_->module()->forward(x.narrow(1, x.size(1) - 1, 1), std::nullopt).squeeze(1);
-}
-
-at::Tensor Gpt2Model::decode(const at::Tensor& input_ids, DecoderCache& cache) {
-  const at::NoGradGuard no_grad;
-  if (cache.length() == 0) require_whole(*this);
-  TESSERA_INVARIANT(cache.layers.size() == layers_.size(), "a cache of another model than GPT-2's");
-  at::Tensor x = embedding_->module()->at(input_ids, cache.length());
-  for (std::size_t i = 0; i < layers_.size(); ++i) {
-    x = layers_[i].module()->decode(x, cache.layers[i]);
-  }
-  return head_->module()->forward(x.narrow(1, x.size(1) - 1, 1), std::nullopt).squeeze(1);
-}
-
-std::vector<ModelUnit> Gpt2Model::units() {
-  std::vector<ModelUnit> units;
-  const bool tied = spec_.tie_word_embeddings;
-  if (embedding_ && !tied) units.push_back(unit_of(*embedding_, kEmbeddingUnit));
-  for (std::size_t i = 0; i < layers_.size(); ++i) {
-    units.push_back(unit_of(layers_[i], concat("h.", numbers_[i])));
-  }
-  if (head_ && !tied) units.push_back(unit_of(*head_, kGpt2HeadUnit));
-  return units;
-}
-
-void Gpt2Model::set_recompute(RecomputeMode mode) {
-  for (auto& layer : layers_) layer.module()->set_recompute(mode);
-}
-
-std::string Gpt2Model::canonical_name(const std::string& unit, const std::string& path) const {
-  return unit == kEmbeddingUnit || unit == kGpt2HeadUnit ? path : unit + "." + path;
-}
+}  // namespace
 
 std::shared_ptr<LanguageModel> build_gpt2(const ModelSpec& spec, const ModelAxes& axes) {
   return std::make_shared<Gpt2Model>(spec, axes);

@@ -163,7 +163,7 @@ const FamilyTraits& llama4_traits() {
       .shared_module = "shared_expert",
       .read = read_llama4,
       .write = write_llama4,
-      .moe_names = {.module = "feed_forward"},
+      .moe_names = {.module = "feed_forward", .peft_swaps_factors = true},
       .whole = Multimodal{.architecture = "Llama4ForConditionalGeneration",
                           .model_type = "llama4",
                           .keys_beside = {"boi_token_index", "eoi_token_index", "image_token_index",

@@ -58,7 +58,8 @@ const FamilyTraits& mixtral_traits() {
       .moe_names = {.module = "block_sparse_moe",
                     .gate = "w1.weight",
                     .up = "w3.weight",
-                    .down = "w2.weight"},
+                    .down = "w2.weight",
+                    .module_in_transformers = "mlp"},
   };
   return traits;
 }

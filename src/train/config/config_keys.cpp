@@ -501,8 +501,10 @@ void add_adapters_and_scaler(std::vector<ConfigKey>& keys) {
       .key("targets", &R::targets,
            {"patterns",
             "Linear layers that get an adapter, by the end of their names: q_proj, "
-            "layers.0.self_attn.*."})
-      .key("dropout", &R::dropout, {"", "Share of an adapter's input that is dropped in training."},
+            "layers.0.self_attn.*; products of experts where they are named: "
+            "experts.gate_up_proj, experts.down_proj."})
+      .key("dropout", &R::dropout,
+           {"", "Share of an adapter's input that is dropped in training; none of experts'."},
            below_one());
   using S = GradScalerOptions;
   Section(keys, "grad_scaler", &Config::grad_scaler)

@@ -42,7 +42,7 @@ void check_pipeline(const PipelineConfig& section) {
 }
 
 /// Also with mode off, so that one configuration serves with and without.
-void check_compile(const Config& config) {
+void check_compile(const Config& config, Verb verb) {
   const CompileConfig& section = config.compile;
   if (section.passes) capture::check_passes(*section.passes);
   if (section.mode == CompileChoice::kOff) return;
@@ -57,7 +57,7 @@ void check_compile(const Config& config) {
                 "offload_folder: the steps of a pipeline have the plan of its schedule; set "
                 "compile.mode = \"off\" and "
                 "pipeline.reshard, or pipeline_parallel_degree = 1");
-  if (section.memory_budget) {
+  if (section.memory_budget && verb != Verb::kGradients) {  // which has its batch's
     require_seq_len(config.training,
                     "; compile.memory_budget needs it to count activations, also beside data that "
                     "has its own");
@@ -132,11 +132,7 @@ void check_sources(const DataConfig& data) {
                 "data.path and data.source: found both, expected one; move the path into a table "
                 "[[data.source]] of its own");
   if (data.source.empty()) return;
-  for (const NamedSource& source : sources_of(data)) {
-    TESSERA_CHECK(data_kind(source.path, source.key) != DataKind::kBatches, ErrorKind::kConfig,
-                  source.key, ": found ", source.path[0],
-                  ", batches that are ready-made, expected text or .bin; give it as data.path");
-  }
+  for (const NamedSource& source : sources_of(data)) require_no_batches(source);
   double sum = 0;
   for (const DataSource& source : data.source) sum += source.weight;
   for (std::size_t i = 0; i < data.source.size(); ++i) {
@@ -230,7 +226,7 @@ std::string absolute_under(const fs::path& base, const std::string& folder) {
 void validate(const Config& config, Verb verb) {
   check_device(config);
   check_pipeline(config.pipeline);
-  check_compile(config);
+  check_compile(config, verb);
   validate(config.grad_scaler);
   check_model(config.model);
   check_lora(config.lora, config.model);
@@ -295,6 +291,12 @@ std::vector<NamedSource> sources_of(const DataConfig& data) {
     sources.push_back({concat(kSourceKey, "[", sources.size() + 1, "].path"), source.path});
   }
   return sources;
+}
+
+void require_no_batches(const NamedSource& source) {
+  TESSERA_CHECK(data_kind(source.path, source.key) != DataKind::kBatches, ErrorKind::kConfig,
+                source.key, ": found ", source.path[0],
+                ", batches that are ready-made, expected text or .bin; give it as data.path");
 }
 
 DataKind data_kind(const DataConfig& data) {

@@ -68,6 +68,8 @@ struct NamedSource {
   std::vector<std::string> path;
 };
 inline constexpr auto kSourceKey = "data.source";
+/// Errors: kConfig for batches that are ready-made, which are no source beside others.
+void require_no_batches(const NamedSource& source);
 /// data.path, or the tables of [[data.source]].
 std::vector<NamedSource> sources_of(const DataConfig& data);
 

@@ -1,346 +1,15 @@
 #include "train/data/data.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 
-#include <algorithm>
-#include <filesystem>
-#include <span>
-#include <system_error>
-
-#include "base/random.h"
-#include "base/text/printable.h"
 #include "comm/host_read.h"
-#include "io/token_source.h"
 #include "nn/loss.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
-#include "train/data/data_files.h"
 #include "train/data/data_replay.h"
-#include "train/data/document_rows.h"
-#include "train/data/source_draw.h"
+#include "train/data/token_batches.h"
 
 namespace tessera::train {
-namespace {
-
-/// Rows of seq_len + 1 tokens: whole documents, or stretches that do not overlap, whose remainder is
-/// dropped.
-struct SourceRows {
-  std::unique_ptr<TokenSource> tokens;
-  std::optional<DocumentRows> documents;
-  RowOrder order;
-  std::int64_t count;
-  std::string packing;  ///< a line about it, or nothing
-
-  std::vector<DocumentPiece> pieces(std::int64_t row, std::int64_t row_tokens) const {
-    if (!documents) return {{row * row_tokens, row_tokens}};
-    const auto of_row = documents->row(row);
-    return {of_row.begin(), of_row.end()};
-  }
-};
-
-/// Where the inputs and targets of a row go; starts (nn/documents.h) where rows are packed.
-struct RowPlaces {
-  std::int64_t* inputs;
-  std::int64_t* targets;
-  std::int64_t* starts;
-
-  void next(std::int64_t row_tokens) {
-    inputs += row_tokens;
-    targets += row_tokens;
-    if (starts != nullptr) starts += row_tokens;
-  }
-};
-
-class TokenBatches final : public BatchSource {
- public:
-  TokenBatches(std::vector<SourceRows> sources, std::optional<SourceDraw> draw,
-               std::int64_t seq_len, std::int64_t rows_in_step, std::int64_t vocab_size)
-      : sources_(std::move(sources)),
-        draw_(std::move(draw)),
-        seq_len_(seq_len),
-        rows_in_step_(rows_in_step),
-        vocab_size_(vocab_size),
-        packs_(std::ranges::any_of(
-            sources_, [](const SourceRows& rows) { return rows.documents.has_value(); })) {}
-
-  std::int64_t rows_in_step() const override { return rows_in_step_; }
-  std::int64_t row_tokens() const override { return seq_len_; }
-  std::int64_t rows_in_pass() const override { return sources_.front().count; }
-
-  MicroBatch load(std::int64_t step, RowRange rows) const override {
-    MicroBatch batch{at::empty({rows.size(), seq_len_}, at::kLong),
-                     at::empty({rows.size(), seq_len_}, at::kLong)};
-    if (packs_) batch.documents.starts = at::empty_like(batch.input_ids);
-    RowPlaces places{batch.input_ids.mutable_data_ptr<std::int64_t>(),
-                     batch.targets.mutable_data_ptr<std::int64_t>(),
-                     packs_ ? batch.documents.starts.mutable_data_ptr<std::int64_t>() : nullptr};
-    const std::int64_t first = (step - 1) * rows_in_step_;
-    for (const SourceDraw::Row& row : drawn(first + rows.begin, first + rows.end)) {
-      load_row(row, places);
-      places.next(seq_len_);
-      if (draw_) batch.sources.push_back(row.source);
-    }
-    return batch;
-  }
-
-  void check_labels(std::int64_t steps) override {
-    if (steps == 0) return;
-    const std::int64_t positions = steps * rows_in_step_;
-    const auto counts = draw_ ? draw_->counts(positions) : std::vector<std::int64_t>{positions};
-    for (std::size_t i = 0; i < sources_.size(); ++i) {
-      const SourceRows& source = sources_[i];
-      const std::int64_t rows = std::min(counts[i], source.count);
-      for (std::int64_t row = 0; row < rows; ++row) {
-        for (const auto& piece : source.pieces(source.order.row_at(row), seq_len_ + 1)) {
-          // Its first token is no target.
-          const std::int64_t begin = piece.begin + 1;
-          if (piece.count > 1 && source.tokens->has_target(begin, begin + piece.count - 1)) return;
-        }
-      }
-    }
-    throw Error(
-        ErrorKind::kFormat,
-        concat(sources_.front().tokens->name(), ": found no kept label in the rows of steps 1 to ",
-               steps, ", expected a mask with a byte that is not 0 among their targets"));
-  }
-
-  std::size_t sources() const override { return sources_.size(); }
-
-  std::vector<double> shares(std::int64_t step) const override {
-    std::vector<double> shares;
-    if (!draw_) return shares;
-    const std::int64_t rows = step * rows_in_step_;
-    for (const std::int64_t count : draw_->counts(rows)) {
-      shares.push_back(static_cast<double>(count) / static_cast<double>(rows));
-    }
-    return shares;
-  }
-
-  std::vector<std::string> in_words() const override {
-    std::vector<std::string> lines;
-    for (std::size_t i = 0; draw_ && i < sources_.size(); ++i) {
-      lines.push_back(concat("source ", i + 1, ": ", 100.0 * draw_->share(i),
-                             "% of the rows out of ", sources_[i].count, " in ",
-                             sources_[i].tokens->name()));
-    }
-    for (const SourceRows& source : sources_) {
-      if (!source.packing.empty()) lines.push_back(source.packing);
-    }
-    return lines;
-  }
-
- private:
-  std::vector<SourceDraw::Row> drawn(std::int64_t begin, std::int64_t end) const {
-    if (draw_) return draw_->rows(begin, end);
-    std::vector<SourceDraw::Row> rows;
-    for (; begin < end; ++begin) rows.push_back({0, begin});
-    return rows;
-  }
-
-  void load_row(const SourceDraw::Row& row, const RowPlaces& places) const {
-    const SourceRows& source = sources_[row.source];
-    const TokenSource& tokens = *source.tokens;
-    const auto length = static_cast<std::size_t>(seq_len_) + 1;
-    std::vector<std::int64_t> ids(length), starts(length);
-    std::vector<std::uint8_t> is_target(length);
-    std::size_t at = 0;
-    for (const auto& piece : source.pieces(source.order.row_at(row.number), seq_len_ + 1)) {
-      const auto count = static_cast<std::size_t>(piece.count);
-      const auto part = std::span(ids).subspan(at, count);
-      tokens.copy(piece.begin, part);
-      check_ids(tokens, piece.begin, part, vocab_size_);
-      const auto marks = std::span(is_target).subspan(at, count);
-      std::ranges::fill(marks, 1);
-      if (tokens.has_mask()) tokens.copy_mask(piece.begin, marks);
-      marks.front() = 0;  // nothing in front of it is to predict it
-      std::ranges::fill(std::span(starts).subspan(at, count), static_cast<std::int64_t>(at));
-      at += count;
-    }
-    // Empty places are a document of their own, which has no target.
-    std::ranges::fill(std::span(starts).subspan(at), static_cast<std::int64_t>(at));
-    for (std::size_t t = 0; t + 1 < length; ++t) {
-      places.inputs[t] = ids[t];
-      places.targets[t] = is_target[t + 1] == 0 ? nn::kIgnoredLabel : ids[t + 1];
-      if (places.starts != nullptr) places.starts[t] = starts[t];
-    }
-  }
-
-  std::vector<SourceRows> sources_;
-  std::optional<SourceDraw> draw_;  // none of one source
-  std::int64_t seq_len_;
-  std::int64_t rows_in_step_;
-  std::int64_t vocab_size_;
-  bool packs_;  // some rows hold several documents
-};
-
-/// First: of a name that is not there nobody knows whether it is text.
-void require_there(const NamedSource& source) {
-  namespace fs = std::filesystem;
-  for (const std::string& path : source.path) {
-    std::error_code ignored;
-    TESSERA_CHECK(fs::status(path, ignored).type() != fs::file_type::not_found, ErrorKind::kIo,
-                  source.key, ": cannot open ", shown(path),
-                  ": found no such file or folder, expected a text file, a folder of *.txt, "
-                  "NAME.bin or X.safetensors");
-  }
-}
-
-/// The files of a source, and where documents end in all of them together.
-class Parts {
- public:
-  explicit Parts(bool has_documents) : has_documents_(has_documents) {}
-
-  /// Texts that follow each other, then cleared.
-  void add_texts(std::vector<std::filesystem::path>& texts) {
-    if (texts.empty()) return;
-    auto corpus = texts.size() == 1 ? std::make_unique<TextCorpus>(texts[0])
-                                    : std::make_unique<TextCorpus>(texts);
-    add_ends(corpus->document_ends());
-    add(std::move(corpus));
-    texts.clear();
-  }
-
-  void add_tokens(const std::string& path) {
-    auto file = std::make_unique<TokenFile>(path);
-    if (has_documents_) {
-      const auto borders = borders_beside(path);
-      std::error_code ignored;
-      TESSERA_CHECK(std::filesystem::exists(borders, ignored), ErrorKind::kFormat,
-                    "data.packing = documents: found no ", shown(borders.native()), " beside ",
-                    shown(path),
-                    ", expected the ends of its documents, which tools/tokenize.py "
-                    "writes; or set data.packing = stream");
-      add_ends(read_document_ends(borders, file->num_tokens()));
-    }
-    add(std::move(file));
-  }
-
-  const std::vector<std::int64_t>& ends() const { return ends_; }
-
-  std::unique_ptr<TokenSource> joined() {
-    if (parts_.size() == 1) return std::move(parts_.front());
-    return std::make_unique<JoinedTokens>(std::move(parts_));
-  }
-
- private:
-  void add(std::unique_ptr<TokenSource> part) {
-    tokens_ += part->num_tokens();
-    parts_.push_back(std::move(part));
-  }
-  void add_ends(std::span<const std::int64_t> ends) {
-    for (const std::int64_t end : ends) ends_.push_back(tokens_ + end);
-  }
-
-  bool has_documents_;
-  std::int64_t tokens_ = 0;
-  std::vector<std::unique_ptr<TokenSource>> parts_;
-  std::vector<std::int64_t> ends_;
-};
-
-Parts open_parts(const NamedSource& source, const Vocabulary& vocabulary, bool has_documents) {
-  require_there(source);
-  Parts parts(has_documents);
-  std::vector<std::filesystem::path> texts;
-  for (const std::string& path : source.path) {
-    if (path.ends_with(".bin")) {
-      parts.add_texts(texts);
-      parts.add_tokens(path);
-      continue;
-    }
-    TESSERA_CHECK(vocabulary.reads_bytes, ErrorKind::kConfig, source.key, ": found text (",
-                  shown(path),
-                  "), but this model has a tokenizer of its own; make NAME.bin of the text with "
-                  "tools/tokenize.py");
-    texts.emplace_back(path);
-  }
-  parts.add_texts(texts);
-  return parts;
-}
-
-/// What is to be said of a source's rows.
-std::string packing_in_words(const TokenSource& tokens, const std::optional<DocumentRows>& packed,
-                             std::optional<Packing> asked, std::int64_t row) {
-  if (packed) {
-    const auto places = static_cast<double>(packed->rows()) * static_cast<double>(row);
-    return concat("packing: ", packed->documents(), " documents in ", packed->rows(), " rows of ",
-                  row, " tokens, ", packed->cut_documents(), " longer than a row and cut, ",
-                  100.0 * static_cast<double>(packed->empty_places()) / places,
-                  "% of the places empty, in ", tokens.name());
-  }
-  if (asked || !tokens.has_mask()) return {};
-  return concat(
-      "packing: rows are cut out of one stream, since no NAME.docs.bin says where "
-      "documents end in ",
-      tokens.name());
-}
-
-SourceRows open_rows(const NamedSource& source, const BatchRequest& request, std::uint64_t seed,
-                     std::int64_t rows_in_step) {
-  const bool packs = packs_documents(source.path, request.packing);
-  const std::int64_t row = *request.training.seq_len + 1;
-  std::optional<DocumentRows> packed;
-  auto tokens = open_as(source.key, [&] {
-    auto parts = open_parts(source, request.vocabulary, packs);
-    if (packs) packed.emplace(parts.ends(), row);
-    return parts.joined();
-  });
-  const std::int64_t rows = packed ? packed->rows() : tokens->num_tokens() / row;
-  TESSERA_CHECK(rows > 0, ErrorKind::kFormat, source.key, ": found ", tokens->num_tokens(),
-                " tokens in ", tokens->name(), ", expected at least one row of ", row,
-                " (training.seq_len + 1)");
-  open_as(source.key, [&] { tokens->check_vocabulary(request.vocabulary.size); });
-  auto words = packing_in_words(*tokens, packed, request.packing, row);
-  return {std::move(tokens), std::move(packed), RowOrder(seed, rows, rows_in_step), rows,
-          std::move(words)};
-}
-
-std::unique_ptr<BatchSource> open_tokens(const BatchRequest& request) {
-  const BatchSizes sizes = resolve_batch(request.training, request.data_ranks);
-  require_seq_len(request.training);
-  constexpr double kMostRows = 9e18;  // of a run: they are counted in 63 bits
-  TESSERA_CHECK(static_cast<double>(request.steps) * static_cast<double>(sizes.global) <= kMostRows,
-                ErrorKind::kConfig, "training.global_batch_size: found ", sizes.global,
-                " rows a step for ", request.steps, " steps, expected at most ", kMostRows,
-                " rows in all; lower either");
-  std::vector<SourceRows> sources;
-  std::optional<SourceDraw> draw;
-  if (request.sources.empty()) {
-    sources.push_back(open_rows({request.key, request.path}, request, request.seed, sizes.global));
-  } else {
-    std::vector<double> weights;
-    for (const NamedSource& source : sources_of({{}, request.sources})) {
-      // Of its own, else sources of one length would come in one order.
-      const auto seed = stream_of(request.seed, source.key);
-      weights.push_back(request.sources[weights.size()].weight);
-      sources.push_back(open_rows(source, request, seed, sizes.global));
-    }
-    if (sources.size() > 1) draw.emplace(request.seed, weights);
-  }
-  return std::make_unique<TokenBatches>(std::move(sources), std::move(draw),
-                                        *request.training.seq_len, sizes.global,
-                                        request.vocabulary.size);
-}
-
-std::unique_ptr<BatchSource> open_replay(const BatchRequest& request) {
-  auto batches = std::make_unique<ReplayedBatches>(request.path[0], StepsPrefix::kPreferred,
-                                                   request.vocabulary);
-  const TrainingConfig& training = request.training;
-  TESSERA_CHECK(request.packing != Packing::kDocuments, ErrorKind::kConfig,
-                "data.packing: found documents, but the rows of ", request.path[0],
-                " are made already; leave it out");
-  TESSERA_CHECK(!training.seq_len || *training.seq_len == batches->row_tokens(), ErrorKind::kConfig,
-                "training.seq_len: found ", *training.seq_len, ", expected ", batches->row_tokens(),
-                ", the columns of ", request.path[0], "; or leave it out");
-  TESSERA_CHECK(
-      training.global_batch_size == -1 || training.global_batch_size == batches->rows_in_step(),
-      ErrorKind::kConfig, "training.global_batch_size: found ", training.global_batch_size,
-      ", expected ", batches->rows_in_step(), ", the rows of a batch of ", request.path[0],
-      "; or leave it out");
-  return batches;
-}
-
-}  // namespace
 
 std::int64_t MicroBatch::kept_labels() const { return nn::count_kept(targets); }
 
@@ -359,8 +28,13 @@ MicroBatch MicroBatch::on(at::Device device, const models::LanguageModel& model)
   if (device.is_cpu()) return *this;
   model.check_values(inputs());
   const auto there = [&](const at::Tensor& tensor) { return comm::uploaded(tensor, device); };
-  MicroBatch batch{there(input_ids), there(targets)};
-  if (images)
+  const bool embeds = models::has_embedding(model.stages());
+  const auto sizes_alone = [&](const at::Tensor& ids) {
+    return at::empty({1}, ids.options().device(device)).expand(ids.sizes());
+  };
+  MicroBatch batch{embeds ? there(input_ids) : sizes_alone(input_ids),
+                   models::has_head(model.stages()) ? there(targets) : targets};
+  if (images && embeds)
     batch.images = models::Images{there(images->pixel_values), there(images->position_ids)};
   if (token_types) batch.token_types = there(*token_types);
   if (documents.are_packed()) batch.documents.starts = there(documents.starts);
@@ -371,7 +45,7 @@ MicroBatch MicroBatch::on(at::Device device, const models::LanguageModel& model)
 std::unique_ptr<BatchSource> open_batches(const BatchRequest& request) {
   const bool is_replayed =
       request.sources.empty() && data_kind(request.path, request.key) == DataKind::kBatches;
-  if (!is_replayed) return open_tokens(request);
+  if (!is_replayed) return open_token_batches(request);
   return open_as(request.key, [&] { return open_replay(request); });
 }
 
@@ -381,6 +55,7 @@ std::unique_ptr<BatchSource> open_gradients_batch(const std::string& path,
   auto batches = std::make_unique<ReplayedBatches>(path, StepsPrefix::kIgnored, vocabulary);
   TESSERA_CHECK(batches->steps() == 1, ErrorKind::kFormat, path, ": found ", batches->steps(),
                 " batches in input_ids, expected one, [B,T]");
+  batches->check_labels(1);  // looks at all of it: what is wrong is refused before the first step
   if (routing) batches->impose(*routing);
   return batches;
 }

@@ -38,8 +38,9 @@ struct MicroBatch {
   /// With the targets: for the loss.
   models::ModelInputs inputs() const;
   /// The same where `model` computes: on a device by pinned memory, without a wait of the host. Layers
-  /// there cannot look at values without one, so they are looked at before. Errors: kFormat, as
-  /// LanguageModel::check_values.
+  /// there cannot look at values without one, so they are looked at before. Of a pipeline's rank what
+  /// its stages read: without the embedding ids have sizes alone, without the head targets stay on the
+  /// host. Errors: kFormat, as LanguageModel::check_values.
   MicroBatch on(at::Device device, const models::LanguageModel& model) const;
 };
 

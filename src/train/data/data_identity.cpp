@@ -29,11 +29,11 @@ class Content {
     bytes_ += size;
     add_text(concat(size, "\n"));
     if (size <= whole_bytes_) return add_range(file, 0, size);
-    const std::int64_t sample = whole_bytes_ / kSamples;
+    const std::int64_t distance = (size - kSampleBytes) / (kSamples - 1);
     for (std::int64_t i = 0; i + 1 < kSamples; ++i) {
-      add_range(file, (size - sample) / (kSamples - 1) * i, sample);
+      add_range(file, distance * i / kSampleBytes * kSampleBytes, kSampleBytes);
     }
-    add_range(file, size - sample, sample);
+    add_range(file, size - kSampleBytes, kSampleBytes);
   }
   void add_text(const std::string& text) { hash_.add(text); }
 
@@ -85,7 +85,7 @@ CheckpointData data_identity(const DataConfig& data, std::int64_t seq_len,
   std::int64_t token_files = 0;
   for (const NamedSource& source : sources)
     token_files += std::ranges::count_if(source.path, is_tokens);
-  constexpr std::int64_t kLeastBytes = kSamples << 12;  // a page each
+  constexpr std::int64_t kLeastBytes = kSamples * kSampleBytes;
   Content content(
       std::max(kHashedWholeBytes / std::max<std::int64_t>(token_files, 1), kLeastBytes));
   CheckpointData identity;

@@ -14,10 +14,12 @@
 
 namespace tessera::train {
 
-/// A file up to this size is hashed whole; of a larger one as many bytes, in kSamples equal parts
-/// at equal distances, its beginning and end among them. Several files of tokens share it.
+/// A file up to this size is hashed whole; several files of tokens share it. Of a larger one
+/// kSamples parts of kSampleBytes, its beginning and end among them, the others at equal distances
+/// and on pages of a file.
 inline constexpr std::int64_t kHashedWholeBytes = std::int64_t{64} << 20;
 inline constexpr std::int64_t kSamples = 64;
+inline constexpr std::int64_t kSampleBytes = 4096;
 
 /// Of data.path or [[data.source]], without patterns (data_files.h). Weights count. Reads the files.
 /// Errors: kIo, kFormat for what is not there.

@@ -150,14 +150,9 @@ std::optional<ReplayedImages> ReplayedImages::open(const SafetensorsFile& file,
                                                    const models::ImageTokens& tokens,
                                                    const BatchSize& size,
                                                    const std::string& ids_name) {
+  if (file.header().find("pixel_values") == nullptr) return std::nullopt;
   const TensorInfo& ids_info = find_integers(file, ids_name);
   const at::Tensor ids = read_integers(file, ids_info, 0, ids_info.numel());
-  if (file.header().find("pixel_values") == nullptr) {
-    TESSERA_CHECK(!ids.eq(tokens.id).any().item<bool>(), ErrorKind::kFormat, shown(file.path()),
-                  ": found image tokens (id ", tokens.id, ") in ", ids_name,
-                  " without pixel_values, expected their images");
-    return std::nullopt;
-  }
   ReplayedImages result;
   result.size_ = size;
   result.images_ = read_images(file, tokens.patches);
@@ -212,13 +207,12 @@ bool is_read(std::string_view name, bool images) {
 
 ReplayedBatches::ReplayedBatches(const std::string& path, StepsPrefix prefix,
                                  const Vocabulary& vocabulary)
-    : file_(path) {
+    : file_(path), vocabulary_(vocabulary) {
   const bool prefixed =
       prefix == StepsPrefix::kPreferred && file_.header().find("steps/input_ids") != nullptr;
   input_name_ = prefixed ? "steps/input_ids" : "input_ids";
   label_name_ = prefixed ? "steps/labels" : "labels";
   check_shapes();
-  check_values(vocabulary);
   warn_of_others(vocabulary.images.has_value());
   if (!vocabulary.images) return;
   const BatchSize size{steps_, rows_, columns_};
@@ -290,41 +284,39 @@ at::Tensor ReplayedBatches::read(const TensorInfo& tensor, std::int64_t step_ind
       .view({rows.size(), columns_});
 }
 
-void ReplayedBatches::check_values(const Vocabulary& vocabulary) {
-  const TensorInfo& inputs = find(input_name_);
-  const TensorInfo& labels = find(label_name_);
-  for (std::int64_t step = 0; step < steps_; ++step) {
-    std::int64_t kept = 0;
-    for (std::int64_t row = 0; row < rows_; ++row) {
-      const at::Tensor ids = read(inputs, step, {row, row + 1});
-      const at::Tensor wanted = read(labels, step, {row, row + 1});
-      const auto* id = ids.const_data_ptr<std::int64_t>();
-      const auto* label = wanted.const_data_ptr<std::int64_t>();
-      for (std::int64_t t = 0; t < columns_; ++t) {
-        TESSERA_CHECK(id[t] >= 0 && id[t] < vocabulary.size, ErrorKind::kFormat,
-                      shown(file_.path()), ": found the token id ", id[t], " in ", input_name_,
-                      " (row ", row, ", column ", t, "), expected 0 to ", vocabulary.size - 1,
-                      ", the model's vocabulary");
-        TESSERA_CHECK(t == 0 || label[t] == nn::kIgnoredLabel ||
-                          (label[t] >= 0 && label[t] < vocabulary.size),
-                      ErrorKind::kFormat, shown(file_.path()), ": found the label ", label[t],
-                      " in ", label_name_, " (row ", row, ", column ", t,
-                      "), expected -100 or 0 to ", vocabulary.size - 1);
-        if (t > 0 && label[t] != nn::kIgnoredLabel) ++kept;  // column 0 is predicted by nothing
-      }
-    }
-    has_label_.push_back(kept > 0);
+void ReplayedBatches::check_values(const Rows& of, const at::Tensor& ids,
+                                   const at::Tensor& labels) const {
+  const auto* id = ids.const_data_ptr<std::int64_t>();
+  const auto* label = labels.const_data_ptr<std::int64_t>();
+  const auto place = [&](std::int64_t at) {
+    return concat(" (", steps_ > 1 ? concat("step ", of.step_index + 1, " of the file, ") : "",
+                  "row ", of.rows.begin + at / columns_, ", column ", at % columns_, ")");
+  };
+  const std::int64_t size = vocabulary_.size;
+  for (std::int64_t i = 0; i < ids.numel(); ++i) {
+    TESSERA_CHECK(id[i] >= 0 && id[i] < size, ErrorKind::kFormat, shown(file_.path()),
+                  ": found the token id ", id[i], " in ", input_name_, place(i), ", expected 0 to ",
+                  size - 1, ", the model's vocabulary");
+    TESSERA_CHECK(images_ || !vocabulary_.images || id[i] != vocabulary_.images->id,
+                  ErrorKind::kFormat, shown(file_.path()), ": found an image token (id ", id[i],
+                  ") in ", input_name_, place(i), " without pixel_values, expected their images");
+    // Column 0 is predicted by nothing.
+    TESSERA_CHECK(
+        i % columns_ == 0 || label[i] == nn::kIgnoredLabel || (label[i] >= 0 && label[i] < size),
+        ErrorKind::kFormat, shown(file_.path()), ": found the label ", label[i], " in ",
+        label_name_, place(i), ", expected -100 or 0 to ", size - 1);
   }
-  check_labels(steps_);
 }
 
 void ReplayedBatches::check_labels(std::int64_t steps) {
   if (steps == 0) return;
-  const auto end = has_label_.begin() + std::min(steps, steps_);
-  TESSERA_CHECK(std::find(has_label_.begin(), end, true) != end, ErrorKind::kFormat,
-                shown(file_.path()), ": found no kept label in ", label_name_,
-                steps < steps_ ? concat(" of steps 1 to ", steps) : std::string(),
-                ", expected at least one that is not -100 after column 0");
+  for (std::int64_t step = 1; step <= std::min(steps, steps_); ++step) {
+    if (load(step, {0, rows_}).kept_labels() > 0) return;
+  }
+  throw Error(ErrorKind::kFormat,
+              concat(shown(file_.path()), ": found no kept label in ", label_name_,
+                     steps < steps_ ? concat(" of steps 1 to ", steps) : std::string(),
+                     ", expected at least one that is not -100 after column 0"));
 }
 
 MicroBatch ReplayedBatches::load(std::int64_t step, RowRange rows) const {
@@ -332,7 +324,9 @@ MicroBatch ReplayedBatches::load(std::int64_t step, RowRange rows) const {
   const std::int64_t index = (step - 1) % steps_;
   MicroBatch batch;
   batch.input_ids = read(find(input_name_), index, rows);
-  batch.targets = nn::next_token_targets(read(find(label_name_), index, rows));
+  const at::Tensor labels = read(find(label_name_), index, rows);
+  check_values({index, rows}, batch.input_ids, labels);
+  batch.targets = nn::next_token_targets(labels);
   if (images_) images_->load(index, rows, batch);
   if (!routing_) return batch;
   for (const std::int64_t layer : routing_->layers) {
@@ -343,6 +337,24 @@ MicroBatch ReplayedBatches::load(std::int64_t step, RowRange rows) const {
                                         .view({rows.size() * columns_, k}));
   }
   return batch;
+}
+
+std::unique_ptr<BatchSource> open_replay(const BatchRequest& request) {
+  auto batches = std::make_unique<ReplayedBatches>(request.path[0], StepsPrefix::kPreferred,
+                                                   request.vocabulary);
+  const TrainingConfig& training = request.training;
+  TESSERA_CHECK(request.packing != Packing::kDocuments, ErrorKind::kConfig,
+                "data.packing: found documents, but the rows of ", request.path[0],
+                " are made already; leave it out");
+  TESSERA_CHECK(!training.seq_len || *training.seq_len == batches->row_tokens(), ErrorKind::kConfig,
+                "training.seq_len: found ", *training.seq_len, ", expected ", batches->row_tokens(),
+                ", the columns of ", request.path[0], "; or leave it out");
+  TESSERA_CHECK(
+      training.global_batch_size == -1 || training.global_batch_size == batches->rows_in_step(),
+      ErrorKind::kConfig, "training.global_batch_size: found ", training.global_batch_size,
+      ", expected ", batches->rows_in_step(), ", the rows of a batch of ", request.path[0],
+      "; or leave it out");
+  return batches;
 }
 
 }  // namespace tessera::train

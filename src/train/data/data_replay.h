@@ -7,10 +7,12 @@
 // Images: `pixel_values` [N,P,3*patch^2] and `image_position_ids` [N,P,2] serve every step of the
 // file; `mm_token_type_ids` has the shape of the ids it stands beside. Image n belongs to the n-th
 // run of type 1, row-major over the batch, and travels with its row, so the images of consecutive
-// rows lie together. Everything is checked when the file is opened. Next: models/patch_grid.h.
+// rows lie together. Shapes, and where there are images which are whose, are checked when the file is
+// opened; ids and labels where they are read. Next: models/patch_grid.h.
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -74,17 +76,26 @@ class ReplayedBatches final : public BatchSource {
   const TensorInfo& find(const std::string& name) const;
   at::Tensor read(const TensorInfo& tensor, std::int64_t step_index, RowRange rows) const;
   void check_shapes();
-  void check_values(const Vocabulary& vocabulary);
+  /// Which rows were read, in the step of the file, from 0.
+  struct Rows {
+    std::int64_t step_index = 0;
+    RowRange rows;
+  };
+  /// Errors: kFormat naming the place of an id or a label outside the vocabulary.
+  void check_values(const Rows& of, const at::Tensor& ids, const at::Tensor& labels) const;
 
   SafetensorsFile file_;
+  Vocabulary vocabulary_;
   std::optional<ReplayedImages> images_;
   std::optional<RoutingWanted> routing_;
   std::string input_name_;
   std::string label_name_;
-  std::int64_t steps_ = 1;       // S
-  std::int64_t rows_ = 0;        // B
-  std::int64_t columns_ = 0;     // T
-  std::vector<bool> has_label_;  // [S]
+  std::int64_t steps_ = 1;    // S
+  std::int64_t rows_ = 0;     // B
+  std::int64_t columns_ = 0;  // T
 };
+
+/// The batches of data.path, one file. Errors: as open_batches.
+std::unique_ptr<BatchSource> open_replay(const BatchRequest& request);
 
 }  // namespace tessera::train

@@ -16,6 +16,7 @@
 #include "io/folder.h"
 #include "models/description.h"
 #include "models/expert_bias.h"
+#include "models/family.h"
 #include "tessera/error.h"
 #include "tessera/world.h"
 #include "train/hf/model_source.h"
@@ -196,13 +197,46 @@ constexpr std::string_view kPeftPrefix = "base_model.model.";
 
 std::string last_component(const std::string& name) { return name.substr(name.rfind('.') + 1); }
 
-/// peft matches whole names or their last components: the short form where it means the same.
+/// Modules that have an adapter. peft matches whole names or their last components: the short form
+/// where it means the same.
 std::vector<std::string> target_modules(const ModelSource& source) {
-  const std::set<std::string> adapted(source.lora.layers.begin(), source.lora.layers.end());
-  std::set<std::string> endings;
-  for (const std::string& layer : adapted) endings.insert(last_component(layer));
+  std::set<std::string> adapted, endings;
+  for (const std::string& layer : source.lora.layers) {
+    if (models::is_of_experts(layer)) continue;
+    adapted.insert(layer);
+    endings.insert(last_component(layer));
+  }
   for (const std::string& module : models::module_names(source.description.parameters)) {
+    if (models::is_of_experts(module)) continue;  // parameters there
     if (endings.contains(last_component(module)) && !adapted.contains(module)) {
+      return {adapted.begin(), adapted.end()};
+    }
+  }
+  return {endings.begin(), endings.end()};
+}
+
+/// Experts' products are parameters in transformers, of modules that may have other names than in
+/// files.
+std::string in_transformers(const models::ModelSpec& spec, const std::string& name) {
+  const models::MoeNames& names = models::traits(spec.family).moe_names;
+  const std::string file = concat(".", names.module, ".");
+  const std::size_t at = name.find(file);
+  if (names.module_in_transformers.empty() || at == std::string::npos) return name;
+  return std::string(name).replace(at + 1, names.module.size(), names.module_in_transformers);
+}
+
+/// Parameters that have an adapter, by the end of their names where that means the same.
+std::vector<std::string> target_parameters(const ModelSource& source) {
+  std::set<std::string> adapted, endings;
+  for (const std::string& layer : source.lora.layers) {
+    if (!models::is_of_experts(layer)) continue;
+    adapted.insert(in_transformers(source.spec, layer));
+    endings.insert(concat("experts.", last_component(layer)));
+  }
+  for (const auto& row : source.description.parameters) {
+    if (!models::is_of_experts(row.name)) continue;
+    if (endings.contains(concat("experts.", last_component(row.name))) &&
+        !adapted.contains(in_transformers(source.spec, row.name))) {
       return {adapted.begin(), adapted.end()};
     }
   }
@@ -217,56 +251,124 @@ nlohmann::ordered_json number(double value) {
 }
 
 std::string adapter_config(const ModelSource& source) {
-  const nlohmann::ordered_json config = {
-      {"peft_type", "LORA"},
-      {"task_type", "CAUSAL_LM"},
-      {"base_model_name_or_path", source.folder->path().string()},
-      {"r", source.lora.rank},
-      {"lora_alpha", number(source.lora.alpha)},
-      {"lora_dropout", source.lora.dropout},
-      {"target_modules", target_modules(source)},
-      {"bias", "none"},
-      {"fan_in_fan_out", false},
-      {"inference_mode", true},
-      {"init_lora_weights", true},
-      {"modules_to_save", nullptr},
-      {"use_dora", false},
-      {"use_rslora", false}};
+  nlohmann::ordered_json config = {{"peft_type", "LORA"},
+                                   {"task_type", "CAUSAL_LM"},
+                                   {"base_model_name_or_path", source.folder->path().string()},
+                                   {"r", source.lora.rank},
+                                   {"lora_alpha", number(source.lora.alpha)},
+                                   {"lora_dropout", source.lora.dropout},
+                                   {"target_modules", target_modules(source)},
+                                   {"bias", "none"},
+                                   {"fan_in_fan_out", false},
+                                   {"inference_mode", true},
+                                   {"init_lora_weights", true},
+                                   {"modules_to_save", nullptr},
+                                   {"use_dora", false},
+                                   {"use_rslora", false}};
+  const auto parameters = target_parameters(source);
+  if (!parameters.empty()) config["target_parameters"] = parameters;
   return config.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
 }
 
-/// scale * B A of one layer after the other, in parts: A is kept while its layer is asked for, of B
-/// only the rows of the part are read.
+/// scale * B A of one layer after the other, in parts; of a product of experts that of each expert,
+/// one below the other, standing as the experts' matrices do. The factors of the matrix that was
+/// asked for last are kept.
 class Products {
  public:
   explicit Products(const ModelSource& source) : source_(&source) {}
 
   /// Elements [begin, end) of the layer's.
   at::Tensor operator()(const std::string& layer, std::int64_t begin, std::int64_t end) {
-    const TensorSource& folder = *source_->adapters;
-    const std::int64_t rank = source_->lora.rank;
-    if (layer != layer_) {
-      const std::string name = models::adapter_a(layer);
-      const SourceTensor& tensor = *folder.find(name);
-      a_ = read_elements(folder, name, 0, tensor.numel()).view(tensor.shape);
-      layer_ = layer;
-    }
-    const std::int64_t columns = a_.size(1);
+    take(layer, 0);
+    const std::int64_t rows = left_.size(0), columns = right_.size(1);
     const std::int64_t first = begin / columns;
     const std::int64_t last = (end + columns - 1) / columns;
-    const at::Tensor b = read_elements(folder, models::adapter_b(layer), first * rank, last * rank)
-                             .view({last - first, rank});
-    return at::mm(b, a_)
+    std::vector<at::Tensor> parts;
+    for (std::int64_t row = first; row < last;) {
+      const std::int64_t matrix = row / rows;
+      const std::int64_t next = std::min(last, (matrix + 1) * rows);
+      take(layer, matrix);
+      parts.push_back(at::mm(left_.narrow(0, row - matrix * rows, next - row), right_));
+      row = next;
+    }
+    return at::cat(parts)
         .mul_(source_->lora.scale())
         .view({-1})
         .narrow(0, begin - first * columns, end - begin);
   }
 
  private:
+  void take(const std::string& layer, std::int64_t matrix) {
+    if (layer == layer_ && matrix == matrix_) return;
+    const bool in_out =
+        models::is_of_experts(layer) && source_->spec.moe->layout == models::ExpertLayout::kInOut;
+    const at::Tensor a = factor(models::adapter_a(layer), matrix);
+    const at::Tensor b = factor(models::adapter_b(layer), matrix);
+    left_ = in_out ? a.t() : b;
+    right_ = in_out ? b.t() : a;
+    layer_ = layer;
+    matrix_ = matrix;
+  }
+
+  at::Tensor factor(const std::string& name, std::int64_t matrix) const {
+    const TensorSource& folder = *source_->adapters;
+    const auto& shape = folder.find(name)->shape;
+    const std::int64_t rows = shape[shape.size() - 2], columns = shape.back();
+    const std::int64_t size = rows * columns;
+    return read_elements(folder, name, matrix * size, (matrix + 1) * size).view({rows, columns});
+  }
+
   const ModelSource* source_;
-  std::string layer_;  ///< that a_ belongs to
-  at::Tensor a_;
+  std::string layer_;  ///< that the factors belong to
+  std::int64_t matrix_ = 0;
+  at::Tensor left_, right_;
 };
+
+/// A tensor of peft's file.
+struct PeftTensor {
+  enum class As : std::uint8_t { kA, kB };
+  TensorSpec spec;
+  std::string ours;
+  As as = As::kA;  ///< of a product of experts
+  bool of_experts = false;
+
+  /// Of the whole tensor as we have it. peft stacks the experts' A, [E * rank, in], and has of B
+  /// [out, rank * E] the experts innermost.
+  at::Tensor arranged(const at::Tensor& whole) const {
+    if (!of_experts) return whole;
+    const bool is_a = ours == models::adapter_a(layer());
+    const at::Tensor by_expert = is_a == (as == As::kA) ? whole : whole.transpose(1, 2);
+    return as == As::kA ? by_expert.reshape({-1, by_expert.size(2)})
+                        : by_expert.permute({1, 2, 0}).reshape({by_expert.size(1), -1});
+  }
+  std::string layer() const { return models::adapted_layer(ours); }
+};
+
+/// peft wraps a module once a parameter, transformers' order of them from the inside out: where both
+/// products of a module's experts have an adapter, that of the first is inside.
+std::string module_in_peft(const ModelSource& source, const std::string& layer) {
+  const std::string module = layer.substr(0, layer.rfind('.'));
+  const std::string second = concat(module, ".down_proj");
+  const bool is_inside = layer != second && std::ranges::count(source.lora.layers, second) > 0;
+  return concat(in_transformers(source.spec, module), is_inside ? ".base_layer" : "");
+}
+
+PeftTensor peft_tensor(const ModelSource& source, const models::ParameterSpec& row, DType dtype) {
+  using As = PeftTensor::As;
+  PeftTensor result{{concat(kPeftPrefix, row.name), dtype, row.shape}, row.name};
+  const std::string layer = result.layer();
+  if (!models::is_of_experts(layer)) return result;
+  const bool is_a = row.name == models::adapter_a(layer);
+  const bool swaps = models::traits(source.spec.family).moe_names.peft_swaps_factors;
+  result.of_experts = true;
+  result.as = is_a != swaps ? As::kA : As::kB;
+  const std::string module = module_in_peft(source, layer);
+  result.spec.name = concat(
+      kPeftPrefix, result.as == As::kA ? models::adapter_a(module) : models::adapter_b(module));
+  const at::Tensor sizes = at::empty(row.shape, at::TensorOptions().device(at::kMeta));
+  result.spec.shape = result.arranged(sizes).sizes().vec();
+  return result;
+}
 
 }  // namespace
 
@@ -275,35 +377,63 @@ ExportPlan plan_adapter_export(const ModelSource& source, const ExportOptions& o
   check_adapters(source);
   ExportPlan plan;
   HfShard file{.file = "adapter_model.safetensors", .tensors = {}};
+  std::map<std::string, PeftTensor> by_name;
   for (const auto& row : source.description.parameters) {
     if (!models::is_adapter(row.name)) continue;
     const DType stored = source.adapters->find(row.name)->dtype;
-    file.tensors.push_back(
-        {concat(kPeftPrefix, row.name), options.dtype.value_or(stored), row.shape});
-    plan.size_bytes += size_bytes(file.tensors.back());
+    const PeftTensor tensor = peft_tensor(source, row, options.dtype.value_or(stored));
+    by_name.emplace(tensor.spec.name, tensor);
+    file.tensors.push_back(tensor.spec);
+    plan.size_bytes += size_bytes(tensor.spec);
   }
   plan.shards.push_back(std::move(file));
   plan.texts["adapter_config.json"] = adapter_config(source);
   verify_weights(*source.adapters);
-  plan.read = [&source](const std::string& name, std::int64_t begin, std::int64_t end) {
-    return read_elements(*source.adapters, name.substr(kPeftPrefix.size()), begin, end);
+  plan.read = [&source, by_name = std::move(by_name), last = std::string(), values = at::Tensor()](
+                  const std::string& name, std::int64_t begin, std::int64_t end) mutable {
+    const PeftTensor& tensor = by_name.at(name);
+    if (name != last) {
+      const SourceTensor& whole = *source.adapters->find(tensor.ours);
+      values =
+          tensor
+              .arranged(
+                  read_elements(*source.adapters, tensor.ours, 0, whole.numel()).view(whole.shape))
+              .contiguous()
+              .view({-1});
+      last = name;
+    }
+    return values.narrow(0, begin, end - begin);
   };
   return plan;
 }
 
 std::function<at::Tensor(const std::string& name, std::int64_t begin, std::int64_t end)>
 merged_elements(const ModelSource& source) {
-  std::map<std::string, std::string> layers;  // by the name of the weight
-  for (const std::string& layer : source.lora.layers) {
-    layers[models::adapted_weight(models::adapter_a(layer))] = layer;
+  /// Which elements of a layer's matrices a tensor of the files has.
+  struct Place {
+    std::string layer;
+    std::int64_t first = 0;
+  };
+  std::map<std::string, Place> places;
+  std::map<std::string, std::string> layers;  // by the name of the parameter
+  for (const std::string& layer : source.lora.layers) layers[models::adapted_weight(layer)] = layer;
+  for (const models::ParameterSpec& row : source.description.parameters) {
+    const auto layer = layers.find(row.name);
+    if (layer == layers.end()) continue;
+    const FileForm form = file_form(row);
+    const std::int64_t numel = row.numel() / form.file.count;
+    for (std::size_t i = 0; i < form.names.size(); ++i) {
+      places[form.names[i]] = {layer->second, static_cast<std::int64_t>(i) * numel};
+    }
   }
-  return [&source, layers, product = Products(source)](const std::string& name, std::int64_t begin,
+  return [&source, places, product = Products(source)](const std::string& name, std::int64_t begin,
                                                        std::int64_t end) mutable {
     const at::Tensor base = read_elements(*source.folder, name, begin, end);
-    const auto layer = layers.find(name);
-    if (!source.adapters || layer == layers.end()) return base;
+    const auto place = places.find(name);
+    if (!source.adapters || place == places.end()) return base;
+    const auto& [layer, first] = place->second;
     return base.to(at::promote_types(base.scalar_type(), at::kFloat))
-        .add_(product(layer->second, begin, end));
+        .add_(product(layer, first + begin, first + end));
   };
 }
 

@@ -1,5 +1,6 @@
 #include "train/report/metrics.h"
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdio>
@@ -7,6 +8,8 @@
 #include <sstream>
 #include <string>
 #include <system_error>
+#include <utility>
+#include <vector>
 
 #include "io/atomic_file.h"
 #include "tessera/error.h"
@@ -56,11 +59,11 @@ std::vector<Scalar> named_values(const StepMetrics& m) {
   if (m.offload_wait_ms) values.push_back({"offload_wait_ms", *m.offload_wait_ms});
   if (m.aux_loss) values.push_back({"aux_loss", *m.aux_loss});
   if (m.regions) {
-    values.push_back({"regions/replayed", static_cast<double>(m.regions->replayed)});
-    values.push_back({"regions/recorded", static_cast<double>(m.regions->recorded)});
+    values.push_back({"replayed_calls", static_cast<double>(m.regions->replayed)});
+    values.push_back({"recorded_calls", static_cast<double>(m.regions->recorded)});
     std::int64_t eager = 0;
     for (const auto& [why, calls] : m.regions->eager) eager += calls;
-    values.push_back({"regions/eager", static_cast<double>(eager)});
+    values.push_back({"eager_calls", static_cast<double>(eager)});
   }
   for (const ExpertLoad& load : m.expert_loads) {
     values.push_back({"moe/load_max_over_mean/" + std::to_string(load.layer), load.max_over_mean});
@@ -68,11 +71,29 @@ std::vector<Scalar> named_values(const StepMetrics& m) {
   return values;
 }
 
+namespace {
+
+/// Why calls were eager, each reason with its calls, that of most of them first.
+nlohmann::ordered_json eager_reason(const ReplayCalls& calls) {
+  std::vector<std::pair<std::int64_t, std::string>> sorted;
+  for (const auto& [why, count] : calls.eager) sorted.emplace_back(-count, why);
+  std::ranges::sort(sorted);
+  std::string text;
+  for (const auto& [count, why] : sorted) {
+    text += concat(text.empty() ? "" : "; ", why, " (", -count, ")");
+  }
+  return text.empty() ? nlohmann::ordered_json() : nlohmann::ordered_json(text);
+}
+
+}  // namespace
+
 std::string to_json_line(const StepMetrics& m) {
   nlohmann::ordered_json line;
   line["step"] = m.step;
   for (const Scalar& metric : named_values(m)) line[metric.tag] = metric.value;
-  return line.dump();  // writes null for what is not finite
+  if (m.regions) line["eager_reason"] = eager_reason(*m.regions);
+  // Null for what is not finite.
+  return line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
 std::string to_step_line(const StepMetrics& m) {

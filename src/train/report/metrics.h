@@ -64,11 +64,12 @@ struct StepMetrics {
 /// 12345.6 -> "12,346", as torchtitan prints tokens a second.
 std::string with_thousands(double value);
 
-/// Every value under its name, without the step: the keys of metrics.jsonl, the tags of
+/// Every number under its name, without the step: the keys of metrics.jsonl, the tags of
 /// TensorBoard.
 std::vector<Scalar> named_values(const StepMetrics& metrics);
 
-/// One JSON object without a newline, keys in the order above; a value that is not finite is null.
+/// One JSON object without a newline, keys in the order above, and why calls were eager; a value that
+/// is not finite is null.
 std::string to_json_line(const StepMetrics& metrics);
 
 /// "step:  1  loss:  8.0510  grad_norm:  1.5012  memory:  0.61GiB  tps: 12,345  tflops: 0.99  ...".

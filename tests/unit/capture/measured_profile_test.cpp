@@ -77,6 +77,20 @@ TEST(MeasuredProfile, AGatherIsAsLongAsItsShortest) {
   EXPECT_NEAR(profile.gather_ms(units(), 0), 1, 1e-9);
 }
 
+// Naive: of units alike those are kept whose gather happened to meet a slow moment.
+TEST(MeasuredProfile, UnitsOfAsManyBytesHaveTheSameGather) {
+  auto alike = units();
+  for (auto& unit : alike) unit.bytes = 1000;
+  const std::vector<TraceSpan> spans{
+      span(TraceRow::kGathers, std::string(unit_label("")), 0, 3),
+      span(TraceRow::kGathers, "layers.0", 20, 22),
+      span(TraceRow::kGathers, "layers.1", 30, 39),
+  };
+  for (const auto& unit : measured_profile(spans, alike, 1).units) {
+    EXPECT_DOUBLE_EQ(unit.gather_ms.value(), 3) << unit.name;
+  }
+}
+
 // They are wanted when all has been computed. Naive: one that went out early is a long one.
 TEST(MeasuredProfile, AReductionIsWhatItsRankWaitedForIt) {
   const std::vector<TraceSpan> spans{
@@ -105,6 +119,7 @@ TEST(MeasuredProfile, TheRestIsWhatNeitherUnitsNorTheirMessagesTook) {
   };
   EXPECT_DOUBLE_EQ(measured_profile(spans, units(), 1).rest_ms, 100 - 4 - (20 - 3) - 30 - 8);
   EXPECT_DOUBLE_EQ(measured_profile(spans, units(), 4).rest_ms, 41) << "of the step";
+  EXPECT_DOUBLE_EQ(measured_profile(spans, units(), 4).gathers_waited_ms.value(), 4);
   // Without the step's own span nobody knows.
   EXPECT_DOUBLE_EQ(measured_profile({spans.begin() + 1, spans.end()}, units(), 1).rest_ms, 0);
 }

@@ -76,6 +76,16 @@ TEST(KeepPass, AUnitThatDoesNotFitIsSkippedAndNotTheEnd) {
   EXPECT_LE(fsdp::peak_gathered_bytes(plan_of(problem, chosen)), 150);
 }
 
+// Naive: neighbours are left out together, and the gather of the second one hides behind nothing.
+TEST(KeepPass, OfUnitsAlikeEverySecondOneIsKept) {
+  auto problem = problem_of({20, 20, 20, 20, 20, 20}, 4);
+  problem.memory_budget = 10 + 3 * 20 + 20;
+  const auto chosen = choose(problem, Names{"keep"});
+  EXPECT_THAT(chosen.choices.keep,
+              ElementsAre(Keep::kUpdate, Keep::kUpdate, Keep::kNot, Keep::kUpdate, Keep::kNot,
+                          Keep::kUpdate, Keep::kBackward));
+}
+
 // What passes count on: how long one unit stays changes nothing of how often another is gathered.
 TEST(KeepPass, GathersOfAUnitFollowFromItsOwnChoice) {
   const auto counts = [](const fsdp::StepPlan& plan, fsdp::UnitId unit) {
@@ -130,6 +140,12 @@ TEST(PrefetchPass, GoesAsFarAheadAsItPays) {
   // What hides behind one unit is not gathered before that.
   for (auto& unit : problem.profile.units) unit.gather_ms = 0.5;
   EXPECT_EQ(choose(problem, Names{"prefetch"}).choices.ahead_in_forward, 1U);
+  // One of many units that is waited for is less than what steps wander by.
+  for (auto& unit : problem.profile.units) unit.gather_ms = 0.1;
+  problem.profile.units.back().gather_ms = 1.05;
+  const auto kept = choose(problem, Names{"prefetch"});
+  EXPECT_EQ(kept.choices, problem.eager);
+  EXPECT_THAT(kept.ahead_reason, HasSubstr("at most 2 % above the least of 25"));
   // Nothing fits beside what is read.
   problem.memory_budget = least_bytes(problem);
   const auto none = choose(problem, Names{"prefetch"});

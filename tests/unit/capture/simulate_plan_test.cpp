@@ -116,6 +116,36 @@ TEST(SimulatePlan, SeveralStagesAreASchedules) {
   EXPECT_THROW(simulate(plan, default_profile(plan.units), 1), Error);
 }
 
+// Five gathers that nothing hides are waited for 20 ms by their shortest; the step stood 30, or 10.
+TEST(SimulatePlan, GathersAreAsLongAsTheMeasuredStepWaitedForThem) {
+  const auto plan = plan_of({Keep::kUpdate, Keep::kNot, Keep::kNot}, 0);
+  auto profile = profile_of_three(4.0, 1.0);
+  EXPECT_EQ(as_waited(profile, plan, 1), profile) << "nobody measured it";
+  profile.units[1].gather_ms.reset();
+  profile.collective = {.latency_ms = 4.0};
+  for (const double waited : {30.0, 10.0, 0.0}) {
+    profile.gathers_waited_ms = waited;
+    const auto found = as_waited(profile, plan, 1);
+    EXPECT_NEAR(simulate(plan, found, 1).waited_ms, waited, 1e-6);
+    EXPECT_NEAR(*found.units[0].gather_ms, 4.0 * waited / 20.0, 1e-6);
+    EXPECT_FALSE(found.units[1].gather_ms.has_value());
+    EXPECT_EQ(found.units[0].reduce_ms, 1.0) << "their waits are what was measured";
+  }
+}
+
+// Naive: a step that waited for nothing has gathers that take nothing, and keeps none.
+TEST(SimulatePlan, GathersThatWereHiddenStayAsLongAsHidesThem) {
+  const auto plan = plan_of({Keep::kUpdate, Keep::kNot, Keep::kBackward}, 1);
+  auto profile = profile_of_three(0.5, 0.0);
+  const double waited = simulate(plan, profile, 1).waited_ms;
+  profile.gathers_waited_ms = waited;
+  const auto found = as_waited(profile, plan, 1);
+  EXPECT_NEAR(*found.units[0].gather_ms, 0.5, 1e-6);
+  // More than any factor makes of it: nothing of this model's.
+  profile.gathers_waited_ms = 1e6;
+  EXPECT_EQ(as_waited(profile, plan, 1), profile);
+}
+
 // ---------------------------------------------------------------------------------------- profiles
 
 TEST(PlanProfile, FilesReadBackAndCutOnesAreRefused) {
@@ -124,6 +154,7 @@ TEST(PlanProfile, FilesReadBackAndCutOnesAreRefused) {
   profile.collective = {0.1, 1e-7};
   profile.rest_ms = 2.5;
   profile.units[2].blocks = {RecomputeMode::kSelective, {.entries = 100, .running = 164}};
+  profile.gathers_waited_ms = 1.25;
   auto text = to_json(profile);
   EXPECT_EQ(parse_profile(text, "x"), profile);
   text.pop_back();

@@ -47,6 +47,27 @@ TEST(ClaimedDevice, OfHostsThatCannotBeToldIsNotCompared) {
   EXPECT_EQ(refusal(*store, "", "0000:41:00.0", 1), "");
 }
 
+TEST(DeviceKinds, OfAllRanksAreOneOrTheFirstTwoThatDifferAreNamed) {
+  const auto store = Store::in_memory();
+  tell_device_kind(*store, "cuda by nccl", 2);
+  tell_device_kind(*store, "cuda by nccl", 0);
+  EXPECT_EQ(differing_device_kinds(*store), "");
+  tell_device_kind(*store, "cpu by gloo", 3);
+  tell_device_kind(*store, "cpu by gloo", 1);
+  EXPECT_EQ(
+      differing_device_kinds(*store),
+      "world: found rank 2 on cuda by nccl and rank 3 on cpu by gloo, expected one kind of "
+      "device for all ranks; device = \"auto\" takes what a host has: see that each shows its "
+      "devices (driver, CUDA_VISIBLE_DEVICES), or set device = \"cpu\"");
+}
+
+TEST(DeviceKinds, OfOtherBackendsDiffer) {
+  const auto store = Store::in_memory();
+  tell_device_kind(*store, "cuda by nccl", 0);
+  tell_device_kind(*store, "cuda by gloo", 1);
+  EXPECT_NE(differing_device_kinds(*store), "");
+}
+
 /// What `ranks` of one host get, or why they are refused.
 std::string spawned(const std::string& name, const std::string& backend, int ranks, int devices) {
   try {

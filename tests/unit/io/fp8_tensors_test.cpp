@@ -5,7 +5,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <bit>
 #include <cmath>
 #include <random>
 
@@ -18,7 +17,9 @@ namespace {
 using ::testing::AllOf;
 using testing::error_of;
 using ::testing::HasSubstr;
+using testing::read_bfloat16;
 using testing::TensorsInMemory;
+using testing::value_of_bfloat16;
 
 constexpr std::int64_t kRows = 7, kColumns = 10;
 constexpr Fp8Block kBlock{3, 4};  // 3 x 3 of them, those at the edges smaller
@@ -54,35 +55,24 @@ double value_of(std::uint8_t code) {
   return code < 128 ? size : -size;
 }
 
-float widened(std::uint16_t bits) {
-  return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16U);
-}
-
-std::vector<std::uint16_t> read(const TensorSource& source, const std::string& name,
-                                std::int64_t begin, std::int64_t end) {
-  std::vector<std::uint16_t> found(static_cast<std::size_t>(end - begin));
-  source.read(name, begin, end, std::as_writable_bytes(std::span(found)));
-  return found;
-}
-
 TEST(Fp8Tensors, EveryElementIsItsCodeTimesTheFactorOfItsBlock) {
   const Drawn all = drawn();
   const Fp8Tensors source(all.packed, kBlock);
   ASSERT_EQ(source.tensors().size(), 2U) << "factors are not shown";
   EXPECT_EQ(*source.find("x.weight"),
             (SourceTensor{DType::kBFloat16, {kRows, kColumns}, DType::kBFloat16, true}));
-  const auto found = read(source, "x.weight", 0, kRows * kColumns);
+  const auto found = read_bfloat16(source, "x.weight", 0, kRows * kColumns);
   for (std::int64_t row = 0; row < kRows; ++row) {
     for (std::int64_t column = 0; column < kColumns; ++column) {
       const auto at = static_cast<std::size_t>(row * kColumns + column);
       const float factor = all.factors[static_cast<std::size_t>(row / 3 * 3 + column / 4)];
       const auto exact = static_cast<float>(value_of(all.codes[at])) * factor;
       // Half a step of bfloat16's eight digits.
-      EXPECT_LE(std::abs(widened(found[at]) - exact), std::abs(exact) / 256)
+      EXPECT_LE(std::abs(value_of_bfloat16(found[at]) - exact), std::abs(exact) / 256)
           << row << " " << column;
     }
   }
-  EXPECT_EQ(read(source, "norm.weight", 0, 2), (std::vector<std::uint16_t>{1, 2}));
+  EXPECT_EQ(read_bfloat16(source, "norm.weight", 0, 2), (std::vector<std::uint16_t>{1, 2}));
 }
 
 TEST(Fp8Tensors, HalvesAreRoundedToEven) {
@@ -91,20 +81,20 @@ TEST(Fp8Tensors, HalvesAreRoundedToEven) {
   // 1 + 2^-8 lies between 1 and 1 + 2^-7, 1 + 3 * 2^-8 between that and 1 + 2^-6.
   for (const auto& [factor, even] : {std::pair{1.00390625F, 1.0F}, {1.01171875F, 1.015625F}}) {
     packed->add("x_scale_inv", DType::kFloat32, {1, 1}, std::vector<float>{factor});
-    const auto found = read(Fp8Tensors(packed, {128, 128}), "x", 0, 2);
-    EXPECT_EQ(widened(found[0]), even);
-    EXPECT_EQ(widened(found[1]), -even);
+    const auto found = read_bfloat16(Fp8Tensors(packed, {128, 128}), "x", 0, 2);
+    EXPECT_EQ(value_of_bfloat16(found[0]), even);
+    EXPECT_EQ(value_of_bfloat16(found[1]), -even);
   }
 }
 
 TEST(Fp8Tensors, AnyRangeIsThatPart) {
   const Drawn all = drawn();
   const Fp8Tensors source(all.packed, kBlock);
-  const auto whole = read(source, "x.weight", 0, kRows * kColumns);
+  const auto whole = read_bfloat16(source, "x.weight", 0, kRows * kColumns);
   for (std::int64_t begin = 0; begin <= kRows * kColumns; ++begin) {
     for (std::int64_t end = begin; end <= kRows * kColumns; ++end) {
       const std::vector<std::uint16_t> expected(whole.begin() + begin, whole.begin() + end);
-      ASSERT_EQ(read(source, "x.weight", begin, end), expected);
+      ASSERT_EQ(read_bfloat16(source, "x.weight", begin, end), expected);
     }
   }
 }
@@ -140,7 +130,7 @@ TEST(Fp8Tensors, WhatIsNotFiniteIsRefusedWithItsPlace) {
     packed->add("x", DType::kFloat8E4M3, {2, 2}, std::vector<std::uint8_t>{0, 0, 0, code});
     packed->add("x_scale_inv", DType::kFloat32, {1, 1}, std::vector<float>{factor});
     const Fp8Tensors source(packed, {128, 128});
-    EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { read(source, "x", 0, 4); }),
+    EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { read_bfloat16(source, "x", 0, 4); }),
                 HasSubstr("row 1, column 1"));
   }
 }

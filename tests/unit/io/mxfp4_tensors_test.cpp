@@ -4,11 +4,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <bit>
-#include <cstring>
+#include <algorithm>
+#include <cmath>
 #include <random>
 
 #include "unit/io/temporary_folder.h"
+#include "unit/io/tensors_in_memory.h"
 
 namespace tessera::mxfp4_tensors_test {
 namespace {
@@ -16,21 +17,19 @@ namespace {
 using ::testing::AllOf;
 using testing::error_of;
 using ::testing::HasSubstr;
+using testing::read_bfloat16;
+using testing::value_of_bfloat16;
 
-/// Bytes in memory as a folder; counts what is read of blocks.
-class Packed final : public TensorSource {
+/// Of bytes; counts what is read of blocks.
+class Packed final : public testing::TensorsInMemory {
  public:
   void add(const std::string& name, DType dtype, std::vector<std::int64_t> shape,
-           std::vector<std::uint8_t> bytes) {
-    tensors_[name] = {dtype, std::move(shape), dtype};
-    bytes_[name] = std::move(bytes);
+           const std::vector<std::uint8_t>& bytes) {
+    TensorsInMemory::add(name, dtype, std::move(shape), bytes);
   }
-  const std::filesystem::path& path() const override { return path_; }
-  const Tensors& tensors() const override { return tensors_; }
-  void read(std::string_view name, std::int64_t begin, std::int64_t /*end*/,
+  void read(std::string_view name, std::int64_t begin, std::int64_t end,
             std::span<std::byte> out) const override {
-    const auto size = size_of(find(name)->dtype);
-    std::memcpy(out.data(), bytes_.find(name)->second.data() + begin * size, out.size());
+    TensorsInMemory::read(name, begin, end, out);
     if (name.ends_with("_blocks")) {
       ++reads;
       most = std::max(most, out.size());
@@ -38,11 +37,6 @@ class Packed final : public TensorSource {
   }
   mutable int reads = 0;
   mutable std::size_t most = 0;
-
- private:
-  std::filesystem::path path_ = "folder";
-  Tensors tensors_;
-  std::map<std::string, std::vector<std::uint8_t>, std::less<>> bytes_;
 };
 
 constexpr std::int64_t E = 3, R = 5, G = 2;
@@ -58,17 +52,6 @@ std::shared_ptr<Packed> random_packed(std::mt19937_64& random, const std::string
   packed->add(name + "_scales", DType::kUInt8, {E, R, G}, scales);
   packed->add("bias", DType::kBFloat16, {2}, {1, 2, 3, 4});
   return packed;
-}
-
-float value_of(std::uint16_t bits) {
-  return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16U);
-}
-
-std::vector<std::uint16_t> read(const TensorSource& source, const std::string& name,
-                                std::int64_t begin, std::int64_t end) {
-  std::vector<std::uint16_t> found(static_cast<std::size_t>(end - begin));
-  source.read(name, begin, end, std::as_writable_bytes(std::span(found)));
-  return found;
 }
 
 /// By the definition, one element at a time: e2m1 has a sign, two bits of exponent (bias 1) and one
@@ -94,18 +77,18 @@ TEST(Mxfp4Tensors, EveryElementIsItsCodeTimesItsScaleTransposed) {
   ASSERT_EQ(source.tensors().size(), 2U);
   EXPECT_EQ(*source.find("X"),
             (SourceTensor{DType::kBFloat16, {E, 32 * G, R}, DType::kBFloat16, true}));
-  const auto found = read(source, "X", 0, E * 32 * G * R);
+  const auto found = read_bfloat16(source, "X", 0, E * 32 * G * R);
   for (std::int64_t e = 0; e < E; ++e) {
     for (std::int64_t in = 0; in < 32 * G; ++in) {
       for (std::int64_t row = 0; row < R; ++row) {
         const auto index = static_cast<std::size_t>((e * 32 * G + in) * R + row);
         const float expected = by_definition(*packed, e, in, row);
-        ASSERT_EQ(value_of(found[index]), expected) << e << " " << in << " " << row;
-        ASSERT_EQ(std::signbit(value_of(found[index])), std::signbit(expected));
+        ASSERT_EQ(value_of_bfloat16(found[index]), expected) << e << " " << in << " " << row;
+        ASSERT_EQ(std::signbit(value_of_bfloat16(found[index])), std::signbit(expected));
       }
     }
   }
-  EXPECT_EQ(read(source, "bias", 0, 2), (std::vector<std::uint16_t>{0x0201, 0x0403}));
+  EXPECT_EQ(read_bfloat16(source, "bias", 0, 2), (std::vector<std::uint16_t>{0x0201, 0x0403}));
 }
 
 TEST(Mxfp4Tensors, AnyRangeIsThatPartAndNoMoreThanAnExpertIsHeld) {
@@ -113,19 +96,19 @@ TEST(Mxfp4Tensors, AnyRangeIsThatPartAndNoMoreThanAnExpertIsHeld) {
   const auto packed = random_packed(random);
   const Mxfp4Tensors source(packed);
   const std::int64_t numel = E * 32 * G * R;
-  const auto whole = read(source, "X", 0, numel);
+  const auto whole = read_bfloat16(source, "X", 0, numel);
   EXPECT_EQ(packed->reads, E);
   EXPECT_EQ(packed->most, static_cast<std::size_t>(R * G * 16));
   for (int i = 0; i < 200; ++i) {
     const auto begin = static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(numel));
     const auto end =
         begin + static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(numel - begin + 1));
-    const auto part = read(source, "X", begin, end);
+    const auto part = read_bfloat16(source, "X", begin, end);
     ASSERT_TRUE(std::equal(part.begin(), part.end(), whole.begin() + begin));
   }
   packed->reads = 0;
-  read(source, "X", 0, 1);
-  for (std::int64_t i = 0; i < 32 * G * R; ++i) read(source, "X", i, i + 1);
+  read_bfloat16(source, "X", 0, 1);
+  for (std::int64_t i = 0; i < 32 * G * R; ++i) read_bfloat16(source, "X", i, i + 1);
   EXPECT_EQ(packed->reads, 1) << "an expert is unpacked once for all its parts";
 }
 
@@ -179,16 +162,19 @@ TEST(Mxfp4Tensors, ValuesThatBfloat16CannotHoldAreRefusedWhereTheyAreRead) {
     packed->add("X_scales", DType::kUInt8, {1, 1, 1}, {scale});
     return packed;
   };
-  EXPECT_EQ(value_of(read(Mxfp4Tensors(with(252, 0x77)), "X", 0, 1)[0]), 0x1.8p127F);
-  EXPECT_EQ(value_of(read(Mxfp4Tensors(with(0, 0x91)), "X", 0, 2)[0]), 0x1p-128F);
-  EXPECT_EQ(value_of(read(Mxfp4Tensors(with(0, 0x91)), "X", 0, 2)[1]), -0x1p-128F);
-  EXPECT_EQ(value_of(read(Mxfp4Tensors(with(254, 0x33)), "X", 0, 1)[0]), 0x1.8p127F);
+  EXPECT_EQ(value_of_bfloat16(read_bfloat16(Mxfp4Tensors(with(252, 0x77)), "X", 0, 1)[0]),
+            0x1.8p127F);
+  EXPECT_EQ(value_of_bfloat16(read_bfloat16(Mxfp4Tensors(with(0, 0x91)), "X", 0, 2)[0]), 0x1p-128F);
+  EXPECT_EQ(value_of_bfloat16(read_bfloat16(Mxfp4Tensors(with(0, 0x91)), "X", 0, 2)[1]),
+            -0x1p-128F);
+  EXPECT_EQ(value_of_bfloat16(read_bfloat16(Mxfp4Tensors(with(254, 0x33)), "X", 0, 1)[0]),
+            0x1.8p127F);
   for (const auto& [scale, byte] : {std::pair{253, 0x77}, {254, 0x40}, {254, 0x04}, {255, 0x00}}) {
     EXPECT_THAT(error_of(ErrorKind::kFormat,
                          [&] {
-                           read(Mxfp4Tensors(with(static_cast<std::uint8_t>(scale),
-                                                  static_cast<std::uint8_t>(byte))),
-                                "X", 0, 1);
+                           read_bfloat16(Mxfp4Tensors(with(static_cast<std::uint8_t>(scale),
+                                                           static_cast<std::uint8_t>(byte))),
+                                         "X", 0, 1);
                          }),
                 AllOf(HasSubstr("X_scales"), HasSubstr("expert 0")))
         << scale;

@@ -1,9 +1,13 @@
 // Tensors in memory, as a folder has them.
 #pragma once
 
+#include <bit>
+#include <cstdint>
 #include <cstring>
 #include <map>
+#include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -11,7 +15,7 @@
 
 namespace tessera::testing {
 
-class TensorsInMemory final : public TensorSource {
+class TensorsInMemory : public TensorSource {
  public:
   template <class T>
   void add(const std::string& name, DType dtype, std::vector<std::int64_t> shape,
@@ -34,5 +38,16 @@ class TensorsInMemory final : public TensorSource {
   Tensors tensors_;
   std::map<std::string, std::vector<std::byte>, std::less<>> bytes_;
 };
+
+/// Elements [begin, end) of a tensor that is shown in bfloat16.
+inline std::vector<std::uint16_t> read_bfloat16(const TensorSource& source, const std::string& name,
+                                                std::int64_t begin, std::int64_t end) {
+  std::vector<std::uint16_t> found(static_cast<std::size_t>(end - begin));
+  source.read(name, begin, end, std::as_writable_bytes(std::span(found)));
+  return found;
+}
+inline float value_of_bfloat16(std::uint16_t bits) {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16U);
+}
 
 }  // namespace tessera::testing

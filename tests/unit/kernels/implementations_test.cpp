@@ -76,12 +76,55 @@ TEST(Implementations, NormsAgree) {
                      text("add_rms_norm", dtype));
         const at::Tensor& scale = std::get<1>(normed);
         for (const auto& grad_sum : {std::optional<at::Tensor>(), std::optional(of_sum)}) {
-          expect_alike(cpu::rms_norm_backward(grad, grad_sum, x, weight, scale, rounds_first),
-                       aten::rms_norm_backward(grad, grad_sum, x, weight, scale, rounds_first),
-                       bound, text("rms_norm_backward", dtype));
+          expect_alike(
+              cpu::rms_norm_backward(grad, grad_sum, x, weight, scale, rounds_first, true),
+              aten::rms_norm_backward(grad, grad_sum, x, weight, scale, rounds_first, true), bound,
+              text("rms_norm_backward", dtype));
         }
       }
     }
+  }
+}
+
+/// A frozen weight's gradient is not there, and that of what was normed has the same bits.
+void expect_without_weight(const std::tuple<at::Tensor, at::Tensor>& found,
+                           const std::tuple<at::Tensor, at::Tensor>& whole,
+                           const std::string& what) {
+  EXPECT_FALSE(std::get<1>(found).defined()) << what;
+  EXPECT_TRUE(std::get<1>(whole).defined()) << what;
+  EXPECT_TRUE(at::equal(std::get<0>(found), std::get<0>(whole))) << what;
+}
+
+TEST(Implementations, NormsFormNoGradientOfAWeightThatIsFrozen) {
+  const auto both = [](const char* name, at::ScalarType dtype, const auto& cpu_form,
+                       const auto& aten_form) {
+    expect_without_weight(cpu_form(false), cpu_form(true), text(name, dtype));
+    expect_without_weight(aten_form(false), aten_form(true), text(name, dtype));
+  };
+  for (const auto dtype : kDtypes) {
+    const at::Tensor x = draw(1, {3, 50, 67}, dtype), grad = draw(2, {3, 50, 67}, dtype);
+    const at::Tensor weight = draw(3, {67}, dtype);
+    const at::Tensor scale = std::get<1>(cpu::rms_norm(x, weight, kEps, false));
+    for (const bool rounds_first : {false, true}) {
+      const auto by = [&](auto* function) {
+        return [&, function](bool of_weight) {
+          return function(grad, std::nullopt, x, weight, scale, rounds_first, of_weight);
+        };
+      };
+      both("rms_norm_backward", dtype, by(&cpu::rms_norm_backward), by(&aten::rms_norm_backward));
+    }
+    const at::Tensor heads = draw(4, {2, 50, 4 * 22}, dtype), angles = draw(5, {50, 11}) * 3;
+    const at::Tensor cos = angles.cos().to(dtype), sin = angles.sin().to(dtype);
+    const at::Tensor of_head = draw(6, {22}, dtype), turned = draw(7, {2, 2, 50, 2, 22}, dtype);
+    const at::Tensor of_heads =
+        std::get<1>(cpu::rope_heads(heads, of_head, cos, sin, 4, 2, kEps, false));
+    const auto by = [&](auto* function) {
+      return [&, function](bool of_weight) {
+        return function(turned, heads, of_head, cos, sin, of_heads, false, of_weight);
+      };
+    };
+    both("rope_heads_backward", dtype, by(&cpu::rope_heads_backward),
+         by(&aten::rope_heads_backward));
   }
 }
 
@@ -102,8 +145,8 @@ TEST(Implementations, RopeAgrees) {
                      bound_of(dtype), text("rope_heads", dtype));
         const auto scale = weight ? std::optional(std::get<1>(turned)) : std::nullopt;
         const auto of_norm = weight ? std::optional(x) : std::nullopt;
-        expect_alike(cpu::rope_heads_backward(grad, of_norm, weight, cos, sin, scale, false),
-                     aten::rope_heads_backward(grad, of_norm, weight, cos, sin, scale, false),
+        expect_alike(cpu::rope_heads_backward(grad, of_norm, weight, cos, sin, scale, false, true),
+                     aten::rope_heads_backward(grad, of_norm, weight, cos, sin, scale, false, true),
                      bound_of(dtype), text("rope_heads_backward", dtype));
       }
     }

@@ -143,7 +143,14 @@ std::vector<Case> norms_and_gates(at::ScalarType dtype) {
       {"rms_norm_backward",
        {grad, y, x, weight, scale},
        [](const Tensors& a) {
-         return listed(rms_norm_backward(a[0], a[1], a[2], a[3], a[4], false));
+         return listed(rms_norm_backward(a[0], a[1], a[2], a[3], a[4], false, true));
+       },
+       1,
+       1},
+      {"rms_norm_backward",
+       {grad, y, x, weight, scale},
+       [](const Tensors& a) {
+         return listed(rms_norm_backward(a[0], a[1], a[2], a[3], a[4], false, false));
        },
        1,
        1},
@@ -164,7 +171,7 @@ std::vector<Case> norms_and_gates(at::ScalarType dtype) {
       {"rope_heads_backward",
        {turned, heads, of_head, cos, sin, head_scale},
        [](const Tensors& a) {
-         return listed(rope_heads_backward(a[0], a[1], a[2], a[3], a[4], a[5], false));
+         return listed(rope_heads_backward(a[0], a[1], a[2], a[3], a[4], a[5], false, true));
        },
        1,
        1},

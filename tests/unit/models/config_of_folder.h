@@ -1,26 +1,31 @@
 // The config.json of a folder of reference data, also with other values.
 #pragma once
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <filesystem>
 #include <fstream>
+#include <initializer_list>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "models/model_spec.h"
 #include "tessera/error.h"
 
 namespace tessera::models {
 
-inline std::string config_text(const std::string& folder, const std::string& file) {
+/// Of a folder of reference data, or of an absolute path.
+inline std::string file_text(const std::string& folder, const std::string& file) {
   std::ifstream opened(std::filesystem::path(TESSERA_TEST_DATA) / folder / file, std::ios::binary);
   return {std::istreambuf_iterator<char>(opened), {}};
 }
 
 /// In the hub's spelling, with these keys in the place of its own.
 inline std::string changed_config(const std::string& folder, const nlohmann::json& keys) {
-  nlohmann::json config = nlohmann::json::parse(config_text(folder, "config.hub.json"));
+  nlohmann::json config = nlohmann::json::parse(file_text(folder, "config.hub.json"));
   config.update(keys);
   return config.dump();
 }
@@ -35,5 +40,44 @@ inline std::string refusal_of(const std::string& text) {
   }
   return "";
 }
+
+/// The config.hub.json of one folder, as the tests of a family ask it.
+class ConfigOfFolder {
+ public:
+  explicit constexpr ConfigOfFolder(const char* folder) : folder_(folder) {}
+
+  /// With these keys in the place of its own.
+  ModelSpec spec(const nlohmann::json& keys = nlohmann::json::object()) const {
+    return parse_spec(changed_config(folder_, keys)).spec;
+  }
+  std::string refusal(const nlohmann::json& keys) const {
+    return refusal_of(changed_config(folder_, keys));
+  }
+  nlohmann::json json() const {
+    return nlohmann::json::parse(file_text(folder_, "config.hub.json"));
+  }
+  /// Of what it says without these keys.
+  ModelSpec spec_without(std::initializer_list<const char*> keys) const {
+    nlohmann::json config = json();
+    for (const char* key : keys) config.erase(key);
+    return parse_spec(config.dump()).spec;
+  }
+  /// Each value on its own is refused by a message with its key.
+  void expect_refused(const std::vector<std::pair<const char*, nlohmann::json>>& cases) const {
+    for (const auto& [key, value] : cases) {
+      EXPECT_THAT(refusal({{key, value}}), ::testing::HasSubstr(key)) << value;
+    }
+  }
+  /// What is written of it with each of these changes is read as the same.
+  void expect_kept(const std::vector<nlohmann::json>& changes) const {
+    for (const nlohmann::json& keys : changes) {
+      const ModelSpec found = spec(keys);
+      EXPECT_EQ(parse_spec(config_json(found)).spec, found) << keys;
+    }
+  }
+
+ private:
+  const char* folder_;
+};
 
 }  // namespace tessera::models

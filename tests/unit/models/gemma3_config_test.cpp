@@ -18,15 +18,7 @@ namespace {
 using ::testing::HasSubstr;
 using enum LayerType;
 
-constexpr const char* kFolder = "gemma3-text-fp32";
-
-ModelSpec with(const nlohmann::json& keys) {
-  return parse_spec(changed_config(kFolder, keys)).spec;
-}
-
-std::string refusal(const nlohmann::json& keys) {
-  return refusal_of(changed_config(kFolder, keys));
-}
+constexpr ConfigOfFolder kConfig("gemma3-text-fp32");
 
 /// A folder of the whole model, as published: what is transformers' default is left out.
 nlohmann::json whole() {
@@ -43,8 +35,8 @@ nlohmann::json whole() {
 
 TEST(Gemma3Config, BothSpellingsGiveTheSameSpec) {
   for (const char* folder : {"gemma3-text-fp32", "gemma3-text-mixed"}) {
-    const ModelSpec spec = parse_spec(config_text(folder, "config.json")).spec;
-    EXPECT_EQ(spec, parse_spec(config_text(folder, "config.hub.json")).spec);
+    const ModelSpec spec = parse_spec(file_text(folder, "config.json")).spec;
+    EXPECT_EQ(spec, parse_spec(file_text(folder, "config.hub.json")).spec);
     EXPECT_EQ(spec.family, Family::kGemma3);
     EXPECT_EQ(spec.layer_types, (std::vector{kSliding, kSliding, kFull, kSliding}));
     EXPECT_EQ(spec.sliding_window, 6);
@@ -102,37 +94,38 @@ TEST(Gemma3Config, TensorsOfTheTowerAreNoneOfTheTextModels) {
 }
 
 TEST(Gemma3Config, TheListOfLayersCountsBeforeThePattern) {
-  EXPECT_EQ(with({{"sliding_window_pattern", 2}}).layer_types,
+  EXPECT_EQ(kConfig.spec({{"sliding_window_pattern", 2}}).layer_types,
             (std::vector{kSliding, kFull, kSliding, kFull}));
   const nlohmann::json list{"full_attention", "sliding_attention", "full_attention",
                             "full_attention"};
-  EXPECT_EQ(with({{"layer_types", list}}).layer_types,
+  EXPECT_EQ(kConfig.spec({{"layer_types", list}}).layer_types,
             (std::vector{kFull, kSliding, kFull, kFull}));
 }
 
 TEST(Gemma3Config, WhatIsWrittenIsReadAsTheSame) {
-  for (const nlohmann::json& keys :
-       {nlohmann::json::object(), nlohmann::json{{"pad_token_id", nullptr}},
-        nlohmann::json{{"rope_scaling", nullptr}, {"tie_word_embeddings", false}},
-        nlohmann::json{{"query_pre_attn_scalar", 168.5}, {"rope_local_base_freq", 5000.0}},
-        nlohmann::json{
-            {"layer_types",
-             {"full_attention", "sliding_attention", "full_attention", "sliding_attention"}}}}) {
-    const ModelSpec spec = with(keys);
-    EXPECT_EQ(parse_spec(config_json(spec)).spec, spec);
-  }
+  kConfig.expect_kept(
+      {nlohmann::json::object(),
+       {{"pad_token_id", nullptr}},
+       {{"rope_scaling", nullptr}, {"tie_word_embeddings", false}},
+       {{"query_pre_attn_scalar", 168.5}, {"rope_local_base_freq", 5000.0}},
+       {{"layer_types",
+         {"full_attention", "sliding_attention", "full_attention", "sliding_attention"}}}});
 }
 
 TEST(Gemma3Config, WhatIsNotSupportedIsRefusedByName) {
-  EXPECT_THAT(refusal({{"final_logit_softcapping", 30.0}}), HasSubstr("final_logit_softcapping"));
-  EXPECT_THAT(refusal({{"attn_logit_softcapping", 50.0}}), HasSubstr("attn_logit_softcapping"));
-  EXPECT_THAT(refusal({{"hidden_activation", "gelu"}}), HasSubstr("hidden_activation"));
-  EXPECT_THAT(refusal({{"query_pre_attn_scalar", 0}}), HasSubstr("query_pre_attn_scalar: found 0"));
-  EXPECT_THAT(refusal({{"rope_scaling", {{"rope_type", "dynamic"}, {"factor", 2.0}}}}),
+  EXPECT_THAT(kConfig.refusal({{"final_logit_softcapping", 30.0}}),
+              HasSubstr("final_logit_softcapping"));
+  EXPECT_THAT(kConfig.refusal({{"attn_logit_softcapping", 50.0}}),
+              HasSubstr("attn_logit_softcapping"));
+  EXPECT_THAT(kConfig.refusal({{"hidden_activation", "gelu"}}), HasSubstr("hidden_activation"));
+  EXPECT_THAT(kConfig.refusal({{"query_pre_attn_scalar", 0}}),
+              HasSubstr("query_pre_attn_scalar: found 0"));
+  EXPECT_THAT(kConfig.refusal({{"rope_scaling", {{"rope_type", "dynamic"}, {"factor", 2.0}}}}),
               HasSubstr("dynamic"));
-  EXPECT_THAT(refusal({{"rope_parameters", {{"full_attention", {{"rope_type", "default"}}}}}}),
-              HasSubstr("none beside rope_parameters"));
-  EXPECT_THAT(refusal({{"layer_types", {"sliding_attention"}}}), HasSubstr("layer_types"));
+  EXPECT_THAT(
+      kConfig.refusal({{"rope_parameters", {{"full_attention", {{"rope_type", "default"}}}}}}),
+      HasSubstr("none beside rope_parameters"));
+  EXPECT_THAT(kConfig.refusal({{"layer_types", {"sliding_attention"}}}), HasSubstr("layer_types"));
 }
 
 }  // namespace

@@ -2,16 +2,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <fstream>
 #include <nlohmann/json.hpp>
 #include <set>
-#include <sstream>
 #include <string>
 
 #include "models/description.h"
 #include "models/family.h"
 #include "models/model_spec.h"
-#include "tessera/error.h"
+#include "unit/models/config_of_folder.h"
 
 namespace tessera::models::gemma4_config_test {
 namespace {
@@ -19,14 +17,7 @@ namespace {
 using ::testing::HasSubstr;
 using Json = nlohmann::json;
 
-std::string text_of(const std::string& folder, const std::string& file) {
-  std::ifstream in(std::string(TESSERA_TEST_DATA) + "/" + folder + "/" + file);
-  std::stringstream text;
-  text << in.rdbuf();
-  return text.str();
-}
-
-Json written() { return Json::parse(text_of("gemma4-fp32", "config.json")); }
+Json written() { return Json::parse(file_text("gemma4-fp32", "config.json")); }
 
 /// The least that describes a model: every other key takes its default.
 Json least() {
@@ -36,15 +27,7 @@ Json least() {
 
 ModelSpec parse(const Json& json) { return parse_spec(json.dump()).spec; }
 
-std::string refusal(const Json& json) {
-  try {
-    parse(json);
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kConfig) << error.what();
-    return error.what();
-  }
-  return "";
-}
+std::string refusal(const Json& json) { return refusal_of(json.dump()); }
 
 /// The fixture with one key changed, named by its path.
 std::string refusal(const std::string& pointer, const Json& value) {
@@ -55,8 +38,8 @@ std::string refusal(const std::string& pointer, const Json& value) {
 
 TEST(Gemma4Config, BothSpellingsGiveTheSameSpec) {
   for (const char* folder : {"gemma4-fp32", "gemma4-mixed"}) {
-    const ModelSpec spec = parse_spec(text_of(folder, "config.json")).spec;
-    EXPECT_EQ(parse_spec(text_of(folder, "config.hub.json")).spec, spec);
+    const ModelSpec spec = parse_spec(file_text(folder, "config.json")).spec;
+    EXPECT_EQ(parse_spec(file_text(folder, "config.hub.json")).spec, spec);
     EXPECT_EQ(parse_spec(config_json(spec)).spec, spec) << config_json(spec);
   }
   const ModelSpec spec = parse(written());

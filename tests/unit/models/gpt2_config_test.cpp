@@ -19,24 +19,16 @@ namespace {
 
 using ::testing::HasSubstr;
 
-const nlohmann::json kNothing = nlohmann::json::object();
-
 std::string without_dropout(nlohmann::json config) {
   for (const char* key : {"attn_pdrop", "embd_pdrop", "resid_pdrop"}) config[key] = 0.0;
   return config.dump();
 }
 
-ModelSpec with(const nlohmann::json& keys) {
-  return parse_spec(changed_config("gpt2-fp32", keys)).spec;
-}
-
-std::string refusal(const nlohmann::json& keys) {
-  return refusal_of(changed_config("gpt2-fp32", keys));
-}
+constexpr ConfigOfFolder kConfig("gpt2-fp32");
 
 TEST(Gpt2Config, BothSpellingsGiveTheSameSpec) {
-  const ModelSpec spec = parse_spec(config_text("gpt2-fp32", "config.json")).spec;
-  ModelSpec hub = parse_spec(config_text("gpt2-fp32", "config.hub.json")).spec;
+  const ModelSpec spec = parse_spec(file_text("gpt2-fp32", "config.json")).spec;
+  ModelSpec hub = parse_spec(file_text("gpt2-fp32", "config.hub.json")).spec;
   EXPECT_EQ(hub.dtype, std::nullopt) << "the published file names none";
   hub.dtype = spec.dtype;
   EXPECT_EQ(spec, hub);
@@ -56,8 +48,8 @@ TEST(Gpt2Config, AbsentKeysAreTransformersDefaults) {
 }
 
 TEST(Gpt2Config, DropoutIsRefusedInTrainingAloneAndAbsentMeansThereIsSome) {
-  EXPECT_THAT(refusal({{"resid_pdrop", 0.1}}), HasSubstr("resid_pdrop: found 0.1"));
-  nlohmann::json config = nlohmann::json::parse(config_text("gpt2-fp32", "config.hub.json"));
+  EXPECT_THAT(kConfig.refusal({{"resid_pdrop", 0.1}}), HasSubstr("resid_pdrop: found 0.1"));
+  nlohmann::json config = kConfig.json();
   config.erase("embd_pdrop");
   EXPECT_THAT(refusal_of(config.dump()), HasSubstr("embd_pdrop: found nothing"));
   const SpecOptions read{.purpose = Purpose::kInference};
@@ -65,11 +57,8 @@ TEST(Gpt2Config, DropoutIsRefusedInTrainingAloneAndAbsentMeansThereIsSome) {
 }
 
 TEST(Gpt2Config, WhatIsWrittenIsReadAsTheSame) {
-  for (const nlohmann::json& keys : {kNothing, nlohmann::json{{"n_inner", 96}},
-                                     nlohmann::json{{"tie_word_embeddings", false}}}) {
-    const ModelSpec spec = with(keys);
-    EXPECT_EQ(parse_spec(config_json(spec)).spec, spec);
-  }
+  kConfig.expect_kept(
+      {nlohmann::json::object(), {{"n_inner", 96}}, {{"tie_word_embeddings", false}}});
 }
 
 TEST(Gpt2Config, MasksAreNoTensorsOfTheModelAndAPrefixIsNone) {
@@ -83,12 +72,12 @@ TEST(Gpt2Config, MasksAreNoTensorsOfTheModelAndAPrefixIsNone) {
 
 TEST(Gpt2Config, MatricesStandAsInFilesAndHaveNoAdapters) {
   std::map<std::string, std::vector<std::int64_t>> shapes;
-  for (const ParameterSpec& row : describe(with(kNothing)).parameters) shapes[row.name] = row.shape;
+  for (const ParameterSpec& row : describe(kConfig.spec()).parameters) shapes[row.name] = row.shape;
   EXPECT_EQ(shapes.at("h.1.attn.c_attn.weight"), (std::vector<std::int64_t>{32, 96}));
   EXPECT_EQ(shapes.at("h.1.mlp.c_fc.weight"), (std::vector<std::int64_t>{32, 128}));
   EXPECT_EQ(shapes.at("wpe.weight"), (std::vector<std::int64_t>{32, 32}));
   try {
-    plan_lora(with(kNothing), {.rank = 4, .targets = {"c_attn"}});
+    plan_lora(kConfig.spec(), {.rank = 4, .targets = {"c_attn"}});
     FAIL() << "an adapter beside a matrix that stands [in, out]";
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kConfig);
@@ -97,21 +86,22 @@ TEST(Gpt2Config, MatricesStandAsInFilesAndHaveNoAdapters) {
 }
 
 TEST(Gpt2Config, RowsHaveNoMorePositionsThanWereLearned) {
-  EXPECT_NO_THROW(check_learned_positions(with(kNothing), 32));
-  EXPECT_THROW(check_learned_positions(with(kNothing), 33), Error);
-  EXPECT_NO_THROW(check_learned_positions(parse_spec(config_text("llama-fp32", "config.json")).spec,
-                                          1'000'000));
+  EXPECT_NO_THROW(check_learned_positions(kConfig.spec(), 32));
+  EXPECT_THROW(check_learned_positions(kConfig.spec(), 33), Error);
+  EXPECT_NO_THROW(
+      check_learned_positions(parse_spec(file_text("llama-fp32", "config.json")).spec, 1'000'000));
 }
 
 TEST(Gpt2Config, WhatIsNotSupportedIsRefusedByName) {
-  EXPECT_THAT(refusal({{"activation_function", "relu"}}), HasSubstr("activation_function"));
-  EXPECT_THAT(refusal({{"scale_attn_weights", false}}), HasSubstr("scale_attn_weights"));
-  EXPECT_THAT(refusal({{"scale_attn_by_inverse_layer_idx", true}}),
+  EXPECT_THAT(kConfig.refusal({{"activation_function", "relu"}}), HasSubstr("activation_function"));
+  EXPECT_THAT(kConfig.refusal({{"scale_attn_weights", false}}), HasSubstr("scale_attn_weights"));
+  EXPECT_THAT(kConfig.refusal({{"scale_attn_by_inverse_layer_idx", true}}),
               HasSubstr("scale_attn_by_inverse_layer_idx"));
-  EXPECT_THAT(refusal({{"reorder_and_upcast_attn", true}}), HasSubstr("reorder_and_upcast_attn"));
-  EXPECT_THAT(refusal({{"add_cross_attention", true}}), HasSubstr("add_cross_attention"));
-  EXPECT_THAT(refusal({{"n_head", 5}}), HasSubstr("n_embd: found 32"));
-  EXPECT_THAT(refusal({{"n_ctx", 16}}), HasSubstr("n_ctx: found 16"));
+  EXPECT_THAT(kConfig.refusal({{"reorder_and_upcast_attn", true}}),
+              HasSubstr("reorder_and_upcast_attn"));
+  EXPECT_THAT(kConfig.refusal({{"add_cross_attention", true}}), HasSubstr("add_cross_attention"));
+  EXPECT_THAT(kConfig.refusal({{"n_head", 5}}), HasSubstr("n_embd: found 32"));
+  EXPECT_THAT(kConfig.refusal({{"n_ctx", 16}}), HasSubstr("n_ctx: found 16"));
 }
 
 }  // namespace

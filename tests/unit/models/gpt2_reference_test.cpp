@@ -16,13 +16,13 @@ double largest(const at::Tensor& difference) { return difference.abs().max().ite
 
 class Gpt2Reference : public ::testing::TestWithParam<const char*> {
  protected:
-  at::Tensor logits(Gpt2Model& model) const {
+  at::Tensor logits(LanguageModel& model) const {
     ModelInputs inputs;
     inputs.input_ids = reference_.result("input_ids");
     return model.forward(inputs);
   }
   /// Of the mean loss.
-  at::Tensor loss(Gpt2Model& model) const {
+  at::Tensor loss(LanguageModel& model) const {
     ModelInputs inputs;
     inputs.input_ids = reference_.result("input_ids");
     inputs.targets = nn::next_token_targets(reference_.result("labels"));
@@ -75,15 +75,16 @@ TEST_P(Gpt2Reference, BFloat16GradientsPointTheSameWay) {
 
 TEST_P(Gpt2Reference, TokensOneByOneGiveTheLogitsOfAWholeForward) {
   const auto model = reference_.gpt2(Reference::Compute::kFloat32);
+  WritesText& writer = *model->writer();
   const at::Tensor ids = reference_.result("input_ids");
   const at::Tensor expected = reference_.result("logits");
-  DecoderCache cache = model->make_cache(ids.size(1));
-  EXPECT_LT(largest(model->decode(ids.narrow(1, 0, 5), cache) - expected.select(1, 4)), 5e-5);
+  DecoderCache cache = writer.make_cache(ids.size(1));
+  EXPECT_LT(largest(writer.decode(ids.narrow(1, 0, 5), cache) - expected.select(1, 4)), 5e-5);
   for (std::int64_t t = 5; t < ids.size(1); ++t) {
-    const at::Tensor found = model->decode(ids.narrow(1, t, 1), cache);
+    const at::Tensor found = writer.decode(ids.narrow(1, t, 1), cache);
     EXPECT_LT(largest(found - expected.select(1, t)), 5e-5) << "position " << t;
   }
-  EXPECT_LT(largest(model->next_logits(ids.narrow(1, 0, 9)) - expected.select(1, 8)), 5e-5);
+  EXPECT_LT(largest(writer.next_logits(ids.narrow(1, 0, 9)) - expected.select(1, 8)), 5e-5);
 }
 
 TEST_P(Gpt2Reference, NoRowsGiveZeros) {

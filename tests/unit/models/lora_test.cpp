@@ -1,6 +1,7 @@
 #include <gmock/gmock.h>
 
 #include <limits>
+#include <map>
 
 #include "models/adapters.h"
 #include "models/description.h"
@@ -62,8 +63,8 @@ TEST(Lora, RowsStandBehindTheirLayerInItsUnit) {
   std::erase_if(adapters, [](const ParameterSpec& row) { return !is_adapter(row.name); });
   EXPECT_EQ(adapters, (std::vector<ParameterSpec>{a, b}));
   EXPECT_TRUE(is_adapter(a.name));
-  EXPECT_EQ(adapted_weight(b.name), "model.layers.1.self_attn.k_proj.weight");
-  EXPECT_EQ(adapted_weight("model.norm.weight"), "model.norm.weight");
+  EXPECT_EQ(adapted_layer(b.name), "model.layers.1.self_attn.k_proj");
+  EXPECT_EQ(adapted_weight(adapted_layer(b.name)), "model.layers.1.self_attn.k_proj.weight");
 }
 
 // Naive: it trains, to NaN, and the advice is a lower learning rate.
@@ -103,6 +104,91 @@ TEST(Lora, ARankAboveTheMatrixIsRefusedWithItsName) {
   EXPECT_THAT(refusal(small(), asks({"v_proj"}, 33)),
               AllOf(HasSubstr("lora.rank: found 33, expected at most 32"),
                     HasSubstr("model.layers.0.self_attn.v_proj")));
+}
+
+/// Small, with three experts in each layer.
+ModelSpec with_experts() {
+  ModelSpec spec = small();
+  spec.family = Family::kQwen3Moe;
+  MoeSpec& moe = spec.moe.emplace();
+  moe.num_experts = 3;
+  moe.experts_per_token = 2;
+  moe.moe_intermediate_size = 24;
+  return spec;
+}
+
+TEST(LoraOfExperts, ProductsAreMeantOnlyWhereExpertsAreNamed) {
+  const ModelSpec spec = with_experts();
+  EXPECT_THAT(
+      plan_lora(spec, asks({"layers.1.mlp.experts.*", "experts.down_proj"})).layers,
+      ElementsAre("model.layers.0.mlp.experts.down_proj", "model.layers.1.mlp.experts.gate_up_proj",
+                  "model.layers.1.mlp.experts.down_proj"));
+  EXPECT_THAT(plan_lora(spec, asks({"self_attn.*"})).layers, ::testing::SizeIs(2 * 4));
+  EXPECT_THAT(refusal(spec, asks({"down_proj"})),
+              AllOf(HasSubstr("model.layers.0.mlp.experts.down_proj"),
+                    HasSubstr("meant only where they are named: \"experts.down_proj\"")));
+  EXPECT_THAT(refusal(spec, asks({"experts"})), HasSubstr("which is no linear layer"));
+  EXPECT_THAT(refusal(spec, asks({"experts.gate_proj"})),
+              AllOf(HasSubstr("matches nothing"), HasSubstr("nearest name")));
+}
+
+TEST(LoraOfExperts, DropoutAndARankAboveAnExpertsMatrixAreRefused) {
+  const ModelSpec spec = with_experts();
+  EXPECT_EQ(refusal(spec, asks({"experts.*"}, 24)), "accepted");
+  EXPECT_THAT(refusal(spec, asks({"experts.*"}, 25)),
+              AllOf(HasSubstr("lora.rank: found 25, expected at most 24"),
+                    HasSubstr("experts.down_proj [32, 24]")));
+  LoraRequest drops = asks({"q_proj", "experts.down_proj"});
+  drops.dropout = 0.1;
+  EXPECT_THAT(refusal(spec, drops),
+              AllOf(StartsWith("lora.dropout: found 0.1"),
+                    HasSubstr("model.layers.0.mlp.experts.down_proj"), HasSubstr("peft")));
+}
+
+// What each rank of a layout holds, and whose sums its gradients are.
+TEST(LoraOfExperts, FactorsLieAsTheProductsThatTheyStandBeside) {
+  const ModelSpec spec = with_experts();
+  const LoraSpec lora = plan_lora(spec, asks({"layers.1.mlp.experts.*"}));
+  const auto rows = [&](const ParallelDims& degrees) {
+    std::map<std::string, ParameterSpec> found;
+    for (const ParameterSpec& row : describe(spec, lora, degrees).parameters) {
+      const std::string stem = "model.layers.1.mlp.experts.";
+      if (is_adapter(row.name)) found[row.name.substr(stem.size())] = row;
+    }
+    return found;
+  };
+  const auto one = rows({});
+  ASSERT_EQ(one.size(), 4U);
+  const ParameterSpec& a = one.at("gate_up_proj.lora_A.weight");
+  EXPECT_THAT(a.shape, ElementsAre(3, 4, 32));
+  EXPECT_EQ(a.init, InitKind::kUniform);
+  EXPECT_DOUBLE_EQ(a.init_std, 1.0 / std::sqrt(32.0));
+  EXPECT_EQ(a.part, ModelPart::kExperts);
+  EXPECT_EQ(a.unit, "model.layers.1");
+  EXPECT_THAT(one.at("gate_up_proj.lora_B.weight").shape, ElementsAre(3, 48, 4));
+  EXPECT_EQ(one.at("gate_up_proj.lora_B.weight").init, InitKind::kZeros);
+  EXPECT_THAT(one.at("down_proj.lora_A.weight").shape, ElementsAre(3, 4, 24));
+  EXPECT_THAT(one.at("down_proj.lora_B.weight").shape, ElementsAre(3, 32, 4));
+
+  ParallelDims cut;
+  cut.dp_shard = 3;
+  cut.tp = 2;
+  cut.ep = 3;
+  cut.etp = 2;
+  const auto shared = rows(cut);
+  const auto layout = [&](const char* name) {
+    const ParameterSpec& row = shared.at(name);
+    EXPECT_EQ(row.shape, one.at(name).shape) << name;
+    return to_string(row.layout);
+  };
+  EXPECT_EQ(layout("gate_up_proj.lora_A.weight"),
+            "ep 3 S(0), gradient S(0); etp 2 R, gradient P (sparse mesh)");
+  EXPECT_EQ(layout("gate_up_proj.lora_B.weight"),
+            "ep 3 S(0), gradient S(0); etp 2 S(2), gradient S(2) of 3x2x24x4 (sparse mesh)");
+  EXPECT_EQ(layout("down_proj.lora_A.weight"),
+            "ep 3 S(0), gradient S(0); etp 2 S(2), gradient S(2) (sparse mesh)");
+  EXPECT_EQ(layout("down_proj.lora_B.weight"),
+            "ep 3 S(0), gradient S(0); etp 2 R, gradient P (sparse mesh)");
 }
 
 }  // namespace

@@ -14,18 +14,12 @@ namespace {
 
 using ::testing::HasSubstr;
 
-ModelSpec with(const nlohmann::json& keys) {
-  return parse_spec(changed_config("mistral-fp32", keys)).spec;
-}
-
-std::string refusal(const nlohmann::json& keys) {
-  return refusal_of(changed_config("mistral-fp32", keys));
-}
+constexpr ConfigOfFolder kConfig("mistral-fp32");
 
 TEST(MistralConfig, BothSpellingsGiveTheSameSpec) {
   for (const char* folder : {"mistral-fp32", "mistral-mixed"}) {
-    const ModelSpec spec = parse_spec(config_text(folder, "config.json")).spec;
-    EXPECT_EQ(spec, parse_spec(config_text(folder, "config.hub.json")).spec);
+    const ModelSpec spec = parse_spec(file_text(folder, "config.json")).spec;
+    EXPECT_EQ(spec, parse_spec(file_text(folder, "config.hub.json")).spec);
     EXPECT_EQ(spec.family, Family::kMistral);
     EXPECT_EQ(spec.head_dim, 8);
     EXPECT_EQ(spec.sliding_window, 8);
@@ -34,34 +28,29 @@ TEST(MistralConfig, BothSpellingsGiveTheSameSpec) {
 }
 
 TEST(MistralConfig, NoWindowIsNullAndAnAbsentOneIsTheDefault) {
-  EXPECT_TRUE(with({{"sliding_window", nullptr}}).layer_types.empty());
-  nlohmann::json config = nlohmann::json::parse(config_text("mistral-fp32", "config.hub.json"));
-  config.erase("sliding_window");
-  EXPECT_EQ(parse_spec(config.dump()).spec.sliding_window, 4096);
+  EXPECT_TRUE(kConfig.spec({{"sliding_window", nullptr}}).layer_types.empty());
+  EXPECT_EQ(kConfig.spec_without({"sliding_window"}).sliding_window, 4096);
 }
 
 TEST(MistralConfig, HeadsMayHaveASizeOfTheirOwn) {
   // As Mistral Nemo: head_dim is not hidden_size / num_attention_heads.
-  EXPECT_EQ(with({{"head_dim", 16}}).head_dim, 16);
-  EXPECT_EQ(with({{"head_dim", nullptr}}).head_dim, 8);
+  EXPECT_EQ(kConfig.spec({{"head_dim", 16}}).head_dim, 16);
+  EXPECT_EQ(kConfig.spec({{"head_dim", nullptr}}).head_dim, 8);
 }
 
 TEST(MistralConfig, WhatIsWrittenIsReadAsTheSame) {
-  for (const nlohmann::json& keys :
-       {nlohmann::json::object(), nlohmann::json{{"sliding_window", nullptr}},
-        nlohmann::json{{"head_dim", 16}, {"tie_word_embeddings", true}}}) {
-    const ModelSpec spec = with(keys);
-    EXPECT_EQ(parse_spec(config_json(spec)).spec, spec);
-  }
+  kConfig.expect_kept({nlohmann::json::object(),
+                       {{"sliding_window", nullptr}},
+                       {{"head_dim", 16}, {"tie_word_embeddings", true}}});
 }
 
 TEST(MistralConfig, WhatIsNotSupportedIsRefusedByName) {
-  EXPECT_THAT(refusal({{"attention_bias", true}}), HasSubstr("attention_bias: found true"));
-  EXPECT_THAT(refusal({{"sliding_window", 0}}), HasSubstr("sliding_window: found 0"));
-  EXPECT_THAT(refusal({{"use_sliding_window", false}}),
+  EXPECT_THAT(kConfig.refusal({{"attention_bias", true}}), HasSubstr("attention_bias: found true"));
+  EXPECT_THAT(kConfig.refusal({{"sliding_window", 0}}), HasSubstr("sliding_window: found 0"));
+  EXPECT_THAT(kConfig.refusal({{"use_sliding_window", false}}),
               HasSubstr("use_sliding_window: found false"));
-  EXPECT_THAT(refusal({{"layer_types", {"full_attention"}}}), HasSubstr("layer_types"));
-  EXPECT_THAT(refusal({{"quantization_config", {{"quant_method", "fp8"}}}}),
+  EXPECT_THAT(kConfig.refusal({{"layer_types", {"full_attention"}}}), HasSubstr("layer_types"));
+  EXPECT_THAT(kConfig.refusal({{"quantization_config", {{"quant_method", "fp8"}}}}),
               HasSubstr("quantization_config"));
 }
 

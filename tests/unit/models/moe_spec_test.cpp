@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
-#include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -12,7 +11,7 @@
 #include "models/description.h"
 #include "models/family.h"
 #include "models/model_spec.h"
-#include "tessera/error.h"
+#include "unit/models/config_of_folder.h"
 
 namespace tessera::models::moe_spec_test {
 namespace {
@@ -20,36 +19,17 @@ namespace {
 using ::testing::HasSubstr;
 using Shape = std::vector<std::int64_t>;
 
-std::string read_text(const std::filesystem::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
-std::filesystem::path folder(const std::string& name) {
-  return std::filesystem::path(TESSERA_TEST_DATA) / name;
-}
-
-nlohmann::json hub(const std::string& name) {
-  return nlohmann::json::parse(read_text(folder(name) / "config.hub.json"));
-}
+nlohmann::json hub(const char* name) { return ConfigOfFolder(name).json(); }
 
 /// The message of the refusal of a config.json with another value; "" if there was none.
-std::string refusal(const std::string& name, const std::string& key, const nlohmann::json& value) {
-  nlohmann::json config = hub(name);
-  config[key] = value;
-  try {
-    parse_spec(config.dump());
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kConfig) << error.what();
-    return error.what();
-  }
-  return "";
+std::string refusal(const char* name, const std::string& key, const nlohmann::json& value) {
+  return ConfigOfFolder(name).refusal({{key, value}});
 }
 
 class MoeSpecs : public ::testing::TestWithParam<const char*> {};
 
 TEST_P(MoeSpecs, BothSpellingsGiveTheSameSpec) {
-  const ModelSpec written = parse_spec(read_text(folder(GetParam()) / "config.json")).spec;
+  const ModelSpec written = parse_spec(file_text(GetParam(), "config.json")).spec;
   EXPECT_EQ(written, parse_spec(hub(GetParam()).dump()).spec);
   const auto& sizes = written.moe;
   switch (written.family) {
@@ -90,7 +70,7 @@ std::map<std::string, Shape> tensors_of(const std::vector<ParameterSpec>& table)
 }
 
 TEST_P(MoeSpecs, TheTableWantsTheTensorsOfTheFile) {
-  const std::string bytes = read_text(folder(GetParam()) / "model.safetensors");
+  const std::string bytes = file_text(GetParam(), "model.safetensors");
   std::uint64_t length = 0;
   for (int i = 7; i >= 0; --i) {
     length = length << 8 | static_cast<unsigned char>(bytes[static_cast<std::size_t>(i)]);
@@ -155,7 +135,7 @@ TEST(MoeSpec, GptOssWithoutItsOwnKeysIsTransformersDefault) {
 
 // As transformers: the record of either spelling has theta, or the family's own holds.
 TEST(MoeSpec, GptOssThetaIsItsOwnWhereNoRecordHasOne) {
-  nlohmann::json config = nlohmann::json::parse(read_text(folder("gpt-oss-fp32") / "config.json"));
+  nlohmann::json config = nlohmann::json::parse(file_text("gpt-oss-fp32", "config.json"));
   config.erase("rope_theta");
   config["rope_parameters"].erase("rope_theta");
   EXPECT_EQ(parse_spec(config.dump()).spec.rope.theta, 150000.0);
@@ -256,7 +236,7 @@ TEST(MoeSpec, PublishedConfigsAreRead) {
   const std::filesystem::path models = std::filesystem::path(TESSERA_CONFIGS) / "models";
   const auto numel = [&](const char* name) {
     return total_numel(
-        describe(parse_spec(read_text(models / name / "config.json")).spec).parameters);
+        describe(parse_spec(file_text((models / name).string(), "config.json")).spec).parameters);
   };
   EXPECT_EQ(numel("qwen3-30b-a3b"), 30'532'122'624);
   EXPECT_EQ(numel("mixtral-8x7b"), 46'702'792'704);

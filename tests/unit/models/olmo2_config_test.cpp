@@ -16,18 +16,12 @@ namespace {
 
 using ::testing::HasSubstr;
 
-ModelSpec with(const nlohmann::json& keys) {
-  return parse_spec(changed_config("olmo2-fp32", keys)).spec;
-}
-
-std::string refusal(const nlohmann::json& keys) {
-  return refusal_of(changed_config("olmo2-fp32", keys));
-}
+constexpr ConfigOfFolder kConfig("olmo2-fp32");
 
 TEST(Olmo2Config, BothSpellingsGiveTheSameSpec) {
   for (const char* folder : {"olmo2-fp32", "olmo2-mixed"}) {
-    const ModelSpec spec = parse_spec(config_text(folder, "config.json")).spec;
-    EXPECT_EQ(spec, parse_spec(config_text(folder, "config.hub.json")).spec);
+    const ModelSpec spec = parse_spec(file_text(folder, "config.json")).spec;
+    EXPECT_EQ(spec, parse_spec(file_text(folder, "config.hub.json")).spec);
     EXPECT_EQ(spec.family, Family::kOlmo2);
     EXPECT_EQ(spec.head_dim, 8);
     EXPECT_EQ(spec.rope.theta, 500000.0);
@@ -36,34 +30,27 @@ TEST(Olmo2Config, BothSpellingsGiveTheSameSpec) {
 }
 
 TEST(Olmo2Config, AbsentKeysAreTransformersDefaults) {
-  nlohmann::json config = nlohmann::json::parse(config_text("olmo2-fp32", "config.hub.json"));
-  for (const char* key : {"num_key_value_heads", "rms_norm_eps", "pad_token_id", "rope_theta",
-                          "max_position_embeddings"}) {
-    config.erase(key);
-  }
-  const ModelSpec spec = parse_spec(config.dump()).spec;
+  const ModelSpec spec =
+      kConfig.spec_without({"num_key_value_heads", "rms_norm_eps", "pad_token_id", "rope_theta",
+                            "max_position_embeddings"});
   EXPECT_EQ(spec.num_key_value_heads, 4);
   EXPECT_EQ(spec.rms_norm_eps, 1e-5);
   EXPECT_EQ(spec.pad_token_id, 1);
   EXPECT_EQ(spec.rope.theta, 10000.0);
   EXPECT_EQ(spec.max_position_embeddings, 2048);
-  EXPECT_EQ(with({{"pad_token_id", nullptr}}).pad_token_id, std::nullopt);
+  EXPECT_EQ(kConfig.spec({{"pad_token_id", nullptr}}).pad_token_id, std::nullopt);
 }
 
 TEST(Olmo2Config, WhatIsWrittenIsReadAsTheSame) {
-  for (const nlohmann::json& keys :
-       {nlohmann::json::object(), nlohmann::json{{"pad_token_id", nullptr}},
-        nlohmann::json{{"attention_bias", true}, {"tie_word_embeddings", true}},
-        nlohmann::json{{"rope_scaling", {{"factor", 2.0}, {"rope_type", "linear"}}}}}) {
-    const ModelSpec spec = with(keys);
-    EXPECT_EQ(parse_spec(config_json(spec)).spec, spec);
-  }
+  kConfig.expect_kept({nlohmann::json::object(),
+                       {{"pad_token_id", nullptr}},
+                       {{"attention_bias", true}, {"tie_word_embeddings", true}},
+                       {{"rope_scaling", {{"factor", 2.0}, {"rope_type", "linear"}}}}});
 }
 
 TEST(Olmo2Config, NormsStandBehindAndThoseOfHeadsAreOfAllTogether) {
   std::map<std::string, std::vector<std::int64_t>> shapes;
-  for (const ParameterSpec& row : describe(with(nlohmann::json::object())).parameters)
-    shapes[row.name] = row.shape;
+  for (const ParameterSpec& row : describe(kConfig.spec()).parameters) shapes[row.name] = row.shape;
   EXPECT_EQ(shapes.count("model.layers.0.input_layernorm.weight"), 0U);
   EXPECT_EQ(shapes.count("model.layers.0.post_feedforward_layernorm.weight"), 1U);
   EXPECT_EQ(shapes.at("model.layers.0.self_attn.q_norm.weight"), std::vector<std::int64_t>{32});
@@ -71,10 +58,10 @@ TEST(Olmo2Config, NormsStandBehindAndThoseOfHeadsAreOfAllTogether) {
 }
 
 TEST(Olmo2Config, WhatIsNotSupportedIsRefusedByName) {
-  EXPECT_THAT(refusal({{"hidden_act", "gelu"}}), HasSubstr("hidden_act: found \"gelu\""));
-  EXPECT_THAT(refusal({{"layer_types", {"sliding_attention"}}}), HasSubstr("layer_types"));
-  EXPECT_THAT(refusal({{"clip_qkv", 8.0}}), HasSubstr("clip_qkv"));
-  EXPECT_THAT(refusal({{"quantization_config", {{"quant_method", "fp8"}}}}),
+  EXPECT_THAT(kConfig.refusal({{"hidden_act", "gelu"}}), HasSubstr("hidden_act: found \"gelu\""));
+  EXPECT_THAT(kConfig.refusal({{"layer_types", {"sliding_attention"}}}), HasSubstr("layer_types"));
+  EXPECT_THAT(kConfig.refusal({{"clip_qkv", 8.0}}), HasSubstr("clip_qkv"));
+  EXPECT_THAT(kConfig.refusal({{"quantization_config", {{"quant_method", "fp8"}}}}),
               HasSubstr("quantization_config"));
 }
 

@@ -17,18 +17,12 @@ namespace {
 using ::testing::HasSubstr;
 using enum LayerType;
 
-ModelSpec with(const nlohmann::json& keys) {
-  return parse_spec(changed_config("qwen2-fp32", keys)).spec;
-}
-
-std::string refusal(const nlohmann::json& keys) {
-  return refusal_of(changed_config("qwen2-fp32", keys));
-}
+constexpr ConfigOfFolder kConfig("qwen2-fp32");
 
 TEST(Qwen2Config, BothSpellingsGiveTheSameSpec) {
   for (const char* folder : {"qwen2-fp32", "qwen2-mixed"}) {
-    const ModelSpec spec = parse_spec(config_text(folder, "config.json")).spec;
-    EXPECT_EQ(spec, parse_spec(config_text(folder, "config.hub.json")).spec);
+    const ModelSpec spec = parse_spec(file_text(folder, "config.json")).spec;
+    EXPECT_EQ(spec, parse_spec(file_text(folder, "config.hub.json")).spec);
     EXPECT_EQ(spec.family, Family::kQwen2);
     EXPECT_TRUE(spec.attention_bias);
     EXPECT_EQ(spec.head_dim, 8);
@@ -39,7 +33,7 @@ TEST(Qwen2Config, BothSpellingsGiveTheSameSpec) {
 
 TEST(Qwen2Config, OnlyQueriesKeysAndValuesHaveABias) {
   std::vector<std::string> biases;
-  for (const ParameterSpec& row : describe(with({{"num_hidden_layers", 1}})).parameters) {
+  for (const ParameterSpec& row : describe(kConfig.spec({{"num_hidden_layers", 1}})).parameters) {
     if (row.name.ends_with(".bias")) biases.push_back(row.name);
   }
   const std::string attention = "model.layers.0.self_attn.";
@@ -48,42 +42,44 @@ TEST(Qwen2Config, OnlyQueriesKeysAndValuesHaveABias) {
 }
 
 TEST(Qwen2Config, TheLastLayersSlideWhereTheWindowIsOn) {
-  const ModelSpec spec = with({{"use_sliding_window", true}, {"max_window_layers", 3}});
+  const ModelSpec spec = kConfig.spec({{"use_sliding_window", true}, {"max_window_layers", 3}});
   EXPECT_EQ(spec.layer_types, (std::vector<LayerType>{kFull, kFull, kFull, kSliding}));
   EXPECT_EQ(spec.sliding_window, 6);
-  EXPECT_TRUE(with({{"use_sliding_window", true}}).layer_types.empty()) << "all are below it";
-  const ModelSpec none =
-      with({{"use_sliding_window", true}, {"max_window_layers", 0}, {"sliding_window", nullptr}});
+  EXPECT_TRUE(kConfig.spec({{"use_sliding_window", true}}).layer_types.empty())
+      << "all are below it";
+  const ModelSpec none = kConfig.spec(
+      {{"use_sliding_window", true}, {"max_window_layers", 0}, {"sliding_window", nullptr}});
   EXPECT_TRUE(none.layer_types.empty()) << "transformers has no window then, either";
 }
 
 TEST(Qwen2Config, LayerTypesWinOverMaxWindowLayers) {
-  const ModelSpec spec =
-      with({{"use_sliding_window", true},
-            {"layer_types",
-             {"sliding_attention", "full_attention", "sliding_attention", "full_attention"}}});
+  const ModelSpec spec = kConfig.spec(
+      {{"use_sliding_window", true},
+       {"layer_types",
+        {"sliding_attention", "full_attention", "sliding_attention", "full_attention"}}});
   EXPECT_EQ(spec.layer_types, (std::vector<LayerType>{kSliding, kFull, kSliding, kFull}));
 }
 
 TEST(Qwen2Config, WhatIsWrittenIsReadAsTheSame) {
-  for (const nlohmann::json& keys :
-       {nlohmann::json::object(), nlohmann::json{{"tie_word_embeddings", true}},
-        nlohmann::json{{"use_sliding_window", true}, {"max_window_layers", 1}}}) {
-    const ModelSpec spec = with(keys);
-    EXPECT_EQ(parse_spec(config_json(spec)).spec, spec);
-  }
+  kConfig.expect_kept({nlohmann::json::object(),
+                       {{"tie_word_embeddings", true}},
+                       {{"use_sliding_window", true}, {"max_window_layers", 1}}});
 }
 
 TEST(Qwen2Config, WhatIsNotSupportedIsRefusedByName) {
-  EXPECT_THAT(refusal({{"attention_bias", false}}), HasSubstr("attention_bias: found false"));
-  EXPECT_THAT(refusal({{"use_mrope", true}}), HasSubstr("use_mrope: found true"));
-  EXPECT_THAT(refusal({{"mlp_bias", true}}), HasSubstr("mlp_bias"));
-  EXPECT_THAT(refusal({{"max_window_layers", -1}}), HasSubstr("max_window_layers: found -1"));
+  EXPECT_THAT(kConfig.refusal({{"attention_bias", false}}),
+              HasSubstr("attention_bias: found false"));
+  EXPECT_THAT(kConfig.refusal({{"use_mrope", true}}), HasSubstr("use_mrope: found true"));
+  EXPECT_THAT(kConfig.refusal({{"mlp_bias", true}}), HasSubstr("mlp_bias"));
+  EXPECT_THAT(kConfig.refusal({{"max_window_layers", -1}}),
+              HasSubstr("max_window_layers: found -1"));
   const nlohmann::json slides = {"full_attention", "full_attention", "full_attention",
                                  "sliding_attention"};
-  EXPECT_THAT(refusal({{"layer_types", slides}}), HasSubstr("use_sliding_window: found false"));
+  EXPECT_THAT(kConfig.refusal({{"layer_types", slides}}),
+              HasSubstr("use_sliding_window: found false"));
   EXPECT_THAT(
-      refusal({{"layer_types", slides}, {"use_sliding_window", true}, {"sliding_window", nullptr}}),
+      kConfig.refusal(
+          {{"layer_types", slides}, {"use_sliding_window", true}, {"sliding_window", nullptr}}),
       HasSubstr("sliding_window: found null"));
 }
 

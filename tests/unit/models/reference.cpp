@@ -109,12 +109,17 @@ std::shared_ptr<Gemma4Model> Reference::gemma4(Compute compute) const {
   return model;
 }
 
-std::shared_ptr<Gpt2Model> Reference::gpt2(Compute compute) const {
-  auto model = std::make_shared<Gpt2Model>(spec_);
+std::shared_ptr<LanguageModel> Reference::gpt2(Compute compute) const {
+  auto model = make_language_model(spec_);
   load(*model, compute);
   auto parameters = model->named_parameters();
   tie_again(parameters["lm_head.weight"], parameters["wte.weight"]);
   return model;
+}
+
+std::shared_ptr<LanguageModel> Reference::text_model(Compute compute) const {
+  if (spec_.family == Family::kGpt2) return gpt2(compute);
+  return model(compute);
 }
 
 std::map<std::string, at::Tensor> gradients(const torch::nn::Module& model, const ModelSpec& spec) {

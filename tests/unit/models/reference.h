@@ -13,7 +13,7 @@
 #include "models/decoder.h"
 #include "models/description.h"
 #include "models/gemma4/gemma4_model.h"
-#include "models/gpt2/gpt2_model.h"
+#include "models/language_model.h"
 
 namespace tessera::models {
 
@@ -42,7 +42,10 @@ class Reference {
   /// The same of a gemma4 folder, its vision tower frozen.
   std::shared_ptr<Gemma4Model> gemma4(Compute compute) const;
   /// The same of a gpt2 folder.
-  std::shared_ptr<Gpt2Model> gpt2(Compute compute) const;
+  std::shared_ptr<LanguageModel> gpt2(Compute compute) const;
+
+  /// The model of any family of text.
+  std::shared_ptr<LanguageModel> text_model(Compute compute) const;
 
   /// A tensor of the checkpoint, as it is stored.
   at::Tensor stored(const std::string& name) const;

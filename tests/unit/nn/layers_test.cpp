@@ -1,4 +1,9 @@
 // What layers promise about dtypes, frozen weights and empty batches.
+#include <torch/library.h>
+
+#include <optional>
+
+#include "kernels/operations.h"
 #include "nn/attention.h"
 #include "nn/embedding.h"
 #include "nn/linear.h"
@@ -71,6 +76,58 @@ TEST_F(Layers, FrozenWeightsGetNoGradientAndInputsStillDo) {
   EXPECT_TRUE(x.grad().defined());
   EXPECT_FALSE(weight.grad().defined());
   EXPECT_FALSE(norm.grad().defined());
+}
+
+/// While it lives: how many weights of norms this thread's backwards were asked a gradient of.
+class AskedWeights {
+ public:
+  AskedWeights() {
+    static const torch::Library library = [] {
+      torch::Library all(torch::Library::IMPL, "_", std::make_optional(kernels::kWatchKey),
+                         __FILE__, __LINE__);
+      all.fallback(torch::CppFunction::makeFromBoxedFunction<&see>());
+      return all;
+    }();
+    asked() = 0;
+  }
+  static int& asked() {
+    static thread_local int count = 0;
+    return count;
+  }
+
+ private:
+  static void see(const c10::OperatorHandle& operation, c10::DispatchKeySet keys,
+                  c10::Stack* stack) {
+    const auto& name = operation.operator_name().name;
+    if (name == "tessera::rms_norm_backward" || name == "tessera::rope_heads_backward") {
+      asked() += stack->back().toBool() ? 1 : 0;  // of_weight
+    }
+    const auto below =
+        keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kernels::kWatchKey);
+    const c10::impl::ExcludeDispatchKeyGuard once(kernels::kWatchKey);
+    operation.redispatchBoxed(below, stack);
+  }
+
+  c10::impl::IncludeDispatchKeyGuard here_{kernels::kWatchKey};
+};
+
+// Naive: with adapters every norm sums a gradient that nobody takes.
+TEST_F(Layers, FrozenNormsAreNotAskedForTheirWeightsGradients) {
+  Rope rope({}, 8);
+  const RopeTable table = rope.table(5, at::kFloat, at::kCPU);
+  for (const bool trains : {true, false}) {
+    const at::Tensor x = at::randn({2, 5, 32}).requires_grad_(true);
+    const at::Tensor weight = at::randn({32}).requires_grad_(trains);
+    const at::Tensor of_head = at::randn({8}).requires_grad_(trains);
+    const AskedWeights asked;
+    const auto [sum, normed] = add_rms_norm(x, nn::rms_norm(x, weight, 1e-6), weight, 1e-6);
+    const at::Tensor heads = rope_heads(normed, {.heads = 4, .repeat = 2}, {of_head, 1e-6}, table);
+    (heads.sum() + plain_rms_norm(sum, 1e-6).sum()).backward();
+    EXPECT_EQ(AskedWeights::asked(), trains ? 3 : 0);
+    EXPECT_EQ(weight.grad().defined(), trains);
+    EXPECT_EQ(of_head.grad().defined(), trains);
+    EXPECT_TRUE(x.grad().defined());
+  }
 }
 
 TEST_F(Layers, Float64TakesTheCompositeForm) {

@@ -323,6 +323,12 @@ void adapters(Config& config) {
   config.lora = {.rank = 4, .alpha = 8.0, .targets = {"q_proj", "v_proj", "down_proj"}};
 }
 
+void expert_adapters(Config& config) {
+  config.model.config.clear();
+  config.model.path = std::string(TESSERA_TEST_DATA) + "/qwen3-moe-mixed";
+  config.lora = {.rank = 4, .alpha = 8.0, .targets = {"q_proj", "experts.*"}};
+}
+
 void bf16_shards(Config& config) {
   config.precision.storage_dtype.dtype = kBf16;
   config.precision.reduce_dtype.dtype = kBf16;
@@ -373,6 +379,17 @@ std::vector<MemoryCase> expert_cases() {
        .dims = {.dp_shard = 2, .ep = 2},
        .mode = kSelective,
        .compute = kBf16},
+      {.name = "lora_of_experts",
+       .family = moe,
+       .dims = {.dp_shard = 2},
+       .compute = kBf16,
+       .change = expert_adapters},
+      {.name = "lora_of_experts_ep_etp_selective",
+       .family = moe,
+       .dims = {.dp_shard = 2, .tp = 2, .ep = 2, .etp = 2},
+       .mode = kSelective,
+       .compute = kBf16,
+       .change = expert_adapters},
       {.name = "tp_ep_etp", .family = moe, .dims = {.dp_shard = 2, .tp = 2, .ep = 2, .etp = 2}},
       {.name = "tp_ep_whole_sequence",
        .family = moe,

@@ -4,9 +4,11 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -31,6 +33,7 @@ Config config_of(const Layout& layout, const testing::TemporaryFolder& folder) {
   std::ifstream in(std::string(TESSERA_TEST_DATA) + "/" + layout.family + "-fp32/config.json");
   folder.write("model.json", nlohmann::json::parse(in).dump());
   ParallelismConfig& degrees = config.parallelism;
+  degrees.data_parallel_replicate_degree = layout.dims.dp_replicate;
   degrees.data_parallel_shard_degree = layout.dims.dp_shard;
   degrees.tensor_parallel_degree = layout.dims.tp;
   degrees.expert_parallel_degree = layout.dims.ep;
@@ -123,6 +126,56 @@ double relative_error(const std::vector<at::Tensor>& found,
 /// fp32: 2^-24 a rounding, some hundred of them in a row.
 constexpr double kBound = 2e-5;
 
+/// Two of each family: one of the layouts that share out its experts, where it has any, and one of
+/// all that apply, with recomputation of any kind.
+std::vector<Layout> drawn_layouts() {
+  const std::vector<ParallelDims> of_all{
+      {.dp_replicate = 2}, {.dp_shard = 2},
+      {.tp = 2},           {.tp = 2, .sequence = SequenceParallel::kNo},
+      {.dp_shard = 3},     {.dp_shard = 2, .tp = 2}};
+  const std::vector<ParallelDims> of_experts{
+      {.dp_shard = 2, .ep = 2},
+      {.tp = 2, .ep = 2},
+      {.tp = 2, .etp = 2},
+      {.dp_shard = 2, .tp = 2, .ep = 2, .etp = 2},
+      {.tp = 2, .etp = 2, .sequence = SequenceParallel::kNo}};
+  struct Family {
+    std::string name;
+    bool has_experts = false;
+  };
+  const std::vector<Family> families{{"qwen3"},
+                                     {"llama"},
+                                     {"qwen2"},
+                                     {"mistral"},
+                                     {"olmo2"},
+                                     {"gemma3-text"},
+                                     {"gpt2"},
+                                     {"qwen3-moe", true},
+                                     {"mixtral", true},
+                                     {"gpt-oss", true},
+                                     {"gemma4", true},
+                                     {"deepseek-v2", true},
+                                     {"glm4-moe", true},
+                                     {"deepseek-v3", true},
+                                     {"llama4-text", true}};
+  std::mt19937 random(20261127);
+  std::vector<Layout> drawn;
+  const auto draw = [&](const Family& family, const std::vector<ParallelDims>& from) {
+    const auto& dims = from[random() % from.size()];
+    const auto mode = static_cast<RecomputeMode>(random() % 3);
+    std::string name = concat("drawn_", drawn.size(), "_", family.name);
+    std::ranges::replace(name, '-', '_');
+    drawn.push_back({std::move(name), family.name, dims, mode});
+  };
+  for (const Family& family : families) {
+    auto applies = of_all;
+    if (family.has_experts) applies.insert(applies.end(), of_experts.begin(), of_experts.end());
+    draw(family, family.has_experts ? of_experts : of_all);
+    draw(family, applies);
+  }
+  return drawn;
+}
+
 class PackedLayouts : public ::testing::TestWithParam<Layout> {};
 
 TEST_P(PackedLayouts, GradientsAreThoseOfTheDocumentsAlone) {
@@ -137,7 +190,8 @@ TEST_P(PackedLayouts, GradientsAreThoseOfTheDocumentsAlone) {
       const Documents documents = drawn(seed, data_rank(model->mesh()), source.spec.vocab_size);
       const auto packed = packed_gradients(model, documents);
       EXPECT_LT(relative_error(packed, gradients_alone(model, documents)), kBound)
-          << layout.name << ", rank " << world.rank();
+          << layout.name << " on " << to_string(mesh_shape(dims)) << ", recomputed "
+          << static_cast<int>(layout.mode) << ", documents " << seed << ", rank " << world.rank();
     }
   });
 }
@@ -156,6 +210,9 @@ INSTANTIATE_TEST_SUITE_P(
         Layout{"llama4_ep", "llama4-text", {.dp_shard = 2, .ep = 2}},
         Layout{"glm4_tp", "glm4-moe", {.tp = 2}}),
     [](const auto& one) { return one.param.name; });
+
+INSTANTIATE_TEST_SUITE_P(Drawn, PackedLayouts, ::testing::ValuesIn(drawn_layouts()),
+                         [](const auto& one) { return one.param.name; });
 
 // What borders are is data: a region that was recorded with others is replayed.
 TEST(PackedReplays, RegionsAreReplayedWithOtherBordersAndTheSameBits) {

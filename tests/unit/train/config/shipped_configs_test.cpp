@@ -23,5 +23,13 @@ TEST(ShippedConfigs, AreValidOnTwoRanks) {
   EXPECT_GE(files, 1);
 }
 
+// It serves every family, and patterns that match nothing are refused: what decays none of them is no
+// decay.
+TEST(ShippedConfigs, FinetuningDecaysNothing) {
+  const Config config = load_config(std::string(TESSERA_CONFIGS) + "/finetune.toml");
+  EXPECT_EQ(config.optimizer.effective_weight_decay(), 0.0);
+  EXPECT_LE(*config.optimizer.lr, 5e-5) << "of a whole model that is trained already";
+}
+
 }  // namespace
 }  // namespace tessera::train::shipped_configs_test

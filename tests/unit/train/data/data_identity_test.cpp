@@ -69,7 +69,9 @@ TEST(DataIdentity, OfALargeFileSeesItsLengthItsEndsAndItsSamples) {
     file.seekp(at).put(before).flush();
     return changed;
   };
-  for (const std::int64_t at : {std::int64_t{0}, size / 2 / 1000 * 1000, size - 1}) {
+  const auto middle = (size - kSampleBytes) / (kSamples - 1) * 31 / kSampleBytes * kSampleBytes;
+  for (const std::int64_t at :
+       {std::int64_t{0}, middle, middle + kSampleBytes - 1, size - kSampleBytes, size - 1}) {
     EXPECT_NE(changed_at(at), whole) << at;
   }
   EXPECT_EQ(hash_of({path}), whole);

@@ -139,9 +139,9 @@ TEST(TokenBatches, RowsOfDocumentsHoldThemWholeAndApart) {
   request.packing = Packing::kDocuments;
   constexpr std::int64_t kNone = -100;
   const std::vector<PackedRow> expected{
-      {{0, 1, 2, 3}, {1, 2, kNone, 4}, {0, 0, 0, 3}},              // two documents
-      {{5, 6, 7, 8}, {6, 7, 8, 9}, {0, 0, 0, 0}},                  // what a row holds of the third
-      {{10, 11, 0, 0}, {11, kNone, kNone, kNone}, {0, 0, 2, 2}}};  // its rest, and nothing
+      {{0, 1, 2, 3}, {1, 2, kNone, 4}, {0, 0, 0, 3}},  // two documents
+      {{5, 6, 7, 8}, {6, 7, 8, 9}, {0, 0, 0, 0}},      // what a row holds of the third
+      {{10, 11, 10, 11}, {11, kNone, kNone, kNone}, {0, 0, 2, 2}}};  // its rest, and no targets
   EXPECT_EQ(rows_of_pass(request, 3), expected);
   EXPECT_THAT(open_batches(request)->in_words().at(0),
               HasSubstr("3 documents in 3 rows of 5 tokens, 1 longer than a row and cut, 20% of"));
@@ -511,8 +511,15 @@ TEST_P(BadBatchFiles, AreRefused) {
   write_ids(folder / "b.safetensors",
             {{bad.name, {bad.input_shape, bad.inputs}}, {"labels", {bad.label_shape, bad.labels}}});
   EXPECT_THAT(testing::error_of(ErrorKind::kFormat,
-                                [&] { open_batches(request_for(folder / "b.safetensors")); }),
+                                [&] {
+                                  const auto batches =
+                                      open_batches(request_for(folder / "b.safetensors"));
+                                  batches->check_labels(1);
+                                }),
               HasSubstr(bad.says));
+  testing::error_of(ErrorKind::kFormat, [&] {
+    open_gradients_batch((folder / "b.safetensors").string(), {.size = 300}, {});
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -526,6 +533,32 @@ INSTANTIATE_TEST_SUITE_P(
         BadBatch{"input_ids", {1, 2}, {1, 2}, {1, -1}, {1, 2}, "the token id -1"},
         BadBatch{"input_ids", {1, 2}, {1, 2}, {1, 2}, {1, -1}, "the label -1"},
         BadBatch{"input_ids", {1, 2}, {1, 2}, {1, 2}, {7, -100}, "no kept label"}));
+
+TEST(ReplayedBatches, AnIdOutsideTheVocabularyIsFoundWhereItIsRead) {
+  const testing::TemporaryFolder folder;
+  write_ids(folder / "b.safetensors",
+            {{"input_ids", {{3, 2, 2}, {1, 2, 3, 4, 5, 6, 7, 300, 9, 10, 11, 12}}},
+             {"labels", {{3, 2, 2}, {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, -5}}}});
+  const auto batches = open_batches(request_for(folder / "b.safetensors"));
+  EXPECT_NO_THROW(batches->check_labels(3));  // the first step has one
+  EXPECT_NO_THROW(batches->load(1, {0, 2}));
+  EXPECT_NO_THROW(batches->load(2, {0, 1}));
+  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { batches->load(2, {1, 2}); }),
+              HasSubstr("the token id 300 in input_ids (step 2 of the file, row 1, column 1)"));
+  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { batches->load(3, {0, 2}); }),
+              HasSubstr("the label -5 in labels (step 3 of the file, row 1, column 1)"));
+}
+
+TEST(ReplayedBatches, AnImageTokenWithoutItsImageIsFoundWhereItIsRead) {
+  const testing::TemporaryFolder folder;
+  write_ids(folder / "b.safetensors",
+            {{"input_ids", {{1, 2}, {1, 299}}}, {"labels", {{1, 2}, {1, 2}}}});
+  BatchRequest request = request_for(folder / "b.safetensors");
+  request.vocabulary.images = models::ImageTokens{.id = 299, .patches = {}};
+  EXPECT_THAT(
+      testing::error_of(ErrorKind::kFormat, [&] { open_batches(request)->load(1, {0, 1}); }),
+      HasSubstr("an image token (id 299) in input_ids (row 0, column 1) without pixel_values"));
+}
 
 TEST(ReplayedBatches, ARunNeedsOneStepWithALabel) {
   const testing::TemporaryFolder folder;

@@ -112,6 +112,21 @@ TEST(MetricsJson, ADeviceSaysItsMemoryAndItsShareOfWhatItCanDo) {
   EXPECT_EQ(to_step_line(metrics).find("mfu"), std::string::npos);
 }
 
+TEST(MetricsJson, CallsThatAreReplayedAreCountedAndEagerOnesExplained) {
+  StepMetrics metrics = some_metrics();
+  metrics.regions = ReplayCalls{.replayed = 6, .recorded = 1, .eager = {}};
+  auto line = nlohmann::json::parse(to_json_line(metrics));
+  EXPECT_EQ(line["replayed_calls"], 6.0);
+  EXPECT_EQ(line["recorded_calls"], 1.0);
+  EXPECT_EQ(line["eager_calls"], 0.0);
+  EXPECT_TRUE(line["eager_reason"].is_null());
+  metrics.regions->eager = {{"a product alone", 1}, {"sizes", 3}};
+  line = nlohmann::json::parse(to_json_line(metrics));
+  EXPECT_EQ(line["eager_calls"], 4.0);
+  EXPECT_EQ(line["eager_reason"], "sizes (3); a product alone (1)");
+  for (const Scalar& value : named_values(metrics)) EXPECT_NE(value.tag, "eager_reason");
+}
+
 TEST(MetricsJson, ExpertsSayHowUnevenTheirLoadIs) {
   StepMetrics metrics = some_metrics();
   metrics.aux_loss = 3.25;

@@ -1,0 +1,50 @@
+// What several forms of attention are built of: their products, and the part of a rope's table that
+// new positions turn by. Private to attention's sources. Next: attention.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <tuple>
+#include <utility>
+
+#include "nn/linear.h"
+#include "nn/rope.h"
+#include "nn/tensor_region.h"
+
+namespace tessera::nn {
+
+/// q_proj, k_proj, v_proj and o_proj, registered in `layer`: of AttentionOptions, or of others with
+/// heads of such names.
+template <class Options>
+auto add_projections(torch::nn::Module& layer, const Options& options, Bias output_bias) {
+  const TensorRegion& region = options.region;
+  const std::int64_t q_size = options.heads * options.head_dim;
+  const std::int64_t kv_size = options.kv_heads * options.head_dim;
+  const auto input = [&](const char* name, std::int64_t out, LinearPlacement placement) {
+    return layer.register_module(
+        name,
+        std::make_shared<Linear>(options.hidden_size, out, options.bias, std::move(placement)));
+  };
+  // In this order: it is that of the model's parameters.
+  auto q = input("q_proj", q_size, column_parallel(region));
+  auto k = input("k_proj", kv_size, by_heads(region, options.all_kv_heads));
+  auto v = input("v_proj", kv_size, by_heads(region, options.all_kv_heads));
+  auto o = layer.register_module(
+      "o_proj",
+      std::make_shared<Linear>(q_size, options.hidden_size, output_bias, row_parallel(region)));
+  return std::tuple(std::move(q), std::move(k), std::move(v), std::move(o));
+}
+
+/// What x [B, T, .] at the positions from `begin` on turns by, out of a table of `most` positions or
+/// as many as these need: of a cache's capacity it is made once, not at every position.
+inline RopeTable turns_from(Rope& rope, std::int64_t begin, std::int64_t most, const at::Tensor& x,
+                            at::ScalarType dtype) {
+  const RopeTable all = rope.table(std::max(most, begin + x.size(1)), dtype, x.device());
+  return {all.cos.narrow(0, begin, x.size(1)), all.sin.narrow(0, begin, x.size(1))};
+}
+
+}  // namespace tessera::nn

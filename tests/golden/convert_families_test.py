@@ -1,0 +1,179 @@
+#!/usr/bin/env python3
+"""A config.json that `tessera convert` writes is read by transformers, which computes the logits that Tessera does:
+for every family of the registry, from a config alone, trained, in the published spelling and with keys turned to
+other values than the reference folders have. With TESSERA_FULL=1 (`scripts/full families`) also every reference
+folder, trained. Gemma 4's experts evened out: what a run says of them is what transformers' routers say.
+
+Run by ctest with TESSERA_PROGRAM; leaves with 77 (skipped) where `transformers` is missing, as with
+TESSERA_TORCH.
+"""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import unittest
+
+import convert_test
+from convert_test import DATA, FLOAT32, GROUP_LOGITS_BOUND, LOGITS_BOUND, Program, load_file, torch, transformers
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+# One folder a family, and what else its config.json can say.
+FAMILIES = {
+    "qwen3": [{"tie_word_embeddings": True, "attention_bias": False, "num_key_value_heads": 4}],
+    "llama": [{"tie_word_embeddings": False, "rope_scaling": None, "num_key_value_heads": 1}],
+    "gemma4": [],
+    "qwen3-moe": [{"norm_topk_prob": False, "decoder_sparse_step": 2}, {"mlp_only_layers": [1, 2]}],
+    "gpt-oss": [{"sliding_window": 3, "layer_types": ["full_attention", "full_attention", "sliding_attention",
+                                                      "full_attention"]}],
+    "deepseek-v2": [{"first_k_dense_replace": 2, "n_shared_experts": 1, "q_lora_rank": 20}],
+    "qwen2": [{"use_sliding_window": True, "max_window_layers": 2}, {"tie_word_embeddings": True}],
+    "mistral": [{"sliding_window": None}],
+    "deepseek-v3": [{"q_lora_rank": None, "n_shared_experts": 2}, {"n_group": 1, "topk_group": 1},
+                    {"norm_topk_prob": False, "first_k_dense_replace": 0}],
+    "glm4-moe": [{"use_qk_norm": False, "attention_bias": False}, {"n_group": 2, "topk_group": 1},
+                 {"partial_rotary_factor": 1.0}],
+    "llama4-text": [{"no_rope_layers": [1, 0, 1, 0], "attention_chunk_size": 5},
+                    {"use_qk_norm": False, "attn_temperature_tuning": False},
+                    {"interleave_moe_layer_step": 1, "moe_layers": [0, 1, 2, 3], "num_experts_per_tok": 2},
+                    {"rope_scaling": None}],
+    "mixtral": [{"sliding_window": 5}, {"num_experts_per_tok": 1}],
+    "olmo2": [{"attention_bias": True}, {"num_key_value_heads": 4, "rope_theta": 100.0}],
+    "gemma3-text": [{"sliding_window_pattern": 2, "sliding_window": 3}, {"rope_scaling": None},
+                    {"query_pre_attn_scalar": 8}],
+    "gpt2": [{"n_inner": 40}, {"layer_norm_epsilon": 1e-3}],
+}
+# Wide enough that a detail of the model shows in its logits; published ones begin with 0.02.
+DRAWN = {"initializer_range": 0.25}
+FULL = os.environ.get("TESSERA_FULL") == "1"
+
+
+class Families(Program):
+    def logits(self, folder, name, batch):
+        if name.startswith("gemma4"):
+            return convert_test.ConvertGemma4.logits_with_images(self, folder, batch)
+        return self.logits_of_transformers(folder, batch["input_ids"])
+
+    def train_step(self, model, name):
+        """A step that moves every parameter, and the routers' stored biases."""
+        words = ("--model.load_balance_coeff", "0.05") if name in ("deepseek-v3", "glm4-moe") else ()
+        batch = DATA / f"{name}-fp32" / "reference.safetensors"
+        return self.train(model, f'"{batch}"', *FLOAT32, *words, steps=1, ranks=1)
+
+    def check(self, name, batch, checkpoint):
+        """Trained, exported, read by transformers: its logits are ours."""
+        out = self.folder / "out"
+        self.run_tessera("convert", checkpoint, out, "--dtype", "float32")
+        ours = self.gradients(checkpoint, batch, *FLOAT32)["logits"]
+        self.assertGreater(ours.std(), 0.3, "logits that say something")
+        bound = GROUP_LOGITS_BOUND if "group" in name else LOGITS_BOUND
+        # That of logits of the size that the references have, between 5 and 10.
+        bound *= max(1.0, float(ours.abs().max()) / 8)
+        found = self.logits(out, name, load_file(batch))
+        self.assertLess(float((found - ours).abs().max()), bound)
+
+    def check_drawn(self, name, changes):
+        config = json.loads((DATA / f"{name}-fp32" / "config.hub.json").read_text())
+        config.get("text_config", config).update({**DRAWN, **changes})
+        (self.folder / "model.json").write_text(json.dumps(config))
+        self.check(name, DATA / f"{name}-fp32" / "reference.safetensors",
+                   self.train_step('config = "model.json"', name))
+        for made in ("run", "out"):
+            shutil.rmtree(self.folder / made)
+
+    def test_every_family_of_the_registry_is_here(self):
+        registry = re.findall(r"^TESSERA_FAMILY\(\w+, (\w+), \w+\)", (ROOT / "src/models/families.def").read_text(),
+                              flags=re.M)
+        architectures = {re.search(r'\.architecture = "(\w+)"', (ROOT / f"src/models/{name}/{name}.cpp").read_text())[1]
+                         for name in registry}
+        here = {json.loads((DATA / f"{name}-fp32" / "config.json").read_text())["architectures"][0] for name in FAMILIES}
+        self.assertEqual(here, architectures)
+
+    def test_a_model_of_a_config_alone_is_the_same_in_transformers(self):
+        for name in FAMILIES:
+            with self.subTest(name):
+                self.check_drawn(name, {})
+
+    def test_other_values_of_keys_are_written_as_transformers_reads_them(self):
+        for name, variants in FAMILIES.items():
+            for changes in variants if FULL else variants[:1]:
+                with self.subTest(name, **changes):
+                    self.check_drawn(name, changes)
+
+    @unittest.skipUnless(FULL, "scripts/full families")
+    def test_every_reference_folder_that_was_trained_is_the_same_in_transformers(self):
+        for folder in sorted(DATA.glob("*/reference.safetensors")):
+            name = folder.parent.name
+            with self.subTest(name):
+                checkpoint = self.train(f'path = "{folder.parent}"', f'"{folder}"', *FLOAT32)
+                self.check(name, folder, checkpoint)
+                for made in ("run", "out"):
+                    shutil.rmtree(self.folder / made)
+
+
+class BalancedGemma4(Program):
+    """transformers has neither an auxiliary loss nor biases for this family: its routers say what they see."""
+
+    RATE = 0.01
+
+    def routed(self, source):
+        """Of step 1's batch, by layer: probabilities [tokens, experts], chosen [tokens, k]."""
+        batch = load_file(source / "reference.safetensors")
+        inputs = {key: batch[f"steps/{key}"][0] for key in ("input_ids", "mm_token_type_ids")}
+        inputs |= {key: batch[key] for key in ("pixel_values", "image_position_ids")}
+        model = transformers.Gemma4ForConditionalGeneration.from_pretrained(
+            source, dtype=torch.float32, attn_implementation="eager")
+        model.train()  # as the reference: masks come from the token types
+        seen = []
+        for name, module in model.named_modules():
+            if name.endswith(".router"):
+                module.register_forward_hook(lambda module, args, result: seen.append((result[0], result[2])))
+        with torch.no_grad():
+            model(**inputs)
+        return seen
+
+    def test_the_auxiliary_loss_and_the_biases_are_those_of_transformers_routers(self):
+        source = DATA / "gemma4-fp32"
+        seen = self.routed(source)
+        self.assertEqual(len(seen), 4)
+        experts = seen[0][0].shape[1]
+        counts = [torch.bincount(chosen.flatten(), minlength=experts).double() for _, chosen in seen]
+        rows = sum(chosen.shape[0] for _, chosen in seen)  # of all layers
+        mean = sum(probabilities.double().sum(0) for probabilities, _ in seen) / rows
+        wanted = float(experts * (sum(counts) / rows * mean).sum())
+        # Each time both rows in one micro-batch, whose loss it is.
+        for layout in ((), ("--parallelism.tensor_parallel_degree", "2", "--parallelism.expert_parallel_degree", "2",
+                            "--training.local_batch_size", "2")):
+            with self.subTest(" ".join(layout)):
+                checkpoint = self.train(f'path = "{source}"', f'"{source / "reference.safetensors"}"', *FLOAT32, *layout,
+                                        "--model.aux_loss_coef", "0.5", "--model.load_balance_coeff", self.RATE, steps=1)
+                line = json.loads((self.folder / "run/metrics/metrics.jsonl").read_text().splitlines()[0])
+                self.assertAlmostEqual(line["aux_loss"], wanted, delta=5e-6)  # as the reference's losses
+                saved = {}
+                for rank in (0, 1):
+                    saved |= load_file(checkpoint / f"rank_{rank}.safetensors")
+                for layer, of_layer in enumerate(counts):
+                    load = f"moe/load_max_over_mean/{layer}"
+                    self.assertAlmostEqual(line[load], float(of_layer.max() / of_layer.mean()), delta=1e-9)
+                    change = torch.sign(of_layer.mean() - of_layer) * self.RATE
+                    [bias] = [tensor for name, tensor in saved.items() if f"layers.{layer}.router.expert_bias" in name]
+                    self.assertEqual(bias.dtype, torch.float32)
+                    self.assertLess(float((bias.view(-1) - (change - change.mean())).abs().max()), 1e-8)
+                said = self.run_tessera_says("convert", checkpoint, self.folder / "out")
+                self.assertIn("model.load_balance_coeff", said)
+                names = self.tensors(self.folder / "out").keys()
+                self.assertEqual(names, self.tensors(source).keys())
+                for made in ("run", "out"):
+                    shutil.rmtree(self.folder / made)
+
+    def run_tessera_says(self, *words):
+        """What a run that ends well says on stderr."""
+        done = convert_test.subprocess.run([os.environ["TESSERA_PROGRAM"], *map(str, words)], capture_output=True,
+                                           text=True, cwd=self.folder, check=False)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return done.stderr
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=1)

@@ -1,0 +1,114 @@
+// Pipelines against transformers within its bounds: every folder under every kind of schedule, and
+// the later families beside other axes, a pairwise part in ./test, all of it under `scripts/full
+// families`. Against the same layout without a pipeline: pipeline_test.cpp.
+#include <gtest/gtest.h>
+
+#include <iterator>
+#include <string>
+#include <vector>
+
+#include "golden/pipeline_case.h"
+#include "golden/reference.h"
+#include "proof.h"
+
+namespace tessera::golden::pipeline_references_test {
+namespace {
+
+/// The reference's own batch of two rows; of more micro-batches some have none.
+void expect_transformers(const PipelineCase& c, int micro_batches) {
+  SCOPED_TRACE(to_string(c));
+  const Reference& reference = Reference::of(c.folder);
+  auto config = config_for(c.folder, c.beside);
+  config.activation_checkpoint.mode = c.recompute;
+  config.pipeline.schedule = c.schedule;
+  config.pipeline.micro_batches = micro_batches;
+  config.pipeline.reshard = c.reshard;
+  config.parallelism.pipeline_parallel_degree = c.stages;
+  expect_within_bounds(
+      run_gradients(config, with_stages(layout_of(c.beside), c.stages), reference.batches()),
+      reference);
+}
+
+/// Of two stages a rank only where there is a layer for each.
+std::vector<std::string> kinds_of_folder(const std::string& folder) {
+  const bool has_layers = spec_of(folder).num_hidden_layers >= 4;
+  auto kinds = kKinds;
+  std::erase_if(kinds, [&](const auto& kind) { return !has_layers && has_several_stages(kind); });
+  return kinds;
+}
+
+TEST(PipelineOfReferences, EveryFolderIsTransformersUnderEveryKindThatItHasLayersFor) {
+  std::vector<std::string> folders = kFolders;
+  for (const auto* more :
+       {&kGemmaFolders, &kMoeFolders, &kDeepseekFolders, &kSharedExpertFolders, &kGpt2Folders}) {
+    folders.insert(folders.end(), more->begin(), more->end());
+  }
+  for (const auto& folder : folders) {
+    for (const auto& kind : kinds_of_folder(folder)) {
+      const int micro_batches = kind == "DualPipeV" ? 4 : 2;
+      EXPECT_NO_THROW(expect_transformers({folder, kind}, micro_batches));
+    }
+  }
+}
+
+// Later families beside every layout: above they stand alone.
+
+const std::vector<std::string>& later_folders() {
+  static const auto all = [] {
+    std::vector<std::string> folders;
+    for (const std::string& family : kLaterFamilies) folders.push_back(family + "-fp32");
+    return folders;
+  }();
+  return all;
+}
+
+const std::vector<std::string>& later_kinds() {
+  static const std::vector<std::string> few{"1F1B", "ZBV"};
+  return test::full_proof() ? kKinds : few;
+}
+
+const std::vector<Degrees>& later_beside() {
+  static const std::vector<Degrees> few{{.shard = 2}, {.tp = 2}};
+  static const std::vector<Degrees> all{{},
+                                        {.shard = 2},
+                                        {.replicate = 2},
+                                        {.shard = 2, .ep = 2},
+                                        {.tp = 2},
+                                        {.tp = 2, .sequence = false},
+                                        {.tp = 2, .ep = 2},
+                                        {.tp = 2, .etp = 2}};
+  return test::full_proof() ? all : few;
+}
+
+/// When memory is given back knows nothing of a family: it changes from case to case.
+PipelineCase later_case(const test::Choice& choice) {
+  const std::size_t turn = choice[1] + choice[2] + choice[3] + choice[4];
+  return {.folder = later_folders()[choice[0]],
+          .schedule = later_kinds()[choice[1]],
+          .stages = kRanks[choice[2]],
+          .beside = later_beside()[choice[3]],
+          .recompute = kModes[choice[4]],
+          .reshard = kReshard[turn % std::size(kReshard)]};
+}
+
+bool is_later_case(const PipelineCase& c) {
+  const bool of_experts = c.beside.ep > 1 || c.beside.etp > 1;
+  if (of_experts && experts_of(c.folder) == Experts::kNone) return false;
+  if (heads_of(c.folder) % c.beside.tp != 0) return false;
+  return c.stages * (has_several_stages(c.schedule) ? 2 : 1) <= spec_of(c.folder).num_hidden_layers;
+}
+
+TEST(PipelineOfLaterFamilies, IsTransformersBesideTheOtherAxes) {
+  constexpr std::uint32_t kSeed = 6;
+  const std::vector<std::size_t> all{later_folders().size(), later_kinds().size(),
+                                     std::size(kRanks), later_beside().size(), std::size(kModes)};
+  const auto choices = test::cases(
+      all, [](const test::Choice& choice) { return is_later_case(later_case(choice)); }, kSeed);
+  EXPECT_GE(choices.size(), later_folders().size());
+  for (const auto& choice : choices) {
+    EXPECT_NO_THROW(expect_transformers(later_case(choice), 8));
+  }
+}
+
+}  // namespace
+}  // namespace tessera::golden::pipeline_references_test
