@@ -383,6 +383,7 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
     }
     compare_forward(*call.region, call.variant, *call.tape, call.all_inputs());
     call.tape->drop_values();
+    trim_heap();  // others run forward, and are compared, before this one's backward
     return handed_out(context, call);
   }
 
