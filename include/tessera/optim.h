@@ -158,6 +158,9 @@ class Optimizer {
   void offload(const OffloadOptions& options);
   /// Writes out what make_kept() brought to memory. Errors: kIo.
   void put_away();
+  /// Whether that is outside of memory, or goes there as soon as there is some. Errors: kUsage for an
+  /// unknown name.
+  bool is_offloaded(std::string_view parameter);
   const OffloadTraffic& offload_traffic() const;
   /// Bytes of state in memory, the buffers of offloaded state included.
   std::int64_t resident_bytes() const;

@@ -69,10 +69,28 @@ void capture::replay_regions(const ShardedBase& model) {
   fsdp::set_regions(model, std::make_shared<ReplayedRegions>());
 }
 
+namespace {
+
+/// None where none are replayed.
+std::shared_ptr<capture::ReplayedRegions> replayed_regions(const ShardedBase& model) {
+  return std::dynamic_pointer_cast<capture::ReplayedRegions>(fsdp::regions_of(model));
+}
+
+}  // namespace
+
+capture::RegionBlocks capture::take_region_blocks(const ShardedBase& model) {
+  const auto regions = replayed_regions(model);
+  return regions == nullptr ? RegionBlocks{} : regions->blocks().take_most();
+}
+
+std::int64_t capture::region_bytes(const ShardedBase& model) {
+  const auto regions = replayed_regions(model);
+  return regions == nullptr ? 0 : regions->blocks().bytes();
+}
+
 ReplayCalls replay_calls(const ShardedBase& model) {
-  const auto regions = fsdp::regions_of(model);
-  const auto* replayed = dynamic_cast<const capture::ReplayedRegions*>(regions.get());
-  return replayed == nullptr ? ReplayCalls{} : replayed->calls();
+  const auto regions = replayed_regions(model);
+  return regions == nullptr ? ReplayCalls{} : regions->calls();
 }
 
 }  // namespace tessera

@@ -98,6 +98,11 @@ class Chooser {
     begin();
     for (const auto* row : asked_) run(*row, names_.has_value());
     give_recompute_reasons();
+    if (problem_.blocks_left_out > 0) {
+      chosen_.notes.push_back(concat("idle blocks of replayed regions, up to ",
+                                     size_text(problem_.blocks_left_out),
+                                     ", come on top of the budget, which has no room for them"));
+    }
     if (problem_.profile.is_assumed) {
       chosen_.notes.emplace_back(
           "times are by a default cost of bytes, nothing was measured: good for an order of units, "
@@ -495,7 +500,8 @@ std::span<const PassRow> passes() { return kPasses; }
 std::int64_t peak_bytes(const PlanProblem& problem, const StepPlan& plan) {
   auto bytes = fsdp::peak_gathered_bytes(plan);
   if (problem.activations) {
-    bytes += most_activations(*problem.activations, problem.record, plan.choices.recompute);
+    bytes += most_activations(*problem.activations, problem.record, plan.choices.recompute,
+                              problem.blocks);
   }
   if (problem.state) bytes += state_in_memory(*problem.state, plan.choices.offload);
   return bytes;

@@ -47,6 +47,11 @@ struct PlanProblem {
   PlanProfile profile;  ///< of these units
   /// Of these units (recompute_pass.h); none: nothing is known of them.
   std::optional<ForwardActivations> activations = {};
+  bool replays = false;  ///< CompileMode::kReplay
+  /// Of each unit, those of its regions; empty: nothing is known of them.
+  std::vector<UnitBlocks> blocks = {};
+  /// They are known, but with what is idle of them no plan fits the budget: so much comes on top.
+  std::int64_t blocks_left_out = 0;
   /// Of each unit, where it may be offloaded.
   std::optional<std::vector<fsdp::StateBytes>> state = {};
 };

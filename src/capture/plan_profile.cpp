@@ -7,6 +7,7 @@
 
 #include "base/text/json_reader.h"
 #include "base/text/printable.h"
+#include "capture/plan_words.h"
 #include "tessera/error.h"
 
 namespace tessera::capture {
@@ -22,8 +23,22 @@ constexpr std::size_t kMostCosts = 1 << 13;
 constexpr std::size_t kMostCostNameBytes = 256;
 constexpr double kMostMs = 1e9;
 constexpr NumberRange kMs{0.0, kMostMs};
+constexpr std::int64_t kMostBlockBytes = std::int64_t{1} << 50;
 
 Json or_null(const std::optional<double>& ms) { return ms ? Json(*ms) : Json(); }
+
+MeasuredBlocks blocks_from(const JsonCursor& at) {
+  const auto mode = at.member("recompute");
+  const auto word =
+      std::ranges::find(kRecomputeWords, mode.text(), [](const auto& one) { return one.word; });
+  mode.require(word != kRecomputeWords.end(), "\"none\", \"selective\" or \"full\"");
+  MeasuredBlocks blocks{.mode = word->value};
+  blocks.bytes.entries = at.member("entries").integer({0, kMostBlockBytes});
+  const auto running = at.member("running");
+  blocks.bytes.running = running.integer({0, kMostBlockBytes});
+  running.require(blocks.bytes.running >= blocks.bytes.entries, "no less than the entries");
+  return blocks;
+}
 
 UnitCost unit_from(const JsonCursor& at) {
   const auto optional = [&](const char* key) -> std::optional<double> {
@@ -39,6 +54,7 @@ UnitCost unit_from(const JsonCursor& at) {
   unit.backward_ms = at.member("backward_ms").number(kMs);
   unit.gather_ms = optional("gather_ms");
   unit.reduce_ms = optional("reduce_ms");
+  if (const auto blocks = at.find("blocks")) unit.blocks = blocks_from(*blocks);
   return unit;
 }
 
@@ -120,7 +136,18 @@ PlanProfile slowest_of(const std::vector<PlanProfile>& ranks) {
                   "profile: found other units on some rank, expected the ",
                   ranks.front().units.size(), " of rank 0");
   }
-  return std::ranges::max(ranks, {}, computed_ms);
+  PlanProfile slowest = std::ranges::max(ranks, {}, computed_ms);
+  for (std::size_t i = 0; i < slowest.units.size(); ++i) {
+    auto& most = slowest.units[i].blocks;
+    for (const auto& rank : ranks) {
+      const auto& blocks = rank.units[i].blocks;
+      if (!blocks) continue;
+      if (!most) most = blocks;
+      most->bytes.entries = std::max(most->bytes.entries, blocks->bytes.entries);
+      most->bytes.running = std::max(most->bytes.running, blocks->bytes.running);
+    }
+  }
+  return slowest;
 }
 
 PlanProfile profile_of(const PlanProfile& profile, const std::vector<PlanUnit>& units,
@@ -146,11 +173,16 @@ PlanProfile profile_of(const PlanProfile& profile, const std::vector<PlanUnit>& 
 std::string to_json(const PlanProfile& profile) {
   std::string units;
   for (const auto& unit : profile.units) {
-    const Json one = {{"name", unit.name},
-                      {"forward_ms", unit.forward_ms},
-                      {"backward_ms", unit.backward_ms},
-                      {"gather_ms", or_null(unit.gather_ms)},
-                      {"reduce_ms", or_null(unit.reduce_ms)}};
+    Json one = {{"name", unit.name},
+                {"forward_ms", unit.forward_ms},
+                {"backward_ms", unit.backward_ms},
+                {"gather_ms", or_null(unit.gather_ms)},
+                {"reduce_ms", or_null(unit.reduce_ms)}};
+    if (unit.blocks) {
+      one["blocks"] = {{"recompute", word_of(kRecomputeWords, unit.blocks->mode)},
+                       {"entries", unit.blocks->bytes.entries},
+                       {"running", unit.blocks->bytes.running}};
+    }
     units += concat(units.empty() ? "\n    " : ",\n    ",
                     one.dump(-1, ' ', false, Json::error_handler_t::replace));
   }

@@ -12,6 +12,7 @@
 #include <string_view>
 #include <vector>
 
+#include "capture/region_blocks.h"
 #include "fsdp/agreed/step_plan.h"
 
 namespace tessera::capture {
@@ -22,6 +23,7 @@ struct UnitCost {
   double backward_ms = 0.0;  ///< the same, and without its forward where that runs again
   std::optional<double> gather_ms = {};
   std::optional<double> reduce_ms = {};
+  std::optional<MeasuredBlocks> blocks = {};  ///< of its regions, where they were replayed
   bool operator==(const UnitCost&) const = default;
 };
 
@@ -82,7 +84,7 @@ double computed_ms(const PlanProfile& profile);
 
 /// What a plan has to go by, the same on every rank: the rank whose units compute longest, all of
 /// it. The others wait for that one, so that the longest of every place would count a step's time
-/// and what others waited through it. Errors: kConfig where ranks measured other units.
+/// and what others waited through it. Blocks of regions: the most of any rank. Errors: kConfig where ranks measured other units.
 PlanProfile slowest_of(const std::vector<PlanProfile>& ranks);
 
 /// In the order of `units`. Errors: kConfig naming a unit that the profile lacks.

@@ -90,6 +90,7 @@ Planning planning_of(const CompileOptions& options) {
   planning.memory_budget = options.memory_budget;
   planning.passes = options.passes;
   planning.micro_batches = options.micro_batches;
+  planning.replays = options.mode == CompileMode::kReplay;
   planning.activations = options.activations;
   if (planning.passes) check_passes(*planning.passes);
   if (!options.plan.empty()) {
@@ -120,19 +121,30 @@ PlanProblem problem_of(const Planning& planning, const fsdp::StepRecord& record,
       "CompileOptions::activations: found them for a step whose micro-batches come in any "
       "order, expected one after the other, since they are of one at a time; give "
       "StepScopeOptions::micro_batches, or leave them out");
-  return {.record = record,
-          .units = units,
-          .eager = eager,
-          .order = order,
-          .micro_batches = planning.micro_batches,
-          .form = planning.form,
-          .memory_budget = planning.memory_budget,
-          .profile = planning.profile ? profile_of(*planning.profile, units, planning.profile_from)
-                                      : default_profile(units),
-          .activations = planning.activations
-                             ? std::optional(activations_of(*planning.activations, units))
-                             : std::nullopt,
-          .state = planning.state};
+  PlanProblem problem{
+      .record = record,
+      .units = units,
+      .eager = eager,
+      .order = order,
+      .micro_batches = planning.micro_batches,
+      .form = planning.form,
+      .memory_budget = planning.memory_budget,
+      .profile = planning.profile ? profile_of(*planning.profile, units, planning.profile_from)
+                                  : default_profile(units),
+      .activations = planning.activations
+                         ? std::optional(activations_of(*planning.activations, units))
+                         : std::nullopt,
+      .replays = planning.replays,
+      .state = planning.state};
+  if (!planning.replays || !problem.activations) return problem;
+  problem.blocks = blocks_of(problem.profile);
+  if (!problem.memory_budget) return problem;
+  const auto least = least_bytes(problem, planning.passes);
+  if (least <= *problem.memory_budget) return problem;
+  // A run begins before it is measured: what it measures does not end it.
+  problem.blocks.clear();
+  problem.blocks_left_out = least - least_bytes(problem, planning.passes);
+  return problem;
 }
 
 fsdp::StepPlan plan_step(const Planning& planning, const fsdp::StepRecord& record,

@@ -21,6 +21,7 @@ struct Planning {
   std::optional<PlanFile> given = {};
   std::optional<PlanProfile> profile = {};
   std::optional<ForwardActivations> activations = {};
+  bool replays = false;  ///< CompileMode::kReplay
   std::int64_t micro_batches = 1;
   std::string plan_from = {}, profile_from = {};  ///< as messages name them
   /// PlanProblem::state, where CompileOptions::offload_folder is there.

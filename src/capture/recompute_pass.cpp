@@ -62,20 +62,25 @@ ForwardActivations activations_of(const ForwardActivations& given,
 }
 
 std::int64_t most_activations(const ForwardActivations& of, const fsdp::StepRecord& record,
-                              const std::vector<Mode>& modes) {
+                              const std::vector<Mode>& modes,
+                              const std::vector<UnitBlocks>& blocks) {
   std::int64_t most = 0;
   for (const auto& stage : record.stages) {
+    const auto resident = blocks.empty() ? 0 : resident_blocks(blocks, stage, modes);
     std::int64_t kept = of.beside;
+    std::int64_t in_use = 0;  // of the blocks
     std::int64_t peak = 0;
     for (const auto& part : stage.parts) {
       for (const auto unit : part.units) {
         const auto& one = of.units.at(unit);
+        const auto own = blocks.empty() ? 0 : blocks.at(unit).entries;
         // In its backward those behind it are gone.
-        peak = std::max(peak, kept + one.in_backward(modes.at(unit)));
+        peak = std::max(peak, kept + one.in_backward(modes.at(unit)) + resident - in_use - own);
         kept += one.kept(modes.at(unit));
+        if (modes.at(unit) == Mode::kNone) in_use += own;
       }
     }
-    most = std::max({most, peak, kept + of.after});
+    most = std::max({most, peak, kept + of.after + resident - in_use});
   }
   return most;
 }

@@ -21,8 +21,10 @@ ForwardActivations activations_of(const ForwardActivations& given,
                                   const std::vector<fsdp::PlanUnit>& units);
 
 /// The most that activations take under these modes, by unit. `of` as activations_of() gives it.
+/// `blocks`, by unit: those of replayed regions, of which what is idle lies beside; empty: none are.
 std::int64_t most_activations(const ForwardActivations& of, const fsdp::StepRecord& record,
-                              const std::vector<RecomputeMode>& modes);
+                              const std::vector<RecomputeMode>& modes,
+                              const std::vector<UnitBlocks>& blocks = {});
 
 /// By unit: a plan may choose its mode, and it keeps less in another than in none.
 std::vector<bool> units_to_recompute(const PlanProblem& problem);

@@ -127,13 +127,11 @@ class Loader {
 
   /// The rest, once all files are verified.
   void fill_rest() {
-    for (const auto& part : rest_) {
-      const auto [begin, end] = part.elements;
-      checkpoint_.read_box(part.name, part.box, begin, end, part.bytes);
-    }
+    for (const auto& part : rest_) read_part(part);
     upload();
     fill_buffers();
     mark_written();
+    fill_offloaded();
     for (const auto& state : optimizer_.unread_state()) {
       const auto& contract = *state.view.contract;
       const FileForm form = forms_.of(contract);
@@ -147,10 +145,17 @@ class Loader {
                     " steps of the run; take a checkpoint that was not altered");
       optimizer_.set_steps(contract.name, steps);
     }
-    optimizer_.put_away();
   }
 
  private:
+  /// Elements of a box of a tensor, and where this rank keeps them.
+  struct Part {
+    std::string name;
+    TensorBox box;
+    layout::Range elements;  ///< of the box
+    std::span<std::byte> bytes;
+  };
+
   /// Nobody writes a tensor without elements, so it may be missing.
   static bool is_empty(const std::vector<std::int64_t>& shape) {
     return std::ranges::find(shape, 0) != shape.end();
@@ -176,10 +181,28 @@ class Loader {
     for (const auto& view : model_.shards()) {
       if (holds(*view.contract)) view.shard.unsafeGetTensorImpl()->bump_version();
     }
-    // Offloaded state is in memory until all of it is here.
     for (const auto& state : optimizer_.unread_state()) {
       if (!state.kept.empty()) optimizer_.make_kept(state.view.contract->name);
     }
+  }
+
+  /// What lies outside of memory gets there by way of memory for one parameter. After
+  /// mark_written(): it is made for the values as they are now.
+  void fill_offloaded() {
+    for (const auto& view : offloaded_) {
+      const FileForm form = forms_.of(*view.contract);
+      std::vector<Part> parts;
+      for (const auto& kept : optimizer_.make_kept(view.contract->name)) {
+        add_parts(parts, named(kept.name, ""), form, view, kept.values);
+      }
+      for (const auto& part : parts) read_part(part);
+      optimizer_.put_away();
+    }
+  }
+
+  void read_part(const Part& part) const {
+    const auto [begin, end] = part.elements;
+    checkpoint_.read_box(part.name, part.box, begin, end, part.bytes);
   }
 
   /// The first text of any rank that is not empty. Collective.
@@ -293,14 +316,6 @@ class Loader {
     }
   }
 
-  /// Elements of a box of a tensor, and where this rank keeps them.
-  struct Part {
-    std::string name;
-    TensorBox box;
-    layout::Range elements;  ///< of the box
-    std::span<std::byte> bytes;
-  };
-
   /// Values over the elements of a shard, whose tensors the checkpoint names `prefix` and the
   /// file's name.
   void add_parts(std::vector<Part>& parts, const std::string& prefix, const FileForm& form,
@@ -344,6 +359,10 @@ class Loader {
       const FileForm form = forms_.of(contract);
       optimizer_.forget(contract.name);
       if (!keeps_any(form)) continue;
+      if (optimizer_.is_offloaded(contract.name)) {
+        offloaded_.push_back(state.view);
+        continue;
+      }
       for (const auto& kept : optimizer_.make_kept(contract.name)) {
         add_parts(found, named(kept.name, ""), form, state.view, kept.values);
       }
@@ -382,6 +401,7 @@ class Loader {
   bool has_state_ = false;                  // in this rank's share of all tensors
   std::vector<std::string> without_state_;  // in this rank's share of trained parameters
   std::vector<Part> rest_;
+  std::vector<ShardView> offloaded_;                      // whose state is read by itself
   std::vector<std::pair<at::Tensor, at::Tensor>> twins_;  // on the device, on the host
 };
 

@@ -17,6 +17,7 @@
 #include "capture/plan_text.h"
 #include "capture/planner.h"
 #include "capture/recompute_pass.h"
+#include "capture/region_blocks.h"
 #include "capture/simulate_plan.h"
 #include "cli/arguments.h"
 #include "cli/contract_text.h"
@@ -103,6 +104,15 @@ void print_dtypes(const ModelContract& contract) {
   std::cout << std::right;
 }
 
+/// Of what activations take; as the profile's run counted them.
+void print_blocks(const capture::PlanFile& file, const capture::PlanProblem& problem) {
+  const auto bytes =
+      capture::most_blocks(problem.profile, problem.record, file.plan.choices.recompute);
+  if (!bytes) return;
+  std::cout << "blocks of replayed regions, of these: at most " << *bytes << " bytes ("
+            << size_text(*bytes) << ")\n";
+}
+
 void print_step(const capture::PlanFile& file, const capture::PlanProblem& problem,
                 const train::HeldBytes& held) {
   const auto fixed = held.others + (problem.state ? 0 : held.state);
@@ -121,7 +131,8 @@ void print_step(const capture::PlanFile& file, const capture::PlanProblem& probl
             << " reductions a step\n";
   if (problem.activations) {
     const auto& modes = file.plan.choices.recompute;
-    const auto bytes = capture::most_activations(*problem.activations, file.plan.record, modes);
+    const auto bytes =
+        capture::most_activations(*problem.activations, file.plan.record, modes, problem.blocks);
     const auto again = std::ranges::count_if(
         modes, [](RecomputeMode mode) { return mode != RecomputeMode::kNone; });
     const auto all = fixed + peak_bytes(problem, file.plan);
@@ -129,6 +140,7 @@ void print_step(const capture::PlanFile& file, const capture::PlanProblem& probl
               << "), with " << again << " unit(s) recomputed; in all at most " << all << " bytes ("
               << size_text(all) << ") a rank\n";
   }
+  if (problem.replays) print_blocks(file, problem);
   if (!problem.profile.is_assumed) {
     std::cout << std::fixed << std::setprecision(2) << "a step by the profile: " << step.step_ms
               << " ms, of which computing " << step.compute_ms << " (forwards again "
@@ -165,7 +177,7 @@ int check_plan(const std::string& path, const capture::MadeFor& made_for,
     // What activations take is the run's to say.
     if (problem.activations) {
       *budget -= capture::most_activations(*problem.activations, file.plan.record,
-                                           file.plan.choices.recompute);
+                                           file.plan.choices.recompute, problem.blocks);
     }
     faults = faults_of(file.plan, budget);
   }

@@ -445,6 +445,12 @@ std::shared_ptr<grad::Regions> regions_of(const ShardedBase& model) {
   return unit_of_handle(model.unit()).runtime().regions();
 }
 
+std::string unit_of(const at::Tensor& parameter) {
+  const auto leaf = find_leaf(parameter);
+  const bool is_of_unit = leaf && leaf->owner != nullptr && leaf->owner->unit != nullptr;
+  return is_of_unit ? leaf->owner->unit->shown_name() : "";
+}
+
 std::vector<PlanUnit> plan_units(const ShardedBase& model) {
   return unit_of_handle(model.unit()).runtime().plan_units();
 }

@@ -8,6 +8,8 @@
 #include "base/log.h"
 #include "capture/measured_profile.h"
 #include "capture/planner.h"
+#include "capture/region_blocks.h"
+#include "capture/replay/regions.h"
 #include "capture/simulate_plan.h"
 #include "comm/group.h"
 #include "fsdp/handle.h"
@@ -99,6 +101,7 @@ void PlannedSteps::begin_step() {
   through_ = std::move(traced.through);
   before_ = replay_calls(model_);
   here_.emplace(trace_);
+  capture::take_region_blocks(model_);  // of this step only
   begin_ = trace_->now();
 }
 
@@ -122,8 +125,10 @@ void PlannedSteps::leave_out_step() {
 }
 
 void PlannedSteps::measure(const std::vector<TraceSpan>& spans) {
+  const auto recomputed = fsdp::followed_recompute(model_);
   auto mine = capture::measured_profile(spans, fsdp::plan_units(model_), options_.micro_batches,
-                                        fsdp::followed_recompute(model_));
+                                        recomputed);
+  capture::add_blocks(mine, capture::take_region_blocks(model_), recomputed);
   const auto& moved = optimizer_.offload_traffic();
   if (const auto bytes = moved.bytes_read + moved.bytes_written; bytes > 0) {
     mine.transfer = {.ms_per_byte = std::min(moved.busy_ms / static_cast<double>(bytes), 1.0)};

@@ -61,15 +61,14 @@ INSTANTIATE_TEST_SUITE_P(DTypes, OffloadedRun,
                                            Words{"--precision.param_dtype", "bfloat16",
                                                  "--precision.storage_dtype", "bfloat16"}));
 
-TEST_P(OffloadedRun, HasTheBitsOfOneInMemoryAndGoesOnEitherWay) {
-  const TemporaryFolder folder;
-  write_run(folder);
-  const auto offloads = with_least_memory(folder, GetParam());
-  const auto train = [&](const std::string& run, int steps, const Words& more) {
-    Process process(folder.path(), joined_words(two_ranks(run, steps, 3), more));
+/// `more`: behind every command.
+void expect_bits_of_one_in_memory(const TemporaryFolder& folder, const Words& more) {
+  const auto offloads = with_least_memory(folder, more);
+  const auto train = [&](const std::string& run, int steps, const Words& with) {
+    Process process(folder.path(), joined_words(two_ranks(run, steps, 3), with));
     EXPECT_EQ(process.wait(kLong), 0) << process.err();
   };
-  train("inside", 9, GetParam());
+  train("inside", 9, more);
   train("outside", 9, offloads);
   EXPECT_TRUE(fs::is_empty(folder / "out"));
   EXPECT_THAT(read_file(folder / "outside/metrics/metrics.jsonl"),
@@ -78,13 +77,31 @@ TEST_P(OffloadedRun, HasTheBitsOfOneInMemoryAndGoesOnEitherWay) {
   EXPECT_THAT(read_file(folder / "outside/metrics/profile.json"), HasSubstr("\"transfer\": {"));
   // Out and in again at each checkpoint.
   train("mixed", 3, offloads);
-  train("mixed", 6, GetParam());
+  train("mixed", 6, more);
   train("mixed", 9, offloads);
   EXPECT_EQ(losses(folder / "outside"), losses(folder / "inside"));
   EXPECT_EQ(losses(folder / "mixed"), losses(folder / "inside"));
   for (const auto* run : {"outside", "mixed"}) {
     expect_same_bits(store_of(folder, run), store_of(folder, "inside"), 9);
   }
+}
+
+TEST_P(OffloadedRun, HasTheBitsOfOneInMemoryAndGoesOnEitherWay) {
+  const TemporaryFolder folder;
+  write_run(folder);
+  expect_bits_of_one_in_memory(folder, GetParam());
+}
+
+// All state is that of adapters: small, in units whose other parameters have none.
+TEST(OffloadedRuns, OfAdaptersHaveTheBitsOfOneInMemoryAndGoOnEitherWay) {
+  const TemporaryFolder folder;
+  write_run(folder);
+  Process base(folder.path(), two_ranks("base", 1, 1));
+  ASSERT_EQ(base.wait(kLong), 0) << base.err();
+  auto config = read_file(folder / "run.toml");
+  config.replace(config.find("config = \"model.json\""), 21, "path = \"base\"");
+  folder.write("run.toml", config);
+  expect_bits_of_one_in_memory(folder, {"--lora.rank", "8", "--lora.targets", "*_proj"});
 }
 
 TEST(OffloadedRuns, AForecastCountsWhatIsOut) {

@@ -252,6 +252,40 @@ TEST(PlannedRun, FollowsAPlanOutOfAFileAndMeasuresItself) {
   EXPECT_THAT(below.err, HasSubstr("compile.memory_budget: found 1000 bytes a rank, expected at"));
 }
 
+// Naive: blocks that a plan without replays would not have.
+TEST(PlannedRun, ReplayedTellsWhatItsBlocksTake) {
+  const testing::TemporaryFolder folder;
+  write_run(folder);
+  const auto trained = [&](const std::string& run, const Words& more) {
+    Words words{"train", "run.toml", "--nproc", "2", "--job.dump_folder", run};
+    words.insert(words.end(), {"--training.steps", "7", "--checkpoint.enable", "false"});
+    words.insert(words.end(), more.begin(), more.end());
+    const auto outcome = run_program(folder, words);
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    return losses(folder / (run + "/metrics/metrics.jsonl"));
+  };
+  const Words replay{"--compile.mode", "replay"};
+  EXPECT_EQ(trained("replayed", replay), trained("eager", {}));
+  const auto profile = json::parse(read_file(folder / "replayed/metrics/profile.json"));
+  std::int64_t entries = 0;
+  for (const auto& unit : profile["units"]) {
+    if (!unit.contains("blocks")) continue;
+    EXPECT_EQ(unit["blocks"]["recompute"], "none");
+    EXPECT_GT(unit["blocks"]["running"], unit["blocks"]["entries"]);
+    entries += unit["blocks"]["entries"].get<std::int64_t>();
+  }
+  const Words with{"--profile", "replayed/metrics/profile.json"};
+  Words both = with;
+  both.insert(both.end(), replay.begin(), replay.end());
+  const auto counted = plan(folder, both), not_counted = plan(folder, with);
+  ASSERT_EQ(counted.code, 0) << counted.err;
+  EXPECT_GT(number_after(counted.out, "blocks of replayed regions, of these: at most "), entries);
+  EXPECT_GT(entries, 0);
+  EXPECT_THAT(not_counted.out, Not(HasSubstr("blocks of replayed regions")));
+  const auto all = [](const Outcome& of) { return number_after(of.out, "; in all at most "); };
+  EXPECT_GT(all(counted), all(not_counted));
+}
+
 // Naive: steps in which regions are recorded and compared, three times as long, are what is measured.
 TEST(PlannedRun, MeasuresNoStepThatRecords) {
   const testing::TemporaryFolder folder;

@@ -3,10 +3,8 @@
 #include <ATen/ATen.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <sys/mman.h>
 
 #include <algorithm>
-#include <new>
 #include <utility>
 
 #include "kernels/results.h"
@@ -14,18 +12,6 @@
 
 namespace tessera::capture {
 namespace {
-
-/// Straight from the system: a block is large and stays. On the heap it would lie amid what eager
-/// calls give back, which then fits nothing.
-at::Tensor bytes(std::int64_t count) {
-  const auto length = static_cast<std::size_t>(count);
-  void* memory =
-      ::mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED) throw std::bad_alloc();
-  return at::from_blob(
-      memory, {count}, [length](void* block) { ::munmap(block, length); },
-      at::TensorOptions().dtype(at::kByte));
-}
 
 /// A storage of that size that is nowhere yet.
 c10::Storage nowhere(std::int64_t size) {
@@ -106,26 +92,12 @@ void put(std::vector<at::Tensor> results, const std::vector<at::Tensor>& places)
 
 }  // namespace
 
-char* Scratch::take(std::int64_t count) {
-  if (!block_.defined() || block_.numel() < count) {
-    block_ = at::Tensor();
-    block_ = bytes(count);
-    ++number_;
-  }
-  return static_cast<char*>(block_.mutable_data_ptr());
-}
-
-LiveEntry::LiveEntry(std::shared_ptr<const Program> program, std::shared_ptr<Scratch> scratch)
-    : program_(std::move(program)), scratch_(std::move(scratch)) {
+LiveEntry::LiveEntry(std::shared_ptr<const Program> program, std::shared_ptr<Blocks> blocks,
+                     std::string unit)
+    : program_(std::move(program)), blocks_(std::move(blocks)), unit_(std::move(unit)) {
   const at::NoGradGuard no_grad;
-  if (program_->entry_bytes > 0) block_ = bytes(program_->entry_bytes);
   for (const auto& memory : program_->memories) {
     storages_.push_back(memory.outside ? memory.outside : nowhere(memory.bytes));
-  }
-  for (std::size_t i = 0; i < program_->memories.size(); ++i) {
-    const auto& memory = program_->memories[i];
-    if (memory.place != MemoryPlace::kEntry) continue;
-    point(static_cast<MemoryId>(i), static_cast<char*>(block_.mutable_data_ptr()) + memory.offset);
   }
   for (const auto& value : program_->values) {
     values_.push_back(tensor_of(storages_[static_cast<std::size_t>(value.memory)], value));
@@ -178,15 +150,16 @@ void LiveEntry::point(MemoryId memory, void* data) {
   storage->set_data_ptr_noswap(at::DataPtr(data, at::kCPU));
 }
 
-void LiveEntry::use_scratch() {
-  if (program_->scratch_bytes == 0) return;
-  char* block = scratch_->take(program_->scratch_bytes);
-  if (std::exchange(scratch_number_, scratch_->number()) == scratch_->number()) return;
+void LiveEntry::use(MemoryPlace place, char* block, char*& last) {
+  if (std::exchange(last, block) == block) return;
   for (std::size_t i = 0; i < program_->memories.size(); ++i) {
     const auto& memory = program_->memories[i];
-    if (memory.place != MemoryPlace::kScratch) continue;
-    point(static_cast<MemoryId>(i), block + memory.offset);
+    if (memory.place == place) point(static_cast<MemoryId>(i), block + memory.offset);
   }
+}
+
+Block LiveEntry::scratch() const {
+  return {blocks_, unit_, BlockKind::kScratch, program_->scratch_bytes};
 }
 
 void LiveEntry::give(const std::vector<ValueId>& ids, const std::vector<at::Tensor>& tensors) {
@@ -241,7 +214,10 @@ std::vector<at::Tensor> LiveEntry::forward(const std::vector<at::Tensor>& inputs
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below;
   held_.clear();
-  use_scratch();
+  if (!block_) block_.emplace(blocks_, unit_, BlockKind::kEntry, program_->entry_bytes);
+  use(MemoryPlace::kEntry, block_->data(), last_block_);
+  const Block of_run = scratch();
+  use(MemoryPlace::kScratch, of_run.data(), last_scratch_);
   give(program_->inputs, inputs);
   const auto fresh = hand_out(program_->results);
   run(0, program_->forward_steps, Gradients::kLeft, seen);
@@ -256,7 +232,8 @@ std::vector<at::Tensor> LiveEntry::backward(const std::vector<at::Tensor>& gradi
                                             const std::shared_ptr<const LiveEntry>& lease) {
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below;
-  use_scratch();
+  const Block of_run = scratch();
+  use(MemoryPlace::kScratch, of_run.data(), last_scratch_);
   give(program_->gradients, gradients);
   const auto fresh = hand_out(program_->input_gradients);
   accepted_.assign(program_->steps.size(), false);
@@ -265,7 +242,10 @@ std::vector<at::Tensor> LiveEntry::backward(const std::vector<at::Tensor>& gradi
   return handed(program_->input_gradients, fresh, gradients);
 }
 
-void LiveEntry::release() { held_.clear(); }
+void LiveEntry::release() {
+  held_.clear();
+  block_.reset();
+}
 
 void LiveEntry::run(std::size_t begin, std::size_t end, Gradients of_parameters,
                     const StepSeen& seen) {

@@ -1,8 +1,8 @@
 // LiveEntry: one forward of a program whose backward may be to come, with all its tensors made.
 //
 // Every value of the program is a tensor that is made once; what changes from call to call is where
-// its memory is, and that is set. So a replay makes no tensor, no view and no memory but for what it
-// hands out, and addresses stay the same from step to step. Threads: one at a time.
+// its memory is, and that is set. So a replay makes no tensor and no view but for what it hands out,
+// and takes memory once: its block, and a scratch block while it runs. Threads: one at a time.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,30 +10,23 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
+#include <string>
 #include <vector>
 
+#include "capture/replay/blocks.h"
 #include "capture/replay/region_program.h"
 
 namespace tessera::capture {
-
-/// The block that regions share while they run.
-class Scratch {
- public:
-  /// At least `bytes`; it may move, and number() changes then.
-  char* take(std::int64_t bytes);
-  std::uint64_t number() const { return number_; }
-
- private:
-  at::Tensor block_;
-  std::uint64_t number_ = 0;
-};
 
 /// Called behind the operation of each step.
 using StepSeen = std::function<void(std::size_t step)>;
 
 class LiveEntry {
  public:
-  LiveEntry(std::shared_ptr<const Program> program, std::shared_ptr<Scratch> scratch);
+  /// `unit`: in which the region lies.
+  LiveEntry(std::shared_ptr<const Program> program, std::shared_ptr<Blocks> blocks,
+            std::string unit);
   LiveEntry(const LiveEntry&) = delete;
   LiveEntry& operator=(const LiveEntry&) = delete;
 
@@ -50,7 +43,7 @@ class LiveEntry {
   std::vector<at::Tensor> backward(const std::vector<at::Tensor>& gradients,
                                    Gradients of_parameters, const StepSeen& seen = {},
                                    const std::shared_ptr<const LiveEntry>& lease = {});
-  /// Lets go of what others gave and were given.
+  /// Lets go of what others gave and were given, and of the block.
   void release();
 
   const Program& program() const { return *program_; }
@@ -58,7 +51,9 @@ class LiveEntry {
 
  private:
   void point(MemoryId memory, void* data);
-  void use_scratch();
+  /// Where memories of that place lie from here on.
+  void use(MemoryPlace place, char* block, char*& last);
+  Block scratch() const;
   void give(const std::vector<ValueId>& values, const std::vector<at::Tensor>& tensors);
   std::vector<at::Tensor> hand_out(const std::vector<HandedValue>& handed);
   std::vector<at::Tensor> handed(const std::vector<HandedValue>& handed,
@@ -72,10 +67,11 @@ class LiveEntry {
   void accept(const TapeGradient& gradient) const;
 
   std::shared_ptr<const Program> program_;
-  std::shared_ptr<Scratch> scratch_;
-  std::uint64_t scratch_number_ = 0;
-  at::Tensor block_;
-  std::vector<c10::Storage> storages_;  // by memory
+  std::shared_ptr<Blocks> blocks_;
+  std::string unit_;
+  std::optional<Block> block_;
+  char *last_block_ = nullptr, *last_scratch_ = nullptr;  // where memories point to
+  std::vector<c10::Storage> storages_;                    // by memory
   std::vector<at::Tensor> values_;
   std::vector<c10::Stack> stacks_;              // by step
   std::vector<std::vector<at::Tensor>> made_;   // by step: where results lie

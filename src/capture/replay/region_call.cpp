@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "base/first_derivative.h"
+#include "capture/replay/apart.h"
 #include "capture/replay/variants.h"
 #include "comm/torch_compat.h"
 #include "grad/leaf.h"
@@ -162,10 +163,12 @@ void end_recording(Region& region, Variant& variant, const std::shared_ptr<Tape>
   tape->close();
   if (!tape->refused().empty()) return switch_off(region, variant, tape->refused());
   if (variant.tape == nullptr) {
-    auto program = std::make_shared<Program>();
-    if (const auto why = make_program(*tape, ends, *program); !why.empty()) {
-      return switch_off(region, variant, why);
-    }
+    auto [program, why] = apart([&] {
+      auto made = std::make_shared<Program>();
+      auto refused = make_program(*tape, ends, *made);
+      return std::pair(std::move(made), std::move(refused));
+    });
+    if (!why.empty()) return switch_off(region, variant, why);
     if (is_one_product(*program)) return switch_off(region, variant, "a product alone");
     variant.tape = tape;
     variant.program = std::move(program);
@@ -175,6 +178,7 @@ void end_recording(Region& region, Variant& variant, const std::shared_ptr<Tape>
     return switch_off(region, variant, why);
   }
   ++variant.compared;
+  if (variant.replays()) variant.tape.reset();  // nothing is compared with it any more
 }
 
 /// What is free goes back to the system. Calls that are recorded leave small pieces on the heap for
@@ -379,7 +383,7 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
     }
     compare_forward(*call.region, call.variant, *call.tape, call.all_inputs());
     call.tape->drop_values();
-    trim_heap();
+    trim_heap();  // others run forward, and are compared, before this one's backward
     return handed_out(context, call);
   }
 
@@ -526,6 +530,7 @@ std::vector<at::Tensor> call_without(Region& region, const std::shared_ptr<Varia
   compare_forward(region, of, *tape, inputs);
   tape->drop_values();
   end_recording(region, variant, tape, ends);
+  trim_heap();
   return outputs;
 }
 

@@ -9,7 +9,9 @@
 #include <algorithm>
 
 #include "base/log.h"
+#include "capture/replay/apart.h"
 #include "capture/replay/variants.h"
+#include "fsdp/handle.h"
 #include "grad/keep.h"
 #include "grad/leaf.h"
 #include "tessera/shard.h"
@@ -48,6 +50,9 @@ Region::Region(const std::shared_ptr<torch::nn::Module>& owner, std::string name
     return parameter.requires_grad() && (leaf == nullptr || leaf->sink == nullptr);
   });
   if (has_others) never_ = "a parameter that is not sharded";
+  for (const auto& parameter : parameters_) {
+    if (unit_.empty()) unit_ = fsdp::unit_of(parameter);
+  }
   if (!holds_units) return;
   never_ = "a unit inside";
   modules_.clear();  // a handle holds what holds this
@@ -57,7 +62,8 @@ Region::Region(const std::shared_ptr<torch::nn::Module>& owner, std::string name
 std::shared_ptr<LiveEntry> Region::take_entry(const std::shared_ptr<Variant>& variant) const {
   std::unique_ptr<LiveEntry> entry;
   if (variant->free.empty()) {
-    entry = std::make_unique<LiveEntry>(variant->program, shared_->scratch);
+    entry = apart(
+        [&] { return std::make_unique<LiveEntry>(variant->program, shared_->blocks, unit_); });
   } else {
     entry = std::move(variant->free.back());
     variant->free.pop_back();
@@ -72,7 +78,7 @@ std::shared_ptr<LiveEntry> Region::take_entry(const std::shared_ptr<Variant>& va
 }
 
 std::shared_ptr<LiveEntry> Region::entry_to_compare(const Variant& variant) const {
-  return std::make_shared<LiveEntry>(variant.program, shared_->scratch);
+  return std::make_shared<LiveEntry>(variant.program, shared_->blocks, unit_);
 }
 
 /// The sink's is one of the whole model: any leaf knows it.
@@ -168,7 +174,12 @@ std::vector<at::Tensor> Region::run(const std::vector<at::Tensor>& inputs,
     variant = *found;
   } else {
     if (variants_.size() == kVariants) return eager("more than four variants", inputs, body);
-    variants_.emplace_back(std::make_shared<Variant>())->guards = guards_of(inputs);
+    const Guards guards = guards_of(inputs);
+    variants_.push_back(apart([&] {
+      auto made = std::make_shared<Variant>();
+      made->guards = guards;
+      return made;
+    }));
     return eager("the first call, which makes what later ones find", inputs, body);
   }
   if (!variant->refused.empty()) return eager(variant->refused, inputs, body);
@@ -184,8 +195,10 @@ std::vector<at::Tensor> ReplayedRegions::run(const std::shared_ptr<torch::nn::Mo
   auto& region = regions_[{owner.get(), std::string(name)}];
   // An address may come again.
   if (region == nullptr || !region->is_of(owner)) {
-    region = std::make_shared<Region>(owner, concat(owner->name(), name.empty() ? "" : ", ", name),
+    region = apart([&] {
+      return std::make_shared<Region>(owner, concat(owner->name(), name.empty() ? "" : ", ", name),
                                       shared_);
+    });
   }
   return region->run(inputs, body);
 }

@@ -37,7 +37,7 @@ class Region;
 /// What the regions of one model share.
 struct SharedByRegions {
   ReplayCalls calls;
-  std::shared_ptr<Scratch> scratch = std::make_shared<Scratch>();
+  std::shared_ptr<Blocks> blocks = std::make_shared<Blocks>();
   std::set<std::string> said;  ///< reasons
 };
 
@@ -50,6 +50,7 @@ class ReplayedRegions : public grad::Regions {
   void forget() override;
 
   const ReplayCalls& calls() const { return shared_->calls; }
+  Blocks& blocks() { return *shared_->blocks; }
 
  private:
   std::shared_ptr<SharedByRegions> shared_ = std::make_shared<SharedByRegions>();
@@ -59,5 +60,11 @@ class ReplayedRegions : public grad::Regions {
 /// Regions of `model`, the outermost handle, are replayed from here on; of one whose regions are,
 /// nothing changes. Errors: kUsage in a step.
 void replay_regions(const ShardedBase& model);
+
+/// What blocks of the regions of `model`, the outermost handle, took at most since the last call of
+/// this, by unit; none without regions.
+RegionBlocks take_region_blocks(const ShardedBase& model);
+/// They take now.
+std::int64_t region_bytes(const ShardedBase& model);
 
 }  // namespace tessera::capture

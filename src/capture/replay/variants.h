@@ -92,6 +92,7 @@ class Region : public std::enable_shared_from_this<Region> {
 
   std::weak_ptr<torch::nn::Module> owner_;
   std::string name_;
+  std::string unit_;  ///< in which its owner lies; "" = none
   std::shared_ptr<SharedByRegions> shared_;
   std::string never_;  ///< why no call is ever replayed
   std::vector<at::Tensor> parameters_;

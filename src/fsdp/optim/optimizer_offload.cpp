@@ -232,6 +232,8 @@ void Optimizer::update_through(const std::vector<Item*>& items) {
   for (auto* item : items) item->is_torn = false;
 }
 
+bool Optimizer::is_offloaded(std::string_view parameter) { return find(parameter).goes_out; }
+
 const OffloadTraffic& Optimizer::offload_traffic() const {
   static const OffloadTraffic kNothing;
   return outside_ == nullptr ? kNothing : outside_->traffic();

@@ -153,6 +153,7 @@ TEST(PlanProfile, FilesReadBackAndCutOnesAreRefused) {
   profile.units[1].gather_ms.reset();
   profile.collective = {0.1, 1e-7};
   profile.rest_ms = 2.5;
+  profile.units[2].blocks = {RecomputeMode::kSelective, {.entries = 100, .running = 164}};
   profile.gathers_waited_ms = 1.25;
   auto text = to_json(profile);
   EXPECT_EQ(parse_profile(text, "x"), profile);
@@ -174,6 +175,9 @@ TEST(PlanProfile, FilesReadBackAndCutOnesAreRefused) {
   EXPECT_THAT(with("/units/0/name", "layer 1"), HasSubstr("each unit once"));
   EXPECT_THAT(with("/version", 3), HasSubstr("expected version 1"));
   EXPECT_THAT(with("/rest_ms", -1), HasSubstr("'rest_ms': found '-1'"));
+  EXPECT_THAT(with("/units/2/blocks/recompute", "some"), HasSubstr("\"selective\" or \"full\""));
+  EXPECT_THAT(with("/units/2/blocks/running", 99), HasSubstr("no less than the entries"));
+  EXPECT_THAT(with("/units/2/blocks/entries", -1), HasSubstr("'entries': found '-1'"));
 }
 
 // Naive: the longest of each place, which nobody took: where one computes the other waits.

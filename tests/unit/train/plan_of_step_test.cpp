@@ -18,6 +18,8 @@
 
 #include "capture/plan_diff.h"
 #include "capture/recompute_pass.h"
+#include "capture/region_blocks.h"
+#include "capture/replay/regions.h"
 #include "capture/simulate_plan.h"
 #include "fsdp/agreed/step_plan_check.h"
 #include "fsdp/handle.h"
@@ -140,7 +142,7 @@ class Rank {
   Peak peak_of_step(Sync sync = Sync::kLastMicroBatch) {
     Peak most;
     counted_.watch([&] {
-      most.all = std::max(most.all, counted_.now());
+      most.all = std::max(most.all, counted_.now() + capture::region_bytes(*model_));
       std::int64_t gathered = 0;
       for (const fsdp::Unit* unit : model_->unit()->runtime().units()) {
         if (!unit->gathered() && !unit->gather_pending()) continue;
@@ -485,6 +487,78 @@ INSTANTIATE_TEST_SUITE_P(Families, RecomputeByLayer,
                          ::testing::Values(StepCase{"dense"}, StepCase{"experts", "qwen3-moe"},
                                            StepCase{"tied", "llama"}, StepCase{"gemma", "gemma4"}),
                          [](const auto& one) { return one.param.name; });
+
+// Replayed regions keep in their blocks what autograd would keep: the blocks that a profile of one
+// step tells of are those of another one, to the byte, and with them all tensors are predicted: what
+// libtorch's allocator counts, and the blocks, which are the system's. Naive: a block of its own for
+// each layer that is recomputed; scratch that nobody counts behind the last layer.
+TEST(ReplayedStep, HoldsWhatItsProfileTellsAndNoMoreThanAnEagerOne) {
+  CountingAllocator::install();
+  const testing::TemporaryFolder folder;
+  for (const auto mode : {RecomputeMode::kNone, RecomputeMode::kFull, RecomputeMode::kSelective}) {
+    SCOPED_TRACE(static_cast<int>(mode));
+    StepCase c{"dense", "qwen3", 2, mode};
+    Config config = config_of(c, folder);
+    config.training.seq_len = kPositions;
+    config.compile.mode = CompileChoice::kReplay;
+    const Before known = before(config, c.ranks);
+    const RunOfPlan run = known.of(config);
+    const auto record = step_record(run);
+    const auto units = plan_units(run);
+    const auto eager_of_run = eager_choices(run, record);
+    on_ranks(c.ranks, [&](World& world) {
+      const auto settle = [](Rank& rank) {
+        for (int i = 0; i < 3; ++i) {
+          rank.step();
+          rank.model().zero_grad();
+        }
+      };
+      Rank eager(config, known, world, kPositions);
+      settle(eager);
+      const auto beside = eager.peak_of_step();
+      const auto expected = eager.gradients();
+
+      Rank rank(config, known, world, kPositions);
+      auto options = compile_options(run, {});
+      compile(rank.model(), options);
+      settle(rank);
+      const auto replayed_before = replay_calls(rank.model());
+      capture::take_region_blocks(rank.model());
+      rank.step();
+      rank.model().zero_grad();
+      auto profile = capture::default_profile(units);
+      add_blocks(profile, capture::take_region_blocks(rank.model()), eager_of_run.recompute);
+      options.profile = to_json(profile);
+      const auto peak = rank.peak_of_step();
+      const auto counted = capture::take_region_blocks(rank.model());
+      const auto calls = replay_calls(rank.model()) - replayed_before;
+      EXPECT_GT(calls.replayed, 0);
+      EXPECT_EQ(calls.recorded, 0);
+
+      const auto planning = capture::planning_of(options);
+      const auto problem =
+          problem_of(planning, record, units, eager_of_run, fsdp::PlanOrder::kOneAfterTheOther);
+      const auto plan =
+          plan_step(planning, record, units, eager_of_run, fsdp::PlanOrder::kOneAfterTheOther);
+      const auto blocks = most_blocks(problem.profile, record, plan.choices.recompute);
+      ASSERT_TRUE(blocks);
+      EXPECT_EQ(counted.most, *blocks);
+      EXPECT_GT(*blocks, 0);
+      EXPECT_EQ(peak.gathered, fsdp::peak_gathered_bytes(plan));
+      const auto said = held_bytes(run).others + peak_bytes(problem, plan);
+      EXPECT_NEAR(static_cast<double>(peak.all), static_cast<double>(said),
+                  kShare * static_cast<double>(said));
+      // Beside an eager step there is what is idle of the blocks.
+      std::int64_t in_use = 0;
+      for (const auto& unit : problem.blocks) in_use += unit.entries;
+      const auto idle = *blocks - (mode == RecomputeMode::kNone ? in_use : 0);
+      EXPECT_LE(static_cast<double>(peak.all), 1.01 * static_cast<double>(beside.all + idle));
+      for (const auto& [name, gradient] : rank.gradients()) {
+        EXPECT_TRUE(gradient.equal(expected.at(name))) << name;
+      }
+    });
+  }
+}
 
 // Budgets from the least of any plan to all: predicted and counted bytes of gathers and activations
 // stay within them, more memory is never slower by the profile, and bits are those of an eager step.

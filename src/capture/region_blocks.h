@@ -1,0 +1,59 @@
+// What replayed regions of a model take while they run and until their backward: counted of a run,
+// carried by its profile, and worked out for a plan. Pure.
+//
+// What forward leaves for backward lies in one block a live entry, and takes the place of what
+// autograd would keep; what a forward or a backward needs for itself lies in a scratch block. Units
+// share blocks, and what is free of them stays, beside what activations take then. Next: replay/blocks.h (who takes them), recompute_pass.h (activations).
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "fsdp/agreed/step_plan.h"
+#include "tessera/recompute_mode.h"
+
+namespace tessera::capture {
+
+/// The most of one unit, of one micro-batch at a time, in bytes.
+struct UnitBlocks {
+  std::int64_t entries = 0;  ///< what forward leaves for backward
+  std::int64_t running = 0;  ///< the same with the scratch of what runs
+  bool operator==(const UnitBlocks&) const = default;
+};
+
+/// Of a model.
+struct RegionBlocks {
+  std::int64_t most = 0;  ///< of all units together, at any time
+  std::map<std::string, UnitBlocks> units = {};
+};
+
+/// Of a unit as a run measured it, which recomputed it in that mode.
+struct MeasuredBlocks {
+  RecomputeMode mode = RecomputeMode::kNone;
+  UnitBlocks bytes = {};
+  bool operator==(const MeasuredBlocks&) const = default;
+};
+
+struct PlanProfile;
+
+/// What a run's step took goes to the profile of that step. `recomputed`: by unit, as the step did it.
+void add_blocks(PlanProfile& profile, const RegionBlocks& blocks,
+                const std::vector<RecomputeMode>& recomputed);
+
+/// By unit; not measured: none.
+std::vector<UnitBlocks> blocks_of(const PlanProfile& profile);
+
+/// The most that blocks of a stage take under these modes, by unit, and from then on always do: free
+/// ones stay. What runs again leaves nothing behind before it does.
+std::int64_t resident_blocks(const std::vector<UnitBlocks>& blocks, const fsdp::StageRecord& stage,
+                             const std::vector<RecomputeMode>& modes);
+
+/// The most that all blocks take under these modes, by unit; none where nobody has measured any, or
+/// one of them in another mode. (`full` runs the program of `none` once more: either tells of both.)
+std::optional<std::int64_t> most_blocks(const PlanProfile& profile, const fsdp::StepRecord& record,
+                                        const std::vector<RecomputeMode>& modes);
+
+}  // namespace tessera::capture

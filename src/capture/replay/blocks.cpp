@@ -1,0 +1,77 @@
+#include "capture/replay/blocks.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <new>
+#include <utility>
+
+namespace tessera::capture {
+namespace {
+
+template <class List>
+auto& of_kind(List& list, BlockKind kind) {
+  return list[static_cast<std::size_t>(kind)];
+}
+
+}  // namespace
+
+void Blocks::Unmap::operator()(char* memory) const { ::munmap(memory, bytes); }
+
+RegionBlocks Blocks::take_most() {
+  RegionBlocks found{.most = std::exchange(most_, bytes_), .units = {}};
+  for (auto& [unit, of] : units_) {
+    const auto entries = of_kind(of.bytes, BlockKind::kEntry);
+    const auto running = entries + of_kind(of.bytes, BlockKind::kScratch);
+    found.units.emplace(unit, std::exchange(of.most, {entries, running}));
+  }
+  return found;
+}
+
+/// The smallest that is large enough, of equals the last one given back. Where there is none, one that
+/// is too small makes room.
+Blocks::Mapped Blocks::take(BlockKind kind, std::size_t bytes) {
+  auto& free = of_kind(free_, kind);
+  const auto bytes_of = [](const Mapped& block) { return block.get_deleter().bytes; };
+  auto found = free.end();
+  for (auto one = free.begin(); one != free.end(); ++one) {
+    const bool fits = bytes_of(*one) >= bytes;
+    if (fits && (found == free.end() || bytes_of(*one) <= bytes_of(*found))) found = one;
+  }
+  if (found != free.end()) {
+    Mapped block = std::move(*found);
+    free.erase(found);
+    return block;
+  }
+  if (const auto small = std::ranges::max_element(free, {}, bytes_of); small != free.end()) {
+    bytes_ -= static_cast<std::int64_t>(bytes_of(*small));
+    free.erase(small);
+  }
+  void* memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  bytes_ += static_cast<std::int64_t>(bytes);
+  most_ = std::max(most_, bytes_);
+  return Mapped(static_cast<char*>(memory), Unmap{bytes});
+}
+
+void Blocks::count(const std::string& unit, BlockKind kind, std::int64_t bytes) {
+  auto& of = units_[unit];
+  of_kind(of.bytes, kind) += bytes;
+  const auto entries = of_kind(of.bytes, BlockKind::kEntry);
+  of.most.entries = std::max(of.most.entries, entries);
+  of.most.running = std::max(of.most.running, entries + of_kind(of.bytes, BlockKind::kScratch));
+}
+
+Block::Block(std::shared_ptr<Blocks> blocks, const std::string& unit, BlockKind kind,
+             std::int64_t bytes)
+    : blocks_(std::move(blocks)), unit_(unit), kind_(kind), bytes_(bytes) {
+  if (bytes_ > 0) memory_ = blocks_->take(kind_, static_cast<std::size_t>(bytes_));
+  blocks_->count(unit_, kind_, bytes_);
+}
+
+Block::~Block() {
+  if (memory_ != nullptr) of_kind(blocks_->free_, kind_).push_back(std::move(memory_));
+  blocks_->count(unit_, kind_, -bytes_);
+}
+
+}  // namespace tessera::capture
