@@ -3,10 +3,10 @@
 //
 // Times are a unit's own: without the units inside it, and without what its rank stood waiting for
 // others meanwhile, which is what plans are to change. A gather is as long as from when it went out
-// until somebody had waited for it: where it was there before it was wanted, too long. So of
-// several of one unit the shortest counts, of units of as many bytes the middle one, which simulate_plan.h lengthens by all that was waited for
-// gathers. Reductions are wanted when a backward has ended, long
-// after they went out: what was waited for one is what it costs. The rest of the step is what
+// until somebody had waited for it: where it was there before it was wanted, too long. So of several
+// of one unit the shortest counts, of units of as many bytes the middle one, and simulate_plan.h
+// makes all as much longer as they were waited for. Reductions are wanted when a backward has ended,
+// long after they went out: what was waited for one is what it costs. The rest of the step is what
 // neither units nor these waits took. Next: plan_profile.h.
 #pragma once
 

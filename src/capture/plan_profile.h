@@ -84,7 +84,8 @@ double computed_ms(const PlanProfile& profile);
 
 /// What a plan has to go by, the same on every rank: the rank whose units compute longest, all of
 /// it. The others wait for that one, so that the longest of every place would count a step's time
-/// and what others waited through it. Blocks of regions: the most of any rank. Errors: kConfig where ranks measured other units.
+/// and what others waited through it. Blocks of regions: the most of any rank. Errors: kConfig where
+/// ranks measured other units.
 PlanProfile slowest_of(const std::vector<PlanProfile>& ranks);
 
 /// In the order of `units`. Errors: kConfig naming a unit that the profile lacks.

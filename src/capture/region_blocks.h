@@ -3,7 +3,8 @@
 //
 // What forward leaves for backward lies in one block a live entry, and takes the place of what
 // autograd would keep; what a forward or a backward needs for itself lies in a scratch block. Units
-// share blocks, and what is free of them stays, beside what activations take then. Next: replay/blocks.h (who takes them), recompute_pass.h (activations).
+// share blocks, and what is free of them stays, beside what activations take then. Next:
+// replay/blocks.h (who takes them), recompute_pass.h (activations).
 #pragma once
 
 #include <cstdint>

@@ -150,14 +150,22 @@ std::vector<RowRange> pieces_of(const Config& config, std::int64_t rows, const P
                                 dims.data_ranks(), data_rank);
 }
 
-/// [compile] of the passes, whose optimizer state nobody has. Collective. Errors: as
-/// planned_options() and compile().
-void compile_passes(const Config& config, const ModelSource& source, const ParallelDims& dims,
-                    const ModelContract& contract, const BatchSource& batch,
-                    const std::vector<RowRange>& pieces, const ShardedBase& model, World& world) {
+/// [compile] of the passes, behind which nothing is updated: there is no optimizer state. Collective.
+/// Errors: as planned_options() and compile().
+void compile_passes(const GradientsRequest& request, const ModelSource& source,
+                    const ParallelDims& dims, const ModelContract& contract,
+                    const BatchSource& batch, const ShardedBase& model, World& world) {
+  const auto& config = request.config;
+  if (config.compile.mode == CompileChoice::kOff) return;
   if (dims.pp > 1) return capture::replay_regions(model);  // the plan is the schedule's
+  // The first data rank has most rows; a plan is the same on all.
+  const auto pieces = pieces_of(config, batch.rows_in_step(), dims, 0);
   auto of_batch = config;
   of_batch.compile.offload_folder.clear();
+  of_batch.optimizer = {};
+  of_batch.optimizer.name = fsdp::OptimizerName::kSgd;
+  of_batch.data.path = {request.batch};
+  of_batch.pipeline.micro_batches = -1;
   of_batch.training.seq_len = batch.row_tokens();
   of_batch.training.global_batch_size = batch.rows_in_step();
   of_batch.training.local_batch_size = std::max<std::int64_t>(1, pieces.front().size());
@@ -262,6 +270,7 @@ void run_gradients(const GradientsRequest& request, World& world,
       writer.emplace(request.out, outputs(request, source, *batch, contract.parameters), metadata);
     });
   }
+  compile_passes(request, source, dims, contract, *batch, *model, world);
   const auto rows = pieces_of(config, batch->rows_in_step(), dims, data_rank(mesh));
   if (config.debug.check_dtypes) {
     check_dtypes(*model, [&] { run_once(*model, *batch, 1, rows.front(), pipeline); });
@@ -282,9 +291,6 @@ void run_gradients(const GradientsRequest& request, World& world,
     options.pipeline = pipeline;
     return forward_backward(*model, *batch, 1, rows, options);
   };
-  if (config.compile.mode != CompileChoice::kOff) {
-    compile_passes(config, source, dims, contract, *batch, rows, *model, world);
-  }
   const BatchLoss loss = go_through(*model, config, scaler.get(), run, world);
   write_gradients(*model, contract.parameters, file_forms(source.description.parameters),
                   writer ? &*writer : nullptr);

@@ -3,7 +3,8 @@
 // The first step records what the model enters, the second one follows a plan that is chosen by the
 // bytes of units and fills pools and caches, three more are traced: what units and messages took on
 // the slowest rank in the one of middle length is what passes choose by from then on. Steps in which
-// some rank records or compares regions are not counted. Nothing is run again to be measured. Next: tessera/compile.h, capture/measured_profile.h.
+// some rank records or compares regions are not counted, up to the twentieth. Nothing is run again to
+// be measured. Next: tessera/compile.h, capture/measured_profile.h.
 #pragma once
 
 #include <cstdint>

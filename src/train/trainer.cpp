@@ -114,8 +114,10 @@ class Trainer {
     require_room(Rows(config_, *data_, mesh_).most(data_->row_tokens()),
                  source_.spec.vocab_size / dims_.tp, memory_bytes());
     if (validation_) {
-      check_positions(config.parallelism, validation_->row_tokens());
-      models::check_learned_positions(source_.spec, validation_->row_tokens());
+      open_as("validation.path", [&] {
+        check_positions(config.parallelism, validation_->row_tokens());
+        models::check_learned_positions(source_.spec, validation_->row_tokens());
+      });
     }
     check_labels();
     checkpoints_->begin(source_, *data_);
@@ -187,6 +189,7 @@ class Trainer {
     if (data_kind(request.path, request.key) == DataKind::kBatches) {
       request.training.seq_len.reset();  // its rows are its own, however long those of training are
       request.training.global_batch_size = -1;
+      request.packing.reset();
     }
     validation_ = open_batches(request);
   }

@@ -4,11 +4,16 @@
 #include <gmock/gmock.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
 
 #include "cli/layout_run.h"
 #include "cli/program.h"
 #include "golden/model_folder.h"
 #include "golden/reference.h"
+#include "io/safetensors.h"
 
 namespace tessera::cli::layout_gradients_test {
 namespace {
@@ -56,7 +61,19 @@ INSTANTIATE_TEST_SUITE_P(Families, LayoutGradients,
                          ::testing::Values("qwen3-moe-fp32", "gpt-oss-mxfp4", "deepseek-v2-fp32"),
                          [](const auto& each) { return golden::test_name(each.param); });
 
-// Naive: one pass, whose regions are eager and whose gathers no plan has.
+/// 3 rows, which two data ranks do not share alike.
+void write_uneven_batch(const std::filesystem::path& path) {
+  std::vector<std::int64_t> ids(3 * 16);
+  for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<std::int64_t>(i * 7 % 50);
+  SafetensorsWriter writer(
+      path, {{"input_ids", DType::kInt64, {3, 16}}, {"labels", DType::kInt64, {3, 16}}});
+  writer.write("input_ids", std::as_bytes(std::span(ids)));
+  writer.write("labels", std::as_bytes(std::span(ids)));
+  writer.finish();
+}
+
+// Naive: one pass, whose regions are eager and whose gathers no plan has; plans by the rows of each
+// rank, which are no longer one.
 TEST(CompiledGradients, AreThoseOfEagerPasses) {
   const std::string name = "qwen3-moe-fp32";
   const std::vector<std::vector<std::string>> compiled{
@@ -65,10 +82,10 @@ TEST(CompiledGradients, AreThoseOfEagerPasses) {
        {ProcessLayout{.shard = 2}, ProcessLayout{.shard = 2, .tp = 2, .ep = 2}}) {
     SCOPED_TRACE(to_string(layout));
     const testing::TemporaryFolder folder;
+    write_uneven_batch(folder / "batch.safetensors");
     const auto run = [&](const std::string& out, const std::vector<std::string>& more) {
       auto words = in_layout(layout, {"gradients", "--model", golden::data_folder(name).string(),
-                                      "--batch", Reference::of(name).batches(), "--out", out,
-                                      "--training.local_batch_size", "1"});
+                                      "--batch", "batch.safetensors", "--out", out});
       words.insert(words.end(), more.begin(), more.end());
       return run_program(folder, words);
     };
@@ -82,6 +99,9 @@ TEST(CompiledGradients, AreThoseOfEagerPasses) {
       EXPECT_EQ(at != std::string::npos, more[1] == "replay") << outcome.err;
       EXPECT_EQ(outcome.err.find(" 0 calls replayed"), std::string::npos) << outcome.err;
     }
+    const auto below = run("below", {"--compile.mode", "plan", "--compile.memory_budget", "1000"});
+    EXPECT_EQ(below.code, 2);
+    EXPECT_THAT(below.err, HasSubstr("compile.memory_budget: found 1000 bytes a rank"));
   }
 }
 

@@ -275,6 +275,34 @@ TEST(ReplayRefuses, WeightGradientsThatArePutOff) {
   });
 }
 
+// Naive: the operand of the product that is put off is gone once autograd has used what was handed
+// out, the gradient of another argument.
+TEST(ReplayPutsOff, ProductsOfWhatIsHandedOut) {
+  ranks(1).run([](World& world) {
+    Twins twins(data_mesh(world), [](Model& model, const Several& inputs) {
+      Part& part = *model.parts[0];
+      const Several all{inputs[0] * model.before, inputs[1] * model.after};
+      return part.region(all, [&part](const Several& in) {
+        return Several{(nn::linear(in[0], part.weight) + in[1]).tanh()};
+      });
+    });
+    for (int step = 0; step < kSteps; ++step) {
+      SCOPED_TRACE(concat("step ", step));
+      twins.both([&](Sharded<Model>& handle) {
+        handle.set_defer_weight_gradients(true);
+        const auto x = rows(seed_of(world, step));
+        auto left = run_one(handle, {x, rows(seed_of(world, step + 100))});
+        Several others;  // take the place of what is free
+        for (int i = 0; i < 16; ++i) others.push_back(at::full_like(x, 1e6));
+        handle.run_weight_gradients();
+        return left;
+      });
+      twins.update();
+    }
+    EXPECT_GT(twins.calls().replayed, 0);
+  });
+}
+
 TEST(ReplayRefuses, CallsUnderAutocast) {
   ranks(2).run([](World& world) {
     Twins twins(data_mesh(world), around([](Part& part, const Several& in) {

@@ -323,7 +323,9 @@ TEST(TrainingRun, TheHostWaitsOnceAStepOfEachKind) {
     config.training.steps = 3;
     kind.set(config, folder);
     config.validation.path.clear();  // it reads its own loss
-    for (const auto& step : waits_of(config, folder)) {
+    const auto steps = waits_of(config, folder);
+    ASSERT_EQ(steps.size(), 3U) << kind.name;
+    for (const auto& step : steps) {
       EXPECT_THAT(step.of_device, ::testing::IsEmpty()) << kind.name;
       EXPECT_EQ(step.reads, 1) << kind.name;
     }

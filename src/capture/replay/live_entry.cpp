@@ -236,6 +236,10 @@ std::vector<at::Tensor> LiveEntry::backward(const std::vector<at::Tensor>& gradi
   use(MemoryPlace::kScratch, of_run.data(), last_scratch_);
   give(program_->gradients, gradients);
   const auto fresh = hand_out(program_->input_gradients);
+  // A product that is put off may read one of them later: autograd neither frees nor adds to it.
+  for (const auto& gradient : fresh) {
+    if (program_->defers && gradient.defined()) held_.push_back(gradient.storage());
+  }
   accepted_.assign(program_->steps.size(), false);
   const Lease held(lease_, lease);
   run(program_->forward_steps, program_->steps.size(), of_parameters, seen);

@@ -75,7 +75,7 @@ class Region : public std::enable_shared_from_this<Region> {
   void say_once(const std::string& why);
   /// Goes back to the variant's free ones with its last reference.
   std::shared_ptr<LiveEntry> take_entry(const std::shared_ptr<Variant>& variant) const;
-  /// One to compare with, whose block goes with it: the graphs of recorded calls lie beside it.
+  /// One to compare with, which is not kept: its block is free again behind it.
   std::shared_ptr<LiveEntry> entry_to_compare(const Variant& variant) const;
   /// Whether it is memory of the owner's own parameters or buffers.
   bool owns(const at::Tensor& tensor) const;

@@ -279,8 +279,7 @@ class Products {
 
   /// Elements [begin, end) of the layer's.
   at::Tensor operator()(const std::string& layer, std::int64_t begin, std::int64_t end) {
-    take(layer, 0);
-    const std::int64_t rows = left_.size(0), columns = right_.size(1);
+    const auto [rows, columns] = sizes_of(layer);
     const std::int64_t first = begin / columns;
     const std::int64_t last = (end + columns - 1) / columns;
     std::vector<at::Tensor> parts;
@@ -298,10 +297,22 @@ class Products {
   }
 
  private:
+  bool is_in_out(const std::string& layer) const {
+    return models::is_of_experts(layer) &&
+           source_->spec.moe->layout == models::ExpertLayout::kInOut;
+  }
+
+  /// Of a matrix of the layer.
+  std::pair<std::int64_t, std::int64_t> sizes_of(const std::string& layer) const {
+    const auto& a = source_->adapters->find(models::adapter_a(layer))->shape;
+    const auto& b = source_->adapters->find(models::adapter_b(layer))->shape;
+    const std::int64_t in = a.back(), out = b[b.size() - 2];
+    return is_in_out(layer) ? std::pair(in, out) : std::pair(out, in);
+  }
+
   void take(const std::string& layer, std::int64_t matrix) {
     if (layer == layer_ && matrix == matrix_) return;
-    const bool in_out =
-        models::is_of_experts(layer) && source_->spec.moe->layout == models::ExpertLayout::kInOut;
+    const bool in_out = is_in_out(layer);
     const at::Tensor a = factor(models::adapter_a(layer), matrix);
     const at::Tensor b = factor(models::adapter_b(layer), matrix);
     left_ = in_out ? a.t() : b;
