@@ -6,9 +6,10 @@
 // chosen. Choices that a user bound stay: units with reshard_after_forward off are kept, units that
 // name what is prefetched name it, layers whose recomputation a user has set have that. No pass
 // exceeds the budget, and no pass changes bits: what is gathered, kept and reduced when has no effect
-// on values (but form 2 and sync_every_micro_batch, which add micro-batches in another order). Next: plan_text.h (a choice with its reasons),
-// plan_profile.h. Source: DeepCompile (arXiv 2504.09983), selective unsharding and prefetching;
-// there the first that does not fit ends the pass, here it is skipped.
+// on values (but form 2 and sync_every_micro_batch, which add micro-batches in another order). Next:
+// plan_text.h (a choice with its reasons), plan_profile.h. Source: DeepCompile (arXiv 2504.09983),
+// selective unsharding and prefetching; there the first that does not fit ends the pass, here it is
+// skipped.
 #pragma once
 
 #include <cstdint>
