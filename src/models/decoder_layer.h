@@ -56,7 +56,6 @@ class DecoderLayer : public torch::nn::Module, public IsLayer, public Recomputab
                  const nn::Documents& documents = {});
 
   bool has_experts() const { return moe_ != nullptr; }
-  bool can_decode() const { return self_attn_->can_decode(); }
   /// As nn::SelfAttention::decode.
   at::Tensor decode(const at::Tensor& x, nn::KvCache& cache);
 

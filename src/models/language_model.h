@@ -117,8 +117,6 @@ class WritesText {
  public:
   virtual ~WritesText() = default;
   virtual const ModelSpec& spec() const = 0;
-  /// Whether every layer has a decode.
-  virtual bool can_decode() const = 0;
   /// Room for `capacity` positions; memory is taken when the first ones come.
   virtual DecoderCache make_cache(std::int64_t capacity) const = 0;
   /// input_ids [B, T] that follow the positions in the cache, which they join -> logits [B, V] of

@@ -32,15 +32,6 @@ class TextModel : public LanguageModel, public WritesText {
  public:
   WritesText* writer() override { return this; }
 
-  bool can_decode() const override {
-    if constexpr (requires(const Layer& layer) { layer.can_decode(); }) {
-      for (const auto& layer : layers_) {
-        if (!layer.module()->can_decode()) return false;
-      }
-    }
-    return true;
-  }
-
   DecoderCache make_cache(std::int64_t capacity) const override {
     return {std::vector<nn::KvCache>(layers_.size(), nn::KvCache(capacity))};
   }

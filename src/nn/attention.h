@@ -54,8 +54,6 @@ class SelfAttention : public PlacedModule {
   /// whatever part of them the stream has.
   virtual at::Tensor forward(const at::Tensor& x, const Documents& documents) = 0;
   at::Tensor forward(const at::Tensor& x) { return forward(x, {}); }
-  /// Whether decode is there; without it a text is written by whole forwards.
-  virtual bool can_decode() const = 0;
   /// The same for positions that follow those of the cache, which they join. No gradient. Errors:
   /// as KvCache::append.
   virtual at::Tensor decode(const at::Tensor& x, KvCache& cache) = 0;
@@ -102,7 +100,6 @@ class Attention : public SelfAttention {
   Attention(const AttentionOptions& options, std::shared_ptr<Rope> rope);
   using SelfAttention::forward;
   at::Tensor forward(const at::Tensor& x, const Documents& documents) override;
-  bool can_decode() const override { return true; }
   /// The first call of a cache gives forward's bits.
   at::Tensor decode(const at::Tensor& x, KvCache& cache) override;
 

@@ -48,7 +48,6 @@ class ChunkedAttention : public SelfAttention {
   ChunkedAttention(const ChunkedAttentionOptions& options, std::shared_ptr<Rope> rope);
   using SelfAttention::forward;
   at::Tensor forward(const at::Tensor& x, const Documents& documents) override;
-  bool can_decode() const override { return true; }
   /// The first call of a cache gives forward's bits.
   at::Tensor decode(const at::Tensor& x, KvCache& cache) override;
 

@@ -44,7 +44,6 @@ class Mla : public SelfAttention {
   Mla(const MlaOptions& options, std::shared_ptr<Rope> rope);
   using SelfAttention::forward;
   at::Tensor forward(const at::Tensor& stream, const Documents& documents) override;
-  bool can_decode() const override { return true; }
   /// The first call of a cache gives forward's bits.
   at::Tensor decode(const at::Tensor& x, KvCache& cache) override;
 

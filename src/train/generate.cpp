@@ -72,14 +72,12 @@ EndedBy generate(models::WritesText& model, const std::vector<std::int64_t>& pro
   // The last token is never put in, so it needs no position.
   const std::int64_t most =
       std::min(options.max_new_tokens, spec.max_position_embeddings - given + 1);
-  const bool cached = model.can_decode();
-  models::DecoderCache cache = model.make_cache(cached ? given + most - 1 : 0);
-  std::vector<std::int64_t> written = prompt;
+  models::DecoderCache cache = model.make_cache(given + most - 1);
   at::Tensor next = comm::uploaded(row_of(prompt), options.device);
   for (std::int64_t made = 0; made < most; ++made) {
     const moe::ScoreChecks scores;
-    const at::Tensor found = cached ? model.decode(next, cache) : model.next_logits(next);
-    const auto read = comm::read_on_host({found, scores.noted().flags()}, "logits");
+    const auto read =
+        comm::read_on_host({model.decode(next, cache), scores.noted().flags()}, "logits");
     scores.noted().check(read[1]);
     const at::Tensor logits = read[0].to(at::kFloat).contiguous();
     const auto count = options.ids_below == 0 ? logits.size(1) : options.ids_below;
@@ -90,9 +88,7 @@ EndedBy generate(models::WritesText& model, const std::vector<std::int64_t>& pro
     if (std::ranges::find(options.end_tokens, token) != options.end_tokens.end()) {
       return EndedBy::kEndToken;
     }
-    written.push_back(token);
-    next =
-        comm::uploaded(row_of(cached ? std::vector<std::int64_t>{token} : written), options.device);
+    next = comm::uploaded(row_of({token}), options.device);
   }
   return most < options.max_new_tokens ? EndedBy::kPositions : EndedBy::kCount;
 }

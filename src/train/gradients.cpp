@@ -169,16 +169,8 @@ void compile_passes(const GradientsRequest& request, const ModelSource& source,
   of_batch.training.seq_len = batch.row_tokens();
   of_batch.training.global_batch_size = batch.rows_in_step();
   of_batch.training.local_batch_size = std::max<std::int64_t>(1, pieces.front().size());
-  const auto buckets = plan_model(source.description, contract.parameters, mesh_shape(dims));
-  const auto planned =
-      planned_options({.config = of_batch,
-                       .spec = source.spec,
-                       .description = source.description,
-                       .dims = dims,
-                       .contract = contract,
-                       .plan = buckets,
-                       .aux_loss_coef = aux_loss_coef(config.model.aux_loss_coef, source.spec)},
-                      static_cast<std::int64_t>(pieces.size()), world);
+  const auto planned = planned_options(of_batch, source, dims, contract,
+                                       static_cast<std::int64_t>(pieces.size()), world);
   compile(model, planned.options);
 }
 

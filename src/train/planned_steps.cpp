@@ -17,6 +17,10 @@
 #include "launch/hosts.h"
 #include "tessera/error.h"
 #include "train/batch_memory.h"
+#include "train/contract_of_run.h"
+#include "train/expert_balance.h"
+#include "train/plan_of_run.h"
+#include "train/plan_of_step.h"
 #include "train/report/observers.h"
 
 namespace tessera::train {
@@ -50,8 +54,10 @@ MachineMemory least_memory(World& world) {
 
 }  // namespace
 
-PlannedOptions planned_options(const RunOfPlan& run, std::int64_t micro_batches, World& world) {
-  const auto& section = run.config.compile;
+PlannedOptions planned_options(const Config& config, const ModelSource& source,
+                               const ParallelDims& dims, const ModelContract& contract,
+                               std::int64_t micro_batches, World& world) {
+  const auto& section = config.compile;
   if (section.mode == CompileChoice::kOff) return {};
   TESSERA_CHECK(
       !section.memory_budget || section.memory_budget->share == 0.0 || world.device().is_cpu(),
@@ -60,6 +66,14 @@ PlannedOptions planned_options(const RunOfPlan& run, std::int64_t micro_batches,
   TESSERA_CHECK(section.offload_folder.empty() || world.device().is_cpu(), ErrorKind::kConfig,
                 "compile.offload_folder: found one on ", world.device().str(),
                 ", expected none there: state of devices stays on them so far; leave it out");
+  const auto buckets = plan_model(source.description, contract.parameters, mesh_shape(dims));
+  const RunOfPlan run{.config = config,
+                      .spec = source.spec,
+                      .description = source.description,
+                      .dims = dims,
+                      .contract = contract,
+                      .plan = buckets,
+                      .aux_loss_coef = aux_loss_coef(config.model.aux_loss_coef, source.spec)};
   auto options = compile_options(run, least_memory(world));
   options.micro_batches = micro_batches;
   const auto planning = planning_of(run, options);

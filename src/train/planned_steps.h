@@ -17,11 +17,14 @@
 
 #include "base/trace.h"
 #include "capture/plan_profile.h"
+#include "layout/parallel_dims.h"
 #include "tessera/compile.h"
+#include "tessera/model_contract.h"
 #include "tessera/optim.h"
 #include "tessera/shard.h"
 #include "tessera/world.h"
-#include "train/plan_of_step.h"
+#include "train/config/config.h"
+#include "train/hf/model_source.h"
 
 namespace tessera::train {
 
@@ -33,7 +36,9 @@ struct PlannedOptions {
   /// Parameters whose optimizer state is outside of memory from the first update on.
   std::vector<std::string> offloaded = {};
 };
-PlannedOptions planned_options(const RunOfPlan& run, std::int64_t micro_batches, World& world);
+PlannedOptions planned_options(const Config& config, const ModelSource& source,
+                               const ParallelDims& dims, const ModelContract& contract,
+                               std::int64_t micro_batches, World& world);
 
 class PlannedSteps {
  public:

@@ -29,7 +29,6 @@
 #include "train/hf/model_forms.h"
 #include "train/parallelize.h"
 #include "train/pipeline/pipeline_step.h"
-#include "train/plan_of_run.h"
 #include "train/planned_steps.h"
 #include "train/report/banner.h"
 #include "train/report/checks.h"
@@ -349,17 +348,9 @@ class Trainer {
   PlannedOptions options_of_plan(const ModelContract& contract) {
     // The steps of a pipeline have the plan of its schedule.
     if (config_.compile.mode == CompileChoice::kOff || dims_.pp > 1) return {};
-    const auto buckets = plan_model(source_.description, contract.parameters, mesh_shape(dims_));
     const auto of_rank = Rows(config_, *data_, mesh_).ranges().size();
-    return planned_options(
-        {.config = config_,
-         .spec = source_.spec,
-         .description = source_.description,
-         .dims = dims_,
-         .contract = contract,
-         .plan = buckets,
-         .aux_loss_coef = aux_loss_coef(config_.model.aux_loss_coef, source_.spec)},
-        static_cast<std::int64_t>(of_rank), world_);
+    return planned_options(config_, source_, dims_, contract, static_cast<std::int64_t>(of_rank),
+                           world_);
   }
 
   StepEnd train_step(std::int64_t step) {

@@ -19,19 +19,19 @@
 namespace tessera {
 namespace {
 
-/// Of |value|^p over all elements of all gradients. `numbers` are read with it.
+/// Of |value|^p over all elements of all gradients. `numbers` are read with it, all as `what`.
 double sum_of_powers(const ShardedBase& model, double p, double largest,
-                     std::vector<at::Tensor>& numbers) {
+                     std::vector<at::Tensor>& numbers, std::string_view what) {
   const fsdp::PendingNorm pending(model, p, largest);
   numbers.push_back(pending.sums());
-  numbers = comm::read_on_host(numbers, "gradient norm");
+  numbers = comm::read_on_host(numbers, what);
   const at::Tensor sums = numbers.back();
   numbers.pop_back();
   return pending.sum(sums);
 }
 double sum_of_powers(const ShardedBase& model, double p, double largest = 1.0) {
   std::vector<at::Tensor> none;
-  return sum_of_powers(model, p, largest, none);
+  return sum_of_powers(model, p, largest, none, "gradient norm");
 }
 
 /// The larger one; NaN where either is.
@@ -136,8 +136,9 @@ double clip_grad_norm(const ShardedBase& model, double max_norm, double p) {
 
 double fsdp::clip_and_read(const ShardedBase& model, double max_norm,
                            std::vector<at::Tensor>& numbers) {
-  return clipped(model, max_norm,
-                 [&] { return std::sqrt(sum_of_powers(model, 2.0, 1.0, numbers)); });
+  return clipped(model, max_norm, [&] {
+    return std::sqrt(sum_of_powers(model, 2.0, 1.0, numbers, "numbers of a step"));
+  });
 }
 
 std::vector<std::string> nonfinite_parameters(const ShardedBase& model, std::size_t most) {

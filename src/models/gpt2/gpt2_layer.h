@@ -24,7 +24,6 @@ class Gpt2Attention : public nn::SelfAttention {
   Gpt2Attention(const ModelSpec& spec, const nn::TensorRegion& region);
   using nn::SelfAttention::forward;
   at::Tensor forward(const at::Tensor& x, const nn::Documents& documents) override;
-  bool can_decode() const override { return true; }
   at::Tensor decode(const at::Tensor& x, nn::KvCache& cache) override;
 
  private:
