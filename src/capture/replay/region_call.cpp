@@ -171,6 +171,7 @@ void end_recording(Region& region, Variant& variant, const std::shared_ptr<Tape>
     if (!why.empty()) return switch_off(region, variant, why);
     if (is_one_product(*program)) return switch_off(region, variant, "a product alone");
     variant.tape = tape;
+    program->while_deferring = region.defers_weight_gradients();
     variant.program = std::move(program);
     return;
   }
@@ -393,9 +394,11 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
     auto& variant = *call.variant;
     variant.is_recording = false;
     const bool defers = call.region->defers_weight_gradients();
-    if (defers && variant.tape != nullptr && !variant.program->defers) variant.forget();
-    const bool is_as_recorded = variant.tape == nullptr || (match(variant.gradients, grads) &&
-                                                            defers == variant.program->defers);
+    if (defers && variant.tape != nullptr && !variant.program->while_deferring) variant.forget();
+    // Where it has none that is put off, both are recorded alike.
+    const bool is_as_recorded =
+        variant.tape == nullptr || (match(variant.gradients, grads) &&
+                                    (defers || !variant.program->defers));
     if (!is_as_recorded) {
       ++call.region->calls().eager["other gradients than were recorded"];
       return backward_inside(call, grads);
@@ -444,7 +447,8 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
                   call.region->name(),
                   ": found that an argument or a result that its backward reads was changed in "
                   "place since its forward, expected it as it was; change a clone");
-    const bool defers = call.region->defers_weight_gradients() && !call.entry->program().defers;
+    const bool defers =
+        call.region->defers_weight_gradients() && !call.entry->program().while_deferring;
     if (!defers && match(call.variant->gradients, grads)) {
       return call.entry->backward(grads, LiveEntry::Gradients::kAccepted, {}, call.entry);
     }
