@@ -40,12 +40,14 @@ std::string to_string(const Case& c) {
   return to_string(c.pipeline) + kWords[other];
 }
 
+/// When memory is given back knows nothing of regions: it changes from case to case.
 Case case_of(const test::Choice& choice) {
+  const std::size_t turn = choice[0] + choice[1] + choice[2] + choice[3] + choice[4];
   Case c{.pipeline = {.folder = kReplayed[choice[0]],
-                      .schedule = kKinds[choice[5]],
+                      .schedule = kKinds[choice[4]],
                       .beside = kBeside[choice[1]],
                       .recompute = kModes[choice[3]],
-                      .reshard = kReshard[choice[4]]},
+                      .reshard = kReshard[turn % std::size(kReshard)]},
          .trained = kTrained[choice[2]]};
   c.pipeline.bfloat16 = c.trained == Trained::kBFloat16;
   return c;
@@ -60,7 +62,7 @@ const std::vector<Case>& all_cases() {
   static const auto all = [&] {
     const bool full = test::full_proof();
     auto choices = test::cases({kReplayed.size(), kBeside.size(), std::size(kTrained),
-                                std::size(kModes), std::size(kReshard), full ? kKinds.size() : 1},
+                                std::size(kModes), full ? kKinds.size() : 1},
                                is_case, kSeed);
     std::vector<Case> cases;
     for (std::size_t i = 0; i < choices.size(); ++i) {
