@@ -2,7 +2,6 @@
 #include <ATen/ATen.h>
 #include <ATen/SequenceNumber.h>
 #include <c10/core/GradMode.h>
-#include <malloc.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
@@ -181,10 +180,6 @@ void end_recording(Region& region, Variant& variant, const std::shared_ptr<Tape>
   if (variant.replays()) variant.tape.reset();  // nothing is compared with it any more
 }
 
-/// What is free goes back to the system. Calls that are recorded leave small pieces on the heap for
-/// good, between which what eager calls took no longer fits as it did: others would be taken beside it.
-void trim_heap() { ::malloc_trim(0); }
-
 /// What `run` gives, while `tape` records it. What no operation writes, and yet is another afterwards,
 /// the body has changed through a pointer: a replay would not.
 variable_list recorded(const Variant& variant, Tape& tape,
@@ -345,6 +340,7 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
     base::refuse_double_backward();
     const auto call =
         c10::static_intrusive_pointer_cast<LiveCall>(context->saved_data["call"].toCapsule());
+    call->region->shared().backward_runs();
     TESSERA_CHECK(!call->has_ended, ErrorKind::kUsage, "region ", call->region->name(),
                   ": found a second backward of a graph that the first one did not keep, expected "
                   "one; call the first one with retain_graph");
@@ -383,7 +379,8 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
     }
     compare_forward(*call.region, call.variant, *call.tape, call.all_inputs());
     call.tape->drop_values();
-    trim_heap();  // others run forward, and are compared, before this one's backward
+    // Others run forward, and are compared, before this one's backward.
+    call.region->shared().trim();
     return handed_out(context, call);
   }
 
@@ -414,7 +411,7 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
     compare_backward(*call.region, call.variant, *tape, call.all_inputs(), grads);
     tape->drop_values();
     end_recording(*call.region, variant, tape, call.ends);
-    trim_heap();
+    call.region->shared().trim();
     return of_inputs;
   }
 
@@ -423,6 +420,7 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
     call.entry = call.region->take_entry(call.variant);
     call.taken = taken_from_checkpoint(call.entry->program(), call.inputs.size());
     auto outputs = call.entry->forward(call.all_inputs());
+    call.region->shared().forward_ran(*call.region);
     for (const auto i : call.entry->program().kept_results) {
       call.results.push_back(outputs[static_cast<std::size_t>(i)].detach());
     }
@@ -510,6 +508,7 @@ std::vector<at::Tensor> call_without(Region& region, const std::shared_ptr<Varia
     ++region.calls().replayed;
     const auto entry = region.take_entry(of);
     auto outputs = entry->forward(inputs);
+    region.shared().forward_ran(region);
     // What keep() would have kept, behind the results.
     for (std::size_t i = variant.results; i < outputs.size(); ++i) grad::add_kept(outputs[i]);
     outputs.resize(variant.results);
@@ -530,7 +529,7 @@ std::vector<at::Tensor> call_without(Region& region, const std::shared_ptr<Varia
   compare_forward(region, of, *tape, inputs);
   tape->drop_values();
   end_recording(region, variant, tape, ends);
-  trim_heap();
+  region.shared().trim();
   return outputs;
 }
 
