@@ -10,6 +10,7 @@
 #include <atomic>
 #include <random>
 #include <thread>
+#include <utility>
 
 #include "cli/process.h"
 #include "cli/program.h"
@@ -153,6 +154,29 @@ TEST(LostRank, StalledAtARandomMomentIsNamedAndNobodyStaysAfterTheTimeout) {
         << run.err();
     expect_all_gone(ranks);
   });
+}
+
+// What the first steps took is written by one rank. Behind the run's last step the others have nothing
+// more to wait for.
+TEST(LostRank, ThatCannotWriteItsProfileIsNamedAndNobodyStays) {
+  constexpr int kTwo = 2;
+  for (const auto& [mode, steps] : {std::pair("plan", "5"), std::pair("replay", "1000000")}) {
+    SCOPED_TRACE(std::string(mode) + ", " + steps + " steps");
+    const testing::TemporaryFolder folder;
+    write_small_run(folder);
+    const auto profile = folder / "run/metrics/profile.json";
+    std::filesystem::create_directories(profile);
+    auto words = endless_training(mode, kTwo);
+    words.insert(words.end(), {"--training.steps", steps});
+    Process run(folder.path(), words);
+    const auto ranks = run.wait_for_ranks(kTwo);
+    ASSERT_EQ(ranks.size(), static_cast<std::size_t>(kTwo));
+    EXPECT_EQ(run.wait(seconds(60)), 1) << run.err();
+    const std::string error = "rank 0: '" + profile.string() + "': found something that is no ";
+    EXPECT_THAT(run.last_error_line(), ::testing::StartsWith(error)) << run.err();
+    EXPECT_THAT(run.err(), HasSubstr("rank 1: stopped because of " + error));
+    expect_all_gone(ranks);
+  }
 }
 
 // A write to a connection that a lost rank has closed raises SIGPIPE: whoever died of it would be
