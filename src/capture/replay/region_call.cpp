@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "base/first_derivative.h"
+#include "base/test_hooks.h"
 #include "capture/replay/apart.h"
 #include "capture/replay/variants.h"
 #include "comm/torch_compat.h"
@@ -41,11 +42,37 @@ class Comparison {
  private:
   void look_at(std::size_t step) {
     if (!difference_.empty()) return;
-    const auto& call = *eager_.steps()[step].call;
+    const auto& replayed = replay_.program().steps[step];
+    if (!replayed.call) return look_at_gradient(replayed.gradient, step);
     for (const auto& [value, bits] : eager_.kept()[step]) {
-      if (bits_of(replay_.value(value)) == bits) continue;
-      difference_ = concat(name_of(call.operation), ": found other values than eager ones");
+      if (bits_of(replay_.value(value)) != bits) {
+        return differs(name_of(eager_.steps()[step].call->operation));
+      }
     }
+    // A replay hands it in here, where its slot is lent: the value that was looked at.
+    const auto& call = *replayed.call;
+    if (call.direct && step >= eager_.forward_steps()) {
+      const auto& came = eager_.steps()[call.gradient_step].gradient;
+      if (!is_for(*call.direct, came) || call.direct->raw != came.raw) differs(name_of(came));
+    }
+  }
+
+  /// What the program hands in, and for whom, beside what came to the sink at that step.
+  void look_at_gradient(const TapeGradient& handed, std::size_t step) {
+    const auto& came = eager_.steps()[step].gradient;
+    const auto is_same = [&](const Tape::Seen& seen) {
+      return bits_of(replay_.value(handed.raw)) == seen.bits;
+    };
+    const bool is_alike = is_for(handed, came) && (handed.raw == kNone) == (came.raw == kNone);
+    if (!is_alike || !std::ranges::all_of(eager_.kept()[step], is_same)) differs(name_of(came));
+  }
+
+  static bool is_for(const TapeGradient& handed, const TapeGradient& came) {
+    return handed.sink == came.sink && handed.slot == came.slot;
+  }
+
+  void differs(const std::string& what) {
+    difference_ = concat(what, ": found other values than eager ones");
   }
 
   const Tape& eager_;
@@ -168,6 +195,7 @@ void end_recording(Region& region, Variant& variant, const std::shared_ptr<Tape>
       return std::pair(std::move(made), std::move(refused));
     });
     if (!why.empty()) return switch_off(region, variant, why);
+    if (const auto change = test_hooks::made_program.get()) (*change)(*program);
     if (is_one_product(*program)) return switch_off(region, variant, "a product alone");
     variant.tape = tape;
     variant.program = std::move(program);
