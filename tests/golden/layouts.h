@@ -63,7 +63,7 @@ struct TrainingRun {
   std::vector<double> norms;
   /// By step, of the steps that were asked for, under the names of the files.
   std::map<std::int64_t, Tensors> parameters;
-  std::vector<std::string> lines;  ///< metrics.jsonl
+  std::vector<std::string> lines;    ///< metrics.jsonl
   std::vector<ReplayCalls> regions;  ///< by rank, when it ended
   train::TrainingResult result;
 };

@@ -10,6 +10,7 @@
 #include "base/test_hooks.h"
 #include "comm/group.h"
 #include "comm/stream.h"
+#include "launch/abort_flag.h"
 #include "sim/sim.h"
 #include "tessera/error.h"
 #include "tessera/world.h"
