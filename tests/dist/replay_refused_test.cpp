@@ -510,7 +510,7 @@ TEST(ReplayFinds, AProgramThatSwapsRawValues) {
 }
 
 TEST(ReplayFinds, AProgramThatSwapsSlots) {
-  for (const std::size_t dims : {1, 2}) {
+  for (const auto dims : {std::size_t{1}, std::size_t{2}}) {
     SCOPED_TRACE(concat("of ", dims, " dims"));
     const auto fault = [dims](capture::Program& program) {
       const auto at = gradients_of(program, dims);
