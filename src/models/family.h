@@ -31,6 +31,8 @@ struct KeepInFloat32 {
   /// _keep_in_fp32_modules_strict of NeMo Automodel's class, where transformers' has none: of
   /// routers, so of models with experts only.
   std::vector<std::string> routers = {};
+  /// `strict` is of routers: a model of the family whose layers are all dense has nothing of it.
+  bool strict_of_routers = false;
 };
 
 /// Where the norms of a layer stand, beside its attention and its MLP.

@@ -183,11 +183,11 @@ void check_heads(std::int64_t kv, int tp) {
 }
 
 void check_expert_degrees(const ModelSpec& spec, const ParallelDims& degrees) {
-  TESSERA_CHECK(spec.moe || (degrees.ep == 1 && degrees.etp == 1), ErrorKind::kConfig,
-                "parallelism.", degrees.ep > 1 ? kEp : kEtp, ": found ",
-                degrees.ep > 1 ? degrees.ep : degrees.etp,
+  const bool routes = !routed_experts(spec).layers.empty();
+  TESSERA_CHECK(routes || (degrees.ep == 1 && degrees.etp == 1), ErrorKind::kConfig, "parallelism.",
+                degrees.ep > 1 ? kEp : kEtp, ": found ", degrees.ep > 1 ? degrees.ep : degrees.etp,
                 " for a model without experts, expected 1");
-  if (!spec.moe) return;
+  if (!routes) return;
   check_divides(kEp, degrees.ep, "the number of experts", spec.moe->num_experts);
   check_divides(kEtp, degrees.etp, "moe_intermediate_size", spec.moe->moe_intermediate_size);
 }
