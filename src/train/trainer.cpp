@@ -399,7 +399,8 @@ class Trainer {
       metrics.offload_mib = most[4];
       metrics.offload_wait_ms = most[5];
     }
-    const auto tokens = static_cast<double>(rows.count() * data_->row_tokens());
+    // A step that is left out computes nothing, so it has no speed.
+    const auto tokens = runs ? static_cast<double>(rows.count() * data_->row_tokens()) : NAN;
     metrics.tps_global = tokens / (metrics.step_ms / 1000.0);
     metrics.tps = metrics.tps_global / world_.size();
     metrics.tflops = metrics.tps * flops_per_token_ / 1e12;
