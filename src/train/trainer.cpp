@@ -224,7 +224,7 @@ class Trainer {
         run_once(*model_, *data_, done_ + 1, rows.ranges().front(), pipeline());
       });
     }
-    if (hooks_.on_first_step) hooks_.on_first_step();
+    if (hooks_.on_first_step) hooks_.on_first_step(done_);
     if (world_.rank() == 0 && done_ < *config_.training.steps) introduce();
     TrainingResult result;
     result.steps = done_;
