@@ -263,6 +263,7 @@ class Trainer {
     warn(slow_bf16(run.parameters, run.processor));
     warn(long_rows(run.row_tokens, source_.spec.max_position_embeddings, config_.model));
     for (const std::string& remark : short_run(config_)) log::warn(remark);
+    warn(unused_optimizer_keys(config_.optimizer));
     if (before_) warn(changed_lr(*before_, config_, done_));
     for (const std::string& line : banner(run)) log::info(line);
     for (const std::string& line : data_->in_words()) log::info(line);
