@@ -292,6 +292,9 @@ class ConvertVerify(Program):
         self.assertEqual({k for k, v in said.items() if v == "cast, float32 to bfloat16"}, cast)
         self.assertEqual({k for k, v in said.items() if v == "equal, bfloat16"}, before.keys() - cast)
         self.assertEqual(last, f"narrow: {len(before) - len(cast)} equal, {len(cast)} cast, 0 changed")
+        said, last = self.verify(DATA / "qwen3-mixed", "narrow", "--dtype", "float32", code=3)
+        self.assertEqual(set(said.values()), {"changed, found bfloat16, expected the dtype float32 that was asked for"})
+        self.assertEqual(last, f"narrow: 0 equal, 0 cast, {len(before)} changed")
         said, _ = self.verify(DATA / "qwen3-mixed", "wide", "--dtype", "float32")
         self.assertEqual({k for k, v in said.items() if v == "cast, bfloat16 to float32"}, before.keys() - cast)
 
