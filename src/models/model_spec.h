@@ -112,12 +112,14 @@ enum class Purpose : std::uint8_t { kTraining, kInference };
 
 struct SpecOptions {
   UnknownKeys unknown_keys = UnknownKeys::kRefuse;  ///< model.allow_unknown_config_keys = kWarn
-  Purpose purpose = Purpose::kTraining;  ///< attention_dropout > 0 is refused for training
+  /// In training dropout is refused, or of some families (FamilyTraits::not_dropped) left out.
+  Purpose purpose = Purpose::kTraining;
 };
 
 struct ParsedSpec {
   ModelSpec spec;
-  std::vector<std::string> warnings;  ///< one line an unknown key, with kWarn only
+  /// One line an unknown key, with kWarn only; one for dropout that training leaves out.
+  std::vector<std::string> warnings;
 };
 
 /// Reads the text of a config.json.

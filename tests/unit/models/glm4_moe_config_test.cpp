@@ -83,8 +83,10 @@ TEST(Glm4MoeConfig, OtherMathsIsRefusedWithKeyAndValue) {
 }
 
 TEST(Glm4MoeConfig, TheLayerBehindTheLastIsNoPartOfTheModel) {
+  EXPECT_EQ(kConfig.spec({{"num_nextn_predict_layers", 1}}), kConfig.spec());
   const auto is_extra = traits(Family::kGlm4Moe).is_extra;
   EXPECT_TRUE(is_extra(kConfig.spec(), "model.layers.4.embed_tokens.weight"));
+  EXPECT_TRUE(is_extra(kConfig.spec(), "model.layers.4.eh_proj.weight"));
   EXPECT_FALSE(is_extra(kConfig.spec(), "model.layers.3.mlp.gate.weight"));
 }
 
