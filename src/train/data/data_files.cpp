@@ -20,7 +20,7 @@ namespace fs = std::filesystem;
 
 bool is_there(const std::string& path) {
   std::error_code ignored;
-  return fs::status(path, ignored).type() != fs::file_type::not_found;
+  return fs::exists(path, ignored);
 }
 
 bool is_pattern(const std::string& path) {
