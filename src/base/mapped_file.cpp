@@ -1,12 +1,19 @@
 #include "base/mapped_file.h"
 
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cerrno>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <string_view>
 #include <system_error>
 #include <utility>
 
@@ -83,6 +90,131 @@ std::string read_text_file(const std::filesystem::path& path, std::int64_t max_b
   return text;
 }
 
+namespace {
+
+/// A mapping as the handler of SIGBUS finds it: without a lock or memory of its own.
+struct Watched {
+  std::atomic<const std::string*> name = nullptr;  ///< null: free
+  std::atomic<std::uintptr_t> begin = 0;
+  std::atomic<std::uintptr_t> end = 0;  ///< 0: not mapped
+};
+
+// A process has some 65530 mappings by default; what finds no place here is not watched.
+constexpr std::size_t kMostWatched = 65536;
+constexpr std::size_t kUnwatched = 0;
+constinit std::array<Watched, kMostWatched> watched_files;  // the first one is no file's
+constinit std::atomic<std::size_t> last_watched = kUnwatched;
+static_assert(std::atomic<std::uintptr_t>::is_always_lock_free &&
+                  std::atomic<const std::string*>::is_always_lock_free,
+              "a handler reads them");
+
+std::size_t watch(std::span<const std::byte> bytes, const std::filesystem::path& path) {
+  auto name = std::make_unique<const std::string>(shown(path));
+  for (std::size_t tried = 0; tried < kMostWatched; ++tried) {
+    const std::size_t at = (last_watched.fetch_add(1) + 1) % kMostWatched;
+    Watched& place = watched_files[at];
+    const std::string* none = nullptr;
+    if (at == kUnwatched || !place.name.compare_exchange_strong(none, name.get())) continue;
+    static_cast<void>(name.release());
+    const auto begin = reinterpret_cast<std::uintptr_t>(bytes.data());
+    place.begin.store(begin);
+    place.end.store(begin + bytes.size());
+    return at;
+  }
+  return kUnwatched;
+}
+
+void unwatch(std::size_t at) noexcept {
+  if (at == kUnwatched) return;
+  Watched& place = watched_files[at];
+  place.end.store(0);
+  const std::unique_ptr<const std::string> name(place.name.load());
+  place.name.store(nullptr);
+}
+
+/// Text in a place that is there already.
+class FixedText {
+ public:
+  void add(std::string_view text) {
+    const std::size_t count = std::min(text.size(), text_.size() - size_);
+    std::memcpy(text_.data() + size_, text.data(), count);
+    size_ += count;
+  }
+  void add(std::uint64_t number) {
+    std::array<char, 20> digits{};
+    std::size_t begin = digits.size();
+    do {
+      digits[--begin] = static_cast<char>('0' + number % 10);
+      number /= 10;
+    } while (number != 0);
+    add({digits.data() + begin, digits.size() - begin});
+  }
+  bool write_to(int descriptor) const {
+    return ::write(descriptor, text_.data(), size_) == static_cast<ssize_t>(size_);
+  }
+
+ private:
+  std::array<char, 8192> text_;  // shown paths have an end
+  std::size_t size_ = 0;
+};
+
+constinit std::atomic<const CutFileReport*> cut_file_report = nullptr;
+struct sigaction action_before{};
+
+/// Only what a handler may call.
+void add_message(FixedText& text, const Watched& file) {
+  text.add(*file.name.load());
+  text.add(": became shorter while it was read (it was ");
+  text.add(file.end.load() - file.begin.load());
+  text.add(
+      " bytes when it was opened) or its disk failed, expected a file that stays as it is; "
+      "bring it back and go on, and put new data under another name or by a rename");
+}
+
+[[noreturn]] void end_with_message(const Watched& file) {
+  const CutFileReport& report = *cut_file_report.load();
+  FixedText told, printed;
+  told.add(report.head);
+  add_message(told, file);
+  printed.add("tessera: io: ");
+  add_message(printed, file);
+  printed.add("\n");
+  if (report.descriptor < 0 || !told.write_to(report.descriptor)) printed.write_to(STDERR_FILENO);
+  ::_exit(1);
+}
+
+void on_bus_error(int number, siginfo_t* info, void* context) {
+  const auto address = reinterpret_cast<std::uintptr_t>(info->si_addr);
+  for (const Watched& file : watched_files) {
+    // A signal that somebody sends has no address.
+    if (info->si_code > 0 && address >= file.begin.load() && address < file.end.load()) {
+      end_with_message(file);
+    }
+  }
+  if ((action_before.sa_flags & SA_SIGINFO) != 0) {
+    return action_before.sa_sigaction(number, info, context);
+  }
+  if (action_before.sa_handler != SIG_DFL && action_before.sa_handler != SIG_IGN) {
+    return action_before.sa_handler(number);
+  }
+  ::signal(number, SIG_DFL);
+  ::raise(number);  // takes effect when the handler returns
+}
+
+}  // namespace
+
+void report_cut_files(const CutFileReport& report) {
+  auto mine = std::make_unique<const CutFileReport>(report);
+  const std::unique_ptr<const CutFileReport> before(cut_file_report.exchange(mine.release()));
+  if (before != nullptr) return;
+  struct sigaction action{};
+  action.sa_sigaction = on_bus_error;
+  action.sa_flags = SA_SIGINFO;
+  ::sigemptyset(&action.sa_mask);
+  TESSERA_CHECK(::sigaction(SIGBUS, &action, &action_before) == 0, ErrorKind::kIo,
+                "cannot handle SIGBUS: ", reason(errno));
+}
+
 MappedFile::MappedFile(const std::filesystem::path& path) : path_(path) {
   const InputFile file(path);
   if (file.size_bytes() == 0) return;  // an empty mapping is refused by the system
@@ -91,20 +223,25 @@ MappedFile::MappedFile(const std::filesystem::path& path) : path_(path) {
   TESSERA_CHECK(address != MAP_FAILED, ErrorKind::kIo, "cannot map ", shown(path), " (", length,
                 " bytes): ", reason(errno));
   bytes_ = {static_cast<const std::byte*>(address), length};
+  watched_ = watch(bytes_, path_);
 }
 
 MappedFile::~MappedFile() { unmap(); }
 
 MappedFile::MappedFile(MappedFile&& other) noexcept
-    : path_(std::move(other.path_)), bytes_(std::exchange(other.bytes_, {})) {}
+    : path_(std::move(other.path_)),
+      bytes_(std::exchange(other.bytes_, {})),
+      watched_(std::exchange(other.watched_, kUnwatched)) {}
 
 MappedFile& MappedFile::operator=(MappedFile&& other) noexcept {
   std::swap(path_, other.path_);
   std::swap(bytes_, other.bytes_);
+  std::swap(watched_, other.watched_);
   return *this;
 }
 
 void MappedFile::unmap() noexcept {
+  unwatch(std::exchange(watched_, kUnwatched));
   if (!bytes_.empty()) ::munmap(const_cast<std::byte*>(bytes_.data()), bytes_.size());
   bytes_ = {};
 }

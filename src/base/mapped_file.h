@@ -3,7 +3,8 @@
 // Model and data files are larger than a rank's share of memory, so nobody loads one: a rank maps
 // it, touches the ranges that it owns and gives their pages back. Pages of a mapping count as
 // resident until then, which is why release() exists. A file that is cut short while it is mapped
-// raises SIGBUS, as any mapping does; sizes are checked once, at open. Next: io/safetensors.h.
+// raises SIGBUS, as any mapping does; sizes are checked once, at open. A program can have that end
+// with a word about it (report_cut_files). Next: io/safetensors.h.
 #pragma once
 
 #include <cstddef>
@@ -67,6 +68,19 @@ class MappedFile {
 
   std::filesystem::path path_;
   std::span<const std::byte> bytes_;
+  std::size_t watched_ = 0;  // by the handler of SIGBUS
 };
+
+/// Who is told besides or instead of stderr.
+struct CutFileReport {
+  int descriptor = -1;  ///< < 0: stderr alone; else stderr only where this cannot be written
+  std::string head;     ///< written there in front of the message
+};
+
+/// From now on SIGBUS in a mapping of a MappedFile ends this process with exit code 1 and a line
+/// that names the file; elsewhere it does what it did before. Signals belong to the process: for
+/// programs, not for the library. Threads: one, before there are others that read; a second call
+/// changes who is told. Errors: kIo.
+void report_cut_files(const CutFileReport& report = {});
 
 }  // namespace tessera

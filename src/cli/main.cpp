@@ -4,6 +4,7 @@
 
 #include <iostream>
 
+#include "base/mapped_file.h"
 #include "cli/arguments.h"
 #include "cli/program_end.h"
 #include "cli/version.h"
@@ -58,5 +59,6 @@ int run(int argc, char** argv) {
 int main(int argc, char** argv) {
   tessera::cli::keep_standard_descriptors();
   tessera::cli::ignore_file_size_signal();
+  tessera::report_cut_files();
   return argc < 1 ? tessera::cli::kRefused : tessera::cli::run(argc, argv);
 }

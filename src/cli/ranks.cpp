@@ -8,9 +8,11 @@
 
 #include "base/environment.h"
 #include "base/log.h"
+#include "base/mapped_file.h"
 #include "cli/program_end.h"
 #include "comm/device.h"
 #include "comm/failure_report.h"
+#include "launch/failure_record.h"
 #include "launch/launch_environment.h"
 #include "launch/spawn.h"
 #include "tessera/error.h"
@@ -131,7 +133,12 @@ int run_ranks(const train::Config& config, std::optional<int> nproc, const RankB
     check_devices(options, ranks);
     return comm::spawn_ranks(ranks);
   }
-  if (place.launcher == comm::Launcher::kOwnSpawn) {  // as its parent found
+  if (place.launcher == comm::Launcher::kOwnSpawn) {
+    report_cut_files(
+        {place.error_fd,
+         encode(comm::FailureRecord{
+             comm::FailureClass::kPrimary, comm::monotonic_ns(), place.rank, kFailed, {}})});
+    // As its parent found.
     options.device = comm::device_of_spawned(options.device, options.backend, ranks,
                                              options.device == "cpu" ? 0 : comm::cuda_devices());
   }

@@ -200,6 +200,11 @@ void TokenFile::copy_mask(std::int64_t begin, std::span<std::uint8_t> out) const
   mask_->release(bytes);
 }
 
+std::vector<std::string> TokenFile::files() const {
+  return {concat(shown(tokens_.path().filename()), " of ", info_.num_tokens, " ",
+                 to_string(info_.dtype), " tokens", mask_ ? " with a mask" : " without a mask")};
+}
+
 bool TokenFile::has_target(std::int64_t begin, std::int64_t end) {
   if (!mask_) return TokenSource::has_target(begin, end);
   check_range(begin, static_cast<std::size_t>(std::max<std::int64_t>(end - begin, 0)));
@@ -317,6 +322,14 @@ TokenPlace TextCorpus::place(std::int64_t position) const {
   return {files_[file].path().native(), position - (ends_[file] - 1 - files_[file].size_bytes())};
 }
 
+std::vector<std::string> TextCorpus::files() const {
+  std::vector<std::string> lines;
+  for (const MappedFile& file : files_) {
+    lines.push_back(concat(shown(file.path().filename()), " of ", file.size_bytes(), " bytes"));
+  }
+  return lines;
+}
+
 struct JoinedTokens::Stretch {
   TokenSource& part;
   std::int64_t begin;  // in the part
@@ -376,6 +389,14 @@ void JoinedTokens::check_vocabulary(std::int64_t vocab_size) const {
 TokenPlace JoinedTokens::place(std::int64_t position) const {
   const auto found = stretches(position, 1);
   return found.front().part.place(found.front().begin);
+}
+
+std::vector<std::string> JoinedTokens::files() const {
+  std::vector<std::string> lines;
+  for (const auto& part : parts_) {
+    for (std::string& line : part->files()) lines.push_back(std::move(line));
+  }
+  return lines;
 }
 
 std::string JoinedTokens::name() const {

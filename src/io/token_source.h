@@ -57,6 +57,9 @@ class TokenSource {
   /// The path that messages show.
   virtual std::string name() const = 0;
 
+  /// A line a file, by its own name and not its folder's: what can be told of it without reading it.
+  virtual std::vector<std::string> files() const = 0;
+
  protected:
   TokenSource() = default;
   TokenSource(TokenSource&&) = default;
@@ -114,6 +117,7 @@ class TokenFile final : public TokenSource {
   void copy_mask(std::int64_t begin, std::span<std::uint8_t> out) const override;
   bool has_target(std::int64_t begin, std::int64_t end) override;
   std::string name() const override { return tokens_.path().native(); }
+  std::vector<std::string> files() const override;
 
  private:
   LabelIndex open_labels() const;
@@ -147,6 +151,7 @@ class TextCorpus final : public TokenSource {
   void check_vocabulary(std::int64_t vocab_size) const override;
   TokenPlace place(std::int64_t position) const override;
   std::string name() const override { return name_; }
+  std::vector<std::string> files() const override;
   std::size_t num_files() const { return files_.size(); }
   /// Of each file: the position behind its end token.
   std::span<const std::int64_t> document_ends() const { return ends_; }
@@ -173,6 +178,7 @@ class JoinedTokens final : public TokenSource {
   void check_vocabulary(std::int64_t vocab_size) const override;
   TokenPlace place(std::int64_t position) const override;
   std::string name() const override;
+  std::vector<std::string> files() const override;
 
  private:
   struct Stretch;

@@ -236,6 +236,7 @@ void run_gradients(const GradientsRequest& request, World& world,
     return open_gradients_batch(request.batch, vocabulary_of(source.spec, !source.folder),
                                 routing_of(request, source.spec));
   });
+  require_same_at_all(*batch, "--batch", world);
   check_positions(config.parallelism, batch->row_tokens());
   models::check_learned_positions(source.spec, batch->row_tokens());
   const auto plan = resolve_pipeline(

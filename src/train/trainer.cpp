@@ -180,17 +180,20 @@ class Trainer {
     request.vocabulary = vocabulary_of_model();
     request.steps = *config_.training.steps;
     data_ = open_batches(request);
+    require_same_at_all(*data_, config_.data.source.empty() ? "data.path" : kSourceKey, world_);
     if (config_.validation.path.empty()) return;
     request.path = config_.validation.path;
     request.sources.clear();
     request.key = "validation.path";
     request.steps = 1;
+    request.packing_is_a_must = false;  // the key is that of what is trained on
     if (data_kind(request.path, request.key) == DataKind::kBatches) {
       request.training.seq_len.reset();  // its rows are its own, however long those of training are
       request.training.global_batch_size = -1;
       request.packing.reset();
     }
     validation_ = open_batches(request);
+    require_same_at_all(*validation_, request.key, world_);
   }
 
   /// By one rank for all: it may write an index.

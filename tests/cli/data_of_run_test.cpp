@@ -490,7 +490,36 @@ TEST_F(DataOfRun, PackedRowsGoOnAfterAResumptionOnOtherRanks) {
       train("parts", {"--data.path", "talks.bin", "--data.packing", "stream", "--training.seq_len",
                       "15", "--training.global_batch_size", "4", "--training.steps", "8"});
   EXPECT_EQ(other.code, 2);
-  EXPECT_THAT(other.err, HasSubstr("expected the data of the checkpoint"));
+  EXPECT_THAT(other.err,
+              HasSubstr("data.packing: found stream, expected documents of the checkpoint"));
+}
+
+TEST_F(DataOfRun, AChangedWeightIsNamedWhereARunGoesOn) {
+  write_tokens("a", 170, 1);
+  write_tokens("b", 340, 3);
+  const auto with = [](const std::string& weight, const std::string& steps) {
+    return Words{"--data.path",      "[]",
+                 "--data.source",    "[{path=\"a.bin\"}, {path=\"b.bin\", weight=" + weight + "}]",
+                 "--training.steps", steps};
+  };
+  ASSERT_NO_FATAL_FAILURE(trained("run", with("3", "2")));
+  const Outcome other = train("run", with("2", "4"));
+  EXPECT_EQ(other.code, 2);
+  EXPECT_THAT(last_line_of(other.err),
+              HasSubstr("data.source[2].weight: found 2, expected 3 of the checkpoint"));
+  ASSERT_NO_FATAL_FAILURE(trained("run", with("3", "4")));
+}
+
+TEST_F(DataOfRun, AValidationWithoutBordersIsReadAsAStreamAndThatIsSaid) {
+  write_documents(folder_, 24);
+  write_tokens("held", 170, 1);
+  const Outcome run = train("run", {"--data.path", "talks.bin", "--data.packing", "documents",
+                                    "--validation.path", "held.bin", "--validation.steps", "-1"});
+  EXPECT_EQ(run.code, 0) << run.err;
+  EXPECT_THAT(run.err, HasSubstr("packing: 24 documents in"));
+  EXPECT_THAT(run.err, HasSubstr("validation: packing: rows are cut out of one stream in "));
+  EXPECT_THAT(run.err, HasSubstr("held.docs.bin' is not there"));
+  EXPECT_EQ(values(folder_ / "run", "val_loss").size(), 2U);
 }
 
 TEST_F(DataOfRun, WhatIsWrongWithItIsOneErrorThatNamesIt) {
@@ -498,6 +527,7 @@ TEST_F(DataOfRun, WhatIsWrongWithItIsOneErrorThatNamesIt) {
   folder_.write("torn.bin", std::string("\x88\xd8\x34\x01", 4));  // a shard's magic alone
   folder_.write("empty.txt", "");
   folder_.write("batches.safetensors", std::string(400, 'x'));
+  folder_.write("table.parquet", "PAR1" + std::string(400, 'x'));
   struct Case {
     Words words;
     std::string says;
@@ -520,6 +550,7 @@ TEST_F(DataOfRun, WhatIsWrongWithItIsOneErrorThatNamesIt) {
         Case{sources("[{path=\"batches*\"}]"), "batches.safetensors, batches that are ready-made"},
         Case{{"--data.source", "[{path=\"a.bin\"}]"}, "data.path and data.source: found both"},
         Case{{"--validation.path", "held/*.txt"}, "validation.path: found no file that matches"},
+        Case{{"--data.path", "table.parquet"}, "table.parquet': found a parquet file"},
         Case{{"--validation.steps", "0"}, "validation.steps: found 0"}}) {
     const Outcome outcome = train("run", c.words);
     EXPECT_EQ(outcome.code, 2) << c.says << "\n" << outcome.err;

@@ -137,6 +137,26 @@ TEST(LostRank, ThatThrowsAtARandomMomentIsNamedWithItsErrorAndNobodyStays) {
   });
 }
 
+// Naive: "killed by signal 7", and no word of the file.
+TEST(LostRank, AFileThatIsCutShortWhileItIsReadIsNamed) {
+  const testing::TemporaryFolder folder;
+  write_small_run(folder);
+  Process run(folder.path(), endless_training());
+  const auto ranks = run.wait_for_ranks(kRanks);
+  ASSERT_EQ(ranks.size(), static_cast<std::size_t>(kRanks));
+  ASSERT_TRUE(wait_until(seconds(120), [&] {
+    return !read_file(folder / "run/metrics/metrics.jsonl").empty();
+  })) << run.err();
+  const auto size = std::filesystem::file_size(folder / "page.txt");
+  std::filesystem::resize_file(folder / "page.txt", 0);
+  EXPECT_EQ(run.wait(kGone), 1) << run.err();
+  EXPECT_THAT(run.last_error_line(),
+              AllOf(ContainsRegex("^rank [012]: '[^']*page.txt': became shorter while it was read"),
+                    HasSubstr("(it was " + std::to_string(size) + " bytes when it was opened)")))
+      << run.err();
+  expect_all_gone(ranks);
+}
+
 TEST(LostRank, StalledAtARandomMomentIsNamedAndNobodyStaysAfterTheTimeout) {
   run_side_by_side(random_cases(7), 5, [](const Case& one, const testing::TemporaryFolder& folder) {
     Process run(folder.path(), endless_training(mode_of(one.number)));

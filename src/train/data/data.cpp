@@ -2,6 +2,10 @@
 
 #include <ATen/ops/empty.h>
 
+#include <sstream>
+#include <string>
+
+#include "comm/group.h"
 #include "comm/host_read.h"
 #include "nn/loss.h"
 #include "tessera/error.h"
@@ -47,6 +51,23 @@ std::unique_ptr<BatchSource> open_batches(const BatchRequest& request) {
       request.sources.empty() && data_kind(request.path, request.key) == DataKind::kBatches;
   if (!is_replayed) return open_token_batches(request);
   return open_as(request.key, [&] { return open_replay(request); });
+}
+
+void require_same_at_all(const BatchSource& source, std::string_view key, World& world) {
+  std::string text;
+  for (const std::string& line : source.opened_from()) text += line + "\n";
+  const auto differs = comm::first_that_differs(world.control(), text, "the same data");
+  if (!differs) return;
+  std::istringstream of_rank(differs->of_rank), of_first(differs->of_first);
+  std::string here, first;
+  while (here == first) {
+    if (!std::getline(of_rank, here)) here = "nothing more";
+    if (!std::getline(of_first, first)) first = "nothing more";
+  }
+  throw Error(ErrorKind::kFormat,
+              concat(key, ": found ", here, " on rank ", differs->rank, ", expected ", first,
+                     ", as on rank 0; all hosts must have the same files, and what lies beside "
+                     "them"));
 }
 
 std::unique_ptr<BatchSource> open_gradients_batch(const std::string& path,

@@ -13,10 +13,12 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "models/language_model.h"
 #include "models/model_spec.h"
+#include "tessera/world.h"
 #include "train/config/config_resolve.h"
 #include "train/data/sampler.h"
 
@@ -73,6 +75,9 @@ class BatchSource {
   virtual std::vector<double> shares(std::int64_t /*step*/) const { return {}; }
   /// A line for each of several sources.
   virtual std::vector<std::string> in_words() const { return {}; }
+  /// What it was opened from, in lines that are equal where files, borders and rows are: names
+  /// without folders, sizes, what is made of them. Not what the files hold.
+  virtual std::vector<std::string> opened_from() const = 0;
 };
 
 /// What a source is opened for.
@@ -81,6 +86,7 @@ struct BatchRequest {
   std::string key = "data.path";         ///< what messages call it
   std::vector<DataSource> sources = {};  ///< in place of path
   std::optional<Packing> packing = std::nullopt;
+  bool packing_is_a_must = true;  ///< else rows are a stream's where a NAME.docs.bin lacks
   TrainingConfig training;
   int data_ranks = 1;
   std::uint64_t seed = 0;
@@ -91,6 +97,11 @@ struct BatchRequest {
 /// Opens and checks the data. Errors: kIo for what cannot be read, kFormat for what is malformed or
 /// empty, kConfig for what does not fit the keys.
 std::unique_ptr<BatchSource> open_batches(const BatchRequest& request);
+
+/// Ranks that opened other files, as on hosts with copies of their own, would compute rows of
+/// different orders without a word. `key`: what messages call the data. Collective. Errors, on all
+/// ranks alike: kFormat naming the first rank that has other data than rank 0, and what differs.
+void require_same_at_all(const BatchSource& source, std::string_view key, World& world);
 
 /// The vocabulary of a model; `from_scratch` means that it has no folder.
 Vocabulary vocabulary_of(const models::ModelSpec& spec, bool from_scratch);

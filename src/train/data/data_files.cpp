@@ -79,15 +79,28 @@ std::filesystem::path borders_beside(const std::filesystem::path& path) {
   return borders.replace_extension(".docs.bin");
 }
 
-bool packs_documents(const std::vector<std::string>& files, std::optional<Packing> packing) {
-  if (packing) return *packing == Packing::kDocuments;
-  return std::ranges::all_of(files, [](const std::string& file) {
-    auto mask = std::filesystem::path(file);
+std::optional<std::string> lacks_for_packing(const std::vector<std::string>& files) {
+  for (const std::string& file : files) {
+    if (!file.ends_with(".bin")) return file;
+    auto mask = fs::path(file);
     mask.replace_extension(".mask.bin");
-    std::error_code ignored;
-    return file.ends_with(".bin") && std::filesystem::exists(mask, ignored) &&
-           std::filesystem::exists(borders_beside(file), ignored);
-  });
+    for (const fs::path& beside : {mask, borders_beside(file)}) {
+      if (!is_there(beside.native())) return beside.native();
+    }
+  }
+  return std::nullopt;
+}
+
+std::optional<std::string> lacks_borders(const std::vector<std::string>& files) {
+  for (const std::string& file : files) {
+    auto borders = borders_beside(file).native();
+    if (file.ends_with(".bin") && !is_there(borders)) return borders;
+  }
+  return std::nullopt;
+}
+
+bool packs_documents(const std::vector<std::string>& files, std::optional<Packing> packing) {
+  return packing ? *packing == Packing::kDocuments : !lacks_for_packing(files);
 }
 
 Config with_files(Config config) {

@@ -22,8 +22,14 @@ std::vector<std::string> files_of(const std::vector<std::string>& paths, std::st
 /// NAME.docs.bin of NAME.bin.
 std::filesystem::path borders_beside(const std::filesystem::path& path);
 
-/// Whether rows hold whole documents of a source's `files`: as asked, else where all of them are
-/// NAME.bin with a mask and borders beside it.
+/// The first file without which rows are not packed by themselves: a mask or the borders beside a
+/// NAME.bin, or one of `files` that is no NAME.bin. None where nothing lacks.
+std::optional<std::string> lacks_for_packing(const std::vector<std::string>& files);
+
+/// The first borders that a NAME.bin of `files` lacks.
+std::optional<std::string> lacks_borders(const std::vector<std::string>& files);
+
+/// Whether rows hold whole documents of a source's `files`: as asked, else where nothing lacks.
 bool packs_documents(const std::vector<std::string>& files, std::optional<Packing> packing);
 
 /// The configuration with files in place of patterns. Errors: as files_of.

@@ -4,7 +4,9 @@
 #include <array>
 #include <charconv>
 #include <filesystem>
+#include <string>
 #include <string_view>
+#include <utility>
 
 #include "base/mapped_file.h"
 #include "base/text/printable.h"
@@ -128,6 +130,67 @@ std::int64_t resumed_global_batch_size(const Config& config, int data_ranks,
   return rows;
 }
 
+namespace {
+
+bool gives(const DataConfig& data, const CheckpointData& expected) {
+  try {
+    const auto found = data_identity(data, 0, 0);
+    return found.bytes == expected.bytes && found.xxh3_128 == expected.xxh3_128;
+  } catch (const Error&) {
+    return false;  // there is no such data
+  }
+}
+
+std::string_view in_words(Packing packing) {
+  return packing == Packing::kDocuments ? "documents" : "stream";
+}
+
+/// The first source that differs, of as many.
+std::string source_that_changed(const DataConfig& now, const DataConfig& before) {
+  const auto absolute = [](const std::vector<std::string>& paths) {
+    std::vector<std::string> all;
+    for (const fs::path path : paths) all.push_back(fs::absolute(path).lexically_normal().native());
+    return all;
+  };
+  const auto said = [](std::string_view key, const auto& found, const auto& expected) {
+    return concat(key, ": found ", found, ", expected ", expected);
+  };
+  const auto found = sources_of(now), expected = sources_of(before);
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    if (absolute(found[i].path) != absolute(expected[i].path)) {
+      return said(found[i].key, printable(tessera::joined(found[i].path), 1024),
+                  printable(tessera::joined(expected[i].path), 1024));
+    }
+    if (!now.source.empty() && now.source[i].weight != before.source[i].weight) {
+      return said(concat(kSourceKey, "[", i + 1, "].weight"), now.source[i].weight,
+                  before.source[i].weight);
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+std::optional<std::string> key_that_changed(const DataConfig& now,
+                                            const std::optional<DataConfig>& before,
+                                            const CheckpointData& expected) {
+  for (const Packing packing : {Packing::kStream, Packing::kDocuments}) {
+    DataConfig other = now;
+    other.packing = packing;
+    if (!gives(other, expected)) continue;
+    const auto found = packing == Packing::kStream ? Packing::kDocuments : Packing::kStream;
+    return concat("data.packing: found ", in_words(found), now.packing ? "" : " by what is there",
+                  ", expected ", in_words(packing));
+  }
+  if (!before || !gives(*before, expected)) return std::nullopt;
+  if (now.source.size() != before->source.size()) {
+    return concat(kSourceKey, ": found ", now.source.size(), " sources, expected ",
+                  before->source.size());
+  }
+  auto source = source_that_changed(now, *before);
+  return source.empty() ? std::nullopt : std::optional(std::move(source));
+}
+
 void require_same_data(const CheckpointData& found, const CheckpointData& expected,
                        const std::string& checkpoint) {
   const std::string after = concat(" of the checkpoint ", checkpoint, kSetBack);
@@ -141,7 +204,9 @@ void require_same_data(const CheckpointData& found, const CheckpointData& expect
                 ErrorKind::kConfig, "data.path: found ", found.bytes, " bytes with XXH3-128 ",
                 to_string(found.xxh3_128), ", expected the data", after, " (",
                 printable(before, 1024), ", ", expected.bytes, " bytes, ",
-                to_string(expected.xxh3_128), ")");
+                to_string(expected.xxh3_128),
+                "); masks, the weights and order of sources and, of packed documents, "
+                "NAME.docs.bin count");
 }
 
 }  // namespace tessera::train

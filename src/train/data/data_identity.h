@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -35,6 +36,13 @@ std::int64_t resumed_global_batch_size(const Config& config, int data_ranks,
 
 /// How each refusal of a run that goes on, and is not as it was, ends.
 inline constexpr auto kSetBack = "; set it back, or start anew in another folder";
+
+/// Which key of `now` has to be set back, so that it gives the data `expected`, and to what: packing,
+/// or weights, paths and number of sources, these as `before` has them, which the run before left.
+/// None where nothing of that helps. Reads the files.
+std::optional<std::string> key_that_changed(const DataConfig& now,
+                                            const std::optional<DataConfig>& before,
+                                            const CheckpointData& expected);
 
 /// Errors: kConfig where `found` gives other rows than those of a checkpoint; says which key.
 void require_same_data(const CheckpointData& found, const CheckpointData& expected,

@@ -319,6 +319,16 @@ void ReplayedBatches::check_labels(std::int64_t steps) {
                      ", expected at least one that is not -100 after column 0"));
 }
 
+std::vector<std::string> ReplayedBatches::opened_from() const {
+  std::vector<std::string> lines;
+  for (const TensorInfo& tensor : file_.header().tensors) {
+    if (!is_read(tensor.name, vocabulary_.images.has_value())) continue;
+    lines.push_back(concat(printable(tensor.name), " ", to_string(tensor.dtype), " ",
+                           shape_text(tensor.shape), " in ", shown(file_.path().filename())));
+  }
+  return lines;
+}
+
 MicroBatch ReplayedBatches::load(std::int64_t step, RowRange rows) const {
   TESSERA_INVARIANT(step >= 1 && rows.begin >= 0 && rows.end <= rows_, "rows outside the step");
   const std::int64_t index = (step - 1) % steps_;

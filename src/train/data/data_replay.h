@@ -66,6 +66,7 @@ class ReplayedBatches final : public BatchSource {
   MicroBatch load(std::int64_t step, RowRange rows) const override;
   std::int64_t rows_in_pass() const override { return steps_ * rows_; }
   void check_labels(std::int64_t steps) override;
+  std::vector<std::string> opened_from() const override;
   /// From now on micro-batches impose the file's routing. One step only. Errors: kFormat where the
   /// file has none, or another shape.
   void impose(const RoutingWanted& routing);

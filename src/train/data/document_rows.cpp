@@ -64,16 +64,18 @@ std::vector<std::int64_t> read_document_ends(const std::filesystem::path& path,
                                              std::int64_t num_tokens) {
   constexpr std::int64_t kEndBytes = sizeof(std::int64_t);
   const InputFile file(path);
-  TESSERA_CHECK(file.size_bytes() > 0 && file.size_bytes() % kEndBytes == 0, ErrorKind::kFormat,
-                path.native(), ": found ", file.size_bytes(), " bytes, expected ", kEndBytes,
-                " for each document");
+  TESSERA_CHECK(file.size_bytes() > 0, ErrorKind::kFormat, path.native(),
+                ": found no document for ", num_tokens, " tokens, expected at least one end");
+  TESSERA_CHECK(file.size_bytes() % kEndBytes == 0, ErrorKind::kFormat, path.native(), ": found ",
+                file.size_bytes(), " bytes, expected ", kEndBytes, " for each document");
   std::vector<std::int64_t> ends(static_cast<std::size_t>(file.size_bytes() / kEndBytes));
   file.read_range(0, std::as_writable_bytes(std::span(ends)));
   std::int64_t before = 0;
   for (std::size_t i = 0; i < ends.size(); ++i) {
     TESSERA_CHECK(ends[i] > before && ends[i] <= num_tokens, ErrorKind::kFormat, path.native(),
-                  ": found the end ", ends[i], " of document ", i, " after ", before,
-                  ", expected a larger one, up to the ", num_tokens, " tokens beside it");
+                  ": found the end ", static_cast<std::uint64_t>(ends[i]), " of document ", i,
+                  " after ", before, ", expected a larger one, up to the ", num_tokens,
+                  " tokens beside it");
     before = ends[i];
   }
   TESSERA_CHECK(before == num_tokens, ErrorKind::kFormat, path.native(),

@@ -1,11 +1,17 @@
 #include "train/data/source_tokens.h"
 
+#include <algorithm>
+#include <array>
+#include <cstdint>
 #include <filesystem>
 #include <span>
 #include <string>
+#include <string_view>
 #include <system_error>
 #include <utility>
 
+#include "base/log.h"
+#include "base/mapped_file.h"
 #include "base/text/printable.h"
 #include "tessera/error.h"
 #include "train/data/data_files.h"
@@ -23,6 +29,37 @@ void require_there(const NamedSource& source) {
                   source.key, ": cannot open ", shown(path),
                   ": found no such file or folder, expected a text file, a folder of *.txt, "
                   "NAME.bin or X.safetensors");
+  }
+}
+
+struct FirstBytes {
+  std::string_view bytes;
+  std::string_view kind;
+};
+// What no text begins with.
+constexpr std::array kNoText{FirstBytes{"PAR1", "parquet"}, FirstBytes{"\x1f\x8b", "gzip"},
+                             FirstBytes{"\x28\xb5\x2f\xfd", "zstd"}};
+
+/// Every byte would be a token. Errors: kIo; kFormat for a file that is packed or compressed.
+void require_text(const std::string& path) {
+  for (const std::filesystem::path& entry : text_files(path)) {
+    const InputFile file(entry);
+    std::array<char, 4> begin{};
+    const auto there = std::span(begin).first(
+        static_cast<std::size_t>(std::min<std::int64_t>(file.size_bytes(), begin.size())));
+    file.read_range(0, std::as_writable_bytes(there));
+    const std::string_view found(there.data(), there.size());
+    for (const FirstBytes& one : kNoText) {
+      TESSERA_CHECK(!found.starts_with(one.bytes), ErrorKind::kFormat, shown(entry), ": found a ",
+                    one.kind,
+                    " file, expected plain text, whose bytes are the tokens; make NAME.bin of it "
+                    "with tools/tokenize.py");
+    }
+  }
+  if (path.ends_with(".jsonl") || path.ends_with(".json")) {
+    log::warn(shown(path),
+              ": is read as plain text, with its braces, keys and quotes; tools/tokenize.py makes "
+              "NAME.bin of a field of JSON lines");
   }
 }
 
@@ -91,6 +128,7 @@ SourceTokens open_source_tokens(const NamedSource& source, bool reads_bytes, boo
     TESSERA_CHECK(reads_bytes, ErrorKind::kConfig, source.key, ": found text (", shown(path),
                   "), but this model has a tokenizer of its own; make NAME.bin of the text with "
                   "tools/tokenize.py");
+    require_text(path);
     texts.emplace_back(path);
   }
   parts.add_texts(texts);

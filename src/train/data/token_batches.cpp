@@ -11,7 +11,9 @@
 #include <utility>
 #include <vector>
 
+#include "base/hash.h"
 #include "base/random.h"
+#include "base/text/printable.h"
 #include "io/token_source.h"
 #include "nn/loss.h"
 #include "tessera/error.h"
@@ -31,7 +33,8 @@ struct SourceRows {
   std::optional<DocumentRows> documents;
   RowOrder order;
   std::int64_t count;
-  std::string packing;  ///< a line about it, or nothing
+  std::string packing;        ///< a line about it, or nothing
+  std::uint64_t borders = 0;  ///< a hash of where documents end
 
   std::vector<DocumentPiece> pieces(std::int64_t row, std::int64_t row_tokens) const {
     if (!documents) return {{row * row_tokens, row_tokens}};
@@ -110,10 +113,13 @@ class TokenBatches final : public BatchSource {
         }
       }
     }
-    throw Error(
-        ErrorKind::kFormat,
-        concat(sources_.front().tokens->name(), ": found no kept label in the rows of steps 1 to ",
-               steps, ", expected a mask with a byte that is not 0 among their targets"));
+    const bool has_mask = std::ranges::any_of(
+        sources_, [](const SourceRows& source) { return source.tokens->has_mask(); });
+    throw Error(ErrorKind::kFormat,
+                concat(sources_.front().tokens->name(),
+                       ": found no kept label in the rows of steps 1 to ", steps, ", expected ",
+                       has_mask ? "a mask with a byte that is not 0 among their targets"
+                                : "a document of two tokens at least: its first one is no target"));
   }
 
   std::size_t sources() const override { return sources_.size(); }
@@ -137,6 +143,25 @@ class TokenBatches final : public BatchSource {
     }
     for (const SourceRows& source : sources_) {
       if (!source.packing.empty()) lines.push_back(source.packing);
+    }
+    return lines;
+  }
+
+  std::vector<std::string> opened_from() const override {
+    std::vector<std::string> lines;
+    for (std::size_t i = 0; i < sources_.size(); ++i) {
+      const SourceRows& source = sources_[i];
+      const auto add = [&](const std::string& line) {
+        lines.push_back(draw_ ? concat("source ", i + 1, ": ", line) : line);
+      };
+      for (const std::string& file : source.tokens->files()) add(file);
+      if (source.documents) {
+        add(concat("packing = documents, ", source.documents->documents(),
+                   " documents whose ends have the hash ", source.borders, ", in ", source.count,
+                   " rows"));
+      } else {
+        add(concat("packing = stream, ", source.count, " rows"));
+      }
     }
     return lines;
   }
@@ -187,7 +212,7 @@ class TokenBatches final : public BatchSource {
 
 /// What is to be said of a source's rows.
 std::string packing_in_words(const TokenSource& tokens, const std::optional<DocumentRows>& packed,
-                             std::optional<Packing> asked, std::int64_t row) {
+                             const std::optional<std::string>& lacks, std::int64_t row) {
   if (packed) {
     const auto places = static_cast<double>(packed->rows()) * static_cast<double>(row);
     return concat("packing: ", packed->documents(), " documents in ", packed->rows(), " rows of ",
@@ -195,21 +220,38 @@ std::string packing_in_words(const TokenSource& tokens, const std::optional<Docu
                   100.0 * static_cast<double>(packed->empty_places()) / places,
                   "% of the places empty, in ", tokens.name());
   }
-  if (asked || !tokens.has_mask()) return {};
-  return concat(
-      "packing: rows are cut out of one stream, since no NAME.docs.bin says where "
-      "documents end in ",
-      tokens.name());
+  if (!lacks) return {};
+  return concat("packing: rows are cut out of one stream in ", tokens.name(), ", since ",
+                shown(*lacks), lacks->ends_with(".bin") ? " is not there" : " is text");
+}
+
+struct PackingOfSource {
+  std::optional<Packing> packing;
+  std::optional<std::string> lacks;  ///< what keeps it from being as asked
+};
+
+/// As asked, where that is a must or can be had.
+PackingOfSource packing_of(const NamedSource& source, const BatchRequest& request) {
+  if (request.packing == Packing::kDocuments && !request.packing_is_a_must) {
+    if (const auto lacks = lacks_borders(source.path)) return {Packing::kStream, lacks};
+  }
+  return {request.packing, {}};
 }
 
 SourceRows open_rows(const NamedSource& source, const BatchRequest& request, std::uint64_t seed,
                      std::int64_t rows_in_step) {
-  const bool packs = packs_documents(source.path, request.packing);
+  const auto asked = packing_of(source, request);
+  const bool packs = packs_documents(source.path, asked.packing);
   const std::int64_t row = *request.training.seq_len + 1;
   std::optional<DocumentRows> packed;
+  std::uint64_t borders = 0;
   auto tokens = open_as(source.key, [&] {
     auto opened = open_source_tokens(source, request.vocabulary.reads_bytes, packs);
-    if (packs) packed.emplace(opened.document_ends, row);
+    if (packs) {
+      packed.emplace(opened.document_ends, row);
+      const auto bytes = std::as_bytes(std::span(opened.document_ends));
+      borders = hash_bytes({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
+    }
     return std::move(opened.tokens);
   });
   const std::int64_t rows = packed ? packed->rows() : tokens->num_tokens() / row;
@@ -217,9 +259,16 @@ SourceRows open_rows(const NamedSource& source, const BatchRequest& request, std
                 " tokens in ", tokens->name(), ", expected at least one row of ", row,
                 " (training.seq_len + 1)");
   open_as(source.key, [&] { tokens->check_vocabulary(request.vocabulary.size); });
-  auto words = packing_in_words(*tokens, packed, request.packing, row);
-  return {std::move(tokens), std::move(packed), RowOrder(seed, rows, rows_in_step), rows,
-          std::move(words)};
+  auto lacks = asked.lacks;
+  // Without a mask nobody expects documents unasked.
+  if (!request.packing && tokens->has_mask()) lacks = lacks_for_packing(source.path);
+  auto words = packing_in_words(*tokens, packed, lacks, row);
+  return {std::move(tokens),
+          std::move(packed),
+          RowOrder(seed, rows, rows_in_step),
+          rows,
+          std::move(words),
+          borders};
 }
 
 }  // namespace

@@ -4,12 +4,23 @@
 #include "base/text/printable.h"
 #include "comm/group.h"
 #include "models/adapters.h"
+#include "tessera/error.h"
+#include "train/data/data_files.h"
 #include "train/data/data_identity.h"
 #include "train/hf/model_source.h"
 #include "train/resume/resume.h"
 
 namespace tessera::train {
 namespace {
+
+std::optional<DataConfig> data_section_before(const Config& config) {
+  try {
+    if (const auto before = config_before(config)) return with_files(*before).data;
+  } catch (const Error&) {
+    // Nothing depends on it but what is said.
+  }
+  return std::nullopt;
+}
 
 RunIdentity identity_of(const Config& config, const ModelSource& source, const BatchSource& data,
                         World& world) {
@@ -24,6 +35,8 @@ RunIdentity identity_of(const Config& config, const ModelSource& source, const B
   if (world.rank() == 0) {
     world.work_at("hashing the data");
     identity.data = data_identity(config.data, data.row_tokens(), data.rows_in_step());
+    identity.data_section = config.data;
+    identity.data_section_before = data_section_before(config);
     world.work_at("");
   }
   return identity;

@@ -256,6 +256,12 @@ void require_same_run(const RunIdentity& identity, const CheckpointFolder& check
                   identity.seed, ", expected ", manifest.seed, " of the checkpoint ",
                   shown(checkpoint.path()), kSetBack);
     if (world.rank() == 0) {
+      if (identity.data.xxh3_128 != manifest.data.xxh3_128) {
+        const auto changed =
+            key_that_changed(identity.data_section, identity.data_section_before, manifest.data);
+        TESSERA_CHECK(!changed, ErrorKind::kConfig, changed.value_or(""), " of the checkpoint ",
+                      shown(checkpoint.path()), kSetBack);
+      }
       require_same_data(identity.data, manifest.data, shown(checkpoint.path()));
     }
   });

@@ -45,7 +45,9 @@ class RestartNote {
 /// What a run and its checkpoint must have in common.
 struct RunIdentity {
   models::ModelSpec spec;
-  CheckpointData data;  ///< on rank 0
+  CheckpointData data;                            ///< on rank 0
+  DataConfig data_section;                        ///< on rank 0, without patterns
+  std::optional<DataConfig> data_section_before;  ///< of the run before, where it is known
   std::int64_t seed = 0;
   std::optional<CheckpointLora> lora;
 };

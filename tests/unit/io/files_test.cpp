@@ -1,6 +1,8 @@
 // The parts of base/ that io/ stands on: mappings, JSON, messages and the log.
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <signal.h>
 
 #include <thread>
 #include <vector>
@@ -50,6 +52,58 @@ TEST(MappedFile, RangesOutsideAreRefused) {
                 HasSubstr("10 bytes"));
   }
   EXPECT_TRUE(file.range(10, 0).empty());
+}
+
+/// Reads byte `at` where the compiler cannot leave it out.
+void read_byte(const MappedFile& file, std::int64_t at) {
+  const volatile std::byte& byte = file.range(at, 1)[0];
+  static_cast<void>(std::to_integer<int>(byte));
+}
+
+// Naive: SIGBUS, without a word of the file.
+TEST(MappedFileDeathTest, AFileThatIsCutShortEndsTheProcessWithItsName) {
+  const TemporaryFolder folder;
+  const auto cut = [&](const char* name) {
+    report_cut_files();
+    const MappedFile other(folder.write("other", std::string(9000, 'x')));
+    MappedFile file(folder.write(name, std::string(50'000, 'x')));
+    const MappedFile moved = std::move(file);
+    {
+      const MappedFile gone(folder / "other");
+    }
+    std::filesystem::resize_file(folder / name, 100);
+    read_byte(other, 8999);
+    read_byte(moved, 49'000);
+  };
+  EXPECT_EXIT(cut("a.bin"), ::testing::ExitedWithCode(1),
+              "^tessera: io: '[^']*a.bin': became shorter while it was read \\(it was 50000 bytes "
+              "when it was opened\\)");
+}
+
+TEST(MappedFileDeathTest, AnotherBusErrorStaysWhatItWas) {
+  const TemporaryFolder folder;
+  EXPECT_EXIT(
+      {
+        report_cut_files();
+        const MappedFile file(folder.write("a", "0123456789"));
+        ::raise(SIGBUS);
+      },
+      ::testing::KilledBySignal(SIGBUS), "^$");
+}
+
+TEST(MappedFileDeathTest, WhoIsToldReadsTheMessageBehindItsHead) {
+  const TemporaryFolder folder;
+  const auto told = folder.write("told", "");
+  const auto cut = [&] {
+    report_cut_files();
+    report_cut_files({::open(told.c_str(), O_WRONLY | O_CLOEXEC), "head\n"});
+    const MappedFile file(folder.write("a", std::string(50'000, 'x')));
+    std::filesystem::resize_file(folder / "a", 0);
+    read_byte(file, 0);
+  };
+  EXPECT_EXIT(cut(), ::testing::ExitedWithCode(1), "^$");
+  EXPECT_THAT(read_text_file(told, 1000),
+              AllOf(::testing::StartsWith("head\n'"), HasSubstr("(it was 50000 bytes")));
 }
 
 TEST(MappedFile, EmptyFileMapsNothing) {

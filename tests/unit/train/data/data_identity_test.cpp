@@ -97,6 +97,36 @@ TEST(DataIdentity, OfSourcesCountsTheirWeightsAndTheirOrder) {
   EXPECT_NE(of({{{a}, 1.0}, {{b}, 2.0}}).xxh3_128, found.xxh3_128);
 }
 
+// Naive: sizes and hashes of data that is the same to its user.
+TEST(DataIdentity, TheKeyThatMadeItOtherDataIsFound) {
+  const TemporaryFolder folder;
+  const auto a = folder.write("a.txt", "one").string(), b = folder.write("b.txt", "two").string();
+  const auto changed = [](const DataConfig& now, const DataConfig& before,
+                          const std::optional<DataConfig>& known) {
+    return key_that_changed(now, known, data_identity(before, 8, 4)).value_or("nothing");
+  };
+  const DataConfig plain{.path = {a}, .source = {}};
+  DataConfig packed = plain;
+  packed.packing = Packing::kDocuments;
+  EXPECT_EQ(changed(plain, packed, {}),
+            "data.packing: found stream by what is there, expected documents");
+  EXPECT_EQ(changed(packed, plain, {}), "data.packing: found documents, expected stream");
+  const auto of = [](const std::vector<DataSource>& sources) {
+    return DataConfig{.path = {}, .source = sources};
+  };
+  const auto both = of({{{a}, 1.0}, {{b}, 3.0}});
+  const auto other = of({{{a}, 1.0}, {{b}, 2.0}});
+  EXPECT_EQ(changed(other, both, both), "data.source[2].weight: found 2, expected 3");
+  EXPECT_EQ(changed(other, both, {}), "nothing") << "nobody knows the weights";
+  EXPECT_EQ(changed(of({{{a}, 1.0}}), both, both), "data.source: found 1 sources, expected 2");
+  EXPECT_EQ(changed(plain, both, both), "data.source: found 0 sources, expected 2");
+  EXPECT_THAT(changed(of({{{b}, 3.0}, {{a}, 1.0}}), both, both),
+              ::testing::MatchesRegex("data.source.1..path: found .*b.txt.*, expected .*a.txt.*"));
+  folder.write("b.txt", "others");
+  const CheckpointData before{{a}, 6, {1, 2}, 8, 4};
+  EXPECT_FALSE(key_that_changed(both, both, before)) << "the files changed, and no key";
+}
+
 TEST(DataIdentity, OtherRowsAreRefusedWithTheirKey) {
   const CheckpointData saved{{"a.txt"}, 10, {1, 2}, 8, 4};
   EXPECT_NO_THROW(require_same_data({{"moved.txt"}, 10, {1, 2}, 8, 4}, saved, "step-3"));

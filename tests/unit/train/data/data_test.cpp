@@ -5,6 +5,7 @@
 
 #include <numeric>
 
+#include "comm/thread_ranks.h"
 #include "io/safetensors.h"
 #include "unit/io/temporary_folder.h"
 
@@ -155,7 +156,7 @@ TEST(TokenBatches, DocumentsArePackedByDefaultWhereAMaskAndBordersAre) {
   EXPECT_FALSE(packs());
   folder.write("t.mask.bin", std::string(10, '\1'));
   EXPECT_FALSE(packs());
-  EXPECT_THAT(open_batches(request)->in_words().at(0), HasSubstr("no NAME.docs.bin"));
+  EXPECT_THAT(open_batches(request)->in_words().at(0), HasSubstr("t.docs.bin' is not there"));
   folder.write("t.docs.bin", ends_of({4, 10}));
   EXPECT_TRUE(packs());
   request.packing = Packing::kStream;
@@ -163,6 +164,109 @@ TEST(TokenBatches, DocumentsArePackedByDefaultWhereAMaskAndBordersAre) {
   request.packing.reset();
   std::filesystem::remove(folder / "t.mask.bin");
   EXPECT_FALSE(packs());
+}
+
+TEST(TokenBatches, WhatKeepsDocumentsFromBeingPackedIsNamed) {
+  const testing::TemporaryFolder folder;
+  BatchRequest request = request_for(write_counting_tokens(folder, 10));
+  request.training.seq_len = 4;
+  request.path.push_back(folder.write("page.txt", "a page").string());
+  folder.write("t.mask.bin", std::string(10, '\1'));
+  folder.write("t.docs.bin", ends_of({4, 10}));
+  EXPECT_THAT(open_batches(request)->in_words().at(0), HasSubstr("page.txt' is text"));
+  std::filesystem::remove(folder / "t.docs.bin");
+  request.packing = Packing::kDocuments;
+  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { open_batches(request); }),
+              HasSubstr("data.packing = documents: found no"));
+  request.packing_is_a_must = false;  // of a validation
+  const auto rows = open_batches(request);
+  EXPECT_FALSE(rows->load(1, {0, 1}).documents.are_packed());
+  EXPECT_THAT(rows->in_words().at(0), HasSubstr("out of one stream in"));
+  EXPECT_THAT(rows->in_words().at(0), HasSubstr("t.docs.bin' is not there"));
+  folder.write("t.docs.bin", ends_of({4, 10}));
+  EXPECT_TRUE(open_batches(request)->load(1, {0, 1}).documents.are_packed());
+}
+
+TEST(TokenBatches, DocumentsOfOneTokenHaveNoTarget) {
+  const testing::TemporaryFolder folder;
+  BatchRequest request = request_for(write_counting_tokens(folder, 3));
+  request.training.seq_len = 4;
+  request.packing = Packing::kDocuments;
+  folder.write("t.docs.bin", ends_of({1, 2, 3}));
+  const auto rows = open_batches(request);
+  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { rows->check_labels(1); }),
+              HasSubstr("expected a document of two tokens at least"));
+}
+
+TEST(TokenBatches, PackedOrCompressedFilesAreNoText) {
+  const testing::TemporaryFolder folder;
+  BatchRequest request = request_for(folder.write("a.parquet", "PAR1 and more bytes than a row"));
+  request.training.seq_len = 4;
+  const auto refusal = [&] {
+    return testing::error_of(ErrorKind::kFormat, [&] { open_batches(request); });
+  };
+  EXPECT_THAT(refusal(), HasSubstr("a.parquet': found a parquet file"));
+  EXPECT_THAT(refusal(), HasSubstr("tools/tokenize.py"));
+  request.path = {folder.write("a.gz", "\x1f\x8b and more bytes than a row").string()};
+  EXPECT_THAT(refusal(), HasSubstr("found a gzip file"));
+  request.path = {folder.write("a.txt", "PAR, which is text").string()};
+  EXPECT_NO_THROW(open_batches(request));
+}
+
+// Each rank has its own copy of the files. Naive: rows of another order on one of them.
+TEST(SameAtAll, ARankThatHasOtherFilesIsNamedByAllRanks) {
+  const testing::TemporaryFolder folder;
+  struct Case {
+    std::string name;
+    std::string content;  ///< on rank 1; "" has none
+    std::string found, expected;
+  };
+  for (const Case& one :
+       {Case{"t.mask.bin", "", "t.bin' of 10 uint16 tokens without a mask", "with a mask"},
+        Case{"t.docs.bin", "", "packing = stream, 2 rows", "packing = documents, 2 documents"},
+        Case{"t.docs.bin", ends_of({5, 10}), "2 documents whose ends", "packing = documents, 2"},
+        Case{"u.txt", "longer text", "u.txt' of 11 bytes", "u.txt' of 4 bytes"}}) {
+    for (const std::string rank : {"0", "1"}) {
+      const auto here = [&](const std::string& name) { return rank + "/" + name; };
+      std::string bytes;
+      for (int i = 0; i < 10; ++i) bytes += {static_cast<char>(i), '\0'};
+      folder.write(here("t.bin"), bytes);
+      folder.write(here("t.json"), R"({"dtype": "uint16", "vocab_size": 300, "num_tokens": 10})");
+      folder.write(here("t.mask.bin"), std::string(10, '\1'));
+      folder.write(here("t.docs.bin"), ends_of({4, 10}));
+      folder.write(here("u.txt"), "text");
+    }
+    if (one.content.empty()) std::filesystem::remove(folder / "1" / one.name);
+    if (!one.content.empty()) folder.write("1/" + one.name, one.content);
+    std::vector<std::string> errors(2);
+    comm::ThreadRanks ranks(2, ThreadBackend::kInProcess);
+    ranks.run([&](World& world) {
+      const auto mine = folder / std::to_string(world.rank());
+      BatchRequest request = request_for(mine / "t.bin");
+      if (one.name == "u.txt") request.path.push_back((mine / "u.txt").string());
+      request.training.seq_len = 4;
+      const auto rows = open_batches(request);
+      errors[static_cast<std::size_t>(world.rank())] = testing::error_of(
+          ErrorKind::kFormat, [&] { require_same_at_all(*rows, "data.path", world); });
+    });
+    EXPECT_EQ(errors[0], errors[1]);
+    EXPECT_THAT(errors[0], HasSubstr("data.path: found ")) << one.name;
+    EXPECT_THAT(errors[0], HasSubstr(one.found));
+    EXPECT_THAT(errors[0], HasSubstr("on rank 1, expected "));
+    EXPECT_THAT(errors[0], HasSubstr(one.expected));
+  }
+}
+
+TEST(SameAtAll, TheSameFilesElsewherePass) {
+  const testing::TemporaryFolder folder;
+  folder.write("0/a.txt", "a page");
+  folder.write("1/a.txt", "a page");
+  comm::ThreadRanks ranks(2, ThreadBackend::kInProcess);
+  ranks.run([&](World& world) {
+    BatchRequest request = request_for(folder / std::to_string(world.rank()) / "a.txt");
+    request.training.seq_len = 4;
+    EXPECT_NO_THROW(require_same_at_all(*open_batches(request), "data.path", world));
+  });
 }
 
 TEST(TokenBatches, EachTextIsADocument) {

@@ -114,10 +114,11 @@ TEST(DocumentEnds, AreReadAndHaveToRiseToTheNumberOfTokens) {
   EXPECT_THAT(refusal(write({3, 3, 9})), HasSubstr("found the end 3 of document 1 after 3"));
   EXPECT_THAT(refusal(write({0, 9})), HasSubstr("the end 0 of document 0"));
   EXPECT_THAT(refusal(write({3, 10})), HasSubstr("up to the 9 tokens"));
-  EXPECT_THAT(refusal(write({3, -1})), HasSubstr("found the end -1"));
+  EXPECT_THAT(refusal(write({3, -1})),
+              HasSubstr("found the end 18446744073709551615 of document 1"));
   EXPECT_THAT(refusal(write({3, 8})), HasSubstr("the last document's end 8, expected 9"));
   EXPECT_THAT(refusal(folder.write("a.docs.bin", "1234567")), HasSubstr("found 7 bytes"));
-  EXPECT_THAT(refusal(folder.write("a.docs.bin", "")), HasSubstr("found 0 bytes"));
+  EXPECT_THAT(refusal(folder.write("a.docs.bin", "")), HasSubstr("found no document for 9 tokens"));
 }
 
 }  // namespace
