@@ -1,6 +1,6 @@
 // Property: what a slot holds follows from the values that arrive and from the contract, and not
 // from the dtype in which they arrive, nor from the way: by a leaf's hook, written by a kernel, put
-// off. Buckets, wires and labels know nothing of either.
+// off, by a replayed region. Buckets, wires and labels know nothing of either.
 //
 // One unit has a parameter for each raw dtype and source, all of one shape, and each gets 256, 1
 // and -256 times one pattern, which every one of these dtypes holds. So all slots have the same
@@ -24,9 +24,11 @@
 #include "comm/batch.h"
 #include "comm/host_read.h"
 #include "dist/plain.h"
+#include "grad/region.h"
 #include "grad/torch_dtype.h"
 #include "nn/linear.h"
 #include "proof.h"
+#include "tessera/compile.h"
 
 namespace tessera::test::raw_dtypes_test {
 namespace {
@@ -40,12 +42,14 @@ constexpr std::array kValues = {256.0, 1.0, -256.0};  // a micro-batch each
 constexpr std::array kRaw = {at::kDouble, at::kFloat, at::kBFloat16, at::kHalf};
 
 enum class Source {
-  kHook,     ///< autograd's own way: a leaf's hook
-  kLinear,   ///< nn::linear, put off where the model does that
-  kAtOnce,   ///< a product that may be written into the slot
-  kMayWait,  ///< one that is put off where the model does that
+  kHook,      ///< autograd's own way: a leaf's hook
+  kLinear,    ///< nn::linear, put off where the model does that
+  kAtOnce,    ///< a product that may be written into the slot
+  kMayWait,   ///< one that is put off where the model does that
+  kCaptured,  ///< as kHook, in a region that is replayed
 };
-constexpr std::array kSources = {Source::kHook, Source::kLinear, Source::kAtOnce, Source::kMayWait};
+constexpr std::array kSources = {Source::kHook, Source::kLinear, Source::kAtOnce, Source::kMayWait,
+                                 Source::kCaptured};
 
 at::Tensor pattern(at::ScalarType dtype) {
   return here(at::tensor({1.0, 2.0, 4.0, -1.0, 0.5}).to(dtype).view({1, kColumns}));
@@ -93,6 +97,24 @@ struct Use : torch::autograd::Function<Use> {
   }
 };
 
+/// The same in a region, where `value` and the pattern in fp32, `of`, come from outside.
+struct UseInRegion : torch::autograd::Function<UseInRegion> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& weight,
+                            const at::Tensor& value, const at::Tensor& of, at::ScalarType raw) {
+    context->save_for_backward({value, of});
+    context->saved_data["raw"] = raw;
+    return at::zeros({}, weight.options().dtype(at::kFloat));
+  }
+  static variable_list backward(AutogradContext* context, const variable_list&) {
+    const auto saved = context->get_saved_variables();
+    variable_list result(4);
+    result[0] = (saved[1].to(context->saved_data["raw"].toScalarType()) * saved[0])
+                    .expand({kRows, kColumns})
+                    .contiguous();
+    return result;
+  }
+};
+
 /// A weight for each source and number; which raw dtype a number has turns with `shift`.
 struct Weights : torch::nn::Module {
   explicit Weights(std::size_t turned) : shift(turned) {
@@ -103,11 +125,13 @@ struct Weights : torch::nn::Module {
       }
     }
   }
-  at::Tensor forward(const at::Tensor& zero) {
-    at::Tensor sum = zero;
+  /// Of a number, so that it is no region itself.
+  at::Tensor forward(double value) {
+    at::Tensor sum = here(at::zeros({}));
     for (std::size_t i = 0; i < weights.size(); ++i) {
       const Source source = kSources.at(i / kRaw.size());
-      const at::ScalarType raw = kRaw.at((i + shift) % kRaw.size());
+      const at::ScalarType raw = raw_of(i);
+      if (source == Source::kCaptured) continue;
       if (source != Source::kLinear) {
         sum = sum + Use::apply(weights[i], value, raw, source);
         continue;
@@ -115,11 +139,25 @@ struct Weights : torch::nn::Module {
       const at::Tensor y = nn::linear(pattern(raw), weights[i], {}, raw);
       sum = sum + (y * value).sum().to(at::kFloat);
     }
+    const std::vector<at::Tensor> inputs = {sum, here(at::full({}, value)), pattern(at::kFloat)};
+    return grad::in_region(
+               *this, "captured", inputs,
+               [this](const auto& all) { return std::vector<at::Tensor>{captured(all)}; })
+        .front();
+  }
+
+ private:
+  at::ScalarType raw_of(std::size_t i) const { return kRaw.at((i + shift) % kRaw.size()); }
+  at::Tensor captured(const std::vector<at::Tensor>& inputs) const {
+    at::Tensor sum = inputs[0];
+    for (std::size_t i = weights.size() - kRaw.size(); i < weights.size(); ++i) {
+      sum = sum + UseInRegion::apply(weights[i], inputs[1], inputs[2], raw_of(i));
+    }
     return sum;
   }
 
+ public:
   std::size_t shift;
-  double value = 0;
   std::vector<at::Tensor> weights;
 };
 
@@ -186,16 +224,24 @@ std::shared_ptr<Weights> module_of(const Case& c) {
   return module;
 }
 
-void step(const Case& c, Weights& module, Sharded<Weights>& handle) {
+void step(const Case& c, Sharded<Weights>& handle) {
   handle.set_reshard_after_forward(c.form == Form::kZero3);
   handle.set_defer_weight_gradients(c.defers);
   for (std::size_t i = 0; i < kValues.size(); ++i) {
     const bool is_last = i + 1 == kValues.size();
     handle.set_requires_gradient_sync(is_last || c.form != Form::kZero1);
     handle.set_requires_replica_reduce(is_last || c.form != Form::kReplicasAtLast);
-    module.value = kValues.at(i);
-    backward(handle.forward(here(at::zeros({}))));
+    backward(handle.forward(kValues.at(i)));
     if (c.defers) handle.run_weight_gradients();
+  }
+}
+
+/// Each micro-batch of a step was.
+void expect_replayed(const ReplayCalls& now, const ReplayCalls& before, const std::string& name) {
+  EXPECT_EQ(now.replayed - before.replayed, std::ssize(kValues)) << name;
+  EXPECT_EQ(now.recorded, before.recorded);
+  for (const auto& [why, count] : now.eager) {
+    EXPECT_EQ(why, "the first call, which makes what later ones find") << count;
   }
 }
 
@@ -224,7 +270,14 @@ std::vector<Seen> run(const Case& c) {
     seen_here = &seen;
     const auto module = module_of(c);
     auto handle = fully_shard(module, data_mesh(world, c.replicas), policy);
-    step(c, *module, handle);
+    compile(handle, {.mode = CompileMode::kReplay});
+    step(c, handle);  // eager, recorded, compared
+    step(c, handle);  // compared, replayed
+    handle.zero_grad();
+    seen = {};
+    const ReplayCalls before = replay_calls(handle);
+    step(c, handle);
+    expect_replayed(replay_calls(handle), before, c.name);
     seen.gradients = whole_gradients(handle);
     for (auto& [name, gradient] : seen.gradients) gradient = comm::read_on_host(gradient, name);
     for (auto& [name, slots] : seen.slots) slots = comm::read_on_host(slots, name);
