@@ -31,6 +31,8 @@ struct SourceTensor {
   DType original = DType::kFloat32;
   /// Its values lie in another form in the file: the dtype says nothing of what is published.
   bool unpacked = false;
+  /// The dtype in the file, where what is read of it is rounded to `dtype`.
+  std::optional<DType> rounded_from = {};
 
   std::int64_t numel() const;
   bool operator==(const SourceTensor&) const = default;

@@ -41,8 +41,9 @@ struct RoutingRequest {
 /// Sums over the tokens of one forward on this rank; undefined where nobody asked, or in a layer
 /// without experts.
 struct RouterLoad {
-  at::Tensor counts;         ///< [E] i64: tokens that chose the expert
-  at::Tensor probabilities;  ///< [E] fp32, of the softmax over all experts; with a gradient
+  at::Tensor counts;  ///< [E] i64: tokens that chose the expert
+  /// [E] fp32, with a gradient: of the softmax over all experts, or of sigmoids their shares.
+  at::Tensor probabilities;
 
   template <class F>
   void visit_tensors(F&& f) {

@@ -117,7 +117,10 @@ struct FamilyTraits {
   bool gelu_mlp = false;            ///< the MLP's gate is GELU's tanh form, not SiLU
   bool learned_positions = false;   ///< there are no others than max_position_embeddings
   bool transposed_linears = false;  ///< matrices stand [in, out], beside which no adapter is made
-  bool scaled_embedding = false;    ///< times sqrt(hidden_size), rounded to the embedding's dtype
+  /// The keys and values of dropout that training leaves out, as "attn_pdrop = 0.1"; empty where
+  /// there is none. Null: what is not 0 is refused where it is read.
+  std::string (*not_dropped)(const ModelSpec& spec) = nullptr;
+  bool scaled_embedding = false;  ///< times sqrt(hidden_size), rounded to the embedding's dtype
   MoeNames moe_names = {};
   /// transformers' values of sizes that the others require.
   std::vector<std::pair<std::string_view, std::int64_t>> default_sizes = {};

@@ -254,10 +254,17 @@ ParsedSpec parse_spec(std::string_view json_text, const SpecOptions& options) {
     result.prediction_layers = family.read_prediction_layers(keys);
   }
   ignore_harmless(keys);
+  if (options.purpose == Purpose::kTraining && family.not_dropped != nullptr) {
+    const std::string keys_of_dropout = family.not_dropped(result.spec);
+    if (!keys_of_dropout.empty()) {
+      result.warnings.push_back("found " + keys_of_dropout +
+                                ": trained without dropout; what is exported says them still");
+    }
+  }
   for (std::string& line : keys.unknown()) unknown.push_back(std::move(line));
   if (options.unknown_keys == UnknownKeys::kWarn) {
     for (const std::string& line : unknown) {
-      result.warnings.push_back("config.json: unknown key ignored: " + line);
+      result.warnings.push_back("unknown key ignored: " + line);
     }
   } else if (!unknown.empty()) {
     throw Error(ErrorKind::kConfig,

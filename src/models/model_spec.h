@@ -112,7 +112,8 @@ enum class Purpose : std::uint8_t { kTraining, kInference };
 
 struct SpecOptions {
   UnknownKeys unknown_keys = UnknownKeys::kRefuse;  ///< model.allow_unknown_config_keys = kWarn
-  Purpose purpose = Purpose::kTraining;  ///< attention_dropout > 0 is refused for training
+  /// In training dropout is refused, or of some families (FamilyTraits::not_dropped) left out.
+  Purpose purpose = Purpose::kTraining;
 };
 
 struct ParsedSpec {
@@ -120,7 +121,8 @@ struct ParsedSpec {
   /// Layers behind the model's own that predict further tokens (DeepSeek V3, GLM 4.5): published
   /// folders have them beside the model, which is none the different for it.
   std::int64_t prediction_layers = 0;
-  std::vector<std::string> warnings;  ///< one line an unknown key, with kWarn only
+  /// One line an unknown key, with kWarn only; one for dropout that training leaves out.
+  std::vector<std::string> warnings;
 };
 
 /// Reads the text of a config.json.

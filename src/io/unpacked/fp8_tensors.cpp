@@ -100,7 +100,9 @@ void Fp8Tensors::add(const std::string& name, const std::string& scales_name) {
                 ", a factor for each ", block_.rows, " x ", block_.columns, " elements of ",
                 printable(name));
   tensors_.erase(scales_name);
-  tensors_[name] = {DType::kBFloat16, matrix->shape, DType::kBFloat16, /*unpacked=*/true};
+  const DType eight_bits = matrix->dtype;
+  tensors_[name] = {DType::kBFloat16, matrix->shape, DType::kBFloat16, /*unpacked=*/true,
+                    eight_bits};
   shapes_[name] = {matrix->shape[1], expected[1], expected[0] * expected[1]};
 }
 

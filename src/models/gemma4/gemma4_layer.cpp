@@ -160,9 +160,9 @@ DecoderLayer::Output Gemma4TextLayer::mixed(const at::Tensor& x, const RoutingRe
   const at::Tensor entered = tokens_.enter(normed);
   const moe::Routing routing = router_->forward(
       tokens_.routed(x, tokens_.enter(x)), tokens_.imposed(request.imposed, x.size(0), x.size(1)));
-  const at::Tensor given_bias =
+  const at::Tensor given =
       experts_->forward(tokens_.sent(tokens_.routed(normed, entered)), tokens_.sent(routing));
-  return {tokens_.leave(tokens_.returned(given_bias, entered.sizes())),
+  return {tokens_.leave(tokens_.returned(given, entered.sizes())),
           tokens_.counted(load_of(routing, request.statistics))};
 }
 

@@ -20,12 +20,20 @@ namespace tessera::models {
 namespace {
 
 /// Absent means transformers' 0.1.
-double dropout(ConfigReader& keys, std::string_view key, Purpose purpose) {
-  const double value = keys.number(key, {0.0, 1.0}).value_or(0.1);
-  if (purpose == Purpose::kTraining && value != 0.0) {
-    keys.refuse(key, "0, as dropout is not supported in training (absent means 0.1); set it to 0");
-  }
-  return value;
+double dropout(ConfigReader& keys, std::string_view key) {
+  return keys.number(key, {0.0, 1.0}).value_or(0.1);
+}
+
+/// Not refused: every published folder of this family says 0.1, or nothing.
+std::string not_dropped(const ModelSpec& spec) {
+  std::string found;
+  const auto add = [&](std::string_view key, double value) {
+    if (value != 0.0) found += concat(found.empty() ? "" : ", ", key, " = ", value);
+  };
+  add("attn_pdrop", spec.attention_dropout);
+  add("embd_pdrop", spec.gpt2->embd_pdrop);
+  add("resid_pdrop", spec.gpt2->resid_pdrop);
+  return found;
 }
 
 void read_sizes(ConfigReader& keys, ModelSpec& spec) {
@@ -50,7 +58,8 @@ void read_sizes(ConfigReader& keys, ModelSpec& spec) {
               hidden * static_cast<double>(spec.vocab_size + spec.max_position_embeddings));
 }
 
-ModelSpec read_gpt2(ConfigReader& keys, Purpose purpose, std::vector<std::string>& /*unknown*/) {
+ModelSpec read_gpt2(ConfigReader& keys, Purpose /*purpose*/,
+                    std::vector<std::string>& /*unknown*/) {
   ModelSpec spec;
   spec.family = Family::kGpt2;
   read_sizes(keys, spec);
@@ -59,9 +68,9 @@ ModelSpec read_gpt2(ConfigReader& keys, Purpose purpose, std::vector<std::string
   spec.tie_word_embeddings = keys.boolean("tie_word_embeddings").value_or(true);
   spec.attention_bias = true;
   spec.mlp_bias = true;
-  spec.attention_dropout = dropout(keys, "attn_pdrop", purpose);
-  spec.gpt2 = Gpt2Spec{.embd_pdrop = dropout(keys, "embd_pdrop", purpose),
-                       .resid_pdrop = dropout(keys, "resid_pdrop", purpose)};
+  spec.attention_dropout = dropout(keys, "attn_pdrop");
+  spec.gpt2 = Gpt2Spec{.embd_pdrop = dropout(keys, "embd_pdrop"),
+                       .resid_pdrop = dropout(keys, "resid_pdrop")};
   spec.dtype = read_dtype(keys);
   read_tokens(keys, spec);
   spec.tessera_tokenizer = read_tokenizer(keys);
@@ -211,6 +220,7 @@ const FamilyTraits& gpt2_traits() {
       .write_all = gpt2_json,
       .learned_positions = true,
       .transposed_linears = true,
+      .not_dropped = not_dropped,
   };
   return traits;
 }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <filesystem>
 #include <memory>
 #include <system_error>
@@ -19,7 +20,7 @@ namespace fs = std::filesystem;
 
 bool is_there(const std::string& path) {
   std::error_code ignored;
-  return fs::status(path, ignored).type() != fs::file_type::not_found;
+  return fs::exists(path, ignored);
 }
 
 bool is_pattern(const std::string& path) {
@@ -36,12 +37,19 @@ bool belongs_to_tokens(const std::string& path) {
   });
 }
 
+/// What glob() asks about a folder that cannot be listed; a part of the path that is no folder at
+/// all has no matches.
+int ends_the_search(const char* /*folder*/, int error) {
+  return error == ENOENT || error == ENOTDIR ? 0 : 1;
+}
+
 std::vector<std::string> matches_of(const std::string& pattern, std::string_view key) {
   glob_t found{};
-  const int failed = ::glob(pattern.c_str(), GLOB_NOSORT, nullptr, &found);
+  const int failed = ::glob(pattern.c_str(), GLOB_NOSORT, ends_the_search, &found);
+  const std::error_code why(errno, std::generic_category());
   const std::unique_ptr<glob_t, decltype(&::globfree)> freed(&found, ::globfree);
   TESSERA_CHECK(failed == 0 || failed == GLOB_NOMATCH, ErrorKind::kIo, key, ": cannot list ",
-                shown(pattern));
+                "all folders of ", shown(pattern), " (", why.message(), ")");
   std::vector<std::string> files;
   if (failed == 0) files.assign(found.gl_pathv, found.gl_pathv + found.gl_pathc);
   std::erase_if(files, belongs_to_tokens);

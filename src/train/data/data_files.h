@@ -15,7 +15,8 @@
 
 namespace tessera::train {
 
-/// Errors: kIo, naming `key`, for a pattern without a match.
+/// Errors: kIo, naming `key`, for a pattern without a match, or with folders that cannot be
+/// listed.
 std::vector<std::string> files_of(const std::vector<std::string>& paths, std::string_view key);
 
 /// NAME.docs.bin of NAME.bin.

@@ -161,6 +161,8 @@ ExportPlan plan_export(const ModelSource& source, const ExportOptions& options) 
   for (const TensorSpec& tensor : tensors) {
     plan.size_bytes += size_bytes(tensor);
     elements[tensor.dtype] += size_bytes(tensor) / size_of(tensor.dtype);
+    const auto stored = source.folder->find(tensor.name)->rounded_from;
+    if (stored) plan.rounded_from.emplace(tensor.name, *stored);
   }
   models::ModelSpec spec = source.spec;
   spec.dtype = bulk_dtype(elements);

@@ -35,6 +35,8 @@ struct ExportPlan {
   /// Tensors whose values lost digits before the checkpoint was written, and that are written in a
   /// wider dtype all the same.
   std::vector<std::string> widened;
+  /// Tensors that `read` has rounded, with what the source stores them as (eight-bit blocks).
+  std::map<std::string, DType> rounded_from;
   /// Tensors of the checkpoint that the folder has no place for: biases that balance experts.
   std::vector<std::string> left_out;
   /// The elements [begin, end) of one of its tensors, 1-D, in the dtype they are kept in.

@@ -88,6 +88,8 @@ ComparedTensor compared(const ExportPlan& plan, const HfTensors& written,
             concat(other.count, " of ", found->numel(), " elements, the first at ", other.first,
                    ": found ", other.found, ", expected ", other.expected)};
   }
+  const auto rounded = plan.rounded_from.find(tensor.name);
+  if (rounded != plan.rounded_from.end()) source = rounded->second;
   const std::string dtype(to_string(found->dtype));
   if (!source || *source == found->dtype) return {tensor.name, Comparison::kEqual, dtype};
   return {tensor.name, Comparison::kCast, concat(to_string(*source), " to ", dtype)};

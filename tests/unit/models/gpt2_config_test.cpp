@@ -17,12 +17,13 @@
 namespace tessera::models::gpt2_config_test {
 namespace {
 
+using ::testing::AllOf;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
 
-std::string without_dropout(nlohmann::json config) {
-  for (const char* key : {"attn_pdrop", "embd_pdrop", "resid_pdrop"}) config[key] = 0.0;
-  return config.dump();
-}
+constexpr const char* kDropouts[] = {"attn_pdrop", "embd_pdrop", "resid_pdrop"};
 
 constexpr ConfigOfFolder kConfig("gpt2-fp32");
 
@@ -41,19 +42,31 @@ TEST(Gpt2Config, BothSpellingsGiveTheSameSpec) {
 
 TEST(Gpt2Config, AbsentKeysAreTransformersDefaults) {
   const nlohmann::json bare{{"architectures", {"GPT2LMHeadModel"}}, {"model_type", "gpt2"}};
-  const ModelSpec spec = parse_spec(without_dropout(bare)).spec;
+  const ModelSpec spec = parse_spec(bare.dump()).spec;
   // As published: 124 million.
   EXPECT_EQ(total_numel(describe(spec).parameters), 124'439'808);
   EXPECT_EQ(spec.rms_norm_eps, 1e-5);
 }
 
-TEST(Gpt2Config, DropoutIsRefusedInTrainingAloneAndAbsentMeansThereIsSome) {
-  EXPECT_THAT(kConfig.refusal({{"resid_pdrop", 0.1}}), HasSubstr("resid_pdrop: found 0.1"));
-  nlohmann::json config = kConfig.json();
-  config.erase("embd_pdrop");
-  EXPECT_THAT(refusal_of(config.dump()), HasSubstr("embd_pdrop: found nothing"));
-  const SpecOptions read{.purpose = Purpose::kInference};
-  EXPECT_EQ(parse_spec(config.dump(), read).spec.gpt2->embd_pdrop, 0.1);
+TEST(Gpt2Config, DropoutIsLeftOutInTrainingWhichIsSaidAndKept) {
+  EXPECT_THAT(parse_spec(kConfig.json().dump()).warnings, IsEmpty()) << "all are 0";
+  nlohmann::json published = kConfig.json(), absent = kConfig.json();
+  for (const char* key : kDropouts) published[key] = 0.1;
+  for (const char* key : kDropouts) absent.erase(key);
+  for (const nlohmann::json& config : {published, absent}) {
+    const ParsedSpec found = parse_spec(config.dump());
+    EXPECT_THAT(found.warnings,
+                ElementsAre(HasSubstr("attn_pdrop = 0.1, embd_pdrop = 0.1, resid_pdrop = 0.1")));
+    const auto written = nlohmann::json::parse(config_json(found.spec));
+    for (const char* key : kDropouts) EXPECT_EQ(written[key], 0.1) << key;
+    const ParsedSpec read = parse_spec(config.dump(), {.purpose = Purpose::kInference});
+    EXPECT_THAT(read.warnings, IsEmpty());
+    EXPECT_EQ(read.spec, found.spec);
+  }
+  const auto one = parse_spec(changed_config("gpt2-fp32", {{"resid_pdrop", 0.25}})).warnings;
+  EXPECT_THAT(one, ElementsAre(AllOf(HasSubstr("found resid_pdrop = 0.25:"),
+                                     Not(HasSubstr("embd_pdrop")))));
+  EXPECT_THAT(kConfig.refusal({{"embd_pdrop", 1.5}}), HasSubstr("embd_pdrop: found 1.5"));
 }
 
 TEST(Gpt2Config, WhatIsWrittenIsReadAsTheSame) {

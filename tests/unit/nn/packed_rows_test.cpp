@@ -193,7 +193,7 @@ TEST(PackedRows, RowsDoNotDependOnEachOther) {
   }
 }
 
-// Memory is linear in T: twice the positions hold twice the bytes, of causal attention, windows and
+// Memory is linear in T: twice the positions hold twice the bytes, of causal attention and of
 // documents, and no weights.
 TEST(PackedRows, HeldBytesAreLinearInTheLength) {
   const auto held = [](std::int64_t positions, const AttentionMask& mask, at::ScalarType dtype) {

@@ -3,6 +3,9 @@
 
 #include <gmock/gmock.h>
 
+#include <filesystem>
+#include <string>
+
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::train::data_files_test {
@@ -48,6 +51,22 @@ TEST(DataFiles, APatternWithoutAMatchIsRefused) {
   config.validation.path = {(folder / "held?").string()};
   EXPECT_THAT(error_of(ErrorKind::kIo, [&] { with_files(config); }),
               HasSubstr("validation.path: found no file"));
+}
+
+// Instead of files that nobody misses: of a folder without permission too, which root would read.
+TEST(DataFiles, AFolderThatCannotBeListedIsRefused) {
+  const TemporaryFolder folder;
+  std::filesystem::create_symlink("loop", folder / "loop");
+  const auto pattern = (folder / "loop/*.bin").string();
+  EXPECT_THAT(error_of(ErrorKind::kIo, [&] { files_of({pattern}, "data.path"); }),
+              ::testing::AllOf(HasSubstr("data.path: cannot list"), HasSubstr("loop/*.bin"),
+                               HasSubstr("symbolic links")));
+  folder.write("file", "x");
+  for (const std::string name : {"nowhere/*", "file/*"}) {
+    const auto absent = (folder / name).string();
+    EXPECT_THAT(error_of(ErrorKind::kIo, [&] { files_of({absent}, "data.path"); }),
+                HasSubstr("found no file that matches"));
+  }
 }
 
 }  // namespace
