@@ -178,8 +178,6 @@ class ConvertFolder(Program):
         self.assertEqual(said.returncode, 0, said.stderr)
         self.assertIn("3 tensors are left out", said.stderr)
         self.assertIn("prediction layer", said.stderr)
-        compared = self.run_tessera("convert", source, self.folder / "out", "--verify")
-        self.assertRegex(compared.splitlines()[-1], rf"{len(expected)} equal, 0 cast, 0 changed; 3 of the source left out$")
         self.assertSameBits({k: v[0] for k, v in self.tensors(self.folder / "out").items()}, expected)
         written = json.loads((self.folder / "out/config.json").read_text())
         self.assertNotIn("quantization_config", written)
@@ -191,7 +189,8 @@ class ConvertFolder(Program):
         kinds = {torch.bfloat16: "equal, bfloat16", torch.float32: "equal, float32",
                  torch.float8_e4m3fn: "cast, float8_e4m3fn to bfloat16"}
         self.assertEqual(said, {name: kinds[stored[name].dtype] for name in expected})
-        self.assertIn(f" {sum(name.endswith('proj.weight') for name in expected)} cast, 0 changed", lines[-1])
+        casts = sum(name.endswith("proj.weight") for name in expected)
+        self.assertTrue(lines[-1].endswith(f" {casts} cast, 0 changed; 3 of the source left out"), lines[-1])
         ids = load_file(DATA / "deepseek-v3-mixed" / "reference.safetensors")["input_ids"]
         self.assertTrue(self.logits_of_transformers(self.folder / "out", ids).isfinite().all())
 
