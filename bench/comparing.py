@@ -89,6 +89,7 @@ def measured(run):
     lines = [json.loads(line) for line in (run / "metrics/metrics.jsonl").read_text().splitlines()]
     return {"step_ms": [line["step_ms"] for line in lines],
             "loss": [line["loss"] for line in lines],
+            "recorded_calls": [line.get("recorded_calls", 0) for line in lines],
             "peak_rss_mib": [max(line["peak_rss_mib"] for line in lines)]}
 
 

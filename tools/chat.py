@@ -57,7 +57,7 @@ def folder_of_text(model):
 def how_to_draw(arguments, model):
     """Options of `tessera generate`."""
     says = model_text.read_json(model / "generation_config.json")
-    drawn = says.get("do_sample") is True
+    drawn = says.get("do_sample") is True and says.get("temperature") != 0
     options = {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p", "seed")}
     if options["temperature"] is None:
         asked = options["top_k"] is not None or options["top_p"] is not None
@@ -172,7 +172,10 @@ def talk(arguments):
     while True:
         if sys.stdin.isatty():
             show("> ")
-        line = sys.stdin.readline().rstrip("\n")
+        try:
+            line = sys.stdin.buffer.readline().decode("utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            fail(f"standard input: found bytes that are not UTF-8 ({error})")
         if not line:
             return
         messages.append({"role": "user", "content": line})

@@ -15,10 +15,10 @@ ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<\uff5cend
                 "<|eos|>", "<|end_of_sentence|>")
 
 
-def fail(message):
-    """One line, and the exit code of what is refused."""
+def fail(message, code=2):
+    """One line, and the exit code of what is refused; 1 is for what went wrong on the way."""
     print(f"{pathlib.Path(sys.argv[0]).stem}: {' '.join(str(message).split())}", file=sys.stderr)
-    raise SystemExit(2)
+    raise SystemExit(code)
 
 
 def read_text(path):
@@ -197,6 +197,8 @@ class Chat:
             fail(f"{tokenizer.model}: transformers finds no tokenizer there ({error})")
         if template is not None:
             self.renderer.chat_template = read_text(template)
+            if not self.renderer.chat_template.strip():
+                fail(f"{template}: found an empty file, expected a chat template")
         if not self.renderer.chat_template:
             fail(f"{tokenizer.model}: found no chat template in tokenizer_config.json or chat_template.jinja; "
                  "give one by --chat-template")

@@ -41,11 +41,13 @@ import sys
 del sys.path[0]  # this folder: the file would stand in for the standard module of its name
 import argparse  # noqa: E402
 import array  # noqa: E402
+import contextlib  # noqa: E402
 import importlib.util  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import pathlib  # noqa: E402
 import re  # noqa: E402
+import signal  # noqa: E402
 
 beside = importlib.util.spec_from_file_location("model_text", pathlib.Path(__file__).with_name("model_text.py"))
 model_text = importlib.util.module_from_spec(beside)
@@ -202,10 +204,19 @@ def encode_conversations(arguments, tokenizer):
             yield place, [(ids, mask)]
 
 
+@contextlib.contextmanager
+def writing(file):
+    """A disk that is full says not of which file."""
+    try:
+        yield file
+    except OSError as error:
+        fail(f"{file.name}: {error.strerror or error}", 1)
+
+
 class TokenFile:
     """NAME.bin, NAME.json and what lies beside, under their names only when all are complete."""
 
-    PARTS = ("bin", "mask.bin", "labels.bin", "docs.bin")
+    PARTS = ("bin", "mask.bin", "labels.bin", "docs.bin", "json")
 
     def __init__(self, name, vocabulary, with_mask):
         self.base = name.parent / name.name.removesuffix(".bin")
@@ -221,19 +232,24 @@ class TokenFile:
 
     def __exit__(self, *_):
         for part in self.parts.values():
-            part.close()
+            with contextlib.suppress(OSError):  # what it could not write has been said
+                part.close()
             pathlib.Path(part.name).unlink(missing_ok=True)  # there where finish() was not reached
+
+    def put(self, ending, content):
+        with writing(self.parts[ending]) as part:
+            part.write(content)
 
     def write(self, ending, code, numbers):
         numbers = array.array(code, numbers)
         if sys.byteorder == "big":
             numbers.byteswap()
-        numbers.tofile(self.parts[ending])
+        self.put(ending, numbers)
 
     def add(self, ids, mask):
         self.write("bin", self.code, ids)
         if self.with_mask:
-            self.parts["mask.bin"].write(mask)
+            self.put("mask.bin", mask)
             self.count_labels(mask)
         self.count += len(ids)
 
@@ -257,13 +273,15 @@ class TokenFile:
             if self.count % LABEL_BLOCK:
                 self.labels.append(self.kept)
             self.write("labels.bin", "Q", [self.count, *self.labels])
+        about = {"dtype": self.dtype, "num_tokens": self.count, "vocab_size": self.vocabulary}
+        self.put("json", (json.dumps(about) + "\n").encode())
+        for part in self.parts.values():
+            with writing(part):
+                part.close()
         for ending in self.PARTS:
             pathlib.Path(f"{self.base}.{ending}").unlink(missing_ok=True)  # of an earlier file
             if ending in self.parts:
-                self.parts[ending].close()
                 os.replace(f"{self.base}.{ending}.tmp", f"{self.base}.{ending}")
-        pathlib.Path(f"{self.base}.json").write_text(json.dumps(
-            {"dtype": self.dtype, "num_tokens": self.count, "vocab_size": self.vocabulary}) + "\n")
         print(f"{self.base}.bin: {self.count} tokens of {self.dtype}, vocabulary {self.vocabulary}, "
               f"{self.documents} documents" + (f", {self.kept} labels" if self.with_mask else ""))
 
@@ -355,16 +373,18 @@ def parse_arguments():
     parser = Parser(description=__doc__, fromfile_prefix_chars="@",
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=pathlib.Path, required=True)
-    parser.add_argument("--out", type=pathlib.Path, help="NAME, without .bin")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--out", type=pathlib.Path, help="NAME, without .bin")
     parser.add_argument("--bos", choices=("auto", "yes", "no"), default="auto",
                         help="the token that begins a text: as the tokenizer itself adds it, always, never")
-    parser.add_argument("--eos", help="the token, as text, that ends a document")
-    parser.add_argument("--no-eos", action="store_true")
+    end = parser.add_mutually_exclusive_group()
+    end.add_argument("--eos", help="the token, as text, that ends a document")
+    end.add_argument("--no-eos", action="store_true")
     parser.add_argument("--chat", action="store_true", help="conversations; writes NAME.mask.bin")
     parser.add_argument("--chat-template", type=pathlib.Path, metavar="FILE")
     parser.add_argument("--field", help="of lines and rows; default text, with --chat messages")
-    parser.add_argument("--encode", metavar="TEXT", help="print its ids")
-    parser.add_argument("--decode", metavar="IDS", help="print their text")
+    what.add_argument("--encode", metavar="TEXT", help="print its ids")
+    what.add_argument("--decode", metavar="IDS", help="print their text")
     parser.add_argument("--window", type=int, default=WINDOW, help="characters encoded at once")
     parser.add_argument("--context", type=int, default=CONTEXT, help=argparse.SUPPRESS)
     parser.add_argument("text", type=pathlib.Path, nargs="*")
@@ -387,6 +407,7 @@ def run(arguments):
 
 
 def main():
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # as the shell has it, and tidied up
     try:
         run(parse_arguments())
     except OSError as error:

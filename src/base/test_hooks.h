@@ -31,6 +31,10 @@ namespace tessera {
 struct GradContract;
 }
 
+namespace tessera::capture {
+struct Program;
+}
+
 namespace tessera::comm {
 struct Batch;
 enum class EventEnd : std::uint8_t;
@@ -165,6 +169,9 @@ inline constinit thread_local ThreadHook<comm::Group*(train::RankSum what, comm:
 inline constinit thread_local ThreadHook<comm::Group*(comm::Group* stages)> stages_of_norm;
 /// grad/sink.h, when a gradient was added: the sum as it stands in its slot, to be written to.
 inline constinit Hook<void(const GradContract& contract, const at::Tensor& slot)> after_accept;
+/// capture/replay/region_call.cpp, when a region's program was made of its first recording, before it
+/// is compared with the next ones: to be changed.
+inline constinit Hook<void(capture::Program& program)> made_program;
 /// pipeline/borders.h: the tag that a message leaves under; its other end waits for `tag`.
 inline constinit Hook<comm::MailTag(const comm::MailTag& tag)> sent_tag;
 

@@ -83,9 +83,10 @@ capture::RegionBlocks capture::take_region_blocks(const ShardedBase& model) {
   return regions == nullptr ? RegionBlocks{} : regions->blocks().take_most();
 }
 
-std::int64_t capture::region_bytes(const ShardedBase& model) {
+capture::RegionBytes capture::region_bytes(const ShardedBase& model) {
   const auto regions = replayed_regions(model);
-  return regions == nullptr ? 0 : regions->blocks().bytes();
+  if (regions == nullptr) return {};
+  return {.mapped = regions->blocks().bytes(), .at_rest = regions->blocks().bytes_at_rest()};
 }
 
 ReplayCalls replay_calls(const ShardedBase& model) {

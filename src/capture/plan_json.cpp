@@ -143,9 +143,45 @@ auto word_from(const JsonCursor& at, const Words& words) {
   at.refuse(concat("one of ", joined(expected)));
 }
 
+/// A unit lends to units inside it: who borrows of itself, by way of others or not, is in no model.
+void require_no_circle(const std::vector<PlanUnit>& units, std::string_view where) {
+  std::vector<std::vector<UnitId>> borrowers(units.size());
+  std::vector<std::size_t> open(units.size());  // lenders that are not known to be in no circle
+  std::vector<UnitId> free;
+  for (UnitId id = 0; id < units.size(); ++id) {
+    open[id] = units[id].lenders.size();
+    if (open[id] == 0) free.push_back(id);
+    for (const auto lender : units[id].lenders) borrowers[lender].push_back(id);
+  }
+  while (!free.empty()) {
+    const auto lender = free.back();
+    free.pop_back();
+    for (const auto borrower : borrowers[lender]) {
+      if (--open[borrower] == 0) free.push_back(borrower);
+    }
+  }
+  const auto first = std::ranges::find_if(open, [](std::size_t count) { return count > 0; });
+  if (first == open.end()) return;
+  // Each of these has a lender among them: who comes again on the way is in a circle.
+  const auto lender_of = [&](UnitId id) {
+    return *std::ranges::find_if(units[id].lenders, [&](UnitId one) { return open[one] > 0; });
+  };
+  auto unit = static_cast<UnitId>(first - open.begin());
+  std::vector<bool> passed(units.size());
+  for (; !passed[unit]; unit = lender_of(unit)) passed[unit] = true;
+  const auto lender = lender_of(unit);
+  throw Error(
+      ErrorKind::kFormat,
+      concat(where, ": 'units': found unit ", units[unit].name, ", whose lender ",
+             lender == unit ? "is itself" : concat(units[lender].name, " borrows of it in turn"),
+             ", expected units that lend to others inside them; make the plan anew with "
+             "tessera plan"));
+}
+
 /// Reads the parts of a plan, and counts what it reads.
 class Reader {
  public:
+  explicit Reader(std::string_view where) : where_(where) {}
   PlanFile read(const JsonCursor& root) {
     check_head(root);
     PlanFile file;
@@ -159,6 +195,7 @@ class Reader {
     const auto units = list(root.member("units"), kMostUnits, "units");
     units_ = static_cast<std::int64_t>(units.value().size());
     plan.units = units.list([&](const JsonCursor& at) { return unit(at); });
+    require_no_circle(plan.units, where_);
     for (const auto& one : plan.units) {
       lenders_.push_back(static_cast<std::int64_t>(one.lenders.size()));
     }
@@ -338,6 +375,7 @@ class Reader {
     return stage;
   }
 
+  std::string_view where_;
   std::int64_t units_ = 0;
   std::vector<std::int64_t> lenders_;  // by unit
   std::int64_t places_ = 0, uses_ = 0, actions_ = 0;
@@ -377,7 +415,7 @@ PlanFile parse_plan(std::string_view text, std::string_view where) {
   TESSERA_CHECK(std::cmp_less_equal(text.size(), kMostPlanBytes), ErrorKind::kFormat, where,
                 ": found ", text.size(), " bytes, expected a plan, of at most ", kMostPlanBytes);
   const auto value = parse_json_object(text, where, kMaxDepth);
-  return Reader().read({value, where, JsonStyle::kData});
+  return Reader(where).read({value, where, JsonStyle::kData});
 }
 
 void require_made_for(const PlanFile& file, const MadeFor& run, std::string_view where) {

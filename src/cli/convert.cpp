@@ -114,8 +114,8 @@ std::optional<int> write_folder(const train::ExportPlan& plan, const std::string
   return {};
 }
 
-/// A line a tensor, and how many there are of each kind.
-int verify_folder(const train::ExportPlan& plan, const std::string& path) {
+/// A line a tensor, and how many there are of each kind, and of the source's in none.
+int verify_folder(const train::ExportPlan& plan, const std::string& path, std::size_t left_out) {
   const auto tensors = train::open_as("OUT", [&] { return train::compare_export(plan, path); });
   using train::Comparison;
   constexpr std::array kKinds{Comparison::kEqual, Comparison::kCast, Comparison::kChanged};
@@ -130,6 +130,7 @@ int verify_folder(const train::ExportPlan& plan, const std::string& path) {
     std::cout << (kind == kKinds.front() ? " " : ", ") << counts.at(static_cast<std::size_t>(kind))
               << ' ' << to_string(kind);
   }
+  if (left_out > 0) std::cout << "; " << left_out << " of the source left out";
   std::cout << '\n';
   return counts.back() == 0 ? kDone : kFoundProblems;
 }
@@ -158,7 +159,7 @@ int run_convert(const ConvertArguments& arguments) {
   if (!arguments.verify || !is_filled_folder(arguments.out)) {
     if (const auto failed = write_folder(plan, arguments.out)) return *failed;
   }
-  return arguments.verify ? verify_folder(plan, arguments.out) : kDone;
+  return arguments.verify ? verify_folder(plan, arguments.out, source.left_out.size()) : kDone;
 }
 
 }  // namespace tessera::cli

@@ -254,8 +254,9 @@ int run_train(const TrainArguments& arguments) {
     train::take_checkpoint_of_run(run, world);
     const StopSignal stop;
     train::TrainingHooks hooks;
-    hooks.on_first_step = [&] {
-      if (world.rank() == 0) {
+    hooks.on_first_step = [&](std::int64_t done) {
+      // What the run was trained with: a command that trains nothing does not change it.
+      if (world.rank() == 0 && done < *run.training.steps) {
         world.work_at("writing config.toml");
         write_run_config(run);
       }

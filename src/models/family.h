@@ -31,6 +31,8 @@ struct KeepInFloat32 {
   /// _keep_in_fp32_modules_strict of NeMo Automodel's class, where transformers' has none: of
   /// routers, so of models with experts only.
   std::vector<std::string> routers = {};
+  /// `strict` is of routers: a model of the family whose layers are all dense has nothing of it.
+  bool strict_of_routers = false;
 };
 
 /// Where the norms of a layer stand, beside its attention and its MLP.
@@ -82,9 +84,8 @@ struct FamilyTraits {
   /// A name of the checkpoint (hub layout) -> the module's name; empty for a tensor that is no part
   /// of the model, which is left out then. Names of modules are themselves.
   std::string (*module_name)(std::string_view checkpoint_name);
-  /// Whether a tensor of a published folder is no part of the model: it is left out, which is said.
-  /// null = all are.
-  bool (*is_extra)(const ModelSpec& spec, std::string_view published) = nullptr;
+  /// ParsedSpec::prediction_layers of a config.json; null = such folders have none.
+  std::int64_t (*read_prediction_layers)(ConfigReader& keys) = nullptr;
   /// Name of the router inside `mlp`, of a family with a mixture of experts.
   std::string_view router_module = {};
   std::string_view mlp_module = "mlp";                ///< of a layer without experts

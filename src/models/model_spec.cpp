@@ -1,6 +1,7 @@
 #include "models/model_spec.h"
 
 #include <algorithm>
+#include <charconv>
 #include <nlohmann/json.hpp>
 #include <string_view>
 #include <utility>
@@ -182,11 +183,11 @@ void check_heads(std::int64_t kv, int tp) {
 }
 
 void check_expert_degrees(const ModelSpec& spec, const ParallelDims& degrees) {
-  TESSERA_CHECK(spec.moe || (degrees.ep == 1 && degrees.etp == 1), ErrorKind::kConfig,
-                "parallelism.", degrees.ep > 1 ? kEp : kEtp, ": found ",
-                degrees.ep > 1 ? degrees.ep : degrees.etp,
+  const bool routes = !routed_experts(spec).layers.empty();
+  TESSERA_CHECK(routes || (degrees.ep == 1 && degrees.etp == 1), ErrorKind::kConfig, "parallelism.",
+                degrees.ep > 1 ? kEp : kEtp, ": found ", degrees.ep > 1 ? degrees.ep : degrees.etp,
                 " for a model without experts, expected 1");
-  if (!spec.moe) return;
+  if (!routes) return;
   check_divides(kEp, degrees.ep, "the number of experts", spec.moe->num_experts);
   check_divides(kEtp, degrees.etp, "moe_intermediate_size", spec.moe->moe_intermediate_size);
 }
@@ -249,6 +250,9 @@ ParsedSpec parse_spec(std::string_view json_text, const SpecOptions& options) {
     expect_unsupported_off(keys, family);
     result.spec = read_spec(keys, family, options.purpose, unknown);
   }
+  if (family.read_prediction_layers != nullptr) {
+    result.prediction_layers = family.read_prediction_layers(keys);
+  }
   ignore_harmless(keys);
   for (std::string& line : keys.unknown()) unknown.push_back(std::move(line));
   if (options.unknown_keys == UnknownKeys::kWarn) {
@@ -263,6 +267,18 @@ ParsedSpec parse_spec(std::string_view json_text, const SpecOptions& options) {
                        "; set model.allow_unknown_config_keys to go on without"));
   }
   return result;
+}
+
+std::optional<std::int64_t> prediction_layer(const ParsedSpec& parsed, std::string_view published) {
+  constexpr std::string_view kLayerNames = "model.layers.";
+  if (!published.starts_with(kLayerNames)) return std::nullopt;
+  const std::string_view rest = published.substr(kLayerNames.size());
+  std::int64_t layer = 0;
+  const auto [end, failed] = std::from_chars(rest.data(), rest.data() + rest.size(), layer);
+  const bool is_number = failed == std::errc{} && end != rest.data() + rest.size() && *end == '.';
+  const std::int64_t first = parsed.spec.num_hidden_layers;
+  const bool is_one = is_number && layer >= first && layer < first + parsed.prediction_layers;
+  return is_one ? std::optional(layer) : std::nullopt;
 }
 
 RoutedExperts routed_experts(const ModelSpec& spec) {

@@ -117,6 +117,9 @@ struct SpecOptions {
 
 struct ParsedSpec {
   ModelSpec spec;
+  /// Layers behind the model's own that predict further tokens (DeepSeek V3, GLM 4.5): published
+  /// folders have them beside the model, which is none the different for it.
+  std::int64_t prediction_layers = 0;
   std::vector<std::string> warnings;  ///< one line an unknown key, with kWarn only
 };
 
@@ -125,6 +128,9 @@ struct ParsedSpec {
 /// kConfig for a key or value that is missing, out of range, unknown or not supported, with both
 /// named.
 ParsedSpec parse_spec(std::string_view json_text, const SpecOptions& options = {});
+
+/// The number of the prediction layer that a tensor of a published folder is named for, if any.
+std::optional<std::int64_t> prediction_layer(const ParsedSpec& parsed, std::string_view published);
 
 /// The config.json of a model in the hub's spelling, one that transformers loads;
 /// parse_spec(config_json(spec)).spec == spec.

@@ -39,7 +39,8 @@ std::optional<std::int64_t> layer_of(const std::string& buffer,
 double aux_loss_coef(const std::optional<double>& asked, const models::ModelSpec& spec) {
   if (!asked)
     return spec.moe && spec.moe->output_router_logits ? spec.moe->router_aux_loss_coef : 0;
-  require_experts(*asked == 0 || spec.moe, "model.aux_loss_coef", *asked);
+  require_experts(*asked == 0 || !models::routed_experts(spec).layers.empty(),
+                  "model.aux_loss_coef", *asked);
   return *asked;
 }
 

@@ -50,15 +50,12 @@ void apply_pins(const models::FamilyTraits& family, std::vector<ParameterMeta>& 
     apply(patterns, &ParameterMeta::strict_pin, &BufferMeta::strict_pin, kStrict, family,
           parameters, buffers);
   };
-  strictly(family.pins.strict);
-  const auto is_router = [&](const ParameterMeta& meta) {
-    return std::ranges::any_of(family.pins.routers, [&](const std::string& pattern) {
-      return matches_name(pattern, meta.name);
-    });
+  const auto there = [&](std::string_view pattern) {
+    return std::ranges::any_of(
+        parameters, [&](const ParameterMeta& meta) { return matches_name(pattern, meta.name); });
   };
-  if (std::ranges::any_of(parameters, is_router)) {
-    strictly(family.pins.routers);
-  }
+  if (!family.pins.strict_of_routers || there(family.router_module)) strictly(family.pins.strict);
+  if (std::ranges::any_of(family.pins.routers, there)) strictly(family.pins.routers);
   apply(family.pins.under_float16, &ParameterMeta::pin16, &BufferMeta::pin16,
         "_keep_in_fp32_modules", family, parameters, buffers);
 }

@@ -227,7 +227,7 @@ class Trainer {
         run_once(*model_, *data_, done_ + 1, rows.ranges().front(), pipeline());
       });
     }
-    if (hooks_.on_first_step) hooks_.on_first_step();
+    if (hooks_.on_first_step) hooks_.on_first_step(done_);
     if (world_.rank() == 0 && done_ < *config_.training.steps) introduce();
     TrainingResult result;
     result.steps = done_;
@@ -266,6 +266,7 @@ class Trainer {
     warn(slow_bf16(run.parameters, run.processor));
     warn(long_rows(run.row_tokens, source_.spec.max_position_embeddings, config_.model));
     for (const std::string& remark : short_run(config_)) log::warn(remark);
+    warn(unused_optimizer_keys(config_.optimizer));
     if (before_) warn(changed_lr(*before_, config_, done_));
     for (const std::string& line : banner(run)) log::info(line);
     for (const std::string& line : data_->in_words()) log::info(line);
@@ -402,7 +403,8 @@ class Trainer {
       metrics.offload_mib = most[4];
       metrics.offload_wait_ms = most[5];
     }
-    const auto tokens = static_cast<double>(rows.count() * data_->row_tokens());
+    // A step that is left out computes nothing, so it has no speed.
+    const auto tokens = runs ? static_cast<double>(rows.count() * data_->row_tokens()) : NAN;
     metrics.tps_global = tokens / (metrics.step_ms / 1000.0);
     metrics.tps = metrics.tps_global / world_.size();
     metrics.tflops = metrics.tps * flops_per_token_ / 1e12;

@@ -33,8 +33,8 @@ struct TrainingResult {
 /// rank.
 struct TrainingHooks {
   /// Everything was checked and the first step begins: errors before it are the user's input, after
-  /// it failures of the run.
-  std::function<void()> on_first_step = {};
+  /// it failures of the run. `done` steps lie behind: training.steps where nothing is left to do.
+  std::function<void(std::int64_t done)> on_first_step = {};
   /// The step was reported; the model holds the updated parameters. Its checkpoint, if one is due,
   /// comes next.
   std::function<void(const StepMetrics&, const ShardedBase&)> after_step = {};

@@ -189,6 +189,13 @@ TEST_F(DataOfRun, StepsWithoutALabelAreLeftOutAndCounted) {
   ASSERT_EQ(losses.size(), 8U);
   EXPECT_EQ(std::ranges::count_if(losses, [](double loss) { return std::isnan(loss); }), 4);
   EXPECT_EQ(values(folder_ / "one", "steps_without_labels").back(), 4);
+  for (const char* speed : {"tps", "tps_global", "tflops"}) {
+    const auto speeds = values(folder_ / "one", speed);
+    ASSERT_EQ(speeds.size(), 8U);
+    for (std::size_t i = 0; i < 8; ++i) {
+      EXPECT_EQ(std::isnan(speeds[i]), std::isnan(losses[i])) << speed << i + 1;
+    }
+  }
 
   // With AdamW an update of a zero gradient would still decay and move. The count goes on.
   Words parts = common;

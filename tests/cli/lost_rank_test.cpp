@@ -1,13 +1,16 @@
 // A rank of a real training run is killed, throws or stalls at a random moment, from the start of
-// the processes into the steps: every process is gone within 10 s of the event, or of the timeout,
-// and own spawn prints the culprit's error last. Other launchers: launchers_test.cpp.
+// the processes into the steps, which are eager, follow a plan or are replayed: every process is gone
+// within 10 s of the event, or of the timeout, and own spawn prints the culprit's error last. Other
+// launchers: launchers_test.cpp.
 #include <gmock/gmock.h>
 #include <signal.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <random>
 #include <thread>
+#include <utility>
 
 #include "cli/process.h"
 #include "cli/program.h"
@@ -29,13 +32,31 @@ constexpr seconds kGone{10};
 constexpr seconds kTimeout{3};       // of a collective
 constexpr seconds kInitTimeout{10};  // of what comes before
 
-Words endless_training() {
-  return started_by(
-      Starter::kOwnSpawn, kRanks,
-      {"train", "run.toml", "--training.steps", "1000000", "--training.global_batch_size", "3",
-       "--metrics.log_freq", "1000000", "--job.dump_folder", "run", "--comm.timeout_seconds",
-       std::to_string(kTimeout.count()), "--comm.init_timeout_seconds",
-       std::to_string(kInitTimeout.count())});
+/// Of compile.mode; those with plans choose again by what their first steps took.
+std::string mode_of(int number) {
+  const std::array<std::string, 3> modes{"off", "plan", "replay"};
+  return modes.at(static_cast<std::size_t>(number) % modes.size());
+}
+
+Words endless_training(const std::string& mode = "off", int ranks = kRanks) {
+  Words words{"train",
+              "run.toml",
+              "--training.steps",
+              "1000000",
+              "--training.global_batch_size",
+              std::to_string(ranks),
+              "--metrics.log_freq",
+              "1000000",
+              "--job.dump_folder",
+              "run",
+              "--comm.timeout_seconds",
+              std::to_string(kTimeout.count()),
+              "--comm.init_timeout_seconds",
+              std::to_string(kInitTimeout.count())};
+  if (mode != "off") {
+    words.insert(words.end(), {"--compile.mode", mode, "--compile.memory_budget", "90%"});
+  }
+  return started_by(Starter::kOwnSpawn, ranks, words);
 }
 
 struct Case {
@@ -45,8 +66,8 @@ struct Case {
 };
 
 std::string to_string(const Case& one) {
-  return "case " + std::to_string(one.number) + ": rank " + std::to_string(one.rank) + " after " +
-         std::to_string(one.moment.count()) + " ms";
+  return "case " + std::to_string(one.number) + ", mode " + mode_of(one.number) + ": rank " +
+         std::to_string(one.rank) + " after " + std::to_string(one.moment.count()) + " ms";
 }
 
 /// The same in every run of the test.
@@ -87,7 +108,7 @@ std::string name_of_rank(const Case& one) { return "rank " + std::to_string(one.
 TEST(LostRank, KilledAtARandomMomentIsNamedAndNobodyStays) {
   run_side_by_side(
       random_cases(20), 3, [](const Case& one, const testing::TemporaryFolder& folder) {
-        Process run(folder.path(), endless_training());
+        Process run(folder.path(), endless_training(mode_of(one.number)));
         const auto ranks = run.wait_for_ranks(kRanks);
         ASSERT_EQ(ranks.size(), static_cast<std::size_t>(kRanks));
         std::this_thread::sleep_for(one.moment);
@@ -103,7 +124,7 @@ TEST(LostRank, ThatThrowsAtARandomMomentIsNamedWithItsErrorAndNobodyStays) {
     const Variables failing{{"LD_PRELOAD", TESSERA_FAILING_ALLOCATOR},
                             {"TESSERA_TEST_FAIL_RANK", std::to_string(one.rank)},
                             {"TESSERA_TEST_FAIL_AFTER_MS", std::to_string(one.moment.count())}};
-    Process run(folder.path(), endless_training(), failing);
+    Process run(folder.path(), endless_training(mode_of(one.number)), failing);
     const auto ranks = run.wait_for_ranks(kRanks);
     ASSERT_EQ(ranks.size(), static_cast<std::size_t>(kRanks));
     ASSERT_TRUE(wait_until(seconds(120), [&] { return exists(folder / "failed"); })) << run.err();
@@ -138,7 +159,7 @@ TEST(LostRank, AFileThatIsCutShortWhileItIsReadIsNamed) {
 
 TEST(LostRank, StalledAtARandomMomentIsNamedAndNobodyStaysAfterTheTimeout) {
   run_side_by_side(random_cases(7), 5, [](const Case& one, const testing::TemporaryFolder& folder) {
-    Process run(folder.path(), endless_training());
+    Process run(folder.path(), endless_training(mode_of(one.number)));
     const auto ranks = run.wait_for_ranks(kRanks);
     ASSERT_EQ(ranks.size(), static_cast<std::size_t>(kRanks));
     std::this_thread::sleep_for(one.moment);
@@ -153,6 +174,29 @@ TEST(LostRank, StalledAtARandomMomentIsNamedAndNobodyStaysAfterTheTimeout) {
         << run.err();
     expect_all_gone(ranks);
   });
+}
+
+// What the first steps took is written by one rank. Behind the run's last step the others have nothing
+// more to wait for.
+TEST(LostRank, ThatCannotWriteItsProfileIsNamedAndNobodyStays) {
+  constexpr int kTwo = 2;
+  for (const auto& [mode, steps] : {std::pair("plan", "5"), std::pair("replay", "1000000")}) {
+    SCOPED_TRACE(std::string(mode) + ", " + steps + " steps");
+    const testing::TemporaryFolder folder;
+    write_small_run(folder);
+    const auto profile = folder / "run/metrics/profile.json";
+    std::filesystem::create_directories(profile);
+    auto words = endless_training(mode, kTwo);
+    words.insert(words.end(), {"--training.steps", steps});
+    Process run(folder.path(), words);
+    const auto ranks = run.wait_for_ranks(kTwo);
+    ASSERT_EQ(ranks.size(), static_cast<std::size_t>(kTwo));
+    EXPECT_EQ(run.wait(seconds(60)), 1) << run.err();
+    const std::string error = "rank 0: '" + profile.string() + "': found something that is no ";
+    EXPECT_THAT(run.last_error_line(), ::testing::StartsWith(error)) << run.err();
+    EXPECT_THAT(run.err(), HasSubstr("rank 1: stopped because of " + error));
+    expect_all_gone(ranks);
+  }
 }
 
 // A write to a connection that a lost rank has closed raises SIGPIPE: whoever died of it would be

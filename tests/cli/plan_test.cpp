@@ -144,6 +144,8 @@ TEST(PlanVerb, RefusesPlansOfOthersAndFilesThatAreNone) {
     EXPECT_EQ(outcome.out, "");
     return outcome.err;
   };
+  std::vector<std::string> units;
+  for (const auto& unit : whole["units"]) units.push_back(unit["name"]);
   const auto with = [&](const char* pointer, const json& value) {
     auto other = whole;
     other[json::json_pointer(pointer)] = value;
@@ -162,6 +164,16 @@ TEST(PlanVerb, RefusesPlansOfOthersAndFilesThatAreNone) {
               HasSubstr("a plan of another step: forward 1, entry 2 of "));
   EXPECT_THAT(refused(text.substr(0, text.size() / 2)), HasSubstr("malformed JSON at byte"));
   EXPECT_THAT(with("/units/1/bytes", -1), HasSubstr("'bytes': found '-1'"));
+  EXPECT_THAT(with("/units/1/lenders", {1}), HasSubstr("'plan.json': 'units': found unit " +
+                                                       units[1] + ", whose lender is itself"));
+  auto mutual = whole;
+  mutual["units"][1]["lenders"] = {2};
+  mutual["units"][2]["lenders"] = {1};
+  EXPECT_THAT(refused(mutual.dump()), HasSubstr("found unit " + units[1] + ", whose lender " +
+                                                units[2] + " borrows of it in turn"));
+  const Outcome followed = plan(folder, {"--compile.plan", "plan.json"});
+  EXPECT_EQ(followed.code, 2);
+  EXPECT_THAT(followed.err, HasSubstr("borrows of it in turn"));
   EXPECT_THAT(plan(folder, {"--check", "absent.json"}).err,
               HasSubstr("--check: cannot open 'absent.json'"));
   EXPECT_THAT(plan(folder, {"--profile", "absent.json"}).err,

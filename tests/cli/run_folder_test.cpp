@@ -146,12 +146,14 @@ TEST_F(EndedRun, IsNotOverwrittenByOneWithoutCheckpoints) {
 
 TEST_F(EndedRun, SaysThatNothingIsLeftToDo) {
   const auto metrics = read_file(folder_ / "run/metrics/metrics.jsonl");
+  const auto config = read_file(folder_ / "run/config.toml");
   for (const int steps : {2, 3}) {
-    const auto outcome = run_program(folder_, run(steps));
+    const auto outcome = run_program(folder_, run(steps, {"--optimizer.lr", "7"}));
     EXPECT_EQ(outcome.code, 0) << outcome.err;
     EXPECT_THAT(outcome.err, HasSubstr("step 3 is done already and training.steps is " +
                                        std::to_string(steps) + ": nothing is left to do"));
     EXPECT_EQ(read_file(folder_ / "run/metrics/metrics.jsonl"), metrics);
+    EXPECT_EQ(read_file(folder_ / "run/config.toml"), config) << "that of what was trained";
   }
 }
 

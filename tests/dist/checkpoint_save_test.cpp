@@ -186,7 +186,7 @@ TEST(CheckpointSaving, AFolderThatCannotBeWrittenIsRefusedBeforeTheFirstStep) {
   const auto message = error_of(ErrorKind::kIo, [&] {
     train_on({2, 1}, config, folder / "run", [&](World&) {
       train::TrainingHooks hooks;
-      hooks.on_first_step = [&] { began = true; };
+      hooks.on_first_step = [&](std::int64_t /*done*/) { began = true; };
       return hooks;
     });
   });

@@ -274,7 +274,9 @@ void expect_bits_of_one_rank(const Run& run) {
 
 // Sides that divide by 4: what is cut over tp has equal parts.
 std::vector<Shape> random_shapes(std::mt19937& random) {
-  const auto side = [&](int most) { return static_cast<std::int64_t>(4 * (1 + random() % most)); };
+  const auto side = [&](unsigned most) {
+    return static_cast<std::int64_t>(4 * (1 + random() % most));
+  };
   std::vector<Shape> shapes;
   const auto count = 1 + random() % 6;
   for (std::size_t i = 0; i < count; ++i) {

@@ -5,8 +5,12 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
+#include <atomic>
 #include <stdexcept>
+#include <utility>
 
+#include "base/test_hooks.h"
+#include "capture/replay/region_program.h"
 #include "dist/replayed.h"
 
 namespace tessera::test::replay_refused_test {
@@ -411,6 +415,147 @@ TEST(ReplayFinds, AKernelBesideTheDispatcherThatChangesAResult) {
     return Several{y * part.bias};
   };
   expect_eager(body, {"found other values than eager ones"});
+}
+
+// --- raw gradients: whose each is
+
+/// A weight beside the part's own, of the same shape.
+TwinOptions with_another_weight() {
+  TwinOptions options;
+  options.prepare = [](Model& model) {
+    model.parts[0]->register_parameter("other", seeded(50, {Part::kWidth, Part::kWidth}) * 0.2);
+  };
+  return options;
+}
+
+at::Tensor other_of(Part& part) { return *part.named_parameters(false).find("other"); }
+
+/// Two products and two sums, whose gradients are of two shapes.
+Several two_of_each(Part& part, const Several& in) {
+  const at::Tensor y = nn::linear(nn::rms_norm(in[0], part.norm, 1e-6), part.weight, part.bias);
+  return Several{nn::linear(y.tanh(), other_of(part))};
+}
+
+// The operations of each call are the same, of the same values: only who gets what is another.
+TEST(ReplayFinds, WeightsThatSwapTheirRoles) {
+  const auto body = [](Part& part, const Several& in) {
+    const bool swaps = part.bodies % 2 == 0;
+    const at::Tensor first = swaps ? other_of(part) : part.weight;
+    const at::Tensor second = swaps ? part.weight : other_of(part);
+    return Several{nn::linear(nn::linear(in[0], first).tanh(), second)};
+  };
+  Expected expected{"found the gradient of part0.other, expected the gradient of part0.weight"};
+  expected.options = with_another_weight();
+  expect_eager(body, expected);
+}
+
+/// Adds two of one shape; their gradients are handed back the other way round in every other call.
+struct AddsAndSwaps : torch::autograd::Function<AddsAndSwaps> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& a, const at::Tensor& b,
+                            bool swaps) {
+    context->saved_data["swaps"] = swaps;
+    return a + 2.0 * b;
+  }
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    const at::Tensor one = grads[0] * 1.0, two = grads[0] * 2.0;
+    const bool swaps = context->saved_data["swaps"].toBool();
+    return {swaps ? two : one, swaps ? one : two, at::Tensor()};
+  }
+};
+
+// What is formed is the same in each call, and so is the order of the slots.
+TEST(ReplayFinds, RawGradientsThatSwapTheirSlots) {
+  const auto body = [](Part& part, const Several& in) {
+    const auto sum = AddsAndSwaps::apply(part.bias, part.norm, part.bodies % 2 == 0);
+    return Several{(in[0] * sum).tanh()};
+  };
+  expect_eager(body, {"the gradient of part0.bias: found other arguments than before"});
+}
+
+/// The program of a region is made wrong: it is found before it is replayed.
+void expect_found(const std::function<void(capture::Program&)>& fault, const std::string& why) {
+  std::atomic<int> faults{0};
+  const test_hooks::Set wrong(test_hooks::made_program, [&](capture::Program& program) {
+    fault(program);
+    ++faults;
+  });
+  Expected expected{why};
+  expected.options = with_another_weight();
+  expect_eager(two_of_each, expected);
+  EXPECT_EQ(faults, 2) << "of two ranks";
+}
+
+/// The places of two steps that hand in gradients of one shape, of `dims` dims.
+std::vector<std::size_t> gradients_of(const capture::Program& program, std::size_t dims) {
+  std::vector<std::size_t> found;
+  for (std::size_t i = 0; i < program.steps.size(); ++i) {
+    const auto& [call, gradient] = program.steps[i];
+    if (call || gradient.raw == capture::kNone) continue;
+    const auto& raw = program.values[static_cast<std::size_t>(gradient.raw)];
+    if (raw.sizes.size() == dims) found.push_back(i);
+  }
+  EXPECT_THAT(found, SizeIs(2)) << dims;
+  return found;
+}
+
+constexpr auto kAGradient = "the gradient of part0.";
+
+// Of products, which would lie in one place one after the other, such a swap changes nothing.
+TEST(ReplayFinds, AProgramThatSwapsRawValues) {
+  const auto fault = [](capture::Program& program) {
+    const auto at = gradients_of(program, 1);
+    std::swap(program.steps[at[0]].gradient.raw, program.steps[at[1]].gradient.raw);
+  };
+  expect_found(fault, kAGradient);
+}
+
+TEST(ReplayFinds, AProgramThatSwapsSlots) {
+  for (const auto dims : {std::size_t{1}, std::size_t{2}}) {
+    SCOPED_TRACE(concat("of ", dims, " dims"));
+    const auto fault = [dims](capture::Program& program) {
+      const auto at = gradients_of(program, dims);
+      std::swap(program.steps[at[0]].gradient.slot, program.steps[at[1]].gradient.slot);
+    };
+    expect_found(fault, kAGradient);
+  }
+}
+
+// Products that would be written into each other's slots, though the steps that hand them in are right.
+TEST(ReplayFinds, AProgramThatSwapsDirectSlots) {
+  const auto fault = [](capture::Program& program) {
+    std::vector<capture::TapeGradient*> direct;
+    for (auto& step : program.steps) {
+      if (step.call && step.call->direct) direct.push_back(&*step.call->direct);
+    }
+    ASSERT_THAT(direct, SizeIs(2));
+    std::swap(direct[0]->slot, direct[1]->slot);
+  };
+  expect_found(fault, kAGradient);
+}
+
+// Memory that is still read is written over: as if it were laid out where another value lies.
+TEST(ReplayFinds, AProgramWhoseMemoryOverlaps) {
+  const auto fault = [](capture::Program& program) {
+    for (auto& memory : program.memories) {
+      if (memory.place == capture::MemoryPlace::kScratch) memory.offset = 0;
+    }
+  };
+  expect_found(fault, "found other values than eager ones");
+}
+
+// A number of the first call that every replay would go by.
+TEST(ReplayFinds, AProgramWithAStaleConstant) {
+  const auto fault = [](capture::Program& program) {
+    for (auto& step : program.steps) {
+      if (!step.call) continue;
+      for (auto& slot : step.call->arguments) {
+        if (slot.form == capture::Slot::Form::kConstant && slot.constant.isDouble()) {
+          slot.constant = slot.constant.toDouble() * 2.0;
+        }
+      }
+    }
+  };
+  expect_found(fault, "rms_norm");
 }
 
 // A leaf of nobody's: its gradient is in no slot.

@@ -124,6 +124,8 @@ class Chat(unittest.TestCase):
                 ({"do_sample": True, "top_p": 0.9}, ["--temperature", 0], "--temperature 0.0"),
                 ({"temperature": 0.6, "top_k": 20}, [], "--temperature 0.0"),
                 ({"do_sample": True}, [], "--temperature 1.0"),
+                ({"do_sample": True, "temperature": 0, "top_p": 0.9}, [], "--temperature 0.0"),
+                ({"do_sample": True, "temperature": 0.0}, ["--top-k", 5], "--temperature 1.0 --top-k 5"),
                 ({}, ["--top-p", 0.5], "--temperature 1.0 --top-p 0.5")):
             about.write_text(json.dumps(says))
             self.chat("m", *self.pretend(tokenizer, "Two."), *words)
@@ -147,6 +149,10 @@ class Chat(unittest.TestCase):
         self.assertIn("nowhere is not there", self.chat("m", "--program", "nowhere", ok=False))
         self.assertIn("System role not supported", self.chat("m", *program, "--system", "Be brief.", ok=False))
         self.assertIn("--max-new-tokens", self.chat("m", *program, "--max-new-tokens", "many", ok=False))
+        self.assertIn("standard input: found bytes that are not UTF-8", self.chat("m", *program, says=b"\xff\n", ok=False))
+        (self.folder / "nothing.jinja").write_text("\n")
+        self.assertIn("nothing.jinja: found an empty file",
+                      self.chat("m", *program, "--chat-template", "nothing.jinja", ok=False))
         (self.folder / "m/chat_template.jinja").unlink()
         self.assertIn("no chat template", self.chat("m", *program, ok=False))
         (self.folder / "program").write_text(f"#!{sys.executable}\nimport sys; sys.exit('tessera: bad model')\n")

@@ -90,6 +90,22 @@ class Program(unittest.TestCase):
 
 
 class ConvertFolder(Program):
+    def test_a_layer_that_the_config_does_not_count_is_refused_and_not_taken_for_one_that_predicts(self):
+        from safetensors.torch import save_file
+        tensors = load_file(DATA / "glm4-moe-fp32" / "model.safetensors")
+        for named, more, layers in (("uncounted", {"num_nextn_predict_layers": 0}, 3), ("no eh_proj", {}, 3),
+                                    ("one too many", {}, 2)):
+            with self.subTest(named):
+                source = self.folder / named
+                source.mkdir()
+                config = json.loads((DATA / "glm4-moe-fp32" / "config.hub.json").read_text())
+                config |= {"num_hidden_layers": layers, "num_nextn_predict_layers": 1, **more}
+                (source / "config.json").write_text(json.dumps(config))
+                predicting = {} if named == "no eh_proj" else {f"model.layers.{layers}.eh_proj.weight": torch.ones(2)}
+                save_file({**tensors, **predicting}, source / "model.safetensors")
+                said = self.run_tessera("convert", source, self.folder / "out", code=2)
+                self.assertIn("found the tensor model.layers.3.", said)
+
     def test_a_folder_comes_out_with_the_same_bytes_and_gradients(self):
         for name in FOLDERS:
             for limit, files in (("5GB", 1), ("60KB", None)):
@@ -160,6 +176,9 @@ class ConvertFolder(Program):
                               capture_output=True, text=True)
         self.assertEqual(said.returncode, 0, said.stderr)
         self.assertIn("3 tensors are left out", said.stderr)
+        self.assertIn("prediction layer", said.stderr)
+        compared = self.run_tessera("convert", source, self.folder / "out", "--verify")
+        self.assertRegex(compared.splitlines()[-1], rf"{len(expected)} equal, 0 cast, 0 changed; 3 of the source left out$")
         self.assertSameBits({k: v[0] for k, v in self.tensors(self.folder / "out").items()}, expected)
         written = json.loads((self.folder / "out/config.json").read_text())
         self.assertNotIn("quantization_config", written)
@@ -273,6 +292,9 @@ class ConvertVerify(Program):
         self.assertEqual({k for k, v in said.items() if v == "cast, float32 to bfloat16"}, cast)
         self.assertEqual({k for k, v in said.items() if v == "equal, bfloat16"}, before.keys() - cast)
         self.assertEqual(last, f"narrow: {len(before) - len(cast)} equal, {len(cast)} cast, 0 changed")
+        said, last = self.verify(DATA / "qwen3-mixed", "narrow", "--dtype", "float32", code=3)
+        self.assertEqual(set(said.values()), {"changed, found bfloat16, expected the dtype float32 that was asked for"})
+        self.assertEqual(last, f"narrow: 0 equal, 0 cast, {len(before)} changed")
         said, _ = self.verify(DATA / "qwen3-mixed", "wide", "--dtype", "float32")
         self.assertEqual({k for k, v in said.items() if v == "cast, bfloat16 to float32"}, before.keys() - cast)
 

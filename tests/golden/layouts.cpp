@@ -13,6 +13,7 @@
 
 #include "dist/ranks.h"
 #include "golden/model_folder.h"
+#include "io/safetensors.h"
 #include "models/description.h"
 #include "tessera/shard.h"
 #include "train/gradients.h"
@@ -156,6 +157,7 @@ TrainingRun run_training(train::Config config, const Layout& layout,
   // Checkpoints only where a test has a folder for them.
   config.checkpoint.enable = std::filesystem::path(config.checkpoint.folder).is_absolute();
   TrainingRun run;
+  run.regions.resize(static_cast<std::size_t>(layout.ranks));
   std::mutex mutex;
   on_ranks(layout, [&](World& world) {
     train::TrainingHooks hooks;
@@ -163,8 +165,8 @@ TrainingRun run_training(train::Config config, const Layout& layout,
       if (world.rank() == 0) {
         run.losses.push_back(metrics.loss);
         run.norms.push_back(metrics.grad_norm);
-        run.regions = replay_calls(model);
       }
+      run.regions[static_cast<std::size_t>(world.rank())] = replay_calls(model);
       if (!keep_parameters_of.contains(metrics.step)) return;
       // The first rank of each stage of a pipeline has that one's.
       const auto firsts = model.mesh().shapes().ranks_of(0, {axis::kPipeline});
@@ -210,6 +212,24 @@ train::Config training_config(const Reference& reference, OptimizerKind kind,
     config.optimizer.lr = 1e-3;
   }
   return config;
+}
+
+std::string batch_file(const models::ModelSpec& spec, std::int64_t rows, std::int64_t tokens) {
+  auto generator = at::make_generator<at::CPUGeneratorImpl>(7);
+  const auto ids = at::randint(0, spec.vocab_size - 1, {rows, tokens}, generator,
+                               at::TensorOptions().dtype(at::kLong));
+  auto labels = ids.clone();
+  labels.view({-1}).slice(0, 3, rows * tokens, 5).fill_(-100);
+  const auto path = temporary_path("batch.safetensors");
+  SafetensorsWriter writer(path, {{"input_ids", DType::kInt64, {rows, tokens}},
+                                  {"labels", DType::kInt64, {rows, tokens}}});
+  const auto write = [&](const char* name, const at::Tensor& tensor) {
+    writer.write(name, {static_cast<const std::byte*>(tensor.const_data_ptr()), tensor.nbytes()});
+  };
+  write("input_ids", ids);
+  write("labels", labels);
+  writer.finish();
+  return path;
 }
 
 }  // namespace tessera::golden

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "golden/reference.h"
+#include "models/model_spec.h"
 #include "tessera/compile.h"
 #include "tessera/world.h"
 #include "train/config/config.h"
@@ -62,8 +63,8 @@ struct TrainingRun {
   std::vector<double> norms;
   /// By step, of the steps that were asked for, under the names of the files.
   std::map<std::int64_t, Tensors> parameters;
-  std::vector<std::string> lines;  ///< metrics.jsonl
-  ReplayCalls regions;             ///< of rank 0, when it ended
+  std::vector<std::string> lines;    ///< metrics.jsonl
+  std::vector<ReplayCalls> regions;  ///< by rank, when it ended
   train::TrainingResult result;
 };
 TrainingRun run_training(train::Config config, const Layout& layout,
@@ -73,5 +74,8 @@ enum class OptimizerKind { kSgd, kAdamW };
 std::string to_string(OptimizerKind kind);
 /// The reference's optimizer settings on the reference's batches.
 train::Config training_config(const Reference& reference, OptimizerKind kind, const Layout& layout);
+
+/// Writes a file of one batch: ids at random, every fifth label left out.
+std::string batch_file(const models::ModelSpec& spec, std::int64_t rows, std::int64_t tokens);
 
 }  // namespace tessera::golden

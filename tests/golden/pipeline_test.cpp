@@ -23,7 +23,6 @@
 #include "golden/model_folder.h"
 #include "golden/pipeline_case.h"
 #include "golden/reference.h"
-#include "io/safetensors.h"
 #include "models/model_spec.h"
 #include "proof.h"
 #include "tessera/clip.h"
@@ -67,25 +66,6 @@ bool has_experts(const std::string& folder) {
 bool is_case(const PipelineCase& c) {
   if (c.beside.ep > 1 && !has_experts(c.folder)) return false;
   return c.stages * (has_several_stages(c.schedule) ? 2 : 1) <= (c.folder == kEightLayers ? 8 : 4);
-}
-
-/// Rows of ids at random with every fifth label left out: as many a rank and micro-batch as told.
-std::string batch_file(const models::ModelSpec& spec, std::int64_t rows, std::int64_t tokens) {
-  auto generator = at::make_generator<at::CPUGeneratorImpl>(7);
-  const auto ids = at::randint(0, spec.vocab_size - 1, {rows, tokens}, generator,
-                               at::TensorOptions().dtype(at::kLong));
-  auto labels = ids.clone();
-  labels.view({-1}).slice(0, 3, rows * tokens, 5).fill_(-100);
-  const auto path = temporary_path("batch.safetensors");
-  SafetensorsWriter writer(path, {{"input_ids", DType::kInt64, {rows, tokens}},
-                                  {"labels", DType::kInt64, {rows, tokens}}});
-  const auto write = [&](const char* name, const at::Tensor& tensor) {
-    writer.write(name, {static_cast<const std::byte*>(tensor.const_data_ptr()), tensor.nbytes()});
-  };
-  write("input_ids", ids);
-  write("labels", labels);
-  writer.finish();
-  return path;
 }
 
 /// config.json of qwen3-moe-fp32 with twice the layers.

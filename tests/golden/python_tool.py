@@ -13,7 +13,7 @@ TOOLS = pathlib.Path(__file__).resolve().parents[2] / "tools"
 
 
 def run_tool(test, name, folder, *words, ok=True, says=""):
-    """What it prints, in `folder`, of what standard input `says`; where it has to be refused, the one
+    """What it prints, in `folder`, of what standard input `says`, text or bytes; where it has to be refused, the one
     line that says why."""
     tool = TOOLS / name
     out, err, before = io.StringIO(), io.StringIO(), (sys.argv, sys.path[:], os.getcwd())
@@ -22,7 +22,8 @@ def run_tool(test, name, folder, *words, ok=True, says=""):
     os.chdir(folder)
     try:
         with (contextlib.redirect_stdout(out), contextlib.redirect_stderr(err),
-              unittest.mock.patch("sys.stdin", io.StringIO(says))):
+              unittest.mock.patch("sys.stdin", io.TextIOWrapper(io.BytesIO(
+                  says if isinstance(says, bytes) else says.encode()), encoding="utf-8"))):
             runpy.run_path(str(tool), run_name="__main__")
     except SystemExit as error:
         test.assertFalse(ok, err.getvalue())

@@ -8,9 +8,12 @@ Run by ctest with TESSERA_PROGRAM; leaves with 77 (skipped) where `tokenizers`, 
 import json
 import os
 import pathlib
+import resource
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
 import unittest.mock
 
@@ -266,12 +269,42 @@ class Tokenize(unittest.TestCase):
         (self.folder / "model/tokenizer_config.json").unlink()
         self.assertIn("--no-eos", self.run_tool("--out", "out", "a.txt", ok=False))
 
+    def begin(self, *words, **how):
+        return subprocess.Popen([sys.executable, TOOL, "--model", "model", *words], cwd=self.folder, text=True,
+                                stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, **how)
+
+    def test_a_file_that_cannot_be_written_is_named_and_nothing_is_left(self):
+        def no_room():  # a file of more bytes is refused as on a full disk, with another reason
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        (self.folder / "long.txt").write_text(some_text(3000))
+        (self.folder / "out.bin").write_text("of an earlier run")
+        with self.begin("--out", "out", "long.txt", preexec_fn=no_room) as tool:
+            said = tool.stderr.read()
+        self.assertEqual(tool.returncode, 1, said)
+        self.assertRegex(said, r"\Atokenize: out\.bin\.tmp: File too large\n\Z")
+        self.assertEqual([file.name for file in self.folder.glob("out*")], ["out.bin"])
+        self.assertEqual((self.folder / "out.bin").read_text(), "of an earlier run")
+
+    def test_one_that_is_ended_leaves_nothing(self):
+        os.mkfifo(self.folder / "slow.txt")  # nobody writes into it
+        with self.begin("--out", "out", "slow.txt") as tool:
+            while tool.poll() is None and not (self.folder / "out.json.tmp").exists():
+                time.sleep(0.01)
+            tool.terminate()
+        self.assertEqual(tool.returncode, 128 + signal.SIGTERM)
+        self.assertEqual(list(self.folder.glob("out*")), [])
+
     def test_what_cannot_be_used_is_refused_in_a_line(self):
         (self.folder / "bad.jsonl").write_bytes(b'[{"role": "user", "content": "\xff"}]\n')
         (self.folder / "torn.list").write_bytes(b"\xff\xfe\n")
         (self.folder / "a.txt").write_text("the cat")
         gap = self.size
+        (self.folder / "nothing.jinja").write_text("")
         for words, says in (
+                (["--out", "out", "--chat", "--chat-template", "nothing.jinja", "bad.jsonl"],
+                 "nothing.jinja: found an empty file"),
+                (["--out", "out", "--eos", END, "--no-eos", "a.txt"], "not allowed with argument --eos"),
+                (["--out", "out", "--encode", "a"], "not allowed with argument --out"),
                 (["--out", "out", "nope.txt"], "nope.txt: No such file"),
                 (["--out", "out", "--chat", "nope.jsonl"], "nope.jsonl: No such file"),
                 (["--out", "out", "--chat", "--chat-template", "nope.jinja", "bad.jsonl"], "nope.jinja: No such file"),

@@ -285,7 +285,7 @@ std::vector<Waits> waits_of(const train::Config& config, const TemporaryFolder& 
     const auto reads = std::make_shared<Reads>();
     const auto before = std::make_shared<int>(0);
     train::TrainingHooks hooks;
-    hooks.on_first_step = [=] {
+    hooks.on_first_step = [=](std::int64_t /*done*/) {
       take_counts();
       *before = reads->count();
     };

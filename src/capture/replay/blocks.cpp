@@ -18,6 +18,24 @@ auto& of_kind(List& list, BlockKind kind) {
 
 void Blocks::Unmap::operator()(char* memory) const { ::munmap(memory, bytes); }
 
+void Blocks::rest(BlockKind kind) {
+  for (auto& block : of_kind(free_, kind)) {
+    auto& of = block.get_deleter();
+    if (!of.rests) of.rests = ::madvise(block.get(), of.bytes, MADV_DONTNEED) == 0;
+  }
+}
+
+std::int64_t Blocks::bytes_at_rest() const {
+  std::int64_t bytes = 0;
+  for (const auto& of_one_kind : free_) {
+    for (const auto& block : of_one_kind) {
+      const auto& of = block.get_deleter();
+      if (of.rests) bytes += static_cast<std::int64_t>(of.bytes);
+    }
+  }
+  return bytes;
+}
+
 RegionBlocks Blocks::take_most() {
   RegionBlocks found{.most = std::exchange(most_, bytes_), .units = {}};
   for (auto& [unit, of] : units_) {
@@ -41,6 +59,7 @@ Blocks::Mapped Blocks::take(BlockKind kind, std::size_t bytes) {
   if (found != free.end()) {
     Mapped block = std::move(*found);
     free.erase(found);
+    block.get_deleter().rests = false;
     return block;
   }
   if (const auto small = std::ranges::max_element(free, {}, bytes_of); small != free.end()) {

@@ -4,7 +4,8 @@
 // run. Then it is free for any other region, so that layers that are recomputed share one, and stays:
 // straight from the system, since on the heap it would lie amid what eager calls take and give back,
 // and neither would fit any more. Forwards and backwards come in the same order in each step, so that
-// each finds the block that it had before. Threads: one.
+// each finds the block that it had before. Where much else is taken while blocks are free they rest:
+// their addresses stay, their pages go back to the system. Threads: one.
 #pragma once
 
 #include <array>
@@ -31,11 +32,16 @@ class Blocks {
   RegionBlocks take_most();
   /// They take now, free ones too.
   std::int64_t bytes() const { return bytes_; }
+  /// Those that are free have no pages until they are used again.
+  void rest(BlockKind kind);
+  /// Of those that rest.
+  std::int64_t bytes_at_rest() const;
 
  private:
   friend class Block;
   struct Unmap {
     std::size_t bytes = 0;
+    bool rests = false;
     void operator()(char* memory) const;
   };
   using Mapped = std::unique_ptr<char, Unmap>;

@@ -259,7 +259,9 @@ void LiveEntry::run(std::size_t begin, std::size_t end, Gradients of_parameters,
       run_call(i, of_parameters);
       stack_.clear();
       if (seen) seen(i);
-    } else if (of_parameters == Gradients::kAccepted && !accepted_[i]) {
+    } else if (of_parameters == Gradients::kLeft) {
+      if (seen) seen(i);
+    } else if (!accepted_[i]) {
       accept(step.gradient);
     }
   }

@@ -19,7 +19,7 @@
 
 namespace tessera::capture {
 
-/// Called behind the operation of each step.
+/// Called behind the operation of each step, and where a raw gradient is left.
 using StepSeen = std::function<void(std::size_t step)>;
 
 class LiveEntry {

@@ -2,7 +2,6 @@
 #include <ATen/ATen.h>
 #include <ATen/SequenceNumber.h>
 #include <c10/core/GradMode.h>
-#include <malloc.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
@@ -18,6 +17,7 @@
 #include <utility>
 
 #include "base/first_derivative.h"
+#include "base/test_hooks.h"
 #include "capture/replay/apart.h"
 #include "capture/replay/variants.h"
 #include "comm/torch_compat.h"
@@ -42,11 +42,37 @@ class Comparison {
  private:
   void look_at(std::size_t step) {
     if (!difference_.empty()) return;
-    const auto& call = *eager_.steps()[step].call;
+    const auto& replayed = replay_.program().steps[step];
+    if (!replayed.call) return look_at_gradient(replayed.gradient, step);
     for (const auto& [value, bits] : eager_.kept()[step]) {
-      if (bits_of(replay_.value(value)) == bits) continue;
-      difference_ = concat(name_of(call.operation), ": found other values than eager ones");
+      if (bits_of(replay_.value(value)) != bits) {
+        return differs(name_of(eager_.steps()[step].call->operation));
+      }
     }
+    // A replay hands it in here, where its slot is lent: the value that was looked at.
+    const auto& call = *replayed.call;
+    if (call.direct && step >= eager_.forward_steps()) {
+      const auto& came = eager_.steps()[call.gradient_step].gradient;
+      if (!is_for(*call.direct, came) || call.direct->raw != came.raw) differs(name_of(came));
+    }
+  }
+
+  /// What the program hands in, and for whom, beside what came to the sink at that step.
+  void look_at_gradient(const TapeGradient& handed, std::size_t step) {
+    const auto& came = eager_.steps()[step].gradient;
+    const auto is_same = [&](const Tape::Seen& seen) {
+      return bits_of(replay_.value(handed.raw)) == seen.bits;
+    };
+    const bool is_alike = is_for(handed, came) && (handed.raw == kNone) == (came.raw == kNone);
+    if (!is_alike || !std::ranges::all_of(eager_.kept()[step], is_same)) differs(name_of(came));
+  }
+
+  static bool is_for(const TapeGradient& handed, const TapeGradient& came) {
+    return handed.sink == came.sink && handed.slot == came.slot;
+  }
+
+  void differs(const std::string& what) {
+    difference_ = concat(what, ": found other values than eager ones");
   }
 
   const Tape& eager_;
@@ -169,8 +195,10 @@ void end_recording(Region& region, Variant& variant, const std::shared_ptr<Tape>
       return std::pair(std::move(made), std::move(refused));
     });
     if (!why.empty()) return switch_off(region, variant, why);
+    if (const auto change = test_hooks::made_program.get()) (*change)(*program);
     if (is_one_product(*program)) return switch_off(region, variant, "a product alone");
     variant.tape = tape;
+    program->while_deferring = region.defers_weight_gradients();
     variant.program = std::move(program);
     return;
   }
@@ -180,10 +208,6 @@ void end_recording(Region& region, Variant& variant, const std::shared_ptr<Tape>
   ++variant.compared;
   if (variant.replays()) variant.tape.reset();  // nothing is compared with it any more
 }
-
-/// What is free goes back to the system. Calls that are recorded leave small pieces on the heap for
-/// good, between which what eager calls took no longer fits as it did: others would be taken beside it.
-void trim_heap() { ::malloc_trim(0); }
 
 /// What `run` gives, while `tape` records it. What no operation writes, and yet is another afterwards,
 /// the body has changed through a pointer: a replay would not.
@@ -345,6 +369,7 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
     base::refuse_double_backward();
     const auto call =
         c10::static_intrusive_pointer_cast<LiveCall>(context->saved_data["call"].toCapsule());
+    call->region->shared().backward_runs();
     TESSERA_CHECK(!call->has_ended, ErrorKind::kUsage, "region ", call->region->name(),
                   ": found a second backward of a graph that the first one did not keep, expected "
                   "one; call the first one with retain_graph");
@@ -383,7 +408,8 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
     }
     compare_forward(*call.region, call.variant, *call.tape, call.all_inputs());
     call.tape->drop_values();
-    trim_heap();  // others run forward, and are compared, before this one's backward
+    // Others run forward, and are compared, before this one's backward.
+    call.region->shared().trim();
     return handed_out(context, call);
   }
 
@@ -393,9 +419,10 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
     auto& variant = *call.variant;
     variant.is_recording = false;
     const bool defers = call.region->defers_weight_gradients();
-    if (defers && variant.tape != nullptr && !variant.program->defers) variant.forget();
+    if (defers && variant.tape != nullptr && !variant.program->while_deferring) variant.forget();
+    // Where it has none that is put off, both are recorded alike.
     const bool is_as_recorded = variant.tape == nullptr || (match(variant.gradients, grads) &&
-                                                            defers == variant.program->defers);
+                                                            (defers || !variant.program->defers));
     if (!is_as_recorded) {
       ++call.region->calls().eager["other gradients than were recorded"];
       return backward_inside(call, grads);
@@ -414,7 +441,7 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
     compare_backward(*call.region, call.variant, *tape, call.all_inputs(), grads);
     tape->drop_values();
     end_recording(*call.region, variant, tape, call.ends);
-    trim_heap();
+    call.region->shared().trim();
     return of_inputs;
   }
 
@@ -423,6 +450,7 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
     call.entry = call.region->take_entry(call.variant);
     call.taken = taken_from_checkpoint(call.entry->program(), call.inputs.size());
     auto outputs = call.entry->forward(call.all_inputs());
+    call.region->shared().forward_ran(*call.region);
     for (const auto i : call.entry->program().kept_results) {
       call.results.push_back(outputs[static_cast<std::size_t>(i)].detach());
     }
@@ -444,7 +472,8 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
                   call.region->name(),
                   ": found that an argument or a result that its backward reads was changed in "
                   "place since its forward, expected it as it was; change a clone");
-    const bool defers = call.region->defers_weight_gradients() && !call.entry->program().defers;
+    const bool defers =
+        call.region->defers_weight_gradients() && !call.entry->program().while_deferring;
     if (!defers && match(call.variant->gradients, grads)) {
       return call.entry->backward(grads, LiveEntry::Gradients::kAccepted, {}, call.entry);
     }
@@ -510,6 +539,7 @@ std::vector<at::Tensor> call_without(Region& region, const std::shared_ptr<Varia
     ++region.calls().replayed;
     const auto entry = region.take_entry(of);
     auto outputs = entry->forward(inputs);
+    region.shared().forward_ran(region);
     // What keep() would have kept, behind the results.
     for (std::size_t i = variant.results; i < outputs.size(); ++i) grad::add_kept(outputs[i]);
     outputs.resize(variant.results);
@@ -530,7 +560,7 @@ std::vector<at::Tensor> call_without(Region& region, const std::shared_ptr<Varia
   compare_forward(region, of, *tape, inputs);
   tape->drop_values();
   end_recording(region, variant, tape, ends);
-  trim_heap();
+  region.shared().trim();
   return outputs;
 }
 

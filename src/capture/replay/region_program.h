@@ -77,6 +77,8 @@ struct Program {
   std::vector<ValueId> inputs, gradients;  ///< kNone: undefined, or not used
   std::vector<HandedValue> results, input_gradients;
   bool defers = false;  ///< some gradients were put off
+  /// Recorded while weight gradients are put off, whether or not it has one that can be.
+  bool while_deferring = false;
   std::int64_t entry_bytes = 0, scratch_bytes = 0;
   /// Arguments and results that backward reads: nobody may change them in between.
   std::vector<std::int32_t> kept_inputs, kept_results;

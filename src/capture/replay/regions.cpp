@@ -5,8 +5,11 @@
 #include <ATen/autocast_mode.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
+#include <malloc.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "base/log.h"
 #include "capture/replay/apart.h"
@@ -57,6 +60,23 @@ Region::Region(const std::shared_ptr<torch::nn::Module>& owner, std::string name
   never_ = "a unit inside";
   modules_.clear();  // a handle holds what holds this
   parameters_.clear();
+}
+
+void SharedByRegions::forward_ran(const Region& region) {
+  // What recomputes is amid layers.
+  if (torch::autograd::get_current_graph_task_id() != -1) return;
+  ran_last_ = &region;
+  if (ends_forward_ == &region) blocks->rest(BlockKind::kScratch);
+}
+
+void SharedByRegions::backward_runs() {
+  if (ran_last_ != nullptr) ends_forward_ = std::exchange(ran_last_, nullptr);
+}
+
+void SharedByRegions::trim() const {
+  blocks->rest(BlockKind::kEntry);
+  blocks->rest(BlockKind::kScratch);
+  ::malloc_trim(0);
 }
 
 std::shared_ptr<LiveEntry> Region::take_entry(const std::shared_ptr<Variant>& variant) const {

@@ -39,6 +39,18 @@ struct SharedByRegions {
   ReplayCalls calls;
   std::shared_ptr<Blocks> blocks = std::make_shared<Blocks>();
   std::set<std::string> said;  ///< reasons
+
+  /// Behind a replay of `region`. Behind the last one of a forward, known by the forward before, come
+  /// the head and the loss, where an eager step has most and nothing in place of scratch: it rests.
+  void forward_ran(const Region& region);
+  void backward_runs();
+  /// Behind a call that was recorded or compared: what only it took goes back to the system. Small
+  /// pieces stay on the heap for good, between which what eager calls took no longer fits as it did:
+  /// others would be taken beside it.
+  void trim() const;
+
+ private:
+  const void *ran_last_ = nullptr, *ends_forward_ = nullptr;
 };
 
 class ReplayedRegions : public grad::Regions {
@@ -64,7 +76,11 @@ void replay_regions(const ShardedBase& model);
 /// What blocks of the regions of `model`, the outermost handle, took at most since the last call of
 /// this, by unit; none without regions.
 RegionBlocks take_region_blocks(const ShardedBase& model);
+struct RegionBytes {
+  std::int64_t mapped = 0;
+  std::int64_t at_rest = 0;  ///< of these, without pages
+};
 /// They take now.
-std::int64_t region_bytes(const ShardedBase& model);
+RegionBytes region_bytes(const ShardedBase& model);
 
 }  // namespace tessera::capture

@@ -74,13 +74,17 @@ bool same_slots(const std::vector<Slot>& before, const std::vector<Slot>& now) {
 
 std::string words_of(const TapeStep& step) {
   if (step.call) return name_of(step.call->operation);
-  return concat("a gradient for slot ", step.gradient.slot);
+  return name_of(step.gradient);
 }
 
 }  // namespace
 
 std::string name_of(const c10::OperatorHandle& operation) {
   return c10::toString(operation.operator_name());
+}
+
+std::string name_of(const TapeGradient& gradient) {
+  return concat("the gradient of ", gradient.sink->contract(gradient.slot).name);
 }
 
 bool is_value(const at::Tensor& tensor) {
@@ -323,6 +327,9 @@ void Tape::gradient(grad::GradSink& sink, grad::SlotId slot, const at::Tensor& r
   }
   steps_.push_back({std::nullopt, {&sink, slot, value}});
   kept_.emplace_back();
+  if (!keeps_bits_ || value == kNone || !refused_.empty()) return;
+  const c10::impl::ExcludeDispatchKeyGuard unseen(kernels::kWatchKey);
+  kept_.back().push_back({value, bits_of(raw)});
 }
 
 /// Its product is part of what is recorded, and formed here once more.
@@ -341,16 +348,22 @@ TapeScope::~TapeScope() { t_tape = outer_; }
 
 namespace {
 
+/// Of the same operation, or for the same slot.
+bool same_names(const TapeStep& before, const TapeStep& now) {
+  if (before.call.has_value() != now.call.has_value()) return false;
+  if (before.call) {
+    return before.call->operation.operator_name() == now.call->operation.operator_name();
+  }
+  return before.gradient.sink == now.gradient.sink && before.gradient.slot == now.gradient.slot;
+}
+
 /// Of one step; empty: none.
 std::string difference_of(const TapeStep& before, const TapeStep& now) {
-  const bool is_same_kind = before.call.has_value() == now.call.has_value() &&
-                            (!before.call || before.call->operation.operator_name() ==
-                                                 now.call->operation.operator_name());
-  if (!is_same_kind) return concat("found ", words_of(now), ", expected ", words_of(before));
+  if (!same_names(before, now))
+    return concat("found ", words_of(now), ", expected ", words_of(before));
   const bool is_same = before.call ? same_slots(before.call->arguments, now.call->arguments) &&
                                          same_slots(before.call->results, now.call->results)
-                                   : before.gradient.slot == now.gradient.slot &&
-                                         before.gradient.may_wait == now.gradient.may_wait &&
+                                   : before.gradient.may_wait == now.gradient.may_wait &&
                                          before.gradient.raw == now.gradient.raw;
   return is_same ? "" : concat(words_of(now), ": found other arguments than before");
 }

@@ -114,7 +114,7 @@ class Tape : public grad::Recording {
     ValueId value = kNone;
     Hash128 bits;
   };
-  /// Of each step, what its operation gave and wrote.
+  /// Of each step, what its operation gave and wrote, or the raw gradient.
   const std::vector<std::vector<Seen>>& kept() const { return kept_; }
   void drop_values() {
     kept_.assign(kept_.size(), {});
@@ -205,5 +205,8 @@ bool only_finds_memory(const c10::OperatorHandle& operation);
 
 /// "aten::mm.out", of messages.
 std::string name_of(const c10::OperatorHandle& operation);
+
+/// "the gradient of layers.0.weight", of messages.
+std::string name_of(const TapeGradient& gradient);
 
 }  // namespace tessera::capture

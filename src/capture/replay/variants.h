@@ -70,6 +70,7 @@ class Region : public std::enable_shared_from_this<Region> {
   }
 
   const std::string& name() const { return name_; }
+  SharedByRegions& shared() { return *shared_; }
   ReplayCalls& calls() { return shared_->calls; }
   /// That it stays eager; of regions that do for the same reason the first one says so.
   void say_once(const std::string& why);

@@ -305,8 +305,13 @@ void Muon::update_matrices(const std::vector<Item*>& items) {
   for (const auto& [piece, place] : known.to_owners.out) {
     out.narrow(0, place, exchange.pieces[piece].in_box.size()).copy_(of_piece(piece));
   }
-  const auto results =
-      exchanged(results_of(known, exchanged(out, known.to_owners)), known.to_holders);
+  // One at a time: each is as large as this rank's matrices in fp32.
+  auto arrived = exchanged(out, known.to_owners);
+  out.reset();
+  auto formed = results_of(known, arrived);
+  arrived.reset();
+  const auto results = exchanged(formed, known.to_holders);
+  formed.reset();
   for (const auto& [piece, place] : known.to_holders.in) {
     of_piece(piece).copy_(results.narrow(0, place, exchange.pieces[piece].in_box.size()));
   }

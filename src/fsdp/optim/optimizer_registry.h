@@ -55,6 +55,11 @@ double default_momentum(OptimizerName name);
 /// How many tensors it keeps of a parameter at most, each laid out as the shard:
 /// Optimizer::states_of() of what make_optimizer gives.
 int kept_states(OptimizerName name, const Hyperparameters& values);
+/// Optimizer::is_elementwise() of what make_optimizer gives: whether its state can be offloaded.
+bool is_elementwise(OptimizerName name);
+/// Keys of `values` that are not their defaults and that this optimizer does not have.
+std::vector<std::string_view> keys_without_effect(OptimizerName name,
+                                                  const Hyperparameters& values);
 /// That of the first, and of all that have another: "0.1; 0 for SGD".
 std::string default_weight_decays();
 

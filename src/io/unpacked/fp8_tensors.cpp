@@ -111,6 +111,11 @@ const std::vector<float>& Fp8Tensors::factors_of(const std::string& name,
   held_.resize(static_cast<std::size_t>(shape.blocks));
   packed_->read(name + std::string(kScale), 0, shape.blocks,
                 std::as_writable_bytes(std::span(held_)));
+  // Nobody who rounds writes one: the codes have the signs.
+  const auto negative = std::ranges::find_if(held_, [](float factor) { return factor < 0; });
+  TESSERA_CHECK(negative == held_.end(), ErrorKind::kFormat, path().string(), ": ",
+                printable(name + std::string(kScale)), ": found the factor ", *negative,
+                " of block ", negative - held_.begin(), ", expected none below 0");
   held_name_ = name;
   return held_;
 }

@@ -1,7 +1,5 @@
 #include "models/deepseek_v2/deepseek_keys.h"
 
-#include <charconv>
-
 #include "models/spec_keys.h"
 #include "tessera/error.h"
 
@@ -112,20 +110,15 @@ void read_sigmoid_router(ConfigReader& keys, const ExpertGroups& absent, MoeSpec
   keys.expect("topk_method", "noaux_tc", "how this family chooses experts");
 }
 
-void read_prediction_layers(ConfigReader& keys) {
-  // Left out where tensors are read (is_of_prediction_layers).
-  keys.integer("num_nextn_predict_layers", {0, kLayers.max});
-  keys.integer("num_mtp_layers", {0, kLayers.max});
-}
-
-bool is_of_prediction_layers(const ModelSpec& spec, std::string_view published) {
-  constexpr std::string_view kLayerNames = "model.layers.";
-  if (!published.starts_with(kLayerNames)) return false;
-  const std::string_view rest = published.substr(kLayerNames.size());
-  std::int64_t layer = 0;
-  const auto [end, failed] = std::from_chars(rest.data(), rest.data() + rest.size(), layer);
-  const bool is_number = failed == std::errc{} && end != rest.data() + rest.size() && *end == '.';
-  return is_number && layer >= spec.num_hidden_layers;
+std::int64_t read_prediction_layers(ConfigReader& keys) {
+  // The hub's key, and transformers' other name of it.
+  const auto published = keys.integer("num_nextn_predict_layers", {0, kLayers.max});
+  const auto renamed = keys.integer("num_mtp_layers", {0, kLayers.max});
+  if (published && renamed && *published != *renamed) {
+    keys.refuse("num_mtp_layers",
+                concat("num_nextn_predict_layers = ", *published, ", or one key"));
+  }
+  return published.value_or(renamed.value_or(0));
 }
 
 }  // namespace tessera::models

@@ -45,10 +45,7 @@ void set_expert_groups(ConfigReader& keys, const ExpertGroups& found, MoeSpec& m
 /// the groups of absent keys.
 void read_sigmoid_router(ConfigReader& keys, const ExpertGroups& absent, MoeSpec& moe);
 
-/// num_nextn_predict_layers: layers behind the model's own that predict further tokens. They are no
-/// part of the model here, whose spec has none.
-void read_prediction_layers(ConfigReader& keys);
-/// Of a published tensor.
-bool is_of_prediction_layers(const ModelSpec& spec, std::string_view published);
+/// num_nextn_predict_layers: ParsedSpec::prediction_layers. Without the key there are none.
+std::int64_t read_prediction_layers(ConfigReader& keys);
 
 }  // namespace tessera::models

@@ -41,7 +41,6 @@ void read_deepseek_v3(ConfigReader& keys, ModelSpec& spec) {
                        .first_dense = 3,
                        .scaling = 2.5});
   read_sigmoid_router(keys, {.groups = 8, .kept = 4}, *spec.moe);
-  read_prediction_layers(keys);
   keys.expect("rope_interleave", true, "rope pairs neighbours");
   check_fp8(keys);
 }
@@ -67,10 +66,12 @@ const FamilyTraits& deepseek_v3_traits() {
       .default_max_position_embeddings = 4096,
       .has_mlp_bias = false,
       .own_keys = {"quantization_config"},
-      .pins = {.strict = {"e_score_correction_bias"}, .under_float16 = {}},
+      .pins = {.strict = {"e_score_correction_bias"},
+               .under_float16 = {},
+               .strict_of_routers = true},
       .frozen = {},
       .module_name = [](std::string_view name) { return std::string(name); },
-      .is_extra = is_of_prediction_layers,
+      .read_prediction_layers = read_prediction_layers,
       .router_module = "gate",
       .read = read_deepseek_v3,
       .write = write_deepseek_v3,

@@ -35,7 +35,6 @@ void read_glm4_moe(ConfigReader& keys, ModelSpec& spec) {
       keys, spec,
       {.experts = 128, .experts_per_token = 8, .inner = 1408, .shared = 1, .first_dense = 1});
   read_sigmoid_router(keys, {.groups = 1, .kept = 1}, *spec.moe);
-  read_prediction_layers(keys);
 }
 
 void write_glm4_moe(const ModelSpec& spec, nlohmann::ordered_json& json) {
@@ -57,10 +56,12 @@ const FamilyTraits& glm4_moe_traits() {
       .default_max_position_embeddings = 131072,
       .has_mlp_bias = false,
       .own_keys = {"partial_rotary_factor"},
-      .pins = {.strict = {"e_score_correction_bias"}, .under_float16 = {}},
+      .pins = {.strict = {"e_score_correction_bias"},
+               .under_float16 = {},
+               .strict_of_routers = true},
       .frozen = {},
       .module_name = [](std::string_view name) { return std::string(name); },
-      .is_extra = is_of_prediction_layers,
+      .read_prediction_layers = read_prediction_layers,
       .router_module = "gate",
       .output_bias = false,
       .read = read_glm4_moe,

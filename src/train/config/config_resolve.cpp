@@ -10,6 +10,7 @@
 
 #include "base/text/printable.h"
 #include "capture/passes.h"
+#include "fsdp/optim/optimizer_registry.h"
 #include "grad/resolve_rules.h"
 #include "layout/range.h"
 #include "pipeline/kinds.h"
@@ -46,6 +47,12 @@ void check_compile(const Config& config, Verb verb) {
   const CompileConfig& section = config.compile;
   if (section.passes) capture::check_passes(*section.passes);
   if (section.mode == CompileChoice::kOff) return;
+  TESSERA_CHECK(
+      section.offload_folder.empty() || fsdp::is_elementwise(config.optimizer.name),
+      ErrorKind::kConfig, "compile.offload_folder: found one with optimizer.name ",
+      fsdp::name_of(config.optimizer.name),
+      ", which takes matrices whole, expected an optimizer whose state is used element by element; "
+      "leave offload_folder out, or set another optimizer.name");
   const int stages = config.parallelism.pipeline_parallel_degree;
   const bool only_replays = section.mode == CompileChoice::kReplay && section.form == 3 &&
                             !section.memory_budget && !section.passes && section.plan.empty() &&

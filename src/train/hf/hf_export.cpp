@@ -152,6 +152,7 @@ ExportPlan plan_export(const ModelSource& source, const ExportOptions& options) 
   TESSERA_INVARIANT(source.folder != nullptr, "a model without weights");
   if (source.adapters) check_adapters(source);
   ExportPlan plan;
+  plan.dtype = options.dtype;
   const std::vector<TensorSpec> tensors = tensors_to_write(source, options);
   plan.shards = plan_shards(tensors, options.max_shard_bytes);
   plan.widened = widened(source, tensors);
@@ -387,6 +388,7 @@ ExportPlan plan_adapter_export(const ModelSource& source, const ExportOptions& o
   TESSERA_INVARIANT(source.adapters != nullptr, "an export of adapters without any");
   check_adapters(source);
   ExportPlan plan;
+  plan.dtype = options.dtype;
   HfShard file{.file = "adapter_model.safetensors", .tensors = {}};
   std::map<std::string, PeftTensor> by_name;
   for (const auto& row : source.description.parameters) {

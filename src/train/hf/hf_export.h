@@ -31,6 +31,7 @@ struct ExportPlan {
   /// processors, and generation_config.json.
   std::map<std::string, std::filesystem::path> copies;
   std::int64_t size_bytes = 0;  ///< of all tensors
+  std::optional<DType> dtype;   ///< as ExportOptions asked
   /// Tensors whose values lost digits before the checkpoint was written, and that are written in a
   /// wider dtype all the same.
   std::vector<std::string> widened;

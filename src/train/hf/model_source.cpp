@@ -94,22 +94,34 @@ ModelSource open_adapters(CheckpointFolder adapters, const ModelConfig& model,
   return source;
 }
 
+/// A layer that predicts further tokens has this matrix, and a decoder's has none: one behind
+/// num_hidden_layers without it is a layer that the config forgets.
+bool predicts(const TensorSource& folder, const models::ParsedSpec& parsed, std::string_view name) {
+  const auto layer = models::prediction_layer(parsed, name);
+  return layer && folder.find(concat("model.layers.", *layer, ".eh_proj.weight")) != nullptr;
+}
+
 /// By the names of the family's modules, without what is no part of the model, which is said.
-std::shared_ptr<const TensorSource> named_as_modules(std::shared_ptr<const TensorSource> folder,
-                                                     const models::ModelSpec& spec) {
-  const models::FamilyTraits& family = models::traits(spec.family);
-  auto renamed = std::make_shared<RenamedTensors>(folder, [&](std::string_view name) {
-    const bool extra = family.is_extra != nullptr && family.is_extra(spec, name);
-    return extra ? std::string() : family.module_name(name);
-  });
-  if (!renamed->changes()) return folder;
+void name_as_modules(const models::ParsedSpec& parsed, ModelSource& source) {
+  const models::FamilyTraits& family = models::traits(parsed.spec.family);
+  bool predicting = false;
+  const auto renamed =
+      std::make_shared<RenamedTensors>(source.folder, [&](std::string_view name) -> std::string {
+        const bool extra = predicts(*source.folder, parsed, name);
+        predicting = predicting || extra;
+        return extra ? std::string() : family.module_name(name);
+      });
+  if (!renamed->changes()) return;
   const auto& left_out = renamed->left_out();
   if (!left_out.empty()) {
-    log::info(shown(folder->path()), ": ", left_out.size(), " tensors are left out, ",
+    log::info(shown(source.folder->path()), ": ", left_out.size(), " tensors are left out, ",
               printable(left_out.front()), left_out.size() > 1 ? " and others" : "",
-              ": they are no weights of ", family.architecture);
+              predicting ? ": those of a prediction layer, which is no part of "
+                         : ": they are no weights of ",
+              family.architecture);
   }
-  return renamed;
+  source.left_out = left_out;
+  source.folder = renamed;
 }
 
 }  // namespace
@@ -152,8 +164,8 @@ ModelSource open_model(const ModelConfig& model, const LoraRequest& lora, Purpos
     }
   }();
   for (const auto& warning : parsed.warnings) log::warn("config.json: ", warning);
+  if (source.folder) name_as_modules(parsed, source);
   source.spec = std::move(parsed.spec);
-  if (source.folder) source.folder = named_as_modules(source.folder, source.spec);
   source.lora = models::plan_lora(source.spec, lora);
   source.description = models::describe(source.spec, source.lora);
   return source;

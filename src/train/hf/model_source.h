@@ -30,6 +30,8 @@ struct ModelSource {
   models::ModelSpec spec;
   models::ModelDescription description;        ///< of the whole model, adapters included
   std::shared_ptr<const TensorSource> folder;  ///< null from scratch
+  /// Its tensors that are no part of the model, by its own names: what predicts or sees.
+  std::vector<std::string> left_out;
   /// The Hugging Face folder that the weights come from: this one, or the one that the run of a
   /// checkpoint began with; empty where training began from scratch.
   std::filesystem::path origin;

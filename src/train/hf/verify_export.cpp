@@ -76,6 +76,11 @@ ComparedTensor compared(const ExportPlan& plan, const HfTensors& written,
     return {tensor.name, Comparison::kChanged,
             concat("found ", to_string(found->dtype), ", expected a floating dtype")};
   }
+  if (plan.dtype && found->dtype != tensor.dtype) {
+    return {tensor.name, Comparison::kChanged,
+            concat("found ", to_string(found->dtype), ", expected the dtype ",
+                   to_string(tensor.dtype), " that was asked for")};
+  }
   std::optional<DType> source;
   const Difference other = difference(plan, written, tensor, source);
   if (other.count > 0) {

@@ -14,9 +14,10 @@
 namespace tessera::train {
 
 enum class Comparison : std::uint8_t {
-  kEqual,    ///< the same bits in the same dtype
-  kCast,     ///< in another dtype, each element rounded once (or widened) to it
-  kChanged,  ///< another value, another shape, or missing on either side
+  kEqual,  ///< the same bits in the same dtype
+  kCast,   ///< in another dtype, each element rounded once (or widened) to it
+  /// Another value, another shape, another dtype than was asked for, or missing on either side.
+  kChanged,
 };
 
 struct ComparedTensor {

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/text/printable.h"
+#include "fsdp/optim/optimizer_registry.h"
 #include "tessera/dtype.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
@@ -191,6 +192,16 @@ std::vector<std::string> short_run(const Config& config) {
                              "the warm-up ends; lower decay_steps, or raise training.steps"));
   }
   return remarks;
+}
+
+std::optional<std::string> unused_optimizer_keys(const OptimizerConfig& optimizer) {
+  std::string keys;
+  for (const std::string_view key : fsdp::keys_without_effect(optimizer.name, optimizer)) {
+    keys += concat(keys.empty() ? "" : ", ", "optimizer.", key);
+  }
+  if (keys.empty()) return std::nullopt;
+  return concat(keys, ": without effect, since ", fsdp::name_of(optimizer.name),
+                " has no such number; leave it out, or set another optimizer.name");
 }
 
 std::optional<std::string> changed_lr(const Config& before, const Config& now, std::int64_t done) {

@@ -57,6 +57,9 @@ std::optional<std::string> long_rows(std::int64_t row_tokens, std::int64_t posit
 /// decay that is longer than what the warm-up leaves.
 std::vector<std::string> short_run(const Config& config);
 
+/// The keys that are set and that the run's optimizer does not have.
+std::optional<std::string> unused_optimizer_keys(const OptimizerConfig& optimizer);
+
 /// How the learning rate goes on where a run is resumed after step `done` with other steps, schedule
 /// or lr than `before`; none where all are the same. Both have steps and lr.
 std::optional<std::string> changed_lr(const Config& before, const Config& now, std::int64_t done);

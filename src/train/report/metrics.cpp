@@ -37,6 +37,11 @@ std::string with_thousands(double value) {
   return digits;
 }
 
+std::vector<Scalar> without_nan(std::vector<Scalar> values) {
+  std::erase_if(values, [](const Scalar& scalar) { return std::isnan(scalar.value); });
+  return values;
+}
+
 std::vector<Scalar> named_values(const StepMetrics& m) {
   if (m.step == 0) return {{"val_loss", m.val_loss.value_or(NAN)}};
   std::vector<Scalar> values{{"loss", m.loss},     {"grad_norm", m.grad_norm},
@@ -100,11 +105,15 @@ std::string to_step_line(const StepMetrics& m) {
   constexpr double kMibPerGib = 1024.0;
   std::string line = formatted("step: %2lld", static_cast<long long>(m.step));
   if (m.step == 0) return line + formatted("  val_loss: %.4f", m.val_loss.value_or(NAN));
-  line += formatted("  loss: %8.4f", m.loss);
-  line += formatted("  grad_norm: %8.4f", m.grad_norm);
+  const bool ran = !std::isnan(m.loss);
+  const auto of_step = [&](const char* key, const std::string& text) {
+    line += key + (ran ? text : formatted("%8s", "-"));
+  };
+  of_step("  loss: ", formatted("%8.4f", m.loss));
+  of_step("  grad_norm: ", formatted("%8.4f", m.grad_norm));
   line += formatted("  memory: %5.2fGiB", m.peak_device_mib.value_or(m.peak_rss_mib) / kMibPerGib);
-  line += "  tps: " + with_thousands(m.tps);
-  line += formatted("  tflops: %.3f", m.tflops);
+  line += "  tps: " + (ran ? with_thousands(m.tps) : "-");
+  line += "  tflops: " + (ran ? formatted("%.3f", m.tflops) : "-");
   if (m.mfu && std::isfinite(*m.mfu)) line += formatted("  mfu: %.3f", *m.mfu);
   line += formatted("  lr: %.3e", m.lr);
   line += formatted("  step_ms: %.1f", m.step_ms);

@@ -36,8 +36,9 @@ struct StepMetrics {
   double loss = 0;       ///< before the update, nats; NaN in a step without a kept label
   double grad_norm = 0;  ///< before clipping; not finite in a step that a scaler left out
   double lr = 0;
-  double step_ms = 0;                                    ///< the slowest rank's whole step
-  double tps = 0;                                        ///< tokens a second and rank
+  double step_ms = 0;  ///< the slowest rank's whole step
+  /// Tokens a second and rank; NaN in a step without a kept label, as the two that follow and mfu.
+  double tps = 0;
   double tps_global = 0;                                 ///< of all ranks
   double tflops = 0;                                     ///< a rank
   double peak_rss_mib = 0;                               ///< the largest of all ranks
@@ -61,6 +62,9 @@ struct StepMetrics {
   std::optional<ReplayCalls> regions = std::nullopt;
 };
 
+/// NaN where a step has none of it: TensorBoard's charts have no place for it.
+std::vector<Scalar> without_nan(std::vector<Scalar> values);
+
 /// 12345.6 -> "12,346", as torchtitan prints tokens a second.
 std::string with_thousands(double value);
 
@@ -72,6 +76,7 @@ std::vector<Scalar> named_values(const StepMetrics& metrics);
 /// is not finite is null.
 std::string to_json_line(const StepMetrics& metrics);
 
+/// A "-" stands for what a step without a kept label does not have:
 /// "step:  1  loss:  8.0510  grad_norm:  1.5012  memory:  0.61GiB  tps: 12,345  tflops: 0.99  ...".
 std::string to_step_line(const StepMetrics& metrics);
 

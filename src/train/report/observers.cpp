@@ -160,7 +160,7 @@ void Observers::end_step(std::int64_t step) {
 }
 
 void Observers::report(const StepMetrics& metrics) {
-  if (events_) events_->append(metrics.step, named_values(metrics));
+  if (events_) events_->append(metrics.step, without_nan(named_values(metrics)));
   if (progress_) progress_->show(metrics);
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdio>
 #include <utility>
 
@@ -50,7 +51,9 @@ std::string training_text(const StepMetrics& metrics, std::int64_t steps,
       formatted_line("step %lld of %lld  %3.0f %%", static_cast<long long>(metrics.step),
                      static_cast<long long>(steps),
                      100.0 * static_cast<double>(metrics.step) / static_cast<double>(steps));
-  text += formatted_line("  loss %.4f", metrics.loss) + "  tps " + with_thousands(metrics.tps);
+  if (!std::isnan(metrics.loss)) {
+    text += formatted_line("  loss %.4f", metrics.loss) + "  tps " + with_thousands(metrics.tps);
+  }
   if (left) text += "  " + duration_text(*left) + " left";
   return text;
 }

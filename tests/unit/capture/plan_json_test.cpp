@@ -3,6 +3,8 @@
 
 #include <gmock/gmock.h>
 
+#include <fstream>
+#include <iterator>
 #include <nlohmann/json.hpp>
 
 #include "capture/plan_diff.h"
@@ -135,6 +137,41 @@ TEST(PlanJson, RefusalsNameThePlace) {
   EXPECT_THAT(refusal("[]"), HasSubstr("expected an object"));
   EXPECT_THAT(refusal(R"({"format": 1, "format": 2})"), HasSubstr("twice in one object"));
   EXPECT_THAT(refusal(std::string(100, '[')), HasSubstr("nested deeper"));
+}
+
+// A lender is a unit around the one that borrows, so that no model has a circle of them.
+TEST(PlanJson, UnitsThatLendInACircleAreRefused) {
+  using Lenders = std::vector<std::vector<int>>;
+  const auto with = [](const Lenders& lenders) {
+    auto whole = json::parse(to_json(three_units()));
+    for (std::size_t i = 0; i < lenders.size(); ++i) whole["units"][i]["lenders"] = lenders[i];
+    return refusal(whole.dump());
+  };
+  EXPECT_EQ(with({{}, {0}, {1, 0}}), "") << "lenders may borrow themselves";
+  EXPECT_THAT(with({{}, {1}, {}}),
+              HasSubstr("p.json: 'units': found unit layer 1, whose lender is itself, expected"));
+  EXPECT_THAT(with({{}, {0, 2}, {0, 1}}),
+              HasSubstr("unit layer 1, whose lender layer 2 borrows of it in turn, expected"));
+  EXPECT_THAT(with({{2}, {0}, {1}}), HasSubstr("unit the root, whose lender layer 2 borrows"));
+  // One that borrows of them is in no circle itself.
+  EXPECT_THAT(with({{1}, {2}, {2}}), HasSubstr("unit layer 2, whose lender is itself"));
+}
+
+// A fuzzer that begins with files of yesterday's format never comes past the first field.
+TEST(PlanJson, TheFuzzersBeginWithPlansThatHold) {
+  const auto text_of = [](const char* name) {
+    std::ifstream file(concat(TESSERA_CORPUS "/step_plan/", name));
+    return std::string(std::istreambuf_iterator<char>(file), {});
+  };
+  for (const auto* name : {"form_1", "form_2", "form_3", "offloaded_and_recomputed", "one_unit",
+                           "recomputed", "two_units"}) {
+    const auto text = text_of(name);
+    ASSERT_EQ(refusal(text), "") << name;
+    EXPECT_THAT(fsdp::faults_of(parse_plan(text, name).plan), IsEmpty()) << name;
+  }
+  for (const auto* name : {"lend_in_a_circle", "lend_to_each_other", "lends_to_itself"}) {
+    EXPECT_THAT(refusal(text_of(name)), HasSubstr("expected units that lend")) << name;
+  }
 }
 
 // As many places, or uses of units with many lenders, as would take hours to check.

@@ -1,5 +1,6 @@
 #include "fsdp/optim/optimizer_registry.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 namespace tessera::test::optimizer_registry_test {
@@ -27,6 +28,26 @@ TEST(OptimizerRegistry, NamesAndDefaultsAreThoseOfWrittenFiles) {
 
 TEST(OptimizerRegistry, DefaultsThatDifferAreNamed) {
   EXPECT_EQ(fsdp::default_weight_decays(), "0.1; 0 for SGD");
+}
+
+TEST(OptimizerRegistry, KeysOfAnotherOptimizerAreNamed) {
+  using ::testing::ElementsAre;
+  using ::testing::IsEmpty;
+  Hyperparameters values;
+  values.weight_decay = 0.3;
+  for (const auto name : {OptimizerName::kAdamW, OptimizerName::kSgd, OptimizerName::kMuon}) {
+    EXPECT_THAT(fsdp::keys_without_effect(name, values), IsEmpty());
+  }
+  values.betas = {0.8, 0.9};
+  values.momentum = 0.9;
+  values.nesterov = false;
+  values.ns_steps = 4;
+  values.adamw_lr_scale = 0.5;
+  EXPECT_THAT(fsdp::keys_without_effect(OptimizerName::kAdamW, values),
+              ElementsAre("momentum", "nesterov", "ns_steps", "adamw_lr_scale"));
+  EXPECT_THAT(fsdp::keys_without_effect(OptimizerName::kSgd, values),
+              ElementsAre("betas", "nesterov", "ns_steps", "adamw_lr_scale"));
+  EXPECT_THAT(fsdp::keys_without_effect(OptimizerName::kMuon, values), IsEmpty());
 }
 
 }  // namespace

@@ -2,7 +2,9 @@
 #include <gtest/gtest.h>
 
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
+#include <string_view>
 
 #include "models/description.h"
 #include "models/family.h"
@@ -79,14 +81,29 @@ TEST(DeepseekV3Config, WhatPublishedFoldersHaveBesidesChangesNoSpec) {
                     {"weight_block_size", {128, 128}}};
   EXPECT_EQ(kConfig.spec({{"quantization_config", packed}, {"num_nextn_predict_layers", 1}}),
             kConfig.spec());
-  const auto is_extra = [](const char* published) {
-    return traits(Family::kDeepseekV3).is_extra(kConfig.spec(), published);
-  };
-  EXPECT_FALSE(is_extra("model.layers.2.mlp.gate.weight"));
-  EXPECT_TRUE(is_extra("model.layers.3.mlp.gate.weight"));
-  EXPECT_TRUE(is_extra("model.layers.3.eh_proj.weight"));
-  EXPECT_FALSE(is_extra("model.layers.x.weight"));
-  EXPECT_FALSE(is_extra("lm_head.weight"));
+}
+
+std::optional<std::int64_t> layer_of(const json& keys, std::string_view published) {
+  json config = kConfig.json();
+  config.erase("num_nextn_predict_layers");
+  config.update(keys);
+  return prediction_layer(parse_spec(config.dump()), published);
+}
+
+// The model has layers 0 to 2: one that the config does not count is not taken for one that predicts.
+TEST(DeepseekV3Config, PredictionLayersAreThoseThatItCounts) {
+  for (const char* key : {"num_nextn_predict_layers", "num_mtp_layers"}) {
+    const json one{{key, 1}};
+    EXPECT_EQ(layer_of(one, "model.layers.3.mlp.gate.weight"), 3);
+    EXPECT_EQ(layer_of(one, "model.layers.3.eh_proj.weight"), 3);
+    for (const char* other : {"model.layers.2.mlp.gate.weight", "model.layers.4.mlp.gate.weight",
+                              "model.layers.x.weight", "model.layers.3", "lm_head.weight"}) {
+      EXPECT_EQ(layer_of(one, other), std::nullopt) << other;
+    }
+    EXPECT_EQ(layer_of({{key, 2}}, "model.layers.4.eh_proj.weight"), 4);
+    EXPECT_EQ(layer_of({{key, 0}}, "model.layers.3.eh_proj.weight"), std::nullopt);
+  }
+  EXPECT_EQ(layer_of(json::object(), "model.layers.3.eh_proj.weight"), std::nullopt);
 }
 
 TEST(DeepseekV3Config, OtherMathsIsRefusedWithKeyAndValue) {
@@ -101,6 +118,7 @@ TEST(DeepseekV3Config, OtherMathsIsRefusedWithKeyAndValue) {
       {"topk_group", 1},
       {"num_experts_per_tok", 13},
       {"num_nextn_predict_layers", -1},
+      {"num_mtp_layers", 1},
       {"quantization_config", {{"quant_method", "awq"}}},
       {"quantization_config", {{"quant_method", "fp8"}, {"fmt", "e5m2"}}},
       {"quantization_config", {{"quant_method", "fp8"}, {"bits", 4}}},

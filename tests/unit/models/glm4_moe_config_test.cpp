@@ -83,9 +83,12 @@ TEST(Glm4MoeConfig, OtherMathsIsRefusedWithKeyAndValue) {
 }
 
 TEST(Glm4MoeConfig, TheLayerBehindTheLastIsNoPartOfTheModel) {
-  const auto is_extra = traits(Family::kGlm4Moe).is_extra;
-  EXPECT_TRUE(is_extra(kConfig.spec(), "model.layers.4.embed_tokens.weight"));
-  EXPECT_FALSE(is_extra(kConfig.spec(), "model.layers.3.mlp.gate.weight"));
+  json published = kConfig.json();
+  published["num_nextn_predict_layers"] = 1;
+  const ParsedSpec parsed = parse_spec(published.dump());
+  EXPECT_EQ(prediction_layer(parsed, "model.layers.4.embed_tokens.weight"), 4);
+  EXPECT_EQ(prediction_layer(parsed, "model.layers.3.mlp.gate.weight"), std::nullopt);
+  EXPECT_EQ(prediction_layer(parsed, "model.layers.5.mlp.gate.weight"), std::nullopt);
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "nn/mlp.h"
+#include "tessera/error.h"
 #include "unit/nn/compare.h"
 #include "unit/nn/composites.h"
 

@@ -72,6 +72,22 @@ TEST(FamilyPins, OfRoutersHoldWhereThereAreAny) {
   EXPECT_NO_THROW(apply_pins(family_with(pins), metas, buffers));
 }
 
+// DeepSeek V3 and GLM 4.5 with dense layers alone.
+TEST(FamilyPins, StrictOnesOfRoutersHoldWhereThereAreAny) {
+  auto metas = parameters();
+  std::vector<BufferMeta> buffers;
+  auto family = family_with({.strict = {"bias"}, .under_float16 = {}, .strict_of_routers = true});
+  family.router_module = "router";
+  EXPECT_THROW(apply_pins(family, metas, buffers), Error);
+  buffers.emplace_back();
+  buffers.back().name = "model.layers.0.mlp.router.bias";
+  apply_pins(family, metas, buffers);
+  EXPECT_EQ(buffers[0].strict_pin, "bias");
+  metas.pop_back();
+  buffers.clear();
+  EXPECT_NO_THROW(apply_pins(family, metas, buffers));
+}
+
 TEST(FamilyPins, OfEachFamilyAreApplicable) {
   EXPECT_GE(models::families().size(), 2U);
   for (const auto* family : models::families()) EXPECT_FALSE(family->architecture.empty());

@@ -32,6 +32,7 @@
 #include "train/expert_balance.h"
 #include "train/parallelize.h"
 #include "train/plan_of_run.h"
+#include "train/step.h"
 #include "unit/train/counted_bytes.h"
 #include "unit/train/run_case.h"
 
@@ -142,7 +143,7 @@ class Rank {
   Peak peak_of_step(Sync sync = Sync::kLastMicroBatch) {
     Peak most;
     counted_.watch([&] {
-      most.all = std::max(most.all, counted_.now() + capture::region_bytes(*model_));
+      most.all = std::max(most.all, counted_.now() + capture::region_bytes(*model_).mapped);
       std::int64_t gathered = 0;
       for (const fsdp::Unit* unit : model_->unit()->runtime().units()) {
         if (!unit->gathered() && !unit->gather_pending()) continue;

@@ -114,6 +114,17 @@ TEST(ShortRun, SaysADecayThatTheWarmUpCutsOff) {
                                     "training.steps that warmup_steps leaves")));
 }
 
+TEST(UnusedOptimizerKeys, AreNamedWithTheOptimizer) {
+  OptimizerConfig optimizer;
+  EXPECT_EQ(unused_optimizer_keys(optimizer), std::nullopt);
+  optimizer.momentum = 0.9;
+  optimizer.ns_steps = 3;
+  EXPECT_THAT(unused_optimizer_keys(optimizer).value_or(""),
+              HasSubstr("optimizer.momentum, optimizer.ns_steps: without effect, since AdamW has"));
+  optimizer.name = fsdp::OptimizerName::kMuon;
+  EXPECT_EQ(unused_optimizer_keys(optimizer), std::nullopt);
+}
+
 TEST(ChangedLr, SaysWhatARunWithMoreStepsHadAndHas) {
   const LrSchedulerConfig linear{.decay = LrDecay::kLinear};
   const auto before = run_of(4, 1.0, linear);

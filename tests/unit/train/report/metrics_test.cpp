@@ -160,12 +160,31 @@ TEST(StepLine, HasTorchtitansWordsInItsOrder) {
 
 TEST(StepLine, SurvivesValuesThatAreNotNumbers) {
   StepMetrics metrics = some_metrics();
-  metrics.loss = std::nan("");
+  metrics.grad_norm = std::nan("");  // a scaler left the step out
   metrics.tps = std::numeric_limits<double>::infinity();
   metrics.val_loss = std::nan("");
   const std::string line = to_step_line(metrics);
+  EXPECT_THAT(line, HasSubstr("grad_norm:      nan"));
   EXPECT_THAT(line, HasSubstr("tps: inf"));
   EXPECT_THAT(line, HasSubstr("val_loss: nan"));
+}
+
+TEST(StepLine, AStepWithoutLabelsHasNeitherLossNorSpeed) {
+  StepMetrics metrics = some_metrics();
+  metrics.loss = metrics.grad_norm = std::nan("");
+  metrics.tps = metrics.tps_global = metrics.tflops = std::nan("");
+  metrics.steps_without_labels = 1;
+  EXPECT_EQ(to_step_line(metrics),
+            "step:  3  loss:        -  grad_norm:        -  memory:  0.50GiB  tps: -  tflops: -  "
+            "lr: 1.000e-03  step_ms: 250.0  without labels: 1");
+  const auto line = nlohmann::json::parse(to_json_line(metrics));
+  for (const char* key : {"loss", "grad_norm", "tps", "tps_global", "tflops"}) {
+    EXPECT_TRUE(line.at(key).is_null()) << key;
+  }
+  std::vector<std::string> tags;
+  for (const Scalar& value : without_nan(named_values(metrics))) tags.push_back(value.tag);
+  EXPECT_EQ(tags,
+            (std::vector<std::string>{"lr", "step_ms", "peak_rss_mib", "steps_without_labels"}));
 }
 
 TEST(StepLine, GroupsThousands) {
