@@ -115,7 +115,7 @@ std::size_t watch(std::span<const std::byte> bytes, const std::filesystem::path&
     Watched& place = watched_files[at];
     const std::string* none = nullptr;
     if (at == kUnwatched || !place.name.compare_exchange_strong(none, name.get())) continue;
-    static_cast<void>(name.release());
+    place.name.store(name.release());
     const auto begin = reinterpret_cast<std::uintptr_t>(bytes.data());
     place.begin.store(begin);
     place.end.store(begin + bytes.size());

@@ -293,7 +293,7 @@ path = ["page.txt"]
   folder_.write("run.toml", text);
   const Outcome changed = train("parts", {"--training.steps", "7"});
   EXPECT_EQ(changed.code, 2) << changed.err;
-  EXPECT_THAT(changed.err, HasSubstr("data.path: found "));
+  EXPECT_THAT(changed.err, HasSubstr("data.source[1].weight: found 4, expected 3"));
 }
 
 TEST_F(DataOfRun, PipelineAndTensorParallelRanksSeeTheLossesOfSources) {
