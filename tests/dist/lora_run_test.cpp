@@ -203,8 +203,12 @@ TEST(LoraRun, ListsOfManyLayersThatDifferInTheLastOneAreRefused) {
   }
   folder.write("run/checkpoint/step-1/manifest.json", to_json(manifest));
   const auto checkpoint = CheckpointFolder::open(path);
-  train::RunIdentity identity{models::parse_spec(checkpoint.config_text()).spec, manifest.data,
-                              manifest.seed, manifest.lora};
+  train::RunIdentity identity{.spec = models::parse_spec(checkpoint.config_text()).spec,
+                              .data = manifest.data,
+                              .data_section = {},
+                              .data_section_before = {},
+                              .seed = manifest.seed,
+                              .lora = manifest.lora};
   ranks(1).run([&](World& world) { train::require_same_run(identity, checkpoint, world); });
   identity.lora->layers.back() = "model.layers.60.self_attn.q_proj";
   EXPECT_THAT(error_of(ErrorKind::kConfig,
