@@ -195,8 +195,10 @@ std::vector<std::string> short_run(const Config& config) {
 }
 
 std::optional<std::string> unused_optimizer_keys(const OptimizerConfig& optimizer) {
+  auto set = optimizer;
+  if (set.momentum == fsdp::default_momentum(set.name)) set.momentum.reset();  // filled in
   std::string keys;
-  for (const std::string_view key : fsdp::keys_without_effect(optimizer.name, optimizer)) {
+  for (const std::string_view key : fsdp::keys_without_effect(set.name, set)) {
     keys += concat(keys.empty() ? "" : ", ", "optimizer.", key);
   }
   if (keys.empty()) return std::nullopt;

@@ -60,7 +60,8 @@ TEST(Fp8Tensors, EveryElementIsItsCodeTimesTheFactorOfItsBlock) {
   const Fp8Tensors source(all.packed, kBlock);
   ASSERT_EQ(source.tensors().size(), 2U) << "factors are not shown";
   EXPECT_EQ(*source.find("x.weight"),
-            (SourceTensor{DType::kBFloat16, {kRows, kColumns}, DType::kBFloat16, true}));
+            (SourceTensor{
+                DType::kBFloat16, {kRows, kColumns}, DType::kBFloat16, true, DType::kFloat8E4M3}));
   const auto found = read_bfloat16(source, "x.weight", 0, kRows * kColumns);
   for (std::int64_t row = 0; row < kRows; ++row) {
     for (std::int64_t column = 0; column < kColumns; ++column) {

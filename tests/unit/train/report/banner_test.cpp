@@ -117,6 +117,9 @@ TEST(ShortRun, SaysADecayThatTheWarmUpCutsOff) {
 TEST(UnusedOptimizerKeys, AreNamedWithTheOptimizer) {
   OptimizerConfig optimizer;
   EXPECT_EQ(unused_optimizer_keys(optimizer), std::nullopt);
+  optimizer.momentum =
+      fsdp::default_momentum(optimizer.name);  // as a resolved configuration has it
+  EXPECT_EQ(unused_optimizer_keys(optimizer), std::nullopt);
   optimizer.momentum = 0.9;
   optimizer.ns_steps = 3;
   EXPECT_THAT(unused_optimizer_keys(optimizer).value_or(""),
