@@ -96,6 +96,12 @@ Before before(const Config& config, int ranks) {
   return found;
 }
 
+/// What a micro-batch's forward leaves, and the most that is there until its backward has ended.
+struct Activations {
+  std::int64_t kept = 0;
+  std::int64_t peak = 0;
+};
+
 /// A rank that trains in step scopes of three micro-batches.
 class Rank {
  public:
@@ -158,11 +164,6 @@ class Rank {
     return most;
   }
 
-  /// What a micro-batch's forward leaves, and the most that is there until its backward has ended.
-  struct Activations {
-    std::int64_t kept = 0;
-    std::int64_t peak = 0;
-  };
   Activations activations_of_step() {
     found_.emplace();
     counted_.watch([this] { found_->peak = std::max(found_->peak, outside() - before_); });
