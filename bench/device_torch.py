@@ -142,6 +142,12 @@ class Body(nn.Module):
         self.norm = Norm(shape.hidden, shape.eps)
 
 
+def mean_loss(logits, labels):
+    """Position t predicts labels[t + 1]."""
+    targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
 class Model(nn.Module):
     def __init__(self, shape):
         super().__init__()
@@ -149,13 +155,11 @@ class Model(nn.Module):
         self.lm_head = linear(shape.hidden, shape.vocabulary)
 
     def forward(self, ids, labels, cos, sin):
-        """The mean loss; position t predicts labels[t + 1]."""
+        """The mean loss."""
         x = self.model.embed_tokens(ids)
         for layer in self.model.layers:
             x = layer(x, cos, sin)
-        logits = self.lm_head(self.model.norm(x)).float()
-        targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return mean_loss(self.lm_head(self.model.norm(x)).float(), labels)
 
 
 def rope_tables(shape, device):
