@@ -298,26 +298,6 @@ std::vector<Waits> waits_of(const train::Config& config, const TemporaryFolder& 
   return steps;
 }
 
-// Naive: what was there before the steps counts, and free blocks that the allocator keeps.
-TEST(TrainingRun, ItsPeaksAreOfTensorsAndOfTheAllocatorSinceTheStepsBegan) {
-  constexpr std::int64_t kBefore = std::int64_t{1} << 26;
-  const TemporaryFolder folder;
-  at::empty({kBefore}, on(0, at::kByte));
-  int steps = 0;
-  train_in(kPlaces[0], {}, test::small_run(folder), folder, [&](World&) {
-    train::TrainingHooks hooks;
-    hooks.after_step = [&](const train::StepMetrics& metrics, const ShardedBase&) {
-      ++steps;
-      const double held = metrics.peak_device_mib.value_or(0) * 0x1p20;
-      EXPECT_EQ(held, static_cast<double>(peak_bytes(0)));
-      EXPECT_LT(held, static_cast<double>(kBefore));
-      EXPECT_GE(metrics.peak_device_reserved_mib.value_or(0) * 0x1p20, held + kBefore);
-    };
-    return hooks;
-  });
-  EXPECT_GT(steps, 0);
-}
-
 TEST(TrainingRun, TheHostWaitsOnceAStep) {
   const TemporaryFolder folder;
   for (const auto dtype : {DType::kFloat32, DType::kBFloat16}) {
