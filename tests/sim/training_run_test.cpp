@@ -608,8 +608,8 @@ std::string first_refusal_in_a_step(const train::Config& config, const fs::path&
       return "";  // it has room
     } catch (const Error& error) {
       const std::string said = error.what();
-      if (said.find("whose ids and logits alone") == said.npos)
-        return said;               // else before anything
+      // Else before anything was computed.
+      if (said.find("whose ids and logits alone") == said.npos) return said;
     } catch (const c10::Error&) {  // before the steps, as the allocator says it
     }
   }
