@@ -17,6 +17,7 @@ import argparse
 import ctypes
 import json
 import math
+import os
 import pathlib
 import tempfile
 import time
@@ -337,9 +338,8 @@ def train_in_group(arguments, shape, device):
               "parameters": sum(parameter.numel() for parameter in model.parameters())}
     if device.type == "cuda":
         result["device"] = torch.cuda.get_device_name(device)
-        # What the allocator held, free blocks that it kept included: as `tessera train` counts it.
-        result["peak_device_mib"] = torch.cuda.max_memory_reserved() / 2**20
-        result["peak_allocated_mib"] = torch.cuda.max_memory_allocated() / 2**20
+        result["peak_device_mib"] = torch.cuda.max_memory_allocated() / 2**20
+        result["peak_device_reserved_mib"] = torch.cuda.max_memory_reserved() / 2**20
     return result
 
 
@@ -357,6 +357,9 @@ def main():
     arguments = parser.parse_args()
     shape = SHAPES[arguments.size][arguments.model]
     if not arguments.write:
+        # As `tessera train` asks for it. Read when CUDA's allocator is first used.
+        if not os.environ.keys() & {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}:
+            os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         return train(arguments, shape)
     write(arguments, shape)
     write_batches(arguments, shape)

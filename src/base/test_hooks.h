@@ -141,8 +141,8 @@ inline constinit Hook<bool(const comm::Group& group, const comm::Label& label)> 
 
 /// kernels/kernels.cpp: whether tensors of the CPU get the implementations that a device's get.
 inline constinit Hook<bool()> kernels_of_devices;
-/// rows_of_loss (kernels/kernels.h) and the masters of 16-bit shards (fsdp/optim/optimizer_shards.h),
-/// which take a tensor in parts: how many elements at a time. A device's are too many for a test.
+/// What takes a tensor in parts, how many elements at a time: rows_of_loss (kernels/kernels.h), sums
+/// and quotients of devices (kernels/aten/optimizer.cpp), masters of 16-bit shards. Too many for a test.
 inline constinit Hook<std::int64_t()> elements_at_a_time;
 
 // Faults that nets have to find: what a place works out is the function's instead.
