@@ -141,6 +141,12 @@ class Body(nn.Module):
         self.norm = Norm(shape.hidden, shape.eps)
 
 
+def mean_loss(logits, labels):
+    """Position t predicts labels[t + 1]."""
+    targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
 class Model(nn.Module):
     def __init__(self, shape):
         super().__init__()
@@ -148,13 +154,11 @@ class Model(nn.Module):
         self.lm_head = linear(shape.hidden, shape.vocabulary)
 
     def forward(self, ids, labels, cos, sin):
-        """The mean loss; position t predicts labels[t + 1]."""
+        """The mean loss."""
         x = self.model.embed_tokens(ids)
         for layer in self.model.layers:
             x = layer(x, cos, sin)
-        logits = self.lm_head(self.model.norm(x)).float()
-        targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return mean_loss(self.lm_head(self.model.norm(x)).float(), labels)
 
 
 def rope_tables(shape, device):
@@ -333,8 +337,9 @@ def train_in_group(arguments, shape, device):
               "parameters": sum(parameter.numel() for parameter in model.parameters())}
     if device.type == "cuda":
         result["device"] = torch.cuda.get_device_name(device)
-        result["peak_device_mib"] = torch.cuda.max_memory_allocated() / 2**20
-        result["peak_reserved_mib"] = torch.cuda.max_memory_reserved() / 2**20
+        # What the allocator held, free blocks that it kept included: as `tessera train` counts it.
+        result["peak_device_mib"] = torch.cuda.max_memory_reserved() / 2**20
+        result["peak_allocated_mib"] = torch.cuda.max_memory_allocated() / 2**20
     return result
 
 

@@ -172,6 +172,9 @@ inline constinit Hook<void(const GradContract& contract, const at::Tensor& slot)
 /// capture/replay/region_call.cpp, when a region's program was made of its first recording, before it
 /// is compared with the next ones: to be changed.
 inline constinit Hook<void(capture::Program& program)> made_program;
+/// capture/replay/blocks.h, when a region in `unit` takes memory: where that lies.
+inline constinit thread_local ThreadHook<void(const std::string& unit, const void* block)>
+    took_block;
 /// pipeline/borders.h: the tag that a message leaves under; its other end waits for `tag`.
 inline constinit Hook<comm::MailTag(const comm::MailTag& tag)> sent_tag;
 
