@@ -1,6 +1,7 @@
 #include "capture/plan_json.h"
 
 #include <algorithm>
+#include <initializer_list>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <utility>
@@ -184,6 +185,8 @@ class Reader {
   explicit Reader(std::string_view where) : where_(where) {}
   PlanFile read(const JsonCursor& root) {
     check_head(root);
+    require_only(root, {"format", "version", "made_for", "memory_budget", "order", "units",
+                        "choices", "record", "stages", "update"});
     PlanFile file;
     file.made_for = made_for(root.member("made_for"));
     const auto budget = root.member("memory_budget");
@@ -221,6 +224,17 @@ class Reader {
                     concat("version ", kPlanVersion, ", which this program reads"));
   }
 
+  /// What nobody reads is a slip of whoever wrote it.
+  static void require_only(const JsonCursor& at, std::initializer_list<std::string_view> keys) {
+    at.require(at.value().is_object(), "an object");
+    for (const auto& [key, item] : at.value().items()) {
+      if (std::ranges::find(keys, key) != keys.end()) continue;
+      std::vector<std::string> expected;
+      for (const auto one : keys) expected.push_back(concat("\"", one, "\""));
+      throw Error(ErrorKind::kFormat, concat(at.where(), ": found ", printable(key),
+                                             ", expected none but ", joined(expected)));
+    }
+  }
   static JsonCursor list(const JsonCursor& at, std::int64_t most, std::string_view of) {
     at.require(at.value().is_array() && std::cmp_less_equal(at.value().size(), most),
                concat("a list of at most ", most, " ", of));
@@ -235,6 +249,7 @@ class Reader {
   static MadeFor made_for(const JsonCursor& at) {
     constexpr IntRange kCount{1, std::int64_t{1} << 31};
     MadeFor found;
+    require_only(at, {"model", "world", "torch", "micro_batches", "tokens"});
     found.model = name(at.member("model"));
     found.world = at.member("world").integer(kCount);
     found.torch = name(at.member("torch"));
@@ -268,6 +283,8 @@ class Reader {
 
   PlanUnit unit(const JsonCursor& at) const {
     PlanUnit unit;
+    require_only(at, {"name", "bytes", "gathers", "gathers_in_backward", "gathered", "reduces",
+                      "lenders", "forward_prefetch", "backward_prefetch", "recompute_by"});
     unit.name = name(at.member("name"));
     unit.bytes = at.member("bytes").integer({0, kMostUnitBytes});
     unit.gathers = at.member("gathers").boolean();
@@ -283,6 +300,8 @@ class Reader {
 
   fsdp::PlanChoices choices(const JsonCursor& at) const {
     fsdp::PlanChoices choices;
+    require_only(
+        at, {"keep", "recompute", "reduce", "ahead_in_forward", "ahead_in_backward", "offload"});
     const auto keep = list(at.member("keep"), kMostUnits, "choices");
     choices.keep = keep.list([](const JsonCursor& one) { return word_from(one, kKeepWords); });
     const auto recompute = list(at.member("recompute"), kMostUnits, "choices");
@@ -297,6 +316,7 @@ class Reader {
 
   Trace trace(const JsonCursor& at) {
     Trace trace;
+    require_only(at, {"units", "exits", "checkpoints"});
     const auto units = at.member("units");
     trace.units = unit_ids(units);
     const auto places = static_cast<std::int64_t>(trace.units.size());
@@ -315,6 +335,7 @@ class Reader {
 
   StageRecord stage_record(const JsonCursor& at) {
     StageRecord stage;
+    require_only(at, {"parts", "reached"});
     stage.parts =
         list(at.member("parts"), kMostPlaces, "forwards").list([&](const JsonCursor& one) {
           return trace(one);
@@ -350,6 +371,7 @@ class Reader {
 
   PassPlan pass(const JsonCursor& at) {
     PassPlan pass;
+    require_only(at, {"actions", "places"});
     pass.actions = actions(at.member("actions"));
     pass.places =
         list(at.member("places"), kMostPlaces, "forwards").list([](const JsonCursor& part) {
@@ -365,10 +387,13 @@ class Reader {
 
   StagePlan stage(const JsonCursor& at) {
     StagePlan stage;
+    require_only(at, {"micro_batches"});
     const auto micro_batches = at.member("micro_batches");
+    require_only(micro_batches, {"only", "first", "middle", "last"});
     for (const auto which : kClasses) {
       const std::string name(to_string(which));
       const auto one = micro_batches.member(name.c_str());
+      require_only(one, {"forward", "backward"});
       stage.micro_batches.at(static_cast<std::size_t>(which)) = {pass(one.member("forward")),
                                                                  pass(one.member("backward"))};
     }

@@ -14,6 +14,9 @@
 namespace tessera::capture {
 namespace {
 
+using fsdp::StepPlan;
+using Faults = std::vector<std::string>;
+
 /// A text that is JSON itself, or the name of a file with it; and what messages call it.
 struct Source {
   std::string text, name;
@@ -34,36 +37,61 @@ bool differ_in_what_is_gathered_alone(std::vector<fsdp::PlanUnit> one,
   return one == other;
 }
 
-/// A plan out of a file, in the budget of the run.
-void require_within(const Planning& planning, std::string_view name) {
-  if (!planning.memory_budget) return;
-  const auto& plan = planning.given->plan;
-  PlanProblem problem;
-  problem.record = plan.record;
-  problem.units = plan.units;
-  if (planning.activations) {
-    problem.activations = activations_of(*planning.activations, plan.units);
+/// What a run has room for.
+void add_faults_of_memory(const PlanProblem& problem, const StepPlan& plan, Faults& faults) {
+  if (!problem.state && !plan.choices.offload.empty()) {
+    faults.push_back(concat("a plan that offloads the optimizer state of ",
+                            plan.choices.offload.size(),
+                            " unit(s), expected a folder for that; set compile.offload_folder"));
   }
-  problem.state = planning.state;
+  if (!problem.memory_budget) return;
   const auto bytes = peak_bytes(problem, plan);
-  TESSERA_CHECK(bytes <= *planning.memory_budget, ErrorKind::kConfig, name, ": found a plan of ",
-                bytes, " bytes gathered", planning.activations ? " and of activations" : "",
-                planning.state ? " and of optimizer state" : "", ", over the budget of ",
-                *planning.memory_budget, "; raise compile.memory_budget, or make the plan for it");
+  if (bytes <= *problem.memory_budget) return;
+  faults.push_back(concat(
+      "a plan of ", bytes, " bytes gathered", problem.activations ? " and of activations" : "",
+      problem.state ? " and of optimizer state" : "", ", over the budget of ",
+      *problem.memory_budget, "; raise compile.memory_budget, or make the plan for it"));
 }
 
-void require_modes_of_users(const fsdp::StepPlan& plan, const fsdp::PlanChoices& eager,
-                            std::string_view name) {
-  for (fsdp::UnitId unit = 0; unit < plan.units.size(); ++unit) {
-    if (plan.units[unit].recompute_by != fsdp::RecomputeBy::kUser) continue;
-    const auto found = plan.choices.recompute[unit];
-    const auto expected = eager.recompute[unit];
-    TESSERA_CHECK(found == expected, ErrorKind::kConfig, name, ": found a plan with unit ",
-                  plan.units[unit].name, " recomputed in mode ", word_of(kRecomputeWords, found),
-                  ", expected ", word_of(kRecomputeWords, expected),
-                  ", as activation_checkpoint.mode or set_recompute says; leave that out, or make "
-                  "the plan anew with tessera plan");
+const char* words_of(fsdp::ReduceAt reduce) {
+  switch (reduce) {
+    case fsdp::ReduceAt::kEveryBackward:
+      return "every micro-batch";
+    case fsdp::ReduceAt::kLastBackward:
+      return "the last micro-batch";
+    case fsdp::ReduceAt::kAsked:
+      break;
   }
+  return "what StepScope::reduce() asks for";
+}
+
+/// What users have bound, unit by unit.
+void add_faults_of_units(const PlanProblem& problem, const StepPlan& plan, Faults& faults) {
+  for (fsdp::UnitId unit = 0; unit < plan.units.size(); ++unit) {
+    const auto& of = plan.units[unit];
+    const auto keep = plan.choices.keep[unit];
+    if (of.gathers && problem.eager.keep[unit] == fsdp::Keep::kUpdate &&
+        keep != fsdp::Keep::kUpdate) {
+      faults.push_back(concat("a plan with unit ", of.name,
+                              " kept until: ", word_of(kKeepWords, keep), ", expected ",
+                              word_of(kKeepWords, fsdp::Keep::kUpdate),
+                              ", as its reshard_after_forward says, which is off; turn that on, or "
+                              "make the plan anew with tessera plan"));
+    }
+    if (of.recompute_by != fsdp::RecomputeBy::kUser) continue;
+    const auto found = plan.choices.recompute[unit];
+    const auto expected = problem.eager.recompute[unit];
+    if (found == expected) continue;
+    faults.push_back(concat("a plan with unit ", of.name, " recomputed in mode ",
+                            word_of(kRecomputeWords, found), ", expected ",
+                            word_of(kRecomputeWords, expected),
+                            ", as activation_checkpoint.mode or set_recompute says; leave that "
+                            "out, or make the plan anew with tessera plan"));
+  }
+}
+
+void require_none(const Faults& faults, std::string_view name) {
+  TESSERA_CHECK(faults.empty(), ErrorKind::kConfig, name, ": found ", faults.front());
 }
 
 }  // namespace
@@ -98,12 +126,19 @@ Planning planning_of(const CompileOptions& options) {
     planning.plan_from = name;
     planning.given = parse_plan(text, name);
     require_sound(planning.given->plan, std::nullopt, name);
-    TESSERA_CHECK(planning.given->plan.choices.offload.empty() || !options.offload_folder.empty(),
-                  ErrorKind::kConfig, name,
-                  ": found a plan that offloads optimizer state, expected a folder for that; set "
-                  "compile.offload_folder");
     // Beside optimizer state a budget is looked at once that is known: plan_step().
-    if (options.offload_folder.empty()) require_within(planning, name);
+    if (options.offload_folder.empty()) {
+      const auto& plan = planning.given->plan;
+      PlanProblem problem;
+      problem.record = plan.record;
+      problem.memory_budget = planning.memory_budget;
+      if (planning.activations) {
+        problem.activations = activations_of(*planning.activations, plan.units);
+      }
+      Faults faults;
+      add_faults_of_memory(problem, plan, faults);
+      require_none(faults, name);
+    }
   }
   if (!options.profile.empty()) {
     const auto [text, name] = source_of(options.profile, "profile", kMostProfileBytes);
@@ -147,30 +182,36 @@ PlanProblem problem_of(const Planning& planning, const fsdp::StepRecord& record,
   return problem;
 }
 
-fsdp::StepPlan plan_step(const Planning& planning, const fsdp::StepRecord& record,
-                         const std::vector<fsdp::PlanUnit>& units, const fsdp::PlanChoices& eager,
-                         fsdp::PlanOrder order) {
+Faults faults_in_run(const PlanProblem& problem, const StepPlan& plan) {
+  Faults faults;
+  if (plan.order != problem.order) {
+    faults.push_back(concat("a plan for micro-batches in another order, expected one for ",
+                            problem.order == fsdp::PlanOrder::kAny ? "any" : "one after the other",
+                            "; make it anew with tessera plan"));
+  }
+  if (plan.choices.reduce != problem.eager.reduce) {
+    faults.push_back(concat("a plan that reduces with ", words_of(plan.choices.reduce),
+                            ", expected ", words_of(problem.eager.reduce),
+                            ", as sync_every_micro_batch and form 2 say; make it anew with tessera "
+                            "plan"));
+  }
+  add_faults_of_units(problem, plan, faults);
+  add_faults_of_memory(problem, plan, faults);
+  return faults;
+}
+
+StepPlan plan_step(const Planning& planning, const fsdp::StepRecord& record,
+                   const std::vector<fsdp::PlanUnit>& units, const fsdp::PlanChoices& eager,
+                   fsdp::PlanOrder order) {
   if (planning.given) {
     auto plan = planning.given->plan;
-    if (planning.state) require_within(planning, planning.plan_from);
     // A unit may still be gathered, since the user asked for it, or weights did not change.
     if (plan.order == order && differ_in_what_is_gathered_alone(plan.units, units)) {
       plan = make_plan(plan.record, units, plan.choices, order);
     }
     require_plan_of(plan, record, units, planning.plan_from);
-    TESSERA_CHECK(plan.order == order, ErrorKind::kConfig, planning.plan_from,
-                  ": found a plan for micro-batches in another order, expected one for ",
-                  order == fsdp::PlanOrder::kAny ? "any" : "one after the other",
-                  "; make it anew with tessera plan");
-    const auto words = [](fsdp::ReduceAt reduce) {
-      return reduce == fsdp::ReduceAt::kEveryBackward ? "every micro-batch"
-                                                      : "the last micro-batch";
-    };
-    TESSERA_CHECK(plan.choices.reduce == eager.reduce, ErrorKind::kConfig, planning.plan_from,
-                  ": found a plan that reduces with ", words(plan.choices.reduce), ", expected ",
-                  words(eager.reduce),
-                  ", as sync_every_micro_batch and form 2 say; make it anew with tessera plan");
-    require_modes_of_users(plan, eager, planning.plan_from);
+    require_none(faults_in_run(problem_of(planning, record, units, eager, order), plan),
+                 planning.plan_from);
     return plan;
   }
   const auto problem = problem_of(planning, record, units, eager, order);

@@ -41,7 +41,13 @@ PlanProblem problem_of(const Planning& planning, const fsdp::StepRecord& record,
                        const std::vector<fsdp::PlanUnit>& units, const fsdp::PlanChoices& eager,
                        fsdp::PlanOrder order);
 
-/// As fsdp::Planner has it. Errors: kConfig as choose(), require_plan_of() and require_sound().
+/// Why a run does not follow a plan of its units and record that holds, a line each: beyond the
+/// run's budget, optimizer state offloaded without a place for it, reductions at other times, or
+/// what users have bound (reshard_after_forward, recomputation) chosen otherwise.
+std::vector<std::string> faults_in_run(const PlanProblem& problem, const fsdp::StepPlan& plan);
+
+/// As fsdp::Planner has it. Errors: kConfig as choose(), require_plan_of() and require_sound(), and
+/// for a plan that is given the first of faults_in_run().
 fsdp::StepPlan plan_step(const Planning& planning, const fsdp::StepRecord& record,
                          const std::vector<fsdp::PlanUnit>& units, const fsdp::PlanChoices& eager,
                          fsdp::PlanOrder order);

@@ -165,21 +165,22 @@ void print_plan_of_step(const capture::PlanFile& file, const capture::PlanProble
 
 /// Findings are printed, all else that is wrong with the file is refused.
 int check_plan(const std::string& path, const capture::MadeFor& made_for,
-               const capture::PlanProblem& problem) {
+               capture::PlanProblem problem) {
   const auto file = train::open_as("--check", [&] {
     return capture::parse_plan(read_text_file(path, capture::kMostPlanBytes), shown(path));
   });
   capture::require_made_for(file, made_for, shown(path));
   capture::require_plan_of(file.plan, problem.record, problem.units, shown(path));
-  auto budget = problem.memory_budget ? problem.memory_budget : file.memory_budget;
+  if (!problem.memory_budget) {
+    // What the plan was made for; without a folder its budget was beside the optimizer's state.
+    problem.memory_budget = file.memory_budget;
+    if (file.plan.choices.offload.empty()) problem.state.reset();
+  }
   auto faults = faults_of(file.plan);
-  if (budget && faults.empty()) {
-    // What activations take is the run's to say.
-    if (problem.activations) {
-      *budget -= capture::most_activations(*problem.activations, file.plan.record,
-                                           file.plan.choices.recompute, problem.blocks);
+  if (faults.empty()) {
+    for (const auto& fault : capture::faults_in_run(problem, file.plan)) {
+      faults.push_back(concat("found ", fault));
     }
-    faults = faults_of(file.plan, budget);
   }
   for (const auto& fault : faults) std::cout << fault << '\n';
   std::cout << shown(path) << ": " << faults.size() << " findings";

@@ -96,7 +96,7 @@ TEST(PlanVerb, WritesAPlanThatItChecks) {
   const Outcome made = plan(folder, {"--json", "--compile.form", "2"});
   ASSERT_EQ(made.code, 0) << made.err;
   folder.write("plan.json", made.out);
-  const Outcome checked = plan(folder, {"--check", "plan.json"});
+  const Outcome checked = plan(folder, {"--check", "plan.json", "--compile.form", "2"});
   EXPECT_EQ(checked.code, 0) << checked.err;
   EXPECT_THAT(checked.out, HasSubstr("'plan.json': 0 findings, at most "));
   EXPECT_EQ(plan(folder, {"--compile.form", "2", "--json"}).out, made.out) << "the same bytes";
@@ -178,6 +178,103 @@ TEST(PlanVerb, RefusesPlansOfOthersAndFilesThatAreNone) {
               HasSubstr("--check: cannot open 'absent.json'"));
   EXPECT_THAT(plan(folder, {"--profile", "absent.json"}).err,
               HasSubstr("--profile: cannot open 'absent.json'"));
+}
+
+// Naive: a check that looks at the file alone, and says 0 findings of what the run then refuses.
+TEST(PlanVerb, TheCheckFindsWhateverTheRunRefuses) {
+  const testing::TemporaryFolder folder;
+  write_run(folder);
+  const auto make = [&](const char* file, const Words& more) {
+    Words words = more;
+    words.emplace_back("--json");
+    const Outcome made = plan(folder, words);
+    ASSERT_EQ(made.code, 0) << made.err;
+    folder.write(file, made.out);
+  };
+  const auto below =
+      plan(folder, {"--compile.memory_budget", "1000", "--compile.offload_folder", "state"});
+  const auto least = number_after(below.err, "expected at least ");
+  ASSERT_GT(least, 0) << below.err;
+  const Words tight{"--compile.memory_budget", std::to_string(least), "--compile.offload_folder",
+                    "state"};
+  make("eager.json", {});
+  make("form2.json", {"--compile.form", "2"});
+  make("offloads.json", tight);
+  make("recomputes.json", {"--activation_checkpoint.mode", "full"});
+  const struct {
+    const char* file;
+    Words words;
+    std::string says;
+  } cases[]{
+      {"eager.json", tight, "bytes gathered and of activations and of optimizer state, over the "},
+      {"offloads.json", {}, "a plan that offloads the optimizer state of "},
+      {"eager.json",
+       {"--training.sync_every_micro_batch", "true"},
+       "a plan that reduces with the last micro-batch, expected every micro-batch"},
+      {"eager.json", {"--compile.form", "2"}, "a plan that reduces with the last micro-batch"},
+      {"form2.json", {}, "a plan that reduces with every micro-batch, expected the last"},
+      {"recomputes.json",
+       {"--activation_checkpoint.mode", "selective"},
+       "unit model.layers.0 recomputed in mode full, expected selective"},
+      {"eager.json",
+       {"--parallelism.reshard_after_forward", "false"},
+       " kept until: not, expected update, as its reshard_after_forward says, which is off"},
+  };
+  for (const auto& [file, words, says] : cases) {
+    Words check{"--check", file};
+    check.insert(check.end(), words.begin(), words.end());
+    const Outcome checked = plan(folder, check);
+    EXPECT_EQ(checked.code, 3) << says << checked.out << checked.err;
+    EXPECT_THAT(checked.out, AllOf(HasSubstr("found a plan "), HasSubstr(says)));
+    Words train{"train", "run.toml", "--nproc", "2", "--compile.mode", "plan", "--compile.plan"};
+    train.emplace_back(file);
+    train.insert(train.end(), words.begin(), words.end());
+    const Outcome refused = run_program(folder, train);
+    EXPECT_EQ(refused.code, 2) << says;
+    EXPECT_THAT(refused.err, HasSubstr(says));
+  }
+  // Each of them is a plan that holds, of the run that it was made for.
+  const std::pair<const char*, Words> right[]{
+      {"eager.json", {}},
+      {"form2.json", {"--compile.form", "2"}},
+      {"offloads.json", tight},
+      {"recomputes.json", {"--activation_checkpoint.mode", "full"}}};
+  for (const auto& [file, words] : right) {
+    Words check{"--check", file};
+    check.insert(check.end(), words.begin(), words.end());
+    EXPECT_EQ(plan(folder, check).code, 0) << file;
+  }
+}
+
+// Naive: the actions alone are looked at, and keys that nobody knows are passed over.
+TEST(PlanVerb, FindsChoicesThatActionsDoNotFollowAndKeysOfNobody) {
+  const testing::TemporaryFolder folder;
+  write_run(folder);
+  const auto whole = json::parse(plan(folder, {"--json"}).out);
+  const auto checked = [&](const json& edited) {
+    folder.write("plan.json", edited.dump());
+    return plan(folder, {"--check", "plan.json"});
+  };
+  auto ahead = whole;
+  ahead["choices"]["ahead_in_forward"] = 4000;
+  auto outcome = checked(ahead);
+  EXPECT_EQ(outcome.code, 3) << outcome.err;
+  EXPECT_THAT(outcome.out, HasSubstr("computes, where 4000 units ahead were chosen\n"));
+  auto never = whole;
+  for (auto& [name, passes] : never["stages"][0]["micro_batches"].items()) {
+    for (auto& action : passes["backward"]["actions"]) {
+      if (action[0] == "reduce") action[0] = "gather";
+    }
+  }
+  outcome = checked(never);
+  EXPECT_EQ(outcome.code, 3) << outcome.err;
+  EXPECT_THAT(outcome.out, HasSubstr("micro-batch last, backward: unit model.layers.0 is never "
+                                     "reduced\n"));
+  auto key = whole;
+  key["choices"]["ahead_in_foward"] = 2;
+  outcome = checked(key);
+  EXPECT_EQ(outcome.code, 2) << outcome.out;
+  EXPECT_THAT(outcome.err, HasSubstr("'choices': found 'ahead_in_foward', expected none but "));
 }
 
 TEST(PlanVerb, AProfileGivesTimes) {

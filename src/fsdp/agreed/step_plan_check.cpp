@@ -91,6 +91,7 @@ class Walk {
       if (places[i].begins) continue;
       for_lenders_and(unit_at(places[i]), [&](UnitId one) { last_[one] = i; });
     }
+    find_uses(places);
     std::size_t done = 0;
     for (now_ = 0; now_ < places.size(); ++now_) {
       const auto& place = places[now_];
@@ -108,8 +109,12 @@ class Walk {
       advance(pass, done, counts.needed);
       if (used) {
         for_lenders_and(unit, [&](UnitId one) { use(one); });
+        ++next_use_;
       }
+      is_ahead_ = used;
       advance(pass, done, counts.ahead);
+      is_ahead_ = false;
+      if (used) require_ahead(unit);
       const bool is_told = plan_.choices.recompute[unit] != RecomputeMode::kNone;
       if (!is_forward && used && is_told && !runs_again_) {
         fault(pass_name, "unit ", name(unit), " is to be recomputed, which no action says");
@@ -117,6 +122,65 @@ class Walk {
     }
     begins_.reset();
     advance(pass, done, pass.actions.size());
+    require_reduced();
+  }
+
+  /// Where gathers ahead look: the uses of this pass in their order, and those of each unit.
+  void find_uses(const std::vector<PassedPlace>& places) {
+    uses_.clear();
+    uses_of_.assign(plan_.units.size(), {});
+    next_use_ = looked_at_ = 0;
+    for (const auto& place : places) {
+      if (!place.begins || !is_used(place, is_forward_)) continue;
+      for_lenders_and(unit_at(place), [&](UnitId one) { uses_of_[one].push_back(uses_.size()); });
+      uses_.push_back(place);
+    }
+  }
+  std::size_t ahead() const {
+    return is_forward_ ? plan_.choices.ahead_in_forward : plan_.choices.ahead_in_backward;
+  }
+  /// A unit that names what is gathered while it computes has that and nothing else.
+  bool looks_ahead(UnitId unit) const {
+    const auto& of = plan_.units[unit];
+    return (is_forward_ ? of.forward_prefetch : of.backward_prefetch).empty();
+  }
+  /// Of the uses that the one before `next_use_` looks ahead to; a forward's end with it.
+  std::size_t end_of_ahead() const {
+    const auto& now = uses_[next_use_ - 1];
+    const auto left = is_forward_ ? record_.parts[now.part].units.size() - now.position - 1
+                                  : uses_.size() - next_use_;
+    return next_use_ + std::min(ahead(), left);
+  }
+
+  /// While `unit` computes what comes next is gathered, as far ahead as was chosen.
+  void require_ahead(UnitId unit) {
+    if (!looks_ahead(unit)) return;
+    const auto end = end_of_ahead();
+    for (looked_at_ = std::max(looked_at_, next_use_); looked_at_ < end; ++looked_at_) {
+      const auto next = unit_at(uses_[looked_at_]);
+      const auto& of = plan_.units[next];
+      const bool is_read = of.gathers && (is_forward_ || of.gathers_in_backward);
+      if (!is_read || memory_.gathered.contains(next)) continue;
+      fault(pass_, "unit ", of.name, " is not gathered while ", name(unit), " computes, where ",
+            ahead(), " units ahead were chosen");
+    }
+  }
+  void require_chosen_ahead(UnitId unit) {
+    if (!is_ahead_ || !looks_ahead(*begins_)) return;
+    const auto& uses = uses_of_[unit];
+    const auto next = std::ranges::lower_bound(uses, next_use_);
+    if (next != uses.end() && *next < end_of_ahead()) return;
+    fault(pass_, "unit ", name(unit), " is gathered while ", name(*begins_), " computes, where ",
+          ahead(), " units ahead were chosen");
+  }
+
+  /// What is to be reduced now waits for no end of the step.
+  void require_reduced() {
+    if (is_forward_ || !reduces(plan_.choices.reduce, which_)) return;
+    for (const auto& [unit, last] : last_) {
+      if (!plan_.units[unit].reduces || reduced_.contains(unit)) continue;
+      fault(pass_, "unit ", name(unit), " is never reduced");
+    }
   }
 
   UnitId unit_at(const PassedPlace& place) const {
@@ -156,6 +220,7 @@ class Walk {
         if (!memory_.gathered.insert(unit).second) {
           return fault(pass_, "unit ", name(unit), " is gathered while it is gathered");
         }
+        require_chosen_ahead(unit);
         add_bytes(unit, 1);
         if (budget_ && bytes_ > *budget_) {
           fault(pass_, "gathered memory of ", bytes_, " bytes with unit ", name(unit),
@@ -265,8 +330,13 @@ class Walk {
   std::map<UnitId, std::size_t> last_;  // the place after which no gradient of it can come
   std::set<UnitId> reduced_;            // in this pass
   std::size_t now_ = 0;
-  std::optional<UnitId> begins_;  // whose forward or backward begins at the place under way
-  bool runs_again_ = false;       // its forward, as an action there has said
+  std::optional<UnitId> begins_;   // whose forward or backward begins at the place under way
+  bool runs_again_ = false;        // its forward, as an action there has said
+  std::vector<PassedPlace> uses_;  // of this pass
+  std::vector<std::vector<std::size_t>> uses_of_;  // by unit, which of them read it
+  std::size_t next_use_ = 0;                       // the first that has not begun
+  std::size_t looked_at_ = 0;  // those before it were looked at from before them
+  bool is_ahead_ = false;      // the actions under way gather ahead
 };
 
 /// Whether the rest may be looked at at all.

@@ -16,8 +16,9 @@ namespace tessera::fsdp {
 /// What is wrong with the plan, a line each, naming micro-batch, pass and unit; empty where nothing
 /// is: shapes fit the record; actions are done in the order of places; each use comes after the
 /// wait for its gather; nothing is gathered twice or given back twice, nor while it is used; what
-/// is kept stays as long as was said, and nothing else outlasts a pass; a unit is reduced once in a
-/// backward, after all that may still bring it a gradient; what is chosen to be recomputed says so
+/// is kept stays as long as was said, and nothing else outlasts a pass; while a unit computes that
+/// names nothing itself, as many ahead are gathered as was chosen; where a backward reduces, each
+/// unit is once, after all that may still bring it a gradient; what is chosen to be recomputed says so
 /// where its backward begins, and nothing else does; every micro-batch leaves what the next one
 /// expects. With `budget_bytes`, what a stage has gathered never exceeds it.
 std::vector<std::string> faults_of(const StepPlan& plan,

@@ -139,6 +139,27 @@ TEST(PlanJson, RefusalsNameThePlace) {
   EXPECT_THAT(refusal(std::string(100, '[')), HasSubstr("nested deeper"));
 }
 
+// Naive: a key that nobody reads is passed over, and whoever misspelt it never hears of it.
+TEST(PlanJson, KeysThatNobodyReadsAreRefusedWhereverTheyStand) {
+  const auto whole = json::parse(to_json(three_units()));
+  std::size_t objects = 0;
+  const auto try_with = [&](const std::string& pointer) {
+    auto edited = whole;
+    edited[json::json_pointer(pointer)]["aheda"] = 4;
+    ++objects;
+    EXPECT_THAT(refusal(edited.dump()), HasSubstr("found 'aheda', expected none but \""))
+        << pointer;
+  };
+  const auto walk = [&](const auto& self, const json& value, const std::string& pointer) -> void {
+    if (value.is_object()) try_with(pointer);
+    if (!value.is_structured()) return;
+    for (const auto& [key, item] : value.items()) self(self, item, pointer + "/" + key);
+  };
+  walk(walk, whole, "");
+  // The file, what it was made for, units, choices, a stage and its trace, its plan and passes.
+  EXPECT_EQ(objects, 1U + 1 + 3 + 1 + 2 + 2 + 4 + 8);
+}
+
 // A lender is a unit around the one that borrows, so that no model has a circle of them.
 TEST(PlanJson, UnitsThatLendInACircleAreRefused) {
   using Lenders = std::vector<std::vector<int>>;

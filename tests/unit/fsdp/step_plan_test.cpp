@@ -200,7 +200,7 @@ std::vector<PassPlan*> passes(StepPlan& plan) {
 }
 
 // An action that is missing, comes twice, or is another unit's makes a plan wrong: the fault is
-// found and names the unit. (A note to keep, and a reduction that finish() makes up for, may go.)
+// found and names the unit. (A note to keep may go.)
 TEST(StepPlan, AWrongPlanIsToldFromARightOne) {
   int tried = 0;
   for (unsigned seed = 0; seed < 1000; ++seed) {
@@ -224,7 +224,6 @@ TEST(StepPlan, AWrongPlanIsToldFromARightOne) {
     };
     switch (draw.below(2)) {
       case 0:
-        if (action.kind == Kind::kReduce) continue;
         pass.actions.erase(pass.actions.begin() + static_cast<std::ptrdiff_t>(at));
         shift(static_cast<std::size_t>(-1));
         break;
@@ -259,6 +258,56 @@ TEST(StepPlan, PlacesOutOfOrderAndForeignUnitsAreFound) {
   EXPECT_THAT(
       with([](auto&, auto& one) { std::swap(one.backward.actions[0], one.backward.actions[3]); }),
       Contains(HasSubstr("layer 1")));
+}
+
+// Naive: the end of the step reduces what is owed, so that the run is right all the same.
+TEST(StepPlan, AUnitThatIsNeverReducedIsFound) {
+  for (const auto reduce : {ReduceAt::kLastBackward, ReduceAt::kEveryBackward}) {
+    auto plan = make_plan(record_of({flat({0, 1, 2})}), units_of(3),
+                          {std::vector<Keep>(3, Keep::kUpdate), reduce, 1, 1},
+                          PlanOrder::kOneAfterTheOther);
+    ASSERT_THAT(faults_of(plan), IsEmpty());
+    for (auto& one : plan.stages[0].micro_batches) {
+      // The last actions of a backward that gathers and gives back nothing.
+      std::erase_if(one.backward.actions,
+                    [](const PlanAction& action) { return action.kind == Kind::kReduce; });
+      for (auto& place : one.backward.places[0]) place = {};
+    }
+    const auto faults = faults_of(plan);
+    const bool every = reduce == ReduceAt::kEveryBackward;
+    EXPECT_EQ(faults.size(), every ? 12U : 6U);
+    EXPECT_THAT(faults, Contains("micro-batch last, backward: unit layer 2 is never reduced"));
+    EXPECT_THAT(faults, Contains("micro-batch only, backward: unit the root is never reduced"));
+    const std::string first = "micro-batch first, backward: unit layer 1 is never reduced";
+    EXPECT_EQ(std::ranges::count(faults, first), every ? 1 : 0);
+  }
+}
+
+// What is chosen is what actions do, so that whoever reads the choices of a file knows the plan.
+TEST(StepPlan, GathersAheadAreThoseThatWereChosen) {
+  const auto right = eager(record_of({flat({0, 1, 2, 3})}), units_of(4));
+  ASSERT_EQ(right.choices.ahead_in_forward, 1U);
+  const auto with = [&](std::size_t in_forward, std::size_t in_backward) {
+    auto plan = right;
+    plan.choices.ahead_in_forward = in_forward;
+    plan.choices.ahead_in_backward = in_backward;
+    return faults_of(plan);
+  };
+  EXPECT_THAT(with(1, 1), IsEmpty());
+  EXPECT_THAT(with(4000, 1),
+              Contains("micro-batch first, forward: unit layer 2 is not gathered while the root "
+                       "computes, where 4000 units ahead were chosen"));
+  EXPECT_THAT(with(0, 1), Contains(HasSubstr("unit layer 1 is gathered while the root computes, "
+                                             "where 0 units ahead were chosen")));
+  EXPECT_THAT(with(1, 0), Contains(HasSubstr("micro-batch last, backward: unit layer 2 is gathered "
+                                             "while layer 3 computes, where 0 units")));
+  EXPECT_THAT(with(1, 2), Contains(HasSubstr("unit layer 1 is not gathered while layer 3")));
+  // A unit that names what is gathered meanwhile is asked for nothing else.
+  auto units = units_of(4);
+  for (auto& unit : units) unit.forward_prefetch = {3};
+  auto named = make_plan(right.record, units, right.choices, right.order);
+  named.choices.ahead_in_forward = 4000;
+  EXPECT_THAT(faults_of(named), IsEmpty());
 }
 
 TEST(StepPlan, ABudgetIsNeverExceeded) {
