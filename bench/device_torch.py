@@ -17,6 +17,7 @@ import argparse
 import ctypes
 import json
 import math
+import os
 import pathlib
 import tempfile
 import time
@@ -141,6 +142,12 @@ class Body(nn.Module):
         self.norm = Norm(shape.hidden, shape.eps)
 
 
+def mean_loss(logits, labels):
+    """Position t predicts labels[t + 1]."""
+    targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
 class Model(nn.Module):
     def __init__(self, shape):
         super().__init__()
@@ -148,13 +155,11 @@ class Model(nn.Module):
         self.lm_head = linear(shape.hidden, shape.vocabulary)
 
     def forward(self, ids, labels, cos, sin):
-        """The mean loss; position t predicts labels[t + 1]."""
+        """The mean loss."""
         x = self.model.embed_tokens(ids)
         for layer in self.model.layers:
             x = layer(x, cos, sin)
-        logits = self.lm_head(self.model.norm(x)).float()
-        targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return mean_loss(self.lm_head(self.model.norm(x)).float(), labels)
 
 
 def rope_tables(shape, device):
@@ -334,7 +339,7 @@ def train_in_group(arguments, shape, device):
     if device.type == "cuda":
         result["device"] = torch.cuda.get_device_name(device)
         result["peak_device_mib"] = torch.cuda.max_memory_allocated() / 2**20
-        result["peak_reserved_mib"] = torch.cuda.max_memory_reserved() / 2**20
+        result["peak_device_reserved_mib"] = torch.cuda.max_memory_reserved() / 2**20
     return result
 
 
@@ -352,6 +357,9 @@ def main():
     arguments = parser.parse_args()
     shape = SHAPES[arguments.size][arguments.model]
     if not arguments.write:
+        # As `tessera train` asks for it. Read when CUDA's allocator is first used.
+        if not os.environ.keys() & {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"}:
+            os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         return train(arguments, shape)
     write(arguments, shape)
     write_batches(arguments, shape)

@@ -98,11 +98,13 @@ function(tessera_use_pch target)
   endif()
 endfunction()
 
-# tessera_test(NAME SOURCES ... USES floors... [LABELS ...] [TIMEOUT s] [PURE] [SIM])
+# tessera_test(NAME SOURCES ... USES floors... [LABELS ...] [TIMEOUT s] [PURE] [SIM] [BESIDE])
 # One binary an area: linking libtorch is slow. Pure areas link no torch at all. SIM: with the
-# simulated device of tests/sim.
+# simulated device of tests/sim. BESIDE: of the label dist, yet with another test beside it: it starts
+# programs, whose start takes one core, or its ranks wait for each other much of the time, and nothing in
+# it is late by a clock on a busy machine.
 function(tessera_test name)
-  cmake_parse_arguments(T "PURE;SIM" "TIMEOUT" "SOURCES;USES;LABELS;LINK" ${ARGN})
+  cmake_parse_arguments(T "PURE;SIM;BESIDE" "TIMEOUT" "SOURCES;USES;LABELS;LINK" ${ARGN})
   if(TESSERA_PURE_ONLY AND NOT T_PURE)
     return()
   endif()
@@ -134,7 +136,7 @@ function(tessera_test name)
   tessera_compile_quickly(test_${name})
   add_test(NAME ${name} COMMAND test_${name} --gtest_brief=1)
   set_tests_properties(${name} PROPERTIES TIMEOUT ${T_TIMEOUT} LABELS "${T_LABELS}")
-  if("dist" IN_LIST T_LABELS)
+  if("dist" IN_LIST T_LABELS AND NOT T_BESIDE)
     # Its ranks share the cores already: nothing else runs beside it.
     set_tests_properties(${name} PROPERTIES PROCESSORS 2)
   endif()

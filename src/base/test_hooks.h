@@ -141,8 +141,8 @@ inline constinit Hook<bool(const comm::Group& group, const comm::Label& label)> 
 
 /// kernels/kernels.cpp: whether tensors of the CPU get the implementations that a device's get.
 inline constinit Hook<bool()> kernels_of_devices;
-/// rows_of_loss (kernels/kernels.h) and the masters of 16-bit shards (fsdp/optim/optimizer_shards.h),
-/// which take a tensor in parts: how many elements at a time. A device's are too many for a test.
+/// What takes a tensor in parts, how many elements at a time: rows_of_loss (kernels/kernels.h), sums
+/// and quotients of devices (kernels/aten/optimizer.cpp), masters of 16-bit shards. Too many for a test.
 inline constinit Hook<std::int64_t()> elements_at_a_time;
 
 // Faults that nets have to find: what a place works out is the function's instead.
@@ -172,6 +172,9 @@ inline constinit Hook<void(const GradContract& contract, const at::Tensor& slot)
 /// capture/replay/region_call.cpp, when a region's program was made of its first recording, before it
 /// is compared with the next ones: to be changed.
 inline constinit Hook<void(capture::Program& program)> made_program;
+/// capture/replay/blocks.h, when a region in `unit` takes memory: where that lies.
+inline constinit thread_local ThreadHook<void(const std::string& unit, const void* block)>
+    took_block;
 /// pipeline/borders.h: the tag that a message leaves under; its other end waits for `tag`.
 inline constinit Hook<comm::MailTag(const comm::MailTag& tag)> sent_tag;
 

@@ -116,8 +116,9 @@ int run_as_rank(const WorldOptions& options, int world_size, const RankBody& bod
 }  // namespace
 
 int run_ranks(const train::Config& config, std::optional<int> nproc, const RankBody& body) {
-  // CUDA reads it once, and the ranks that are started here inherit it.
+  // CUDA reads them once, and the ranks that are started here inherit them.
   if (config.debug.deterministic) comm::prepare_deterministic_products();
+  if (config.device != train::DeviceName::kCpu) comm::prepare_growing_segments();
   WorldOptions options = world_options(config);
   const comm::LaunchEnvironment place = comm::read_launch_environment(
       base::environment(), {options.master_addr, options.master_port});

@@ -4,6 +4,7 @@
 #include <c10/core/StorageImpl.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "comm/torch_compat.h"
 #include "tessera/error.h"
@@ -13,6 +14,7 @@ namespace {
 
 constexpr std::size_t kFreedKnown = 64;
 constexpr std::size_t kEventsKept = 64;
+constexpr std::size_t kTakenKnown = std::size_t{1} << 16;
 
 }  // namespace
 
@@ -28,9 +30,22 @@ bool FreeBlocks::fits(std::int64_t block, std::int64_t bytes) const {
   return block >= bytes && static_cast<double>(block) <= most_over_ * static_cast<double>(bytes);
 }
 
-FreeBlocks::Block FreeBlocks::take(std::int64_t bytes) {
+/// Of a free block there that fits; else one behind the last.
+std::size_t FreeBlocks::index_of(const void* memory, std::int64_t bytes) const {
+  std::size_t i = 0;
+  while (i < blocks_.size() &&
+         (blocks_[i].block.memory.const_data_ptr() != memory || !fits(blocks_[i].bytes(), bytes))) {
+    ++i;
+  }
+  return i;
+}
+
+FreeBlocks::Block FreeBlocks::take(std::int64_t bytes, const void* wanted) {
   ++requests_;
   const auto none = blocks_.size();
+  if (wanted != nullptr) {
+    if (const auto index = index_of(wanted, bytes); index != none) return remove(index);
+  }
   auto best = none;
   auto too_small = none;  // the largest that the block to be made could stand in for
   for (std::size_t i = 0; i < blocks_.size(); ++i) {
@@ -107,14 +122,24 @@ void FreeBlocks::clear() {
 
 at::Tensor BufferPool::take(std::int64_t numel, at::ScalarType dtype, const Stream& on) {
   const auto bytes = numel * static_cast<std::int64_t>(c10::elementSize(dtype));
-  FreeBlocks::Block block = free_.take(bytes);
+  const auto number = step_.size();
+  const bool comes_again = number < last_step_.size() && last_step_[number].bytes == bytes;
+  FreeBlocks::Block block = free_.take(bytes, comes_again ? last_step_[number].memory : nullptr);
   if (!block.memory.defined()) {
     block.memory = make(bytes, on);
   } else if (on) {
     block.used.block(on, EventSite::kPoolBack);
     if (events_.size() < kEventsKept) events_.push_back(std::move(block.used));
   }
+  if (has_steps_ && number < kTakenKnown) {
+    step_.push_back({bytes, block.memory.const_data_ptr()});
+  }
   return block.memory.narrow(0, 0, bytes).view(dtype);
+}
+
+void BufferPool::begin_step() {
+  last_step_ = std::exchange(step_, {});
+  has_steps_ = true;
 }
 
 at::Tensor BufferPool::make(std::int64_t bytes, const Stream& on) {

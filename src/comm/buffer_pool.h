@@ -55,9 +55,9 @@ class FreeBlocks {
   FreeBlocks(const FreeBlocks&) = delete;
   FreeBlocks& operator=(const FreeBlocks&) = delete;
 
-  /// The smallest that fits: on the CPU the warmest of several, on a device the one that came back
-  /// first.
-  Block take(std::int64_t bytes);
+  /// The one at `wanted`, if it is free and fits; else the smallest that fits: on the CPU the warmest of
+  /// several, on a device the one that came back first.
+  Block take(std::int64_t bytes, const void* wanted = nullptr);
   void give_back(Block block);
   void clear();
   /// Frees what has not been taken since there had been so many requests.
@@ -74,6 +74,7 @@ class FreeBlocks {
     std::int64_t bytes() const { return block.memory.numel(); }
   };
   bool fits(std::int64_t block, std::int64_t bytes) const;
+  std::size_t index_of(const void* memory, std::int64_t bytes) const;
   void bring_the_first(std::size_t index);
   Block remove(std::size_t index);
   void free(std::size_t index);
@@ -117,6 +118,9 @@ class BufferPool {
   /// rest stays: memory that goes back to an allocator comes again in other places.
   void trim_idle_since(std::uint64_t requests) { free_.clear_idle_since(requests); }
   std::uint64_t requests() const { return free_.requests(); }  ///< so far
+  /// A step of a model begins. What is taken in it as it was in the last one, in the same order and of
+  /// the same sizes, is given the same blocks: addresses stay from step to step.
+  void begin_step();
 
   at::Device device() const { return device_; }
   /// Of all blocks that there are, taken or free.
@@ -133,6 +137,12 @@ class BufferPool {
   /// of whatever was freed.
   Stream allocator_;
   FreeBlocks free_;
+  struct Taken {
+    std::int64_t bytes;
+    const void* memory;
+  };
+  std::vector<Taken> last_step_, step_;  // in their order, the first kTakenKnown of them
+  bool has_steps_ = false;
   std::vector<Event> events_;  // of blocks that are taken, to be recorded again
   std::int64_t made_bytes_ = 0;
   std::int64_t blocks_made_ = 0;

@@ -13,6 +13,7 @@
 #include "base/environment.h"
 #include "base/text/printable.h"
 #include "comm/backends/backend.h"
+#include "comm/torch_compat.h"
 #include "launch/store.h"
 #include "tessera/error.h"
 
@@ -88,7 +89,23 @@ DeviceFacts facts_of(c10::Device device) {
 DeviceMemory memory_of(c10::Device device) {
   constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
   const auto stats = at::getDeviceAllocator(device.type())->getDeviceStats(device.index());
-  return {stats.allocated_bytes[kAll].current, stats.reserved_bytes[kAll].peak};
+  return {stats.allocated_bytes[kAll].current, stats.allocated_bytes[kAll].peak,
+          stats.reserved_bytes[kAll].peak};
+}
+
+void begin_memory_peaks(c10::Device device) {
+  at::getDeviceAllocator(device.type())->resetPeakStats(device.index());
+}
+
+std::optional<std::int64_t> memory_size(c10::Device device) {
+  return compat::memory_size(*at::getDeviceAllocator(device.type()), device.index());
+}
+
+void prepare_growing_segments() {
+  // Of these libtorch takes the first that is set, whole.
+  constexpr auto kOfCuda = "PYTORCH_CUDA_ALLOC_CONF", kOfAll = "PYTORCH_ALLOC_CONF";
+  if (base::environment_variable(kOfCuda) || base::environment_variable(kOfAll)) return;
+  base::set_environment_variable(kOfCuda, "expandable_segments:True");
 }
 
 void claim_device(Store& store, const std::string& host, const std::string& device, int rank) {

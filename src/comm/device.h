@@ -37,10 +37,19 @@ DeviceFacts facts_of(c10::Device device);
 
 /// Bytes of a device's memory that this process has taken. Not of the CPU.
 struct DeviceMemory {
-  std::int64_t held = 0;  ///< by tensors that live
-  std::int64_t peak = 0;  ///< the most of the allocator so far, free blocks that it keeps included
+  std::int64_t held = 0;      ///< by tensors that live
+  std::int64_t peak = 0;      ///< the most that tensors held at once
+  std::int64_t reserved = 0;  ///< the most that the allocator took, its free blocks included
 };
 DeviceMemory memory_of(c10::Device device);
+/// From here on its two peaks are those of what comes.
+void begin_memory_peaks(c10::Device device);
+/// Bytes of the whole device, whoever has them; none where libtorch does not say.
+std::optional<std::int64_t> memory_size(c10::Device device);
+/// Lets libtorch's allocator grow its segments instead of asking for one more beside them, whose free
+/// rest a tensor of another size cannot take: PYTORCH_CUDA_ALLOC_CONF, where nobody has said what the
+/// allocator is to do. Before CUDA is used, as the program starts.
+void prepare_growing_segments();
 
 /// Says in the store of a World that this rank computes on a device of a host, for backends that want
 /// one for each rank. `host`, where it is "", cannot be told, and nothing is compared. Errors: kUsage

@@ -9,6 +9,7 @@
 #include <thread>
 #include <utility>
 
+#include "comm/device.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -29,6 +30,12 @@ thread_local std::weak_ptr<HostWaits> waits_of_thread;  // it goes with its Worl
 /// Without a World there is nobody who could be lost.
 void ask_until_done(const Event& event) {
   while (!event.done()) std::this_thread::yield();
+}
+
+/// The end of an error.
+std::string not_ended(const std::string& work) {
+  return concat(", where ", work,
+                " has not ended; a rank of it is stalled, or does not take part in it");
 }
 
 }  // namespace
@@ -53,26 +60,86 @@ class HostWaits::Standing final : public Blocked {
 };
 
 HostWaits::HostWaits(std::shared_ptr<AbortFlag> abort_flag, std::shared_ptr<WaitBoard> board,
-                     std::chrono::milliseconds timeout)
-    : abort_flag_(std::move(abort_flag)), board_(std::move(board)), timeout_(timeout) {}
+                     std::chrono::milliseconds timeout, at::Device device)
+    : abort_flag_(std::move(abort_flag)),
+      board_(std::move(board)),
+      timeout_(timeout),
+      device_(device) {}
 
 void HostWaits::attach(const std::shared_ptr<HostWaits>& waits) { waits_of_thread = waits; }
 
 std::shared_ptr<HostWaits> HostWaits::of_this_thread() { return waits_of_thread.lock(); }
 
-void HostWaits::waited_for(std::function<PeerWait()> what, Event end) {
+std::optional<std::uint64_t> HostWaits::launching(DeviceWork work) {
   const base::Lock lock(mutex_);
   if (under_way_.size() == kMostKept) forget_ended();
-  if (under_way_.size() < kMostKept) under_way_.push_back({std::move(what), std::move(end)});
+  if (under_way_.size() == kMostKept) return std::nullopt;
+  under_way_.push_back({std::move(work), std::nullopt});
+  return ended_ + under_way_.size() - 1;
+}
+
+void HostWaits::launched(std::optional<std::uint64_t> number, Event end) {
+  if (!number) return;
+  const base::Lock lock(mutex_);
+  under_way_[*number - ended_].end = std::move(end);
 }
 
 void HostWaits::forget_ended() {
-  for (; !under_way_.empty() && under_way_.front().end.done(); ++ended_) under_way_.pop_front();
+  for (; !under_way_.empty() && under_way_.front().has_ended(); ++ended_) under_way_.pop_front();
 }
 
-void HostWaits::wait(const Event& event, std::string_view what) {
+std::optional<std::string> HostWaits::stalled() {
+  if (abort_flag_->is_set()) return std::nullopt;
+  // A thread that asks CUDA with no device of its own makes a context on the first one.
+  use_device(device_);
+  const base::Lock lock(mutex_);
+  if (readers_ > 0) return std::nullopt;
+  try {
+    return stalled_at(Time::now());
+  } catch (const std::exception&) {
+    return std::nullopt;  // of a device that has failed: whoever launches next says it
+  }
+}
+
+std::optional<std::string> HostWaits::stalled_at(Time::time_point now) {
+  seen_ended_ = std::max(seen_ended_, ended_);
+  const std::uint64_t all = ended_ + under_way_.size();
+  while (seen_ended_ < all && under_way_[seen_ended_ - ended_].has_ended()) ++seen_ended_;
+  const auto seen = seen_ended_ < all ? std::optional(seen_ended_) : std::nullopt;
+  if (std::exchange(seen_, seen) != seen) seen_since_ = now;
+  if (!seen) return std::nullopt;
+  const UnderWay& oldest = under_way_[*seen - ended_];
+  const std::string text = oldest.work.what().text;
+  if (const std::string error = oldest.error(); !error.empty()) return concat(text, ": ", error);
+  const auto patience = abort_flag_->patience.of(timeout_);
+  if (now - seen_since_ < patience) return std::nullopt;
+  return concat("device: found no collective that has ended for ", in_seconds(patience),
+                not_ended(text));
+}
+
+/// A wait on the board, of a thread that reads.
+class HostWaits::Reading {
+ public:
+  explicit Reading(HostWaits& waits) : waits_(waits), on_board_(*waits.board_, standing) {
+    const base::Lock lock(waits_.mutex_);
+    ++waits_.readers_;
+  }
+  ~Reading() {
+    const base::Lock lock(waits_.mutex_);
+    --waits_.readers_;
+  }
+  Reading(const Reading&) = delete;
+  Reading& operator=(const Reading&) = delete;
+
   Standing standing;
-  const OnBoard on_board(*board_, standing);
+
+ private:
+  HostWaits& waits_;
+  OnBoard on_board_;
+};
+
+void HostWaits::wait(const Event& event, std::string_view what) {
+  Reading reading(*this);
   const auto patience = abort_flag_->patience.of(timeout_);
   const auto begin = Time::now();
   const auto give_up = [&](const std::string& why) {
@@ -87,24 +154,25 @@ void HostWaits::wait(const Event& event, std::string_view what) {
       std::this_thread::yield();
       continue;
     }
+    std::string error;
     {
       const base::Lock lock(mutex_);
       forget_ended();
-      const auto oldest = under_way_.empty() ? std::nullopt : std::optional(ended_);
-      if (named != oldest) {
-        named = oldest;
-        standing.set(oldest ? std::optional(under_way_.front().what()) : std::nullopt);
+      const auto number = under_way_.empty() ? std::nullopt : std::optional(ended_);
+      if (std::exchange(named, number) != number) {
+        reading.standing.set(number ? std::optional(under_way_.front().work.what()) : std::nullopt);
       }
+      if (number) error = under_way_.front().error();
     }
-    if (waited >= patience) {
-      const auto oldest = standing.waits_for();
-      give_up(concat(what, ": waited ", in_seconds(patience), " for the device",
-                     oldest ? concat(", where ", oldest->text,
-                                     " has not ended; a rank of it is stalled, or does not take "
-                                     "part in it")
-                            : "; no collective is under way there: a kernel does not end"));
+    if (error.empty() && waited < patience) {
+      std::this_thread::sleep_for(kPause);
+      continue;
     }
-    std::this_thread::sleep_for(kPause);
+    const auto oldest = reading.standing.waits_for();
+    if (!error.empty()) give_up(concat(what, ": ", oldest->text, ": ", error));
+    give_up(concat(what, ": waited ", in_seconds(patience), " for the device",
+                   oldest ? not_ended(oldest->text)
+                          : "; no collective is under way there: a kernel does not end"));
   }
   const base::Lock lock(mutex_);
   forget_ended();

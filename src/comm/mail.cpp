@@ -75,17 +75,22 @@ std::string to_string(const Letter& letter) {
                        : "");
 }
 
-void come_behind(const Letter& letter, const Event& end, HostWaits* waits) {
-  if (waits != nullptr) {
-    Letter named = letter;
-    named.tensor.reset();
-    // Of no rank for the failure watch: what is behind a device is on no rank's board, and whoever
-    // has launched it may already wait for something else.
-    const auto what = [named = std::move(named)] {
-      return PeerWait{0, 0, -1, concat("the message of ", to_string(named))};
-    };
-    waits->waited_for(what, end);
-  }
+DeviceWork work_of(const Letter& letter, std::function<std::string()> error) {
+  Letter named = letter;
+  named.tensor.reset();
+  // Of no rank for the failure watch: what is behind a device is on no rank's board, and whoever has
+  // launched it may already wait for something else.
+  return {[named = std::move(named)] {
+            return PeerWait{0, 0, -1, concat("the message of ", to_string(named))};
+          },
+          std::move(error)};
+}
+
+void come_behind(const Letter& letter, const Event& end, HostWaits* waits,
+                 std::function<std::string()> error) {
+  // As it is waited for and not as it is posted: a receive may be posted long before its sender has
+  // something to send.
+  if (waits != nullptr) waits->waited_for(work_of(letter, std::move(error)), end);
   end.block(Stream::current(letter.stream.device()), EventSite::kMailEnd);
 }
 
@@ -160,7 +165,7 @@ std::unique_ptr<Transfer> Mail::checked_and_posted(Letter::End end, int peer, co
 
 void Mail::put_on_stream(Letter& letter) {
   Stream& stream = streams_[{letter.peer, letter.tag.direction, letter.end}];
-  if (!stream) stream = Stream::make(device());
+  if (!stream) stream = Stream::make(device(), StreamUse::kOtherRanks);
   letter.stream = stream;
   letter.posted.record(Stream::current(device()), EventSite::kMailPost);
 }

@@ -22,8 +22,10 @@
 #include <chrono>
 #include <compare>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -38,6 +40,7 @@ class World;
 namespace tessera::comm {
 
 class HostWaits;
+struct DeviceWork;
 
 /// Which message: both ends name it alike. Between two ranks a tag stands for one message at a time:
 /// it is used again, if at all, when both ends are through.
@@ -56,6 +59,14 @@ struct MailTag {
 };
 /// "activations of stage 1, micro-batch 3, step 7"; ", tensor 1" of the second one.
 std::string to_string(const MailTag& tag);
+
+/// A way that messages take: in one direction, from one rank to another.
+struct MailRoute {
+  int from = 0;  ///< indices into the group
+  int to = 0;
+  MailTag::Direction direction = MailTag::Direction::kForward;
+  auto operator<=>(const MailRoute&) const = default;
+};
 
 /// One end of a message, as a backend posts it.
 struct Letter {
@@ -129,6 +140,14 @@ class Mail {
   std::uint64_t next_step() const { return next_step_; }
   void begin_step(std::uint64_t step) { next_step_ = step + 1; }
 
+  /// Before the first message of any of these ways, where the backend connects two ranks only when
+  /// both first meet, so that a message would wait there for its other end. Collective: all ranks give
+  /// the same ways, those between others included, and go through them in their order. Ways that are
+  /// connected stay so. Errors: LostRank.
+  virtual void connect(const std::set<MailRoute>& /*routes*/) {}
+  /// Whether a message takes less time when its receive was posted before it is sent.
+  virtual bool gains_by_early_receives() const { return true; }
+
   /// `to`, `from`: indices into the group. Tensors are contiguous, where the backend has them, and
   /// alike at both ends: sizes and dtype. An empty one sends nothing. After a recovery the first call connects
   /// all ranks again where mail_of() has not. Errors: kInternal for what cannot be posted; kComm.
@@ -160,9 +179,12 @@ class Mail {
   std::map<std::tuple<int, MailTag::Direction, Letter::End>, Stream> streams_;
 };
 
+/// As it is blamed for what does not go on. It owns what it needs, and not the letter's tensor.
+DeviceWork work_of(const Letter& letter, std::function<std::string()> error = {});
 /// The calling thread's current stream comes behind the end of a letter on a device; `waits`, which
 /// may be null, is told.
-void come_behind(const Letter& letter, const Event& end, HostWaits* waits);
+void come_behind(const Letter& letter, const Event& end, HostWaits* waits,
+                 std::function<std::string()> error = {});
 /// What each backend refuses alike. Errors: kInternal for a collective of a group that has Mail.
 void require_no_mail(const Mail* mail, const std::string& group);
 /// Of a letter under way when the World recovered.

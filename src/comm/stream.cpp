@@ -3,12 +3,25 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <vector>
 
+#include "base/log.h"
 #include "base/test_hooks.h"
+#include "tessera/error.h"
 
 namespace tessera::comm {
 namespace {
+
+/// Of CUDA and of the process, as libtorch's streams are; of other devices 0.
+int count_one_more(c10::Device device, StreamUse use) {
+  constexpr std::size_t kDevices = 128;  // beyond those of any host; others are not counted
+  static std::array<std::array<std::atomic<int>, 2>, kDevices> made{};
+  const auto index = static_cast<std::size_t>(device.index());
+  if (!device.is_cuda() || index >= kDevices) return 0;
+  return ++made[index][static_cast<std::size_t>(use)];
+}
 
 bool is_left_out(EventSite site, EventEnd end) {
   const auto hook = test_hooks::leaves_out_event.get();
@@ -68,8 +81,25 @@ Stream Stream::current_of(c10::Device device) {
   return Stream(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
 }
 
-Stream Stream::made_of(c10::Device device) {
-  return Stream(c10::impl::VirtualGuardImpl(device.type()).getNewStream(device));
+Stream Stream::made_of(c10::Device device, StreamUse use) {
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  if (device.index() < 0) device = guard.getDevice();
+  const std::string warning = shared_stream_warning(device, use, count_one_more(device, use));
+  if (!warning.empty()) log::warn(warning);
+  constexpr int kUsual = 0, kHigher = -1;
+  return Stream(guard.getNewStream(device, use == StreamUse::kRank ? kUsual : kHigher));
+}
+
+std::string shared_stream_warning(c10::Device device, StreamUse use, int made) {
+  // c10/cuda/CUDAStream.cpp: of each priority so many, which are lent in turn.
+  constexpr int kStreamsOfCuda = 32;
+  if (!device.is_cuda() || made != kStreamsOfCuda + 1) return "";
+  return concat(
+      "device ", device, ": found more than ", kStreamsOfCuda, " streams ",
+      use == StreamUse::kRank ? "of this rank's own work" : "of groups and messages between ranks",
+      ", which is as many as libtorch has: the next ones are lent a second time, and what "
+      "shares one waits for each other; expected fewer groups, or neighbours in a pipeline, "
+      "in one process");
 }
 
 StreamsScope::StreamsScope(std::span<const Stream> streams) : guard_(one_a_device(streams)) {}

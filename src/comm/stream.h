@@ -16,6 +16,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -44,6 +45,13 @@ std::string_view to_string(EventSite site);
 /// Which half of one: test_hooks::leaves_out_event.
 enum class EventEnd : std::uint8_t { kRecord, kBlock };
 
+/// What a stream is for. libtorch has a few streams of CUDA for each priority, which all users of a
+/// process share: those by which ranks wait for each other have theirs, and of a higher one.
+enum class StreamUse : std::uint8_t { kRank, kOtherRanks };
+/// Of a device whose `made`-th stream of that use was just made: a warning where it is the first one
+/// that is somebody's already, else "".
+std::string shared_stream_warning(c10::Device device, StreamUse use, int made);
+
 class Stream {
  public:
   Stream() = default;
@@ -53,8 +61,10 @@ class Stream {
   static Stream current(c10::Device device) {
     return device.is_cpu() ? Stream() : current_of(device);
   }
-  /// A new one.
-  static Stream make(c10::Device device) { return device.is_cpu() ? Stream() : made_of(device); }
+  /// A new one; of CUDA, where many were made, one that was made before: the first time that is said.
+  static Stream make(c10::Device device, StreamUse use = StreamUse::kRank) {
+    return device.is_cpu() ? Stream() : made_of(device, use);
+  }
 
   explicit operator bool() const { return stream_.has_value(); }
   c10::Device device() const { return stream_ ? stream_->device() : c10::Device(c10::kCPU); }
@@ -66,7 +76,7 @@ class Stream {
 
  private:
   static Stream current_of(c10::Device device);
-  static Stream made_of(c10::Device device);
+  static Stream made_of(c10::Device device, StreamUse use);
 
   std::optional<c10::Stream> stream_;
 };

@@ -1,13 +1,16 @@
 // The one place for what torch 2.11 and 2.13 name differently.
 #pragma once
 
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/StorageImpl.h>
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/version.h>
 
+#include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #define TESSERA_TORCH_AT_LEAST(major, minor) \
@@ -54,5 +57,15 @@ struct AccessErrorFlag {
 template struct AccessErrorFlag<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
 inline void clear_access_error(c10::StorageImpl& storage) { clear_flag_of(storage); }
 #endif
+
+/// Bytes of the whole device. 2.11's allocators may not know.
+inline std::optional<std::int64_t> memory_size([[maybe_unused]] c10::DeviceAllocator& allocator,
+                                               [[maybe_unused]] c10::DeviceIndex index) {
+#if TESSERA_TORCH_AT_LEAST(2, 13)
+  return static_cast<std::int64_t>(allocator.getMemoryInfo(index).second);
+#else
+  return std::nullopt;
+#endif
+}
 
 }  // namespace tessera::compat

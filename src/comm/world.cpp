@@ -106,8 +106,9 @@ World::World(int rank, int size, int local_rank, const WorldOptions& options)
   base::heed_thread_limit();
   state_->device = comm::device_of_rank(options.device, local_rank);
   if (state_->device.is_cpu()) return;
-  state_->host_waits =
-      std::make_shared<comm::HostWaits>(state_->abort_flag, state_->board, options.timeout);
+  state_->host_waits = std::make_shared<comm::HostWaits>(state_->abort_flag, state_->board,
+                                                         options.timeout, state_->device);
+  state_->board->watch_device(state_->host_waits);
 }
 
 World::~World() = default;
@@ -162,7 +163,7 @@ std::shared_ptr<comm::Group> World::group(const std::vector<int>& ranks, std::st
   made = make_group(ranks, name, where);
   if (!where.is_cpu()) {
     auto& stream = state_->streams[ranks];
-    if (!stream) stream = comm::Stream::make(where);
+    if (!stream) stream = comm::Stream::make(where, comm::StreamUse::kOtherRanks);
     made->use_stream(stream, state_->host_waits);
   }
   return made;

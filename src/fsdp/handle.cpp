@@ -451,6 +451,12 @@ std::string unit_of(const at::Tensor& parameter) {
   return is_of_unit ? leaf->owner->unit->shown_name() : "";
 }
 
+bool is_there_in_backward(const at::Tensor& parameter) {
+  const auto leaf = find_leaf(parameter);
+  const bool is_of_unit = leaf && leaf->owner != nullptr && leaf->owner->unit != nullptr;
+  return !is_of_unit || leaf->owner->unit->controls.unshard_in_backward;
+}
+
 std::vector<PlanUnit> plan_units(const ShardedBase& model) {
   return unit_of_handle(model.unit()).runtime().plan_units();
 }

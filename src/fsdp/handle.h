@@ -38,6 +38,8 @@ void set_regions(const ShardedBase& model, std::shared_ptr<grad::Regions> region
 std::shared_ptr<grad::Regions> regions_of(const ShardedBase& model);
 /// The unit, as plans name it, that a parameter of a sharded module lies in; "" = none.
 std::string unit_of(const at::Tensor& parameter);
+/// Whether a parameter of a sharded module is there in backward (set_unshard_in_backward).
+bool is_there_in_backward(const at::Tensor& parameter);
 
 /// Units of `model`, the outermost handle, as plans of its steps see them now.
 std::vector<PlanUnit> plan_units(const ShardedBase& model);

@@ -74,6 +74,12 @@ namespace tessera::kernels {
 TESSERA_KERNELS(TESSERA_IMPLEMENTED)
 #undef TESSERA_IMPLEMENTED
 
+/// Of divide_into: whether ATen's own division of a sum of `dtype` is that in fp64, rounded once. With
+/// more than twice as many digits the quotient of two numbers of fp32 rounds as if at once.
+inline bool divides_alike(at::ScalarType dtype, double factor) {
+  return dtype == at::kDouble || (dtype == at::kFloat && static_cast<float>(factor) == factor);
+}
+
 namespace fused {
 #define TESSERA_IMPLEMENTED(name) decltype(kernels::name) name;
 TESSERA_FUSED_KERNELS(TESSERA_IMPLEMENTED)

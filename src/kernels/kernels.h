@@ -109,16 +109,17 @@ at::Tensor windowed_attention(const at::Tensor& q, const at::Tensor& keys, const
                               const std::optional<at::Tensor>& begins,
                               const std::optional<at::Tensor>& ends, std::int64_t window,
                               double scale);
-/// -> gradients of q, keys, values, and of the sinks as wide as the scores, undefined without.
+/// -> gradients of q, keys, values, and of the sinks as wide as the scores, undefined without them or
+/// where they are not wanted.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> windowed_attention_backward(
     const at::Tensor& grad, const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values,
     const std::optional<at::Tensor>& sinks, const std::optional<at::Tensor>& begins,
-    const std::optional<at::Tensor>& ends, std::int64_t window, double scale);
+    const std::optional<at::Tensor>& ends, std::int64_t window, double scale, bool of_sinks);
 
 /// Softmax of scale * scores [B*G, Q*R, N] of Q queries, the first at position `first`: each sees
 /// the last `window` of the N keys that are not behind it, and what begins and ends [B, Q] leave of
-/// them. Sinks [G*R] take part; their shares go to `shares` [B*G, Q*R], which is there where they
-/// are. fp32, or fp64.
+/// them. Sinks [G*R] take part; their shares go to `shares` [B*G, Q*R], if that is there. fp32, or
+/// fp64.
 /// Writes: scores, shares.
 void window_softmax(const at::Tensor& scores, const std::optional<at::Tensor>& sinks,
                     const std::optional<at::Tensor>& shares,

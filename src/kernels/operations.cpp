@@ -46,7 +46,7 @@ namespace {
     "int window, float scale) -> Tensor")                                                        \
   X(windowed_attention_backward,                                                                 \
     "(Tensor grad, Tensor q, Tensor keys, Tensor values, Tensor? sinks, Tensor? begins, "        \
-    "Tensor? ends, int window, float scale) -> (Tensor, Tensor, Tensor, Tensor)")                \
+    "Tensor? ends, int window, float scale, bool of_sinks) -> (Tensor, Tensor, Tensor, Tensor)") \
   X(window_softmax, "(Tensor(a!) scores, Tensor? sinks, Tensor(b!)? shares, " TESSERA_IN_WINDOW) \
   X(window_softmax_backward,                                                                     \
     "(Tensor(a!) grad, Tensor weights, Tensor(b!)? shares, " TESSERA_IN_WINDOW)                  \

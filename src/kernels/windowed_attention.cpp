@@ -68,13 +68,13 @@ class Windowed {
         .narrow(1, block.keys.begin, block.keys.size());
   }
 
-  /// [rows * G, block*R] for the sinks' part of each row, none without sinks.
-  std::optional<at::Tensor> shares(const SeenBlock& block) const {
-    if (!sinks_) return std::nullopt;
+  /// [rows * G, block*R] for the sinks' part of each row.
+  at::Tensor shares(const SeenBlock& block) const {
     return at::empty({block.rows.size() * groups, block.queries.size() * repeat}, keys_.options());
   }
 
-  /// The softmax of scaled scores [rows * G, block*R, keys] in place, and the sinks' part of it.
+  /// The softmax of scaled scores [rows * G, block*R, keys] in place, and the sinks' part of it where
+  /// that is asked for.
   void softmax(const at::Tensor& scores, const std::optional<at::Tensor>& shares,
                const SeenBlock& block) const {
     window_softmax(scores, sinks_, shares, among_keys(seen_.begins, block),
@@ -136,7 +136,7 @@ at::Tensor windowed_attention(const at::Tensor& q, const at::Tensor& keys, const
   const at::Tensor by_group = turned(mixed, job);
   for (const SeenBlock& block : job.blocks()) {
     const at::Tensor weights = at::bmm(job.queries_of(block), job.keys_of(block).transpose(1, 2));
-    job.softmax(weights, job.shares(block), block);
+    job.softmax(weights, std::nullopt, block);
     job.set_rows(by_group, block, at::bmm(weights, job.values_of(block)));
   }
   return mixed;
@@ -146,9 +146,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> windowed_attention_ba
     const at::Tensor& grad_input, const at::Tensor& q, const at::Tensor& keys,
     const at::Tensor& values, const std::optional<at::Tensor>& sinks,
     const std::optional<at::Tensor>& begins, const std::optional<at::Tensor>& ends,
-    std::int64_t window, double scale) {
+    std::int64_t window, double scale, bool of_sinks) {
   TESSERA_WATCHED(windowed_attention_backward, grad_input, q, keys, values, sinks, begins, ends,
-                  window, scale);
+                  window, scale, of_sinks);
   const Windowed job(q, keys, values, sinks, {begins, ends, window}, scale);
   const at::Tensor grad = turned(grad_input.contiguous(), job);
   const at::Tensor grad_q = result(q.sizes(), q.options());
@@ -157,11 +157,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> windowed_attention_ba
                      like.options().dtype(job.inside));
   };
   const at::Tensor grad_keys = zeros(keys), grad_values = zeros(values);
-  const at::Tensor grad_sinks =
-      at::zeros({job.groups * job.repeat}, q.options().dtype(at::kDouble));
+  std::optional<at::Tensor> grad_sinks;
+  if (sinks && of_sinks) {
+    grad_sinks = at::zeros({job.groups * job.repeat}, q.options().dtype(at::kDouble));
+  }
   for (const SeenBlock& block : job.blocks()) {
     const at::Tensor queries = job.queries_of(block);
-    const std::optional<at::Tensor> shares = job.shares(block);
+    const std::optional<at::Tensor> shares =
+        grad_sinks ? std::make_optional(job.shares(block)) : std::nullopt;
     const at::Tensor weights = at::bmm(queries, job.keys_of(block).transpose(1, 2));
     job.softmax(weights, shares, block);
     const at::Tensor block_grad = job.rows_of(grad, block);
@@ -170,11 +173,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> windowed_attention_ba
     job.softmax_backward(scores, weights, shares, block);
     job.set_rows(grad_q, block, at::bmm(scores, job.keys_of(block)));
     job.part(grad_keys, block).add_(at::bmm(scores.transpose(1, 2), queries));
-    if (shares) add_sink_gradients(*shares, grad_sinks, job.repeat);
+    if (shares) add_sink_gradients(*shares, *grad_sinks, job.repeat);
   }
   return {grad_q, grad_keys.view(keys.sizes()).to(keys.scalar_type()),
           grad_values.view(values.sizes()).to(values.scalar_type()),
-          sinks ? grad_sinks.to(job.inside) : at::Tensor()};
+          grad_sinks ? grad_sinks->to(job.inside) : at::Tensor()};
 }
 
 }  // namespace tessera::kernels

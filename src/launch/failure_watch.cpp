@@ -133,6 +133,11 @@ void FailureWatch::look() {
       return;
     }
   }
+  if (const auto why = board_->stalled_device()) {
+    over_ = true;
+    actions_.lost(*why);
+    return;
+  }
   look_at_peers(epoch);
   ++looks_;
 }

@@ -5,8 +5,8 @@
 // rank does not unwind: it writes the failure key, prints, and leaves by _exit (failure_report.h).
 // The watch sees the key at its next look, over a store connection of its own, and ends its process
 // too. It also watches for what no rank reports: the store gone with rank 0, a peer without a sign
-// of life, and ranks that wait for each other in different orders or in different groups
-// (peer_watch.h). However long a look takes, the heart goes on to beat.
+// of life, a collective on this rank's device that does not end (WaitBoard::watch_device), and ranks
+// that wait for each other in different orders or in different groups (peer_watch.h). However long a look takes, the heart goes on to beat.
 #pragma once
 
 #include <atomic>
@@ -49,7 +49,7 @@ class FailureWatch {
   /// epoch).
   struct Actions {
     std::function<void(const std::string& why)> failed;  ///< the failure key: why as written there
-    std::function<void(const std::string& why)> lost;    ///< store gone, or a silent peer
+    std::function<void(const std::string& why)> lost;  ///< store gone, silent peer, stalled device
     /// Ranks issue different collectives, in this epoch: they may have recovered meanwhile.
     std::function<void(const std::string& why, int epoch)> disagree;
     std::function<void(const std::string& why, int epoch)> aborted;  ///< a rank aborted its World

@@ -93,6 +93,21 @@ Standing WaitBoard::standing() const {
   return standing;
 }
 
+void WaitBoard::watch_device(std::weak_ptr<DeviceWatch> device) {
+  const base::Lock lock(mutex_);
+  device_ = std::move(device);
+}
+
+std::optional<std::string> WaitBoard::stalled_device() const {
+  std::shared_ptr<DeviceWatch> device;
+  {
+    const base::Lock lock(mutex_);
+    device = device_.lock();
+  }
+  // Without the board: it asks the device, and heartbeats are not to wait for that.
+  return device ? device->stalled() : std::nullopt;
+}
+
 WaitBoard::Look::Look(WaitBoard& board) : board_(board) {
   const base::Lock lock(board_.mutex_);
   board_.looks_since_ = std::chrono::steady_clock::now();

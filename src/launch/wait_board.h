@@ -42,6 +42,14 @@ class Blocked {
   virtual std::optional<PeerWait> waits_for() const { return std::nullopt; }
 };
 
+/// What a device has under way, for which no thread of this rank need be waiting. Threads: any.
+class DeviceWatch {
+ public:
+  virtual ~DeviceWatch() = default;
+  /// Why it does not go on; none while it does. Asked at every look of the failure watch.
+  virtual std::optional<std::string> stalled() = 0;
+};
+
 /// Threads: any.
 class WaitBoard {
  public:
@@ -60,6 +68,9 @@ class WaitBoard {
   std::optional<int> store_rank() const;
   std::string lines() const;
   Standing standing() const;
+  /// The rank's, as long as it lives.
+  void watch_device(std::weak_ptr<DeviceWatch> device);
+  std::optional<std::string> stalled_device() const;
 
   /// Kept while the failure watch looks, and acts on what it has found.
   class Look {
@@ -92,6 +103,7 @@ class WaitBoard {
   std::vector<std::shared_ptr<Recorded>> logs_ TESSERA_GUARDED_BY(mutex_);
   std::vector<int> peers_ TESSERA_GUARDED_BY(mutex_);
   std::optional<int> store_rank_ TESSERA_GUARDED_BY(mutex_);
+  std::weak_ptr<DeviceWatch> device_ TESSERA_GUARDED_BY(mutex_);
   std::optional<std::chrono::steady_clock::time_point> looks_since_ TESSERA_GUARDED_BY(mutex_);
   int epoch_ TESSERA_GUARDED_BY(mutex_) = 0;
   PeerWait caused_wait_ TESSERA_GUARDED_BY(mutex_);

@@ -210,11 +210,12 @@ struct CombineFunction : torch::autograd::Function<CombineFunction> {
                                const at::Tensor& token, const at::Tensor& by_slot) {
     const variable_list saved = ctx->get_saved_variables();
     variable_list result(4);
-    if (ctx->needs_input_grad(0)) {
-      result[0] = grad.index_select(0, token).mul_(weight_of_row(saved[1], saved[2]));
-    }
+    // First: a copy of the rows, which is given back before their gradient, as large, is made.
     if (ctx->needs_input_grad(1)) {
       result[1] = products_in_bags(grad.contiguous(), saved[0], by_slot);
+    }
+    if (ctx->needs_input_grad(0)) {
+      result[0] = grad.index_select(0, token).mul_(weight_of_row(saved[1], saved[2]));
     }
     return result;
   }

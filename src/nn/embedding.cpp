@@ -38,7 +38,8 @@ struct EmbeddingFunction : torch::autograd::Function<EmbeddingFunction> {
     ctx->save_for_backward({ids});
     ctx->saved_data["rows"] = weight.size(0);
     ctx->saved_data["padding"] = padding;
-    if (auto leaf = grad::find_leaf(weight); leaf && forms_rows(ids, weight)) {
+    if (auto leaf = grad::find_leaf(weight);
+        leaf && weight.requires_grad() && forms_rows(ids, weight)) {
       ctx->saved_data["leaf"] =
           c10::IValue::make_capsule(c10::make_intrusive<LeafOfWeight>(std::move(leaf)));
       grad::refuse_recording("sizes that follow from data: which rows of a weight have a gradient");

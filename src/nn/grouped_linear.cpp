@@ -295,11 +295,6 @@ struct GroupedLinearFunction : torch::autograd::Function<GroupedLinearFunction> 
     const RowGroups groups{ctx->saved_data["begins"].toIntVector(), saved[3]};
     const at::Tensor grad = grads[0].to(weight.scalar_type()).contiguous();
     variable_list result(5);
-    if (ctx->needs_input_grad(0)) {
-      const at::Tensor back = in_out(weight, layout).transpose(1, 2);
-      result[0] = grouped_rows(grad, back, groups, grouped_way(grad, back))
-                      .to(ctx->saved_data["input_dtype"].toScalarType());
-    }
     if (ctx->needs_input_grad(1)) {
       const at::Tensor& left = layout == GroupLayout::kOutIn ? grad : x;
       const at::Tensor& right = layout == GroupLayout::kOutIn ? x : grad;
@@ -308,6 +303,12 @@ struct GroupedLinearFunction : torch::autograd::Function<GroupedLinearFunction> 
     // Edges are counted over tensors: there is none for a bias that is not there.
     if (bias.defined() && ctx->needs_input_grad(2)) {
       result[2] = weight_gradient(bias, sums_of_groups(grad, bias, groups));
+    }
+    // Last: on a device the weight's product is memory of its own, which is free again by now.
+    if (ctx->needs_input_grad(0)) {
+      const at::Tensor back = in_out(weight, layout).transpose(1, 2);
+      result[0] = grouped_rows(grad, back, groups, grouped_way(grad, back))
+                      .to(ctx->saved_data["input_dtype"].toScalarType());
     }
     return result;
   }

@@ -119,9 +119,12 @@ at::Tensor weight_gradient(const at::Tensor& parameter, grad::Product product,
     store->put(leaf->slot, std::move(product), comm::Stream::current(parameter.device()));
     return {};
   }
-  const bool has_come =
-      grad::arrives_alone(*leaf) && leaf->sink->write(leaf->slot, product, grad::Source::kEager);
-  return has_come ? at::Tensor() : product.formed();
+  if (!grad::arrives_alone(*leaf)) return product.formed();
+  if (leaf->sink->write(leaf->slot, product, grad::Source::kEager)) return {};
+  if (parameter.is_cpu()) return product.formed();
+  // On a device, which has less memory: given back before the node makes anything else.
+  leaf->sink->accept(leaf->slot, product.formed(), grad::Source::kEager);
+  return {};
 }
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,

@@ -78,8 +78,8 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const at::Tenso
                   WeightGradient when = WeightGradient::kMayWait);
 
 /// In a backward: the raw gradient of `parameter`, or undefined where it comes, or has come,
-/// another way: put off, or written into its slot ([Note: direct slots]). The backward returns
-/// that, and nothing arrives twice.
+/// another way: put off, written into its slot ([Note: direct slots]), or, on a device, added there
+/// from memory that is free again. The backward returns that, and nothing arrives twice.
 at::Tensor weight_gradient(const at::Tensor& parameter, grad::Product product,
                            WeightGradient when = WeightGradient::kMayWait);
 

@@ -35,7 +35,8 @@ struct WindowedAttentionFunction : torch::autograd::Function<WindowedAttentionFu
     const variable_list saved = ctx->get_saved_variables();
     auto [grad_q, grad_keys, grad_values, grad_sinks] = kernels::windowed_attention_backward(
         grads[0], saved[0], saved[1], saved[2], given(saved[3]), given(saved[4]), given(saved[5]),
-        ctx->saved_data["window"].toInt(), ctx->saved_data["scale"].toDouble());
+        ctx->saved_data["window"].toInt(), ctx->saved_data["scale"].toDouble(),
+        saved[3].defined() && ctx->needs_input_grad(3));
     const at::Tensor none;
     return {grad_q, grad_keys, grad_values, grad_sinks, none, none, none, none};
   }

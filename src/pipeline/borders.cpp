@@ -193,11 +193,14 @@ std::uint64_t Agreement::renew(comm::Group* group, const ValidProgram& program,
   return all.step;
 }
 
-comm::MailTag Messages::tag(const HandOver& what, std::size_t index) const {
+comm::MailTag::Direction mail_direction(Direction direction) {
   using MailDirection = comm::MailTag::Direction;
-  const auto direction =
-      what.direction == Direction::kForward ? MailDirection::kForward : MailDirection::kBackward;
-  return {step_, direction, what.from, what.micro_batch, static_cast<std::int32_t>(index)};
+  return direction == Direction::kForward ? MailDirection::kForward : MailDirection::kBackward;
+}
+
+comm::MailTag Messages::tag(const HandOver& what, std::size_t index) const {
+  return {step_, mail_direction(what.direction), what.from, what.micro_batch,
+          static_cast<std::int32_t>(index)};
 }
 
 void Messages::wait(const Open& open) {

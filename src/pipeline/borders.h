@@ -35,6 +35,9 @@ std::vector<BoundaryTensor> contents(const Boundary& boundary, Direction directi
 void require_as_declared(const Tensors& found, const std::vector<BoundaryTensor>& declared,
                          const char* what);
 
+/// The same, as messages name it.
+comm::MailTag::Direction mail_direction(Direction direction);
+
 /// What the stages of one rank declare for each micro-batch of a step.
 class Borders {
  public:
@@ -87,6 +90,8 @@ class Messages {
   Messages(comm::Mail& mail, std::uint64_t step, at::Device device)
       : mail_(mail), step_(step), device_(device) {}
 
+  /// Whether receives are better posted before the list asks for them.
+  bool gain_by_early_receives() const { return mail_.gains_by_early_receives(); }
   /// `from`, `to`: ranks of the mail.
   void post(const HandOver& what, int from, const std::vector<BoundaryTensor>& expected);
   /// Of a receive that was posted. Errors: kComm.

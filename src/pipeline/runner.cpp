@@ -181,7 +181,8 @@ class Walk {
   }
 
   /// Small receives are posted before the list asks for them: a send whose receive is known leaves
-  /// at once, else its ends exchange two messages more, which takes longer than a short slot.
+  /// at once, else its ends exchange two messages more, which takes longer than a short slot
+  /// (Mail::gains_by_early_receives).
   void post_small_ones() {
     constexpr std::size_t kMost = 8;
     constexpr std::int64_t kSmall = 16 << 10;
@@ -243,7 +244,7 @@ class Walk {
   // Slots.
 
   void take(const Slot& slot) {
-    if (messages_ != nullptr) post_small_ones();
+    if (messages_ != nullptr && messages_->gain_by_early_receives()) post_small_ones();
     // All that it needs is here before its time begins: a trace shows computing and waits apart.
     Tensors first = wait_for(slot.action);
     Tensors second = slot.beside ? wait_for(*slot.beside) : Tensors{};
@@ -420,6 +421,23 @@ class Walk {
   Place place_;
 };
 
+/// All ways that messages of any rank take.
+std::set<comm::MailRoute> routes_of(const ValidProgram& program) {
+  const auto& rank_of = program.schedule().rank_of;
+  std::set<comm::MailRoute> routes;
+  for (const auto& steps : program.program().steps) {
+    for (const Step& step : steps) {
+      const auto* transfer = std::get_if<Transfer>(&step);
+      if (transfer == nullptr) continue;
+      const HandOver& what = transfer->what;
+      const int from = rank_of[static_cast<std::size_t>(what.from)];
+      const int to = rank_of[static_cast<std::size_t>(what.to())];
+      routes.insert(comm::MailRoute{from, to, mail_direction(what.direction)});
+    }
+  }
+  return routes;
+}
+
 }  // namespace
 
 Ties ties_of(const Mesh& mesh) {
@@ -459,6 +477,10 @@ std::vector<Tensors> Runner::run(const ValidProgram& program, const std::vector<
     if (ties_.mail != nullptr) {
       // A tag is used once: also where a failure has left some ranks a step behind.
       ties_.mail->begin_step(step);
+      if (!connected_.contains(program.hash())) {
+        ties_.mail->connect(routes_of(program));
+        connected_.insert(program.hash());
+      }
       messages.emplace(*ties_.mail, step, ties_.device);
     }
     Walk walk(program, rank(), stages, borders, messages ? &*messages : nullptr, parameters);

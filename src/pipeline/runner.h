@@ -9,7 +9,7 @@
 //   I  the same, but weight gradients of layers that can put them off wait (StepScope).
 //   W  forms those of one stage and micro-batch. Nothing, where all were formed in I.
 //   messages: receives are posted where the list says, so before the slot that needs them, small
-//      ones before that; a send keeps its memory until it is through, at the latest to the end of
+//      ones before that where messages gain by it; a send keeps its memory until it is through, at the latest to the end of
 //      the step. Between two stages of one rank (the turn of a V) tensors are handed over without
 //      message or copy.
 // A slot of an F and a B runs them in turn; side_by_side() is where they may run under each other.
@@ -74,7 +74,8 @@ class Runner {
 
   Ties ties_;
   Agreement agreement_;
-  std::set<std::uint64_t> in_order_;  ///< hashes of programs whose messages do not overtake
+  std::set<std::uint64_t> in_order_;   ///< hashes of programs whose messages do not overtake
+  std::set<std::uint64_t> connected_;  ///< and of those whose ways are connected
 };
 
 }  // namespace tessera::pipeline

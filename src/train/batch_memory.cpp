@@ -38,22 +38,22 @@ double ram_bytes() {
   return static_cast<double>(found.totalram) * static_cast<double>(found.mem_unit);
 }
 
-void require_room(const RowsOfRank& rows, std::int64_t logits, double memory) {
+void require_room(const RowsOfRank& rows, std::int64_t logits, const Room& room) {
   constexpr double kIds = 2 * sizeof(std::int64_t);
   const auto tokens = static_cast<double>(rows.tokens);
   const double together =
       static_cast<double>(rows.micro_batch) * tokens * (kIds + static_cast<double>(logits) * 2);
-  TESSERA_CHECK(together <= memory, ErrorKind::kConfig, "training.local_batch_size: found ",
+  TESSERA_CHECK(together <= room.computes, ErrorKind::kConfig, "training.local_batch_size: found ",
                 rows.micro_batch, " rows of ", rows.tokens,
                 " tokens a micro-batch, whose ids and logits alone are at least ", gib(together),
-                " GiB, expected what the ", gib(memory),
-                " GiB of this machine hold; lower it: training.global_batch_size keeps the rows of "
+                " GiB, expected what the ", gib(room.computes), " GiB of ", room.computes_on,
+                " hold; lower it: training.global_batch_size keeps the rows of "
                 "a step");
   const double loaded = static_cast<double>(rows.rows) * tokens * kIds;
-  TESSERA_CHECK(loaded <= memory, ErrorKind::kConfig, "training.global_batch_size: found ",
+  TESSERA_CHECK(loaded <= room.host, ErrorKind::kConfig, "training.global_batch_size: found ",
                 rows.rows, " rows of ", rows.tokens,
                 " tokens a step on each data rank, whose ids alone are ", gib(loaded),
-                " GiB, expected what the ", gib(memory), " GiB of this machine hold; lower it");
+                " GiB, expected what the ", gib(room.host), " GiB of this machine hold; lower it");
 }
 
 bool is_out_of_memory(const std::exception& error) {
@@ -88,7 +88,7 @@ std::string requested(std::string_view said) {
 std::string place_of(const DeviceThatRanOut& device, std::string_view said) {
   return concat(" of ", device.name, device.doing.empty() ? "" : " in ", device.doing,
                 ": requested ", requested(said), ", held ", gib(device.held), " GiB, peak ",
-                gib(device.peak), " GiB");
+                gib(device.peak), " GiB, reserved ", gib(device.reserved), " GiB");
 }
 
 }  // namespace

@@ -23,18 +23,27 @@ double memory_bytes();
 /// Without what is on disk.
 double ram_bytes();
 
+/// Bytes of what holds a run.
+struct Room {
+  double host = 0;  ///< the rows of a step
+  /// What is computed of a micro-batch.
+  double computes = 0;
+  std::string computes_on = "this machine";  ///< "cuda:0"
+};
+
 /// Inputs and targets are int64, a token's logits on this rank (`logits` of them) at least two
-/// bytes each. Errors: kConfig naming the key of what alone is more than `memory` bytes.
-void require_room(const RowsOfRank& rows, std::int64_t logits, double memory);
+/// bytes each. Errors: kConfig naming the key of what alone is more than there is.
+void require_room(const RowsOfRank& rows, std::int64_t logits, const Room& room);
 
 /// Also as libtorch says it, which has no type for it on CPUs.
 bool is_out_of_memory(const std::exception& error);
 /// Whose memory it was, if it was a device's.
 struct DeviceThatRanOut {
-  std::string name;   ///< "cuda:0"
-  std::string doing;  ///< "the forward of unit layers.3"
-  double held = 0;    ///< bytes, by tensors
-  double peak = 0;    ///< bytes, of all that was taken so far
+  std::string name;     ///< "cuda:0"
+  std::string doing;    ///< "the forward of unit layers.3"
+  double held = 0;      ///< bytes, by tensors
+  double peak = 0;      ///< bytes, the most that tensors held
+  double reserved = 0;  ///< bytes, the most that the allocator took
 };
 /// kConfig, names the keys. `error` says how much was asked for.
 std::string out_of_memory_text(const RowsOfRank& rows, const std::exception& error,

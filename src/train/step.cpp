@@ -362,7 +362,7 @@ std::optional<DeviceThatRanOut> device_of(const ShardedBase& model) {
   if (device.is_cpu()) return std::nullopt;
   const auto memory = comm::memory_of(device);
   return DeviceThatRanOut{device.str(), fsdp::last_entered(model), static_cast<double>(memory.held),
-                          static_cast<double>(memory.peak)};
+                          static_cast<double>(memory.peak), static_cast<double>(memory.reserved)};
 }
 
 }  // namespace

@@ -86,6 +86,14 @@ class Rows {
   int rank_;
 };
 
+/// A device has logits in its own memory.
+Room room_of(c10::Device device) {
+  const double host = memory_bytes();
+  if (device.is_cpu()) return {host, host};
+  const auto size = comm::memory_size(device);
+  return {host, size ? static_cast<double>(*size) : host, size ? device.str() : Room().computes_on};
+}
+
 class Trainer {
  public:
   Trainer(const Config& given, World& world, const TrainingHooks& hooks)
@@ -111,7 +119,7 @@ class Trainer {
         {resolve_micro_batches(config_, Verb::kTrain, data_->rows_in_step(), dims_.data_ranks()),
          data_->row_tokens()});
     require_room(Rows(config_, *data_, mesh_).most(data_->row_tokens()),
-                 source_.spec.vocab_size / dims_.tp, memory_bytes());
+                 source_.spec.vocab_size / dims_.tp, room_of(world.device()));
     if (validation_) {
       open_as("validation.path", [&] {
         check_positions(config.parallelism, validation_->row_tokens());
@@ -305,6 +313,8 @@ class Trainer {
                 ": nothing is left to do; raise training.steps to go on");
       return;
     }
+    // What loading took beside the weights is none of what steps take.
+    if (!world_.device().is_cpu()) comm::begin_memory_peaks(world_.device());
     if (validation_ && result.steps == 0 && !stop) stop = !validate_before_first(result);
     while (!stop && result.steps < steps) {
       const auto step = result.steps + 1;
@@ -394,22 +404,33 @@ class Trainer {
       mine.push_back(mib(moved.bytes_read + moved.bytes_written));
       mine.push_back(moved.waited_ms);
     }
-    if (on_device) mine.push_back(mib(comm::memory_of(world_.device()).peak));
+    if (on_device) {
+      const auto memory = comm::memory_of(world_.device());
+      mine.push_back(mib(memory.reserved));
+      mine.push_back(mib(memory.peak));
+    }
     const auto most = max_over_ranks(*model_, mine);
     metrics.step_ms = most[0];
     metrics.peak_rss_mib = most[1];
-    if (on_device) metrics.peak_device_mib = most.back();
+    if (on_device) {
+      metrics.peak_device_mib = most.back();
+      metrics.peak_device_reserved_mib = most[most.size() - 2];
+    }
     if (offloads && updated_ && most[4] > 0) {
       metrics.offload_mib = most[4];
       metrics.offload_wait_ms = most[5];
     }
     // A step that is left out computes nothing, so it has no speed.
-    const auto tokens = runs ? static_cast<double>(rows.count() * data_->row_tokens()) : NAN;
+    add_speed(runs ? static_cast<double>(rows.count() * data_->row_tokens()) : NAN, metrics);
+    return {metrics, most[2] > 0, most[3] > 0};
+  }
+
+  void add_speed(double tokens, StepMetrics& metrics) const {
     metrics.tps_global = tokens / (metrics.step_ms / 1000.0);
     metrics.tps = metrics.tps_global / world_.size();
     metrics.tflops = metrics.tps * flops_per_token_ / 1e12;
-    if (on_device) metrics.mfu = metrics.tflops * 1e12 / peak_flops(device_.name).value_or(NAN);
-    return {metrics, most[2] > 0, most[3] > 0};
+    if (world_.device().is_cpu()) return;
+    metrics.mfu = metrics.tflops * 1e12 / peak_flops(device_.name).value_or(NAN);
   }
 
   /// From gradients and numbers that may still be under way to new parameters.

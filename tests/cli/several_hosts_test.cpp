@@ -5,9 +5,9 @@
 
 #include <cstdlib>
 
-#include "cli/golden_run.h"
 #include "cli/listening.h"
 #include "cli/process.h"
+#include "cli/spawned_run.h"
 
 namespace tessera::cli::several_hosts_test {
 namespace {
@@ -64,11 +64,7 @@ class SeveralHosts : public ::testing::Test {
     return code;
   }
   void expect_the_bits_of_one_host() const {
-    const testing::TemporaryFolder spawned;
-    write_golden_run(spawned);
-    Process own(spawned.path(), started_by(Starter::kOwnSpawn, 2, {"train", "run.toml"}));
-    ASSERT_EQ(own.wait(kPatience), 0) << own.err();
-    const auto expected = losses_and_norms(spawned);
+    const auto& expected = spawned_run().losses_and_norms;
     EXPECT_EQ(expected.size(), 6U);
     EXPECT_EQ(losses_and_norms(folder_), expected);
   }

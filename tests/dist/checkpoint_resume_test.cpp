@@ -4,7 +4,9 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstddef>
 #include <fstream>
+#include <iterator>
 
 #include "base/log.h"
 #include "checkpoint/saver.h"
@@ -14,6 +16,7 @@
 #include "dist/training_run.h"
 #include "io/checkpoint_folder.h"
 #include "io/checkpoint_store.h"
+#include "proof.h"
 #include "train/hf/model_forms.h"
 #include "train/parallelize.h"
 #include "train/resume/checkpoint_session.h"
@@ -79,9 +82,19 @@ const Kind kKinds[] = {
     {"Muon", [](train::Config& config) { config.optimizer.name = train::OptimizerName::kMuon; }},
 };
 
+/// On simulated devices ./test has two layouts of each kind, which has all of them on the host.
+bool is_gone_through(std::size_t kind, std::size_t layout) {
+  if (place().device == "cpu" || full_proof()) return true;
+  const std::size_t turn = (layout + kind) % std::size(kLayouts);
+  return turn == 0 || turn == 2;
+}
+
 TEST(Resume, OnTheSameLayoutHasTheBitsOfTheUndisturbedRun) {
-  for (const auto& kind : kKinds) {
-    for (const auto& layout : kLayouts) {
+  for (std::size_t i = 0; i < std::size(kKinds); ++i) {
+    for (std::size_t j = 0; j < std::size(kLayouts); ++j) {
+      if (!is_gone_through(i, j)) continue;
+      const Kind& kind = kKinds[i];
+      const RanksOfRun& layout = kLayouts[j];
       SCOPED_TRACE(kind.name + " on " + text_of(layout));
       const TemporaryFolder folder;
       auto config = small_run(folder);

@@ -384,8 +384,7 @@ TEST(ReplayFinds, ABranchThatEndsEarlier) {
 
 TEST(ReplayFinds, ATableThatIsMadeAnew) {
   const auto body = [](Part& part, const Several& in) {
-    part.kept = part.table * static_cast<double>(part.bodies);
-    return Several{part.layer(in[0]) * part.kept};
+    return Several{part.layer(in[0]) * (part.table * static_cast<double>(part.bodies))};
   };
   // The factor is a constant of the operation.
   expect_eager(body, {"aten::mul.Scalar: found other arguments than before"});

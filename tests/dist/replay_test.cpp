@@ -2,8 +2,11 @@
 // the shards, whatever is asked of them between forward and backward.
 #include <ATen/ATen.h>
 
+#include "counted_calls.h"
 #include "dist/replayed.h"
 #include "dist/trainable_changes.h"
+#include "nn/embedding.h"
+#include "tessera/recompute.h"
 
 namespace tessera::test::replay_test {
 namespace {
@@ -154,6 +157,58 @@ TEST(Replays, OfFrozenParametersGiveNoGradient) {
   };
   expect_replayed([](Part& part, const Several& in) { return Several{part.layer(in[0])}; },
                   one_input, options);
+}
+
+// Of a trained table with many rows only those of the batch have a gradient: their number follows
+// from data. Naive: a frozen one is refused with it.
+TEST(Replays, FrozenTablesWithManyRowsAreLookedUp) {
+  TwinOptions options;
+  options.prepare = [](Model& model) { model.parts[0]->weight.set_requires_grad(false); };
+  const auto body = [](Part& part, const Several& in) {
+    return Several{part.layer(in[0] + nn::embedding(in[1], part.weight))};
+  };
+  const auto inputs = [](World& world, int step) {
+    return Several{rows(seed_of(world, step)), at::tensor({step, 15 - step, 3}, at::kLong)};
+  };
+  expect_replayed(body, inputs, options);
+}
+
+enum class Backward { kEager, kRecomputed, kDeferred, kReplayed };
+
+/// Matrix products of the last of some steps with one layer, which has two.
+std::int64_t products_of(Sharded<Model>& handle, Backward how) {
+  std::int64_t products = 0;
+  for (int step = 0; step < 2 + kRecordings; ++step) {
+    const CountedCalls calls({"aten::mm", "aten::addmm"});
+    run_one(handle, {rows(1)});
+    if (how == Backward::kDeferred) handle.run_weight_gradients();
+    products = calls.count();
+    handle.zero_grad();
+  }
+  return products;
+}
+
+// Forward, gradients of inputs, gradients of weights. Naive: a frozen weight's is formed, and thrown
+// away where nobody takes it.
+TEST(FrozenWeights, HaveNoProductInAnyKindOfBackward) {
+  for (const auto how :
+       {Backward::kEager, Backward::kRecomputed, Backward::kDeferred, Backward::kReplayed}) {
+    SCOPED_TRACE(concat("backward ", static_cast<int>(how)));
+    ranks(1).run([how](World& world) {
+      const auto plain = around([how](Part& part, const Several& in) {
+        const auto layer = [&part](const Several& all) { return part.layer(all[0]); };
+        return Several{how == Backward::kRecomputed ? checkpoint(layer, in) : layer(in)};
+      });
+      auto handle = fully_shard(std::make_shared<Model>(plain), data_mesh(world));
+      if (how == Backward::kReplayed) compile(handle, {.mode = CompileMode::kReplay});
+      handle.set_defer_weight_gradients(how == Backward::kDeferred);
+      const std::int64_t again = how == Backward::kRecomputed ? 2 : 0;
+      EXPECT_EQ(products_of(handle, how), 2 + 2 + 2 + again);
+      set_trainable(handle, {freeze({"part0.weight"})}, {});
+      EXPECT_EQ(products_of(handle, how), 2 + 2 + again);
+      EXPECT_EQ(replay_calls(handle).replayed, how == Backward::kReplayed ? 2 : 0);
+    });
+  }
 }
 
 TEST(Replays, TakeArgumentsWithoutGradientUndefinedAndOfOtherStrides) {

@@ -73,20 +73,6 @@ std::string to_string(const Layout& layout) {
                 layout.backend == ThreadBackend::kGloo ? ", gloo" : "");
 }
 
-std::vector<Layout> grid() {
-  std::vector<Layout> layouts;
-  const std::pair<int, int> shapes[] = {{1, 1}, {2, 1}, {3, 1}, {4, 1}, {2, 2}, {4, 2}};
-  for (const auto& [ranks, replicas] : shapes) {
-    for (const bool reshard : {true, false}) {
-      for (const auto micro :
-           {MicroBatches::kWhole, MicroBatches::kOneRow, MicroBatches::kOneRowEachSync}) {
-        layouts.push_back({ranks, replicas, reshard, micro});
-      }
-    }
-  }
-  return layouts;
-}
-
 train::Config config_for(const Layout& layout) {
   train::Config config;
   config.parallelism.data_parallel_replicate_degree = layout.replicas;

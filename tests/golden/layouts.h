@@ -36,9 +36,6 @@ struct Layout {
 };
 std::string to_string(const Layout& layout);
 
-/// Ranks 1, 2, 3, 4, 2 replicas, 2 replicas of 2 shards x reshard_after_forward x micro-batches.
-std::vector<Layout> grid();
-
 /// What of the layout stands in a config; fp32 compute.
 train::Config config_for(const Layout& layout);
 

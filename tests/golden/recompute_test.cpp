@@ -1,8 +1,15 @@
-// [activation_checkpoint]: whole models in every mode, whose bits are those of mode "none".
+// [activation_checkpoint]: whole models in every mode, whose bits are those of mode "none". A
+// pairwise part of folder x layout x mode in ./test, all of it under `scripts/full golden`.
 #include <gtest/gtest.h>
+
+#include <cstdint>
+#include <iterator>
+#include <span>
+#include <vector>
 
 #include "golden/layouts.h"
 #include "golden/model_folder.h"
+#include "proof.h"
 
 namespace tessera::golden::recompute_test {
 namespace {
@@ -17,11 +24,12 @@ class GoldenRecompute : public ::testing::TestWithParam<std::string> {
     result.model.path = data_folder(GetParam());
     return result;
   }
-  /// In every mode what mode "none" gives.
+  /// In these modes what mode "none" gives.
   void expect_no_bit_changes(train::Config config, const Layout& layout,
-                             Routing routing = Routing::kOwn) const {
+                             Routing routing = Routing::kOwn,
+                             std::span<const RecomputeMode> modes = kModes) const {
     const auto expected = run_gradients(config, layout, reference().batches(), routing);
-    for (const auto mode : kModes) {
+    for (const auto mode : modes) {
       SCOPED_TRACE(concat(to_string(layout), ", mode ", static_cast<int>(mode)));
       config.activation_checkpoint.mode = mode;
       expect_same_bits(run_gradients(config, layout, reference().batches(), routing), expected);
@@ -29,13 +37,31 @@ class GoldenRecompute : public ::testing::TestWithParam<std::string> {
   }
 };
 
+constexpr Layout kLayouts[] = {
+    {.ranks = 1},
+    {.ranks = 2, .reshard_after_forward = false, .micro_batches = MicroBatches::kOneRowEachSync},
+    {.ranks = 3, .micro_batches = MicroBatches::kOneRow},
+    {.ranks = 4, .replicas = 2}};
+
+/// By number of kLayouts.
+std::vector<std::vector<RecomputeMode>> modes_of(const std::string& folder) {
+  constexpr std::uint32_t kSeed = 2;
+  const auto& folders = all_folders();
+  std::vector<std::vector<RecomputeMode>> modes(std::size(kLayouts));
+  for (const auto& choice : test::cases(
+           {folders.size(), std::size(kLayouts), std::size(kModes)},
+           [](const test::Choice&) { return true; }, kSeed)) {
+    if (folders[choice[0]] == folder) modes[choice[1]].push_back(kModes[choice[2]]);
+  }
+  return modes;
+}
+
 TEST_P(GoldenRecompute, GradientsHaveTheBitsOfModeNoneUnderEveryLayout) {
-  const Layout layouts[] = {
-      {.ranks = 1},
-      {.ranks = 2, .reshard_after_forward = false, .micro_batches = MicroBatches::kOneRowEachSync},
-      {.ranks = 3, .micro_batches = MicroBatches::kOneRow},
-      {.ranks = 4, .replicas = 2}};
-  for (const auto& layout : layouts) expect_no_bit_changes(config(layout), layout);
+  const auto modes = modes_of(GetParam());
+  for (std::size_t i = 0; i < modes.size(); ++i) {
+    EXPECT_FALSE(modes[i].empty());
+    expect_no_bit_changes(config(kLayouts[i]), kLayouts[i], Routing::kOwn, modes[i]);
+  }
 }
 
 TEST_P(GoldenRecompute, InBFloat16Too) {

@@ -110,6 +110,17 @@ double Reference::bfloat16_bound() const {
   return std::max(0.01, 2 * worst);
 }
 
+const std::vector<std::string>& all_folders() {
+  static const auto all = [] {
+    std::vector<std::string> folders = folders_with_experts();
+    for (const auto* dense : {&kFolders, &kGpt2Folders}) {
+      folders.insert(folders.end(), dense->begin(), dense->end());
+    }
+    return folders;
+  }();
+  return all;
+}
+
 std::vector<std::string> folders_with_experts() {
   std::vector<std::string> all(kMoeFolders);
   all.insert(all.end(), kDeepseekFolders.begin(), kDeepseekFolders.end());

@@ -100,6 +100,9 @@ inline const std::vector<std::string> kLaterFamilies{"mixtral",     "deepseek-v3
 /// Those of the lists above that have experts.
 std::vector<std::string> folders_with_experts();
 
+/// Those of the lists above.
+const std::vector<std::string>& all_folders();
+
 /// "qwen3_fp32": what GoogleTest allows in names.
 std::string test_name(const std::string& folder);
 

@@ -4,6 +4,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <gtest/gtest.h>
 
 #include <cstdint>
@@ -204,6 +205,25 @@ TEST(ExpertsOnDevices, TokensThatTravelHaveTheBitsOfOneRankAndTheHostReadsOnce) 
       }
     }
   }
+}
+
+// The copy of the rows for the weights' gradients is gone before the rows' own gradient is made.
+TEST(ExpertsOnDevices, CombiningBackMakesOneTensorOfRowsAtATime) {
+  comm::use_device(sim::device(0));
+  constexpr std::int64_t kTokens = 512;
+  const auto there = [](const at::Tensor& tensor) { return tensor.to(sim::device(0)); };
+  const Dispatch order = dispatch(there(choice(kTokens)), kExperts);
+  const at::Tensor rows = there(sim::drawn(1, {2 * kTokens, 256}, at::kBFloat16));
+  const at::Tensor weights = there(sim::drawn(2, {kTokens, 2}, at::kBFloat16));
+  rows.requires_grad_(true);
+  weights.requires_grad_(true);
+  const at::Tensor out = combine(rows, weights, order);
+  const at::Tensor grad = at::ones_like(out).detach();
+  c10::getDeviceAllocator(c10::DeviceType::PrivateUse1)->resetPeakStats(0);
+  const std::int64_t before = sim::live_bytes(0);
+  out.backward(grad);
+  const auto bytes = static_cast<std::int64_t>(rows.nbytes());
+  EXPECT_LT(sim::peak_bytes(0) - before, bytes + bytes / 2);
 }
 
 // Where nobody waits, scores that are not finite are told when the step's values are read.

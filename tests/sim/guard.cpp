@@ -21,6 +21,7 @@ int devices_there = 0;
 thread_local c10::DeviceIndex device_of_thread = 0;
 thread_local std::array<c10::StreamId, kMostDevices> streams_of_thread{};  // 0: the default one
 std::array<std::atomic<c10::StreamId>, kMostDevices> streams_made{};
+std::array<std::atomic<int>, kMostDevices> urgent_streams{};
 
 std::size_t checked(c10::DeviceIndex index) {
   TORCH_CHECK(index >= 0 && index < devices_there, "sim: found device ", static_cast<int>(index),
@@ -62,8 +63,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return stream_of(index_of(device), 0);
   }
   // Always a new one: two users on one stream by chance would hide a missing event.
-  c10::Stream getNewStream(c10::Device device, int /*priority*/ = 0) const override {
+  c10::Stream getNewStream(c10::Device device, int priority = 0) const override {
     const c10::DeviceIndex index = index_of(device);
+    if (priority < 0) ++urgent_streams.at(checked(index));
     return stream_of(index, ++streams_made.at(checked(index)));
   }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool /*first*/ = false) const override {
@@ -135,6 +137,10 @@ c10::DeviceIndex exchange_device(c10::DeviceIndex index) {
 
 c10::Stream current_stream(c10::DeviceIndex index) {
   return stream_of(index, streams_of_thread.at(checked(index)));
+}
+
+int streams_of_higher_priority(int index) {
+  return urgent_streams.at(checked(static_cast<c10::DeviceIndex>(index)));
 }
 
 c10::Device device(int index) { return {kType, static_cast<c10::DeviceIndex>(index)}; }

@@ -6,14 +6,20 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <chrono>
 #include <functional>
+#include <future>
 #include <memory>
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "base/test_hooks.h"
 #include "comm/batch.h"
+#include "launch/failure_watch.h"
+#include "launch/store.h"
 #include "sim/streams.h"
 #include "tessera/error.h"
 #include "tessera/world.h"
@@ -40,7 +46,7 @@ struct Attached {
   explicit Attached(std::chrono::milliseconds timeout = std::chrono::seconds(60))
       : flag(std::make_shared<comm::AbortFlag>()),
         board(std::make_shared<comm::WaitBoard>()),
-        waits(std::make_shared<HostWaits>(flag, board, timeout)) {
+        waits(std::make_shared<HostWaits>(flag, board, timeout, device(0))) {
     HostWaits::attach(waits);
   }
   ~Attached() { HostWaits::attach(nullptr); }
@@ -133,7 +139,7 @@ TEST_P(HostRead, NamesTheFirstCollectiveThatDoesNotEnd) {
     Event end;
     end.record(stream, EventSite::kWorkEnd);
     end.block(Stream::current(device(0)), EventSite::kWorkEnd);
-    world.waits->waited_for([log, entry] { return log->wait_for(*entry); }, end);
+    world.waits->waited_for({[log, entry] { return log->wait_for(*entry); }}, end);
   };
   collective(0, "layers.0");
   settle();
@@ -167,7 +173,8 @@ TEST_P(HostRead, StandsOnTheWaitBoardUntilTheWorldIsAborted) {
   const auto board = std::make_shared<comm::WaitBoard>();
   std::string error;
   std::thread reader([&] {
-    const auto waits = std::make_shared<HostWaits>(flag, board, std::chrono::seconds(60));
+    const auto waits =
+        std::make_shared<HostWaits>(flag, board, std::chrono::seconds(60), device(0));
     HostWaits::attach(waits);
     error = error_of([&] { comm::read_on_host(values, "values"); });
   });
@@ -184,7 +191,7 @@ TEST_P(HostRead, AFailedWorldThatHasGoneSaysNothing) {
   const at::Tensor values = at::full({8}, 3.0, on(0));
   const auto flag = std::make_shared<comm::AbortFlag>();
   auto waits = std::make_shared<HostWaits>(flag, std::make_shared<comm::WaitBoard>(),
-                                           std::chrono::seconds(60));
+                                           std::chrono::seconds(60), device(0));
   HostWaits::attach(waits);
   flag->mark("rank 1: it gave up");
   {
@@ -193,6 +200,173 @@ TEST_P(HostRead, AFailedWorldThatHasGoneSaysNothing) {
   }
   waits.reset();
   expect_same_bits(comm::read_on_host(values, "values"), at::full({8}, 3.0F), "values");
+}
+
+/// What the failure watch of a rank says first of its device; nothing else is wrong.
+class WatchedDevice {
+ public:
+  explicit WatchedDevice(const Attached& world) {
+    world.board->watch_device(world.waits);
+    comm::FailureWatch::Actions actions;
+    actions.lost = [this](const std::string& why) { said_.set_value(why); };
+    watch_ = std::make_unique<comm::FailureWatch>(
+        comm::Store::in_memory(), world.board,
+        comm::WatchOptions{.rank = 0, .poll = std::chrono::milliseconds(2)}, std::move(actions));
+  }
+
+  /// Far longer than the timeouts of these tests: else nothing is said at all.
+  std::string first_word() {
+    auto said = said_.get_future();
+    if (said.wait_for(std::chrono::seconds(20)) != std::future_status::ready) return "nothing";
+    return said.get();
+  }
+  /// After so many looks.
+  bool is_silent_for(std::uint64_t looks) {
+    auto said = said_.get_future();
+    const std::uint64_t begin = watch_->looks();
+    while (watch_->looks() < begin + looks) {
+      if (said.wait_for(std::chrono::milliseconds(1)) == std::future_status::ready) return false;
+    }
+    return true;
+  }
+
+ private:
+  std::promise<std::string> said_;
+  std::unique_ptr<comm::FailureWatch> watch_;
+};
+
+/// Collectives of one group, as a backend of devices launches them.
+class Collectives {
+ public:
+  explicit Collectives(const Attached& world) : world_(world) {}
+
+  /// What the rank computes from now on comes behind it only if it is waited for.
+  Event launch(const std::string& unit, std::function<std::string()> error = {}) {
+    comm::Launching launching(world_.waits, work(unit, std::move(error)));
+    run_on(stream.get(), [] { at::zeros({1}, on(0)); });
+    Event end;
+    end.record(stream, EventSite::kWorkEnd);
+    launching.launched(end);
+    return end;
+  }
+  comm::DeviceWork work(const std::string& unit, std::function<std::string()> error = {}) {
+    const auto entry = log_->record(gather(unit), next_++);
+    return {[log = log_, entry] { return log->wait_for(*entry); }, std::move(error)};
+  }
+
+  const Stream stream = Stream::make(device(0));
+
+ private:
+  const Attached& world_;
+  const std::shared_ptr<comm::FlightRecorder> log_ =
+      std::make_shared<comm::FlightRecorder>("gather of ranks 0,1");
+  std::uint64_t next_ = 0;
+};
+
+// Naive: who only looks at reads never hears of a rank that stands still in a launch, where nothing
+// is on the board.
+TEST(StalledDevice, IsNamedWhileTheRankStandsStillInALaunch) {
+  const Attached world(std::chrono::milliseconds(50));
+  Collectives collectives(world);
+  collectives.launch("layers.0");
+  settle();
+  std::optional<HeldStream> held(std::in_place, collectives.stream.get(), 100);
+  const at::Tensor values = at::zeros({8}, on(0));
+  std::atomic<int> launched{0};
+  std::thread rank([&] {
+    collectives.launch("layers.1").block(Stream::current(device(0)), EventSite::kWorkEnd);
+    collectives.launch("layers.2");
+    for (; launched < 200; ++launched) values.add_(1);
+  });
+  while (launched < 30) std::this_thread::yield();
+  WatchedDevice watched(world);
+  EXPECT_EQ(watched.first_word(),
+            "device: found no collective that has ended for 0.05 s, where all_gather of layers.1 "
+            "(#1, unit 0, micro-batch 0: 32 B Float) on group gather of ranks 0,1 has not ended; a "
+            "rank of it is stalled, or does not take part in it");
+  EXPECT_EQ(world.board->standing().waits, 0);
+  EXPECT_LT(launched, 100);
+  held.reset();
+  rank.join();
+  EXPECT_EQ(launched, 200);
+}
+
+// The launch itself may have to connect to a rank that is lost.
+TEST(StalledDevice, IsNamedWhereTheCollectiveItselfIsNotLaunched) {
+  const Attached world(std::chrono::milliseconds(50));
+  Collectives collectives(world);
+  collectives.launch("layers.0");
+  const comm::Launching launching(world.waits, collectives.work("layers.1"));
+  WatchedDevice watched(world);
+  EXPECT_THAT(watched.first_word(), HasSubstr("for 0.05 s, where all_gather of layers.1 (#1"));
+}
+
+// Naive: a collective is known once it is waited for, and a gather that was issued ahead and stalls is
+// blamed on the first one that is waited for.
+TEST(StalledDevice, IsTheOneThatWasIssuedFirstAndNotTheOneThatIsWaitedForFirst) {
+  const Attached world(std::chrono::milliseconds(20));
+  Collectives collectives(world);
+  const HeldStream held(collectives.stream.get());
+  collectives.launch("layers.1");
+  collectives.launch("layers.0").block(Stream::current(device(0)), EventSite::kWorkEnd);
+  const at::Tensor values = at::zeros({8}, on(0));
+  EXPECT_THAT(error_of([&] { comm::read_on_host(values, "values"); }),
+              HasSubstr("values: waited 0.02 s for the device, where all_gather of layers.1 (#0"));
+}
+
+TEST(StalledDevice, IsNoneWhoseCollectivesGoOnEnding) {
+  const Attached world(std::chrono::milliseconds(200));
+  Collectives collectives(world);
+  WatchedDevice watched(world);
+  std::atomic<bool> over{false};
+  std::thread rank([&] {
+    std::optional<HeldStream> held;
+    while (!over) {
+      collectives.launch("ends");
+      held.emplace(collectives.stream.get());
+      collectives.launch("has not ended yet");
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      held.reset();
+    }
+  });
+  EXPECT_TRUE(watched.is_silent_for(300));  // of at least 2 ms each
+  over = true;
+  rank.join();
+}
+
+// Whoever reads says what it reads.
+TEST(StalledDevice, IsLeftToTheThreadThatReads) {
+  const Attached world(std::chrono::milliseconds(500));
+  Collectives collectives(world);
+  const HeldStream held(collectives.stream.get());
+  collectives.launch("layers.0").block(Stream::current(device(0)), EventSite::kWorkEnd);
+  const at::Tensor values = at::zeros({8}, on(0));
+  std::optional<WatchedDevice> watched;
+  const std::string error = error_of([&] {
+    watched.emplace(world);
+    comm::read_on_host(values, "values");
+  });
+  EXPECT_THAT(error,
+              HasSubstr("values: waited 0.5 s for the device, where all_gather of layers.0"));
+}
+
+// Without waiting for the timeout.
+TEST(StalledDevice, SaysWhatItsLibraryHasNoticed) {
+  const Attached world;
+  Collectives collectives(world);
+  const HeldStream held(collectives.stream.get());
+  std::atomic<bool> is_lost{false};
+  const auto error = [&] { return is_lost ? std::string("its connection is lost") : ""; };
+  collectives.launch("layers.0", error).block(Stream::current(device(0)), EventSite::kWorkEnd);
+  WatchedDevice watched(world);
+  is_lost = true;
+  const std::string said =
+      "all_gather of layers.0 (#0, unit 0, micro-batch 0: 32 B Float) on group gather of ranks "
+      "0,1: "
+      "its connection is lost";
+  EXPECT_EQ(watched.first_word(), said);
+  const at::Tensor values = at::zeros({8}, on(0));
+  EXPECT_EQ(error_of([&] { comm::read_on_host(values, "values"); }), "values: " + said);
 }
 
 using HostReadDeathTest = testing::Test;

@@ -2,8 +2,10 @@
 // the CPU (test_hooks::kernels_of_devices), no host pointer into device memory, and no view that the
 // device does not know.
 #include <ATen/ATen.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <gtest/gtest.h>
 
+#include <cstdint>
 #include <limits>
 #include <optional>
 #include <set>
@@ -225,6 +227,48 @@ TEST(KernelsOnSim, TheWholeListHasItsBitsOfTheCpu) {
 #define TESSERA_LISTED(name) EXPECT_EQ(comparison.compared.count(#name), 1U) << #name;
   TESSERA_KERNELS(TESSERA_LISTED)
 #undef TESSERA_LISTED
+}
+
+/// What a kernel makes beside what it is given, at its peak.
+template <class Kernel>
+std::int64_t bytes_beside(const Kernel& kernel) {
+  at::getDeviceAllocator(c10::DeviceType::PrivateUse1)->resetPeakStats(0);
+  const std::int64_t before = live_bytes(0);
+  kernel();
+  return peak_bytes(0) - before;
+}
+
+constexpr std::int64_t kOfBucket = 1 << 18, kAtATime = 1 << 12;
+
+// A bucket of a layer has hundreds of millions of elements. Naive: two copies of it in fp64.
+TEST(KernelsOnSim, QuotientsAreFormedInParts) {
+  const test_hooks::Set parts(test_hooks::elements_at_a_time, [] { return kAtATime; });
+  const at::Tensor sum = drawn(1, {kOfBucket}).to(device(0));
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
+    for (const double factor : {3.0, 0.1}) {
+      const at::Tensor result = at::empty({kOfBucket}, on(0, dtype));
+      const auto bytes = bytes_beside([&] { kernels::divide_into(result, sum, factor); });
+      // A division of fp32 is one.
+      const bool alike = dtype == at::kFloat && factor == 3.0;
+      EXPECT_LE(bytes, alike ? 1024 : 10 * 8 * kAtATime) << dtype << " over " << factor;
+    }
+  }
+}
+
+// Naive: as many copies as ranks, one after the other, and two of them at once.
+TEST(KernelsOnSim, SumsOverRanksAreFormedInParts) {
+  const test_hooks::Set parts(test_hooks::elements_at_a_time, [] { return kAtATime; });
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    Tensors addends;
+    for (std::uint64_t rank = 0; rank < 4; ++rank) {
+      addends.push_back(drawn(rank, {kOfBucket}, dtype).to(device(0)));
+    }
+    const at::Tensor result = at::zeros({kOfBucket}, on(0));
+    for (const bool adds : {false, true}) {
+      const auto bytes = bytes_beside([&] { kernels::sum_in_rank_order(addends, result, adds); });
+      EXPECT_LE(bytes, 3 * 4 * kAtATime) << dtype << (adds ? ", added" : "");
+    }
+  }
 }
 
 }  // namespace

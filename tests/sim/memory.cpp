@@ -45,6 +45,7 @@ struct Block {
 
 struct OfDevice {
   std::size_t live = 0, peak = 0, capacity = kArena;
+  std::size_t reserved = 0, reserved_peak = 0;  ///< free blocks of streams included
 };
 
 class DeviceMemory final : public c10::DeviceAllocator {
@@ -64,6 +65,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     if (block == nullptr) block = make(stream, size);
     here.live += block->size;
     here.peak = std::max(here.peak, here.live);
+    here.reserved_peak = std::max(here.reserved_peak, here.reserved);
     // No access: a launch that fills memory is one of its own.
     std::memset(for_kernels(block->data), 0xff, block->size);
     return {block->data, block, &drop, device(index)};
@@ -80,6 +82,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
       for (auto& [size, blocks] : free) {
         for (Block* block : blocks) {
           block->busy_until.push_back(until_now(block->stream));
+          devices_.at(static_cast<std::size_t>(stream.device_index())).reserved -= block->size;
           freed_[stream.device_index()][size].push_back(block);
           give_pages_back(*block);
         }
@@ -98,10 +101,12 @@ class DeviceMemory final : public c10::DeviceAllocator {
     const std::lock_guard lock(mutex_);
     const OfDevice& here = devices_.at(static_cast<std::size_t>(index));
     c10::CachingDeviceAllocator::DeviceStats stats;
-    for (auto* bytes : {&stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes}) {
+    for (auto* bytes : {&stats.allocated_bytes, &stats.active_bytes}) {
       (*bytes)[0].current = static_cast<std::int64_t>(here.live);
       (*bytes)[0].peak = static_cast<std::int64_t>(here.peak);
     }
+    stats.reserved_bytes[0].current = static_cast<std::int64_t>(here.reserved);
+    stats.reserved_bytes[0].peak = static_cast<std::int64_t>(here.reserved_peak);
     return stats;
   }
   void resetAccumulatedStats(c10::DeviceIndex /*index*/) override {}
@@ -109,6 +114,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     const std::lock_guard lock(mutex_);
     OfDevice& here = devices_.at(static_cast<std::size_t>(index));
     here.peak = here.live;
+    here.reserved_peak = here.reserved;
   }
   std::pair<std::size_t, std::size_t> getMemoryInfo(c10::DeviceIndex index) override {
     const std::lock_guard lock(mutex_);
@@ -139,9 +145,11 @@ class DeviceMemory final : public c10::DeviceAllocator {
 
   /// The smallest free block that fits, at most twice as large, of these the one freed last.
   Block* take(const c10::Stream& stream, std::size_t size) {
-    Block* block = take_from(free_of(stream), size);
-    if (block == nullptr) block = take_from(freed_[stream.device_index()], size);
-    if (block != nullptr) block->stream = stream;
+    if (Block* block = take_from(free_of(stream), size)) return block;
+    Block* block = take_from(freed_[stream.device_index()], size);
+    if (block == nullptr) return nullptr;
+    block->stream = stream;
+    devices_.at(static_cast<std::size_t>(stream.device_index())).reserved += block->size;
     return block;
   }
   static Block* take_from(BySize& free, std::size_t size) {
@@ -164,6 +172,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
     TORCH_CHECK_WITH(OutOfMemoryError, used_ + size <= kArena, "sim: out of memory on the host");
     auto* block = new Block{as_seen_by_tensors + used_, size, stream, {}, {}};
     used_ += size;
+    devices_.at(static_cast<std::size_t>(stream.device_index())).reserved += size;
     blocks_[block->data] = block;
     return block;
   }

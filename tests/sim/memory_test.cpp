@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "comm/device.h"
 #include "sim/streams.h"
 
 namespace tessera::sim::memory_test {
@@ -73,6 +74,31 @@ TEST(Memory, WhatIsHeldAndWhatWasIsCounted) {
   EXPECT_EQ(live_bytes(1), before);
   EXPECT_EQ(peak_bytes(1), before + (1 << 20));
   EXPECT_EQ(allocator->getDeviceStats(1).allocated_bytes[0].peak, peak_bytes(1));
+}
+
+// As a step reports it: what one stream has freed is nobody's, but it is still taken of the device.
+TEST(Memory, WhatTensorsHeldIsNotWhatTheAllocatorTook) {
+  constexpr std::int64_t kBytes = std::int64_t{3} << 20;
+  c10::getDeviceAllocator(c10::DeviceType::PrivateUse1)->emptyCache();
+  const c10::Stream streams[] = {new_stream(2), new_stream(2)};
+  at::Tensor before = run_on(streams[0], [] { return at::empty({kBytes}, on(2, at::kByte)); });
+  before = at::Tensor();
+  comm::begin_memory_peaks(device(2));
+  const auto begin = comm::memory_of(device(2));
+  EXPECT_EQ(begin.peak, begin.held) << "of what comes";
+  for (const c10::Stream& stream : streams) {
+    run_on(stream, [] { at::empty({kBytes}, on(2, at::kByte)); });
+  }
+  const auto memory = comm::memory_of(device(2));
+  EXPECT_EQ(memory.held, begin.held);
+  EXPECT_EQ(memory.peak, begin.held + kBytes);
+  EXPECT_EQ(memory.reserved, begin.reserved + kBytes) << "of the second stream";
+  EXPECT_GE(memory.reserved, memory.held + 2 * kBytes);
+}
+
+TEST(Memory, ADeviceHasASize) {
+  const CapacityScope small(1, std::size_t{1} << 30);
+  EXPECT_EQ(comm::memory_size(device(1)), std::int64_t{1} << 30);
 }
 
 TEST(Memory, ADeviceThatIsFullSaysSo) {

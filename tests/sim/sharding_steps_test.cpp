@@ -25,6 +25,7 @@
 #include "dist/plain.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
+#include "nn/grouped_linear.h"
 #include "sim/reads.h"
 #include "sim/streams.h"
 #include "tessera/clip.h"
@@ -225,6 +226,49 @@ TEST(StepOnADevice, SumsAreGoneBeforeTheNextForward) {
       }
     }
   }
+}
+
+/// Rows of eight groups times their matrices, as experts do it.
+class Grouped : public torch::nn::Module {
+ public:
+  static constexpr std::int64_t kGroups = 8, kColumns = 128, kRows = kGroups * kColumns;
+
+  explicit Grouped(const at::Device& where)
+      : weight(register_parameter("weight", test::seeded(1, {kGroups, kColumns, kColumns}))),
+        ends_((at::arange(1, kGroups + 1, at::kInt) * kColumns).to(where)) {}
+  at::Tensor forward(const at::Tensor& x) {
+    return nn::grouped_linear(x, {weight}, nn::RowGroups{{}, ends_});
+  }
+  at::Tensor weight;
+
+ private:
+  at::Tensor ends_;
+};
+
+// The product of its weights and the gradient of its rows, of one size here, never lie beside each
+// other. Naive: they do until the product is added to its sum, behind the node that makes both.
+TEST(StepOnADevice, AGroupedProductIsGoneBeforeItsRowsGradientIsMade) {
+  on_ranks(1, "sim", [](World& world) {
+    constexpr std::int64_t kBytes = 2 * Grouped::kRows * Grouped::kColumns;  // of each
+    auto model = fully_shard(std::make_shared<Grouped>(world.device()), test::data_mesh(world),
+                             test::in_bfloat16());
+    model.set_requires_gradient_sync(false);
+    const at::Tensor x = drawn(2, {Grouped::kRows, Grouped::kColumns}, at::kBFloat16)
+                             .to(world.device())
+                             .requires_grad_(true);
+    const at::Tensor grad = at::ones_like(x).detach();
+    for (int step = 0; step < 2; ++step) {
+      x.mutable_grad().reset();
+      const at::Tensor y = model.forward(x);
+      at::getDeviceAllocator(world.device().type())->resetPeakStats(world.device().index());
+      const std::int64_t before = live_bytes(world.device().index());
+      y.backward(grad);
+      if (step == 0) continue;  // the pool has its blocks, and the sum is there
+      const std::int64_t beside = peak_bytes(world.device().index()) - before;
+      EXPECT_GE(beside, kBytes);
+      EXPECT_LT(beside, kBytes + kBytes / 2);
+    }
+  });
 }
 
 // Of one bucket alone, and of one parameter of a bucket: what others show goes on.

@@ -26,6 +26,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <stdexcept>
 #include <string>
@@ -38,6 +39,9 @@ void install(int devices);
 
 /// sim:index.
 c10::Device device(int index);
+
+/// That were made so far.
+int streams_of_higher_priority(int device);
 
 /// Thrown by the operation that makes the second access of an unordered pair.
 struct Race : std::runtime_error {
@@ -73,10 +77,13 @@ Counts take_counts();
 Counts take_counts(const c10::Stream& launches_on);
 
 /// While it lives, nothing that is launched on the stream ends, nor what waits for it: a collective
-/// whose peer never comes. Who synchronizes with it stands still, too.
+/// whose peer never comes. Who synchronizes with it stands still, too; and so does a launch behind so
+/// many that cannot begin: a GPU takes some thousand, and a thread that launches more stays in the
+/// driver.
 class HeldStream {
  public:
-  explicit HeldStream(const c10::Stream& stream);
+  static constexpr int kAnyLaunches = std::numeric_limits<int>::max();
+  explicit HeldStream(const c10::Stream& stream, int most_launches = kAnyLaunches);
   ~HeldStream();
   HeldStream(const HeldStream&) = delete;
   HeldStream& operator=(const HeldStream&) = delete;
@@ -84,6 +91,7 @@ class HeldStream {
  private:
   std::int32_t slot_ = -1;  // clocks.h
   std::uint64_t launch_ = 0;
+  const int room_before_;
 };
 
 /// What an event says that is asked and not waited for. Both happen on a GPU: code that runs under

@@ -26,6 +26,7 @@ struct State {
   std::map<std::tuple<int, Slot, const std::string*>, std::int64_t> launches;
   std::map<std::pair<int, std::string>, std::int64_t> waits;
   std::vector<Until> held;
+  int room = HeldStream::kAnyLaunches;  // for launches that cannot begin
   std::condition_variable released;
   Done done = Done::kAtOnce;
 };
@@ -127,8 +128,12 @@ Access launch(const c10::Stream& stream, const std::string& operation,
               const std::vector<Touched>& touched) {
   asked_in_a_row = 0;
   State& s = state();
-  const std::lock_guard lock(s.mutex);
+  std::unique_lock lock(s.mutex);
   const Slot slot = s.clocks.slot_of(stream);
+  if (!can_end(s.clocks.of(slot))) {
+    s.released.wait(lock, [&] { return s.room > 0; });
+    if (s.room != HeldStream::kAnyLaunches) --s.room;
+  }
   const std::string* name = &*s.names.insert(operation).first;
   const Access now{slot, s.clocks.launch(slot), name, current_rank};
   ++s.launches[{current_rank, slot, name}];
@@ -249,18 +254,20 @@ Counts take_counts(const c10::Stream& launches_on) {
   return take(state().clocks.slot_of(launches_on));
 }
 
-HeldStream::HeldStream(const c10::Stream& stream) {
+HeldStream::HeldStream(const c10::Stream& stream, int most_launches) : room_before_(state().room) {
   const Until until = until_now(stream);
   slot_ = until.stream;
   launch_ = until.launch;
   const std::lock_guard lock(state().mutex);
   state().held.push_back(until);
+  if (most_launches != kAnyLaunches) state().room = most_launches;
 }
 
 HeldStream::~HeldStream() {
   const std::lock_guard lock(state().mutex);
   std::erase_if(state().held,
                 [&](const Until& held) { return held.stream == slot_ && held.launch == launch_; });
+  state().room = room_before_;
   state().released.notify_all();
 }
 

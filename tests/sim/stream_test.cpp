@@ -13,6 +13,7 @@ namespace {
 using comm::Event;
 using comm::Stream;
 using comm::StreamScope;
+using testing::AllOf;
 using testing::HasSubstr;
 
 constexpr auto kSite = comm::EventSite::kIssue;
@@ -52,6 +53,30 @@ TEST(Streams, AMissingRecordIsFound) {
 TEST(Streams, AMissingBlockIsFound) {
   EXPECT_THAT(race_with([](const Stream& writer, const Stream&) { Event().record(writer, kSite); }),
               HasSubstr("neg"));
+}
+
+// Of CUDA: c10::cuda::getStreamFromPool lends 32 of each priority in turn.
+TEST(Streams, AreSaidToBeSharedOnceThereAreMoreThanLibtorchHas) {
+  const c10::Device card(c10::kCUDA, 1);
+  for (const auto use : {comm::StreamUse::kRank, comm::StreamUse::kOtherRanks}) {
+    for (const int made : {1, 32, 34, 100}) {
+      EXPECT_EQ(comm::shared_stream_warning(card, use, made), "") << made;
+    }
+    EXPECT_EQ(comm::shared_stream_warning(device(0), use, 33), "");
+  }
+  EXPECT_THAT(comm::shared_stream_warning(card, comm::StreamUse::kOtherRanks, 33),
+              AllOf(HasSubstr("device cuda:1: found more than 32 streams of groups and messages"),
+                    HasSubstr("what shares one waits for each other")));
+  EXPECT_THAT(comm::shared_stream_warning(card, comm::StreamUse::kRank, 33),
+              HasSubstr("more than 32 streams of this rank's own work"));
+}
+
+TEST(Streams, OfOtherRanksAreOfAHigherPriority) {
+  const int before = streams_of_higher_priority(0);
+  Stream::make(device(0));
+  EXPECT_EQ(streams_of_higher_priority(0), before);
+  Stream::make(device(0), comm::StreamUse::kOtherRanks);
+  EXPECT_EQ(streams_of_higher_priority(0), before + 1);
 }
 
 TEST(Streams, AScopeIsTheCurrentStreamWhileItLives) {

@@ -607,7 +607,9 @@ std::string first_refusal_in_a_step(const train::Config& config, const fs::path&
       train_alone("sim", config, run);
       return "";  // it has room
     } catch (const Error& error) {
-      return error.what();
+      const std::string said = error.what();
+      // Else before anything was computed.
+      if (said.find("whose ids and logits alone") == said.npos) return said;
     } catch (const c10::Error&) {  // before the steps, as the allocator says it
     }
   }

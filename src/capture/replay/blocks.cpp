@@ -6,6 +6,8 @@
 #include <new>
 #include <utility>
 
+#include "base/test_hooks.h"
+
 namespace tessera::capture {
 namespace {
 
@@ -86,6 +88,7 @@ Block::Block(std::shared_ptr<Blocks> blocks, const std::string& unit, BlockKind 
     : blocks_(std::move(blocks)), unit_(unit), kind_(kind), bytes_(bytes) {
   if (bytes_ > 0) memory_ = blocks_->take(kind_, static_cast<std::size_t>(bytes_));
   blocks_->count(unit_, kind_, bytes_);
+  if (const auto hook = test_hooks::took_block.get()) (*hook)(unit_, memory_.get());
 }
 
 Block::~Block() {

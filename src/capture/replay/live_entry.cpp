@@ -19,11 +19,6 @@ c10::Storage nowhere(std::int64_t size) {
           at::DataPtr(nullptr, at::kCPU), nullptr, /*resizable=*/false};
 }
 
-at::Tensor tensor_of(const c10::Storage& storage, const Value& value) {
-  at::Tensor tensor = at::empty({0}, at::TensorOptions().dtype(value.dtype));
-  return tensor.set_(storage, value.offset, value.sizes, value.strides);
-}
-
 /// As at::empty_strided, of that value.
 at::Tensor fresh_of(const Value& value) {
   return at::empty_strided(value.sizes, value.strides, at::TensorOptions().dtype(value.dtype));
@@ -97,10 +92,15 @@ LiveEntry::LiveEntry(std::shared_ptr<const Program> program, std::shared_ptr<Blo
     : program_(std::move(program)), blocks_(std::move(blocks)), unit_(std::move(unit)) {
   const at::NoGradGuard no_grad;
   for (const auto& memory : program_->memories) {
-    storages_.push_back(memory.outside ? memory.outside : nowhere(memory.bytes));
+    // What is outside stays where it is, and whether anybody holds it has to be known (outside.h).
+    storages_.push_back(memory.outside ? c10::Storage() : nowhere(memory.bytes));
   }
-  for (const auto& value : program_->values) {
-    values_.push_back(tensor_of(storages_[static_cast<std::size_t>(value.memory)], value));
+  for (std::size_t i = 0; i < program_->values.size(); ++i) {
+    const auto& value = program_->values[i];
+    const auto& outside = program_->outside[i];
+    values_.push_back(outside.defined()
+                          ? outside
+                          : tensor_of(storages_[static_cast<std::size_t>(value.memory)], value));
   }
   for (const auto& step : program_->steps) {
     stacks_.push_back(step.call ? stack_of(*step.call) : c10::Stack());
@@ -200,8 +200,11 @@ std::vector<at::Tensor> LiveEntry::handed(const std::vector<HandedValue>& handed
       const std::int64_t offset = whole.storage_offset() + value.offset - memory.first_byte / size;
       results[i] = whole.as_strided(value.sizes, value.strides, offset);
     } else if (one.same_as != kNone) {
-      results[i] = fresh[static_cast<std::size_t>(one.same_as)].as_strided(
-          value.sizes, value.strides, value.offset);
+      const at::Tensor& whole = fresh[static_cast<std::size_t>(one.same_as)];
+      results[i] = whole.as_strided(value.sizes, value.strides, value.offset);
+      // A change of one is a change of the other.
+      results[i].unsafeGetTensorImpl()->set_version_counter(
+          whole.unsafeGetTensorImpl()->version_counter());
     } else {
       results[i] = copy_of(this->value(one.value));
     }

@@ -1,27 +1,25 @@
 // A call of a region: recorded, compared with what was recorded before, or replayed.
 #include <ATen/ATen.h>
 #include <ATen/SequenceNumber.h>
+#include <ATen/autocast_mode.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
-#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <exception>
 #include <functional>
 #include <span>
-#include <unordered_set>
 #include <utility>
 
 #include "base/first_derivative.h"
 #include "base/test_hooks.h"
 #include "capture/replay/apart.h"
+#include "capture/replay/comparison.h"
+#include "capture/replay/inner_graph.h"
 #include "capture/replay/variants.h"
-#include "comm/torch_compat.h"
-#include "grad/leaf.h"
 #include "tessera/error.h"
 
 namespace tessera::capture {
@@ -30,65 +28,33 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-/// Compares what a replay gives with what eager operations gave, step by step.
-class Comparison {
+constexpr auto kOtherModes = "another backward than forward: autocast, threads or dtypes";
+constexpr auto kOutlives = "a tensor that outlives the call and is no result";
+
+/// While alive, nothing is cast.
+class AutocastOff {
  public:
-  Comparison(const Tape& eager, const LiveEntry& replay) : eager_(eager), replay_(replay) {}
-  StepSeen seen() {
-    return [this](std::size_t step) { look_at(step); };
-  }
-  const std::string& difference() const { return difference_; }
+  AutocastOff() : was_(at::autocast::is_autocast_enabled(at::kCPU)) { set(false); }
+  ~AutocastOff() { set(was_); }
+  AutocastOff(const AutocastOff&) = delete;
+  AutocastOff& operator=(const AutocastOff&) = delete;
 
  private:
-  void look_at(std::size_t step) {
-    if (!difference_.empty()) return;
-    const auto& replayed = replay_.program().steps[step];
-    if (!replayed.call) return look_at_gradient(replayed.gradient, step);
-    for (const auto& [value, bits] : eager_.kept()[step]) {
-      if (bits_of(replay_.value(value)) != bits) {
-        return differs(name_of(eager_.steps()[step].call->operation));
-      }
-    }
-    // A replay hands it in here, where its slot is lent: the value that was looked at.
-    const auto& call = *replayed.call;
-    if (call.direct && step >= eager_.forward_steps()) {
-      const auto& came = eager_.steps()[call.gradient_step].gradient;
-      if (!is_for(*call.direct, came) || call.direct->raw != came.raw) differs(name_of(came));
-    }
-  }
-
-  /// What the program hands in, and for whom, beside what came to the sink at that step.
-  void look_at_gradient(const TapeGradient& handed, std::size_t step) {
-    const auto& came = eager_.steps()[step].gradient;
-    const auto is_same = [&](const Tape::Seen& seen) {
-      return bits_of(replay_.value(handed.raw)) == seen.bits;
-    };
-    const bool is_alike = is_for(handed, came) && (handed.raw == kNone) == (came.raw == kNone);
-    if (!is_alike || !std::ranges::all_of(eager_.kept()[step], is_same)) differs(name_of(came));
-  }
-
-  static bool is_for(const TapeGradient& handed, const TapeGradient& came) {
-    return handed.sink == came.sink && handed.slot == came.slot;
-  }
-
-  void differs(const std::string& what) {
-    difference_ = concat(what, ": found other values than eager ones");
-  }
-
-  const Tape& eager_;
-  const LiveEntry& replay_;
-  std::string difference_;
+  static void set(bool on) { at::autocast::set_autocast_enabled(at::kCPU, on); }
+  bool was_;
 };
 
-/// The end of a graph inside: keeps what comes for one input, as it comes. At a leaf autograd would
-/// lay it out anew.
-struct InputEnd : torch::autograd::Node {
-  at::Tensor gradient;
-  variable_list apply(variable_list&& grads) override {
-    gradient = std::move(grads[0]);
-    return {};
-  }
-};
+std::vector<std::int64_t> versions_of(const variable_list& tensors) {
+  std::vector<std::int64_t> versions;
+  for (const auto& tensor : tensors) versions.push_back(tensor.defined() ? tensor._version() : 0);
+  return versions;
+}
+
+void switch_off(Region& region, Variant& variant, const std::string& why) {
+  variant.forget();
+  variant.refused = why;
+  region.say_once(why);
+}
 
 /// Rides in a node's saved_data.
 struct LiveCall : torch::CustomClassHolder {
@@ -98,14 +64,19 @@ struct LiveCall : torch::CustomClassHolder {
   std::shared_ptr<Variant> variant;
   grad::RegionBody body;
   variable_list inputs;  ///< as they came, without their history; of a graph inside as they enter
-  std::vector<compat::NodePtr> ends_of_inputs;  ///< of a graph inside
+  std::shared_ptr<const Outside> outside;  ///< the variant's
+  InnerGraph graph;                        ///< of kRecorded, or of a body that runs again
   variable_list results;  ///< of kRecorded: of the graph inside; of kReplayed: what backward reads
   variable_list taken;    ///< what keep() took out of a checkpoint
   std::vector<std::size_t> positions;  ///< of the node's arguments among the inputs
   bool has_place_holder = false;       ///< behind them
   std::vector<std::int64_t> versions;  ///< of what backward reads, when forward had ended
+  /// The same of all that the body reads, which runs again where backward is another one.
+  std::vector<std::int64_t> versions_of_body;
+  std::vector<Hash128> data;  ///< of kRecorded: its arguments
   std::shared_ptr<Tape> tape;
   TapeEnds ends;
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> inner;  ///< what may not outlive it
   std::shared_ptr<LiveEntry> entry;
   bool has_ended = false;
   std::string leads_out;  ///< of the graph inside
@@ -115,19 +86,6 @@ struct LiveCall : torch::CustomClassHolder {
   LiveCall(const LiveCall&) = delete;
   LiveCall& operator=(const LiveCall&) = delete;
 
-  /// Inputs as they enter a graph inside the node.
-  void enter_graph() {
-    ends_of_inputs.assign(inputs.size(), nullptr);
-    for (std::size_t i = 0; i < inputs.size(); ++i) {
-      if (!inputs[i].defined()) continue;
-      const bool wants = inputs[i].requires_grad();
-      inputs[i] = inputs[i].detach();
-      if (!wants) continue;
-      ends_of_inputs[i] = compat::make_node<InputEnd>();
-      torch::autograd::set_history(inputs[i], ends_of_inputs[i]);
-    }
-  }
-
   /// Nothing of it is needed any more.
   void end() {
     has_ended = true;
@@ -135,9 +93,12 @@ struct LiveCall : torch::CustomClassHolder {
     tape.reset();
     entry.reset();
     inputs.clear();
-    ends_of_inputs.clear();
+    graph.clear();
     taken.clear();
     results.clear();
+    const bool is_left = std::ranges::any_of(inner, [](const auto& one) { return !one.expired(); });
+    inner.clear();
+    if (is_left) switch_off(*region, *variant, kOutlives);
   }
 
   variable_list all_inputs() const {
@@ -157,20 +118,6 @@ struct LiveCall : torch::CustomClassHolder {
   }
 };
 
-std::vector<std::int64_t> versions_of(const variable_list& tensors) {
-  std::vector<std::int64_t> versions;
-  for (const auto& tensor : tensors) versions.push_back(tensor._version());
-  return versions;
-}
-
-void switch_off(Region& region, Variant& variant, const std::string& why) {
-  variant.refused = why;
-  variant.tape.reset();
-  variant.program.reset();
-  variant.free.clear();
-  region.say_once(why);
-}
-
 /// It has no memory to lay out, but its comparison would hold what it gives and its weight's gradient
 /// twice: of a head these are the largest of a model.
 bool is_one_product(const Program& program) {
@@ -183,9 +130,9 @@ bool is_one_product(const Program& program) {
          });
 }
 
-/// The first tape makes the program; a later one is compared with it.
+/// The first tape makes the program; a later one is compared with it. `data`: of the arguments.
 void end_recording(Region& region, Variant& variant, const std::shared_ptr<Tape>& tape,
-                   const TapeEnds& ends) {
+                   const TapeEnds& ends, const std::vector<Hash128>& data) {
   tape->close();
   if (!tape->refused().empty()) return switch_off(region, variant, tape->refused());
   if (variant.tape == nullptr) {
@@ -199,14 +146,24 @@ void end_recording(Region& region, Variant& variant, const std::shared_ptr<Tape>
     if (is_one_product(*program)) return switch_off(region, variant, "a product alone");
     variant.tape = tape;
     program->while_deferring = region.defers_weight_gradients();
+    variant.outside = std::make_shared<const Outside>(*program, region.modules());
     variant.program = std::move(program);
+    variant.ends = ends;
+    variant.data = data;
+    variant.varied.assign(data.size(), false);
     return;
   }
   if (const auto why = difference_of(*variant.tape, *tape); !why.empty()) {
     return switch_off(region, variant, why);
   }
+  if (ends != variant.ends) return switch_off(region, variant, "found other results than before");
   ++variant.compared;
-  if (variant.replays()) variant.tape.reset();  // nothing is compared with it any more
+  bool all_varied = true;
+  for (std::size_t i = 0; i < data.size(); ++i) {
+    variant.varied[i] = variant.varied[i] || data[i] != variant.data[i];
+    all_varied = all_varied && variant.varied[i];
+  }
+  if (variant.is_compared() && all_varied) variant.tape.reset();  // nothing is compared any more
 }
 
 /// What `run` gives, while `tape` records it. What no operation writes, and yet is another afterwards,
@@ -236,60 +193,12 @@ void refuse_own(const Region& region, Tape& tape, const variable_list& inputs) {
   }
 }
 
-/// Where the graph inside leads to but to arguments and slots, whose gradients are recorded; empty:
-/// nowhere. `begin` is the number of its first node.
-std::string leads_out(const variable_list& results, std::uint64_t begin) {
-  std::vector<torch::autograd::Node*> open;
-  std::unordered_set<const torch::autograd::Node*> seen;
-  const auto visit = [&](torch::autograd::Node* node) {
-    if (node != nullptr && seen.insert(node).second) open.push_back(node);
-  };
-  for (const auto& result : results) {
-    if (result.defined()) visit(result.grad_fn().get());
-  }
-  while (!open.empty()) {
-    auto* node = open.back();
-    open.pop_back();
-    if (dynamic_cast<const InputEnd*>(node) != nullptr) continue;
-    if (const auto* end = dynamic_cast<const torch::autograd::AccumulateGrad*>(node)) {
-      const auto known = grad::find_leaf(end->variable);
-      if (known == nullptr || known->sink == nullptr) {
-        return "a gradient of a tensor that is neither an argument nor a parameter";
-      }
-    } else if (node->sequence_nr() < begin) {
-      return "a tensor from outside that has a history and is no argument";
-    }
-    for (const auto& edge : node->next_edges()) visit(edge.function.get());
-  }
-  return {};
-}
-
 void refuse_chosen_targets() {
   TESSERA_CHECK(torch::autograd::Engine::get_default_engine().is_checkpoint_valid(),
                 ErrorKind::kUsage,
                 "compile: found torch::autograd::grad, or a backward() with inputs, through a "
                 "replayed region, expected a backward() without inputs, since every parameter "
                 "inside gets its gradient; call backward(), or compile(handle, {})");
-}
-
-/// Backward through the graph inside, with what came for its results.
-variable_list backward_inside(LiveCall& call, const variable_list& grads) {
-  variable_list roots, root_grads;
-  for (std::size_t i = 0; i < call.results.size(); ++i) {
-    if (!grads.at(i).defined() || !call.results[i].requires_grad()) continue;
-    roots.push_back(call.results[i]);
-    root_grads.push_back(grads[i]);
-  }
-  if (!roots.empty()) {
-    torch::autograd::backward(roots, root_grads,
-                              torch::autograd::get_current_graph_task_keep_graph());
-  }
-  variable_list of_inputs;
-  for (const auto& end : call.ends_of_inputs) {
-    auto* kept = dynamic_cast<InputEnd*>(end.get());
-    of_inputs.push_back(kept == nullptr ? at::Tensor() : std::exchange(kept->gradient, {}));
-  }
-  return of_inputs;
 }
 
 /// Compares each step of the program's forward with what was recorded.
@@ -385,7 +294,7 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
 
  private:
   static variable_list record(AutogradContext& context, LiveCall& call) {
-    call.enter_graph();
+    call.graph.enter(call.inputs);
     refuse_own(*call.region, *call.tape, call.inputs);
     call.tape->add(MemoryKind::kInput, call.inputs);
     call.ends.inputs = call.tape->values_of(call.inputs);
@@ -415,9 +324,13 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
 
   static variable_list backward_of_recording(LiveCall& call, const variable_list& grads) {
     const auto tape = std::exchange(call.tape, nullptr);
-    if (tape == nullptr) return backward_inside(call, grads);  // a second one
+    if (tape == nullptr) return call.graph.backward(call.results, grads);  // a second one
     auto& variant = *call.variant;
     variant.is_recording = false;
+    if (!call.region->is_set_as(variant.guards) || at::autocast::is_autocast_enabled(at::kCPU)) {
+      ++call.region->calls().eager[kOtherModes];
+      return call.graph.backward(call.results, grads);
+    }
     const bool defers = call.region->defers_weight_gradients();
     if (defers && variant.tape != nullptr && !variant.program->while_deferring) variant.forget();
     // Where it has none that is put off, both are recorded alike.
@@ -425,22 +338,25 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
                                                             (defers || !variant.program->defers));
     if (!is_as_recorded) {
       ++call.region->calls().eager["other gradients than were recorded"];
-      return backward_inside(call, grads);
+      return call.graph.backward(call.results, grads);
     }
     if (!tape->refused().empty()) {
       // As eager as ever, so that slots are lent again.
       switch_off(*call.region, variant, tape->refused());
-      return backward_inside(call, grads);
+      return call.graph.backward(call.results, grads);
     }
     tape->begin_backward();
     tape->add(MemoryKind::kGradient, grads);
     call.ends.gradients = tape->values_of(grads);
-    const auto of_inputs = recorded(variant, *tape, [&] { return backward_inside(call, grads); });
+    const auto of_inputs =
+        recorded(variant, *tape, [&] { return call.graph.backward(call.results, grads); });
     call.ends.input_gradients = tape->values_of(of_inputs);
     if (variant.tape == nullptr) variant.gradients = alike_of(grads);
     compare_backward(*call.region, call.variant, *tape, call.all_inputs(), grads);
     tape->drop_values();
-    end_recording(*call.region, variant, tape, call.ends);
+    // What is put off holds what its products read.
+    if (!defers) call.inner = tape->names_of_inner({call.ends.results, call.ends.input_gradients});
+    end_recording(*call.region, variant, tape, call.ends, call.data);
     call.region->shared().trim();
     return of_inputs;
   }
@@ -459,6 +375,7 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
       if (input.defined()) input = input.detach().set_requires_grad(input.requires_grad());
     }
     call.versions = versions_of(call.kept());
+    call.versions_of_body = versions_read_by_body(call);
     variable_list without;
     for (std::size_t i = 0; i < outputs.size(); ++i) {
       if (!call.variant->results_need_gradient[i]) without.push_back(outputs[i]);
@@ -472,24 +389,51 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
                   call.region->name(),
                   ": found that an argument or a result that its backward reads was changed in "
                   "place since its forward, expected it as it was; change a clone");
-    const bool defers =
-        call.region->defers_weight_gradients() && !call.entry->program().while_deferring;
-    if (!defers && match(call.variant->gradients, grads)) {
+    const auto why = why_body_runs_again(call, grads);
+    if (why.empty()) {
       return call.entry->backward(grads, LiveEntry::Gradients::kAccepted, {}, call.entry);
     }
-    if (defers) {
-      // It was recorded before anybody put them off.
-      call.variant->forget();
-      ++call.region->calls().eager["weight gradients are put off"];
-    } else {
-      ++call.region->calls().eager["other gradients than were recorded"];
-    }
+    ++call.region->calls().eager[why];
+    TESSERA_CHECK(versions_read_by_body(call) == call.versions_of_body &&
+                      call.region->is_set_as(call.variant->guards),
+                  ErrorKind::kUsage, "region ", call.region->name(),
+                  ": found that an argument or a buffer was changed in place since its forward, or "
+                  "training mode, threads or dtypes were set otherwise, and a backward that is not "
+                  "the recorded one (",
+                  why, "), expected all as it was; change a clone");
     {
       const at::AutoGradMode grad(true);
-      call.enter_graph();
+      // As forward was.
+      const AutocastOff no_casts;
+      call.graph.enter(call.inputs);
       call.results = call.body(call.inputs);
     }
-    return backward_inside(call, grads);
+    return call.graph.backward(call.results, grads);
+  }
+
+  /// Empty: the program's backward is the one that is asked for.
+  static std::string why_body_runs_again(LiveCall& call, const variable_list& grads) {
+    if (!call.region->is_set_as(call.variant->guards) ||
+        at::autocast::is_autocast_enabled(at::kCPU)) {
+      return kOtherModes;
+    }
+    if (call.region->defers_weight_gradients() && !call.entry->program().while_deferring) {
+      // It was recorded before anybody put them off.
+      call.variant->forget();
+      return "weight gradients are put off";
+    }
+    // A product that is owed reads what another backward would write over.
+    if (call.entry.use_count() > 1) return "weight gradients of the backward before are owed";
+    if (!match(call.variant->gradients, grads)) return "other gradients than were recorded";
+    return {};
+  }
+
+  /// Of all arguments and of the buffers.
+  static std::vector<std::int64_t> versions_read_by_body(const LiveCall& call) {
+    auto versions = versions_of(call.inputs);
+    const auto of_buffers = call.outside->versions();
+    versions.insert(versions.end(), of_buffers.begin(), of_buffers.end());
+    return versions;
   }
 };
 
@@ -504,8 +448,10 @@ std::vector<at::Tensor> call_with_gradients(const std::shared_ptr<Region>& regio
   call->variant = variant;
   call->body = body;
   call->inputs = inputs;
-  call->kind = variant->replays() ? LiveCall::Kind::kReplayed : LiveCall::Kind::kRecorded;
+  call->kind = variant->replays(inputs) ? LiveCall::Kind::kReplayed : LiveCall::Kind::kRecorded;
+  call->outside = variant->outside;
   if (call->kind == LiveCall::Kind::kRecorded) {
+    call->data = hashes_of(inputs);
     ++region->calls().recorded;
     variant->is_recording = true;
     call->tape = std::make_shared<Tape>(/*keeps_bits=*/variant->tape != nullptr);
@@ -535,7 +481,7 @@ std::vector<at::Tensor> call_without(Region& region, const std::shared_ptr<Varia
                                      const std::vector<at::Tensor>& inputs,
                                      const grad::RegionBody& body) {
   Variant& variant = *of;
-  if (variant.replays()) {
+  if (variant.replays(inputs)) {
     ++region.calls().replayed;
     const auto entry = region.take_entry(of);
     auto outputs = entry->forward(inputs);
@@ -547,6 +493,7 @@ std::vector<at::Tensor> call_without(Region& region, const std::shared_ptr<Varia
   }
   ++region.calls().recorded;
   const auto tape = std::make_shared<Tape>(/*keeps_bits=*/variant.tape != nullptr);
+  const auto data = hashes_of(inputs);
   TapeEnds ends;
   refuse_own(region, *tape, inputs);
   tape->add(MemoryKind::kInput, inputs);
@@ -559,7 +506,11 @@ std::vector<at::Tensor> call_without(Region& region, const std::shared_ptr<Varia
   ends.results = tape->values_of(all);
   compare_forward(region, of, *tape, inputs);
   tape->drop_values();
-  end_recording(region, variant, tape, ends);
+  const auto inner = tape->names_of_inner({ends.results});
+  end_recording(region, variant, tape, ends, data);
+  if (std::ranges::any_of(inner, [](const auto& one) { return !one.expired(); })) {
+    switch_off(region, variant, kOutlives);
+  }
   region.shared().trim();
   return outputs;
 }

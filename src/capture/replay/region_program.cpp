@@ -1,5 +1,8 @@
 #include "capture/replay/region_program.h"
 
+#include <ATen/ATen.h>
+#include <c10/core/GradMode.h>
+
 #include <algorithm>
 #include <limits>
 #include <utility>
@@ -59,6 +62,7 @@ class Maker {
     if (!why_.empty()) return why_;
     lay_out();
     find_what_is_kept();
+    make_outside();
     return {};
   }
 
@@ -76,6 +80,7 @@ class Maker {
   void find_direct_slots();
   void keep_for_later();
   void find_what_is_kept();
+  void make_outside();
 
   const Tape& tape_;
   const TapeEnds& ends_;
@@ -353,7 +358,21 @@ void Maker::find_what_is_kept() {
   }
 }
 
+void Maker::make_outside() {
+  for (const auto& value : program_.values) {
+    const auto& memory = in(program_.memories, value.memory);
+    program_.outside.push_back(
+        memory.place == MemoryPlace::kOutside ? tensor_of(memory.outside, value) : at::Tensor());
+  }
+}
+
 }  // namespace
+
+at::Tensor tensor_of(const c10::Storage& storage, const Value& value) {
+  const at::NoGradGuard no_grad;
+  at::Tensor tensor = at::empty({0}, at::TensorOptions().dtype(value.dtype));
+  return tensor.set_(storage, value.offset, value.sizes, value.strides);
+}
 
 std::string make_program(const Tape& tape, const TapeEnds& ends, Program& program) {
   return Maker(tape, ends, program).make();

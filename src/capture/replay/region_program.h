@@ -72,6 +72,7 @@ struct HandedValue {
 struct Program {
   std::vector<Value> values;
   std::vector<ProgramMemory> memories;
+  std::vector<at::Tensor> outside;  ///< by value, of memory that is kOutside: one for all entries
   std::vector<ProgramStep> steps;
   std::size_t forward_steps = 0;
   std::vector<ValueId> inputs, gradients;  ///< kNone: undefined, or not used
@@ -88,7 +89,11 @@ struct Program {
 struct TapeEnds {
   std::vector<ValueId> inputs, results, gradients, input_gradients;
   std::size_t arguments = 0;  ///< of the inputs; those behind them keep() took out of a checkpoint
+  bool operator==(const TapeEnds&) const = default;
 };
+
+/// That value, as it lies in `storage`.
+at::Tensor tensor_of(const c10::Storage& storage, const Value& value);
 
 /// Makes `program`, or says why there is none. Errors: kInternal where memory is laid out wrong.
 std::string make_program(const Tape& tape, const TapeEnds& ends, Program& program);

@@ -23,6 +23,9 @@ namespace tessera::capture {
 namespace {
 
 constexpr std::size_t kVariants = 4;
+/// Behind so many calls of other variants one is not expected again: of a plan that is followed no
+/// longer, a validation's last batch.
+constexpr std::int64_t kForgotten = 64;
 
 }  // namespace
 
@@ -32,8 +35,31 @@ InputLike InputLike::of(const at::Tensor& tensor) {
           tensor.strides().vec()};
 }
 
+std::vector<Hash128> hashes_of(const std::vector<at::Tensor>& tensors) {
+  const at::NoGradGuard no_grad;
+  std::vector<Hash128> all;
+  for (const auto& tensor : tensors) all.push_back(tensor.defined() ? bits_of(tensor) : Hash128());
+  return all;
+}
+
+bool Variant::replays(const std::vector<at::Tensor>& arguments) const {
+  if (!is_compared()) return false;
+  const at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    if (!varied[i] && arguments[i].defined() && bits_of(arguments[i]) != data[i]) return false;
+  }
+  return true;
+}
+
+bool Variant::is_there() const {
+  if (program == nullptr) return true;
+  return outside->buffers_are_there() &&
+         (!is_compared() || outside->is_held(*program, /*held_elsewhere=*/tape ? 1 : 0));
+}
+
 bool InputLike::matches(const at::Tensor& tensor) const {
   if (!defined || !tensor.defined()) return defined == tensor.defined();
+  if (tensor.is_neg() || tensor.is_conj()) return false;
   return tensor.requires_grad() == requires_grad && tensor.scalar_type() == dtype &&
          tensor.sizes() == sizes && tensor.strides() == strides;
 }
@@ -131,15 +157,27 @@ Guards Region::guards_of(const std::vector<at::Tensor>& inputs) const {
   guards.grad_mode = c10::GradMode::is_enabled();
   guards.keeps = grad::kept_here(grad::CheckpointRun::kFirst) != nullptr;
   guards.takes = grad::kept_here(grad::CheckpointRun::kAgain) != nullptr;
+  guards.default_dtype = c10::get_default_dtype_as_scalartype();
   guards.threads = at::get_num_threads();
   guards.deterministic = at::globalContext().deterministicAlgorithms();
   return guards;
 }
 
-bool Region::matches(const Guards& guards, const std::vector<at::Tensor>& inputs) const {
-  if (guards.grad_mode != c10::GradMode::is_enabled() || guards.threads != at::get_num_threads() ||
+bool Region::is_set_as(const Guards& guards) const {
+  if (guards.threads != at::get_num_threads() ||
       guards.deterministic != at::globalContext().deterministicAlgorithms() ||
-      guards.inputs.size() != inputs.size()) {
+      guards.default_dtype != c10::get_default_dtype_as_scalartype()) {
+    return false;
+  }
+  for (std::size_t i = 0; i < modules_.size(); ++i) {
+    if (guards.training[i] != modules_[i]->is_training()) return false;
+  }
+  return true;
+}
+
+bool Region::matches(const Guards& guards, const std::vector<at::Tensor>& inputs) const {
+  if (guards.grad_mode != c10::GradMode::is_enabled() || guards.inputs.size() != inputs.size() ||
+      !is_set_as(guards)) {
     return false;
   }
   if (guards.keeps != (grad::kept_here(grad::CheckpointRun::kFirst) != nullptr) ||
@@ -152,9 +190,21 @@ bool Region::matches(const Guards& guards, const std::vector<at::Tensor>& inputs
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     if (guards.needs_gradient[i] != parameters_[i].requires_grad()) return false;
   }
-  for (std::size_t i = 0; i < modules_.size(); ++i) {
-    if (guards.training[i] != modules_[i]->is_training()) return false;
-  }
+  return true;
+}
+
+std::shared_ptr<Variant> Region::variant_of(const std::vector<at::Tensor>& inputs) const {
+  const auto found = std::ranges::find_if(
+      variants_, [&](const auto& variant) { return matches(variant->guards, inputs); });
+  return found == variants_.end() ? nullptr : *found;
+}
+
+bool Region::has_room() {
+  if (variants_.size() < kVariants) return true;
+  const auto oldest = std::ranges::min_element(
+      variants_, {}, [](const auto& variant) { return variant->last_call; });
+  if (calls_ - (*oldest)->last_call < kForgotten) return false;
+  variants_.erase(oldest);
   return true;
 }
 
@@ -166,9 +216,13 @@ std::string Region::why_eager(const std::vector<at::Tensor>& inputs) const {
     if (input.scalar_type() == at::kDouble) return "fp64, which has second derivatives";
     if (input.numel() == 0) return "no rows";
     if (input.is_inference()) return "inference mode";
+    if (input.is_neg() || input.is_conj()) return "an argument that is read negated or conjugated";
   }
   if (c10::InferenceMode::is_enabled()) return "inference mode";
   if (at::autocast::is_autocast_enabled(at::kCPU)) return "autocast";
+  if (!parameters_.empty() && !fsdp::is_there_in_backward(parameters_.front())) {
+    return "set_unshard_in_backward(false), since comparing runs forward in backward";
+  }
   return {};
 }
 
@@ -187,23 +241,23 @@ std::vector<at::Tensor> Region::run(const std::vector<at::Tensor>& inputs,
     const at::NoGradGuard no_graph;  // there would be none
     return run(inputs, body);
   }
-  const auto found = std::ranges::find_if(
-      variants_, [&](const auto& variant) { return matches(variant->guards, inputs); });
-  std::shared_ptr<Variant> variant;
-  if (found != variants_.end()) {
-    variant = *found;
-  } else {
-    if (variants_.size() == kVariants) return eager("more than four variants", inputs, body);
+  ++calls_;
+  const auto variant = variant_of(inputs);
+  if (variant == nullptr) {
+    if (!has_room()) return eager("more than four variants", inputs, body);
     const Guards guards = guards_of(inputs);
     variants_.push_back(apart([&] {
       auto made = std::make_shared<Variant>();
       made->guards = guards;
       return made;
     }));
+    variants_.back()->last_call = calls_;
     return eager("the first call, which makes what later ones find", inputs, body);
   }
+  variant->last_call = calls_;
   if (!variant->refused.empty()) return eager(variant->refused, inputs, body);
   if (variant->is_recording) return eager("being recorded", inputs, body);
+  if (!variant->is_there()) variant->forget();
   if (!c10::GradMode::is_enabled()) return call_without(*this, variant, inputs, body);
   return call_with_gradients(shared_from_this(), variant, inputs, body);
 }

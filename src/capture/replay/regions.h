@@ -3,12 +3,14 @@
 //
 // A region is one autograd node inside a unit's forward. Its first call is eager, since it may make
 // tables that later ones find. The second is recorded (tape.h): the body runs with a graph of its
-// own, which the node's backward runs through. The next two are
-// recorded again, on other data, and compared: the operations with those of before, and bit for bit
-// what the program (region_program.h) makes of the same inputs; a difference names the operation, and the
-// region stays eager from then on. All later calls are replayed. A call replays what was recorded
-// under the same guards: sizes, strides and dtypes of arguments, what needs a gradient, grad mode,
-// threads; four variants at most. Whatever else is asked of a region calls its body, and the reason
+// own, which the node's backward runs through. The next two are recorded again, on other data, and
+// compared: the operations with those of before, and bit for bit what the program (region_program.h)
+// makes of the same inputs; a difference names the operation, and the region stays eager from then on.
+// All later calls are replayed, but for those with another value of an argument that had been the same
+// so far, which are compared first. A call replays what was recorded under the same guards (variants.h):
+// sizes, strides and dtypes of arguments, what needs a gradient, modes, threads, and memory from outside
+// that is where it was (outside.h); four variants at most. Whatever else is asked of a region calls its
+// body, and the reason
 // is counted. No region talks to other ranks, so that one may replay while another does not.
 //
 // Gradients reach their slots by the sink, as any others do. In its backward a replayed node finds

@@ -232,6 +232,24 @@ void Tape::note_writes(TapeCall& call) {
   }
 }
 
+/// Memory is laid out as large as it was when it was first seen.
+void Tape::refuse_resized(const TapeCall& call, const std::vector<c10::IValue>& written) {
+  const auto look_at = [&](const at::Tensor& tensor) {
+    const MemoryId id = is_value(tensor) && tensor.has_storage() ? known_memory(tensor) : kNone;
+    if (id == kNone) return;
+    const auto bytes = static_cast<std::int64_t>(tensor.storage().nbytes());
+    if (memories_[static_cast<std::size_t>(id)].bytes == bytes) return;
+    refuse(concat("memory that becomes larger or smaller, by ", name_of(call.operation)));
+  };
+  for (const auto& value : written) {
+    if (value.isTensor()) {
+      look_at(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& each : value.toTensorVector()) look_at(each);
+    }
+  }
+}
+
 void Tape::note_results(TapeCall& call, c10::ArrayRef<c10::IValue> results) {
   const auto before = memories_.size();
   for (const auto& result : results) {
@@ -242,6 +260,22 @@ void Tape::note_results(TapeCall& call, c10::ArrayRef<c10::IValue> results) {
     memories_[i].written = is_written_now;
     call.makes.push_back(static_cast<MemoryId>(i));
   }
+}
+
+std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> Tape::names_of_inner(
+    const std::vector<std::vector<ValueId>>& handed) const {
+  std::vector<bool> is_handed(memories_.size());
+  for (const auto& values : handed) {
+    for (const ValueId value : values) {
+      if (value == kNone) continue;
+      is_handed[static_cast<std::size_t>(values_[static_cast<std::size_t>(value)].memory)] = true;
+    }
+  }
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> names;
+  for (std::size_t i = 0; i < memories_.size(); ++i) {
+    if (memories_[i].kind == MemoryKind::kMade && !is_handed[i]) names.push_back(names_[i]);
+  }
+  return names;
 }
 
 Hash128 bits_of(const at::Tensor& tensor) {
@@ -284,13 +318,14 @@ void Tape::run(const c10::OperatorHandle& operation, c10::DispatchKeySet keys, c
   for (std::size_t i = 0; i < schema.arguments().size(); ++i) {
     const auto& argument = torch::jit::peek(*stack, i, schema.arguments().size());
     call.arguments.push_back(slot_of(argument, MemoryKind::kOutside));
-    if (keeps_bits_ && is_written(schema.arguments()[i])) written.push_back(argument);
+    if (is_written(schema.arguments()[i])) written.push_back(argument);
   }
   if (changes_unsaid(call)) refuse_change(call);
   const auto unwritten = unwritten_in(call);
   operation.redispatchBoxed(keys, stack);
   if (!refused_.empty()) return;
   note_writes(call);
+  refuse_resized(call, written);
   const auto results = torch::jit::last(*stack, schema.returns().size());
   note_results(call, results);
   if (call.makes.empty() && call.writes.empty()) return;  // a view, or what it is like

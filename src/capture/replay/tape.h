@@ -122,6 +122,11 @@ class Tape : public grad::Recording {
     kept_results_.clear();
   }
 
+  /// Of memory that operations have made and that does not leave by `handed`: nobody has a use of it
+  /// once the call is over.
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> names_of_inner(
+      const std::vector<std::vector<ValueId>>& handed) const;
+
   /// Nothing more is recorded: addresses need no names any more. Small pieces that stay on the heap keep
   /// large ones from growing together again.
   void close() {
@@ -155,6 +160,7 @@ class Tape : public grad::Recording {
   void refuse_change(const TapeCall& call);
   bool unwritten_in(const TapeCall& call) const;
   void note_writes(TapeCall& call);
+  void refuse_resized(const TapeCall& call, const std::vector<c10::IValue>& written);
   void note_results(TapeCall& call, c10::ArrayRef<c10::IValue> results);
   std::vector<Seen> seen_in(c10::ArrayRef<c10::IValue> values);
 

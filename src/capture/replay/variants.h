@@ -7,7 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "base/hash.h"
 #include "capture/replay/live_entry.h"
+#include "capture/replay/outside.h"
 #include "capture/replay/region_program.h"
 #include "capture/replay/regions.h"
 #include "capture/replay/tape.h"
@@ -30,30 +32,47 @@ struct Guards {
   std::vector<bool> training;        ///< of its modules
   bool grad_mode = false;
   bool keeps = false, takes = false;  ///< what keep() does, of a selective checkpoint around it
+  at::ScalarType default_dtype = at::kFloat;
   int threads = 1;
   bool deterministic = false;
 };
+
+/// Of each one's values.
+std::vector<Hash128> hashes_of(const std::vector<at::Tensor>& tensors);
 
 /// Calls that are recorded again and compared before one is replayed.
 inline constexpr int kCompared = 2;
 
 struct Variant {
   Guards guards;
-  std::shared_ptr<const Tape> tape;  ///< null until it was recorded
+  std::shared_ptr<const Tape>
+      tape;  ///< null until it was recorded, and when nothing is compared any more
   std::shared_ptr<const Program> program;
+  TapeEnds ends;                           ///< of the tape
+  std::shared_ptr<const Outside> outside;  ///< of the program
+  std::vector<Hash128> data;               ///< the arguments that were recorded
+  /// Of each argument, whether a call with another one was compared. Until then the recorded one alone
+  /// is replayed: of what the host has read of it nothing is known.
+  std::vector<bool> varied;
   std::vector<InputLike> gradients;  ///< of the results, when it was recorded
   std::vector<bool> results_need_gradient;
   std::size_t results = 0;    ///< without grad mode: of the body, behind them what is kept
   bool is_recording = false;  ///< by a call whose backward is to come
   int compared = 0;
-  std::string refused;  ///< stays eager, and why
+  std::string refused;         ///< stays eager, and why
+  std::int64_t last_call = 0;  ///< of the region's
   std::vector<std::unique_ptr<LiveEntry>> free;
 
-  bool replays() const { return refused.empty() && compared == kCompared; }
+  bool is_compared() const { return refused.empty() && compared >= kCompared; }
+  bool replays(const std::vector<at::Tensor>& arguments) const;
+  /// Whether what the program reads beside its arguments is where it was; of tensors that are no
+  /// buffers comparing tells before.
+  bool is_there() const;
   /// It is recorded anew.
   void forget() {
     tape.reset();
     program.reset();
+    outside.reset();
     compared = 0;
     free.clear();
   }
@@ -82,11 +101,17 @@ class Region : public std::enable_shared_from_this<Region> {
   bool owns(const at::Tensor& tensor) const;
   /// Whether weight gradients are put off now.
   bool defers_weight_gradients() const;
+  /// Whether kernels and modules are set as they were, beside what arguments and parameters are.
+  bool is_set_as(const Guards& guards) const;
+  const std::vector<std::shared_ptr<torch::nn::Module>>& modules() const { return modules_; }
 
  private:
   /// Why this call is eager; empty: it need not be.
   std::string why_eager(const std::vector<at::Tensor>& inputs) const;
   bool matches(const Guards& guards, const std::vector<at::Tensor>& inputs) const;
+  std::shared_ptr<Variant> variant_of(const std::vector<at::Tensor>& inputs) const;
+  /// Whether there is room for one more, if need be that of one that is not called any more.
+  bool has_room();
   Guards guards_of(const std::vector<at::Tensor>& inputs) const;
   std::vector<at::Tensor> eager(const std::string& why, const std::vector<at::Tensor>& inputs,
                                 const grad::RegionBody& body);
@@ -99,6 +124,7 @@ class Region : public std::enable_shared_from_this<Region> {
   std::vector<at::Tensor> parameters_;
   std::vector<std::shared_ptr<torch::nn::Module>> modules_;
   std::vector<std::shared_ptr<Variant>> variants_;
+  std::int64_t calls_ = 0;
 };
 
 /// One call of a variant that is recorded, compared or replayed, under grad mode.

@@ -83,6 +83,7 @@ std::shared_ptr<OpenStep> OpenStep::begin(Runtime& runtime, StepScopeOptions opt
       "backward chooses (Backward::kInputOnly)");
   auto step = std::make_shared<OpenStep>(runtime, std::move(options), ++runtime.steps_);
   runtime.release_leftovers();
+  runtime.pool()->begin_step();
   // Then, so that ranks which keep other units than others are told of it: what is kept is compared
   // with the shards by a collective to which only those come that keep something.
   step->agree_at_begin();

@@ -206,7 +206,7 @@ void window_softmax(const at::Tensor& scores, const std::optional<at::Tensor>& s
                                    .expand({rows, groups, queries, repeat})
                                    .reshape(log_sum.sizes());
     log_sum = at::logaddexp(log_sum, of_rows);
-    shares->copy_(at::exp(of_rows - log_sum).squeeze(2));
+    if (shares) shares->copy_(at::exp(of_rows - log_sum).squeeze(2));
   }
   scores.sub_(log_sum).exp_();
 }

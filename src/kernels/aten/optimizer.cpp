@@ -1,12 +1,37 @@
 // Sums over ranks, gradients and what optimizers do with them.
+#include <ATen/ops/div.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/where.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstdint>
 
+#include "base/test_hooks.h"
 #include "kernels/implementations.h"
 
 namespace tessera::kernels::aten {
 namespace {
+
+/// What is made beside whole buckets is made of so many elements at a time (64 MiB in fp64): a
+/// bucket of a layer has hundreds of millions, and each copy of it in fp64 is twice its size.
+constexpr std::int64_t kElementsAtATime = std::int64_t{1} << 23;
+
+struct Block {
+  std::int64_t begin = 0, numel = 0;
+  at::Tensor of(const at::Tensor& contiguous) const {
+    return contiguous.view({-1}).narrow(0, begin, numel);
+  }
+};
+
+template <class Body>
+void in_blocks(std::int64_t numel, const Body& body) {
+  const auto of_test = test_hooks::elements_at_a_time.get();
+  const std::int64_t step = of_test ? (*of_test)() : kElementsAtATime;
+  for (std::int64_t begin = 0; begin < numel; begin += step) {
+    body(Block{begin, std::min(step, numel - begin)});
+  }
+}
 
 /// fp32 rounded to odd: what is rounded from there to a dtype of at most 22 bits is as if rounded
 /// from `value` (fp64) at once.
@@ -36,9 +61,14 @@ Halves split_bits(const at::Tensor& values) {
 }  // namespace
 
 void sum_in_rank_order(at::TensorList addends, const at::Tensor& result, bool adds) {
-  at::Tensor sum = addends[0].to(result.scalar_type());
-  for (std::size_t rank = 1; rank < addends.size(); ++rank) sum = sum + addends[rank];
-  adds ? result.add_(sum) : result.copy_(sum);
+  in_blocks(result.numel(), [&](const Block& block) {
+    at::Tensor sum = block.of(addends[0]).to(result.scalar_type());
+    // The first sum is memory of its own: an addend may be the result, or stay as it is.
+    if (addends.size() > 1) sum = sum + block.of(addends[1]);
+    for (std::size_t rank = 2; rank < addends.size(); ++rank) sum.add_(block.of(addends[rank]));
+    const at::Tensor part = block.of(result);
+    adds ? part.add_(sum) : part.copy_(sum);
+  });
 }
 
 void add_into(const at::Tensor& result, const at::Tensor& addend) { result.add_(addend); }
@@ -49,10 +79,18 @@ void divide_into(const at::Tensor& result, const at::Tensor& sum, double factor)
     return;
   }
   // Not by a number of the host: devices multiply by its rounded reciprocal then.
-  const at::Tensor wide = sum.to(at::kDouble);
-  const at::Tensor quotient = wide / at::full({}, factor, wide.options());
+  const auto dtype = sum.scalar_type();
+  if (dtype == result.scalar_type() && divides_alike(dtype, factor)) {
+    at::Tensor out = result;
+    at::div_out(out, sum, at::full({}, factor, sum.options()));
+    return;
+  }
+  const at::Tensor divisor = at::full({}, factor, sum.options().dtype(at::kDouble));
   const bool narrow = result.element_size() < 4;
-  result.copy_(narrow ? to_odd(quotient) : quotient);
+  in_blocks(result.numel(), [&](const Block& block) {
+    const at::Tensor quotient = block.of(sum).to(at::kDouble) / divisor;
+    block.of(result).copy_(narrow ? to_odd(quotient) : quotient);
+  });
 }
 
 void add_powers(const at::Tensor& values, double p, double largest, const at::Tensor& sum) {

@@ -403,7 +403,7 @@ inline void window_softmax(const WindowRows& job, long begin, long end) {
     });
     const float of_sink = job.sinks == nullptr ? 0.0F : exp(all(sink - highest))[0];
     const float share = 1.0F / (sum(total) + of_sink);
-    if (job.sinks != nullptr) job.shares[row] = of_sink * share;
+    if (job.shares != nullptr) job.shares[row] = of_sink * share;
     for_lanes(seen.size(), [&](long i, long count) {
       store(scores + i, load(scores + i, count) * share, count);
     });

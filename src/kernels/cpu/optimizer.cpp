@@ -162,11 +162,6 @@ void divide_from(const From* sum, const at::Tensor& result, double factor) {
       [&] { divide(sum, result.mutable_data_ptr<scalar_t>(), result.numel(), factor); });
 }
 
-/// Whether ATen's vectorized division rounds nothing but the quotient.
-bool divides_alike(at::ScalarType dtype, double factor) {
-  return dtype == at::kDouble || (dtype == at::kFloat && static_cast<float>(factor) == factor);
-}
-
 }  // namespace
 
 void divide_into(const at::Tensor& result, const at::Tensor& sum, double factor) {

@@ -94,7 +94,7 @@ struct WindowRows {
   float* scores;         ///< [rows, keys], or dP on the way back
   const float* weights;  ///< [rows, keys], softmax's result; backward only
   const float* sinks;    ///< [groups * repeat] or null; forward only
-  float* shares;         ///< [rows] or null: of the sinks; on the way back their gradients come out
+  float* shares;         ///< [rows] or null: of sinks; on the way back their gradients come out
   SeenByRows seen;
   float scale;
 };

@@ -49,6 +49,9 @@ std::vector<Scalar> named_values(const StepMetrics& m) {
                              {"tps", m.tps},       {"tps_global", m.tps_global},
                              {"tflops", m.tflops}, {"peak_rss_mib", m.peak_rss_mib}};
   if (m.peak_device_mib) values.push_back({"peak_device_mib", *m.peak_device_mib});
+  if (m.peak_device_reserved_mib) {
+    values.push_back({"peak_device_reserved_mib", *m.peak_device_reserved_mib});
+  }
   if (m.mfu) values.push_back({"mfu", *m.mfu});
   if (m.val_loss) values.push_back({"val_loss", *m.val_loss});
   if (m.steps_without_labels) {

@@ -39,10 +39,13 @@ struct StepMetrics {
   double step_ms = 0;  ///< the slowest rank's whole step
   /// Tokens a second and rank; NaN in a step without a kept label, as the two that follow and mfu.
   double tps = 0;
-  double tps_global = 0;                                 ///< of all ranks
-  double tflops = 0;                                     ///< a rank
-  double peak_rss_mib = 0;                               ///< the largest of all ranks
-  std::optional<double> peak_device_mib = std::nullopt;  ///< the same of devices; none on the CPU
+  double tps_global = 0;    ///< of all ranks
+  double tflops = 0;        ///< a rank
+  double peak_rss_mib = 0;  ///< the largest of all ranks
+  /// Since the steps began, the largest of all ranks: what tensors of a device held at once, and what
+  /// libtorch's allocator took of it, free blocks that it keeps included; none on the CPU.
+  std::optional<double> peak_device_mib = std::nullopt;
+  std::optional<double> peak_device_reserved_mib = std::nullopt;
   /// tflops over those that the device can do; NaN where nobody knows them, none on the CPU.
   std::optional<double> mfu = std::nullopt;
   std::optional<double> val_loss = std::nullopt;

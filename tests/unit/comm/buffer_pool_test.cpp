@@ -4,7 +4,9 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <random>
+#include <utility>
 
 namespace tessera::comm::buffer_pool_test {
 namespace {
@@ -70,6 +72,56 @@ TEST(BufferPool, AnySizesStayWithinAFewTimesTheLargestStep) {
     step(pool, {sizes(random), sizes(random), sizes(random)});
     // In each class of sizes, which are 1.5 times those of the next, as many as were taken at once.
     EXPECT_LE(pool.total_bytes(), 3 * 3 * 150000);
+  }
+}
+
+// Random steps that overlap as gathers and slots do, each twice or more. Naive: the last one back goes
+// out first, so that blocks of one size go round.
+TEST(BufferPool, AStepThatComesAgainIsGivenTheSameMemory) {
+  std::mt19937 engine(7);
+  const auto below = [&](unsigned count) { return engine() % count; };
+  struct Event {
+    bool takes;
+    std::int64_t size;      // of a take
+    std::size_t give_back;  // which of those that are taken
+  };
+  for (int drawn = 0; drawn < 50; ++drawn) {
+    std::vector<Event> events;
+    std::size_t open = 0;
+    for (int i = 0; i < 60; ++i) {
+      const bool takes = open == 0 || below(2) == 0;
+      events.push_back({takes, 100 + 40 * static_cast<std::int64_t>(below(4)),
+                        takes ? 0 : below(static_cast<unsigned>(open))});
+      open = takes ? open + 1 : open - 1;
+    }
+    BufferPool pool(at::kCPU);
+    const auto run = [&] {
+      pool.begin_step();
+      std::vector<const void*> found;
+      std::vector<at::Tensor> taken;
+      for (const auto& event : events) {
+        if (event.takes) {
+          taken.push_back(pool.take(event.size, at::kByte));
+          found.push_back(taken.back().const_data_ptr());
+        } else {
+          const auto one = taken.begin() + static_cast<std::ptrdiff_t>(event.give_back);
+          pool.give_back(std::move(*one));
+          taken.erase(one);
+        }
+      }
+      for (auto& one : taken) pool.give_back(std::move(one));
+      return found;
+    };
+    run();
+    auto expected = run();
+    for (int again = 0; again < 4; ++again) EXPECT_EQ(run(), expected) << drawn;
+    // Another one in between takes what it likes.
+    std::swap(events.front().size, events.at(2).size);
+    run();
+    std::swap(events.front().size, events.at(2).size);
+    run();
+    expected = run();
+    EXPECT_EQ(run(), expected) << drawn;
   }
 }
 

@@ -138,6 +138,21 @@ TEST(DeterministicKernels, OnCudaWantTheVariableOfItsProducts) {
   EXPECT_EQ(deterministic_with(":4096:8"), "");
 }
 
+TEST(GrowingSegments, AreAskedForWhereNobodyHasSaidWhatTheAllocatorIsToDo) {
+  constexpr auto kOfCuda = "PYTORCH_CUDA_ALLOC_CONF", kOfAll = "PYTORCH_ALLOC_CONF";
+  ::unsetenv(kOfCuda);
+  ::setenv(kOfAll, "max_split_size_mb:64", /*overwrite=*/1);
+  prepare_growing_segments();
+  EXPECT_FALSE(base::environment_variable(kOfCuda)) << "it would come before the user's";
+  ::unsetenv(kOfAll);
+  prepare_growing_segments();
+  EXPECT_EQ(base::environment_variable(kOfCuda), "expandable_segments:True");
+  ::setenv(kOfCuda, "expandable_segments:False", /*overwrite=*/1);
+  prepare_growing_segments();
+  EXPECT_EQ(base::environment_variable(kOfCuda), "expandable_segments:False");
+  ::unsetenv(kOfCuda);
+}
+
 TEST(DeterministicKernels, TheProgramSetsTheVariableWhereNobodyHas) {
   ::unsetenv("CUBLAS_WORKSPACE_CONFIG");
   prepare_deterministic_products();

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "base/test_hooks.h"
 #include "kernels/seen_blocks.h"
 #include "unit/nn/compare.h"
 
@@ -317,10 +318,18 @@ TEST(Implementations, SumsInRankOrderHaveTheSameBits) {
       }
       for (const bool adds : {false, true}) {
         const at::Tensor result = (draw(9, {2049}) * 7).abs().to(to), same = result.clone();
+        const at::Tensor in_parts = result.clone();
         cpu::sum_in_rank_order(addends, result, adds);
         aten::sum_in_rank_order(addends, same, adds);
         EXPECT_TRUE(at::equal(result, same)) << from << " in " << to << (adds ? ", added" : "");
+        const test_hooks::Set parts(test_hooks::elements_at_a_time, [] { return 1000; });
+        aten::sum_in_rank_order(addends, in_parts, adds);
+        EXPECT_TRUE(at::equal(result, in_parts)) << from << " in " << to << ", in parts";
       }
+      const Tensors one{addends[0]};
+      const at::Tensor copied = at::empty_like(one[0], one[0].options().dtype(to));
+      aten::sum_in_rank_order(one, copied, /*adds=*/false);
+      EXPECT_TRUE(at::equal(copied, one[0].to(to))) << "of one rank";
       if (from != to) continue;
       Tensors first = addends, second = addends;
       first[1] = addends[1].clone();
@@ -378,10 +387,13 @@ TEST(Implementations, QuotientsHaveTheSameBits) {
         at::Tensor sum = all_kinds(from);
         sum[20] = std::numeric_limits<double>::quiet_NaN();
         const at::Tensor result = at::empty_like(sum, sum.options().dtype(to));
-        const at::Tensor same = at::empty_like(result);
+        const at::Tensor same = at::empty_like(result), in_parts = at::empty_like(result);
         cpu::divide_into(result, sum, factor);
         aten::divide_into(same, sum, factor);
         EXPECT_TRUE(same_bits(result, same)) << from << " to " << to << " over " << factor;
+        const test_hooks::Set parts(test_hooks::elements_at_a_time, [] { return 1000; });
+        aten::divide_into(in_parts, sum, factor);
+        EXPECT_TRUE(same_bits(result, in_parts)) << from << " to " << to << ", in parts";
       }
     }
   }

@@ -249,7 +249,8 @@ std::vector<Case> attention(at::ScalarType dtype) {
       {"windowed_attention_backward",
        {grad, q, k.squeeze(3), wide_values, sinks, begins},
        [](const Tensors& a) {
-         return listed(windowed_attention_backward(a[0], a[1], a[2], a[3], a[4], a[5], {}, 9, 0.4));
+         return listed(windowed_attention_backward(a[0], a[1], a[2], a[3], a[4], a[5], {}, 9, 0.4,
+                                                   /*of_sinks=*/true));
        },
        0,
        0},

@@ -3,6 +3,7 @@
 
 #include <limits>
 
+#include "counted_calls.h"
 #include "nn/mlp.h"
 #include "tessera/error.h"
 #include "unit/nn/compare.h"
@@ -120,6 +121,17 @@ TEST_F(GroupedLinear, AFrozenWeightStillHandsOnTheInputsGradient) {
   EXPECT_TRUE(x.grad().defined());
   EXPECT_TRUE(bias.grad()[0].equal(at::full({24}, 4.0)));
   EXPECT_TRUE(bias.grad()[1].equal(at::zeros({24})));
+}
+
+TEST_F(GroupedLinear, AFrozenWeightsProductIsNotFormed) {
+  for (const bool trains : {true, false}) {
+    const at::Tensor x = at::randn({9, 16}).requires_grad_(true);
+    const at::Tensor weight = at::randn({3, 24, 16}).requires_grad_(trains);
+    const at::Tensor y = grouped_linear(x, {weight}, {0, 4, 4, 9});
+    const test::CountedCalls products({"aten::_grouped_mm"});
+    y.sum().backward();
+    EXPECT_EQ(products.count(), trains ? 2 : 1);
+  }
 }
 
 // A loop that knows no begins would give back memory as it was.

@@ -7,6 +7,7 @@
 #include "nn/attention.h"
 #include "nn/embedding.h"
 #include "nn/linear.h"
+#include "nn/masked_attention.h"
 #include "nn/mlp.h"
 #include "nn/parameter.h"
 #include "nn/rms_norm.h"
@@ -78,7 +79,7 @@ TEST_F(Layers, FrozenWeightsGetNoGradientAndInputsStillDo) {
   EXPECT_FALSE(norm.grad().defined());
 }
 
-/// While it lives: how many weights of norms this thread's backwards were asked a gradient of.
+/// While it lives: of how many norms and sinks this thread's backwards were asked the gradient.
 class AskedWeights {
  public:
   AskedWeights() {
@@ -99,8 +100,9 @@ class AskedWeights {
   static void see(const c10::OperatorHandle& operation, c10::DispatchKeySet keys,
                   c10::Stack* stack) {
     const auto& name = operation.operator_name().name;
-    if (name == "tessera::rms_norm_backward" || name == "tessera::rope_heads_backward") {
-      asked() += stack->back().toBool() ? 1 : 0;  // of_weight
+    if (name == "tessera::rms_norm_backward" || name == "tessera::rope_heads_backward" ||
+        name == "tessera::windowed_attention_backward") {
+      asked() += stack->back().toBool() ? 1 : 0;  // of_weight, of_sinks
     }
     const auto below =
         keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kernels::kWatchKey);
@@ -127,6 +129,26 @@ TEST_F(Layers, FrozenNormsAreNotAskedForTheirWeightsGradients) {
     EXPECT_EQ(weight.grad().defined(), trains);
     EXPECT_EQ(of_head.grad().defined(), trains);
     EXPECT_TRUE(x.grad().defined());
+  }
+}
+
+// Naive: beside adapters the sinks' shares of all rows are written, and summed for nobody.
+TEST_F(Layers, FrozenSinksFormNoGradientAndTheOthersHaveTheSameBits) {
+  std::vector<at::Tensor> expected;
+  for (const bool trains : {true, false}) {
+    at::manual_seed(32);
+    const at::Tensor q = at::randn({2, 2, 300, 3, 8}).requires_grad_(true);
+    const at::Tensor keys = at::randn({2, 2, 300, 8}).requires_grad_(true);
+    const at::Tensor values = at::randn({2, 2, 300, 8}).requires_grad_(true);
+    const at::Tensor sinks = at::randn({6}).requires_grad_(trains);
+    const AskedWeights asked;
+    const at::Tensor y = windowed_attention(q, keys, values, {7, sinks}, 0.4);
+    y.square().sum().backward();
+    EXPECT_EQ(AskedWeights::asked(), trains ? 1 : 0);
+    EXPECT_EQ(sinks.grad().defined(), trains);
+    const std::vector<at::Tensor> found{y, q.grad(), keys.grad(), values.grad()};
+    if (trains) expected = found;
+    for (std::size_t i = 0; i < found.size(); ++i) EXPECT_TRUE(found[i].equal(expected[i])) << i;
   }
 }
 

@@ -16,10 +16,10 @@ using testing::error_of;
 using ::testing::HasSubstr;
 using ::testing::StartsWith;
 
-constexpr double kMemory = 0x1p34;
+const Room kRoom{0x1p34, 0x1p34};
 
 std::string refusal(const RowsOfRank& rows, std::int64_t logits) {
-  return error_of(ErrorKind::kConfig, [&] { require_room(rows, logits, kMemory); });
+  return error_of(ErrorKind::kConfig, [&] { require_room(rows, logits, kRoom); });
 }
 
 TEST(BatchMemory, WhatCannotFitIsRefusedByTheKeyThatMendsIt) {
@@ -33,10 +33,26 @@ TEST(BatchMemory, WhatCannotFitIsRefusedByTheKeyThatMendsIt) {
               StartsWith("training.local_batch_size: found 1000000000 rows"));
 }
 
+// Its logits lie in its own memory, the rows of a step in the host's.
+TEST(BatchMemory, WhatADeviceComputesIsComparedWithWhatItHas) {
+  const Room room{0x1p40, 0x1p34, "cuda:1"};
+  const auto refused = [&](const RowsOfRank& rows, std::int64_t logits) {
+    return error_of(ErrorKind::kConfig, [&] { require_room(rows, logits, room); });
+  };
+  EXPECT_THAT(refused({16, 16, 1 << 10}, 1 << 20),
+              AllOf(StartsWith("training.local_batch_size: found 16 rows of 1024 tokens"),
+                    HasSubstr("expected what the 16 GiB of cuda:1 hold; lower it")));
+  require_room({16, 7, 1 << 10}, 1 << 20, room);
+  require_room({1 << 24, 1, 1 << 10}, 260, room);  // 2^38 bytes of ids
+  EXPECT_THAT(refused({1 << 27, 1, 1 << 10}, 260),
+              AllOf(StartsWith("training.global_batch_size: found 134217728 rows"),
+                    HasSubstr("expected what the 1024 GiB of this machine hold")));
+}
+
 TEST(BatchMemory, WhatMayFitIsNotRefused) {
-  require_room({1 << 20, 1, 1024}, 1 << 18, kMemory);     // 2^34 bytes of ids
-  require_room({8, 8, 1 << 10}, (1 << 20) - 8, kMemory);  // the same of ids and logits
-  require_room({0, 0, 1}, 1, kMemory);
+  require_room({1 << 20, 1, 1024}, 1 << 18, kRoom);     // 2^34 bytes of ids
+  require_room({8, 8, 1 << 10}, (1 << 20) - 8, kRoom);  // the same of ids and logits
+  require_room({0, 0, 1}, 1, kRoom);
   EXPECT_GT(memory_bytes(), 0x1p20);
 }
 
@@ -64,13 +80,14 @@ TEST(BatchMemory, TellsMemoryThatRanOutFromOtherErrors) {
 
 // As CUDA's allocator and the simulated device say it, and as neither does.
 TEST(BatchMemory, ADeviceSaysWhereHowMuchWasAskedForAndHeld) {
-  const DeviceThatRanOut device{"cuda:1", "the backward of unit layers.3", 0x1p30, 0x1p31};
+  const DeviceThatRanOut device{"cuda:1", "the backward of unit layers.3", 0x1p30, 0x1p31, 0x1p32};
   const auto text = [&](const char* said) {
     return out_of_memory_text({8, 4, 12}, std::runtime_error(said), device);
   };
-  EXPECT_THAT(text("CUDA out of memory. Tried to allocate 20.50 MiB. GPU 1 has a total"),
-              HasSubstr("memory ran out of cuda:1 in the backward of unit layers.3: requested "
-                        "20.50 MiB, held 1 GiB, peak 2 GiB, expected fewer; lower it"));
+  EXPECT_THAT(
+      text("CUDA out of memory. Tried to allocate 20.50 MiB. GPU 1 has a total"),
+      HasSubstr("memory ran out of cuda:1 in the backward of unit layers.3: requested "
+                "20.50 MiB, held 1 GiB, peak 2 GiB, reserved 4 GiB, expected fewer; lower it"));
   EXPECT_THAT(text("sim: out of memory. Tried to allocate 512 bytes. Expected on sim:1 at most"),
               HasSubstr("requested 512 bytes, held"));
   EXPECT_THAT(text("out of memory"), HasSubstr("requested an unknown size"));

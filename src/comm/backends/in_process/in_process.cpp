@@ -207,7 +207,7 @@ class InProcessWork : public Work {
     }
     if (on_device_->waits) {
       on_device_->waits->waited_for(
-          [log = on_device_->log, entry = on_device_->entry] { return log->wait_for(*entry); },
+          {[log = on_device_->log, entry = on_device_->entry] { return log->wait_for(*entry); }},
           collective_->ends[self_]);
     }
     collective_->come_behind(self_, Stream::current(stream.device()));

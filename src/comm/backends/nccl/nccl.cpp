@@ -72,7 +72,7 @@ class NcclWork final : public Work {
   void come_behind() const {
     if (launched_.waits) {
       launched_.waits->waited_for(
-          [log = launched_.log, entry = launched_.entry] { return log->wait_for(*entry); },
+          {[log = launched_.log, entry = launched_.entry] { return log->wait_for(*entry); }},
           launched_.end);
     }
     launched_.end.block(Stream::current(launched_.device), EventSite::kWorkEnd);

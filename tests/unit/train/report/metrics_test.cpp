@@ -99,10 +99,12 @@ TEST(MetricsJson, AScaledLossSaysItsScaleAndTheStepsLeftOut) {
 TEST(MetricsJson, ADeviceSaysItsMemoryAndItsShareOfWhatItCanDo) {
   StepMetrics metrics = some_metrics();
   metrics.peak_device_mib = 2048.0;
+  metrics.peak_device_reserved_mib = 3072.0;
   metrics.mfu = 0.4125;
   auto line = nlohmann::json::parse(to_json_line(metrics));
   EXPECT_EQ(line["peak_rss_mib"], 512.0);
   EXPECT_EQ(line["peak_device_mib"], 2048.0);
+  EXPECT_EQ(line["peak_device_reserved_mib"], 3072.0);
   EXPECT_EQ(line["mfu"], 0.4125);
   EXPECT_THAT(to_step_line(metrics), HasSubstr("  memory:  2.00GiB"));
   EXPECT_THAT(to_step_line(metrics), HasSubstr("  tflops: 0.250  mfu: 0.412"));
