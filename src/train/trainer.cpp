@@ -276,6 +276,8 @@ class Trainer {
     for (const std::string& remark : short_run(config_)) log::warn(remark);
     warn(unused_optimizer_keys(config_.optimizer));
     if (before_) warn(changed_lr(*before_, config_, done_));
+    // One configuration may serve with plans and without.
+    if (const auto text = unused_compile_keys(config_.compile)) log::info(*text);
     for (const std::string& line : banner(run)) log::info(line);
     for (const std::string& line : data_->in_words()) log::info(line);
     if (validation_) {

@@ -42,7 +42,8 @@ void check_pipeline(const PipelineConfig& section) {
       ", expected one of them; leave the other out");
 }
 
-/// Also with mode off, so that one configuration serves with and without.
+/// Keys may be there with mode off, so that one configuration serves with and without: a run says
+/// that they are without effect (unused_compile_keys()).
 void check_compile(const Config& config, Verb verb) {
   const CompileConfig& section = config.compile;
   if (section.passes) capture::check_passes(*section.passes);

@@ -206,6 +206,28 @@ std::optional<std::string> unused_optimizer_keys(const OptimizerConfig& optimize
                 " has no such number; leave it out, or set another optimizer.name");
 }
 
+std::optional<std::string> unused_compile_keys(const CompileConfig& compile) {
+  if (compile.mode != CompileChoice::kOff) {
+    // Without a budget nothing is too much, and a plan that is given says itself what it offloads.
+    if (compile.offload_folder.empty() || compile.memory_budget || !compile.plan.empty()) return {};
+    return "compile.offload_folder: without effect, since there is no compile.memory_budget: all "
+           "optimizer state is in memory; set one, or leave the folder out";
+  }
+  std::vector<std::string> keys;
+  const auto add = [&](const char* key, bool is_set) {
+    if (is_set) keys.push_back(concat("compile.", key));
+  };
+  add("plan", !compile.plan.empty());
+  add("memory_budget", compile.memory_budget.has_value());
+  add("form", compile.form != CompileConfig().form);
+  add("passes", compile.passes.has_value());
+  add("offload_folder", !compile.offload_folder.empty());
+  if (keys.empty()) return {};
+  return concat(joined(keys),
+                ": without effect, since compile.mode is \"off\"; set compile.mode = "
+                "\"plan\" or \"replay\" to plan steps by them");
+}
+
 std::optional<std::string> changed_lr(const Config& before, const Config& now, std::int64_t done) {
   const auto steps = *now.training.steps;
   const auto lr_at = [](const Config& config, std::int64_t step) {

@@ -60,6 +60,9 @@ std::vector<std::string> short_run(const Config& config);
 /// The keys that are set and that the run's optimizer does not have.
 std::optional<std::string> unused_optimizer_keys(const OptimizerConfig& optimizer);
 
+/// The keys of [compile] that are set and that the run's others leave without effect.
+std::optional<std::string> unused_compile_keys(const CompileConfig& compile);
+
 /// How the learning rate goes on where a run is resumed after step `done` with other steps, schedule
 /// or lr than `before`; none where all are the same. Both have steps and lr.
 std::optional<std::string> changed_lr(const Config& before, const Config& now, std::int64_t done);

@@ -128,6 +128,28 @@ TEST(UnusedOptimizerKeys, AreNamedWithTheOptimizer) {
   EXPECT_EQ(unused_optimizer_keys(optimizer), std::nullopt);
 }
 
+TEST(UnusedCompileKeys, AreNamedWithTheKeyThatLeavesThemWithoutEffect) {
+  CompileConfig compile;
+  EXPECT_EQ(unused_compile_keys(compile), std::nullopt);
+  compile.plan = "plan.json";
+  compile.memory_budget = MemoryBudget{.bytes = 4};
+  EXPECT_THAT(unused_compile_keys(compile).value_or(""),
+              HasSubstr("compile.plan, compile.memory_budget: without effect, since compile.mode"));
+  compile.mode = CompileChoice::kReplay;
+  EXPECT_EQ(unused_compile_keys(compile), std::nullopt);
+  compile = {.form = 2, .passes = {{"keep"}}, .offload_folder = "state"};
+  EXPECT_THAT(
+      unused_compile_keys(compile).value_or(""),
+      HasSubstr("compile.form, compile.passes, compile.offload_folder: without effect, since"));
+  // Of all state in memory no budget says that it is too much.
+  compile = {.mode = CompileChoice::kReplay, .offload_folder = "state"};
+  EXPECT_THAT(
+      unused_compile_keys(compile).value_or(""),
+      HasSubstr("compile.offload_folder: without effect, since there is no compile.memory_"));
+  compile.plan = "plan.json";
+  EXPECT_EQ(unused_compile_keys(compile), std::nullopt);
+}
+
 TEST(ChangedLr, SaysWhatARunWithMoreStepsHadAndHas) {
   const LrSchedulerConfig linear{.decay = LrDecay::kLinear};
   const auto before = run_of(4, 1.0, linear);
