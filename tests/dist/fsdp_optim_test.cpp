@@ -393,5 +393,35 @@ TEST(Optim, AGradientOfAnotherShapeIsRefusedByName) {
   });
 }
 
+// Naive: parameters in front of the one that is refused have counted the step that was not made, and
+// AdamW corrects its bias for one too many when it is made.
+TEST(Optim, AStepThatWasRefusedIsNotCounted) {
+  ranks(2).run([](World& world) {
+    auto handle = fully_shard(std::make_shared<Affine>(1, 12, 16), data_mesh(world));
+    auto plain = fully_shard(std::make_shared<Affine>(1, 12, 16), data_mesh(world));
+    const auto optimizer = make_adamw(handle, {}), expected = make_adamw(plain, {});
+    const auto shards = handle.shards(), plain_shards = plain.shards();
+    ASSERT_GT(shards.size(), 1U);
+    for (int step = 0; step < 2; ++step) {
+      for (const auto* all : {&shards, &plain_shards}) {
+        for (const auto& view : *all) {
+          view.shard.mutable_grad() = at::full_like(view.shard.detach(), step - 0.25);
+        }
+      }
+      const auto& last = shards.back().shard;
+      const auto right = last.grad();
+      last.mutable_grad() = here(at::ones({last.numel() + 1}));
+      EXPECT_THAT(error_of([&] { optimizer->step(); }), HasSubstr("as its shard, and contiguous"));
+      last.mutable_grad() = right;
+      optimizer->step();
+      expected->step();
+    }
+    expect_same(whole_parameters(handle), whole_parameters(plain), "two steps of each");
+    for (const auto& state : optimizer->state()) EXPECT_EQ(state.steps, 2);
+    handle.zero_grad();
+    plain.zero_grad();
+  });
+}
+
 }  // namespace
 }  // namespace tessera::test::fsdp_optim_test

@@ -269,9 +269,10 @@ void Optimizer::step() {
                   ": found the shape ", grad.sizes(), " with strides ", grad.strides(),
                   ", expected ", item.view.shard.sizes(), " as its shard, and contiguous");
     if (!item.goes_out) make_item_state(item);
-    ++item.steps;
     items.push_back(&item);
   }
+  // Behind the last check: who mends a gradient and steps again has made one step.
+  for (auto* item : items) ++item->steps;
   unit_->runtime().come_behind_reads();
   outside_ != nullptr ? update_through(items) : update(items);
   for (auto* item : items) {
