@@ -278,15 +278,19 @@ class ProgramRun {
     meet();
   }
 
-  /// Of errors of earlier steps that the momentum still has, twice over: gradients may have been
-  /// larger then.
-  static constexpr double kMomentumSum = 2 / (1 - kProgramMomentum);
+  /// The momentum sums gradients, and what each of them is off by with it: also of those that were
+  /// a hundred times as large, and that zero_grad() has forgotten since.
+  double next_momentum_error(std::size_t i) {
+    auto& error = momentum_errors_[i];
+    error = kProgramMomentum * error + gradient_tolerance() * magnitude(i);
+    return error;
+  }
   void step(const Op& op) {
     meet();
     const auto gradients = averages();
     std::vector<double> bounds;
     for (std::size_t i = 0; i < gradients.size(); ++i)
-      bounds.push_back(kMomentumSum * gradient_tolerance() * kProgramLr * magnitude(i));
+      bounds.push_back(gradients[i].defined() ? kProgramLr * next_momentum_error(i) : 0);
     meet();
     twin_->step(gradients);
     sharded_->run(op);
@@ -386,6 +390,7 @@ class ProgramRun {
   std::optional<ProgramSharded> sharded_;
   std::shared_ptr<ProgramTwin> twin_;
   std::shared_ptr<ProgramTwin> narrow_;  ///< null where the sharded model does not compute in bf16
+  std::vector<double> momentum_errors_ = std::vector<double>(program_.parameters.size());
 };
 
 /// What is wrong with it; "" for nothing.
