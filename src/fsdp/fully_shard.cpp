@@ -131,8 +131,9 @@ void ShardedBase::require_handles_between_steps(const std::vector<fsdp::FoundHan
   std::string found;
   for (const auto& inner : handles) {
     try {
-      inner.handle->runtime_->require_between_steps(
-          concat("fully_shard around ", inner.path).c_str());
+      const auto what = concat("fully_shard around ", inner.path);
+      inner.handle->runtime_->require_between_steps(what.c_str());
+      inner.handle->runtime_->require_not_compiled(what);
     } catch (const Error& error) {
       if (found.empty()) found = error.what();
     }

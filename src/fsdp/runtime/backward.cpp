@@ -7,9 +7,11 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "base/doing.h"
 #include "base/hash.h"
+#include "base/log.h"
 #include "comm/device.h"
 #include "fsdp/runtime/integrity.h"
 #include "fsdp/runtime/runtime.h"
@@ -111,8 +113,18 @@ void Runtime::begin_backward(const Entry* first) {
     step->plan_backward(first);
     return;
   }
+  warn_of_no_scope();
   publisher_.import_user_changes(switches_);
   plan_backward_under_way(first);
+}
+
+/// Once: whoever has called compile() wants its plan. Regions are replayed without one.
+void Runtime::warn_of_no_scope() {
+  if (!planner_ || regions_ != nullptr || std::exchange(warned_of_no_scope_, true)) return;
+  if (world().rank() != 0) return;
+  log::warn(
+      "compile: found a backward outside of a StepScope, which follows no plan; open a StepScope "
+      "around each step (tessera/step_scope.h), or set CompileOptions::mode to kOff");
 }
 
 void Runtime::abandon_backward(std::uint64_t generation, std::uint64_t epoch) {

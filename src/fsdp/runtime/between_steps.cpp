@@ -67,6 +67,13 @@ void Runtime::set_planner(Planner planner, RecomputeMode while_recording) {
   for (auto& [schedule, known] : records_) known.plan.reset();
 }
 
+void Runtime::require_not_compiled(const std::string& what) const {
+  TESSERA_CHECK(!planner_ && regions_ == nullptr, ErrorKind::kUsage, what,
+                ": found a module that compile() was called on, whose plans and regions would be "
+                "gone, expected one without; call compile() on the outermost module, when all are "
+                "sharded");
+}
+
 void Runtime::set_regions(std::shared_ptr<grad::Regions> regions) {
   require_no_step("compile");
   regions_ = std::move(regions);

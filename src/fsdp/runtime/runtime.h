@@ -178,6 +178,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// By which the plans of step scopes are made from here on. Errors: kUsage in a step.
   /// `while_recording`: of what a plan may tell, in steps that have none yet.
   void set_planner(Planner planner, RecomputeMode while_recording);
+  /// Before units go to another runtime, which plans and replays nothing of this one. Errors: kUsage
+  /// where there is a planner, or regions are replayed.
+  void require_not_compiled(const std::string& what) const;
   std::vector<PlanUnit> plan_units() const;  ///< as they are now
   /// Of the last step scope that followed one; null: none has.
   const std::shared_ptr<const StepPlan>& followed_plan() const { return followed_plan_; }
@@ -270,6 +273,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   [[noreturn]] void name_difference();
   void keep_forward();
   void plan_backward_under_way(const Entry* first);
+  void warn_of_no_scope();
   // backward: backward.cpp
   [[noreturn]] void refuse_forgotten(const Entry& entry);
   void refuse_other_step(const Entry& entry);
@@ -318,6 +322,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::shared_ptr<const StepPlan> followed_plan_;
   std::shared_ptr<grad::Regions> regions_;
   std::uint64_t planners_ = 0;  // so far: the same number on every rank
+  bool warned_of_no_scope_ = false;
   RecomputeMode while_recording_ = RecomputeMode::kNone;
   std::vector<RecomputeMode> followed_;  // by unit, of the last step scope
 
