@@ -223,7 +223,7 @@ std::optional<std::string> unused_compile_keys(const CompileConfig& compile) {
   add("passes", compile.passes.has_value());
   add("offload_folder", !compile.offload_folder.empty());
   if (keys.empty()) return {};
-  return concat(joined(keys),
+  return concat(tessera::joined(keys),
                 ": without effect, since compile.mode is \"off\"; set compile.mode = "
                 "\"plan\" or \"replay\" to plan steps by them");
 }
