@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/environment.h"
 #include "comm/backends/backend.h"
 #include "comm/batch.h"
 #include "comm/device.h"
@@ -29,6 +30,9 @@ const at::Device kCard(at::kCUDA, 0);
 
 class OneRank : public testing::Test {
  protected:
+  void TearDown() override {
+    if (connections_) connections_->close();
+  }
   /// Here and not in SetUp(): without a card the test is skipped before.
   comm::Group& group() {
     if (group_) return *group_;
@@ -46,6 +50,8 @@ class OneRank : public testing::Test {
     group_->use_stream(comm::Stream::make(kCard), nullptr);
     return *group_;
   }
+
+  const comm::Connections& connections() const { return *connections_; }
 
   static at::Tensor draw(std::uint64_t seed, at::ScalarType dtype, std::int64_t numel = 4099) {
     return at::randn({numel}, at::make_generator<at::CPUGeneratorImpl>(seed)).to(dtype);
@@ -129,6 +135,35 @@ TEST_F(OneRank, ManyUnderWayAreWaitedForLater) {
   for (const auto& work : works) work->wait();
   for (int i = 0; i < 50; ++i)
     EXPECT_TRUE((results[static_cast<std::size_t>(i)] == i).all().item<bool>());
+}
+
+// Naive: a communicator's destructor ends what still runs, and prints a warning.
+TEST_F(OneRank, WhatIsUnderWayEndsBeforeItsConnectionsAreClosed) {
+  const at::Tensor sums = at::zeros({1 << 26}, at::TensorOptions(kCard));
+  Batch batch;
+  batch.label.unit = "under way";
+  batch.ops = {comm::ReduceScatter{at::ones_like(sums), sums, Into::kAdd}};
+  const auto work = group().issue(std::move(batch));
+  testing::internal::CaptureStderr();
+  TearDown();
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
+  work->wait();
+  EXPECT_TRUE((sums == 1).all().item<bool>());
+}
+
+TEST_F(OneRank, CannotBeRecovered) {
+  group();
+  EXPECT_THROW(connections().require_recovery(), Error);
+}
+
+TEST_F(OneRank, SetsForNcclWhatTheUserHasNotSet) {
+  constexpr auto kOrder = "NCCL_LAUNCH_ORDER_IMPLICIT";
+  const auto before = base::environment_variable(kOrder);
+  base::set_environment_variable(kOrder, "0");
+  group();
+  EXPECT_EQ(base::environment_variable(kOrder), "0");
+  EXPECT_EQ(base::environment_variable("TORCH_NCCL_DUMP_ON_TIMEOUT"), "0");
+  base::set_environment_variable(kOrder, before.value_or("1"));
 }
 
 TEST(TwoRanksOnOneCard, AreRefusedByNccl) {

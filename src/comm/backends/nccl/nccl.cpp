@@ -13,7 +13,7 @@
 
 #include "base/environment.h"
 #include "base/text/printable.h"
-#include "comm/backends/gloo/point_to_point.h"
+#include "comm/backends/nccl/nccl_backends.h"
 #include "comm/backends/nccl/nccl_mail.h"
 #include "comm/batch.h"
 #include "comm/buffer_pool.h"
@@ -26,7 +26,6 @@
 namespace tessera::comm {
 namespace {
 
-using Backend = c10::intrusive_ptr<c10d::ProcessGroupNCCL>;
 using Started = c10::intrusive_ptr<c10d::Work>;
 
 /// Its collectives run on the current stream, and there is no Work then.
@@ -44,9 +43,6 @@ class NcclWork final : public Work {
     Batch batch;  ///< holds what is read and written
     Event end;
     at::Device device;
-    std::shared_ptr<const FlightRecorder> log;
-    std::shared_ptr<const Entry> entry;
-    std::shared_ptr<HostWaits> waits;
     std::shared_ptr<const AbortFlag> abort_flag;
   };
   explicit NcclWork(Launched launched) : launched_(std::move(launched)) {}
@@ -70,11 +66,6 @@ class NcclWork final : public Work {
 
  private:
   void come_behind() const {
-    if (launched_.waits) {
-      launched_.waits->waited_for(
-          {[log = launched_.log, entry = launched_.entry] { return log->wait_for(*entry); }},
-          launched_.end);
-    }
     launched_.end.block(Stream::current(launched_.device), EventSite::kWorkEnd);
   }
 
@@ -217,35 +208,33 @@ class Launch {
 
 class NcclGroup final : public Group {
  public:
-  /// `store` is of this group.
-  NcclGroup(const ChannelOptions& channel, c10::intrusive_ptr<c10d::Store> store, Backend backend,
-            at::Device device)
-      : channel_(channel),
-        store_(std::move(store)),
-        device_(device),
-        log_(std::make_shared<FlightRecorder>(channel.name)),
+  NcclGroup(NcclPlace place, NcclBackend backend)
+      : place_(std::move(place)),
+        log_(std::make_shared<FlightRecorder>(name())),
         backend_(std::move(backend)) {
-    channel_.board->add(log_);
+    place_.channel.board->add(log_);
   }
-  ~NcclGroup() override { channel_.board->remove(*log_); }
+  ~NcclGroup() override { place_.channel.board->remove(*log_); }
   NcclGroup(const NcclGroup&) = delete;
   NcclGroup& operator=(const NcclGroup&) = delete;
 
-  int rank() const override { return channel_.self; }
-  int size() const override { return static_cast<int>(channel_.members.size()); }
-  const std::string& name() const override { return channel_.name; }
+  int rank() const override { return place_.channel.self; }
+  int size() const override { return static_cast<int>(place_.channel.members.size()); }
+  const std::string& name() const override { return place_.channel.name; }
 
   Mail& mail() override {
-    if (!mail_) mail_ = open_nccl_mail(channel_, store_, device_, host_waits());
+    if (!mail_) mail_ = open_nccl_mail(place_, host_waits());
     return *mail_;
   }
 
  private:
   std::unique_ptr<Work> start(Batch batch) override {
     require_no_mail(mail_.get(), name());
-    channel_.abort_flag->check();
-    check_batch(batch, size(), device_);
+    place_.channel.abort_flag->check();
+    check_batch(batch, size(), place_.device);
     const auto entry = log_->record(batch, next_sequence_++);
+    Launching launching(host_waits(), {[log = log_, entry] { return log->wait_for(*entry); },
+                                       [backend = backend_] { return error_of(*backend); }});
     Launch launch(*backend_, pool_, *this);
     try {
       launch.run(batch);
@@ -257,15 +246,14 @@ class NcclGroup final : public Group {
     Event end;
     end.record(stream(), EventSite::kWorkEnd);
     launch.end(end);
-    return std::make_unique<NcclWork>(NcclWork::Launched{std::move(batch), end, device_, log_,
-                                                         entry, host_waits(), channel_.abort_flag});
+    launching.launched(end);
+    return std::make_unique<NcclWork>(
+        NcclWork::Launched{std::move(batch), end, place_.device, place_.channel.abort_flag});
   }
 
-  const ChannelOptions channel_;
-  const c10::intrusive_ptr<c10d::Store> store_;
-  const c10::Device device_;
+  const NcclPlace place_;
   const std::shared_ptr<FlightRecorder> log_;
-  const Backend backend_;
+  const NcclBackend backend_;
   std::unique_ptr<BufferPool> pool_;
   std::uint64_t next_sequence_ = 0;
   std::unique_ptr<Mail> mail_;
@@ -291,34 +279,46 @@ class NcclConnections final : public Connections {
       place.store->meet(concat("group ", place.name), place.rank, place.ranks,
                         place.options.init_timeout, *place.abort_flag);
     });
-    const ChannelOptions channel = channel_options(place);
-    const auto store = place.store->for_group(concat("nccl/", place.name), place.abort_flag);
-    Backend& backend = backends_[place.ranks];
-    if (!backend) backend = connected(channel, store, place);
-    return std::make_shared<NcclGroup>(channel, store, backend, place.device);
+    NcclPlace here{channel_options(place),
+                   place.store->for_group(concat("nccl/", place.name), place.abort_flag),
+                   place.device, place.options.init_timeout, made_};
+    NcclBackend& backend = backends_[place.ranks];
+    if (!backend) backend = connected(here);
+    return std::make_shared<NcclGroup>(std::move(here), backend);
   }
   void require_recovery() const override {
     throw Error(ErrorKind::kUsage, "recover: not with NCCL; start the run anew");
   }
+  void close() override { made_->close(); }
 
  private:
-  static Backend connected(const ChannelOptions& channel,
-                           const c10::intrusive_ptr<c10d::Store>& store, const GroupPlace& place) {
-    auto options = c10d::ProcessGroupNCCL::Options::create();
-    options->timeout = channel.timeout;
-    try {
-      auto backend = c10::make_intrusive<c10d::ProcessGroupNCCL>(
-          store, channel.self, static_cast<int>(channel.members.size()), options);
-      backend->setBoundDeviceId(place.device);
-      backend->eagerConnectSingleDevice(place.device);  // takes seconds: not in the first step
-      return backend;
-    } catch (const std::exception& error) {
-      throw LostRank(concat("group ", place.name, ": ", one_line(error.what())));
-    }
+  /// Takes seconds: not in the first step.
+  static NcclBackend connected(const NcclPlace& place) {
+    const int ranks = static_cast<int>(place.channel.members.size());
+    const auto backend = place.backends->make(place.store, place.channel.self, ranks, place.device);
+    connect_in_time(place, concat("group ", place.channel.name),
+                    [backend, ranks, device = place.device] {
+                      backend->eagerConnectSingleDevice(device);
+                      meet_once(*backend, ranks, device);
+                    });
+    return backend;
   }
 
+  /// Rings and pairs: NCCL connects them when the first collective needs them.
+  static void meet_once(c10d::ProcessGroupNCCL& nccl, int ranks, at::Device device) {
+    at::Tensor mine = at::zeros({1}, at::TensorOptions(device));
+    at::Tensor all = at::zeros({ranks}, mine.options());
+    at::Tensor others = at::zeros_like(all);
+    std::vector<std::int64_t> equal_parts;
+    nccl._allgather_base(all, mine, on_this_stream<c10d::AllgatherOptions>());
+    nccl._reduce_scatter_base(mine, all, on_this_stream<c10d::ReduceScatterOptions>());
+    nccl.alltoall_base(others, all, equal_parts, equal_parts,
+                       on_this_stream<c10d::AllToAllOptions>());
+  }
+
+  const std::shared_ptr<NcclBackends> made_ = std::make_shared<NcclBackends>();
   /// Groups of the same ranks have one communicator: so its collectives have one order everywhere.
-  std::map<std::vector<int>, Backend> backends_;
+  std::map<std::vector<int>, NcclBackend> backends_;
   bool claimed_ = false;
 };
 
@@ -329,6 +329,26 @@ void keep_watchdog_still() {
        {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT",
         "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"}) {
     base::set_environment_variable(name, "0");
+  }
+}
+
+/// What the user has not set.
+void set_defaults() {
+  struct Default {
+    const char* name;
+    const char* value;
+  };
+  static constexpr Default kDefaults[] = {
+      // Else its threads sleep for minutes beside what has failed, and its destructors wait for them:
+      // for a report of what this rank reports itself.
+      {"TORCH_NCCL_DUMP_ON_TIMEOUT", "0"},
+      {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0"},
+      // Several communicators then begin on the device in the order in which the rank has launched on
+      // them; two ranks whose devices took them in different orders would wait for each other.
+      {"NCCL_LAUNCH_ORDER_IMPLICIT", "1"},
+  };
+  for (const Default& one : kDefaults) {
+    if (!base::environment_variable(one.name)) base::set_environment_variable(one.name, one.value);
   }
 }
 
@@ -346,6 +366,7 @@ std::unique_ptr<Connections> open_nccl(const LaunchEnvironment& /*launch*/) {
   TESSERA_CHECK(cuda_devices() > 0, ErrorKind::kUsage,
                 "comm.backend: found nccl, but there is no CUDA device; use gloo");
   keep_watchdog_still();
+  set_defaults();
   return std::make_unique<NcclConnections>();
 }
 

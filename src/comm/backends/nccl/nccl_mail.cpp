@@ -3,10 +3,12 @@
 #include <ATen/ATen.h>
 
 #include <array>
+#include <set>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 #include "base/text/printable.h"
+#include "comm/host_read.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -17,16 +19,17 @@ class NcclTransfer final : public Transfer {
  public:
   /// `end` is empty where there is nothing to carry.
   NcclTransfer(std::shared_ptr<AbortFlag> abort_flag, Letter letter, Event end,
-               std::shared_ptr<HostWaits> waits)
+               std::shared_ptr<HostWaits> waits, NcclBackend backend)
       : Transfer(abort_flag),
         abort_flag_(std::move(abort_flag)),
         letter_(std::move(letter)),
         end_(std::move(end)),
-        waits_(std::move(waits)) {}
+        waits_(std::move(waits)),
+        backend_(std::move(backend)) {}
   ~NcclTransfer() override {
     if (through_) return;
     try {
-      come_behind(letter_, end_, waits_.get());
+      come_behind_it();
     } catch (...) {
       // An error is under way already: it was not waited for.
     }
@@ -37,7 +40,7 @@ class NcclTransfer final : public Transfer {
   void finish() override {
     if (through_) return;
     check_aborted();
-    come_behind(letter_, end_, waits_.get());
+    come_behind_it();
     end();
   }
   bool poll() override {
@@ -48,6 +51,9 @@ class NcclTransfer final : public Transfer {
     return true;
   }
 
+  void come_behind_it() const {
+    come_behind(letter_, end_, waits_.get(), [backend = backend_] { return error_of(*backend); });
+  }
   void check_aborted() const {
     if (!abort_flag_->is_set()) return;
     throw LostRank(concat(to_string(letter_), ": ", abort_flag_->why()));
@@ -61,76 +67,93 @@ class NcclTransfer final : public Transfer {
   Letter letter_;
   const Event end_;
   const std::shared_ptr<HostWaits> waits_;
+  const NcclBackend backend_;
   bool through_ = false;
 };
 
 class NcclMail final : public Mail {
  public:
-  NcclMail(const ChannelOptions& channel, const c10::intrusive_ptr<c10d::Store>& store,
-           c10::Device device, std::shared_ptr<HostWaits> waits)
-      : Mail({channel.members, channel.self, device, std::move(waits)}),
-        abort_flag_(channel.abort_flag) {
+  NcclMail(const NcclPlace& place, std::shared_ptr<HostWaits> waits)
+      : Mail({place.channel.members, place.channel.self, place.device, std::move(waits)}),
+        nccl_(place) {
     int number = 0;
     for (auto& backend : backends_) {
-      auto options = c10d::ProcessGroupNCCL::Options::create();
-      options->timeout = channel.timeout;
-      backend = c10::make_intrusive<c10d::ProcessGroupNCCL>(
-          c10::make_intrusive<c10d::PrefixStore>(concat("messages ", number++), store), rank(),
-          size(), options);
-      backend->setBoundDeviceId(device);
+      backend = place.backends->make(
+          c10::make_intrusive<c10d::PrefixStore>(concat("messages ", number++), place.store),
+          rank(), size(), place.device);
     }
   }
 
+  void connect(const std::set<MailRoute>& routes) override {
+    for (const MailRoute& route : routes) {
+      const bool sends = route.from == rank();
+      if ((!sends && route.to != rank()) || !connected_.insert(route).second) continue;
+      const int peer = sends ? route.to : route.from;
+      const auto other = members()[static_cast<std::size_t>(peer)];
+      connect_in_time(nccl_, concat("messages between ranks ", world_rank(), " and ", other),
+                      [backend = backend_of(route), sends, peer, device = device()] {
+                        carry(*backend, sends, peer, at::zeros({1}, at::TensorOptions(device)));
+                      });
+    }
+  }
+  // Over NCCL a message is launched once, whether its other end is known or not.
+  bool gains_by_early_receives() const override { return false; }
+
  private:
-  using Backend = c10::intrusive_ptr<c10d::ProcessGroupNCCL>;
+  int world_rank() const { return members()[static_cast<std::size_t>(rank())]; }
 
   /// Of a pair, which is all that a communicator of sends and receives connects.
-  Backend& backend_of(const Letter& letter) {
-    const bool is_forward = letter.tag.direction == MailTag::Direction::kForward;
-    const bool goes_up = letter.sends() == (rank() < letter.peer);
-    return backends_[(is_forward ? 0U : 2U) + (goes_up ? 0U : 1U)];
+  const NcclBackend& backend_of(const MailRoute& route) const {
+    const bool is_forward = route.direction == MailTag::Direction::kForward;
+    return backends_[(is_forward ? 0U : 2U) + (route.from < route.to ? 0U : 1U)];
+  }
+  MailRoute route_of(const Letter& letter) const {
+    return letter.sends() ? MailRoute{rank(), letter.peer, letter.tag.direction}
+                          : MailRoute{letter.peer, rank(), letter.tag.direction};
   }
 
   std::unique_ptr<Transfer> post(Letter letter) override {
-    if (abort_flag_->is_set()) {
-      throw LostRank(concat(to_string(letter), ": ", abort_flag_->why()));
+    const auto& abort_flag = nccl_.channel.abort_flag;
+    if (abort_flag->is_set()) {
+      throw LostRank(concat(to_string(letter), ": ", abort_flag->why()));
     }
+    const NcclBackend& backend = backend_of(route_of(letter));
     Event end;
     if (letter.tensor.numel() > 0) {
+      const Launching launching(host_waits(), work_of(letter));
       try {
-        launch(letter);
+        letter.posted.block(letter.stream, EventSite::kMailPost);
+        const StreamScope there(letter.stream);
+        carry(*backend, letter.sends(), letter.peer, letter.tensor);
       } catch (const std::exception& error) {
         throw LostRank(concat(to_string(letter), ": ", one_line(error.what())));
       }
       end.record(letter.stream, EventSite::kMailEnd);
     }
-    return std::make_unique<NcclTransfer>(abort_flag_, std::move(letter), std::move(end),
-                                          host_waits());
+    return std::make_unique<NcclTransfer>(abort_flag, std::move(letter), std::move(end),
+                                          host_waits(), backend);
   }
 
   /// c10d carries it on a stream of its own, which comes behind the current one; that comes behind
   /// it again.
-  void launch(const Letter& letter) {
-    letter.posted.block(letter.stream, EventSite::kMailPost);
-    const StreamScope there(letter.stream);
-    std::vector<at::Tensor> tensors{letter.tensor};
-    const auto& backend = backend_of(letter);
+  static void carry(c10d::ProcessGroupNCCL& backend, bool sends, int peer, at::Tensor tensor) {
+    std::vector<at::Tensor> tensors{std::move(tensor)};
     constexpr int kNoTag = 0;
-    const auto work = letter.sends() ? backend->send(tensors, letter.peer, kNoTag)
-                                     : backend->recv(tensors, letter.peer, kNoTag);
+    const auto work =
+        sends ? backend.send(tensors, peer, kNoTag) : backend.recv(tensors, peer, kNoTag);
     if (work) work->wait();  // the stream, and not the host
   }
 
-  const std::shared_ptr<AbortFlag> abort_flag_;
-  std::array<Backend, 4> backends_;  ///< activations up and down the ranks, gradients up and down
+  const NcclPlace nccl_;
+  std::array<NcclBackend, 4>
+      backends_;  ///< activations up and down the ranks, gradients up and down
+  std::set<MailRoute> connected_;
 };
 
 }  // namespace
 
-std::unique_ptr<Mail> open_nccl_mail(const ChannelOptions& channel,
-                                     const c10::intrusive_ptr<c10d::Store>& store,
-                                     c10::Device device, std::shared_ptr<HostWaits> waits) {
-  return std::make_unique<NcclMail>(channel, store, device, std::move(waits));
+std::unique_ptr<Mail> open_nccl_mail(const NcclPlace& place, std::shared_ptr<HostWaits> waits) {
+  return std::make_unique<NcclMail>(place, std::move(waits));
 }
 
 }  // namespace tessera::comm

@@ -5,20 +5,21 @@
 // one of them receives have to be posted in the order in which the other rank sends, as in every
 // kind of schedule and in the order that lower() gives (docs/pipeline.md). A list that does not keep
 // it would exchange tensors of equal size without a word: a pipeline on CUDA refuses it
-// (ValidProgram::require_messages_in_order). Ends of other sizes wait until the timeout. Not run
-// yet: one card has one rank. Private to nccl.cpp.
+// (ValidProgram::require_messages_in_order). Ends of other sizes wait until the timeout.
+//
+// c10d makes the communicator of two ranks inside the first message between them, which waits there
+// for the other end: two ranks that post first what the other one posts later would wait for ever. So
+// Mail::connect makes them, in one order on all ranks. Not run yet: one card has one rank. Private to
+// nccl.cpp.
 #pragma once
 
 #include <memory>
 
-#include "comm/backends/gloo/point_to_point.h"
+#include "comm/backends/nccl/nccl_backends.h"
 #include "comm/mail.h"
 
 namespace tessera::comm {
 
-/// Communicators are made at the first message between two ranks. `store` is of this group.
-std::unique_ptr<Mail> open_nccl_mail(const ChannelOptions& channel,
-                                     const c10::intrusive_ptr<c10d::Store>& store,
-                                     c10::Device device, std::shared_ptr<HostWaits> waits);
+std::unique_ptr<Mail> open_nccl_mail(const NcclPlace& place, std::shared_ptr<HostWaits> waits);
 
 }  // namespace tessera::comm
