@@ -358,8 +358,9 @@ TEST(StepPlanErrors, APlannerIsOfAllRanks) {
 }
 
 struct Around : torch::nn::Module {
-  explicit Around(const Sharded<Affine>& one)
-      : inner(register_module("inner", std::make_shared<Sharded<Affine>>(one))) {}
+  explicit Around(std::shared_ptr<Sharded<Affine>> one)
+      : inner(register_module("inner", std::move(one))) {}
+  at::Tensor forward(const at::Tensor& x) { return inner->forward(x); }
   std::shared_ptr<Sharded<Affine>> inner;
 };
 
@@ -367,21 +368,24 @@ struct Around : torch::nn::Module {
 TEST(StepPlanErrors, WhatCompileIsOfNoUseForIsSaid) {
   ranks(2).run([](World& world) {
     const auto mesh = data_mesh(world);
-    auto handle = fully_shard(std::make_shared<Affine>(1, 7, 13), mesh);
-    fsdp::set_planner(handle, DrawnPlanner{1});
+    const auto handle =
+        std::make_shared<Sharded<Affine>>(fully_shard(std::make_shared<Affine>(1, 7, 13), mesh));
+    fsdp::set_planner(*handle, DrawnPlanner{1});
     EXPECT_THAT(error_of([&] { fully_shard(std::make_shared<Around>(handle), mesh); }),
                 AllOf(HasSubstr("fully_shard around inner: found a module that compile() was"),
                       HasSubstr("call compile() on the outermost module")));
     const auto said = [&] {
       if (world.rank() == 0) ::testing::internal::CaptureStderr();
-      backward(squares(handle.forward(input_of(0, world.rank(), 7))));
+      backward(squares(handle->forward(input_of(0, world.rank(), 7))));
       return world.rank() == 0 ? ::testing::internal::GetCapturedStderr() : std::string();
     };
     const auto first = said(), second = said();
-    if (world.rank() == 0) EXPECT_THAT(first, HasSubstr("a backward outside of a StepScope"));
+    if (world.rank() == 0) {
+      EXPECT_THAT(first, HasSubstr("a backward outside of a StepScope"));
+    }
     EXPECT_EQ(second, "") << "once is enough";
-    handle.zero_grad();
-    fsdp::set_planner(handle, {});
+    handle->zero_grad();
+    fsdp::set_planner(*handle, {});
     fully_shard(std::make_shared<Around>(handle), mesh);
   });
 }

@@ -137,12 +137,17 @@ TEST(UnusedCompileKeys, AreNamedWithTheKeyThatLeavesThemWithoutEffect) {
               HasSubstr("compile.plan, compile.memory_budget: without effect, since compile.mode"));
   compile.mode = CompileChoice::kReplay;
   EXPECT_EQ(unused_compile_keys(compile), std::nullopt);
-  compile = {.form = 2, .passes = {{"keep"}}, .offload_folder = "state"};
+  compile = CompileConfig();
+  compile.form = 2;
+  compile.passes = {{"keep"}};
+  compile.offload_folder = "state";
   EXPECT_THAT(
       unused_compile_keys(compile).value_or(""),
       HasSubstr("compile.form, compile.passes, compile.offload_folder: without effect, since"));
   // Of all state in memory no budget says that it is too much.
-  compile = {.mode = CompileChoice::kReplay, .offload_folder = "state"};
+  compile = CompileConfig();
+  compile.mode = CompileChoice::kReplay;
+  compile.offload_folder = "state";
   EXPECT_THAT(
       unused_compile_keys(compile).value_or(""),
       HasSubstr("compile.offload_folder: without effect, since there is no compile.memory_"));
