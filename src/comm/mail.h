@@ -149,8 +149,8 @@ class Mail {
   virtual bool gains_by_early_receives() const { return true; }
 
   /// `to`, `from`: indices into the group. Tensors are contiguous, where the backend has them, and
-  /// alike at both ends: sizes and dtype. An empty one sends nothing. After a recovery the first call connects
-  /// all ranks again where mail_of() has not. Errors: kInternal for what cannot be posted; kComm.
+  /// alike at both ends: sizes and dtype. An empty one sends nothing. After a recovery the first call
+  /// connects all ranks again where mail_of() has not. Errors: kInternal for what cannot be posted; kComm.
   ///
   /// The tensor keeps its values until the send is done.
   std::unique_ptr<Transfer> send(int to, const MailTag& tag, const at::Tensor& tensor);

@@ -6,7 +6,8 @@
 // The watch sees the key at its next look, over a store connection of its own, and ends its process
 // too. It also watches for what no rank reports: the store gone with rank 0, a peer without a sign
 // of life, a collective on this rank's device that does not end (WaitBoard::watch_device), and ranks
-// that wait for each other in different orders or in different groups (peer_watch.h). However long a look takes, the heart goes on to beat.
+// that wait for each other in different orders or in different groups (peer_watch.h). However long a
+// look takes, the heart goes on to beat.
 #pragma once
 
 #include <atomic>

@@ -9,9 +9,9 @@
 //   I  the same, but weight gradients of layers that can put them off wait (StepScope).
 //   W  forms those of one stage and micro-batch. Nothing, where all were formed in I.
 //   messages: receives are posted where the list says, so before the slot that needs them, small
-//      ones before that where messages gain by it; a send keeps its memory until it is through, at the latest to the end of
-//      the step. Between two stages of one rank (the turn of a V) tensors are handed over without
-//      message or copy.
+//      ones before that where messages gain by it; a send keeps its memory until it is through, at
+//      the latest to the end of the step. Between two stages of one rank (the turn of a V) tensors
+//      are handed over without message or copy.
 // A slot of an F and a B runs them in turn; side_by_side() is where they may run under each other.
 //
 // An exception in a slot gets the rank, stage, micro-batch and slot into its message, and aborts

@@ -1,6 +1,7 @@
 // InnerGraph: autograd's graph of a region's body, which one node outside stands for.
 //
-// Its inputs have no history but an end of their own, which keeps the gradient as it comes. Threads: one.
+// Its inputs have no history but an end of their own, which keeps the gradient as it comes. Threads:
+// one.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -10,8 +10,8 @@
 // so far, which are compared first. A call replays what was recorded under the same guards (variants.h):
 // sizes, strides and dtypes of arguments, what needs a gradient, modes, threads, and memory from outside
 // that is where it was (outside.h); four variants at most. Whatever else is asked of a region calls its
-// body, and the reason
-// is counted. No region talks to other ranks, so that one may replay while another does not.
+// body, and the reason is counted. No region talks to other ranks, so that one may replay while another
+// does not.
 //
 // Gradients reach their slots by the sink, as any others do. In its backward a replayed node finds
 // what forward left in its entry; where the gradients that come are others than those that were
