@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <exception>
 #include <filesystem>
@@ -24,6 +25,7 @@
 #include "base/log.h"
 #include "base/test_hooks.h"
 #include "checkpoint/snapshot.h"
+#include "comm/device.h"
 #include "comm/host_read.h"
 #include "comm/stream.h"
 #include "dist/checkpoint_tensors.h"
@@ -174,6 +176,18 @@ const std::vector<Kind>& kinds() {
          config.precision.param_dtype.dtype = DType::kBFloat16;
        },
        5e-3},
+      {"adapters with dropout",
+       [](train::Config& config, const TemporaryFolder& folder) {
+         const auto steps = config.training.steps;
+         config = test::adapters_run(folder);
+         config.training.steps = steps;
+       },
+       5e-3},
+      {"float16, whose loss is scaled",
+       [](train::Config& config, const TemporaryFolder&) {
+         config.precision.param_dtype.dtype = DType::kFloat16;
+       },
+       5e-3},
       {"several sources and a validation",
        [](train::Config& config, const TemporaryFolder& folder) {
          const auto page = config.data.path;
@@ -279,9 +293,13 @@ struct Waits {
   int reads = 0;
 };
 
-std::vector<Waits> waits_of(const train::Config& config, const TemporaryFolder& folder) {
+/// Those of the first rank's reads and of all ranks' devices. Of several ranks without the first step,
+/// since another one may still load its weights meanwhile.
+std::vector<Waits> waits_of(const train::Config& config, const TemporaryFolder& folder,
+                            const RanksOfRun& layout = {}) {
   std::vector<Waits> steps;
-  train_in(kPlaces[0], {}, config, folder, [&](World&) {
+  train_in(kPlaces[0], layout, config, folder, [&](World& world) {
+    if (world.rank() != 0) return train::TrainingHooks{};
     const auto reads = std::make_shared<Reads>();
     const auto before = std::make_shared<int>(0);
     train::TrainingHooks hooks;
@@ -295,6 +313,7 @@ std::vector<Waits> waits_of(const train::Config& config, const TemporaryFolder& 
     };
     return hooks;
   });
+  if (layout.ranks > 1 && !steps.empty()) steps.erase(steps.begin());
   return steps;
 }
 
@@ -355,6 +374,35 @@ TEST(TrainingRun, TheHostWaitsOnceAStepForExpertsToo) {
   for (const auto& step : steps) {
     EXPECT_THAT(step.of_device, ::testing::IsEmpty());
     EXPECT_EQ(step.reads, 1);
+  }
+}
+
+TEST(TrainingRun, TheHostWaitsOnceAStepOfAPipelineToo) {
+  const TemporaryFolder folder;
+  auto config = test::small_run(folder);
+  config.training.steps = 4;
+  config.parallelism.pipeline_parallel_degree = 2;
+  const auto steps = waits_of(config, folder, {2, 1});
+  EXPECT_EQ(steps.size(), 3U);
+  for (const auto& step : steps) {
+    EXPECT_THAT(step.of_device, ::testing::IsEmpty());
+    EXPECT_EQ(step.reads, 1);
+  }
+}
+
+// How many rows come from the other rank only its routers know.
+TEST(TrainingRun, TheHostWaitsOnceMoreALayerAndForwardForExpertsElsewhere) {
+  const TemporaryFolder folder;
+  for (const std::int64_t rows : {6, 3}) {
+    auto config = experts_run(folder);
+    config.parallelism.expert_parallel_degree = 2;
+    config.training.local_batch_size = rows;
+    const auto steps = waits_of(config, folder, {2, 1});
+    EXPECT_EQ(steps.size(), 3U);
+    for (const auto& step : steps) {
+      EXPECT_THAT(step.of_device, ::testing::IsEmpty());
+      EXPECT_EQ(step.reads, 1 + 2 * (6 / rows)) << rows << " rows at a time";
+    }
   }
 }
 
@@ -649,6 +697,29 @@ TEST(TrainingRun, MemoryThatEndsInClippingNamesTheKeyToo) {
   EXPECT_THAT(said, ::testing::AllOf(::testing::StartsWith("training.local_batch_size: found"),
                                      ::testing::HasSubstr("memory ran out of sim:0"),
                                      ::testing::HasSubstr(": requested ")));
+}
+
+TEST(TrainingRun, MetricsHaveThePeakOfTheDeviceThatHeldMost) {
+  const TemporaryFolder folder;
+  auto config = test::small_run(folder);
+  config.training.steps = 2;
+  std::vector<double> told;
+  std::map<int, double> held;
+  std::mutex mutex;
+  train_in(kPlaces[0], {2, 1}, config, folder, [&](World& world) {
+    train::TrainingHooks hooks;
+    hooks.after_step = [&](const train::StepMetrics& metrics, const ShardedBase&) {
+      const std::scoped_lock lock(mutex);
+      told.push_back(metrics.peak_device_mib.value_or(0.0));
+      held[world.rank()] = static_cast<double>(comm::memory_of(world.device()).peak) / 0x1p20;
+      EXPECT_TRUE(metrics.mfu && std::isnan(*metrics.mfu)) << "of a device that no table has";
+    };
+    return hooks;
+  });
+  ASSERT_EQ(told.size(), 4U);
+  ASSERT_EQ(held.size(), 2U);
+  EXPECT_DOUBLE_EQ(told.back(), std::max(held.at(0), held.at(1)));
+  EXPECT_GT(told.back(), 0.0);
 }
 
 // Only to warn would leave flash attention's backward as it is: ATen asks it to be deterministic

@@ -1,12 +1,18 @@
 // What layers promise about dtypes, frozen weights and empty batches.
 #include <torch/library.h>
 
+#include <functional>
+#include <map>
 #include <optional>
+#include <string>
 
+#include "base/test_hooks.h"
+#include "dist/held_bytes.h"
 #include "kernels/operations.h"
 #include "nn/attention.h"
 #include "nn/embedding.h"
 #include "nn/linear.h"
+#include "nn/loss.h"
 #include "nn/masked_attention.h"
 #include "nn/mlp.h"
 #include "nn/parameter.h"
@@ -149,6 +155,45 @@ TEST_F(Layers, FrozenSinksFormNoGradientAndTheOthersHaveTheSameBits) {
     const std::vector<at::Tensor> found{y, q.grad(), keys.grad(), values.grad()};
     if (trains) expected = found;
     for (std::size_t i = 0; i < found.size(); ++i) EXPECT_TRUE(found[i].equal(expected[i])) << i;
+  }
+}
+
+/// Bytes of what a call gives and of what its backward will read.
+std::int64_t bytes_held_after(const std::function<Tensors()>& call) {
+  const test::HeldBytes counter;
+  const Tensors results = call();
+  return counter.bytes();
+}
+
+// Naive: what a device's kernels return beside their results is kept, such as copies in fp32.
+TEST_F(Layers, DevicesKeepForBackwardWhatTheCpuKeeps) {
+  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+    const auto drawn = [&](at::IntArrayRef sizes) {
+      return at::randn(sizes).to(dtype).requires_grad_(true);
+    };
+    Rope rope({}, 64);
+    const RopeTable table = rope.table(40, dtype, at::kCPU);
+    const at::Tensor x = drawn({2, 40, 256}), other = drawn({2, 40, 256}), weight = drawn({256});
+    const at::Tensor of_head = drawn({64}), logits = drawn({2, 40, 500});
+    const at::Tensor targets = at::randint(0, 500, {2, 40}, at::kLong);
+    const std::map<std::string, std::function<Tensors()>> calls{
+        {"norm", [&] { return Tensors{nn::rms_norm(x, weight, 1e-6)}; }},
+        {"sum and norm",
+         [&] {
+           const auto [sum, normed] = add_rms_norm(x, other, weight, 1e-6);
+           return Tensors{sum, normed};
+         }},
+        {"rope", [&] { return Tensors{rope_heads(x, {.heads = 4, .repeat = 2}, {}, table)}; }},
+        {"rope behind a norm",
+         [&] { return Tensors{rope_heads(x, {.heads = 4, .repeat = 2}, {of_head, 1e-6}, table)}; }},
+        {"gate", [&] { return Tensors{swiglu(x, other)}; }},
+        {"gate of halves", [&] { return Tensors{swiglu_halves(x)}; }},
+        {"loss", [&] { return Tensors{cross_entropy_sum(logits, targets)}; }}};
+    for (const auto& [name, call] : calls) {
+      const std::int64_t expected = bytes_held_after(call);
+      const test_hooks::Set as_there(test_hooks::kernels_of_devices, [] { return true; });
+      EXPECT_EQ(bytes_held_after(call), expected) << name << ", " << dtype;
+    }
   }
 }
 
