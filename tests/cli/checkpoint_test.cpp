@@ -169,7 +169,7 @@ TEST(FailingRank, DoesNotWaitForItsWriterNorDoTheOthers) {
   EXPECT_TRUE(fs::exists(folder / "stalled")) << "nothing held its writer up";
   EXPECT_EQ(losses(folder / "run").size(), kSaved + 5U);
   EXPECT_THAT(run.err(), HasSubstr("a step line cannot be written"));
-  EXPECT_TRUE(wait_until(std::chrono::seconds(1), [&] { return gone(pids); }));
+  EXPECT_TRUE(wait_until(kLong, [&] { return gone(pids); }));
   EXPECT_THAT(store_of(folder, "run").steps(), ::testing::IsEmpty()) << "it was not complete";
 }
 
@@ -187,7 +187,7 @@ TEST(StartUp, ThatRankZeroNeverEndsIsWaitedForAndNamedWithItsWork) {
   EXPECT_TRUE(fs::exists(folder / "stalled")) << "nothing held rank 0 up";
   EXPECT_THAT(run.last_error_line(), AllOf(HasSubstr("waited 10 s for rank 0"),
                                            HasSubstr("rank 0 was busy with: writing config.toml")));
-  EXPECT_TRUE(wait_until(std::chrono::seconds(1), [&] { return gone(pids); }));
+  EXPECT_TRUE(wait_until(kLong, [&] { return gone(pids); }));
 }
 
 // A stopped rank holds the step up for ever: the first signal waits for it, a second one does not.
