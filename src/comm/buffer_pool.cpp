@@ -123,7 +123,9 @@ void FreeBlocks::clear() {
 at::Tensor BufferPool::take(std::int64_t numel, at::ScalarType dtype, const Stream& on) {
   const auto bytes = numel * static_cast<std::int64_t>(c10::elementSize(dtype));
   const auto number = step_.size();
-  const bool comes_again = number < last_step_.size() && last_step_[number].bytes == bytes;
+  // On a device, where no address is kept, those that came back first go out first.
+  const bool comes_again =
+      !allocator_ && number < last_step_.size() && last_step_[number].bytes == bytes;
   FreeBlocks::Block block = free_.take(bytes, comes_again ? last_step_[number].memory : nullptr);
   if (!block.memory.defined()) {
     block.memory = make(bytes, on);

@@ -119,7 +119,8 @@ class BufferPool {
   void trim_idle_since(std::uint64_t requests) { free_.clear_idle_since(requests); }
   std::uint64_t requests() const { return free_.requests(); }  ///< so far
   /// A step of a model begins. What is taken in it as it was in the last one, in the same order and of
-  /// the same sizes, is given the same blocks: addresses stay from step to step.
+  /// the same sizes, is given the same blocks on a CPU: addresses stay from step to step. Twice in a row:
+  /// nothing of the last one comes again.
   void begin_step();
 
   at::Device device() const { return device_; }

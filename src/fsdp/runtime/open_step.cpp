@@ -83,12 +83,12 @@ std::shared_ptr<OpenStep> OpenStep::begin(Runtime& runtime, StepScopeOptions opt
       "backward chooses (Backward::kInputOnly)");
   auto step = std::make_shared<OpenStep>(runtime, std::move(options), ++runtime.steps_);
   runtime.release_leftovers();
-  runtime.pool()->begin_step();
   // Then, so that ranks which keep other units than others are told of it: what is kept is compared
   // with the shards by a collective to which only those come that keep something.
   step->agree_at_begin();
   runtime.release_stale();
   failing(runtime, [&] { step->settle_into(); });
+  runtime.pool()->begin_step();
   runtime.step_ = step;
   return step;
 }
@@ -165,6 +165,9 @@ void OpenStep::make_plan() {
     step_plan_ = runtime_.followed_plan_ = known.plan;
     return;
   }
+  // What another plan took comes no more: blocks go out as they are warmest, so that all that it needed
+  // beyond this one are idle.
+  runtime_.pool()->begin_step();
   const auto& planner = runtime_.planner_;
   auto plan = planner ? planner(record_, inputs.units, inputs.choices, order)
                       : fsdp::make_plan(record_, inputs.units, inputs.choices, order);
