@@ -130,9 +130,11 @@ bool is_one_product(const Program& program) {
          });
 }
 
-/// The first tape makes the program; a later one is compared with it. `data`: of the arguments.
+/// The first tape makes the program; a later one is compared with it. `data`: of `arguments`, as the
+/// call began.
 void end_recording(Region& region, Variant& variant, const std::shared_ptr<Tape>& tape,
-                   const TapeEnds& ends, const std::vector<Hash128>& data) {
+                   const TapeEnds& ends, const variable_list& arguments,
+                   const std::vector<Hash128>& data) {
   tape->close();
   if (!tape->refused().empty()) return switch_off(region, variant, tape->refused());
   if (variant.tape == nullptr) {
@@ -163,7 +165,12 @@ void end_recording(Region& region, Variant& variant, const std::shared_ptr<Tape>
     variant.varied[i] = variant.varied[i] || data[i] != variant.data[i];
     all_varied = all_varied && variant.varied[i];
   }
-  if (variant.is_compared() && all_varied) variant.tape.reset();  // nothing is compared any more
+  if (!variant.is_compared()) return;
+  if (all_varied) {
+    variant.tape.reset();  // nothing is compared any more
+  } else {
+    variant.keep_same(arguments);
+  }
 }
 
 /// What `run` gives, while `tape` records it. What no operation writes, and yet is another afterwards,
@@ -356,7 +363,7 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
     tape->drop_values();
     // What is put off holds what its products read.
     if (!defers) call.inner = tape->names_of_inner({call.ends.results, call.ends.input_gradients});
-    end_recording(*call.region, variant, tape, call.ends, call.data);
+    end_recording(*call.region, variant, tape, call.ends, call.inputs, call.data);
     call.region->shared().trim();
     return of_inputs;
   }
@@ -507,7 +514,7 @@ std::vector<at::Tensor> call_without(Region& region, const std::shared_ptr<Varia
   compare_forward(region, of, *tape, inputs);
   tape->drop_values();
   const auto inner = tape->names_of_inner({ends.results});
-  end_recording(region, variant, tape, ends, data);
+  end_recording(region, variant, tape, ends, inputs, data);
   if (std::ranges::any_of(inner, [](const auto& one) { return !one.expired(); })) {
     switch_off(region, variant, kOutlives);
   }

@@ -1,5 +1,6 @@
 #include "capture/replay/regions.h"
 
+#include <ATen/ATen.h>
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
@@ -9,6 +10,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "base/log.h"
@@ -42,11 +44,28 @@ std::vector<Hash128> hashes_of(const std::vector<at::Tensor>& tensors) {
   return all;
 }
 
+/// Those that somebody has changed since the call began are not what was recorded.
+void Variant::keep_same(const std::vector<at::Tensor>& arguments) {
+  const at::NoGradGuard no_grad;
+  same.assign(data.size(), {});
+  for (std::size_t i = 0; i < data.size(); ++i) {
+    if (varied[i] || !arguments[i].defined() || !arguments[i].is_contiguous()) continue;
+    const at::Tensor copy = arguments[i].detach().clone();
+    if (bits_of(copy) == data[i]) same[i] = copy;
+  }
+}
+
 bool Variant::replays(const std::vector<at::Tensor>& arguments) const {
   if (!is_compared()) return false;
   const at::NoGradGuard no_grad;
   for (std::size_t i = 0; i < arguments.size(); ++i) {
-    if (!varied[i] && arguments[i].defined() && bits_of(arguments[i]) != data[i]) return false;
+    const at::Tensor& given = arguments[i];
+    if (varied[i] || !given.defined()) continue;
+    const bool is_same =
+        same[i].defined()
+            ? std::memcmp(given.const_data_ptr(), same[i].const_data_ptr(), given.nbytes()) == 0
+            : bits_of(given) == data[i];
+    if (!is_same) return false;
   }
   return true;
 }
@@ -92,11 +111,13 @@ void SharedByRegions::forward_ran(const Region& region) {
   // What recomputes is amid layers.
   if (torch::autograd::get_current_graph_task_id() != -1) return;
   ran_last_ = &region;
-  if (ends_forward_ == &region) blocks->rest(BlockKind::kScratch);
+  ++ran_;
+  if (ends_forward_ == &region && ran_ > 1) blocks->rest(BlockKind::kScratch);
 }
 
 void SharedByRegions::backward_runs() {
   if (ran_last_ != nullptr) ends_forward_ = std::exchange(ran_last_, nullptr);
+  ran_ = 0;
 }
 
 void SharedByRegions::trim() const {

@@ -53,6 +53,7 @@ struct SharedByRegions {
 
  private:
   const void *ran_last_ = nullptr, *ends_forward_ = nullptr;
+  int ran_ = 0;  // in this forward: of one alone pages that come back cost more than they save
 };
 
 class ReplayedRegions : public grad::Regions {

@@ -54,6 +54,8 @@ struct Variant {
   /// Of each argument, whether a call with another one was compared. Until then the recorded one alone
   /// is replayed: of what the host has read of it nothing is known.
   std::vector<bool> varied;
+  /// Copies of those that have not varied when all was compared, which are looked at faster.
+  std::vector<at::Tensor> same;
   std::vector<InputLike> gradients;  ///< of the results, when it was recorded
   std::vector<bool> results_need_gradient;
   std::size_t results = 0;    ///< without grad mode: of the body, behind them what is kept
@@ -63,6 +65,7 @@ struct Variant {
   std::int64_t last_call = 0;  ///< of the region's
   std::vector<std::unique_ptr<LiveEntry>> free;
 
+  void keep_same(const std::vector<at::Tensor>& arguments);
   bool is_compared() const { return refused.empty() && compared >= kCompared; }
   bool replays(const std::vector<at::Tensor>& arguments) const;
   /// Whether what the program reads beside its arguments is where it was; of tensors that are no
@@ -73,6 +76,7 @@ struct Variant {
     tape.reset();
     program.reset();
     outside.reset();
+    same.clear();
     compared = 0;
     free.clear();
   }
