@@ -1,6 +1,10 @@
 // Where gathered parameters, slots and the memory of regions lie is the same in each replayed step, so
 // that what is recorded of a region's addresses (a CUDA graph) holds in the steps behind it.
-#include <sstream>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "base/test_hooks.h"
 #include "dist/replayed.h"

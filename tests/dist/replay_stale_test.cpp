@@ -239,6 +239,7 @@ TEST(ReplayStale, ThreadsAlgorithmsModesAndDtypesAreGuards) {
     std::function<void(Model&, bool)> set;
   };
   const std::vector<Setting> settings{
+      {"threads", [](Model&, bool other) { at::set_num_threads(other ? 2 : 1); }},
       {"training", [](Model& model, bool other) { model.train(!other); }},
       {"deterministic",
        [](Model&, bool other) {
