@@ -72,12 +72,15 @@ class MayWait : public torch::autograd::Function<MayWait> {
 };
 
 /// What a unit computes on two streams at the same time: x a + relu(x b), the second one beside.
+/// With x = z c in front of it a gradient comes after that of b on the stream that came first.
 struct Sides : torch::nn::Module {
   explicit Sides(std::uint64_t seed)
       : a(register_parameter("a", test::seeded(seed, {kWidth}))),
-        b(register_parameter("b", test::seeded(seed + 1, {kWidth}))) {}
+        b(register_parameter("b", test::seeded(seed + 1, {kWidth}))),
+        c(register_parameter("c", test::seeded(seed + 2, {kWidth}))) {}
 
-  at::Tensor forward(const at::Tensor& x) {
+  at::Tensor forward(const at::Tensor& z) {
+    const at::Tensor x = in_front ? MayWait::apply(z, c) : z;
     if (!beside) return MayWait::apply(x, a) + at::relu(x * b);
     const Stream here = Stream::current(x.device());
     follow(side, here);
@@ -90,11 +93,14 @@ struct Sides : torch::nn::Module {
     const at::Tensor own = MayWait::apply(x, a);
     follow(here, side);
     kept.insert(kept.end(), {x.detach(), other});
-    return own + other;
+    // Else autograd adds to the gradient that both have, in place, once the last one has it.
+    return own + (apart ? other.mul(1) : other);
   }
 
-  at::Tensor a, b;
+  at::Tensor a, b, c;
   bool beside = false;
+  bool in_front = false;
+  bool apart = false;   ///< no gathers order the streams in backward
   bool direct = false;  ///< products of `beside` are written into slots, too
   Stream side;
   std::vector<at::Tensor> kept;  ///< what crosses streams, until both are over
@@ -128,8 +134,10 @@ struct Case {
   int ranks = 2;
   int replicas = 1;
   bool beside = false;      ///< parts of each unit on a stream of their own
+  bool in_front = false;    ///< and one in front of these
   bool alternates = false;  ///< every other micro-batch on a stream of its own
   bool keeps = false;       ///< units stay unsharded after backward
+  bool stays = false;       ///< and after forward
   bool at_last = false;     ///< micro-batches are reduced together
   bool in_flight = false;   ///< they are reduced each, and waited for at the last
   bool defers = false;      ///< weight gradients are formed on another stream
@@ -142,10 +150,13 @@ std::vector<at::Tensor> results_of(World& world, const Case& c) {
   const Mesh mesh = test::data_mesh(world, c.replicas);
   tower->shard(mesh, c.policy);
   auto handle = fully_shard(tower, mesh, c.policy);
-  if (c.keeps) handle.set_reshard_after_backward(false);
+  if (c.keeps || c.stays) handle.set_reshard_after_backward(false);
+  if (c.stays) handle.set_reshard_after_forward(false);
   tower->direct = c.direct;
   for (const auto& sides : tower->sides) {
     sides->beside = c.beside;
+    sides->in_front = c.in_front;
+    sides->apart = c.in_front || c.stays;
     sides->direct = c.direct;
     sides->side = Stream::make(world.device());
   }
@@ -227,6 +238,10 @@ std::vector<Case> cases() {
       add("micro-batches", [](Case& c) { c.alternates = true; });
       add("micro-batches, kept", [](Case& c) { c.alternates = c.keeps = true; });
       add("both, reduced at last", [](Case& c) { c.beside = c.alternates = c.at_last = true; });
+      add("parts in front and beside", [](Case& c) { c.in_front = c.beside = true; });
+      // A gather, or memory that is given back, would order the streams.
+      add("both, never resharded, reduced at last",
+          [](Case& c) { c.beside = c.alternates = c.stays = c.at_last = true; });
       add("both, in flight", [](Case& c) { c.beside = c.alternates = c.in_flight = true; });
       add("deferred", [](Case& c) { c.beside = c.defers = true; });
       add("deferred micro-batches", [](Case& c) { c.alternates = c.defers = true; });

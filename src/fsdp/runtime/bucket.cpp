@@ -124,14 +124,16 @@ void Bucket::ensure_slots() {
   if (slots_.defined()) return;
   TESSERA_INVARIANT(!wire_.defined(),
                     "a gradient arrived while its bucket's reduction is under way");
-  if (groups_.reduce == nullptr) {
-    if (!accumulator_.defined()) slot_uses_.join(current_stream(), comm::EventSite::kAccept);
+  const bool in_sum = groups_.reduce == nullptr;
+  if (!in_sum || !accumulator_.defined()) {  // other memory, which nobody has used
+    slot_uses_.clear();
+    slot_uses_.note(current_stream());
+  }
+  if (in_sum) {
     ensure_accumulator();
     slots_ = accumulator_;
   } else {
     slots_ = pool_->take(plan_.numel, to_scalar_type(plan_.key.accumulate));
-    slot_uses_.clear();
-    slot_uses_.note(current_stream());
   }
 }
 
@@ -182,11 +184,7 @@ void Bucket::end_loan(std::size_t index, bool arrived) {
   arrived_[index] = 1;
 }
 
-void Bucket::join_slots() {
-  if (groups_.reduce == nullptr) {
-    slot_uses_.join(current_stream(), comm::EventSite::kAccept);
-  }
-}
+void Bucket::join_slots() { slot_uses_.join(current_stream(), comm::EventSite::kAccept); }
 
 bool Bucket::has_arrivals() const {
   return std::any_of(arrived_.begin(), arrived_.end(), [](auto a) { return a != 0; });
@@ -301,7 +299,7 @@ void Bucket::leave_final_memory() {
 
 void Bucket::begin_replica_reduce(comm::Batch& batch) {
   if (groups_.replicas == nullptr) return;
-  join_slots();
+  if (groups_.reduce == nullptr) join_slots();
   slot_uses_.note(groups_.replicas->stream());
   if (!replica_sum_.defined()) replica_sum_ = make(accumulator_.numel(), plan_.key.accumulate);
   // Copies are added as they were summed up: one sum, but for its two ends.
@@ -319,7 +317,13 @@ void Bucket::fill_replica_reduce() const {
 
 const at::Tensor& Bucket::finish_final(double loss_scale) {
   TESSERA_INVARIANT(has_sum_, "a final gradient without a sum");
-  join_slots();
+  if (groups_.reduce == nullptr) {
+    join_slots();
+  } else if (!slots_.defined()) {
+    // It comes behind the reductions, and who clears the sums on another stream behind it.
+    slot_uses_.clear();
+    slot_uses_.note(current_stream());
+  }
   final_is_accumulator_ = sum_is_final() && loss_scale == 1.0;
   if (final_is_accumulator_) return accumulator_;
   const auto& sum = groups_.replicas != nullptr ? replica_sum_ : accumulator_;
@@ -348,10 +352,7 @@ void Bucket::drop_gradients() {
     if (group == nullptr) continue;
     comm::order(group->stream(), current_stream(), comm::EventSite::kReduced);
   }
-  // Kernels may read and write what goes back, though no collective came after them.
-  if (slots_.defined() || wire_.defined()) {
-    slot_uses_.join(current_stream(), comm::EventSite::kAccept);
-  }
+  join_slots();  // kernels may read and write what goes back, though no collective came after them
   if (slots_.defined() && groups_.reduce != nullptr) pool_->give_back(std::move(slots_));
   slots_ = at::Tensor();
   finish_reduce();
