@@ -164,6 +164,8 @@ TEST(Counts, SizesThatTheHostHasToKnowAreWaits) {
   at::repeat_interleave(a);
   at::repeat_interleave(a, /*output_size=*/15);
   a.index({a});
+  const at::Tensor mask = a > 2;
+  mask.index_put_({a}, a > 3);
   const auto waits = take_counts().waits;
   EXPECT_THAT(waits, ElementsAre(Pair("masked_select", 1), Pair("nonzero", 2),
                                  Pair("repeat_interleave.Tensor", 1)));

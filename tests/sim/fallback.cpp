@@ -204,7 +204,12 @@ class Call {
       const auto is_mask = [](const Touched& each) {
         return each.tensor.scalar_type() == at::kBool || each.tensor.scalar_type() == at::kByte;
       };
-      return touched_.size() > 1 && std::any_of(touched_.begin() + 1, touched_.end(), is_mask);
+      // Behind itself and the indices come the values, which may be numbers of the host.
+      const auto are_of_host = [&](const at::Tensor& one) {
+        return one.is_same(argument(2).toTensor());
+      };
+      const bool without_values = std::any_of(of_host_.begin(), of_host_.end(), are_of_host);
+      return std::any_of(touched_.begin() + 1, touched_.end() - (without_values ? 0 : 1), is_mask);
     }
     if (!operation_.hasTag(at::Tag::dynamic_output_shape)) return false;
     for (std::size_t i = 0; i < arguments().size(); ++i) {

@@ -165,6 +165,21 @@ TEST(Faults, AHostThatReadsTooEarlySeesNoNumbers) {
   EXPECT_TRUE(early.eq(7).all().item<bool>()) << "what is waited for lands with all before it";
 }
 
+// Naive: memory of ones is what some integers are, and a truth.
+TEST(Faults, AHostThatReadsTooEarlySeesNoIntegerThatComes) {
+  for (const bool pinned : {false, true}) {
+    for (const auto dtype : {at::kLong, at::kInt, at::kByte, at::kBool}) {
+      const at::Tensor comes = at::arange(-3, 3, at::kLong).to(dtype);
+      const at::Tensor buffer = at::zeros({60}, at::TensorOptions(dtype).pinned_memory(pinned));
+      const at::Tensor host = buffer.narrow(0, 7, 6);  // less than a page: it can be read
+      host.copy_(comes.to(device(0)), /*non_blocking=*/true);
+      EXPECT_FALSE(host.eq(comes).any().item<bool>()) << dtype << (pinned ? ", pinned" : "");
+      guard().synchronizeStream(current(0));
+      EXPECT_TRUE(at::equal(host, comes));
+    }
+  }
+}
+
 // An event of before the copy, or of another stream, is not behind it.
 TEST(Faults, AHostThatWaitsForAnotherEventSeesNoNumbers) {
   const at::Tensor values = at::full({4}, 7.0, on(0)), host = at::zeros({4});

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/record_function.h>
 
+#include <cstdint>
 #include <cstring>
 #include <utility>
 
@@ -21,10 +22,19 @@ at::Tensor dense_copy(const at::Tensor& values) {
       .copy_(values);
 }
 
-/// No number, in any dtype that has such a thing.
+/// No number, in any dtype that has such a thing; in others none of the values.
 at::Tensor nothing_like(const at::Tensor& values) {
   at::Tensor result = dense_copy(values);
-  if (result.numel() > 0) std::memset(result.mutable_data_ptr(), 0xff, result.nbytes());
+  if (result.numel() == 0) return result;
+  auto* const bytes = static_cast<std::uint8_t*>(result.mutable_data_ptr());
+  if (at::isIntegralType(result.scalar_type(), /*includeBool=*/true)) {
+    const auto turned = static_cast<std::uint8_t>(result.scalar_type() == at::kBool ? 1 : 0xff);
+    for (std::size_t i = 0; i < result.nbytes(); ++i) {
+      bytes[i] = static_cast<std::uint8_t>(bytes[i] ^ turned);
+    }
+  } else {
+    std::memset(bytes, 0xff, result.nbytes());
+  }
   return result;
 }
 

@@ -1,7 +1,7 @@
 // Copies between host and device that are on their way until a host thread has waited for them.
 //
-// One to the host shows its target as NaN until it lands, and as unreadable where it is pinned: so
-// code that reads too early fails each time. One from pinned memory is checked when it lands: a GPU
+// One to the host shows its target as NaN until it lands (integers with every bit turned, truths as
+// untruths), and as unreadable where it is pinned: so code that reads too early fails each time. One from pinned memory is checked when it lands: a GPU
 // reads the source somewhere between the two.
 #pragma once
 
