@@ -65,12 +65,14 @@ class FormsAside : public torch::autograd::Function<FormsAside> {
  public:
   static inline Stream aside;
   static inline std::vector<at::Tensor> kept;  ///< what is read there
+  static inline std::function<void()> before = [] {};
 
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& w) {
     context->save_for_backward({x, w});
     return x * w;
   }
   static variable_list backward(AutogradContext* context, variable_list grads) {
+    before();
     const auto saved = context->get_saved_variables();
     using Reads = grad::Product::Reads;
     const grad::Product product{.sizes = saved[1].sizes().vec(),
@@ -97,10 +99,29 @@ struct Products : torch::nn::Module {
   at::Tensor b = register_parameter("b", test::seeded(5, {kWidth}));
 };
 
+/// x a + x b, the second one beside, whose gradient comes last.
+struct Sides : torch::nn::Module {
+  at::Tensor forward(const at::Tensor& x) {
+    const Stream here = Stream::current(x.device());
+    wait_for(side.get(), here.get());
+    {
+      const StreamScope there(side);
+      other = FormsAside::apply(x, b);
+    }
+    const at::Tensor own = FormsAside::apply(x, a);
+    wait_for(here.get(), side.get());
+    return own + other;
+  }
+  at::Tensor a = register_parameter("a", test::seeded(4, {kWidth}));
+  at::Tensor b = register_parameter("b", test::seeded(5, {kWidth}));
+  Stream side;
+  at::Tensor other;  // until both streams are over
+};
+
 /// Memory of each size that a bucket may have is written on the current stream, and let go.
 void use_free_memory(const World& world) {
   std::vector<at::Tensor> all;
-  for (std::int64_t numel = 1; numel < 64; ++numel) {
+  for (std::int64_t numel = 1; numel <= 128; ++numel) {
     all.push_back(at::full({numel}, 1.0, at::TensorOptions().device(world.device())));
   }
 }
@@ -171,6 +192,21 @@ void add_to_what_was_written_aside(World& world) {
   FormsAside::kept.clear();
 }
 
+/// The first gradient of a bucket takes memory that its stream has just used, and the next one is
+/// written on a stream that knows nothing of that.
+void add_beside_the_first(World& world) {
+  const auto sides = std::make_shared<Sides>();
+  auto model = fully_shard(sides, test::data_mesh(world));
+  const Stream main = Stream::current(world.device());
+  sides->side = Stream::make(world.device());
+  const at::Tensor x = input_on(world, 0);
+  FormsAside::before = [&] {
+    if (Stream::current(world.device()) == main) use_free_memory(world);
+  };
+  test::backward(test::squares(model.forward(x)));
+  wait_for(main.get(), sides->side.get());
+}
+
 void expect_needed(int ranks, const std::function<void(World&)>& program, EventSite site) {
   for (const std::string device : {"sim", "sim:0"}) {
     const Where where{ranks, device};
@@ -190,6 +226,11 @@ TEST(EventsOfAUnit, WhatTwoStreamsReadIsGivenBackBehindBoth) {
 // Of several ranks the unit's memory, which goes back, too, orders the streams.
 TEST(EventsOfAUnit, WhatWaitsIsDroppedBehindTheStreamThatAddedIt) {
   expect_needed(1, drop_on_another_stream, EventSite::kAccept);
+}
+
+TEST(EventsOfAUnit, SlotsAreWrittenBehindWhatTheirMemoryWas) {
+  expect_needed(1, add_beside_the_first, EventSite::kAccept);
+  FormsAside::before = [] {};
 }
 
 TEST(EventsOfAUnit, WhatWasWrittenBesideIsAddedToBehindIt) {
