@@ -5,12 +5,12 @@
 #include <utility>
 
 #include "base/hash.h"
+#include "base/philox.h"
 #include "tessera/error.h"
 
 namespace tessera {
 namespace {
 
-constexpr int kRounds = 10;
 constexpr int kFeistelRounds = 8;
 constexpr int kMinHalfBits = 4;
 
@@ -65,15 +65,15 @@ void fill(float* out, std::int64_t begin, std::int64_t end, const Draw& draw,
 }  // namespace
 
 PhiloxCounter philox(PhiloxCounter counter, PhiloxKey key) {
-  for (int round = 0; round < kRounds; ++round) {
-    const std::uint64_t product0 = std::uint64_t{0xD2511F53} * counter[0];
-    const std::uint64_t product1 = std::uint64_t{0xCD9E8D57} * counter[2];
+  using Constants = PhiloxConstants;
+  for (int round = 0; round < Constants::kRounds; ++round) {
+    const std::uint64_t product0 = std::uint64_t{Constants::kFactors[0]} * counter[0];
+    const std::uint64_t product1 = std::uint64_t{Constants::kFactors[1]} * counter[2];
     counter = {static_cast<std::uint32_t>(product1 >> 32) ^ counter[1] ^ key[0],
                static_cast<std::uint32_t>(product1),
                static_cast<std::uint32_t>(product0 >> 32) ^ counter[3] ^ key[1],
                static_cast<std::uint32_t>(product0)};
-    key[0] += 0x9E3779B9U;
-    key[1] += 0xBB67AE85U;
+    for (std::size_t i = 0; i < key.size(); ++i) key[i] += Constants::kKeySteps[i];
   }
   return counter;
 }

@@ -2,21 +2,16 @@
 
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/addmm.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/accumulate.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <algorithm>
-#include <cmath>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "base/first_derivative.h"
-#include "base/hash.h"
-#include "base/parallel.h"
 #include "base/random.h"
 #include "grad/region.h"
 #include "parallel/transitions.h"
@@ -225,21 +220,22 @@ std::shared_ptr<Linear> add_projection(torch::nn::Module& parent, const std::str
 
 namespace {
 
-/// The counter's last word says what is drawn, as in base/random.cpp.
-constexpr std::uint32_t kDropoutPurpose = 4;
-constexpr std::int64_t kRowsOfAThread = 16;
-
 /// [..., K] as [M, K]; M may be 0.
 at::Tensor by_token(const at::Tensor& x) {
   const auto sizes = x.sizes();
   return x.reshape({c10::multiply_integers(sizes.begin(), sizes.end() - 1), sizes.back()});
 }
 
+/// Of all of x; undefined where nothing is dropped.
+at::Tensor factors_of(const at::Tensor& x, const DropoutDraw& draw, at::ScalarType dtype) {
+  if (draw.probability <= 0) return {};
+  return dropout_factors(draw, x.sizes().vec(), dtype, x.device());
+}
+
 /// [..., K] as [M, K] in the adapter's dtype, what is dropped left out.
-at::Tensor adapter_input(const at::Tensor& x, const DropoutDraw& draw, at::ScalarType dtype) {
-  at::Tensor wide = x.to(dtype);
-  if (draw.probability > 0) wide = wide * dropout_factors(draw, x.sizes().vec(), dtype, x.device());
-  return by_token(wide);
+at::Tensor adapter_input(const at::Tensor& x, const at::Tensor& factors, at::ScalarType dtype) {
+  const at::Tensor wide = x.to(dtype);
+  return by_token(factors.defined() ? wide * factors : wide);
 }
 
 /// Saved for backward: x in its own dtype, which the frozen layer beside holds too, and [M, R].
@@ -248,7 +244,8 @@ struct AdapterFunction : torch::autograd::Function<AdapterFunction> {
                             const at::Tensor& a, const at::Tensor& b, double scale,
                             const DropoutDraw& draw) {
     const WideScope own_dtype;  // the result has the layer's
-    const at::Tensor input = adapter_input(x, draw, a.scalar_type());
+    const at::ScalarType dtype = a.scalar_type();
+    const at::Tensor input = adapter_input(x, factors_of(x, draw, dtype), dtype);
     const at::Tensor hidden = at::mm(input, a.t());
     const at::Tensor delta = at::mm(hidden, b.t()).mul_(scale).view(base.sizes());
     ctx->set_materialize_grads(false);
@@ -275,78 +272,25 @@ struct AdapterFunction : torch::autograd::Function<AdapterFunction> {
     const at::Tensor grad =
         by_token(grads[0]).to(a.scalar_type()) * ctx->saved_data["scale"].toDouble();
     const at::Tensor grad_hidden = at::mm(grad, b);
+    // Drawn once: of all that is done here it takes longest.
+    const bool is_used = ctx->needs_input_grad(1) || ctx->needs_input_grad(2);
+    const at::Tensor factors = is_used ? factors_of(x, draw, a.scalar_type()) : at::Tensor();
     variable_list result(6);
     if (ctx->needs_input_grad(0)) result[0] = grads[0];
     if (ctx->needs_input_grad(1)) {
       at::Tensor grad_x = at::mm(grad_hidden, a).view(x.sizes());
-      if (draw.probability > 0) {
-        grad_x.mul_(dropout_factors(draw, x.sizes().vec(), a.scalar_type(), x.device()));
-      }
+      if (factors.defined()) grad_x.mul_(factors);
       result[1] = grad_x.to(x.scalar_type());
     }
     if (ctx->needs_input_grad(2)) {
-      result[2] = at::mm(grad_hidden.t(), adapter_input(x, draw, a.scalar_type()));
+      result[2] = at::mm(grad_hidden.t(), adapter_input(x, factors, a.scalar_type()));
     }
     if (ctx->needs_input_grad(3)) result[3] = at::mm(grad.t(), saved[3]);
     return result;
   }
 };
 
-/// One row of one position: a block of the generator is four columns of the whole input.
-template <class T>
-void fill_factors(T* out, std::int64_t columns, std::int64_t row, std::int64_t position,
-                  const DropoutDraw& draw) {
-  const PhiloxKey key{static_cast<std::uint32_t>(draw.stream),
-                      static_cast<std::uint32_t>(draw.stream >> 32)};
-  const double limit = std::ldexp(draw.probability, 32);
-  const T kept = static_cast<T>(1.0 / (1.0 - draw.probability));
-  const std::int64_t end = draw.first_column + columns;
-  for (std::int64_t column = draw.first_column; column < end;) {
-    const PhiloxCounter words =
-        philox({static_cast<std::uint32_t>(column / 4), static_cast<std::uint32_t>(position),
-                static_cast<std::uint32_t>(row), kDropoutPurpose},
-               key);
-    const std::int64_t next = std::min(end, (column / 4 + 1) * 4);
-    for (; column < next; ++column) {
-      const bool drops = static_cast<double>(words[static_cast<std::size_t>(column % 4)]) < limit;
-      out[column - draw.first_column] = drops ? T{0} : kept;
-    }
-  }
-}
-
-template <class T>
-void fill_all(const at::Tensor& factors, const DropoutDraw& draw) {
-  const std::int64_t positions = factors.size(1);
-  const std::int64_t columns = factors.size(2);
-  T* const out = factors.mutable_data_ptr<T>();
-  base::for_ranges(factors.size(0) * positions, kRowsOfAThread,
-                   [&](std::int64_t begin, std::int64_t end) {
-                     for (std::int64_t i = begin; i < end; ++i) {
-                       fill_factors(out + i * columns, columns, draw.first_row + i / positions,
-                                    i % positions, draw);
-                     }
-                   });
-}
-
 }  // namespace
-
-DropoutDraw dropout_draw(const LoraOptions& options, const SamplePlace& place) {
-  Hasher stream;
-  stream.add(place.seed).add(place.step).add(options.layer);
-  return {options.dropout, stream.digest(), place.first_row, options.first_column};
-}
-
-at::Tensor dropout_factors(const DropoutDraw& draw, const std::vector<std::int64_t>& shape,
-                           at::ScalarType dtype, at::Device device) {
-  TESSERA_INVARIANT(shape.size() == 3, "dropout of an adapter's input with ", shape.size(),
-                    " dims, expected rows, positions and columns");
-  grad::refuse_recording("what dropout drops in one step");
-  const bool twice = dtype == at::kDouble;
-  const at::Tensor factors = at::empty(
-      shape, at::TensorOptions().dtype(twice ? dtype : at::kFloat).pinned_memory(!device.is_cpu()));
-  twice ? fill_all<double>(factors, draw) : fill_all<float>(factors, draw);
-  return factors.to(device, factors.scalar_type(), /*non_blocking=*/true).to(dtype);
-}
 
 at::Tensor add_adapter(const at::Tensor& base, const at::Tensor& x, const at::Tensor& a,
                        const at::Tensor& b, const LoraOptions& options) {

@@ -58,8 +58,8 @@ struct DropoutDraw {
 };
 DropoutDraw dropout_draw(const LoraOptions& options, const SamplePlace& place);
 
-/// 0 for an element that is dropped, else 1 / (1 - probability): [B, T, K]. Drawn on the host, so
-/// that they are the same on every device, which does not wait for them.
+/// 0 for an element that is dropped, else 1 / (1 - probability): [B, T, K], drawn on `device`, the
+/// same on every one (dropout.cpp).
 at::Tensor dropout_factors(const DropoutDraw& draw, const std::vector<std::int64_t>& shape,
                            at::ScalarType dtype, at::Device device = at::kCPU);
 

@@ -11,6 +11,7 @@
 #include "kernels/kernels.h"
 #include "nn/attention.h"
 #include "nn/grouped_linear.h"
+#include "nn/linear.h"
 #include "nn/loss.h"
 #include "nn/mlp.h"
 #include "nn/rms_norm.h"
@@ -253,6 +254,24 @@ TEST_P(OnDevices, FrozenNormsLeaveTheOtherGradientsAsTheyAre) {
     return in[0].grad();
   };
   EXPECT_TRUE(at::equal(gradient_of_x(false), gradient_of_x(true)));
+}
+
+// The numbers are the host's (whose generator has known answers), from inside a block of columns, too;
+// in several blocks of rows they are those of one.
+TEST_P(OnDevices, DropoutDropsWhatTheHostDrops) {
+  const DropoutDraw draws[] = {{0.0, 1, 0, 0},
+                               {0.05, 0xFFFFFFFFFFFFFFFF, 0, 0},
+                               {0.4, 0x0123456789ABCDEF, 5, 0},
+                               {0.999, 1, std::int64_t{1} << 31, 7}};
+  for (const DropoutDraw& one : draws) {
+    for (const std::vector<std::int64_t>& sizes :
+         {std::vector<std::int64_t>{3, 5, 7}, {1, 1, 1}, {2, 33, 64}, {0, 4, 8}}) {
+      const at::Tensor expected = dropout_factors(one, sizes, dtype());
+      EXPECT_TRUE(dropout_factors(one, sizes, dtype(), device()).cpu().equal(expected)) << sizes;
+      const test_hooks::Set in_parts(test_hooks::elements_at_a_time, [] { return 100; });
+      EXPECT_TRUE(dropout_factors(one, sizes, dtype(), device()).cpu().equal(expected)) << sizes;
+    }
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Dtypes, OnDevices, ::testing::Values(at::kFloat, at::kBFloat16, at::kHalf),

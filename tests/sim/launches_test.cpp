@@ -10,6 +10,7 @@
 
 #include "comm/device.h"
 #include "models/decoder.h"
+#include "nn/linear.h"
 #include "nn/parameter.h"
 #include "sim/streams.h"
 #include "unit/models/small_spec.h"
@@ -118,6 +119,18 @@ TEST(Launches, AttentionCopiesNothing) {
   ASSERT_EQ(counts.backward.launches.at("_scaled_dot_product_flash_attention_backward"), 1);
   EXPECT_EQ(counts.forward.launches.count("copy_"), 0U) << text_of(counts.forward.launches);
   EXPECT_EQ(counts.backward.launches.count("copy_"), 0U) << text_of(counts.backward.launches);
+}
+
+// On the host the factors of a large model take minutes a step.
+TEST(Launches, DropoutIsDrawnWhereItDrops) {
+  comm::use_device(device(0));
+  const nn::DropoutDraw draw{.probability = 0.3, .stream = 0x123456789ABCDEF0, .first_row = 2};
+  take_counts();
+  const at::Tensor found = nn::dropout_factors(draw, {2, 3, 40}, at::kFloat, device(0));
+  const Counts counts = take_counts();
+  EXPECT_EQ(counts.launches.count("upload"), 0U) << text_of(counts.launches);
+  EXPECT_EQ(counts.waits.size(), 0U) << text_of(counts.waits);
+  EXPECT_TRUE(found.cpu().equal(nn::dropout_factors(draw, {2, 3, 40}, at::kFloat)));
 }
 
 }  // namespace

@@ -38,6 +38,7 @@ bool is_device_memory(const void* pointer) {
 struct Block {
   char* data = nullptr;
   std::size_t size = 0;
+  std::size_t asked = 0;             ///< of it, where a smaller one has taken it
   c10::Stream stream;                ///< whose launches use it in order
   std::vector<c10::Stream> used_by;  ///< others, by record_stream
   std::vector<Until> busy_until;     ///< a taker's thread has to have waited for these
@@ -63,7 +64,8 @@ class DeviceMemory final : public c10::DeviceAllocator {
                      " that are free of its ", here.capacity);
     Block* block = take(stream, size);
     if (block == nullptr) block = make(stream, size);
-    here.live += block->size;
+    block->asked = size;
+    here.live += size;
     here.peak = std::max(here.peak, here.live);
     here.reserved_peak = std::max(here.reserved_peak, here.reserved);
     // No access: a launch that fills memory is one of its own.
@@ -170,7 +172,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
   }
   Block* make(const c10::Stream& stream, std::size_t size) {
     TORCH_CHECK_WITH(OutOfMemoryError, used_ + size <= kArena, "sim: out of memory on the host");
-    auto* block = new Block{as_seen_by_tensors + used_, size, stream, {}, {}};
+    auto* block = new Block{as_seen_by_tensors + used_, size, size, stream, {}, {}};
     used_ += size;
     devices_.at(static_cast<std::size_t>(stream.device_index())).reserved += size;
     blocks_[block->data] = block;
@@ -211,7 +213,7 @@ void DeviceMemory::drop(void* context) {
   auto* block = static_cast<Block*>(context);
   DeviceMemory& self = memory_of_devices();
   const std::lock_guard lock(self.mutex_);
-  self.devices_.at(static_cast<std::size_t>(block->stream.device_index())).live -= block->size;
+  self.devices_.at(static_cast<std::size_t>(block->stream.device_index())).live -= block->asked;
   for (const c10::Stream& stream : block->used_by) block->busy_until.push_back(until_now(stream));
   block->used_by.clear();
   free_bytes(block->data, block->size);

@@ -71,6 +71,10 @@ TEST(Memory, WhatIsHeldAndWhatWasIsCounted) {
     const at::Tensor held = at::empty({1 << 18}, on(1));
     EXPECT_EQ(live_bytes(1), before + (1 << 20));
   }
+  {
+    const at::Tensor smaller = at::empty({(1 << 18) - 4096}, on(1));
+    EXPECT_EQ(live_bytes(1), before + (1 << 20) - (1 << 14)) << "in the block of the one before";
+  }
   EXPECT_EQ(live_bytes(1), before);
   EXPECT_EQ(peak_bytes(1), before + (1 << 20));
   EXPECT_EQ(allocator->getDeviceStats(1).allocated_bytes[0].peak, peak_bytes(1));

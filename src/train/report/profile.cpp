@@ -27,8 +27,9 @@ constexpr std::array<const char*, 5> kKinds{"products", "other kernels",
 enum Kind : std::uint8_t { kProducts, kOtherKernels, kWaiting, kOptimizer, kOwnCode };
 
 Kind kind_of(std::string_view name) {
-  for (const auto* product : {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm",
-                              "aten::mkldnn_linear", "aten::mm_out", "tessera::product"}) {
+  for (const auto* product :
+       {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::mkldnn_linear",
+        "aten::mm_out", "aten::_grouped_mm", "tessera::product"}) {
     if (name == product) return kProducts;
   }
   if (name == "tessera::wait") return kWaiting;

@@ -67,5 +67,21 @@ TEST(StepProfile, TableHasEveryKindInMillisecondsAndPerCent) {
   EXPECT_EQ(shares["optimizer"].get<double>(), 0.0);
 }
 
+// Experts on a device: one kernel, which calls no other product there.
+TEST(StepProfile, GroupedProductsAreAmongProducts) {
+  const at::Tensor rows = at::ones({64, 16}), matrices = at::ones({4, 16, 32});
+  const at::Tensor ends = at::arange(16, 65, 16, at::kInt);
+  StepProfile profile;
+  profile.begin_step();
+  at::_grouped_mm(rows, matrices, ends);
+  profile.end_step();
+  const json found = json::parse(profile.to_json());
+  const double grouped = found.value("ms aten::_grouped_mm", 0.0);
+  EXPECT_GT(grouped, 0.0) << found;
+  EXPECT_GE(found["products"].get<double>() * found["step_ms"].get<double>() * (1 + 1e-9),
+            grouped + found.value("ms aten::mm", 0.0))
+      << found;
+}
+
 }  // namespace
 }  // namespace tessera::train::profile_of_run_test
