@@ -11,6 +11,7 @@ Run by ctest after the test `install`, with
 
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import tarfile
@@ -167,25 +168,49 @@ class OnGpu(unittest.TestCase):
             (self.tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, self.tree / name)
 
-    def pack(self, version):
+    def pack(self, version, said=""):
+        """Of programs that say this, each as a shell does it."""
         folder = self.tree / "build/gpu"
         write(folder, "torch_version", text=version + "\n")
         write(folder, "commit", text="0123abcd\n")
-        with tarfile.open(folder / "programs.tar.xz", "w:xz"):
-            pass
+        suites = re.search(r"^suites=\(([^)]*)\)", (ROOT / "scripts/on_gpu").read_text(), re.MULTILINE)[1].split()
+        with tarfile.open(folder / "programs.tar.xz", "w:xz") as archive:
+            for name in ("tessera", "test_gpu", *(f"test_{suite}" for suite in suites)):
+                write(self.tree, f"bin/{name}", text=f"#!/bin/sh\necho '{said}'\n")
+                (self.tree / "bin" / name).chmod(0o755)
+                archive.add(self.tree / "bin" / name, f"bin/{name}")
+            (self.tree / "lib").mkdir(exist_ok=True)
+            archive.add(self.tree / "lib", "lib")
+        return 1 + len(suites)
 
-    def torch(self, version):
-        """A torch that sees no GPU."""
+    def torch(self, version, sees_a_gpu=False):
         write(self.tree, "modules/torch/__init__.py", text=f"""__version__ = "{version}+cu130"
 class cuda:
-    is_available = staticmethod(lambda: False)
+    is_available = staticmethod(lambda: {sees_a_gpu})
+    mem_get_info = staticmethod(lambda: (2**36, 2**36))
+    get_device_name = staticmethod(lambda: "a card")
+    get_device_capability = staticmethod(lambda: (9, 0))
 """)
 
-    def refused(self, *words):
-        done = run("bash", self.tree / "scripts/on_gpu", *words,
+    def on_gpu(self, *words):
+        return run("bash", self.tree / "scripts/on_gpu", *words,
                    env={"PATH": os.environ["PATH"], "PYTHONPATH": str(self.tree / "modules"), "PYTHONNOUSERSITE": "1"})
+
+    def refused(self, *words):
+        done = self.on_gpu(*words)
         self.assertEqual(done.returncode, 2, done.stdout + done.stderr)
         return done.stderr.splitlines()[-1]
+
+    def test_programs_that_do_not_see_the_card_have_not_passed(self):
+        # Naive: gtest ends with 0 where all of its tests are skipped.
+        self.torch("2.11.0", sees_a_gpu=True)
+        for said, code, word in (("[  PASSED  ] 3 tests.", 0, "passed"),
+                                 ("no CUDA device: built without CUDA\n[  PASSED  ] 3 tests.", 1, "skipped")):
+            programs = self.pack("2.11.0", said)
+            done = self.on_gpu("check", "logs")
+            self.assertEqual(done.returncode, code, done.stdout + done.stderr)
+            table = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("test_")]
+            self.assertEqual(table, [word] * programs)
 
     def test_another_torch_than_was_prepared_for_is_refused(self):
         self.pack("2.11.0")
