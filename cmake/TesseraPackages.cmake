@@ -35,6 +35,14 @@ if(NOT Torch_VERSION)
   message(FATAL_ERROR "libtorch: found none, expected its folder in TESSERA_TORCH or CMAKE_PREFIX_PATH; "
     "scripts/bootstrap installs one")
 endif()
+if(Torch_DIR)
+  get_filename_component(asked_for ${Torch_DIR} ABSOLUTE)
+  cmake_path(IS_PREFIX TORCH_INSTALL_PREFIX ${asked_for} NORMALIZE is_asked_for)
+  if(NOT is_asked_for)
+    message(FATAL_ERROR "Torch_DIR, or TESSERA_TORCH: found no libtorch in ${Torch_DIR} (and one in ${TORCH_INSTALL_PREFIX}), "
+      "expected its folder; correct it, or leave it out")
+  endif()
+endif()
 include(TesseraCuda)       # what nccl.cpp is compiled with; without it no CUDA
 tessera_torch_target()
 

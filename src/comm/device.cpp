@@ -20,9 +20,15 @@
 namespace tessera::comm {
 namespace {
 
+/// A libtorch with CUDA brings its devices to a program that is built without the backend for them.
+bool built_with(c10::DeviceType type) {
+  const auto of_its_kind = std::ranges::find(backends(), type, &BackendRow::device);
+  return c10::impl::hasDeviceGuardImpl(type) &&
+         (of_its_kind == backends().end() || of_its_kind->built_in());
+}
+
 int devices_there(c10::DeviceType type) {
-  if (!c10::impl::hasDeviceGuardImpl(type)) return 0;
-  return c10::impl::VirtualGuardImpl(type).deviceCount();
+  return built_with(type) ? c10::impl::VirtualGuardImpl(type).deviceCount() : 0;
 }
 
 c10::Device parsed(const std::string& name) {
@@ -66,9 +72,12 @@ c10::Device device_of_rank(const std::string& name, int local_rank) {
   if (asked.is_cpu()) return c10::kCPU;
   const int there = devices_there(asked.type());
   const std::string type = c10::DeviceTypeName(asked.type(), /*lower_case=*/true);
+  TESSERA_CHECK(built_with(asked.type()), ErrorKind::kUsage, "world: found device ", name,
+                ", but this program is built without ", type, "; take cpu, or build it with ", type,
+                ", against a libtorch that has it");
   TESSERA_CHECK(there > 0, ErrorKind::kUsage, "world: found device ", name,
-                ", but libtorch sees no ", type, " device; take cpu, or a libtorch with ", type,
-                " where its driver and a device are");
+                ", but libtorch sees no ", type, " device; take cpu, or see that a driver and a ",
+                "device are there, and shown to this program");
   if (asked.has_index()) {
     TESSERA_CHECK(asked.index() < there, ErrorKind::kUsage, "world: found device ", name,
                   ", expected one of ", type, ":0 to ", type, ":", there - 1);

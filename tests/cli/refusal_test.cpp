@@ -57,7 +57,7 @@ INSTANTIATE_TEST_SUITE_P(
         Refused{{"train", "absent.toml"}, "absent.toml"},
         Refused{{"train", "broken.toml"}, "broken.toml:2:9"},
         Refused{train({"--training.stpes", "3"}), "the nearest is --training.steps"},
-        Refused{train({"--device", "cuda"}), "libtorch sees no cuda device",
+        Refused{train({"--device", "cuda"}), "world: found device cuda, but ",
                 "CUDA_VISIBLE_DEVICES="},
         Refused{train({"--device", "cpu", "--comm.backend", "nccl"}),
                 "comm.backend: found nccl with device cpu"},

@@ -1,14 +1,15 @@
 // Without a CUDA device every test of the program is skipped, and says so.
-#include <ATen/Context.h>
 #include <gtest/gtest.h>
+
+#include "comm/device.h"
 
 namespace tessera::test {
 namespace {
 
 class Card final : public testing::Environment {
   void SetUp() override {
-    if (!at::hasCUDA()) {
-      GTEST_SKIP() << "no CUDA device: built against a libtorch without CUDA, or no driver";
+    if (comm::cuda_devices() == 0) {
+      GTEST_SKIP() << "no CUDA device: built without CUDA, or there is no driver or no card";
     }
   }
 };

@@ -2,12 +2,17 @@
 #include "comm/device.h"
 
 #include <ATen/Context.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/FakeGuardImpl.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <cstddef>
 #include <cstdlib>
 #include <string>
 
 #include "base/environment.h"
+#include "comm/backends/backend.h"
 #include "launch/store.h"
 #include "tessera/error.h"
 
@@ -111,6 +116,59 @@ TEST(SpawnedDevices, ThatWereAskedForAndAreTooFewAreRefused) {
             "device = \"cpu\" and comm.backend = \"auto\"");
   EXPECT_EQ(spawned("auto", "nccl", 2, 1).substr(0, 6), "usage:") << "not the CPU's";
   EXPECT_EQ(spawned("cuda", "nccl", 2, 1).substr(0, 6), "usage:");
+}
+
+/// What a rank that asks for `name` gets, or why it is refused.
+std::string device_asked_for(const std::string& name) {
+  try {
+    return device_of_rank(name, 0).str();
+  } catch (const Error& error) {
+    return concat(to_string(error.kind()), ": ", error.what());
+  }
+}
+
+/// CUDA devices as a libtorch with CUDA shows them where a driver is, whatever the program is built with.
+class DevicesOfLibtorch {
+ public:
+  DevicesOfLibtorch() { place().store(&shown_); }
+  ~DevicesOfLibtorch() { place().store(before_); }
+  DevicesOfLibtorch(const DevicesOfLibtorch&) = delete;
+  DevicesOfLibtorch& operator=(const DevicesOfLibtorch&) = delete;
+
+ private:
+  static std::atomic<const c10::impl::DeviceGuardImplInterface*>& place() {
+    return c10::impl::device_guard_impl_registry[static_cast<std::size_t>(c10::kCUDA)];
+  }
+  const c10::impl::DeviceGuardImplInterface* before_ = place().load();
+  c10::impl::FakeGuardImpl<c10::kCUDA> shown_;
+};
+
+// Naive: libtorch's devices are taken, for which this program has no backend.
+TEST(AskedForDevice, OfAProgramWithoutCudaIsTheCpuOrRefusedWhateverLibtorchSees) {
+  if (backend_named("nccl", c10::kCUDA).built_in()) GTEST_SKIP() << "built with CUDA";
+  const auto expect_none = [](const char* libtorch) {
+    SCOPED_TRACE(libtorch);
+    EXPECT_EQ(cuda_devices(), 0);
+    EXPECT_EQ(device_asked_for("auto"), "cpu");
+    EXPECT_EQ(device_asked_for("cuda"),
+              "usage: world: found device cuda, but this program is built without cuda; take cpu, "
+              "or build it with cuda, against a libtorch that has it");
+    EXPECT_NE(device_asked_for("cuda:1").find("found device cuda:1, but this program is"),
+              std::string::npos);
+  };
+  expect_none("without CUDA");
+  const DevicesOfLibtorch shown;
+  expect_none("with CUDA, a driver and devices");
+}
+
+TEST(AskedForDevice, WhereLibtorchSeesNoneIsTheCpuOrRefused) {
+  if (!backend_named("nccl", c10::kCUDA).built_in() || cuda_devices() > 0) {
+    GTEST_SKIP() << "built without CUDA, or there is a device";
+  }
+  EXPECT_EQ(device_asked_for("auto"), "cpu");
+  EXPECT_EQ(device_asked_for("cuda"),
+            "usage: world: found device cuda, but libtorch sees no cuda device; take cpu, or see "
+            "that a driver and a device are there, and shown to this program");
 }
 
 /// What deterministic kernels on CUDA say where the variable of its products is set so.

@@ -287,7 +287,10 @@ class NcclConnections final : public Connections {
     return std::make_shared<NcclGroup>(std::move(here), backend);
   }
   void require_recovery() const override {
-    throw Error(ErrorKind::kUsage, "recover: not with NCCL; start the run anew");
+    throw Error(
+        ErrorKind::kUsage,
+        "recover: found backend nccl, expected gloo or ranks that are threads: NCCL does not "
+        "connect its ranks anew; start the run again, from its last checkpoint");
   }
   void close() override { made_->close(); }
 
