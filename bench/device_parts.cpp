@@ -6,11 +6,9 @@
 // CONFIG_JSON is a model's config.json, DEVICE cpu, cuda or cuda:N. What goes in is drawn by its name
 // alone, with the device's generator: PyTorch's side draws the same. Prints a line of JSON: of each
 // part the milliseconds of each step's forward and backward (between events of the device, where it
-// has them), the most memory that a step takes beyond what goes in (not of the CPU), and norms of the result and
-// of all gradients, by which the sides are compared.
+// has them), the most memory that a step takes beyond what goes in (not of the CPU), and norms of the
+// result and of all gradients, by which the sides are compared.
 #include <ATen/ATen.h>
-#include <ATen/DeviceAccelerator.h>
-#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Event.h>
 
 #include <chrono>
@@ -257,20 +255,12 @@ void print_times(const char* name, const std::vector<double>& ms, std::size_t fi
 }
 
 void measure(const Part& part, const Sizes& sizes, int steps) {
-  auto* const allocator =
-      sizes.device.is_cpu() ? nullptr : at::getDeviceAllocator(sizes.device.type());
-  const auto bytes = [&] {
-    return allocator->getDeviceStats(sizes.device.index())
-        .allocated_bytes[static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
-  };
+  const bool on_card = !sizes.device.is_cpu();
   const auto clear = [&] {
     for (const auto& [name, leaf] : part.leaves) leaf.mutable_grad() = at::Tensor();
   };
-  std::int64_t before = 0;
-  if (allocator != nullptr) {
-    allocator->resetPeakStats(sizes.device.index());
-    before = bytes().current;
-  }
+  if (on_card) tessera::comm::begin_memory_peaks(sizes.device);
+  const std::int64_t before = on_card ? tessera::comm::memory_of(sizes.device).held : 0;
   Clock clock(sizes.device);
   for (int step = 0; step < kWarmUpSteps + steps; ++step) {
     clear();
@@ -284,8 +274,9 @@ void measure(const Part& part, const Sizes& sizes, int steps) {
   std::printf("\"%s\": {", part.name.c_str());
   print_times("forward_ms", ms, 0);
   print_times("backward_ms", ms, 1);
-  if (allocator != nullptr) {
-    std::printf("\"peak_mib\": %.1f, ", static_cast<double>(bytes().peak - before) / 1048576.0);
+  if (on_card) {
+    const std::int64_t peak = tessera::comm::memory_of(sizes.device).peak - before;
+    std::printf("\"peak_mib\": %.1f, ", static_cast<double>(peak) / 1048576.0);
   }
   // Of a sum of losses their mean.
   const at::Tensor y = part.forward();

@@ -1,4 +1,4 @@
-# Everything that is found rather than built. Debian package names stand in scripts/bootstrap.
+# Everything that is found rather than built. Debian package names stand in scripts/settings.sh.
 find_package(Threads REQUIRED)
 find_package(nlohmann_json REQUIRED)
 find_package(tomlplusplus QUIET)

@@ -14,10 +14,6 @@ namespace {
 
 double gib(double bytes) { return bytes / (1024.0 * 1024.0 * 1024.0); }
 
-}  // namespace
-
-namespace {
-
 struct sysinfo this_machine() {
   struct sysinfo found = {};
   TESSERA_CHECK(::sysinfo(&found) == 0, ErrorKind::kIo,

@@ -33,10 +33,6 @@ constexpr std::size_t kMeasured = 3;
 // Regions that are still recorded then are by each step, as bodies of many shapes are.
 constexpr int kRecordedBefore = 20;
 
-}  // namespace
-
-namespace {
-
 /// Of the host's memory what one of its ranks has, the least of any rank.
 MachineMemory least_memory(World& world) {
   const std::string kernel = comm::running_kernel();

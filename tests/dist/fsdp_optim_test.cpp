@@ -5,10 +5,12 @@
 #include <torch/optim/schedulers/step_lr.h>
 #include <torch/optim/sgd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
 #include "dist/plain.h"
+#include "fsdp/optim/optimizer_registry.h"
 #include "fsdp/runtime/unit.h"
 #include "tessera/clip.h"
 #include "tessera/optim.h"
@@ -420,6 +422,31 @@ TEST(Optim, AStepThatWasRefusedIsNotCounted) {
     for (const auto& state : optimizer->state()) EXPECT_EQ(state.steps, 2);
     handle.zero_grad();
     plain.zero_grad();
+  });
+}
+
+// What a configuration is checked by before there is an optimizer. Naive: a column of optimizers.def
+// that its class does not keep to.
+TEST(OptimizerRows, SayOfEachWhatItSaysOfItself) {
+  ranks(1).run([](World& world) {
+    const auto handle = fully_shard(std::make_shared<Affine>(1, 12, 16), data_mesh(world));
+    const auto expect_alike = [&](fsdp::OptimizerName name) {
+      for (const double momentum : {0.0, 0.9}) {
+        fsdp::Hyperparameters values;
+        values.momentum = momentum;
+        const auto optimizer = fsdp::make_optimizer(name, handle, 0.1, values);
+        EXPECT_EQ(optimizer->name(), fsdp::name_of(name));
+        EXPECT_EQ(optimizer->is_elementwise(), fsdp::is_elementwise(name)) << optimizer->name();
+        std::size_t most = 0;  // of its matrix and its vector
+        for (const auto& view : handle.shards()) {
+          most = std::max(most, optimizer->states_of(*view.contract).size());
+        }
+        EXPECT_EQ(most, static_cast<std::size_t>(fsdp::kept_states(name, values)))
+            << optimizer->name() << ", momentum " << momentum;
+      }
+    };
+#define TESSERA_OPTIMIZER(enumerator, ...) expect_alike(fsdp::OptimizerName::enumerator);
+#include "fsdp/optim/optimizers.def"
   });
 }
 

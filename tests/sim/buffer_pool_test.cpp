@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/test_hooks.h"
+#include "sim/ranks.h"
 #include "sim/streams.h"
 
 namespace tessera::sim::buffer_pool_test {
@@ -72,9 +72,7 @@ TEST(DevicePool, EachEventThatIsLeftOutIsFound) {
   for (const EventEnd end : {EventEnd::kRecord, EventEnd::kBlock}) {
     for (const EventSite site :
          {EventSite::kPoolBack, EventSite::kPoolFree, EventSite::kPoolMade}) {
-      const test_hooks::Set without(
-          test_hooks::leaves_out_event,
-          [&](EventSite which, EventEnd half) { return which == site && half == end; });
+      const auto left_out = without(site, end);
       const bool is_of_free = site != EventSite::kPoolBack;
       // A block that is freed has the event of the one who gave it back: it has no record of its own.
       if (site == EventSite::kPoolFree && end == EventEnd::kRecord) continue;

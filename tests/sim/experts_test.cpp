@@ -14,6 +14,7 @@
 #include "comm/device.h"
 #include "dist/ranks.h"
 #include "nn/mlp.h"
+#include "sim/in_place.h"
 #include "sim/reads.h"
 #include "sim/streams.h"
 #include "tessera/world.h"
@@ -25,15 +26,6 @@ namespace {
 using Tensors = std::vector<at::Tensor>;
 
 constexpr std::int64_t kExperts = 6, kHidden = 16, kInner = 24;
-
-/// The tests of this program begin on the CPU.
-class In {
- public:
-  explicit In(const test::Place& where) { test::place() = where; }
-  ~In() { test::place() = {}; }
-  In(const In&) = delete;
-  In& operator=(const In&) = delete;
-};
 
 /// [tokens, 2], ascending; nobody chooses expert 4.
 at::Tensor choice(std::int64_t tokens) {
@@ -168,7 +160,7 @@ TEST(ExpertsOnDevices, TokensThatTravelHaveTheBitsOfOneRankAndTheHostReadsOnce) 
     for (const std::vector<std::int64_t>& tokens :
          {std::vector<std::int64_t>{16, 16}, {0, 7}, {0, 0}, {5, 0, 11}}) {
       for (const test::Place& where : {test::Place{"sim"}, test::Place{"sim:0", true}}) {
-        const In here(where);
+        const sim::In here(where);
         const int size = static_cast<int>(tokens.size());
         std::int64_t all = 0;
         for (const std::int64_t each : tokens) all += each;

@@ -7,7 +7,6 @@
 #include <torch/optim/sgd.h>
 
 #include <array>
-#include <chrono>
 #include <exception>
 #include <functional>
 #include <map>
@@ -18,7 +17,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/test_hooks.h"
 #include "comm/group.h"
 #include "comm/host_read.h"
 #include "comm/stream.h"
@@ -26,6 +24,7 @@
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "nn/grouped_linear.h"
+#include "sim/ranks.h"
 #include "sim/reads.h"
 #include "sim/streams.h"
 #include "tessera/clip.h"
@@ -40,19 +39,6 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
 constexpr std::int64_t kWidth = 5;
-
-void on_ranks(int count, const std::string& device, const std::function<void(World&)>& body) {
-  WorldOptions options;
-  options.device = device;
-  options.timeout = std::chrono::seconds(20);
-  launch_threads(
-      count, ThreadBackend::kInProcess,
-      [&](World& world) {
-        const RankScope rank(world.rank());
-        body(world);
-      },
-      options);
-}
 
 /// By device. What ranks on simulated devices have found has the bits of the CPU's.
 using ResultsOf = std::map<std::string, std::vector<at::Tensor>>;
@@ -84,7 +70,7 @@ struct Step {
 
 Waits waits_of(const Step& step, int ranks) {
   std::vector<Waits> of_ranks(static_cast<std::size_t>(ranks));
-  on_ranks(ranks, "sim", [&](World& world) {
+  on_ranks({ranks, "sim"}, [&](World& world) {
     test::ShardedChain model(test::data_mesh(world), 1, 3, kWidth, step.policy);
     if (step.keeps) model.handle.set_reshard_after_backward(false);
     SgdOptions options;
@@ -132,7 +118,7 @@ TEST(StepOnADevice, TheHostWaitsWhereItIsSaidAlone) {
 /// Bytes of the pool after two steps.
 std::int64_t pool_bytes(int blocks, std::optional<std::int64_t> in_flight_bytes) {
   std::int64_t bytes = 0;
-  on_ranks(2, "sim", [&](World& world) {
+  on_ranks({2, "sim"}, [&](World& world) {
     ShardOptions root;
     root.in_flight_bytes = in_flight_bytes;
     test::ShardedChain model(test::data_mesh(world), 1, blocks, kWidth, {}, root);
@@ -211,7 +197,7 @@ TEST(StepOnADevice, SumsAreGoneBeforeTheNextForward) {
       for (const Clears clears :
            {Clears::kHandle, Clears::kOptimizerOfTorch, Clears::kEachByHand}) {
         SCOPED_TRACE(concat(count, " ranks, ", copies, " replicas, ", static_cast<int>(clears)));
-        on_ranks(count, "sim", [&, replicas = copies](World& world) {
+        on_ranks({count, "sim"}, [&, replicas = copies](World& world) {
           const Held held = held_by_steps(world, replicas, policy, clears);
           EXPECT_GT(held.sums, 0);
           for (std::size_t step = 0; step < held.cleared.size(); ++step) {
@@ -248,7 +234,7 @@ class Grouped : public torch::nn::Module {
 // The product of its weights and the gradient of its rows, of one size here, never lie beside each
 // other. Naive: they do until the product is added to its sum, behind the node that makes both.
 TEST(StepOnADevice, AGroupedProductIsGoneBeforeItsRowsGradientIsMade) {
-  on_ranks(1, "sim", [](World& world) {
+  on_ranks({1, "sim"}, [](World& world) {
     constexpr std::int64_t kBytes = 2 * Grouped::kRows * Grouped::kColumns;  // of each
     auto model = fully_shard(std::make_shared<Grouped>(world.device()), test::data_mesh(world),
                              test::in_bfloat16());
@@ -276,7 +262,7 @@ TEST(StepOnADevice, SumsOfWhatIsClearedGoAndOthersGoOn) {
   for (const int ranks : {1, 2}) {
     ResultsOf results;
     for (const std::string device : {"cpu", "sim", "sim:0"}) {
-      on_ranks(ranks, device, [&](World& world) {
+      on_ranks({ranks, device}, [&](World& world) {
         test::ShardedChain model(test::data_mesh(world), 1, 2, kWidth);
         std::vector<at::Tensor> mine;
         const auto step = [&](int number) {
@@ -315,7 +301,7 @@ TEST(StepOnADevice, SumsOfWhatIsClearedGoAndOthersGoOn) {
 TEST(StepOnADevice, ParametersOfAnotherDeviceAreRefusedByName) {
   const auto refusal = [](const std::string& device, const c10::Device& found) {
     std::string text;
-    on_ranks(1, device, [&](World& world) {
+    on_ranks({1, device}, [&](World& world) {
       const auto chain = std::make_shared<test::Chain>(1, 1, kWidth);
       chain->scale.set_data(chain->scale.detach().to(found));
       text = test::error_of([&] { fully_shard(chain, test::data_mesh(world)); });
@@ -341,7 +327,7 @@ TEST(StepOnADevice, ReductionsOfTwoUnitsAreUnderWay) {
 // Naive: the rank's own stream waits wherever the host takes a buffer back.
 TEST(StepOnADevice, ABackwardGoesOnBesideItsReductions) {
   for (const PrecisionPolicy& policy : {PrecisionPolicy(), test::in_bfloat16()}) {
-    on_ranks(2, "sim", [&](World& world) {
+    on_ranks({2, "sim"}, [&](World& world) {
       test::ShardedChain model(test::data_mesh(world), 1, 2, kWidth, policy);
       model.handle.set_reshard_after_forward(false);  // backwards gather nothing
       model.handle.set_reshard_after_backward(false);
@@ -367,7 +353,7 @@ TEST(StepOnADevice, ABackwardGoesOnBesideItsReductions) {
 TEST(StepOnADevice, ABackwardOnAnotherThreadIsRefused) {
   for (const int ranks : {1, 2}) {
     test::RankBarrier meeting(ranks);
-    on_ranks(ranks, "sim", [&](World& world) {
+    on_ranks({ranks, "sim"}, [&](World& world) {
       test::RankBarrier::Seat seat(meeting);
       test::ShardedChain model(test::data_mesh(world), 1, 2, kWidth);
       const at::Tensor loss = test::squares(model.handle.forward(input_on(world, 0)));
@@ -437,7 +423,7 @@ TEST(StepOnADevice, AfterARecoveryStreamsAndPoolsAreRight) {
       for (const int ranks : {1, 2, 3}) {
         ResultsOf results;
         for (const std::string device : {"cpu", "sim", "sim:0"}) {
-          on_ranks(ranks, device, [&](World& world) {
+          on_ranks({ranks, device}, [&](World& world) {
             const StreamScope here(Stream::make(world.device()));
             auto mine = results_after(fails, world, policy);
             if (world.rank() == 0) results[device] = std::move(mine);
@@ -479,7 +465,7 @@ void fail_beside_reductions(World& world) {
 // Naive: nobody waits for what is lost, and its memory is free.
 TEST(StepOnADevice, SumsOfAFailedStepAreFreedBehindItsReductions) {
   try {
-    on_ranks(2, "sim", fail_beside_reductions);
+    on_ranks({2, "sim"}, fail_beside_reductions);
   } catch (const std::exception&) {  // the race
   }
   settle();
@@ -491,7 +477,7 @@ TEST(StepOnADevice, ShardsMayBeWrittenOnceAGatherHasBegun) {
   for (const PrecisionPolicy& policy : {PrecisionPolicy(), test::in_bfloat16()}) {
     ResultsOf results;
     for (const std::string device : {"cpu", "sim", "sim:0"}) {
-      on_ranks(2, device, [&](World& world) {
+      on_ranks({2, device}, [&](World& world) {
         test::ShardedChain model(test::data_mesh(world), 1, 2, kWidth, policy);
         std::vector<at::Tensor> losses;
         for (int step = 0; step < 2; ++step) {
@@ -546,18 +532,16 @@ void train_and_leave(World& world, Leaves leaves) {
 // nothing of where the model was trained.
 TEST(StepOnADevice, WhatAModelLeavesIsFreedBehindItsLastUse) {
   for (const Leaves leaves : {Leaves::kSums, Leaves::kSharded, Leaves::kGathered}) {
-    on_ranks(2, "sim", [&](World& world) { train_and_leave(world, leaves); });
+    on_ranks({2, "sim"}, [&](World& world) { train_and_leave(world, leaves); });
   }
 }
 
 TEST(StepOnADevice, EachEventOfMemoryThatComesAndGoesIsNeeded) {
   for (const comm::EventSite site : {comm::EventSite::kPoolMade, comm::EventSite::kPoolFree}) {
     for (const comm::EventEnd end : {comm::EventEnd::kRecord, comm::EventEnd::kBlock}) {
-      const test_hooks::Set without(
-          test_hooks::leaves_out_event,
-          [&](comm::EventSite which, comm::EventEnd half) { return which == site && half == end; });
+      const auto left_out = without(site, end);
       try {
-        on_ranks(1, "sim", [](World& world) { train_and_leave(world, Leaves::kSums); });
+        on_ranks({1, "sim"}, [](World& world) { train_and_leave(world, Leaves::kSums); });
       } catch (const std::exception&) {  // the race
       }
       settle();

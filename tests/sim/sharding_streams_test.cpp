@@ -8,7 +8,6 @@
 
 #include <array>
 #include <atomic>
-#include <chrono>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -16,12 +15,12 @@
 #include <utility>
 #include <vector>
 
-#include "base/test_hooks.h"
 #include "comm/host_read.h"
 #include "comm/stream.h"
 #include "dist/plain.h"
 #include "grad/sink.h"
 #include "nn/linear.h"
+#include "sim/ranks.h"
 #include "sim/streams.h"
 
 namespace tessera::sim::sharding_streams_test {
@@ -208,16 +207,9 @@ std::vector<at::Tensor> results_of(World& world, const Case& c) {
 
 std::vector<std::vector<at::Tensor>> results_of_ranks(const Case& c, const std::string& device) {
   std::vector<std::vector<at::Tensor>> of_ranks(static_cast<std::size_t>(c.ranks));
-  WorldOptions options;
-  options.device = device;
-  options.timeout = std::chrono::seconds(20);
-  launch_threads(
-      c.ranks, ThreadBackend::kInProcess,
-      [&](World& world) {
-        const RankScope rank(world.rank());
-        of_ranks[static_cast<std::size_t>(world.rank())] = results_of(world, c);
-      },
-      options);
+  on_ranks({c.ranks, device}, [&](World& world) {
+    of_ranks[static_cast<std::size_t>(world.rank())] = results_of(world, c);
+  });
   return of_ranks;
 }
 
@@ -276,9 +268,7 @@ TEST(StreamsOfARank, AreOrderedWhereTheyMeetInTheUnitsMemory) {
 /// Each of `site` left out is found in cases of which `is_meant` says so.
 void expect_found(EventSite site, const std::function<bool(const Case&)>& is_meant) {
   for (const EventEnd end : {EventEnd::kRecord, EventEnd::kBlock}) {
-    const test_hooks::Set without(
-        test_hooks::leaves_out_event,
-        [&](EventSite which, EventEnd half) { return which == site && half == end; });
+    const auto left_out = without(site, end);
     bool is_found = false;
     for (const Case& c : cases()) {
       if (is_found || c.ranks == 4 || !is_meant(c)) continue;

@@ -4,17 +4,16 @@
 #include <gtest/gtest.h>
 #include <torch/nn/module.h>
 
-#include <chrono>
 #include <exception>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "base/test_hooks.h"
 #include "comm/host_read.h"
 #include "comm/stream.h"
 #include "dist/plain.h"
 #include "dist/trainable_changes.h"
+#include "sim/ranks.h"
 #include "sim/streams.h"
 #include "tessera/clip.h"
 #include "tessera/optim.h"
@@ -25,19 +24,12 @@ namespace {
 
 using comm::EventEnd;
 using comm::EventSite;
-using comm::Stream;
-using comm::StreamScope;
 
 struct Case {
   int ranks = 2;
   int replicas = 1;
   PrecisionPolicy policy = {};
   bool changes = false;  ///< units are kept gathered, and parameters freeze and unfreeze
-};
-
-struct Where {
-  std::string device = "cpu";
-  bool side = false;  ///< not on the device's default stream
 };
 
 /// Of steps of two micro-batches each.
@@ -74,19 +66,12 @@ Trained trained(World& world, const Case& c) {
   return {comm::read_on_host(results, "results"), norms};
 }
 
-std::vector<Trained> trained_by_ranks(const Case& c, const Where& where) {
+std::vector<Trained> trained_by_ranks(const Case& c, Where where) {
+  where.ranks = c.ranks;
   std::vector<Trained> of_ranks(static_cast<std::size_t>(c.ranks));
-  WorldOptions options;
-  options.device = where.device;
-  options.timeout = std::chrono::seconds(20);
-  launch_threads(
-      c.ranks, ThreadBackend::kInProcess,
-      [&](World& world) {
-        const RankScope rank(world.rank());
-        const StreamScope here(where.side ? Stream::make(world.device()) : Stream());
-        of_ranks[static_cast<std::size_t>(world.rank())] = trained(world, c);
-      },
-      options);
+  on_ranks(where, [&](World& world) {
+    of_ranks[static_cast<std::size_t>(world.rank())] = trained(world, c);
+  });
   return of_ranks;
 }
 
@@ -108,7 +93,8 @@ TEST(ShardingOnDevices, HasTheBitsOfTheCpuWithoutARace) {
     for (const Case& c : cases()) {
       const auto expected = trained_by_ranks(c, {});
       for (const Where& where :
-           {Where{"sim"}, Where{"sim:0"}, Where{"sim", true}, Where{"sim:0", true}}) {
+           {Where{.device = "sim"}, Where{.device = "sim:0"}, Where{.device = "sim", .side = true},
+            Where{.device = "sim:0", .side = true}}) {
         const auto found = trained_by_ranks(c, where);
         for (std::size_t rank = 0; rank < found.size(); ++rank) {
           const std::string what =
@@ -142,24 +128,19 @@ struct Tower : torch::nn::Module {
 TEST(ShardingOnDevices, BuffersAreWhereTheParametersAre) {
   const auto results = [](const std::string& device) {
     std::vector<at::Tensor> read;
-    WorldOptions options;
-    options.device = device;
-    launch_threads(
-        2, ThreadBackend::kInProcess,
-        [&](World& world) {
-          const auto tower = std::make_shared<Tower>();
-          auto handle = fully_shard(tower, test::data_mesh(world), test::in_bfloat16());
-          EXPECT_EQ(tower->count.device(), world.device());
-          const at::Tensor x = test::input_of(0, 0, 5).to(world.device());
-          const at::Tensor y = handle.forward(x);
-          test::backward(test::squares(y));
-          if (world.rank() != 0) {
-            test::whole_gradients(handle);
-            return;
-          }
-          read = comm::read_on_host({y.detach(), test::whole_gradients(handle).at("weight")}, "y");
-        },
-        options);
+    on_ranks({2, device}, [&](World& world) {
+      const auto tower = std::make_shared<Tower>();
+      auto handle = fully_shard(tower, test::data_mesh(world), test::in_bfloat16());
+      EXPECT_EQ(tower->count.device(), world.device());
+      const at::Tensor x = test::input_of(0, 0, 5).to(world.device());
+      const at::Tensor y = handle.forward(x);
+      test::backward(test::squares(y));
+      if (world.rank() != 0) {
+        test::whole_gradients(handle);
+        return;
+      }
+      read = comm::read_on_host({y.detach(), test::whole_gradients(handle).at("weight")}, "y");
+    });
     return read;
   };
   const auto found = results("sim"), expected = results("cpu");
@@ -173,11 +154,9 @@ TEST(ShardingOnDevices, BuffersAreWhereTheParametersAre) {
 TEST(ShardingOnDevices, EachEventThatIsLeftOutIsFound) {
   for (const EventSite site : {EventSite::kIssue, EventSite::kWorkEnd, EventSite::kPeers}) {
     for (const EventEnd end : {EventEnd::kRecord, EventEnd::kBlock}) {
-      const test_hooks::Set without(
-          test_hooks::leaves_out_event,
-          [&](EventSite which, EventEnd half) { return which == site && half == end; });
+      const auto left_out = without(site, end);
       try {
-        trained_by_ranks({2}, {"sim:0", true});
+        trained_by_ranks({2}, {.device = "sim:0", .side = true});
       } catch (const std::exception&) {  // the race, or that the other rank has left
       }
       settle();

@@ -1,8 +1,6 @@
-// `tessera train` on devices: the numbers of the CPU, and one wait of the host a step.
-#include "dist/training_run.h"
-
+// `tessera train` on devices: the numbers of the CPU, checkpoints that go from one to the other, and
+// what it says where something ends (host waits: training_waits_test.cpp).
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <ATen/record_function.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -12,31 +10,27 @@
 #include <cmath>
 #include <exception>
 #include <filesystem>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <string_view>
-#include <thread>
 #include <utility>
 #include <vector>
 
-#include "base/log.h"
 #include "base/test_hooks.h"
 #include "checkpoint/snapshot.h"
 #include "comm/device.h"
 #include "comm/host_read.h"
 #include "comm/stream.h"
 #include "dist/checkpoint_tensors.h"
-#include "dist/place.h"
-#include "dist/ranks.h"
 #include "models/language_model.h"
-#include "sim/reads.h"
+#include "sim/in_place.h"
+#include "sim/ranks.h"
 #include "sim/streams.h"
+#include "sim/training_places.h"
 #include "tessera/error.h"
 #include "tessera/recompute.h"
-#include "train/config/config_resolve.h"
 #include "train/data/data.h"
 #include "train/generate.h"
 #include "unit/models/small_spec.h"
@@ -45,36 +39,12 @@ namespace tessera::sim::training_run_test {
 namespace {
 
 namespace fs = std::filesystem;
-using test::Place;
+using comm::EventEnd;
+using comm::EventSite;
 using test::RanksOfRun;
 using test::RunLosses;
 using testing::TemporaryFolder;
 
-/// Tests of this program begin on the CPU.
-class In {
- public:
-  explicit In(const Place& where) : before_(test::place()) { test::place() = where; }
-  ~In() { test::place() = before_; }
-  In(const In&) = delete;
-  In& operator=(const In&) = delete;
-
- private:
-  Place before_;
-};
-
-std::string shown(const Place& where, const RanksOfRun& layout) {
-  return concat(layout.ranks, " rank(s), ", layout.replicas, " replica(s) on ", where.device,
-                where.side ? ", side streams" : "");
-}
-
-RunLosses train_in(const Place& where, const RanksOfRun& layout, const train::Config& config,
-                   const TemporaryFolder& folder, const test::HooksOf& hooks = {}) {
-  static int runs = 0;
-  const In here(where);
-  return test::train_on(layout, config, folder / concat("run-", ++runs), hooks);
-}
-
-const Place kPlaces[] = {{"sim", false}, {"sim:0", true}};
 const RanksOfRun kLayouts[] = {{1, 1}, {2, 1}, {4, 2}};
 
 /// The CPU with the kernels that a device gets: the same numbers are the same bits then.
@@ -128,84 +98,9 @@ TEST(TrainingRun, HasTheLossesOfTheCpu) {
   }
 }
 
-/// What a run may have besides.
-struct Kind {
-  const char* name;
-  std::function<void(train::Config&, const TemporaryFolder&)> set;
-  double tolerance = 1e-5;
-};
-
-void pack_documents(train::Config& config, const TemporaryFolder& folder) {
-  config.data.path.clear();
-  for (int document = 0; document < 40; ++document) {
-    std::string text;
-    for (int word = 0; word <= document % 7; ++word) text += concat("word ", document * word, " ");
-    config.data.path.push_back(folder.write(concat("text-", document, ".txt"), text));
-  }
-  config.data.packing = train::Packing::kDocuments;
-}
-
-void take_gpt2(train::Config& config, const TemporaryFolder& folder) {
-  config.model.config = folder.write("gpt2.json", R"({"architectures": ["GPT2LMHeadModel"],
-    "model_type": "gpt2", "activation_function": "gelu_new", "n_embd": 16, "n_head": 2,
-    "n_layer": 2, "n_positions": 32, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
-    "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "vocab_size": 259})");
-  config.optimizer.no_decay.clear();
-}
-
-const std::vector<Kind>& kinds() {
-  // Muon's iteration makes fp32's noise in a small singular value 3.4445^5 = 485 times as large.
-  static const std::vector<Kind> all{
-      {"packed documents", pack_documents},
-      {"GPT-2", take_gpt2},
-      {"packed documents of GPT-2",
-       [](train::Config& config, const TemporaryFolder& folder) {
-         take_gpt2(config, folder);
-         pack_documents(config, folder);
-       }},
-      {"Muon",
-       [](train::Config& config, const TemporaryFolder&) {
-         config.optimizer.name = fsdp::OptimizerName::kMuon;
-       },
-       1e-4},
-      {"Muon of shards in 16 bits, without Nesterov's step",
-       [](train::Config& config, const TemporaryFolder&) {
-         config.optimizer.name = fsdp::OptimizerName::kMuon;
-         config.optimizer.nesterov = false;
-         config.precision.storage_dtype.dtype = DType::kBFloat16;
-         config.precision.param_dtype.dtype = DType::kBFloat16;
-       },
-       5e-3},
-      {"adapters with dropout",
-       [](train::Config& config, const TemporaryFolder& folder) {
-         const auto steps = config.training.steps;
-         config = test::adapters_run(folder);
-         config.training.steps = steps;
-       },
-       5e-3},
-      {"float16, whose loss is scaled",
-       [](train::Config& config, const TemporaryFolder&) {
-         config.precision.param_dtype.dtype = DType::kFloat16;
-       },
-       5e-3},
-      {"several sources and a validation",
-       [](train::Config& config, const TemporaryFolder& folder) {
-         const auto page = config.data.path;
-         config.data.path.clear();
-         config.data.source = {
-             {page, 2.0},
-             {{folder.write("other.txt", std::string(400, 'x') + std::string(400, 'y'))}, 1.0}};
-         config.validation.path = page;
-         config.validation.interval = 2;
-         config.validation.steps = 2;
-       }},
-  };
-  return all;
-}
-
 TEST(TrainingRun, OfEachKindHasTheLossesOfTheCpu) {
   const TemporaryFolder folder;
-  for (const Kind& kind : kinds()) {
+  for (const RunKind& kind : run_kinds()) {
     auto config = test::small_run(folder);
     config.training.steps = 5;
     kind.set(config, folder);
@@ -283,125 +178,6 @@ TEST(TrainingRun, GoesOnOnTheCpuFromACheckpointOfADeviceAndBackBitForBit) {
           }
         }
       }
-    }
-  }
-}
-
-/// Host waits of each step: of libtorch by name, and reads of the library.
-struct Waits {
-  std::map<std::string, std::int64_t> of_device;
-  int reads = 0;
-};
-
-/// Those of the first rank's reads and of all ranks' devices. Of several ranks without the first step,
-/// since another one may still load its weights meanwhile.
-std::vector<Waits> waits_of(const train::Config& config, const TemporaryFolder& folder,
-                            const RanksOfRun& layout = {}) {
-  std::vector<Waits> steps;
-  train_in(kPlaces[0], layout, config, folder, [&](World& world) {
-    if (world.rank() != 0) return train::TrainingHooks{};
-    const auto reads = std::make_shared<Reads>();
-    const auto before = std::make_shared<int>(0);
-    train::TrainingHooks hooks;
-    hooks.on_first_step = [=](std::int64_t /*done*/) {
-      take_counts();
-      *before = reads->count();
-    };
-    hooks.after_step = [=, &steps](const train::StepMetrics&, const ShardedBase&) {
-      steps.push_back({take_counts().waits, reads->count() - *before});
-      *before = reads->count();
-    };
-    return hooks;
-  });
-  if (layout.ranks > 1 && !steps.empty()) steps.erase(steps.begin());
-  return steps;
-}
-
-TEST(TrainingRun, TheHostWaitsOnceAStep) {
-  const TemporaryFolder folder;
-  for (const auto dtype : {DType::kFloat32, DType::kBFloat16}) {
-    for (const std::int64_t rows : {2, 12}) {
-      auto config = test::small_run(folder);
-      config.training.steps = 4;
-      config.precision.param_dtype.dtype = dtype;
-      config.training.local_batch_size = rows;
-      const auto steps = waits_of(config, folder);
-      ASSERT_EQ(steps.size(), 4U);
-      for (const auto& step : steps) {
-        EXPECT_THAT(step.of_device, ::testing::IsEmpty());
-        EXPECT_EQ(step.reads, 1);
-      }
-    }
-  }
-}
-
-TEST(TrainingRun, TheHostWaitsOnceAStepOfEachKind) {
-  const TemporaryFolder folder;
-  for (const Kind& kind : kinds()) {
-    auto config = test::small_run(folder);
-    config.training.steps = 3;
-    kind.set(config, folder);
-    config.validation.path.clear();  // it reads its own loss
-    const auto steps = waits_of(config, folder);
-    ASSERT_EQ(steps.size(), 3U) << kind.name;
-    for (const auto& step : steps) {
-      EXPECT_THAT(step.of_device, ::testing::IsEmpty()) << kind.name;
-      EXPECT_EQ(step.reads, 1) << kind.name;
-    }
-  }
-}
-
-/// small_run with experts that a bf16 run on one rank multiplies without a read of the host.
-train::Config experts_run(const TemporaryFolder& folder) {
-  auto config = test::small_run(folder);
-  config.model.config = folder.write("experts.json", R"({"architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 24, "moe_intermediate_size": 24,
-    "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": true, "decoder_sparse_step": 1,
-    "mlp_only_layers": [], "router_aux_loss_coef": 0.001, "output_router_logits": false,
-    "hidden_act": "silu", "vocab_size": 259, "max_position_embeddings": 64, "rope_theta": 10000.0,
-    "rms_norm_eps": 1e-06, "attention_bias": false, "tie_word_embeddings": false,
-    "initializer_range": 0.02})");
-  config.training.steps = 4;
-  config.precision.param_dtype.dtype = DType::kBFloat16;
-  return config;
-}
-
-TEST(TrainingRun, TheHostWaitsOnceAStepForExpertsToo) {
-  const TemporaryFolder folder;
-  const auto steps = waits_of(experts_run(folder), folder);
-  EXPECT_EQ(steps.size(), 4U);
-  for (const auto& step : steps) {
-    EXPECT_THAT(step.of_device, ::testing::IsEmpty());
-    EXPECT_EQ(step.reads, 1);
-  }
-}
-
-TEST(TrainingRun, TheHostWaitsOnceAStepOfAPipelineToo) {
-  const TemporaryFolder folder;
-  auto config = test::small_run(folder);
-  config.training.steps = 4;
-  config.parallelism.pipeline_parallel_degree = 2;
-  const auto steps = waits_of(config, folder, {2, 1});
-  EXPECT_EQ(steps.size(), 3U);
-  for (const auto& step : steps) {
-    EXPECT_THAT(step.of_device, ::testing::IsEmpty());
-    EXPECT_EQ(step.reads, 1);
-  }
-}
-
-// How many rows come from the other rank only its routers know.
-TEST(TrainingRun, TheHostWaitsOnceMoreALayerAndForwardForExpertsElsewhere) {
-  const TemporaryFolder folder;
-  for (const std::int64_t rows : {6, 3}) {
-    auto config = experts_run(folder);
-    config.parallelism.expert_parallel_degree = 2;
-    config.training.local_batch_size = rows;
-    const auto steps = waits_of(config, folder, {2, 1});
-    EXPECT_EQ(steps.size(), 3U);
-    for (const auto& step : steps) {
-      EXPECT_THAT(step.of_device, ::testing::IsEmpty());
-      EXPECT_EQ(step.reads, 1 + 2 * (6 / rows)) << rows << " rows at a time";
     }
   }
 }
@@ -495,37 +271,6 @@ TEST(MicroBatchOnADevice, OfAPipelinesRankIsWhatItsStagesRead) {
   }
 }
 
-/// `body` as a process has it that nobody launched, on a thread that goes with its World.
-void alone(const std::string& device, const std::function<void(World&)>& body) {
-  std::exception_ptr error;
-  std::thread([&] {
-    try {
-      at::set_num_threads(1);
-      WorldOptions options;
-      options.device = device;
-      body(*World::of_one(options));
-    } catch (...) {
-      error = std::current_exception();
-    }
-  }).join();
-  if (error) std::rethrow_exception(error);
-}
-
-void train_alone(const std::string& device, const train::Config& config, const fs::path& run) {
-  fs::create_directories(run);
-  ::testing::internal::CaptureStdout();
-  const auto print = [] { ::testing::internal::GetCapturedStdout(); };
-  try {
-    alone(device, [&](World& world) {
-      train::run_training(train::resolved_for_run(config, run.string()), world);
-    });
-  } catch (...) {
-    print();
-    throw;
-  }
-  print();
-}
-
 TEST(TrainingRun, AProcessAloneHasItsDevice) {
   const TemporaryFolder folder;
   const auto config = test::with_steps(test::small_run(folder), 3);
@@ -553,13 +298,6 @@ TEST(TrainingRun, ACheckpointIsOrderedByEachOfItsEvents) {
     return races.empty() ? "" : races.front();
   };
   EXPECT_EQ(race(), "");
-  using comm::EventEnd;
-  using comm::EventSite;
-  const auto without = [](EventSite site, EventEnd end) {
-    return test_hooks::Set(test_hooks::leaves_out_event, [=](EventSite which, EventEnd half) {
-      return which == site && half == end;
-    });
-  };
   for (const auto end : {EventEnd::kRecord, EventEnd::kBlock}) {
     const auto left_out = without(EventSite::kSnapshot, end);
     EXPECT_THAT(race(), ::testing::HasSubstr("read reads on sim:0"));
@@ -578,10 +316,7 @@ TEST(TrainingRunDeathTest, ACheckpointsEndIsFoundIfItIsNotRecorded) {
   auto config = test::with_steps(test::small_run(folder), 1);
   config.checkpoint.interval = 1;
   const auto run = [&] {
-    const test_hooks::Set left_out(
-        test_hooks::leaves_out_event, [](comm::EventSite site, comm::EventEnd end) {
-          return site == comm::EventSite::kSnapshotEnd && end == comm::EventEnd::kRecord;
-        });
+    const auto left_out = without(EventSite::kSnapshotEnd, EventEnd::kRecord);
     train_alone("sim", config, folder / "run");
   };
   EXPECT_EXIT(run(), ::testing::ExitedWithCode(134),
@@ -631,11 +366,7 @@ TEST(Snapshot, OfADeviceIsTheFileInPiecesOfABoundedSize) {
 
 // What was copied may be freed, and its memory be another's, once the copy is through.
 TEST(Snapshot, LetsGoOfWhatItReadsBehindTheCopy) {
-  const auto race = [](bool with_event) {
-    const test_hooks::Set left_out(test_hooks::leaves_out_event, [&](comm::EventSite site,
-                                                                     comm::EventEnd end) {
-      return !with_event && site == comm::EventSite::kSnapshotEnd && end == comm::EventEnd::kBlock;
-    });
+  const auto race = [] {
     return race_of([] {
       checkpointing::Snapshot snapshot;
       snapshot.take({part_of("model/weight", at::ones({100}, on(0)))}, "rank_0.safetensors");
@@ -643,8 +374,9 @@ TEST(Snapshot, LetsGoOfWhatItReadsBehindTheCopy) {
       at::full({100}, 2.0, on(0));
     });
   };
-  EXPECT_EQ(race(/*with_event=*/true), "");
-  EXPECT_THAT(race(/*with_event=*/false), ::testing::HasSubstr("fill_"));
+  EXPECT_EQ(race(), "");
+  const auto left_out = without(EventSite::kSnapshotEnd, EventEnd::kBlock);
+  EXPECT_THAT(race(), ::testing::HasSubstr("fill_"));
 }
 
 /// What a run says that has a little more memory each time, until it gets as far as its steps.

@@ -52,7 +52,7 @@ struct SharedByRegions {
   void trim() const;
 
  private:
-  const void *ran_last_ = nullptr, *ends_forward_ = nullptr;
+  const Region *ran_last_ = nullptr, *ends_forward_ = nullptr;  // compared alone: they may be gone
   int ran_ = 0;  // in this forward: of one alone pages that come back cost more than they save
 };
 

@@ -65,11 +65,11 @@ class BatchSource {
   /// for an id outside the vocabulary.
   virtual MicroBatch load(std::int64_t step, RowRange rows) const = 0;
   /// Rows of one pass, in which steps have each row once.
-  virtual std::int64_t rows_in_pass() const { return rows_in_step(); }
+  virtual std::int64_t rows_in_pass() const = 0;
   /// A step may have no kept label; a run without one has nothing to train on. Of a mask without an
   /// index makes that, on disk: one rank calls this. Errors: kFormat where the rows of steps 1 to
   /// `steps` have none.
-  virtual void check_labels(std::int64_t /*steps*/) {}
+  virtual void check_labels(std::int64_t steps) = 0;
   virtual std::size_t sources() const { return 1; }
   /// How much of the rows up to the end of `step` came from each of several sources; empty of one.
   virtual std::vector<double> shares(std::int64_t /*step*/) const { return {}; }

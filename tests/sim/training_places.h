@@ -1,0 +1,44 @@
+// `tessera train` in a place: which places and kinds of runs are tried, on ranks that are threads or
+// as a process that nobody has launched.
+#pragma once
+
+#include <filesystem>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "dist/place.h"
+#include "dist/training_run.h"
+#include "tessera/world.h"
+#include "train/config/config.h"
+#include "unit/io/temporary_folder.h"
+
+namespace tessera::sim {
+
+inline const test::Place kPlaces[] = {{"sim", false}, {"sim:0", true}};
+
+std::string shown(const test::Place& where, const test::RanksOfRun& layout);
+
+/// In a run folder of its own, in `folder`.
+test::RunLosses train_in(const test::Place& where, const test::RanksOfRun& layout,
+                         const train::Config& config, const testing::TemporaryFolder& folder,
+                         const test::HooksOf& hooks = {});
+
+/// `body` as a process has it that nobody launched, on a thread that goes with its World.
+void alone(const std::string& device, const std::function<void(World&)>& body);
+/// So, in the run folder `run`, printing nothing.
+void train_alone(const std::string& device, const train::Config& config,
+                 const std::filesystem::path& run);
+
+/// What a run may have besides.
+struct RunKind {
+  const char* name;
+  std::function<void(train::Config&, const testing::TemporaryFolder&)> set;
+  double tolerance = 1e-5;  ///< of its losses beside the CPU's
+};
+const std::vector<RunKind>& run_kinds();
+
+/// small_run with experts that a bf16 run on one rank multiplies without a read of the host.
+train::Config experts_run(const testing::TemporaryFolder& folder);
+
+}  // namespace tessera::sim

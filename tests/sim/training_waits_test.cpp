@@ -1,0 +1,125 @@
+// `tessera train` on devices: where the host waits, once a step.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "sim/reads.h"
+#include "sim/sim.h"
+#include "sim/training_places.h"
+
+namespace tessera::sim::training_waits_test {
+namespace {
+
+using test::RanksOfRun;
+using testing::TemporaryFolder;
+
+/// Host waits of each step: of libtorch by name, and reads of the library.
+struct Waits {
+  std::map<std::string, std::int64_t> of_device;
+  int reads = 0;
+};
+
+/// Those of the first rank's reads and of all ranks' devices. Of several ranks without the first step,
+/// since another one may still load its weights meanwhile.
+std::vector<Waits> waits_of(const train::Config& config, const TemporaryFolder& folder,
+                            const RanksOfRun& layout = {}) {
+  std::vector<Waits> steps;
+  train_in(kPlaces[0], layout, config, folder, [&](World& world) {
+    if (world.rank() != 0) return train::TrainingHooks{};
+    const auto reads = std::make_shared<Reads>();
+    const auto before = std::make_shared<int>(0);
+    train::TrainingHooks hooks;
+    hooks.on_first_step = [=](std::int64_t /*done*/) {
+      take_counts();
+      *before = reads->count();
+    };
+    hooks.after_step = [=, &steps](const train::StepMetrics&, const ShardedBase&) {
+      steps.push_back({take_counts().waits, reads->count() - *before});
+      *before = reads->count();
+    };
+    return hooks;
+  });
+  if (layout.ranks > 1 && !steps.empty()) steps.erase(steps.begin());
+  return steps;
+}
+
+TEST(TrainingRun, TheHostWaitsOnceAStep) {
+  const TemporaryFolder folder;
+  for (const auto dtype : {DType::kFloat32, DType::kBFloat16}) {
+    for (const std::int64_t rows : {2, 12}) {
+      auto config = test::small_run(folder);
+      config.training.steps = 4;
+      config.precision.param_dtype.dtype = dtype;
+      config.training.local_batch_size = rows;
+      const auto steps = waits_of(config, folder);
+      ASSERT_EQ(steps.size(), 4U);
+      for (const auto& step : steps) {
+        EXPECT_THAT(step.of_device, ::testing::IsEmpty());
+        EXPECT_EQ(step.reads, 1);
+      }
+    }
+  }
+}
+
+TEST(TrainingRun, TheHostWaitsOnceAStepOfEachKind) {
+  const TemporaryFolder folder;
+  for (const RunKind& kind : run_kinds()) {
+    auto config = test::small_run(folder);
+    config.training.steps = 3;
+    kind.set(config, folder);
+    config.validation.path.clear();  // it reads its own loss
+    const auto steps = waits_of(config, folder);
+    ASSERT_EQ(steps.size(), 3U) << kind.name;
+    for (const auto& step : steps) {
+      EXPECT_THAT(step.of_device, ::testing::IsEmpty()) << kind.name;
+      EXPECT_EQ(step.reads, 1) << kind.name;
+    }
+  }
+}
+
+TEST(TrainingRun, TheHostWaitsOnceAStepForExpertsToo) {
+  const TemporaryFolder folder;
+  const auto steps = waits_of(experts_run(folder), folder);
+  EXPECT_EQ(steps.size(), 4U);
+  for (const auto& step : steps) {
+    EXPECT_THAT(step.of_device, ::testing::IsEmpty());
+    EXPECT_EQ(step.reads, 1);
+  }
+}
+
+TEST(TrainingRun, TheHostWaitsOnceAStepOfAPipelineToo) {
+  const TemporaryFolder folder;
+  auto config = test::small_run(folder);
+  config.training.steps = 4;
+  config.parallelism.pipeline_parallel_degree = 2;
+  const auto steps = waits_of(config, folder, {2, 1});
+  EXPECT_EQ(steps.size(), 3U);
+  for (const auto& step : steps) {
+    EXPECT_THAT(step.of_device, ::testing::IsEmpty());
+    EXPECT_EQ(step.reads, 1);
+  }
+}
+
+// How many rows come from the other rank only its routers know.
+TEST(TrainingRun, TheHostWaitsOnceMoreALayerAndForwardForExpertsElsewhere) {
+  const TemporaryFolder folder;
+  for (const std::int64_t rows : {6, 3}) {
+    auto config = experts_run(folder);
+    config.parallelism.expert_parallel_degree = 2;
+    config.training.local_batch_size = rows;
+    const auto steps = waits_of(config, folder, {2, 1});
+    EXPECT_EQ(steps.size(), 3U);
+    for (const auto& step : steps) {
+      EXPECT_THAT(step.of_device, ::testing::IsEmpty());
+      EXPECT_EQ(step.reads, 1 + 2 * (6 / rows)) << rows << " rows at a time";
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tessera::sim::training_waits_test
