@@ -42,8 +42,9 @@ struct WorldOptions {
   std::string
       master_addr;      ///< where MASTER_ADDR is not set; "" = this host, if all ranks are on one
   int master_port = 0;  ///< where MASTER_PORT is not set; 0 = derived from the launcher's job
-  /// Gloo: exchange what every rank is about to issue before each collective and name both where
-  /// they differ; without it a disagreement is found once both wait. Also on with
+  /// Exchange what every rank is about to issue before each collective and name both where they
+  /// differ, over Gloo under every backend; without it a disagreement is found once both wait (Gloo),
+  /// or not (NCCL, whose operations meet by their order alone). Also on with
   /// TESSERA_COMPARE_ENTRIES=1.
   bool compare_entries = false;
   /// A wait this long makes the failure watch compare what ranks have issued.
@@ -176,12 +177,13 @@ bool launched();
 enum class ThreadBackend {
   kInProcess,  ///< real data through memory; labels of every collective compared over ranks
   kGloo,       ///< real Gloo over loopback
+  kNccl,       ///< NCCL: each rank on a CUDA device of its own, messages of control through memory
 };
 
 /// Runs `body` on `ranks` threads of this process, one rank each, and rethrows the first error (by
 /// time); a rank that throws aborts the others. Each thread computes with cores / ranks threads
 /// (at::set_num_threads). Meant for tests and for trying layouts: libtorch's default generator and
-/// its thread pool are shared.
+/// its thread pool are shared. Errors: kUsage for kNccl in a build without it; what `body` throws.
 void launch_threads(int ranks, ThreadBackend backend, const std::function<void(World&)>& body,
                     const WorldOptions& options = {});
 

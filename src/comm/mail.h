@@ -145,6 +145,8 @@ class Mail {
   /// the same ways, those between others included, and go through them in their order. Ways that are
   /// connected stay so. Errors: LostRank.
   virtual void connect(const std::set<MailRoute>& /*routes*/) {}
+  /// Whether the two ends of a message find each other by their order on its way, and not by their tag.
+  virtual bool matches_by_order() const { return false; }
   /// Whether a message takes less time when its receive was posted before it is sent.
   virtual bool gains_by_early_receives() const { return true; }
 

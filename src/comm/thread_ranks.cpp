@@ -67,6 +67,8 @@ class ThreadWorld : public World {
 
   void abort_here(const std::string& why);
   void wake();
+  /// By its thread, as it ends: what the backend ends on all ranks together.
+  void close();
   /// This rank's share of a recovery: nothing may be under way on any rank.
   void repair(int epoch);
 
@@ -77,6 +79,7 @@ class ThreadWorld : public World {
  private:
   std::shared_ptr<ThreadRun> run_;
   std::unique_ptr<Connections> connections_;
+  std::unique_ptr<Connections> messages_;  ///< of control, where the backend carries none
   std::unique_ptr<FailureWatch> watch_;
 };
 
@@ -114,6 +117,7 @@ ThreadWorld::ThreadWorld(std::shared_ptr<ThreadRun> run, int rank)
   const bool as_processes = run_->backend.connects_processes() && size_ > 1;
   connections_ =
       as_processes ? run_->backend.open(LaunchEnvironment{}) : open_in_process(run_->rendezvous);
+  if (!run_->backend.carries(at::kCPU)) messages_ = open_in_process(run_->rendezvous);
   if (as_processes) {
     WatchOptions watch = watch_options(rank, run_->size);
     watch.blocked_after = run_->options.blocked_after;
@@ -157,7 +161,12 @@ void ThreadWorld::abort_here(const std::string& why) {
 
 void ThreadWorld::wake() { state_->board->abort_all(); }
 
+void ThreadWorld::close() {
+  if (messages_ && !aborted()) connections_->close();  // else destructors do
+}
+
 void ThreadWorld::recover() {
+  connections_->require_recovery();
   if (!aborted()) abort(kRecovers);
   queue_->drain();               // its thread may still be inside a collective
   run_->rendezvous.meet(size_);  // from here on nobody is in one
@@ -180,7 +189,8 @@ void ThreadWorld::repair(int epoch) {
 
 std::shared_ptr<Group> ThreadWorld::make_group(const std::vector<int>& ranks,
                                                const std::string& name, const at::Device& where) {
-  return connections_->make_group(
+  Connections& connections = messages_ && where.is_cpu() ? *messages_ : *connections_;
+  return connections.make_group(
       {name, ranks, rank_, where, run_->options, run_->store, state_->abort_flag, state_->board});
 }
 
@@ -232,13 +242,16 @@ void ThreadRanks::Impl::attempt(World& world, const std::function<void(World&)>&
 void ThreadRanks::Impl::serve(int rank) {
   const int cores = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
   base::set_threads(std::max(1, cores / run->size));
-  World& world = *worlds[static_cast<std::size_t>(rank)];
+  ThreadWorld& world = *worlds[static_cast<std::size_t>(rank)];
   world.attach_thread();
   std::uint64_t served = 0;
   base::Lock lock(mutex);
   for (;;) {
     started.wait(lock, [&]() TESSERA_REQUIRES(mutex) { return stopping || round != served; });
-    if (stopping) return;
+    if (stopping) {
+      lock.unlock();
+      return world.close();
+    }
     served = round;
     const std::function<void(World&)>& what = *body;
     lock.unlock();

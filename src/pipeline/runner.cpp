@@ -466,7 +466,8 @@ std::vector<Tensors> Runner::run(const ValidProgram& program, const std::vector<
                 " of the schedule");
   std::string place = "before its first slot";
   try {
-    if (ties_.device.is_cuda() && !in_order_.contains(program.hash())) {
+    if (ties_.mail != nullptr && ties_.mail->matches_by_order() &&
+        !in_order_.contains(program.hash())) {
       program.require_messages_in_order();
       in_order_.insert(program.hash());
     }

@@ -15,8 +15,8 @@ namespace tessera::test {
 namespace {
 
 Place parsed(const std::string& name) {
-  const auto device = name.substr(0, name.find(' '));
-  return {device, /*side=*/device != name};
+  const auto has = [&](const char* word) { return name.find(word) != std::string::npos; };
+  return {name.substr(0, name.find(' ')), has(" side"), has(" nccl")};
 }
 
 class DrawnPlace final : public testing::EmptyTestEventListener {
@@ -29,10 +29,15 @@ class DrawnPlace final : public testing::EmptyTestEventListener {
     place() = parsed(name);
     testing::Test::RecordProperty("place", name);
   }
+  // What somebody swallowed, too.
+  void OnTestEnd(const testing::TestInfo& /*info*/) override {
+    for (const std::string& found : found_by_devices()()) ADD_FAILURE() << found;
+  }
   void OnTestPartResult(const testing::TestPartResult& result) override {
     if (result.passed()) return;
-    const auto& [device, side] = place();
-    std::printf("on %s%s\n", device.c_str(), side ? ", side streams" : "");
+    const auto& [device, side, nccl] = place();
+    std::printf("on %s%s%s\n", device.c_str(), side ? ", side streams" : "",
+                nccl ? ", over NCCL" : "");
   }
 };
 

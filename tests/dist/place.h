@@ -1,5 +1,5 @@
 // Where the ranks of a test compute: on the CPU, or on devices of the simulator, if the program
-// links it (drawn_place.h). A test says here(tensor) of what it makes itself, and is then one of
+// links it (drawn_place.h), there also over what stands for NCCL. A test says here(tensor) of what it makes itself, and is then one of
 // any place.
 #pragma once
 
@@ -16,6 +16,7 @@ namespace tessera::test {
 struct Place {
   std::string device = "cpu";  ///< WorldOptions::device
   bool side = false;           ///< not on the device's default stream
+  bool nccl = false;           ///< over NCCL, whatever backend a test names
 };
 
 /// Of the tests that begin from now on. Threads: the program's own.
@@ -30,6 +31,17 @@ inline std::function<std::vector<std::string>()>& found_by_devices() {
   static std::function<std::vector<std::string>()> of_process = [] {
     return std::vector<std::string>();
   };
+  return of_process;
+}
+
+/// Where devices stand still behind what a rank that has failed will not launch: that it has failed, by
+/// its thread; and, once all threads have ended, that nothing stands still any longer.
+struct FailedRanks {
+  std::function<void()> one = [] {};
+  std::function<void()> over = [] {};
+};
+inline FailedRanks& failed_ranks() {
+  static FailedRanks of_process;
   return of_process;
 }
 

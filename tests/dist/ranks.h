@@ -28,41 +28,65 @@ namespace tessera::test {
 class Ranks {
  public:
   Ranks(int count, ThreadBackend backend, std::chrono::milliseconds timeout)
-      : side_(place().side), ranks_(of(count, backend, timeout)) {}
+      : key_{count, place().nccl ? ThreadBackend::kNccl : backend, place().device, timeout},
+        side_(place().side) {
+    // What one rank alone has launched stays between its devices.
+    if (over_nccl()) kept().erase(key_);
+  }
 
   void run(const std::function<void(World&)>& body) {
-    ranks_.run([&](World& world) {
-      device_here() = world.device();
-      if (!side_) return body(world);
-      // What one body leaves to the test or to the next one is read elsewhere.
-      const auto outside = comm::Stream::current(world.device());
-      const auto side = comm::Stream::make(world.device());
-      comm::order(outside, side, comm::EventSite::kIssue);
-      {
-        const comm::StreamScope here(side);
-        body(world);
-      }
-      comm::order(side, outside, comm::EventSite::kIssue);
-    });
+    try {
+      of(key_).run([&](World& world) {
+        try {
+          run_on(world, body);
+        } catch (...) {
+          failed_ranks().one();
+          throw;
+        }
+      });
+    } catch (...) {
+      if (over_nccl()) kept().erase(key_);
+      failed_ranks().over();
+      throw;
+    }
   }
 
  private:
-  static comm::ThreadRanks& of(int count, ThreadBackend backend,
-                               std::chrono::milliseconds timeout) {
-    using Key = std::tuple<int, ThreadBackend, std::string, std::chrono::milliseconds>;
-    static std::map<Key, std::unique_ptr<comm::ThreadRanks>> kept;
-    auto& slot = kept[{count, backend, place().device, timeout}];
+  using Key = std::tuple<int, ThreadBackend, std::string, std::chrono::milliseconds>;
+
+  bool over_nccl() const { return std::get<ThreadBackend>(key_) == ThreadBackend::kNccl; }
+  void run_on(World& world, const std::function<void(World&)>& body) const {
+    device_here() = world.device();
+    if (!side_) return body(world);
+    // What one body leaves to the test or to the next one is read elsewhere.
+    const auto outside = comm::Stream::current(world.device());
+    const auto side = comm::Stream::make(world.device());
+    comm::order(outside, side, comm::EventSite::kIssue);
+    {
+      const comm::StreamScope here(side);
+      body(world);
+    }
+    comm::order(side, outside, comm::EventSite::kIssue);
+  }
+
+  static std::map<Key, std::unique_ptr<comm::ThreadRanks>>& kept() {
+    static std::map<Key, std::unique_ptr<comm::ThreadRanks>> all;
+    return all;
+  }
+  static comm::ThreadRanks& of(const Key& key) {
+    auto& slot = kept()[key];
     if (!slot) {
+      const auto& [count, backend, device, timeout] = key;
       WorldOptions options;
       options.timeout = timeout;
-      options.device = place().device;
+      options.device = device;
       slot = std::make_unique<comm::ThreadRanks>(count, backend, options);
     }
     return *slot;
   }
 
-  bool side_;
-  comm::ThreadRanks& ranks_;
+  const Key key_;
+  const bool side_;
 };
 
 inline Ranks ranks(int count, ThreadBackend backend = ThreadBackend::kInProcess,

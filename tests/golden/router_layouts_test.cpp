@@ -167,12 +167,13 @@ Tensors gradients_of_formula(double coef) {
     const auto batch =
         train::open_gradients_batch(gemma().batches(), train::vocabulary_of(source.spec, false),
                                     std::nullopt)
-            ->load(1, {0, 2});
+            ->load(1, {0, 2})
+            .on(world.device(), *model->module());
     auto inputs = batch.inputs();
     inputs.router_statistics = models::RouterStatistics::kAndProbabilities;
     const auto output = model->call(&models::LanguageModel::forward_routed, inputs);
-    at::Tensor counts = at::zeros({8});
-    at::Tensor probabilities = at::zeros({8});
+    at::Tensor counts = at::zeros({8}, at::TensorOptions(world.device()));
+    at::Tensor probabilities = counts;
     for (const auto& load : output.loads) {
       counts = counts + load.counts;
       probabilities = probabilities + load.probabilities;
@@ -180,7 +181,7 @@ Tensors gradients_of_formula(double coef) {
     const auto kept = static_cast<double>(batch.kept_labels());
     (output.result / kept + coef * formula(counts, probabilities)).backward();
     model->visit_full_gradients([&](const std::string& name, const at::Tensor& gradient) {
-      found[name] = gradient.detach().clone();
+      found[name] = gradient.detach().cpu().clone();
     });
   });
   return found;

@@ -20,6 +20,7 @@ void install(int devices) {
 }
 
 void settle() {
+  if (!why_broken().empty()) begin_anew();
   device_memory().emptyCache();  // waits for every device
   begin_anew();
 }

@@ -1,11 +1,14 @@
 #include "sim/simulator.h"
 
+#include <algorithm>
+#include <chrono>
 #include <condition_variable>
 #include <exception>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <set>
+#include <stdexcept>
 #include <tuple>
 #include <utility>
 
@@ -15,6 +18,11 @@
 
 namespace tessera::sim {
 namespace {
+
+struct Open {
+  Access operation;
+  Behind behind;
+};
 
 struct State {
   std::mutex mutex;
@@ -27,6 +35,8 @@ struct State {
   std::map<std::pair<int, std::string>, std::int64_t> waits;
   std::vector<Until> held;
   int room = HeldStream::kAnyLaunches;  // for launches that cannot begin
+  std::vector<Open> open;
+  std::string broken;  // why nobody will end them
   std::condition_variable released;
   Done done = Done::kAtOnce;
 };
@@ -37,6 +47,9 @@ State& state() {
 }
 
 thread_local int current_rank = -1;
+
+/// For what others are to end.
+constexpr std::chrono::minutes kPatience{1};
 
 /// Done::kOnlyWhenWaited: who asks so often and does nothing else waits by asking.
 constexpr int kMostAsks = 32;
@@ -72,12 +85,34 @@ void touch(const at::Tensor& tensor, bool written, const Access& now) {
   check(s.shadow.touch(tensor, written, now, s.clocks.of(now.stream)), now, written);
 }
 
-/// Whether no stream is held that this waits for.
+/// Whether no stream is held and nothing is open that this waits for.
 bool can_end(const Clock& clock) {
   for (const Until& held : state().held) {
     if (launches_over(clock, held.stream) > held.launch) return false;
   }
-  return true;
+  return std::ranges::none_of(state().open,
+                              [&](const Open& each) { return is_over(clock, each.operation); });
+}
+
+bool can_begin(const Clock& clock) {
+  return std::ranges::none_of(state().open, [&](const Open& each) {
+    return each.behind == Behind::kStandsStill && is_over(clock, each.operation);
+  });
+}
+
+/// This thread does so until `ready`.
+template <class Ready>
+void stand_still(std::unique_lock<std::mutex>& lock, Ready ready) {
+  State& s = state();
+  if (!s.released.wait_for(lock, kPatience, [&] { return ready() || !s.broken.empty(); })) {
+    s.broken = "sim: stood still for a minute, behind what others do not end:";
+    for (const Open& each : s.open) {
+      s.broken += " " + *each.operation.operation + " on sim:" +
+                  std::to_string(s.clocks.stream_of(each.operation.stream).device_index()) + ";";
+    }
+    s.released.notify_all();
+  }
+  if (!ready() && std::uncaught_exceptions() == 0) throw std::runtime_error(s.broken);
 }
 
 /// This thread knows from now on; copies that have arrived are let go without the mutex.
@@ -93,7 +128,7 @@ void learn(const Clock& clock, std::unique_lock<std::mutex> lock) {
 void wait(const Clock& clock, const std::string& name, std::unique_lock<std::mutex> lock) {
   State& s = state();
   ++s.waits[{current_rank, name}];
-  s.released.wait(lock, [&] { return can_end(clock); });
+  stand_still(lock, [&] { return can_end(clock); });
   learn(clock, std::move(lock));
 }
 
@@ -125,11 +160,12 @@ Counts take(std::optional<Slot> on) {
 }  // namespace
 
 Access launch(const c10::Stream& stream, const std::string& operation,
-              const std::vector<Touched>& touched) {
+              const std::vector<Touched>& touched, CarriedOut when) {
   asked_in_a_row = 0;
   State& s = state();
   std::unique_lock lock(s.mutex);
   const Slot slot = s.clocks.slot_of(stream);
+  if (when == CarriedOut::kAtOnce) stand_still(lock, [&] { return can_begin(s.clocks.of(slot)); });
   if (!can_end(s.clocks.of(slot))) {
     s.released.wait(lock, [&] { return s.room > 0; });
     if (s.room != HeldStream::kAnyLaunches) --s.room;
@@ -139,6 +175,13 @@ Access launch(const c10::Stream& stream, const std::string& operation,
   ++s.launches[{current_rank, slot, name}];
   for (const Touched& each : touched) touch(each.tensor, each.written, now);
   return now;
+}
+
+void stand_still_behind(const c10::Stream& stream) {
+  State& s = state();
+  std::unique_lock lock(s.mutex);
+  const Slot slot = s.clocks.slot_of(stream);
+  stand_still(lock, [&] { return can_begin(s.clocks.of(slot)); });
 }
 
 void touch_result(const Access& of, const at::Tensor& result) {
@@ -154,6 +197,30 @@ void arrive_late(const Access& copy, const at::Tensor& target, const at::Tensor&
 void check_late(const Access& copy, const at::Tensor& source) {
   const std::lock_guard lock(state().mutex);
   state().late.from_pinned(copy, source);
+}
+
+void leave_open(const Access& operation, Behind behind) {
+  const std::lock_guard lock(state().mutex);
+  state().open.push_back({operation, behind});
+}
+
+void end_open(const Access& operation) {
+  const std::lock_guard lock(state().mutex);
+  std::erase_if(state().open, [&](const Open& each) {
+    return each.operation.stream == operation.stream && each.operation.launch == operation.launch;
+  });
+  state().released.notify_all();
+}
+
+void break_open(const std::string& why) {
+  const std::lock_guard lock(state().mutex);
+  if (state().broken.empty()) state().broken = why;
+  state().released.notify_all();
+}
+
+std::string why_broken() {
+  const std::lock_guard lock(state().mutex);
+  return state().broken;
 }
 
 Mark record(const c10::Stream& stream) {
@@ -224,6 +291,9 @@ void begin_anew() {
   s.shadow.forget();
   s.launches.clear();
   s.waits.clear();
+  s.open.clear();
+  s.broken.clear();
+  s.released.notify_all();
 }
 
 const char* last_writer(const void* address) noexcept {

@@ -19,16 +19,30 @@ struct Touched {
   bool written = false;
 };
 
+/// When an operation is carried out: by its launch, which stands still behind what is open
+/// (leave_open), or by who ends it.
+enum class CarriedOut { kAtOnce, kLater };
 /// One operation on a stream: counted, behind what its thread has waited for, and compared with
 /// every access before. Throws Race.
 Access launch(const c10::Stream& stream, const std::string& operation,
-              const std::vector<Touched>& touched);
+              const std::vector<Touched>& touched, CarriedOut when = CarriedOut::kAtOnce);
+/// As the launch of something on the stream that runs at once.
+void stand_still_behind(const c10::Stream& stream);
 /// A result that the operation made afterwards.
 void touch_result(const Access& of, const at::Tensor& result);
 
 /// Non-blocking copies (late_copies.h).
 void arrive_late(const Access& copy, const at::Tensor& target, const at::Tensor& value);
 void check_late(const Access& copy, const at::Tensor& source);
+
+/// What others end: it is not over before. What is launched behind it stands still until then, on the
+/// host, too, since kernels run at once; or goes on, where nothing that it reads is missing.
+enum class Behind { kStandsStill, kGoesOn };
+void leave_open(const Access& operation, Behind behind);
+void end_open(const Access& operation);
+/// Nobody will end what is open: whoever stands still throws std::runtime_error, until begin_anew().
+void break_open(const std::string& why);
+std::string why_broken();
 
 /// What an event carries.
 struct Mark {

@@ -4,11 +4,11 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 #include <future>
 #include <thread>
 
 #include "base/text/printable.h"
+#include "comm/backends/entry_record.h"
 #include "comm/backends/gloo/exchange.h"
 #include "comm/backends/gloo/gloo_mail.h"
 #include "comm/batch.h"
@@ -18,15 +18,8 @@
 namespace tessera::comm {
 namespace {
 
-// compare_entries: what each rank sends to the others before a collective.
-constexpr std::int64_t kRecordBytes = 512;
+// Of the exchange of records.
 constexpr std::uint64_t kRecordFingerprint = 0x656e7472696573ULL;
-
-struct Record {
-  std::uint64_t fingerprint;
-  char text[static_cast<std::size_t>(kRecordBytes) - sizeof(std::uint64_t)];
-};
-static_assert(sizeof(Record) == kRecordBytes);
 
 /// A group is opened: as a wait, this is the one for its first collective.
 class Opening final : public Blocked {
@@ -220,11 +213,10 @@ void PointToPointGroup::connect(const Batch& batch, const Entry& entry) {
 }
 
 void PointToPointGroup::compare(const Batch& batch, const std::shared_ptr<const Entry>& entry) {
-  auto buffer = at::zeros({size() * kRecordBytes}, at::TensorOptions().dtype(at::kByte));
-  auto* records = static_cast<Record*>(buffer.mutable_data_ptr());
-  Record& mine = records[rank()];
-  mine.fingerprint = entry->fingerprint;
-  to_string(*entry).copy(mine.text, sizeof(mine.text) - 1);
+  constexpr auto kBytes = static_cast<std::int64_t>(sizeof(EntryRecord));
+  auto buffer = at::zeros({size() * kBytes}, at::TensorOptions().dtype(at::kByte));
+  auto* records = static_cast<EntryRecord*>(buffer.mutable_data_ptr());
+  write_record(*entry, records[rank()]);
 
   Batch exchange;
   exchange.label = batch.label;
@@ -232,18 +224,8 @@ void PointToPointGroup::compare(const Batch& batch, const std::shared_ptr<const 
   Exchange work(channel_, std::move(exchange), entry, kRecordFingerprint);
   work.start();
   work.wait();
-  const auto& members = channel_->options.members;
-  for (int other = 0; other < size(); ++other) {
-    if (records[other].fingerprint == mine.fingerprint) continue;
-    records[other].text[sizeof(mine.text) - 1] = '\0';
-    const int first = std::min(rank(), other);
-    const int second = std::max(rank(), other);
-    throw Error(
-        ErrorKind::kComm,
-        concat("ranks disagree: rank ", members[static_cast<std::size_t>(first)], " issues ",
-               records[first].text, " but rank ", members[static_cast<std::size_t>(second)],
-               " issues ", records[second].text, " (group ", name(), ")"));
-  }
+  require_same_entries({records, static_cast<std::size_t>(size())}, rank(),
+                       channel_->options.members, name());
 }
 
 }  // namespace tessera::comm

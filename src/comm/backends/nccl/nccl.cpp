@@ -1,11 +1,9 @@
 #include "comm/backends/nccl/nccl.h"
 
 #include <ATen/ATen.h>
-#include <ATen/cuda/CUDAContextLight.h>
-#include <c10/cuda/CUDAFunctions.h>
 
 #include <algorithm>
-#include <cstdio>
+#include <cstring>
 #include <functional>
 #include <map>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
@@ -13,7 +11,10 @@
 
 #include "base/environment.h"
 #include "base/text/printable.h"
+#include "comm/backends/entry_record.h"
+#include "comm/backends/gloo/gloo.h"
 #include "comm/backends/nccl/nccl_backends.h"
+#include "comm/backends/nccl/nccl_device.h"
 #include "comm/backends/nccl/nccl_mail.h"
 #include "comm/batch.h"
 #include "comm/buffer_pool.h"
@@ -208,8 +209,10 @@ class Launch {
 
 class NcclGroup final : public Group {
  public:
-  NcclGroup(NcclPlace place, NcclBackend backend)
+  /// `entries`: of the same ranks in the memory of the host, where they are compared.
+  NcclGroup(NcclPlace place, NcclBackend backend, std::shared_ptr<Group> entries)
       : place_(std::move(place)),
+        entries_(std::move(entries)),
         log_(std::make_shared<FlightRecorder>(name())),
         backend_(std::move(backend)) {
     place_.channel.board->add(log_);
@@ -233,6 +236,7 @@ class NcclGroup final : public Group {
     place_.channel.abort_flag->check();
     check_batch(batch, size(), place_.device);
     const auto entry = log_->record(batch, next_sequence_++);
+    if (entries_) compare(*entry);
     Launching launching(host_waits(), {[log = log_, entry] { return log->wait_for(*entry); },
                                        [backend = backend_] { return error_of(*backend); }});
     Launch launch(*backend_, pool_, *this);
@@ -251,7 +255,19 @@ class NcclGroup final : public Group {
         NcclWork::Launched{std::move(batch), end, place_.device, place_.channel.abort_flag});
   }
 
+  void compare(const Entry& entry) {
+    EntryRecord mine;
+    write_record(entry, mine);
+    const std::string bytes(reinterpret_cast<const char*>(&mine), sizeof mine);
+    std::vector<EntryRecord> records;
+    for (const std::string& one : all_gather_fixed(*entries_, bytes, "entries")) {
+      std::memcpy(&records.emplace_back(), one.data(), sizeof mine);
+    }
+    require_same_entries(records, rank(), place_.channel.members, name());
+  }
+
   const NcclPlace place_;
+  const std::shared_ptr<Group> entries_;
   const std::shared_ptr<FlightRecorder> log_;
   const NcclBackend backend_;
   std::unique_ptr<BufferPool> pool_;
@@ -259,17 +275,10 @@ class NcclGroup final : public Group {
   std::unique_ptr<Mail> mail_;
 };
 
-/// "0000:41:00.0".
-std::string pci_id(at::Device device) {
-  const cudaDeviceProp& card = *at::cuda::getDeviceProperties(device.index());
-  char text[32];
-  std::snprintf(text, sizeof text, "%04x:%02x:%02x.0", static_cast<unsigned>(card.pciDomainID),
-                static_cast<unsigned>(card.pciBusID), static_cast<unsigned>(card.pciDeviceID));
-  return text;
-}
-
 class NcclConnections final : public Connections {
  public:
+  explicit NcclConnections(const LaunchEnvironment& launch) : launch_(launch) {}
+
   std::shared_ptr<Group> make_group(const GroupPlace& place) override {
     if (!claimed_) {
       claim_device(*place.store, running_kernel(), pci_id(place.device), place.rank);
@@ -284,7 +293,9 @@ class NcclConnections final : public Connections {
                    place.device, place.options.init_timeout, made_};
     NcclBackend& backend = backends_[place.ranks];
     if (!backend) backend = connected(here);
-    return std::make_shared<NcclGroup>(std::move(here), backend);
+    std::shared_ptr<Group> entries;
+    if (here.channel.compare_entries) entries = messages_of(place);
+    return std::make_shared<NcclGroup>(std::move(here), backend, std::move(entries));
   }
   void require_recovery() const override {
     throw Error(
@@ -292,9 +303,21 @@ class NcclConnections final : public Connections {
         "recover: found backend nccl, expected gloo or ranks that are threads: NCCL does not "
         "connect its ranks anew; start the run again, from its last checkpoint");
   }
-  void close() override { made_->close(); }
+  void close() override {
+    made_->close();
+    if (messages_) messages_->close();
+  }
 
  private:
+  /// Of the same ranks, over Gloo.
+  std::shared_ptr<Group> messages_of(const GroupPlace& place) {
+    if (!messages_) messages_ = open_gloo(launch_);
+    GroupPlace there = place;
+    there.name = concat(place.name, ", entries");
+    there.device = at::kCPU;
+    return messages_->make_group(there);
+  }
+
   /// Takes seconds: not in the first step.
   static NcclBackend connected(const NcclPlace& place) {
     const int ranks = static_cast<int>(place.channel.members.size());
@@ -323,6 +346,8 @@ class NcclConnections final : public Connections {
   /// Groups of the same ranks have one communicator: so its collectives have one order everywhere.
   std::map<std::vector<int>, NcclBackend> backends_;
   bool claimed_ = false;
+  const LaunchEnvironment launch_;
+  std::unique_ptr<Connections> messages_;
 };
 
 /// c10d's watchdog ends the process by itself where a collective takes too long or a device fails:
@@ -357,20 +382,11 @@ void set_defaults() {
 
 }  // namespace
 
-DeviceFacts nccl_facts(int device) {
-  const cudaDeviceProp& card =
-      *at::cuda::getDeviceProperties(static_cast<c10::DeviceIndex>(device));
-  return {card.name, 10 * card.major + card.minor};
-}
-
-bool nccl_built_in() { return true; }
-
-std::unique_ptr<Connections> open_nccl(const LaunchEnvironment& /*launch*/) {
-  TESSERA_CHECK(cuda_devices() > 0, ErrorKind::kUsage,
-                "comm.backend: found nccl, but there is no CUDA device; use gloo");
+std::unique_ptr<Connections> open_nccl(const LaunchEnvironment& launch) {
+  require_nccl_device();
   keep_watchdog_still();
   set_defaults();
-  return std::make_unique<NcclConnections>();
+  return std::make_unique<NcclConnections>(launch);
 }
 
 }  // namespace tessera::comm

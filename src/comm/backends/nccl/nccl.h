@@ -14,11 +14,13 @@ namespace tessera::comm {
 
 /// Linked, not stubbed.
 bool nccl_built_in();
+/// Whose tensors it carries.
+at::DeviceType nccl_device();
 
 /// Of a CUDA device; without NCCL of none.
 DeviceFacts nccl_facts(int device);
 
-/// The backend. compare_entries is not used. Errors: kUsage when it is not built in or there is no
+/// The backend. compare_entries goes over Gloo. Errors: kUsage when it is not built in or there is no
 /// CUDA device; of its groups also where another rank computes on the same device.
 std::unique_ptr<Connections> open_nccl(const LaunchEnvironment& launch);
 

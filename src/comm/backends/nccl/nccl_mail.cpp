@@ -96,6 +96,7 @@ class NcclMail final : public Mail {
                       });
     }
   }
+  bool matches_by_order() const override { return true; }
   // Over NCCL a message is launched once, whether its other end is known or not.
   bool gains_by_early_receives() const override { return false; }
 

@@ -5,6 +5,8 @@ namespace tessera::comm {
 
 bool nccl_built_in() { return false; }
 
+at::DeviceType nccl_device() { return at::kCUDA; }
+
 DeviceFacts nccl_facts(int /*device*/) { return {}; }
 
 std::unique_ptr<Connections> open_nccl(const LaunchEnvironment& /*launch*/) {

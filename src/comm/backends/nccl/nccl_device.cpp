@@ -1,0 +1,37 @@
+#include "comm/backends/nccl/nccl_device.h"
+
+#include <ATen/cuda/CUDAContextLight.h>
+#include <c10/cuda/CUDAFunctions.h>
+
+#include <cstdio>
+
+#include "comm/backends/nccl/nccl.h"
+#include "comm/device.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+
+bool nccl_built_in() { return true; }
+
+at::DeviceType nccl_device() { return at::kCUDA; }
+
+DeviceFacts nccl_facts(int device) {
+  const cudaDeviceProp& card =
+      *at::cuda::getDeviceProperties(static_cast<c10::DeviceIndex>(device));
+  return {card.name, 10 * card.major + card.minor};
+}
+
+void require_nccl_device() {
+  TESSERA_CHECK(cuda_devices() > 0, ErrorKind::kUsage,
+                "comm.backend: found nccl, but there is no CUDA device; use gloo");
+}
+
+std::string pci_id(c10::Device device) {
+  const cudaDeviceProp& card = *at::cuda::getDeviceProperties(device.index());
+  char text[32];
+  std::snprintf(text, sizeof text, "%04x:%02x:%02x.0", static_cast<unsigned>(card.pciDomainID),
+                static_cast<unsigned>(card.pciBusID), static_cast<unsigned>(card.pciDeviceID));
+  return text;
+}
+
+}  // namespace tessera::comm
