@@ -49,7 +49,7 @@ struct DeviceThatRanOut {
 /// kConfig, names the keys. `error` says how much was asked for.
 std::string out_of_memory_text(const RowsOfRank& rows, const std::exception& error,
                                const std::optional<DeviceThatRanOut>& device = std::nullopt);
-/// Of what is no batch's: weights, an update, a checkpoint. `when`: "before the first step".
+/// Of what is no batch's: weights, an update. `when`: "before the first step".
 std::string out_of_memory_text(std::string_view when, const std::exception& error,
                                const std::optional<DeviceThatRanOut>& device = std::nullopt);
 
