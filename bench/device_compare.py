@@ -402,6 +402,8 @@ def parsed(words):
     arguments = parser.parse_args(words)
     arguments.options = options
     arguments.tessera = arguments.tessera.resolve()
+    if "tessera" in arguments.only and not arguments.tessera.is_file():
+        parser.error(f"--tessera: {arguments.tessera} is not there; build it, or name another")
     if arguments.steps <= WARM_UP_STEPS:
         parser.error(f"--steps: the first {WARM_UP_STEPS} are not counted")
     if arguments.rounds < 1:

@@ -262,6 +262,8 @@ def parsed():
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.program = arguments.program.resolve()
+    if not arguments.here and not arguments.program.is_file():
+        parser.error(f"--program: {arguments.program} is not there; build it, or name another")
     if min(arguments.rounds, arguments.steps, arguments.rows) < 1:
         parser.error("--rounds, --steps, --rows: at least 1")
     return arguments

@@ -204,7 +204,9 @@ void add_generate(::CLI::App& app, GenerateArguments& generate) {
       ->check(not_a_share, "FLOAT above 0, at most 1");
   verb->add_option("--seed", generate.seed, "Of the draws; default 42.")
       ->check(not_a_seed, "below 2^64");
-  verb->footer("Computes in the dtypes of the folder; --precision.KEY VALUE changes that.");
+  verb->footer(
+      "Computes in the dtypes of the folder; --precision.KEY VALUE changes that, --device VALUE "
+      "where.");
 }
 
 void add_convert(::CLI::App& app, ConvertArguments& convert) {

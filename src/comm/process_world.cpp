@@ -58,6 +58,7 @@ ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& 
   // Before the ranks meet: who was refused on the way here says so by the failure key.
   watch_ = std::make_unique<FailureWatch>(store_->second_connection(kBoardFirst), state_->board,
                                           watch, watch_actions());
+  store_->require_size(rank_, size_);
   tell_device_kind(
       *store_, concat(c10::DeviceTypeName(device().type(), true), " by ", backend_.name), rank_);
   store_->meet(kJoin, rank_, everyone_, options.init_timeout, *state_->abort_flag);

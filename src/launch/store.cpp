@@ -310,6 +310,13 @@ Missing Store::missing(const std::string& key, int members) {
   });
 }
 
+void Store::require_size(int rank, int size) {
+  const std::string first = set_if_absent("number of ranks", concat(size, " as rank ", rank));
+  TESSERA_CHECK(first.starts_with(concat(size, ' ')), ErrorKind::kUsage, "world: found rank ", rank,
+                " of ", size, " ranks, expected one of ", first,
+                " is; start all with the same number (WORLD_SIZE, or what the launcher sets)");
+}
+
 void Store::meet(const std::string& key, int self, const std::vector<int>& members,
                  std::chrono::milliseconds timeout, const AbortFlag& abort_flag) {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
@@ -321,6 +328,7 @@ void Store::meet(const std::string& key, int self, const std::vector<int>& membe
     abort_flag.check();
     if (std::chrono::steady_clock::now() > deadline) {
       const Missing absent = missing(key, size);
+      if (absent.members.empty() && !absent.and_more) return;  // the last one has come just now
       std::vector<int> ranks;
       for (const int index : absent.members) {
         ranks.push_back(members[static_cast<std::size_t>(index)]);

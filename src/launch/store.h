@@ -59,6 +59,9 @@ class Store {
   void arrive(const std::string& key, int self, int members);
   /// Indices of those who have not come; a bounded number of requests.
   Missing missing(const std::string& key, int members);
+  /// Before ranks meet: who was started with another number of ranks than the first that said its
+  /// own would meet others, or nobody. Errors: kUsage naming both.
+  void require_size(int rank, int size);
   /// Arrives, and returns once all of `members` have. Errors: kComm naming the ranks that did not
   /// come within `timeout`; LostRank as soon as `abort_flag` is marked.
   void meet(const std::string& key, int self, const std::vector<int>& members,

@@ -81,6 +81,12 @@ std::string requested(std::string_view said) {
   return std::string(rest.substr(0, rest.find(". ")));
 }
 
+/// Without the calls that led there, which libtorch lists behind it.
+std::string said_by(const std::exception& error) {
+  const std::string said = one_line(error.what());
+  return said.substr(0, said.find(" frame #0: "));
+}
+
 std::string place_of(const DeviceThatRanOut& device, std::string_view said) {
   return concat(" of ", device.name, device.doing.empty() ? "" : " in ", device.doing,
                 ": requested ", requested(said), ", held ", gib(device.held), " GiB, peak ",
@@ -91,7 +97,7 @@ std::string place_of(const DeviceThatRanOut& device, std::string_view said) {
 
 std::string out_of_memory_text(const RowsOfRank& rows, const std::exception& error,
                                const std::optional<DeviceThatRanOut>& device) {
-  const std::string said = one_line(error.what());
+  const std::string said = said_by(error);
   return concat("training.local_batch_size: found micro-batches of ", rows.micro_batch,
                 " row(s) of ", rows.tokens, " tokens, for which memory ran out",
                 device ? place_of(*device, said) : "",
@@ -99,6 +105,17 @@ std::string out_of_memory_text(const RowsOfRank& rows, const std::exception& err
                 "(training.global_batch_size keeps the rows of a step) or training.seq_len, or set "
                 "activation_checkpoint.mode (",
                 said, ")");
+}
+
+std::string out_of_memory_text(std::string_view when, const std::exception& error,
+                               const std::optional<DeviceThatRanOut>& device) {
+  const std::string said = said_by(error);
+  return concat(
+      "memory ran out ", when, device ? place_of(*device, said) : "",
+      ", expected room for what a rank holds (tessera inspect --contract has the table; a "
+      "checkpoint adds a copy of parameters and optimizer state in the host's memory); "
+      "take more ranks or a narrower precision.storage_dtype (",
+      said, ")");
 }
 
 }  // namespace tessera::train

@@ -8,6 +8,7 @@
 #include <exception>
 #include <optional>
 #include <string>
+#include <string_view>
 
 namespace tessera::train {
 
@@ -47,6 +48,9 @@ struct DeviceThatRanOut {
 };
 /// kConfig, names the keys. `error` says how much was asked for.
 std::string out_of_memory_text(const RowsOfRank& rows, const std::exception& error,
+                               const std::optional<DeviceThatRanOut>& device = std::nullopt);
+/// Of what is no batch's: weights, an update. `when`: "before the first step".
+std::string out_of_memory_text(std::string_view when, const std::exception& error,
                                const std::optional<DeviceThatRanOut>& device = std::nullopt);
 
 }  // namespace tessera::train

@@ -165,7 +165,7 @@ std::vector<fsdp::StateBytes> state_of(const RunOfPlan& run) {
 }  // namespace
 
 capture::Planning planning_of(const RunOfPlan& run, const CompileOptions& options) {
-  auto planning = capture::planning_of(options);
+  auto planning = open_as("compile.plan", [&] { return capture::planning_of(options); });
   if (may_offload(run.config)) planning.state = state_of(run);
   return planning;
 }

@@ -17,6 +17,7 @@
 #include "launch/hosts.h"
 #include "tessera/error.h"
 #include "train/batch_memory.h"
+#include "train/config/config_resolve.h"
 #include "train/contract_of_run.h"
 #include "train/expert_balance.h"
 #include "train/plan_of_run.h"
@@ -55,13 +56,7 @@ PlannedOptions planned_options(const Config& config, const ModelSource& source,
                                std::int64_t micro_batches, World& world) {
   const auto& section = config.compile;
   if (section.mode == CompileChoice::kOff) return {};
-  TESSERA_CHECK(
-      !section.memory_budget || section.memory_budget->share == 0.0 || world.device().is_cpu(),
-      ErrorKind::kConfig, "compile.memory_budget: found a share of memory on ",
-      world.device().str(), ", expected bytes there; give them as a number");
-  TESSERA_CHECK(section.offload_folder.empty() || world.device().is_cpu(), ErrorKind::kConfig,
-                "compile.offload_folder: found one on ", world.device().str(),
-                ", expected none there: state of devices stays on them so far; leave it out");
+  if (!world.device().is_cpu()) check_compile_on(section, world.device().str());
   const auto buckets = plan_model(source.description, contract.parameters, mesh_shape(dims));
   const RunOfPlan run{.config = config,
                       .spec = source.spec,
@@ -94,9 +89,11 @@ PlannedSteps::PlannedSteps(PlannedOptions planned, const ShardedBase& model, Opt
       folder_(std::move(folder)) {
   is_chosen_ = !options_.plan.empty();
   if (!options_.offload_folder.empty()) {
-    optimizer_.offload({.folder = options_.offload_folder,
-                        .match = std::move(planned.offloaded),
-                        .by_plan = true});
+    open_as("compile.offload_folder", [&] {
+      optimizer_.offload({.folder = options_.offload_folder,
+                          .match = std::move(planned.offloaded),
+                          .by_plan = true});
+    });
   }
   compile(model_, options_, &optimizer_);  // by assumed costs, until there are measured ones
 }

@@ -357,11 +357,11 @@ BatchLoss run_forward_only(Sharded<models::LanguageModel>& model, const BatchSou
   return loss;
 }
 
-std::optional<DeviceThatRanOut> device_of(const ShardedBase& model) {
-  const at::Device device = model.mesh().world()->device();
+/// None of the CPU's.
+std::optional<DeviceThatRanOut> memory_taken(at::Device device, const std::string& doing) {
   if (device.is_cpu()) return std::nullopt;
   const auto memory = comm::memory_of(device);
-  return DeviceThatRanOut{device.str(), fsdp::last_entered(model), static_cast<double>(memory.held),
+  return DeviceThatRanOut{device.str(), doing, static_cast<double>(memory.held),
                           static_cast<double>(memory.peak), static_cast<double>(memory.reserved)};
 }
 
@@ -375,7 +375,15 @@ void rethrow_with_key(const ShardedBase& model, const BatchSource& source,
     mine.rows += range.size();
     mine.micro_batch = std::max(mine.micro_batch, range.size());
   }
-  throw Error(ErrorKind::kConfig, out_of_memory_text(mine, error, device_of(model)));
+  throw Error(ErrorKind::kConfig, out_of_memory_text(mine, error,
+                                                     memory_taken(model.mesh().world()->device(),
+                                                                  fsdp::last_entered(model))));
+}
+
+void rethrow_with_time(const World& world, ErrorKind kind, std::string_view when,
+                       const std::exception& error) {
+  if (!is_out_of_memory(error)) throw;
+  throw Error(kind, out_of_memory_text(when, error, memory_taken(world.device(), "")));
 }
 
 namespace {

@@ -10,12 +10,15 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "models/language_model.h"
 #include "moe/routing.h"
+#include "tessera/error.h"
 #include "tessera/grad_scaler.h"
 #include "tessera/shard.h"
+#include "tessera/world.h"
 #include "train/data/data.h"
 #include "train/data/sampler.h"
 #include "train/expert_balance.h"
@@ -144,6 +147,18 @@ BatchLoss forward_only(Sharded<models::LanguageModel>& model, const BatchSource&
 /// kConfig naming key, rows, and where on a device it was.
 [[noreturn]] void rethrow_with_key(const ShardedBase& model, const BatchSource& source,
                                    const std::vector<RowRange>& rows, const std::exception& error);
+
+/// The same beside forwards and backwards: an error of `kind` that says `when` memory ran out.
+[[noreturn]] void rethrow_with_time(const World& world, ErrorKind kind, std::string_view when,
+                                    const std::exception& error);
+template <class Run>
+auto in_memory_of(const World& world, ErrorKind kind, std::string_view when, const Run& run) {
+  try {
+    return run();
+  } catch (const std::exception& error) {
+    rethrow_with_time(world, kind, when, error);
+  }
+}
 
 /// One micro-batch forward, whatever comes of it. Collective.
 void run_once(Sharded<models::LanguageModel>& model, const BatchSource& source, std::int64_t step,

@@ -168,7 +168,8 @@ class Trainer {
 
   TrainingResult run() {
     try {
-      return run_to_the_end();
+      return in_memory_of(world_, ErrorKind::kConfig, "beside forwards and backwards",
+                          [&] { return run_to_the_end(); });
     } catch (const std::exception& error) {
       // Unwinding waits for this rank's checkpoint writer, the others would wait for both.
       if (hooks_.on_failure) hooks_.on_failure(error);
@@ -580,7 +581,11 @@ class Trainer {
 }  // namespace
 
 TrainingResult run_training(const Config& config, World& world, const TrainingHooks& hooks) {
-  return Trainer(config, world, hooks).run();
+  // Not kConfig: nothing was found wrong, and the exit code is that of memory that runs out later.
+  const auto trainer = in_memory_of(world, ErrorKind::kInternal, "before the first step", [&] {
+    return std::make_unique<Trainer>(config, world, hooks);
+  });
+  return trainer->run();
 }
 
 }  // namespace tessera::train

@@ -54,6 +54,10 @@ void check_compile(const Config& config, Verb verb) {
       fsdp::name_of(config.optimizer.name),
       ", which takes matrices whole, expected an optimizer whose state is used element by element; "
       "leave offload_folder out, or set another optimizer.name");
+  // gradients leaves both out.
+  if (config.device == DeviceName::kCuda && verb != Verb::kGradients) {
+    check_compile_on(section, "cuda");
+  }
   const int stages = config.parallelism.pipeline_parallel_degree;
   const bool only_replays = section.mode == CompileChoice::kReplay && section.form == 3 &&
                             !section.memory_budget && !section.passes && section.plan.empty() &&
@@ -230,6 +234,15 @@ std::string absolute_under(const fs::path& base, const std::string& folder) {
 }
 
 }  // namespace
+
+void check_compile_on(const CompileConfig& section, const std::string& device) {
+  TESSERA_CHECK(!section.memory_budget || section.memory_budget->share == 0.0, ErrorKind::kConfig,
+                "compile.memory_budget: found a share of memory on ", device,
+                ", expected bytes there; give them as a number");
+  TESSERA_CHECK(section.offload_folder.empty(), ErrorKind::kConfig,
+                "compile.offload_folder: found one on ", device,
+                ", expected none there: state of devices stays on them so far; leave it out");
+}
 
 void validate(const Config& config, Verb verb) {
   check_device(config);

@@ -40,6 +40,8 @@ auto open_as(std::string_view key, const Open& open) {
     throw Error(error.kind(), concat(key, ": ", what));
   }
 }
+/// What [compile] has for the CPU alone, on another `device`, as messages name it. Errors: kConfig.
+void check_compile_on(const CompileConfig& section, const std::string& device);
 /// Which of the two names the model.
 std::string_view model_key(const ModelConfig& model);
 

@@ -205,6 +205,29 @@ TEST(Store, MeetingNamesWhoDidNotCome) {
   store->meet("alone", 0, {0}, milliseconds(10), abort_flag);
 }
 
+TEST(Store, AMeetingWhoseLastOneCameAsPatienceEndedIsOver) {
+  const auto store = Store::in_memory();
+  const AbortFlag abort_flag;
+  store->arrive("join", 0, 2);
+  store->arrive("join", 1, 3);  // here, and has not said yet that all are
+  EXPECT_NO_THROW(store->meet("join", 0, {0, 1}, milliseconds(10), abort_flag));
+}
+
+TEST(Store, RanksThatCountOthersThanTheFirstAreRefused) {
+  const auto store = Store::in_memory();
+  store->require_size(1, 2);
+  store->require_size(0, 2);
+  try {
+    store->require_size(2, 20);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.kind(), ErrorKind::kUsage);
+    EXPECT_STREQ(error.what(),
+                 "world: found rank 2 of 20 ranks, expected one of 2 as rank 1 is; start all with "
+                 "the same number (WORLD_SIZE, or what the launcher sets)");
+  }
+}
+
 TEST(Store, AMeetingIsOverWhenTheLastOneHasComeHoweverOftenTheOthersDid) {
   const auto store = Store::in_memory();
   const AbortFlag abort_flag;

@@ -14,6 +14,7 @@ namespace {
 using ::testing::AllOf;
 using testing::error_of;
 using ::testing::HasSubstr;
+using ::testing::Not;
 using ::testing::StartsWith;
 
 const Room kRoom{0x1p34, 0x1p34};
@@ -76,6 +77,19 @@ TEST(BatchMemory, TellsMemoryThatRanOutFromOtherErrors) {
   EXPECT_THAT(out_of_memory_text({8, 4, 12}, std::bad_alloc()),
               AllOf(StartsWith("training.local_batch_size: found micro-batches of 4 row(s) of 12"),
                     HasSubstr("training.seq_len"), HasSubstr("std::bad_alloc")));
+}
+
+TEST(BatchMemory, BesideBatchesItSaysWhenAndNotWhichCallsLedThere) {
+  const std::runtime_error error(
+      "CUDA out of memory. Tried to allocate 2.00 GiB. GPU\nframe #0: f");
+  EXPECT_THAT(
+      out_of_memory_text("before the first step", error,
+                         DeviceThatRanOut{"cuda:1", "", 0x1p30, 0x1p31, 0x1p32}),
+      AllOf(StartsWith("memory ran out before the first step of cuda:1: requested 2.00 GiB, "
+                       "held 1 GiB, peak 2 GiB, reserved 4 GiB, expected room"),
+            HasSubstr("more ranks"), Not(HasSubstr("frame"))));
+  EXPECT_THAT(out_of_memory_text("beside forwards", std::bad_alloc()),
+              StartsWith("memory ran out beside forwards, expected room"));
 }
 
 // As CUDA's allocator and the simulated device say it, and as neither does.
