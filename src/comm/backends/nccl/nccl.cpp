@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <dlfcn.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -365,24 +366,34 @@ void keep_watchdog_still() {
   }
 }
 
+/// 12030 for CUDA 12.3; 0 where the driver does not say.
+int version_of_driver() {
+  // libtorch has loaded it, and says nothing of its version.
+  void* const driver = ::dlopen("libcuda.so.1", RTLD_LAZY);
+  if (driver == nullptr) return 0;
+  const auto ask = reinterpret_cast<int (*)(int*)>(::dlsym(driver, "cuDriverGetVersion"));
+  int version = 0;
+  const bool said = ask != nullptr && ask(&version) == 0;
+  ::dlclose(driver);
+  return said ? version : 0;
+}
+
 /// What the user has not set.
+void set_default(const char* name, const char* value) {
+  if (!base::environment_variable(name)) base::set_environment_variable(name, value);
+}
+
 void set_defaults() {
-  struct Default {
-    const char* name;
-    const char* value;
-  };
-  static constexpr Default kDefaults[] = {
-      // Else its threads sleep for minutes beside what has failed, and its destructors wait for them:
-      // for a report of what this rank reports itself.
-      {"TORCH_NCCL_DUMP_ON_TIMEOUT", "0"},
-      {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0"},
-      // Several communicators then begin on the device in the order in which the rank has launched on
-      // them; two ranks whose devices took them in different orders would wait for each other.
-      {"NCCL_LAUNCH_ORDER_IMPLICIT", "1"},
-  };
-  for (const Default& one : kDefaults) {
-    if (!base::environment_variable(one.name)) base::set_environment_variable(one.name, one.value);
-  }
+  // Else its threads sleep for minutes beside what has failed, and its destructors wait for them:
+  // for a report of what this rank reports itself.
+  set_default("TORCH_NCCL_DUMP_ON_TIMEOUT", "0");
+  set_default("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0");
+  // Several communicators then begin on the device in the order in which the rank has launched on
+  // them; two ranks whose devices took them in different orders would wait for each other. With
+  // drivers of before NCCL has each end before the next one begins (getImplicitOrder in its
+  // src/enqueue.cc), so that two ranks of a pipeline that send to each other would never receive.
+  constexpr int kBeginsInOrder = 12030;
+  if (version_of_driver() >= kBeginsInOrder) set_default("NCCL_LAUNCH_ORDER_IMPLICIT", "1");
 }
 
 }  // namespace
