@@ -145,10 +145,21 @@ void BufferPool::begin_step() {
 }
 
 at::Tensor BufferPool::make(std::int64_t bytes, const Stream& on) {
+  const StreamScope here(allocator_);
+  const auto fresh = [&] {
+    return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
+  };
+  at::Tensor memory;
+  try {
+    memory = fresh();
+  } catch (const c10::OutOfMemoryError&) {
+    // What waits here, of sizes that nobody asks for just now, is the device's memory, too.
+    if (free_.bytes() == 0) throw;
+    free_.clear();
+    memory = fresh();
+  }
   made_bytes_ += bytes;
   ++blocks_made_;
-  const StreamScope here(allocator_);
-  at::Tensor memory = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
   if (on) {
     Event made;
     made.record(allocator_, EventSite::kPoolMade);

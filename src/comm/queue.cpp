@@ -235,6 +235,9 @@ Pending IssueQueue::Impl::submit(Submission submission) {
   if (submission.group->stream()) {
     const base::Lock lock(launching);
     issue(std::move(submission));
+    // At once, and as it is: what is submitted next would say only that the queue has ended, and
+    // whether memory has run out is told by the error's type.
+    if (state->failure) Pending(state).wait();
     return Pending(std::move(state));
   }
   {

@@ -96,6 +96,16 @@ TEST_F(OneRank, GathersAndSendsToItself) {
   }
 }
 
+// Naive: NCCL has no integers of 16 bits.
+TEST_F(OneRank, MovesWhatItCannotAdd) {
+  for (const auto dtype : {at::kShort, at::kInt, at::kChar, at::kByte, at::kBool, at::kHalf}) {
+    expect_as_alone("gather", {draw(1, dtype)},
+                    [](const auto& in) { return std::vector<Op>{comm::AllGather{in[0]}}; });
+    expect_as_alone("broadcast", {draw(2, dtype)},
+                    [](const auto& in) { return std::vector<Op>{comm::Broadcast{in[0], 0}}; });
+  }
+}
+
 TEST_F(OneRank, SumsInTheDtypeThatTravelsAndInAWiderOne) {
   for (const auto wire : {at::kFloat, at::kBFloat16}) {
     for (const auto into : {Into::kOverwrite, Into::kAdd}) {

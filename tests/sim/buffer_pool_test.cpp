@@ -144,5 +144,46 @@ TEST(DevicePool, BlocksThatAStepDoesNotNeedAreFreed) {
   EXPECT_EQ(pool.total_bytes(), 1000);
 }
 
+// Naive: a block that waits, of a size that fits nobody, is missing to who asks for the last bytes.
+TEST(DevicePool, WhatWaitsIsFreedBeforeTheDeviceIsFull) {
+  BufferPool pool(device(2));
+  const CapacityScope full(2, static_cast<std::size_t>(live_bytes(2)) + 8192);
+  step(pool, {3072});
+  ASSERT_EQ(pool.free_bytes(), 3072);
+  at::Tensor most = pool.take(7168, at::kByte);
+  EXPECT_EQ(pool.free_bytes(), 0);
+  EXPECT_THROW(pool.take(2048, at::kByte), c10::OutOfMemoryError) << "nothing waits any more";
+  EXPECT_EQ(pool.total_bytes(), 7168) << "of blocks that there are";
+  EXPECT_EQ(pool.blocks_made(), 2);
+  pool.give_back(std::move(most));
+}
+
+/// What is said where a block that waits is freed for want of memory, and its memory taken again on
+/// another stream.
+std::string race_in_a_full_device() {
+  BufferPool pool(device(2));
+  const CapacityScope full(2, static_cast<std::size_t>(live_bytes(2)) + 8192);
+  const Stream first = Stream::make(device(2)), second = Stream::make(device(2));
+  const auto use = [&](const Stream& on, std::int64_t bytes) {
+    const StreamScope here(on);
+    at::Tensor block = pool.take(bytes, at::kByte);
+    block.fill_(1);
+    pool.give_back(std::move(block));
+  };
+  return race_of([&] {
+    use(first, 3072);
+    use(second, 7168);  // which frees the first one
+    use(second, 3072);  // which frees that, and is made of the first one's memory
+  });
+}
+
+TEST(DevicePool, WhatIsFreedForWantOfMemoryIsFreedBehindItsLastUse) {
+  EXPECT_EQ(race_in_a_full_device(), "");
+  const test_hooks::Set without(test_hooks::leaves_out_event, [](EventSite site, EventEnd half) {
+    return site == EventSite::kPoolFree && half == EventEnd::kBlock;
+  });
+  EXPECT_NE(race_in_a_full_device(), "");
+}
+
 }  // namespace
 }  // namespace tessera::sim::buffer_pool_test

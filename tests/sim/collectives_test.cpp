@@ -281,6 +281,28 @@ TEST(DeviceGroups, TwoThreadsOfARankSubmitOneAfterTheOther) {
   });
 }
 
+// Naive: it is kept for who waits, and whoever submits before that hears of a lost rank.
+TEST(DeviceGroups, MemoryThatRunsOutAsOneIsIssuedIsSaidAsThatAndAtOnce) {
+  on_ranks({2, "sim"}, [](World& world) {
+    const auto group = world.group(comm::all_ranks(2), "gather");
+    const at::TensorOptions options(world.device());
+    const auto gather = [&](const std::function<void()>& ready) {
+      return world.queue().submit(*group, batch_of({comm::AllGather{at::zeros({8}, options)}}),
+                                  ready);
+    };
+    EXPECT_THROW(gather([&] {
+                   const CapacityScope full(
+                       world.device().index(),
+                       static_cast<std::size_t>(live_bytes(world.device().index())));
+                   at::empty({1024}, options);
+                 }),
+                 c10::OutOfMemoryError);
+    EXPECT_THROW(gather({}), comm::LostRank) << "which would meet another one of the others";
+    world.queue().recover();
+    gather({}).wait();
+  });
+}
+
 TEST(DeviceGroups, TensorsOfAnotherDeviceAreRefused) {
   on_ranks({2, "sim"}, [](World& world) {
     const auto group = world.group(comm::all_ranks(2), "gather");

@@ -344,9 +344,9 @@ class ProcessGroupNCCL::Here {
     if (sends) stand_still_behind(callers);
     block(end.stream, record(callers));
     const std::size_t way = (rank_ < peer) == sends ? 0 : 1;
-    Message posted{
-        sends ? copied(tensor) : in_place(tensor),
-        launch(end.stream, sends ? "nccl send" : "nccl recv", {{tensor, !sends}}, CarriedOut::kLater)};
+    Message posted{sends ? copied(tensor) : in_place(tensor),
+                   launch(end.stream, sends ? "nccl send" : "nccl recv", {{tensor, !sends}},
+                          CarriedOut::kLater)};
     // What is sent was copied: only who asks whether it is over has to know that nobody received it.
     leave_open(posted.access, sends ? Behind::kGoesOn : Behind::kStandsStill);
     {

@@ -76,6 +76,9 @@ class NcclWork final : public Work {
 
 /// One batch as it is launched: NCCL's call for each op, and what is left to do once all of them are
 /// out. All on the current stream, which is the group's.
+///
+/// Memory comes first: what is missing then leaves nothing half sent, and no group of NCCL's calls
+/// open, in which whatever else this thread launches would never go out.
 class Launch {
  public:
   /// `pool` is made when an op first needs memory: it takes one of the device's few streams.
@@ -85,38 +88,55 @@ class Launch {
         device_(group.stream().device()),
         ranks_(group.size()),
         rank_(group.rank()) {}
+  ~Launch() {
+    if (leases_.empty()) return;
+    try {
+      end();
+    } catch (...) {
+      // A device that no longer answers: its memory is lost with it.
+    }
+  }
+  Launch(const Launch&) = delete;
+  Launch& operator=(const Launch&) = delete;
 
   void run(const Batch& batch) {
-    together_ = batch.ops.size() > 1;
-    if (together_) nccl_.startCoalescing();
     for (const Op& op : batch.ops) std::visit(*this, op);
+    together_ = calls_.size() > 1;
+    if (together_) nccl_.startCoalescing();
+    for (const auto& call : std::exchange(calls_, {})) call();
     if (std::exchange(together_, false)) came(nccl_.endCoalescing());
     for (const auto& next : std::exchange(left_, {})) next();
   }
-  /// Gives back its memory, free from `end` on.
-  void end(const Event& end) {
+  /// Behind all of it, from where on its memory is free.
+  Event end() {
+    Event end;
+    end.record(Stream::current(device_), EventSite::kWorkEnd);
     for (at::Tensor& lease : leases_) pool_->give_back(std::move(lease), end);
     leases_.clear();
+    return end;
   }
 
-  void operator()(const AllGather& op) { gather(op.buffer.view(-1)); }
+  void operator()(const AllGather& op) {
+    calls_.emplace_back([this, all = op.buffer.view(-1)] { gather(all); });
+  }
 
   // NCCL adds in the dtype that travels, in an order of its own. Where sums are wider, addends travel
   // as they are and are added here, in rank order: the bits of the other backends.
   void operator()(const ReduceScatter& op) {
-    at::Tensor input = op.input.view(-1);
-    const at::Tensor output = op.output.view(-1);
+    const at::Tensor input = op.input.view(-1), output = op.output.view(-1);
     const bool adds = op.into == Into::kAdd;
     if (input.scalar_type() != output.scalar_type()) {
       const at::Tensor received = lease(input.numel(), input.scalar_type());
-      all_to_all(received, input, {}, {});
+      calls_.emplace_back([this, received, input] { all_to_all(received, input, {}, {}); });
       left_.emplace_back([this, received, output, adds] {
         kernels::sum_in_rank_order(received.view({ranks_, output.numel()}).unbind(), output, adds);
       });
       return;
     }
-    at::Tensor summed = adds ? lease(output.numel(), output.scalar_type()) : output;
-    came(nccl_._reduce_scatter_base(summed, input, on_this_stream<c10d::ReduceScatterOptions>()));
+    const at::Tensor summed = adds ? lease(output.numel(), output.scalar_type()) : output;
+    calls_.emplace_back([this, sum = summed, addends = input]() mutable {
+      came(nccl_._reduce_scatter_base(sum, addends, on_this_stream<c10d::ReduceScatterOptions>()));
+    });
     if (adds) left_.emplace_back([summed, output] { output.add_(summed); });
   }
 
@@ -124,14 +144,15 @@ class Launch {
     const at::Tensor data = op.data.view(-1), result = op.result().view(-1);
     if (data.scalar_type() == result.scalar_type()) {
       if (op.output.defined()) result.copy_(data);
-      std::vector<at::Tensor> summed{result};
-      came(nccl_.allreduce(summed, on_this_stream<c10d::AllreduceOptions>()));
+      calls_.emplace_back([this, summed = std::vector<at::Tensor>{result}]() mutable {
+        came(nccl_.allreduce(summed, on_this_stream<c10d::AllreduceOptions>()));
+      });
     } else if (in_two_rounds(op, ranks_)) {
       sum_in_parts(data, result);
     } else {
       const at::Tensor all = lease(data.numel() * ranks_, data.scalar_type());
       all.narrow(0, data.numel() * rank_, data.numel()).copy_(data);
-      gather(all);
+      calls_.emplace_back([this, all] { gather(all); });
       left_.emplace_back([this, all, result] {
         kernels::sum_in_rank_order(all.view({ranks_, result.numel()}).unbind(), result,
                                    /*adds=*/false);
@@ -140,13 +161,17 @@ class Launch {
   }
 
   void operator()(const AllToAll& op) {
-    all_to_all(op.output.view(-1), op.input.view(-1), op.receives, op.sends);
+    calls_.emplace_back([this, output = op.output.view(-1), input = op.input.view(-1),
+                         receives = op.receives,
+                         sends = op.sends] { all_to_all(output, input, receives, sends); });
   }
   void operator()(const Broadcast& op) {
-    std::vector<at::Tensor> data{op.data};
-    auto from = on_this_stream<c10d::BroadcastOptions>();
-    from.rootRank = op.source;
-    came(nccl_.broadcast(data, from));
+    calls_.emplace_back(
+        [this, data = std::vector<at::Tensor>{as_bytes(op.data)}, source = op.source]() mutable {
+          auto from = on_this_stream<c10d::BroadcastOptions>();
+          from.rootRank = source;
+          came(nccl_.broadcast(data, from));
+        });
   }
   void operator()(const RelayedGather&) { refuse(); }
   void operator()(const Combine&) { refuse(); }
@@ -157,10 +182,14 @@ class Launch {
     return leases_.emplace_back(pool_->take(numel, dtype));
   }
 
+  /// Of what is moved and not added: NCCL knows no integers of 16 bits, which users have.
+  static at::Tensor as_bytes(const at::Tensor& tensor) { return tensor.view(-1).view(at::kByte); }
+
   void came(const Started& work) const {
     if (work && !together_) work->wait();  // this stream waits, and not the host
   }
-  void gather(at::Tensor all) {
+  void gather(const at::Tensor& elements) {
+    at::Tensor all = as_bytes(elements);
     const std::int64_t slice = all.numel() / ranks_;
     at::Tensor mine = all.narrow(0, slice * rank_, slice);  // NCCL's in-place form
     came(nccl_._allgather_base(all, mine, on_this_stream<c10d::AllgatherOptions>()));
@@ -180,8 +209,10 @@ class Launch {
     }
     const std::int64_t mine = sends[static_cast<std::size_t>(rank_)];
     const at::Tensor received = lease(mine * ranks_, data.scalar_type());
-    all_to_all(received, data, std::vector(static_cast<std::size_t>(ranks_), mine), sends);
     const at::Tensor sums = lease(part * ranks_, result.scalar_type());
+    calls_.emplace_back([this, received, data, mine, sends = std::move(sends)] {
+      all_to_all(received, data, std::vector(static_cast<std::size_t>(ranks_), mine), sends);
+    });
     left_.emplace_back([this, received, sums, result, part, mine] {
       if (mine > 0) {
         kernels::sum_in_rank_order(received.view({ranks_, mine}).unbind(),
@@ -203,6 +234,7 @@ class Launch {
   const int ranks_;
   const int rank_;
   bool together_ = false;
+  std::vector<std::function<void()>> calls_;
   std::vector<std::function<void()>> left_;
   std::vector<at::Tensor> leases_;
 };
@@ -244,12 +276,12 @@ class NcclGroup final : public Group {
       launch.run(batch);
     } catch (const Error&) {
       throw;
+    } catch (const c10::OutOfMemoryError&) {
+      throw;  // this rank's own, and told by its type
     } catch (const std::exception& error) {
       throw LostRank(concat(log_->wait_for(*entry).text, ": ", one_line(error.what())));
     }
-    Event end;
-    end.record(stream(), EventSite::kWorkEnd);
-    launch.end(end);
+    const Event end = launch.end();
     launching.launched(end);
     return std::make_unique<NcclWork>(
         NcclWork::Launched{std::move(batch), end, place_.device, place_.channel.abort_flag});
@@ -321,7 +353,8 @@ class NcclConnections final : public Connections {
   /// Takes seconds: not in the first step.
   static NcclBackend connected(const NcclPlace& place) {
     const int ranks = static_cast<int>(place.channel.members.size());
-    const auto backend = place.backends->make(place.store, place.channel.self, ranks, place.device);
+    const auto backend = place.backends->make(place.store, place.channel.self, ranks, place.device,
+                                              StreamUse::kRank);
     connect_in_time(place, concat("group ", place.channel.name),
                     [backend, ranks, device = place.device] {
                       backend->eagerConnectSingleDevice(device);
@@ -361,23 +394,21 @@ void keep_watchdog_still() {
 }
 
 /// What the user has not set.
+void set_default(const char* name, const char* value) {
+  if (!base::environment_variable(name)) base::set_environment_variable(name, value);
+}
+
 void set_defaults() {
-  struct Default {
-    const char* name;
-    const char* value;
-  };
-  static constexpr Default kDefaults[] = {
-      // Else its threads sleep for minutes beside what has failed, and its destructors wait for them:
-      // for a report of what this rank reports itself.
-      {"TORCH_NCCL_DUMP_ON_TIMEOUT", "0"},
-      {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0"},
-      // Several communicators then begin on the device in the order in which the rank has launched on
-      // them; two ranks whose devices took them in different orders would wait for each other.
-      {"NCCL_LAUNCH_ORDER_IMPLICIT", "1"},
-  };
-  for (const Default& one : kDefaults) {
-    if (!base::environment_variable(one.name)) base::set_environment_variable(one.name, one.value);
-  }
+  // Else its threads sleep for minutes beside what has failed, and its destructors wait for them:
+  // for a report of what this rank reports itself.
+  set_default("TORCH_NCCL_DUMP_ON_TIMEOUT", "0");
+  set_default("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0");
+  // Several communicators then begin on the device in the order in which the rank has launched on
+  // them; two ranks whose devices took them in different orders would wait for each other. With
+  // drivers of before NCCL has each end before the next one begins (getImplicitOrder in its
+  // src/enqueue.cc), so that two ranks of a pipeline that send to each other would never receive.
+  constexpr int kBeginsInOrder = 12030;
+  if (version_of_driver() >= kBeginsInOrder) set_default("NCCL_LAUNCH_ORDER_IMPLICIT", "1");
 }
 
 }  // namespace

@@ -8,7 +8,6 @@
 #include "base/log.h"
 #include "base/text/printable.h"
 #include "comm/device.h"
-#include "comm/stream.h"
 #include "launch/bounded_calls.h"
 #include "tessera/error.h"
 
@@ -27,8 +26,9 @@ std::string error_of(c10d::ProcessGroupNCCL& backend) {
 }
 
 NcclBackend NcclBackends::make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                               at::Device device) {
-  auto options = c10d::ProcessGroupNCCL::Options::create();
+                               at::Device device, StreamUse own) {
+  const bool is_of_higher_priority = own == StreamUse::kOtherRanks;
+  auto options = c10d::ProcessGroupNCCL::Options::create(is_of_higher_priority);
   options->timeout = kNever;
   auto backend = c10::make_intrusive<c10d::ProcessGroupNCCL>(store, rank, size, options);
   backend->setBoundDeviceId(device);

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "comm/backends/gloo/point_to_point.h"
+#include "comm/stream.h"
 
 namespace tessera::comm {
 
@@ -30,9 +31,10 @@ std::string error_of(c10d::ProcessGroupNCCL& backend);
 /// Threads: the rank's own.
 class NcclBackends {
  public:
-  /// Connects nobody yet. `store` is for it alone.
+  /// Connects nobody yet. `store` is for it alone. `own`: of the streams that c10d takes for each of
+  /// its communicators, on which it carries messages; collectives run on their groups'.
   NcclBackend make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                   at::Device device);
+                   at::Device device, StreamUse own);
   /// Ends all of them, in the order in which they were made, behind what is under way. All ranks come
   /// to it. Without it c10d's destructors end what still runs.
   void close();

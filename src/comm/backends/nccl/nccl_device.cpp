@@ -2,6 +2,7 @@
 
 #include <ATen/cuda/CUDAContextLight.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <dlfcn.h>
 
 #include <cstdio>
 
@@ -24,6 +25,17 @@ DeviceFacts nccl_facts(int device) {
 void require_nccl_device() {
   TESSERA_CHECK(cuda_devices() > 0, ErrorKind::kUsage,
                 "comm.backend: found nccl, but there is no CUDA device; use gloo");
+}
+
+int version_of_driver() {
+  // libtorch has loaded it, and says nothing of its version.
+  void* const driver = ::dlopen("libcuda.so.1", RTLD_LAZY);
+  if (driver == nullptr) return 0;
+  const auto ask = reinterpret_cast<int (*)(int*)>(::dlsym(driver, "cuDriverGetVersion"));
+  int version = 0;
+  const bool said = ask != nullptr && ask(&version) == 0;
+  ::dlclose(driver);
+  return said ? version : 0;
 }
 
 std::string pci_id(c10::Device device) {

@@ -80,7 +80,7 @@ class NcclMail final : public Mail {
     for (auto& backend : backends_) {
       backend = place.backends->make(
           c10::make_intrusive<c10d::PrefixStore>(concat("messages ", number++), place.store),
-          rank(), size(), place.device);
+          rank(), size(), place.device, StreamUse::kOtherRanks);
     }
   }
 

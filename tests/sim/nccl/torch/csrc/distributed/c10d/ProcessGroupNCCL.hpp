@@ -22,7 +22,9 @@ namespace c10d {
 class ProcessGroupNCCL final : public c10::intrusive_ptr_target {
  public:
   struct Options final : c10::intrusive_ptr_target {
-    static c10::intrusive_ptr<Options> create() { return c10::make_intrusive<Options>(); }
+    static c10::intrusive_ptr<Options> create(bool /*of_higher_priority*/) {
+      return c10::make_intrusive<Options>();
+    }
     std::chrono::milliseconds timeout{0};
   };
 
