@@ -179,7 +179,7 @@ std::unique_ptr<Transfer> Mail::receive(int from, const MailTag& tag, at::Tensor
 }
 
 std::shared_ptr<Mail> mail_of(World& world, const std::vector<int>& ranks) {
-  const auto group = world.group(ranks, "messages");
+  const auto group = world.group(ranks, kMessages);
   return {group, &group->mail()};
 }
 

@@ -27,6 +27,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <vector>
 
@@ -194,6 +195,9 @@ LostRank lost_in_recovery(const Letter& letter);
 /// Of a wait that has ended: "LETTER: waited 100 s for rank 2; ...".
 std::string waited_in_vain(const Letter& letter, std::chrono::milliseconds time, int rank,
                            const Patience& patience);
+
+/// The purpose of a Mail's group.
+inline constexpr std::string_view kMessages = "messages";
 
 /// The messages among `ranks` of the world (ascending, this one among them), on connections of
 /// their own; the same at every call. Collective among them at the first call, and at the first

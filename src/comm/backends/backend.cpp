@@ -12,6 +12,10 @@ int GroupPlace::self() const {
   return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
 }
 
+std::string_view purpose_of(std::string_view group_name) {
+  return group_name.substr(0, group_name.find(" of ranks "));
+}
+
 const std::vector<BackendRow>& backends() {
   static const std::vector<BackendRow> rows{
 #define TESSERA_BACKEND(enumerator, folder, name, device, others, threads) \

@@ -39,6 +39,9 @@ struct GroupPlace {
   int self() const;  ///< index into ranks
 };
 
+/// "gather", of the group "gather of ranks 0,1".
+std::string_view purpose_of(std::string_view group_name);
+
 /// Threads: as World.
 class Connections {
  public:

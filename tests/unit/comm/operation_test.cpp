@@ -109,6 +109,16 @@ TEST(Backends, OneThatDoesNotCarryTheDeviceIsRefusedByAWorldOfOneToo) {
             "tensors it carries; set device to cuda, or backend to gloo");
 }
 
+TEST(Backends, OneThatDoesNotCarryTheDeviceIsRefusedByRanksThatAreThreadsToo) {
+  std::string refusal;
+  try {
+    launch_threads(2, ThreadBackend::kNccl, [](World&) {});
+  } catch (const Error& error) {
+    refusal = error.what();
+  }
+  EXPECT_NE(refusal.find("found backend nccl with device cpu"), std::string::npos) << refusal;
+}
+
 TEST(Backends, ADeviceThatIsNoneIsRefused) {
   WorldOptions options;
   options.device = "toaster";

@@ -106,7 +106,7 @@ std::function<std::string()> aborted_from_now(std::shared_ptr<const AbortFlag> a
 }  // namespace
 
 bool connects_when_used(std::string_view group_name) {
-  const std::string_view purpose = group_name.substr(0, group_name.find(" of ranks "));
+  const std::string_view purpose = purpose_of(group_name);
   return purpose == "data" || purpose == "user" || purpose.ends_with("control");
 }
 

@@ -241,7 +241,8 @@ class Launch {
 
 class NcclGroup final : public Group {
  public:
-  /// `entries`: of the same ranks in the memory of the host, where they are compared.
+  /// `backend`: none of a group of messages. `entries`: of the same ranks in the memory of the host,
+  /// where they are compared.
   NcclGroup(NcclPlace place, NcclBackend backend, std::shared_ptr<Group> entries)
       : place_(std::move(place)),
         entries_(std::move(entries)),
@@ -265,6 +266,7 @@ class NcclGroup final : public Group {
  private:
   std::unique_ptr<Work> start(Batch batch) override {
     require_no_mail(mail_.get(), name());
+    TESSERA_INVARIANT(backend_, "group ", name(), ": found a collective, expected messages alone");
     place_.channel.abort_flag->check();
     check_batch(batch, size(), place_.device);
     const auto entry = log_->record(batch, next_sequence_++);
@@ -320,9 +322,14 @@ class NcclConnections final : public Connections {
       place.store->meet(concat("group ", place.name), place.rank, place.ranks,
                         place.options.init_timeout, *place.abort_flag);
     });
+    patience_ = place.options.timeout;
     NcclPlace here{channel_options(place),
                    place.store->for_group(concat("nccl/", place.name), place.abort_flag),
                    place.device, place.options.init_timeout, made_};
+    // Messages have communicators of their own (nccl_mail.h).
+    if (purpose_of(place.name) == kMessages) {
+      return std::make_shared<NcclGroup>(std::move(here), NcclBackend(), nullptr);
+    }
     NcclBackend& backend = backends_[place.ranks];
     if (!backend) backend = connected(here);
     std::shared_ptr<Group> entries;
@@ -336,7 +343,7 @@ class NcclConnections final : public Connections {
         "connect its ranks anew; start the run again, from its last checkpoint");
   }
   void close() override {
-    made_->close();
+    made_->close(patience_);
     if (messages_) messages_->close();
   }
 
@@ -379,6 +386,7 @@ class NcclConnections final : public Connections {
   /// Groups of the same ranks have one communicator: so its collectives have one order everywhere.
   std::map<std::vector<int>, NcclBackend> backends_;
   bool claimed_ = false;
+  std::chrono::milliseconds patience_{0};
   const LaunchEnvironment launch_;
   std::unique_ptr<Connections> messages_;
 };

@@ -3,7 +3,8 @@
 // Same calls as the other backends, launched on the group's stream and nowhere else. Where sums are
 // formed in the dtype that travels, NCCL adds, in an order of its own: bits may differ from Gloo's,
 // and between layouts. Where they are wider (reduce narrower than accumulate) addends travel as they
-// are and are added here, in rank order: Gloo's bits. Run with one rank (tests/gpu), not with several.
+// are and are added here, in rank order: Gloo's bits. Run on a card with one rank (tests/gpu), with
+// several over a stand-in for NCCL (tests/sim/nccl).
 #pragma once
 
 #include <memory>

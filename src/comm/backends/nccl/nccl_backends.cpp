@@ -32,17 +32,26 @@ NcclBackend NcclBackends::make(const c10::intrusive_ptr<c10d::Store>& store, int
   options->timeout = kNever;
   auto backend = c10::make_intrusive<c10d::ProcessGroupNCCL>(store, rank, size, options);
   backend->setBoundDeviceId(device);
+  device_ = device;
   return made_.emplace_back(std::move(backend));
 }
 
-void NcclBackends::close() {
-  for (const NcclBackend& backend : std::exchange(made_, {})) {
-    try {
-      backend->shutdown();
-    } catch (const std::exception& error) {
-      log::warn("nccl: a communicator did not end: ", one_line(error.what()));
+void NcclBackends::close(std::chrono::milliseconds patience) {
+  if (made_.empty()) return;
+  const auto call = [all = std::exchange(made_, {}), device = *device_] {
+    use_device(device);
+    for (const NcclBackend& backend : all) {
+      try {
+        backend->shutdown();
+      } catch (const std::exception& error) {
+        log::warn("nccl: a communicator did not end: ", one_line(error.what()));
+      }
     }
-  }
+    return true;
+  };
+  if (BoundedCalls().run(call, patience)) return;
+  log::warn("nccl: communicators did not end within ", in_seconds(patience),
+            ", for which all their ranks are needed; they end with the process");
 }
 
 void connect_in_time(const NcclPlace& place, const std::string& what,

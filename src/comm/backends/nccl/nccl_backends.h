@@ -13,6 +13,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 #include <vector>
@@ -36,11 +37,13 @@ class NcclBackends {
   NcclBackend make(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                    at::Device device, StreamUse own);
   /// Ends all of them, in the order in which they were made, behind what is under way. All ranks come
-  /// to it. Without it c10d's destructors end what still runs.
-  void close();
+  /// to it: where one does not, it is left to itself after `patience`, with a warning. Without it
+  /// c10d's destructors end what still runs.
+  void close(std::chrono::milliseconds patience);
 
  private:
   std::vector<NcclBackend> made_;
+  std::optional<at::Device> device_;
 };
 
 /// Of whom a communicator is.

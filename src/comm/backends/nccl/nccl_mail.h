@@ -9,8 +9,8 @@
 //
 // c10d makes the communicator of two ranks inside the first message between them, which waits there
 // for the other end: two ranks that post first what the other one posts later would wait for ever. So
-// Mail::connect makes them, in one order on all ranks. Not run yet: one card has one rank. Private to
-// nccl.cpp.
+// Mail::connect makes them, in one order on all ranks. Run over a stand-in for NCCL (tests/sim/nccl),
+// not on cards: one has one rank. Private to nccl.cpp.
 #pragma once
 
 #include <memory>
