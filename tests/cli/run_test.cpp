@@ -111,7 +111,7 @@ TEST(TrainCommand, SaysWhatItWillDoBeforeStepOne) {
             "tokens      64 a step: 4 rows of 16, in 2 micro-batches of at most 1 a rank");
   EXPECT_EQ(first[3], "dtypes      storage float32; compute float32; reduce float32");
   EXPECT_EQ(first[4], "steps       1 to 3");
-  EXPECT_THAT(first[5], StartsWith("kernels     "));
+  EXPECT_THAT(first[5], StartsWith("device      cpu, "));
   const std::string where = "run folder  " + (folder / "run").string();
   EXPECT_EQ(std::count(lines.begin(), first, where), 1) << outcome.err;
   EXPECT_EQ(std::count(first, lines.end(), where), 0) << outcome.err;

@@ -117,10 +117,9 @@ std::string kernels_text(const Processor& processor) {
                 threads_text(processor));
 }
 
-/// Without a device the kernels of the CPU say where it computes.
-std::pair<std::string, std::string> place(const RunFacts& run) {
-  if (run.device.empty()) return {"kernels", kernels_text(run.processor)};
-  return {"device", concat(run.device, ", ", threads_text(run.processor))};
+std::string device_text(const RunFacts& run) {
+  if (run.device.empty()) return concat("cpu, ", kernels_text(run.processor));
+  return concat(run.device, ", ", threads_text(run.processor));
 }
 
 }  // namespace
@@ -142,7 +141,7 @@ std::vector<std::string> banner(const RunFacts& run) {
       {"tokens", tokens_text(run)},
       {"dtypes", dtypes_text(run)},
       {"steps", concat(run.first_step, " to ", run.steps)},
-      place(run)};
+      {"device", device_text(run)}};
   std::vector<std::string> texts;
   for (const auto& [name, value] : lines) texts.push_back(banner_line(name, value));
   return texts;

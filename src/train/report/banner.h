@@ -36,7 +36,7 @@ struct RunFacts {
 };
 
 /// One line each, their values below each other: parameters, layout, tokens, dtypes, steps, and where
-/// it computes: the CPU's kernels, or the device.
+/// it computes: the device, of the CPU with its kernels.
 std::vector<std::string> banner(const RunFacts& run);
 /// A line of it that is said by itself: the run folder's, before what may take minutes.
 std::string banner_line(const std::string& name, const std::string& value);

@@ -48,7 +48,7 @@ TEST(Banner, SaysOfALargeRunWhatItIs) {
                           "most 4 a rank",
                           "dtypes      storage float32, bfloat16 for 9.09 %; compute bfloat16, "
                           "float32 for 0.91 %; reduce float32",
-                          "steps       21 to 500", "kernels     avx512, 8 threads a rank"));
+                          "steps       21 to 500", "device      cpu, avx512, 8 threads a rank"));
 }
 
 TEST(Banner, ALineByItselfStandsInTheSameColumn) {
