@@ -16,7 +16,6 @@
 #include "io/checkpoint_folder.h"
 #include "io/hf_folder.h"
 #include "tessera/error.h"
-#include "train/batch_memory.h"
 #include "train/config/config_resolve.h"
 #include "train/expert_balance.h"
 #include "train/parallelize.h"
@@ -24,6 +23,7 @@
 #include "train/pipeline/pipeline_plan.h"
 #include "train/plan_of_run.h"
 #include "train/plan_of_step.h"
+#include "train/planned_steps.h"
 #include "train/rank_memory.h"
 
 namespace tessera::cli {
@@ -257,7 +257,7 @@ Planned plan_run(const InspectArguments& arguments) {
        .contract = planned.contract,
        .plan = planned.plan,
        .aux_loss_coef = train::aux_loss_coef(config.model.aux_loss_coef, source.spec)},
-      {train::ram_bytes(), world});
+      train::memory_here(config, world));
   return planned;
 }
 

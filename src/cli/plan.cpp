@@ -24,13 +24,13 @@
 #include "cli/program_end.h"
 #include "fsdp/agreed/step_plan_check.h"
 #include "tessera/error.h"
-#include "train/batch_memory.h"
 #include "train/config/config_resolve.h"
 #include "train/contract_of_run.h"
 #include "train/expert_balance.h"
 #include "train/hf/model_source.h"
 #include "train/plan_of_run.h"
 #include "train/plan_of_step.h"
+#include "train/planned_steps.h"
 
 namespace tessera::cli {
 namespace {
@@ -196,7 +196,7 @@ int check_plan(const std::string& path, const capture::MadeFor& made_for,
 int run_plan(const PlanArguments& arguments) {
   const PlannedStep step = planned_step(arguments);
   const train::RunOfPlan run = step.run();
-  auto options = compile_options(run, {train::ram_bytes(), step.dims.world_size()});
+  auto options = compile_options(run, train::memory_here(run.config, step.dims.world_size()));
   if (arguments.profile) {
     options.profile = train::open_as("--profile", [&] {
       auto text = read_text_file(*arguments.profile, capture::kMostProfileBytes);

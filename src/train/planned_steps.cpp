@@ -11,6 +11,7 @@
 #include "capture/region_blocks.h"
 #include "capture/replay/regions.h"
 #include "capture/simulate_plan.h"
+#include "comm/device.h"
 #include "comm/group.h"
 #include "fsdp/handle.h"
 #include "io/atomic_file.h"
@@ -34,29 +35,59 @@ constexpr std::size_t kMeasured = 3;
 // Regions that are still recorded then are by each step, as bodies of many shapes are.
 constexpr int kRecordedBefore = 20;
 
-/// Of the host's memory what one of its ranks has, the least of any rank.
-MachineMemory least_memory(World& world) {
+double bytes_of(at::Device device) {
+  if (device.is_cpu()) return ram_bytes();
+  const auto bytes = comm::memory_size(device);
+  TESSERA_CHECK(bytes, ErrorKind::kConfig, "compile.memory_budget: found a share of the memory of ",
+                device.str(), ", whose size libtorch does not say, expected bytes");
+  return static_cast<double>(*bytes);
+}
+
+/// The same text on all ranks that have the same memory. Over NCCL each has a device of its own, which
+/// launchers may show to all of them as cuda:0.
+std::string memory_of(const World& world) {
   const std::string kernel = comm::running_kernel();
-  const auto all =
-      comm::all_gather_bytes(world.control(), concat(ram_bytes(), " ", kernel), "memory of hosts");
-  MachineMemory least{ram_bytes(), 1};
-  const auto host_of = [](const std::string& text) { return text.substr(text.find(' ')); };
+  if (world.device().is_cpu()) return kernel;
+  return concat(kernel, " ", world.device().str(),
+                world.backend() == "nccl" ? concat(" of rank ", world.rank()) : "");
+}
+
+}  // namespace
+
+MachineMemory least_memory(World& world) {
+  const auto all = comm::all_gather_bytes(
+      world.control(),
+      concat(static_cast<std::int64_t>(bytes_of(world.device())), " ", memory_of(world)),
+      "memory of ranks");
+  MachineMemory least;
+  const auto where = [](const std::string& text) { return text.substr(text.find(' ')); };
   for (std::size_t i = 0; i < all.size(); ++i) {
-    const auto ranks = static_cast<int>(std::ranges::count(all, host_of(all[i]), host_of));
+    const auto ranks = static_cast<int>(std::ranges::count(all, where(all[i]), where));
     const double memory = std::stod(all[i]);
     if (i == 0 || memory / ranks < least.memory / least.local_ranks) least = {memory, ranks};
   }
   return least;
 }
 
-}  // namespace
+MachineMemory memory_here(const Config& config, int ranks) {
+  const auto& budget = config.compile.memory_budget;
+  if (config.compile.mode == CompileChoice::kOff || !budget || budget->share == 0.0) return {};
+  const int devices = comm::cuda_devices();
+  const bool on_cuda =
+      config.device == DeviceName::kCuda || (config.device == DeviceName::kAuto && devices > 0);
+  if (!on_cuda) return {ram_bytes(), ranks};
+  TESSERA_CHECK(devices > 0, ErrorKind::kConfig,
+                "compile.memory_budget: found a share of the memory of cuda, of which no device is "
+                "here, expected bytes; give them as a number");
+  return {bytes_of(at::Device(at::kCUDA, 0)), 1};
+}
 
 PlannedOptions planned_options(const Config& config, const ModelSource& source,
                                const ParallelDims& dims, const ModelContract& contract,
                                std::int64_t micro_batches, World& world) {
   const auto& section = config.compile;
   if (section.mode == CompileChoice::kOff) return {};
-  if (!world.device().is_cpu()) check_compile_on(section, world.device().str());
+  if (!world.device().is_cpu()) require_no_offload(section, world.device().str());
   const auto buckets = plan_model(source.description, contract.parameters, mesh_shape(dims));
   const RunOfPlan run{.config = config,
                       .spec = source.spec,
@@ -65,7 +96,8 @@ PlannedOptions planned_options(const Config& config, const ModelSource& source,
                       .contract = contract,
                       .plan = buckets,
                       .aux_loss_coef = aux_loss_coef(config.model.aux_loss_coef, source.spec)};
-  auto options = compile_options(run, least_memory(world));
+  const bool of_memory = section.memory_budget && section.memory_budget->share > 0.0;
+  auto options = compile_options(run, of_memory ? least_memory(world) : MachineMemory());
   options.micro_batches = micro_batches;
   const auto planning = planning_of(run, options);
   if (planning.given) {

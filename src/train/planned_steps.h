@@ -25,11 +25,19 @@
 #include "tessera/world.h"
 #include "train/config/config.h"
 #include "train/hf/model_source.h"
+#include "train/plan_of_step.h"
 
 namespace tessera::train {
 
+/// What one of the ranks has of its host's memory, or of its device's, the least of any. Collective.
+/// Errors: kConfig where a device does not say its size.
+MachineMemory least_memory(World& world);
+/// The same of `ranks` that are to run here, for a plan without a World. Errors: kConfig where the
+/// configuration takes a share of a CUDA device and none is here.
+MachineMemory memory_here(const Config& config, int ranks);
+
 /// [compile] of a run as the library takes it, where it holds for what the run is expected to
-/// record. A share of memory is one of this host's that a rank has, the least of any. Collective.
+/// record. A share of memory is one of least_memory(). Collective.
 /// Errors: kConfig, kFormat, kIo as plan_of_step.h and compile().
 struct PlannedOptions {
   CompileOptions options = {};

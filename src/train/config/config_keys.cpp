@@ -360,8 +360,9 @@ void add_plan(std::vector<ConfigKey>& keys) {
            {"file", "A plan as `tessera plan --json` writes it; then nothing is chosen."})
       .key("memory_budget", &C::memory_budget,
            {"bytes",
-            "Of all that a rank holds in a step: bytes, or a share of the machine's memory for "
-            "each rank on it, as \"90%\"; without one nothing is bounded, and recompute and keep "
+            "Of all that a rank holds in a step: bytes, or a share of what it has of its host's or "
+            "its device's memory, as \"90%\"; without one nothing is bounded, and recompute and "
+            "keep "
             "are "
             "left out.",
             "none"})

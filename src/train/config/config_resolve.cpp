@@ -54,9 +54,9 @@ void check_compile(const Config& config, Verb verb) {
       fsdp::name_of(config.optimizer.name),
       ", which takes matrices whole, expected an optimizer whose state is used element by element; "
       "leave offload_folder out, or set another optimizer.name");
-  // gradients leaves both out.
+  // gradients leaves it out.
   if (config.device == DeviceName::kCuda && verb != Verb::kGradients) {
-    check_compile_on(section, "cuda");
+    require_no_offload(section, "cuda");
   }
   const int stages = config.parallelism.pipeline_parallel_degree;
   const bool only_replays = section.mode == CompileChoice::kReplay && section.form == 3 &&
@@ -235,10 +235,7 @@ std::string absolute_under(const fs::path& base, const std::string& folder) {
 
 }  // namespace
 
-void check_compile_on(const CompileConfig& section, const std::string& device) {
-  TESSERA_CHECK(!section.memory_budget || section.memory_budget->share == 0.0, ErrorKind::kConfig,
-                "compile.memory_budget: found a share of memory on ", device,
-                ", expected bytes there; give them as a number");
+void require_no_offload(const CompileConfig& section, const std::string& device) {
   TESSERA_CHECK(section.offload_folder.empty(), ErrorKind::kConfig,
                 "compile.offload_folder: found one on ", device,
                 ", expected none there: state of devices stays on them so far; leave it out");

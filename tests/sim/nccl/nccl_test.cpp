@@ -164,7 +164,8 @@ struct Planned {
   MailTag tag;
   int number;
   at::Tensor values() const {
-    const std::int64_t rows = std::vector<std::int64_t>{3, 0, 1, 700, 64}[number % 5];
+    const std::int64_t rows =
+        std::vector<std::int64_t>{3, 0, 1, 700, 64}[static_cast<std::size_t>(number % 5)];
     return at::arange(rows * 16).remainder(101).add(number % 29).view({rows, 16}).to(at::kBFloat16);
   }
 };

@@ -38,8 +38,6 @@ TEST(ConfigValidate, RefusesWhatCannotBePlanned) {
        "compile.offload_folder: found one with optimizer.name Muon"},
       {"compile.mode=plan\ncompile.offload_folder=out\ndevice=cuda",
        "compile.offload_folder: found one on cuda"},
-      {"compile.mode=replay\ncompile.memory_budget=90%\ndevice=cuda",
-       "compile.memory_budget: found a share of memory on cuda"},
       {"compile.mode=plan\ncompile.form=1\ntraining.sync_every_micro_batch=true",
        "compile.form: found 1 with training.sync_every_micro_batch"},
   };
