@@ -244,7 +244,8 @@ Planned plan_run(const InspectArguments& arguments) {
     planned.pipelined = plan_pipeline(config, source, dims, planned, std::move(*pipeline));
     return planned;
   }
-  planned.plan = train::plan_model(source.description, planned.contract.parameters, planned.mesh);
+  planned.plan = train::plan_model(source.description, planned.contract.parameters, planned.mesh,
+                                   train::buckets_here(config));
   if (!config.parallelism.reshard_after_forward) planned.reshard = layout::Reshard::kNo;
   planned.memory =
       train::memory_table(config, source.spec, dims, planned.contract, planned.plan,

@@ -74,7 +74,7 @@ PlannedStep planned_step(const PlanArguments& arguments) {
                                [&] { return train::open_model(config.model, config.lora); });
   step.contract = train::resolve_model(step.source, config, step.dims);
   step.buckets = train::plan_model(step.source.description, step.contract.parameters,
-                                   train::mesh_shape(step.dims));
+                                   train::mesh_shape(step.dims), train::buckets_here(config));
   return step;
 }
 

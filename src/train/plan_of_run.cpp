@@ -6,6 +6,7 @@
 #include "base/hash.h"
 #include "base/text/wildcard.h"
 #include "grad/contract_key.h"
+#include "layout/alignment.h"
 #include "tessera/error.h"
 
 namespace tessera::train {
@@ -97,15 +98,18 @@ std::vector<UnitMeta> units_of(const models::ModelDescription& model,
   return units;
 }
 
-layout::PlanOptions plan_options(const MeshShapes& mesh) {
+layout::PlanOptions plan_options(const MeshShapes& mesh, BucketsOn where) {
   layout::PlanOptions options;
+  options.alignment_bytes =
+      where == BucketsOn::kHost ? layout::kHostAlignment : layout::kDeviceAlignment;
   options.ranks = mesh.size_of(axis::kShard) * mesh.size_of(axis::kContext);
   options.mesh = mesh;
   return options;
 }
 
 layout::ModelPlan plan_model(const models::ModelDescription& model,
-                             const std::vector<GradContract>& contracts, const MeshShapes& mesh) {
+                             const std::vector<GradContract>& contracts, const MeshShapes& mesh,
+                             BucketsOn where) {
   const UnitNumbers numbers(model);
   layout::UnitItems root;
   std::vector<layout::UnitItems> inner;
@@ -115,7 +119,7 @@ layout::ModelPlan plan_model(const models::ModelDescription& model,
     auto& items = unit == 0 ? root.items : inner[unit - 1].items;
     items.push_back(plan_item(contract));
   }
-  return layout::plan_model(root, inner, plan_options(mesh), kMergeBelowBytes);
+  return layout::plan_model(root, inner, plan_options(mesh, where), kMergeBelowBytes);
 }
 
 std::uint64_t stages_hash(const std::vector<std::uint64_t>& plans) {

@@ -31,12 +31,15 @@ inline constexpr std::int64_t kMergeBelowBytes = std::int64_t{64} << 10;
 std::vector<UnitMeta> units_of(const models::ModelDescription& model,
                                const std::vector<ParameterMeta>& parameters);
 
+/// In which memory buckets lie: on devices parameters are aligned to more bytes.
+enum class BucketsOn : std::uint8_t { kHost, kDevice };
 /// How buckets are laid out over the ranks of a mesh.
-layout::PlanOptions plan_options(const MeshShapes& mesh);
+layout::PlanOptions plan_options(const MeshShapes& mesh, BucketsOn where = BucketsOn::kHost);
 
 /// `contracts` as resolve_model gives them for `mesh`.
 layout::ModelPlan plan_model(const models::ModelDescription& model,
-                             const std::vector<GradContract>& contracts, const MeshShapes& mesh);
+                             const std::vector<GradContract>& contracts, const MeshShapes& mesh,
+                             BucketsOn where = BucketsOn::kHost);
 
 /// Of the plans of all ranks of a pipeline, by their place on its axis; of one alone its own.
 std::uint64_t stages_hash(const std::vector<std::uint64_t>& plans);

@@ -43,6 +43,12 @@ double bytes_of(at::Device device) {
   return static_cast<double>(*bytes);
 }
 
+/// Where it is to run here.
+bool computes_on_cuda(const Config& config) {
+  return config.device == DeviceName::kCuda ||
+         (config.device == DeviceName::kAuto && comm::cuda_devices() > 0);
+}
+
 /// The same text on all ranks that have the same memory. Over NCCL each has a device of its own, which
 /// launchers may show to all of them as cuda:0.
 std::string memory_of(const World& world) {
@@ -72,14 +78,15 @@ MachineMemory least_memory(World& world) {
 MachineMemory memory_here(const Config& config, int ranks) {
   const auto& budget = config.compile.memory_budget;
   if (config.compile.mode == CompileChoice::kOff || !budget || budget->share == 0.0) return {};
-  const int devices = comm::cuda_devices();
-  const bool on_cuda =
-      config.device == DeviceName::kCuda || (config.device == DeviceName::kAuto && devices > 0);
-  if (!on_cuda) return {ram_bytes(), ranks};
-  TESSERA_CHECK(devices > 0, ErrorKind::kConfig,
+  if (!computes_on_cuda(config)) return {ram_bytes(), ranks};
+  TESSERA_CHECK(comm::cuda_devices() > 0, ErrorKind::kConfig,
                 "compile.memory_budget: found a share of the memory of cuda, of which no device is "
                 "here, expected bytes; give them as a number");
   return {bytes_of(at::Device(at::kCUDA, 0)), 1};
+}
+
+BucketsOn buckets_here(const Config& config) {
+  return computes_on_cuda(config) ? BucketsOn::kDevice : BucketsOn::kHost;
 }
 
 PlannedOptions planned_options(const Config& config, const ModelSource& source,
@@ -88,7 +95,8 @@ PlannedOptions planned_options(const Config& config, const ModelSource& source,
   const auto& section = config.compile;
   if (section.mode == CompileChoice::kOff) return {};
   if (!world.device().is_cpu()) require_no_offload(section, world.device().str());
-  const auto buckets = plan_model(source.description, contract.parameters, mesh_shape(dims));
+  const auto where = world.device().is_cpu() ? BucketsOn::kHost : BucketsOn::kDevice;
+  const auto buckets = plan_model(source.description, contract.parameters, mesh_shape(dims), where);
   const RunOfPlan run{.config = config,
                       .spec = source.spec,
                       .description = source.description,

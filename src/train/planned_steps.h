@@ -25,6 +25,7 @@
 #include "tessera/world.h"
 #include "train/config/config.h"
 #include "train/hf/model_source.h"
+#include "train/plan_of_run.h"
 #include "train/plan_of_step.h"
 
 namespace tessera::train {
@@ -35,6 +36,8 @@ MachineMemory least_memory(World& world);
 /// The same of `ranks` that are to run here, for a plan without a World. Errors: kConfig where the
 /// configuration takes a share of a CUDA device and none is here.
 MachineMemory memory_here(const Config& config, int ranks);
+/// Where the buckets of a run would lie that is to run here.
+BucketsOn buckets_here(const Config& config);
 
 /// [compile] of a run as the library takes it, where it holds for what the run is expected to
 /// record. A share of memory is one of least_memory(). Collective.

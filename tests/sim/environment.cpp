@@ -9,7 +9,7 @@
 namespace tessera::sim {
 namespace {
 
-constexpr int kDevices = 4;  // as many as the tests' ranks
+constexpr int kDevices = 8;  // as many as the tests' ranks
 
 class NoRaceIsLeft final : public testing::EmptyTestEventListener {
   void OnTestStart(const testing::TestInfo& /*test*/) override { settle(); }

@@ -60,11 +60,11 @@ TEST(RankDevices, TheOnlyVisibleOneIsEveryRanks) {
 }
 
 TEST(RankDevices, MoreRanksThanDevicesAreRefused) {
-  EXPECT_EQ(refusal(5, "sim"),
-            "usage: world: found local rank 4 and 4 sim devices, expected a device for each rank "
-            "of a host; start 4 ranks on it, or name the one that all take, as sim:0");
-  EXPECT_EQ(refusal(1, "sim:4"),
-            "usage: world: found device sim:4, expected one of sim:0 to sim:3");
+  EXPECT_EQ(refusal(9, "sim"),
+            "usage: world: found local rank 8 and 8 sim devices, expected a device for each rank "
+            "of a host; start 8 ranks on it, or name the one that all take, as sim:0");
+  EXPECT_EQ(refusal(1, "sim:8"),
+            "usage: world: found device sim:8, expected one of sim:0 to sim:7");
 }
 
 TEST(RankDevices, GlooCarriesThemToo) {

@@ -11,6 +11,7 @@
 #include "fsdp/runtime/integrity.h"
 #include "fsdp/runtime/recompute_scopes.h"
 #include "launch/abort_flag.h"
+#include "layout/alignment.h"
 #include "tessera/error.h"
 
 namespace tessera::fsdp {
@@ -25,7 +26,7 @@ Runtime::~Runtime() = default;
 layout::PlanOptions Runtime::plan_options() const {
   layout::PlanOptions options;
   options.ranks = mesh().size_of(axis::kShard) * mesh().size_of(axis::kContext);
-  options.alignment_bytes = device().is_cpu() ? 64 : 256;
+  options.alignment_bytes = device().is_cpu() ? layout::kHostAlignment : layout::kDeviceAlignment;
   options.mesh = mesh().shapes();
   return options;
 }
