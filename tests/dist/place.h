@@ -1,6 +1,6 @@
 // Where the ranks of a test compute: on the CPU, or on devices of the simulator, if the program
-// links it (drawn_place.h), there also over what stands for NCCL. A test says here(tensor) of what it makes itself, and is then one of
-// any place.
+// links it (drawn_place.h), there also over what stands for NCCL. A test says here(tensor) of what it
+// makes itself, and is then one of any place.
 #pragma once
 
 #include <ATen/core/Tensor.h>
