@@ -1,5 +1,6 @@
-# cmake --install: the headers, one archive libtessera.a, the program, what find_package(Tessera)
-# needs, licences. Components: `library` and `program`; without --component both.
+# cmake --install: the headers, one archive libtessera.a, what find_package(Tessera) needs; the program,
+# configs/ and tools/ (share/tessera); licences. Components: `library` and `program`; without --component
+# both. The target `library` builds the archive, `tessera` the program.
 #
 # The archive holds the floors that the public headers stand on. It is made of their objects, so
 # that what they use inside (JSON, logging: header-only) is no requirement of those who link it.
@@ -25,6 +26,14 @@ target_compile_features(tessera_library INTERFACE cxx_std_20)
 target_include_directories(tessera_library INTERFACE
   $<BUILD_INTERFACE:${CMAKE_SOURCE_DIR}/include> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
 target_link_libraries(tessera_library INTERFACE torch Threads::Threads)
+add_custom_target(library DEPENDS tessera_library)
+
+# The first rule: cmake would notice that something is not built when it has copied what stands before.
+# Without the program an installed copy is whole for those who link it.
+install(CODE "set(archive \"$<TARGET_FILE:tessera_library>\")
+set(program \"$<TARGET_FILE:tessera>\")
+set(build \"${CMAKE_BINARY_DIR}\")" ALL_COMPONENTS)
+install(SCRIPT cmake/check_built.cmake ALL_COMPONENTS)
 
 set(tessera_cmake_folder ${CMAKE_INSTALL_LIBDIR}/cmake/Tessera)
 install(TARGETS tessera_library EXPORT TesseraTargets COMPONENT library)
@@ -46,6 +55,10 @@ install(FILES ${CMAKE_CURRENT_BINARY_DIR}/TesseraConfig.cmake cmake/TesseraTorch
 # path that the linker was given is left out by CMake where it lies in the source folder (.venv).
 set_target_properties(tessera PROPERTIES INSTALL_RPATH "${TORCH_INSTALL_PREFIX}/lib")
 install(TARGETS tessera COMPONENT program)
+install(DIRECTORY configs DESTINATION ${CMAKE_INSTALL_DATADIR}/tessera COMPONENT program
+  FILES_MATCHING PATTERN "*.toml" PATTERN "*.json")
+install(DIRECTORY tools DESTINATION ${CMAKE_INSTALL_DATADIR}/tessera COMPONENT program USE_SOURCE_PERMISSIONS
+  FILES_MATCHING PATTERN "*.py" PATTERN "__pycache__" EXCLUDE)
 
 # Ours, and those of the headers that are compiled into the library and the program.
 foreach(component library program)

@@ -19,9 +19,10 @@ apt_tests=(
 
 torch_pin=torch==2.13.0
 
-# The tests' side in Python, and what the comparison with PyTorch's own sharding and tools/ need.
-pip_tests=(numpy==2.4.6 safetensors==0.8.0 tensorboard==2.21.0 matplotlib==3.11.2)
-pip_bench=(transformers==5.23.0 peft==0.21.2 accelerate==1.15.0 pyarrow==26.0.1)
+# What tools/, the tutorials and the tests need of Python; and what brings pip's torch along, or is of
+# use beside it only.
+pip_tools=(numpy==2.4.6 safetensors==0.8.0 tensorboard==2.21.0 matplotlib==3.11.2)
+pip_beside_torch=(transformers==5.23.0 peft==0.21.2 accelerate==1.15.0 pyarrow==26.0.1)
 
 # ccache reuses objects made with the precompiled header, and between working copies, only when told.
 export CCACHE_SLOPPINESS=${CCACHE_SLOPPINESS:-pch_defines,time_macros}

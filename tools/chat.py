@@ -13,7 +13,7 @@ Without --temperature the model's generation_config.json says whether and how to
 temperature, top_k, top_p); where it says nothing, the most likely token is taken. Each answer loads the
 model anew.
 
-Needs the packages `tokenizers` and `transformers`; scripts/bootstrap --with-tests installs both.
+Needs the packages `tokenizers` and `transformers`; scripts/bootstrap --with-tools installs both.
 """
 
 import sys
@@ -31,7 +31,8 @@ model_text = importlib.util.module_from_spec(beside)
 beside.loader.exec_module(model_text)
 fail = model_text.fail
 
-PROGRAM = ROOT / "build/release/tessera"
+# Of a working copy, or of the installed one whose share/tessera this is.
+PROGRAM = ROOT / "build/release/tessera" if (ROOT / "CMakeLists.txt").is_file() else ROOT.parents[1] / "bin/tessera"
 # How gpt-oss writes the parts of an answer; its template takes them apart.
 FINAL, CHANNEL, MESSAGE, END = "<|channel|>final<|message|>", "<|channel|>", "<|message|>", "<|end|>"
 
@@ -155,7 +156,7 @@ def parse_arguments():
     parser.add_argument("--top-k", type=int, metavar="K")
     parser.add_argument("--top-p", type=float, metavar="P")
     parser.add_argument("--seed", type=int)
-    parser.add_argument("--program", type=pathlib.Path, default=PROGRAM, help="default build/release/tessera")
+    parser.add_argument("--program", type=pathlib.Path, default=PROGRAM, help="default that of this copy")
     arguments = parser.parse_args()
     if not arguments.program.is_file():
         fail(f"--program: {arguments.program} is not there; build it, or name one")

@@ -44,9 +44,11 @@ def needed(module, purpose):
         return importlib.import_module(module)
     except ImportError as error:
         package = module.split(".")[0]
+        bootstrap = ""  # an installed copy has none
+        if (pathlib.Path(__file__).resolve().parents[1] / "scripts/bootstrap").is_file():
+            bootstrap = f", or scripts/bootstrap --with-tools and then .venv/bin/python {sys.argv[0]}"
         fail(f"found no package {package} for {sys.executable} ({error}), expected it {purpose}; install it: "
-             f"{sys.executable} -m pip install {package}, or scripts/bootstrap --with-tests and then "
-             f".venv/bin/python {sys.argv[0]}")
+             f"{sys.executable} -m pip install {package}{bootstrap}")
 
 
 class Tokenizer:

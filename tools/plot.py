@@ -3,7 +3,7 @@
 
     tools/plot.py RUN [OUT.png]        RUN is a run's folder, or a metrics.jsonl; OUT: RUN/metrics.png
 
-Needs matplotlib, which scripts/bootstrap --with-tests puts into .venv; run it with .venv/bin/python
+Needs matplotlib, which scripts/bootstrap --with-tools puts into .venv; run it with .venv/bin/python
 or any Python that has it. Exit code 2 when something is missing.
 """
 
@@ -33,7 +33,7 @@ def load_matplotlib():
         from matplotlib import pyplot
     except ImportError:
         refuse("found no matplotlib in this Python, expected it; run it with .venv/bin/python after "
-               "scripts/bootstrap --with-tests, or pip install matplotlib")
+               "scripts/bootstrap --with-tools, or pip install matplotlib")
     return pyplot
 
 

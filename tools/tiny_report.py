@@ -18,7 +18,10 @@ import sys
 import textwrap
 import tomllib
 
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 PROGRAM = "build/release/tessera"
+if not pathlib.Path(PROGRAM).is_file():  # an installed copy's share/tessera is ROOT
+    PROGRAM = str(ROOT.parents[1] / "bin/tessera")
 PROMPT = "It is a truth "
 CLEARLY_NATS = 0.3
 LEAST_RANGE_NATS = 0.1  # of a plot: a narrower one would show rounding as a curve
@@ -119,7 +122,7 @@ def main(config, run, overrides):
     settings = tomllib.loads((pathlib.Path(run) / "config.toml").read_text())
     metrics = from_here(settings["metrics"]["folder"])
     checkpoint = from_here(settings["checkpoint"]["folder"])
-    expected = json.loads(pathlib.Path("configs/tiny.expected.json").read_text())[
+    expected = json.loads((ROOT / "configs/tiny.expected.json").read_text())[
         pathlib.Path(config).stem]
     lines = read_metrics(metrics / "metrics.jsonl")
     validated = [line for line in lines if "val_loss" in line]

@@ -33,7 +33,7 @@ the end of each 4096 tokens.
 tokenizer puts around a text; --decode makes text of the ids that it prints ("-": standard input).
 
 Needs the package `tokenizers`, for --chat also `transformers`, for *.parquet also `pyarrow`;
-scripts/bootstrap --with-tests installs all.
+scripts/bootstrap --with-tools installs all.
 """
 
 import sys

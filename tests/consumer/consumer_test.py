@@ -13,6 +13,7 @@ import pathlib
 import re
 import shutil
 import subprocess
+import sys
 import unittest
 
 SOURCE = pathlib.Path(__file__).resolve().parent
@@ -98,6 +99,34 @@ class Consumer(unittest.TestCase):
         done = run(PREFIX / "bin" / "tessera", "--version", env=environment)
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("torch", done.stdout)
+
+    def test_each_config_is_read_in_the_folder_where_configs_and_tools_lie(self):
+        configs = sorted((PREFIX / "share/tessera/configs").glob("*.toml"))
+        self.assertEqual([path.name for path in configs],
+                         sorted(path.name for path in (SOURCE.parents[1] / "configs").glob("*.toml")))
+        for path in configs:
+            if path.name == "finetune.toml":  # wants a model's folder
+                continue
+            with self.subTest(path.name):
+                done = run(PREFIX / "bin/tessera", "inspect", "--contract", f"configs/{path.name}", "--world", "64",
+                           cwd=PREFIX / "share/tessera")
+                self.assertEqual(done.returncode, 0, done.stderr)
+
+    def test_the_tools_of_a_copy_that_was_moved_find_its_program(self):
+        moved = WORK / "moved"
+        shutil.rmtree(moved, ignore_errors=True)
+        shutil.copytree(PREFIX / "share/tessera", moved / "share/tessera")
+        chat = [sys.executable, moved / "share/tessera/tools/chat.py", "no_model"]
+        done = run(*chat)
+        self.assertEqual(done.returncode, 2)
+        self.assertIn(f"--program: {moved / 'bin/tessera'} is not there", done.stderr)
+        (moved / "bin").mkdir()
+        shutil.copy2(PREFIX / "bin/tessera", moved / "bin")
+        done = run(*chat)
+        self.assertEqual(done.returncode, 2)
+        self.assertNotIn("--program", done.stderr)
+        bare = run(sys.executable, "-S", moved / "share/tessera/tools/tokenize.py", "--model", "m", "--encode", "a")
+        self.assertIn("-m pip install tokenizers\n", bare.stderr)  # there is no scripts/bootstrap
 
     def test_licences_come_along(self):
         self.assertIn("Apache License", (PREFIX / "share/licenses/tessera/LICENSE").read_text())

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """A newcomer's way: clone, ./run, the three commands that it proposes (on with more steps, a sample, a
-Hugging Face folder), and that folder in transformers, with the logits that Tessera computes.
+Hugging Face folder), that folder in transformers, with the logits that Tessera computes, and an installed copy.
 
 Shorter than ./run by itself, in a clone of its own with this tree's uncommitted changes. Packages, .venv
 and corpus are those that are here; the program is compiled anew, which ccache answers where it is set up.
@@ -84,6 +84,19 @@ class Newcomer(unittest.TestCase):
             found = model(ids).logits
         expected = self.logits_of_tessera(f"{run}/checkpoint/step-{2 * STEPS}", ids)
         self.assertLess((found - expected).abs().max().item(), LOGITS_BOUND)
+
+    def test_after_it_a_copy_is_installed_whole_by_either_command(self):
+        self.run_here("cmake", "--install", "build/release", "--prefix", "by_cmake")
+        self.run_here("bash", "-euo", "pipefail", "-c", "cd configs && ../scripts/bootstrap --no-apt --install ../ours")
+        installed = [sorted(path.relative_to(self.clone / prefix) for path in (self.clone / prefix).rglob("*"))
+                     for prefix in ("by_cmake", "ours")]
+        self.assertEqual(*installed)
+        names = set(map(str, installed[0]))
+        self.assertLessEqual({"bin/tessera", "lib/libtessera.a", "include/tessera/tessera.h", "share/tessera/tools/chat.py",
+                              "lib/cmake/Tessera/TesseraConfig.cmake", "share/tessera/configs/tiny.toml"}, names)
+        said = self.run_here("bash", "-euo", "pipefail", "-c", "cd ours/share/tessera && "
+                             "../../bin/tessera inspect --contract configs/tiny.toml --world 2")
+        self.assertIn("model.embed_tokens.weight", said)
 
 
 if __name__ == "__main__":

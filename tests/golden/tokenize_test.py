@@ -126,7 +126,7 @@ class Tokenize(unittest.TestCase):
                 said = self.run_tool(*words, ok=False)
             self.assertIn(f"found no package {package} ", said)
             self.assertIn(f"-m pip install {package}", said)
-            self.assertIn("scripts/bootstrap --with-tests", said)
+            self.assertIn("scripts/bootstrap --with-tools", said)
         # As a person meets it: -S leaves out installed packages.
         bare = subprocess.run([sys.executable, "-S", TOOL, "--model", "model", "--encode", "a"], cwd=self.folder,
                               capture_output=True, text=True, check=False)

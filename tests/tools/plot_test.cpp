@@ -37,7 +37,7 @@ TEST(PlotTool, DrawsARunIntoItsFolder) {
             0);
   const Outcome outcome = run_python(folder, "tools/plot.py", {"run"});
   ASSERT_EQ(outcome.code, 0) << outcome.err
-                             << "\nscripts/bootstrap --with-tests installs matplotlib";
+                             << "\nscripts/bootstrap --with-tools installs matplotlib";
   EXPECT_EQ(outcome.out, "run/metrics.png\n");
   const auto size = size_of_png(folder / "run/metrics.png");
   ASSERT_EQ(size.size(), 2U);

@@ -18,7 +18,7 @@ using nlohmann::json;
 json read_events(const testing::TemporaryFolder& folder, const std::string& events) {
   const Outcome outcome = run_python(folder, "tests/tools/read_events.py", {events});
   EXPECT_EQ(outcome.code, 0) << outcome.err
-                             << "\nscripts/bootstrap --with-tests installs tensorboard";
+                             << "\nscripts/bootstrap --with-tools installs tensorboard";
   return outcome.code == 0 ? json::parse(outcome.out) : json::object();
 }
 

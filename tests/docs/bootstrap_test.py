@@ -1,0 +1,168 @@
+#!/usr/bin/env python3
+"""scripts/bootstrap: what each set of options installs, builds and leaves alone.
+
+Drawn options, seeded, beside what the usage text says of them. What it starts (apt, pip, cmake) are stubs that
+write down their words; that the real ones do it, newcomer_test.py shows.
+"""
+
+import os
+import pathlib
+import random
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+import unittest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SEED, DRAWS = 20261128, 48
+# Notes its name and words in $CALLS, an argument a word as the shell would read it.
+STUB = """#!/usr/bin/env bash
+printf '%s\\n' "${0##*/}$(printf ' %q' "$@")" >>"$CALLS"
+"""
+TARGETS = (None, "library", "tessera", "all", "test_base")
+# As they are typed from the folder `here` below `home`, and the folder that is meant.
+PREFIXES = {"mine": "here/mine", "../mine of old": "mine of old", "a/b/../c": "here/a/c", "{home}/tessera": "tessera"}
+
+
+def settings(name):
+    """A list of scripts/settings.sh."""
+    text = (ROOT / "scripts/settings.sh").read_text()
+    return re.search(rf"^{name}=\(([^)]*)\)", text, re.MULTILINE)[1].split()
+
+
+class Bootstrap(unittest.TestCase):
+    def setUp(self):
+        made = tempfile.TemporaryDirectory()
+        self.addCleanup(made.cleanup)
+        self.home = pathlib.Path(made.name).resolve()
+        self.tree = self.home / "tree"
+        for name in ("scripts/bootstrap", "scripts/settings.sh"):
+            (self.tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, self.tree / name)
+        (self.home / "here").mkdir()
+        stubs = ("apt-get", "sudo", "env", "cmake")
+        for place in (*(f"stubs/{name}" for name in stubs), "tree/.venv/bin/python", "tree/.venv/bin/pip"):
+            self.write(self.home / place, STUB)
+        for name, says in (("id", "0"), ("nproc", "2"), ("dpkg-query", "un ")):
+            self.write(self.home / "stubs" / name, f"#!/bin/sh\necho '{says}'\n")
+        self.write(self.tree / ".venv/lib/python3.11/site-packages/torch/share/cmake/Torch/TorchConfig.cmake", "")
+
+    @staticmethod
+    def write(path, text):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def bootstrap(self, *words, fresh=True, **environment):
+        """(outcome, calls): what it says, and the words of what it started."""
+        calls = self.home / "calls"
+        calls.write_text("")
+        if fresh:
+            (self.tree / ".venv/tessera-pins").unlink(missing_ok=True)
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("TESSERA_")}
+        done = subprocess.run(["bash", str(self.tree / "scripts/bootstrap"), *words], cwd=self.home / "here",
+                              env=kept | {"PATH": f"{self.home}/stubs:{os.environ['PATH']}", "CALLS": str(calls)}
+                              | environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+        return done, [shlex.split(line) for line in calls.read_text().splitlines()]
+
+    def draw(self, random):
+        return {"tools": random.random() < 0.4, "tests": random.random() < 0.3, "apt": random.random() < 0.5,
+                "build": random.random() < 0.8, "target": random.choice(TARGETS),
+                "prefix": random.choice([None, *PREFIXES])}
+
+    def words_of(self, asked, random):
+        options = [["--with-tools"] * asked["tools"], ["--with-tests"] * asked["tests"],
+                   ["--no-apt"] * (not asked["apt"]), ["--no-build"] * (not asked["build"]),
+                   ["--target", asked["target"]] * (asked["target"] is not None)]
+        if asked["prefix"]:
+            options.append(["--install", asked["prefix"].format(home=self.home)])
+        random.shuffle(options)
+        return [word for option in options for word in option]
+
+    def expect_packages(self, asked, done, calls):
+        wanted = settings("apt_build") + settings("apt_tests") * asked["tests"]
+        installed = [call for call in calls if call[0] == "env" and "apt-get" in call]  # env DEBIAN_FRONTEND=...
+        if asked["apt"]:
+            self.assertEqual([call[-len(wanted):] for call in installed], [wanted])
+            self.assertNotIn("clang-19" if not asked["tests"] else "", installed[0])
+        else:
+            self.assertEqual(installed, [])
+            self.assertIn(f"apt-get install -y --no-install-recommends {' '.join(wanted)}\n", done.stderr)
+        pips = [call for call in calls if "pip" in call]
+        python = settings("pip_tools") + settings("pip_beside_torch")
+        needs = asked["tools"] or asked["tests"]
+        self.assertEqual([set(python) <= set(call) for call in pips], [True] * needs)
+
+    def expect_build(self, asked, calls):
+        targets = [asked["target"]] if asked["target"] else ["all"] if asked["tests"] else ["library", "tessera"]
+        built = [call for call in calls if call[:2] == ["cmake", "--build"]]
+        expected = [["cmake", "--build", "--preset", "release", "--target", *targets]] if asked["build"] else []
+        self.assertEqual([call[:5 + len(targets)] for call in built], expected)
+        for call in built:
+            self.assertEqual(call[5 + len(targets)], "-j")
+        installed = [call for call in calls if call[:2] == ["cmake", "--install"]]
+        if asked["prefix"] is None:
+            self.assertEqual(installed, [])
+            return
+        component = {"library": ["--component", "library"], "tessera": ["--component", "program"]}
+        self.assertEqual(installed, [["cmake", "--install", "build/release", "--prefix",
+                                      str(self.home / PREFIXES[asked["prefix"]]),
+                                      *component.get(asked["target"], [])]])
+        self.assertGreater(calls.index(installed[0]), calls.index(built[0]))
+
+    def test_drawn_options_install_and_build_what_they_say_and_nothing_else(self):
+        draws = random.Random(SEED)
+        seen = set()
+        for _ in range(DRAWS):
+            asked = self.draw(draws)
+            words = self.words_of(asked, draws)
+            with self.subTest(" ".join(words)):
+                done, calls = self.bootstrap(*words)
+                if asked["prefix"] and (not asked["build"] or asked["target"] == "test_base"):
+                    self.assertEqual((done.returncode, calls), (2, []), done.stderr)
+                    self.assertRegex(done.stderr, r"\Abootstrap: --install: found [^\n]+, expected [^\n]+\n\Z")
+                    seen.add("refused")
+                    continue
+                self.assertEqual(done.returncode, 0, done.stderr)
+                self.expect_packages(asked, done, calls)
+                self.expect_build(asked, calls)
+                seen.add(("installed" if asked["prefix"] else "built", asked["target"], asked["tests"]))
+        self.assertGreater(len(seen), 15)
+
+    def test_options_without_their_value_are_refused_before_anything_is_done(self):
+        for option in ("--target", "--install"):
+            for behind in ([], [""], ["--no-apt"]):
+                done, calls = self.bootstrap(option, *behind)
+                self.assertEqual((done.returncode, calls), (2, []), done.stderr)
+                self.assertIn(f"bootstrap: {option}: found ", done.stderr)
+
+    def test_a_prefix_that_cannot_be_a_folder_is_refused_before_anything_is_done(self):
+        (self.home / "file").write_text("")
+        for prefix in ("../file", "../file/below/it"):
+            done, calls = self.bootstrap("--install", prefix)
+            self.assertEqual((done.returncode, calls), (2, []), done.stderr)
+            self.assertIn(f"found the file {self.home}/file, expected a folder", done.stderr)
+
+    def test_with_another_libtorch_what_would_bring_torch_along_is_left_out_and_said(self):
+        torch = self.home / "torch"
+        self.write(torch / "share/cmake/Torch/TorchConfig.cmake", "")
+        done, calls = self.bootstrap("--with-tools", TESSERA_TORCH=str(torch))
+        self.assertEqual(done.returncode, 0, done.stderr)
+        pips = [call for call in calls if "pip" in call]
+        self.assertEqual([call[-len(settings("pip_tools")):] for call in pips], [settings("pip_tools")])
+        self.assertIn(f"not installed, since pip would bring its own torch along: {' '.join(settings('pip_beside_torch'))}",
+                      done.stderr)
+
+    def test_what_is_there_is_not_installed_again(self):
+        for first, then in (("--with-tools", "--with-tools"), ("--with-tests", "--with-tools"), ("--with-tools", None)):
+            self.bootstrap(first, "--no-build")
+            done, calls = self.bootstrap("--no-build", *([then] * bool(then)), fresh=False)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertEqual([call for call in calls if "pip" in call], [])
+            self.assertNotIn("pip install", done.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=1)
