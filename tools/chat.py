@@ -112,7 +112,9 @@ class Model:
 
     def answer(self, messages, show):
         """What the assistant says next; show(text) gets it in parts."""
-        prompt = self.tokenizer.plain(self.chat.render(messages, begin_answer=True))
+        text = self.chat.render(messages, begin_answer=True)
+        self.chat.require_written(messages, text)
+        prompt = self.tokenizer.plain(text)
         command = [*self.command, "--prompt-tokens", ",".join(map(str, prompt))]
         ids, shown, stopped = [], "", False
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:

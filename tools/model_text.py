@@ -205,19 +205,54 @@ class Chat:
             fail(f"{tokenizer.model}: found no chat template in tokenizer_config.json or chat_template.jinja; "
                  "give one by --chat-template")
         self.marked = re.search(r"{%-?\s*generation\s*-?%}", str(self.renderer.chat_template))
+        self.in_parts = not self.writes(in_parts=False) and self.writes(in_parts=True)
+
+    def writes(self, in_parts):
+        """Whether the template writes contents in this form: those of models that see may know parts alone, and
+        write nothing of a text."""
+        self.in_parts = in_parts
+        user = {"role": "user", "content": "a"}
+        try:
+            said = {self.render([user, {"role": "assistant", "content": word}]) for word in ("bb", "cc")}
+        except Exception:  # a template is a program: it may raise anything
+            return False
+        return len(said) == 2
+
+    def shaped(self, messages):
+        """The messages, whose contents are text, as the template takes them."""
+        if not self.in_parts:
+            return messages
+        return [{**message, "content": [{"type": "text", "text": message["content"]}]} if "content" in message
+                else message for message in messages]
 
     def render(self, messages, begin_answer=False, tools=None):
-        return self.renderer.apply_chat_template(messages, tools=tools, tokenize=False,
+        return self.renderer.apply_chat_template(self.shaped(messages), tools=tools, tokenize=False,
                                                  add_generation_prompt=begin_answer)
 
-    def answers(self, messages, text, tools=None):
-        """[begin, end) in the text of what the assistant says, of each answer.
+    def require_written(self, messages, text, tools=None):
+        """All that is said to the assistant stands in the text: a template may drop a role, or a turn, without a
+        word. Each content gets a word of its own, which has to appear."""
+        word = "q"
+        while word in text:
+            word += "q"
+        words = {n: f"{word}{n}x" for n, message in enumerate(messages)
+                 if message["role"] != "assistant" and "content" in message}
+        marked = self.render([{**message, "content": message["content"] + words[n]} if n in words else message
+                              for n, message in enumerate(messages)], tools=tools)
+        for n, mark in words.items():
+            if mark not in marked:
+                raise ValueError(f"the chat template writes nothing of what the {messages[n]['role']} says in message "
+                                 f"{n + 1} of {len(messages)}, expected all of it in the text; leave that message out, "
+                                 "give it another role, or another template by --chat-template")
+
+    def answers(self, messages, text, tools=None, first=0):
+        """[begin, end) in the text of what the assistant says, of each answer from message `first` on.
 
         An answer is what the template writes behind its prompt where the answer is the last turn.
         Where the whole text begins so, that is it, without the white space between turns. Where the
         template writes that turn otherwise in the whole text, it is what is left of it there."""
         for i, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or i < first:
                 continue
             if i == 0:
                 raise ValueError("found an answer first, expected what it answers before it; or give a "
@@ -267,19 +302,32 @@ class Chat:
         tail = after[said:].rstrip()  # the end of the turn, which may be another than of a last one
         return begin, last + len(tail) if text.startswith(tail, last) else last
 
-    def encode(self, messages, tools=None):
-        """(ids, a byte for each: 1 where the assistant says it)."""
+    def leave_out(self, prompt, text, ids, mask, tools):
+        """Nothing of the prompt, which begins the text, is a label."""
+        before = self.render(prompt, tools=tools)
+        encoded = self.tokenizer.library.encode(text, add_special_tokens=False)
+        if not text.startswith(before) or encoded.ids != list(ids):
+            raise ValueError("cannot tell where the prompt ends in the text of the chat template: it writes a prompt "
+                             "alone otherwise; give the conversation as messages")
+        for i, (begin, _) in enumerate(encoded.offsets):
+            mask[i] &= begin >= len(before)
+
+    def encode(self, messages, tools=None, first=0):
+        """(ids, a byte for each: 1 where the assistant says it, in message `first` or later)."""
+        text = self.render(messages, tools=tools)
+        self.require_written(messages, text, tools)
         if self.marked:
-            out = self.renderer.apply_chat_template(messages, tools=tools, tokenize=True, return_dict=True,
+            out = self.renderer.apply_chat_template(self.shaped(messages), tools=tools, tokenize=True, return_dict=True,
                                                     return_assistant_tokens_mask=True)
             ids, mask = out["input_ids"], bytearray(out["assistant_masks"])
+            if any(message["role"] == "assistant" for message in messages[:first]):
+                self.leave_out(messages[:first], text, ids, mask, tools)
         else:
-            text = self.render(messages, tools=tools)
             encoded = self.tokenizer.library.encode(text, add_special_tokens=False)
             ids, mask = encoded.ids, bytearray(len(encoded.ids))
-            for begin, end in self.answers(messages, text, tools):
-                for i, (first, _) in enumerate(encoded.offsets):
-                    mask[i] |= begin <= first < end
+            for begin, end in self.answers(messages, text, tools, first):
+                for i, (at, _) in enumerate(encoded.offsets):
+                    mask[i] |= begin <= at < end
         if not any(mask):
             raise ValueError("found nothing in the text of the template that the assistant says, expected some: "
                              "nothing to train on")

@@ -17,13 +17,17 @@ After each document comes the end-of-text token: the tokenizer's own (<|endoftex
 before a text (--bos auto), or its beginning of text in any case (yes), or nothing (no). What was chosen
 is printed.
 
-With --chat each line of MESSAGES.jsonl, or row of *.parquet in its field `messages`, is one conversation:
-a list of {"role", "content"}; in a line also an object that holds it as "messages", perhaps with "tools".
-The folder's chat template (or --chat-template FILE) makes text of it. NAME.mask.bin has 1 for what the
-assistant says, its end of turn included, 0 for all else: only those tokens are trained on. What it says
-is what the template writes of an answer that is the last turn; what the template leaves out once there
-are later turns (as Qwen3's thinking) is not there, and what it writes in another way is no label. With
---bos auto a conversation begins as the template has it.
+With --chat each line of MESSAGES.jsonl, element of a list in a *.json (read whole), or row of *.parquet is
+one conversation: a list of {"role", "content"}, or an object that holds it as "messages" (or as --field
+names it); as "conversations", in which {"from", "value"} is a message, too; or "prompt" and "completion",
+each a text (of the user, of the assistant) or such a list, of which the completion alone is trained on.
+"tools" and "system" may stand beside. A content may be a list of parts, {"type": "text", "text"}, which are
+joined; other parts are refused, and so is what the template would leave out of what is said to the
+assistant. The folder's chat template (or --chat-template FILE) makes text of it. NAME.mask.bin has 1 for
+what the assistant says, its end of turn included, 0 for all else: only those tokens are trained on. What
+it says is what the template writes of an answer that is the last turn; what the template leaves out once
+there are later turns (as Qwen3's thinking) is not there, and what it writes in another way is no label.
+With --bos auto a conversation begins as the template has it.
 
 NAME.docs.bin has the ends of documents: positions of tokens, uint64, each the one behind the document's
 last. NAME.labels.bin, beside a mask, has uint64, too: the number of tokens, then the kept labels up to
@@ -49,9 +53,16 @@ import pathlib  # noqa: E402
 import re  # noqa: E402
 import signal  # noqa: E402
 
-beside = importlib.util.spec_from_file_location("model_text", pathlib.Path(__file__).with_name("model_text.py"))
-model_text = importlib.util.module_from_spec(beside)
-beside.loader.exec_module(model_text)
+
+def beside(name):
+    """A module of this folder."""
+    spec = importlib.util.spec_from_file_location(name, pathlib.Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+model_text, conversation = beside("model_text"), beside("conversation")
 fail, needed = model_text.fail, model_text.needed
 
 # Characters of a document that are encoded at once, and how many before them are encoded again, so
@@ -66,11 +77,16 @@ class Parser(argparse.ArgumentParser):
         fail(f"{message}; see --help")
 
 
+def describes_tokens(file):
+    """NAME.json beside the NAME.bin that an earlier call may have written into a folder of talks."""
+    return file.suffix == ".json" and file.with_suffix(".bin").exists()
+
+
 def files_of(paths, endings):
     for path in paths:
         files = [path]
         if path.is_dir():
-            files = sorted(file for file in path.iterdir() if file.suffix in endings)
+            files = sorted(file for file in path.iterdir() if file.suffix in endings and not describes_tokens(file))
         if not files:
             fail(f"{path}: found no *{', *'.join(endings)} in this folder")
         yield from files
@@ -91,6 +107,28 @@ def lines_of(path):
                 fail(f"{place}: found no JSON ({error})")
 
 
+def listed_in(path):
+    """(place, value) of each element of a list in JSON; some *.json have lines as a *.jsonl, or one value."""
+    with open(path, "rb") as file:
+        content = file.read()
+    try:
+        found = json.loads(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        fail(f"{path}: found bytes that are not UTF-8 ({error})")
+    except json.JSONDecodeError as error:
+        if error.msg != "Extra data":
+            fail(f"{path}: found no JSON ({error})")
+        yield from lines_of(path)
+        return
+    except (ValueError, RecursionError) as error:
+        fail(f"{path}: found no JSON ({error})")
+    if not isinstance(found, list) or any(isinstance(e, dict) and ("role" in e or "from" in e) for e in found):
+        yield f"{path}", found  # one conversation
+        return
+    for number, value in enumerate(found, 1):
+        yield f"{path}: conversation {number}", value
+
+
 def without_nulls(value):
     """Rows of a table have all keys of their column, those that nobody gave as null."""
     if isinstance(value, dict):
@@ -98,21 +136,23 @@ def without_nulls(value):
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def rows_of(path, field):
-    """(place, value of the field) of each row of a parquet file."""
+def rows_of(path, fields, more=()):
+    """(place, {field: value}) of each row of a parquet file, which has one of `fields`; of `more` what is there."""
     parquet = needed("pyarrow.parquet", "to read *.parquet")
     with open(path, "rb"):
         pass  # what is not there is said as of any file
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
-            if field not in file.schema_arrow.names:
-                fail(f"{path}: found the columns {', '.join(file.schema_arrow.names)}, expected one of the name "
-                     f"{field}; name it by --field")
-            for batch in file.iter_batches(batch_size=ROWS, columns=[field]):
-                for value in batch.column(0).to_pylist():
+            names = file.schema_arrow.names
+            if not any(field in names for field in fields):
+                fail(f"{path}: found the columns {', '.join(names)}, expected one of the name {' or '.join(fields)}; "
+                     "name it by --field")
+            columns = [name for name in names if name in fields or name in more]
+            for batch in file.iter_batches(batch_size=ROWS, columns=columns):
+                for row in batch.to_pylist():
                     number += 1
-                    yield f"{path}: row {number}", without_nulls(value)
+                    yield f"{path}: row {number}", without_nulls(row)
     except (OSError, ValueError, RuntimeError) as error:  # the library's own are kinds of these
         fail(f"{path}: found no whole parquet file ({error}); the file is torn or is another kind: fetch it anew")
 
@@ -126,7 +166,7 @@ def require_text(place, text):
 
 def texts_of(path, field):
     """(place, text) of each line or row."""
-    for place, found in rows_of(path, field) if path.suffix == ".parquet" else lines_of(path):
+    for place, found in rows_of(path, [field]) if path.suffix == ".parquet" else lines_of(path):
         text = found.get(field) if isinstance(found, dict) else found
         if not isinstance(text, str):
             fail(f"{place}: found no text in the field {field}, expected some; name the field by --field, or give "
@@ -175,30 +215,20 @@ def encode_documents(arguments, tokenizer):
             yield path, ((ids, None) for ids in parts)
 
 
-def conversation(place, found):
-    """(messages, tools) of a line or row, or ValueError."""
-    require_text(place, json.dumps(found, ensure_ascii=False, default=str))
-    messages, tools = found, None
-    if isinstance(found, dict):
-        messages, tools = found.get("messages"), found.get("tools")
-    if not isinstance(messages, list) or not messages or not all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
-        raise ValueError('expected a list of {"role", "content"}, or {"messages": [...]}')
-    messages = [{key: value for key, value in m.items() if value is not None} for m in messages]
-    if not any(m["role"] == "assistant" for m in messages):
-        raise ValueError("found no message of the assistant, so nothing to train on")
-    return messages, tools or None
+def conversations_of(path, field):
+    """(place, what is found) of each conversation."""
+    if path.suffix == ".parquet":
+        return rows_of(path, [field] if field else conversation.FORMS, conversation.FIELDS)
+    return listed_in(path) if path.suffix == ".json" else lines_of(path)
 
 
 def encode_conversations(arguments, tokenizer):
     chat = model_text.Chat(tokenizer, arguments.chat_template)
-    field = arguments.field or "messages"
-    for path in files_of(arguments.text, (".jsonl", ".parquet")):
-        for place, found in rows_of(path, field) if path.suffix == ".parquet" else lines_of(path):
-            if arguments.field and isinstance(found, dict):
-                found = {"messages": found.get(field), "tools": found.get("tools")}
+    for path in files_of(arguments.text, (".json", ".jsonl", ".parquet")):
+        for place, found in conversations_of(path, arguments.field):
             try:
-                ids, mask = chat.encode(*conversation(place, found))
+                require_text(place, json.dumps(found, ensure_ascii=False, default=str))
+                ids, mask = chat.encode(*conversation.read(found, arguments.field))
             except Exception as error:  # a template is a program: it may raise anything
                 fail(f"{place}: {error}")
             yield place, [(ids, mask)]
@@ -382,7 +412,7 @@ def parse_arguments():
     end.add_argument("--no-eos", action="store_true")
     parser.add_argument("--chat", action="store_true", help="conversations; writes NAME.mask.bin")
     parser.add_argument("--chat-template", type=pathlib.Path, metavar="FILE")
-    parser.add_argument("--field", help="of lines and rows; default text, with --chat messages")
+    parser.add_argument("--field", help="of lines and rows; default text, with --chat messages and the like")
     what.add_argument("--encode", metavar="TEXT", help="print its ids")
     what.add_argument("--decode", metavar="IDS", help="print their text")
     parser.add_argument("--window", type=int, default=WINDOW, help="characters encoded at once")

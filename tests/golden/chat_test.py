@@ -113,6 +113,19 @@ class Chat(unittest.TestCase):
             "<|start|>user<|message|>How many?<|end|><|start|>assistant<|channel|>final<|message|>Two of them.<|end|>"
             "<|start|>user<|message|>And now?<|end|><|start|>assistant"))
 
+    def test_what_is_said_is_in_the_prompt_or_refused(self):
+        tokenizer = write_model(self.folder / "m", "qwen3")
+        template = self.folder / "m/chat_template.jinja"
+        template.write_text("{% for m in messages %}{% for part in m.content %}{{ m.role }}: {{ part.text }}<|im_end|>"
+                            "{% endfor %}{% endfor %}")  # writes parts alone, of a text nothing
+        self.chat("m", *self.pretend(tokenizer, "Two.<|im_end|>", "Still.<|im_end|>"), "--system", "Be brief.",
+                  says="How many?\nAnd now?\n")
+        self.assertEqual(self.calls(tokenizer)[1][1], "system: Be brief.<|im_end|>user: How many?<|im_end|>"
+                                                      "assistant: Two.<|im_end|>user: And now?<|im_end|>")
+        template.write_text("{% for m in messages %}{% if m.role != 'system' %}{{ m.content }}{% endif %}{% endfor %}")
+        self.assertIn("the chat template writes nothing of what the system says in message 1 of 2",
+                      self.chat("m", *self.pretend(tokenizer, "Two."), "--system", "Be brief.", ok=False))
+
     def test_how_to_draw_is_said_by_the_model_or_the_user(self):
         tokenizer = write_model(self.folder / "m", "gemma")
         about = self.folder / "m/generation_config.json"
