@@ -32,8 +32,8 @@ def load_matplotlib():
         matplotlib.use("Agg")  # a file, no window
         from matplotlib import pyplot
     except ImportError:
-        refuse("found no matplotlib in this Python, expected it; run it with .venv/bin/python after "
-               "scripts/bootstrap --with-tools, or pip install matplotlib")
+        refuse("found no matplotlib in this Python, expected it; run it with one that has it (pip install matplotlib), "
+               "in a working copy .venv/bin/python after scripts/bootstrap --with-tools")
     return pyplot
 
 
