@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""The tables of docs/config.md, out of `tessera train --help`: one row a key, so that page and program
+"""The tables of docs/config.md, out of `tessera --help-keys`: one row a key, so that page and program
 say the same.
 
     scripts/config_page.py            writes them, with build/release/tessera
     scripts/config_page.py --check    writes nothing; exit code 3 where the page is not up to date
 
 TESSERA_PROGRAM names another program. A table stands between two marks in the page, and every section
-of --help needs its marks there; all other text is written by hand. Standard library only.
+of --help-keys needs its marks there; all other text is written by hand. Standard library only.
 """
 
 import difflib
@@ -26,11 +26,11 @@ KEY = re.compile(r"  (\S+)  (.+?)(?: \(([^()]*)\))?, (?:default (.*)|(required.*
 
 def help_text():
     program = os.environ.get("TESSERA_PROGRAM", str(ROOT / "build" / "release" / "tessera"))
-    return subprocess.run([program, "train", "--help"], check=True, capture_output=True, text=True).stdout
+    return subprocess.run([program, "--help-keys"], check=True, capture_output=True, text=True).stdout
 
 
 def sections(text):
-    """{section: [{"key", "type", "unit", "default", "meaning"}]} of the second half of --help."""
+    """{section: [{"key", "type", "unit", "default", "meaning"}]} of --help-keys."""
     found, section = {}, "the top level"
     for line in text[text.index("Configuration keys"):].splitlines()[1:]:
         if header := re.fullmatch(r"\[(\w+)\]", line):
@@ -43,7 +43,7 @@ def sections(text):
             found.setdefault(section, []).append(
                 {"key": name, "type": kind, "unit": unit or "", "default": default or required, "meaning": ""})
         elif line.strip():
-            raise SystemExit(f"config_page: cannot read this line of --help: {line!r}")
+            raise SystemExit(f"config_page: cannot read this line of --help-keys: {line!r}")
     return found
 
 
@@ -69,7 +69,7 @@ def table(rows):
 def filled(page, found):
     named = [mark[1] for mark in MARK.finditer(page)]
     if named != list(found):
-        raise SystemExit(f"config_page: {PAGE.name} has marks for {named}, --help has the sections {list(found)}; "
+        raise SystemExit(f"config_page: {PAGE.name} has marks for {named}, --help-keys has the sections {list(found)}; "
                          "every section needs `<!-- keys of NAME -->` and `<!-- end of keys -->`, in that order")
     return MARK.sub(lambda mark: f"<!-- keys of {mark[1]} -->\n{table(found[mark[1]])}\n{END}", page)
 
@@ -83,7 +83,7 @@ def main(arguments):
         PAGE.write_text(after)
     elif before != after:
         sys.stdout.writelines(difflib.unified_diff(before.splitlines(True), after.splitlines(True),
-                                                   "docs/config.md", "tessera train --help"))
+                                                   "docs/config.md", "tessera --help-keys"))
         print("docs/config.md is not up to date: scripts/config_page.py writes it")
         return 3
     return 0

@@ -84,7 +84,7 @@ class Loader {
   void require_some_state() const {
     comm::Group& group = model_.mesh().world()->control();
     const auto& manifest = checkpoint_.manifest();
-    const auto left_out = manifest.loss_scale ? manifest.loss_scale->skipped_steps : 0;
+    const auto left_out = manifest.left_out();
     const auto trained = optimizer_.unread_state();
     const auto any = comm::any_of_ranks(
         group, {has_state_, !without_state_.empty(), !trained.empty()}, "state in the checkpoint");

@@ -1,6 +1,7 @@
 #include "checkpoint/saver.h"
 
 #include <algorithm>
+#include <cmath>
 #include <iterator>
 #include <sstream>
 #include <system_error>
@@ -76,6 +77,10 @@ std::string one_decimal(double value) {
   return text.substr(0, text.find('.') + 2);
 }
 
+std::string time_text(double ms) {
+  return ms < 1000.0 ? concat(std::lround(ms), " ms") : one_decimal(ms / 1000.0) + " s";
+}
+
 }  // namespace
 
 CheckpointSaver::CheckpointSaver(World& world, CheckpointOptions options)
@@ -122,10 +127,9 @@ void CheckpointSaver::check_plan(const ShardedBase& model, const Optimizer& opti
 }
 
 void CheckpointSaver::save(std::int64_t step, const ShardedBase& model, const Optimizer& optimizer,
-                           const GradScaler* scaler) {
+                           const GradScaler* scaler, std::optional<std::int64_t> left_out) {
   const auto asked = Clock::now();
   finish();
-  const double waited = ms_since(asked);
   ask_stages(model);
   begun_ = Clock::now();
   // Memory may be short on one rank alone.
@@ -137,13 +141,9 @@ void CheckpointSaver::save(std::int64_t step, const ShardedBase& model, const Op
   optimizer_ = optimizer.name();
   loss_scale_.reset();
   if (scaler != nullptr) loss_scale_ = scaler->state();
+  left_out_ = left_out;
   phase_ = Phase::kFiles;
-  if (world_.rank() == 0) {
-    const double mib = static_cast<double>(snapshot_.size()) / (1 << 20);
-    log::info("checkpoint of step ", step, ": copied ", one_decimal(mib), " MiB in ",
-              one_decimal(ms_since(begun_)), " ms, after ", one_decimal(waited),
-              " ms for the one before");
-  }
+  held_up_ms_ = ms_since(asked);
   start([this, copied = snapshot_.end()] {
     world_.attach_thread();
     comm::wait_on_host(copied, "copy of a checkpoint");
@@ -202,24 +202,23 @@ void CheckpointSaver::meet() {
   if (phase_ == Phase::kManifest) {
     phase_ = Phase::kIdle;
     if (world_.rank() == 0) {
-      log::info("checkpoint of step ", step_, ": complete after ", one_decimal(ms_since(begun_)),
-                " ms");
+      const double mib = std::stod(all[0].substr(1)) / (1 << 20);
+      log::info("checkpoint of step ", step_, ": written, ", one_decimal(mib), " MiB in ",
+                time_text(ms_since(begun_)), "; training waited ", time_text(held_up_ms_));
     }
     return;
   }
   phase_ = Phase::kManifest;
   if (world_.rank() != 0) return;
-  start([this, parts = std::move(all)] {
-    complete(parts);
-    return std::string();
-  });
+  start([this, parts = std::move(all)] { return std::to_string(complete(parts)); });
 }
 
-void CheckpointSaver::complete(const std::vector<std::string>& parts) const {
+std::int64_t CheckpointSaver::complete(const std::vector<std::string>& parts) const {
   CheckpointManifest manifest = options_.about;
   manifest.step = step_;
   manifest.optimizer = optimizer_;
   manifest.loss_scale = loss_scale_;
+  manifest.left_out_steps = left_out_;
   manifest.world_size = world_.size();
   for (std::size_t rank = 0; rank < parts.size(); ++rank) {
     const fs::path path = store_.temporary(step_) / part_file(static_cast<int>(rank));
@@ -232,6 +231,8 @@ void CheckpointSaver::complete(const std::vector<std::string>& parts) const {
     merge(manifest, parse_manifest_part(text, shown(path)));
   }
   require_files(manifest);
+  std::int64_t bytes = 0;
+  for (const auto& [name, file] : manifest.files) bytes += file.bytes;
   for (std::size_t rank = 0; rank < parts.size(); ++rank) {
     fs::remove(store_.temporary(step_) / part_file(static_cast<int>(rank)));
   }
@@ -244,6 +245,7 @@ void CheckpointSaver::complete(const std::vector<std::string>& parts) const {
     // Nothing is lost by it.
     log::warn("checkpoint of step ", step_, " is complete, but an older one stays: ", error.what());
   }
+  return bytes;
 }
 
 void CheckpointSaver::require_files(const CheckpointManifest& manifest) const {

@@ -42,10 +42,12 @@ class CheckpointSaver {
   /// ranks alike: kConfig.
   void check_plan(const ShardedBase& model, const Optimizer& optimizer);
 
-  /// Finishes the checkpoint under way, if any, then copies the state after `step`. Collective.
-  /// Errors: kIo for the one before, on all ranks alike.
+  /// Finishes the checkpoint under way, if any, then copies the state after `step`. `left_out`: as
+  /// CheckpointManifest::left_out_steps. Collective. Errors: kIo for the one before, on all ranks
+  /// alike.
   void save(std::int64_t step, const ShardedBase& model, const Optimizer& optimizer,
-            const GradScaler* scaler = nullptr);
+            const GradScaler* scaler = nullptr,
+            std::optional<std::int64_t> left_out = std::nullopt);
 
   /// This rank's writer has work left: to be told to all ranks at the end of each step.
   bool writing() const;
@@ -65,7 +67,8 @@ class CheckpointSaver {
   void meet();
   std::string write_files() const;
   /// `parts`: what each rank said, the hash of its part behind a '+'.
-  void complete(const std::vector<std::string>& parts) const;
+  /// Returns the bytes of the whole checkpoint.
+  std::int64_t complete(const std::vector<std::string>& parts) const;
   void require_files(const CheckpointManifest& manifest) const;
 
   World& world_;
@@ -77,7 +80,9 @@ class CheckpointSaver {
   std::int64_t step_ = 0;
   std::string optimizer_;
   std::optional<LossScaleState> loss_scale_;
+  std::optional<std::int64_t> left_out_;
   Clock::time_point begun_;
+  double held_up_ms_ = 0;  ///< how long the steps stood still for it
   /// What a rank has to say when its work is done: the hash of its part of the manifest. Last
   /// member: its destructor waits for work that uses the others.
   std::future<std::string> work_;

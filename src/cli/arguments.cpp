@@ -2,16 +2,18 @@
 
 #include <CLI/App.hpp>
 #include <CLI/Config.hpp>
-#include <CLI/Formatter.hpp>
 #include <algorithm>
 #include <charconv>
+#include <iterator>
 #include <limits>
 #include <string_view>
 #include <system_error>
 
 #include "base/text/printable.h"
+#include "cli/help_text.h"
 #include "tessera/error.h"
 #include "train/config/config_keys.h"
+#include "train/config/config_names.h"
 
 namespace tessera::cli {
 namespace {
@@ -108,7 +110,7 @@ void add_train(::CLI::App& app, TrainArguments& train, const std::string& keys) 
 }
 
 constexpr const char* kModelFolder =
-    "Hugging Face folder, a run's folder (its latest checkpoint), or checkpoint/step-N of one.";
+    "A run's folder (its latest checkpoint), checkpoint/step-N of one, or a Hugging Face folder.";
 
 void add_gradients(::CLI::App& app, GradientsArguments& gradients, const std::string& keys) {
   ::CLI::App* verb = app.add_subcommand(
@@ -131,8 +133,8 @@ void add_inspect(::CLI::App& app, InspectArguments& inspect, const std::string& 
       app.add_subcommand("inspect", "Tensors of a folder, or the contract of a run.");
   ::CLI::Option* folder =
       verb->add_option("DIR", inspect.folder,
-                       "Hugging Face folder, a run's folder (its latest checkpoint), "
-                       "checkpoint/step-N of one, or one safetensors file.");
+                       "A run's folder (its latest checkpoint), checkpoint/step-N of one, a "
+                       "Hugging Face folder, or one safetensors file.");
   verb->add_flag("--json", inspect.json, "As JSON.");
   ::CLI::Option* contract =
       verb->add_option("--contract", inspect.contract_file,
@@ -144,7 +146,7 @@ void add_inspect(::CLI::App& app, InspectArguments& inspect, const std::string& 
   verb->add_option("--world", inspect.world, kWorld)
       ->needs(contract)
       ->transform(whole_number(1 << 20));
-  verb->footer("Beside --contract:\n\n" + keys);
+  verb->footer("With --contract: " + keys);
 }
 
 /// "" for a number that `holds`, else what was expected. Range lets "nan" through: it is neither
@@ -214,10 +216,7 @@ void add_convert(::CLI::App& app, ConvertArguments& convert) {
       "convert",
       "A checkpoint (or a folder) as a Hugging Face folder that transformers loads; one of "
       "adapters as a folder that peft loads.");
-  verb->add_option("CHECKPOINT", convert.source,
-                   "A run's folder (its latest checkpoint), checkpoint/step-N of one, or a Hugging "
-                   "Face folder.")
-      ->required();
+  verb->add_option("CHECKPOINT", convert.source, kModelFolder)->required();
   verb->add_option("OUT", convert.out, "The folder to make; it must not exist, or be empty.")
       ->required();
   verb->add_option("--dtype", convert.dtype,
@@ -313,24 +312,36 @@ void check_verb(const std::vector<std::string>& words) {
   TESSERA_CHECK(!words.empty(), ErrorKind::kUsage, "found no verb", expected,
                 "; see tessera --help");
   std::vector<std::string> known = verbs();
-  known.insert(known.end(), {"--help", "--version"});
   const std::string& verb = words.front();
-  if (verb == "-h" || std::ranges::find(known, verb) != known.end()) return;
+  if (std::ranges::find(known, verb) != known.end()) return;
+  if (verb == "-h" || verb == "--help" || verb == "--version") return;
   TESSERA_CHECK(!verb.starts_with("-"), ErrorKind::kUsage, "found ", printable(verb), " first",
                 expected, " before it; see tessera --help");
-  TESSERA_CHECK(false, ErrorKind::kUsage, "unknown verb ", printable(verb), expected,
-                "; the nearest is ", train::nearest_name(verb, known));
+  known.insert(known.end(), {"help", "version"});
+  const auto close = train::close_name(verb, known);
+  const bool is_option = close == "help" || close == "version";
+  TESSERA_CHECK(
+      false, ErrorKind::kUsage, "unknown verb ", printable(verb), expected,
+      close ? concat("; the nearest is ", is_option ? "--" : "", *close) : "; see tessera --help");
 }
 
-bool takes_key(const ::CLI::App& verb, const train::ConfigKey& key) {
+bool takes(const ::CLI::App& verb, const train::ConfigKey& key) {
   const std::string& name = verb.get_name();
-  if (name == "train" || name == "gradients" || name == "plan") return true;
-  if (name == "inspect") return verb.get_option("--contract")->count() > 0;
-  return name == "generate" &&
-         (key.section == "precision" || key.full_name() == "model.allow_unknown_config_keys");
+  if (name == "inspect" && verb.get_option("--contract")->count() == 0) return false;
+  return takes_key(name, key.full_name());
 }
 
-/// `steps` alone most likely means the key of a section, anything else another option.
+std::vector<std::string> option_names(const ::CLI::App& verb) {
+  std::vector<std::string> names;
+  for (const ::CLI::Option* option : verb.get_options()) {
+    if (!option->get_positional()) names.push_back(option->get_name());
+  }
+  names.emplace_back("--help-keys");
+  return names;
+}
+
+/// `steps` alone most likely means the key of a section, `learning-rate` what another program calls
+/// so, anything else another option.
 std::string meant_by(const std::string& name, const ::CLI::App& verb) {
   if (verb.get_name() == "train" && name == "config") {
     return ", expected the file alone, as in tessera train CONFIG.toml, or --model.config";
@@ -339,18 +350,27 @@ std::string meant_by(const std::string& name, const ::CLI::App& verb) {
   std::string as_key = name;
   std::ranges::replace(as_key, '-', '_');
   for (const train::ConfigKey& key : train::config_keys()) {
-    if (key.name != as_key || !takes_key(verb, key)) continue;
+    if (key.name != as_key || !takes(verb, key)) continue;
     keys += concat(keys.empty() ? "--" : ", --", key.full_name());
   }
   if (!keys.empty()) return concat(", expected a key with its section: ", keys);
-  const std::string word = concat("--", name);
-  std::vector<std::string> options, longer;
-  for (const ::CLI::Option* option : verb.get_options()) {
-    if (option->get_positional()) continue;
-    options.push_back(option->get_name());
-    if (options.back().starts_with(word)) longer.push_back(options.back());
+  if (const train::OtherName* other = train::find_other_key(name)) {
+    const train::ConfigKey* key = train::find_key(other->here);
+    const bool of_run = takes(verb, *train::find_key("training.steps"));
+    if (key == nullptr ? of_run : takes(verb, *key)) {
+      return train::advice_on(*other, train::KeysIn::kCommandLine);
+    }
   }
-  return concat("; the nearest is ", train::nearest_name(word, longer.empty() ? options : longer));
+  const std::string word = concat("--", name);
+  const auto options = option_names(verb);
+  std::vector<std::string> longer;
+  std::ranges::copy_if(options, std::back_inserter(longer),
+                       [&](const std::string& option) { return option.starts_with(word); });
+  // Of an option that begins so the rest is no slip.
+  const auto option = longer.empty() ? train::close_name(word, options) : longer.front();
+  if (option) return concat("; the nearest is ", *option);
+  const auto key = train::close_key(name);
+  return key && takes(verb, *train::find_key(*key)) ? concat("; the nearest is --", *key) : "";
 }
 
 /// What the parser found wrong with `words`, by its own name and with what to do.
@@ -419,14 +439,15 @@ void apply(const Overrides& overrides, train::Config& config) {
 
 Arguments parse_arguments(const std::vector<std::string>& words,
                           const std::function<std::string()>& version) {
+  if (std::string text = keys_asked_for(words); !text.empty()) return ShowText{std::move(text)};
   SplitWords split = split_overrides(words);
   check_verb(split.other);
-  const std::string keys = train::config_help();
+  const std::string keys = where_keys_are();
   Parsed parsed;
   ::CLI::App app("Tessera: sharded mixed-precision training on libtorch.", "tessera");
+  app.formatter(screen_formatter());
   app.require_subcommand(1);
   app.set_version_flag("--version", version, "Git hash, torch and backends.");
-  app.footer(keys);
   add_train(app, parsed.train, keys);
   add_gradients(app, parsed.gradients, keys);
   add_inspect(app, parsed.inspect, keys);

@@ -93,7 +93,7 @@ struct PlanArguments {
   Overrides overrides;
 };
 
-/// --help and --version.
+/// --help, --help-keys and --version.
 struct ShowText {
   std::string text;
 };

@@ -174,6 +174,11 @@ std::string piece_key(std::string_view tensor, std::size_t number) {
   return number == 1 ? std::string(tensor) : concat(tensor, "#", number);
 }
 
+std::int64_t CheckpointManifest::left_out() const {
+  const std::int64_t skipped = loss_scale ? loss_scale->skipped_steps : 0;
+  return left_out_steps.value_or(std::min(skipped, step));
+}
+
 std::int64_t CheckpointTensor::numel() const { return TensorBox::whole(shape).numel(); }
 
 std::string to_json(const CheckpointManifest& manifest) {
@@ -193,6 +198,7 @@ std::string to_json(const CheckpointManifest& manifest) {
   if (!manifest.optimizer.empty()) about["optimizer"] = manifest.optimizer;
   if (manifest.lora) about["lora"] = lora_json(*manifest.lora);
   if (manifest.loss_scale) about["loss_scale"] = loss_scale_json(*manifest.loss_scale);
+  if (manifest.left_out_steps) about["left_out_steps"] = *manifest.left_out_steps;
   if (!manifest.user.empty()) about["user"] = user_json(manifest.user);
   std::string text = "{";
   for (const auto& [key, value] : about.items()) {

@@ -95,6 +95,9 @@ struct CheckpointManifest {
   std::optional<CheckpointLora> lora;
   /// Of a run that scales its loss.
   std::optional<LossScaleState> loss_scale;
+  /// Of `step`, how many made no update: those that the scaler skipped, those without a label. None
+  /// in checkpoints of before it was written, and in a library user's.
+  std::optional<std::int64_t> left_out_steps;
   /// Of a library user's checkpoint (tessera/checkpoint.h); the trainer has none.
   CheckpointValues user;
   std::map<std::string, CheckpointFile, std::less<>> files;  ///< all but manifest.json
@@ -104,6 +107,8 @@ struct CheckpointManifest {
   /// what is to be written.
   CheckpointTensorMap tensors;
 
+  /// left_out_steps; where nothing says them, what the scaler skipped.
+  std::int64_t left_out() const;
   bool operator==(const CheckpointManifest&) const = default;
 };
 

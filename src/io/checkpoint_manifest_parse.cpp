@@ -167,6 +167,7 @@ CheckpointManifest parse_checkpoint_manifest(std::string_view text, std::string_
   if (const auto optimizer = root.find("optimizer")) manifest.optimizer = optimizer->text();
   if (const auto lora = root.find("lora")) manifest.lora = read_lora(*lora);
   if (const auto scale = root.find("loss_scale")) manifest.loss_scale = read_loss_scale(*scale);
+  if (const auto steps = root.find("left_out_steps")) manifest.left_out_steps = steps->integer();
   if (const auto user = root.find("user")) manifest.user = user->by_name(read_user_value);
   manifest.files = root.member("files").by_name(read_file);
   if (manifest.format > 1) {
@@ -354,6 +355,10 @@ void validate(const CheckpointManifest& manifest, std::string_view where) {
         " skipped steps, expected a power of two that float32 holds, and numbers from 0 to "
         "less than ",
         LossScaleState::kMaxSteps);
+  }
+  if (const auto& steps = manifest.left_out_steps) {
+    TESSERA_CHECK(*steps >= 0 && *steps <= manifest.step, ErrorKind::kFormat, where, ": found ",
+                  *steps, " left_out_steps, expected from 0 to the step, ", manifest.step);
   }
   if (manifest.format > 1) check_blocks(manifest, where);
   for (const auto& [name, tensor] : manifest.tensors) validate(tensor, name, manifest, where);

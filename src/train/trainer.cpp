@@ -157,7 +157,9 @@ class Trainer {
       planned_.emplace(std::move(planned), *model_, *optimizer_, world, config.metrics.folder);
     }
     scaler_ = make_scaler(*model_, parameters_, config.grad_scaler);
-    done_ = checkpoints_->load(*model_, *optimizer_, scaler_.get());
+    const auto done = checkpoints_->load(*model_, *optimizer_, scaler_.get());
+    done_ = done.step;
+    left_out_ = done.left_out;
     if (done_ > 0 && world.rank() == 0) before_ = config_before(config_);
     flops_per_token_ = flops_per_token(model_size(), data_->row_tokens());
     if (world.rank() == 0) {
@@ -276,7 +278,7 @@ class Trainer {
     warn(long_rows(run.row_tokens, source_.spec.max_position_embeddings, config_.model));
     for (const std::string& remark : short_run(config_)) log::warn(remark);
     warn(unused_optimizer_keys(config_.optimizer));
-    if (before_) warn(changed_lr(*before_, config_, done_));
+    if (before_) warn(changed_lr(*before_, config_, done_, left_out_));
     // One configuration may serve with plans and without.
     if (const auto text = unused_compile_keys(config_.compile)) log::info(*text);
     for (const std::string& line : banner(run)) log::info(line);
@@ -335,8 +337,8 @@ class Trainer {
       if (metrics_) report(metrics, steps);
       observers_->report(metrics);
       if (hooks_.after_step) hooks_.after_step(metrics, *model_);
-      checkpoints_->after_step(step, stop || step == steps, anyone_writes, *model_, *optimizer_,
-                               scaler_.get());
+      checkpoints_->after_step({step, left_out_}, stop || step == steps, anyone_writes, *model_,
+                               *optimizer_, scaler_.get());
     }
     if (stop) log::info("asked to stop: ended after step ", result.steps, " of ", steps);
     if (replayed_) log::info(replayed_->in_words());
@@ -381,8 +383,8 @@ class Trainer {
     if (runs && config_.debug.check_placements) check_placements(*model_);
     StepMetrics metrics;
     metrics.step = step;
-    metrics.lr =
-        learning_rate(config_.lr_scheduler, *config_.optimizer.lr, *config_.training.steps, step);
+    metrics.lr = learning_rate(config_.lr_scheduler, *config_.optimizer.lr, *config_.training.steps,
+                               step - left_out_);
     if (replayed_) metrics.regions = replayed_->of_step();
     if (runs) {
       try {
@@ -394,6 +396,7 @@ class Trainer {
     } else {
       leave_out(metrics);
     }
+    if (!updated_) ++left_out_;
     if (steps_without_labels_ > 0) metrics.steps_without_labels = steps_without_labels_;
     const std::chrono::duration<double, std::milli> elapsed = Clock::now() - begin;
     if (planned_ && runs) planned_->end_step(step);
@@ -572,6 +575,7 @@ class Trainer {
   std::int64_t done_ = 0;         ///< steps before this run
   std::optional<Config> before_;  ///< of the run that did them, on rank 0
   bool updated_ = false;          ///< by the step under way: a scaler may leave that out
+  std::int64_t left_out_ = 0;     ///< steps without an update so far: the schedule waits for them
   double flops_per_token_ = 0;
   std::int64_t steps_without_labels_ = 0;  ///< so far; before this run only rank 0 knows
   std::optional<MetricsFile> metrics_;

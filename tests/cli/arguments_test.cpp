@@ -2,12 +2,16 @@
 
 #include <gmock/gmock.h>
 
+#include <algorithm>
+#include <sstream>
+
 #include "train/config/config_keys.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::cli::arguments_test {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 using ::testing::Not;
@@ -143,13 +147,59 @@ TEST(Arguments, ConvertTakesTwoFoldersAndOptions) {
   EXPECT_EQ(chosen.max_shard_size, "10KB");
 }
 
-TEST(Arguments, HelpHasEveryKey) {
-  for (const Words& words : {Words{"--help"}, Words{"train", "--help"}, Words{"gradients", "-h"}}) {
-    const std::string text = std::get<ShowText>(parse(words)).text;
-    for (const train::ConfigKey& key : train::config_keys()) {
-      EXPECT_THAT(text, HasSubstr("  " + key.full_name() + "  " + key.type)) << words[0];
-    }
+std::string shown(const Words& words) { return std::get<ShowText>(parse(words)).text; }
+
+const std::vector<std::string>& all_verbs() {
+  static const std::vector<std::string> names{"train",   "gradients", "inspect", "generate",
+                                              "convert", "schedule",  "plan"};
+  return names;
+}
+
+// Naive: four options, and 350 lines of keys behind them.
+TEST(Arguments, HelpOfAVerbIsItsOwnOptionsOnAScreen) {
+  std::vector<Words> all{{"--help"}, {"-h"}};
+  for (const std::string& verb : all_verbs()) all.push_back({verb, "--help"});
+  for (const Words& words : all) {
+    std::istringstream text(shown(words));
+    int lines = 0;
+    for (std::string line; std::getline(text, line); ++lines) EXPECT_LE(line.size(), 80U) << line;
+    EXPECT_LE(lines, 40) << words[0];
+    EXPECT_GE(lines, 8) << words[0];
   }
+  for (const std::string& verb : all_verbs()) EXPECT_THAT(shown({"--help"}), HasSubstr(verb));
+  EXPECT_THAT(shown({"train", "-h"}), AllOf(HasSubstr("Usage: tessera train CONFIG.toml [options]"),
+                                            HasSubstr("--nproc N"), HasSubstr("--help-keys")));
+  EXPECT_THAT(shown({"generate", "-h"}),
+              AllOf(HasSubstr("--top-p X"), HasSubstr("--model VALUE"), HasSubstr("(required)"),
+                    HasSubstr("(not with --prompt-tokens)")));
+}
+
+TEST(Arguments, HelpKeysHasEveryKeyOrThoseOfASection) {
+  const std::string all = shown({"--help-keys"});
+  std::size_t keys = 0;
+  for (const train::ConfigKey& key : train::config_keys()) {
+    const std::string line = "\n  " + key.full_name() + "  " + key.type;
+    EXPECT_THAT(all, HasSubstr(line));
+    const std::string of = key.section.empty() ? key.name : key.section;
+    const std::string section = shown({"train", "--help-keys", of});
+    EXPECT_THAT(section, HasSubstr(line));
+    EXPECT_LE(std::ranges::count(section, '\n'), 45) << of;
+    for (const train::ConfigKey& other : train::config_keys()) {
+      if (other.section == key.section) continue;
+      EXPECT_THAT(section, Not(HasSubstr("\n  " + other.full_name() + "  "))) << of;
+    }
+    ++keys;
+  }
+  EXPECT_GT(keys, 80U);
+  EXPECT_EQ(shown({"plan", "a.toml", "--help-keys=lora"}), shown({"--help-keys", "lora"}));
+  EXPECT_EQ(shown({"--help-keys", "--nproc"}), all);
+  EXPECT_THAT(shown({"--help-keys", "optimizer.lr"}),
+              AllOf(HasSubstr("optimizer.lr"), Not(HasSubstr("optimizer.name"))));
+  EXPECT_THAT(shown({"generate", "--help-keys"}),
+              AllOf(HasSubstr("precision.param_dtype"), Not(HasSubstr("training.steps"))));
+  EXPECT_EQ(refusal({"--help-keys", "optimiser"}),
+            "--help-keys: unknown section 'optimiser'; the nearest is [optimizer]");
+  EXPECT_THAT(refusal({"schedule", "--help-keys"}), HasSubstr("expected no key"));
 }
 
 TEST(Arguments, HelpOfAVerbThatTakesAModelNamesTheFolderOfARun) {
@@ -182,6 +232,17 @@ TEST(Arguments, AnUnknownOptionIsToldWhatItMostLikelyMeans) {
   EXPECT_THAT(refusal({"train", "--config", "a.toml"}),
               HasSubstr("expected the file alone, as in tessera train CONFIG.toml"));
   EXPECT_THAT(refusal({"train", "a.toml", "--seq-len", "8"}), HasSubstr("--training.seq_len"));
+  // Names of others: without a section, with torchtitan's dashes, and where no key is meant.
+  EXPECT_EQ(refusal({"train", "a.toml", "--learning-rate", "1e-4"}),
+            "unknown option '--learning-rate'; it is called --optimizer.lr here; see tessera train "
+            "--help");
+  EXPECT_THAT(refusal({"train", "a.toml", "--context_parallel_degree=2"}),
+              AllOf(HasSubstr("there is nothing like it here"), Not(HasSubstr("expert"))));
+  EXPECT_THAT(refusal({"train", "a.toml", "--warmup-step", "2"}),
+              HasSubstr("the nearest is --lr_scheduler.warmup_steps"));
+  EXPECT_EQ(refusal({"train", "a.toml", "--zzyzx", "2"}),
+            "unknown option '--zzyzx'; see tessera train --help");
+  EXPECT_THAT(refusal({"convert", "a", "b", "--learning-rate", "5"}), Not(HasSubstr("lr")));
   // These take no such key.
   EXPECT_THAT(refusal({"convert", "a", "b", "--steps", "5"}), Not(HasSubstr("section")));
   EXPECT_THAT(refusal({"inspect", "a", "--steps", "5"}), Not(HasSubstr("section")));
@@ -214,6 +275,8 @@ TEST(Arguments, RefusalsAreOneLineAndNameTheWord) {
   EXPECT_EQ(refusal({"trian"}),
             "unknown verb 'trian', expected one of " + verbs + "; the nearest is train");
   EXPECT_THAT(refusal({"help"}), HasSubstr("the nearest is --help"));
+  EXPECT_EQ(refusal({"finetune"}),
+            "unknown verb 'finetune', expected one of " + verbs + "; see tessera --help");
   EXPECT_THAT(refusal({"--nproc", "2", "train", "a.toml"}), HasSubstr("found '--nproc' first"));
   EXPECT_EQ(refusal({"train"}),
             "train: found no CONFIG.toml, expected it; see tessera train --help");

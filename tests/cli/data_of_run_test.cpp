@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <nlohmann/json.hpp>
+#include <random>
 #include <span>
 #include <sstream>
 
@@ -182,13 +183,22 @@ TEST_F(DataOfRun, StepsWithoutALabelAreLeftOutAndCounted) {
   for (int row = 0; row < 8; ++row) mask.append(17, row % 2 == 0 ? '\1' : '\0');
   folder_.write("half.mask.bin", mask);
   const Words common{"--data.path",      "half.bin", "--training.global_batch_size", "1",
-                     "--training.steps", "8",        "--checkpoint.interval",        "3"};
+                     "--training.steps", "8",        "--checkpoint.interval",        "3",
+                     "--optimizer.lr",   "0.008",    "--lr_scheduler.warmup_steps",  "8"};
   ASSERT_NO_FATAL_FAILURE(trained("one", common));
   EXPECT_EQ(std::filesystem::file_size(folder_ / "half.labels.bin"), 16U) << "made once";
   const auto losses = values(folder_ / "one", "loss");
   ASSERT_EQ(losses.size(), 8U);
   EXPECT_EQ(std::ranges::count_if(losses, [](double loss) { return std::isnan(loss); }), 4);
   EXPECT_EQ(values(folder_ / "one", "steps_without_labels").back(), 4);
+  // The warm-up waits for them: the k-th update has the k-th learning rate.
+  const auto rates = values(folder_ / "one", "lr");
+  ASSERT_EQ(rates.size(), 8U);
+  int update = 1;
+  for (std::size_t i = 0; i < 8; ++i) {
+    EXPECT_DOUBLE_EQ(rates[i], 0.008 * update / 8) << i + 1;
+    if (!std::isnan(losses[i])) ++update;
+  }
   for (const char* speed : {"tps", "tps_global", "tflops"}) {
     const auto speeds = values(folder_ / "one", speed);
     ASSERT_EQ(speeds.size(), 8U);
@@ -211,6 +221,41 @@ TEST_F(DataOfRun, StepsWithoutALabelAreLeftOutAndCounted) {
     EXPECT_EQ(resumed[i], losses[i]) << i + 1;
   }
   EXPECT_EQ(values(folder_ / "parts", "steps_without_labels").back(), 4);
+  EXPECT_EQ(values(folder_ / "parts", "lr"), rates);
+}
+
+// Naive: the path that the config had, of data that was changed where it lies or only moved.
+TEST_F(DataOfRun, ARefusedResumptionSaysWhatDiffersInTheData) {
+  Words words{"--training.steps", "1"};
+  ASSERT_NO_FATAL_FAILURE(trained("run", words));
+  words[1] = "2";
+  const auto page = read_file(folder_ / "page.txt");
+  std::mt19937 random(5);
+  const auto place = [&] { return 100 + random() % (page.size() - 100); };  // a row at least
+  const auto refused = [&](const std::string& text, const std::string& name,
+                           const std::string& says) {
+    std::filesystem::remove(folder_ / "page.txt");
+    folder_.write(name, text);
+    Words with = words;
+    with.insert(with.end(), {"--data.path", name});
+    const Outcome outcome = train("run", with);
+    EXPECT_EQ(outcome.code, 2) << outcome.err;
+    EXPECT_THAT(outcome.err,
+                AllOf(HasSubstr(says), HasSubstr(concat(name, "'")), HasSubstr("start anew")));
+  };
+  for (const std::string name : {"page.txt", "other.txt"}) {
+    const auto cut = place(), count = place() + 1;
+    refused(page.substr(0, cut), name, concat("data.path: found ", cut, " bytes in '"));
+    refused(page + std::string(count, 'x'), name,
+            concat("data.path: found ", page.size() + count, " bytes in '"));
+    auto changed = page;
+    changed[place()] ^= 1;
+    refused(changed, name,
+            concat("data.path: found other content in the ", page.size(), " bytes of '"));
+  }
+  folder_.write("moved.txt", page);
+  words.insert(words.end(), {"--data.path", "moved.txt"});
+  ASSERT_NO_FATAL_FAILURE(trained("run", words));
 }
 
 TEST_F(DataOfRun, ARunWithoutALabelIsRefused) {

@@ -12,7 +12,9 @@
 namespace tessera::cli::run_test {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::MatchesRegex;
 using ::testing::StartsWith;
 
 std::vector<nlohmann::ordered_json> read_metrics(const std::filesystem::path& run) {
@@ -69,6 +71,14 @@ TEST(TrainCommand, LeavesConfigMetricsAndLogs) {
   EXPECT_EQ(std::ranges::count(outcome.out, '\n'), 2);
   EXPECT_THAT(read_file(run / "logs" / "rank_0.log"), HasSubstr("run folder"));
   EXPECT_EQ(read_file(run / "checkpoint" / "latest"), "step-3") << "the last step is saved";
+  std::vector<std::string> of_checkpoints;
+  std::istringstream said(outcome.err);
+  for (std::string line; std::getline(said, line);) {
+    if (line.find("checkpoint") != std::string::npos) of_checkpoints.push_back(line);
+  }
+  EXPECT_THAT(of_checkpoints,
+              ElementsAre(MatchesRegex(".* info checkpoint of step 3: written, [0-9.]+ MiB in "
+                                       "[0-9.]+ m?s; training waited [0-9.]+ m?s")));
 
   const train::Config config = train::load_config((run / "config.toml").string());
   EXPECT_EQ(config.metrics.folder, run / "metrics");
@@ -241,8 +251,11 @@ TEST(Program, HelpAndVersionGoToStdout) {
   const testing::TemporaryFolder folder;
   const Outcome help = run_program(folder, {"--help"});
   EXPECT_EQ(help.code, 0);
-  EXPECT_THAT(help.out, HasSubstr("training.seq_len  integer (tokens), required"));
+  EXPECT_THAT(help.out, HasSubstr("Train a model as a TOML file says."));
   EXPECT_EQ(help.err, "");
+  const Outcome keys = run_program(folder, {"--help-keys", "training"});
+  EXPECT_EQ(keys.code, 0);
+  EXPECT_THAT(keys.out, HasSubstr("training.seq_len  integer (tokens), required"));
   const Outcome version = run_program(folder, {"--version"});
   EXPECT_EQ(version.code, 0);
   EXPECT_THAT(version.out, HasSubstr("git "));
@@ -266,6 +279,7 @@ TEST_P(LostOutput, IsAFailureOfEveryVerb) {
       {"--help"},
       {"--version"},
       {"train", "--help"},
+      {"--help-keys"},
       {"train", "run.toml", "--print-config"},
       {"inspect", model},
       {"inspect", model, "--json"},

@@ -242,6 +242,43 @@ TEST(Resume, SixteenBitShardsGoOnWithTheirMasters) {
   EXPECT_EQ(checkpoint.tensors().at("optim/exp_avg_sq/" + name).dtype, DType::kFloat32);
 }
 
+/// As a checkpoint of before manifests counted the steps that made no update.
+void forget_left_out(const fs::path& step) {
+  auto manifest = CheckpointFolder::open(step).manifest();
+  EXPECT_GE(manifest.left_out_steps, 1);
+  manifest.left_out_steps.reset();
+  std::ofstream(step / kManifestFile, std::ios::binary) << to_json(manifest);
+}
+
+TEST(Resume, TheScheduleWaitsForStepsLeftOutAlsoBehindACheckpointThatDoesNotCountThem) {
+  const TemporaryFolder folder;
+  auto config = small_run(folder);
+  config.precision.param_dtype.dtype = DType::kFloat16;
+  config.grad_scaler.init_scale = 0x1p30;
+  config.grad_scaler.backoff_factor = 0x1p-10;
+  config.lr_scheduler.warmup_steps = 10;
+  train_on({2, 1}, with_steps(config, 5), folder / "run");
+  fs::copy(folder / "run", folder / "before", fs::copy_options::recursive);
+  forget_left_out(folder / "before/checkpoint/step-5");
+  const auto skipped =
+      CheckpointFolder::open(folder / "run/checkpoint").manifest().loss_scale->skipped_steps;
+  for (const char* run : {"run", "before"}) {
+    std::vector<double> rates;
+    train_on({2, 1}, with_steps(config, 7), folder / run, [&](World& world) {
+      train::TrainingHooks hooks;
+      if (world.rank() != 0) return hooks;
+      hooks.after_step = [&](const train::StepMetrics& metrics, const ShardedBase&) {
+        rates.push_back(metrics.lr);
+      };
+      return hooks;
+    });
+    ASSERT_EQ(rates.size(), 2U);
+    const double lr = *config.optimizer.lr;
+    EXPECT_DOUBLE_EQ(rates[0], lr * static_cast<double>(6 - skipped) / 10) << run;
+    EXPECT_DOUBLE_EQ(rates[1], lr * static_cast<double>(7 - skipped) / 10) << run;
+  }
+}
+
 // Naive: it begins again at init_scale, and leaves out steps that the first run had not.
 TEST(Resume, AScaledRunGoesOnAtItsScaleOnAnyLayoutAndMayComeFromFloat32OrGoThere) {
   const TemporaryFolder folder;

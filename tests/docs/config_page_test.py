@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""docs/config.md, `tessera train --help` and the configuration that a run really has are the same.
+"""docs/config.md, `tessera --help-keys` and the configuration that a run really has are the same.
 
 Run by ctest with TESSERA_PROGRAM.
 """

@@ -6,8 +6,10 @@ TESSERA_TORCH.
 """
 
 import json
+import math
 import os
 import pathlib
+import random
 import subprocess
 import sys
 import tempfile
@@ -24,6 +26,18 @@ except ImportError as missing:
 DATA = pathlib.Path(__file__).resolve().parent / "data"
 STEPS = 8
 HALF = ("--precision.param_dtype", "float16")
+
+
+def scheduled(update, warmup, decay, decay_steps, factor):
+    """What the learning rate of an update is multiplied by (docs/config.md, lr_scheduler)."""
+    if update <= warmup:
+        return update / warmup
+    whole = max(warmup, STEPS - decay_steps) if decay == "wsd" else warmup
+    if update <= whole:
+        return 1.0
+    done = min(1.0, (update - whole) / (STEPS + 1 - whole))
+    left = 0.5 * (1.0 + math.cos(math.pi * done)) if decay == "cosine" else 1.0 - done
+    return factor + (1.0 - factor) * left
 
 
 class Float16(unittest.TestCase):
@@ -55,10 +69,13 @@ class Float16(unittest.TestCase):
     def train(self, run, *more, code=0):
         return self.run_tessera("train", "run.toml", "--nproc", 2, "--job.dump_folder", run, *more, code=code)
 
-    def lines(self, run):
+    def metrics(self, run):
         text = (self.folder / run / "metrics/metrics.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    def lines(self, run):
         keys = ("step", "loss", "grad_norm", "loss_scale", "skipped_steps")
-        return [[json.loads(line).get(key) for key in keys] for line in text.splitlines()]
+        return [[line.get(key) for key in keys] for line in self.metrics(run)]
 
     def parameters(self, run):
         found = {}
@@ -97,6 +114,35 @@ class Float16(unittest.TestCase):
         self.train("parts", *HALF, *scaler, "--training.steps", 5)
         self.train("parts", *HALF, *scaler)
         self.assertEqual(self.lines("parts"), whole)
+
+    def test_the_schedule_waits_for_steps_that_overflow_and_a_resumed_run_has_the_same(self):
+        """Drawn schedules: the k-th update has the k-th learning rate, as accelerate's scheduler has it."""
+        for seed in range(3):
+            with self.subTest(seed):
+                draw = random.Random(seed)
+                decay = ("linear", "cosine", "wsd")[seed]
+                warmup, factor = draw.randint(1, 5), draw.choice((0.0, 0.25))
+                words = (*HALF, "--grad_scaler.init_scale", 2.0**draw.randint(38, 42),
+                         "--grad_scaler.backoff_factor", 2.0**-8, "--grad_scaler.growth_interval", 2,
+                         "--lr_scheduler.warmup_steps", warmup, "--lr_scheduler.decay", decay,
+                         "--lr_scheduler.min_lr_factor", factor)
+                if decay == "wsd":
+                    words += ("--lr_scheduler.decay_steps", 2)
+                whole, parts = f"whole{seed}", f"parts{seed}"
+                self.train(whole, *words)
+                found = [(line["lr"], line["grad_norm"] is not None) for line in self.metrics(whole)]
+                self.assertIn(False, [made for _, made in found])
+                updates = 0
+                for lr, made in found:
+                    expected = 1e-4 * scheduled(updates + 1, warmup, decay, 2, factor)
+                    self.assertAlmostEqual(lr, expected, delta=1e-12 * expected)
+                    updates += made
+                # A shorter run would have another schedule: this one goes on from one of its steps.
+                self.train(parts, *words, "--checkpoint.interval", 1)
+                again = draw.randint(1, STEPS - 1)
+                self.train(parts, *words, "--checkpoint.load_step", again)
+                self.assertEqual([(line["lr"], line["loss"]) for line in self.metrics(parts)],
+                                 [(line["lr"], line["loss"]) for line in self.metrics(whole)])
 
     def test_a_scale_that_cannot_fall_ends_the_run(self):
         said = self.train("run", *HALF, "--grad_scaler.init_scale", 2.0**42, "--grad_scaler.min_scale", 2.0**40,

@@ -12,10 +12,11 @@
 
 #include "base/mapped_file.h"
 #include "base/text/printable.h"
-#include "base/text/wildcard.h"
+#include "base/text/wrapped.h"
 #include "tessera/error.h"
 #include "train/config/config_codec.h"
 #include "train/config/config_keys.h"
+#include "train/config/config_names.h"
 
 namespace tessera::train {
 namespace {
@@ -184,7 +185,7 @@ void read_section(Config& config, const std::string& section, const toml::table&
     const std::string full = concat(section, ".", name.str());
     const ConfigKey* key = find_key(full);
     TESSERA_CHECK(key != nullptr, ErrorKind::kConfig, where(source, name.source()), "unknown key ",
-                  printable(full), "; the nearest is \"", nearest_key(full), "\"");
+                  printable(full), advice_on_key(full, KeysIn::kFile));
     set_key(config, *key, node, source);
   }
 }
@@ -203,11 +204,9 @@ void read_top_level(Config& config, const toml::key& name, const toml::node& nod
     return set_key(config, *key, node, source);
   }
   TESSERA_CHECK(!node.is_table(), ErrorKind::kConfig, where(source, name.source()),
-                "unknown section ", printable(word), "; the nearest is [", nearest_section(word),
-                "]");
-  throw Error(ErrorKind::kConfig,
-              concat(where(source, name.source()), "unknown key ", printable(word),
-                     "; the nearest is \"", nearest_key(word), "\""));
+                "unknown section ", printable(word), advice_on_section(word));
+  throw Error(ErrorKind::kConfig, concat(where(source, name.source()), "unknown key ",
+                                         printable(word), advice_on_key(word, KeysIn::kFile)));
 }
 
 // What a VALUE of the command line is when read as TOML; none when it is a bare word.
@@ -254,7 +253,7 @@ Config load_config(const std::string& path) {
 void apply_override(Config& config, std::string_view name, std::string_view value) {
   const ConfigKey* key = find_key(name);
   TESSERA_CHECK(key != nullptr, ErrorKind::kUsage, "unknown key ", printable(concat("--", name)),
-                "; the nearest is --", nearest_key(name));
+                advice_on_key(name, KeysIn::kCommandLine));
   const std::optional<ConfigValue> parsed = toml_value(name, value);
   const ConfigValue word = bare_word(name, value);
   const bool scalar = parsed && !std::holds_alternative<std::string>(parsed->value) &&
@@ -337,39 +336,6 @@ std::string joined(const ConfigValue::Table& entries) {
 
 char lower(char c) { return c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c; }
 
-// Long words are cut: no name of ours is that long.
-std::size_t slips(std::string_view word, std::string_view name) {
-  constexpr std::size_t kLongest = 80;
-  return edit_distance(word.substr(0, kLongest), name.substr(0, kLongest), Typed::kWord);
-}
-
-std::string_view after_dot(std::string_view name) {
-  const std::size_t dot = name.find('.');
-  return dot == std::string_view::npos ? name : name.substr(dot + 1);
-}
-
-void append_wrapped(std::string& out, std::string_view text, std::size_t indent) {
-  constexpr std::size_t kColumns = 100;
-  std::size_t column = indent;
-  out.append(indent, ' ');
-  while (!text.empty()) {
-    const std::size_t space = std::min(text.find(' '), text.size());
-    const std::string_view word = text.substr(0, space);
-    if (column > indent && column + 1 + word.size() > kColumns) {
-      out += '\n';
-      out.append(indent, ' ');
-      column = indent;
-    } else if (column > indent) {
-      out += ' ';
-      ++column;
-    }
-    out += word;
-    column += word.size();
-    text.remove_prefix(std::min(space + 1, text.size()));
-  }
-  out += '\n';
-}
-
 }  // namespace
 
 bool equal_ignoring_case(std::string_view a, std::string_view b) {
@@ -410,65 +376,12 @@ bool is_section(std::string_view name) {
   });
 }
 
-std::string nearest_name(std::string_view word, const std::vector<std::string>& candidates) {
-  std::string best;
-  std::size_t fewest = std::string::npos;
-  for (const std::string& candidate : candidates) {
-    const std::size_t found = slips(word, candidate);
-    if (found < fewest) {
-      best = candidate;
-      fewest = found;
-    }
-  }
-  return best;
-}
-
-namespace {
-
-/// "tp" of tensor_parallel_degree, as others call it.
-bool is_initials(std::string_view word, const ConfigKey& key) {
-  std::string initials;
-  for (std::size_t i = 0; i < key.name.size(); ++i) {
-    if (i == 0 || key.name[i - 1] == '_') initials += key.name[i];
-  }
-  return word.size() > 1 && initials.starts_with(word);
-}
-
-}  // namespace
-
-std::string nearest_key(std::string_view full_name) {
-  const auto called_so = [&](const ConfigKey& key) {
-    return full_name.starts_with(key.section + ".") && is_initials(after_dot(full_name), key);
-  };
-  // Of several keys with these initials none is meant more than another.
-  const bool initials_tell = std::ranges::count_if(config_keys(), called_so) == 1;
-  std::string best;
-  std::size_t fewest = std::string::npos;
-  for (const ConfigKey& key : config_keys()) {
-    const std::string candidate = key.full_name();
-    // A right key in a wrong section is one mistake, however different the sections' names.
-    std::size_t found =
-        std::min(slips(full_name, candidate), slips(after_dot(full_name), key.name) + 1);
-    if (initials_tell && called_so(key)) found = std::min(found, std::size_t{1});
-    if (found < fewest) {
-      best = candidate;
-      fewest = found;
-    }
-  }
-  return best;
-}
-
-std::string nearest_section(std::string_view name) {
-  std::vector<std::string> sections;
-  for (const ConfigKey& key : config_keys()) sections.push_back(key.section);
-  std::erase(sections, "");
-  return nearest_name(name, sections);
-}
-
-std::string config_help() {
+std::string config_help(const std::function<bool(const ConfigKey&)>& is_shown) {
+  constexpr std::size_t kColumns = 100;
   std::string out = "Configuration keys (TOML file, or --section.key VALUE):\n";
   std::string section;
   for (const ConfigKey& key : config_keys()) {
+    if (is_shown && !is_shown(key)) continue;
     if (key.section != section) {
       section = key.section;
       out += concat("\n[", section, "]\n");
@@ -477,7 +390,7 @@ std::string config_help() {
     if (!key.unit.empty()) out += concat(" (", key.unit, ")");
     const bool required = key.default_text.starts_with("required");
     out += concat(required ? ", " : ", default ", key.default_text, "\n");
-    append_wrapped(out, key.help, 6);
+    out += wrapped(key.help, 6, kColumns);
   }
   return out;
 }

@@ -3,6 +3,8 @@
 #include <charconv>
 
 #include "base/text/printable.h"
+#include "base/text/wildcard.h"
+#include "train/config/config_names.h"
 
 namespace tessera::train {
 namespace {
@@ -119,8 +121,10 @@ const std::vector<RuleKey<OptimizerRule>>& rule_keys<OptimizerRule>() {
 
 [[noreturn]] void refuse_unknown(const std::string& context, const std::string& name,
                                  const std::vector<std::string>& names) {
+  const auto close = close_name(name, names);
   throw Error(ErrorKind::kConfig, concat(context, ": unknown key ", printable(name),
-                                         "; the nearest is \"", nearest_name(name, names), "\""));
+                                         close ? "; the nearest is " + in_quotes(*close)
+                                               : ", expected one of " + tessera::joined(names)));
 }
 
 template <class Rule>

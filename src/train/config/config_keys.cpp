@@ -403,7 +403,11 @@ void add_update(std::vector<ConfigKey>& keys) {
                  "no_decay; the last match wins."});
   using L = LrSchedulerConfig;
   Section(keys, "lr_scheduler", &Config::lr_scheduler)
-      .key("warmup_steps", &L::warmup_steps, {"steps", "lr x step / warmup_steps up to that step."},
+      .key("warmup_steps", &L::warmup_steps,
+           {"steps",
+            "lr x step / warmup_steps up to that step. Here and in the decay steps that are left "
+            "out "
+            "(float16, no label) do not count."},
            count_from(0))
       .key("decay", &L::decay,
            {"",

@@ -56,13 +56,7 @@ const std::vector<ConfigKey>& config_keys();
 const ConfigKey* find_key(std::string_view full_name);
 bool is_section(std::string_view name);
 
-/// The candidate with the smallest edit distance, case ignored; "" of no candidates.
-std::string nearest_name(std::string_view word, const std::vector<std::string>& candidates);
-/// The nearest `section.key`; a known key in a wrong section counts as near.
-std::string nearest_key(std::string_view full_name);
-std::string nearest_section(std::string_view name);
-
-/// Every key with type, unit and default: the second half of --help.
-std::string config_help();
+/// Every key that `is_shown` with type, unit and default: --help-keys.
+std::string config_help(const std::function<bool(const ConfigKey&)>& is_shown = {});
 
 }  // namespace tessera::train

@@ -145,25 +145,30 @@ std::string_view in_words(Packing packing) {
   return packing == Packing::kDocuments ? "documents" : "stream";
 }
 
-/// The first source that differs, of as many.
+std::string names_of(const std::vector<std::string>& paths) {
+  return printable(tessera::joined(paths), 1024);
+}
+
+/// The first source whose files hold something else, or whose weight is another, of as many. Where
+/// the files lie does not matter.
 std::string source_that_changed(const DataConfig& now, const DataConfig& before) {
-  const auto absolute = [](const std::vector<std::string>& paths) {
-    std::vector<std::string> all;
-    for (const fs::path path : paths) all.push_back(fs::absolute(path).lexically_normal().native());
-    return all;
-  };
-  const auto said = [](std::string_view key, const auto& found, const auto& expected) {
-    return concat(key, ": found ", found, ", expected ", expected);
-  };
   const auto found = sources_of(now), expected = sources_of(before);
+  const auto content_of = [](const NamedSource& source, const DataConfig& data) {
+    return data_identity({.path = source.path, .source = {}, .packing = data.packing}, 0, 0);
+  };
   for (std::size_t i = 0; i < found.size(); ++i) {
-    if (absolute(found[i].path) != absolute(expected[i].path)) {
-      return said(found[i].key, printable(tessera::joined(found[i].path), 1024),
-                  printable(tessera::joined(expected[i].path), 1024));
+    const auto mine = content_of(found[i], now), theirs = content_of(expected[i], before);
+    if (mine.bytes != theirs.bytes) {
+      return concat(found[i].key, ": found ", mine.bytes, " bytes in ", names_of(found[i].path),
+                    ", expected ", theirs.bytes, " as in ", names_of(expected[i].path));
+    }
+    if (mine.xxh3_128 != theirs.xxh3_128) {
+      return concat(found[i].key, ": found other content in the ", mine.bytes, " bytes of ",
+                    names_of(found[i].path), ", expected that of ", names_of(expected[i].path));
     }
     if (!now.source.empty() && now.source[i].weight != before.source[i].weight) {
-      return said(concat(kSourceKey, "[", i + 1, "].weight"), now.source[i].weight,
-                  before.source[i].weight);
+      return concat(kSourceKey, "[", i + 1, "].weight: found ", now.source[i].weight, ", expected ",
+                    before.source[i].weight);
     }
   }
   return {};
@@ -192,21 +197,25 @@ std::optional<std::string> key_that_changed(const DataConfig& now,
 }
 
 void require_same_data(const CheckpointData& found, const CheckpointData& expected,
-                       const std::string& checkpoint) {
+                       const std::string& checkpoint, std::string_view key) {
   const std::string after = concat(" of the checkpoint ", checkpoint, kSetBack);
   TESSERA_CHECK(found.seq_len == expected.seq_len, ErrorKind::kConfig, "training.seq_len: found ",
                 found.seq_len, ", expected ", expected.seq_len, after);
   TESSERA_CHECK(found.global_batch_size == expected.global_batch_size, ErrorKind::kConfig,
                 "training.global_batch_size: found ", found.global_batch_size, ", expected ",
                 expected.global_batch_size, after);
-  const std::string before = expected.path.empty() ? std::string("nothing") : expected.path[0];
-  TESSERA_CHECK(found.bytes == expected.bytes && found.xxh3_128 == expected.xxh3_128,
-                ErrorKind::kConfig, "data.path: found ", found.bytes, " bytes with XXH3-128 ",
-                to_string(found.xxh3_128), ", expected the data", after, " (",
-                printable(before, 1024), ", ", expected.bytes, " bytes, ",
-                to_string(expected.xxh3_128),
-                "); masks, the weights and order of sources and, of packed documents, "
-                "NAME.docs.bin count");
+  constexpr auto kCounts =
+      "; masks, the weights and order of sources and, of packed documents, NAME.docs.bin count, "
+      "names do not";
+  const std::string here = names_of(found.path);
+  const std::string then =
+      found.path == expected.path ? "" : concat(" (then ", names_of(expected.path), ")");
+  TESSERA_CHECK(found.bytes == expected.bytes, ErrorKind::kConfig, key, ": found ", found.bytes,
+                " bytes in ", here, ", expected ", expected.bytes, then, after, kCounts);
+  TESSERA_CHECK(found.xxh3_128 == expected.xxh3_128, ErrorKind::kConfig, key,
+                ": found other content in the ", found.bytes, " bytes of ", here, " (XXH3-128 ",
+                to_string(found.xxh3_128), "), expected that with ", to_string(expected.xxh3_128),
+                then, after, kCounts);
 }
 
 }  // namespace tessera::train

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "io/checkpoint_manifest.h"
@@ -38,14 +39,15 @@ std::int64_t resumed_global_batch_size(const Config& config, int data_ranks,
 inline constexpr auto kSetBack = "; set it back, or start anew in another folder";
 
 /// Which key of `now` has to be set back, so that it gives the data `expected`, and to what: packing,
-/// or weights, paths and number of sources, these as `before` has them, which the run before left.
+/// or weights, content and number of sources, these as `before` has them, which the run before left.
 /// None where nothing of that helps. Reads the files.
 std::optional<std::string> key_that_changed(const DataConfig& now,
                                             const std::optional<DataConfig>& before,
                                             const CheckpointData& expected);
 
-/// Errors: kConfig where `found` gives other rows than those of a checkpoint; says which key.
+/// Errors: kConfig where `found` gives other rows than those of a checkpoint; says which key, and of
+/// data, which `key` names, what differs in it.
 void require_same_data(const CheckpointData& found, const CheckpointData& expected,
-                       const std::string& checkpoint);
+                       const std::string& checkpoint, std::string_view key = "data.path");
 
 }  // namespace tessera::train

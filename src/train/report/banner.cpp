@@ -227,10 +227,12 @@ std::optional<std::string> unused_compile_keys(const CompileConfig& compile) {
                 "\"plan\" or \"replay\" to plan steps by them");
 }
 
-std::optional<std::string> changed_lr(const Config& before, const Config& now, std::int64_t done) {
+std::optional<std::string> changed_lr(const Config& before, const Config& now, std::int64_t done,
+                                      std::int64_t left_out) {
   const auto steps = *now.training.steps;
-  const auto lr_at = [](const Config& config, std::int64_t step) {
-    return learning_rate(config.lr_scheduler, *config.optimizer.lr, *config.training.steps, step);
+  const auto lr_at = [&](const Config& config, std::int64_t step) {
+    return learning_rate(config.lr_scheduler, *config.optimizer.lr, *config.training.steps,
+                         step - left_out);
   };
   std::string changes;
   const auto add = [&](std::string_view key, const auto& was, const auto& is) {

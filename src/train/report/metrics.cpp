@@ -104,30 +104,65 @@ std::string to_json_line(const StepMetrics& m) {
   return line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
-std::string to_step_line(const StepMetrics& m) {
-  constexpr double kMibPerGib = 1024.0;
-  std::string line = formatted("step: %2lld", static_cast<long long>(m.step));
-  if (m.step == 0) return line + formatted("  val_loss: %.4f", m.val_loss.value_or(NAN));
-  const bool ran = !std::isnan(m.loss);
-  const auto of_step = [&](const char* key, const std::string& text) {
-    line += key + (ran ? text : formatted("%8s", "-"));
+namespace {
+
+/// A part of a step's line; of a line that is too long the parts go with the highest rank first.
+struct LinePart {
+  std::string text;
+  int rank = 0;  ///< 0 stays
+};
+
+std::string fitted(std::vector<LinePart> parts) {
+  const auto columns = [&] {
+    std::size_t sum = 0;
+    for (const LinePart& part : parts) sum += part.text.size();
+    return sum;
   };
-  of_step("  loss: ", formatted("%8.4f", m.loss));
-  of_step("  grad_norm: ", formatted("%8.4f", m.grad_norm));
-  line += formatted("  memory: %5.2fGiB", m.peak_device_mib.value_or(m.peak_rss_mib) / kMibPerGib);
-  line += "  tps: " + (ran ? with_thousands(m.tps) : "-");
-  line += "  tflops: " + (ran ? formatted("%.3f", m.tflops) : "-");
-  if (m.mfu && std::isfinite(*m.mfu)) line += formatted("  mfu: %.3f", *m.mfu);
-  line += formatted("  lr: %.3e", m.lr);
-  line += formatted("  step_ms: %.1f", m.step_ms);
-  if (m.val_loss) line += formatted("  val_loss: %.4f", *m.val_loss);
-  if (m.steps_without_labels) {
-    line += formatted("  without labels: %lld", static_cast<long long>(*m.steps_without_labels));
+  while (columns() > kStepLineColumns) {
+    const auto next = std::ranges::max_element(parts, {}, &LinePart::rank);
+    if (next->rank == 0) break;
+    parts.erase(next);
   }
-  if (m.loss_scale) line += formatted("  loss_scale: %g", *m.loss_scale);
-  if (m.skipped_steps)
-    line += formatted("  skipped: %lld", static_cast<long long>(*m.skipped_steps));
+  std::string line;
+  for (const LinePart& part : parts) line += part.text;
   return line;
+}
+
+/// A loss that is far off takes no more room than others.
+std::string short_number(double value) {
+  return formatted(std::abs(value) < 1e6 ? "%7.4f" : "%7.1e", value);
+}
+
+std::string gib_text(double mib) {
+  constexpr double kMibPerGib = 1024.0;
+  const double gib = mib / kMibPerGib;
+  return formatted(gib < 9.995 ? "%.2fGiB" : "%.1fGiB", gib);
+}
+
+}  // namespace
+
+std::string to_step_line(const StepMetrics& m) {
+  const std::string step = formatted("step: %2lld", static_cast<long long>(m.step));
+  if (m.step == 0) return step + "  val_loss: " + short_number(m.val_loss.value_or(NAN));
+  const bool ran = !std::isnan(m.loss);
+  const std::string none = formatted("%7s", "-");
+  std::vector<LinePart> parts{{step}};
+  parts.push_back({"  loss: " + (ran ? short_number(m.loss) : none)});
+  parts.push_back({"  grad_norm: " + (ran ? short_number(m.grad_norm) : none), 1});
+  parts.push_back({"  memory: " + gib_text(m.peak_device_mib.value_or(m.peak_rss_mib)), 8});
+  parts.push_back({"  tps: " + (ran ? with_thousands(m.tps) : "-"), 4});
+  if (m.mfu && std::isfinite(*m.mfu)) parts.push_back({formatted("  mfu: %.2f", *m.mfu), 7});
+  parts.push_back({formatted("  lr: %.2e", m.lr), 6});
+  if (m.val_loss) parts.push_back({"  val_loss: " + short_number(*m.val_loss)});
+  if (m.steps_without_labels) {
+    const auto steps = static_cast<long long>(*m.steps_without_labels);
+    parts.push_back({formatted("  without labels: %lld", steps), 3});
+  }
+  if (m.loss_scale) parts.push_back({formatted("  loss_scale: %g", *m.loss_scale), 5});
+  if (m.skipped_steps) {
+    parts.push_back({formatted("  skipped: %lld", static_cast<long long>(*m.skipped_steps)), 2});
+  }
+  return fitted(std::move(parts));
 }
 
 namespace {

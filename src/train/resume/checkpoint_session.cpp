@@ -93,9 +93,9 @@ void CheckpointSession::begin(const ModelSource& source, const BatchSource& data
   saver_.emplace(world_, std::move(options));
 }
 
-std::int64_t CheckpointSession::load(const ShardedBase& model, Optimizer& optimizer,
-                                     GradScaler* scaler) {
-  if (!saver_) return 0;
+StepsDone CheckpointSession::load(const ShardedBase& model, Optimizer& optimizer,
+                                  GradScaler* scaler) {
+  if (!saver_) return {};
   saver_->check_plan(model, optimizer);
   if (resumed_) {
     const auto& scale = resumed_->manifest().loss_scale;
@@ -108,15 +108,17 @@ std::int64_t CheckpointSession::load(const ShardedBase& model, Optimizer& optimi
     if (world_.rank() == 0)
       RestartNote(config_.checkpoint.folder).write(config_.checkpoint.load_step);
   });
-  return resumed_ ? resumed_->manifest().step : 0;
+  if (!resumed_) return {};
+  return {resumed_->manifest().step, resumed_->manifest().left_out()};
 }
 
-void CheckpointSession::after_step(std::int64_t step, bool last, bool anyone_writes,
+void CheckpointSession::after_step(const StepsDone& done, bool last, bool anyone_writes,
                                    const ShardedBase& model, const Optimizer& optimizer,
                                    const GradScaler* scaler) {
   if (!saver_) return;
   saver_->advance(anyone_writes);
-  if (last || step % config_.checkpoint.interval == 0) saver_->save(step, model, optimizer, scaler);
+  if (!last && done.step % config_.checkpoint.interval != 0) return;
+  saver_->save(done.step, model, optimizer, scaler, done.left_out);
 }
 
 void CheckpointSession::finish() {

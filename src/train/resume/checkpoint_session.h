@@ -13,6 +13,12 @@
 
 namespace tessera::train {
 
+/// How far a run has come.
+struct StepsDone {
+  std::int64_t step = 0;      ///< the last one; 0: none
+  std::int64_t left_out = 0;  ///< of these, how many made no update
+};
+
 class CheckpointSession {
  public:
   /// Opens what the run goes on from. Collective. Errors: as open_resumed() or
@@ -25,16 +31,16 @@ class CheckpointSession {
   /// Once the data is open: that it is the same run, and all that saving needs. Collective. Errors:
   /// as require_same_run().
   void begin(const ModelSource& source, const BatchSource& data);
-  /// Fills model, optimizer and scaler, where there is one, where the run goes on; returns the last
-  /// step that is done (0: none). Collective. Errors: as load_checkpoint(), restore_scaler(), and
+  /// Fills model, optimizer and scaler, where there is one, where the run goes on; returns how far
+  /// it has come. Collective. Errors: as load_checkpoint(), restore_scaler(), and
   /// kConfig where what is going to be saved would have a manifest that no reader takes.
-  std::int64_t load(const ShardedBase& model, Optimizer& optimizer, GradScaler* scaler);
+  StepsDone load(const ShardedBase& model, Optimizer& optimizer, GradScaler* scaler);
 
   /// This rank's writer has work left.
   bool writing() const { return saver_ && saver_->writing(); }
   /// `anyone_writes` is writing() of all ranks, `last` the end of the run. Collective. Errors: kIo
   /// where writing failed, on all ranks alike.
-  void after_step(std::int64_t step, bool last, bool anyone_writes, const ShardedBase& model,
+  void after_step(const StepsDone& done, bool last, bool anyone_writes, const ShardedBase& model,
                   const Optimizer& optimizer, const GradScaler* scaler);
   /// Waits for what is being written. Collective. Errors: the same.
   void finish();

@@ -18,6 +18,7 @@
 #include "io/checkpoint_store.h"
 #include "models/adapters.h"
 #include "tessera/error.h"
+#include "train/config/config_resolve.h"
 #include "train/data/data_identity.h"
 #include "train/report/progress.h"
 
@@ -262,7 +263,8 @@ void require_same_run(const RunIdentity& identity, const CheckpointFolder& check
         TESSERA_CHECK(!changed, ErrorKind::kConfig, changed.value_or(""), " of the checkpoint ",
                       shown(checkpoint.path()), kSetBack);
       }
-      require_same_data(identity.data, manifest.data, shown(checkpoint.path()));
+      require_same_data(identity.data, manifest.data, shown(checkpoint.path()),
+                        identity.data_section.source.empty() ? "data.path" : kSourceKey);
     }
   });
 }

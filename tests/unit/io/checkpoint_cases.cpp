@@ -109,6 +109,7 @@ CheckpointManifest random_manifest(Random& random) {
     manifest.loss_scale = {std::ldexp(1.0, static_cast<int>(pick(random, -126, 127))),
                            pick(random, 0, 5000), pick(random, 0, 9)};
   }
+  if (random() % 2 == 0) manifest.left_out_steps = pick(random, 0, manifest.step);
   std::vector<std::string> names;
   for (std::int64_t rank = 0; rank < manifest.world_size; ++rank) {
     names.push_back("rank_" + std::to_string(rank) + ".safetensors");

@@ -125,6 +125,21 @@ struct Broken {
   std::function<void(CheckpointManifest&)> change;
 };
 
+// Naive: a run of before the key goes on as if it had made every step.
+TEST(CheckpointManifest, WithoutItsKeyTheStepsThatAScalerSkippedAreThoseLeftOut) {
+  auto manifest = small_manifest();
+  manifest.step = 20;
+  EXPECT_EQ(manifest.left_out(), 0);
+  manifest.loss_scale = {1024, 3, 5};
+  EXPECT_THAT(to_json(manifest), Not(HasSubstr("left_out_steps")));
+  EXPECT_EQ(parse_checkpoint_manifest(to_json(manifest), "x").left_out(), 5);
+  manifest.left_out_steps = 7;  // two more without a label
+  EXPECT_EQ(parse_checkpoint_manifest(to_json(manifest), "x").left_out(), 7);
+  manifest.left_out_steps.reset();
+  manifest.loss_scale->skipped_steps = 21;
+  EXPECT_EQ(manifest.left_out(), 20);
+}
+
 // Naive: 2^53 + 1 comes back as a double, or a text of digits as a number.
 TEST(CheckpointManifest, ValuesOfTheUserComeBackAsTheyWere) {
   auto manifest = small_manifest();
@@ -187,6 +202,9 @@ TEST(CheckpointManifest, WhatDoesNotFitIsRefusedByName) {
       // One more step would overflow the count.
       {"after 9223372036854775807 finite", [](auto& m) { m.loss_scale = {8.0, kMax, 0}; }},
       {"and 9223372036854775807 skipped", [](auto& m) { m.loss_scale = {8.0, 0, kMax}; }},
+      {"found -1 left_out_steps", [](auto& m) { m.left_out_steps = -1; }},
+      {"left_out_steps, expected from 0 to the step",
+       [](auto& m) { m.left_out_steps = m.step + 1; }},
       {"found -1 bytes", [](auto& m) { m.files["a.safetensors"].bytes = -1; }},
       {"found a piece in 'c'", [&](auto& m) { piece(m, 0).file = "c"; }},
       {"dims, expected 2", [&](auto& m) { piece(m, 0).box.size = {12}; }},

@@ -62,25 +62,6 @@ TEST(ConfigKeys, HelpStaysWithin100ColumnsWhereTextWraps) {
   }
 }
 
-TEST(ConfigKeys, NearestNameOfTypicalMistakes) {
-  EXPECT_EQ(nearest_key("training.step"), "training.steps");
-  EXPECT_EQ(nearest_key("training.Steps"), "training.steps");
-  EXPECT_EQ(nearest_key("trainig.seq_len"), "training.seq_len");
-  EXPECT_EQ(nearest_key("training.lr"), "optimizer.lr");
-  EXPECT_EQ(nearest_key("optimizer.betass"), "optimizer.betas");
-  EXPECT_EQ(nearest_key("parallelism.data_parallel_shards_degree"),
-            "parallelism.data_parallel_shard_degree");
-  EXPECT_EQ(nearest_key("parallelism.tp"), "parallelism.tensor_parallel_degree");
-  EXPECT_EQ(nearest_key("parallelism.pp"), "parallelism.pipeline_parallel_degree");
-  EXPECT_EQ(nearest_key("optimizer.wd"), "optimizer.weight_decay");
-  EXPECT_EQ(nearest_section("optimiser"), "optimizer");
-  EXPECT_EQ(nearest_section(""), "job");
-}
-
-TEST(ConfigKeys, NearestNameOfAVeryLongWordIsFoundQuickly) {
-  EXPECT_FALSE(nearest_key(std::string(1 << 20, 'x')).empty());
-}
-
 TEST(ConfigValueText, RoundsTripsThroughToml) {
   EXPECT_EQ(to_toml(ConfigValue{1e-3}), "0.001");
   EXPECT_EQ(to_toml(ConfigValue{1.0}), "1.0");

@@ -11,6 +11,7 @@
 namespace tessera::train::data_identity_test {
 namespace {
 
+using ::testing::AllOf;
 using testing::error_of;
 using ::testing::HasSubstr;
 using testing::TemporaryFolder;
@@ -122,6 +123,18 @@ TEST(DataIdentity, TheKeyThatMadeItOtherDataIsFound) {
   EXPECT_EQ(changed(plain, both, both), "data.source: found 0 sources, expected 2");
   EXPECT_THAT(changed(of({{{b}, 3.0}, {{a}, 1.0}}), both, both),
               ::testing::MatchesRegex("data.source.1..path: found .*b.txt.*, expected .*a.txt.*"));
+  // Naive: the first name that differs, though that file only moved.
+  const auto moved = folder.write("moved.txt", "one").string();
+  const auto longer = folder.write("c.txt", "three").string();
+  const auto same_size = folder.write("d.txt", "TWO").string();
+  EXPECT_THAT(changed(of({{{moved}, 1.0}, {{longer}, 3.0}}), both, both),
+              ::testing::MatchesRegex(
+                  "data.source.2..path: found 5 bytes in .*c.txt', expected 3 as in .*b.txt'"));
+  EXPECT_THAT(changed(of({{{moved}, 1.0}, {{same_size}, 3.0}}), both, both),
+              ::testing::MatchesRegex("data.source.2..path: found other content in the 3 bytes of "
+                                      ".*d.txt', expected that of .*b.txt'"));
+  EXPECT_EQ(changed(of({{{moved}, 1.0}, {{b}, 2.0}}), both, both),
+            "data.source[2].weight: found 2, expected 3");
   folder.write("b.txt", "others");
   const CheckpointData before{{a}, 6, {1, 2}, 8, 4};
   EXPECT_FALSE(key_that_changed(both, both, before)) << "the files changed, and no key";
@@ -136,8 +149,14 @@ TEST(DataIdentity, OtherRowsAreRefusedWithTheirKey) {
   EXPECT_THAT(refused({{"a.txt"}, 10, {1, 2}, 9, 4}), HasSubstr("seq_len: found 9, expected 8"));
   EXPECT_THAT(refused({{"a.txt"}, 10, {1, 2}, 8, 6}),
               HasSubstr("global_batch_size: found 6, expected 4"));
-  EXPECT_THAT(refused({{"a.txt"}, 11, {1, 2}, 8, 4}), HasSubstr("data.path: found 11 bytes"));
-  EXPECT_THAT(refused({{"a.txt"}, 10, {1, 3}, 8, 4}), HasSubstr("step-3"));
+  EXPECT_THAT(
+      refused({{"a.txt"}, 11, {1, 2}, 8, 4}),
+      HasSubstr("data.path: found 11 bytes in 'a.txt', expected 10 of the checkpoint step-3"));
+  EXPECT_THAT(refused({{"b.txt"}, 11, {1, 2}, 8, 4}),
+              HasSubstr("found 11 bytes in 'b.txt', expected 10 (then 'a.txt') of the checkpoint"));
+  EXPECT_THAT(refused({{"a.txt"}, 10, {1, 3}, 8, 4}),
+              AllOf(HasSubstr("data.path: found other content in the 10 bytes of 'a.txt'"),
+                    HasSubstr("step-3")));
 }
 
 }  // namespace

@@ -169,6 +169,9 @@ TEST(ChangedLr, SaysWhatARunWithMoreStepsHadAndHas) {
   EXPECT_THAT(*constant, AllOf(HasSubstr("optimizer.lr was 1 and is 2"),
                                HasSubstr("step 3 had the lr 1, step 4 has 2")));
   EXPECT_THAT(*changed_lr(before, run_of(4, 1.0, {}), 2), HasSubstr("[lr_scheduler] is another"));
+  EXPECT_THAT(*changed_lr(before, run_of(9, 1.0, linear), 4, 2),
+              HasSubstr("step 4 had the lr 0.6, step 5 has 0.7, the last step, 9, has 0.3"))
+      << "two of them made no update";
 }
 
 }  // namespace

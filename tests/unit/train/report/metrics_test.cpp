@@ -8,6 +8,7 @@
 #include <iterator>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <random>
 
 #include "tessera/error.h"
 #include "unit/io/temporary_folder.h"
@@ -53,7 +54,7 @@ TEST(MetricsJson, TheValidationBeforeTheFirstStepStandsAlone) {
   StepMetrics metrics;
   metrics.val_loss = 4.5;
   EXPECT_EQ(to_json_line(metrics), R"({"step":0,"val_loss":4.5})");
-  EXPECT_EQ(to_step_line(metrics), "step:  0  val_loss: 4.5000");
+  EXPECT_EQ(to_step_line(metrics), "step:  0  val_loss:  4.5000");
 }
 
 TEST(MetricsJson, SourcesAndStepsWithoutLabelsAreNumbered) {
@@ -106,8 +107,7 @@ TEST(MetricsJson, ADeviceSaysItsMemoryAndItsShareOfWhatItCanDo) {
   EXPECT_EQ(line["peak_device_mib"], 2048.0);
   EXPECT_EQ(line["peak_device_reserved_mib"], 3072.0);
   EXPECT_EQ(line["mfu"], 0.4125);
-  EXPECT_THAT(to_step_line(metrics), HasSubstr("  memory:  2.00GiB"));
-  EXPECT_THAT(to_step_line(metrics), HasSubstr("  tflops: 0.250  mfu: 0.412"));
+  EXPECT_THAT(to_step_line(metrics), HasSubstr("  memory: 2.00GiB  tps: 12,346  mfu: 0.41  lr: "));
   metrics.mfu = std::nan("");  // of a device that nobody knows
   line = nlohmann::json::parse(to_json_line(metrics));
   EXPECT_TRUE(line["mfu"].is_null());
@@ -155,9 +155,9 @@ TEST(MetricsJson, LossReadsBackBitForBit) {
 }
 
 TEST(StepLine, HasTorchtitansWordsInItsOrder) {
-  EXPECT_EQ(to_step_line(some_metrics()),
-            "step:  3  loss:   5.2500  grad_norm:   1.5000  memory:  0.50GiB  tps: 12,346  "
-            "tflops: 0.250  lr: 1.000e-03  step_ms: 250.0");
+  EXPECT_EQ(
+      to_step_line(some_metrics()),
+      "step:  3  loss:  5.2500  grad_norm:  1.5000  memory: 0.50GiB  tps: 12,346  lr: 1.00e-03");
 }
 
 TEST(StepLine, SurvivesValuesThatAreNotNumbers) {
@@ -166,9 +166,9 @@ TEST(StepLine, SurvivesValuesThatAreNotNumbers) {
   metrics.tps = std::numeric_limits<double>::infinity();
   metrics.val_loss = std::nan("");
   const std::string line = to_step_line(metrics);
-  EXPECT_THAT(line, HasSubstr("grad_norm:      nan"));
+  EXPECT_THAT(line, HasSubstr("grad_norm:     nan"));
   EXPECT_THAT(line, HasSubstr("tps: inf"));
-  EXPECT_THAT(line, HasSubstr("val_loss: nan"));
+  EXPECT_THAT(line, HasSubstr("val_loss:     nan"));
 }
 
 TEST(StepLine, AStepWithoutLabelsHasNeitherLossNorSpeed) {
@@ -177,8 +177,7 @@ TEST(StepLine, AStepWithoutLabelsHasNeitherLossNorSpeed) {
   metrics.tps = metrics.tps_global = metrics.tflops = std::nan("");
   metrics.steps_without_labels = 1;
   EXPECT_EQ(to_step_line(metrics),
-            "step:  3  loss:        -  grad_norm:        -  memory:  0.50GiB  tps: -  tflops: -  "
-            "lr: 1.000e-03  step_ms: 250.0  without labels: 1");
+            "step:  3  loss:       -  grad_norm:       -  tps: -  lr: 1.00e-03  without labels: 1");
   const auto line = nlohmann::json::parse(to_json_line(metrics));
   for (const char* key : {"loss", "grad_norm", "tps", "tps_global", "tflops"}) {
     EXPECT_TRUE(line.at(key).is_null()) << key;
@@ -187,6 +186,52 @@ TEST(StepLine, AStepWithoutLabelsHasNeitherLossNorSpeed) {
   for (const Scalar& value : without_nan(named_values(metrics))) tags.push_back(value.tag);
   EXPECT_EQ(tags,
             (std::vector<std::string>{"lr", "step_ms", "peak_rss_mib", "steps_without_labels"}));
+}
+
+// Drawn: every combination of what a step may have, small numbers and far too large ones.
+TEST(StepLine, FitsAHundredColumnsWhateverAStepHas) {
+  std::mt19937 random(3);
+  const auto maybe = [&](double value) {
+    return random() % 2 == 0 ? std::optional<double>() : std::optional(value);
+  };
+  const auto number = [&] {
+    const double sizes[] = {0.0, 1e-9, 0.5, 9.99999, 123.4, 12345.6, 1e7, 1e30, NAN, INFINITY};
+    return sizes[random() % std::size(sizes)];
+  };
+  for (int round = 0; round < 3000; ++round) {
+    StepMetrics metrics;
+    metrics.step = static_cast<std::int64_t>(random() % 2 == 0 ? random() % 100 : random());
+    metrics.loss = number();
+    metrics.grad_norm = number();
+    metrics.lr = std::abs(number());
+    metrics.tps = number();
+    metrics.peak_rss_mib = 1e6 * static_cast<double>(random() % 1000) / 999;
+    metrics.peak_device_mib = maybe(81559.0);
+    metrics.mfu = maybe(0.4321);
+    metrics.val_loss = maybe(number());
+    metrics.loss_scale = maybe(0x1p40);
+    const auto count = static_cast<std::int64_t>(random() % 100000);
+    if (random() % 2 == 0) metrics.skipped_steps = count;
+    if (random() % 2 == 0) metrics.steps_without_labels = count + 1;
+    const std::string line = to_step_line(metrics);
+    EXPECT_LE(line.size(), kStepLineColumns) << line;
+    EXPECT_THAT(line, ::testing::StartsWith("step: "));
+    EXPECT_EQ(line.find("val_loss: ") != std::string::npos,
+              metrics.val_loss.has_value() || metrics.step == 0);
+    EXPECT_EQ(line.find("  loss: ") != std::string::npos, metrics.step > 0);
+  }
+}
+
+// On a card, ten thousand steps on, nothing has to go.
+TEST(StepLine, HasAllOfAUsualStepOfADevice) {
+  StepMetrics metrics = some_metrics();
+  metrics.step = 1234;
+  metrics.peak_device_mib = 62464.0;
+  metrics.mfu = 0.4125;
+  EXPECT_EQ(
+      to_step_line(metrics),
+      "step: 1234  loss:  5.2500  grad_norm:  1.5000  memory: 61.0GiB  tps: 12,346  mfu: 0.41  "
+      "lr: 1.00e-03");
 }
 
 TEST(StepLine, GroupsThousands) {

@@ -1,0 +1,226 @@
+// What an unknown name is answered with: the key that was meant, or that there is none.
+#include "train/config/config_names.h"
+
+#include <gmock/gmock.h>
+
+#include <random>
+#include <regex>
+#include <set>
+
+#include "train/config/config_keys.h"
+#include "unit/io/temporary_folder.h"
+
+namespace tessera::train::config_names_test {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using ::testing::StartsWith;
+
+std::string in_file(const std::string& name) { return advice_on_key(name, KeysIn::kFile); }
+
+std::string refused(const std::string& text) {
+  return testing::error_of(ErrorKind::kConfig, [&] { parse_config(text, "run.toml"); });
+}
+
+std::vector<std::string> words_of(std::string_view text) {
+  std::istringstream all{std::string(text)};
+  return {std::istream_iterator<std::string>(all), {}};
+}
+
+TEST(OtherNames, EveryKeyThatTheTableNamesIsThereAndNoneOfTheirsIs) {
+  std::set<std::string> theirs;
+  for (const OtherName& other : other_keys()) {
+    for (const std::string& name : words_of(other.theirs)) {
+      EXPECT_TRUE(theirs.insert(name).second) << name << " stands twice";
+      EXPECT_EQ(find_key(name), nullptr) << name;
+      for (const ConfigKey& key : config_keys()) EXPECT_NE(key.name, name) << key.full_name();
+    }
+    EXPECT_TRUE(other.here.empty() || find_key(other.here) != nullptr) << other.here;
+    EXPECT_FALSE(other.here.empty() && other.note.empty()) << other.theirs;
+    // Keys that the note speaks of.
+    static const std::regex kKey("\\b([a-z_]+)\\.[a-z_0-9]+");
+    const std::string note(other.note);
+    for (std::sregex_iterator key(note.begin(), note.end(), kKey), end; key != end; ++key) {
+      if (!is_section((*key)[1].str()) || key->str() == "metrics.jsonl") continue;
+      EXPECT_NE(find_key(key->str()), nullptr) << key->str();
+    }
+  }
+  EXPECT_GT(theirs.size(), 100U);
+  for (const OtherName& other : other_sections()) {
+    EXPECT_TRUE(other.here.empty() || is_section(other.here)) << other.here;
+    for (const std::string& name : words_of(other.theirs)) EXPECT_FALSE(is_section(name)) << name;
+  }
+}
+
+// The same answer in a file's section, at its top (axolotl has no sections), in a section that is not
+// there, and on the command line with torchtitan's dashes.
+TEST(OtherNames, EveryOneIsAnsweredWhereverItStands) {
+  for (const OtherName& other : other_keys()) {
+    for (const std::string& name : words_of(other.theirs)) {
+      const std::string says = other.here.empty()
+                                   ? "nothing like it here"
+                                   : "it is called \"" + std::string(other.here) + "\" here";
+      const bool has_section = name.find('.') != std::string::npos;
+      const auto expect = [&](const std::string& full) {
+        EXPECT_THAT(in_file(full), HasSubstr(says)) << full;
+      };
+      expect(name);
+      if (has_section) continue;
+      for (const char* section : {"training.", "model.", "profiling.", "wandb."}) {
+        expect(section + name);
+      }
+      std::string dashes = "Training." + name;
+      std::ranges::replace(dashes, '_', '-');
+      EXPECT_THAT(advice_on_key(dashes, KeysIn::kCommandLine),
+                  HasSubstr(other.here.empty() ? says : "--" + std::string(other.here)));
+    }
+  }
+}
+
+TEST(OtherNames, TheMostUsedOfTorchtitanTransformersAndAxolotl) {
+  const std::pair<const char*, const char*> keys[] = {
+      {"training.learning_rate", "optimizer.lr"},
+      {"optimizer.learning_rate", "optimizer.lr"},
+      {"per_device_train_batch_size", "training.local_batch_size"},
+      {"micro_batch_size", "training.local_batch_size"},
+      {"gradient_accumulation_steps", "training.global_batch_size"},
+      {"max_steps", "training.steps"},
+      {"num_train_epochs", "training.steps"},
+      {"sequence_len", "training.seq_len"},
+      {"max_grad_norm", "training.max_norm"},
+      {"adam_beta2", "optimizer.betas"},
+      {"optim", "optimizer.name"},
+      {"lr_scheduler_type", "lr_scheduler.decay"},
+      {"lr_scheduler.decay_type", "lr_scheduler.decay"},
+      {"warmup_ratio", "lr_scheduler.warmup_steps"},
+      {"bf16", "precision.param_dtype"},
+      {"training.mixed_precision_param", "precision.param_dtype"},
+      {"gradient_checkpointing", "activation_checkpoint.mode"},
+      {"base_model", "model.path"},
+      {"model.hf_assets_path", "model.path"},
+      {"model.flavor", "model.config"},
+      {"training.dataset", "data.path"},
+      {"sample_packing", "data.packing"},
+      {"output_dir", "job.dump_folder"},
+      {"save_steps", "checkpoint.interval"},
+      {"save_total_limit", "checkpoint.keep_latest_k"},
+      {"checkpoint.enable_checkpoint", "checkpoint.enable"},
+      {"logging_steps", "metrics.log_freq"},
+      {"eval_steps", "validation.interval"},
+      {"validation.freq", "validation.interval"},
+      {"compile.enable", "compile.mode"},
+      {"lora_r", "lora.rank"},
+      {"ddp_timeout", "comm.timeout_seconds"},
+      {"parallelism.tp", "parallelism.tensor_parallel_degree"},
+      {"parallelism.pipeline_parallel_schedule", "pipeline.schedule"},
+      {"fsdp_config", "parallelism.data_parallel_shard_degree"},
+      {"optimizer.wd", "optimizer.weight_decay"},
+  };
+  for (const auto& [theirs, ours] : keys) {
+    EXPECT_THAT(in_file(theirs), StartsWith("; it is called \"" + std::string(ours) + "\" here"));
+  }
+  for (const char* none : {"parallelism.context_parallel_degree", "metrics.enable_wandb",
+                           "wandb_project", "load_in_4bit", "flash_attention", "training.gc_freq",
+                           "model.converters", "dataloader_num_workers", "push_to_hub",
+                           "checkpoint.async_mode", "chat_template", "trust_remote_code"}) {
+    EXPECT_THAT(in_file(none), StartsWith("; there is nothing like it here: ")) << none;
+  }
+  EXPECT_THAT(
+      refused("[training]\nlearning_rate = 1e-3\n"),
+      HasSubstr("2:1: unknown key 'training.learning_rate'; it is called \"optimizer.lr\""));
+  EXPECT_THAT(refused("learning_rate = 1e-3\n"), HasSubstr("it is called \"optimizer.lr\" here"));
+  EXPECT_THAT(refused("[profiling]\nenable_profiling = true\n"),
+              AllOf(HasSubstr("unknown section 'profiling'"), HasSubstr("metrics.trace_steps")));
+  EXPECT_THAT(refused("[fsdp_config]\nfsdp_version = 2\n"),
+              HasSubstr("\"parallelism.data_parallel_shard_degree\""));
+}
+
+/// One slip: a character changed, put in, taken out, or swapped with its neighbour.
+std::string misspelt(std::string word, std::mt19937& random) {
+  const auto below = [&](std::size_t end) {
+    return std::uniform_int_distribution<std::size_t>(0, end - 1)(random);
+  };
+  const char letter = static_cast<char>('a' + below(26));
+  const std::size_t at = below(word.size());
+  switch (below(4)) {
+    case 0:
+      word[at] = letter;
+      break;
+    case 1:
+      word.insert(at, 1, letter);
+      break;
+    case 2:
+      if (word.size() > 1) word.erase(at, 1);
+      break;
+    default:
+      if (at > 0) std::swap(word[at], word[at - 1]);
+  }
+  return word;
+}
+
+// Drawn: one slip in the key, in the section, in both.
+TEST(MisspeltKeys, OneSlipInTheNameFindsTheKey) {
+  std::mt19937 random(7);
+  int found = 0;
+  for (int round = 0; round < 20; ++round) {
+    for (const ConfigKey& key : config_keys()) {
+      const std::string name = misspelt(key.name, random);
+      const std::string section = key.section.empty() ? "" : key.section + ".";
+      if (find_key(section + name) != nullptr) continue;
+      if (find_other_key(name) != nullptr) continue;  // "fused" of "used": another's name
+      SCOPED_TRACE(section + name);
+      EXPECT_EQ(in_file(section + name), "; the nearest is \"" + key.full_name() + "\"");
+      ++found;
+      if (key.section.empty()) continue;
+      const std::string other = misspelt(key.section, random);
+      if (is_section(other)) continue;
+      EXPECT_THAT(in_file(other + "." + key.name), HasSubstr("\"" + key.full_name() + "\""));
+    }
+  }
+  EXPECT_GT(found, 1000);
+}
+
+// Drawn words of 5 to 20 letters are near to nothing, and nothing is offered for them.
+TEST(MisspeltKeys, AWordThatIsFarFromAllFindsNone) {
+  std::mt19937 random(11);
+  std::vector<std::string> sections{""};
+  for (const ConfigKey& key : config_keys()) sections.push_back(key.section + ".");
+  for (int round = 0; round < 2000; ++round) {
+    std::string word;
+    while (word.size() < 5 + random() % 16) word += static_cast<char>('a' + random() % 26);
+    const std::string full = sections[random() % sections.size()] + word;
+    EXPECT_THAT(in_file(full), AllOf(HasSubstr("--help-keys"), Not(HasSubstr("nearest")),
+                                     Not(HasSubstr("called"))))
+        << full;
+    EXPECT_THAT(advice_on_section(word), StartsWith(", expected one of job, model, "));
+  }
+}
+
+TEST(MisspeltKeys, ARightKeyInAWrongSectionIsFoundWhereItsNameSaysEnough) {
+  EXPECT_EQ(in_file("training.lr"), "; the nearest is \"optimizer.lr\"");
+  EXPECT_EQ(in_file("training.seed"), "; the nearest is \"debug.seed\"");
+  EXPECT_EQ(in_file("trainig.Seq_Len"), "; the nearest is \"training.seq_len\"");
+  EXPECT_EQ(in_file("optimizer.betass"), "; the nearest is \"optimizer.betas\"");
+  EXPECT_EQ(in_file("train.steps"), "; the nearest is \"training.steps\"");
+  EXPECT_EQ(in_file("eval.interval"), "; the nearest is \"validation.interval\"");
+  // Naive: [metrics] enable is checkpoint.enable, [data] name optimizer.name.
+  for (const char* vague : {"metrics.enable", "data.name", "training.rank", "pipeline.mode"}) {
+    EXPECT_THAT(in_file(vague), Not(HasSubstr("nearest"))) << vague;
+  }
+  EXPECT_EQ(in_file("steps"),
+            ", expected a key with its section: \"training.steps\", \"validation.steps\"");
+  EXPECT_EQ(in_file("parallelism.zzz"),
+            "; there is none like it, tessera --help-keys parallelism lists those of "
+            "[parallelism]");
+  EXPECT_EQ(advice_on_section("optimiser"), "; the nearest is [optimizer]");
+  EXPECT_EQ(advice_on_section("optim"), "; it is called [optimizer] here");
+}
+
+TEST(MisspeltKeys, AVeryLongWordIsAnsweredAtOnce) {
+  EXPECT_THAT(in_file(std::string(1 << 20, 'x')), HasSubstr("none like it"));
+}
+
+}  // namespace
+}  // namespace tessera::train::config_names_test
