@@ -33,7 +33,7 @@ RuledUpdate ruled_update(const std::vector<OptimizerRule>& rules, const GradCont
     const auto pattern =
         std::ranges::find_if(rule.match, [&](const auto& each) { return matches(each, contract); });
     if (pattern == rule.match.end()) continue;
-    const auto take = [&](std::string_view key, const std::optional<double>& value) {
+    const auto take = [&](std::string_view key, const auto& value) {
       if (!value) return;
       ruled.reason += concat(ruled.reason.empty() ? "" : "; ", "[optimizer] rule ", number, " (",
                              *pattern, "): ", key, " ", *value);
@@ -42,6 +42,7 @@ RuledUpdate ruled_update(const std::vector<OptimizerRule>& rules, const GradCont
     take("weight_decay", rule.weight_decay);
     if (rule.lr_scale) ruled.lr_scale = *rule.lr_scale;
     if (rule.weight_decay) ruled.weight_decay = rule.weight_decay;
+    if (rule.split_fused) ruled.split_fused = rule.split_fused;
   }
   return ruled;
 }
@@ -51,9 +52,10 @@ void check_optimizer_rules(const std::vector<OptimizerRule>& rules, const Contra
   for (const OptimizerRule& rule : rules) {
     ++number;
     const std::string source = concat("optimizer.rule[", number, "]");
-    TESSERA_CHECK(!rule.match.empty() && (rule.lr_scale || rule.weight_decay), ErrorKind::kConfig,
-                  source, ": found ", rule.match.empty() ? "no pattern" : "a pattern alone",
-                  ", expected match and lr_scale or weight_decay, or both");
+    TESSERA_CHECK(!rule.match.empty() && (rule.lr_scale || rule.weight_decay || rule.split_fused),
+                  ErrorKind::kConfig, source, ": found ",
+                  rule.match.empty() ? "no pattern" : "a pattern alone",
+                  ", expected match and lr_scale, weight_decay or split_fused");
     check_number(source, "lr_scale", rule.lr_scale);
     check_number(source, "weight_decay", rule.weight_decay);
     for (const std::string& pattern : rule.match) {

@@ -13,6 +13,7 @@ namespace tessera::grad {
 struct RuledUpdate {
   double lr_scale = 1.0;
   std::optional<double> weight_decay;  ///< none = no rule says
+  std::optional<bool> split_fused;     ///< the same
   std::string reason;                  ///< "rule 2 (*norm): weight_decay 0"; "" where none matches
 };
 RuledUpdate ruled_update(const std::vector<OptimizerRule>& rules, const GradContract& contract);

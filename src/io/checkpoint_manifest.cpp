@@ -196,6 +196,7 @@ std::string to_json(const CheckpointManifest& manifest) {
                          {"seq_len", data.seq_len},
                          {"global_batch_size", data.global_batch_size}}}};
   if (!manifest.optimizer.empty()) about["optimizer"] = manifest.optimizer;
+  if (manifest.fused_as_one) about["fused_as_one"] = *manifest.fused_as_one;
   if (manifest.lora) about["lora"] = lora_json(*manifest.lora);
   if (manifest.loss_scale) about["loss_scale"] = loss_scale_json(*manifest.loss_scale);
   if (manifest.left_out_steps) about["left_out_steps"] = *manifest.left_out_steps;

@@ -92,6 +92,9 @@ struct CheckpointManifest {
   CheckpointData data;
   /// As the configuration spells it: "AdamW"; empty in checkpoints of before it was written.
   std::string optimizer;
+  /// Of a run with Muon of a model with fused weights, as gate and up in one tensor: those that it
+  /// steps as one matrix each. None in checkpoints of before it was written.
+  std::optional<std::vector<std::string>> fused_as_one;
   std::optional<CheckpointLora> lora;
   /// Of a run that scales its loss.
   std::optional<LossScaleState> loss_scale;

@@ -165,6 +165,7 @@ CheckpointManifest parse_checkpoint_manifest(std::string_view text, std::string_
   manifest.seed = root.member("seed").integer();
   manifest.data = read_data(root.member("data"));
   if (const auto optimizer = root.find("optimizer")) manifest.optimizer = optimizer->text();
+  if (const auto fused = root.find("fused_as_one")) manifest.fused_as_one = fused->list(text_of);
   if (const auto lora = root.find("lora")) manifest.lora = read_lora(*lora);
   if (const auto scale = root.find("loss_scale")) manifest.loss_scale = read_loss_scale(*scale);
   if (const auto steps = root.find("left_out_steps")) manifest.left_out_steps = steps->integer();

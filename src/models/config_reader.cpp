@@ -71,10 +71,23 @@ void ConfigReader::ignore(std::initializer_list<std::string_view> keys) {
   for (const std::string_view key : keys) take(key);
 }
 
+const nlohmann::json* ConfigReader::find(std::string_view key) const {
+  const auto found = object_.find(key);
+  return found == object_.end() ? nullptr : &*found;
+}
+
+std::vector<std::string> ConfigReader::untaken() const {
+  std::vector<std::string> names;
+  for (const auto& [key, value] : object_.items()) {
+    if (!used_.contains(key)) names.push_back(key);
+  }
+  return names;
+}
+
 std::vector<std::string> ConfigReader::unknown() const {
   std::vector<std::string> lines;
-  for (const auto& [key, value] : object_.items()) {
-    if (!used_.contains(key)) lines.push_back(concat(path_, shown(key), " = ", shown(value)));
+  for (const std::string& key : untaken()) {
+    lines.push_back(concat(path_, shown(key), " = ", shown(*find(key))));
   }
   return lines;
 }

@@ -42,7 +42,12 @@ class ConfigReader {
   /// Keys that change nothing here.
   void ignore(std::initializer_list<std::string_view> keys);
 
-  /// Keys that nobody took, as "key = value".
+  const std::string& path() const { return path_; }
+  /// Not marked as used; null where the key is absent.
+  const nlohmann::json* find(std::string_view key) const;
+  /// Names of keys that nobody took.
+  std::vector<std::string> untaken() const;
+  /// Those, as "key = value".
   std::vector<std::string> unknown() const;
 
   /// Errors: kConfig "config.json KEY: found VALUE, expected ...".
@@ -63,10 +68,6 @@ class ConfigReader {
   std::string path_;
   std::set<std::string, std::less<>> used_;
 };
-
-/// Why ConfigReader::expect() refuses what no family computes.
-inline constexpr std::string_view kNoQuantization = "quantized weights are not supported";
-inline constexpr std::string_view kDecoderOnly = "decoder-only models";
 
 /// Errors: kConfig naming `key`, which stands in config.json and may say of which layer.
 void check_head_dim(std::string_view key, std::int64_t head_dim);

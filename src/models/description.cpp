@@ -77,6 +77,7 @@ class Reader {
       row.init_std = 1.0 / std::sqrt(static_cast<double>(row.shape.back()));
     }
     row.decay = declared.decay;
+    row.fused = declared.fused;
     if (!part_begins_.empty() && row.name.starts_with(part_begins_)) row.part = part_;
     if (!layer_begins_.empty() && row.name.starts_with(layer_begins_)) row.layer = layer_;
     read_parts(row, module, declared.parts);

@@ -63,6 +63,7 @@ struct ParameterSpec {
   ModelPart part = ModelPart::kLayers;
   /// Of the text that it belongs to; none for embedding, norm, head, and what sees images.
   std::optional<std::int64_t> layer = {};
+  layout::FusedMatrices fused = {};  ///< of the last two dims
   std::int64_t numel() const {
     std::int64_t product = 1;
     for (const std::int64_t size : shape) product *= size;

@@ -22,6 +22,7 @@ namespace tessera::models {
 class ConfigReader;
 class ModelKeeps;
 class TextKeeps;
+struct LeftKeys;
 
 /// Parameters that transformers' classes of a family keep in fp32, as patterns of whole dotted
 /// components. A test compares them with the classes.
@@ -74,6 +75,8 @@ struct FamilyTraits {
   std::optional<std::int64_t> default_num_key_value_heads;
   std::int64_t default_max_position_embeddings;
   double default_rope_theta = 10000.0;
+  /// How much of a head turns; none: all of it, and no key says otherwise.
+  std::optional<double> default_partial_rotary_factor = std::nullopt;
   bool has_mlp_bias;  ///< whether the key mlp_bias means anything
   /// Keys that the others refuse, ignore or read as all do, and that `read` and `write` take care
   /// of here.
@@ -105,9 +108,8 @@ struct FamilyTraits {
   void (*read)(ConfigReader& keys, ModelSpec& spec) = nullptr;
   void (*write)(const ModelSpec& spec, nlohmann::ordered_json& json) = nullptr;
   /// Of a config.json that has another form than the others (nested configs): the whole of it,
-  /// instead of all above. `unknown` collects nested keys that nobody took.
-  ModelSpec (*read_all)(ConfigReader& keys, Purpose purpose,
-                        std::vector<std::string>& unknown) = nullptr;
+  /// instead of all above. `left` collects nested keys that nobody took.
+  ModelSpec (*read_all)(ConfigReader& keys, Purpose purpose, LeftKeys& left) = nullptr;
   nlohmann::ordered_json (*write_all)(const ModelSpec& spec) = nullptr;
 
   // More of what the decoder's layers are made of.

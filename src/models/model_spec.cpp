@@ -9,6 +9,7 @@
 #include "base/text/json_reader.h"
 #include "models/config_reader.h"
 #include "models/family.h"
+#include "models/keys/known_keys.h"
 #include "models/spec_keys.h"
 #include "tessera/error.h"
 
@@ -17,33 +18,12 @@ namespace {
 
 constexpr std::size_t kLongestText = std::size_t{4} << 20;
 
-/// What none of these families computes; a value that switches it on is refused.
-void expect_unsupported_off(ConfigReader& keys, const FamilyTraits& family) {
+void check_activation(ConfigReader& keys) {
   // transformers has no activation of that name either; an absent key is its default.
   if (keys.is_null("hidden_act")) {
     keys.refuse("hidden_act", "\"silu\" (the activation of the MLP)");
   }
   keys.expect("hidden_act", "silu", "the activation of the MLP");
-  const auto expect = [&](std::string_view key, const nlohmann::json& neutral,
-                          std::string_view why) {
-    if (!family.owns(key)) keys.expect(key, neutral, why);
-  };
-  expect("use_sliding_window", false, "sliding windows are not supported in this family");
-  // Read only where that is true.
-  for (const std::string_view key : {"max_window_layers", "sliding_window"}) {
-    if (!family.owns(key)) keys.ignore({key});
-  }
-  expect("quantization_config", nullptr, kNoQuantization);
-  keys.expect("pretraining_tp", 1, "sliced products are not supported");
-  expect("partial_rotary_factor", 1.0, kWholeHeadTurns);
-  keys.expect("is_encoder_decoder", false, kDecoderOnly);
-  keys.expect("is_decoder", false, "no cross attention");
-  keys.expect("add_cross_attention", false, "no cross attention");
-  keys.expect("cross_attention_hidden_size", nullptr, "no cross attention");
-  keys.expect("tie_encoder_decoder", false, kDecoderOnly);
-  keys.expect("chunk_size_feed_forward", 0, "the MLP runs in one piece");
-  keys.expect("pruned_heads", nlohmann::json::object(), "all heads are there");
-  keys.expect("rope_interleaved", false, "rope pairs x[i] with x[i + head_dim / 2]");
 }
 
 void read_heads(ConfigReader& keys, const FamilyTraits& family, ModelSpec& spec) {
@@ -143,9 +123,11 @@ ModelSpec read_spec(ConfigReader& keys, const FamilyTraits& family, Purpose purp
   if (family.read_ropes != nullptr) {
     family.read_ropes(keys, spec, unknown);
   } else {
-    const bool partial = family.owns("partial_rotary_factor");
-    spec.rope = read_rope(keys, family.default_rope_theta, unknown,
-                          partial ? PartialRope::kRead : PartialRope::kRefuse);
+    spec.rope = read_rope(keys,
+                          {.theta = family.default_rope_theta,
+                           .max_position_embeddings = spec.max_position_embeddings,
+                           .partial_rotary_factor = family.default_partial_rotary_factor},
+                          unknown);
   }
   spec.dtype = read_dtype(keys);
   read_tokens(keys, spec);
@@ -204,7 +186,7 @@ bool is_whole_of(const FamilyTraits& family, const nlohmann::json& config) {
 
 /// Its text_config, with what stands beside that about the text.
 nlohmann::json text_config(const nlohmann::json& whole, const FamilyTraits& family,
-                           std::vector<std::string>& unknown) {
+                           LeftKeys& left) {
   ConfigReader keys(whole);
   const nlohmann::json* text = keys.take("text_config");
   if (text == nullptr || !text->is_object()) keys.refuse("text_config", "an object");
@@ -218,15 +200,14 @@ nlohmann::json text_config(const nlohmann::json& whole, const FamilyTraits& fami
   config["architectures"] = {family.architecture};
   keys.ignore({"architectures", "initializer_range", "model_type", "vision_config"});
   for (const std::string_view key : family.whole->keys_beside) keys.ignore({key});
-  ignore_harmless(keys);
-  for (std::string& line : keys.unknown()) unknown.push_back(std::move(line));
+  settle_left_keys(keys, nullptr, left);
   return config;
 }
 
 /// The text model's own where the file describes more.
-nlohmann::json of_text(nlohmann::json config, std::vector<std::string>& unknown) {
+nlohmann::json of_text(nlohmann::json config, LeftKeys& left) {
   for (const FamilyTraits* family : families()) {
-    if (is_whole_of(*family, config)) return text_config(config, *family, unknown);
+    if (is_whole_of(*family, config)) return text_config(config, *family, left);
   }
   return config;
 }
@@ -237,23 +218,26 @@ ParsedSpec parse_spec(std::string_view json_text, const SpecOptions& options) {
   TESSERA_CHECK(json_text.size() <= kLongestText, ErrorKind::kFormat, "config.json: found ",
                 json_text.size(), " bytes, expected at most ", kLongestText);
   ParsedSpec result;
-  std::vector<std::string> unknown;
-  nlohmann::json parsed = of_text(parse_json_object(json_text, "config.json"), unknown);
+  LeftKeys left;
+  nlohmann::json parsed = of_text(parse_json_object(json_text, "config.json"), left);
   ConfigReader keys(parsed);
   const FamilyTraits& family = read_family(keys);
   for (const auto& [key, size] : family.default_sizes) {
     if (!parsed.contains(key)) parsed[std::string(key)] = size;
   }
   if (family.read_all != nullptr) {
-    result.spec = family.read_all(keys, options.purpose, unknown);
+    result.spec = family.read_all(keys, options.purpose, left);
   } else {
-    expect_unsupported_off(keys, family);
-    result.spec = read_spec(keys, family, options.purpose, unknown);
+    check_activation(keys);
+    result.spec = read_spec(keys, family, options.purpose, left.unknown);
   }
   if (family.read_prediction_layers != nullptr) {
     result.prediction_layers = family.read_prediction_layers(keys);
   }
-  ignore_harmless(keys);
+  // A family with a module of its own says in other keys what a decoder has.
+  settle_left_keys(keys, family.read_all == nullptr ? &result.spec : nullptr, left);
+  result.ignored_keys = left.ignored;
+  const auto& unknown = left.unknown;
   if (options.purpose == Purpose::kTraining && family.not_dropped != nullptr) {
     const std::string keys_of_dropout = family.not_dropped(result.spec);
     if (!keys_of_dropout.empty()) {
@@ -261,7 +245,6 @@ ParsedSpec parse_spec(std::string_view json_text, const SpecOptions& options) {
                                 ": trained without dropout; what is exported says them still");
     }
   }
-  for (std::string& line : keys.unknown()) unknown.push_back(std::move(line));
   if (options.unknown_keys == UnknownKeys::kWarn) {
     for (const std::string& line : unknown) {
       result.warnings.push_back("unknown key ignored: " + line);

@@ -60,6 +60,13 @@ ParameterLayout expert_sum_layout(const ParallelDims& share) {
   return layout;
 }
 
+/// Gate and up, which one product computes, along `dim` of its matrix.
+layout::FusedMatrices gate_and_up(const MoeSpec& moe, int dim) {
+  const bool in_turn = moe.activation == ExpertActivation::kClampedSwiglu;
+  using Order = layout::FusedMatrices::Order;
+  return {.count = 2, .dim = dim, .order = in_turn ? Order::kInTurn : Order::kSideBySide};
+}
+
 /// Beside the product whose columns are cut. As a column-parallel layer's (nn/linear.h): A sees all
 /// of the inputs, and its gradient is an addend of each rank that has some of the outputs.
 moe::AdapterPlacement beside_gate_up(const ParallelDims& share, const MoeSpec& moe,
@@ -67,7 +74,8 @@ moe::AdapterPlacement beside_gate_up(const ParallelDims& share, const MoeSpec& m
   const bool in_turn = moe.activation == ExpertActivation::kClampedSwiglu;
   return {expert_sum_layout(share),
           in_turn ? expert_layout(share, 1)
-                  : expert_layout(share, 2, {moe.num_experts, 2, moe.moe_intermediate_size, rank})};
+                  : expert_layout(share, 2, {moe.num_experts, 2, moe.moe_intermediate_size, rank}),
+          gate_and_up(moe, 0)};
 }
 
 /// Beside the one whose inputs are cut: the first factor's results are addends, so B's are too, and
@@ -169,7 +177,8 @@ ExpertBank::ExpertBank(const ModelSpec& spec, const LocalSizes& sizes)
   if (moe_.layout != ExpertLayout::kInOut) {
     nn::Declaration gate_up{
         .layout =
-            expert_layout(share, 2, {moe_.num_experts, 2, moe_.moe_intermediate_size, hidden})};
+            expert_layout(share, 2, {moe_.num_experts, 2, moe_.moe_intermediate_size, hidden}),
+        .fused = gate_and_up(moe_, 0)};
     nn::Declaration down{.layout = expert_layout(share, 2)};
     if (moe_.layout == ExpertLayout::kOutIn) {
       const MoeNames& names = traits(spec.family).moe_names;
@@ -184,7 +193,8 @@ ExpertBank::ExpertBank(const ModelSpec& spec, const LocalSizes& sizes)
         moe_.activation == ExpertActivation::kClampedSwiglu
             ? expert_layout(share, 2)
             : expert_layout(share, 3, {moe_.num_experts, hidden, 2, moe_.moe_intermediate_size});
-    gate_up_proj_ = add_parameter("gate_up_proj", {count, hidden, 2 * inner}, {.layout = columns});
+    gate_up_proj_ = add_parameter("gate_up_proj", {count, hidden, 2 * inner},
+                                  {.layout = columns, .fused = gate_and_up(moe_, 1)});
     down_proj_ =
         add_parameter("down_proj", {count, inner, hidden}, {.layout = expert_layout(share, 1)});
   }

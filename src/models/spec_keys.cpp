@@ -30,20 +30,25 @@ double needed(ConfigReader& keys, std::string_view key, NumberRange range, std::
   return *value;
 }
 
-void read_llama3(ConfigReader& keys, nn::RopeOptions& rope) {
+std::int64_t original_length(ConfigReader& keys, const RopeAround& around) {
+  return keys.integer("original_max_position_embeddings", kSize)
+      .value_or(around.max_position_embeddings);
+}
+
+void read_llama3(ConfigReader& keys, const RopeAround& around, nn::RopeOptions& rope) {
   rope.factor = needed(keys, "factor", kFactor, "llama3");
   rope.low_freq_factor = needed(keys, "low_freq_factor", kFrequencyFactor, "llama3");
   rope.high_freq_factor = needed(keys, "high_freq_factor", kFrequencyFactor, "llama3");
-  rope.original_max_position_embeddings = required(keys, "original_max_position_embeddings", kSize);
+  rope.original_max_position_embeddings = original_length(keys, around);
   // Llama 4's are equal: then nothing lies between.
   if (rope.high_freq_factor < rope.low_freq_factor) {
     keys.refuse("high_freq_factor", "a number of at least low_freq_factor");
   }
 }
 
-void read_yarn(ConfigReader& keys, nn::RopeOptions& rope) {
+void read_yarn(ConfigReader& keys, const RopeAround& around, nn::RopeOptions& rope) {
   rope.factor = needed(keys, "factor", kFactor, "yarn");
-  rope.original_max_position_embeddings = required(keys, "original_max_position_embeddings", kSize);
+  rope.original_max_position_embeddings = original_length(keys, around);
   nn::YarnOptions& yarn = rope.yarn;
   yarn.beta_fast = keys.number("beta_fast", kFrequencyFactor).value_or(yarn.beta_fast);
   yarn.beta_slow = keys.number("beta_slow", kFrequencyFactor).value_or(yarn.beta_slow);
@@ -58,61 +63,61 @@ void read_yarn(ConfigReader& keys, nn::RopeOptions& rope) {
   yarn.truncate = keys.boolean("truncate").value_or(yarn.truncate);
 }
 
+const char* name_of(nn::RopeType type) {
+  switch (type) {
+    case nn::RopeType::kDefault:
+      return "default";
+    case nn::RopeType::kLlama3:
+      return "llama3";
+    case nn::RopeType::kProportional:
+      return "proportional";
+    case nn::RopeType::kYarn:
+      return "yarn";
+    case nn::RopeType::kLinear:
+      return "linear";
+  }
+  TESSERA_INVARIANT(false, "a kind of rope without a name");
+}
+
+/// What a rope computes, under the names of the keys that say it.
+std::vector<std::pair<const char*, nlohmann::json>> meant_by(const nn::RopeOptions& rope) {
+  std::vector<std::pair<const char*, nlohmann::json>> values{
+      {"rope_theta", rope.theta},
+      {"factor", rope.factor},
+      {"partial_rotary_factor", rope.partial_rotary_factor}};
+  if (rope.type == nn::RopeType::kLlama3) {
+    values.emplace_back("low_freq_factor", rope.low_freq_factor);
+    values.emplace_back("high_freq_factor", rope.high_freq_factor);
+  }
+  if (rope.type == nn::RopeType::kYarn) {
+    values.emplace_back("beta_fast", rope.yarn.beta_fast);
+    values.emplace_back("beta_slow", rope.yarn.beta_slow);
+    values.emplace_back("truncate", rope.yarn.truncate);
+    values.emplace_back("attention_factor", table_factor(rope));  // what mscale gives without it
+    values.emplace_back("mscale_all_dim", softmax_factor(rope));
+  }
+  values.emplace_back("original_max_position_embeddings", rope.original_max_position_embeddings);
+  return values;
+}
+
+/// Where two ropes differ first, as "factor 8.0 beside 4.0"; empty where they compute the same.
+std::string difference(const nn::RopeOptions& one, const nn::RopeOptions& other) {
+  if (one.type != other.type) {
+    return concat("rope_type ", name_of(one.type), " beside ", name_of(other.type));
+  }
+  const auto ones = meant_by(one), others = meant_by(other);
+  for (std::size_t i = 0; i < ones.size(); ++i) {
+    if (ones[i].second != others[i].second) {
+      return concat(ones[i].first, " ", shown(ones[i].second), " beside ", shown(others[i].second));
+    }
+  }
+  return "";
+}
+
 // Tables of the files' tensors are built from this number.
 constexpr IntRange kExperts{1, 4096};
 
 }  // namespace
-
-void ignore_harmless(ConfigReader& keys) {
-  keys.ignore({"_name_or_path",
-               "transformers_version",
-               "use_cache",
-               "auto_map",
-               "torchscript",
-               "attn_implementation",
-               "_attn_implementation",
-               "_attn_implementation_autoset",
-               "output_attentions",
-               "output_hidden_states",
-               "return_dict",
-               "return_dict_in_generate",
-               "output_scores",
-               "use_bfloat16",
-               "tf_legacy_loss",
-               "id2label",
-               "label2id",
-               "num_labels",
-               "problem_type",
-               "task_specific_params",
-               "finetuning_task",
-               "prefix",
-               "tokenizer_class",
-               "decoder_start_token_id",
-               "forced_bos_token_id",
-               "forced_eos_token_id",
-               "sep_token_id",
-               "max_length",
-               "min_length",
-               "do_sample",
-               "early_stopping",
-               "num_beams",
-               "num_beam_groups",
-               "diversity_penalty",
-               "temperature",
-               "top_k",
-               "top_p",
-               "typical_p",
-               "repetition_penalty",
-               "length_penalty",
-               "no_repeat_ngram_size",
-               "encoder_no_repeat_ngram_size",
-               "bad_words_ids",
-               "num_return_sequences",
-               "remove_invalid_values",
-               "exponential_decay_length_penalty",
-               "suppress_tokens",
-               "begin_suppress_tokens"});
-}
 
 std::int64_t required(ConfigReader& keys, std::string_view key, IntRange range) {
   const auto value = keys.integer(key, range);
@@ -192,41 +197,79 @@ void check_total(double elements) {
                 elements, " parameters, expected at most ", kMost);
 }
 
-void read_rope_record(const nlohmann::json& record, const std::string& path, nn::RopeOptions& rope,
-                      std::vector<std::string>& unknown, PartialRope partial) {
+nn::RopeOptions read_rope_record(const nlohmann::json& record, const std::string& path,
+                                 const RopeAround& around, std::vector<std::string>& unknown) {
   ConfigReader keys(record, path);
+  nn::RopeOptions rope;
   rope.type = rope_type(keys, path);
-  if (const auto theta = keys.number("rope_theta", kTheta)) rope.theta = *theta;
-  if (partial == PartialRope::kRefuse) {
+  rope.theta = keys.number("rope_theta", kTheta).value_or(around.theta);
+  if (around.partial_rotary_factor) {
+    rope.partial_rotary_factor =
+        keys.number("partial_rotary_factor", {0.0, 1.0}).value_or(*around.partial_rotary_factor);
+  } else {
     keys.expect("partial_rotary_factor", 1.0, kWholeHeadTurns);
-  } else if (const auto part = keys.number("partial_rotary_factor", {0.0, 1.0})) {
-    rope.partial_rotary_factor = *part;
   }
-  if (rope.type == nn::RopeType::kLlama3) read_llama3(keys, rope);
-  if (rope.type == nn::RopeType::kYarn) read_yarn(keys, rope);
+  if (rope.type == nn::RopeType::kLlama3) read_llama3(keys, around, rope);
+  if (rope.type == nn::RopeType::kYarn) read_yarn(keys, around, rope);
   if (rope.type == nn::RopeType::kLinear) rope.factor = needed(keys, "factor", kFactor, "linear");
   for (std::string& line : keys.unknown()) unknown.push_back(std::move(line));
+  return rope;
 }
 
-nn::RopeOptions read_rope(ConfigReader& keys, double default_theta,
-                          std::vector<std::string>& unknown, PartialRope partial) {
-  nn::RopeOptions rope;
-  rope.theta = default_theta;
-  const auto theta = keys.number("rope_theta", kTheta);
-  if (theta) rope.theta = *theta;
-  const nlohmann::json* parameters = keys.take("rope_parameters");
-  const nlohmann::json* scaling = keys.take("rope_scaling");
-  if (parameters != nullptr && scaling != nullptr) {
-    keys.refuse("rope_scaling", "only one of rope_parameters and rope_scaling");
+void check_same_rope(ConfigReader& keys, const nn::RopeOptions& old, const nn::RopeOptions& rope,
+                     std::string_view path) {
+  const std::string differs = difference(old, rope);
+  if (differs.empty()) return;
+  keys.refuse("rope_scaling", concat("the rope of ", path, ", or one of the two: they differ in ",
+                                     differs, " there"));
+}
+
+void check_beside(ConfigReader& keys, std::string_view key, const nlohmann::json& record,
+                  const std::string& path, std::string_view key_in_record) {
+  const nlohmann::json* beside = keys.find(key);
+  const auto inside = record.find(key_in_record);
+  if (beside == nullptr || beside->is_null() || inside == record.end() || inside->is_null()) return;
+  if (*beside == *inside) return;
+  keys.refuse(
+      key, concat("the ", shown(*inside), " of ", path, ".", key_in_record, ", or one of the two"));
+}
+
+namespace {
+
+/// What stands beside the records, in the place of what the family has.
+RopeAround beside_records(ConfigReader& keys, RopeAround around) {
+  around.theta = keys.number("rope_theta", kTheta).value_or(around.theta);
+  around.max_position_embeddings = keys.integer("original_max_position_embeddings", kSize)
+                                       .value_or(around.max_position_embeddings);
+  if (around.partial_rotary_factor) {
+    const auto part = keys.number("partial_rotary_factor", {0.0, 1.0});
+    if (part) around.partial_rotary_factor = part;
   }
-  const nlohmann::json* record = parameters != nullptr ? parameters : scaling;
-  const std::string name = parameters != nullptr ? "rope_parameters" : "rope_scaling";
-  if (record != nullptr) {
+  return around;
+}
+
+}  // namespace
+
+nn::RopeOptions read_rope(ConfigReader& keys, const RopeAround& family,
+                          std::vector<std::string>& unknown) {
+  const RopeAround around = beside_records(keys, family);
+  const auto read = [&](const std::string& name) {
+    const nlohmann::json* record = keys.take(name);
+    std::optional<nn::RopeOptions> rope;
+    if (record == nullptr) return rope;
     if (!record->is_object()) keys.refuse(name, "an object or null");
-    read_rope_record(*record, name + ".", rope, unknown, partial);
-  }
-  if (theta && rope.theta != *theta) keys.refuse("rope_theta", concat("the value in ", name));
-  return rope;
+    rope = read_rope_record(*record, name + ".", around, unknown);
+    for (const char* key :
+         {"rope_theta", "original_max_position_embeddings", "partial_rotary_factor"}) {
+      check_beside(keys, key, *record, name, key);
+    }
+    return rope;
+  };
+  const auto rope = read("rope_parameters"), old = read("rope_scaling");
+  if (rope && old) check_same_rope(keys, *old, *rope, "rope_parameters");
+  nn::RopeOptions plain{.theta = around.theta};
+  plain.partial_rotary_factor = around.partial_rotary_factor.value_or(1.0);
+  return rope ? *rope : old.value_or(plain);
 }
 
 nlohmann::ordered_json rope_scaling_json(const nn::RopeOptions& rope, std::string_view type_key) {

@@ -24,9 +24,6 @@ inline constexpr IntRange kLayers{1, 65536};
 inline constexpr IntRange kSize{1, std::int64_t{1} << 31};
 inline constexpr NumberRange kTheta{1.0, 1e15};
 
-/// Keys that describe files, generation or the caller's wishes.
-void ignore_harmless(ConfigReader& keys);
-
 /// Errors: kConfig if absent.
 std::int64_t required(ConfigReader& keys, std::string_view key, IntRange range);
 
@@ -58,22 +55,34 @@ nlohmann::ordered_json or_null(const std::optional<T>& value) {
 void check_total(double elements);
 
 inline constexpr std::string_view kWholeHeadTurns = "rope turns the whole head";
-/// Whether a record of rope may say that a part of the head turns.
-enum class PartialRope : std::uint8_t { kRefuse, kRead };
+/// What holds where a record of rope does not say it.
+struct RopeAround {
+  double theta = 0.0;
+  /// Stands for original_max_position_embeddings, as in transformers.
+  std::int64_t max_position_embeddings = 0;
+  /// How much of a head turns; none where the family turns all of it.
+  std::optional<double> partial_rotary_factor = std::nullopt;
+};
 
-/// rope_parameters, or rope_scaling beside rope_theta; the record names its kind as rope_type or as
-/// type. `default_theta` is the family's where neither place has one. Keys of the record that
-/// nobody knows are added to `unknown`. Errors: kConfig for a kind or a value that is not
-/// supported.
-nn::RopeOptions read_rope(ConfigReader& keys, double default_theta,
-                          std::vector<std::string>& unknown,
-                          PartialRope partial = PartialRope::kRefuse);
+/// rope_parameters, or rope_scaling beside rope_theta, or both where they say the same; a record
+/// names its kind as rope_type or as type. Keys of a record that nobody knows are added to
+/// `unknown`. Errors: kConfig for a kind or a value that is not supported, and for two that differ.
+nn::RopeOptions read_rope(ConfigReader& keys, const RopeAround& family,
+                          std::vector<std::string>& unknown);
 
-/// One of the two records that describe rope: rope_parameters (with theta) or rope_scaling
-/// (without). `path` stands before keys in messages.
-void read_rope_record(const nlohmann::json& record, const std::string& path, nn::RopeOptions& rope,
-                      std::vector<std::string>& unknown,
-                      PartialRope partial = PartialRope::kRefuse);
+/// One of the records that describe rope: rope_parameters (with theta), rope_scaling (without), or
+/// that of a type of layers. `path` stands before keys in messages.
+nn::RopeOptions read_rope_record(const nlohmann::json& record, const std::string& path,
+                                 const RopeAround& around, std::vector<std::string>& unknown);
+
+/// That `old`, which rope_scaling gave, is `rope`, which the record of `keys` at `path` gave. Errors:
+/// kConfig with both.
+void check_same_rope(ConfigReader& keys, const nn::RopeOptions& old, const nn::RopeOptions& rope,
+                     std::string_view path);
+/// That a value of the old spelling beside the record at `path` is that of the record, where both
+/// say it. Errors: kConfig with both.
+void check_beside(ConfigReader& keys, std::string_view key, const nlohmann::json& record,
+                  const std::string& path, std::string_view key_in_record);
 
 /// The record rope_scaling as the hub's configs have it, null for plain rope; `type_key` is the
 /// family's name of the key: rope_type or type.

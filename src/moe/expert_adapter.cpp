@@ -80,7 +80,8 @@ ExpertAdapter::ExpertAdapter(const AdapterSizes& sizes, const AdapterPlacement& 
           nn::Declaration{.layout = placement.a, .init = nn::InitKind::kUniform})),
       b_(std::make_shared<Factor>(
           std::vector<std::int64_t>{sizes.experts, sizes.out, sizes.rank},
-          nn::Declaration{.layout = placement.b, .init = nn::InitKind::kZeros})) {
+          nn::Declaration{
+              .layout = placement.b, .init = nn::InitKind::kZeros, .fused = placement.fused})) {
   register_module("lora_A", a_);
   register_module("lora_B", b_);
 }

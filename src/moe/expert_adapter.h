@@ -47,6 +47,7 @@ struct AdapterSizes {
 struct AdapterPlacement {
   ParameterLayout a = {};
   ParameterLayout b = {};
+  layout::FusedMatrices fused = {};  ///< of B, whose rows are the product's outputs
 };
 
 /// Holds lora_A.weight and lora_B.weight, which begin as those of a linear layer.

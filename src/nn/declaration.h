@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "layout/fused_matrices.h"
 #include "tessera/placement.h"
 
 namespace tessera::nn {
@@ -32,6 +33,8 @@ struct Declaration {
   /// equally: their names behind the module's own ("gate_proj.weight": "...experts.7.gate_proj
   /// .weight"). Empty = files hold one tensor of the parameter's name.
   std::vector<std::string> parts = {};
+  /// Of the last two dims.
+  layout::FusedMatrices fused = {};
 };
 
 /// Of a norm's weight.

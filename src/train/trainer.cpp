@@ -150,9 +150,9 @@ class Trainer {
     const bool replays = config.compile.mode == CompileChoice::kReplay;
     if (plan && replays) capture::replay_regions(*model_);
     if (replays) replayed_.emplace(*model_);
-    optimizer_ =
-        fsdp::make_optimizer(config.optimizer.name, *model_, *config.optimizer.lr, config.optimizer,
-                             hidden_matrices(source_.description.parameters));
+    optimizer_ = fsdp::make_optimizer(
+        config.optimizer.name, *model_, *config.optimizer.lr, config.optimizer,
+        hidden_matrices(source_.description.parameters, checkpoints_->fused_as_one(source_)));
     if (planned.options.mode != CompileMode::kOff) {
       planned_.emplace(std::move(planned), *model_, *optimizer_, world, config.metrics.folder);
     }

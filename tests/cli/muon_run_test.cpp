@@ -1,5 +1,5 @@
 // Training with Muon as a user does it: the same losses under every layout, and after a resumption
-// on another one.
+// on another one; which matrices of fused weights are stepped alone, and that a resumed run keeps it.
 #include <gmock/gmock.h>
 
 #include <cmath>
@@ -9,6 +9,7 @@
 #include <sstream>
 
 #include "cli/program.h"
+#include "io/checkpoint_manifest.h"
 
 namespace tessera::cli::muon_run_test {
 namespace {
@@ -29,7 +30,11 @@ class MuonRun : public ::testing::Test {
     folder_.write("ids.bin", tokens);
     folder_.write("ids.json", R"({"dtype":"uint16","vocab_size":128,"num_tokens":)" +
                                   std::to_string(kTokens) + "}");
-    folder_.write("run.toml", "[model]\npath = \"" TESSERA_TEST_DATA R"(/qwen3-moe-fp32"
+    write_config("run.toml", "qwen3-moe-fp32", "");
+  }
+
+  void write_config(const std::string& name, const std::string& model, const std::string& rules) {
+    folder_.write(name, "[model]\npath = \"" TESSERA_TEST_DATA "/" + model + R"("
 [data]
 path = "ids.bin"
 [training]
@@ -45,14 +50,16 @@ adamw_lr_scale = 0.1
 no_decay = ["*norm"]
 [checkpoint]
 interval = 2
-)");
+)" + rules);
   }
 
-  std::vector<double> losses(const std::string& run, const Words& more) {
-    Words words{"train", "run.toml", "--job.dump_folder", run};
+  std::vector<double> losses(const std::string& run, const Words& more,
+                             const std::string& config = "run.toml") {
+    Words words{"train", config, "--job.dump_folder", run};
     words.insert(words.end(), more.begin(), more.end());
     const Outcome outcome = run_program(folder_, words);
     EXPECT_EQ(outcome.code, 0) << run << ": " << outcome.err;
+    said_ = outcome.err;
     std::vector<double> found;
     std::istringstream text(read_file(folder_ / run / "metrics/metrics.jsonl"));
     for (std::string line; std::getline(text, line);) {
@@ -62,6 +69,7 @@ interval = 2
   }
 
   TemporaryFolder folder_;
+  std::string said_;  ///< by the last run, on stderr
 };
 
 /// Iterations grow fp32's noise in small singular values by up to 485: 3e-5 of an update, which moves
@@ -106,6 +114,66 @@ TEST_F(MuonRun, GoesOnUnderAnotherLayout) {
   half.insert(half.end(), {"--training.steps", "2"});
   ASSERT_EQ(losses("parts", half).size(), 2U);
   expect_alike(losses("parts", kStages), expected, "parts");
+}
+
+constexpr const char* kAsOne = R"(
+[[optimizer.rule]]
+match = ["*"]
+split_fused = false
+)";
+const Words kHalf{"--training.steps", "2"};
+
+// gpt-oss has gate and up in turn, Llama 4 side by side, Qwen3-MoE in tensors of their own.
+TEST_F(MuonRun, MatricesOfFusedWeightsAreSteppedAloneUnderEveryLayout) {
+  for (const std::string model : {"gpt-oss-fp32", "llama4-text-fp32", "qwen3-moe-fp32"}) {
+    write_config("apart.toml", model, "");
+    write_config("one.toml", model, kAsOne);
+    const auto expected = losses(model + "/apart", {}, "apart.toml");
+    const auto as_one = losses(model + "/one", {}, "one.toml");
+    ASSERT_EQ(expected.size(), 4U) << model;
+    EXPECT_EQ(as_one.front(), expected.front()) << model;
+    EXPECT_GT(std::abs(as_one.back() - expected.back()), 100 * kBound) << model;
+    const Words cut{"--parallelism.tensor_parallel_degree", "2",
+                    "--parallelism.expert_tensor_parallel_degree", "2"};
+    expect_alike(losses(model + "/cut", cut, "apart.toml"), expected, model + ", etp");
+    expect_alike(losses(model + "/experts", kExperts, "apart.toml"), expected, model + ", ep");
+  }
+}
+
+TEST_F(MuonRun, AResumedRunStepsFusedWeightsAsItsCheckpointDoes) {
+  write_config("apart.toml", "gpt-oss-fp32", "");
+  write_config("one.toml", "gpt-oss-fp32", kAsOne);
+  const auto apart = losses("apart", {}, "apart.toml");
+  const auto as_one = losses("one", {}, "one.toml");
+  losses("a", kHalf, "one.toml");
+  EXPECT_EQ(losses("a", {}, "apart.toml"), as_one);
+  EXPECT_THAT(said_, ::testing::HasSubstr("each as one matrix"));
+  losses("b", kHalf, "apart.toml");
+  EXPECT_EQ(losses("b", {}, "one.toml"), apart);
+  EXPECT_THAT(said_, ::testing::HasSubstr("the matrices of each by themselves"));
+  losses("c", kHalf, "apart.toml");
+  EXPECT_EQ(losses("c", {}, "apart.toml"), apart);
+  EXPECT_THAT(said_, ::testing::Not(::testing::HasSubstr("split_fused")));
+}
+
+// Of before there was a choice: what files hold as one tensor was one matrix.
+TEST_F(MuonRun, ACheckpointThatDoesNotSayItGoesOnInTheOldWay) {
+  for (const std::string model : {"gpt-oss-fp32", "qwen3-moe-fp32"}) {
+    write_config("apart.toml", model, "");
+    write_config("one.toml", model, kAsOne);
+    const bool was_one = model == "gpt-oss-fp32";
+    const std::string config = was_one ? "one.toml" : "apart.toml";
+    const auto expected = losses(model + "/whole", {}, config);
+    losses(model + "/parts", kHalf, config);
+    const auto path = folder_ / model / "parts/checkpoint/step-2/manifest.json";
+    auto manifest = parse_checkpoint_manifest(read_file(path), "manifest.json");
+    ASSERT_TRUE(manifest.fused_as_one.has_value());
+    EXPECT_EQ(manifest.fused_as_one->size(), was_one ? 4U : 0U);
+    manifest.fused_as_one.reset();
+    folder_.write(model + "/parts/checkpoint/step-2/manifest.json", to_json(manifest));
+    EXPECT_EQ(losses(model + "/parts", {}, "apart.toml"), expected);
+    EXPECT_EQ(said_.find("split_fused") != std::string::npos, was_one) << said_;
+  }
 }
 
 }  // namespace

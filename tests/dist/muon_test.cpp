@@ -17,6 +17,7 @@
 
 #include "dist/plain.h"
 #include "dist/ranks.h"
+#include "fsdp/optim/optimizer_registry.h"
 #include "fsdp/optim/orthogonalize.h"
 #include "tessera/optim.h"
 #include "tessera/shard.h"
@@ -343,6 +344,118 @@ TEST(Muon, SixteenBitShardsAreSteppedWithTheirMasters) {
     // master none would.
     EXPECT_FALSE(at::equal(after.at("p0"), before.at("p0"))) << to_string(dtype);
     expect_bits_of_one_rank({{"two ranks", 2}, shapes, policy, muon({}), 3});
+  }
+}
+
+using layout::FusedMatrices;
+
+/// Several matrices in one tensor, by drawn numbers; the last two of its dims are cut.
+struct Fused {
+  Shape shape;
+  FusedMatrices parts;
+};
+
+Fused drawn_fused(std::mt19937& random) {
+  const auto side = [&] { return static_cast<std::int64_t>(4 * (1 + random() % 5)); };
+  Fused fused{{side(), side()}, {.count = 2 + static_cast<int>(random() % 2)}};
+  fused.parts.dim = static_cast<int>(random() % 2);
+  if (random() % 2 == 0) fused.parts.order = FusedMatrices::Order::kInTurn;
+  fused.shape[static_cast<std::size_t>(fused.parts.dim)] *= fused.parts.count;
+  if (random() % 2 == 0) fused.shape.insert(fused.shape.begin(), 2 * (1 + random() % 2));
+  return fused;
+}
+
+at::Tensor part_of(const at::Tensor& whole, const FusedMatrices& parts, int index) {
+  const auto dim = whole.dim() - 2 + parts.dim;
+  if (parts.order == FusedMatrices::Order::kInTurn) {
+    return whole.slice(dim, index, std::nullopt, parts.count).contiguous();
+  }
+  return whole.chunk(parts.count, dim).at(static_cast<std::size_t>(index)).contiguous();
+}
+
+MakeOptimizer muon_of(const std::vector<Fused>& all, AdjustLr adjust) {
+  fsdp::MatrixForms forms;
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    auto [shape, parts] = all[i];
+    fsdp::MatrixForm form{{1, shape}, parts};
+    if (shape.size() == 3) form = {{shape[0], {shape[1], shape[2]}}, parts};
+    forms.emplace(Holder::name_of(i), form);
+  }
+  return [forms, adjust](const ShardedBase& model) {
+    fsdp::Hyperparameters numbers;
+    numbers.momentum = 0.95;
+    numbers.weight_decay = 0.1;
+    numbers.adjust_lr_fn = adjust;
+    return fsdp::make_optimizer(fsdp::OptimizerName::kMuon, model, 0.05, numbers, forms);
+  };
+}
+
+// What each part is stepped to is known from PyTorch (above): its own parameter has the same bits.
+TEST(Muon, PartsOfFusedMatricesAreSteppedAsMatricesOfTheirOwn) {
+  std::mt19937 random(20261128);
+  for (int round = 0; round < 24; ++round) {
+    const Fused fused = drawn_fused(random);
+    const auto adjust = round % 2 == 0 ? AdjustLr::kOriginal : AdjustLr::kMatchRmsAdamw;
+    MuonOptions options;
+    options.lr = 0.05;
+    options.adjust_lr_fn = adjust;
+    ranks(1).run([&](World& world) {
+      const auto stepped = [&](const std::vector<at::Tensor>& tensors, const MakeOptimizer& make,
+                               const std::function<at::Tensor(std::size_t, int)>& gradient) {
+        auto handle = fully_shard(std::make_shared<Holder>(tensors), data_mesh(world));
+        const auto optimizer = make(handle);
+        std::vector<at::Tensor> found;
+        for (int step = 1; step <= 3; ++step) {
+          found.clear();
+          for (std::size_t i = 0; i < handle.shards().size(); ++i) {
+            auto shard = handle.shards()[i].shard;
+            shard.mutable_grad() = gradient(i, step).reshape(-1).clone();
+            found.push_back(shard);
+          }
+          optimizer->step();
+        }
+        for (std::size_t i = 0; i < found.size(); ++i) {
+          found[i] = found[i].detach().reshape(tensors[i].sizes());
+        }
+        return found;
+      };
+      const auto whole = [&](int step) {
+        return values(fused.shape, static_cast<std::uint32_t>(step), 7);
+      };
+      std::vector<at::Tensor> parts;
+      for (int i = 0; i < fused.parts.count; ++i) {
+        parts.push_back(here(part_of(whole(0), fused.parts, i)));
+      }
+      const auto together = stepped({here(whole(0))}, muon_of({fused}, adjust),
+                                    [&](std::size_t, int step) { return here(whole(step)); });
+      const auto alone = stepped(parts, muon(options), [&](std::size_t i, int step) {
+        return here(part_of(whole(step), fused.parts, static_cast<int>(i)));
+      });
+      for (std::size_t i = 0; i < alone.size(); ++i) {
+        EXPECT_TRUE(at::equal(part_of(together[0], fused.parts, static_cast<int>(i)), alone[i]))
+            << "round " << round << ", part " << i << " of " << at::IntArrayRef(fused.shape);
+      }
+      const auto as_one = stepped({here(whole(0))}, muon(options),
+                                  [&](std::size_t, int step) { return here(whole(step)); });
+      EXPECT_FALSE(at::equal(as_one[0], together[0])) << "able to fail";
+    });
+  }
+}
+
+TEST(Muon, PartsOfFusedMatricesHaveTheBitsOfOneRankOnEveryLayout) {
+  std::mt19937 random(20261129);
+  for (int round = 0; round < 8; ++round) {
+    std::vector<Fused> all;
+    std::vector<Shape> shapes;
+    for (int i = 0; i < 3; ++i) {
+      all.push_back(drawn_fused(random));
+      shapes.push_back(all.back().shape);
+    }
+    for (const auto& layout : {Layout{"2 ranks", 2}, Layout{"3 ranks", 3}, Layout{"replicas", 4, 2},
+                               Layout{"tp", 2, 1, 2, {0}}, Layout{"tp, columns", 2, 1, 2, {1}},
+                               Layout{"dp x tp", 4, 1, 2, {1, 0, std::nullopt}}}) {
+      expect_bits_of_one_rank({layout, shapes, {}, muon_of(all, AdjustLr::kOriginal), 2});
+    }
   }
 }
 

@@ -109,9 +109,11 @@ MatrixExchange plan_exchange(const std::vector<MatrixParameter>& parameters,
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const auto& [count, sides] = parameters[i].matrices;
     const auto first = exchange.matrices.size();
+    const auto each = parameters[i].fused.shape_of_each(sides);
+    const double cost = parameters[i].fused.count * orthogonalization_cost(each.at(0), each.at(1));
     for (std::int64_t k = 0; k < count; ++k) {
       exchange.matrices.push_back({i, 0});
-      costs.push_back(orthogonalization_cost(sides.at(0), sides.at(1)));
+      costs.push_back(cost);
     }
     const auto pieces = pieces_of(parameters[i], first, held, i);
     exchange.pieces.insert(exchange.pieces.end(), pieces.begin(), pieces.end());

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "layout/fused_matrices.h"
 #include "layout/local_part.h"
 #include "layout/range.h"
 #include "layout/tensor_box.h"
@@ -26,6 +27,7 @@ struct MatrixParameter {
   ParameterLayout layout;
   std::vector<std::int64_t> shape;  ///< global
   layout::FileShape matrices;
+  layout::FusedMatrices fused = {};  ///< what each of them is
 };
 
 /// What one rank holds of one of them.

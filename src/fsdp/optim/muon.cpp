@@ -3,7 +3,8 @@
 // A step has, for all matrices together: momentum on each shard, one all-to-all that brings each
 // matrix whole to one rank, its orthogonalization there, one all-to-all back, the update of each
 // shard. What is not element by element happens on whole matrices, so no bit depends on the ranks.
-// Next: matrix_exchange.h, orthogonalize.h.
+// A tensor of several matrices side by side or in turn travels as one; each of them is
+// orthogonalized alone. Next: matrix_exchange.h, orthogonalize.h.
 #include "tessera/muon.h"
 
 #include <ATen/ATen.h>
@@ -105,6 +106,27 @@ at::Tensor part_of(const at::Tensor& matrix, const TensorBox& box) {
   return matrix.narrow(0, box.offset[0], box.size[0]).narrow(1, box.offset[1], box.size[1]);
 }
 
+/// The `index`-th of the matrices that one holds.
+at::Tensor part_of(const at::Tensor& matrix, const layout::FusedMatrices& fused, int index) {
+  if (fused.order == layout::FusedMatrices::Order::kInTurn) {
+    return matrix.slice(fused.dim, index, std::nullopt, fused.count);
+  }
+  const auto size = matrix.size(fused.dim) / fused.count;
+  return matrix.narrow(fused.dim, index * size, size);
+}
+
+/// Each by itself, in its place.
+at::Tensor each_orthogonalized(const at::Tensor& matrix, const layout::FusedMatrices& fused,
+                               const fsdp::NewtonSchulz& how) {
+  if (fused.count == 1) return fsdp::orthogonalized(matrix, how);
+  auto result = at::empty_like(matrix);
+  for (int i = 0; i < fused.count; ++i) {
+    const auto part = part_of(matrix, fused, i).contiguous();
+    part_of(result, fused, i).copy_(fsdp::orthogonalized(part, how));
+  }
+  return result;
+}
+
 /// Flattened boxes of one matrix, each made when it is first asked for.
 class Boxes {
  public:
@@ -158,20 +180,20 @@ class Muon : public fsdp::AdamW {
     std::vector<const GradContract*> contracts;
     std::uint64_t layout = 0;
     int rank = 0;
-    std::vector<layout::FileShape> forms;
+    std::vector<fsdp::MatrixForm> forms;
     fsdp::MatrixExchange exchange;
     Crossing to_owners, to_holders;
   };
 
-  std::optional<layout::FileShape> matrices_of(const GradContract& contract) const;
+  std::optional<fsdp::MatrixForm> matrices_of(const GradContract& contract) const;
   const Known& known_for(const std::vector<Item*>& items);
   std::vector<std::vector<fsdp::HeldElements>> held_by_ranks(const std::vector<Item*>& items);
   at::Tensor exchanged(const at::Tensor& out, const Crossing& crossing);
   at::Tensor direction_of(const Item& item) const;
   void update_matrices(const std::vector<Item*>& items);
   at::Tensor results_of(const Known& known, const at::Tensor& arrived) const;
-  void step_item(Item& item, const at::Tensor& result, const layout::FileShape& form);
-  double adjusted(double lr, const layout::FileShape& form) const;
+  void step_item(Item& item, const at::Tensor& result, const fsdp::MatrixForm& form);
+  double adjusted(double lr, const fsdp::MatrixForm& form) const;
 
   MuonOptions options_;
   fsdp::MatrixForms forms_;  // empty: by dims
@@ -179,7 +201,7 @@ class Muon : public fsdp::AdamW {
   std::shared_ptr<comm::Group> group_;  // null: one rank, or not yet
 };
 
-std::optional<layout::FileShape> Muon::matrices_of(const GradContract& contract) const {
+std::optional<fsdp::MatrixForm> Muon::matrices_of(const GradContract& contract) const {
   if (!forms_.empty()) {
     const auto found = forms_.find(contract.name);
     return found == forms_.end() ? std::nullopt : std::optional(found->second);
@@ -188,8 +210,8 @@ std::optional<layout::FileShape> Muon::matrices_of(const GradContract& contract)
   const bool is_named = std::ranges::any_of(
       options_.adamw, [&](const auto& pattern) { return grad::matches(pattern, contract); });
   if (is_named || contract.numel() == 0) return std::nullopt;
-  if (shape.size() == 2) return layout::FileShape{1, shape};
-  if (shape.size() == 3) return layout::FileShape{shape[0], {shape[1], shape[2]}};
+  if (shape.size() == 2) return fsdp::MatrixForm{{1, shape}};
+  if (shape.size() == 3) return fsdp::MatrixForm{{shape[0], {shape[1], shape[2]}}};
   return std::nullopt;
 }
 
@@ -236,7 +258,8 @@ const Muon::Known& Muon::known_for(const std::vector<Item*>& items) {
   std::vector<fsdp::MatrixParameter> parameters;
   for (const auto* contract : contracts) {
     known.forms.push_back(matrices_of(*contract).value());
-    parameters.push_back({contract->name, contract->layout, contract->shape, known.forms.back()});
+    const auto& form = known.forms.back();
+    parameters.push_back({contract->name, contract->layout, contract->shape, form, form.fused});
   }
   known.contracts = std::move(contracts);
   auto* control = runtime().data_group();
@@ -337,8 +360,8 @@ at::Tensor Muon::results_of(const Known& known, const at::Tensor& arrived) const
       at::empty({std::accumulate(sends.begin(), sends.end(), std::int64_t{0})}, arrived.options());
   for (std::size_t i = 0; i < exchange.matrices.size(); ++i) {
     if (exchange.matrices[i].owner != known.rank) continue;
-    const auto& shape = known.forms[exchange.matrices[i].parameter].shape;
-    auto matrix = at::empty(shape, arrived.options());
+    const auto& form = known.forms[exchange.matrices[i].parameter];
+    auto matrix = at::empty(form.shape, arrived.options());
     Boxes found;
     for (const auto& [piece, place] : arrivals[i]) {
       const auto& of = exchange.pieces[piece];
@@ -350,7 +373,7 @@ at::Tensor Muon::results_of(const Known& known, const at::Tensor& arrived) const
     for (const auto& [box, values] : found.all()) {
       part_of(matrix, box).copy_(values.view(box.size));
     }
-    matrix = fsdp::orthogonalized(matrix, how);
+    matrix = each_orthogonalized(matrix, form.fused, how);
     Boxes made;
     for (const auto& [piece, place] : returns[i]) {
       const auto& of = exchange.pieces[piece];
@@ -362,16 +385,17 @@ at::Tensor Muon::results_of(const Known& known, const at::Tensor& arrived) const
   return results;
 }
 
-double Muon::adjusted(double lr, const layout::FileShape& form) const {
-  const auto rows = static_cast<double>(form.shape[0]);
-  const auto columns = static_cast<double>(form.shape[1]);
+double Muon::adjusted(double lr, const fsdp::MatrixForm& form) const {
+  const auto shape = form.fused.shape_of_each(form.shape);
+  const auto rows = static_cast<double>(shape[0]);
+  const auto columns = static_cast<double>(shape[1]);
   if (options_.adjust_lr_fn == AdjustLr::kOriginal) {
     return lr * std::sqrt(std::max(1.0, rows / columns));
   }
   return lr * 0.2 * std::sqrt(std::max(rows, columns));
 }
 
-void Muon::step_item(Item& item, const at::Tensor& result, const layout::FileShape& form) {
+void Muon::step_item(Item& item, const at::Tensor& result, const fsdp::MatrixForm& form) {
   const auto rates = rates_of(item, options_.weight_decay);
   const double kept = 1 - rates.lr * rates.weight_decay;
   const double lr = adjusted(rates.lr, form);

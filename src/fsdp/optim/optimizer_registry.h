@@ -16,6 +16,7 @@
 #include <string_view>
 #include <vector>
 
+#include "layout/fused_matrices.h"
 #include "layout/local_part.h"
 #include "tessera/muon.h"
 #include "tessera/optimizer_rule.h"
@@ -35,9 +36,14 @@ enum class OptimizerName : std::uint8_t {
 using Betas = std::array<double, 2>;
 using Coefficients = std::array<double, 3>;
 
-/// By canonical name, the parameters of a model that are hidden matrices, each so many one after the
-/// other: what Muon takes whole. Empty where nobody has said.
-using MatrixForms = std::map<std::string, layout::FileShape, std::less<>>;
+/// Of a parameter that is so many matrices, one after the other: what Muon takes whole.
+struct MatrixForm : layout::FileShape {
+  /// Of each: the parts that are orthogonalized alone, of which one tensor holds several.
+  layout::FusedMatrices fused = {};
+};
+/// By canonical name, the parameters of a model that are hidden matrices. Empty where nobody has
+/// said.
+using MatrixForms = std::map<std::string, MatrixForm, std::less<>>;
 
 /// What a configuration says of an optimizer beside its learning rate: each takes what it knows.
 struct Hyperparameters {

@@ -32,30 +32,42 @@ void read_layers(ConfigReader& keys, ModelSpec& spec) {
       keys.contains("sliding_window") ? required(keys, "sliding_window", kSize) : 4096;
 }
 
-/// Of full layers as spec.rope, of sliding ones as spec.sliding_rope.
+/// rope_parameters holds a record a type of layers. The old spelling beside it says the rope of full
+/// layers in rope_scaling and rope_theta, the theta of sliding ones in rope_local_base_freq.
 void read_ropes(ConfigReader& keys, ModelSpec& spec, std::vector<std::string>& unknown) {
-  spec.rope.theta = keys.number("rope_theta", kTheta).value_or(kGlobalTheta);
-  nn::RopeOptions& local = spec.sliding_rope.emplace();
-  local.theta = keys.number("rope_local_base_freq", kTheta).value_or(kLocalTheta);
+  RopeAround full{.theta = keys.number("rope_theta", kTheta).value_or(kGlobalTheta),
+                  .max_position_embeddings = spec.max_position_embeddings};
+  RopeAround sliding = full;
+  sliding.theta = keys.number("rope_local_base_freq", kTheta).value_or(kLocalTheta);
   const auto read = [&](ConfigReader& from, std::string_view key, const std::string& path,
-                        nn::RopeOptions& rope) {
+                        const RopeAround& around) {
     const nlohmann::json* record = from.take(key);
-    if (record == nullptr) return;
+    if (record == nullptr) return nn::RopeOptions{.theta = around.theta};
     if (!record->is_object()) from.refuse(key, "an object or null");
-    read_rope_record(*record, concat(path, key, "."), rope, unknown);
+    return read_rope_record(*record, concat(path, key, "."), around, unknown);
   };
   const nlohmann::json* parameters = keys.take("rope_parameters");
   if (parameters == nullptr) {
-    read(keys, "rope_scaling", "", spec.rope);
+    spec.rope = read(keys, "rope_scaling", "", full);
+    spec.sliding_rope = nn::RopeOptions{.theta = sliding.theta};
     return;
   }
   if (!parameters->is_object()) keys.refuse("rope_parameters", "an object, one record a type");
-  if (keys.take("rope_scaling") != nullptr) {
-    keys.refuse("rope_scaling", "none beside rope_parameters, which says it by layer type");
-  }
   ConfigReader types(*parameters, "rope_parameters.");
-  read(types, kFullAttention, "rope_parameters.", spec.rope);
-  read(types, kSlidingAttention, "rope_parameters.", local);
+  spec.rope = read(types, kFullAttention, "rope_parameters.", full);
+  spec.sliding_rope = read(types, kSlidingAttention, "rope_parameters.", sliding);
+  const auto check = [&](const char* key, const char* type) {
+    const nlohmann::json* record = types.take(type);
+    if (record != nullptr)
+      check_beside(keys, key, *record, concat("rope_parameters.", type), "rope_theta");
+  };
+  check("rope_theta", kFullAttention);
+  check("rope_local_base_freq", kSlidingAttention);
+  if (keys.take("rope_scaling") != nullptr) {
+    full.theta = spec.rope.theta;  // rope_scaling has none
+    check_same_rope(keys, read(keys, "rope_scaling", "", full), spec.rope,
+                    concat("rope_parameters.", kFullAttention));
+  }
   for (std::string& line : types.unknown()) unknown.push_back(std::move(line));
 }
 

@@ -13,6 +13,7 @@
 #include "models/config_reader.h"
 #include "models/family.h"
 #include "models/gemma4/gemma4_layers.h"
+#include "models/keys/known_keys.h"
 #include "models/spec_keys.h"
 #include "tessera/error.h"
 
@@ -43,11 +44,6 @@ const nlohmann::json* nested(ConfigReader& keys, std::string_view key) {
   const nlohmann::json* object = keys.take(key);
   if (object != nullptr && !object->is_object()) keys.refuse(key, "an object");
   return object;
-}
-
-void finish(ConfigReader& keys, std::vector<std::string>& unknown) {
-  ignore_harmless(keys);
-  for (std::string& line : keys.unknown()) unknown.push_back(std::move(line));
 }
 
 /// What a text_config may say that is not computed here.
@@ -275,14 +271,12 @@ nlohmann::ordered_json vision_json(const ModelSpec& spec) {
   return json;
 }
 
-/// `unknown` collects the nested keys that nobody took.
-ModelSpec read_gemma4(ConfigReader& keys, Purpose purpose, std::vector<std::string>& unknown) {
+/// `left` collects the nested keys that nobody took.
+ModelSpec read_gemma4(ConfigReader& keys, Purpose purpose, LeftKeys& left) {
   ModelSpec spec;
   spec.family = Family::kGemma4;
   Gemma4Spec& gemma = spec.gemma4.emplace();
   keys.expect("audio_config", nullptr, "audio is not supported");
-  keys.expect("quantization_config", nullptr, kNoQuantization);
-  keys.expect("is_encoder_decoder", false, kDecoderOnly);
   // The text_config's count; the last two are the tokenizer's and the processor's.
   keys.ignore({"initializer_range", "bos_token_id", "eos_token_id", "pad_token_id", "eoa_token_id",
                "vision_soft_tokens_per_image"});
@@ -302,13 +296,13 @@ ModelSpec read_gemma4(ConfigReader& keys, Purpose purpose, std::vector<std::stri
   join_dtype(text_keys, spec.dtype);
   text_keys.expect("tie_word_embeddings", spec.tie_word_embeddings,
                    "as the top level of the file says");
-  read_text(text_keys, purpose, spec, unknown);
-  finish(text_keys, unknown);
+  read_text(text_keys, purpose, spec, left.unknown);
+  settle_left_keys(text_keys, nullptr, left);
   if (const nlohmann::json* vision = nested(keys, "vision_config")) {
     ConfigReader vision_keys(*vision, "vision_config.");
     join_dtype(vision_keys, spec.dtype);
-    gemma.vision = read_vision(vision_keys, purpose, unknown);
-    finish(vision_keys, unknown);
+    gemma.vision = read_vision(vision_keys, purpose, left.unknown);
+    settle_left_keys(vision_keys, nullptr, left);
   }
   return spec;
 }

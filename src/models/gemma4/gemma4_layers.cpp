@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <set>
 #include <string_view>
 #include <utility>
 
@@ -38,9 +39,10 @@ std::vector<LayerType> read_types(ConfigReader& keys, std::int64_t layers) {
   return types;
 }
 
-/// The layer that a key of per_layer_config names.
+/// The layer that a key of per_layer_config names: transformers puts zeros in front, so that all have
+/// the digits of their count.
 std::optional<std::size_t> layer_number(const std::string& key, std::size_t layers) {
-  if (key.empty() || key.size() > 5 || (key.size() > 1 && key[0] == '0')) return std::nullopt;
+  if (key.empty() || key.size() > std::to_string(layers).size()) return std::nullopt;
   std::size_t number = 0;
   for (const char digit : key) {
     if (digit < '0' || digit > '9') return std::nullopt;
@@ -51,13 +53,14 @@ std::optional<std::size_t> layer_number(const std::string& key, std::size_t laye
 
 void read_per_layer(ConfigReader& keys, const nlohmann::json& overrides, Gemma4Spec& gemma) {
   if (!overrides.is_object()) keys.refuse("per_layer_config", "an object, one record a layer");
+  std::set<std::size_t> seen;
   for (const auto& [key, record] : overrides.items()) {
     const auto number = layer_number(key, gemma.layers.size());
-    if (!number || !record.is_object()) {
-      throw Error(
-          ErrorKind::kConfig,
-          concat("config.json text_config.per_layer_config: found ", shown(key), " = ",
-                 shown(record), ", expected records of layers 0 to ", gemma.layers.size() - 1));
+    if (!number || !record.is_object() || !seen.insert(*number).second) {
+      throw Error(ErrorKind::kConfig,
+                  concat("config.json text_config.per_layer_config: found ", shown(key), " = ",
+                         shown(record), ", expected records of layers 0 to ",
+                         gemma.layers.size() - 1, ", one each"));
     }
     ConfigReader layer(record, concat("text_config.per_layer_config.", key, "."));
     Gemma4Layer& target = gemma.layers[*number];

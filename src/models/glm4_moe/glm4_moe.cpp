@@ -6,29 +6,20 @@
 #include "models/deepseek_v2/deepseek_keys.h"
 #include "models/family.h"
 #include "models/spec_keys.h"
+#include "tessera/error.h"
 
 namespace tessera::models {
 namespace {
 
 constexpr double kHalf = 0.5;
 
-/// Beside rope_theta, or in the record, which has been read.
-void read_turned_part(ConfigReader& keys, nn::RopeOptions& rope) {
-  const auto beside = keys.number("partial_rotary_factor", {0.0, 1.0});
-  const nlohmann::json* const record = keys.take("rope_parameters");
-  const bool in_record = record != nullptr && record->contains("partial_rotary_factor");
-  const double part = in_record ? rope.partial_rotary_factor : beside.value_or(kHalf);
-  if ((beside && *beside != part) || (part != kHalf && part != 1.0)) {
-    keys.refuse("partial_rotary_factor", "0.5 or 1, once");
-  }
-  rope.partial_rotary_factor = part;
-}
-
 void read_glm4_moe(ConfigReader& keys, ModelSpec& spec) {
   if (!keys.contains("rms_norm_eps")) spec.rms_norm_eps = 1e-5;
   spec.use_qk_norm = keys.boolean("use_qk_norm").value_or(false);
-  read_turned_part(keys, spec.rope);
-  if (spec.rope.partial_rotary_factor == kHalf && spec.head_dim % 4 != 0) {
+  const double part = spec.rope.partial_rotary_factor;
+  TESSERA_CHECK(part == kHalf || part == 1.0, ErrorKind::kConfig,
+                "config.json partial_rotary_factor: found ", part, ", expected 0.5 or 1");
+  if (part == kHalf && spec.head_dim % 4 != 0) {
     keys.refuse("head_dim", "a multiple of 4, whose half turns in pairs");
   }
   read_routed_experts(
@@ -54,8 +45,8 @@ const FamilyTraits& glm4_moe_traits() {
       .default_head_dim = std::nullopt,
       .default_num_key_value_heads = 8,
       .default_max_position_embeddings = 131072,
+      .default_partial_rotary_factor = kHalf,
       .has_mlp_bias = false,
-      .own_keys = {"partial_rotary_factor"},
       .pins = {.strict = {"e_score_correction_bias"},
                .under_float16 = {},
                .strict_of_routers = true},

@@ -58,8 +58,7 @@ void read_sizes(ConfigReader& keys, ModelSpec& spec) {
               hidden * static_cast<double>(spec.vocab_size + spec.max_position_embeddings));
 }
 
-ModelSpec read_gpt2(ConfigReader& keys, Purpose /*purpose*/,
-                    std::vector<std::string>& /*unknown*/) {
+ModelSpec read_gpt2(ConfigReader& keys, Purpose /*purpose*/, LeftKeys& /*left*/) {
   ModelSpec spec;
   spec.family = Family::kGpt2;
   read_sizes(keys, spec);
@@ -81,9 +80,6 @@ ModelSpec read_gpt2(ConfigReader& keys, Purpose /*purpose*/,
   keys.expect("scale_attn_weights", true, "scores are divided by the root of the head's size");
   keys.expect("scale_attn_by_inverse_layer_idx", false, "scores are scaled alike in all layers");
   keys.expect("reorder_and_upcast_attn", false, "it is another order of roundings");
-  keys.expect("add_cross_attention", false, "no cross attention");
-  keys.expect("is_encoder_decoder", false, kDecoderOnly);
-  keys.expect("quantization_config", nullptr, kNoQuantization);
   // Of heads that sum a text up.
   keys.ignore({"summary_activation", "summary_first_dropout", "summary_proj_to_labels",
                "summary_type", "summary_use_proj"});

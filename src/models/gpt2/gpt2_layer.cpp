@@ -33,11 +33,12 @@ Gpt2Attention::Gpt2Attention(const ModelSpec& spec, const nn::TensorRegion& regi
   const std::int64_t hidden = spec.hidden_size;
   // Columns of queries, keys and values stand in one matrix, of which a rank needs some of each: it
   // has all of it, computes with its own, and gives a gradient that is zero elsewhere.
-  c_attn_ = register_module("c_attn", std::make_shared<TransposedLinear>(
-                                          TransposedLinear::Options{.in = hidden,
-                                                                    .out = kParts * hidden,
-                                                                    .weight = region.inside(),
-                                                                    .bias = region.inside()}));
+  c_attn_ = register_module("c_attn", std::make_shared<TransposedLinear>(TransposedLinear::Options{
+                                          .in = hidden,
+                                          .out = kParts * hidden,
+                                          .weight = region.inside(),
+                                          .bias = region.inside(),
+                                          .fused = {.count = static_cast<int>(kParts), .dim = 1}}));
   c_proj_ = register_module(
       "c_proj", std::make_shared<TransposedLinear>(row_parallel(region, hidden, hidden)));
 }

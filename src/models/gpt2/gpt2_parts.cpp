@@ -74,7 +74,8 @@ at::Tensor LayerNorm::forward(const at::Tensor& x) {
 }
 
 TransposedLinear::TransposedLinear(const Options& options) {
-  weight = add_parameter("weight", {options.in, options.out}, {.layout = options.weight});
+  weight = add_parameter("weight", {options.in, options.out},
+                         {.layout = options.weight, .fused = options.fused});
   bias = add_parameter("bias", {options.out}, nn::bias_of_layer(options.bias));
 }
 

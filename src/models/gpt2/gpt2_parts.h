@@ -38,6 +38,7 @@ class TransposedLinear : public nn::PlacedModule {
     std::int64_t out = 0;
     ParameterLayout weight = {};
     ParameterLayout bias = {};
+    layout::FusedMatrices fused = {};
   };
   explicit TransposedLinear(const Options& options);
   /// x [..., in] -> [..., out] in x's dtype.

@@ -115,6 +115,11 @@ const std::vector<RuleKey<OptimizerRule>>& rule_keys<OptimizerRule>() {
       match_key<OptimizerRule>(),
       number_key("lr_scale", &OptimizerRule::lr_scale),
       number_key("weight_decay", &OptimizerRule::weight_decay),
+      {"split_fused",
+       [](OptimizerRule& rule, const ConfigValue& v, std::string_view key) {
+         rule.split_fused = Codec<bool>::from(v, key, {});
+       },
+       [](const OptimizerRule& rule) { return Codec<std::optional<bool>>::to(rule.split_fused); }},
   };
   return keys;
 }

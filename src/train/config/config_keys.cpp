@@ -239,7 +239,10 @@ void add_inputs(std::vector<ConfigKey>& keys) {
             "How frozen parameters are kept: shard like trained ones, or replicate: whole on every "
             "rank in the compute dtype, never gathered."})
       .key("aux_loss_coef", &ModelConfig::aux_loss_coef,
-           {"", "Weight of the router's auxiliary loss.", "0, or what config.json says"},
+           {"",
+            "Weight of the router's auxiliary loss, which is of each micro-batch by itself: "
+            "training.local_batch_size changes it.",
+            "0, or what config.json says"},
            at_least(0))
       .key(
           "load_balance_coeff", &ModelConfig::load_balance_coeff,
@@ -397,10 +400,12 @@ void add_update(std::vector<ConfigKey>& keys) {
 #include "fsdp/optim/optimizers.def"
   optimizer.key("no_decay", &O::no_decay,
                 {"patterns", "Parameters without weight decay; frozen ones count as matched."});
-  optimizer.key("rule", static_cast<std::vector<OptimizerRule> O::*>(&O::rule),
-                {"",
-                 "[[optimizer.rule]]: match = [patterns] with lr_scale, weight_decay or both, over "
-                 "no_decay; the last match wins."});
+  optimizer.key(
+      "rule", static_cast<std::vector<OptimizerRule> O::*>(&O::rule),
+      {"",
+       "[[optimizer.rule]]: match = [patterns] with lr_scale, weight_decay (over no_decay) or "
+       "split_fused; the last match wins. split_fused = false: Muon steps gate and up (or "
+       "queries, keys and values) of a fused weight as one matrix, by default each alone."});
   using L = LrSchedulerConfig;
   Section(keys, "lr_scheduler", &Config::lr_scheduler)
       .key("warmup_steps", &L::warmup_steps,

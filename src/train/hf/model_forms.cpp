@@ -1,7 +1,11 @@
 #include "train/hf/model_forms.h"
 
+#include <algorithm>
 #include <map>
+#include <utility>
 
+#include "grad/ruled_update.h"
+#include "tessera/contract.h"
 #include "tessera/error.h"
 
 namespace tessera::train {
@@ -24,19 +28,77 @@ FileForms file_forms(const std::vector<models::ParameterSpec>& table) {
   return FileForms(std::move(stacked));
 }
 
-fsdp::MatrixForms hidden_matrices(const std::vector<models::ParameterSpec>& table) {
+namespace {
+
+bool is_hidden(const models::ParameterSpec& parameter) {
+  return parameter.decay == models::DecayClass::kMatrix && parameter.layer &&
+         parameter.part != models::ModelPart::kRouter && parameter.tied_to.empty();
+}
+
+bool is_fused(const models::ParameterSpec& parameter) {
+  return is_hidden(parameter) && parameter.fused.count > 1;
+}
+
+/// The last two dims as one matrix, those before them as so many.
+layout::FileShape as_matrices(const models::ParameterSpec& parameter) {
+  layout::FileShape form{1, parameter.shape};
+  if (form.shape.size() == 3) form = {form.shape[0], {form.shape[1], form.shape[2]}};
+  return form;
+}
+
+fsdp::MatrixForm each_apart(layout::FileShape whole, const layout::FusedMatrices& fused) {
+  if (fused.dim != 0 || fused.order != layout::FusedMatrices::Order::kSideBySide) {
+    return {std::move(whole), fused};
+  }
+  // Rows side by side lie one matrix behind the other.
+  return {{whole.count * fused.count, fused.shape_of_each(std::move(whole.shape))}, {}};
+}
+
+template <class Wanted>
+std::vector<std::string> fused_that(const std::vector<models::ParameterSpec>& table,
+                                    const Wanted& wanted) {
+  std::vector<std::string> names;
+  for (const auto& parameter : table) {
+    if (is_fused(parameter) && wanted(parameter)) names.push_back(parameter.name);
+  }
+  return names;
+}
+
+}  // namespace
+
+fsdp::MatrixForms hidden_matrices(const std::vector<models::ParameterSpec>& table,
+                                  const std::vector<std::string>& as_one) {
   fsdp::MatrixForms forms;
   for (const auto& parameter : table) {
-    const bool is_hidden = parameter.decay == models::DecayClass::kMatrix && parameter.layer &&
-                           parameter.part != models::ModelPart::kRouter &&
-                           parameter.tied_to.empty();
-    auto form = file_form(parameter).file;
-    if (form.count == 1 && form.shape.size() == 3) {  // experts in one tensor
-      form = {form.shape[0], {form.shape[1], form.shape[2]}};
+    if (!is_hidden(parameter)) continue;
+    fsdp::MatrixForm form;
+    if (!is_fused(parameter)) {
+      form = {parameter.stacked.empty() ? as_matrices(parameter) : file_form(parameter).file, {}};
+    } else if (std::ranges::count(as_one, parameter.name) > 0) {
+      form = {as_matrices(parameter), {}};
+    } else {
+      form = each_apart(as_matrices(parameter), parameter.fused);
     }
-    if (is_hidden && form.shape.size() == 2) forms.emplace(parameter.name, form);
+    if (form.shape.size() == 2) forms.emplace(parameter.name, std::move(form));
   }
   return forms;
+}
+
+std::vector<std::string> fused_as_one(const std::vector<models::ParameterSpec>& table,
+                                      const std::vector<OptimizerRule>& rules) {
+  return fused_that(table, [&](const models::ParameterSpec& parameter) {
+    GradContract contract;
+    contract.name = parameter.name;
+    return !grad::ruled_update(rules, contract).split_fused.value_or(true);
+  });
+}
+
+std::vector<std::string> fused_in_files(const std::vector<models::ParameterSpec>& table) {
+  return fused_that(table, [](const auto& parameter) { return parameter.stacked.empty(); });
+}
+
+std::vector<std::string> fused_weights(const std::vector<models::ParameterSpec>& table) {
+  return fused_that(table, [](const auto&) { return true; });
 }
 
 }  // namespace tessera::train

@@ -163,6 +163,10 @@ ModelSource open_model(const ModelConfig& model, const LoraRequest& lora, Purpos
       throw Error(error.kind(), concat(printable(where, 1024), ": ", error.what()));
     }
   }();
+  if (!parsed.ignored_keys.empty()) {
+    log::info("config.json: ignored, as they change nothing in this model: ",
+              joined(parsed.ignored_keys));
+  }
   for (const auto& warning : parsed.warnings) log::warn("config.json: ", warning);
   if (source.folder) name_as_modules(parsed, source);
   source.spec = std::move(parsed.spec);

@@ -1,5 +1,9 @@
 #include "train/resume/checkpoint_session.h"
 
+#include <algorithm>
+#include <iterator>
+#include <string_view>
+
 #include "base/log.h"
 #include "base/text/printable.h"
 #include "comm/group.h"
@@ -42,6 +46,23 @@ RunIdentity identity_of(const Config& config, const ModelSource& source, const B
   return identity;
 }
 
+/// Fused weights that the rules have stepped otherwise than the checkpoint, and so this run, does.
+void note_kept(const std::vector<std::string>& asked, const std::vector<std::string>& kept) {
+  const auto note = [](const auto& from, const auto& others, std::string_view way) {
+    std::vector<std::string> names;
+    std::ranges::copy_if(from, std::back_inserter(names), [&](const std::string& name) {
+      return std::ranges::count(others, name) == 0;
+    });
+    if (names.empty()) return;
+    log::info("optimizer: Muon goes on as in the checkpoint with ", names.size(),
+              " fused weights, ", printable(names.front()),
+              names.size() > 1 ? " and others, " : ", ", way,
+              "; split_fused of [[optimizer.rule]] counts in a run that begins anew");
+  };
+  note(kept, asked, "each as one matrix");
+  note(asked, kept, "the matrices of each by themselves");
+}
+
 checkpointing::SourceDType dtypes_of(const ModelSource& source) {
   return [&source](const std::string& tensor) -> std::optional<DType> {
     const auto* info = source.folder ? source.folder->find(tensor) : nullptr;
@@ -76,7 +97,13 @@ void CheckpointSession::begin(const ModelSource& source, const BatchSource& data
   const auto identity = identity_of(config_, source, data, world_);
   if (resumed_) require_same_run(identity, *resumed_, world_);
 
+  const bool steps_matrices = config_.optimizer.name == fsdp::OptimizerName::kMuon;
   checkpointing::CheckpointOptions options;
+  if (steps_matrices && !fused_weights(source.description.parameters).empty()) {
+    options.about.fused_as_one = fused_as_one(source);
+    note_kept(train::fused_as_one(source.description.parameters, config_.optimizer.rule),
+              *options.about.fused_as_one);
+  }
   options.folder = config_.checkpoint.folder;
   options.keep_latest_k = config_.checkpoint.keep_latest_k;
   options.about.config_hash = Hash128Stream().add(to_toml(config_)).digest();
@@ -91,6 +118,12 @@ void CheckpointSession::begin(const ModelSource& source, const BatchSource& data
   options.state.replica = mesh_.coordinate(axis::kReplicate);
   options.state.replicas = mesh_.size_of(axis::kReplicate);
   saver_.emplace(world_, std::move(options));
+}
+
+std::vector<std::string> CheckpointSession::fused_as_one(const ModelSource& source) const {
+  const auto& table = source.description.parameters;
+  if (!resumed_) return train::fused_as_one(table, config_.optimizer.rule);
+  return resumed_->manifest().fused_as_one.value_or(fused_in_files(table));
 }
 
 StepsDone CheckpointSession::load(const ShardedBase& model, Optimizer& optimizer,

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "checkpoint/saver.h"
 #include "train/data/data.h"
@@ -31,6 +33,9 @@ class CheckpointSession {
   /// Once the data is open: that it is the same run, and all that saving needs. Collective. Errors:
   /// as require_same_run().
   void begin(const ModelSource& source, const BatchSource& data);
+  /// Fused weights that Muon steps as one matrix: as the checkpoint says where the run goes on, which
+  /// begin() notes where the rules say otherwise; else as the rules say.
+  std::vector<std::string> fused_as_one(const ModelSource& source) const;
   /// Fills model, optimizer and scaler, where there is one, where the run goes on; returns how far
   /// it has come. Collective. Errors: as load_checkpoint(), restore_scaler(), and
   /// kConfig where what is going to be saved would have a manifest that no reader takes.

@@ -101,6 +101,11 @@ CheckpointManifest random_manifest(Random& random) {
   manifest.seed = pick(random, 0, 100);
   manifest.data = {{"a.txt", "b.txt"}, pick(random, 0, 1 << 20), {random(), random()}, 16, 4};
   if (random() % 2 == 0) manifest.optimizer = "AdamW";
+  if (random() % 3 == 0) {
+    manifest.fused_as_one = std::vector<std::string>{"layers.0.gate_up_proj", "a\"b"};
+  } else if (random() % 2 == 0) {
+    manifest.fused_as_one.emplace();
+  }
   if (random() % 2 == 0) {
     manifest.lora = {{pick(random, 1, 64), 0.1, 0.25, {"layers.0.q_proj", "a\"b"}},
                      {random(), random()}};

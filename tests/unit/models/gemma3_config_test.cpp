@@ -124,7 +124,7 @@ TEST(Gemma3Config, WhatIsNotSupportedIsRefusedByName) {
               HasSubstr("dynamic"));
   EXPECT_THAT(
       kConfig.refusal({{"rope_parameters", {{"full_attention", {{"rope_type", "default"}}}}}}),
-      HasSubstr("none beside rope_parameters"));
+      HasSubstr("they differ in rope_type linear beside default"));
   EXPECT_THAT(kConfig.refusal({{"layer_types", {"sliding_attention"}}}), HasSubstr("layer_types"));
 }
 

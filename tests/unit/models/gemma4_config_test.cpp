@@ -131,6 +131,20 @@ TEST(Gemma4Config, WhatTheGlobalKeysCannotSayIsWrittenLayerByLayer) {
   EXPECT_EQ(parse_spec(config_json(plain)).spec, plain) << config_json(plain);
 }
 
+// So transformers writes the numbers of layers.
+TEST(Gemma4Config, NumbersOfLayersMayHaveTheDigitsOfTheirCount) {
+  Json json = written();
+  Json& text = json["text_config"];
+  text["num_hidden_layers"] = 12;
+  text.erase("layer_types");
+  text["per_layer_config"] = {{"5", {{"head_dim", 16}}}, {"11", {{"head_dim", 16}}}};
+  const ModelSpec spec = parse(json);
+  text["per_layer_config"] = {{"05", {{"head_dim", 16}}}, {"11", {{"head_dim", 16}}}};
+  EXPECT_EQ(parse(json), spec);
+  text["per_layer_config"] = {{"5", {{"head_dim", 16}}}, {"05", {{"head_dim", 16}}}};
+  EXPECT_THAT(refusal(json), HasSubstr("one each"));
+}
+
 TEST(Gemma4Config, DropoutIsAllowedWithoutTrainingAndWrittenAsItWas) {
   Json json = written();
   json["text_config"]["attention_dropout"] = 0.5;

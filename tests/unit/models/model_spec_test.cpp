@@ -116,7 +116,8 @@ TEST(ModelSpec, YarnGrowsTablesAndSoftmaxAsItsKeysSay) {
 TEST(ModelSpec, YarnWithImpossibleNumbersIsRefused) {
   const std::string whole = R"("factor": 4, "original_max_position_embeddings": 64,)";
   const std::pair<std::string, const char*> cases[] = {
-      {R"("factor": 4,)", "original_max_position_embeddings: found nothing"},
+      {R"("factor": 4, "original_max_position_embeddings": 0,)",
+       "original_max_position_embeddings: found 0"},
       {R"("factor": 0.5, "original_max_position_embeddings": 64,)", "factor: found 0.5"},
       {whole + R"("beta_fast": 1, "beta_slow": 2,)", "beta_fast: found 1"},
       {whole + R"("attention_factor": 0,)", "attention_factor: found 0"},

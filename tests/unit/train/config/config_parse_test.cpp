@@ -99,9 +99,13 @@ weight_decay = 0
 [[optimizer.rule]]
 match = ["lm_head", "layers.0"]
 lr_scale = 0.5
+[[optimizer.rule]]
+match = "experts"
+split_fused = false
 )",
                                      "run.toml");
-  ASSERT_EQ(config.optimizer.rule.size(), 2u);
+  ASSERT_EQ(config.optimizer.rule.size(), 3u);
+  EXPECT_EQ(config.optimizer.rule[2], (OptimizerRule{.match = {"experts"}, .split_fused = false}));
   EXPECT_EQ(config.optimizer.rule[0], (OptimizerRule{{"*bias"}, std::nullopt, 0.0}));
   EXPECT_EQ(config.optimizer.rule[1], (OptimizerRule{{"lm_head", "layers.0"}, 0.5, std::nullopt}));
   EXPECT_EQ(parse_config(to_toml(config), "again.toml"), config);

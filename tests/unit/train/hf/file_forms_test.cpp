@@ -77,6 +77,60 @@ TEST(HiddenMatrices, AreThoseOfLayersButRoutersNormsAndBiases) {
   expect(table.back().name, 6, 3, 4);
 }
 
+using layout::FusedMatrices;
+
+// Gate and up of experts in the three ways in which families store them, and a dense one.
+std::vector<models::ParameterSpec> fused_table() {
+  using Order = FusedMatrices::Order;
+  const FusedMatrices halves{2, 1, Order::kSideBySide}, in_turn{2, 1, Order::kInTurn};
+  std::vector<models::ParameterSpec> table{
+      {.name = "halves", .shape = {3, 4, 10}, .layer = 0, .fused = halves},
+      {.name = "in_turn", .shape = {3, 4, 10}, .layer = 0, .fused = in_turn},
+      {.name = "rows", .shape = {3, 10, 4}, .layer = 0, .fused = {2, 0, Order::kSideBySide}},
+      {.name = "c_attn", .shape = {4, 12}, .layer = 0, .fused = {3, 1, Order::kSideBySide}},
+      {.name = "plain", .shape = {6, 4}, .layer = 0}};
+  table.push_back(experts(3));
+  table.back().layer = 0;
+  table.back().fused = {2, 0, Order::kSideBySide};
+  return table;
+}
+
+TEST(HiddenMatrices, OfFusedWeightsAreEachPartUnlessARuleSaysOtherwise) {
+  const auto table = fused_table();
+  const std::string stacked = table.back().name;
+  const auto apart = hidden_matrices(table);
+  const auto expect = [](const fsdp::MatrixForm& form, std::int64_t count,
+                         const std::vector<std::int64_t>& shape, const FusedMatrices& fused) {
+    EXPECT_EQ(form.count, count);
+    EXPECT_EQ(form.shape, shape);
+    EXPECT_EQ(form.fused, fused);
+  };
+  expect(apart.at("halves"), 3, {4, 10}, table[0].fused);
+  expect(apart.at("in_turn"), 3, {4, 10}, table[1].fused);
+  expect(apart.at("rows"), 6, {5, 4}, {});
+  expect(apart.at("c_attn"), 1, {4, 12}, table[3].fused);
+  expect(apart.at("plain"), 1, {6, 4}, {});
+  expect(apart.at(stacked), 6, {3, 4}, {});
+  const std::vector<OptimizerRule> rules{{.match = {"*"}, .split_fused = false},
+                                         {.match = {"in_turn"}, .split_fused = true}};
+  const auto as_one = fused_as_one(table, rules);
+  EXPECT_EQ(as_one, (std::vector<std::string>{"halves", "rows", "c_attn", stacked}));
+  const auto together = hidden_matrices(table, as_one);
+  expect(together.at("halves"), 3, {4, 10}, {});
+  expect(together.at("in_turn"), 3, {4, 10}, table[1].fused);
+  expect(together.at("rows"), 3, {10, 4}, {});
+  expect(together.at("c_attn"), 1, {4, 12}, {});
+  expect(together.at(stacked), 3, {6, 4}, {});
+}
+
+// What a checkpoint of before there was a choice means.
+TEST(HiddenMatrices, WereOneWhereFilesHoldOneTensor) {
+  EXPECT_EQ(fused_in_files(fused_table()),
+            (std::vector<std::string>{"halves", "in_turn", "rows", "c_attn"}));
+  EXPECT_EQ(fused_weights(fused_table()).size(), 5U);
+  EXPECT_EQ(fused_as_one(fused_table(), {}), std::vector<std::string>());
+}
+
 TEST(FileForms, TensorsThatAreNotTheParameterAreOurMistake) {
   auto parameter = experts(3);
   parameter.stacked.pop_back();

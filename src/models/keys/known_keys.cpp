@@ -1,0 +1,319 @@
+#include "models/keys/known_keys.h"
+
+#include <algorithm>
+#include <iterator>
+#include <nlohmann/json.hpp>
+#include <string_view>
+#include <utility>
+
+#include "base/text/wildcard.h"
+#include "models/family.h"
+#include "models/spec_keys.h"
+
+namespace tessera::models {
+namespace {
+
+constexpr std::string_view kDecoderOnly = "decoder-only models";
+
+/// What transformers itself writes about files, generation or the caller's wishes: not worth a word.
+constexpr std::string_view kOfEveryConfig[] = {
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_experts_implementation",
+    "_name_or_path",
+    "architectures",  // of a nested config
+    "attn_implementation",
+    "auto_map",
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "decoder_start_token_id",
+    "diversity_penalty",
+    "do_sample",
+    "early_stopping",
+    "encoder_no_repeat_ngram_size",
+    "exponential_decay_length_penalty",
+    "finetuning_task",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "id2label",
+    "label2id",
+    "length_penalty",
+    "max_length",
+    "max_window_layers",  // read only where use_sliding_window is true, as sliding_window
+    "min_length",
+    "no_repeat_ngram_size",
+    "num_beam_groups",
+    "num_beams",
+    "num_labels",
+    "num_return_sequences",
+    "output_attentions",
+    "output_hidden_states",
+    "output_scores",
+    "prefix",
+    "problem_type",
+    "remove_invalid_values",
+    "repetition_penalty",
+    "return_dict",
+    "return_dict_in_generate",
+    "sep_token_id",
+    "sliding_window",
+    "suppress_tokens",
+    "task_specific_params",
+    "temperature",
+    "tf_legacy_loss",
+    "tokenizer_class",
+    "top_k",
+    "top_p",
+    "torchscript",
+    "transformers_version",
+    "typical_p",
+    "use_bfloat16",
+    "use_cache",
+};
+
+/// What other tools write, and what older versions of transformers wrote; `*` stands for anything.
+constexpr std::string_view kInert[] = {
+    // Where the file comes from, and who made it.
+    "_commit_hash",
+    "_from_model_config",
+    "_num_labels",
+    "base_model_name_or_path",
+    "is_llama_config",
+    "language",
+    "library_name",
+    "license",
+    "model_name",
+    "name_or_path",
+    "pipeline_tag",
+    "tags",
+    "transformers.js_config",
+    "transformers_weights",
+    "unsloth_*",
+    // How it was run, and is to be.
+    "_flash_attn_2_enabled",
+    "base_model_ep_plan",
+    "base_model_pp_plan",
+    "base_model_tp_plan",
+    "cache_config",
+    "cache_implementation",
+    "device_map",
+    "experts_implementation",
+    "flash_attention",
+    "gradient_checkpointing",
+    "keys_to_ignore_at_inference",
+    "low_cpu_mem_usage",
+    "onnx_*",
+    "trust_remote_code",
+    "use_flash_attention",
+    "use_flash_attention_2",
+    "use_flash_attn",
+    "use_gradient_checkpointing",
+    "use_return_dict",
+    "xla_device",
+    // Generation and tokenizers.
+    "assistant_*",
+    "chat_template",
+    "cls_token_id",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "forced_decoder_ids",
+    "generation_config",
+    "guidance_scale",
+    "mask_token_id",
+    "max_new_tokens",
+    "min_new_tokens",
+    "min_p",
+    "output_logits",
+    "output_past",
+    "penalty_alpha",
+    "predict_special_tokens",
+    "renormalize_logits",
+    "stop_strings",
+    "tokenizer_name",
+    "tokenizer_padding_side",
+    "tokenizer_type",
+    "unk_token_id",
+    // Lengths that no table of this model is made of.
+    "max_seq_len",
+    "max_seq_length",
+    "max_sequence_length",
+    "model_max_length",
+    "seq_length",
+    // Heads that sum a text up.
+    "classifier_activation",
+    "classifier_bias",
+    "classifier_dropout",
+};
+
+struct KnownValue {
+  std::string_view key;
+  nlohmann::json value;
+  std::string_view why = {};  ///< of those that matter: what another value would mean
+};
+
+/// What no family computes: another value is refused, whatever allow_unknown_config_keys says.
+const std::vector<KnownValue>& mattering() {
+  static const std::vector<KnownValue> table{
+      {"use_sliding_window", false, "sliding windows are not supported in this family"},
+      {"quantization_config", nullptr, "quantized weights are not supported"},
+      {"pretraining_tp", 1, "sliced products are not supported"},
+      {"partial_rotary_factor", 1.0, kWholeHeadTurns},
+      {"is_encoder_decoder", false, kDecoderOnly},
+      {"is_decoder", false, "no cross attention"},
+      {"add_cross_attention", false, "no cross attention"},
+      {"cross_attention_hidden_size", nullptr, "no cross attention"},
+      {"tie_encoder_decoder", false, kDecoderOnly},
+      {"chunk_size_feed_forward", 0, "the MLP runs in one piece"},
+      {"pruned_heads", nlohmann::json::object(), "all heads are there"},
+      {"rope_interleaved", false, "rope pairs x[i] with x[i + head_dim / 2]"},
+  };
+  return table;
+}
+
+// Values at which keys of other families mean nothing; null does for all of them. At another value
+// the key stays unknown.
+
+const std::vector<KnownValue>& off_in_layers() {
+  static const std::vector<KnownValue> table{
+      // Experts that every token sees, experts at all, and what there is to say of their router.
+      {"shared_expert_intermediate_size", 0},
+      {"shared_intermediate_size", 0},
+      {"moe_shared_expert_intermediate_size", 0},
+      {"n_shared_experts", 0},
+      {"num_shared_experts", 0},
+      {"num_experts", 0},
+      {"num_local_experts", 0},
+      {"n_routed_experts", 0},
+      {"num_experts_per_tok", 0},
+      {"moe_intermediate_size", 0},
+      {"enable_moe_block", false},
+      {"use_moe", false},
+      {"mlp_only_layers", nlohmann::json::array()},
+      {"moe_layer_freq", 1},
+      {"n_group", 1},
+      {"topk_group", 1},
+      {"routed_scaling_factor", 1.0},
+      {"router_jitter_noise", 0.0},
+      {"router_z_loss_coef", 0.0},
+      {"router_aux_loss_coef", 0.0},
+      {"output_router_logits", false},
+      // Layers behind the model's own, and layers that share what others computed.
+      {"num_nextn_predict_layers", 0},
+      {"num_mtp_layers", 0},
+      {"mtp_num_hidden_layers", 0},
+      {"num_kv_shared_layers", 0},
+      {"hidden_size_per_layer_input", 0},
+      // Attention.
+      {"alibi", false},
+      {"use_alibi", false},
+      {"attn_output_gate", false},
+      {"attention_chunk_size", nullptr},
+      {"causal", true},
+      {"is_causal", true},
+      {"clip_qkv", nullptr},
+      {"use_bidirectional_attention", false},
+      {"use_mrope", false},
+      {"mrope_section", nullptr},
+      {"window_size", nullptr},
+      {"per_layer_config", nullptr},
+      {"parallel_attn", false},
+      {"use_parallel_residual", false},
+  };
+  return table;
+}
+
+const std::vector<KnownValue>& off_in_numbers() {
+  static const std::vector<KnownValue> table{
+      // Scales and caps.
+      {"attn_logit_softcapping", nullptr},
+      {"final_logit_softcapping", nullptr},
+      {"attention_multiplier", nullptr},
+      {"embedding_multiplier", 1.0},
+      {"lm_head_multiplier", 1.0},
+      {"logits_scaling", 1.0},
+      {"residual_multiplier", 1.0},
+      {"scale_emb", 1.0},
+      {"use_mup", false},
+      // Dropout.
+      {"activation_dropout", 0.0},
+      {"attention_probs_dropout_prob", 0.0},
+      {"attn_pdrop", 0.0},
+      {"dropout", 0.0},
+      {"embd_pdrop", 0.0},
+      {"embedding_dropout", 0.0},
+      {"hidden_dropout", 0.0},
+      {"hidden_dropout_prob", 0.0},
+      {"layerdrop", 0.0},
+      {"resid_pdrop", 0.0},
+      {"residual_dropout", 0.0},
+      // Weights in another form, and the loss.
+      {"compression_config", nullptr},
+      {"quantization", nullptr},
+      {"sparsity_config", nullptr},
+      {"loss_type", "ForCausalLM"},
+      {"loss_type", "ForCausalLMLoss"},
+  };
+  return table;
+}
+
+bool has_biases(const ModelSpec& spec) {
+  return spec.attention_bias || spec.mlp_bias ||
+         (spec.moe && (spec.moe->expert_bias || spec.moe->router_bias));
+}
+
+bool has_qk_norm(const ModelSpec& spec) {
+  if (spec.chunked) return spec.chunked->use_qk_norm;
+  const FamilyTraits& family = traits(spec.family);
+  return spec.use_qk_norm.value_or(family.qk_norm || family.qk_norm_over_heads);
+}
+
+/// Keys that repeat what the decoder with these numbers has anyway.
+std::vector<KnownValue> repeated(const ModelSpec& spec) {
+  std::vector<KnownValue> values{{"position_embedding_type", "rope"},
+                                 {"position_embedding_type", "rotary"},
+                                 {"rotary_pct", 1.0},
+                                 {"rope_ratio", 1.0},
+                                 {"use_rope", true}};
+  const bool norm = has_qk_norm(spec);
+  for (const std::string_view key : {"use_qk_norm", "qk_norm", "qk_layernorm", "use_qk_layernorm"})
+    values.push_back({key, norm});
+  for (const std::string_view key : {"qkv_bias", "use_qkv_bias", "attention_qkv_bias"})
+    values.push_back({key, spec.attention_bias});
+  if (!has_biases(spec)) {
+    for (const std::string_view key : {"bias", "use_bias"}) values.push_back({key, false});
+    values.push_back({"no_bias", true});
+  }
+  return values;
+}
+
+bool has(const std::vector<KnownValue>& table, std::string_view key, const nlohmann::json& value) {
+  return std::ranges::any_of(table, [&](const KnownValue& each) {
+    return each.key == key && (value.is_null() || value == each.value);
+  });
+}
+
+bool is_inert(std::string_view key) {
+  return std::ranges::any_of(
+      kInert, [&](std::string_view pattern) { return wildcard_match(pattern, key); });
+}
+
+}  // namespace
+
+void settle_left_keys(ConfigReader& keys, const ModelSpec* spec, LeftKeys& left) {
+  for (const std::string_view key : kOfEveryConfig) keys.ignore({key});
+  const auto untaken = keys.untaken();
+  for (const auto& [key, value, why] : mattering()) {
+    if (std::ranges::count(untaken, key) > 0) keys.expect(key, value, why);
+  }
+  const auto same = spec == nullptr ? std::vector<KnownValue>() : repeated(*spec);
+  for (const std::string& key : keys.untaken()) {
+    const nlohmann::json* value = keys.find(key);
+    const bool is_off = has(off_in_layers(), key, *value) || has(off_in_numbers(), key, *value);
+    if (!is_inert(key) && !is_off && !has(same, key, *value)) continue;
+    keys.ignore({key});
+    left.ignored.push_back(concat(keys.path(), shown(key)));
+  }
+  std::ranges::move(keys.unknown(), std::back_inserter(left.unknown));
+}
+
+}  // namespace tessera::models

@@ -1,0 +1,117 @@
+"""Config.json as transformers' own classes write it, with their defaults and beside keys of the older spelling:
+every key is taken, and the rope that we read is the one that transformers reads. Skipped where
+transformers is not installed."""
+
+import copy
+import json
+import os
+import random
+import subprocess
+import sys
+import unittest
+
+try:
+    import transformers
+except ImportError:
+    sys.exit(77)
+
+FAMILIES = {
+    "LlamaForCausalLM": "LlamaConfig",
+    "Qwen2ForCausalLM": "Qwen2Config",
+    "Qwen3ForCausalLM": "Qwen3Config",
+    "Qwen3MoeForCausalLM": "Qwen3MoeConfig",
+    "MistralForCausalLM": "MistralConfig",
+    "MixtralForCausalLM": "MixtralConfig",
+    "Olmo2ForCausalLM": "Olmo2Config",
+    "Gemma3ForCausalLM": "Gemma3TextConfig",
+    "GptOssForCausalLM": "GptOssConfig",
+    "DeepseekV2ForCausalLM": "DeepseekV2Config",
+    "DeepseekV3ForCausalLM": "DeepseekV3Config",
+    "Glm4MoeForCausalLM": "Glm4MoeConfig",
+    "Llama4ForCausalLM": "Llama4TextConfig",
+    "GPT2LMHeadModel": "GPT2Config",
+    "Gemma3ForConditionalGeneration": "Gemma3Config",
+    "Llama4ForConditionalGeneration": "Llama4Config",
+    "Gemma4ForConditionalGeneration": "Gemma4Config",
+}
+# What is not computed here, and sizes without a default that makes a model.
+NEEDED = {
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
+    "Glm4MoeForCausalLM": {"head_dim": 128},
+    "Gemma4ForConditionalGeneration": {"text_config": {"hidden_size_per_layer_input": 0}, "audio_config": None},
+}
+# With one rope for all layers.
+ROPES = [name for name in list(FAMILIES)[:13] if name != "Gemma3ForCausalLM"]
+
+
+def written(architecture, **keys):
+    """What save_pretrained writes."""
+    config = getattr(transformers, FAMILIES[architecture])(**keys)
+    return json.loads(config.to_json_string(use_diff=False)) | {"architectures": [architecture]}
+
+
+def read(configs):
+    text = "".join(json.dumps(config) + "\n" for config in configs)
+    out = subprocess.run([os.environ["TESSERA_READ_CONFIGS"]], input=text, check=True, capture_output=True, text=True)
+    return [json.loads(line) for line in out.stdout.splitlines()]
+
+
+def rope_of(architecture, config):
+    """As transformers reads it, without what says nothing: defaults, and the kind under its old name."""
+    config = copy.deepcopy(config)
+    rope = dict(getattr(transformers, FAMILIES[architecture]).from_dict(config).rope_parameters)
+    rope.pop("type", None)
+    for key, neutral in {"truncate": True, "beta_fast": 32.0, "beta_slow": 1.0}.items():
+        if rope.get(key) == neutral:
+            del rope[key]
+    return rope
+
+
+def drawn_rope(draw):
+    kind = draw.choice(["default", "linear", "llama3", "yarn"])
+    rope = {draw.choice(["rope_type", "type"]): kind}
+    if kind != "default":
+        rope["factor"] = draw.randint(2, 64) / 2
+    if kind in ("llama3", "yarn") and draw.random() < 0.5:
+        rope["original_max_position_embeddings"] = draw.randint(64, 8192)
+    if kind == "llama3":
+        rope |= {"low_freq_factor": draw.randint(2, 4) / 2, "high_freq_factor": draw.randint(8, 16) / 2}
+    if kind == "yarn":
+        rope |= {key: value for key, value in
+                 {"beta_fast": draw.randint(16, 64), "beta_slow": draw.randint(1, 2), "truncate": False,
+                  "attention_factor": draw.randint(2, 6) / 2}.items() if draw.random() < 0.5}
+    return rope
+
+
+class ConfigKeys(unittest.TestCase):
+    def test_every_key_that_transformers_writes_is_taken(self):
+        configs = [written(name, **NEEDED.get(name, {})) for name in FAMILIES]
+        for name, answer in zip(FAMILIES, read(configs)):
+            with self.subTest(architecture=name):
+                self.assertNotIn("refused", answer)
+                self.assertEqual(answer["ignored"], [], "none of them is worth a word")
+
+    def test_ropes_in_either_and_both_spellings_are_those_that_transformers_reads(self):
+        draw, cases, configs = random.Random(20261128), [], []
+        for number in range(6 * len(ROPES)):
+            name = ROPES[number % len(ROPES)]
+            base = written(name, **NEEDED.get(name, {}))
+            part = base.pop("rope_parameters").get("partial_rotary_factor")
+            rope, theta = drawn_rope(draw), float(draw.randint(1000, 1000000))
+            new = {"rope_parameters": dict(rope, rope_theta=theta)}
+            old = {"rope_scaling": rope, "rope_theta": theta}
+            if part is not None:
+                new["rope_parameters"]["partial_rotary_factor"] = part
+                old["partial_rotary_factor"] = part
+            base["max_position_embeddings"] = draw.randint(8192, 1 << 20)
+            for keys in (new, old, new | old):
+                cases.append(name)
+                configs.append(base | copy.deepcopy(keys))
+        for name, config, answer in zip(cases, configs, read(configs)):
+            with self.subTest(architecture=name, config={k: v for k, v in config.items() if "rope" in k}):
+                self.assertNotIn("refused", answer)
+                self.assertEqual(rope_of(name, answer["config"]), rope_of(name, config))
+
+
+if __name__ == "__main__":
+    unittest.main()

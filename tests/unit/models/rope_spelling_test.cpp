@@ -1,0 +1,224 @@
+// Rope in both spellings beside each other, as exporters write it for two versions of transformers:
+// drawn ropes of every family that has one, agreeing, and differing in one value.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "models/model_spec.h"
+#include "tessera/error.h"
+#include "unit/models/config_of_folder.h"
+
+namespace tessera::models::rope_spelling_test {
+namespace {
+
+using nlohmann::json;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+using Draw = std::mt19937_64;
+
+bool coin(Draw& draw) { return draw() % 2 == 0; }
+/// Halves, which JSON and double hold exactly.
+double between(Draw& draw, int least, int most) {
+  return std::uniform_int_distribution<int>(2 * least, 2 * most)(draw) / 2.0;
+}
+
+/// One rope in what both spellings share, and what each puts beside that.
+struct DrawnRope {
+  json record;  ///< without theta
+  double theta = 0.0;
+  double local_theta = 0.0;  ///< of Gemma 3's sliding layers
+  std::int64_t positions = 0;
+};
+
+DrawnRope drawn_rope(Draw& draw) {
+  DrawnRope rope{.record = json::object(),
+                 .theta = 1000 * between(draw, 1, 5000),
+                 .local_theta = 1000 * between(draw, 1, 5000),
+                 .positions = std::uniform_int_distribution<int>(64, 1 << 20)(draw)};
+  const char* kinds[] = {"default", "linear", "llama3", "yarn"};
+  const std::string kind = kinds[draw() % 4];
+  json& record = rope.record;
+  record[coin(draw) ? "rope_type" : "type"] = kind;
+  if (kind == "default") return rope;
+  record["factor"] = between(draw, 1, 64);
+  if (kind == "linear") return rope;
+  if (coin(draw)) record["original_max_position_embeddings"] = draw() % 65536 + 64;
+  if (kind == "llama3") {
+    record["low_freq_factor"] = between(draw, 1, 2);
+    record["high_freq_factor"] = between(draw, 4, 8);
+    return rope;
+  }
+  if (coin(draw)) record["beta_fast"] = between(draw, 16, 64);
+  if (coin(draw)) record["beta_slow"] = between(draw, 1, 2);
+  if (coin(draw)) record["attention_factor"] = between(draw, 1, 3);
+  if (coin(draw)) record["truncate"] = false;
+  if (coin(draw)) record.update({{"mscale", 1.0}, {"mscale_all_dim", between(draw, 1, 2)}});
+  return rope;
+}
+
+struct Spelling {
+  const char* folder;
+  bool by_layer_type = false;   ///< rope_parameters has a record a type of layers
+  bool turns_a_part = false;    ///< partial_rotary_factor is a key of the family
+  bool needs_a_record = false;  ///< without one the family is refused
+};
+
+void PrintTo(const Spelling& spelling, std::ostream* out) { *out << spelling.folder; }
+
+class RopeSpellings : public ::testing::TestWithParam<Spelling> {
+ protected:
+  json without_rope() const {
+    json config = ConfigOfFolder(GetParam().folder).json();
+    for (const char* key : {"rope_scaling", "rope_theta", "rope_local_base_freq",
+                            "partial_rotary_factor", "initial_context_length"}) {
+      config.erase(key);
+    }
+    return config;
+  }
+  json with_positions(const DrawnRope& rope) const {
+    json config = without_rope();
+    config["max_position_embeddings"] = rope.positions;
+    return config;
+  }
+  json new_keys(const DrawnRope& rope) const {
+    json record = rope.record;
+    record["rope_theta"] = rope.theta;
+    if (GetParam().turns_a_part) record["partial_rotary_factor"] = 1.0;
+    if (!GetParam().by_layer_type) return {{"rope_parameters", record}};
+    return {
+        {"rope_parameters",
+         {{"full_attention", record},
+          {"sliding_attention", {{"rope_type", "default"}, {"rope_theta", rope.local_theta}}}}}};
+  }
+  json old_keys(const DrawnRope& rope) const {
+    json keys{{"rope_theta", rope.theta}, {"rope_scaling", rope.record}};
+    if (GetParam().turns_a_part) keys["partial_rotary_factor"] = 1.0;
+    if (GetParam().by_layer_type) keys["rope_local_base_freq"] = rope.local_theta;
+    return keys;
+  }
+  static json joined(json config, const std::vector<json>& keys) {
+    for (const json& each : keys) config.update(each);
+    return config;
+  }
+};
+
+TEST_P(RopeSpellings, BothBesideEachOtherAreReadAsEitherAlone) {
+  Draw draw(20261128);
+  for (int i = 0; i < 40; ++i) {
+    const DrawnRope rope = drawn_rope(draw);
+    json old = old_keys(rope);
+    const bool is_default = rope.record.size() == 1 && !rope.record.contains("factor");
+    if (is_default && !GetParam().needs_a_record && coin(draw)) old["rope_scaling"] = nullptr;
+    const json config = with_positions(rope);
+    const std::string both = joined(config, {new_keys(rope), old}).dump();
+    SCOPED_TRACE(both);
+    const ModelSpec spec = parse_spec(both).spec;
+    EXPECT_EQ(spec, parse_spec(joined(config, {new_keys(rope)}).dump()).spec);
+    EXPECT_EQ(spec, parse_spec(joined(config, {old}).dump()).spec);
+    EXPECT_EQ(spec.rope.theta, rope.theta);
+    EXPECT_EQ(spec, parse_spec(config_json(spec)).spec);
+  }
+}
+
+TEST_P(RopeSpellings, ADifferenceInAnyValueIsRefusedWithBoth) {
+  Draw draw(20261129);
+  for (int i = 0; i < 60; ++i) {
+    const DrawnRope rope = drawn_rope(draw);
+    json old = old_keys(rope);
+    std::vector<std::string> keys{"rope_theta"};
+    if (GetParam().by_layer_type) keys.emplace_back("rope_local_base_freq");
+    for (const auto& [key, value] : rope.record.items()) {
+      if (value.is_number() && !key.starts_with("mscale")) keys.push_back(key);
+    }
+    const std::string key = keys[draw() % keys.size()];
+    json& changed = old.contains(key) ? old[key] : old["rope_scaling"][key];
+    const json before = changed;
+    changed = before.get<double>() * 2;
+    if (before.is_number_integer()) changed = before.get<std::int64_t>() * 2;
+    const std::string text = joined(with_positions(rope), {new_keys(rope), old}).dump();
+    SCOPED_TRACE(text);
+    EXPECT_THAT(refusal_of(text),
+                AllOf(HasSubstr(key), HasSubstr(before.dump()), HasSubstr(changed.dump())));
+  }
+}
+
+TEST_P(RopeSpellings, AnotherKindIsRefusedWithBoth) {
+  Draw draw(20261130);
+  for (int i = 0; i < 40; ++i) {
+    const DrawnRope one = drawn_rope(draw);
+    DrawnRope other = drawn_rope(draw);
+    other.theta = one.theta;
+    other.local_theta = one.local_theta;
+    const auto kind = [](const DrawnRope& rope) {
+      return rope.record.value("rope_type", rope.record.value("type", ""));
+    };
+    if (kind(one) == kind(other)) continue;
+    const std::string text = joined(with_positions(one), {new_keys(one), old_keys(other)}).dump();
+    EXPECT_THAT(refusal_of(text), AllOf(HasSubstr("rope_scaling"),
+                                        HasSubstr(concat(kind(other), " beside ", kind(one)))))
+        << text;
+  }
+}
+
+// As transformers: what the record does not say is what the model was made for.
+TEST_P(RopeSpellings, AnAbsentOriginalLengthIsThatOfThePositions) {
+  for (const json& record :
+       {json{{"rope_type", "yarn"}, {"factor", 4.0}}, json{{"rope_type", "llama3"},
+                                                           {"factor", 8.0},
+                                                           {"low_freq_factor", 1.0},
+                                                           {"high_freq_factor", 4.0}}}) {
+    const DrawnRope rope{.record = record, .theta = 1e4, .local_theta = 1e4, .positions = 4321};
+    for (const json& keys : {new_keys(rope), old_keys(rope)}) {
+      const ModelSpec spec = parse_spec(joined(with_positions(rope), {keys}).dump()).spec;
+      EXPECT_EQ(spec.rope.original_max_position_embeddings, 4321) << keys;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    , RopeSpellings,
+    ::testing::Values(Spelling{"llama-fp32"}, Spelling{"qwen2-fp32"}, Spelling{"qwen3-fp32"},
+                      Spelling{"mistral-fp32"}, Spelling{"olmo2-fp32"}, Spelling{"qwen3-moe-fp32"},
+                      Spelling{"mixtral-fp32"},
+                      Spelling{.folder = "gpt-oss-fp32", .needs_a_record = true},
+                      Spelling{"deepseek-v2-fp32"}, Spelling{"deepseek-v3-fp32"},
+                      Spelling{.folder = "glm4-moe-fp32", .turns_a_part = true},
+                      Spelling{"llama4-text-fp32"},
+                      Spelling{.folder = "gemma3-text-fp32", .by_layer_type = true}),
+    [](const auto& tested) {
+      std::string name = tested.param.folder;
+      std::ranges::replace(name, '-', '_');
+      return name;
+    });
+
+TEST(RopeSpelling, ThePositionsBesideTheRecordsCountWhereTheyDoNotSay) {
+  const ConfigOfFolder config("llama-fp32");
+  const json yarn{{"rope_type", "yarn"}, {"factor", 4.0}};
+  EXPECT_EQ(config.spec({{"rope_scaling", yarn}, {"original_max_position_embeddings", 77}})
+                .rope.original_max_position_embeddings,
+            77);
+  json other = yarn;
+  other["original_max_position_embeddings"] = 78;
+  EXPECT_THAT(config.refusal({{"rope_scaling", other}, {"original_max_position_embeddings", 77}}),
+              AllOf(HasSubstr("original_max_position_embeddings: found 77"), HasSubstr("78")));
+}
+
+// transformers takes rope_scaling with the family's theta then, and so none of the two.
+TEST(RopeSpelling, AThetaThatOnlyOneOfThemHasIsRefused) {
+  const ConfigOfFolder config("llama-fp32");
+  json keys = config.json();
+  keys.erase("rope_theta");
+  keys["rope_scaling"] = {{"rope_type", "linear"}, {"factor", 2.0}};
+  keys["rope_parameters"] = {{"rope_type", "linear"}, {"factor", 2.0}, {"rope_theta", 5e5}};
+  EXPECT_THAT(refusal_of(keys.dump()), HasSubstr("rope_theta 10000.0 beside 500000.0"));
+}
+
+}  // namespace
+}  // namespace tessera::models::rope_spelling_test
