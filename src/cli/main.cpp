@@ -12,6 +12,7 @@
 #include "comm/backends/backend.h"
 #include "comm/failure_report.h"
 #include "tessera/error.h"
+#include "tessera/log_level.h"
 
 namespace tessera::cli {
 namespace {
@@ -78,5 +79,6 @@ int main(int argc, char** argv) {
   tessera::cli::keep_standard_descriptors();
   tessera::cli::ignore_signals_of_writes();
   tessera::report_cut_files();
+  tessera::set_log_level(tessera::LogLevel::kInfo);
   return tessera::cli::run(argc, argv);
 }
