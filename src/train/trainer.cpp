@@ -261,6 +261,7 @@ class Trainer {
       run.device = world_.device().str();
       if (!device_.name.empty()) run.device += concat(" (", device_.name, ")");
       if (world_.size() > 1) run.device += concat(" over ", world_.backend());
+      if (hooks_.rank_count == RankCount::kByDefault) run.devices_for_ranks = comm::cuda_devices();
     }
     const auto warn = [](const std::optional<std::string>& text) {
       if (text) log::warn(*text);
