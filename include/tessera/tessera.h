@@ -14,6 +14,7 @@
 #include "tessera/grad_scaler.h"
 #include "tessera/group.h"
 #include "tessera/keep.h"
+#include "tessera/log_level.h"
 #include "tessera/loss_scale.h"
 #include "tessera/mesh.h"
 #include "tessera/mesh_shape.h"

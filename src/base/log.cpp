@@ -6,6 +6,7 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -23,6 +24,8 @@ spdlog::level::level_enum level_of(Level level) {
       return spdlog::level::warn;
     case Level::kError:
       return spdlog::level::err;
+    case Level::kNone:
+      return spdlog::level::off;
     default:
       return spdlog::level::info;
   }
@@ -44,9 +47,14 @@ class FileSink final : public spdlog::sinks::base_sink<std::mutex> {
   AppendedFile file_;
 };
 
-std::shared_ptr<spdlog::logger> make_logger(const Options& options) {
+/// Of rank 0 what was asked for, of the others their errors.
+spdlog::level::level_enum level_on_screen(int rank, Level asked) {
+  return rank == 0 ? level_of(asked) : std::max(level_of(asked), spdlog::level::err);
+}
+
+std::shared_ptr<spdlog::logger> make_logger(const Options& options, Level on_screen) {
   auto screen = std::make_shared<spdlog::sinks::stderr_sink_mt>();
-  screen->set_level(options.rank == 0 ? spdlog::level::info : spdlog::level::err);
+  screen->set_level(level_on_screen(options.rank, on_screen));
   auto logger = std::make_shared<spdlog::logger>("tessera", std::move(screen));
   if (!options.file.empty()) {
     logger->sinks().push_back(std::make_shared<FileSink>(options.file));
@@ -58,22 +66,30 @@ std::shared_ptr<spdlog::logger> make_logger(const Options& options) {
   return logger;
 }
 
-/// The one mutable thing: the sinks that lines go to.
+/// The one mutable thing: the sinks that lines go to, stderr first.
 class Sinks {
  public:
   std::shared_ptr<spdlog::logger> get() {
     const base::Lock lock(mutex_);
-    if (!logger_) logger_ = make_logger({});
+    if (!logger_) logger_ = make_logger({}, on_screen_);
     return logger_;
   }
-  void set(std::shared_ptr<spdlog::logger> logger) {
+  void open(const Options& options) {
     const base::Lock lock(mutex_);
-    logger_ = std::move(logger);
+    logger_ = make_logger(options, on_screen_);
+    rank_ = options.rank;
+  }
+  void set_level(Level on_screen) {
+    const base::Lock lock(mutex_);
+    on_screen_ = on_screen;
+    if (logger_) logger_->sinks().front()->set_level(level_on_screen(rank_, on_screen));
   }
 
  private:
   base::Mutex mutex_;
   std::shared_ptr<spdlog::logger> logger_ TESSERA_GUARDED_BY(mutex_);
+  Level on_screen_ TESSERA_GUARDED_BY(mutex_) = Level::kNone;
+  int rank_ TESSERA_GUARDED_BY(mutex_) = 0;
 };
 
 Sinks& sinks() {
@@ -89,7 +105,7 @@ void init(const Options& options) {
     if (options.file.has_parent_path()) {
       std::filesystem::create_directories(options.file.parent_path());
     }
-    sinks().set(make_logger(options));
+    sinks().open(options);
   } catch (const Error& error) {  // of AppendedFile: it names the file
     throw Error(error.kind(), concat("log file ", error.what()));
   } catch (const std::exception& error) {  // spdlog's and the file system's
@@ -112,6 +128,12 @@ void write_to_file(Level level, const std::string& message) {
 }
 
 }  // namespace tessera::log
+
+namespace tessera {
+
+void set_log_level(LogLevel level) { log::sinks().set_level(level); }
+
+}  // namespace tessera
 
 namespace tessera::terminal_line {
 namespace {

@@ -1,8 +1,8 @@
 // What the program says while it runs: lines on stderr and one file a rank, and a line of progress
 // at the bottom of a terminal.
 //
-// Every line goes to the rank's file once init() named one; stderr shows the lines of rank 0 and
-// the errors of all. Each line is written out at once: a failing rank leaves by _exit and flushes
+// Every line goes to the rank's file once init() named one. stderr shows what set_log_level() asks
+// for (tessera/log_level.h), of ranks but 0 their errors alone. Each line is written out at once: a failing rank leaves by _exit and flushes
 // nothing. Metrics and results are not log lines (they go to stdout and metrics.jsonl). The
 // formatting library stays inside log.cpp, whose target must not see libtorch's include folder.
 //
@@ -15,10 +15,11 @@
 #include <string>
 
 #include "tessera/error.h"
+#include "tessera/log_level.h"
 
 namespace tessera::log {
 
-enum class Level { kInfo, kWarn, kError };
+using Level = LogLevel;
 
 struct Options {
   int rank = 0;
@@ -26,7 +27,7 @@ struct Options {
   std::filesystem::path file;  ///< e.g. RUN/logs/rank_0.log, appended to; empty = none
 };
 
-/// Until this is called everything goes to stderr, without a rank. Creates the file's folder.
+/// Until this is called there is no file, and lines on stderr have no rank. Creates the file's folder.
 /// Errors: kIo where the file cannot be opened; the earlier sinks then stay. Threads: any.
 void init(const Options& options);
 

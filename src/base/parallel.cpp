@@ -9,6 +9,7 @@
 #include <charconv>
 #include <optional>
 
+#include "base/cores.h"
 #include "base/environment.h"
 
 namespace tessera::base {
@@ -33,6 +34,12 @@ void set_threads(int wanted) {
 
 void heed_thread_limit() {
   if (thread_limit()) set_threads(at::get_num_threads());
+}
+
+void heed_cpu_quota() {
+  if (gives_threads(environment_variable("OMP_NUM_THREADS").value_or(""))) return;
+  const int cores = usable_cores();
+  if (cores < at::get_num_threads()) set_threads(cores);
 }
 
 void for_ranges(std::int64_t size, std::int64_t grain,

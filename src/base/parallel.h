@@ -22,5 +22,8 @@ void for_ranges(std::int64_t size, std::int64_t grain,
 void set_threads(int wanted);
 /// The same for as many as there are; without a limit nothing is touched.
 void heed_thread_limit();
+/// Lowers that number to the CPUs that a quota of the control groups grants, which libgomp does not
+/// see, unless OMP_NUM_THREADS gives one. For programs, before they compute.
+void heed_cpu_quota();
 
 }  // namespace tessera::base

@@ -5,6 +5,7 @@
 #include <iostream>
 
 #include "base/mapped_file.h"
+#include "base/parallel.h"
 #include "base/text/printable.h"
 #include "cli/arguments.h"
 #include "cli/program_end.h"
@@ -85,11 +86,11 @@ class Printer {
       std::cout << text_.add(static_cast<unsigned char>(token));
     }
     any_ = true;
-    check_standard_output();  // before the next token is computed for nobody
+    std::cout.flush();  // fails before the next token is computed for nobody
   }
   void finish() {
     std::cout << text_.finish() << '\n';
-    check_standard_output();
+    std::cout.flush();
   }
 
  private:
@@ -135,6 +136,7 @@ int run_generate(const GenerateArguments& arguments) {
                                       : parse_ids(*arguments.prompt_tokens);
   train::check_prompt(source.spec, prompt);
   train::GenerateOptions options = generate_options(arguments, source);
+  base::heed_cpu_quota();
   const auto world = World::of_one(world_options(config));
   options.device = world->device();
   const auto model = train::parallelize_to_generate(source, config, *world);

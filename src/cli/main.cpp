@@ -7,10 +7,12 @@
 #include "base/mapped_file.h"
 #include "cli/arguments.h"
 #include "cli/program_end.h"
+#include "cli/program_start.h"
 #include "cli/version.h"
 #include "comm/backends/backend.h"
 #include "comm/failure_report.h"
 #include "tessera/error.h"
+#include "tessera/log_level.h"
 
 namespace tessera::cli {
 namespace {
@@ -25,24 +27,39 @@ std::string version_text() {
 }
 
 struct RunVerb {
-  int operator()(const TrainArguments& arguments) const { return run_train(arguments); }
+  int operator()(const TrainArguments& arguments) const {
+    if (!arguments.print_config) return run_train(arguments);
+    return run_for_output([&] { return run_train(arguments); });
+  }
   int operator()(const GradientsArguments& arguments) const { return run_gradients(arguments); }
-  int operator()(const InspectArguments& arguments) const { return run_inspect(arguments); }
-  int operator()(const GenerateArguments& arguments) const { return run_generate(arguments); }
-  int operator()(const ConvertArguments& arguments) const { return run_convert(arguments); }
-  int operator()(const ScheduleArguments& arguments) const { return run_schedule(arguments); }
-  int operator()(const PlanArguments& arguments) const { return run_plan(arguments); }
+  int operator()(const InspectArguments& arguments) const {
+    return run_for_output([&] { return run_inspect(arguments); });
+  }
+  int operator()(const GenerateArguments& arguments) const {
+    return run_for_output([&] { return run_generate(arguments); });
+  }
+  int operator()(const ConvertArguments& arguments) const {
+    const int code = run_convert(arguments);
+    if (code == kDone) check_standard_output();
+    return code;
+  }
+  int operator()(const ScheduleArguments& arguments) const {
+    return run_for_output([&] { return run_schedule(arguments); });
+  }
+  int operator()(const PlanArguments& arguments) const {
+    return run_for_output([&] { return run_plan(arguments); });
+  }
   int operator()(const ShowText& show) const {
-    std::cout << show.text;
-    return kDone;
+    return run_for_output([&] {
+      std::cout << show.text;
+      return kDone;
+    });
   }
 };
 
 int run(int argc, char** argv) {
   try {
-    const int code = std::visit(RunVerb{}, parse_arguments({argv + 1, argv + argc}, version_text));
-    if (code == kDone) check_standard_output();
-    return code;
+    return std::visit(RunVerb{}, parse_arguments({argv + 1, argv + argc}, version_text));
   } catch (const OutputLost& error) {
     return report(error, Phase::kStepping);
   } catch (const std::exception& error) {
@@ -57,8 +74,11 @@ int run(int argc, char** argv) {
 }  // namespace tessera::cli
 
 int main(int argc, char** argv) {
+  if (argc < 1) return tessera::cli::kRefused;
+  tessera::cli::name_process();
   tessera::cli::keep_standard_descriptors();
-  tessera::cli::ignore_file_size_signal();
+  tessera::cli::ignore_signals_of_writes();
   tessera::report_cut_files();
-  return argc < 1 ? tessera::cli::kRefused : tessera::cli::run(argc, argv);
+  tessera::set_log_level(tessera::LogLevel::kInfo);
+  return tessera::cli::run(argc, argv);
 }

@@ -1,6 +1,6 @@
 #include "cli/program_end.h"
 
-#include <fcntl.h>
+#include <poll.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -44,25 +44,52 @@ int report(const std::exception& error, Phase phase) {
   return exit_code(error, phase);
 }
 
-void check_standard_output() {
-  errno = 0;
-  std::cout.flush();
-  if (std::cout.good()) return;
+namespace {
+
+[[noreturn]] void throw_output_lost(int why) {
   throw OutputLost(ErrorKind::kIo,
-                   concat("stdout: found that it cannot be written", errno == 0 ? "" : ": ",
-                          errno == 0 ? "" : std::strerror(errno),
+                   concat("stdout: found that it cannot be written", why == 0 ? "" : ": ",
+                          why == 0 ? "" : std::strerror(why),
                           ", expected an open file with space; what was printed is not complete"));
 }
 
-void keep_standard_descriptors() {
-  for (const int descriptor : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
-    if (::fcntl(descriptor, F_GETFD) != -1 || errno != EBADF) continue;
-    // The lowest free number is this one. For reading only: writing to it is an error, as before.
-    if (::open("/dev/null", O_RDONLY) != descriptor) return;
-  }
+/// Whether stdout is a pipe, a socket or a terminal whose other end is closed.
+bool reader_has_gone() {
+  pollfd output{STDOUT_FILENO, 0, 0};
+  return ::poll(&output, 1, 0) == 1 && (output.revents & (POLLERR | POLLHUP)) != 0;
 }
 
-void ignore_file_size_signal() { ::signal(SIGXFSZ, SIG_IGN); }
+/// While it is there, a write to std::cout that fails throws std::ios_base::failure.
+class ThrowingOutput {
+ public:
+  ThrowingOutput() { std::cout.exceptions(std::ios_base::badbit); }
+  ~ThrowingOutput() { std::cout.exceptions(std::ios_base::goodbit); }
+  ThrowingOutput(const ThrowingOutput&) = delete;
+  ThrowingOutput& operator=(const ThrowingOutput&) = delete;
+};
+
+}  // namespace
+
+int run_for_output(const std::function<int()>& verb) {
+  int code = kDone;
+  errno = 0;
+  try {
+    const ThrowingOutput throws;
+    code = verb();
+    std::cout.flush();
+  } catch (const std::ios_base::failure&) {
+    const int why = errno;
+    if (!reader_has_gone()) throw_output_lost(why);
+  }
+  return code;
+}
+
+void check_standard_output() {
+  errno = 0;
+  std::cout.flush();
+  const int why = errno;
+  if (!std::cout.good() && !reader_has_gone()) throw_output_lost(why);
+}
 
 namespace {
 

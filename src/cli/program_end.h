@@ -4,7 +4,7 @@
 // problems; and how far a run has come, which they depend on.
 //
 // What a verb prints on stdout, looked at: output that goes nowhere (a full disk, a closed
-// descriptor) is not told from output that arrives.
+// descriptor) is not told from output that arrives. Next: program_start.h.
 //
 // SIGINT and SIGTERM while a rank trains: the first asks the run to end after its step, a second
 // one ends this process at once.
@@ -66,17 +66,15 @@ class OutputLost : public Error {
   using Error::Error;
 };
 
-/// Writes out what std::cout holds. Errors: OutputLost (kIo) where that, or anything before,
-/// could not be written.
+/// Runs a verb whose output is its result, and returns its code. It ends as soon as a write to
+/// std::cout fails: with kDone, and silently, where the reader has gone (`| head -1`).
+/// Errors: OutputLost (kIo) where the output cannot be written for another reason; what `verb`
+/// throws.
+int run_for_output(const std::function<int()>& verb);
+
+/// For a verb whose result is elsewhere: writes out what std::cout holds. Errors: OutputLost (kIo)
+/// where that, or anything before, could not be written, unless its reader has gone.
 void check_standard_output();
-
-/// Lets writing to a stdout that the program was started without (>&-) fail. Before any file is
-/// opened: that would take its place, and what is printed would go into it.
-void keep_standard_descriptors();
-
-/// Makes writing past a file size limit (`ulimit -f`) an error of the write (EFBIG, with a message)
-/// instead of a signal that ends the process. Ranks that are spawned inherit it.
-void ignore_file_size_signal();
 
 /// Signals belong to the process, so this is one of the few things that do: make one, in a rank's
 /// own process. The trainer only sees a function (TrainingHooks::stop_requested).

@@ -9,7 +9,9 @@
 #include "base/environment.h"
 #include "base/log.h"
 #include "base/mapped_file.h"
+#include "base/parallel.h"
 #include "cli/program_end.h"
+#include "cli/program_start.h"
 #include "comm/device.h"
 #include "comm/failure_report.h"
 #include "launch/failure_record.h"
@@ -94,7 +96,9 @@ void check_devices(const WorldOptions& options, int ranks) {
 
 // As the rank that this process is. A rank among others must not unwind past its groups when it
 // fails.
-int run_as_rank(const WorldOptions& options, int world_size, const RankBody& body) {
+int run_as_rank(const WorldOptions& options, int rank, int world_size, const RankBody& body) {
+  name_process_of_rank(rank);
+  base::heed_cpu_quota();
   std::shared_ptr<World> world;
   RunPhase phase([&world] { world->end_start_up(); });
   try {
@@ -143,7 +147,7 @@ int run_ranks(const train::Config& config, std::optional<int> nproc, const RankB
     options.device = comm::device_of_spawned(options.device, options.backend, ranks,
                                              options.device == "cpu" ? 0 : comm::cuda_devices());
   }
-  return run_as_rank(options, ranks, body);
+  return run_as_rank(options, place.rank, ranks, body);
 }
 
 }  // namespace tessera::cli

@@ -267,6 +267,9 @@ int run_train(const TrainArguments& arguments) {
       if (world.size() > 1) comm::report_failure(&world, error, exit_code(error, phase.now()));
     };
     if (arguments.profile) hooks.profiling = train::Profiling::kYes;
+    if (world.size() == 1 && !arguments.nproc && !launched()) {
+      hooks.rank_count = train::RankCount::kByDefault;
+    }
     train::run_training(run, world, hooks);
   });
 }

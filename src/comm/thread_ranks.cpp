@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/cores.h"
 #include "base/mutex.h"
 #include "base/parallel.h"
 #include "comm/backends/backend.h"
@@ -240,8 +241,7 @@ void ThreadRanks::Impl::attempt(World& world, const std::function<void(World&)>&
 }
 
 void ThreadRanks::Impl::serve(int rank) {
-  const int cores = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
-  base::set_threads(std::max(1, cores / run->size));
+  base::set_threads(std::max(1, base::usable_cores() / run->size));
   ThreadWorld& world = *worlds[static_cast<std::size_t>(rank)];
   world.attach_thread();
   std::uint64_t served = 0;

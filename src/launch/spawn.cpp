@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <poll.h>
-#include <sched.h>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/signalfd.h>
@@ -21,12 +20,14 @@
 #include <utility>
 #include <vector>
 
+#include "base/cores.h"
 #include "base/environment.h"
 #include "base/log.h"
 #include "launch/failure_record.h"
 #include "launch/hosts.h"
 #include "launch/launch_environment.h"
 #include "launch/peer_watch.h"
+#include "launch/rank_variables.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -49,12 +50,6 @@ std::vector<std::string> own_arguments() {
   }
   TESSERA_CHECK(!arguments.empty(), ErrorKind::kIo, "own spawn: cannot read /proc/self/cmdline");
   return arguments;
-}
-
-int cores() {
-  cpu_set_t set;
-  if (::sched_getaffinity(0, sizeof(set), &set) != 0) return 1;
-  return std::max(1, CPU_COUNT(&set));
 }
 
 /// Strings and the array of pointers that execve wants; made before fork, where allocating is
@@ -84,7 +79,7 @@ std::vector<std::string> child_environment(int rank, int nproc, const Listener& 
   if (rank == 0) {
     variables[spawn_variable::kListenFd] = std::to_string(listener.socket.get());
   }
-  variables.emplace("OMP_NUM_THREADS", std::to_string(std::max(1, cores() / nproc)));
+  set_thread_variables(variables, std::max(1, base::usable_cores() / nproc));
   std::vector<std::string> lines;
   for (const auto& [name, value] : variables) lines.push_back(name + "=" + value);
   return lines;

@@ -11,7 +11,8 @@ namespace tessera::comm {
 
 /// Runs this program with its own arguments as `nproc` ranks and returns the exit code: 0, the
 /// culprit's, or 128 + signal if it was killed. SIGINT and SIGTERM are passed on. OMP_NUM_THREADS
-/// becomes cores / nproc unless it is set. Call from a process with one thread. Errors: kUsage for
+/// becomes cores / nproc unless it gives threads, and GOMP_SPINCOUNT short unless the user has said
+/// how threads wait (rank_variables.h). Call from a process with one thread. Errors: kUsage for
 /// nproc < 1; kIo when processes, pipes or sockets cannot be had.
 int spawn_ranks(int nproc);
 

@@ -7,7 +7,6 @@
 #include <chrono>
 #include <cmath>
 #include <fstream>
-#include <iostream>
 
 #include "base/log.h"
 #include "base/text/printable.h"
@@ -35,6 +34,7 @@
 #include "train/report/device_limits.h"
 #include "train/report/metrics.h"
 #include "train/report/observers.h"
+#include "train/report/progress.h"
 #include "train/report/replayed_calls.h"
 #include "train/resume/checkpoint_session.h"
 #include "train/step.h"
@@ -55,13 +55,6 @@ double peak_rss_mib() {
 }
 
 double mib(std::int64_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
-
-/// A run whose output goes nowhere is not told from one that works.
-void print_line(const std::string& line) {
-  std::cout << line << std::endl;
-  TESSERA_CHECK(std::cout.good(), ErrorKind::kIo,
-                "stdout: a step line cannot be written, expected an open file with space");
-}
 
 /// Which of the step's rows this data rank computes.
 class Rows {
@@ -270,6 +263,7 @@ class Trainer {
       run.device = world_.device().str();
       if (!device_.name.empty()) run.device += concat(" (", device_.name, ")");
       if (world_.size() > 1) run.device += concat(" over ", world_.backend());
+      if (hooks_.rank_count == RankCount::kByDefault) run.devices_for_ranks = comm::cuda_devices();
     }
     const auto warn = [](const std::optional<std::string>& text) {
       if (text) log::warn(*text);
@@ -551,8 +545,7 @@ class Trainer {
     metrics_->append(metrics);
     const bool due = metrics.step % config_.metrics.log_freq == 0 || metrics.step == steps;
     if (!due && !metrics.val_loss) return;
-    terminal_line::clear();
-    print_line(to_step_line(metrics));
+    step_lines_.print(to_step_line(metrics));
   }
 
   Config config_;
@@ -580,6 +573,7 @@ class Trainer {
   std::int64_t steps_without_labels_ = 0;  ///< so far; before this run only rank 0 knows
   std::optional<MetricsFile> metrics_;
   std::optional<Observers> observers_;
+  StepLines step_lines_;
 };
 
 }  // namespace

@@ -29,6 +29,9 @@ struct TrainingResult {
   std::optional<double> last_val_loss;
 };
 
+/// Who said how many ranks run.
+enum class RankCount : std::uint8_t { kGiven, kByDefault };
+
 /// Where a caller may look on, on every rank alike; a hook may communicate if it does so on every
 /// rank.
 struct TrainingHooks {
@@ -43,6 +46,8 @@ struct TrainingHooks {
   std::function<void(const std::exception&)> on_failure = {};
   /// Rank 0 prints where a step went at the end, on stderr, and writes RUN/profile.json.
   Profiling profiling = Profiling::kNo;
+  /// kByDefault: where several devices are visible, the banner says how to use all.
+  RankCount rank_count = RankCount::kGiven;
   /// Whether this rank was asked to stop: one that says yes ends the run on all of them, after the
   /// step and with a checkpoint. Asked once a step and after each batch of a validation, which ends
   /// there without a loss.

@@ -9,6 +9,7 @@
 #include "dist/staged.h"
 #include "fsdp/agreed/step_plan_check.h"
 #include "fsdp/handle.h"
+#include "tessera/log_level.h"
 
 namespace tessera::test::step_plan_run_test {
 namespace {
@@ -375,6 +376,7 @@ TEST(StepPlanErrors, WhatCompileIsOfNoUseForIsSaid) {
                 AllOf(HasSubstr("fully_shard around inner: found a module that compile() was"),
                       HasSubstr("call compile() on the outermost module")));
     const auto said = [&] {
+      set_log_level(LogLevel::kWarn);
       if (world.rank() == 0) ::testing::internal::CaptureStderr();
       backward(squares(handle->forward(input_of(0, world.rank(), 7))));
       return world.rank() == 0 ? ::testing::internal::GetCapturedStderr() : std::string();

@@ -70,7 +70,8 @@ std::string parameters_text(const RunFacts& run) {
                 run.active ? concat(", active a token ", short_count(*run.active)) : "");
 }
 
-std::string layout_text(const ParallelDims& dims) {
+std::string layout_text(const RunFacts& run) {
+  const ParallelDims& dims = run.dims;
   std::string text = concat(dims.world_size(), dims.world_size() == 1 ? " rank" : " ranks");
   const auto add = [&](const char* name, int degree) {
     if (degree > 1) text += concat(", ", name, " ", degree);
@@ -83,6 +84,10 @@ std::string layout_text(const ParallelDims& dims) {
   if (dims.tp > 1 && dims.sequence == SequenceParallel::kNo) text += " without sequence parallel";
   add("ep", dims.ep);
   add("etp", dims.etp);
+  if (run.devices_for_ranks > 1) {
+    text += concat(" on one of ", run.devices_for_ranks, " CUDA devices; --nproc ",
+                   run.devices_for_ranks, " uses all of them");
+  }
   return text;
 }
 
@@ -137,7 +142,7 @@ std::string short_count(std::int64_t count) {
 std::vector<std::string> banner(const RunFacts& run) {
   const std::vector<std::pair<std::string, std::string>> lines{
       {"parameters", parameters_text(run)},
-      {"layout", layout_text(run.dims)},
+      {"layout", layout_text(run)},
       {"tokens", tokens_text(run)},
       {"dtypes", dtypes_text(run)},
       {"steps", concat(run.first_step, " to ", run.steps)},

@@ -33,6 +33,8 @@ struct RunFacts {
   std::int64_t steps = 0;
   Processor processor;
   std::string device = {};  ///< where it computes: "cuda:0 (NVIDIA H200)"; "" = the CPU
+  /// CUDA devices that are visible, where one rank runs since the command named no number; else 0.
+  int devices_for_ranks = 0;
 };
 
 /// One line each, their values below each other: parameters, layout, tokens, dtypes, steps, and where

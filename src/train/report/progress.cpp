@@ -2,8 +2,11 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
+#include <iostream>
 #include <utility>
 
 #include "base/log.h"
@@ -91,6 +94,19 @@ void TrainingProgress::show(const StepMetrics& metrics) {
                                                             (steps_ - metrics.step));
   }
   terminal_line::show(training_text(metrics, steps_, left));
+}
+
+void StepLines::print(const std::string& line) {
+  terminal_line::clear();
+  std::cout.clear();  // a disk may have space again
+  errno = 0;
+  std::cout << line << std::endl;
+  const int why = errno;
+  if (std::cout.good() || warned_) return;
+  warned_ = true;
+  log::warn("stdout: found that a step line cannot be written", why == 0 ? "" : ": ",
+            why == 0 ? "" : std::strerror(why),
+            "; the run goes on, and metrics.jsonl has all steps");
 }
 
 }  // namespace tessera::train

@@ -1,5 +1,6 @@
-// What the progress line says while weights are loaded and while steps run. The texts are pure;
-// showing them is base/log.h's, silent where stderr is no terminal.
+// What a run says while it goes on: the line of each step on stdout, and the progress line while
+// weights are loaded and while steps run. The texts are pure; showing the progress line is
+// base/log.h's, silent where stderr is no terminal.
 #pragma once
 
 #include <chrono>
@@ -54,6 +55,16 @@ class TrainingProgress {
   std::int64_t first_step_;
   std::int64_t steps_;
   std::chrono::steady_clock::time_point first_done_;
+};
+
+/// Lines of steps on stdout. One that cannot be written ends no run, since metrics.jsonl has every
+/// step: the log says so once.
+class StepLines {
+ public:
+  void print(const std::string& line);
+
+ private:
+  bool warned_ = false;
 };
 
 }  // namespace tessera::train

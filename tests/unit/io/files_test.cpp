@@ -241,7 +241,11 @@ TEST(Printable, TextIsKeptAndEverythingElseEscaped) {
 
 class Log : public ::testing::Test {
  protected:
-  ~Log() override { log::init({}); }
+  Log() { set_log_level(LogLevel::kInfo); }
+  ~Log() override {
+    log::init({});
+    set_log_level(LogLevel::kNone);
+  }
   TemporaryFolder folder_;
 };
 

@@ -7,6 +7,7 @@
 
 #include "comm/thread_ranks.h"
 #include "io/safetensors.h"
+#include "tessera/log_level.h"
 #include "unit/io/temporary_folder.h"
 
 namespace tessera::train::data_test {
@@ -540,6 +541,7 @@ TEST(ReplayedBatches, TensorsThatNothingReadsAreNamedOnce) {
     write_ids(folder / "b.safetensors", tensors);
     BatchRequest request = request_for(folder / "b.safetensors");
     request.vocabulary = vocabulary;
+    set_log_level(LogLevel::kWarn);
     ::testing::internal::CaptureStderr();
     const auto batches = open_batches(request);
     batches->load(1, {0, 1});

@@ -51,6 +51,20 @@ TEST(Banner, SaysOfALargeRunWhatItIs) {
                           "steps       21 to 500", "device      cpu, avx512, 8 threads a rank"));
 }
 
+// A machine of several devices of which a plain command uses one.
+TEST(Banner, SaysHowToUseAllDevicesWhereOneRankRunsByDefault) {
+  RunFacts run;
+  run.device = "cuda:0 (NVIDIA H100)";
+  EXPECT_EQ(banner(run).at(1), "layout      1 rank");
+  run.devices_for_ranks = 1;
+  EXPECT_EQ(banner(run).at(1), "layout      1 rank");
+  for (const int devices : {2, 8}) {
+    run.devices_for_ranks = devices;
+    EXPECT_EQ(banner(run).at(1), concat("layout      1 rank on one of ", devices,
+                                        " CUDA devices; --nproc ", devices, " uses all of them"));
+  }
+}
+
 TEST(Banner, ALineByItselfStandsInTheSameColumn) {
   EXPECT_EQ(banner_line("run folder", "/runs/a"), "run folder  /runs/a");
 }

@@ -1,0 +1,34 @@
+// The variables that libgomp reads as it is loaded, before main(): a process gets them from whoever
+// executes it.
+//
+// Threads of libgomp spin where they wait for each other, by default for some 10 ms. With other
+// load on the machine the thread that they wait for stands in line behind them, and a step takes 20
+// to 70 times as long. A short spin bridges the gaps between loops as well, and gives the core up
+// where a wait is longer. Pure. Next: spawn.h gives them to ranks.
+#pragma once
+
+#include <string_view>
+
+#include "base/environment.h"
+
+namespace tessera::comm {
+
+/// NAME=VALUE, as measured (docs/performance.md).
+inline constexpr char kShortSpins[] = "GOMP_SPINCOUNT=10000";
+
+/// Whether `entry`, NAME=VALUE, says how threads wait: it is GOMP_SPINCOUNT or OMP_WAIT_POLICY, set
+/// to more than blanks.
+constexpr bool says_how_threads_wait(std::string_view entry) {
+  for (const std::string_view name : {"GOMP_SPINCOUNT=", "OMP_WAIT_POLICY="}) {
+    if (entry.starts_with(name)) {
+      return entry.find_first_not_of(" \t\n\v\f\r", name.size()) != std::string_view::npos;
+    }
+  }
+  return false;
+}
+
+/// For a rank that gets `threads` threads: OMP_NUM_THREADS, unless it gives some, and
+/// GOMP_SPINCOUNT, unless the user has said how threads wait.
+void set_thread_variables(base::Environment& variables, int threads);
+
+}  // namespace tessera::comm

@@ -1,0 +1,143 @@
+// How processes of the program begin: executed once more with libgomp's variables or not, under
+// whoever started them; what `ps` calls them; and how many threads they take.
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include <map>
+#include <optional>
+#include <sstream>
+
+#include "base/cores.h"
+#include "cli/process.h"
+#include "cli/program.h"
+#include "cli/saving_run.h"
+#include "launch/rank_variables.h"
+
+namespace tessera::cli::program_start_test {
+namespace {
+
+using testing::TemporaryFolder;
+
+std::vector<std::string> split(const std::string& text, char between) {
+  std::vector<std::string> parts;
+  std::istringstream stream(text);
+  for (std::string part; std::getline(stream, part, between);) parts.push_back(part);
+  return parts;
+}
+
+std::string proc(pid_t pid, const std::string& name) {
+  return read_file("/proc/" + std::to_string(pid) + "/" + name);
+}
+
+/// The first value of a variable as the process was executed with it; "-" where it was not.
+std::string variable(pid_t pid, const std::string& name) {
+  for (const std::string& line : split(proc(pid, "environ"), '\0')) {
+    if (line.starts_with(name + "=")) return line.substr(name.size() + 1);
+  }
+  return "-";
+}
+
+const std::string kShortSpin = std::string(comm::kShortSpins).substr(sizeof("GOMP_SPINCOUNT"));
+
+std::string name_in_ps(pid_t pid) { return split(proc(pid, "comm"), '\n').at(0); }
+
+/// A run that does not end by itself, in a folder whose name wants quoting.
+struct LongRun {
+  LongRun(Starter starter, int ranks, const Variables& variables) {
+    write_small_run(folder);
+    words = started_by(starter, ranks,
+                       {"train", "run.toml", "--job.dump_folder", "a run's \"föld er\" $HOME",
+                        "--training.steps", "1000000", "--metrics.log_freq", "100000"});
+    process.emplace(folder.path(), words, variables);
+  }
+  /// Once it trains: which process is which rank.
+  std::map<int, pid_t> ranks(std::size_t count) {
+    const auto metrics = folder / "a run's \"föld er\" $HOME/metrics/metrics.jsonl";
+    EXPECT_TRUE(wait_until(kLong, [&] {
+      return !read_file(metrics).empty() || !alive(process->pid());
+    })) << process->err();
+    if (count > 1) return process->wait_for_ranks(count);
+    return {{0, process->pid()}};
+  }
+  void end() {
+    ::kill(process->pid(), SIGTERM);
+    EXPECT_EQ(process->wait(kLong), 0) << process->err();
+  }
+
+  TemporaryFolder folder;
+  Words words;
+  std::optional<Process> process;
+};
+
+struct Waits {
+  std::string spins, policy;
+  bool given;
+};
+
+// Property: with every setting of the two variables, the process that was started runs with a short
+// spin exactly where neither is set to anything, under its id and with its words; and what is set
+// stays. Naive: libgomp has read them by the time main() begins.
+TEST(ProgramStart, ARankAloneIsExecutedOnceMoreWhereNobodySaidHowThreadsWait) {
+  for (const Waits& set : std::vector<Waits>{
+           {"", "", false}, {" ", "", false}, {"7", "", true}, {"", "active", true}}) {
+    LongRun run(Starter::kOwnSpawn, 1,
+                {{"GOMP_SPINCOUNT", set.spins}, {"OMP_WAIT_POLICY", set.policy}});
+    const pid_t pid = run.ranks(1).at(0);
+    EXPECT_EQ(variable(pid, "GOMP_SPINCOUNT"), set.given ? set.spins : kShortSpin);
+    EXPECT_EQ(variable(pid, "OMP_WAIT_POLICY"), set.policy);
+    EXPECT_EQ(split(proc(pid, "cmdline"), '\0'), run.words);
+    EXPECT_EQ(name_in_ps(pid), "tessera:0");
+    run.end();
+  }
+}
+
+TEST(ProgramStart, RanksOfOwnSpawnGetTheirVariablesFromTheirParent) {
+  LongRun run(Starter::kOwnSpawn, 2, {});
+  for (const auto& [rank, pid] : run.ranks(2)) {
+    EXPECT_EQ(variable(pid, "GOMP_SPINCOUNT"), kShortSpin);
+    EXPECT_EQ(name_in_ps(pid), "tessera:" + std::to_string(rank));
+    EXPECT_EQ(split(proc(pid, "cmdline"), '\0'), run.words);
+  }
+  EXPECT_EQ(name_in_ps(run.process->pid()), "tessera");
+  run.end();
+}
+
+TEST(ProgramStart, RanksOfAnotherLauncherAreExecutedOnceMore) {
+  LongRun run(Starter::kSlurm, 2, {});
+  const auto ranks = run.ranks(2);
+  ASSERT_EQ(ranks.size(), 2U);
+  for (const auto& [rank, pid] : ranks) {
+    EXPECT_EQ(variable(pid, "GOMP_SPINCOUNT"), kShortSpin);
+    EXPECT_EQ(name_in_ps(pid), "tessera:" + std::to_string(rank));
+  }
+  for (const auto& [rank, pid] : ranks) ::kill(pid, SIGTERM);
+  EXPECT_EQ(run.process->wait(kLong), 0) << run.process->err();
+}
+
+/// "2 threads a rank" of the banner.
+std::string threads_of(const std::string& ranks, const std::string& environment) {
+  const TemporaryFolder folder;
+  write_small_run(folder);
+  const Outcome outcome = run_program(
+      folder, {"train", "run.toml", "--nproc", ranks, "--training.steps", "1"}, environment);
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  const auto device = lines_with(outcome.err, " device ");
+  EXPECT_EQ(device.size(), 1U) << outcome.err;
+  return device.empty() ? "" : device[0].substr(device[0].rfind(',') + 2);
+}
+
+// Naive: a variable that is there counts, whatever it says, and each rank takes all cores.
+TEST(ProgramStart, AnOmpNumThreadsThatLibgompIgnoresCountsAsNotSet) {
+  const std::string alone = threads_of("1", "OMP_NUM_THREADS=");
+  const std::string shared = threads_of("2", "env -u OMP_NUM_THREADS");
+  for (const std::string text : {"", "0", "' -1'"}) {
+    EXPECT_EQ(threads_of("2", "OMP_NUM_THREADS=" + text), shared) << text;
+  }
+  if (base::usable_cores() > 1) {
+    EXPECT_NE(alone, shared) << "all cores are one rank's alone";
+    EXPECT_EQ(threads_of("2", "OMP_NUM_THREADS=2"), "2 threads a rank") << "a number stays";
+  }
+}
+
+}  // namespace
+}  // namespace tessera::cli::program_start_test
