@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <set>
 
 #include "base/text/printable.h"
@@ -15,14 +16,11 @@ namespace tessera::capture {
 namespace {
 
 using fsdp::Keep;
-using fsdp::MicroBatchClass;
-using fsdp::PlanAction;
 using fsdp::PlanChoices;
 using fsdp::PlanOrder;
 using fsdp::ReduceAt;
 using fsdp::StepPlan;
 using fsdp::UnitId;
-using Kind = PlanAction::Kind;
 
 constexpr std::array kOfKeep{Fact::kBudget, Fact::kRepeatedGathers};
 constexpr std::array kGivenByKeep{Fact::kKept};
@@ -52,6 +50,33 @@ constexpr double kAsGood = 1e-3;
 /// Less than this is no reason to gather otherwise than eager steps do: measured steps wander by as
 /// much, and each unit further ahead takes memory for certain.
 constexpr double kWorthIt = 0.02;
+
+/// What a pass that needs a fact does without, as a sentence goes on.
+struct Lacking {
+  std::string_view what, mend;
+};
+Lacking lacking_of(Fact fact) {
+  switch (fact) {
+    case Fact::kBudget:
+      return {"compile.memory_budget is not set", "set that"};
+    case Fact::kRepeatedGathers:
+      return {"no unit is gathered more than once a step",
+              "set compile.form = 3 and leave reshard_after_forward on"};
+    case Fact::kActivations:
+      return {"nobody has said what activations take",
+              "set training.seq_len, in the library CompileOptions::activations"};
+    case Fact::kFreeModes:
+      return {"no layer keeps less when it is recomputed and has its mode left to plans",
+              "leave activation_checkpoint.mode and set_recompute out, which bind layers"};
+    case Fact::kState:
+      return {"compile.offload_folder is not set", "set that"};
+    case Fact::kRecomputed:
+    case Fact::kKept:
+    case Fact::kPrefetch:
+      break;  // no pass needs what another one decides
+  }
+  return {"another pass has not run", "name it before this one"};
+}
 
 const PassRow& row_named(const std::string& name) {
   const auto found = std::ranges::find(kPasses, name, &PassRow::name);
@@ -104,9 +129,7 @@ class Chooser {
                                      ", come on top of the budget, which has no room for them"));
     }
     if (problem_.profile.is_assumed) {
-      chosen_.notes.emplace_back(
-          "times are by a default cost of bytes, nothing was measured: good for an order of units, "
-          "not as times");
+      chosen_.notes.emplace_back("nothing was measured: choices go by bytes alone");
     }
     return std::move(chosen_);
   }
@@ -214,24 +237,9 @@ class Chooser {
 
   /// Gathers of a whole step, by unit.
   std::vector<std::int64_t> gathers(const PlanChoices& choices) const {
-    std::vector<std::int64_t> counts(problem_.units.size(), 0);
-    const auto made = plan(choices);
-    const auto add = [&](MicroBatchClass which, std::int64_t times) {
-      for (const auto& stage : made.stages) {
-        for (const auto* pass : {&stage.of(which).forward, &stage.of(which).backward}) {
-          for (const auto& [kind, unit] : pass->actions) {
-            const bool is_gather = kind == Kind::kGather || kind == Kind::kGatherShared;
-            if (is_gather) counts[unit] += times;
-          }
-        }
-      }
-    };
-    if (problem_.micro_batches == 1) {
-      add(MicroBatchClass::kOnly, 1);
-    } else {
-      add(MicroBatchClass::kFirst, 1);
-      add(MicroBatchClass::kMiddle, problem_.micro_batches - 2);
-      add(MicroBatchClass::kLast, 1);
+    std::vector<std::int64_t> counts;
+    for (const auto& of : counts_of(plan(choices), problem_.micro_batches)) {
+      counts.push_back(of.gathers);
     }
     return counts;
   }
@@ -261,12 +269,11 @@ class Chooser {
   void run(const PassRow& row, bool is_asked_for) {
     for (const auto fact : row.requires_facts) {
       if (holds(fact)) continue;
+      const Lacking lacking = lacking_of(fact);
       TESSERA_CHECK(!is_asked_for, ErrorKind::kConfig, "compile.passes: found ", row.name,
-                    " without ", to_string(fact),
-                    ", expected it; leave the pass out, or give it "
-                    "that");
-      chosen_.notes.push_back(
-          concat("pass ", row.name, " is left out: there is no ", to_string(fact)));
+                    " without ", to_string(fact), ", which it needs; ", lacking.mend,
+                    ", or leave the pass out");
+      chosen_.notes.push_back(concat("pass ", row.name, " is left out, since ", lacking.what));
       return;
     }
     for (const auto fact : row.conflicts) {
@@ -284,9 +291,20 @@ class Chooser {
   struct Candidate {
     UnitId unit;
     Keep keep;
-    double saves_ms;  ///< a micro-batch
+    std::int64_t fewer;  ///< gathers a step
+    double saves_ms;     ///< a micro-batch
     double per_byte;
+    double per_step(const PlanProblem& problem) const {
+      return saves_ms * static_cast<double>(problem.micro_batches);
+    }
   };
+  /// "0.8 ms a micro-batch"; without a profile nobody knows how long a gather takes.
+  std::string saved(const Candidate& one) const {
+    if (!problem_.profile.is_assumed) return concat(ms_text(one.saves_ms), " a micro-batch");
+    const double gathers =
+        static_cast<double>(one.fewer) / static_cast<double>(problem_.micro_batches);
+    return concat(std::round(gathers * 100.0) / 100.0, " gathers a micro-batch");
+  }
 
   std::vector<Candidate> candidates() const {
     const auto& choices = chosen_.choices;
@@ -314,7 +332,7 @@ class Chooser {
         if (fewer <= 0 || saves <= least_saved) continue;
         least_saved = saves;
         const auto bytes = std::max<std::int64_t>(problem_.units[unit].bytes, 1);
-        list.push_back({unit, keep, saves, saves / static_cast<double>(bytes)});
+        list.push_back({unit, keep, fewer, saves, saves / static_cast<double>(bytes)});
       }
     }
     // Every second one first among equals: the gathers that are left hide behind neighbours that
@@ -355,21 +373,21 @@ class Chooser {
   }
 
   void keep() {
-    for (const auto& [unit, keep, saves, per_byte] : candidates()) {
-      if (keep <= chosen_.choices.keep[unit]) continue;
+    for (const Candidate& one : candidates()) {
+      const UnitId unit = one.unit;
+      if (one.keep <= chosen_.choices.keep[unit]) continue;
       auto changed = chosen_.choices;
-      changed.keep[unit] = keep;
+      changed.keep[unit] = one.keep;
       auto& reason = chosen_.keep_reasons[unit];
       if (!fits(changed)) {
         if (chosen_.choices.keep[unit] == Keep::kNot) {
-          reason = concat("to keep it would save ", ms_text(saves), " a micro-batch, but its ",
+          reason = concat("to keep it would save ", saved(one), ", but its ",
                           size_text(problem_.units[unit].bytes), " do not fit the budget");
         }
         continue;
       }
       chosen_.choices = changed;
-      reason = concat("saves ", ms_text(saves), " a micro-batch for ",
-                      size_text(problem_.units[unit].bytes));
+      reason = concat("saves ", saved(one), " for ", size_text(problem_.units[unit].bytes));
     }
   }
 
@@ -381,7 +399,8 @@ class Chooser {
   /// Room for what keep() had to leave out, where that is worth it.
   void offload_for_keep() {
     if (!chosen_.choices.offload.empty() && !problem_.profile.transfer) {
-      chosen_.notes.emplace_back("what it takes to move optimizer state is assumed");
+      chosen_.notes.emplace_back(
+          "what it takes to move optimizer state is assumed: a gigabyte a second");
     }
     if (!decided_.contains(Fact::kKept)) return;
     if (problem_.profile.is_assumed) {
@@ -391,27 +410,31 @@ class Chooser {
       return;
     }
     const auto& state = *problem_.state;
-    for (const auto& [unit, keep, saves, per_byte] : candidates()) {
-      if (keep <= chosen_.choices.keep[unit]) continue;
+    for (const Candidate& one : candidates()) {
+      const UnitId unit = one.unit;
+      if (one.keep <= chosen_.choices.keep[unit]) continue;
       auto changed = chosen_.choices;
-      changed.keep[unit] = keep;
+      changed.keep[unit] = one.keep;
       const auto room = *problem_.memory_budget - beside_state(changed);
       changed.offload = offloaded_for(state, changed.offload, std::max<std::int64_t>(room, 0));
-      const double a_step = saves * static_cast<double>(problem_.micro_batches);
+      const double a_step = one.per_step(problem_);
       std::int64_t more = 0;
-      for (const auto one : changed.offload) more += state[one].bytes;
-      for (const auto one : chosen_.choices.offload) more -= state[one].bytes;
+      for (const auto out : changed.offload) more += state[out].bytes;
+      for (const auto out : chosen_.choices.offload) more -= state[out].bytes;
       const double costs = transfer_ms(more);
       if (!fits(changed) || costs >= a_step) continue;
-      for (const auto one : changed.offload) {
-        auto& reason = chosen_.offload_reasons[one];
+      for (const auto out : changed.offload) {
+        auto& reason = chosen_.offload_reasons[out];
         if (!reason.empty()) continue;
-        reason = concat("room to keep ", name(unit), ", which saves ", ms_text(a_step),
-                        " a step for ", ms_text(costs), " of moving state");
+        const auto moving = problem_.profile.transfer
+                                ? concat(ms_text(costs), " of moving state")
+                                : concat("moving ", size_text(more), " there and back");
+        reason =
+            concat("room to keep ", name(unit), ", which saves ", ms_text(a_step), " for ", moving);
       }
       chosen_.keep_reasons[unit] =
-          concat("saves ", ms_text(saves), " a micro-batch for ",
-                 size_text(problem_.units[unit].bytes), ", where optimizer state was");
+          concat("saves ", saved(one), " for ", size_text(problem_.units[unit].bytes),
+                 ", where optimizer state was");
       chosen_.choices = changed;
     }
   }
@@ -419,8 +442,8 @@ class Chooser {
   void prefetch() {
     if (problem_.record.stages.size() != 1) {
       chosen_.notes.emplace_back(
-          "pass prefetch is left out: the order of several stages is a "
-          "schedule's");
+          "pass prefetch is left out, since a schedule says in which order a pipeline's stages "
+          "come");
       return;
     }
     struct Tried {
@@ -447,8 +470,11 @@ class Chooser {
     for (const auto& one : tried) {
       if (one.choices == chosen_.choices && one.ms <= best * (1.0 + kWorthIt)) {
         chosen_.ahead_reason =
-            concat("as before: a step of ", ms_text(one.ms), as_known(),
-                   ", at most 2 % above the least of ", tried.size(), " that fit");
+            problem_.profile.is_assumed
+                ? concat("as before: by bytes alone at most 2 % above the least of ", tried.size(),
+                         " that fit")
+                : concat("as before: a step of ", ms_text(one.ms),
+                         ", at most 2 % above the least of ", tried.size(), " that fit");
         return;
       }
     }
@@ -457,10 +483,11 @@ class Chooser {
       if (found == nullptr || one.bytes < found->bytes) found = &one;
     }
     chosen_.choices = found->choices;
-    chosen_.ahead_reason = concat("a step of ", ms_text(found->ms), as_known(), ", the least of ",
-                                  tried.size(), " that fit");
+    chosen_.ahead_reason = problem_.profile.is_assumed
+                               ? concat("by bytes alone the least of ", tried.size(), " that fit")
+                               : concat("a step of ", ms_text(found->ms), ", the least of ",
+                                        tried.size(), " that fit");
   }
-  std::string_view as_known() const { return problem_.profile.is_assumed ? " as assumed" : ""; }
 
   const PlanProblem& problem_;
   std::vector<UnitId> offload_;  // for any plan at all to fit
@@ -479,10 +506,9 @@ std::string_view to_string(Fact fact) {
     case Fact::kRepeatedGathers:
       return "units that are gathered more than once a step";
     case Fact::kActivations:
-      return "activations that are known (training.seq_len, CompileOptions::activations)";
+      return "activations that are known";
     case Fact::kFreeModes:
-      return "layers that keep less when they are recomputed, and whose mode is left to plans "
-             "(activation_checkpoint.mode and set_recompute bind it)";
+      return "layers that keep less when they are recomputed and whose mode is left to plans";
     case Fact::kRecomputed:
       return "what is recomputed";
     case Fact::kKept:

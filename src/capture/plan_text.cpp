@@ -4,6 +4,7 @@
 #include <optional>
 #include <vector>
 
+#include "base/text/alike.h"
 #include "base/text/printable.h"
 #include "capture/plan_words.h"
 #include "tessera/error.h"
@@ -164,33 +165,60 @@ std::string to_text(const StepPlan& plan, const Chosen& chosen, std::int64_t mic
   return text;
 }
 
-std::string choices_text(const StepPlan& plan, const Chosen& chosen) {
+namespace {
+
+/// What is chosen of one unit, as it stands behind the unit's name.
+struct UnitChoice {
+  std::string name;
   std::string text;
-  for (UnitId unit = 0; unit < plan.units.size(); ++unit) {
-    const auto& of = plan.units[unit];
-    text += concat("  ", of.name, " (", size_text(of.bytes), "): ");
-    if (of.gathers) {
-      text += until(plan.choices.keep[unit]);
-      const bool is_known = unit < chosen.keep_reasons.size() && !chosen.keep_reasons[unit].empty();
-      text += is_known ? concat(": ", chosen.keep_reasons[unit], "\n") : "\n";
-    } else {
-      text += "nothing to gather\n";
-    }
-    const bool has_reason =
-        unit < chosen.recompute_reasons.size() && !chosen.recompute_reasons[unit].empty();
-    if (plan.choices.recompute[unit] != RecomputeMode::kNone || has_reason) {
-      text += concat("    recomputed, ", recompute_text(plan, chosen, unit), "\n");
-    }
+};
+
+std::string choice_text(const StepPlan& plan, const Chosen& chosen, UnitId unit) {
+  const auto& of = plan.units[unit];
+  std::string text = concat(" (", size_text(of.bytes), "): ");
+  if (of.gathers) {
+    text += until(plan.choices.keep[unit]);
+    const bool is_known = unit < chosen.keep_reasons.size() && !chosen.keep_reasons[unit].empty();
+    text += is_known ? concat(": ", chosen.keep_reasons[unit], "\n") : "\n";
+  } else {
+    text += "nothing to gather\n";
   }
+  const bool has_reason =
+      unit < chosen.recompute_reasons.size() && !chosen.recompute_reasons[unit].empty();
+  if (plan.choices.recompute[unit] != RecomputeMode::kNone || has_reason) {
+    text += concat("    recomputed, ", recompute_text(plan, chosen, unit), "\n");
+  }
+  return text;
+}
+
+/// Those of layers that are alike together, before and behind their names.
+std::string folded(const std::vector<UnitChoice>& choices, std::string_view before) {
+  std::string text;
+  for (const auto& group : alike(
+           choices, [](const UnitChoice& one) { return one.name; },
+           [](const UnitChoice& one, const UnitChoice& other) { return one.text == other.text; })) {
+    text += concat(before, group.shown(group.first.name), group.first.text);
+  }
+  return text;
+}
+
+}  // namespace
+
+std::string choices_text(const StepPlan& plan, const Chosen& chosen) {
+  std::vector<UnitChoice> units, offloaded;
+  for (UnitId unit = 0; unit < plan.units.size(); ++unit) {
+    units.push_back({plan.units[unit].name, choice_text(plan, chosen, unit)});
+  }
+  for (const auto unit : plan.choices.offload) {
+    offloaded.push_back(
+        {plan.units[unit].name, concat(" is offloaded: ", offload_reason(chosen, unit), "\n")});
+  }
+  std::string text = folded(units, "  ");
   text += concat("  gathered ahead: ", plan.choices.ahead_in_forward, " in forward, ",
                  plan.choices.ahead_in_backward, " in backward",
                  chosen.ahead_reason.empty() ? "" : concat(": ", chosen.ahead_reason), "\n");
   text += concat("  reduced: ", word_of(kReduceWords, plan.choices.reduce), "\n");
-  for (const auto unit : plan.choices.offload) {
-    text += concat("  optimizer state of ", plan.units[unit].name,
-                   " is offloaded: ", offload_reason(chosen, unit), "\n");
-  }
-  return text;
+  return text + folded(offloaded, "  optimizer state of ");
 }
 
 }  // namespace tessera::capture

@@ -138,13 +138,18 @@ std::string recompute_reason(const PlanProblem& problem, UnitId unit, Mode mode)
   if (!units_to_recompute(problem)[unit]) return "";
   const auto& of = problem.activations->units[unit];
   const auto& cost = problem.profile.units[unit];
+  const bool has_times = !problem.profile.is_assumed;
   if (mode == Mode::kNone) {
     const auto least = least_mode(of);
     return concat("its ", size_text(of.none - of.kept(least)), " of activations fit, ",
-                  ms_text(recompute_ms(cost, least)), " a micro-batch are saved");
+                  has_times ? concat(ms_text(recompute_ms(cost, least)), " a micro-batch are saved")
+                            : "its forward runs once");
   }
-  return concat("leaves ", size_text(of.none - of.kept(mode)), " of activations to others for ",
-                ms_text(recompute_ms(cost, mode)), " a micro-batch");
+  const auto left =
+      concat("leaves ", size_text(of.none - of.kept(mode)), " of activations to others");
+  if (has_times) return concat(left, " for ", ms_text(recompute_ms(cost, mode)), " a micro-batch");
+  return concat(left, mode == Mode::kFull ? ", its forward runs again"
+                                          : ", what is no product of its forward runs again");
 }
 
 }  // namespace tessera::capture

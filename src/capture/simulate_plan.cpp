@@ -166,6 +166,28 @@ class Lanes {
 
 }  // namespace
 
+std::vector<UnitCounts> counts_of(const StepPlan& plan, std::int64_t micro_batches) {
+  std::vector<UnitCounts> counts(plan.units.size());
+  const auto add = [&](MicroBatchClass which, std::int64_t times) {
+    for (const auto& stage : plan.stages) {
+      for (const auto* pass : {&stage.of(which).forward, &stage.of(which).backward}) {
+        for (const auto& [kind, unit] : pass->actions) {
+          if (kind == Kind::kGather || kind == Kind::kGatherShared) counts[unit].gathers += times;
+          if (kind == Kind::kReduce) counts[unit].reductions += times;
+        }
+      }
+    }
+  };
+  if (micro_batches == 1) {
+    add(MicroBatchClass::kOnly, 1);
+  } else {
+    add(MicroBatchClass::kFirst, 1);
+    add(MicroBatchClass::kMiddle, micro_batches - 2);
+    add(MicroBatchClass::kLast, 1);
+  }
+  return counts;
+}
+
 SimulatedStep simulate(const StepPlan& plan, const PlanProfile& profile,
                        std::int64_t micro_batches) {
   TESSERA_CHECK(plan.stages.size() == 1, ErrorKind::kUsage, "plan of a step: found ",

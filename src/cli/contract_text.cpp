@@ -1,73 +1,18 @@
 #include "cli/contract_text.h"
 
 #include <algorithm>
-#include <charconv>
 #include <cstdint>
-#include <optional>
 #include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
 
+#include "base/text/alike.h"
 #include "base/text/printable.h"
 #include "tessera/error.h"
 
 namespace tessera::cli {
 namespace {
-
-/// A name around its first component that is a number, the layer's.
-struct LayerName {
-  std::string before, after;
-  std::int64_t number = 0;
-};
-
-std::optional<LayerName> layer_name(const std::string& name) {
-  std::size_t begin = 0;
-  while (begin <= name.size()) {
-    const std::size_t end = std::min(name.find('.', begin), name.size());
-    LayerName found{name.substr(0, begin), name.substr(end), 0};
-    const char* last = name.data() + end;
-    const auto [rest, failed] = std::from_chars(name.data() + begin, last, found.number);
-    if (failed == std::errc{} && rest == last && end > begin) return found;
-    begin = end + 1;
-  }
-  return std::nullopt;
-}
-
-/// Some that are alike but for the number in their name; or one.
-template <class T>
-struct Alike {
-  T first;
-  std::optional<LayerName> name;  ///< of the first
-  std::vector<std::int64_t> numbers;
-
-  std::string shown(const std::string& own) const {
-    if (numbers.size() < 2) return own;
-    return concat(name->before, "{", ranges_text(numbers, ","), "}", name->after, " x ",
-                  numbers.size());
-  }
-};
-
-/// In the order of the firsts. `name_of(one)`; `same(one, other)` is without their names.
-template <class T, class NameOf, class Same>
-std::vector<Alike<T>> alike(const std::vector<T>& all, const NameOf& name_of, const Same& same) {
-  std::vector<Alike<T>> groups;
-  for (const T& one : all) {
-    const auto name = layer_name(name_of(one));
-    const auto joins = [&](const Alike<T>& group) {
-      return name && group.name && group.name->before == name->before &&
-             group.name->after == name->after && same(group.first, one);
-    };
-    const auto group = std::ranges::find_if(groups, joins);
-    if (group != groups.end()) {
-      group->numbers.push_back(name->number);
-    } else {
-      groups.push_back({one, name, {}});
-      if (name) groups.back().numbers.push_back(name->number);
-    }
-  }
-  return groups;
-}
 
 template <class Contract>
 std::vector<Contract> folded_all(const std::vector<Contract>& all) {

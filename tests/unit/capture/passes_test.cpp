@@ -5,8 +5,11 @@
 #include <gmock/gmock.h>
 
 #include <algorithm>
+#include <numeric>
+#include <regex>
 
 #include "capture/plan_text.h"
+#include "capture/recompute_pass.h"
 #include "capture/simulate_plan.h"
 #include "fsdp/agreed/step_plan_check.h"
 #include "tessera/error.h"
@@ -206,11 +209,59 @@ TEST(Passes, UnknownOnesAndUnmetRequirementsAreNamed) {
   EXPECT_THAT(with({"keep"}), HasSubstr("keep without units that are gathered more than once"));
   // Where nobody asked for it, it is left out, and says so.
   EXPECT_THAT(choose(problem).notes,
-              Contains(HasSubstr("pass keep is left out: there is no units")));
+              Contains("pass keep is left out, since no unit is gathered more than once a step"));
 }
 
 // Whatever units, traces, budgets and costs: a plan that holds, within the budget, the same every
 // time; with more memory never fewer bytes' worth of gathers saved than the least.
+/// "3 ms", "1.5 s": what nobody can know where nothing was measured.
+bool speaks_of_seconds(const Chosen& chosen) {
+  std::string all = chosen.ahead_reason;
+  for (const auto* texts :
+       {&chosen.keep_reasons, &chosen.recompute_reasons, &chosen.offload_reasons, &chosen.notes}) {
+    for (const auto& text : *texts) all += "\n" + text;
+  }
+  return std::regex_search(all, std::regex(R"([0-9] m?s\b)"));
+}
+
+// Naive: a default cost of bytes, shown as times and reasoned with. What is chosen is the same either
+// way.
+TEST(Passes, WithoutAProfileNoReasonHasSeconds) {
+  int with_times = 0;
+  for (unsigned seed = 0; seed < 200; ++seed) {
+    Draw draw(seed);
+    PlanProblem problem;
+    const auto count = 2 + draw.below(4);
+    problem.record = draw.record(1, count);
+    problem.units = draw.units(count);
+    for (auto& unit : problem.units) unit.recompute_by = fsdp::RecomputeBy::kPlan;
+    problem.eager = eager_choices(problem.record, std::vector<bool>(count, true),
+                                  ReduceAt::kLastBackward, problem.order);
+    problem.micro_batches = static_cast<std::int64_t>(1 + draw.below(4));
+    problem.profile = default_profile(problem.units);
+    ForwardActivations given;
+    for (const auto& unit : problem.units) {
+      given.units.push_back({.unit = unit.name,
+                             .none = 9,
+                             .selective = 6,
+                             .full = 2,
+                             .selective_again = 9,
+                             .full_again = 9});
+    }
+    problem.activations = activations_of(given, problem.units);
+    if (draw.coin()) problem.state = std::vector<fsdp::StateBytes>(count, {5, 5});
+    problem.memory_budget = least_bytes(problem) + static_cast<std::int64_t>(draw.below(40));
+    const auto chosen = choose(problem);
+    EXPECT_FALSE(speaks_of_seconds(chosen)) << seed;
+    problem.profile.is_assumed = false;
+    problem.profile.transfer = CollectiveCost{.latency_ms = 1e6, .ms_per_byte = 1.0};
+    const auto measured = choose(problem);
+    EXPECT_EQ(measured.choices, chosen.choices) << seed;
+    with_times += speaks_of_seconds(measured) ? 1 : 0;
+  }
+  EXPECT_GT(with_times, 100) << "a profile's are said";
+}
+
 TEST(Passes, DrawnProblemsGiveValidPlansWithinTheirBudgets) {
   int refusals = 0;
   for (unsigned seed = 0; seed < 400; ++seed) {
@@ -243,6 +294,12 @@ TEST(Passes, DrawnProblemsGiveValidPlansWithinTheirBudgets) {
       }
       const auto step = simulate(plan, problem.profile, problem.micro_batches);
       ASSERT_LE(step.peak_bytes, fsdp::peak_gathered_bytes(plan)) << seed;
+      UnitCounts all;
+      for (const auto& [gathers, reductions] : counts_of(plan, problem.micro_batches)) {
+        all.gathers += gathers;
+        all.reductions += reductions;
+      }
+      ASSERT_EQ(all, (UnitCounts{step.gathers, step.reductions})) << seed;
       ASSERT_THAT(to_text(plan, chosen, problem.micro_batches), Not(HasSubstr("()"))) << seed;
     } catch (const Error& error) {
       ++refusals;
@@ -263,8 +320,22 @@ TEST(PlanText, EveryActionHasItsReason) {
                           HasSubstr("  before the root: gather the root (needed by the root)\n"),
                           HasSubstr("keep to update the root (its reshard_after_forward is off)"),
                           HasSubstr("reduce layer 1 (nothing more brings it a gradient)"),
-                          HasSubstr("a micro-batch for 20 B)"), HasSubstr("micro-batch last")));
+                          HasSubstr(" gathers a micro-batch for 20 B)"), HasSubstr("micro-batch last")));
   EXPECT_THAT(text, Not(HasSubstr("micro-batch middle")));
+}
+
+// Naive: 32 lines that say the same of 32 layers.
+TEST(PlanText, LayersThatAreAlikeHaveOneLine) {
+  auto problem = problem_of({20, 20, 20, 20, 20});
+  for (std::size_t i = 1; i < problem.units.size(); ++i) {
+    problem.units[i].name = concat("model.layers.", i - 1);
+  }
+  Chosen chosen = choose(problem, Names{});
+  chosen.keep_reasons[3] = "of its own";
+  EXPECT_THAT(choices_text(plan_of(problem, chosen), chosen),
+              AllOf(HasSubstr("\n  model.layers.{0-1,3} x 3 (20 B): given back after forward\n"),
+                    HasSubstr("\n  model.layers.2 (20 B): given back after forward: of its own\n"),
+                    HasSubstr("\n  model.layers.4 (20 B): kept to its backward")));
 }
 
 }  // namespace

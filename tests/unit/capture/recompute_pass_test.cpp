@@ -185,7 +185,7 @@ TEST(RecomputePass, WhatAUserHasSetStays) {
   EXPECT_EQ(chosen.recompute_reasons[1], "as its user has set it");
   problem.units[2].recompute_by = RecomputeBy::kUser;
   EXPECT_THAT(choose(problem).notes,
-              Contains(HasSubstr("pass recompute is left out: there is no layers that keep less")));
+              Contains(HasSubstr("pass recompute is left out, since no layer keeps less")));
   EXPECT_THAT(refused([&] { choose(problem, Names{"recompute"}); }),
               HasSubstr("found recompute without layers that keep less when they are recomputed"));
 }
