@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Draws a run: loss (training and held-out), gradient norm, speed, memory, over steps, as one PNG.
+"""Draws a run: loss (training and held-out), gradient norm, speed, memory, over steps, as one PNG; a dotted
+line where the run was resumed, as RUN/logs/rank_0.log says.
 
     tools/plot.py RUN [OUT.png]        RUN is a run's folder, or a metrics.jsonl; OUT: RUN/metrics.png
 
@@ -16,9 +17,12 @@ sys.path[:] = [place for place in sys.path
 
 import json  # noqa: E402
 import pathlib  # noqa: E402
+import re  # noqa: E402
 import statistics  # noqa: E402
 
-LINE, FAINT, HELD_OUT = "#1f5fa8", "#b9cde4", "#c4511d"
+LINE, FAINT, HELD_OUT, RESUMED = "#1f5fa8", "#b9cde4", "#c4511d", "#6f6f6f"
+# What a run says of each attempt when it begins.
+ATTEMPT = re.compile(r" info (?:\[rank 0\] )?steps +(\d+) to \d+$")
 
 
 def refuse(message):
@@ -74,6 +78,20 @@ def read_metrics(path):
     return series
 
 
+def resumptions(log, series):
+    """The steps behind which the run was resumed. Where it went on from an earlier checkpoint, or began anew, its
+    metrics have been cut back to there, and so are these."""
+    if not log.is_file():
+        return []
+    found = []
+    with open(log, encoding="utf-8", errors="replace") as lines:
+        for attempt in filter(None, map(ATTEMPT.search, lines)):
+            done = int(attempt[1]) - 1
+            found = [step for step in found if step < done] + [done] * (done > 0)
+    last = max(step for steps, _ in series.values() for step in steps)
+    return [step for step in found if step < last]
+
+
 def smoothed(values):
     """The median around each step: a slow step is no trend. Of what is known there: a step without a
     label has no loss."""
@@ -98,7 +116,7 @@ def begin_at_zero(axis):
     axis.set_ylim(0, 1.05 * max(axis.get_ylim()[1], 1e-12))
 
 
-def draw(pyplot, series, title, out):
+def draw(pyplot, series, resumed, title, out):
     figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), layout="constrained")
     (loss, norm), (speed, memory) = axes
 
@@ -106,6 +124,9 @@ def draw(pyplot, series, title, out):
     if "val_loss" in series:
         loss.plot(*series["val_loss"], color=HELD_OUT, marker="o", markersize=4, linewidth=1.4,
                   label="held out")
+    for axis in axes.flat:
+        for step in resumed:
+            axis.axvline(step, color=RESUMED, linewidth=0.9, linestyle=":", label="resumed" if step == resumed[0] else None)
     loss.set(title="loss", ylabel="nats a token")
     loss.legend(frameon=False)
 
@@ -140,11 +161,12 @@ def main(arguments):
     run = pathlib.Path(arguments[0])
     path = metrics_file(run)
     folder = run if run.is_dir() else run.parent
+    home = run if run.is_dir() else path.resolve().parents[1]  # RUN/metrics/metrics.jsonl
     out = pathlib.Path(arguments[1]) if len(arguments) == 2 else folder / "metrics.png"
     series = read_metrics(path)
     pyplot = load_matplotlib()
     try:
-        draw(pyplot, series, run.resolve().name, out)
+        draw(pyplot, series, resumptions(home / "logs/rank_0.log", series), run.resolve().name, out)
     except (OSError, ValueError) as error:  # no such folder, no such format
         refuse(f"{out}: {error}")
     print(out)

@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "base/text/printable.h"
+#include "base/where_relative.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -35,8 +36,9 @@ constexpr std::uintptr_t kFaultWindowBytes = std::uintptr_t{64} * 1024;
 InputFile::InputFile(std::filesystem::path path) : path_(std::move(path)) {
   // Without O_NONBLOCK opening a pipe would wait for a writer for ever.
   descriptor_ = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  const int open_error = errno;
   TESSERA_CHECK(descriptor_ >= 0, ErrorKind::kIo, "cannot open ", shown(path_), ": ",
-                reason(errno));
+                reason(open_error), open_error == ENOENT ? where_relative(path_) : "");
   struct stat status{};
   const int failed = ::fstat(descriptor_, &status);
   const int error_number = errno;

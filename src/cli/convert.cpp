@@ -11,10 +11,13 @@
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
 #include "train/hf/hf_export.h"
+#include "train/hf/turn_ends.h"
 #include "train/hf/verify_export.h"
 
 namespace tessera::cli {
 namespace {
+
+namespace fs = std::filesystem;
 
 train::ExportOptions export_options(const ConvertArguments& arguments) {
   train::ExportOptions options;
@@ -43,7 +46,6 @@ train::ModelConfig model_of(const ConvertArguments& arguments) {
 /// It would be removed with the checkpoint, by its run or by hand; or replaced by a later one, and
 /// until then be taken for one that is not whole.
 void require_outside_checkpoints(const std::filesystem::path& out) {
-  namespace fs = std::filesystem;
   TESSERA_CHECK(!out.empty(), ErrorKind::kUsage, "OUT: found an empty name, expected a folder");
   std::error_code failed;
   const fs::path whole = fs::weakly_canonical(fs::absolute(out), failed);
@@ -89,6 +91,30 @@ void say_what_is_left_out(const train::ExportPlan& plan) {
             << " first, are left out: the biases by which this run evened out the load of experts"
                " (model.load_balance_coeff), for which the family has no place; readers of the"
                " folder choose some experts otherwise\n";
+}
+
+/// At which end of a turn generation with the model goes on: trained on, and never heard.
+void say_which_turns_go_on(const train::ModelSource& source, const fs::path& written) {
+  std::error_code ignored;
+  if (source.origin.empty() || !fs::is_directory(source.origin, ignored)) return;
+  try {
+    const train::TextEnds ends = train::text_ends(source.origin, source.spec);
+    for (const train::TurnEnd& turn : train::turns_that_go_on(source.origin, ends)) {
+      std::vector<std::int64_t> all = ends.ids;
+      all.push_back(turn.id);
+      std::cerr << "tessera: convert: warning: a turn ends with " << printable(turn.token)
+                << " (token " << turn.id << "; " << turn.says << " in " << shown(source.origin)
+                << "), but eos_token_id is " << (ends.ids.empty() ? "not there" : joined(ends.ids))
+                << " (" << ends.file
+                << "): a model that was tuned on such turns does not stop at the end of its answer;"
+                   " write \"eos_token_id\": ["
+                << joined(all) << "] into generation_config.json of " << shown(written) << '\n';
+    }
+  } catch (const Error& error) {
+    std::cerr << "tessera: convert: warning: whether generation stops at the end of a turn is not"
+                 " known: "
+              << error.what() << '\n';
+  }
 }
 
 bool is_filled_folder(const std::filesystem::path& path) {
@@ -156,6 +182,7 @@ int run_convert(const ConvertArguments& arguments) {
   if (!adapters) say_what_was_not_there(source);
   say_what_is_rounded(plan);
   say_what_is_left_out(plan);
+  say_which_turns_go_on(source, adapters ? source.origin : fs::path(arguments.out));
   if (!arguments.verify || !is_filled_folder(arguments.out)) {
     if (const auto failed = write_folder(plan, arguments.out)) return *failed;
   }

@@ -4,18 +4,16 @@
 #include <charconv>
 #include <iostream>
 
-#include "base/mapped_file.h"
 #include "base/parallel.h"
 #include "base/text/printable.h"
 #include "cli/arguments.h"
 #include "cli/program_end.h"
 #include "cli/ranks.h"
-#include "io/folder.h"
 #include "io/token_source.h"
-#include "models/model_spec.h"
 #include "tessera/error.h"
 #include "tessera/world.h"
 #include "train/config/config_resolve.h"
+#include "train/hf/turn_ends.h"
 
 namespace tessera::cli {
 namespace {
@@ -99,16 +97,8 @@ class Printer {
   bool any_ = false;
 };
 
-/// What ends a text: of a published model as its generation_config.json says, as transformers does.
 Ids end_tokens(const train::ModelSource& source) {
-  Ids ids;
-  if (!source.origin.empty()) {
-    constexpr std::int64_t kMostBytes = 1 << 20;
-    if (const auto file = optional_file_inside(source.origin, "generation_config.json")) {
-      ids = models::generation_end_tokens(read_text_file(*file, kMostBytes), file->native());
-    }
-  }
-  if (ids.empty()) ids = source.spec.eos_token_ids;
+  Ids ids = train::text_ends(source.origin, source.spec).ids;
   if (source.spec.tessera_tokenizer == "bytes") ids.push_back(TextCorpus::kEndOfDocument);
   return ids;
 }

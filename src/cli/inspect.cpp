@@ -17,6 +17,7 @@
 #include "io/hf_folder.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
+#include "train/data/config_paths.h"
 #include "train/expert_balance.h"
 #include "train/parallelize.h"
 #include "train/pipeline/pipeline_memory.h"
@@ -226,6 +227,7 @@ Planned plan_run(const InspectArguments& arguments) {
       train::open_as("--contract", [&] { return train::load_config(arguments.contract_file); });
   apply(arguments.overrides, config);
   train::validate(config, train::Verb::kContract);
+  train::require_relative_paths(config, arguments.contract_file, train::Verb::kContract);
   const int world = arguments.world ? *arguments.world : train::ranks_to_spawn(config.parallelism);
   const ParallelDims dims = train::resolve_parallelism(config.parallelism, world);
   config.model.path = train::newest_checkpoint(config.model.path, "model.path");

@@ -26,6 +26,7 @@
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
 #include "train/contract_of_run.h"
+#include "train/data/config_paths.h"
 #include "train/expert_balance.h"
 #include "train/hf/model_source.h"
 #include "train/plan_of_run.h"
@@ -67,6 +68,7 @@ PlannedStep planned_step(const PlanArguments& arguments) {
   auto& mode = config.compile.mode;
   if (mode == train::CompileChoice::kOff) mode = train::CompileChoice::kPlan;
   train::validate(config, train::Verb::kContract);
+  train::require_relative_paths(config, arguments.config_file, train::Verb::kContract);
   const int world = arguments.world ? *arguments.world : train::ranks_to_spawn(config.parallelism);
   step.dims = train::resolve_parallelism(config.parallelism, world);
   config.model.path = train::newest_checkpoint(config.model.path, "model.path");

@@ -32,6 +32,7 @@
 #include "tessera/world.h"
 #include "train/config/config.h"
 #include "train/config/config_resolve.h"
+#include "train/data/config_paths.h"
 #include "train/hf/model_source.h"
 #include "train/trainer.h"
 
@@ -247,6 +248,7 @@ int run_train(const TrainArguments& arguments) {
     const auto run_folder = std::make_shared<RunFolder>();
     phase.when_refused([run_folder] { run_folder->made.remove(); });
     comm::when_refused(world, [&phase] { phase.refused(); });
+    train::require_relative_paths(config, arguments.config_file, train::Verb::kTrain);
     prepare_run_folder(config, run_name(arguments.config_file), world, *run_folder);
     train::Config& run = run_folder->config;
     log::init(

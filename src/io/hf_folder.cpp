@@ -6,12 +6,15 @@
 #include <iomanip>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <sstream>
 #include <system_error>
 #include <utility>
 
+#include "base/log.h"
 #include "base/text/json_reader.h"
 #include "base/text/printable.h"
+#include "base/where_relative.h"
 #include "io/folder.h"
 #include "tessera/error.h"
 
@@ -138,21 +141,43 @@ void require_config(const fs::path& folder) {
                 ": found no such file, expected ", kModelFolder, ", or the folder of a run");
 }
 
+/// Both may hold the whole model (some exports do), but no file says so: the one that is not read may
+/// be the later one.
+void say_what_is_beside_an_index(const fs::path& folder) {
+  if (!is_there(folder / kIndexFile)) return;
+  std::string others;
+  try {
+    const auto index = parse_hf_index(
+        read_text_file(file_inside(folder, std::string(kIndexFile)), kMaxIndexBytes), kIndexFile);
+    std::set<std::string> files;
+    for (const auto& [tensor, file] : index.weight_map) files.insert(file);
+    if (files == std::set{std::string(kSingleFile)}) return;
+    others = concat("which names ", printable(*files.begin()),
+                    files.size() > 1 ? concat(" and ", files.size() - 1, " more") : "");
+  } catch (const Error&) {
+    others = "which cannot be read";  // nor need it be
+  }
+  log::warn(shown(folder), ": found ", kSingleFile, " beside ", kIndexFile, ", ", others, ": ",
+            kSingleFile, " is read, as transformers does; remove the one that is left over");
+}
+
 }  // namespace
 
 HfFolder HfFolder::open(const fs::path& folder) {
   std::error_code ignored;
   const auto status = fs::status(folder, ignored);
   TESSERA_CHECK(fs::is_directory(status), ErrorKind::kIo, "cannot open ", shown(folder), ": found ",
-                fs::is_regular_file(status) ? "a file"
-                : fs::exists(status)        ? "something that is no folder"
-                                            : "no such folder (nothing is fetched from a hub)",
+                fs::is_regular_file(status) ? std::string("a file")
+                : fs::exists(status)        ? std::string("something that is no folder")
+                                            : concat("no such folder", where_relative(folder),
+                                                     " (nothing is fetched from a hub)"),
                 ", expected ", kModelFolder);
   require_config(folder);
   HfFolder model;
   model.path_ = folder;
   model.config_text_ = read_config_text(file_inside(folder, "config.json"));
   if (is_there(folder / kSingleFile)) {
+    say_what_is_beside_an_index(folder);
     model.add_file(file_inside(folder, std::string(kSingleFile)));
   } else {
     TESSERA_CHECK(is_there(folder / kIndexFile), ErrorKind::kIo, folder.native(),

@@ -53,15 +53,8 @@ TEST(PlotTool, TakesAFileAndLeavesOutTheLineThatACrashHasTorn) {
   EXPECT_EQ(size_of_png(folder / "out.png").size(), 2U);
 }
 
-// Naive: a median among values that are not numbers is any of them, or none.
-TEST(PlotTool, SmoothsTheLossesOfTheStepsThatHaveOne) {
-  const testing::TemporaryFolder folder;
-  std::string lines;
-  for (int step = 1; step <= 200; ++step) {
-    const std::string loss = step % 3 == 0 ? std::to_string(step) + ".0" : "null";
-    lines += "{\"step\":" + std::to_string(step) + ",\"loss\":" + loss + "}\n";
-  }
-  folder.write("metrics.jsonl", lines);
+/// In place of matplotlib: prints what `answer`, an expression of `axes` and `loss`, comes to.
+void write_pyplot(const testing::TemporaryFolder& folder, const std::string& answer) {
   folder.write("drawn/matplotlib/__init__.py", "def use(_): pass\n");
   folder.write("drawn/matplotlib/pyplot.py", R"(from unittest import mock
 
@@ -72,11 +65,62 @@ def subplots(*_, **__):
         axis.get_ylim.return_value = (0, 1)
     loss = axes[0][0]
     figure = mock.MagicMock()
-    figure.savefig.side_effect = lambda *_, **__: print(max(
-        abs(found - step) if found == found else 1e9
-        for step, found in zip(*loss.plot.call_args_list[1].args)))
-    return figure, axes
-)");
+    figure.savefig.side_effect = lambda *_, **__: print()" +
+                                                 answer + ")\n    return figure, axes\n");
+}
+
+/// The steps at which each of the four pictures has a line from top to bottom.
+std::string marks(const testing::TemporaryFolder& folder, const std::string& run) {
+  write_pyplot(folder,
+               "[[call.args[0] for call in axis.axvline.call_args_list] for axis in axes.flat]");
+  const Outcome outcome = run_python(folder, "tools/plot.py", {run}, "PYTHONPATH=drawn");
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  return outcome.out.substr(0, outcome.out.find('\n'));
+}
+
+// Naive: a loss that falls at a step where the schedule has changed looks as if training did it.
+TEST(PlotTool, MarksWhereTheRunWasResumed) {
+  const testing::TemporaryFolder folder;
+  write_small_run(folder);
+  const auto train = [&](const std::string& steps, const std::string& load_step = "-1") {
+    const Outcome outcome =
+        run_program(folder, {"train", "run.toml", "--job.dump_folder", "run", "--nproc", "2",
+                             "--checkpoint.interval", "1", "--training.steps", steps,
+                             "--checkpoint.load_step", load_step});
+    ASSERT_EQ(outcome.code, 0) << outcome.err;
+  };
+  const auto at = [](const std::string& steps) {
+    std::string all;
+    for (int i = 0; i < 4; ++i) all += concat(i == 0 ? "[[" : ", [", steps, "]");
+    return all + "]";
+  };
+  train("2");
+  EXPECT_EQ(marks(folder, "run"), at(""));
+  train("3");
+  train("5");
+  EXPECT_EQ(marks(folder, "run"), at("2, 3"));
+  EXPECT_EQ(marks(folder, "run/metrics/metrics.jsonl"), at("2, 3"));
+  train("5", "3");
+  EXPECT_EQ(marks(folder, "run"), at("2, 3")) << "steps 4 and 5 were made again";
+  train("4", "1");
+  EXPECT_EQ(marks(folder, "run"), at("1")) << "so was what came after step 1";
+  std::filesystem::remove_all(folder / "run/checkpoint");
+  train("2");
+  EXPECT_EQ(marks(folder, "run"), at("")) << "the run began anew";
+}
+
+// Naive: a median among values that are not numbers is any of them, or none.
+TEST(PlotTool, SmoothsTheLossesOfTheStepsThatHaveOne) {
+  const testing::TemporaryFolder folder;
+  std::string lines;
+  for (int step = 1; step <= 200; ++step) {
+    const std::string loss = step % 3 == 0 ? std::to_string(step) + ".0" : "null";
+    lines += "{\"step\":" + std::to_string(step) + ",\"loss\":" + loss + "}\n";
+  }
+  folder.write("metrics.jsonl", lines);
+  write_pyplot(folder,
+               "max(abs(found - step) if found == found else 1e9 for step, found in "
+               "zip(*loss.plot.call_args_list[1].args))");
   const Outcome outcome =
       run_python(folder, "tools/plot.py", {"metrics.jsonl"}, "PYTHONPATH=drawn");
   ASSERT_EQ(outcome.code, 0) << outcome.err;

@@ -43,6 +43,8 @@ int ends_the_search(const char* /*folder*/, int error) {
   return error == ENOENT || error == ENOTDIR ? 0 : 1;
 }
 
+}  // namespace
+
 std::vector<std::string> matches_of(const std::string& pattern, std::string_view key) {
   glob_t found{};
   const int failed = ::glob(pattern.c_str(), GLOB_NOSORT, ends_the_search, &found);
@@ -53,19 +55,17 @@ std::vector<std::string> matches_of(const std::string& pattern, std::string_view
   std::vector<std::string> files;
   if (failed == 0) files.assign(found.gl_pathv, found.gl_pathv + found.gl_pathc);
   std::erase_if(files, belongs_to_tokens);
-  TESSERA_CHECK(!files.empty(), ErrorKind::kIo, key, ": found no file that matches ",
-                shown(pattern), ", expected at least one");
   std::ranges::sort(files);
   return files;
 }
-
-}  // namespace
 
 std::vector<std::string> files_of(const std::vector<std::string>& paths, std::string_view key) {
   std::vector<std::string> files;
   for (const std::string& path : paths) {
     if (is_pattern(path)) {
       const auto matches = matches_of(path, key);
+      TESSERA_CHECK(!matches.empty(), ErrorKind::kIo, key, ": found no file that matches ",
+                    shown(path), ", expected at least one");
       files.insert(files.end(), matches.begin(), matches.end());
     } else {
       files.push_back(path);

@@ -15,6 +15,10 @@
 
 namespace tessera::train {
 
+/// What a pattern matches, in the order of the names' bytes. Errors: kIo, naming `key`, with folders
+/// that cannot be listed.
+std::vector<std::string> matches_of(const std::string& pattern, std::string_view key);
+
 /// Errors: kIo, naming `key`, for a pattern without a match, or with folders that cannot be
 /// listed.
 std::vector<std::string> files_of(const std::vector<std::string>& paths, std::string_view key);

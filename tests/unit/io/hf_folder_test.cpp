@@ -56,6 +56,31 @@ TEST(HfFolder, OneFileByItselfHasItsTensorsWhereverALinkLeads) {
   EXPECT_EQ(one.config_text(), "");
 }
 
+// Naive: the file that is left over of an earlier save is read, and nobody is told of the shards.
+TEST(HfFolder, AFileBesideAnIndexThatDoesNotNameItIsReadAndNamed) {
+  const auto said = [](const fs::path& path) {
+    ::testing::internal::CaptureStderr();
+    const HfFolder open = HfFolder::open(path);
+    EXPECT_EQ(open.num_files(), 1U);
+    return ::testing::internal::GetCapturedStderr();
+  };
+  const auto folder = sharded_folder();
+  ::testing::internal::CaptureStderr();
+  HfFolder::open(folder->path());
+  EXPECT_EQ(::testing::internal::GetCapturedStderr(), "");
+  write_tensors(*folder / "model.safetensors", {{"a", DType::kFloat32, {2}}});
+  EXPECT_THAT(said(folder->path()),
+              AllOf(HasSubstr(folder->path().string()),
+                    HasSubstr("found model.safetensors beside model.safetensors.index.json, which "
+                              "names '1.safetensors' and 1 more: model.safetensors is read"),
+                    HasSubstr("remove the one that is left over")));
+  folder->write("model.safetensors.index.json", "torn");
+  EXPECT_THAT(said(folder->path()), HasSubstr("which cannot be read: model.safetensors is read"));
+  // Some exporters write an index of the one file.
+  folder->write("model.safetensors.index.json", R"({"weight_map":{"a":"model.safetensors"}})");
+  EXPECT_EQ(said(folder->path()), "");
+}
+
 TEST(HfFolder, AFileInThePlaceOfAFolderIsCalledSo) {
   const TemporaryFolder folder;
   EXPECT_THAT(refusal(folder.write("manifest.json", "{}"), ErrorKind::kIo),

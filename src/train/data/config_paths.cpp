@@ -1,0 +1,88 @@
+#include "train/data/config_paths.h"
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/text/printable.h"
+#include "base/where_relative.h"
+#include "tessera/error.h"
+#include "train/data/data_files.h"
+
+namespace tessera::train {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct NamedPath {
+  std::string key;
+  std::string path;
+  std::string_view absent;  ///< "no such file"
+  std::string_view expected;
+};
+
+constexpr std::string_view kNoFile = "no such file";
+
+void add_data(const NamedSource& source, std::vector<NamedPath>& paths) {
+  for (const std::string& path : source.path) {
+    paths.push_back({source.key, path, "no such file or folder",
+                     "a text file, a folder of *.txt, NAME.bin or X.safetensors"});
+  }
+}
+
+/// The keys without effect left out.
+std::vector<NamedPath> paths_to_read(const Config& config, Verb verb) {
+  std::vector<NamedPath> paths{
+      {"model.path", config.model.path, "no such folder (nothing is fetched from a hub)",
+       "a model folder with config.json and safetensors, or the folder of a run"},
+      {"model.config", config.model.config, kNoFile, "a config.json"}};
+  if (config.parallelism.pipeline_parallel_degree > 1) {
+    paths.push_back({"pipeline.schedule_file", config.pipeline.schedule_file, kNoFile, "a CSV"});
+  }
+  if (config.compile.mode != CompileChoice::kOff) {
+    paths.push_back({"compile.plan", config.compile.plan, kNoFile, "a plan in JSON"});
+  }
+  if (verb != Verb::kTrain) return paths;
+  for (const NamedSource& source : sources_of(config.data)) add_data(source, paths);
+  add_data({"validation.path", config.validation.path}, paths);
+  if (config.compile.mode != CompileChoice::kOff) {
+    paths.push_back({"compile.offload_folder", config.compile.offload_folder, "no folder",
+                     "one for the optimizer state; make it"});
+  }
+  return paths;
+}
+
+bool has_wildcards(const std::string& path) {
+  return path.find_first_of("*?[") != std::string::npos;
+}
+
+/// A pattern, where it matches something.
+bool is_there(const std::string& path, std::string_view key) {
+  std::error_code ignored;
+  if (fs::status(path, ignored).type() != fs::file_type::not_found) return true;
+  return has_wildcards(path) && !matches_of(path, key).empty();
+}
+
+std::string what_is_absent(const NamedPath& named) {
+  return has_wildcards(named.path)
+             ? concat("found no file that matches ", shown(named.path))
+             : concat("cannot open ", shown(named.path), ": found ", named.absent);
+}
+
+}  // namespace
+
+void require_relative_paths(const Config& config, const fs::path& config_file, Verb verb) {
+  for (const NamedPath& named : paths_to_read(config, verb)) {
+    const fs::path path = named.path;
+    if (path.empty() || path.is_absolute() || is_there(named.path, named.key)) continue;
+    const std::string beside = (config_file.parent_path() / path).lexically_normal().string();
+    throw Error(ErrorKind::kIo,
+                concat(named.key, ": ", what_is_absent(named), where_relative(path),
+                       " (where relative paths of a config begin), expected ", named.expected,
+                       is_there(beside, named.key)
+                           ? concat("; beside the config there is ", shown(beside), ": name that")
+                           : ""));
+  }
+}
+
+}  // namespace tessera::train

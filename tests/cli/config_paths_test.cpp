@@ -1,0 +1,162 @@
+// Relative paths that are not there: what they are relative to is said, and the file beside the config
+// is named where somebody meant that one.
+#include <gmock/gmock.h>
+
+#include <algorithm>
+#include <random>
+
+#include "cli/byte_model.h"
+#include "cli/process.h"
+#include "cli/program.h"
+
+namespace tessera::cli::config_paths_test {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+using ::testing::StartsWith;
+
+std::string last_line(const std::string& text) {
+  return text.substr(text.rfind('\n', text.size() - 2) + 1);
+}
+
+/// The working folder has `model`, the config is sub/run.toml.
+void write_run(const testing::TemporaryFolder& folder) {
+  write_small_run(folder);
+  write_folder(folder / "model", byte_spec());
+  std::string config = read_file(folder / "run.toml");
+  config.erase(config.find("config = \"model.json\""), 21);
+  folder.write("sub/run.toml", config + "[compile]\nmode = \"plan\"\n");
+}
+
+struct PathKey {
+  std::string key;
+  std::string ending;  ///< of a name
+  Words beside = {};   ///< more words, without which it has no effect
+  bool is_folder = false;
+  bool of_training = false;  ///< other verbs do not read it
+};
+
+const std::vector<PathKey>& path_keys() {
+  static const std::vector<PathKey> kKeys{
+      {.key = "model.path", .ending = "", .is_folder = true},
+      {.key = "model.config", .ending = ".json"},
+      {.key = "data.path", .ending = ".txt", .of_training = true},
+      {.key = "data.path", .ending = ".bin", .of_training = true},
+      {.key = "data.path", .ending = "*.txt", .of_training = true},
+      {.key = "validation.path", .ending = ".safetensors", .of_training = true},
+      {.key = "compile.plan", .ending = ".json"},
+      {.key = "compile.offload_folder", .ending = "", .is_folder = true, .of_training = true},
+      {.key = "pipeline.schedule_file",
+       .ending = ".csv",
+       .beside = {"--parallelism.pipeline_parallel_degree", "2", "--nproc", "2", "--compile.mode",
+                  "off"},
+       .of_training = true}};
+  return kKeys;
+}
+
+Words words_of(const PathKey& key, const std::string& path, std::mt19937& draw) {
+  Words words{"train", "sub/run.toml"};
+  if (!key.of_training && draw() % 2 == 0) {
+    words = draw() % 2 == 0 ? Words{"plan", "sub/run.toml"}
+                            : Words{"inspect", "--contract", "sub/run.toml"};
+  } else if (key.beside.empty() && draw() % 3 == 0) {
+    words.insert(words.end(), {"--nproc", "2"});
+  }
+  if (!key.key.starts_with("model.")) words.insert(words.end(), {"--model.path", "model"});
+  words.insert(words.end(), {"--" + key.key, path});
+  words.insert(words.end(), key.beside.begin(), key.beside.end());
+  return words;
+}
+
+// Naive: "cannot open 'tiny/config.json'", of a file that lies beside the config.
+TEST(ConfigPaths, OneThatIsNotThereSaysWhatItIsRelativeToAndNamesTheOneBesideTheConfig) {
+  const testing::TemporaryFolder folder;
+  write_run(folder);
+  std::mt19937 draw(20261128);
+  for (const PathKey& key : path_keys()) {
+    for (const bool is_beside : {false, true}) {
+      const std::string stem = "p" + std::to_string(draw() % 1000);
+      const std::string name = (draw() % 2 == 0 ? "" : "deep/") + stem + key.ending;
+      if (is_beside) {
+        auto planted = "sub/" + name;
+        if (const auto star = planted.find('*'); star != planted.npos) planted.erase(star, 1);
+        fs::create_directories((folder / planted).parent_path());
+        if (key.is_folder) {
+          fs::create_directory(folder / planted);
+        } else {
+          folder.write(planted, "x");
+        }
+      }
+      const Words words = words_of(key, name, draw);
+      SCOPED_TRACE(words[0] + " " + key.key + " " + name);
+      const auto outcome = run_program(folder, words);
+      EXPECT_EQ(outcome.code, 2) << outcome.err;
+      EXPECT_THAT(
+          last_line(outcome.err),
+          AllOf(HasSubstr(key.key + ": "), HasSubstr("'" + name + "'"), HasSubstr("found no "),
+                HasSubstr("in the working folder '" + folder.path().string() + "'")));
+      const auto beside = HasSubstr("beside the config there is 'sub/" + name + "': name that");
+      if (is_beside) {
+        EXPECT_THAT(last_line(outcome.err), beside);
+      } else {
+        EXPECT_THAT(last_line(outcome.err), Not(HasSubstr("beside the config")));
+      }
+    }
+  }
+}
+
+TEST(ConfigPaths, EachOfSeveralSourcesIsNamedByItsTable) {
+  const testing::TemporaryFolder folder;
+  write_run(folder);
+  std::string config = read_file(folder / "sub/run.toml");
+  const std::string one = "path = \"page.txt\"\n";
+  config.replace(config.find(one), one.size(),
+                 "[[data.source]]\npath = \"page.txt\"\n[[data.source]]\npath = [\"page.txt\", "
+                 "\"lost.txt\"]\n");
+  folder.write("sub/run.toml", config);
+  folder.write("sub/lost.txt", "x");
+  const auto outcome = run_program(folder, {"train", "sub/run.toml", "--model.path", "model"});
+  EXPECT_EQ(outcome.code, 2) << outcome.err;
+  EXPECT_THAT(last_line(outcome.err),
+              AllOf(HasSubstr("data.source[2].path: cannot open 'lost.txt': found no such file"),
+                    HasSubstr("beside the config there is 'sub/lost.txt'")));
+}
+
+// Keys may stand there for another run: what is not read is not asked for.
+TEST(ConfigPaths, OneWithoutEffectNeedNotBeThere) {
+  const testing::TemporaryFolder folder;
+  write_run(folder);
+  const auto outcome = run_program(
+      folder, {"train", "sub/run.toml", "--model.path", "model", "--compile.mode", "off",
+               "--compile.plan", "lost.json", "--pipeline.schedule_file", "lost.csv"});
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  const auto contract =
+      run_program(folder, {"inspect", "--contract", "sub/run.toml", "--model.path", "model",
+                           "--data.path", "lost.txt", "--validation.path", "lost.txt"});
+  EXPECT_EQ(contract.code, 0) << contract.err;
+}
+
+TEST(ConfigPaths, ArgumentsSayWhereTheyWereLookedFor) {
+  const testing::TemporaryFolder folder;
+  write_run(folder);
+  const std::string here = "in the working folder '" + folder.path().string() + "'";
+  for (const Words& words :
+       {Words{"train", "lost.toml"}, Words{"plan", "lost.toml"}, Words{"inspect", "lost"},
+        Words{"inspect", "--contract", "lost.toml"}, Words{"convert", "lost", "out"},
+        Words{"plan", "sub/run.toml", "--model.path", "model", "--check", "lost.json"},
+        Words{"generate", "--model", "lost", "--prompt", "x", "--max-new-tokens", "1"},
+        Words{"gradients", "--model", "model", "--batch", "lost.safetensors", "--out", "o"}}) {
+    const auto outcome = run_program(folder, words);
+    EXPECT_EQ(outcome.code, 2) << outcome.err;
+    EXPECT_THAT(outcome.err, HasSubstr(here)) << words[0];
+  }
+  const auto absolute = run_program(folder, {"train", "/lost/run.toml"});
+  EXPECT_THAT(absolute.err, AllOf(StartsWith("tessera: io: CONFIG.toml: cannot open"),
+                                  Not(HasSubstr("working folder"))));
+}
+
+}  // namespace
+}  // namespace tessera::cli::config_paths_test

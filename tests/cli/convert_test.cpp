@@ -1,0 +1,62 @@
+// What `convert` says of a folder that others will generate with.
+#include <gmock/gmock.h>
+
+#include "cli/byte_model.h"
+#include "cli/program.h"
+
+namespace tessera::cli::convert_test {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+/// Converts the model, whose config ends a text at 5, with these files beside it.
+std::string said(const std::vector<std::pair<std::string, std::string>>& files) {
+  const testing::TemporaryFolder folder;
+  auto spec = byte_spec();
+  spec.tessera_tokenizer.clear();
+  spec.eos_token_ids = {5};
+  write_folder(folder / "model", spec);
+  for (const auto& [name, text] : files) folder.write("model/" + name, text);
+  const Outcome outcome = run_program(folder, {"convert", "model", "out"});
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  for (const auto& [name, text] : files) EXPECT_EQ(read_file(folder / "out" / name), text);
+  return outcome.err;
+}
+
+// Naive: a base model that was tuned on chats is exported with the end of a text alone, and whoever
+// serves it sees it go on with the next question.
+TEST(Convert, WarnsWhereGenerationDoesNotStopAtTheEndOfATurn) {
+  const std::string tokens =
+      R"("added_tokens_decoder": {"5": {"content": "<|endoftext|>"}, "7": {"content": "<|im_end|>"}})";
+  const std::string chat = R"({"eos_token": "<|im_end|>", )" + tokens + "}";
+  const std::string base = R"({"eos_token": "<|endoftext|>", )" + tokens + "}";
+  const std::string jinja = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}";
+  EXPECT_THAT(said({{"tokenizer_config.json", chat}}),
+              AllOf(HasSubstr("convert: warning: a turn ends with '<|im_end|>' (token 7; eos_token "
+                              "of tokenizer_config.json in 'model')"),
+                    HasSubstr("but eos_token_id is 5 (config.json)"),
+                    HasSubstr("write \"eos_token_id\": [5, 7] into generation_config.json of "
+                              "'out'")));
+  EXPECT_THAT(said({{"tokenizer_config.json", base}, {"chat_template.jinja", jinja}}),
+              HasSubstr("a turn ends with '<|im_end|>' (token 7; the chat template in 'model')"));
+  EXPECT_THAT(said({{"tokenizer_config.json", base}}), Not(HasSubstr("a turn ends")));
+  EXPECT_THAT(said({{"tokenizer_config.json", chat},
+                    {"chat_template.jinja", jinja},
+                    {"generation_config.json", R"({"eos_token_id": [7, 5]})"}}),
+              Not(HasSubstr("a turn ends")));
+  // transformers reads it first.
+  EXPECT_THAT(
+      said({{"tokenizer_config.json", base}, {"generation_config.json", R"({"eos_token_id": 7})"}}),
+      HasSubstr("'<|endoftext|>' (token 5; eos_token of tokenizer_config.json in 'model'), "
+                "but eos_token_id is 7 (generation_config.json)"));
+}
+
+TEST(Convert, AFileOfATokenizerThatCannotBeReadIsCopiedAndSaid) {
+  EXPECT_THAT(said({{"tokenizer_config.json", "{"}}),
+              HasSubstr("warning: whether generation stops at the end of a turn is not known: "));
+}
+
+}  // namespace
+}  // namespace tessera::cli::convert_test
