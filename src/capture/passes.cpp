@@ -303,7 +303,8 @@ class Chooser {
     if (!problem_.profile.is_assumed) return concat(ms_text(one.saves_ms), " a micro-batch");
     const double gathers =
         static_cast<double>(one.fewer) / static_cast<double>(problem_.micro_batches);
-    return concat(std::round(gathers * 100.0) / 100.0, " gathers a micro-batch");
+    return concat(std::round(gathers * 100.0) / 100.0, gathers == 1.0 ? " gather" : " gathers",
+                  " a micro-batch");
   }
 
   std::vector<Candidate> candidates() const {

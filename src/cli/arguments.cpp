@@ -9,6 +9,7 @@
 #include <string_view>
 #include <system_error>
 
+#include "base/text/byte_size.h"
 #include "base/text/printable.h"
 #include "cli/help_text.h"
 #include "tessera/error.h"
@@ -22,6 +23,7 @@ constexpr int kMostRanks = 4096;
 constexpr std::int64_t kMostNewTokens = std::int64_t{1} << 31;
 constexpr double kMostTemperature = 1e6;
 constexpr double kMostCost = 1e9;
+constexpr double kMostRate = 1e21;
 
 // The name of `--name` or `--name=VALUE`, "" for another word.
 std::string_view option_name(std::string_view word) {
@@ -128,6 +130,23 @@ void add_gradients(::CLI::App& app, GradientsArguments& gradients, const std::st
 
 constexpr const char* kWorld = "Ranks to plan for; default as own spawn.";
 
+/// Errors of the option: as byte_size.
+std::string not_a_size(const std::string& text) {
+  if (byte_size(text)) return "";
+  return concat("found ", printable(text), ", expected a size as 80GiB or 80GB");
+}
+
+void add_machine(::CLI::App& verb, PlannedMachine& machine) {
+  verb.add_option(
+          "--device-memory", machine.device_memory,
+          "What the device of each rank has, as 80GiB: for shares of it, and to say whether "
+          "a rank fits; default what is here.")
+      ->check(not_a_size, "SIZE");
+  verb.add_option("--ranks-per-host", machine.ranks_per_host,
+                  "So many ranks share the memory of a host; default all of them.")
+      ->transform(whole_number(kMostRanks));
+}
+
 void add_inspect(::CLI::App& app, InspectArguments& inspect, const std::string& keys) {
   ::CLI::App* verb =
       app.add_subcommand("inspect", "Tensors of a folder, or the contract of a run.");
@@ -146,6 +165,10 @@ void add_inspect(::CLI::App& app, InspectArguments& inspect, const std::string& 
   verb->add_option("--world", inspect.world, kWorld)
       ->needs(contract)
       ->transform(whole_number(1 << 20));
+  add_machine(*verb, inspect.machine);
+  for (const char* option : {"--device-memory", "--ranks-per-host"}) {
+    verb->get_option(option)->needs(contract);
+  }
   verb->footer("With --contract: " + keys);
 }
 
@@ -240,6 +263,12 @@ std::string not_a_cost(const std::string& text) {
       concat("from 0 to ", kMostCost));
 }
 
+std::string not_a_rate(const std::string& text) {
+  return unless_number(
+      text, [](double value) { return value > 0.0 && value <= kMostRate; },
+      concat("above 0, at most ", kMostRate));
+}
+
 void add_schedule(::CLI::App& app, ScheduleArguments& schedule) {
   ::CLI::App* verb = app.add_subcommand(
       "schedule",
@@ -290,13 +319,30 @@ void add_plan(::CLI::App& app, PlanArguments& plan, const std::string& keys) {
   verb->add_option("--world", plan.world, kWorld)->transform(whole_number(1 << 20));
   verb->add_option(
       "--profile", plan.profile,
-      "What units cost, for times and choices: profile.json of a run; default by their "
-      "bytes.");
+      "What units cost, for times and choices: profile.json of a run. Without one choices go by "
+      "bytes, and there are no times.");
   ::CLI::Option* check = verb->add_option(
       "--check", plan.check,
       "A plan's file: whether it is this run's (else exit code 2), and holds (else 3).");
-  verb->add_flag("--json", plan.json, "The plan as a file for compile.plan and --check.")
-      ->excludes(check);
+  ::CLI::Option* json =
+      verb->add_flag("--json", plan.json, "The plan as a file for compile.plan and --check.")
+          ->excludes(check);
+  verb->add_flag(
+          "--actions", plan.actions,
+          "Also what is done when: each gather, wait, release and reduction with its reason.")
+      ->excludes(check)
+      ->excludes(json);
+  add_machine(*verb, plan.machine);
+  ::CLI::Option* flops =
+      verb->add_option("--flops", plan.flops,
+                       "Operations a second of a rank, as 4e14: with --bandwidth how long a step "
+                       "would take.")
+          ->check(not_a_rate, "FLOAT above 0");
+  ::CLI::Option* bandwidth = verb->add_option("--bandwidth", plan.bandwidth,
+                                              "Bytes that a rank sends in a second, as 50GB.")
+                                 ->check(not_a_size, "SIZE");
+  flops->needs(bandwidth);
+  bandwidth->needs(flops);
   verb->footer(keys);
 }
 

@@ -40,12 +40,19 @@ struct GradientsArguments {
   Overrides overrides;
 };
 
+/// What is said of machines that are not here.
+struct PlannedMachine {
+  std::optional<std::string> device_memory;  ///< "80GiB"
+  std::optional<int> ranks_per_host;
+};
+
 struct InspectArguments {
   std::string folder;         ///< or
   std::string contract_file;  ///< --contract
   bool json = false;
   bool all = false;  ///< layers that are alike one by one
   std::optional<int> world;
+  PlannedMachine machine;
   Overrides overrides;
 };
 
@@ -90,6 +97,10 @@ struct PlanArguments {
   std::optional<std::string> profile;
   std::optional<std::string> check;
   bool json = false;
+  bool actions = false;
+  PlannedMachine machine;
+  std::optional<double> flops;
+  std::optional<std::string> bandwidth;
   Overrides overrides;
 };
 

@@ -104,6 +104,12 @@ ModelContract folded(const ModelContract& contract) {
           folded_all(contract.units)};
 }
 
+std::string fits_text(std::int64_t room, std::int64_t taken) {
+  return concat(size_text(room),
+                taken <= room ? concat(": fits, ", size_text(room - taken), " left")
+                              : concat(": does not fit, ", size_text(taken - room), " too much"));
+}
+
 std::string plan_text(const layout::ModelPlan& plan, Layers layers) {
   const auto name_of = [&](const layout::PlannedUnit& unit) {
     return layers == Layers::kFolded ? unit.plan.name : std::string();

@@ -4,6 +4,7 @@
 // inspect.cpp.
 #pragma once
 
+#include <cstdint>
 #include <string>
 
 #include "layout/model_plan.h"
@@ -15,6 +16,9 @@ namespace tessera::cli {
 /// equal otherwise, as one in the place of the first: "model.layers.{0-2,5}.mlp.up_proj.weight
 /// x 4".
 ModelContract folded(const ModelContract& contract);
+
+/// "80.0 GiB: fits, 3.10 GiB left", or how much is too much.
+std::string fits_text(std::int64_t room, std::int64_t taken);
 
 enum class Layers { kFolded, kAll };
 

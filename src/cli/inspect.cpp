@@ -26,6 +26,7 @@
 #include "train/plan_of_step.h"
 #include "train/planned_steps.h"
 #include "train/rank_memory.h"
+#include "train/step_traffic.h"
 
 namespace tessera::cli {
 namespace {
@@ -179,40 +180,44 @@ struct Planned {
   MeshShapes mesh;
   ModelContract contract;
   layout::ModelPlan plan;
-  layout::Reshard reshard = layout::Reshard::kYes;
   train::MemoryTable memory;
+  train::StepTraffic traffic;
+  std::optional<std::int64_t> device_bytes = {};  ///< --device-memory
 
   struct Pipelined {
     train::PipelinePlan plan;
     std::vector<train::RankPlan> ranks;
     train::PipelineMemory memory;
-    bool sync_every_micro_batch = false;
+    std::vector<train::StepTraffic> traffic;  ///< by rank
 
     std::uint64_t plan_hash() const {
       std::vector<std::uint64_t> hashes;
       for (const auto& rank : ranks) hashes.push_back(layout::hash(rank.plan));
       return train::stages_hash(hashes);
     }
-    layout::Traffic traffic(const train::RankPlan& rank) const {
-      return train::step_traffic(rank, plan, sync_every_micro_batch);
-    }
   };
   std::optional<Pipelined> pipelined = {};
-
-  /// Of a step of one micro-batch.
-  layout::Traffic traffic() const { return layout::step_traffic(plan, reshard, 1); }
 };
 
 Planned::Pipelined plan_pipeline(const train::Config& config, const train::ModelSource& source,
                                  const ParallelDims& dims, const Planned& planned,
                                  train::PipelinePlan plan) {
-  Planned::Pipelined found{.plan = std::move(plan), .ranks = {}, .memory = {}};
+  Planned::Pipelined found{.plan = std::move(plan), .ranks = {}, .memory = {}, .traffic = {}};
   found.ranks =
       train::plan_ranks(source.description, planned.contract.parameters, planned.mesh, found.plan);
-  found.memory =
-      train::pipeline_memory(config, source.spec, dims, planned.contract, found.plan, found.ranks,
-                             train::aux_loss_coef(config.model.aux_loss_coef, source.spec));
-  found.sync_every_micro_batch = config.training.sync_every_micro_batch;
+  const train::PipelineRun run{
+      .config = config,
+      .spec = source.spec,
+      .dims = dims,
+      .contract = planned.contract,
+      .pipeline = found.plan,
+      .ranks = found.ranks,
+      .aux_loss_coef = train::aux_loss_coef(config.model.aux_loss_coef, source.spec)};
+  found.memory = train::pipeline_memory(run);
+  found.memory.computes_on = train::computes_on(config);
+  for (const int rank : planned.mesh.ranks_of(0, {axis::kPipeline})) {
+    found.traffic.push_back(train::step_traffic(run, {.rank = rank}));
+  }
   return found;
 }
 
@@ -234,6 +239,9 @@ Planned plan_run(const InspectArguments& arguments) {
   const train::ModelSource source = train::open_as(
       train::model_key(config.model), [&] { return train::open_model(config.model, config.lora); });
   Planned planned;
+  if (const auto& memory = arguments.machine.device_memory) {
+    planned.device_bytes = parse_byte_size(*memory, "--device-memory");
+  }
   planned.mesh = train::mesh_shape(dims);
   planned.contract = train::resolve_model(source, config, dims);
   auto pipeline = train::resolve_pipeline(
@@ -248,19 +256,22 @@ Planned plan_run(const InspectArguments& arguments) {
   }
   planned.plan = train::plan_model(source.description, planned.contract.parameters, planned.mesh,
                                    train::buckets_here(config));
-  if (!config.parallelism.reshard_after_forward) planned.reshard = layout::Reshard::kNo;
-  planned.memory =
-      train::memory_table(config, source.spec, dims, planned.contract, planned.plan,
-                          train::aux_loss_coef(config.model.aux_loss_coef, source.spec));
-  planned.memory.offloaded = train::offloaded_state(
-      {.config = config,
-       .spec = source.spec,
-       .description = source.description,
-       .dims = dims,
-       .contract = planned.contract,
-       .plan = planned.plan,
-       .aux_loss_coef = train::aux_loss_coef(config.model.aux_loss_coef, source.spec)},
-      train::memory_here(config, world));
+  const train::RunOfPlan run{
+      .config = config,
+      .spec = source.spec,
+      .description = source.description,
+      .dims = dims,
+      .contract = planned.contract,
+      .plan = planned.plan,
+      .aux_loss_coef = train::aux_loss_coef(config.model.aux_loss_coef, source.spec)};
+  const train::MachineMemory machine = train::memory_here(
+      config, world,
+      {.device_bytes = planned.device_bytes, .ranks_per_host = arguments.machine.ranks_per_host});
+  planned.memory = train::memory_table(config, source.spec, dims, planned.contract, planned.plan,
+                                       run.aux_loss_coef);
+  planned.memory.computes_on = train::computes_on(config);
+  planned.memory.offloaded = train::offloaded_state(run, machine);
+  planned.traffic = train::step_traffic(run, train::plan_of_steps(run, machine), {.rank = 0});
   return planned;
 }
 
@@ -272,32 +283,56 @@ void print_contract(const Planned& planned, Layers layers) {
             << "\n\n";
 }
 
-/// `step`: what `traffic` is of.
-void print_plan(const layout::ModelPlan& plan, Layers layers, const layout::Traffic& traffic,
-                std::string_view step) {
+void print_plan(const layout::ModelPlan& plan, Layers layers) {
   std::cout << plan.units.size() << " units over " << plan.options.ranks
             << " rank(s), parameters begin at multiples of " << plan.options.alignment_bytes
             << " B, plan hash " << layout::hash(plan) << "\n"
             << plan_text(plan, layers) << "a rank keeps " << size_text(kept_bytes(plan))
-            << " of parameters and sends, in " << step << ", " << size_text(traffic.gathers)
-            << " in gathers and " << size_text(traffic.reductions) << " in reductions\n";
+            << " of parameters\n";
+}
+
+/// Of the rank that takes most, in the mode of the configuration; none where activations are not known.
+std::optional<std::int64_t> most_taken(const Planned& planned) {
+  if (!planned.pipelined) {
+    const train::MemoryTable& memory = planned.memory;
+    return memory.activations ? std::optional(memory.total(memory.mode)) : std::nullopt;
+  }
+  const train::PipelineMemory& memory = planned.pipelined->memory;
+  if (!memory.knows_activations) return std::nullopt;
+  std::int64_t most = 0;
+  for (const auto& rank : memory.ranks) most = std::max(most, rank.total(memory.mode));
+  return most;
+}
+
+void print_whether_it_fits(const Planned& planned) {
+  if (!planned.device_bytes) return;
+  const auto taken = most_taken(planned);
+  std::cout << "  --device-memory "
+            << (taken ? fits_text(*planned.device_bytes, *taken)
+                      : std::string("fits or not: set training.seq_len to know"))
+            << '\n';
 }
 
 void print_pipeline(const Planned::Pipelined& pipelined, Layers layers) {
   std::cout << to_string(pipelined.plan) << "\nplan hash " << pipelined.plan_hash() << "\n";
   for (std::size_t rank = 0; rank < pipelined.ranks.size(); ++rank) {
-    const train::RankPlan& of_rank = pipelined.ranks[rank];
     std::cout << "\npp " << rank << ": ";
-    print_plan(of_rank.plan, layers, pipelined.traffic(of_rank), "a step");
+    print_plan(pipelined.ranks[rank].plan, layers);
+    std::cout << to_string(pipelined.traffic[rank]);
   }
   std::cout << "\n" << to_string(pipelined.memory);
 }
 
 void print_text(const Planned& planned, Layers layers) {
   print_contract(planned, layers);
-  if (planned.pipelined) return print_pipeline(*planned.pipelined, layers);
-  print_plan(planned.plan, layers, planned.traffic(), "a step of one micro-batch");
+  if (planned.pipelined) {
+    print_pipeline(*planned.pipelined, layers);
+    return print_whether_it_fits(planned);
+  }
+  print_plan(planned.plan, layers);
   std::cout << "\n" << to_string(planned.memory);
+  print_whether_it_fits(planned);
+  std::cout << "\n" << to_string(planned.traffic);
 }
 
 Json json_of(const ReductionPlan& reductions) {
@@ -396,10 +431,15 @@ Json json_of(const layout::BucketPlan& bucket, const std::vector<layout::PlanIte
 
 Json json_of(const train::MemoryTable& table) {
   const train::RankMemory& held = table.held;
-  Json found = {{"parameters", held.parameters},     {"gradients", held.gradients},
-                {"moments", held.moments},           {"master", held.master},
-                {"unsharded_peak", held.unsharded},  {"reductions", held.reductions},
-                {"raw_gradient", held.raw_gradient}, {"activations", Json()}};
+  Json found = {{"kernels", "cpu"},
+                {"parameters", held.parameters},
+                {"gradients", held.gradients},
+                {"moments", held.moments},
+                {"master", held.master},
+                {"unsharded_peak", held.unsharded},
+                {"reductions", held.reductions},
+                {"raw_gradient", held.raw_gradient},
+                {"activations", Json()}};
   if (table.offloaded) {
     found["offloaded"] = {{"units", table.offloaded->units},
                           {"in_memory", table.offloaded->in_memory}};
@@ -417,6 +457,22 @@ Json json_of(const train::MemoryTable& table) {
   return found;
 }
 
+/// Adds what a rank sends in a step; null what is not known.
+void add_traffic(const train::StepTraffic& traffic, Json& whole) {
+  const auto of_tokens = [&](std::int64_t train::StepTraffic::OfTokens::* bytes) {
+    return traffic.of_tokens ? Json((*traffic.of_tokens).*bytes) : Json();
+  };
+  using OfTokens = train::StepTraffic::OfTokens;
+  whole["step_micro_batches"] = traffic.micro_batches;
+  whole["step_gather_sent_bytes"] = traffic.gathers;
+  whole["step_reduce_sent_bytes"] = traffic.reductions;
+  whole["step_replica_sent_bytes"] = traffic.replicas;
+  whole["step_activation_sent_bytes"] = of_tokens(&OfTokens::activations);
+  whole["step_token_sent_bytes"] = of_tokens(&OfTokens::experts);
+  whole["step_message_sent_bytes"] = of_tokens(&OfTokens::messages);
+  whole["step_sent_bytes"] = traffic.total();
+}
+
 Json buckets_of(const layout::PlannedUnit& unit) {
   Json buckets = Json::array();
   for (const auto& bucket : unit.plan.buckets) buckets.push_back(json_of(bucket, unit.items));
@@ -425,7 +481,8 @@ Json buckets_of(const layout::PlannedUnit& unit) {
 
 Json json_of(const train::PipelineRankMemory& memory, bool knows_activations) {
   const train::RankMemory& held = memory.held;
-  Json found = {{"parameters", held.parameters},
+  Json found = {{"kernels", "cpu"},
+                {"parameters", held.parameters},
                 {"gradients", held.gradients},
                 {"moments", held.moments},
                 {"master", held.master},
@@ -456,18 +513,17 @@ Json json_of(const Planned::Pipelined& pipelined) {
   Json ranks = Json::array();
   for (std::size_t rank = 0; rank < pipelined.ranks.size(); ++rank) {
     const train::RankPlan& of_rank = pipelined.ranks[rank];
-    const layout::Traffic traffic = pipelined.traffic(of_rank);
     Json units = Json::array();
     for (const auto& unit : of_rank.plan.units) {
       units.push_back({{"name", unit.plan.name}, {"buckets", buckets_of(unit)}});
     }
-    ranks.push_back({{"plan_hash", concat(layout::hash(of_rank.plan))},
-                     {"units", units},
-                     {"shard_bytes", kept_bytes(of_rank.plan)},
-                     {"step_gather_sent_bytes", traffic.gathers},
-                     {"step_reduce_sent_bytes", traffic.reductions},
-                     {"rank_memory_bytes", json_of(pipelined.memory.ranks.at(rank),
-                                                   pipelined.memory.knows_activations)}});
+    Json one{{"plan_hash", concat(layout::hash(of_rank.plan))},
+             {"units", units},
+             {"shard_bytes", kept_bytes(of_rank.plan)}};
+    add_traffic(pipelined.traffic[rank], one);
+    one["rank_memory_bytes"] =
+        json_of(pipelined.memory.ranks.at(rank), pipelined.memory.knows_activations);
+    ranks.push_back(std::move(one));
   }
   return {
       {"schedule", pipelined.plan.name},
@@ -500,20 +556,18 @@ void print_contract_json(const Planned& planned) {
     units.push_back(casts_of(planned.contract.units.at(i)));
     units.back()["buckets"] = buckets_of(unit);
   }
-  const layout::Traffic traffic = planned.traffic();
   // The hashes as text, as in the metadata of `gradients`: they have 64 bits.
-  const Json whole = {{"layout", to_string(planned.mesh)},
-                      {"world_size", planned.mesh.size()},
-                      {"contract_hash", concat(hash(planned.contract))},
-                      {"plan_hash", concat(layout::hash(planned.plan))},
-                      {"alignment_bytes", planned.plan.options.alignment_bytes},
-                      {"parameters", parameters},
-                      {"buffers", buffers},
-                      {"units", units},
-                      {"shard_bytes", kept_bytes(planned.plan)},
-                      {"step_gather_sent_bytes", traffic.gathers},
-                      {"step_reduce_sent_bytes", traffic.reductions},
-                      {"rank_memory_bytes", json_of(planned.memory)}};
+  Json whole = {{"layout", to_string(planned.mesh)},
+                {"world_size", planned.mesh.size()},
+                {"contract_hash", concat(hash(planned.contract))},
+                {"plan_hash", concat(layout::hash(planned.plan))},
+                {"alignment_bytes", planned.plan.options.alignment_bytes},
+                {"parameters", parameters},
+                {"buffers", buffers},
+                {"units", units},
+                {"shard_bytes", kept_bytes(planned.plan)}};
+  add_traffic(planned.traffic, whole);
+  whole["rank_memory_bytes"] = json_of(planned.memory);
   std::cout << whole.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << '\n';
 }
 

@@ -1,6 +1,6 @@
-// The plan of a run's steps before it starts: what is gathered, kept, given back and reduced when,
-// and why; or whether a plan out of a file is this run's and holds. Nothing is trained, no weight
-// is read.
+// The plan of a run's steps before it starts: what a rank takes and whether it fits, what is chosen and
+// why, with --actions what is gathered, kept, given back and reduced when; or whether a plan out of a
+// file is this run's and holds. Nothing is trained, no weight is read.
 #include <torch/version.h>
 
 #include <algorithm>
@@ -23,6 +23,7 @@
 #include "cli/contract_text.h"
 #include "cli/program_end.h"
 #include "fsdp/agreed/step_plan_check.h"
+#include "io/hf_folder.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
 #include "train/contract_of_run.h"
@@ -32,6 +33,8 @@
 #include "train/plan_of_run.h"
 #include "train/plan_of_step.h"
 #include "train/planned_steps.h"
+#include "train/step_rates.h"
+#include "train/step_traffic.h"
 
 namespace tessera::cli {
 namespace {
@@ -43,6 +46,7 @@ struct PlannedStep {
   train::ModelSource source;
   ModelContract contract;
   layout::ModelPlan buckets;
+  std::optional<std::int64_t> device_bytes = {};  ///< --device-memory
 
   train::RunOfPlan run() const {
     return {.config = config,
@@ -75,6 +79,9 @@ PlannedStep planned_step(const PlanArguments& arguments) {
   step.source = train::open_as(train::model_key(config.model),
                                [&] { return train::open_model(config.model, config.lora); });
   step.contract = train::resolve_model(step.source, config, step.dims);
+  if (const auto& memory = arguments.machine.device_memory) {
+    step.device_bytes = parse_byte_size(*memory, "--device-memory");
+  }
   step.buckets = train::plan_model(step.source.description, step.contract.parameters,
                                    train::mesh_shape(step.dims), train::buckets_here(config));
   return step;
@@ -115,13 +122,88 @@ void print_blocks(const capture::PlanFile& file, const capture::PlanProblem& pro
             << size_text(*bytes) << ")\n";
 }
 
-void print_step(const capture::PlanFile& file, const capture::PlanProblem& problem,
-                const train::HeldBytes& held) {
-  const auto fixed = held.others + (problem.state ? 0 : held.state);
+/// What a rank takes of memory at most, and what it may take.
+struct Totals {
+  std::int64_t fixed = 0;  ///< whatever the plan is
+  std::int64_t gathered = 0;
+  std::int64_t state = 0;  ///< of the optimizer, where plans offload it
+  std::optional<std::int64_t> activations = {};
+  std::int64_t all() const { return fixed + gathered + state + activations.value_or(0); }
+};
+
+Totals totals_of(const capture::PlanFile& file, const capture::PlanProblem& problem,
+                 const train::HeldBytes& held) {
+  Totals totals{.fixed = held.others + (problem.state ? 0 : held.state),
+                .gathered = fsdp::peak_gathered_bytes(file.plan)};
+  const auto& choices = file.plan.choices;
+  if (problem.state) totals.state = capture::state_in_memory(*problem.state, choices.offload);
+  if (problem.activations) {
+    totals.activations = capture::most_activations(*problem.activations, file.plan.record,
+                                                   choices.recompute, problem.blocks);
+  }
+  return totals;
+}
+
+std::string whether_fits(std::int64_t room, const Totals& totals) {
+  return concat(fits_text(room, totals.all()), totals.activations ? "" : ", without activations");
+}
+
+void print_memory(const Totals& totals, const PlannedStep& step,
+                  const train::MachineMemory& machine) {
+  std::cout << "  memory of a rank: at most " << size_text(totals.all()) << ", of which "
+            << size_text(totals.gathered) << " gathered";
+  if (totals.state > 0) std::cout << ", " << size_text(totals.state) << " optimizer state";
+  if (totals.activations) {
+    std::cout << ", " << size_text(*totals.activations) << " activations";
+  } else {
+    std::cout << ", without activations (set training.seq_len)";
+  }
+  std::cout << ", " << size_text(totals.fixed) << " whatever the plan is\n"
+            << kernels_line(train::computes_on(step.config));
+  const auto& budget = step.config.compile.memory_budget;
+  if (budget) {
+    const auto counted = counted_as(*budget, machine);
+    std::cout << "  compile.memory_budget " << whether_fits(budget_bytes(*budget, machine), totals)
+              << (counted.empty() ? "" : concat(" (", counted, ")")) << '\n';
+  }
+  if (step.device_bytes) {
+    std::cout << "  --device-memory " << whether_fits(*step.device_bytes, totals) << '\n';
+  } else if (!budget) {
+    std::cout << "  whether that fits: set compile.memory_budget, or give --device-memory\n";
+  }
+}
+
+/// FLOPs and bytes; seconds where somebody has measured, or says how fast a rank is.
+void print_costs(const capture::PlanFile& file, const capture::PlanProblem& problem,
+                 const PlannedStep& step, const std::optional<train::Rates>& rates) {
+  const auto run = step.run();
+  const auto traffic = step_traffic(run, file.plan, {.rank = 0});
+  if (const auto flops = step_flops(run, file.plan)) {
+    std::cout << "  computed by a rank: " << train::flops_text(flops->all) << " a step";
+    if (flops->again > 0) std::cout << " (" << train::flops_text(flops->again) << " of it again)";
+    std::cout << '\n';
+  }
+  std::cout << "  sent by a rank: " << size_text(traffic.total())
+            << " a step (tessera inspect --contract says of what)\n";
+  const auto print_time = [&](std::string_view by, const capture::PlanProfile& profile) {
+    const auto took = capture::simulate(file.plan, profile, problem.micro_batches);
+    std::cout << std::fixed << std::setprecision(2) << "  a step by " << by << ": " << took.step_ms
+              << " ms, of which computing " << took.compute_ms << " (forwards again "
+              << took.again_ms << "), waiting for gathers " << took.waited_ms << ", for reductions "
+              << took.reduced_ms << ", the update and all else " << took.rest_ms << '\n'
+              << std::defaultfloat << std::setprecision(6);
+  };
+  if (!problem.profile.is_assumed) print_time("the profile", problem.profile);
+  if (rates) print_time("--flops and --bandwidth", profile_at(*rates, run, traffic));
+}
+
+/// Place by place.
+void print_curve(const capture::PlanFile& file, const capture::PlanProblem& problem,
+                 const Totals& totals) {
   const auto step = capture::simulate(file.plan, problem.profile, problem.micro_batches);
   std::cout << "\ngathered memory of a rank, place by place: at most " << step.peak_bytes
-            << " bytes (" << size_text(step.peak_bytes) << "), beside " << fixed << " bytes ("
-            << size_text(fixed) << ") that are there whatever the plan is\n";
+            << " bytes (" << size_text(step.peak_bytes) << "), beside " << totals.fixed
+            << " bytes (" << size_text(totals.fixed) << ") that are there whatever the plan is\n";
   if (problem.state) {
     const auto& offload = file.plan.choices.offload;
     std::cout << "optimizer state of a rank in memory: "
@@ -131,38 +213,40 @@ void print_step(const capture::PlanFile& file, const capture::PlanProblem& probl
   }
   std::cout << picture(step) << step.gathers << " gathers and " << step.reductions
             << " reductions a step\n";
-  if (problem.activations) {
-    const auto& modes = file.plan.choices.recompute;
-    const auto bytes =
-        capture::most_activations(*problem.activations, file.plan.record, modes, problem.blocks);
-    const auto again = std::ranges::count_if(
-        modes, [](RecomputeMode mode) { return mode != RecomputeMode::kNone; });
-    const auto all = fixed + peak_bytes(problem, file.plan);
-    std::cout << "activations of a micro-batch: at most " << bytes << " bytes (" << size_text(bytes)
-              << "), with " << again << " unit(s) recomputed; in all at most " << all << " bytes ("
-              << size_text(all) << ") a rank\n";
+  if (totals.activations) {
+    const auto again = std::ranges::count_if(file.plan.choices.recompute, [](RecomputeMode mode) {
+      return mode != RecomputeMode::kNone;
+    });
+    std::cout << "activations of a micro-batch: at most " << *totals.activations << " bytes ("
+              << size_text(*totals.activations) << "), with " << again
+              << " unit(s) recomputed; in all at most " << totals.all() << " bytes ("
+              << size_text(totals.all()) << ") a rank\n";
   }
   if (problem.replays) print_blocks(file, problem);
-  if (!problem.profile.is_assumed) {
-    std::cout << std::fixed << std::setprecision(2) << "a step by the profile: " << step.step_ms
-              << " ms, of which computing " << step.compute_ms << " (forwards again "
-              << step.again_ms << "), waiting for gathers " << step.waited_ms << ", for reductions "
-              << step.reduced_ms << ", the update and all else " << step.rest_ms << '\n'
-              << std::defaultfloat << std::setprecision(6);
-  }
 }
 
+/// How a plan is to be shown.
+struct Shown {
+  std::optional<train::Rates> rates = {};
+  bool actions = false;
+  train::MachineMemory machine = {};
+};
+
 void print_plan_of_step(const capture::PlanFile& file, const capture::PlanProblem& problem,
-                        const capture::Chosen& chosen, const PlannedStep& step) {
+                        const capture::Chosen& chosen, const PlannedStep& step,
+                        const Shown& shown) {
   const auto& of = file.made_for;
+  const Totals totals = totals_of(file, problem, held_bytes(step.run()));
   std::cout << "plan of a step of " << of.micro_batches << " micro-batch(es) on " << of.world
             << " rank(s), form " << step.config.compile.form << ", hash " << file.plan.hash()
-            << "\n"
-            << choices_text(file.plan, chosen);
+            << "\n";
+  print_memory(totals, step, shown.machine);
+  print_costs(file, problem, step, shown.rates);
+  std::cout << "\nchosen:\n" << choices_text(file.plan, chosen);
   for (const auto& note : chosen.notes) std::cout << "note: " << note << '\n';
-  std::cout << '\n' << to_text(file.plan, chosen, of.micro_batches);
+  if (shown.actions) std::cout << '\n' << to_text(file.plan, chosen, of.micro_batches);
   print_dtypes(step.contract);
-  print_step(file, problem, held_bytes(step.run()));
+  print_curve(file, problem, totals);
 }
 
 /// Findings are printed, all else that is wrong with the file is refused.
@@ -198,7 +282,10 @@ int check_plan(const std::string& path, const capture::MadeFor& made_for,
 int run_plan(const PlanArguments& arguments) {
   const PlannedStep step = planned_step(arguments);
   const train::RunOfPlan run = step.run();
-  auto options = compile_options(run, train::memory_here(run.config, step.dims.world_size()));
+  const auto machine = train::memory_here(
+      run.config, step.dims.world_size(),
+      {.device_bytes = step.device_bytes, .ranks_per_host = arguments.machine.ranks_per_host});
+  auto options = compile_options(run, machine);
   if (arguments.profile) {
     options.profile = train::open_as("--profile", [&] {
       auto text = read_text_file(*arguments.profile, capture::kMostProfileBytes);
@@ -227,7 +314,16 @@ int run_plan(const PlanArguments& arguments) {
     std::cout << to_json(file);
     return kDone;
   }
-  print_plan_of_step(file, problem, chosen, step);
+  Shown shown{.actions = arguments.actions, .machine = machine};
+  if (arguments.flops) {
+    TESSERA_CHECK(
+        run.config.training.seq_len, ErrorKind::kUsage,
+        "--flops: found no training.seq_len, expected it: nothing else says how much a step "
+        "computes; set it");
+    const auto bandwidth = parse_byte_size(*arguments.bandwidth, "--bandwidth");
+    shown.rates = {.flops = *arguments.flops, .bandwidth = static_cast<double>(bandwidth)};
+  }
+  print_plan_of_step(file, problem, chosen, step, shown);
   return kDone;
 }
 

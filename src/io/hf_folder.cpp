@@ -1,10 +1,8 @@
 #include "io/hf_folder.h"
 
 #include <algorithm>
-#include <charconv>
 #include <cstring>
 #include <iomanip>
-#include <limits>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <sstream>
@@ -12,6 +10,7 @@
 #include <utility>
 
 #include "base/log.h"
+#include "base/text/byte_size.h"
 #include "base/text/json_reader.h"
 #include "base/text/printable.h"
 #include "base/where_relative.h"
@@ -89,27 +88,10 @@ HfIndex parse_hf_index(std::string_view text, std::string_view where) {
 }
 
 std::int64_t parse_byte_size(std::string_view text, std::string_view option) {
-  constexpr std::pair<std::string_view, std::int64_t> kUnits[] = {
-      {"", 1},
-      {"B", 1},
-      {"KB", 1000},
-      {"MB", 1000 * 1000},
-      {"GB", 1000 * 1000 * 1000},
-      {"TB", std::int64_t{1000} * 1000 * 1000 * 1000},
-      {"KiB", 1 << 10},
-      {"MiB", 1 << 20},
-      {"GiB", 1 << 30},
-      {"TiB", std::int64_t{1} << 40}};
-  std::int64_t number = 0;
-  const auto [rest, failed] = std::from_chars(text.data(), text.data() + text.size(), number);
-  const std::string_view word(rest, static_cast<std::size_t>(text.data() + text.size() - rest));
-  const auto* unit = std::find_if(std::begin(kUnits), std::end(kUnits),
-                                  [&](const auto& known) { return known.first == word; });
-  TESSERA_CHECK(failed == std::errc{} && number > 0 && unit != std::end(kUnits) &&
-                    number <= std::numeric_limits<std::int64_t>::max() / unit->second,
-                ErrorKind::kUsage, option, ": found ", printable(text),
+  const auto bytes = byte_size(text);
+  TESSERA_CHECK(bytes, ErrorKind::kUsage, option, ": found ", printable(text),
                 ", expected a size as 5GB, 500MB or 2GiB");
-  return number * unit->second;
+  return *bytes;
 }
 
 namespace {

@@ -80,6 +80,7 @@ KeptValue ExpertKeeps::experts(const KeptValue& x, const KeptRouting& routed,
   // Rows that come from ranks are put in the order of this rank's experts, if it has several.
   const bool moves = of_.ep > 1;
   const bool sorts = moves && of_.num_experts / of_.ep > 1;
+  const bool rows_want = rows.wants;
   if (moves) rows = layers_.made_like(rows);
   layers_.save_if(sorts && rows.wants, ledger.make(slots, DType::kInt64));
   if (sorts) rows = layers_.made_like(rows);
@@ -88,6 +89,14 @@ KeptValue ExpertKeeps::experts(const KeptValue& x, const KeptRouting& routed,
   KeptValue out = grouped(gate(both), slots, hidden, name + "down_proj");
   layers_.save_if(sorts && out.wants, ledger.make(slots, DType::kInt64));
   if (moves) out = layers_.made_like(out);
+  if (moves) {
+    ledger.send(nn::SentTokens{
+        .tokens = x.numel / hidden,
+        .row_bytes = hidden * size_of(out.dtype),
+        .count_bytes = (of_.ep - 1) * (of_.num_experts / of_.ep + 1) * size_of(DType::kInt64),
+        .outputs_want = out.wants,
+        .inputs_want = rows_want});
+  }
   bool wants = out.wants;
   if (of_.score_before_experts) {
     layers_.save_if(out.wants, slot_of_row);

@@ -15,15 +15,6 @@
 namespace tessera::train {
 namespace {
 
-/// A rank's micro-batches of a step.
-std::int64_t micro_batches_of(const RunOfPlan& run) {
-  const auto& training = run.config.training;
-  const std::int64_t rows = training.global_batch_size > 0
-                                ? training.global_batch_size
-                                : training.local_batch_size.value_or(1) * run.dims.data_ranks();
-  return resolve_micro_batches(run.config, Verb::kContract, rows, run.dims.data_ranks());
-}
-
 /// Images come in batches only; which of these have some, a header alone does not say.
 bool may_have_images(const Config& config) {
   return config.data.path.size() == 1 && config.data.path.front().ends_with(".safetensors");
@@ -63,6 +54,14 @@ MemoryTable table_of(const RunOfPlan& run) {
 }
 
 }  // namespace
+
+std::int64_t micro_batches_of(const RunOfPlan& run) {
+  const auto& training = run.config.training;
+  const std::int64_t rows = training.global_batch_size > 0
+                                ? training.global_batch_size
+                                : training.local_batch_size.value_or(1) * run.dims.data_ranks();
+  return resolve_micro_batches(run.config, Verb::kContract, rows, run.dims.data_ranks());
+}
 
 std::vector<fsdp::PlanUnit> plan_units(const RunOfPlan& run) {
   const auto names = held(run.plan);
@@ -191,6 +190,20 @@ std::optional<ForwardActivations> activations(const RunOfPlan& run) {
   return found;
 }
 
+std::int64_t budget_bytes(const MemoryBudget& budget, const MachineMemory& machine) {
+  if (budget.share == 0.0) return budget.bytes;
+  return static_cast<std::int64_t>(budget.share * machine.memory /
+                                   static_cast<double>(machine.local_ranks));
+}
+
+std::string counted_as(const MemoryBudget& budget, const MachineMemory& machine) {
+  if (budget.share == 0.0) return "";
+  return concat(
+      budget.share * 100.0, "% of the ", size_text(static_cast<std::int64_t>(machine.memory)),
+      " of ", machine.of,
+      machine.local_ranks > 1 ? concat(", shared by ", machine.local_ranks, " ranks") : "");
+}
+
 CompileOptions compile_options(const RunOfPlan& run, const MachineMemory& machine) {
   const auto& section = run.config.compile;
   CompileOptions options;
@@ -204,10 +217,7 @@ CompileOptions compile_options(const RunOfPlan& run, const MachineMemory& machin
   options.activations = activations(run);
   if (!section.memory_budget) return options;
   const auto& budget = *section.memory_budget;
-  const auto bytes = budget.share > 0.0
-                         ? static_cast<std::int64_t>(budget.share * machine.memory /
-                                                     static_cast<double>(machine.local_ranks))
-                         : budget.bytes;
+  const auto bytes = budget_bytes(budget, machine);
   auto [state, fixed] = held_bytes(run);
   capture::PlanProblem problem;
   // In blocks for the file they may be a little larger than in memory.
@@ -224,8 +234,10 @@ CompileOptions compile_options(const RunOfPlan& run, const MachineMemory& machin
     problem.activations = capture::activations_of(*options.activations, problem.units);
   }
   const auto least = fixed + capture::least_bytes(problem, section.passes);
+  const auto counted = counted_as(budget, machine);
   TESSERA_CHECK(bytes >= least, ErrorKind::kConfig, "compile.memory_budget: found ", bytes,
-                " bytes a rank, expected at least ", least, ", of which ", fixed,
+                " bytes a rank", counted.empty() ? "" : concat(" (", counted, ")"),
+                ", expected at least ", least, ", of which ", fixed,
                 " are there whatever the plan is (tessera inspect --contract has the table), and "
                 "the others the least that is gathered in form ",
                 section.form, " and that activations", problem.state ? " and optimizer state" : "",
@@ -233,6 +245,43 @@ CompileOptions compile_options(const RunOfPlan& run, const MachineMemory& machin
                 problem.state ? "" : " (compile.offload_folder takes optimizer state)");
   options.memory_budget = bytes - fixed;
   return options;
+}
+
+namespace {
+
+fsdp::StepPlan eager_plan(const RunOfPlan& run) {
+  const auto record = step_record(run);
+  auto choices = eager_choices(run, record);
+  // What stays gathered without a plan goes back at the end of each backward.
+  for (auto& keep : choices.keep) {
+    if (keep == fsdp::Keep::kUpdate) keep = fsdp::Keep::kBackward;
+  }
+  // Without [compile] its form says nothing.
+  choices.reduce = run.config.training.sync_every_micro_batch ? fsdp::ReduceAt::kEveryBackward
+                                                              : fsdp::ReduceAt::kLastBackward;
+  return make_plan(record, plan_units(run), choices, fsdp::PlanOrder::kOneAfterTheOther);
+}
+
+}  // namespace
+
+fsdp::StepPlan plan_of_steps(const RunOfPlan& run, const MachineMemory& machine) {
+  if (run.config.compile.mode == CompileChoice::kOff) return eager_plan(run);
+  try {
+    return first_plan(run, planning_of(run, compile_options(run, machine)));
+  } catch (const Error&) {
+    return eager_plan(run);
+  }
+}
+
+std::vector<RecomputeMode> modes_of_layers(const RunOfPlan& run, const fsdp::StepPlan& plan) {
+  std::vector<RecomputeMode> modes(static_cast<std::size_t>(run.spec.num_hidden_layers),
+                                   RecomputeMode::kNone);
+  const auto layers = layers_of(run);
+  for (std::size_t unit = 0; unit < layers.size(); ++unit) {
+    if (!layers[unit]) continue;
+    modes.at(static_cast<std::size_t>(*layers[unit])) = plan.choices.recompute[unit];
+  }
+  return modes;
 }
 
 std::optional<OffloadedState> offloaded_state(const RunOfPlan& run, const MachineMemory& machine) {

@@ -42,6 +42,8 @@ std::vector<fsdp::PlanUnit> plan_units(const RunOfPlan& run);
 /// comes to a unit where something trained lies in it or before it. What sees images is left out
 /// where data.path names no batches, which alone have some.
 fsdp::StepRecord step_record(const RunOfPlan& run);
+/// A rank's micro-batches of a step.
+std::int64_t micro_batches_of(const RunOfPlan& run);
 /// As the trainer opens its scopes: the root stays, units as reshard_after_forward says.
 fsdp::PlanChoices eager_choices(const RunOfPlan& run, const fsdp::StepRecord& record);
 /// `torch`: TORCH_VERSION.
@@ -66,11 +68,28 @@ std::optional<ForwardActivations> activations(const RunOfPlan& run);
 struct MachineMemory {
   double memory = 0.0;
   int local_ranks = 1;
+  std::string of = "this machine";  ///< whose memory it is, as messages say it
 };
+/// What a person says of machines that are not here.
+struct AskedMemory {
+  std::optional<std::int64_t> device_bytes = {};  ///< each rank has a device of so many
+  std::optional<int> ranks_per_host = {};         ///< so many share a host's memory
+};
+
+/// What a budget leaves to a rank.
+std::int64_t budget_bytes(const MemoryBudget& budget, const MachineMemory& machine);
+/// How a share was counted: "90% of the 15.6 GiB of this machine, shared by 8 ranks"; "" of bytes.
+std::string counted_as(const MemoryBudget& budget, const MachineMemory& machine);
 /// [compile] as the library takes it, with activations(); of compile.memory_budget what held_bytes()
 /// leave. Errors:
 /// kConfig for a budget that leaves nothing, with the least in bytes.
 CompileOptions compile_options(const RunOfPlan& run, const MachineMemory& machine);
+
+/// What the run's steps follow: the first plan of [compile], or without one, and where
+/// compile_options() refuses it, what eager steps do.
+fsdp::StepPlan plan_of_steps(const RunOfPlan& run, const MachineMemory& machine);
+/// How each layer of the text is recomputed in it.
+std::vector<RecomputeMode> modes_of_layers(const RunOfPlan& run, const fsdp::StepPlan& plan);
 
 /// What the run's first plan offloads of its state; none where it offloads nothing, or has no plan:
 /// then compile_options() says why.

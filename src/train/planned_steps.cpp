@@ -43,12 +43,6 @@ double bytes_of(at::Device device) {
   return static_cast<double>(*bytes);
 }
 
-/// Where it is to run here.
-bool computes_on_cuda(const Config& config) {
-  return config.device == DeviceName::kCuda ||
-         (config.device == DeviceName::kAuto && comm::cuda_devices() > 0);
-}
-
 /// The same text on all ranks that have the same memory. Over NCCL each has a device of its own, which
 /// launchers may show to all of them as cuda:0.
 std::string memory_of(const World& world) {
@@ -70,23 +64,34 @@ MachineMemory least_memory(World& world) {
   for (std::size_t i = 0; i < all.size(); ++i) {
     const auto ranks = static_cast<int>(std::ranges::count(all, where(all[i]), where));
     const double memory = std::stod(all[i]);
-    if (i == 0 || memory / ranks < least.memory / least.local_ranks) least = {memory, ranks};
+    if (i > 0 && memory / ranks >= least.memory / least.local_ranks) continue;
+    least = {memory, ranks, world.device().is_cpu() ? "a host" : "a device"};
   }
   return least;
 }
 
-MachineMemory memory_here(const Config& config, int ranks) {
+ComputesOn computes_on(const Config& config) {
+  const bool has_cuda = config.device == DeviceName::kCuda ||
+                        (config.device == DeviceName::kAuto && comm::cuda_devices() > 0);
+  return has_cuda ? ComputesOn::kCuda : ComputesOn::kCpu;
+}
+
+MachineMemory memory_here(const Config& config, int ranks, const AskedMemory& asked) {
+  if (asked.device_bytes) return {static_cast<double>(*asked.device_bytes), 1, "a device"};
   const auto& budget = config.compile.memory_budget;
   if (config.compile.mode == CompileChoice::kOff || !budget || budget->share == 0.0) return {};
-  if (!computes_on_cuda(config)) return {ram_bytes(), ranks};
+  if (computes_on(config) == ComputesOn::kCpu) {
+    return {ram_bytes(), std::min(ranks, asked.ranks_per_host.value_or(ranks))};
+  }
   TESSERA_CHECK(comm::cuda_devices() > 0, ErrorKind::kConfig,
                 "compile.memory_budget: found a share of the memory of cuda, of which no device is "
-                "here, expected bytes; give them as a number");
-  return {bytes_of(at::Device(at::kCUDA, 0)), 1};
+                "here, expected bytes; give them as a size (\"72GiB\"), or what a device has to "
+                "--device-memory");
+  return {bytes_of(at::Device(at::kCUDA, 0)), 1, "a device"};
 }
 
 BucketsOn buckets_here(const Config& config) {
-  return computes_on_cuda(config) ? BucketsOn::kDevice : BucketsOn::kHost;
+  return computes_on(config) == ComputesOn::kCuda ? BucketsOn::kDevice : BucketsOn::kHost;
 }
 
 PlannedOptions planned_options(const Config& config, const ModelSource& source,

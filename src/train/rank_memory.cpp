@@ -174,14 +174,6 @@ std::string_view mode_name(RecomputeMode mode) {
   return "none";
 }
 
-std::string line(std::string_view what, std::int64_t bytes, std::string_view why) {
-  std::string text = concat("  ", what);
-  text.resize(std::max<std::size_t>(text.size(), 24), ' ');
-  const std::string size = size_text(bytes);
-  text += std::string(size.size() < 10 ? 10 - size.size() : 0, ' ') + size;
-  return text + (why.empty() ? "" : concat("  ", why)) + "\n";
-}
-
 std::string activations_text(const MemoryTable& table) {
   if (!table.activations) return kActivationsUnknown;
   std::string text = concat("  activations of a micro-batch of ", table.rows, " x ",
@@ -247,6 +239,19 @@ RankMemoryOptions rank_memory_options(const Config& config, const ParallelDims& 
   return options;
 }
 
+models::ForwardCase forward_case(const Config& config, const models::ModelSpec& spec,
+                                 const ParallelDims& dims, const ModelContract& contract,
+                                 double aux_loss_coef) {
+  return {.spec = spec,
+          .degrees = dims,
+          .parameters = contract.parameters,
+          .rows = step_of_rank(config.training, dims.data_ranks()).rows,
+          .positions = config.training.seq_len.value(),
+          .score_before_experts = config.model.score_before_experts,
+          .router_probabilities = aux_loss_coef > 0,
+          .activation_reduce = config.precision.activation_reduce_dtype.dtype};
+}
+
 MemoryTable memory_table(const Config& config, const models::ModelSpec& spec,
                          const ParallelDims& dims, const ModelContract& contract,
                          const layout::ModelPlan& plan, double aux_loss_coef) {
@@ -258,32 +263,43 @@ MemoryTable memory_table(const Config& config, const models::ModelSpec& spec,
   table.held = rank_memory(contract.parameters, plan, rank_memory_options(config, dims, contract));
   if (!config.training.seq_len) return table;
   table.activations =
-      models::kept_activations({.spec = spec,
-                                .degrees = dims,
-                                .parameters = contract.parameters,
-                                .rows = step.rows,
-                                .positions = table.positions,
-                                .score_before_experts = config.model.score_before_experts,
-                                .router_probabilities = aux_loss_coef > 0});
+      models::kept_activations(forward_case(config, spec, dims, contract, aux_loss_coef));
   return table;
+}
+
+std::string table_line(std::string_view what, std::int64_t bytes, std::string_view why) {
+  std::string text = concat("  ", what);
+  text.resize(std::max<std::size_t>(text.size(), 24), ' ');
+  const std::string size = size_text(bytes);
+  text += std::string(size.size() < 10 ? 10 - size.size() : 0, ' ') + size;
+  return text + (why.empty() ? "" : concat("  ", why)) + "\n";
+}
+
+std::string kernels_line(ComputesOn device) {
+  return concat("  forecast for CPU kernels",
+                device == ComputesOn::kCpu
+                    ? "\n"
+                    : ": those of cuda keep other activations, and take work space besides\n");
 }
 
 std::string to_string(const MemoryTable& table) {
   const RankMemory& held = table.held;
-  std::string text = "memory of a rank (of the one that needs most)\n";
-  text += line("parameters", held.parameters, "stored shards");
-  text += line("gradients", held.gradients, "sums on the shards");
-  text += line("moments", held.moments, "of the optimizer");
-  text += line("master", held.master, "beside 16-bit shards");
-  text += line("unsharded peak", held.unsharded, "units gathered at once");
-  text += line("reductions", held.reductions, "gradients on their way, at most");
-  text += line("raw gradient", held.raw_gradient, "of the largest parameter, until it is added");
+  std::string text =
+      concat("memory of a rank (of the one that needs most)\n", kernels_line(table.computes_on));
+  text += table_line("parameters", held.parameters, "stored shards");
+  text += table_line("gradients", held.gradients, "sums on the shards");
+  text += table_line("moments", held.moments, "of the optimizer");
+  text += table_line("master", held.master, "beside 16-bit shards");
+  text += table_line("unsharded peak", held.unsharded, "units gathered at once");
+  text += table_line("reductions", held.reductions, "gradients on their way, at most");
+  text +=
+      table_line("raw gradient", held.raw_gradient, "of the largest parameter, until it is added");
   if (table.offloaded) {
-    text += line("of the optimizer", table.offloaded->in_memory,
-                 concat("in memory, instead of moments and master: state of ",
-                        table.offloaded->units, " unit(s) is offloaded"));
+    text += table_line("of the optimizer", table.offloaded->in_memory,
+                       concat("in memory, instead of moments and master: state of ",
+                              table.offloaded->units, " unit(s) is offloaded"));
   }
-  text += line("all of these", table.resident(), "");
+  text += table_line("all of these", table.resident(), "");
   return text + activations_text(table);
 }
 

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "layout/model_plan.h"
 #include "layout/parallel_dims.h"
@@ -64,6 +65,17 @@ struct OffloadedState {
   std::int64_t in_memory = 0;  ///< what stays of moments and masters, two chunks of others included
 };
 
+/// A forward of one micro-batch of a rank with most rows; training.seq_len is known. What it refers
+/// to has to outlive it.
+models::ForwardCase forward_case(const Config& config, const models::ModelSpec& spec,
+                                 const ParallelDims& dims, const ModelContract& contract,
+                                 double aux_loss_coef);
+
+/// Forecasts are of CPU kernels, whatever a run computes on.
+enum class ComputesOn : std::uint8_t { kCpu, kCuda };
+/// The line of a table that says so.
+std::string kernels_line(ComputesOn device);
+
 struct MemoryTable {
   RankMemory held = {};
   std::optional<OffloadedState> offloaded = std::nullopt;
@@ -73,6 +85,7 @@ struct MemoryTable {
   std::int64_t rows = 1;                      ///< of a micro-batch
   std::int64_t positions = 0;
   std::int64_t micro_batches = 1;
+  ComputesOn computes_on = ComputesOn::kCpu;
   std::int64_t resident() const {
     return offloaded ? held.total() - held.moments - held.master + offloaded->in_memory
                      : held.total();
@@ -87,6 +100,8 @@ MemoryTable memory_table(const Config& config, const models::ModelSpec& spec,
                          const ParallelDims& dims, const ModelContract& contract,
                          const layout::ModelPlan& plan, double aux_loss_coef);
 
+/// "  gathers                   1.5 GiB  parameters", bytes as size_text().
+std::string table_line(std::string_view what, std::int64_t bytes, std::string_view why);
 /// The line of a table that does not know them.
 inline constexpr auto kActivationsUnknown =
     "  activations: set training.seq_len to know what they take\n";

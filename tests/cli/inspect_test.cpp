@@ -197,6 +197,45 @@ split = [0, 3, 6, 9]
   EXPECT_EQ(placed, names.size()) << "the tied one is on one rank of a V";
 }
 
+// Naive: gathers and reductions alone, of a model most of whose bytes are others.
+TEST(InspectCommand, EveryKindThatAStepSendsHasItsLineAndTheTotalIsTheirSum) {
+  const testing::TemporaryFolder folder;
+  write_small_run(folder);
+  const std::vector<std::string> words{"inspect",  "--contract",
+                                       "run.toml", "--world",
+                                       "8",        "--parallelism.data_parallel_replicate_degree",
+                                       "2",        "--parallelism.tensor_parallel_degree",
+                                       "2",        "--training.global_batch_size",
+                                       "-1"};
+  const auto with = [&](const std::vector<std::string>& more) {
+    auto all = words;
+    all.insert(all.end(), more.begin(), more.end());
+    const Outcome outcome = run_program(folder, all);
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    return outcome.out;
+  };
+  const std::string text = with({});
+  for (const char* line : {"gathers", "reductions", "sums over replicas", "activations over tp",
+                           "tokens over ep", "messages over pp", "total"}) {
+    EXPECT_THAT(text, ContainsRegex(std::string("\n  ") + line + " +[0-9.]+ ([KMG]i)?B"));
+  }
+  EXPECT_THAT(text, HasSubstr("what a rank sends in a step of 1 micro-batch ("));
+  const json found = json::parse(with({"--json"}));
+  std::int64_t sum = 0;
+  for (const char* kind : {"gather", "reduce", "replica", "activation", "token", "message"}) {
+    sum += found[std::string("step_") + kind + "_sent_bytes"].get<std::int64_t>();
+  }
+  EXPECT_EQ(found["step_sent_bytes"], sum);
+  EXPECT_GT(found["step_replica_sent_bytes"], 0);
+  EXPECT_GT(found["step_activation_sent_bytes"], 0);
+  // Memory is that of CPU kernels, which is said; and whether it is enough.
+  EXPECT_THAT(text, HasSubstr("\n  forecast for CPU kernels\n"));
+  EXPECT_THAT(with({"--device", "cuda"}), HasSubstr("\n  forecast for CPU kernels: those of cuda"));
+  EXPECT_EQ(found["rank_memory_bytes"]["kernels"], "cpu");
+  EXPECT_THAT(with({"--device-memory", "80GiB"}), HasSubstr("--device-memory 80.0 GiB: fits, "));
+  EXPECT_THAT(with({"--device-memory", "1KiB"}), HasSubstr("1.00 KiB: does not fit, "));
+}
+
 // Naive: bytes beyond 64 bits, shown as negative ones.
 TEST(InspectCommand, RowsThatNoMemoryHoldsAreRefused) {
   const testing::TemporaryFolder folder;

@@ -1,7 +1,9 @@
 // `tessera plan`: what it prints, what it writes and reads again, and how it ends.
 #include <gmock/gmock.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
+#include <regex>
 #include <sstream>
 
 #include "cli/program.h"
@@ -11,6 +13,7 @@ namespace {
 
 using nlohmann::json;
 using ::testing::AllOf;
+using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 using ::testing::Not;
 using Words = std::vector<std::string>;
@@ -44,15 +47,15 @@ std::int64_t number_after(const std::string& text, const std::string& what) {
 TEST(PlanVerb, PrintsActionsWithReasonsDtypesAndMemory) {
   const testing::TemporaryFolder folder;
   write_run(folder);
-  const Outcome outcome = plan(folder, {"--precision.param_dtype", "bfloat16"});
+  const Outcome outcome = plan(folder, {"--precision.param_dtype", "bfloat16", "--actions"});
   ASSERT_EQ(outcome.code, 0) << outcome.err;
   EXPECT_EQ(outcome.err, "");
   EXPECT_THAT(
       outcome.out,
       AllOf(HasSubstr("plan of a step of 2 micro-batch(es) on 2 rank(s), form 3, hash "),
             HasSubstr("kept to the update: its reshard_after_forward is off\n"),
-            HasSubstr("note: pass keep is left out: there is no compile.memory_budget\n"),
-            HasSubstr("note: times are by a default cost of bytes, nothing was measured"),
+            HasSubstr("note: pass keep is left out, since compile.memory_budget is not set\n"),
+            HasSubstr("note: nothing was measured: choices go by bytes alone\n"),
             HasSubstr("micro-batch first, forward:\n"),
             HasSubstr("gather model.layers.0 (needed by model.layers.0)\n"),
             HasSubstr("reduce model.layers.2 (nothing more brings it a gradient)\n"),
@@ -62,6 +65,77 @@ TEST(PlanVerb, PrintsActionsWithReasonsDtypesAndMemory) {
   EXPECT_THAT(outcome.out, HasSubstr("bfloat16  raw       float32   float32   float32\n"));
   EXPECT_THAT(outcome.out, HasSubstr("gathered memory of a rank, place by place: at most "));
   EXPECT_THAT(outcome.out, Not(HasSubstr("by the profile"))) << "nothing was measured";
+}
+
+/// "3.2 ms", "1.5 s".
+bool speaks_of_seconds(const std::string& text) {
+  return std::regex_search(text, std::regex(R"([0-9] m?s\b)"));
+}
+
+// Naive: hundreds of lines before what a person asks, whether it fits; and seconds out of bytes.
+TEST(PlanVerb, BeginsWithTotalsAndHasNoSecondsThatNobodyMeasured) {
+  const testing::TemporaryFolder folder;
+  write_run(folder);
+  for (const Words& more : std::vector<Words>{{},
+                                              {"--compile.memory_budget", "1GB"},
+                                              {"--compile.form", "1"},
+                                              {"--activation_checkpoint.mode", "full"},
+                                              {"--device-memory", "80GiB"}}) {
+    const Outcome outcome = plan(folder, more);
+    ASSERT_EQ(outcome.code, 0) << outcome.err;
+    const std::string head = outcome.out.substr(0, outcome.out.find("\nchosen:\n"));
+    EXPECT_LE(std::ranges::count(head, '\n'), 8) << head;
+    EXPECT_THAT(head, AllOf(HasSubstr("\n  memory of a rank: at most "),
+                            HasSubstr("\n  forecast for CPU kernels\n"),
+                            HasSubstr("\n  computed by a rank: "), HasSubstr("MFLOP a step"),
+                            HasSubstr("\n  sent by a rank: ")));
+    EXPECT_FALSE(speaks_of_seconds(outcome.out)) << outcome.out;
+    EXPECT_THAT(outcome.out, Not(HasSubstr("micro-batch first, forward")));
+    EXPECT_THAT(outcome.out, HasSubstr("\n  model.layers.{"));
+  }
+}
+
+TEST(PlanVerb, SaysWhetherARankFitsAndHowAShareWasCounted) {
+  const testing::TemporaryFolder folder;
+  write_run(folder);
+  EXPECT_THAT(plan(folder, {}).out,
+              HasSubstr("set compile.memory_budget, or give --device-memory"));
+  EXPECT_THAT(plan(folder, {"--device-memory", "80GiB"}).out,
+              HasSubstr("\n  --device-memory 80.0 GiB: fits, "));
+  EXPECT_THAT(plan(folder, {"--device-memory", "64KiB"}).out,
+              HasSubstr("\n  --device-memory 64.0 KiB: does not fit, "));
+  EXPECT_THAT(plan(folder, {"--compile.memory_budget", "80GB"}).out,
+              HasSubstr("\n  compile.memory_budget 74.5 GiB: fits, "));
+  const Outcome share =
+      plan(folder, {"--compile.memory_budget", "50%", "--device-memory", "80GiB"}, "64");
+  EXPECT_THAT(share.out, AllOf(HasSubstr("compile.memory_budget 40.0 GiB: fits, "),
+                               HasSubstr(" (50% of the 80.0 GiB of a device)\n")));
+  const Outcome host =
+      plan(folder, {"--compile.memory_budget", "50%", "--ranks-per-host", "2"}, "64");
+  EXPECT_THAT(host.out, HasSubstr(" of this machine, shared by 2 ranks)\n"));
+  const Outcome below =
+      plan(folder, {"--compile.memory_budget", "50%", "--device-memory", "64KiB"});
+  EXPECT_EQ(below.code, 2);
+  EXPECT_THAT(below.err, HasSubstr("found 32768 bytes a rank (50% of the 64.0 KiB of a device), "
+                                   "expected at least "));
+  EXPECT_EQ(plan(folder, {"--device-memory", "80 gigs"}).code, 2);
+}
+
+// Products of the model by hand: 6 operations a weight and token, attention's besides.
+TEST(PlanVerb, RatesGiveTimesAndWhatIsComputedIsSixOperationsAWeight) {
+  const testing::TemporaryFolder folder;
+  write_run(folder);
+  const Words rates{"--flops", "1e9", "--bandwidth", "1MB"};
+  const Outcome outcome = plan(folder, rates);
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_THAT(outcome.out, HasSubstr("\n  a step by --flops and --bandwidth: "));
+  const auto slower = plan(folder, {"--flops", "1e8", "--bandwidth", "1MB"});
+  EXPECT_GT(number_after(slower.out, "of which computing "),
+            9 * number_after(outcome.out, "of which computing "));
+  for (const Words& alone : {Words{"--flops", "1e9"}, Words{"--bandwidth", "1MB"}}) {
+    EXPECT_EQ(plan(folder, alone).code, 2);
+  }
+  EXPECT_EQ(plan(folder, {"--flops", "nan", "--bandwidth", "1MB"}).code, 2);
 }
 
 // A budget between the least and all: more is kept than without, and never more than fits.
@@ -84,7 +158,7 @@ TEST(PlanVerb, ABudgetKeepsWhatSavesMost) {
     before = peak;
     if (more == 10'000'000L) {
       EXPECT_THAT(outcome.out, HasSubstr("kept to the update: saves "));
-      EXPECT_THAT(outcome.out, HasSubstr(" ms a micro-batch for "));
+      EXPECT_THAT(outcome.out, ContainsRegex("saves [0-9.]+ gathers? a micro-batch for "));
     }
   }
   EXPECT_EQ(plan(folder, {"--compile.memory_budget", "90%"}).code, 0);
@@ -421,7 +495,7 @@ TEST(PlannedRun, RecomputesWhatDoesNotFit) {
   const auto least = number_after(below.err, "expected at least ");
   const auto fixed = number_after(below.err, ", of which ");
   const auto budget = std::to_string(least);
-  const Outcome shown = plan(folder, {"--compile.memory_budget", budget});
+  const Outcome shown = plan(folder, {"--compile.memory_budget", budget, "--actions"});
   ASSERT_EQ(shown.code, 0) << shown.err;
   EXPECT_THAT(
       shown.out,

@@ -8,13 +8,11 @@
 #include "comm/ops/steps.h"
 #include "kernels/host_sum.h"
 #include "kernels/kernels.h"
+#include "layout/sum_bytes.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
 namespace {
-
-// Up to here everyone sends everything to everyone: one round instead of two.
-constexpr std::int64_t kOneRoundBytes = 256 * 1024;
 
 kernels::HostSum into_result(const AllReduce& op, const layout::Range& part) {
   const at::Tensor& result = op.result();
@@ -102,7 +100,7 @@ class RelayedSumSteps final : public RelayedGatherSteps {
 }  // namespace
 
 bool in_two_rounds(const AllReduce& op, int ranks) {
-  return ranks > 2 && nbytes(op.data) * ranks > kOneRoundBytes;
+  return layout::in_two_rounds(nbytes(op.data), ranks);
 }
 
 layout::Range summed_by(const AllReduce& op, int ranks, int rank) {
@@ -125,10 +123,10 @@ void AllReduce::check(const CheckedBatch& batch) const {
 }
 
 std::int64_t AllReduce::sent_bytes(int ranks, int rank) const {
-  if (!in_two_rounds(*this, ranks)) return (ranks - 1) * nbytes(data);
-  const std::int64_t mine = summed_by(*this, ranks, rank).size();
-  return (data.numel() - mine) * static_cast<std::int64_t>(data.element_size()) +
-         (ranks - 1) * mine * static_cast<std::int64_t>(result().element_size());
+  return layout::sum_sent_bytes({.numel = data.numel(),
+                                 .addend_bytes = static_cast<std::int64_t>(data.element_size()),
+                                 .sum_bytes = static_cast<std::int64_t>(result().element_size())},
+                                ranks, rank);
 }
 
 bool AllReduce::is_relayed(int ranks) const {

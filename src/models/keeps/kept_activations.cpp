@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 
+#include "layout/range.h"
 #include "models/family.h"
 #include "tessera/error.h"
 
@@ -51,6 +52,7 @@ KeptActivations kept_activations(const ForwardCase& forward) {
   nn::KeptValue x = stage.embedding ? of_text->embedding(names.embedding)
                                     : received(layers, forward, stage.layers.begin, names);
   const std::int64_t stream = x.numel * size_of(x.dtype);
+  const bool input_wants = !stage.embedding && x.wants;
   for (std::int64_t i = stage.layers.begin; i < stage.layers.end; ++i) {
     x = of_text->layer(x, i, concat(names.layers, i, "."));
   }
@@ -60,6 +62,7 @@ KeptActivations kept_activations(const ForwardCase& forward) {
           .selective = layers.ledger().in(RecomputeMode::kSelective),
           .deferred = layers.ledger().deferred(),
           .stream = stream,
+          .input_wants = input_wants,
           .ledger = layers.ledger()};
 }
 
@@ -75,7 +78,9 @@ nn::KeepsCase layers_of(const ForwardCase& of) {
           .positions = of.positions,
           .hidden = of.spec.hidden_size,
           .tp = of.degrees.tp,
+          .tp_rank = of.tp_rank,
           .cut = cut,
+          .sums = of.activation_reduce,
           .norms_add_one = family.norm_adds_one,
           .qk_norm_over_heads = family.qk_norm_over_heads};
 }
@@ -109,18 +114,29 @@ ModelKeeps::Way ModelKeeps::way() const {
   return layers_.of().cut ? Way::kOwn : Way::kSliced;
 }
 
-/// A part of the rows: the same memory.
+/// The same memory.
 KeptValue ModelKeeps::part(KeptValue x) const {
-  x.numel /= of_.degrees.tp;
+  const std::int64_t rows = layers_.tokens();
+  x.numel = x.numel / rows * layout::part_of(rows, of_.degrees.tp, of_.tp_rank).size();
   return x;
 }
 
-KeptValue ModelKeeps::enter_experts(const KeptValue& x) {
-  return way() == Way::kOwn ? x : layers_.enter(x);
+bool ModelKeeps::slices_stream() const {
+  return way() == Way::kSliced && of_.spec.moe->shared_intermediate_size == 0;
 }
 
-KeptValue ModelKeeps::routed_part(const KeptValue& entered) const {
-  return way() == Way::kSliced ? part(entered) : entered;
+KeptValue ModelKeeps::enter_experts(const KeptValue& x) {
+  return way() == Way::kOwn || slices_stream() ? x : layers_.enter(x);
+}
+
+KeptValue ModelKeeps::routed_part(const KeptValue& entered) {
+  if (way() != Way::kSliced) return entered;
+  if (slices_stream() && entered.wants) {
+    const std::int64_t largest = layout::part_of(layers_.tokens(), of_.degrees.tp, 0).size();
+    layers_.ledger().send(nn::SentBytes{.backward = (of_.degrees.tp - 1) * largest *
+                                                    of_.spec.hidden_size * size_of(entered.dtype)});
+  }
+  return part(entered);
 }
 
 KeptValue ModelKeeps::leave_experts(const KeptValue& y) {
@@ -131,8 +147,8 @@ KeptValue ModelKeeps::through_experts(const KeptValue& routed, const moe::KeptRo
                                       const std::string& name) {
   KeptValue given;
   if (way() == Way::kAllRouted) {
-    const moe::KeptRouting sent{routing.tokens / of_.degrees.tp, part(routing.indices),
-                                part(routing.weights)};
+    const std::int64_t own = layout::part_of(routing.tokens, of_.degrees.tp, of_.tp_rank).size();
+    const moe::KeptRouting sent{own, part(routing.indices), part(routing.weights)};
     given = experts_.experts(part(routed), sent, name);
   } else {
     given = experts_.experts(routed, routing, name);

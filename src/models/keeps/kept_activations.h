@@ -1,5 +1,5 @@
-// Kept activations: what autograd holds of one forward until its backward, in bytes, for any model
-// and any degrees, without a tensor.
+// Kept activations: what autograd holds of one forward until its backward, and what both send over
+// the model axes, in bytes, for any model and any degrees, without a tensor.
 //
 // What each layer keeps is said on the layer's own floor (nn/keeps/layer_keeps.h,
 // moe/expert_keeps.h), and put together here and in gemma4/gemma4_layers.h. tests/unit/train/memory_table_test.cpp counts
@@ -35,6 +35,9 @@ struct ForwardCase {
   bool router_probabilities = false;
   /// Of a pipeline, whose stages before it send what they made; none = the whole model.
   std::optional<StageLayers> stage = {};
+  int tp_rank = 0;  ///< where parts are unequal the first ones are the largest
+  /// In which sums of activations travel; none: in their own dtype.
+  std::optional<DType> activation_reduce = {};
 };
 
 /// Of a rank; where experts lie on several ranks, with as many tokens for each rank.
@@ -44,7 +47,8 @@ struct KeptActivations {
   /// What products of weights wait for from an input gradient on, where they are put off: their
   /// inputs, and gradients of their results. The head's is never put off.
   std::int64_t deferred = 0;
-  std::int64_t stream = 0;  ///< what a layer gives to the next one
+  std::int64_t stream = 0;   ///< what a layer gives to the next one
+  bool input_wants = false;  ///< a gradient, where another stage has made it
   nn::KeepsLedger ledger = {};
   const InMode& in(RecomputeMode mode) const;
   /// One mode a layer of the stage.
@@ -66,7 +70,7 @@ class ModelKeeps {
 
   /// expert_tokens.cpp: which tokens a rank routes and which it sends.
   nn::KeptValue enter_experts(const nn::KeptValue& x);
-  nn::KeptValue routed_part(const nn::KeptValue& entered) const;
+  nn::KeptValue routed_part(const nn::KeptValue& entered);
   /// What experts get of routed tokens, as expert_tokens.cpp sends and returns it.
   nn::KeptValue through_experts(const nn::KeptValue& routed, const moe::KeptRouting& routing,
                                 const std::string& name);
@@ -80,6 +84,9 @@ class ModelKeeps {
  private:
   enum class Way : std::uint8_t { kOwn, kSliced, kAllCut, kAllRouted };
   Way way() const;
+  /// The router sees slices of the stream itself, whose gradients are gathered.
+  bool slices_stream() const;
+  /// Rows cut over tp.
   nn::KeptValue part(nn::KeptValue x) const;
   nn::KeptValue attention(const nn::KeptValue& x, std::int64_t number, const std::string& name);
   /// moe_layer.cpp.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "layout/sum_bytes.h"
 #include "tessera/error.h"
 
 namespace tessera::nn {
@@ -43,7 +44,7 @@ void KeepsLedger::begin_layer(const std::vector<KeptValue>& inputs) {
 }
 
 void KeepsLedger::end_layer(const KeptValue& result) {
-  layer_->has_graph = result.wants;
+  layer_->has_graph = layer_->sends.has_graph = result.wants;
   layers_.push_back(*std::exchange(layer_, std::nullopt));
 }
 
@@ -115,6 +116,20 @@ ForwardActivations KeepsLedger::by_layer() const {
                            .full_again = again(Mode::kFull)});
   }
   return found;
+}
+
+void KeepsLedger::send(const SentBytes& bytes) {
+  SentBytes& to = layer_ ? layer_->sends.tensor : sent_beside_;
+  to.forward += bytes.forward;
+  to.backward += bytes.backward;
+}
+
+void KeepsLedger::send(const SentTokens& tokens) { layer_->sends.experts = tokens; }
+
+std::vector<LayerSends> KeepsLedger::sends_of_layers() const {
+  std::vector<LayerSends> sends;
+  for (const KeptLayer& layer : layers_) sends.push_back(layer.sends);
+  return sends;
 }
 
 LayerKeeps::LayerKeeps(const KeepsCase& of) : of_(of) {
@@ -203,6 +218,12 @@ KeptValue LayerKeeps::normed_heads(const KeptValue& x, std::int64_t head_dim,
   if (!of_.qk_norm_over_heads) return rope_heads(x, head_dim, norm_name);
   const std::int64_t columns = parameter(norm_name + ".weight").local_shape()[0];
   const KeptValue normed = norm(x, columns, norm_name);
+  if (of_.tp > 1) {
+    // A number a row, in what norms compute in, for itself and for its gradient.
+    const DType inside = promote(x.dtype, DType::kFloat32);
+    const std::int64_t bytes = sum_bytes(x.numel / columns, inside, std::nullopt);
+    ledger_.send(SentBytes{.forward = bytes, .backward = normed.wants ? bytes : 0});
+  }
   return ledger_.make(normed.numel, normed.dtype, normed.wants);
 }
 
@@ -290,13 +311,39 @@ KeptValue LayerKeeps::mlp(const KeptValue& x, const std::string& name, Gate gate
   return leave(inner_mlp(enter(x), name, gate));
 }
 
+std::int64_t LayerKeeps::sum_bytes(std::int64_t numel, DType dtype,
+                                   std::optional<DType> sums) const {
+  const DType wire = sums.value_or(dtype);
+  return layout::sum_sent_bytes({.numel = numel,
+                                 .addend_bytes = size_of(wire),
+                                 .sum_bytes = size_of(promote(wire, DType::kFloat32))},
+                                of_.tp, of_.tp_rank);
+}
+
 KeptValue LayerKeeps::enter(const KeptValue& x) {
-  return of_.cut ? ledger_.make(x.numel * of_.tp, x.dtype, x.wants) : x;
+  if (of_.tp == 1) return x;
+  if (!of_.cut) {
+    ledger_.send(SentBytes{.backward = x.wants ? sum_bytes(x.numel, x.dtype, of_.sums) : 0});
+    return x;
+  }
+  const std::int64_t to_others = (of_.tp - 1) * x.numel;
+  ledger_.send(
+      SentBytes{.forward = to_others * size_of(x.dtype),
+                .backward = x.wants ? to_others * size_of(of_.sums.value_or(x.dtype)) : 0});
+  return ledger_.make(x.numel * of_.tp, x.dtype, x.wants);
 }
 
 KeptValue LayerKeeps::leave(const KeptValue& addend) {
   if (of_.tp == 1) return addend;
-  return ledger_.make(of_.cut ? addend.numel / of_.tp : addend.numel, addend.dtype, addend.wants);
+  if (!of_.cut) {
+    ledger_.send(SentBytes{.forward = sum_bytes(addend.numel, addend.dtype, of_.sums)});
+    return ledger_.make(addend.numel, addend.dtype, addend.wants);
+  }
+  const std::int64_t part = addend.numel / of_.tp;
+  const std::int64_t to_others = (of_.tp - 1) * part;
+  ledger_.send(SentBytes{.forward = to_others * size_of(of_.sums.value_or(addend.dtype)),
+                         .backward = addend.wants ? to_others * size_of(addend.dtype) : 0});
+  return ledger_.make(part, addend.dtype, addend.wants);
 }
 
 KeptValue LayerKeeps::embedding(const std::string& name, Ids ids) {
@@ -315,6 +362,9 @@ KeptValue LayerKeeps::embedding(const std::string& name, Ids ids) {
 
 void LayerKeeps::loss(const KeptValue& normed, const std::string& name, Softcap softcap) {
   KeptValue logits = linear(enter(normed), name, {}, Deferral::kNever);
+  // Three numbers a position from each rank, which the gradient does without.
+  const DType inside = promote(logits.dtype, DType::kFloat32);
+  ledger_.send(SentBytes{.forward = 3 * tokens() * (of_.tp - 1) * size_of(inside)});
   if (!logits.wants) return;
   if (softcap == Softcap::kYes) {
     logits = made_like(logits);

@@ -1,10 +1,11 @@
-// What autograd holds of the layers of this floor until their backward, in bytes, without a tensor:
-// their forward once more, operation by operation, with what each saves.
+// What autograd holds of the layers of this floor until their backward, and what they send to other
+// ranks, in bytes, without a tensor: their forward once more, operation by operation, with what each
+// saves, and transition by transition, with what each sends.
 //
 // Memory counts once however many operations save it; parameters, tables and the batch itself do
 // not count. A layer that computes in another way is changed here, too:
-// tests/unit/train/memory_table_test.cpp counts the bytes of real runs. It follows the kernels of
-// CPUs. Short symbols: B rows, T positions. Pure. Next: moe/expert_keeps.h,
+// tests/unit/train/memory_table_test.cpp counts the bytes of real runs, step_traffic_test.cpp beside
+// it those that are sent. It follows the kernels of CPUs. Short symbols: B rows, T positions. Pure. Next: moe/expert_keeps.h,
 // models/keeps/kept_activations.h.
 #pragma once
 
@@ -39,12 +40,35 @@ struct KeptBytes {
   std::int64_t peak = 0;
 };
 
+/// Bytes that a rank sends.
+struct SentBytes {
+  std::int64_t forward = 0;
+  std::int64_t backward = 0;
+};
+
+/// Tokens of a rank that go to experts of other ranks and come back, a row for each choice.
+struct SentTokens {
+  std::int64_t tokens = 0;
+  std::int64_t row_bytes = 0;
+  std::int64_t count_bytes = 0;  ///< what a forward tells the other ranks first
+  bool outputs_want = false;     ///< gradients of what came back go to the experts
+  bool inputs_want = false;      ///< gradients of what the experts got come back
+};
+
+/// What one layer sends over the model axes.
+struct LayerSends {
+  SentBytes tensor;        ///< over tp
+  SentTokens experts;      ///< over ep
+  bool has_graph = false;  ///< only then it is run again
+};
+
 /// What one layer leaves behind, by memory.
 struct KeptLayer {
   std::vector<std::size_t> inputs;    ///< what a checkpoint around it saves
   std::vector<std::size_t> saved;     ///< by its operations
   std::vector<std::size_t> products;  ///< the results of its weights' products
   bool has_graph = false;
+  LayerSends sends;
 };
 
 /// The memories of one model's forward, and who saves them.
@@ -71,6 +95,14 @@ class KeepsLedger {
   /// all, whatever their modes are.
   ForwardActivations by_layer() const;
 
+  /// Of a transition over tp.
+  void send(const SentBytes& bytes);
+  /// Of a layer's experts, once a layer.
+  void send(const SentTokens& tokens);
+  std::vector<LayerSends> sends_of_layers() const;
+  /// What is sent before the first layer and behind the last one.
+  const SentBytes& sent_beside() const { return sent_beside_; }
+
  private:
   std::int64_t sum(const std::set<std::size_t>& memories) const;
   std::vector<std::size_t>& before_or_after() { return layers_.empty() ? before_ : after_; }
@@ -81,6 +113,7 @@ class KeepsLedger {
   std::int64_t deferred_gradients_ = 0;
   std::vector<KeptLayer> layers_;
   std::optional<KeptLayer> layer_;
+  SentBytes sent_beside_;
 };
 
 /// One forward of one rank, as its layers see it.
@@ -89,8 +122,10 @@ struct KeepsCase {
   std::int64_t rows = 1;                        ///< B of a micro-batch
   std::int64_t positions = 0;                   ///< T of a row, whatever tp cuts
   std::int64_t hidden = 0;
-  std::int64_t tp = 1;
+  int tp = 1;
+  int tp_rank = 0;
   bool cut = false;                 ///< between layers a rank has a part of the positions
+  std::optional<DType> sums = {};   ///< in which addends over tp travel; none: in their own dtype
   bool norms_add_one = false;       ///< NormFactor::kOnePlusWeight
   bool qk_norm_over_heads = false;  ///< AttentionOptions::QkNorm::kAllHeads
 };
@@ -146,6 +181,8 @@ class LayerKeeps {
   KeptValue inner_mlp(const KeptValue& x, const std::string& name, Gate gate);
   KeptValue mlp(const KeptValue& x, const std::string& name, Gate gate);
 
+  /// Bytes that a rank sends in a sum over tp of a tensor in `dtype`. `sums`: what it travels in.
+  std::int64_t sum_bytes(std::int64_t numel, DType dtype, std::optional<DType> sums) const;
   /// tensor_region.h: transitions of tensor parallelism, which save nothing.
   KeptValue enter(const KeptValue& x);
   KeptValue leave(const KeptValue& addend);

@@ -2,6 +2,7 @@
 
 #include <charconv>
 
+#include "base/text/byte_size.h"
 #include "base/text/printable.h"
 #include "base/text/wildcard.h"
 #include "train/config/config_names.h"
@@ -263,12 +264,16 @@ std::optional<ConfigValue> Codec<DTypeChoice>::to(const DTypeChoice& choice) {
 }
 
 MemoryBudget Codec<MemoryBudget>::from(const ConfigValue& v, std::string_view key, const Limit&) {
-  constexpr std::string_view kExpected = "bytes, at least 1, or a share as \"90%\", up to 100%";
+  constexpr std::string_view kExpected =
+      "bytes, at least 1, or a share as \"90%\", up to 100%; bytes may have a unit, as \"80GB\" or "
+      "\"72GiB\"";
   if (const auto* bytes = std::get_if<std::int64_t>(&v.value); bytes != nullptr && *bytes >= 1) {
     return {.bytes = *bytes};
   }
   const auto* text = std::get_if<std::string>(&v.value);
-  if (text == nullptr || !text->ends_with('%')) refuse_value(key, v, kExpected);
+  if (text == nullptr) refuse_value(key, v, kExpected);
+  if (const auto bytes = byte_size(*text)) return {.bytes = *bytes};
+  if (!text->ends_with('%')) refuse_value(key, v, kExpected);
   double percent = 0.0;
   const char* end = text->data() + text->size() - 1;
   const auto [rest, failed] = std::from_chars(text->data(), end, percent);

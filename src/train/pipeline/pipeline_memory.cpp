@@ -253,20 +253,92 @@ std::vector<RankPlan> plan_ranks(const models::ModelDescription& model,
   return ranks;
 }
 
-layout::Traffic step_traffic(const RankPlan& rank, const PipelinePlan& pipeline,
-                             bool sync_every_micro_batch) {
+namespace {
+
+models::KeptActivations kept_by_stage(const PipelineRun& run, int stage, int tp_rank) {
+  models::ForwardCase forward =
+      forward_case(run.config, run.spec, run.dims, run.contract, run.aux_loss_coef);
+  forward.stage = stage_layers(run.pipeline, stage);
+  forward.tp_rank = tp_rank;
+  return models::kept_activations(forward);
+}
+
+/// Of a micro-batch, over both borders of a stage.
+std::int64_t message_bytes(const PipelineRun& run, int stage, const models::KeptActivations& kept) {
+  const auto& rank_of = run.pipeline.schedule.rank_of;
+  const auto leaves_for = [&](int other) {
+    return other >= 0 && other < run.pipeline.schedule.stages() &&
+           rank_of[static_cast<std::size_t>(other)] != rank_of[static_cast<std::size_t>(stage)];
+  };
+  // How often experts were chosen goes along, and comes back as the sum of all stages.
+  const std::int64_t counts =
+      run.aux_loss_coef > 0 ? models::routed_experts(run.spec).experts * 8 : 0;
+  std::int64_t bytes = leaves_for(stage + 1) ? kept.stream + counts : 0;
+  if (leaves_for(stage - 1)) bytes += (kept.input_wants ? kept.stream : 0) + counts;
+  return bytes;
+}
+
+StepTraffic::OfTokens sent_by_stages(const PipelineRun& run, const std::vector<int>& stages,
+                                     const MeshShapes& mesh, const Sender& sender) {
+  StepTraffic::OfTokens sum{.is_even = sender.loads == nullptr};
+  const std::int64_t micro_batches = run.pipeline.schedule.micro_batches;
+  for (const int stage : stages) {
+    const auto kept = kept_by_stage(run, stage, mesh.coordinate(sender.rank, axis::kTensor));
+    const layout::Range layers = stage_layers(run.pipeline, stage).layers;
+    const std::vector<RecomputeMode> modes(static_cast<std::size_t>(layers.size()),
+                                           run.config.activation_checkpoint.of_layers());
+    const auto one = sent_of_tokens(
+        {.spec = run.spec, .kept = kept, .first_layer = layers.begin, .modes = modes},
+        micro_batches, mesh, sender);
+    sum.activations += one.activations;
+    sum.experts += one.experts;
+    sum.messages += micro_batches * message_bytes(run, stage, kept);
+  }
+  return sum;
+}
+
+/// By name: something trained lies there or before it in the model, so that backwards come to it.
+std::map<std::string_view, bool> reached_parameters(const ModelContract& contract) {
+  std::map<std::string_view, bool> reached;
+  bool any = false;
+  for (const GradContract& parameter : contract.parameters) {
+    any = any || parameter.trainable;
+    reached.emplace(parameter.name, any);
+  }
+  return reached;
+}
+
+}  // namespace
+
+StepTraffic step_traffic(const PipelineRun& run, const Sender& sender) {
+  const PipelinePlan& pipeline = run.pipeline;
+  const layout::ModelPlan& plan = run.ranks.front().plan;
+  const MeshShapes& mesh = plan.options.mesh;
+  const int place = mesh.coordinate(sender.rank, axis::kPipeline);
+  const auto& units = run.ranks.at(static_cast<std::size_t>(place)).plan.units;
   const std::int64_t micro_batches = pipeline.schedule.micro_batches;
-  const std::int64_t gathers = pipeline.reshard == PipelineReshard::kStep ? 1 : 2 * micro_batches;
-  layout::Traffic traffic;
-  for (const PlannedUnit& unit : rank.plan.units) {
-    const bool shared = &unit == &rank.plan.units.front();
+  const auto reached = reached_parameters(run.contract);
+  const auto gathers_of = [&](const PlannedUnit& unit) {
+    if (pipeline.reshard == PipelineReshard::kStep || &unit == &units.front()) {
+      return std::int64_t{1};  // what stages share stays, too
+    }
+    const bool again =
+        std::ranges::any_of(unit.items, [&](const auto& item) { return reached.at(item.name); });
+    return (again ? 2 : 1) * micro_batches;
+  };
+  const std::int64_t reductions = run.config.training.sync_every_micro_batch ? micro_batches : 1;
+  StepTraffic traffic{.micro_batches = micro_batches};
+  for (const PlannedUnit& unit : units) {
+    const std::int64_t gathers = gathers_of(unit);
     for (const layout::BucketPlan& bucket : unit.plan.buckets) {
-      traffic.gathers +=
-          (shared ? 1 : gathers) * layout::sent_bytes(layout::gathered_bytes(bucket), bucket.ranks);
-      traffic.reductions += (sync_every_micro_batch ? micro_batches : 1) *
-                            layout::sent_bytes(layout::reduced_bytes(bucket), bucket.ranks);
+      const auto sent = [&](std::int64_t bytes) { return layout::sent_bytes(bytes, bucket.ranks); };
+      traffic.gathers += gathers * sent(layout::gathered_bytes(bucket));
+      traffic.reductions += reductions * sent(layout::reduced_bytes(bucket));
+      traffic.replicas += replica_sent_bytes(bucket, mesh, sender.rank);
     }
   }
+  if (!run.config.training.seq_len) return traffic;
+  traffic.of_tokens = sent_by_stages(run, pipeline.schedule.stages_of(place), mesh, sender);
   return traffic;
 }
 
@@ -275,10 +347,8 @@ std::int64_t PipelineRankMemory::Activations::in(RecomputeMode mode) const {
   return mode == RecomputeMode::kSelective ? selective : none;
 }
 
-PipelineMemory pipeline_memory(const Config& config, const models::ModelSpec& spec,
-                               const ParallelDims& dims, const ModelContract& contract,
-                               const PipelinePlan& pipeline, const std::vector<RankPlan>& ranks,
-                               double aux_loss_coef) {
+PipelineMemory pipeline_memory(const PipelineRun& run) {
+  const auto& [config, spec, dims, contract, pipeline, ranks, aux_loss_coef] = run;
   PipelineMemory memory{.ranks = {},
                         .mode = config.activation_checkpoint.of_layers(),
                         .knows_activations = config.training.seq_len.has_value(),
@@ -289,15 +359,7 @@ PipelineMemory pipeline_memory(const Config& config, const models::ModelSpec& sp
   std::vector<models::KeptActivations> kept;
   if (memory.knows_activations) {
     for (int stage = 0; stage < pipeline.schedule.stages(); ++stage) {
-      kept.push_back(
-          models::kept_activations({.spec = spec,
-                                    .degrees = dims,
-                                    .parameters = contract.parameters,
-                                    .rows = memory.rows,
-                                    .positions = memory.positions,
-                                    .score_before_experts = config.model.score_before_experts,
-                                    .router_probabilities = aux_loss_coef > 0,
-                                    .stage = stage_layers(pipeline, stage)}));
+      kept.push_back(kept_by_stage(run, stage, 0));
     }
   }
   const auto chunks = peak_live_chunks(pipeline.schedule);
@@ -329,7 +391,8 @@ PipelineMemory pipeline_memory(const Config& config, const models::ModelSpec& sp
 std::string to_string(const PipelineMemory& memory) {
   constexpr std::size_t kColumns = 8, kFirst = 26, kWidth = 12;
   std::string text =
-      "memory of a rank of each place in the pipeline (of the one that needs most)\n";
+      concat("memory of a rank of each place in the pipeline (of the one that needs most)\n",
+             kernels_line(memory.computes_on));
   for (std::size_t begin = 0; begin < memory.ranks.size(); begin += kColumns) {
     const std::size_t end = std::min(memory.ranks.size(), begin + kColumns);
     const auto row = [&](std::string name, const auto& value) {

@@ -1,5 +1,5 @@
-// What a rank of a pipeline shards, and what a step takes of its memory: plan and table of
-// `inspect --contract`, a column a rank.
+// What a rank of a pipeline shards, what a step takes of its memory and what it sends: plan and
+// tables of `inspect --contract`, a column a rank.
 //
 // Beside what rank_memory.h counts it depends on the order of the rank's slots: how many
 // micro-batches are between their forward and their backward, and how long a stage's parameters and
@@ -15,6 +15,7 @@
 #include "layout/model_plan.h"
 #include "train/pipeline/pipeline_plan.h"
 #include "train/rank_memory.h"
+#include "train/step_traffic.h"
 
 namespace tessera::train {
 
@@ -34,10 +35,19 @@ std::vector<RankPlan> plan_ranks(const models::ModelDescription& model,
                                  const std::vector<GradContract>& contracts, const MeshShapes& mesh,
                                  const PipelinePlan& pipeline);
 
-/// Bytes that a rank sends in gathers and reductions of a step, as layout::step_traffic; messages
-/// between stages are not in it.
-layout::Traffic step_traffic(const RankPlan& rank, const PipelinePlan& pipeline,
-                             bool sync_every_micro_batch);
+/// A run of a pipeline as far as its memory and its messages go.
+struct PipelineRun {
+  const Config& config;
+  const models::ModelSpec& spec;
+  const ParallelDims& dims;
+  const ModelContract& contract;
+  const PipelinePlan& pipeline;
+  const std::vector<RankPlan>& ranks;  ///< as plan_ranks gives them
+  double aux_loss_coef = 0.0;          ///< as expert_balance.h has it
+};
+
+/// What the sender's place on axis pp sends, messages to other stages included.
+StepTraffic step_traffic(const PipelineRun& run, const Sender& sender);
 
 struct PipelineRankMemory {
   RankMemory held;            ///< unsharded and reductions as the order of slots has them
@@ -60,13 +70,10 @@ struct PipelineMemory {
   bool knows_activations = false;  ///< training.seq_len is known
   std::int64_t rows = 1;           ///< of a micro-batch
   std::int64_t positions = 0;
+  ComputesOn computes_on = ComputesOn::kCpu;
 };
 
-/// `ranks` as plan_ranks gives them; the others as memory_table takes them.
-PipelineMemory pipeline_memory(const Config& config, const models::ModelSpec& spec,
-                               const ParallelDims& dims, const ModelContract& contract,
-                               const PipelinePlan& pipeline, const std::vector<RankPlan>& ranks,
-                               double aux_loss_coef);
+PipelineMemory pipeline_memory(const PipelineRun& run);
 
 /// A line a row, a column a rank; up to eight beside each other.
 std::string to_string(const PipelineMemory& memory);

@@ -228,7 +228,7 @@ bool speaks_of_seconds(const Chosen& chosen) {
 // way.
 TEST(Passes, WithoutAProfileNoReasonHasSeconds) {
   int with_times = 0;
-  for (unsigned seed = 0; seed < 200; ++seed) {
+  for (unsigned seed = 0; seed < 60; ++seed) {
     Draw draw(seed);
     PlanProblem problem;
     const auto count = 2 + draw.below(4);
@@ -259,7 +259,7 @@ TEST(Passes, WithoutAProfileNoReasonHasSeconds) {
     EXPECT_EQ(measured.choices, chosen.choices) << seed;
     with_times += speaks_of_seconds(measured) ? 1 : 0;
   }
-  EXPECT_GT(with_times, 100) << "a profile's are said";
+  EXPECT_GT(with_times, 30) << "a profile's are said";
 }
 
 TEST(Passes, DrawnProblemsGiveValidPlansWithinTheirBudgets) {
@@ -320,7 +320,7 @@ TEST(PlanText, EveryActionHasItsReason) {
                           HasSubstr("  before the root: gather the root (needed by the root)\n"),
                           HasSubstr("keep to update the root (its reshard_after_forward is off)"),
                           HasSubstr("reduce layer 1 (nothing more brings it a gradient)"),
-                          HasSubstr(" gathers a micro-batch for 20 B)"), HasSubstr("micro-batch last")));
+                          HasSubstr("a micro-batch for 20 B)"), HasSubstr("micro-batch last")));
   EXPECT_THAT(text, Not(HasSubstr("micro-batch middle")));
 }
 

@@ -63,8 +63,17 @@ struct Case {
   std::vector<RankPlan> ranks() const {
     return plan_ranks(model, contract.parameters, mesh, pipeline());
   }
+  template <class Act>
+  auto with_run(const Act& act) const {
+    const PipelinePlan plan = pipeline();
+    const std::vector<RankPlan> of_ranks = ranks();
+    return act(PipelineRun{config, spec, dims, contract, plan, of_ranks});
+  }
+  StepTraffic traffic() const {
+    return with_run([](const PipelineRun& run) { return step_traffic(run, {.rank = 0}); });
+  }
   PipelineMemory memory() const {
-    return pipeline_memory(config, spec, dims, contract, pipeline(), ranks(), 0.0);
+    return with_run([](const PipelineRun& run) { return pipeline_memory(run); });
   }
   models::KeptActivations kept(std::optional<models::StageLayers> stage = {}) const {
     return models::kept_activations({.spec = spec,
@@ -236,15 +245,16 @@ TEST(PipelineMemory, AllRanksTogetherHoldTheModelsShards) {
 TEST(PipelineTraffic, IsOnceAStepOrTwiceAMicroBatch) {
   Case one;
   const auto ranks = one.ranks();
-  const auto step = step_traffic(ranks[0], one.pipeline(), false);
+  const auto step = one.traffic();
   one.config.pipeline.reshard = PipelineReshard::kMicroBatch;
-  const auto often = step_traffic(ranks[0], one.pipeline(), false);
+  const auto often = one.traffic();
   EXPECT_GT(step.gathers, 0);
   // The root stays unsharded; of two ranks each sends its half.
   const std::int64_t root = of_root(ranks[0]) / 2;
   EXPECT_EQ(often.gathers - root, 8 * (step.gathers - root));
   EXPECT_EQ(often.reductions, step.reductions);
-  EXPECT_EQ(step_traffic(ranks[0], one.pipeline(), true).reductions, 4 * step.reductions);
+  one.config.training.sync_every_micro_batch = true;
+  EXPECT_EQ(one.traffic().reductions, 4 * step.reductions);
 }
 
 TEST(PipelineMemory, ItsTextHasAColumnARank) {

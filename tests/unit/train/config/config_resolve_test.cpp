@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 
 #include <filesystem>
+#include <map>
 
 #include "unit/train/config/config_fixture.h"
 
@@ -61,6 +62,11 @@ TEST(ConfigValidate, RefusesWhatCannotBePlanned) {
 TEST(ConfigValidate, AMemoryBudgetIsBytesOrAShare) {
   EXPECT_EQ(small_config("compile.memory_budget=4096").compile.memory_budget,
             (MemoryBudget{.bytes = 4096}));
+  for (const auto& [text, bytes] : std::map<std::string, std::int64_t>{
+           {"80GB", 80'000'000'000}, {"72GiB", std::int64_t{72} << 30}, {"512MiB", 512 << 20}}) {
+    EXPECT_EQ(small_config("compile.memory_budget=" + text).compile.memory_budget,
+              (MemoryBudget{.bytes = bytes}));
+  }
   const auto share = small_config("compile.memory_budget=62.5%");
   EXPECT_EQ(share.compile.memory_budget, (MemoryBudget{.share = 0.625}));
   EXPECT_EQ(parse_config(to_toml(share), "again"), share);

@@ -1,0 +1,161 @@
+#include "train/step_traffic.h"
+
+#include <algorithm>
+
+#include "base/text/printable.h"
+#include "capture/simulate_plan.h"
+#include "layout/sum_bytes.h"
+#include "tessera/error.h"
+#include "train/rank_memory.h"
+
+namespace tessera::train {
+namespace {
+
+using OfTokens = StepTraffic::OfTokens;
+
+int place_of(int rank, const std::vector<int>& members) {
+  return static_cast<int>(std::ranges::find(members, rank) - members.begin());
+}
+
+/// Rows that leave a rank in a forward: its tokens' to the experts of others, and those of others'
+/// tokens back from its experts.
+struct SentRows {
+  std::int64_t out = 0;
+  std::int64_t back = 0;
+};
+
+/// Of all micro-batches. `loads`: by rank of ep, by expert.
+SentRows rows_by_loads(const std::vector<std::vector<std::int64_t>>& loads, int own) {
+  const auto ranks = static_cast<std::int64_t>(loads.size());
+  SentRows rows;
+  for (std::int64_t rank = 0; rank < ranks; ++rank) {
+    const auto& of = loads[static_cast<std::size_t>(rank)];
+    const std::int64_t local = std::ssize(of) / ranks;
+    for (std::int64_t expert = 0; expert < std::ssize(of); ++expert) {
+      const std::int64_t chosen = of[static_cast<std::size_t>(expert)];
+      const bool is_here = expert / local == own;
+      if (rank == own && !is_here) rows.out += chosen;
+      if (rank != own && is_here) rows.back += chosen;
+    }
+  }
+  return rows;
+}
+
+SentRows even_rows(std::int64_t choices, std::int64_t ranks) {
+  const std::int64_t to_others = choices * (ranks - 1) / ranks;
+  return {to_others, to_others};
+}
+
+std::int64_t unit_bytes(const layout::PlannedUnit& unit,
+                        std::int64_t (*bytes)(const layout::BucketPlan&)) {
+  std::int64_t sum = 0;
+  for (const layout::BucketPlan& bucket : unit.plan.buckets) {
+    sum += layout::sent_bytes(bytes(bucket), bucket.ranks);
+  }
+  return sum;
+}
+
+}  // namespace
+
+std::int64_t StepTraffic::total() const {
+  const OfTokens tokens = of_tokens.value_or(OfTokens());
+  return gathers + reductions + replicas + tokens.activations + tokens.experts + tokens.messages;
+}
+
+std::int64_t replica_sent_bytes(const layout::BucketPlan& bucket, const MeshShapes& mesh,
+                                int rank) {
+  const layout::BucketKey& key = bucket.key;
+  if (!key.trainable) return 0;
+  const auto& copies = key.reductions.copies;
+  std::vector<int> members = mesh.ranks_of(rank, {axis::kReplicate});
+  DType addends = key.reduce;
+  if (!copies.empty()) {
+    members = mesh.ranks_of(rank, {axis::kPipeline, axis::kReplicate});
+    std::erase_if(members, [&](int member) {
+      return std::ranges::find(copies, mesh.coordinate(member, axis::kPipeline)) == copies.end();
+    });
+    addends = key.accumulate;
+  }
+  return layout::sum_sent_bytes({.numel = bucket.slice_numel(),
+                                 .addend_bytes = size_of(addends),
+                                 .sum_bytes = size_of(key.accumulate)},
+                                static_cast<int>(members.size()), place_of(rank, members));
+}
+
+OfTokens sent_of_tokens(const SentForward& forward, std::int64_t micro_batches,
+                        const MeshShapes& mesh, const Sender& sender) {
+  const std::vector<nn::LayerSends> layers = forward.kept.ledger.sends_of_layers();
+  const nn::SentBytes& beside = forward.kept.ledger.sent_beside();
+  TESSERA_INVARIANT(forward.modes.size() == layers.size(), "modes of other layers");
+  const auto routed = models::routed_experts(forward.spec);
+  const int ranks = mesh.size_of(axis::kExpert);
+  const int own = mesh.coordinate(sender.rank, axis::kExpert);
+  OfTokens sent{.activations = micro_batches * (beside.forward + beside.backward),
+                .is_even = sender.loads == nullptr};
+  for (std::size_t i = 0; i < layers.size(); ++i) {
+    const auto& [tensor, experts, has_graph] = layers[i];
+    const bool again = has_graph && forward.modes[i] != RecomputeMode::kNone;
+    const std::int64_t forwards = again ? 2 : 1;
+    sent.activations += micro_batches * (forwards * tensor.forward + tensor.backward);
+    if (experts.row_bytes == 0) continue;
+    const auto number = forward.first_layer + static_cast<std::int64_t>(i);
+    const auto place = std::ranges::find(routed.layers, number) - routed.layers.begin();
+    const SentRows rows =
+        sender.loads != nullptr
+            ? rows_by_loads(sender.loads->at(static_cast<std::size_t>(place)), own)
+            : even_rows(micro_batches * experts.tokens * forward.spec.moe->experts_per_token,
+                        ranks);
+    const std::int64_t gradients =
+        (experts.outputs_want ? rows.out : 0) + (experts.inputs_want ? rows.back : 0);
+    sent.experts += micro_batches * forwards * experts.count_bytes +
+                    (forwards * (rows.out + rows.back) + gradients) * experts.row_bytes;
+  }
+  return sent;
+}
+
+StepTraffic step_traffic(const RunOfPlan& run, const fsdp::StepPlan& plan, const Sender& sender) {
+  const MeshShapes& mesh = run.plan.options.mesh;
+  StepTraffic traffic{.micro_batches = micro_batches_of(run)};
+  const auto counts = capture::counts_of(plan, traffic.micro_batches);
+  for (std::size_t unit = 0; unit < counts.size(); ++unit) {
+    const layout::PlannedUnit& planned = run.plan.units[unit];
+    traffic.gathers += counts[unit].gathers * unit_bytes(planned, layout::gathered_bytes);
+    traffic.reductions += counts[unit].reductions * unit_bytes(planned, layout::reduced_bytes);
+    for (const layout::BucketPlan& bucket : planned.plan.buckets) {
+      traffic.replicas += replica_sent_bytes(bucket, mesh, sender.rank);
+    }
+  }
+  if (!run.config.training.seq_len) return traffic;
+  models::ForwardCase forward =
+      forward_case(run.config, run.spec, run.dims, run.contract, run.aux_loss_coef);
+  forward.tp_rank = mesh.coordinate(sender.rank, axis::kTensor);
+  const auto kept = models::kept_activations(forward);
+  const auto modes = modes_of_layers(run, plan);
+  traffic.of_tokens = sent_of_tokens({.spec = run.spec, .kept = kept, .modes = modes},
+                                     traffic.micro_batches, mesh, sender);
+  return traffic;
+}
+
+std::string to_string(const StepTraffic& traffic) {
+  std::string text = concat("what a rank sends in a step of ", traffic.micro_batches,
+                            traffic.micro_batches == 1 ? " micro-batch" : " micro-batches",
+                            " (of the one that sends most; without control messages)\n");
+  text += table_line("gathers", traffic.gathers, "parameters, over the ranks that share them");
+  text += table_line("reductions", traffic.reductions, "gradients, over the same");
+  text += table_line("sums over replicas", traffic.replicas, "gradients, over dp_replicate");
+  if (traffic.of_tokens) {
+    const auto& [activations, experts, messages, is_even] = *traffic.of_tokens;
+    text += table_line("activations over tp", activations, "");
+    text +=
+        table_line("tokens over ep", experts,
+                   experts > 0 && is_even ? "as if every expert were chosen equally often" : "");
+    text += table_line("messages over pp", messages, "");
+  }
+  text += table_line("total", traffic.total(), "");
+  if (traffic.of_tokens) return text;
+  return text +
+         "  activations, tokens, messages: set training.seq_len to know what they send; the total "
+         "is without them\n";
+}
+
+}  // namespace tessera::train

@@ -1,0 +1,362 @@
+// What the forecast says that a rank sends in a step, beside what a traced step sends: families,
+// layouts, dtypes and ways of a step, drawn. Of every kind the very bytes, on every rank.
+//
+// Routers choose as they do: which tokens they send to other ranks is read off the trace's way there
+// (of two ranks of ep, where that says it all), so that the ways back, the gradients' and the counts'
+// are what is compared.
+#include "train/step_traffic.h"
+
+#include <gmock/gmock.h>
+
+#include <algorithm>
+#include <fstream>
+#include <numeric>
+#include <random>
+#include <sstream>
+
+#include "proof.h"
+#include "train/expert_balance.h"
+#include "train/parallelize.h"
+#include "train/pipeline/pipeline_memory.h"
+#include "train/plan_of_run.h"
+#include "train/trainer.h"
+#include "unit/train/parallel_degrees.h"
+#include "unit/train/read_trace.h"
+#include "unit/train/run_case.h"
+
+namespace tessera::train::step_traffic_test {
+namespace {
+
+/// One run.
+struct Drawn {
+  std::string family;
+  bool routed = false;
+  int replicate = 1, shard = 1, tp = 1, ep = 1, etp = 1, pp = 1;
+  bool sequence = true;
+  RouterTokens router = RouterTokens::kShards;
+  std::int64_t micro_batches = 1, rows = 1, positions = 16;
+  std::string recompute = "none";
+  std::string dtype = "float32";
+  bool sums32 = false;     ///< activation_reduce_dtype
+  bool bf16_wire = false;  ///< reduce_dtype
+  bool every = false;      ///< sync_every_micro_batch
+  bool reshard = true;
+  bool frozen = false;  ///< the embedding and the first layer
+  int form = 0;         ///< of [compile]; 0: off
+  std::string schedule = "1F1B";
+  PipelineReshard pipeline_reshard = PipelineReshard::kStep;
+  double aux_loss_coef = 0.0;
+
+  int ranks() const { return replicate * shard * tp * pp; }
+};
+
+std::ostream& operator<<(std::ostream& out, const Drawn& d) {
+  return out << d.family << ", replicate " << d.replicate << ", shard " << d.shard << ", tp "
+             << d.tp << (d.sequence ? "" : " whole") << ", ep " << d.ep << ", etp " << d.etp
+             << ", pp " << d.pp << ' ' << d.schedule
+             << (d.pipeline_reshard == PipelineReshard::kStep ? "" : " by micro-batch")
+             << (d.router == RouterTokens::kAll ? ", router on all" : "") << ", " << d.micro_batches
+             << " x " << d.rows << " x " << d.positions << ", " << d.recompute << ", " << d.dtype
+             << (d.sums32 ? ", sums in 32" : "") << (d.bf16_wire ? ", wire in 16" : "")
+             << (d.every ? ", reduced each time" : "") << (d.reshard ? "" : ", kept")
+             << (d.frozen ? ", frozen" : "") << ", form " << d.form << ", aux " << d.aux_loss_coef;
+}
+
+class Draws {
+ public:
+  explicit Draws(std::uint32_t seed) : random_(seed) {}
+  template <class T>
+  T one_of(std::initializer_list<T> of) {
+    return of.begin()[std::uniform_int_distribution<std::size_t>(0, of.size() - 1)(random_)];
+  }
+  bool maybe() { return one_of({0, 1, 1}) == 0; }
+
+ private:
+  std::mt19937 random_;
+};
+
+/// A pipeline's ranks multiply: nothing else is large beside one.
+Drawn drawn(std::uint32_t seed) {
+  Draws draw(seed);
+  Drawn d;
+  const std::pair<const char*, bool> family =
+      draw.one_of<std::pair<const char*, bool>>({{"qwen3", false},
+                                                 {"olmo2", false},
+                                                 {"gpt2", false},
+                                                 {"gemma3-text", false},
+                                                 {"llama", false},
+                                                 {"qwen3-moe", true},
+                                                 {"deepseek-v2", true},
+                                                 {"gpt-oss", true},
+                                                 {"gemma4", true},
+                                                 {"llama4-text", true},
+                                                 {"glm4-moe", true},
+                                                 {"mixtral", true}});
+  d.family = family.first;
+  d.routed = family.second;
+  d.pp = draw.one_of({1, 1, 2});
+  d.tp = draw.one_of({1, 2, 2, 4});
+  if (d.pp > 1) d.tp = std::min(d.tp, 2);
+  d.shard = d.tp == 4 ? 1 : draw.one_of({1, 2});
+  d.replicate = d.shard * d.tp * d.pp > 4 ? 1 : draw.one_of({1, 2, 3});
+  if (d.replicate * d.shard * d.tp * d.pp > 8) d.replicate = 1;
+  if (d.replicate * d.shard * d.tp * d.pp == 1) d.shard = 2;
+  d.sequence = !draw.maybe();
+  if (d.routed) {
+    d.etp = d.tp > 1 && draw.maybe() ? d.tp : 1;
+    // Rows to one other rank: that is all rows that leave.
+    if (d.shard * d.tp / d.etp % 2 == 0) d.ep = draw.one_of({1, 2, 2});
+    if (draw.maybe()) d.router = RouterTokens::kAll;
+    if (draw.maybe()) d.aux_loss_coef = 0.01;
+  }
+  d.rows = draw.one_of<std::int64_t>({1, 2});
+  d.micro_batches = d.pp > 1 ? 2 * draw.one_of({1, 2}) : draw.one_of({1, 2, 3});
+  d.positions = d.tp > 1 && !d.sequence ? draw.one_of<std::int64_t>({15, 16}) : 16;
+  d.recompute = draw.one_of<const char*>({"none", "selective", "full"});
+  d.dtype = draw.one_of<const char*>({"float32", "bfloat16"});
+  d.sums32 = draw.maybe();
+  d.bf16_wire = d.dtype == "bfloat16" && draw.maybe();
+  d.every = draw.maybe();
+  d.reshard = !draw.maybe();
+  d.frozen = draw.maybe() && (d.pp == 1 || d.ep == 1);
+  if (d.pp > 1) {
+    d.schedule = draw.one_of<const char*>({"1F1B", "GPipe", "ZBV", "ZB1P"});
+    d.pipeline_reshard = draw.one_of({PipelineReshard::kStep, PipelineReshard::kMicroBatch});
+  } else if (draw.maybe()) {
+    d.form = draw.one_of({1, 2, 3});
+  }
+  return d;
+}
+
+/// The reference's model with room for bytes.
+void write_model(const testing::TemporaryFolder& folder, const Drawn& d) {
+  std::ifstream in(std::string(TESSERA_TEST_DATA) + "/" + d.family + "-fp32/config.json");
+  auto model = nlohmann::json::parse(in);
+  auto& text = model.contains("text_config") ? model["text_config"] : model;
+  text["vocab_size"] = 264;
+  if (d.family == "gemma4") {
+    text["vocab_size_per_layer_input"] = 264;
+    model["image_token_id"] = 260;
+    model["video_token_id"] = 261;
+    model["audio_token_id"] = 262;
+  }
+  folder.write("model.json", model.dump());
+}
+
+Config config_of(const testing::TemporaryFolder& folder, const Drawn& d) {
+  Config config = run_case(folder, Head::kOwn);
+  std::string text;
+  for (int line = 0; line < 300; ++line) text += "line " + std::to_string(line) + " of a page.\n";
+  folder.write("page.txt", text);
+  set_parallelism(config, d);
+  config.parallelism.pipeline_parallel_degree = d.pp;
+  config.parallelism.reshard_after_forward = d.reshard;
+  config.pipeline.schedule = d.schedule;
+  config.pipeline.reshard = d.pipeline_reshard;
+  config.activation_checkpoint.mode = d.recompute == "full"        ? RecomputeMode::kFull
+                                      : d.recompute == "selective" ? RecomputeMode::kSelective
+                                                                   : RecomputeMode::kNone;
+  config.precision.param_dtype.dtype = d.dtype == "float32" ? DType::kFloat32 : DType::kBFloat16;
+  if (d.sums32) config.precision.activation_reduce_dtype.dtype = DType::kFloat32;
+  if (d.bf16_wire) config.precision.reduce_dtype.dtype = DType::kBFloat16;
+  if (d.frozen) {
+    config.model.freeze = d.family == "gpt2" ? std::vector<std::string>{"wte", "wpe", "h.0"}
+                                             : std::vector<std::string>{"embed_tokens", "layers.0"};
+    // An explicit list is the whole one; without images the tower is no part of a step.
+    if (d.family == "gemma4") config.model.freeze->emplace_back("model.vision_tower");
+  }
+  if (d.routed) config.model.aux_loss_coef = d.aux_loss_coef;
+  if (d.form > 0) {
+    config.compile.mode = CompileChoice::kPlan;
+    config.compile.form = d.form;
+  }
+  config.training.seq_len = d.positions;
+  config.training.local_batch_size = d.rows;
+  config.training.global_batch_size = d.replicate * d.shard * d.rows * d.micro_batches;
+  config.training.sync_every_micro_batch = d.every;
+  config.training.steps = 2;
+  config.metrics.trace_steps = {2};
+  return config;
+}
+
+std::int64_t sent_by(const Rows& rows, int rank, const char* row, const std::string& axis = "") {
+  const auto spans = rows.find({rank, row});
+  if (spans == rows.end()) return 0;
+  std::int64_t bytes = 0;
+  for (const Span& span : spans->second) {
+    if (axis.empty() || span.arguments["axis"] == axis) {
+      bytes += span.arguments["sent_bytes"].get<std::int64_t>();
+    }
+  }
+  return bytes;
+}
+
+/// Sends alone: a receive has bytes, too.
+std::int64_t messages_by(const Rows& rows, int rank) {
+  const auto spans = rows.find({rank, "messages"});
+  if (spans == rows.end()) return 0;
+  std::int64_t bytes = 0;
+  for (const Span& span : spans->second) {
+    if (span.name.find("SEND") == std::string::npos) continue;
+    bytes += span.arguments["bytes"].get<std::int64_t>();
+  }
+  return bytes;
+}
+
+/// As it was traced, of all kinds.
+StepTraffic traced(const Rows& rows, int rank) {
+  StepTraffic traffic;
+  traffic.gathers = sent_by(rows, rank, "gathers");
+  traffic.reductions = sent_by(rows, rank, "reductions");
+  traffic.replicas = sent_by(rows, rank, "sums over replicas");
+  traffic.of_tokens = {.activations = sent_by(rows, rank, "activations", "tp"),
+                       .experts = sent_by(rows, rank, "activations", "ep"),
+                       .messages = messages_by(rows, rank)};
+  return traffic;
+}
+
+struct Kinds {
+  std::int64_t gathers, reductions, replicas, activations, tokens, messages, total;
+  bool operator==(const Kinds&) const = default;
+};
+std::ostream& operator<<(std::ostream& out, const Kinds& k) {
+  return out << "gathers " << k.gathers << ", reductions " << k.reductions << ", replicas "
+             << k.replicas << ", activations " << k.activations << ", tokens " << k.tokens
+             << ", messages " << k.messages << ", total " << k.total;
+}
+Kinds kinds(const StepTraffic& t) {
+  return {t.gathers,
+          t.reductions,
+          t.replicas,
+          t.of_tokens->activations,
+          t.of_tokens->experts,
+          t.of_tokens->messages,
+          t.total()};
+}
+
+/// A run with all that its forecast follows from.
+struct Forecast {
+  Config config;
+  ModelSource source;
+  ParallelDims dims;
+  MeshShapes mesh;
+  ModelContract contract;
+  std::optional<PipelinePlan> pipeline = {};
+  std::vector<RankPlan> ranks = {};
+  layout::ModelPlan plan = {};
+  double aux_loss_coef = 0.0;
+
+  Forecast(const Config& of, const Drawn& d)
+      : config(of),
+        source(open_model(config.model)),
+        dims(resolve_parallelism(config.parallelism, d.ranks())),
+        mesh(mesh_shape(dims)),
+        contract(resolve_model(source, config, dims)),
+        aux_loss_coef(train::aux_loss_coef(config.model.aux_loss_coef, source.spec)) {
+    pipeline = resolve_pipeline(config, dims, source.spec, source.description,
+                                {.micro_batches = d.micro_batches, .row_tokens = d.positions});
+    if (pipeline) {
+      note_copies(*pipeline, source.description, contract);
+      ranks = plan_ranks(source.description, contract.parameters, mesh, *pipeline);
+    } else {
+      plan = plan_model(source.description, contract.parameters, mesh);
+    }
+  }
+
+  StepTraffic of(const Sender& sender) const {
+    if (pipeline) {
+      return step_traffic(PipelineRun{.config = config,
+                                      .spec = source.spec,
+                                      .dims = dims,
+                                      .contract = contract,
+                                      .pipeline = *pipeline,
+                                      .ranks = ranks,
+                                      .aux_loss_coef = aux_loss_coef},
+                          sender);
+    }
+    const RunOfPlan run{.config = config,
+                        .spec = source.spec,
+                        .description = source.description,
+                        .dims = dims,
+                        .contract = contract,
+                        .plan = plan,
+                        .aux_loss_coef = aux_loss_coef};
+    return step_traffic(run, plan_of_steps(run, {}), sender);
+  }
+};
+
+/// By place among the layers with experts: rows that a rank sent to the experts of the other one, in
+/// the forwards of a step.
+std::vector<std::int64_t> rows_there(const Rows& rows, int rank, const Forecast& forecast,
+                                     const Drawn& d) {
+  const auto routed = models::routed_experts(forecast.source.spec).layers;
+  const std::int64_t row_bytes = forecast.source.spec.hidden_size * (d.dtype == "float32" ? 4 : 2);
+  std::vector<std::int64_t> by_place(routed.size(), 0);
+  const auto spans = rows.find({rank, "activations"});
+  if (spans == rows.end()) return by_place;  // stages without experts
+  std::vector<std::int64_t> sent;
+  for (const Span& span : spans->second) {
+    if (!span.name.ends_with(" dispatch")) continue;
+    sent.push_back(span.arguments["sent_bytes"].get<std::int64_t>() / row_bytes);
+  }
+  if (forecast.pipeline) {
+    // Slots are mixed: all of them said of one layer of the rank, since all are alike.
+    const int pp_rank = forecast.mesh.coordinate(rank, axis::kPipeline);
+    const auto here = std::ranges::find_if(routed, [&](std::int64_t layer) {
+      return std::ranges::any_of(stages_of_rank(*forecast.pipeline, pp_rank),
+                                 [&](const auto& stage) { return stage.has_layer(layer); });
+    });
+    const std::int64_t all = std::accumulate(sent.begin(), sent.end(), std::int64_t{0});
+    if (here == routed.end()) return by_place;
+    by_place[static_cast<std::size_t>(here - routed.begin())] =
+        all / (d.recompute == "none" ? 1 : 2);
+    return by_place;
+  }
+  // Layer after layer, and behind these those that are run again.
+  const std::size_t calls = sent.size() / static_cast<std::size_t>(d.micro_batches);
+  for (std::size_t i = 0; i < sent.size(); ++i) {
+    if (i % calls < routed.size()) by_place[i % calls] += sent[i];
+  }
+  return by_place;
+}
+
+/// Of the two ranks of an axis ep: what stays is nobody's matter.
+ExpertLoads traced_loads(const Rows& rows, int rank, const Forecast& forecast, const Drawn& d) {
+  const auto members = forecast.mesh.ranks_of(rank, {axis::kExpert});
+  const auto routed = models::routed_experts(forecast.source.spec);
+  ExpertLoads loads(routed.layers.size());
+  for (std::size_t i = 0; i < members.size(); ++i) {
+    const auto there = rows_there(rows, members[i], forecast, d);
+    for (std::size_t place = 0; place < loads.size(); ++place) {
+      auto& of = loads[place].emplace_back(static_cast<std::size_t>(routed.experts), 0);
+      of[i == 0 ? of.size() / 2 : 0] = there[place];
+    }
+  }
+  return loads;
+}
+
+TEST(StepTraffic, IsThatOfTheTraceInDrawnLayouts) {
+  const std::uint32_t draws = test::full_proof() ? 400 : 24;
+  for (std::uint32_t seed = 1; seed <= draws; ++seed) {
+    const Drawn d = drawn(seed);
+    std::ostringstream words;
+    words << "seed " << seed << ": " << d;
+    SCOPED_TRACE(words.str());
+    const testing::TemporaryFolder folder;
+    const Config config = config_of(folder, d);
+    write_model(folder, d);
+    const Forecast forecast(config, d);
+    on_ranks(d.ranks(), [&](World& world) { run_training(config, world); });
+    const Rows rows = read_trace(folder / "run/metrics/trace/step-2.json");
+    for (int rank = 0; rank < d.ranks(); ++rank) {
+      ExpertLoads loads;
+      if (d.ep > 1) loads = traced_loads(rows, rank, forecast, d);
+      EXPECT_EQ(kinds(forecast.of({.rank = rank, .loads = &loads})), kinds(traced(rows, rank)))
+          << "rank " << rank;
+    }
+    if (::testing::Test::HasFailure()) return;
+  }
+}
+
+}  // namespace
+}  // namespace tessera::train::step_traffic_test
