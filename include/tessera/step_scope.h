@@ -58,7 +58,10 @@ class StepScope {
   /// Collective over the ranks of the pipeline stage (ShardedBase::data_group()). No forward may
   /// wait for its backward, and no other scope of the model may be open. Until finish() optimizer
   /// steps, norms, zero_grad() and every control of the model are refused (kUsage). Errors: kUsage
-  /// naming what ranks have set differently.
+  /// naming what ranks have set differently; what compile() says of its plan (kConfig for a budget
+  /// below the least). Nothing has begun then: the World is as before, and where that is mended
+  /// another scope may be opened, without a recovery. In a pipeline, whose other stages wait for
+  /// this one, the World is aborted.
   explicit StepScope(ShardedBase& model, StepScopeOptions options = {});
   /// Without finish() the step has failed, as after an exception.
   ~StepScope();
@@ -83,7 +86,8 @@ class StepScope {
   /// kContract naming parameter, layer, stage and micro-batch for weight gradients that are owed
   /// (but with sync_every_micro_batch, where what is owed comes with a later call).
   void reduce(int stage);
-  /// Waits for the reductions, sums over replicas and shows the gradients. Collective. Errors:
+  /// Waits for the reductions, sums over replicas and shows the gradients. Collective. What a rank
+  /// refuses all of them refuse, naming it, and the step is open as before on each. Errors:
   /// kContract as reduce(), for any stage; kUsage for a forward without the backward that others of
   /// its stage had, for weights that were changed, for gradients on shards that were changed or
   /// cleared since it began; kComm where ranks have run different things.

@@ -11,6 +11,7 @@
 
 #include "base/hash.h"
 #include "base/trace.h"
+#include "launch/abort_flag.h"
 #include "tessera/error.h"
 #include "tessera/world.h"
 
@@ -181,9 +182,11 @@ std::string encode(const std::exception& error) {
   return static_cast<char>('0' + static_cast<int>(kind)) + std::string(error.what());
 }
 
+ErrorKind kind_in(const std::string& bytes) { return static_cast<ErrorKind>(bytes.front() - '0'); }
+
 /// Which rank it was matters where machines differ, not where the same thing was asked of all.
 [[noreturn]] void rethrow(const std::string& bytes, std::size_t rank, bool of_all) {
-  const auto kind = static_cast<ErrorKind>(bytes.front() - '0');
+  const auto kind = kind_in(bytes);
   const bool named = kind == ErrorKind::kIo && !of_all;
   throw Error(kind, concat(named ? concat("rank ", rank, ": ") : "", bytes.substr(1)));
 }
@@ -205,6 +208,28 @@ void on_all_or_none(World& world, const std::string& what, const std::function<v
       std::find_if(all.begin(), all.end(), [](const auto& one) { return !one.empty(); });
   const auto equal = static_cast<std::size_t>(std::count(all.begin(), all.end(), *failed));
   rethrow(*failed, static_cast<std::size_t>(failed - all.begin()), equal == all.size());
+}
+
+std::exception_ptr shared_refusal(Group& group, int world_rank, const std::exception_ptr& mine,
+                                  const std::string& what) {
+  std::string bytes;
+  try {
+    if (mine) std::rethrow_exception(mine);
+  } catch (const std::exception& error) {
+    bytes = encode(error);
+    bytes.insert(1, concat("rank ", world_rank, ": "));
+  }
+  const auto all = all_gather_bytes(group, bytes, what);
+  const auto first = std::ranges::find_if(all, [](const auto& one) { return !one.empty(); });
+  if (first == all.end()) return nullptr;
+  try {
+    // Who throws first may end the World: not before all have come here.
+    barrier(group, what);
+  } catch (const LostRank&) {
+    // It has.
+  }
+  if (mine) return mine;
+  return std::make_exception_ptr(Error(kind_in(*first), first->substr(1)));
 }
 
 std::vector<int> all_ranks(int size) {

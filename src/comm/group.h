@@ -15,6 +15,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -156,6 +157,12 @@ std::vector<std::string> all_gather_bytes(Group& group, const std::string& mine,
 /// others that wait for it. Runs `action` on this rank; where it throws on any rank, every rank
 /// throws the error of the first of them; kinds are kept. Collective, on the control group.
 void on_all_or_none(World& world, const std::string& what, const std::function<void()>& action);
+
+/// What some ranks have refused, for all of them: a rank's own, else that of the first that has one,
+/// behind `rank R: `, its number in the world; null where nobody has. Of errors the kind stays.
+/// Collective; texts go to everyone.
+std::exception_ptr shared_refusal(Group& group, int world_rank, const std::exception_ptr& mine,
+                                  const std::string& what);
 
 /// Numbers of all ranks of a world: 0 to size - 1.
 std::vector<int> all_ranks(int size);

@@ -2,6 +2,7 @@
 
 #include <ATen/record_function.h>
 
+#include <bit>
 #include <utility>
 
 #include "base/trace.h"
@@ -65,6 +66,22 @@ std::string to_string(const MailTag& tag) {
   return concat(is_forward(tag) ? "activations" : "gradients", " of stage ", tag.stage,
                 ", micro-batch ", tag.micro_batch, ", step ", tag.step,
                 tag.index == 0 ? "" : concat(", tensor ", tag.index));
+}
+
+int message_number(const MailTag& tag, const MailExtent& extent, std::uint64_t fingerprint) {
+  constexpr int kBits = 31;
+  const auto bits_below = [](std::int64_t end) {
+    return static_cast<int>(std::bit_width(static_cast<std::uint64_t>(end - 1)));
+  };
+  const std::int64_t cell = std::int64_t{tag.stage} * extent.micro_batches + tag.micro_batch;
+  const int cell_bits = bits_below(std::int64_t{extent.stages} * extent.micro_batches);
+  const int exact_bits = 1 + cell_bits + bits_below(MailExtent::kTensors);
+  std::uint64_t exact = static_cast<std::uint64_t>(tag.direction);
+  exact = exact << cell_bits | static_cast<std::uint64_t>(cell);
+  exact = exact * MailExtent::kTensors + static_cast<std::uint64_t>(tag.index);
+  const int hash_bits = kBits - exact_bits;
+  const std::uint64_t hash = fingerprint & ((std::uint64_t{1} << hash_bits) - 1);
+  return static_cast<int>(exact << hash_bits | hash);
 }
 
 std::string to_string(const Letter& letter) {
@@ -155,7 +172,15 @@ std::unique_ptr<Transfer> Mail::checked_and_posted(Letter::End end, int peer, co
                     ": found a tensor that is undefined, sparse, elsewhere or not contiguous, "
                     "expected x.contiguous() on ",
                     device());
+  TESSERA_INVARIANT(tag.stage >= 0 && tag.stage < extent_.stages && tag.micro_batch >= 0 &&
+                        tag.micro_batch < extent_.micro_batches && tag.index >= 0 &&
+                        tag.index < MailExtent::kTensors,
+                    to_string(tag),
+                    ": found numbers beyond those of the step, expected fewer than ",
+                    extent_.stages, " stages, ", extent_.micro_batches, " micro-batches and ",
+                    MailExtent::kTensors, " tensors");
   Letter letter{end, tag, peer, members()[static_cast<std::size_t>(peer)], std::move(tensor)};
+  letter.extent = extent_;
   if (!device().is_cpu()) put_on_stream(letter);
   auto traced = TracedMessage::of(letter);
   auto transfer = post(std::move(letter));

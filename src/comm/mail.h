@@ -61,6 +61,17 @@ struct MailTag {
 /// "activations of stage 1, micro-batch 3, step 7"; ", tensor 1" of the second one.
 std::string to_string(const MailTag& tag);
 
+/// What the numbers of a tag lie below, in one step; the same at both ends.
+struct MailExtent {
+  static constexpr std::int32_t kTensors = 16;
+  static constexpr std::int64_t kMostCells = std::int64_t{1} << 18;  ///< stages times micro-batches
+
+  std::int32_t stages = 64;
+  std::int32_t micro_batches = 4096;
+};
+/// [Note: message tags]
+int message_number(const MailTag& tag, const MailExtent& extent, std::uint64_t fingerprint);
+
 /// A way that messages take: in one direction, from one rank to another.
 struct MailRoute {
   int from = 0;  ///< indices into the group
@@ -80,6 +91,7 @@ struct Letter {
   at::Tensor tensor;
   Stream stream = {};  ///< on which a device carries it
   Event posted = {};   ///< behind what was launched before
+  MailExtent extent = {};
 
   bool sends() const { return end == End::kSend; }
 };
@@ -137,9 +149,12 @@ class Mail {
   int size() const { return static_cast<int>(place_.members.size()); }
 
   /// For who numbers steps (MailTag::step): one that this rank has not begun. Those that all ranks
-  /// begin together take the largest.
+  /// begin together take the largest. All messages of a step end with it.
   std::uint64_t next_step() const { return next_step_; }
-  void begin_step(std::uint64_t step) { next_step_ = step + 1; }
+  void begin_step(std::uint64_t step, const MailExtent& extent) {
+    next_step_ = step + 1;
+    extent_ = extent;
+  }
 
   /// Before the first message of any of these ways, where the backend connects two ranks only when
   /// both first meet, so that a message would wait there for its other end. Collective: all ranks give
@@ -178,6 +193,7 @@ class Mail {
 
   const MailPlace place_;
   std::uint64_t next_step_ = 0;
+  MailExtent extent_;
   /// By peer, direction and end.
   std::map<std::tuple<int, MailTag::Direction, Letter::End>, Stream> streams_;
 };

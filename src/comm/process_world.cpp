@@ -81,18 +81,21 @@ FailureWatch::Actions ProcessWorld::watch_actions() {
     leave_after(*this, cause);
   };
   actions.lost = [this](const std::string& why) { report_failure(this, LostRank(why), 1); };
-  actions.disagree = [this](const std::string& why, int epoch) {
+  actions.disagree = [this](const std::string& why, int epoch) { abort_all(why, epoch); };
+  actions.aborted = [this](const Abort& abort, int epoch) {
+    abort_here(abort.why, epoch, abort.is_disagreement ? Aborter::kDisagreement : Aborter::kOther);
+  };
+  actions.told = [this] { return state_->abort_flag->told() || queue_->has_thrown(); };
+  actions.untold = [this](const std::string& why, int epoch) {
     if (epoch != epoch_) return;  // recovered in the meantime
     report_failure(this, Error(ErrorKind::kComm, why), 1);
-  };
-  actions.aborted = [this](const std::string& why, int epoch) {
-    abort_here(why, epoch, Aborter::kOther);
   };
   return actions;
 }
 
 ProcessWorld::~ProcessWorld() {
-  const bool failed = aborted() || std::uncaught_exceptions() > exceptions_before_;
+  const bool thrown = std::uncaught_exceptions() > exceptions_before_;
+  const bool failed = aborted() || thrown;
   if (failed) {
     watch_->stop();  // it would end this process by what is announced here
     if (!aborted()) announce_failure(noticed("left by an exception"));
@@ -100,6 +103,7 @@ ProcessWorld::~ProcessWorld() {
   }
   stop_queue();
   if (!failed) leave_together();
+  if (failed && !thrown) leave_after_abort();
   watch_->stop();
 }
 
@@ -147,6 +151,21 @@ void ProcessWorld::leave_together() {
   }
 }
 
+/// The others have caught their errors, too, and are about to leave: a store that went before them
+/// would end them as the loss of a rank does.
+void ProcessWorld::leave_after_abort() {
+  try {
+    if (rank_ == 0 && !launch_.agent_store) {
+      const AbortFlag never;  // our own is set
+      store_->meet(kLeft, rank_, everyone_, times_.leaving(), never);
+    } else {
+      store_->arrive(kLeft, rank_, size_);
+    }
+  } catch (const Error&) {
+    // Whoever is missing has failed and says so itself.
+  }
+}
+
 std::shared_ptr<Group> ProcessWorld::make_group(const std::vector<int>& ranks,
                                                 const std::string& name, const at::Device& where) {
   Connections& connections = messages_ && where.is_cpu() ? *messages_ : *connections_;
@@ -176,13 +195,27 @@ void ProcessWorld::abort_epoch(std::uint64_t of, const std::string& why) {
   });
 }
 
+/// The others learn of it first: once this rank has thrown, its program may recover.
+void ProcessWorld::abort_all(const std::string& disagreement, int epoch) {
+  if (epoch != epoch_) return;  // recovered in the meantime
+  in_time([store = store_, disagreement, epoch] {
+    store->set(store_key::disagreement(epoch), "here");
+    return store->set_if_absent(store_key::abort(epoch), disagreement);
+  });
+  abort_here(disagreement, epoch, Aborter::kDisagreement);
+}
+
 void ProcessWorld::recover() {
   connections_->require_recovery();
   if (!aborted()) abort(kRecovers);
+  state_->abort_flag->tell();
   const AbortFlag never;  // our own abort flag is set
   const int next = epoch_ + 1;
   queue_->drain();
-  store_->meet(concat("recover/", next), rank_, everyone_, options_.timeout, never);
+  // On the board: a rank that is lost meanwhile is missed as it is by any other wait.
+  meet_on_board(*state_->board, [&] {
+    store_->meet(concat("recover/", next), rank_, everyone_, options_.timeout, never);
+  });
   const base::Lock lock(epoch_mutex_);
   epoch_ = next;
   watch_->set_epoch(next);

@@ -69,6 +69,9 @@ class ProcessWorld : public World {
   /// The same for a rank that was stopped. Where another rank's word has aborted the World, that
   /// rank's error is on its way through its stack: waited for as long as words may take.
   std::optional<FailureRecord> failure_behind() noexcept;
+  /// Whether the World is aborted since ranks have called different things, this one among them: its
+  /// error is its own, wherever it was found.
+  bool disagrees() const { return aborter_ == Aborter::kDisagreement; }
   /// comm/failure_report.h.
   void when_refused(std::function<void()> undo);
   void refused() noexcept;
@@ -80,10 +83,13 @@ class ProcessWorld : public World {
                                     const at::Device& where) override;
 
  private:
-  /// Who has aborted the World in this epoch: an error of this rank, or a word of another one.
-  enum class Aborter : std::uint8_t { kNobody, kSelf, kOther };
+  /// Who has aborted the World in this epoch: an error of this rank, a word of another one, or a
+  /// watch, since ranks disagree.
+  enum class Aborter : std::uint8_t { kNobody, kSelf, kOther, kDisagreement };
   void abort_here(const std::string& why, int epoch, Aborter by);
+  void abort_all(const std::string& disagreement, int epoch);
   void leave_together();
+  void leave_after_abort();
   /// Meets everyone, however long they take as long as they live.
   void wait_for_the_last(const std::string& key);
   /// Whether every rank that has not come to `key` has beaten since `beats` were noted.

@@ -287,6 +287,8 @@ void IssueQueue::abort(const std::string& why) {
   impl_->drop(std::move(dropped));
 }
 
+bool IssueQueue::has_thrown() const { return impl_->abort_flag->told(); }
+
 void IssueQueue::recover() {
   drain();
   {

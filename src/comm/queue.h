@@ -55,6 +55,8 @@ class IssueQueue {
 
   /// After this every submit and every wait throws `why` (as kComm). [Note: failure].
   void abort(const std::string& why);
+  /// Whether one has, since then. Threads: any.
+  bool has_thrown() const;
   /// Drops what was never issued and accepts again.
   void recover();
 

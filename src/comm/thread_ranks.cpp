@@ -130,7 +130,10 @@ ThreadWorld::ThreadWorld(std::shared_ptr<ThreadRun> run, int rank)
     actions.disagree = [this](const std::string& why, int epoch) {
       run_->abort_all_in(epoch, why);
     };
-    actions.aborted = [](const std::string&, int) {};  // abort_all() has done it
+    // abort_all() has done it, and a thread cannot be ended.
+    actions.aborted = [](const Abort&, int) {};
+    actions.told = [] { return true; };
+    actions.untold = [](const std::string&, int) {};
     watch_ = std::make_unique<FailureWatch>(run_->store, state_->board, watch, std::move(actions));
   }
   const base::Lock lock(run_->mutex);

@@ -80,12 +80,14 @@ class AbortFlag {
   void clear() {
     const base::Lock lock(mutex_);
     set_.store(false, std::memory_order_release);
+    told_.store(false, std::memory_order_relaxed);
     why_.clear();
     suspicion_.clear();
   }
   /// What a wait has thrown and is on its way out of the step: whoever marks the World for that
   /// says it too, since an unwinding stack does not know its exception. The first one stays.
   void suspect(const std::string& why) {
+    if (is_set()) tell();
     const base::Lock lock(mutex_);
     if (suspicion_.empty()) suspicion_ = why;
   }
@@ -104,13 +106,22 @@ class AbortFlag {
   /// Errors: LostRank (kComm) when marked.
   void check() const {
     if (is_set()) [[unlikely]]
-      throw LostRank(why());
+      raise();
   }
+  /// Throws why it was marked, behind `what` was about to be done. Errors: LostRank, always.
+  [[noreturn]] void raise(const std::string& what = {}) const {
+    tell();
+    throw LostRank(what.empty() ? why() : concat(what, ": ", why()));
+  }
+  /// The program knows that it is marked: an error of this has been thrown, or it recovers by itself.
+  void tell() const { told_.store(true, std::memory_order_relaxed); }
+  bool told() const { return told_.load(std::memory_order_relaxed); }
 
   Patience patience;
 
  private:
   std::atomic<bool> set_{false};
+  mutable std::atomic<bool> told_{false};
   std::atomic<std::uint64_t> marks_{0};
   mutable base::Mutex mutex_;
   std::string why_ TESSERA_GUARDED_BY(mutex_);

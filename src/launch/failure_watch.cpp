@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <set>
+#include <utility>
 
 #include "tessera/error.h"
 
@@ -126,13 +127,8 @@ void FailureWatch::look() {
     return;
   }
   const int epoch = epoch_;
-  if (aborted_epoch_ != epoch) {
-    if (const auto why = store_->find(store_key::abort(epoch))) {
-      aborted_epoch_ = epoch;
-      actions_.aborted(*why, epoch);
-      return;
-    }
-  }
+  if (aborted_epoch_ != epoch && look_for_abort(epoch)) return;
+  look_whether_told(epoch);
   if (const auto why = board_->stalled_device()) {
     over_ = true;
     actions_.lost(*why);
@@ -140,6 +136,41 @@ void FailureWatch::look() {
   }
   look_at_peers(epoch);
   ++looks_;
+}
+
+bool FailureWatch::look_for_abort(int epoch) {
+  const auto why = store_->find(store_key::abort(epoch));
+  if (!why) return false;
+  aborted_epoch_ = epoch;
+  const Abort abort{*why, store_->find(store_key::disagreement(epoch)).has_value()};
+  if (abort.is_disagreement) note_untold(*why, epoch);
+  actions_.aborted(abort, epoch);
+  return true;
+}
+
+/// Before the waits are ended: what the program waits in from then on is another matter.
+void FailureWatch::note_untold(const std::string& why, int epoch) {
+  if (untold_ && untold_->epoch == epoch) return;
+  untold_ = {why, epoch, std::chrono::steady_clock::now()};
+}
+
+void FailureWatch::look_whether_told(int epoch) {
+  if (!untold_) return;
+  if (untold_->epoch != epoch) return untold_.reset();
+  const auto time = std::chrono::duration_cast<std::chrono::milliseconds>(
+      std::chrono::steady_clock::now() - untold_->since);
+  if (time < options_.told_within) return;
+  // A wait for a collective that began before has not ended. One in the store ends by itself, or is
+  // that of a recovery.
+  const Standing standing = board_->standing();
+  const bool stands = standing.wait && standing.waited >= time;
+  if (actions_.told() && !stands) return untold_.reset();
+  const std::string why = std::exchange(untold_, std::nullopt)->why;
+  actions_.untold(concat(why, "; this rank ",
+                         stands ? "did not come out of its call of the library"
+                                : "made no call of the library, from which this could be thrown,",
+                         " within ", in_seconds(options_.told_within)),
+                  epoch);
 }
 
 void FailureWatch::look_at_peers(int epoch) {
@@ -153,10 +184,9 @@ void FailureWatch::look_at_peers(int epoch) {
     actions_.lost(found->why);
     return;
   }
-  if (epoch != epoch_) return;
-  over_ = true;
+  if (epoch != epoch_ || std::exchange(disagreed_epoch_, epoch) == epoch) return;
+  note_untold(found->why, epoch);
   actions_.disagree(found->why, epoch);
-  if (epoch != epoch_) over_ = false;
 }
 
 void FailureWatch::beat() {

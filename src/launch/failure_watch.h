@@ -8,12 +8,19 @@
 // of life, a collective on this rank's device that does not end (WaitBoard::watch_device), and ranks
 // that wait for each other in different orders or in different groups (peer_watch.h). However long a
 // look takes, the heart goes on to beat.
+//
+// [Note: disagreements] Ranks that call different things have made a mistake that their program may
+// catch: nobody is lost, and nothing hangs once the waits are ended. So the World is aborted on all
+// ranks and each gets an error where it calls the library next, or waits in it. Only a rank that has
+// not thrown it within `told_within`, or still stands in the wait, is ended by its watch: it computes
+// for longer, or hangs outside of the waits that the board knows, and others may wait for it.
 #pragma once
 
 #include <atomic>
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -40,20 +47,32 @@ struct WatchOptions {
   std::chrono::milliseconds blocked_after{2000};  ///< a wait this long is looked into
   std::chrono::milliseconds silent_after{
       6000};  ///< a peer without a heartbeat for this long is lost
+  std::chrono::milliseconds told_within{5000};  ///< [Note: disagreements]
 };
 /// For a rank of so many.
 WatchOptions watch_options(int rank, int ranks);
 
+/// What a rank has written as it aborted its World.
+struct Abort {
+  std::string why;
+  bool is_disagreement = false;
+};
+
 class FailureWatch {
  public:
-  /// What is to be done, on the watch's thread. Each is called at most once (aborted: once an
-  /// epoch).
+  /// What is to be done, on the watch's thread. Each is called at most once, those with an epoch
+  /// once in each.
   struct Actions {
     std::function<void(const std::string& why)> failed;  ///< the failure key: why as written there
     std::function<void(const std::string& why)> lost;  ///< store gone, silent peer, stalled device
     /// Ranks issue different collectives, in this epoch: they may have recovered meanwhile.
     std::function<void(const std::string& why, int epoch)> disagree;
-    std::function<void(const std::string& why, int epoch)> aborted;  ///< a rank aborted its World
+    /// A rank aborted its World, or told of a disagreement (`disagree` of this rank too).
+    std::function<void(const Abort& abort, int epoch)> aborted;
+    /// Whether the program knows that its World is aborted.
+    std::function<bool()> told;
+    /// It does not, though the ranks disagree.
+    std::function<void(const std::string& why, int epoch)> untold;
   };
 
   FailureWatch(std::shared_ptr<Store> own_connection, std::shared_ptr<WaitBoard> board,
@@ -74,6 +93,9 @@ class FailureWatch {
   void each_poll(void (FailureWatch::*act)());
   void look_or_end();
   void look();
+  bool look_for_abort(int epoch);
+  void note_untold(const std::string& why, int epoch);
+  void look_whether_told(int epoch);
   void look_at_peers(int epoch);
   void beat();
 
@@ -88,6 +110,13 @@ class FailureWatch {
   std::atomic<int> epoch_{0};
   std::atomic<std::uint64_t> looks_{0};
   int aborted_epoch_ = -1;
+  int disagreed_epoch_ = -1;
+  struct Untold {
+    std::string why;
+    int epoch;
+    std::chrono::steady_clock::time_point since;
+  };
+  std::optional<Untold> untold_;  ///< a disagreement of which the program may not know yet
   std::uint64_t beats_ = 0;
   const std::unique_ptr<Keys> keys_;
   PeerWatch peers_;

@@ -130,6 +130,12 @@ void require_as_declared(const Tensors& found, const std::vector<BoundaryTensor>
 Borders::Borders(const Schedule& schedule, std::vector<int> ids, const std::vector<Stage*>& stages)
     : stages_(schedule.stages()), micro_batches_(schedule.micro_batches), ids_(std::move(ids)) {
   const auto require = [](const Boundary& boundary) {
+    const auto back = std::ranges::count_if(boundary.activations, &BoundaryTensor::has_gradient) +
+                      std::ssize(boundary.back);
+    const auto most = std::max(std::ssize(boundary.activations), back);
+    TESSERA_CHECK(most <= comm::MailExtent::kTensors, ErrorKind::kContract,
+                  "border of a stage: found ", most, " tensors in a direction, expected at most ",
+                  comm::MailExtent::kTensors, "; make one of several of a dtype");
     for (const auto& tensor : boundary.activations) {
       TESSERA_CHECK(!tensor.has_gradient || at::isFloatingType(tensor.dtype), ErrorKind::kContract,
                     "border of a stage: found a gradient of ", tensor.dtype,

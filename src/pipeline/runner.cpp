@@ -27,6 +27,8 @@ namespace {
 
 using torch::autograd::Edge;
 
+static_assert(kMostCells <= comm::MailExtent::kMostCells, "each has a number of its own in a tag");
+
 /// A micro-batch in a stage, between its F and its B or I.
 struct Flight {
   Tensors inputs;           ///< leaves; undefined where no gradient is asked for
@@ -477,7 +479,7 @@ std::vector<Tensors> Runner::run(const ValidProgram& program, const std::vector<
     std::optional<Messages> messages;
     if (ties_.mail != nullptr) {
       // A tag is used once: also where a failure has left some ranks a step behind.
-      ties_.mail->begin_step(step);
+      ties_.mail->begin_step(step, {schedule.stages(), schedule.micro_batches});
       if (!connected_.contains(program.hash())) {
         ties_.mail->connect(routes_of(program));
         connected_.insert(program.hash());

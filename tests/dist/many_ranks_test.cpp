@@ -183,7 +183,7 @@ TEST(ManyRanks, ARankWithoutAHeartbeatIsNamedByAnother) {
     comm::FailureWatch::Actions actions;
     actions.failed = [&](const std::string&) { ++wrong; };
     actions.disagree = [&](const std::string&, int) { ++wrong; };
-    actions.aborted = [](const std::string&, int) {};
+    actions.aborted = [](const comm::Abort&, int) {};
     actions.lost = [&](const std::string& why) {
       if (!is_named.exchange(true)) named.set_value(why);
     };

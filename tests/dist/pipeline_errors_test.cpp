@@ -237,6 +237,9 @@ TEST(PipelineErrors, BordersThatDifferAreRefusedOnAllRanksBeforeAnythingIsSent) 
   EXPECT_THAT(errors_of_borders([](Border& b) { b.activations[1].has_gradient = true; },
                                 [](Border& b) { b.activations[1].has_gradient = true; }),
               Each(HasSubstr("found a gradient of Long")));
+  const auto many = [](Border& b) { b.activations.resize(17, b.activations.front()); };
+  EXPECT_THAT(errors_of_borders(many, many),
+              Each(HasSubstr("found 17 tensors in a direction, expected at most 16")));
 }
 
 // Both ends declare it, and the stage returns something else.

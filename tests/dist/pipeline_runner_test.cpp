@@ -125,6 +125,7 @@ class CountingMail final : public comm::Mail {
     return all;
   }
   std::unique_ptr<comm::Transfer> post(comm::Letter letter) override {
+    inner_->begin_step(letter.tag.step, letter.extent);
     if (letter.sends()) {
       has_sent_ = true;
       return inner_->send(letter.peer, letter.tag, letter.tensor);

@@ -161,6 +161,47 @@ TEST_P(StepPlanRuns, WhateverIsChosenTheBitsAreTheSame) {
   });
 }
 
+/// What a planner may throw, or give in place of a plan.
+StepPlan refused_plan(unsigned which) {
+  if (which == 0) {
+    throw Error(ErrorKind::kConfig, "compile.memory_budget: found 1, expected at least 512");
+  }
+  if (which == 1) throw std::runtime_error("the user's planner went wrong");
+  return {};
+}
+
+// Naive: it ends the World for all, though nothing has begun, and the sums of the steps before are
+// gone. A budget that some ranks alone refuse is refused by all.
+TEST_P(StepPlanRuns, APlanThatIsRefusedLeavesEverythingAsItIs) {
+  const auto& layout = GetParam();
+  constexpr const char* kSaid[] = {"found 1, expected at least 512", "the user's planner",
+                                   "plan of"};
+  ranks(layout.ranks, layout.backend).run([&](World& world) {
+    const StagedOptions staged{.stages = 1, .pieces = 3};
+    StagedModel model(data_mesh(world, layout.replicas), staged, in_bfloat16());
+    StagedModel loop(data_mesh(world, layout.replicas), staged, in_bfloat16());
+    std::mt19937 draw(41);
+    for (int i = 0; i < 9; ++i) {
+      run_in_order(model, 2, false, inputs(world, i));
+      run_loop(loop, 2, inputs(world, i));
+      const auto which = static_cast<unsigned>(draw() % 3);
+      const auto refusers = 1 + draw() % ((1U << layout.ranks) - 1);  // a bit each
+      fsdp::set_planner(model.handle, [&](const auto& record, const auto& units, const auto& eager,
+                                          PlanOrder order) {
+        return (refusers >> world.rank() & 1U) != 0 ? refused_plan(which)
+                                                    : fsdp::make_plan(record, units, eager, order);
+      });
+      const auto error = error_of([&] { run_in_order(model, 2, false, inputs(world, i)); });
+      EXPECT_THAT(error, HasSubstr(kSaid[which])) << "rank " << world.rank() << " of " << refusers;
+      EXPECT_FALSE(world.aborted());
+      expect_same(whole_gradients(model.handle), whole_gradients(loop.handle), concat("case ", i));
+      fsdp::set_planner(model.handle, DrawnPlanner{static_cast<unsigned>(i)});
+      model.handle.zero_grad();
+      loop.handle.zero_grad();
+    }
+  });
+}
+
 // The modules of units are told by the plan that is followed, as long as the step lasts; in a step
 // that records by what was asked for then; and what a user has set, nobody changes.
 TEST(RecomputeByPlan, ModulesAreToldAsLongAsTheStepLasts) {

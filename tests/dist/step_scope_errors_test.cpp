@@ -340,6 +340,91 @@ TEST(StepScopeErrors, RanksThatDifferAreNamed) {
                  HasSubstr("rank 1 has begin_backward (kFull) of stage 0, micro-batch 0"))));
 }
 
+struct Refusal {
+  const char* what;
+  std::function<void(StagedModel&, StepScope&)> act;  ///< of one rank, before the end of the step
+  std::vector<bool> recorded = {false, true};         ///< whether there have been steps before
+};
+
+const std::vector<Refusal>& refusals() {
+  static const std::vector<Refusal> all = {
+      {"found no forward of the model",
+       [](auto&, auto& scope) { scope.begin_forward(0, 7); },
+       {false}},
+      {"without its backward",
+       [](auto& model, auto& scope) {
+         scope.begin_forward(1, 7);
+         model.handle.call(&Staged::run, 1, input_of(0, 0, 6));
+       }},
+      {"were changed inside the step",
+       [](auto& model, auto&) {
+         const at::NoGradGuard no_grad;
+         for (const auto& view : model.handle.shards()) at::Tensor(view.shard).mul_(1.0);
+       }},
+      {"the gradient of",
+       [](auto& model, auto&) {
+         for (const auto& view : model.handle.shards()) {
+           if (view.shard.grad().defined()) view.shard.mutable_grad().zero_();
+         }
+       },
+       {true}},
+  };
+  return all;
+}
+
+// Naive: it throws, and the others wait for it in the agreement until their time is over.
+TEST_P(StepScopeFailures, WhatOneRankRefusesAtTheEndAllRefuse) {
+  const auto& [count, backend] = GetParam();
+  for (const Refusal& refusal : refusals()) {
+    for (const bool recorded : refusal.recorded) {
+      RankBarrier meeting(count);
+      ranks(count, backend).run([&](World& world) {
+        RankBarrier::Seat seat(meeting);
+        StagedModel model(data_mesh(world), {});
+        if (recorded) expect_right_steps(world, model, "list");
+        const bool culprit = world.rank() == world.size() - 1;
+        const auto error = error_of([&] {
+          StepScope scope(model.handle, {.schedule = "list", .stages = 2});
+          SlotRunner runner(model, scope, inputs(world));
+          for (const auto& slot : slots_of(kList)) runner.run(slot);
+          if (culprit) refusal.act(model, scope);
+          scope.finish();
+        });
+        const std::string by = culprit ? "" : concat("rank ", count - 1, ": ");
+        EXPECT_THAT(error,
+                    AllOf(::testing::StartsWith(by + "StepScope::"), HasSubstr(refusal.what)))
+            << "rank " << world.rank();
+        seat.wait();
+        world.recover();
+        expect_right_steps(world, model, "list");
+      });
+    }
+  }
+}
+
+// What was left out may still come.
+TEST_P(StepScopeFailures, AStepWhoseEndWasRefusedIsOpenAsBefore) {
+  const auto& [count, backend] = GetParam();
+  ranks(count, backend).run([](World& world) {
+    StagedModel model(data_mesh(world), {});
+    StagedModel loop(data_mesh(world), {});
+    StepScope scope(model.handle, {.stages = 2});
+    SlotRunner runner(model, scope, inputs(world));
+    for (const auto& slot : slots_of(kList)) {
+      if (slot.kind != 'W' || slot.stage != 0) runner.run(slot);
+    }
+    for (int i = 0; i < 2; ++i) {
+      EXPECT_THAT(error_of([&] { scope.finish(); }),
+                  AllOf(HasSubstr("StepScope::finish"), HasSubstr("piece0.linear.weight")));
+      EXPECT_FALSE(world.aborted());
+    }
+    runner.run({'W', 0, 0});
+    scope.finish();
+    run_loop(loop, 2, inputs(world));
+    expect_same(whole_gradients(model.handle), whole_gradients(loop.handle));
+  });
+}
+
 enum class When : std::uint8_t { kForward, kBackward, kBetween };
 
 class ThrowsInBackward : public torch::autograd::Function<ThrowsInBackward> {

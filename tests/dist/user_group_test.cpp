@@ -4,6 +4,7 @@
 
 #include <atomic>
 
+#include "dist/drawn_calls.h"
 #include "dist/plain.h"
 #include "dist/quotient.h"
 #include "tessera/group.h"
@@ -354,6 +355,21 @@ TEST_P(Misuses, IsNamedOnEveryRank) {
   EXPECT_THAT(said, Contains(AllOf(HasSubstr("ranks disagree"), HasSubstr(misuse.found),
                                    HasSubstr(misuse.expected))));
   impatient(backend).run([](World& world) { EXPECT_EQ(world.group().mean(1.5), 1.5); });
+}
+
+// Drawn programs of which one rank has another one. (Of processes: tests/unit/comm/process_test.cpp.)
+TEST(Disagreements, CanBeCaughtOnEveryThreadAndTheRunGoesOn) {
+  for (const auto backend : {ThreadBackend::kInProcess, ThreadBackend::kGloo}) {
+    for (const int count : {2, 3}) {
+      WorldOptions options;
+      options.timeout = std::chrono::seconds(20);
+      options.blocked_after = std::chrono::milliseconds(100);
+      comm::ThreadRanks(count, backend, options).run([&](World& world) {
+        catch_disagreements(world, static_cast<unsigned>(count), 5,
+                            [](World& all) { EXPECT_EQ(all.group().mean(1.5), 1.5); });
+      });
+    }
+  }
 }
 
 // A rank that does not call is named by those that wait for it, and the World is aborted for all.

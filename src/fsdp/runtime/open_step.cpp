@@ -2,10 +2,9 @@
 #include "fsdp/runtime/open_step.h"
 
 #include <algorithm>
-#include <sstream>
+#include <exception>
 #include <utility>
 
-#include "fsdp/agreed/step_plan_check.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "tessera/error.h"
@@ -16,24 +15,6 @@ namespace {
 static_assert(StepScopeOptions::kMostStages <= 64, "a bit each in OpenStep::OfUnit");
 /// So many schedules are remembered; a program has two or three.
 constexpr std::size_t kMostRecords = 16;
-
-std::string named(int stage) { return concat("stage ", stage); }
-std::string named(int stage, std::int64_t micro_batch) {
-  return concat(named(stage), ", micro-batch ", micro_batch);
-}
-
-/// "rank 0 has X, rank 2 has Y", of the first lines that differ. Collective; empty where none do.
-std::string difference(comm::Group& group, const std::string& lines, const char* what) {
-  const auto found = comm::first_that_differs(group, lines, what);
-  if (!found) return "";
-  std::istringstream first(found->of_first), other(found->of_rank);
-  std::string one, two;
-  do {
-    if (!std::getline(first, one)) one = "nothing more";
-    if (!std::getline(other, two)) two = "nothing more";
-  } while (one == two && one != "nothing more");
-  return concat("rank 0 has ", one, ", rank ", found->rank, " has ", two);
-}
 
 /// What throws in the middle of a step ends it on all ranks.
 template <class Act>
@@ -49,6 +30,11 @@ void failing(Runtime& runtime, const Act& act) {
 }  // namespace
 
 // ------------------------------------------------------------------------------------- begin, end
+
+std::string OpenStep::named(int stage) { return concat("stage ", stage); }
+std::string OpenStep::named(int stage, std::int64_t micro_batch) {
+  return concat(named(stage), ", micro-batch ", micro_batch);
+}
 
 OpenStep::OpenStep(Runtime& runtime, StepScopeOptions options, std::uint64_t number)
     : runtime_(runtime),
@@ -87,41 +73,24 @@ std::shared_ptr<OpenStep> OpenStep::begin(Runtime& runtime, StepScopeOptions opt
   // with the shards by a collective to which only those come that keep something.
   step->agree_at_begin();
   runtime.release_stale();
+  step->choose_plan();
   failing(runtime, [&] { step->settle_into(); });
   runtime.pool()->begin_step();
   runtime.step_ = step;
   return step;
 }
 
-void OpenStep::agree_at_begin() {
-  const auto found = runtime_.records_.find({options_.schedule, options_.stages});
-  bool is_known = found != runtime_.records_.end();
-  if (auto* group = runtime_.data_group(); group != nullptr) {
-    const auto& controls = runtime_.controls_in_words();
-    std::string owed;
-    for (const auto* unit : runtime_.units_) {
-      if (unit->progress().owed) owed += concat(" ", unit->shown_name());
-    }
-    const auto text = concat(
-        "the model ", runtime_.model_, "\nthe schedule ", options_.schedule, "\n", options_.stages,
-        " stages\n",
-        options_.micro_batches ? concat(*options_.micro_batches, " micro-batches\n")
-                               : std::string(),
-        runtime_.planner_ ? concat("planner ", runtime_.planners_) : std::string("no planner"),
-        "\n", options_.reshard == StepReshard::kStep ? "kStep" : "kMicroBatch", "\n",
-        options_.sync_every_micro_batch ? "" : "no ", "sync_every_micro_batch\nthe controls ",
-        controls.empty() ? "none" : controls, "\nunsharded units:\n", runtime_.memory_lines(),
-        "gradients that are to be reduced in", owed);
-    const auto same = comm::all_agree(
-        *group, {hash_bytes(text), is_known ? found->second.record.hash() : 0}, "step scope");
-    TESSERA_CHECK(same[0], ErrorKind::kUsage,
-                  "StepScope differs between ranks: ", difference(*group, text, "step scopes"),
-                  "; open it on every rank with the same options, at the same place");
-    is_known = is_known && same[1];
-  }
-  records_ = !is_known;
-  if (is_known) record_ = found->second.record;
-  record_.stages.resize(stages_.size());
+/// Nothing of the step has begun: what all ranks refuse alike leaves the model and the World as they
+/// are. But other stages of a pipeline wait for this one.
+void OpenStep::choose_plan() {
+  if (records_) return;
+  std::exception_ptr refusal;
+  failing(runtime_, [&] { refusal = make_plan(); });
+  if (!refusal) return;
+  const auto* group = runtime_.data_group();
+  const int here = group == nullptr ? 1 : group->size();
+  if (runtime_.world().size() == here) std::rethrow_exception(refusal);
+  failing(runtime_, [&] { std::rethrow_exception(refusal); });
 }
 
 void OpenStep::settle_into() {
@@ -136,7 +105,6 @@ void OpenStep::settle_into() {
   }
   held_ = runtime_.held_units();
   weights_ = weights_of(*held_);
-  if (!records_) make_plan();
   runtime_.follow_recompute(step_plan_ ? step_plan_->choices.recompute
                                        : std::vector(units_.size(), runtime_.while_recording_));
   for (int stage = 0; stage < options_.stages; ++stage) {
@@ -152,50 +120,12 @@ ReduceAt OpenStep::reduce_at() const {
   return options_.sync_every_micro_batch ? ReduceAt::kEveryBackward : ReduceAt::kLastBackward;
 }
 
-/// From what all ranks have agreed on, so that all make the same one, or all take the last step's.
-void OpenStep::make_plan() {
-  const auto order = options_.micro_batches ? PlanOrder::kOneAfterTheOther : PlanOrder::kAny;
-  std::vector<bool> resharded;
-  for (const auto* unit : runtime_.units_) resharded.push_back(!stays(*unit));
-  PlanInputs inputs{runtime_.plan_units(), eager_choices(record_, resharded, reduce_at(), order),
-                    order};
-  inputs.choices.recompute = runtime_.own_recompute();
-  auto& known = runtime_.records_.at({options_.schedule, options_.stages});
-  if (known.plan != nullptr && known.inputs == inputs) {
-    step_plan_ = runtime_.followed_plan_ = known.plan;
-    return;
-  }
-  // What another plan took comes no more: blocks go out as they are warmest, so that all that it needed
-  // beyond this one are idle.
-  runtime_.pool()->begin_step();
-  const auto& planner = runtime_.planner_;
-  auto plan = planner ? planner(record_, inputs.units, inputs.choices, order)
-                      : fsdp::make_plan(record_, inputs.units, inputs.choices, order);
-  known.marks.clear();
-  if (planner) {
-    const auto hash = plan.hash();
-    known.marks = concat(", plan ", hash);
-    const auto faults = faults_of(plan);
-    TESSERA_CHECK(faults.empty(), ErrorKind::kUsage, "plan of a step: found ", faults.front(),
-                  ", expected one that holds; make it from what it is planned for");
-    TESSERA_CHECK(plan.record == record_ && plan.order == order && plan.units == inputs.units,
-                  ErrorKind::kUsage,
-                  "plan of a step: found one of another trace, other units or another order, "
-                  "expected one of this step; make it anew");
-    if (auto* group = runtime_.data_group(); group != nullptr) {
-      TESSERA_CHECK(comm::all_agree(*group, {hash}, "plan of a step")[0], ErrorKind::kUsage,
-                    "plans of a step differ between ranks: ",
-                    difference(*group, to_string(plan), "plans of a step"),
-                    "; give every rank the same one");
-    }
-    first_of_plan_ = runtime_.pool()->requests();
-  }
-  known.inputs = std::move(inputs);
-  known.plan = std::make_shared<const StepPlan>(std::move(plan));
-  step_plan_ = runtime_.followed_plan_ = known.plan;
+void OpenStep::require_open(const char* what) const {
+  require_not_over(what);
+  require_nothing_under_way(what);
 }
 
-void OpenStep::require_open(const char* what) const {
+void OpenStep::require_not_over(const char* what) const {
   runtime_.take_up_abandoned();
   TESSERA_CHECK(!finished_, ErrorKind::kUsage, what,
                 ": found a step that has finished, expected one that is open; open another "
@@ -204,6 +134,9 @@ void OpenStep::require_open(const char* what) const {
       runtime_.step_.get() == this && !runtime_.has_failed(), ErrorKind::kComm, what,
       ": found a step that has failed, expected one that is open; call World::recover() on every "
       "rank, then zero_grad(), and open another StepScope");
+}
+
+void OpenStep::require_nothing_under_way(const char* what) const {
   TESSERA_CHECK(!units_changed_, ErrorKind::kUsage, what,
                 ": found that units of the model have come or gone since the step began, expected "
                 "the same ones; keep the handles until finish()");
@@ -238,77 +171,25 @@ void OpenStep::require_whole() {
   runtime_.publisher_.require_as_seen("StepScope::finish");
 }
 
-std::string OpenStep::log_in_words() const {
-  std::string text;
-  const auto word = [](const Action& action) -> std::string {
-    switch (action.kind) {
-      case Kind::kNone:
-        return "nothing";
-      case Kind::kForward:
-        return "begin_forward";
-      case Kind::kBackward:
-        return action.backward == Backward::kFull ? "begin_backward (kFull)"
-                                                  : "begin_backward (kInputOnly)";
-      case Kind::kWeights:
-        return "run_weight_gradients";
-      case Kind::kReshard:
-        return "reshard";
-      case Kind::kReduce:
-        return "reduce";
-    }
-    return "";
-  };
-  for (const auto& action : log_) {
-    const bool of_stage = action.kind == Kind::kReshard || action.kind == Kind::kReduce;
-    text += concat(word(action), " of ",
-                   of_stage ? named(action.stage) : named(action.stage, action.micro_batch), "\n");
+/// What this rank has against the end; null: nothing. Errors: of a step that has failed.
+std::exception_ptr OpenStep::refusal_of_end() {
+  try {
+    require_nothing_under_way("StepScope::finish");
+    end_action();
+    require_whole();
+  } catch (const std::exception&) {
+    if (runtime_.has_failed()) throw;
+    return std::current_exception();
   }
-  return text;
-}
-
-std::string OpenStep::record_in_words() const {
-  std::string text;
-  for (std::size_t stage = 0; stage < record_.stages.size(); ++stage) {
-    for (const auto& part : record_.stages[stage].parts) {
-      for (std::size_t i = 0; i < part.units.size(); ++i) {
-        text +=
-            concat("unit ", runtime_.units_.at(part.units[i])->shown_name(),
-                   part.checkpoints[i] != 0 ? " in a checkpoint" : "", " in stage ", stage, "\n");
-      }
-      for (const auto position : part.exits) {
-        text += concat("the end of ", runtime_.units_.at(part.units.at(position))->shown_name(),
-                       " in stage ", stage, "\n");
-      }
-      text += concat("no other unit in stage ", stage, "\n");
-    }
-  }
-  return text;
-}
-
-/// What ran without a word between ranks has to have been the same. One exchange a step.
-void OpenStep::agree_at_end() {
-  auto* group = runtime_.data_group();
-  if (group == nullptr) return;
-  Hasher log;
-  for (const auto& one : log_) {
-    log.add(static_cast<std::uint64_t>(one.kind)).add(std::int64_t{one.stage});
-    log.add(one.micro_batch).add(static_cast<std::uint64_t>(one.backward));
-  }
-  const auto same =
-      comm::all_agree(*group, {log.digest(), records_ ? record_.hash() : 0}, "end of a step");
-  TESSERA_CHECK(same[0], ErrorKind::kComm,
-                calls_differ("StepScope::finish: ranks have run different things: ",
-                             difference(*group, log_in_words(), "calls of a step scope")));
-  TESSERA_CHECK(same[1], ErrorKind::kComm,
-                units_differ(difference(*group, record_in_words(), "units of stages")));
+  return nullptr;
 }
 
 void OpenStep::finish() {
-  require_open("StepScope::finish");
-  end_action();
-  require_whole();
+  require_not_over("StepScope::finish");
+  auto refusal = refusal_of_end();
+  failing(runtime_, [&] { refusal = agree_at_end(refusal); });
+  if (refusal) std::rethrow_exception(refusal);  // on all ranks; the step is open as before
   failing(runtime_, [&] {
-    agree_at_end();
     for (std::size_t i = 0; i < units_.size(); ++i) {
       auto& progress = runtime_.units_[i]->progress_;
       progress.owed = progress.owed || (units_[i].touched && runtime_.units_[i]->trainable());

@@ -21,11 +21,12 @@
 // has a list as outside of a scope, and after each of them only what stays (stays()) is unsharded.
 //
 // Owned by the runtime as long as it is open; the scope keeps it longer, to say that it has ended.
-// Next: open_step.cpp (the calls of a scope), step_passes.cpp (the forwards and backwards inside),
+// Next: open_step.cpp (the calls of a scope), step_agreement.cpp, step_passes.cpp (the forwards and backwards inside),
 // ../agreed/order.h.
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <map>
 #include <memory>
 #include <optional>
@@ -43,6 +44,7 @@
 
 namespace tessera::fsdp {
 
+struct PlanInputs;
 class Runtime;
 class Unit;
 
@@ -120,13 +122,24 @@ class OpenStep {
     bool touched = false;         // it may have gradients that are not reduced
   };
 
-  // open_step.cpp
+  static std::string named(int stage);
+  static std::string named(int stage, std::int64_t micro_batch);
+  // step_agreement.cpp
   void agree_at_begin();
+  std::exception_ptr make_plan();
+  StepPlan planned(const PlanInputs& inputs) const;
+  std::exception_ptr agree_on(const StepPlan& plan, std::exception_ptr refusal) const;
+  std::exception_ptr agree_at_end(const std::exception_ptr& mine);
+  std::string record_in_words() const;
+  std::string log_in_words() const;
+  // open_step.cpp
+  void choose_plan();
   void settle_into();
-  void make_plan();
   ReduceAt reduce_at() const;
   void require_next(const Stage& stage, std::int64_t micro_batch) const;
   void require_open(const char* what) const;
+  void require_not_over(const char* what) const;
+  void require_nothing_under_way(const char* what) const;
   Stage& stage_of(int stage, const char* what);
   MicroBatch& micro_batch_of(int stage, std::int64_t micro_batch, const char* what);
   void require_not_resharded(int stage, std::int64_t micro_batch, const char* what);
@@ -141,9 +154,7 @@ class OpenStep {
   void touch(int stage);
   void reduce_now(Unit& unit);
   void require_whole();
-  void agree_at_end();
-  std::string record_in_words() const;
-  std::string log_in_words() const;
+  std::exception_ptr refusal_of_end();
   // step_passes.cpp
   [[noreturn]] void fail(ErrorKind kind, const std::string& message);
   [[noreturn]] void leave_record(const std::string& found, const std::string& expected);

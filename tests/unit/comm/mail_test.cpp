@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <map>
 #include <random>
 #include <set>
 #include <thread>
@@ -554,6 +555,34 @@ TEST(MailTag, SaysWhatItIsOf) {
   EXPECT_EQ(to_string(activations(3, 7, 1)), "activations of stage 1, micro-batch 3, step 7");
   EXPECT_EQ(to_string(MailTag{8, MailTag::Direction::kBackward, 2, 0, 1}),
             "gradients of stage 2, micro-batch 0, step 8, tensor 1");
+}
+
+// Naive: a few bits of stage and micro-batch, past which a hash of 20 bits tells two apart, or does
+// not. The hash is the worst: the same for all.
+TEST(MailTag, NoTwoOfAStepHaveOneNumberWhateverTheirHashes) {
+  std::mt19937 random(5);
+  const auto below = [&](std::int64_t end) {
+    return static_cast<std::int32_t>(random() % static_cast<std::uint64_t>(end));
+  };
+  for (int i = 0; i < 400; ++i) {
+    MailExtent extent;
+    extent.stages = 1 + below(i % 2 == 0 ? 4096 : 8);
+    extent.micro_batches =
+        1 + below(std::min<std::int64_t>(65536, MailExtent::kMostCells / extent.stages));
+    const std::uint64_t fingerprint = random();
+    std::map<int, MailTag> numbers;
+    for (int k = 0; k < 200; ++k) {
+      // Some of them far apart, some beside each other.
+      const MailTag tag{3, static_cast<MailTag::Direction>(below(2)), below(extent.stages),
+                        below(k < 100 ? extent.micro_batches : std::min(extent.micro_batches, 4)),
+                        below(MailExtent::kTensors)};
+      const int number = message_number(tag, extent, fingerprint);
+      EXPECT_GE(number, 0);
+      const auto [same, is_new] = numbers.emplace(number, tag);
+      EXPECT_EQ(same->second, tag) << extent.stages << " " << extent.micro_batches;
+      EXPECT_NE(number, message_number(tag, extent, fingerprint ^ 0x80)) << "8 bits of the hash";
+    }
+  }
 }
 
 TEST(WorldOfOne, HasNobodyToSendTo) {

@@ -403,6 +403,34 @@ TEST_P(AnyRank, WhoseMessagesAreSwappedIsNamedBesideTheOtherEnd) {
   EXPECT_LT(outcome.seconds, kSeconds);
 }
 
+// [Note: disagreements]. Naive: the first watch that finds one ends its process, and with it the run.
+TEST(Disagreements, CanBeCaughtOnEveryRankAndTheRunGoesOn) {
+  const int seeds[] = {0, 0, 1, 2, 3};  // by the number of ranks
+  for (const int nproc : {2, 3, 4}) {
+    const auto outcome = run({.nproc = nproc, .mode = "caught", .step = seeds[nproc], .steps = 6});
+    EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
+    for (int rank = 0; rank < nproc; ++rank) {
+      EXPECT_THAT(outcome.out, HasSubstr("done " + std::to_string(rank))) << outcome.err;
+    }
+  }
+}
+
+// Naive: the store goes with rank 0, and whoever leaves a little later is ended for that.
+TEST(Disagreements, ThatAreCaughtEndNobodyWhoLeavesThen) {
+  const auto outcome = run({.nproc = 3, .mode = "caught-leave"});
+  EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
+}
+
+// Rank 2 shares no group with those that disagree: they recover, and would wait for it for ever.
+TEST(Disagreements, EndARankThatComesToNoCallOfTheLibrary) {
+  const auto outcome = run({.nproc = 4, .mode = "apart-uncaught", .rank = 2});
+  EXPECT_EQ(outcome.exit_code, 1);
+  EXPECT_THAT(outcome.last_error_line(), AllOf(StartsWith("rank 2: ranks disagree: rank 0 issues"),
+                                               HasSubstr("this rank made no call of the library")))
+      << outcome.err;
+  EXPECT_LT(outcome.seconds, kSeconds);
+}
+
 // Users' collectives among processes: their values, and what ranks that call other things are told.
 TEST(UserCalls, HaveTheirValues) {
   for (const int nproc : {1, 2, 3}) {

@@ -8,6 +8,9 @@
 //         unwind: aborts its World, and says half a second later why
 //         user-none | user-operation | user-shape | user-dtype | user-order | user-refused |
 //         user-absent: what RANK calls of a user's collectives, while the others call all_reduce
+//         caught: ranks call drawn programs of which one differs, seeded with STEP, and catch that;
+//         caught-leave: they leave then, without a recovery
+//         apart-uncaught: RANK comes to no call while the others disagree, and catch that
 //         mail-MODE: RANK does MODE (none, throw, kill, stall, stop, poison; shape, swap: sends what
 //         its neighbour does not expect) while stages hand messages on
 //         work-slow | work-endless | work-kill | work-stop: of RANK, before the first step
@@ -25,6 +28,7 @@
 #include "comm/group.h"
 #include "comm/mail.h"
 #include "comm/queue.h"
+#include "dist/drawn_calls.h"
 #include "tessera/error.h"
 #include "tessera/group.h"
 #include "tessera/world.h"
@@ -152,6 +156,25 @@ void call_as_a_user(const Plan& plan, World& world) {
   group.barrier("end");
 }
 
+void catch_and_leave(World& world) {
+  const auto told =
+      tessera::test::told_by(world, world.group(), {{.sizes = {world.rank() == 0 ? 2 : 3}}});
+  TESSERA_INVARIANT(told.find("ranks disagree") != std::string::npos, "found '", told, "'");
+  // The later ones need the store yet.
+  std::this_thread::sleep_for(std::chrono::milliseconds(300 * world.rank()));
+}
+
+void catch_beside_one_that_is_apart(const Plan& plan, World& world) {
+  const auto pair = world.mesh(tessera::MeshShape::dense(1, 2, 2, 1, 1)).group("dp_shard");
+  world.group().barrier("begin");
+  if (world.rank() == plan.rank) stall();
+  try {
+    pair.all_reduce(at::ones({1 + world.rank()}));
+  } catch (const tessera::Error&) {
+    world.recover();
+  }
+}
+
 void gather_layers(World& world, comm::Group& group) {
   comm::Batch batch;
   batch.label.kind = comm::Kind::kAllGather;
@@ -243,6 +266,7 @@ int main(int argc, char** argv) {
                   std::atoi(argv[5])};
   tessera::WorldOptions options;
   options.timeout = std::chrono::milliseconds(std::atoi(argv[6]));
+  if (plan.mode.starts_with("caught")) options.blocked_after = std::chrono::milliseconds(100);
   options.init_timeout = std::chrono::seconds(plan.mode == "work-endless" ? 10 : 60);
   if (plan.mode == "alone") options.init_timeout = options.timeout;
   const auto body = [&](World& world) {
@@ -250,6 +274,13 @@ int main(int argc, char** argv) {
     if (plan.mode.starts_with("work-")) prepare(plan, world, options.timeout);
     if (plan.mode == "apart") stop_apart(plan, world);
     if (plan.mode.starts_with("user-")) call_as_a_user(plan, world);
+    if (plan.mode == "caught-leave") return catch_and_leave(world);
+    if (plan.mode == "apart-uncaught") return catch_beside_one_that_is_apart(plan, world);
+    if (plan.mode == "caught") {
+      tessera::test::catch_disagreements(world, static_cast<unsigned>(plan.step), plan.steps,
+                                         check_calls);
+      return train({plan.nproc, "none", 0, 0, 3}, world);
+    }
     plan.mode.starts_with("mail-") ? train_a_pipeline(plan, world) : train(plan, world);
   };
   return tessera::launch(plan.nproc, body, options);

@@ -35,11 +35,16 @@ class Watched : public testing::Test {
     actions.failed = act("failed");
     actions.lost = act("lost");
     actions.disagree = [act](const std::string& why, int) { act("disagree")(why); };
-    actions.aborted = [act](const std::string& why, int epoch) {
-      act("aborted")(concat(why, " in epoch ", epoch));
+    actions.aborted = [act](const Abort& abort, int epoch) {
+      if (!abort.is_disagreement) act("aborted")(concat(abort.why, " in epoch ", epoch));
+    };
+    actions.told = [this] { return told_.load(); };
+    actions.untold = [act](const std::string& why, int epoch) {
+      act("untold")(concat(why, " in epoch ", epoch));
     };
     watch_ = std::make_unique<FailureWatch>(
-        store_, board_, WatchOptions{0, milliseconds(2), blocked_after, silent_after}, actions);
+        store_, board_, WatchOptions{0, milliseconds(2), blocked_after, silent_after, told_within_},
+        actions);
   }
   std::string first_action() { return action_.get_future().get(); }
   /// Returns once the watch has looked at its peers `looks` times from now on, or has acted. The
@@ -53,6 +58,8 @@ class Watched : public testing::Test {
   std::shared_ptr<WaitBoard> board_ = std::make_shared<WaitBoard>();
   std::promise<std::string> action_;
   std::atomic<bool> acted_{false};
+  std::atomic<bool> told_{false};
+  milliseconds told_within_{0};
   Blocked0 blocked_;
   std::unique_ptr<FailureWatch> watch_;
 };
@@ -127,6 +134,55 @@ TEST_F(Watched, AbortOfItsEpochIsSeen) {
   store_->set(store_key::abort(0), "old");
   start();
   EXPECT_EQ(first_action(), "aborted: old in epoch 0");
+}
+
+/// Says that ranks disagree, as the watch of another rank does.
+void disagree(Store& store, int epoch) {
+  store.set(store_key::disagreement(epoch), "here");
+  store.set(store_key::abort(epoch), "ranks disagree");
+}
+
+// [Note: disagreements]: the program may catch it.
+TEST_F(Watched, ADisagreementOfWhichTheProgramKnowsEndsNothing) {
+  disagree(*store_, 0);
+  told_ = true;
+  start(milliseconds(0), milliseconds(0));
+  let_it_look(10);
+  EXPECT_FALSE(acted_) << first_action();
+}
+
+TEST_F(Watched, ADisagreementThatCameToNoCallOfARankIsToldByItsWatch) {
+  disagree(*store_, 0);
+  start();
+  EXPECT_EQ(first_action(),
+            "untold: ranks disagree; this rank made no call of the library, from which this could "
+            "be thrown, within 0 s in epoch 0");
+}
+
+// Naive: that is a wait, too, which may have begun before the watch has looked.
+TEST_F(Watched, ADisagreementOfWhichTheProgramKnowsDoesNotEndItsRecovery) {
+  const OnBoard recovering(*board_, blocked_);
+  told_ = true;
+  disagree(*store_, 0);
+  start(std::chrono::hours(1), std::chrono::hours(1));
+  let_it_look(10);
+  EXPECT_FALSE(acted_) << first_action();
+}
+
+// Naive: thrown by one thread of the rank, while another one stays in its wait for ever.
+TEST_F(Watched, ADisagreementThatEndsNoWaitIsToldThoughItWasThrown) {
+  struct : Blocked {
+    void abort() override {}
+    std::optional<PeerWait> waits_for() const override { return PeerWait{1, 0, 1, "#0"}; }
+  } wait;
+  const OnBoard waiting(*board_, wait);
+  told_within_ = milliseconds(4);
+  told_ = true;
+  disagree(*store_, 0);
+  start(milliseconds(4), std::chrono::hours(1));
+  EXPECT_EQ(first_action(),
+            "untold: ranks disagree; this rank did not come out of its call of the library within "
+            "0.004 s in epoch 0");
 }
 
 // Without patience every look decides: none while nothing waits, the first one after.

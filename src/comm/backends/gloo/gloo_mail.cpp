@@ -43,24 +43,6 @@ std::uint64_t fingerprint_of(std::uint64_t key, const at::Tensor& tensor) {
   return hash.digest();
 }
 
-/// [Note: message tags]
-int gloo_tag(const MailTag& tag, std::uint64_t fingerprint, int ranks) {
-  struct Field {
-    std::uint64_t value;
-    unsigned bits;
-  };
-  const Field fields[] = {{static_cast<std::uint64_t>(tag.direction), 1},
-                          {static_cast<std::uint64_t>(tag.stage / ranks), 2},
-                          {static_cast<std::uint64_t>(tag.index), 2},
-                          {static_cast<std::uint64_t>(tag.micro_batch), 6},
-                          {fingerprint, 20}};
-  std::uint64_t bits = 0;
-  for (const Field& field : fields) {
-    bits = bits << field.bits | (field.value & ((std::uint64_t{1} << field.bits) - 1));
-  }
-  return static_cast<int>(bits);
-}
-
 }  // namespace
 
 /// What this rank has under way to and from one other: for the failure watch, which compares both
@@ -280,7 +262,7 @@ class Parcel final : public Blocked {
 void Parcel::start() {
   const Line& line = desk_->channel->lines[static_cast<std::size_t>(letter_.peer)];
   std::vector<at::Tensor> tensors{letter_.tensor};
-  const int tag = gloo_tag(letter_.tag, fingerprint_, desk_->channel->size());
+  const int tag = message_number(letter_.tag, letter_.extent, fingerprint_);
   try {
     carried_->work = letter_.sends() ? line.backend->send(tensors, line.rank, tag)
                                      : line.backend->recv(tensors, line.rank, tag);
@@ -298,7 +280,7 @@ void Parcel::require_kept() const {
 /// What has failed elsewhere, and what this rank waited for meanwhile.
 void Parcel::check_aborted() const {
   const AbortFlag& flag = *options().abort_flag;
-  if (flag.is_set()) throw LostRank(concat(to_string(letter_), ": ", flag.why()));
+  if (flag.is_set()) flag.raise(to_string(letter_));
 }
 
 void Parcel::end() {
@@ -451,7 +433,7 @@ std::shared_ptr<MailLog> GlooMail::log_with(int peer) {
 
 std::unique_ptr<Transfer> GlooMail::post(Letter letter) {
   const auto& abort_flag = channel_->options.abort_flag;
-  if (abort_flag->is_set()) throw LostRank(concat(to_string(letter), ": ", abort_flag->why()));
+  if (abort_flag->is_set()) abort_flag->raise(to_string(letter));
   open_();
   if (letter.tensor.numel() == 0) return std::make_unique<NothingToCarry>(abort_flag);
   const auto log = log_with(letter.peer);

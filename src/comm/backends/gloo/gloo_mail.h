@@ -1,9 +1,10 @@
 // Messages over Gloo: each a send and a receive between two ranks, matched by a tag.
 //
 // [Note: message tags] c10d has 31 bits for one. Those by which messages that are under way at the
-// same time differ are in it as they are (direction, stage on this rank, micro-batch, tensor, each
-// as far as it has room), so that two of a right schedule never share one; the other 20 are a hash
-// over all that both ends must agree on: step, sizes and dtype too. Ends that differ wait: what
+// same time differ are in it as they are (direction, stage, micro-batch, tensor: at most 23 bits, as
+// many as the step's MailExtent needs), so that two of a schedule never share one; the others, at
+// least 8, are a hash over all that both ends must agree on: step, sizes and dtype too. Ends that
+// differ wait: what
 // each rank has under way stands on the wait board, where the failure watch finds it
 // (launch/peer_watch.h). Nothing is sent beside the tensor itself.
 //

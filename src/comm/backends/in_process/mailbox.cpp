@@ -181,7 +181,7 @@ Event Mailbox::wait_for(Message& message, const Letter& letter, std::chrono::mil
   const auto deadline = Clock::now() + patience;
   base::Lock lock(mutex_);
   while (!is_through(message, letter)) {
-    if (abort_flag.is_set()) throw LostRank(concat(to_string(letter), ": ", abort_flag.why()));
+    if (abort_flag.is_set()) abort_flag.raise(to_string(letter));
     const auto now = Clock::now();
     const bool on_its_way = message.matched;
     if (!on_its_way && now >= deadline) {
@@ -201,7 +201,7 @@ std::optional<Event> Mailbox::poll(Message& message, const Letter& letter,
                                    const AbortFlag& abort_flag) {
   const base::Lock lock(mutex_);
   if (is_through(message, letter)) return message.end_of(letter)->through;
-  if (abort_flag.is_set()) throw LostRank(concat(to_string(letter), ": ", abort_flag.why()));
+  if (abort_flag.is_set()) abort_flag.raise(to_string(letter));
   return std::nullopt;
 }
 
@@ -259,7 +259,7 @@ class InProcessMail final : public Mail {
 
  private:
   std::unique_ptr<Transfer> post(Letter letter) override {
-    if (abort_flag_->is_set()) throw LostRank(concat(to_string(letter), ": ", abort_flag_->why()));
+    if (abort_flag_->is_set()) abort_flag_->raise(to_string(letter));
     const int self = members()[static_cast<std::size_t>(rank())];
     const Mailbox::Key key{letter.sends() ? self : letter.peer_rank,
                            letter.sends() ? letter.peer_rank : self, letter.tag};

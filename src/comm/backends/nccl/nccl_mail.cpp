@@ -56,7 +56,7 @@ class NcclTransfer final : public Transfer {
   }
   void check_aborted() const {
     if (!abort_flag_->is_set()) return;
-    throw LostRank(concat(to_string(letter_), ": ", abort_flag_->why()));
+    abort_flag_->raise(to_string(letter_));
   }
   void end() {
     through_ = true;
@@ -116,7 +116,7 @@ class NcclMail final : public Mail {
   std::unique_ptr<Transfer> post(Letter letter) override {
     const auto& abort_flag = nccl_.channel.abort_flag;
     if (abort_flag->is_set()) {
-      throw LostRank(concat(to_string(letter), ": ", abort_flag->why()));
+      abort_flag->raise(to_string(letter));
     }
     const NcclBackend& backend = backend_of(route_of(letter));
     Event end;

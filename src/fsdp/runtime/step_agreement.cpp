@@ -1,0 +1,219 @@
+// What the ranks of a stage agree on as a step begins, before it follows a plan and as it ends.
+#include <exception>
+#include <sstream>
+#include <utility>
+#include <vector>
+
+#include "comm/group.h"
+#include "fsdp/agreed/step_plan_check.h"
+#include "fsdp/runtime/open_step.h"
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
+#include "launch/abort_flag.h"
+#include "tessera/error.h"
+
+namespace tessera::fsdp {
+namespace {
+
+/// "rank 0 has X, rank 2 has Y", of the first lines that differ. Collective; empty where none do.
+std::string difference(comm::Group& group, const std::string& lines, const char* what) {
+  const auto found = comm::first_that_differs(group, lines, what);
+  if (!found) return "";
+  std::istringstream first(found->of_first), other(found->of_rank);
+  std::string one, two;
+  do {
+    if (!std::getline(first, one)) one = "nothing more";
+    if (!std::getline(other, two)) two = "nothing more";
+  } while (one == two && one != "nothing more");
+  return concat("rank 0 has ", one, ", rank ", found->rank, " has ", two);
+}
+
+std::string message_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& known) {
+    return known.what();
+  }
+}
+
+}  // namespace
+
+void OpenStep::agree_at_begin() {
+  const auto found = runtime_.records_.find({options_.schedule, options_.stages});
+  bool is_known = found != runtime_.records_.end();
+  if (auto* group = runtime_.data_group(); group != nullptr) {
+    const auto& controls = runtime_.controls_in_words();
+    std::string owed;
+    for (const auto* unit : runtime_.units_) {
+      if (unit->progress().owed) owed += concat(" ", unit->shown_name());
+    }
+    const auto text = concat(
+        "the model ", runtime_.model_, "\nthe schedule ", options_.schedule, "\n", options_.stages,
+        " stages\n",
+        options_.micro_batches ? concat(*options_.micro_batches, " micro-batches\n")
+                               : std::string(),
+        runtime_.planner_ ? concat("planner ", runtime_.planners_) : std::string("no planner"),
+        "\n", options_.reshard == StepReshard::kStep ? "kStep" : "kMicroBatch", "\n",
+        options_.sync_every_micro_batch ? "" : "no ", "sync_every_micro_batch\nthe controls ",
+        controls.empty() ? "none" : controls, "\nunsharded units:\n", runtime_.memory_lines(),
+        "gradients that are to be reduced in", owed);
+    const auto same = comm::all_agree(
+        *group, {hash_bytes(text), is_known ? found->second.record.hash() : 0}, "step scope");
+    TESSERA_CHECK(same[0], ErrorKind::kUsage,
+                  "StepScope differs between ranks: ", difference(*group, text, "step scopes"),
+                  "; open it on every rank with the same options, at the same place");
+    is_known = is_known && same[1];
+  }
+  records_ = !is_known;
+  if (is_known) record_ = found->second.record;
+  record_.stages.resize(stages_.size());
+}
+
+/// By the model's planner. Errors: what it refuses; kUsage for a plan that does not hold, or is of
+/// another step.
+StepPlan OpenStep::planned(const PlanInputs& inputs) const {
+  auto plan = runtime_.planner_(record_, inputs.units, inputs.choices, inputs.order);
+  const auto faults = faults_of(plan);
+  TESSERA_CHECK(faults.empty(), ErrorKind::kUsage, "plan of a step: found ", faults.front(),
+                ", expected one that holds; make it from what it is planned for");
+  TESSERA_CHECK(
+      plan.record == record_ && plan.order == inputs.order && plan.units == inputs.units,
+      ErrorKind::kUsage,
+      "plan of a step: found one of another trace, other units or another order, expected one of "
+      "this step; make it anew");
+  return plan;
+}
+
+/// What a rank's planner refuses is refused on all of them. Collective.
+std::exception_ptr OpenStep::agree_on(const StepPlan& plan, std::exception_ptr refusal) const {
+  auto* group = runtime_.data_group();
+  const auto hash = refusal ? hash_bytes(message_of(refusal)) : plan.hash();
+  if (group == nullptr || comm::all_agree(*group, {hash}, "plan of a step")[0]) return refusal;
+  refusal =
+      comm::shared_refusal(*group, runtime_.world().rank(), refusal, "refused plans of a step");
+  if (refusal) return refusal;
+  return std::make_exception_ptr(
+      Error(ErrorKind::kUsage, concat("plans of a step differ between ranks: ",
+                                      difference(*group, to_string(plan), "plans of a step"),
+                                      "; give every rank the same one")));
+}
+
+/// From what all ranks have agreed on, so that all make the same one, or all take the last step's.
+/// Returns why there is none, the same on all ranks. Collective.
+std::exception_ptr OpenStep::make_plan() {
+  const auto order = options_.micro_batches ? PlanOrder::kOneAfterTheOther : PlanOrder::kAny;
+  std::vector<bool> resharded;
+  for (const auto* unit : runtime_.units_) resharded.push_back(!stays(*unit));
+  PlanInputs inputs{runtime_.plan_units(), eager_choices(record_, resharded, reduce_at(), order),
+                    order};
+  inputs.choices.recompute = runtime_.own_recompute();
+  auto& known = runtime_.records_.at({options_.schedule, options_.stages});
+  if (known.plan != nullptr && known.inputs == inputs) {
+    step_plan_ = runtime_.followed_plan_ = known.plan;
+    return nullptr;
+  }
+  // What another plan took comes no more: blocks go out as they are warmest, so that all that it needed
+  // beyond this one are idle.
+  runtime_.pool()->begin_step();
+  StepPlan plan;
+  std::string marks;
+  if (runtime_.planner_) {
+    std::exception_ptr refusal;
+    try {
+      plan = planned(inputs);
+    } catch (const std::exception&) {
+      refusal = std::current_exception();
+    }
+    if (refusal = agree_on(plan, refusal); refusal) return refusal;
+    marks = concat(", plan ", plan.hash());
+    first_of_plan_ = runtime_.pool()->requests();
+  } else {
+    plan = fsdp::make_plan(record_, inputs.units, inputs.choices, order);
+  }
+  known.marks = std::move(marks);
+  known.inputs = std::move(inputs);
+  known.plan = std::make_shared<const StepPlan>(std::move(plan));
+  step_plan_ = runtime_.followed_plan_ = known.plan;
+  return nullptr;
+}
+
+std::string OpenStep::log_in_words() const {
+  std::string text;
+  const auto word = [](const Action& action) -> std::string {
+    switch (action.kind) {
+      case Kind::kNone:
+        return "nothing";
+      case Kind::kForward:
+        return "begin_forward";
+      case Kind::kBackward:
+        return action.backward == Backward::kFull ? "begin_backward (kFull)"
+                                                  : "begin_backward (kInputOnly)";
+      case Kind::kWeights:
+        return "run_weight_gradients";
+      case Kind::kReshard:
+        return "reshard";
+      case Kind::kReduce:
+        return "reduce";
+    }
+    return "";
+  };
+  for (const auto& action : log_) {
+    const bool of_stage = action.kind == Kind::kReshard || action.kind == Kind::kReduce;
+    text += concat(word(action), " of ",
+                   of_stage ? named(action.stage) : named(action.stage, action.micro_batch), "\n");
+  }
+  return text;
+}
+
+std::string OpenStep::record_in_words() const {
+  std::string text;
+  for (std::size_t stage = 0; stage < record_.stages.size(); ++stage) {
+    for (const auto& part : record_.stages[stage].parts) {
+      for (std::size_t i = 0; i < part.units.size(); ++i) {
+        text +=
+            concat("unit ", runtime_.units_.at(part.units[i])->shown_name(),
+                   part.checkpoints[i] != 0 ? " in a checkpoint" : "", " in stage ", stage, "\n");
+      }
+      for (const auto position : part.exits) {
+        text += concat("the end of ", runtime_.units_.at(part.units.at(position))->shown_name(),
+                       " in stage ", stage, "\n");
+      }
+      text += concat("no other unit in stage ", stage, "\n");
+    }
+  }
+  return text;
+}
+
+/// What ran without a word between ranks has to have been the same, and what one of them has against
+/// the end (`mine`) they all have: returns it, or null. One exchange a step.
+std::exception_ptr OpenStep::agree_at_end(const std::exception_ptr& mine) {
+  auto* group = runtime_.data_group();
+  if (group == nullptr) return mine;
+  Hasher log;
+  for (const auto& one : log_) {
+    log.add(static_cast<std::uint64_t>(one.kind)).add(std::int64_t{one.stage});
+    log.add(one.micro_batch).add(static_cast<std::uint64_t>(one.backward));
+  }
+  if (mine) log.add(hash_bytes(message_of(mine)));
+  std::vector<bool> same;
+  try {
+    same = comm::all_agree(*group, {log.digest(), records_ ? record_.hash() : 0}, "end of a step");
+  } catch (const comm::LostRank&) {
+    if (mine) return mine;  // who has it, too, has ended the World by it
+    throw;
+  }
+  if (same[0] && mine) return mine;  // all have it
+  if (!same[0]) {
+    const auto found =
+        comm::shared_refusal(*group, runtime_.world().rank(), mine, "refused ends of a step");
+    if (found) return found;
+  }
+  TESSERA_CHECK(same[0], ErrorKind::kComm,
+                calls_differ("StepScope::finish: ranks have run different things: ",
+                             difference(*group, log_in_words(), "calls of a step scope")));
+  TESSERA_CHECK(same[1], ErrorKind::kComm,
+                units_differ(difference(*group, record_in_words(), "units of stages")));
+  return nullptr;
+}
+
+}  // namespace tessera::fsdp
