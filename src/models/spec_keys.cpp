@@ -256,7 +256,7 @@ nn::RopeOptions read_rope(ConfigReader& keys, const RopeAround& family,
   const auto read = [&](const std::string& name) {
     const nlohmann::json* record = keys.take(name);
     std::optional<nn::RopeOptions> rope;
-    if (record == nullptr) return rope;
+    if (record == nullptr || says_nothing(*record)) return rope;
     if (!record->is_object()) keys.refuse(name, "an object or null");
     rope = read_rope_record(*record, name + ".", around, unknown);
     for (const char* key :

@@ -55,6 +55,11 @@ nlohmann::ordered_json or_null(const std::optional<T>& value) {
 void check_total(double elements);
 
 inline constexpr std::string_view kWholeHeadTurns = "rope turns the whole head";
+/// transformers takes an empty record for none.
+inline bool says_nothing(const nlohmann::json& record) {
+  return record.is_object() && record.empty();
+}
+
 /// What holds where a record of rope does not say it.
 struct RopeAround {
   double theta = 0.0;

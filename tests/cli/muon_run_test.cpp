@@ -133,6 +133,7 @@ TEST_F(MuonRun, MatricesOfFusedWeightsAreSteppedAloneUnderEveryLayout) {
     ASSERT_EQ(expected.size(), 4U) << model;
     EXPECT_EQ(as_one.front(), expected.front()) << model;
     EXPECT_GT(std::abs(as_one.back() - expected.back()), 100 * kBound) << model;
+    if (model == "qwen3-moe-fp32") continue;  // its layouts: above
     const Words cut{"--parallelism.tensor_parallel_degree", "2",
                     "--parallelism.expert_tensor_parallel_degree", "2"};
     expect_alike(losses(model + "/cut", cut, "apart.toml"), expected, model + ", etp");

@@ -63,7 +63,8 @@ void read_ropes(ConfigReader& keys, ModelSpec& spec, std::vector<std::string>& u
   };
   check("rope_theta", kFullAttention);
   check("rope_local_base_freq", kSlidingAttention);
-  if (keys.take("rope_scaling") != nullptr) {
+  const nlohmann::json* scaling = keys.take("rope_scaling");
+  if (scaling != nullptr && !says_nothing(*scaling)) {
     full.theta = spec.rope.theta;  // rope_scaling has none
     check_same_rope(keys, read(keys, "rope_scaling", "", full), spec.rope,
                     concat("rope_parameters.", kFullAttention));

@@ -124,6 +124,9 @@ TEST_P(RopeSpellings, BothBesideEachOtherAreReadAsEitherAlone) {
     EXPECT_EQ(spec, parse_spec(joined(config, {old}).dump()).spec);
     EXPECT_EQ(spec.rope.theta, rope.theta);
     EXPECT_EQ(spec, parse_spec(config_json(spec)).spec);
+    json empty = old;
+    empty["rope_scaling"] = json::object();
+    EXPECT_EQ(spec, parse_spec(joined(config, {new_keys(rope), empty}).dump()).spec);
   }
 }
 
