@@ -243,16 +243,14 @@ TEST_F(DataOfRun, ARefusedResumptionSaysWhatDiffersInTheData) {
     EXPECT_THAT(outcome.err,
                 AllOf(HasSubstr(says), HasSubstr(concat(name, "'")), HasSubstr("start anew")));
   };
-  for (const std::string name : {"page.txt", "other.txt"}) {
-    const auto cut = place(), count = place() + 1;
-    refused(page.substr(0, cut), name, concat("data.path: found ", cut, " bytes in '"));
-    refused(page + std::string(count, 'x'), name,
-            concat("data.path: found ", page.size() + count, " bytes in '"));
-    auto changed = page;
-    changed[place()] ^= 1;
-    refused(changed, name,
-            concat("data.path: found other content in the ", page.size(), " bytes of '"));
-  }
+  const auto cut = place(), more = place();
+  refused(page.substr(0, cut), "page.txt", concat("data.path: found ", cut, " bytes in '"));
+  refused(page + std::string(more, 'x'), "other.txt",
+          concat("data.path: found ", page.size() + more, " bytes in '"));
+  auto changed = page;
+  changed[place()] ^= 1;
+  refused(changed, "page.txt",
+          concat("data.path: found other content in the ", page.size(), " bytes of '"));
   folder_.write("moved.txt", page);
   words.insert(words.end(), {"--data.path", "moved.txt"});
   ASSERT_NO_FATAL_FAILURE(trained("run", words));
