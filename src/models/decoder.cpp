@@ -91,7 +91,7 @@ ModelOutput Decoder::forward_stage(const StageInputs& inputs) {
   at::Tensor x = stage.embedding ? into_layers((*embedding_)(batch.input_ids)) : inputs.x;
   for (std::size_t i = 0; i < layers_.size(); ++i) {
     if (!stage.has_layer(numbers_[i])) continue;
-    RoutingRequest request{std::nullopt, batch.router_statistics};
+    RoutingRequest request{std::nullopt, batch.router_statistics, fillers_by_token(batch)};
     const auto place = std::ranges::find(routed, numbers_[i]);
     if (place != routed.end()) {
       request.imposed = batch.imposed_routing[static_cast<std::size_t>(place - routed.begin())];

@@ -148,10 +148,12 @@ DecoderLayer::Output DecoderLayer::forward(const at::Tensor& x, const RoutingReq
                                            const nn::Documents& documents) {
   // Routing and documents that are not there go through as undefined tensors.
   const auto run = [this, statistics = request.statistics](const std::vector<at::Tensor>& in) {
-    return body(in[0], {given(in[1]), statistics}, {in[2]}).tensors();
+    return body(in[0], {given(in[1]), statistics, given(in[3])}, {in[2]}).tensors();
   };
   return Output::of(recomputed(*this, recompute(),
-                               {x, request.imposed.value_or(at::Tensor()), documents.starts}, run));
+                               {x, request.imposed.value_or(at::Tensor()), documents.starts,
+                                request.fillers.value_or(at::Tensor())},
+                               run));
 }
 
 /// Regions end where it talks to other ranks, and where the host reads how tokens are spread.

@@ -31,10 +31,12 @@ enum class RouterStatistics : std::uint8_t {
 struct RoutingRequest {
   std::optional<at::Tensor> imposed;  ///< [M, K] i64 in the place of the layer's own choice
   RouterStatistics statistics = RouterStatistics::kNone;
+  std::optional<at::Tensor> fillers = {};  ///< [M, 1] bool: tokens that count in no statistics
 
   template <class F>
   void visit_tensors(F&& f) {
     if (imposed) f(*imposed);
+    if (fillers) f(*fillers);
   }
 };
 
@@ -70,7 +72,8 @@ class ExpertTokens {
   /// taken from `entered`, whose backward sums anyway.
   at::Tensor routed(const at::Tensor& x, const at::Tensor& entered,
                     Beside beside = Beside::kNone) const;
-  /// Of imposed indices [B*T, K] of all tokens those of the tokens that the router sees.
+  /// Of imposed indices [B*T, K] of all tokens, or what else there is of each, those of the tokens
+  /// that the router sees.
   std::optional<at::Tensor> imposed(const std::optional<at::Tensor>& indices, std::int64_t rows,
                                     std::int64_t positions) const;
   /// Of the routed tokens, and of their routing, those that this rank sends to experts.

@@ -44,11 +44,14 @@ struct ModelInputs {
   std::vector<at::Tensor> imposed_routing;
   RouterStatistics router_statistics = RouterStatistics::kNone;
   nn::Documents documents = {};  ///< that rows are packed of; a loss is of targets as ever
+  /// [B, T] bool: places that packing leaves empty, whose tokens count in no router's load.
+  std::optional<at::Tensor> fillers = {};
 
   template <class F>
   void visit_tensors(F&& f) {
     f(input_ids);
     documents.visit_tensors(f);
+    if (fillers) f(*fillers);
     if (targets) f(*targets);
     if (images) {
       f(images->pixel_values);
@@ -58,6 +61,12 @@ struct ModelInputs {
     for (at::Tensor& indices : imposed_routing) f(indices);
   }
 };
+
+/// As routers take them: [B*T, 1].
+inline std::optional<at::Tensor> fillers_by_token(const ModelInputs& inputs) {
+  if (!inputs.fillers) return std::nullopt;
+  return inputs.fillers->reshape({-1, 1});
+}
 
 /// What one stage of a rank computes with.
 struct StageInputs {

@@ -123,13 +123,21 @@ moe::Activation activation_of(const MoeSpec& moe) {
 
 }  // namespace
 
-RouterLoad load_of(const moe::Routing& routing, RouterStatistics statistics) {
+RouterLoad load_of(const moe::Routing& routing, RouterStatistics statistics,
+                   const std::optional<at::Tensor>& fillers) {
   RouterLoad load;
   if (statistics == RouterStatistics::kNone) return load;
-  load.counts = moe::count_load(routing.indices, routing.probabilities.size(1));
+  const std::int64_t experts = routing.probabilities.size(1);
+  // Fillers choose one more expert, which there is not.
+  load.counts = fillers
+                    ? moe::count_load(routing.indices.masked_fill(*fillers, experts), experts + 1)
+                          .narrow(0, 0, experts)
+                          .clone()
+                    : moe::count_load(routing.indices, experts);
   if (statistics == RouterStatistics::kAndProbabilities) {
     const WideScope probabilities;
-    load.probabilities = routing.probabilities.sum(0);
+    load.probabilities =
+        (fillers ? routing.probabilities.masked_fill(*fillers, 0) : routing.probabilities).sum(0);
   }
   return load;
 }
@@ -270,7 +278,9 @@ MoeLayer::Output MoeLayer::forward(const at::Tensor& x, const RoutingRequest& re
     y = y +
         (tokens_.sums_at_exit() ? shared_experts_->addend(entered) : shared_experts_->forward(x));
   }
-  return {tokens_.leave(y), tokens_.counted(load_of(routing, request.statistics))};
+  return {tokens_.leave(y),
+          tokens_.counted(load_of(routing, request.statistics,
+                                  tokens_.imposed(request.fillers, x.size(0), x.size(1))))};
 }
 
 }  // namespace tessera::models

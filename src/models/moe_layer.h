@@ -27,7 +27,8 @@
 namespace tessera::models {
 
 /// What was asked of the routing of the tokens that a router saw.
-RouterLoad load_of(const moe::Routing& routing, RouterStatistics statistics);
+RouterLoad load_of(const moe::Routing& routing, RouterStatistics statistics,
+                   const std::optional<at::Tensor>& fillers = std::nullopt);
 
 /// Scores of all experts, those of other ranks too.
 class ExpertRouter : public nn::PlacedModule, public IsModelPart {

@@ -5,7 +5,8 @@
 // becomes of their weights. Everything is fp32 from the scores on (fp64 for fp64 scores); a family
 // that wants narrower weights casts them. Gradients flow through the weights, never through the
 // choice. Load balance is pure functions of tensors; who sums counts over layers and ranks calls
-// them. All rows count: batches have whole rows, and nothing is padded on the way to the experts.
+// them, and leaves out places that packed rows leave empty; nothing is padded on the way to the
+// experts.
 // Short symbols: M tokens, E experts, K experts a token. Next: experts.h, train/expert_balance.h.
 #pragma once
 

@@ -163,18 +163,20 @@ DecoderLayer::Output Gemma4TextLayer::mixed(const at::Tensor& x, const RoutingRe
   const at::Tensor given =
       experts_->forward(tokens_.sent(tokens_.routed(normed, entered)), tokens_.sent(routing));
   return {tokens_.leave(tokens_.returned(given, entered.sizes())),
-          tokens_.counted(load_of(routing, request.statistics))};
+          tokens_.counted(load_of(routing, request.statistics,
+                                  tokens_.imposed(request.fillers, x.size(0), x.size(1))))};
 }
 
 DecoderLayer::Output Gemma4TextLayer::forward(const at::Tensor& x, const Gemma4Seen& seen,
                                               const RoutingRequest& request) {
   // What is not there goes through as an undefined tensor.
-  return DecoderLayer::Output::of(
-      recomputed(*this, recompute(),
-                 {x, seen.documents.starts, seen.ends, request.imposed.value_or(at::Tensor())},
-                 [this, statistics = request.statistics](const std::vector<at::Tensor>& in) {
-                   return body(in[0], {{in[1]}, in[2]}, {given(in[3]), statistics}).tensors();
-                 }));
+  return DecoderLayer::Output::of(recomputed(
+      *this, recompute(),
+      {x, seen.documents.starts, seen.ends, request.imposed.value_or(at::Tensor()),
+       request.fillers.value_or(at::Tensor())},
+      [this, statistics = request.statistics](const std::vector<at::Tensor>& in) {
+        return body(in[0], {{in[1]}, in[2]}, {given(in[3]), statistics, given(in[4])}).tensors();
+      }));
 }
 
 at::Tensor Gemma4TextLayer::decode(const at::Tensor& x, nn::KvCache& cache) {

@@ -169,7 +169,7 @@ ModelOutput Gemma4Model::forward_stage(const StageInputs& inputs) {
   const Gemma4Seen seen_by_all = seen(batch);
   for (std::size_t i = 0; i < layers_.size(); ++i) {
     if (!stage.has_layer(numbers_[i])) continue;
-    RoutingRequest request{std::nullopt, batch.router_statistics};
+    RoutingRequest request{std::nullopt, batch.router_statistics, fillers_by_token(batch)};
     if (!batch.imposed_routing.empty()) {
       request.imposed = batch.imposed_routing[static_cast<std::size_t>(numbers_[i])];
     }

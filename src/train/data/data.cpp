@@ -25,6 +25,7 @@ models::ModelInputs MicroBatch::inputs() const {
   inputs.token_types = token_types;
   inputs.imposed_routing = imposed_routing;
   inputs.documents = documents;
+  inputs.fillers = fillers;
   return inputs;
 }
 
@@ -42,6 +43,7 @@ MicroBatch MicroBatch::on(at::Device device, const models::LanguageModel& model)
     batch.images = models::Images{there(images->pixel_values), there(images->position_ids)};
   if (token_types) batch.token_types = there(*token_types);
   if (documents.are_packed()) batch.documents.starts = there(documents.starts);
+  if (fillers) batch.fillers = there(*fillers);
   for (const at::Tensor& indices : imposed_routing) batch.imposed_routing.push_back(there(indices));
   return batch;
 }

@@ -35,6 +35,7 @@ struct MicroBatch {
   std::vector<at::Tensor> imposed_routing = {};  ///< [b*T, K] i64 a layer with experts, or empty
   std::vector<std::size_t> sources = {};         ///< [b], of each row; empty where the run has one
   nn::Documents documents = {};                  ///< that rows are packed of
+  std::optional<at::Tensor> fillers = {};        ///< [b, T] bool: places that packing leaves empty
   /// Targets that are not -100.
   std::int64_t kept_labels() const;
   /// With the targets: for the loss.

@@ -43,22 +43,29 @@ struct SourceRows {
   }
 };
 
-/// Where the inputs and targets of a row go, one more input than it has; starts (nn/documents.h)
-/// where rows are packed.
+/// Where the inputs and targets of a row go, one more input than it has; starts (nn/documents.h) and
+/// fillers (MicroBatch) where rows are packed.
 struct RowPlaces {
   std::int64_t* inputs;
   std::int64_t* targets;
   std::int64_t* starts;
+  bool* fillers;
 
   void next(std::int64_t row_tokens) {
     inputs += row_tokens;
     targets += row_tokens;
     if (starts != nullptr) starts += row_tokens;
+    if (fillers != nullptr) fillers += row_tokens;
   }
   /// Of the places [begin, end), as far as the row has them.
   void begin_document(std::size_t begin, std::size_t end, std::size_t row_tokens) const {
     if (starts == nullptr || begin >= row_tokens) return;
     std::fill(starts + begin, starts + std::min(end, row_tokens), static_cast<std::int64_t>(begin));
+  }
+  /// From `begin` on.
+  void leave_empty(std::size_t begin, std::size_t row_tokens) const {
+    if (fillers != nullptr && begin < row_tokens)
+      std::fill(fillers + begin, fillers + row_tokens, true);
   }
 };
 
@@ -85,10 +92,14 @@ class TokenBatches final : public BatchSource {
                          .narrow(0, 0, places_of_rows)
                          .view({rows.size(), seq_len_}),
                      at::empty({rows.size(), seq_len_}, at::kLong)};
-    if (packs_) batch.documents.starts = at::empty_like(batch.input_ids);
+    if (packs_) {
+      batch.documents.starts = at::empty_like(batch.input_ids);
+      batch.fillers = at::zeros(batch.input_ids.sizes(), at::kBool);
+    }
     RowPlaces places{batch.input_ids.mutable_data_ptr<std::int64_t>(),
                      batch.targets.mutable_data_ptr<std::int64_t>(),
-                     packs_ ? batch.documents.starts.mutable_data_ptr<std::int64_t>() : nullptr};
+                     packs_ ? batch.documents.starts.mutable_data_ptr<std::int64_t>() : nullptr,
+                     packs_ ? batch.fillers->mutable_data_ptr<bool>() : nullptr};
     const std::int64_t first = (step - 1) * rows_in_step_;
     for (const SourceDraw::Row& row : drawn(first + rows.begin, first + rows.end)) {
       load_row(row, places);
@@ -197,6 +208,7 @@ class TokenBatches final : public BatchSource {
     // token again and again would draw all of them to the same few experts.
     for (std::size_t empty = at; empty < length; ++empty) ids[empty] = ids[empty - at];
     places.begin_document(at, length, length - 1);
+    places.leave_empty(at, length - 1);
     for (std::size_t t = 0; t + 1 < length; ++t) {
       places.targets[t] = is_target[t + 1] == 0 ? nn::kIgnoredLabel : ids[t + 1];
     }

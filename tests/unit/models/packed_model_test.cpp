@@ -148,6 +148,38 @@ TEST_P(PackedModel, RowsOfABatchAreDocumentsOfOneRow) {
   expect_alike(sums_of(*model_, {packed}), sums_of(*model_, {rows}), "rows");
 }
 
+// Places that packing leaves empty, of a document of their own: routed, and not counted.
+TEST_P(PackedModel, LoadsOfExpertsAreThoseOfTheDocumentsWithoutFillers) {
+  if (!reference_.spec().moe) GTEST_SKIP() << "no experts";
+  if (has_gemma4(GetParam())) {
+    ids_ = ids_.masked_fill(ids_.eq(reference_.spec().gemma4->image_token_id), 5);
+  }
+  for (const std::int64_t kept : {7, 20, 31}) {
+    Cut both = cut({kept, ids_.numel() - kept});
+    ModelInputs packed = both.packed, alone = both.alone.front();
+    packed.router_statistics = alone.router_statistics = RouterStatistics::kAndProbabilities;
+    packed.fillers = at::arange(ids_.numel()).ge(kept).unsqueeze(0);
+    for (const RecomputeMode mode : {RecomputeMode::kNone, RecomputeMode::kFull}) {
+      model_->set_recompute(mode);
+      const auto expected = model_->forward_routed(alone).loads;
+      const auto found = model_->forward_routed(packed).loads;
+      ASSERT_EQ(found.size(), expected.size());
+      ASSERT_GT(found.size(), 0U);
+      for (std::size_t i = 0; i < found.size(); ++i) {
+        EXPECT_TRUE(at::equal(found[i].counts, expected[i].counts)) << "layer " << i;
+        EXPECT_TRUE(at::allclose(found[i].probabilities, expected[i].probabilities, 0, 1e-4));
+      }
+      model_->zero_grad();
+      found.front().probabilities.square().sum().backward();
+    }
+    model_->set_recompute(RecomputeMode::kNone);
+    packed.fillers.reset();
+    EXPECT_FALSE(at::equal(model_->forward_routed(packed).loads.front().counts,
+                           model_->forward_routed(alone).loads.front().counts))
+        << "able to fail";
+  }
+}
+
 TEST_P(PackedModel, StartsThatFitNoDocumentAreRefused) {
   ModelInputs inputs = cut({ids_.numel()}).packed;
   inputs.documents.starts[0][3] = 2;

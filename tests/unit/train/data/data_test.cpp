@@ -145,6 +145,13 @@ TEST(TokenBatches, RowsOfDocumentsHoldThemWholeAndApart) {
       {{5, 6, 7, 8}, {6, 7, 8, 9}, {0, 0, 0, 0}},      // what a row holds of the third
       {{10, 11, 10, 11}, {11, kNone, kNone, kNone}, {0, 0, 2, 2}}};  // its rest, and no targets
   EXPECT_EQ(rows_of_pass(request, 3), expected);
+  request.training.global_batch_size = 3;
+  const MicroBatch batch = open_batches(request)->load(1, {0, 3});
+  for (std::int64_t row = 0; row < 3; ++row) {
+    const bool is_last = values(batch.input_ids[row]).front() == 10;
+    EXPECT_EQ(values(batch.fillers.value()[row].to(at::kLong)),
+              is_last ? (Ids{0, 0, 1, 1}) : Ids(4, 0));
+  }
   EXPECT_THAT(open_batches(request)->in_words().at(0),
               HasSubstr("3 documents in 3 rows of 5 tokens, 1 longer than a row and cut, 20% of"));
 }
