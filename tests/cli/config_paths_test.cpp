@@ -121,6 +121,19 @@ TEST(ConfigPaths, EachOfSeveralSourcesIsNamedByItsTable) {
                     HasSubstr("beside the config there is 'sub/lost.txt'")));
 }
 
+// As configs/ of an installed copy, whose paths begin above it.
+TEST(ConfigPaths, TheFolderAboveTheConfigIsLookedIntoToo) {
+  const testing::TemporaryFolder folder;
+  write_run(folder);
+  folder.write("share/configs/run.toml", read_file(folder / "sub/run.toml"));
+  folder.write("share/configs/lost.txt", "x");
+  const auto outcome = run_program(folder, {"train", "share/configs/run.toml", "--model.path",
+                                            "model", "--data.path", "configs/lost.txt"});
+  EXPECT_EQ(outcome.code, 2) << outcome.err;
+  EXPECT_THAT(last_line(outcome.err),
+              HasSubstr("beside the config there is 'share/configs/lost.txt': name that"));
+}
+
 // Keys may stand there for another run: what is not read is not asked for.
 TEST(ConfigPaths, OneWithoutEffectNeedNotBeThere) {
   const testing::TemporaryFolder folder;

@@ -1,5 +1,6 @@
 #include "train/data/config_paths.h"
 
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -69,19 +70,29 @@ std::string what_is_absent(const NamedPath& named) {
              : concat("cannot open ", shown(named.path), ": found ", named.absent);
 }
 
+/// The file of that path in the config's folder, or in the one above it, from which the paths in
+/// configs/ are written.
+std::optional<std::string> near_config(const fs::path& config_file, const NamedPath& named) {
+  const fs::path folder = config_file.parent_path();
+  for (const fs::path& from : {folder, folder / ".."}) {
+    const std::string path = (from / named.path).lexically_normal().string();
+    if (is_there(path, named.key)) return path;
+  }
+  return std::nullopt;
+}
+
 }  // namespace
 
 void require_relative_paths(const Config& config, const fs::path& config_file, Verb verb) {
   for (const NamedPath& named : paths_to_read(config, verb)) {
     const fs::path path = named.path;
     if (path.empty() || path.is_absolute() || is_there(named.path, named.key)) continue;
-    const std::string beside = (config_file.parent_path() / path).lexically_normal().string();
-    throw Error(ErrorKind::kIo,
-                concat(named.key, ": ", what_is_absent(named), where_relative(path),
-                       " (where relative paths of a config begin), expected ", named.expected,
-                       is_there(beside, named.key)
-                           ? concat("; beside the config there is ", shown(beside), ": name that")
-                           : ""));
+    const auto near = near_config(config_file, named);
+    throw Error(
+        ErrorKind::kIo,
+        concat(named.key, ": ", what_is_absent(named), where_relative(path),
+               " (where relative paths of a config begin), expected ", named.expected,
+               near ? concat("; beside the config there is ", shown(*near), ": name that") : ""));
   }
 }
 
