@@ -163,9 +163,9 @@ TEST(FailingRank, DoesNotWaitForItsWriterNorDoTheOthers) {
   write_small_run(folder);
   const std::string bad_token = "\xff\xff";
   std::string tokens;
-  for (int i = 0; i < 17 * 8; ++i) tokens += i == 3 ? bad_token : std::string("a\0", 2);
+  for (int i = 0; i < 17 * 4; ++i) tokens += i == 2 * 17 + 3 ? bad_token : std::string("a\0", 2);
   folder.write("rows.bin", tokens);
-  folder.write("rows.json", R"({"dtype": "uint16", "num_tokens": 136, "vocab_size": 65536})");
+  folder.write("rows.json", R"({"dtype": "uint16", "num_tokens": 68, "vocab_size": 65536})");
   Process first(folder.path(), two_ranks("run", 1, 100'000));  // validated first, else
   ASSERT_EQ(first.wait(kLong), 0) << first.err();
   auto words = two_ranks("run", 100'000, kSaved);
