@@ -93,7 +93,7 @@ void CheckpointSaver::start(std::function<std::string()> work) {
     try {
       return kDone + work();
     } catch (const std::exception& error) {
-      return kFailed + std::string(error.what());
+      return kFailed + one_line(error.what());
     }
   });
 }

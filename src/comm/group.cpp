@@ -10,6 +10,7 @@
 #include <numeric>
 
 #include "base/hash.h"
+#include "base/text/printable.h"
 #include "base/trace.h"
 #include "launch/abort_flag.h"
 #include "tessera/error.h"
@@ -179,7 +180,7 @@ namespace {
 std::string encode(const std::exception& error) {
   const auto* known = dynamic_cast<const Error*>(&error);
   const ErrorKind kind = known == nullptr ? ErrorKind::kInternal : known->kind();
-  return static_cast<char>('0' + static_cast<int>(kind)) + std::string(error.what());
+  return static_cast<char>('0' + static_cast<int>(kind)) + one_line(error.what());
 }
 
 ErrorKind kind_in(const std::string& bytes) { return static_cast<ErrorKind>(bytes.front() - '0'); }

@@ -11,6 +11,7 @@
 #include "base/cores.h"
 #include "base/mutex.h"
 #include "base/parallel.h"
+#include "base/text/printable.h"
 #include "comm/backends/backend.h"
 #include "comm/backends/in_process/in_process.h"
 #include "comm/device.h"
@@ -155,7 +156,7 @@ std::string ThreadWorld::backend() const {
 
 void ThreadWorld::abort_epoch(std::uint64_t epoch, const std::string& why) {
   // Recoveries and epochs are counted together.
-  run_->abort_all_in(static_cast<int>(epoch), of_rank(rank_, why));
+  run_->abort_all_in(static_cast<int>(epoch), of_rank(rank_, one_line(why)));
 }
 
 void ThreadWorld::abort_here(const std::string& why) {
@@ -224,7 +225,7 @@ void ThreadRanks::Impl::fail(std::exception_ptr error, int rank) {
   try {
     std::rethrow_exception(error);
   } catch (const std::exception& known) {
-    why = known.what();
+    why = one_line(known.what());
   } catch (...) {
   }
   {

@@ -75,8 +75,8 @@ class SoloWorld : public World {
   void abort_epoch(std::uint64_t epoch, const std::string& why) override {
     const base::Lock lock(epoch_mutex_);
     if (epoch != recoveries_) return;
-    state_->abort_flag->mark(why);
-    queue_->abort(why);
+    state_->abort_flag->mark(one_line(why));
+    queue_->abort(one_line(why));
   }
   void recover() override {
     const base::Lock lock(epoch_mutex_);

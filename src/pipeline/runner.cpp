@@ -16,6 +16,7 @@
 
 #include "base/doing.h"
 #include "base/test_hooks.h"
+#include "base/text/printable.h"
 #include "base/trace.h"
 #include "comm/group.h"
 #include "launch/abort_flag.h"
@@ -503,7 +504,7 @@ std::vector<Tensors> Runner::run(const ValidProgram& program, const std::vector<
 void Runner::fail(const std::exception& error, const std::string& place) {
   const auto* known = dynamic_cast<const Error*>(&error);
   const std::string text =
-      concat("pipeline, rank ", ties_.world->rank(), ", ", place, ": ", error.what());
+      concat("pipeline, rank ", ties_.world->rank(), ", ", place, ": ", one_line(error.what()));
   if (ties_.world->size() > 1) ties_.world->abort(text);
   // Who only notices what began on another rank is not taken for the culprit.
   if (dynamic_cast<const comm::LostRank*>(&error) != nullptr) throw comm::LostRank(text);

@@ -1,6 +1,7 @@
 // The runtime between steps: what users switch, what must have ended before something else may
 // begin, and what a failure leaves behind.
 #include "base/doing.h"
+#include "base/text/printable.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "tessera/error.h"
@@ -260,7 +261,7 @@ void Runtime::renew_after_failure() {
 
 void Runtime::fail(const std::string& why) {
   end_step();
-  if (world().size() > 1) world().abort(why + DoingHere::in_words());
+  if (world().size() > 1) world().abort(one_line(why) + DoingHere::in_words());
 }
 
 void Runtime::take_up_abandoned() {

@@ -1,13 +1,18 @@
 // A rank that fails frees the others, the first error is the one that is seen, and the World can be
 // repaired.
 #include <ATen/ATen.h>
+#include <c10/util/Exception.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
 #include <barrier>
 #include <chrono>
+#include <functional>
+#include <string>
+#include <vector>
 
+#include "comm/group.h"
 #include "comm/queue.h"
 #include "rank_pools.h"
 #include "tessera/error.h"
@@ -52,6 +57,74 @@ TEST_P(Failing, ThrowingRankFreesTheOthersAndItsErrorIsRethrown) {
     EXPECT_EQ(message, "out of ideas");
     EXPECT_EQ(freed, 2);
     EXPECT_LT(seconds, 10.0) << "far below the timeout of 100 s";
+  }
+}
+
+/// Errors of libtorch, each with the stack of where it was thrown behind its message.
+const std::vector<std::function<void()>>& mistakes() {
+  static const std::vector<std::function<void()>> all{
+      [] { at::ones({2}).add(at::ones({3})); },
+      [] { at::ones({2, 2}).matmul(at::ones({3})); },
+      [] { at::empty({-1}); },
+      [] { at::ones({2}).narrow(0, 1, 5); },
+      [] { at::ones({2}).view({3}); },
+      [] { at::ones({2}, at::kLong).softmax(0); }};
+  return all;
+}
+
+// Property: of whichever error of libtorch on whichever rank, the errors of the library that follow
+// from it, on this rank and on the others, have the message and no stack.
+TEST_P(Failing, NoErrorOfTheLibraryCarriesTheStackOfLibtorchs) {
+  using testing::Not;
+  const auto without_stack = AllOf(Not(HasSubstr("frame #")), Not(HasSubstr("Exception raised")));
+  ThreadRanks& ranks = pool(GetParam(), 2);
+  for (std::size_t i = 0; i < mistakes().size(); ++i) {
+    const int failing = static_cast<int>(i % 2);
+    std::string said;
+    try {
+      mistakes()[i]();
+      FAIL() << "no error was thrown";
+    } catch (const c10::Error& error) {
+      ASSERT_THAT(error.what(), HasSubstr("Exception raised"));
+      said = error.what_without_backtrace();
+      said = said.substr(0, said.find('\n'));
+    }
+    const auto follows = AllOf(HasSubstr(said), without_stack);
+    ranks.run([&](World& world) {  // agreed on
+      const auto action = [&] {
+        if (world.rank() == failing) mistakes()[i]();
+      };
+      try {
+        on_all_or_none(world, "an action", action);
+        ADD_FAILURE() << "no error was thrown";
+      } catch (const std::exception& error) {
+        EXPECT_THAT(error.what(), follows);
+      }
+    });
+    EXPECT_THROW(ranks.run([&](World& world) {  // noticed
+      if (world.rank() == failing) mistakes()[i]();
+      try {
+        barrier(world.control(), "never");
+      } catch (const Error& error) {
+        EXPECT_THAT(error.what(), follows);
+        throw;
+      }
+    }),
+                 c10::Error);
+    EXPECT_THROW(ranks.run([&](World& world) {  // told by the rank itself
+      try {
+        if (world.rank() == failing) mistakes()[i]();
+      } catch (const std::exception& error) {
+        world.abort(error.what());
+      }
+      try {
+        barrier(world.control(), "never");
+      } catch (const Error& error) {
+        EXPECT_THAT(error.what(), follows);
+        throw;
+      }
+    }),
+                 Error);
   }
 }
 
