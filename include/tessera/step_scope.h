@@ -37,8 +37,8 @@ struct StepScopeOptions {
   StepReshard reshard = StepReshard::kStep;
   /// reduce() may come several times in a step, for what has arrived so far.
   bool sync_every_micro_batch = false;
-  /// What this rank is going to run, in words or as a hash: what was recorded is looked up by it,
-  /// and all ranks of the stage have the same.
+  /// What this rank is going to run, in words or as a hash that steps which run the same have alike:
+  /// what was recorded is looked up by it. All ranks of the stage have the same.
   std::string schedule = {};
   int stages = 1;  ///< of this rank, at most kMostStages
   /// How many this step has, of one stage, each with its backward (Backward::kFull) before the next

@@ -14,8 +14,6 @@ namespace tessera::fsdp {
 namespace {
 
 static_assert(StepScopeOptions::kMostStages <= 64, "a bit each in OpenStep::OfUnit");
-/// So many schedules are remembered; a program has two or three.
-constexpr std::size_t kMostRecords = 16;
 
 std::string named(int stage) { return concat("stage ", stage); }
 std::string named(int stage, std::int64_t micro_batch) {
@@ -94,8 +92,7 @@ std::shared_ptr<OpenStep> OpenStep::begin(Runtime& runtime, StepScopeOptions opt
 }
 
 void OpenStep::agree_at_begin() {
-  const auto found = runtime_.records_.find({options_.schedule, options_.stages});
-  bool is_known = found != runtime_.records_.end();
+  known_ = runtime_.known_steps_.follow({options_.schedule, options_.stages});
   if (auto* group = runtime_.data_group(); group != nullptr) {
     const auto& controls = runtime_.controls_in_words();
     std::string owed;
@@ -113,14 +110,14 @@ void OpenStep::agree_at_begin() {
         controls.empty() ? "none" : controls, "\nunsharded units:\n", runtime_.memory_lines(),
         "gradients that are to be reduced in", owed);
     const auto same = comm::all_agree(
-        *group, {hash_bytes(text), is_known ? found->second.record.hash() : 0}, "step scope");
+        *group, {hash_bytes(text), known_ ? known_->record.hash() : 0}, "step scope");
     TESSERA_CHECK(same[0], ErrorKind::kUsage,
                   "StepScope differs between ranks: ", difference(*group, text, "step scopes"),
                   "; open it on every rank with the same options, at the same place");
-    is_known = is_known && same[1];
+    if (!same[1]) known_ = nullptr;
   }
-  records_ = !is_known;
-  if (is_known) record_ = found->second.record;
+  records_ = known_ == nullptr;
+  if (!records_) record_ = known_->record;
   record_.stages.resize(stages_.size());
 }
 
@@ -142,7 +139,7 @@ void OpenStep::settle_into() {
   for (int stage = 0; stage < options_.stages; ++stage) {
     auto& of = stages_[static_cast<std::size_t>(stage)];
     of.marks = concat(base_marks_, ", stage ", stage);
-    if (!records_) of.marks += runtime_.records_.at({options_.schedule, options_.stages}).marks;
+    if (!records_) of.marks += known_->marks;
     use_units(stage, record_.stages[static_cast<std::size_t>(stage)].parts);
   }
 }
@@ -160,7 +157,7 @@ void OpenStep::make_plan() {
   PlanInputs inputs{runtime_.plan_units(), eager_choices(record_, resharded, reduce_at(), order),
                     order};
   inputs.choices.recompute = runtime_.own_recompute();
-  auto& known = runtime_.records_.at({options_.schedule, options_.stages});
+  auto& known = *known_;
   if (known.plan != nullptr && known.inputs == inputs) {
     step_plan_ = runtime_.followed_plan_ = known.plan;
     return;
@@ -320,12 +317,7 @@ void OpenStep::finish() {
     // What steps with other plans took beyond it, as the one that recorded: a budget is of all.
     if (first_of_plan_) runtime_.pool()->trim_idle_since(*first_of_plan_);
   });
-  auto& records = runtime_.records_;
-  if (records_) {
-    if (records.size() >= kMostRecords) records.clear();
-    records.erase({options_.schedule, options_.stages});
-    if (record_.is_complete()) records[{options_.schedule, options_.stages}] = {.record = record_};
-  }
+  if (records_) runtime_.know_step({options_.schedule, options_.stages}, std::move(record_));
   finished_ = true;
   held_.reset();
   runtime_.end_scope();
