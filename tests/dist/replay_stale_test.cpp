@@ -69,6 +69,125 @@ TEST(ReplayStale, TensorsMayBeReplaced) {
   });
 }
 
+// Naive: its memory is what it was, of which it is another part.
+TEST(ReplayStale, BuffersAndTensorsMayBecomeOtherPartsOfTheirMemory) {
+  ranks(1).run([](World& world) {
+    Twins twins(data_mesh(world), layer_times([](Part& part) { return part.table * part.kept; }));
+    const auto row = seeded(3, {8 * Part::kWidth});
+    const Several pools{row, row.clone(), row.clone(), row.clone()};
+    for (int step = 0; step < 4 * kSteps; ++step) {
+      step_and(twins, step, [&](Model& model) {
+        if (step % kSteps != 0) return;
+        Part& part = *model.parts[0];
+        const std::size_t twin = &model == &twins.of_eager() ? 0 : 2;
+        const std::int64_t at = step / kSteps;
+        part.table.set_data(pools[twin].narrow(0, at, Part::kWidth));
+        part.kept = pools[twin + 1].narrow(0, at, Part::kWidth);
+      });
+    }
+    EXPECT_EQ(twins.calls().recorded, 4 * kRecordings);
+    EXPECT_THAT(reasons(twins.calls()), IsEmpty());
+  });
+}
+
+// What becomes of such a member nobody could tell.
+TEST(ReplayStale, TensorsThatEachCallMakesOfAMemberAreRefused) {
+  ranks(1).run([](World& world) {
+    Twins twins(data_mesh(world),
+                layer_times([](Part& part) { return part.kept.variable_data(); }));
+    for (Model* model : {&twins.of_eager(), &twins.of_replayed()}) {
+      model->parts[0]->kept = seeded(3, {Part::kWidth});
+    }
+    for (int step = 0; step < kSteps; ++step) step_and(twins, step);
+    EXPECT_THAT(reasons(twins.calls()), ElementsAre(HasSubstr("reads by another tensor")));
+  });
+}
+
+// Naive: each recording takes the memory that others have recorded for somebody's, and none sees that
+// its owner has given it up.
+TEST(ReplayStale, TensorsThatSeveralRecordingsReadMayBeReplaced) {
+  struct Life {
+    const char* name;
+    bool evaluates = false, has_other_rows = false, is_shared = false, replaces_both = true;
+  };
+  for (const Life& life :
+       {Life{.name = "evaluations", .evaluates = true},
+        Life{.name = "two row counts", .has_other_rows = true},
+        Life{.name = "two regions", .is_shared = true},
+        Life{.name = "two regions, of one of them", .is_shared = true, .replaces_both = false},
+        Life{.name = "all", .evaluates = true, .has_other_rows = true, .is_shared = true}}) {
+    SCOPED_TRACE(life.name);
+    ranks(1).run([&](World& world) {
+      Twins twins(data_mesh(world), [](Model& model, const Several& inputs) {
+        Several all{inputs[0] * model.before};
+        for (const auto& part : model.parts) {
+          all = part->region(all, [&part = *part](const Several& in) {
+            return Several{part.layer(in[0]) * part.kept};
+          });
+        }
+        return Several{all[0] * model.after};
+      });
+      for (int step = 0; step < 3 * kSteps; ++step) {
+        SCOPED_TRACE(concat("step ", step));
+        for (Model* model : {&twins.of_eager(), &twins.of_replayed()}) {
+          if (step % kSteps != 0) continue;
+          const auto seed = static_cast<std::uint64_t>(step);
+          auto &first = model->parts[0]->kept, &second = model->parts[1]->kept;
+          first = seeded(seed, {Part::kWidth});
+          if (step == 0 || life.replaces_both) {
+            second = life.is_shared ? first : seeded(seed + 1, {Part::kWidth});
+          }
+        }
+        const Several given{
+            rows(static_cast<std::uint64_t>(step), life.has_other_rows && step % 2 == 1 ? 2 : 3)};
+        if (life.evaluates) {
+          twins.both([&](Sharded<Model>& handle) {
+            const at::NoGradGuard no_grad;
+            return Several{handle.forward(given)[0].clone()};
+          });
+        }
+        twins.step({given});
+      }
+      EXPECT_THAT(reasons(twins.calls()), IsEmpty());
+      EXPECT_GT(twins.calls().replayed, 3 * (kSteps / 2 - kRecordings));
+    });
+  }
+}
+
+// Naive: the values of now, where autograd says that they were changed.
+TEST(ReplayStale, TensorsThatBackwardReadsMayNotBeChangedInBetween) {
+  for (const bool is_read : {true, false}) {
+    for (const bool is_buffer : {true, false}) {
+      SCOPED_TRACE(concat(is_read ? "read, " : "not read, ", is_buffer ? "a buffer" : "a member"));
+      ranks(1).run([&](World& world) {
+        Twins twins(data_mesh(world), around([&](Part& part, const Several& in) {
+                      const auto& table = is_buffer ? part.table : part.kept;
+                      const auto y = part.layer(in[0]);
+                      return Several{is_read ? y * table : y + table};
+                    }));
+        for (Model* model : {&twins.of_eager(), &twins.of_replayed()}) {
+          model->parts[0]->kept = seeded(3, {Part::kWidth});
+        }
+        for (int step = 0; step < kSteps; ++step) step_and(twins, step);
+        std::vector<std::string> errors;
+        for (auto* handle : {&twins.eager, &twins.replayed}) {
+          const auto loss = squares(handle->forward(one_input(kSteps))[0]);
+          {
+            const at::NoGradGuard no_grad;
+            Part& part = *handle->module()->parts[0];
+            (is_buffer ? part.table : part.kept).add_(1.0);
+          }
+          errors.push_back(error_of([&] { backward(loss); }));
+        }
+        for (const auto& error : errors) EXPECT_EQ(error.empty(), !is_read) << error;
+        if (is_read) {
+          EXPECT_THAT(errors.back(), HasSubstr("a tensor from outside that its backward reads"));
+        }
+      });
+    }
+  }
+}
+
 // --------------------------------------------------------------------------- what a body leaves
 
 TEST(ReplayStale, TensorsThatABodyLeavesBehindAreRefused) {

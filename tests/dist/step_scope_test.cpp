@@ -357,6 +357,12 @@ TEST(StepScopes, SchedulesInTurnAreRecordedOnceEach) {
     EXPECT_TRUE(records("two"));
     EXPECT_FALSE(records("one"));
     EXPECT_FALSE(records("two"));
+    // Naive: with the sixteenth name all are forgotten, those in use with those that come once.
+    for (int i = 0; i < 20; ++i) {
+      EXPECT_TRUE(records(concat("step ", i)));
+      EXPECT_FALSE(records("one")) << i;
+    }
+    EXPECT_FALSE(records("two"));
   });
 }
 

@@ -91,16 +91,11 @@ LiveEntry::LiveEntry(std::shared_ptr<const Program> program, std::shared_ptr<Blo
                      std::string unit)
     : program_(std::move(program)), blocks_(std::move(blocks)), unit_(std::move(unit)) {
   const at::NoGradGuard no_grad;
-  for (const auto& memory : program_->memories) {
-    // What is outside stays where it is, and whether anybody holds it has to be known (outside.h).
-    storages_.push_back(memory.outside ? c10::Storage() : nowhere(memory.bytes));
-  }
+  for (const auto& memory : program_->memories) storages_.push_back(nowhere(memory.bytes));
   for (std::size_t i = 0; i < program_->values.size(); ++i) {
-    const auto& value = program_->values[i];
-    const auto& outside = program_->outside[i];
-    values_.push_back(outside.defined()
-                          ? outside
-                          : tensor_of(storages_[static_cast<std::size_t>(value.memory)], value));
+    const auto memory = static_cast<std::size_t>(program_->values[i].memory);
+    values_.push_back(tensor_of(storages_[memory], program_->values[i]));
+    if (program_->memories[memory].outside) outside_.push_back(i);
   }
   for (const auto& step : program_->steps) {
     stacks_.push_back(step.call ? stack_of(*step.call) : c10::Stack());
@@ -162,6 +157,17 @@ Block LiveEntry::scratch() const {
   return {blocks_, unit_, BlockKind::kScratch, program_->scratch_bytes};
 }
 
+/// Until release() this holds it, as autograd holds what it saves. In between its owners alone do, so
+/// that whether anybody does tells whether it is in use (outside.h).
+void LiveEntry::find_outside() {
+  for (const auto i : outside_) {
+    const auto memory = static_cast<std::size_t>(program_->values[i].memory);
+    auto held = program_->memories[memory].outside->lock();
+    TESSERA_INVARIANT(held, "memory from outside of a region that nobody holds");
+    values_[i].unsafeGetTensorImpl()->set_storage_keep_dtype(c10::Storage(std::move(held)));
+  }
+}
+
 void LiveEntry::give(const std::vector<ValueId>& ids, const std::vector<at::Tensor>& tensors) {
   for (std::size_t i = 0; i < ids.size(); ++i) {
     if (ids[i] == kNone) continue;
@@ -221,6 +227,7 @@ std::vector<at::Tensor> LiveEntry::forward(const std::vector<at::Tensor>& inputs
   use(MemoryPlace::kEntry, block_->data(), last_block_);
   const Block of_run = scratch();
   use(MemoryPlace::kScratch, of_run.data(), last_scratch_);
+  find_outside();
   give(program_->inputs, inputs);
   const auto fresh = hand_out(program_->results);
   run(0, program_->forward_steps, Gradients::kLeft, seen);
@@ -250,6 +257,10 @@ std::vector<at::Tensor> LiveEntry::backward(const std::vector<at::Tensor>& gradi
 }
 
 void LiveEntry::release() {
+  for (const auto i : outside_) {
+    const auto memory = static_cast<std::size_t>(program_->values[i].memory);
+    values_[i].unsafeGetTensorImpl()->set_storage_keep_dtype(storages_[memory]);
+  }
   held_.clear();
   block_.reset();
 }

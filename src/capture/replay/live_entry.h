@@ -43,7 +43,7 @@ class LiveEntry {
   std::vector<at::Tensor> backward(const std::vector<at::Tensor>& gradients,
                                    Gradients of_parameters, const StepSeen& seen = {},
                                    const std::shared_ptr<const LiveEntry>& lease = {});
-  /// Lets go of what others gave and were given, and of the block.
+  /// Lets go of what others gave and were given, of what is outside, and of the block.
   void release();
 
   const Program& program() const { return *program_; }
@@ -54,6 +54,7 @@ class LiveEntry {
   /// Where memories of that place lie from here on.
   void use(MemoryPlace place, char* block, char*& last);
   Block scratch() const;
+  void find_outside();
   void give(const std::vector<ValueId>& values, const std::vector<at::Tensor>& tensors);
   std::vector<at::Tensor> hand_out(const std::vector<HandedValue>& handed);
   std::vector<at::Tensor> handed(const std::vector<HandedValue>& handed,
@@ -73,6 +74,7 @@ class LiveEntry {
   char *last_block_ = nullptr, *last_scratch_ = nullptr;  // where memories point to
   std::vector<c10::Storage> storages_;                    // by memory
   std::vector<at::Tensor> values_;
+  std::vector<std::size_t> outside_;            // of the values, those from outside
   std::vector<c10::Stack> stacks_;              // by step
   std::vector<std::vector<at::Tensor>> made_;   // by step: where results lie
   std::vector<std::vector<at::Tensor>> given_;  // those that a kernel is given for them

@@ -68,18 +68,21 @@ struct LiveCall : torch::CustomClassHolder {
   InnerGraph graph;                        ///< of kRecorded, or of a body that runs again
   variable_list results;  ///< of kRecorded: of the graph inside; of kReplayed: what backward reads
   variable_list taken;    ///< what keep() took out of a checkpoint
-  std::vector<std::size_t> positions;  ///< of the node's arguments among the inputs
-  bool has_place_holder = false;       ///< behind them
-  std::vector<std::int64_t> versions;  ///< of what backward reads, when forward had ended
+  std::vector<std::size_t> positions;        ///< of the node's arguments among the inputs
+  bool has_place_holder = false;             ///< behind them
+  std::vector<std::int64_t> versions;        ///< of what backward reads, when forward had ended
+  std::vector<Version> outside_of_backward;  ///< the same of what is outside
   /// The same of all that the body reads, which runs again where backward is another one.
-  std::vector<std::int64_t> versions_of_body;
+  std::vector<std::int64_t> versions_of_inputs;
+  std::vector<Version> outside_of_body;
   std::vector<Hash128> data;  ///< of kRecorded: its arguments
   std::shared_ptr<Tape> tape;
   TapeEnds ends;
-  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> inner;  ///< what may not outlive it
+  std::vector<WeakStorage> inner;  ///< what may not outlive it
   std::shared_ptr<LiveEntry> entry;
   bool has_ended = false;
-  std::string leads_out;  ///< of the graph inside
+  bool is_under_way = false;  ///< of kRecorded
+  std::string leads_out;      ///< of the graph inside
 
   LiveCall() = default;
   ~LiveCall() override { end(); }
@@ -92,10 +95,12 @@ struct LiveCall : torch::CustomClassHolder {
     if (tape != nullptr) variant->is_recording = false;
     tape.reset();
     entry.reset();
+    body = nullptr;  // what it has captured may be what is asked for (outside.h)
     inputs.clear();
     graph.clear();
     taken.clear();
     results.clear();
+    if (std::exchange(is_under_way, false)) region->shared().recording_ends();
     const bool is_left = std::ranges::any_of(inner, [](const auto& one) { return !one.expired(); });
     inner.clear();
     if (is_left) switch_off(*region, *variant, kOutlives);
@@ -148,7 +153,7 @@ void end_recording(Region& region, Variant& variant, const std::shared_ptr<Tape>
     if (is_one_product(*program)) return switch_off(region, variant, "a product alone");
     variant.tape = tape;
     program->while_deferring = region.defers_weight_gradients();
-    variant.outside = std::make_shared<const Outside>(*program, region.modules());
+    variant.outside = std::make_shared<Outside>(*program, *tape, region.modules());
     variant.program = std::move(program);
     variant.ends = ends;
     variant.data = data;
@@ -159,6 +164,10 @@ void end_recording(Region& region, Variant& variant, const std::shared_ptr<Tape>
     return switch_off(region, variant, why);
   }
   if (ends != variant.ends) return switch_off(region, variant, "found other results than before");
+  variant.outside->keep_read_again(*tape, region.holders());
+  if (const auto why = variant.outside->refused(); !why.empty()) {
+    return switch_off(region, variant, why);
+  }
   ++variant.compared;
   bool all_varied = true;
   for (std::size_t i = 0; i < data.size(); ++i) {
@@ -177,16 +186,17 @@ void end_recording(Region& region, Variant& variant, const std::shared_ptr<Tape>
 /// the body has changed through a pointer: a replay would not.
 variable_list recorded(const Variant& variant, Tape& tape,
                        const std::function<variable_list()>& run) {
-  const auto outside = [&] {
-    return variant.tape == nullptr ? std::vector<Hash128>() : bits_of_outside(*variant.tape);
-  };
-  const auto before = outside();
+  const auto outside =
+      variant.tape == nullptr ? std::vector<c10::Storage>() : outside_of(*variant.tape);
+  const auto before = bits_of(outside);
   variable_list results;
   {
     const TapeScope scope(tape);
     results = run();
   }
-  if (outside() != before) tape.refuse("memory from outside that a call changes by no operation");
+  if (bits_of(outside) != before) {
+    tape.refuse("memory from outside that a call changes by no operation");
+  }
   return results;
 }
 
@@ -382,7 +392,9 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
       if (input.defined()) input = input.detach().set_requires_grad(input.requires_grad());
     }
     call.versions = versions_of(call.kept());
-    call.versions_of_body = versions_read_by_body(call);
+    call.outside_of_backward = call.outside->versions_of_backward();
+    call.versions_of_inputs = versions_of(call.inputs);
+    call.outside_of_body = call.outside->versions();
     variable_list without;
     for (std::size_t i = 0; i < outputs.size(); ++i) {
       if (!call.variant->results_need_gradient[i]) without.push_back(outputs[i]);
@@ -392,21 +404,23 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
   }
 
   static variable_list backward_of_replay(LiveCall& call, const variable_list& grads) {
-    TESSERA_CHECK(versions_of(call.kept()) == call.versions, ErrorKind::kUsage, "region ",
-                  call.region->name(),
-                  ": found that an argument or a result that its backward reads was changed in "
-                  "place since its forward, expected it as it was; change a clone");
+    TESSERA_CHECK(
+        versions_of(call.kept()) == call.versions && are_unchanged(call.outside_of_backward),
+        ErrorKind::kUsage, "region ", call.region->name(),
+        ": found that an argument, a result or a tensor from outside that its backward reads was "
+        "changed in place since its forward, expected it as it was; change a clone");
     const auto why = why_body_runs_again(call, grads);
     if (why.empty()) {
       return call.entry->backward(grads, LiveEntry::Gradients::kAccepted, {}, call.entry);
     }
     ++call.region->calls().eager[why];
-    TESSERA_CHECK(versions_read_by_body(call) == call.versions_of_body &&
+    TESSERA_CHECK(versions_of(call.inputs) == call.versions_of_inputs &&
+                      are_unchanged(call.outside_of_body) && call.outside->lies_as_before() &&
                       call.region->is_set_as(call.variant->guards),
                   ErrorKind::kUsage, "region ", call.region->name(),
-                  ": found that an argument or a buffer was changed in place since its forward, or "
-                  "training mode, threads or dtypes were set otherwise, and a backward that is not "
-                  "the recorded one (",
+                  ": found that an argument or a tensor from outside was changed in place since "
+                  "its forward, or replaced, or training mode, threads or dtypes were set "
+                  "otherwise, and a backward that is not the recorded one (",
                   why, "), expected all as it was; change a clone");
     {
       const at::AutoGradMode grad(true);
@@ -434,14 +448,6 @@ class RegionNode : public torch::autograd::Function<RegionNode> {
     if (!match(call.variant->gradients, grads)) return "other gradients than were recorded";
     return {};
   }
-
-  /// Of all arguments and of the buffers.
-  static std::vector<std::int64_t> versions_read_by_body(const LiveCall& call) {
-    auto versions = versions_of(call.inputs);
-    const auto of_buffers = call.outside->versions();
-    versions.insert(versions.end(), of_buffers.begin(), of_buffers.end());
-    return versions;
-  }
 };
 
 }  // namespace
@@ -461,6 +467,8 @@ std::vector<at::Tensor> call_with_gradients(const std::shared_ptr<Region>& regio
     call->data = hashes_of(inputs);
     ++region->calls().recorded;
     variant->is_recording = true;
+    region->shared().recording_begins(region);
+    call->is_under_way = true;
     call->tape = std::make_shared<Tape>(/*keeps_bits=*/variant->tape != nullptr);
   }
   variable_list arguments;

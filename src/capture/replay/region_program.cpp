@@ -62,7 +62,6 @@ class Maker {
     if (!why_.empty()) return why_;
     lay_out();
     find_what_is_kept();
-    make_outside();
     return {};
   }
 
@@ -80,7 +79,6 @@ class Maker {
   void find_direct_slots();
   void keep_for_later();
   void find_what_is_kept();
-  void make_outside();
 
   const Tape& tape_;
   const TapeEnds& ends_;
@@ -353,16 +351,11 @@ void Maker::find_what_is_kept() {
     if (tape_.memories()[i].kind == MemoryKind::kInput) {
       program_.kept_inputs.push_back(memory.number);
     }
+    if (memory.place == MemoryPlace::kOutside) {
+      program_.kept_outside.push_back(static_cast<MemoryId>(i));
+    }
     const bool is_result = memory.place == MemoryPlace::kHanded && uses_[i].first < forward;
     if (is_result) program_.kept_results.push_back(memory.number);
-  }
-}
-
-void Maker::make_outside() {
-  for (const auto& value : program_.values) {
-    const auto& memory = in(program_.memories, value.memory);
-    program_.outside.push_back(
-        memory.place == MemoryPlace::kOutside ? tensor_of(memory.outside, value) : at::Tensor());
   }
 }
 

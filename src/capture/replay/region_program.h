@@ -36,7 +36,7 @@ struct ProgramMemory {
   std::int64_t offset = 0;      ///< in its block
   std::int64_t first_byte = 0;  ///< of kGiven: at which the given tensor begins
   std::int32_t number = kNone;  ///< of kGiven and kHanded: which one
-  c10::Storage outside;
+  std::optional<WeakStorage> outside = {};
 };
 
 struct ProgramCall {
@@ -72,7 +72,6 @@ struct HandedValue {
 struct Program {
   std::vector<Value> values;
   std::vector<ProgramMemory> memories;
-  std::vector<at::Tensor> outside;  ///< by value, of memory that is kOutside: one for all entries
   std::vector<ProgramStep> steps;
   std::size_t forward_steps = 0;
   std::vector<ValueId> inputs, gradients;  ///< kNone: undefined, or not used
@@ -83,6 +82,7 @@ struct Program {
   std::int64_t entry_bytes = 0, scratch_bytes = 0;
   /// Arguments and results that backward reads: nobody may change them in between.
   std::vector<std::int32_t> kept_inputs, kept_results;
+  std::vector<MemoryId> kept_outside;  ///< the same of memory from outside
 };
 
 /// What a tape leads out of.

@@ -17,8 +17,10 @@
 #include "capture/replay/apart.h"
 #include "capture/replay/variants.h"
 #include "fsdp/handle.h"
+#include "fsdp/runtime/recompute_scopes.h"
 #include "grad/keep.h"
 #include "grad/leaf.h"
+#include "tessera/recompute_mode.h"
 #include "tessera/shard.h"
 
 namespace tessera::capture {
@@ -28,6 +30,13 @@ constexpr std::size_t kVariants = 4;
 /// Behind so many calls of other variants one is not expected again: of a plan that is followed no
 /// longer, a validation's last batch.
 constexpr std::int64_t kForgotten = 64;
+
+/// Attention is made of other operations with other ones.
+std::array<bool, 3> attention_kernels() {
+  const auto& context = at::globalContext();
+  return {context.userEnabledFlashSDP(), context.userEnabledMemEfficientSDP(),
+          context.userEnabledMathSDP()};
+}
 
 }  // namespace
 
@@ -68,12 +77,6 @@ bool Variant::replays(const std::vector<at::Tensor>& arguments) const {
     if (!is_same) return false;
   }
   return true;
-}
-
-bool Variant::is_there() const {
-  if (program == nullptr) return true;
-  return outside->buffers_are_there() &&
-         (!is_compared() || outside->is_held(*program, /*held_elsewhere=*/tape ? 1 : 0));
 }
 
 bool InputLike::matches(const at::Tensor& tensor) const {
@@ -118,6 +121,18 @@ void SharedByRegions::forward_ran(const Region& region) {
 void SharedByRegions::backward_runs() {
   if (ran_last_ != nullptr) ends_forward_ = std::exchange(ran_last_, nullptr);
   ran_ = 0;
+}
+
+void SharedByRegions::recording_begins(const std::shared_ptr<Region>& region) {
+  ++recordings_;
+  recorded_.push_back(region);
+}
+
+void SharedByRegions::recording_ends() {
+  if (--recordings_ > 0) return;
+  for (const auto& recorded : std::exchange(recorded_, {})) {
+    if (const auto region = recorded.lock()) region->holders().look(/*has_graphs=*/false);
+  }
 }
 
 void SharedByRegions::trim() const {
@@ -181,19 +196,29 @@ Guards Region::guards_of(const std::vector<at::Tensor>& inputs) const {
   guards.default_dtype = c10::get_default_dtype_as_scalartype();
   guards.threads = at::get_num_threads();
   guards.deterministic = at::globalContext().deterministicAlgorithms();
+  guards.attention = attention_kernels();
   return guards;
 }
 
 bool Region::is_set_as(const Guards& guards) const {
   if (guards.threads != at::get_num_threads() ||
       guards.deterministic != at::globalContext().deterministicAlgorithms() ||
-      guards.default_dtype != c10::get_default_dtype_as_scalartype()) {
+      guards.default_dtype != c10::get_default_dtype_as_scalartype() ||
+      guards.attention != attention_kernels()) {
     return false;
   }
   for (std::size_t i = 0; i < modules_.size(); ++i) {
     if (guards.training[i] != modules_[i]->is_training()) return false;
   }
   return true;
+}
+
+bool Region::recomputes_inside() const {
+  if (!c10::GradMode::is_enabled() || fsdp::recomputing() != nullptr) return false;
+  return std::ranges::any_of(modules_, [](const auto& module) {
+    const auto* one = dynamic_cast<const Recomputable*>(module.get());
+    return one != nullptr && one->recompute() != RecomputeMode::kNone;
+  });
 }
 
 bool Region::matches(const Guards& guards, const std::vector<at::Tensor>& inputs) const {
@@ -218,6 +243,12 @@ std::shared_ptr<Variant> Region::variant_of(const std::vector<at::Tensor>& input
   const auto found = std::ranges::find_if(
       variants_, [&](const auto& variant) { return matches(variant->guards, inputs); });
   return found == variants_.end() ? nullptr : *found;
+}
+
+bool Region::is_outside_there(const Variant& variant) {
+  if (variant.program == nullptr) return true;
+  return variant.is_compared() ? variant.outside->is_there(holders_)
+                               : variant.outside->has_buffers();
 }
 
 bool Region::has_room() {
@@ -262,6 +293,7 @@ std::vector<at::Tensor> Region::run(const std::vector<at::Tensor>& inputs,
     const at::NoGradGuard no_graph;  // there would be none
     return run(inputs, body);
   }
+  if (recomputes_inside()) return eager("a checkpoint inside of it", inputs, body);
   ++calls_;
   const auto variant = variant_of(inputs);
   if (variant == nullptr) {
@@ -278,7 +310,8 @@ std::vector<at::Tensor> Region::run(const std::vector<at::Tensor>& inputs,
   variant->last_call = calls_;
   if (!variant->refused.empty()) return eager(variant->refused, inputs, body);
   if (variant->is_recording) return eager("being recorded", inputs, body);
-  if (!variant->is_there()) variant->forget();
+  holders_.look(/*has_graphs=*/shared_->is_recording());
+  if (!is_outside_there(*variant)) variant->forget();
   if (!c10::GradMode::is_enabled()) return call_without(*this, variant, inputs, body);
   return call_with_gradients(shared_from_this(), variant, inputs, body);
 }

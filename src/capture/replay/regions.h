@@ -46,6 +46,10 @@ struct SharedByRegions {
   /// the head and the loss, where an eager step has most and nothing in place of scratch: it rests.
   void forward_ran(const Region& region);
   void backward_runs();
+  /// Between a recorded forward and the end of its backward, whose graph holds what it has read.
+  void recording_begins(const std::shared_ptr<Region>& region);
+  void recording_ends();
+  bool is_recording() const { return recordings_ > 0; }
   /// Behind a call that was recorded or compared: what only it took goes back to the system. Small
   /// pieces stay on the heap for good, between which what eager calls took no longer fits as it did:
   /// others would be taken beside it.
@@ -54,6 +58,8 @@ struct SharedByRegions {
  private:
   const Region *ran_last_ = nullptr, *ends_forward_ = nullptr;  // compared alone: they may be gone
   int ran_ = 0;  // in this forward: of one alone pages that come back cost more than they save
+  int recordings_ = 0;
+  std::vector<std::weak_ptr<Region>> recorded_;  // since there was none under way
 };
 
 class ReplayedRegions : public grad::Regions {

@@ -51,6 +51,19 @@ bool changes_unsaid(const TapeCall& call) {
          arguments[kTraining].constant.toBool() && !arguments[kMean].values.empty();
 }
 
+/// Whether an operation that may draw random numbers is told not to: attention that drops nothing,
+/// dropout that is not in training. In training it draws with probability 0, too.
+bool draws_nothing(const c10::FunctionSchema& schema, const c10::Stack& stack) {
+  const auto& arguments = schema.arguments();
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    const auto& name = arguments[i].name();
+    const auto& given = torch::jit::peek(stack, i, arguments.size());
+    if (name == "dropout_p" && given.isDouble() && given.toDouble() == 0.0) return true;
+    if (name == "train" && given.isBool() && !given.toBool()) return true;
+  }
+  return false;
+}
+
 bool is_written(const c10::Argument& argument) {
   return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
 }
@@ -112,9 +125,12 @@ MemoryId Tape::memory_of(const at::Tensor& tensor, MemoryKind if_new) {
   const auto id = static_cast<MemoryId>(memories_.size());
   known_.emplace(storage.unsafeGetStorageImpl(), id);
   names_.emplace_back(storage.getWeakStorageImpl());
-  Memory memory{
-      if_new, static_cast<std::int64_t>(storage.nbytes()), kNone, if_new != MemoryKind::kMade, {}};
-  if (if_new == MemoryKind::kOutside) memory.outside = storage;
+  Memory memory{if_new, static_cast<std::int64_t>(storage.nbytes()), kNone,
+                if_new != MemoryKind::kMade};
+  if (if_new == MemoryKind::kOutside) {
+    memory.outside = storage.getWeakStorageImpl();
+    held_.push_back(storage);
+  }
   memories_.push_back(std::move(memory));
   return id;
 }
@@ -161,22 +177,45 @@ std::vector<ValueId> Tape::values_of(const std::vector<at::Tensor>& tensors) {
   return ids;
 }
 
+/// An argument of an operation, or with kMade a result; what it is of is told apart by the tensor, since
+/// a member that is given another one later may lie in the same memory.
+ValueId Tape::seen_value_of(const at::Tensor& tensor, MemoryKind if_new) {
+  const ValueId value = value_of(tensor, if_new);
+  if (value == kNone) return kNone;
+  const MemoryId memory = values_[static_cast<std::size_t>(value)].memory;
+  if (memories_[static_cast<std::size_t>(memory)].kind != MemoryKind::kOutside) return value;
+  const auto is_it = [&](const WeakTensor& other) {
+    return other._unsafe_get_target() == tensor.unsafeGetTensorImpl();
+  };
+  if (std::ranges::any_of(views_, is_it) ||
+      std::ranges::any_of(outside_tensors_, is_it, &OutsideTensor::tensor)) {
+    return value;
+  }
+  const WeakTensor name(tensor.getIntrusivePtr());
+  if (if_new == MemoryKind::kMade) {
+    views_.push_back(name);
+  } else {
+    outside_tensors_.push_back({name, value});
+  }
+  return value;
+}
+
 Slot Tape::slot_of(const c10::IValue& value, MemoryKind if_new) {
   if (value.isTensor()) {
     const at::Tensor& tensor = value.toTensor();
     if (!is_value(tensor)) return {Slot::Form::kConstant, {}, value};
-    return {Slot::Form::kTensor, {value_of(tensor, if_new)}, {}};
+    return {Slot::Form::kTensor, {seen_value_of(tensor, if_new)}, {}};
   }
   Slot slot;
   if (value.isTensorList()) {
     slot.form = Slot::Form::kTensors;
     for (const at::Tensor& tensor : value.toTensorVector()) {
-      slot.values.push_back(value_of(tensor, if_new));
+      slot.values.push_back(seen_value_of(tensor, if_new));
     }
   } else if (value.isOptionalTensorList()) {
     slot.form = Slot::Form::kOptionalTensors;
     for (const auto& tensor : value.toOptionalTensorVector()) {
-      slot.values.push_back(tensor ? value_of(*tensor, if_new) : kNone);
+      slot.values.push_back(tensor ? seen_value_of(*tensor, if_new) : kNone);
     }
   } else {
     slot.constant = value;
@@ -184,9 +223,9 @@ Slot Tape::slot_of(const c10::IValue& value, MemoryKind if_new) {
   return slot;
 }
 
-void Tape::refuse_operation(const c10::OperatorHandle& operation) {
+void Tape::refuse_operation(const c10::OperatorHandle& operation, const c10::Stack& stack) {
   const auto is = [&](at::Tag tag) { return operation.hasTag(tag); };
-  if (is(at::Tag::nondeterministic_seeded)) {
+  if (is(at::Tag::nondeterministic_seeded) && !draws_nothing(operation.schema(), stack)) {
     refuse(concat("random numbers, of ", name_of(operation)));
   } else if (is(at::Tag::data_dependent_output)) {
     refuse(concat("values that the host reads, by ", name_of(operation)));
@@ -262,7 +301,7 @@ void Tape::note_results(TapeCall& call, c10::ArrayRef<c10::IValue> results) {
   }
 }
 
-std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> Tape::names_of_inner(
+std::vector<WeakStorage> Tape::names_of_inner(
     const std::vector<std::vector<ValueId>>& handed) const {
   std::vector<bool> is_handed(memories_.size());
   for (const auto& values : handed) {
@@ -271,7 +310,7 @@ std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> Tape::names_of_inner(
       is_handed[static_cast<std::size_t>(values_[static_cast<std::size_t>(value)].memory)] = true;
     }
   }
-  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> names;
+  std::vector<WeakStorage> names;
   for (std::size_t i = 0; i < memories_.size(); ++i) {
     if (memories_[i].kind == MemoryKind::kMade && !is_handed[i]) names.push_back(names_[i]);
   }
@@ -284,12 +323,20 @@ Hash128 bits_of(const at::Tensor& tensor) {
   return Hash128Stream().add(std::span(bytes, values.nbytes())).digest();
 }
 
-std::vector<Hash128> bits_of_outside(const Tape& tape) {
-  std::vector<Hash128> all;
+std::vector<c10::Storage> outside_of(const Tape& tape) {
+  std::vector<c10::Storage> all;
   for (const auto& memory : tape.memories()) {
     if (memory.kind != MemoryKind::kOutside) continue;
-    const auto* first = static_cast<const std::byte*>(memory.outside.data());
-    all.push_back(Hash128Stream().add(std::span(first, memory.outside.nbytes())).digest());
+    if (auto held = memory.outside->lock()) all.emplace_back(std::move(held));
+  }
+  return all;
+}
+
+std::vector<Hash128> bits_of(const std::vector<c10::Storage>& memories) {
+  std::vector<Hash128> all;
+  for (const auto& memory : memories) {
+    const auto* first = static_cast<const std::byte*>(memory.data());
+    all.push_back(Hash128Stream().add(std::span(first, memory.nbytes())).digest());
   }
   return all;
 }
@@ -313,7 +360,7 @@ void Tape::run(const c10::OperatorHandle& operation, c10::DispatchKeySet keys, c
   if (!refused_.empty()) return operation.redispatchBoxed(keys, stack);
   const auto& schema = operation.schema();
   TapeCall call{operation, {}, {}, {}, {}};
-  refuse_operation(operation);
+  refuse_operation(operation, *stack);
   std::vector<c10::IValue> written;
   for (std::size_t i = 0; i < schema.arguments().size(); ++i) {
     const auto& argument = torch::jit::peek(*stack, i, schema.arguments().size());
@@ -408,7 +455,7 @@ std::string difference_of(const Memory& before, const Memory& now) {
     return "found memory of another kind than before";
   }
   if (before.kind == MemoryKind::kOutside &&
-      before.outside.unsafeGetStorageImpl() != now.outside.unsafeGetStorageImpl()) {
+      before.outside->_unsafe_get_target() != now.outside->_unsafe_get_target()) {
     return "found other memory from outside than before: a tensor that is no argument changes from "
            "call to call";
   }

@@ -4,7 +4,8 @@
 // dispatch key of its own, which runs it and notes it: what it read, wrote and made. A value is known
 // by where it lies (memory, offset, sizes, strides, dtype), not by its tensor object: what autograd
 // saves comes back as another one. Memory is held by name alone, so that its bytes may go and its
-// address still names nobody else. Views are not noted: they are values of the same memory.
+// address still names nobody else; that of what came from outside is held while the tape is open, and
+// by nobody here afterwards (outside.h). Views are not noted: they are values of the same memory.
 //
 // What can not be replayed is refused by name, at once, and what is computed meanwhile is as ever:
 // random numbers, values that the host reads, sizes that follow from data, memory that an operation
@@ -18,6 +19,9 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/Storage.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/core/UndefinedTensorImpl.h>
+#include <c10/util/intrusive_ptr.h>
 
 #include <cstdint>
 #include <optional>
@@ -37,6 +41,11 @@ using MemoryId = std::int32_t;
 using ValueId = std::int32_t;
 inline constexpr std::int32_t kNone = -1;
 
+/// Known by name, held by nobody here: whether others hold it can be asked, and its address names
+/// nobody else.
+using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
 enum class MemoryKind : std::uint8_t {
   kMade,      ///< by an operation of the region
   kInput,     ///< of an argument
@@ -47,9 +56,9 @@ enum class MemoryKind : std::uint8_t {
 struct Memory {
   MemoryKind kind = MemoryKind::kMade;
   std::int64_t bytes = 0;
-  std::int32_t number = kNone;  ///< of kInput and kGradient: which one
-  bool written = false;         ///< by an operation, or from outside
-  c10::Storage outside;         ///< of kOutside
+  std::int32_t number = kNone;              ///< of kInput and kGradient: which one
+  bool written = false;                     ///< by an operation, or from outside
+  std::optional<WeakStorage> outside = {};  ///< of kOutside
 };
 
 /// Part of a memory, as an operation sees it.
@@ -74,6 +83,13 @@ struct TapeCall {
   c10::OperatorHandle operation;
   std::vector<Slot> arguments, results;
   std::vector<MemoryId> makes, writes;
+};
+
+/// A tensor that an operation has read, of memory from outside: one that was there before, not a view
+/// that the region has made.
+struct OutsideTensor {
+  WeakTensor tensor;
+  ValueId value = kNone;
 };
 
 /// A raw gradient reaches its slot.
@@ -124,15 +140,19 @@ class Tape : public grad::Recording {
 
   /// Of memory that operations have made and that does not leave by `handed`: nobody has a use of it
   /// once the call is over.
-  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> names_of_inner(
-      const std::vector<std::vector<ValueId>>& handed) const;
+  std::vector<WeakStorage> names_of_inner(const std::vector<std::vector<ValueId>>& handed) const;
 
-  /// Nothing more is recorded: addresses need no names any more. Small pieces that stay on the heap keep
-  /// large ones from growing together again.
+  /// In the order in which they were first read.
+  const std::vector<OutsideTensor>& outside_tensors() const { return outside_tensors_; }
+
+  /// Nothing more is recorded: addresses need no names any more, and what is outside is held by its
+  /// owners alone. Small pieces that stay on the heap keep large ones from growing together again.
   void close() {
     known_ = {};
     by_hash_ = {};
     names_ = {};
+    held_ = {};
+    views_ = {};
   }
 
   /// Why it can not be replayed; empty: it can.
@@ -155,8 +175,9 @@ class Tape : public grad::Recording {
   MemoryId known_memory(const at::Tensor& tensor) const;
   MemoryId memory_of(const at::Tensor& tensor, MemoryKind if_new);
   ValueId value_of(const at::Tensor& tensor, MemoryKind if_new);
+  ValueId seen_value_of(const at::Tensor& tensor, MemoryKind if_new);
   Slot slot_of(const c10::IValue& value, MemoryKind if_new);
-  void refuse_operation(const c10::OperatorHandle& operation);
+  void refuse_operation(const c10::OperatorHandle& operation, const c10::Stack& stack);
   void refuse_change(const TapeCall& call);
   bool unwritten_in(const TapeCall& call) const;
   void note_writes(TapeCall& call);
@@ -172,7 +193,10 @@ class Tape : public grad::Recording {
   std::vector<Value> values_;
   std::unordered_map<const c10::StorageImpl*, MemoryId> known_;
   std::unordered_multimap<std::size_t, ValueId> by_hash_;
-  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> names_;  ///< no address comes again
+  std::vector<WeakStorage> names_;  ///< no address comes again
+  std::vector<c10::Storage> held_;  ///< of memory from outside, while this is recorded
+  std::vector<OutsideTensor> outside_tensors_;
+  std::vector<WeakTensor> views_;  ///< of memory from outside, made by operations
   std::size_t inputs_ = 0;
   std::vector<at::Tensor> taken_, kept_results_;
   std::string refused_;
@@ -200,8 +224,11 @@ std::string difference_of(const Tape& before, const Tape& now);
 /// Of all elements in their order.
 Hash128 bits_of(const at::Tensor& tensor);
 
-/// Of each memory from outside, whole.
-std::vector<Hash128> bits_of_outside(const Tape& tape);
+/// Memory from outside that others still hold.
+std::vector<c10::Storage> outside_of(const Tape& tape);
+
+/// Of each one, whole.
+std::vector<Hash128> bits_of(const std::vector<c10::Storage>& memories);
 
 /// Not undefined, nor a number that stands where a tensor may: its own value is all that one is.
 bool is_value(const at::Tensor& tensor);

@@ -2,6 +2,7 @@
 // and region_call.cpp. [Note: regions]
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -35,6 +36,7 @@ struct Guards {
   at::ScalarType default_dtype = at::kFloat;
   int threads = 1;
   bool deterministic = false;
+  std::array<bool, 3> attention = {};  ///< which kernels of it libtorch may choose
 };
 
 /// Of each one's values.
@@ -48,9 +50,9 @@ struct Variant {
   std::shared_ptr<const Tape>
       tape;  ///< null until it was recorded, and when nothing is compared any more
   std::shared_ptr<const Program> program;
-  TapeEnds ends;                           ///< of the tape
-  std::shared_ptr<const Outside> outside;  ///< of the program
-  std::vector<Hash128> data;               ///< the arguments that were recorded
+  TapeEnds ends;                     ///< of the tape
+  std::shared_ptr<Outside> outside;  ///< of the program
+  std::vector<Hash128> data;         ///< the arguments that were recorded
   /// Of each argument, whether a call with another one was compared. Until then the recorded one alone
   /// is replayed: of what the host has read of it nothing is known.
   std::vector<bool> varied;
@@ -68,9 +70,6 @@ struct Variant {
   void keep_same(const std::vector<at::Tensor>& arguments);
   bool is_compared() const { return refused.empty() && compared >= kCompared; }
   bool replays(const std::vector<at::Tensor>& arguments) const;
-  /// Whether what the program reads beside its arguments is where it was; of tensors that are no
-  /// buffers comparing tells before.
-  bool is_there() const;
   /// It is recorded anew.
   void forget() {
     tape.reset();
@@ -108,12 +107,18 @@ class Region : public std::enable_shared_from_this<Region> {
   /// Whether kernels and modules are set as they were, beside what arguments and parameters are.
   bool is_set_as(const Guards& guards) const;
   const std::vector<std::shared_ptr<torch::nn::Module>>& modules() const { return modules_; }
+  Holders& holders() { return holders_; }
 
  private:
   /// Why this call is eager; empty: it need not be.
   std::string why_eager(const std::vector<at::Tensor>& inputs) const;
+  /// Whether a module inside, as it is set, runs its forward through checkpoint(), which then is part
+  /// of the body: one around the region is not.
+  bool recomputes_inside() const;
   bool matches(const Guards& guards, const std::vector<at::Tensor>& inputs) const;
   std::shared_ptr<Variant> variant_of(const std::vector<at::Tensor>& inputs) const;
+  /// Whether what its program reads beside its arguments is there as it was.
+  bool is_outside_there(const Variant& variant);
   /// Whether there is room for one more, if need be that of one that is not called any more.
   bool has_room();
   Guards guards_of(const std::vector<at::Tensor>& inputs) const;
@@ -128,6 +133,7 @@ class Region : public std::enable_shared_from_this<Region> {
   std::vector<at::Tensor> parameters_;
   std::vector<std::shared_ptr<torch::nn::Module>> modules_;
   std::vector<std::shared_ptr<Variant>> variants_;
+  Holders holders_;  ///< of what they read outside
   std::int64_t calls_ = 0;
 };
 

@@ -1,6 +1,7 @@
 // The runtime between steps: what users switch, what must have ended before something else may
 // begin, and what a failure leaves behind.
 #include "base/doing.h"
+#include "base/log.h"
 #include "base/text/printable.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
@@ -65,7 +66,20 @@ void Runtime::set_planner(Planner planner, RecomputeMode while_recording) {
   planner_ = std::move(planner);
   while_recording_ = while_recording;
   ++planners_;
-  for (auto& [schedule, known] : records_) known.plan.reset();
+  known_steps_.forget_plans();
+}
+
+/// Of what was recorded nothing is followed where micro-batches of a stage differ.
+void Runtime::know_step(const KnownSteps::Schedule& schedule, StepRecord record) {
+  if (!record.is_complete()) return known_steps_.forget(schedule);
+  known_steps_.put(schedule, std::move(record));
+  if (!known_steps_.are_all_new() || std::exchange(warned_of_schedules_, true)) return;
+  if (world().rank() != 0) return;
+  log::warn("StepScope: found ", KnownSteps::kMost,
+            " steps in a row with a schedule that was not there before, the last one \"",
+            schedule.first,
+            "\", so that none followed a plan; give steps that run the same the same words as "
+            "StepScopeOptions::schedule");
 }
 
 void Runtime::require_not_compiled(const std::string& what) const {
@@ -278,7 +292,7 @@ void Runtime::end_scope() {
 
 void Runtime::end_step() {
   end_scope();
-  records_.clear();
+  known_steps_.clear();
   failed_ = true;
   ++generation_;
   forwards_.abandon();
@@ -289,7 +303,7 @@ void Runtime::end_step() {
 
 void Runtime::reset() {
   end_scope();
-  records_.clear();
+  known_steps_.clear();
   // Nothing is waited for: what was under way when the run failed is lost.
   reducer_.drop_all();
   sink_.drop_tickets();

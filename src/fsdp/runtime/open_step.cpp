@@ -13,8 +13,6 @@ namespace tessera::fsdp {
 namespace {
 
 static_assert(StepScopeOptions::kMostStages <= 64, "a bit each in OpenStep::OfUnit");
-/// So many schedules are remembered; a program has two or three.
-constexpr std::size_t kMostRecords = 16;
 
 /// What throws in the middle of a step ends it on all ranks.
 template <class Act>
@@ -110,7 +108,7 @@ void OpenStep::settle_into() {
   for (int stage = 0; stage < options_.stages; ++stage) {
     auto& of = stages_[static_cast<std::size_t>(stage)];
     of.marks = concat(base_marks_, ", stage ", stage);
-    if (!records_) of.marks += runtime_.records_.at({options_.schedule, options_.stages}).marks;
+    if (!records_) of.marks += known_->marks;
     use_units(stage, record_.stages[static_cast<std::size_t>(stage)].parts);
   }
 }
@@ -201,12 +199,7 @@ void OpenStep::finish() {
     // What steps with other plans took beyond it, as the one that recorded: a budget is of all.
     if (first_of_plan_) runtime_.pool()->trim_idle_since(*first_of_plan_);
   });
-  auto& records = runtime_.records_;
-  if (records_) {
-    if (records.size() >= kMostRecords) records.clear();
-    records.erase({options_.schedule, options_.stages});
-    if (record_.is_complete()) records[{options_.schedule, options_.stages}] = {.record = record_};
-  }
+  if (records_) runtime_.know_step({options_.schedule, options_.stages}, std::move(record_));
   finished_ = true;
   held_.reset();
   runtime_.end_scope();

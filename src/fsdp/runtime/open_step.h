@@ -36,6 +36,7 @@
 
 #include "base/hash.h"
 #include "fsdp/agreed/backward_plan.h"
+#include "fsdp/agreed/known_steps.h"
 #include "fsdp/agreed/order.h"
 #include "fsdp/agreed/step_plan.h"
 #include "fsdp/runtime/forwards.h"
@@ -176,6 +177,7 @@ class OpenStep {
   bool records_ = true;
   bool units_changed_ = false;
   bool finished_ = false;
+  KnownStep* known_ = nullptr;                 // while it begins; null: it records
   StepRecord record_;                          // what is followed, or has been recorded so far
   std::shared_ptr<const StepPlan> step_plan_;  // where it is followed
   // Requests of the pool before this step, where a planner has made the plan for it.

@@ -40,6 +40,7 @@
 #include "comm/queue.h"
 #include "fsdp/agreed/backward_plan.h"
 #include "fsdp/agreed/controls.h"
+#include "fsdp/agreed/known_steps.h"
 #include "fsdp/runtime/bucket.h"
 #include "fsdp/runtime/forwards.h"
 #include "fsdp/runtime/open_step.h"
@@ -68,22 +69,6 @@ struct BackwardUnderWay {
   std::map<std::uint32_t, std::vector<bool>> reached;  ///< by some rank, as BackwardView
   std::vector<std::shared_ptr<Segment>> segments;      ///< of this rank, as far as it goes through
   std::size_t passed = 0;                              ///< the last place that this rank came by
-};
-
-/// What makes a plan of: all of it agreed between ranks.
-struct PlanInputs {
-  std::vector<PlanUnit> units;
-  PlanChoices choices;  ///< eager ones
-  PlanOrder order = PlanOrder::kAny;
-  bool operator==(const PlanInputs&) const = default;
-};
-
-/// A schedule that was recorded, with the plan that its last step followed.
-struct KnownStep {
-  StepRecord record;
-  PlanInputs inputs = {};
-  std::shared_ptr<const StepPlan> plan = nullptr;  ///< null: none yet
-  std::string marks = {};                          ///< behind others in labels, of a planner's plan
 };
 
 class Runtime : public std::enable_shared_from_this<Runtime> {
@@ -274,6 +259,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void keep_forward();
   void plan_backward_under_way(const Entry* first);
   void warn_of_no_scope();
+  void know_step(const KnownSteps::Schedule& schedule, StepRecord record);
   // backward: backward.cpp
   [[noreturn]] void refuse_forgotten(const Entry& entry);
   void refuse_other_step(const Entry& entry);
@@ -315,14 +301,15 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool holds_reductions_ = false;
   bool waits_for_last_ = false;  // reductions are issued that no gradient shows yet
 
-  std::shared_ptr<OpenStep> step_;                            // null outside of a step scope
-  std::uint64_t steps_ = 0;                                   // so far
-  std::map<std::pair<std::string, int>, KnownStep> records_;  // by schedule and number of stages
-  Planner planner_;                                           // null: plans are eager
+  std::shared_ptr<OpenStep> step_;  // null outside of a step scope
+  std::uint64_t steps_ = 0;         // so far
+  KnownSteps known_steps_;
+  Planner planner_;  // null: plans are eager
   std::shared_ptr<const StepPlan> followed_plan_;
   std::shared_ptr<grad::Regions> regions_;
   std::uint64_t planners_ = 0;  // so far: the same number on every rank
   bool warned_of_no_scope_ = false;
+  bool warned_of_schedules_ = false;
   RecomputeMode while_recording_ = RecomputeMode::kNone;
   std::vector<RecomputeMode> followed_;  // by unit, of the last step scope
 

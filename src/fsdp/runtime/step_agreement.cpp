@@ -39,8 +39,7 @@ std::string message_of(const std::exception_ptr& error) {
 }  // namespace
 
 void OpenStep::agree_at_begin() {
-  const auto found = runtime_.records_.find({options_.schedule, options_.stages});
-  bool is_known = found != runtime_.records_.end();
+  known_ = runtime_.known_steps_.follow({options_.schedule, options_.stages});
   if (auto* group = runtime_.data_group(); group != nullptr) {
     const auto& controls = runtime_.controls_in_words();
     std::string owed;
@@ -58,14 +57,14 @@ void OpenStep::agree_at_begin() {
         controls.empty() ? "none" : controls, "\nunsharded units:\n", runtime_.memory_lines(),
         "gradients that are to be reduced in", owed);
     const auto same = comm::all_agree(
-        *group, {hash_bytes(text), is_known ? found->second.record.hash() : 0}, "step scope");
+        *group, {hash_bytes(text), known_ ? known_->record.hash() : 0}, "step scope");
     TESSERA_CHECK(same[0], ErrorKind::kUsage,
                   "StepScope differs between ranks: ", difference(*group, text, "step scopes"),
                   "; open it on every rank with the same options, at the same place");
-    is_known = is_known && same[1];
+    if (!same[1]) known_ = nullptr;
   }
-  records_ = !is_known;
-  if (is_known) record_ = found->second.record;
+  records_ = known_ == nullptr;
+  if (!records_) record_ = known_->record;
   record_.stages.resize(stages_.size());
 }
 
@@ -107,7 +106,7 @@ std::exception_ptr OpenStep::make_plan() {
   PlanInputs inputs{runtime_.plan_units(), eager_choices(record_, resharded, reduce_at(), order),
                     order};
   inputs.choices.recompute = runtime_.own_recompute();
-  auto& known = runtime_.records_.at({options_.schedule, options_.stages});
+  auto& known = *known_;
   if (known.plan != nullptr && known.inputs == inputs) {
     step_plan_ = runtime_.followed_plan_ = known.plan;
     return nullptr;
