@@ -467,7 +467,7 @@ std::vector<at::Tensor> call_with_gradients(const std::shared_ptr<Region>& regio
     call->data = hashes_of(inputs);
     ++region->calls().recorded;
     variant->is_recording = true;
-    region->shared().recording_begins(region);
+    region->shared().recording_begins();
     call->is_under_way = true;
     call->tape = std::make_shared<Tape>(/*keeps_bits=*/variant->tape != nullptr);
   }

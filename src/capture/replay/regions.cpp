@@ -123,15 +123,18 @@ void SharedByRegions::backward_runs() {
   ran_ = 0;
 }
 
-void SharedByRegions::recording_begins(const std::shared_ptr<Region>& region) {
+void SharedByRegions::recording_begins() {
+  if (recordings_ == 0) look_at_holders(/*has_graphs=*/false);
   ++recordings_;
-  recorded_.push_back(region);
 }
 
 void SharedByRegions::recording_ends() {
-  if (--recordings_ > 0) return;
-  for (const auto& recorded : std::exchange(recorded_, {})) {
-    if (const auto region = recorded.lock()) region->holders().look(/*has_graphs=*/false);
+  if (--recordings_ == 0) look_at_holders(/*has_graphs=*/false);
+}
+
+void SharedByRegions::look_at_holders(bool has_graphs) const {
+  for (const auto& one : regions_) {
+    if (const auto region = one.lock()) region->holders().look(has_graphs);
   }
 }
 
@@ -305,6 +308,7 @@ std::vector<at::Tensor> Region::run(const std::vector<at::Tensor>& inputs,
       return made;
     }));
     variants_.back()->last_call = calls_;
+    shared_->look_at_holders(/*has_graphs=*/true);  // before there is one of this call
     return eager("the first call, which makes what later ones find", inputs, body);
   }
   variant->last_call = calls_;
@@ -327,6 +331,7 @@ std::vector<at::Tensor> ReplayedRegions::run(const std::shared_ptr<torch::nn::Mo
       return std::make_shared<Region>(owner, concat(owner->name(), name.empty() ? "" : ", ", name),
                                       shared_);
     });
+    shared_->add(region);
   }
   return region->run(inputs, body);
 }

@@ -46,10 +46,17 @@ struct SharedByRegions {
   /// the head and the loss, where an eager step has most and nothing in place of scratch: it rests.
   void forward_ran(const Region& region);
   void backward_runs();
-  /// Between a recorded forward and the end of its backward, whose graph holds what it has read.
-  void recording_begins(const std::shared_ptr<Region>& region);
+  void add(const std::shared_ptr<Region>& region) {
+    std::erase_if(regions_, [](const auto& one) { return one.expired(); });
+    regions_.push_back(region);
+  }
+  /// Between a recorded forward and the end of its backward, whose graph holds what it has read: all
+  /// regions look at who holds what they have read before there is one, and behind the last one.
+  void recording_begins();
   void recording_ends();
   bool is_recording() const { return recordings_ > 0; }
+  /// Of all regions. [Note: weak holds]
+  void look_at_holders(bool has_graphs) const;
   /// Behind a call that was recorded or compared: what only it took goes back to the system. Small
   /// pieces stay on the heap for good, between which what eager calls took no longer fits as it did:
   /// others would be taken beside it.
@@ -59,7 +66,7 @@ struct SharedByRegions {
   const Region *ran_last_ = nullptr, *ends_forward_ = nullptr;  // compared alone: they may be gone
   int ran_ = 0;  // in this forward: of one alone pages that come back cost more than they save
   int recordings_ = 0;
-  std::vector<std::weak_ptr<Region>> recorded_;  // since there was none under way
+  std::vector<std::weak_ptr<Region>> regions_;
 };
 
 class ReplayedRegions : public grad::Regions {
