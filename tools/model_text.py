@@ -230,8 +230,8 @@ class Chat:
                                                  add_generation_prompt=begin_answer)
 
     def require_written(self, messages, text, tools=None):
-        """All that is said to the assistant stands in the text: a template may drop a role, or a turn, without a
-        word. Each content gets a word of its own, which has to appear."""
+        """All that is said to the assistant stands in the text: a template may drop a role, or a turn,
+        silently. Each content gets a word of its own, which has to appear."""
         word = "q"
         while word in text:
             word += "q"

@@ -122,11 +122,17 @@ def listed_in(path):
         return
     except (ValueError, RecursionError) as error:
         fail(f"{path}: found no JSON ({error})")
-    if not isinstance(found, list) or any(isinstance(e, dict) and ("role" in e or "from" in e) for e in found):
+    if not isinstance(found, list) or any(is_message(element) for element in found):
         yield f"{path}", found  # one conversation
         return
     for number, value in enumerate(found, 1):
         yield f"{path}: conversation {number}", value
+
+
+def is_message(found):
+    """A record of a data set may say who made it as "from", beside its conversation."""
+    return (isinstance(found, dict) and ("role" in found or "from" in found)
+            and not any(form in found for form in conversation.FORMS))
 
 
 def without_nulls(value):

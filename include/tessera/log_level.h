@@ -1,8 +1,8 @@
-// What the library says on stderr while it works: nothing, until a program asks for it.
+// The library says nothing on stderr while it works, until a program asks for it.
 //
 // This is about lines that no call returns, such as that a checkpoint is complete or why a unit
-// stays eager. Errors are exceptions, and a process that ends because of another rank says so in any
-// case (world.h). Next: error.h.
+// stays eager. Errors are exceptions, and a process that ends because of another rank says so in
+// any case (world.h). Next: error.h.
 #pragma once
 
 namespace tessera {

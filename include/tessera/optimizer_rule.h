@@ -18,7 +18,7 @@ struct OptimizerRule {
   std::optional<double> lr_scale = std::nullopt;
   /// In the place of the optimizer's, also over no_decay.
   std::optional<double> weight_decay = std::nullopt;
-  /// Of Muon in the trainer, for weights that its models declare as fused (gate and up of experts):
+  /// Muon in the trainer, for weights that its models declare as fused (gate and up of experts):
   /// false = such a weight is stepped as the one matrix that it is stored as. Absent: true.
   std::optional<bool> split_fused = std::nullopt;
   bool operator==(const OptimizerRule&) const = default;

@@ -2,9 +2,10 @@
 // at the bottom of a terminal.
 //
 // Every line goes to the rank's file once init() named one. stderr shows what set_log_level() asks
-// for (tessera/log_level.h), of ranks but 0 their errors alone. Each line is written out at once: a failing rank leaves by _exit and flushes
-// nothing. Metrics and results are not log lines (they go to stdout and metrics.jsonl). The
-// formatting library stays inside log.cpp, whose target must not see libtorch's include folder.
+// for (tessera/log_level.h), of ranks but 0 their errors alone. Each line is written out at once: a
+// failing rank leaves by _exit and flushes nothing. Metrics and results are not log lines (they go to
+// stdout and metrics.jsonl). The formatting library stays inside log.cpp, whose target must not see
+// libtorch's include folder.
 //
 // The line of progress is written over again and again. Nothing happens where stderr is no
 // terminal. Whoever writes other lines clears it first (log lines do), so that the two never share

@@ -485,6 +485,7 @@ void apply(const Overrides& overrides, train::Config& config) {
 
 Arguments parse_arguments(const std::vector<std::string>& words,
                           const std::function<std::string()>& version) {
+  if (!words.empty() && !words.front().starts_with("-")) check_verb({words.front()});
   if (std::string text = keys_asked_for(words); !text.empty()) return ShowText{std::move(text)};
   SplitWords split = split_overrides(words);
   check_verb(split.other);

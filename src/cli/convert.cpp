@@ -99,8 +99,8 @@ void say_which_turns_go_on(const train::ModelSource& source, const fs::path& wri
   if (source.origin.empty() || !fs::is_directory(source.origin, ignored)) return;
   try {
     const train::TextEnds ends = train::text_ends(source.origin, source.spec);
+    std::vector<std::int64_t> all = ends.ids;
     for (const train::TurnEnd& turn : train::turns_that_go_on(source.origin, ends)) {
-      std::vector<std::int64_t> all = ends.ids;
       all.push_back(turn.id);
       std::cerr << "tessera: convert: warning: a turn ends with " << printable(turn.token)
                 << " (token " << turn.id << "; " << turn.says << " in " << shown(source.origin)

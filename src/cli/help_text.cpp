@@ -142,10 +142,14 @@ std::string keys_asked_for(const std::vector<std::string>& words) {
   const train::ConfigKey* const key = train::find_key(of);
   TESSERA_CHECK(of.empty() || train::is_section(of) || key != nullptr, ErrorKind::kUsage, kHelpKeys,
                 ": unknown section ", printable(of), train::advice_on_section(of));
-  return train::config_help([&](const train::ConfigKey& each) {
+  const auto is_shown = [&](const train::ConfigKey& each) {
     return takes_key(verb, each.full_name()) &&
            (of.empty() || each.section == of || each.full_name() == of);
-  });
+  };
+  TESSERA_CHECK(std::ranges::any_of(train::config_keys(), is_shown), ErrorKind::kUsage, verb,
+                ": found ", kHelpKeys, " ", printable(of), ", expected a section of which ", verb,
+                " takes keys; see tessera ", verb, " ", kHelpKeys);
+  return train::config_help(is_shown);
 }
 
 }  // namespace tessera::cli

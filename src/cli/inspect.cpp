@@ -291,7 +291,7 @@ void print_plan(const layout::ModelPlan& plan, Layers layers) {
             << " of parameters\n";
 }
 
-/// Of the rank that takes most, in the mode of the configuration; none where activations are not known.
+/// Bytes of the rank that takes most, in the configured mode; none where activations are not known.
 std::optional<std::int64_t> most_taken(const Planned& planned) {
   if (!planned.pipelined) {
     const train::MemoryTable& memory = planned.memory;

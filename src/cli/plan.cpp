@@ -184,7 +184,9 @@ void print_costs(const capture::PlanFile& file, const capture::PlanProblem& prob
     std::cout << '\n';
   }
   std::cout << "  sent by a rank: " << size_text(traffic.total())
-            << " a step (tessera inspect --contract says of what)\n";
+            << (traffic.of_tokens
+                    ? " a step (tessera inspect --contract says of what)\n"
+                    : " a step, without activations and tokens (set training.seq_len)\n");
   const auto print_time = [&](std::string_view by, const capture::PlanProfile& profile) {
     const auto took = capture::simulate(file.plan, profile, problem.micro_batches);
     std::cout << std::fixed << std::setprecision(2) << "  a step by " << by << ": " << took.step_ms

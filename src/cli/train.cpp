@@ -269,7 +269,8 @@ int run_train(const TrainArguments& arguments) {
       if (world.size() > 1) comm::report_failure(&world, error, exit_code(error, phase.now()));
     };
     if (arguments.profile) hooks.profiling = train::Profiling::kYes;
-    if (world.size() == 1 && !arguments.nproc && !launched()) {
+    if (world.size() == 1 && !arguments.nproc && !launched() &&
+        config.parallelism.data_parallel_shard_degree == -1) {
       hooks.rank_count = train::RankCount::kByDefault;
     }
     train::run_training(run, world, hooks);

@@ -159,7 +159,10 @@ void ProcessWorld::leave_after_abort() {
       const AbortFlag never;  // our own is set
       store_->meet(kLeft, rank_, everyone_, times_.leaving(), never);
     } else {
-      store_->arrive(kLeft, rank_, size_);
+      in_time([store = store_, rank = rank_, size = size_] {
+        store->arrive(kLeft, rank, size);
+        return std::string();
+      });
     }
   } catch (const Error&) {
     // Whoever is missing has failed and says so itself.
@@ -190,6 +193,7 @@ void ProcessWorld::abort_epoch(std::uint64_t of, const std::string& why) {
   const int epoch = static_cast<int>(of);  // recoveries and epochs are counted together
   abort_here(one_line(why), epoch, Aborter::kSelf);
   if (epoch != epoch_) return;  // over: nobody is to be told
+  state_->abort_flag->tell();   // whoever aborts throws
   in_time([store = store_, text, epoch] {
     return store->set_if_absent(store_key::abort(epoch), text);
   });
@@ -199,8 +203,7 @@ void ProcessWorld::abort_epoch(std::uint64_t of, const std::string& why) {
 void ProcessWorld::abort_all(const std::string& disagreement, int epoch) {
   if (epoch != epoch_) return;  // recovered in the meantime
   in_time([store = store_, disagreement, epoch] {
-    store->set(store_key::disagreement(epoch), "here");
-    return store->set_if_absent(store_key::abort(epoch), disagreement);
+    return store->set_if_absent(store_key::abort(epoch), encode({disagreement, true}));
   });
   abort_here(disagreement, epoch, Aborter::kDisagreement);
 }
@@ -216,6 +219,7 @@ void ProcessWorld::recover() {
   meet_on_board(*state_->board, [&] {
     store_->meet(concat("recover/", next), rank_, everyone_, options_.timeout, never);
   });
+  store_is_silent_ = false;  // it has just answered
   const base::Lock lock(epoch_mutex_);
   epoch_ = next;
   watch_->set_epoch(next);

@@ -69,8 +69,8 @@ class ProcessWorld : public World {
   /// The same for a rank that was stopped. Where another rank's word has aborted the World, that
   /// rank's error is on its way through its stack: waited for as long as words may take.
   std::optional<FailureRecord> failure_behind() noexcept;
-  /// Whether the World is aborted since ranks have called different things, this one among them: its
-  /// error is its own, wherever it was found.
+  /// Whether the World is aborted since ranks have called different things. The error is every rank's
+  /// own then, wherever it was found.
   bool disagrees() const { return aborter_ == Aborter::kDisagreement; }
   /// comm/failure_report.h.
   void when_refused(std::function<void()> undo);

@@ -2,11 +2,26 @@
 
 #include <algorithm>
 #include <set>
+#include <string_view>
 #include <utility>
 
 #include "tessera/error.h"
 
 namespace tessera::comm {
+namespace {
+
+constexpr std::string_view kDisagreement = "ranks disagree: ";
+
+Abort decode_abort(const std::string& written) {
+  const bool is_disagreement = written.starts_with(kDisagreement);
+  return {is_disagreement ? written.substr(kDisagreement.size()) : written, is_disagreement};
+}
+
+}  // namespace
+
+std::string encode(const Abort& abort) {
+  return concat(abort.is_disagreement ? kDisagreement : "", abort.why);
+}
 
 WatchOptions watch_options(int rank, int ranks) {
   WatchOptions options;
@@ -139,11 +154,11 @@ void FailureWatch::look() {
 }
 
 bool FailureWatch::look_for_abort(int epoch) {
-  const auto why = store_->find(store_key::abort(epoch));
-  if (!why) return false;
+  const auto written = store_->find(store_key::abort(epoch));
+  if (!written) return false;
   aborted_epoch_ = epoch;
-  const Abort abort{*why, store_->find(store_key::disagreement(epoch)).has_value()};
-  if (abort.is_disagreement) note_untold(*why, epoch);
+  const Abort abort = decode_abort(*written);
+  if (abort.is_disagreement) note_untold(abort.why, epoch);
   actions_.aborted(abort, epoch);
   return true;
 }

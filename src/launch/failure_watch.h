@@ -52,11 +52,13 @@ struct WatchOptions {
 /// For a rank of so many.
 WatchOptions watch_options(int rank, int ranks);
 
-/// What a rank has written as it aborted its World.
+/// Why the Worlds are aborted: "rank R: why", or how the ranks disagree.
 struct Abort {
   std::string why;
   bool is_disagreement = false;
 };
+/// As the store has it: `why` alone, or behind a mark that a rank's own words never begin with.
+std::string encode(const Abort& abort);
 
 class FailureWatch {
  public:
@@ -68,11 +70,11 @@ class FailureWatch {
     /// Ranks issue different collectives, in this epoch: they may have recovered meanwhile.
     std::function<void(const std::string& why, int epoch)> disagree;
     /// A rank aborted its World, or told of a disagreement (`disagree` of this rank too).
-    std::function<void(const Abort& abort, int epoch)> aborted;
+    std::function<void(const Abort& abort, int epoch)> aborted = [](const Abort&, int) {};
     /// Whether the program knows that its World is aborted.
-    std::function<bool()> told;
+    std::function<bool()> told = [] { return true; };
     /// It does not, though the ranks disagree.
-    std::function<void(const std::string& why, int epoch)> untold;
+    std::function<void(const std::string& why, int epoch)> untold = [](const std::string&, int) {};
   };
 
   FailureWatch(std::shared_ptr<Store> own_connection, std::shared_ptr<WaitBoard> board,

@@ -15,7 +15,6 @@ namespace tessera::comm {
 
 namespace store_key {
 std::string abort(int epoch) { return concat("abort/", epoch); }
-std::string disagreement(int epoch) { return concat("disagreement/", epoch); }
 std::string pulse(int rank) { return concat("pulse/", rank); }
 std::string asked(int epoch, int rank) { return concat("asked/", epoch, "/", rank); }
 std::string issued(int epoch, int rank) { return concat("issued/", epoch, "/", rank); }

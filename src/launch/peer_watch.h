@@ -24,8 +24,7 @@ namespace tessera::comm {
 /// Keys of the store.
 namespace store_key {
 inline constexpr const char* kFailure = "failure";  ///< a FailureRecord: every process leaves
-std::string abort(int epoch);                       ///< "rank R: why": every World is aborted
-std::string disagreement(int epoch);                ///< beside it: the ranks disagree
+std::string abort(int epoch);                       ///< an Abort: every World is aborted
 std::string pulse(int rank);                        ///< a Pulse
 std::string asked(int epoch, int rank);             ///< somebody wants to read issued()
 std::string issued(int epoch, int rank);            ///< lines of find_disagreement()

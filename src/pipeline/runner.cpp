@@ -476,6 +476,7 @@ std::vector<Tensors> Runner::run(const ValidProgram& program, const std::vector<
       program.require_messages_in_order();
       in_order_.insert(program.hash());
     }
+    require_few_cells(schedule.stages(), schedule.micro_batches, ErrorKind::kUsage, "pipeline");
     const Borders borders(schedule, ids, stages);
     const auto step = agreement_.renew(ties_.group.get(), program, borders,
                                        ties_.mail != nullptr ? ties_.mail->next_step() : 0);

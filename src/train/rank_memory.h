@@ -1,5 +1,5 @@
 // What a step takes of a rank's memory, worked out from contracts, plan and configuration for any
-// number of ranks: the table that `inspect --contract` ends with, as a value.
+// number of ranks: the table in `inspect --contract`, as a value.
 //
 // Pure: nobody is started and nothing is allocated. Not counted: the program and libtorch, the
 // batch, messages on their way between processes, and while a backward computes the gradients of

@@ -258,6 +258,7 @@ TEST(PlanVerb, RefusesPlansOfOthersAndFilesThatAreNone) {
 TEST(PlanVerb, TheCheckFindsWhateverTheRunRefuses) {
   const testing::TemporaryFolder folder;
   write_run(folder);
+  std::filesystem::create_directory(folder / "state");
   const auto make = [&](const char* file, const Words& more) {
     Words words = more;
     words.emplace_back("--json");

@@ -175,7 +175,7 @@ StepPlan refused_plan(unsigned which) {
 TEST_P(StepPlanRuns, APlanThatIsRefusedLeavesEverythingAsItIs) {
   const auto& layout = GetParam();
   constexpr const char* kSaid[] = {"found 1, expected at least 512", "the user's planner",
-                                   "plan of"};
+                                   "plan of a step: found"};
   ranks(layout.ranks, layout.backend).run([&](World& world) {
     const StagedOptions staged{.stages = 1, .pieces = 3};
     StagedModel model(data_mesh(world, layout.replicas), staged, in_bfloat16());

@@ -94,6 +94,7 @@ FORMS = {
     "speakers as roles": lambda draw, talk: [{**m, "role": draw.choice(SPEAKERS[m["role"]])} for m in talk],
     "messages as conversations": lambda draw, talk: {"conversations": with_parts(draw, talk, 0.3)},
     "system beside": with_system_beside,
+    "origin beside": lambda draw, talk: {"from": "alpaca", **as_sharegpt(draw, talk)},
 }
 
 

@@ -10,17 +10,21 @@ KnownStep* KnownSteps::follow(const Schedule& schedule) {
   found->was_followed = true;
   new_in_a_row_ = 0;
   std::rotate(found, found + 1, all_.end());
+  drop_first_beyond_most(/*was_followed=*/true);
   return &all_.back().step;
 }
 
 void KnownSteps::put(const Schedule& schedule, StepRecord record) {
   forget(schedule);
-  if (all_.size() >= kMost) {
-    const auto oldest = std::ranges::find(all_, false, &One::was_followed);
-    all_.erase(oldest == all_.end() ? all_.begin() : oldest);
-  }
   all_.push_back({schedule, {.record = std::move(record)}});
+  drop_first_beyond_most(/*was_followed=*/false);
   ++new_in_a_row_;
+}
+
+void KnownSteps::drop_first_beyond_most(bool was_followed) {
+  const auto count = std::ranges::count(all_, was_followed, &One::was_followed);
+  if (static_cast<std::size_t>(count) <= kMost) return;
+  all_.erase(std::ranges::find(all_, was_followed, &One::was_followed));
 }
 
 void KnownSteps::forget(const Schedule& schedule) {

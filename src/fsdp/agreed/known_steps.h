@@ -1,8 +1,9 @@
-// KnownSteps: what steps of each schedule have entered, with the plan that the last one followed.
+// KnownSteps keeps what steps of each schedule have entered, with the plan that the last one
+// followed.
 //
-// A program has two or three schedules, which it names alike in each step; so many more are kept that a
-// program may have dozens. One that gives each step another name has steps that nobody follows: they make
-// room for each other, and never for those that are followed.
+// A program has two or three schedules, which it names alike in each step; room is for dozens. A
+// program that gives each step another name has records that no step follows: they make room for
+// each other, and never for those that are followed.
 // Next: ../runtime/open_step.h.
 #pragma once
 
@@ -37,15 +38,16 @@ class KnownSteps {
   static constexpr std::size_t kMost = 64;
   using Schedule = std::pair<std::string, int>;  ///< and the number of stages
 
-  /// Of a step that follows it, or null. Until the next call of put() or clear().
+  /// What a step of that schedule follows, or null. It stays until the next call of follow(), put(),
+  /// forget() or clear().
   KnownStep* follow(const Schedule& schedule);
-  /// In the place of what is known of that schedule. With kMost others the oldest one that nobody has
-  /// followed makes room, else the one that was followed longest ago.
+  /// Takes the place of what is known of that schedule. Of more than kMost that no step has followed
+  /// the oldest one goes; of more than kMost that were, the one that was followed longest ago.
   void put(const Schedule& schedule, StepRecord record);
   void forget(const Schedule& schedule);
   void forget_plans();
   void clear() { all_.clear(); }
-  /// Of the last kMost steps that were recorded none was followed, nor another one between them.
+  /// Whether the last kMost steps were all recorded, and none followed what another one had.
   bool are_all_new() const { return new_in_a_row_ >= kMost; }
 
  private:
@@ -54,6 +56,8 @@ class KnownSteps {
     KnownStep step;
     bool was_followed = false;
   };
+  void drop_first_beyond_most(bool was_followed);
+
   std::vector<One> all_;  ///< the last one that was put or followed behind the others
   std::size_t new_in_a_row_ = 0;
 };

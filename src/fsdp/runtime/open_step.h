@@ -21,8 +21,8 @@
 // has a list as outside of a scope, and after each of them only what stays (stays()) is unsharded.
 //
 // Owned by the runtime as long as it is open; the scope keeps it longer, to say that it has ended.
-// Next: open_step.cpp (the calls of a scope), step_agreement.cpp, step_passes.cpp (the forwards and backwards inside),
-// ../agreed/order.h.
+// Next: open_step.cpp (the calls of a scope), step_agreement.cpp, step_passes.cpp (the forwards and
+// backwards inside), ../agreed/order.h.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +45,6 @@
 
 namespace tessera::fsdp {
 
-struct PlanInputs;
 class Runtime;
 class Unit;
 

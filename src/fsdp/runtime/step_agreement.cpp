@@ -1,4 +1,4 @@
-// What the ranks of a stage agree on as a step begins, before it follows a plan and as it ends.
+// Agreements between the ranks of a stage: as a step begins, before it follows a plan and as it ends.
 #include <exception>
 #include <sstream>
 #include <utility>
@@ -87,7 +87,13 @@ StepPlan OpenStep::planned(const PlanInputs& inputs) const {
 std::exception_ptr OpenStep::agree_on(const StepPlan& plan, std::exception_ptr refusal) const {
   auto* group = runtime_.data_group();
   const auto hash = refusal ? hash_bytes(message_of(refusal)) : plan.hash();
-  if (group == nullptr || comm::all_agree(*group, {hash}, "plan of a step")[0]) return refusal;
+  try {
+    if (group == nullptr || comm::all_agree(*group, {hash}, "plan of a step")[0]) return refusal;
+  } catch (const comm::LostRank&) {
+    // One that refuses alike has thrown before this one had all answers.
+    if (refusal) return refusal;
+    throw;
+  }
   refusal =
       comm::shared_refusal(*group, runtime_.world().rank(), refusal, "refused plans of a step");
   if (refusal) return refusal;

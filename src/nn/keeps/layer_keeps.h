@@ -5,8 +5,8 @@
 // Memory counts once however many operations save it; parameters, tables and the batch itself do
 // not count. A layer that computes in another way is changed here, too:
 // tests/unit/train/memory_table_test.cpp counts the bytes of real runs, step_traffic_test.cpp beside
-// it those that are sent. It follows the kernels of CPUs. Short symbols: B rows, T positions. Pure. Next: moe/expert_keeps.h,
-// models/keeps/kept_activations.h.
+// it those that are sent. It follows the kernels of CPUs. Short symbols: B rows, T positions. Pure.
+// Next: moe/expert_keeps.h, models/keeps/kept_activations.h.
 #pragma once
 
 #include <cstddef>

@@ -316,7 +316,7 @@ std::optional<std::string> close_name(std::string_view word,
                                       const std::vector<std::string>& candidates) {
   constexpr std::size_t kLongest = 80;  // no name of ours is: a longer word is none of them
   if (word.empty() || word.size() > kLongest) return std::nullopt;
-  // A swap of neighbours is one slip; but nobody means a pattern here.
+  // A swap of neighbours is one edit; but nobody means a pattern here.
   const bool plain_word = word.find_first_of("*?") == std::string_view::npos;
   const Typed as = plain_word ? Typed::kPattern : Typed::kWord;
   std::size_t fewest = std::clamp<std::size_t>(word.size() / 3, 1, 3) + 1;
@@ -342,7 +342,7 @@ const OtherName* find_other_key(std::string_view name) {
 }
 
 std::string advice_on(const OtherName& other, KeysIn where) {
-  if (other.here.empty()) return concat("; there is nothing like it here: ", other.note);
+  if (other.here.empty()) return concat("; it is no key here: ", other.note);
   return concat("; it is called ", shown_key(other.here, where), " here",
                 other.note.empty() ? "" : " (", other.note, other.note.empty() ? "" : ")");
 }

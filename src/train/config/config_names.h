@@ -1,7 +1,7 @@
 // Names that are no keys: misspelt ones, and those that torchtitan, transformers and axolotl have for
 // the same thing. Pure.
 //
-// A guess that is far off misleads more than none: what is offered is within a few slips, in the
+// A guess that is far off misleads more than none: what is offered is within a few edits, in the
 // section that was named, or stands in the table. Next: config_keys.h has the names that are.
 #pragma once
 
@@ -38,7 +38,7 @@ const OtherName* find_other_key(std::string_view name);
 /// What advice_on_key() says of it.
 std::string advice_on(const OtherName& other, KeysIn where);
 
-/// The candidate with the fewest slips, case ignored; none where all are further off than a third of
+/// The candidate with the fewest edits, case ignored; none where all are further off than a third of
 /// the word, or than 3.
 std::optional<std::string> close_name(std::string_view word,
                                       const std::vector<std::string>& candidates);

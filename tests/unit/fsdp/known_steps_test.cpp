@@ -71,15 +71,22 @@ TEST(KnownSteps, SchedulesInUseStayBesideAnyNumberThatComeOnce) {
   }
 }
 
-TEST(KnownSteps, OfTooManyInUseTheOneThatWasFollowedLongestAgoMakesRoom) {
+// Naive: where all places are taken by schedules in use, new ones push each other out for ever.
+TEST(KnownSteps, NewSchedulesInTurnAreFollowedHoweverManyAreInUse) {
   KnownSteps known;
   for (int twice = 0; twice < 2; ++twice) {
     for (std::size_t i = 0; i < KnownSteps::kMost; ++i) step(known, concat(i));
   }
   EXPECT_TRUE(step(known, "0"));
-  EXPECT_FALSE(step(known, "one more"));
+  EXPECT_FALSE(step(known, "a"));
+  EXPECT_FALSE(step(known, "b"));
+  EXPECT_TRUE(step(known, "a"));
+  EXPECT_TRUE(step(known, "b"));
+  // The two that were followed longest ago have made room.
   EXPECT_FALSE(step(known, "1"));
+  EXPECT_FALSE(step(known, "2"));
   EXPECT_TRUE(step(known, "0"));
+  EXPECT_TRUE(step(known, "3"));
 }
 
 TEST(KnownSteps, SaysWhenNoneOfManyInARowWasFollowed) {

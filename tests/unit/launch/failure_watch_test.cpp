@@ -138,8 +138,7 @@ TEST_F(Watched, AbortOfItsEpochIsSeen) {
 
 /// Says that ranks disagree, as the watch of another rank does.
 void disagree(Store& store, int epoch) {
-  store.set(store_key::disagreement(epoch), "here");
-  store.set(store_key::abort(epoch), "ranks disagree");
+  store.set(store_key::abort(epoch), encode({"ranks disagree", true}));
 }
 
 // [Note: disagreements]: the program may catch it.

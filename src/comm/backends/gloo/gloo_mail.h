@@ -4,9 +4,8 @@
 // same time differ are in it as they are (direction, stage, micro-batch, tensor: at most 23 bits, as
 // many as the step's MailExtent needs), so that two of a schedule never share one; the others, at
 // least 8, are a hash over all that both ends must agree on: step, sizes and dtype too. Ends that
-// differ wait: what
-// each rank has under way stands on the wait board, where the failure watch finds it
-// (launch/peer_watch.h). Nothing is sent beside the tensor itself.
+// differ wait: what each rank has under way stands on the wait board, where the failure watch finds
+// it (launch/peer_watch.h). Nothing is sent beside the tensor itself.
 //
 // Private to point_to_point.cpp, whose connections it uses.
 #pragma once

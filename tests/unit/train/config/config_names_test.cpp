@@ -60,7 +60,7 @@ TEST(OtherNames, EveryOneIsAnsweredWhereverItStands) {
   for (const OtherName& other : other_keys()) {
     for (const std::string& name : words_of(other.theirs)) {
       const std::string says = other.here.empty()
-                                   ? "nothing like it here"
+                                   ? "it is no key here"
                                    : "it is called \"" + std::string(other.here) + "\" here";
       const bool has_section = name.find('.') != std::string::npos;
       const auto expect = [&](const std::string& full) {
@@ -125,7 +125,7 @@ TEST(OtherNames, TheMostUsedOfTorchtitanTransformersAndAxolotl) {
                            "wandb_project", "load_in_4bit", "flash_attention", "training.gc_freq",
                            "model.converters", "dataloader_num_workers", "push_to_hub",
                            "checkpoint.async_mode", "chat_template", "trust_remote_code"}) {
-    EXPECT_THAT(in_file(none), StartsWith("; there is nothing like it here: ")) << none;
+    EXPECT_THAT(in_file(none), StartsWith("; it is no key here: ")) << none;
   }
   EXPECT_THAT(
       refused("[training]\nlearning_rate = 1e-3\n"),
