@@ -75,7 +75,7 @@ std::string what_is_absent(const NamedPath& named) {
 std::optional<std::string> near_config(const fs::path& config_file, const NamedPath& named) {
   const fs::path folder = config_file.parent_path();
   for (const fs::path& from : {folder, folder / ".."}) {
-    const std::string path = (from / named.path).lexically_normal().string();
+    std::string path = (from / named.path).lexically_normal().string();
     if (is_there(path, named.key)) return path;
   }
   return std::nullopt;
