@@ -53,6 +53,29 @@ TEST(Convert, WarnsWhereGenerationDoesNotStopAtTheEndOfATurn) {
                 "but eos_token_id is 7 (generation_config.json)"));
 }
 
+// Naive: each warning gives a list with its own turn's end alone, and whoever writes the last one still
+// does not stop at the other.
+TEST(Convert, TheLastWarningHasTheEndsOfAllTurns) {
+  const std::string jinja = "{% for m in messages %}{{ m.content }}<|eot_id|>{% endfor %}";
+  for (const auto& [end, turn] : {std::pair(7, 8), {8, 7}, {0, 259}, {131, 4}}) {
+    const std::string chat =
+        concat(R"({"eos_token": "<|im_end|>", "added_tokens_decoder": {")", end,
+               R"(": {"content": "<|im_end|>"}, ")", turn, R"(": {"content": "<|eot_id|>"}}})");
+    const std::pair<std::string, std::string> tokenizer{"tokenizer_config.json", chat};
+    const std::pair<std::string, std::string> chats{"chat_template.jinja", jinja};
+    const std::string warned = said({tokenizer, chats});
+    EXPECT_THAT(warned,
+                AllOf(HasSubstr(concat("a turn ends with '<|im_end|>' (token ", end, ";")),
+                      HasSubstr(concat("a turn ends with '<|eot_id|>' (token ", turn, ";"))));
+    const std::string ids = concat("\"eos_token_id\": [5, ", end, ", ", turn, "]");
+    const std::size_t last = warned.rfind("warning: a turn ends");
+    ASSERT_NE(last, std::string::npos) << warned;
+    EXPECT_THAT(warned.substr(last), HasSubstr(concat("write ", ids, " into generation_config")));
+    EXPECT_THAT(said({tokenizer, chats, {"generation_config.json", concat("{", ids, "}")}}),
+                Not(HasSubstr("a turn ends")));
+  }
+}
+
 TEST(Convert, AFileOfATokenizerThatCannotBeReadIsCopiedAndSaid) {
   EXPECT_THAT(said({{"tokenizer_config.json", "{"}}),
               HasSubstr("warning: whether generation stops at the end of a turn is not known: "));

@@ -236,6 +236,31 @@ TEST(InspectCommand, EveryKindThatAStepSendsHasItsLineAndTheTotalIsTheirSum) {
   EXPECT_THAT(with({"--device-memory", "1KiB"}), HasSubstr("1.00 KiB: does not fit, "));
 }
 
+// Nobody knows before the run how routers will choose: the line says by which choice it counts bytes.
+TEST(InspectCommand, TokensOverEpAreSaidToBeOfExpertsChosenEquallyOften) {
+  const testing::TemporaryFolder folder;
+  write_small_run(folder);
+  json model =
+      json::parse(read_file(std::string(TESSERA_TEST_DATA) + "/qwen3-moe-fp32/config.json"));
+  model["vocab_size"] = 260;
+  folder.write("model.json", model.dump());
+  const auto line_with_ep = [&](const std::string& degree) {
+    const Outcome outcome =
+        run_program(folder, {"inspect", "--contract", "run.toml", "--world", "2",
+                             "--parallelism.expert_parallel_degree", degree});
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    std::istringstream lines(outcome.out);
+    for (std::string line; std::getline(lines, line);) {
+      if (line.starts_with("  tokens over ep ")) return line;
+    }
+    return std::string("no such line");
+  };
+  const std::string words = "as if every expert were chosen equally often";
+  EXPECT_THAT(line_with_ep("2"),
+              ContainsRegex("^  tokens over ep +[1-9][0-9.]* ([KMG]i)?B  " + words));
+  EXPECT_THAT(line_with_ep("1"), ContainsRegex("^  tokens over ep +0 B$"));
+}
+
 // Naive: bytes beyond 64 bits, shown as negative ones.
 TEST(InspectCommand, RowsThatNoMemoryHoldsAreRefused) {
   const testing::TemporaryFolder folder;

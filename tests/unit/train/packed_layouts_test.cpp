@@ -1,5 +1,6 @@
 // Rows that are packed of documents under layouts: every rank's gradients are those of the documents
-// alone, tensor and sequence parallel, sharded experts, recomputed and replayed.
+// alone, tensor and sequence parallel, sharded experts, recomputed and replayed. Places that packing
+// leaves empty count in no router's load, whichever rank has them.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>
@@ -14,7 +15,9 @@
 
 #include "tessera/compile.h"
 #include "tessera/group.h"
+#include "train/expert_balance.h"
 #include "train/parallelize.h"
+#include "train/step.h"
 #include "unit/train/run_case.h"
 
 namespace tessera::train::packed_layouts_test {
@@ -39,6 +42,7 @@ Config config_of(const Layout& layout, const testing::TemporaryFolder& folder) {
   degrees.expert_parallel_degree = layout.dims.ep;
   degrees.expert_tensor_parallel_degree = layout.dims.etp;
   degrees.sequence_parallel = layout.dims.sequence == SequenceParallel::kYes;
+  degrees.moe_router = layout.dims.router;
   config.precision.param_dtype.dtype = DType::kFloat32;
   config.activation_checkpoint.mode = layout.mode;
   if (layout.family == "gemma4") config.model.freeze = {"model.vision_tower", "model.embed_vision"};
@@ -126,6 +130,34 @@ double relative_error(const std::vector<at::Tensor>& found,
 /// fp32: 2^-24 a rounding, some hundred of them in a row.
 constexpr double kBound = 2e-5;
 
+struct Family {
+  std::string name;
+  bool has_experts = false;
+};
+std::vector<Family> families() {
+  return {{"qwen3"},
+          {"llama"},
+          {"qwen2"},
+          {"mistral"},
+          {"olmo2"},
+          {"gemma3-text"},
+          {"gpt2"},
+          {"qwen3-moe", true},
+          {"mixtral", true},
+          {"gpt-oss", true},
+          {"gemma4", true},
+          {"deepseek-v2", true},
+          {"glm4-moe", true},
+          {"deepseek-v3", true},
+          {"llama4-text", true}};
+}
+
+std::string case_name(const char* kind, std::size_t number, const std::string& family) {
+  std::string name = concat(kind, "_", number, "_", family);
+  std::ranges::replace(name, '-', '_');
+  return name;
+}
+
 /// Two of each family: one of the layouts that share out its experts, where it has any, and one of
 /// all that apply, with recomputation of any kind.
 std::vector<Layout> drawn_layouts() {
@@ -139,35 +171,14 @@ std::vector<Layout> drawn_layouts() {
       {.tp = 2, .etp = 2},
       {.dp_shard = 2, .tp = 2, .ep = 2, .etp = 2},
       {.tp = 2, .etp = 2, .sequence = SequenceParallel::kNo}};
-  struct Family {
-    std::string name;
-    bool has_experts = false;
-  };
-  const std::vector<Family> families{{"qwen3"},
-                                     {"llama"},
-                                     {"qwen2"},
-                                     {"mistral"},
-                                     {"olmo2"},
-                                     {"gemma3-text"},
-                                     {"gpt2"},
-                                     {"qwen3-moe", true},
-                                     {"mixtral", true},
-                                     {"gpt-oss", true},
-                                     {"gemma4", true},
-                                     {"deepseek-v2", true},
-                                     {"glm4-moe", true},
-                                     {"deepseek-v3", true},
-                                     {"llama4-text", true}};
   std::mt19937 random(20261127);
   std::vector<Layout> drawn;
   const auto draw = [&](const Family& family, const std::vector<ParallelDims>& from) {
     const auto& dims = from[random() % from.size()];
     const auto mode = static_cast<RecomputeMode>(random() % 3);
-    std::string name = concat("drawn_", drawn.size(), "_", family.name);
-    std::ranges::replace(name, '-', '_');
-    drawn.push_back({std::move(name), family.name, dims, mode});
+    drawn.push_back({case_name("drawn", drawn.size(), family.name), family.name, dims, mode});
   };
-  for (const Family& family : families) {
+  for (const Family& family : families()) {
     auto applies = of_all;
     if (family.has_experts) applies.insert(applies.end(), of_experts.begin(), of_experts.end());
     draw(family, family.has_experts ? of_experts : of_all);
@@ -212,6 +223,140 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& one) { return one.param.name; });
 
 INSTANTIATE_TEST_SUITE_P(Drawn, PackedLayouts, ::testing::ValuesIn(drawn_layouts()),
+                         [](const auto& one) { return one.param.name; });
+
+/// Every layout for at least two of the families with experts.
+std::vector<Layout> layouts_with_fillers() {
+  constexpr auto kWhole = SequenceParallel::kNo;
+  const std::vector<ParallelDims> all{{.dp_replicate = 2},
+                                      {.dp_shard = 3},
+                                      {.tp = 2},
+                                      {.tp = 2, .sequence = kWhole},
+                                      {.tp = 2, .router = RouterTokens::kAll},
+                                      {.dp_shard = 2, .ep = 2},
+                                      {.tp = 2, .ep = 2},
+                                      {.tp = 2, .ep = 2, .sequence = kWhole},
+                                      {.tp = 2, .etp = 2},
+                                      {.tp = 2, .etp = 2, .sequence = kWhole},
+                                      {.dp_shard = 2, .tp = 2, .ep = 2, .etp = 2}};
+  constexpr int kLayoutsOfAFamily = 3;
+  std::vector<Layout> dealt;
+  for (const Family& family : families()) {
+    for (int i = 0; family.has_experts && i < kLayoutsOfAFamily; ++i) {
+      const std::size_t number = dealt.size();
+      dealt.push_back({case_name("fillers", number, family.name), family.name,
+                       all[number % all.size()], static_cast<RecomputeMode>(i)});
+    }
+  }
+  return dealt;
+}
+
+/// Two rows for each data rank. Fillers are the last document of a row, or any places.
+std::vector<models::ModelInputs> rows_with_fillers(std::uint64_t seed, int data_ranks,
+                                                   std::int64_t vocabulary) {
+  auto places = at::make_generator<at::CPUGeneratorImpl>(seed);
+  std::vector<models::ModelInputs> of_ranks;
+  for (int rank = 0; rank < data_ranks; ++rank) {
+    const Documents first = drawn(seed, 2 * rank, vocabulary);
+    const Documents second = drawn(seed + 10, 2 * rank + 1, vocabulary);
+    models::ModelInputs inputs;
+    inputs.input_ids = at::cat({first.ids, second.ids});
+    inputs.targets = inputs.input_ids;
+    inputs.documents.starts = at::cat({first.starts, second.starts});
+    const at::Tensor& starts = inputs.documents.starts;
+    inputs.fillers = seed % 2 == 1 ? starts.eq(starts.amax(1, /*keepdim=*/true))
+                                   : at::rand(starts.sizes(), places, at::kFloat).lt(0.3);
+    inputs.router_statistics = models::RouterStatistics::kAndProbabilities;
+    of_ranks.push_back(std::move(inputs));
+  }
+  return of_ranks;
+}
+
+/// By layer, of these micro-batches of every rank. Collective.
+std::vector<models::RouterLoad> loads_of_all(Model& model,
+                                             const std::vector<models::ModelInputs>& batches) {
+  std::vector<models::RouterLoad> sums;
+  for (const models::ModelInputs& inputs : batches) {
+    const auto output = model->call(&models::LanguageModel::forward_routed, inputs);
+    output.result.backward();
+    if (sums.empty()) sums.resize(output.loads.size(), {at::zeros({1}, at::kLong), at::zeros({1})});
+    for (std::size_t i = 0; i < sums.size(); ++i) {
+      const auto& [counts, probabilities] = output.loads[i];
+      sums[i] = pool({sums[i], {counts, probabilities.detach()}});
+    }
+  }
+  for (auto& [counts, probabilities] : sums) {
+    counts = chosen_by_all(*model, counts);
+    const at::Tensor mine = probabilities.to(at::kDouble).contiguous();
+    const auto* begin = mine.const_data_ptr<double>();
+    // RankSum::kSources are numbers that are not whole.
+    probabilities = at::tensor(
+        sum_over_ranks(*model, RankSum::kSources, {begin, begin + mine.numel()}), at::kDouble);
+  }
+  return sums;
+}
+
+Model model_of(const ModelSource& source, const Config& config, World& world) {
+  const ParallelDims dims = resolve_parallelism(config.parallelism, world.size());
+  return parallelize(source, config, world.mesh(mesh_shape(dims)));
+}
+
+class LayoutsWithFillers : public ::testing::TestWithParam<Layout> {};
+
+// Naive: a rank masks the fillers of other tokens than those that its router sees.
+TEST_P(LayoutsWithFillers, LoadsOverAllRanksAreThoseOfOneRankAndOfNoFiller) {
+  const Layout& layout = GetParam();
+  const testing::TemporaryFolder folder;
+  const Config config = config_of(layout, folder);
+  Config alone = config;
+  alone.parallelism = {};
+  const ModelSource source = open_model(config.model, config.lora);
+  const std::int64_t choices = source.spec.moe->experts_per_token;
+  for (const std::uint64_t seed : {1U, 2U}) {
+    const auto batches = rows_with_fillers(seed, layout.dims.data_ranks(), source.spec.vocab_size);
+    std::int64_t places = 0, kept = 0;
+    for (const models::ModelInputs& inputs : batches) {
+      places += inputs.fillers->numel();
+      kept += inputs.fillers->logical_not().sum().item<std::int64_t>();
+    }
+    ASSERT_LT(kept, places);
+    std::vector<models::RouterLoad> expected;
+    on_ranks(1, [&](World& world) {
+      Model model = model_of(source, alone, world);
+      expected = loads_of_all(model, batches);
+    });
+    ASSERT_EQ(expected.size(), models::routed_experts(source.spec).layers.size());
+    on_ranks(layout.dims.world_size(), [&](World& world) {
+      Model model = model_of(source, config, world);
+      models::ModelInputs own = batches[static_cast<std::size_t>(data_rank(model->mesh()))];
+      const auto found = loads_of_all(model, {own});
+      own.fillers.reset();
+      const auto of_all_places = loads_of_all(model, {own});
+      ASSERT_EQ(found.size(), expected.size());
+      ASSERT_EQ(of_all_places.size(), expected.size());
+      for (std::size_t i = 0; i < found.size(); ++i) {
+        const std::string where =
+            concat(layout.name, " on ", to_string(mesh_shape(layout.dims)), ", layer ", i,
+                   ", fillers ", seed, ", rank ", world.rank());
+        EXPECT_TRUE(found[i].counts.equal(expected[i].counts))
+            << where << ": found " << found[i].counts << ", expected " << expected[i].counts;
+        EXPECT_EQ(found[i].counts.sum().item<double>(), static_cast<double>(kept * choices))
+            << where;
+        EXPECT_LT(relative_error({found[i].probabilities}, {expected[i].probabilities}), kBound)
+            << where;
+        // Able to fail: fillers are routed as other places are.
+        EXPECT_EQ(of_all_places[i].counts.sum().item<double>(),
+                  static_cast<double>(places * choices))
+            << where;
+        EXPECT_GT(of_all_places[i].probabilities.sum().item<double>(),
+                  found[i].probabilities.sum().item<double>())
+            << where;
+      }
+    });
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Dealt, LayoutsWithFillers, ::testing::ValuesIn(layouts_with_fillers()),
                          [](const auto& one) { return one.param.name; });
 
 // What borders are is data: a region that was recorded with others is replayed.

@@ -358,5 +358,54 @@ TEST(StepTraffic, IsThatOfTheTraceInDrawnLayouts) {
   }
 }
 
+/// Each expert of each layer as often as every other one, by the tokens that each rank of ep sends.
+ExpertLoads even_loads(const models::ModelSpec& spec, const Drawn& d) {
+  const auto routed = models::routed_experts(spec);
+  const std::int64_t choices =
+      d.micro_batches * d.rows * d.positions / (d.etp > 1 ? 1 : d.tp) * routed.experts_per_token;
+  EXPECT_EQ(choices % routed.experts, 0) << "no even choice";
+  const std::vector<std::int64_t> of_rank(static_cast<std::size_t>(routed.experts),
+                                          choices / routed.experts);
+  return ExpertLoads(routed.layers.size(), std::vector(static_cast<std::size_t>(d.ep), of_rank));
+}
+
+// What users see is the forecast without loads.
+TEST(StepTraffic, WithoutLoadsItIsThatOfExpertsChosenEquallyOften) {
+  int cases = 0, of_four = 0;
+  for (std::uint32_t seed = 1; seed <= 60; ++seed) {
+    Drawn d = drawn(seed);
+    if (d.ep == 1) continue;
+    if (d.shard * d.tp / d.etp % 4 == 0) d.ep = 4;
+    d.rows = 6;  // 96 tokens, or parts of them that experts of all these families divide
+    d.positions = 16;
+    std::ostringstream words;
+    words << "seed " << seed << ": " << d;
+    SCOPED_TRACE(words.str());
+    const testing::TemporaryFolder folder;
+    const Config config = config_of(folder, d);
+    write_model(folder, d);
+    const Forecast forecast(config, d);
+    const ExpertLoads even = even_loads(forecast.source.spec, d);
+    ExpertLoads more = even;
+    for (auto& of_layer : more) ++of_layer.front().back();  // that of another rank
+    std::int64_t sent = 0, sent_more = 0;
+    for (const int rank : {0, d.ranks() - 1}) {
+      const StepTraffic found = forecast.of({.rank = rank});
+      const StepTraffic expected = forecast.of({.rank = rank, .loads = &even});
+      EXPECT_EQ(kinds(found), kinds(expected)) << "rank " << rank;
+      EXPECT_TRUE(found.of_tokens->is_even);
+      EXPECT_FALSE(expected.of_tokens->is_even);
+      sent += found.of_tokens->experts;
+      sent_more += forecast.of({.rank = rank, .loads = &more}).of_tokens->experts;
+    }
+    EXPECT_GT(sent, 0);
+    EXPECT_GT(sent_more, sent) << "able to fail";
+    ++cases;
+    if (d.ep == 4) ++of_four;
+  }
+  EXPECT_GE(cases, 10);
+  EXPECT_GE(of_four, 1);
+}
+
 }  // namespace
 }  // namespace tessera::train::step_traffic_test
