@@ -119,7 +119,8 @@ TEST(OffloadedRuns, AForecastCountsWhatIsOut) {
   };
   EXPECT_NE(all(with), all(without));
   const auto plan = run_program(
-      folder, joined_words({"plan", "run.toml", "--world", "2"}, with_least_memory(folder)));
+      folder,
+      joined_words({"plan", "run.toml", "--world", "2", "--actions"}, with_least_memory(folder)));
   EXPECT_THAT(plan.out, AllOf(HasSubstr("is offloaded: the budget has no room for its "),
                               HasSubstr("update:\n  reload the optimizer state of "),
                               HasSubstr("optimizer state of a rank in memory: ")));
