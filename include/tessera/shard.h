@@ -266,7 +266,6 @@ class ShardedBase : public torch::nn::Module {
 
  private:
   friend class TrainableChanger;
-  class ModelNames;
   struct Inner {
     std::string path;
     std::shared_ptr<ShardedBase> handle;
@@ -277,7 +276,6 @@ class ShardedBase : public torch::nn::Module {
   };
   void require_handles_between_steps(const std::vector<fsdp::FoundHandle>& handles);
   void adopt(const ShardOptions& options);
-  void name_by_model();
   void for_units(bool recurse, const std::function<void(ShardedBase&)>& act);
   void require_own_parameters(bool recurse);
   enum class Place : std::uint8_t { kOutermost, kInside };

@@ -47,9 +47,7 @@ enum class StateDictKind : std::uint8_t {
 };
 
 /// Parameters in the model's order under their canonical names, then buffers, which every rank
-/// holds whole. A tied parameter has an entry under every name, in the order of the model's
-/// modules: the first is its canonical one, whichever of the modules that register it are units. A buffer
-/// that several register has one entry, under the first name. Collective, but for kSharded. Whole
+/// holds whole. A tied parameter has an entry under every name. Collective, but for kSharded. Whole
 /// tensors are gathered one bucket at a time.
 StateDict state_dict(const ShardedBase& model, StateDictKind kind);
 

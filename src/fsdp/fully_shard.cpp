@@ -203,7 +203,6 @@ void ShardedBase::adopt(const ShardOptions& options) {
   for (auto* unit : below) unit->join(runtime_);
   fsdp::move_shared(*unit_, below);
   fsdp::move_small(*unit_, below, options.merge_below_bytes);
-  if (!inner_.empty()) name_by_model();
   runtime_->controls_changed();
 }
 

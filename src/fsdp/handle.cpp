@@ -27,10 +27,6 @@ std::vector<ShardedBase::Own> ShardedBase::all() const {
           {inner.handle->named_ ? own.name : inner.path + "." + own.name, own.parameter});
     }
   }
-  if (is_inside_) return result;
-  for (auto& own : result) {
-    if (own.parameter->is_named_by_model) own.name = own.parameter->contract.name;
-  }
   return result;
 }
 
@@ -81,12 +77,6 @@ std::vector<BufferView> ShardedBase::buffers() const {
   for (const auto& inner : inner_) {
     for (auto& view : inner.handle->buffers()) result.push_back(std::move(view));
   }
-  if (is_inside_) return result;
-  // Of several units, whose modules show it.
-  std::set<const at::TensorImpl*> seen;
-  std::erase_if(result, [&](const BufferView& view) {
-    return !seen.insert(view.tensor.unsafeGetTensorImpl()).second;
-  });
   return result;
 }
 

@@ -3,7 +3,6 @@
 #include <gmock/gmock.h>
 
 #include <map>
-#include <random>
 
 #include "dist/controls.h"
 #include "dist/everything.h"
@@ -98,91 +97,6 @@ TEST_P(StateDicts, WhatOneModelSavedAnotherLoadsAndTrainsOn) {
       const auto x = seeded(9, {4, 7});
       EXPECT_TRUE(same_bits(to.forward(x).detach(), from.forward(x).detach()));
     }
-  });
-}
-
-/// A module of a drawn tree.
-class Node : public torch::nn::Module {
- public:
-  at::Tensor forward(const at::Tensor& x) { return x; }
-};
-
-/// A tree of modules of which some register the same tensors, drawn; `cut` says which are units, in
-/// the order in which they are made: each before the one around it.
-class DrawnTree {
- public:
-  DrawnTree(unsigned seed, Mesh mesh, std::function<bool()> cut)
-      : random_(seed), mesh_(std::move(mesh)), cut_(std::move(cut)) {
-    for (std::uint64_t i = 0; i < 3; ++i) {
-      shared_.push_back(seeded(70 + i, {4, 3}));
-      shared_buffers_.push_back(seeded(80 + i, {5}));
-    }
-    root = made(3);
-  }
-  std::shared_ptr<Node> root;
-
- private:
-  unsigned below(unsigned end) { return static_cast<unsigned>(random_() % end); }
-  std::uint64_t next() { return 1000 + 10 * count_++; }
-
-  std::shared_ptr<Node> made(int depth) {
-    auto node = std::make_shared<Node>();
-    if (below(2) == 0) node->register_parameter("own", seeded(next(), {3, 2}));
-    if (below(2) == 0) node->register_parameter("shared", shared_.at(below(3)));
-    if (below(3) == 0) node->register_buffer("count", seeded(next(), {2}));
-    if (below(2) == 0) node->register_buffer("table", shared_buffers_.at(below(3)));
-    const unsigned children = depth == 0 ? 0 : 1 + below(3);
-    for (unsigned i = 0; i < children; ++i) {
-      const auto name = concat("part", i);
-      const auto child = made(depth - 1);
-      if (cut_()) {
-        node->register_module(name, std::make_shared<Sharded<Node>>(fully_shard(child, mesh_)));
-      } else {
-        node->register_module(name, child);
-      }
-    }
-    return node;
-  }
-
-  std::mt19937 random_;
-  Mesh mesh_;
-  std::function<bool()> cut_;
-  std::uint64_t count_ = 0;
-  std::vector<at::Tensor> shared_, shared_buffers_;
-};
-
-// Naive: what two modules register is named by which of them was sharded first, and has that name
-// alone.
-TEST(StateDictNames, AreThoseOfTheModelWhateverIsAUnit) {
-  ranks(2).run([](World& world) {
-    int renamed = 0;
-    for (unsigned seed = 0; seed < 30; ++seed) {
-      SCOPED_TRACE(concat("seed ", seed));
-      const auto mesh = data_mesh(world);
-      auto whole = fully_shard(DrawnTree(seed, mesh, [] { return false; }).root, mesh);
-      std::map<std::string, at::Tensor> expected;
-      for (const auto& entry : state_dict(whole, StateDictKind::kFull)) {
-        expected.emplace(entry.name, entry.values);
-      }
-      std::map<std::string, std::vector<std::string>> aliases;
-      for (const auto& view : whole.shards()) aliases[view.contract->name] = view.contract->aliases;
-      std::mt19937 draw(seed);
-      for (int i = 0; i < 3; ++i) {
-        auto cut = fully_shard(DrawnTree(seed, mesh, [&] { return draw() % 2 == 0; }).root, mesh);
-        expect_values(state_dict(cut, StateDictKind::kFull), expected);
-        for (const auto& view : cut.shards()) {
-          ASSERT_EQ(aliases.count(view.contract->name), 1U) << view.contract->name;
-          EXPECT_EQ(view.contract->aliases, aliases.at(view.contract->name));
-          renamed += view.contract->aliases.empty() ? 0 : 1;
-        }
-        for (const auto& entry : cut.named_parameters()) EXPECT_EQ(aliases.count(entry.key()), 1U);
-        for (const auto& view : cut.shards()) at::Tensor(view.shard).detach().zero_();
-        load_state_dict(cut, state_dict(whole, StateDictKind::kFull));
-        load_state_dict(whole, state_dict(cut, StateDictKind::kFull));
-        expect_values(state_dict(cut, StateDictKind::kFull), expected);
-      }
-    }
-    EXPECT_GT(renamed, 30);
   });
 }
 

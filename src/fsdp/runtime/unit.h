@@ -56,7 +56,6 @@ struct Parameter : std::enable_shared_from_this<Parameter> {
   std::size_t place = 0;             ///< index into the bucket plan's parameters
   std::vector<int> coordinates;      ///< of this rank on contract.layout.axes
   std::int64_t place_in_model = -1;  ///< as ShardView
-  bool is_named_by_model = false;    ///< several modules of the model show it
   bool used = false;       ///< a gradient arrived here since gradients were last published
   bool published = false;  ///< shard.grad() is ours
   bool lost = false;       ///< a failure took it, and nobody has said that it may go
