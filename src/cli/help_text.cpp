@@ -103,7 +103,8 @@ class Screen final : public ::CLI::Formatter {
 std::shared_ptr<::CLI::FormatterBase> screen_formatter() { return std::make_shared<Screen>(); }
 
 std::string where_keys_are() {
-  std::string text = "Every key of the configuration may be given as --section.key VALUE. Sections:";
+  std::string text =
+      "Every key of the configuration may be given as --section.key VALUE. Sections:";
   for (const std::string& section : train::config_sections()) text += " " + section;
   return text + ".";
 }
