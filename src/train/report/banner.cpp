@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdio>
 #include <map>
 #include <utility>
 
 #include "base/text/printable.h"
+#include "base/text/three_digits.h"
 #include "fsdp/optim/optimizer_registry.h"
 #include "tessera/dtype.h"
 #include "tessera/error.h"
@@ -15,16 +15,6 @@
 
 namespace tessera::train {
 namespace {
-
-std::string three_digits(double value) {
-  std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(),
-                value < 9.995   ? "%.2f"
-                : value < 99.95 ? "%.1f"
-                                : "%.0f",
-                value);
-  return text.data();
-}
 
 /// Elements of a kind of dtype.
 using Shares = std::map<DType, std::int64_t>;
