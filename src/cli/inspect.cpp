@@ -14,6 +14,7 @@
 #include "cli/contract_json.h"
 #include "cli/contract_text.h"
 #include "cli/program_end.h"
+#include "cli/step_time.h"
 #include "io/checkpoint_folder.h"
 #include "io/hf_folder.h"
 #include "tessera/error.h"
@@ -182,6 +183,7 @@ struct Planned {
   train::MemoryTable memory;
   train::StepTraffic traffic;
   std::optional<std::int64_t> device_bytes = {};  ///< --device-memory
+  std::string time = {};                          ///< the line by --flops and --bandwidth
 
   struct Pipelined {
     train::PipelinePlan plan;
@@ -243,6 +245,10 @@ Planned plan_run(const InspectArguments& arguments) {
   }
   planned.mesh = train::mesh_shape(dims);
   planned.contract = train::resolve_model(source, config, dims);
+  const auto rates = rates_of(arguments.machine, config);
+  TESSERA_CHECK(!rates || dims.pp == 1, ErrorKind::kConfig,
+                "parallelism.pipeline_parallel_degree: found ", dims.pp,
+                ", expected 1 with --flops: tessera schedule has the times of a pipeline");
   auto pipeline = train::resolve_pipeline(
       config, dims, source.spec, source.description,
       {.micro_batches = train::resolve_micro_batches(
@@ -270,7 +276,9 @@ Planned plan_run(const InspectArguments& arguments) {
                                        run.aux_loss_coef);
   planned.memory.computes_on = train::computes_on(config);
   planned.memory.offloaded = train::offloaded_state(run, machine);
-  planned.traffic = train::step_traffic(run, train::plan_of_steps(run, machine), {.rank = 0});
+  const fsdp::StepPlan steps = train::plan_of_steps(run, machine);
+  planned.traffic = train::step_traffic(run, steps, {.rank = 0});
+  if (rates) planned.time = time_line(*rates, run, steps, planned.traffic);
   return planned;
 }
 
@@ -331,7 +339,7 @@ void print_text(const Planned& planned, Layers layers) {
   print_plan(planned.plan, layers);
   std::cout << "\n" << to_string(planned.memory);
   print_whether_it_fits(planned);
-  std::cout << "\n" << to_string(planned.traffic);
+  std::cout << "\n" << to_string(planned.traffic) << planned.time;
 }
 
 /// Of each place on axis pp, its units included.
