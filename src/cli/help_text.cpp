@@ -98,23 +98,15 @@ class Screen final : public ::CLI::Formatter {
   }
 };
 
-std::string sections() {
-  std::string names, last;
-  for (const train::ConfigKey& key : train::config_keys()) {
-    if (key.section == last) continue;
-    last = key.section;
-    names += concat(names.empty() ? "" : " ", last);
-  }
-  return names;
-}
-
 }  // namespace
 
 std::shared_ptr<::CLI::FormatterBase> screen_formatter() { return std::make_shared<Screen>(); }
 
 std::string where_keys_are() {
-  return concat("Every key of the configuration may be given as --section.key VALUE. Sections: ",
-                sections(), ".");
+  std::string text =
+      "Every key of the configuration may be given as --section.key VALUE. Sections:";
+  for (const std::string& section : train::config_sections()) text += " " + section;
+  return text + ".";
 }
 
 bool takes_key(std::string_view verb, std::string_view full_name) {

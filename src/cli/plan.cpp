@@ -22,6 +22,7 @@
 #include "cli/arguments.h"
 #include "cli/contract_text.h"
 #include "cli/program_end.h"
+#include "cli/step_time.h"
 #include "fsdp/agreed/step_plan_check.h"
 #include "io/hf_folder.h"
 #include "tessera/error.h"
@@ -187,16 +188,11 @@ void print_costs(const capture::PlanFile& file, const capture::PlanProblem& prob
             << (traffic.of_tokens
                     ? " a step (tessera inspect --contract says of what)\n"
                     : " a step, without activations and tokens (set training.seq_len)\n");
-  const auto print_time = [&](std::string_view by, const capture::PlanProfile& profile) {
-    const auto took = capture::simulate(file.plan, profile, problem.micro_batches);
-    std::cout << std::fixed << std::setprecision(2) << "  a step by " << by << ": " << took.step_ms
-              << " ms, of which computing " << took.compute_ms << " (forwards again "
-              << took.again_ms << "), waiting for gathers " << took.waited_ms << ", for reductions "
-              << took.reduced_ms << ", the update and all else " << took.rest_ms << '\n'
-              << std::defaultfloat << std::setprecision(6);
-  };
-  if (!problem.profile.is_assumed) print_time("the profile", problem.profile);
-  if (rates) print_time("--flops and --bandwidth", profile_at(*rates, run, traffic));
+  if (!problem.profile.is_assumed) {
+    std::cout << time_line("the profile",
+                           capture::simulate(file.plan, problem.profile, problem.micro_batches));
+  }
+  if (rates) std::cout << time_line(*rates, run, file.plan, traffic);
 }
 
 /// Place by place.
@@ -316,16 +312,10 @@ int run_plan(const PlanArguments& arguments) {
     std::cout << to_json(file);
     return kDone;
   }
-  Shown shown{.actions = arguments.actions, .machine = machine};
-  if (arguments.flops) {
-    TESSERA_CHECK(
-        run.config.training.seq_len, ErrorKind::kUsage,
-        "--flops: found no training.seq_len, expected it: nothing else says how much a step "
-        "computes; set it");
-    const auto bandwidth = parse_byte_size(*arguments.bandwidth, "--bandwidth");
-    shown.rates = {.flops = *arguments.flops, .bandwidth = static_cast<double>(bandwidth)};
-  }
-  print_plan_of_step(file, problem, chosen, step, shown);
+  print_plan_of_step(file, problem, chosen, step,
+                     {.rates = rates_of(arguments.machine, run.config),
+                      .actions = arguments.actions,
+                      .machine = machine});
   return kDone;
 }
 

@@ -268,9 +268,9 @@ MoeLayer::Output MoeLayer::forward(const at::Tensor& x, const RoutingRequest& re
   const at::Tensor routed = tokens_.routed(
       x, entered,
       shared_experts_ ? ExpertTokens::Beside::kSharedExperts : ExpertTokens::Beside::kNone);
-  const moe::Routing routing =
-      router_->route(router_->scores(routed),
-                     tokens_.imposed(request.imposed, x.size(0), x.size(1)), expert_bias());
+  const moe::Routing routing = router_->route(
+      router_->scores(routed), tokens_.values_of_routed(request.imposed, x.size(0), x.size(1)),
+      expert_bias());
   const at::Tensor given = experts_->forward(tokens_.sent(routed), tokens_.sent(routing));
   at::Tensor y = tokens_.returned(given, entered.sizes());
   if (shared_experts_) {
@@ -278,9 +278,9 @@ MoeLayer::Output MoeLayer::forward(const at::Tensor& x, const RoutingRequest& re
     y = y +
         (tokens_.sums_at_exit() ? shared_experts_->addend(entered) : shared_experts_->forward(x));
   }
-  return {tokens_.leave(y),
-          tokens_.counted(load_of(routing, request.statistics,
-                                  tokens_.imposed(request.fillers, x.size(0), x.size(1))))};
+  return {tokens_.leave(y), tokens_.counted(load_of(
+                                routing, request.statistics,
+                                tokens_.values_of_routed(request.fillers, x.size(0), x.size(1))))};
 }
 
 }  // namespace tessera::models

@@ -41,10 +41,13 @@ struct RankMemory {
   bool operator==(const RankMemory&) const = default;
 };
 
+/// Whether units give their parameters back after forward.
+enum class Reshard : std::uint8_t { kYes, kNo };
+
 /// What it follows from, beside contracts and plan.
 struct RankMemoryOptions {
   int states = 2;  ///< tensors that the optimizer keeps of each parameter
-  layout::Reshard reshard = layout::Reshard::kYes;
+  Reshard reshard = Reshard::kYes;
   bool scales_loss = false;
   /// Several micro-batches without a reduction between them: gradients wait unsharded.
   bool defers_reductions = false;

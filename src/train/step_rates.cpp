@@ -2,13 +2,12 @@
 
 #include <algorithm>
 #include <array>
-#include <charconv>
 #include <map>
 #include <set>
 #include <string_view>
 #include <vector>
 
-#include "base/text/printable.h"
+#include "base/text/three_digits.h"
 #include "tessera/error.h"
 #include "train/pipeline/pipeline_plan.h"
 
@@ -126,12 +125,7 @@ std::string flops_text(double flops) {
     value /= 1e3;
     ++unit;
   }
-  const int decimals = value < 9.995 ? 2 : value < 99.95 ? 1 : 0;
-  std::array<char, 64> digits{};
-  const auto end = std::to_chars(digits.data(), digits.data() + digits.size(), value,
-                                 std::chars_format::fixed, decimals)
-                       .ptr;
-  return concat(std::string_view(digits.data(), end), " ", kUnits[unit]);
+  return concat(three_digits(value), " ", kUnits[unit]);
 }
 
 }  // namespace tessera::train

@@ -236,6 +236,41 @@ TEST(InspectCommand, EveryKindThatAStepSendsHasItsLineAndTheTotalIsTheirSum) {
   EXPECT_THAT(with({"--device-memory", "1KiB"}), HasSubstr("1.00 KiB: does not fit, "));
 }
 
+/// The line of `text` that begins so; "" where there is none.
+std::string line_with(const std::string& text, const std::string& begin) {
+  const auto at = text.find("\n" + begin);
+  return at == std::string::npos ? "" : text.substr(at + 1, text.find('\n', at + 1) - at - 1);
+}
+
+TEST(InspectCommand, HasTheTimeThatPlanHasOfTheSameStep) {
+  using Words = std::vector<std::string>;
+  const testing::TemporaryFolder folder;
+  write_small_run(folder);
+  const auto run = [&](Words verb, const Words& more) {
+    verb.insert(verb.end(), more.begin(), more.end());
+    return run_program(folder, verb);
+  };
+  const Words inspect{"inspect", "--contract", "run.toml", "--world", "2"};
+  const Words plan{"plan", "run.toml", "--world", "2"};
+  const std::string begin = "  a step by --flops and --bandwidth: ";
+  for (const char* flops : {"1e9", "1e7"}) {
+    const Words rates{"--flops", flops, "--bandwidth", "1MB", "--compile.mode", "plan"};
+    const Outcome outcome = run(inspect, rates);
+    ASSERT_EQ(outcome.code, 0) << outcome.err;
+    EXPECT_NE(line_with(outcome.out, begin), "");
+    EXPECT_EQ(line_with(outcome.out, begin), line_with(run(plan, rates).out, begin));
+  }
+  EXPECT_EQ(line_with(run(inspect, {}).out, begin), "") << "nobody has said how fast a rank is";
+  for (const Words& alone : {Words{"--flops", "1e9"}, Words{"--bandwidth", "1MB"}}) {
+    EXPECT_EQ(run(inspect, alone).code, 2);
+  }
+  const Outcome stages = run(inspect, {"--flops", "1e9", "--bandwidth", "1MB",
+                                       "--parallelism.pipeline_parallel_degree", "2"});
+  EXPECT_EQ(stages.code, 2);
+  EXPECT_THAT(stages.err, HasSubstr("parallelism.pipeline_parallel_degree: found 2, expected 1 "
+                                    "with --flops: tessera schedule has the times"));
+}
+
 // Nobody knows before the run how routers will choose: the line says by which choice it counts bytes.
 TEST(InspectCommand, TokensOverEpAreSaidToBeOfExpertsChosenEquallyOften) {
   const testing::TemporaryFolder folder;

@@ -11,23 +11,14 @@ import copy
 import json
 import pathlib
 import random
-import sys
 import tempfile
 import unittest
 
-try:
-    import pyarrow
-    import pyarrow.parquet
-    import tokenizers  # noqa: F401
-    import transformers  # noqa: F401
-except ImportError as missing:
-    print(f"skipped: {missing}")
-    sys.exit(77)
+from chat_templates_test import FAMILIES, WEATHER, write_model
+from python_tool import needed, run_tool
+from tokenize_test import MARKED_TEMPLATE, PLAIN_TEMPLATE
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-from chat_templates_test import FAMILIES, WEATHER, write_model  # noqa: E402
-from python_tool import run_tool  # noqa: E402
-from tokenize_test import MARKED_TEMPLATE, PLAIN_TEMPLATE  # noqa: E402
+pyarrow, _ = needed("pyarrow", "pyarrow.parquet")
 
 # As models that see have it: a text, which is no list, has no parts.
 PARTS_TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{% if part.type == 'text' "

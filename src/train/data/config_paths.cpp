@@ -7,6 +7,7 @@
 
 #include "base/text/printable.h"
 #include "base/where_relative.h"
+#include "io/hf_folder.h"
 #include "tessera/error.h"
 #include "train/data/data_files.h"
 
@@ -18,11 +19,11 @@ namespace fs = std::filesystem;
 struct NamedPath {
   std::string key;
   std::string path;
-  std::string_view absent;  ///< "no such file"
-  std::string_view expected;
+  std::string absent;  ///< "no such file"
+  std::string expected;
 };
 
-constexpr std::string_view kNoFile = "no such file";
+constexpr const char* kNoFile = "no such file";
 
 void add_data(const NamedSource& source, std::vector<NamedPath>& paths) {
   for (const std::string& path : source.path) {
@@ -33,10 +34,9 @@ void add_data(const NamedSource& source, std::vector<NamedPath>& paths) {
 
 /// The keys without effect left out.
 std::vector<NamedPath> paths_to_read(const Config& config, Verb verb) {
-  std::vector<NamedPath> paths{
-      {"model.path", config.model.path, "no such folder (nothing is fetched from a hub)",
-       "a model folder with config.json and safetensors, or the folder of a run"},
-      {"model.config", config.model.config, kNoFile, "a config.json"}};
+  std::vector<NamedPath> paths{{"model.path", config.model.path, concat("no such folder", kNoHub),
+                                concat(kModelFolder, ", or the folder of a run")},
+                               {"model.config", config.model.config, kNoFile, "a config.json"}};
   if (config.parallelism.pipeline_parallel_degree > 1) {
     paths.push_back({"pipeline.schedule_file", config.pipeline.schedule_file, kNoFile, "a CSV"});
   }
@@ -53,19 +53,15 @@ std::vector<NamedPath> paths_to_read(const Config& config, Verb verb) {
   return paths;
 }
 
-bool has_wildcards(const std::string& path) {
-  return path.find_first_of("*?[") != std::string::npos;
-}
-
 /// A pattern, where it matches something.
 bool is_there(const std::string& path, std::string_view key) {
+  if (is_pattern(path)) return !matches_of(path, key).empty();
   std::error_code ignored;
-  if (fs::status(path, ignored).type() != fs::file_type::not_found) return true;
-  return has_wildcards(path) && !matches_of(path, key).empty();
+  return fs::status(path, ignored).type() != fs::file_type::not_found;
 }
 
 std::string what_is_absent(const NamedPath& named) {
-  return has_wildcards(named.path)
+  return is_pattern(named.path)
              ? concat("found no file that matches ", shown(named.path))
              : concat("cannot open ", shown(named.path), ": found ", named.absent);
 }

@@ -15,6 +15,9 @@
 
 namespace tessera::train {
 
+/// Whether `path` has a * ? or [ in it and nothing is there by that name.
+bool is_pattern(const std::string& path);
+
 /// What a pattern matches, in the order of the names' bytes. Errors: kIo, naming `key`, with folders
 /// that cannot be listed.
 std::vector<std::string> matches_of(const std::string& pattern, std::string_view key);

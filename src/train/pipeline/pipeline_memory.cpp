@@ -130,11 +130,11 @@ StageBytes bytes_of(const layout::ModelPlan& plan, const std::vector<GradContrac
   StageBytes bytes;
   if (plan.units.empty()) return bytes;  // a stage whose parameters all lie in the rank's root
   const auto contracts = contracts_in(plan, all);
-  options.reshard = layout::Reshard::kYes;
+  options.reshard = Reshard::kYes;
   bytes.held = rank_memory(contracts, plan, options);
   bytes.unit_by_unit = bytes.held.unsharded;
   bytes.slots = bytes.held.reductions;
-  options.reshard = layout::Reshard::kNo;
+  options.reshard = Reshard::kNo;
   bytes.whole = rank_memory(contracts, plan, options).unsharded;
   return bytes;
 }
