@@ -31,7 +31,7 @@ void add_data(const NamedSource& source, std::vector<NamedPath>& paths) {
   }
 }
 
-/// The keys without effect left out.
+/// The paths that `verb` reads, without those of keys that have no effect.
 std::vector<NamedPath> paths_to_read(const Config& config, Verb verb) {
   std::vector<NamedPath> paths{
       {"model.path", config.model.path, "no such folder (nothing is fetched from a hub)",
@@ -57,7 +57,7 @@ bool has_wildcards(const std::string& path) {
   return path.find_first_of("*?[") != std::string::npos;
 }
 
-/// A pattern, where it matches something.
+/// Whether the path exists; for a pattern, whether it matches anything.
 bool is_there(const std::string& path, std::string_view key) {
   std::error_code ignored;
   if (fs::status(path, ignored).type() != fs::file_type::not_found) return true;
@@ -70,8 +70,8 @@ std::string what_is_absent(const NamedPath& named) {
              : concat("cannot open ", shown(named.path), ": found ", named.absent);
 }
 
-/// The file of that path in the config's folder, or in the one above it, from which the paths in
-/// configs/ are written.
+/// Looks the path up in the config's folder and in its parent, to which the paths in configs/ are
+/// relative.
 std::optional<std::string> near_config(const fs::path& config_file, const NamedPath& named) {
   const fs::path folder = config_file.parent_path();
   for (const fs::path& from : {folder, folder / ".."}) {
