@@ -167,7 +167,8 @@ TEST_P(PipelineOptions, HaveTheBitsOfTheRunWithout) {
       joined(joined(as_pipeline(2, options.schedule), options.words), options.of_pipeline);
   ASSERT_NO_FATAL_FAILURE(train("stages", 2, kMicroBatches, more));
   if (options.name == std::string("frozen_tied_ends")) {
-    // Both ends have the table, so that the norm adds its parts in another order; all else is the same.
+    // Both ends have the table, so that the norm adds its parts in another order; all else is the
+    // same.
     expect_near_numbers("stages", "whole", kNormNoise);
   } else {
     expect_same_numbers("stages", "whole");

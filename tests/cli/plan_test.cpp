@@ -72,7 +72,8 @@ bool speaks_of_seconds(const std::string& text) {
   return std::regex_search(text, std::regex(R"([0-9] m?s\b)"));
 }
 
-// Naive: hundreds of lines before what a person asks, whether it fits; and seconds out of bytes.
+// Naive: hundreds of lines before the question of a user, whether it fits; and seconds out of
+// bytes.
 TEST(PlanVerb, BeginsWithTotalsAndHasNoSecondsThatNobodyMeasured) {
   const testing::TemporaryFolder folder;
   write_run(folder);
@@ -121,7 +122,7 @@ TEST(PlanVerb, SaysWhetherARankFitsAndHowAShareWasCounted) {
   EXPECT_EQ(plan(folder, {"--device-memory", "80 gigs"}).code, 2);
 }
 
-// Products of the model by hand: 6 operations a weight and token, attention's besides.
+// Counts the products of the model by hand: 6 operations a weight and token, plus attention.
 TEST(PlanVerb, RatesGiveTimesAndWhatIsComputedIsSixOperationsAWeight) {
   const testing::TemporaryFolder folder;
   write_run(folder);
