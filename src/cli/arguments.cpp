@@ -412,7 +412,7 @@ std::string meant_by(const std::string& name, const ::CLI::App& verb) {
   std::vector<std::string> longer;
   std::ranges::copy_if(options, std::back_inserter(longer),
                        [&](const std::string& option) { return option.starts_with(word); });
-  // The beginning of an option is that option: its missing letters are not misspelt ones.
+  // A prefix of an option means that option, however many letters are missing.
   const auto option = longer.empty() ? train::close_name(word, options) : longer.front();
   if (option) return concat("; the nearest is ", *option);
   const auto key = train::close_key(name);

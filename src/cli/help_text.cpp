@@ -17,7 +17,7 @@ constexpr std::size_t kColumns = 80;
 constexpr std::size_t kTexts = 26;  ///< the column where descriptions begin
 constexpr std::string_view kHelpKeys = "--help-keys";
 
-/// Prints " --name VALUE" followed by `text`, which begins below a long name.
+/// Prints "  --name VALUE" followed by `text`, which begins below a long name.
 std::string row(const std::string& name, std::string_view text) {
   std::string lines = wrapped(text, kTexts, kColumns);
   const std::string left = "  " + name;

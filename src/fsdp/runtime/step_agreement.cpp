@@ -190,9 +190,9 @@ std::string OpenStep::record_in_words() const {
   return text;
 }
 
-/// Checks at the end of a step, with one exchange, that all ranks have run the same, since the step
-/// itself exchanged nothing. Makes the refusal of one rank (`mine`) that of all: returns it, or
-/// null.
+/// Checks at the end of a step, with one exchange, that all ranks have run the same calls, which
+/// the calls themselves do not check. Makes the refusal of one rank (`mine`) that of all: returns
+/// it, or null.
 std::exception_ptr OpenStep::agree_at_end(const std::exception_ptr& mine) {
   auto* group = runtime_.data_group();
   if (group == nullptr) return mine;
