@@ -72,8 +72,8 @@ class ExpertTokens {
   /// taken from `entered`, whose backward sums anyway.
   at::Tensor routed(const at::Tensor& x, const at::Tensor& entered,
                     Beside beside = Beside::kNone) const;
-  /// Selects, from imposed indices [B*T, K] or other values of all tokens, those of the tokens that
-  /// the router sees.
+  /// Of imposed indices [B*T, K] of all tokens, or what else there is of each, those of the tokens
+  /// that the router sees.
   std::optional<at::Tensor> imposed(const std::optional<at::Tensor>& indices, std::int64_t rows,
                                     std::int64_t positions) const;
   /// Of the routed tokens, and of their routing, those that this rank sends to experts.

@@ -236,8 +236,7 @@ TEST(InspectCommand, EveryKindThatAStepSendsHasItsLineAndTheTotalIsTheirSum) {
   EXPECT_THAT(with({"--device-memory", "1KiB"}), HasSubstr("1.00 KiB: does not fit, "));
 }
 
-// The choices of routers are unknown before the run: the line names the choice by which it counts
-// bytes.
+// Nobody knows before the run how routers will choose: the line says by which choice it counts bytes.
 TEST(InspectCommand, TokensOverEpAreSaidToBeOfExpertsChosenEquallyOften) {
   const testing::TemporaryFolder folder;
   write_small_run(folder);

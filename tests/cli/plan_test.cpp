@@ -122,7 +122,7 @@ TEST(PlanVerb, SaysWhetherARankFitsAndHowAShareWasCounted) {
   EXPECT_EQ(plan(folder, {"--device-memory", "80 gigs"}).code, 2);
 }
 
-// Counts the products of the model by hand: 6 operations a weight and token, plus attention.
+// Products of the model by hand: 6 operations a weight and token, attention's besides.
 TEST(PlanVerb, RatesGiveTimesAndWhatIsComputedIsSixOperationsAWeight) {
   const testing::TemporaryFolder folder;
   write_run(folder);

@@ -57,7 +57,7 @@ bool has_wildcards(const std::string& path) {
   return path.find_first_of("*?[") != std::string::npos;
 }
 
-/// Whether the path exists; for a pattern, whether it matches anything.
+/// A pattern, where it matches something.
 bool is_there(const std::string& path, std::string_view key) {
   std::error_code ignored;
   if (fs::status(path, ignored).type() != fs::file_type::not_found) return true;
