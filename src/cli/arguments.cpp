@@ -130,7 +130,7 @@ void add_gradients(::CLI::App& app, GradientsArguments& gradients, const std::st
 
 constexpr const char* kWorld = "Ranks to plan for; default as own spawn.";
 
-/// Errors of the option: as byte_size.
+/// Checks the value of the option. Errors: those of byte_size().
 std::string not_a_size(const std::string& text) {
   if (byte_size(text)) return "";
   return concat("found ", printable(text), ", expected a size as 80GiB or 80GB");
@@ -386,8 +386,8 @@ std::vector<std::string> option_names(const ::CLI::App& verb) {
   return names;
 }
 
-/// `steps` alone most likely means the key of a section, `learning-rate` what another program calls
-/// so, anything else another option.
+/// Suggests what an unknown option may mean: `steps` alone a key without its section,
+/// `learning-rate` a key as another program calls it, anything else a misspelt option.
 std::string meant_by(const std::string& name, const ::CLI::App& verb) {
   if (verb.get_name() == "train" && name == "config") {
     return ", expected the file alone, as in tessera train CONFIG.toml, or --model.config";
@@ -412,7 +412,7 @@ std::string meant_by(const std::string& name, const ::CLI::App& verb) {
   std::vector<std::string> longer;
   std::ranges::copy_if(options, std::back_inserter(longer),
                        [&](const std::string& option) { return option.starts_with(word); });
-  // Of an option that begins so the rest is no slip.
+  // A prefix of an option means that option, however many letters are missing.
   const auto option = longer.empty() ? train::close_name(word, options) : longer.front();
   if (option) return concat("; the nearest is ", *option);
   const auto key = train::close_key(name);

@@ -40,7 +40,7 @@ struct GradientsArguments {
   Overrides overrides;
 };
 
-/// What is said of machines that are not here.
+/// The options that describe machines other than this one.
 struct PlannedMachine {
   std::optional<std::string> device_memory;  ///< "80GiB"
   std::optional<int> ranks_per_host;

@@ -1,6 +1,7 @@
-// The plan of a run's steps before it starts: what a rank takes and whether it fits, what is chosen and
-// why, with --actions what is gathered, kept, given back and reduced when; or whether a plan out of a
-// file is this run's and holds. Nothing is trained, no weight is read.
+// Prints the plan of a run's steps before it starts: what a rank takes and whether it fits, the
+// choices and their reasons, and with --actions when units are gathered, kept, resharded and
+// reduced. --check says whether a plan out of a file is valid and belongs to this run. Nothing is
+// trained, no weight is read.
 #include <torch/version.h>
 
 #include <algorithm>
@@ -123,9 +124,9 @@ void print_blocks(const capture::PlanFile& file, const capture::PlanProblem& pro
             << size_text(*bytes) << ")\n";
 }
 
-/// What a rank takes of memory at most, and what it may take.
+/// The most memory that a rank takes, by kind, and the memory that it may take.
 struct Totals {
-  std::int64_t fixed = 0;  ///< whatever the plan is
+  std::int64_t fixed = 0;  ///< the same for every plan
   std::int64_t gathered = 0;
   std::int64_t state = 0;  ///< of the optimizer, where plans offload it
   std::optional<std::int64_t> activations = {};
@@ -174,7 +175,7 @@ void print_memory(const Totals& totals, const PlannedStep& step,
   }
 }
 
-/// FLOPs and bytes; seconds where somebody has measured, or says how fast a rank is.
+/// Prints FLOPs and bytes, and seconds where a profile or rates are given.
 void print_costs(const capture::PlanFile& file, const capture::PlanProblem& problem,
                  const PlannedStep& step, const std::optional<train::Rates>& rates) {
   const auto run = step.run();
@@ -195,7 +196,7 @@ void print_costs(const capture::PlanFile& file, const capture::PlanProblem& prob
   if (rates) std::cout << time_line(*rates, run, file.plan, traffic);
 }
 
-/// Place by place.
+/// Prints the memory of a rank at each place of the step.
 void print_curve(const capture::PlanFile& file, const capture::PlanProblem& problem,
                  const Totals& totals) {
   const auto step = capture::simulate(file.plan, problem.profile, problem.micro_batches);
@@ -223,7 +224,7 @@ void print_curve(const capture::PlanFile& file, const capture::PlanProblem& prob
   if (problem.replays) print_blocks(file, problem);
 }
 
-/// How a plan is to be shown.
+/// Options of the output.
 struct Shown {
   std::optional<train::Rates> rates = {};
   bool actions = false;

@@ -122,8 +122,8 @@ void require_config(const fs::path& folder) {
                 ": found no such file, expected ", kModelFolder, ", or the folder of a run");
 }
 
-/// Both may hold the whole model (some exports do), but no file says so: the one that is not read may
-/// be the later one.
+/// Warns of a single file next to an index. Both may hold the whole model (some exports do), but no
+/// file says so: the one that is not read may be the later one.
 void say_what_is_beside_an_index(const fs::path& folder) {
   if (!is_there(folder / kIndexFile)) return;
   std::string others;

@@ -60,7 +60,7 @@ ParameterLayout expert_sum_layout(const ParallelDims& share) {
   return layout;
 }
 
-/// Gate and up, which one product computes, along `dim` of its matrix.
+/// Declares gate and up, which one product computes, along `dim` of its matrix.
 layout::FusedMatrices gate_and_up(const MoeSpec& moe, int dim) {
   const bool in_turn = moe.activation == ExpertActivation::kClampedSwiglu;
   using Order = layout::FusedMatrices::Order;
@@ -128,7 +128,7 @@ RouterLoad load_of(const moe::Routing& routing, RouterStatistics statistics,
   RouterLoad load;
   if (statistics == RouterStatistics::kNone) return load;
   const std::int64_t experts = routing.probabilities.size(1);
-  // Fillers choose one more expert, which there is not.
+  // Fillers choose an expert past the last one, which does not exist.
   load.counts = fillers
                     ? moe::count_load(routing.indices.masked_fill(*fillers, experts), experts + 1)
                           .narrow(0, 0, experts)

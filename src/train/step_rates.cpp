@@ -14,7 +14,7 @@
 namespace tessera::train {
 namespace {
 
-/// Operations of a micro-batch on a rank.
+/// Operations of one micro-batch in a unit, on one rank.
 struct UnitFlops {
   double products = 0.0;  ///< of a forward
   double attention = 0.0;
@@ -53,7 +53,7 @@ std::vector<UnitFlops> unit_flops(const RunOfPlan& run) {
   };
   const auto trained = trained_names(run.contract);
   std::vector<UnitFlops> flops(run.plan.units.size());
-  // What a layer computes beside its products is its attention.
+  // Attention is all that a layer computes in addition to its products.
   auto attention = layer_costs(run.spec, run.description, forward.positions).layers;
   std::vector<std::size_t> unit_of_layer(attention.size(), 0);
   for (const models::ParameterSpec& row : run.description.parameters) {

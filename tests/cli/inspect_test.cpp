@@ -197,7 +197,7 @@ split = [0, 3, 6, 9]
   EXPECT_EQ(placed, names.size()) << "the tied one is on one rank of a V";
 }
 
-// Naive: gathers and reductions alone, of a model most of whose bytes are others.
+// Naive: gathers and reductions alone, for a model that sends mostly other bytes.
 TEST(InspectCommand, EveryKindThatAStepSendsHasItsLineAndTheTotalIsTheirSum) {
   const testing::TemporaryFolder folder;
   write_small_run(folder);
@@ -228,7 +228,7 @@ TEST(InspectCommand, EveryKindThatAStepSendsHasItsLineAndTheTotalIsTheirSum) {
   EXPECT_EQ(found["step_sent_bytes"], sum);
   EXPECT_GT(found["step_replica_sent_bytes"], 0);
   EXPECT_GT(found["step_activation_sent_bytes"], 0);
-  // Memory is that of CPU kernels, which is said; and whether it is enough.
+  // The output says that memory is that of CPU kernels, and whether it is enough.
   EXPECT_THAT(text, HasSubstr("\n  forecast for CPU kernels\n"));
   EXPECT_THAT(with({"--device", "cuda"}), HasSubstr("\n  forecast for CPU kernels: those of cuda"));
   EXPECT_EQ(found["rank_memory_bytes"]["kernels"], "cpu");
@@ -271,7 +271,8 @@ TEST(InspectCommand, HasTheTimeThatPlanHasOfTheSameStep) {
                                     "with --flops: tessera schedule has the times"));
 }
 
-// Nobody knows before the run how routers will choose: the line says by which choice it counts bytes.
+// The choices of routers are unknown before the run: the line names the choice by which it counts
+// bytes.
 TEST(InspectCommand, TokensOverEpAreSaidToBeOfExpertsChosenEquallyOften) {
   const testing::TemporaryFolder folder;
   write_small_run(folder);

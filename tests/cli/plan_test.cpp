@@ -78,7 +78,8 @@ bool speaks_of_seconds(const std::string& text) {
   return std::regex_search(text, std::regex(R"([0-9] m?s\b)"));
 }
 
-// Naive: hundreds of lines before what a person asks, whether it fits; and seconds out of bytes.
+// Naive: hundreds of lines before the question of a user, whether it fits; and seconds out of
+// bytes.
 TEST(PlanVerb, BeginsWithTotalsAndHasNoSecondsThatNobodyMeasured) {
   const testing::TemporaryFolder folder;
   write_run(folder);

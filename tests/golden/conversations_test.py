@@ -262,7 +262,8 @@ class Conversations(unittest.TestCase):
         self.assertIn("talks.json: found no JSON", self.run_on("llama3", "talks.json", ok=False))
 
     def test_what_the_template_would_leave_out_is_refused(self):
-        # Qwen3 knows no developer; gpt-oss takes a system in front alone; a role may be of one's own.
+        # Qwen3 knows no developer; gpt-oss takes a system message only in front; a role may be
+        # custom.
         user, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
         for template, role, says in (("qwen3", "developer", "the developer says in message 3 of 5"),
                                      ("gpt_oss", "system", "the system says in message 3 of 5"),

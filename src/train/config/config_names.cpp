@@ -177,7 +177,7 @@ constexpr auto kOtherKeys = std::to_array<OtherName>({
      "", kExport},
     {"load_best_model_at_end metric_for_best_model early_stopping_patience", "",
      "checkpoints are kept by their number; see checkpoint.keep_latest_k"},
-    // What a run says.
+    // Metrics.
     {"logging_steps log_interval log_every_n_steps log_every", "metrics.log_freq"},
     {"logging_dir log_dir save_tb_folder tensorboard_dir", "metrics.folder"},
     {"report_to use_tensorboard enable_tb", "metrics.enable_tensorboard"},

@@ -32,7 +32,7 @@ void add_data(const NamedSource& source, std::vector<NamedPath>& paths) {
   }
 }
 
-/// The keys without effect left out.
+/// The paths that `verb` reads, without those of keys that have no effect.
 std::vector<NamedPath> paths_to_read(const Config& config, Verb verb) {
   std::vector<NamedPath> paths{{"model.path", config.model.path, concat("no such folder", kNoHub),
                                 concat(kModelFolder, ", or the folder of a run")},
@@ -53,7 +53,7 @@ std::vector<NamedPath> paths_to_read(const Config& config, Verb verb) {
   return paths;
 }
 
-/// A pattern, where it matches something.
+/// Whether the path exists; for a pattern, whether it matches anything.
 bool is_there(const std::string& path, std::string_view key) {
   if (is_pattern(path)) return !matches_of(path, key).empty();
   std::error_code ignored;
@@ -66,8 +66,8 @@ std::string what_is_absent(const NamedPath& named) {
              : concat("cannot open ", shown(named.path), ": found ", named.absent);
 }
 
-/// The file of that path in the config's folder, or in the one above it, from which the paths in
-/// configs/ are written.
+/// Looks the path up in the config's folder and in its parent, to which the paths in configs/ are
+/// relative.
 std::optional<std::string> near_config(const fs::path& config_file, const NamedPath& named) {
   const fs::path folder = config_file.parent_path();
   for (const fs::path& from : {folder, folder / ".."}) {

@@ -210,7 +210,7 @@ TEST(Passes, UnknownOnesAndUnmetRequirementsAreNamed) {
 
 // Whatever units, traces, budgets and costs: a plan that holds, within the budget, the same every
 // time; with more memory never fewer bytes' worth of gathers saved than the least.
-/// "3 ms", "1.5 s": what nobody can know where nothing was measured.
+/// "3 ms", "1.5 s": which are unknown where nothing was measured.
 bool speaks_of_seconds(const Chosen& chosen) {
   std::string all = chosen.ahead_reason;
   for (const auto* texts :
@@ -220,8 +220,8 @@ bool speaks_of_seconds(const Chosen& chosen) {
   return std::regex_search(all, std::regex(R"([0-9] m?s\b)"));
 }
 
-// Naive: a default cost of bytes, shown as times and reasoned with. What is chosen is the same either
-// way.
+// Naive: a default cost of bytes, shown as times and used in reasons. The choices are the same
+// either way.
 TEST(Passes, WithoutAProfileNoReasonHasSeconds) {
   int with_times = 0;
   for (unsigned seed = 0; seed < 60; ++seed) {
