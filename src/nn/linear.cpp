@@ -1,8 +1,6 @@
 #include "nn/linear.h"
 
 #include <ATen/autocast_mode.h>
-#include <ATen/ops/addmm.h>
-#include <ATen/ops/mm.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/accumulate.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -12,6 +10,7 @@
 #include <vector>
 
 #include "base/first_derivative.h"
+#include "base/product.h"
 #include "base/random.h"
 #include "grad/region.h"
 #include "parallel/transitions.h"
@@ -40,12 +39,12 @@ grad::Product weight_product(const at::Tensor& grad, const at::Tensor& x) {
                         // Detached: else its node keeps those before it until W, and with them the
                         // inputs of recomputed layers and of the stage.
                         .reads = {grad, x.detach()},
-                        .form = [](const Reads& of) { return at::mm(of[0].t(), of[1]); }};
+                        .form = [](const Reads& of) { return base::mm(of[0].t(), of[1]); }};
   // In a backward inside autocast mm() has another dtype than mm_out(), which is left alone there.
   if (at::autocast::is_autocast_enabled(x.device().type())) return product;
   product.write = [](const Reads& of, const at::Tensor& slot) {
     at::Tensor out = slot;
-    at::mm_out(out, of[0].t(), of[1]);
+    base::mm_out(out, of[0].t(), of[1]);
   };
   return product;
 }
@@ -62,7 +61,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const at::Tensor x = input.reshape({rows, weight.size(1)}).to(compute);
     const at::Tensor y = keep({rows, weight.size(0)}, [&] {
       const at::Tensor matrix = weight.to(compute).t();
-      return bias ? at::addmm(bias->to(compute), x, matrix) : at::mm(x, matrix);
+      return bias ? base::addmm(bias->to(compute), x, matrix) : base::mm(x, matrix);
     });
     ctx->set_materialize_grads(false);
     // A frozen weight has no use for its input.
@@ -88,7 +87,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const at::Tensor grad = grads[0].reshape({rows, weight.size(0)}).to(compute);
     variable_list result(4);
     if (ctx->needs_input_grad(0)) {
-      result[0] = at::mm(grad, weight.to(compute))
+      result[0] = base::mm(grad, weight.to(compute))
                       .to(ctx->saved_data["input_dtype"].toScalarType())
                       .view(ctx->saved_data["input_shape"].toIntVector());
     }
@@ -163,7 +162,7 @@ at::Tensor Linear::whole_weight(at::ScalarType dtype) const {
   if (!lora_a_) return weight.to(dtype);
   const at::ScalarType wide =
       at::promote_types(weight.scalar_type(), lora_a_->weight.scalar_type());
-  const at::Tensor product = at::mm(lora_b_->weight.to(wide), lora_a_->weight.to(wide));
+  const at::Tensor product = base::mm(lora_b_->weight.to(wide), lora_a_->weight.to(wide));
   return (weight.to(wide) + product * lora_.scale).to(dtype);
 }
 
@@ -246,8 +245,8 @@ struct AdapterFunction : torch::autograd::Function<AdapterFunction> {
     const WideScope own_dtype;  // the result has the layer's
     const at::ScalarType dtype = a.scalar_type();
     const at::Tensor input = adapter_input(x, factors_of(x, draw, dtype), dtype);
-    const at::Tensor hidden = at::mm(input, a.t());
-    const at::Tensor delta = at::mm(hidden, b.t()).mul_(scale).view(base.sizes());
+    const at::Tensor hidden = base::mm(input, a.t());
+    const at::Tensor delta = base::mm(hidden, b.t()).mul_(scale).view(base.sizes());
     ctx->set_materialize_grads(false);
     ctx->save_for_backward({x, a, b, hidden});
     ctx->saved_data["scale"] = scale;
@@ -271,21 +270,21 @@ struct AdapterFunction : torch::autograd::Function<AdapterFunction> {
                            ctx->saved_data["first_column"].toInt()};
     const at::Tensor grad =
         by_token(grads[0]).to(a.scalar_type()) * ctx->saved_data["scale"].toDouble();
-    const at::Tensor grad_hidden = at::mm(grad, b);
+    const at::Tensor grad_hidden = base::mm(grad, b);
     // Drawn once: of all that is done here it takes longest.
     const bool is_used = ctx->needs_input_grad(1) || ctx->needs_input_grad(2);
     const at::Tensor factors = is_used ? factors_of(x, draw, a.scalar_type()) : at::Tensor();
     variable_list result(6);
     if (ctx->needs_input_grad(0)) result[0] = grads[0];
     if (ctx->needs_input_grad(1)) {
-      at::Tensor grad_x = at::mm(grad_hidden, a).view(x.sizes());
+      at::Tensor grad_x = base::mm(grad_hidden, a).view(x.sizes());
       if (factors.defined()) grad_x.mul_(factors);
       result[1] = grad_x.to(x.scalar_type());
     }
     if (ctx->needs_input_grad(2)) {
-      result[2] = at::mm(grad_hidden.t(), adapter_input(x, factors, a.scalar_type()));
+      result[2] = base::mm(grad_hidden.t(), adapter_input(x, factors, a.scalar_type()));
     }
-    if (ctx->needs_input_grad(3)) result[3] = at::mm(grad.t(), saved[3]);
+    if (ctx->needs_input_grad(3)) result[3] = base::mm(grad.t(), saved[3]);
     return result;
   }
 };

@@ -5,8 +5,10 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
+#include "base/product.h"
 #include "kernels/results.h"
 #include "tessera/error.h"
 
@@ -33,6 +35,12 @@ at::Tensor copy_of(const at::Tensor& tensor) {
   }
   const at::Tensor memory = tensor.as_strided({reach}, {1}, tensor.storage_offset()).clone();
   return memory.as_strided(tensor.sizes(), tensor.strides());
+}
+
+void run_boxed(const ProgramCall& call, c10::Stack& stack) {
+  std::optional<base::OneThread> one;
+  if (call.on_one_thread) one.emplace();
+  call.operation.callBoxed(stack);
 }
 
 /// Where its memory begins.
@@ -288,7 +296,7 @@ void LiveEntry::run_call(std::size_t step, Gradients of_parameters) {
   if (call.direct && of_parameters == Gradients::kAccepted && run_into_slot(call, step)) return;
   stack_ = stacks_[step];
   const kernels::ResultsScope scope(given_[step]);
-  call.operation.callBoxed(stack_);
+  run_boxed(call, stack_);
   if (!call.made.empty()) put(tensors_in(stack_), made_[step]);
 }
 
@@ -301,11 +309,11 @@ void LiveEntry::put_off(const ProgramCall& call, grad::WeightGradStore& store) c
              .dtype = raw.dtype,
              .reads = {value(call.arguments.at(0).values.at(0)),
                        value(call.arguments.at(1).values.at(0))},
-             .form = [lease = lease_](const Reads& of) { return at::mm(of[0], of[1]); },
+             .form = [lease = lease_](const Reads& of) { return base::mm(of[0], of[1]); },
              .write =
                  [lease = lease_](const Reads& of, const at::Tensor& slot) {
                    at::Tensor out = slot;
-                   at::mm_out(out, of[0], of[1]);
+                   base::mm_out(out, of[0], of[1]);
                  }});
 }
 
@@ -323,7 +331,7 @@ bool LiveEntry::run_into_slot(const ProgramCall& call, std::size_t step) {
   if (!lent) return false;
   stack_ = stacks_[step];
   stack_.back() = lent->tensor();
-  call.operation.callBoxed(stack_);
+  run_boxed(call, stack_);
   stack_.clear();
   lent->give_back();
   accepted_[call.gradient_step] = true;

@@ -141,7 +141,8 @@ bool is_all_of(const Value& value, std::int64_t bytes) {
 Slot constant(c10::IValue value) { return {Slot::Form::kConstant, {}, std::move(value)}; }
 
 ProgramCall Maker::call_of(const TapeCall& call) {
-  ProgramCall made{call.operation, ProgramCall::Form::kPlain, call.arguments, {}, {}, 0};
+  ProgramCall made{call.operation,    ProgramCall::Form::kPlain, call.arguments, {}, {}, 0,
+                   call.on_one_thread};
   if (only_finds_memory(call.operation)) made.form = ProgramCall::Form::kNothing;
   if (call.makes.empty() || made.form == ProgramCall::Form::kNothing) return made;
   const auto results = tensors_of(call.results);

@@ -53,6 +53,7 @@ struct ProgramCall {
                               ///< kNone: a result that lies elsewhere
   std::optional<TapeGradient> direct;  ///< whose slot may take the place of the last argument
   std::size_t gradient_step = 0;       ///< of `direct`: where it would be handed in
+  bool on_one_thread = false;          ///< as it was recorded
 };
 
 struct ProgramStep {

@@ -8,6 +8,7 @@
 #include <sstream>
 
 #include "base/hash.h"
+#include "base/product.h"
 #include "kernels/operations.h"
 #include "tessera/error.h"
 
@@ -359,7 +360,7 @@ std::vector<Tape::Seen> Tape::seen_in(c10::ArrayRef<c10::IValue> values) {
 void Tape::run(const c10::OperatorHandle& operation, c10::DispatchKeySet keys, c10::Stack* stack) {
   if (!refused_.empty()) return operation.redispatchBoxed(keys, stack);
   const auto& schema = operation.schema();
-  TapeCall call{operation, {}, {}, {}, {}};
+  TapeCall call{operation, {}, {}, {}, {}, base::OneThread::in_this_thread()};
   refuse_operation(operation, *stack);
   std::vector<c10::IValue> written;
   for (std::size_t i = 0; i < schema.arguments().size(); ++i) {

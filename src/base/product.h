@@ -1,0 +1,31 @@
+// Products of two matrices, on as many threads as they are worth.
+//
+// MKL gives a second thread a part of the smallest product. That saves a few microseconds at most,
+// and where the other thread has no CPU at once, beside other load, each product waits for a time
+// slice: a model of 0.1 M parameters was 4 times slower than on one thread (docs/launchers.md).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace tessera::base {
+
+/// While it lives, MKL computes the products that this thread begins on this thread alone. For fewer
+/// than a dozen rows that may change the last bit.
+class OneThread {
+ public:
+  OneThread();
+  ~OneThread();
+  OneThread(const OneThread&) = delete;
+  OneThread& operator=(const OneThread&) = delete;
+  static bool in_this_thread();
+
+ private:
+  int before_;
+};
+
+/// at::mm, at::mm_out and at::addmm (bias + a b); on one thread where the product is small.
+at::Tensor mm(const at::Tensor& a, const at::Tensor& b);
+void mm_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b);
+at::Tensor addmm(const at::Tensor& bias, const at::Tensor& a, const at::Tensor& b);
+
+}  // namespace tessera::base
