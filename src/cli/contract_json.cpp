@@ -159,6 +159,8 @@ void add_traffic(const train::StepTraffic& traffic, Json& whole) {
   whole["step_gather_sent_bytes"] = traffic.gathers;
   whole["step_reduce_sent_bytes"] = traffic.reductions;
   whole["step_replica_sent_bytes"] = traffic.replicas;
+  whole["step_matrix_sent_bytes"] = traffic.matrices.sent;
+  whole["step_most_matrix_sent_bytes"] = traffic.matrices.most;
   whole["step_activation_sent_bytes"] = of_tokens(&OfTokens::activations);
   whole["step_token_sent_bytes"] = of_tokens(&OfTokens::experts);
   whole["step_message_sent_bytes"] = of_tokens(&OfTokens::messages);

@@ -1,11 +1,16 @@
 #include "train/step_traffic.h"
 
 #include <algorithm>
+#include <map>
+#include <string_view>
 
 #include "base/text/printable.h"
 #include "capture/simulate_plan.h"
+#include "fsdp/optim/matrix_exchange.h"
+#include "fsdp/optim/optimizer_registry.h"
 #include "layout/sum_bytes.h"
 #include "tessera/error.h"
+#include "train/hf/model_forms.h"
 #include "train/rank_memory.h"
 
 namespace tessera::train {
@@ -55,11 +60,38 @@ std::int64_t unit_bytes(const layout::PlannedUnit& unit,
   return sum;
 }
 
+/// The place of a parameter in the buckets of a plan.
+struct Home {
+  const layout::BucketPlan* bucket = nullptr;
+  const layout::Placed* placed = nullptr;
+};
+std::map<std::string_view, Home> homes_in(const layout::ModelPlan& plan) {
+  std::map<std::string_view, Home> homes;
+  for (const layout::PlannedUnit& unit : plan.units) {
+    for (const layout::BucketPlan& bucket : unit.plan.buckets) {
+      for (const layout::Placed& placed : bucket.parameters) {
+        homes.emplace(unit.items[placed.parameter].name, Home{&bucket, &placed});
+      }
+    }
+  }
+  return homes;
+}
+
+/// The place of each rank among those with which it shares buckets of these axes.
+std::vector<int> places_on(const std::vector<std::string>& axes, const MeshShapes& mesh,
+                           const std::vector<int>& ranks) {
+  const std::vector<std::string_view> names(axes.begin(), axes.end());
+  std::vector<int> places;
+  for (const int rank : ranks) places.push_back(place_of(rank, mesh.ranks_of(rank, names)));
+  return places;
+}
+
 }  // namespace
 
 std::int64_t StepTraffic::total() const {
   const OfTokens tokens = of_tokens.value_or(OfTokens());
-  return gathers + reductions + replicas + tokens.activations + tokens.experts + tokens.messages;
+  return gathers + reductions + replicas + matrices.sent + tokens.activations + tokens.experts +
+         tokens.messages;
 }
 
 std::int64_t replica_sent_bytes(const layout::BucketPlan& bucket, const MeshShapes& mesh,
@@ -80,6 +112,36 @@ std::int64_t replica_sent_bytes(const layout::BucketPlan& bucket, const MeshShap
                                  .addend_bytes = size_of(addends),
                                  .sum_bytes = size_of(key.accumulate)},
                                 static_cast<int>(members.size()), place_of(rank, members));
+}
+
+StepTraffic::OfMatrices sent_of_matrices(const Config& config,
+                                         const std::vector<models::ParameterSpec>& table,
+                                         const std::vector<GradContract>& contracts,
+                                         const layout::ModelPlan& plan, int rank) {
+  if (fsdp::is_elementwise(config.optimizer.name)) return {};
+  const MeshShapes& mesh = plan.options.mesh;
+  const std::vector<int> ranks = mesh.stage_of(rank);
+  const auto forms = hidden_matrices(table, fused_as_one(table, config.optimizer.rule));
+  const auto homes = homes_in(plan);
+  std::map<std::vector<std::string>, std::vector<int>> places;  // by axes
+  std::vector<fsdp::MatrixParameter> parameters;
+  std::vector<std::vector<fsdp::HeldElements>> held(ranks.size());
+  for (const GradContract& contract : contracts) {
+    const auto form = forms.find(contract.name);
+    const auto home = homes.find(contract.name);
+    if (!contract.trainable || form == forms.end() || home == homes.end()) continue;
+    parameters.push_back(fsdp::matrix_parameter(contract, form->second));
+    const auto& [bucket, placed] = home->second;
+    const auto& axes = bucket->key.reductions.shard_axes;
+    if (!places.contains(axes)) places[axes] = places_on(axes, mesh, ranks);
+    for (std::size_t i = 0; i < ranks.size(); ++i) {
+      held[i].push_back(
+          {mesh.coordinates(ranks[i], contract.layout), bucket->owned(*placed, places[axes][i])});
+    }
+  }
+  const auto bytes = fsdp::sent_bytes(fsdp::plan_exchange(parameters, held));
+  return {.sent = bytes.at(static_cast<std::size_t>(place_of(rank, ranks))),
+          .most = std::ranges::max(bytes)};
 }
 
 OfTokens sent_of_tokens(const SentForward& forward, std::int64_t micro_batches,
@@ -125,6 +187,8 @@ StepTraffic step_traffic(const RunOfPlan& run, const fsdp::StepPlan& plan, const
       traffic.replicas += replica_sent_bytes(bucket, mesh, sender.rank);
     }
   }
+  traffic.matrices = sent_of_matrices(run.config, run.description.parameters,
+                                      run.contract.parameters, run.plan, sender.rank);
   if (!run.config.training.seq_len) return traffic;
   models::ForwardCase forward =
       forward_case(run.config, run.spec, run.dims, run.contract, run.aux_loss_coef);
@@ -137,12 +201,18 @@ StepTraffic step_traffic(const RunOfPlan& run, const fsdp::StepPlan& plan, const
 }
 
 std::string to_string(const StepTraffic& traffic) {
+  const auto& [matrices, most_matrices] = traffic.matrices;
+  const bool sends_most = matrices == most_matrices;
   std::string text = concat("what a rank sends in a step of ", traffic.micro_batches,
                             traffic.micro_batches == 1 ? " micro-batch" : " micro-batches",
-                            " (of the one that sends most; without control messages)\n");
+                            " (of the one that sends most", sends_most ? "" : " but for matrices",
+                            "; without control messages)\n");
   text += table_line("gathers", traffic.gathers, "parameters, over the ranks that share them");
   text += table_line("reductions", traffic.reductions, "gradients, over the same");
   text += table_line("sums over replicas", traffic.replicas, "gradients, over dp_replicate");
+  std::string why = most_matrices == 0 ? "" : "Muon's, to the ranks that step them and back";
+  if (!sends_most) why += concat("; another rank sends ", size_text(most_matrices), " of them");
+  text += table_line("matrices", matrices, why);
   if (traffic.of_tokens) {
     const auto& [activations, experts, messages, is_even] = *traffic.of_tokens;
     text += table_line("activations over tp", activations, "");

@@ -16,6 +16,7 @@
 
 #include "fsdp/agreed/step_plan.h"
 #include "layout/bucket_plan.h"
+#include "models/description.h"
 #include "models/keeps/kept_activations.h"
 #include "tessera/mesh_shape.h"
 #include "train/plan_of_step.h"
@@ -37,6 +38,12 @@ struct StepTraffic {
   std::int64_t gathers = 0;     ///< of parameters
   std::int64_t reductions = 0;  ///< of gradients, to their shards
   std::int64_t replicas = 0;  ///< sums of gradients over replicas, and over copies on other stages
+  /// Bytes of the matrices that Muon steps: to the ranks that step them, and of the results back.
+  struct OfMatrices {
+    std::int64_t sent = 0;
+    std::int64_t most = 0;  ///< sent by any rank of the sender's stage: all step other matrices
+  };
+  OfMatrices matrices = {};
   /// Bytes that depend on the number of tokens; none where training.seq_len is not known.
   struct OfTokens {
     std::int64_t activations = 0;  ///< over tp
@@ -57,6 +64,13 @@ StepTraffic step_traffic(const RunOfPlan& run, const fsdp::StepPlan& plan, const
 
 /// The bytes of summing a bucket's gradients over their copies, once a step; 0 without copies.
 std::int64_t replica_sent_bytes(const layout::BucketPlan& bucket, const MeshShapes& mesh, int rank);
+
+/// The bytes of an update's matrices where `plan` is that of the sender's stage and `table` has its
+/// parameters. Fused weights are divided as optimizer.rule says.
+StepTraffic::OfMatrices sent_of_matrices(const Config& config,
+                                         const std::vector<models::ParameterSpec>& table,
+                                         const std::vector<GradContract>& contracts,
+                                         const layout::ModelPlan& plan, int rank);
 
 /// One forward of a micro-batch and its backward, as the sender does them.
 struct SentForward {

@@ -6,6 +6,7 @@
 #include <set>
 #include <sstream>
 
+#include "base/text/printable.h"
 #include "cli/program.h"
 #include "io/checkpoint_folder.h"
 #include "io/safetensors.h"
@@ -215,14 +216,15 @@ TEST(InspectCommand, EveryKindThatAStepSendsHasItsLineAndTheTotalIsTheirSum) {
     return outcome.out;
   };
   const std::string text = with({});
-  for (const char* line : {"gathers", "reductions", "sums over replicas", "activations over tp",
-                           "tokens over ep", "messages over pp", "total"}) {
+  for (const char* line : {"gathers", "reductions", "sums over replicas", "matrices",
+                           "activations over tp", "tokens over ep", "messages over pp", "total"}) {
     EXPECT_THAT(text, ContainsRegex(std::string("\n  ") + line + " +[0-9.]+ ([KMG]i)?B"));
   }
   EXPECT_THAT(text, HasSubstr("what a rank sends in a step of 1 micro-batch ("));
   const json found = json::parse(with({"--json"}));
   std::int64_t sum = 0;
-  for (const char* kind : {"gather", "reduce", "replica", "activation", "token", "message"}) {
+  for (const char* kind :
+       {"gather", "reduce", "replica", "matrix", "activation", "token", "message"}) {
     sum += found[std::string("step_") + kind + "_sent_bytes"].get<std::int64_t>();
   }
   EXPECT_EQ(found["step_sent_bytes"], sum);
@@ -269,6 +271,37 @@ TEST(InspectCommand, HasTheTimeThatPlanHasOfTheSameStep) {
   EXPECT_EQ(stages.code, 2);
   EXPECT_THAT(stages.err, HasSubstr("parallelism.pipeline_parallel_degree: found 2, expected 1 "
                                     "with --flops: tessera schedule has the times"));
+}
+
+// Ranks step other matrices: the line has those of the first rank, and the most that one sends.
+TEST(InspectCommand, MatricesOfMuonHaveALineAndArePartOfTheTotal) {
+  const testing::TemporaryFolder folder;
+  write_small_run(folder);
+  const auto inspected = [&](const std::vector<std::string>& more) {
+    std::vector<std::string> words{"inspect", "--contract", "run.toml", "--world", "4"};
+    words.insert(words.end(), more.begin(), more.end());
+    const Outcome outcome = run_program(folder, words);
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    return outcome.out;
+  };
+  const std::string muon = "Muon", by_element = "AdamW";
+  const auto numbers = [&](const std::string& name) {
+    return json::parse(inspected({"--optimizer.name", name, "--json"}));
+  };
+  const json with = numbers(muon), without = numbers(by_element);
+  const std::int64_t sent = with["step_matrix_sent_bytes"];
+  EXPECT_GT(sent, 0);
+  EXPECT_GE(with["step_most_matrix_sent_bytes"], sent);
+  EXPECT_EQ(without["step_matrix_sent_bytes"], 0);
+  EXPECT_EQ(with["step_sent_bytes"].get<std::int64_t>(),
+            without["step_sent_bytes"].get<std::int64_t>() + sent);
+  EXPECT_THAT(inspected({"--optimizer.name", by_element}), ContainsRegex("\n  matrices +0 B\n"));
+  EXPECT_THAT(inspected({"--optimizer.name", muon}),
+              ContainsRegex("\n  matrices +[1-9][0-9.]* ([KMG]i)?B  Muon's, to the ranks that step "
+                            "them and back"));
+  const Outcome planned =
+      run_program(folder, {"plan", "run.toml", "--world", "4", "--optimizer.name", muon});
+  EXPECT_THAT(planned.out, HasSubstr("sent by a rank: " + size_text(with["step_sent_bytes"])));
 }
 
 // The choices of routers are unknown before the run: the line names the choice by which it counts

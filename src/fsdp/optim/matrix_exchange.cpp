@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <tuple>
 
 #include "tessera/error.h"
 
@@ -35,16 +36,20 @@ std::vector<int> owners_of(const std::vector<double>& costs, int ranks) {
 /// where it has one, else that of the next rank behind it. Returns the elements of all marked.
 std::int64_t mark_sent(std::vector<Piece>& pieces, std::size_t begin, std::size_t end, int owner,
                        int ranks) {
-  const auto distance = [&](const Piece& piece) { return (piece.holder - owner + ranks) % ranks; };
+  using Dims = std::vector<std::int64_t>;
+  using Key = std::tuple<const Dims&, const Dims&, std::int64_t, std::int64_t, int>;
+  std::vector<std::size_t> order(end - begin);
+  std::iota(order.begin(), order.end(), begin);
+  std::ranges::sort(order, {}, [&](std::size_t i) {
+    const Piece& piece = pieces[i];
+    const int distance = (piece.holder - owner + ranks) % ranks;
+    return Key(piece.box.offset, piece.box.size, piece.in_box.begin, piece.in_box.end, distance);
+  });
   std::int64_t marked = 0;
-  for (auto i = begin; i < end; ++i) {
-    bool nearest = true;
-    for (auto other = begin; other < end && nearest; ++other) {
-      nearest = other == i || !same_elements(pieces[i], pieces[other]) ||
-                distance(pieces[i]) < distance(pieces[other]);
-    }
-    pieces[i].sent = nearest;
-    if (nearest) marked += pieces[i].in_box.size();
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    Piece& piece = pieces[order[i]];
+    piece.sent = i == 0 || !same_elements(piece, pieces[order[i - 1]]);
+    if (piece.sent) marked += piece.in_box.size();
   }
   return marked;
 }
@@ -101,6 +106,10 @@ double orthogonalization_cost(std::int64_t rows, std::int64_t columns) {
   return small * small * (2 * large + small);
 }
 
+MatrixParameter matrix_parameter(const GradContract& contract, const MatrixForm& form) {
+  return {contract.name, contract.layout, contract.shape, form, form.fused, contract.state};
+}
+
 MatrixExchange plan_exchange(const std::vector<MatrixParameter>& parameters,
                              const std::vector<std::vector<HeldElements>>& held) {
   MatrixExchange exchange;
@@ -108,6 +117,7 @@ MatrixExchange plan_exchange(const std::vector<MatrixParameter>& parameters,
   std::vector<double> costs;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const auto& [count, sides] = parameters[i].matrices;
+    if (parameters[i].state == DType::kFloat64) exchange.dtype = DType::kFloat64;
     const auto first = exchange.matrices.size();
     const auto each = parameters[i].fused.shape_of_each(sides);
     const double cost = parameters[i].fused.count * orthogonalization_cost(each.at(0), each.at(1));
@@ -159,6 +169,18 @@ Crossing to_holders(const MatrixExchange& exchange, int rank) {
       exchange, [&](const Piece& piece) { return piece.holder == rank; }, owner, crossing.in,
       crossing.receives);
   return crossing;
+}
+
+std::vector<std::int64_t> sent_bytes(const MatrixExchange& exchange) {
+  std::vector<std::int64_t> bytes(static_cast<std::size_t>(exchange.ranks), 0);
+  for (const Piece& piece : exchange.pieces) {
+    const int owner = exchange.matrices[piece.matrix].owner;
+    if (piece.holder == owner) continue;
+    const std::int64_t one_way = piece.in_box.size() * size_of(exchange.dtype);
+    if (piece.sent) bytes[static_cast<std::size_t>(piece.holder)] += one_way;
+    bytes[static_cast<std::size_t>(owner)] += one_way;
+  }
+  return bytes;
 }
 
 }  // namespace tessera::fsdp

@@ -13,10 +13,13 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/optim/optimizer_registry.h"
 #include "layout/fused_matrices.h"
 #include "layout/local_part.h"
 #include "layout/range.h"
 #include "layout/tensor_box.h"
+#include "tessera/contract.h"
+#include "tessera/dtype.h"
 #include "tessera/placement.h"
 
 namespace tessera::fsdp {
@@ -28,7 +31,9 @@ struct MatrixParameter {
   std::vector<std::int64_t> shape;  ///< global
   layout::FileShape matrices;
   layout::FusedMatrices fused = {};  ///< what each of them is
+  DType state = DType::kFloat32;     ///< of its momentum
 };
+MatrixParameter matrix_parameter(const GradContract& contract, const MatrixForm& form);
 
 /// What one rank holds of one of them.
 struct HeldElements {
@@ -52,8 +57,9 @@ struct MatrixExchange {
     bool operator==(const Piece&) const = default;
   };
   int ranks = 1;
-  std::vector<Matrix> matrices;  ///< by parameter, in its order
-  std::vector<Piece> pieces;     ///< by matrix, then holder, in the order of its shard
+  DType dtype = DType::kFloat32;  ///< in which all travel: float64 where one parameter's state is
+  std::vector<Matrix> matrices;   ///< by parameter, in its order
+  std::vector<Piece> pieces;      ///< by matrix, then holder, in the order of its shard
   bool operator==(const MatrixExchange&) const = default;
 };
 
@@ -75,5 +81,7 @@ struct Crossing {
 };
 Crossing to_owners(const MatrixExchange& exchange, int rank);
 Crossing to_holders(const MatrixExchange& exchange, int rank);
+/// The bytes that each rank sends to others in both.
+std::vector<std::int64_t> sent_bytes(const MatrixExchange& exchange);
 
 }  // namespace tessera::fsdp

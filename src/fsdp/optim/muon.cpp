@@ -28,6 +28,7 @@
 #include "fsdp/optim/orthogonalize.h"
 #include "fsdp/runtime/runtime.h"
 #include "grad/resolve_steps.h"
+#include "grad/torch_dtype.h"
 #include "tessera/mesh.h"
 #include "tessera/world.h"
 
@@ -258,8 +259,7 @@ const Muon::Known& Muon::known_for(const std::vector<Item*>& items) {
   std::vector<fsdp::MatrixParameter> parameters;
   for (const auto* contract : contracts) {
     known.forms.push_back(matrices_of(*contract).value());
-    const auto& form = known.forms.back();
-    parameters.push_back({contract->name, contract->layout, contract->shape, form, form.fused});
+    parameters.push_back(fsdp::matrix_parameter(*contract, known.forms.back()));
   }
   known.contracts = std::move(contracts);
   auto* control = runtime().data_group();
@@ -311,11 +311,7 @@ void Muon::update_matrices(const std::vector<Item*>& items) {
   const TraceScope traced(TraceRow::kOptimizer, "update of matrices");
   const Known& known = known_for(items);
   std::vector<at::Tensor> flat;
-  auto dtype = at::kFloat;
-  for (const auto* item : items) {
-    flat.push_back(direction_of(*item));
-    if (flat.back().scalar_type() == at::kDouble) dtype = at::kDouble;
-  }
+  for (const auto* item : items) flat.push_back(direction_of(*item));
   const auto& exchange = known.exchange;
   const auto of_piece = [&](std::size_t piece) -> at::Tensor {
     const auto& of = exchange.pieces[piece];
@@ -324,7 +320,7 @@ void Muon::update_matrices(const std::vector<Item*>& items) {
   };
   const auto numel =
       std::accumulate(known.to_owners.sends.begin(), known.to_owners.sends.end(), std::int64_t{0});
-  auto out = at::empty({numel}, flat.front().options().dtype(dtype));
+  auto out = at::empty({numel}, flat.front().options().dtype(to_scalar_type(exchange.dtype)));
   for (const auto& [piece, place] : known.to_owners.out) {
     out.narrow(0, place, exchange.pieces[piece].in_box.size()).copy_(of_piece(piece));
   }

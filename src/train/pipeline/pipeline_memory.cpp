@@ -73,6 +73,7 @@ class RankPlanner {
       begin = rank.stages.back().units.end;
     }
     rank.plan = plan_model(part, contracts, mesh_);
+    rank.parameters = std::move(part.parameters);
     return rank;
   }
 
@@ -315,7 +316,8 @@ StepTraffic step_traffic(const PipelineRun& run, const Sender& sender) {
   const layout::ModelPlan& plan = run.ranks.front().plan;
   const MeshShapes& mesh = plan.options.mesh;
   const int place = mesh.coordinate(sender.rank, axis::kPipeline);
-  const auto& units = run.ranks.at(static_cast<std::size_t>(place)).plan.units;
+  const RankPlan& planned = run.ranks.at(static_cast<std::size_t>(place));
+  const auto& units = planned.plan.units;
   const std::int64_t micro_batches = pipeline.schedule.micro_batches;
   const auto reached = reached_parameters(run.contract);
   const auto gathers_of = [&](const PlannedUnit& unit) {
@@ -337,6 +339,8 @@ StepTraffic step_traffic(const PipelineRun& run, const Sender& sender) {
       traffic.replicas += replica_sent_bytes(bucket, mesh, sender.rank);
     }
   }
+  traffic.matrices = sent_of_matrices(run.config, planned.parameters, run.contract.parameters,
+                                      planned.plan, sender.rank);
   if (!run.config.training.seq_len) return traffic;
   traffic.of_tokens = sent_by_stages(run, pipeline.schedule.stages_of(place), mesh, sender);
   return traffic;

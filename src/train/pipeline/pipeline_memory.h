@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "layout/model_plan.h"
+#include "models/description.h"
 #include "train/pipeline/pipeline_plan.h"
 #include "train/rank_memory.h"
 #include "train/step_traffic.h"
@@ -23,6 +24,7 @@ namespace tessera::train {
 /// embedding), then those of its stages one after the other.
 struct RankPlan {
   layout::ModelPlan plan;
+  std::vector<models::ParameterSpec> parameters;  ///< the rows of the model's table that it has
   struct Stage {
     int number = 0;
     layout::Range units;

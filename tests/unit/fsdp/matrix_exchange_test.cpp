@@ -115,6 +115,19 @@ std::vector<Numbers> sent(const std::vector<Crossing>& crossings, const std::vec
   return in;
 }
 
+/// sent_bytes() counts what the buffers of both crossings have for other ranks.
+void expect_bytes_of(const MatrixExchange& exchange, const std::vector<Crossing>& there,
+                     const std::vector<Crossing>& back) {
+  Numbers bytes;
+  for (std::size_t rank = 0; rank < there.size(); ++rank) {
+    bytes.push_back(0);
+    for (std::size_t to = 0; to < there.size(); ++to) {
+      if (to != rank) bytes.back() += 4 * (there[rank].sends[to] + back[rank].sends[to]);
+    }
+  }
+  EXPECT_EQ(sent_bytes(exchange), bytes);
+}
+
 TEST(MatrixExchange, BringsEachMatrixWholeToOneRankAndItsResultToAllThatHoldIt) {
   std::mt19937 random(5);
   for (int round = 0; round < 200; ++round) {
@@ -176,6 +189,7 @@ TEST(MatrixExchange, BringsEachMatrixWholeToOneRankAndItsResultToAllThatHoldIt) 
         }
       }
     }
+    expect_bytes_of(exchange, there, back);
     const auto returned = sent(back, results);
     for (std::size_t rank = 0; rank < results.size(); ++rank) {
       auto left = held[rank].numbers;
@@ -193,6 +207,21 @@ TEST(MatrixExchange, BringsEachMatrixWholeToOneRankAndItsResultToAllThatHoldIt) 
       }
     }
   }
+}
+
+TEST(MatrixExchange, AllTravelInFloat64WhereTheStateOfOneIs) {
+  MatrixParameter narrow{.name = "narrow", .layout = {}, .shape = {2, 3}, .matrices = {1, {2, 3}}};
+  MatrixParameter wide = narrow;
+  narrow.state = DType::kBFloat16;
+  wide.state = DType::kFloat64;
+  const std::vector<std::vector<HeldElements>> held{{{{}, {0, 2}}, {{}, {0, 6}}},
+                                                    {{{}, {2, 6}}, {}}};
+  // Equal work: rank 0 has the first, rank 1 the second.
+  const auto of = [&](const MatrixParameter& second) {
+    return sent_bytes(plan_exchange({narrow, second}, held));
+  };
+  EXPECT_EQ(of(narrow), (Numbers{4 * (4 + 6), 4 * (4 + 6)}));
+  EXPECT_EQ(of(wide), (Numbers{8 * (4 + 6), 8 * (4 + 6)}));
 }
 
 TEST(MatrixExchange, NoRankHasMoreThanOneMatrixAboveTheMean) {

@@ -46,6 +46,9 @@ struct Drawn {
   std::string schedule = "1F1B";
   PipelineReshard pipeline_reshard = PipelineReshard::kStep;
   double aux_loss_coef = 0.0;
+  enum class Adapters { kNone, kOfAttention, kOfExperts } adapters = Adapters::kNone;
+  bool muon = false;
+  bool as_one = false;  ///< Muon steps fused weights as one matrix each
 
   int ranks() const { return replicate * shard * tp * pp; }
 };
@@ -59,7 +62,10 @@ std::ostream& operator<<(std::ostream& out, const Drawn& d) {
              << " x " << d.rows << " x " << d.positions << ", " << d.recompute << ", " << d.dtype
              << (d.sums32 ? ", sums in 32" : "") << (d.bf16_wire ? ", wire in 16" : "")
              << (d.every ? ", reduced each time" : "") << (d.reshard ? "" : ", kept")
-             << (d.frozen ? ", frozen" : "") << ", form " << d.form << ", aux " << d.aux_loss_coef;
+             << (d.frozen ? ", frozen" : "") << ", form " << d.form << ", aux " << d.aux_loss_coef
+             << (d.adapters == Drawn::Adapters::kNone ? "" : ", adapters")
+             << (d.adapters == Drawn::Adapters::kOfExperts ? " of experts" : "")
+             << (d.muon ? ", Muon" : "") << (d.as_one ? ", fused as one" : "");
 }
 
 class Draws {
@@ -125,6 +131,14 @@ Drawn drawn(std::uint32_t seed) {
   } else if (draw.maybe()) {
     d.form = draw.one_of({1, 2, 3});
   }
+  d.muon = draw.one_of({0, 1}) == 1;
+  d.as_one = d.muon && draw.one_of({0, 1}) == 1;
+  // Adapters have no gpt2, and are in place of a frozen part and of a loss of frozen routers.
+  if (d.muon && d.family != "gpt2" && !d.frozen && d.aux_loss_coef == 0.0 &&
+      draw.one_of({0, 1}) == 1) {
+    using enum Drawn::Adapters;
+    d.adapters = d.routed ? draw.one_of({kOfAttention, kOfExperts}) : kOfAttention;
+  }
   return d;
 }
 
@@ -141,6 +155,25 @@ void write_model(const testing::TemporaryFolder& folder, const Drawn& d) {
     model["audio_token_id"] = 262;
   }
   folder.write("model.json", model.dump());
+}
+
+/// Adapters stand beside weights, which the reference has, of a vocabulary without all bytes.
+void set_adapters(Config& config, const testing::TemporaryFolder& folder, const Drawn& d) {
+  config.model.config.clear();
+  config.model.path = std::string(TESSERA_TEST_DATA) + "/" + d.family + "-fp32";
+  config.lora = {.rank = 2, .targets = {"o_proj"}};
+  if (d.adapters == Drawn::Adapters::kOfExperts) config.lora.targets.emplace_back("experts.*");
+  constexpr int kTokens = 6000;
+  std::mt19937 random(7);
+  std::string tokens;
+  for (int i = 0; i < kTokens; ++i) {
+    tokens += static_cast<char>(random() % 120);  // no image's place
+    tokens += '\0';
+  }
+  folder.write("ids.bin", tokens);
+  folder.write("ids.json",
+               concat(R"({"dtype":"uint16","vocab_size":128,"num_tokens":)", kTokens, "}"));
+  config.data.path = {folder / "ids.bin"};
 }
 
 Config config_of(const testing::TemporaryFolder& folder, const Drawn& d) {
@@ -170,6 +203,9 @@ Config config_of(const testing::TemporaryFolder& folder, const Drawn& d) {
     config.compile.mode = CompileChoice::kPlan;
     config.compile.form = d.form;
   }
+  if (d.adapters != Drawn::Adapters::kNone) set_adapters(config, folder, d);
+  if (d.muon) config.optimizer.name = fsdp::OptimizerName::kMuon;
+  if (d.as_one) config.optimizer.rule = {{.match = {"*"}, .split_fused = false}};
   config.training.seq_len = d.positions;
   config.training.local_batch_size = d.rows;
   config.training.global_batch_size = d.replicate * d.shard * d.rows * d.micro_batches;
@@ -191,6 +227,17 @@ std::int64_t sent_by(const Rows& rows, int rank, const char* row, const std::str
   return bytes;
 }
 
+/// The optimizer's collectives are in the row of sums over replicas.
+std::int64_t matrices_by(const Rows& rows, int rank) {
+  const auto spans = rows.find({rank, "sums over replicas"});
+  if (spans == rows.end()) return 0;
+  std::vector<Span> of_optimizer;
+  std::ranges::copy_if(spans->second, std::back_inserter(of_optimizer), [](const Span& span) {
+    return span.arguments.value("unit", "") == "optimizer";
+  });
+  return sent(of_optimizer);
+}
+
 /// Sends alone: a receive has bytes, too.
 std::int64_t messages_by(const Rows& rows, int rank) {
   const auto spans = rows.find({rank, "messages"});
@@ -208,7 +255,8 @@ StepTraffic traced(const Rows& rows, int rank) {
   StepTraffic traffic;
   traffic.gathers = sent_by(rows, rank, "gathers");
   traffic.reductions = sent_by(rows, rank, "reductions");
-  traffic.replicas = sent_by(rows, rank, "sums over replicas");
+  traffic.matrices.sent = matrices_by(rows, rank);
+  traffic.replicas = sent_by(rows, rank, "sums over replicas") - traffic.matrices.sent;
   traffic.of_tokens = {.activations = sent_by(rows, rank, "activations", "tp"),
                        .experts = sent_by(rows, rank, "activations", "ep"),
                        .messages = messages_by(rows, rank)};
@@ -216,18 +264,19 @@ StepTraffic traced(const Rows& rows, int rank) {
 }
 
 struct Kinds {
-  std::int64_t gathers, reductions, replicas, activations, tokens, messages, total;
+  std::int64_t gathers, reductions, replicas, matrices, activations, tokens, messages, total;
   bool operator==(const Kinds&) const = default;
 };
 std::ostream& operator<<(std::ostream& out, const Kinds& k) {
   return out << "gathers " << k.gathers << ", reductions " << k.reductions << ", replicas "
-             << k.replicas << ", activations " << k.activations << ", tokens " << k.tokens
-             << ", messages " << k.messages << ", total " << k.total;
+             << k.replicas << ", matrices " << k.matrices << ", activations " << k.activations
+             << ", tokens " << k.tokens << ", messages " << k.messages << ", total " << k.total;
 }
 Kinds kinds(const StepTraffic& t) {
   return {t.gathers,
           t.reductions,
           t.replicas,
+          t.matrices.sent,
           t.of_tokens->activations,
           t.of_tokens->experts,
           t.of_tokens->messages,
@@ -248,7 +297,7 @@ struct Forecast {
 
   Forecast(const Config& of, const Drawn& d)
       : config(of),
-        source(open_model(config.model)),
+        source(open_model(config.model, config.lora)),
         dims(resolve_parallelism(config.parallelism, d.ranks())),
         mesh(mesh_shape(dims)),
         contract(resolve_model(source, config, dims)),
@@ -335,8 +384,22 @@ ExpertLoads traced_loads(const Rows& rows, int rank, const Forecast& forecast, c
   return loads;
 }
 
+void count_by_layout(const Drawn& d, std::map<std::string, int>& counts) {
+  counts["shards"] += d.shard > 1;
+  counts["shards and replicas"] += d.shard > 1 && d.replicate > 1;
+  counts["tp"] += d.tp > 1;
+  counts["ep"] += d.ep > 1;
+  counts["etp"] += d.etp > 1;
+  counts["pp"] += d.pp > 1;
+  counts["adapters"] += d.adapters != Drawn::Adapters::kNone;
+  counts["adapters of experts"] += d.adapters == Drawn::Adapters::kOfExperts;
+  counts["fused, apart"] += !d.as_one;
+  counts["fused, as one"] += d.as_one;
+}
+
 TEST(StepTraffic, IsThatOfTheTraceInDrawnLayouts) {
-  const std::uint32_t draws = test::full_proof() ? 400 : 24;
+  const std::uint32_t draws = test::full_proof() ? 400 : 32;
+  std::map<std::string, int> with_matrices;  // draws by what lies over ranks
   for (std::uint32_t seed = 1; seed <= draws; ++seed) {
     const Drawn d = drawn(seed);
     std::ostringstream words;
@@ -351,11 +414,19 @@ TEST(StepTraffic, IsThatOfTheTraceInDrawnLayouts) {
     for (int rank = 0; rank < d.ranks(); ++rank) {
       ExpertLoads loads;
       if (d.ep > 1) loads = traced_loads(rows, rank, forecast, d);
-      EXPECT_EQ(kinds(forecast.of({.rank = rank, .loads = &loads})), kinds(traced(rows, rank)))
-          << "rank " << rank;
+      const StepTraffic found = forecast.of({.rank = rank, .loads = &loads});
+      EXPECT_EQ(kinds(found), kinds(traced(rows, rank))) << "rank " << rank;
+      std::int64_t most = 0;
+      for (const int other : forecast.mesh.stage_of(rank)) {
+        most = std::max(most, matrices_by(rows, other));
+      }
+      EXPECT_EQ(found.matrices.most, most) << "rank " << rank;
+      if (rank == 0 && most > 0) count_by_layout(d, with_matrices);
     }
     if (::testing::Test::HasFailure()) return;
   }
+  for (const auto& [what, count] : with_matrices) EXPECT_GT(count, 0) << what;
+  EXPECT_FALSE(with_matrices.empty());
 }
 
 /// Each expert of each layer as often as every other one, by the tokens that each rank of ep sends.
