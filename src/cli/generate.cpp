@@ -4,8 +4,8 @@
 #include <charconv>
 #include <iostream>
 
-#include "base/parallel.h"
 #include "base/text/printable.h"
+#include "base/threads/parallel.h"
 #include "cli/arguments.h"
 #include "cli/program_end.h"
 #include "cli/ranks.h"

@@ -246,9 +246,9 @@ Planned plan_run(const InspectArguments& arguments) {
   planned.mesh = train::mesh_shape(dims);
   planned.contract = train::resolve_model(source, config, dims);
   const auto rates = rates_of(arguments.machine, config);
-  TESSERA_CHECK(!rates || dims.pp == 1, ErrorKind::kConfig,
-                "parallelism.pipeline_parallel_degree: found ", dims.pp,
-                ", expected 1 with --flops: tessera schedule has the times of a pipeline");
+  TESSERA_CHECK(!rates || dims.pp == 1, ErrorKind::kConfig, "--flops: found ", dims.pp,
+                " stages, expected parallelism.pipeline_parallel_degree = 1: tessera schedule has "
+                "the times of a pipeline");
   auto pipeline = train::resolve_pipeline(
       config, dims, source.spec, source.description,
       {.micro_batches = train::resolve_micro_batches(

@@ -9,7 +9,7 @@
 #include "base/environment.h"
 #include "base/log.h"
 #include "base/mapped_file.h"
-#include "base/parallel.h"
+#include "base/threads/parallel.h"
 #include "cli/program_end.h"
 #include "cli/program_start.h"
 #include "comm/device.h"

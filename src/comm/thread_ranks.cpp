@@ -8,10 +8,10 @@
 #include <thread>
 #include <vector>
 
-#include "base/cores.h"
 #include "base/mutex.h"
-#include "base/parallel.h"
 #include "base/text/printable.h"
+#include "base/threads/cores.h"
+#include "base/threads/parallel.h"
 #include "comm/backends/backend.h"
 #include "comm/backends/in_process/in_process.h"
 #include "comm/device.h"

@@ -5,8 +5,8 @@
 
 #include "base/environment.h"
 #include "base/log.h"
-#include "base/parallel.h"
 #include "base/text/printable.h"
+#include "base/threads/parallel.h"
 #include "comm/backends/backend.h"
 #include "comm/batch.h"
 #include "comm/device.h"

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <string>
 
-#include "base/cores.h"
+#include "base/threads/cores.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {

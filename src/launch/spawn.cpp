@@ -20,9 +20,9 @@
 #include <utility>
 #include <vector>
 
-#include "base/cores.h"
 #include "base/environment.h"
 #include "base/log.h"
+#include "base/threads/cores.h"
 #include "launch/failure_record.h"
 #include "launch/hosts.h"
 #include "launch/launch_environment.h"

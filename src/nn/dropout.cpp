@@ -13,10 +13,10 @@
 #include <vector>
 
 #include "base/hash.h"
-#include "base/parallel.h"
 #include "base/philox.h"
 #include "base/random.h"
 #include "base/test_hooks.h"
+#include "base/threads/parallel.h"
 #include "grad/region.h"
 #include "nn/linear.h"
 #include "tessera/error.h"

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "base/first_derivative.h"
-#include "base/product.h"
 #include "base/random.h"
+#include "base/threads/product.h"
 #include "grad/region.h"
 #include "parallel/transitions.h"
 #include "tessera/error.h"

@@ -269,8 +269,9 @@ TEST(InspectCommand, HasTheTimeThatPlanHasOfTheSameStep) {
   const Outcome stages = run(inspect, {"--flops", "1e9", "--bandwidth", "1MB",
                                        "--parallelism.pipeline_parallel_degree", "2"});
   EXPECT_EQ(stages.code, 2);
-  EXPECT_THAT(stages.err, HasSubstr("parallelism.pipeline_parallel_degree: found 2, expected 1 "
-                                    "with --flops: tessera schedule has the times"));
+  EXPECT_THAT(
+      stages.err,
+      HasSubstr("--flops: found 2 stages, expected parallelism.pipeline_parallel_degree = 1"));
 }
 
 // Ranks step other matrices: the line has those of the first rank, and the most that one sends.

@@ -7,7 +7,7 @@
 #include <optional>
 #include <sstream>
 
-#include "base/cores.h"
+#include "base/threads/cores.h"
 #include "cli/process.h"
 #include "cli/program.h"
 #include "cli/saving_run.h"

@@ -8,7 +8,7 @@
 #include <optional>
 #include <utility>
 
-#include "base/product.h"
+#include "base/threads/product.h"
 #include "kernels/results.h"
 #include "tessera/error.h"
 

@@ -8,7 +8,7 @@
 #include <sstream>
 
 #include "base/hash.h"
-#include "base/product.h"
+#include "base/threads/product.h"
 #include "kernels/operations.h"
 #include "tessera/error.h"
 

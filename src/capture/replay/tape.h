@@ -83,7 +83,8 @@ struct TapeCall {
   c10::OperatorHandle operation;
   std::vector<Slot> arguments, results;
   std::vector<MemoryId> makes, writes;
-  bool on_one_thread = false;  ///< its products (base/product.h): their bits may depend on it
+  bool on_one_thread =
+      false;  ///< its products (base/threads/product.h): their bits may depend on it
 };
 
 /// A tensor that an operation has read, whose memory is from outside. It existed before the region

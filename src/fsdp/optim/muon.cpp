@@ -17,8 +17,8 @@
 #include <span>
 #include <utility>
 
-#include "base/parallel.h"
 #include "base/text/wildcard.h"
+#include "base/threads/parallel.h"
 #include "base/trace.h"
 #include "comm/group.h"
 #include "comm/queue.h"

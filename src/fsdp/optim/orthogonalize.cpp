@@ -6,7 +6,7 @@
 #include <cmath>
 #include <vector>
 
-#include "base/parallel.h"
+#include "base/threads/parallel.h"
 #include "fsdp/optim/fixed_product.h"
 
 namespace tessera::fsdp {

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/parallel.h"
+#include "base/threads/parallel.h"
 #include "kernels/cpu/dispatch.h"
 #include "kernels/implementations.h"
 #include "kernels/results.h"

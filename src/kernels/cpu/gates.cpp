@@ -1,6 +1,6 @@
 #include <vector>
 
-#include "base/parallel.h"
+#include "base/threads/parallel.h"
 #include "kernels/cpu/dispatch.h"
 #include "kernels/implementations.h"
 #include "kernels/results.h"

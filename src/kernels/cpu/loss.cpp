@@ -9,7 +9,7 @@
 #include <numeric>
 #include <vector>
 
-#include "base/parallel.h"
+#include "base/threads/parallel.h"
 #include "kernels/cpu/dispatch.h"
 #include "kernels/implementations.h"
 

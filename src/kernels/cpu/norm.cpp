@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "base/parallel.h"
+#include "base/threads/parallel.h"
 #include "kernels/cpu/dispatch.h"
 #include "kernels/implementations.h"
 #include "kernels/results.h"

@@ -12,8 +12,8 @@
 #include <cstddef>
 #include <vector>
 
-#include "base/parallel.h"
 #include "base/split_float.h"
+#include "base/threads/parallel.h"
 #include "kernels/host_sum.h"
 #include "kernels/implementations.h"
 #include "tessera/error.h"

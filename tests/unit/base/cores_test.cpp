@@ -1,5 +1,5 @@
 // CPUs by drawn trees of control groups, and OMP_NUM_THREADS as libgomp reads it.
-#include "base/cores.h"
+#include "base/threads/cores.h"
 
 #include <gtest/gtest.h>
 

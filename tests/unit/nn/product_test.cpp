@@ -1,4 +1,4 @@
-#include "base/product.h"
+#include "base/threads/product.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-#include "base/product.h"
+#include "base/threads/product.h"
 
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>

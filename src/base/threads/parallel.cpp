@@ -1,4 +1,4 @@
-#include "base/parallel.h"
+#include "base/threads/parallel.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorIterator.h>
@@ -9,8 +9,8 @@
 #include <charconv>
 #include <optional>
 
-#include "base/cores.h"
 #include "base/environment.h"
+#include "base/threads/cores.h"
 
 namespace tessera::base {
 namespace {
