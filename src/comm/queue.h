@@ -55,7 +55,7 @@ class IssueQueue {
 
   /// After this every submit and every wait throws `why` (as kComm). [Note: failure].
   void abort(const std::string& why);
-  /// Whether one has, since then. Threads: any.
+  /// Whether a submit or a wait has thrown since abort(). Threads: any.
   bool has_thrown() const;
   /// Drops what was never issued and accepts again.
   void recover();

@@ -113,7 +113,8 @@ class AbortFlag {
     tell();
     throw LostRank(what.empty() ? why() : concat(what, ": ", why()));
   }
-  /// The program knows that it is marked: an error of this has been thrown, or it recovers by itself.
+  /// Notes that the program knows of the abort: an error of this flag was thrown, or the program
+  /// recovers by itself.
   void tell() const { told_.store(true, std::memory_order_relaxed); }
   bool told() const { return told_.load(std::memory_order_relaxed); }
 

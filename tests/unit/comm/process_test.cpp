@@ -403,7 +403,7 @@ TEST_P(AnyRank, WhoseMessagesAreSwappedIsNamedBesideTheOtherEnd) {
   EXPECT_LT(outcome.seconds, kSeconds);
 }
 
-// [Note: disagreements]. Naive: the first watch that finds one ends its process, and with it the run.
+// [Note: disagreements]. Naive: the first watch that finds one ends its process, and so the run.
 TEST(Disagreements, CanBeCaughtOnEveryRankAndTheRunGoesOn) {
   const int seeds[] = {0, 0, 1, 2, 3};  // by the number of ranks
   for (const int nproc : {2, 3, 4}) {
@@ -415,13 +415,13 @@ TEST(Disagreements, CanBeCaughtOnEveryRankAndTheRunGoesOn) {
   }
 }
 
-// Naive: the store goes with rank 0, and whoever leaves a little later is ended for that.
+// Naive: the store ends with rank 0, and a rank that leaves a little later is ended for that.
 TEST(Disagreements, ThatAreCaughtEndNobodyWhoLeavesThen) {
   const auto outcome = run({.nproc = 3, .mode = "caught-leave"});
   EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
 }
 
-// Rank 2 shares no group with those that disagree: they recover, and would wait for it for ever.
+// Rank 2 shares no group with those that disagree: they recover, and would wait for it forever.
 TEST(Disagreements, EndARankThatComesToNoCallOfTheLibrary) {
   const auto outcome = run({.nproc = 4, .mode = "apart-uncaught", .rank = 2});
   EXPECT_EQ(outcome.exit_code, 1);
