@@ -253,8 +253,8 @@ class Loader {
   }
 
   at::Tensor read_buffer(const std::string& name, const BufferContract& contract) const {
-    auto values = at::empty(contract.shape,
-                            at::TensorOptions().dtype(to_scalar_type(contract.storage)));
+    auto values =
+        at::empty(contract.shape, at::TensorOptions().dtype(to_scalar_type(contract.storage)));
     if (!is_empty(contract.shape)) {
       checkpoint_.read(concat(kModelPrefix, name), 0, values.numel(),
                        {static_cast<std::byte*>(values.mutable_data_ptr()), values.nbytes()});

@@ -193,8 +193,7 @@ void ShardedBase::adopt(const ShardOptions& options) {
       runtime_->add_unit(unit);
       if (unit == inner.handle->unit_.get() && !inner.handle->asked_reshard_)
         unit->controls.reshard_after_forward = true;
-      if (!inner.handle->named_)
-        unit->add_prefix(fsdp::prefix_of(inner.path, options));
+      if (!inner.handle->named_) unit->add_prefix(fsdp::prefix_of(inner.path, options));
       below.push_back(unit);
     }
     inner.handle->set_runtime(runtime_);

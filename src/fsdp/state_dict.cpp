@@ -23,7 +23,7 @@ namespace {
 struct Target {
   std::vector<std::string> names;          // canonical first
   const GradContract* contract = nullptr;  // null of a buffer
-  at::Tensor values;               // [end - begin] of a shard; a whole buffer
+  at::Tensor values;                       // [end - begin] of a shard; a whole buffer
   std::vector<std::int64_t> shape;
   std::int64_t begin = 0;
   std::int64_t end = 0;
@@ -57,8 +57,8 @@ std::vector<Target> targets_of(const ShardedBase& model) {
   const fsdp::ModelNames names(model);
   std::vector<Target> targets;
   for (const auto& view : model.shards()) {
-    Target target{names.of(*view.contract), view.contract, view.shard.detach(),
-                  view.contract->shape,     view.begin,    view.end,
+    Target target{names.of(*view.contract),   view.contract, view.shard.detach(),
+                  view.contract->shape,       view.begin,    view.end,
                   view.contract->replicated()};
     if (is_sharded(view.contract->layout)) {
       target.layout = view.contract->layout;

@@ -211,7 +211,7 @@ TEST(ModelNames, AreThoseOfThePlainModelWhateverIsAUnit) {
     ranks(count).run([&](World& world) {
       const auto mesh = data_mesh(world);
       std::size_t names = 0, tensors = 0, units = 0;
-      for (unsigned seed = 0; seed < 12; ++seed) {
+      for (unsigned seed = 0; seed < 8; ++seed) {
         SCOPED_TRACE(concat(count, " ranks, seed ", seed));
         const auto never = [] { return Cut::kNo; };
         const PlainNames plain(*DrawnTree(seed, mesh, never).root);
@@ -246,8 +246,8 @@ TEST(ModelNames, AreThoseOfThePlainModelWhateverIsAUnit) {
           expect_same(whole_state(to.model, *to.optimizer), saved, "by a checkpoint");
         }
       }
-      EXPECT_GT(names, tensors + 100) << "many names of one tensor";
-      EXPECT_GT(units, 12U * 3 * 3);
+      EXPECT_GT(names, tensors + 60) << "many names of one tensor";
+      EXPECT_GT(units, 8U * 3 * 3);
     });
   }
 }
@@ -255,13 +255,19 @@ TEST(ModelNames, AreThoseOfThePlainModelWhateverIsAUnit) {
 /// Two modules with one tensor each, registered as both names say; `tied`: it is one for both.
 class Pair : public torch::nn::Module {
  public:
-  enum class Has : std::uint8_t { kTiedWeight, kTwoWeights, kTiedBuffer, kTwoBuffers, kOtherBuffers };
+  enum class Has : std::uint8_t {
+    kTiedWeight,
+    kTwoWeights,
+    kTiedBuffer,
+    kTwoBuffers,
+    kOtherBuffers
+  };
   Pair(Has has, const char* first, const char* second) {
     const auto one = std::make_shared<Node>(), other = std::make_shared<Node>();
     const auto value = seeded(1, {4, 3});
     if (has == Has::kTiedWeight || has == Has::kTwoWeights) {
       one->register_parameter("it", value);
-      other->register_parameter("it", has == Has::kTiedWeight ? value : value.clone());
+      other->register_parameter("it", has == Has::kTiedWeight ? value : seeded(1, {4, 3}));
     } else {
       register_parameter("weight", seeded(2, {3}));
       one->register_buffer("it", value);
@@ -325,8 +331,7 @@ TEST(ModelNames, TwoTensorsOfACheckpointAreOneOnlyWhereTheyAreBuffersOfTheSameVa
       TrainedPair from(world, saved);
       save_checkpoint(from.model, *from.optimizer, folder / name, 0);
       TrainedPair to(world, loaded);
-      const auto error =
-          error_of([&] { load_checkpoint(to.model, *to.optimizer, folder / name); });
+      const auto error = error_of([&] { load_checkpoint(to.model, *to.optimizer, folder / name); });
       if (world.rank() == 0) message = error;
     });
     return message;

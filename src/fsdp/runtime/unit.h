@@ -94,10 +94,11 @@ struct Buffer {
 
 /// What a unit's module registers, and under which name in the model.
 struct Registered {
-  std::string name;                    ///< "" of a unit inside that was given a name of its own
-  std::shared_ptr<Leaf> leaf = {};     ///< a parameter, of whichever unit
-  at::Tensor buffer = {};              ///< or a buffer
-  std::weak_ptr<const Unit> unit = {};  ///< or a unit inside; `name` is what stands before its names
+  std::string name;                 ///< "" of a unit inside that was given a name of its own
+  std::shared_ptr<Leaf> leaf = {};  ///< a parameter, of whichever unit
+  at::Tensor buffer = {};           ///< or a buffer
+  std::weak_ptr<const Unit> unit =
+      {};  ///< or a unit inside; `name` is what stands before its names
 };
 
 class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
