@@ -32,9 +32,9 @@ std::vector<layout::Piece> ranges_of_tensors(const layout::FileShape& file, layo
 
 }  // namespace
 
-FileForm FileForms::of(const GradContract& contract) const {
+FileForm FileForms::of(const GradContract& contract, const std::string& name) const {
   const auto found = stacked_.find(contract.name);
-  return found == stacked_.end() ? FileForm{{contract.name}, {1, contract.shape}} : found->second;
+  return found == stacked_.end() ? FileForm{{name}, {1, contract.shape}} : found->second;
 }
 
 std::vector<std::string> FileForms::names_of(const std::string& parameter) const {

@@ -32,7 +32,9 @@ class FileForms {
       : stacked_(std::move(stacked)) {}
 
   /// Of one that is stacked; any other is one tensor of its name.
-  FileForm of(const GradContract& contract) const;
+  FileForm of(const GradContract& contract) const { return of(contract, contract.name); }
+  /// The same where that tensor goes by another of the parameter's names.
+  FileForm of(const GradContract& contract, const std::string& name) const;
   /// The tensors' names alone.
   std::vector<std::string> names_of(const std::string& parameter) const;
 

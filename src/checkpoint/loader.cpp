@@ -3,8 +3,10 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <cstring>
 #include <map>
 #include <optional>
+#include <ranges>
 #include <set>
 #include <utility>
 
@@ -12,6 +14,7 @@
 #include "base/text/printable.h"
 #include "checkpoint/snapshot.h"
 #include "comm/group.h"
+#include "fsdp/model_names.h"
 #include "grad/torch_dtype.h"
 #include "tessera/error.h"
 
@@ -29,6 +32,7 @@ class Loader {
         request_(request),
         forms_(request.forms),
         advice_(request.advice),
+        names_(model),
         stages_(names_of_stages(model, request.holds)),
         kept_names_(kept_in_stages(model, optimizer)),
         in_stage_(place_among(model.mesh().shapes().stage_of(model.mesh().world()->rank()),
@@ -40,9 +44,11 @@ class Loader {
   void check() {
     // Of all stages: what others have is checked there.
     std::set<std::string> known;
-    for (const auto& parameter : stages_.everywhere) {
-      for (const std::string& tensor : forms_.names_of(parameter)) {
-        known.insert(concat(kModelPrefix, tensor));
+    for (const auto& [is_buffer, names] : stages_.everywhere) {
+      for (const std::string& name : is_buffer ? names : std::vector{name_there(names)}) {
+        for (const std::string& tensor : forms_.names_of(name)) {
+          known.insert(concat(kModelPrefix, tensor));
+        }
       }
     }
     std::size_t index = 0;
@@ -50,16 +56,17 @@ class Loader {
       const auto& contract = *view.contract;
       if (!holds(contract)) continue;
       if (!is_mine(index++)) continue;
-      const FileForm form = forms_.of(contract);
+      const FileForm form = form_of(contract);
       for (const std::string& tensor : form.names) {
         require_tensor(concat(kModelPrefix, tensor), contract.storage.dtype, form.file.shape,
                        contract.trainable ? advice_.keeps_storage : advice_.keeps_frozen);
       }
     }
-    for (const auto& view : model_.buffers()) {
-      if (!view.contract->stored || request_.holds) continue;
-      require_tensor(concat(kModelPrefix, view.contract->name), view.contract->storage,
-                     view.contract->shape, advice_.keeps_storage);
+    for (const auto& [names, view] : buffers()) {
+      for (const auto& name : names_there(names)) {
+        require_tensor(concat(kModelPrefix, name), view.contract->storage, view.contract->shape,
+                       advice_.keeps_storage);
+      }
     }
     const World& world = *model_.mesh().world();
     const auto names = checkpoint_.names("", static_cast<std::size_t>(world.rank()),
@@ -96,7 +103,7 @@ class Loader {
     }
     const auto kept = kept_names_.empty() ? std::string("step") : *kept_names_.begin();
     const auto first = first_of_ranks(
-        group, trained.empty() ? "" : forms_.of(*trained.front().view.contract).names.front());
+        group, trained.empty() ? "" : form_of(*trained.front().view.contract).names.front());
     throw Error(ErrorKind::kFormat,
                 concat(shown(checkpoint_.path()), ": found no ", named(kept, first),
                        " and no other state of an optimizer, expected what ", optimizer_.name(),
@@ -134,7 +141,7 @@ class Loader {
     fill_offloaded();
     for (const auto& state : optimizer_.unread_state()) {
       const auto& contract = *state.view.contract;
-      const FileForm form = forms_.of(contract);
+      const FileForm form = form_of(contract);
       const std::string& first = form.names.front();  // the others say the same
       if (!has("step", first)) continue;
       std::int64_t steps = 0;
@@ -190,7 +197,7 @@ class Loader {
   /// mark_written(): it is made for the values as they are now.
   void fill_offloaded() {
     for (const auto& view : offloaded_) {
-      const FileForm form = forms_.of(*view.contract);
+      const FileForm form = form_of(*view.contract);
       std::vector<Part> parts;
       for (const auto& kept : optimizer_.make_kept(view.contract->name)) {
         add_parts(parts, named(kept.name, ""), form, view, kept.values);
@@ -228,17 +235,52 @@ class Loader {
   void fill_buffers() const {
     const at::NoGradGuard no_grad;
     if (request_.holds) return;
-    for (const auto& view : model_.buffers()) {
-      if (!view.contract->stored) continue;
-      const auto values = at::empty(
-          view.contract->shape, at::TensorOptions().dtype(to_scalar_type(view.contract->storage)));
-      if (!is_empty(view.contract->shape)) {
-        checkpoint_.read(concat(kModelPrefix, view.contract->name), 0, values.numel(),
-                         {static_cast<std::byte*>(values.mutable_data_ptr()), values.nbytes()});
+    for (const auto& [names, view] : buffers()) {
+      const auto there = names_there(names);
+      const auto values = read_buffer(there.front(), *view.contract);
+      for (const auto& other : there | std::views::drop(1)) {
+        const auto same = read_buffer(other, *view.contract);
+        TESSERA_CHECK(
+            std::memcmp(same.const_data_ptr(), values.const_data_ptr(), values.nbytes()) == 0,
+            ErrorKind::kFormat, shown(checkpoint_.path()), ": found other values in ",
+            printable(concat(kModelPrefix, other)), " than in ",
+            printable(concat(kModelPrefix, there.front())),
+            ", expected the same, since the model has one tensor for both; ", advice_.keeps_shape);
       }
       view.tensor.set_data(values.to(view.tensor.device()));
     }
     model_.set_loaded();
+  }
+
+  at::Tensor read_buffer(const std::string& name, const BufferContract& contract) const {
+    auto values =
+        at::empty(contract.shape, at::TensorOptions().dtype(to_scalar_type(contract.storage)));
+    if (!is_empty(contract.shape)) {
+      checkpoint_.read(concat(kModelPrefix, name), 0, values.numel(),
+                       {static_cast<std::byte*>(values.mutable_data_ptr()), values.nbytes()});
+    }
+    return values;
+  }
+
+  std::vector<fsdp::NamedBuffer> buffers() const {
+    return request_.holds ? std::vector<fsdp::NamedBuffer>() : names_.stored_buffers(model_);
+  }
+
+  /// Under which of its names the checkpoint has a tensor of the model: the canonical one, but where
+  /// it was saved when that was another. A name alone is not looked up.
+  std::vector<std::string> names_there(const std::vector<std::string>& names) const {
+    if (names.size() == 1) return names;
+    auto there = names;
+    std::erase_if(there, [&](const auto& name) {
+      return checkpoint_.find(concat(kModelPrefix, name)) == nullptr;
+    });
+    return there.empty() ? std::vector{names.front()} : there;
+  }
+  std::string name_there(const std::vector<std::string>& names) const {
+    return names_there(names).front();
+  }
+  FileForm form_of(const GradContract& contract) const {
+    return forms_.of(contract, name_there(names_.of(contract)));
   }
 
   static std::string named(const std::string& kept, const std::string& tensor) {
@@ -284,9 +326,9 @@ class Loader {
 
   /// All that the optimizer keeps of a parameter, or nothing: never updated, or frozen until now.
   void check_state(const GradContract& contract) {
-    const auto& name = contract.name;
+    const auto name = names_.of(contract).front();
     if (is_empty(contract.shape)) return;
-    const FileForm form = forms_.of(contract);
+    const FileForm form = form_of(contract);
     const bool kept_any = keeps_any(form);
     const bool has_step =
         std::ranges::any_of(form.names, [&](const auto& tensor) { return has("step", tensor); });
@@ -349,14 +391,14 @@ class Loader {
     std::vector<Part> found;
     for (const auto& view : model_.shards()) {
       if (!holds(*view.contract)) continue;
-      add_parts(found, std::string(kModelPrefix), forms_.of(*view.contract), view,
+      add_parts(found, std::string(kModelPrefix), form_of(*view.contract), view,
                 view.shard.detach());
     }
     auto states = optimizer_.unread_state();
     for (auto& state : states) {
       state.kept.clear();  // or it would lie beside the new one until the last is made
       const auto& contract = *state.view.contract;
-      const FileForm form = forms_.of(contract);
+      const FileForm form = form_of(contract);
       optimizer_.forget(contract.name);
       if (!keeps_any(form)) continue;
       if (optimizer_.is_offloaded(contract.name)) {
@@ -395,6 +437,7 @@ class Loader {
   const LoadRequest& request_;
   const FileForms& forms_;
   const LoadAdvice& advice_;
+  const fsdp::ModelNames names_;
   const NamesOfStages stages_;
   const std::set<std::string> kept_names_;
   const Place in_stage_;

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "comm/group.h"
+#include "fsdp/model_names.h"
 #include "grad/torch_dtype.h"
 #include "io/safetensors.h"
 #include "tessera/error.h"
@@ -67,13 +68,14 @@ Holder holder_of(const ParameterLayout& layout, const Mesh& mesh) {
 /// Of this rank's shards; those of parameters that are whole on every rank of the data go to
 /// `whole`.
 void add_model(std::vector<StatePart>& parts, Whole& whole, const ShardedBase& model,
-               const StateOptions& options) {
+               const fsdp::ModelNames& names, const StateOptions& options) {
   const Mesh& mesh = model.mesh();
   for (const auto& view : model.shards()) {
     const auto& contract = *view.contract;
     if (options.holds && !options.holds(contract.name)) continue;
-    if (options.of_earlier_stages.contains(contract.name) || !is_first_holder(view)) continue;
-    const FileForm form = options.forms.of(contract);
+    const auto name = names.of(contract).front();
+    if (options.of_earlier_stages.contains(name) || !is_first_holder(view)) continue;
+    const FileForm form = options.forms.of(contract, name);
     auto& to = contract.replicated() ? whole[holder_of(contract.layout, mesh)] : parts;
     ShardParts(view, form)
         .add_values(to, std::string(kModelPrefix), view.shard.detach(), options.source_dtype);
@@ -81,10 +83,10 @@ void add_model(std::vector<StatePart>& parts, Whole& whole, const ShardedBase& m
 }
 
 void add_optimizer(std::vector<StatePart>& parts, const OptimizerState& state,
-                   const StateOptions& options) {
-  if (options.of_earlier_stages.contains(state.view.contract->name)) return;
-  if (!is_first_holder(state.view)) return;
-  const FileForm form = options.forms.of(*state.view.contract);
+                   const fsdp::ModelNames& names, const StateOptions& options) {
+  const auto name = names.of(*state.view.contract).front();
+  if (options.of_earlier_stages.contains(name) || !is_first_holder(state.view)) return;
+  const FileForm form = options.forms.of(*state.view.contract, name);
   const ShardParts shard(state.view, form);
   const auto prefix = [](const std::string& kept) { return concat(kOptimizerPrefix, kept, "/"); };
   for (const auto& kept : state.kept) {
@@ -95,14 +97,15 @@ void add_optimizer(std::vector<StatePart>& parts, const OptimizerState& state,
 
 /// Buffers with the digits of the folder that training began with: every rank holds them whole.
 void add_buffers(std::vector<StatePart>& parts, const ShardedBase& model,
-                 const StateOptions& options) {
-  for (const auto& view : model.buffers()) {
-    const auto& contract = *view.contract;
-    if (!contract.stored || options.of_earlier_stages.contains(contract.name)) continue;
-    parts.push_back({concat(kModelPrefix, contract.name),
-                     contract.shape,
-                     options.source_dtype ? options.source_dtype(contract.name) : std::nullopt,
-                     TensorBox::whole(contract.shape),
+                 const fsdp::ModelNames& names, const StateOptions& options) {
+  for (const auto& [all, view] : names.stored_buffers(model)) {
+    const auto& name = all.front();
+    const auto& shape = view.contract->shape;
+    if (options.of_earlier_stages.contains(name)) continue;
+    parts.push_back({concat(kModelPrefix, name),
+                     shape,
+                     options.source_dtype ? options.source_dtype(name) : std::nullopt,
+                     TensorBox::whole(shape),
                      {0, view.tensor.numel()},
                      view.stored.reshape({-1})});
   }
@@ -169,9 +172,10 @@ std::vector<StatePart> state_parts(const ShardedBase& model, const Optimizer& op
                                    const StateOptions& options) {
   std::vector<StatePart> parts;
   Whole whole;
-  add_model(parts, whole, model, options);
+  const fsdp::ModelNames names(model);
+  add_model(parts, whole, model, names, options);
   optimizer.require_whole("checkpoint");
-  for (const auto& state : optimizer.unread_state()) add_optimizer(parts, state, options);
+  for (const auto& state : optimizer.unread_state()) add_optimizer(parts, state, names, options);
   parts = cut(parts, options.replica, options.replicas);
   for (const auto& [holder, same] : whole) {
     for (auto& part : cut(same, holder.rank, holder.ranks)) parts.push_back(std::move(part));
@@ -179,7 +183,7 @@ std::vector<StatePart> state_parts(const ShardedBase& model, const Optimizer& op
   // All of them from one rank: others may hold other values, as BatchNorm those of their own rows,
   // and a mean of one rank with a variance of another would be of none.
   if (!options.holds && holder_of({}, model.mesh()).rank == 0) {
-    add_buffers(parts, model, options);
+    add_buffers(parts, model, names, options);
   }
   std::erase_if(parts, [](const StatePart& part) { return part.elements.empty(); });
   return parts;
@@ -311,27 +315,40 @@ void Snapshot::take(const std::vector<StatePart>& parts, const std::string& name
 
 namespace {
 
-/// Behind each name.
+/// Behind each name, and once more behind the last one of a tensor.
 constexpr char kEnd = '\0';
+constexpr char kParameter = 'p', kBuffer = 'b';  // before the first one
 
 std::string own_names(const ShardedBase& model, const Holds& holds) {
+  const fsdp::ModelNames names(model);
   std::string text;
+  const auto add = [&](char kind, const std::vector<std::string>& all) {
+    text += kind;
+    for (const auto& name : all) text += name + kEnd;
+    text += kEnd;
+  };
   for (const auto& view : model.shards()) {
-    if (!holds || holds(view.contract->name)) text += view.contract->name + kEnd;
+    if (!holds || holds(view.contract->name)) add(kParameter, names.of(*view.contract));
   }
-  for (const auto& view : model.buffers()) {
-    if (view.contract->stored && !holds) text += view.contract->name + kEnd;
-  }
+  if (holds) return text;
+  for (const auto& buffer : names.stored_buffers(model)) add(kBuffer, buffer.names);
   return text;
 }
 
-template <class Names>
-void add_names(Names& names, std::string_view text) {
-  while (!text.empty()) {
-    const std::size_t end = text.find(kEnd);
-    names.emplace(text.substr(0, end));
-    text.remove_prefix(end + 1);
+std::string take_name(std::string_view& text) {
+  const std::size_t end = text.find(kEnd);
+  std::string name(text.substr(0, end));
+  text.remove_prefix(end + 1);
+  return name;
+}
+
+TensorNames take_tensor(std::string_view& text) {
+  TensorNames tensor{text.front() == kBuffer, {}};
+  text.remove_prefix(1);
+  for (auto name = take_name(text); !name.empty(); name = take_name(text)) {
+    tensor.names.push_back(std::move(name));
   }
+  return tensor;
 }
 
 /// What each stage says, in their order, and which of them is this rank's. Collective.
@@ -352,8 +369,10 @@ NamesOfStages names_of_stages(const ShardedBase& model, const Holds& holds) {
   const Said said = tell_stages(model, own_names(model, holds), "checkpoint: names of the stages");
   NamesOfStages names;
   for (std::size_t stage = 0; stage < said.all.size(); ++stage) {
-    add_names(names.everywhere, said.all[stage]);
-    if (stage < said.own) add_names(names.of_earlier, said.all[stage]);
+    for (std::string_view text = said.all[stage]; !text.empty();) {
+      names.everywhere.push_back(take_tensor(text));
+      if (stage < said.own) names.of_earlier.insert(names.everywhere.back().names.front());
+    }
   }
   return names;
 }
@@ -362,8 +381,8 @@ std::set<std::string> kept_in_stages(const ShardedBase& model, const Optimizer& 
   std::string mine;
   for (const auto& name : optimizer.kept_names()) mine += name + kEnd;
   std::set<std::string> names;
-  for (const auto& text : tell_stages(model, mine, "checkpoint: what optimizers keep").all) {
-    add_names(names, text);
+  for (std::string_view text : tell_stages(model, mine, "checkpoint: what optimizers keep").all) {
+    while (!text.empty()) names.insert(take_name(text));
   }
   return names;
 }

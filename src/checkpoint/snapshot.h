@@ -128,10 +128,17 @@ class Snapshot {
   CheckpointManifest entries_;
 };
 
+/// All names of a tensor of a model, the canonical one first.
+struct TensorNames {
+  bool is_buffer = false;
+  std::vector<std::string> names;
+};
+
 /// Names of parameters and of buffers that are stored; of what `Holds` leaves out there are none.
 struct NamesOfStages {
-  std::set<std::string, std::less<>> everywhere;  ///< of all stages, this rank's own included
-  std::set<std::string, std::less<>> of_earlier;  ///< of the stages before this rank's
+  std::vector<TensorNames> everywhere;  ///< of all stages, this rank's own included
+  /// The canonical ones of the stages before this rank's.
+  std::set<std::string, std::less<>> of_earlier;
 };
 
 /// What an optimizer may keep of parameters of any stage (Optimizer::kept_names): a stage without

@@ -91,27 +91,32 @@ class Walk {
     for (const auto& handle : options.inner) {
       held_.emplace(handle->held().get(), handle);
       // Reached through the handle only, wherever the tree shows them.
-      for (const auto& part : handle->held()->modules(/*include_self=*/false))
+      const bool is_named = !handle->unit()->name().empty();
+      for (const auto& part : handle->held()->modules(/*include_self=*/false)) {
         modules_.insert(part.get());
+        if (is_named) named_elsewhere_.insert(part.get());
+      }
     }
   }
 
   /// Handles whose module the tree does not show as such.
   void add_the_rest(const ShardOptions& options) {
     for (const auto& handle : options.inner) {
-      if (modules_.insert(handle.get()).second)
-        found.handles.push_back({handle->unit()->name(), handle});
+      add_handle(handle, handle->unit()->name());
     }
   }
 
   void visit(torch::nn::Module& module, const std::string& path) {
-    if (!modules_.insert(&module).second) return;
+    if (named_elsewhere_.count(&module) > 0) return;
+    const bool is_new = modules_.insert(&module).second;  // else it only has these names, too
     for (const auto& entry : module.named_parameters(/*recurse=*/false)) {
       const auto name = path + entry.key();
-      add(entry.value(), name, declared_of(module, entry.key(), name));
+      if (is_new) add(entry.value(), name, declared_of(module, entry.key(), name));
+      if (auto leaf = leaf_for(entry.value())) found.places.push_back({name, std::move(leaf)});
     }
     for (const auto& entry : module.named_buffers(/*recurse=*/false)) {
-      add_buffer(entry.value(), path + entry.key());
+      if (is_new) add_buffer(entry.value(), path + entry.key());
+      found.places.push_back({path + entry.key(), nullptr, entry.value()});
     }
     for (const auto& entry : module.named_children()) {
       const auto name = path + entry.key();
@@ -119,7 +124,7 @@ class Walk {
       if (const auto held = held_.find(entry.value().get()); held != held_.end())
         handle = held->second;
       if (handle) {
-        if (modules_.insert(handle.get()).second) found.handles.push_back({name, handle});
+        add_handle(handle, name);
       } else {
         visit(*entry.value(), name + ".");
       }
@@ -146,6 +151,23 @@ class Walk {
   Found found;
 
  private:
+  void add_handle(const std::shared_ptr<ShardedBase>& handle, const std::string& path) {
+    const bool is_new = modules_.insert(handle.get()).second;
+    if (is_new) found.handles.push_back({path, handle});
+    // One that was given a name has it wherever it stands.
+    if (is_new || handle->unit()->name().empty()) {
+      found.places.push_back({path, nullptr, {}, handle});
+    }
+  }
+
+  /// What a tensor that add() has seen is or becomes; null for one that is left alone.
+  std::shared_ptr<Leaf> leaf_for(const at::Tensor& tensor) const {
+    if (!tensor.defined() || ignores(tensor)) return nullptr;
+    if (auto leaf = find_leaf(tensor)) return leaf;
+    const auto known = by_identity_.find(identity_of(tensor));
+    return known == by_identity_.end() ? nullptr : found.parameters[known->second].leaves.front();
+  }
+
   /// What its module says, else the caller.
   std::optional<ParameterLayout> declared_of(const torch::nn::Module& module,
                                              const std::string& parameter,
@@ -302,6 +324,7 @@ class Walk {
   std::set<std::string> declared_;  // paths of layouts_ that were met
   std::map<const torch::nn::Module*, std::shared_ptr<ShardedBase>> held_;
   std::set<const void*> modules_;
+  std::set<const void*> named_elsewhere_;  // parts of handles that were given a name
   std::set<const void*> buffers_;
   std::map<Identity, std::size_t> by_identity_;
   std::map<const void*, std::vector<Extent>> memory_;  // by storage

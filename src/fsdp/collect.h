@@ -31,11 +31,21 @@ struct FoundHandle {
   std::shared_ptr<ShardedBase> handle;
 };
 
+/// A tensor or a sharded child where a module of the walk has it: one that several modules register,
+/// or a module that stands in several places, is in each.
+struct FoundPlace {
+  std::string path;
+  std::shared_ptr<Leaf> leaf = {};           ///< a parameter, of whichever unit
+  at::Tensor buffer = {};                    ///< or a buffer
+  std::shared_ptr<ShardedBase> handle = {};  ///< or a sharded child
+};
+
 struct Found {
   std::vector<FoundParameter> parameters;  ///< not owned by any unit yet, in registration order
   std::vector<FoundBuffer> buffers;        ///< of modules that no unit owns yet, each once
   std::vector<FoundHandle> handles;        ///< sharded children, outermost only
   std::vector<std::shared_ptr<Leaf>> owned_by_others;  ///< tensors that another unit already owns
+  std::vector<FoundPlace> places;                      ///< in the order of the modules
 };
 
 /// Errors: kUsage for a parameter with a gradient or a hook on it, kContract for tied tensors of

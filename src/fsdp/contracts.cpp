@@ -54,11 +54,14 @@ ReductionPlan data_reductions(const Mesh& mesh, std::optional<double> divide_fac
   return DataAxes(mesh.shapes(), divide_factor).dense;
 }
 
+std::string prefix_of(const std::string& path, const ShardOptions& options) {
+  return options.name.empty() ? path : options.name + "." + path;
+}
+
 namespace {
 
 std::string canonical(const std::string& path, const ShardOptions& options) {
-  if (options.canonical_name) return options.canonical_name(path);
-  return options.name.empty() ? path : options.name + "." + path;
+  return options.canonical_name ? options.canonical_name(path) : prefix_of(path, options);
 }
 
 /// What was resolved for the model is what this module does and what this mesh asks for.
@@ -136,6 +139,21 @@ ModelContract contracts_of(const Found& found, const Mesh& mesh, const Precision
             : grad::resolve_buffer(meta, rules.ask(meta.name), model.parameters, policy));
   }
   return model;
+}
+
+std::vector<Registered> registered_of(const Found& found, const ShardOptions& options) {
+  std::vector<Registered> all;
+  if (options.contracts != nullptr) return all;
+  for (const auto& [path, leaf, buffer, handle] : found.places) {
+    if (handle == nullptr) {
+      all.push_back({canonical(path, options), leaf, buffer});
+    } else if (!handle->unit()->name().empty()) {
+      all.push_back({"", nullptr, {}, handle->unit()});
+    } else {
+      all.push_back({prefix_of(path, options), nullptr, {}, handle->unit()});
+    }
+  }
+  return all;
 }
 
 std::optional<UnitContract> given_unit_contract(const ShardOptions& options) {

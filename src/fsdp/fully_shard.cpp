@@ -101,6 +101,7 @@ ShardedBase::ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& 
   end_ = std::shared_ptr<void>(unit_.get(),
                                [unit = unit_](void*) { unit->runtime().handle_is_gone(*unit); });
   runtime_->add_unit(unit_.get());
+  unit_->registered = fsdp::registered_of(found, options);
   unit_->buffers = fsdp::make_buffers(found.buffers, contracts.buffers, options);
   for (const auto& buffer : unit_->buffers) buffer.move_to(runtime_->device());
   unit_->add(fsdp::make_parameters(found.parameters, contracts.parameters, options));
@@ -192,8 +193,7 @@ void ShardedBase::adopt(const ShardOptions& options) {
       runtime_->add_unit(unit);
       if (unit == inner.handle->unit_.get() && !inner.handle->asked_reshard_)
         unit->controls.reshard_after_forward = true;
-      if (!inner.handle->named_)
-        unit->add_prefix(named_ ? options.name + "." + inner.path : inner.path);
+      if (!inner.handle->named_) unit->add_prefix(fsdp::prefix_of(inner.path, options));
       below.push_back(unit);
     }
     inner.handle->set_runtime(runtime_);

@@ -6,8 +6,10 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <set>
 
+#include "fsdp/model_names.h"
 #include "fsdp/runtime/integrity.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
@@ -32,7 +34,13 @@ std::vector<ShardedBase::Own> ShardedBase::all() const {
 
 torch::OrderedDict<std::string, at::Tensor> ShardedBase::named_parameters() const {
   torch::OrderedDict<std::string, at::Tensor> result("Parameter");
-  for (const auto& own : all()) result.insert(own.name, own.parameter->shard);
+  std::optional<fsdp::ModelNames> of_model;  // those of a handle inside are relative to it
+  if (!is_inside_) of_model.emplace(*this);
+  for (const auto& own : all()) {
+    const auto& contract = own.parameter->contract;
+    const auto name = of_model ? of_model->of(contract).front() : contract.name;
+    result.insert(name == contract.name ? own.name : name, own.parameter->shard);
+  }
   return result;
 }
 
@@ -40,9 +48,12 @@ torch::OrderedDict<std::string, at::Tensor> ShardedBase::named_buffers() const {
   fsdp::unit_of_handle(unit_);
   torch::OrderedDict<std::string, at::Tensor> result("Buffer");
   std::set<const at::TensorImpl*> seen;
+  std::optional<fsdp::ModelNames> of_model;  // as named_parameters()
+  if (!is_inside_) of_model.emplace(*this);
   const auto add = [&](const std::string& name, const at::Tensor& buffer) {
-    if (buffer.defined() && seen.insert(buffer.unsafeGetTensorImpl()).second)
-      result.insert(name, buffer);
+    if (!buffer.defined() || !seen.insert(buffer.unsafeGetTensorImpl()).second) return;
+    const auto names = of_model ? of_model->of(buffer) : std::vector<std::string>();
+    result.insert(names.size() > 1 ? names.front() : name, buffer);
   };
   // What is inside first: it knows its names, also where its module still stands plain in the tree.
   for (const auto& inner : inner_) {

@@ -10,6 +10,7 @@
 #include "comm/group.h"
 #include "fsdp/handle.h"
 #include "fsdp/load_refusals.h"
+#include "fsdp/model_names.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "fsdp/runtime/whole.h"
@@ -103,12 +104,13 @@ OptimizerStateDict optimizer_state_dict(const ShardedBase& model, const Optimize
     optimizer.require_whole(kWhat);
   });
   const auto states = states_of(optimizer);
+  const fsdp::ModelNames names(model);
   OptimizerStateDict dict{optimizer.name(), {}};
   std::map<const GradContract*, std::size_t> place;
   std::string lines;
   for (const auto& state : optimizer.unread_state()) {
     place.emplace(state.view.contract, dict.parameters.size());
-    dict.parameters.push_back({state.view.contract->name, state.steps, {}});
+    dict.parameters.push_back({names.of(*state.view.contract).front(), state.steps, {}});
     auto line = dict.parameters.back();
     for (const auto& kept : state.kept) line.kept.emplace(kept.name, at::Tensor());
     lines += lines_of(line);
@@ -171,18 +173,16 @@ struct LoadPlan : fsdp::LoadRefusals {
   std::vector<std::pair<const OptimizerState*, const ParameterState*>> sources;
 };
 
-LoadPlan plan_load(const Optimizer& optimizer, const std::vector<OptimizerState>& states,
-                   const OptimizerStateDict& dict) {
+LoadPlan plan_load(const fsdp::ModelNames& names, const Optimizer& optimizer,
+                   const std::vector<OptimizerState>& states, const OptimizerStateDict& dict) {
   LoadPlan plan;
   if (dict.optimizer != optimizer.name()) {
     plan.refusals.push_back(concat("found the state of ", printable(dict.optimizer), ", expected ",
                                    optimizer.name(), "; make the optimizer that it is of"));
   }
-  std::map<std::string_view, const OptimizerState*> targets;  // by every name
+  std::map<std::string, const OptimizerState*> targets;  // by every name
   for (const auto& state : states) {
-    const auto& contract = *state.view.contract;
-    targets.emplace(contract.name, &state);
-    for (const auto& alias : contract.aliases) targets.emplace(alias, &state);
+    for (const auto& name : names.of(*state.view.contract)) targets.emplace(name, &state);
   }
   std::set<const OptimizerState*> taken;
   for (const auto& source : dict.parameters) {
@@ -199,7 +199,8 @@ LoadPlan plan_load(const Optimizer& optimizer, const std::vector<OptimizerState>
     plan.sources.emplace_back(target->second, &source);
   }
   for (const auto& state : states) {
-    if (taken.count(&state) == 0) plan.difference.missing.push_back(state.view.contract->name);
+    if (taken.count(&state) > 0) continue;
+    plan.difference.missing.push_back(names.of(*state.view.contract).front());
   }
   return plan;
 }
@@ -238,7 +239,7 @@ StateDictDifference load_optimizer_state_dict(const ShardedBase& model, Optimize
     fsdp::require_steps_of(model, optimizer, kWhat);
   });
   const auto states = optimizer.unread_state();
-  auto plan = plan_load(optimizer, states, dict);
+  auto plan = plan_load(fsdp::ModelNames(model), optimizer, states, dict);
   comm::on_all_or_none(runtime.world(), kWhat, [&] {
     const auto text = objections(plan, strict);
     TESSERA_CHECK(text.empty(), ErrorKind::kContract, kWhat, ": ", text,

@@ -7,6 +7,7 @@
 
 #include "base/text/printable.h"
 #include "fsdp/load_refusals.h"
+#include "fsdp/model_names.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "fsdp/runtime/whole.h"
@@ -20,8 +21,9 @@ namespace {
 
 /// A tensor of the model as a dict is written from or loaded into.
 struct Target {
-  std::vector<std::string> names;  // canonical first
-  at::Tensor values;               // [end - begin] of a shard; a whole buffer
+  std::vector<std::string> names;          // canonical first
+  const GradContract* contract = nullptr;  // null of a buffer
+  at::Tensor values;                       // [end - begin] of a shard; a whole buffer
   std::vector<std::int64_t> shape;
   std::int64_t begin = 0;
   std::int64_t end = 0;
@@ -52,23 +54,20 @@ std::int64_t numel_of(const std::vector<std::int64_t>& shape) {
 }
 
 std::vector<Target> targets_of(const ShardedBase& model) {
+  const fsdp::ModelNames names(model);
   std::vector<Target> targets;
   for (const auto& view : model.shards()) {
-    Target target{
-        {view.contract->name},      view.shard.detach(), view.contract->shape, view.begin, view.end,
-        view.contract->replicated()};
+    Target target{names.of(*view.contract),   view.contract, view.shard.detach(),
+                  view.contract->shape,       view.begin,    view.end,
+                  view.contract->replicated()};
     if (is_sharded(view.contract->layout)) {
       target.layout = view.contract->layout;
       target.coordinates = view.coordinates;
     }
-    target.names.insert(target.names.end(), view.contract->aliases.begin(),
-                        view.contract->aliases.end());
     targets.push_back(std::move(target));
   }
-  for (const auto& view : model.buffers()) {
-    if (!view.contract->stored) continue;
-    Target target{
-        {view.contract->name}, view.tensor, view.tensor.sizes().vec(), 0, view.tensor.numel()};
+  for (const auto& [all, view] : names.stored_buffers(model)) {
+    Target target{all, nullptr, view.tensor, view.tensor.sizes().vec(), 0, view.tensor.numel()};
     target.buffer = {view.owner, view.contract};
     target.stored = view.stored;
     targets.push_back(std::move(target));
@@ -266,14 +265,14 @@ std::vector<StateTensor> own_copies(const std::vector<Target>& targets, Plan& pl
 
 /// A unit has values once all of its parameters were loaded.
 void mark_loaded(const ShardedBase& model, const std::vector<Target>& targets, const Plan& plan) {
-  std::set<std::string> missing;
+  std::set<const GradContract*> missing;
   for (std::size_t i = 0; i < targets.size(); ++i) {
-    if (plan.sources[i] == nullptr) missing.insert(targets[i].names.front());
+    if (plan.sources[i] == nullptr) missing.insert(targets[i].contract);
   }
   for (auto* unit : model.unit()->runtime().units()) {
     const bool whole = std::none_of(
         unit->parameters().begin(), unit->parameters().end(),
-        [&](const auto& parameter) { return missing.count(parameter->contract.name) > 0; });
+        [&](const auto& parameter) { return missing.count(&parameter->contract) > 0; });
     if (whole) unit->set_has_values();
   }
 }
@@ -297,15 +296,14 @@ StateDict state_dict(const ShardedBase& model, StateDictKind kind) {
   }
   StateDict dict;
   for (const auto& target : targets_of(model)) {
-    const auto found = whole.find(target.names.front());
     for (const auto& name : target.names) {
-      if (found != whole.end()) {
-        dict.push_back(whole_entry(name, found->second));
-      } else if (kind == StateDictKind::kSharded) {
+      if (kind == StateDictKind::kSharded) {
         dict.push_back({name, target.in_file(), target.shape, target.begin, target.end,
                         target.layout, target.coordinates});
+      } else if (target.contract != nullptr) {
+        dict.push_back(whole_entry(name, whole.at(target.contract->name)));
       } else {
-        dict.push_back(whole_entry(name, target.stored.detach().clone()));  // a buffer
+        dict.push_back(whole_entry(name, target.stored.detach().clone()));
       }
     }
   }

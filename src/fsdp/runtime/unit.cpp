@@ -164,6 +164,9 @@ void Unit::add_prefix(const std::string& prefix) {
   }
   for (auto& buffer : buffers)
     buffer.contract.name = buffer.meta.name = prefix + "." + buffer.meta.name;
+  for (auto& each : registered) {
+    if (!each.name.empty()) each.name = prefix + "." + each.name;
+  }
   for (auto& bucket : buckets_) bucket->unsharded().set_released_message(released_message());
 }
 

@@ -92,6 +92,15 @@ struct Buffer {
   std::shared_ptr<Cast> last_cast = std::make_shared<Cast>();  ///< one for all names of a tensor
 };
 
+/// What a unit's module registers, and under which name in the model.
+struct Registered {
+  std::string name;                 ///< "" of a unit inside that was given a name of its own
+  std::shared_ptr<Leaf> leaf = {};  ///< a parameter, of whichever unit
+  at::Tensor buffer = {};           ///< or a buffer
+  std::weak_ptr<const Unit> unit =
+      {};  ///< or a unit inside; `name` is what stands before its names
+};
+
 class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
  public:
   Unit(std::string name, std::shared_ptr<Runtime> runtime, bool reshard_after_forward);
@@ -194,6 +203,9 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
 
   UnitContract contract;  ///< its name, and what a call casts
   std::vector<Buffer> buffers;
+  /// In the order of the modules, each in every place where it stands; empty where the contracts
+  /// came with the names (ShardOptions::contracts).
+  std::vector<Registered> registered;
 
   UnitControls controls;
   /// What is gathered while it computes; empty: the agreed order.

@@ -1,0 +1,347 @@
+// Names of what several modules of a model register: those of the plain model, whichever of its
+// modules are units, so that what one cut has saved any other loads.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "dist/checkpoint_tensors.h"
+#include "dist/plain.h"
+#include "dist/ranks.h"
+#include "dist/stepped.h"
+#include "tessera/checkpoint.h"
+#include "tessera/state_dict.h"
+#include "unit/io/temporary_folder.h"
+
+namespace tessera::test::model_names_test {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using testing::TemporaryFolder;
+using Names = std::set<std::string>;
+
+/// A module of a drawn tree.
+class Node : public torch::nn::Module {
+ public:
+  at::Tensor forward(const at::Tensor& x) { return x; }
+};
+
+/// Whether a module is a unit of its own.
+enum class Cut : std::uint8_t {
+  kNo,
+  kHandle,  ///< its handle stands in its place
+  kPlain,   ///< it stands there itself, and the unit around it is told of the handle
+};
+
+/// A tree of modules of which some register the same tensors, the same module or one module twice,
+/// drawn from `seed`. `cut` is asked once for each child, below its parent and in another order than
+/// the modules': the later ones are sharded first.
+class DrawnTree {
+ public:
+  DrawnTree(unsigned seed, Mesh mesh, std::function<Cut()> cut)
+      : random_(seed), mesh_(std::move(mesh)), cut_(std::move(cut)) {
+    for (std::uint64_t i = 0; i < 3; ++i) {
+      parameters_.push_back(seeded(70 + i, {4, 3}));
+      buffers_.push_back(seeded(80 + i, {5}));
+    }
+    module_ = std::make_shared<Node>();
+    module_->register_parameter("inside", seeded(90, {2, 3}));
+    module_->register_buffer("table", buffers_.at(0));
+    root = made(3);
+    for (const auto& [parent, name] : shared_) parent->register_module(name, module_);
+    shard_below(root, inner);
+  }
+
+  std::shared_ptr<Node> root;
+  std::vector<std::shared_ptr<ShardedBase>> inner;  // of the unit that is the root
+
+ private:
+  struct Child {
+    std::string name;
+    std::shared_ptr<Node> node;
+    bool twice;
+  };
+
+  unsigned below(unsigned end) { return static_cast<unsigned>(random_() % end); }
+  std::uint64_t next() { return 1000 + 10 * count_++; }
+
+  std::shared_ptr<Node> made(int depth) {
+    auto node = std::make_shared<Node>();
+    if (below(2) == 0) node->register_parameter("own", seeded(next(), {3, 2}), below(3) != 0);
+    if (below(2) == 0) node->register_parameter("shared", parameters_.at(below(3)));
+    if (below(4) == 0) node->register_parameter("another", parameters_.at(below(3)));
+    if (below(3) == 0) node->register_buffer("count", seeded(next(), {2}));
+    if (below(2) == 0) node->register_buffer("table", buffers_.at(below(3)));
+    if (below(6) == 0) shared_.emplace_back(node.get(), "common");
+    const unsigned children = depth == 0 ? 0 : 1 + below(3);
+    for (unsigned i = 0; i < children; ++i) {
+      const Child child{concat("part", i), made(depth - 1), below(8) == 0};
+      node->register_module(child.name, child.node);
+      if (child.twice) node->register_module(child.name + "_again", child.node);
+      children_[node.get()].push_back(child);
+    }
+    return node;
+  }
+
+  void shard_below(const std::shared_ptr<Node>& node,
+                   std::vector<std::shared_ptr<ShardedBase>>& around) {
+    auto& children = children_[node.get()];
+    for (auto child = children.rbegin(); child != children.rend(); ++child) {
+      const auto cut = cut_();
+      ShardOptions options;
+      shard_below(child->node, cut == Cut::kNo ? around : options.inner);
+      if (cut == Cut::kNo) continue;
+      const auto handle =
+          std::make_shared<Sharded<Node>>(fully_shard(child->node, mesh_, {}, options));
+      if (cut == Cut::kPlain) {
+        around.push_back(handle);
+        continue;
+      }
+      node->replace_module(child->name, handle);
+      if (child->twice) node->replace_module(child->name + "_again", handle);
+    }
+  }
+
+  std::mt19937 random_;
+  Mesh mesh_;
+  std::function<Cut()> cut_;
+  std::uint64_t count_ = 0;
+  std::vector<at::Tensor> parameters_, buffers_;
+  std::shared_ptr<Node> module_;
+  std::vector<std::pair<Node*, std::string>> shared_;
+  std::map<const Node*, std::vector<Child>> children_;
+};
+
+/// What libtorch calls the tensors of a plain module.
+struct PlainNames {
+  explicit PlainNames(const torch::nn::Module& plain) {
+    std::set<const void*> seen;
+    for (const auto& entry : plain.named_parameters()) {
+      all.insert(entry.key());
+      if (!seen.insert(entry.value().unsafeGetTensorImpl()).second) continue;
+      parameters.insert(entry.key());
+      if (entry.value().requires_grad()) trained.insert(entry.key());
+    }
+    for (const auto& entry : plain.named_buffers()) {
+      all.insert(entry.key());
+      if (seen.insert(entry.value().unsafeGetTensorImpl()).second) buffers.insert(entry.key());
+    }
+  }
+  Names all, parameters, buffers, trained;  // the first of each tensor, but for `all`
+};
+
+/// A drawn model, trained a little.
+struct Trained {
+  Trained(unsigned seed, const Mesh& mesh, const std::function<Cut()>& cut, ShardOptions options)
+      : tree(seed, mesh, cut),
+        model([&] {
+          options.inner = tree.inner;
+          return fully_shard(tree.root, mesh, {}, options);
+        }()),
+        optimizer(make_adamw(model, adamw(0.01))) {}
+
+  void step(int number) {
+    step_by_name(model, *optimizer, number);
+    const at::NoGradGuard no_grad;
+    for (auto& view : model.buffers()) view.tensor.fill_(number);
+  }
+  DrawnTree tree;
+  Sharded<Node> model;
+  std::unique_ptr<Optimizer> optimizer;
+};
+
+std::vector<std::string> keys_of(const StateDict& dict) {
+  std::vector<std::string> names;
+  for (const auto& entry : dict) names.push_back(entry.name);
+  std::ranges::sort(names);
+  return names;
+}
+
+template <class Dict>
+Names names_of(const Dict& dict) {
+  Names names;
+  for (const auto& entry : dict) names.insert(entry.key());
+  return names;
+}
+
+void expect_names(const Trained& run, const PlainNames& plain) {
+  const std::vector<std::string> all(plain.all.begin(), plain.all.end());
+  EXPECT_EQ(keys_of(state_dict(run.model, StateDictKind::kFull)), all);
+  EXPECT_EQ(keys_of(state_dict(run.model, StateDictKind::kSharded)), all);
+  const auto on_zero = keys_of(state_dict(run.model, StateDictKind::kFullOnRankZero));
+  if (run.model.rank() == 0) {
+    EXPECT_EQ(on_zero, all);
+  }
+  EXPECT_EQ(names_of(run.model.named_parameters()), plain.parameters);
+  EXPECT_EQ(names_of(run.model.named_buffers()), plain.buffers);
+  Names stepped;
+  for (const auto& state : optimizer_state_dict(run.model, *run.optimizer).parameters) {
+    EXPECT_TRUE(stepped.insert(state.parameter).second) << state.parameter;
+  }
+  EXPECT_EQ(stepped, plain.trained);
+}
+
+/// The checkpoint at `folder` has each tensor once.
+void expect_tensors(const std::string& folder, const PlainNames& plain) {
+  Names expected;
+  for (const auto& name : plain.parameters) expected.insert("model/" + name);
+  for (const auto& name : plain.buffers) expected.insert("model/" + name);
+  for (const auto& name : plain.trained) {
+    for (const auto* kept : {"exp_avg", "exp_avg_sq", "step"}) {
+      expected.insert(concat("optim/", kept, "/", name));
+    }
+  }
+  Names found;
+  for (const auto& [name, bytes] : all_tensors(folder)) found.insert(name);
+  EXPECT_EQ(found, expected);
+}
+
+// Naive: what two modules register is named by which of them was sharded first, and has that name
+// alone; of a buffer that two modules of one unit register the second name is missing.
+TEST(ModelNames, AreThoseOfThePlainModelWhateverIsAUnit) {
+  const TemporaryFolder folder;
+  for (const int count : {1, 2, 3}) {
+    ranks(count).run([&](World& world) {
+      const auto mesh = data_mesh(world);
+      std::size_t names = 0, tensors = 0, units = 0;
+      for (unsigned seed = 0; seed < 8; ++seed) {
+        SCOPED_TRACE(concat(count, " ranks, seed ", seed));
+        const auto never = [] { return Cut::kNo; };
+        const PlainNames plain(*DrawnTree(seed, mesh, never).root);
+        names += plain.all.size();
+        tensors += plain.parameters.size() + plain.buffers.size();
+        std::mt19937 draw(seed);
+        const auto drawn = [&] { return static_cast<Cut>(draw() % 3); };
+        std::vector<std::unique_ptr<Trained>> cuts;
+        for (int i = 0; i < 3; ++i) {
+          ShardOptions options;
+          if (i == 2) options.merge_below_bytes = 50;
+          cuts.push_back(std::make_unique<Trained>(
+              seed, mesh, i == 0 ? std::function<Cut()>(never) : drawn, options));
+          cuts.back()->step(i + 1);
+          expect_names(*cuts.back(), plain);
+          units += cuts.back()->model.contract().units.size();
+        }
+        for (std::size_t i = 0; i < 6; ++i) {
+          auto& from = *cuts[i % 3];
+          auto& to = *cuts[(i + (i < 3 ? 1 : 2)) % 3];
+          from.step(static_cast<int>(10 + i));
+          const auto saved = whole_state(from.model, *from.optimizer);
+          load_state_dict(to.model, state_dict(from.model, StateDictKind::kFull));
+          load_optimizer_state_dict(to.model, *to.optimizer,
+                                    optimizer_state_dict(from.model, *from.optimizer));
+          expect_same(whole_state(to.model, *to.optimizer), saved, "by dicts");
+          to.step(20);
+          const auto path = folder / concat(count, " ranks ", seed, " ", i);
+          save_checkpoint(from.model, *from.optimizer, path, 50);
+          if (world.rank() == 0) expect_tensors(path / "step-50", plain);
+          load_checkpoint(to.model, *to.optimizer, path);
+          expect_same(whole_state(to.model, *to.optimizer), saved, "by a checkpoint");
+        }
+      }
+      EXPECT_GT(names, tensors + 60) << "many names of one tensor";
+      EXPECT_GT(units, 8U * 3 * 3);
+    });
+  }
+}
+
+/// Two modules with one tensor each, registered as both names say; `tied`: it is one for both.
+class Pair : public torch::nn::Module {
+ public:
+  enum class Has : std::uint8_t {
+    kTiedWeight,
+    kTwoWeights,
+    kTiedBuffer,
+    kTwoBuffers,
+    kOtherBuffers
+  };
+  Pair(Has has, const char* first, const char* second) {
+    const auto one = std::make_shared<Node>(), other = std::make_shared<Node>();
+    const auto value = seeded(1, {4, 3});
+    if (has == Has::kTiedWeight || has == Has::kTwoWeights) {
+      one->register_parameter("it", value);
+      other->register_parameter("it", has == Has::kTiedWeight ? value : seeded(1, {4, 3}));
+    } else {
+      register_parameter("weight", seeded(2, {3}));
+      one->register_buffer("it", value);
+      other->register_buffer("it", has == Has::kTiedBuffer   ? value
+                                   : has == Has::kTwoBuffers ? value.clone()
+                                                             : value + 1);
+    }
+    register_module(first, one);
+    register_module(second, other);
+  }
+  at::Tensor forward(const at::Tensor& x) { return x; }
+};
+using Has = Pair::Has;
+
+struct TrainedPair {
+  TrainedPair(World& world, Has has, const char* first = "a", const char* second = "b")
+      : model(fully_shard(std::make_shared<Pair>(has, first, second), data_mesh(world))),
+        optimizer(make_adamw(model, adamw(0.01))) {}
+  Sharded<Pair> model;
+  std::unique_ptr<Optimizer> optimizer;
+};
+
+Tensors tensors_of(const ShardedBase& model) {
+  Tensors values;
+  for (auto& entry : state_dict(model, StateDictKind::kFull)) values[entry.name] = entry.values;
+  return values;
+}
+
+// Checkpoints of before have a tensor under the name of the unit that was sharded first, and a
+// buffer under the name of each.
+TEST(ModelNames, ACheckpointMayHaveAnyNameOfATensor) {
+  const TemporaryFolder folder;
+  for (const int count : {1, 2}) {
+    ranks(count).run([&](World& world) {
+      for (const auto has : {Has::kTiedWeight, Has::kTiedBuffer}) {
+        const auto path = folder / concat(count, has == Has::kTiedWeight ? " weight" : " buffer");
+        TrainedPair other(world, has, "b", "a");
+        step_by_name(other.model, *other.optimizer, 1);
+        const auto name = has == Has::kTiedWeight ? "optim/exp_avg/b.it" : "model/b.it";
+        save_checkpoint(other.model, *other.optimizer, path, 1);
+        EXPECT_EQ(all_tensors(path / "step-1").count(name), 1U);
+        TrainedPair run(world, has);
+        step_by_name(run.model, *run.optimizer, 2);
+        load_checkpoint(run.model, *run.optimizer, path);
+        expect_same(tensors_of(run.model), tensors_of(other.model));
+        const auto found = optimizer_state_dict(run.model, *run.optimizer).parameters;
+        const auto expected = optimizer_state_dict(other.model, *other.optimizer).parameters;
+        ASSERT_EQ(found.size(), 1U);
+        EXPECT_EQ(found[0].steps, 1);
+        expect_same(found[0].kept, expected.at(0).kept);
+      }
+    });
+  }
+}
+
+TEST(ModelNames, TwoTensorsOfACheckpointAreOneOnlyWhereTheyAreBuffersOfTheSameValues) {
+  const TemporaryFolder folder;
+  const auto refusal = [&](Has saved, Has loaded, const char* name) {
+    std::string message;
+    ranks(2).run([&](World& world) {
+      TrainedPair from(world, saved);
+      save_checkpoint(from.model, *from.optimizer, folder / name, 0);
+      TrainedPair to(world, loaded);
+      const auto error = error_of([&] { load_checkpoint(to.model, *to.optimizer, folder / name); });
+      if (world.rank() == 0) message = error;
+    });
+    return message;
+  };
+  EXPECT_EQ(refusal(Has::kTwoBuffers, Has::kTiedBuffer, "same"), "");
+  EXPECT_THAT(refusal(Has::kOtherBuffers, Has::kTiedBuffer, "other"),
+              AllOf(HasSubstr("model/a.it"), HasSubstr("model/b.it"), HasSubstr("other values")));
+  EXPECT_THAT(refusal(Has::kTwoWeights, Has::kTiedWeight, "weights"),
+              AllOf(HasSubstr("found the tensor"), HasSubstr("model/b.it")));
+}
+
+}  // namespace
+}  // namespace tessera::test::model_names_test
