@@ -85,8 +85,8 @@ FailureWatch::Actions ProcessWorld::watch_actions() {
   actions.aborted = [this](const Abort& abort, int epoch) {
     abort_here(abort.why, epoch, abort.is_disagreement ? Aborter::kDisagreement : Aborter::kOther);
   };
-  actions.told = [this] { return state_->abort_flag->told() || queue_->has_thrown(); };
-  actions.untold = [this](const std::string& why, int epoch) {
+  actions.acknowledged = [this] { return state_->abort_flag->acknowledged(); };
+  actions.unacknowledged = [this](const std::string& why, int epoch) {
     if (epoch != epoch_) return;  // recovered in the meantime
     report_failure(this, Error(ErrorKind::kComm, why), 1);
   };
@@ -192,8 +192,8 @@ void ProcessWorld::abort_epoch(std::uint64_t of, const std::string& why) {
       of_rank(rank_, said ? one_line(why) : concat(one_line(why), ": ", one_line(suspicion)));
   const int epoch = static_cast<int>(of);  // recoveries and epochs are counted together
   abort_here(one_line(why), epoch, Aborter::kSelf);
-  if (epoch != epoch_) return;  // over: nobody is to be told
-  state_->abort_flag->tell();   // whoever aborts throws
+  if (epoch != epoch_) return;        // over: nobody is to be told
+  state_->abort_flag->acknowledge();  // whoever aborts throws
   in_time([store = store_, text, epoch] {
     return store->set_if_absent(store_key::abort(epoch), text);
   });
@@ -211,7 +211,7 @@ void ProcessWorld::abort_all(const std::string& disagreement, int epoch) {
 void ProcessWorld::recover() {
   connections_->require_recovery();
   if (!aborted()) abort(kRecovers);
-  state_->abort_flag->tell();
+  state_->abort_flag->acknowledge();
   const AbortFlag never;  // our own abort flag is set
   const int next = epoch_ + 1;
   queue_->drain();

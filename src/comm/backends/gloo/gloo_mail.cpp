@@ -234,7 +234,9 @@ class Parcel final : public Blocked {
   enum class State : std::uint8_t { kUnderWay, kThrough, kLost };
 
   const ChannelOptions& options() const { return desk_->channel->options; }
-  void abort() override { carried_->work->abort(); }
+  void abort() override {
+    if (carried_->work) carried_->work->abort();
+  }
   std::optional<PeerWait> waits_for() const override {
     return PeerWait{log_->hash(), fingerprint_, letter_.peer_rank,
                     concat(to_string(letter_), " on group ", options().name)};
@@ -244,7 +246,8 @@ class Parcel final : public Blocked {
   void check_aborted() const;
   void wait_for_gloo();
   [[noreturn]] void fail(const std::string& what);
-  [[noreturn]] void blame(const std::string& what) const;
+  [[noreturn]] void blame(const std::string& lost) const;
+  [[noreturn]] void blame_cause() const;
   void end();
 
   const std::shared_ptr<MailDesk> desk_;
@@ -268,6 +271,9 @@ void Parcel::start() {
                                      : line.backend->recv(tensors, line.rank, tag);
   } catch (const std::exception& error) {
     log_->end(fingerprint_);
+    const OnBoard on_board(*options().board, *this);
+    patience_ = options().abort_flag->patience.of(options().timeout);
+    deadline_ = std::chrono::steady_clock::now() + patience_;
     blame(concat("the connection to rank ", letter_.peer_rank,
                  " is gone: ", gloo_reason(error.what())));
   }
@@ -357,20 +363,26 @@ void Parcel::fail(const std::string& what) {
   const bool timed_out = what.find("Timed out waiting") != std::string::npos ||
                          std::chrono::steady_clock::now() >= deadline_;
   if (!timed_out) blame(concat("lost rank ", letter_.peer_rank, ": ", gloo_reason(what)));
-  // That rank may itself wait for another one, whose name the watch has by then.
-  const auto cause = options().board->cause_of(log_->hash(), fingerprint_);
-  throw LostRank(waited_in_vain(letter_, patience_, cause.value_or(letter_.peer_rank),
-                                options().abort_flag->patience));
+  blame_cause();
 }
 
-/// Unless others have said meanwhile what is the matter.
-void Parcel::blame(const std::string& what) const {
+/// Unless others have said meanwhile what is the matter, and where the other end does not live.
+void Parcel::blame(const std::string& lost) const {
+  bool lives = false;
   try {
-    hear_others(*options().abort_flag, *options().board, letter_.peer_rank);
+    lives = hear_others(*options().abort_flag, *options().board, letter_.peer_rank, deadline_);
   } catch (const LostRank& said) {
     throw LostRank(concat(to_string(letter_), ": ", said.what()));
   }
-  throw LostRank(concat(to_string(letter_), ": ", what));
+  if (lives) blame_cause();
+  throw LostRank(concat(to_string(letter_), ": ", lost));
+}
+
+/// That rank may itself wait for another one, whose name the watch has by then.
+void Parcel::blame_cause() const {
+  const auto cause = options().board->cause_of(log_->hash(), fingerprint_);
+  throw LostRank(waited_in_vain(letter_, patience_, cause.value_or(letter_.peer_rank),
+                                options().abort_flag->patience));
 }
 
 namespace {
