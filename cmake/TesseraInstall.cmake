@@ -1,6 +1,6 @@
-# cmake --install: the headers, one archive libtessera.a, what find_package(Tessera) needs; the program,
-# configs/ and tools/ (share/tessera); licences. Components: `library` and `program`; without --component
-# both. The target `library` builds the archive, `tessera` the program.
+# cmake --install: the headers, one archive libtessera.a, the files of find_package(Tessera); the
+# program, configs/ and tools/ (share/tessera); licences. Components: `library` and `program`;
+# without --component both. The target `library` builds the archive, `tessera` the program.
 #
 # The archive holds the floors that the public headers stand on. It is made of their objects, so
 # that what they use inside (JSON, logging: header-only) is no requirement of those who link it.
@@ -28,8 +28,8 @@ target_include_directories(tessera_library INTERFACE
 target_link_libraries(tessera_library INTERFACE torch Threads::Threads)
 add_custom_target(library DEPENDS tessera_library)
 
-# The first rule: cmake would notice that something is not built when it has copied what stands before.
-# Without the program an installed copy is whole for those who link it.
+# This rule comes first: cmake would notice a missing target only after it has copied the files of
+# earlier rules. An installed copy without the program is complete for those who link the library.
 install(CODE "set(archive \"$<TARGET_FILE:tessera_library>\")
 set(program \"$<TARGET_FILE:tessera>\")
 set(build \"${CMAKE_BINARY_DIR}\")" ALL_COMPONENTS)

@@ -1,5 +1,6 @@
-# Run by cmake --install before its first rule, in the scope of all: refuses what would end half-way. Gets
-# `archive` and `program`, where this build makes them, and `build`, its folder.
+# cmake --install runs this before its other rules and in their scope: it refuses an installation
+# that would end half-way. Gets `archive` and `program`, where this build makes them, and `build`,
+# its folder.
 cmake_policy(VERSION 3.25)
 set(lacking)
 set(targets)
@@ -14,7 +15,7 @@ endif()
 list(JOIN lacking " and no " lacking)
 list(JOIN targets " " targets)
 if(targets STREQUAL "tessera" AND NOT CMAKE_INSTALL_COMPONENT)
-  # Who links the library needs no program.
+  # Linking the library needs no program.
   message(STATUS "Installs the library alone: found no ${program}, which `cmake --build ${build} --target tessera` builds")
   set(CMAKE_INSTALL_COMPONENT library)
 elseif(targets)

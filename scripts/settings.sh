@@ -19,8 +19,8 @@ apt_tests=(
 
 torch_pin=torch==2.13.0
 
-# What tools/, the tutorials and the tests need of Python; and what brings pip's torch along, or is of
-# use beside it only.
+# Python packages of tools/, the tutorials and the tests; the second list brings pip's torch along,
+# or is useful only with it.
 pip_tools=(numpy==2.4.6 safetensors==0.8.0 tensorboard==2.21.0 matplotlib==3.11.2)
 pip_beside_torch=(transformers==5.23.0 peft==0.21.2 accelerate==1.15.0 pyarrow==26.0.1)
 

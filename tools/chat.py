@@ -31,7 +31,7 @@ model_text = importlib.util.module_from_spec(beside)
 beside.loader.exec_module(model_text)
 fail = model_text.fail
 
-# Of a working copy, or of the installed one whose share/tessera this is.
+# The program of a working copy, or of the installed copy whose share/tessera this is.
 PROGRAM = ROOT / "build/release/tessera" if (ROOT / "CMakeLists.txt").is_file() else ROOT.parents[1] / "bin/tessera"
 # How gpt-oss writes the parts of an answer; its template takes them apart.
 FINAL, CHANNEL, MESSAGE, END = "<|channel|>final<|message|>", "<|channel|>", "<|message|>", "<|end|>"

@@ -16,7 +16,7 @@ Read by tokenize.py, which loads it by its path (see model_text.py).
 import json
 import typing
 
-# Who speaks, as ShareGPT and what came of it have it.
+# The speakers in ShareGPT and in formats that follow it.
 SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
             "bot": "assistant", "model": "assistant", "system": "system", "developer": "developer", "tool": "tool",
             "observation": "tool", "function_response": "tool"}
@@ -33,7 +33,7 @@ EXPECTED = ('expected a list of {"role", "content"} or of {"from", "value"}, or 
 class Conversation(typing.NamedTuple):
     messages: list
     tools: list | None
-    first: int  # the messages before this one are a prompt: what the assistant says there is no label
+    first: int  # messages before this one are a prompt: the assistant's words there are no labels
 
 
 def shown(value):

@@ -21,7 +21,7 @@ import re  # noqa: E402
 import statistics  # noqa: E402
 
 LINE, FAINT, HELD_OUT, RESUMED = "#1f5fa8", "#b9cde4", "#c4511d", "#6f6f6f"
-# What a run says of each attempt when it begins.
+# The line that a run logs as each attempt begins.
 ATTEMPT = re.compile(r" info (?:\[rank 0\] )?steps +(\d+) to \d+$")
 
 

@@ -54,8 +54,8 @@ enum class ReduceOp : std::uint8_t {
 /// compare_entries), and where one does not call within WorldOptions::timeout (init_timeout for the
 /// first call on a group that is new, or after a recovery): both entries, or the ranks that are
 /// missing. The World is aborted then (World::recover()), and what tensors given in place hold is
-/// undefined. All of these can be caught: a process is ended by none of them, but for a rank that
-/// does not come to throw one (World, "Which errors end a process").
+/// undefined. All of these can be caught; none ends the process, unless a rank does not get to
+/// throw one (World, "Which errors end a process").
 ///
 /// Threads: the rank's own, or one of autograd in a backward of it; one call at a time.
 class Group {

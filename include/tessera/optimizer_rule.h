@@ -14,9 +14,9 @@ namespace tessera {
 struct OptimizerRule {
   /// As PrecisionRule::match; each pattern must match a parameter, which may be frozen.
   std::vector<std::string> match;
-  /// Times the learning rate of the step; at least 0.
+  /// Multiplies the learning rate of the step; at least 0.
   std::optional<double> lr_scale = std::nullopt;
-  /// In the place of the optimizer's, also over no_decay.
+  /// Replaces the optimizer's weight decay, also over no_decay.
   std::optional<double> weight_decay = std::nullopt;
   /// Muon in the trainer, for weights that its models declare as fused (gate and up of experts):
   /// false = such a weight is stepped as the one matrix that it is stored as. Absent: true.

@@ -42,8 +42,8 @@ struct BoundaryTensor {
   bool operator==(const BoundaryTensor&) const = default;
 };
 
-/// The tensors that cross between two neighbours for one micro-batch. Both ends declare the same, at
-/// most 16 in each direction.
+/// The tensors that cross between two neighbours for one micro-batch. Both ends declare the same,
+/// and at most 16 in each direction.
 struct Boundary {
   std::vector<BoundaryTensor> activations;
   /// Plain values for the stage before, which travel beside the gradients.

@@ -37,8 +37,9 @@ struct StepScopeOptions {
   StepReshard reshard = StepReshard::kStep;
   /// reduce() may come several times in a step, for what has arrived so far.
   bool sync_every_micro_batch = false;
-  /// Names what this rank is going to run, in words or as a hash; steps that run the same have the
-  /// same: what was recorded is looked up by it. All ranks of the stage have the same.
+  /// Names what this rank is going to run, as text or as a hash. The record of earlier steps is
+  /// looked up by it: give steps that run the same the same name. All ranks of the stage have the
+  /// same.
   std::string schedule = {};
   int stages = 1;  ///< of this rank, at most kMostStages
   /// How many this step has, of one stage, each with its backward (Backward::kFull) before the next
@@ -58,10 +59,10 @@ class StepScope {
   /// Collective over the ranks of the pipeline stage (ShardedBase::data_group()). No forward may
   /// wait for its backward, and no other scope of the model may be open. Until finish() optimizer
   /// steps, norms, zero_grad() and every control of the model are refused (kUsage). Errors: kUsage
-  /// naming what ranks have set differently; what compile() says of its plan (kConfig for a budget
-  /// below the least). Nothing has begun then: the World is as before, and where that is mended
-  /// another scope may be opened, without a recovery. Where the model is on a part of the World, as in a
-  /// pipeline, whose other stages wait for this one, the World is aborted.
+  /// naming the settings that differ between ranks; those of compile() for its plan (kConfig for a
+  /// budget below the least). Nothing has begun then and the World is not aborted: once the cause
+  /// is mended another scope may be opened, without recover(). Where the model is on a part of the
+  /// World, as in a pipeline, whose other stages wait for this one, the World is aborted.
   explicit StepScope(ShardedBase& model, StepScopeOptions options = {});
   /// Without finish() the step has failed, as after an exception.
   ~StepScope();
@@ -86,11 +87,11 @@ class StepScope {
   /// kContract naming parameter, layer, stage and micro-batch for weight gradients that are owed
   /// (but with sync_every_micro_batch, where what is owed comes with a later call).
   void reduce(int stage);
-  /// Waits for the reductions, sums over replicas and shows the gradients. Collective. What one
-  /// rank of the stage refuses all of them refuse, naming it; the step is open as before on each. Errors:
-  /// kContract as reduce(), for any stage; kUsage for a forward without the backward that others of
-  /// its stage had, for weights that were changed, for gradients on shards that were changed or
-  /// cleared since it began; kComm where ranks have run different things.
+  /// Waits for the reductions, sums over replicas and shows the gradients. Collective. All ranks of
+  /// the stage refuse what one of them refuses, naming it; the step is open as before on each.
+  /// Errors: kContract as reduce(), for any stage; kUsage for a forward without the backward that
+  /// others of its stage had, for weights that were changed, for gradients on shards that were
+  /// changed or cleared since it began; kComm where ranks have run different things.
   void finish();
 
   /// Whether this scope agrees at each backward, since nothing of its schedule was recorded yet, or

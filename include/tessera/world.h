@@ -51,11 +51,11 @@ struct WorldOptions {
   std::chrono::milliseconds blocked_after = std::chrono::seconds(2);
 };
 
-/// Which errors end a process. What a call throws ends none: it can be caught on every rank, and
-/// recover() makes the World usable again. That holds for ranks that call different things, in
-/// another order or not at all, over every backend. The failure watch of a process that
-/// World::connect or launch() made ends it, with exit code 1 and the reason on stderr, where
-/// nothing can be thrown in time:
+/// Which errors end a process. An exception that a call throws ends none: it can be caught on every
+/// rank, and recover() makes the World usable again. That holds for ranks that call different
+/// things, in another order or not at all, over every backend. The failure watch of a process that
+/// World::connect or launch() made ends the process, with exit code 1 and the reason on stderr,
+/// where no call can throw in time:
 /// - another rank is lost (killed, stopped, without a sign of life for 6 s, or the store went with
 ///   rank 0), or has left with an error of its own;
 /// - a collective on this rank's device does not end within WorldOptions::timeout;
@@ -130,8 +130,8 @@ class World : public std::enable_shared_from_this<World> {
   [[deprecated("aborted()")]] bool poisoned() const { return aborted(); }
   /// Makes an aborted World usable again after every rank has caught its error: groups stay valid
   /// and start anew, collectives under way are lost. Collective, of all ranks: one that is not
-  /// aborted yet is, so that the others leave what they wait in; a rank that is lost meanwhile ends the
-  /// process as at any other time. Not over NCCL. Errors: kComm.
+  /// aborted yet is aborted, so that the others leave their waits; a rank that is lost meanwhile
+  /// ends the process as at any other time. Not over NCCL. Errors: kComm.
   virtual void recover() = 0;
   /// How often that was done: the same on every rank.
   std::uint64_t recoveries() const { return recoveries_; }

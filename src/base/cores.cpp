@@ -36,7 +36,7 @@ bool has_word(std::string_view list, std::string_view word) {
   return std::ranges::find(words, word) != words.end();
 }
 
-/// Blanks of a path stand as \040 in mountinfo.
+/// Unescapes a path: mountinfo writes a blank as \040.
 std::string unescaped(std::string_view text) {
   std::string plain;
   for (std::size_t i = 0; i < text.size(); ++i) {
@@ -95,7 +95,7 @@ std::optional<std::int64_t> number(std::string_view text) {
   return value;
 }
 
-/// Microseconds of CPU in a period of so many, rounded up to CPUs.
+/// The CPUs that a quota of microseconds in each period grants, rounded up.
 std::optional<int> cores_of(std::string_view quota_us, std::string_view period_us) {
   const auto quota = number(quota_us);  // none for "max" and -1
   const auto period = number(period_us);
@@ -114,7 +114,8 @@ std::optional<int> cores_of_group(const fs::path& folder, bool is_v2) {
   return words.size() == 2 ? cores_of(words[0], words[1]) : std::nullopt;
 }
 
-/// Where `group` lies below the mount; its top where that shows another part of the hierarchy.
+/// The path of `group` below the mount; its top where the mount shows another part of the
+/// hierarchy.
 fs::path below_mount(const Hierarchy& hierarchy, const std::string& group) {
   const fs::path relative = fs::path(group).lexically_relative(hierarchy.root);
   return relative.empty() || *relative.begin() == ".." ? fs::path(".") : relative;

@@ -47,7 +47,7 @@ class FileSink final : public spdlog::sinks::base_sink<std::mutex> {
   AppendedFile file_;
 };
 
-/// Of rank 0 what was asked for, of the others their errors.
+/// The least level that stderr shows: `asked` on rank 0, on the other ranks at least errors.
 spdlog::level::level_enum level_on_screen(int rank, Level asked) {
   return rank == 0 ? level_of(asked) : std::max(level_of(asked), spdlog::level::err);
 }
@@ -66,7 +66,7 @@ std::shared_ptr<spdlog::logger> make_logger(const Options& options, Level on_scr
   return logger;
 }
 
-/// The one mutable thing: the sinks that lines go to, stderr first.
+/// The only mutable state: the sinks of lines, stderr first.
 class Sinks {
  public:
   std::shared_ptr<spdlog::logger> get() {

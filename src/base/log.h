@@ -1,11 +1,11 @@
 // What the program says while it runs: lines on stderr and one file a rank, and a line of progress
 // at the bottom of a terminal.
 //
-// Every line goes to the rank's file once init() named one. stderr shows what set_log_level() asks
-// for (tessera/log_level.h), of ranks but 0 their errors alone. Each line is written out at once: a
-// failing rank leaves by _exit and flushes nothing. Metrics and results are not log lines (they go to
-// stdout and metrics.jsonl). The formatting library stays inside log.cpp, whose target must not see
-// libtorch's include folder.
+// Every line goes to the rank's file once init() named one. stderr shows the lines that
+// set_log_level() asks for (tessera/log_level.h), but on ranks other than 0 errors alone. Each line
+// is written out at once: a failing rank leaves by _exit and flushes nothing. Metrics and results
+// are not log lines (they go to stdout and metrics.jsonl). The formatting library stays inside
+// log.cpp, whose target must not see libtorch's include folder.
 //
 // The line of progress is written over again and again. Nothing happens where stderr is no
 // terminal. Whoever writes other lines clears it first (log lines do), so that the two never share
@@ -28,8 +28,9 @@ struct Options {
   std::filesystem::path file;  ///< e.g. RUN/logs/rank_0.log, appended to; empty = none
 };
 
-/// Until this is called there is no file, and lines on stderr have no rank. Creates the file's folder.
-/// Errors: kIo where the file cannot be opened; the earlier sinks then stay. Threads: any.
+/// Opens the rank's file and creates its folder. Until then there is no file, and lines on stderr
+/// name no rank. Errors: kIo where the file cannot be opened; the earlier sinks then stay. Threads:
+/// any.
 void init(const Options& options);
 
 /// One line. Threads: any.

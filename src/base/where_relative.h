@@ -1,5 +1,6 @@
-// Where a path that is not there was looked for: a message that shows a relative one alone leaves open
-// which folder it is of, and a config names paths of the working folder, not of its own.
+// Names the folder in which a missing relative path was looked for. A message with the relative
+// path alone leaves the folder open, and the paths in a config are relative to the working folder,
+// not to the folder of the config.
 #pragma once
 
 #include <filesystem>

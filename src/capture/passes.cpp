@@ -51,7 +51,7 @@ constexpr double kAsGood = 1e-3;
 /// much, and each unit further ahead takes memory for certain.
 constexpr double kWorthIt = 0.02;
 
-/// What a pass that needs a fact does without, as a sentence goes on.
+/// Names the fact that a pass lacks, and the remedy; both continue a sentence.
 struct Lacking {
   std::string_view what, mend;
 };
@@ -298,7 +298,7 @@ class Chooser {
       return saves_ms * static_cast<double>(problem.micro_batches);
     }
   };
-  /// "0.8 ms a micro-batch"; without a profile nobody knows how long a gather takes.
+  /// "0.8 ms a micro-batch"; without a profile the time of a gather is unknown.
   std::string saved(const Candidate& one) const {
     if (!problem_.profile.is_assumed) return concat(ms_text(one.saves_ms), " a micro-batch");
     const double gathers =

@@ -167,7 +167,7 @@ std::string to_text(const StepPlan& plan, const Chosen& chosen, std::int64_t mic
 
 namespace {
 
-/// What is chosen of one unit, as it stands behind the unit's name.
+/// The choices of one unit, as the text that follows the unit's name.
 struct UnitChoice {
   std::string name;
   std::string text;
@@ -191,7 +191,7 @@ std::string choice_text(const StepPlan& plan, const Chosen& chosen, UnitId unit)
   return text;
 }
 
-/// Those of layers that are alike together, before and behind their names.
+/// Prints choices, with one line for layers that have the same; `before` precedes the names.
 std::string folded(const std::vector<UnitChoice>& choices, std::string_view before) {
   std::string text;
   for (const auto& group : alike(

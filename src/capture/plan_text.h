@@ -14,8 +14,8 @@ namespace tessera::capture {
 /// known (of a file they are not).
 std::string to_text(const fsdp::StepPlan& plan, const Chosen& chosen, std::int64_t micro_batches);
 
-/// The choices alone, a line a unit: what is kept until when, what is recomputed, and why. Layers
-/// that are alike have one together.
+/// The choices alone, a line for each unit: until when it is kept, what is recomputed, and why.
+/// Layers with the same choices share a line.
 std::string choices_text(const fsdp::StepPlan& plan, const Chosen& chosen);
 
 }  // namespace tessera::capture

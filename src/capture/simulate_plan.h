@@ -46,13 +46,13 @@ struct SimulatedStep {
 /// Of more micro-batches the curve has the first ones and the last: those in between are alike.
 inline constexpr std::int64_t kMostSimulated = 8;
 
-/// How often a step does something with a unit.
+/// The number of collectives of one unit in a step.
 struct UnitCounts {
   std::int64_t gathers = 0;
   std::int64_t reductions = 0;
   bool operator==(const UnitCounts&) const = default;
 };
-/// By unit, in a step of `micro_batches`; a pipeline's stages each have as many.
+/// Counts by unit, in a step of `micro_batches`; in a pipeline each stage has as many.
 std::vector<UnitCounts> counts_of(const fsdp::StepPlan& plan, std::int64_t micro_batches);
 
 /// Of a plan in which faults_of() finds nothing, of one stage, and a step of `micro_batches`.

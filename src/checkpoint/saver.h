@@ -43,8 +43,8 @@ class CheckpointSaver {
   void check_plan(const ShardedBase& model, const Optimizer& optimizer);
 
   /// Finishes the checkpoint under way, if any, then copies the state after `step`. `left_out`: as
-  /// CheckpointManifest::left_out_steps. Collective. Errors: kIo for the one before, on all ranks
-  /// alike.
+  /// CheckpointManifest::left_out_steps. Collective. Errors: kIo for the earlier checkpoint, on all
+  /// ranks alike.
   void save(std::int64_t step, const ShardedBase& model, const Optimizer& optimizer,
             const GradScaler* scaler = nullptr,
             std::optional<std::int64_t> left_out = std::nullopt);

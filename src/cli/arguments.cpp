@@ -130,10 +130,26 @@ void add_gradients(::CLI::App& app, GradientsArguments& gradients, const std::st
 
 constexpr const char* kWorld = "Ranks to plan for; default as own spawn.";
 
-/// Errors of the option: as byte_size.
+/// Checks the value of the option. Errors: those of byte_size().
 std::string not_a_size(const std::string& text) {
   if (byte_size(text)) return "";
   return concat("found ", printable(text), ", expected a size as 80GiB or 80GB");
+}
+
+/// "" for a number that `holds`, else what was expected. Range lets "nan" through: it is neither
+/// below nor above.
+std::string unless_number(const std::string& text, bool (*holds)(double),
+                          const std::string& expected) {
+  double value = 0.0;
+  const auto [rest, failed] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (failed == std::errc{} && rest == text.data() + text.size() && holds(value)) return "";
+  return concat("found ", printable(text), ", expected a number ", expected);
+}
+
+std::string not_a_rate(const std::string& text) {
+  return unless_number(
+      text, [](double value) { return value > 0.0 && value <= kMostRate; },
+      concat("above 0, at most ", kMostRate));
 }
 
 void add_machine(::CLI::App& verb, PlannedMachine& machine) {
@@ -145,6 +161,16 @@ void add_machine(::CLI::App& verb, PlannedMachine& machine) {
   verb.add_option("--ranks-per-host", machine.ranks_per_host,
                   "So many ranks share the memory of a host; default all of them.")
       ->transform(whole_number(kMostRanks));
+  ::CLI::Option* flops =
+      verb.add_option("--flops", machine.flops,
+                      "Operations a second of a rank, as 4e14: with --bandwidth how long a step "
+                      "would take.")
+          ->check(not_a_rate, "FLOAT above 0");
+  ::CLI::Option* bandwidth = verb.add_option("--bandwidth", machine.bandwidth,
+                                             "Bytes that a rank sends in a second, as 50GB.")
+                                 ->check(not_a_size, "SIZE");
+  flops->needs(bandwidth);
+  bandwidth->needs(flops);
 }
 
 void add_inspect(::CLI::App& app, InspectArguments& inspect, const std::string& keys) {
@@ -166,20 +192,10 @@ void add_inspect(::CLI::App& app, InspectArguments& inspect, const std::string& 
       ->needs(contract)
       ->transform(whole_number(1 << 20));
   add_machine(*verb, inspect.machine);
-  for (const char* option : {"--device-memory", "--ranks-per-host"}) {
+  for (const char* option : {"--device-memory", "--ranks-per-host", "--flops", "--bandwidth"}) {
     verb->get_option(option)->needs(contract);
   }
   verb->footer("With --contract: " + keys);
-}
-
-/// "" for a number that `holds`, else what was expected. Range lets "nan" through: it is neither
-/// below nor above.
-std::string unless_number(const std::string& text, bool (*holds)(double),
-                          const std::string& expected) {
-  double value = 0.0;
-  const auto [rest, failed] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (failed == std::errc{} && rest == text.data() + text.size() && holds(value)) return "";
-  return concat("found ", printable(text), ", expected a number ", expected);
 }
 
 std::string not_a_temperature(const std::string& text) {
@@ -263,12 +279,6 @@ std::string not_a_cost(const std::string& text) {
       concat("from 0 to ", kMostCost));
 }
 
-std::string not_a_rate(const std::string& text) {
-  return unless_number(
-      text, [](double value) { return value > 0.0 && value <= kMostRate; },
-      concat("above 0, at most ", kMostRate));
-}
-
 void add_schedule(::CLI::App& app, ScheduleArguments& schedule) {
   ::CLI::App* verb = app.add_subcommand(
       "schedule",
@@ -333,16 +343,6 @@ void add_plan(::CLI::App& app, PlanArguments& plan, const std::string& keys) {
       ->excludes(check)
       ->excludes(json);
   add_machine(*verb, plan.machine);
-  ::CLI::Option* flops =
-      verb->add_option("--flops", plan.flops,
-                       "Operations a second of a rank, as 4e14: with --bandwidth how long a step "
-                       "would take.")
-          ->check(not_a_rate, "FLOAT above 0");
-  ::CLI::Option* bandwidth = verb->add_option("--bandwidth", plan.bandwidth,
-                                              "Bytes that a rank sends in a second, as 50GB.")
-                                 ->check(not_a_size, "SIZE");
-  flops->needs(bandwidth);
-  bandwidth->needs(flops);
   verb->footer(keys);
 }
 
@@ -386,8 +386,8 @@ std::vector<std::string> option_names(const ::CLI::App& verb) {
   return names;
 }
 
-/// `steps` alone most likely means the key of a section, `learning-rate` what another program calls
-/// so, anything else another option.
+/// Suggests what an unknown option may mean: `steps` alone a key without its section,
+/// `learning-rate` a key as another program calls it, anything else a misspelt option.
 std::string meant_by(const std::string& name, const ::CLI::App& verb) {
   if (verb.get_name() == "train" && name == "config") {
     return ", expected the file alone, as in tessera train CONFIG.toml, or --model.config";
@@ -412,7 +412,7 @@ std::string meant_by(const std::string& name, const ::CLI::App& verb) {
   std::vector<std::string> longer;
   std::ranges::copy_if(options, std::back_inserter(longer),
                        [&](const std::string& option) { return option.starts_with(word); });
-  // Of an option that begins so the rest is no slip.
+  // A prefix of an option means that option, however many letters are missing.
   const auto option = longer.empty() ? train::close_name(word, options) : longer.front();
   if (option) return concat("; the nearest is ", *option);
   const auto key = train::close_key(name);

@@ -40,10 +40,12 @@ struct GradientsArguments {
   Overrides overrides;
 };
 
-/// What is said of machines that are not here.
+/// The options that describe machines other than this one.
 struct PlannedMachine {
   std::optional<std::string> device_memory;  ///< "80GiB"
   std::optional<int> ranks_per_host;
+  std::optional<double> flops;           ///< operations a second, with
+  std::optional<std::string> bandwidth;  ///< "50GB" a second
 };
 
 struct InspectArguments {
@@ -99,8 +101,6 @@ struct PlanArguments {
   bool json = false;
   bool actions = false;
   PlannedMachine machine;
-  std::optional<double> flops;
-  std::optional<std::string> bandwidth;
   Overrides overrides;
 };
 

@@ -93,7 +93,7 @@ void say_what_is_left_out(const train::ExportPlan& plan) {
                " folder choose some experts otherwise\n";
 }
 
-/// At which end of a turn generation with the model goes on: trained on, and never heard.
+/// Warns of ends of turns that the model was trained on and that generation does not stop at.
 void say_which_turns_go_on(const train::ModelSource& source, const fs::path& written) {
   std::error_code ignored;
   if (source.origin.empty() || !fs::is_directory(source.origin, ignored)) return;

@@ -84,7 +84,7 @@ class Printer {
       std::cout << text_.add(static_cast<unsigned char>(token));
     }
     any_ = true;
-    std::cout.flush();  // fails before the next token is computed for nobody
+    std::cout.flush();  // fails before the next token is computed in vain
   }
   void finish() {
     std::cout << text_.finish() << '\n';

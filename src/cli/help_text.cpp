@@ -17,7 +17,7 @@ constexpr std::size_t kColumns = 80;
 constexpr std::size_t kTexts = 26;  ///< the column where descriptions begin
 constexpr std::string_view kHelpKeys = "--help-keys";
 
-/// "  --name VALUE" with `text` behind it, or below where the name is long.
+/// Prints "  --name VALUE" followed by `text`, which begins below a long name.
 std::string row(const std::string& name, std::string_view text) {
   std::string lines = wrapped(text, kTexts, kColumns);
   const std::string left = "  " + name;
@@ -25,7 +25,7 @@ std::string row(const std::string& name, std::string_view text) {
   return lines.replace(0, left.size(), left);
 }
 
-/// The parser's word for a value in one of ours: "INT:from 1 to 4096" is N.
+/// Maps the type name of CLI11 to ours: "INT:from 1 to 4096" is N.
 std::string value_of(const ::CLI::Option& option) {
   const std::string type = option.get_type_name();
   if (option.get_items_expected_max() == 0 || type.empty()) return "";
@@ -98,23 +98,15 @@ class Screen final : public ::CLI::Formatter {
   }
 };
 
-std::string sections() {
-  std::string names, last;
-  for (const train::ConfigKey& key : train::config_keys()) {
-    if (key.section == last) continue;
-    last = key.section;
-    names += concat(names.empty() ? "" : " ", last);
-  }
-  return names;
-}
-
 }  // namespace
 
 std::shared_ptr<::CLI::FormatterBase> screen_formatter() { return std::make_shared<Screen>(); }
 
 std::string where_keys_are() {
-  return concat("Every key of the configuration may be given as --section.key VALUE. Sections: ",
-                sections(), ".");
+  std::string text =
+      "Every key of the configuration may be given as --section.key VALUE. Sections:";
+  for (const std::string& section : train::config_sections()) text += " " + section;
+  return text + ".";
 }
 
 bool takes_key(std::string_view verb, std::string_view full_name) {

@@ -1,5 +1,6 @@
-// What --help prints: of the program its verbs, of a verb its own options, each within a screen. The
-// keys of the configuration, which are hundreds of lines, are --help-keys'.
+// Texts of --help, each within a screen: the program's lists its verbs, a verb's the options of
+// that verb. The keys of the configuration, which are hundreds of lines, are printed by
+// --help-keys.
 #pragma once
 
 #include <CLI/App.hpp>
@@ -10,13 +11,13 @@
 
 namespace tessera::cli {
 
-/// Lines of at most 80 columns. To be set before verbs are added, which take it over.
+/// Prints lines of at most 80 columns. Set it before verbs are added, which inherit it.
 std::shared_ptr<::CLI::FormatterBase> screen_formatter();
 
-/// The last lines of --help of a verb that takes keys: where they are.
+/// The last lines of --help of a verb that takes keys: they say how keys are listed.
 std::string where_keys_are();
 
-/// --help-keys [SECTION] among `words`: the text that it asks for. "" where it is not there. Errors:
+/// The text that --help-keys [SECTION] among `words` asks for, "" without that option. Errors:
 /// kUsage for a section that does not exist, and for a verb that takes no key.
 std::string keys_asked_for(const std::vector<std::string>& words);
 

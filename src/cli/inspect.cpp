@@ -11,8 +11,10 @@
 
 #include "base/text/printable.h"
 #include "cli/arguments.h"
+#include "cli/contract_json.h"
 #include "cli/contract_text.h"
 #include "cli/program_end.h"
+#include "cli/step_time.h"
 #include "io/checkpoint_folder.h"
 #include "io/hf_folder.h"
 #include "tessera/error.h"
@@ -30,8 +32,6 @@
 
 namespace tessera::cli {
 namespace {
-
-using Json = nlohmann::ordered_json;
 
 struct ListedTensor {
   std::string name;
@@ -78,7 +78,7 @@ Listing listing_of(const HfFolder& folder) {
   return listing;
 }
 
-Json json_of(const CheckpointPiece& piece) {
+Json piece_json(const CheckpointPiece& piece) {
   return {{"file", piece.file},
           {"key", piece.key},
           {"box", {{"offset", piece.box.offset}, {"size", piece.box.size}}},
@@ -97,7 +97,7 @@ Listing listing_of(const CheckpointFolder& checkpoint) {
   Listing listing;
   for (const auto& [name, tensor] : checkpoint.tensors()) {
     Json pieces = Json::array();
-    for (const CheckpointPiece& piece : tensor.pieces) pieces.push_back(json_of(piece));
+    for (const CheckpointPiece& piece : tensor.pieces) pieces.push_back(piece_json(piece));
     listing.add({.name = name,
                  .dtype = tensor.dtype,
                  .shape = tensor.shape,
@@ -183,6 +183,7 @@ struct Planned {
   train::MemoryTable memory;
   train::StepTraffic traffic;
   std::optional<std::int64_t> device_bytes = {};  ///< --device-memory
+  std::string time = {};                          ///< the line by --flops and --bandwidth
 
   struct Pipelined {
     train::PipelinePlan plan;
@@ -244,6 +245,10 @@ Planned plan_run(const InspectArguments& arguments) {
   }
   planned.mesh = train::mesh_shape(dims);
   planned.contract = train::resolve_model(source, config, dims);
+  const auto rates = rates_of(arguments.machine, config);
+  TESSERA_CHECK(!rates || dims.pp == 1, ErrorKind::kConfig,
+                "parallelism.pipeline_parallel_degree: found ", dims.pp,
+                ", expected 1 with --flops: tessera schedule has the times of a pipeline");
   auto pipeline = train::resolve_pipeline(
       config, dims, source.spec, source.description,
       {.micro_batches = train::resolve_micro_batches(
@@ -271,7 +276,9 @@ Planned plan_run(const InspectArguments& arguments) {
                                        run.aux_loss_coef);
   planned.memory.computes_on = train::computes_on(config);
   planned.memory.offloaded = train::offloaded_state(run, machine);
-  planned.traffic = train::step_traffic(run, train::plan_of_steps(run, machine), {.rank = 0});
+  const fsdp::StepPlan steps = train::plan_of_steps(run, machine);
+  planned.traffic = train::step_traffic(run, steps, {.rank = 0});
+  if (rates) planned.time = time_line(*rates, run, steps, planned.traffic);
   return planned;
 }
 
@@ -332,176 +339,11 @@ void print_text(const Planned& planned, Layers layers) {
   print_plan(planned.plan, layers);
   std::cout << "\n" << to_string(planned.memory);
   print_whether_it_fits(planned);
-  std::cout << "\n" << to_string(planned.traffic);
-}
-
-Json json_of(const ReductionPlan& reductions) {
-  return {{"shard_axes", reductions.shard_axes},
-          {"replica_axes", reductions.replica_axes},
-          {"divide_factor", reductions.divide_factor}};
-}
-
-Json json_of(const GradContract& contract) {
-  const auto field = [&](ContractField which, const Json& value) {
-    return Json{{"value", value}, {"reason", contract.reason(which)}};
-  };
-  const auto dtype = [&](ContractField which, DType value) {
-    return contract.trainable ? field(which, to_string(value)) : Json();
-  };
-  Json grad;
-  if (contract.trainable) {
-    grad = field(ContractField::kGrad, contract.grad ? Json(to_string(*contract.grad)) : Json());
-  }
-  Json found = {
-      {"name", contract.name},
-      {"aliases", contract.aliases},
-      {"shape", contract.shape},
-      {"trainable", field(ContractField::kTrainable, contract.trainable)},
-      {"frozen_as", contract.trainable ? Json() : Json(to_string(contract.frozen_as))},
-      {"storage", field(ContractField::kStorage, to_string(contract.storage.dtype))},
-      {"compute", field(ContractField::kCompute, to_string(contract.compute.dtype))},
-      {"grad", grad},
-      {"accumulate", dtype(ContractField::kAccumulate, contract.accumulate)},
-      {"reduce", dtype(ContractField::kReduce, contract.reduce)},
-      {"final", dtype(ContractField::kFinal, contract.final)},
-      {"master",
-       contract.trainable ? field(ContractField::kMaster, to_string(contract.master)) : Json()},
-      {"state", dtype(ContractField::kState, contract.state)},
-      {"decay", contract.decays ? field(ContractField::kDecay, *contract.decays) : Json()},
-      {"reductions", json_of(contract.reductions)}};
-  if (contract.layout != ParameterLayout()) found["placement"] = to_string(contract.layout);
-  return found;
-}
-
-Json json_of(const BufferContract& contract) {
-  const auto field = [&](BufferField which, DType value) {
-    return Json{{"value", to_string(value)}, {"reason", contract.reason(which)}};
-  };
-  return {{"name", contract.name},
-          {"shape", contract.shape},
-          {"storage", field(BufferField::kStorage, contract.storage)},
-          {"compute", field(BufferField::kCompute, contract.compute)},
-          {"stored", contract.stored}};
-}
-
-/// `value` is null where tensors stay as they come.
-Json casts_of(const UnitContract& contract) {
-  const auto field = [&](UnitField which, const std::optional<DType>& value) {
-    return Json{{"value", value ? Json(to_string(*value)) : Json()},
-                {"reason", contract.reason(which)}};
-  };
-  return {{"name", contract.name},
-          {"nested", contract.nested},
-          {"input", field(UnitField::kInput, contract.input)},
-          {"activation", field(UnitField::kActivation, contract.activation)},
-          {"output", field(UnitField::kOutput, contract.output)}};
-}
-
-Json json_of(const layout::BucketPlan& bucket, const std::vector<layout::PlanItem>& items) {
-  Json parameters = Json::array();
-  for (const layout::Placed& placed : bucket.parameters) {
-    parameters.push_back({{"name", items[placed.parameter].name},
-                          {"offset", placed.offset},
-                          {"numel", placed.numel}});
-  }
-  const auto& key = bucket.key;
-  const auto of_gradient = [&](DType dtype) {
-    return key.trainable ? Json(to_string(dtype)) : Json();
-  };
-  const std::int64_t gathered = layout::gathered_bytes(bucket);
-  const std::int64_t reduced = layout::reduced_bytes(bucket);
-  return {{"storage", to_string(key.storage)},
-          {"compute", to_string(key.compute)},
-          {"accumulate", of_gradient(key.accumulate)},
-          {"reduce", of_gradient(key.reduce)},
-          {"final", of_gradient(key.final)},
-          {"trainable", key.trainable},
-          {"reductions", json_of(key.reductions)},
-          {"ranks", bucket.ranks},
-          {"numel", bucket.numel},
-          {"slice_numel", bucket.slice_numel()},
-          {"padding_numel", layout::padding_numel(bucket)},
-          {"shard_bytes", layout::shard_bytes(bucket)},
-          {"gathered_bytes", gathered},
-          {"gather_sent_bytes", layout::sent_bytes(gathered, bucket.ranks)},
-          {"reduced_bytes", reduced},
-          {"reduce_sent_bytes", layout::sent_bytes(reduced, bucket.ranks)},
-          {"parameters", parameters}};
-}
-
-Json json_of(const train::MemoryTable& table) {
-  const train::RankMemory& held = table.held;
-  Json found = {{"kernels", "cpu"},
-                {"parameters", held.parameters},
-                {"gradients", held.gradients},
-                {"moments", held.moments},
-                {"master", held.master},
-                {"unsharded_peak", held.unsharded},
-                {"reductions", held.reductions},
-                {"raw_gradient", held.raw_gradient},
-                {"activations", Json()}};
-  if (table.offloaded) {
-    found["offloaded"] = {{"units", table.offloaded->units},
-                          {"in_memory", table.offloaded->in_memory}};
-  }
-  if (!table.activations) return found;
-  const auto of = [&](RecomputeMode mode) {
-    const auto& bytes = table.activations->in(mode);
-    return Json{{"kept", bytes.kept}, {"peak", bytes.peak}, {"total", table.total(mode)}};
-  };
-  found["activations"] = {{"rows", table.rows},
-                          {"seq_len", table.positions},
-                          {"none", of(RecomputeMode::kNone)},
-                          {"selective", of(RecomputeMode::kSelective)},
-                          {"full", of(RecomputeMode::kFull)}};
-  return found;
-}
-
-/// Adds what a rank sends in a step; null what is not known.
-void add_traffic(const train::StepTraffic& traffic, Json& whole) {
-  const auto of_tokens = [&](std::int64_t train::StepTraffic::OfTokens::* bytes) {
-    return traffic.of_tokens ? Json((*traffic.of_tokens).*bytes) : Json();
-  };
-  using OfTokens = train::StepTraffic::OfTokens;
-  whole["step_micro_batches"] = traffic.micro_batches;
-  whole["step_gather_sent_bytes"] = traffic.gathers;
-  whole["step_reduce_sent_bytes"] = traffic.reductions;
-  whole["step_replica_sent_bytes"] = traffic.replicas;
-  whole["step_activation_sent_bytes"] = of_tokens(&OfTokens::activations);
-  whole["step_token_sent_bytes"] = of_tokens(&OfTokens::experts);
-  whole["step_message_sent_bytes"] = of_tokens(&OfTokens::messages);
-  whole["step_sent_bytes"] = traffic.total();
-}
-
-Json buckets_of(const layout::PlannedUnit& unit) {
-  Json buckets = Json::array();
-  for (const auto& bucket : unit.plan.buckets) buckets.push_back(json_of(bucket, unit.items));
-  return buckets;
-}
-
-Json json_of(const train::PipelineRankMemory& memory, bool knows_activations) {
-  const train::RankMemory& held = memory.held;
-  Json found = {{"kernels", "cpu"},
-                {"parameters", held.parameters},
-                {"gradients", held.gradients},
-                {"moments", held.moments},
-                {"master", held.master},
-                {"unsharded_peak", held.unsharded},
-                {"reductions", held.reductions},
-                {"raw_gradient", held.raw_gradient},
-                {"live_micro_batches", memory.live_chunks},
-                {"messages", Json()},
-                {"activations", Json()}};
-  if (!knows_activations) return found;
-  found["messages"] = memory.messages;
-  found["activations"] = {{"none", memory.activations.none},
-                          {"selective", memory.activations.selective},
-                          {"full", memory.activations.full}};
-  return found;
+  std::cout << "\n" << to_string(planned.traffic) << planned.time;
 }
 
 /// Of each place on axis pp, its units included.
-Json json_of(const Planned::Pipelined& pipelined) {
+Json pipeline_json(const Planned::Pipelined& pipelined) {
   Json stages = Json::array();
   for (int stage = 0; stage < pipelined.plan.split.stages(); ++stage) {
     stages.push_back(
@@ -546,7 +388,7 @@ void print_contract_json(const Planned& planned) {
                         {"plan_hash", concat(planned.pipelined->plan_hash())},
                         {"parameters", parameters},
                         {"buffers", buffers},
-                        {"pipeline", json_of(*planned.pipelined)}};
+                        {"pipeline", pipeline_json(*planned.pipelined)}};
     std::cout << whole.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << '\n';
     return;
   }

@@ -1,6 +1,7 @@
-// The plan of a run's steps before it starts: what a rank takes and whether it fits, what is chosen and
-// why, with --actions what is gathered, kept, given back and reduced when; or whether a plan out of a
-// file is this run's and holds. Nothing is trained, no weight is read.
+// Prints the plan of a run's steps before it starts: what a rank takes and whether it fits, the
+// choices and their reasons, and with --actions when units are gathered, kept, resharded and
+// reduced. --check says whether a plan out of a file is valid and belongs to this run. Nothing is
+// trained, no weight is read.
 #include <torch/version.h>
 
 #include <algorithm>
@@ -22,6 +23,7 @@
 #include "cli/arguments.h"
 #include "cli/contract_text.h"
 #include "cli/program_end.h"
+#include "cli/step_time.h"
 #include "fsdp/agreed/step_plan_check.h"
 #include "io/hf_folder.h"
 #include "tessera/error.h"
@@ -122,9 +124,9 @@ void print_blocks(const capture::PlanFile& file, const capture::PlanProblem& pro
             << size_text(*bytes) << ")\n";
 }
 
-/// What a rank takes of memory at most, and what it may take.
+/// The most memory that a rank takes, by kind, and the memory that it may take.
 struct Totals {
-  std::int64_t fixed = 0;  ///< whatever the plan is
+  std::int64_t fixed = 0;  ///< the same for every plan
   std::int64_t gathered = 0;
   std::int64_t state = 0;  ///< of the optimizer, where plans offload it
   std::optional<std::int64_t> activations = {};
@@ -173,7 +175,7 @@ void print_memory(const Totals& totals, const PlannedStep& step,
   }
 }
 
-/// FLOPs and bytes; seconds where somebody has measured, or says how fast a rank is.
+/// Prints FLOPs and bytes, and seconds where a profile or rates are given.
 void print_costs(const capture::PlanFile& file, const capture::PlanProblem& problem,
                  const PlannedStep& step, const std::optional<train::Rates>& rates) {
   const auto run = step.run();
@@ -187,19 +189,14 @@ void print_costs(const capture::PlanFile& file, const capture::PlanProblem& prob
             << (traffic.of_tokens
                     ? " a step (tessera inspect --contract says of what)\n"
                     : " a step, without activations and tokens (set training.seq_len)\n");
-  const auto print_time = [&](std::string_view by, const capture::PlanProfile& profile) {
-    const auto took = capture::simulate(file.plan, profile, problem.micro_batches);
-    std::cout << std::fixed << std::setprecision(2) << "  a step by " << by << ": " << took.step_ms
-              << " ms, of which computing " << took.compute_ms << " (forwards again "
-              << took.again_ms << "), waiting for gathers " << took.waited_ms << ", for reductions "
-              << took.reduced_ms << ", the update and all else " << took.rest_ms << '\n'
-              << std::defaultfloat << std::setprecision(6);
-  };
-  if (!problem.profile.is_assumed) print_time("the profile", problem.profile);
-  if (rates) print_time("--flops and --bandwidth", profile_at(*rates, run, traffic));
+  if (!problem.profile.is_assumed) {
+    std::cout << time_line("the profile",
+                           capture::simulate(file.plan, problem.profile, problem.micro_batches));
+  }
+  if (rates) std::cout << time_line(*rates, run, file.plan, traffic);
 }
 
-/// Place by place.
+/// Prints the memory of a rank at each place of the step.
 void print_curve(const capture::PlanFile& file, const capture::PlanProblem& problem,
                  const Totals& totals) {
   const auto step = capture::simulate(file.plan, problem.profile, problem.micro_batches);
@@ -227,7 +224,7 @@ void print_curve(const capture::PlanFile& file, const capture::PlanProblem& prob
   if (problem.replays) print_blocks(file, problem);
 }
 
-/// How a plan is to be shown.
+/// Options of the output.
 struct Shown {
   std::optional<train::Rates> rates = {};
   bool actions = false;
@@ -316,16 +313,10 @@ int run_plan(const PlanArguments& arguments) {
     std::cout << to_json(file);
     return kDone;
   }
-  Shown shown{.actions = arguments.actions, .machine = machine};
-  if (arguments.flops) {
-    TESSERA_CHECK(
-        run.config.training.seq_len, ErrorKind::kUsage,
-        "--flops: found no training.seq_len, expected it: nothing else says how much a step "
-        "computes; set it");
-    const auto bandwidth = parse_byte_size(*arguments.bandwidth, "--bandwidth");
-    shown.rates = {.flops = *arguments.flops, .bandwidth = static_cast<double>(bandwidth)};
-  }
-  print_plan_of_step(file, problem, chosen, step, shown);
+  print_plan_of_step(file, problem, chosen, step,
+                     {.rates = rates_of(arguments.machine, run.config),
+                      .actions = arguments.actions,
+                      .machine = machine});
   return kDone;
 }
 

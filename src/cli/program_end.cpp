@@ -59,7 +59,7 @@ bool reader_has_gone() {
   return ::poll(&output, 1, 0) == 1 && (output.revents & (POLLERR | POLLHUP)) != 0;
 }
 
-/// While it is there, a write to std::cout that fails throws std::ios_base::failure.
+/// Makes writes to std::cout that fail throw std::ios_base::failure, while it lives.
 class ThrowingOutput {
  public:
   ThrowingOutput() { std::cout.exceptions(std::ios_base::badbit); }

@@ -67,12 +67,11 @@ class OutputLost : public Error {
 };
 
 /// Runs a verb whose output is its result, and returns its code. It ends as soon as a write to
-/// std::cout fails: with kDone, and silently, where the reader has gone (`| head -1`).
-/// Errors: OutputLost (kIo) where the output cannot be written for another reason; what `verb`
-/// throws.
+/// std::cout fails: with kDone, and silently, where the reader has gone (`| head -1`). Errors:
+/// OutputLost (kIo) where the output cannot be written for another reason; whatever `verb` throws.
 int run_for_output(const std::function<int()>& verb);
 
-/// For a verb whose result is elsewhere: writes out what std::cout holds. Errors: OutputLost (kIo)
+/// Writes out what std::cout holds, for a verb whose result is elsewhere. Errors: OutputLost (kIo)
 /// where that, or anything before, could not be written, unless its reader has gone.
 void check_standard_output();
 

@@ -6,17 +6,18 @@
 
 namespace tessera::cli {
 
-/// Lets writing to a stdout that the program was started without (>&-) fail. Before any file is
-/// opened: that would take its place, and what is printed would go into it.
+/// Makes writes fail to a stdout that the program was started without (>&-). Call it before any
+/// file is opened: the file would get the number of stdout, and printed text would go into it.
 void keep_standard_descriptors();
 
-/// Makes writing past a file size limit (`ulimit -f`) and writing what nobody reads any more an
-/// error of the write (EFBIG, EPIPE) instead of a signal that ends the process.
+/// Makes a write beyond a file size limit (`ulimit -f`), or to a pipe without a reader, an error of
+/// the write (EFBIG, EPIPE) instead of a signal that ends the process.
 void ignore_signals_of_writes();
 
-/// What `ps` and `top` show: "tessera". An execution through /proc/self/exe calls it "exe".
+/// Names the process "tessera" in `ps` and `top`, which after an execution through /proc/self/exe
+/// call it "exe".
 void name_process();
-/// "tessera:RANK", of a process that is a rank.
+/// Names a process that is a rank "tessera:RANK".
 void name_process_of_rank(int rank);
 
 }  // namespace tessera::cli

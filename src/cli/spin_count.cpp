@@ -1,11 +1,11 @@
-// Executes this program once more, as the same process, with GOMP_SPINCOUNT, where nobody has said
-// how libgomp's threads wait (launch/rank_variables.h).
+// Executes this program once more, as the same process, with GOMP_SPINCOUNT, unless the environment
+// says how libgomp's threads wait (launch/rank_variables.h).
 //
 // libgomp reads its variables in its constructor, so main() is too late to set them. This runs
 // before the constructors of all libraries (.preinit_array), of which libtorch's take most of a
 // start: the second execution costs 30 ms. It uses the kernel's arguments and system calls alone,
 // since nothing else is ready. Where it does not run, or the execution fails, the program is slower
-// and not wrong. Never twice: the second execution has the variable.
+// but not wrong. It runs only once: the second execution has the variable.
 #include <alloca.h>
 #include <sys/auxv.h>
 #include <unistd.h>
@@ -18,7 +18,7 @@
 namespace tessera::cli {
 namespace {
 
-// Runtimes of sanitizers are not ready either, and the speed of such a build is nobody's concern.
+// Runtimes of sanitizers are not ready either, and the speed of such a build does not matter.
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 
 void execute_with_short_spins(int /*arguments*/, char** arguments, char** variables) {

@@ -224,10 +224,10 @@ std::exception_ptr shared_refusal(Group& group, int world_rank, const std::excep
   const auto first = std::ranges::find_if(all, [](const auto& one) { return !one.empty(); });
   if (first == all.end()) return nullptr;
   try {
-    // Who throws first may end the World: not before all have come here.
+    // The first rank that throws may end the World, so all have to come here first.
     barrier(group, what);
   } catch (const LostRank&) {
-    // It has.
+    // A rank has ended the World.
   }
   if (mine) return mine;
   return std::make_exception_ptr(Error(kind_in(*first), first->substr(1)));

@@ -158,9 +158,9 @@ std::vector<std::string> all_gather_bytes(Group& group, const std::string& mine,
 /// throws the error of the first of them; kinds are kept. Collective, on the control group.
 void on_all_or_none(World& world, const std::string& what, const std::function<void()>& action);
 
-/// What some ranks have refused, for all of them: a rank's own, else that of the first that has one,
-/// behind `rank R: `, its number in the world; null where nobody has. Of errors the kind stays.
-/// Collective; texts go to everyone.
+/// Shares the errors of the ranks that refuse, so that all ranks do. Returns `mine` where it is
+/// set, else the error of the first rank that has one, with its kind and `rank R: ` (its number in
+/// the world) in front; null where none refuses. Collective; texts go to every rank.
 std::exception_ptr shared_refusal(Group& group, int world_rank, const std::exception_ptr& mine,
                                   const std::string& what);
 

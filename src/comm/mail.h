@@ -61,7 +61,7 @@ struct MailTag {
 /// "activations of stage 1, micro-batch 3, step 7"; ", tensor 1" of the second one.
 std::string to_string(const MailTag& tag);
 
-/// What the numbers of a tag lie below, in one step; the same at both ends.
+/// The limits of the numbers of a MailTag in one step, the same at both ends.
 struct MailExtent {
   static constexpr std::int32_t kTensors = 16;
   static constexpr std::int64_t kMostCells = std::int64_t{1} << 18;  ///< stages times micro-batches
@@ -69,7 +69,7 @@ struct MailExtent {
   std::int32_t stages = 64;
   std::int32_t micro_batches = 4096;
 };
-/// [Note: message tags]
+/// The tag of a message. [Note: message tags]
 int message_number(const MailTag& tag, const MailExtent& extent, std::uint64_t fingerprint);
 
 /// A way that messages take: in one direction, from one rank to another.

@@ -147,12 +147,12 @@ void ProcessWorld::leave_together() {
       store_->arrive(kLeft, rank_, size_);
     }
   } catch (const Error&) {
-    // Whoever is missing has failed and says so itself.
+    // A missing rank has failed and reports that itself.
   }
 }
 
-/// The others have caught their errors, too, and are about to leave: a store that went before them
-/// would end them as the loss of a rank does.
+/// Keeps the store until the other ranks, which have caught their errors, too, are about to leave:
+/// without it they would end as after the loss of a rank.
 void ProcessWorld::leave_after_abort() {
   try {
     if (rank_ == 0 && !launch_.agent_store) {
@@ -165,7 +165,7 @@ void ProcessWorld::leave_after_abort() {
       });
     }
   } catch (const Error&) {
-    // Whoever is missing has failed and says so itself.
+    // A missing rank has failed and reports that itself.
   }
 }
 
@@ -193,13 +193,13 @@ void ProcessWorld::abort_epoch(std::uint64_t of, const std::string& why) {
   const int epoch = static_cast<int>(of);  // recoveries and epochs are counted together
   abort_here(one_line(why), epoch, Aborter::kSelf);
   if (epoch != epoch_) return;        // over: nobody is to be told
-  state_->abort_flag->acknowledge();  // whoever aborts throws
+  state_->abort_flag->acknowledge();  // the caller throws
   in_time([store = store_, text, epoch] {
     return store->set_if_absent(store_key::abort(epoch), text);
   });
 }
 
-/// The others learn of it first: once this rank has thrown, its program may recover.
+/// Announces the disagreement first: once this rank has thrown, its program may recover.
 void ProcessWorld::abort_all(const std::string& disagreement, int epoch) {
   if (epoch != epoch_) return;  // recovered in the meantime
   in_time([store = store_, disagreement, epoch] {
@@ -215,7 +215,7 @@ void ProcessWorld::recover() {
   const AbortFlag never;  // our own abort flag is set
   const int next = epoch_ + 1;
   queue_->drain();
-  // On the board: a rank that is lost meanwhile is missed as it is by any other wait.
+  // On the board, where a rank that is lost meanwhile is noticed as in any other wait.
   meet_on_board(*state_->board, [&] {
     store_->meet(concat("recover/", next), rank_, everyone_, options_.timeout, never);
   });

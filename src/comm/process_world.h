@@ -69,8 +69,8 @@ class ProcessWorld : public World {
   /// The same for a rank that was stopped. Where another rank's word has aborted the World, that
   /// rank's error is on its way through its stack: waited for as long as words may take.
   std::optional<FailureRecord> failure_behind() noexcept;
-  /// Whether the World is aborted since ranks have called different things. The error is every rank's
-  /// own then, wherever it was found.
+  /// Whether the World is aborted because ranks have called different things. Every rank then has
+  /// that error as its own, wherever it was found.
   bool disagrees() const { return aborter_ == Aborter::kDisagreement; }
   /// comm/failure_report.h.
   void when_refused(std::function<void()> undo);
@@ -83,8 +83,8 @@ class ProcessWorld : public World {
                                     const at::Device& where) override;
 
  private:
-  /// Who has aborted the World in this epoch: an error of this rank, a word of another one, or a
-  /// watch, since ranks disagree.
+  /// The cause of the abort in this epoch: an error of this rank, a message of another one, or a
+  /// watch that found ranks to disagree.
   enum class Aborter : std::uint8_t { kNobody, kSelf, kOther, kDisagreement };
   void abort_here(const std::string& why, int epoch, Aborter by);
   void abort_all(const std::string& disagreement, int epoch);

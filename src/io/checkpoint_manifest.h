@@ -92,14 +92,15 @@ struct CheckpointManifest {
   CheckpointData data;
   /// As the configuration spells it: "AdamW"; empty in checkpoints of before it was written.
   std::string optimizer;
-  /// Of a run with Muon of a model with fused weights, as gate and up in one tensor: those that it
-  /// steps as one matrix each. None in checkpoints of before it was written.
+  /// The fused weights (as gate and up in one tensor) that Muon steps as one matrix each. None for
+  /// other optimizers and models, and in checkpoints that were written before this key existed.
   std::optional<std::vector<std::string>> fused_as_one;
   std::optional<CheckpointLora> lora;
   /// Of a run that scales its loss.
   std::optional<LossScaleState> loss_scale;
-  /// Of `step`, how many made no update: those that the scaler skipped, those without a label. None
-  /// in checkpoints of before it was written, and in a library user's.
+  /// The number of steps up to `step` that made no update: those that the scaler skipped, and those
+  /// without a label. None in checkpoints that were written before this key existed, and in those
+  /// of library users.
   std::optional<std::int64_t> left_out_steps;
   /// Of a library user's checkpoint (tessera/checkpoint.h); the trainer has none.
   CheckpointValues user;
@@ -110,7 +111,7 @@ struct CheckpointManifest {
   /// what is to be written.
   CheckpointTensorMap tensors;
 
-  /// left_out_steps; where nothing says them, what the scaler skipped.
+  /// left_out_steps; where it is missing, the steps that the scaler skipped.
   std::int64_t left_out() const;
   bool operator==(const CheckpointManifest&) const = default;
 };

@@ -101,7 +101,6 @@ namespace fs = std::filesystem;
 // Far above anything published (an index of 100 000 tensors has about 10 MB).
 constexpr std::int64_t kMaxHfConfigBytes = 4 << 20;
 constexpr std::int64_t kMaxIndexBytes = 32 << 20;
-constexpr std::string_view kModelFolder = "a model folder with config.json and safetensors";
 constexpr std::string_view kSingleFile = "model.safetensors";
 constexpr std::string_view kIndexFile = "model.safetensors.index.json";
 
@@ -123,8 +122,8 @@ void require_config(const fs::path& folder) {
                 ": found no such file, expected ", kModelFolder, ", or the folder of a run");
 }
 
-/// Both may hold the whole model (some exports do), but no file says so: the one that is not read may
-/// be the later one.
+/// Warns of a single file next to an index. Both may hold the whole model (some exports do), but no
+/// file says so: the one that is not read may be the later one.
 void say_what_is_beside_an_index(const fs::path& folder) {
   if (!is_there(folder / kIndexFile)) return;
   std::string others;
@@ -151,8 +150,7 @@ HfFolder HfFolder::open(const fs::path& folder) {
   TESSERA_CHECK(fs::is_directory(status), ErrorKind::kIo, "cannot open ", shown(folder), ": found ",
                 fs::is_regular_file(status) ? std::string("a file")
                 : fs::exists(status)        ? std::string("something that is no folder")
-                                            : concat("no such folder", where_relative(folder),
-                                                     " (nothing is fetched from a hub)"),
+                                     : concat("no such folder", where_relative(folder), kNoHub),
                 ", expected ", kModelFolder);
   require_config(folder);
   HfFolder model;

@@ -124,8 +124,8 @@ class AbortFlag {
     if (!KeepsErrors::in_this_thread()) acknowledge();
     throw LostRank(what.empty() ? why() : concat(what, ": ", why()));
   }
-  /// The program knows that this is marked, if it is: an error has left the library since, or it
-  /// recovers by itself.
+  /// Notes that the program knows of the abort, if there is one: an error has left the library since,
+  /// or the program recovers by itself.
   void acknowledge() const {
     if (is_set()) acknowledged_.store(true, std::memory_order_relaxed);
   }

@@ -163,7 +163,7 @@ bool FailureWatch::look_for_abort(int epoch) {
   return true;
 }
 
-/// Before the waits are ended: what the program waits in from then on is another matter.
+/// Called before the waits end, since the program may be in another wait afterwards.
 void FailureWatch::expect_acknowledgement(const std::string& why, int epoch) {
   if (unacknowledged_ && unacknowledged_->epoch == epoch) return;
   unacknowledged_ = {why, epoch, std::chrono::steady_clock::now()};
@@ -175,8 +175,8 @@ void FailureWatch::look_for_acknowledgement(int epoch) {
   const auto time = std::chrono::duration_cast<std::chrono::milliseconds>(
       std::chrono::steady_clock::now() - unacknowledged_->since);
   if (time < options_.acknowledged_within) return;
-  // A wait for a collective that began before has not ended. One in the store ends by itself, or is
-  // that of a recovery.
+  // A wait for a collective that began before has not ended. A wait in the store ends by itself, or
+  // belongs to a recovery.
   const Standing standing = board_->standing();
   const bool stands = standing.wait && standing.waited >= time;
   if (actions_.acknowledged() && !stands) return unacknowledged_.reset();

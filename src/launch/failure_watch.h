@@ -9,12 +9,13 @@
 // that wait for each other in different orders or in different groups (peer_watch.h). However long a
 // look takes, the heart goes on to beat.
 //
-// [Note: disagreements] Ranks that call different things have made a mistake that their program may
-// catch: nobody is lost, and nothing hangs once the waits are ended. So the World is aborted on all
-// ranks and each gets an error where it calls the library next, or waits in it. Only a rank that has
-// not thrown it within `acknowledged_within`, or still stands in the wait, is ended by its watch: it
-// computes for longer, or hangs outside of the waits that the board knows, and others may wait for it.
-// What a thread of the library has thrown counts once the program has it (KeepsErrors).
+// [Note: disagreements] Ranks that call different things are a mistake that their program may
+// catch: no rank is lost, and nothing hangs once the waits end. So the watch aborts the World on
+// all ranks, and each gets an error in the call that waits, or in its next call of the library. A
+// watch ends its rank only where the rank has not thrown that error within `acknowledged_within`, or
+// is still in the wait then: it computes for longer, or hangs outside of the waits that the board
+// knows, and other ranks may wait for it. An error in a thread of the library counts as thrown once
+// the program gets it (KeepsErrors).
 #pragma once
 
 #include <atomic>
@@ -53,28 +54,29 @@ struct WatchOptions {
 /// For a rank of so many.
 WatchOptions watch_options(int rank, int ranks);
 
-/// Why the Worlds are aborted: "rank R: why", or how the ranks disagree.
+/// The reason of an abort: "rank R: why", or how the ranks disagree.
 struct Abort {
   std::string why;
   bool is_disagreement = false;
 };
-/// As the store has it: `why` alone, or behind a mark that a rank's own words never begin with.
+/// Encodes an abort for the store: `why`, for a disagreement after a mark that no rank's text
+/// begins with.
 std::string encode(const Abort& abort);
 
 class FailureWatch {
  public:
-  /// What is to be done, on the watch's thread. Each is called at most once, those with an epoch
-  /// once in each.
+  /// Callbacks of the watch, on its thread. Each is called at most once; those with an epoch at
+  /// most once in each epoch.
   struct Actions {
     std::function<void(const std::string& why)> failed;  ///< the failure key: why as written there
     std::function<void(const std::string& why)> lost;  ///< store gone, silent peer, stalled device
     /// Ranks issue different collectives, in this epoch: they may have recovered meanwhile.
     std::function<void(const std::string& why, int epoch)> disagree;
-    /// A rank aborted its World, or told of a disagreement (`disagree` of this rank too).
+    /// A rank aborted its World, or announced a disagreement (after `disagree` on this rank, too).
     std::function<void(const Abort& abort, int epoch)> aborted = [](const Abort&, int) {};
     /// Whether the program knows that its World is aborted.
     std::function<bool()> acknowledged = [] { return true; };
-    /// It does not, though the ranks disagree.
+    /// The ranks disagree, and the program does not know of it in time.
     std::function<void(const std::string& why, int epoch)> unacknowledged = [](const std::string&,
                                                                                int) {};
   };

@@ -1,10 +1,10 @@
-// The variables that libgomp reads as it is loaded, before main(): a process gets them from whoever
-// executes it.
+// The variables that libgomp reads as it is loaded, before main(): the process that executes
+// another one has to set them.
 //
-// Threads of libgomp spin where they wait for each other, by default for some 10 ms. With other
-// load on the machine the thread that they wait for stands in line behind them, and a step takes 20
-// to 70 times as long. A short spin bridges the gaps between loops as well, and gives the core up
-// where a wait is longer. Pure. Next: spawn.h gives them to ranks.
+// Threads of libgomp spin while they wait for each other, by default for some 10 ms. Under other
+// load the thread that they wait for gets no core meanwhile, and a step takes 20 to 70 times as
+// long. A short spin still bridges the gaps between loops, and frees the core in longer waits.
+// Pure. Next: spawn.h sets them for ranks.
 #pragma once
 
 #include <string_view>
@@ -13,8 +13,8 @@
 
 namespace tessera::comm {
 
-/// NAME=VALUE, as measured: below 3000 a step of a small model alone on its cores is slower (2000:
-/// by 9 %, 1000: by 25 %), above it one beside other load (docs/launchers.md).
+/// NAME=VALUE, as measured: below 3000 a step of a small model with its cores to itself is slower
+/// (2000: by 9 %, 1000: by 25 %), above it a step under other load (docs/launchers.md).
 inline constexpr char kShortSpins[] = "GOMP_SPINCOUNT=3000";
 
 /// Whether `entry`, NAME=VALUE, says how threads wait: it is GOMP_SPINCOUNT or OMP_WAIT_POLICY, set
@@ -28,8 +28,8 @@ constexpr bool says_how_threads_wait(std::string_view entry) {
   return false;
 }
 
-/// For a rank that gets `threads` threads: OMP_NUM_THREADS, unless it gives some, and
-/// GOMP_SPINCOUNT, unless the user has said how threads wait.
+/// The variables of a rank with `threads` threads: OMP_NUM_THREADS, unless it is set to a number,
+/// and GOMP_SPINCOUNT, unless the user has said how threads wait.
 void set_thread_variables(base::Environment& variables, int threads);
 
 }  // namespace tessera::comm

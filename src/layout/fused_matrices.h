@@ -1,5 +1,6 @@
-// FusedMatrices: of a matrix that is several in one tensor, each with an equal share of one dim, so
-// that one product computes them all: which rows or columns belong to which.
+// FusedMatrices: which rows or columns of a fused weight belong to which of its matrices. A fused
+// weight holds several matrices in one tensor, with equal shares of one dim, so that one product
+// computes them all.
 //
 // Pure. Layers declare it (nn/declaration.h), for optimizers that treat a matrix as a whole.
 #pragma once
@@ -19,7 +20,7 @@ struct FusedMatrices {
   Order order = Order::kSideBySide;
   bool operator==(const FusedMatrices&) const = default;
 
-  /// Of each of them, where all together have `shape`.
+  /// The shape of each matrix, where `shape` is that of the fused weight.
   std::vector<std::int64_t> shape_of_each(std::vector<std::int64_t> shape) const {
     shape.at(static_cast<std::size_t>(dim)) /= count;
     return shape;

@@ -32,14 +32,6 @@ void append(PlannedUnit& unit, const PlannedUnit& more) {
   unit.items.insert(unit.items.end(), more.items.begin(), more.items.end());
 }
 
-std::int64_t unit_gather(const PlannedUnit& unit) {
-  std::int64_t bytes = 0;
-  for (const BucketPlan& bucket : unit.plan.buckets) {
-    bytes += sent_bytes(gathered_bytes(bucket), bucket.ranks);
-  }
-  return bytes;
-}
-
 }  // namespace
 
 bool is_small(const BucketPlan& bucket, std::int64_t merge_below_bytes) {
@@ -84,20 +76,6 @@ std::uint64_t hash(const ModelPlan& plan) {
       .add(plan.options.alignment_bytes)
       .add(std::string_view(to_string(plan)))
       .digest();
-}
-
-Traffic step_traffic(const ModelPlan& plan, Reshard reshard, std::int64_t micro_batches) {
-  Traffic traffic;
-  for (std::size_t u = 0; u < plan.units.size(); ++u) {
-    const std::int64_t gather = unit_gather(plan.units[u]);
-    // The outermost unit keeps its memory, and the last one's backward comes first.
-    const bool again = reshard == Reshard::kYes && u > 0 && u + 1 < plan.units.size();
-    traffic.gathers += micro_batches * (again ? 2 : 1) * gather;
-    for (const BucketPlan& bucket : plan.units[u].plan.buckets) {
-      traffic.reductions += sent_bytes(reduced_bytes(bucket), bucket.ranks);
-    }
-  }
-  return traffic;
 }
 
 }  // namespace tessera::layout

@@ -43,14 +43,4 @@ std::string to_string(const ModelPlan& plan);
 /// The same on every rank and every machine for equal plans.
 std::uint64_t hash(const ModelPlan& plan);
 
-enum class Reshard : std::uint8_t { kYes, kNo };
-
-/// Bytes that one rank sends in a step from the second on, whose forwards enter each unit once in
-/// the plan's order (docs/communication.md); control messages and sums over replicas are not in it.
-struct Traffic {
-  std::int64_t gathers = 0;
-  std::int64_t reductions = 0;
-};
-Traffic step_traffic(const ModelPlan& plan, Reshard reshard, std::int64_t micro_batches);
-
 }  // namespace tessera::layout

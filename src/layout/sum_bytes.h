@@ -1,5 +1,5 @@
-// How the sum of a tensor over ranks travels, and what a rank sends for it: what an all-reduce does
-// and what forecasts count. Pure. Next: ../comm/ops/all_reduce.h, docs/communication.md.
+// The bytes that a rank sends for the sum of a tensor over ranks, as an all-reduce sends them and
+// forecasts count them. Pure. Next: ../comm/ops/all_reduce.h, docs/communication.md.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,11 @@
 
 namespace tessera::layout {
 
-/// Up to so many bytes of all addends everyone sends everything to everyone: one round, not two.
+/// Up to this many bytes of all addends every rank sends its own to every other: one round, not
+/// two.
 inline constexpr std::int64_t kOneRoundBytes = std::int64_t{256} << 10;
 
-/// `bytes`: of a rank's addends.
+/// Whether the sum takes two rounds, by the `bytes` of a rank's addends.
 inline bool in_two_rounds(std::int64_t bytes, int ranks) {
   return ranks > 2 && bytes * ranks > kOneRoundBytes;
 }

@@ -43,11 +43,11 @@ class ConfigReader {
   void ignore(std::initializer_list<std::string_view> keys);
 
   const std::string& path() const { return path_; }
-  /// Not marked as used; null where the key is absent.
+  /// Looks a key up without marking it as used; null where it is absent.
   const nlohmann::json* find(std::string_view key) const;
-  /// Names of keys that nobody took.
+  /// The names of the keys that were not used.
   std::vector<std::string> untaken() const;
-  /// Those, as "key = value".
+  /// The unused keys as "key = value".
   std::vector<std::string> unknown() const;
 
   /// Errors: kConfig "config.json KEY: found VALUE, expected ...".

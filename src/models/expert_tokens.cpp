@@ -47,15 +47,17 @@ at::Tensor ExpertTokens::routed(const at::Tensor& x, const at::Tensor& entered,
                          "tokens of experts");
 }
 
-std::optional<at::Tensor> ExpertTokens::imposed(const std::optional<at::Tensor>& indices,
-                                                std::int64_t rows, std::int64_t positions) const {
-  if (!indices || region_.size() == 1 || routes_all()) return indices;
-  if (way_ == Way::kSliced) return own_rows(*indices, region_.axis());
+std::optional<at::Tensor> ExpertTokens::values_of_routed(const std::optional<at::Tensor>& values,
+                                                         std::int64_t rows,
+                                                         std::int64_t positions) const {
+  if (!values || region_.size() == 1 || routes_all()) return values;
+  if (way_ == Way::kSliced) return own_rows(*values, region_.axis());
   const std::int64_t all = positions * region_.size();
-  TESSERA_CHECK(indices->dim() == 2 && indices->size(0) == rows * all, ErrorKind::kFormat,
-                "imposed routing: found ", indices->sizes(), ", expected ", rows * all, " tokens");
-  return flat(indices->view({rows, all, indices->size(1)})
-                  .narrow(1, region_.rank() * positions, positions));
+  TESSERA_CHECK(values->dim() == 2 && values->size(0) == rows * all, ErrorKind::kFormat,
+                "imposed routing or fillers: found ", values->sizes(), ", expected values of ",
+                rows * all, " tokens");
+  return flat(
+      values->view({rows, all, values->size(1)}).narrow(1, region_.rank() * positions, positions));
 }
 
 at::Tensor ExpertTokens::sent(const at::Tensor& tokens) const {

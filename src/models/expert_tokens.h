@@ -72,10 +72,10 @@ class ExpertTokens {
   /// taken from `entered`, whose backward sums anyway.
   at::Tensor routed(const at::Tensor& x, const at::Tensor& entered,
                     Beside beside = Beside::kNone) const;
-  /// Of imposed indices [B*T, K] of all tokens, or what else there is of each, those of the tokens
-  /// that the router sees.
-  std::optional<at::Tensor> imposed(const std::optional<at::Tensor>& indices, std::int64_t rows,
-                                    std::int64_t positions) const;
+  /// Cuts values by token [B*T, N], imposed indices or fillers, down to those of the tokens that the
+  /// router sees. Errors: kFormat for another number of tokens.
+  std::optional<at::Tensor> values_of_routed(const std::optional<at::Tensor>& values,
+                                             std::int64_t rows, std::int64_t positions) const;
   /// Of the routed tokens, and of their routing, those that this rank sends to experts.
   at::Tensor sent(const at::Tensor& tokens) const;
   moe::Routing sent(const moe::Routing& routing) const;

@@ -75,7 +75,7 @@ struct FamilyTraits {
   std::optional<std::int64_t> default_num_key_value_heads;
   std::int64_t default_max_position_embeddings;
   double default_rope_theta = 10000.0;
-  /// How much of a head turns; none: all of it, and no key says otherwise.
+  /// The rotary share of a head; none: the whole head, and no key changes that.
   std::optional<double> default_partial_rotary_factor = std::nullopt;
   bool has_mlp_bias;  ///< whether the key mlp_bias means anything
   /// Keys that the others refuse, ignore or read as all do, and that `read` and `write` take care
@@ -108,7 +108,7 @@ struct FamilyTraits {
   void (*read)(ConfigReader& keys, ModelSpec& spec) = nullptr;
   void (*write)(const ModelSpec& spec, nlohmann::ordered_json& json) = nullptr;
   /// Of a config.json that has another form than the others (nested configs): the whole of it,
-  /// instead of all above. `left` collects nested keys that nobody took.
+  /// instead of all above. `left` collects nested keys that were not used.
   ModelSpec (*read_all)(ConfigReader& keys, Purpose purpose, LeftKeys& left) = nullptr;
   nlohmann::ordered_json (*write_all)(const ModelSpec& spec) = nullptr;
 

@@ -44,7 +44,7 @@ struct ModelInputs {
   std::vector<at::Tensor> imposed_routing;
   RouterStatistics router_statistics = RouterStatistics::kNone;
   nn::Documents documents = {};  ///< that rows are packed of; a loss is of targets as ever
-  /// [B, T] bool: places that packing leaves empty, whose tokens count in no router's load.
+  /// [B, T] bool: places that packing leaves empty, whose tokens no router's load counts.
   std::optional<at::Tensor> fillers = {};
 
   template <class F>
@@ -62,7 +62,7 @@ struct ModelInputs {
   }
 };
 
-/// As routers take them: [B*T, 1].
+/// The fillers in the shape that routers take: [B*T, 1].
 inline std::optional<at::Tensor> fillers_by_token(const ModelInputs& inputs) {
   if (!inputs.fillers) return std::nullopt;
   return inputs.fillers->reshape({-1, 1});

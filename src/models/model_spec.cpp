@@ -234,7 +234,7 @@ ParsedSpec parse_spec(std::string_view json_text, const SpecOptions& options) {
   if (family.read_prediction_layers != nullptr) {
     result.prediction_layers = family.read_prediction_layers(keys);
   }
-  // A family with a module of its own says in other keys what a decoder has.
+  // A family with its own module has other keys for these values.
   settle_left_keys(keys, family.read_all == nullptr ? &result.spec : nullptr, left);
   result.ignored_keys = left.ignored;
   const auto& unknown = left.unknown;

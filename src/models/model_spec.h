@@ -1,13 +1,13 @@
 // ModelSpec: what a published model's files say about the mathematics of a language model, as a
 // value; read, written, and asked which numbers of ranks can share it.
 //
-// Every key of config.json is used, known to change nothing (keys/known_keys.h), or refused with its
-// value, so that a model is never trained as something else than it is. Both spellings are read,
-// alone or beside each other where they agree: rope_parameters or rope_theta + rope_scaling, dtype
-// or torch_dtype. Of generation_config.json, which says how the
-// model wants to be run, only the tokens that end a text are read: nothing else there changes what
-// a token means. What each rank then holds of a tensor its layer declares (nn/declaration.h). No
-// torch here, nothing about dtypes of the computation. Next: description.h, model_axes.h.
+// Every key of config.json is used, known to change nothing (keys/known_keys.h), or refused with
+// its value, so that a model is never trained as something else than it is. Both spellings are
+// read, alone or together where they agree: rope_parameters or rope_theta + rope_scaling, dtype or
+// torch_dtype. Of generation_config.json, which says how the model wants to be run, only the tokens
+// that end a text are read: nothing else there changes what a token means. What each rank then
+// holds of a tensor its layer declares (nn/declaration.h). No torch here, nothing about dtypes of
+// the computation. Next: description.h, model_axes.h.
 #pragma once
 
 #include <cstdint>
@@ -122,7 +122,7 @@ struct ParsedSpec {
   /// Layers behind the model's own that predict further tokens (DeepSeek V3, GLM 4.5): published
   /// folders have them beside the model, which is none the different for it.
   std::int64_t prediction_layers = 0;
-  /// Names of keys that are known to change nothing, but for those that every config has.
+  /// The names of keys that are known to change nothing, other than those that every config has.
   std::vector<std::string> ignored_keys;
   /// One line an unknown key, with kWarn only; one for dropout that training leaves out.
   std::vector<std::string> warnings;

@@ -60,7 +60,7 @@ ParameterLayout expert_sum_layout(const ParallelDims& share) {
   return layout;
 }
 
-/// Gate and up, which one product computes, along `dim` of its matrix.
+/// Declares gate and up, which one product computes, along `dim` of its matrix.
 layout::FusedMatrices gate_and_up(const MoeSpec& moe, int dim) {
   const bool in_turn = moe.activation == ExpertActivation::kClampedSwiglu;
   using Order = layout::FusedMatrices::Order;
@@ -128,7 +128,7 @@ RouterLoad load_of(const moe::Routing& routing, RouterStatistics statistics,
   RouterLoad load;
   if (statistics == RouterStatistics::kNone) return load;
   const std::int64_t experts = routing.probabilities.size(1);
-  // Fillers choose one more expert, which there is not.
+  // Fillers choose an expert past the last one, which does not exist.
   load.counts = fillers
                     ? moe::count_load(routing.indices.masked_fill(*fillers, experts), experts + 1)
                           .narrow(0, 0, experts)
@@ -268,9 +268,9 @@ MoeLayer::Output MoeLayer::forward(const at::Tensor& x, const RoutingRequest& re
   const at::Tensor routed = tokens_.routed(
       x, entered,
       shared_experts_ ? ExpertTokens::Beside::kSharedExperts : ExpertTokens::Beside::kNone);
-  const moe::Routing routing =
-      router_->route(router_->scores(routed),
-                     tokens_.imposed(request.imposed, x.size(0), x.size(1)), expert_bias());
+  const moe::Routing routing = router_->route(
+      router_->scores(routed), tokens_.values_of_routed(request.imposed, x.size(0), x.size(1)),
+      expert_bias());
   const at::Tensor given = experts_->forward(tokens_.sent(routed), tokens_.sent(routing));
   at::Tensor y = tokens_.returned(given, entered.sizes());
   if (shared_experts_) {
@@ -278,9 +278,9 @@ MoeLayer::Output MoeLayer::forward(const at::Tensor& x, const RoutingRequest& re
     y = y +
         (tokens_.sums_at_exit() ? shared_experts_->addend(entered) : shared_experts_->forward(x));
   }
-  return {tokens_.leave(y),
-          tokens_.counted(load_of(routing, request.statistics,
-                                  tokens_.imposed(request.fillers, x.size(0), x.size(1))))};
+  return {tokens_.leave(y), tokens_.counted(load_of(
+                                routing, request.statistics,
+                                tokens_.values_of_routed(request.fillers, x.size(0), x.size(1))))};
 }
 
 }  // namespace tessera::models

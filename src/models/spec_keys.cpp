@@ -79,7 +79,7 @@ const char* name_of(nn::RopeType type) {
   TESSERA_INVARIANT(false, "a kind of rope without a name");
 }
 
-/// What a rope computes, under the names of the keys that say it.
+/// The values that determine a rope, by the names of their keys.
 std::vector<std::pair<const char*, nlohmann::json>> meant_by(const nn::RopeOptions& rope) {
   std::vector<std::pair<const char*, nlohmann::json>> values{
       {"rope_theta", rope.theta},
@@ -100,7 +100,8 @@ std::vector<std::pair<const char*, nlohmann::json>> meant_by(const nn::RopeOptio
   return values;
 }
 
-/// Where two ropes differ first, as "factor 8.0 beside 4.0"; empty where they compute the same.
+/// The first difference of two ropes, as "factor 8.0 beside 4.0"; empty where they compute the
+/// same.
 std::string difference(const nn::RopeOptions& one, const nn::RopeOptions& other) {
   if (one.type != other.type) {
     return concat("rope_type ", name_of(one.type), " beside ", name_of(other.type));
@@ -236,7 +237,7 @@ void check_beside(ConfigReader& keys, std::string_view key, const nlohmann::json
 
 namespace {
 
-/// What stands beside the records, in the place of what the family has.
+/// Values outside of the records, which replace those of the family.
 RopeAround beside_records(ConfigReader& keys, RopeAround around) {
   around.theta = keys.number("rope_theta", kTheta).value_or(around.theta);
   around.max_position_embeddings = keys.integer("original_max_position_embeddings", kSize)

@@ -60,32 +60,32 @@ inline bool says_nothing(const nlohmann::json& record) {
   return record.is_object() && record.empty();
 }
 
-/// What holds where a record of rope does not say it.
+/// The values that apply where a record of rope does not give them.
 struct RopeAround {
   double theta = 0.0;
   /// Stands for original_max_position_embeddings, as in transformers.
   std::int64_t max_position_embeddings = 0;
-  /// How much of a head turns; none where the family turns all of it.
+  /// The rotary share of a head; none where the family always has the whole head.
   std::optional<double> partial_rotary_factor = std::nullopt;
 };
 
-/// rope_parameters, or rope_scaling beside rope_theta, or both where they say the same; a record
-/// names its kind as rope_type or as type. Keys of a record that nobody knows are added to
-/// `unknown`. Errors: kConfig for a kind or a value that is not supported, and for two that differ.
+/// Reads rope_parameters, or rope_scaling with rope_theta, or both where they agree. A record names
+/// its kind as rope_type or as type. Unknown keys of a record are added to `unknown`. Errors:
+/// kConfig for a kind or a value that is not supported, and for two that differ.
 nn::RopeOptions read_rope(ConfigReader& keys, const RopeAround& family,
                           std::vector<std::string>& unknown);
 
-/// One of the records that describe rope: rope_parameters (with theta), rope_scaling (without), or
-/// that of a type of layers. `path` stands before keys in messages.
+/// Reads one record that describes rope: rope_parameters (with theta), rope_scaling (without), or
+/// that of a type of layers. `path` precedes keys in messages.
 nn::RopeOptions read_rope_record(const nlohmann::json& record, const std::string& path,
                                  const RopeAround& around, std::vector<std::string>& unknown);
 
-/// That `old`, which rope_scaling gave, is `rope`, which the record of `keys` at `path` gave. Errors:
-/// kConfig with both.
+/// Checks that `old`, from rope_scaling, equals `rope`, from the record of `keys` at `path`.
+/// Errors: kConfig with both.
 void check_same_rope(ConfigReader& keys, const nn::RopeOptions& old, const nn::RopeOptions& rope,
                      std::string_view path);
-/// That a value of the old spelling beside the record at `path` is that of the record, where both
-/// say it. Errors: kConfig with both.
+/// Checks that a value of the old spelling equals that of the record at `path`, where both give it.
+/// Errors: kConfig with both.
 void check_beside(ConfigReader& keys, std::string_view key, const nlohmann::json& record,
                   const std::string& path, std::string_view key_in_record);
 

@@ -4,9 +4,8 @@
 // The router's scores come from the family; what is common is here: a softmax, the best k, what
 // becomes of their weights. Everything is fp32 from the scores on (fp64 for fp64 scores); a family
 // that wants narrower weights casts them. Gradients flow through the weights, never through the
-// choice. Load balance is pure functions of tensors; who sums counts over layers and ranks calls
-// them, and leaves out places that packed rows leave empty; nothing is padded on the way to the
-// experts.
+// choice. Load balance is pure functions of tensors: the caller sums counts over layers and ranks,
+// and leaves out places that packed rows leave empty. Nothing is padded on the way to the experts.
 // Short symbols: M tokens, E experts, K experts a token. Next: experts.h, train/expert_balance.h.
 #pragma once
 

@@ -33,7 +33,7 @@ struct Declaration {
   /// equally: their names behind the module's own ("gate_proj.weight": "...experts.7.gate_proj
   /// .weight"). Empty = files hold one tensor of the parameter's name.
   std::vector<std::string> parts = {};
-  /// Of the last two dims.
+  /// The matrices that the last two dims hold.
   layout::FusedMatrices fused = {};
 };
 

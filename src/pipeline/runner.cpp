@@ -52,7 +52,7 @@ bool may_be_refilled(const at::Tensor& tensor) {
     if (tensor.is_leaf()) return false;
     return tensor.use_count() > 1 || (tensor.is_view() && tensor._base().use_count() > 1);
   }
-  // Of memory that libtorch was only pointed to (from_blob) nobody counts who writes to it.
+  // libtorch counts no owners of memory that it was only pointed to (from_blob).
   const bool is_counted = tensor.storage().data_ptr().get_context() != nullptr;
   return !is_counted || tensor.use_count() > 1 || tensor.storage().use_count() > 1;
 }

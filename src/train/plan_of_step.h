@@ -70,25 +70,26 @@ struct MachineMemory {
   int local_ranks = 1;
   std::string of = "this machine";  ///< whose memory it is, as messages say it
 };
-/// What a person says of machines that are not here.
+/// Options that describe machines other than this one.
 struct AskedMemory {
-  std::optional<std::int64_t> device_bytes = {};  ///< each rank has a device of so many
-  std::optional<int> ranks_per_host = {};         ///< so many share a host's memory
+  std::optional<std::int64_t> device_bytes = {};  ///< bytes of the device of each rank
+  std::optional<int> ranks_per_host = {};         ///< ranks that share the memory of a host
 };
 
-/// What a budget leaves to a rank.
+/// A rank's share of a budget.
 std::int64_t budget_bytes(const MemoryBudget& budget, const MachineMemory& machine);
-/// How a share was counted: "90% of the 15.6 GiB of this machine, shared by 8 ranks"; "" of bytes.
+/// Explains a share: "90% of the 15.6 GiB of this machine, shared by 8 ranks"; "" for a budget in
+/// bytes.
 std::string counted_as(const MemoryBudget& budget, const MachineMemory& machine);
 /// [compile] as the library takes it, with activations(); of compile.memory_budget what held_bytes()
 /// leave. Errors:
 /// kConfig for a budget that leaves nothing, with the least in bytes.
 CompileOptions compile_options(const RunOfPlan& run, const MachineMemory& machine);
 
-/// What the run's steps follow: the first plan of [compile], or without one, and where
-/// compile_options() refuses it, what eager steps do.
+/// The plan that the run's steps follow: the first plan of [compile]. Without one, and where
+/// compile_options() refuses it, the actions of eager steps.
 fsdp::StepPlan plan_of_steps(const RunOfPlan& run, const MachineMemory& machine);
-/// How each layer of the text is recomputed in it.
+/// The recompute mode of each layer of the text in `plan`.
 std::vector<RecomputeMode> modes_of_layers(const RunOfPlan& run, const fsdp::StepPlan& plan);
 
 /// What the run's first plan offloads of its state; none where it offloads nothing, or has no plan:

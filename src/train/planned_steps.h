@@ -33,11 +33,11 @@ namespace tessera::train {
 /// What one of the ranks has of its host's memory, or of its device's, the least of any. Collective.
 /// Errors: kConfig where a device does not say its size.
 MachineMemory least_memory(World& world);
-/// The same of `ranks` that are to run here, or where `asked` says, for a plan without a World. Errors:
-/// kConfig where the configuration takes a share of a CUDA device, and none is here and nobody says
-/// what it has.
+/// The memory of the machine on which `ranks` are to run, this one or as `asked` describes it, for
+/// a plan without a World. Errors: kConfig where the configuration takes a share of a CUDA device,
+/// no device is here, and `asked` does not give its memory.
 MachineMemory memory_here(const Config& config, int ranks, const AskedMemory& asked = {});
-/// What it would compute on here.
+/// The kind of device that the run would compute on here.
 ComputesOn computes_on(const Config& config);
 /// Where the buckets of a run would lie that is to run here.
 BucketsOn buckets_here(const Config& config);

@@ -33,7 +33,7 @@ std::int64_t of_unit(const PlannedUnit& unit, const Bytes& bytes) {
   return sum;
 }
 
-std::int64_t most_unsharded(const layout::ModelPlan& plan, layout::Reshard reshard) {
+std::int64_t most_unsharded(const layout::ModelPlan& plan, Reshard reshard) {
   std::int64_t root = of_unit(plan.units.front(), unsharded_bytes);
   std::int64_t pairs = 0;
   std::int64_t all = 0;
@@ -44,7 +44,7 @@ std::int64_t most_unsharded(const layout::ModelPlan& plan, layout::Reshard resha
     all += bytes;
     before = bytes;
   }
-  return root + (reshard == layout::Reshard::kYes ? pairs : all);
+  return root + (reshard == Reshard::kYes ? pairs : all);
 }
 
 /// Slots of the root, of the unit whose backward computes, wires of those before it up to the
@@ -229,7 +229,7 @@ RankMemoryOptions rank_memory_options(const Config& config, const ParallelDims& 
                                       const ModelContract& contract) {
   RankMemoryOptions options;
   options.states = fsdp::kept_states(config.optimizer.name, config.optimizer);
-  if (!config.parallelism.reshard_after_forward) options.reshard = layout::Reshard::kNo;
+  if (!config.parallelism.reshard_after_forward) options.reshard = Reshard::kNo;
   options.scales_loss = std::ranges::any_of(contract.parameters, [](const auto& each) {
     return each.compute.dtype == DType::kFloat16 ||
            (each.trainable && each.reduce == DType::kFloat16);

@@ -41,10 +41,13 @@ struct RankMemory {
   bool operator==(const RankMemory&) const = default;
 };
 
+/// Whether units give their parameters back after forward.
+enum class Reshard : std::uint8_t { kYes, kNo };
+
 /// What it follows from, beside contracts and plan.
 struct RankMemoryOptions {
   int states = 2;  ///< tensors that the optimizer keeps of each parameter
-  layout::Reshard reshard = layout::Reshard::kYes;
+  Reshard reshard = Reshard::kYes;
   bool scales_loss = false;
   /// Several micro-batches without a reduction between them: gradients wait unsharded.
   bool defers_reductions = false;
@@ -65,15 +68,15 @@ struct OffloadedState {
   std::int64_t in_memory = 0;  ///< what stays of moments and masters, two chunks of others included
 };
 
-/// A forward of one micro-batch of a rank with most rows; training.seq_len is known. What it refers
-/// to has to outlive it.
+/// One micro-batch of a rank with most rows, as a forward; training.seq_len is known. References
+/// its arguments, which have to outlive it.
 models::ForwardCase forward_case(const Config& config, const models::ModelSpec& spec,
                                  const ParallelDims& dims, const ModelContract& contract,
                                  double aux_loss_coef);
 
-/// Forecasts are of CPU kernels, whatever a run computes on.
+/// The device of a run. Forecasts are of CPU kernels on either.
 enum class ComputesOn : std::uint8_t { kCpu, kCuda };
-/// The line of a table that says so.
+/// The line of a table that names the kernels of its forecast.
 std::string kernels_line(ComputesOn device);
 
 struct MemoryTable {

@@ -2,20 +2,19 @@
 
 #include <algorithm>
 #include <array>
-#include <charconv>
 #include <map>
 #include <set>
 #include <string_view>
 #include <vector>
 
-#include "base/text/printable.h"
+#include "base/text/three_digits.h"
 #include "tessera/error.h"
 #include "train/pipeline/pipeline_plan.h"
 
 namespace tessera::train {
 namespace {
 
-/// Operations of a micro-batch on a rank.
+/// Operations of one micro-batch in a unit, on one rank.
 struct UnitFlops {
   double products = 0.0;  ///< of a forward
   double attention = 0.0;
@@ -54,7 +53,7 @@ std::vector<UnitFlops> unit_flops(const RunOfPlan& run) {
   };
   const auto trained = trained_names(run.contract);
   std::vector<UnitFlops> flops(run.plan.units.size());
-  // What a layer computes beside its products is its attention.
+  // Attention is all that a layer computes in addition to its products.
   auto attention = layer_costs(run.spec, run.description, forward.positions).layers;
   std::vector<std::size_t> unit_of_layer(attention.size(), 0);
   for (const models::ParameterSpec& row : run.description.parameters) {
@@ -126,12 +125,7 @@ std::string flops_text(double flops) {
     value /= 1e3;
     ++unit;
   }
-  const int decimals = value < 9.995 ? 2 : value < 99.95 ? 1 : 0;
-  std::array<char, 64> digits{};
-  const auto end = std::to_chars(digits.data(), digits.data() + digits.size(), value,
-                                 std::chars_format::fixed, decimals)
-                       .ptr;
-  return concat(std::string_view(digits.data(), end), " ", kUnits[unit]);
+  return concat(three_digits(value), " ", kUnits[unit]);
 }
 
 }  // namespace tessera::train

@@ -1,10 +1,10 @@
-// What a step computes on a rank, and how long it would take one that computes and sends at given
-// rates: for machines on which nothing was measured.
+// Counts the operations of a step on a rank, and forecasts its time at given rates of computing and
+// sending, for machines on which nothing was measured.
 //
-// Counted are products of weights and attention, two operations a multiplication, of text. A gradient
-// of an input is another product like its forward's, one of a weight, too, where that is trained. All
-// else a step does counts for nothing, so that a time by rates is one that no step goes below. Next:
-// step_traffic.h, ../capture/simulate_plan.h.
+// Counts the products of weights and attention of the text, at two operations a multiplication. The
+// gradient of an input is another product like the forward's, and so is that of a weight that is
+// trained. All other work of a step is left out, so that the forecast is a lower bound of its time.
+// Next: step_traffic.h, ../capture/simulate_plan.h.
 #pragma once
 
 #include <optional>
@@ -17,7 +17,7 @@
 
 namespace tessera::train {
 
-/// Of one rank.
+/// Rates of one rank.
 struct Rates {
   double flops = 0.0;      ///< operations a second
   double bandwidth = 0.0;  ///< bytes a second that it sends
@@ -25,13 +25,13 @@ struct Rates {
 
 struct StepFlops {
   double all = 0.0;
-  double again = 0.0;  ///< of these: forwards that are recomputed
+  double again = 0.0;  ///< part of `all`: recomputed forwards
 };
-/// On a rank with most rows. None where training.seq_len is not known.
+/// Operations on a rank with most rows. None where training.seq_len is not known.
 std::optional<StepFlops> step_flops(const RunOfPlan& run, const fsdp::StepPlan& plan);
 
-/// What units cost at these rates. What is sent beside gathers and reductions is in rest_ms, as if none
-/// of it were hidden. Needs training.seq_len.
+/// The costs of units at these rates. rest_ms has the time of all that is sent apart from gathers
+/// and reductions, as if none of it were hidden. Needs training.seq_len.
 capture::PlanProfile profile_at(const Rates& rates, const RunOfPlan& run,
                                 const StepTraffic& traffic);
 

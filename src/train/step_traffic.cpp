@@ -17,14 +17,14 @@ int place_of(int rank, const std::vector<int>& members) {
   return static_cast<int>(std::ranges::find(members, rank) - members.begin());
 }
 
-/// Rows that leave a rank in a forward: its tokens' to the experts of others, and those of others'
-/// tokens back from its experts.
+/// Rows that a rank sends in a forward: `out` of its own tokens to the experts of other ranks,
+/// `back` from its experts to the ranks whose tokens they are.
 struct SentRows {
   std::int64_t out = 0;
   std::int64_t back = 0;
 };
 
-/// Of all micro-batches. `loads`: by rank of ep, by expert.
+/// Counts the rows of all micro-batches. `loads`: by rank of ep, by expert.
 SentRows rows_by_loads(const std::vector<std::vector<std::int64_t>>& loads, int own) {
   const auto ranks = static_cast<std::int64_t>(loads.size());
   SentRows rows;

@@ -29,7 +29,7 @@ struct TrainingResult {
   std::optional<double> last_val_loss;
 };
 
-/// Who said how many ranks run.
+/// Whether the command gave the number of ranks.
 enum class RankCount : std::uint8_t { kGiven, kByDefault };
 
 /// Where a caller may look on, on every rank alike; a hook may communicate if it does so on every

@@ -1,5 +1,5 @@
-// Relative paths that are not there: what they are relative to is said, and the file beside the config
-// is named where somebody meant that one.
+// Relative paths that do not exist: the message names the working folder, and the file next to the
+// config where that one was meant.
 #include <gmock/gmock.h>
 
 #include <algorithm>
@@ -71,7 +71,7 @@ Words words_of(const PathKey& key, const std::string& path, std::mt19937& draw) 
   return words;
 }
 
-// Naive: "cannot open 'tiny/config.json'", of a file that lies beside the config.
+// Naive: "cannot open 'tiny/config.json'", where the file is next to the config.
 TEST(ConfigPaths, OneThatIsNotThereSaysWhatItIsRelativeToAndNamesTheOneBesideTheConfig) {
   const testing::TemporaryFolder folder;
   write_run(folder);
@@ -134,7 +134,7 @@ TEST(ConfigPaths, TheFolderAboveTheConfigIsLookedIntoToo) {
               HasSubstr("beside the config there is 'share/configs/lost.txt': name that"));
 }
 
-// Keys may stand there for another run: what is not read is not asked for.
+// Keys may be set for another run: a path that is not read is not checked.
 TEST(ConfigPaths, OneWithoutEffectNeedNotBeThere) {
   const testing::TemporaryFolder folder;
   write_run(folder);

@@ -1,4 +1,4 @@
-// What `convert` says of a folder that others will generate with.
+// Warnings of `convert` about a folder with which others will generate.
 #include <gmock/gmock.h>
 
 #include "cli/byte_model.h"
@@ -11,7 +11,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-/// Converts the model, whose config ends a text at 5, with these files beside it.
+/// Converts the model, whose config ends a text at 5, with these files in its folder.
 std::string said(const std::vector<std::pair<std::string, std::string>>& files) {
   const testing::TemporaryFolder folder;
   auto spec = byte_spec();
@@ -25,8 +25,8 @@ std::string said(const std::vector<std::pair<std::string, std::string>>& files) 
   return outcome.err;
 }
 
-// Naive: a base model that was tuned on chats is exported with the end of a text alone, and whoever
-// serves it sees it go on with the next question.
+// Naive: a base model that was tuned on chats is exported with the end of a text alone, and
+// generation continues with the next question.
 TEST(Convert, WarnsWhereGenerationDoesNotStopAtTheEndOfATurn) {
   const std::string tokens =
       R"("added_tokens_decoder": {"5": {"content": "<|endoftext|>"}, "7": {"content": "<|im_end|>"}})";
@@ -53,8 +53,8 @@ TEST(Convert, WarnsWhereGenerationDoesNotStopAtTheEndOfATurn) {
                 "but eos_token_id is 7 (generation_config.json)"));
 }
 
-// Naive: each warning gives a list with its own turn's end alone, and whoever writes the last one still
-// does not stop at the other.
+// Naive: each warning lists the end of its own turn alone, and after the last one is followed
+// generation still does not stop at the other.
 TEST(Convert, TheLastWarningHasTheEndsOfAllTurns) {
   const std::string jinja = "{% for m in messages %}{{ m.content }}<|eot_id|>{% endfor %}";
   for (const auto& [end, turn] : {std::pair(7, 8), {8, 7}, {0, 259}, {131, 4}}) {

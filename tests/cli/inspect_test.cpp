@@ -197,7 +197,7 @@ split = [0, 3, 6, 9]
   EXPECT_EQ(placed, names.size()) << "the tied one is on one rank of a V";
 }
 
-// Naive: gathers and reductions alone, of a model most of whose bytes are others.
+// Naive: gathers and reductions alone, for a model that sends mostly other bytes.
 TEST(InspectCommand, EveryKindThatAStepSendsHasItsLineAndTheTotalIsTheirSum) {
   const testing::TemporaryFolder folder;
   write_small_run(folder);
@@ -228,7 +228,7 @@ TEST(InspectCommand, EveryKindThatAStepSendsHasItsLineAndTheTotalIsTheirSum) {
   EXPECT_EQ(found["step_sent_bytes"], sum);
   EXPECT_GT(found["step_replica_sent_bytes"], 0);
   EXPECT_GT(found["step_activation_sent_bytes"], 0);
-  // Memory is that of CPU kernels, which is said; and whether it is enough.
+  // The output says that memory is that of CPU kernels, and whether it is enough.
   EXPECT_THAT(text, HasSubstr("\n  forecast for CPU kernels\n"));
   EXPECT_THAT(with({"--device", "cuda"}), HasSubstr("\n  forecast for CPU kernels: those of cuda"));
   EXPECT_EQ(found["rank_memory_bytes"]["kernels"], "cpu");
@@ -236,7 +236,43 @@ TEST(InspectCommand, EveryKindThatAStepSendsHasItsLineAndTheTotalIsTheirSum) {
   EXPECT_THAT(with({"--device-memory", "1KiB"}), HasSubstr("1.00 KiB: does not fit, "));
 }
 
-// Nobody knows before the run how routers will choose: the line says by which choice it counts bytes.
+/// The line of `text` that begins so; "" where there is none.
+std::string line_with(const std::string& text, const std::string& begin) {
+  const auto at = text.find("\n" + begin);
+  return at == std::string::npos ? "" : text.substr(at + 1, text.find('\n', at + 1) - at - 1);
+}
+
+TEST(InspectCommand, HasTheTimeThatPlanHasOfTheSameStep) {
+  using Words = std::vector<std::string>;
+  const testing::TemporaryFolder folder;
+  write_small_run(folder);
+  const auto run = [&](Words verb, const Words& more) {
+    verb.insert(verb.end(), more.begin(), more.end());
+    return run_program(folder, verb);
+  };
+  const Words inspect{"inspect", "--contract", "run.toml", "--world", "2"};
+  const Words plan{"plan", "run.toml", "--world", "2"};
+  const std::string begin = "  a step by --flops and --bandwidth: ";
+  for (const char* flops : {"1e9", "1e7"}) {
+    const Words rates{"--flops", flops, "--bandwidth", "1MB", "--compile.mode", "plan"};
+    const Outcome outcome = run(inspect, rates);
+    ASSERT_EQ(outcome.code, 0) << outcome.err;
+    EXPECT_NE(line_with(outcome.out, begin), "");
+    EXPECT_EQ(line_with(outcome.out, begin), line_with(run(plan, rates).out, begin));
+  }
+  EXPECT_EQ(line_with(run(inspect, {}).out, begin), "") << "nobody has said how fast a rank is";
+  for (const Words& alone : {Words{"--flops", "1e9"}, Words{"--bandwidth", "1MB"}}) {
+    EXPECT_EQ(run(inspect, alone).code, 2);
+  }
+  const Outcome stages = run(inspect, {"--flops", "1e9", "--bandwidth", "1MB",
+                                       "--parallelism.pipeline_parallel_degree", "2"});
+  EXPECT_EQ(stages.code, 2);
+  EXPECT_THAT(stages.err, HasSubstr("parallelism.pipeline_parallel_degree: found 2, expected 1 "
+                                    "with --flops: tessera schedule has the times"));
+}
+
+// The choices of routers are unknown before the run: the line names the choice by which it counts
+// bytes.
 TEST(InspectCommand, TokensOverEpAreSaidToBeOfExpertsChosenEquallyOften) {
   const testing::TemporaryFolder folder;
   write_small_run(folder);

@@ -1,5 +1,6 @@
 // Training with Muon as a user does it: the same losses under every layout, and after a resumption
-// on another one; which matrices of fused weights are stepped alone, and that a resumed run keeps it.
+// on another one; which matrices of fused weights are stepped alone, and that a resumed run keeps
+// it.
 #include <gmock/gmock.h>
 
 #include <cmath>
@@ -123,7 +124,7 @@ split_fused = false
 )";
 const Words kHalf{"--training.steps", "2"};
 
-// gpt-oss has gate and up in turn, Llama 4 side by side, Qwen3-MoE in tensors of their own.
+// gpt-oss interleaves gate and up, Llama 4 has them side by side, Qwen3-MoE in separate tensors.
 TEST_F(MuonRun, MatricesOfFusedWeightsAreSteppedAloneUnderEveryLayout) {
   for (const std::string model : {"gpt-oss-fp32", "llama4-text-fp32", "qwen3-moe-fp32"}) {
     write_config("apart.toml", model, "");
@@ -157,7 +158,7 @@ TEST_F(MuonRun, AResumedRunStepsFusedWeightsAsItsCheckpointDoes) {
   EXPECT_THAT(said_, ::testing::Not(::testing::HasSubstr("split_fused")));
 }
 
-// Of before there was a choice: what files hold as one tensor was one matrix.
+// Before there was a choice each tensor of the files was one matrix.
 TEST_F(MuonRun, ACheckpointThatDoesNotSayItGoesOnInTheOldWay) {
   for (const std::string model : {"gpt-oss-fp32", "qwen3-moe-fp32"}) {
     write_config("apart.toml", model, "");

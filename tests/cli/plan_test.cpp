@@ -44,6 +44,12 @@ std::int64_t number_after(const std::string& text, const std::string& what) {
   return at == std::string::npos ? -1 : std::stoll(text.substr(at + what.size()));
 }
 
+/// The same with a point.
+double decimal_after(const std::string& text, const std::string& what) {
+  const auto at = text.find(what);
+  return at == std::string::npos ? -1.0 : std::stod(text.substr(at + what.size()));
+}
+
 TEST(PlanVerb, PrintsActionsWithReasonsDtypesAndMemory) {
   const testing::TemporaryFolder folder;
   write_run(folder);
@@ -72,7 +78,8 @@ bool speaks_of_seconds(const std::string& text) {
   return std::regex_search(text, std::regex(R"([0-9] m?s\b)"));
 }
 
-// Naive: hundreds of lines before what a person asks, whether it fits; and seconds out of bytes.
+// Naive: hundreds of lines before the question of a user, whether it fits; and seconds out of
+// bytes.
 TEST(PlanVerb, BeginsWithTotalsAndHasNoSecondsThatNobodyMeasured) {
   const testing::TemporaryFolder folder;
   write_run(folder);
@@ -121,10 +128,20 @@ TEST(PlanVerb, SaysWhetherARankFitsAndHowAShareWasCounted) {
   EXPECT_EQ(plan(folder, {"--device-memory", "80 gigs"}).code, 2);
 }
 
-// Products of the model by hand: 6 operations a weight and token, attention's besides.
+// The model's weights by hand, attention of two heads to 8.5 of 16 positions besides.
 TEST(PlanVerb, RatesGiveTimesAndWhatIsComputedIsSixOperationsAWeight) {
   const testing::TemporaryFolder folder;
   write_run(folder);
+  constexpr double kOfLayer = 2 * 16 * 128 + 2 * 8 * 128 + 3 * 192 * 128 + 2 * 128 + 2 * 8;
+  constexpr double kWeights = 3 * kOfLayer + 260 * 128 + 128;
+  constexpr double kAttention = 3 * 2 * 2 * (8 + 8) * 8.5;
+  constexpr double kTokens = 2 * 16;  // of a rank
+  const auto computed = [&](const Words& more) {
+    return decimal_after(plan(folder, more).out, "\n  computed by a rank: ");
+  };
+  const double expected = 1e-6 * kTokens * (6 * kWeights + 3 * kAttention);
+  EXPECT_NEAR(computed({}), expected, 0.005 * expected) << "three digits of MFLOP";
+  EXPECT_GT(computed({"--activation_checkpoint.mode", "full"}), 1.1 * expected);
   const Words rates{"--flops", "1e9", "--bandwidth", "1MB"};
   const Outcome outcome = plan(folder, rates);
   ASSERT_EQ(outcome.code, 0) << outcome.err;

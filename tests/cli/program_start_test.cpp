@@ -1,5 +1,5 @@
-// How processes of the program begin: executed once more with libgomp's variables or not, under
-// whoever started them; what `ps` calls them; and how many threads they take.
+// The start of processes of the program: executed once more with libgomp's variables or not, under
+// any parent; their names in `ps`; and the number of their threads.
 #include <gtest/gtest.h>
 #include <signal.h>
 
@@ -75,8 +75,8 @@ struct Waits {
 };
 
 // Property: with every setting of the two variables, the process that was started runs with a short
-// spin exactly where neither is set to anything, under its id and with its words; and what is set
-// stays. Naive: libgomp has read them by the time main() begins.
+// spin exactly where both are unset or blank, with the same id and arguments; and values that are
+// set stay. Naive: libgomp has read them by the time main() begins.
 TEST(ProgramStart, ARankAloneIsExecutedOnceMoreWhereNobodySaidHowThreadsWait) {
   for (const Waits& set : std::vector<Waits>{
            {"", "", false}, {" ", "", false}, {"7", "", true}, {"", "active", true}}) {
@@ -126,7 +126,7 @@ std::string threads_of(const std::string& ranks, const std::string& environment)
   return device.empty() ? "" : device[0].substr(device[0].rfind(',') + 2);
 }
 
-// Naive: a variable that is there counts, whatever it says, and each rank takes all cores.
+// Naive: a variable that is set counts, whatever its value, and each rank takes all cores.
 TEST(ProgramStart, AnOmpNumThreadsThatLibgompIgnoresCountsAsNotSet) {
   const std::string alone = threads_of("1", "OMP_NUM_THREADS=");
   const std::string shared = threads_of("2", "env -u OMP_NUM_THREADS");

@@ -270,8 +270,8 @@ struct StandardOutput {
 
 class LostOutput : public ::testing::TestWithParam<StandardOutput> {};
 
-// Full disk, and a descriptor that is not there: nobody may take either for success of a verb that
-// was asked for its output. A run goes on (unread_output_test.cpp).
+// A full disk, and a closed descriptor: neither may look like success of a verb that was asked for
+// its output. A run continues (unread_output_test.cpp).
 TEST_P(LostOutput, IsAFailureOfEveryVerbThatPrintsItsResult) {
   const testing::TemporaryFolder folder;
   write_small_run(folder);

@@ -1,5 +1,5 @@
-// Output that nobody reads or that cannot be written: runs go on, and verbs whose output is their
-// result end.
+// Output without a reader, or that cannot be written: runs continue, and verbs whose output is
+// their result end.
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <signal.h>
@@ -116,7 +116,7 @@ Outcome run_into(const TemporaryFolder& folder, const Words& words, const Sink& 
   std::vector<char*> pointers;
   for (std::string& one : arguments) pointers.push_back(one.data());
   pointers.push_back(nullptr);
-  // As a shell starts commands: a broken pipe ends what does not say otherwise.
+  // A shell starts commands with the default action of SIGPIPE.
   posix_spawnattr_t attributes;
   ::posix_spawnattr_init(&attributes);
   sigset_t defaults;
@@ -238,7 +238,7 @@ TEST(UnreadOutput, EndsATextWithItsReader) {
   }
 }
 
-// What convert was asked for is a folder, and --verify's code: a line that nobody reads changes
+// The results of convert are a folder, and the exit code of --verify: an unread line changes
 // neither.
 TEST(UnreadOutput, EndsNoVerbWhoseResultIsElsewhere) {
   const TemporaryFolder folder;

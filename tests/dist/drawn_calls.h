@@ -1,5 +1,5 @@
-// Programs of users' collectives of which one rank has another one: what the library says, and that
-// all ranks can go on. Without GoogleTest, for programs too; what is not as it should be throws.
+// Programs of users' collectives, of which one rank has a different one: the errors of the library,
+// and that all ranks can continue. Without GoogleTest, for programs too: a failed check throws.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -49,7 +49,7 @@ struct DrawnCall {
   }
 };
 
-/// Draws alike on all ranks.
+/// Draws the same on all ranks.
 class DrawnCalls {
  public:
   explicit DrawnCalls(unsigned seed) : random_(seed) {}
@@ -62,7 +62,8 @@ class DrawnCalls {
     return calls;
   }
 
-  /// Another one: a call left out, twice, at another place, of something else, or refused.
+  /// Draws a different program: a call left out, twice, at another place, of something else, or
+  /// refused.
   std::vector<DrawnCall> changed(const std::vector<DrawnCall>& calls) {
     for (;;) {
       auto other = calls;
@@ -121,14 +122,14 @@ class DrawnCalls {
   std::mt19937 random_;
 };
 
-/// What a rank was told in its calls: the last error, which ended them.
+/// Returns the error that ended the calls of this rank.
 inline std::string told_by(World& world, const Group& group, const std::vector<DrawnCall>& calls) {
   try {
     for (const DrawnCall& call : calls) {
       try {
         call.make(group);
       } catch (const Error& error) {
-        // Of what is refused nothing was sent: the rank goes on, and the others miss it.
+        // A refused call sends nothing: this rank continues, and the others miss the call.
         if (!call.is_refused || error.kind() != ErrorKind::kUsage) throw;
       }
     }
@@ -142,8 +143,8 @@ inline std::string told_by(World& world, const Group& group, const std::vector<D
   return "";
 }
 
-/// Programs of which one rank has another one: every rank has an error of kComm that names what was
-/// called, recovers, and `goes_on` works. The ranks of a pair call, where there are four.
+/// Runs drawn programs, of which one rank has a different one: every rank gets an error of kComm
+/// that names the calls, recovers, and `goes_on` works. With four ranks each group is a pair.
 inline void catch_disagreements(World& world, unsigned seed, int programs,
                                 const std::function<void(World&)>& goes_on) {
   const bool pairs = world.size() == 4;

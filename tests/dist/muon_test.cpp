@@ -349,7 +349,7 @@ TEST(Muon, SixteenBitShardsAreSteppedWithTheirMasters) {
 
 using layout::FusedMatrices;
 
-/// Several matrices in one tensor, by drawn numbers; the last two of its dims are cut.
+/// Several matrices in one tensor, with drawn numbers; the last two of its dims are cut.
 struct Fused {
   Shape shape;
   FusedMatrices parts;
@@ -390,7 +390,7 @@ MakeOptimizer muon_of(const std::vector<Fused>& all, AdjustLr adjust) {
   };
 }
 
-// What each part is stepped to is known from PyTorch (above): its own parameter has the same bits.
+// PyTorch gives the step of each part (above): the part's own parameter has the same bits.
 TEST(Muon, PartsOfFusedMatricesAreSteppedAsMatricesOfTheirOwn) {
   std::mt19937 random(20261128);
   for (int round = 0; round < 24; ++round) {

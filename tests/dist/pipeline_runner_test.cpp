@@ -448,7 +448,7 @@ TEST(PipelineRunner, ABufferThatAStageRefillsIsHandedOnAsItWas) {
   for (const auto kind : {Refills::Kind::kTensors, Refills::Kind::kView}) expect_as_it_was(kind);
 }
 
-// Naive: no other tensor has it, so that nobody writes to it.
+// Naive: no other tensor refers to it, so that no one writes to it.
 TEST(PipelineRunner, HostMemoryThatAStageRefillsIsHandedOnAsItWas) {
   expect_as_it_was(Refills::Kind::kMemory);
 }

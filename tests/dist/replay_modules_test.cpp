@@ -1,5 +1,5 @@
-// Modules as users have them, with libtorch's own attention and with checkpoints inside, are replayed
-// bit for bit, and compute again what they are set to.
+// Modules as users write them, with libtorch's own attention and with checkpoints inside, are
+// replayed bit for bit, and recompute what they are set to.
 #include <ATen/ATen.h>
 #include <ATen/Context.h>
 
@@ -73,7 +73,7 @@ void expect_same_steps(Twins& twins, const Attention& attention, int steps) {
   }
 }
 
-// Naive: each of libtorch's may draw random numbers, whatever it is told.
+// Naive: each of libtorch's may draw random numbers, whatever its arguments are.
 TEST(ReplayModules, AttentionThatDropsNothingIsReplayed) {
   for (std::uint64_t seed = 1; seed <= 16; ++seed) {
     std::mt19937_64 draw(seed);
@@ -105,7 +105,7 @@ TEST(ReplayModules, AttentionThatDropsIsRefused) {
   });
 }
 
-// It is chosen where no operation shows it. Naive: that of the recording goes on.
+// The kernel is chosen where no operation shows it. Naive: replays keep that of the recording.
 TEST(ReplayModules, OtherKernelsOfAttentionAreOtherVariants) {
   ranks(1).run([](World& world) {
     const Attention attention{.mask = Attention::Mask::kCausal};
@@ -141,7 +141,7 @@ TEST(ReplayModules, LayersThatAreNotInTrainingDrawNothing) {
 
 // ------------------------------------------------------------------------------------ checkpoints
 
-/// A unit that may be told to compute its forward again.
+/// A unit that may be set to recompute its forward.
 class Block : public torch::nn::Module, public Recomputable {
  public:
   explicit Block(std::uint64_t seed)
@@ -190,8 +190,8 @@ int runs_of_step(Sharded<Blocks>& handle, int step) {
   return runs;
 }
 
-// A life of modes, each for some steps. Naive: what was recorded in one goes on in another, and a region
-// that began with a checkpoint inside is never replayed.
+// A sequence of modes, each for some steps. Naive: the recording of one mode is replayed in
+// another, and a region that began with a checkpoint inside is never replayed.
 TEST(ReplayModules, ModesOfRecomputationMayChangeBetweenSteps) {
   constexpr int kBlocks = 2;
   for (std::uint64_t seed = 1; seed <= 12; ++seed) {

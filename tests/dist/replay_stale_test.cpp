@@ -69,7 +69,7 @@ TEST(ReplayStale, TensorsMayBeReplaced) {
   });
 }
 
-// Naive: its memory is what it was, of which it is another part.
+// Naive: its memory is the same, but it is another part of it.
 TEST(ReplayStale, BuffersAndTensorsMayBecomeOtherPartsOfTheirMemory) {
   ranks(1).run([](World& world) {
     Twins twins(data_mesh(world), layer_times([](Part& part) { return part.table * part.kept; }));
@@ -90,7 +90,7 @@ TEST(ReplayStale, BuffersAndTensorsMayBecomeOtherPartsOfTheirMemory) {
   });
 }
 
-// What becomes of such a member nobody could tell.
+// Changes of such a member could not be detected.
 TEST(ReplayStale, TensorsThatEachCallMakesOfAMemberAreRefused) {
   ranks(1).run([](World& world) {
     Twins twins(data_mesh(world),
@@ -103,8 +103,8 @@ TEST(ReplayStale, TensorsThatEachCallMakesOfAMemberAreRefused) {
   });
 }
 
-// Naive: each recording takes the memory that others have recorded for somebody's, and none sees that
-// its owner has given it up.
+// Naive: each recording takes references of other recordings for an owner, and none detects that
+// the owner has released the tensor.
 TEST(ReplayStale, TensorsThatSeveralRecordingsReadMayBeReplaced) {
   struct Life {
     const char* name;
@@ -154,7 +154,7 @@ TEST(ReplayStale, TensorsThatSeveralRecordingsReadMayBeReplaced) {
   }
 }
 
-// Naive: the values of now, where autograd says that they were changed.
+// Naive: the present values, where autograd reports that they were changed.
 TEST(ReplayStale, TensorsThatBackwardReadsMayNotBeChangedInBetween) {
   for (const bool is_read : {true, false}) {
     for (const bool is_buffer : {true, false}) {

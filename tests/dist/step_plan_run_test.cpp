@@ -161,7 +161,7 @@ TEST_P(StepPlanRuns, WhateverIsChosenTheBitsAreTheSame) {
   });
 }
 
-/// What a planner may throw, or give in place of a plan.
+/// Throws, or returns an invalid plan, as a planner may.
 StepPlan refused_plan(unsigned which) {
   if (which == 0) {
     throw Error(ErrorKind::kConfig, "compile.memory_budget: found 1, expected at least 512");
@@ -170,8 +170,8 @@ StepPlan refused_plan(unsigned which) {
   return {};
 }
 
-// Naive: it ends the World for all, though nothing has begun, and the sums of the steps before are
-// gone. A budget that some ranks alone refuse is refused by all.
+// Naive: it aborts the World for all ranks, though nothing has begun, and the sums of the steps
+// before are lost. A budget that only some ranks refuse is refused by all.
 TEST_P(StepPlanRuns, APlanThatIsRefusedLeavesEverythingAsItIs) {
   const auto& layout = GetParam();
   constexpr const char* kSaid[] = {"found 1, expected at least 512", "the user's planner",

@@ -372,7 +372,7 @@ const std::vector<Refusal>& refusals() {
   return all;
 }
 
-// Naive: it throws, and the others wait for it in the agreement until their time is over.
+// Naive: it throws, and the others wait for it in the agreement until the timeout.
 TEST_P(StepScopeFailures, WhatOneRankRefusesAtTheEndAllRefuse) {
   const auto& [count, backend] = GetParam();
   for (const Refusal& refusal : refusals()) {
@@ -402,7 +402,7 @@ TEST_P(StepScopeFailures, WhatOneRankRefusesAtTheEndAllRefuse) {
   }
 }
 
-// What was left out may still come.
+// The missing call may still be made.
 TEST_P(StepScopeFailures, AStepWhoseEndWasRefusedIsOpenAsBefore) {
   const auto& [count, backend] = GetParam();
   ranks(count, backend).run([](World& world) {

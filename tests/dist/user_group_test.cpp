@@ -357,7 +357,8 @@ TEST_P(Misuses, IsNamedOnEveryRank) {
   impatient(backend).run([](World& world) { EXPECT_EQ(world.group().mean(1.5), 1.5); });
 }
 
-// Drawn programs of which one rank has another one. (Of processes: tests/unit/comm/process_test.cpp.)
+// Drawn programs, of which one rank has a different one. (In processes:
+// tests/unit/comm/process_test.cpp.)
 TEST(Disagreements, CanBeCaughtOnEveryThreadAndTheRunGoesOn) {
   for (const auto backend : {ThreadBackend::kInProcess, ThreadBackend::kGloo}) {
     for (const int count : {2, 3}) {

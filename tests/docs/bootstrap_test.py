@@ -17,7 +17,7 @@ import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SEED, DRAWS = 20261128, 48
-# Notes its name and words in $CALLS, an argument a word as the shell would read it.
+# Writes its name and arguments into $CALLS, one argument a word as the shell would read it.
 STUB = """#!/usr/bin/env bash
 printf '%s\\n' "${0##*/}$(printf ' %q' "$@")" >>"$CALLS"
 """
@@ -83,7 +83,8 @@ class Bootstrap(unittest.TestCase):
 
     def expect_packages(self, asked, done, calls):
         wanted = settings("apt_build") + settings("apt_tests") * asked["tests"]
-        installed = [call for call in calls if call[0] == "env" and "apt-get" in call]  # env DEBIAN_FRONTEND=...
+        # apt-get runs as `env DEBIAN_FRONTEND=... apt-get`.
+        installed = [call for call in calls if call[0] == "env" and "apt-get" in call]
         if asked["apt"]:
             self.assertEqual([call[-len(wanted):] for call in installed], [wanted])
             self.assertNotIn("clang-19" if not asked["tests"] else "", installed[0])

@@ -10,21 +10,13 @@ import json
 import pathlib
 import re
 import shutil
-import sys
 import tempfile
 import time
 import unittest
 
-try:
-    import numpy
-    import tokenizers
-    import transformers
-except ImportError as missing:
-    print(f"skipped: {missing}")
-    sys.exit(77)
+from python_tool import needed, run_tool
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-from python_tool import run_tool  # noqa: E402
+numpy, tokenizers, transformers = needed("numpy", "tokenizers", "transformers")
 
 TEMPLATES = pathlib.Path(__file__).resolve().parent / "data/chat_templates"
 

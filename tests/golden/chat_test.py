@@ -13,16 +13,10 @@ import tempfile
 import unittest
 import unittest.mock
 
-try:
-    import torch
-    import transformers
-except ImportError as missing:
-    print(f"skipped: {missing}")
-    sys.exit(77)
+from chat_templates_test import write_model
+from python_tool import needed, run_tool
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-from chat_templates_test import write_model  # noqa: E402
-from python_tool import run_tool  # noqa: E402
+torch, transformers = needed("torch", "transformers")
 
 # Stands for the program: writes down its words, prints what ANSWERS has for each call.
 PRETENDER = """#!{python}

@@ -34,7 +34,7 @@ FAMILIES = {
     "Llama4ForConditionalGeneration": "Llama4Config",
     "Gemma4ForConditionalGeneration": "Gemma4Config",
 }
-# What is not computed here, and sizes without a default that makes a model.
+# Keys of every config: values that are computed here where the default is not, and missing sizes.
 NEEDED = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
     "Glm4MoeForCausalLM": {"head_dim": 128},

@@ -11,23 +11,14 @@ import copy
 import json
 import pathlib
 import random
-import sys
 import tempfile
 import unittest
 
-try:
-    import pyarrow
-    import pyarrow.parquet
-    import tokenizers  # noqa: F401
-    import transformers  # noqa: F401
-except ImportError as missing:
-    print(f"skipped: {missing}")
-    sys.exit(77)
+from chat_templates_test import FAMILIES, WEATHER, write_model
+from python_tool import needed, run_tool
+from tokenize_test import MARKED_TEMPLATE, PLAIN_TEMPLATE
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-from chat_templates_test import FAMILIES, WEATHER, write_model  # noqa: E402
-from python_tool import run_tool  # noqa: E402
-from tokenize_test import MARKED_TEMPLATE, PLAIN_TEMPLATE  # noqa: E402
+pyarrow, _ = needed("pyarrow", "pyarrow.parquet")
 
 # As models that see have it: a text, which is no list, has no parts.
 PARTS_TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{% if part.type == 'text' "
@@ -271,7 +262,8 @@ class Conversations(unittest.TestCase):
         self.assertIn("talks.json: found no JSON", self.run_on("llama3", "talks.json", ok=False))
 
     def test_what_the_template_would_leave_out_is_refused(self):
-        # Qwen3 knows no developer; gpt-oss takes a system in front alone; a role may be of one's own.
+        # Qwen3 knows no developer; gpt-oss takes a system message only in front; a role may be
+        # custom.
         user, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
         for template, role, says in (("qwen3", "developer", "the developer says in message 3 of 5"),
                                      ("gpt_oss", "system", "the system says in message 3 of 5"),

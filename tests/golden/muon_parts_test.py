@@ -15,7 +15,7 @@ except ImportError:
     sys.exit(77)
 
 DATA = pathlib.Path(__file__).resolve().parent / "data"
-# What of a fused weight's columns is one matrix.
+# The columns of a fused weight that form one matrix each.
 FUSED = {
     "gpt-oss-fp32": ("gate_up_proj", lambda matrix: [matrix[:, 0::2], matrix[:, 1::2]]),
     "llama4-text-fp32": ("gate_up_proj", lambda matrix: list(matrix.chunk(2, 1))),

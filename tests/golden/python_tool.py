@@ -1,7 +1,8 @@
 """Runs a program of tools/ in the test's own process, as the command does it: importing transformers
-takes seconds. Used by tokenize_test.py, chat_templates_test.py and chat_test.py."""
+takes seconds. Used by tokenize_test.py, conversations_test.py, chat_templates_test.py and chat_test.py."""
 
 import contextlib
+import importlib
 import io
 import os
 import pathlib
@@ -10,6 +11,15 @@ import sys
 import unittest.mock
 
 TOOLS = pathlib.Path(__file__).resolve().parents[2] / "tools"
+
+
+def needed(*names):
+    """The modules of these names; leaves with 77 (skipped) where one is missing."""
+    try:
+        return [importlib.import_module(name) for name in names]
+    except ImportError as missing:
+        print(f"skipped: {missing}")
+        sys.exit(77)
 
 
 def run_tool(test, name, folder, *words, ok=True, says=""):

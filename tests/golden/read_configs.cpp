@@ -1,5 +1,5 @@
-// A config.json a line of standard input -> what we read of it a line, as JSON: what is written of the
-// spec and which keys are ignored, or why it is refused. What config_keys_test.py compares.
+// Reads a config.json per line of standard input and prints one JSON line for each: the spec as we
+// write it and the ignored keys, or why it is refused. config_keys_test.py compares the lines.
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <string>

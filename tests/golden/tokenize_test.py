@@ -17,18 +17,9 @@ import time
 import unittest
 import unittest.mock
 
-try:
-    import numpy
-    import pyarrow
-    import pyarrow.parquet
-    import tokenizers
-    import transformers  # noqa: F401
-except ImportError as missing:
-    print(f"skipped: {missing}")
-    sys.exit(77)
+from python_tool import TOOLS, needed, run_tool
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent))
-from python_tool import TOOLS, run_tool  # noqa: E402
+numpy, pyarrow, _, tokenizers, _ = needed("numpy", "pyarrow", "pyarrow.parquet", "tokenizers", "transformers")
 
 TOOL = TOOLS / "tokenize.py"
 END = "<|end|>"

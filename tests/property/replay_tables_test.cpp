@@ -1,11 +1,11 @@
-// Property: a replay reads the tables that its body would read now, whatever became of them since they
-// were recorded: results, gradients and errors are those of eager calls.
+// Property: a replay reads the tables that its body would read now, whatever happened to them since
+// they were recorded: results, gradients and errors are those of eager calls.
 //
-// A table is a tensor member that is no registered buffer. A case follows from its seed: what bodies make
-// of their table and of a buffer, whether two regions share a table, and a life: steps of two row counts
-// and evaluations, two forwards before their backwards, and between any of them a change of a table or
-// buffer of one region or of both. TESSERA_TABLES_SEED=N runs one case and prints it, TESSERA_TABLES_FROM
-// and TESSERA_TABLES_CASES others.
+// A table is a tensor member that is no registered buffer. A case follows from its seed: how bodies
+// use their table and a buffer, whether two regions share a table, and a sequence of steps with two
+// row counts and evaluations, of two forwards before their backwards, and between any of them of
+// changes of a table or buffer of one region or of both. TESSERA_TABLES_SEED=N runs one case and
+// prints it, TESSERA_TABLES_FROM and TESSERA_TABLES_CASES others.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
@@ -29,7 +29,7 @@ enum class Use { kFactor, kAddend, kProduct, kOfSums, kView, kDetached, kRead, k
 constexpr std::array kUseNames{"factor", "addend",   "product", "of sums",
                                "view",   "detached", "read"};
 
-/// What a body makes of a table of at least kWidth rows, in `y` its own dtype.
+/// Uses a table of at least kWidth rows in a body; the result has the dtype of `y`.
 at::Tensor used(Use use, const at::Tensor& y, const at::Tensor& table) {
   const auto of_y = [&](const at::Tensor& x) { return x.to(y.scalar_type()); };
   switch (use) {
@@ -226,13 +226,13 @@ class Case {
   void between(Twins& twins, std::array<Tables, 2>& tables) {
     const auto what = any_change();
     const std::size_t part = below(kParts);
-    // What one takes and the other one gives up in the same moment has as many holders as before.
+    // A tensor that one takes while the other releases it has as many holders as before.
     const bool both = what != Change::kByAHeldOne && one_in(3);
     const auto act = [&] {
       change(tables, what, part);
       if (both) change(tables, what, 1 - part);
     };
-    // Autograd would go back through what is in the place then.
+    // Autograd would differentiate through the new table.
     const bool sets =
         what == Change::kSetData || what == Change::kSetToAnotherPart || what == Change::kBufferSet;
     if (sets || !one_in(3)) return act();
@@ -240,7 +240,7 @@ class Case {
     event(twins);
     const auto before = twins.calls();
     event(twins);
-    // A graph whose backward is to come holds what it has read: nobody knows then.
+    // A graph whose backward has not run yet holds what it has read: no change is detected then.
     if (twins.calls().recorded != before.recorded || twins.calls().eager != before.eager) {
       return act();
     }

@@ -53,7 +53,7 @@ TEST(PlotTool, TakesAFileAndLeavesOutTheLineThatACrashHasTorn) {
   EXPECT_EQ(size_of_png(folder / "out.png").size(), 2U);
 }
 
-/// In place of matplotlib: prints what `answer`, an expression of `axes` and `loss`, comes to.
+/// Replaces matplotlib: prints the value of `answer`, an expression of `axes` and `loss`.
 void write_pyplot(const testing::TemporaryFolder& folder, const std::string& answer) {
   folder.write("drawn/matplotlib/__init__.py", "def use(_): pass\n");
   folder.write("drawn/matplotlib/pyplot.py", R"(from unittest import mock

@@ -1,4 +1,4 @@
-// Lists in which layers are alike, on a line for all of them: "model.layers.{0-2,5}.mlp x 4". Pure.
+// Folds the equal entries of layers into one: "model.layers.{0-2,5}.mlp x 4". Pure.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +33,7 @@ inline std::optional<LayerName> layer_name(const std::string& name) {
   return std::nullopt;
 }
 
-/// Some that are alike but for the number in their name; or one.
+/// Entries that are equal but for the number in their names, or a single entry.
 template <class T>
 struct Alike {
   T first;
@@ -47,7 +47,7 @@ struct Alike {
   }
 };
 
-/// In the order of the firsts. `name_of(one)`; `same(one, other)` is without their names.
+/// Groups `all`, in the order of first entries. `same(one, other)` compares without the names.
 template <class T, class NameOf, class Same>
 std::vector<Alike<T>> alike(const std::vector<T>& all, const NameOf& name_of, const Same& same) {
   std::vector<Alike<T>> groups;

@@ -1,4 +1,4 @@
-// Sizes as people write them: "80GB", "72GiB". Pure. The other way round: size_text of printable.h.
+// Sizes as people write them: "80GB", "72GiB". Pure. size_text() of printable.h is the inverse.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace tessera {
 
-/// Bytes of a whole number alone, or with B KB MB GB TB KiB MiB GiB TiB behind it. None for anything
-/// else, for 0 and for more than 64 bits count.
+/// Parses a whole number alone, or followed by B KB MB GB TB KiB MiB GiB TiB. None for anything
+/// else, for 0 and for a size beyond 64 bits.
 std::optional<std::int64_t> byte_size(std::string_view text);
 
 }  // namespace tessera

@@ -1,8 +1,9 @@
 #include "base/text/printable.h"
 
 #include <array>
-#include <charconv>
 #include <utility>
+
+#include "base/text/three_digits.h"
 
 namespace tessera {
 namespace {
@@ -126,12 +127,7 @@ std::string size_text(std::int64_t bytes) {
     value /= 1024.0;
     ++unit;
   }
-  const int decimals = value < 9.995 ? 2 : value < 99.95 ? 1 : 0;
-  std::array<char, 32> digits{};
-  const auto end = std::to_chars(digits.data(), digits.data() + digits.size(), value,
-                                 std::chars_format::fixed, decimals)
-                       .ptr;
-  return concat(std::string_view(digits.data(), end), " ", kUnits[unit]);
+  return concat(three_digits(value), " ", kUnits[unit]);
 }
 
 std::string one_line(std::string_view what) {

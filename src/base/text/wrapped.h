@@ -1,4 +1,4 @@
-// Text in lines of at most so many columns, for terminals.
+// Breaks text into lines of at most a given number of columns, for terminals.
 #pragma once
 
 #include <cstddef>
@@ -7,8 +7,8 @@
 
 namespace tessera {
 
-/// `text` broken at its spaces, each line behind `indent` spaces and with its end. A word that is too
-/// long for a line has one of its own.
+/// Breaks `text` at its spaces into lines that begin with `indent` spaces and end with '\n'. A word
+/// that is too long for a line has a line to itself.
 std::string wrapped(std::string_view text, std::size_t indent, std::size_t columns);
 
 }  // namespace tessera

@@ -157,8 +157,9 @@ Block LiveEntry::scratch() const {
   return {blocks_, unit_, BlockKind::kScratch, program_->scratch_bytes};
 }
 
-/// Until release() this holds it, as autograd holds what it saves. In between its owners alone do, so
-/// that whether anybody does tells whether it is in use (outside.h).
+/// Holds the memory from outside until release(), as autograd holds what it saves. At other times
+/// its owners alone hold it, so that an expired reference means that it is no longer in use
+/// (outside.h).
 void LiveEntry::find_outside() {
   for (const auto i : outside_) {
     const auto memory = static_cast<std::size_t>(program_->values[i].memory);

@@ -43,7 +43,8 @@ class LiveEntry {
   std::vector<at::Tensor> backward(const std::vector<at::Tensor>& gradients,
                                    Gradients of_parameters, const StepSeen& seen = {},
                                    const std::shared_ptr<const LiveEntry>& lease = {});
-  /// Lets go of what others gave and were given, of what is outside, and of the block.
+  /// Releases the tensors that were given in and handed out, the memory from outside, and the
+  /// block.
   void release();
 
   const Program& program() const { return *program_; }

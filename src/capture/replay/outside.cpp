@@ -8,8 +8,8 @@ namespace {
 
 using Modules = std::vector<std::shared_ptr<torch::nn::Module>>;
 
-/// Where graphs come and go that hold a tensor, how many do tells little: from then on only that they
-/// are fewer than ever.
+/// Graphs that come and go often change the number of holders of a tensor. From this many losses on
+/// the number no longer rises, so that only a new minimum counts as a loss.
 constexpr int kMostTimesFewer = 16;
 
 std::vector<at::Tensor> parameters_of(const Modules& modules) {
@@ -21,7 +21,7 @@ std::vector<at::Tensor> parameters_of(const Modules& modules) {
   return all;
 }
 
-/// Undefined where it is gone.
+/// The tensor, undefined where it no longer exists.
 at::Tensor held(const WeakTensor& tensor) {
   auto there = tensor.lock();
   return there ? at::Tensor(std::move(there)) : at::Tensor();

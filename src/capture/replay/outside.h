@@ -1,19 +1,19 @@
-// Outside: what a recorded region reads beside its arguments, and whether that is there as it was.
+// Outside: what a recorded region reads in addition to its arguments, and whether it is unchanged.
 //
-// A replay reads memory and not tensors: a buffer that was given other memory meanwhile (a checkpoint
-// that is loaded, set_data), or a member in whose place another tensor was put, would be read as it was
-// before. So each call asks, before it replays, what became of the tensors that were read: whether each
-// is still there, and the same part of the same memory. Else the region is recorded anew.
+// A replay reads memory, not tensors. So it would read old values after a buffer got other memory
+// (load_checkpoint, set_data), or after a member was set to another tensor. Each call therefore
+// checks first that every tensor that was read still exists and is the same part of the same
+// memory; otherwise the region is recorded again.
 //
-// [Note: weak holds] Between calls nothing that was recorded holds what is outside, neither tensors nor
-// their memory: tapes and programs know both by weak references, and entries hold the memory from
-// forward to backward, as autograd does. So a tensor that is gone was given up by its owner, however
-// many regions, variants and models have recorded it, and nobody has to count who did. A member may be
-// given another tensor while somebody else keeps the old one: another module with the same table, a
-// list of tables. Then fewer hold it than in the call before, which a region's book tells all of its
-// variants; they are recorded anew, for nothing where the other one has given it up. Not seen: a
-// tensor that is replaced while somebody else comes to hold it, as by a swap, or as by a graph whose
-// backward is to come.
+// [Note: weak holds] Between calls a recording holds neither the tensors that it reads outside nor
+// their memory: tapes and programs have weak references to both, and an entry holds the memory from
+// forward to backward, as autograd does. So a tensor that is gone was released by its owner,
+// however many regions, variants and models have recorded it. A member may also be set to another
+// tensor while another owner keeps the old one (a second module with the same table, a list of
+// tables). Then the old tensor has fewer holders than in the call before; the region's Holders
+// report that to all of its variants, which are recorded again. That is superfluous where it was
+// the other owner that released the tensor. Not detected: a tensor that is replaced while it gains
+// another holder, as in a swap, or from a graph whose backward has not run yet.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,14 +34,14 @@ namespace tessera::capture {
 /// Counts the changes in place of one tensor, also where the tensor itself is gone.
 using Version = std::pair<c10::VariableVersion, std::uint32_t>;
 
-/// How many hold the tensors that a region has read, in whichever variant.
+/// Counts the holders of the tensors that the variants of a region have read.
 class Holders {
  public:
-  /// At the beginning of each call, and when what was recorded has ended. `has_graphs`: what is being
-  /// recorded holds what it has read, so that more tell nothing.
+  /// Counts again, at the beginning of each call and around recordings. `has_graphs`: graphs of
+  /// recordings hold what they have read, so that a larger number is not taken over.
   void look(bool has_graphs);
-  /// Of that tensor, which is looked at from here on: another one than before where fewer came to hold
-  /// it in between.
+  /// How often look() found fewer holders of `tensor`, which it watches from the first such call
+  /// on: a different number than before means that the tensor has lost a holder in between.
   int times_fewer(const WeakTensor& tensor);
 
  private:
@@ -55,32 +55,34 @@ class Holders {
 
 class Outside {
  public:
-  /// Of a program that was made of `tape`, by the parameters and buffers that `modules` have now.
+  /// Collects what `program`, which was made of `tape`, reads outside, without the parameters of
+  /// `modules` and with their buffers.
   Outside(const Program& program, const Tape& tape,
           const std::vector<std::shared_ptr<torch::nn::Module>>& modules);
 
-  /// The region was recorded again. What it did not read again was a tensor of one call alone.
+  /// Drops the tensors that the second recording, `tape`, did not read again: each belonged to one
+  /// call alone. Buffers stay.
   void keep_read_again(const Tape& tape, Holders& holders);
-  /// Why what became of some memory could not be told; empty: it can be.
+  /// Why changes of some memory cannot be detected; empty where all can.
   std::string refused() const;
-  /// Whether the buffers lie where they lay: of other tensors comparing tells.
+  /// Whether lies_as_before() holds for the buffers. It suffices while calls are still compared:
+  /// the comparison finds every other change.
   bool has_buffers() const;
-  /// Whether all lies where it lay.
+  /// Whether every tensor still exists and is the same part of the same memory.
   bool lies_as_before() const;
-  /// And is held by no fewer than before.
+  /// lies_as_before(), and no tensor has lost a holder since it was last compared.
   bool is_there(Holders& holders) const;
-  /// Of what the program's backward reads.
+  /// The versions of the tensors that the program's backward reads.
   std::vector<Version> versions_of_backward() const { return versions(/*of_backward=*/true); }
-  /// Of all that is read.
+  /// The versions of all tensors that the program reads.
   std::vector<Version> versions() const { return versions(/*of_backward=*/false); }
 
  private:
-  /// A buffer of the modules, or a tensor that operations have read. Their parameters have guards of
-  /// their own.
+  /// A buffer of the modules, or a tensor that operations have read. Parameters have other guards.
   struct Known {
     WeakTensor tensor;
     Value place;
-    const c10::StorageImpl* memory = nullptr;  ///< compared alone
+    const c10::StorageImpl* memory = nullptr;  ///< never dereferenced
     bool requires_grad = false;
     bool is_buffer = false;
     bool is_of_backward = false;
@@ -97,7 +99,7 @@ class Outside {
   std::vector<bool> is_of_parameters_;  ///< by memory
 };
 
-/// Whether nobody has changed one of them in place since.
+/// Whether none of the tensors was changed in place since.
 bool are_unchanged(const std::vector<Version>& versions);
 
 }  // namespace tessera::capture

@@ -95,7 +95,7 @@ struct LiveCall : torch::CustomClassHolder {
     if (tape != nullptr) variant->is_recording = false;
     tape.reset();
     entry.reset();
-    body = nullptr;  // what it has captured may be what is asked for (outside.h)
+    body = nullptr;  // it may hold tensors whose holders are counted (outside.h)
     inputs.clear();
     graph.clear();
     taken.clear();

@@ -31,7 +31,7 @@ constexpr std::size_t kVariants = 4;
 /// longer, a validation's last batch.
 constexpr std::int64_t kForgotten = 64;
 
-/// Attention is made of other operations with other ones.
+/// The kernels of attention that libtorch may choose; each runs other operations.
 std::array<bool, 3> attention_kernels() {
   const auto& context = at::globalContext();
   return {context.userEnabledFlashSDP(), context.userEnabledMemEfficientSDP(),
@@ -308,7 +308,7 @@ std::vector<at::Tensor> Region::run(const std::vector<at::Tensor>& inputs,
       return made;
     }));
     variants_.back()->last_call = calls_;
-    shared_->look_at_holders(/*has_graphs=*/true);  // before there is one of this call
+    shared_->look_at_holders(/*has_graphs=*/true);  // before this call makes a graph
     return eager("the first call, which makes what later ones find", inputs, body);
   }
   variant->last_call = calls_;

@@ -50,12 +50,12 @@ struct SharedByRegions {
     std::erase_if(regions_, [](const auto& one) { return one.expired(); });
     regions_.push_back(region);
   }
-  /// Between a recorded forward and the end of its backward, whose graph holds what it has read: all
-  /// regions look at who holds what they have read before there is one, and behind the last one.
+  /// Enclose a recorded forward and its backward, whose graph holds what it has read. All regions
+  /// count holders before the first such graph exists and after the last one.
   void recording_begins();
   void recording_ends();
   bool is_recording() const { return recordings_ > 0; }
-  /// Of all regions. [Note: weak holds]
+  /// Calls Holders::look() of all regions. [Note: weak holds]
   void look_at_holders(bool has_graphs) const;
   /// Behind a call that was recorded or compared: what only it took goes back to the system. Small
   /// pieces stay on the heap for good, between which what eager calls took no longer fits as it did:

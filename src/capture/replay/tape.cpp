@@ -51,8 +51,8 @@ bool changes_unsaid(const TapeCall& call) {
          arguments[kTraining].constant.toBool() && !arguments[kMean].values.empty();
 }
 
-/// Whether an operation that may draw random numbers is told not to: attention that drops nothing,
-/// dropout that is not in training. In training it draws with probability 0, too.
+/// Whether the arguments of an operation that may draw random numbers rule that out: attention that
+/// drops nothing, dropout that is not in training. In training it draws with probability 0, too.
 bool draws_nothing(const c10::FunctionSchema& schema, const c10::Stack& stack) {
   const auto& arguments = schema.arguments();
   for (std::size_t i = 0; i < arguments.size(); ++i) {
@@ -177,8 +177,8 @@ std::vector<ValueId> Tape::values_of(const std::vector<at::Tensor>& tensors) {
   return ids;
 }
 
-/// An argument of an operation, or with kMade a result; what it is of is told apart by the tensor, since
-/// a member that is given another one later may lie in the same memory.
+/// Notes an argument of an operation, or with kMade a result. Tensors are told apart by identity,
+/// since a member that is set to another tensor later may lie in the same memory.
 ValueId Tape::seen_value_of(const at::Tensor& tensor, MemoryKind if_new) {
   const ValueId value = value_of(tensor, if_new);
   if (value == kNone) return kNone;

@@ -1,11 +1,11 @@
 // Tape: the operations of one region's forward and backward, as they went by below autograd.
 //
-// [Note: tape] While a TapeScope lives, every operation of its thread comes by a boxed fallback on a
-// dispatch key of its own, which runs it and notes it: what it read, wrote and made. A value is known
-// by where it lies (memory, offset, sizes, strides, dtype), not by its tensor object: what autograd
-// saves comes back as another one. Memory is held by name alone, so that its bytes may go and its
-// address still names nobody else; that of what came from outside is held while the tape is open, and
-// by nobody here afterwards (outside.h). Views are not noted: they are values of the same memory.
+// [Note: tape] While a TapeScope lives, every operation of its thread comes by a boxed fallback on
+// a dispatch key of its own, which runs it and notes it: what it read, wrote and made. A value is
+// known by where it lies (memory, offset, sizes, strides, dtype), not by its tensor object: what
+// autograd saves comes back as another one. The tape has weak references to memory, so that the
+// bytes may go while no other memory gets the address. It holds memory from outside while it is
+// open, and not afterwards (outside.h). Views are not noted: they are values of the same memory.
 //
 // What can not be replayed is refused by name, at once, and what is computed meanwhile is as ever:
 // random numbers, values that the host reads, sizes that follow from data, memory that an operation
@@ -41,8 +41,8 @@ using MemoryId = std::int32_t;
 using ValueId = std::int32_t;
 inline constexpr std::int32_t kNone = -1;
 
-/// Known by name, held by nobody here: whether others hold it can be asked, and its address names
-/// nobody else.
+/// A weak reference: it tells whether anyone else holds the memory, whose address is not reused
+/// meanwhile.
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 
@@ -85,8 +85,8 @@ struct TapeCall {
   std::vector<MemoryId> makes, writes;
 };
 
-/// A tensor that an operation has read, of memory from outside: one that was there before, not a view
-/// that the region has made.
+/// A tensor that an operation has read, whose memory is from outside. It existed before the region
+/// ran: views that the region makes are not among them.
 struct OutsideTensor {
   WeakTensor tensor;
   ValueId value = kNone;
@@ -142,11 +142,11 @@ class Tape : public grad::Recording {
   /// once the call is over.
   std::vector<WeakStorage> names_of_inner(const std::vector<std::vector<ValueId>>& handed) const;
 
-  /// In the order in which they were first read.
+  /// The tensors from outside, in the order in which they were first read.
   const std::vector<OutsideTensor>& outside_tensors() const { return outside_tensors_; }
 
-  /// Nothing more is recorded: addresses need no names any more, and what is outside is held by its
-  /// owners alone. Small pieces that stay on the heap keep large ones from growing together again.
+  /// Ends the recording: releases the weak references, and memory from outside to its owners. Small
+  /// pieces that stay on the heap keep large ones from growing together again.
   void close() {
     known_ = {};
     by_hash_ = {};
@@ -193,7 +193,7 @@ class Tape : public grad::Recording {
   std::vector<Value> values_;
   std::unordered_map<const c10::StorageImpl*, MemoryId> known_;
   std::unordered_multimap<std::size_t, ValueId> by_hash_;
-  std::vector<WeakStorage> names_;  ///< no address comes again
+  std::vector<WeakStorage> names_;  ///< no address is reused
   std::vector<c10::Storage> held_;  ///< of memory from outside, while this is recorded
   std::vector<OutsideTensor> outside_tensors_;
   std::vector<WeakTensor> views_;  ///< of memory from outside, made by operations
@@ -224,10 +224,10 @@ std::string difference_of(const Tape& before, const Tape& now);
 /// Of all elements in their order.
 Hash128 bits_of(const at::Tensor& tensor);
 
-/// Memory from outside that others still hold.
+/// The memory from outside that still exists.
 std::vector<c10::Storage> outside_of(const Tape& tape);
 
-/// Of each one, whole.
+/// The hashes of all bytes of each memory.
 std::vector<Hash128> bits_of(const std::vector<c10::Storage>& memories);
 
 /// Not undefined, nor a number that stands where a tensor may: its own value is all that one is.

@@ -112,12 +112,12 @@ class Region : public std::enable_shared_from_this<Region> {
  private:
   /// Why this call is eager; empty: it need not be.
   std::string why_eager(const std::vector<at::Tensor>& inputs) const;
-  /// Whether a module inside, as it is set, runs its forward through checkpoint(), which then is part
-  /// of the body: one around the region is not.
+  /// Whether a module inside runs its forward through checkpoint() in its present mode, which makes
+  /// the checkpoint part of the body. A checkpoint around the region is not.
   bool recomputes_inside() const;
   bool matches(const Guards& guards, const std::vector<at::Tensor>& inputs) const;
   std::shared_ptr<Variant> variant_of(const std::vector<at::Tensor>& inputs) const;
-  /// Whether what its program reads beside its arguments is there as it was.
+  /// Whether what its program reads in addition to its arguments is unchanged (Outside).
   bool is_outside_there(const Variant& variant);
   /// Whether there is room for one more, if need be that of one that is not called any more.
   bool has_room();

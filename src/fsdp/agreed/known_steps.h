@@ -1,10 +1,9 @@
-// KnownSteps keeps what steps of each schedule have entered, with the plan that the last one
+// KnownSteps keeps the record of the steps of each schedule, with the plan that the last step
 // followed.
 //
-// A program has two or three schedules, which it names alike in each step; room is for dozens. A
-// program that gives each step another name has records that no step follows: they make room for
-// each other, and never for those that are followed.
-// Next: ../runtime/open_step.h.
+// A program has two or three schedules, whose names it repeats in each step; there is room for
+// dozens. In a program that gives each step another name no step follows a record: such records
+// replace each other, and never one that was followed. Next: ../runtime/open_step.h.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +17,7 @@
 
 namespace tessera::fsdp {
 
-/// What makes a plan of: all of it agreed between ranks.
+/// The inputs of a plan in addition to the record; ranks agree on all of them.
 struct PlanInputs {
   std::vector<PlanUnit> units;
   PlanChoices choices;  ///< eager ones
@@ -30,24 +29,24 @@ struct KnownStep {
   StepRecord record;
   PlanInputs inputs = {};
   std::shared_ptr<const StepPlan> plan = nullptr;  ///< null: none yet
-  std::string marks = {};                          ///< behind others in labels, of a planner's plan
+  std::string marks = {};                          ///< end of labels, for a planner's plan
 };
 
 class KnownSteps {
  public:
   static constexpr std::size_t kMost = 64;
-  using Schedule = std::pair<std::string, int>;  ///< and the number of stages
+  using Schedule = std::pair<std::string, int>;  ///< name, number of stages
 
-  /// What a step of that schedule follows, or null. It stays until the next call of follow(), put(),
-  /// forget() or clear().
+  /// Returns the record and plan that a step of `schedule` follows, or null. The pointer is valid
+  /// until the next call of follow(), put(), forget() or clear().
   KnownStep* follow(const Schedule& schedule);
-  /// Takes the place of what is known of that schedule. Of more than kMost that no step has followed
-  /// the oldest one goes; of more than kMost that were, the one that was followed longest ago.
+  /// Replaces the record of `schedule`. Beyond kMost records that were never followed the oldest of
+  /// them is dropped, beyond kMost that were the one that was followed least recently.
   void put(const Schedule& schedule, StepRecord record);
   void forget(const Schedule& schedule);
   void forget_plans();
   void clear() { all_.clear(); }
-  /// Whether the last kMost steps were all recorded, and none followed what another one had.
+  /// Whether each of the last kMost steps recorded and none followed an earlier step's record.
   bool are_all_new() const { return new_in_a_row_ >= kMost; }
 
  private:
@@ -58,7 +57,7 @@ class KnownSteps {
   };
   void drop_first_beyond_most(bool was_followed);
 
-  std::vector<One> all_;  ///< the last one that was put or followed behind the others
+  std::vector<One> all_;  ///< least recently put or followed first
   std::size_t new_in_a_row_ = 0;
 };
 

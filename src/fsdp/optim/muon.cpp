@@ -3,8 +3,8 @@
 // A step has, for all matrices together: momentum on each shard, one all-to-all that brings each
 // matrix whole to one rank, its orthogonalization there, one all-to-all back, the update of each
 // shard. What is not element by element happens on whole matrices, so no bit depends on the ranks.
-// A tensor of several matrices side by side or in turn travels as one; each of them is
-// orthogonalized alone. Next: matrix_exchange.h, orthogonalize.h.
+// A tensor of several matrices travels as one, whether they are side by side or interleaved; each
+// of them is orthogonalized alone. Next: matrix_exchange.h, orthogonalize.h.
 #include "tessera/muon.h"
 
 #include <ATen/ATen.h>
@@ -115,7 +115,7 @@ at::Tensor part_of(const at::Tensor& matrix, const layout::FusedMatrices& fused,
   return matrix.narrow(fused.dim, index * size, size);
 }
 
-/// Each by itself, in its place.
+/// Orthogonalizes each of the matrices alone, at its place in the result.
 at::Tensor each_orthogonalized(const at::Tensor& matrix, const layout::FusedMatrices& fused,
                                const fsdp::NewtonSchulz& how) {
   if (fused.count == 1) return fsdp::orthogonalized(matrix, how);

@@ -36,13 +36,13 @@ enum class OptimizerName : std::uint8_t {
 using Betas = std::array<double, 2>;
 using Coefficients = std::array<double, 3>;
 
-/// Of a parameter that is so many matrices, one after the other: what Muon takes whole.
+/// The shape of a parameter as consecutive matrices, each of which Muon gathers whole.
 struct MatrixForm : layout::FileShape {
-  /// Of each: the parts that are orthogonalized alone, of which one tensor holds several.
+  /// The parts of each of these matrices that are orthogonalized alone.
   layout::FusedMatrices fused = {};
 };
-/// By canonical name, the parameters of a model that are hidden matrices. Empty where nobody has
-/// said.
+/// The parameters of a model that are hidden matrices, by canonical name. Empty where the model
+/// does not say.
 using MatrixForms = std::map<std::string, MatrixForm, std::less<>>;
 
 /// What a configuration says of an optimizer beside its learning rate: each takes what it knows.

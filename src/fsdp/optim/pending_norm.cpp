@@ -38,8 +38,7 @@ struct SumOfParameter {
   double sum = 0.0;
 };
 
-/// With those of the other stages of a pipeline, in the model's order: the additions of a rank that
-/// has all stages.
+/// Adds those of the other stages of a pipeline.
 std::vector<SumOfParameter> sums_of_stages(comm::Group& stages,
                                            const std::vector<SumOfParameter>& mine) {
   const std::string bytes(reinterpret_cast<const char*>(mine.data()),
@@ -50,8 +49,6 @@ std::vector<SumOfParameter> sums_of_stages(comm::Group& stages,
     all.resize(begin + of_rank.size() / sizeof(SumOfParameter));
     std::memcpy(all.data() + begin, of_rank.data(), of_rank.size());
   }
-  // Without places they stay in the order of the stages' ranks.
-  std::ranges::stable_sort(all, {}, &SumOfParameter::place);
   return all;
 }
 
@@ -81,6 +78,9 @@ double PendingNorm::sum(const at::Tensor& read) const {
   if (const auto* hook = test_hooks::stages_of_norm.get()) stages = (*hook)(stages);
   // Replicas hold the same gradients: only the ranks of one add.
   if (stages != nullptr) sums = sums_of_stages(*stages, sums);
+  // The model's order, whichever units and stages hold the parameters. Without places they stay in
+  // the order of the shards, and of the stages' ranks.
+  std::ranges::stable_sort(sums, {}, &SumOfParameter::place);
   double mine = 0.0;
   for (const auto& one : sums) mine += one.sum;
   const auto sum = at::full({1}, mine, at::kDouble);

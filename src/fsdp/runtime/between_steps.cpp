@@ -69,7 +69,7 @@ void Runtime::set_planner(Planner planner, RecomputeMode while_recording) {
   known_steps_.forget_plans();
 }
 
-/// Of what was recorded nothing is followed where micro-batches of a stage differ.
+/// Keeps the record for later steps, unless micro-batches of a stage differ: then none follows it.
 void Runtime::know_step(const KnownSteps::Schedule& schedule, StepRecord record) {
   if (!record.is_complete()) return known_steps_.forget(schedule);
   known_steps_.put(schedule, std::move(record));

@@ -78,8 +78,9 @@ std::shared_ptr<OpenStep> OpenStep::begin(Runtime& runtime, StepScopeOptions opt
   return step;
 }
 
-/// Nothing of the step has begun: what all ranks refuse alike leaves the model and the World as they
-/// are. But other stages of a pipeline wait for this one.
+/// Makes the plan before anything of the step begins. A refusal, which all ranks of the stage
+/// share, leaves the model and the World as they are, unless other stages of a pipeline wait for
+/// this one.
 void OpenStep::choose_plan() {
   if (records_) return;
   std::exception_ptr refusal;
@@ -169,7 +170,8 @@ void OpenStep::require_whole() {
   runtime_.publisher_.require_as_seen("StepScope::finish");
 }
 
-/// What this rank has against the end; null: nothing. Errors: of a step that has failed.
+/// Returns why this rank refuses finish(); null: it does not. Errors: those of a step that has
+/// failed.
 std::exception_ptr OpenStep::refusal_of_end() {
   try {
     require_nothing_under_way("StepScope::finish");

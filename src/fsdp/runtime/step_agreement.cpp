@@ -1,4 +1,5 @@
-// Agreements between the ranks of a stage: as a step begins, before it follows a plan and as it ends.
+// Agreements between the ranks of a stage: when a step begins, before it follows a plan, and when
+// it ends.
 #include <exception>
 #include <sstream>
 #include <utility>
@@ -15,7 +16,7 @@
 namespace tessera::fsdp {
 namespace {
 
-/// "rank 0 has X, rank 2 has Y", of the first lines that differ. Collective; empty where none do.
+/// "rank 0 has X, rank 2 has Y" for the first lines that differ; empty where none do. Collective.
 std::string difference(comm::Group& group, const std::string& lines, const char* what) {
   const auto found = comm::first_that_differs(group, lines, what);
   if (!found) return "";
@@ -68,8 +69,8 @@ void OpenStep::agree_at_begin() {
   record_.stages.resize(stages_.size());
 }
 
-/// By the model's planner. Errors: what it refuses; kUsage for a plan that does not hold, or is of
-/// another step.
+/// Calls the model's planner. Errors: those of the planner; kUsage for a plan that does not hold,
+/// or belongs to another step.
 StepPlan OpenStep::planned(const PlanInputs& inputs) const {
   auto plan = runtime_.planner_(record_, inputs.units, inputs.choices, inputs.order);
   const auto faults = faults_of(plan);
@@ -83,14 +84,14 @@ StepPlan OpenStep::planned(const PlanInputs& inputs) const {
   return plan;
 }
 
-/// What a rank's planner refuses is refused on all of them. Collective.
+/// Makes the refusal of one rank's planner that of all ranks. Collective.
 std::exception_ptr OpenStep::agree_on(const StepPlan& plan, std::exception_ptr refusal) const {
   auto* group = runtime_.data_group();
   const auto hash = refusal ? hash_bytes(message_of(refusal)) : plan.hash();
   try {
     if (group == nullptr || comm::all_agree(*group, {hash}, "plan of a step")[0]) return refusal;
   } catch (const comm::LostRank&) {
-    // One that refuses alike has thrown before this one had all answers.
+    // A rank with the same refusal may throw, and leave, before this one has all answers.
     if (refusal) return refusal;
     throw;
   }
@@ -103,8 +104,8 @@ std::exception_ptr OpenStep::agree_on(const StepPlan& plan, std::exception_ptr r
                                       "; give every rank the same one")));
 }
 
-/// From what all ranks have agreed on, so that all make the same one, or all take the last step's.
-/// Returns why there is none, the same on all ranks. Collective.
+/// Makes the plan from inputs that all ranks have agreed on, so that all make the same one, or all
+/// take the last step's. Returns why there is none, the same on all ranks. Collective.
 std::exception_ptr OpenStep::make_plan() {
   const auto order = options_.micro_batches ? PlanOrder::kOneAfterTheOther : PlanOrder::kAny;
   std::vector<bool> resharded;
@@ -117,8 +118,8 @@ std::exception_ptr OpenStep::make_plan() {
     step_plan_ = runtime_.followed_plan_ = known.plan;
     return nullptr;
   }
-  // What another plan took comes no more: blocks go out as they are warmest, so that all that it needed
-  // beyond this one are idle.
+  // The requests of another plan do not come again. The pool gives out the most recently used
+  // blocks first, so that the blocks that only the other plan needed stay idle.
   runtime_.pool()->begin_step();
   StepPlan plan;
   std::string marks;
@@ -189,8 +190,9 @@ std::string OpenStep::record_in_words() const {
   return text;
 }
 
-/// What ran without a word between ranks has to have been the same, and what one of them has against
-/// the end (`mine`) they all have: returns it, or null. One exchange a step.
+/// Checks at the end of a step, with one exchange, that all ranks have run the same calls, which
+/// the calls themselves do not check. Makes the refusal of one rank (`mine`) that of all: returns
+/// it, or null.
 std::exception_ptr OpenStep::agree_at_end(const std::exception_ptr& mine) {
   auto* group = runtime_.data_group();
   if (group == nullptr) return mine;
@@ -204,10 +206,10 @@ std::exception_ptr OpenStep::agree_at_end(const std::exception_ptr& mine) {
   try {
     same = comm::all_agree(*group, {log.digest(), records_ ? record_.hash() : 0}, "end of a step");
   } catch (const comm::LostRank&) {
-    if (mine) return mine;  // who has it, too, has ended the World by it
+    if (mine) return mine;  // a rank with the same error has ended the World by it
     throw;
   }
-  if (same[0] && mine) return mine;  // all have it
+  if (same[0] && mine) return mine;  // the same on all ranks
   if (!same[0]) {
     const auto found =
         comm::shared_refusal(*group, runtime_.world().rank(), mine, "refused ends of a step");

@@ -32,8 +32,9 @@ void read_layers(ConfigReader& keys, ModelSpec& spec) {
       keys.contains("sliding_window") ? required(keys, "sliding_window", kSize) : 4096;
 }
 
-/// rope_parameters holds a record a type of layers. The old spelling beside it says the rope of full
-/// layers in rope_scaling and rope_theta, the theta of sliding ones in rope_local_base_freq.
+/// Reads rope_parameters, which holds one record per type of layers, or the old spelling:
+/// rope_scaling and rope_theta for full layers, rope_local_base_freq for sliding ones. Both may be
+/// present.
 void read_ropes(ConfigReader& keys, ModelSpec& spec, std::vector<std::string>& unknown) {
   RopeAround full{.theta = keys.number("rope_theta", kTheta).value_or(kGlobalTheta),
                   .max_position_embeddings = spec.max_position_embeddings};

@@ -271,7 +271,7 @@ nlohmann::ordered_json vision_json(const ModelSpec& spec) {
   return json;
 }
 
-/// `left` collects the nested keys that nobody took.
+/// `left` collects the nested keys that were not used.
 ModelSpec read_gemma4(ConfigReader& keys, Purpose purpose, LeftKeys& left) {
   ModelSpec spec;
   spec.family = Family::kGemma4;

@@ -158,13 +158,15 @@ DecoderLayer::Output Gemma4TextLayer::feed_forward(const at::Tensor& x,
 DecoderLayer::Output Gemma4TextLayer::mixed(const at::Tensor& x, const RoutingRequest& request) {
   const at::Tensor normed = pre_feedforward_layernorm_2_->forward(x);
   const at::Tensor entered = tokens_.enter(normed);
-  const moe::Routing routing = router_->forward(
-      tokens_.routed(x, tokens_.enter(x)), tokens_.imposed(request.imposed, x.size(0), x.size(1)));
+  const moe::Routing routing =
+      router_->forward(tokens_.routed(x, tokens_.enter(x)),
+                       tokens_.values_of_routed(request.imposed, x.size(0), x.size(1)));
   const at::Tensor given =
       experts_->forward(tokens_.sent(tokens_.routed(normed, entered)), tokens_.sent(routing));
-  return {tokens_.leave(tokens_.returned(given, entered.sizes())),
-          tokens_.counted(load_of(routing, request.statistics,
-                                  tokens_.imposed(request.fillers, x.size(0), x.size(1))))};
+  return {
+      tokens_.leave(tokens_.returned(given, entered.sizes())),
+      tokens_.counted(load_of(routing, request.statistics,
+                              tokens_.values_of_routed(request.fillers, x.size(0), x.size(1))))};
 }
 
 DecoderLayer::Output Gemma4TextLayer::forward(const at::Tensor& x, const Gemma4Seen& seen,

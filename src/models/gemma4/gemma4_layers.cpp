@@ -39,8 +39,8 @@ std::vector<LayerType> read_types(ConfigReader& keys, std::int64_t layers) {
   return types;
 }
 
-/// The layer that a key of per_layer_config names: transformers puts zeros in front, so that all have
-/// the digits of their count.
+/// The number of the layer that a key of per_layer_config names. transformers pads the numbers with
+/// zeros to the digits of the layer count.
 std::optional<std::size_t> layer_number(const std::string& key, std::size_t layers) {
   if (key.empty() || key.size() > std::to_string(layers).size()) return std::nullopt;
   std::size_t number = 0;

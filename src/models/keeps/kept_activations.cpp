@@ -114,7 +114,7 @@ ModelKeeps::Way ModelKeeps::way() const {
   return layers_.of().cut ? Way::kOwn : Way::kSliced;
 }
 
-/// The same memory.
+/// This rank's rows of `x`, in the same memory.
 KeptValue ModelKeeps::part(KeptValue x) const {
   const std::int64_t rows = layers_.tokens();
   x.numel = x.numel / rows * layout::part_of(rows, of_.degrees.tp, of_.tp_rank).size();

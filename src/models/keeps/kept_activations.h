@@ -1,5 +1,5 @@
-// Kept activations: what autograd holds of one forward until its backward, and what both send over
-// the model axes, in bytes, for any model and any degrees, without a tensor.
+// Kept activations: the bytes that autograd holds of one forward until its backward, and that both
+// send over the model axes, for any model and any degrees, without a tensor.
 //
 // What each layer keeps is said on the layer's own floor (nn/keeps/layer_keeps.h,
 // moe/expert_keeps.h), and put together here and in gemma4/gemma4_layers.h. tests/unit/train/memory_table_test.cpp counts
@@ -36,7 +36,7 @@ struct ForwardCase {
   /// Of a pipeline, whose stages before it send what they made; none = the whole model.
   std::optional<StageLayers> stage = {};
   int tp_rank = 0;  ///< where parts are unequal the first ones are the largest
-  /// In which sums of activations travel; none: in their own dtype.
+  /// The dtype in which sums of activations travel; none: their own.
   std::optional<DType> activation_reduce = {};
 };
 
@@ -84,9 +84,9 @@ class ModelKeeps {
  private:
   enum class Way : std::uint8_t { kOwn, kSliced, kAllCut, kAllRouted };
   Way way() const;
-  /// The router sees slices of the stream itself, whose gradients are gathered.
+  /// Whether the router sees slices of the stream itself, whose gradients are gathered.
   bool slices_stream() const;
-  /// Rows cut over tp.
+  /// This rank's share of the rows, which tp divides.
   nn::KeptValue part(nn::KeptValue x) const;
   nn::KeptValue attention(const nn::KeptValue& x, std::int64_t number, const std::string& name);
   /// moe_layer.cpp.

@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::string_view kDecoderOnly = "decoder-only models";
 
-/// What transformers itself writes about files, generation or the caller's wishes: not worth a word.
+/// Keys that transformers writes about files, generation or the caller's choices; not logged.
 constexpr std::string_view kOfEveryConfig[] = {
     "_attn_implementation",
     "_attn_implementation_autoset",
@@ -71,7 +71,7 @@ constexpr std::string_view kOfEveryConfig[] = {
     "use_cache",
 };
 
-/// What other tools write, and what older versions of transformers wrote; `*` stands for anything.
+/// Keys that other tools and older versions of transformers write; `*` matches any characters.
 constexpr std::string_view kInert[] = {
     // Where the file comes from, and who made it.
     "_commit_hash",
@@ -89,7 +89,7 @@ constexpr std::string_view kInert[] = {
     "transformers.js_config",
     "transformers_weights",
     "unsloth_*",
-    // How it was run, and is to be.
+    // Settings of runs.
     "_flash_attn_2_enabled",
     "base_model_ep_plan",
     "base_model_pp_plan",
@@ -133,13 +133,13 @@ constexpr std::string_view kInert[] = {
     "tokenizer_padding_side",
     "tokenizer_type",
     "unk_token_id",
-    // Lengths that no table of this model is made of.
+    // Lengths that no table of this model depends on.
     "max_seq_len",
     "max_seq_length",
     "max_sequence_length",
     "model_max_length",
     "seq_length",
-    // Heads that sum a text up.
+    // Heads that summarize a text.
     "classifier_activation",
     "classifier_bias",
     "classifier_dropout",
@@ -151,7 +151,8 @@ struct KnownValue {
   std::string_view why = {};  ///< of those that matter: what another value would mean
 };
 
-/// What no family computes: another value is refused, whatever allow_unknown_config_keys says.
+/// Keys of computations that no family has: any other value is refused, also with
+/// allow_unknown_config_keys.
 const std::vector<KnownValue>& mattering() {
   static const std::vector<KnownValue> table{
       {"use_sliding_window", false, "sliding windows are not supported in this family"},
@@ -170,12 +171,12 @@ const std::vector<KnownValue>& mattering() {
   return table;
 }
 
-// Values at which keys of other families mean nothing; null does for all of them. At another value
+// Values at which keys of other families mean nothing; null does for every key. At another value
 // the key stays unknown.
 
 const std::vector<KnownValue>& off_in_layers() {
   static const std::vector<KnownValue> table{
-      // Experts that every token sees, experts at all, and what there is to say of their router.
+      // Shared experts, experts at all, and their routers.
       {"shared_expert_intermediate_size", 0},
       {"shared_intermediate_size", 0},
       {"moe_shared_expert_intermediate_size", 0},
@@ -197,7 +198,7 @@ const std::vector<KnownValue>& off_in_layers() {
       {"router_z_loss_coef", 0.0},
       {"router_aux_loss_coef", 0.0},
       {"output_router_logits", false},
-      // Layers behind the model's own, and layers that share what others computed.
+      // Layers after the model's own, and layers that share the results of others.
       {"num_nextn_predict_layers", 0},
       {"num_mtp_layers", 0},
       {"mtp_num_hidden_layers", 0},

@@ -1,11 +1,12 @@
-// Keys of a config.json that no family reads: which of them change nothing about a model, and at
-// which value others do not.
+// Keys of a config.json that no family reads: those that change nothing about a model, and the
+// values at which others change nothing.
 //
-// Published folders carry what tools wrote for themselves, and what a family of another kind would
-// read. A key is of one of three classes. Known to be inert, by its name, by a pattern, or by a value
-// that means "off": ignored; those that transformers does not write into every config are said once.
-// Known to matter: read by the family, or refused here at any value but the one that means nothing.
-// Unknown: left to the caller, who refuses it. Pure. Next: ../spec_keys.h, ../config_reader.h.
+// Published folders carry keys that tools wrote for themselves, and keys that another kind of
+// family would read. A key is of one of three classes. Known to be inert, by its name, by a
+// pattern, or by a value that means "off": ignored, and logged once unless transformers writes it
+// into every config. Known to matter: read by the family, or refused here at any value but the one
+// that means nothing. Unknown: left to the caller, which refuses it. Pure. Next: ../spec_keys.h,
+// ../config_reader.h.
 #pragma once
 
 #include <string>
@@ -16,15 +17,15 @@
 
 namespace tessera::models {
 
-/// Keys that no family took, with the path in front.
+/// Keys that no family used, with the path in front.
 struct LeftKeys {
   std::vector<std::string> unknown;  ///< as "key = value"
-  std::vector<std::string> ignored;  ///< names of those that change nothing, to be said
+  std::vector<std::string> ignored;  ///< names of those that change nothing, to be logged
 };
 
-/// Sorts what nobody took of one object, once all readers of it are done. `spec`: the model, where
-/// the object describes it, as some keys repeat what others say. Errors: kConfig for a key that is
-/// known to matter.
+/// Sorts the unused keys of one object, after all its readers. `spec`: the model, where the object
+/// describes it, as some keys repeat what others say. Errors: kConfig for a key that is known to
+/// matter.
 void settle_left_keys(ConfigReader& keys, const ModelSpec* spec, LeftKeys& left);
 
 }  // namespace tessera::models

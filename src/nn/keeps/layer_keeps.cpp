@@ -219,7 +219,7 @@ KeptValue LayerKeeps::normed_heads(const KeptValue& x, std::int64_t head_dim,
   const std::int64_t columns = parameter(norm_name + ".weight").local_shape()[0];
   const KeptValue normed = norm(x, columns, norm_name);
   if (of_.tp > 1) {
-    // A number a row, in what norms compute in, for itself and for its gradient.
+    // A sum of one number per row, in the dtype that norms compute in; also for its gradient.
     const DType inside = promote(x.dtype, DType::kFloat32);
     const std::int64_t bytes = sum_bytes(x.numel / columns, inside, std::nullopt);
     ledger_.send(SentBytes{.forward = bytes, .backward = normed.wants ? bytes : 0});
@@ -362,7 +362,7 @@ KeptValue LayerKeeps::embedding(const std::string& name, Ids ids) {
 
 void LayerKeeps::loss(const KeptValue& normed, const std::string& name, Softcap softcap) {
   KeptValue logits = linear(enter(normed), name, {}, Deferral::kNever);
-  // Three numbers a position from each rank, which the gradient does without.
+  // Each rank sends three numbers a position in forward, none in backward.
   const DType inside = promote(logits.dtype, DType::kFloat32);
   ledger_.send(SentBytes{.forward = 3 * tokens() * (of_.tp - 1) * size_of(inside)});
   if (!logits.wants) return;

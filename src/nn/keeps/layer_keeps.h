@@ -1,11 +1,11 @@
-// What autograd holds of the layers of this floor until their backward, and what they send to other
-// ranks, in bytes, without a tensor: their forward once more, operation by operation, with what each
-// saves, and transition by transition, with what each sends.
+// LayerKeeps: the bytes that autograd holds of the layers of this floor until their backward, and
+// the bytes that the layers send to other ranks, without a tensor. Each function repeats a forward,
+// operation by operation with what it saves, and transition by transition with what it sends.
 //
 // Memory counts once however many operations save it; parameters, tables and the batch itself do
-// not count. A layer that computes in another way is changed here, too:
-// tests/unit/train/memory_table_test.cpp counts the bytes of real runs, step_traffic_test.cpp beside
-// it those that are sent. It follows the kernels of CPUs. Short symbols: B rows, T positions. Pure.
+// not count. A layer that computes in another way is changed here, too: of real runs
+// tests/unit/train/memory_table_test.cpp counts the kept bytes, step_traffic_test.cpp in the same
+// folder the sent ones. It follows the kernels of CPUs. Short symbols: B rows, T positions. Pure.
 // Next: moe/expert_keeps.h, models/keeps/kept_activations.h.
 #pragma once
 
@@ -40,26 +40,26 @@ struct KeptBytes {
   std::int64_t peak = 0;
 };
 
-/// Bytes that a rank sends.
+/// Bytes that a rank sends in one forward and its backward.
 struct SentBytes {
   std::int64_t forward = 0;
   std::int64_t backward = 0;
 };
 
-/// Tokens of a rank that go to experts of other ranks and come back, a row for each choice.
+/// Tokens that a rank sends to experts of other ranks and receives back, a row for each choice.
 struct SentTokens {
   std::int64_t tokens = 0;
   std::int64_t row_bytes = 0;
-  std::int64_t count_bytes = 0;  ///< what a forward tells the other ranks first
-  bool outputs_want = false;     ///< gradients of what came back go to the experts
-  bool inputs_want = false;      ///< gradients of what the experts got come back
+  std::int64_t count_bytes = 0;  ///< counts that a forward sends first
+  bool outputs_want = false;     ///< outputs have gradients, which go to the experts
+  bool inputs_want = false;      ///< inputs have gradients, which come back
 };
 
-/// What one layer sends over the model axes.
+/// The bytes that one layer sends over the model axes.
 struct LayerSends {
   SentBytes tensor;        ///< over tp
   SentTokens experts;      ///< over ep
-  bool has_graph = false;  ///< only then it is run again
+  bool has_graph = false;  ///< recomputation runs it again only then
 };
 
 /// What one layer leaves behind, by memory.
@@ -95,12 +95,12 @@ class KeepsLedger {
   /// all, whatever their modes are.
   ForwardActivations by_layer() const;
 
-  /// Of a transition over tp.
+  /// Adds the bytes of a transition over tp.
   void send(const SentBytes& bytes);
-  /// Of a layer's experts, once a layer.
+  /// Sets the tokens of a layer's experts, once a layer.
   void send(const SentTokens& tokens);
   std::vector<LayerSends> sends_of_layers() const;
-  /// What is sent before the first layer and behind the last one.
+  /// The bytes that are sent before the first layer and after the last one.
   const SentBytes& sent_beside() const { return sent_beside_; }
 
  private:
@@ -125,7 +125,7 @@ struct KeepsCase {
   int tp = 1;
   int tp_rank = 0;
   bool cut = false;                 ///< between layers a rank has a part of the positions
-  std::optional<DType> sums = {};   ///< in which addends over tp travel; none: in their own dtype
+  std::optional<DType> sums = {};   ///< dtype of addends over tp; none: their own
   bool norms_add_one = false;       ///< NormFactor::kOnePlusWeight
   bool qk_norm_over_heads = false;  ///< AttentionOptions::QkNorm::kAllHeads
 };
@@ -181,7 +181,8 @@ class LayerKeeps {
   KeptValue inner_mlp(const KeptValue& x, const std::string& name, Gate gate);
   KeptValue mlp(const KeptValue& x, const std::string& name, Gate gate);
 
-  /// Bytes that a rank sends in a sum over tp of a tensor in `dtype`. `sums`: what it travels in.
+  /// Bytes that a rank sends in a sum over tp of a tensor in `dtype`. `sums`: the dtype that
+  /// travels.
   std::int64_t sum_bytes(std::int64_t numel, DType dtype, std::optional<DType> sums) const;
   /// tensor_region.h: transitions of tensor parallelism, which save nothing.
   KeptValue enter(const KeptValue& x);

@@ -376,6 +376,16 @@ bool is_section(std::string_view name) {
   });
 }
 
+std::vector<std::string> config_sections() {
+  std::vector<std::string> names;
+  for (const ConfigKey& key : config_keys()) {
+    if (!key.section.empty() && (names.empty() || names.back() != key.section)) {
+      names.push_back(key.section);
+    }
+  }
+  return names;
+}
+
 std::string config_help(const std::function<bool(const ConfigKey&)>& is_shown) {
   constexpr std::size_t kColumns = 100;
   std::string out = "Configuration keys (TOML file, or --section.key VALUE):\n";

@@ -55,6 +55,8 @@ const std::vector<ConfigKey>& config_keys();
 /// None when there is no such key.
 const ConfigKey* find_key(std::string_view full_name);
 bool is_section(std::string_view name);
+/// Their names, in the order of the keys.
+std::vector<std::string> config_sections();
 
 /// Every key that `is_shown` with type, unit and default: --help-keys.
 std::string config_help(const std::function<bool(const ConfigKey&)>& is_shown = {});

@@ -5,6 +5,7 @@
 #include <cctype>
 #include <utility>
 
+#include "base/text/printable.h"
 #include "base/text/wildcard.h"
 #include "tessera/error.h"
 #include "train/config/config_codec.h"
@@ -176,7 +177,7 @@ constexpr auto kOtherKeys = std::to_array<OtherName>({
      "", kExport},
     {"load_best_model_at_end metric_for_best_model early_stopping_patience", "",
      "checkpoints are kept by their number; see checkpoint.keep_latest_k"},
-    // What a run says.
+    // Metrics.
     {"logging_steps log_interval log_every_n_steps log_every", "metrics.log_freq"},
     {"logging_dir log_dir save_tb_folder tensorboard_dir", "metrics.folder"},
     {"report_to use_tensorboard enable_tb", "metrics.enable_tensorboard"},
@@ -256,21 +257,11 @@ std::string shown_key(std::string_view key, KeysIn where) {
   return where == KeysIn::kFile ? in_quotes(key) : concat("--", key);
 }
 
-std::vector<std::string> sections() {
-  std::vector<std::string> names;
-  for (const ConfigKey& key : config_keys()) {
-    if (!key.section.empty() && (names.empty() || names.back() != key.section)) {
-      names.push_back(key.section);
-    }
-  }
-  return names;
-}
-
 /// The section that was meant: of this name, as others call it, or misspelt; "" where none is.
 std::string section_meant(const std::string& name) {
   if (name.empty() || is_section(name)) return name;
   if (const OtherName* other = find_in(other_sections(), name)) return std::string(other->here);
-  return close_name(name, sections()).value_or("");
+  return close_name(name, config_sections()).value_or("");
 }
 
 /// Keys of that name, in any section.
@@ -377,12 +368,10 @@ std::string advice_on_section(std::string_view name) {
     return concat("; it is called [", other->here, "] here");
   if (other == nullptr) other = find_other_key(name);
   if (other != nullptr) return advice_on(*other, KeysIn::kFile);
-  if (const auto close = close_name(plain(name), sections())) {
+  if (const auto close = close_name(plain(name), config_sections())) {
     return concat("; the nearest is [", *close, "]");
   }
-  std::string all;
-  for (const std::string& section : sections()) all += concat(all.empty() ? "" : ", ", section);
-  return concat(", expected one of ", all);
+  return concat(", expected one of ", joined(config_sections()));
 }
 
 }  // namespace tessera::train

@@ -7,6 +7,7 @@
 
 #include "base/text/printable.h"
 #include "base/where_relative.h"
+#include "io/hf_folder.h"
 #include "tessera/error.h"
 #include "train/data/data_files.h"
 
@@ -18,11 +19,11 @@ namespace fs = std::filesystem;
 struct NamedPath {
   std::string key;
   std::string path;
-  std::string_view absent;  ///< "no such file"
-  std::string_view expected;
+  std::string absent;  ///< "no such file"
+  std::string expected;
 };
 
-constexpr std::string_view kNoFile = "no such file";
+constexpr const char* kNoFile = "no such file";
 
 void add_data(const NamedSource& source, std::vector<NamedPath>& paths) {
   for (const std::string& path : source.path) {
@@ -31,12 +32,11 @@ void add_data(const NamedSource& source, std::vector<NamedPath>& paths) {
   }
 }
 
-/// The keys without effect left out.
+/// The paths that `verb` reads, without those of keys that have no effect.
 std::vector<NamedPath> paths_to_read(const Config& config, Verb verb) {
-  std::vector<NamedPath> paths{
-      {"model.path", config.model.path, "no such folder (nothing is fetched from a hub)",
-       "a model folder with config.json and safetensors, or the folder of a run"},
-      {"model.config", config.model.config, kNoFile, "a config.json"}};
+  std::vector<NamedPath> paths{{"model.path", config.model.path, concat("no such folder", kNoHub),
+                                concat(kModelFolder, ", or the folder of a run")},
+                               {"model.config", config.model.config, kNoFile, "a config.json"}};
   if (config.parallelism.pipeline_parallel_degree > 1) {
     paths.push_back({"pipeline.schedule_file", config.pipeline.schedule_file, kNoFile, "a CSV"});
   }
@@ -53,25 +53,21 @@ std::vector<NamedPath> paths_to_read(const Config& config, Verb verb) {
   return paths;
 }
 
-bool has_wildcards(const std::string& path) {
-  return path.find_first_of("*?[") != std::string::npos;
-}
-
-/// A pattern, where it matches something.
+/// Whether the path exists; for a pattern, whether it matches anything.
 bool is_there(const std::string& path, std::string_view key) {
+  if (is_pattern(path)) return !matches_of(path, key).empty();
   std::error_code ignored;
-  if (fs::status(path, ignored).type() != fs::file_type::not_found) return true;
-  return has_wildcards(path) && !matches_of(path, key).empty();
+  return fs::status(path, ignored).type() != fs::file_type::not_found;
 }
 
 std::string what_is_absent(const NamedPath& named) {
-  return has_wildcards(named.path)
+  return is_pattern(named.path)
              ? concat("found no file that matches ", shown(named.path))
              : concat("cannot open ", shown(named.path), ": found ", named.absent);
 }
 
-/// The file of that path in the config's folder, or in the one above it, from which the paths in
-/// configs/ are written.
+/// Looks the path up in the config's folder and in its parent, to which the paths in configs/ are
+/// relative.
 std::optional<std::string> near_config(const fs::path& config_file, const NamedPath& named) {
   const fs::path folder = config_file.parent_path();
   for (const fs::path& from : {folder, folder / ".."}) {

@@ -1,5 +1,5 @@
-// The files and folders that a config names to read from, looked up before any of them is opened.
-// Pure. Next: data_files.h for what a pattern means.
+// Checks that the files and folders that a config names for reading exist, before any of them is
+// opened. Pure. Next: data_files.h for the meaning of patterns.
 #pragma once
 
 #include <filesystem>
@@ -9,9 +9,9 @@
 
 namespace tessera::train {
 
-/// Relative paths are those of the working folder. Errors: kIo where `verb` reads one that is not
-/// there: names the key, the working folder and, where the path is there beside `config_file`, that
-/// one. An absolute path is left to who opens it.
+/// Relative paths are relative to the working folder. Errors: kIo where `verb` reads one that does
+/// not exist: names the key, the working folder and, where the path exists next to `config_file`,
+/// that file. Absolute paths are checked where they are opened.
 void require_relative_paths(const Config& config, const std::filesystem::path& config_file,
                             Verb verb);
 

@@ -23,10 +23,6 @@ bool is_there(const std::string& path) {
   return fs::exists(path, ignored);
 }
 
-bool is_pattern(const std::string& path) {
-  return path.find_first_of("*?[") != std::string::npos && !is_there(path);
-}
-
 /// Whether it says something of a NAME.bin and is no data itself.
 bool belongs_to_tokens(const std::string& path) {
   constexpr std::array<std::string_view, 4> kEndings{".mask.bin", ".labels.bin", ".docs.bin",
@@ -44,6 +40,10 @@ int ends_the_search(const char* /*folder*/, int error) {
 }
 
 }  // namespace
+
+bool is_pattern(const std::string& path) {
+  return path.find_first_of("*?[") != std::string::npos && !is_there(path);
+}
 
 std::vector<std::string> matches_of(const std::string& pattern, std::string_view key) {
   glob_t found{};

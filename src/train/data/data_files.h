@@ -15,8 +15,11 @@
 
 namespace tessera::train {
 
-/// What a pattern matches, in the order of the names' bytes. Errors: kIo, naming `key`, with folders
-/// that cannot be listed.
+/// Whether `path` has a * ? or [ in it and nothing is there by that name.
+bool is_pattern(const std::string& path);
+
+/// The files that match a pattern, in the order of the bytes of their names. Errors: kIo, naming
+/// `key`, where a folder cannot be listed.
 std::vector<std::string> matches_of(const std::string& pattern, std::string_view key);
 
 /// Errors: kIo, naming `key`, for a pattern without a match, or with folders that cannot be

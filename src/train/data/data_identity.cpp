@@ -149,8 +149,8 @@ std::string names_of(const std::vector<std::string>& paths) {
   return printable(tessera::joined(paths), 1024);
 }
 
-/// The first source whose files hold something else, or whose weight is another, of as many. Where
-/// the files lie does not matter.
+/// The first source whose content or weight differs, where both have as many. The paths of files do
+/// not matter.
 std::string source_that_changed(const DataConfig& now, const DataConfig& before) {
   const auto found = sources_of(now), expected = sources_of(before);
   const auto content_of = [](const NamedSource& source, const DataConfig& data) {

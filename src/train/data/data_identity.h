@@ -38,15 +38,15 @@ std::int64_t resumed_global_batch_size(const Config& config, int data_ranks,
 /// How each refusal of a run that goes on, and is not as it was, ends.
 inline constexpr auto kSetBack = "; set it back, or start anew in another folder";
 
-/// Which key of `now` has to be set back, so that it gives the data `expected`, and to what: packing,
-/// or weights, content and number of sources, these as `before` has them, which the run before left.
-/// None where nothing of that helps. Reads the files.
+/// Names the key of `now` that has to be reset to give the data `expected`, and its value: packing,
+/// or the weights, contents and number of sources, compared with `before`, the config of the
+/// earlier run. None where no such key explains the difference. Reads the files.
 std::optional<std::string> key_that_changed(const DataConfig& now,
                                             const std::optional<DataConfig>& before,
                                             const CheckpointData& expected);
 
-/// Errors: kConfig where `found` gives other rows than those of a checkpoint; says which key, and of
-/// data, which `key` names, what differs in it.
+/// Errors: kConfig where `found` gives other rows than `expected`, the data of a checkpoint; names
+/// the key, and for `key`, which names the data, the difference.
 void require_same_data(const CheckpointData& found, const CheckpointData& expected,
                        const std::string& checkpoint, std::string_view key = "data.path");
 

@@ -43,8 +43,8 @@ struct SourceRows {
   }
 };
 
-/// Where the inputs and targets of a row go, one more input than it has; starts (nn/documents.h) and
-/// fillers (MicroBatch) where rows are packed.
+/// Destinations of one row: inputs and targets, with one input more than the row has, and for
+/// packed rows starts (nn/documents.h) and fillers (MicroBatch).
 struct RowPlaces {
   std::int64_t* inputs;
   std::int64_t* targets;
@@ -62,7 +62,7 @@ struct RowPlaces {
     if (starts == nullptr || begin >= row_tokens) return;
     std::fill(starts + begin, starts + std::min(end, row_tokens), static_cast<std::int64_t>(begin));
   }
-  /// From `begin` on.
+  /// Marks the places from `begin` on as fillers.
   void leave_empty(std::size_t begin, std::size_t row_tokens) const {
     if (fillers != nullptr && begin < row_tokens)
       std::fill(fillers + begin, fillers + row_tokens, true);

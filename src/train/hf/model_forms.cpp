@@ -39,7 +39,7 @@ bool is_fused(const models::ParameterSpec& parameter) {
   return is_hidden(parameter) && parameter.fused.count > 1;
 }
 
-/// The last two dims as one matrix, those before them as so many.
+/// The last two dims are one matrix, the dims before them a number of such matrices.
 layout::FileShape as_matrices(const models::ParameterSpec& parameter) {
   layout::FileShape form{1, parameter.shape};
   if (form.shape.size() == 3) form = {form.shape[0], {form.shape[1], form.shape[2]}};
@@ -50,7 +50,7 @@ fsdp::MatrixForm each_apart(layout::FileShape whole, const layout::FusedMatrices
   if (fused.dim != 0 || fused.order != layout::FusedMatrices::Order::kSideBySide) {
     return {std::move(whole), fused};
   }
-  // Rows side by side lie one matrix behind the other.
+  // Matrices whose rows are side by side are consecutive in memory.
   return {{whole.count * fused.count, fused.shape_of_each(std::move(whole.shape))}, {}};
 }
 

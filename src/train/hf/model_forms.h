@@ -18,18 +18,19 @@ FileForm file_form(const models::ParameterSpec& parameter);
 /// What the table does not have is one tensor (an adapter).
 FileForms file_forms(const std::vector<models::ParameterSpec>& table);
 
-/// The matrices of the text's layers, adapters among them: each as files have it, each expert's by
-/// itself, and each of those that a fused weight holds, but for the weights named in `as_one`. Not
-/// embedding, head, router, norms, biases, and nothing of what sees images.
+/// The hidden matrices of the text's layers, adapters among them: each matrix as files have it,
+/// each expert's, and each matrix of a fused weight, except for the weights named in `as_one`.
+/// Without embedding, head, router, norms, biases and the vision tower.
 fsdp::MatrixForms hidden_matrices(const std::vector<models::ParameterSpec>& table,
                                   const std::vector<std::string>& as_one = {});
 
-/// The fused weights among them that rules (OptimizerRule::split_fused) have stepped as one.
+/// The fused weights that `rules` (OptimizerRule::split_fused) step as one matrix.
 std::vector<std::string> fused_as_one(const std::vector<models::ParameterSpec>& table,
                                       const std::vector<OptimizerRule>& rules);
-/// Those that were before there was a rule: all that files hold as one tensor.
+/// The fused weights that were one matrix before the rule existed: those that files hold as one
+/// tensor.
 std::vector<std::string> fused_in_files(const std::vector<models::ParameterSpec>& table);
-/// All of them.
+/// All fused weights.
 std::vector<std::string> fused_weights(const std::vector<models::ParameterSpec>& table);
 
 }  // namespace tessera::train

@@ -21,7 +21,7 @@ namespace fs = std::filesystem;
 
 constexpr std::int64_t kMostConfigBytes = 16 << 20;
 constexpr std::int64_t kMostTokenizerBytes = 256 << 20;  // of 256 thousand tokens it has 35 MB
-// How published chat templates end a turn; a template that writes eos_token has the tokenizer's.
+// Ends of turns in published chat templates; a template that writes eos_token has the tokenizer's.
 constexpr std::array<std::string_view, 9> kEndsOfTurns{
     "<|im_end|>", "<|eot_id|>", "<|eot|>",         "<end_of_turn>",        "<turn|>",
     "<|return|>", "<|end|>",    "<|end_of_turn|>", "<|END_OF_TURN_TOKEN|>"};
@@ -45,13 +45,13 @@ std::string text_at(const nlohmann::json& object, const char* key) {
   return found != object.end() && found->is_string() ? found->get<std::string>() : "";
 }
 
-/// "<|im_end|>", or the object that has it as its content.
+/// The text of a token, which is a string or an object with `content`.
 std::string word_of(const nlohmann::json& token) {
   return token.is_string() ? token.get<std::string>() : text_at(token, "content");
 }
 
-/// Tokens beside a tokenizer's vocabulary: special ones are among them. tokenizer.json without its
-/// model, which is most of it.
+/// The tokens that tokenizer.json adds to the vocabulary, special ones among them. Skips the model,
+/// which is most of the file.
 nlohmann::json added_tokens(const fs::path& folder) {
   const std::string text = text_of(folder, "tokenizer.json", kMostTokenizerBytes);
   if (text.empty()) return nlohmann::json::array();
@@ -66,7 +66,7 @@ nlohmann::json added_tokens(const fs::path& folder) {
   return found != whole.end() && found->is_array() ? *found : nlohmann::json::array();
 }
 
-/// Ids by their tokens.
+/// The ids of added tokens, by token.
 std::map<std::string, std::int64_t> special_tokens(const fs::path& folder,
                                                    const nlohmann::json& about) {
   std::map<std::string, std::int64_t> ids;
@@ -88,7 +88,7 @@ std::map<std::string, std::int64_t> special_tokens(const fs::path& folder,
   return ids;
 }
 
-/// As transformers looks for it; of several that of the name "default", or all.
+/// The template that transformers finds; of several the one named "default", or all of them.
 std::string chat_template(const fs::path& folder, const nlohmann::json& about) {
   if (auto own = text_of(folder, "chat_template.jinja", kMostConfigBytes); !own.empty()) return own;
   const auto found = about.find("chat_template");

@@ -130,11 +130,11 @@ StageBytes bytes_of(const layout::ModelPlan& plan, const std::vector<GradContrac
   StageBytes bytes;
   if (plan.units.empty()) return bytes;  // a stage whose parameters all lie in the rank's root
   const auto contracts = contracts_in(plan, all);
-  options.reshard = layout::Reshard::kYes;
+  options.reshard = Reshard::kYes;
   bytes.held = rank_memory(contracts, plan, options);
   bytes.unit_by_unit = bytes.held.unsharded;
   bytes.slots = bytes.held.reductions;
-  options.reshard = layout::Reshard::kNo;
+  options.reshard = Reshard::kNo;
   bytes.whole = rank_memory(contracts, plan, options).unsharded;
   return bytes;
 }
@@ -263,14 +263,14 @@ models::KeptActivations kept_by_stage(const PipelineRun& run, int stage, int tp_
   return models::kept_activations(forward);
 }
 
-/// Of a micro-batch, over both borders of a stage.
+/// The bytes of the messages of one micro-batch over both borders of a stage.
 std::int64_t message_bytes(const PipelineRun& run, int stage, const models::KeptActivations& kept) {
   const auto& rank_of = run.pipeline.schedule.rank_of;
   const auto leaves_for = [&](int other) {
     return other >= 0 && other < run.pipeline.schedule.stages() &&
            rank_of[static_cast<std::size_t>(other)] != rank_of[static_cast<std::size_t>(stage)];
   };
-  // How often experts were chosen goes along, and comes back as the sum of all stages.
+  // The counts of chosen experts travel along, and return as the sum over all stages.
   const std::int64_t counts =
       run.aux_loss_coef > 0 ? models::routed_experts(run.spec).experts * 8 : 0;
   std::int64_t bytes = leaves_for(stage + 1) ? kept.stream + counts : 0;
@@ -297,7 +297,7 @@ StepTraffic::OfTokens sent_by_stages(const PipelineRun& run, const std::vector<i
   return sum;
 }
 
-/// By name: something trained lies there or before it in the model, so that backwards come to it.
+/// Whether a backward reaches each parameter: it, or one before it in the model, is trained.
 std::map<std::string_view, bool> reached_parameters(const ModelContract& contract) {
   std::map<std::string_view, bool> reached;
   bool any = false;

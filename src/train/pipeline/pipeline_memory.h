@@ -1,5 +1,5 @@
-// What a rank of a pipeline shards, what a step takes of its memory and what it sends: plan and
-// tables of `inspect --contract`, a column a rank.
+// Forecasts what a rank of a pipeline shards, the memory that a step takes and the bytes that it
+// sends: plan and tables of `inspect --contract`, a column for each rank.
 //
 // Beside what rank_memory.h counts it depends on the order of the rank's slots: how many
 // micro-batches are between their forward and their backward, and how long a stage's parameters and
@@ -35,7 +35,7 @@ std::vector<RankPlan> plan_ranks(const models::ModelDescription& model,
                                  const std::vector<GradContract>& contracts, const MeshShapes& mesh,
                                  const PipelinePlan& pipeline);
 
-/// A run of a pipeline as far as its memory and its messages go.
+/// The inputs of the forecasts of memory and messages for a run of a pipeline.
 struct PipelineRun {
   const Config& config;
   const models::ModelSpec& spec;
@@ -46,7 +46,7 @@ struct PipelineRun {
   double aux_loss_coef = 0.0;          ///< as expert_balance.h has it
 };
 
-/// What the sender's place on axis pp sends, messages to other stages included.
+/// The bytes that the sender's place on axis pp sends, messages to other stages included.
 StepTraffic step_traffic(const PipelineRun& run, const Sender& sender);
 
 struct PipelineRankMemory {

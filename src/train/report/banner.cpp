@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdio>
 #include <map>
 #include <utility>
 
 #include "base/text/printable.h"
+#include "base/text/three_digits.h"
 #include "fsdp/optim/optimizer_registry.h"
 #include "tessera/dtype.h"
 #include "tessera/error.h"
@@ -15,16 +15,6 @@
 
 namespace tessera::train {
 namespace {
-
-std::string three_digits(double value) {
-  std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(),
-                value < 9.995   ? "%.2f"
-                : value < 99.95 ? "%.1f"
-                                : "%.0f",
-                value);
-  return text.data();
-}
 
 /// Elements of a kind of dtype.
 using Shares = std::map<DType, std::int64_t>;
@@ -237,13 +227,34 @@ std::optional<std::string> unused_compile_keys(const CompileConfig& compile) {
                 "\"plan\" or \"replay\" to plan steps by them");
 }
 
+namespace {
+
+/// The rate of a step of a run in which `left_out` steps before it made no update.
+double lr_at(const Config& config, std::int64_t step, std::int64_t left_out) {
+  return learning_rate(config.lr_scheduler, *config.optimizer.lr, *config.training.steps,
+                       step - left_out);
+}
+
+/// Whether any step behind `done` has another rate than it would have had.
+bool has_other_rates(const Config& before, const Config& now, std::int64_t done,
+                     std::int64_t left_out) {
+  const bool decays = before.lr_scheduler.decay != LrDecay::kConstant ||
+                      now.lr_scheduler.decay != LrDecay::kConstant;
+  const std::int64_t last = *now.training.steps;
+  // Rates that only warm up are the same where their first and their last are.
+  const std::int64_t stride = decays ? 1 : std::max<std::int64_t>(1, last - done - 1);
+  for (std::int64_t step = done + 1; step <= last; step += stride) {
+    if (lr_at(before, step, left_out) != lr_at(now, step, left_out)) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
 std::optional<std::string> changed_lr(const Config& before, const Config& now, std::int64_t done,
                                       std::int64_t left_out) {
+  if (!has_other_rates(before, now, done, left_out)) return std::nullopt;
   const auto steps = *now.training.steps;
-  const auto lr_at = [&](const Config& config, std::int64_t step) {
-    return learning_rate(config.lr_scheduler, *config.optimizer.lr, *config.training.steps,
-                         step - left_out);
-  };
   std::string changes;
   const auto add = [&](std::string_view key, const auto& was, const auto& is) {
     if (was != is)
@@ -254,10 +265,10 @@ std::optional<std::string> changed_lr(const Config& before, const Config& now, s
   if (before.lr_scheduler != now.lr_scheduler) {
     changes += concat(changes.empty() ? "" : ", ", "[lr_scheduler] is another");
   }
-  if (changes.empty()) return std::nullopt;
-  return concat("learning rate: ", changes, ": step ", done, " had the lr ", lr_at(before, done),
-                ", step ", done + 1, " has ", lr_at(now, done + 1), ", the last step, ", steps,
-                ", has ", lr_at(now, steps));
+  return concat("learning rate: ", changes, ": step ", done, " had the lr ",
+                lr_at(before, done, left_out), ", step ", done + 1, " has ",
+                lr_at(now, done + 1, left_out), ", the last step, ", steps, ", has ",
+                lr_at(now, steps, left_out));
 }
 
 }  // namespace tessera::train

@@ -65,9 +65,9 @@ std::optional<std::string> unused_optimizer_keys(const OptimizerConfig& optimize
 /// The keys of [compile] that are set and that the run's others leave without effect.
 std::optional<std::string> unused_compile_keys(const CompileConfig& compile);
 
-/// How the learning rate goes on where a run is resumed after step `done` with other steps, schedule
-/// or lr than `before`; none where all are the same. Both have steps and lr. `left_out` of these steps
-/// made no update.
+/// Describes how the learning rate continues where a run is resumed after step `done` with other
+/// steps, schedule or lr than `before`; none where every later step has the rate that it would have
+/// had. Both have steps and lr. `left_out` of these steps made no update.
 std::optional<std::string> changed_lr(const Config& before, const Config& now, std::int64_t done,
                                       std::int64_t left_out = 0);
 

@@ -106,7 +106,7 @@ std::string to_json_line(const StepMetrics& m) {
 
 namespace {
 
-/// A part of a step's line; of a line that is too long the parts go with the highest rank first.
+/// A part of a step's line. A line that is too long loses the parts with the highest ranks first.
 struct LinePart {
   std::string text;
   int rank = 0;  ///< 0 stays
@@ -128,7 +128,7 @@ std::string fitted(std::vector<LinePart> parts) {
   return line;
 }
 
-/// A loss that is far off takes no more room than others.
+/// A very large loss takes no more columns than others.
 std::string short_number(double value) {
   return formatted(std::abs(value) < 1e6 ? "%7.4f" : "%7.1e", value);
 }

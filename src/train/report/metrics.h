@@ -80,7 +80,7 @@ std::vector<Scalar> named_values(const StepMetrics& metrics);
 /// is not finite is null.
 std::string to_json_line(const StepMetrics& metrics);
 
-/// A step's line on stdout has no more columns: of what does not fit, metrics.jsonl has it.
+/// The most columns of a step's line on stdout; metrics.jsonl has what does not fit.
 inline constexpr std::size_t kStepLineColumns = 100;
 /// A "-" stands for what a step without a kept label does not have:
 /// "step:  1  loss:  8.0510  grad_norm:  1.5012  memory: 0.61GiB  tps: 12,345  lr: 1.00e-03".

@@ -1,6 +1,6 @@
-// What a run says while it goes on: the line of each step on stdout, and the progress line while
-// weights are loaded and while steps run. The texts are pure; showing the progress line is
-// base/log.h's, silent where stderr is no terminal.
+// Output of a run in progress: the line of each step on stdout, and the progress line while weights
+// are loaded and while steps run. The texts are pure; showing the progress line is base/log.h's,
+// silent where stderr is no terminal.
 #pragma once
 
 #include <chrono>
@@ -57,8 +57,8 @@ class TrainingProgress {
   std::chrono::steady_clock::time_point first_done_;
 };
 
-/// Lines of steps on stdout. One that cannot be written ends no run, since metrics.jsonl has every
-/// step: the log says so once.
+/// Prints the lines of steps on stdout. A line that cannot be written does not end the run, since
+/// metrics.jsonl has every step; it is logged once.
 class StepLines {
  public:
   void print(const std::string& line);

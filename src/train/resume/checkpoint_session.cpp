@@ -46,7 +46,8 @@ RunIdentity identity_of(const Config& config, const ModelSource& source, const B
   return identity;
 }
 
-/// Fused weights that the rules have stepped otherwise than the checkpoint, and so this run, does.
+/// Logs the fused weights that the rules step differently from the checkpoint, which this run
+/// follows.
 void note_kept(const std::vector<std::string>& asked, const std::vector<std::string>& kept) {
   const auto note = [](const auto& from, const auto& others, std::string_view way) {
     std::vector<std::string> names;

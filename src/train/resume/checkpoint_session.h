@@ -15,7 +15,7 @@
 
 namespace tessera::train {
 
-/// How far a run has come.
+/// The progress of a run.
 struct StepsDone {
   std::int64_t step = 0;      ///< the last one; 0: none
   std::int64_t left_out = 0;  ///< of these, how many made no update
@@ -33,12 +33,12 @@ class CheckpointSession {
   /// Once the data is open: that it is the same run, and all that saving needs. Collective. Errors:
   /// as require_same_run().
   void begin(const ModelSource& source, const BatchSource& data);
-  /// Fused weights that Muon steps as one matrix: as the checkpoint says where the run goes on, which
-  /// begin() notes where the rules say otherwise; else as the rules say.
+  /// The fused weights that Muon steps as one matrix: those of the checkpoint in a resumed run
+  /// (begin() logs where the rules differ), else those of the rules.
   std::vector<std::string> fused_as_one(const ModelSource& source) const;
-  /// Fills model, optimizer and scaler, where there is one, where the run goes on; returns how far
-  /// it has come. Collective. Errors: as load_checkpoint(), restore_scaler(), and
-  /// kConfig where what is going to be saved would have a manifest that no reader takes.
+  /// Fills model, optimizer and scaler, if any, in a resumed run; returns its progress. Collective.
+  /// Errors: as load_checkpoint(), restore_scaler(), and kConfig where what is going to be saved
+  /// would have a manifest that no reader takes.
   StepsDone load(const ShardedBase& model, Optimizer& optimizer, GradScaler* scaler);
 
   /// This rank's writer has work left.

@@ -68,7 +68,7 @@ DrawnHierarchy draw_hierarchy(Draw& draw, const TemporaryFolder& root, bool is_v
   std::string escaped = point;
   if (const auto blank = escaped.find(' '); blank != escaped.npos)
     escaped.replace(blank, 1, "\\040");
-  // What lies above the mount's top the container cannot see.
+  // The container cannot see groups above the mount's top.
   const std::string above = draw.one_in(2) ? "/" : "/docker/0123";
   const bool in_namespace = above != "/" && draw.one_in(2);  // it takes its own group for the top
   const std::string shown_root = in_namespace ? "/" : above;
@@ -80,7 +80,7 @@ DrawnHierarchy draw_hierarchy(Draw& draw, const TemporaryFolder& root, bool is_v
     below += concat("/level", level);
     draw_quota(draw, root, concat(folder, below), is_v2, least);
   }
-  // A neighbour's quota is none of ours.
+  // The quota of a neighbouring group does not count.
   root.write(folder + (is_v2 ? "/neighbour/cpu.max" : "/neighbour/cpu.cfs_quota_us"),
              is_v2 ? "1000 100000\n" : "1000\n");
   root.write(folder + "/neighbour/cpu.cfs_period_us", "100000\n");
@@ -162,7 +162,7 @@ bool libgomp_takes(const std::string& text) {
   }
 }
 
-// Property: of any text of these characters the same is said as by libgomp's own parser.
+// Property: for any text of these characters the answer is that of libgomp's own parser.
 TEST(Cores, ThreadsAreGivenByWhatLibgompTakesForANumber) {
   for (const char* text : {"", "0", " ", "00", "-1", "x", "4x", "1,", ",1", "1,0", "+"}) {
     EXPECT_FALSE(gives_threads(text)) << "'" << text << "'";

@@ -1,4 +1,4 @@
-// What of the log reaches stderr.
+// The lines of the log that reach stderr.
 #include "tessera/log_level.h"
 
 #include <gtest/gtest.h>
@@ -33,8 +33,8 @@ std::vector<bool> lines_on_stderr() {
 
 using Lines = std::vector<bool>;
 
-// Property: whatever was asked for last, before or after the sinks were opened, holds on stderr, of
-// ranks but 0 for errors alone; a file has all lines.
+// Property: the level that was set last, before or after the sinks were opened, holds on stderr, on
+// ranks other than 0 for errors alone; a file has all lines.
 TEST(LogLevel, NothingIsOnStderrUntilItIsAskedForAndThenThatLevel) {
   EXPECT_EQ(lines_on_stderr(), (Lines{false, false, false})) << "nothing was asked for";
   const testing::TemporaryFolder folder;

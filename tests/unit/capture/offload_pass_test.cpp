@@ -10,7 +10,7 @@
 #include "capture/plan_text.h"
 #include "fsdp/agreed/step_plan_check.h"
 #include "tessera/error.h"
-#include "unit/fsdp/drawn_plan.h"
+#include "unit/capture/drawn_problem.h"
 #include "unit/fsdp/flat_trace.h"
 
 namespace tessera::capture::offload_pass_test {
@@ -18,7 +18,6 @@ namespace {
 
 using fsdp::Draw;
 using fsdp::Keep;
-using fsdp::PlanOrder;
 using fsdp::ReduceAt;
 using fsdp::StateBytes;
 using ::testing::AllOf;
@@ -53,10 +52,6 @@ PlanProblem problem_of(const std::vector<StateBytes>& state, std::int64_t micro_
   problem.profile = default_profile(problem.units);
   problem.state = state;
   return problem;
-}
-
-fsdp::StepPlan plan_of(const PlanProblem& problem, const Chosen& chosen) {
-  return make_plan(problem.record, problem.units, chosen.choices, problem.order);
 }
 
 TEST(OffloadPass, TakesTheSmallestUnitThatIsEnoughElseTheOneThatBringsMost) {
@@ -173,21 +168,10 @@ TEST(OffloadPass, DrawnProblemsStayWithinTheirBudgets) {
   int refusals = 0, offloading = 0;
   for (unsigned seed = 0; seed < 600; ++seed) {
     Draw draw(seed);
-    PlanProblem problem;
     const auto count = 1 + draw.below(6);
-    problem.record = draw.record(1, count);
-    problem.units = draw.units(count);
-    std::vector<bool> resharded;
-    for (std::size_t i = 0; i < count; ++i) resharded.push_back(draw.below(4) != 0);
-    problem.eager =
-        eager_choices(problem.record, resharded, ReduceAt::kLastBackward, problem.order);
+    auto problem = drawn_problem(draw, count, ReduceAt::kLastBackward);
     problem.form = draw.coin() ? Form::k3 : Form::k1;
-    problem.micro_batches = static_cast<std::int64_t>(1 + draw.below(4));
-    problem.profile = default_profile(problem.units);
     problem.profile.is_assumed = draw.coin();
-    for (auto& unit : problem.profile.units) {
-      if (draw.coin()) unit.gather_ms = static_cast<double>(draw.below(100)) / 10.0;
-    }
     if (draw.coin()) {
       problem.profile.transfer =
           CollectiveCost{.ms_per_byte = static_cast<double>(draw.below(100)) / 1000.0};

@@ -13,7 +13,7 @@
 #include "capture/simulate_plan.h"
 #include "fsdp/agreed/step_plan_check.h"
 #include "tessera/error.h"
-#include "unit/fsdp/drawn_plan.h"
+#include "unit/capture/drawn_problem.h"
 #include "unit/fsdp/flat_trace.h"
 
 namespace tessera::capture::passes_test {
@@ -49,10 +49,6 @@ PlanProblem problem_of(const std::vector<std::int64_t>& bytes, std::int64_t micr
   problem.micro_batches = micro_batches;
   problem.profile = default_profile(problem.units);
   return problem;
-}
-
-fsdp::StepPlan plan_of(const PlanProblem& problem, const Chosen& chosen) {
-  return make_plan(problem.record, problem.units, chosen.choices, problem.order);
 }
 
 std::string refused(const auto& choose) {
@@ -214,7 +210,7 @@ TEST(Passes, UnknownOnesAndUnmetRequirementsAreNamed) {
 
 // Whatever units, traces, budgets and costs: a plan that holds, within the budget, the same every
 // time; with more memory never fewer bytes' worth of gathers saved than the least.
-/// "3 ms", "1.5 s": what nobody can know where nothing was measured.
+/// "3 ms", "1.5 s": which are unknown where nothing was measured.
 bool speaks_of_seconds(const Chosen& chosen) {
   std::string all = chosen.ahead_reason;
   for (const auto* texts :
@@ -224,21 +220,15 @@ bool speaks_of_seconds(const Chosen& chosen) {
   return std::regex_search(all, std::regex(R"([0-9] m?s\b)"));
 }
 
-// Naive: a default cost of bytes, shown as times and reasoned with. What is chosen is the same either
-// way.
+// Naive: a default cost of bytes, shown as times and used in reasons. The choices are the same
+// either way.
 TEST(Passes, WithoutAProfileNoReasonHasSeconds) {
   int with_times = 0;
   for (unsigned seed = 0; seed < 60; ++seed) {
     Draw draw(seed);
-    PlanProblem problem;
     const auto count = 2 + draw.below(4);
-    problem.record = draw.record(1, count);
-    problem.units = draw.units(count);
+    auto problem = drawn_problem(draw, count, ReduceAt::kLastBackward);
     for (auto& unit : problem.units) unit.recompute_by = fsdp::RecomputeBy::kPlan;
-    problem.eager = eager_choices(problem.record, std::vector<bool>(count, true),
-                                  ReduceAt::kLastBackward, problem.order);
-    problem.micro_batches = static_cast<std::int64_t>(1 + draw.below(4));
-    problem.profile = default_profile(problem.units);
     ForwardActivations given;
     for (const auto& unit : problem.units) {
       given.units.push_back({.unit = unit.name,
@@ -266,22 +256,11 @@ TEST(Passes, DrawnProblemsGiveValidPlansWithinTheirBudgets) {
   int refusals = 0;
   for (unsigned seed = 0; seed < 400; ++seed) {
     Draw draw(seed);
-    PlanProblem problem;
     const auto count = 1 + draw.below(5);
-    problem.order = draw.coin() ? PlanOrder::kAny : PlanOrder::kOneAfterTheOther;
-    problem.record = draw.record(1, count);
-    problem.units = draw.units(count);
-    std::vector<bool> resharded;
-    for (std::size_t i = 0; i < count; ++i) resharded.push_back(draw.below(4) != 0);
-    problem.eager = eager_choices(problem.record, resharded, static_cast<ReduceAt>(draw.below(3)),
-                                  problem.order);
+    const auto order = draw.coin() ? PlanOrder::kAny : PlanOrder::kOneAfterTheOther;
+    auto problem = drawn_problem(draw, count, static_cast<ReduceAt>(draw.below(3)), order);
     problem.form = std::array{Form::k1, Form::k2, Form::k3}.at(draw.below(3));
-    problem.micro_batches = static_cast<std::int64_t>(1 + draw.below(4));
     if (draw.coin()) problem.memory_budget = static_cast<std::int64_t>(draw.below(80));
-    problem.profile = default_profile(problem.units);
-    for (auto& unit : problem.profile.units) {
-      if (draw.coin()) unit.gather_ms = static_cast<double>(draw.below(100)) / 10.0;
-    }
     try {
       const auto chosen = choose(problem);
       ASSERT_EQ(choose(problem), chosen) << seed;

@@ -11,7 +11,7 @@
 #include "fsdp/agreed/step_plan_check.h"
 #include "tessera/compile.h"
 #include "tessera/error.h"
-#include "unit/fsdp/drawn_plan.h"
+#include "unit/capture/drawn_problem.h"
 #include "unit/fsdp/flat_trace.h"
 
 namespace tessera::capture::recompute_pass_test {
@@ -60,10 +60,6 @@ PlanProblem problem_of(const std::vector<Layer>& layers, std::optional<std::int6
   problem.activations = activations_of(activations, problem.units);
   problem.memory_budget = budget;
   return problem;
-}
-
-fsdp::StepPlan plan_of(const PlanProblem& problem, const Chosen& chosen) {
-  return make_plan(problem.record, problem.units, chosen.choices, problem.order);
 }
 
 std::string refused(const auto& act) {

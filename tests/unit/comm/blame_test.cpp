@@ -17,7 +17,7 @@ using testing::AllOf;
 using testing::HasSubstr;
 using testing::StartsWith;
 
-// [Note: disagreements]. Naive: the first watch that finds one ends its process, and with it the run.
+// [Note: disagreements]. Naive: the first watch that finds one ends its process, and so the run.
 TEST(Disagreements, CanBeCaughtOnEveryRankAndTheRunGoesOn) {
   const std::vector<Plan> plans{{.nproc = 2, .mode = "caught", .step = 1, .steps = 6},
                                 {.nproc = 3, .mode = "caught", .step = 2, .steps = 6},
@@ -32,13 +32,13 @@ TEST(Disagreements, CanBeCaughtOnEveryRankAndTheRunGoesOn) {
   }
 }
 
-// Naive: the store goes with rank 0, and whoever leaves a little later is ended for that.
+// Naive: the store ends with rank 0, and a rank that leaves a little later is ended for that.
 TEST(Disagreements, ThatAreCaughtEndNobodyWhoLeavesThen) {
   const auto outcome = run({.nproc = 3, .mode = "caught-leave"});
   EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
 }
 
-// Rank 2 shares no group with those that disagree: they recover, and would wait for it for ever.
+// Rank 2 shares no group with those that disagree: they recover, and would wait for it forever.
 // Naive: the error of a thread of the library, which the program has not waited for, is one of the
 // program's.
 TEST(Disagreements, EndARankThatComesToNoCallOfTheLibrary) {

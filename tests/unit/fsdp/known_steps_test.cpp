@@ -1,4 +1,4 @@
-// Which schedules are remembered: those in use, beside however many that come once.
+// Schedules whose records are kept: those in use, whatever number of others occurs once.
 #include "fsdp/agreed/known_steps.h"
 
 #include <gtest/gtest.h>
@@ -50,7 +50,7 @@ TEST(KnownSteps, WhatIsPutAgainTakesItsPlace) {
   EXPECT_TRUE(step(known, "train", 2));
 }
 
-// Naive: all are dropped with one too many, or the ones that come once push out those in use.
+// Naive: one too many drops all, or schedules that occur once replace those in use.
 TEST(KnownSteps, SchedulesInUseStayBesideAnyNumberThatComeOnce) {
   for (std::uint64_t seed = 1; seed <= 200; ++seed) {
     SCOPED_TRACE(concat("seed ", seed));
@@ -71,7 +71,7 @@ TEST(KnownSteps, SchedulesInUseStayBesideAnyNumberThatComeOnce) {
   }
 }
 
-// Naive: where all places are taken by schedules in use, new ones push each other out for ever.
+// Naive: where schedules in use take all places, new ones replace each other forever.
 TEST(KnownSteps, NewSchedulesInTurnAreFollowedHoweverManyAreInUse) {
   KnownSteps known;
   for (int twice = 0; twice < 2; ++twice) {

@@ -57,7 +57,7 @@ TEST(HfFolder, OneFileByItselfHasItsTensorsWhereverALinkLeads) {
   EXPECT_EQ(one.config_text(), "");
 }
 
-// Naive: the file that is left over of an earlier save is read, and nobody is told of the shards.
+// Naive: the file that is left over of an earlier save is read silently.
 TEST(HfFolder, AFileBesideAnIndexThatDoesNotNameItIsReadAndNamed) {
   const auto said = [](const fs::path& path, std::size_t files) {
     ::testing::internal::CaptureStderr();

@@ -246,7 +246,7 @@ TEST_F(Watched, ADisagreementOfWhichTheProgramKnowsDoesNotEndItsRecovery) {
   EXPECT_FALSE(acted_) << first_action();
 }
 
-// Naive: thrown by one thread of the rank, while another one stays in its wait for ever.
+// Naive: one thread of the rank throws it, while another one stays in its wait forever.
 TEST_F(Watched, ADisagreementThatEndsNoWaitIsSaidThoughItWasThrown) {
   struct : Blocked {
     void abort() override {}

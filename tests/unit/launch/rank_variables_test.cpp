@@ -1,4 +1,4 @@
-// What a rank gets of libgomp's variables, beside whatever a user has set.
+// The variables of libgomp that a rank gets, for any setting of a user.
 #include "launch/rank_variables.h"
 
 #include <gtest/gtest.h>

@@ -50,7 +50,16 @@ TEST(ModelPlan, TheBoundIsOfTheUnshardedComputeDtype) {
   EXPECT_FALSE(is_small(bucket, 257)) << "nothing of it is gathered";
 }
 
-TEST(ModelPlan, TrafficIsTheFormulaOfTheDocumentation) {
+/// Of all buckets of a unit.
+std::int64_t sent_of(const PlannedUnit& unit, std::int64_t (*bytes)(const BucketPlan&)) {
+  std::int64_t sum = 0;
+  for (const BucketPlan& bucket : unit.plan.buckets) {
+    sum += sent_bytes(bytes(bucket), bucket.ranks);
+  }
+  return sum;
+}
+
+TEST(ModelPlan, UnitsSendTheBytesOfTheDocumentation) {
   BucketKey frozen = kFloat;
   frozen.trainable = false;
   const PlanOptions four{4, 64};
@@ -58,17 +67,17 @@ TEST(ModelPlan, TrafficIsTheFormulaOfTheDocumentation) {
       {"", {{"embed", 1024, kFloat}}},
       {{"a", {{"a.w", 2048, kHalf}}}, {"b", {{"b.w", 4096, kHalf}}}, {"c", {{"c.w", 512, frozen}}}},
       four, 0);
+  std::vector<std::int64_t> gathers, reductions;
+  for (const PlannedUnit& unit : plan.units) {
+    gathers.push_back(sent_of(unit, gathered_bytes));
+    reductions.push_back(sent_of(unit, reduced_bytes));
+  }
   // (N - 1) S c of each: 3 x 1024/4 x 4, 3 x 2048/4 x 2, 3 x 4096/4 x 2, 3 x 512/4 x 4.
-  const std::int64_t root = 3072, a = 3072, b = 6144, c = 1536;
-  EXPECT_EQ(step_traffic(plan, Reshard::kYes, 3).gathers, 3 * (root + a + b + c + a + b))
-      << "backward gathers again what is neither first nor last";
-  EXPECT_EQ(step_traffic(plan, Reshard::kNo, 3).gathers, 3 * (root + a + b + c));
-  // (N - 1) S r in fp32, nothing of the frozen one, once a step.
-  EXPECT_EQ(step_traffic(plan, Reshard::kYes, 3).reductions, 3 * (1024 + 2048 + 4096));
-  EXPECT_EQ(step_traffic(plan_model({"", {{"w", 64, kHalf}}}, {}, {1, 64}, 0), Reshard::kYes, 1)
-                .reductions,
-            0)
-      << "one rank sends nothing";
+  EXPECT_EQ(gathers, (std::vector<std::int64_t>{3072, 3072, 6144, 1536}));
+  // (N - 1) S r in fp32, nothing of the frozen one.
+  EXPECT_EQ(reductions, (std::vector<std::int64_t>{3 * 1024, 3 * 2048, 3 * 4096, 0}));
+  const ModelPlan alone = plan_model({"", {{"w", 64, kHalf}}}, {}, {1, 64}, 0);
+  EXPECT_EQ(sent_of(alone.units.front(), reduced_bytes), 0) << "one rank sends nothing";
 }
 
 // dp_shard 4 x tp 2 = dp_shard_mod_ep 2 x ep 4: a norm is summed over all eight ranks, a column
@@ -94,8 +103,8 @@ TEST(ModelPlan, ABucketLiesOverTheRanksOfItsOwnAxes) {
   EXPECT_EQ(buckets[2].ranks, 2);
   EXPECT_EQ(buckets[3].ranks, 1);
   const std::int64_t sent = 4 * 512 * 7 / 8 + 4 * 512 * 3 / 4 + 4 * 512 / 2;
-  EXPECT_EQ(step_traffic(plan, Reshard::kYes, 1).reductions, sent);
-  EXPECT_EQ(step_traffic(plan, Reshard::kYes, 1).gathers, sent);
+  EXPECT_EQ(sent_of(plan.units.front(), reduced_bytes), sent);
+  EXPECT_EQ(sent_of(plan.units.front(), gathered_bytes), sent);
 }
 
 TEST(ModelPlan, HashesDifferWhereThePlansDo) {

@@ -1,5 +1,5 @@
-// Keys of a config.json that no family reads: inert ones, values that mean "off", and the rest, drawn
-// into the config of every family.
+// Keys of a config.json that no family reads: inert ones, values that mean "off", and the rest,
+// drawn into the config of every family.
 #include "models/keys/known_keys.h"
 
 #include <gmock/gmock.h>
@@ -100,7 +100,7 @@ TEST_P(KnownKeys, OtherValuesThanOffAreRefused) {
   }
 }
 
-// No flag gets round what would be computed wrongly.
+// No flag permits a key that would be computed wrongly.
 TEST_P(KnownKeys, WhatMattersIsRefusedWhateverTheCallerSays) {
   const std::pair<const char*, json> cases[] = {{"pretraining_tp", 2},
                                                 {"is_encoder_decoder", true},

@@ -148,7 +148,7 @@ TEST_P(PackedModel, RowsOfABatchAreDocumentsOfOneRow) {
   expect_alike(sums_of(*model_, {packed}), sums_of(*model_, {rows}), "rows");
 }
 
-// Places that packing leaves empty, of a document of their own: routed, and not counted.
+// Places that packing leaves empty, which form a document: routed, and not counted.
 TEST_P(PackedModel, LoadsOfExpertsAreThoseOfTheDocumentsWithoutFillers) {
   if (!reference_.spec().moe) GTEST_SKIP() << "no experts";
   if (has_gemma4(GetParam())) {

@@ -1,5 +1,5 @@
-// Rope in both spellings beside each other, as exporters write it for two versions of transformers:
-// drawn ropes of every family that has one, agreeing, and differing in one value.
+// Rope in both spellings at once, as exporters write it for two versions of transformers: drawn
+// ropes of every family that has one, equal, and different in one value.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -29,7 +29,7 @@ double between(Draw& draw, int least, int most) {
   return std::uniform_int_distribution<int>(2 * least, 2 * most)(draw) / 2.0;
 }
 
-/// One rope in what both spellings share, and what each puts beside that.
+/// The parts of one rope that both spellings share, and what each adds.
 struct DrawnRope {
   json record;  ///< without theta
   double theta = 0.0;

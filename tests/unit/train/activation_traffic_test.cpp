@@ -11,10 +11,10 @@
 #include <fstream>
 #include <set>
 
-#include "train/parallelize.h"
-#include "train/plan_of_run.h"
+#include "train/step_traffic.h"
 #include "train/trainer.h"
 #include "unit/train/parallel_degrees.h"
+#include "unit/train/planned_run.h"
 #include "unit/train/read_trace.h"
 #include "unit/train/run_case.h"
 #include "unit/train/traffic_formulas.h"
@@ -101,8 +101,9 @@ std::int64_t batches(const layout::PlannedUnit& unit) {
 }
 
 /// All parameters are trainable; replicas are one or two.
-Parameters planned(const layout::ModelPlan& plan, const Degrees& d) {
-  const auto traffic = layout::step_traffic(plan, layout::Reshard::kYes, d.micro_batches);
+Parameters planned(const RunOfPlan& run, int rank, const Degrees& d) {
+  const layout::ModelPlan& plan = run.plan;
+  const StepTraffic traffic = step_traffic(run, plan_of_steps(run, {}), {.rank = rank});
   Parameters expected{{0, traffic.gathers}, {0, traffic.reductions}, {}};
   for (std::size_t u = 0; u < plan.units.size(); ++u) {
     const std::int64_t groups = batches(plan.units[u]);
@@ -139,15 +140,13 @@ TEST_P(ActivationTraffic, IsThatOfTheFormulas) {
   on_ranks(degrees.ranks(), [&](World& world) { run_training(config, world); });
 
   const Rows rows = read_trace(folder / "run/metrics/trace/step-2.json");
-  const ModelSource source = open_model(config.model);
-  const ParallelDims dims = resolve_parallelism(config.parallelism, degrees.ranks());
-  const auto plan = plan_model(source.description, resolve_model(source, config, dims).parameters,
-                               mesh_shape(dims));
+  const PlannedRun known = planned_run(config, degrees.ranks());
+  const RunOfPlan run = known.of(config);
   for (int rank = 0; rank < degrees.ranks(); ++rank) {
     SCOPED_TRACE(rank);
-    EXPECT_EQ(counted(rows, rank), Formulas(source.spec, family, degrees, rank).of_step());
+    EXPECT_EQ(counted(rows, rank), Formulas(run.spec, family, degrees, rank).of_step());
     if (family.mlps == Mlps::kGemma) continue;  // the plan counts the tower, too
-    EXPECT_EQ(counted_parameters(rows, rank), planned(plan, degrees));
+    EXPECT_EQ(counted_parameters(rows, rank), planned(run, rank, degrees));
   }
 }
 

@@ -1,6 +1,6 @@
-// Rows that are packed of documents under layouts: every rank's gradients are those of the documents
-// alone, tensor and sequence parallel, sharded experts, recomputed and replayed. Places that packing
-// leaves empty count in no router's load, whichever rank has them.
+// Rows that are packed of documents under layouts: every rank's gradients are those of the
+// documents alone, tensor and sequence parallel, sharded experts, recomputed and replayed. No
+// router's load counts the places that packing leaves empty, whichever rank has them.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>

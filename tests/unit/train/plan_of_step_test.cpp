@@ -29,11 +29,10 @@
 #include "tessera/group.h"
 #include "tessera/optim.h"
 #include "tessera/step_scope.h"
-#include "train/expert_balance.h"
 #include "train/parallelize.h"
-#include "train/plan_of_run.h"
 #include "train/step.h"
 #include "unit/train/counted_bytes.h"
+#include "unit/train/planned_run.h"
 #include "unit/train/run_case.h"
 
 namespace tessera::train::plan_of_step_test {
@@ -72,30 +71,6 @@ Config config_of(const StepCase& c, const testing::TemporaryFolder& folder) {
   return config;
 }
 
-/// What there is of a run before it starts.
-struct Before {
-  ModelSource source;
-  ParallelDims dims;
-  ModelContract contract;
-  layout::ModelPlan plan;
-  RunOfPlan of(const Config& config) const {
-    return {config,
-            source.spec,
-            source.description,
-            dims,
-            contract,
-            plan,
-            aux_loss_coef(config.model.aux_loss_coef, source.spec)};
-  }
-};
-Before before(const Config& config, int ranks) {
-  Before found{open_model(config.model), resolve_parallelism(config.parallelism, ranks), {}, {}};
-  found.contract = resolve_model(found.source, config, found.dims);
-  found.plan =
-      plan_model(found.source.description, found.contract.parameters, mesh_shape(found.dims));
-  return found;
-}
-
 /// What a micro-batch's forward leaves, and the most that is there until its backward has ended.
 struct Activations {
   std::int64_t kept = 0;
@@ -105,7 +80,7 @@ struct Activations {
 /// A rank that trains in step scopes of three micro-batches.
 class Rank {
  public:
-  Rank(const Config& config, const Before& run, World& world, std::int64_t positions = 16)
+  Rank(const Config& config, const PlannedRun& run, World& world, std::int64_t positions = 16)
       : world_(world),
         positions_(positions),
         vocabulary_(run.source.spec.vocab_size),
@@ -218,7 +193,7 @@ TEST_P(PlanOfStep, ARunRecordsWhatWasPredicted) {
   const StepCase& c = GetParam();
   const testing::TemporaryFolder folder;
   const Config config = config_of(c, folder);
-  const Before known = before(config, c.ranks);
+  const PlannedRun known = planned_run(config, c.ranks);
   const RunOfPlan run = known.of(config);
   const auto record = step_record(run);
   const auto units = plan_units(run);
@@ -277,7 +252,7 @@ TEST(CompiledStep, HoldsWhatWasPredictedAndGivesTheSameBits) {
   StepCase c{"dense"};
   Config config = config_of(c, folder);
   config.training.seq_len = Rank::kTokens;
-  const Before known = before(config, c.ranks);
+  const PlannedRun known = planned_run(config, c.ranks);
   const RunOfPlan run = known.of(config);
   const auto record = step_record(run);
   const auto units = plan_units(run);
@@ -340,7 +315,7 @@ TEST(CompiledStep, FollowsAPlanOutOfAFileAndRefusesAnothers) {
   const testing::TemporaryFolder folder;
   StepCase c{"dense"};
   const Config config = config_of(c, folder);
-  const Before known = before(config, c.ranks);
+  const PlannedRun known = planned_run(config, c.ranks);
   const RunOfPlan run = known.of(config);
   const auto record = step_record(run);
   capture::PlanFile file{made_for(run, TORCH_VERSION), {}, {}};
@@ -420,7 +395,7 @@ TEST_P(RecomputeByLayer, GivesTheSameBitsAndHoldsWhatWasPredicted) {
   const testing::TemporaryFolder folder;
   const StepCase& c = GetParam();
   const Config config = config_of_rows(c, folder);
-  const Before known = before(config, c.ranks);
+  const PlannedRun known = planned_run(config, c.ranks);
   const RunOfPlan run = known.of(config);
   const auto record = step_record(run);
   const auto units = plan_units(run);
@@ -466,7 +441,7 @@ TEST_P(RecomputeByLayer, SumsOfLayersAreWhatTheTableSays) {
   const testing::TemporaryFolder folder;
   const StepCase& c = GetParam();
   const Config config = config_of_rows(c, folder);
-  const Before known = before(config, c.ranks);
+  const PlannedRun known = planned_run(config, c.ranks);
   const RunOfPlan run = known.of(config);
   const auto units = plan_units(run);
   const auto by_unit_of_plan = capture::activations_of(*activations(run), units);
@@ -503,7 +478,7 @@ TEST(ReplayedStep, HoldsWhatItsProfileTellsAndNoMoreThanAnEagerOne) {
     Config config = config_of(c, folder);
     config.training.seq_len = kPositions;
     config.compile.mode = CompileChoice::kReplay;
-    const Before known = before(config, c.ranks);
+    const PlannedRun known = planned_run(config, c.ranks);
     const RunOfPlan run = known.of(config);
     const auto record = step_record(run);
     const auto units = plan_units(run);
@@ -570,7 +545,7 @@ TEST(RecomputeOfRun, BudgetsAreKeptAndBitsAreTheSame) {
   StepCase c{"dense"};
   Config config = config_of_rows(c, folder);
   config.compile.mode = CompileChoice::kPlan;
-  const Before known = before(config, c.ranks);
+  const PlannedRun known = planned_run(config, c.ranks);
   const RunOfPlan run = known.of(config);
   const auto record = step_record(run);
   const auto units = plan_units(run);
@@ -624,7 +599,7 @@ TEST(RecomputeOfRun, AKeyThatIsSetBinds) {
   StepCase c{"dense"};
   Config config = config_of_rows(c, folder);
   config.compile.mode = CompileChoice::kPlan;
-  const Before free = before(config, c.ranks);
+  const PlannedRun free = planned_run(config, c.ranks);
   const RunOfPlan free_run = free.of(config);
   const auto record = step_record(free_run);
   capture::PlanFile file{made_for(free_run, TORCH_VERSION), {}, {}};
@@ -659,7 +634,7 @@ TEST(CompileOfRun, BudgetBelowTheLeastGivesTheLeastOfAll) {
   Config config = config_of(c, folder);
   config.compile.mode = CompileChoice::kPlan;
   config.compile.memory_budget = MemoryBudget{.bytes = 1000};
-  const Before known = before(config, c.ranks);
+  const PlannedRun known = planned_run(config, c.ranks);
   const RunOfPlan run = known.of(config);
   std::int64_t least = 0;
   try {
@@ -692,7 +667,7 @@ TEST(CompileOfRun, StateOfUnitsIsThatOfARun) {
     StepCase c{"dense", "qwen3", 3};
     Config config = config_of(c, folder);
     config.precision.storage_dtype.dtype = config.precision.param_dtype.dtype = storage;
-    const Before known = before(config, c.ranks);
+    const PlannedRun known = planned_run(config, c.ranks);
     const RunOfPlan run = known.of(config);
     const auto predicted = fsdp::state_of_units(run.plan, run.contract.parameters, 2);
     on_ranks(c.ranks, [&](World& world) {

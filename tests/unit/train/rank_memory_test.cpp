@@ -71,7 +71,7 @@ TEST(RankMemory, OneRankThatComputesInItsStorageDtypeGathersAndReducesNothing) {
 }
 
 TEST(RankMemory, WithoutReshardingAllUnitsStayUnsharded) {
-  const Case kept{.options = {.reshard = layout::Reshard::kNo}};
+  const Case kept{.options = {.reshard = Reshard::kNo}};
   EXPECT_EQ(kept.memory().unsharded, (128 + 1024 + 2048 + 640) * 2);
 }
 

@@ -1,9 +1,9 @@
-// What the forecast says that a rank sends in a step, beside what a traced step sends: families,
-// layouts, dtypes and ways of a step, drawn. Of every kind the very bytes, on every rank.
+// Compares the forecast of the bytes that a rank sends in a step with a traced step: drawn
+// families, layouts, dtypes and options of a step. Every kind agrees to the byte, on every rank.
 //
-// Routers choose as they do: which tokens they send to other ranks is read off the trace's way there
-// (of two ranks of ep, where that says it all), so that the ways back, the gradients' and the counts'
-// are what is compared.
+// Routers choose freely: the tokens that they send to other ranks are read off the trace's forward
+// (for two ranks of ep, where that determines all), so that the test compares the bytes of the way
+// back, of gradients and of counts.
 #include "train/step_traffic.h"
 
 #include <gmock/gmock.h>
@@ -75,7 +75,7 @@ class Draws {
   std::mt19937 random_;
 };
 
-/// A pipeline's ranks multiply: nothing else is large beside one.
+/// A pipeline multiplies the ranks, so that no other axis is large then.
 Drawn drawn(std::uint32_t seed) {
   Draws draw(seed);
   Drawn d;
@@ -203,7 +203,7 @@ std::int64_t messages_by(const Rows& rows, int rank) {
   return bytes;
 }
 
-/// As it was traced, of all kinds.
+/// The traced bytes of all kinds.
 StepTraffic traced(const Rows& rows, int rank) {
   StepTraffic traffic;
   traffic.gathers = sent_by(rows, rank, "gathers");
@@ -285,8 +285,8 @@ struct Forecast {
   }
 };
 
-/// By place among the layers with experts: rows that a rank sent to the experts of the other one, in
-/// the forwards of a step.
+/// Rows that a rank sent to the experts of the other one in the forwards of a step, by place among
+/// the layers with experts.
 std::vector<std::int64_t> rows_there(const Rows& rows, int rank, const Forecast& forecast,
                                      const Drawn& d) {
   const auto routed = models::routed_experts(forecast.source.spec).layers;
@@ -300,7 +300,7 @@ std::vector<std::int64_t> rows_there(const Rows& rows, int rank, const Forecast&
     sent.push_back(span.arguments["sent_bytes"].get<std::int64_t>() / row_bytes);
   }
   if (forecast.pipeline) {
-    // Slots are mixed: all of them said of one layer of the rank, since all are alike.
+    // Slots are mixed: all rows count for one layer of the rank, since all layers are equal.
     const int pp_rank = forecast.mesh.coordinate(rank, axis::kPipeline);
     const auto here = std::ranges::find_if(routed, [&](std::int64_t layer) {
       return std::ranges::any_of(stages_of_rank(*forecast.pipeline, pp_rank),
@@ -312,7 +312,7 @@ std::vector<std::int64_t> rows_there(const Rows& rows, int rank, const Forecast&
         all / (d.recompute == "none" ? 1 : 2);
     return by_place;
   }
-  // Layer after layer, and behind these those that are run again.
+  // Layer after layer, followed by those that are recomputed.
   const std::size_t calls = sent.size() / static_cast<std::size_t>(d.micro_batches);
   for (std::size_t i = 0; i < sent.size(); ++i) {
     if (i % calls < routed.size()) by_place[i % calls] += sent[i];
@@ -320,7 +320,7 @@ std::vector<std::int64_t> rows_there(const Rows& rows, int rank, const Forecast&
   return by_place;
 }
 
-/// Of the two ranks of an axis ep: what stays is nobody's matter.
+/// The loads of the two ranks of an axis ep; tokens that stay on their rank do not matter.
 ExpertLoads traced_loads(const Rows& rows, int rank, const Forecast& forecast, const Drawn& d) {
   const auto members = forecast.mesh.ranks_of(rank, {axis::kExpert});
   const auto routed = models::routed_experts(forecast.source.spec);
@@ -369,7 +369,7 @@ ExpertLoads even_loads(const models::ModelSpec& spec, const Drawn& d) {
   return ExpertLoads(routed.layers.size(), std::vector(static_cast<std::size_t>(d.ep), of_rank));
 }
 
-// What users see is the forecast without loads.
+// Users see the forecast without loads.
 TEST(StepTraffic, WithoutLoadsItIsThatOfExpertsChosenEquallyOften) {
   int cases = 0, of_four = 0;
   for (std::uint32_t seed = 1; seed <= 60; ++seed) {

@@ -1,9 +1,9 @@
 // Traces of whole steps: what is in them agrees with the plan, and rows can be drawn.
 #include <gmock/gmock.h>
 
-#include "train/parallelize.h"
-#include "train/plan_of_run.h"
+#include "train/step_traffic.h"
 #include "train/trainer.h"
+#include "unit/train/planned_run.h"
 #include "unit/train/read_trace.h"
 #include "unit/train/run_case.h"
 
@@ -59,19 +59,16 @@ TEST_P(TraceOfRun, SendsTheBytesOfThePlanInRowsThatNest) {
   EXPECT_FALSE(std::filesystem::exists(folder / "run/metrics/trace/step-2.json"));
   const Rows rows = read_trace(folder / "run/metrics/trace/step-3.json");
   expect_nested(rows);
-  const ModelSource source = open_model(config.model);
-  const ParallelDims dims = resolve_parallelism(config.parallelism, c.ranks);
-  const auto plan = plan_model(source.description, resolve_model(source, config, dims).parameters,
-                               mesh_shape(dims));
-  const auto traffic = layout::step_traffic(
-      plan, c.reshard ? layout::Reshard::kYes : layout::Reshard::kNo, c.micro_batches);
+  const PlannedRun known = planned_run(config, c.ranks);
+  const RunOfPlan run = known.of(config);
   for (int rank = 0; rank < c.ranks; ++rank) {
     SCOPED_TRACE(rank);
+    const StepTraffic traffic = step_traffic(run, plan_of_steps(run, {}), {.rank = rank});
     EXPECT_EQ(sent(rows.at({rank, "gathers"})), traffic.gathers);
     EXPECT_EQ(sent(rows.at({rank, "reductions"})), traffic.reductions);
     const auto compute = names_of(rows.at({rank, "compute"}));
     EXPECT_EQ(compute.front(), "step 3");
-    for (const auto& unit : plan.units) {
+    for (const auto& unit : known.plan.units) {
       const std::string name = unit.plan.name.empty() ? "(root)" : unit.plan.name;
       EXPECT_EQ(std::ranges::count(compute, "forward " + name), c.micro_batches) << name;
       EXPECT_EQ(std::ranges::count(compute, "backward " + name), c.micro_batches) << name;

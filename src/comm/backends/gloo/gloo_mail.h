@@ -1,11 +1,11 @@
 // Messages over Gloo: each a send and a receive between two ranks, matched by a tag.
 //
-// [Note: message tags] c10d has 31 bits for one. Those by which messages that are under way at the
-// same time differ are in it as they are (direction, stage, micro-batch, tensor: at most 23 bits, as
-// many as the step's MailExtent needs), so that two of a schedule never share one; the others, at
-// least 8, are a hash over all that both ends must agree on: step, sizes and dtype too. Ends that
-// differ wait: what each rank has under way stands on the wait board, where the failure watch finds
-// it (launch/peer_watch.h). Nothing is sent beside the tensor itself.
+// [Note: message tags] c10d has 31 bits for a tag. At most 23 of them are the numbers by which
+// concurrent messages differ, as they are: direction, stage, micro-batch and tensor. How many bits
+// these take depends on the step's MailExtent; no two messages of a schedule share a tag. The other
+// bits, at least 8, are a hash over all that both ends must agree on, also step, sizes and dtype.
+// Ends that differ wait: the messages that each rank has pending are on the wait board, where the
+// failure watch compares them (launch/peer_watch.h). Nothing is sent but the tensor itself.
 //
 // Private to point_to_point.cpp, whose connections it uses.
 #pragma once

@@ -1,4 +1,4 @@
-// What an unknown name is answered with: the key that was meant, or that there is none.
+// Answers to unknown names: the key that was meant, or that there is none.
 #include "train/config/config_names.h"
 
 #include <gmock/gmock.h>
@@ -39,7 +39,7 @@ TEST(OtherNames, EveryKeyThatTheTableNamesIsThereAndNoneOfTheirsIs) {
     }
     EXPECT_TRUE(other.here.empty() || find_key(other.here) != nullptr) << other.here;
     EXPECT_FALSE(other.here.empty() && other.note.empty()) << other.theirs;
-    // Keys that the note speaks of.
+    // Keys that the note mentions.
     static const std::regex kKey("\\b([a-z_]+)\\.[a-z_0-9]+");
     const std::string note(other.note);
     for (std::sregex_iterator key(note.begin(), note.end(), kKey), end; key != end; ++key) {
@@ -54,8 +54,8 @@ TEST(OtherNames, EveryKeyThatTheTableNamesIsThereAndNoneOfTheirsIs) {
   }
 }
 
-// The same answer in a file's section, at its top (axolotl has no sections), in a section that is not
-// there, and on the command line with torchtitan's dashes.
+// The same answer in a file's section, at its top (axolotl has no sections), in an unknown section,
+// and on the command line with torchtitan's dashes.
 TEST(OtherNames, EveryOneIsAnsweredWhereverItStands) {
   for (const OtherName& other : other_keys()) {
     for (const std::string& name : words_of(other.theirs)) {
@@ -137,7 +137,7 @@ TEST(OtherNames, TheMostUsedOfTorchtitanTransformersAndAxolotl) {
               HasSubstr("\"parallelism.data_parallel_shard_degree\""));
 }
 
-/// One slip: a character changed, put in, taken out, or swapped with its neighbour.
+/// One edit: a character changed, inserted, removed, or swapped with its neighbour.
 std::string misspelt(std::string word, std::mt19937& random) {
   const auto below = [&](std::size_t end) {
     return std::uniform_int_distribution<std::size_t>(0, end - 1)(random);
@@ -160,7 +160,7 @@ std::string misspelt(std::string word, std::mt19937& random) {
   return word;
 }
 
-// Drawn: one slip in the key, in the section, in both.
+// Drawn: one edit in the key, in the section, in both.
 TEST(MisspeltKeys, OneSlipInTheNameFindsTheKey) {
   std::mt19937 random(7);
   int found = 0;
@@ -182,7 +182,7 @@ TEST(MisspeltKeys, OneSlipInTheNameFindsTheKey) {
   EXPECT_GT(found, 1000);
 }
 
-// Drawn words of 5 to 20 letters are near to nothing, and nothing is offered for them.
+// Drawn words of 5 to 20 letters are near no key, and get no suggestion.
 TEST(MisspeltKeys, AWordThatIsFarFromAllFindsNone) {
   std::mt19937 random(11);
   std::vector<std::string> sections{""};

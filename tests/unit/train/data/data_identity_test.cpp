@@ -123,7 +123,7 @@ TEST(DataIdentity, TheKeyThatMadeItOtherDataIsFound) {
   EXPECT_EQ(changed(plain, both, both), "data.source: found 0 sources, expected 2");
   EXPECT_THAT(changed(of({{{b}, 3.0}, {{a}, 1.0}}), both, both),
               ::testing::MatchesRegex("data.source.1..path: found .*b.txt.*, expected .*a.txt.*"));
-  // Naive: the first name that differs, though that file only moved.
+  // Naive: the first path that differs, though that file only moved.
   const auto moved = folder.write("moved.txt", "one").string();
   const auto longer = folder.write("c.txt", "three").string();
   const auto same_size = folder.write("d.txt", "TWO").string();

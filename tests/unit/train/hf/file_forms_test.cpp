@@ -123,7 +123,7 @@ TEST(HiddenMatrices, OfFusedWeightsAreEachPartUnlessARuleSaysOtherwise) {
   expect(together.at(stacked), 3, {6, 4}, {});
 }
 
-// What a checkpoint of before there was a choice means.
+// The matrices of a checkpoint that was written before there was a choice.
 TEST(HiddenMatrices, WereOneWhereFilesHoldOneTensor) {
   EXPECT_EQ(fused_in_files(fused_table()),
             (std::vector<std::string>{"halves", "in_turn", "rows", "c_attn"}));

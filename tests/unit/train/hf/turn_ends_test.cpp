@@ -113,8 +113,9 @@ class Draw {
   std::mt19937 engine_;
 };
 
-// Property: an end is named exactly where none of the stops is it, by each that says it; of several
-// that a template has one is enough, since what calls a tool may end otherwise.
+// Property: an end is named exactly where generation does not stop at it, by each file that gives
+// it; of several ends in a template one that stops is enough, since a tool call may end
+// differently.
 TEST(TurnEnds, ThoseThatGenerationDoesNotStopAtAreNamed) {
   Draw draw(20261128);
   std::size_t named = 0, silent = 0;

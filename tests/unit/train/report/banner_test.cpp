@@ -2,6 +2,11 @@
 
 #include <gmock/gmock.h>
 
+#include <algorithm>
+#include <random>
+
+#include "train/config/config_resolve.h"
+
 namespace tessera::train::banner_test {
 namespace {
 
@@ -186,6 +191,41 @@ TEST(ChangedLr, SaysWhatARunWithMoreStepsHadAndHas) {
   EXPECT_THAT(*changed_lr(before, run_of(9, 1.0, linear), 4, 2),
               HasSubstr("step 4 had the lr 0.6, step 5 has 0.7, the last step, 9, has 0.3"))
       << "two of them made no update";
+}
+
+Config drawn_schedule(std::mt19937& draw) {
+  const auto one_of = [&]<class T>(std::initializer_list<T> of) {
+    return of.begin()[draw() % of.size()];
+  };
+  LrSchedulerConfig schedule{.warmup_steps = one_of({0, 0, 3, 6}),
+                             .decay = static_cast<LrDecay>(one_of({0, 0, 1, 2, 3})),
+                             .min_lr_factor = one_of({0.0, 0.0, 1.0})};
+  if (schedule.decay == LrDecay::kWsd) schedule.decay_steps = one_of({2, 5});
+  return run_of(one_of({4, 9, 12}), one_of({1.0, 1.0, 1.0, 2.0}), schedule);
+}
+
+// Naive: a run that goes on at the rate that it had is warned of its steps.
+TEST(ChangedLr, IsSaidWhereARateDiffersAndOnlyThere) {
+  EXPECT_EQ(changed_lr(run_of(4, 1.0, {}), run_of(9, 1.0, {}), 4), std::nullopt);
+  std::mt19937 draw(20261128);
+  int said = 0, silent = 0;
+  for (int i = 0; i < 2000; ++i) {
+    const Config before = drawn_schedule(draw), now = drawn_schedule(draw);
+    const auto done = static_cast<std::int64_t>(draw() % 9);
+    const auto left_out = std::min(done, static_cast<std::int64_t>(draw() % 2));
+    bool differs = false;
+    for (std::int64_t step = done + 1; step <= *now.training.steps; ++step) {
+      const auto rate = [&](const Config& of) {
+        return learning_rate(of.lr_scheduler, *of.optimizer.lr, *of.training.steps,
+                             step - left_out);
+      };
+      differs |= rate(before) != rate(now);
+    }
+    EXPECT_EQ(changed_lr(before, now, done, left_out).has_value(), differs) << i;
+    ++(differs ? said : silent);
+  }
+  EXPECT_GT(said, 500);
+  EXPECT_GT(silent, 200);
 }
 
 }  // namespace

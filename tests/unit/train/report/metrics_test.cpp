@@ -222,7 +222,7 @@ TEST(StepLine, FitsAHundredColumnsWhateverAStepHas) {
   }
 }
 
-// On a card, ten thousand steps on, nothing has to go.
+// On a device, after ten thousand steps, no part is dropped.
 TEST(StepLine, HasAllOfAUsualStepOfADevice) {
   StepMetrics metrics = some_metrics();
   metrics.step = 1234;

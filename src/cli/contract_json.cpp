@@ -1,0 +1,168 @@
+#include "cli/contract_json.h"
+
+#include <nlohmann/json.hpp>
+
+namespace tessera::cli {
+namespace {
+
+Json reductions_json(const ReductionPlan& reductions) {
+  return {{"shard_axes", reductions.shard_axes},
+          {"replica_axes", reductions.replica_axes},
+          {"divide_factor", reductions.divide_factor}};
+}
+
+Json bucket_json(const layout::BucketPlan& bucket, const std::vector<layout::PlanItem>& items) {
+  Json parameters = Json::array();
+  for (const layout::Placed& placed : bucket.parameters) {
+    parameters.push_back({{"name", items[placed.parameter].name},
+                          {"offset", placed.offset},
+                          {"numel", placed.numel}});
+  }
+  const auto& key = bucket.key;
+  const auto of_gradient = [&](DType dtype) {
+    return key.trainable ? Json(to_string(dtype)) : Json();
+  };
+  const std::int64_t gathered = layout::gathered_bytes(bucket);
+  const std::int64_t reduced = layout::reduced_bytes(bucket);
+  return {{"storage", to_string(key.storage)},
+          {"compute", to_string(key.compute)},
+          {"accumulate", of_gradient(key.accumulate)},
+          {"reduce", of_gradient(key.reduce)},
+          {"final", of_gradient(key.final)},
+          {"trainable", key.trainable},
+          {"reductions", reductions_json(key.reductions)},
+          {"ranks", bucket.ranks},
+          {"numel", bucket.numel},
+          {"slice_numel", bucket.slice_numel()},
+          {"padding_numel", layout::padding_numel(bucket)},
+          {"shard_bytes", layout::shard_bytes(bucket)},
+          {"gathered_bytes", gathered},
+          {"gather_sent_bytes", layout::sent_bytes(gathered, bucket.ranks)},
+          {"reduced_bytes", reduced},
+          {"reduce_sent_bytes", layout::sent_bytes(reduced, bucket.ranks)},
+          {"parameters", parameters}};
+}
+
+Json held_json(const train::RankMemory& held) {
+  return {{"kernels", "cpu"},
+          {"parameters", held.parameters},
+          {"gradients", held.gradients},
+          {"moments", held.moments},
+          {"master", held.master},
+          {"unsharded_peak", held.unsharded},
+          {"reductions", held.reductions},
+          {"raw_gradient", held.raw_gradient}};
+}
+
+}  // namespace
+
+Json json_of(const GradContract& contract) {
+  const auto field = [&](ContractField which, const Json& value) {
+    return Json{{"value", value}, {"reason", contract.reason(which)}};
+  };
+  const auto dtype = [&](ContractField which, DType value) {
+    return contract.trainable ? field(which, to_string(value)) : Json();
+  };
+  Json grad;
+  if (contract.trainable) {
+    grad = field(ContractField::kGrad, contract.grad ? Json(to_string(*contract.grad)) : Json());
+  }
+  Json found = {
+      {"name", contract.name},
+      {"aliases", contract.aliases},
+      {"shape", contract.shape},
+      {"trainable", field(ContractField::kTrainable, contract.trainable)},
+      {"frozen_as", contract.trainable ? Json() : Json(to_string(contract.frozen_as))},
+      {"storage", field(ContractField::kStorage, to_string(contract.storage.dtype))},
+      {"compute", field(ContractField::kCompute, to_string(contract.compute.dtype))},
+      {"grad", grad},
+      {"accumulate", dtype(ContractField::kAccumulate, contract.accumulate)},
+      {"reduce", dtype(ContractField::kReduce, contract.reduce)},
+      {"final", dtype(ContractField::kFinal, contract.final)},
+      {"master",
+       contract.trainable ? field(ContractField::kMaster, to_string(contract.master)) : Json()},
+      {"state", dtype(ContractField::kState, contract.state)},
+      {"decay", contract.decays ? field(ContractField::kDecay, *contract.decays) : Json()},
+      {"reductions", reductions_json(contract.reductions)}};
+  if (contract.layout != ParameterLayout()) found["placement"] = to_string(contract.layout);
+  return found;
+}
+
+Json json_of(const BufferContract& contract) {
+  const auto field = [&](BufferField which, DType value) {
+    return Json{{"value", to_string(value)}, {"reason", contract.reason(which)}};
+  };
+  return {{"name", contract.name},
+          {"shape", contract.shape},
+          {"storage", field(BufferField::kStorage, contract.storage)},
+          {"compute", field(BufferField::kCompute, contract.compute)},
+          {"stored", contract.stored}};
+}
+
+Json casts_of(const UnitContract& contract) {
+  const auto field = [&](UnitField which, const std::optional<DType>& value) {
+    return Json{{"value", value ? Json(to_string(*value)) : Json()},
+                {"reason", contract.reason(which)}};
+  };
+  return {{"name", contract.name},
+          {"nested", contract.nested},
+          {"input", field(UnitField::kInput, contract.input)},
+          {"activation", field(UnitField::kActivation, contract.activation)},
+          {"output", field(UnitField::kOutput, contract.output)}};
+}
+
+Json buckets_of(const layout::PlannedUnit& unit) {
+  Json buckets = Json::array();
+  for (const auto& bucket : unit.plan.buckets) buckets.push_back(bucket_json(bucket, unit.items));
+  return buckets;
+}
+
+Json json_of(const train::MemoryTable& table) {
+  Json found = held_json(table.held);
+  found["activations"] = nullptr;
+  if (table.offloaded) {
+    found["offloaded"] = {{"units", table.offloaded->units},
+                          {"in_memory", table.offloaded->in_memory}};
+  }
+  if (!table.activations) return found;
+  const auto of = [&](RecomputeMode mode) {
+    const auto& bytes = table.activations->in(mode);
+    return Json{{"kept", bytes.kept}, {"peak", bytes.peak}, {"total", table.total(mode)}};
+  };
+  found["activations"] = {{"rows", table.rows},
+                          {"seq_len", table.positions},
+                          {"none", of(RecomputeMode::kNone)},
+                          {"selective", of(RecomputeMode::kSelective)},
+                          {"full", of(RecomputeMode::kFull)}};
+  return found;
+}
+
+Json json_of(const train::PipelineRankMemory& memory, bool knows_activations) {
+  Json found = held_json(memory.held);
+  found["live_micro_batches"] = memory.live_chunks;
+  found["messages"] = nullptr;
+  found["activations"] = nullptr;
+  if (!knows_activations) return found;
+  found["messages"] = memory.messages;
+  found["activations"] = {{"none", memory.activations.none},
+                          {"selective", memory.activations.selective},
+                          {"full", memory.activations.full}};
+  return found;
+}
+
+void add_traffic(const train::StepTraffic& traffic, Json& whole) {
+  const auto of_tokens = [&](std::int64_t train::StepTraffic::OfTokens::* bytes) {
+    return traffic.of_tokens ? Json((*traffic.of_tokens).*bytes) : Json();
+  };
+  using OfTokens = train::StepTraffic::OfTokens;
+  whole["step_micro_batches"] = traffic.micro_batches;
+  whole["step_gather_sent_bytes"] = traffic.gathers;
+  whole["step_reduce_sent_bytes"] = traffic.reductions;
+  whole["step_replica_sent_bytes"] = traffic.replicas;
+  whole["step_activation_sent_bytes"] = of_tokens(&OfTokens::activations);
+  whole["step_token_sent_bytes"] = of_tokens(&OfTokens::experts);
+  whole["step_message_sent_bytes"] = of_tokens(&OfTokens::messages);
+  whole["step_sent_bytes"] = traffic.total();
+}
+
+}  // namespace tessera::cli

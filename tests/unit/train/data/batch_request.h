@@ -1,0 +1,30 @@
+// What tests of batches share: a request for a file's rows, and tensors of ids as values.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <vector>
+
+#include "train/data/data.h"
+
+namespace tessera::train {
+
+using Ids = std::vector<std::int64_t>;
+
+inline Ids values(const at::Tensor& tensor) {
+  const at::Tensor flat = tensor.contiguous().view({-1});
+  const auto* data = flat.const_data_ptr<std::int64_t>();
+  return {data, data + flat.numel()};
+}
+
+/// The file's rows for a model of 300 ids that reads bytes.
+inline BatchRequest request_for(const std::filesystem::path& path) {
+  BatchRequest request;
+  request.path = {path.string()};
+  request.vocabulary = {.size = 300, .reads_bytes = true};
+  return request;
+}
+
+}  // namespace tessera::train
