@@ -371,7 +371,7 @@ std::string advice_on_section(std::string_view name) {
   if (const auto close = close_name(plain(name), config_sections())) {
     return concat("; the nearest is [", *close, "]");
   }
-  return concat(", expected one of ", joined(config_sections()));
+  return concat(", expected one of ", tessera::joined(config_sections()));
 }
 
 }  // namespace tessera::train
