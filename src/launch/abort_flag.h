@@ -114,20 +114,21 @@ class AbortFlag {
     const base::Lock lock(mutex_);
     return why_;
   }
-  /// Errors: LostRank (kComm) when marked. Acknowledges unless this thread keeps its errors.
+  /// Errors: LostRank (kComm) when marked. Acknowledges.
   void check() const {
     if (is_set()) [[unlikely]]
       raise();
   }
   /// Throws why it was marked, behind `what` was about to be done. Errors: LostRank, always.
   [[noreturn]] void raise(const std::string& what = {}) const {
-    if (!KeepsErrors::in_this_thread()) acknowledge();
+    acknowledge();
     throw LostRank(what.empty() ? why() : concat(what, ": ", why()));
   }
   /// Notes that the program knows of the abort, if there is one: an error has left the library since,
-  /// or the program recovers by itself.
+  /// or the program recovers by itself. Nothing in a thread that keeps its errors.
   void acknowledge() const {
-    if (is_set()) acknowledged_.store(true, std::memory_order_relaxed);
+    if (!is_set() || KeepsErrors::in_this_thread()) return;
+    acknowledged_.store(true, std::memory_order_relaxed);
   }
   bool acknowledged() const { return acknowledged_.load(std::memory_order_relaxed); }
 

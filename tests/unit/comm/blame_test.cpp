@@ -22,7 +22,7 @@ TEST(Disagreements, CanBeCaughtOnEveryRankAndTheRunGoesOn) {
   const std::vector<Plan> plans{{.nproc = 2, .mode = "caught", .step = 1, .steps = 6},
                                 {.nproc = 3, .mode = "caught", .step = 2, .steps = 6},
                                 {.nproc = 4, .mode = "caught", .step = 3, .steps = 6}};
-  const auto outcomes = run(plans);
+  const auto outcomes = run_all(plans);
   for (std::size_t i = 0; i < plans.size(); ++i) {
     const Outcome& outcome = outcomes[i];
     EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
@@ -42,8 +42,8 @@ TEST(Disagreements, ThatAreCaughtEndNobodyWhoLeavesThen) {
 // Naive: the error of a thread of the library, which the program has not waited for, is one of the
 // program's.
 TEST(Disagreements, EndARankThatComesToNoCallOfTheLibrary) {
-  for (const auto& outcome : run({{.nproc = 4, .mode = "apart-uncaught", .rank = 2},
-                                  {.nproc = 4, .mode = "apart-unwaited", .rank = 2}})) {
+  for (const auto& outcome : run_all({{.nproc = 4, .mode = "apart-uncaught", .rank = 2},
+                                      {.nproc = 4, .mode = "apart-unwaited", .rank = 2}})) {
     EXPECT_EQ(outcome.exit_code, 1);
     EXPECT_THAT(outcome.last_error_line(),
                 AllOf(StartsWith("rank 2: ranks disagree: rank 0 issues"),
@@ -55,10 +55,13 @@ TEST(Disagreements, EndARankThatComesToNoCallOfTheLibrary) {
 
 // Naive: an aborted World misses nobody, and the others meet in vain until the timeout of 100 s.
 TEST(Disagreements, NameARankThatIsKilledBeforeTheRecovery) {
+  const std::vector<Plan> plans{{.nproc = 3, .mode = "caught-kill", .rank = 0},
+                                {.nproc = 3, .mode = "caught-kill", .rank = 1}};
+  auto spawned = std::async(std::launch::async, [&] { return run_all(plans); });
+  const auto without_parent = run_all_without_parent(plans);
+  const auto outcomes = spawned.get();
   for (const int victim : {0, 1}) {
-    const Plan plan{.nproc = 3, .mode = "caught-kill", .rank = victim};
-    auto spawned = std::async(std::launch::async, [plan] { return run(plan); });
-    const auto ranks = run_without_parent(plan);
+    const auto& ranks = without_parent[static_cast<std::size_t>(victim)];
     for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
       const Outcome& one = ranks[rank];
       if (std::cmp_equal(rank, victim)) {
@@ -69,7 +72,7 @@ TEST(Disagreements, NameARankThatIsKilledBeforeTheRecovery) {
       EXPECT_THAT(one.last_error_line(), HasSubstr("rank " + std::to_string(victim)));
       EXPECT_LT(one.seconds, ranks[static_cast<std::size_t>(victim)].seconds + 10);
     }
-    const auto outcome = spawned.get();
+    const Outcome& outcome = outcomes[static_cast<std::size_t>(victim)];
     EXPECT_EQ(outcome.exit_code, 137);
     EXPECT_EQ(outcome.last_error_line(),
               "rank " + std::to_string(victim) + ": killed by signal 9 (SIGKILL)");
@@ -84,7 +87,7 @@ TEST(LateRanks, NameTheOneThatNeverComesAndNoneThatWaitedForIt) {
   for (const int seed : {1, 2, 3}) {
     plans.push_back({.nproc = 4, .mode = "late", .rank = seed, .step = seed, .timeout_ms = 1000});
   }
-  const auto outcomes = run(plans);
+  const auto outcomes = run_all(plans);
   for (std::size_t i = 0; i < plans.size(); ++i) {
     const std::string& err = outcomes[i].err;
     const std::string missing = std::to_string(plans[i].rank) + ";";

@@ -23,7 +23,7 @@ using testing::StartsWith;
 
 TEST(OwnSpawn, AllRanksFinish) {
   int nproc = 0;
-  for (const auto& outcome : run({{.nproc = 1}, {.nproc = 2}, {.nproc = 3}})) {
+  for (const auto& outcome : run_all({{.nproc = 1}, {.nproc = 2}, {.nproc = 3}})) {
     EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
     ++nproc;
     for (int rank = 0; rank < nproc; ++rank) {
@@ -71,7 +71,7 @@ class AnyRank : public testing::TestWithParam<int> {
 };
 
 TEST_P(AnyRank, ThatThrowsIsNamedWithItsError) {
-  for (const auto& outcome : run(at_moments({.mode = "throw", .rank = GetParam()}, 3))) {
+  for (const auto& outcome : run_all(at_moments({.mode = "throw", .rank = GetParam()}, 3))) {
     EXPECT_EQ(outcome.exit_code, 1);
     EXPECT_EQ(outcome.last_error_line(), name() + "rank fails on purpose");
     EXPECT_LT(outcome.seconds, kSeconds);
@@ -80,7 +80,7 @@ TEST_P(AnyRank, ThatThrowsIsNamedWithItsError) {
 
 // Naive: a rank leaves by _exit, and what it has printed into a pipe is still in its buffer.
 TEST_P(AnyRank, ThatThrowsLosesNothingOfWhatWasPrintedBefore) {
-  const auto outcomes = run(in_modes({.rank = GetParam(), .step = 3}, {"throw", "usage"}));
+  const auto outcomes = run_all(in_modes({.rank = GetParam(), .step = 3}, {"throw", "usage"}));
   EXPECT_EQ(outcomes[0].exit_code, 1);
   EXPECT_EQ(outcomes[1].exit_code, 2);
   for (const auto& outcome : outcomes) {
@@ -91,7 +91,8 @@ TEST_P(AnyRank, ThatThrowsLosesNothingOfWhatWasPrintedBefore) {
 }
 
 TEST_P(AnyRank, ThatIsKilledIsNamedWithItsSignal) {
-  for (const auto& outcome : run(at_moments({.nproc = 3, .mode = "kill", .rank = GetParam()}, 3))) {
+  for (const auto& outcome :
+       run_all(at_moments({.nproc = 3, .mode = "kill", .rank = GetParam()}, 3))) {
     EXPECT_EQ(outcome.exit_code, 137);
     EXPECT_EQ(outcome.last_error_line(), name() + "killed by signal 9 (SIGKILL)");
     EXPECT_LT(outcome.seconds, kSeconds);
@@ -100,7 +101,7 @@ TEST_P(AnyRank, ThatIsKilledIsNamedWithItsSignal) {
 
 TEST_P(AnyRank, ThatStallsIsNamedAfterTheTimeout) {
   const auto plan = at_moments({.rank = GetParam(), .timeout_ms = 1000}, 1).front();
-  for (const auto& outcome : run(in_modes(plan, {"stall", "stop"}))) {
+  for (const auto& outcome : run_all(in_modes(plan, {"stall", "stop"}))) {
     EXPECT_EQ(outcome.exit_code, 1) << outcome.err;
     EXPECT_THAT(outcome.last_error_line(),
                 AllOf(StartsWith("rank " + std::to_string(1 - GetParam()) + ": "),
@@ -206,17 +207,19 @@ TEST_P(AnyRank, ThatWorksTooLongBeforeTheFirstStepIsNamedWithItsWork) {
 
 // Far below the 60 s for which its work would be waited for.
 TEST_P(AnyRank, ThatIsLostBeforeTheFirstStepIsNoticedInSeconds) {
-  const Plan kill{.nproc = 3, .mode = "work-kill", .rank = GetParam()};
-  const Plan stop{.nproc = 3, .mode = "work-stop", .rank = GetParam(), .timeout_ms = 3000};
+  std::vector<Plan> plans;
   for (const int step : {0, 1}) {
-    std::vector<Plan> plans{kill, stop};
-    for (Plan& plan : plans) plan.step = step;
-    const auto outcomes = run(plans);
-    const Outcome& killed = outcomes[0];
+    plans.push_back({.nproc = 3, .mode = "work-kill", .rank = GetParam(), .step = step});
+    plans.push_back(
+        {.nproc = 3, .mode = "work-stop", .rank = GetParam(), .step = step, .timeout_ms = 3000});
+  }
+  const auto outcomes = run_all(plans);
+  for (std::size_t i = 0; i < plans.size(); i += 2) {
+    const Outcome& killed = outcomes[i];
+    const Outcome& stopped = outcomes[i + 1];
     EXPECT_EQ(killed.exit_code, 137);
     EXPECT_EQ(killed.last_error_line(), name() + "killed by signal 9 (SIGKILL)");
     EXPECT_LT(killed.seconds, kSeconds);
-    const Outcome& stopped = outcomes[1];
     EXPECT_EQ(stopped.exit_code, 1);
     EXPECT_THAT(stopped.last_error_line(), HasSubstr("rank " + std::to_string(GetParam())))
         << stopped.err;
@@ -226,8 +229,8 @@ TEST_P(AnyRank, ThatIsLostBeforeTheFirstStepIsNoticedInSeconds) {
 
 // Messages between stages among processes: who fails while another one waits for its message.
 TEST(Messages, ReachTheirReceives) {
-  const auto outcomes = run({{.nproc = 2, .mode = "mail-none", .steps = 60},
-                             {.nproc = 4, .mode = "mail-none", .steps = 60}});
+  const auto outcomes = run_all({{.nproc = 2, .mode = "mail-none", .steps = 60},
+                                 {.nproc = 4, .mode = "mail-none", .steps = 60}});
   for (const auto& outcome : outcomes) EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
   EXPECT_THAT(outcomes[0].out, HasSubstr("done 1"));
   EXPECT_THAT(outcomes[1].out, HasSubstr("done 3"));
@@ -235,7 +238,7 @@ TEST(Messages, ReachTheirReceives) {
 
 TEST_P(AnyRank, ThatIsKilledBetweenMessagesIsNamedWithItsSignal) {
   for (const auto& outcome :
-       run(at_moments({.nproc = 3, .mode = "mail-kill", .rank = GetParam()}, 3))) {
+       run_all(at_moments({.nproc = 3, .mode = "mail-kill", .rank = GetParam()}, 3))) {
     EXPECT_EQ(outcome.exit_code, 137);
     EXPECT_EQ(outcome.last_error_line(), name() + "killed by signal 9 (SIGKILL)") << outcome.err;
     EXPECT_LT(outcome.seconds, kSeconds);
@@ -251,7 +254,7 @@ TEST_P(AnyRank, ThatThrowsBetweenMessagesIsNamedWithItsError) {
 
 TEST_P(AnyRank, ThatStallsBetweenMessagesIsNamedWithTheMessageThatIsWaitedFor) {
   const Plan plan{.rank = GetParam(), .step = 4, .timeout_ms = 1000};
-  for (const auto& outcome : run(in_modes(plan, {"mail-stall", "mail-stop"}))) {
+  for (const auto& outcome : run_all(in_modes(plan, {"mail-stall", "mail-stop"}))) {
     EXPECT_EQ(outcome.exit_code, 1) << outcome.err;
     const std::string other = std::to_string(1 - GetParam());
     // The first stage waits for gradients, the second one for activations.
@@ -308,9 +311,9 @@ TEST_P(AnyRank, WhoseMessagesAreSwappedIsNamedBesideTheOtherEnd) {
 
 // Users' collectives among processes: their values, and what ranks that call other things are told.
 TEST(UserCalls, HaveTheirValues) {
-  for (const auto& outcome : run({{.nproc = 1, .mode = "user-none"},
-                                  {.nproc = 2, .mode = "user-none"},
-                                  {.nproc = 3, .mode = "user-none"}})) {
+  for (const auto& outcome : run_all({{.nproc = 1, .mode = "user-none"},
+                                      {.nproc = 2, .mode = "user-none"},
+                                      {.nproc = 3, .mode = "user-none"}})) {
     EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
   }
 }
@@ -326,7 +329,7 @@ TEST(UserCalls, ThatDifferAreNamedBesideEachOther) {
   for (const auto& [mode, called] : differences) {
     plans.push_back({.nproc = 3, .mode = mode, .rank = 1});
   }
-  const auto outcomes = run(plans);
+  const auto outcomes = run_all(plans);
   for (std::size_t i = 0; i < plans.size(); ++i) {
     const auto& [mode, called] = differences[i];
     const Outcome& outcome = outcomes[i];
@@ -381,15 +384,12 @@ TEST(OwnSpawn, SignalsArePassedOn) {
 
 TEST(OtherLaunchers, RanksOfAnEnvironmentMeetAndNameALostOne) {
   const std::vector<std::string> modes{"none", "kill", "throw", "mail-kill"};
-  std::vector<std::future<std::vector<Outcome>>> runs;
-  for (const auto& mode : modes) {
-    runs.push_back(std::async(std::launch::async, [mode] {
-      return run_without_parent({.mode = mode, .rank = 1, .step = 5});
-    }));
-  }
+  std::vector<Plan> plans;
+  for (const auto& mode : modes) plans.push_back({.mode = mode, .rank = 1, .step = 5});
+  const auto runs = run_all_without_parent(plans);
   for (std::size_t i = 0; i < modes.size(); ++i) {
     const std::string& mode = modes[i];
-    const auto outcomes = runs[i].get();
+    const auto& outcomes = runs[i];
     const Outcome& survivor = outcomes[0];
     const Outcome& culprit = outcomes[1];
     if (mode == "none") {

@@ -12,7 +12,7 @@
 #include <cstdlib>
 #include <future>
 #include <string>
-#include <utility>
+#include <type_traits>
 #include <vector>
 
 #include "base/environment.h"
@@ -123,36 +123,39 @@ inline Outcome run(const Plan& plan) {
   return Program(arguments(plan), base::environment()).wait();
 }
 
-inline std::vector<Outcome> all_of(std::vector<std::future<Outcome>> runs) {
-  std::vector<Outcome> outcomes;
-  for (auto& one : runs) outcomes.push_back(one.get());
-  return outcomes;
+/// The result of `call` for each item. All run at once: they wait most of their time.
+template <class Item, class Call>
+auto at_once(const std::vector<Item>& items, Call call) {
+  std::vector<std::future<std::invoke_result_t<Call, const Item&>>> runs;
+  for (const Item& item : items) runs.push_back(std::async(std::launch::async, call, item));
+  std::vector<std::invoke_result_t<Call, const Item&>> results;
+  for (auto& one : runs) results.push_back(one.get());
+  return results;
 }
 
-/// All at once: they wait most of their time.
-inline std::vector<Outcome> run(const std::vector<Plan>& plans) {
-  std::vector<std::future<Outcome>> runs;
-  for (const Plan& plan : plans) {
-    runs.push_back(std::async(std::launch::async, [plan] { return run(plan); }));
-  }
-  return all_of(std::move(runs));
+inline std::vector<Outcome> run_all(const std::vector<Plan>& plans) {
+  return at_once(plans, [](const Plan& plan) { return run(plan); });
 }
 
-/// Its ranks, as mpirun and torchrun start them: no parent of ours, the store at a port that all know.
+/// The ranks of a run, as mpirun and torchrun start them: without a parent of ours, the store at a
+/// port that all know.
 inline std::vector<Outcome> run_without_parent(const Plan& plan) {
   static std::atomic<int> runs_before{0};
   auto variables = base::environment();
   variables["WORLD_SIZE"] = variables["LOCAL_WORLD_SIZE"] = std::to_string(plan.nproc);
   variables["MASTER_ADDR"] = "127.0.0.1";
   variables["MASTER_PORT"] = std::to_string(20000 + ::getpid() % 9000 + runs_before++);
-  std::vector<std::future<Outcome>> ranks;
+  std::vector<base::Environment> ranks;
   for (int rank = 0; rank < plan.nproc; ++rank) {
     variables["RANK"] = variables["LOCAL_RANK"] = std::to_string(rank);
-    ranks.push_back(std::async(std::launch::async, [plan, variables] {
-      return Program(arguments(plan), variables).wait();
-    }));
+    ranks.push_back(variables);
   }
-  return all_of(std::move(ranks));
+  return at_once(
+      ranks, [&](const base::Environment& own) { return Program(arguments(plan), own).wait(); });
+}
+
+inline std::vector<std::vector<Outcome>> run_all_without_parent(const std::vector<Plan>& plans) {
+  return at_once(plans, [](const Plan& plan) { return run_without_parent(plan); });
 }
 
 // Starting two ranks takes a few seconds on a busy machine; the rest is the promise of 10 s.

@@ -37,16 +37,22 @@ std::string gloo_reason(const std::string& error) {
 
 // A peer whose own wait has timed out closes its connections before it can say for whom it waited;
 // one that has died says nothing. Its words are waited for before it is blamed itself: they travel
-// through the store, at which each rank looks now and then. It may itself hear others first, as long
-// as they may take, so its heartbeats tell it from one that has died. A look that does not end tells
-// of the store's host, for whom all those may wait that this rank would blame.
+// through the store, at which each rank looks now and then. It may itself hear others first, and be
+// slow to say it on a busy machine: its heartbeats distinguish it from one that has died. It is not
+// waited for until the deadline, which may be far, since between two ranks that live a connection
+// can break, too. A look that does not end tells of the store's host, for whom all those may wait
+// that this rank would blame.
 bool hear_others(const AbortFlag& abort_flag, WaitBoard& board, int peer,
                  std::optional<std::chrono::steady_clock::time_point> deadline) {
+  constexpr int kWordsOfThoseWhoLive = 5;
   const bool blames_store = board.store_rank() == peer;
   const WaitBoard::Doubt doubt(board, peer);
   const auto words = abort_flag.patience.words();
-  const auto first_end = std::chrono::steady_clock::now() + words;
-  const auto last_end = deadline ? std::max(first_end, *deadline) + words : first_end;
+  const auto begin = std::chrono::steady_clock::now();
+  const auto first_end = begin + words;
+  const auto last_end = deadline ? std::clamp(*deadline + words, first_end + words,
+                                              first_end + kWordsOfThoseWhoLive * words)
+                                 : first_end;
   bool lives = false;
   for (auto end = first_end;;) {
     abort_flag.check();
@@ -59,7 +65,7 @@ bool hear_others(const AbortFlag& abort_flag, WaitBoard& board, int peer,
     if (now >= end && (blames_store || !board.looks_since_before(end))) break;
   }
   abort_flag.check();
-  return lives;
+  return lives && deadline <= std::chrono::steady_clock::now();
 }
 
 std::string waited_in_vain(const std::string& what, std::chrono::milliseconds time,
@@ -141,28 +147,35 @@ std::string Exchange::text() const {
   return concat(to_string(entry), " on group ", channel_->options.name);
 }
 
-/// Whoever waits for this rank meanwhile sees for whom it waits.
+void Exchange::begin_wait() {
+  const ChannelOptions& options = channel_->options;
+  patience_ = options.abort_flag->patience.of(options.timeout);
+  deadline_ = std::chrono::steady_clock::now() + patience_;
+}
+
+/// On the board: ranks that wait for this one meanwhile see for whom it waits.
 void Exchange::blame(int peer, const std::string& lost) {
   const ChannelOptions& options = channel_->options;
-  const bool waits = patience_.count() > 0;
-  const auto patience = waits ? patience_ : options.abort_flag->patience.of(options.timeout);
-  const auto deadline = waits ? deadline_ : std::chrono::steady_clock::now() + patience;
   std::optional<OnBoard> on_board;
-  if (!waits) on_board.emplace(*options.board, *this);
+  if (patience_.count() == 0) {  // wait() has not begun
+    on_board.emplace(*options.board, static_cast<Blocked&>(*this));
+    begin_wait();
+  }
   waits_for_ = peer;
-  const bool lives = hear_others(*options.abort_flag, *options.board, world_rank(peer), deadline);
-  if (lives) blame_cause(peer, patience);
+  if (hear_others(*options.abort_flag, *options.board, world_rank(peer), deadline_)) {
+    blame_cause(peer);
+  }
   throw LostRank(concat(text(), ": ", lost));
 }
 
-void Exchange::blame_cause(int peer, std::chrono::milliseconds patience) const {
+void Exchange::blame_cause(int peer) const {
   const ChannelOptions& options = channel_->options;
   const auto cause = options.board->cause_of(channel_->log->group_hash(), of_->sequence);
-  throw LostRank(waited_in_vain(text(), patience, {cause.value_or(world_rank(peer))},
+  throw LostRank(waited_in_vain(text(), patience_, {cause.value_or(world_rank(peer))},
                                 options.abort_flag->patience));
 }
 
-/// It hears others without the lock: who aborts takes that while nobody may leave the board.
+/// Hears others without the lock, for which an abort may wait that holds the board's.
 template <class Post>
 void Exchange::posting(const Post& post) {
   std::optional<NotPosted> failed;
@@ -256,8 +269,7 @@ void Exchange::wait() {
   if (done_) return;
   if (failure_) std::rethrow_exception(failure_);
   const OnBoard on_board(*channel_->options.board, *this);
-  patience_ = channel_->options.abort_flag->patience.of(channel_->options.timeout);
-  deadline_ = std::chrono::steady_clock::now() + patience_;
+  begin_wait();
   try {
     channel_->options.abort_flag->check();  // after this, whoever aborts finds us on the board
     for (UnderWay& op : under_way_) op.steps->finish(op);
@@ -340,7 +352,7 @@ void Exchange::fail(const Transfer& transfer, const std::string& what) {
   // Of a relayed message the rank before may itself wait for another one. If it came later than
   // this one its time is up later: by then it says so, or the watch has seen it wait.
   hear_others(*options.abort_flag, *options.board, peer);
-  blame_cause(transfer.peer, patience_);
+  blame_cause(transfer.peer);
 }
 
 }  // namespace tessera::comm

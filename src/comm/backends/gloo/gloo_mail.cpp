@@ -244,6 +244,7 @@ class Parcel final : public Blocked {
 
   void require_kept() const;
   void check_aborted() const;
+  void begin_wait();
   void wait_for_gloo();
   [[noreturn]] void fail(const std::string& what);
   [[noreturn]] void blame(const std::string& lost) const;
@@ -272,8 +273,7 @@ void Parcel::start() {
   } catch (const std::exception& error) {
     log_->end(fingerprint_);
     const OnBoard on_board(*options().board, *this);
-    patience_ = options().abort_flag->patience.of(options().timeout);
-    deadline_ = std::chrono::steady_clock::now() + patience_;
+    begin_wait();
     blame(concat("the connection to rank ", letter_.peer_rank,
                  " is gone: ", gloo_reason(error.what())));
   }
@@ -338,11 +338,15 @@ void Parcel::finish() {
   end();
 }
 
+void Parcel::begin_wait() {
+  patience_ = options().abort_flag->patience.of(options().timeout);
+  deadline_ = std::chrono::steady_clock::now() + patience_;
+}
+
 void Parcel::wait_for_gloo() {
   using std::chrono::milliseconds;
   const OnBoard on_board(*options().board, *this);
-  patience_ = options().abort_flag->patience.of(options().timeout);
-  deadline_ = std::chrono::steady_clock::now() + patience_;
+  begin_wait();
   bool through = false;
   while (!through) {
     check_aborted();  // after this, whoever aborts finds us on the board
@@ -366,15 +370,15 @@ void Parcel::fail(const std::string& what) {
   blame_cause();
 }
 
-/// Unless others have said meanwhile what is the matter, and where the other end does not live.
+/// With `lost`, unless others have said meanwhile what has happened, or the other end is only late.
 void Parcel::blame(const std::string& lost) const {
-  bool lives = false;
+  bool is_late = false;
   try {
-    lives = hear_others(*options().abort_flag, *options().board, letter_.peer_rank, deadline_);
+    is_late = hear_others(*options().abort_flag, *options().board, letter_.peer_rank, deadline_);
   } catch (const LostRank& said) {
     throw LostRank(concat(to_string(letter_), ": ", said.what()));
   }
-  if (lives) blame_cause();
+  if (is_late) blame_cause();
   throw LostRank(concat(to_string(letter_), ": ", lost));
 }
 
