@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <string_view>
 
 #include "base/text/printable.h"
 #include "comm/device.h"
@@ -285,6 +286,11 @@ std::optional<FailureRecord> ProcessWorld::known_failure() noexcept {
   return decoded(in_time([store = store_] {
     return store->find(store_key::kFailure).value_or(std::string());  // which no failure encodes to
   }));
+}
+
+bool ProcessWorld::is_disagreement(const std::exception& error) const {
+  return aborter_ == Aborter::kDisagreement &&
+         std::string_view(error.what()).find(state_->abort_flag->why()) != std::string_view::npos;
 }
 
 std::optional<FailureRecord> ProcessWorld::failure_behind() noexcept {

@@ -53,7 +53,8 @@ TEST(Disagreements, EndARankThatComesToNoCallOfTheLibrary) {
   }
 }
 
-// Naive: an aborted World misses nobody, and the others meet in vain until the timeout of 100 s.
+// Naive: an aborted World misses nobody, and the others meet in vain until the timeout of 100 s; or
+// the loss counts as the disagreement, which one rank prints for all.
 TEST(Disagreements, NameARankThatIsKilledBeforeTheRecovery) {
   const std::vector<Plan> plans{{.nproc = 3, .mode = "caught-kill", .rank = 0},
                                 {.nproc = 3, .mode = "caught-kill", .rank = 1}};
