@@ -14,6 +14,7 @@ namespace tessera::process_test {
 namespace {
 
 using testing::AllOf;
+using testing::AnyOf;
 using testing::HasSubstr;
 using testing::StartsWith;
 
@@ -101,6 +102,29 @@ TEST(LateRanks, NameTheOneThatNeverComesAndNoneThatWaitedForIt) {
       EXPECT_EQ(err.substr(at + waited.size(), missing.size()), missing) << err;
     }
     EXPECT_LT(outcomes[i].seconds, kSeconds);
+  }
+}
+
+// The rank that comes too late finds connections closed by those whose wait is over, and which live.
+// Naive: it calls them lost before their words have come, or they follow its wait to a third rank.
+TEST(LateRanks, DoNotCallThoseLostThatNoLongerWaitForThem) {
+  std::vector<Plan> plans;
+  for (const int missing : {1, 3}) {
+    plans.push_back({.nproc = 4, .mode = "too-late", .rank = missing, .timeout_ms = 1000});
+  }
+  const auto outcomes = run_all(plans);
+  for (std::size_t i = 0; i < plans.size(); ++i) {
+    const int missing = plans[i].rank;
+    const Outcome& outcome = outcomes[i];
+    const std::string waited = "waited 1 s for rank ";
+    EXPECT_EQ(outcome.exit_code, 1);
+    EXPECT_THAT(outcome.last_error_line(),
+                AnyOf(HasSubstr(waited + std::to_string((missing + 1) % 4) + ";"),
+                      HasSubstr(waited + std::to_string(missing) + ";")))
+        << outcome.err;
+    EXPECT_THAT(outcome.err,
+                AllOf(testing::Not(HasSubstr("lost rank")), testing::Not(HasSubstr(" is gone"))));
+    EXPECT_LT(outcome.seconds, kSeconds);
   }
 }
 

@@ -13,7 +13,8 @@
 //         caught-kill: RANK is killed then, as the others begin to recover
 //         apart-uncaught: RANK comes to no call while the others disagree, and catch that;
 //         apart-unwaited: it has submitted a collective, and does not wait for it
-//         late: all but RANK come to a collective, at moments drawn with STEP
+//         late: all but RANK come to a collective, at moments drawn with STEP;
+//         too-late: the one after RANK comes when the timeout of 1 s of the others is just over
 //         mail-MODE: RANK does MODE (none, throw, kill, stall, stop, poison; shape, swap: sends what
 //         its neighbour does not expect) while stages hand messages on
 //         work-slow | work-endless | work-kill | work-stop: of RANK, before the first step
@@ -206,6 +207,7 @@ void come_late(const Plan& plan, World& world) {
   tessera::test::DrawnCalls draw(static_cast<unsigned>(plan.step));
   int moment = 0;
   for (int rank = 0; rank <= world.rank(); ++rank) moment = draw.below(16) * 100;
+  if (plan.mode == "too-late") moment = world.rank() == (plan.rank + 1) % world.size() ? 1050 : 0;
   std::this_thread::sleep_for(std::chrono::milliseconds(moment));
   comm::all_gather_bytes(world.control(), "anything", "what comes late");
 }
@@ -314,7 +316,7 @@ int main(int argc, char** argv) {
     if (plan.mode == "caught-leave") return catch_and_leave(world);
     if (plan.mode == "caught-kill") return catch_and_lose_one(plan, world);
     if (plan.mode.starts_with("apart-")) return catch_beside_one_that_is_apart(plan, world);
-    if (plan.mode == "late") return come_late(plan, world);
+    if (plan.mode == "late" || plan.mode == "too-late") return come_late(plan, world);
     if (plan.mode == "caught") {
       tessera::test::catch_disagreements(world, static_cast<unsigned>(plan.step), plan.steps,
                                          check_calls);

@@ -153,15 +153,11 @@ void Exchange::begin_wait() {
   deadline_ = std::chrono::steady_clock::now() + patience_;
 }
 
-/// On the board: ranks that wait for this one meanwhile see for whom it waits.
 void Exchange::blame(int peer, const std::string& lost) {
   const ChannelOptions& options = channel_->options;
-  std::optional<OnBoard> on_board;
-  if (patience_.count() == 0) {  // wait() has not begun
-    on_board.emplace(*options.board, static_cast<Blocked&>(*this));
-    begin_wait();
-  }
-  waits_for_ = peer;
+  // Not on the board, where it would wait for a rank that waits for it: a rank whose wait is over
+  // because this one came late would follow that to a third.
+  if (patience_.count() == 0) begin_wait();  // wait() has not begun
   if (hear_others(*options.abort_flag, *options.board, world_rank(peer), deadline_)) {
     blame_cause(peer);
   }

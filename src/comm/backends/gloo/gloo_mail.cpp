@@ -234,9 +234,7 @@ class Parcel final : public Blocked {
   enum class State : std::uint8_t { kUnderWay, kThrough, kLost };
 
   const ChannelOptions& options() const { return desk_->channel->options; }
-  void abort() override {
-    if (carried_->work) carried_->work->abort();
-  }
+  void abort() override { carried_->work->abort(); }
   std::optional<PeerWait> waits_for() const override {
     return PeerWait{log_->hash(), fingerprint_, letter_.peer_rank,
                     concat(to_string(letter_), " on group ", options().name)};
@@ -272,7 +270,6 @@ void Parcel::start() {
                                      : line.backend->recv(tensors, line.rank, tag);
   } catch (const std::exception& error) {
     log_->end(fingerprint_);
-    const OnBoard on_board(*options().board, *this);
     begin_wait();
     blame(concat("the connection to rank ", letter_.peer_rank,
                  " is gone: ", gloo_reason(error.what())));
