@@ -194,8 +194,8 @@ void report_failure(World* world, const std::exception& error, int code) {
   keep_in_log(record);  // a store that is gone may take a second to say so
   auto* const process_world = dynamic_cast<ProcessWorld*>(world);
   int first_code = code;  // of the rank that was first in trouble
-  const bool disagrees = process_world != nullptr && process_world->disagrees();
-  if (dynamic_cast<const LostRank*>(&error) != nullptr && !disagrees) {
+  const bool is_own = process_world != nullptr && process_world->is_disagreement(error);
+  if (dynamic_cast<const LostRank*>(&error) != nullptr && !is_own) {
     record.what = FailureClass::kNoticed;
     const auto cause = process_world != nullptr ? process_world->failure_behind() : std::nullopt;
     if (cause) {

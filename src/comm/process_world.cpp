@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <string_view>
 
 #include "base/text/printable.h"
 #include "comm/device.h"
@@ -85,8 +86,8 @@ FailureWatch::Actions ProcessWorld::watch_actions() {
   actions.aborted = [this](const Abort& abort, int epoch) {
     abort_here(abort.why, epoch, abort.is_disagreement ? Aborter::kDisagreement : Aborter::kOther);
   };
-  actions.told = [this] { return state_->abort_flag->told() || queue_->has_thrown(); };
-  actions.untold = [this](const std::string& why, int epoch) {
+  actions.acknowledged = [this] { return state_->abort_flag->acknowledged(); };
+  actions.unacknowledged = [this](const std::string& why, int epoch) {
     if (epoch != epoch_) return;  // recovered in the meantime
     report_failure(this, Error(ErrorKind::kComm, why), 1);
   };
@@ -192,8 +193,8 @@ void ProcessWorld::abort_epoch(std::uint64_t of, const std::string& why) {
       of_rank(rank_, said ? one_line(why) : concat(one_line(why), ": ", one_line(suspicion)));
   const int epoch = static_cast<int>(of);  // recoveries and epochs are counted together
   abort_here(one_line(why), epoch, Aborter::kSelf);
-  if (epoch != epoch_) return;  // over: nobody is to be told
-  state_->abort_flag->tell();   // the caller throws
+  if (epoch != epoch_) return;        // over: nobody is to be told
+  state_->abort_flag->acknowledge();  // the caller throws
   in_time([store = store_, text, epoch] {
     return store->set_if_absent(store_key::abort(epoch), text);
   });
@@ -211,7 +212,7 @@ void ProcessWorld::abort_all(const std::string& disagreement, int epoch) {
 void ProcessWorld::recover() {
   connections_->require_recovery();
   if (!aborted()) abort(kRecovers);
-  state_->abort_flag->tell();
+  state_->abort_flag->acknowledge();
   const AbortFlag never;  // our own abort flag is set
   const int next = epoch_ + 1;
   queue_->drain();
@@ -285,6 +286,11 @@ std::optional<FailureRecord> ProcessWorld::known_failure() noexcept {
   return decoded(in_time([store = store_] {
     return store->find(store_key::kFailure).value_or(std::string());  // which no failure encodes to
   }));
+}
+
+bool ProcessWorld::is_disagreement(const std::exception& error) const {
+  return aborter_ == Aborter::kDisagreement &&
+         std::string_view(error.what()).find(state_->abort_flag->why()) != std::string_view::npos;
 }
 
 std::optional<FailureRecord> ProcessWorld::failure_behind() noexcept {

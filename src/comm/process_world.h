@@ -69,9 +69,10 @@ class ProcessWorld : public World {
   /// The same for a rank that was stopped. Where another rank's word has aborted the World, that
   /// rank's error is on its way through its stack: waited for as long as words may take.
   std::optional<FailureRecord> failure_behind() noexcept;
-  /// Whether the World is aborted because ranks have called different things. Every rank then has
-  /// that error as its own, wherever it was found.
-  bool disagrees() const { return aborter_ == Aborter::kDisagreement; }
+  /// Whether `error` says that ranks have called different things, for which the World is aborted.
+  /// Every rank has that error as its own, wherever it was found; a rank that is lost before the
+  /// recovery is another matter.
+  bool is_disagreement(const std::exception& error) const;
   /// comm/failure_report.h.
   void when_refused(std::function<void()> undo);
   void refused() noexcept;

@@ -107,7 +107,8 @@ void TracedCollective::waited_since(TraceClock::time_point begin) {
 }
 
 struct Pending::State {
-  explicit State(std::shared_ptr<AbortFlag> flag) : abort_flag(std::move(flag)) {}
+  State(std::shared_ptr<AbortFlag> flag, std::shared_ptr<AbortFlag> worlds)
+      : abort_flag(std::move(flag)), of_world(std::move(worlds)) {}
 
   void issued(std::unique_ptr<Work> started, std::exception_ptr error) {
     work = std::move(started);
@@ -119,7 +120,8 @@ struct Pending::State {
   std::atomic<bool> out{false};  // issued, or never going to be
   std::unique_ptr<Work> work;
   std::exception_ptr failure;
-  std::shared_ptr<AbortFlag> abort_flag;
+  const std::shared_ptr<AbortFlag> abort_flag;
+  const std::shared_ptr<AbortFlag> of_world;
   std::unique_ptr<TracedCollective> traced;  // null: nobody looks
 };
 
@@ -134,7 +136,10 @@ void Pending::wait() {
     state_->abort_flag->check();
     state_->work->wait();
   } catch (const LostRank& error) {
-    state_->abort_flag->suspect(error.what());
+    state_->of_world->suspect(error.what());
+    throw;
+  } catch (...) {
+    state_->of_world->acknowledge();
     throw;
   }
   state_->work.reset();
@@ -153,11 +158,14 @@ struct Submission {
 }  // namespace
 
 struct IssueQueue::Impl {
+  explicit Impl(std::shared_ptr<AbortFlag> worlds) : of_world(std::move(worlds)) {}
+
   Pending submit(Submission submission);
   void run();
   void issue(Submission submission);
   void drop(std::deque<Submission> dropped);
   const std::shared_ptr<AbortFlag> abort_flag = std::make_shared<AbortFlag>();
+  const std::shared_ptr<AbortFlag> of_world;
   base::Mutex mutex;
   base::Condition changed;
   base::Condition emptied;
@@ -171,6 +179,7 @@ struct IssueQueue::Impl {
 
 void IssueQueue::Impl::issue(Submission submission) {
   const c10::AutoGradMode no_grad(false);
+  const KeepsErrors until_waited_for;
   std::unique_ptr<Work> work;
   std::exception_ptr failure;
   try {
@@ -250,7 +259,9 @@ Pending IssueQueue::Impl::submit(Submission submission) {
   return Pending(std::move(state));
 }
 
-IssueQueue::IssueQueue() : impl_(std::make_unique<Impl>()) {}
+IssueQueue::IssueQueue(std::shared_ptr<AbortFlag> of_world)
+    : impl_(
+          std::make_unique<Impl>(of_world ? std::move(of_world) : std::make_shared<AbortFlag>())) {}
 
 IssueQueue::~IssueQueue() { stop(); }
 
@@ -264,9 +275,12 @@ void IssueQueue::stop() {
 }
 
 Pending IssueQueue::submit(Group& group, Batch batch, std::function<void()> ready) {
-  impl_->abort_flag->check();
+  if (impl_->abort_flag->is_set()) {
+    impl_->of_world->acknowledge();
+    impl_->abort_flag->raise();
+  }
   return impl_->submit({&group, std::move(batch), std::move(ready),
-                        std::make_shared<Pending::State>(impl_->abort_flag)});
+                        std::make_shared<Pending::State>(impl_->abort_flag, impl_->of_world)});
 }
 
 void IssueQueue::drain() {
@@ -286,8 +300,6 @@ void IssueQueue::abort(const std::string& why) {
   }
   impl_->drop(std::move(dropped));
 }
-
-bool IssueQueue::has_thrown() const { return impl_->abort_flag->told(); }
 
 void IssueQueue::recover() {
   drain();

@@ -17,6 +17,8 @@
 
 namespace tessera::comm {
 
+class AbortFlag;
+
 /// A collective that was submitted, perhaps not yet issued. Copyable handle; empty = nothing to
 /// wait for.
 class Pending {
@@ -36,7 +38,8 @@ class Pending {
 /// Threads: any, but for stop() and recover().
 class IssueQueue {
  public:
-  IssueQueue();
+  /// `of_world` is acknowledged by what the queue throws; null: of no World.
+  explicit IssueQueue(std::shared_ptr<AbortFlag> of_world = nullptr);
   ~IssueQueue();  ///< stop()
   IssueQueue(const IssueQueue&) = delete;
   IssueQueue& operator=(const IssueQueue&) = delete;
@@ -55,8 +58,6 @@ class IssueQueue {
 
   /// After this every submit and every wait throws `why` (as kComm). [Note: failure].
   void abort(const std::string& why);
-  /// Whether a submit or a wait has thrown since abort(). Threads: any.
-  bool has_thrown() const;
   /// Drops what was never issued and accepts again.
   void recover();
 

@@ -131,10 +131,7 @@ ThreadWorld::ThreadWorld(std::shared_ptr<ThreadRun> run, int rank)
     actions.disagree = [this](const std::string& why, int epoch) {
       run_->abort_all_in(epoch, why);
     };
-    // abort_all() has aborted all ranks, and a thread cannot be ended.
-    actions.aborted = [](const Abort&, int) {};
-    actions.told = [] { return true; };
-    actions.untold = [](const std::string&, int) {};
+    // abort_all() aborts all ranks at once, and a thread cannot be ended.
     watch_ = std::make_unique<FailureWatch>(run_->store, state_->board, watch, std::move(actions));
   }
   const base::Lock lock(run_->mutex);

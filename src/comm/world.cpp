@@ -102,7 +102,7 @@ World::World(int rank, int size, int local_rank, const WorldOptions& options)
       size_(size),
       local_rank_(local_rank),
       state_(std::make_unique<State>()),
-      queue_(std::make_unique<comm::IssueQueue>()) {
+      queue_(std::make_unique<comm::IssueQueue>(state_->abort_flag)) {
   base::heed_thread_limit();
   state_->device = comm::device_of_rank(options.device, local_rank);
   if (state_->device.is_cpu()) return;

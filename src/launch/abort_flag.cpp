@@ -10,7 +10,13 @@ namespace {
 // Of those who are missing: each costs the store a request, and many ranks ask at once.
 constexpr int kWorksAsked = 16;
 
+thread_local int kept_errors = 0;
+
 }  // namespace
+
+KeepsErrors::KeepsErrors() { ++kept_errors; }
+KeepsErrors::~KeepsErrors() { --kept_errors; }
+bool KeepsErrors::in_this_thread() { return kept_errors > 0; }
 
 void Patience::raise(std::chrono::milliseconds longer, WorkOf work_of) {
   {

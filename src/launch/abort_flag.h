@@ -66,6 +66,17 @@ class LostRank : public Error {
   explicit LostRank(const std::string& message) : Error(ErrorKind::kComm, message) {}
 };
 
+/// While it lives, errors of this thread stay in the library, which throws them where the program calls
+/// it next: until then they tell the program nothing.
+class KeepsErrors {
+ public:
+  KeepsErrors();
+  ~KeepsErrors();
+  KeepsErrors(const KeepsErrors&) = delete;
+  KeepsErrors& operator=(const KeepsErrors&) = delete;
+  static bool in_this_thread();
+};
+
 /// Threads: any.
 class AbortFlag {
  public:
@@ -80,14 +91,14 @@ class AbortFlag {
   void clear() {
     const base::Lock lock(mutex_);
     set_.store(false, std::memory_order_release);
-    told_.store(false, std::memory_order_relaxed);
+    acknowledged_.store(false, std::memory_order_relaxed);
     why_.clear();
     suspicion_.clear();
   }
   /// What a wait has thrown and is on its way out of the step: whoever marks the World for that
   /// says it too, since an unwinding stack does not know its exception. The first one stays.
   void suspect(const std::string& why) {
-    if (is_set()) tell();
+    acknowledge();
     const base::Lock lock(mutex_);
     if (suspicion_.empty()) suspicion_ = why;
   }
@@ -103,26 +114,29 @@ class AbortFlag {
     const base::Lock lock(mutex_);
     return why_;
   }
-  /// Errors: LostRank (kComm) when marked.
+  /// Errors: LostRank (kComm) when marked. Acknowledges.
   void check() const {
     if (is_set()) [[unlikely]]
       raise();
   }
   /// Throws why it was marked, behind `what` was about to be done. Errors: LostRank, always.
   [[noreturn]] void raise(const std::string& what = {}) const {
-    tell();
+    acknowledge();
     throw LostRank(what.empty() ? why() : concat(what, ": ", why()));
   }
-  /// Notes that the program knows of the abort: an error of this flag was thrown, or the program
-  /// recovers by itself.
-  void tell() const { told_.store(true, std::memory_order_relaxed); }
-  bool told() const { return told_.load(std::memory_order_relaxed); }
+  /// Notes that the program knows of the abort, if there is one: an error has left the library since,
+  /// or the program recovers by itself. Nothing in a thread that keeps its errors.
+  void acknowledge() const {
+    if (!is_set() || KeepsErrors::in_this_thread()) return;
+    acknowledged_.store(true, std::memory_order_relaxed);
+  }
+  bool acknowledged() const { return acknowledged_.load(std::memory_order_relaxed); }
 
   Patience patience;
 
  private:
   std::atomic<bool> set_{false};
-  mutable std::atomic<bool> told_{false};
+  mutable std::atomic<bool> acknowledged_{false};
   std::atomic<std::uint64_t> marks_{0};
   mutable base::Mutex mutex_;
   std::string why_ TESSERA_GUARDED_BY(mutex_);

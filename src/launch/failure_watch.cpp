@@ -143,7 +143,7 @@ void FailureWatch::look() {
   }
   const int epoch = epoch_;
   if (aborted_epoch_ != epoch && look_for_abort(epoch)) return;
-  look_whether_told(epoch);
+  look_for_acknowledgement(epoch);
   if (const auto why = board_->stalled_device()) {
     over_ = true;
     actions_.lost(*why);
@@ -158,34 +158,35 @@ bool FailureWatch::look_for_abort(int epoch) {
   if (!written) return false;
   aborted_epoch_ = epoch;
   const Abort abort = decode_abort(*written);
-  if (abort.is_disagreement) note_untold(abort.why, epoch);
+  if (abort.is_disagreement) expect_acknowledgement(abort.why, epoch);
   actions_.aborted(abort, epoch);
   return true;
 }
 
 /// Called before the waits end, since the program may be in another wait afterwards.
-void FailureWatch::note_untold(const std::string& why, int epoch) {
-  if (untold_ && untold_->epoch == epoch) return;
-  untold_ = {why, epoch, std::chrono::steady_clock::now()};
+void FailureWatch::expect_acknowledgement(const std::string& why, int epoch) {
+  if (unacknowledged_ && unacknowledged_->epoch == epoch) return;
+  unacknowledged_ = {why, epoch, std::chrono::steady_clock::now()};
 }
 
-void FailureWatch::look_whether_told(int epoch) {
-  if (!untold_) return;
-  if (untold_->epoch != epoch) return untold_.reset();
+void FailureWatch::look_for_acknowledgement(int epoch) {
+  if (!unacknowledged_) return;
+  if (unacknowledged_->epoch != epoch) return unacknowledged_.reset();
   const auto time = std::chrono::duration_cast<std::chrono::milliseconds>(
-      std::chrono::steady_clock::now() - untold_->since);
-  if (time < options_.told_within) return;
+      std::chrono::steady_clock::now() - unacknowledged_->since);
+  if (time < options_.acknowledged_within) return;
   // A wait for a collective that began before has not ended. A wait in the store ends by itself, or
   // belongs to a recovery.
   const Standing standing = board_->standing();
   const bool stands = standing.wait && standing.waited >= time;
-  if (actions_.told() && !stands) return untold_.reset();
-  const std::string why = std::exchange(untold_, std::nullopt)->why;
-  actions_.untold(concat(why, "; this rank ",
-                         stands ? "did not come out of its call of the library"
-                                : "made no call of the library, from which this could be thrown,",
-                         " within ", in_seconds(options_.told_within)),
-                  epoch);
+  if (actions_.acknowledged() && !stands) return unacknowledged_.reset();
+  const std::string why = std::exchange(unacknowledged_, std::nullopt)->why;
+  actions_.unacknowledged(
+      concat(why, "; this rank ",
+             stands ? "did not come out of its call of the library"
+                    : "made no call of the library, from which this could be thrown,",
+             " within ", in_seconds(options_.acknowledged_within)),
+      epoch);
 }
 
 void FailureWatch::look_at_peers(int epoch) {
@@ -193,6 +194,7 @@ void FailureWatch::look_at_peers(int epoch) {
   const auto found = peers_.look(std::chrono::steady_clock::now(), epoch, standing,
                                  [&] { return board_->lines(); });
   if (standing.wait) board_->set_cause(epoch, *standing.wait, peers_.cause());
+  for (const int rank : standing.doubtful) board_->heard(rank, peers_.heard_of(rank));
   if (!found) return;
   if (found->what == PeerWatch::Finding::What::kLost) {
     over_ = true;
@@ -200,7 +202,7 @@ void FailureWatch::look_at_peers(int epoch) {
     return;
   }
   if (epoch != epoch_ || std::exchange(disagreed_epoch_, epoch) == epoch) return;
-  note_untold(found->why, epoch);
+  expect_acknowledgement(found->why, epoch);
   actions_.disagree(found->why, epoch);
 }
 

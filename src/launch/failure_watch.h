@@ -12,9 +12,10 @@
 // [Note: disagreements] Ranks that call different things are a mistake that their program may
 // catch: no rank is lost, and nothing hangs once the waits end. So the watch aborts the World on
 // all ranks, and each gets an error in the call that waits, or in its next call of the library. A
-// watch ends its rank only where the rank has not thrown that error within `told_within`, or is
-// still in the wait then: it computes for longer, or hangs outside of the waits that the board
-// knows, and other ranks may wait for it.
+// watch ends its rank only where the rank has not thrown that error within `acknowledged_within`, or
+// is still in the wait then: it computes for longer, or hangs outside of the waits that the board
+// knows, and other ranks may wait for it. An error in a thread of the library counts as thrown once
+// the program gets it (KeepsErrors).
 #pragma once
 
 #include <atomic>
@@ -48,7 +49,7 @@ struct WatchOptions {
   std::chrono::milliseconds blocked_after{2000};  ///< a wait this long is looked into
   std::chrono::milliseconds silent_after{
       6000};  ///< a peer without a heartbeat for this long is lost
-  std::chrono::milliseconds told_within{5000};  ///< [Note: disagreements]
+  std::chrono::milliseconds acknowledged_within{5000};  ///< [Note: disagreements]
 };
 /// For a rank of so many.
 WatchOptions watch_options(int rank, int ranks);
@@ -74,9 +75,10 @@ class FailureWatch {
     /// A rank aborted its World, or announced a disagreement (after `disagree` on this rank, too).
     std::function<void(const Abort& abort, int epoch)> aborted = [](const Abort&, int) {};
     /// Whether the program knows that its World is aborted.
-    std::function<bool()> told = [] { return true; };
+    std::function<bool()> acknowledged = [] { return true; };
     /// The ranks disagree, and the program does not know of it in time.
-    std::function<void(const std::string& why, int epoch)> untold = [](const std::string&, int) {};
+    std::function<void(const std::string& why, int epoch)> unacknowledged = [](const std::string&,
+                                                                               int) {};
   };
 
   FailureWatch(std::shared_ptr<Store> own_connection, std::shared_ptr<WaitBoard> board,
@@ -98,8 +100,8 @@ class FailureWatch {
   void look_or_end();
   void look();
   bool look_for_abort(int epoch);
-  void note_untold(const std::string& why, int epoch);
-  void look_whether_told(int epoch);
+  void expect_acknowledgement(const std::string& why, int epoch);
+  void look_for_acknowledgement(int epoch);
   void look_at_peers(int epoch);
   void beat();
 
@@ -115,12 +117,12 @@ class FailureWatch {
   std::atomic<std::uint64_t> looks_{0};
   int aborted_epoch_ = -1;
   int disagreed_epoch_ = -1;
-  struct Untold {
+  struct Unacknowledged {
     std::string why;
     int epoch;
     std::chrono::steady_clock::time_point since;
   };
-  std::optional<Untold> untold_;  ///< a disagreement of which the program may not know yet
+  std::optional<Unacknowledged> unacknowledged_;  ///< a disagreement
   std::uint64_t beats_ = 0;
   const std::unique_ptr<Keys> keys_;
   PeerWatch peers_;

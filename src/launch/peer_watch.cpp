@@ -247,6 +247,7 @@ std::optional<PeerWatch::Finding> PeerWatch::look(Time now, int epoch, const Sta
 void PeerWatch::listen(Time now, const Standing& standing) {
   auto watched = watched_before(standing.peers, options_.rank);
   if (standing.wait && standing.wait->peer >= 0) watched.push_back(standing.wait->peer);
+  watched.insert(watched.end(), standing.doubtful.begin(), standing.doubtful.end());
   std::sort(watched.begin(), watched.end());
   watched.erase(std::unique(watched.begin(), watched.end()), watched.end());
   std::erase_if(heard_, [&](const auto& one) {
@@ -264,6 +265,11 @@ void PeerWatch::listen(Time now, const Standing& standing) {
 void PeerWatch::hear(std::map<int, Heard>& heard, int rank, std::string text, Time now) {
   auto [one, first] = heard.try_emplace(rank, Heard{text, now});
   if (one->second.text != text) one->second = {std::move(text), now};
+}
+
+std::string PeerWatch::heard_of(int rank) const {
+  const auto heard = heard_.find(rank);
+  return heard == heard_.end() ? std::string() : heard->second.text;
 }
 
 std::optional<PeerWatch::Finding> PeerWatch::find_silent(Time now) const {

@@ -67,7 +67,8 @@ struct Standing {
   std::chrono::milliseconds waited{0};  ///< the oldest wait's time
   std::optional<PeerWait> wait;         ///< the oldest wait for a collective
   std::vector<IssuedHashes> issued;
-  std::vector<int> peers;  ///< all ranks that are up, ascending, itself among them
+  std::vector<int> peers;     ///< all ranks that are up, ascending, itself among them
+  std::vector<int> doubtful;  ///< others that may be lost (WaitBoard::Doubt)
 };
 
 /// What a rank says of itself all the time.
@@ -148,6 +149,8 @@ class PeerWatch {
 
   /// The rank that holds up the wait of the last look; -1: not known, or there is none.
   int cause() const { return cause_; }
+  /// What the last look has read of a rank to which it listened: another text at each beat.
+  std::string heard_of(int rank) const;
 
  private:
   struct Heard {

@@ -141,7 +141,8 @@ class PolledStore final : public c10d::Store {
     if (waits_) waits_(key);
     auto pause = kFirstPause;
     while (!store_->check({key})) {
-      abort_flag_->check();
+      // Not check(), which acknowledges: Gloo calls this in threads of the library.
+      if (abort_flag_->is_set()) throw LostRank(abort_flag_->why());
       if (abort_flag_->marks() != marks_) throw LostRank("store: the wait was before a recovery");
       if (std::chrono::steady_clock::now() > deadline) {
         throw LostRank(concat("store: no ", key, " within ", in_seconds(timeout)));

@@ -77,6 +77,7 @@ Standing WaitBoard::standing() const {
   const base::Lock lock(mutex_);
   Standing standing;
   standing.peers = peers_;
+  for (const auto& [doubt, heard] : doubts_) standing.doubtful.push_back(heard.rank);
   standing.waits = static_cast<int>(waits_.size());
   if (waits_.empty()) return standing;
   const auto now = std::chrono::steady_clock::now();
@@ -116,6 +117,30 @@ WaitBoard::Look::Look(WaitBoard& board) : board_(board) {
 WaitBoard::Look::~Look() {
   const base::Lock lock(board_.mutex_);
   board_.looks_since_.reset();
+}
+
+WaitBoard::Doubt::Doubt(WaitBoard& board, int rank) : board_(board) {
+  const base::Lock lock(board_.mutex_);
+  board_.doubts_[this].rank = rank;
+}
+
+WaitBoard::Doubt::~Doubt() {
+  const base::Lock lock(board_.mutex_);
+  board_.doubts_.erase(this);
+}
+
+std::optional<std::chrono::steady_clock::time_point> WaitBoard::Doubt::last_beat() const {
+  const base::Lock lock(board_.mutex_);
+  return board_.doubts_.at(this).last_beat;
+}
+
+void WaitBoard::heard(int rank, const std::string& text) {
+  const base::Lock lock(mutex_);
+  for (auto& [doubt, heard] : doubts_) {
+    if (heard.rank != rank || heard.text == text) continue;
+    if (heard.text) heard.last_beat = std::chrono::steady_clock::now();
+    heard.text = text;
+  }
 }
 
 bool WaitBoard::looks_since_before(std::chrono::steady_clock::time_point time) const {

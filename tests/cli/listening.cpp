@@ -5,10 +5,11 @@
 #include <array>
 #include <cstdint>
 #include <filesystem>
-#include <fstream>
 #include <iterator>
 #include <set>
 #include <sstream>
+
+#include "cli/process.h"
 
 namespace tessera::cli {
 namespace {
@@ -29,15 +30,18 @@ std::set<std::string> sockets(pid_t pid) {
   std::set<std::string> inodes;
   std::error_code gone;
   const std::filesystem::path folder = "/proc/" + std::to_string(pid) + "/fd";
-  for (const auto& entry : std::filesystem::directory_iterator(folder, gone)) {
-    const std::string target = std::filesystem::read_symlink(entry.path(), gone).string();
+  // Not a range: that throws where the process ends on the way.
+  for (std::filesystem::directory_iterator entry(folder, gone), end; entry != end;
+       entry.increment(gone)) {
+    std::error_code closed;
+    const std::string target = std::filesystem::read_symlink(entry->path(), closed).string();
     if (target.starts_with("socket:[")) inodes.insert(target.substr(8, target.size() - 9));
   }
   return inodes;
 }
 
 pid_t parent_of(pid_t pid) {
-  std::ifstream lines("/proc/" + std::to_string(pid) + "/status");
+  std::istringstream lines(proc_file(pid, "status"));
   for (std::string line; std::getline(lines, line);) {
     if (line.starts_with("PPid:")) return std::stoi(line.substr(5));
   }
@@ -60,11 +64,10 @@ std::set<std::string> own_sockets(pid_t pid) {
 }  // namespace
 
 std::vector<std::string> listening_addresses(pid_t pid) {
-  const std::string proc = "/proc/" + std::to_string(pid);
   const std::set<std::string> inodes = own_sockets(pid);
   std::vector<std::string> addresses;
-  for (const char* table : {"/net/tcp", "/net/tcp6"}) {
-    std::ifstream rows(proc + table);
+  for (const char* table : {"net/tcp", "net/tcp6"}) {
+    std::istringstream rows(proc_file(pid, table));
     for (std::string row; std::getline(rows, row);) {
       // sl local_address rem_address st tx:rx tr:when retrnsmt uid timeout inode
       std::istringstream row_words(row);

@@ -10,7 +10,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
-#include <iterator>
 #include <random>
 #include <sstream>
 #include <thread>
@@ -27,16 +26,12 @@ using std::chrono::seconds;
 
 std::string read(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
-std::string proc(pid_t pid, const std::string& what) {
-  return "/proc/" + std::to_string(pid) + "/" + what;
+  return text_of(file);
 }
 
 std::vector<pid_t> descendants(pid_t pid) {
   std::vector<pid_t> all;
-  std::istringstream text(read(proc(pid, "task/" + std::to_string(pid) + "/children")));
+  std::istringstream text(proc_file(pid, "task/" + std::to_string(pid) + "/children"));
   for (pid_t child = 0; text >> child;) {
     all.push_back(child);
     for (const pid_t further : descendants(child)) all.push_back(further);
@@ -46,11 +41,11 @@ std::vector<pid_t> descendants(pid_t pid) {
 
 /// Which rank a process is; none for the launcher itself, and between fork and exec.
 std::optional<int> rank_of(pid_t pid) {
-  std::istringstream words(read(proc(pid, "cmdline")));
+  std::istringstream words(proc_file(pid, "cmdline"));
   std::string program;
   std::getline(words, program, '\0');
   if (program != TESSERA_PROGRAM) return std::nullopt;
-  std::istringstream variables(read(proc(pid, "environ")));
+  std::istringstream variables(proc_file(pid, "environ"));
   for (std::string line; std::getline(variables, line, '\0');) {
     for (const std::string name :
          {"RANK=", "OMPI_COMM_WORLD_RANK=", "TESSERA_SPAWN_RANK=", "PMI_RANK=", "SLURM_PROCID="}) {
@@ -231,8 +226,18 @@ std::map<int, pid_t> Process::wait_for_ranks(std::size_t count) const {
   return ranks;
 }
 
+std::string text_of(std::ifstream& file) {
+  std::ostringstream text;
+  text << file.rdbuf();  // keeps the error of a read as a state; an iterator would throw it
+  return text.fail() ? "" : text.str();
+}
+
+std::string proc_file(pid_t pid, const std::string& name) {
+  return read("/proc/" + std::to_string(pid) + "/" + name);
+}
+
 bool alive(pid_t pid) {
-  const std::string stat = read(proc(pid, "stat"));  // "PID (name) STATE ..."
+  const std::string stat = proc_file(pid, "stat");  // "PID (name) STATE ..."
   const auto name_end = stat.rfind(')');
   return name_end != std::string::npos && stat.at(name_end + 2) != 'Z';
 }

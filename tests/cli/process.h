@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <filesystem>
+#include <fstream>
 #include <map>
 #include <optional>
 #include <string>
@@ -45,6 +46,12 @@ class Process {
 
 /// Whether a process is there and has not ended (as a zombie has).
 bool alive(pid_t pid);
+
+/// The rest of a file; "" where it cannot be read, as one of /proc whose process has ended since it
+/// was opened.
+std::string text_of(std::ifstream& file);
+/// /proc/PID/NAME; "" where the process has ended.
+std::string proc_file(pid_t pid, const std::string& name);
 
 /// Looks every few milliseconds; false if `condition` does not come true in time.
 template <class Condition>

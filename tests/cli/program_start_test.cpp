@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 
+#include <fstream>
 #include <map>
 #include <optional>
 #include <sstream>
@@ -25,13 +26,9 @@ std::vector<std::string> split(const std::string& text, char between) {
   return parts;
 }
 
-std::string proc(pid_t pid, const std::string& name) {
-  return read_file("/proc/" + std::to_string(pid) + "/" + name);
-}
-
 /// The first value of a variable as the process was executed with it; "-" where it was not.
 std::string variable(pid_t pid, const std::string& name) {
-  for (const std::string& line : split(proc(pid, "environ"), '\0')) {
+  for (const std::string& line : split(proc_file(pid, "environ"), '\0')) {
     if (line.starts_with(name + "=")) return line.substr(name.size() + 1);
   }
   return "-";
@@ -39,7 +36,7 @@ std::string variable(pid_t pid, const std::string& name) {
 
 const std::string kShortSpin = std::string(comm::kShortSpins).substr(sizeof("GOMP_SPINCOUNT"));
 
-std::string name_in_ps(pid_t pid) { return split(proc(pid, "comm"), '\n').at(0); }
+std::string name_in_ps(pid_t pid) { return split(proc_file(pid, "comm"), '\n').at(0); }
 
 /// A run that does not end by itself, in a folder whose name wants quoting.
 struct LongRun {
@@ -85,7 +82,7 @@ TEST(ProgramStart, ARankAloneIsExecutedOnceMoreWhereNobodySaidHowThreadsWait) {
     const pid_t pid = run.ranks(1).at(0);
     EXPECT_EQ(variable(pid, "GOMP_SPINCOUNT"), set.given ? set.spins : kShortSpin);
     EXPECT_EQ(variable(pid, "OMP_WAIT_POLICY"), set.policy);
-    EXPECT_EQ(split(proc(pid, "cmdline"), '\0'), run.words);
+    EXPECT_EQ(split(proc_file(pid, "cmdline"), '\0'), run.words);
     EXPECT_EQ(name_in_ps(pid), "tessera:0");
     run.end();
   }
@@ -96,7 +93,7 @@ TEST(ProgramStart, RanksOfOwnSpawnGetTheirVariablesFromTheirParent) {
   for (const auto& [rank, pid] : run.ranks(2)) {
     EXPECT_EQ(variable(pid, "GOMP_SPINCOUNT"), kShortSpin);
     EXPECT_EQ(name_in_ps(pid), "tessera:" + std::to_string(rank));
-    EXPECT_EQ(split(proc(pid, "cmdline"), '\0'), run.words);
+    EXPECT_EQ(split(proc_file(pid, "cmdline"), '\0'), run.words);
   }
   EXPECT_EQ(name_in_ps(run.process->pid()), "tessera");
   run.end();
@@ -112,6 +109,24 @@ TEST(ProgramStart, RanksOfAnotherLauncherAreExecutedOnceMore) {
   }
   for (const auto& [rank, pid] : ranks) ::kill(pid, SIGTERM);
   EXPECT_EQ(run.process->wait(kLong), 0) << run.process->err();
+}
+
+// Naive: an iterator throws the error of such a read, and the test ends for another reason than its
+// own.
+TEST(ProcessFiles, AreEmptyOnceTheProcessHasEnded) {
+  for (const std::string name : {"stat", "cmdline", "environ", "status", "comm", "children"}) {
+    const TemporaryFolder folder;
+    Process process(folder.path(), {"sleep", "3600"});
+    const std::string own = "/proc/" + std::to_string(process.pid()) + "/";
+    const std::string task = own + "task/" + std::to_string(process.pid()) + "/";
+    std::ifstream file((name == "children" ? task : own) + name);
+    ASSERT_TRUE(file.is_open()) << name;
+    ::kill(process.pid(), SIGKILL);
+    ASSERT_EQ(process.wait(kLong), 128 + SIGKILL);
+    EXPECT_EQ(text_of(file), "") << name;
+    EXPECT_EQ(proc_file(process.pid(), name), "") << name;
+    EXPECT_FALSE(alive(process.pid()));
+  }
 }
 
 /// "2 threads a rank" of the banner.

@@ -425,6 +425,36 @@ TEST_P(StepScopeFailures, AStepWhoseEndWasRefusedIsOpenAsBefore) {
   });
 }
 
+// Nothing of it is among the calls of the step. Naive: those that refuse nothing have ended theirs.
+TEST_P(StepScopeFailures, AStepWhoseEndOneRankRefusedIsOpenAsBeforeOnEach) {
+  const auto& [count, backend] = GetParam();
+  ranks(count, backend).run([](World& world) {
+    StagedModel model(data_mesh(world), {});
+    StagedModel loop(data_mesh(world), {});
+    for (int step = 0; step < 3; ++step) {  // the first one records, and gradients add up
+      const bool refuses = world.rank() == (world.size() - 1 + step) % world.size();
+      StepScope scope(model.handle, {.schedule = "list", .stages = 2});
+      SlotRunner runner(model, scope, inputs(world, step));
+      for (const auto& slot : slots_of(kList)) runner.run(slot);
+      std::vector<at::Tensor> gradients;
+      for (const auto& view : model.handle.shards()) {
+        gradients.push_back(view.shard.grad());
+        if (refuses) view.shard.mutable_grad() = at::ones_like(view.shard);
+      }
+      for (int i = 0; i < 2; ++i) {
+        EXPECT_THAT(error_of([&] { scope.finish(); }),
+                    AllOf(HasSubstr("StepScope::finish"), HasSubstr("the gradient of")));
+        EXPECT_FALSE(world.aborted());
+      }
+      auto gradient = gradients.begin();
+      for (const auto& view : model.handle.shards()) view.shard.mutable_grad() = *gradient++;
+      scope.finish();
+      run_loop(loop, 2, inputs(world, step));
+      expect_same(whole_gradients(model.handle), whole_gradients(loop.handle));
+    }
+  });
+}
+
 enum class When : std::uint8_t { kForward, kBackward, kBetween };
 
 class ThrowsInBackward : public torch::autograd::Function<ThrowsInBackward> {

@@ -256,6 +256,15 @@ TEST(Store, AWaitWithoutATimeLastsTheInitTimeout) {
   EXPECT_EQ(patient->clone()->getTimeout(), std::chrono::hours(2));
 }
 
+// Gloo waits in threads of the library, whose errors the program may never get.
+TEST(Store, AWaitThatAnAbortEndsDoesNotAcknowledgeIt) {
+  const auto abort_flag = std::make_shared<AbortFlag>();
+  const auto group = Store::in_memory()->for_group("g", abort_flag);
+  abort_flag->mark("enough");
+  EXPECT_THROW(group->wait({"none"}, milliseconds(100000)), LostRank);
+  EXPECT_FALSE(abort_flag->acknowledged());
+}
+
 // A connection that nobody waits for any more is given up, though its rank has recovered.
 TEST(Store, AWaitFromBeforeARecoveryEnds) {
   const auto abort_flag = std::make_shared<AbortFlag>();

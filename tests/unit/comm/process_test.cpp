@@ -3,18 +3,16 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <poll.h>
 #include <signal.h>
-#include <spawn.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
-#include <chrono>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/environment.h"
+#include "unit/comm/spawned_programs.h"
 
 namespace tessera::process_test {
 namespace {
@@ -23,117 +21,11 @@ using testing::AllOf;
 using testing::HasSubstr;
 using testing::StartsWith;
 
-struct Outcome {
-  int exit_code = -1;
-  std::string out;
-  std::string err;
-  double seconds = 0;
-
-  std::string last_error_line() const {
-    const auto end = err.find_last_not_of('\n');
-    if (end == std::string::npos) return {};
-    const auto begin = err.rfind('\n', end);
-    return err.substr(begin == std::string::npos ? 0 : begin + 1, end - begin);
-  }
-};
-
-/// A program and what it has printed; the pipes reach end of file only when all its processes are
-/// gone.
-class Program {
- public:
-  Program(std::vector<std::string> arguments, tessera::base::Environment variables)
-      : start_(std::chrono::steady_clock::now()) {
-    int out[2];
-    int err[2];
-    if (::pipe2(out, O_CLOEXEC) != 0 || ::pipe2(err, O_CLOEXEC) != 0) std::abort();
-    posix_spawn_file_actions_t actions;
-    ::posix_spawn_file_actions_init(&actions);
-    ::posix_spawn_file_actions_adddup2(&actions, out[1], STDOUT_FILENO);
-    ::posix_spawn_file_actions_adddup2(&actions, err[1], STDERR_FILENO);
-    std::vector<char*> argument_pointers;
-    for (auto& one : arguments) argument_pointers.push_back(one.data());
-    argument_pointers.push_back(nullptr);
-    std::vector<std::string> lines;
-    for (const auto& [name, value] : variables) lines.push_back(name + "=" + value);
-    std::vector<char*> variable_pointers;
-    for (auto& one : lines) variable_pointers.push_back(one.data());
-    variable_pointers.push_back(nullptr);
-    if (::posix_spawn(&pid_, arguments[0].c_str(), &actions, nullptr, argument_pointers.data(),
-                      variable_pointers.data()) != 0) {
-      std::abort();
-    }
-    ::posix_spawn_file_actions_destroy(&actions);
-    ::close(out[1]);
-    ::close(err[1]);
-    out_ = out[0];
-    err_ = err[0];
-  }
-  Program(const Program&) = delete;
-  Program& operator=(const Program&) = delete;
-
-  pid_t pid() const { return pid_; }
-
-  Outcome wait() {
-    Outcome outcome;
-    pollfd events[2] = {{out_, POLLIN, 0}, {err_, POLLIN, 0}};
-    std::string* texts[2] = {&outcome.out, &outcome.err};
-    int open = 2;
-    while (open > 0) {
-      ::poll(events, 2, -1);
-      for (int i = 0; i < 2; ++i) {
-        if (events[i].fd < 0 || events[i].revents == 0) continue;
-        char buffer[4096];
-        const auto got = ::read(events[i].fd, buffer, sizeof(buffer));
-        if (got > 0) {
-          texts[i]->append(buffer, static_cast<std::size_t>(got));
-        } else {
-          ::close(events[i].fd);
-          events[i].fd = -1;
-          --open;
-        }
-      }
-    }
-    int status = 0;
-    ::waitpid(pid_, &status, 0);
-    outcome.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
-    outcome.seconds =
-        std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
-    return outcome;
-  }
-
- private:
-  std::chrono::steady_clock::time_point start_;
-  pid_t pid_ = -1;
-  int out_ = -1;
-  int err_ = -1;
-};
-
-struct Plan {
-  int nproc = 2;
-  std::string mode = "none";
-  int rank = 0;
-  int step = 0;
-  int steps = 30;
-  int timeout_ms = 100000;
-};
-
-std::vector<std::string> arguments(const Plan& plan) {
-  return {TESSERA_SPAWNED_RANK,           std::to_string(plan.nproc), plan.mode,
-          std::to_string(plan.rank),      std::to_string(plan.step),  std::to_string(plan.steps),
-          std::to_string(plan.timeout_ms)};
-}
-
-Outcome run(const Plan& plan) {
-  return Program(arguments(plan), tessera::base::environment()).wait();
-}
-
-// Starting two ranks takes a few seconds on a busy machine; the rest is the promise of 10 s.
-constexpr double kSeconds = 25;
-
 TEST(OwnSpawn, AllRanksFinish) {
-  for (const int nproc : {1, 2, 3}) {
-    const auto outcome = run({.nproc = nproc});
+  int nproc = 0;
+  for (const auto& outcome : run_all({{.nproc = 1}, {.nproc = 2}, {.nproc = 3}})) {
     EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
+    ++nproc;
     for (int rank = 0; rank < nproc; ++rank) {
       EXPECT_THAT(outcome.out, HasSubstr("done " + std::to_string(rank)));
     }
@@ -158,18 +50,28 @@ TEST(OwnSpawn, ARankThatSharesNoGroupWithTheOthersIsMissedWhileTheyWait) {
 class AnyRank : public testing::TestWithParam<int> {
  protected:
   std::string name() const { return "rank " + std::to_string(GetParam()) + ": "; }
-  /// The same moments in every run of the test.
-  std::vector<int> moments(int count) const {
+  /// The plan at moments that are the same in every run of the test.
+  std::vector<Plan> at_moments(Plan plan, int count) const {
     std::mt19937 random(static_cast<unsigned>(17 + GetParam()));
-    std::vector<int> steps;
-    for (int i = 0; i < count; ++i) steps.push_back(static_cast<int>(random() % 30));
-    return steps;
+    std::vector<Plan> plans;
+    for (int i = 0; i < count; ++i) {
+      plan.step = static_cast<int>(random() % 30);
+      plans.push_back(plan);
+    }
+    return plans;
+  }
+  std::vector<Plan> in_modes(Plan plan, const std::vector<std::string>& modes) const {
+    std::vector<Plan> plans;
+    for (const auto& mode : modes) {
+      plan.mode = mode;
+      plans.push_back(plan);
+    }
+    return plans;
   }
 };
 
 TEST_P(AnyRank, ThatThrowsIsNamedWithItsError) {
-  for (const int step : moments(3)) {
-    const auto outcome = run({.mode = "throw", .rank = GetParam(), .step = step});
+  for (const auto& outcome : run_all(at_moments({.mode = "throw", .rank = GetParam()}, 3))) {
     EXPECT_EQ(outcome.exit_code, 1);
     EXPECT_EQ(outcome.last_error_line(), name() + "rank fails on purpose");
     EXPECT_LT(outcome.seconds, kSeconds);
@@ -178,18 +80,19 @@ TEST_P(AnyRank, ThatThrowsIsNamedWithItsError) {
 
 // Naive: a rank leaves by _exit, and what it has printed into a pipe is still in its buffer.
 TEST_P(AnyRank, ThatThrowsLosesNothingOfWhatWasPrintedBefore) {
-  for (const char* mode : {"throw", "usage"}) {
-    const auto outcome = run({.mode = mode, .rank = GetParam(), .step = 3});
-    EXPECT_EQ(outcome.exit_code, std::string(mode) == "usage" ? 2 : 1);
+  const auto outcomes = run_all(in_modes({.rank = GetParam(), .step = 3}, {"throw", "usage"}));
+  EXPECT_EQ(outcomes[0].exit_code, 1);
+  EXPECT_EQ(outcomes[1].exit_code, 2);
+  for (const auto& outcome : outcomes) {
     for (const int rank : {0, 1}) {
-      EXPECT_THAT(outcome.out, HasSubstr("begun " + std::to_string(rank) + "\n")) << mode;
+      EXPECT_THAT(outcome.out, HasSubstr("begun " + std::to_string(rank) + "\n")) << outcome.err;
     }
   }
 }
 
 TEST_P(AnyRank, ThatIsKilledIsNamedWithItsSignal) {
-  for (const int step : moments(3)) {
-    const auto outcome = run({.nproc = 3, .mode = "kill", .rank = GetParam(), .step = step});
+  for (const auto& outcome :
+       run_all(at_moments({.nproc = 3, .mode = "kill", .rank = GetParam()}, 3))) {
     EXPECT_EQ(outcome.exit_code, 137);
     EXPECT_EQ(outcome.last_error_line(), name() + "killed by signal 9 (SIGKILL)");
     EXPECT_LT(outcome.seconds, kSeconds);
@@ -197,14 +100,12 @@ TEST_P(AnyRank, ThatIsKilledIsNamedWithItsSignal) {
 }
 
 TEST_P(AnyRank, ThatStallsIsNamedAfterTheTimeout) {
-  for (const char* mode : {"stall", "stop"}) {
-    const auto outcome =
-        run({.mode = mode, .rank = GetParam(), .step = moments(1)[0], .timeout_ms = 1000});
-    EXPECT_EQ(outcome.exit_code, 1) << mode;
+  const auto plan = at_moments({.rank = GetParam(), .timeout_ms = 1000}, 1).front();
+  for (const auto& outcome : run_all(in_modes(plan, {"stall", "stop"}))) {
+    EXPECT_EQ(outcome.exit_code, 1) << outcome.err;
     EXPECT_THAT(outcome.last_error_line(),
                 AllOf(StartsWith("rank " + std::to_string(1 - GetParam()) + ": "),
                       HasSubstr("waited 1 s for rank " + std::to_string(GetParam()))))
-        << mode << "\n"
         << outcome.err;
     EXPECT_LT(outcome.seconds, kSeconds + 1);
   }
@@ -306,13 +207,19 @@ TEST_P(AnyRank, ThatWorksTooLongBeforeTheFirstStepIsNamedWithItsWork) {
 
 // Far below the 60 s for which its work would be waited for.
 TEST_P(AnyRank, ThatIsLostBeforeTheFirstStepIsNoticedInSeconds) {
+  std::vector<Plan> plans;
   for (const int step : {0, 1}) {
-    const auto killed = run({.nproc = 3, .mode = "work-kill", .rank = GetParam(), .step = step});
+    plans.push_back({.nproc = 3, .mode = "work-kill", .rank = GetParam(), .step = step});
+    plans.push_back(
+        {.nproc = 3, .mode = "work-stop", .rank = GetParam(), .step = step, .timeout_ms = 3000});
+  }
+  const auto outcomes = run_all(plans);
+  for (std::size_t i = 0; i < plans.size(); i += 2) {
+    const Outcome& killed = outcomes[i];
+    const Outcome& stopped = outcomes[i + 1];
     EXPECT_EQ(killed.exit_code, 137);
     EXPECT_EQ(killed.last_error_line(), name() + "killed by signal 9 (SIGKILL)");
     EXPECT_LT(killed.seconds, kSeconds);
-    const auto stopped = run(
-        {.nproc = 3, .mode = "work-stop", .rank = GetParam(), .step = step, .timeout_ms = 3000});
     EXPECT_EQ(stopped.exit_code, 1);
     EXPECT_THAT(stopped.last_error_line(), HasSubstr("rank " + std::to_string(GetParam())))
         << stopped.err;
@@ -322,16 +229,16 @@ TEST_P(AnyRank, ThatIsLostBeforeTheFirstStepIsNoticedInSeconds) {
 
 // Messages between stages among processes: who fails while another one waits for its message.
 TEST(Messages, ReachTheirReceives) {
-  for (const int nproc : {2, 4}) {
-    const auto outcome = run({.nproc = nproc, .mode = "mail-none", .steps = 60});
-    EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
-    EXPECT_THAT(outcome.out, HasSubstr("done " + std::to_string(nproc - 1)));
-  }
+  const auto outcomes = run_all({{.nproc = 2, .mode = "mail-none", .steps = 60},
+                                 {.nproc = 4, .mode = "mail-none", .steps = 60}});
+  for (const auto& outcome : outcomes) EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
+  EXPECT_THAT(outcomes[0].out, HasSubstr("done 1"));
+  EXPECT_THAT(outcomes[1].out, HasSubstr("done 3"));
 }
 
 TEST_P(AnyRank, ThatIsKilledBetweenMessagesIsNamedWithItsSignal) {
-  for (const int step : moments(3)) {
-    const auto outcome = run({.nproc = 3, .mode = "mail-kill", .rank = GetParam(), .step = step});
+  for (const auto& outcome :
+       run_all(at_moments({.nproc = 3, .mode = "mail-kill", .rank = GetParam()}, 3))) {
     EXPECT_EQ(outcome.exit_code, 137);
     EXPECT_EQ(outcome.last_error_line(), name() + "killed by signal 9 (SIGKILL)") << outcome.err;
     EXPECT_LT(outcome.seconds, kSeconds);
@@ -346,9 +253,9 @@ TEST_P(AnyRank, ThatThrowsBetweenMessagesIsNamedWithItsError) {
 }
 
 TEST_P(AnyRank, ThatStallsBetweenMessagesIsNamedWithTheMessageThatIsWaitedFor) {
-  for (const char* mode : {"mail-stall", "mail-stop"}) {
-    const auto outcome = run({.mode = mode, .rank = GetParam(), .step = 4, .timeout_ms = 1000});
-    EXPECT_EQ(outcome.exit_code, 1) << mode;
+  const Plan plan{.rank = GetParam(), .step = 4, .timeout_ms = 1000};
+  for (const auto& outcome : run_all(in_modes(plan, {"mail-stall", "mail-stop"}))) {
+    EXPECT_EQ(outcome.exit_code, 1) << outcome.err;
     const std::string other = std::to_string(1 - GetParam());
     // The first stage waits for gradients, the second one for activations.
     EXPECT_THAT(outcome.last_error_line(),
@@ -356,7 +263,6 @@ TEST_P(AnyRank, ThatStallsBetweenMessagesIsNamedWithTheMessageThatIsWaitedFor) {
                       HasSubstr(GetParam() == 0 ? "activations of stage 0, micro-batch 0, step 4"
                                                 : "gradients of stage 1, micro-batch 0, step 4"),
                       HasSubstr("waited 1 s for rank " + std::to_string(GetParam()))))
-        << mode << "\n"
         << outcome.err;
     EXPECT_LT(outcome.seconds, kSeconds + 1);
   }
@@ -403,51 +309,30 @@ TEST_P(AnyRank, WhoseMessagesAreSwappedIsNamedBesideTheOtherEnd) {
   EXPECT_LT(outcome.seconds, kSeconds);
 }
 
-// [Note: disagreements]. Naive: the first watch that finds one ends its process, and so the run.
-TEST(Disagreements, CanBeCaughtOnEveryRankAndTheRunGoesOn) {
-  const int seeds[] = {0, 0, 1, 2, 3};  // by the number of ranks
-  for (const int nproc : {2, 3, 4}) {
-    const auto outcome = run({.nproc = nproc, .mode = "caught", .step = seeds[nproc], .steps = 6});
-    EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
-    for (int rank = 0; rank < nproc; ++rank) {
-      EXPECT_THAT(outcome.out, HasSubstr("done " + std::to_string(rank))) << outcome.err;
-    }
-  }
-}
-
-// Naive: the store ends with rank 0, and a rank that leaves a little later is ended for that.
-TEST(Disagreements, ThatAreCaughtEndNobodyWhoLeavesThen) {
-  const auto outcome = run({.nproc = 3, .mode = "caught-leave"});
-  EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
-}
-
-// Rank 2 shares no group with those that disagree: they recover, and would wait for it forever.
-TEST(Disagreements, EndARankThatComesToNoCallOfTheLibrary) {
-  const auto outcome = run({.nproc = 4, .mode = "apart-uncaught", .rank = 2});
-  EXPECT_EQ(outcome.exit_code, 1);
-  EXPECT_THAT(outcome.last_error_line(), AllOf(StartsWith("rank 2: ranks disagree: rank 0 issues"),
-                                               HasSubstr("this rank made no call of the library")))
-      << outcome.err;
-  EXPECT_LT(outcome.seconds, kSeconds);
-}
-
 // Users' collectives among processes: their values, and what ranks that call other things are told.
 TEST(UserCalls, HaveTheirValues) {
-  for (const int nproc : {1, 2, 3}) {
-    const auto outcome = run({.nproc = nproc, .mode = "user-none"});
+  for (const auto& outcome : run_all({{.nproc = 1, .mode = "user-none"},
+                                      {.nproc = 2, .mode = "user-none"},
+                                      {.nproc = 3, .mode = "user-none"}})) {
     EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
   }
 }
 
 TEST(UserCalls, ThatDifferAreNamedBesideEachOther) {
-  const std::pair<const char*, const char*> differences[] = {
-      {"operation", "broadcast of loss"},
-      {"shape", "sum of [3, 2]"},
-      {"dtype", "24 B Int"},
-      {"order", "barrier of end"},
+  const std::vector<std::pair<std::string, std::string>> differences{
+      {"user-operation", "broadcast of loss"},
+      {"user-shape", "sum of [3, 2]"},
+      {"user-dtype", "24 B Int"},
+      {"user-order", "barrier of end"},
   };
+  std::vector<Plan> plans;
   for (const auto& [mode, called] : differences) {
-    const auto outcome = run({.nproc = 3, .mode = std::string("user-") + mode, .rank = 1});
+    plans.push_back({.nproc = 3, .mode = mode, .rank = 1});
+  }
+  const auto outcomes = run_all(plans);
+  for (std::size_t i = 0; i < plans.size(); ++i) {
+    const auto& [mode, called] = differences[i];
+    const Outcome& outcome = outcomes[i];
     EXPECT_EQ(outcome.exit_code, 1) << mode;
     EXPECT_THAT(outcome.last_error_line(),
                 AllOf(HasSubstr("ranks disagree"), HasSubstr(called),
@@ -479,7 +364,7 @@ INSTANTIATE_TEST_SUITE_P(Process, AnyRank, testing::Values(0, 1),
                          [](const auto& one) { return "Rank" + std::to_string(one.param); });
 
 TEST(OwnSpawn, SignalsArePassedOn) {
-  Program program(arguments({.mode = "none", .steps = 1000000}), tessera::base::environment());
+  Program program(arguments({.mode = "none", .steps = 1000000}), base::environment());
   // Wait until it is up: the parent has children once it can be told to stop.
   while (true) {
     const std::string path = "/proc/" + std::to_string(program.pid()) + "/task/" +
@@ -498,22 +383,15 @@ TEST(OwnSpawn, SignalsArePassedOn) {
 }
 
 TEST(OtherLaunchers, RanksOfAnEnvironmentMeetAndNameALostOne) {
-  // As mpirun and torchrun start them: no parent of ours, the store at a port that both know.
-  for (const std::string mode : {"none", "kill", "throw", "mail-kill"}) {
-    auto variables = tessera::base::environment();
-    variables["WORLD_SIZE"] = "2";
-    variables["LOCAL_WORLD_SIZE"] = "2";
-    variables["MASTER_ADDR"] = "127.0.0.1";
-    variables["MASTER_PORT"] =
-        std::to_string(20000 + ::getpid() % 9000 + static_cast<int>(mode.size()));
-    std::vector<std::unique_ptr<Program>> ranks;
-    for (const char* rank : {"0", "1"}) {
-      variables["RANK"] = variables["LOCAL_RANK"] = rank;
-      ranks.push_back(
-          std::make_unique<Program>(arguments({.mode = mode, .rank = 1, .step = 5}), variables));
-    }
-    const auto survivor = ranks[0]->wait();
-    const auto culprit = ranks[1]->wait();
+  const std::vector<std::string> modes{"none", "kill", "throw", "mail-kill"};
+  std::vector<Plan> plans;
+  for (const auto& mode : modes) plans.push_back({.mode = mode, .rank = 1, .step = 5});
+  const auto runs = run_all_without_parent(plans);
+  for (std::size_t i = 0; i < modes.size(); ++i) {
+    const std::string& mode = modes[i];
+    const auto& outcomes = runs[i];
+    const Outcome& survivor = outcomes[0];
+    const Outcome& culprit = outcomes[1];
     if (mode == "none") {
       EXPECT_EQ(survivor.exit_code, 0) << survivor.err;
       EXPECT_EQ(culprit.exit_code, 0) << culprit.err;
@@ -534,7 +412,7 @@ TEST(OtherLaunchers, RanksOfAnEnvironmentMeetAndNameALostOne) {
 
 // c10d prints what it throws as an error of its own: the same, without the rank.
 TEST(OtherLaunchers, ARankThatFindsNobodySaysSoInOneLine) {
-  auto variables = tessera::base::environment();
+  auto variables = base::environment();
   variables.erase("TORCH_CPP_LOG_LEVEL");
   variables["WORLD_SIZE"] = variables["LOCAL_WORLD_SIZE"] = "2";
   variables["RANK"] = variables["LOCAL_RANK"] = "1";

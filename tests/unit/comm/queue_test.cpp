@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "base/test_hooks.h"
+#include "launch/abort_flag.h"
 #include "rank_pools.h"
 #include "tessera/error.h"
 
@@ -27,11 +28,13 @@ class RecordingGroup : public Group {
     struct Done : Work {
       void wait() override {}
     };
+    if (abort_flag) abort_flag->check();
     if (fail_at == batch.label.unit_id) throw Error(ErrorKind::kComm, "broken wire");
     threads.push_back(std::this_thread::get_id());
     issued.push_back(batch.label.unit_id);
     return std::make_unique<Done>();
   }
+  std::shared_ptr<AbortFlag> abort_flag;
   std::uint32_t fail_at = ~0U;
   std::vector<std::uint32_t> issued;
   std::vector<std::thread::id> threads;
@@ -135,6 +138,27 @@ TEST(IssueQueue, AbortDropsWhatWasNotIssued) {
   hold.count_down();
   queue.recover();
   EXPECT_THAT(group.issued, testing::Not(testing::Contains(1U)));
+}
+
+// [Note: disagreements]. Naive: the queue's thread has thrown the error, so the program knows.
+TEST(IssueQueue, AnAbortThatItsThreadMeetsIsAcknowledgedOnceTheProgramGetsTheError) {
+  RecordingGroup group;
+  group.abort_flag = std::make_shared<AbortFlag>();
+  const AbortFlag& flag = *group.abort_flag;
+  IssueQueue queue(group.abort_flag);
+  group.abort_flag->mark("enough");
+  auto pending = queue.submit(group, labelled(0));
+  queue.drain();
+  EXPECT_FALSE(flag.acknowledged());
+  EXPECT_THROW(pending.wait(), LostRank);
+  EXPECT_TRUE(flag.acknowledged());
+  group.abort_flag->clear();
+  queue.recover();
+  group.abort_flag->mark("enough again");
+  queue.abort("enough again");
+  EXPECT_FALSE(flag.acknowledged());
+  EXPECT_THROW(queue.submit(group, labelled(1)), LostRank);
+  EXPECT_TRUE(flag.acknowledged());
 }
 
 TEST(IssueQueue, HeldBackBatchGoesOutAfterTheNext) {

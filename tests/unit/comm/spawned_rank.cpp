@@ -10,7 +10,11 @@
 //         user-absent: what RANK calls of a user's collectives, while the others call all_reduce
 //         caught: ranks call drawn programs of which one differs, seeded with STEP, and catch that;
 //         caught-leave: they leave then, without a recovery
-//         apart-uncaught: RANK comes to no call while the others disagree, and catch that
+//         caught-kill: RANK is killed then, as the others begin to recover
+//         apart-uncaught: RANK comes to no call while the others disagree, and catch that;
+//         apart-unwaited: it has submitted a collective, and does not wait for it
+//         late: all but RANK come to a collective, at moments drawn with STEP;
+//         too-late: the one after RANK comes when the timeout of 1 s of the others is just over
 //         mail-MODE: RANK does MODE (none, throw, kill, stall, stop, poison; shape, swap: sends what
 //         its neighbour does not expect) while stages hand messages on
 //         work-slow | work-endless | work-kill | work-stop: of RANK, before the first step
@@ -156,23 +160,56 @@ void call_as_a_user(const Plan& plan, World& world) {
   group.barrier("end");
 }
 
-void catch_and_leave(World& world) {
+void catch_disagreement(World& world) {
   const auto told =
       tessera::test::told_by(world, world.group(), {{.sizes = {world.rank() == 0 ? 2 : 3}}});
   TESSERA_INVARIANT(told.find("ranks disagree") != std::string::npos, "found '", told, "'");
+}
+
+void catch_and_leave(World& world) {
+  catch_disagreement(world);
   // The later ones need the store yet.
   std::this_thread::sleep_for(std::chrono::milliseconds(300 * world.rank()));
 }
 
+void catch_and_lose_one(const Plan& plan, World& world) {
+  catch_disagreement(world);
+  if (world.rank() == plan.rank) ::kill(::getpid(), SIGKILL);
+  world.recover();
+}
+
+/// Ranks 0 and 1 disagree; 2 and 3 are the other pair.
 void catch_beside_one_that_is_apart(const Plan& plan, World& world) {
   const auto pair = world.mesh(tessera::MeshShape::dense(1, 2, 2, 1, 1)).group("dp_shard");
   world.group().barrier("begin");
-  if (world.rank() == plan.rank) stall();
+  const bool is_of_other_pair = world.rank() / 2 == plan.rank / 2;
+  comm::Batch batch;
+  batch.ops.emplace_back(comm::AllGather{at::zeros({2})});
+  if (world.rank() == plan.rank) {
+    if (plan.mode == "apart-unwaited") {
+      world.queue().submit(*world.group(pair.ranks(), "user"), std::move(batch));
+    }
+    stall();
+  }
   try {
+    // It connects to its peer, which does not come, until the World is aborted.
+    while (is_of_other_pair && !world.aborted()) ::usleep(10000);
     pair.all_reduce(at::ones({1 + world.rank()}));
   } catch (const tessera::Error&) {
     world.recover();
   }
+}
+
+/// Whose time is up has closed its connections while others still wait for it.
+void come_late(const Plan& plan, World& world) {
+  comm::barrier(world.control(), "begin");
+  if (world.rank() == plan.rank) stall();
+  tessera::test::DrawnCalls draw(static_cast<unsigned>(plan.step));
+  int moment = 0;
+  for (int rank = 0; rank <= world.rank(); ++rank) moment = draw.below(16) * 100;
+  if (plan.mode == "too-late") moment = world.rank() == (plan.rank + 1) % world.size() ? 1050 : 0;
+  std::this_thread::sleep_for(std::chrono::milliseconds(moment));
+  comm::all_gather_bytes(world.control(), "anything", "what comes late");
 }
 
 void gather_layers(World& world, comm::Group& group) {
@@ -266,7 +303,9 @@ int main(int argc, char** argv) {
                   std::atoi(argv[5])};
   tessera::WorldOptions options;
   options.timeout = std::chrono::milliseconds(std::atoi(argv[6]));
-  if (plan.mode.starts_with("caught")) options.blocked_after = std::chrono::milliseconds(100);
+  if (plan.mode.starts_with("caught") || plan.mode.starts_with("apart-")) {
+    options.blocked_after = std::chrono::milliseconds(100);
+  }
   options.init_timeout = std::chrono::seconds(plan.mode == "work-endless" ? 10 : 60);
   if (plan.mode == "alone") options.init_timeout = options.timeout;
   const auto body = [&](World& world) {
@@ -275,7 +314,9 @@ int main(int argc, char** argv) {
     if (plan.mode == "apart") stop_apart(plan, world);
     if (plan.mode.starts_with("user-")) call_as_a_user(plan, world);
     if (plan.mode == "caught-leave") return catch_and_leave(world);
-    if (plan.mode == "apart-uncaught") return catch_beside_one_that_is_apart(plan, world);
+    if (plan.mode == "caught-kill") return catch_and_lose_one(plan, world);
+    if (plan.mode.starts_with("apart-")) return catch_beside_one_that_is_apart(plan, world);
+    if (plan.mode == "late" || plan.mode == "too-late") return come_late(plan, world);
     if (plan.mode == "caught") {
       tessera::test::catch_disagreements(world, static_cast<unsigned>(plan.step), plan.steps,
                                          check_calls);

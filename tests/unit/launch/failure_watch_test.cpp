@@ -3,7 +3,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <future>
+#include <limits>
 #include <thread>
 
 #include "comm/backends/gloo/exchange.h"
@@ -38,12 +40,13 @@ class Watched : public testing::Test {
     actions.aborted = [act](const Abort& abort, int epoch) {
       if (!abort.is_disagreement) act("aborted")(concat(abort.why, " in epoch ", epoch));
     };
-    actions.told = [this] { return told_.load(); };
-    actions.untold = [act](const std::string& why, int epoch) {
-      act("untold")(concat(why, " in epoch ", epoch));
+    actions.acknowledged = [this] { return acknowledged_.load(); };
+    actions.unacknowledged = [act](const std::string& why, int epoch) {
+      act("unacknowledged")(concat(why, " in epoch ", epoch));
     };
     watch_ = std::make_unique<FailureWatch>(
-        store_, board_, WatchOptions{0, milliseconds(2), blocked_after, silent_after, told_within_},
+        store_, board_,
+        WatchOptions{0, milliseconds(2), blocked_after, silent_after, acknowledged_within_},
         actions);
   }
   std::string first_action() { return action_.get_future().get(); }
@@ -58,8 +61,8 @@ class Watched : public testing::Test {
   std::shared_ptr<WaitBoard> board_ = std::make_shared<WaitBoard>();
   std::promise<std::string> action_;
   std::atomic<bool> acted_{false};
-  std::atomic<bool> told_{false};
-  milliseconds told_within_{0};
+  std::atomic<bool> acknowledged_{false};
+  milliseconds acknowledged_within_{0};
   Blocked0 blocked_;
   std::unique_ptr<FailureWatch> watch_;
 };
@@ -99,7 +102,7 @@ TEST(HearingOthers, EndsWithTheLookThatFoundNothing) {
   abort_flag.patience.expect_words_within(milliseconds(20));
   bool known = false;
   const StoppedStore store(board, [&] { known = true; });
-  hear_others(abort_flag, board, 1);
+  EXPECT_FALSE(hear_others(abort_flag, board, 1));
   EXPECT_TRUE(known);
 }
 
@@ -112,6 +115,93 @@ TEST(HearingOthers, DoesNotWaitForTheStoreOfTheRankThatIsBlamed) {
   const StoppedStore store(board, [&] { abort_flag.mark("the store is gone"); });
   hear_others(abort_flag, board, 0);
   EXPECT_FALSE(abort_flag.is_set());
+}
+
+/// Rank 1 as the failure watch hears it: it beats in a thread of the test, `beats` times or for as
+/// long as this lives.
+class Beating {
+ public:
+  explicit Beating(WaitBoard& board, int beats = std::numeric_limits<int>::max())
+      : thread_([this, &board, beats] {
+          for (int beat = 0; beat < beats && !stops_; ++beat) {
+            board.heard(1, std::to_string(beat));
+            std::this_thread::sleep_for(milliseconds(5));
+          }
+        }) {}
+  ~Beating() {
+    stops_ = true;
+    thread_.join();
+  }
+  Beating(const Beating&) = delete;
+  Beating& operator=(const Beating&) = delete;
+
+ private:
+  std::atomic<bool> stops_{false};
+  std::thread thread_;
+};
+constexpr auto kFar = std::chrono::hours(1);
+
+// Naive: whoever has closed its connections is lost, though it still hears others itself.
+TEST(HearingOthers, WaitsForTheWordsOfAPeerThatBeats) {
+  WaitBoard board;
+  AbortFlag abort_flag;
+  abort_flag.patience.expect_words_within(milliseconds(500));
+  const Beating peer(board);
+  const auto words = std::async(std::launch::async, [&] {
+    std::this_thread::sleep_for(milliseconds(1000));
+    abort_flag.mark("rank 1: waited for rank 2");
+  });
+  EXPECT_THAT([&] { hear_others(abort_flag, board, 1, std::chrono::steady_clock::now() + kFar); },
+              testing::ThrowsMessage<LostRank>(HasSubstr("waited for rank 2")));
+}
+
+TEST(HearingOthers, EndsWithTheBeatsOfAPeerThatHasDied) {
+  WaitBoard board;
+  AbortFlag abort_flag;
+  abort_flag.patience.expect_words_within(milliseconds(300));
+  const Beating peer(board, 20);
+  EXPECT_FALSE(hear_others(abort_flag, board, 1, std::chrono::steady_clock::now() + kFar));
+}
+
+// The connection between two ranks that live has broken. Naive: they wait until the deadline.
+TEST(HearingOthers, EndsLongBeforeTheDeadlineThoughThePeerLives) {
+  WaitBoard board;
+  AbortFlag abort_flag;
+  abort_flag.patience.expect_words_within(milliseconds(100));
+  const Beating peer(board);
+  EXPECT_FALSE(hear_others(abort_flag, board, 1, std::chrono::steady_clock::now() + kFar));
+}
+
+// What was read first may have been written before the connection was closed.
+TEST(HearingOthers, TakesOneBeatForNoSignOfLife) {
+  WaitBoard board;
+  const WaitBoard::Doubt doubt(board, 1);
+  board.heard(1, "7");
+  board.heard(1, "7");
+  EXPECT_EQ(doubt.last_beat(), std::nullopt);
+  board.heard(2, "8");
+  EXPECT_EQ(doubt.last_beat(), std::nullopt);
+  board.heard(1, "8");
+  EXPECT_NE(doubt.last_beat(), std::nullopt);
+}
+
+TEST(HearingOthers, EndsByTheDeadlineThoughThePeerLives) {
+  WaitBoard board;
+  AbortFlag abort_flag;
+  abort_flag.patience.expect_words_within(milliseconds(500));
+  const Beating peer(board);
+  EXPECT_TRUE(hear_others(abort_flag, board, 1, std::chrono::steady_clock::now()));
+}
+
+// A rank that is neither a neighbour nor waited for.
+TEST_F(Watched, ListensToARankThatIsAboutToBeBlamed) {
+  start();
+  const WaitBoard::Doubt doubt(*board_, 5);
+  for (int beat = 0; !doubt.last_beat(); ++beat) {
+    store_->set(store_key::pulse(5), std::to_string(beat));
+    let_it_look(1);
+  }
+  EXPECT_FALSE(acted_) << first_action();
 }
 
 // The next look tells what is said after it.
@@ -144,24 +234,25 @@ void disagree(Store& store, int epoch) {
 // [Note: disagreements]: the program may catch it.
 TEST_F(Watched, ADisagreementOfWhichTheProgramKnowsEndsNothing) {
   disagree(*store_, 0);
-  told_ = true;
+  acknowledged_ = true;
   start(milliseconds(0), milliseconds(0));
   let_it_look(10);
   EXPECT_FALSE(acted_) << first_action();
 }
 
-TEST_F(Watched, ADisagreementThatCameToNoCallOfARankIsToldByItsWatch) {
+TEST_F(Watched, ADisagreementThatCameToNoCallOfARankIsSaidByItsWatch) {
   disagree(*store_, 0);
   start();
   EXPECT_EQ(first_action(),
-            "untold: ranks disagree; this rank made no call of the library, from which this could "
+            "unacknowledged: ranks disagree; this rank made no call of the library, from which "
+            "this could "
             "be thrown, within 0 s in epoch 0");
 }
 
 // Naive: that is a wait, too, which may have begun before the watch has looked.
 TEST_F(Watched, ADisagreementOfWhichTheProgramKnowsDoesNotEndItsRecovery) {
   const OnBoard recovering(*board_, blocked_);
-  told_ = true;
+  acknowledged_ = true;
   disagree(*store_, 0);
   start(std::chrono::hours(1), std::chrono::hours(1));
   let_it_look(10);
@@ -169,18 +260,19 @@ TEST_F(Watched, ADisagreementOfWhichTheProgramKnowsDoesNotEndItsRecovery) {
 }
 
 // Naive: one thread of the rank throws it, while another one stays in its wait forever.
-TEST_F(Watched, ADisagreementThatEndsNoWaitIsToldThoughItWasThrown) {
+TEST_F(Watched, ADisagreementThatEndsNoWaitIsSaidThoughItWasThrown) {
   struct : Blocked {
     void abort() override {}
     std::optional<PeerWait> waits_for() const override { return PeerWait{1, 0, 1, "#0"}; }
   } wait;
   const OnBoard waiting(*board_, wait);
-  told_within_ = milliseconds(4);
-  told_ = true;
+  acknowledged_within_ = milliseconds(4);
+  acknowledged_ = true;
   disagree(*store_, 0);
   start(milliseconds(4), std::chrono::hours(1));
   EXPECT_EQ(first_action(),
-            "untold: ranks disagree; this rank did not come out of its call of the library within "
+            "unacknowledged: ranks disagree; this rank did not come out of its call of the library "
+            "within "
             "0.004 s in epoch 0");
 }
 

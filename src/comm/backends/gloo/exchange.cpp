@@ -4,6 +4,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
+#include <stdexcept>
 #include <thread>
 
 #include "base/text/printable.h"
@@ -13,6 +14,12 @@
 
 namespace tessera::comm {
 namespace {
+
+/// Thrown from a post to posting().
+struct NotPosted : std::runtime_error {
+  NotPosted(int to, const std::string& reason) : std::runtime_error(reason), peer(to) {}
+  int peer;
+};
 
 /// The bytes as c10d takes them. The exchange keeps what owns them.
 std::vector<at::Tensor> as_bytes(const void* data, std::int64_t bytes) {
@@ -30,17 +37,35 @@ std::string gloo_reason(const std::string& error) {
 
 // A peer whose own wait has timed out closes its connections before it can say for whom it waited;
 // one that has died says nothing. Its words are waited for before it is blamed itself: they travel
-// through the store, at which each rank looks now and then. A look that does not end tells of the
-// store's host, for whom all those may wait that this rank would blame.
-void hear_others(const AbortFlag& abort_flag, const WaitBoard& board, int peer) {
+// through the store, at which each rank looks now and then. It may itself hear others first, and be
+// slow to say it on a busy machine: its heartbeats distinguish it from one that has died. It is not
+// waited for until the deadline, which may be far, since between two ranks that live a connection
+// can break, too. A look that does not end tells of the store's host, for whom all those may wait
+// that this rank would blame.
+bool hear_others(const AbortFlag& abort_flag, WaitBoard& board, int peer,
+                 std::optional<std::chrono::steady_clock::time_point> deadline) {
+  constexpr int kWordsOfThoseWhoLive = 5;
   const bool blames_store = board.store_rank() == peer;
-  const auto end = std::chrono::steady_clock::now() + abort_flag.patience.words();
-  do {
+  const WaitBoard::Doubt doubt(board, peer);
+  const auto words = abort_flag.patience.words();
+  const auto begin = std::chrono::steady_clock::now();
+  const auto first_end = begin + words;
+  const auto last_end = deadline ? std::clamp(*deadline + words, first_end + words,
+                                              first_end + kWordsOfThoseWhoLive * words)
+                                 : first_end;
+  bool lives = false;
+  for (auto end = first_end;;) {
     abort_flag.check();
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  } while (std::chrono::steady_clock::now() < end ||
-           (!blames_store && board.looks_since_before(end)));
+    const auto now = std::chrono::steady_clock::now();
+    if (const auto beat = doubt.last_beat()) {
+      lives = now < *beat + words;
+      end = std::min(*beat + words, last_end);
+    }
+    if (now >= end && (blames_store || !board.looks_since_before(end))) break;
+  }
   abort_flag.check();
+  return lives && deadline <= std::chrono::steady_clock::now();
 }
 
 std::string waited_in_vain(const std::string& what, std::chrono::milliseconds time,
@@ -122,11 +147,43 @@ std::string Exchange::text() const {
   return concat(to_string(entry), " on group ", channel_->options.name);
 }
 
-/// A transfer cannot even begin: the connection is closed already.
-void Exchange::blame(int peer, const std::exception& error) const {
-  hear_others(*channel_->options.abort_flag, *channel_->options.board, world_rank(peer));
-  throw LostRank(concat(text(), ": the connection to rank ", world_rank(peer),
-                        " is gone: ", gloo_reason(error.what())));
+void Exchange::begin_wait() {
+  const ChannelOptions& options = channel_->options;
+  patience_ = options.abort_flag->patience.of(options.timeout);
+  deadline_ = std::chrono::steady_clock::now() + patience_;
+}
+
+void Exchange::blame(int peer, const std::string& lost) {
+  const ChannelOptions& options = channel_->options;
+  // Not on the board, where it would wait for a rank that waits for it: a rank whose wait is over
+  // because this one came late would follow that to a third.
+  if (patience_.count() == 0) begin_wait();  // wait() has not begun
+  if (hear_others(*options.abort_flag, *options.board, world_rank(peer), deadline_)) {
+    blame_cause(peer);
+  }
+  throw LostRank(concat(text(), ": ", lost));
+}
+
+void Exchange::blame_cause(int peer) const {
+  const ChannelOptions& options = channel_->options;
+  const auto cause = options.board->cause_of(channel_->log->group_hash(), of_->sequence);
+  throw LostRank(waited_in_vain(text(), patience_, {cause.value_or(world_rank(peer))},
+                                options.abort_flag->patience));
+}
+
+/// Hears others without the lock, for which an abort may wait that holds the board's.
+template <class Post>
+void Exchange::posting(const Post& post) {
+  std::optional<NotPosted> failed;
+  try {
+    post();
+  } catch (const NotPosted& error) {
+    failed = error;
+  }
+  if (!failed) return;
+  // A transfer cannot even begin: the connection is closed already.
+  blame(failed->peer,
+        concat("the connection to rank ", world_rank(failed->peer), " is gone: ", failed->what()));
 }
 
 int Exchange::UnderWay::size() const { return exchange_.channel_->size(); }
@@ -144,7 +201,7 @@ void Exchange::UnderWay::receive(int peer, void* to, std::int64_t bytes, int pha
     const Line& line = exchange_.channel_->lines[static_cast<std::size_t>(peer)];
     receives.push_back({line.backend->recv(tensors, line.rank, tag_of(phase)), peer});
   } catch (const std::exception& error) {
-    exchange_.blame(peer, error);
+    throw NotPosted(peer, gloo_reason(error.what()));
   }
 }
 
@@ -156,7 +213,7 @@ void Exchange::UnderWay::send(int peer, const void* from, std::int64_t bytes, in
     sends.push_back({line.backend->send(tensors, line.rank, tag_of(phase)), peer});
     exchange_.posted_bytes_ += bytes;
   } catch (const std::exception& error) {
-    exchange_.blame(peer, error);
+    throw NotPosted(peer, gloo_reason(error.what()));
   }
 }
 
@@ -171,20 +228,24 @@ void Exchange::UnderWay::finish_receives() { exchange_.finish(receives); }
 void Exchange::UnderWay::finish_sends() { exchange_.finish(sends); }
 
 void Exchange::UnderWay::post_more(Earlier earlier, const std::function<void()>& post) {
-  const base::Lock lock(exchange_.mutex_);
-  exchange_.channel_->options.abort_flag->check();
-  if (earlier == Earlier::kFinished) {
-    receives.clear();
-    sends.clear();
-  }
-  post();
+  exchange_.posting([&] {
+    const base::Lock lock(exchange_.mutex_);
+    exchange_.channel_->options.abort_flag->check();
+    if (earlier == Earlier::kFinished) {
+      receives.clear();
+      sends.clear();
+    }
+    post();
+  });
 }
 
 void Exchange::start() {
   for (UnderWay& op : under_way_) op.steps->prepare(op);
   // A transfer whose receiver is ready goes out without a round trip: receives come first.
-  for (UnderWay& op : under_way_) op.steps->post_receives(op);
-  for (UnderWay& op : under_way_) op.steps->post_sends(op);
+  posting([&] {
+    for (UnderWay& op : under_way_) op.steps->post_receives(op);
+    for (UnderWay& op : under_way_) op.steps->post_sends(op);
+  });
 }
 
 void Exchange::abort() {
@@ -204,8 +265,7 @@ void Exchange::wait() {
   if (done_) return;
   if (failure_) std::rethrow_exception(failure_);
   const OnBoard on_board(*channel_->options.board, *this);
-  patience_ = channel_->options.abort_flag->patience.of(channel_->options.timeout);
-  deadline_ = std::chrono::steady_clock::now() + patience_;
+  begin_wait();
   try {
     channel_->options.abort_flag->check();  // after this, whoever aborts finds us on the board
     for (UnderWay& op : under_way_) op.steps->finish(op);
@@ -284,15 +344,11 @@ void Exchange::fail(const Transfer& transfer, const std::string& what) {
   if (timed_out && !is_relayed()) {
     throw LostRank(waited_in_vain(text(), patience_, not_arrived(), options.abort_flag->patience));
   }
+  if (!timed_out) blame(transfer.peer, concat("lost rank ", peer, ": ", gloo_reason(what)));
   // Of a relayed message the rank before may itself wait for another one. If it came later than
   // this one its time is up later: by then it says so, or the watch has seen it wait.
   hear_others(*options.abort_flag, *options.board, peer);
-  if (timed_out) {
-    const auto cause = options.board->cause_of(channel_->log->group_hash(), of_->sequence);
-    throw LostRank(
-        waited_in_vain(text(), patience_, {cause.value_or(peer)}, options.abort_flag->patience));
-  }
-  throw LostRank(concat(text(), ": lost rank ", peer, ": ", gloo_reason(what)));
+  blame_cause(transfer.peer);
 }
 
 }  // namespace tessera::comm

@@ -54,9 +54,13 @@ class Channel {
 
 /// Waits as long as words may be on their way (Patience::words) before `peer`, a world rank, is
 /// blamed; and on while the failure watch waits for the store of another rank: it knows by the
-/// store's timeout that the store is gone. Errors: LostRank with what another rank has said in the
-/// meantime.
-void hear_others(const AbortFlag& abort_flag, const WaitBoard& board, int peer);
+/// store's timeout that the store is gone. With the `deadline` of a wait that a closed connection
+/// has ended: while the peer goes on to beat, as long again after the deadline, but six times as long
+/// at most, since a peer that lives will say why it has closed its connections. Returns whether the
+/// deadline is over and the peer lives: then it is late, and not lost. Errors: LostRank with what
+/// another rank has said in the meantime.
+bool hear_others(const AbortFlag& abort_flag, WaitBoard& board, int peer,
+                 std::optional<std::chrono::steady_clock::time_point> deadline = std::nullopt);
 /// "what: waited 100 s for rank 3; ...", and why, as far as `patience` knows. No ranks: all have come
 /// after all, as to one that was stopped for longer than it waits.
 std::string waited_in_vain(const std::string& what, std::chrono::milliseconds time,
@@ -114,8 +118,14 @@ class Exchange final : public Work, private Blocked {
   void abort() override;
   std::optional<PeerWait> waits_for() const override;
 
-  /// Errors: LostRank naming the peer, always.
-  [[noreturn]] void blame(int peer, const std::exception& error) const;
+  /// Runs what posts transfers. Errors: LostRank.
+  template <class Post>
+  void posting(const Post& post);
+  /// Errors: LostRank, always: what others say, else that the wait was in vain where it is over and
+  /// the peer lives, else `lost`.
+  [[noreturn]] void blame(int peer, const std::string& lost);
+  [[noreturn]] void blame_cause(int peer) const;
+  void begin_wait();
   void finish(std::vector<Transfer>& transfers);
   void finish(Transfer& transfer);
   [[noreturn]] void fail(const Transfer& transfer, const std::string& what);
@@ -136,8 +146,8 @@ class Exchange final : public Work, private Blocked {
   std::uint64_t fingerprint_;
   std::deque<UnderWay> under_way_;
   std::int64_t posted_bytes_ = 0;
-  base::Mutex mutex_;  // of under_way_'s lists, between wait() and abort()
-  std::chrono::milliseconds patience_{0};
+  base::Mutex mutex_;                      // of under_way_'s lists, between wait() and abort()
+  std::chrono::milliseconds patience_{0};  // of wait(), once it has begun
   std::chrono::steady_clock::time_point deadline_;
   std::atomic<int> waits_for_{-1};  // a peer
   bool done_ = false;

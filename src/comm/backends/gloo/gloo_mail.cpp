@@ -242,9 +242,11 @@ class Parcel final : public Blocked {
 
   void require_kept() const;
   void check_aborted() const;
+  void begin_wait();
   void wait_for_gloo();
   [[noreturn]] void fail(const std::string& what);
-  [[noreturn]] void blame(const std::string& what) const;
+  [[noreturn]] void blame(const std::string& lost) const;
+  [[noreturn]] void blame_cause() const;
   void end();
 
   const std::shared_ptr<MailDesk> desk_;
@@ -268,6 +270,7 @@ void Parcel::start() {
                                      : line.backend->recv(tensors, line.rank, tag);
   } catch (const std::exception& error) {
     log_->end(fingerprint_);
+    begin_wait();
     blame(concat("the connection to rank ", letter_.peer_rank,
                  " is gone: ", gloo_reason(error.what())));
   }
@@ -332,11 +335,15 @@ void Parcel::finish() {
   end();
 }
 
+void Parcel::begin_wait() {
+  patience_ = options().abort_flag->patience.of(options().timeout);
+  deadline_ = std::chrono::steady_clock::now() + patience_;
+}
+
 void Parcel::wait_for_gloo() {
   using std::chrono::milliseconds;
   const OnBoard on_board(*options().board, *this);
-  patience_ = options().abort_flag->patience.of(options().timeout);
-  deadline_ = std::chrono::steady_clock::now() + patience_;
+  begin_wait();
   bool through = false;
   while (!through) {
     check_aborted();  // after this, whoever aborts finds us on the board
@@ -357,20 +364,26 @@ void Parcel::fail(const std::string& what) {
   const bool timed_out = what.find("Timed out waiting") != std::string::npos ||
                          std::chrono::steady_clock::now() >= deadline_;
   if (!timed_out) blame(concat("lost rank ", letter_.peer_rank, ": ", gloo_reason(what)));
-  // That rank may itself wait for another one, whose name the watch has by then.
-  const auto cause = options().board->cause_of(log_->hash(), fingerprint_);
-  throw LostRank(waited_in_vain(letter_, patience_, cause.value_or(letter_.peer_rank),
-                                options().abort_flag->patience));
+  blame_cause();
 }
 
-/// Unless others have said meanwhile what is the matter.
-void Parcel::blame(const std::string& what) const {
+/// With `lost`, unless others have said meanwhile what has happened, or the other end is only late.
+void Parcel::blame(const std::string& lost) const {
+  bool is_late = false;
   try {
-    hear_others(*options().abort_flag, *options().board, letter_.peer_rank);
+    is_late = hear_others(*options().abort_flag, *options().board, letter_.peer_rank, deadline_);
   } catch (const LostRank& said) {
     throw LostRank(concat(to_string(letter_), ": ", said.what()));
   }
-  throw LostRank(concat(to_string(letter_), ": ", what));
+  if (is_late) blame_cause();
+  throw LostRank(concat(to_string(letter_), ": ", lost));
+}
+
+/// That rank may itself wait for another one, whose name the watch has by then.
+void Parcel::blame_cause() const {
+  const auto cause = options().board->cause_of(log_->hash(), fingerprint_);
+  throw LostRank(waited_in_vain(letter_, patience_, cause.value_or(letter_.peer_rank),
+                                options().abort_flag->patience));
 }
 
 namespace {

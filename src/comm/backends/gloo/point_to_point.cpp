@@ -92,9 +92,10 @@ class Connecting final : public Blocked {
       return one.opened.get();
     } catch (const std::exception& error) {
       if (!in_time()) return {};
-      hear_others(abort_flag, *channel_.options.board, world_rank(one.peer));
-      throw LostRank(concat(channel_.log->wait_for(entry_).text, ": cannot connect to rank ",
-                            world_rank(one.peer), ": ", one_line(error.what())));
+      const int peer = world_rank(one.peer);
+      if (hear_others(abort_flag, *channel_.options.board, peer, deadline)) return {};
+      throw LostRank(concat(channel_.log->wait_for(entry_).text, ": cannot connect to rank ", peer,
+                            ": ", one_line(error.what())));
     }
   }
 

@@ -72,6 +72,7 @@ void connect_in_time(const NcclPlace& place, const std::string& what,
     try {
       if (BoundedCalls().run(call, place.init_timeout, [&] { return aborted.is_set(); })) return;
     } catch (const std::exception& error) {
+      aborted.acknowledge();
       throw LostRank(concat(what, ": ", one_line(error.what())));
     }
     aborted.check();
