@@ -150,6 +150,15 @@ Json json_of(const train::PipelineRankMemory& memory, bool knows_activations) {
   return found;
 }
 
+Json json_of(const capture::SimulatedStep& step) {
+  return {{"step", step.step_ms},
+          {"compute", step.compute_ms},
+          {"recompute", step.again_ms},
+          {"gather_waits", step.waited_ms},
+          {"reduce_waits", step.reduced_ms},
+          {"rest", step.rest_ms}};
+}
+
 void add_traffic(const train::StepTraffic& traffic, Json& whole) {
   const auto of_tokens = [&](std::int64_t train::StepTraffic::OfTokens::* bytes) {
     return traffic.of_tokens ? Json((*traffic.of_tokens).*bytes) : Json();

@@ -1,10 +1,11 @@
-// What a run would agree on, as JSON: contracts with the reason of each value, buckets, and what a step
-// takes of a rank's memory and sends. contract_text.h has the same as a person reads it. Next:
-// inspect.cpp.
+// JSON of all that the ranks of a run would agree on: contracts with the reason of each value and
+// buckets; and of a step's memory, traffic and time. contract_text.h has the same as a person reads
+// it. Next: inspect.cpp.
 #pragma once
 
 #include <nlohmann/json_fwd.hpp>
 
+#include "capture/simulate_plan.h"
 #include "layout/model_plan.h"
 #include "tessera/model_contract.h"
 #include "train/pipeline/pipeline_memory.h"
@@ -17,7 +18,7 @@ using Json = nlohmann::ordered_json;
 
 Json json_of(const GradContract& contract);
 Json json_of(const BufferContract& contract);
-/// What a unit casts; a value is null where tensors stay as they come.
+/// The casts of a unit; a value is null where tensors stay as they come.
 Json casts_of(const UnitContract& contract);
 Json buckets_of(const layout::PlannedUnit& unit);
 
@@ -25,7 +26,10 @@ Json buckets_of(const layout::PlannedUnit& unit);
 Json json_of(const train::MemoryTable& table);
 Json json_of(const train::PipelineRankMemory& memory, bool knows_activations);
 
-/// Adds what a rank sends in a step; null what is not known.
+/// The milliseconds of a step, and of what it waits for.
+Json json_of(const capture::SimulatedStep& step);
+
+/// Adds the bytes that a rank sends in a step; null where they are not known.
 void add_traffic(const train::StepTraffic& traffic, Json& whole);
 
 }  // namespace tessera::cli

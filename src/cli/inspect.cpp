@@ -182,8 +182,8 @@ struct Planned {
   layout::ModelPlan plan;
   train::MemoryTable memory;
   train::StepTraffic traffic;
-  std::optional<std::int64_t> device_bytes = {};  ///< --device-memory
-  std::string time = {};                          ///< the line by --flops and --bandwidth
+  std::optional<std::int64_t> device_bytes = {};    ///< --device-memory
+  std::optional<capture::SimulatedStep> step = {};  ///< by --flops and --bandwidth
 
   struct Pipelined {
     train::PipelinePlan plan;
@@ -278,7 +278,7 @@ Planned plan_run(const InspectArguments& arguments) {
   planned.memory.offloaded = train::offloaded_state(run, machine);
   const fsdp::StepPlan steps = train::plan_of_steps(run, machine);
   planned.traffic = train::step_traffic(run, steps, {.rank = 0});
-  if (rates) planned.time = time_line(*rates, run, steps, planned.traffic);
+  if (rates) planned.step = step_at(*rates, run, steps, planned.traffic);
   return planned;
 }
 
@@ -339,7 +339,8 @@ void print_text(const Planned& planned, Layers layers) {
   print_plan(planned.plan, layers);
   std::cout << "\n" << to_string(planned.memory);
   print_whether_it_fits(planned);
-  std::cout << "\n" << to_string(planned.traffic) << planned.time;
+  std::cout << "\n" << to_string(planned.traffic);
+  if (planned.step) std::cout << time_line(kByRates, *planned.step);
 }
 
 /// Of each place on axis pp, its units included.
@@ -409,6 +410,7 @@ void print_contract_json(const Planned& planned) {
                 {"units", units},
                 {"shard_bytes", kept_bytes(planned.plan)}};
   add_traffic(planned.traffic, whole);
+  if (planned.step) whole["step_time_ms"] = json_of(*planned.step);
   whole["rank_memory_bytes"] = json_of(planned.memory);
   std::cout << whole.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << '\n';
 }

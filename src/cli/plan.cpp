@@ -193,7 +193,7 @@ void print_costs(const capture::PlanFile& file, const capture::PlanProblem& prob
     std::cout << time_line("the profile",
                            capture::simulate(file.plan, problem.profile, problem.micro_batches));
   }
-  if (rates) std::cout << time_line(*rates, run, file.plan, traffic);
+  if (rates) std::cout << time_line(kByRates, step_at(*rates, run, file.plan, traffic));
 }
 
 /// Prints the memory of a rank at each place of the step.

@@ -27,11 +27,9 @@ std::optional<train::Rates> rates_of(const PlannedMachine& machine, const train:
   return train::Rates{.flops = *machine.flops, .bandwidth = static_cast<double>(bandwidth)};
 }
 
-std::string time_line(const train::Rates& rates, const train::RunOfPlan& run,
-                      const fsdp::StepPlan& plan, const train::StepTraffic& traffic) {
-  return time_line(
-      "--flops and --bandwidth",
-      capture::simulate(plan, train::profile_at(rates, run, traffic), traffic.micro_batches));
+capture::SimulatedStep step_at(const train::Rates& rates, const train::RunOfPlan& run,
+                               const fsdp::StepPlan& plan, const train::StepTraffic& traffic) {
+  return capture::simulate(plan, train::profile_at(rates, run, traffic), traffic.micro_batches);
 }
 
 }  // namespace tessera::cli

@@ -16,11 +16,13 @@ namespace tessera::cli {
 /// "  a step by the profile: 3.20 ms, of which ...".
 std::string time_line(std::string_view by, const capture::SimulatedStep& step);
 
-/// None where nobody gives them. Errors: kUsage without training.seq_len.
+/// None where the options are not given. Errors: kUsage without training.seq_len.
 std::optional<train::Rates> rates_of(const PlannedMachine& machine, const train::Config& config);
 
-/// The line of a step of `run` that follows `plan`, at these rates.
-std::string time_line(const train::Rates& rates, const train::RunOfPlan& run,
-                      const fsdp::StepPlan& plan, const train::StepTraffic& traffic);
+/// A step of `run` that follows `plan`, at these rates.
+capture::SimulatedStep step_at(const train::Rates& rates, const train::RunOfPlan& run,
+                               const fsdp::StepPlan& plan, const train::StepTraffic& traffic);
+
+inline constexpr std::string_view kByRates = "--flops and --bandwidth";
 
 }  // namespace tessera::cli

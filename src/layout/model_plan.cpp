@@ -32,7 +32,16 @@ void append(PlannedUnit& unit, const PlannedUnit& more) {
   unit.items.insert(unit.items.end(), more.items.begin(), more.items.end());
 }
 
+std::int64_t sum_of(const PlannedUnit& unit, std::int64_t (*bytes)(const BucketPlan&)) {
+  std::int64_t sum = 0;
+  for (const BucketPlan& bucket : unit.plan.buckets) sum += sent_bytes(bytes(bucket), bucket.ranks);
+  return sum;
+}
+
 }  // namespace
+
+std::int64_t gather_sent_bytes(const PlannedUnit& unit) { return sum_of(unit, gathered_bytes); }
+std::int64_t reduce_sent_bytes(const PlannedUnit& unit) { return sum_of(unit, reduced_bytes); }
 
 bool is_small(const BucketPlan& bucket, std::int64_t merge_below_bytes) {
   return !bucket.key.replicated && gathered_bytes(bucket) < merge_below_bytes;

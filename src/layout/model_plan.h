@@ -38,6 +38,10 @@ bool is_small(const BucketPlan& bucket, std::int64_t merge_below_bytes);
 ModelPlan plan_model(const UnitItems& outermost, const std::vector<UnitItems>& inner,
                      const PlanOptions& options, std::int64_t merge_below_bytes);
 
+/// The bytes that a rank sends to gather all buckets of a unit once, and to reduce them once.
+std::int64_t gather_sent_bytes(const PlannedUnit& unit);
+std::int64_t reduce_sent_bytes(const PlannedUnit& unit);
+
 /// A line a unit, two a bucket and one a parameter.
 std::string to_string(const ModelPlan& plan);
 /// The same on every rank and every machine for equal plans.

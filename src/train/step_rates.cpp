@@ -98,13 +98,9 @@ capture::PlanProfile profile_at(const Rates& rates, const RunOfPlan& run,
   const auto units = unit_flops(run);
   const auto names = plan_units(run);
   for (std::size_t unit = 0; unit < units.size(); ++unit) {
-    double gathered = 0.0, reduced = 0.0;
-    for (const layout::BucketPlan& bucket : run.plan.units[unit].plan.buckets) {
-      gathered +=
-          static_cast<double>(layout::sent_bytes(layout::gathered_bytes(bucket), bucket.ranks));
-      reduced +=
-          static_cast<double>(layout::sent_bytes(layout::reduced_bytes(bucket), bucket.ranks));
-    }
+    const layout::PlannedUnit& planned = run.plan.units[unit];
+    const auto gathered = static_cast<double>(layout::gather_sent_bytes(planned));
+    const auto reduced = static_cast<double>(layout::reduce_sent_bytes(planned));
     profile.units.push_back({.name = names[unit].name,
                              .forward_ms = ms(units[unit].forward(), rates.flops),
                              .backward_ms = ms(units[unit].backward(), rates.flops),

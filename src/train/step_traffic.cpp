@@ -51,15 +51,6 @@ SentRows even_rows(std::int64_t choices, std::int64_t ranks) {
   return {to_others, to_others};
 }
 
-std::int64_t unit_bytes(const layout::PlannedUnit& unit,
-                        std::int64_t (*bytes)(const layout::BucketPlan&)) {
-  std::int64_t sum = 0;
-  for (const layout::BucketPlan& bucket : unit.plan.buckets) {
-    sum += layout::sent_bytes(bytes(bucket), bucket.ranks);
-  }
-  return sum;
-}
-
 /// The place of a parameter in the buckets of a plan.
 struct Home {
   const layout::BucketPlan* bucket = nullptr;
@@ -128,8 +119,9 @@ StepTraffic::OfMatrices sent_of_matrices(const Config& config,
   std::vector<std::vector<fsdp::HeldElements>> held(ranks.size());
   for (const GradContract& contract : contracts) {
     const auto form = forms.find(contract.name);
+    if (!contract.trainable || form == forms.end()) continue;
     const auto home = homes.find(contract.name);
-    if (!contract.trainable || form == forms.end() || home == homes.end()) continue;
+    TESSERA_INVARIANT(home != homes.end(), "no bucket of the plan has ", contract.name);
     parameters.push_back(fsdp::matrix_parameter(contract, form->second));
     const auto& [bucket, placed] = home->second;
     const auto& axes = bucket->key.reductions.shard_axes;
@@ -181,8 +173,8 @@ StepTraffic step_traffic(const RunOfPlan& run, const fsdp::StepPlan& plan, const
   const auto counts = capture::counts_of(plan, traffic.micro_batches);
   for (std::size_t unit = 0; unit < counts.size(); ++unit) {
     const layout::PlannedUnit& planned = run.plan.units[unit];
-    traffic.gathers += counts[unit].gathers * unit_bytes(planned, layout::gathered_bytes);
-    traffic.reductions += counts[unit].reductions * unit_bytes(planned, layout::reduced_bytes);
+    traffic.gathers += counts[unit].gathers * layout::gather_sent_bytes(planned);
+    traffic.reductions += counts[unit].reductions * layout::reduce_sent_bytes(planned);
     for (const layout::BucketPlan& bucket : planned.plan.buckets) {
       traffic.replicas += replica_sent_bytes(bucket, mesh, sender.rank);
     }

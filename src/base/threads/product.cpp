@@ -3,8 +3,6 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
 
-#include <optional>
-
 /// Sets the number of threads of the products that the calling thread begins and returns the one
 /// before; 0 stands for the number of the process. libtorch_cpu has it where it is built with MKL.
 extern "C" [[gnu::weak]] int MKL_Set_Num_Threads_Local(int threads);
@@ -17,23 +15,21 @@ constexpr std::int64_t kMultiplicationsOfOneThread = std::int64_t{1} << 19;
 
 thread_local int scopes = 0;
 
-template <class Product>
-auto computed(const at::Tensor& a, const at::Tensor& b, const Product& product) {
-  std::optional<OneThread> one;
-  const bool is_small = a.is_cpu() && a.dim() == 2 && b.dim() == 2 &&
-                        a.numel() * b.size(1) <= kMultiplicationsOfOneThread;
-  if (is_small) one.emplace();
-  return product();
+bool is_small(const at::Tensor& a, const at::Tensor& b) {
+  return a.is_cpu() && a.dim() == 2 && b.dim() == 2 &&
+         a.numel() * b.size(1) <= kMultiplicationsOfOneThread;
 }
 
 }  // namespace
 
-OneThread::OneThread()
-    : before_(MKL_Set_Num_Threads_Local == nullptr ? 0 : MKL_Set_Num_Threads_Local(1)) {
+OneThread::OneThread(bool wanted) : wanted_(wanted) {
+  if (!wanted_) return;
   ++scopes;
+  if (MKL_Set_Num_Threads_Local != nullptr) before_ = MKL_Set_Num_Threads_Local(1);
 }
 
 OneThread::~OneThread() {
+  if (!wanted_) return;
   --scopes;
   if (MKL_Set_Num_Threads_Local != nullptr) MKL_Set_Num_Threads_Local(before_);
 }
@@ -41,15 +37,18 @@ OneThread::~OneThread() {
 bool OneThread::in_this_thread() { return scopes > 0; }
 
 at::Tensor mm(const at::Tensor& a, const at::Tensor& b) {
-  return computed(a, b, [&] { return at::mm(a, b); });
+  const OneThread one(is_small(a, b));
+  return at::mm(a, b);
 }
 
 void mm_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
-  computed(a, b, [&] { at::mm_out(out, a, b); });
+  const OneThread one(is_small(a, b));
+  at::mm_out(out, a, b);
 }
 
 at::Tensor addmm(const at::Tensor& bias, const at::Tensor& a, const at::Tensor& b) {
-  return computed(a, b, [&] { return at::addmm(bias, a, b); });
+  const OneThread one(is_small(a, b));
+  return at::addmm(bias, a, b);
 }
 
 }  // namespace tessera::base

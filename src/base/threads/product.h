@@ -1,8 +1,8 @@
 // Products of two matrices, on as many threads as they are worth.
 //
 // MKL gives a second thread a part of the smallest product. That saves a few microseconds at most,
-// and where the other thread has no CPU at once, beside other load, each product waits for a time
-// slice: a model of 0.1 M parameters was 4 times slower than on one thread (docs/launchers.md).
+// and where the other thread has no CPU at once, under other load, each product waits for a time
+// slice (docs/launchers.md, Threads). Other libraries than MKL keep their own number of threads.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,14 +13,16 @@ namespace tessera::base {
 /// than a dozen rows that may change the last bit.
 class OneThread {
  public:
-  OneThread();
+  explicit OneThread(bool wanted);  ///< false: changes nothing
   ~OneThread();
   OneThread(const OneThread&) = delete;
   OneThread& operator=(const OneThread&) = delete;
+  /// Whether one that is wanted lives in this thread.
   static bool in_this_thread();
 
  private:
-  int before_;
+  bool wanted_;
+  int before_ = 0;
 };
 
 /// at::mm, at::mm_out and at::addmm (bias + a b); on one thread where the product is small.

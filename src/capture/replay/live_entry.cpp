@@ -5,7 +5,6 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
-#include <optional>
 #include <utility>
 
 #include "base/threads/product.h"
@@ -38,8 +37,7 @@ at::Tensor copy_of(const at::Tensor& tensor) {
 }
 
 void run_boxed(const ProgramCall& call, c10::Stack& stack) {
-  std::optional<base::OneThread> one;
-  if (call.on_one_thread) one.emplace();
+  const base::OneThread one(call.on_one_thread);
   call.operation.callBoxed(stack);
 }
 
@@ -304,17 +302,22 @@ void LiveEntry::run_call(std::size_t step, Gradients of_parameters) {
 void LiveEntry::put_off(const ProgramCall& call, grad::WeightGradStore& store) const {
   const auto& raw = program_->values[static_cast<std::size_t>(call.direct->raw)];
   using Reads = grad::Product::Reads;
-  store.put(call.direct->slot,
-            {.sizes = raw.sizes,
-             .dtype = raw.dtype,
-             .reads = {value(call.arguments.at(0).values.at(0)),
-                       value(call.arguments.at(1).values.at(0))},
-             .form = [lease = lease_](const Reads& of) { return base::mm(of[0], of[1]); },
-             .write =
-                 [lease = lease_](const Reads& of, const at::Tensor& slot) {
-                   at::Tensor out = slot;
-                   base::mm_out(out, of[0], of[1]);
-                 }});
+  store.put(call.direct->slot, {.sizes = raw.sizes,
+                                .dtype = raw.dtype,
+                                .reads = {value(call.arguments.at(0).values.at(0)),
+                                          value(call.arguments.at(1).values.at(0))},
+                                .form =
+                                    [lease = lease_, alone = call.on_one_thread](const Reads& of) {
+                                      const base::OneThread one(alone);
+                                      return at::mm(of[0], of[1]);
+                                    },
+                                .write =
+                                    [lease = lease_, alone = call.on_one_thread](
+                                        const Reads& of, const at::Tensor& slot) {
+                                      const base::OneThread one(alone);
+                                      at::Tensor out = slot;
+                                      at::mm_out(out, of[0], of[1]);
+                                    }});
 }
 
 bool LiveEntry::run_into_slot(const ProgramCall& call, std::size_t step) {

@@ -38,7 +38,7 @@ struct SumOfParameter {
   double sum = 0.0;
 };
 
-/// Adds those of the other stages of a pipeline.
+/// Returns the sums of all stages of a pipeline, stage by stage.
 std::vector<SumOfParameter> sums_of_stages(comm::Group& stages,
                                            const std::vector<SumOfParameter>& mine) {
   const std::string bytes(reinterpret_cast<const char*>(mine.data()),

@@ -50,15 +50,6 @@ TEST(ModelPlan, TheBoundIsOfTheUnshardedComputeDtype) {
   EXPECT_FALSE(is_small(bucket, 257)) << "nothing of it is gathered";
 }
 
-/// Of all buckets of a unit.
-std::int64_t sent_of(const PlannedUnit& unit, std::int64_t (*bytes)(const BucketPlan&)) {
-  std::int64_t sum = 0;
-  for (const BucketPlan& bucket : unit.plan.buckets) {
-    sum += sent_bytes(bytes(bucket), bucket.ranks);
-  }
-  return sum;
-}
-
 TEST(ModelPlan, UnitsSendTheBytesOfTheDocumentation) {
   BucketKey frozen = kFloat;
   frozen.trainable = false;
@@ -69,8 +60,8 @@ TEST(ModelPlan, UnitsSendTheBytesOfTheDocumentation) {
       four, 0);
   std::vector<std::int64_t> gathers, reductions;
   for (const PlannedUnit& unit : plan.units) {
-    gathers.push_back(sent_of(unit, gathered_bytes));
-    reductions.push_back(sent_of(unit, reduced_bytes));
+    gathers.push_back(gather_sent_bytes(unit));
+    reductions.push_back(reduce_sent_bytes(unit));
   }
   // (N - 1) S c of each: 3 x 1024/4 x 4, 3 x 2048/4 x 2, 3 x 4096/4 x 2, 3 x 512/4 x 4.
   EXPECT_EQ(gathers, (std::vector<std::int64_t>{3072, 3072, 6144, 1536}));
