@@ -1,5 +1,4 @@
-// How long a step takes, as a person reads it: by a profile, or by what --flops and --bandwidth say of a
-// rank. Next: ../train/step_rates.h, ../capture/simulate_plan.h.
+// Prints how long a step takes: by a profile, or by the rates of --flops and --bandwidth. Next: ../train/step_rates.h, ../capture/simulate_plan.h.
 #pragma once
 
 #include <optional>

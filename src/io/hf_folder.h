@@ -51,7 +51,8 @@ HfIndex parse_hf_index(std::string_view text, std::string_view where);
 /// anything else and for 0.
 std::int64_t parse_byte_size(std::string_view text, std::string_view option);
 
-/// What messages expect in the place of a path that is no model folder, and say of one that is not there.
+/// Parts of messages: what is expected where a path is no model folder, and a hint where nothing is
+/// there.
 inline constexpr std::string_view kModelFolder = "a model folder with config.json and safetensors";
 inline constexpr std::string_view kNoHub = " (nothing is fetched from a hub)";
 

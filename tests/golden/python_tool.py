@@ -1,5 +1,5 @@
 """Runs a program of tools/ in the test's own process, as the command does it: importing transformers
-takes seconds. Used by tokenize_test.py, conversations_test.py, chat_templates_test.py and chat_test.py."""
+takes seconds."""
 
 import contextlib
 import importlib

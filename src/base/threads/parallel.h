@@ -18,7 +18,7 @@ void for_ranges(std::int64_t size, std::int64_t grain,
 
 /// How many threads libtorch has for loops and products that this thread begins: `wanted`, or fewer
 /// under OMP_THREAD_LIMIT. oneDNN (libtorch 2.13) cuts bf16 products for the number that is set, and
-/// where the limit grants fewer threads the parts of the others hold anything, without a word.
+/// where the limit grants fewer threads the parts of the others silently hold anything.
 void set_threads(int wanted);
 /// The same for as many as there are; without a limit nothing is touched.
 void heed_thread_limit();

@@ -84,7 +84,8 @@ at::Tensor merged(const at::Tensor& weight, const at::Tensor& a, const at::Tenso
 // gradients of tokens, scores and factors, are those of merged weights.
 TEST_F(ExpertAdapters, BesideFrozenExpertsEqualMergedWeights) {
   constexpr std::int64_t kHidden = 12, kInner = 8, kRank = 4;
-  // Sums of all products stay near 1: gelu's derivative in fp32 loses digits where its input is large.
+  // Sums of products stay near 1, since gelu's derivative in fp32 loses digits where its input is
+  // large.
   constexpr double kWeights = 0.3, kFactors = 0.4;
   const at::Tensor indices =
       at::tensor({0, 1, 1, 3, 0, 3, 1, 3, 0, 1}, at::kLong).view({5, 2});  // expert 2: none

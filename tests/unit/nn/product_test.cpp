@@ -1,12 +1,11 @@
 #include "base/threads/product.h"
 
 #include <ATen/ATen.h>
-#include <ATen/record_function.h>
 #include <gtest/gtest.h>
 
-#include <memory>
 #include <random>
-#include <string_view>
+
+#include "counted_calls.h"
 
 extern "C" [[gnu::weak]] int MKL_Set_Num_Threads_Local(int threads);
 
@@ -38,40 +37,16 @@ class Products : public ::testing::Test {
   int threads_ = 0;
 };
 
-/// Counts the products that libtorch computes while it lives, and those on one thread.
-class Counted {
- public:
-  Counted()
-      : handle_(at::addThreadLocalCallback(
-            at::RecordFunctionCallback([](const at::RecordFunction& called) {
-              const std::string_view name = called.name();
-              if (name != "aten::mm" && name != "aten::addmm")
-                return std::unique_ptr<at::ObserverContext>();
-              ++products;
-              if (base::OneThread::in_this_thread()) ++on_one_thread;
-              return std::unique_ptr<at::ObserverContext>();
-            }).scopes({at::RecordScope::FUNCTION}))) {
-    products = on_one_thread = 0;
-  }
-  ~Counted() { at::removeCallback(handle_); }
-  Counted(const Counted&) = delete;
-  Counted& operator=(const Counted&) = delete;
-  inline static int products = 0, on_one_thread = 0;
-
- private:
-  at::CallbackHandle handle_;
-};
-
 TEST_F(Products, AreOnOneThreadUpToTwoToTheNineteenthMultiplications) {
   const auto run = [](std::int64_t rows, std::int64_t inner, std::int64_t columns) {
     const at::Tensor a = at::ones({rows, inner}), b = at::ones({inner, columns});
     at::Tensor out = at::empty({rows, columns});
-    const Counted counted;
+    const test::CountedCalls counted({"aten::mm", "aten::addmm"}, base::OneThread::in_this_thread);
     base::mm(a, b);
     base::mm_out(out, a, b);
     base::addmm(at::ones({columns}), a, b);
-    EXPECT_EQ(Counted::products, 3);
-    return Counted::on_one_thread;
+    EXPECT_EQ(counted.count(), 3);
+    return counted.count_when();
   };
   EXPECT_EQ(run(64, 64, 64), 3);
   EXPECT_EQ(run(128, 64, 64), 3);

@@ -1,4 +1,4 @@
-// What is known of a run before it starts: its model, contracts and plan, for forecasts that tests
+// All that is known of a run before it starts: its model, contracts and plan, for forecasts that tests
 // compare with what the run does.
 #pragma once
 

@@ -1,4 +1,4 @@
-// What a rank computes in a step: the sums of a model by hand, and beside those of its layers, drawn.
+// The operations that a rank computes in a step: the sums of a model by hand, and beside those of its layers, drawn.
 #include "train/step_rates.h"
 
 #include <gtest/gtest.h>

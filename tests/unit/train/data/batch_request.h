@@ -1,4 +1,4 @@
-// What tests of batches share: a request for a file's rows, and tensors of ids as values.
+// Tests of batches share this: a request for a file's rows, and tensors of ids as values.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,4 @@
-// Rows of a .safetensors file of batches: which step takes which, and what of such a file is refused.
+// Rows of a .safetensors file of batches: which step takes which, and which files are refused.
 #include <gmock/gmock.h>
 
 #include <algorithm>
