@@ -169,6 +169,7 @@ def turns_in(given):
     """(what is read alone, what is trained on), of the form that is there. Data sets have a prompt beside the
     messages that begin with it, and two forms of one talk: they have to say the same."""
     lists = [key for key in ("messages", "conversations") if key in given]
+    lists = [key for key in lists if given[key]] or lists[:1]
     if not lists:
         return side_of(given, "prompt", "user"), side_of(given, "completion", "assistant")
     said = turns_of(given[lists[0]])

@@ -46,6 +46,7 @@ import sys
 del sys.path[0]  # this folder: the file would stand in for the standard module of its name
 import argparse  # noqa: E402
 import array  # noqa: E402
+import codecs  # noqa: E402
 import contextlib  # noqa: E402
 import errno  # noqa: E402
 import importlib.util  # noqa: E402
@@ -98,11 +99,13 @@ def lines_of(path):
     """(place, value) of each line of JSON."""
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
+            if number == 1:  # Windows begins a file with a mark
+                line = line.removeprefix(codecs.BOM_UTF8)
             if not line.strip():
                 continue
             place = f"{path}:{number}"
-            try:  # Windows begins a file with a mark
-                yield place, conversation.json_of(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            try:
+                yield place, conversation.json_of(line.decode("utf-8"))
             except UnicodeDecodeError as error:
                 fail(f"{place}: found bytes that are not UTF-8 ({error})")
             except ValueError as error:

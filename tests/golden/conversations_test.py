@@ -108,6 +108,7 @@ def in_both_spellings(draw, talk):
 
 def with_prompt(draw, talk):
     return {"messages": talk, **draw.choice([{"prompt": talk[0]["content"]}, {"prompt": talk[:-1]}, {"completion": ""},
+                                             {"conversations": []}, {"system_prompt": "", "documents": []},
                                              {"prompt": talk[:-1], "completion": talk[-1:]}, {"prompt": None}])}
 
 
@@ -189,7 +190,7 @@ class Conversations(unittest.TestCase):
             for name, content in (("talks.json", json.dumps(mixed)), (self.write_lines(mixed), None)):
                 with self.subTest(template, form="the mark that Windows writes", name=name):
                     file = self.folder / name
-                    file.write_bytes(b"\xef\xbb\xbf" + (content.encode() if content else file.read_bytes()))
+                    file.write_bytes(b"\xef\xbb\xbf" + self.draw.choice([b"", b"\r\n"]) + (content.encode() if content else file.read_bytes()))
                     self.assertEqual(self.files(template, name), expected)
 
     def test_calls_of_tools_keep_their_labels_in_parts(self):
