@@ -251,7 +251,7 @@ class Chat:
                 self.refuse_unwritten(messages[n], key, n, places or [f"message {i + 1}" for i in range(len(messages))])
 
     def with_words(self, messages, words):
-        return [{key: value + words.get((n, key), "") if isinstance(value, str) else value for key, value in message.items()}
+        return [{key: value + words[n, key] if (n, key) in words else value for key, value in message.items()}
                 for n, message in enumerate(messages)]
 
     def writes_key(self, messages, n, key, words, tools):

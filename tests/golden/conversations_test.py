@@ -190,7 +190,8 @@ class Conversations(unittest.TestCase):
             for name, content in (("talks.json", json.dumps(mixed)), (self.write_lines(mixed), None)):
                 with self.subTest(template, form="the mark that Windows writes", name=name):
                     file = self.folder / name
-                    file.write_bytes(b"\xef\xbb\xbf" + self.draw.choice([b"", b"\r\n"]) + (content.encode() if content else file.read_bytes()))
+                    file.write_bytes(b"\xef\xbb\xbf" +
+                                     self.draw.choice([b"", b"\r\n"]) + (content.encode() if content else file.read_bytes()))
                     self.assertEqual(self.files(template, name), expected)
 
     def test_calls_of_tools_keep_their_labels_in_parts(self):
