@@ -229,30 +229,66 @@ class Chat:
         return self.renderer.apply_chat_template(self.shaped(messages), tools=tools, tokenize=False,
                                                  add_generation_prompt=begin_answer)
 
-    def require_written(self, messages, text, tools=None):
-        """All that is said to the assistant stands in the text: a template may drop a role, or a turn,
-        silently. Each content gets a word of its own, which has to appear."""
+    def require_written(self, messages, text, tools=None, places=None, keys=()):
+        """All that is said to the assistant stands in the text, and something of each of `keys`, (message, key):
+        a template may drop a role, a turn or a key silently. Each text gets a word of its own, which has to
+        appear; where any other value is taken out, the text has to be another. An earlier answer is looked at
+        as the last turn, too: templates leave out what was thought before."""
         word = "q"
         while word in text:
             word += "q"
-        words = {n: f"{word}{n}x" for n, message in enumerate(messages)
-                 if message["role"] != "assistant" and "content" in message}
-        marked = self.render([{**message, "content": message["content"] + words[n]} if n in words else message
-                              for n, message in enumerate(messages)], tools=tools)
-        for n, mark in words.items():
-            if mark not in marked:
-                raise ValueError(f"the chat template writes nothing of what the {messages[n]['role']} says in message "
-                                 f"{n + 1} of {len(messages)}, expected all of it in the text; leave that message out, "
-                                 "give it another role, or another template by --chat-template")
+        said = [(n, "content") for n, message in enumerate(messages)
+                if message["role"] != "assistant" and "content" in message]
+        # Two keys that say the same have one word: transformers hands a thought on under several names.
+        own = {(n, key == "content", messages[n][key]): f"{word}{at}x" for at, (n, key) in enumerate([*said, *keys])
+               if isinstance(messages[n][key], str)}
+        words = {(n, key): own[n, key == "content", messages[n][key]] for n, key in [*said, *keys]
+                 if isinstance(messages[n][key], str)}
+        marked = self.render(self.with_words(messages, words), tools=tools)
+        for n, key in [*said, *keys]:
+            mark = words.get((n, key))
+            if not (mark and mark in marked) and not self.writes_key(messages, n, key, words, tools):
+                self.refuse_unwritten(messages[n], key, n, places or [f"message {i + 1}" for i in range(len(messages))])
 
-    def answers(self, messages, text, tools=None, first=0):
-        """[begin, end) in the text of what the assistant says, of each answer from message `first` on.
+    def with_words(self, messages, words):
+        return [{key: value + words[n, key] if (n, key) in words else value for key, value in message.items()}
+                for n, message in enumerate(messages)]
+
+    def writes_key(self, messages, n, key, words, tools):
+        """Whether the template writes of this key, whose word is not in the whole text or which has none."""
+        mark, answer = words.get((n, key)), messages[n]["role"] == "assistant"
+        if mark and not answer:
+            return False
+        turns = messages[:n + 1] if answer else messages
+        before = self.render(turns, tools=tools)
+        other = self.with_words(turns, words) if mark else [*turns]
+        if not mark:
+            other[n] = {"content": "", **{name: value for name, value in turns[n].items() if name != key}}
+        try:
+            after = self.render(other, tools=tools)
+        except Exception:  # the template reads it: it is a program that may raise anything where it misses something
+            return not mark
+        return mark in after if mark else after != before
+
+    def refuse_unwritten(self, message, key, n, places):
+        if key != "content":
+            raise ValueError(f"{places[n]}: found {key}, of which the chat template writes nothing, expected all of it in "
+                             "the text; leave it out, give it the name that the template knows, or another template by "
+                             "--chat-template")
+        among = sum(place.startswith("message") for place in places)
+        place = f"{places[n]} of {among}" if places[n].startswith("message") else places[n]
+        raise ValueError(f"the chat template writes nothing of what the {message['role']} says in {place}, expected all of "
+                         "it in the text; leave that message out, give it another role, or another template by "
+                         "--chat-template")
+
+    def answers(self, messages, text, tools=None, unlearnt=()):
+        """[begin, end) in the text of what the assistant says, of each answer that is not `unlearnt`.
 
         An answer is what the template writes behind its prompt where the answer is the last turn.
         Where the whole text begins so, that is it, without the white space between turns. Where the
         template writes that turn otherwise in the whole text, it is what is left of it there."""
         for i, message in enumerate(messages):
-            if message["role"] != "assistant" or i < first:
+            if message["role"] != "assistant" or i in unlearnt:
                 continue
             if i == 0:
                 raise ValueError("found an answer first, expected what it answers before it; or give a "
@@ -302,30 +338,45 @@ class Chat:
         tail = after[said:].rstrip()  # the end of the turn, which may be another than of a last one
         return begin, last + len(tail) if text.startswith(tail, last) else last
 
-    def leave_out(self, prompt, text, ids, mask, tools):
-        """Nothing of the prompt, which begins the text, is a label."""
-        before = self.render(prompt, tools=tools)
+    def leave_out(self, unlearnt, messages, text, ids, mask, tools):
+        """Nothing between two learnt answers is a label where an unlearnt one stands there."""
         encoded = self.tokenizer.library.encode(text, add_special_tokens=False)
-        if not text.startswith(before) or encoded.ids != list(ids):
-            raise ValueError("cannot tell where the prompt ends in the text of the chat template: it writes a prompt "
-                             "alone otherwise; give the conversation as messages")
-        for i, (begin, _) in enumerate(encoded.offsets):
-            mask[i] &= begin >= len(before)
+        if encoded.ids != list(ids):
+            raise ValueError("cannot tell which tokens are those of an answer that is not trained on: the tokenizer "
+                             "encodes the text of the chat template otherwise alone; leave that answer out")
+        learnt = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i not in unlearnt]
+        for first, last in zip([-1, *learnt], [*learnt, len(messages)]):
+            between = [i for i in range(first + 1, last) if i in unlearnt]
+            if not between:
+                continue
+            begin = 0 if first < 0 else self.length_before(messages[:between[0]], text, tools)
+            end = len(text) if last == len(messages) else self.length_before(messages[:last], text, tools)
+            for i, (at, _) in enumerate(encoded.offsets):
+                mask[i] &= not begin <= at < end
 
-    def encode(self, messages, tools=None, first=0):
-        """(ids, a byte for each: 1 where the assistant says it, in message `first` or later)."""
+    def length_before(self, messages, text, tools):
+        """How much of the text these messages are, which begin it."""
+        before = self.render(messages, tools=tools)
+        if not text.startswith(before):
+            raise ValueError("cannot tell where an answer begins or ends that is not trained on: the chat template writes "
+                             "the messages before it otherwise alone; leave that answer out")
+        return len(before)
+
+    def encode(self, conversation):
+        """(ids, a byte for each: 1 where the assistant says it in an answer that is trained on)."""
+        messages, tools, places, unlearnt, keys = conversation
         text = self.render(messages, tools=tools)
-        self.require_written(messages, text, tools)
+        self.require_written(messages, text, tools, places, keys)
         if self.marked:
             out = self.renderer.apply_chat_template(self.shaped(messages), tools=tools, tokenize=True, return_dict=True,
                                                     return_assistant_tokens_mask=True)
             ids, mask = out["input_ids"], bytearray(out["assistant_masks"])
-            if any(message["role"] == "assistant" for message in messages[:first]):
-                self.leave_out(messages[:first], text, ids, mask, tools)
+            if unlearnt:
+                self.leave_out(unlearnt, messages, text, ids, mask, tools)
         else:
             encoded = self.tokenizer.library.encode(text, add_special_tokens=False)
             ids, mask = encoded.ids, bytearray(len(encoded.ids))
-            for begin, end in self.answers(messages, text, tools, first):
+            for begin, end in self.answers(messages, text, tools, unlearnt):
                 for i, (at, _) in enumerate(encoded.offsets):
                     mask[i] |= begin <= at < end
         if not any(mask):

@@ -21,10 +21,11 @@ With --chat each line of MESSAGES.jsonl, element of a list in a *.json (read who
 one conversation: a list of {"role", "content"}, or an object that holds it as "messages" (or as --field
 names it); as "conversations", in which {"from", "value"} is a message, too; or "prompt" and "completion",
 each a text (of the user, of the assistant) or such a list, of which the completion alone is trained on.
-"tools" and "system" may stand beside. A content may be a list of parts, {"type": "text", "text"}, which are
-joined; other parts are refused, and so is what the template would leave out of what is said to the
-assistant. The folder's chat template (or --chat-template FILE) makes text of it. NAME.mask.bin has 1 for
-what the assistant says, its end of turn included, 0 for all else: only those tokens are trained on. What
+"tools" and "system" (or "system_prompt") may stand beside. A content may be a list of parts, {"type": "text",
+"text"}, which are joined; other parts are refused, and so is what the template would leave out: of what is
+said, or of another key of a message (images, say). The folder's chat template (or --chat-template FILE)
+makes text of it. An answer with "weight" 0, or with "train" or "loss" false, is no label. NAME.mask.bin has
+1 for what the assistant says, its end of turn included, 0 for all else: only those tokens are trained on. What
 it says is what the template writes of an answer that is the last turn; what the template leaves out once
 there are later turns (as Qwen3's thinking) is not there, and what it writes in another way is no label.
 With --bos auto a conversation begins as the template has it.
@@ -45,7 +46,9 @@ import sys
 del sys.path[0]  # this folder: the file would stand in for the standard module of its name
 import argparse  # noqa: E402
 import array  # noqa: E402
+import codecs  # noqa: E402
 import contextlib  # noqa: E402
+import errno  # noqa: E402
 import importlib.util  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
@@ -96,14 +99,16 @@ def lines_of(path):
     """(place, value) of each line of JSON."""
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
+            if number == 1:  # Windows begins a file with a mark
+                line = line.removeprefix(codecs.BOM_UTF8)
             if not line.strip():
                 continue
             place = f"{path}:{number}"
             try:
-                yield place, json.loads(line.decode("utf-8"))
+                yield place, conversation.json_of(line.decode("utf-8"))
             except UnicodeDecodeError as error:
                 fail(f"{place}: found bytes that are not UTF-8 ({error})")
-            except (ValueError, RecursionError) as error:
+            except ValueError as error:
                 fail(f"{place}: found no JSON ({error})")
 
 
@@ -112,7 +117,7 @@ def listed_in(path):
     with open(path, "rb") as file:
         content = file.read()
     try:
-        found = json.loads(content.decode("utf-8"))
+        found = conversation.json_of(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         fail(f"{path}: found bytes that are not UTF-8 ({error})")
     except json.JSONDecodeError as error:
@@ -120,7 +125,7 @@ def listed_in(path):
             fail(f"{path}: found no JSON ({error})")
         yield from lines_of(path)
         return
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         fail(f"{path}: found no JSON ({error})")
     if not isinstance(found, list) or any(is_message(element) for element in found):
         yield f"{path}", found  # one conversation
@@ -234,7 +239,7 @@ def encode_conversations(arguments, tokenizer):
         for place, found in conversations_of(path, arguments.field):
             try:
                 require_text(place, json.dumps(found, ensure_ascii=False, default=str))
-                ids, mask = chat.encode(*conversation.read(found, arguments.field))
+                ids, mask = chat.encode(conversation.read(found, arguments.field))
             except Exception as error:  # a template is a program: it may raise anything
                 fail(f"{place}: {error}")
             yield place, [(ids, mask)]
@@ -247,6 +252,20 @@ def writing(file):
         yield file
     except OSError as error:
         fail(f"{file.name}: {error.strerror or error}", 1)
+
+
+def say(text, is_result=False):
+    """A line on standard output. Where nobody reads on, the program goes on without a word; where it cannot be
+    written, a result is lost, and a line about files that are written is not."""
+    try:
+        if sys.stdout is None:
+            raise OSError(errno.EBADF, "it is closed")
+        print(text, flush=True)
+    except OSError as error:
+        if sys.stdout is not None:  # it is flushed once more at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if is_result and not isinstance(error, BrokenPipeError):
+            fail(f"standard output: {error.strerror}", 1)
 
 
 class TokenFile:
@@ -318,8 +337,8 @@ class TokenFile:
             pathlib.Path(f"{self.base}.{ending}").unlink(missing_ok=True)  # of an earlier file
             if ending in self.parts:
                 os.replace(f"{self.base}.{ending}.tmp", f"{self.base}.{ending}")
-        print(f"{self.base}.bin: {self.count} tokens of {self.dtype}, vocabulary {self.vocabulary}, "
-              f"{self.documents} documents" + (f", {self.kept} labels" if self.with_mask else ""))
+        say(f"{self.base}.bin: {self.count} tokens of {self.dtype}, vocabulary {self.vocabulary}, "
+            f"{self.documents} documents" + (f", {self.kept} labels" if self.with_mask else ""))
 
 
 class Borders:
@@ -364,7 +383,7 @@ def write_tokens(arguments, tokenizer):
     with TokenFile(arguments.out, vocabulary, arguments.chat) as out:
         add_documents(arguments, tokenizer, borders, out)
         out.finish()
-    print(borders.chosen)
+    say(borders.chosen)
 
 
 def add_documents(arguments, tokenizer, borders, out):
@@ -433,9 +452,10 @@ def parse_arguments():
 def run(arguments):
     tokenizer = model_text.Tokenizer(arguments.model)
     if arguments.encode is not None:
-        print(encode(tokenizer, arguments.encode, arguments.bos))
+        say(encode(tokenizer, arguments.encode, arguments.bos), is_result=True)
     elif arguments.decode is not None:
-        print(decode(tokenizer, sys.stdin.read() if arguments.decode == "-" else arguments.decode))
+        text = sys.stdin.read() if arguments.decode == "-" else arguments.decode
+        say(decode(tokenizer, text), is_result=True)
     elif arguments.out is None or not arguments.text:
         fail("found no --out NAME with text, expected one; or --encode, --decode")
     else:
@@ -443,6 +463,7 @@ def run(arguments):
 
 
 def main():
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # print would write to standard output where it is closed
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # as the shell has it, and tidied up
     try:
         run(parse_arguments())

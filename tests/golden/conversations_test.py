@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """tools/tokenize.py --chat: drawn conversations in every form that data sets have give the very files that
-they give as messages of text, under each template; and what is not text is refused by conversation,
-message and part.
+they give as messages of text, under each template; and what is not text, or would be lost, is refused by
+conversation, message and part or key.
 
 Run by ctest; leaves with 77 (skipped) where `tokenizers`, `transformers` or `pyarrow` is missing, as with
 TESSERA_TORCH.
@@ -34,6 +34,20 @@ WORDS = ["How", "many?", " ", "\n", "na\u00efve", "\u4e2d\u6587", "two", "'type'
 OTHER_PARTS = [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "image"}, {"type": "input_audio"},
                {"type": "tool_use", "name": "look"}, {"type": "thinking", "thinking": "a"}, {"type": "text"},
                {"type": "text", "text": None}, {"type": "text", "text": ["a"]}, {"text": "a"}, "a", None, 7, ["a"], {}]
+# Keys that say nothing of a message, and such as are empty.
+INERT_KEYS = [{"id": "a1"}, {"timestamp": 1700000000}, {"model": "m"}, {"score": 0.5}, {"name": "a"}, {"metadata": {"a": 1}},
+              {"token_count": 7}, {"images": []}, {"image": None}, {"audio": {}}, {"refusal": None}, {"refusal": ""},
+              {"thinking": False}, {"notes": ""}, {"tool_calls": []}, {"annotations": []}, {"documents": None}]
+# Keys that say something which no template here writes.
+LOST_KEYS = [{"images": ["a.png"]}, {"image": "a.png"}, {"audio": {"id": "a"}}, {"video": "a.mp4"}, {"videos": ["a.mp4"]},
+             {"refusal": "I cannot."},
+             {"notes": "One."}, {"attachments": [{"name": "a"}]}, {"function_call": {"name": "look"}}, {"masked": True},
+             {"documents": ["a"]}, {"markdown": "One."}, {"train_detail": [{"begin_offset": 0}]}, {"weight": 0.5},
+             {"weight": "0"}, {"train": "no"}, {"loss": -1}]
+# And such as some templates write of an answer, under each name.
+THOUGHTS, WRITE_THOUGHTS = ("reasoning_content", "reasoning", "thinking"), ("qwen3", "gpt_oss")
+SWITCHES_ON = [{"weight": 1}, {"weight": 1.0}, {"train": True}, {"loss": True}, {"weight": None}]
+SWITCHES_OFF = [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"loss": False}, {"weight": 1, "train": False}]
 ENDINGS = ("bin", "json", "mask.bin", "labels.bin", "docs.bin")
 
 
@@ -76,6 +90,28 @@ def with_system_beside(draw, talk):
     return {"system": talk[0]["content"], **as_sharegpt(draw, talk[1:])}
 
 
+def with_system_prompt(draw, talk):
+    found = with_system_beside(draw, talk)
+    return {"system_prompt": found.pop("system"), **found} if "system" in found else found
+
+
+def with_keys(*kinds):
+    """Of each message some of these keys."""
+    return lambda draw, talk: [{**m, **{k: v for kind in draw.sample(kinds, min(3, len(kinds))) for k, v in kind.items()}}
+                               for m in talk]
+
+
+def in_both_spellings(draw, talk):
+    return [{**m, **draw.choice([{"value": m["content"]}, {"from": draw.choice(SPEAKERS[m["role"]])}, {"value": ""}])}
+            for m in talk]
+
+
+def with_prompt(draw, talk):
+    return {"messages": talk, **draw.choice([{"prompt": talk[0]["content"]}, {"prompt": talk[:-1]}, {"completion": ""},
+                                             {"conversations": []}, {"system_prompt": "", "documents": []},
+                                             {"prompt": talk[:-1], "completion": talk[-1:]}, {"prompt": None}])}
+
+
 FORMS = {
     "object": lambda draw, talk: {"messages": talk, "tools": None},
     "parts": with_parts,
@@ -85,6 +121,15 @@ FORMS = {
     "speakers as roles": lambda draw, talk: [{**m, "role": draw.choice(SPEAKERS[m["role"]])} for m in talk],
     "messages as conversations": lambda draw, talk: {"conversations": with_parts(draw, talk, 0.3)},
     "system beside": with_system_beside,
+    "system prompt beside": with_system_prompt,
+    "values of roles": lambda draw, talk: [{"role": m["role"], "value": m["content"]} for m in talk],
+    "both spellings": in_both_spellings,
+    "two forms": lambda draw, talk: {"messages": talk, **as_sharegpt(draw, with_parts(draw, talk, 0.3))},
+    "prompt beside": with_prompt,
+    "keys that say nothing": with_keys(*INERT_KEYS),
+    "switches that are on": with_keys(*SWITCHES_ON),
+    "switches of the user": lambda draw, talk: [
+        {**m, **draw.choice(SWITCHES_OFF)} if m["role"] == "user" else m for m in talk],
     "origin beside": lambda draw, talk: {"from": "alpaca", **as_sharegpt(draw, talk)},
 }
 
@@ -142,6 +187,12 @@ class Conversations(unittest.TestCase):
                 self.assertEqual(self.files(template, "talks.json"), expected)
             with self.subTest(template, form="lines in a *.json"):
                 self.assertEqual(self.files(template, self.write_lines(mixed, "talks.json")), expected)
+            for name, content in (("talks.json", json.dumps(mixed)), (self.write_lines(mixed), None)):
+                with self.subTest(template, form="the mark that Windows writes", name=name):
+                    file = self.folder / name
+                    file.write_bytes(b"\xef\xbb\xbf" +
+                                     self.draw.choice([b"", b"\r\n"]) + (content.encode() if content else file.read_bytes()))
+                    self.assertEqual(self.files(template, name), expected)
 
     def test_calls_of_tools_keep_their_labels_in_parts(self):
         for template in ("qwen3", "gpt_oss"):
@@ -179,6 +230,89 @@ class Conversations(unittest.TestCase):
             mask[begin:first] = bytes(first - begin)
             begin = end
         return bytes(mask)
+
+    def without_labels(self, files, learnt):
+        """The mask without its runs of labels that are not learnt."""
+        mask, runs = bytearray(files["mask.bin"]), iter(learnt)
+        begin = mask.find(1)
+        while begin >= 0:
+            end = mask.find(0, begin)
+            if not next(runs):
+                mask[begin:end] = bytes(end - begin)
+            begin = mask.find(1, end)
+        self.assertIsNone(next(runs, None))
+        return bytes(mask)
+
+    def test_answers_that_are_not_trained_on_are_read(self):
+        for template in TEMPLATES:
+            talks, learnt = [drawn_talk(self.draw, template) for _ in range(8)], []
+            expected = self.files(template, self.write_lines(talks))
+            for talk in talks:
+                answers = [m for m in talk if m["role"] == "assistant"]
+                on = self.draw.choice(answers)
+                for message in answers:
+                    learnt.append(message is on or self.draw.random() < 0.4)
+                    message |= self.draw.choice(SWITCHES_ON if learnt[-1] else SWITCHES_OFF)
+            for form in ("object", "sharegpt"):
+                values = [FORMS[form](self.draw, talk) for talk in talks]
+                if form == "sharegpt":
+                    for value, talk in zip(values, talks):
+                        for inner, message in zip(value["conversations"], talk):
+                            inner |= {key: message[key] for key in ("weight", "train", "loss") if key in message}
+                with self.subTest(template, form=form):
+                    found = self.files(template, self.write_lines(values))
+                    self.assertEqual(found["bin"], expected["bin"])
+                    self.assertEqual(found["mask.bin"], self.without_labels(expected, learnt))
+
+    def test_keys_that_would_be_lost_are_refused_by_conversation_message_and_key(self):
+        for _ in range(80):
+            template = self.draw.choice(TEMPLATES)
+            talks = [drawn_talk(self.draw, template) for _ in range(self.draw.randint(1, 4))]
+            talk = self.draw.randrange(len(talks))
+            message = self.draw.randrange(len(talks[talk]))
+            said = talks[talk][message]
+            lost = [*LOST_KEYS]
+            if template not in WRITE_THOUGHTS or said["role"] != "assistant":
+                lost += [{name: thought} for name in THOUGHTS for thought in ("One.", in_parts(self.draw, "One."))]
+                lost += [{"tool_calls": [WEATHER]}] * 3
+            key, value = next(iter(self.draw.choice(lost).items()))
+            said[key] = value
+            where, form = f"message {message + 1}", self.draw.choice(["messages", "from", "prompt", "list", "system"])
+            if form == "from":
+                talks[talk] = [{**m, "role": None, "from": m["role"]} for m in talks[talk]]
+            elif form == "prompt":
+                where = "completion: message 1" if said is talks[talk][-1] else f"prompt: {where}"
+                talks[talk] = {"prompt": talks[talk][:-1], "completion": talks[talk][-1:]}
+            elif form == "system" and template not in ("gemma", "marked") and talks[talk][0]["role"] != "system":
+                talks[talk] = {"system_prompt": "Be brief.", "messages": talks[talk]}
+            with self.subTest(template, form=form, key=key, role=said["role"]):
+                if form == "list":
+                    self.refused(template, talks, f"talks.json: conversation {talk + 1}: {where}: found {key}",
+                                 name="talks.json")
+                else:
+                    self.refused(template, talks, f"talks.jsonl:{talk + 1}: {where}: found {key}")
+
+    def test_what_some_template_writes_is_taken(self):
+        thoughts = [(template, more) for template in WRITE_THOUGHTS for more in
+                    ({"reasoning_content": "One."}, {"thinking": "One."}, {"reasoning": in_parts(self.draw, "One.")},
+                     dict.fromkeys(THOUGHTS, "One."), {"tool_calls": [WEATHER], "content": ""})]
+        for template, more in (*thoughts, (PLAIN_TEMPLATE.replace("{{ m.content }}", "{{ m.refusal }}{{ m.content }}{{ m.notes }}"),
+                                           {"refusal": "No.", "notes": ["a"]})):
+            talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **more}]
+            with self.subTest(template, more=more):
+                longer = talk + drawn_talk(self.draw, "gemma")
+                self.assertIn(1, self.files(template, self.write_lines([talk, longer]))["mask.bin"])
+        talk[1] = {"role": "assistant", "content": "b", "thinking": "c", "reasoning": "d"}
+        for template in WRITE_THOUGHTS:
+            (self.folder / "talks.jsonl").write_text(json.dumps(talk) + "\n")
+            self.assertIn("talks.jsonl:1: message 2: found reasoning, ", self.run_on(template, "talks.jsonl", ok=False))
+
+    def test_what_an_answer_says_beside_its_calls_is_not_lost(self):
+        template = PLAIN_TEMPLATE.replace("{{ m.content }}", "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}"
+                                          "{% else %}{{ m.content }}{% endif %}")
+        talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "I look.", "tool_calls": [WEATHER]}]
+        self.refused(template, [talk], "talks.jsonl:1: the chat template writes nothing of what the assistant says in "
+                                       "message 2 of 2")
 
     def test_rows_are_taken_in_every_form(self):
         talks = [drawn_talk(self.draw, "qwen3") for _ in range(8)]
@@ -254,10 +388,29 @@ class Conversations(unittest.TestCase):
                 ({"prompt": "a"}, "found the keys prompt, expected a list of"),
                 ({"prompt": [user, said], "completion": [user]}, "found no message of the assistant"),
                 ({"data": [[user, said]]}, "found the keys data, expected a list of"),
+                ({"messages": [user, said], "documents": ["a"]}, "found documents beside the messages"),
+                ({"messages": [user, said], "system": "a", "system_prompt": "b"}, "found system and system_prompt that say"),
+                ({"messages": [{"role": "system", "content": "a"}, user, said], "system_prompt": "b"},
+                 "found a system_prompt beside"),
+                ({"messages": [user, said], "conversations": [user, user, said]}, "found messages and conversations that say"),
+                ({"messages": [user, said], "prompt": "c"}, "found messages and prompt that say"),
+                ({"messages": [user, said], "prompt": "a", "completion": "c"}, "found messages and completion that say"),
+                ({"conversations": [user, said], "completion": [said, user, {**said, "content": "c"}]},
+                 "found conversations and completion that say"),
+                ([{**user, "value": "c"}, said], "message 1: found content and value that say"),
+                ([{**user, "from": "gpt"}, said], 'message 1: found role "user" and from "gpt"'),
+                ([user, {**said, "weight": 0}], "found no message of the assistant that its weight lets learn"),
+                (None, "found null, expected a list of"),
                 (7, "found 7, expected a list of")):
             with self.subTest(value=value):
                 self.refused("llama3", [[user, said], value], f"talks.jsonl:2: {says}")
         self.refused("llama3", {"data": [[user, said]]}, "talks.json: found the keys data", name="talks.json")
+        for name in ("talks.json", "talks.jsonl"):
+            for text, says in (("7" * 5000, "found no JSON (a number has more digits than can be read)"),
+                               ("[" * 100_000, "found no JSON (its lists and objects are nested too deeply)"),
+                               ("1" + "0" * 99, "found 1000000")):
+                (self.folder / name).write_text(text + "\n")
+                self.assertIn(says, self.run_on("llama3", name, ok=False))
         (self.folder / "talks.json").write_text("[[")
         self.assertIn("talks.json: found no JSON", self.run_on("llama3", "talks.json", ok=False))
 

@@ -150,14 +150,16 @@ class Tokenize(unittest.TestCase):
         return numpy.fromfile(self.folder / "out.docs.bin", dtype="<u8").tolist()
 
     def test_rows_of_a_table_are_conversations(self):
-        talks = [TALK, TALK[:2], [{**TALK[0], "tool_calls": [{"name": "f", "arguments": "{}"}]}, TALK[1]]]
+        talks = [TALK, TALK[:2], [TALK[0], {**TALK[1], "tool_calls": [{"name": "f", "arguments": "{}"}]}]]
+        (self.folder / "calls.jinja").write_text(PLAIN_TEMPLATE.replace("m.content", "m.content ~ m.tool_calls"))
+        words = ["--chat", "--chat-template", "calls.jinja"]
         pyarrow.parquet.write_table(pyarrow.table({"messages": talks}), self.folder / "talks.parquet")
-        self.run_tool("--out", "rows", "--chat", "talks.parquet")
+        self.run_tool("--out", "rows", *words, "talks.parquet")
         self.write_talks(*talks)
-        self.run_tool("--out", "lines", "--chat", "talks.jsonl")
+        self.run_tool("--out", "lines", *words, "talks.jsonl")
         (self.folder / "lines").mkdir()
         (self.folder / "talks.parquet").rename(self.folder / "lines/talks.parquet")
-        self.run_tool("--out", "folder", "--chat", "lines")
+        self.run_tool("--out", "folder", *words, "lines")
         for ending in ("bin", "json", "mask.bin", "labels.bin", "docs.bin"):
             content = (self.folder / f"lines.{ending}").read_bytes()
             self.assertEqual((self.folder / f"rows.{ending}").read_bytes(), content, ending)
@@ -250,6 +252,30 @@ class Tokenize(unittest.TestCase):
         ids = self.run_tool("--encode", "the cat sat").strip()
         self.assertEqual(ids, ",".join(map(str, self.ids_of("the cat sat"))))
         self.assertEqual(self.run_tool("--decode", ids), "the cat sat\n")
+
+    def test_a_result_that_cannot_be_written_is_said_and_one_that_nobody_reads_is_not(self):
+        (self.folder / "a.txt").write_text("the cat")
+        ids = ",".join(map(str, self.ids_of("hi")))
+        about = r"beginning of text: [^\n]+\n"
+        for words, closed, code, out, err in (
+                ("--encode hi", "", 0, ids + "\n", about),
+                ("--encode hi", ">&-", 1, "", about + r"tokenize: standard output: [^\n]+\n"),
+                ("--encode hi", ">/dev/full", 1, "", about + r"tokenize: standard output: No space left on device\n"),
+                ("--encode hi", "2>&-", 0, ids + "\n", ""),
+                ("--decode 1", ">&-", 1, "", r"tokenize: standard output: [^\n]+\n"),
+                ("--decode - <many", ">/dev/full", 1, "", r"tokenize: standard output: No space left on device\n"),
+                ("--encode hi", "| true", 0, "", about),
+                ("--decode - <many", "| true", 0, "", ""),
+                ("--out out a.txt", ">&-", 0, "", r"a\.txt: [^\n]+\n"),
+                ("--out out a.txt", ">/dev/full", 0, "", r"a\.txt: [^\n]+\n")):
+            (self.folder / "many").write_text(",".join(["70"] * 20_000))
+            done = subprocess.run(
+                ["bash", "-o", "pipefail", "-c", f'"$0" "$1" --model model {words} {closed}', sys.executable, TOOL],
+                capture_output=True, text=True, cwd=self.folder, check=False)
+            with self.subTest(words, closed=closed):
+                self.assertEqual((done.returncode, done.stdout), (code, out), done.stderr)
+                self.assertRegex(done.stderr, rf"\A{err}\Z")
+        self.assertEqual(self.read()[1], [*self.ids_of("the cat"), self.end])
 
     def test_refusals_leave_no_file(self):
         (self.folder / "a.txt").write_bytes(b"\xff\xfe not text")
