@@ -155,8 +155,11 @@ void Exchange::begin_wait() {
 
 void Exchange::blame(int peer, const std::string& lost) {
   const ChannelOptions& options = channel_->options;
-  // Not on the board, where it would wait for a rank that waits for it: a rank whose wait is over
-  // because this one came late would follow that to a third.
+  // A wait that has begun stays on the board: the peer may itself wait for a third rank, to which
+  // whoever waits for this one must be able to follow. A rank that came late, but could still post,
+  // is followed as well until the peer's words have come. start() is not on the board: it has begun
+  // no wait, and from a rank that came too late nobody is to follow to a peer that holds up none.
+  waits_for_ = peer;
   if (patience_.count() == 0) begin_wait();  // wait() has not begun
   if (hear_others(*options.abort_flag, *options.board, world_rank(peer), deadline_)) {
     blame_cause(peer);
@@ -346,7 +349,8 @@ void Exchange::fail(const Transfer& transfer, const std::string& what) {
   }
   if (!timed_out) blame(transfer.peer, concat("lost rank ", peer, ": ", gloo_reason(what)));
   // Of a relayed message the rank before may itself wait for another one. If it came later than
-  // this one its time is up later: by then it says so, or the watch has seen it wait.
+  // this one its time is up later: by then it says so, or the watch has seen it wait. On the board
+  // meanwhile, as in blame().
   hear_others(*options.abort_flag, *options.board, peer);
   blame_cause(transfer.peer);
 }

@@ -147,7 +147,7 @@ class Exchange final : public Work, private Blocked {
   std::deque<UnderWay> under_way_;
   std::int64_t posted_bytes_ = 0;
   base::Mutex mutex_;                      // of under_way_'s lists, between wait() and abort()
-  std::chrono::milliseconds patience_{0};  // of wait(), once it has begun
+  std::chrono::milliseconds patience_{0};  // of wait(), or of a post of start() that has failed
   std::chrono::steady_clock::time_point deadline_;
   std::atomic<int> waits_for_{-1};  // a peer
   bool done_ = false;

@@ -363,6 +363,7 @@ void Parcel::fail(const std::string& what) {
   // Gloo waits by another clock and may be done a little before ours.
   const bool timed_out = what.find("Timed out waiting") != std::string::npos ||
                          std::chrono::steady_clock::now() >= deadline_;
+  // On the board meanwhile, as in Exchange::blame().
   if (!timed_out) blame(concat("lost rank ", letter_.peer_rank, ": ", gloo_reason(what)));
   blame_cause();
 }
