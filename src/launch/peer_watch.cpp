@@ -199,6 +199,11 @@ std::chrono::milliseconds WatchTimes::words() const {
   return std::max(std::chrono::milliseconds(1000), 3 * poll);
 }
 
+std::chrono::milliseconds WatchTimes::explaining(std::chrono::milliseconds words) {
+  constexpr std::chrono::milliseconds kAllKnow{10'000};
+  return std::max(2 * words, std::min(6 * words, kAllKnow - words));
+}
+
 std::chrono::milliseconds WatchTimes::heartbeats() const {
   return std::max(std::chrono::milliseconds(1500), 3 * poll);
 }

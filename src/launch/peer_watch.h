@@ -100,6 +100,9 @@ struct WatchTimes {
   /// Within which all ranks have read what one has written: some have just looked, and where many
   /// wait the store is busy with them.
   std::chrono::milliseconds words() const;
+  /// Within which a rank that lives has said why it has closed its connections, where words take
+  /// `words`: it may hear others first, and all ranks must know within 10 s.
+  static std::chrono::milliseconds explaining(std::chrono::milliseconds words);
   /// Within which every rank that lives has beaten, whatever holds it up a little.
   std::chrono::milliseconds heartbeats() const;
   /// Without a heartbeat for so long a rank is lost.

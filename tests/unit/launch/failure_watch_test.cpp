@@ -141,6 +141,15 @@ class Beating {
 };
 constexpr auto kFar = std::chrono::hours(1);
 
+// Naive: no deadline counts as one that is over, and every peer that lives as late.
+TEST(HearingOthers, CallsNobodyLateWithoutADeadline) {
+  WaitBoard board;
+  AbortFlag abort_flag;
+  abort_flag.patience.expect_words_within(milliseconds(500));
+  const Beating peer(board);
+  EXPECT_FALSE(hear_others(abort_flag, board, 1));
+}
+
 // Naive: whoever has closed its connections is lost, though it still hears others itself.
 TEST(HearingOthers, WaitsForTheWordsOfAPeerThatBeats) {
   WaitBoard board;

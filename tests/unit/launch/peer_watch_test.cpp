@@ -162,8 +162,16 @@ TEST(WatchTimes, FollowTheIntervalThatIsUsed) {
     // As seldom a rank as the watches look, so that all of them together ask as often.
     EXPECT_GE(times.pause(), times.poll / 12) << ranks;
   }
+  for (int ranks = 2; ranks <= 4096; ++ranks) {
+    const auto words = WatchTimes{watch_poll(ranks)}.words();
+    const auto explaining = WatchTimes::explaining(words);
+    EXPECT_GE(explaining, 2 * words) << ranks;
+    EXPECT_LE(explaining, 6 * words) << ranks;
+    if (ranks <= 1024) EXPECT_LE(explaining + words, seconds(10)) << ranks;
+  }
   const WatchTimes few{watch_poll(8)};
   EXPECT_EQ(few.words(), seconds(1));
+  EXPECT_EQ(WatchTimes::explaining(few.words()), seconds(6));
   EXPECT_EQ(few.heartbeats(), milliseconds(1500));
   EXPECT_EQ(few.silent_after(), seconds(6));
   EXPECT_EQ(few.telling(), seconds(2));

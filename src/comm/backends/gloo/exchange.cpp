@@ -44,14 +44,13 @@ std::string gloo_reason(const std::string& error) {
 // that this rank would blame.
 bool hear_others(const AbortFlag& abort_flag, WaitBoard& board, int peer,
                  std::optional<std::chrono::steady_clock::time_point> deadline) {
-  constexpr int kWordsOfThoseWhoLive = 5;
   const bool blames_store = board.store_rank() == peer;
   const WaitBoard::Doubt doubt(board, peer);
   const auto words = abort_flag.patience.words();
   const auto begin = std::chrono::steady_clock::now();
   const auto first_end = begin + words;
   const auto last_end = deadline ? std::clamp(*deadline + words, first_end + words,
-                                              first_end + kWordsOfThoseWhoLive * words)
+                                              begin + WatchTimes::explaining(words))
                                  : first_end;
   bool lives = false;
   for (auto end = first_end;;) {
@@ -65,7 +64,7 @@ bool hear_others(const AbortFlag& abort_flag, WaitBoard& board, int peer,
     if (now >= end && (blames_store || !board.looks_since_before(end))) break;
   }
   abort_flag.check();
-  return lives && deadline <= std::chrono::steady_clock::now();
+  return lives && deadline && *deadline <= std::chrono::steady_clock::now();
 }
 
 std::string waited_in_vain(const std::string& what, std::chrono::milliseconds time,
