@@ -152,13 +152,15 @@ class PeerWatch {
 
   /// The rank that holds up the wait of the last look; -1: not known, or there is none.
   int cause() const { return cause_; }
-  /// What the last look has read of a rank to which it listened: another text at each beat.
-  std::string heard_of(int rank) const;
+  /// The look that found the last beat of a rank to which this one listens; none: it has not beaten
+  /// since a look read of it first.
+  std::optional<Time> last_beat(int rank) const;
 
  private:
   struct Heard {
-    std::string text;
+    std::string text;  ///< another one at each beat
     Time since;
+    std::optional<Time> last_beat;  ///< none: read once
   };
   /// One rank of a chain of waits, and the collective that it waits in.
   struct Link {

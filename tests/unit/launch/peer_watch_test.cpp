@@ -225,6 +225,30 @@ TEST(PeerWatch, WhoWasStoppedItselfTakesNobodyForLost) {
   EXPECT_TRUE(watch.look(at(106), 0, standing, no_lines));
 }
 
+// Naive: who listens again takes what was there all the time for a beat.
+TEST(PeerWatch, ABeatIsAnotherPulseThanTheOneReadBefore) {
+  SimulatedStore store(kRequest);
+  PeerWatch watch(store, {.rank = 0});
+  Standing standing;
+  standing.doubtful = {5};
+  const auto look_at = [&](double time) {
+    EXPECT_FALSE(watch.look(at(time), 0, standing, [] { return std::string(); }));
+    return watch.last_beat(5);
+  };
+  EXPECT_EQ(watch.last_beat(5), std::nullopt);
+  store.set(store_key::pulse(5), "1");
+  EXPECT_EQ(look_at(1), std::nullopt);
+  EXPECT_EQ(look_at(2), std::nullopt);
+  store.set(store_key::pulse(5), "2");
+  EXPECT_EQ(look_at(3), at(3));
+  EXPECT_EQ(look_at(4), at(3));
+  EXPECT_EQ(look_at(100), std::nullopt) << "stopped for 96 s";
+  store.set(store_key::pulse(5), "3");
+  EXPECT_EQ(look_at(101), at(101));
+  standing.doubtful.clear();
+  EXPECT_EQ(look_at(102), std::nullopt);
+}
+
 // Rank 2 has not come to #11 because it waits in #10. Rank 1 has stopped, and still says that it
 // waited for rank 0 then.
 TEST(PeerWatch, WhoHoldsUpARankInAnotherCollectiveIsKnown) {
