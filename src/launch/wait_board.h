@@ -93,15 +93,15 @@ class WaitBoard {
     Doubt(const Doubt&) = delete;
     Doubt& operator=(const Doubt&) = delete;
 
-    /// When the watch has found a beat of the rank's from after the beginning of the doubt; none: it
-    /// has found no such beat.
+    /// When the watch has found a beat of the rank's from after the beginning of the doubt; none:
+    /// it has found no such beat.
     std::optional<std::chrono::steady_clock::time_point> last_beat() const;
 
    private:
     WaitBoard& board_;
   };
-  /// The watch says when it found the last beat (PeerWatch::last_beat) of a rank that was doubtful as
-  /// its look began.
+  /// The watch says when it found the last beat (PeerWatch::last_beat) of a rank that was doubtful
+  /// as its look began.
   void heard(int rank, std::optional<std::chrono::steady_clock::time_point> beat);
 
   /// Whether a look that began before `time` is still under way: where the store does not answer,

@@ -368,7 +368,7 @@ void Parcel::fail(const std::string& what) {
   blame_cause();
 }
 
-/// With `lost`, unless others have said meanwhile what has happened, or the other end is only late.
+/// Throws what others have said meanwhile, else that the other end is late, else `lost`.
 void Parcel::blame(const std::string& lost) const {
   bool is_late = false;
   try {
