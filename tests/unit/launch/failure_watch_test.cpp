@@ -164,8 +164,8 @@ TEST(HearingOthers, WaitsForTheWordsOfAPeerThatBeats) {
               testing::ThrowsMessage<LostRank>(HasSubstr("waited for rank 2")));
 }
 
-// Its beats end at 0.1 s, and so does the wait at 1.1 s. Naive: whoever has beaten lives, and is late
-// at 2 s.
+// Its beats end at 0.1 s, and so does the wait at 1.1 s. Naive: whoever has beaten lives, and is
+// late at 2 s.
 TEST(HearingOthers, EndsWithTheBeatsOfAPeerThatHasDied) {
   WaitBoard board;
   AbortFlag abort_flag;
