@@ -193,7 +193,7 @@ void ProcessWorld::abort_epoch(std::uint64_t of, const std::string& why) {
       of_rank(rank_, said ? one_line(why) : concat(one_line(why), ": ", one_line(suspicion)));
   const int epoch = static_cast<int>(of);  // recoveries and epochs are counted together
   abort_here(one_line(why), epoch, Aborter::kSelf);
-  if (epoch != epoch_) return;        // over: nobody is to be told
+  if (epoch != epoch_) return;        // over: this rank tells nobody
   state_->abort_flag->acknowledge();  // the caller throws
   in_time([store = store_, text, epoch] {
     return store->set_if_absent(store_key::abort(epoch), text);

@@ -107,8 +107,8 @@ void TracedCollective::waited_since(TraceClock::time_point begin) {
 }
 
 struct Pending::State {
-  State(std::shared_ptr<AbortFlag> flag, std::shared_ptr<AbortFlag> worlds)
-      : abort_flag(std::move(flag)), of_world(std::move(worlds)) {}
+  State(std::shared_ptr<AbortFlag> flag, std::shared_ptr<AbortFlag> world_flag)
+      : abort_flag(std::move(flag)), world_abort_flag(std::move(world_flag)) {}
 
   void issued(std::unique_ptr<Work> started, std::exception_ptr error) {
     work = std::move(started);
@@ -121,7 +121,7 @@ struct Pending::State {
   std::unique_ptr<Work> work;
   std::exception_ptr failure;
   const std::shared_ptr<AbortFlag> abort_flag;
-  const std::shared_ptr<AbortFlag> of_world;
+  const std::shared_ptr<AbortFlag> world_abort_flag;
   std::unique_ptr<TracedCollective> traced;  // null: nobody looks
 };
 
@@ -136,10 +136,10 @@ void Pending::wait() {
     state_->abort_flag->check();
     state_->work->wait();
   } catch (const LostRank& error) {
-    state_->of_world->suspect(error.what());
+    state_->world_abort_flag->suspect(error.what());
     throw;
   } catch (...) {
-    state_->of_world->acknowledge();
+    state_->world_abort_flag->acknowledge();
     throw;
   }
   state_->work.reset();
@@ -158,14 +158,14 @@ struct Submission {
 }  // namespace
 
 struct IssueQueue::Impl {
-  explicit Impl(std::shared_ptr<AbortFlag> worlds) : of_world(std::move(worlds)) {}
+  explicit Impl(std::shared_ptr<AbortFlag> world_flag) : world_abort_flag(std::move(world_flag)) {}
 
   Pending submit(Submission submission);
   void run();
   void issue(Submission submission);
   void drop(std::deque<Submission> dropped);
   const std::shared_ptr<AbortFlag> abort_flag = std::make_shared<AbortFlag>();
-  const std::shared_ptr<AbortFlag> of_world;
+  const std::shared_ptr<AbortFlag> world_abort_flag;
   base::Mutex mutex;
   base::Condition changed;
   base::Condition emptied;
@@ -259,9 +259,9 @@ Pending IssueQueue::Impl::submit(Submission submission) {
   return Pending(std::move(state));
 }
 
-IssueQueue::IssueQueue(std::shared_ptr<AbortFlag> of_world)
-    : impl_(
-          std::make_unique<Impl>(of_world ? std::move(of_world) : std::make_shared<AbortFlag>())) {}
+IssueQueue::IssueQueue(std::shared_ptr<AbortFlag> world_abort_flag)
+    : impl_(std::make_unique<Impl>(world_abort_flag ? std::move(world_abort_flag)
+                                                    : std::make_shared<AbortFlag>())) {}
 
 IssueQueue::~IssueQueue() { stop(); }
 
@@ -276,11 +276,12 @@ void IssueQueue::stop() {
 
 Pending IssueQueue::submit(Group& group, Batch batch, std::function<void()> ready) {
   if (impl_->abort_flag->is_set()) {
-    impl_->of_world->acknowledge();
+    impl_->world_abort_flag->acknowledge();
     impl_->abort_flag->raise();
   }
-  return impl_->submit({&group, std::move(batch), std::move(ready),
-                        std::make_shared<Pending::State>(impl_->abort_flag, impl_->of_world)});
+  return impl_->submit(
+      {&group, std::move(batch), std::move(ready),
+       std::make_shared<Pending::State>(impl_->abort_flag, impl_->world_abort_flag)});
 }
 
 void IssueQueue::drain() {

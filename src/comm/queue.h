@@ -38,8 +38,8 @@ class Pending {
 /// Threads: any, but for stop() and recover().
 class IssueQueue {
  public:
-  /// `of_world` is acknowledged by what the queue throws; null: of no World.
-  explicit IssueQueue(std::shared_ptr<AbortFlag> of_world = nullptr);
+  /// `world_abort_flag` is acknowledged by what the queue throws; null: of no World.
+  explicit IssueQueue(std::shared_ptr<AbortFlag> world_abort_flag = nullptr);
   ~IssueQueue();  ///< stop()
   IssueQueue(const IssueQueue&) = delete;
   IssueQueue& operator=(const IssueQueue&) = delete;

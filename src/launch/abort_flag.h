@@ -66,8 +66,8 @@ class LostRank : public Error {
   explicit LostRank(const std::string& message) : Error(ErrorKind::kComm, message) {}
 };
 
-/// While it lives, errors of this thread stay in the library, which throws them where the program calls
-/// it next: until then they tell the program nothing.
+/// While it lives, errors of this thread stay in the library, which throws them where the program
+/// calls it next: until then they tell the program nothing.
 class KeepsErrors {
  public:
   KeepsErrors();
@@ -124,8 +124,8 @@ class AbortFlag {
     acknowledge();
     throw LostRank(what.empty() ? why() : concat(what, ": ", why()));
   }
-  /// Notes that the program knows of the abort, if there is one: an error has left the library since,
-  /// or the program recovers by itself. Nothing in a thread that keeps its errors.
+  /// Notes that the program knows of the abort, if there is one: an error has left the library
+  /// since, or the program recovers by itself. Does nothing in a thread that keeps its errors.
   void acknowledge() const {
     if (!is_set() || KeepsErrors::in_this_thread()) return;
     acknowledged_.store(true, std::memory_order_relaxed);

@@ -194,7 +194,7 @@ void FailureWatch::look_at_peers(int epoch) {
   const auto found = peers_.look(std::chrono::steady_clock::now(), epoch, standing,
                                  [&] { return board_->lines(); });
   if (standing.wait) board_->set_cause(epoch, *standing.wait, peers_.cause());
-  for (const int rank : standing.doubtful) board_->heard(rank, peers_.heard_of(rank));
+  for (const int rank : standing.doubtful) board_->heard(rank, peers_.last_beat(rank));
   if (!found) return;
   if (found->what == PeerWatch::Finding::What::kLost) {
     over_ = true;

@@ -5,17 +5,17 @@
 // rank does not unwind: it writes the failure key, prints, and leaves by _exit (failure_report.h).
 // The watch sees the key at its next look, over a store connection of its own, and ends its process
 // too. It also watches for what no rank reports: the store gone with rank 0, a peer without a sign
-// of life, a collective on this rank's device that does not end (WaitBoard::watch_device), and ranks
-// that wait for each other in different orders or in different groups (peer_watch.h). However long a
-// look takes, the heart goes on to beat.
+// of life, a collective on this rank's device that does not end (WaitBoard::watch_device), and
+// ranks that wait for each other in different orders or in different groups (peer_watch.h). However
+// long a look takes, the heart continues to beat.
 //
 // [Note: disagreements] Ranks that call different things are a mistake that their program may
 // catch: no rank is lost, and nothing hangs once the waits end. So the watch aborts the World on
 // all ranks, and each gets an error in the call that waits, or in its next call of the library. A
-// watch ends its rank only where the rank has not thrown that error within `acknowledged_within`, or
-// is still in the wait then: it computes for longer, or hangs outside of the waits that the board
-// knows, and other ranks may wait for it. An error in a thread of the library counts as thrown once
-// the program gets it (KeepsErrors).
+// watch ends its rank only where the rank has not thrown that error within `acknowledged_within`,
+// or is still in the wait then: it computes for longer, or hangs outside of the waits that the
+// board knows, and other ranks may wait for it. An error in a thread of the library counts as
+// thrown once the program gets it (KeepsErrors).
 #pragma once
 
 #include <atomic>

@@ -199,6 +199,11 @@ std::chrono::milliseconds WatchTimes::words() const {
   return std::max(std::chrono::milliseconds(1000), 3 * poll);
 }
 
+std::chrono::milliseconds WatchTimes::explaining(std::chrono::milliseconds words) {
+  constexpr std::chrono::milliseconds kAllKnow{10'000};
+  return std::max(2 * words, std::min(6 * words, kAllKnow - words));
+}
+
 std::chrono::milliseconds WatchTimes::heartbeats() const {
   return std::max(std::chrono::milliseconds(1500), 3 * poll);
 }
@@ -263,13 +268,13 @@ void PeerWatch::listen(Time now, const Standing& standing) {
 }
 
 void PeerWatch::hear(std::map<int, Heard>& heard, int rank, std::string text, Time now) {
-  auto [one, first] = heard.try_emplace(rank, Heard{text, now});
-  if (one->second.text != text) one->second = {std::move(text), now};
+  auto [one, first] = heard.try_emplace(rank, Heard{text, now, std::nullopt});
+  if (one->second.text != text) one->second = {std::move(text), now, now};
 }
 
-std::string PeerWatch::heard_of(int rank) const {
+std::optional<PeerWatch::Time> PeerWatch::last_beat(int rank) const {
   const auto heard = heard_.find(rank);
-  return heard == heard_.end() ? std::string() : heard->second.text;
+  return heard == heard_.end() ? std::nullopt : heard->second.last_beat;
 }
 
 std::optional<PeerWatch::Finding> PeerWatch::find_silent(Time now) const {

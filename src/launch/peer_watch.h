@@ -100,6 +100,9 @@ struct WatchTimes {
   /// Within which all ranks have read what one has written: some have just looked, and where many
   /// wait the store is busy with them.
   std::chrono::milliseconds words() const;
+  /// Within which a rank that lives has said why it has closed its connections, where words take
+  /// `words`: it may hear others first, and all ranks must know within 10 s.
+  static std::chrono::milliseconds explaining(std::chrono::milliseconds words);
   /// Within which every rank that lives has beaten, whatever holds it up a little.
   std::chrono::milliseconds heartbeats() const;
   /// Without a heartbeat for so long a rank is lost.
@@ -149,13 +152,15 @@ class PeerWatch {
 
   /// The rank that holds up the wait of the last look; -1: not known, or there is none.
   int cause() const { return cause_; }
-  /// What the last look has read of a rank to which it listened: another text at each beat.
-  std::string heard_of(int rank) const;
+  /// The look that found the last beat of a rank to which this one listens; none: it has not beaten
+  /// since a look read of it first.
+  std::optional<Time> last_beat(int rank) const;
 
  private:
   struct Heard {
-    std::string text;
+    std::string text;  ///< another one at each beat
     Time since;
+    std::optional<Time> last_beat;  ///< none: read once
   };
   /// One rank of a chain of waits, and the collective that it waits in.
   struct Link {

@@ -77,7 +77,7 @@ Standing WaitBoard::standing() const {
   const base::Lock lock(mutex_);
   Standing standing;
   standing.peers = peers_;
-  for (const auto& [doubt, heard] : doubts_) standing.doubtful.push_back(heard.rank);
+  for (const auto& [doubt, doubted] : doubts_) standing.doubtful.push_back(doubted.rank);
   standing.waits = static_cast<int>(waits_.size());
   if (waits_.empty()) return standing;
   const auto now = std::chrono::steady_clock::now();
@@ -134,12 +134,12 @@ std::optional<std::chrono::steady_clock::time_point> WaitBoard::Doubt::last_beat
   return board_.doubts_.at(this).last_beat;
 }
 
-void WaitBoard::heard(int rank, const std::string& text) {
+void WaitBoard::heard(int rank, std::optional<std::chrono::steady_clock::time_point> beat) {
   const base::Lock lock(mutex_);
-  for (auto& [doubt, heard] : doubts_) {
-    if (heard.rank != rank || heard.text == text) continue;
-    if (heard.text) heard.last_beat = std::chrono::steady_clock::now();
-    heard.text = text;
+  for (auto& [doubt, doubted] : doubts_) {
+    if (doubted.rank != rank) continue;
+    if (!doubted.heard_first) doubted.heard_first = std::chrono::steady_clock::now();
+    if (beat && *beat > *doubted.heard_first) doubted.last_beat = beat;
   }
 }
 

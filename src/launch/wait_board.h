@@ -84,7 +84,8 @@ class WaitBoard {
    private:
     WaitBoard& board_;
   };
-  /// Kept while a rank is about to be blamed: the failure watch listens to it, whatever is waited for.
+  /// Kept while a rank is about to be blamed: the failure watch listens to it, whatever is waited
+  /// for.
   class Doubt {
    public:
     Doubt(WaitBoard& board, int rank);
@@ -92,15 +93,16 @@ class WaitBoard {
     Doubt(const Doubt&) = delete;
     Doubt& operator=(const Doubt&) = delete;
 
-    /// When the watch has found a beat of the rank's from after the beginning of the doubt; none: it has
-    /// found no such beat.
+    /// When the watch has found a beat of the rank's from after the beginning of the doubt; none:
+    /// it has found no such beat.
     std::optional<std::chrono::steady_clock::time_point> last_beat() const;
 
    private:
     WaitBoard& board_;
   };
-  /// By the watch: what it has read of a rank that was doubtful as its look began.
-  void heard(int rank, const std::string& text);
+  /// The watch says when it found the last beat (PeerWatch::last_beat) of a rank that was doubtful
+  /// as its look began.
+  void heard(int rank, std::optional<std::chrono::steady_clock::time_point> beat);
 
   /// Whether a look that began before `time` is still under way: where the store does not answer,
   /// nothing that others have said since can be known.
@@ -117,16 +119,16 @@ class WaitBoard {
     Blocked* wait;
     std::chrono::steady_clock::time_point since;
   };
-  struct Heard {
+  struct Doubted {
     int rank;
-    /// What was read first may be from before the doubt, whatever differs from it is not.
-    std::optional<std::string> text;
+    /// Beats found until then may be from before the doubt, later ones are not.
+    std::optional<std::chrono::steady_clock::time_point> heard_first;
     std::optional<std::chrono::steady_clock::time_point> last_beat;
   };
   mutable base::Mutex mutex_;
   std::vector<Item> waits_ TESSERA_GUARDED_BY(mutex_);
   std::vector<std::shared_ptr<Recorded>> logs_ TESSERA_GUARDED_BY(mutex_);
-  std::map<const Doubt*, Heard> doubts_ TESSERA_GUARDED_BY(mutex_);
+  std::map<const Doubt*, Doubted> doubts_ TESSERA_GUARDED_BY(mutex_);
   std::vector<int> peers_ TESSERA_GUARDED_BY(mutex_);
   std::optional<int> store_rank_ TESSERA_GUARDED_BY(mutex_);
   std::weak_ptr<DeviceWatch> device_ TESSERA_GUARDED_BY(mutex_);

@@ -82,8 +82,8 @@ TEST(Disagreements, NameARankThatIsKilledBeforeTheRecovery) {
   }
 }
 
-// Messages are relayed, and whose wait has ended first closes its connections while it hears others.
-// Naive: who still waits for it then takes it for lost.
+// Messages are relayed, and whose wait has ended first closes its connections while it hears
+// others. Naive: who still waits for it then takes it for lost.
 TEST(LateRanks, NameTheOneThatNeverComesAndNoneThatWaitedForIt) {
   std::vector<Plan> plans;
   for (const int seed : {1, 2, 3}) {
@@ -105,8 +105,9 @@ TEST(LateRanks, NameTheOneThatNeverComesAndNoneThatWaitedForIt) {
   }
 }
 
-// The rank that comes too late finds connections closed by those whose wait is over, and which live.
-// Naive: it calls them lost before their words have come, or they follow its wait to a third rank.
+// The rank that comes too late finds connections closed by those whose wait is over, and which
+// live. Naive: it calls them lost before their words have come, or they follow its wait to a third
+// rank.
 TEST(LateRanks, DoNotCallThoseLostThatNoLongerWaitForThem) {
   std::vector<Plan> plans;
   for (const int missing : {1, 3}) {

@@ -162,8 +162,16 @@ TEST(WatchTimes, FollowTheIntervalThatIsUsed) {
     // As seldom a rank as the watches look, so that all of them together ask as often.
     EXPECT_GE(times.pause(), times.poll / 12) << ranks;
   }
+  for (int ranks = 2; ranks <= 4096; ++ranks) {
+    const auto words = WatchTimes{watch_poll(ranks)}.words();
+    const auto explaining = WatchTimes::explaining(words);
+    EXPECT_GE(explaining, 2 * words) << ranks;
+    EXPECT_LE(explaining, 6 * words) << ranks;
+    EXPECT_TRUE(ranks > 1024 || explaining + words <= seconds(10)) << ranks;
+  }
   const WatchTimes few{watch_poll(8)};
   EXPECT_EQ(few.words(), seconds(1));
+  EXPECT_EQ(WatchTimes::explaining(few.words()), seconds(6));
   EXPECT_EQ(few.heartbeats(), milliseconds(1500));
   EXPECT_EQ(few.silent_after(), seconds(6));
   EXPECT_EQ(few.telling(), seconds(2));
@@ -215,6 +223,30 @@ TEST(PeerWatch, WhoWasStoppedItselfTakesNobodyForLost) {
     EXPECT_FALSE(watch.look(at(time), 0, standing, no_lines));
   }
   EXPECT_TRUE(watch.look(at(106), 0, standing, no_lines));
+}
+
+// Naive: who listens again takes what was there all the time for a beat.
+TEST(PeerWatch, ABeatIsAnotherPulseThanTheOneReadBefore) {
+  SimulatedStore store(kRequest);
+  PeerWatch watch(store, {.rank = 0});
+  Standing standing;
+  standing.doubtful = {5};
+  const auto look_at = [&](double time) {
+    EXPECT_FALSE(watch.look(at(time), 0, standing, [] { return std::string(); }));
+    return watch.last_beat(5);
+  };
+  EXPECT_EQ(watch.last_beat(5), std::nullopt);
+  store.set(store_key::pulse(5), "1");
+  EXPECT_EQ(look_at(1), std::nullopt);
+  EXPECT_EQ(look_at(2), std::nullopt);
+  store.set(store_key::pulse(5), "2");
+  EXPECT_EQ(look_at(3), at(3));
+  EXPECT_EQ(look_at(4), at(3));
+  EXPECT_EQ(look_at(100), std::nullopt) << "stopped for 96 s";
+  store.set(store_key::pulse(5), "3");
+  EXPECT_EQ(look_at(101), at(101));
+  standing.doubtful.clear();
+  EXPECT_EQ(look_at(102), std::nullopt);
 }
 
 // Rank 2 has not come to #11 because it waits in #10. Rank 1 has stopped, and still says that it

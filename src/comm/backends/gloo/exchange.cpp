@@ -44,14 +44,13 @@ std::string gloo_reason(const std::string& error) {
 // that this rank would blame.
 bool hear_others(const AbortFlag& abort_flag, WaitBoard& board, int peer,
                  std::optional<std::chrono::steady_clock::time_point> deadline) {
-  constexpr int kWordsOfThoseWhoLive = 5;
   const bool blames_store = board.store_rank() == peer;
   const WaitBoard::Doubt doubt(board, peer);
   const auto words = abort_flag.patience.words();
   const auto begin = std::chrono::steady_clock::now();
   const auto first_end = begin + words;
   const auto last_end = deadline ? std::clamp(*deadline + words, first_end + words,
-                                              first_end + kWordsOfThoseWhoLive * words)
+                                              begin + WatchTimes::explaining(words))
                                  : first_end;
   bool lives = false;
   for (auto end = first_end;;) {
@@ -65,7 +64,7 @@ bool hear_others(const AbortFlag& abort_flag, WaitBoard& board, int peer,
     if (now >= end && (blames_store || !board.looks_since_before(end))) break;
   }
   abort_flag.check();
-  return lives && deadline <= std::chrono::steady_clock::now();
+  return lives && deadline && *deadline <= std::chrono::steady_clock::now();
 }
 
 std::string waited_in_vain(const std::string& what, std::chrono::milliseconds time,
@@ -155,8 +154,11 @@ void Exchange::begin_wait() {
 
 void Exchange::blame(int peer, const std::string& lost) {
   const ChannelOptions& options = channel_->options;
-  // Not on the board, where it would wait for a rank that waits for it: a rank whose wait is over
-  // because this one came late would follow that to a third.
+  // A wait that has begun stays on the board: the peer may itself wait for a third rank, to which
+  // whoever waits for this one must be able to follow. A rank that came late, but could still post,
+  // is followed as well until the peer's words have come. start() is not on the board: it has begun
+  // no wait, and from a rank that came too late nobody is to follow to a peer that holds up none.
+  waits_for_ = peer;
   if (patience_.count() == 0) begin_wait();  // wait() has not begun
   if (hear_others(*options.abort_flag, *options.board, world_rank(peer), deadline_)) {
     blame_cause(peer);
@@ -346,7 +348,8 @@ void Exchange::fail(const Transfer& transfer, const std::string& what) {
   }
   if (!timed_out) blame(transfer.peer, concat("lost rank ", peer, ": ", gloo_reason(what)));
   // Of a relayed message the rank before may itself wait for another one. If it came later than
-  // this one its time is up later: by then it says so, or the watch has seen it wait.
+  // this one its time is up later: by then it says so, or the watch has seen it wait. On the board
+  // meanwhile, as in blame().
   hear_others(*options.abort_flag, *options.board, peer);
   blame_cause(transfer.peer);
 }

@@ -55,14 +55,14 @@ class Channel {
 /// Waits as long as words may be on their way (Patience::words) before `peer`, a world rank, is
 /// blamed; and on while the failure watch waits for the store of another rank: it knows by the
 /// store's timeout that the store is gone. With the `deadline` of a wait that a closed connection
-/// has ended: while the peer goes on to beat, as long again after the deadline, but six times as long
-/// at most, since a peer that lives will say why it has closed its connections. Returns whether the
-/// deadline is over and the peer lives: then it is late, and not lost. Errors: LostRank with what
-/// another rank has said in the meantime.
+/// has ended: while the peer continues to beat, as long again after the deadline, but no longer
+/// than WatchTimes::explaining(), since a peer that lives will say why it has closed its
+/// connections. Returns whether the deadline is over and the peer lives: then it is late, and not
+/// lost. Errors: LostRank with what another rank has said in the meantime.
 bool hear_others(const AbortFlag& abort_flag, WaitBoard& board, int peer,
                  std::optional<std::chrono::steady_clock::time_point> deadline = std::nullopt);
-/// "what: waited 100 s for rank 3; ...", and why, as far as `patience` knows. No ranks: all have come
-/// after all, as to one that was stopped for longer than it waits.
+/// "what: waited 100 s for rank 3; ...", and why, as far as `patience` knows. No ranks: all have
+/// come after all, as to one that was stopped for longer than it waits.
 std::string waited_in_vain(const std::string& what, std::chrono::milliseconds time,
                            const std::vector<int>& world_ranks, const Patience& patience);
 
@@ -147,7 +147,7 @@ class Exchange final : public Work, private Blocked {
   std::deque<UnderWay> under_way_;
   std::int64_t posted_bytes_ = 0;
   base::Mutex mutex_;                      // of under_way_'s lists, between wait() and abort()
-  std::chrono::milliseconds patience_{0};  // of wait(), once it has begun
+  std::chrono::milliseconds patience_{0};  // of wait(), or of a post of start() that has failed
   std::chrono::steady_clock::time_point deadline_;
   std::atomic<int> waits_for_{-1};  // a peer
   bool done_ = false;

@@ -200,8 +200,9 @@ auto opener(GroupPlace place, std::shared_ptr<GlooDevice> device, bool when_used
                          {key, place.self(), static_cast<int>(place.ranks.size()), patience},
                          place.abort_flag, waits_for);
     } catch (const LostRank& error) {
+      const std::string why = concat(key, ": ", error.what(), silence(place));
       place.abort_flag->acknowledge();
-      throw LostRank(concat(key, ": ", error.what(), silence(place)));
+      throw LostRank(why);
     }
   };
 }

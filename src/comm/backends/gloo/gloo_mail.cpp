@@ -363,11 +363,12 @@ void Parcel::fail(const std::string& what) {
   // Gloo waits by another clock and may be done a little before ours.
   const bool timed_out = what.find("Timed out waiting") != std::string::npos ||
                          std::chrono::steady_clock::now() >= deadline_;
+  // On the board meanwhile, as in Exchange::blame().
   if (!timed_out) blame(concat("lost rank ", letter_.peer_rank, ": ", gloo_reason(what)));
   blame_cause();
 }
 
-/// With `lost`, unless others have said meanwhile what has happened, or the other end is only late.
+/// Throws what others have said meanwhile, else that the other end is late, else `lost`.
 void Parcel::blame(const std::string& lost) const {
   bool is_late = false;
   try {

@@ -93,6 +93,7 @@ class Connecting final : public Blocked {
     } catch (const std::exception& error) {
       if (!in_time()) return {};
       const int peer = world_rank(one.peer);
+      // On the board meanwhile, as in Exchange::blame().
       if (hear_others(abort_flag, *channel_.options.board, peer, deadline)) return {};
       throw LostRank(concat(channel_.log->wait_for(entry_).text, ": cannot connect to rank ", peer,
                             ": ", one_line(error.what())));
