@@ -101,9 +101,16 @@ void say_which_turns_go_on(const train::ModelSource& source, const fs::path& wri
     const train::TextEnds ends = train::text_ends(source.origin, source.spec);
     std::vector<std::int64_t> all = ends.ids;
     for (const train::TurnEnd& turn : train::turns_that_go_on(source.origin, ends)) {
-      all.push_back(turn.id);
+      if (!turn.id) {
+        std::cerr << "tessera: convert: warning: " << turn.says << " in " << shown(source.origin)
+                  << " is " << printable(turn.token)
+                  << ", which is no token of its tokenizer: generation does not stop at it; write a"
+                     " token that the tokenizer has\n";
+        continue;
+      }
+      all.push_back(*turn.id);
       std::cerr << "tessera: convert: warning: a turn ends with " << printable(turn.token)
-                << " (token " << turn.id << "; " << turn.says << " in " << shown(source.origin)
+                << " (token " << *turn.id << "; " << turn.says << " in " << shown(source.origin)
                 << "), but eos_token_id is " << (ends.ids.empty() ? "not there" : joined(ends.ids))
                 << " (" << ends.file
                 << "): a model that was tuned on such turns does not stop at the end of its answer;"

@@ -126,10 +126,9 @@ struct FamilyTraits {
   MoeNames moe_names = {};
   /// transformers' values of sizes that the others require.
   std::vector<std::pair<std::string_view, std::int64_t>> default_sizes = {};
-  /// Where layers have several ropes: into rope and sliding_rope; keys that nobody took are added to
-  /// `unknown`. Null = one rope for all.
-  void (*read_ropes)(ConfigReader& keys, ModelSpec& spec,
-                     std::vector<std::string>& unknown) = nullptr;
+  /// Where layers have several ropes: into rope and sliding_rope; keys that nobody took go to `left`.
+  /// Null = one rope for all.
+  void (*read_ropes)(ConfigReader& keys, ModelSpec& spec, LeftKeys& left) = nullptr;
   /// A model of more than text that this is the text model of; module_name knows its names.
   std::optional<Multimodal> whole = std::nullopt;
 

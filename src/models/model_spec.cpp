@@ -97,7 +97,7 @@ void check_total_size(const ModelSpec& spec) {
 }
 
 ModelSpec read_spec(ConfigReader& keys, const FamilyTraits& family, Purpose purpose,
-                    std::vector<std::string>& unknown) {
+                    LeftKeys& left) {
   ModelSpec spec;
   spec.family = family.family;
   spec.vocab_size = required(keys, "vocab_size", kSize);
@@ -121,13 +121,13 @@ ModelSpec read_spec(ConfigReader& keys, const FamilyTraits& family, Purpose purp
     keys.expect("mlp_bias", false, "this family has none");
   }
   if (family.read_ropes != nullptr) {
-    family.read_ropes(keys, spec, unknown);
+    family.read_ropes(keys, spec, left);
   } else {
     spec.rope = read_rope(keys,
                           {.theta = family.default_rope_theta,
                            .max_position_embeddings = spec.max_position_embeddings,
                            .partial_rotary_factor = family.default_partial_rotary_factor},
-                          unknown);
+                          left);
   }
   spec.dtype = read_dtype(keys);
   read_tokens(keys, spec);
@@ -229,7 +229,7 @@ ParsedSpec parse_spec(std::string_view json_text, const SpecOptions& options) {
     result.spec = family.read_all(keys, options.purpose, left);
   } else {
     check_activation(keys);
-    result.spec = read_spec(keys, family, options.purpose, left.unknown);
+    result.spec = read_spec(keys, family, options.purpose, left);
   }
   if (family.read_prediction_layers != nullptr) {
     result.prediction_layers = family.read_prediction_layers(keys);

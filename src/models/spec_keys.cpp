@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "models/keys/known_keys.h"
 #include "tessera/error.h"
 
 namespace tessera::models {
@@ -32,7 +33,7 @@ double needed(ConfigReader& keys, std::string_view key, NumberRange range, std::
 
 std::int64_t original_length(ConfigReader& keys, const RopeAround& around) {
   return keys.integer("original_max_position_embeddings", kSize)
-      .value_or(around.max_position_embeddings);
+      .value_or(around.original_max_position_embeddings.value_or(around.max_position_embeddings));
 }
 
 void read_llama3(ConfigReader& keys, const RopeAround& around, nn::RopeOptions& rope) {
@@ -46,9 +47,22 @@ void read_llama3(ConfigReader& keys, const RopeAround& around, nn::RopeOptions& 
   }
 }
 
+/// As transformers: a factor that is null is how far the positions go beyond the original ones.
+double yarn_factor(ConfigReader& keys, const RopeAround& around, std::int64_t original) {
+  if (!keys.is_null("factor")) return needed(keys, "factor", kFactor, "yarn");
+  const double factor =
+      static_cast<double>(around.max_position_embeddings) / static_cast<double>(original);
+  if (factor < kFactor.min) {
+    keys.refuse("factor",
+                concat("a number, as max_position_embeddings = ", around.max_position_embeddings,
+                       " is less than original_max_position_embeddings = ", original));
+  }
+  return factor;
+}
+
 void read_yarn(ConfigReader& keys, const RopeAround& around, nn::RopeOptions& rope) {
-  rope.factor = needed(keys, "factor", kFactor, "yarn");
   rope.original_max_position_embeddings = original_length(keys, around);
+  rope.factor = yarn_factor(keys, around, rope.original_max_position_embeddings);
   nn::YarnOptions& yarn = rope.yarn;
   yarn.beta_fast = keys.number("beta_fast", kFrequencyFactor).value_or(yarn.beta_fast);
   yarn.beta_slow = keys.number("beta_slow", kFrequencyFactor).value_or(yarn.beta_slow);
@@ -100,19 +114,32 @@ std::vector<std::pair<const char*, nlohmann::json>> meant_by(const nn::RopeOptio
   return values;
 }
 
-/// The first difference of two ropes, as "factor 8.0 beside 4.0"; empty where they compute the
-/// same.
-std::string difference(const nn::RopeOptions& one, const nn::RopeOptions& other) {
-  if (one.type != other.type) {
-    return concat("rope_type ", name_of(one.type), " beside ", name_of(other.type));
+/// Whether frequencies and attention stay as without a record.
+bool scales_nothing(const nn::RopeOptions& rope) {
+  return rope.factor == 1.0 && table_factor(rope) == 1.0 && softmax_factor(rope) == 1.0;
+}
+
+struct Difference {
+  std::string key;  ///< empty where both compute the same
+  std::string one, other;
+};
+
+/// The first difference of two ropes.
+Difference difference(const nn::RopeOptions& one, const nn::RopeOptions& other) {
+  nn::RopeOptions same = one;
+  if (scales_nothing(one) && scales_nothing(other)) {
+    same = other;
+    same.theta = one.theta;
+    same.partial_rotary_factor = one.partial_rotary_factor;
   }
-  const auto ones = meant_by(one), others = meant_by(other);
+  if (same.type != other.type) return {"rope_type", name_of(one.type), name_of(other.type)};
+  const auto ones = meant_by(same), others = meant_by(other);
   for (std::size_t i = 0; i < ones.size(); ++i) {
     if (ones[i].second != others[i].second) {
-      return concat(ones[i].first, " ", shown(ones[i].second), " beside ", shown(others[i].second));
+      return {ones[i].first, shown(ones[i].second), shown(others[i].second)};
     }
   }
-  return "";
+  return {};
 }
 
 // Tables of the files' tensors are built from this number.
@@ -199,7 +226,7 @@ void check_total(double elements) {
 }
 
 nn::RopeOptions read_rope_record(const nlohmann::json& record, const std::string& path,
-                                 const RopeAround& around, std::vector<std::string>& unknown) {
+                                 const RopeAround& around, LeftKeys& left) {
   ConfigReader keys(record, path);
   nn::RopeOptions rope;
   rope.type = rope_type(keys, path);
@@ -213,16 +240,23 @@ nn::RopeOptions read_rope_record(const nlohmann::json& record, const std::string
   if (rope.type == nn::RopeType::kLlama3) read_llama3(keys, around, rope);
   if (rope.type == nn::RopeType::kYarn) read_yarn(keys, around, rope);
   if (rope.type == nn::RopeType::kLinear) rope.factor = needed(keys, "factor", kFactor, "linear");
-  for (std::string& line : keys.unknown()) unknown.push_back(std::move(line));
+  settle_left_rope_keys(keys, left);
   return rope;
 }
 
 void check_same_rope(ConfigReader& keys, const nn::RopeOptions& old, const nn::RopeOptions& rope,
-                     std::string_view path) {
-  const std::string differs = difference(old, rope);
-  if (differs.empty()) return;
+                     const nlohmann::json& record, std::string_view path) {
+  const auto [key, one, other] = difference(old, rope);
+  if (key.empty()) return;
+  const nlohmann::json& scaling = *keys.find("rope_scaling");
+  const auto said = [&](const std::string& value, const nlohmann::json& in,
+                        std::string_view where) {
+    const bool is_there = key == "rope_type" || in.contains(key) || keys.contains(key);
+    return is_there ? value : concat(value, " (meant without the key, which ", where, " lacks)");
+  };
   keys.refuse("rope_scaling", concat("the rope of ", path, ", or one of the two: they differ in ",
-                                     differs, " there"));
+                                     key, " ", said(one, scaling, "rope_scaling"), " beside ",
+                                     said(other, record, path), " there"));
 }
 
 void check_beside(ConfigReader& keys, std::string_view key, const nlohmann::json& record,
@@ -240,8 +274,7 @@ namespace {
 /// Values outside of the records, which replace those of the family.
 RopeAround beside_records(ConfigReader& keys, RopeAround around) {
   around.theta = keys.number("rope_theta", kTheta).value_or(around.theta);
-  around.max_position_embeddings = keys.integer("original_max_position_embeddings", kSize)
-                                       .value_or(around.max_position_embeddings);
+  around.original_max_position_embeddings = keys.integer("original_max_position_embeddings", kSize);
   if (around.partial_rotary_factor) {
     const auto part = keys.number("partial_rotary_factor", {0.0, 1.0});
     if (part) around.partial_rotary_factor = part;
@@ -251,15 +284,14 @@ RopeAround beside_records(ConfigReader& keys, RopeAround around) {
 
 }  // namespace
 
-nn::RopeOptions read_rope(ConfigReader& keys, const RopeAround& family,
-                          std::vector<std::string>& unknown) {
+nn::RopeOptions read_rope(ConfigReader& keys, const RopeAround& family, LeftKeys& left) {
   const RopeAround around = beside_records(keys, family);
   const auto read = [&](const std::string& name) {
     const nlohmann::json* record = keys.take(name);
     std::optional<nn::RopeOptions> rope;
     if (record == nullptr || says_nothing(*record)) return rope;
     if (!record->is_object()) keys.refuse(name, "an object or null");
-    rope = read_rope_record(*record, name + ".", around, unknown);
+    rope = read_rope_record(*record, name + ".", around, left);
     for (const char* key :
          {"rope_theta", "original_max_position_embeddings", "partial_rotary_factor"}) {
       check_beside(keys, key, *record, name, key);
@@ -267,7 +299,9 @@ nn::RopeOptions read_rope(ConfigReader& keys, const RopeAround& family,
     return rope;
   };
   const auto rope = read("rope_parameters"), old = read("rope_scaling");
-  if (rope && old) check_same_rope(keys, *old, *rope, "rope_parameters");
+  if (rope && old) {
+    check_same_rope(keys, *old, *rope, *keys.find("rope_parameters"), "rope_parameters");
+  }
   nn::RopeOptions plain{.theta = around.theta};
   plain.partial_rotary_factor = around.partial_rotary_factor.value_or(1.0);
   return rope ? *rope : old.value_or(plain);

@@ -19,6 +19,8 @@
 
 namespace tessera::models {
 
+struct LeftKeys;
+
 // Layers are bounded lower than other sizes: tables of parameters are built from this number.
 inline constexpr IntRange kLayers{1, 65536};
 inline constexpr IntRange kSize{1, std::int64_t{1} << 31};
@@ -63,27 +65,28 @@ inline bool says_nothing(const nlohmann::json& record) {
 /// The values that apply where a record of rope does not give them.
 struct RopeAround {
   double theta = 0.0;
-  /// Stands for original_max_position_embeddings, as in transformers.
+  /// Stands for original_max_position_embeddings where that is nowhere, as in transformers.
   std::int64_t max_position_embeddings = 0;
+  /// Beside the records.
+  std::optional<std::int64_t> original_max_position_embeddings = std::nullopt;
   /// The rotary share of a head; none where the family always has the whole head.
   std::optional<double> partial_rotary_factor = std::nullopt;
 };
 
 /// Reads rope_parameters, or rope_scaling with rope_theta, or both where they agree. A record names
-/// its kind as rope_type or as type. Unknown keys of a record are added to `unknown`. Errors:
+/// its kind as rope_type or as type. Keys of a record that its kind does not read go to `left`. Errors:
 /// kConfig for a kind or a value that is not supported, and for two that differ.
-nn::RopeOptions read_rope(ConfigReader& keys, const RopeAround& family,
-                          std::vector<std::string>& unknown);
+nn::RopeOptions read_rope(ConfigReader& keys, const RopeAround& family, LeftKeys& left);
 
 /// Reads one record that describes rope: rope_parameters (with theta), rope_scaling (without), or
 /// that of a type of layers. `path` precedes keys in messages.
 nn::RopeOptions read_rope_record(const nlohmann::json& record, const std::string& path,
-                                 const RopeAround& around, std::vector<std::string>& unknown);
+                                 const RopeAround& around, LeftKeys& left);
 
-/// Checks that `old`, from rope_scaling, equals `rope`, from the record of `keys` at `path`.
-/// Errors: kConfig with both.
+/// Checks that `old`, from rope_scaling, computes what `rope` does, from the `record` of `keys` at
+/// `path`. Errors: kConfig with both.
 void check_same_rope(ConfigReader& keys, const nn::RopeOptions& old, const nn::RopeOptions& rope,
-                     std::string_view path);
+                     const nlohmann::json& record, std::string_view path);
 /// Checks that a value of the old spelling equals that of the record at `path`, where both give it.
 /// Errors: kConfig with both.
 void check_beside(ConfigReader& keys, std::string_view key, const nlohmann::json& record,

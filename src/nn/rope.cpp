@@ -108,15 +108,29 @@ at::Tensor llama3_frequencies(const at::Tensor& plain, const RopeOptions& option
   return at::where(wavelength < context / options.high_freq_factor, plain, longer);
 }
 
+/// How many elements of a head, from the first, are those of the frequencies: all for kProportional.
+std::int64_t turned_dim(const RopeOptions& options, std::int64_t head_dim) {
+  if (options.type == RopeType::kProportional) return head_dim;
+  return static_cast<std::int64_t>(static_cast<double>(head_dim) * options.partial_rotary_factor);
+}
+
+/// The table times its factor where it turns: what does not turn keeps cos = 1, as transformers
+/// leaves it out of the table.
+at::Tensor scaled(const at::Tensor& x, const RopeOptions& options, std::int64_t head_dim) {
+  const double factor = table_factor(options);
+  if (factor == 1.0) return x;
+  const std::int64_t pairs = turned_dim(options, head_dim) / 2;
+  return at::cat({x.narrow(1, 0, pairs) * factor, x.narrow(1, pairs, x.size(1) - pairs)}, 1);
+}
+
 }  // namespace
 
 at::Tensor inverse_frequencies(const RopeOptions& options, std::int64_t head_dim) {
-  if (options.type != RopeType::kProportional && options.partial_rotary_factor != 1.0) {
+  const std::int64_t turned = turned_dim(options, head_dim);
+  if (turned != head_dim) {
     // What does not turn has the angle 0.
     RopeOptions whole = options;
     whole.partial_rotary_factor = 1.0;
-    const auto turned =
-        static_cast<std::int64_t>(static_cast<double>(head_dim) * options.partial_rotary_factor);
     return at::constant_pad_nd(inverse_frequencies(whole, turned), {0, (head_dim - turned) / 2});
   }
   const auto dim = static_cast<double>(head_dim);
@@ -146,9 +160,8 @@ RopeTable Rope::table(std::int64_t positions, at::ScalarType dtype, at::Device d
   if (!kept.cos.defined() || kept.cos.size(0) < positions) {
     if (!frequencies_.defined()) frequencies_ = inverse_frequencies(options_, head_dim_);
     const at::Tensor angles = at::outer(at::arange(positions, at::kFloat), frequencies_);
-    const double factor = table_factor(options_);
     const auto finished = [&](const at::Tensor& x) {
-      return comm::uploaded((factor == 1.0 ? x : x * factor).to(dtype), device);
+      return comm::uploaded(scaled(x, options_, head_dim_).to(dtype), device);
     };
     kept = {finished(angles.cos()), finished(angles.sin())};
   }

@@ -76,6 +76,24 @@ TEST(Convert, TheLastWarningHasTheEndsOfAllTurns) {
   }
 }
 
+TEST(Convert, WarnsOfAnEndThatIsNoToken) {
+  const std::string chat =
+      R"({"eos_token": "<|im_end|>", "added_tokens_decoder": {"5": {"content": "<|endoftext|>"}}})";
+  EXPECT_THAT(said({{"tokenizer_config.json", chat}}),
+              AllOf(HasSubstr("warning: eos_token of tokenizer_config.json in 'model' is "
+                              "'<|im_end|>', which is no token of its tokenizer"),
+                    Not(HasSubstr("a turn ends"))));
+}
+
+// Naive: the folder alone is named, and the message reads as if some weights were malformed.
+TEST(Convert, AConfigThatIsNoJsonIsNamed) {
+  const testing::TemporaryFolder folder;
+  write_folder(folder / "model", byte_spec());
+  folder.write("model/config.json", "{\"model_type\": ");
+  EXPECT_THAT(run_program(folder, {"convert", "model", "out"}).err,
+              HasSubstr("'model/config.json': malformed JSON"));
+}
+
 TEST(Convert, AFileOfATokenizerThatCannotBeReadIsCopiedAndSaid) {
   EXPECT_THAT(said({{"tokenizer_config.json", "{"}}),
               HasSubstr("warning: whether generation stops at the end of a turn is not known: "));

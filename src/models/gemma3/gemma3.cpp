@@ -3,9 +3,11 @@
 // the head too. A folder of the whole model with its vision tower gives this part of it.
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <nlohmann/json.hpp>
 
 #include "models/family.h"
+#include "models/keys/known_keys.h"
 #include "models/spec_keys.h"
 #include "tessera/error.h"
 
@@ -35,7 +37,7 @@ void read_layers(ConfigReader& keys, ModelSpec& spec) {
 /// Reads rope_parameters, which holds one record per type of layers, or the old spelling:
 /// rope_scaling and rope_theta for full layers, rope_local_base_freq for sliding ones. Both may be
 /// present.
-void read_ropes(ConfigReader& keys, ModelSpec& spec, std::vector<std::string>& unknown) {
+void read_ropes(ConfigReader& keys, ModelSpec& spec, LeftKeys& left) {
   RopeAround full{.theta = keys.number("rope_theta", kTheta).value_or(kGlobalTheta),
                   .max_position_embeddings = spec.max_position_embeddings};
   RopeAround sliding = full;
@@ -45,7 +47,7 @@ void read_ropes(ConfigReader& keys, ModelSpec& spec, std::vector<std::string>& u
     const nlohmann::json* record = from.take(key);
     if (record == nullptr) return nn::RopeOptions{.theta = around.theta};
     if (!record->is_object()) from.refuse(key, "an object or null");
-    return read_rope_record(*record, concat(path, key, "."), around, unknown);
+    return read_rope_record(*record, concat(path, key, "."), around, left);
   };
   const nlohmann::json* parameters = keys.take("rope_parameters");
   if (parameters == nullptr) {
@@ -67,10 +69,12 @@ void read_ropes(ConfigReader& keys, ModelSpec& spec, std::vector<std::string>& u
   const nlohmann::json* scaling = keys.take("rope_scaling");
   if (scaling != nullptr && !says_nothing(*scaling)) {
     full.theta = spec.rope.theta;  // rope_scaling has none
+    const nlohmann::json* record = types.find(kFullAttention);
     check_same_rope(keys, read(keys, "rope_scaling", "", full), spec.rope,
+                    record == nullptr ? nlohmann::json::object() : *record,
                     concat("rope_parameters.", kFullAttention));
   }
-  for (std::string& line : types.unknown()) unknown.push_back(std::move(line));
+  std::ranges::move(types.unknown(), std::back_inserter(left.unknown));
 }
 
 void read_gemma3(ConfigReader& keys, ModelSpec& spec) {

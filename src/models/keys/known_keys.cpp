@@ -145,8 +145,30 @@ constexpr std::string_view kInert[] = {
     "classifier_dropout",
 };
 
+/// What one kind of rope reads and the others do not; transformers reads mscale_all_dim for others.
+constexpr std::string_view kOfRopeKinds[] = {
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "factor",
+    "finetuned",  // of no kind, beside yarn
+    "high_freq_factor",
+    "long_factor",
+    "low_freq_factor",
+    "mscale",
+    "original_max_position_embeddings",
+    "short_factor",
+    "truncate",
+};
+
+/// Keys by which false, or nothing, would take away what a decoder has.
+constexpr std::string_view kOnByDefault[] = {
+    "*qk_layernorm", "*qk_norm",       "*qkv_bias",          "bias",     "causal",   "is_causal",
+    "no_bias",       "norm_topk_prob", "scale_attn_weights", "use_bias", "use_rope",
+};
+
 struct KnownValue {
-  std::string_view key;
+  std::string_view key;  ///< `*` matches any characters in those that mean "off"
   nlohmann::json value;
   std::string_view why = {};  ///< of those that matter: what another value would mean
 };
@@ -171,8 +193,7 @@ const std::vector<KnownValue>& mattering() {
   return table;
 }
 
-// Values at which keys of other families mean nothing; null does for every key. At another value
-// the key stays unknown.
+// Values at which keys of other families mean nothing. At another value the key stays unknown.
 
 const std::vector<KnownValue>& off_in_layers() {
   static const std::vector<KnownValue> table{
@@ -187,9 +208,6 @@ const std::vector<KnownValue>& off_in_layers() {
       {"n_routed_experts", 0},
       {"num_experts_per_tok", 0},
       {"moe_intermediate_size", 0},
-      {"enable_moe_block", false},
-      {"use_moe", false},
-      {"mlp_only_layers", nlohmann::json::array()},
       {"moe_layer_freq", 1},
       {"n_group", 1},
       {"topk_group", 1},
@@ -197,28 +215,15 @@ const std::vector<KnownValue>& off_in_layers() {
       {"router_jitter_noise", 0.0},
       {"router_z_loss_coef", 0.0},
       {"router_aux_loss_coef", 0.0},
-      {"output_router_logits", false},
       // Layers after the model's own, and layers that share the results of others.
       {"num_nextn_predict_layers", 0},
-      {"num_mtp_layers", 0},
-      {"mtp_num_hidden_layers", 0},
+      {"*mtp*layers", 0},
+      {"*mtp*modules", 0},
       {"num_kv_shared_layers", 0},
       {"hidden_size_per_layer_input", 0},
       // Attention.
-      {"alibi", false},
-      {"use_alibi", false},
-      {"attn_output_gate", false},
-      {"attention_chunk_size", nullptr},
       {"causal", true},
       {"is_causal", true},
-      {"clip_qkv", nullptr},
-      {"use_bidirectional_attention", false},
-      {"use_mrope", false},
-      {"mrope_section", nullptr},
-      {"window_size", nullptr},
-      {"per_layer_config", nullptr},
-      {"parallel_attn", false},
-      {"use_parallel_residual", false},
   };
   return table;
 }
@@ -226,31 +231,15 @@ const std::vector<KnownValue>& off_in_layers() {
 const std::vector<KnownValue>& off_in_numbers() {
   static const std::vector<KnownValue> table{
       // Scales and caps.
-      {"attn_logit_softcapping", nullptr},
-      {"final_logit_softcapping", nullptr},
-      {"attention_multiplier", nullptr},
       {"embedding_multiplier", 1.0},
       {"lm_head_multiplier", 1.0},
       {"logits_scaling", 1.0},
       {"residual_multiplier", 1.0},
       {"scale_emb", 1.0},
-      {"use_mup", false},
-      // Dropout.
-      {"activation_dropout", 0.0},
-      {"attention_probs_dropout_prob", 0.0},
-      {"attn_pdrop", 0.0},
-      {"dropout", 0.0},
-      {"embd_pdrop", 0.0},
-      {"embedding_dropout", 0.0},
-      {"hidden_dropout", 0.0},
-      {"hidden_dropout_prob", 0.0},
+      // Dropout, and the loss.
+      {"*dropout*", 0.0},
+      {"*_pdrop", 0.0},
       {"layerdrop", 0.0},
-      {"resid_pdrop", 0.0},
-      {"residual_dropout", 0.0},
-      // Weights in another form, and the loss.
-      {"compression_config", nullptr},
-      {"quantization", nullptr},
-      {"sparsity_config", nullptr},
       {"loss_type", "ForCausalLM"},
       {"loss_type", "ForCausalLMLoss"},
   };
@@ -277,9 +266,14 @@ std::vector<KnownValue> repeated(const ModelSpec& spec) {
                                  {"use_rope", true}};
   const bool norm = has_qk_norm(spec);
   for (const std::string_view key : {"use_qk_norm", "qk_norm", "qk_layernorm", "use_qk_layernorm"})
-    values.push_back({key, norm});
+    values.push_back({key, norm,
+                      norm ? "it matters: queries and keys have norms in this model"
+                           : "it matters: queries and keys have no norms in this model"});
+  const bool bias = spec.attention_bias;
   for (const std::string_view key : {"qkv_bias", "use_qkv_bias", "attention_qkv_bias"})
-    values.push_back({key, spec.attention_bias});
+    values.push_back({key, bias,
+                      bias ? "it matters: queries, keys and values have biases in this model"
+                           : "it matters: queries, keys and values have no biases in this model"});
   if (!has_biases(spec)) {
     for (const std::string_view key : {"bias", "use_bias"}) values.push_back({key, false});
     values.push_back({"no_bias", true});
@@ -289,13 +283,32 @@ std::vector<KnownValue> repeated(const ModelSpec& spec) {
 
 bool has(const std::vector<KnownValue>& table, std::string_view key, const nlohmann::json& value) {
   return std::ranges::any_of(table, [&](const KnownValue& each) {
-    return each.key == key && (value.is_null() || value == each.value);
+    return wildcard_match(each.key, key) && (value.is_null() || value == each.value);
   });
 }
 
-bool is_inert(std::string_view key) {
+template <std::size_t kCount>
+bool matches(const std::string_view (&patterns)[kCount], std::string_view key) {
   return std::ranges::any_of(
-      kInert, [&](std::string_view pattern) { return wildcard_match(pattern, key); });
+      patterns, [&](std::string_view pattern) { return wildcard_match(pattern, key); });
+}
+
+bool is_off(std::string_view key, const nlohmann::json& value) {
+  const bool says_off =
+      value == false || ((value.is_array() || value.is_object()) && value.empty());
+  return value.is_null() || (says_off && !matches(kOnByDefault, key)) ||
+         has(off_in_layers(), key, value) || has(off_in_numbers(), key, value);
+}
+
+/// The keys that `changes_nothing` holds for go to the ignored ones, the rest to the unknown ones.
+template <class ChangesNothing>
+void sort_left(ConfigReader& keys, LeftKeys& left, const ChangesNothing& changes_nothing) {
+  for (const std::string& key : keys.untaken()) {
+    if (!changes_nothing(key, *keys.find(key))) continue;
+    keys.ignore({key});
+    left.ignored.push_back(concat(keys.path(), shown(key)));
+  }
+  std::ranges::move(keys.unknown(), std::back_inserter(left.unknown));
 }
 
 }  // namespace
@@ -307,14 +320,20 @@ void settle_left_keys(ConfigReader& keys, const ModelSpec* spec, LeftKeys& left)
     if (std::ranges::count(untaken, key) > 0) keys.expect(key, value, why);
   }
   const auto same = spec == nullptr ? std::vector<KnownValue>() : repeated(*spec);
-  for (const std::string& key : keys.untaken()) {
-    const nlohmann::json* value = keys.find(key);
-    const bool is_off = has(off_in_layers(), key, *value) || has(off_in_numbers(), key, *value);
-    if (!is_inert(key) && !is_off && !has(same, key, *value)) continue;
-    keys.ignore({key});
-    left.ignored.push_back(concat(keys.path(), shown(key)));
+  for (const auto& [key, value, why] : same) {
+    const nlohmann::json* found = std::ranges::count(untaken, key) > 0 ? keys.find(key) : nullptr;
+    if (why.empty() || found == nullptr || found->is_null() || *found == value) continue;
+    keys.refuse(key, concat(shown(value), " (", why, ")"));
   }
-  std::ranges::move(keys.unknown(), std::back_inserter(left.unknown));
+  sort_left(keys, left, [&](const std::string& key, const nlohmann::json& value) {
+    return matches(kInert, key) || is_off(key, value) || has(same, key, value);
+  });
+}
+
+void settle_left_rope_keys(ConfigReader& keys, LeftKeys& left) {
+  sort_left(keys, left, [](const std::string& key, const nlohmann::json& value) {
+    return matches(kOfRopeKinds, key) || is_off(key, value);
+  });
 }
 
 }  // namespace tessera::models

@@ -4,8 +4,10 @@
 // Published folders carry keys that tools wrote for themselves, and keys that another kind of
 // family would read. A key is of one of three classes. Known to be inert, by its name, by a
 // pattern, or by a value that means "off": ignored, and logged once unless transformers writes it
-// into every config. Known to matter: read by the family, or refused here at any value but the one
-// that means nothing. Unknown: left to the caller, which refuses it. Pure. Next: ../spec_keys.h,
+// into every config. Null, false, an empty list and an empty object mean "off" for every key but
+// those by which false would take something away; a 0 may matter, and is "off" for known keys only.
+// Known to matter: read by the family, or refused here at any value but the one that means nothing.
+// Unknown: left to the caller, which refuses it. Pure. Next: ../spec_keys.h,
 // ../config_reader.h.
 #pragma once
 
@@ -27,5 +29,9 @@ struct LeftKeys {
 /// describes it, as some keys repeat what others say. Errors: kConfig for a key that is known to
 /// matter.
 void settle_left_keys(ConfigReader& keys, const ModelSpec* spec, LeftKeys& left);
+
+/// Sorts the unused keys of a record of rope, after the reader of its kind. Those that transformers
+/// reads for other kinds change nothing.
+void settle_left_rope_keys(ConfigReader& keys, LeftKeys& left);
 
 }  // namespace tessera::models

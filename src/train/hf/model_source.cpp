@@ -141,7 +141,7 @@ ModelSource open_model(const ModelConfig& model, const LoraRequest& lora, Purpos
     const auto tensors = std::make_shared<HfTensors>(HfFolder::open(model.path));
     text = tensors->folder().config_text();
     source.folder = tensors;
-    const std::string where = printable(model.path, 1024);
+    const std::string where = shown(std::filesystem::path(model.path) / "config.json");
     if (says_mxfp4(text, where)) {
       source.folder = std::make_shared<Mxfp4Tensors>(tensors);
     } else if (const auto block = fp8_block(text, where)) {
@@ -164,8 +164,9 @@ ModelSource open_model(const ModelConfig& model, const LoraRequest& lora, Purpos
     }
   }();
   if (!parsed.ignored_keys.empty()) {
-    log::info("config.json: ignored, as they change nothing in this model: ",
-              joined(parsed.ignored_keys));
+    log::info("config.json: ignored, as ",
+              parsed.ignored_keys.size() == 1 ? "it changes" : "they change",
+              " nothing in this model: ", joined(parsed.ignored_keys));
   }
   for (const auto& warning : parsed.warnings) log::warn("config.json: ", warning);
   if (source.folder) name_as_modules(parsed, source);

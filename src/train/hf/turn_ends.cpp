@@ -7,6 +7,8 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string_view>
+#include <system_error>
+#include <utility>
 
 #include "base/mapped_file.h"
 #include "base/text/json_reader.h"
@@ -50,49 +52,97 @@ std::string word_of(const nlohmann::json& token) {
   return token.is_string() ? token.get<std::string>() : text_at(token, "content");
 }
 
-/// The tokens that tokenizer.json adds to the vocabulary, special ones among them. Skips the model,
-/// which is most of the file.
-nlohmann::json added_tokens(const fs::path& folder) {
+/// tokenizer.json, or null where there is none; `whole`, or without its model, which is most of it.
+nlohmann::json tokenizer(const fs::path& folder, bool whole) {
   const std::string text = text_of(folder, "tokenizer.json", kMostTokenizerBytes);
-  if (text.empty()) return nlohmann::json::array();
-  const auto without_model = [](int depth, nlohmann::json::parse_event_t event,
-                                const nlohmann::json& parsed) {
-    return event != nlohmann::json::parse_event_t::key || depth != 1 || parsed != "model";
+  if (text.empty()) return nullptr;
+  const auto wanted = [whole](int depth, nlohmann::json::parse_event_t event,
+                              const nlohmann::json& parsed) {
+    return whole || event != nlohmann::json::parse_event_t::key || depth != 1 || parsed != "model";
   };
-  const auto whole = nlohmann::json::parse(text, without_model, /*allow_exceptions=*/false);
-  TESSERA_CHECK(whole.is_object(), ErrorKind::kFormat, shown(folder / "tokenizer.json"),
+  auto parsed = nlohmann::json::parse(text, wanted, /*allow_exceptions=*/false);
+  TESSERA_CHECK(parsed.is_object(), ErrorKind::kFormat, shown(folder / "tokenizer.json"),
                 ": found no JSON object, expected a tokenizer");
-  const auto found = whole.find("added_tokens");
-  return found != whole.end() && found->is_array() ? *found : nlohmann::json::array();
+  return parsed;
 }
 
-/// The ids of added tokens, by token.
-std::map<std::string, std::int64_t> special_tokens(const fs::path& folder,
-                                                   const nlohmann::json& about) {
-  std::map<std::string, std::int64_t> ids;
-  if (const auto found = about.find("added_tokens_decoder");
-      found != about.end() && found->is_object()) {
-    for (const auto& [key, token] : found->items()) {
-      std::int64_t id = 0;
-      const auto [end, failed] = std::from_chars(key.data(), key.data() + key.size(), id);
-      if (failed == std::errc{} && end == key.data() + key.size()) ids.emplace(word_of(token), id);
+/// The tokens of a tokenizer, by name: those that are added to the vocabulary at once, special ones
+/// among them, and the vocabulary where one is not among those.
+class Tokens {
+ public:
+  Tokens(const fs::path& folder, const nlohmann::json& about) : folder_(folder) {
+    if (const auto found = about.find("added_tokens_decoder");
+        found != about.end() && found->is_object()) {
+      for (const auto& [key, token] : found->items()) {
+        std::int64_t id = 0;
+        const auto [end, failed] = std::from_chars(key.data(), key.data() + key.size(), id);
+        if (failed == std::errc{} && end == key.data() + key.size()) add(word_of(token), id);
+      }
     }
-  }
-  for (const nlohmann::json& token : added_tokens(folder)) {
-    if (!token.is_object()) continue;
-    const auto id = token.find("id");
-    if (id != token.end() && id->is_number_integer()) {
-      ids.emplace(word_of(token), id->get<std::int64_t>());
+    const nlohmann::json file = tokenizer(folder, /*whole=*/false);
+    if (const auto added = file.find("added_tokens"); added != file.end() && added->is_array()) {
+      for (const nlohmann::json& token : *added) {
+        if (token.is_object() && token.contains("id")) add(word_of(token), token["id"]);
+      }
     }
+    add_all(object_of(folder, "added_tokens.json"));
   }
-  return ids;
-}
+
+  std::optional<std::int64_t> id_of(const std::string& token) {
+    if (!ids_.contains(token) && !has_vocabulary_) add_vocabulary();
+    const auto found = ids_.find(token);
+    return found == ids_.end() ? std::nullopt : std::optional(found->second);
+  }
+  /// Whether the files that were read list every token, after an id was asked for in vain.
+  bool lists_all() const { return lists_all_; }
+
+ private:
+  void add(const std::string& token, const nlohmann::json& id) {
+    if (id.is_number_integer()) ids_.emplace(token, id.get<std::int64_t>());
+  }
+  void add_all(const nlohmann::json& object) {
+    for (const auto& [token, id] : object.items()) add(token, id);
+  }
+  void add_vocabulary() {
+    constexpr std::array kNotRead{"tokenizer.model", "sentencepiece.bpe.model", "spiece.model",
+                                  "tekken.json",     "qwen.tiktoken",           "vocab.txt"};
+    std::error_code ignored;
+    has_vocabulary_ = true;
+    const nlohmann::json file = tokenizer(folder_, /*whole=*/true);
+    const nlohmann::json none = nlohmann::json::object();
+    const auto model = file.find("model");
+    const auto vocab =
+        model != file.end() && model->is_object() ? model->value("vocab", none) : none;
+    if (vocab.is_array()) {  // of Unigram: [token, score], in the order of ids
+      for (std::size_t id = 0; id < vocab.size(); ++id) {
+        const nlohmann::json& entry = vocab[id];
+        if (entry.is_array() && !entry.empty() && entry[0].is_string()) add(entry[0], id);
+      }
+    } else if (vocab.is_object()) {
+      add_all(vocab);
+    }
+    const nlohmann::json beside = object_of(folder_, "vocab.json");
+    add_all(beside);
+    const bool is_elsewhere = std::ranges::any_of(
+        kNotRead, [&](const char* name) { return fs::exists(folder_ / name, ignored); });
+    lists_all_ = !vocab.empty() || !beside.empty() || (!ids_.empty() && !is_elsewhere);
+  }
+
+  fs::path folder_;
+  std::map<std::string, std::int64_t> ids_;
+  bool has_vocabulary_ = false;
+  bool lists_all_ = false;
+};
 
 /// The template that transformers finds; of several the one named "default", or all of them.
 std::string chat_template(const fs::path& folder, const nlohmann::json& about) {
   if (auto own = text_of(folder, "chat_template.jinja", kMostConfigBytes); !own.empty()) return own;
   const auto found = about.find("chat_template");
-  if (found == about.end() || !found->is_array()) return text_at(about, "chat_template");
+  if (found == about.end() ||
+      found->is_null()) {  // of a processor, as older versions of transformers write it
+    return text_at(object_of(folder, "chat_template.json"), "chat_template");
+  }
+  if (!found->is_array()) return text_at(about, "chat_template");
   std::string all;
   for (const nlohmann::json& named : *found) {
     if (text_at(named, "name") == "default") return text_at(named, "template");
@@ -113,24 +163,40 @@ TextEnds text_ends(const fs::path& folder, const models::ModelSpec& spec) {
   return {spec.eos_token_ids, "config.json"};
 }
 
+namespace {
+
+/// The tokenizer's eos_token.
+std::optional<TurnEnd> end_of_tokenizer(const fs::path& folder, const nlohmann::json& about,
+                                        Tokens& tokens) {
+  constexpr auto kMap = "special_tokens_map.json";
+  for (const auto& [file, object] :
+       {std::pair("tokenizer_config.json", about), std::pair(kMap, object_of(folder, kMap))}) {
+    const std::string token = word_of(object.value("eos_token", nlohmann::json()));
+    if (token.empty()) continue;
+    const auto id = tokens.id_of(token);
+    if (!id && !tokens.lists_all()) return std::nullopt;
+    return TurnEnd{token, id, concat("eos_token of ", file)};
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
 std::vector<TurnEnd> turns_that_go_on(const fs::path& folder, const TextEnds& ends) {
   const nlohmann::json about = object_of(folder, "tokenizer_config.json");
-  const auto ids = special_tokens(folder, about);
+  Tokens tokens(folder, about);
   const auto stops_at = [&](const TurnEnd& turn) {
-    return std::ranges::find(ends.ids, turn.id) != ends.ids.end();
+    return turn.id && std::ranges::find(ends.ids, *turn.id) != ends.ids.end();
   };
   std::vector<TurnEnd> found;
-  const auto eos = about.find("eos_token");
-  if (const auto id = eos == about.end() ? ids.end() : ids.find(word_of(*eos)); id != ids.end()) {
-    found.push_back({id->first, id->second, "eos_token of tokenizer_config.json"});
-  }
+  if (auto end = end_of_tokenizer(folder, about, tokens)) found.push_back(std::move(*end));
   std::erase_if(found, stops_at);
   std::vector<TurnEnd> written;  // a turn of one kind may end otherwise than that of another
   const std::string text = chat_template(folder, about);
   for (const std::string_view name : kEndsOfTurns) {
-    const auto id = ids.find(std::string(name));
-    if (id == ids.end() || text.find(name) == std::string::npos) continue;
-    written.push_back({id->first, id->second, "the chat template"});
+    if (text.find(name) == std::string::npos) continue;
+    const auto id = tokens.id_of(std::string(name));
+    if (id) written.push_back({std::string(name), id, "the chat template"});
   }
   const bool is_said = !written.empty() && std::ranges::any_of(found, [&](const TurnEnd& turn) {
     return turn.id == written.front().id;

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -24,11 +25,13 @@ TextEnds text_ends(const std::filesystem::path& folder, const models::ModelSpec&
 
 struct TurnEnd {
   std::string token;
-  std::int64_t id = 0;
-  std::string says;  ///< "eos_token of tokenizer_config.json" or "the chat template"
+  std::optional<std::int64_t> id;  ///< none: the tokenizer has no such token
+  std::string says;  ///< "eos_token of tokenizer_config.json" (or of special_tokens_map.json), or
+                     ///< "the chat template"
 };
 /// The ends of turns in `folder` at which generation does not stop: the tokenizer's eos_token, and
-/// the known end of a turn in its chat template. Errors: kIo, kFormat for files that cannot be
+/// the known end of a turn in its chat template. An eos_token that is no token of the tokenizer is
+/// one, where the folder's files list the tokens. Errors: kIo, kFormat for files that cannot be
 /// read.
 std::vector<TurnEnd> turns_that_go_on(const std::filesystem::path& folder, const TextEnds& ends);
 

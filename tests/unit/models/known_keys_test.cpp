@@ -20,9 +20,11 @@ namespace tessera::models::known_keys_test {
 namespace {
 
 using nlohmann::json;
+using ::testing::AllOf;
 using ::testing::ElementsAreArray;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
 
 class KnownKeys : public ::testing::TestWithParam<const char*> {
  protected:
@@ -44,6 +46,9 @@ std::vector<std::pair<std::string, json>> extras() {
           {"min_p", 0.05},
           {"shared_expert_intermediate_size", 0},
           {"hidden_dropout", 0.0},
+          {"ffn_dropout_rate", 0},
+          {"mtp_num_layers", 0},
+          {"num_mtp_modules", 0},
           {"loss_type", nullptr},
           {"quantization", nullptr}};
 }
@@ -70,14 +75,38 @@ TEST_P(KnownKeys, DrawnExtrasAreNamedOnceAndChangeNothing) {
   }
 }
 
-TEST_P(KnownKeys, OfAnUnknownKeyNoValueIsIgnored) {
+std::string drawn_key(std::mt19937_64& draw) {
+  std::string key = "x_";
+  for (int letter = 0; letter < 12; ++letter) key += static_cast<char>('a' + draw() % 26);
+  return key;
+}
+
+TEST_P(KnownKeys, OfAnUnknownKeyTheValuesThatMeanOffAreIgnoredByName) {
   std::mt19937_64 draw(20261129);
-  const json values[] = {nullptr, false, 0, 1.0, "off", json::object(), json::array()};
-  for (int i = 0; i < 20; ++i) {
-    std::string key = "x_";
-    for (int letter = 0; letter < 12; ++letter) key += static_cast<char>('a' + draw() % 26);
+  const ParsedSpec before = parse_spec(config().dump());
+  for (const json& value : {json(nullptr), json(false), json::object(), json::array()}) {
+    const std::string key = drawn_key(draw);
     json changed = config();
-    changed[key] = values[draw() % std::size(values)];
+    changed[key] = value;
+    const ParsedSpec found = parse_spec(changed.dump());
+    EXPECT_EQ(found.spec, before.spec) << value;
+    EXPECT_THAT(found.ignored_keys, ElementsAreArray({json(key).dump()})) << value;
+  }
+}
+
+// A 0 may matter, and so does every value of what a family cannot be without.
+TEST_P(KnownKeys, OfAnUnknownKeyEveryOtherValueIsRefused) {
+  std::mt19937_64 draw(20261129);
+  const json values[] = {true, 0, 1.0, "", "off", {{"a", nullptr}}, json::array({false})};
+  for (const json& value : values) {
+    const std::string key = drawn_key(draw);
+    json changed = config();
+    changed[key] = value;
+    EXPECT_THAT(refusal_of(changed.dump()), HasSubstr(key)) << value;
+  }
+  for (const char* key : {"causal", "is_causal", "use_rope"}) {
+    json changed = config();
+    changed[key] = false;
     EXPECT_THAT(refusal_of(changed.dump()), HasSubstr(key));
   }
 }
@@ -134,7 +163,9 @@ TEST(KnownKey, ANormOfQueriesAndKeysMayBeSaidAsTheFamilyHasIt) {
     const ConfigOfFolder config(folder);
     for (const char* key : {"use_qk_norm", "qk_norm", "qk_layernorm"}) {
       EXPECT_EQ(config.refusal({{key, norm}}), "") << folder;
-      EXPECT_THAT(config.refusal({{key, !norm}}), HasSubstr(key)) << folder;
+      EXPECT_THAT(config.refusal({{key, !norm}}),
+                  AllOf(HasSubstr(key), HasSubstr("it matters"), Not(HasSubstr("unknown"))))
+          << folder;
     }
   }
 }
@@ -143,7 +174,7 @@ TEST(KnownKey, BiasesMayBeSaidAsTheModelHasThem) {
   EXPECT_EQ(ConfigOfFolder("qwen3-moe-fp32").refusal({{"qkv_bias", false}}), "");
   EXPECT_EQ(ConfigOfFolder("qwen2-fp32").refusal({{"qkv_bias", true}}), "");
   EXPECT_THAT(ConfigOfFolder("qwen3-moe-fp32").refusal({{"qkv_bias", true}}),
-              HasSubstr("qkv_bias"));
+              AllOf(HasSubstr("qkv_bias"), HasSubstr("it matters")));
   EXPECT_EQ(ConfigOfFolder("qwen3-moe-fp32").refusal({{"use_bias", false}}), "");
   EXPECT_THAT(ConfigOfFolder("qwen2-fp32").refusal({{"use_bias", false}}), HasSubstr("use_bias"));
 }

@@ -124,7 +124,7 @@ TEST(ModelSpec, YarnWithImpossibleNumbersIsRefused) {
       {whole + R"("mscale": -1,)", "mscale: found -1"},
       {whole + R"("truncate": 1,)", "truncate: found 1"},
       {whole + R"("rope_theta": 1,)", "rope_theta: found 1"},
-      {whole + R"("low_freq_factor": 1,)", "low_freq_factor"},
+      {whole + R"("long_mscale": 1,)", "long_mscale"},
   };
   for (const auto& [keys, expected] : cases) {
     EXPECT_THAT(refusal(llama(R"("rope_parameters": {)" + keys + R"("rope_type": "yarn"},)")),
@@ -243,11 +243,11 @@ TEST(ModelSpec, UnknownArchitectureListsTheKnownOnes) {
 }
 
 TEST(ModelSpec, UnknownKeysAreRefusedOrWarnedOf) {
-  const std::string text = llama(R"("logit_scale": 2.0, "rope_parameters": {"beta_fast": 32},)");
+  const std::string text = llama(R"("logit_scale": 2.0, "rope_parameters": {"long_mscale": 32},)");
   EXPECT_THAT(refusal(text), HasSubstr("allow_unknown_config_keys"));
   const ParsedSpec parsed = parse_spec(text, {.unknown_keys = UnknownKeys::kWarn});
   ASSERT_EQ(parsed.warnings.size(), 2u);
-  EXPECT_THAT(parsed.warnings[0], HasSubstr("rope_parameters.\"beta_fast\" = 32"));
+  EXPECT_THAT(parsed.warnings[0], HasSubstr("rope_parameters.\"long_mscale\" = 32"));
   EXPECT_THAT(parsed.warnings[1], HasSubstr("\"logit_scale\" = 2.0"));
 }
 

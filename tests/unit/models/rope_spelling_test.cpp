@@ -152,6 +152,97 @@ TEST_P(RopeSpellings, ADifferenceInAnyValueIsRefusedWithBoth) {
   }
 }
 
+/// Whether a record leaves frequencies and attention as they are.
+bool scales_nothing(const json& record) {
+  return record.value("factor", 1.0) == 1.0 && record.value("attention_factor", 1.0) == 1.0;
+}
+
+// Records of any kind that scale nothing mean the same.
+TEST_P(RopeSpellings, KindsThatScaleNothingAgree) {
+  const json records[] = {
+      {{"rope_type", "default"}},
+      {{"type", "linear"}, {"factor", 1.0}},
+      {{"rope_type", "yarn"}, {"factor", 1.0}, {"original_max_position_embeddings", 77}},
+      {{"rope_type", "llama3"},
+       {"factor", 1.0},
+       {"low_freq_factor", 1.0},
+       {"high_freq_factor", 4.0}}};
+  for (const json& one : records) {
+    for (const json& other : records) {
+      const DrawnRope first{.record = one, .theta = 5e4, .local_theta = 1e4, .positions = 4321};
+      DrawnRope second = first;
+      second.record = other;
+      const json config = with_positions(first);
+      EXPECT_EQ(parse_spec(joined(config, {new_keys(first), old_keys(second)}).dump()).spec,
+                parse_spec(joined(config, {new_keys(first)}).dump()).spec)
+          << one << other;
+      second.theta = second.local_theta = 6e4;
+      EXPECT_THAT(refusal_of(joined(config, {new_keys(first), old_keys(second)}).dump()),
+                  AllOf(HasSubstr("rope_theta"), HasSubstr("60000.0"), HasSubstr("50000.0")));
+    }
+  }
+}
+
+// As transformers, which warns of such keys and reads them for no kind but their own.
+TEST_P(RopeSpellings, KeysOfOtherKindsAreIgnoredByName) {
+  Draw draw(20261202);
+  const json others{{"attention_factor", 2.0},
+                    {"beta_fast", 16.0},
+                    {"factor", 2.0},
+                    {"finetuned", true},
+                    {"high_freq_factor", 4.0},
+                    {"long_factor", {1.0, 2.0}},
+                    {"low_freq_factor", 1.0},
+                    {"mscale", 0.7},
+                    {"original_max_position_embeddings", 77},
+                    {"truncate", true}};
+  for (int i = 0; i < 60; ++i) {
+    const DrawnRope rope = drawn_rope(draw);
+    DrawnRope more = rope;
+    const std::string kind = rope.record.value("rope_type", rope.record.value("type", ""));
+    const std::vector<std::string> own =
+        kind == "default"  ? std::vector<std::string>{}
+        : kind == "linear" ? std::vector<std::string>{"factor"}
+        : kind == "llama3"
+            ? std::vector<std::string>{"factor", "high_freq_factor", "low_freq_factor",
+                                       "original_max_position_embeddings"}
+            : std::vector<std::string>{"factor",    "attention_factor",
+                                       "beta_fast", "mscale",
+                                       "truncate",  "original_max_position_embeddings"};
+    std::size_t added = 0;
+    for (const auto& [key, value] : others.items()) {
+      if (std::ranges::count(own, key) > 0 || coin(draw)) continue;
+      more.record[key] = value;
+      ++added;
+    }
+    for (const bool old : {false, true}) {
+      const auto read = [&](const DrawnRope& each) {
+        return parse_spec(
+            joined(with_positions(each), {old ? old_keys(each) : new_keys(each)}).dump());
+      };
+      const ParsedSpec found = read(more);
+      EXPECT_EQ(found.spec, read(rope).spec) << more.record;
+      EXPECT_EQ(found.ignored_keys.size(), added) << more.record;
+    }
+  }
+}
+
+// As transformers: how far the positions go beyond the original ones.
+TEST_P(RopeSpellings, AFactorOfNullIsWorkedOutForYarnAlone) {
+  const json yarn{
+      {"rope_type", "yarn"}, {"factor", nullptr}, {"original_max_position_embeddings", 1000}};
+  DrawnRope rope{.record = yarn, .theta = 1e4, .local_theta = 1e4, .positions = 2500};
+  for (const json& keys : {new_keys(rope), old_keys(rope)}) {
+    EXPECT_EQ(parse_spec(joined(with_positions(rope), {keys}).dump()).spec.rope.factor, 2.5);
+  }
+  rope.positions = 500;
+  EXPECT_THAT(refusal_of(joined(with_positions(rope), {new_keys(rope)}).dump()),
+              AllOf(HasSubstr("factor: found null"), HasSubstr("500"), HasSubstr("1000")));
+  rope.record = {{"rope_type", "linear"}, {"factor", nullptr}};
+  EXPECT_THAT(refusal_of(joined(with_positions(rope), {new_keys(rope)}).dump()),
+              HasSubstr("factor: found null"));
+}
+
 TEST_P(RopeSpellings, AnotherKindIsRefusedWithBoth) {
   Draw draw(20261130);
   for (int i = 0; i < 40; ++i) {
@@ -163,6 +254,7 @@ TEST_P(RopeSpellings, AnotherKindIsRefusedWithBoth) {
       return rope.record.value("rope_type", rope.record.value("type", ""));
     };
     if (kind(one) == kind(other)) continue;
+    if (scales_nothing(one.record) && scales_nothing(other.record)) continue;
     const std::string text = joined(with_positions(one), {new_keys(one), old_keys(other)}).dump();
     EXPECT_THAT(refusal_of(text), AllOf(HasSubstr("rope_scaling"),
                                         HasSubstr(concat(kind(other), " beside ", kind(one)))))
@@ -220,7 +312,9 @@ TEST(RopeSpelling, AThetaThatOnlyOneOfThemHasIsRefused) {
   keys.erase("rope_theta");
   keys["rope_scaling"] = {{"rope_type", "linear"}, {"factor", 2.0}};
   keys["rope_parameters"] = {{"rope_type", "linear"}, {"factor", 2.0}, {"rope_theta", 5e5}};
-  EXPECT_THAT(refusal_of(keys.dump()), HasSubstr("rope_theta 10000.0 beside 500000.0"));
+  EXPECT_THAT(refusal_of(keys.dump()),
+              HasSubstr("rope_theta 10000.0 (meant without the key, which rope_scaling lacks)"
+                        " beside 500000.0 there"));
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <complex>
+#include <random>
 #include <utility>
 #include <vector>
 
@@ -92,6 +93,42 @@ TEST(Rope, TheFactorOfTheTablesIsTakenBeforeTheyAreRounded) {
   EXPECT_TRUE(rope.table(50, at::kBFloat16, at::kCPU).cos.equal(cos.to(at::kBFloat16)));
   EXPECT_FLOAT_EQ(rope.table(50, at::kFloat, at::kCPU).sin[1][0].item<float>(),
                   1.3465735902799727F * std::sin(1.0F));
+}
+
+// Property: of a head that turns in part, the table is that of a head of the turned part's size, and
+// leaves the rest as it is: factors of the kind are of the turned part only.
+TEST(Rope, ATableOfAPartLeavesTheRestAsItIs) {
+  std::mt19937_64 draw(20261128);
+  const auto below = [&](std::uint64_t most) { return static_cast<double>(draw() % most); };
+  for (int i = 0; i < 40; ++i) {
+    constexpr RopeType kTypes[] = {RopeType::kDefault, RopeType::kLinear, RopeType::kLlama3,
+                                   RopeType::kYarn};
+    RopeOptions options{
+        .theta = 1000.0 + below(100000),
+        .type = kTypes[i % 4],
+        .factor = 1.0 + below(32),
+        .low_freq_factor = 1.0,
+        .high_freq_factor = 4.0,
+        .original_max_position_embeddings = 64 + static_cast<std::int64_t>(below(999))};
+    if (draw() % 2 == 0) options.yarn.attention_factor = 0.5 + below(4);
+    const std::int64_t head_dim = 8 * (1 + static_cast<std::int64_t>(below(8)));
+    for (const double part : {0.25, 0.5, 0.75}) {
+      const auto turned = static_cast<std::int64_t>(static_cast<double>(head_dim) * part);
+      const RopeTable whole = Rope(options, turned).table(9, at::kFloat, at::kCPU);
+      RopeOptions partly = options;
+      partly.partial_rotary_factor = part;
+      const RopeTable table = Rope(partly, head_dim).table(9, at::kFloat, at::kCPU);
+      ASSERT_EQ(table.cos.size(1), head_dim / 2);
+      const auto turns = [&](const at::Tensor& x) { return x.narrow(1, 0, turned / 2); };
+      const auto rests = [&](const at::Tensor& x) {
+        return x.narrow(1, turned / 2, (head_dim - turned) / 2);
+      };
+      EXPECT_TRUE(turns(table.cos).equal(whole.cos)) << i << " " << part;
+      EXPECT_TRUE(turns(table.sin).equal(whole.sin)) << i << " " << part;
+      EXPECT_TRUE(rests(table.cos).eq(1.0).all().item<bool>()) << i << " " << part;
+      EXPECT_TRUE(rests(table.sin).eq(0.0).all().item<bool>()) << i << " " << part;
+    }
+  }
 }
 
 TEST(Rope, NeighboursTurnAsComplexNumbersAndStayInPlace) {

@@ -50,21 +50,17 @@ class Draw {
   void write_tokenizer(Drawn& drawn) {
     Json about = Json::object();
     if (below(4) > 0) {
-      drawn.eos = coin() ? "<|im_end|>" : "<|endoftext|>";
-      about["eos_token"] = token(drawn.eos);
-    }
-    if (coin()) {
-      for (const auto& [name, id] : drawn.ids) {
-        about["added_tokens_decoder"][std::to_string(id)] = {{"content", name}};
+      const char* ends[] = {"<|im_end|>", "<|endoftext|>", "<|no token|>"};
+      drawn.eos = ends[below(3)];
+      if (coin()) {
+        about["eos_token"] = token(drawn.eos);
+        if (coin())
+          drawn.folder.write("special_tokens_map.json", R"({"eos_token": "<|im_start|>"})");
+      } else {
+        drawn.folder.write("special_tokens_map.json", Json{{"eos_token", token(drawn.eos)}}.dump());
       }
-    } else {
-      Json added = Json::array();
-      for (const auto& [name, id] : drawn.ids) added.push_back({{"id", id}, {"content", name}});
-      // A model may hold anything, also tokens of these names.
-      const Json whole{{"added_tokens", added},
-                       {"model", {{"vocab", {{"<|im_end|>", 1}}}, {"added_tokens", {7}}}}};
-      drawn.folder.write("tokenizer.json", whole.dump());
     }
+    write_tokens(drawn, about);
     std::string text = "{% for m in messages %}<|im_start|>{{ m.content }}";
     for (const char* name : {"<|im_end|>", "<|eot_id|>", "<|eot|>"}) {  // the last is no token
       if (below(3) != 0) continue;
@@ -72,7 +68,10 @@ class Draw {
       if (drawn.ids.contains(name)) drawn.in_turns.emplace_back(name);
     }
     text += "{% endfor %}";
-    switch (below(4)) {
+    switch (below(5)) {
+      case 4:
+        drawn.folder.write("chat_template.json", Json{{"chat_template", text}}.dump());
+        break;
       case 0:
         drawn.folder.write("chat_template.jinja", text);
         about["chat_template"] = "<|eot_id|>";  // of an older version: not looked at
@@ -88,6 +87,30 @@ class Draw {
         drawn.in_turns.clear();
     }
     drawn.folder.write("tokenizer_config.json", about.dump());
+  }
+
+  void write_tokens(Drawn& drawn, Json& about) {
+    const std::size_t place = below(5);
+    if (place == 0) {
+      for (const auto& [name, id] : drawn.ids) {
+        about["added_tokens_decoder"][std::to_string(id)] = {{"content", name}};
+      }
+      return;
+    }
+    if (place == 1 || place == 2) {
+      const char* const name = place == 1 ? "added_tokens.json" : "vocab.json";
+      drawn.folder.write(name, Json(drawn.ids).dump());
+      return;
+    }
+    Json added = Json::array(), vocab = Json::object();
+    if (place == 3) {
+      for (const auto& [name, id] : drawn.ids) vocab[name] = id;
+    } else {
+      for (const auto& [name, id] : drawn.ids) added.push_back({{"id", id}, {"content", name}});
+      vocab["<|im_end|>"] = 1;  // a model may hold anything, also tokens of these names
+    }
+    const Json whole{{"added_tokens", added}, {"model", {{"vocab", vocab}, {"added_tokens", {7}}}}};
+    drawn.folder.write("tokenizer.json", whole.dump());
   }
 
   std::vector<std::int64_t> some_ids(const Drawn& drawn) {
@@ -122,7 +145,8 @@ TEST(TurnEnds, ThoseThatGenerationDoesNotStopAtAreNamed) {
   for (int i = 0; i < 300; ++i) {
     const auto drawn = draw.folder();
     const auto stops_at = [&](const std::string& name) {
-      return std::ranges::find(drawn->stops, drawn->ids.at(name)) != drawn->stops.end();
+      return drawn->ids.contains(name) &&
+             std::ranges::find(drawn->stops, drawn->ids.at(name)) != drawn->stops.end();
     };
     std::vector<std::string> expected;
     if (!drawn->eos.empty() && !stops_at(drawn->eos)) expected.push_back(drawn->eos);
@@ -136,7 +160,8 @@ TEST(TurnEnds, ThoseThatGenerationDoesNotStopAtAreNamed) {
     std::vector<std::string> found;
     for (const TurnEnd& turn : turns_that_go_on(drawn->folder.path(), ends)) {
       found.push_back(turn.token);
-      EXPECT_EQ(turn.id, drawn->ids.at(turn.token));
+      const auto id = drawn->ids.find(turn.token);
+      EXPECT_EQ(turn.id, id == drawn->ids.end() ? std::nullopt : std::optional(id->second));
     }
     EXPECT_EQ(found, expected) << i;
     (expected.empty() ? silent : named) += 1;
@@ -151,8 +176,21 @@ TEST(TurnEnds, AFolderWithoutATokenizerNamesNone) {
   EXPECT_EQ(text_ends("", {}).ids, std::vector<std::int64_t>{});
 }
 
+// The tokens of such a file are not known: an end that is none of those that are is no mistake.
+TEST(TurnEnds, AVocabularyThatIsNotReadNamesNone) {
+  for (const char* vocabulary : {"tokenizer.model", "tekken.json"}) {
+    const TemporaryFolder folder;
+    folder.write("tokenizer_config.json",
+                 R"({"eos_token": "</s>", "added_tokens_decoder": {"1": {"content": "<s>"}}})");
+    EXPECT_EQ(turns_that_go_on(folder.path(), {{1}, "config.json"}).size(), 1U);
+    folder.write(vocabulary, "");
+    EXPECT_TRUE(turns_that_go_on(folder.path(), {{1}, "config.json"}).empty());
+  }
+}
+
 TEST(TurnEnds, AFileThatIsNoTokenizerIsNamed) {
-  for (const char* name : {"tokenizer.json", "tokenizer_config.json"}) {
+  for (const char* name : {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+                           "chat_template.json", "added_tokens.json"}) {
     const TemporaryFolder folder;
     folder.write(name, "[1,");
     EXPECT_THAT(testing::error_of(ErrorKind::kFormat,
