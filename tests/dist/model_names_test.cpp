@@ -170,6 +170,11 @@ Names names_of(const Dict& dict) {
   for (const auto& entry : dict) names.insert(entry.key());
   return names;
 }
+Names names_of(const Tensors& tensors) {
+  Names names;
+  for (const auto& [name, values] : tensors) names.insert(name);
+  return names;
+}
 
 void expect_names(const Trained& run, const PlainNames& plain) {
   const std::vector<std::string> all(plain.all.begin(), plain.all.end());
@@ -181,6 +186,8 @@ void expect_names(const Trained& run, const PlainNames& plain) {
   }
   EXPECT_EQ(names_of(run.model.named_parameters()), plain.parameters);
   EXPECT_EQ(names_of(run.model.named_buffers()), plain.buffers);
+  EXPECT_EQ(names_of(whole_parameters(run.model)), plain.parameters);
+  EXPECT_EQ(names_of(whole_gradients(run.model)), plain.trained);
   Names stepped;
   for (const auto& state : optimizer_state_dict(run.model, *run.optimizer).parameters) {
     EXPECT_TRUE(stepped.insert(state.parameter).second) << state.parameter;
