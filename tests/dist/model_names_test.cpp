@@ -41,8 +41,8 @@ enum class Cut : std::uint8_t {
 };
 
 /// A tree of modules of which some register the same tensors, the same module or one module twice,
-/// drawn from `seed`. `cut` is asked once for each child, below its parent and in another order than
-/// the modules': the later ones are sharded first.
+/// drawn from `seed`. `cut` is asked once for each child, below its parent and in another order
+/// than the modules': the later ones are sharded first.
 class DrawnTree {
  public:
   DrawnTree(unsigned seed, Mesh mesh, std::function<Cut()> cut)
@@ -119,7 +119,7 @@ class DrawnTree {
   std::map<const Node*, std::vector<Child>> children_;
 };
 
-/// What libtorch calls the tensors of a plain module.
+/// The names that libtorch gives the tensors of a plain module.
 struct PlainNames {
   explicit PlainNames(const torch::nn::Module& plain) {
     std::set<const void*> seen;
@@ -259,7 +259,7 @@ TEST(ModelNames, AreThoseOfThePlainModelWhateverIsAUnit) {
   }
 }
 
-/// Two modules with one tensor each, registered as both names say; `tied`: it is one for both.
+/// Two modules with one tensor each, registered as both names say.
 class Pair : public torch::nn::Module {
  public:
   enum class Has : std::uint8_t {
@@ -267,7 +267,10 @@ class Pair : public torch::nn::Module {
     kTwoWeights,
     kTiedBuffer,
     kTwoBuffers,
-    kOtherBuffers
+    kOtherBuffers,
+    kNarrowerCopy,
+    kNarrowerOther,
+    kWiderCopy,
   };
   Pair(Has has, const char* first, const char* second) {
     const auto one = std::make_shared<Node>(), other = std::make_shared<Node>();
@@ -278,9 +281,12 @@ class Pair : public torch::nn::Module {
     } else {
       register_parameter("weight", seeded(2, {3}));
       one->register_buffer("it", value);
-      other->register_buffer("it", has == Has::kTiedBuffer   ? value
-                                   : has == Has::kTwoBuffers ? value.clone()
-                                                             : value + 1);
+      other->register_buffer("it", has == Has::kTiedBuffer      ? value
+                                   : has == Has::kTwoBuffers    ? value.clone()
+                                   : has == Has::kNarrowerCopy  ? value.to(at::kBFloat16)
+                                   : has == Has::kNarrowerOther ? (value + 1).to(at::kBFloat16)
+                                   : has == Has::kWiderCopy     ? value.to(at::kDouble)
+                                                                : value + 1);
     }
     register_module(first, one);
     register_module(second, other);
@@ -346,8 +352,38 @@ TEST(ModelNames, TwoTensorsOfACheckpointAreOneOnlyWhereTheyAreBuffersOfTheSameVa
   EXPECT_EQ(refusal(Has::kTwoBuffers, Has::kTiedBuffer, "same"), "");
   EXPECT_THAT(refusal(Has::kOtherBuffers, Has::kTiedBuffer, "other"),
               AllOf(HasSubstr("model/a.it"), HasSubstr("model/b.it"), HasSubstr("other values")));
+  EXPECT_THAT(refusal(Has::kNarrowerOther, Has::kTiedBuffer, "narrower other"),
+              AllOf(HasSubstr("model/a.it"), HasSubstr("model/b.it"), HasSubstr("other values")));
+  EXPECT_THAT(
+      refusal(Has::kWiderCopy, Has::kTiedBuffer, "wider"),
+      AllOf(HasSubstr("model/b.it"), HasSubstr("found float64"), HasSubstr("expected float32")));
   EXPECT_THAT(refusal(Has::kTwoWeights, Has::kTiedWeight, "weights"),
               AllOf(HasSubstr("found the tensor"), HasSubstr("model/b.it")));
+}
+
+// Checkpoints of before have a buffer in a narrower dtype under the name in a unit that was sharded
+// after another one had cast it. Naive: every name is held to the dtype of the widest.
+TEST(ModelNames, ACheckpointMayHaveABufferInANarrowerDTypeUnderAnotherName) {
+  const TemporaryFolder folder;
+  for (const int count : {1, 2}) {
+    ranks(count).run([&](World& world) {
+      for (const bool canonical_is_narrower : {false, true}) {
+        SCOPED_TRACE(canonical_is_narrower);
+        const auto path = folder / concat(count, canonical_is_narrower ? " first" : " second");
+        const auto* wide = canonical_is_narrower ? "b" : "a";
+        TrainedPair from(world, Has::kNarrowerCopy, wide, canonical_is_narrower ? "a" : "b");
+        save_checkpoint(from.model, *from.optimizer, path, 0);
+        TrainedPair run(world, Has::kTiedBuffer);
+        const at::NoGradGuard no_grad;
+        for (auto& view : run.model.buffers()) view.tensor.zero_();
+        load_checkpoint(run.model, *run.optimizer, path);
+        const auto expected = tensors_of(from.model).at(concat(wide, ".it"));
+        const auto found = tensors_of(run.model);
+        EXPECT_TRUE(same_bits(found.at("a.it"), expected));
+        EXPECT_TRUE(same_bits(found.at("b.it"), expected));
+      }
+    });
+  }
 }
 
 }  // namespace
