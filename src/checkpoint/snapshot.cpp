@@ -315,7 +315,7 @@ void Snapshot::take(const std::vector<StatePart>& parts, const std::string& name
 
 namespace {
 
-/// Behind each name, and once more behind the last one of a tensor.
+/// Stands behind each name, and once more behind the last one of a tensor.
 constexpr char kEnd = '\0';
 constexpr char kParameter = 'p', kBuffer = 'b';  // before the first one
 

@@ -62,7 +62,7 @@ std::vector<NamedBuffer> ModelNames::stored_buffers(const ShardedBase& model) co
       all.push_back({std::move(names), std::move(view)});
       continue;
     }
-    // Who met it before a cast narrowed it has all digits.
+    // A unit that was sharded before a cast narrowed the buffer has the wider storage.
     auto& first = all[place->second].view;
     if (!represents(first.contract->storage, view.contract->storage)) first = std::move(view);
   }
