@@ -14,7 +14,7 @@
 #include "base/text/printable.h"
 #include "checkpoint/snapshot.h"
 #include "comm/group.h"
-#include "fsdp/model_names.h"
+#include "fsdp/runtime/model_names.h"
 #include "grad/torch_dtype.h"
 #include "tessera/dtype.h"
 #include "tessera/error.h"

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "comm/group.h"
-#include "fsdp/model_names.h"
+#include "fsdp/runtime/model_names.h"
 #include "grad/torch_dtype.h"
 #include "io/safetensors.h"
 #include "tessera/error.h"

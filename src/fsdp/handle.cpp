@@ -9,8 +9,8 @@
 #include <optional>
 #include <set>
 
-#include "fsdp/model_names.h"
 #include "fsdp/runtime/integrity.h"
+#include "fsdp/runtime/model_names.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "fsdp/runtime/whole.h"

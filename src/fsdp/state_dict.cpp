@@ -7,7 +7,7 @@
 
 #include "base/text/printable.h"
 #include "fsdp/load_refusals.h"
-#include "fsdp/model_names.h"
+#include "fsdp/runtime/model_names.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "fsdp/runtime/whole.h"

@@ -1,4 +1,4 @@
-#include "fsdp/model_names.h"
+#include "fsdp/runtime/model_names.h"
 
 #include <algorithm>
 
@@ -40,6 +40,14 @@ std::vector<std::string> ModelNames::of(const GradContract& contract) const {
   std::vector<std::string> names{contract.name};
   names.insert(names.end(), contract.aliases.begin(), contract.aliases.end());
   return names;
+}
+
+GradContract ModelNames::named(const GradContract& contract) const {
+  const auto names = of(contract);
+  auto result = contract;
+  result.name = names.front();
+  result.aliases.assign(names.begin() + 1, names.end());
+  return result;
 }
 
 std::vector<std::string> ModelNames::of(const at::Tensor& buffer) const {
