@@ -207,6 +207,11 @@ class Optimizer {
 
  private:
   friend class TrainableChanger;
+  /// A parameter of the handle that it was made for.
+  struct Scoped {
+    std::shared_ptr<const void> owner;
+    GradContract named;  ///< with all names of the model, which patterns are compared with
+  };
   Item make_item(const ShardView& view) const;
   /// New tensors for what is kept of relaid parameters, yet to be filled: added to `carried`.
   void carry_state(const std::vector<fsdp::Relaid>& relaid, std::vector<fsdp::Carried>& carried);
@@ -229,8 +234,7 @@ class Optimizer {
   std::shared_ptr<fsdp::Unit> unit_;
   std::vector<std::string> no_decay_;
   std::vector<OptimizerRule> rules_;
-  // Of all parameters of the handle that it was made for.
-  std::map<const GradContract*, std::shared_ptr<const void>> scope_;
+  std::map<const GradContract*, Scoped> scope_;
   std::vector<Item> items_;   // trained parameters, and frozen ones that were trained before
   std::uint64_t layout_ = 0;  // of the runtime, that the items' shards have
   bool warned_ = false;       // of a master that was given up

@@ -136,13 +136,13 @@ class ShardedBase : public torch::nn::Module {
   torch::OrderedDict<std::string, at::Tensor> named_parameters() const;
   /// True names of the modules' buffers, which every rank holds whole.
   torch::OrderedDict<std::string, at::Tensor> named_buffers() const;
-  /// Every parameter of this unit and of all inside, in the order of named_parameters().
+  /// Every parameter of this unit and of all inside, in the order of named_parameters(). Contracts,
+  /// as in contract(), name what several units have by the one among them that was sharded first.
   std::vector<ShardView> shards() const;
   /// Every buffer of this unit and of all inside. A loader writes values in the storage dtype or in
   /// the compute dtype and then calls set_loaded().
   std::vector<BufferView> buffers() const;
-  /// What all ranks agreed on: the parameters in the order of shards(), the buffers in that of
-  /// buffers(), and this unit with all inside.
+  /// What all ranks agreed on: parameters as shards(), buffers as buffers(), units as they stand.
   ModelContract contract() const;
   /// to_string of it.
   std::string contract_table() const;

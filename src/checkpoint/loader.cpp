@@ -14,8 +14,9 @@
 #include "base/text/printable.h"
 #include "checkpoint/snapshot.h"
 #include "comm/group.h"
-#include "fsdp/model_names.h"
+#include "fsdp/runtime/model_names.h"
 #include "grad/torch_dtype.h"
+#include "tessera/dtype.h"
 #include "tessera/error.h"
 
 namespace tessera::checkpointing {
@@ -63,9 +64,12 @@ class Loader {
       }
     }
     for (const auto& [names, view] : buffers()) {
-      for (const auto& name : names_there(names)) {
-        require_tensor(concat(kModelPrefix, name), view.contract->storage, view.contract->shape,
-                       advice_.keeps_storage);
+      const auto& contract = *view.contract;
+      const auto there = buffer_there(names, contract);
+      for (const auto& name : there) {
+        require_tensor(concat(kModelPrefix, name),
+                       name == there.front() ? contract.storage : dtype_there(name, contract),
+                       contract.shape, advice_.keeps_storage);
       }
     }
     const World& world = *model_.mesh().world();
@@ -236,16 +240,17 @@ class Loader {
     const at::NoGradGuard no_grad;
     if (request_.holds) return;
     for (const auto& [names, view] : buffers()) {
-      const auto there = names_there(names);
+      const auto there = buffer_there(names, *view.contract);
       const auto values = read_buffer(there.front(), *view.contract);
       for (const auto& other : there | std::views::drop(1)) {
         const auto same = read_buffer(other, *view.contract);
-        TESSERA_CHECK(
-            std::memcmp(same.const_data_ptr(), values.const_data_ptr(), values.nbytes()) == 0,
-            ErrorKind::kFormat, shown(checkpoint_.path()), ": found other values in ",
-            printable(concat(kModelPrefix, other)), " than in ",
-            printable(concat(kModelPrefix, there.front())),
-            ", expected the same, since the model has one tensor for both; ", advice_.keeps_shape);
+        const auto cast = values.to(same.scalar_type());
+        TESSERA_CHECK(std::memcmp(same.const_data_ptr(), cast.const_data_ptr(), cast.nbytes()) == 0,
+                      ErrorKind::kFormat, shown(checkpoint_.path()), ": found other values in ",
+                      printable(concat(kModelPrefix, other)), " than in ",
+                      printable(concat(kModelPrefix, there.front())),
+                      ", expected the same, since the model has one tensor for both; ",
+                      advice_.keeps_shape);
       }
       view.tensor.set_data(values.to(view.tensor.device()));
     }
@@ -253,8 +258,8 @@ class Loader {
   }
 
   at::Tensor read_buffer(const std::string& name, const BufferContract& contract) const {
-    auto values =
-        at::empty(contract.shape, at::TensorOptions().dtype(to_scalar_type(contract.storage)));
+    const auto dtype = to_scalar_type(dtype_there(name, contract));
+    auto values = at::empty(contract.shape, at::TensorOptions().dtype(dtype));
     if (!is_empty(contract.shape)) {
       checkpoint_.read(concat(kModelPrefix, name), 0, values.numel(),
                        {static_cast<std::byte*>(values.mutable_data_ptr()), values.nbytes()});
@@ -266,8 +271,8 @@ class Loader {
     return request_.holds ? std::vector<fsdp::NamedBuffer>() : names_.stored_buffers(model_);
   }
 
-  /// Under which of its names the checkpoint has a tensor of the model: the canonical one, but where
-  /// it was saved when that was another. A name alone is not looked up.
+  /// Under which of its names the checkpoint has a tensor of the model: the canonical one, but
+  /// where it was saved when that was another. A name alone is not looked up.
   std::vector<std::string> names_there(const std::vector<std::string>& names) const {
     if (names.size() == 1) return names;
     auto there = names;
@@ -275,6 +280,22 @@ class Loader {
       return checkpoint_.find(concat(kModelPrefix, name)) == nullptr;
     });
     return there.empty() ? std::vector{names.front()} : there;
+  }
+  /// names_there() of a buffer, those in its storage dtype first. Checkpoints of before may have it
+  /// in a narrower one, too: under the name in a unit that was sharded after another had cast it.
+  std::vector<std::string> buffer_there(const std::vector<std::string>& names,
+                                        const BufferContract& contract) const {
+    auto there = names_there(names);
+    std::ranges::stable_partition(
+        there, [&](const auto& name) { return dtype_there(name, contract) == contract.storage; });
+    return there;
+  }
+  /// The dtype of a buffer in the checkpoint; its storage dtype where another one is a mistake.
+  DType dtype_there(const std::string& name, const BufferContract& contract) const {
+    const auto* tensor = checkpoint_.find(concat(kModelPrefix, name));
+    const bool is_narrower = tensor != nullptr && is_floating(tensor->dtype) &&
+                             represents(contract.storage, tensor->dtype);
+    return is_narrower ? tensor->dtype : contract.storage;
   }
   std::string name_there(const std::vector<std::string>& names) const {
     return names_there(names).front();

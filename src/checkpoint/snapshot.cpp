@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "comm/group.h"
-#include "fsdp/model_names.h"
+#include "fsdp/runtime/model_names.h"
 #include "grad/torch_dtype.h"
 #include "io/safetensors.h"
 #include "tessera/error.h"
@@ -315,7 +315,7 @@ void Snapshot::take(const std::vector<StatePart>& parts, const std::string& name
 
 namespace {
 
-/// Behind each name, and once more behind the last one of a tensor.
+/// Stands behind each name, and once more behind the last one of a tensor.
 constexpr char kEnd = '\0';
 constexpr char kParameter = 'p', kBuffer = 'b';  // before the first one
 

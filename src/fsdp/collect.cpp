@@ -160,7 +160,7 @@ class Walk {
     }
   }
 
-  /// What a tensor that add() has seen is or becomes; null for one that is left alone.
+  /// The leaf that a tensor which add() has seen is or becomes; null for one that is left alone.
   std::shared_ptr<Leaf> leaf_for(const at::Tensor& tensor) const {
     if (!tensor.defined() || ignores(tensor)) return nullptr;
     if (auto leaf = find_leaf(tensor)) return leaf;

@@ -31,8 +31,8 @@ struct FoundHandle {
   std::shared_ptr<ShardedBase> handle;
 };
 
-/// A tensor or a sharded child where a module of the walk has it: one that several modules register,
-/// or a module that stands in several places, is in each.
+/// A tensor or a sharded child where a module of the walk has it: one that several modules
+/// register, or a module that stands in several places, is in each.
 struct FoundPlace {
   std::string path;
   std::shared_ptr<Leaf> leaf = {};           ///< a parameter, of whichever unit

@@ -12,7 +12,7 @@
 
 namespace tessera::fsdp {
 
-/// What stands before the names of a handle inside at `path`.
+/// The prefix of the names of a handle inside at `path`.
 std::string prefix_of(const std::string& path, const ShardOptions& options);
 
 /// One contract a parameter and a buffer, in their order: looked up in options.contracts and
@@ -28,8 +28,8 @@ std::optional<UnitContract> given_unit_contract(const ShardOptions& options);
 /// The data axes of a mesh and the divide factor (none: the number of data ranks).
 ReductionPlan data_reductions(const Mesh& mesh, std::optional<double> divide_factor);
 
-/// Names of all that was found; empty where the contracts came with them. Before a handle inside gets
-/// its prefix.
+/// Names of all that was found; empty where the contracts came with them. Before a handle inside
+/// gets its prefix.
 std::vector<Registered> registered_of(const Found& found, const ShardOptions& options);
 
 /// `contracts` of them, in their order.

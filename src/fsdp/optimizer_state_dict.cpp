@@ -10,7 +10,7 @@
 #include "comm/group.h"
 #include "fsdp/handle.h"
 #include "fsdp/load_refusals.h"
-#include "fsdp/model_names.h"
+#include "fsdp/runtime/model_names.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "fsdp/runtime/whole.h"

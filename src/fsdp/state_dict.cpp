@@ -7,7 +7,7 @@
 
 #include "base/text/printable.h"
 #include "fsdp/load_refusals.h"
-#include "fsdp/model_names.h"
+#include "fsdp/runtime/model_names.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "fsdp/runtime/whole.h"
@@ -301,7 +301,7 @@ StateDict state_dict(const ShardedBase& model, StateDictKind kind) {
         dict.push_back({name, target.in_file(), target.shape, target.begin, target.end,
                         target.layout, target.coordinates});
       } else if (target.contract != nullptr) {
-        dict.push_back(whole_entry(name, whole.at(target.contract->name)));
+        dict.push_back(whole_entry(name, whole.at(target.names.front())));
       } else {
         dict.push_back(whole_entry(name, target.stored.detach().clone()));
       }

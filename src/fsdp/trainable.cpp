@@ -10,6 +10,7 @@
 #include <set>
 #include <vector>
 
+#include "fsdp/runtime/model_names.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "grad/contract_key.h"
@@ -370,7 +371,10 @@ std::string Optimizer::summary() const {
 class TrainableChanger {
  public:
   TrainableChanger(ShardedBase& model, const std::vector<Optimizer*>& follow)
-      : model_(model), runtime_(fsdp::unit_of_handle(model.unit_).runtime()), followers_(follow) {
+      : model_(model),
+        names_(model),
+        runtime_(fsdp::unit_of_handle(model.unit_).runtime()),
+        followers_(follow) {
     runtime_.require_between_steps("set_trainable");
     TESSERA_CHECK(runtime_.units().front() == model.unit_.get(), ErrorKind::kUsage,
                   "set_trainable: found the handle of an inner unit, ", model.unit_->shown_name(),
@@ -430,7 +434,8 @@ class TrainableChanger {
     for (const auto& own : handle.own_) {
       const auto& contract = own.parameter->contract;
       now_.push_back(contract);
-      const auto asked = book.ask(contract.name, contract.aliases);
+      const auto named = names_.named(contract);
+      const auto asked = book.ask(named.name, named.aliases);
       if (!asked.frozen || is_asked_for(contract, asked.frozen->value)) continue;
       auto next = grad::retrained(contract, *asked.frozen, handle.policy_);
       next.raw_sum_by_autograd =
@@ -469,6 +474,7 @@ class TrainableChanger {
   }
 
   ShardedBase& model_;
+  const fsdp::ModelNames names_;
   fsdp::Runtime& runtime_;
   const std::vector<Optimizer*>& followers_;
   std::vector<Changed> changed_;

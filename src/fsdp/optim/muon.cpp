@@ -14,7 +14,9 @@
 #include <cstring>
 #include <numeric>
 #include <optional>
+#include <set>
 #include <span>
+#include <string>
 #include <utility>
 
 #include "base/text/wildcard.h"
@@ -26,6 +28,7 @@
 #include "fsdp/optim/matrix_exchange.h"
 #include "fsdp/optim/optimizer_registry.h"
 #include "fsdp/optim/orthogonalize.h"
+#include "fsdp/runtime/model_names.h"
 #include "fsdp/runtime/runtime.h"
 #include "grad/resolve_steps.h"
 #include "grad/torch_dtype.h"
@@ -147,10 +150,13 @@ class Boxes {
 
 class Muon : public fsdp::AdamW {
  public:
-  Muon(const ShardedBase& model, const MuonOptions& options, fsdp::MatrixForms forms)
+  /// `by_adamw`: names of the contracts that options.adamw matches.
+  Muon(const ShardedBase& model, const MuonOptions& options, fsdp::MatrixForms forms,
+       std::set<std::string> by_adamw)
       : AdamW(model, adamw_of(options), options.adamw_lr_scale),
         options_(options),
-        forms_(std::move(forms)) {}
+        forms_(std::move(forms)),
+        by_adamw_(std::move(by_adamw)) {}
 
   std::string name() const override {
     return std::string(fsdp::name_of(fsdp::OptimizerName::kMuon));
@@ -198,6 +204,7 @@ class Muon : public fsdp::AdamW {
 
   MuonOptions options_;
   fsdp::MatrixForms forms_;  // empty: by dims
+  std::set<std::string> by_adamw_;
   std::optional<Known> known_;
   std::shared_ptr<comm::Group> group_;  // null: one rank, or not yet
 };
@@ -208,9 +215,7 @@ std::optional<fsdp::MatrixForm> Muon::matrices_of(const GradContract& contract) 
     return found == forms_.end() ? std::nullopt : std::optional(found->second);
   }
   const auto& shape = contract.shape;
-  const bool is_named = std::ranges::any_of(
-      options_.adamw, [&](const auto& pattern) { return grad::matches(pattern, contract); });
-  if (is_named || contract.numel() == 0) return std::nullopt;
+  if (by_adamw_.contains(contract.name) || contract.numel() == 0) return std::nullopt;
   if (shape.size() == 2) return fsdp::MatrixForm{{1, shape}};
   if (shape.size() == 3) return fsdp::MatrixForm{{shape[0], {shape[1], shape[2]}}};
   return std::nullopt;
@@ -422,14 +427,20 @@ void check_options(const MuonOptions& options) {
 
 std::unique_ptr<Optimizer> make_muon(const ShardedBase& model, const MuonOptions& options) {
   check_options(options);
+  const fsdp::ModelNames names(model);
   const auto shards = model.shards();
+  std::set<std::string> by_adamw;
   for (const auto& pattern : options.adamw) {
-    const bool any = std::ranges::any_of(
-        shards, [&](const auto& view) { return grad::matches(pattern, *view.contract); });
+    bool any = false;
+    for (const auto& view : shards) {
+      if (!grad::matches(pattern, names.named(*view.contract))) continue;
+      any = true;
+      by_adamw.insert(view.contract->name);
+    }
     TESSERA_CHECK(any, ErrorKind::kContract, unmatched("MuonOptions::adamw", in_quotes(pattern)),
                   "; correct it or take it out");
   }
-  return std::make_unique<Muon>(model, options, fsdp::MatrixForms());
+  return std::make_unique<Muon>(model, options, fsdp::MatrixForms(), std::move(by_adamw));
 }
 
 std::unique_ptr<Optimizer> fsdp::build_muon(const ShardedBase& model, double lr,
@@ -451,7 +462,7 @@ std::unique_ptr<Optimizer> fsdp::build_muon(const ShardedBase& model, double lr,
   options.eps = values.eps;
   options.rules = values.rule;
   check_options(options);
-  return std::make_unique<Muon>(model, options, matrices);
+  return std::make_unique<Muon>(model, options, matrices, std::set<std::string>());
 }
 
 }  // namespace tessera

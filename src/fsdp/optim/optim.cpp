@@ -14,6 +14,7 @@
 #include "fsdp/optim/optimizer_registry.h"
 #include "fsdp/optim/optimizer_shards.h"
 #include "fsdp/runtime/integrity.h"
+#include "fsdp/runtime/model_names.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "grad/resolve_steps.h"
@@ -87,10 +88,11 @@ Optimizer::Optimizer(const ShardedBase& model, double lr, const std::vector<std:
     : lr_(lr), unit_(model.unit()), no_decay_(no_decay), rules_(rules) {
   layout_ = fsdp::unit_of_handle(unit_).runtime().layout();
   std::vector<const GradContract*> contracts;
-  const auto shards = model.shards();
-  for (const auto& view : shards) {
-    contracts.push_back(view.contract);
-    scope_.emplace(view.contract, view.owner);
+  const fsdp::ModelNames names(model);
+  for (const auto& view : model.shards()) {
+    const auto scoped =
+        scope_.emplace(view.contract, Scoped{view.owner, names.named(*view.contract)});
+    contracts.push_back(&scoped.first->second.named);
     if (view.contract->trainable) items_.push_back(make_item(view));
   }
   grad::check_no_decay(no_decay, contracts);
@@ -100,8 +102,9 @@ Optimizer::Optimizer(const ShardedBase& model, double lr, const std::vector<std:
 Optimizer::Item Optimizer::make_item(const ShardView& view) const {
   Item item;
   item.view = view;
-  item.decays = view.contract->decays.value_or(true) && !matches_any(no_decay_, *view.contract);
-  const auto ruled = grad::ruled_update(rules_, *view.contract);
+  const auto& named = scope_.at(view.contract).named;
+  item.decays = view.contract->decays.value_or(true) && !matches_any(no_decay_, named);
+  const auto ruled = grad::ruled_update(rules_, named);
   item.lr_scale = ruled.lr_scale;
   item.weight_decay = ruled.weight_decay;
   return item;

@@ -58,7 +58,7 @@ void Optimizer::offload(const OffloadOptions& options) {
                 ", which takes matrices whole, expected an optimizer that goes element by element; "
                 "take AdamW or SGD, or keep its state in memory (compile.offload_folder = \"\")");
   std::vector<const GradContract*> contracts;
-  for (const auto& [contract, owner] : scope_) contracts.push_back(contract);
+  for (const auto& [contract, scoped] : scope_) contracts.push_back(&scoped.named);
   for (const auto& pattern : options.match) {
     TESSERA_CHECK(std::ranges::any_of(
                       contracts, [&](const auto* one) { return grad::matches(pattern, *one); }),
@@ -80,9 +80,9 @@ void Optimizer::offload(const OffloadOptions& options) {
   planned_out_.reset();
   if (goes_on) return;  // until the next plan
   const bool all = options.match.empty() && !options.by_plan;
-  place_outside([all, patterns = options.match](const GradContract& contract) {
+  place_outside([this, all, patterns = options.match](const GradContract& contract) {
     return all || std::ranges::any_of(patterns, [&](const auto& pattern) {
-             return grad::matches(pattern, contract);
+             return grad::matches(pattern, scope_.at(&contract).named);
            });
   });
 }

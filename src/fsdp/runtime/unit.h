@@ -92,7 +92,7 @@ struct Buffer {
   std::shared_ptr<Cast> last_cast = std::make_shared<Cast>();  ///< one for all names of a tensor
 };
 
-/// What a unit's module registers, and under which name in the model.
+/// An entry of what a unit's module registers, and its name in the model.
 struct Registered {
   std::string name;                 ///< "" of a unit inside that was given a name of its own
   std::shared_ptr<Leaf> leaf = {};  ///< a parameter, of whichever unit

@@ -1,4 +1,4 @@
-#include "fsdp/model_names.h"
+#include "fsdp/runtime/model_names.h"
 
 #include <algorithm>
 
@@ -42,6 +42,14 @@ std::vector<std::string> ModelNames::of(const GradContract& contract) const {
   return names;
 }
 
+GradContract ModelNames::named(const GradContract& contract) const {
+  const auto names = of(contract);
+  auto result = contract;
+  result.name = names.front();
+  result.aliases.assign(names.begin() + 1, names.end());
+  return result;
+}
+
 std::vector<std::string> ModelNames::of(const at::Tensor& buffer) const {
   const auto found = buffers_.find(buffer.unsafeGetTensorImpl());
   return found == buffers_.end() ? std::vector<std::string>() : found->second;
@@ -62,7 +70,7 @@ std::vector<NamedBuffer> ModelNames::stored_buffers(const ShardedBase& model) co
       all.push_back({std::move(names), std::move(view)});
       continue;
     }
-    // Who met it before a cast narrowed it has all digits.
+    // A unit that was sharded before a cast narrowed the buffer has the wider storage.
     auto& first = all[place->second].view;
     if (!represents(first.contract->storage, view.contract->storage)) first = std::move(view);
   }

@@ -1,8 +1,9 @@
 // The names of a model's tensors, worked out over all of its modules, whichever of them are units.
 //
 // A unit's contracts name what its module shows when that is sharded, and a tensor that several
-// modules register is of the unit that was sharded first. Dicts and checkpoints go by the names
-// here, so that what one cut of a model writes any other reads. Next: tessera/state_dict.h.
+// modules register is of the unit that was sharded first. Dicts, checkpoints, named_parameters(),
+// named_buffers(), visits of whole tensors and patterns of optimizers go by the names here, so that
+// they are the same in every cut of a model. Next: tessera/state_dict.h.
 #pragma once
 
 #include <map>
@@ -27,7 +28,9 @@ class ModelNames {
   explicit ModelNames(const ShardedBase& model);
 
   std::vector<std::string> of(const GradContract& contract) const;
-  /// Of a buffer; empty where no module of the handle shows it, or a contract came with it.
+  /// The contract with these names: patterns are matched against it.
+  GradContract named(const GradContract& contract) const;
+  /// Names of a buffer; empty where no module of the handle shows it, or a contract came with it.
   std::vector<std::string> of(const at::Tensor& buffer) const;
   /// Those of `model` that dicts and checkpoints hold, each tensor once.
   std::vector<NamedBuffer> stored_buffers(const ShardedBase& model) const;
