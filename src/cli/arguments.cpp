@@ -3,6 +3,7 @@
 #include <CLI/App.hpp>
 #include <CLI/Config.hpp>
 #include <algorithm>
+#include <cctype>
 #include <charconv>
 #include <iterator>
 #include <limits>
@@ -12,6 +13,7 @@
 #include "base/text/byte_size.h"
 #include "base/text/printable.h"
 #include "cli/help_text.h"
+#include "cli/other_options.h"
 #include "tessera/error.h"
 #include "train/config/config_keys.h"
 #include "train/config/config_names.h"
@@ -29,6 +31,14 @@ constexpr double kMostRate = 1e21;
 std::string_view option_name(std::string_view word) {
   if (!word.starts_with("--")) return {};
   return word.substr(2, word.find('=') == std::string_view::npos ? word.npos : word.find('=') - 2);
+}
+
+// `--name` of that or of `--name=VALUE`, `-name` with one dash as well; "" for another word.
+std::string dashed_name(const std::string& word) {
+  const std::size_t first = word.find_first_not_of('-');
+  if (first == 0 || first == std::string::npos || first > 2) return "";
+  if (std::isalpha(static_cast<unsigned char>(word[first])) == 0) return "";
+  return word.substr(0, word.find('='));
 }
 
 bool is_override(std::string_view word) {
@@ -404,6 +414,37 @@ std::string meant_by(const std::string& name, const ::CLI::App& verb) {
     const train::ConfigKey* key = train::find_key(other->here);
     const bool of_run = takes(verb, *train::find_key("training.steps"));
     if (key == nullptr ? of_run : takes(verb, *key)) {
+bool takes_option(const ::CLI::App& verb, std::string_view option) {
+  return verb.get_option_no_throw(std::string(option)) != nullptr;
+}
+
+/// The advice where `name`, with underscores, is another name of an option or of the ranks.
+std::string option_meant(const std::string& name, const ::CLI::App& verb) {
+  const auto& rows = other_options();
+  const auto row = std::ranges::find_if(
+      rows, [&](const OtherOption& other) { return std::ranges::count(other.theirs, name) > 0; });
+  if (row == rows.end()) return "";
+  for (const std::string_view here : row->here) {
+    const train::ConfigKey* key = train::find_key(here.substr(2));
+    if (key == nullptr ? takes_option(verb, here) : takes(verb, *key)) {
+      const bool is_close = train::close_name("--" + name, {std::string(here)}).has_value();
+      return is_close ? concat("; the nearest is ", here)
+                      : concat("; it is called ", here, " here");
+    }
+  }
+  if (row != rows.begin()) return "";
+  return concat("; tessera ", verb.get_name(), " runs as one process");
+}
+
+/// The advice where other verbs have the option.
+std::string option_elsewhere(const std::string& option, const ::CLI::App& verb) {
+  std::vector<std::string> names;
+  for (const std::string& other : verbs()) {
+    if (takes_option(*verb.get_parent()->get_subcommand(other), option)) names.push_back(other);
+  }
+  return names.empty() ? "" : concat("; it is an option of ", joined(names));
+}
+
       return train::advice_on(*other, train::KeysIn::kCommandLine);
     }
   }
@@ -419,6 +460,7 @@ std::string meant_by(const std::string& name, const ::CLI::App& verb) {
   return key && takes(verb, *train::find_key(*key)) ? concat("; the nearest is --", *key) : "";
 }
 
+  if (std::string meant = option_meant(as_key, verb); !meant.empty()) return meant;
 /// What the parser found wrong with `words`, by its own name and with what to do.
 std::string refusal_of(const ::CLI::ParseError& error, const std::vector<std::string>& words,
                        const ::CLI::App& app) {
@@ -427,12 +469,13 @@ std::string refusal_of(const ::CLI::ParseError& error, const std::vector<std::st
   const ::CLI::App& verb = *given.front();
   const std::string see = concat("; see tessera ", verb.get_name(), " --help");
   const bool lacks = dynamic_cast<const ::CLI::RequiredError*>(&error) != nullptr;
+  if (std::string other = option_elsewhere(word, verb); !other.empty()) return other;
   // First: what is missing may be there, misspelt.
   if (lacks || dynamic_cast<const ::CLI::ExtrasError*>(&error) != nullptr) {
     for (std::size_t i = 0; i < words.size(); ++i) {
-      const std::string name(option_name(words[i]));
-      if (name.empty()) continue;
-      const ::CLI::Option* option = verb.get_option_no_throw(concat("--", name));
+      const std::string dashed = dashed_name(words[i]);
+      if (dashed.empty()) continue;
+      const ::CLI::Option* option = verb.get_option_no_throw(dashed);
       if (option == nullptr) {
         return concat("unknown option ", printable(concat("--", name)), meant_by(name, verb), see);
       }

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 
 #include <algorithm>
+#include <random>
 #include <sstream>
 
 #include "train/config/config_keys.h"
@@ -250,6 +251,71 @@ TEST(Arguments, AnUnknownOptionIsToldWhatItMostLikelyMeans) {
               Not(HasSubstr("section")));
   EXPECT_THAT(refusal({"inspect", "--contract", "a.toml", "--steps=5"}),
               HasSubstr("--training.steps"));
+}
+
+/// The first option of the list that the verb has; "" for none.
+std::string first_of(const Words& options, const std::string& verb) {
+  const std::string help = shown({verb, "--help"});
+  const auto found = std::ranges::find_if(options, [&](const std::string& option) {
+    return help.find("\n  " + option + " ") != std::string::npos;
+  });
+  return found == options.end() ? "" : *found;
+}
+
+// Drawn: the options of all verbs and of other launchers for the number of ranks, in every verb,
+// with dashes or underscores, one dash or two. Naive: --ranks is near to --lora.rank.
+TEST(Arguments, OptionsOfOtherVerbsAndLaunchersAreToldWhatTheyAreCalledHere) {
+  const Words names{
+      "nproc",    "world",         "ranks", "nproc_per_node", "np",    "n", "world_size",
+      "num_gpus", "num_processes", "gpus",  "gpus-per-node",  "n-gpus"};
+  const std::vector<Words> starts{{"train", "a.toml"},
+                                  {"plan", "a.toml"},
+                                  {"inspect", "--contract", "a.toml"},
+                                  {"gradients", "--model", "m", "--batch", "b", "--out", "o"},
+                                  {"schedule", "GPipe"},
+                                  {"convert", "a", "b"},
+                                  {"generate", "--model", "m", "--prompt", "x"}};
+  std::mt19937 random(5);
+  for (const Words& start : starts) {
+    const std::string here = first_of({"--nproc", "--world", "--ranks"}, start[0]);
+    const std::string says = here.empty() ? "tessera " + start[0] + " runs as one process"
+                                          : "it is called " + here + " here";
+    for (const std::string& name : names) {
+      const std::string option = (name.size() < 3 && random() % 2 == 0 ? "-" : "--") + name;
+      if (option == here) continue;
+      Words words = start;
+      const bool is_last = random() % 2 == 0;
+      words.insert(is_last ? words.end() : words.begin() + 1, {option, "4"});
+      EXPECT_EQ(refusal(words), "unknown option '" + option + "'; " + says + "; see tessera " +
+                                    start[0] + " --help");
+    }
+  }
+}
+
+// Of every option of every verb, in every other one that has not got it.
+TEST(Arguments, AnOptionOfAnotherVerbIsNeverNearSomethingElse) {
+  const std::pair<const char*, const char*> cases[] = {
+      {"--contract", "inspect"}, {"--actions", "plan"},   {"--check", "plan"},
+      {"--merged", "convert"},   {"--svg", "schedule"},   {"--impose-routing", "gradients"},
+      {"--top-p", "generate"},   {"--costs", "schedule"}, {"--bandwidth", "inspect, plan"}};
+  for (const auto& [option, verb] : cases) {
+    EXPECT_EQ(refusal({"train", "a.toml", option}), std::string("unknown option '") + option +
+                                                        "'; it is an option of " + verb +
+                                                        "; see tessera train --help");
+  }
+  EXPECT_THAT(refusal({"train", "a.toml", "--model", "m"}),
+              HasSubstr("it is called --model.path here"));
+}
+
+// Naive: its value is taken for a folder, "DIR excludes --contract".
+TEST(Arguments, AnUnknownOptionIsNamedBeforeWhatItsValueExcludes) {
+  for (const std::string option : {"--nproc", "--zzyzx", "--worlds"}) {
+    EXPECT_THAT(refusal({"inspect", "--contract", "c.toml", option, "4"}),
+                AllOf(HasSubstr("unknown option '" + option + "'"), Not(HasSubstr("excludes"))));
+    EXPECT_THAT(refusal({"inspect", option, "4", "--world", "2", "--json"}),
+                HasSubstr("unknown option '" + option + "'"));
+  }
+  EXPECT_THAT(refusal({"inspect", "d", "--contract", "c.toml"}), HasSubstr("excludes"));
 }
 
 // A prompt may look like an option.
