@@ -13,6 +13,7 @@
 
 #include "base/mapped_file.h"
 #include "base/text/printable.h"
+#include "base/text/count_text.h"
 #include "capture/offload_pass.h"
 #include "capture/plan_json.h"
 #include "capture/plan_text.h"
@@ -51,6 +52,7 @@ struct PlannedStep {
   std::optional<std::int64_t> device_bytes = {};  ///< --device-memory
 
   train::RunOfPlan run() const {
+  bool is_off = false;  ///< compile.mode of the configuration, planned as if it were "plan"
     return {.config = config,
             .spec = source.spec,
             .description = source.description,
@@ -72,7 +74,8 @@ PlannedStep planned_step(const PlanArguments& arguments) {
                 ", expected 1: the steps of a pipeline have the plan of its schedule; tessera "
                 "schedule draws that, and inspect --contract has its memory");
   auto& mode = config.compile.mode;
-  if (mode == train::CompileChoice::kOff) mode = train::CompileChoice::kPlan;
+  step.is_off = mode == train::CompileChoice::kOff;
+  if (step.is_off) mode = train::CompileChoice::kPlan;
   train::validate(config, train::Verb::kContract);
   train::require_relative_paths(config, arguments.config_file, train::Verb::kContract);
   const int world = arguments.world ? *arguments.world : train::ranks_to_spawn(config.parallelism);
@@ -185,10 +188,14 @@ void print_costs(const capture::PlanFile& file, const capture::PlanProblem& prob
     if (flops->again > 0) std::cout << " (" << train::flops_text(flops->again) << " of it again)";
     std::cout << '\n';
   }
-  std::cout << "  sent by a rank: " << size_text(traffic.total())
-            << (traffic.of_tokens
-                    ? " a step (tessera inspect --contract says of what)\n"
-                    : " a step, without activations and tokens (set training.seq_len)\n");
+  std::cout << "  sent by a rank: " << size_text(traffic.total()) << " a step"
+            << (traffic.of_tokens ? "" : ", without activations and tokens (set training.seq_len)");
+  // What a profile makes of the plan is known here alone.
+  if (traffic.of_tokens && problem.profile.is_assumed) {
+    std::cout << " (tessera inspect --contract" << (step.is_off ? " --compile.mode plan" : "")
+              << " says of what)";
+  }
+  std::cout << '\n';
   if (!problem.profile.is_assumed) {
     std::cout << time_line("the profile",
                            capture::simulate(file.plan, problem.profile, problem.micro_batches));
@@ -236,9 +243,14 @@ void print_plan_of_step(const capture::PlanFile& file, const capture::PlanProble
                         const Shown& shown) {
   const auto& of = file.made_for;
   const Totals totals = totals_of(file, problem, held_bytes(step.run()));
-  std::cout << "plan of a step of " << of.micro_batches << " micro-batch(es) on " << of.world
-            << " rank(s), form " << step.config.compile.form << ", hash " << file.plan.hash()
-            << "\n";
+  std::cout << "plan of a step of " << count_text(of.micro_batches, "micro-batch") << " on "
+            << count_text(of.world, "rank") << ", form " << step.config.compile.form << ", hash "
+            << file.plan.hash() << "\n";
+  if (step.is_off) {
+    std::cout << "  compile.mode is \"off\" in the configuration, so that its run follows no plan: "
+                 "this is the step with compile.mode = \"plan\"; set that, or give train "
+                 "--compile.mode plan\n";
+  }
   print_memory(totals, step, shown.machine);
   print_costs(file, problem, step, shown.rates);
   std::cout << "\nchosen:\n" << choices_text(file.plan, chosen);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
+#include <random>
 #include <regex>
 #include <sstream>
 
@@ -58,7 +59,7 @@ TEST(PlanVerb, PrintsActionsWithReasonsDtypesAndMemory) {
   EXPECT_EQ(outcome.err, "");
   EXPECT_THAT(
       outcome.out,
-      AllOf(HasSubstr("plan of a step of 2 micro-batch(es) on 2 rank(s), form 3, hash "),
+      AllOf(HasSubstr("plan of a step of 2 micro-batches on 2 ranks, form 3, hash "),
             HasSubstr("kept to the update: its reshard_after_forward is off\n"),
             HasSubstr("note: pass keep is left out, since compile.memory_budget is not set\n"),
             HasSubstr("note: nothing was measured: choices go by bytes alone\n"),
@@ -71,6 +72,60 @@ TEST(PlanVerb, PrintsActionsWithReasonsDtypesAndMemory) {
   EXPECT_THAT(outcome.out, HasSubstr("bfloat16  raw       float32   float32   float32\n"));
   EXPECT_THAT(outcome.out, HasSubstr("gathered memory of a rank, place by place: at most "));
   EXPECT_THAT(outcome.out, Not(HasSubstr("by the profile"))) << "nothing was measured";
+}
+
+/// What a table of inspect or a line of plan says of all that is sent.
+std::string sent_in(const std::string& text, const std::string& before) {
+  const auto at = text.rfind(before);
+  if (at == std::string::npos) return "nothing";
+  std::smatch size;
+  const std::string rest = text.substr(at + before.size());
+  std::regex_search(rest, size, std::regex(R"([0-9.]+ [KMGT]?i?B)"));
+  return size.str();
+}
+
+// Naive: the bytes of a step that the run does not make, with a reference to those of the run.
+TEST(PlanVerb, SaysWhoseStepItShowsAndInspectAgreesWhereItIsSent) {
+  const testing::TemporaryFolder folder;
+  write_run(folder);
+  std::mt19937 random(7);
+  const std::vector<Words> some{{},
+                                {"--training.global_batch_size", "16"},
+                                {"--compile.form", "1"},
+                                {"--compile.form", "2"},
+                                {"--compile.memory_budget", "100MB"},
+                                {"--parallelism.tensor_parallel_degree", "2"},
+                                {"--parallelism.reshard_after_forward", "true"},
+                                {"--activation_checkpoint.mode", "full"},
+                                {"--optimizer.name", "Muon"}};
+  int differ = 0;
+  for (int round = 0; round < 8; ++round) {
+    const std::string mode = round % 2 == 0 ? "off" : "plan";
+    Words words{"--compile.mode", mode};
+    for (int draw = 0; draw < 2; ++draw) {
+      const Words& one = some[random() % some.size()];
+      words.insert(words.end(), one.begin(), one.end());
+    }
+    SCOPED_TRACE(::testing::PrintToString(words));
+    const Outcome outcome = plan(folder, words);
+    ASSERT_EQ(outcome.code, 0) << outcome.err;
+    EXPECT_EQ(
+        outcome.out.find("\n  compile.mode is \"off\" in the configuration, ") != std::string::npos,
+        mode == "off");
+    const std::string sent = sent_in(outcome.out, "\n  sent by a rank: ");
+    const auto inspected = [&](Words more) {
+      more.insert(more.begin(), {"inspect", "--contract", "run.toml", "--world", "2"});
+      return sent_in(run_program(folder, more).out, "\n  total");
+    };
+    Words other = words;
+    differ += sent != inspected(other);
+    const std::string advice = mode == "off" ? " --compile.mode plan" : "";
+    EXPECT_THAT(outcome.out,
+                HasSubstr("(tessera inspect --contract" + advice + " says of what)\n"));
+    if (mode == "off") other.insert(other.end(), {"--compile.mode", "plan"});
+    EXPECT_EQ(sent, inspected(other));
+  }
+  EXPECT_GT(differ, 0) << "able to fail: no drawn run sends more without its plan";
 }
 
 /// "3.2 ms", "1.5 s".
