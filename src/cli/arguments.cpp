@@ -142,8 +142,26 @@ constexpr const char* kWorld = "Ranks to plan for; default as own spawn.";
 
 /// Checks the value of the option. Errors: those of byte_size().
 std::string not_a_size(const std::string& text) {
-  if (byte_size(text)) return "";
-  return concat("found ", printable(text), ", expected a size as 80GiB or 80GB");
+  constexpr std::int64_t kLeastAlone = 1 << 20;
+  const auto bytes = byte_size(text);
+  if (!bytes) return concat("found ", printable(text), ", expected a size as 80GiB or 80GB");
+  const bool has_unit = std::isdigit(static_cast<unsigned char>(text.back())) == 0;
+  if (has_unit || *bytes >= kLeastAlone) return "";
+  return concat("found ", printable(text), ", expected a unit, as ", text, "GiB or ", text,
+                "GB: a number alone is bytes");
+}
+
+/// Checks a size with or without "/s", which is taken off.
+std::string not_a_bandwidth(std::string& text) {
+  std::string size = text;
+  if (size.ends_with("/s")) size.resize(size.size() - 2);
+  if (size.size() > 1 && size.ends_with('b')) {
+    return concat("found ", printable(text),
+                  ", expected bytes a second, as 50GB: a small b may stand for bits");
+  }
+  std::string wrong = not_a_size(size);
+  if (wrong.empty()) text = size;
+  return wrong;
 }
 
 /// "" for a number that `holds`, else what was expected. Range lets "nan" through: it is neither
@@ -158,15 +176,15 @@ std::string unless_number(const std::string& text, bool (*holds)(double),
 
 std::string not_a_rate(const std::string& text) {
   return unless_number(
-      text, [](double value) { return value > 0.0 && value <= kMostRate; },
-      concat("above 0, at most ", kMostRate));
+      text, [](double value) { return value >= 1.0 && value <= kMostRate; },
+      concat("from 1 to ", kMostRate));
 }
 
 void add_machine(::CLI::App& verb, PlannedMachine& machine) {
   verb.add_option(
           "--device-memory", machine.device_memory,
-          "What the device of each rank has, as 80GiB: for shares of it, and to say whether "
-          "a rank fits; default what is here.")
+          "What the device of each rank has, as 80GiB or 80GB (80G): for shares of it, and to "
+          "say whether a rank fits; default what is here.")
       ->check(not_a_size, "SIZE");
   verb.add_option("--ranks-per-host", machine.ranks_per_host,
                   "So many ranks share the memory of a host; default all of them.")
@@ -175,10 +193,10 @@ void add_machine(::CLI::App& verb, PlannedMachine& machine) {
       verb.add_option("--flops", machine.flops,
                       "Operations a second of a rank, as 4e14: with --bandwidth how long a step "
                       "would take.")
-          ->check(not_a_rate, "FLOAT above 0");
+          ->check(not_a_rate, "FLOAT from 1");
   ::CLI::Option* bandwidth = verb.add_option("--bandwidth", machine.bandwidth,
-                                             "Bytes that a rank sends in a second, as 50GB.")
-                                 ->check(not_a_size, "SIZE");
+                                             "Bytes that a rank sends in a second, as 50GB/s.")
+                                 ->transform(::CLI::Validator(not_a_bandwidth, "SIZE"));
   flops->needs(bandwidth);
   bandwidth->needs(flops);
 }
@@ -396,24 +414,6 @@ std::vector<std::string> option_names(const ::CLI::App& verb) {
   return names;
 }
 
-/// Suggests what an unknown option may mean: `steps` alone a key without its section,
-/// `learning-rate` a key as another program calls it, anything else a misspelt option.
-std::string meant_by(const std::string& name, const ::CLI::App& verb) {
-  if (verb.get_name() == "train" && name == "config") {
-    return ", expected the file alone, as in tessera train CONFIG.toml, or --model.config";
-  }
-  std::string keys;
-  std::string as_key = name;
-  std::ranges::replace(as_key, '-', '_');
-  for (const train::ConfigKey& key : train::config_keys()) {
-    if (key.name != as_key || !takes(verb, key)) continue;
-    keys += concat(keys.empty() ? "--" : ", --", key.full_name());
-  }
-  if (!keys.empty()) return concat(", expected a key with its section: ", keys);
-  if (const train::OtherName* other = train::find_other_key(name)) {
-    const train::ConfigKey* key = train::find_key(other->here);
-    const bool of_run = takes(verb, *train::find_key("training.steps"));
-    if (key == nullptr ? of_run : takes(verb, *key)) {
 bool takes_option(const ::CLI::App& verb, std::string_view option) {
   return verb.get_option_no_throw(std::string(option)) != nullptr;
 }
@@ -445,10 +445,31 @@ std::string option_elsewhere(const std::string& option, const ::CLI::App& verb) 
   return names.empty() ? "" : concat("; it is an option of ", joined(names));
 }
 
+/// Suggests what an unknown option may mean: `steps` alone a key without its section,
+/// `learning-rate` a key as another program calls it, `ranks` the --nproc of this verb, anything
+/// else a misspelt option.
+std::string meant_by(const std::string& name, const ::CLI::App& verb) {
+  if (verb.get_name() == "train" && name == "config") {
+    return ", expected the file alone, as in tessera train CONFIG.toml, or --model.config";
+  }
+  std::string keys;
+  std::string as_key = name;
+  std::ranges::replace(as_key, '-', '_');
+  for (const train::ConfigKey& key : train::config_keys()) {
+    if (key.name != as_key || !takes(verb, key)) continue;
+    keys += concat(keys.empty() ? "--" : ", --", key.full_name());
+  }
+  if (!keys.empty()) return concat(", expected a key with its section: ", keys);
+  if (std::string meant = option_meant(as_key, verb); !meant.empty()) return meant;
+  if (const train::OtherName* other = train::find_other_key(name)) {
+    const train::ConfigKey* key = train::find_key(other->here);
+    const bool of_run = takes(verb, *train::find_key("training.steps"));
+    if (key == nullptr ? of_run : takes(verb, *key)) {
       return train::advice_on(*other, train::KeysIn::kCommandLine);
     }
   }
   const std::string word = concat("--", name);
+  if (std::string other = option_elsewhere(word, verb); !other.empty()) return other;
   const auto options = option_names(verb);
   std::vector<std::string> longer;
   std::ranges::copy_if(options, std::back_inserter(longer),
@@ -460,7 +481,6 @@ std::string option_elsewhere(const std::string& option, const ::CLI::App& verb) 
   return key && takes(verb, *train::find_key(*key)) ? concat("; the nearest is --", *key) : "";
 }
 
-  if (std::string meant = option_meant(as_key, verb); !meant.empty()) return meant;
 /// What the parser found wrong with `words`, by its own name and with what to do.
 std::string refusal_of(const ::CLI::ParseError& error, const std::vector<std::string>& words,
                        const ::CLI::App& app) {
@@ -469,15 +489,18 @@ std::string refusal_of(const ::CLI::ParseError& error, const std::vector<std::st
   const ::CLI::App& verb = *given.front();
   const std::string see = concat("; see tessera ", verb.get_name(), " --help");
   const bool lacks = dynamic_cast<const ::CLI::RequiredError*>(&error) != nullptr;
-  if (std::string other = option_elsewhere(word, verb); !other.empty()) return other;
-  // First: what is missing may be there, misspelt.
-  if (lacks || dynamic_cast<const ::CLI::ExtrasError*>(&error) != nullptr) {
+  // First: what is missing may be there, misspelt; and the value of an unknown option is taken for
+  // a file, beside which others are excluded.
+  if (lacks || dynamic_cast<const ::CLI::ExtrasError*>(&error) != nullptr ||
+      dynamic_cast<const ::CLI::ExcludesError*>(&error) != nullptr ||
+      dynamic_cast<const ::CLI::RequiresError*>(&error) != nullptr) {
     for (std::size_t i = 0; i < words.size(); ++i) {
       const std::string dashed = dashed_name(words[i]);
       if (dashed.empty()) continue;
       const ::CLI::Option* option = verb.get_option_no_throw(dashed);
       if (option == nullptr) {
-        return concat("unknown option ", printable(concat("--", name)), meant_by(name, verb), see);
+        const std::string name = dashed.substr(dashed.find_first_not_of('-'));
+        return concat("unknown option ", printable(dashed), meant_by(name, verb), see);
       }
       const bool value_follows = option->get_items_expected_max() > 0;
       if (value_follows && words[i].find('=') == std::string::npos) ++i;

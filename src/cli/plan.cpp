@@ -7,13 +7,14 @@
 #include <algorithm>
 #include <iomanip>
 #include <iostream>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <utility>
 
 #include "base/mapped_file.h"
-#include "base/text/printable.h"
 #include "base/text/count_text.h"
+#include "base/text/printable.h"
 #include "capture/offload_pass.h"
 #include "capture/plan_json.h"
 #include "capture/plan_text.h"
@@ -50,9 +51,9 @@ struct PlannedStep {
   ModelContract contract;
   layout::ModelPlan buckets;
   std::optional<std::int64_t> device_bytes = {};  ///< --device-memory
+  bool is_off = false;  ///< compile.mode of the configuration, planned as if it were "plan"
 
   train::RunOfPlan run() const {
-  bool is_off = false;  ///< compile.mode of the configuration, planned as if it were "plan"
     return {.config = config,
             .spec = source.spec,
             .description = source.description,
@@ -185,7 +186,9 @@ void print_costs(const capture::PlanFile& file, const capture::PlanProblem& prob
   const auto traffic = step_traffic(run, file.plan, {.rank = 0});
   if (const auto flops = step_flops(run, file.plan)) {
     std::cout << "  computed by a rank: " << train::flops_text(flops->all) << " a step";
-    if (flops->again > 0) std::cout << " (" << train::flops_text(flops->again) << " of it again)";
+    if (flops->again > 0) {
+      std::cout << ", of which " << train::flops_text(flops->again) << " recomputes activations";
+    }
     std::cout << '\n';
   }
   std::cout << "  sent by a rank: " << size_text(traffic.total()) << " a step"
@@ -215,7 +218,7 @@ void print_curve(const capture::PlanFile& file, const capture::PlanProblem& prob
     std::cout << "optimizer state of a rank in memory: "
               << size_text(capture::state_in_memory(*problem.state, offload)) << " of "
               << size_text(capture::state_in_memory(*problem.state, {})) << ", that of "
-              << offload.size() << " unit(s) is offloaded\n";
+              << count_text(std::ssize(offload), "unit") << " is offloaded\n";
   }
   std::cout << picture(step) << step.gathers << " gathers and " << step.reductions
             << " reductions a step\n";
@@ -224,8 +227,8 @@ void print_curve(const capture::PlanFile& file, const capture::PlanProblem& prob
       return mode != RecomputeMode::kNone;
     });
     std::cout << "activations of a micro-batch: at most " << *totals.activations << " bytes ("
-              << size_text(*totals.activations) << "), with " << again
-              << " unit(s) recomputed; in all at most " << totals.all() << " bytes ("
+              << size_text(*totals.activations) << "), with " << count_text(again, "unit")
+              << " recomputed; in all at most " << totals.all() << " bytes ("
               << size_text(totals.all()) << ") a rank\n";
   }
   if (problem.replays) print_blocks(file, problem);

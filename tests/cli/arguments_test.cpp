@@ -253,6 +253,44 @@ TEST(Arguments, AnUnknownOptionIsToldWhatItMostLikelyMeans) {
               HasSubstr("--training.steps"));
 }
 
+// Sizes as people write them, in any case; a rate with /s. Naive: 80 as 80 bytes, Gb/s as GB/s.
+TEST(Arguments, SizesAndRatesAreTakenAsPeopleWriteThem) {
+  const auto plan = [](const std::string& option, const std::string& value) {
+    Words words{"plan",        "a.toml", "--flops",         "4e14",
+                "--bandwidth", "50GB",   "--device-memory", "80GB"};
+    *(std::ranges::find(words, option) + 1) = value;
+    return words;
+  };
+  for (const std::string unit : {"GB", "gb", "G", "g", "GiB", "gib", "Gi", "MB", "tb"}) {
+    EXPECT_NO_THROW(parse(plan("--device-memory", "80" + unit))) << unit;
+    const bool small_b = unit.ends_with('b');
+    for (const std::string rate : {"", "/s"}) {
+      const auto words = plan("--bandwidth", "50" + unit + rate);
+      if (small_b) {
+        EXPECT_THAT(refusal(words), HasSubstr("'50" + unit + rate + "', expected bytes a second"));
+      } else {
+        EXPECT_EQ(std::get<PlanArguments>(parse(words)).machine.bandwidth, "50" + unit);
+      }
+    }
+  }
+  EXPECT_NO_THROW(parse(plan("--device-memory", "85899345920")));
+  for (const std::string option : {"--device-memory", "--bandwidth"}) {
+    for (const std::string bare : {"1", "80", "1048575"}) {
+      EXPECT_THAT(refusal(plan(option, bare)), HasSubstr(option + ": found '" + bare +
+                                                         "', expected a unit, as " + bare + "GiB"));
+    }
+    for (const std::string wrong : {"", "GB", "80 gigs", "80GBs", "-80GB", "80GB/h", "1.5GB"}) {
+      EXPECT_THAT(refusal(plan(option, wrong)), HasSubstr(option)) << wrong;
+    }
+  }
+  EXPECT_THAT(refusal(plan("--bandwidth", "400Gb/s")), HasSubstr("a small b may stand for bits"));
+  for (const std::string rate : {"1e-300", "0.5", "0", "-1", "nan", "inf", "1e22"}) {
+    EXPECT_THAT(refusal(plan("--flops", rate)),
+                HasSubstr("--flops: found '" + rate + "', expected a number from 1 to "));
+  }
+  EXPECT_NO_THROW(parse(plan("--flops", "1")));
+}
+
 /// The first option of the list that the verb has; "" for none.
 std::string first_of(const Words& options, const std::string& verb) {
   const std::string help = shown({verb, "--help"});
