@@ -162,7 +162,7 @@ std::string to_step_line(const StepMetrics& m) {
   parts.push_back({"  loss: " + (ran ? short_number(m.loss) : none)});
   parts.push_back({"  grad_norm: " + (ran ? short_number(m.grad_norm) : none), 1});
   parts.push_back({"  memory: " + gib_text(m.peak_device_mib.value_or(m.peak_rss_mib)), 8});
-  parts.push_back({"  tps: " + (ran ? with_thousands(m.tps) : "-"), 5});
+  parts.push_back({"  tps: " + (ran ? with_thousands(m.tps) : "-"), 6});
   if (m.mfu && std::isfinite(*m.mfu)) parts.push_back({formatted("  mfu: %.2f", *m.mfu), 7});
   parts.push_back({formatted("  lr: %.2e", m.lr), 4});
   if (m.val_loss) parts.push_back({"  val_loss: " + short_number(*m.val_loss)});
@@ -170,7 +170,7 @@ std::string to_step_line(const StepMetrics& m) {
     const auto steps = static_cast<long long>(*m.steps_without_labels);
     parts.push_back({formatted("  without labels: %lld", steps), 3});
   }
-  if (m.loss_scale) parts.push_back({"  loss_scale: " + scale_text(*m.loss_scale), 6});
+  if (m.loss_scale) parts.push_back({"  loss_scale: " + scale_text(*m.loss_scale), 5});
   if (m.skipped_steps) {
     parts.push_back({formatted("  skipped: %lld", static_cast<long long>(*m.skipped_steps)), 2});
   }
