@@ -50,7 +50,7 @@ void add_faults_of_memory(const PlanProblem& problem, const StepPlan& plan, Faul
   if (!problem.memory_budget) return;
   const auto bytes = peak_bytes(problem, plan);
   if (bytes <= *problem.memory_budget) return;
-  faults.push_back(concat("a plan of ", exact_size_text(bytes), " gathered",
+  faults.push_back(concat("a plan of ", bytes, " bytes gathered",
                           problem.activations ? " and of activations" : "",
                           problem.state ? " and of optimizer state" : "", ", over the budget of ",
                           exact_size_text(*problem.memory_budget),

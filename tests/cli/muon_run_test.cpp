@@ -156,7 +156,8 @@ TEST_F(MuonRun, AContractShowsWhatStepsFusedWeightsAsOneAndARuleWithoutEffectIsR
   ASSERT_EQ(shown.code, 0) << shown.err;
   const std::string said = "[optimizer] rule 1 (*): split_fused false";
   int fused = 0;
-  for (const auto& parameter : nlohmann::json::parse(shown.out).at("parameters")) {
+  const auto whole = nlohmann::json::parse(shown.out);
+  for (const auto& parameter : whole.at("parameters")) {
     const auto name = parameter.at("name").get<std::string>();
     const bool is_fused = name.ends_with("experts.gate_up_proj");
     EXPECT_EQ(parameter.dump().find(said) != std::string::npos, is_fused) << parameter;
