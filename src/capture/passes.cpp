@@ -5,6 +5,7 @@
 #include <cmath>
 #include <set>
 
+#include "base/text/byte_size.h"
 #include "base/text/printable.h"
 #include "capture/offload_pass.h"
 #include "capture/recompute_pass.h"
@@ -204,17 +205,17 @@ class Chooser {
         reason = "its backward comes next";
       }
     }
-    chosen_.ahead_reason = "as eager steps have it";
+    chosen_.ahead_reason = "as in steps without a plan";
     const bool recomputes = is_asked("recompute") && problem_.memory_budget;
     if (recomputes) forget_what_may_be(chosen_.choices);
     if (fits(chosen_.choices)) return;
     const auto least_choices = least();
     const auto bytes = peak(least_choices);
     TESSERA_CHECK(bytes <= *problem_.memory_budget, ErrorKind::kConfig,
-                  "compile.memory_budget: found ", *problem_.memory_budget,
-                  " bytes for gathered parameters", problem_.activations ? " and activations" : "",
-                  problem_.state ? " and optimizer state" : "", ", expected at least ", bytes,
-                  ", the least of any plan of form ", number(problem_.form),
+                  "compile.memory_budget: found ", exact_size_text(*problem_.memory_budget),
+                  " for gathered parameters", problem_.activations ? " and activations" : "",
+                  problem_.state ? " and optimizer state" : "", ", expected at least ",
+                  exact_size_text(bytes), ", the least of any plan of form ", number(problem_.form),
                   problem_.form == Form::k3 ? "; raise it" : "; raise it, or set compile.form = 3");
     // One after the other goes what costs least to miss.
     const auto without = [&](const auto& change) {
@@ -472,9 +473,9 @@ class Chooser {
       if (one.choices == chosen_.choices && one.ms <= best * (1.0 + kWorthIt)) {
         chosen_.ahead_reason =
             problem_.profile.is_assumed
-                ? concat("as before: by bytes alone at most 2 % above the least of ", tried.size(),
-                         " that fit")
-                : concat("as before: a step of ", ms_text(one.ms),
+                ? concat("left as it was: of the ", tried.size(),
+                         " choices that fit none is more than 2 % better, judged by bytes")
+                : concat("left as it was: a step of ", ms_text(one.ms),
                          ", at most 2 % above the least of ", tried.size(), " that fit");
         return;
       }
@@ -484,10 +485,11 @@ class Chooser {
       if (found == nullptr || one.bytes < found->bytes) found = &one;
     }
     chosen_.choices = found->choices;
-    chosen_.ahead_reason = problem_.profile.is_assumed
-                               ? concat("by bytes alone the least of ", tried.size(), " that fit")
-                               : concat("a step of ", ms_text(found->ms), ", the least of ",
-                                        tried.size(), " that fit");
+    chosen_.ahead_reason =
+        problem_.profile.is_assumed
+            ? concat("the best of the ", tried.size(), " choices that fit, judged by bytes")
+            : concat("a step of ", ms_text(found->ms), ", the least of ", tried.size(),
+                     " that fit");
   }
 
   const PlanProblem& problem_;

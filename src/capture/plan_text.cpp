@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "base/text/alike.h"
+#include "base/text/count_text.h"
 #include "base/text/printable.h"
 #include "capture/plan_words.h"
 #include "tessera/error.h"
@@ -21,7 +22,7 @@ using fsdp::StepPlan;
 using fsdp::UnitId;
 using Kind = PlanAction::Kind;
 
-/// "full: as its user has set it".
+/// "full: as activation_checkpoint.mode or set_recompute says".
 std::string recompute_text(const StepPlan& plan, const Chosen& chosen, UnitId unit) {
   const auto mode = word_of(kRecomputeWords, plan.choices.recompute[unit]);
   const bool is_known = unit < chosen.recompute_reasons.size();
@@ -214,9 +215,12 @@ std::string choices_text(const StepPlan& plan, const Chosen& chosen) {
         {plan.units[unit].name, concat(" is offloaded: ", offload_reason(chosen, unit), "\n")});
   }
   std::string text = folded(units, "  ");
-  text += concat("  gathered ahead: ", plan.choices.ahead_in_forward, " in forward, ",
-                 plan.choices.ahead_in_backward, " in backward",
-                 chosen.ahead_reason.empty() ? "" : concat(": ", chosen.ahead_reason), "\n");
+  const auto ahead = [](std::size_t count) {
+    return count_text(static_cast<std::int64_t>(count), "unit");
+  };
+  text += concat("  gathered ahead: ", ahead(plan.choices.ahead_in_forward), " in forward, ",
+                 ahead(plan.choices.ahead_in_backward), " in backward",
+                 chosen.ahead_reason.empty() ? "" : concat(" (", chosen.ahead_reason, ")"), "\n");
   text += concat("  reduced: ", word_of(kReduceWords, plan.choices.reduce), "\n");
   return text + folded(offloaded, "  optimizer state of ");
 }

@@ -1,9 +1,12 @@
 #include "capture/planner.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "base/mapped_file.h"
+#include "base/text/byte_size.h"
+#include "base/text/count_text.h"
 #include "base/text/printable.h"
 #include "capture/offload_pass.h"
 #include "capture/plan_words.h"
@@ -41,16 +44,17 @@ bool differ_in_what_is_gathered_alone(std::vector<fsdp::PlanUnit> one,
 void add_faults_of_memory(const PlanProblem& problem, const StepPlan& plan, Faults& faults) {
   if (!problem.state && !plan.choices.offload.empty()) {
     faults.push_back(concat("a plan that offloads the optimizer state of ",
-                            plan.choices.offload.size(),
-                            " unit(s), expected a folder for that; set compile.offload_folder"));
+                            count_text(std::ssize(plan.choices.offload), "unit"),
+                            ", expected a folder for that; set compile.offload_folder"));
   }
   if (!problem.memory_budget) return;
   const auto bytes = peak_bytes(problem, plan);
   if (bytes <= *problem.memory_budget) return;
-  faults.push_back(concat(
-      "a plan of ", bytes, " bytes gathered", problem.activations ? " and of activations" : "",
-      problem.state ? " and of optimizer state" : "", ", over the budget of ",
-      *problem.memory_budget, "; raise compile.memory_budget, or make the plan for it"));
+  faults.push_back(concat("a plan of ", bytes, " bytes gathered",
+                          problem.activations ? " and of activations" : "",
+                          problem.state ? " and of optimizer state" : "", ", over the budget of ",
+                          exact_size_text(*problem.memory_budget),
+                          "; raise compile.memory_budget, or make the plan for it"));
 }
 
 const char* words_of(fsdp::ReduceAt reduce) {

@@ -134,7 +134,9 @@ std::vector<RecomputeItem> recompute_items(const PlanProblem& problem) {
 }
 
 std::string recompute_reason(const PlanProblem& problem, UnitId unit, Mode mode) {
-  if (problem.units[unit].recompute_by == fsdp::RecomputeBy::kUser) return "as its user has set it";
+  if (problem.units[unit].recompute_by == fsdp::RecomputeBy::kUser) {
+    return "as activation_checkpoint.mode or set_recompute says";
+  }
   if (!units_to_recompute(problem)[unit]) return "";
   const auto& of = problem.activations->units[unit];
   const auto& cost = problem.profile.units[unit];

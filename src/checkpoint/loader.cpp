@@ -328,7 +328,7 @@ class Loader {
   void check_optimizer_kind(const std::vector<std::string>& names) const {
     const auto& written = checkpoint_.manifest().optimizer;
     TESSERA_CHECK(written.empty() || written == optimizer_.name(), ErrorKind::kConfig,
-                  advice_.optimizer, ": found ", optimizer_.name(), ", expected ",
+                  advice_.optimizer, ": found ", printable(optimizer_.name()), ", expected ",
                   printable(written, 256), " of the checkpoint ", shown(checkpoint_.path()), "; ",
                   advice_.keeps_optimizer);
     std::set<std::string> found;

@@ -3,6 +3,7 @@
 #include <CLI/App.hpp>
 #include <CLI/Config.hpp>
 #include <algorithm>
+#include <cctype>
 #include <charconv>
 #include <iterator>
 #include <limits>
@@ -12,6 +13,7 @@
 #include "base/text/byte_size.h"
 #include "base/text/printable.h"
 #include "cli/help_text.h"
+#include "cli/other_options.h"
 #include "tessera/error.h"
 #include "train/config/config_keys.h"
 #include "train/config/config_names.h"
@@ -29,6 +31,14 @@ constexpr double kMostRate = 1e21;
 std::string_view option_name(std::string_view word) {
   if (!word.starts_with("--")) return {};
   return word.substr(2, word.find('=') == std::string_view::npos ? word.npos : word.find('=') - 2);
+}
+
+// `--name` of that or of `--name=VALUE`, `-name` with one dash as well; "" for another word.
+std::string dashed_name(const std::string& word) {
+  const std::size_t first = word.find_first_not_of('-');
+  if (first == 0 || first == std::string::npos || first > 2) return "";
+  if (std::isalpha(static_cast<unsigned char>(word[first])) == 0) return "";
+  return word.substr(0, word.find('='));
 }
 
 bool is_override(std::string_view word) {
@@ -132,8 +142,26 @@ constexpr const char* kWorld = "Ranks to plan for; default as own spawn.";
 
 /// Checks the value of the option. Errors: those of byte_size().
 std::string not_a_size(const std::string& text) {
-  if (byte_size(text)) return "";
-  return concat("found ", printable(text), ", expected a size as 80GiB or 80GB");
+  constexpr std::int64_t kLeastAlone = 1 << 20;
+  const auto bytes = byte_size(text);
+  if (!bytes) return concat("found ", printable(text), ", expected a size as 80GiB or 80GB");
+  const bool has_unit = std::isdigit(static_cast<unsigned char>(text.back())) == 0;
+  if (has_unit || *bytes >= kLeastAlone) return "";
+  return concat("found ", printable(text), ", expected a unit, as ", text, "GiB or ", text,
+                "GB: a number alone is bytes");
+}
+
+/// Checks a size with or without "/s", which is taken off.
+std::string not_a_bandwidth(std::string& text) {
+  std::string size = text;
+  if (size.ends_with("/s")) size.resize(size.size() - 2);
+  if (size.size() > 1 && size.ends_with('b')) {
+    return concat("found ", printable(text),
+                  ", expected bytes a second, as 50GB: a small b may stand for bits");
+  }
+  std::string wrong = not_a_size(size);
+  if (wrong.empty()) text = size;
+  return wrong;
 }
 
 /// "" for a number that `holds`, else what was expected. Range lets "nan" through: it is neither
@@ -148,15 +176,15 @@ std::string unless_number(const std::string& text, bool (*holds)(double),
 
 std::string not_a_rate(const std::string& text) {
   return unless_number(
-      text, [](double value) { return value > 0.0 && value <= kMostRate; },
-      concat("above 0, at most ", kMostRate));
+      text, [](double value) { return value >= 1.0 && value <= kMostRate; },
+      concat("from 1 to ", kMostRate));
 }
 
 void add_machine(::CLI::App& verb, PlannedMachine& machine) {
   verb.add_option(
           "--device-memory", machine.device_memory,
-          "What the device of each rank has, as 80GiB: for shares of it, and to say whether "
-          "a rank fits; default what is here.")
+          "What the device of each rank has, as 80GiB or 80GB (80G): for shares of it, and to "
+          "say whether a rank fits; default what is here.")
       ->check(not_a_size, "SIZE");
   verb.add_option("--ranks-per-host", machine.ranks_per_host,
                   "So many ranks share the memory of a host; default all of them.")
@@ -165,10 +193,10 @@ void add_machine(::CLI::App& verb, PlannedMachine& machine) {
       verb.add_option("--flops", machine.flops,
                       "Operations a second of a rank, as 4e14: with --bandwidth how long a step "
                       "would take.")
-          ->check(not_a_rate, "FLOAT above 0");
+          ->check(not_a_rate, "FLOAT from 1");
   ::CLI::Option* bandwidth = verb.add_option("--bandwidth", machine.bandwidth,
-                                             "Bytes that a rank sends in a second, as 50GB.")
-                                 ->check(not_a_size, "SIZE");
+                                             "Bytes that a rank sends in a second, as 50GB/s.")
+                                 ->transform(::CLI::Validator(not_a_bandwidth, "SIZE"));
   flops->needs(bandwidth);
   bandwidth->needs(flops);
 }
@@ -386,8 +414,40 @@ std::vector<std::string> option_names(const ::CLI::App& verb) {
   return names;
 }
 
+bool takes_option(const ::CLI::App& verb, std::string_view option) {
+  return verb.get_option_no_throw(std::string(option)) != nullptr;
+}
+
+/// The advice where `name`, with underscores, is another name of an option or of the ranks.
+std::string option_meant(const std::string& name, const ::CLI::App& verb) {
+  const auto& rows = other_options();
+  const auto row = std::ranges::find_if(
+      rows, [&](const OtherOption& other) { return std::ranges::count(other.theirs, name) > 0; });
+  if (row == rows.end()) return "";
+  for (const std::string_view here : row->here) {
+    const train::ConfigKey* key = train::find_key(here.substr(2));
+    if (key == nullptr ? takes_option(verb, here) : takes(verb, *key)) {
+      const bool is_close = train::close_name("--" + name, {std::string(here)}).has_value();
+      return is_close ? concat("; the nearest is ", here)
+                      : concat("; it is called ", here, " here");
+    }
+  }
+  if (row != rows.begin()) return "";
+  return concat("; tessera ", verb.get_name(), " runs as one process");
+}
+
+/// The advice where other verbs have the option.
+std::string option_elsewhere(const std::string& option, const ::CLI::App& verb) {
+  std::vector<std::string> names;
+  for (const std::string& other : verbs()) {
+    if (takes_option(*verb.get_parent()->get_subcommand(other), option)) names.push_back(other);
+  }
+  return names.empty() ? "" : concat("; it is an option of ", joined(names));
+}
+
 /// Suggests what an unknown option may mean: `steps` alone a key without its section,
-/// `learning-rate` a key as another program calls it, anything else a misspelt option.
+/// `learning-rate` a key as another program calls it, `ranks` the --nproc of this verb, anything
+/// else a misspelt option.
 std::string meant_by(const std::string& name, const ::CLI::App& verb) {
   if (verb.get_name() == "train" && name == "config") {
     return ", expected the file alone, as in tessera train CONFIG.toml, or --model.config";
@@ -400,6 +460,7 @@ std::string meant_by(const std::string& name, const ::CLI::App& verb) {
     keys += concat(keys.empty() ? "--" : ", --", key.full_name());
   }
   if (!keys.empty()) return concat(", expected a key with its section: ", keys);
+  if (std::string meant = option_meant(as_key, verb); !meant.empty()) return meant;
   if (const train::OtherName* other = train::find_other_key(name)) {
     const train::ConfigKey* key = train::find_key(other->here);
     const bool of_run = takes(verb, *train::find_key("training.steps"));
@@ -408,6 +469,7 @@ std::string meant_by(const std::string& name, const ::CLI::App& verb) {
     }
   }
   const std::string word = concat("--", name);
+  if (std::string other = option_elsewhere(word, verb); !other.empty()) return other;
   const auto options = option_names(verb);
   std::vector<std::string> longer;
   std::ranges::copy_if(options, std::back_inserter(longer),
@@ -427,14 +489,18 @@ std::string refusal_of(const ::CLI::ParseError& error, const std::vector<std::st
   const ::CLI::App& verb = *given.front();
   const std::string see = concat("; see tessera ", verb.get_name(), " --help");
   const bool lacks = dynamic_cast<const ::CLI::RequiredError*>(&error) != nullptr;
-  // First: what is missing may be there, misspelt.
-  if (lacks || dynamic_cast<const ::CLI::ExtrasError*>(&error) != nullptr) {
+  // First: what is missing may be there, misspelt; and the value of an unknown option is taken for
+  // a file, beside which others are excluded.
+  if (lacks || dynamic_cast<const ::CLI::ExtrasError*>(&error) != nullptr ||
+      dynamic_cast<const ::CLI::ExcludesError*>(&error) != nullptr ||
+      dynamic_cast<const ::CLI::RequiresError*>(&error) != nullptr) {
     for (std::size_t i = 0; i < words.size(); ++i) {
-      const std::string name(option_name(words[i]));
-      if (name.empty()) continue;
-      const ::CLI::Option* option = verb.get_option_no_throw(concat("--", name));
+      const std::string dashed = dashed_name(words[i]);
+      if (dashed.empty()) continue;
+      const ::CLI::Option* option = verb.get_option_no_throw(dashed);
       if (option == nullptr) {
-        return concat("unknown option ", printable(concat("--", name)), meant_by(name, verb), see);
+        const std::string name = dashed.substr(dashed.find_first_not_of('-'));
+        return concat("unknown option ", printable(dashed), meant_by(name, verb), see);
       }
       const bool value_follows = option->get_items_expected_max() > 0;
       if (value_follows && words[i].find('=') == std::string::npos) ++i;

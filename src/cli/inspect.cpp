@@ -4,11 +4,13 @@
 #include <filesystem>
 #include <iomanip>
 #include <iostream>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "base/text/count_text.h"
 #include "base/text/printable.h"
 #include "cli/arguments.h"
 #include "cli/contract_json.h"
@@ -131,12 +133,14 @@ void print_table(const Listing& listing) {
               << std::setw(10) << to_string(tensor.dtype) << std::setw(20)
               << shape_text(tensor.shape) << std::right << std::setw(14) << tensor.bytes
               << " bytes";
-    if (listing.step) std::cout << " in " << tensor.pieces.size() << " piece(s)";
+    if (listing.step)
+      std::cout << " in " << count_text(static_cast<std::int64_t>(tensor.pieces.size()), "piece");
     std::cout << '\n';
   }
   if (listing.step) std::cout << "step " << *listing.step << ": ";
   std::cout << listing.tensors.size() << " tensors, " << listing.elements << " elements, "
-            << listing.bytes << " bytes in " << listing.num_files << " file(s)\n";
+            << listing.bytes << " bytes in "
+            << count_text(static_cast<std::int64_t>(listing.num_files), "file") << '\n';
 }
 
 void print_listing_json(const Listing& listing) {
@@ -291,9 +295,9 @@ void print_contract(const Planned& planned, Layers layers) {
 }
 
 void print_plan(const layout::ModelPlan& plan, Layers layers) {
-  std::cout << plan.units.size() << " units over " << plan.options.ranks
-            << " rank(s), parameters begin at multiples of " << plan.options.alignment_bytes
-            << " B, plan hash " << layout::hash(plan) << "\n"
+  std::cout << count_text(std::ssize(plan.units), "unit") << " over "
+            << count_text(plan.options.ranks, "rank") << ", parameters begin at multiples of "
+            << plan.options.alignment_bytes << " B, plan hash " << layout::hash(plan) << "\n"
             << plan_text(plan, layers) << "a rank keeps " << size_text(kept_bytes(plan))
             << " of parameters\n";
 }

@@ -7,11 +7,13 @@
 #include <algorithm>
 #include <iomanip>
 #include <iostream>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <utility>
 
 #include "base/mapped_file.h"
+#include "base/text/count_text.h"
 #include "base/text/printable.h"
 #include "capture/offload_pass.h"
 #include "capture/plan_json.h"
@@ -49,6 +51,7 @@ struct PlannedStep {
   ModelContract contract;
   layout::ModelPlan buckets;
   std::optional<std::int64_t> device_bytes = {};  ///< --device-memory
+  bool is_off = false;  ///< compile.mode of the configuration, planned as if it were "plan"
 
   train::RunOfPlan run() const {
     return {.config = config,
@@ -72,7 +75,8 @@ PlannedStep planned_step(const PlanArguments& arguments) {
                 ", expected 1: the steps of a pipeline have the plan of its schedule; tessera "
                 "schedule draws that, and inspect --contract has its memory");
   auto& mode = config.compile.mode;
-  if (mode == train::CompileChoice::kOff) mode = train::CompileChoice::kPlan;
+  step.is_off = mode == train::CompileChoice::kOff;
+  if (step.is_off) mode = train::CompileChoice::kPlan;
   train::validate(config, train::Verb::kContract);
   train::require_relative_paths(config, arguments.config_file, train::Verb::kContract);
   const int world = arguments.world ? *arguments.world : train::ranks_to_spawn(config.parallelism);
@@ -182,13 +186,19 @@ void print_costs(const capture::PlanFile& file, const capture::PlanProblem& prob
   const auto traffic = step_traffic(run, file.plan, {.rank = 0});
   if (const auto flops = step_flops(run, file.plan)) {
     std::cout << "  computed by a rank: " << train::flops_text(flops->all) << " a step";
-    if (flops->again > 0) std::cout << " (" << train::flops_text(flops->again) << " of it again)";
+    if (flops->again > 0) {
+      std::cout << ", of which " << train::flops_text(flops->again) << " recomputes activations";
+    }
     std::cout << '\n';
   }
-  std::cout << "  sent by a rank: " << size_text(traffic.total())
-            << (traffic.of_tokens
-                    ? " a step (tessera inspect --contract says of what)\n"
-                    : " a step, without activations and tokens (set training.seq_len)\n");
+  std::cout << "  sent by a rank: " << size_text(traffic.total()) << " a step"
+            << (traffic.of_tokens ? "" : ", without activations and tokens (set training.seq_len)");
+  // What a profile makes of the plan is known here alone.
+  if (traffic.of_tokens && problem.profile.is_assumed) {
+    std::cout << " (tessera inspect --contract" << (step.is_off ? " --compile.mode plan" : "")
+              << " says of what)";
+  }
+  std::cout << '\n';
   if (!problem.profile.is_assumed) {
     std::cout << time_line("the profile",
                            capture::simulate(file.plan, problem.profile, problem.micro_batches));
@@ -208,7 +218,7 @@ void print_curve(const capture::PlanFile& file, const capture::PlanProblem& prob
     std::cout << "optimizer state of a rank in memory: "
               << size_text(capture::state_in_memory(*problem.state, offload)) << " of "
               << size_text(capture::state_in_memory(*problem.state, {})) << ", that of "
-              << offload.size() << " unit(s) is offloaded\n";
+              << count_text(std::ssize(offload), "unit") << " is offloaded\n";
   }
   std::cout << picture(step) << step.gathers << " gathers and " << step.reductions
             << " reductions a step\n";
@@ -217,8 +227,8 @@ void print_curve(const capture::PlanFile& file, const capture::PlanProblem& prob
       return mode != RecomputeMode::kNone;
     });
     std::cout << "activations of a micro-batch: at most " << *totals.activations << " bytes ("
-              << size_text(*totals.activations) << "), with " << again
-              << " unit(s) recomputed; in all at most " << totals.all() << " bytes ("
+              << size_text(*totals.activations) << "), with " << count_text(again, "unit")
+              << " recomputed; in all at most " << totals.all() << " bytes ("
               << size_text(totals.all()) << ") a rank\n";
   }
   if (problem.replays) print_blocks(file, problem);
@@ -236,9 +246,14 @@ void print_plan_of_step(const capture::PlanFile& file, const capture::PlanProble
                         const Shown& shown) {
   const auto& of = file.made_for;
   const Totals totals = totals_of(file, problem, held_bytes(step.run()));
-  std::cout << "plan of a step of " << of.micro_batches << " micro-batch(es) on " << of.world
-            << " rank(s), form " << step.config.compile.form << ", hash " << file.plan.hash()
-            << "\n";
+  std::cout << "plan of a step of " << count_text(of.micro_batches, "micro-batch") << " on "
+            << count_text(of.world, "rank") << ", form " << step.config.compile.form << ", hash "
+            << file.plan.hash() << "\n";
+  if (step.is_off) {
+    std::cout << "  compile.mode is \"off\" in the configuration, so that its run follows no plan: "
+                 "this is the step with compile.mode = \"plan\"; set that, or give train "
+                 "--compile.mode plan\n";
+  }
   print_memory(totals, step, shown.machine);
   print_costs(file, problem, step, shown.rates);
   std::cout << "\nchosen:\n" << choices_text(file.plan, chosen);

@@ -7,14 +7,27 @@
 #include "tessera/error.h"
 
 namespace tessera::cli {
+namespace {
+
+/// "3.20 ms", "2.99 s".
+std::string time_text(double ms) {
+  constexpr double kMostDigits = 1e6;
+  const bool is_short = ms < 999.995;
+  const double value = is_short ? ms : ms / 1e3;
+  std::ostringstream text;
+  if (value < kMostDigits) text << std::fixed;
+  text << std::setprecision(2) << value << (is_short ? " ms" : " s");
+  return text.str();
+}
+
+}  // namespace
 
 std::string time_line(std::string_view by, const capture::SimulatedStep& step) {
-  std::ostringstream line;
-  line << std::fixed << std::setprecision(2) << "  a step by " << by << ": " << step.step_ms
-       << " ms, of which computing " << step.compute_ms << " (forwards again " << step.again_ms
-       << "), waiting for gathers " << step.waited_ms << ", for reductions " << step.reduced_ms
-       << ", the update and all else " << step.rest_ms << '\n';
-  return line.str();
+  return concat("  a step by ", by, ": ", time_text(step.step_ms), ", of which computing ",
+                time_text(step.compute_ms), " (of that ", time_text(step.again_ms),
+                " recomputing), waiting for gathers ", time_text(step.waited_ms),
+                ", for reductions ", time_text(step.reduced_ms), ", the update and all else ",
+                time_text(step.rest_ms), "\n");
 }
 
 std::optional<train::Rates> rates_of(const PlannedMachine& machine, const train::Config& config) {

@@ -40,6 +40,9 @@ RuledUpdate ruled_update(const std::vector<OptimizerRule>& rules, const GradCont
     };
     take("lr_scale", rule.lr_scale);
     take("weight_decay", rule.weight_decay);
+    if (rule.split_fused) {
+      take("split_fused", std::optional(*rule.split_fused ? "true" : "false"));
+    }
     if (rule.lr_scale) ruled.lr_scale = *rule.lr_scale;
     if (rule.weight_decay) ruled.weight_decay = rule.weight_decay;
     if (rule.split_fused) ruled.split_fused = rule.split_fused;

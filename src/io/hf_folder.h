@@ -47,7 +47,7 @@ struct HfIndex {
 /// under `metadata` are wrong in published folders that tie weights.
 HfIndex parse_hf_index(std::string_view text, std::string_view where);
 
-/// "5GB", "500MB", "2KB" (powers of 1000), "1GiB", ... (of 1024), "4096": bytes. Errors: kUsage for
+/// "5GB", "500MB", "2KB" (powers of 1000), "1GiB", ... (of 1024), "4096": bytes, as byte_size() reads them. Errors: kUsage for
 /// anything else and for 0.
 std::int64_t parse_byte_size(std::string_view text, std::string_view option);
 

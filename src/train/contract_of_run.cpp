@@ -13,6 +13,7 @@
 #include "models/family.h"
 #include "tessera/error.h"
 #include "train/expert_balance.h"
+#include "train/hf/model_forms.h"
 #include "train/hf/weights.h"
 #include "train/plan_of_run.h"
 
@@ -170,8 +171,14 @@ ModelContract resolve(const ModelSource& source, const Config& config, const Par
     std::vector<const GradContract*> parameters;
     for (const auto& parameter : contract.parameters) parameters.push_back(&parameter);
     grad::check_optimizer_rules(config.optimizer.rule, parameters);
+    const auto& table = source.description.parameters;
+    check_split_fused(table, config.optimizer.rule, config.optimizer.name);
+    const auto fused = fused_weights(table);
+    auto of_others = config.optimizer.rule;
+    for (OptimizerRule& rule : of_others) rule.split_fused.reset();
     for (auto& parameter : contract.parameters) {
-      grad::resolve_ruled(parameter, config.optimizer.rule);
+      const bool is_fused = std::ranges::count(fused, parameter.name) > 0;
+      grad::resolve_ruled(parameter, is_fused ? config.optimizer.rule : of_others);
     }
   }
   const bool any =

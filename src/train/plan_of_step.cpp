@@ -6,6 +6,7 @@
 #include <string_view>
 #include <utility>
 
+#include "base/text/byte_size.h"
 #include "base/text/printable.h"
 #include "capture/offload_pass.h"
 #include "capture/recompute_pass.h"
@@ -234,10 +235,14 @@ CompileOptions compile_options(const RunOfPlan& run, const MachineMemory& machin
     problem.activations = capture::activations_of(*options.activations, problem.units);
   }
   const auto least = fixed + capture::least_bytes(problem, section.passes);
-  const auto counted = counted_as(budget, machine);
+  std::vector<std::string> how;
+  if (bytes >= 1024) how.push_back(size_text(bytes));
+  if (auto counted = counted_as(budget, machine); !counted.empty()) how.push_back(counted);
+  const auto found = joined(how);
   TESSERA_CHECK(bytes >= least, ErrorKind::kConfig, "compile.memory_budget: found ", bytes,
-                " bytes a rank", counted.empty() ? "" : concat(" (", counted, ")"),
-                ", expected at least ", least, ", of which ", fixed,
+                " bytes a rank", found.empty() ? "" : concat(" (", found, ")"),
+                ", expected at least ", exact_size_text(least), ", of which ",
+                exact_size_text(fixed),
                 " are there whatever the plan is (tessera inspect --contract has the table), and "
                 "the others the least that is gathered in form ",
                 section.form, " and that activations", problem.state ? " and optimizer state" : "",

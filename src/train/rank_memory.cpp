@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/text/count_text.h"
 #include "base/text/printable.h"
 #include "tessera/error.h"
 
@@ -297,7 +298,7 @@ std::string to_string(const MemoryTable& table) {
   if (table.offloaded) {
     text += table_line("of the optimizer", table.offloaded->in_memory,
                        concat("in memory, instead of moments and master: state of ",
-                              table.offloaded->units, " unit(s) is offloaded"));
+                              count_text(table.offloaded->units, "unit"), " is offloaded"));
   }
   text += table_line("all of these", table.resident(), "");
   return text + activations_text(table);

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 
 #include <algorithm>
+#include <random>
 #include <sstream>
 
 #include "train/config/config_keys.h"
@@ -250,6 +251,109 @@ TEST(Arguments, AnUnknownOptionIsToldWhatItMostLikelyMeans) {
               Not(HasSubstr("section")));
   EXPECT_THAT(refusal({"inspect", "--contract", "a.toml", "--steps=5"}),
               HasSubstr("--training.steps"));
+}
+
+// Sizes as people write them, in any case; a rate with /s. Naive: 80 as 80 bytes, Gb/s as GB/s.
+TEST(Arguments, SizesAndRatesAreTakenAsPeopleWriteThem) {
+  const auto plan = [](const std::string& option, const std::string& value) {
+    Words words{"plan",        "a.toml", "--flops",         "4e14",
+                "--bandwidth", "50GB",   "--device-memory", "80GB"};
+    *(std::ranges::find(words, option) + 1) = value;
+    return words;
+  };
+  for (const std::string unit : {"GB", "gb", "G", "g", "GiB", "gib", "Gi", "MB", "tb"}) {
+    EXPECT_NO_THROW(parse(plan("--device-memory", "80" + unit))) << unit;
+    const bool small_b = unit.ends_with('b');
+    for (const std::string rate : {"", "/s"}) {
+      const auto words = plan("--bandwidth", "50" + unit + rate);
+      if (small_b) {
+        EXPECT_THAT(refusal(words), HasSubstr("'50" + unit + rate + "', expected bytes a second"));
+      } else {
+        EXPECT_EQ(std::get<PlanArguments>(parse(words)).machine.bandwidth, "50" + unit);
+      }
+    }
+  }
+  EXPECT_NO_THROW(parse(plan("--device-memory", "85899345920")));
+  for (const std::string option : {"--device-memory", "--bandwidth"}) {
+    for (const std::string bare : {"1", "80", "1048575"}) {
+      EXPECT_THAT(refusal(plan(option, bare)), HasSubstr(option + ": found '" + bare +
+                                                         "', expected a unit, as " + bare + "GiB"));
+    }
+    for (const std::string wrong : {"", "GB", "80 gigs", "80GBs", "-80GB", "80GB/h", "1.5GB"}) {
+      EXPECT_THAT(refusal(plan(option, wrong)), HasSubstr(option)) << wrong;
+    }
+  }
+  EXPECT_THAT(refusal(plan("--bandwidth", "400Gb/s")), HasSubstr("a small b may stand for bits"));
+  for (const std::string rate : {"1e-300", "0.5", "0", "-1", "nan", "inf", "1e22"}) {
+    EXPECT_THAT(refusal(plan("--flops", rate)),
+                HasSubstr("--flops: found '" + rate + "', expected a number from 1 to "));
+  }
+  EXPECT_NO_THROW(parse(plan("--flops", "1")));
+}
+
+/// The first option of the list that the verb has; "" for none.
+std::string first_of(const Words& options, const std::string& verb) {
+  const std::string help = shown({verb, "--help"});
+  const auto found = std::ranges::find_if(options, [&](const std::string& option) {
+    return help.find("\n  " + option + " ") != std::string::npos;
+  });
+  return found == options.end() ? "" : *found;
+}
+
+// Drawn: the options of all verbs and of other launchers for the number of ranks, in every verb,
+// with dashes or underscores, one dash or two. Naive: --ranks is near to --lora.rank.
+TEST(Arguments, OptionsOfOtherVerbsAndLaunchersAreToldWhatTheyAreCalledHere) {
+  const Words names{
+      "nproc",    "world",         "ranks", "nproc_per_node", "np",    "n", "world_size",
+      "num_gpus", "num_processes", "gpus",  "gpus-per-node",  "n-gpus"};
+  const std::vector<Words> starts{{"train", "a.toml"},
+                                  {"plan", "a.toml"},
+                                  {"inspect", "--contract", "a.toml"},
+                                  {"gradients", "--model", "m", "--batch", "b", "--out", "o"},
+                                  {"schedule", "GPipe"},
+                                  {"convert", "a", "b"},
+                                  {"generate", "--model", "m", "--prompt", "x"}};
+  std::mt19937 random(5);
+  for (const Words& start : starts) {
+    const std::string here = first_of({"--nproc", "--world", "--ranks"}, start[0]);
+    const std::string says = here.empty() ? "tessera " + start[0] + " runs as one process"
+                                          : "it is called " + here + " here";
+    for (const std::string& name : names) {
+      const std::string option = (name.size() < 3 && random() % 2 == 0 ? "-" : "--") + name;
+      if (option == here) continue;
+      Words words = start;
+      const bool is_last = random() % 2 == 0;
+      words.insert(is_last ? words.end() : words.begin() + 1, {option, "4"});
+      EXPECT_EQ(refusal(words), "unknown option '" + option + "'; " + says + "; see tessera " +
+                                    start[0] + " --help");
+    }
+  }
+}
+
+// Of every option of every verb, in every other one that has not got it.
+TEST(Arguments, AnOptionOfAnotherVerbIsNeverNearSomethingElse) {
+  const std::pair<const char*, const char*> cases[] = {
+      {"--contract", "inspect"}, {"--actions", "plan"},   {"--check", "plan"},
+      {"--merged", "convert"},   {"--svg", "schedule"},   {"--impose-routing", "gradients"},
+      {"--top-p", "generate"},   {"--costs", "schedule"}, {"--bandwidth", "inspect, plan"}};
+  for (const auto& [option, verb] : cases) {
+    EXPECT_EQ(refusal({"train", "a.toml", option}), std::string("unknown option '") + option +
+                                                        "'; it is an option of " + verb +
+                                                        "; see tessera train --help");
+  }
+  EXPECT_THAT(refusal({"train", "a.toml", "--model", "m"}),
+              HasSubstr("it is called --model.path here"));
+}
+
+// Naive: its value is taken for a folder, "DIR excludes --contract".
+TEST(Arguments, AnUnknownOptionIsNamedBeforeWhatItsValueExcludes) {
+  for (const std::string option : {"--nproc", "--zzyzx", "--worlds"}) {
+    EXPECT_THAT(refusal({"inspect", "--contract", "c.toml", option, "4"}),
+                AllOf(HasSubstr("unknown option '" + option + "'"), Not(HasSubstr("excludes"))));
+    EXPECT_THAT(refusal({"inspect", option, "4", "--world", "2", "--json"}),
+                HasSubstr("unknown option '" + option + "'"));
+  }
+  EXPECT_THAT(refusal({"inspect", "d", "--contract", "c.toml"}), HasSubstr("excludes"));
 }
 
 // A prompt may look like an option.

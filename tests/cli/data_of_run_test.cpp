@@ -534,7 +534,7 @@ TEST_F(DataOfRun, PackedRowsGoOnAfterAResumptionOnOtherRanks) {
                       "15", "--training.global_batch_size", "4", "--training.steps", "8"});
   EXPECT_EQ(other.code, 2);
   EXPECT_THAT(other.err,
-              HasSubstr("data.packing: found stream, expected documents of the checkpoint"));
+              HasSubstr("data.packing: found 'stream', expected 'documents' of the checkpoint"));
 }
 
 TEST_F(DataOfRun, AChangedWeightIsNamedWhereARunGoesOn) {

@@ -142,6 +142,44 @@ TEST_F(MuonRun, MatricesOfFusedWeightsAreSteppedAloneUnderEveryLayout) {
   }
 }
 
+TEST_F(MuonRun, AContractShowsWhatStepsFusedWeightsAsOneAndARuleWithoutEffectIsRefused) {
+  const auto rule = [](const std::string& match) {
+    return "[[optimizer.rule]]\nmatch = [\"" + match + "\"]\nsplit_fused = false\n";
+  };
+  const auto inspected = [&](const std::string& rules, const Words& more) {
+    write_config("run.toml", "gpt-oss-fp32", rules);
+    Words words{"inspect", "--contract", "run.toml", "--json"};
+    words.insert(words.end(), more.begin(), more.end());
+    return run_program(folder_, words);
+  };
+  const Outcome shown = inspected(rule("*"), {});
+  ASSERT_EQ(shown.code, 0) << shown.err;
+  const std::string said = "[optimizer] rule 1 (*): split_fused false";
+  int fused = 0;
+  const auto whole = nlohmann::json::parse(shown.out);
+  for (const auto& parameter : whole.at("parameters")) {
+    const auto name = parameter.at("name").get<std::string>();
+    const bool is_fused = name.ends_with("experts.gate_up_proj");
+    EXPECT_EQ(parameter.dump().find(said) != std::string::npos, is_fused) << parameter;
+    fused += is_fused;
+  }
+  EXPECT_GT(fused, 0);
+  for (const std::string match : {"*q_proj*", "*embed*", "*down_proj"}) {
+    const Outcome refused = inspected(rule("*gate_up_proj") + rule(match), {});
+    EXPECT_EQ(refused.code, 2) << match;
+    EXPECT_THAT(refused.err, ::testing::HasSubstr("optimizer.rule[2].split_fused: found the "
+                                                  "pattern \"" +
+                                                  match +
+                                                  "\" that matches no "
+                                                  "fused weight, expected one that does"));
+  }
+  const Outcome other = inspected(rule("*"), {"--optimizer.name", "AdamW"});
+  EXPECT_EQ(other.code, 2);
+  EXPECT_THAT(other.err, ::testing::HasSubstr("optimizer.rule[1].split_fused: found false with "
+                                              "AdamW, which steps every element by itself, "
+                                              "expected Muon"));
+}
+
 TEST_F(MuonRun, AResumedRunStepsFusedWeightsAsItsCheckpointDoes) {
   write_config("apart.toml", "gpt-oss-fp32", "");
   write_config("one.toml", "gpt-oss-fp32", kAsOne);

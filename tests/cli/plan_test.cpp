@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
+#include <random>
 #include <regex>
 #include <sstream>
 
@@ -58,7 +59,7 @@ TEST(PlanVerb, PrintsActionsWithReasonsDtypesAndMemory) {
   EXPECT_EQ(outcome.err, "");
   EXPECT_THAT(
       outcome.out,
-      AllOf(HasSubstr("plan of a step of 2 micro-batch(es) on 2 rank(s), form 3, hash "),
+      AllOf(HasSubstr("plan of a step of 2 micro-batches on 2 ranks, form 3, hash "),
             HasSubstr("kept to the update: its reshard_after_forward is off\n"),
             HasSubstr("note: pass keep is left out, since compile.memory_budget is not set\n"),
             HasSubstr("note: nothing was measured: choices go by bytes alone\n"),
@@ -71,6 +72,60 @@ TEST(PlanVerb, PrintsActionsWithReasonsDtypesAndMemory) {
   EXPECT_THAT(outcome.out, HasSubstr("bfloat16  raw       float32   float32   float32\n"));
   EXPECT_THAT(outcome.out, HasSubstr("gathered memory of a rank, place by place: at most "));
   EXPECT_THAT(outcome.out, Not(HasSubstr("by the profile"))) << "nothing was measured";
+}
+
+/// What a table of inspect or a line of plan says of all that is sent.
+std::string sent_in(const std::string& text, const std::string& before) {
+  const auto at = text.rfind(before);
+  if (at == std::string::npos) return "nothing";
+  std::smatch size;
+  const std::string rest = text.substr(at + before.size());
+  std::regex_search(rest, size, std::regex(R"([0-9.]+ [KMGT]?i?B)"));
+  return size.str();
+}
+
+// Naive: the bytes of a step that the run does not make, with a reference to those of the run.
+TEST(PlanVerb, SaysWhoseStepItShowsAndInspectAgreesWhereItIsSent) {
+  const testing::TemporaryFolder folder;
+  write_run(folder);
+  std::mt19937 random(7);
+  const std::vector<Words> some{{},
+                                {"--training.global_batch_size", "16"},
+                                {"--compile.form", "1"},
+                                {"--compile.form", "2"},
+                                {"--compile.memory_budget", "100MB"},
+                                {"--parallelism.tensor_parallel_degree", "2"},
+                                {"--parallelism.reshard_after_forward", "true"},
+                                {"--activation_checkpoint.mode", "full"},
+                                {"--optimizer.name", "Muon"}};
+  int differ = 0;
+  for (int round = 0; round < 8; ++round) {
+    const std::string mode = round % 2 == 0 ? "off" : "plan";
+    Words words{"--compile.mode", mode};
+    for (int draw = 0; draw < 2; ++draw) {
+      const Words& one = some[random() % some.size()];
+      words.insert(words.end(), one.begin(), one.end());
+    }
+    SCOPED_TRACE(::testing::PrintToString(words));
+    const Outcome outcome = plan(folder, words);
+    ASSERT_EQ(outcome.code, 0) << outcome.err;
+    EXPECT_EQ(
+        outcome.out.find("\n  compile.mode is \"off\" in the configuration, ") != std::string::npos,
+        mode == "off");
+    const std::string sent = sent_in(outcome.out, "\n  sent by a rank: ");
+    const auto inspected = [&](Words more) {
+      more.insert(more.begin(), {"inspect", "--contract", "run.toml", "--world", "2"});
+      return sent_in(run_program(folder, more).out, "\n  total");
+    };
+    Words other = words;
+    differ += sent != inspected(other);
+    const std::string advice = mode == "off" ? " --compile.mode plan" : "";
+    EXPECT_THAT(outcome.out,
+                HasSubstr("(tessera inspect --contract" + advice + " says of what)\n"));
+    if (mode == "off") other.insert(other.end(), {"--compile.mode", "plan"});
+    EXPECT_EQ(sent, inspected(other));
+  }
+  EXPECT_GT(differ, 0) << "able to fail: no drawn run sends more without its plan";
 }
 
 /// "3.2 ms", "1.5 s".
@@ -102,6 +157,53 @@ TEST(PlanVerb, BeginsWithTotalsAndHasNoSecondsThatNobodyMeasured) {
   }
 }
 
+// Drawn options: the words of a plan are those of a person. Naive: "1 micro-batch(es) on 64
+// rank(s)", "of it again", "2989.96 ms", "as its user has set it".
+TEST(PlanVerb, SaysItInPlainWordsWhateverIsAsked) {
+  const testing::TemporaryFolder folder;
+  write_run(folder);
+  const std::vector<Words> some{{"--training.global_batch_size", "64"},
+                                {"--activation_checkpoint.mode", "full"},
+                                {"--activation_checkpoint.mode", "selective"},
+                                {"--compile.form", "1"},
+                                {"--compile.memory_budget", "2MB"},
+                                {"--compile.memory_budget", "90%"},
+                                {"--compile.offload_folder", "x", "--compile.memory_budget", "1MB"},
+                                {"--flops", "1e6", "--bandwidth", "1MB/s"},
+                                {"--flops", "1e10", "--bandwidth", "50GB/s"}};
+  std::mt19937 random(3);
+  for (int round = 0; round < 14; ++round) {
+    Words words;
+    for (int draw = 0; draw < 3; ++draw) {
+      const Words& one = some[random() % some.size()];
+      if (std::ranges::count(words, one[0]) == 0) words.insert(words.end(), one.begin(), one.end());
+    }
+    const std::string world = round % 3 == 0 ? "1" : "2";
+    SCOPED_TRACE(::testing::PrintToString(words));
+    const Outcome outcome = plan(folder, words, world);
+    const std::string all = outcome.out + outcome.err;
+    for (const char* word : {"(s)", "(es)", "it again", "forwards again", "its user",
+                             "by bytes alone at", "as before:", "inf ", "nan "}) {
+      EXPECT_THAT(all, Not(HasSubstr(word)));
+    }
+    EXPECT_FALSE(std::regex_search(all, std::regex(R"(\b1 (ranks|micro-batches|units)\b)"))) << all;
+    EXPECT_FALSE(std::regex_search(all, std::regex(R"([0-9]{4}\.[0-9]+ ms)"))) << all;
+    if (outcome.code == 0) {
+      EXPECT_THAT(all, HasSubstr(world == "1" ? " on 1 rank, " : " on 2 ranks, "));
+      EXPECT_THAT(all, ContainsRegex("gathered ahead: [0-9]+ units? in forward, [0-9]+ units? in "
+                                     "backward"));
+    } else {
+      EXPECT_THAT(all, ContainsRegex("expected at least [0-9]+ bytes \\([0-9.]+ [KMG]iB\\)"));
+    }
+  }
+  EXPECT_THAT(plan(folder, {"--activation_checkpoint.mode", "full"}).out,
+              AllOf(HasSubstr("recomputed, full: as activation_checkpoint.mode or set_recompute"),
+                    ContainsRegex("a step, of which [0-9.]+ MFLOP recomputes activations\n")));
+  EXPECT_THAT(plan(folder, {"--flops", "1e7", "--bandwidth", "50GB/s"}).out,
+              ContainsRegex("a step by --flops and --bandwidth: [0-9]+\\.[0-9][0-9] s, of which "
+                            "computing [0-9]+\\.[0-9][0-9] s \\(of that 0\\.00 ms recomputing\\)"));
+}
+
 TEST(PlanVerb, SaysWhetherARankFitsAndHowAShareWasCounted) {
   const testing::TemporaryFolder folder;
   write_run(folder);
@@ -123,8 +225,8 @@ TEST(PlanVerb, SaysWhetherARankFitsAndHowAShareWasCounted) {
   const Outcome below =
       plan(folder, {"--compile.memory_budget", "50%", "--device-memory", "64KiB"});
   EXPECT_EQ(below.code, 2);
-  EXPECT_THAT(below.err, HasSubstr("found 32768 bytes a rank (50% of the 64.0 KiB of a device), "
-                                   "expected at least "));
+  EXPECT_THAT(below.err, HasSubstr("found 32768 bytes a rank (32.0 KiB, 50% of the 64.0 KiB of a "
+                                   "device), expected at least "));
   EXPECT_EQ(plan(folder, {"--device-memory", "80 gigs"}).code, 2);
 }
 
@@ -519,7 +621,7 @@ TEST(PlannedRun, RecomputesWhatDoesNotFit) {
       shown.out,
       AllOf(HasSubstr("    recomputed, full: leaves "), HasSubstr(" of activations to others"),
             HasSubstr("while model.layers.0 computes: recompute model.layers.0 (full: "),
-            HasSubstr(" unit(s) recomputed; in all at most ")));
+            ContainsRegex(" units? recomputed; in all at most ")));
   EXPECT_LE(number_after(shown.out, "place by place: at most ") +
                 number_after(shown.out, "activations of a micro-batch: at most ") + fixed,
             least);

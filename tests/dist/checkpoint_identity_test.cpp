@@ -49,7 +49,7 @@ TEST(ResumedRun, AnotherModelSeedOrDataIsRefusedWithBothValues) {
          text[100] = '!';
          c.data.path = {folder.write("other.txt", text)};
        }},
-      {"optimizer.name: found SGD, expected 'AdamW'",
+      {"optimizer.name: found 'SGD', expected 'AdamW'",
        [](auto& c) { c.optimizer.name = train::OptimizerName::kSgd; }},
       {"checkpoint.load_step: found 0 and ", [](auto& c) { c.checkpoint.load_step = 0; }},
       {"checkpoint.load_step: found 1, expected a step with a checkpoint",
@@ -88,8 +88,8 @@ TEST(ResumedRun, AnotherOptimizerIsRefusedHoweverLittleTheOldOneKept) {
       changed.training.steps = 4;
       return error_of(ErrorKind::kConfig, [&] { train_on({2, 1}, changed, folder / run); });
     };
-    EXPECT_THAT(refused(config, "sgd"), HasSubstr("optimizer.name: found AdamW, expected 'SGD'"));
-    EXPECT_THAT(refused(sgd, "adamw"), HasSubstr("optimizer.name: found SGD, expected 'AdamW'"));
+    EXPECT_THAT(refused(config, "sgd"), HasSubstr("optimizer.name: found 'AdamW', expected 'SGD'"));
+    EXPECT_THAT(refused(sgd, "adamw"), HasSubstr("optimizer.name: found 'SGD', expected 'AdamW'"));
     forget_optimizer(folder / "sgd/checkpoint/step-2");
     forget_optimizer(folder / "adamw/checkpoint/step-2");
     EXPECT_THAT(refused(config, "sgd"), HasSubstr("optimizer.name: found "));

@@ -505,7 +505,7 @@ TEST(LibraryCheckpoint, WhatDoesNotFitChangesNothing) {
     refused(format, std::make_shared<Less>(), with_adamw, "expected only those of the model");
     refused(format, std::make_shared<Own>(1, 12), with_adamw, "load it into the module that was");
     refused(ErrorKind::kConfig, std::make_shared<Own>(1), with_sgd,
-            "load_checkpoint: found SGD, expected 'AdamW'");
+            "load_checkpoint: found 'SGD', expected 'AdamW'");
     refused(ErrorKind::kConfig, std::make_shared<Own>(1), with_adamw,
             "expected one that keeps exp_avg, exp_avg_sq, master_remainder", without_master());
     EXPECT_THAT(testing::error_of(ErrorKind::kIo,

@@ -361,13 +361,13 @@ void add_plan(std::vector<ConfigKey>& keys) {
             "alone."})
       .key("plan", &C::plan,
            {"file", "A plan as `tessera plan --json` writes it; then nothing is chosen."})
-      .key(
-          "memory_budget", &C::memory_budget,
-          {"bytes",
-           "Of all that a rank holds in a step: bytes, a size as \"72GiB\" or \"80GB\", or a share "
-           "of what it has of its host's or its device's memory, as \"90%\"; without one nothing "
-           "is bounded, and recompute and keep are left out.",
-           "none"})
+      .key("memory_budget", &C::memory_budget,
+           {"bytes",
+            "Of all that a rank holds in a step: bytes, a size as \"72GiB\" or \"80GB\" (\"80G\"), "
+            "or a share "
+            "of what it has of its host's or its device's memory, as \"90%\"; without one nothing "
+            "is bounded, and recompute and keep are left out.",
+            "none"})
       .key("form", &C::form,
            {"",
             "ZeRO's stage: 3 gathers for each forward and backward, 2 once a step and reduces with "

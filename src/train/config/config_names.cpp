@@ -112,7 +112,8 @@ constexpr auto kOtherKeys = std::to_array<OtherName>({
     {"fused foreach optim_args early_step_in_backward optimizer.implementation", "", kFused},
     {"warmup num_warmup_steps lr_warmup_steps warmup_iters", "lr_scheduler.warmup_steps"},
     {"warmup_ratio lr_warmup_ratio", "lr_scheduler.warmup_steps", "steps, no share of them"},
-    {"lr_scheduler_type lr_decay_style decay_type lr_scheduler_kwargs lr_schedule",
+    {"lr_scheduler_type lr_scheduler_name lr_decay_style decay_type lr_scheduler_kwargs "
+     "lr_schedule",
      "lr_scheduler.decay"},
     {"decay_ratio lr_decay_steps", "lr_scheduler.decay_steps",
      "steps at the end, with lr_scheduler.decay = \"wsd\""},
@@ -264,6 +265,16 @@ std::string section_meant(const std::string& name) {
   return close_name(name, config_sections()).value_or("");
 }
 
+/// `lora.r` is known as lora_r, `scheduler.type` as lr_scheduler_type; null for a key that is here
+/// under that name in the section that was meant.
+const OtherName* of_its_section(const std::string& section, const std::string& name) {
+  if (section.empty()) return nullptr;
+  const std::string meant = section_meant(section);
+  if (find_key(concat(meant, ".", name)) != nullptr) return nullptr;
+  const OtherName* other = find_in(other_keys(), concat(section, "_", name));
+  return other == nullptr ? find_in(other_keys(), concat(meant, "_", name)) : other;
+}
+
 /// Keys of that name, in any section.
 std::vector<std::string> keys_called(std::string_view name) {
   std::vector<std::string> found;
@@ -342,6 +353,7 @@ std::string advice_on_key(std::string_view full_name, KeysIn where) {
   const auto [section, name] = split(full_name);
   const OtherName* other = find_in(other_keys(), concat(section, ".", name));
   if (other == nullptr) other = find_in(other_keys(), name);
+  if (other == nullptr) other = of_its_section(section, name);
   if (other != nullptr) return advice_on(*other, where);
   const auto same = keys_called(name);
   if (section.empty() && !same.empty()) {

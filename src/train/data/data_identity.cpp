@@ -184,8 +184,9 @@ std::optional<std::string> key_that_changed(const DataConfig& now,
     other.packing = packing;
     if (!gives(other, expected)) continue;
     const auto found = packing == Packing::kStream ? Packing::kDocuments : Packing::kStream;
-    return concat("data.packing: found ", in_words(found), now.packing ? "" : " by what is there",
-                  ", expected ", in_words(packing));
+    return concat("data.packing: found ", printable(in_words(found)),
+                  now.packing ? "" : " (chosen by what the data has)", ", expected ",
+                  printable(in_words(packing)));
   }
   if (!before || !gives(*before, expected)) return std::nullopt;
   if (now.source.size() != before->source.size()) {

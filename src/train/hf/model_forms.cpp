@@ -4,6 +4,7 @@
 #include <map>
 #include <utility>
 
+#include "base/text/wildcard.h"
 #include "grad/ruled_update.h"
 #include "tessera/contract.h"
 #include "tessera/error.h"
@@ -91,6 +92,35 @@ std::vector<std::string> fused_as_one(const std::vector<models::ParameterSpec>& 
     contract.name = parameter.name;
     return !grad::ruled_update(rules, contract).split_fused.value_or(true);
   });
+}
+
+void check_split_fused(const std::vector<models::ParameterSpec>& table,
+                       const std::vector<OptimizerRule>& rules, fsdp::OptimizerName optimizer) {
+  const auto fused = fused_weights(table);
+  const auto matches = [&](const std::string& pattern) {
+    return std::ranges::any_of(fused,
+                               [&](const auto& name) { return matches_name(pattern, name); });
+  };
+  for (std::size_t i = 0; i < rules.size(); ++i) {
+    const OptimizerRule& rule = rules[i];
+    if (!rule.split_fused) continue;
+    const std::string source = concat("optimizer.rule[", i + 1, "].split_fused");
+    TESSERA_CHECK(optimizer == fsdp::OptimizerName::kMuon, ErrorKind::kConfig, source, ": found ",
+                  *rule.split_fused ? "true" : "false", " with ", fsdp::name_of(optimizer),
+                  ", which steps every element by itself, expected Muon; leave split_fused out, or "
+                  "set optimizer.name = \"Muon\"");
+    // The patterns of a rule that asks for more may be those of the other numbers.
+    const bool asks_more = rule.lr_scale || rule.weight_decay;
+    const auto lost = std::ranges::find_if_not(rule.match, matches);
+    const bool has_effect =
+        asks_more ? std::ranges::any_of(rule.match, matches) : lost == rule.match.end();
+    TESSERA_CHECK(has_effect, ErrorKind::kContract, source, ": found the pattern ",
+                  in_quotes(*lost), " that matches no fused weight, expected one that does; ",
+                  fused.empty()
+                      ? "this model has none"
+                      : concat("this model has ", fused.size(), ", as ", in_quotes(fused.front())),
+                  "; leave split_fused out of the rule, or correct match");
+  }
 }
 
 std::vector<std::string> fused_in_files(const std::vector<models::ParameterSpec>& table) {

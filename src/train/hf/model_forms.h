@@ -27,6 +27,11 @@ fsdp::MatrixForms hidden_matrices(const std::vector<models::ParameterSpec>& tabl
 /// The fused weights that `rules` (OptimizerRule::split_fused) step as one matrix.
 std::vector<std::string> fused_as_one(const std::vector<models::ParameterSpec>& table,
                                       const std::vector<OptimizerRule>& rules);
+/// Refuses split_fused in a rule where it would have no effect. Errors: kConfig for an optimizer that
+/// steps no matrix as a whole; kContract where the rule, or one of its patterns if it asks for
+/// nothing else, matches no fused weight.
+void check_split_fused(const std::vector<models::ParameterSpec>& table,
+                       const std::vector<OptimizerRule>& rules, fsdp::OptimizerName optimizer);
 /// The fused weights that were one matrix before the rule existed: those that files hold as one
 /// tensor.
 std::vector<std::string> fused_in_files(const std::vector<models::ParameterSpec>& table);

@@ -195,11 +195,6 @@ std::optional<std::string> unused_optimizer_keys(const OptimizerConfig& optimize
   for (const std::string_view key : fsdp::keys_without_effect(set.name, set)) {
     keys += concat(keys.empty() ? "" : ", ", "optimizer.", key);
   }
-  if (set.name != fsdp::OptimizerName::kMuon && std::ranges::any_of(set.rule, [](const auto& rule) {
-        return rule.split_fused.has_value();
-      })) {
-    keys += concat(keys.empty() ? "" : ", ", "split_fused of optimizer.rule");
-  }
   if (keys.empty()) return std::nullopt;
   return concat(keys, ": without effect, since ", fsdp::name_of(optimizer.name),
                 " has no such number; leave it out, or set another optimizer.name");

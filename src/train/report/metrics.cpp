@@ -29,6 +29,7 @@ std::string formatted(const char* format, Args... args) {
 }  // namespace
 
 std::string with_thousands(double value) {
+  if (std::isnan(value)) return "nan";  // whatever its sign
   if (!std::isfinite(value)) return formatted("%f", value);
   std::string digits = formatted("%.0f", value);
   for (std::size_t at = digits.size(); at > 3 && digits[at - 4] != '-'; at -= 3) {
@@ -130,7 +131,18 @@ std::string fitted(std::vector<LinePart> parts) {
 
 /// A very large loss takes no more columns than others.
 std::string short_number(double value) {
+  if (std::isnan(value)) return formatted("%7s", "nan");  // whatever its sign
   return formatted(std::abs(value) < 1e6 ? "%7.4f" : "%7.1e", value);
+}
+
+/// "65536", "2^24", "1.7e+07".
+std::string scale_text(double scale) {
+  constexpr std::size_t kMostDigits = 6;
+  std::string digits = formatted("%g", scale);
+  if (digits.size() <= kMostDigits) return digits;
+  int exponent = 0;
+  if (std::frexp(scale, &exponent) == 0.5) return formatted("2^%d", exponent - 1);
+  return formatted("%.1e", scale);
 }
 
 std::string gib_text(double mib) {
@@ -150,15 +162,15 @@ std::string to_step_line(const StepMetrics& m) {
   parts.push_back({"  loss: " + (ran ? short_number(m.loss) : none)});
   parts.push_back({"  grad_norm: " + (ran ? short_number(m.grad_norm) : none), 1});
   parts.push_back({"  memory: " + gib_text(m.peak_device_mib.value_or(m.peak_rss_mib)), 8});
-  parts.push_back({"  tps: " + (ran ? with_thousands(m.tps) : "-"), 4});
+  parts.push_back({"  tps: " + (ran ? with_thousands(m.tps) : "-"), 6});
   if (m.mfu && std::isfinite(*m.mfu)) parts.push_back({formatted("  mfu: %.2f", *m.mfu), 7});
-  parts.push_back({formatted("  lr: %.2e", m.lr), 6});
+  parts.push_back({formatted("  lr: %.2e", m.lr), 4});
   if (m.val_loss) parts.push_back({"  val_loss: " + short_number(*m.val_loss)});
   if (m.steps_without_labels) {
     const auto steps = static_cast<long long>(*m.steps_without_labels);
     parts.push_back({formatted("  without labels: %lld", steps), 3});
   }
-  if (m.loss_scale) parts.push_back({formatted("  loss_scale: %g", *m.loss_scale), 5});
+  if (m.loss_scale) parts.push_back({"  loss_scale: " + scale_text(*m.loss_scale), 5});
   if (m.skipped_steps) {
     parts.push_back({formatted("  skipped: %lld", static_cast<long long>(*m.skipped_steps)), 2});
   }

@@ -178,7 +178,7 @@ TEST(RecomputePass, WhatAUserHasSetStays) {
   problem.eager.recompute[1] = kFull;
   const auto chosen = choose(problem);
   EXPECT_THAT(chosen.choices.recompute, ElementsAre(kNone, kFull, kNone));
-  EXPECT_EQ(chosen.recompute_reasons[1], "as its user has set it");
+  EXPECT_EQ(chosen.recompute_reasons[1], "as activation_checkpoint.mode or set_recompute says");
   problem.units[2].recompute_by = RecomputeBy::kUser;
   EXPECT_THAT(choose(problem).notes,
               Contains(HasSubstr("pass recompute is left out, since no layer keeps less")));

@@ -73,7 +73,7 @@ TEST(ParseByteSize, TakesDecimalAndBinaryUnits) {
 }
 
 TEST(ParseByteSize, RefusesEverythingElseByName) {
-  for (const char* text : {"", "0", "0GB", "-1", "GB", "5 GB", "5gb", "1.5GB", "5GBs",
+  for (const char* text : {"", "0", "0GB", "-1", "GB", "5 GB", "5gbb", "1.5GB", "5GBs",
                            "9223372036854775807KB", "99999999999999999999"}) {
     EXPECT_THAT(
         testing::error_of(ErrorKind::kUsage, [&] { parse_byte_size(text, "--max-shard-size"); }),

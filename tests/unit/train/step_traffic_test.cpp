@@ -132,7 +132,8 @@ Drawn drawn(std::uint32_t seed) {
     d.form = draw.one_of({1, 2, 3});
   }
   d.muon = draw.one_of({0, 1}) == 1;
-  d.as_one = d.muon && draw.one_of({0, 1}) == 1;
+  // Only of a model with fused weights, which experts and gpt2 have.
+  d.as_one = d.muon && draw.one_of({0, 1}) == 1 && (d.routed || d.family == "gpt2");
   // Adapters have no gpt2, and are in place of a frozen part and of a loss of frozen routers.
   if (d.muon && d.family != "gpt2" && !d.frozen && d.aux_loss_coef == 0.0 &&
       draw.one_of({0, 1}) == 1) {

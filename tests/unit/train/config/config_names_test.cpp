@@ -137,6 +137,29 @@ TEST(OtherNames, TheMostUsedOfTorchtitanTransformersAndAxolotl) {
               HasSubstr("\"parallelism.data_parallel_shard_degree\""));
 }
 
+// Of every name that begins with a section's: `lora.r` of lora_r. Naive: only where it is written in
+// one word.
+TEST(OtherNames, AreFoundWhereTheirFirstWordIsTheSection) {
+  int found = 0;
+  for (const OtherName& other : other_keys()) {
+    for (const std::string& name : words_of(other.theirs)) {
+      for (const std::string& section : config_sections()) {
+        if (!name.starts_with(section + "_")) continue;
+        const std::string rest = name.substr(section.size() + 1);
+        if (find_key(section + "." + rest) != nullptr || find_other_key(rest) != nullptr) continue;
+        EXPECT_EQ(in_file(section + "." + rest), advice_on(other, KeysIn::kFile)) << name;
+        ++found;
+      }
+    }
+  }
+  EXPECT_GT(found, 5);
+  EXPECT_EQ(advice_on_key("lora.r", KeysIn::kCommandLine), "; it is called --lora.rank here");
+  EXPECT_THAT(in_file("peft.r"), HasSubstr("it is called \"lora.rank\" here"));
+  for (const char* type : {"lr_scheduler.type", "lr_scheduler.name", "scheduler.type"}) {
+    EXPECT_EQ(in_file(type), "; it is called \"lr_scheduler.decay\" here");
+  }
+}
+
 /// One edit: a character changed, inserted, removed, or swapped with its neighbour.
 std::string misspelt(std::string word, std::mt19937& random) {
   const auto below = [&](std::size_t end) {

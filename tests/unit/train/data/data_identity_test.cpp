@@ -110,8 +110,8 @@ TEST(DataIdentity, TheKeyThatMadeItOtherDataIsFound) {
   DataConfig packed = plain;
   packed.packing = Packing::kDocuments;
   EXPECT_EQ(changed(plain, packed, {}),
-            "data.packing: found stream by what is there, expected documents");
-  EXPECT_EQ(changed(packed, plain, {}), "data.packing: found documents, expected stream");
+            "data.packing: found 'stream' (chosen by what the data has), expected 'documents'");
+  EXPECT_EQ(changed(packed, plain, {}), "data.packing: found 'documents', expected 'stream'");
   const auto of = [](const std::vector<DataSource>& sources) {
     return DataConfig{.path = {}, .source = sources};
   };

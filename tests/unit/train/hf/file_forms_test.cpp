@@ -1,8 +1,9 @@
 // Which tensors of a file hold a parameter, and where its elements lie in them.
 #include "checkpoint/file_forms.h"
 
-#include <gtest/gtest.h>
+#include <gmock/gmock.h>
 
+#include <iterator>
 #include <random>
 
 #include "train/hf/model_forms.h"
@@ -121,6 +122,53 @@ TEST(HiddenMatrices, OfFusedWeightsAreEachPartUnlessARuleSaysOtherwise) {
   expect(together.at("rows"), 3, {10, 4}, {});
   expect(together.at("c_attn"), 1, {4, 12}, {});
   expect(together.at(stacked), 3, {6, 4}, {});
+}
+
+// Drawn: rules that speak of fused weights, of others, or of nothing, with a second number or not.
+// Naive: a choice that changes nothing is taken without a word.
+TEST(SplitFused, IsRefusedWhereItHasNoEffect) {
+  const auto table = fused_table();
+  const std::pair<const char*, bool> patterns[] = {{"halves", true}, {"row*", true},
+                                                   {"*", true},      {"plain", false},
+                                                   {"*lain", false}, {"nothing", false}};
+  std::mt19937 random(11);
+  int refused = 0;
+  for (int round = 0; round < 300; ++round) {
+    OptimizerRule rule{.match = {}, .split_fused = random() % 2 == 0};
+    if (random() % 3 == 0) rule.lr_scale = 2.0;
+    int without = 0;
+    const int count = 1 + static_cast<int>(random() % 3);
+    for (int i = 0; i < count; ++i) {
+      const auto& [pattern, is_of_fused] = patterns[random() % std::size(patterns)];
+      rule.match.emplace_back(pattern);
+      without += !is_of_fused;
+    }
+    std::vector<OptimizerRule> rules(random() % 3, OptimizerRule{{"plain"}, 1.0});
+    rules.push_back(rule);
+    const auto check = [&](fsdp::OptimizerName name) { check_split_fused(table, rules, name); };
+    const std::string key = concat("optimizer.rule[", rules.size(), "].split_fused: found ");
+    if (without == 0 || (rule.lr_scale && without < count)) {
+      EXPECT_NO_THROW(check(fsdp::OptimizerName::kMuon));
+    } else {
+      ++refused;
+      const auto said =
+          testing::error_of(ErrorKind::kContract, [&] { check(fsdp::OptimizerName::kMuon); });
+      EXPECT_THAT(said, ::testing::StartsWith(key + "the pattern \""));
+      EXPECT_THAT(said, ::testing::HasSubstr("this model has 5, as \"halves\""));
+    }
+    const auto other =
+        testing::error_of(ErrorKind::kConfig, [&] { check(fsdp::OptimizerName::kAdamW); });
+    EXPECT_THAT(other, ::testing::StartsWith(key + (*rule.split_fused ? "true" : "false")));
+    rules.back().split_fused.reset();
+    EXPECT_NO_THROW(check(fsdp::OptimizerName::kAdamW));
+  }
+  EXPECT_GT(refused, 50);
+  EXPECT_THAT(testing::error_of(ErrorKind::kContract,
+                                [] {
+                                  check_split_fused({}, {{.match = {"*"}, .split_fused = false}},
+                                                    fsdp::OptimizerName::kMuon);
+                                }),
+              ::testing::HasSubstr("this model has none"));
 }
 
 // The matrices of a checkpoint that was written before there was a choice.

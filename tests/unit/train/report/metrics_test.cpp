@@ -195,7 +195,8 @@ TEST(StepLine, FitsAHundredColumnsWhateverAStepHas) {
     return random() % 2 == 0 ? std::optional<double>() : std::optional(value);
   };
   const auto number = [&] {
-    const double sizes[] = {0.0, 1e-9, 0.5, 9.99999, 123.4, 12345.6, 1e7, 1e30, NAN, INFINITY};
+    const double sizes[] = {0.0, 1e-9, 0.5,  9.99999, 123.4,    12345.6,
+                            1e7, 1e30, -NAN, NAN,     INFINITY, -INFINITY};
     return sizes[random() % std::size(sizes)];
   };
   for (int round = 0; round < 3000; ++round) {
@@ -209,7 +210,8 @@ TEST(StepLine, FitsAHundredColumnsWhateverAStepHas) {
     metrics.peak_device_mib = maybe(81559.0);
     metrics.mfu = maybe(0.4321);
     metrics.val_loss = maybe(number());
-    metrics.loss_scale = maybe(0x1p40);
+    const double scales[] = {1.0, 65536.0, 0x1p24, 0x1p40, 0x1p-30, 16777217.0, 0.1, 1e-9};
+    metrics.loss_scale = maybe(scales[random() % std::size(scales)]);
     const auto count = static_cast<std::int64_t>(random() % 100000);
     if (random() % 2 == 0) metrics.skipped_steps = count;
     if (random() % 2 == 0) metrics.steps_without_labels = count + 1;
@@ -219,6 +221,38 @@ TEST(StepLine, FitsAHundredColumnsWhateverAStepHas) {
     EXPECT_EQ(line.find("val_loss: ") != std::string::npos,
               metrics.val_loss.has_value() || metrics.step == 0);
     EXPECT_EQ(line.find("  loss: ") != std::string::npos, metrics.step > 0);
+    EXPECT_THAT(line, ::testing::Not(HasSubstr("-nan")));
+    if (metrics.step == 0) continue;
+    // Of what may be dropped, lr goes after columns that others have as well.
+    const bool has_lr = line.find("  lr: ") != std::string::npos;
+    for (const char* before : {"  memory: ", "  mfu: ", "  loss_scale: ", "  tps: "}) {
+      EXPECT_TRUE(has_lr || line.find(before) == std::string::npos) << line;
+    }
+    const auto scale = line.find("  loss_scale: ");
+    if (scale == std::string::npos) continue;
+    const auto end = std::min(line.find("  ", scale + 2), line.size());
+    EXPECT_LE(end - scale, std::string("  loss_scale: 1.7e+07").size()) << line;
+  }
+}
+
+// Naive: a scale of 12 digits that pushes lr out, and the sign of a NaN.
+TEST(StepLine, ASkippedStepHasItsLearningRateAndAScaleThatIsShort) {
+  StepMetrics metrics = some_metrics();
+  metrics.step = 1;
+  metrics.loss = 5.6186;
+  metrics.grad_norm = -std::nan("");
+  metrics.tps = 151.0;
+  metrics.skipped_steps = 1;
+  for (const auto& [scale, text] : {std::pair{65536.0, "65536"},
+                                    {0x1p24, "2^24"},
+                                    {0x1p-20, "2^-20"},
+                                    {0.5, "0.5"},
+                                    {16777217.0, "1.7e+07"}}) {
+    metrics.loss_scale = scale;
+    EXPECT_EQ(to_step_line(metrics),
+              std::string("step:  1  loss:  5.6186  grad_norm:     nan  tps: 151  lr: 1.00e-03  "
+                          "loss_scale: ") +
+                  text + "  skipped: 1");
   }
 }
 
