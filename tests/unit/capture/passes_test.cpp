@@ -135,7 +135,7 @@ TEST(PrefetchPass, GoesAsFarAheadAsItPays) {
   for (auto& unit : problem.profile.units) unit.gather_ms = unit.name == "layer 3" ? 3.0 : 0.1;
   const auto far = choose(problem, Names{"prefetch"});
   EXPECT_GE(far.choices.ahead_in_forward, 2U);
-  EXPECT_THAT(far.ahead_reason, HasSubstr("the least of 25 that fit"));
+  EXPECT_THAT(far.ahead_reason, HasSubstr("the best of the 25 choices that fit"));
   // What hides behind one unit is not gathered before that.
   for (auto& unit : problem.profile.units) unit.gather_ms = 0.5;
   EXPECT_EQ(choose(problem, Names{"prefetch"}).choices.ahead_in_forward, 1U);
@@ -144,7 +144,7 @@ TEST(PrefetchPass, GoesAsFarAheadAsItPays) {
   problem.profile.units.back().gather_ms = 1.05;
   const auto kept = choose(problem, Names{"prefetch"});
   EXPECT_EQ(kept.choices, problem.eager);
-  EXPECT_THAT(kept.ahead_reason, HasSubstr("at most 2 % above the least of 25"));
+  EXPECT_THAT(kept.ahead_reason, HasSubstr("of the 25 choices that fit none is more than 2 % better"));
   // Nothing fits beside what is read.
   problem.memory_budget = least_bytes(problem);
   const auto none = choose(problem, Names{"prefetch"});

@@ -68,7 +68,7 @@ TEST(ModelPlan, UnitsSendTheBytesOfTheDocumentation) {
   // (N - 1) S r in fp32, nothing of the frozen one.
   EXPECT_EQ(reductions, (std::vector<std::int64_t>{3 * 1024, 3 * 2048, 3 * 4096, 0}));
   const ModelPlan alone = plan_model({"", {{"w", 64, kHalf}}}, {}, {1, 64}, 0);
-  EXPECT_EQ(sent_of(alone.units.front(), reduced_bytes), 0) << "one rank sends nothing";
+  EXPECT_EQ(reduce_sent_bytes(alone.units.front()), 0) << "one rank sends nothing";
 }
 
 // dp_shard 4 x tp 2 = dp_shard_mod_ep 2 x ep 4: a norm is summed over all eight ranks, a column
@@ -94,8 +94,8 @@ TEST(ModelPlan, ABucketLiesOverTheRanksOfItsOwnAxes) {
   EXPECT_EQ(buckets[2].ranks, 2);
   EXPECT_EQ(buckets[3].ranks, 1);
   const std::int64_t sent = 4 * 512 * 7 / 8 + 4 * 512 * 3 / 4 + 4 * 512 / 2;
-  EXPECT_EQ(sent_of(plan.units.front(), reduced_bytes), sent);
-  EXPECT_EQ(sent_of(plan.units.front(), gathered_bytes), sent);
+  EXPECT_EQ(reduce_sent_bytes(plan.units.front()), sent);
+  EXPECT_EQ(gather_sent_bytes(plan.units.front()), sent);
 }
 
 TEST(ModelPlan, HashesDifferWhereThePlansDo) {
