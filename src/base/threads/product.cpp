@@ -1,6 +1,7 @@
 #include "base/threads/product.h"
 
 #include <ATen/ops/addmm.h>
+#include <ATen/ops/bmm.h>
 #include <ATen/ops/mm.h>
 
 /// Sets the number of threads of the products that the calling thread begins and returns the one
@@ -17,8 +18,8 @@ constexpr std::int64_t kMultiplicationsOfOneThread = std::int64_t{5} << 18;
 thread_local int scopes = 0;
 
 bool is_small(const at::Tensor& a, const at::Tensor& b) {
-  return a.is_cpu() && a.dim() == 2 && b.dim() == 2 &&
-         a.numel() * b.size(1) <= kMultiplicationsOfOneThread;
+  return a.is_cpu() && a.dim() >= 2 && b.dim() == a.dim() &&
+         a.numel() * b.size(-1) <= kMultiplicationsOfOneThread;
 }
 
 }  // namespace
@@ -50,6 +51,11 @@ void mm_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
 at::Tensor addmm(const at::Tensor& bias, const at::Tensor& a, const at::Tensor& b) {
   const OneThread one(is_small(a, b));
   return at::addmm(bias, a, b);
+}
+
+void bmm_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b) {
+  const OneThread one(is_small(a, b));
+  at::bmm_out(out, a, b);
 }
 
 }  // namespace tessera::base

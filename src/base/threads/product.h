@@ -29,5 +29,7 @@ class OneThread {
 at::Tensor mm(const at::Tensor& a, const at::Tensor& b);
 void mm_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b);
 at::Tensor addmm(const at::Tensor& bias, const at::Tensor& a, const at::Tensor& b);
+/// at::bmm_out, the same.
+void bmm_out(at::Tensor& out, const at::Tensor& a, const at::Tensor& b);
 
 }  // namespace tessera::base

@@ -2,7 +2,6 @@
 // products take whatever matrix units the machine has, and a block's scores stay in its cache. What
 // is kept of the scores are two numbers a row; backward forms a block's weights again. Then the
 // softmax of a block of rows that see a window, with sinks.
-#include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
@@ -12,6 +11,7 @@
 #include <vector>
 
 #include "base/threads/parallel.h"
+#include "base/threads/product.h"
 #include "kernels/cpu/dispatch.h"
 #include "kernels/implementations.h"
 #include "kernels/results.h"
@@ -240,12 +240,13 @@ at::Tensor attend(const at::Tensor& queries, const at::Tensor& keys, const at::T
   std::int64_t done = 0;
   for (const Part& part : parts.all()) {
     at::Tensor scores = parts.scores(Parts::kWeights, part);
-    at::bmm_out(scores, parts.queries_of(queries, part), parts.keys_of(keys, part).transpose(1, 2));
+    base::bmm_out(scores, parts.queries_of(queries, part),
+                  parts.keys_of(keys, part).transpose(1, 2));
     const std::int64_t rows = scores.size(0) * scores.size(1);
     parts.softmax(scores, sums.defined() ? sums.narrow(0, done, rows) : sums, part);
     done += rows;
     at::Tensor mixed = parts.by_query(part, head_dim);
-    at::bmm_out(mixed, scores, parts.keys_of(values, part));
+    base::bmm_out(mixed, scores, parts.keys_of(values, part));
     by_group.narrow(0, part.rows.begin, part.rows.size())
         .narrow(1, part.groups.begin, part.groups.size())
         .narrow(2, part.block.queries.begin, part.block.queries.size())
@@ -268,11 +269,11 @@ class KeySum {
   void add(Parts& parts, const Part& part, const at::Tensor& rows, const at::Tensor& values) {
     if (!sum_.defined()) {
       at::Tensor whole = parts.entries_of(result_, part);
-      at::bmm_out(whole, rows.transpose(1, 2), values);
+      base::bmm_out(whole, rows.transpose(1, 2), values);
       return;
     }
     at::Tensor addend = parts.by_key(part, values.size(2));
-    at::bmm_out(addend, rows.transpose(1, 2), values);
+    base::bmm_out(addend, rows.transpose(1, 2), values);
     const at::Tensor sum = parts.keys_of(sum_, part);
     if (sum.scalar_type() == addend.scalar_type()) {
       sum.add_(addend);
@@ -345,15 +346,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward(
     const at::Tensor of_grad = parts.queries_of(grad, part);
     const at::Tensor of_keys = parts.keys_of(keys, part);
     at::Tensor weights = parts.scores(Parts::kWeights, part);
-    at::bmm_out(weights, of_queries, of_keys.transpose(1, 2));
+    base::bmm_out(weights, of_queries, of_keys.transpose(1, 2));
     at::Tensor scores = parts.scores(Parts::kScores, part);
-    at::bmm_out(scores, of_grad, parts.keys_of(values, part).transpose(1, 2));
+    base::bmm_out(scores, of_grad, parts.keys_of(values, part).transpose(1, 2));
     const std::int64_t rows = scores.size(0) * scores.size(1);
     parts.softmax_backward(scores, weights, sums.narrow(0, done, rows), part);
     done += rows;
     at::Tensor to_queries =
         parts.at_once() ? parts.entries_of(flat(grad_q), part) : parts.by_query(part, head_dim);
-    at::bmm_out(to_queries, scores, of_keys);
+    base::bmm_out(to_queries, scores, of_keys);
     if (!parts.at_once()) parts.queries_of(flat(grad_q), part).copy_(to_queries);
     grad_keys.add(parts, part, scores, of_queries);
     grad_values.add(parts, part, weights, of_grad);
