@@ -13,8 +13,8 @@
 
 namespace tessera::comm {
 
-/// NAME=VALUE, as measured: below 3000 a step of a small model with its cores to itself is slower
-/// (2000: by 9 %, 1000: by 25 %), above it a step under other load (docs/launchers.md).
+/// NAME=VALUE, as measured: with fewer turns a step of a small model with its cores to itself is
+/// slower, with more a step under other load (docs/launchers.md).
 inline constexpr char kShortSpins[] = "GOMP_SPINCOUNT=3000";
 
 /// Whether `entry`, NAME=VALUE, says how threads wait: it is GOMP_SPINCOUNT or OMP_WAIT_POLICY, set
