@@ -132,7 +132,6 @@ void ShardedBase::visit_full(
   const at::NoGradGuard no_grad;
   fsdp::unit_of_handle(unit_);
   if (gradients) runtime_->require_reduced("whole gradients");
-  const fsdp::ModelNames names(*this);
   const auto named = all();
   auto& runtime = *runtime_;
   // Units in agreed order, so that every rank gathers the same buckets one after the other.
@@ -147,8 +146,7 @@ void ShardedBase::visit_full(
         if (own.parameter->unit != unit || own.parameter->bucket != index) continue;
         const auto& placed = own.parameter->placed();
         const auto local = flat.narrow(0, placed.offset, placed.numel);
-        visit(names.of(own.parameter->contract).front(),
-              fsdp::whole_of(runtime, *own.parameter, local));
+        visit(own.parameter->contract.name, fsdp::whole_of(runtime, *own.parameter, local));
       }
     }
   }

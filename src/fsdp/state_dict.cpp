@@ -301,7 +301,7 @@ StateDict state_dict(const ShardedBase& model, StateDictKind kind) {
         dict.push_back({name, target.in_file(), target.shape, target.begin, target.end,
                         target.layout, target.coordinates});
       } else if (target.contract != nullptr) {
-        dict.push_back(whole_entry(name, whole.at(target.names.front())));
+        dict.push_back(whole_entry(name, whole.at(target.contract->name)));
       } else {
         dict.push_back(whole_entry(name, target.stored.detach().clone()));
       }
