@@ -144,7 +144,8 @@ TEST(PrefetchPass, GoesAsFarAheadAsItPays) {
   problem.profile.units.back().gather_ms = 1.05;
   const auto kept = choose(problem, Names{"prefetch"});
   EXPECT_EQ(kept.choices, problem.eager);
-  EXPECT_THAT(kept.ahead_reason, HasSubstr("of the 25 choices that fit none is more than 2 % better"));
+  EXPECT_THAT(kept.ahead_reason,
+              HasSubstr("of the 25 choices that fit none is more than 2 % better"));
   // Nothing fits beside what is read.
   problem.memory_budget = least_bytes(problem);
   const auto none = choose(problem, Names{"prefetch"});
