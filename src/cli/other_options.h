@@ -1,4 +1,5 @@
-// What other verbs and other programs call an option. Next: train/config/config_names.h, for keys.
+// The table names options of other verbs and programs with the option that this program has
+// instead. Next: train/config/config_names.h, which does so for keys.
 #pragma once
 
 #include <string_view>

@@ -193,7 +193,7 @@ void print_costs(const capture::PlanFile& file, const capture::PlanProblem& prob
   }
   std::cout << "  sent by a rank: " << size_text(traffic.total()) << " a step"
             << (traffic.of_tokens ? "" : ", without activations and tokens (set training.seq_len)");
-  // What a profile makes of the plan is known here alone.
+  // inspect reads no profile, so it cannot show the bytes of a plan that one has shaped.
   if (traffic.of_tokens && problem.profile.is_assumed) {
     std::cout << " (tessera inspect --contract" << (step.is_off ? " --compile.mode plan" : "")
               << " says of what)";

@@ -145,7 +145,8 @@ constexpr std::string_view kInert[] = {
     "classifier_dropout",
 };
 
-/// What one kind of rope reads and the others do not; transformers reads mscale_all_dim for others.
+/// Keys that only some kinds of rope read. mscale_all_dim is not among them: transformers reads it
+/// for every kind.
 constexpr std::string_view kOfRopeKinds[] = {
     "attention_factor",
     "beta_fast",

@@ -154,8 +154,8 @@ void Exchange::begin_wait() {
 
 void Exchange::blame(int peer, const std::string& lost) {
   const ChannelOptions& options = channel_->options;
-  // A wait that has begun stays on the board: the peer may itself wait for a third rank, to which
-  // whoever waits for this one must be able to follow. A rank that came late, but could still post,
+  // A wait that has begun stays on the board: the peer may itself wait for a third rank, and ranks
+  // that wait for this one follow its wait to that rank. A rank that came late, but could still post,
   // is followed as well until the peer's words have come. start() is not on the board: it has begun
   // no wait, and from a rank that came too late nobody is to follow to a peer that holds up none.
   waits_for_ = peer;
