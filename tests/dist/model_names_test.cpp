@@ -302,14 +302,17 @@ void expect_patterns(DrawnModel& drawn, const PlainNames& plain,
   const auto adamw = make_adamw(model, options);
   EXPECT_EQ(decayed_by(model, *adamw, plain), without(plain.trained, matched));
 
-  adamw->offload({folder, patterns});
-  Names outside;
-  std::size_t place = 0;
-  for (const auto& view : model.shards()) {
-    const auto name = model.named_parameters()[place++].key();
-    if (view.contract->trainable && adamw->is_offloaded(view.contract->name)) outside.insert(name);
+  // State of devices is not offloaded.
+  if (device_here().is_cpu()) {
+    adamw->offload({folder, patterns});
+    Names outside;
+    std::size_t place = 0;
+    for (const auto& view : model.shards()) {
+      const auto name = model.named_parameters()[place++].key();
+      if (view.contract->trainable && adamw->is_offloaded(view.contract->name)) outside.insert(name);
+    }
+    EXPECT_EQ(outside, matched);
   }
-  EXPECT_EQ(outside, matched);
 
   MuonOptions muon_options;
   muon_options.adamw = patterns;
