@@ -43,10 +43,12 @@ void heed_cpu_quota() {
 }
 
 void for_ranges(std::int64_t size, std::int64_t grain,
-                c10::function_ref<void(std::int64_t, std::int64_t)> body) {
+                c10::function_ref<void(std::int64_t, std::int64_t)> body,
+                std::int64_t most_on_one) {
   if (size <= 0) return;
   RECORD_USER_SCOPE("tessera::kernel");
-  if (size <= grain || at::get_num_threads() == 1 || at::in_parallel_region()) {
+  if (size <= std::max(grain, most_on_one) || at::get_num_threads() == 1 ||
+      at::in_parallel_region()) {
     body(0, size);
     return;
   }

@@ -12,9 +12,11 @@
 namespace tessera::base {
 
 /// body(begin, end) for parts of [0, size) that begin at multiples of `grain`, on several threads
-/// where there are more than `grain` items. `body` must not throw.
+/// where there are more than `most_on_one` items, or than `grain` where that is more. `body` must not
+/// throw.
 void for_ranges(std::int64_t size, std::int64_t grain,
-                c10::function_ref<void(std::int64_t, std::int64_t)> body);
+                c10::function_ref<void(std::int64_t, std::int64_t)> body,
+                std::int64_t most_on_one = 0);
 
 /// How many threads libtorch has for loops and products that this thread begins: `wanted`, or fewer
 /// under OMP_THREAD_LIMIT. oneDNN (libtorch 2.13) cuts bf16 products for the number that is set, and

@@ -64,9 +64,9 @@ void with_kernels(at::ScalarType activation, Use&& use) {
   with_kernels(activation, activation, std::forward<Use>(use));
 }
 
-/// About this many elements are worth a thread.
+/// About this many elements are worth a thread, which may have to be woken (base/threads/product.h).
 inline std::int64_t rows_a_thread(std::int64_t columns) {
-  constexpr std::int64_t kElements = 32768;
+  constexpr std::int64_t kElements = 65536;
   return columns >= kElements ? 1 : kElements / (columns > 0 ? columns : 1);
 }
 

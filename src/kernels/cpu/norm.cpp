@@ -20,34 +20,40 @@ namespace {
 /// threads.
 class RowBlocks {
  public:
-  RowBlocks(std::int64_t rows, std::int64_t columns);
+  /// `elements`: how many each row has for part() to work on; `columns`: how many sums there are.
+  RowBlocks(std::int64_t rows, std::int64_t elements, std::int64_t columns);
 
-  /// part(begin, end, sums) once a block, on several threads; `sums` [columns] begins as zeros.
+  /// part(begin, end, sums) once a block, on several threads where there are elements enough; `sums`
+  /// [columns] begins as zeros.
   void run(c10::function_ref<void(std::int64_t, std::int64_t, float*)> part);
 
   /// fp32 [columns].
   at::Tensor total() const;
 
  private:
-  std::int64_t rows_;
+  std::int64_t rows_, elements_;
   at::Tensor sums_;  ///< [blocks, columns]
 };
 
 constexpr std::int64_t kRows = 64;
 
-RowBlocks::RowBlocks(std::int64_t rows, std::int64_t columns)
+RowBlocks::RowBlocks(std::int64_t rows, std::int64_t elements, std::int64_t columns)
     : rows_(rows),
+      elements_(elements),
       sums_(at::zeros({std::max<std::int64_t>(1, (rows + kRows - 1) / kRows), columns},
                       at::kFloat)) {}
 
 void RowBlocks::run(c10::function_ref<void(std::int64_t, std::int64_t, float*)> part) {
   const std::int64_t columns = sums_.size(1);
   auto* sums = static_cast<float*>(sums_.mutable_data_ptr());
-  base::for_ranges(rows_, kRows, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t row = begin; row < end; row += kRows) {
-      part(row, std::min(end, row + kRows), sums + row / kRows * columns);
-    }
-  });
+  base::for_ranges(
+      rows_, kRows,
+      [&](std::int64_t begin, std::int64_t end) {
+        for (std::int64_t row = begin; row < end; row += kRows) {
+          part(row, std::min(end, row + kRows), sums + row / kRows * columns);
+        }
+      },
+      rows_a_thread(elements_));
 }
 
 at::Tensor RowBlocks::total() const {
@@ -122,7 +128,7 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(const at::Tensor& grad_inpu
   const at::Tensor x = input.contiguous();
   const at::Tensor weight = weight_input.contiguous();
   const at::Tensor grad_x = result_like(x);
-  RowBlocks blocks(scale.numel(), of_weight ? x.size(-1) : 0);
+  RowBlocks blocks(scale.numel(), x.size(-1), of_weight ? x.size(-1) : 0);
   with_kernels(x.scalar_type(), weight.scalar_type(), [&](auto types, const auto& kernels) {
     using T = typename decltype(types)::T;
     using W = typename decltype(types)::W;
@@ -195,7 +201,7 @@ std::tuple<at::Tensor, at::Tensor> rope_heads_backward(const at::Tensor& grad_in
   const std::int64_t head_dim = grad.size(4);
   const at::Tensor grad_x = result({grad.size(0), grad.size(2), heads * head_dim}, grad.options());
   const bool sums_rows = of_weight && weight.defined();
-  RowBlocks blocks(grad.size(0) * grad.size(2), sums_rows ? head_dim : 0);
+  RowBlocks blocks(grad.size(0) * grad.size(2), heads * head_dim, sums_rows ? head_dim : 0);
   with_kernels(grad.scalar_type(), weight.defined() ? weight.scalar_type() : grad.scalar_type(),
                [&](auto types, const auto& kernels) {
                  using T = typename decltype(types)::T;

@@ -6,6 +6,10 @@
 // be picked by the linker for common use. Next: tables.h.
 #pragma once
 
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
 #include "kernels/cpu/tables.h"
 
 namespace tessera::kernels::cpu::TESSERA_CPU_ISA {
@@ -17,8 +21,27 @@ using Lanes = float __attribute__((vector_size(64)));
 using IntLanes = int __attribute__((vector_size(64)));
 using WordLanes = unsigned __attribute__((vector_size(64)));
 using HalfWords = unsigned short __attribute__((vector_size(32)));
+using Eight = float __attribute__((vector_size(32)));
+using IntEight = int __attribute__((vector_size(32)));
+using Four = float __attribute__((vector_size(16)));
 
 TESSERA_LANES_INLINE Lanes all(float value) { return value - Lanes{}; }
+
+TESSERA_LANES_INLINE Eight low_half(Lanes value) {
+  return __builtin_shufflevector(value, value, 0, 1, 2, 3, 4, 5, 6, 7);
+}
+TESSERA_LANES_INLINE Eight high_half(Lanes value) {
+  return __builtin_shufflevector(value, value, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+TESSERA_LANES_INLINE Four low_half(Eight value) {
+  return __builtin_shufflevector(value, value, 0, 1, 2, 3);
+}
+TESSERA_LANES_INLINE Four high_half(Eight value) {
+  return __builtin_shufflevector(value, value, 4, 5, 6, 7);
+}
+TESSERA_LANES_INLINE Lanes join(Eight low, Eight high) {
+  return __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+}
 
 TESSERA_LANES_INLINE Lanes widen(HalfWords bits) {
   const WordLanes words = __builtin_convertvector(bits, WordLanes) << 16;
@@ -68,6 +91,52 @@ TESSERA_LANES_INLINE void store(T* to, Lanes value, long count) {
   __builtin_memcpy(to, padded, static_cast<unsigned long>(count) * sizeof(T));
 }
 
+// The same with masks, where the instruction set has them: a copy through memory waits for the store
+// before it. Lanes beyond `count` are neither read nor written.
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+TESSERA_LANES_INLINE unsigned short first_lanes(long count) {
+  return static_cast<unsigned short>((1U << count) - 1U);
+}
+TESSERA_LANES_INLINE Lanes load(const float* from, long count, float rest = 0.0F) {
+  if (count == kLanes) return load(from);
+  return _mm512_mask_loadu_ps(all(rest), first_lanes(count), from);
+}
+TESSERA_LANES_INLINE void store(float* to, Lanes value, long count) {
+  if (count == kLanes) return store(to, value);
+  _mm512_mask_storeu_ps(to, first_lanes(count), value);
+}
+TESSERA_LANES_INLINE Lanes load(const BFloat16* from, long count, float rest = 0.0F) {
+  if (count == kLanes) return load(from);
+  const auto others = reinterpret_cast<__m256i>(narrow(all(rest)));
+  return widen(
+      reinterpret_cast<HalfWords>(_mm256_mask_loadu_epi16(others, first_lanes(count), from)));
+}
+TESSERA_LANES_INLINE void store(BFloat16* to, Lanes value, long count) {
+  if (count == kLanes) return store(to, value);
+  _mm256_mask_storeu_epi16(to, first_lanes(count), reinterpret_cast<__m256i>(narrow(value)));
+}
+#elif defined(__AVX2__)
+TESSERA_LANES_INLINE __m256i first_lanes(long count) {
+  const IntEight place = {0, 1, 2, 3, 4, 5, 6, 7};
+  return reinterpret_cast<__m256i>(place < static_cast<int>(count));
+}
+TESSERA_LANES_INLINE Lanes load(const float* from, long count, float rest = 0.0F) {
+  if (count == kLanes) return load(from);
+  const __m256i low = first_lanes(count), high = first_lanes(count - kLanes / 2);
+  const __m256 others = _mm256_set1_ps(rest);
+  const auto lanes_of = [&](const float* half, __m256i lanes) __attribute__((always_inline)) {
+    return _mm256_blendv_ps(others, _mm256_maskload_ps(half, lanes),
+                            reinterpret_cast<__m256>(lanes));
+  };
+  return join(lanes_of(from, low), lanes_of(from + kLanes / 2, high));
+}
+TESSERA_LANES_INLINE void store(float* to, Lanes value, long count) {
+  if (count == kLanes) return store(to, value);
+  _mm256_maskstore_ps(to, first_lanes(count), low_half(value));
+  _mm256_maskstore_ps(to + kLanes / 2, first_lanes(count - kLanes / 2), high_half(value));
+}
+#endif
+
 struct LanePairs {
   Lanes even, odd;
 };
@@ -108,19 +177,16 @@ TESSERA_LANES_INLINE Lanes max(Lanes a, Lanes b) { return a > b ? a : b; }
 
 /// Pairs of lanes that are 8, 4, 2, 1 apart, in this order on every machine.
 TESSERA_LANES_INLINE float sum(Lanes value) {
-  float lanes[kLanes];
-  store(lanes, value);
-  for (long apart = kLanes / 2; apart > 0; apart /= 2) {
-    for (long i = 0; i < apart; ++i) lanes[i] += lanes[i + apart];
-  }
-  return lanes[0];
+  const Eight eight = low_half(value) + high_half(value);
+  const Four four = low_half(eight) + high_half(eight);
+  return (four[0] + four[2]) + (four[1] + four[3]);
 }
+/// Where a lane is NaN, any lane.
 TESSERA_LANES_INLINE float greatest(Lanes value) {
-  float lanes[kLanes];
-  store(lanes, value);
-  float result = lanes[0];
-  for (long i = 1; i < kLanes; ++i) result = lanes[i] > result ? lanes[i] : result;
-  return result;
+  const auto larger = [](auto a, auto b) __attribute__((always_inline)) { return a > b ? a : b; };
+  const Eight eight = larger(low_half(value), high_half(value));
+  const Four four = larger(low_half(eight), high_half(eight));
+  return larger(larger(four[0], four[2]), larger(four[1], four[3]));
 }
 
 /// e^x within 2 units in the last place for x in [-87, 87], the value of the nearer end outside

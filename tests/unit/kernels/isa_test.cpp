@@ -2,8 +2,13 @@
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstddef>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -45,6 +50,62 @@ class Isas : public ::testing::Test {
     }
   }
 };
+
+/// `count` elements whose end is the end of what may be read or written.
+template <class T>
+class AtTheEnd {
+ public:
+  explicit AtTheEnd(std::size_t count) : page_(static_cast<std::size_t>(sysconf(_SC_PAGESIZE))) {
+    memory_ = static_cast<std::byte*>(
+        mmap(nullptr, 2 * page_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    EXPECT_EQ(mprotect(memory_ + page_, page_, PROT_NONE), 0);
+    data_ = reinterpret_cast<T*>(memory_ + page_ - count * sizeof(T));
+  }
+  ~AtTheEnd() { munmap(memory_, 2 * page_); }
+  AtTheEnd(const AtTheEnd&) = delete;
+  AtTheEnd& operator=(const AtTheEnd&) = delete;
+  T* data() const { return data_; }
+
+ private:
+  std::size_t page_;
+  std::byte* memory_;
+  T* data_;
+};
+
+/// Both directions of the clamped gate, of the first `count` elements.
+template <class T>
+std::vector<T> clamped_gates(const Kernels<T, T>& kernels, const std::vector<T>& both,
+                             const std::vector<T>& grad, std::size_t count) {
+  const AtTheEnd<T> in(2 * count), of_out(count), out(count), of_in(2 * count);
+  std::copy_n(both.begin(), 2 * count, in.data());
+  std::copy_n(grad.begin(), count, of_out.data());
+  const ClampedSwigluJob<T> job{.both = in.data(),
+                                .out = out.data(),
+                                .grad = of_out.data(),
+                                .grad_both = of_in.data(),
+                                .alpha = 1.702F,
+                                .limit = 2.0F};
+  kernels.clamped_swiglu_forward(job, 0, static_cast<long>(count));
+  kernels.clamped_swiglu_backward(job, 0, static_cast<long>(count));
+  std::vector<T> results(out.data(), out.data() + count);
+  results.insert(results.end(), of_in.data(), of_in.data() + 2 * count);
+  return results;
+}
+
+/// Of any count of elements, the first results of 48, which is whole vectors.
+template <class T>
+void expect_first_results(const Kernels<T, T>& kernels, const std::vector<T>& both,
+                          const std::vector<T>& grad, const char* isa) {
+  constexpr std::size_t kWhole = 48;
+  const std::vector<T> whole = clamped_gates(kernels, both, grad, kWhole);
+  for (std::size_t count = 1; count < kWhole; ++count) {
+    const std::vector<T> found = clamped_gates(kernels, both, grad, count);
+    EXPECT_EQ(std::memcmp(found.data(), whole.data(), count * sizeof(T)), 0)
+        << isa << ": " << count << " gates";
+    EXPECT_EQ(std::memcmp(found.data() + count, whole.data() + kWhole, 2 * count * sizeof(T)), 0)
+        << isa << ": gradients of " << count << " gates";
+  }
+}
 
 TEST_F(Isas, BaselineIsThereAndRuns) {
   const IsaChoice& last = isas().choices[isas().count - 1];
@@ -174,6 +235,23 @@ TEST_F(Isas, ClampedSwigluAgrees) {
     isa.fp32.clamped_swiglu_backward(job, 0, kElements);
     return results;
   });
+}
+
+// The last vector of a row is shorter: it gives the bits of a whole one and touches nothing behind
+// the row.
+TEST_F(Isas, ShortVectorsGiveTheBitsOfWholeOnesAndTouchNothingElse) {
+  const std::vector<float> both = numbers(9, 2.0), grad = numbers(10);
+  const auto narrowed = [](const std::vector<float>& values) {
+    const at::Tensor narrow = at::tensor(values).to(at::kBFloat16);
+    const auto* first = static_cast<const BFloat16*>(narrow.const_data_ptr());
+    return std::vector<BFloat16>(first, first + narrow.numel());
+  };
+  for (int i = 0; i < isas().count; ++i) {
+    if (!isas().choices[i].supported) continue;
+    const Isa& isa = *isas().choices[i].isa;
+    expect_first_results(isa.fp32, both, grad, isa.name);
+    expect_first_results(isa.bf16, narrowed(both), narrowed(grad), isa.name);
+  }
 }
 
 // Rounding to bf16 is integer work: the same bits everywhere, and those of c10.
