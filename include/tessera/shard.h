@@ -142,12 +142,13 @@ class ShardedBase : public torch::nn::Module {
   /// Every buffer of this unit and of all inside. A loader writes values in the storage dtype or in
   /// the compute dtype and then calls set_loaded().
   std::vector<BufferView> buffers() const;
-  /// What all ranks agreed on: parameters as shards(), buffers as buffers(), units as they stand.
+  /// Returns what all ranks agreed on: parameters as shards(), buffers as buffers(), units as they
+  /// stand.
   ModelContract contract() const;
   /// to_string of it.
   std::string contract_table() const;
 
-  /// Calls `visit(canonical name, whole parameter)` on every rank, storage dtype, one bucket in
+  /// Calls `visit(name of the contract, whole parameter)` on every rank, storage dtype, one bucket in
   /// memory at a time; of parameters that lie cut over model axes one at a time, put together in
   /// their global shape. Collective.
   void visit_full_parameters(
