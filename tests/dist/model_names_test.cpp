@@ -309,7 +309,8 @@ void expect_patterns(DrawnModel& drawn, const PlainNames& plain,
     std::size_t place = 0;
     for (const auto& view : model.shards()) {
       const auto name = model.named_parameters()[place++].key();
-      if (view.contract->trainable && adamw->is_offloaded(view.contract->name)) outside.insert(name);
+      if (view.contract->trainable && adamw->is_offloaded(view.contract->name))
+        outside.insert(name);
     }
     EXPECT_EQ(outside, matched);
   }
