@@ -34,6 +34,20 @@ void read_layers(ConfigReader& keys, ModelSpec& spec) {
       keys.contains("sliding_window") ? required(keys, "sliding_window", kSize) : 4096;
 }
 
+/// Refuses a record that has the kind of its rope as "type" alone: transformers does not read that
+/// key here and computes the default rope.
+void require_rope_type(const nlohmann::json* record, const std::string& path) {
+  const auto present = [&](const char* key) {
+    const auto found = record->find(key);
+    return found != record->end() && !found->is_null();
+  };
+  if (record == nullptr || !record->is_object() || !present("type") || present("rope_type") ||
+      (*record)["type"] == "default") {
+    return;
+  }
+  ConfigReader(*record, path).refuse("type", "rope_type in its place, as transformers reads it");
+}
+
 /// Reads rope_parameters, which holds one record per type of layers, or the old spelling:
 /// rope_scaling and rope_theta for full layers, rope_local_base_freq for sliding ones. Both may be
 /// present.
@@ -51,12 +65,16 @@ void read_ropes(ConfigReader& keys, ModelSpec& spec, LeftKeys& left) {
   };
   const nlohmann::json* parameters = keys.take("rope_parameters");
   if (parameters == nullptr) {
+    require_rope_type(keys.find("rope_scaling"), "rope_scaling.");
     spec.rope = read(keys, "rope_scaling", "", full);
     spec.sliding_rope = nn::RopeOptions{.theta = sliding.theta};
     return;
   }
   if (!parameters->is_object()) keys.refuse("rope_parameters", "an object, one record a type");
   ConfigReader types(*parameters, "rope_parameters.");
+  for (const char* type : {kFullAttention, kSlidingAttention}) {
+    require_rope_type(types.find(type), concat("rope_parameters.", type, "."));
+  }
   spec.rope = read(types, kFullAttention, "rope_parameters.", full);
   spec.sliding_rope = read(types, kSlidingAttention, "rope_parameters.", sliding);
   const auto check = [&](const char* key, const char* type) {

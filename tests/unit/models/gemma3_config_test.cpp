@@ -122,6 +122,17 @@ TEST(Gemma3Config, WhatIsNotSupportedIsRefusedByName) {
               HasSubstr("query_pre_attn_scalar: found 0"));
   EXPECT_THAT(kConfig.refusal({{"rope_scaling", {{"rope_type", "dynamic"}, {"factor", 2.0}}}}),
               HasSubstr("dynamic"));
+  // transformers reads rope_type alone, and would compute the default rope.
+  EXPECT_THAT(kConfig.refusal({{"rope_scaling", {{"type", "yarn"}, {"factor", 2.0}}}}),
+              HasSubstr("rope_scaling.type: found \"yarn\", expected rope_type in its place"));
+  EXPECT_THAT(kConfig.refusal({{"rope_scaling", nullptr},
+                               {"rope_parameters",
+                                {{"full_attention", {{"type", "linear"}, {"factor", 2.0}}}}}}),
+              HasSubstr("rope_parameters.full_attention.type: found \"linear\""));
+  const nlohmann::json named{{"full_attention", {{"rope_type", "linear"}, {"factor", 2.0}}}};
+  EXPECT_EQ(kConfig.spec({{"rope_scaling", {{"type", "linear"}, {"factor", 2.0}}},
+                          {"rope_parameters", named}}),
+            kConfig.spec({{"rope_scaling", nullptr}, {"rope_parameters", named}}));
   EXPECT_THAT(
       kConfig.refusal({{"rope_parameters", {{"full_attention", {{"rope_type", "default"}}}}}}),
       HasSubstr("they differ in rope_type linear beside default"));

@@ -103,6 +103,17 @@ class RopeSpellings : public ::testing::TestWithParam<Spelling> {
     if (GetParam().by_layer_type) keys["rope_local_base_freq"] = rope.local_theta;
     return keys;
   }
+  /// With its kind as "rope_type" where records lie by type of layers: there transformers reads no
+  /// other key.
+  static DrawnRope drawn(Draw& draw) {
+    DrawnRope rope = drawn_rope(draw);
+    const auto kind = rope.record.find("type");
+    if (GetParam().by_layer_type && kind != rope.record.end()) {
+      rope.record["rope_type"] = *kind;
+      rope.record.erase("type");
+    }
+    return rope;
+  }
   static json joined(json config, const std::vector<json>& keys) {
     for (const json& each : keys) config.update(each);
     return config;
@@ -112,7 +123,7 @@ class RopeSpellings : public ::testing::TestWithParam<Spelling> {
 TEST_P(RopeSpellings, BothBesideEachOtherAreReadAsEitherAlone) {
   Draw draw(20261128);
   for (int i = 0; i < 40; ++i) {
-    const DrawnRope rope = drawn_rope(draw);
+    const DrawnRope rope = drawn(draw);
     json old = old_keys(rope);
     const bool is_default = rope.record.size() == 1 && !rope.record.contains("factor");
     if (is_default && !GetParam().needs_a_record && coin(draw)) old["rope_scaling"] = nullptr;
@@ -133,7 +144,7 @@ TEST_P(RopeSpellings, BothBesideEachOtherAreReadAsEitherAlone) {
 TEST_P(RopeSpellings, ADifferenceInAnyValueIsRefusedWithBoth) {
   Draw draw(20261129);
   for (int i = 0; i < 60; ++i) {
-    const DrawnRope rope = drawn_rope(draw);
+    const DrawnRope rope = drawn(draw);
     json old = old_keys(rope);
     std::vector<std::string> keys{"rope_theta"};
     if (GetParam().by_layer_type) keys.emplace_back("rope_local_base_freq");
@@ -161,7 +172,7 @@ bool scales_nothing(const json& record) {
 TEST_P(RopeSpellings, KindsThatScaleNothingAgree) {
   const json records[] = {
       {{"rope_type", "default"}},
-      {{"type", "linear"}, {"factor", 1.0}},
+      {{GetParam().by_layer_type ? "rope_type" : "type", "linear"}, {"factor", 1.0}},
       {{"rope_type", "yarn"}, {"factor", 1.0}, {"original_max_position_embeddings", 77}},
       {{"rope_type", "llama3"},
        {"factor", 1.0},
@@ -197,7 +208,7 @@ TEST_P(RopeSpellings, KeysOfOtherKindsAreIgnoredByName) {
                     {"original_max_position_embeddings", 77},
                     {"truncate", true}};
   for (int i = 0; i < 60; ++i) {
-    const DrawnRope rope = drawn_rope(draw);
+    const DrawnRope rope = drawn(draw);
     DrawnRope more = rope;
     const std::string kind = rope.record.value("rope_type", rope.record.value("type", ""));
     const std::vector<std::string> own =
@@ -246,8 +257,8 @@ TEST_P(RopeSpellings, AFactorOfNullIsWorkedOutForYarnAlone) {
 TEST_P(RopeSpellings, AnotherKindIsRefusedWithBoth) {
   Draw draw(20261130);
   for (int i = 0; i < 40; ++i) {
-    const DrawnRope one = drawn_rope(draw);
-    DrawnRope other = drawn_rope(draw);
+    const DrawnRope one = drawn(draw);
+    DrawnRope other = drawn(draw);
     other.theta = one.theta;
     other.local_theta = one.local_theta;
     const auto kind = [](const DrawnRope& rope) {
