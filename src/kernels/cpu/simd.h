@@ -2,8 +2,8 @@
 //
 // GCC's and clang's vector types are lowered to whatever the flags of the translation unit allow;
 // the order of every reduction is that of sixteen lanes on all of them. Only kernel code includes
-// this: no torch header and no other library, so that nothing compiled with wide instructions can
-// be picked by the linker for common use. Next: tables.h.
+// this: no torch header and no library but the intrinsics, which are inlined, so that nothing
+// compiled with wide instructions can be picked by the linker for common use. Next: tables.h.
 #pragma once
 
 #ifdef __AVX2__
@@ -173,7 +173,11 @@ TESSERA_LANES_INLINE void for_lanes(long size, const Body& body) {
   if (begin < size) body(begin, size - begin);
 }
 
-TESSERA_LANES_INLINE Lanes max(Lanes a, Lanes b) { return a > b ? a : b; }
+/// Works on vectors, lane by lane, and on numbers.
+template <class V>
+TESSERA_LANES_INLINE V max(V a, V b) {
+  return a > b ? a : b;
+}
 
 /// Pairs of lanes that are 8, 4, 2, 1 apart, in this order on every machine.
 TESSERA_LANES_INLINE float sum(Lanes value) {
@@ -181,12 +185,11 @@ TESSERA_LANES_INLINE float sum(Lanes value) {
   const Four four = low_half(eight) + high_half(eight);
   return (four[0] + four[2]) + (four[1] + four[3]);
 }
-/// Where a lane is NaN, any lane.
+/// The result is any lane where one of them is NaN.
 TESSERA_LANES_INLINE float greatest(Lanes value) {
-  const auto larger = [](auto a, auto b) __attribute__((always_inline)) { return a > b ? a : b; };
-  const Eight eight = larger(low_half(value), high_half(value));
-  const Four four = larger(low_half(eight), high_half(eight));
-  return larger(larger(four[0], four[2]), larger(four[1], four[3]));
+  const Eight eight = max(low_half(value), high_half(value));
+  const Four four = max(low_half(eight), high_half(eight));
+  return max(max(four[0], four[2]), max(four[1], four[3]));
 }
 
 /// e^x within 2 units in the last place for x in [-87, 87], the value of the nearer end outside

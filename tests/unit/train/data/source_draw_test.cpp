@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <numeric>
@@ -11,13 +12,15 @@
 namespace tessera::train::source_draw_test {
 namespace {
 
-/// Each is at least two millionths of their sum, as the configuration requires.
+/// Each is at least two millionths of their sum, as the configuration requires (train/config).
 std::vector<double> drawn_weights() {
   const auto sources = *rc::gen::inRange(1, 9);
   std::vector<double> weights;
   for (int i = 0; i < sources; ++i) {
-    weights.push_back(std::exp2(*rc::gen::inRange(-5, 5)) * *rc::gen::inRange(1, 100));
+    weights.push_back(std::exp2(*rc::gen::inRange(-8, 8)) * *rc::gen::inRange(1, 1000));
   }
+  const double least = 2.1e-6 * std::accumulate(weights.begin(), weights.end(), 0.0);
+  for (double& weight : weights) weight = std::max(weight, least);
   return weights;
 }
 
