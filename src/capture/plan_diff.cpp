@@ -2,186 +2,134 @@
 
 #include <algorithm>
 
+#include "base/text/fields.h"
 #include "base/text/printable.h"
-#include "capture/plan_words.h"
 #include "tessera/error.h"
 
 namespace tessera::capture {
 namespace {
 
-using fsdp::PassPlan;
-using fsdp::PlanUnit;
-using fsdp::StageRecord;
+using fsdp::PlanAction;
 using fsdp::StepPlan;
 using fsdp::UnitId;
 
-const char* yes_or_no(bool value) { return value ? "yes" : "no"; }
-
-class Diff {
+/// What is said of a plan in other words than "field: before, after": units by their names, lists
+/// by their stages, forwards and micro-batches.
+class DiffRules {
  public:
-  Diff(const StepPlan& before, const StepPlan& after) : before_(before), after_(after) {}
+  DiffRules(const StepPlan& before, const StepPlan& after) : before_(before), after_(after) {}
 
-  std::vector<std::string> lines() {
-    value("order of micro-batches", word_of(kOrderWords, before_.order),
-          word_of(kOrderWords, after_.order));
-    units();
-    choices();
-    record();
-    stages();
-    return std::move(lines_);
+  std::string text(UnitId unit, fsdp::EnteredUnits, Side side) const { return name(unit, side); }
+  std::string text(const std::vector<UnitId>& units, fsdp::UnitNumbers, Side side) const {
+    std::vector<std::string> found;
+    for (const auto unit : units) found.push_back(name(unit, side));
+    return joined(found, "none");
+  }
+  std::string text(const PlanAction& action, fsdp::Actions, Side side) const {
+    return concat(to_string(action.kind), " ", name(action.unit, side));
+  }
+
+  template <class Out>
+  void differ(Out& out, const std::string& where, const std::string& what,
+              const std::vector<fsdp::PlanUnit>& before, const std::vector<fsdp::PlanUnit>& after,
+              fsdp::AllUnits) const {
+    out.of(where, what, before.size(), after.size());
+    for (std::size_t i = 0; i < std::min(before.size(), after.size()); ++i) {
+      out.of(where, concat("unit ", i), before[i].name, after[i].name);
+      out.of_fields(concat("unit ", before[i].name), before[i], after[i]);
+    }
+  }
+  /// Is said by its number.
+  template <class Out>
+  void differ(Out&, const std::string&, const std::string&, const std::string&, const std::string&,
+              fsdp::UnitName) const {}
+
+  template <class Out>
+  void differ(Out& out, const std::string& where, const std::string& what,
+              const std::vector<UnitId>& before, const std::vector<UnitId>& after,
+              fsdp::UnitNumbers of) const {
+    out.line(concat(out.join(where, what), ": ", text(before, of, Side::kBefore), "; ",
+                    text(after, of, Side::kAfter)));
+  }
+
+  template <class Out, class Choice>
+  void differ(Out& out, const std::string& where, const std::string& what,
+              const std::vector<Choice>& before, const std::vector<Choice>& after,
+              fsdp::ByUnit of) const {
+    out.of(where, std::string(of.all), before.size(), after.size());
+    for (std::size_t i = 0; i < std::min(before.size(), after.size()); ++i) {
+      out.of(concat("unit ", name(static_cast<UnitId>(i), Side::kBefore)), what, before[i],
+             after[i]);
+    }
+  }
+
+  template <class Out, class Stage>
+  void differ(Out& out, const std::string& where, const std::string& what,
+              const std::vector<Stage>& before, const std::vector<Stage>& after,
+              fsdp::ByStage) const {
+    out.of(where, what, before.size(), after.size());
+    const bool is_one = std::max(before_.stages.size(), after_.stages.size()) <= 1;
+    for (std::size_t i = 0; i < std::min(before.size(), after.size()); ++i) {
+      out.of_fields(is_one ? where : out.join(where, concat("stage ", i)), before[i], after[i]);
+    }
+  }
+
+  template <class Out, class Range>
+  void differ(Out& out, const std::string& where, const std::string& what,
+              const std::vector<fsdp::Trace>& before, const std::vector<fsdp::Trace>& after,
+              const Range&) const {
+    out.of(where, what, before.size(), after.size());
+    for (std::size_t i = 0; i < std::min(before.size(), after.size()); ++i) {
+      out.of_fields(out.join(where, concat("forward ", i + 1)), before[i], after[i]);
+    }
+  }
+  template <class Out, class Range>
+  void differ(Out& out, const std::string& where, const std::string& what,
+              const std::vector<fsdp::Reach>& before, const std::vector<fsdp::Reach>& after,
+              const Range&) const {
+    out.of(where, what, before.size(), after.size());
+    for (std::size_t i = 0; i < std::min(before.size(), after.size()); ++i) {
+      out.of(out.join(where, concat("forward ", i + 1)), "reach of entry", before[i], after[i]);
+    }
+  }
+
+  template <class Out, class MicroBatches>
+  void differ(Out& out, const std::string& where, const std::string&, const MicroBatches& before,
+              const MicroBatches& after, ByWord<fsdp::MicroBatchClass>) const {
+    for (const auto& [word, which] : words_of(fsdp::MicroBatchClass{})) {
+      const auto at = static_cast<std::size_t>(which);
+      out.of_fields(out.join(where, concat("micro-batch ", word)), before.at(at), after.at(at));
+    }
+  }
+  /// Counts of actions at each place say little where the actions are others.
+  template <class Out>
+  void differ(Out& out, const std::string& where, const std::string& what,
+              const fsdp::PassPlan& before, const fsdp::PassPlan& after, Whatever) const {
+    const auto pass = out.join(where, what);
+    if (before.actions == after.actions) {
+      out.line(out.join(pass, "the same actions at other places"));
+    } else {
+      out.first(pass, "action", before.actions, after.actions, fsdp::kActions);
+    }
   }
 
  private:
-  template <class T>
-  void value(const std::string& what, const T& before, const T& after) {
-    if (before != after) lines_.push_back(concat(what, ": ", before, ", ", after));
-  }
-
-  static std::string name(const StepPlan& plan, UnitId unit) {
-    return unit < plan.units.size() ? plan.units[unit].name : concat("unit ", unit);
-  }
-  static std::string names(const StepPlan& plan, const std::vector<UnitId>& units) {
-    std::vector<std::string> found;
-    for (const auto unit : units) found.push_back(name(plan, unit));
-    return joined(found, "none");
-  }
-
-  void units() {
-    value("units", before_.units.size(), after_.units.size());
-    for (std::size_t i = 0; i < std::min(before_.units.size(), after_.units.size()); ++i) {
-      const auto& before = before_.units[i];
-      const auto& after = after_.units[i];
-      const auto of = [&](const char* what) { return concat("unit ", before.name, ", ", what); };
-      value(concat("unit ", i), before.name, after.name);
-      value(of("bytes"), before.bytes, after.bytes);
-      const auto flag = [&](const char* what, bool PlanUnit::* member) {
-        value<std::string>(of(what), yes_or_no(before.*member), yes_or_no(after.*member));
-      };
-      flag("gathers", &PlanUnit::gathers);
-      flag("gathers in backward", &PlanUnit::gathers_in_backward);
-      flag("is gathered when the step begins", &PlanUnit::gathered);
-      flag("reduces", &PlanUnit::reduces);
-      value(of("recomputed by"), word_of(kRecomputeByWords, before.recompute_by),
-            word_of(kRecomputeByWords, after.recompute_by));
-      const auto list = [&](const char* what, std::vector<UnitId> PlanUnit::* member) {
-        if (before.*member == after.*member) return;
-        lines_.push_back(concat(of(what), ": ", names(before_, before.*member), "; ",
-                                names(after_, after.*member)));
-      };
-      list("lenders", &PlanUnit::lenders);
-      list("prefetch in forward", &PlanUnit::forward_prefetch);
-      list("prefetch in backward", &PlanUnit::backward_prefetch);
-    }
-  }
-
-  void choices() {
-    const auto& before = before_.choices;
-    const auto& after = after_.choices;
-    value("choices of units", before.keep.size(), after.keep.size());
-    for (std::size_t i = 0; i < std::min(before.keep.size(), after.keep.size()); ++i) {
-      value(concat("unit ", name(before_, static_cast<UnitId>(i)), ", kept until"),
-            word_of(kKeepWords, before.keep[i]), word_of(kKeepWords, after.keep[i]));
-    }
-    value("recompute modes", before.recompute.size(), after.recompute.size());
-    for (std::size_t i = 0; i < std::min(before.recompute.size(), after.recompute.size()); ++i) {
-      value(concat("unit ", name(before_, static_cast<UnitId>(i)), ", recomputed"),
-            word_of(kRecomputeWords, before.recompute[i]),
-            word_of(kRecomputeWords, after.recompute[i]));
-    }
-    value("reductions", word_of(kReduceWords, before.reduce), word_of(kReduceWords, after.reduce));
-    value("units ahead in forward", before.ahead_in_forward, after.ahead_in_forward);
-    value("units ahead in backward", before.ahead_in_backward, after.ahead_in_backward);
-    if (before.offload != after.offload) {
-      lines_.push_back(concat("optimizer state offloaded: ", names(before_, before.offload), "; ",
-                              names(after_, after.offload)));
-    }
-  }
-
-  /// The first place where two lists differ; `text` says what an item is.
-  template <class List, class Text>
-  void first(const std::string& what, const List& before, const List& after, const Text& text) {
-    if (before == after) return;
-    const auto item = [&](const StepPlan& plan, const List& list, std::size_t i) {
-      return i < list.size() ? text(plan, list[i]) : std::string("nothing more");
-    };
-    std::size_t i = 0;
-    while (i < std::min(before.size(), after.size()) && before[i] == after[i]) ++i;
-    lines_.push_back(concat(what, " ", i + 1, " of ", before.size(), ", ", after.size(), ": ",
-                            item(before_, before, i), ", ", item(after_, after, i)));
-  }
-
-  std::string stage(std::size_t number) const {
-    return std::max(before_.stages.size(), after_.stages.size()) > 1
-               ? concat("stage ", number, ", ")
-               : "";
-  }
-
-  void record() {
-    const auto& before = before_.record.stages;
-    const auto& after = after_.record.stages;
-    value("recorded stages", before.size(), after.size());
-    value<std::string>("micro-batches differ", yes_or_no(before_.record.varies),
-                       yes_or_no(after_.record.varies));
-    for (std::size_t s = 0; s < std::min(before.size(), after.size()); ++s) {
-      value(stage(s) + "forwards", before[s].parts.size(), after[s].parts.size());
-      value(stage(s) + "forwards that a backward goes through", before[s].reached.size(),
-            after[s].reached.size());
-      for (std::size_t p = 0; p < std::min(before[s].parts.size(), after[s].parts.size()); ++p) {
-        part(concat(stage(s), "forward ", p + 1, ", "), before[s], after[s], p);
-      }
-    }
-  }
-
-  void part(const std::string& what, const StageRecord& before, const StageRecord& after,
-            std::size_t p) {
-    first(what + "entry", before.parts[p].units, after.parts[p].units,
-          [](const StepPlan& plan, UnitId unit) { return name(plan, unit); });
-    const auto number = [](const StepPlan&, auto one) { return concat(one); };
-    first(what + "exit", before.parts[p].exits, after.parts[p].exits, number);
-    first(what + "checkpoint of entry", before.parts[p].checkpoints, after.parts[p].checkpoints,
-          number);
-    if (p >= std::min(before.reached.size(), after.reached.size())) return;
-    first(what + "reach of entry", before.reached[p], after.reached[p],
-          [](const StepPlan&, bool one) { return std::string(yes_or_no(one)); });
-  }
-
-  void stages() {
-    value("stages", before_.stages.size(), after_.stages.size());
-    for (std::size_t s = 0; s < std::min(before_.stages.size(), after_.stages.size()); ++s) {
-      const auto& before = before_.stages[s];
-      const auto& after = after_.stages[s];
-      for (const auto which : kClasses) {
-        const auto what = concat(stage(s), "micro-batch ", to_string(which));
-        pass(what + ", forward, ", before.of(which).forward, after.of(which).forward);
-        pass(what + ", backward, ", before.of(which).backward, after.of(which).backward);
-      }
-    }
-    actions("update, ", before_.update, after_.update);
-  }
-
-  void actions(const std::string& what, const std::vector<fsdp::PlanAction>& before,
-               const std::vector<fsdp::PlanAction>& after) {
-    first(what + "action", before, after, [](const StepPlan& plan, const fsdp::PlanAction& action) {
-      return concat(to_string(action.kind), " ", name(plan, action.unit));
-    });
-  }
-
-  void pass(const std::string& what, const PassPlan& before, const PassPlan& after) {
-    actions(what, before.actions, after.actions);
-    if (before.actions == after.actions && before.places != after.places) {
-      lines_.push_back(what + "the same actions at other places");
-    }
+  std::string name(UnitId unit, Side side) const {
+    const auto& units = side == Side::kBefore ? before_.units : after_.units;
+    return unit < units.size() ? units[unit].name : concat("unit ", unit);
   }
 
   const StepPlan& before_;
   const StepPlan& after_;
-  std::vector<std::string> lines_;
 };
 
 }  // namespace
 
 std::vector<std::string> diff(const StepPlan& before, const StepPlan& after) {
-  return Diff(before, after).lines();
+  const DiffRules rules(before, after);
+  Differences differences(rules);
+  differences.of_fields("", before, after);
+  return differences.take();
 }
 
 }  // namespace tessera::capture

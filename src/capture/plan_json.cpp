@@ -1,148 +1,30 @@
 #include "capture/plan_json.h"
 
 #include <algorithm>
-#include <initializer_list>
-#include <limits>
 #include <nlohmann/json.hpp>
 #include <utility>
 #include <vector>
 
+#include "base/text/json_fields.h"
 #include "base/text/json_reader.h"
 #include "base/text/printable.h"
 #include "capture/plan_diff.h"
-#include "capture/plan_words.h"
 #include "fsdp/agreed/step_plan_check.h"
 #include "tessera/error.h"
-#include "tessera/step_scope.h"
 
 namespace tessera::capture {
 namespace {
 
-using fsdp::PassPlan;
 using fsdp::PlanAction;
 using fsdp::PlanUnit;
-using fsdp::StagePlan;
-using fsdp::StageRecord;
 using fsdp::StepPlan;
-using fsdp::Trace;
+using fsdp::StepRecord;
 using fsdp::UnitId;
-using Json = nlohmann::ordered_json;
 
 constexpr std::string_view kPlanFormat = "tessera-plan";
 constexpr std::int64_t kPlanVersion = 1;
-
-// Far beyond any model; what a plan of that size takes to check stays within seconds, and the bytes
-// of all units within 62 bits.
-constexpr std::int64_t kMostUnits = 1 << 13;
-constexpr std::int64_t kMostPlaces = 1 << 13;  // of all traces
-constexpr std::int64_t kMostUses = 1 << 17;    // of units and their lenders, at all places
-constexpr std::int64_t kMostActions = 1 << 20;
-constexpr std::int64_t kMostUnitBytes = std::int64_t{1} << 48;
-constexpr std::size_t kMostNameBytes = 256;
+constexpr std::int64_t kMostUses = 1 << 17;  // of units and their lenders, at all places
 constexpr int kMaxDepth = 16;
-
-// ---------------------------------------------------------------------------------------- writing
-
-Json json_of(const PlanUnit& unit) {
-  return {{"name", unit.name},
-          {"bytes", unit.bytes},
-          {"gathers", unit.gathers},
-          {"gathers_in_backward", unit.gathers_in_backward},
-          {"gathered", unit.gathered},
-          {"reduces", unit.reduces},
-          {"lenders", unit.lenders},
-          {"forward_prefetch", unit.forward_prefetch},
-          {"backward_prefetch", unit.backward_prefetch},
-          {"recompute_by", word_of(kRecomputeByWords, unit.recompute_by)}};
-}
-
-Json json_of(const fsdp::PlanChoices& choices) {
-  Json keep = Json::array();
-  for (const auto one : choices.keep) keep.push_back(word_of(kKeepWords, one));
-  Json recompute = Json::array();
-  for (const auto one : choices.recompute) recompute.push_back(word_of(kRecomputeWords, one));
-  return {{"keep", std::move(keep)},
-          {"recompute", std::move(recompute)},
-          {"reduce", word_of(kReduceWords, choices.reduce)},
-          {"ahead_in_forward", choices.ahead_in_forward},
-          {"ahead_in_backward", choices.ahead_in_backward},
-          {"offload", choices.offload}};
-}
-
-Json json_of(const StageRecord& record) {
-  Json parts = Json::array();
-  for (const auto& part : record.parts) {
-    parts.push_back(
-        {{"units", part.units}, {"exits", part.exits}, {"checkpoints", part.checkpoints}});
-  }
-  return {{"parts", std::move(parts)}, {"reached", record.reached}};
-}
-
-Json json_of(const std::vector<PlanAction>& list) {
-  Json actions = Json::array();
-  for (const auto& [kind, unit] : list) actions.push_back(Json::array({to_string(kind), unit}));
-  return actions;
-}
-
-Json json_of(const PassPlan& pass) {
-  Json places = Json::array();
-  for (const auto& part : pass.places) {
-    Json of = Json::array();
-    for (const auto& place : part) {
-      of.push_back(Json::array({place.needed, place.ahead, place.after}));
-    }
-    places.push_back(std::move(of));
-  }
-  return {{"actions", json_of(pass.actions)}, {"places", std::move(places)}};
-}
-
-Json json_of(const StagePlan& stage) {
-  Json micro_batches = Json::object();
-  for (const auto which : kClasses) {
-    const auto& [forward, backward] = stage.of(which);
-    micro_batches[std::string(to_string(which))] = {{"forward", json_of(forward)},
-                                                    {"backward", json_of(backward)}};
-  }
-  return {{"micro_batches", std::move(micro_batches)}};
-}
-
-bool is_flat(const Json& value) {
-  return std::ranges::none_of(value, [](const Json& item) { return item.is_structured(); });
-}
-
-/// A line for what holds no lists or objects, else a line an item.
-void write(std::string& text, const Json& value, const std::string& indent) {
-  const auto dumped = [](const Json& one) {
-    return one.dump(-1, ' ', false, Json::error_handler_t::replace);
-  };
-  if (!value.is_structured() || is_flat(value)) {
-    text += dumped(value);
-    return;
-  }
-  const auto inner = indent + "  ";
-  text += value.is_object() ? "{" : "[";
-  bool first = true;
-  for (const auto& [key, item] : value.items()) {
-    text += (first ? "\n" : ",\n") + inner;
-    first = false;
-    if (value.is_object()) text += dumped(Json(key)) + ": ";
-    write(text, item, inner);
-  }
-  text += concat("\n", indent, value.is_object() ? "}" : "]");
-}
-
-// ---------------------------------------------------------------------------------------- reading
-
-template <class Words>
-auto word_from(const JsonCursor& at, const Words& words) {
-  const auto& text = at.text();
-  for (const auto& one : words) {
-    if (one.word == text) return one.value;
-  }
-  std::vector<std::string> expected;
-  for (const auto& one : words) expected.push_back(concat("\"", one.word, "\""));
-  at.refuse(concat("one of ", joined(expected)));
-}
 
 /// A unit lends to units inside it: who borrows of itself, by way of others or not, is in no model.
 void require_no_circle(const std::vector<PlanUnit>& units, std::string_view where) {
@@ -179,268 +61,103 @@ void require_no_circle(const std::vector<PlanUnit>& units, std::string_view wher
              "tessera plan"));
 }
 
-/// Reads the parts of a plan, and counts what it reads.
-class Reader {
+/// What no field of a plan says by itself: units by their numbers, and how much there is in all.
+class PlanRules {
  public:
-  explicit Reader(std::string_view where) : where_(where) {}
-  PlanFile read(const JsonCursor& root) {
-    check_head(root);
-    require_only(root, {"format", "version", "made_for", "memory_budget", "order", "units",
-                        "choices", "record", "stages", "update"});
-    PlanFile file;
-    file.made_for = made_for(root.member("made_for"));
-    const auto budget = root.member("memory_budget");
-    if (!budget.value().is_null()) {
-      file.memory_budget = budget.integer({0, std::numeric_limits<std::int64_t>::max()});
+  explicit PlanRules(std::string_view where) : where_(where) {}
+
+  /// A record that is complete is its stages.
+  template <class Write>
+  auto json(const Write& write, const StepRecord& record, Whatever) const {
+    return write(record.stages);
+  }
+  template <class Read>
+  void read(Read& reader, StepRecord& record, const JsonCursor& at, Whatever) {
+    at.require(at.value().is_array(), "a list of stages");
+    reader(record.stages, at, fsdp::kStages);
+  }
+
+  template <class Read>
+  void read(Read& reader, std::vector<PlanUnit>& units, const JsonCursor& at,
+            fsdp::AllUnits range) {
+    units_ = static_cast<std::int64_t>(at.value().size());
+    reader.list(units, at, range);
+    require_no_circle(units, where_);
+    for (const auto& one : units) lenders_.push_back(std::ssize(one.lenders));
+  }
+  template <class Read>
+  void read(Read&, UnitId& unit, const JsonCursor& at, fsdp::UnitNumber) {
+    at.require(units_ > 0, "no unit, as the plan has none");
+    unit = static_cast<UnitId>(at.integer({0, units_ - 1}));
+  }
+  template <class Read>
+  void read(Read& reader, std::vector<UnitId>& units, const JsonCursor& at, fsdp::UnitNumbers) {
+    reader.list(units, at, List{fsdp::kMostPlanActions, "units", fsdp::UnitNumber{}});
+  }
+
+  template <class Read>
+  void read(Read& reader, std::vector<UnitId>& units, const JsonCursor& at, fsdp::EnteredUnits) {
+    read(reader, units, at, fsdp::UnitNumbers{});
+    trace_ = std::ssize(units);
+    count(at, places_, trace_, fsdp::kMostPlaces, "places");
+    for (const auto id : units) count(at, uses_, 1 + lenders_[id], kMostUses, "uses of units");
+  }
+  template <class Read>
+  void read(Read& reader, std::vector<std::size_t>& places, const JsonCursor& at,
+            fsdp::PlaceNumbers) {
+    reader.list(places, at, List{trace_, "places", IntRange{0, trace_}});
+  }
+  template <class Read>
+  void read(Read& reader, std::vector<std::uint32_t>& numbers, const JsonCursor& at,
+            fsdp::ByPlace range) {
+    reader.list(numbers, at, List{trace_, "places", IntRange(range)});
+  }
+
+  template <class Read>
+  void read(Read& reader, std::vector<PlanAction>& actions, const JsonCursor& at,
+            fsdp::Actions range) {
+    if (at.value().is_array() && std::cmp_less_equal(at.value().size(), range.most)) {
+      count(at, actions_, std::ssize(at.value()), range.most, range.of);
     }
-    auto& plan = file.plan;
-    plan.order = word_from(root.member("order"), kOrderWords);
-    const auto units = list(root.member("units"), kMostUnits, "units");
-    units_ = static_cast<std::int64_t>(units.value().size());
-    plan.units = units.list([&](const JsonCursor& at) { return unit(at); });
-    require_no_circle(plan.units, where_);
-    for (const auto& one : plan.units) {
-      lenders_.push_back(static_cast<std::int64_t>(one.lenders.size()));
-    }
-    plan.choices = choices(root.member("choices"));
-    const auto record = root.member("record");
-    record.require(record.value().is_array(), "a list of stages");
-    plan.record.stages =
-        list(record, StepScopeOptions::kMostStages, "stages").list([&](const JsonCursor& at) {
-          return stage_record(at);
-        });
-    plan.stages = list(root.member("stages"), StepScopeOptions::kMostStages, "stages")
-                      .list([&](const JsonCursor& at) { return stage(at); });
-    plan.update = actions(root.member("update"));
-    return file;
+    reader.list(actions, at, range);
   }
 
  private:
-  static void check_head(const JsonCursor& root) {
-    const auto format = root.member("format");
-    format.require(format.value() == kPlanFormat, concat("\"", kPlanFormat, "\""));
-    const auto version = root.member("version");
-    version.require(version.value() == kPlanVersion,
-                    concat("version ", kPlanVersion, ", which this program reads"));
-  }
-
-  /// What nobody reads is a slip of whoever wrote it.
-  static void require_only(const JsonCursor& at, std::initializer_list<std::string_view> keys) {
-    at.require(at.value().is_object(), "an object");
-    for (const auto& [key, item] : at.value().items()) {
-      if (std::ranges::find(keys, key) != keys.end()) continue;
-      std::vector<std::string> expected;
-      for (const auto one : keys) expected.push_back(concat("\"", one, "\""));
-      throw Error(ErrorKind::kFormat, concat(at.where(), ": found ", printable(key),
-                                             ", expected none but ", joined(expected)));
-    }
-  }
-  static JsonCursor list(const JsonCursor& at, std::int64_t most, std::string_view of) {
-    at.require(at.value().is_array() && std::cmp_less_equal(at.value().size(), most),
-               concat("a list of at most ", most, " ", of));
-    return at;
-  }
   static void count(const JsonCursor& at, std::int64_t& counted, std::int64_t more,
                     std::int64_t most, std::string_view of) {
     counted += more;
     at.require(counted <= most, concat("at most ", most, " ", of, " in all of a plan"));
   }
 
-  static MadeFor made_for(const JsonCursor& at) {
-    constexpr IntRange kCount{1, std::int64_t{1} << 31};
-    MadeFor found;
-    require_only(at, {"model", "world", "torch", "micro_batches", "tokens"});
-    found.model = name(at.member("model"));
-    found.world = at.member("world").integer(kCount);
-    found.torch = name(at.member("torch"));
-    found.micro_batches = at.member("micro_batches").integer(kCount);
-    found.tokens = at.member("tokens").integer({0, std::int64_t{1} << 46});
-    return found;
-  }
-
-  /// Goes into messages and tables.
-  static std::string name(const JsonCursor& at) {
-    const auto& text = at.text();
-    const bool shows = std::ranges::all_of(
-        text, [](char c) { return static_cast<unsigned char>(c) >= 0x20 && c != '\x7f'; });
-    at.require(text.size() <= kMostNameBytes && shows,
-               concat("at most ", kMostNameBytes, " printable bytes"));
-    return text;
-  }
-
-  UnitId unit_id(const JsonCursor& at) const {
-    at.require(units_ > 0, "no unit, as the plan has none");
-    return static_cast<UnitId>(at.integer({0, units_ - 1}));
-  }
-  std::vector<UnitId> unit_ids(const JsonCursor& at) const {
-    return list(at, kMostActions, "units").list([&](const JsonCursor& one) {
-      return unit_id(one);
-    });
-  }
-  static std::size_t size(const JsonCursor& at, std::int64_t most) {
-    return static_cast<std::size_t>(at.integer({0, most}));
-  }
-
-  PlanUnit unit(const JsonCursor& at) const {
-    PlanUnit unit;
-    require_only(at, {"name", "bytes", "gathers", "gathers_in_backward", "gathered", "reduces",
-                      "lenders", "forward_prefetch", "backward_prefetch", "recompute_by"});
-    unit.name = name(at.member("name"));
-    unit.bytes = at.member("bytes").integer({0, kMostUnitBytes});
-    unit.gathers = at.member("gathers").boolean();
-    unit.gathers_in_backward = at.member("gathers_in_backward").boolean();
-    unit.gathered = at.member("gathered").boolean();
-    unit.reduces = at.member("reduces").boolean();
-    unit.lenders = unit_ids(at.member("lenders"));
-    unit.forward_prefetch = unit_ids(at.member("forward_prefetch"));
-    unit.backward_prefetch = unit_ids(at.member("backward_prefetch"));
-    unit.recompute_by = word_from(at.member("recompute_by"), kRecomputeByWords);
-    return unit;
-  }
-
-  fsdp::PlanChoices choices(const JsonCursor& at) const {
-    fsdp::PlanChoices choices;
-    require_only(
-        at, {"keep", "recompute", "reduce", "ahead_in_forward", "ahead_in_backward", "offload"});
-    const auto keep = list(at.member("keep"), kMostUnits, "choices");
-    choices.keep = keep.list([](const JsonCursor& one) { return word_from(one, kKeepWords); });
-    const auto recompute = list(at.member("recompute"), kMostUnits, "choices");
-    choices.recompute =
-        recompute.list([](const JsonCursor& one) { return word_from(one, kRecomputeWords); });
-    choices.reduce = word_from(at.member("reduce"), kReduceWords);
-    choices.ahead_in_forward = size(at.member("ahead_in_forward"), kMostUnits);
-    choices.ahead_in_backward = size(at.member("ahead_in_backward"), kMostUnits);
-    choices.offload = unit_ids(at.member("offload"));
-    return choices;
-  }
-
-  Trace trace(const JsonCursor& at) {
-    Trace trace;
-    require_only(at, {"units", "exits", "checkpoints"});
-    const auto units = at.member("units");
-    trace.units = unit_ids(units);
-    const auto places = static_cast<std::int64_t>(trace.units.size());
-    count(units, places_, places, kMostPlaces, "places");
-    for (const auto id : trace.units)
-      count(units, uses_, 1 + lenders_[id], kMostUses, "uses of units");
-    trace.exits = list(at.member("exits"), places, "places").list([&](const JsonCursor& one) {
-      return size(one, places);
-    });
-    trace.checkpoints =
-        list(at.member("checkpoints"), places, "places").list([&](const JsonCursor& one) {
-          return static_cast<std::uint32_t>(one.integer({0, kMostPlaces}));
-        });
-    return trace;
-  }
-
-  StageRecord stage_record(const JsonCursor& at) {
-    StageRecord stage;
-    require_only(at, {"parts", "reached"});
-    stage.parts =
-        list(at.member("parts"), kMostPlaces, "forwards").list([&](const JsonCursor& one) {
-          return trace(one);
-        });
-    stage.reached =
-        list(at.member("reached"), kMostPlaces, "forwards").list([](const JsonCursor& part) {
-          return list(part, kMostPlaces, "places").list([](const JsonCursor& one) {
-            return one.boolean();
-          });
-        });
-    return stage;
-  }
-
-  PlanAction action(const JsonCursor& at) const {
-    at.require(at.value().is_array() && at.value().size() == 2, "[action, unit]");
-    const auto& word = at.at(0).text();
-    const auto kind = std::ranges::find(
-        kActionKinds, word, [](PlanAction::Kind one) { return std::string(to_string(one)); });
-    if (kind == kActionKinds.end()) {
-      std::vector<std::string> expected;
-      for (const auto one : kActionKinds) expected.push_back(concat("\"", to_string(one), "\""));
-      at.at(0).refuse(concat("one of ", joined(expected)));
-    }
-    return {*kind, unit_id(at.at(1))};
-  }
-
-  std::vector<PlanAction> actions(const JsonCursor& at) {
-    const auto found = list(at, kMostActions, "actions");
-    count(found, actions_, static_cast<std::int64_t>(found.value().size()), kMostActions,
-          "actions");
-    return found.list([&](const JsonCursor& one) { return action(one); });
-  }
-
-  PassPlan pass(const JsonCursor& at) {
-    PassPlan pass;
-    require_only(at, {"actions", "places"});
-    pass.actions = actions(at.member("actions"));
-    pass.places =
-        list(at.member("places"), kMostPlaces, "forwards").list([](const JsonCursor& part) {
-          return list(part, kMostPlaces, "places").list([](const JsonCursor& one) {
-            one.require(one.value().is_array() && one.value().size() == 3,
-                        "[needed, ahead, after]");
-            return fsdp::PlanPlace{size(one.at(0), kMostActions), size(one.at(1), kMostActions),
-                                   size(one.at(2), kMostActions)};
-          });
-        });
-    return pass;
-  }
-
-  StagePlan stage(const JsonCursor& at) {
-    StagePlan stage;
-    require_only(at, {"micro_batches"});
-    const auto micro_batches = at.member("micro_batches");
-    require_only(micro_batches, {"only", "first", "middle", "last"});
-    for (const auto which : kClasses) {
-      const std::string name(to_string(which));
-      const auto one = micro_batches.member(name.c_str());
-      require_only(one, {"forward", "backward"});
-      stage.micro_batches.at(static_cast<std::size_t>(which)) = {pass(one.member("forward")),
-                                                                 pass(one.member("backward"))};
-    }
-    return stage;
-  }
-
   std::string_view where_;
   std::int64_t units_ = 0;
   std::vector<std::int64_t> lenders_;  // by unit
+  std::int64_t trace_ = 0;             // places of the trace that is being read
   std::int64_t places_ = 0, uses_ = 0, actions_ = 0;
 };
 
 }  // namespace
 
 std::string to_json(const PlanFile& file) {
-  const auto& [made_for, budget, plan] = file;
-  Json stages = Json::array();
-  for (const auto& stage : plan.stages) stages.push_back(json_of(stage));
-  Json record = Json::array();
-  for (const auto& stage : plan.record.stages) record.push_back(json_of(stage));
-  Json units = Json::array();
-  for (const auto& unit : plan.units) units.push_back(json_of(unit));
-  const Json whole = {{"format", kPlanFormat},
-                      {"version", kPlanVersion},
-                      {"made_for",
-                       {{"model", made_for.model},
-                        {"world", made_for.world},
-                        {"torch", made_for.torch},
-                        {"micro_batches", made_for.micro_batches},
-                        {"tokens", made_for.tokens}}},
-                      {"memory_budget", budget ? Json(*budget) : Json()},
-                      {"order", word_of(kOrderWords, plan.order)},
-                      {"units", std::move(units)},
-                      {"choices", json_of(plan.choices)},
-                      {"record", std::move(record)},
-                      {"stages", std::move(stages)},
-                      {"update", json_of(plan.update)}};
-  std::string text;
-  write(text, whole, "");
-  return text + "\n";
+  nlohmann::ordered_json whole = {{"format", kPlanFormat}, {"version", kPlanVersion}};
+  JsonWriter(PlanRules("")).add(whole, file);
+  return json_lines(whole) + "\n";
 }
 
 PlanFile parse_plan(std::string_view text, std::string_view where) {
   TESSERA_CHECK(std::cmp_less_equal(text.size(), kMostPlanBytes), ErrorKind::kFormat, where,
                 ": found ", text.size(), " bytes, expected a plan, of at most ", kMostPlanBytes);
   const auto value = parse_json_object(text, where, kMaxDepth);
-  return Reader(where).read({value, where, JsonStyle::kData});
+  const JsonCursor root(value, where, JsonStyle::kData);
+  const auto format = root.member("format");
+  format.require(format.value() == kPlanFormat, concat("\"", kPlanFormat, "\""));
+  const auto version = root.member("version");
+  version.require(version.value() == kPlanVersion,
+                  concat("version ", kPlanVersion, ", which this program reads"));
+  PlanFile file;
+  PlanRules rules(where);
+  JsonFieldsReader(rules, OtherKeys::kRefused).object(file, root, {"format", "version"});
+  return file;
 }
 
 void require_made_for(const PlanFile& file, const MadeFor& run, std::string_view where) {

@@ -8,10 +8,12 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <string>
 #include <string_view>
 
+#include "base/text/fields.h"
 #include "fsdp/agreed/step_plan.h"
 
 namespace tessera::capture {
@@ -26,12 +28,29 @@ struct MadeFor {
   bool operator==(const MadeFor&) const = default;
 };
 
+template <class V>
+constexpr void fields(V& visit, Of<MadeFor>) {
+  visit("model", &MadeFor::model, TextLimit{256, Letters::kPrintable});
+  visit("world", &MadeFor::world, IntRange{1, std::int64_t{1} << 31});
+  visit("torch", &MadeFor::torch, TextLimit{256, Letters::kPrintable});
+  visit("micro_batches", &MadeFor::micro_batches, IntRange{1, std::int64_t{1} << 31});
+  visit("tokens", &MadeFor::tokens, IntRange{0, std::int64_t{1} << 46});
+}
+
 struct PlanFile {
   MadeFor made_for = {};
   std::optional<std::int64_t> memory_budget = {};  ///< bytes of gathered memory and activations
   fsdp::StepPlan plan = {};
   bool operator==(const PlanFile&) const = default;
 };
+
+template <class V>
+constexpr void fields(V& visit, Of<PlanFile>) {
+  visit("made_for", &PlanFile::made_for);
+  visit({"memory_budget", Missing::kNull}, &PlanFile::memory_budget,
+        IntRange{0, std::numeric_limits<std::int64_t>::max()});
+  visit("", &PlanFile::plan);  // its fields stand among these
+}
 
 /// Larger files are none.
 inline constexpr std::int64_t kMostPlanBytes = std::int64_t{64} << 20;

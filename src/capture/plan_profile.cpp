@@ -1,13 +1,14 @@
 #include "capture/plan_profile.h"
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "base/text/json_fields.h"
 #include "base/text/json_reader.h"
 #include "base/text/printable.h"
-#include "capture/plan_words.h"
 #include "tessera/error.h"
 
 namespace tessera::capture {
@@ -15,48 +16,28 @@ namespace {
 
 using fsdp::PlanUnit;
 using fsdp::UnitId;
-using Json = nlohmann::ordered_json;
 
 constexpr std::string_view kProfileFormat = "tessera-profile";
 constexpr std::int64_t kProfileVersion = 1;
-constexpr std::size_t kMostCosts = 1 << 13;
-constexpr std::size_t kMostCostNameBytes = 256;
-constexpr double kMostMs = 1e9;
-constexpr NumberRange kMs{0.0, kMostMs};
-constexpr std::int64_t kMostBlockBytes = std::int64_t{1} << 50;
 
-Json or_null(const std::optional<double>& ms) { return ms ? Json(*ms) : Json(); }
-
-MeasuredBlocks blocks_from(const JsonCursor& at) {
-  const auto mode = at.member("recompute");
-  const auto word =
-      std::ranges::find(kRecomputeWords, mode.text(), [](const auto& one) { return one.word; });
-  mode.require(word != kRecomputeWords.end(), "\"none\", \"selective\" or \"full\"");
-  MeasuredBlocks blocks{.mode = word->value};
-  blocks.bytes.entries = at.member("entries").integer({0, kMostBlockBytes});
-  const auto running = at.member("running");
-  blocks.bytes.running = running.integer({0, kMostBlockBytes});
-  running.require(blocks.bytes.running >= blocks.bytes.entries, "no less than the entries");
-  return blocks;
-}
-
-UnitCost unit_from(const JsonCursor& at) {
-  const auto optional = [&](const char* key) -> std::optional<double> {
-    const auto found = at.member(key);
-    return found.value().is_null() ? std::nullopt : std::optional(found.number(kMs));
-  };
-  UnitCost unit;
-  const auto name = at.member("name");
-  unit.name = name.text();
-  name.require(unit.name.size() <= kMostCostNameBytes,
-               concat("at most ", kMostCostNameBytes, " bytes"));
-  unit.forward_ms = at.member("forward_ms").number(kMs);
-  unit.backward_ms = at.member("backward_ms").number(kMs);
-  unit.gather_ms = optional("gather_ms");
-  unit.reduce_ms = optional("reduce_ms");
-  if (const auto blocks = at.find("blocks")) unit.blocks = blocks_from(*blocks);
-  return unit;
-}
+/// What no field of a profile says by itself.
+struct ProfileRules {
+  template <class Read>
+  void read(Read&, RecomputeMode& mode, const JsonCursor& at, Whatever) const {
+    const auto found = from_word<RecomputeMode>(at.text());
+    at.require(found.has_value(), "\"none\", \"selective\" or \"full\"");
+    mode = *found;
+  }
+  void check(const JsonCursor& at, const UnitBlocks& bytes) const {
+    at.member("running").require(bytes.running >= bytes.entries, "no less than the entries");
+  }
+  void check(const JsonCursor& at, const PlanProfile& profile) const {
+    std::vector<std::string_view> names;
+    for (const auto& unit : profile.units) names.push_back(unit.name);
+    std::ranges::sort(names);
+    at.member("units").require(std::ranges::adjacent_find(names) == names.end(), "each unit once");
+  }
+};
 
 }  // namespace
 
@@ -171,34 +152,10 @@ PlanProfile profile_of(const PlanProfile& profile, const std::vector<PlanUnit>& 
 }
 
 std::string to_json(const PlanProfile& profile) {
-  std::string units;
-  for (const auto& unit : profile.units) {
-    Json one = {{"name", unit.name},
-                {"forward_ms", unit.forward_ms},
-                {"backward_ms", unit.backward_ms},
-                {"gather_ms", or_null(unit.gather_ms)},
-                {"reduce_ms", or_null(unit.reduce_ms)}};
-    if (unit.blocks) {
-      one["blocks"] = {{"recompute", word_of(kRecomputeWords, unit.blocks->mode)},
-                       {"entries", unit.blocks->bytes.entries},
-                       {"running", unit.blocks->bytes.running}};
-    }
-    units += concat(units.empty() ? "\n    " : ",\n    ",
-                    one.dump(-1, ' ', false, Json::error_handler_t::replace));
-  }
-  const auto line = [](const CollectiveCost& cost) -> Json {
-    return {{"latency_ms", cost.latency_ms}, {"ms_per_byte", cost.ms_per_byte}};
-  };
-  const std::string transfer =
-      profile.transfer ? concat(",\n  \"transfer\": ", line(*profile.transfer).dump()) : "";
-  const std::string waited =
-      profile.gathers_waited_ms
-          ? concat(",\n  \"gathers_waited_ms\": ", Json(*profile.gathers_waited_ms).dump())
-          : "";
-  return concat("{\n  \"format\": \"", kProfileFormat, "\",\n  \"version\": ", kProfileVersion,
-                ",\n  \"collective\": ", line(profile.collective).dump(), transfer,
-                ",\n  \"rest_ms\": ", Json(profile.rest_ms).dump(), waited, ",\n  \"units\": [",
-                units, "\n  ]\n}\n");
+  nlohmann::ordered_json whole = {{"format", kProfileFormat}, {"version", kProfileVersion}};
+  JsonWriter(ProfileRules()).add(whole, profile);
+  constexpr int kToUnits = 2;
+  return json_lines(whole, kToUnits) + "\n";
 }
 
 PlanProfile parse_profile(std::string_view text, std::string_view where) {
@@ -212,22 +169,8 @@ PlanProfile parse_profile(std::string_view text, std::string_view where) {
   const auto version = root.member("version");
   version.require(version.value() == kProfileVersion, concat("version ", kProfileVersion));
   PlanProfile profile;
-  const auto line = [](const JsonCursor& at) -> CollectiveCost {
-    return {.latency_ms = at.member("latency_ms").number(kMs),
-            .ms_per_byte = at.member("ms_per_byte").number({0.0, 1.0})};
-  };
-  profile.collective = line(root.member("collective"));
-  if (const auto transfer = root.find("transfer")) profile.transfer = line(*transfer);
-  if (const auto rest = root.find("rest_ms")) profile.rest_ms = rest->number(kMs);
-  if (const auto ms = root.find("gathers_waited_ms")) profile.gathers_waited_ms = ms->number(kMs);
-  const auto units = root.member("units");
-  units.require(units.value().is_array() && units.value().size() <= kMostCosts,
-                concat("a list of at most ", kMostCosts, " units"));
-  profile.units = units.list(unit_from);
-  std::vector<std::string_view> names;
-  for (const auto& unit : profile.units) names.push_back(unit.name);
-  std::ranges::sort(names);
-  units.require(std::ranges::adjacent_find(names) == names.end(), "each unit once");
+  ProfileRules rules;
+  JsonFieldsReader(rules, OtherKeys::kPassedOver).object(profile, root);
   return profile;
 }
 

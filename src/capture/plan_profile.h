@@ -12,10 +12,14 @@
 #include <string_view>
 #include <vector>
 
+#include "base/text/fields.h"
 #include "capture/region_blocks.h"
 #include "fsdp/agreed/step_plan.h"
 
 namespace tessera::capture {
+
+/// Of every time that a profile has.
+inline constexpr NumberRange kMs{0.0, 1e9};
 
 struct UnitCost {
   std::string name = {};     ///< of the unit
@@ -26,6 +30,16 @@ struct UnitCost {
   std::optional<MeasuredBlocks> blocks = {};  ///< of its regions, where they were replayed
   bool operator==(const UnitCost&) const = default;
 };
+
+template <class V>
+constexpr void fields(V& visit, Of<UnitCost>) {
+  visit("name", &UnitCost::name, TextLimit{256});
+  visit("forward_ms", &UnitCost::forward_ms, kMs);
+  visit("backward_ms", &UnitCost::backward_ms, kMs);
+  visit({"gather_ms", Missing::kNull}, &UnitCost::gather_ms, kMs);
+  visit({"reduce_ms", Missing::kNull}, &UnitCost::reduce_ms, kMs);
+  visit({"blocks", Missing::kLeftOut}, &UnitCost::blocks);
+}
 
 /// Of a layer's forward what is computed again where products of weights are kept: norms, rotations,
 /// attention itself, activations. As measured of a dense model (docs/performance.md, "Measured":
@@ -44,6 +58,12 @@ struct CollectiveCost {
   bool operator==(const CollectiveCost&) const = default;
 };
 
+template <class V>
+constexpr void fields(V& visit, Of<CollectiveCost>) {
+  visit("latency_ms", &CollectiveCost::latency_ms, kMs);
+  visit("ms_per_byte", &CollectiveCost::ms_per_byte, NumberRange{0.0, 1.0});
+}
+
 struct PlanProfile {
   std::vector<UnitCost> units;  ///< in the order of the plan's
   CollectiveCost collective;
@@ -53,13 +73,23 @@ struct PlanProfile {
   std::optional<double> gathers_waited_ms = {};
   /// Of optimizer state to or from where it is offloaded; none: nothing was moved yet.
   std::optional<CollectiveCost> transfer = {};
-  /// Nothing was measured: see default_profile(). Not part of a file.
+  /// Nothing was measured: see default_profile().
   bool is_assumed = false;
   bool operator==(const PlanProfile&) const = default;
 
   double gather_ms(const std::vector<fsdp::PlanUnit>& units_of_plan, fsdp::UnitId unit) const;
   double reduce_ms(const std::vector<fsdp::PlanUnit>& units_of_plan, fsdp::UnitId unit) const;
 };
+
+template <class V>
+constexpr void fields(V& visit, Of<PlanProfile>) {
+  visit("collective", &PlanProfile::collective);
+  visit({"transfer", Missing::kLeftOut}, &PlanProfile::transfer);
+  visit({"rest_ms", Missing::kOlder}, &PlanProfile::rest_ms, kMs);
+  visit({"gathers_waited_ms", Missing::kLeftOut}, &PlanProfile::gathers_waited_ms, kMs);
+  visit("units", &PlanProfile::units, List{1 << 13, "units"});
+  visit({"is_assumed", Missing::kNotInFile}, &PlanProfile::is_assumed);
+}
 
 /// "0.0123 ms", "4.56 ms", "12.3 s".
 std::string ms_text(double ms);

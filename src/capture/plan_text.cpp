@@ -7,7 +7,6 @@
 #include "base/text/alike.h"
 #include "base/text/count_text.h"
 #include "base/text/printable.h"
-#include "capture/plan_words.h"
 #include "tessera/error.h"
 
 namespace tessera::capture {
@@ -24,7 +23,7 @@ using Kind = PlanAction::Kind;
 
 /// "full: as activation_checkpoint.mode or set_recompute says".
 std::string recompute_text(const StepPlan& plan, const Chosen& chosen, UnitId unit) {
-  const auto mode = word_of(kRecomputeWords, plan.choices.recompute[unit]);
+  const auto mode = word_of(plan.choices.recompute[unit]);
   const bool is_known = unit < chosen.recompute_reasons.size();
   const bool has_reason = is_known && !chosen.recompute_reasons[unit].empty();
   return concat(mode, ": ", has_reason ? chosen.recompute_reasons[unit] : "as chosen");
@@ -221,7 +220,7 @@ std::string choices_text(const StepPlan& plan, const Chosen& chosen) {
   text += concat("  gathered ahead: ", ahead(plan.choices.ahead_in_forward), " in forward, ",
                  ahead(plan.choices.ahead_in_backward), " in backward",
                  chosen.ahead_reason.empty() ? "" : concat(" (", chosen.ahead_reason, ")"), "\n");
-  text += concat("  reduced: ", word_of(kReduceWords, plan.choices.reduce), "\n");
+  text += concat("  reduced: ", word_of(plan.choices.reduce), "\n");
   return text + folded(offloaded, "  optimizer state of ");
 }
 

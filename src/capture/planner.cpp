@@ -9,7 +9,6 @@
 #include "base/text/count_text.h"
 #include "base/text/printable.h"
 #include "capture/offload_pass.h"
-#include "capture/plan_words.h"
 #include "capture/recompute_pass.h"
 #include "fsdp/agreed/step_plan_check.h"
 #include "tessera/error.h"
@@ -57,7 +56,7 @@ void add_faults_of_memory(const PlanProblem& problem, const StepPlan& plan, Faul
                           "; raise compile.memory_budget, or make the plan for it"));
 }
 
-const char* words_of(fsdp::ReduceAt reduce) {
+const char* reduced_with(fsdp::ReduceAt reduce) {
   switch (reduce) {
     case fsdp::ReduceAt::kEveryBackward:
       return "every micro-batch";
@@ -76,9 +75,8 @@ void add_faults_of_units(const PlanProblem& problem, const StepPlan& plan, Fault
     const auto keep = plan.choices.keep[unit];
     if (of.gathers && problem.eager.keep[unit] == fsdp::Keep::kUpdate &&
         keep != fsdp::Keep::kUpdate) {
-      faults.push_back(concat("a plan with unit ", of.name,
-                              " kept until: ", word_of(kKeepWords, keep), ", expected ",
-                              word_of(kKeepWords, fsdp::Keep::kUpdate),
+      faults.push_back(concat("a plan with unit ", of.name, " kept until: ", word_of(keep),
+                              ", expected ", word_of(fsdp::Keep::kUpdate),
                               ", as its reshard_after_forward says, which is off; turn that on, or "
                               "make the plan anew with tessera plan"));
     }
@@ -86,9 +84,8 @@ void add_faults_of_units(const PlanProblem& problem, const StepPlan& plan, Fault
     const auto found = plan.choices.recompute[unit];
     const auto expected = problem.eager.recompute[unit];
     if (found == expected) continue;
-    faults.push_back(concat("a plan with unit ", of.name, " recomputed in mode ",
-                            word_of(kRecomputeWords, found), ", expected ",
-                            word_of(kRecomputeWords, expected),
+    faults.push_back(concat("a plan with unit ", of.name, " recomputed in mode ", word_of(found),
+                            ", expected ", word_of(expected),
                             ", as activation_checkpoint.mode or set_recompute says; leave that "
                             "out, or make the plan anew with tessera plan"));
   }
@@ -194,8 +191,8 @@ Faults faults_in_run(const PlanProblem& problem, const StepPlan& plan) {
                             "; make it anew with tessera plan"));
   }
   if (plan.choices.reduce != problem.eager.reduce) {
-    faults.push_back(concat("a plan that reduces with ", words_of(plan.choices.reduce),
-                            ", expected ", words_of(problem.eager.reduce),
+    faults.push_back(concat("a plan that reduces with ", reduced_with(plan.choices.reduce),
+                            ", expected ", reduced_with(problem.eager.reduce),
                             ", as sync_every_micro_batch and form 2 say; make it anew with tessera "
                             "plan"));
   }

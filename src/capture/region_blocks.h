@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "base/text/fields.h"
 #include "fsdp/agreed/step_plan.h"
 #include "tessera/recompute_mode.h"
 
@@ -24,6 +25,13 @@ struct UnitBlocks {
   std::int64_t running = 0;  ///< the same with the scratch of what runs
   bool operator==(const UnitBlocks&) const = default;
 };
+
+template <class V>
+constexpr void fields(V& visit, Of<UnitBlocks>) {
+  constexpr IntRange kBytes{0, std::int64_t{1} << 50};
+  visit("entries", &UnitBlocks::entries, kBytes);
+  visit("running", &UnitBlocks::running, kBytes);
+}
 
 /// Of a model.
 struct RegionBlocks {
@@ -37,6 +45,12 @@ struct MeasuredBlocks {
   UnitBlocks bytes = {};
   bool operator==(const MeasuredBlocks&) const = default;
 };
+
+template <class V>
+constexpr void fields(V& visit, Of<MeasuredBlocks>) {
+  visit("recompute", &MeasuredBlocks::mode);
+  visit("", &MeasuredBlocks::bytes);  // its fields stand among these
+}
 
 struct PlanProfile;
 

@@ -6,6 +6,7 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 
+#include "base/text/json_fields.h"
 #include "base/text/printable.h"
 #include "tessera/error.h"
 
@@ -37,75 +38,42 @@ std::string entry(std::string_view name, const OrderedJson& value) {
   return dumped(name) + ": " + line(value);
 }
 
-/// A list or an object below a key, each of its items on a line of its own.
-std::string lines(char begin, const std::vector<std::string>& items, char end) {
-  std::string text(1, begin);
-  for (const std::string& item : items) text += (text.size() > 1 ? ",\n  " : "\n  ") + item;
-  return text + "\n " + end;
-}
-
-template <class Map, class Write>
-std::string by_name(const Map& items, const Write& write) {
-  std::vector<std::string> entries;
-  for (const auto& [name, item] : items) entries.push_back(entry(name, write(item)));
-  return lines('{', entries, '}');
-}
-
-OrderedJson file_json(const CheckpointFile& file) {
-  return {{"bytes", file.bytes}, {"xxh3_128", to_string(file.xxh3_128)}};
-}
-
-OrderedJson block_json(const CheckpointBlock& block) {
-  return {{"first", block.first}, {"bytes", block.bytes}, {"xxh3_128", to_string(block.xxh3_128)}};
-}
-
-std::string blocks_text(const std::vector<CheckpointBlock>& blocks) {
-  std::vector<std::string> items;
-  for (const CheckpointBlock& block : blocks) items.push_back(line(block_json(block)));
-  return lines('[', items, ']');
-}
-
-OrderedJson lora_json(const CheckpointLora& lora) {
-  return {{"base_xxh3_128", to_string(lora.base_xxh3_128)},
-          {"rank", lora.rank},
-          {"alpha", lora.alpha},
-          {"dropout", lora.dropout},
-          {"layers", lora.layers}};
-}
-
-/// The scale by its exponent: an integer, whatever it is.
-OrderedJson loss_scale_json(const LossScaleState& state) {
-  return {{"log2", std::ilogb(state.scale)},
-          {"good_steps", state.good_steps},
-          {"skipped_steps", state.skipped_steps}};
-}
-
-OrderedJson user_json(const CheckpointValues& values) {
-  OrderedJson json = OrderedJson::object();
-  for (const auto& [name, value] : values) {
-    std::visit([&](const auto& one) { json[name] = one; }, value);
+/// What no field of a manifest says by itself.
+struct ManifestAsJson {
+  /// By its exponent, which is an integer, whatever the scale is.
+  template <class Write>
+  OrderedJson json(const Write&, double scale, Exponent) const {
+    return std::ilogb(scale);
   }
-  return json;
+  template <class Write>
+  OrderedJson json(const Write&, const CheckpointValues& values, Whatever) const {
+    OrderedJson json = OrderedJson::object();
+    for (const auto& [name, value] : values) {
+      std::visit([&](const auto& one) { json[name] = one; }, value);
+    }
+    return json;
+  }
+};
+
+template <class T, class Range = Whatever>
+OrderedJson json_of(const T& value, const Range& range = {}) {
+  return JsonWriter(ManifestAsJson())(value, range);
 }
 
-template <class Write>
-OrderedJson tensor_json(const CheckpointTensor& tensor, const Write& write_piece) {
-  OrderedJson json = {{"dtype", to_string(tensor.dtype)}, {"shape", tensor.shape}};
-  if (tensor.source_dtype) json["source_dtype"] = to_string(*tensor.source_dtype);
-  OrderedJson& pieces = json["pieces"] = OrderedJson::array();
-  for (const CheckpointPiece& piece : tensor.pieces) pieces.push_back(write_piece(piece));
-  return json;
-}
-
-/// With pieces in full.
-OrderedJson long_json(const CheckpointTensor& tensor) {
-  return tensor_json(tensor, [](const CheckpointPiece& piece) -> OrderedJson {
-    return {{"file", piece.file},
-            {"key", piece.key},
-            {"box", {{"offset", piece.box.offset}, {"size", piece.box.size}}},
-            {"begin", piece.begin},
-            {"end", piece.end}};
-  });
+/// A list or an object below a key, each of its items on a line of its own.
+template <class Items>
+std::string on_lines(const Items& items) {
+  constexpr bool kByName = requires { typename Items::mapped_type; };
+  std::string text(1, kByName ? '{' : '[');
+  for (const auto& item : items) {
+    text += text.size() > 1 ? ",\n  " : "\n  ";
+    if constexpr (kByName) {
+      text += entry(item.first, json_of(item.second));
+    } else {
+      text += line(json_of(item));
+    }
+  }
+  return text + "\n " + (kByName ? '}' : ']');
 }
 
 /// Of a name that rank_file() gives.
@@ -120,26 +88,33 @@ std::int64_t rank_of(const CheckpointPiece& piece) {
   return rank;
 }
 
-/// With pieces as [rank, begin, end] of the whole tensor, or with offset and size of their box
-/// behind.
-OrderedJson short_json(const std::string& name, const CheckpointTensor& tensor) {
-  const TensorBox whole = TensorBox::whole(tensor.shape);
-  std::map<std::int64_t, std::size_t> numbers_of;  // of pieces in each file so far
-  return tensor_json(tensor, [&](const CheckpointPiece& piece) {
-    const std::int64_t rank = rank_of(piece);
-    TESSERA_INVARIANT(piece.key == piece_key(name, ++numbers_of[rank]), "the piece ", piece.key,
-                      " of ", name);
-    OrderedJson json = OrderedJson::array({rank, piece.begin, piece.end});
-    if (!(piece.box == whole)) {
-      json.push_back(piece.box.offset);
-      json.push_back(piece.box.size);
+/// Pieces as [rank, begin, end] of the whole tensor, or with offset and size of their box behind.
+struct ShortRules {
+  const std::string& name;
+  TensorBox whole;
+
+  template <class Write>
+  OrderedJson json(const Write&, const std::vector<CheckpointPiece>& pieces, Whatever) const {
+    std::map<std::int64_t, std::size_t> numbers_of;  // of pieces in each file so far
+    OrderedJson all = OrderedJson::array();
+    for (const CheckpointPiece& piece : pieces) {
+      const std::int64_t rank = rank_of(piece);
+      TESSERA_INVARIANT(piece.key == piece_key(name, ++numbers_of[rank]), "the piece ", piece.key,
+                        " of ", name);
+      OrderedJson json = OrderedJson::array({rank, piece.begin, piece.end});
+      if (!(piece.box == whole)) {
+        json.push_back(piece.box.offset);
+        json.push_back(piece.box.size);
+      }
+      all.push_back(std::move(json));
     }
-    return json;
-  });
-}
+    return all;
+  }
+};
 
 std::string short_entry(const std::string& name, const CheckpointTensor& tensor) {
-  return entry(name, short_json(name, tensor));
+  const ShortRules rules{name, TensorBox::whole(tensor.shape)};
+  return entry(name, JsonWriter(rules)(tensor));
 }
 
 // Of what a line may have.
@@ -148,7 +123,7 @@ constexpr std::int64_t kLargestNumber = std::numeric_limits<std::int64_t>::max()
 std::int64_t longest_file_line() {
   const std::map<std::string, CheckpointFile> files = {
       {rank_file(kLargestNumber), {kLargestNumber, {}}}};
-  return std::ssize(by_name(files, file_json));
+  return std::ssize(on_lines(files));
 }
 
 /// By how many digits pieces may become longer that are cut elsewhere in their boxes.
@@ -182,35 +157,20 @@ std::int64_t CheckpointManifest::left_out() const {
 std::int64_t CheckpointTensor::numel() const { return TensorBox::whole(shape).numel(); }
 
 std::string to_json(const CheckpointManifest& manifest) {
-  const CheckpointData& data = manifest.data;
-  OrderedJson about = {{"format", manifest.format},
-                       {"step", manifest.step},
-                       {"world_size", manifest.world_size},
-                       {"config_hash", to_string(manifest.config_hash)},
-                       {"model_path", manifest.model_path},
-                       {"seed", manifest.seed},
-                       {"data",
-                        {{"path", data.path},
-                         {"bytes", data.bytes},
-                         {"xxh3_128", to_string(data.xxh3_128)},
-                         {"seq_len", data.seq_len},
-                         {"global_batch_size", data.global_batch_size}}}};
-  if (!manifest.optimizer.empty()) about["optimizer"] = manifest.optimizer;
-  if (manifest.fused_as_one) about["fused_as_one"] = *manifest.fused_as_one;
-  if (manifest.lora) about["lora"] = lora_json(*manifest.lora);
-  if (manifest.loss_scale) about["loss_scale"] = loss_scale_json(*manifest.loss_scale);
-  if (manifest.left_out_steps) about["left_out_steps"] = *manifest.left_out_steps;
-  if (!manifest.user.empty()) about["user"] = user_json(manifest.user);
   std::string text = "{";
-  for (const auto& [key, value] : about.items()) {
-    text += (text.size() > 1 ? ",\n " : "\n ") + entry(key, value);
-  }
-  text += ",\n \"files\": " + by_name(manifest.files, file_json);
-  if (manifest.format > 1) {
-    text += ",\n \"blocks\": " + blocks_text(manifest.blocks);
-  } else {
-    text += ",\n \"tensors\": " + by_name(manifest.tensors, long_json);
-  }
+  each_field<CheckpointManifest>(
+      [&]<class M, class C, class Range>(const Field& field, M C::* member, const Range& range) {
+        const M& value = manifest.*member;
+        std::string shown;
+        if constexpr (std::is_same_v<Range, OnLines>) {
+          if (manifest.format < range.first_format || manifest.format > range.last_format) return;
+          shown = on_lines(value);
+        } else {
+          if (field.missing == Missing::kLeftOut && value == M{}) return;
+          shown = line(json_of(value, range));
+        }
+        text += concat(text.size() > 1 ? ",\n " : "\n ", dumped(field.key), ": ", shown);
+      });
   text += kHashKey;
   text += to_string(Hash128Stream().add(text).digest());
   return text += kAfterHash;
@@ -315,8 +275,8 @@ std::int64_t check_manifest_plan(const CheckpointManifest& about, std::int64_t r
                 ranks, " ranks may have ", plan.pieces,
                 " bytes of pieces of one tensor, a block of ", block, " in ", kTensorsFile,
                 ", expected at most ", kMaxBlockBytes, kTooManyRanks);
-  const auto entry_bytes =
-      std::ssize(blocks_text({{std::string(kMaxTensorNameBytes, 'x'), kLargestNumber, {}}}));
+  const auto entry_bytes = std::ssize(on_lines(
+      std::vector<CheckpointBlock>{{std::string(kMaxTensorNameBytes, 'x'), kLargestNumber, {}}}));
   const std::int64_t most = std::ssize(to_json(about)) + (ranks + 2) * longest_file_line() +
                             (plan.tensors / kBlockBytes + 1) * entry_bytes;
   TESSERA_CHECK(most <= kMaxManifestBytes, ErrorKind::kConfig, "checkpoint: found a plan whose ",
@@ -327,7 +287,7 @@ std::int64_t check_manifest_plan(const CheckpointManifest& about, std::int64_t r
 }
 
 std::string part_text(const CheckpointManifest& part) {
-  std::string text = concat("{\"files\": ", by_name(part.files, file_json), ", \"tensors\": {");
+  std::string text = concat("{\"files\": ", on_lines(part.files), ", \"tensors\": {");
   std::string_view between;
   for (const auto& [name, tensor] : part.tensors) {
     text += concat(between, short_entry(name, tensor));

@@ -19,12 +19,35 @@
 
 #include "base/hash.h"
 #include "base/lora_spec.h"
+#include "base/text/fields.h"
 #include "layout/tensor_box.h"
 #include "tessera/checkpoint_values.h"
 #include "tessera/dtype.h"
 #include "tessera/loss_scale.h"
 
 namespace tessera {
+
+inline std::optional<Hash128> from_text(Of<Hash128>, std::string_view text) {
+  return parse_hash128(text);
+}
+constexpr std::string_view expected_text(Of<Hash128>) { return "32 hexadecimal digits"; }
+
+/// Ranges that are no range of numbers: of a shape, or a box; of a scale, which files have by its
+/// exponent; of the format, which says what else there is; of what has a line for each item, and is
+/// in these formats.
+struct Dims {};
+struct Exponent {};
+struct FormatNumber {};
+struct OnLines {
+  std::int64_t first_format = 1;
+  std::int64_t last_format = 2;
+};
+
+template <class V>
+constexpr void fields(V& visit, Of<TensorBox>) {
+  visit("offset", &TensorBox::offset, Dims{});
+  visit("size", &TensorBox::size, Dims{});
+}
 
 /// Elements [begin, end) of `box`, flattened in row-major order, are the tensor `key` of `file`.
 struct CheckpointPiece {
@@ -35,6 +58,15 @@ struct CheckpointPiece {
   std::int64_t end = 0;
   bool operator==(const CheckpointPiece&) const = default;
 };
+
+template <class V>
+constexpr void fields(V& visit, Of<CheckpointPiece>) {
+  visit("file", &CheckpointPiece::file);
+  visit("key", &CheckpointPiece::key);
+  visit("box", &CheckpointPiece::box);
+  visit("begin", &CheckpointPiece::begin);
+  visit("end", &CheckpointPiece::end);
+}
 
 struct CheckpointTensor {
   DType dtype = DType::kFloat32;
@@ -47,6 +79,14 @@ struct CheckpointTensor {
   bool operator==(const CheckpointTensor&) const = default;
 };
 
+template <class V>
+constexpr void fields(V& visit, Of<CheckpointTensor>) {
+  visit("dtype", &CheckpointTensor::dtype);
+  visit("shape", &CheckpointTensor::shape, Dims{});
+  visit({"source_dtype", Missing::kLeftOut}, &CheckpointTensor::source_dtype);
+  visit("pieces", &CheckpointTensor::pieces);
+}
+
 using CheckpointTensorMap = std::map<std::string, CheckpointTensor, std::less<>>;
 
 /// A line of tensors.jsonl; where it begins follows from those before it.
@@ -57,11 +97,24 @@ struct CheckpointBlock {
   bool operator==(const CheckpointBlock&) const = default;
 };
 
+template <class V>
+constexpr void fields(V& visit, Of<CheckpointBlock>) {
+  visit("first", &CheckpointBlock::first);
+  visit("bytes", &CheckpointBlock::bytes);
+  visit("xxh3_128", &CheckpointBlock::xxh3_128);
+}
+
 struct CheckpointFile {
   std::int64_t bytes = 0;
   Hash128 xxh3_128;
   bool operator==(const CheckpointFile&) const = default;
 };
+
+template <class V>
+constexpr void fields(V& visit, Of<CheckpointFile>) {
+  visit("bytes", &CheckpointFile::bytes);
+  visit("xxh3_128", &CheckpointFile::xxh3_128);
+}
 
 /// What the rows of a step follow from, besides the seed and the number of the step.
 struct CheckpointData {
@@ -73,11 +126,43 @@ struct CheckpointData {
   bool operator==(const CheckpointData&) const = default;
 };
 
+template <class V>
+constexpr void fields(V& visit, Of<CheckpointData>) {
+  visit("path", &CheckpointData::path);
+  visit("bytes", &CheckpointData::bytes);
+  visit("xxh3_128", &CheckpointData::xxh3_128);
+  visit("seq_len", &CheckpointData::seq_len);
+  visit("global_batch_size", &CheckpointData::global_batch_size);
+}
+
 /// Of a run that trains adapters beside a frozen model: the checkpoint holds the adapters alone.
 struct CheckpointLora : LoraSpec {
   Hash128 base_xxh3_128 = {};  ///< of the tensors of the model at model_path (docs/checkpoint.md)
   bool operator==(const CheckpointLora&) const = default;
 };
+
+template <class V>
+constexpr void fields(V& visit, Of<LoraSpec>) {
+  visit("rank", &LoraSpec::rank);
+  visit("alpha", &LoraSpec::alpha);
+  visit("dropout", &LoraSpec::dropout);
+  visit("layers", &LoraSpec::layers);
+}
+
+template <class V>
+constexpr void fields(V& visit, Of<CheckpointLora>) {
+  visit("base_xxh3_128", &CheckpointLora::base_xxh3_128);
+  fields(visit, Of<LoraSpec>{});
+}
+template <>
+inline constexpr bool kHasBase<CheckpointLora> = true;
+
+template <class V>
+constexpr void fields(V& visit, Of<LossScaleState>) {
+  visit("log2", &LossScaleState::scale, Exponent{});
+  visit("good_steps", &LossScaleState::good_steps);
+  visit("skipped_steps", &LossScaleState::skipped_steps);
+}
 
 struct CheckpointManifest {
   static constexpr std::int64_t kFormat = 2;       ///< what is written
@@ -115,6 +200,27 @@ struct CheckpointManifest {
   std::int64_t left_out() const;
   bool operator==(const CheckpointManifest&) const = default;
 };
+
+template <class V>
+constexpr void fields(V& visit, Of<CheckpointManifest>) {
+  using M = CheckpointManifest;
+  visit("format", &M::format, FormatNumber{});
+  visit("step", &M::step);
+  visit("world_size", &M::world_size);
+  visit("config_hash", &M::config_hash);
+  visit("model_path", &M::model_path);
+  visit("seed", &M::seed);
+  visit("data", &M::data);
+  visit({"optimizer", Missing::kLeftOut}, &M::optimizer);
+  visit({"fused_as_one", Missing::kLeftOut}, &M::fused_as_one);
+  visit({"lora", Missing::kLeftOut}, &M::lora);
+  visit({"loss_scale", Missing::kLeftOut}, &M::loss_scale);
+  visit({"left_out_steps", Missing::kLeftOut}, &M::left_out_steps);
+  visit({"user", Missing::kLeftOut}, &M::user);
+  visit("files", &M::files, OnLines{});
+  visit({"blocks", Missing::kLeftOut}, &M::blocks, OnLines{.first_format = 2});
+  visit({"tensors", Missing::kLeftOut}, &M::tensors, OnLines{.last_format = 1});
+}
 
 inline constexpr std::string_view kManifestFile = "manifest.json";
 inline constexpr std::string_view kTensorsFile = "tensors.jsonl";

@@ -5,6 +5,7 @@
 #include <span>
 #include <tuple>
 
+#include "base/text/json_fields.h"
 #include "base/text/json_reader.h"
 #include "base/text/printable.h"
 #include "io/checkpoint_manifest.h"
@@ -17,22 +18,18 @@ namespace {
 
 constexpr int kMaxManifestDepth = 8;
 
+/// Errors: kFormat for one that no reader here knows.
+void check_format(std::int64_t format, std::string_view where) {
+  TESSERA_CHECK(format >= CheckpointManifest::kFirstFormat && format <= CheckpointManifest::kFormat,
+                ErrorKind::kFormat, where, ": found format ", format, ", expected ",
+                CheckpointManifest::kFirstFormat, " to ", CheckpointManifest::kFormat,
+                "; it was written by another version of tessera, read it with that one");
+}
+
 std::int64_t rank_of(const JsonCursor& value) {
   const std::int64_t found = value.integer();
   value.require(found >= 0, "the number of a rank");
   return found;
-}
-
-Hash128 hash_of(const JsonCursor& value) {
-  const auto hash = parse_hash128(value.text());
-  value.require(hash.has_value(), "32 hexadecimal digits");
-  return *hash;
-}
-
-DType dtype_of(const JsonCursor& value) {
-  const auto dtype = parse_dtype(value.text());
-  value.require(dtype.has_value(), "the name of a dtype");
-  return *dtype;
 }
 
 /// Of a shape or a box.
@@ -53,89 +50,78 @@ std::size_t count_of(const JsonCursor& value, std::size_t few, std::size_t many)
   return list.size();
 }
 
-std::string text_of(const JsonCursor& value) { return value.text(); }
+enum class PieceForm : std::uint8_t {
+  kLong,
+  kShort,  ///< [rank, begin, end] or [rank, begin, end, offset, size]
+};
 
-CheckpointData read_data(const JsonCursor& value) {
-  CheckpointData data;
-  data.path = value.member("path").list(text_of);
-  data.bytes = value.member("bytes").integer();
-  data.xxh3_128 = hash_of(value.member("xxh3_128"));
-  data.seq_len = value.member("seq_len").integer();
-  data.global_batch_size = value.member("global_batch_size").integer();
-  return data;
-}
+/// What no field of a manifest says by itself.
+class ManifestFromJson {
+ public:
+  ManifestFromJson(std::string_view where, PieceForm form) : where_(where), form_(form) {}
 
-CheckpointLora read_lora(const JsonCursor& value) {
-  CheckpointLora lora;
-  lora.base_xxh3_128 = hash_of(value.member("base_xxh3_128"));
-  lora.rank = value.member("rank").integer();
-  lora.alpha = value.member("alpha").number();
-  lora.dropout = value.member("dropout").number();
-  lora.layers = value.member("layers").list(text_of);
-  return lora;
-}
+  /// Another format may have other keys: its number is what the message is to be about.
+  template <class Read>
+  void read(Read&, std::int64_t& format, const JsonCursor& at, FormatNumber) {
+    format = at.integer();
+    check_format(format, where_);
+    format_ = format;
+  }
+  template <class Read, class Items>
+  void read(Read& reader, Items& items, const JsonCursor& at, OnLines in) {
+    if (format_ >= in.first_format && format_ <= in.last_format) reader(items, at);
+  }
+  void check(const JsonCursor& at, const CheckpointManifest& manifest) const {
+    at.member(manifest.format > 1 ? "blocks" : "tensors");
+  }
 
-LossScaleState read_loss_scale(const JsonCursor& value) {
-  constexpr std::int64_t kFarOut = 1024;  // no double: validate() refuses it as it refuses infinity
-  const auto log2 = std::clamp(value.member("log2").integer(), -2 * kFarOut, kFarOut);
-  return {std::ldexp(1.0, static_cast<int>(log2)), value.member("good_steps").integer(),
-          value.member("skipped_steps").integer()};
-}
+  template <class Read>
+  void read(Read&, double& scale, const JsonCursor& at, Exponent) {
+    constexpr std::int64_t kFarOut = 1024;  // validate() refuses it as it refuses infinity
+    const auto log2 = std::clamp(at.integer(), -2 * kFarOut, kFarOut);
+    scale = std::ldexp(1.0, static_cast<int>(log2));
+  }
+  template <class Read>
+  void read(Read&, CheckpointValues& values, const JsonCursor& at, Whatever) {
+    values = at.by_name([](const JsonCursor& one) -> CheckpointValues::mapped_type {
+      if (one.value().is_string()) return one.text();
+      one.require(one.value().is_number_integer(), "an integer or a text");
+      return one.integer();
+    });
+  }
 
-CheckpointValues::mapped_type read_user_value(const JsonCursor& value) {
-  if (value.value().is_string()) return value.text();
-  value.require(value.value().is_number_integer(), "an integer or a text");
-  return value.integer();
-}
+  template <class Read>
+  void read(Read&, std::vector<std::int64_t>& dims, const JsonCursor& at, Dims) {
+    dims = integers_of(at);
+  }
+  template <class Read>
+  void read(Read& reader, CheckpointTensor& tensor, const JsonCursor& at, Whatever) {
+    name_ = at.name();
+    shape_ = &tensor.shape;
+    reader.object(tensor, at);
+  }
+  template <class Read>
+  void read(Read& reader, std::vector<CheckpointPiece>& pieces, const JsonCursor& at, Whatever) {
+    if (form_ == PieceForm::kLong) return reader.list(pieces, at, Whatever{});
+    const TensorBox whole = TensorBox::whole(*shape_);
+    std::map<std::int64_t, std::size_t> numbers;  // of pieces in each file so far
+    pieces = at.list([&](const JsonCursor& item) {
+      const std::size_t parts = count_of(item, 3, 5);
+      const std::int64_t rank = rank_of(item.at(0));
+      return CheckpointPiece{
+          rank_file(rank), piece_key(name_, ++numbers[rank]),
+          parts == 3 ? whole : TensorBox{integers_of(item.at(3)), integers_of(item.at(4))},
+          item.at(1).integer(), item.at(2).integer()};
+    });
+  }
 
-CheckpointFile read_file(const JsonCursor& value) {
-  return {value.member("bytes").integer(), hash_of(value.member("xxh3_128"))};
-}
-
-CheckpointPiece read_piece(const JsonCursor& value) {
-  const JsonCursor box = value.member("box");
-  return {value.member("file").text(),
-          value.member("key").text(),
-          {integers_of(box.member("offset")), integers_of(box.member("size"))},
-          value.member("begin").integer(),
-          value.member("end").integer()};
-}
-
-/// All but its pieces.
-CheckpointTensor read_tensor_head(const JsonCursor& value) {
-  CheckpointTensor tensor;
-  tensor.dtype = dtype_of(value.member("dtype"));
-  tensor.shape = integers_of(value.member("shape"));
-  if (const auto source = value.find("source_dtype")) tensor.source_dtype = dtype_of(*source);
-  return tensor;
-}
-
-CheckpointTensor read_tensor(const JsonCursor& value) {
-  CheckpointTensor tensor = read_tensor_head(value);
-  tensor.pieces = value.member("pieces").list(read_piece);
-  return tensor;
-}
-
-/// With pieces as [rank, begin, end] or [rank, begin, end, offset, size].
-CheckpointTensor read_short_tensor(const JsonCursor& value) {
-  CheckpointTensor tensor = read_tensor_head(value);
-  const TensorBox whole = TensorBox::whole(tensor.shape);
-  std::map<std::int64_t, std::size_t> numbers;  // of pieces in each file so far
-  tensor.pieces = value.member("pieces").list([&](const JsonCursor& item) {
-    const std::size_t parts = count_of(item, 3, 5);
-    const std::int64_t rank = rank_of(item.at(0));
-    return CheckpointPiece{
-        rank_file(rank), piece_key(value.name(), ++numbers[rank]),
-        parts == 3 ? whole : TensorBox{integers_of(item.at(3)), integers_of(item.at(4))},
-        item.at(1).integer(), item.at(2).integer()};
-  });
-  return tensor;
-}
-
-CheckpointBlock read_block(const JsonCursor& value) {
-  return {value.member("first").text(), value.member("bytes").integer(),
-          hash_of(value.member("xxh3_128"))};
-}
+ private:
+  std::string_view where_;
+  PieceForm form_;
+  std::int64_t format_ = 1;
+  std::string_view name_;  // of the tensor that is being read
+  const std::vector<std::int64_t>* shape_ = nullptr;
+};
 
 }  // namespace
 
@@ -143,39 +129,18 @@ CheckpointManifest parse_manifest_part(std::string_view text, std::string_view w
   const nlohmann::json json = parse_json_object(text, where, kMaxManifestDepth);
   const JsonCursor root(json, where, JsonStyle::kData);
   CheckpointManifest part;
-  part.files = root.member("files").by_name(read_file);
-  part.tensors = root.member("tensors").by_name(read_short_tensor);
+  ManifestFromJson rules(where, PieceForm::kShort);
+  JsonFieldsReader read(rules, OtherKeys::kPassedOver);
+  read(part.files, root.member("files"));
+  read(part.tensors, root.member("tensors"));
   return part;
 }
 
 CheckpointManifest parse_checkpoint_manifest(std::string_view text, std::string_view where) {
   const nlohmann::json json = parse_json_object(text, where, kMaxManifestDepth);
-  const JsonCursor root(json, where, JsonStyle::kData);
   CheckpointManifest manifest;
-  manifest.format = root.member("format").integer();
-  // Another format may have other keys: its number is what the message is to be about.
-  if (manifest.format < CheckpointManifest::kFirstFormat ||
-      manifest.format > CheckpointManifest::kFormat) {
-    validate(manifest, where);
-  }
-  manifest.step = root.member("step").integer();
-  manifest.world_size = root.member("world_size").integer();
-  manifest.config_hash = hash_of(root.member("config_hash"));
-  manifest.model_path = root.member("model_path").text();
-  manifest.seed = root.member("seed").integer();
-  manifest.data = read_data(root.member("data"));
-  if (const auto optimizer = root.find("optimizer")) manifest.optimizer = optimizer->text();
-  if (const auto fused = root.find("fused_as_one")) manifest.fused_as_one = fused->list(text_of);
-  if (const auto lora = root.find("lora")) manifest.lora = read_lora(*lora);
-  if (const auto scale = root.find("loss_scale")) manifest.loss_scale = read_loss_scale(*scale);
-  if (const auto steps = root.find("left_out_steps")) manifest.left_out_steps = steps->integer();
-  if (const auto user = root.find("user")) manifest.user = user->by_name(read_user_value);
-  manifest.files = root.member("files").by_name(read_file);
-  if (manifest.format > 1) {
-    manifest.blocks = root.member("blocks").list(read_block);
-  } else {
-    manifest.tensors = root.member("tensors").by_name(read_tensor);
-  }
+  ManifestFromJson rules(where, PieceForm::kLong);
+  JsonFieldsReader(rules, OtherKeys::kPassedOver).object(manifest, {json, where, JsonStyle::kData});
   validate(manifest, where);
   return manifest;
 }
@@ -199,7 +164,9 @@ CheckpointTensorMap parse_checkpoint_block(std::string_view text,
   }
   TESSERA_CHECK(json.contains(first), ErrorKind::kFormat, where, ": found no tensor ",
                 printable(first), ", expected it to be the first of its block");
-  auto tensors = JsonCursor(json, where, JsonStyle::kData).by_name(read_short_tensor);
+  CheckpointTensorMap tensors;
+  ManifestFromJson rules(where, PieceForm::kShort);
+  JsonFieldsReader(rules, OtherKeys::kPassedOver)(tensors, {json, where, JsonStyle::kData});
   for (const auto& [name, tensor] : tensors) validate(tensor, name, manifest, where);
   return tensors;
 }
@@ -323,11 +290,7 @@ void check_blocks(const CheckpointManifest& manifest, std::string_view where) {
 }  // namespace
 
 void validate(const CheckpointManifest& manifest, std::string_view where) {
-  TESSERA_CHECK(manifest.format >= CheckpointManifest::kFirstFormat &&
-                    manifest.format <= CheckpointManifest::kFormat,
-                ErrorKind::kFormat, where, ": found format ", manifest.format, ", expected ",
-                CheckpointManifest::kFirstFormat, " to ", CheckpointManifest::kFormat,
-                "; it was written by another version of tessera, read it with that one");
+  check_format(manifest.format, where);
   TESSERA_CHECK(manifest.step >= 0 && manifest.step < kMaxStep && manifest.world_size >= 1 &&
                     manifest.seed >= 0,
                 ErrorKind::kFormat, where, ": found step ", manifest.step, ", world_size ",

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <utility>
 
 #include "base/text/printable.h"
@@ -120,14 +121,14 @@ std::string json_line(const nlohmann::json& value) {
   return text;
 }
 
-JsonCursor JsonCursor::member(const char* key) const {
+JsonCursor JsonCursor::member(std::string_view key) const {
   require(value_.is_object(), "an object");
   const auto found = value_.find(key);
   TESSERA_CHECK(found != value_.end(), kind(), where(), ": found no \"", key, "\", expected one");
   return {*found, key, *this};
 }
 
-std::optional<JsonCursor> JsonCursor::find(const char* key) const {
+std::optional<JsonCursor> JsonCursor::find(std::string_view key) const {
   return value_.contains(key) ? std::optional(member(key)) : std::nullopt;
 }
 

@@ -10,7 +10,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -19,6 +18,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "base/text/fields.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -36,16 +36,6 @@ nlohmann::json parse_json_object(std::string_view text, std::string_view where,
 /// What a JSON error says, in one line fit for a message: without the name of its class, and
 /// without the place, which callers give as a byte.
 std::string complaint_of(const nlohmann::json::exception& error);
-
-struct IntRange {
-  std::int64_t min = 1;
-  std::int64_t max = std::int64_t{1} << 31;
-};
-
-struct NumberRange {
-  double min = 0.0;  ///< may be reached
-  double max = std::numeric_limits<double>::max();
-};
 
 /// A value as one short line, in ASCII.
 std::string json_line(const nlohmann::json& value);
@@ -71,8 +61,8 @@ class JsonCursor {
   std::string_view name() const { return name_; }
 
   /// Of an object that must have it.
-  JsonCursor member(const char* key) const;
-  std::optional<JsonCursor> find(const char* key) const;
+  JsonCursor member(std::string_view key) const;
+  std::optional<JsonCursor> find(std::string_view key) const;
   /// Of a list that has it.
   JsonCursor at(std::size_t index) const { return {value_[index], "an item", *this}; }
 

@@ -2,18 +2,13 @@
 
 #include <algorithm>
 
-#include "base/hash.h"
+#include "base/fields_hash.h"
 #include "tessera/error.h"
 
 namespace tessera::fsdp {
 
 std::uint64_t Trace::hash() const {
-  Hasher hash;
-  for (const auto unit : units) hash.add(std::uint64_t{unit});
-  hash.add(std::uint64_t{units.size()});
-  for (const auto position : exits) hash.add(std::uint64_t{position});
-  for (const auto checkpoint : checkpoints) hash.add(std::uint64_t{checkpoint});
-  return std::max<std::uint64_t>(hash.digest(), 1);  // 0 can stand for "no trace"
+  return std::max<std::uint64_t>(hash_of(*this), 1);  // 0 can stand for "no trace"
 }
 
 std::vector<TraceEvent> crossings(const Trace& trace) {
@@ -56,20 +51,7 @@ bool StepRecord::is_complete() const {
          std::ranges::none_of(stages, [](const StageRecord& stage) { return stage.parts.empty(); });
 }
 
-std::uint64_t StepRecord::hash() const {
-  Hasher hash;
-  hash.add(varies);
-  for (const auto& stage : stages) {
-    for (const auto& part : stage.parts) hash.add(part.hash());
-    hash.add(std::uint64_t{stage.parts.size()});
-    for (const auto& reached : stage.reached) {
-      for (const bool one : reached) hash.add(one);
-      hash.add(std::uint64_t{reached.size()});
-    }
-    hash.add(std::uint64_t{stage.reached.size()});
-  }
-  return hash.digest();
-}
+std::uint64_t StepRecord::hash() const { return hash_of(*this); }
 
 Trace counted_after(Trace trace, std::uint32_t before) {
   for (auto& checkpoint : trace.checkpoints) {

@@ -16,6 +16,9 @@
 #include <string>
 #include <vector>
 
+#include "base/text/fields.h"
+#include "tessera/step_scope.h"
+
 namespace tessera::fsdp {
 
 using UnitId = std::uint32_t;
@@ -29,6 +32,23 @@ struct Trace {
   bool operator==(const Trace&) const = default;
   std::uint64_t hash() const;
 };
+
+// What files may say is far beyond any model; what a plan of that size takes to check stays within
+// seconds.
+inline constexpr std::int64_t kMostPlaces = 1 << 13;  // of all traces
+
+/// Ranges of what only a whole plan can tell: the units that a trace enters; numbers of its places;
+/// a number for each of its places.
+struct EnteredUnits {};
+struct PlaceNumbers {};
+struct ByPlace : IntRange {};
+
+template <class V>
+constexpr void fields(V& visit, Of<Trace>) {
+  visit({"units", "entry"}, &Trace::units, EnteredUnits{});
+  visit({"exits", "exit"}, &Trace::exits, PlaceNumbers{});
+  visit({"checkpoints", "checkpoint of entry"}, &Trace::checkpoints, ByPlace{{0, kMostPlaces}});
+}
 
 /// A forward comes to a unit, or leaves it.
 struct TraceEvent {
@@ -62,6 +82,13 @@ struct StageRecord {
   bool operator==(const StageRecord&) const = default;
 };
 
+template <class V>
+constexpr void fields(V& visit, Of<StageRecord>) {
+  visit({"parts", "forwards"}, &StageRecord::parts, List{kMostPlaces, "forwards"});
+  visit({"reached", "forwards that a backward goes through"}, &StageRecord::reached,
+        List{kMostPlaces, "forwards", List{kMostPlaces, "places"}});
+}
+
 struct StepRecord {
   std::vector<StageRecord> stages;
   /// Micro-batches of one stage did not enter the same: there is nothing to follow.
@@ -71,6 +98,16 @@ struct StepRecord {
   bool is_complete() const;
   std::uint64_t hash() const;
 };
+
+/// Stages of a rank.
+struct ByStage : List<> {};
+inline constexpr ByStage kStages{{StepScopeOptions::kMostStages, "stages"}};
+
+template <class V>
+constexpr void fields(V& visit, Of<StepRecord>) {
+  visit({"stages", "recorded stages"}, &StepRecord::stages, kStages);
+  visit({"varies", "micro-batches differ", Missing::kNotInFile}, &StepRecord::varies);
+}
 
 /// Counts checkpoints as if `before` had been the last one of what came earlier.
 Trace counted_after(Trace trace, std::uint32_t before);

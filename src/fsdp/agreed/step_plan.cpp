@@ -5,7 +5,7 @@
 #include <set>
 #include <utility>
 
-#include "base/hash.h"
+#include "base/fields_hash.h"
 #include "base/text/printable.h"
 #include "fsdp/agreed/backward_plan.h"
 #include "tessera/error.h"
@@ -273,21 +273,6 @@ std::vector<bool> may_be_recomputed(const StepRecord& record, const std::vector<
   return may;
 }
 
-std::string_view to_string(MicroBatchClass of) {
-  constexpr std::array<std::string_view, kMicroBatchClasses> kNames{"only", "first", "middle",
-                                                                    "last"};
-  return kNames.at(static_cast<std::size_t>(of));
-}
-
-std::string_view to_string(PlanAction::Kind kind) {
-  constexpr std::array<std::string_view, 10> kNames{"gather",         "gather unless gathered",
-                                                    "wait",           "keep to backward",
-                                                    "keep to update", "release",
-                                                    "reduce",         "recompute",
-                                                    "reload",         "offload"};
-  return kNames.at(static_cast<std::size_t>(kind));
-}
-
 bool reduces(ReduceAt when, MicroBatchClass which) {
   const bool is_last = which == MicroBatchClass::kOnly || which == MicroBatchClass::kLast;
   return when == ReduceAt::kEveryBackward || (when == ReduceAt::kLastBackward && is_last);
@@ -360,30 +345,6 @@ StepPlan make_plan(const StepRecord& record, std::vector<PlanUnit> units,
 
 namespace {
 
-void add_to(Hasher& hash, const std::vector<UnitId>& units) {
-  hash.add(std::uint64_t{units.size()});
-  for (const auto unit : units) hash.add(std::uint64_t{unit});
-}
-
-void add_to(Hasher& hash, const std::vector<PlanAction>& actions) {
-  hash.add(std::uint64_t{actions.size()});
-  for (const auto& [kind, unit] : actions) {
-    hash.add(static_cast<std::uint64_t>(kind)).add(std::uint64_t{unit});
-  }
-}
-
-void add_to(Hasher& hash, const PassPlan& pass) {
-  add_to(hash, pass.actions);
-  hash.add(std::uint64_t{pass.places.size()});
-  for (const auto& part : pass.places) {
-    hash.add(std::uint64_t{part.size()});
-    for (const auto& place : part) {
-      hash.add(std::uint64_t{place.needed});
-      hash.add(std::uint64_t{place.ahead}).add(std::uint64_t{place.after});
-    }
-  }
-}
-
 std::string_view how(RecomputeMode mode) {
   return mode == RecomputeMode::kSelective ? " but for products of weights" : " wholly";
 }
@@ -397,31 +358,7 @@ std::string words_of(const StepPlan& plan, std::size_t stage, MicroBatchClass wh
 
 }  // namespace
 
-std::uint64_t StepPlan::hash() const {
-  Hasher hash;
-  hash.add(static_cast<std::uint64_t>(order)).add(record.hash());
-  for (const auto& unit : units) {
-    hash.add(std::string_view(unit.name)).add(unit.bytes);
-    hash.add(unit.gathers).add(unit.gathers_in_backward).add(unit.gathered).add(unit.reduces);
-    hash.add(static_cast<std::uint64_t>(unit.recompute_by));
-    for (const auto* list : {&unit.lenders, &unit.forward_prefetch, &unit.backward_prefetch}) {
-      add_to(hash, *list);
-    }
-  }
-  for (const auto keep : choices.keep) hash.add(static_cast<std::uint64_t>(keep));
-  hash.add(static_cast<std::uint64_t>(choices.reduce));
-  hash.add(std::uint64_t{choices.ahead_in_forward}).add(std::uint64_t{choices.ahead_in_backward});
-  add_to(hash, choices.offload);
-  add_to(hash, update);
-  for (const auto mode : choices.recompute) hash.add(static_cast<std::uint64_t>(mode));
-  for (const auto& stage : stages) {
-    for (const auto& one : stage.micro_batches) {
-      add_to(hash, one.forward);
-      add_to(hash, one.backward);
-    }
-  }
-  return hash.digest();
-}
+std::uint64_t StepPlan::hash() const { return hash_of(*this); }
 
 std::string to_string(const StepPlan& plan) {
   std::string text;

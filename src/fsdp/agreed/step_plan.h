@@ -25,10 +25,38 @@
 #include <string_view>
 #include <vector>
 
+#include "base/text/words.h"
 #include "fsdp/agreed/order.h"
 #include "tessera/recompute_mode.h"
 
+namespace tessera {
+
+constexpr auto words_of(RecomputeMode) {
+  return std::to_array<Word<RecomputeMode>>({{"none", RecomputeMode::kNone},
+                                             {"selective", RecomputeMode::kSelective},
+                                             {"full", RecomputeMode::kFull}});
+}
+
+}  // namespace tessera
+
 namespace tessera::fsdp {
+
+// What files may say (order.h). The bytes of all units stay within 62 bits.
+inline constexpr std::int64_t kMostPlanUnits = 1 << 13;
+inline constexpr std::int64_t kMostPlanActions = 1 << 20;
+inline constexpr std::int64_t kMostUnitBytes = std::int64_t{1} << 48;
+
+/// Ranges of what only a whole plan can tell: its units; the number of one, and several numbers; a
+/// choice for each of them; what is done, of which a plan has so many in all.
+struct AllUnits : List<> {};
+struct UnitName : TextLimit {};
+struct UnitNumber {};
+struct UnitNumbers {};
+struct ByUnit : List<> {
+  std::string_view all = {};  ///< what differences call the list
+};
+struct Actions : List<> {};
+inline constexpr Actions kActions{{kMostPlanActions, "actions"}};
 
 /// Who says how a unit's forward is computed again in its backward.
 enum class RecomputeBy : std::uint8_t {
@@ -36,6 +64,11 @@ enum class RecomputeBy : std::uint8_t {
   kUser,    ///< Recomputable::set_recompute, which binds
   kPlan,
 };
+constexpr auto words_of(RecomputeBy) {
+  return std::to_array<Word<RecomputeBy>>({{"nobody", RecomputeBy::kNobody},
+                                           {"user", RecomputeBy::kUser},
+                                           {"plan", RecomputeBy::kPlan}});
+}
 
 /// A unit as far as plans go; the same on every rank.
 struct PlanUnit {
@@ -52,12 +85,30 @@ struct PlanUnit {
   bool operator==(const PlanUnit&) const = default;
 };
 
+template <class V>
+constexpr void fields(V& visit, Of<PlanUnit>) {
+  visit("name", &PlanUnit::name, UnitName{{256, Letters::kPrintable}});
+  visit("bytes", &PlanUnit::bytes, IntRange{0, kMostUnitBytes});
+  visit("gathers", &PlanUnit::gathers);
+  visit("gathers_in_backward", &PlanUnit::gathers_in_backward);
+  visit({"gathered", "is gathered when the step begins"}, &PlanUnit::gathered);
+  visit("reduces", &PlanUnit::reduces);
+  visit("lenders", &PlanUnit::lenders, UnitNumbers{});
+  visit({"forward_prefetch", "prefetch in forward"}, &PlanUnit::forward_prefetch, UnitNumbers{});
+  visit({"backward_prefetch", "prefetch in backward"}, &PlanUnit::backward_prefetch, UnitNumbers{});
+  visit({"recompute_by", "recomputed by"}, &PlanUnit::recompute_by);
+}
+
 /// How long a unit's memory stays after its forward.
 enum class Keep : std::uint8_t {
   kNot,       ///< until its forward ends; gathered again for its backward
   kBackward,  ///< from each forward to the backward that follows it
   kUpdate,    ///< from its first use in a step to the end of the step
 };
+constexpr auto words_of(Keep) {
+  return std::to_array<Word<Keep>>(
+      {{"not", Keep::kNot}, {"backward", Keep::kBackward}, {"update", Keep::kUpdate}});
+}
 
 /// When the gradients of a unit are reduced.
 enum class ReduceAt : std::uint8_t {
@@ -65,6 +116,11 @@ enum class ReduceAt : std::uint8_t {
   kLastBackward,   ///< the same, of the last micro-batch only
   kAsked,          ///< where StepScope::reduce() of its stage says so, or at the end of the step
 };
+constexpr auto words_of(ReduceAt) {
+  return std::to_array<Word<ReduceAt>>({{"every backward", ReduceAt::kEveryBackward},
+                                        {"last backward", ReduceAt::kLastBackward},
+                                        {"asked", ReduceAt::kAsked}});
+}
 
 struct PlanChoices {
   std::vector<Keep> keep;  ///< by unit
@@ -78,6 +134,20 @@ struct PlanChoices {
   std::vector<UnitId> offload = {};
   bool operator==(const PlanChoices&) const = default;
 };
+
+template <class V>
+constexpr void fields(V& visit, Of<PlanChoices>) {
+  visit({"keep", "kept until"}, &PlanChoices::keep,
+        ByUnit{{kMostPlanUnits, "choices"}, "choices of units"});
+  visit({"recompute", "recomputed"}, &PlanChoices::recompute,
+        ByUnit{{kMostPlanUnits, "choices"}, "recompute modes"});
+  visit({"reduce", "reductions"}, &PlanChoices::reduce);
+  visit({"ahead_in_forward", "units ahead in forward"}, &PlanChoices::ahead_in_forward,
+        IntRange{0, kMostPlanUnits});
+  visit({"ahead_in_backward", "units ahead in backward"}, &PlanChoices::ahead_in_backward,
+        IntRange{0, kMostPlanUnits});
+  visit({"offload", "optimizer state offloaded"}, &PlanChoices::offload, UnitNumbers{});
+}
 
 struct PlanAction {
   enum class Kind : std::uint8_t {
@@ -96,6 +166,24 @@ struct PlanAction {
   UnitId unit = 0;
   bool operator==(const PlanAction&) const = default;
 };
+constexpr auto words_of(PlanAction::Kind) {
+  using Kind = PlanAction::Kind;
+  return std::to_array<Word<Kind>>({{"gather", Kind::kGather},
+                                    {"gather unless gathered", Kind::kGatherShared},
+                                    {"wait", Kind::kWait},
+                                    {"keep to backward", Kind::kKeepToBackward},
+                                    {"keep to update", Kind::kKeepToUpdate},
+                                    {"release", Kind::kRelease},
+                                    {"reduce", Kind::kReduce},
+                                    {"recompute", Kind::kRecompute},
+                                    {"reload", Kind::kReload},
+                                    {"offload", Kind::kOffload}});
+}
+template <class V>
+constexpr void row(V& visit, Of<PlanAction>) {
+  visit("action", &PlanAction::kind);
+  visit("unit", &PlanAction::unit, UnitNumber{});
+}
 
 /// How many of the actions are done before, while and after one unit computes.
 struct PlanPlace {
@@ -104,6 +192,12 @@ struct PlanPlace {
   std::size_t after = 0;
   bool operator==(const PlanPlace&) const = default;
 };
+template <class V>
+constexpr void row(V& visit, Of<PlanPlace>) {
+  visit("needed", &PlanPlace::needed, IntRange{0, kMostPlanActions});
+  visit("ahead", &PlanPlace::ahead, IntRange{0, kMostPlanActions});
+  visit("after", &PlanPlace::after, IntRange{0, kMostPlanActions});
+}
 
 /// The forward or the backward of one micro-batch. A backward passes the places of a trace as
 /// backward_plan.h says; a rank that does not come by one does its actions at the next, or at the
@@ -113,17 +207,33 @@ struct PassPlan {
   std::vector<std::vector<PlanPlace>> places;  ///< by part and position of its trace
   bool operator==(const PassPlan&) const = default;
 };
+template <class V>
+constexpr void fields(V& visit, Of<PassPlan>) {
+  visit({"actions", "action"}, &PassPlan::actions, kActions);
+  visit("places", &PassPlan::places, List{kMostPlaces, "forwards", List{kMostPlaces, "places"}});
+}
 
 struct MicroBatchPlan {
   PassPlan forward, backward;
   bool operator==(const MicroBatchPlan&) const = default;
 };
+template <class V>
+constexpr void fields(V& visit, Of<MicroBatchPlan>) {
+  visit("forward", &MicroBatchPlan::forward);
+  visit("backward", &MicroBatchPlan::backward);
+}
 
 /// Micro-batches of one step differ in what is gathered before them and reduced after them.
 enum class MicroBatchClass : std::uint8_t { kOnly, kFirst, kMiddle, kLast };
 inline constexpr std::size_t kMicroBatchClasses = 4;
-std::string_view to_string(MicroBatchClass of);
-std::string_view to_string(PlanAction::Kind kind);
+constexpr auto words_of(MicroBatchClass) {
+  return std::to_array<Word<MicroBatchClass>>({{"only", MicroBatchClass::kOnly},
+                                               {"first", MicroBatchClass::kFirst},
+                                               {"middle", MicroBatchClass::kMiddle},
+                                               {"last", MicroBatchClass::kLast}});
+}
+inline std::string_view to_string(MicroBatchClass of) { return word_of(of); }
+inline std::string_view to_string(PlanAction::Kind kind) { return word_of(kind); }
 
 /// Of the `index`-th micro-batch that a stage begins. `count`: how many a step has, 0 where nobody
 /// has said: then none is known to be the last.
@@ -139,10 +249,18 @@ struct StagePlan {
   }
   bool operator==(const StagePlan&) const = default;
 };
+template <class V>
+constexpr void fields(V& visit, Of<StagePlan>) {
+  visit("micro_batches", &StagePlan::micro_batches, ByWord<MicroBatchClass>{});
+}
 
 /// Who calls: micro-batches one after the other, each backward right after its forward, or as a
 /// pipeline's schedule has them.
 enum class PlanOrder : std::uint8_t { kOneAfterTheOther, kAny };
+constexpr auto words_of(PlanOrder) {
+  return std::to_array<Word<PlanOrder>>(
+      {{"one after the other", PlanOrder::kOneAfterTheOther}, {"any", PlanOrder::kAny}});
+}
 
 struct StepPlan {
   PlanOrder order = PlanOrder::kOneAfterTheOther;
@@ -157,6 +275,16 @@ struct StepPlan {
   /// The same on every rank and every machine for equal plans.
   std::uint64_t hash() const;
 };
+
+template <class V>
+constexpr void fields(V& visit, Of<StepPlan>) {
+  visit({"order", "order of micro-batches"}, &StepPlan::order);
+  visit("units", &StepPlan::units, AllUnits{{kMostPlanUnits, "units"}});
+  visit({"choices", ""}, &StepPlan::choices);
+  visit({"record", ""}, &StepPlan::record);
+  visit("stages", &StepPlan::stages, kStages);
+  visit({"update", "update, action"}, &StepPlan::update, kActions);
+}
 
 /// A place of a pass: a unit's forward or backward begins there, or ends.
 struct PassedPlace {

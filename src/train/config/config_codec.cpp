@@ -8,158 +8,6 @@
 #include "train/config/config_names.h"
 
 namespace tessera::train {
-namespace {
-
-using Table = ConfigValue::Table;
-
-std::optional<DType> rule_dtype(const ConfigValue& v, std::string_view key) {
-  const DTypeChoice choice = Codec<DTypeChoice>::from(v, key, {});
-  TESSERA_CHECK(
-      choice.dtype, ErrorKind::kConfig, key,
-      ": found \"auto\", expected a dtype; leave the key out of the rule to keep the policy's");
-  return choice.dtype;
-}
-
-// One key of a rule: how it is read into the rule and written from it.
-template <class Rule>
-struct RuleKey {
-  std::string name;
-  std::function<void(Rule&, const ConfigValue&, std::string_view)> set;
-  std::function<std::optional<ConfigValue>(const Rule&)> get;
-};
-
-RuleKey<PrecisionRule> dtype_key(std::string name, std::optional<DType> PrecisionRule::* member) {
-  return {std::move(name),
-          [member](PrecisionRule& rule, const ConfigValue& v, std::string_view key) {
-            rule.*member = rule_dtype(v, key);
-          },
-          [member](const PrecisionRule& rule) -> std::optional<ConfigValue> {
-            if (!(rule.*member)) return std::nullopt;
-            return ConfigValue{std::string(to_string(*(rule.*member)))};
-          }};
-}
-
-RuleKey<PrecisionRule> flag_key(std::string name, std::optional<bool> PrecisionRule::* member) {
-  return {
-      std::move(name),
-      [member](PrecisionRule& rule, const ConfigValue& v, std::string_view key) {
-        rule.*member = Codec<bool>::from(v, key, {});
-      },
-      [member](const PrecisionRule& rule) { return Codec<std::optional<bool>>::to(rule.*member); }};
-}
-
-/// true, false, or how it is kept.
-RuleKey<PrecisionRule> frozen_key() {
-  return {"frozen",
-          [](PrecisionRule& rule, const ConfigValue& v, std::string_view key) {
-            const std::string* word = std::get_if<std::string>(&v.value);
-            if (const bool* flag = std::get_if<bool>(&v.value)) {
-              rule.frozen = *flag ? FrozenRule::kYes : FrozenRule::kNo;
-            } else if (word != nullptr && equal_ignoring_case(*word, "shard")) {
-              rule.frozen = FrozenRule::kShard;
-            } else if (word != nullptr && equal_ignoring_case(*word, "replicate")) {
-              rule.frozen = FrozenRule::kReplicate;
-            } else {
-              refuse_value(key, v, "true, false, \"shard\" or \"replicate\"");
-            }
-          },
-          [](const PrecisionRule& rule) -> std::optional<ConfigValue> {
-            if (!rule.frozen) return std::nullopt;
-            if (*rule.frozen == FrozenRule::kShard) return ConfigValue{std::string("shard")};
-            if (*rule.frozen == FrozenRule::kReplicate) {
-              return ConfigValue{std::string("replicate")};
-            }
-            return ConfigValue{*rule.frozen == FrozenRule::kYes};
-          }};
-}
-
-/// At least 0.
-RuleKey<OptimizerRule> number_key(std::string name, std::optional<double> OptimizerRule::* member) {
-  return {std::move(name),
-          [member](OptimizerRule& rule, const ConfigValue& v, std::string_view key) {
-            rule.*member = Codec<double>::from(v, key, {.low = 0, .words = "at least 0"});
-          },
-          [member](const OptimizerRule& rule) {
-            return Codec<std::optional<double>>::to(rule.*member);
-          }};
-}
-
-template <class Rule>
-RuleKey<Rule> match_key() {
-  return {"match",
-          [](Rule& rule, const ConfigValue& v, std::string_view key) {
-            rule.match = Codec<std::vector<std::string>>::from(v, key, {});
-          },
-          [](const Rule& rule) { return Codec<std::vector<std::string>>::to(rule.match); }};
-}
-
-template <class Rule>
-const std::vector<RuleKey<Rule>>& rule_keys();
-template <>
-const std::vector<RuleKey<PrecisionRule>>& rule_keys<PrecisionRule>() {
-  static const std::vector<RuleKey<PrecisionRule>> keys = {
-      match_key<PrecisionRule>(),
-      dtype_key("param_dtype", &PrecisionRule::param_dtype),
-      dtype_key("reduce_dtype", &PrecisionRule::reduce_dtype),
-      dtype_key("storage_dtype", &PrecisionRule::storage_dtype),
-      dtype_key("accumulate_dtype", &PrecisionRule::accumulate_dtype),
-      dtype_key("grad_dtype", &PrecisionRule::grad_dtype),
-      flag_key("pin", &PrecisionRule::pin),
-      flag_key("widen", &PrecisionRule::widen),
-      frozen_key(),
-  };
-  return keys;
-}
-template <>
-const std::vector<RuleKey<OptimizerRule>>& rule_keys<OptimizerRule>() {
-  static const std::vector<RuleKey<OptimizerRule>> keys = {
-      match_key<OptimizerRule>(),
-      number_key("lr_scale", &OptimizerRule::lr_scale),
-      number_key("weight_decay", &OptimizerRule::weight_decay),
-      {"split_fused",
-       [](OptimizerRule& rule, const ConfigValue& v, std::string_view key) {
-         rule.split_fused = Codec<bool>::from(v, key, {});
-       },
-       [](const OptimizerRule& rule) { return Codec<std::optional<bool>>::to(rule.split_fused); }},
-  };
-  return keys;
-}
-
-[[noreturn]] void refuse_unknown(const std::string& context, const std::string& name,
-                                 const std::vector<std::string>& names) {
-  const auto close = close_name(name, names);
-  throw Error(ErrorKind::kConfig, concat(context, ": unknown key ", printable(name),
-                                         close ? "; the nearest is " + in_quotes(*close)
-                                               : ", expected one of " + tessera::joined(names)));
-}
-
-template <class Rule>
-void set_rule_key(Rule& rule, const std::string& context, const std::string& name,
-                  const ConfigValue& value) {
-  std::vector<std::string> names;
-  for (const RuleKey<Rule>& key : rule_keys<Rule>()) {
-    if (key.name == name) return key.set(rule, value, context + "." + name);
-    names.push_back(key.name);
-  }
-  refuse_unknown(context, name, names);
-}
-
-template <class Rule>
-Rule read_rule(const ConfigValue& value, const std::string& context) {
-  const Table* table = std::get_if<Table>(&value.value);
-  if (table == nullptr) refuse_value(context, value, "a table with `match` and what is to differ");
-  Rule rule;
-  for (const auto& [name, item] : *table) set_rule_key(rule, context, name, item);
-  TESSERA_CHECK(!rule.match.empty(), ErrorKind::kConfig, context,
-                ".match: found no pattern, expected at least one, as in match = [\"*norm\"]");
-  for (const std::string& pattern : rule.match) {
-    TESSERA_CHECK(!pattern.empty(), ErrorKind::kConfig, context, ".match: found an empty pattern");
-  }
-  return rule;
-}
-
-}  // namespace
-
 void refuse_value(std::string_view key, const ConfigValue& found, std::string_view expected) {
   throw Error(ErrorKind::kConfig,
               concat(key, ": found ", describe(found), ", expected ", expected));
@@ -178,75 +26,104 @@ std::string integers_from(std::int64_t low, std::int64_t high) {
   return concat("an integer from ", low, " to ", high);
 }
 
-template <class Rule>
-std::vector<Rule> RuleCodec<Rule>::from(const ConfigValue& v, std::string_view key, const Limit&) {
-  const ConfigValue::Array* items = std::get_if<ConfigValue::Array>(&v.value);
-  if (items == nullptr) refuse_value(key, v, concat("a list of tables, written [[", key, "]]"));
-  std::vector<Rule> rules;
-  for (const ConfigValue& item : *items) {
-    rules.push_back(read_rule<Rule>(item, concat(key, "[", rules.size() + 1, "]")));
-  }
-  return rules;
+void refuse_unknown(std::string_view context, const std::string& name,
+                    const std::vector<std::string>& names) {
+  const auto close = close_name(name, names);
+  throw Error(ErrorKind::kConfig, concat(context, ": unknown key ", printable(name),
+                                         close ? "; the nearest is " + in_quotes(*close)
+                                               : ", expected one of " + tessera::joined(names)));
 }
 
-template <class Rule>
-std::optional<ConfigValue> RuleCodec<Rule>::to(const std::vector<Rule>& rules) {
-  ConfigValue::Array items;
-  for (const Rule& rule : rules) {
-    Table table;
-    for (const RuleKey<Rule>& key : rule_keys<Rule>()) {
-      if (std::optional<ConfigValue> value = key.get(rule)) table.push_back({key.name, *value});
-    }
-    items.push_back({std::move(table)});
-  }
-  return ConfigValue{std::move(items)};
+DType Codec<DType>::from(const ConfigValue& v, std::string_view key, const Limit&) {
+  const DTypeChoice choice = Codec<DTypeChoice>::from(v, key, {});
+  TESSERA_CHECK(
+      choice.dtype, ErrorKind::kConfig, key,
+      ": found \"auto\", expected a dtype; leave the key out of the rule to keep the policy's");
+  return *choice.dtype;
 }
 
-template struct RuleCodec<PrecisionRule>;
-template struct RuleCodec<OptimizerRule>;
+FrozenRule Codec<FrozenRule>::from(const ConfigValue& v, std::string_view key, const Limit&) {
+  const auto* word = std::get_if<std::string>(&v.value);
+  if (const bool* flag = std::get_if<bool>(&v.value)) {
+    return *flag ? FrozenRule::kYes : FrozenRule::kNo;
+  }
+  if (word != nullptr && equal_ignoring_case(*word, "shard")) return FrozenRule::kShard;
+  if (word != nullptr && equal_ignoring_case(*word, "replicate")) return FrozenRule::kReplicate;
+  refuse_value(key, v, "true, false, \"shard\" or \"replicate\"");
+}
+
+std::optional<ConfigValue> Codec<FrozenRule>::to(FrozenRule rule) {
+  if (rule == FrozenRule::kShard) return ConfigValue{std::string("shard")};
+  if (rule == FrozenRule::kReplicate) return ConfigValue{std::string("replicate")};
+  return ConfigValue{rule == FrozenRule::kYes};
+}
 
 namespace {
 
-DataSource read_source(const ConfigValue& value, const std::string& context) {
-  const Table* table = std::get_if<Table>(&value.value);
-  if (table == nullptr) refuse_value(context, value, "a table with `path` and `weight`");
-  DataSource source;
-  for (const auto& [name, item] : *table) {
-    const std::string key = context + "." + name;
-    if (name == "path") {
-      source.path = Codec<std::vector<std::string>>::from(item, key, {});
-    } else if (name == "weight") {
-      source.weight = Codec<double>::from(item, key, {});
-    } else {
-      refuse_unknown(context, name, {"path", "weight"});
-    }
+const KeyText kMatchText{"", "patterns of parameters' names"};
+
+void check_match(const std::vector<std::string>& match, std::string_view name) {
+  TESSERA_CHECK(!match.empty(), ErrorKind::kConfig, name,
+                ".match: found no pattern, expected at least one, as in match = [\"*norm\"]");
+  for (const std::string& pattern : match) {
+    TESSERA_CHECK(!pattern.empty(), ErrorKind::kConfig, name, ".match: found an empty pattern");
   }
-  TESSERA_CHECK(!source.path.empty(), ErrorKind::kConfig, context,
-                ".path: found nothing, expected the files of this source");
-  return source;
 }
 
 }  // namespace
 
-std::vector<DataSource> Codec<std::vector<DataSource>>::from(const ConfigValue& v,
-                                                             std::string_view key, const Limit&) {
-  const ConfigValue::Array* items = std::get_if<ConfigValue::Array>(&v.value);
-  if (items == nullptr) refuse_value(key, v, "a list of tables, written [[data.source]]");
-  std::vector<DataSource> sources;
-  for (const ConfigValue& item : *items) {
-    sources.push_back(read_source(item, concat(key, "[", sources.size() + 1, "]")));
-  }
-  return sources;
+const std::vector<TableKey<PrecisionRule>>& ListedTable<PrecisionRule>::keys() {
+  using R = PrecisionRule;
+  static const std::vector<TableKey<R>> keys = {
+      table_key<R>("match", &R::match, kMatchText),
+      table_key<R>("param_dtype", &R::param_dtype, {"", "of forward and backward"}),
+      table_key<R>("reduce_dtype", &R::reduce_dtype, {"", "of gradients on the wire"}),
+      table_key<R>("storage_dtype", &R::storage_dtype, {"", "of what a rank keeps"}),
+      table_key<R>("accumulate_dtype", &R::accumulate_dtype, {"", "of sums of gradients"}),
+      table_key<R>("grad_dtype", &R::grad_dtype, {"", "of gradients as backward forms them"}),
+      table_key<R>("pin", &R::pin,
+                   {"", "true computes in float32 at least, false undoes the model's own pin"}),
+      table_key<R>("widen", &R::widen, {"", "a pin may widen what is kept, too"}),
+      table_key<R>("frozen", &R::frozen, {"", "is not trained, and how it is kept"}),
+  };
+  return keys;
 }
 
-std::optional<ConfigValue> Codec<std::vector<DataSource>>::to(
-    const std::vector<DataSource>& sources) {
-  ConfigValue::Array items;
-  for (const DataSource& source : sources) {
-    items.push_back({Table{{"path", *Codec<std::vector<std::string>>::to(source.path)},
-                           {"weight", ConfigValue{source.weight}}}});
-  }
-  return ConfigValue{std::move(items)};
+const std::vector<TableKey<OptimizerRule>>& ListedTable<OptimizerRule>::keys() {
+  using R = OptimizerRule;
+  const Limit at_least_0{.low = 0, .words = "at least 0"};
+  static const std::vector<TableKey<R>> keys = {
+      table_key<R>("match", &R::match, kMatchText),
+      table_key<R>("lr_scale", &R::lr_scale, {"", "lr is multiplied by it"}, at_least_0),
+      table_key<R>("weight_decay", &R::weight_decay, {"", "over no_decay"}, at_least_0),
+      table_key<R>("split_fused", &R::split_fused,
+                   {"",
+                    "false: Muon steps gate and up (or queries, keys and values) of a fused weight "
+                    "as one matrix, by default each alone"}),
+  };
+  return keys;
+}
+
+const std::vector<TableKey<DataSource>>& ListedTable<DataSource>::keys() {
+  static const std::vector<TableKey<DataSource>> keys = {
+      table_key<DataSource>("path", &DataSource::path, {"files", "files as data.path"}),
+      table_key<DataSource>("weight", &DataSource::weight,
+                            {"", "how often its rows are drawn, by default 1"}),
+  };
+  return keys;
+}
+
+void ListedTable<PrecisionRule>::check(const PrecisionRule& rule, std::string_view name) {
+  check_match(rule.match, name);
+}
+
+void ListedTable<OptimizerRule>::check(const OptimizerRule& rule, std::string_view name) {
+  check_match(rule.match, name);
+}
+
+void ListedTable<DataSource>::check(const DataSource& source, std::string_view name) {
+  TESSERA_CHECK(!source.path.empty(), ErrorKind::kConfig, name,
+                ".path: found nothing, expected the files of this source");
 }
 
 DTypeChoice Codec<DTypeChoice>::from(const ConfigValue& v, std::string_view key, const Limit&) {

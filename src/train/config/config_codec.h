@@ -8,10 +8,12 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -182,7 +184,10 @@ struct Codec<std::array<double, N>> {
 };
 
 template <class E>
-struct EnumCodec {
+concept HasConfigWords = std::is_enum_v<E> && requires { EnumWords<E>::kWords; };
+
+template <HasConfigWords E>
+struct Codec<E> {
   static std::string type() {
     std::string text;
     for (const auto& [word, value] : EnumWords<E>::kWords) {
@@ -233,26 +238,129 @@ struct Codec<MemoryBudget> {
   static std::optional<ConfigValue> to(const MemoryBudget& budget);
 };
 
-/// The tables of [[precision.rule]] and [[optimizer.rule]] (config_codec.cpp).
-template <class Rule>
-struct RuleCodec {
-  static std::string type() { return "list of tables"; }
-  static std::vector<Rule> from(const ConfigValue& v, std::string_view key, const Limit&);
-  static std::optional<ConfigValue> to(const std::vector<Rule>& rules);
+/// Of a rule, where a key that is left out is the policy's: no "auto".
+template <>
+struct Codec<DType> {
+  static std::string type() { return "dtype"; }
+  static DType from(const ConfigValue& v, std::string_view key, const Limit&);
+  static std::optional<ConfigValue> to(DType dtype) {
+    return ConfigValue{std::string(to_string(dtype))};
+  }
 };
-extern template struct RuleCodec<PrecisionRule>;
-extern template struct RuleCodec<OptimizerRule>;
-template <>
-struct Codec<std::vector<PrecisionRule>> : RuleCodec<PrecisionRule> {};
-template <>
-struct Codec<std::vector<OptimizerRule>> : RuleCodec<OptimizerRule> {};
 
-/// The tables of [[data.source]].
+/// true, false, or how it is kept.
 template <>
-struct Codec<std::vector<DataSource>> {
+struct Codec<FrozenRule> {
+  static std::string type() { return "boolean | shard | replicate"; }
+  static FrozenRule from(const ConfigValue& v, std::string_view key, const Limit&);
+  static std::optional<ConfigValue> to(FrozenRule rule);
+};
+
+// ------------------------------------------------------------------------------------------ tables
+
+struct KeyText {
+  std::string unit;
+  std::string help;
+  std::string no_default = "";  ///< shown where a new table has no value
+};
+
+/// One key of S, the struct of a section of the file or of a table in a list.
+template <class S>
+struct TableKey {
+  std::string name;
+  std::string type;
+  KeyText text;
+  /// `full_name` is for messages.
+  std::function<void(S&, const ConfigValue&, std::string_view full_name)> set;
+  std::function<std::optional<ConfigValue>(const S&)> get;
+};
+
+/// The member may be that of a base.
+template <class S, class T, class C>
+TableKey<S> table_key(std::string name, T C::* member, KeyText text, Limit limit = {}) {
+  return {std::move(name), Codec<T>::type(), std::move(text),
+          [member, limit = std::move(limit)](S& table, const ConfigValue& value,
+                                             std::string_view full_name) {
+            table.*member = Codec<T>::from(value, full_name, limit);
+          },
+          [member](const S& table) { return Codec<T>::to(table.*member); }};
+}
+
+/// Of a struct that lists of tables hold, written [[section.key]].
+template <class S>
+struct ListedTable;
+template <>
+struct ListedTable<PrecisionRule> {
+  static const std::vector<TableKey<PrecisionRule>>& keys();
+  static constexpr std::string_view kExpected = "a table with `match` and what is to differ";
+  static void check(const PrecisionRule& rule, std::string_view name);
+};
+template <>
+struct ListedTable<OptimizerRule> {
+  static const std::vector<TableKey<OptimizerRule>>& keys();
+  static constexpr std::string_view kExpected = ListedTable<PrecisionRule>::kExpected;
+  static void check(const OptimizerRule& rule, std::string_view name);
+};
+template <>
+struct ListedTable<DataSource> {
+  static const std::vector<TableKey<DataSource>>& keys();
+  static constexpr std::string_view kExpected = "a table with `path` and `weight`";
+  static void check(const DataSource& source, std::string_view name);
+};
+
+[[noreturn]] void refuse_unknown(std::string_view context, const std::string& name,
+                                 const std::vector<std::string>& names);
+
+template <class S>
+  requires requires { ListedTable<S>::keys(); }
+struct Codec<std::vector<S>> {
   static std::string type() { return "list of tables"; }
-  static std::vector<DataSource> from(const ConfigValue& v, std::string_view key, const Limit&);
-  static std::optional<ConfigValue> to(const std::vector<DataSource>& sources);
+  /// "; "-separated, of each key.
+  static std::string help() {
+    std::string text;
+    for (const auto& key : ListedTable<S>::keys()) {
+      text += concat(text.empty() ? "" : "; ", key.name, " (", key.type, "): ", key.text.help);
+    }
+    return text;
+  }
+
+  static std::vector<S> from(const ConfigValue& v, std::string_view key, const Limit&) {
+    const auto* items = std::get_if<ConfigValue::Array>(&v.value);
+    if (items == nullptr) refuse_value(key, v, concat("a list of tables, written [[", key, "]]"));
+    std::vector<S> tables;
+    for (const ConfigValue& item : *items) {
+      tables.push_back(read(item, concat(key, "[", tables.size() + 1, "]")));
+    }
+    return tables;
+  }
+  static std::optional<ConfigValue> to(const std::vector<S>& tables) {
+    ConfigValue::Array items;
+    for (const S& one : tables) {
+      ConfigValue::Table table;
+      for (const auto& key : ListedTable<S>::keys()) {
+        if (auto value = key.get(one)) table.push_back({key.name, *std::move(value)});
+      }
+      items.push_back({std::move(table)});
+    }
+    return ConfigValue{std::move(items)};
+  }
+
+ private:
+  static S read(const ConfigValue& value, const std::string& context) {
+    const auto* table = std::get_if<ConfigValue::Table>(&value.value);
+    if (table == nullptr) refuse_value(context, value, ListedTable<S>::kExpected);
+    S made;
+    for (const auto& [name, item] : *table) {
+      std::vector<std::string> names;
+      for (const auto& key : ListedTable<S>::keys()) names.push_back(key.name);
+      const auto at = std::ranges::find(names, name) - names.begin();
+      if (at == std::ssize(names)) refuse_unknown(context, name, names);
+      const auto& key = ListedTable<S>::keys()[static_cast<std::size_t>(at)];
+      key.set(made, item, concat(context, ".", name));
+    }
+    ListedTable<S>::check(made, context);
+    return made;
+  }
 };
 
 }  // namespace tessera::train

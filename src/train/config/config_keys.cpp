@@ -84,32 +84,6 @@ struct EnumWords<MasterRequest> {
       {{"auto", MasterRequest::kAuto}, {"none", MasterRequest::kNone}}};
 };
 template <>
-struct Codec<RouterTokens> : EnumCodec<RouterTokens> {};
-template <>
-struct Codec<FrozenAs> : EnumCodec<FrozenAs> {};
-template <>
-struct Codec<MasterRequest> : EnumCodec<MasterRequest> {};
-template <>
-struct Codec<Packing> : EnumCodec<Packing> {};
-template <>
-struct Codec<DeviceName> : EnumCodec<DeviceName> {};
-template <>
-struct Codec<OptimizerName> : EnumCodec<OptimizerName> {};
-template <>
-struct Codec<AdjustLr> : EnumCodec<AdjustLr> {};
-template <>
-struct Codec<IterationDType> : EnumCodec<IterationDType> {};
-template <>
-struct Codec<LrDecay> : EnumCodec<LrDecay> {};
-template <>
-struct Codec<BackendName> : EnumCodec<BackendName> {};
-template <>
-struct Codec<PipelineReshard> : EnumCodec<PipelineReshard> {};
-template <>
-struct Codec<CompileChoice> : EnumCodec<CompileChoice> {};
-template <>
-struct Codec<OnNonfinite> : EnumCodec<OnNonfinite> {};
-template <>
 struct EnumWords<Rounding> {
   static constexpr std::array<std::pair<std::string_view, Rounding>, 2> kWords{
       {{"nearest_even", Rounding::kNearestEven}, {"half_away", Rounding::kHalfAway}}};
@@ -133,14 +107,6 @@ struct EnumWords<RecomputeMode> {
        {"full", RecomputeMode::kFull},
        {"selective", RecomputeMode::kSelective}}};
 };
-template <>
-struct Codec<Rounding> : EnumCodec<Rounding> {};
-template <>
-struct Codec<Intrinsic> : EnumCodec<Intrinsic> {};
-template <>
-struct Codec<NarrowerRequest> : EnumCodec<NarrowerRequest> {};
-template <>
-struct Codec<RecomputeMode> : EnumCodec<RecomputeMode> {};
 
 namespace {
 
@@ -164,12 +130,6 @@ Limit positive_or_minus_one() {
       .low = 1, .high = kMostCount, .also = -1, .words = "-1 or at least 1 and at most 1000000000"};
 }
 
-struct Text {
-  std::string unit;
-  std::string help;
-  std::string no_default = "";  ///< shown where the default Config has no value
-};
-
 // All keys of one section: S is its struct.
 template <class S>
 class Section {
@@ -177,21 +137,21 @@ class Section {
   Section(std::vector<ConfigKey>& keys, std::string name, S Config::* section)
       : keys_(keys), name_(std::move(name)), section_(section) {}
 
-  template <class T>
-  Section& key(const std::string& name, T S::* member, const Text& text, const Limit& limit = {}) {
+  template <class T, class C>
+  Section& key(const std::string& name, T C::* member, const KeyText& text,
+               const Limit& limit = {}) {
+    const auto of = table_key<S>(name, member, text, limit);
     ConfigKey key;
     key.section = name_;
     key.name = name;
-    key.type = Codec<T>::type();
+    key.type = of.type;
     key.unit = text.unit;
     key.help = text.help;
-    const std::string full = key.full_name();
-    const auto section = section_;
-    key.set = [full, limit, section, member](Config& config, const ConfigValue& value) {
-      config.*section.*member = Codec<T>::from(value, full, limit);
-    };
-    key.get = [section, member](const Config& config) {
-      return Codec<T>::to(config.*section.*member);
+    if constexpr (requires { Codec<T>::help(); }) key.help += concat(" ", Codec<T>::help(), ".");
+    key.set = [full = key.full_name(), section = section_, set = of.set](
+                  Config& config, const ConfigValue& value) { set(config.*section, value, full); };
+    key.get = [section = section_, get = of.get](const Config& config) {
+      return get(config.*section);
     };
     const std::optional<ConfigValue> value = key.get(Config{});
     key.default_text = value ? to_toml(*value) : text.no_default;
@@ -262,11 +222,7 @@ void add_rows(std::vector<ConfigKey>& keys) {
            {"files",
             "Text files, folders of *.txt and NAME.bin, one or a list, * and ? as in a shell; or "
             "X.safetensors."})
-      .key(
-          "source", &DataConfig::source,
-          {"",
-           "[[data.source]]: path = files as data.path, weight = how often its rows are drawn (1), "
-           "in place of data.path."})
+      .key("source", &DataConfig::source, {"", "[[data.source]], in place of data.path:"})
       .key(
           "packing", &DataConfig::packing,
           {"",
@@ -384,8 +340,6 @@ void add_plan(std::vector<ConfigKey>& keys) {
 
 void add_update(std::vector<ConfigKey>& keys) {
   using O = OptimizerConfig;
-  using fsdp::Betas;
-  using fsdp::Coefficients;
   Section optimizer(keys, "optimizer", &Config::optimizer);
   optimizer.key("name", &O::name, {"", "Update rule; formulas as PyTorch's."})
       .key("master", &O::master,
@@ -395,16 +349,11 @@ void add_update(std::vector<ConfigKey>& keys) {
             "are lost."})
       .key("lr", &O::lr, {"", "Learning rate.", "required"}, at_least(0));
 #define TESSERA_HYPERPARAMETER(name, type, value, range, ...) \
-  optimizer.key(#name, static_cast<type O::*>(&O::name), {"", __VA_ARGS__}, range);
+  optimizer.key(#name, &O::name, {"", __VA_ARGS__}, range);
 #include "fsdp/optim/optimizers.def"
   optimizer.key("no_decay", &O::no_decay,
                 {"patterns", "Parameters without weight decay; frozen ones count as matched."});
-  optimizer.key(
-      "rule", static_cast<std::vector<OptimizerRule> O::*>(&O::rule),
-      {"",
-       "[[optimizer.rule]]: match = [patterns] with lr_scale, weight_decay (over no_decay) or "
-       "split_fused; the last match wins. split_fused = false: Muon steps gate and up (or "
-       "queries, keys and values) of a fused weight as one matrix, by default each alone."});
+  optimizer.key("rule", &O::rule, {"", "[[optimizer.rule]], of which the last match wins:"});
   using L = LrSchedulerConfig;
   Section(keys, "lr_scheduler", &Config::lr_scheduler)
       .key("warmup_steps", &L::warmup_steps,
@@ -556,11 +505,7 @@ void add_precision(std::vector<ConfigKey>& keys) {
            {"",
             "What a storage_dtype does that cannot hold a tensor's values: keep the file's dtype, "
             "narrow the values, or error."})
-      .key("rule", &D::rule,
-           {"",
-            "[[precision.rule]]: match = [patterns] with any of param_dtype reduce_dtype "
-            "storage_dtype accumulate_dtype grad_dtype pin widen frozen (true, false, shard, "
-            "replicate); the last match wins."});
+      .key("rule", &D::rule, {"", "[[precision.rule]], of which the last match wins:"});
   Section(keys, "activation_checkpoint", &Config::activation_checkpoint)
       .key("mode", &ActivationCheckpointConfig::mode,
            {"",

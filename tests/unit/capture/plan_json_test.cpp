@@ -195,6 +195,71 @@ TEST(PlanJson, TheFuzzersBeginWithPlansThatHold) {
   }
 }
 
+// Files of before are read, and written as they were: keys and values in their order, and lines.
+TEST(PlanJson, FilesAreWrittenAsTheyWere) {
+  for (const auto* name : {"form_1", "form_2", "form_3", "offloaded_and_recomputed", "one_unit",
+                           "recomputed", "two_units"}) {
+    std::ifstream file(concat(TESSERA_CORPUS "/step_plan/", name));
+    const std::string text(std::istreambuf_iterator<char>(file), {});
+    EXPECT_EQ(nlohmann::ordered_json::parse(to_json(parse_plan(text, name))).dump(),
+              nlohmann::ordered_json::parse(text).dump());
+  }
+  auto three = three_units();
+  three.plan.units[1].lenders = {0};
+  EXPECT_THAT(to_json(three), ::testing::StartsWith(R"({
+  "format": "tessera-plan",
+  "version": 1,
+  "made_for": {"model":"77","world":2,"torch":"2.13.0","micro_batches":1,"tokens":0},
+  "memory_budget": null,
+  "order": "one after the other",
+  "units": [
+    {
+      "name": "the root",
+      "bytes": 10,
+      "gathers": true,
+      "gathers_in_backward": true,
+      "gathered": false,
+      "reduces": true,
+      "lenders": [],
+      "forward_prefetch": [],
+      "backward_prefetch": [],
+      "recompute_by": "nobody"
+    },
+    {
+      "name": "layer 1",
+      "bytes": 11,
+      "gathers": true,
+      "gathers_in_backward": true,
+      "gathered": false,
+      "reduces": true,
+      "lenders": [0],
+)"));
+  EXPECT_THAT(to_json(three), AllOf(HasSubstr(R"(
+  "choices": {
+    "keep": ["update","not","backward"],
+    "recompute": ["none","none","none"],
+    "reduce": "last backward",
+    "ahead_in_forward": 1,
+    "ahead_in_backward": 1,
+    "offload": []
+  },
+  "record": [
+    {
+      "parts": [
+        {
+          "units": [0,1,2],
+)"),
+                                    HasSubstr(R"(
+      "micro_batches": {
+        "only": {
+          "forward": {
+            "actions": [
+              ["gather",0],
+              ["wait",0],
+)"),
+                                    ::testing::EndsWith("\n  \"update\": []\n}\n")));
+}
+
 // As many places, or uses of units with many lenders, as would take hours to check.
 TEST(PlanJson, HugePlansAreRefused) {
   auto whole = json::parse(to_json(three_units()));

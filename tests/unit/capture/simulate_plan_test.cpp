@@ -180,6 +180,32 @@ TEST(PlanProfile, FilesReadBackAndCutOnesAreRefused) {
   EXPECT_THAT(with("/units/2/blocks/entries", -1), HasSubstr("'entries': found '-1'"));
 }
 
+TEST(PlanProfile, FilesAreWrittenAsTheyWere) {
+  PlanProfile profile;
+  profile.units = {{.name = "(root)", .forward_ms = 1.5, .backward_ms = 3, .gather_ms = 0.25},
+                   {.name = "layer 1", .reduce_ms = 2.0}};
+  profile.units[1].blocks = {RecomputeMode::kSelective, {.entries = 100, .running = 164}};
+  profile.collective = {0.05, 1e-6};
+  EXPECT_EQ(to_json(profile), R"json({
+  "format": "tessera-profile",
+  "version": 1,
+  "collective": {"latency_ms":0.05,"ms_per_byte":1e-06},
+  "rest_ms": 0.0,
+  "units": [
+    {"name":"(root)","forward_ms":1.5,"backward_ms":3.0,"gather_ms":0.25,"reduce_ms":null},
+    {"name":"layer 1","forward_ms":0.0,"backward_ms":0.0,"gather_ms":null,"reduce_ms":2.0,"blocks":{"recompute":"selective","entries":100,"running":164}}
+  ]
+}
+)json");
+  profile.transfer = {0.5, 2e-6};
+  profile.gathers_waited_ms = 7.0;
+  EXPECT_THAT(to_json(profile), HasSubstr(R"(,
+  "transfer": {"latency_ms":0.5,"ms_per_byte":2e-06},
+  "rest_ms": 0.0,
+  "gathers_waited_ms": 7.0,
+  "units": [)"));
+}
+
 // Naive: the longest of each place, which nobody took: where one computes the other waits.
 TEST(PlanProfile, TheRankThatComputesLongestCountsWithItsWaits) {
   auto one = profile_of_three(1.0, 1.0);

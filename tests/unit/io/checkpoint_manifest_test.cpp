@@ -330,6 +330,49 @@ TEST(CheckpointManifest, Version1IsReadAsItWasWritten) {
                                    {"rank_0.safetensors", "other", {{0, 2}, {2, 1}}, 0, 2}}};
   EXPECT_EQ(found.tensors, (CheckpointTensorMap{{"model/w", expected}}));
   EXPECT_TRUE(found.blocks.empty());
+  const std::string_view text(kVersion1);
+  EXPECT_THAT(to_json(found),
+              ::testing::StartsWith(std::string(text.substr(0, text.rfind(",\n \"xxh3_128\": ")))));
+}
+
+TEST(CheckpointManifest, KeysAreWrittenInTheirOrderWhereThereIsSomethingToSay) {
+  CheckpointManifest manifest;
+  EXPECT_THAT(to_json(manifest), HasSubstr(R"(
+ "data": {"path": [], "bytes": 0, "xxh3_128": "00000000000000000000000000000000", "seq_len": 0, "global_batch_size": 0},
+ "files": {
+ },
+ "blocks": [
+ ],
+ "xxh3_128": ")"));
+  manifest.step = 9;
+  manifest.data.path = {"a.txt", "b.txt"};
+  manifest.optimizer = "Muon";
+  manifest.fused_as_one = {"gate_up"};
+  manifest.lora = {{4, 8.0, 0.5, {"q"}}, {1, 2}};
+  manifest.loss_scale = {1024, 3, 5};
+  manifest.left_out_steps = 7;
+  manifest.user = {{"epoch", std::int64_t{3}}, {"of", "a run"}};
+  manifest.files["a"] = {5, {3, 4}};
+  EXPECT_THAT(to_json(manifest), ::testing::StartsWith(R"({
+ "format": 2,
+ "step": 9,
+ "world_size": 1,
+ "config_hash": "00000000000000000000000000000000",
+ "model_path": "",
+ "seed": 0,
+ "data": {"path": ["a.txt", "b.txt"], "bytes": 0, "xxh3_128": "00000000000000000000000000000000", "seq_len": 0, "global_batch_size": 0},
+ "optimizer": "Muon",
+ "fused_as_one": ["gate_up"],
+ "lora": {"base_xxh3_128": "00000000000000010000000000000002", "rank": 4, "alpha": 8.0, "dropout": 0.5, "layers": ["q"]},
+ "loss_scale": {"log2": 10, "good_steps": 3, "skipped_steps": 5},
+ "left_out_steps": 7,
+ "user": {"epoch": 3, "of": "a run"},
+ "files": {
+  "a": {"bytes": 5, "xxh3_128": "00000000000000030000000000000004"}
+ },
+ "blocks": [
+ ],
+ "xxh3_128": ")"));
 }
 
 TEST(CheckpointManifest, Version2IsWhatItsPageSays) {

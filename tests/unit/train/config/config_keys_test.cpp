@@ -4,6 +4,8 @@
 
 #include <set>
 
+#include "base/text/fields.h"
+#include "train/config/config_codec.h"
 #include "unit/train/config/config_fixture.h"
 
 namespace tessera::train::config_keys_test {
@@ -49,6 +51,25 @@ TEST(ConfigKeys, HelpHasEveryKeyWithTypeAndDefault) {
     EXPECT_THAT(help, HasSubstr("  " + key.full_name() + "  " + key.type)) << help;
     EXPECT_THAT(help, HasSubstr(key.default_text + "\n"));
   }
+}
+
+/// Of a struct that lists of tables hold: each member is a key, and each key is in the help.
+template <class S>
+void expect_keys_in_help(const std::string& list) {
+  const auto& keys = ListedTable<S>::keys();
+  EXPECT_EQ(keys.size(), detail::members_of<S>()) << list << " has a member that is no key";
+  const ConfigKey* of_list = find_key(list);
+  ASSERT_NE(of_list, nullptr) << list;
+  for (const auto& key : keys) {
+    EXPECT_FALSE(key.text.help.empty()) << list << " " << key.name;
+    EXPECT_THAT(of_list->help, HasSubstr(key.name + " (" + key.type + "): " + key.text.help));
+  }
+}
+
+TEST(ConfigKeys, KeysOfTablesInListsHaveTypeAndHelp) {
+  expect_keys_in_help<PrecisionRule>("precision.rule");
+  expect_keys_in_help<OptimizerRule>("optimizer.rule");
+  expect_keys_in_help<DataSource>("data.source");
 }
 
 TEST(ConfigKeys, HelpStaysWithin100ColumnsWhereTextWraps) {

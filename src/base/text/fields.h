@@ -1,0 +1,292 @@
+// The fields of a struct, said once beside it, for all that goes through them: files
+// (json_fields.h), hashes (../fields_hash.h) and differences (below).
+//
+//   template <class V>
+//   constexpr void fields(V& visit, Of<PlanUnit>) {
+//     visit("name", &PlanUnit::name, TextLimit{256});
+//     visit("bytes", &PlanUnit::bytes, IntRange{0, kMostBytes});
+//     visit("gathers", &PlanUnit::gathers);
+//   }
+//
+// A visitor takes a Field, a pointer to the member and what files may say there. It is a pointer
+// and no value, so that one list serves a value, two that are compared, and none. The order is that
+// of files. A member that was forgotten does not compile (says_all). A struct that files have as a list of its values says row() in place of fields(). Where
+// a value alone does not tell what it may be (the number of a unit, of however many there are), its
+// range is a type of that struct's own, and whoever reads or compares has rules for it. Pure.
+#pragma once
+
+#include <algorithm>
+#include <concepts>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "base/text/words.h"
+#include "tessera/error.h"
+
+namespace tessera {
+
+/// Names the struct whose fields are meant.
+template <class T>
+struct Of {};
+
+/// How a file says that there is no value.
+enum class Missing : std::uint8_t {
+  kNever,      ///< there is one
+  kNull,       ///< its key is there, with null
+  kLeftOut,    ///< without its key: the value is that of a new M
+  kOlder,      ///< the same, but only older files lack it: it is written always
+  kNotInFile,  ///< files never have it
+};
+
+struct Field {
+  // NOLINTNEXTLINE(google-explicit-constructor): whoever lists fields names them
+  constexpr Field(const char* in_files) : key(in_files), says(in_files) {}
+  constexpr Field(const char* in_files, const char* in_words, Missing how = Missing::kNever)
+      : key(in_files), says(in_words), missing(how) {}
+  constexpr Field(const char* in_files, Missing how)
+      : key(in_files), says(in_files), missing(how) {}
+
+  std::string_view key;   ///< in files; empty: the member's own fields stand among these
+  std::string_view says;  ///< in differences; the key has blanks for underscores there
+  Missing missing = Missing::kNever;
+};
+
+// ------------------------------------------------------------------------ what files may say there
+
+/// All that the type holds.
+struct Whatever {};
+
+struct IntRange {
+  std::int64_t min = 1;
+  std::int64_t max = std::int64_t{1} << 31;
+};
+
+struct NumberRange {
+  double min = 0.0;  ///< may be reached
+  double max = std::numeric_limits<double>::max();
+};
+
+enum class Letters : std::uint8_t {
+  kAny,
+  kPrintable,  ///< no control bytes: the text goes into messages and tables
+};
+
+struct TextLimit {
+  std::size_t most_bytes = 0;
+  Letters letters = Letters::kAny;
+};
+
+/// "expected a list of at most 64 stages".
+template <class Item = Whatever>
+struct List {
+  std::int64_t most = 0;
+  std::string_view of = {};
+  Item item = {};
+};
+List(std::int64_t, std::string_view) -> List<Whatever>;
+template <class Item>
+List(std::int64_t, std::string_view, Item) -> List<Item>;
+
+/// Whether files have the value as a text: to_string(value), and from_text() back.
+template <class T>
+concept HasText = requires(std::string_view text) {
+  { from_text(Of<T>{}, text) } -> std::same_as<std::optional<T>>;
+  { expected_text(Of<T>{}) } -> std::convertible_to<std::string_view>;
+};
+
+/// A std::array by the words of E: an object with each of them as a key.
+template <class E>
+struct ByWord {};
+
+// ------------------------------------------------------------------------------- going through them
+
+namespace detail {
+
+struct NoVisitor {
+  template <class M, class Range = Whatever>
+  constexpr void operator()(const Field&, M, const Range& = {}) {}
+};
+
+template <class Visit>
+struct EachField {
+  const Visit& visit;
+  template <class M, class Range = Whatever>
+  constexpr void operator()(const Field& field, M member, const Range& range = {}) {
+    visit(field, member, range);
+  }
+};
+
+/// Stands for a value of any type, where nothing is evaluated.
+struct AnyMember {
+  template <class M>
+  operator M() const;  // NOLINT(google-explicit-constructor): it is to convert
+};
+
+template <class T, class... Members>
+consteval std::size_t members_of() {
+  if constexpr (requires { T{Members{}..., AnyMember{}}; }) {
+    return members_of<T, Members..., AnyMember>();
+  } else {
+    return sizeof...(Members);
+  }
+}
+
+template <class T>
+inline constexpr bool kIsOptional = false;
+template <class T>
+inline constexpr bool kIsOptional<std::optional<T>> = true;
+template <class T>
+inline constexpr bool kIsVector = false;
+template <class T>
+inline constexpr bool kIsVector<std::vector<T>> = true;
+template <class T>
+inline constexpr bool kIsMap = false;
+template <class T>
+inline constexpr bool kIsMap<std::map<std::string, T, std::less<>>> = true;
+
+}  // namespace detail
+
+template <class T>
+concept HasFields = requires(detail::NoVisitor& visit) { fields(visit, Of<T>{}); };
+template <class T>
+concept HasRow = requires(detail::NoVisitor& visit) { row(visit, Of<T>{}); };
+
+namespace detail {
+
+template <class T, class Visit>
+constexpr void go_through(const Visit& visit) {
+  EachField<Visit> each{visit};
+  if constexpr (HasFields<T>) {
+    fields(each, Of<T>{});
+  } else {
+    row(each, Of<T>{});
+  }
+}
+
+}  // namespace detail
+
+template <class T>
+consteval std::size_t count_fields() {
+  std::size_t count = 0;
+  detail::go_through<T>([&](const Field&, auto, const auto&) { ++count; });
+  return count;
+}
+
+/// Whether each member is said. A struct with a base has other members than it lists.
+template <class T>
+consteval bool says_all() {
+  return detail::members_of<T>() == count_fields<T>();
+}
+template <class T>
+inline constexpr bool kHasBase = false;
+
+/// visit(field, pointer to member, range) of each.
+template <class T, class Visit>
+constexpr void each_field(const Visit& visit) {
+  static_assert(kHasBase<T> || says_all<T>(), "a member of this struct is no field of it");
+  detail::go_through<T>(visit);
+}
+
+/// As files have them, those of members whose fields stand among these, too.
+template <class T>
+std::vector<std::string_view> keys_of() {
+  std::vector<std::string_view> keys;
+  each_field<T>([&]<class M, class C>(const Field& field, M C::*, const auto&) {
+    if constexpr (HasFields<M>) {
+      if (field.key.empty()) {
+        for (const auto key : keys_of<M>()) keys.push_back(key);
+        return;
+      }
+    }
+    if (field.missing != Missing::kNotInFile) keys.push_back(field.key);
+  });
+  return keys;
+}
+
+// -------------------------------------------------------------------------------------- differences
+
+enum class Side : std::uint8_t { kBefore, kAfter };
+
+/// What is different between two values, a line each: "where, what: before, after"; of a list its
+/// first item that is another. `Rules` may have text(value, range, side) for what is printed in
+/// other words, and differ(differences, where, what, before, after, range) for what is compared in
+/// another way.
+template <class Rules>
+class Differences {
+ public:
+  explicit Differences(const Rules& rules) : rules_(rules) {}
+
+  std::vector<std::string> take() { return std::move(lines_); }
+  void line(std::string text) { lines_.push_back(std::move(text)); }
+  /// What is called nothing is part of what is around it.
+  static std::string join(const std::string& where, std::string_view what) {
+    return concat(where, where.empty() || what.empty() ? "" : ", ", what);
+  }
+
+  template <class T>
+  void of_fields(const std::string& where, const T& before, const T& after) {
+    each_field<T>([&](const Field& field, auto member, const auto& range) {
+      std::string what(field.says);
+      std::ranges::replace(what, '_', ' ');
+      of(where, what, before.*member, after.*member, range);
+    });
+  }
+
+  template <class M, class Range = Whatever>
+  void of(const std::string& where, const std::string& what, const M& before, const M& after,
+          const Range& range = {}) {
+    if (before == after) return;
+    if constexpr (requires { rules_.differ(*this, where, what, before, after, range); }) {
+      rules_.differ(*this, where, what, before, after, range);
+    } else if constexpr (HasFields<M>) {
+      of_fields(join(where, what), before, after);
+    } else if constexpr (detail::kIsVector<M>) {
+      first(where, what, before, after, range);
+    } else {
+      line(concat(join(where, what), ": ", text(before, range, Side::kBefore), ", ",
+                  text(after, range, Side::kAfter)));
+    }
+  }
+
+  /// The first place where two lists differ.
+  template <class Items, class Range>
+  void first(const std::string& where, const std::string& what, const Items& before,
+             const Items& after, const Range& range) {
+    if (before == after) return;
+    using Item = typename Items::value_type;
+    std::size_t i = 0;
+    while (i < std::min(before.size(), after.size()) && before[i] == after[i]) ++i;
+    const auto item = [&](const Items& items, Side side) {
+      return i < items.size() ? text<Item>(items[i], range, side) : std::string("nothing more");
+    };
+    line(concat(join(where, what), " ", i + 1, " of ", before.size(), ", ", after.size(), ": ",
+                item(before, Side::kBefore), ", ", item(after, Side::kAfter)));
+  }
+
+  template <class M, class Range>
+  std::string text(const M& value, const Range& range, Side side) const {
+    if constexpr (requires { rules_.text(value, range, side); }) {
+      return rules_.text(value, range, side);
+    } else if constexpr (std::is_same_v<M, bool>) {
+      return value ? "yes" : "no";
+    } else if constexpr (HasWords<M>) {
+      return std::string(word_of(value));
+    } else {
+      return concat(value);
+    }
+  }
+
+ private:
+  const Rules& rules_;
+  std::vector<std::string> lines_;
+};
+
+}  // namespace tessera

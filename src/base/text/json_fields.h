@@ -1,0 +1,281 @@
+// Structs that say their fields (fields.h) as JSON: written in the order of the fields, and read
+// from a text that nobody vouches for, each value with its range.
+//
+// `Rules` serve what no field can say: json(write, value, range) and read(read, value, at, range)
+// in place of what is done here, check(at, value) once all of a struct was read. Include this in
+// .cpp files only, as json_reader.h.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "base/text/fields.h"
+#include "base/text/json_reader.h"
+#include "base/text/printable.h"
+#include "tessera/dtype.h"
+
+namespace tessera {
+
+inline std::optional<DType> from_text(Of<DType>, std::string_view text) {
+  return parse_dtype(text);
+}
+constexpr std::string_view expected_text(Of<DType>) { return "the name of a dtype"; }
+
+namespace detail {
+
+/// Errors: of the cursor, for a key that is none of these.
+void require_only(const JsonCursor& at, std::span<const std::string_view> keys);
+void require_list(const JsonCursor& at, std::int64_t most, std::string_view of);
+[[noreturn]] void refuse_word(const JsonCursor& at, std::span<const std::string_view> words);
+const std::string& text_within(const JsonCursor& at, const TextLimit& limit);
+
+template <class E>
+std::vector<std::string_view> words_as_list() {
+  std::vector<std::string_view> words;
+  for (const auto& one : words_of(E{})) words.push_back(one.word);
+  return words;
+}
+
+template <class Range>
+inline constexpr bool kIsByWord = false;
+template <class E>
+inline constexpr bool kIsByWord<ByWord<E>> = true;
+
+template <class Range>
+constexpr auto item_range(const Range& range) {
+  if constexpr (requires { range.item; }) {
+    return range.item;
+  } else {
+    return Whatever{};
+  }
+}
+
+}  // namespace detail
+
+// ----------------------------------------------------------------------------------------- writing
+
+template <class Rules>
+class JsonWriter {
+ public:
+  using Json = nlohmann::ordered_json;
+  explicit JsonWriter(const Rules& rules) : rules_(rules) {}
+
+  template <class T, class Range = Whatever>
+  Json operator()(const T& value, const Range& range = {}) const {
+    if constexpr (requires { rules_.json(*this, value, range); }) {
+      return rules_.json(*this, value, range);
+    } else if constexpr (HasFields<T>) {
+      Json json = Json::object();
+      add(json, value);
+      return json;
+    } else if constexpr (HasRow<T>) {
+      Json json = Json::array();
+      each_field<T>([&](const Field&, auto member, const auto& of_member) {
+        json.push_back((*this)(value.*member, of_member));
+      });
+      return json;
+    } else {
+      return plain(value, range);
+    }
+  }
+
+  /// The fields of a struct behind what an object has.
+  template <class T>
+  void add(Json& json, const T& value) const {
+    each_field<T>([&]<class M, class C>(const Field& field, M C::* member, const auto& range) {
+      const M& of = value.*member;
+      if constexpr (HasFields<M>) {
+        if (field.key.empty()) return this->add(json, of);
+      }
+      const bool is_left_out = field.missing == Missing::kLeftOut && of == M{};
+      if (is_left_out || field.missing == Missing::kNotInFile) return;
+      json[std::string(field.key)] = (*this)(of, range);
+    });
+  }
+
+ private:
+  template <class T, class Range>
+  Json plain(const T& value, const Range& range) const {
+    if constexpr (detail::kIsByWord<Range>) {
+      Json json = Json::object();
+      for (const auto& [word, which] : words_of_range(range)) {
+        json[std::string(word)] = (*this)(value.at(static_cast<std::size_t>(which)));
+      }
+      return json;
+    } else if constexpr (detail::kIsOptional<T>) {
+      return value ? (*this)(*value, range) : Json();
+    } else if constexpr (HasWords<T>) {
+      return word_of(value);
+    } else if constexpr (detail::kIsVector<T>) {
+      Json json = Json::array();
+      const auto of_item = detail::item_range(range);
+      for (const auto& item : value) {
+        json.push_back(this->template operator()<typename T::value_type>(item, of_item));
+      }
+      return json;
+    } else if constexpr (detail::kIsMap<T>) {
+      Json json = Json::object();
+      for (const auto& [name, item] : value) json[name] = (*this)(item, range);
+      return json;
+    } else if constexpr (HasText<T>) {
+      return to_string(value);
+    } else {
+      return value;
+    }
+  }
+  template <class E>
+  static constexpr auto words_of_range(ByWord<E>) {
+    return words_of(E{});
+  }
+
+  const Rules& rules_;
+};
+
+/// As text: a line for what holds no lists or objects, else a line an item, down to `levels`.
+std::string json_lines(const nlohmann::ordered_json& value, int levels = kMaxJsonDepth);
+
+// ----------------------------------------------------------------------------------------- reading
+
+/// Keys that no field has.
+enum class OtherKeys : std::uint8_t {
+  kRefused,  ///< a slip of whoever wrote them
+  kPassedOver,
+};
+
+template <class Rules>
+class JsonFieldsReader {
+ public:
+  JsonFieldsReader(Rules& rules, OtherKeys others) : rules_(rules), others_(others) {}
+
+  template <class T, class Range = Whatever>
+  void operator()(T& value, const JsonCursor& at, const Range& range = {}) {
+    if constexpr (requires { rules_.read(*this, value, at, range); }) {
+      rules_.read(*this, value, at, range);
+    } else if constexpr (HasFields<T>) {
+      object(value, at);
+    } else if constexpr (HasRow<T>) {
+      list_of_fields(value, at);
+    } else if constexpr (detail::kIsVector<T>) {
+      list(value, at, range);
+    } else {
+      plain(value, at, range);
+    }
+  }
+
+  /// `beside`: keys that its caller reads.
+  template <class T>
+  void object(T& value, const JsonCursor& at, std::vector<std::string_view> beside = {}) {
+    at.require(at.value().is_object(), "an object");
+    if (others_ == OtherKeys::kRefused) {
+      for (const auto key : keys_of<T>()) beside.push_back(key);
+      detail::require_only(at, beside);
+    }
+    members(value, at);
+  }
+
+  template <class T, class Range>
+  void list(std::vector<T>& value, const JsonCursor& at, const Range& range) {
+    if constexpr (requires { range.most; }) {
+      detail::require_list(at, range.most, range.of);
+    }
+    const auto of_item = detail::item_range(range);
+    value = at.list([&](const JsonCursor& one) {
+      T item{};
+      (*this)(item, one, of_item);
+      return item;
+    });
+  }
+
+ private:
+  template <class T>
+  void members(T& value, const JsonCursor& at) {
+    each_field<T>([&]<class M, class C>(const Field& field, M C::* member, const auto& range) {
+      if constexpr (HasFields<M>) {
+        if (field.key.empty()) return this->members(value.*member, at);
+      }
+      if (field.missing == Missing::kNotInFile) return;
+      const bool may_lack = field.missing == Missing::kLeftOut || field.missing == Missing::kOlder;
+      if (may_lack && !at.value().contains(field.key)) return;
+      const auto found = at.member(field.key);
+      if (field.missing == Missing::kNull && found.value().is_null()) return;
+      if constexpr (detail::kIsOptional<M>) {
+        (*this)((value.*member).emplace(), found, range);
+      } else {
+        (*this)(value.*member, found, range);
+      }
+    });
+    if constexpr (requires { rules_.check(at, value); }) rules_.check(at, value);
+  }
+
+  template <class T>
+  void list_of_fields(T& value, const JsonCursor& at) {
+    if (!at.value().is_array() || at.value().size() != count_fields<T>()) {
+      at.refuse(concat("[", joined(keys_of<T>()), "]"));
+    }
+    std::size_t i = 0;
+    each_field<T>([&](const Field&, auto member, const auto& range) {
+      (*this)(value.*member, at.at(i++), range);
+    });
+  }
+
+  template <class T, class Range>
+  void plain(T& value, const JsonCursor& at, const Range& range) {
+    if constexpr (detail::kIsByWord<Range>) {
+      by_word(value, at, range);
+    } else if constexpr (detail::kIsMap<T>) {
+      value = at.by_name([&](const JsonCursor& one) {
+        typename T::mapped_type item{};
+        (*this)(item, one, range);
+        return item;
+      });
+    } else if constexpr (HasWords<T>) {
+      const auto found = from_word<T>(at.text());
+      if (!found) detail::refuse_word(at, detail::words_as_list<T>());
+      value = *found;
+    } else if constexpr (HasText<T>) {
+      const auto found = from_text(Of<T>{}, at.text());
+      at.require(found.has_value(), expected_text(Of<T>{}));
+      value = *found;
+    } else if constexpr (std::is_same_v<T, bool>) {
+      value = at.boolean();
+    } else if constexpr (std::is_convertible_v<const Range&, const TextLimit&>) {
+      value = detail::text_within(at, range);
+    } else if constexpr (std::is_same_v<T, std::string>) {
+      value = at.text();
+    } else if constexpr (std::is_same_v<Range, Whatever>) {
+      if constexpr (std::is_same_v<T, double>) {
+        value = at.number();
+      } else {
+        static_assert(std::is_same_v<T, std::int64_t>, "smaller integers say their range");
+        value = at.integer();
+      }
+    } else if constexpr (std::is_same_v<T, double>) {
+      value = at.number(range);
+    } else {
+      value = static_cast<T>(at.integer(range));
+    }
+  }
+
+  template <class T, class E>
+  void by_word(T& value, const JsonCursor& at, ByWord<E>) {
+    at.require(at.value().is_object(), "an object");
+    if (others_ == OtherKeys::kRefused) detail::require_only(at, detail::words_as_list<E>());
+    for (const auto& [word, which] : words_of(E{})) {
+      (*this)(value.at(static_cast<std::size_t>(which)), at.member(word));
+    }
+  }
+
+  Rules& rules_;
+  OtherKeys others_;
+};
+
+}  // namespace tessera
