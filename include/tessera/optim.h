@@ -10,7 +10,6 @@
 
 #include <compare>
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -30,7 +29,6 @@ namespace tessera {
 
 namespace fsdp {
 struct Carried;
-class OffloadedState;
 struct Relaid;
 }  // namespace fsdp
 
@@ -67,36 +65,12 @@ struct KeptTensor {
 /// What an optimizer keeps of one parameter, for a checkpoint.
 struct OptimizerState {
   struct Kept {
-    std::string name;  ///< as PyTorch calls it: "exp_avg"
-    /// Over the elements of the shard; the optimizer's own tensor, of what is offloaded a copy.
-    at::Tensor values;
-    /// Of what unread_state() left where it is, until the next update: fills `to` with the elements
-    /// from `begin` on. Errors: kIo.
-    std::function<void(std::int64_t begin, const at::Tensor& to)> read = {};
+    std::string name;   ///< as PyTorch calls it: "exp_avg"
+    at::Tensor values;  ///< over the elements of the shard; the optimizer's own tensor
   };
   ShardView view;
   std::int64_t steps = 0;  ///< updates so far, the same on every rank
   std::vector<Kept> kept;  ///< empty before the first update
-};
-
-/// State that lies outside of memory between updates: Optimizer::offload.
-struct OffloadOptions {
-  /// Of a file of this rank's own without a name, of which nothing is left when the process ends,
-  /// however that comes about.
-  std::string folder;
-  /// Patterns as PrecisionRule::match; empty: all parameters, or with `by_plan` none.
-  std::vector<std::string> match{};
-  /// Once steps follow a plan (compile.h), state is offloaded of the units that it says; until then
-  /// what was outside stays there where `match` is empty.
-  bool by_plan = false;
-};
-
-/// What the last update moved, on this rank.
-struct OffloadTraffic {
-  std::int64_t bytes_read = 0;
-  std::int64_t bytes_written = 0;
-  double waited_ms = 0.0;  ///< by the update
-  double busy_ms = 0.0;    ///< took the transfers, beside what was updated meanwhile
 };
 
 class Optimizer {
@@ -126,17 +100,12 @@ class Optimizer {
   virtual std::vector<KeptTensor> states() const = 0;
   /// What it keeps of this one: some of states(), all of it unless said otherwise.
   virtual std::vector<KeptTensor> states_of(const GradContract&) const { return states(); }
-  /// Whether an update of some elements needs no others; only then state can be offloaded.
-  virtual bool is_elementwise() const { return true; }
   /// Every name that OptimizerState::Kept may have.
   std::vector<std::string> kept_names() const;
   /// What it keeps of such a parameter once that is updated, a master included, by name.
   std::map<std::string, DType> kept_dtypes(const GradContract& contract) const;
-  /// Of every trainable parameter, in the model's order. Whole, by name: state_dict.h. Errors: kIo
-  /// where offloaded state cannot be read; kUsage as require_whole().
+  /// Of every trainable parameter, in the model's order. Whole, by name: state_dict.h.
   std::vector<OptimizerState> state() const;
-  /// The same, but what is offloaded stays where it is: values on the meta device, and `read`.
-  std::vector<OptimizerState> unread_state() const;
   /// As far as AdamW's powers of beta go in float32, and far beyond every run.
   static constexpr std::int64_t kMostSteps = std::int64_t{1} << 40;
   /// Goes on as after `steps` updates of a parameter. Errors: kUsage for an unknown name or a
@@ -147,26 +116,6 @@ class Optimizer {
   std::vector<OptimizerState::Kept> make_kept(std::string_view parameter);
   /// Begins anew with a parameter, as before its first update. Errors: the same.
   void forget(std::string_view parameter);
-
-  /// Keeps state outside of memory from here on, on CPUs: an update reads it, changes it and writes
-  /// it back, a stretch at a time beside the one that is computed, with the same bits. Memory has
-  /// two stretches then, each an eighth of it or 16 MiB. Room for all of it is
-  /// reserved now. Again: what matches now is outside, the rest comes back; the folder stays. What
-  /// make_kept() gives is in memory until the next update or put_away(). Collective. Errors:
-  /// kConfig on a device, and for Muon; kContract for a pattern that matches nothing; kIo naming folder and rank
-  /// for a folder that is none, cannot be written to or has no room.
-  void offload(const OffloadOptions& options);
-  /// Writes out what make_kept() brought to memory. Errors: kIo.
-  void put_away();
-  /// Whether that is outside of memory, or goes there as soon as there is some. Errors: kUsage for an
-  /// unknown name.
-  bool is_offloaded(std::string_view parameter);
-  const OffloadTraffic& offload_traffic() const;
-  /// Bytes of state in memory, the buffers of offloaded state included.
-  std::int64_t resident_bytes() const;
-  /// Errors: kUsage where an update of offloaded state ended by an error: some parameters have made
-  /// it and others have not, until a checkpoint is loaded.
-  void require_whole(const char* what) const;
 
  protected:
   /// Errors: kContract for a pattern that matches nothing, kConfig for numbers of a rule.
@@ -184,10 +133,6 @@ class Optimizer {
     bool has_state = false;
     std::int64_t steps = 0;          ///< updates so far, as PyTorch counts
     std::uint32_t seen_version = 0;  ///< of the shard, when it was last stepped
-    bool goes_out = false;           ///< its state is offloaded
-    bool is_out = false;             ///< and lies there now: `state` and `master` have nothing
-    bool is_torn = false;            ///< an update of it ended by an error
-    std::size_t place = 0;           ///< in the OffloadedState, where goes_out
   };
   /// Every item has its state and a gradient.
   virtual void update(const std::vector<Item*>& items) = 0;
@@ -221,15 +166,6 @@ class Optimizer {
   Item& find(std::string_view parameter);
   void make_item_state(Item& item) const;
   std::vector<OptimizerState::Kept> kept_of(const Item& item) const;
-  // State outside of memory: optimizer_offload.cpp.
-  using GoesOut = std::function<bool(const GradContract&)>;
-  void place_outside(GoesOut goes_out);
-  void place_anew();
-  void follow_plan();
-  void bring_back(Item& item) const;
-  void put_away(Item& item) const;
-  void update_through(const std::vector<Item*>& items);
-  std::vector<OptimizerState::Kept> unread_kept_of(const Item& item) const;
 
   std::shared_ptr<fsdp::Unit> unit_;
   std::vector<std::string> no_decay_;
@@ -239,10 +175,6 @@ class Optimizer {
   std::uint64_t layout_ = 0;  // of the runtime, that the items' shards have
   bool warned_ = false;       // of a master that was given up
   std::shared_ptr<torch::optim::Optimizer> for_schedulers_;  // made when first asked for
-  std::shared_ptr<fsdp::OffloadedState> outside_;            // null: all is in memory
-  GoesOut goes_out_;
-  bool by_plan_ = false;
-  std::optional<std::vector<std::uint32_t>> planned_out_;  // units, by the last plan
 };
 
 /// Everything is formed in float32, in float64 for float64 shards. A shard in 16 bits is stepped

@@ -91,10 +91,6 @@ class Diff {
     value("reductions", word_of(kReduceWords, before.reduce), word_of(kReduceWords, after.reduce));
     value("units ahead in forward", before.ahead_in_forward, after.ahead_in_forward);
     value("units ahead in backward", before.ahead_in_backward, after.ahead_in_backward);
-    if (before.offload != after.offload) {
-      lines_.push_back(concat("optimizer state offloaded: ", names(before_, before.offload), "; ",
-                              names(after_, after.offload)));
-    }
   }
 
   /// The first place where two lists differ; `text` says what an item is.
@@ -156,7 +152,6 @@ class Diff {
         pass(what + ", backward, ", before.of(which).backward, after.of(which).backward);
       }
     }
-    actions("update, ", before_.update, after_.update);
   }
 
   void actions(const std::string& what, const std::vector<fsdp::PlanAction>& before,

@@ -66,7 +66,7 @@ Json json_of(const fsdp::PlanChoices& choices) {
           {"reduce", word_of(kReduceWords, choices.reduce)},
           {"ahead_in_forward", choices.ahead_in_forward},
           {"ahead_in_backward", choices.ahead_in_backward},
-          {"offload", choices.offload}};
+          {"offload", Json::array()}};
 }
 
 Json json_of(const StageRecord& record) {
@@ -211,7 +211,7 @@ class Reader {
         });
     plan.stages = list(root.member("stages"), StepScopeOptions::kMostStages, "stages")
                       .list([&](const JsonCursor& at) { return stage(at); });
-    plan.update = actions(root.member("update"));
+    require_no_offload(root.member("update"));
     return file;
   }
 
@@ -277,6 +277,13 @@ class Reader {
       return unit_id(one);
     });
   }
+  /// Plans of before could have optimizer state outside of memory. The members stay, so that they
+  /// and those of now are one version.
+  static void require_no_offload(const JsonCursor& at) {
+    at.require(at.value().is_array() && at.value().empty(),
+               "an empty list, since optimizer state is in memory; make the plan anew with tessera "
+               "plan");
+  }
   static std::size_t size(const JsonCursor& at, std::int64_t most) {
     return static_cast<std::size_t>(at.integer({0, most}));
   }
@@ -310,7 +317,7 @@ class Reader {
     choices.reduce = word_from(at.member("reduce"), kReduceWords);
     choices.ahead_in_forward = size(at.member("ahead_in_forward"), kMostUnits);
     choices.ahead_in_backward = size(at.member("ahead_in_backward"), kMostUnits);
-    choices.offload = unit_ids(at.member("offload"));
+    require_no_offload(at.member("offload"));
     return choices;
   }
 
@@ -430,7 +437,7 @@ std::string to_json(const PlanFile& file) {
                       {"choices", json_of(plan.choices)},
                       {"record", std::move(record)},
                       {"stages", std::move(stages)},
-                      {"update", json_of(plan.update)}};
+                      {"update", Json::array()}};
   std::string text;
   write(text, whole, "");
   return text + "\n";

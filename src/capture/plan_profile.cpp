@@ -158,7 +158,6 @@ PlanProfile profile_of(const PlanProfile& profile, const std::vector<PlanUnit>& 
   found.collective = profile.collective;
   found.rest_ms = profile.rest_ms;
   found.gathers_waited_ms = profile.gathers_waited_ms;
-  found.transfer = profile.transfer;
   found.is_assumed = profile.is_assumed;
   for (const auto& unit : units) {
     const auto cost = costs.find(unit.name);
@@ -189,14 +188,12 @@ std::string to_json(const PlanProfile& profile) {
   const auto line = [](const CollectiveCost& cost) -> Json {
     return {{"latency_ms", cost.latency_ms}, {"ms_per_byte", cost.ms_per_byte}};
   };
-  const std::string transfer =
-      profile.transfer ? concat(",\n  \"transfer\": ", line(*profile.transfer).dump()) : "";
   const std::string waited =
       profile.gathers_waited_ms
           ? concat(",\n  \"gathers_waited_ms\": ", Json(*profile.gathers_waited_ms).dump())
           : "";
   return concat("{\n  \"format\": \"", kProfileFormat, "\",\n  \"version\": ", kProfileVersion,
-                ",\n  \"collective\": ", line(profile.collective).dump(), transfer,
+                ",\n  \"collective\": ", line(profile.collective).dump(),
                 ",\n  \"rest_ms\": ", Json(profile.rest_ms).dump(), waited, ",\n  \"units\": [",
                 units, "\n  ]\n}\n");
 }
@@ -217,7 +214,6 @@ PlanProfile parse_profile(std::string_view text, std::string_view where) {
             .ms_per_byte = at.member("ms_per_byte").number({0.0, 1.0})};
   };
   profile.collective = line(root.member("collective"));
-  if (const auto transfer = root.find("transfer")) profile.transfer = line(*transfer);
   if (const auto rest = root.find("rest_ms")) profile.rest_ms = rest->number(kMs);
   if (const auto ms = root.find("gathers_waited_ms")) profile.gathers_waited_ms = ms->number(kMs);
   const auto units = root.member("units");

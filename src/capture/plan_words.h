@@ -43,7 +43,6 @@ inline constexpr std::array kActionKinds{
     fsdp::PlanAction::Kind::kWait,         fsdp::PlanAction::Kind::kKeepToBackward,
     fsdp::PlanAction::Kind::kKeepToUpdate, fsdp::PlanAction::Kind::kRelease,
     fsdp::PlanAction::Kind::kReduce,       fsdp::PlanAction::Kind::kRecompute,
-    fsdp::PlanAction::Kind::kReload,       fsdp::PlanAction::Kind::kOffload,
 };
 inline constexpr std::array kClasses{fsdp::MicroBatchClass::kOnly, fsdp::MicroBatchClass::kFirst,
                                      fsdp::MicroBatchClass::kMiddle, fsdp::MicroBatchClass::kLast};

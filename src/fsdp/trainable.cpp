@@ -322,7 +322,6 @@ void Optimizer::carry_state(const std::vector<fsdp::Relaid>& relaid,
     });
     if (found == items_.end()) continue;
     auto& item = *found;
-    if (item.is_out) bring_back(item);
     // Whoever wrote the shard did not write these bits; other ranks must not join them again.
     const bool changed = item.has_state && moved.old_version != item.seen_version;
     if (changed && item.master.defined() && item.master.scalar_type() == at::kShort) {
@@ -357,7 +356,6 @@ void Optimizer::follow(const ShardedBase& outermost) {
   }
   items_ = std::move(items);
   layout_ = unit_->runtime().layout();
-  place_anew();
 }
 
 std::string Optimizer::summary() const {

@@ -280,11 +280,10 @@ std::string_view to_string(MicroBatchClass of) {
 }
 
 std::string_view to_string(PlanAction::Kind kind) {
-  constexpr std::array<std::string_view, 10> kNames{"gather",         "gather unless gathered",
-                                                    "wait",           "keep to backward",
-                                                    "keep to update", "release",
-                                                    "reduce",         "recompute",
-                                                    "reload",         "offload"};
+  constexpr std::array<std::string_view, 8> kNames{"gather",         "gather unless gathered",
+                                                   "wait",           "keep to backward",
+                                                   "keep to update", "release",
+                                                   "reduce",         "recompute"};
   return kNames.at(static_cast<std::size_t>(kind));
 }
 
@@ -314,16 +313,6 @@ PlanChoices eager_choices(const StepRecord& record, const std::vector<bool>& res
   return choices;
 }
 
-std::vector<PlanAction> update_actions(const std::vector<UnitId>& offload) {
-  std::vector<PlanAction> actions;
-  for (std::size_t i = 0; i < offload.size(); ++i) {
-    if (i == 0) actions.push_back({Kind::kReload, offload[i]});
-    if (i + 1 < offload.size()) actions.push_back({Kind::kReload, offload[i + 1]});
-    actions.push_back({Kind::kOffload, offload[i]});
-  }
-  return actions;
-}
-
 StepPlan make_plan(const StepRecord& record, std::vector<PlanUnit> units,
                    const PlanChoices& choices, PlanOrder order) {
   TESSERA_INVARIANT(record.is_complete() && choices.keep.size() == units.size() &&
@@ -338,8 +327,7 @@ StepPlan make_plan(const StepRecord& record, std::vector<PlanUnit> units,
                 .units = std::move(units),
                 .choices = choices,
                 .record = record,
-                .stages = {},
-                .update = update_actions(choices.offload)};
+                .stages = {}};
   plan.choices.recompute.resize(plan.units.size());
   const auto shared = shared_by_stages(record, plan.units);
   for (const auto& stage : record.stages) {
@@ -411,8 +399,8 @@ std::uint64_t StepPlan::hash() const {
   for (const auto keep : choices.keep) hash.add(static_cast<std::uint64_t>(keep));
   hash.add(static_cast<std::uint64_t>(choices.reduce));
   hash.add(std::uint64_t{choices.ahead_in_forward}).add(std::uint64_t{choices.ahead_in_backward});
-  add_to(hash, choices.offload);
-  add_to(hash, update);
+  // Two lists that plans of before could have, so that the hash of a plan stays.
+  hash.add(std::uint64_t{0}).add(std::uint64_t{0});
   for (const auto mode : choices.recompute) hash.add(static_cast<std::uint64_t>(mode));
   for (const auto& stage : stages) {
     for (const auto& one : stage.micro_batches) {
@@ -459,9 +447,6 @@ std::string to_string(const StepPlan& plan) {
       lines(words_of(plan, stage, which, "forward"), plan.record.stages.at(stage), forward);
       lines(words_of(plan, stage, which, "backward"), plan.record.stages.at(stage), backward);
     }
-  }
-  for (const auto& [kind, unit] : plan.update) {
-    text += concat("update: ", to_string(kind), " ", plan.units.at(unit).name, "\n");
   }
   return text;
 }

@@ -74,8 +74,6 @@ struct PlanChoices {
   std::size_t ahead_in_backward = 1;
   /// By unit; of those that nobody tells kNone. make_plan() takes an empty one for that of all.
   std::vector<RecomputeMode> recompute = {};
-  /// Units whose optimizer state lies outside of memory between updates, in their order.
-  std::vector<UnitId> offload = {};
   bool operator==(const PlanChoices&) const = default;
 };
 
@@ -89,8 +87,6 @@ struct PlanAction {
     kRelease,    ///< its memory goes back
     kReduce,     ///< issues the sum over ranks of what its slots hold
     kRecompute,  ///< its forward runs again, before its backward: the module's own doing
-    kReload,     ///< brings its optimizer state, to be updated
-    kOffload,    ///< takes its optimizer state out of memory again
   };
   Kind kind = Kind::kGather;
   UnitId unit = 0;
@@ -150,9 +146,6 @@ struct StepPlan {
   PlanChoices choices;  ///< what it was made by
   StepRecord record;    ///< what it is a plan of
   std::vector<StagePlan> stages;
-  /// Of the update behind the last micro-batch: of each unit of choices.offload a reload, then an
-  /// offload, the next one's reload between them. An optimizer does it by parts of units.
-  std::vector<PlanAction> update = {};
   bool operator==(const StepPlan&) const = default;
   /// The same on every rank and every machine for equal plans.
   std::uint64_t hash() const;
@@ -184,9 +177,6 @@ std::vector<bool> may_be_recomputed(const StepRecord& record, const std::vector<
 /// after its forward, but for the last unit of a forward whose backward comes next.
 PlanChoices eager_choices(const StepRecord& record, const std::vector<bool>& resharded,
                           ReduceAt reduce, PlanOrder order);
-
-/// StepPlan::update.
-std::vector<PlanAction> update_actions(const std::vector<UnitId>& offload);
 
 /// The plan of a record that is complete. Errors: kUsage for Keep::kBackward in PlanOrder::kAny,
 /// where another micro-batch comes between a forward and its backward.

@@ -168,7 +168,6 @@ class Muon : public fsdp::AdamW {
     if (matrices_of(contract)) return {{"momentum_buffer"}};
     return AdamW::states();
   }
-  bool is_elementwise() const override { return false; }
 
  protected:
   void update(const std::vector<Item*>& items) override {

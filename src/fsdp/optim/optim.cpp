@@ -115,24 +115,11 @@ Optimizer::operator torch::optim::Optimizer&() {
   return *for_schedulers_;
 }
 
-std::vector<OptimizerState> Optimizer::unread_state() const {
+std::vector<OptimizerState> Optimizer::state() const {
   std::vector<OptimizerState> states;
   for (const auto& item : items_) {
     if (!item.view.contract->trainable) continue;
-    states.push_back({item.view, item.steps, item.is_out ? unread_kept_of(item) : kept_of(item)});
-  }
-  return states;
-}
-
-std::vector<OptimizerState> Optimizer::state() const {
-  require_whole("optimizer state");
-  auto states = unread_state();
-  for (auto& state : states) {
-    for (auto& kept : state.kept) {
-      if (!kept.read) continue;
-      kept.values = at::empty_like(kept.values, at::TensorOptions().device(at::kCPU));
-      std::exchange(kept.read, {})(0, kept.values);
-    }
+    states.push_back({item.view, item.steps, kept_of(item)});
   }
   return states;
 }
@@ -156,7 +143,6 @@ void Optimizer::set_steps(std::string_view parameter, std::int64_t steps) {
 std::vector<OptimizerState::Kept> Optimizer::make_kept(std::string_view parameter) {
   const at::NoGradGuard no_grad;
   auto& item = find(parameter);
-  if (item.is_out) bring_back(item);
   make_item_state(item);
   item.seen_version = version_of_shard(item.view.shard);
   return kept_of(item);
@@ -166,7 +152,7 @@ void Optimizer::forget(std::string_view parameter) {
   auto& item = find(parameter);
   item.state.clear();
   item.master = at::Tensor();
-  item.has_state = item.is_out = item.is_torn = false;
+  item.has_state = false;
   item.steps = 0;
 }
 
@@ -252,8 +238,6 @@ void Optimizer::step() {
                 "this optimizer, expected it among those that follow; name it there");
   unit_->runtime().require_synced("optimizer step");
   unit_->runtime().require_none_lost("optimizer step");
-  require_whole("optimizer step");
-  follow_plan();
   std::vector<Item*> items;
   for (auto& item : items_) {
     const auto& grad = item.view.shard.grad();
@@ -271,13 +255,13 @@ void Optimizer::step() {
                   ErrorKind::kContract, "optimizer step: gradient of ", item.view.contract->name,
                   ": found the shape ", grad.sizes(), " with strides ", grad.strides(),
                   ", expected ", item.view.shard.sizes(), " as its shard, and contiguous");
-    if (!item.goes_out) make_item_state(item);
+    make_item_state(item);
     items.push_back(&item);
   }
   // Behind the last check: who mends a gradient and steps again has made one step.
   for (auto* item : items) ++item->steps;
   unit_->runtime().come_behind_reads();
-  outside_ != nullptr ? update_through(items) : update(items);
+  update(items);
   for (auto* item : items) {
     // Also where this rank owns no element of it: whether a unit is gathered anew must not differ
     // between ranks.
