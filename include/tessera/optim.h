@@ -8,11 +8,9 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <compare>
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -28,8 +26,7 @@ class Optimizer;
 namespace tessera {
 
 namespace fsdp {
-struct Carried;
-struct Relaid;
+struct OptimizerItem;
 }  // namespace fsdp
 
 struct AdamWOptions {
@@ -75,7 +72,7 @@ struct OptimizerState {
 
 class Optimizer {
  public:
-  virtual ~Optimizer() = default;
+  virtual ~Optimizer();
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
   /// Updates every shard that has a gradient. Not collective, but for Muon's, which all ranks of the
@@ -86,7 +83,7 @@ class Optimizer {
   void step();
   /// Errors: kUsage below 0, infinite or NaN.
   void set_lr(double lr);
-  double lr() const { return lr_; }
+  double lr() const;
   /// For PyTorch's schedulers: torch::optim::StepLR scheduler(*optimizer, 10). One group without
   /// parameters, whose learning rate is this one's; step() is this one's, zero_grad() does nothing
   /// (use the handle's), save() and load() have nothing (state() has). After an add_param_group()
@@ -121,60 +118,13 @@ class Optimizer {
   /// Errors: kContract for a pattern that matches nothing, kConfig for numbers of a rule.
   Optimizer(const ShardedBase& model, double lr, const std::vector<std::string>& no_decay,
             const std::vector<OptimizerRule>& rules);
-  struct Item {
-    ShardView view;
-    bool decays = true;                  ///< where no rule says by how much
-    double lr_scale = 1.0;               ///< by a rule
-    std::optional<double> weight_decay;  ///< by a rule
-    /// In the order of states(), made at the first update; what an optimizer puts behind them is
-    /// its own and in no checkpoint.
-    std::vector<at::Tensor> state;
-    at::Tensor master;  ///< what the contract's Master keeps beside a 16-bit shard
-    bool has_state = false;
-    std::int64_t steps = 0;          ///< updates so far, as PyTorch counts
-    std::uint32_t seen_version = 0;  ///< of the shard, when it was last stepped
-  };
   /// Every item has its state and a gradient.
-  virtual void update(const std::vector<Item*>& items) = 0;
-  fsdp::Runtime& runtime() const;
-  /// What an item is stepped with; items with the same may be stepped together.
-  struct Rates {
-    double lr = 0.0;
-    double weight_decay = 0.0;
-    auto operator<=>(const Rates&) const = default;
-  };
-  /// `weight_decay`: the optimizer's.
-  Rates rates_of(const Item& item, double weight_decay) const;
-  /// Whether somebody else has written the shard since it was last stepped.
-  bool was_changed(const Item& item);
-
-  double lr_;
+  virtual void update(const std::vector<fsdp::OptimizerItem*>& items) = 0;
+  class Inside;  // fsdp/optim/optimizer_inside.h
+  const std::unique_ptr<Inside> inside_;
 
  private:
   friend class TrainableChanger;
-  /// A parameter of the handle that it was made for.
-  struct Scoped {
-    std::shared_ptr<const void> owner;
-    GradContract named;  ///< with all names of the model, which patterns are compared with
-  };
-  Item make_item(const ShardView& view) const;
-  /// New tensors for what is kept of relaid parameters, yet to be filled: added to `carried`.
-  void carry_state(const std::vector<fsdp::Relaid>& relaid, std::vector<fsdp::Carried>& carried);
-  /// Steps what is trained now of the parameters that it was made for.
-  void follow(const ShardedBase& outermost);
-  std::string summary() const;  ///< a line for comparing ranks
-  Item& find(std::string_view parameter);
-  void make_item_state(Item& item) const;
-  std::vector<OptimizerState::Kept> kept_of(const Item& item) const;
-
-  std::shared_ptr<fsdp::Unit> unit_;
-  std::vector<std::string> no_decay_;
-  std::vector<OptimizerRule> rules_;
-  std::map<const GradContract*, Scoped> scope_;
-  std::vector<Item> items_;   // trained parameters, and frozen ones that were trained before
-  std::uint64_t layout_ = 0;  // of the runtime, that the items' shards have
-  bool warned_ = false;       // of a master that was given up
-  std::shared_ptr<torch::optim::Optimizer> for_schedulers_;  // made when first asked for
 };
 
 /// Everything is formed in float32, in float64 for float64 shards. A shard in 16 bits is stepped

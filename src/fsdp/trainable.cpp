@@ -11,6 +11,7 @@
 #include <set>
 #include <vector>
 
+#include "fsdp/optim/optimizer_inside.h"
 #include "fsdp/runtime/model_names.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
@@ -21,7 +22,6 @@
 #include "grad/torch_dtype.h"
 #include "layout/range.h"
 #include "tessera/error.h"
-#include "tessera/optim.h"
 
 namespace tessera::fsdp {
 
@@ -228,8 +228,8 @@ constexpr auto contract_of = [](const auto& item) { return item.view.contract; }
 
 }  // namespace
 
-void Optimizer::carry_state(const std::vector<fsdp::Relaid>& relaid,
-                            std::vector<fsdp::Carried>& carried) {
+void Optimizer::Inside::carry_state(const std::vector<fsdp::Relaid>& relaid,
+                                    std::vector<fsdp::Carried>& carried) {
   for (const auto& moved : relaid) {
     const auto found = std::ranges::find(items_, &moved.parameter->contract, contract_of);
     if (found == items_.end()) continue;
@@ -252,7 +252,7 @@ void Optimizer::carry_state(const std::vector<fsdp::Relaid>& relaid,
   }
 }
 
-void Optimizer::follow(const ShardedBase& outermost) {
+void Optimizer::Inside::follow(const ShardedBase& outermost) {
   std::vector<Item> items;
   for (const auto& view : outermost.shards()) {
     if (scope_.count(view.contract) == 0) continue;
@@ -268,9 +268,9 @@ void Optimizer::follow(const ShardedBase& outermost) {
   layout_ = unit_->runtime().layout();
 }
 
-std::string Optimizer::summary() const {
+std::string Optimizer::Inside::summary() const {
   const auto with_state = std::ranges::count(items_, true, &Item::has_state);
-  return concat("optimizer ", name(), ": ", items_.size(), " parameters, ", with_state,
+  return concat("optimizer ", optimizer_.name(), ": ", items_.size(), " parameters, ", with_state,
                 " with state\n");
 }
 
@@ -289,7 +289,7 @@ class TrainableChanger {
     std::set<const Optimizer*> seen;
     for (const auto* optimizer : followers_) {
       TESSERA_CHECK(optimizer != nullptr && seen.insert(optimizer).second &&
-                        &optimizer->unit_->runtime() == &runtime_,
+                        &optimizer->inside_->runtime() == &runtime_,
                     ErrorKind::kUsage,
                     "set_trainable: found an optimizer that is null, named twice or of another "
                     "model, expected each of this model once");
@@ -306,7 +306,7 @@ class TrainableChanger {
                   ErrorKind::kContract,
                   "set_trainable: found nothing left to train, expected at least one parameter");
     std::string lines = to_lines(ModelContract{std::move(now_), {}, {}});
-    for (const auto* optimizer : followers_) lines += optimizer->summary();
+    for (const auto* optimizer : followers_) lines += optimizer->inside_->summary();
     const auto lost = what_does_not_fit();
     runtime_.agree(lines + lost, "trainable parameters",
                    "make the same changes with the same optimizers on every rank");
@@ -324,7 +324,7 @@ class TrainableChanger {
     try {
       runtime_.begin_relayout();
       for (const auto& [id, unit] : units) move(*unit);
-      for (auto* optimizer : followers_) optimizer->follow(model_);
+      for (auto* optimizer : followers_) optimizer->inside_->follow(model_);
       runtime_.agree_on_plan();
     } catch (const std::exception& error) {
       runtime_.fail(error.what());
@@ -371,7 +371,7 @@ class TrainableChanger {
     for (const auto& moved : relaid) {
       carried.push_back({&moved, moved.old_shard, moved.parameter->shard.variable_data()});
     }
-    for (auto* optimizer : followers_) optimizer->carry_state(relaid, carried);
+    for (auto* optimizer : followers_) optimizer->inside_->carry_state(relaid, carried);
     fsdp::carry(runtime_, unit, carried);
     unit.add({});  // the sink knows each slot by its contract
   }
