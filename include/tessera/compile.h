@@ -20,7 +20,6 @@
 
 namespace tessera {
 
-class Optimizer;
 class ShardedBase;
 
 enum class CompileMode : std::uint8_t {
@@ -35,22 +34,19 @@ struct CompileOptions {
   /// every micro-batch, 1 once a step, and reduces with the last one. A unit whose
   /// reshard_after_forward is off is kept in any.
   int form = 3;
-  /// Bytes that gathered parameters may take on a rank, and with `activations` those, too, with
-  /// `offload_folder` the optimizer's state; none: no bound.
+  /// Bytes that gathered parameters may take on a rank, and with `activations` those, too; none: no
+  /// bound.
   std::optional<std::int64_t> memory_budget = std::nullopt;
   /// What a forward leaves for its backward; units that it does not name leave nothing. Without it
   /// the pass "recompute" has nothing to go by. Counted by the program, or by hand.
   std::optional<ForwardActivations> activations = std::nullopt;
-  /// "recompute", "keep", "offload", "prefetch", in the order in which they choose; none: all that apply.
+  /// "recompute", "keep", "prefetch", in the order in which they choose; none: all that apply.
   std::optional<std::vector<std::string>> passes = std::nullopt;
   /// A plan as `tessera plan --json` writes it, or a file with one; then nothing is chosen.
   std::string plan = {};
   /// What units cost, as JSON or a file with it; empty: assumed from their bytes.
   std::string profile = {};
   std::int64_t micro_batches = 1;  ///< of a step, as far as choices depend on it
-  /// Where optimizer state lies that plans offload, by the pass "offload": OffloadOptions::folder.
-  /// Not in a pipeline.
-  std::string offload_folder = {};
 };
 
 /// Calls of regions so far, on this rank.
@@ -71,10 +67,7 @@ ReplayCalls replay_calls(const ShardedBase& model);
 /// kFormat, kIo for options that do not fit together and for what is no plan of this model, world,
 /// torch or number of micro-batches; kUsage in a step. When a step begins: kConfig for a budget
 /// below the least, with that in bytes, and for a plan of another trace. Regions stay as they were
-/// recorded where kReplay is given again. `optimizer`: of the whole model, whose state plans
-/// offload from the first update behind one of them on; needed with offload_folder, and kIo as
-/// Optimizer::offload then. Collective with it.
-void compile(const ShardedBase& model, const CompileOptions& options,
-             Optimizer* optimizer = nullptr);
+/// recorded where kReplay is given again.
+void compile(const ShardedBase& model, const CompileOptions& options);
 
 }  // namespace tessera

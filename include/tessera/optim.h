@@ -8,12 +8,9 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <compare>
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -29,9 +26,7 @@ class Optimizer;
 namespace tessera {
 
 namespace fsdp {
-struct Carried;
-class OffloadedState;
-struct Relaid;
+struct OptimizerItem;
 }  // namespace fsdp
 
 struct AdamWOptions {
@@ -67,41 +62,17 @@ struct KeptTensor {
 /// What an optimizer keeps of one parameter, for a checkpoint.
 struct OptimizerState {
   struct Kept {
-    std::string name;  ///< as PyTorch calls it: "exp_avg"
-    /// Over the elements of the shard; the optimizer's own tensor, of what is offloaded a copy.
-    at::Tensor values;
-    /// Of what unread_state() left where it is, until the next update: fills `to` with the elements
-    /// from `begin` on. Errors: kIo.
-    std::function<void(std::int64_t begin, const at::Tensor& to)> read = {};
+    std::string name;   ///< as PyTorch calls it: "exp_avg"
+    at::Tensor values;  ///< over the elements of the shard; the optimizer's own tensor
   };
   ShardView view;
   std::int64_t steps = 0;  ///< updates so far, the same on every rank
   std::vector<Kept> kept;  ///< empty before the first update
 };
 
-/// State that lies outside of memory between updates: Optimizer::offload.
-struct OffloadOptions {
-  /// Of a file of this rank's own without a name, of which nothing is left when the process ends,
-  /// however that comes about.
-  std::string folder;
-  /// Patterns as PrecisionRule::match; empty: all parameters, or with `by_plan` none.
-  std::vector<std::string> match{};
-  /// Once steps follow a plan (compile.h), state is offloaded of the units that it says; until then
-  /// what was outside stays there where `match` is empty.
-  bool by_plan = false;
-};
-
-/// What the last update moved, on this rank.
-struct OffloadTraffic {
-  std::int64_t bytes_read = 0;
-  std::int64_t bytes_written = 0;
-  double waited_ms = 0.0;  ///< by the update
-  double busy_ms = 0.0;    ///< took the transfers, beside what was updated meanwhile
-};
-
 class Optimizer {
  public:
-  virtual ~Optimizer() = default;
+  virtual ~Optimizer();
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
   /// Updates every shard that has a gradient. Not collective, but for Muon's, which all ranks of the
@@ -112,7 +83,7 @@ class Optimizer {
   void step();
   /// Errors: kUsage below 0, infinite or NaN.
   void set_lr(double lr);
-  double lr() const { return lr_; }
+  double lr() const;
   /// For PyTorch's schedulers: torch::optim::StepLR scheduler(*optimizer, 10). One group without
   /// parameters, whose learning rate is this one's; step() is this one's, zero_grad() does nothing
   /// (use the handle's), save() and load() have nothing (state() has). After an add_param_group()
@@ -126,17 +97,12 @@ class Optimizer {
   virtual std::vector<KeptTensor> states() const = 0;
   /// What it keeps of this one: some of states(), all of it unless said otherwise.
   virtual std::vector<KeptTensor> states_of(const GradContract&) const { return states(); }
-  /// Whether an update of some elements needs no others; only then state can be offloaded.
-  virtual bool is_elementwise() const { return true; }
   /// Every name that OptimizerState::Kept may have.
   std::vector<std::string> kept_names() const;
   /// What it keeps of such a parameter once that is updated, a master included, by name.
   std::map<std::string, DType> kept_dtypes(const GradContract& contract) const;
-  /// Of every trainable parameter, in the model's order. Whole, by name: state_dict.h. Errors: kIo
-  /// where offloaded state cannot be read; kUsage as require_whole().
+  /// Of every trainable parameter, in the model's order. Whole, by name: state_dict.h.
   std::vector<OptimizerState> state() const;
-  /// The same, but what is offloaded stays where it is: values on the meta device, and `read`.
-  std::vector<OptimizerState> unread_state() const;
   /// As far as AdamW's powers of beta go in float32, and far beyond every run.
   static constexpr std::int64_t kMostSteps = std::int64_t{1} << 40;
   /// Goes on as after `steps` updates of a parameter. Errors: kUsage for an unknown name or a
@@ -148,101 +114,17 @@ class Optimizer {
   /// Begins anew with a parameter, as before its first update. Errors: the same.
   void forget(std::string_view parameter);
 
-  /// Keeps state outside of memory from here on, on CPUs: an update reads it, changes it and writes
-  /// it back, a stretch at a time beside the one that is computed, with the same bits. Memory has
-  /// two stretches then, each an eighth of it or 16 MiB. Room for all of it is
-  /// reserved now. Again: what matches now is outside, the rest comes back; the folder stays. What
-  /// make_kept() gives is in memory until the next update or put_away(). Collective. Errors:
-  /// kConfig on a device, and for Muon; kContract for a pattern that matches nothing; kIo naming folder and rank
-  /// for a folder that is none, cannot be written to or has no room.
-  void offload(const OffloadOptions& options);
-  /// Writes out what make_kept() brought to memory. Errors: kIo.
-  void put_away();
-  /// Whether that is outside of memory, or goes there as soon as there is some. Errors: kUsage for an
-  /// unknown name.
-  bool is_offloaded(std::string_view parameter);
-  const OffloadTraffic& offload_traffic() const;
-  /// Bytes of state in memory, the buffers of offloaded state included.
-  std::int64_t resident_bytes() const;
-  /// Errors: kUsage where an update of offloaded state ended by an error: some parameters have made
-  /// it and others have not, until a checkpoint is loaded.
-  void require_whole(const char* what) const;
-
  protected:
   /// Errors: kContract for a pattern that matches nothing, kConfig for numbers of a rule.
   Optimizer(const ShardedBase& model, double lr, const std::vector<std::string>& no_decay,
             const std::vector<OptimizerRule>& rules);
-  struct Item {
-    ShardView view;
-    bool decays = true;                  ///< where no rule says by how much
-    double lr_scale = 1.0;               ///< by a rule
-    std::optional<double> weight_decay;  ///< by a rule
-    /// In the order of states(), made at the first update; what an optimizer puts behind them is
-    /// its own and in no checkpoint.
-    std::vector<at::Tensor> state;
-    at::Tensor master;  ///< what the contract's Master keeps beside a 16-bit shard
-    bool has_state = false;
-    std::int64_t steps = 0;          ///< updates so far, as PyTorch counts
-    std::uint32_t seen_version = 0;  ///< of the shard, when it was last stepped
-    bool goes_out = false;           ///< its state is offloaded
-    bool is_out = false;             ///< and lies there now: `state` and `master` have nothing
-    bool is_torn = false;            ///< an update of it ended by an error
-    std::size_t place = 0;           ///< in the OffloadedState, where goes_out
-  };
   /// Every item has its state and a gradient.
-  virtual void update(const std::vector<Item*>& items) = 0;
-  fsdp::Runtime& runtime() const;
-  /// What an item is stepped with; items with the same may be stepped together.
-  struct Rates {
-    double lr = 0.0;
-    double weight_decay = 0.0;
-    auto operator<=>(const Rates&) const = default;
-  };
-  /// `weight_decay`: the optimizer's.
-  Rates rates_of(const Item& item, double weight_decay) const;
-  /// Whether somebody else has written the shard since it was last stepped.
-  bool was_changed(const Item& item);
-
-  double lr_;
+  virtual void update(const std::vector<fsdp::OptimizerItem*>& items) = 0;
+  class Inside;  // fsdp/optim/optimizer_inside.h
+  const std::unique_ptr<Inside> inside_;
 
  private:
   friend class TrainableChanger;
-  /// A parameter of the handle that it was made for.
-  struct Scoped {
-    std::shared_ptr<const void> owner;
-    GradContract named;  ///< with all names of the model, which patterns are compared with
-  };
-  Item make_item(const ShardView& view) const;
-  /// New tensors for what is kept of relaid parameters, yet to be filled: added to `carried`.
-  void carry_state(const std::vector<fsdp::Relaid>& relaid, std::vector<fsdp::Carried>& carried);
-  /// Steps what is trained now of the parameters that it was made for.
-  void follow(const ShardedBase& outermost);
-  std::string summary() const;  ///< a line for comparing ranks
-  Item& find(std::string_view parameter);
-  void make_item_state(Item& item) const;
-  std::vector<OptimizerState::Kept> kept_of(const Item& item) const;
-  // State outside of memory: optimizer_offload.cpp.
-  using GoesOut = std::function<bool(const GradContract&)>;
-  void place_outside(GoesOut goes_out);
-  void place_anew();
-  void follow_plan();
-  void bring_back(Item& item) const;
-  void put_away(Item& item) const;
-  void update_through(const std::vector<Item*>& items);
-  std::vector<OptimizerState::Kept> unread_kept_of(const Item& item) const;
-
-  std::shared_ptr<fsdp::Unit> unit_;
-  std::vector<std::string> no_decay_;
-  std::vector<OptimizerRule> rules_;
-  std::map<const GradContract*, Scoped> scope_;
-  std::vector<Item> items_;   // trained parameters, and frozen ones that were trained before
-  std::uint64_t layout_ = 0;  // of the runtime, that the items' shards have
-  bool warned_ = false;       // of a master that was given up
-  std::shared_ptr<torch::optim::Optimizer> for_schedulers_;  // made when first asked for
-  std::shared_ptr<fsdp::OffloadedState> outside_;            // null: all is in memory
-  GoesOut goes_out_;
-  bool by_plan_ = false;
-  std::optional<std::vector<std::uint32_t>> planned_out_;  // units, by the last plan
 };
 
 /// Everything is formed in float32, in float64 for float64 shards. A shard in 16 bits is stepped

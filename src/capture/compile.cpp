@@ -15,7 +15,7 @@
 
 namespace tessera {
 
-void compile(const ShardedBase& model, const CompileOptions& options, Optimizer* optimizer) {
+void compile(const ShardedBase& model, const CompileOptions& options) {
   const auto set_regions = [&] {
     options.mode == CompileMode::kReplay ? capture::replay_regions(model)
                                          : fsdp::set_regions(model, nullptr);
@@ -24,19 +24,7 @@ void compile(const ShardedBase& model, const CompileOptions& options, Optimizer*
     set_regions();
     return fsdp::set_planner(model, {});
   }
-  auto made = capture::planning_of(options);
-  if (!options.offload_folder.empty()) {
-    TESSERA_CHECK(
-        optimizer != nullptr, ErrorKind::kConfig,
-        "compile: found CompileOptions::offload_folder and no optimizer, expected the one "
-        "whose state may lie there");
-    TESSERA_CHECK(
-        model.stages_group() == nullptr, ErrorKind::kConfig,
-        "compile: found CompileOptions::offload_folder in a pipeline, whose stages choose "
-        "by themselves, expected none; Optimizer::offload offloads the same on all ranks");
-    made.state = fsdp::state_of_units(model, *optimizer);
-  }
-  auto planning = std::make_shared<const capture::Planning>(std::move(made));
+  auto planning = std::make_shared<const capture::Planning>(capture::planning_of(options));
   if (planning->given) {
     capture::MadeFor run;
     run.model = concat(layout::hash(fsdp::plan_of(model)));
@@ -45,7 +33,6 @@ void compile(const ShardedBase& model, const CompileOptions& options, Optimizer*
     run.micro_batches = options.micro_batches;
     require_made_for(*planning->given, run, planning->plan_from);
   }
-  if (planning->state) optimizer->offload({.folder = options.offload_folder, .by_plan = true});
   set_regions();  // no error of the options comes behind it
   const auto make = [planning](const auto& record, const auto& units, const auto& eager,
                                fsdp::PlanOrder order) {

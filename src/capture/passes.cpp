@@ -7,7 +7,6 @@
 
 #include "base/text/byte_size.h"
 #include "base/text/printable.h"
-#include "capture/offload_pass.h"
 #include "capture/recompute_pass.h"
 #include "capture/simulate_plan.h"
 #include "fsdp/agreed/step_plan_check.h"
@@ -32,15 +31,10 @@ constexpr std::array kOfRecompute{Fact::kBudget, Fact::kActivations, Fact::kFree
 constexpr std::array kGivenByRecompute{Fact::kRecomputed};
 constexpr std::array kAgainstRecompute{Fact::kKept, Fact::kPrefetch};
 
-constexpr std::array kOfOffload{Fact::kState, Fact::kBudget};
-constexpr std::array kAgainstOffload{Fact::kPrefetch};
-
-constexpr std::array<PassRow, 4> kPasses{{
+constexpr std::array<PassRow, 3> kPasses{{
     {"recompute", "keeps activations where that saves most time a byte", kOfRecompute,
      kGivenByRecompute, kAgainstRecompute},
     {"keep", "keeps gathered what saves most time a byte", kOfKeep, kGivenByKeep, kAgainstKeep},
-    {"offload", "which units' optimizer state lies outside of memory", kOfOffload, kNone,
-     kAgainstOffload},
     {"prefetch", "how many units ahead are gathered", kNone, kGivenByPrefetch, kNone},
 }};
 
@@ -69,8 +63,6 @@ Lacking lacking_of(Fact fact) {
     case Fact::kFreeModes:
       return {"no layer keeps less when it is recomputed and has its mode left to plans",
               "leave activation_checkpoint.mode and set_recompute out, which bind layers"};
-    case Fact::kState:
-      return {"compile.offload_folder is not set", "set that"};
     case Fact::kRecomputed:
     case Fact::kKept:
     case Fact::kPrefetch:
@@ -82,7 +74,8 @@ Lacking lacking_of(Fact fact) {
 const PassRow& row_named(const std::string& name) {
   const auto found = std::ranges::find(kPasses, name, &PassRow::name);
   TESSERA_CHECK(found != kPasses.end(), ErrorKind::kConfig, "compile.passes: found ",
-                printable(name), ", expected recompute, keep, offload or prefetch");
+                printable(name), ", expected recompute, keep or prefetch",
+                name == "offload" ? "; optimizer state is in memory" : "");
   return *found;
 }
 
@@ -110,9 +103,6 @@ class Chooser {
     }
     choices.ahead_in_forward = choices.ahead_in_backward = 0;
     if (is_asked("recompute")) forget_what_may_be(choices);
-    if (is_asked("offload") && problem_.state) {
-      choices.offload = offloaded_for(*problem_.state, {}, 0);
-    }
     return choices;
   }
   /// Of what the budget bounds.
@@ -142,11 +132,6 @@ class Chooser {
   bool fits(const PlanChoices& choices) const {
     return !problem_.memory_budget || peak(choices) <= *problem_.memory_budget;
   }
-  /// What the budget bounds but optimizer state.
-  std::int64_t beside_state(const PlanChoices& choices) const {
-    return peak(choices) - (problem_.state ? state_in_memory(*problem_.state, choices.offload) : 0);
-  }
-  const std::string& name(UnitId unit) const { return problem_.units.at(unit).name; }
   bool is_asked(std::string_view name) const {
     return std::ranges::find(asked_, name, &PassRow::name) != asked_.end();
   }
@@ -169,7 +154,6 @@ class Chooser {
   /// Of the form, before any budget.
   PlanChoices base() const {
     auto choices = problem_.eager;
-    choices.offload = offload_;
     if (problem_.form == Form::k3) return choices;
     for (auto& keep : choices.keep) keep = Keep::kUpdate;
     if (choices.reduce != ReduceAt::kAsked && problem_.form == Form::k2) {
@@ -178,21 +162,8 @@ class Chooser {
     return choices;
   }
 
-  /// Whether or not gathers are done without: the least has to fit.
-  void offload_what_must_go() {
-    chosen_.offload_reasons.resize(problem_.units.size());
-    if (!problem_.state || !problem_.memory_budget) return;
-    const auto room = *problem_.memory_budget - beside_state(least());
-    offload_ = offloaded_for(*problem_.state, {}, std::max<std::int64_t>(room, 0));
-    for (const auto unit : offload_) {
-      chosen_.offload_reasons[unit] =
-          concat("the budget has no room for its ", size_text(problem_.state->at(unit).bytes));
-    }
-  }
-
   /// The form's choices, or the nearest to them that fit.
   void begin() {
-    if (is_asked("offload")) offload_what_must_go();
     chosen_.choices = base();
     chosen_.keep_reasons.resize(problem_.units.size());
     for (UnitId unit = 0; unit < problem_.units.size(); ++unit) {
@@ -214,8 +185,8 @@ class Chooser {
     TESSERA_CHECK(bytes <= *problem_.memory_budget, ErrorKind::kConfig,
                   "compile.memory_budget: found ", exact_size_text(*problem_.memory_budget),
                   " for gathered parameters", problem_.activations ? " and activations" : "",
-                  problem_.state ? " and optimizer state" : "", ", expected at least ",
-                  exact_size_text(bytes), ", the least of any plan of form ", number(problem_.form),
+                  ", expected at least ", exact_size_text(bytes),
+                  ", the least of any plan of form ", number(problem_.form),
                   problem_.form == Form::k3 ? "; raise it" : "; raise it, or set compile.form = 3");
     // One after the other goes what costs least to miss.
     const auto without = [&](const auto& change) {
@@ -253,8 +224,6 @@ class Chooser {
         return problem_.memory_budget.has_value();
       case Fact::kRepeatedGathers:
         return std::ranges::any_of(gathers(base()), [](std::int64_t count) { return count > 1; });
-      case Fact::kState:
-        return problem_.state.has_value();
       case Fact::kActivations:
         return problem_.activations.has_value();
       case Fact::kFreeModes:
@@ -284,7 +253,6 @@ class Chooser {
     }
     if (row.name == "recompute") recompute();
     if (row.name == "keep") keep();
-    if (row.name == "offload") offload_for_keep();
     if (row.name == "prefetch") prefetch();
     decided_.insert(row.provides.begin(), row.provides.end());
   }
@@ -295,9 +263,6 @@ class Chooser {
     std::int64_t fewer;  ///< gathers a step
     double saves_ms;     ///< a micro-batch
     double per_byte;
-    double per_step(const PlanProblem& problem) const {
-      return saves_ms * static_cast<double>(problem.micro_batches);
-    }
   };
   /// "0.8 ms a micro-batch"; without a profile the time of a gather is unknown.
   std::string saved(const Candidate& one) const {
@@ -393,54 +358,6 @@ class Chooser {
     }
   }
 
-  /// From and to where it lies, of each update: as if none of it were hidden behind another one.
-  double transfer_ms(std::int64_t bytes) const {
-    return 2.0 * problem_.profile.transfer.value_or(kAssumedTransfer).of(bytes);
-  }
-
-  /// Room for what keep() had to leave out, where that is worth it.
-  void offload_for_keep() {
-    if (!chosen_.choices.offload.empty() && !problem_.profile.transfer) {
-      chosen_.notes.emplace_back(
-          "what it takes to move optimizer state is assumed: a gigabyte a second");
-    }
-    if (!decided_.contains(Fact::kKept)) return;
-    if (problem_.profile.is_assumed) {
-      chosen_.notes.emplace_back(
-          "optimizer state is offloaded as far as the budget needs it: whether more of it would "
-          "save time, only measured costs can say");
-      return;
-    }
-    const auto& state = *problem_.state;
-    for (const Candidate& one : candidates()) {
-      const UnitId unit = one.unit;
-      if (one.keep <= chosen_.choices.keep[unit]) continue;
-      auto changed = chosen_.choices;
-      changed.keep[unit] = one.keep;
-      const auto room = *problem_.memory_budget - beside_state(changed);
-      changed.offload = offloaded_for(state, changed.offload, std::max<std::int64_t>(room, 0));
-      const double a_step = one.per_step(problem_);
-      std::int64_t more = 0;
-      for (const auto out : changed.offload) more += state[out].bytes;
-      for (const auto out : chosen_.choices.offload) more -= state[out].bytes;
-      const double costs = transfer_ms(more);
-      if (!fits(changed) || costs >= a_step) continue;
-      for (const auto out : changed.offload) {
-        auto& reason = chosen_.offload_reasons[out];
-        if (!reason.empty()) continue;
-        const auto moving = problem_.profile.transfer
-                                ? concat(ms_text(costs), " of moving state")
-                                : concat("moving ", size_text(more), " there and back");
-        reason =
-            concat("room to keep ", name(unit), ", which saves ", ms_text(a_step), " for ", moving);
-      }
-      chosen_.keep_reasons[unit] =
-          concat("saves ", saved(one), " for ", size_text(problem_.units[unit].bytes),
-                 ", where optimizer state was");
-      chosen_.choices = changed;
-    }
-  }
-
   void prefetch() {
     if (problem_.record.stages.size() != 1) {
       chosen_.notes.emplace_back(
@@ -493,7 +410,6 @@ class Chooser {
   }
 
   const PlanProblem& problem_;
-  std::vector<UnitId> offload_;  // for any plan at all to fit
   const Names& names_;
   std::vector<const PassRow*> asked_;
   Chosen chosen_;
@@ -518,8 +434,6 @@ std::string_view to_string(Fact fact) {
       return "what is kept";
     case Fact::kPrefetch:
       return "how far ahead is gathered";
-    case Fact::kState:
-      return "compile.offload_folder";
   }
   return "";
 }
@@ -532,7 +446,6 @@ std::int64_t peak_bytes(const PlanProblem& problem, const StepPlan& plan) {
     bytes += most_activations(*problem.activations, problem.record, plan.choices.recompute,
                               problem.blocks);
   }
-  if (problem.state) bytes += state_in_memory(*problem.state, plan.choices.offload);
   return bytes;
 }
 

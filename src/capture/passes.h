@@ -21,7 +21,6 @@
 
 #include "capture/plan_profile.h"
 #include "fsdp/agreed/step_plan.h"
-#include "fsdp/optim/state_of_units.h"
 
 namespace tessera::capture {
 
@@ -42,8 +41,7 @@ struct PlanProblem {
   fsdp::PlanOrder order = fsdp::PlanOrder::kOneAfterTheOther;
   std::int64_t micro_batches = 1;
   Form form = Form::k3;
-  /// Bytes of gathered memory, of activations and of optimizer state where these are known; none: no
-  /// bound.
+  /// Bytes of gathered memory, and of activations where these are known; none: no bound.
   std::optional<std::int64_t> memory_budget = {};
   PlanProfile profile;  ///< of these units
   /// Of these units (recompute_pass.h); none: nothing is known of them.
@@ -53,8 +51,6 @@ struct PlanProblem {
   std::vector<UnitBlocks> blocks = {};
   /// They are known, but with what is idle of them no plan fits the budget: so much comes on top.
   std::int64_t blocks_left_out = 0;
-  /// Of each unit, where it may be offloaded.
-  std::optional<std::vector<fsdp::StateBytes>> state = {};
 };
 
 /// What passes speak of.
@@ -66,7 +62,6 @@ enum class Fact : std::uint8_t {
   kRecomputed,       ///< what is recomputed has been decided
   kKept,             ///< what is kept for how long has been decided
   kPrefetch,         ///< how far ahead has been decided
-  kState,            ///< there is a place for optimizer state outside of memory
 };
 std::string_view to_string(Fact fact);
 
@@ -84,13 +79,11 @@ struct Chosen {
   std::vector<std::string> keep_reasons;       ///< by unit
   std::vector<std::string> recompute_reasons;  ///< the same
   std::string ahead_reason;
-  std::vector<std::string> offload_reasons;  ///< by unit
-  std::vector<std::string> notes;            ///< passes that were left out, costs that were assumed
+  std::vector<std::string> notes;  ///< passes that were left out, costs that were assumed
   bool operator==(const Chosen&) const = default;
 };
 
-/// The most that a rank has gathered in a step, what activations take at most besides, and what it
-/// has of optimizer state.
+/// The most that a rank has gathered in a step, and what activations take at most besides.
 std::int64_t peak_bytes(const PlanProblem& problem, const fsdp::StepPlan& plan);
 
 /// The least of that that any choice of this form has by these passes.

@@ -16,6 +16,7 @@ namespace tessera::capture {
 namespace {
 
 using fsdp::PlanAction;
+using fsdp::PlanChoices;
 using fsdp::PlanUnit;
 using fsdp::StepPlan;
 using fsdp::StepRecord;
@@ -61,6 +62,16 @@ void require_no_circle(const std::vector<PlanUnit>& units, std::string_view wher
              "tessera plan"));
 }
 
+/// Plans of before could have optimizer state outside of memory. The keys stay, so that they and
+/// those of now are one version.
+constexpr auto kOffload = "offload";
+constexpr auto kUpdate = "update";
+void require_no_offload(const JsonCursor& at) {
+  at.require(at.value().is_array() && at.value().empty(),
+             "an empty list, since optimizer state is in memory; make the plan anew with tessera "
+             "plan");
+}
+
 /// What no field of a plan says by itself: units by their numbers, and how much there is in all.
 class PlanRules {
  public:
@@ -75,6 +86,19 @@ class PlanRules {
   void read(Read& reader, StepRecord& record, const JsonCursor& at, Whatever) {
     at.require(at.value().is_array(), "a list of stages");
     reader(record.stages, at, fsdp::kStages);
+  }
+
+  template <class Write>
+  auto json(const Write& write, const PlanChoices& choices, Whatever) const {
+    auto json = nlohmann::ordered_json::object();
+    write.add(json, choices);
+    json[kOffload] = nlohmann::ordered_json::array();
+    return json;
+  }
+  template <class Read>
+  void read(Read& reader, PlanChoices& choices, const JsonCursor& at, Whatever) {
+    reader.object(choices, at, {kOffload});
+    require_no_offload(at.member(kOffload));
   }
 
   template <class Read>
@@ -141,6 +165,7 @@ class PlanRules {
 std::string to_json(const PlanFile& file) {
   nlohmann::ordered_json whole = {{"format", kPlanFormat}, {"version", kPlanVersion}};
   JsonWriter(PlanRules("")).add(whole, file);
+  whole[kUpdate] = nlohmann::ordered_json::array();
   return json_lines(whole) + "\n";
 }
 
@@ -156,7 +181,8 @@ PlanFile parse_plan(std::string_view text, std::string_view where) {
                   concat("version ", kPlanVersion, ", which this program reads"));
   PlanFile file;
   PlanRules rules(where);
-  JsonFieldsReader(rules, OtherKeys::kRefused).object(file, root, {"format", "version"});
+  JsonFieldsReader(rules, OtherKeys::kRefused).object(file, root, {"format", "version", kUpdate});
+  require_no_offload(root.member(kUpdate));
   return file;
 }
 

@@ -139,7 +139,6 @@ PlanProfile profile_of(const PlanProfile& profile, const std::vector<PlanUnit>& 
   found.collective = profile.collective;
   found.rest_ms = profile.rest_ms;
   found.gathers_waited_ms = profile.gathers_waited_ms;
-  found.transfer = profile.transfer;
   found.is_assumed = profile.is_assumed;
   for (const auto& unit : units) {
     const auto cost = costs.find(unit.name);

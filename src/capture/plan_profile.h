@@ -71,8 +71,6 @@ struct PlanProfile {
   double rest_ms = 0.0;
   /// What the rank stood waiting for gathers in the measured step; none: not known.
   std::optional<double> gathers_waited_ms = {};
-  /// Of optimizer state to or from where it is offloaded; none: nothing was moved yet.
-  std::optional<CollectiveCost> transfer = {};
   /// Nothing was measured: see default_profile().
   bool is_assumed = false;
   bool operator==(const PlanProfile&) const = default;
@@ -84,7 +82,6 @@ struct PlanProfile {
 template <class V>
 constexpr void fields(V& visit, Of<PlanProfile>) {
   visit("collective", &PlanProfile::collective);
-  visit({"transfer", Missing::kLeftOut}, &PlanProfile::transfer);
   visit({"rest_ms", Missing::kOlder}, &PlanProfile::rest_ms, kMs);
   visit({"gathers_waited_ms", Missing::kLeftOut}, &PlanProfile::gathers_waited_ms, kMs);
   visit("units", &PlanProfile::units, List{1 << 13, "units"});
@@ -93,8 +90,6 @@ constexpr void fields(V& visit, Of<PlanProfile>) {
 
 /// "0.0123 ms", "4.56 ms", "12.3 s".
 std::string ms_text(double ms);
-/// Of a transfer that nobody has measured: a gigabyte a second, as a disk has it.
-inline constexpr CollectiveCost kAssumedTransfer{.latency_ms = 0.05, .ms_per_byte = 1e-6};
 
 /// Where nobody has measured: every cost follows from bytes alone. A gigabyte a second and 50 us a
 /// message; a forward takes four times what its gather takes, a backward twice as long again. Good

@@ -105,9 +105,6 @@ class Text {
         return of_choice(action.unit, "gathered again where it is needed");
       case Kind::kReduce:
         return "nothing more brings it a gradient";
-      case Kind::kReload:
-      case Kind::kOffload:
-        return "of the update";
       case Kind::kRecompute:
         return recompute_text(plan_, chosen_, action.unit);
     }
@@ -135,12 +132,6 @@ std::string_view until(Keep keep) {
                                    : "given back after forward";
 }
 
-std::string offload_reason(const Chosen& chosen, UnitId unit) {
-  const bool is_known =
-      unit < chosen.offload_reasons.size() && !chosen.offload_reasons[unit].empty();
-  return is_known ? chosen.offload_reasons[unit] : "as chosen";
-}
-
 }  // namespace
 
 std::string to_text(const StepPlan& plan, const Chosen& chosen, std::int64_t micro_batches) {
@@ -154,13 +145,6 @@ std::string to_text(const StepPlan& plan, const Chosen& chosen, std::int64_t mic
       text += concat(of, ", forward:\n", words.of(forward, true));
       text += concat(of, ", backward:\n", words.of(backward, false));
     }
-  }
-  if (!plan.update.empty()) text += "update:\n";
-  for (const auto& [kind, unit] : plan.update) {
-    const auto reason =
-        kind == Kind::kReload ? "while the one before it is updated" : offload_reason(chosen, unit);
-    text += concat("  ", to_string(kind), " the optimizer state of ", plan.units[unit].name, " (",
-                   reason, ")\n");
   }
   return text;
 }
@@ -191,13 +175,13 @@ std::string choice_text(const StepPlan& plan, const Chosen& chosen, UnitId unit)
   return text;
 }
 
-/// Prints choices, with one line for layers that have the same; `before` precedes the names.
-std::string folded(const std::vector<UnitChoice>& choices, std::string_view before) {
+/// Prints choices, with one line for layers that have the same.
+std::string folded(const std::vector<UnitChoice>& choices) {
   std::string text;
   for (const auto& group : alike(
            choices, [](const UnitChoice& one) { return one.name; },
            [](const UnitChoice& one, const UnitChoice& other) { return one.text == other.text; })) {
-    text += concat(before, group.shown(group.first.name), group.first.text);
+    text += concat("  ", group.shown(group.first.name), group.first.text);
   }
   return text;
 }
@@ -205,23 +189,18 @@ std::string folded(const std::vector<UnitChoice>& choices, std::string_view befo
 }  // namespace
 
 std::string choices_text(const StepPlan& plan, const Chosen& chosen) {
-  std::vector<UnitChoice> units, offloaded;
+  std::vector<UnitChoice> units;
   for (UnitId unit = 0; unit < plan.units.size(); ++unit) {
     units.push_back({plan.units[unit].name, choice_text(plan, chosen, unit)});
   }
-  for (const auto unit : plan.choices.offload) {
-    offloaded.push_back(
-        {plan.units[unit].name, concat(" is offloaded: ", offload_reason(chosen, unit), "\n")});
-  }
-  std::string text = folded(units, "  ");
+  std::string text = folded(units);
   const auto ahead = [](std::size_t count) {
     return count_text(static_cast<std::int64_t>(count), "unit");
   };
   text += concat("  gathered ahead: ", ahead(plan.choices.ahead_in_forward), " in forward, ",
                  ahead(plan.choices.ahead_in_backward), " in backward",
                  chosen.ahead_reason.empty() ? "" : concat(" (", chosen.ahead_reason, ")"), "\n");
-  text += concat("  reduced: ", word_of(plan.choices.reduce), "\n");
-  return text + folded(offloaded, "  optimizer state of ");
+  return text + concat("  reduced: ", word_of(plan.choices.reduce), "\n");
 }
 
 }  // namespace tessera::capture

@@ -6,9 +6,7 @@
 
 #include "base/mapped_file.h"
 #include "base/text/byte_size.h"
-#include "base/text/count_text.h"
 #include "base/text/printable.h"
-#include "capture/offload_pass.h"
 #include "capture/recompute_pass.h"
 #include "fsdp/agreed/step_plan_check.h"
 #include "tessera/error.h"
@@ -41,17 +39,11 @@ bool differ_in_what_is_gathered_alone(std::vector<fsdp::PlanUnit> one,
 
 /// What a run has room for.
 void add_faults_of_memory(const PlanProblem& problem, const StepPlan& plan, Faults& faults) {
-  if (!problem.state && !plan.choices.offload.empty()) {
-    faults.push_back(concat("a plan that offloads the optimizer state of ",
-                            count_text(std::ssize(plan.choices.offload), "unit"),
-                            ", expected a folder for that; set compile.offload_folder"));
-  }
   if (!problem.memory_budget) return;
   const auto bytes = peak_bytes(problem, plan);
   if (bytes <= *problem.memory_budget) return;
   faults.push_back(concat("a plan of ", bytes, " bytes gathered",
-                          problem.activations ? " and of activations" : "",
-                          problem.state ? " and of optimizer state" : "", ", over the budget of ",
+                          problem.activations ? " and of activations" : "", ", over the budget of ",
                           exact_size_text(*problem.memory_budget),
                           "; raise compile.memory_budget, or make the plan for it"));
 }
@@ -127,19 +119,16 @@ Planning planning_of(const CompileOptions& options) {
     planning.plan_from = name;
     planning.given = parse_plan(text, name);
     require_sound(planning.given->plan, std::nullopt, name);
-    // Beside optimizer state a budget is looked at once that is known: plan_step().
-    if (options.offload_folder.empty()) {
-      const auto& plan = planning.given->plan;
-      PlanProblem problem;
-      problem.record = plan.record;
-      problem.memory_budget = planning.memory_budget;
-      if (planning.activations) {
-        problem.activations = activations_of(*planning.activations, plan.units);
-      }
-      Faults faults;
-      add_faults_of_memory(problem, plan, faults);
-      require_none(faults, name);
+    const auto& plan = planning.given->plan;
+    PlanProblem problem;
+    problem.record = plan.record;
+    problem.memory_budget = planning.memory_budget;
+    if (planning.activations) {
+      problem.activations = activations_of(*planning.activations, plan.units);
     }
+    Faults faults;
+    add_faults_of_memory(problem, plan, faults);
+    require_none(faults, name);
   }
   if (!options.profile.empty()) {
     const auto [text, name] = source_of(options.profile, "profile", kMostProfileBytes);
@@ -170,8 +159,7 @@ PlanProblem problem_of(const Planning& planning, const fsdp::StepRecord& record,
       .activations = planning.activations
                          ? std::optional(activations_of(*planning.activations, units))
                          : std::nullopt,
-      .replays = planning.replays,
-      .state = planning.state};
+      .replays = planning.replays};
   if (!planning.replays || !problem.activations) return problem;
   problem.blocks = blocks_of(problem.profile);
   if (!problem.memory_budget) return problem;

@@ -24,8 +24,6 @@ struct Planning {
   bool replays = false;  ///< CompileMode::kReplay
   std::int64_t micro_batches = 1;
   std::string plan_from = {}, profile_from = {};  ///< as messages name them
-  /// PlanProblem::state, where CompileOptions::offload_folder is there.
-  std::optional<std::vector<fsdp::StateBytes>> state = {};
 
   /// How what a plan may recompute is recomputed before there is one: wholly, where memory is bounded
   /// or the plan that is given recomputes.
@@ -42,8 +40,8 @@ PlanProblem problem_of(const Planning& planning, const fsdp::StepRecord& record,
                        fsdp::PlanOrder order);
 
 /// Why a run does not follow a plan of its units and record that holds, a line each: beyond the
-/// run's budget, optimizer state offloaded without a place for it, reductions at other times, or
-/// what users have bound (reshard_after_forward, recomputation) chosen otherwise.
+/// run's budget, reductions at other times, or what users have bound (reshard_after_forward,
+/// recomputation) chosen otherwise.
 std::vector<std::string> faults_in_run(const PlanProblem& problem, const fsdp::StepPlan& plan);
 
 /// As fsdp::Planner has it. Errors: kConfig as choose(), require_plan_of() and require_sound(), and

@@ -135,8 +135,6 @@ class Lanes {
       }
       case Kind::kKeepToBackward:
       case Kind::kKeepToUpdate:
-      case Kind::kReload:
-      case Kind::kOffload:
         return;
     }
   }

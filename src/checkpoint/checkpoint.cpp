@@ -139,7 +139,7 @@ void check_save(const Optimizer& optimizer, std::int64_t step, const SaveOptions
   TESSERA_CHECK(options.keep_latest_k >= 0, ErrorKind::kUsage,
                 "save_checkpoint: found SaveOptions::keep_latest_k ", options.keep_latest_k,
                 ", expected 0 (all stay) or more");
-  const auto states = optimizer.unread_state();
+  const auto states = optimizer.state();
   const auto most = std::ranges::max_element(states, {}, &OptimizerState::steps);
   const auto updates = most == states.end() ? 0 : most->steps;
   TESSERA_CHECK(step >= updates && step < kMaxStep, ErrorKind::kUsage,
@@ -180,13 +180,11 @@ void save_checkpoint(const ShardedBase& model, const Optimizer& optimizer,
   comm::on_all_or_none(world, "save_checkpoint", [&] {
     fsdp::require_idle(model, "save_checkpoint");
     fsdp::require_steps_of(model, optimizer, "save_checkpoint");
-    optimizer.require_whole("save_checkpoint");
   });
-  const bool updated =
-      comm::any_of_ranks(world.control(),
-                         {std::ranges::any_of(optimizer.unread_state(),
-                                              [](const auto& state) { return state.steps > 0; })},
-                         "save_checkpoint: updates")[0];
+  const bool updated = comm::any_of_ranks(
+      world.control(),
+      {std::ranges::any_of(optimizer.state(), [](const auto& state) { return state.steps > 0; })},
+      "save_checkpoint: updates")[0];
   comm::on_all_or_none(world, "save_checkpoint",
                        [&] { check_save(optimizer, step, options, updated); });
   require_same_everywhere(world, folder, step, options);

@@ -77,7 +77,7 @@ class Loader {
                                          static_cast<std::size_t>(world.size()));
     check_optimizer_kind(names);
     index = 0;
-    for (const auto& state : optimizer_.unread_state()) {
+    for (const auto& state : optimizer_.state()) {
       if (is_mine(index++)) check_state(*state.view.contract);
     }
     has_state_ = std::ranges::any_of(
@@ -96,7 +96,7 @@ class Loader {
     comm::Group& group = model_.mesh().world()->control();
     const auto& manifest = checkpoint_.manifest();
     const auto left_out = manifest.left_out();
-    const auto trained = optimizer_.unread_state();
+    const auto trained = optimizer_.state();
     const auto any = comm::any_of_ranks(
         group, {has_state_, !without_state_.empty(), !trained.empty()}, "state in the checkpoint");
     const bool has_state = any[0], lacks_some = any[1], trains = any[2];
@@ -142,8 +142,7 @@ class Loader {
     upload();
     fill_buffers();
     mark_written();
-    fill_offloaded();
-    for (const auto& state : optimizer_.unread_state()) {
+    for (const auto& state : optimizer_.state()) {
       const auto& contract = *state.view.contract;
       const FileForm form = form_of(contract);
       const std::string& first = form.names.front();  // the others say the same
@@ -192,22 +191,8 @@ class Loader {
     for (const auto& view : model_.shards()) {
       if (holds(*view.contract)) view.shard.unsafeGetTensorImpl()->bump_version();
     }
-    for (const auto& state : optimizer_.unread_state()) {
+    for (const auto& state : optimizer_.state()) {
       if (!state.kept.empty()) optimizer_.make_kept(state.view.contract->name);
-    }
-  }
-
-  /// What lies outside of memory gets there by way of memory for one parameter. After
-  /// mark_written(): it is made for the values as they are now.
-  void fill_offloaded() {
-    for (const auto& view : offloaded_) {
-      const FileForm form = form_of(*view.contract);
-      std::vector<Part> parts;
-      for (const auto& kept : optimizer_.make_kept(view.contract->name)) {
-        add_parts(parts, named(kept.name, ""), form, view, kept.values);
-      }
-      for (const auto& part : parts) read_part(part);
-      optimizer_.put_away();
     }
   }
 
@@ -415,17 +400,13 @@ class Loader {
       add_parts(found, std::string(kModelPrefix), form_of(*view.contract), view,
                 view.shard.detach());
     }
-    auto states = optimizer_.unread_state();
+    auto states = optimizer_.state();
     for (auto& state : states) {
       state.kept.clear();  // or it would lie beside the new one until the last is made
       const auto& contract = *state.view.contract;
       const FileForm form = form_of(contract);
       optimizer_.forget(contract.name);
       if (!keeps_any(form)) continue;
-      if (optimizer_.is_offloaded(contract.name)) {
-        offloaded_.push_back(state.view);
-        continue;
-      }
       for (const auto& kept : optimizer_.make_kept(contract.name)) {
         add_parts(found, named(kept.name, ""), form, state.view, kept.values);
       }
@@ -465,7 +446,6 @@ class Loader {
   bool has_state_ = false;                  // in this rank's share of all tensors
   std::vector<std::string> without_state_;  // in this rank's share of trained parameters
   std::vector<Part> rest_;
-  std::vector<ShardView> offloaded_;                      // whose state is read by itself
   std::vector<std::pair<at::Tensor, at::Tensor>> twins_;  // on the device, on the host
 };
 

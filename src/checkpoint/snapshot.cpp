@@ -26,14 +26,12 @@ class ShardParts {
       : view_(view), form_(form), pieces_(pieces_of(view, form.file)) {}
 
   void add_values(std::vector<StatePart>& parts, const std::string& prefix,
-                  const at::Tensor& values, const SourceDType& source_dtype,
-                  decltype(StatePart::read) read = {}) const {
+                  const at::Tensor& values, const SourceDType& source_dtype) const {
     for (const layout::Piece& piece : pieces_) {
       const std::string& name = form_.names[piece.tensor];
       parts.push_back({prefix + name, form_.file.shape,
                        source_dtype ? source_dtype(name) : std::nullopt, piece.box, piece.in_box,
-                       values.narrow(0, piece.local.begin - view_.begin, piece.local.size()),
-                       read});
+                       values.narrow(0, piece.local.begin - view_.begin, piece.local.size())});
     }
   }
 
@@ -89,9 +87,7 @@ void add_optimizer(std::vector<StatePart>& parts, const OptimizerState& state,
   const FileForm form = options.forms.of(*state.view.contract, name);
   const ShardParts shard(state.view, form);
   const auto prefix = [](const std::string& kept) { return concat(kOptimizerPrefix, kept, "/"); };
-  for (const auto& kept : state.kept) {
-    shard.add_values(parts, prefix(kept.name), kept.values, {}, kept.read);
-  }
+  for (const auto& kept : state.kept) shard.add_values(parts, prefix(kept.name), kept.values, {});
   if (state.steps > 0) shard.add_number(parts, prefix("step"), state.steps);
 }
 
@@ -128,7 +124,7 @@ std::string add_entry(CheckpointManifest& entries, const StatePart& part, const 
 /// Where training is: numbers that are counted on the host are among the parts, too.
 at::Device device_of(const std::vector<StatePart>& parts) {
   for (const auto& part : parts) {
-    if (!part.values.is_cpu() && !part.read) return part.values.device();
+    if (!part.values.is_cpu()) return part.values.device();
   }
   return at::kCPU;
 }
@@ -174,8 +170,7 @@ std::vector<StatePart> state_parts(const ShardedBase& model, const Optimizer& op
   Whole whole;
   const fsdp::ModelNames names(model);
   add_model(parts, whole, model, names, options);
-  optimizer.require_whole("checkpoint");
-  for (const auto& state : optimizer.unread_state()) add_optimizer(parts, state, names, options);
+  for (const auto& state : optimizer.state()) add_optimizer(parts, state, names, options);
   parts = cut(parts, options.replica, options.replicas);
   for (const auto& [holder, same] : whole) {
     for (auto& part : cut(same, holder.rank, holder.ranks)) parts.push_back(std::move(part));
@@ -301,14 +296,10 @@ void Snapshot::take(const std::vector<StatePart>& parts, const std::string& name
     for (std::int64_t done = 0; done < values.numel();) {
       const at::Tensor place =
           stretch(begin + done * size, (values.numel() - done) * size).view(values.scalar_type());
-      if (parts[i].read) {
-        parts[i].read(values.storage_offset() + done, place);
-      } else {
-        place.copy_(values.narrow(0, done, place.numel()), /*non_blocking=*/true);
-      }
+      place.copy_(values.narrow(0, done, place.numel()), /*non_blocking=*/true);
       done += place.numel();
     }
-    if (!values.is_cpu() && !parts[i].read) reads_.push_back(values);
+    if (!values.is_cpu()) reads_.push_back(values);
   }
   end_.record(stream_, comm::EventSite::kSnapshotEnd);
 }

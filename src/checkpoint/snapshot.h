@@ -36,9 +36,7 @@ struct StatePart {
   std::optional<DType> source_dtype;
   TensorBox box;
   layout::Range elements;  ///< of the box
-  at::Tensor values;       ///< [elements.size()]; on the meta device where `read` brings them
-  /// Of offloaded state, as OptimizerState::Kept: `values` says by its offset where they begin.
-  std::function<void(std::int64_t begin, const at::Tensor& to)> read = {};
+  at::Tensor values;       ///< [elements.size()]
 };
 
 /// A rank among others that share work.

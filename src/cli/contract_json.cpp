@@ -120,10 +120,6 @@ Json buckets_of(const layout::PlannedUnit& unit) {
 Json json_of(const train::MemoryTable& table) {
   Json found = held_json(table.held);
   found["activations"] = nullptr;
-  if (table.offloaded) {
-    found["offloaded"] = {{"units", table.offloaded->units},
-                          {"in_memory", table.offloaded->in_memory}};
-  }
   if (!table.activations) return found;
   const auto of = [&](RecomputeMode mode) {
     const auto& bytes = table.activations->in(mode);

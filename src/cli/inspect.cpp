@@ -279,7 +279,6 @@ Planned plan_run(const InspectArguments& arguments) {
   planned.memory = train::memory_table(config, source.spec, dims, planned.contract, planned.plan,
                                        run.aux_loss_coef);
   planned.memory.computes_on = train::computes_on(config);
-  planned.memory.offloaded = train::offloaded_state(run, machine);
   const fsdp::StepPlan steps = train::plan_of_steps(run, machine);
   planned.traffic = train::step_traffic(run, steps, {.rank = 0});
   if (rates) planned.step = step_at(*rates, run, steps, planned.traffic);

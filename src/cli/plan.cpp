@@ -15,7 +15,6 @@
 #include "base/mapped_file.h"
 #include "base/text/count_text.h"
 #include "base/text/printable.h"
-#include "capture/offload_pass.h"
 #include "capture/plan_json.h"
 #include "capture/plan_text.h"
 #include "capture/planner.h"
@@ -132,20 +131,17 @@ void print_blocks(const capture::PlanFile& file, const capture::PlanProblem& pro
 struct Totals {
   std::int64_t fixed = 0;  ///< the same for every plan
   std::int64_t gathered = 0;
-  std::int64_t state = 0;  ///< of the optimizer, where plans offload it
   std::optional<std::int64_t> activations = {};
-  std::int64_t all() const { return fixed + gathered + state + activations.value_or(0); }
+  std::int64_t all() const { return fixed + gathered + activations.value_or(0); }
 };
 
 Totals totals_of(const capture::PlanFile& file, const capture::PlanProblem& problem,
                  const train::HeldBytes& held) {
-  Totals totals{.fixed = held.others + (problem.state ? 0 : held.state),
+  Totals totals{.fixed = held.others + held.state,
                 .gathered = fsdp::peak_gathered_bytes(file.plan)};
-  const auto& choices = file.plan.choices;
-  if (problem.state) totals.state = capture::state_in_memory(*problem.state, choices.offload);
   if (problem.activations) {
     totals.activations = capture::most_activations(*problem.activations, file.plan.record,
-                                                   choices.recompute, problem.blocks);
+                                                   file.plan.choices.recompute, problem.blocks);
   }
   return totals;
 }
@@ -158,7 +154,6 @@ void print_memory(const Totals& totals, const PlannedStep& step,
                   const train::MachineMemory& machine) {
   std::cout << "  memory of a rank: at most " << size_text(totals.all()) << ", of which "
             << size_text(totals.gathered) << " gathered";
-  if (totals.state > 0) std::cout << ", " << size_text(totals.state) << " optimizer state";
   if (totals.activations) {
     std::cout << ", " << size_text(*totals.activations) << " activations";
   } else {
@@ -213,13 +208,6 @@ void print_curve(const capture::PlanFile& file, const capture::PlanProblem& prob
   std::cout << "\ngathered memory of a rank, place by place: at most " << step.peak_bytes
             << " bytes (" << size_text(step.peak_bytes) << "), beside " << totals.fixed
             << " bytes (" << size_text(totals.fixed) << ") that are there whatever the plan is\n";
-  if (problem.state) {
-    const auto& offload = file.plan.choices.offload;
-    std::cout << "optimizer state of a rank in memory: "
-              << size_text(capture::state_in_memory(*problem.state, offload)) << " of "
-              << size_text(capture::state_in_memory(*problem.state, {})) << ", that of "
-              << count_text(std::ssize(offload), "unit") << " is offloaded\n";
-  }
   std::cout << picture(step) << step.gathers << " gathers and " << step.reductions
             << " reductions a step\n";
   if (totals.activations) {
@@ -271,11 +259,7 @@ int check_plan(const std::string& path, const capture::MadeFor& made_for,
   });
   capture::require_made_for(file, made_for, shown(path));
   capture::require_plan_of(file.plan, problem.record, problem.units, shown(path));
-  if (!problem.memory_budget) {
-    // What the plan was made for; without a folder its budget was beside the optimizer's state.
-    problem.memory_budget = file.memory_budget;
-    if (file.plan.choices.offload.empty()) problem.state.reset();
-  }
+  if (!problem.memory_budget) problem.memory_budget = file.memory_budget;  // it was made for that
   auto faults = faults_of(file.plan);
   if (faults.empty()) {
     for (const auto& fault : capture::faults_in_run(problem, file.plan)) {
@@ -307,7 +291,7 @@ int run_plan(const PlanArguments& arguments) {
       return text;
     });
   }
-  const auto planning = planning_of(run, options);
+  const auto planning = train::planning_of(options);
   const auto record = step_record(run);
   const auto units = plan_units(run);
   const auto eager = eager_choices(run, record);

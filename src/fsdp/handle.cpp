@@ -472,12 +472,6 @@ std::vector<PlanUnit> plan_units(const ShardedBase& model) {
   return unit_of_handle(model.unit()).runtime().plan_units();
 }
 
-std::vector<StateBytes> state_of_units(const ShardedBase& model, const Optimizer& optimizer) {
-  std::vector<GradContract> contracts;
-  for (const auto& view : model.shards()) contracts.push_back(*view.contract);
-  return state_of_units(plan_of(model), contracts, static_cast<int>(optimizer.states().size()));
-}
-
 std::string last_entered(const ShardedBase& model) {
   return unit_of_handle(model.unit()).runtime().last_entered();
 }
@@ -493,7 +487,7 @@ void come_behind_reads(const ShardedBase& model) {
 void require_steps_of(const ShardedBase& model, const Optimizer& optimizer, const char* what) {
   std::map<const GradContract*, ShardView> views;
   for (const auto& view : model.shards()) views.emplace(view.contract, view);
-  for (const auto& state : optimizer.unread_state()) {
+  for (const auto& state : optimizer.state()) {
     const auto view = views.find(state.view.contract);
     TESSERA_CHECK(view != views.end(), ErrorKind::kUsage, what, ": found an optimizer that steps ",
                   state.view.contract->name,

@@ -7,7 +7,6 @@
 
 #include "comm/stream.h"
 #include "fsdp/agreed/step_plan.h"
-#include "fsdp/optim/state_of_units.h"
 #include "grad/region.h"
 #include "layout/model_plan.h"
 #include "tessera/optim.h"
@@ -44,8 +43,6 @@ bool is_there_in_backward(const at::Tensor& parameter);
 /// Units of `model`, the outermost handle, as plans of its steps see them now.
 std::vector<PlanUnit> plan_units(const ShardedBase& model);
 
-/// What `optimizer`, of all of `model`, the outermost handle, keeps of its units.
-std::vector<StateBytes> state_of_units(const ShardedBase& model, const Optimizer& optimizer);
 /// By unit: how the last step scope recomputed it, as its user or its plan has said.
 std::vector<RecomputeMode> followed_recompute(const ShardedBase& model);
 /// What the last step scope that followed a plan followed; null: none has.

@@ -28,7 +28,7 @@ using StateOf = std::map<const GradContract*, OptimizerState>;
 
 StateOf states_of(const Optimizer& optimizer) {
   StateOf states;
-  for (auto& state : optimizer.unread_state()) {
+  for (auto& state : optimizer.state()) {
     const auto* contract = state.view.contract;
     states.emplace(contract, std::move(state));
   }
@@ -56,8 +56,7 @@ at::Tensor slice_of_kept(const fsdp::Unit& unit, std::size_t index, const StateO
       of.push_back(parameter.get());
       if (kept.values.numel() == 0) continue;
       const auto begin = bucket.plan().offset_in_slice(parameter->placed(), bucket.rank());
-      const auto place = slice.narrow(0, begin, kept.values.numel());
-      kept.read ? kept.read(0, place) : static_cast<void>(place.copy_(kept.values));
+      slice.narrow(0, begin, kept.values.numel()).copy_(kept.values);
     }
   }
   return slice;
@@ -99,16 +98,14 @@ OptimizerStateDict optimizer_state_dict(const ShardedBase& model, const Optimize
                 ": found kSharded, expected kFull or kFullOnRankZero; Optimizer::state() has what "
                 "this rank holds");
   auto& runtime = fsdp::unit_of_handle(model.unit()).runtime();
-  comm::on_all_or_none(runtime.world(), kWhat, [&] {
-    fsdp::require_steps_of(model, optimizer, kWhat);
-    optimizer.require_whole(kWhat);
-  });
+  comm::on_all_or_none(runtime.world(), kWhat,
+                       [&] { fsdp::require_steps_of(model, optimizer, kWhat); });
   const auto states = states_of(optimizer);
   const fsdp::ModelNames names(model);
   OptimizerStateDict dict{optimizer.name(), {}};
   std::map<const GradContract*, std::size_t> place;
   std::string lines;
-  for (const auto& state : optimizer.unread_state()) {
+  for (const auto& state : optimizer.state()) {
     place.emplace(state.view.contract, dict.parameters.size());
     dict.parameters.push_back({names.of(*state.view.contract).front(), state.steps, {}});
     auto line = dict.parameters.back();
@@ -238,7 +235,7 @@ StateDictDifference load_optimizer_state_dict(const ShardedBase& model, Optimize
     fsdp::require_idle(model, kWhat);
     fsdp::require_steps_of(model, optimizer, kWhat);
   });
-  const auto states = optimizer.unread_state();
+  const auto states = optimizer.state();
   auto plan = plan_load(fsdp::ModelNames(model), optimizer, states, dict);
   comm::on_all_or_none(runtime.world(), kWhat, [&] {
     const auto text = objections(plan, strict);
@@ -260,7 +257,6 @@ StateDictDifference load_optimizer_state_dict(const ShardedBase& model, Optimize
       if (values == source->kept.end() || kept.values.numel() == 0) continue;
       kept.values.copy_(part_of_shard(target->view, values->second));
     }
-    optimizer.put_away();  // one parameter's at a time
   }
   return std::move(plan.difference);
 }

@@ -7,9 +7,11 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <map>
 #include <set>
 #include <vector>
 
+#include "fsdp/optim/optimizer_inside.h"
 #include "fsdp/runtime/model_names.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
@@ -20,13 +22,12 @@
 #include "grad/torch_dtype.h"
 #include "layout/range.h"
 #include "tessera/error.h"
-#include "tessera/optim.h"
 
 namespace tessera::fsdp {
 
 // Relayout: a unit's parameters in the buckets that their changed contracts ask for, and the bytes
 // on their way there. First every rank lays the unit out anew (no communication), then what lay
-// elsewhere travels in one all-to-all among the ranks of a shard group; replicas do the same among
+// elsewhere travels in one batch among the ranks of a shard group; replicas do the same among
 // themselves. What is sent follows from the two plans, which all ranks know.
 
 /// A parameter whose elements lie elsewhere than before.
@@ -39,10 +40,6 @@ struct Relaid {
   at::Tensor old_shard;             ///< [before]; the new one is parameter->shard, [after], zeros
 };
 
-/// Gives the unit the buckets that its parameters' contracts name now. Buckets that come out as
-/// they were keep their memory. The unit must be released, without gradients under way.
-std::vector<Relaid> lay_out_anew(Unit& unit);
-
 /// Values over the elements of one relaid parameter.
 struct Carried {
   const Relaid* parameter = nullptr;
@@ -50,69 +47,32 @@ struct Carried {
   at::Tensor to;    ///< [after]; other dtypes are converted
 };
 
-/// Fills every `to`. Collective over the shard groups. Errors: kComm.
-void carry(Runtime& runtime, const Unit& unit, const std::vector<Carried>& all);
-
 namespace {
 
-/// Stretches begin at multiples of this, so that each can be read in its dtype.
-constexpr std::int64_t kStretchAlignment = 16;
-
-std::int64_t aligned(std::int64_t bytes) {
-  return (bytes + kStretchAlignment - 1) / kStretchAlignment * kStretchAlignment;
-}
-
-/// Also of what is whole on every rank now: it may be shared out later.
-AxesGroups groups_of(Runtime& runtime, const GradContract& contract) {
-  return runtime.groups().of({.reductions = contract.reductions});
-}
-
-/// What every rank of the shard group holds of a parameter.
+/// What every rank of `on` holds of a parameter.
 std::vector<layout::Range> holdings(const layout::BucketPlan& plan, const layout::Placed& placed,
-                                    int ranks) {
+                                    const AxesGroups& on) {
   std::vector<layout::Range> held;
-  for (int rank = 0; rank < ranks; ++rank) {
+  for (int rank = 0; rank < on.ranks; ++rank) {
     held.push_back(plan.owned(placed, plan.ranks == 1 ? 0 : rank));
   }
   return held;
 }
 
-layout::UnitPlan plan_anew(const Unit& unit, const layout::PlanOptions& options) {
-  std::vector<layout::PlanItem> items;
-  for (const auto& p : unit.parameters()) {
-    items.push_back(plan_item(p->contract));
-  }
-  auto plan = layout::plan_unit(unit.name(), items, options);
-  layout::validate(plan, items, options);
-  return plan;
-}
-
-/// Whether `bucket`, the unit's number `index`, is what `plan` asks for.
-bool is_as_planned(const Unit& unit, const Bucket& bucket, std::size_t index,
-                   const layout::BucketPlan& plan) {
-  const auto& now = bucket.plan();
-  if (now.key != plan.key || now.numel != plan.numel || now.ranks != plan.ranks ||
-      now.parameters.size() != plan.parameters.size()) {
-    return false;
-  }
-  for (std::size_t place = 0; place < plan.parameters.size(); ++place) {
-    const auto& wanted = plan.parameters[place];
-    const auto& parameter = *unit.parameters()[wanted.parameter];
-    if (parameter.bucket != index || parameter.place != place ||
-        now.parameters[place].offset != wanted.offset ||
-        now.parameters[place].numel != wanted.numel) {
-      return false;
-    }
-  }
-  return true;
-}
-
-std::unique_ptr<Bucket> take_as_planned(Unit& unit, const layout::BucketPlan& plan) {
-  for (std::size_t index = 0; index < unit.buckets().size(); ++index) {
-    auto& bucket = unit.buckets()[index];
-    if (bucket && is_as_planned(unit, *bucket, index, plan)) return std::move(bucket);
-  }
-  return nullptr;
+Relaid relaid(Unit& unit, Parameter& parameter, const layout::BucketPlan& plan,
+              const layout::Placed& placed) {
+  // Also of what is whole on every rank now: it may be shared out later.
+  const auto on = unit.runtime().groups().of({.reductions = parameter.contract.reductions});
+  const auto before = holdings(unit.bucket_of(parameter).plan(), parameter.placed(), on);
+  const auto after = holdings(plan, placed, on);
+  const auto self = static_cast<std::size_t>(on.rank);
+  return {.parameter = &parameter,
+          .on = on,
+          .moves = layout::plan_moves(before, after),
+          .before = before[self],
+          .after = after[self],
+          .old_version = static_cast<std::uint32_t>(parameter.shard._version()),
+          .old_shard = parameter.shard.variable_data()};
 }
 
 /// The parameter's tensors show its place in `bucket`.
@@ -132,152 +92,104 @@ void show(Parameter& parameter, const Bucket& bucket, const layout::Placed& plac
   }
 }
 
+/// Gives the unit the buckets that its parameters' contracts name now. It must be released, without
+/// gradients under way.
+std::vector<Relaid> lay_out_anew(Unit& unit) {
+  std::vector<layout::PlanItem> items;
+  for (const auto& parameter : unit.parameters()) items.push_back(plan_item(parameter->contract));
+  const auto options = unit.runtime().plan_options();
+  const auto plan = layout::plan_unit(unit.name(), items, options);
+  layout::validate(plan, items, options);
+  std::vector<std::unique_ptr<Bucket>> buckets;
+  std::vector<Relaid> moved;
+  for (const auto& planned : plan.buckets) {
+    const auto& bucket = buckets.emplace_back(unit.make_bucket(planned));
+    bucket->set_number(buckets.size() - 1);
+    for (std::size_t place = 0; place < planned.parameters.size(); ++place) {
+      const auto& placed = planned.parameters[place];
+      auto& parameter = *unit.parameters()[placed.parameter];
+      moved.push_back(relaid(unit, parameter, planned, placed));
+      parameter.bucket = buckets.size() - 1;
+      parameter.place = place;
+      show(parameter, *bucket, placed);
+    }
+  }
+  unit.buckets() = std::move(buckets);
+  return moved;
+}
+
 at::Tensor stretch(const at::Tensor& values, const layout::Range& held,
                    const layout::Range& wanted) {
   return values.narrow(0, wanted.begin - held.begin, wanted.size());
 }
 
-/// A stretch's place in a buffer of bytes.
-at::Tensor typed(const at::Tensor& bytes, std::int64_t offset, std::int64_t numel,
-                 at::ScalarType dtype) {
-  return bytes.narrow(0, offset, numel * static_cast<std::int64_t>(c10::elementSize(dtype)))
-      .view(dtype);
-}
-
-/// Calls `visit(carried, move, its bytes)` for the moves between this rank and `peer`, in an order
-/// that both know.
-template <class Visit>
-void for_moves(const std::vector<Carried>& all, int from, int to, const Visit& visit) {
-  for (const auto& one : all) {
-    for (const auto& move : one.parameter->moves) {
-      if (move.from == from && move.to == to) visit(one, move);
-    }
-  }
-}
-
-std::int64_t bytes_of(const Carried& one, const layout::Move& move) {
-  return aligned(move.range.size() * static_cast<std::int64_t>(one.from.element_size()));
-}
-
-void put(const Carried& one, const layout::Move& move, const at::Tensor& values) {
-  grad::finite_copy(stretch(one.to, one.parameter->after, move.range), values,
+void put(const Carried& one, const layout::Range& range, const at::Tensor& values) {
+  grad::finite_copy(stretch(one.to, one.parameter->after, range), values,
                     "parameter " + one.parameter->parameter->contract.name);
 }
 
-}  // namespace
-
-std::vector<Relaid> lay_out_anew(Unit& unit) {
-  const at::NoGradGuard no_grad;
-  auto& runtime = unit.runtime();
-  const auto options = runtime.plan_options();
-  const auto plan = plan_anew(unit, options);
-  std::vector<std::unique_ptr<Bucket>> next;
-  for (const auto& bucket_plan : plan.buckets) next.push_back(take_as_planned(unit, bucket_plan));
-
-  std::vector<Relaid> relaid;
-  for (std::size_t index = 0; index < next.size(); ++index) {
-    if (next[index]) continue;
-    for (const auto& placed : plan.buckets[index].parameters) {
-      auto& parameter = *unit.parameters()[placed.parameter];
-      const auto on = groups_of(runtime, parameter.contract);
-      const auto before = holdings(unit.bucket_of(parameter).plan(), parameter.placed(), on.ranks);
-      const auto after = holdings(plan.buckets[index], placed, on.ranks);
-      const auto self = static_cast<std::size_t>(on.rank);
-      relaid.push_back({&parameter, on, layout::plan_moves(before, after), before[self],
-                        after[self], static_cast<std::uint32_t>(parameter.shard._version()),
-                        parameter.shard.variable_data()});
-    }
-  }
-  for (std::size_t index = 0; index < next.size(); ++index) {
-    auto& bucket = next[index];
-    const bool kept = bucket != nullptr;
-    if (!kept) {
-      bucket = unit.make_bucket(plan.buckets[index]);
-    }
-    bucket->set_number(index);
-    for (std::size_t place = 0; place < plan.buckets[index].parameters.size(); ++place) {
-      const auto& placed = plan.buckets[index].parameters[place];
-      auto& parameter = *unit.parameters()[placed.parameter];
-      parameter.bucket = index;
-      parameter.place = place;
-      if (!kept) show(parameter, *bucket, placed);
-    }
-  }
-  unit.buckets() = std::move(next);
-  return relaid;
-}
-
-namespace {
-
-/// Of parameters that the same ranks share.
-void carry(Runtime& runtime, const Unit& unit, const AxesGroups& on,
-           const std::vector<Carried>& all) {
-  const int self = on.rank;
-  const int ranks = on.ranks;
-  comm::AllToAll exchange;
-  for (int peer = 0; peer < ranks; ++peer) {
-    std::int64_t sent = 0;
-    std::int64_t received = 0;
-    if (peer != self) {
-      for_moves(all, self, peer, [&](auto& one, auto& move) { sent += bytes_of(one, move); });
-      for_moves(all, peer, self, [&](auto& one, auto& move) { received += bytes_of(one, move); });
-    }
-    exchange.sends.push_back(sent);
-    exchange.receives.push_back(received);
-  }
-  const auto buffer = [&](const std::vector<std::int64_t>& counts) {
+/// What this rank sends and receives of one tensor, by rank; what stays here is put. Bytes: NCCL
+/// knows no integers of 16 bits.
+struct Exchange {
+  explicit Exchange(const Carried& carried) : one(carried) {
+    const auto& [parameter, on, moves, before, after, version, shard] = *one.parameter;
+    op.sends.resize(static_cast<std::size_t>(on.ranks));
+    op.receives.resize(op.sends.size());
+    std::vector<at::Tensor> sent{one.from.narrow(0, 0, 0)};
     std::int64_t bytes = 0;
-    for (const auto count : counts) bytes += count;
-    return at::empty({bytes},
-                     at::TensorOptions().dtype(at::kByte).device(runtime.pool()->device()));
-  };
-  exchange.input = buffer(exchange.sends);
-  exchange.output = buffer(exchange.receives);
-  std::int64_t offset = 0;
-  for (int peer = 0; peer < ranks; ++peer) {
-    for_moves(all, self, peer, [&](const Carried& one, const layout::Move& move) {
-      const auto from = stretch(one.from, one.parameter->before, move.range);
-      if (peer == self) {
-        put(one, move, from);
-        return;
+    for (const auto& move : moves) {
+      const auto size = move.range.size() * static_cast<std::int64_t>(one.from.element_size());
+      const auto from_here =
+          move.from == on.rank ? stretch(one.from, before, move.range) : at::Tensor();
+      if (move.from == on.rank && move.to == on.rank) {
+        put(one, move.range, from_here);
+      } else if (move.from == on.rank) {
+        sent.push_back(from_here);
+        op.sends[static_cast<std::size_t>(move.to)] += size;
+      } else if (move.to == on.rank) {
+        received.push_back(move);
+        op.receives[static_cast<std::size_t>(move.from)] += size;
+        bytes += size;
       }
-      typed(exchange.input, offset, move.range.size(), from.scalar_type()).copy_(from);
-      offset += bytes_of(one, move);
-    });
+    }
+    std::ranges::stable_sort(received, {}, &layout::Move::from);
+    op.input = at::cat(sent).view(at::kByte);
+    op.output = at::empty({bytes}, op.input.options());
   }
-  const auto received = exchange.output;
-  if (auto* group = on.groups.gather; group != nullptr) {
-    comm::Batch batch;
-    batch.label = {comm::Kind::kAllToAll, unit.shown_name() + " (laid out anew)", unit.id(), 0,
-                   unit.runtime().model_name()};
-    batch.ops.emplace_back(std::move(exchange));
-    runtime.queue().submit(*group, std::move(batch)).wait();
+  /// Behind the exchange.
+  void put_received() const {
+    const auto values = op.output.view(one.from.scalar_type());
+    std::int64_t begin = 0;
+    for (const auto& move : received) {
+      put(one, move.range, values.narrow(0, begin, move.range.size()));
+      begin += move.range.size();
+    }
   }
-  offset = 0;
-  for (int peer = 0; peer < ranks; ++peer) {
-    if (peer == self) continue;
-    for_moves(all, peer, self, [&](const Carried& one, const layout::Move& move) {
-      put(one, move, typed(received, offset, move.range.size(), one.from.scalar_type()));
-      offset += bytes_of(one, move);
-    });
+
+  const Carried& one;
+  comm::AllToAll op;
+  std::vector<layout::Move> received;
+};
+
+/// Fills every `to`. Collective over the shard groups. Errors: kComm.
+void carry(Runtime& runtime, const Unit& unit, const std::vector<Carried>& all) {
+  std::vector<Exchange> exchanges;
+  std::vector<std::pair<comm::Group*, comm::Batch>> batches;  // in the plan's order
+  const comm::Label label{comm::Kind::kAllToAll, unit.shown_name() + " (laid out anew)", unit.id(),
+                          0, runtime.model_name()};
+  for (const auto& one : all) {
+    exchanges.emplace_back(one);
+    auto* const group = one.parameter->on.groups.gather;
+    if (group == nullptr) continue;
+    auto batch = std::ranges::find(batches, group, [](const auto& each) { return each.first; });
+    if (batch == batches.end()) batch = batches.insert(batches.end(), {group, {label, {}}});
+    batch->second.ops.emplace_back(exchanges.back().op);
   }
+  for (auto& [group, batch] : batches) runtime.queue().submit(*group, std::move(batch)).wait();
+  for (const auto& exchange : exchanges) exchange.put_received();
 }
 
 }  // namespace
-
-void carry(Runtime& runtime, const Unit& unit, const std::vector<Carried>& all) {
-  const at::NoGradGuard no_grad;
-  std::vector<std::pair<AxesGroups, std::vector<Carried>>> by_ranks;  // in the plan's order
-  for (const auto& one : all) {
-    const auto& on = one.parameter->on;
-    auto found = std::find_if(by_ranks.begin(), by_ranks.end(),
-                              [&](const auto& each) { return each.first.control == on.control; });
-    if (found == by_ranks.end()) found = by_ranks.insert(by_ranks.end(), {on, {}});
-    found->second.push_back(one);
-  }
-  for (const auto& [on, carried] : by_ranks) carry(runtime, unit, on, carried);
-}
-
 }  // namespace tessera::fsdp
 
 namespace tessera {
@@ -311,18 +223,17 @@ bool is_asked_for(const GradContract& contract, FrozenRule asked) {
   return !contract.trainable && contract.frozen_as == frozen_as;
 }
 
+/// Whose an optimizer's item is.
+constexpr auto contract_of = [](const auto& item) { return item.view.contract; };
+
 }  // namespace
 
-void Optimizer::carry_state(const std::vector<fsdp::Relaid>& relaid,
-                            std::vector<fsdp::Carried>& carried) {
+void Optimizer::Inside::carry_state(const std::vector<fsdp::Relaid>& relaid,
+                                    std::vector<fsdp::Carried>& carried) {
   for (const auto& moved : relaid) {
-    const auto& contract = moved.parameter->contract;
-    const auto found = std::find_if(items_.begin(), items_.end(), [&](const auto& item) {
-      return item.view.contract == &contract;
-    });
+    const auto found = std::ranges::find(items_, &moved.parameter->contract, contract_of);
     if (found == items_.end()) continue;
     auto& item = *found;
-    if (item.is_out) bring_back(item);
     // Whoever wrote the shard did not write these bits; other ranks must not join them again.
     const bool changed = item.has_state && moved.old_version != item.seen_version;
     if (changed && item.master.defined() && item.master.scalar_type() == at::kShort) {
@@ -341,13 +252,11 @@ void Optimizer::carry_state(const std::vector<fsdp::Relaid>& relaid,
   }
 }
 
-void Optimizer::follow(const ShardedBase& outermost) {
+void Optimizer::Inside::follow(const ShardedBase& outermost) {
   std::vector<Item> items;
   for (const auto& view : outermost.shards()) {
     if (scope_.count(view.contract) == 0) continue;
-    const auto found = std::find_if(items_.begin(), items_.end(), [&](const auto& item) {
-      return item.view.contract == view.contract;
-    });
+    const auto found = std::ranges::find(items_, view.contract, contract_of);
     const auto& contract = *view.contract;
     if (found != items_.end() && !contract.replicated()) {
       items.push_back(std::move(*found));
@@ -357,13 +266,11 @@ void Optimizer::follow(const ShardedBase& outermost) {
   }
   items_ = std::move(items);
   layout_ = unit_->runtime().layout();
-  place_anew();
 }
 
-std::string Optimizer::summary() const {
-  const auto with_state =
-      std::count_if(items_.begin(), items_.end(), [](const auto& item) { return item.has_state; });
-  return concat("optimizer ", name(), ": ", items_.size(), " parameters, ", with_state,
+std::string Optimizer::Inside::summary() const {
+  const auto with_state = std::ranges::count(items_, true, &Item::has_state);
+  return concat("optimizer ", optimizer_.name(), ": ", items_.size(), " parameters, ", with_state,
                 " with state\n");
 }
 
@@ -382,7 +289,7 @@ class TrainableChanger {
     std::set<const Optimizer*> seen;
     for (const auto* optimizer : followers_) {
       TESSERA_CHECK(optimizer != nullptr && seen.insert(optimizer).second &&
-                        &optimizer->unit_->runtime() == &runtime_,
+                        &optimizer->inside_->runtime() == &runtime_,
                     ErrorKind::kUsage,
                     "set_trainable: found an optimizer that is null, named twice or of another "
                     "model, expected each of this model once");
@@ -395,11 +302,11 @@ class TrainableChanger {
     grad::RuleBook book(rules, "set_trainable, change");
     ask(model_, book);
     book.check_all_matched();
-    TESSERA_CHECK(std::any_of(now_.begin(), now_.end(), [](const auto& c) { return c.trainable; }),
+    TESSERA_CHECK(std::ranges::count(now_, true, &GradContract::trainable) > 0,
                   ErrorKind::kContract,
                   "set_trainable: found nothing left to train, expected at least one parameter");
     std::string lines = to_lines(ModelContract{std::move(now_), {}, {}});
-    for (const auto* optimizer : followers_) lines += optimizer->summary();
+    for (const auto* optimizer : followers_) lines += optimizer->inside_->summary();
     const auto lost = what_does_not_fit();
     runtime_.agree(lines + lost, "trainable parameters",
                    "make the same changes with the same optimizers on every rank");
@@ -409,19 +316,15 @@ class TrainableChanger {
 
   void move() {
     if (changed_.empty()) return;
-    std::vector<fsdp::Unit*> units;
-    for (auto& change : changed_) {
-      change.parameter->contract = std::move(change.contract);
-      auto* unit = change.parameter->unit;
-      if (std::find(units.begin(), units.end(), unit) == units.end()) units.push_back(unit);
+    std::map<fsdp::UnitId, fsdp::Unit*> units;  // in one order, whatever that of handles is
+    for (auto& [parameter, contract] : changed_) {
+      parameter->contract = std::move(contract);
+      units.emplace(parameter->unit->id(), parameter->unit);
     }
-    // All ranks in one order, whatever the order of handles.
-    std::sort(units.begin(), units.end(),
-              [](const auto* a, const auto* b) { return a->id() < b->id(); });
     try {
       runtime_.begin_relayout();
-      for (auto* unit : units) move(*unit);
-      for (auto* optimizer : followers_) optimizer->follow(model_);
+      for (const auto& [id, unit] : units) move(*unit);
+      for (auto* optimizer : followers_) optimizer->inside_->follow(model_);
       runtime_.agree_on_plan();
     } catch (const std::exception& error) {
       runtime_.fail(error.what());
@@ -468,7 +371,7 @@ class TrainableChanger {
     for (const auto& moved : relaid) {
       carried.push_back({&moved, moved.old_shard, moved.parameter->shard.variable_data()});
     }
-    for (auto* optimizer : followers_) optimizer->carry_state(relaid, carried);
+    for (auto* optimizer : followers_) optimizer->inside_->carry_state(relaid, carried);
     fsdp::carry(runtime_, unit, carried);
     unit.add({});  // the sink knows each slot by its contract
   }

@@ -161,7 +161,6 @@ void compile_passes(const GradientsRequest& request, const ModelSource& source,
   // The first data rank has most rows; a plan is the same on all.
   const auto pieces = pieces_of(config, batch.rows_in_step(), dims, 0);
   auto of_batch = config;
-  of_batch.compile.offload_folder.clear();
   of_batch.optimizer = {};
   of_batch.optimizer.name = fsdp::OptimizerName::kSgd;
   of_batch.data.path = {request.batch};
@@ -169,9 +168,8 @@ void compile_passes(const GradientsRequest& request, const ModelSource& source,
   of_batch.training.seq_len = batch.row_tokens();
   of_batch.training.global_batch_size = batch.rows_in_step();
   of_batch.training.local_batch_size = std::max<std::int64_t>(1, pieces.front().size());
-  const auto planned = planned_options(of_batch, source, dims, contract,
-                                       static_cast<std::int64_t>(pieces.size()), world);
-  compile(model, planned.options);
+  compile(model, planned_options(of_batch, source, dims, contract,
+                                 static_cast<std::int64_t>(pieces.size()), world));
 }
 
 /// Passes whose gradients are thrown away, so that the one that is written follows a plan and

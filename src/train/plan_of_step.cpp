@@ -8,7 +8,6 @@
 
 #include "base/text/byte_size.h"
 #include "base/text/printable.h"
-#include "capture/offload_pass.h"
 #include "capture/recompute_pass.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
@@ -153,21 +152,8 @@ HeldBytes held_bytes(const RunOfPlan& run) {
   return {.state = state, .others = held.total() - held.unsharded - state};
 }
 
-namespace {
-
-bool may_offload(const Config& config) { return !config.compile.offload_folder.empty(); }
-
-std::vector<fsdp::StateBytes> state_of(const RunOfPlan& run) {
-  return fsdp::state_of_units(run.plan, run.contract.parameters,
-                              fsdp::kept_states(run.config.optimizer.name, run.config.optimizer));
-}
-
-}  // namespace
-
-capture::Planning planning_of(const RunOfPlan& run, const CompileOptions& options) {
-  auto planning = open_as("compile.plan", [&] { return capture::planning_of(options); });
-  if (may_offload(run.config)) planning.state = state_of(run);
-  return planning;
+capture::Planning planning_of(const CompileOptions& options) {
+  return open_as("compile.plan", [&] { return capture::planning_of(options); });
 }
 
 fsdp::StepPlan first_plan(const RunOfPlan& run, const capture::Planning& planning) {
@@ -213,20 +199,14 @@ CompileOptions compile_options(const RunOfPlan& run, const MachineMemory& machin
   options.form = section.form;
   options.passes = section.passes;
   options.plan = section.plan;
-  options.offload_folder = section.offload_folder;
   options.micro_batches = micro_batches_of(run);
   options.activations = activations(run);
   if (!section.memory_budget) return options;
   const auto& budget = *section.memory_budget;
   const auto bytes = budget_bytes(budget, machine);
-  auto [state, fixed] = held_bytes(run);
+  const HeldBytes held = held_bytes(run);
+  const auto fixed = held.state + held.others;
   capture::PlanProblem problem;
-  // In blocks for the file they may be a little larger than in memory.
-  if (may_offload(run.config)) {
-    problem.state = state_of(run);
-  } else {
-    fixed += state;
-  }
   problem.record = step_record(run);
   problem.units = plan_units(run);
   problem.eager = eager_choices(run, problem.record);
@@ -242,12 +222,14 @@ CompileOptions compile_options(const RunOfPlan& run, const MachineMemory& machin
   TESSERA_CHECK(bytes >= least, ErrorKind::kConfig, "compile.memory_budget: found ", bytes,
                 " bytes a rank", found.empty() ? "" : concat(" (", found, ")"),
                 ", expected at least ", exact_size_text(least), ", of which ",
-                exact_size_text(fixed),
-                " are there whatever the plan is (tessera inspect --contract has the table), and "
-                "the others the least that is gathered in form ",
-                section.form, " and that activations", problem.state ? " and optimizer state" : "",
-                " take; raise it, or lower what a rank holds",
-                problem.state ? "" : " (compile.offload_folder takes optimizer state)");
+                exact_size_text(fixed), " are there whatever the plan is, ",
+                exact_size_text(held.state),
+                " of them optimizer state (tessera inspect --contract has the table), and the "
+                "others the least that is gathered in form ",
+                section.form,
+                " and that activations take; raise it, or lower what a rank holds (more ranks "
+                "share it: parallelism.data_parallel_shard_degree; less is trained: lora.rank, "
+                "model.freeze; optimizer.name SGD keeps less)");
   options.memory_budget = bytes - fixed;
   return options;
 }
@@ -272,7 +254,7 @@ fsdp::StepPlan eager_plan(const RunOfPlan& run) {
 fsdp::StepPlan plan_of_steps(const RunOfPlan& run, const MachineMemory& machine) {
   if (run.config.compile.mode == CompileChoice::kOff) return eager_plan(run);
   try {
-    return first_plan(run, planning_of(run, compile_options(run, machine)));
+    return first_plan(run, planning_of(compile_options(run, machine)));
   } catch (const Error&) {
     return eager_plan(run);
   }
@@ -287,19 +269,6 @@ std::vector<RecomputeMode> modes_of_layers(const RunOfPlan& run, const fsdp::Ste
     modes.at(static_cast<std::size_t>(*layers[unit])) = plan.choices.recompute[unit];
   }
   return modes;
-}
-
-std::optional<OffloadedState> offloaded_state(const RunOfPlan& run, const MachineMemory& machine) {
-  if (run.config.compile.mode == CompileChoice::kOff || !may_offload(run.config)) return {};
-  try {
-    const auto planning = planning_of(run, compile_options(run, machine));
-    const auto offload = first_plan(run, planning).choices.offload;
-    if (offload.empty()) return std::nullopt;
-    return OffloadedState{static_cast<std::int64_t>(offload.size()),
-                          capture::state_in_memory(*planning.state, offload)};
-  } catch (const Error&) {
-    return std::nullopt;
-  }
 }
 
 }  // namespace tessera::train

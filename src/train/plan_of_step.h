@@ -56,9 +56,8 @@ struct HeldBytes {
 };
 HeldBytes held_bytes(const RunOfPlan& run);
 
-/// Planning of [compile], with the optimizer's state by units where that may be offloaded. Errors:
-/// as capture::planning_of.
-capture::Planning planning_of(const RunOfPlan& run, const CompileOptions& options);
+/// capture::planning_of, whose errors name compile.plan.
+capture::Planning planning_of(const CompileOptions& options);
 /// What the steps' plan is to begin with: before costs are measured.
 fsdp::StepPlan first_plan(const RunOfPlan& run, const capture::Planning& planning);
 /// Those of layers that are units by unit; none without training.seq_len.
@@ -91,9 +90,5 @@ CompileOptions compile_options(const RunOfPlan& run, const MachineMemory& machin
 fsdp::StepPlan plan_of_steps(const RunOfPlan& run, const MachineMemory& machine);
 /// The recompute mode of each layer of the text in `plan`.
 std::vector<RecomputeMode> modes_of_layers(const RunOfPlan& run, const fsdp::StepPlan& plan);
-
-/// What the run's first plan offloads of its state; none where it offloads nothing, or has no plan:
-/// then compile_options() says why.
-std::optional<OffloadedState> offloaded_state(const RunOfPlan& run, const MachineMemory& machine);
 
 }  // namespace tessera::train

@@ -94,12 +94,11 @@ BucketsOn buckets_here(const Config& config) {
   return computes_on(config) == ComputesOn::kCuda ? BucketsOn::kDevice : BucketsOn::kHost;
 }
 
-PlannedOptions planned_options(const Config& config, const ModelSource& source,
+CompileOptions planned_options(const Config& config, const ModelSource& source,
                                const ParallelDims& dims, const ModelContract& contract,
                                std::int64_t micro_batches, World& world) {
   const auto& section = config.compile;
   if (section.mode == CompileChoice::kOff) return {};
-  if (!world.device().is_cpu()) require_no_offload(section, world.device().str());
   const auto where = world.device().is_cpu() ? BucketsOn::kHost : BucketsOn::kDevice;
   const auto buckets = plan_model(source.description, contract.parameters, mesh_shape(dims), where);
   const RunOfPlan run{.config = config,
@@ -112,35 +111,21 @@ PlannedOptions planned_options(const Config& config, const ModelSource& source,
   const bool of_memory = section.memory_budget && section.memory_budget->share > 0.0;
   auto options = compile_options(run, of_memory ? least_memory(world) : MachineMemory());
   options.micro_batches = micro_batches;
-  const auto planning = planning_of(run, options);
+  const auto planning = planning_of(options);
   if (planning.given) {
     auto expected = made_for(run, TORCH_VERSION);
     expected.micro_batches = micro_batches;
     require_made_for(*planning.given, expected, planning.plan_from);
   }
-  PlannedOptions planned{std::move(options), {}};
-  for (const auto unit : first_plan(run, planning).choices.offload) {
-    for (const auto& item : run.plan.units[unit].items) planned.offloaded.push_back(item.name);
-  }
-  return planned;
+  static_cast<void>(first_plan(run, planning));  // refused before the first step
+  return options;
 }
 
-PlannedSteps::PlannedSteps(PlannedOptions planned, const ShardedBase& model, Optimizer& optimizer,
-                           World& world, std::filesystem::path folder)
-    : options_(std::move(planned.options)),
-      model_(model),
-      optimizer_(optimizer),
-      world_(world),
-      folder_(std::move(folder)) {
+PlannedSteps::PlannedSteps(CompileOptions options, const ShardedBase& model, World& world,
+                           std::filesystem::path folder)
+    : options_(std::move(options)), model_(model), world_(world), folder_(std::move(folder)) {
   is_chosen_ = !options_.plan.empty();
-  if (!options_.offload_folder.empty()) {
-    open_as("compile.offload_folder", [&] {
-      optimizer_.offload({.folder = options_.offload_folder,
-                          .match = std::move(planned.offloaded),
-                          .by_plan = true});
-    });
-  }
-  compile(model_, options_, &optimizer_);  // by assumed costs, until there are measured ones
+  compile(model_, options_);  // by assumed costs, until there are measured ones
 }
 
 PlannedSteps::~PlannedSteps() = default;
@@ -181,10 +166,6 @@ void PlannedSteps::measure(const std::vector<TraceSpan>& spans) {
   auto mine = capture::measured_profile(spans, fsdp::plan_units(model_), options_.micro_batches,
                                         recomputed);
   capture::add_blocks(mine, capture::take_region_blocks(model_), recomputed);
-  const auto& moved = optimizer_.offload_traffic();
-  if (const auto bytes = moved.bytes_read + moved.bytes_written; bytes > 0) {
-    mine.transfer = {.ms_per_byte = std::min(moved.busy_ms / static_cast<double>(bytes), 1.0)};
-  }
   const bool counts = (replay_calls(model_) - before_).recorded == 0 || steps_ >= kRecordedBefore;
   std::vector<capture::PlanProfile> ranks;
   for (const auto& text :
@@ -204,7 +185,7 @@ void PlannedSteps::choose(std::int64_t step) {
   const auto middle = measured_.begin() + kMeasured / 2;
   std::ranges::nth_element(measured_, middle, {}, capture::computed_ms);
   options_.profile = to_json(*middle);
-  compile(model_, options_, &optimizer_);
+  compile(model_, options_);
   if (world_.rank() != 0) return;
   const auto path = folder_ / "profile.json";
   write_atomically(path, options_.profile);

@@ -20,7 +20,6 @@
 #include "layout/parallel_dims.h"
 #include "tessera/compile.h"
 #include "tessera/model_contract.h"
-#include "tessera/optim.h"
 #include "tessera/shard.h"
 #include "tessera/world.h"
 #include "train/config/config.h"
@@ -45,21 +44,15 @@ BucketsOn buckets_here(const Config& config);
 /// [compile] of a run as the library takes it, where it holds for what the run is expected to
 /// record. A share of memory is one of least_memory(). Collective.
 /// Errors: kConfig, kFormat, kIo as plan_of_step.h and compile().
-struct PlannedOptions {
-  CompileOptions options = {};
-  /// Parameters whose optimizer state is outside of memory from the first update on.
-  std::vector<std::string> offloaded = {};
-};
-PlannedOptions planned_options(const Config& config, const ModelSource& source,
+CompileOptions planned_options(const Config& config, const ModelSource& source,
                                const ParallelDims& dims, const ModelContract& contract,
                                std::int64_t micro_batches, World& world);
 
 class PlannedSteps {
  public:
-  /// `planned.options.micro_batches` of each step; `optimizer` of all of `model`, before its first
-  /// update. `folder`: rank 0 writes profile.json there, what was measured. Collective. Errors: as
-  /// compile().
-  PlannedSteps(PlannedOptions planned, const ShardedBase& model, Optimizer& optimizer, World& world,
+  /// `options.micro_batches` of each step. `folder`: rank 0 writes profile.json there, what was
+  /// measured. Errors: as compile().
+  PlannedSteps(CompileOptions options, const ShardedBase& model, World& world,
                std::filesystem::path folder);
   ~PlannedSteps();
 
@@ -76,7 +69,6 @@ class PlannedSteps {
 
   CompileOptions options_;
   const ShardedBase& model_;
-  Optimizer& optimizer_;
   World& world_;
   std::filesystem::path folder_;
   bool is_chosen_ = false;

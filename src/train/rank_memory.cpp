@@ -6,7 +6,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/text/count_text.h"
 #include "base/text/printable.h"
 #include "tessera/error.h"
 
@@ -295,12 +294,7 @@ std::string to_string(const MemoryTable& table) {
   text += table_line("reductions", held.reductions, "gradients on their way, at most");
   text +=
       table_line("raw gradient", held.raw_gradient, "of the largest parameter, until it is added");
-  if (table.offloaded) {
-    text += table_line("of the optimizer", table.offloaded->in_memory,
-                       concat("in memory, instead of moments and master: state of ",
-                              count_text(table.offloaded->units, "unit"), " is offloaded"));
-  }
-  text += table_line("all of these", table.resident(), "");
+  text += table_line("all of these", held.total(), "");
   return text + activations_text(table);
 }
 

@@ -62,12 +62,6 @@ RankMemoryOptions rank_memory_options(const Config& config, const ParallelDims& 
 RankMemory rank_memory(const std::vector<GradContract>& contracts, const layout::ModelPlan& plan,
                        const RankMemoryOptions& options, std::optional<int> rank = std::nullopt);
 
-/// Optimizer state that lies outside of memory, as a run's first plan has it.
-struct OffloadedState {
-  std::int64_t units = 0;
-  std::int64_t in_memory = 0;  ///< what stays of moments and masters, two chunks of others included
-};
-
 /// One micro-batch of a rank with most rows, as a forward; training.seq_len is known. References
 /// its arguments, which have to outlive it.
 models::ForwardCase forward_case(const Config& config, const models::ModelSpec& spec,
@@ -81,7 +75,6 @@ std::string kernels_line(ComputesOn device);
 
 struct MemoryTable {
   RankMemory held = {};
-  std::optional<OffloadedState> offloaded = std::nullopt;
   /// None where training.seq_len is not known yet.
   std::optional<models::KeptActivations> activations = std::nullopt;
   RecomputeMode mode = RecomputeMode::kNone;  ///< what the configuration asks for
@@ -89,12 +82,8 @@ struct MemoryTable {
   std::int64_t positions = 0;
   std::int64_t micro_batches = 1;
   ComputesOn computes_on = ComputesOn::kCpu;
-  std::int64_t resident() const {
-    return offloaded ? held.total() - held.moments - held.master + offloaded->in_memory
-                     : held.total();
-  }
   std::int64_t total(RecomputeMode of) const {
-    return resident() + (activations ? activations->in(of).peak : 0);
+    return held.total() + (activations ? activations->in(of).peak : 0);
   }
 };
 

@@ -146,8 +146,8 @@ class Trainer {
     optimizer_ = fsdp::make_optimizer(
         config.optimizer.name, *model_, *config.optimizer.lr, config.optimizer,
         hidden_matrices(source_.description.parameters, checkpoints_->fused_as_one(source_)));
-    if (planned.options.mode != CompileMode::kOff) {
-      planned_.emplace(std::move(planned), *model_, *optimizer_, world, config.metrics.folder);
+    if (planned.mode != CompileMode::kOff) {
+      planned_.emplace(std::move(planned), *model_, world, config.metrics.folder);
     }
     scaler_ = make_scaler(*model_, parameters_, config.grad_scaler);
     const auto done = checkpoints_->load(*model_, *optimizer_, scaler_.get());
@@ -358,7 +358,7 @@ class Trainer {
   Vocabulary vocabulary_of_model() const { return vocabulary_of(source_.spec, !source_.folder); }
 
   /// What stays the same of a plan before the model is there; the run's ranks, rows and memory.
-  PlannedOptions options_of_plan(const ModelContract& contract) {
+  CompileOptions options_of_plan(const ModelContract& contract) {
     // The steps of a pipeline have the plan of its schedule.
     if (config_.compile.mode == CompileChoice::kOff || dims_.pp > 1) return {};
     const auto of_rank = Rows(config_, *data_, mesh_).ranges().size();
@@ -398,12 +398,6 @@ class Trainer {
     std::vector<double> mine{elapsed.count(), peak_rss_mib(), asked_to_stop(),
                              checkpoints_->writing() ? 1.0 : 0.0};
     const bool on_device = !world_.device().is_cpu();
-    const auto& moved = optimizer_->offload_traffic();
-    const bool offloads = !config_.compile.offload_folder.empty() && planned_;
-    if (offloads) {
-      mine.push_back(mib(moved.bytes_read + moved.bytes_written));
-      mine.push_back(moved.waited_ms);
-    }
     if (on_device) {
       const auto memory = comm::memory_of(world_.device());
       mine.push_back(mib(memory.reserved));
@@ -415,10 +409,6 @@ class Trainer {
     if (on_device) {
       metrics.peak_device_mib = most.back();
       metrics.peak_device_reserved_mib = most[most.size() - 2];
-    }
-    if (offloads && updated_ && most[4] > 0) {
-      metrics.offload_mib = most[4];
-      metrics.offload_wait_ms = most[5];
     }
     // A step that is left out computes nothing, so it has no speed.
     add_speed(runs ? static_cast<double>(rows.count() * data_->row_tokens()) : NAN, metrics);

@@ -168,7 +168,6 @@ TEST(PlanVerb, SaysItInPlainWordsWhateverIsAsked) {
                                 {"--compile.form", "1"},
                                 {"--compile.memory_budget", "2MB"},
                                 {"--compile.memory_budget", "90%"},
-                                {"--compile.offload_folder", "x", "--compile.memory_budget", "1MB"},
                                 {"--flops", "1e6", "--bandwidth", "1MB/s"},
                                 {"--flops", "1e10", "--bandwidth", "50GB/s"}};
   std::mt19937 random(3);
@@ -355,6 +354,9 @@ TEST(PlanVerb, RefusesPlansOfOthersAndFilesThatAreNone) {
               HasSubstr("micro-batches a step: 2, expected 4"));
   EXPECT_THAT(with("/record/0/parts/0/units/1", 2),
               HasSubstr("a plan of another step: forward 1, entry 2 of "));
+  EXPECT_THAT(
+      with("/choices/offload", {1}),
+      HasSubstr("'offload': found a list, expected an empty list, since optimizer state is"));
   EXPECT_THAT(refused(text.substr(0, text.size() / 2)), HasSubstr("malformed JSON at byte"));
   EXPECT_THAT(with("/units/1/bytes", -1), HasSubstr("'bytes': found '-1'"));
   EXPECT_THAT(with("/units/1/lenders", {1}), HasSubstr("'plan.json': 'units': found unit " +
@@ -377,7 +379,6 @@ TEST(PlanVerb, RefusesPlansOfOthersAndFilesThatAreNone) {
 TEST(PlanVerb, TheCheckFindsWhateverTheRunRefuses) {
   const testing::TemporaryFolder folder;
   write_run(folder);
-  std::filesystem::create_directory(folder / "state");
   const auto make = [&](const char* file, const Words& more) {
     Words words = more;
     words.emplace_back("--json");
@@ -385,23 +386,20 @@ TEST(PlanVerb, TheCheckFindsWhateverTheRunRefuses) {
     ASSERT_EQ(made.code, 0) << made.err;
     folder.write(file, made.out);
   };
-  const auto below =
-      plan(folder, {"--compile.memory_budget", "1000", "--compile.offload_folder", "state"});
+  const auto below = plan(folder, {"--compile.memory_budget", "1000"});
   const auto least = number_after(below.err, "expected at least ");
   ASSERT_GT(least, 0) << below.err;
-  const Words tight{"--compile.memory_budget", std::to_string(least), "--compile.offload_folder",
-                    "state"};
+  const Words tight{"--compile.memory_budget", std::to_string(least)};
   make("eager.json", {});
   make("form2.json", {"--compile.form", "2"});
-  make("offloads.json", tight);
+  make("tight.json", tight);
   make("recomputes.json", {"--activation_checkpoint.mode", "full"});
   const struct {
     const char* file;
     Words words;
     std::string says;
   } cases[]{
-      {"eager.json", tight, "bytes gathered and of activations and of optimizer state, over the "},
-      {"offloads.json", {}, "a plan that offloads the optimizer state of "},
+      {"eager.json", tight, "bytes gathered and of activations, over the budget of "},
       {"eager.json",
        {"--training.sync_every_micro_batch", "true"},
        "a plan that reduces with the last micro-batch, expected every micro-batch"},
@@ -431,7 +429,7 @@ TEST(PlanVerb, TheCheckFindsWhateverTheRunRefuses) {
   const std::pair<const char*, Words> right[]{
       {"eager.json", {}},
       {"form2.json", {"--compile.form", "2"}},
-      {"offloads.json", tight},
+      {"tight.json", tight},
       {"recomputes.json", {"--activation_checkpoint.mode", "full"}}};
   for (const auto& [file, words] : right) {
     Words check{"--check", file};
@@ -666,10 +664,12 @@ TEST(PlanVerb, RefusesWhatIsNotThereYetByItsKey) {
         "--activation_checkpoint.mode", "none"},
        "found recompute without layers that keep less when they are recomputed"},
       {{"--compile.passes", "kep"},
-       "compile.passes: found 'kep', expected recompute, keep, offload or prefetch"},
-      {{"--compile.passes", "offload"}, "found offload without compile.offload_folder"},
-      {{"--compile.passes", "offload", "--compile.offload_folder", "x"},
-       "found offload without compile.memory_budget"},
+       "compile.passes: found 'kep', expected recompute, keep or prefetch"},
+      {{"--compile.passes", "offload"},
+       "compile.passes: found 'offload', expected recompute, keep or prefetch; optimizer state is"},
+      {{"--compile.offload_folder", "x"},
+       "unknown key '--compile.offload_folder'; it is no key here: what a rank trains is in the "
+       "memory that trains it; parallelism.data_parallel_shard_degree shares it"},
       {{"--compile.passes", "keep"}, "found keep without compile.memory_budget"},
       {{"--compile.form", "4"}, "compile.form: found 4 (integer), expected a value from 1 to 3"},
       {{"--compile.memory_budget", "0"},

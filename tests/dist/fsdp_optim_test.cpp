@@ -436,7 +436,6 @@ TEST(OptimizerRows, SayOfEachWhatItSaysOfItself) {
         values.momentum = momentum;
         const auto optimizer = fsdp::make_optimizer(name, handle, 0.1, values);
         EXPECT_EQ(optimizer->name(), fsdp::name_of(name));
-        EXPECT_EQ(optimizer->is_elementwise(), fsdp::is_elementwise(name)) << optimizer->name();
         std::size_t most = 0;  // of its matrix and its vector
         for (const auto& view : handle.shards()) {
           most = std::max(most, optimizer->states_of(*view.contract).size());

@@ -16,9 +16,9 @@ namespace {
 /// A line of metrics.jsonl without what is measured and what tells how it was computed.
 nlohmann::json computed(const std::string& line) {
   auto json = nlohmann::json::parse(line);
-  for (const char* key : {"step_ms", "tps", "tps_global", "tflops", "peak_rss_mib", "offload_mib",
-                          "offload_wait_ms", "peak_device_mib", "peak_device_reserved_mib", "mfu",
-                          "replayed_calls", "recorded_calls", "eager_calls", "eager_reason"}) {
+  for (const char* key : {"step_ms", "tps", "tps_global", "tflops", "peak_rss_mib",
+                          "peak_device_mib", "peak_device_reserved_mib", "mfu", "replayed_calls",
+                          "recorded_calls", "eager_calls", "eager_reason"}) {
     json.erase(key);
   }
   return json;

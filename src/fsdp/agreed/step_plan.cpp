@@ -299,16 +299,6 @@ PlanChoices eager_choices(const StepRecord& record, const std::vector<bool>& res
   return choices;
 }
 
-std::vector<PlanAction> update_actions(const std::vector<UnitId>& offload) {
-  std::vector<PlanAction> actions;
-  for (std::size_t i = 0; i < offload.size(); ++i) {
-    if (i == 0) actions.push_back({Kind::kReload, offload[i]});
-    if (i + 1 < offload.size()) actions.push_back({Kind::kReload, offload[i + 1]});
-    actions.push_back({Kind::kOffload, offload[i]});
-  }
-  return actions;
-}
-
 StepPlan make_plan(const StepRecord& record, std::vector<PlanUnit> units,
                    const PlanChoices& choices, PlanOrder order) {
   TESSERA_INVARIANT(record.is_complete() && choices.keep.size() == units.size() &&
@@ -323,8 +313,7 @@ StepPlan make_plan(const StepRecord& record, std::vector<PlanUnit> units,
                 .units = std::move(units),
                 .choices = choices,
                 .record = record,
-                .stages = {},
-                .update = update_actions(choices.offload)};
+                .stages = {}};
   plan.choices.recompute.resize(plan.units.size());
   const auto shared = shared_by_stages(record, plan.units);
   for (const auto& stage : record.stages) {
@@ -396,9 +385,6 @@ std::string to_string(const StepPlan& plan) {
       lines(words_of(plan, stage, which, "forward"), plan.record.stages.at(stage), forward);
       lines(words_of(plan, stage, which, "backward"), plan.record.stages.at(stage), backward);
     }
-  }
-  for (const auto& [kind, unit] : plan.update) {
-    text += concat("update: ", to_string(kind), " ", plan.units.at(unit).name, "\n");
   }
   return text;
 }

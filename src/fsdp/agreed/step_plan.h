@@ -130,8 +130,6 @@ struct PlanChoices {
   std::size_t ahead_in_backward = 1;
   /// By unit; of those that nobody tells kNone. make_plan() takes an empty one for that of all.
   std::vector<RecomputeMode> recompute = {};
-  /// Units whose optimizer state lies outside of memory between updates, in their order.
-  std::vector<UnitId> offload = {};
   bool operator==(const PlanChoices&) const = default;
 };
 
@@ -146,7 +144,6 @@ constexpr void fields(V& visit, Of<PlanChoices>) {
         IntRange{0, kMostPlanUnits});
   visit({"ahead_in_backward", "units ahead in backward"}, &PlanChoices::ahead_in_backward,
         IntRange{0, kMostPlanUnits});
-  visit({"offload", "optimizer state offloaded"}, &PlanChoices::offload, UnitNumbers{});
 }
 
 struct PlanAction {
@@ -159,8 +156,6 @@ struct PlanAction {
     kRelease,    ///< its memory goes back
     kReduce,     ///< issues the sum over ranks of what its slots hold
     kRecompute,  ///< its forward runs again, before its backward: the module's own doing
-    kReload,     ///< brings its optimizer state, to be updated
-    kOffload,    ///< takes its optimizer state out of memory again
   };
   Kind kind = Kind::kGather;
   UnitId unit = 0;
@@ -175,9 +170,7 @@ constexpr auto words_of(PlanAction::Kind) {
                                     {"keep to update", Kind::kKeepToUpdate},
                                     {"release", Kind::kRelease},
                                     {"reduce", Kind::kReduce},
-                                    {"recompute", Kind::kRecompute},
-                                    {"reload", Kind::kReload},
-                                    {"offload", Kind::kOffload}});
+                                    {"recompute", Kind::kRecompute}});
 }
 template <class V>
 constexpr void row(V& visit, Of<PlanAction>) {
@@ -268,9 +261,6 @@ struct StepPlan {
   PlanChoices choices;  ///< what it was made by
   StepRecord record;    ///< what it is a plan of
   std::vector<StagePlan> stages;
-  /// Of the update behind the last micro-batch: of each unit of choices.offload a reload, then an
-  /// offload, the next one's reload between them. An optimizer does it by parts of units.
-  std::vector<PlanAction> update = {};
   bool operator==(const StepPlan&) const = default;
   /// The same on every rank and every machine for equal plans.
   std::uint64_t hash() const;
@@ -283,7 +273,6 @@ constexpr void fields(V& visit, Of<StepPlan>) {
   visit({"choices", ""}, &StepPlan::choices);
   visit({"record", ""}, &StepPlan::record);
   visit("stages", &StepPlan::stages, kStages);
-  visit({"update", "update, action"}, &StepPlan::update, kActions);
 }
 
 /// A place of a pass: a unit's forward or backward begins there, or ends.
@@ -312,9 +301,6 @@ std::vector<bool> may_be_recomputed(const StepRecord& record, const std::vector<
 /// after its forward, but for the last unit of a forward whose backward comes next.
 PlanChoices eager_choices(const StepRecord& record, const std::vector<bool>& resharded,
                           ReduceAt reduce, PlanOrder order);
-
-/// StepPlan::update.
-std::vector<PlanAction> update_actions(const std::vector<UnitId>& offload);
 
 /// The plan of a record that is complete. Errors: kUsage for Keep::kBackward in PlanOrder::kAny,
 /// where another micro-batch comes between a forward and its backward.

@@ -239,10 +239,6 @@ class Walk {
         return release(unit);
       case Kind::kReduce:
         return reduce(unit);
-      case Kind::kReload:
-      case Kind::kOffload:
-        return fault(pass_, to_string(action.kind), " of unit ", name(unit),
-                     ", whose optimizer state is the update's");
       case Kind::kRecompute:
         return recompute(unit);
     }
@@ -358,14 +354,6 @@ std::vector<std::string> faults_of_shape(const StepPlan& plan) {
       if (!std::ranges::all_of(*list, is_unit)) add("unit ", unit.name, " names one of none");
     }
     if (unit.bytes < 0) add("unit ", unit.name, " of ", unit.bytes, " bytes");
-  }
-  const auto& offload = plan.choices.offload;
-  if (!std::ranges::all_of(offload, is_unit) ||
-      std::ranges::adjacent_find(offload, std::greater_equal()) != offload.end()) {
-    add("units whose state is offloaded that are none, or not in their order");
-  } else if (plan.update != update_actions(offload)) {
-    add("an update that does not bring and take each of the ", offload.size(),
-        " units whose state is offloaded once, one ahead");
   }
   for (std::size_t stage = 0; stage < plan.stages.size(); ++stage) {
     const auto& parts = plan.record.stages[stage].parts;

@@ -37,16 +37,16 @@ void AdamW::update(const std::vector<Item*>& items) {
   for (auto* item : items) {
     const auto& shard = item->view.shard;
     if (item->master.defined()) continue;
-    auto& lists = groups[{shard.scalar_type(), rates_of(*item, options_.weight_decay)}];
+    auto& lists = groups[{shard.scalar_type(), inside_->rates_of(*item, options_.weight_decay)}];
     add(lists, *item, {shard.detach(), shard.grad(), {0, shard.numel()}});
   }
   for (auto& [alike, lists] : groups) step_fused(lists, alike.rates);
   for (auto* item : items) {
     if (!item->master.defined()) continue;
-    master_.step(item->view, item->master, was_changed(*item), [&](const Stepped& part) {
+    master_.step(item->view, item->master, inside_->was_changed(*item), [&](const Stepped& part) {
       Lists lists;
       add(lists, *item, part);
-      step_fused(lists, rates_of(*item, options_.weight_decay));
+      step_fused(lists, inside_->rates_of(*item, options_.weight_decay));
     });
   }
 }

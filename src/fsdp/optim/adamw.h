@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "fsdp/optim/optimizer_inside.h"
 #include "fsdp/optim/optimizer_shards.h"
 #include "tessera/optim.h"
 
@@ -21,6 +22,7 @@ class AdamW : public Optimizer {
   std::vector<KeptTensor> states() const override { return {{"exp_avg"}, {"exp_avg_sq"}}; }
 
  protected:
+  using Item = OptimizerItem;
   void update(const std::vector<Item*>& items) override;
   MasterOfShard& master() { return master_; }
 

@@ -168,7 +168,6 @@ class Muon : public fsdp::AdamW {
     if (matrices_of(contract)) return {{"momentum_buffer"}};
     return AdamW::states();
   }
-  bool is_elementwise() const override { return false; }
 
  protected:
   void update(const std::vector<Item*>& items) override {
@@ -232,7 +231,7 @@ std::vector<std::vector<fsdp::HeldElements>> Muon::held_by_ranks(const std::vect
   std::string bytes(mine.size() * sizeof(std::int64_t), '\0');
   std::memcpy(bytes.data(), mine.data(), bytes.size());
   std::vector<std::string> all{bytes};
-  if (auto* group = runtime().data_group(); group != nullptr) {
+  if (auto* group = inside_->runtime().data_group(); group != nullptr) {
     all = comm::all_gather_fixed(*group, bytes, "shards of matrices");
   }
   std::vector<std::vector<fsdp::HeldElements>> held;
@@ -256,26 +255,26 @@ std::vector<std::vector<fsdp::HeldElements>> Muon::held_by_ranks(const std::vect
 const Muon::Known& Muon::known_for(const std::vector<Item*>& items) {
   std::vector<const GradContract*> contracts;
   for (const auto* item : items) contracts.push_back(item->view.contract);
-  if (known_ && known_->contracts == contracts && known_->layout == runtime().layout()) {
+  if (known_ && known_->contracts == contracts && known_->layout == inside_->runtime().layout()) {
     return *known_;
   }
   Known known;
-  known.layout = runtime().layout();
+  known.layout = inside_->runtime().layout();
   std::vector<fsdp::MatrixParameter> parameters;
   for (const auto* contract : contracts) {
     known.forms.push_back(matrices_of(*contract).value());
     parameters.push_back(fsdp::matrix_parameter(*contract, known.forms.back()));
   }
   known.contracts = std::move(contracts);
-  auto* control = runtime().data_group();
+  auto* control = inside_->runtime().data_group();
   known.rank = control == nullptr ? 0 : control->rank();
   known.exchange = fsdp::plan_exchange(parameters, held_by_ranks(items));
   known.to_owners = fsdp::to_owners(known.exchange, known.rank);
   known.to_holders = fsdp::to_holders(known.exchange, known.rank);
   if (control != nullptr && group_ == nullptr) {
-    const auto& mesh = runtime().mesh();
-    group_ = runtime().world().group(mesh.ranks_of({axis::kReplicate, axis::kShard, axis::kTensor}),
-                                     "optimizer");
+    const auto& mesh = inside_->runtime().mesh();
+    group_ = inside_->runtime().world().group(
+        mesh.ranks_of({axis::kReplicate, axis::kShard, axis::kTensor}), "optimizer");
     TESSERA_INVARIANT(group_->size() == control->size() && group_->rank() == known.rank,
                       "the ranks that share matrices are not those of a stage");
   }
@@ -292,7 +291,7 @@ at::Tensor Muon::exchanged(const at::Tensor& out, const Crossing& crossing) {
   batch.label.kind = comm::Kind::kAllToAll;
   batch.label.unit = "optimizer";
   batch.ops = {comm::AllToAll{out, crossing.sends, in, crossing.receives}};
-  runtime().queue().submit(*group_, std::move(batch)).wait();
+  inside_->runtime().queue().submit(*group_, std::move(batch)).wait();
   return in;
 }
 
@@ -397,10 +396,10 @@ double Muon::adjusted(double lr, const fsdp::MatrixForm& form) const {
 }
 
 void Muon::step_item(Item& item, const at::Tensor& result, const fsdp::MatrixForm& form) {
-  const auto rates = rates_of(item, options_.weight_decay);
+  const auto rates = inside_->rates_of(item, options_.weight_decay);
   const double kept = 1 - rates.lr * rates.weight_decay;
   const double lr = adjusted(rates.lr, form);
-  master().step(item.view, item.master, was_changed(item), [&](const fsdp::Stepped& part) {
+  master().step(item.view, item.master, inside_->was_changed(item), [&](const fsdp::Stepped& part) {
     const auto by = result.narrow(0, part.elements.begin, part.elements.size());
     if (!part.values.is_cpu()) {
       part.values.mul_(kept).add_(by.to(part.values.scalar_type()), -lr);

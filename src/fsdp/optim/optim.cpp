@@ -11,6 +11,7 @@
 
 #include "base/log.h"
 #include "base/trace.h"
+#include "fsdp/optim/optimizer_inside.h"
 #include "fsdp/optim/optimizer_registry.h"
 #include "fsdp/optim/optimizer_shards.h"
 #include "fsdp/runtime/integrity.h"
@@ -83,9 +84,10 @@ class ForSchedulers : public torch::optim::Optimizer {
 
 }  // namespace
 
-Optimizer::Optimizer(const ShardedBase& model, double lr, const std::vector<std::string>& no_decay,
-                     const std::vector<OptimizerRule>& rules)
-    : lr_(lr), unit_(model.unit()), no_decay_(no_decay), rules_(rules) {
+Optimizer::Inside::Inside(const Optimizer& optimizer, const ShardedBase& model, double lr,
+                          const std::vector<std::string>& no_decay,
+                          const std::vector<OptimizerRule>& rules)
+    : optimizer_(optimizer), lr_(lr), unit_(model.unit()), no_decay_(no_decay), rules_(rules) {
   layout_ = fsdp::unit_of_handle(unit_).runtime().layout();
   std::vector<const GradContract*> contracts;
   const fsdp::ModelNames names(model);
@@ -99,7 +101,7 @@ Optimizer::Optimizer(const ShardedBase& model, double lr, const std::vector<std:
   grad::check_optimizer_rules(rules, contracts);
 }
 
-Optimizer::Item Optimizer::make_item(const ShardView& view) const {
+fsdp::OptimizerItem Optimizer::Inside::make_item(const ShardView& view) const {
   Item item;
   item.view = view;
   const auto& named = scope_.at(view.contract).named;
@@ -110,34 +112,7 @@ Optimizer::Item Optimizer::make_item(const ShardView& view) const {
   return item;
 }
 
-Optimizer::operator torch::optim::Optimizer&() {
-  if (!for_schedulers_) for_schedulers_ = std::make_shared<ForSchedulers>(*this);
-  return *for_schedulers_;
-}
-
-std::vector<OptimizerState> Optimizer::unread_state() const {
-  std::vector<OptimizerState> states;
-  for (const auto& item : items_) {
-    if (!item.view.contract->trainable) continue;
-    states.push_back({item.view, item.steps, item.is_out ? unread_kept_of(item) : kept_of(item)});
-  }
-  return states;
-}
-
-std::vector<OptimizerState> Optimizer::state() const {
-  require_whole("optimizer state");
-  auto states = unread_state();
-  for (auto& state : states) {
-    for (auto& kept : state.kept) {
-      if (!kept.read) continue;
-      kept.values = at::empty_like(kept.values, at::TensorOptions().device(at::kCPU));
-      std::exchange(kept.read, {})(0, kept.values);
-    }
-  }
-  return states;
-}
-
-Optimizer::Item& Optimizer::find(std::string_view parameter) {
+fsdp::OptimizerItem& Optimizer::Inside::find(std::string_view parameter) {
   const auto found = std::find_if(items_.begin(), items_.end(), [&](const auto& item) {
     return item.view.contract->name == parameter;
   });
@@ -147,30 +122,7 @@ Optimizer::Item& Optimizer::find(std::string_view parameter) {
   return *found;
 }
 
-void Optimizer::set_steps(std::string_view parameter, std::int64_t steps) {
-  TESSERA_CHECK(steps >= 0 && steps <= kMostSteps, ErrorKind::kUsage, "optimizer: found ", steps,
-                " steps of ", parameter, ", expected 0 to ", kMostSteps);
-  find(parameter).steps = steps;
-}
-
-std::vector<OptimizerState::Kept> Optimizer::make_kept(std::string_view parameter) {
-  const at::NoGradGuard no_grad;
-  auto& item = find(parameter);
-  if (item.is_out) bring_back(item);
-  make_item_state(item);
-  item.seen_version = version_of_shard(item.view.shard);
-  return kept_of(item);
-}
-
-void Optimizer::forget(std::string_view parameter) {
-  auto& item = find(parameter);
-  item.state.clear();
-  item.master = at::Tensor();
-  item.has_state = item.is_out = item.is_torn = false;
-  item.steps = 0;
-}
-
-void Optimizer::make_item_state(Item& item) const {
+void Optimizer::Inside::make_state(Item& item) const {
   if (item.has_state) return;
   item.has_state = true;
   item.master = fsdp::MasterOfShard::make(item.view);
@@ -178,13 +130,13 @@ void Optimizer::make_item_state(Item& item) const {
   const auto& shard = item.view.shard;
   const auto options =
       shard.options().dtype(to_scalar_type(item.view.contract->state)).requires_grad(false);
-  item.state.resize(states_of(*item.view.contract).size());
+  item.state.resize(optimizer_.states_of(*item.view.contract).size());
   for (auto& kept : item.state) kept = at::zeros(shard.sizes(), options);
 }
 
-std::vector<OptimizerState::Kept> Optimizer::kept_of(const Item& item) const {
+std::vector<OptimizerState::Kept> Optimizer::Inside::kept_of(const Item& item) const {
   if (!item.has_state) return {};
-  const auto named = states_of(*item.view.contract);
+  const auto named = optimizer_.states_of(*item.view.contract);
   std::vector<OptimizerState::Kept> kept;
   for (std::size_t i = 0; i < named.size(); ++i) kept.push_back({named[i].name, item.state[i]});
   if (item.master.defined()) {
@@ -193,34 +145,13 @@ std::vector<OptimizerState::Kept> Optimizer::kept_of(const Item& item) const {
   return kept;
 }
 
-std::map<std::string, DType> Optimizer::kept_dtypes(const GradContract& contract) const {
-  std::map<std::string, DType> dtypes;
-  for (auto& state : states_of(contract)) dtypes.emplace(std::move(state.name), contract.state);
-  if (const auto master = fsdp::MasterOfShard::dtype(contract.master)) {
-    dtypes.emplace(fsdp::MasterOfShard::name(contract.master), *master);
-  }
-  return dtypes;
-}
+fsdp::Runtime& Optimizer::Inside::runtime() const { return unit_->runtime(); }
 
-std::vector<std::string> Optimizer::kept_names() const {
-  std::vector<std::string> names;
-  for (auto& state : states()) names.push_back(std::move(state.name));
-  for (const auto kind : {Master::kRemainder, Master::kCopy}) {
-    const bool kept = std::any_of(items_.begin(), items_.end(), [&](const auto& item) {
-      return item.view.contract->master == kind;
-    });
-    if (kept) names.emplace_back(fsdp::MasterOfShard::name(kind));
-  }
-  return names;
-}
-
-fsdp::Runtime& Optimizer::runtime() const { return unit_->runtime(); }
-
-Optimizer::Rates Optimizer::rates_of(const Item& item, double weight_decay) const {
+fsdp::Rates Optimizer::Inside::rates_of(const Item& item, double weight_decay) const {
   return {lr_ * item.lr_scale, item.weight_decay.value_or(item.decays ? weight_decay : 0.0)};
 }
 
-bool Optimizer::was_changed(const Item& item) {
+bool Optimizer::Inside::was_changed(const Item& item) {
   const bool changed = version_of_shard(item.view.shard) != item.seen_version;
   if (changed && item.view.contract->master == Master::kRemainder && !warned_) {
     warned_ = true;
@@ -233,27 +164,17 @@ bool Optimizer::was_changed(const Item& item) {
   return changed;
 }
 
-void Optimizer::set_lr(double lr) {
-  fsdp::check_option("lr", lr);
-  lr_ = lr;
-}
-
-void Optimizer::step() {
-  RECORD_USER_SCOPE("tessera::optimizer");
-  const TraceScope traced(TraceRow::kOptimizer, "update");
-  const at::NoGradGuard no_grad;
-  TESSERA_CHECK(!unit_->runtime().has_failed(), ErrorKind::kUsage,
+std::vector<fsdp::OptimizerItem*> Optimizer::Inside::items_to_step() {
+  TESSERA_CHECK(!runtime().has_failed(), ErrorKind::kUsage,
                 "optimizer step: found a step that an exception has ended, expected one whose "
                 "backwards are done; run its micro-batches again");
   require_no_group(for_schedulers_.get());
-  unit_->runtime().require_idle("optimizer step");
-  TESSERA_CHECK(layout_ == unit_->runtime().layout(), ErrorKind::kUsage,
+  runtime().require_idle("optimizer step");
+  TESSERA_CHECK(layout_ == runtime().layout(), ErrorKind::kUsage,
                 "optimizer step: found that set_trainable() has laid the model out anew without "
                 "this optimizer, expected it among those that follow; name it there");
-  unit_->runtime().require_synced("optimizer step");
-  unit_->runtime().require_none_lost("optimizer step");
-  require_whole("optimizer step");
-  follow_plan();
+  runtime().require_synced("optimizer step");
+  runtime().require_none_lost("optimizer step");
   std::vector<Item*> items;
   for (auto& item : items_) {
     const auto& grad = item.view.shard.grad();
@@ -271,13 +192,91 @@ void Optimizer::step() {
                   ErrorKind::kContract, "optimizer step: gradient of ", item.view.contract->name,
                   ": found the shape ", grad.sizes(), " with strides ", grad.strides(),
                   ", expected ", item.view.shard.sizes(), " as its shard, and contiguous");
-    if (!item.goes_out) make_item_state(item);
+    make_state(item);
     items.push_back(&item);
   }
+  return items;
+}
+
+Optimizer::Optimizer(const ShardedBase& model, double lr, const std::vector<std::string>& no_decay,
+                     const std::vector<OptimizerRule>& rules)
+    : inside_(std::make_unique<Inside>(*this, model, lr, no_decay, rules)) {}
+
+Optimizer::~Optimizer() = default;
+
+Optimizer::operator torch::optim::Optimizer&() {
+  auto& made = inside_->for_schedulers_;
+  if (!made) made = std::make_shared<ForSchedulers>(*this);
+  return *made;
+}
+
+std::vector<OptimizerState> Optimizer::state() const {
+  std::vector<OptimizerState> states;
+  for (const auto& item : inside_->items_) {
+    if (!item.view.contract->trainable) continue;
+    states.push_back({item.view, item.steps, inside_->kept_of(item)});
+  }
+  return states;
+}
+
+void Optimizer::set_steps(std::string_view parameter, std::int64_t steps) {
+  TESSERA_CHECK(steps >= 0 && steps <= kMostSteps, ErrorKind::kUsage, "optimizer: found ", steps,
+                " steps of ", parameter, ", expected 0 to ", kMostSteps);
+  inside_->find(parameter).steps = steps;
+}
+
+std::vector<OptimizerState::Kept> Optimizer::make_kept(std::string_view parameter) {
+  const at::NoGradGuard no_grad;
+  auto& item = inside_->find(parameter);
+  inside_->make_state(item);
+  item.seen_version = version_of_shard(item.view.shard);
+  return inside_->kept_of(item);
+}
+
+void Optimizer::forget(std::string_view parameter) {
+  auto& item = inside_->find(parameter);
+  item.state.clear();
+  item.master = at::Tensor();
+  item.has_state = false;
+  item.steps = 0;
+}
+
+std::map<std::string, DType> Optimizer::kept_dtypes(const GradContract& contract) const {
+  std::map<std::string, DType> dtypes;
+  for (auto& state : states_of(contract)) dtypes.emplace(std::move(state.name), contract.state);
+  if (const auto master = fsdp::MasterOfShard::dtype(contract.master)) {
+    dtypes.emplace(fsdp::MasterOfShard::name(contract.master), *master);
+  }
+  return dtypes;
+}
+
+std::vector<std::string> Optimizer::kept_names() const {
+  std::vector<std::string> names;
+  for (auto& state : states()) names.push_back(std::move(state.name));
+  for (const auto kind : {Master::kRemainder, Master::kCopy}) {
+    const bool kept = std::ranges::any_of(
+        inside_->items_, [&](const auto& item) { return item.view.contract->master == kind; });
+    if (kept) names.emplace_back(fsdp::MasterOfShard::name(kind));
+  }
+  return names;
+}
+
+void Optimizer::set_lr(double lr) {
+  fsdp::check_option("lr", lr);
+  inside_->lr_ = lr;
+}
+
+double Optimizer::lr() const { return inside_->lr_; }
+
+void Optimizer::step() {
+  RECORD_USER_SCOPE("tessera::optimizer");
+  const TraceScope traced(TraceRow::kOptimizer, "update");
+  const at::NoGradGuard no_grad;
+  const auto items = inside_->items_to_step();
   // Behind the last check: who mends a gradient and steps again has made one step.
   for (auto* item : items) ++item->steps;
-  unit_->runtime().come_behind_reads();
-  outside_ != nullptr ? update_through(items) : update(items);
+  inside_->runtime().come_behind_reads();
+  update(items);
   for (auto* item : items) {
     // Also where this rank owns no element of it: whether a unit is gathered anew must not differ
     // between ranks.

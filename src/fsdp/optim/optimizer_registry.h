@@ -61,7 +61,7 @@ double default_momentum(OptimizerName name);
 /// How many tensors it keeps of a parameter at most, each laid out as the shard:
 /// Optimizer::states_of() of what make_optimizer gives.
 int kept_states(OptimizerName name, const Hyperparameters& values);
-/// Optimizer::is_elementwise() of what make_optimizer gives: whether its state can be offloaded.
+/// Whether an update of some elements needs no others.
 bool is_elementwise(OptimizerName name);
 /// Keys of `values` that are not their defaults and that this optimizer does not have.
 std::vector<std::string_view> keys_without_effect(OptimizerName name,

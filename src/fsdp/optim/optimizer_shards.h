@@ -9,7 +9,6 @@
 #include <limits>
 #include <optional>
 
-#include "fsdp/optim/state_of_units.h"
 #include "layout/range.h"
 #include "tessera/contract.h"
 #include "tessera/error.h"
@@ -24,7 +23,11 @@ inline void check_option(const char* name, double value,
                 value, ", expected at least 0 and below ", highest);
 }
 
-/// As kMasterPart, on a device, which takes as long for few elements as for many.
+/// Elements of a shard whose float32 values an optimizer forms at a time. Kernels that divide a
+/// tensor by cache lines treat parts of this size as they would the whole: the bits of an update do
+/// not depend on it.
+inline constexpr std::int64_t kMasterPart = std::int64_t{1} << 20;
+/// The same on a device, which takes as long for few elements as for many.
 inline constexpr std::int64_t kMasterPartOfDevices = std::int64_t{1} << 25;
 
 /// A stretch of one shard in the dtype in which it is stepped.

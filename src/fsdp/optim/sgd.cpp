@@ -1,6 +1,7 @@
 // SGD with momentum, as PyTorch's.
 #include <ATen/ATen.h>
 
+#include "fsdp/optim/optimizer_inside.h"
 #include "fsdp/optim/optimizer_registry.h"
 #include "fsdp/optim/optimizer_shards.h"
 #include "tessera/optim.h"
@@ -9,6 +10,8 @@ namespace tessera {
 namespace {
 
 class Sgd : public Optimizer {
+  using Item = fsdp::OptimizerItem;
+
  public:
   Sgd(const ShardedBase& model, const SgdOptions& options)
       : Optimizer(model, options.lr, options.no_decay, options.rules), options_(options) {}
@@ -24,7 +27,7 @@ class Sgd : public Optimizer {
  protected:
   void update(const std::vector<Item*>& items) override {
     for (auto* item : items) {
-      master_.step(item->view, item->master, was_changed(*item),
+      master_.step(item->view, item->master, inside_->was_changed(*item),
                    [&](const fsdp::Stepped& part) { step_part(*item, part); });
     }
   }
@@ -32,7 +35,7 @@ class Sgd : public Optimizer {
  private:
   void step_part(Item& item, const fsdp::Stepped& part) const {
     auto direction = part.gradient;
-    const auto rates = rates_of(item, options_.weight_decay);
+    const auto rates = inside_->rates_of(item, options_.weight_decay);
     if (rates.weight_decay != 0.0) direction = direction.add(part.values, rates.weight_decay);
     if (options_.momentum != 0.0) {
       const auto momentum = item.state[0].narrow(0, part.elements.begin, part.elements.size());

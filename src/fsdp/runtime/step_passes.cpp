@@ -134,9 +134,6 @@ void OpenStep::do_actions(std::size_t count) {
         reduced_.insert(id);
         reduce_now(unit);
         break;
-      case PlanAction::Kind::kReload:
-      case PlanAction::Kind::kOffload:
-        break;  // the optimizer's, in its update
     }
   }
 }

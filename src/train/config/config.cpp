@@ -179,10 +179,17 @@ void set_key(Config& config, const ConfigKey& key, const toml::node& node,
   }
 }
 
+/// What RUN/config.toml of an earlier run has of a key that is gone and that nobody had set.
+bool is_gone_and_unset(std::string_view key, const toml::node& node) {
+  return key == "compile.offload_folder" && node.as_string() != nullptr &&
+         node.as_string()->get().empty();
+}
+
 void read_section(Config& config, const std::string& section, const toml::table& table,
                   std::string_view source) {
   for (const auto& [name, node] : table) {
     const std::string full = concat(section, ".", name.str());
+    if (is_gone_and_unset(full, node)) continue;
     const ConfigKey* key = find_key(full);
     TESSERA_CHECK(key != nullptr, ErrorKind::kConfig, where(source, name.source()), "unknown key ",
                   printable(full), advice_on_key(full, KeysIn::kFile));

@@ -136,7 +136,6 @@ struct CompileConfig {
   std::optional<MemoryBudget> memory_budget;
   int form = 3;
   std::optional<std::vector<std::string>> passes;  ///< none = all that apply
-  std::string offload_folder;                      ///< empty = optimizer state is in memory
   bool operator==(const CompileConfig&) const = default;
 };
 

@@ -330,12 +330,7 @@ void add_plan(std::vector<ConfigKey>& keys) {
             "every micro-batch, 1 once a step and reduces with the last."},
            between(1, 3))
       .key("passes", &C::passes,
-           {"", "What chooses, in this order: recompute, keep, offload, prefetch.",
-            "all that apply"})
-      .key("offload_folder", &C::offload_folder,
-           {"folder",
-            "Where each rank of a CPU has a file without a name for optimizer state that a budget "
-            "has no room for; empty: all of it is in memory."});
+           {"", "What chooses, in this order: recompute, keep, prefetch.", "all that apply"});
 }
 
 void add_update(std::vector<ConfigKey>& keys) {

@@ -29,6 +29,10 @@ constexpr std::string_view kNoWorkers = "rows are read from mapped files, withou
 constexpr std::string_view kBetas = "both in one list, as [0.9, 0.95]";
 constexpr std::string_view kExport =
     "`tessera convert` makes a Hugging Face folder of a checkpoint";
+constexpr std::string_view kStateInMemory =
+    "what a rank trains is in the memory that trains it; parallelism.data_parallel_shard_degree "
+    "shares it among more ranks, lora.rank and model.freeze train less, optimizer.name SGD "
+    "keeps less";
 constexpr std::string_view kHeld = "`tessera inspect --contract` says what a step holds";
 constexpr std::string_view kFused = "every optimizer updates in one pass";
 constexpr std::string_view kFamilies =
@@ -143,8 +147,7 @@ constexpr auto kOtherKeys = std::to_array<OtherName>({
     {"enable_sequence_parallel", "parallelism.sequence_parallel"},
     {"disable_loss_parallel enable_async_tensor_parallel enable_compiled_autograd", "",
      "see parallelism.tensor_parallel_degree"},
-    {"fsdp_cpu_offload enable_cpu_offload cpu_offload", "compile.offload_folder",
-     "optimizer state, where compile.memory_budget has no room for it"},
+    {"offload_folder fsdp_cpu_offload enable_cpu_offload cpu_offload", "", kStateInMemory},
     {"ddp_find_unused_parameters ddp_bucket_cap_mb", "",
      "unused parameters are found, and buckets follow from the units"},
     {"pipeline_parallel_schedule pp_schedule", "pipeline.schedule"},

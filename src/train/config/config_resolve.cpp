@@ -48,26 +48,14 @@ void check_compile(const Config& config, Verb verb) {
   const CompileConfig& section = config.compile;
   if (section.passes) capture::check_passes(*section.passes);
   if (section.mode == CompileChoice::kOff) return;
-  TESSERA_CHECK(
-      section.offload_folder.empty() || fsdp::is_elementwise(config.optimizer.name),
-      ErrorKind::kConfig, "compile.offload_folder: found one with optimizer.name ",
-      fsdp::name_of(config.optimizer.name),
-      ", which takes matrices whole, expected an optimizer whose state is used element by element; "
-      "leave offload_folder out, or set another optimizer.name");
-  // gradients leaves it out.
-  if (config.device == DeviceName::kCuda && verb != Verb::kGradients) {
-    require_no_offload(section, "cuda");
-  }
   const int stages = config.parallelism.pipeline_parallel_degree;
   const bool only_replays = section.mode == CompileChoice::kReplay && section.form == 3 &&
-                            !section.memory_budget && !section.passes && section.plan.empty() &&
-                            section.offload_folder.empty();
+                            !section.memory_budget && !section.passes && section.plan.empty();
   TESSERA_CHECK(stages == 1 || only_replays, ErrorKind::kConfig, "compile.mode: found ",
                 section.mode == CompileChoice::kPlan ? "plan" : "replay with a plan of its own",
                 " with pipeline_parallel_degree ", stages,
-                ", expected off, or replay without form, memory_budget, passes, plan and "
-                "offload_folder: the steps of a pipeline have the plan of its schedule; set "
-                "compile.mode = \"off\" and "
+                ", expected off, or replay without form, memory_budget, passes and plan: the steps "
+                "of a pipeline have the plan of its schedule; set compile.mode = \"off\" and "
                 "pipeline.reshard, or pipeline_parallel_degree = 1");
   if (section.memory_budget && verb != Verb::kGradients) {  // which has its batch's
     require_seq_len(config.training,
@@ -234,12 +222,6 @@ std::string absolute_under(const fs::path& base, const std::string& folder) {
 }
 
 }  // namespace
-
-void require_no_offload(const CompileConfig& section, const std::string& device) {
-  TESSERA_CHECK(section.offload_folder.empty(), ErrorKind::kConfig,
-                "compile.offload_folder: found one on ", device,
-                ", expected none there: state of devices stays on them so far; leave it out");
-}
 
 void validate(const Config& config, Verb verb) {
   check_device(config);

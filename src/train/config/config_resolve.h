@@ -40,9 +40,6 @@ auto open_as(std::string_view key, const Open& open) {
     throw Error(error.kind(), concat(key, ": ", what));
   }
 }
-/// On a `device`, as messages name it: optimizer state goes to files from the host's memory alone.
-/// Errors: kConfig.
-void require_no_offload(const CompileConfig& section, const std::string& device);
 /// Which of the two names the model.
 std::string_view model_key(const ModelConfig& model);
 

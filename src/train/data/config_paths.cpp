@@ -46,10 +46,6 @@ std::vector<NamedPath> paths_to_read(const Config& config, Verb verb) {
   if (verb != Verb::kTrain) return paths;
   for (const NamedSource& source : sources_of(config.data)) add_data(source, paths);
   add_data({"validation.path", config.validation.path}, paths);
-  if (config.compile.mode != CompileChoice::kOff) {
-    paths.push_back({"compile.offload_folder", config.compile.offload_folder, "no folder",
-                     "one for the optimizer state; make it"});
-  }
   return paths;
 }
 

@@ -201,12 +201,7 @@ std::optional<std::string> unused_optimizer_keys(const OptimizerConfig& optimize
 }
 
 std::optional<std::string> unused_compile_keys(const CompileConfig& compile) {
-  if (compile.mode != CompileChoice::kOff) {
-    // Without a budget nothing is too much, and a plan that is given says itself what it offloads.
-    if (compile.offload_folder.empty() || compile.memory_budget || !compile.plan.empty()) return {};
-    return "compile.offload_folder: without effect, since there is no compile.memory_budget: all "
-           "optimizer state is in memory; set one, or leave the folder out";
-  }
+  if (compile.mode != CompileChoice::kOff) return {};
   std::vector<std::string> keys;
   const auto add = [&](const char* key, bool is_set) {
     if (is_set) keys.push_back(concat("compile.", key));
@@ -215,7 +210,6 @@ std::optional<std::string> unused_compile_keys(const CompileConfig& compile) {
   add("memory_budget", compile.memory_budget.has_value());
   add("form", compile.form != CompileConfig().form);
   add("passes", compile.passes.has_value());
-  add("offload_folder", !compile.offload_folder.empty());
   if (keys.empty()) return {};
   return concat(tessera::joined(keys),
                 ": without effect, since compile.mode is \"off\"; set compile.mode = "

@@ -64,8 +64,6 @@ std::vector<Scalar> named_values(const StepMetrics& m) {
   }
   if (m.loss_scale) values.push_back({"loss_scale", *m.loss_scale});
   if (m.skipped_steps) values.push_back({"skipped_steps", static_cast<double>(*m.skipped_steps)});
-  if (m.offload_mib) values.push_back({"offload_mib", *m.offload_mib});
-  if (m.offload_wait_ms) values.push_back({"offload_wait_ms", *m.offload_wait_ms});
   if (m.aux_loss) values.push_back({"aux_loss", *m.aux_loss});
   if (m.regions) {
     values.push_back({"replayed_calls", static_cast<double>(m.regions->replayed)});

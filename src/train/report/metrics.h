@@ -57,11 +57,7 @@ struct StepMetrics {
   std::optional<double> loss_scale;               ///< of this step's gradients
   std::optional<std::int64_t> skipped_steps;      ///< so far, this one included
   std::optional<double> aux_loss = std::nullopt;  ///< of routers, before its weight
-  /// Of optimizer state that is offloaded: read and written by the rank that moved most, and the
-  /// longest that an update waited for it.
-  std::optional<double> offload_mib = std::nullopt;
-  std::optional<double> offload_wait_ms = std::nullopt;
-  std::vector<ExpertLoad> expert_loads = {};  ///< one a layer with experts
+  std::vector<ExpertLoad> expert_loads = {};      ///< one a layer with experts
   /// Calls of regions in this step, on the rank that writes; none where nothing is replayed.
   std::optional<ReplayCalls> regions = std::nullopt;
 };

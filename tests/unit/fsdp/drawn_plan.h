@@ -126,9 +126,6 @@ class Draw {
     const auto of = record(stages, count);
     const auto all = units(count);
     choices.recompute = recompute(of, all);
-    for (UnitId id = 0; id < count; ++id) {
-      if (below(4) == 0) choices.offload.push_back(id);
-    }
     return make_plan(of, all, choices, order);
   }
 

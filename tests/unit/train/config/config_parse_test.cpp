@@ -143,6 +143,20 @@ no_decay = "norm"
   EXPECT_TRUE(policy.loss_scaling) << "the program scales where float16 needs it";
 }
 
+// RUN/config.toml of an earlier run has every key of then, and is trained on from.
+TEST(ConfigParse, AKeyThatIsGoneIsPassedOverWhereNobodyHadSetItAndElseRefusedByName) {
+  EXPECT_EQ(parse_config("[compile]\noffload_folder = \"\"\nform = 2", "x"),
+            parse_config("[compile]\nform = 2", "x"));
+  for (const char* set : {"\"state\"", "true", "[]"}) {
+    EXPECT_THAT(parse_refusal(concat("[compile]\nform = 2\noffload_folder = ", set)),
+                AllOf(StartsWith("run.toml:3:1: unknown key 'compile.offload_folder'; it is no key "
+                                 "here: what a rank trains is in the memory that trains it; "),
+                      HasSubstr("parallelism.data_parallel_shard_degree shares it among more "),
+                      HasSubstr("lora.rank"), HasSubstr("optimizer.name SGD keeps less")));
+  }
+  EXPECT_NE(parse_refusal("[compile]\noffload = \"\""), "");
+}
+
 TEST(ConfigParse, StepsToTraceAreAListOrOneOfThem) {
   EXPECT_EQ(parse_config("metrics.trace_steps = [3, 4]", "x").metrics.trace_steps,
             (std::vector<std::int64_t>{3, 4}));

@@ -35,10 +35,6 @@ TEST(ConfigValidate, RefusesWhatCannotBePlanned) {
       {"compile.passes=[\"keep\", \"keep\"]", "compile.passes: found 'keep' twice"},
       {"compile.mode=plan\nparallelism.pipeline_parallel_degree=2",
        "compile.mode: found plan with pipeline_parallel_degree 2"},
-      {"compile.mode=plan\ncompile.offload_folder=out\noptimizer.name=Muon",
-       "compile.offload_folder: found one with optimizer.name Muon"},
-      {"compile.mode=plan\ncompile.offload_folder=out\ndevice=cuda",
-       "compile.offload_folder: found one on cuda"},
       {"compile.mode=plan\ncompile.form=1\ntraining.sync_every_micro_batch=true",
        "compile.form: found 1 with training.sync_every_micro_batch"},
   };
