@@ -167,6 +167,7 @@ class OnGpu(unittest.TestCase):
         for name in ("scripts/on_gpu", "scripts/settings.sh", "tests/CMakeLists.txt"):
             (self.tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, self.tree / name)
+        (self.tree / "tests/golden").symlink_to(ROOT / "tests/golden")
 
     def pack(self, version, said=""):
         """Of programs that say this, each as a shell does it."""

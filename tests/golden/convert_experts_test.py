@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What `tessera convert` writes of models with experts: under the names of files, whatever stands in memory.
 
-Run by ctest with TESSERA_PROGRAM; leaves with 77 (skipped) where `transformers` is missing, as with
-TESSERA_TORCH.
+Run by ctest with TESSERA_PROGRAM and TESSERA_TEST_DATA; leaves with 77 (skipped) where `transformers` is
+missing, as with TESSERA_TORCH.
 """
 
 import json

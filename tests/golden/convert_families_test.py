@@ -4,8 +4,8 @@ for every family of the registry, from a config alone, trained, in the published
 other values than the reference folders have. With TESSERA_FULL=1 (`scripts/full families`) also every reference
 folder, trained. Gemma 4's experts evened out: what a run says of them is what transformers' routers say.
 
-Run by ctest with TESSERA_PROGRAM; leaves with 77 (skipped) where `transformers` is missing, as with
-TESSERA_TORCH.
+Run by ctest with TESSERA_PROGRAM and TESSERA_TEST_DATA; leaves with 77 (skipped) where `transformers` is
+missing, as with TESSERA_TORCH.
 """
 
 import json

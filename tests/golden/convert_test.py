@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """What `tessera convert` writes, as transformers and safetensors read it.
 
-Run by ctest with TESSERA_PROGRAM; leaves with 77 (skipped) where `transformers` is missing, as with
-TESSERA_TORCH.
+Run by ctest with TESSERA_PROGRAM and TESSERA_TEST_DATA; leaves with 77 (skipped) where `transformers` is
+missing, as with TESSERA_TORCH.
 """
 
 import json
@@ -23,7 +23,7 @@ except ImportError as missing:
     print(f"skipped: {missing}")
     sys.exit(77)
 
-DATA = pathlib.Path(__file__).resolve().parent / "data"
+DATA = pathlib.Path(os.environ["TESSERA_TEST_DATA"])
 FOLDERS = ("qwen3-fp32", "qwen3-mixed", "llama-fp32", "llama-mixed", "qwen2-mixed", "mistral-fp32", "olmo2-fp32", "olmo2-mixed", "gemma3-text-fp32", "gemma3-text-mixed", "deepseek-v2-fp32", "deepseek-v2-group-mixed",
            "deepseek-v3-mixed", "glm4-moe-fp32", "llama4-text-mixed")
 FLOAT32 = ("--precision.param_dtype", "float32", "--precision.storage_dtype", "float32")

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Adapters that `tessera train` made, as peft and transformers read them.
 
-The truth is peft's own forward and backward in fp64. Run by ctest with TESSERA_PROGRAM; leaves with
-77 (skipped) where `transformers` or `peft` is missing, as with TESSERA_TORCH.
+The truth is peft's own forward and backward in fp64. Run by ctest with TESSERA_PROGRAM
+and TESSERA_TEST_DATA; leaves with 77 (skipped) where `transformers` or `peft` is missing, as with TESSERA_TORCH.
 """
 
 import json
@@ -23,7 +23,7 @@ except ImportError as missing:
     print(f"skipped: {missing}")
     sys.exit(77)
 
-DATA = pathlib.Path(__file__).resolve().parent / "data"
+DATA = pathlib.Path(os.environ["TESSERA_TEST_DATA"])
 FLOAT32 = ("--precision.param_dtype", "float32")
 # Of a second fp32 implementation, from the README of the reference data.
 LOGITS_BOUND = 5e-5

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes tests/golden/data/greedy.json: what transformers' generate adds to prompts, greedily, in fp32.
 
-    .venv/bin/python tests/golden/make_greedy.py
+    TESSERA_TEST_DATA=build/release/tests/golden/data .venv/bin/python tests/golden/make_greedy.py
 
 Prompts are beginnings of the folders' own input_ids. `margin` is the smallest distance between the
 most likely and the next token at any step: as long as it is far above the noise of fp32 logits
@@ -10,13 +10,14 @@ transformers 5.23.0 and torch 2.13.0.
 """
 
 import json
+import os
 import pathlib
 
 import torch
 import transformers
 from safetensors.torch import load_file
 
-DATA = pathlib.Path(__file__).parent / "data"
+DATA = pathlib.Path(os.environ["TESSERA_TEST_DATA"])
 NEW_TOKENS = 32
 PROMPTS = {"qwen3-fp32": [1, 6, 20], "qwen3-mixed": [6], "llama-fp32": [1, 6, 20],
            "llama-mixed": [6]}
@@ -39,7 +40,7 @@ def main():
                           "eos": model.generation_config.eos_token_id,
                           "margin": round((best[:, 0] - best[:, 1]).min().item(), 6)})
             print(texts[-1])
-    (DATA / "greedy.json").write_text(
+    (pathlib.Path(__file__).parent / "data/greedy.json").write_text(
         "[\n" + ",\n".join(json.dumps(text) for text in texts) + "\n]\n")
 
 

@@ -27,7 +27,7 @@ void write_model(const std::filesystem::path& folder, const std::string& config,
 
 std::string read_text(const std::filesystem::path& path);
 
-/// "tests/golden/data/NAME".
+/// A folder of tests/golden/data, as write_data.py writes it.
 std::filesystem::path data_folder(const std::string& name);
 
 enum class Spelling {

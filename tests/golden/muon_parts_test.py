@@ -14,7 +14,7 @@ try:
 except ImportError:
     sys.exit(77)
 
-DATA = pathlib.Path(__file__).resolve().parent / "data"
+DATA = pathlib.Path(os.environ["TESSERA_TEST_DATA"])
 # The columns of a fused weight that form one matrix each.
 FUSED = {
     "gpt-oss-fp32": ("gate_up_proj", lambda matrix: [matrix[:, 0::2], matrix[:, 1::2]]),

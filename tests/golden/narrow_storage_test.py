@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """`tessera train` on shards that are stored in bf16, beside fp32 ones.
 
-Run by ctest with TESSERA_PROGRAM; leaves with 77 (skipped) where `safetensors` is missing, as with
-TESSERA_TORCH.
+Run by ctest with TESSERA_PROGRAM and TESSERA_TEST_DATA; leaves with 77 (skipped) where `safetensors` is
+missing, as with TESSERA_TORCH.
 """
 
 import json
@@ -20,7 +20,7 @@ except ImportError as missing:
     print(f"skipped: {missing}")
     sys.exit(77)
 
-DATA = pathlib.Path(__file__).resolve().parent / "data"
+DATA = pathlib.Path(os.environ["TESSERA_TEST_DATA"])
 STEPS = 12
 
 

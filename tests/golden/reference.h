@@ -54,7 +54,7 @@ class Reference {
   /// Largest 1 - cosine allowed under bf16 compute: the larger of 0.01 and twice the worst
   /// recorded.
   double bfloat16_bound() const;
-  /// tests/golden/data/NAME/reference.safetensors: a file of batches too.
+  /// The folder's reference.safetensors: a file of batches too.
   std::string batches() const { return results_.path().string(); }
 
  private:
