@@ -301,6 +301,7 @@ void expect_patterns(DrawnModel& drawn, const PlainNames& plain,
   options.rules = {{.match = {patterns.back()}, .weight_decay = 0.0}};
   const auto adamw = make_adamw(model, options);
   EXPECT_EQ(decayed_by(model, *adamw, plain), without(plain.trained, matched));
+
   MuonOptions muon_options;
   muon_options.adamw = patterns;
   const auto muon = make_muon(model, muon_options);
