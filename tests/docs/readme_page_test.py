@@ -45,6 +45,13 @@ class ReadmePage(unittest.TestCase):
         models = README.split("**Models**", 1)[1].split("**Not there**", 1)[0]
         self.assertEqual(sorted(re.findall(r"`(\w+For\w+|\w+LMHeadModel)`", models)), sorted(architectures))
 
+    def test_each_row_of_what_it_does_has_suites_in_test(self):
+        table = README.split("## What it does\n\n", 1)[1].split("\n\n", 1)[0]
+        rows = re.findall(r"^\| (\w[\w ]*) \|", table, flags=re.M)
+        subjects = dict(re.findall(r"^(\w[\w ]*): (\w.*)$", (ROOT / "tests/subjects").read_text(), flags=re.M))
+        self.assertGreater(len(rows), 10)
+        self.assertEqual(rows, list(subjects))
+
     def test_the_first_cpp_block_is_a_whole_program_that_is_built_and_run(self):
         self.assertIn("int main(", README.split("```cpp\n", 1)[1].split("```", 1)[0])
         steps = [step for step in page.steps_of(README) if step.kind != "setup"]

@@ -19,6 +19,7 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <limits>
 #include <map>
 #include <optional>
@@ -124,10 +125,13 @@ struct EachField {
   }
 };
 
-/// Stands for a value of any type, where nothing is evaluated.
+/// Stands for a value of any type, where nothing is evaluated. Clang wants a body for types that
+/// other sources cannot see.
 struct AnyMember {
   template <class M>
-  operator M() const;  // NOLINT(google-explicit-constructor): it is to convert
+  operator M() const {  // NOLINT(google-explicit-constructor): it is to convert
+    std::abort();
+  }
 };
 
 template <class T, class... Members>

@@ -197,10 +197,8 @@ TEST(PlanProfile, FilesAreWrittenAsTheyWere) {
   ]
 }
 )json");
-  profile.transfer = {0.5, 2e-6};
   profile.gathers_waited_ms = 7.0;
   EXPECT_THAT(to_json(profile), HasSubstr(R"(,
-  "transfer": {"latency_ms":0.5,"ms_per_byte":2e-06},
   "rest_ms": 0.0,
   "gathers_waited_ms": 7.0,
   "units": [)"));
