@@ -50,6 +50,7 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_BUILD_TYPE STREQUAL "Release" 
     set(TESSERA_TEST_COMPILER ${TESSERA_CLANG})
   endif()
 endif()
+# tessera_compile_as_test(TARGET [-O1]): the latter for one that computes much itself.
 function(tessera_compile_as_test target)
   if(NOT TESSERA_TEST_COMPILER)
     tessera_compile_quickly(${target})
@@ -59,7 +60,7 @@ function(tessera_compile_as_test target)
   set_target_properties(${target} PROPERTIES CXX_COMPILER_LAUNCHER
     "${CMAKE_SOURCE_DIR}/cmake/compile_with;${TESSERA_TEST_COMPILER};${CMAKE_CXX_COMPILER_LAUNCHER}")
   # Not every warning of g++ that is off is one of clang's.
-  target_compile_options(${target} PRIVATE -O0 -Wno-unknown-warning-option)
+  target_compile_options(${target} PRIVATE -O0 ${ARGN} -Wno-unknown-warning-option)
 endfunction()
 
 function(tessera_floor name)
@@ -150,9 +151,10 @@ endfunction()
 # objects it consists of, too, or alone. SIM: with the
 # simulated device of tests/sim. BESIDE: of the label dist, yet with another test beside it: it starts
 # programs, whose start takes one core, or its ranks wait for each other much of the time, and nothing in
-# it is late by a clock on a busy machine.
+# it is late by a clock on a busy machine. HOT: its own code takes long, not that of the library
+# (the precompiled header has no code of that kind).
 function(tessera_test name)
-  cmake_parse_arguments(T "PURE;SIM;BESIDE" "TIMEOUT" "SOURCES;OBJECTS;USES;LABELS;LINK" ${ARGN})
+  cmake_parse_arguments(T "PURE;SIM;BESIDE;HOT" "TIMEOUT" "SOURCES;OBJECTS;USES;LABELS;LINK" ${ARGN})
   if(TESSERA_PURE_ONLY AND NOT T_PURE)
     return()
   endif()
@@ -186,8 +188,12 @@ function(tessera_test name)
     target_link_libraries(test_${name} PRIVATE tessera_sim)
   endif()
   target_link_libraries(test_${name} PRIVATE ${T_LINK} GTest::gtest GTest::gmock GTest::gtest_main tessera_flags)
-  tessera_compile_as_test(test_${name})
-  if(T_SOURCES AND NOT T_PURE)
+  set(optimize)
+  if(T_HOT)
+    set(optimize -O1)
+  endif()
+  tessera_compile_as_test(test_${name} ${optimize})
+  if(T_SOURCES AND NOT T_PURE AND NOT T_HOT)
     tessera_use_pch(test_${name})
   endif()
   add_test(NAME ${name} COMMAND test_${name} --gtest_brief=1)
