@@ -250,8 +250,9 @@ class InProcessGroup : public Group {
 
   Mail& mail() override {
     if (!mail_) {
-      mail_ = open_mailbox(shared_->mailbox, {shared_->members, self_, device_, host_waits()},
-                           rendezvous_.timeout_, abort_flag_);
+      mail_ = open_mailbox(shared_->mailbox,
+                           {shared_->members, self_, device_, abort_flag_, host_waits()},
+                           rendezvous_.timeout_);
     }
     return *mail_;
   }
