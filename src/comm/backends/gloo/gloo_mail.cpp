@@ -206,19 +206,17 @@ class Parcel;
 /// What is under way: whoever lets go of a Transfer leaves Gloo with memory that is still there.
 class MailDesk {
  public:
-  explicit MailDesk(std::shared_ptr<Channel> what) : channel(std::move(what)) {}
-
-  const std::shared_ptr<Channel> channel;
   std::vector<std::shared_ptr<Parcel>> under_way;
   MailPoll poll;
 };
 
 /// A message that was posted. Threads: the rank's own; what a watch asks of it, any.
-class Parcel final : public Carried, private Blocked {
+class Parcel final : public Carried, private TransportWait {
  public:
-  Parcel(std::shared_ptr<MailDesk> desk, std::shared_ptr<MailLog> log, Letter letter,
-         std::uint64_t fingerprint)
+  Parcel(std::shared_ptr<Channel> channel, std::shared_ptr<MailDesk> desk,
+         std::shared_ptr<MailLog> log, Letter letter, std::uint64_t fingerprint)
       : Carried(std::move(letter)),
+        TransportWait(std::move(channel), letter_.peer),
         desk_(std::move(desk)),
         log_(std::move(log)),
         fingerprint_(fingerprint) {}
@@ -231,63 +229,51 @@ class Parcel final : public Carried, private Blocked {
   void lose();
 
  private:
-  enum class State : std::uint8_t { kUnderWay, kThrough, kLost };
-
-  const ChannelOptions& options() const { return desk_->channel->options; }
   void abort() override { polled_->work->abort(); }
-  std::optional<PeerWait> waits_for() const override {
-    return PeerWait{log_->hash(), fingerprint_, letter_.peer_rank,
-                    concat(to_string(letter_), " on group ", options().name)};
+  PeerWait standing(int rank) const override {
+    return {log_->hash(), fingerprint_, rank,
+            concat(to_string(letter_), " on group ", options().name)};
+  }
+  std::string text() const override { return to_string(letter_); }
+  std::string before_reason() const override { return text(); }
+  std::string waited_in_vain_for(int rank) const override {
+    return waited_in_vain(letter_, patience_, rank, options().abort_flag->patience);
   }
 
+  /// Errors: what the wait for it has thrown; LostRank where it was lost.
   void require_kept() const;
-  void check_aborted() const;
-  void begin_wait();
   void wait_for_gloo();
-  [[noreturn]] void fail(const std::string& what);
-  [[noreturn]] void blame(const std::string& lost) const;
-  [[noreturn]] void blame_cause() const;
   void end();
 
   const std::shared_ptr<MailDesk> desk_;
   const std::shared_ptr<MailLog> log_;
   const std::uint64_t fingerprint_;
   const std::shared_ptr<Polled> polled_ = std::make_shared<Polled>();
-  State state_ = State::kUnderWay;
+  bool is_lost_ = false;
   bool asked_ = false;
-  std::chrono::milliseconds patience_{0};
-  std::chrono::steady_clock::time_point deadline_;
   std::exception_ptr failure_;
 };
 
 void Parcel::start() {
-  const Line& line = desk_->channel->lines[static_cast<std::size_t>(letter_.peer)];
-  std::vector<at::Tensor> tensors{letter_.tensor};
   const int tag = message_number(letter_.tag, letter_.extent, fingerprint_);
-  try {
-    polled_->work = letter_.sends() ? line.backend->send(tensors, line.rank, tag)
-                                    : line.backend->recv(tensors, line.rank, tag);
-  } catch (const std::exception& error) {
-    log_->end(fingerprint_);
-    begin_wait();
-    blame(concat("the connection to rank ", letter_.peer_rank,
-                 " is gone: ", gloo_reason(error.what())));
-  }
+  posting([&] {
+    try {
+      const auto end = letter_.sends() ? Channel::End::kSend : Channel::End::kReceive;
+      polled_->work = channel_->post(end, letter_.peer, letter_.tensor, tag);
+    } catch (const NotPosted&) {
+      log_->end(fingerprint_);
+      throw;
+    }
+  });
 }
 
 void Parcel::require_kept() const {
-  if (state_ == State::kLost) throw lost_in_recovery(letter_);
-}
-
-/// What has failed elsewhere, and what this rank waited for meanwhile.
-void Parcel::check_aborted() const {
-  const AbortFlag& flag = *options().abort_flag;
-  if (flag.is_set()) flag.raise(to_string(letter_));
+  if (failure_) std::rethrow_exception(failure_);
+  if (is_lost_) throw lost_in_recovery(letter_);
 }
 
 void Parcel::end() {
   log_->end(fingerprint_);
-  state_ = State::kThrough;
   polled_->work.reset();
   letter_.tensor = at::Tensor();
   std::erase_if(desk_->under_way, [&](const auto& one) { return one.get() == this; });
@@ -296,12 +282,10 @@ void Parcel::end() {
 void Parcel::lose() {
   polled_->work.reset();
   letter_.tensor = at::Tensor();
-  state_ = State::kLost;
+  is_lost_ = true;
 }
 
 std::optional<Event> Parcel::poll() {
-  if (state_ == State::kThrough) return Event();
-  if (failure_) std::rethrow_exception(failure_);
   require_kept();
   check_aborted();
   switch (polled_->found) {
@@ -319,8 +303,6 @@ std::optional<Event> Parcel::poll() {
 }
 
 Event Parcel::finish() {
-  if (state_ == State::kThrough) return {};
-  if (failure_) std::rethrow_exception(failure_);
   require_kept();
   if (asked_) desk_->poll.take_back(polled_);
   asked_ = false;
@@ -334,56 +316,11 @@ Event Parcel::finish() {
   return {};
 }
 
-void Parcel::begin_wait() {
-  patience_ = options().abort_flag->patience.of(options().timeout);
-  deadline_ = std::chrono::steady_clock::now() + patience_;
-}
-
 void Parcel::wait_for_gloo() {
-  using std::chrono::milliseconds;
   const OnBoard on_board(*options().board, *this);
-  begin_wait();
-  bool through = false;
-  while (!through) {
-    check_aborted();  // after this, whoever aborts finds us on the board
-    const auto left =
-        std::chrono::duration_cast<milliseconds>(deadline_ - std::chrono::steady_clock::now());
-    try {
-      // It may have been told to stop waiting while another thread did: then it is asked again.
-      through = polled_->work->wait(std::max(left, milliseconds(1)));
-    } catch (const std::exception& error) {
-      fail(error.what());
-    }
-  }
-}
-
-void Parcel::fail(const std::string& what) {
-  check_aborted();
-  // Gloo waits by another clock and may be done a little before ours.
-  const bool timed_out = what.find("Timed out waiting") != std::string::npos ||
-                         std::chrono::steady_clock::now() >= deadline_;
-  // On the board meanwhile, as in Exchange::blame().
-  if (!timed_out) blame(concat("lost rank ", letter_.peer_rank, ": ", gloo_reason(what)));
-  blame_cause();
-}
-
-/// Throws what others have said meanwhile, else that the other end is late, else `lost`.
-void Parcel::blame(const std::string& lost) const {
-  bool is_late = false;
-  try {
-    is_late = hear_others(*options().abort_flag, *options().board, letter_.peer_rank, deadline_);
-  } catch (const LostRank& said) {
-    throw LostRank(concat(to_string(letter_), ": ", said.what()));
-  }
-  if (is_late) blame_cause();
-  throw LostRank(concat(to_string(letter_), ": ", lost));
-}
-
-/// That rank may itself wait for another one, whose name the watch has by then.
-void Parcel::blame_cause() const {
-  const auto cause = options().board->cause_of(log_->hash(), fingerprint_);
-  throw LostRank(waited_in_vain(letter_, patience_, cause.value_or(letter_.peer_rank),
-                                options().abort_flag->patience));
+  begin();
+  check_aborted();  // after this, whoever aborts finds us on the board
+  wait_for(*polled_->work, letter_.peer);
 }
 
 GlooMail::GlooMail(std::shared_ptr<Channel> channel, std::function<void()> open)
@@ -391,7 +328,7 @@ GlooMail::GlooMail(std::shared_ptr<Channel> channel, std::function<void()> open)
           {channel->options.members, channel->options.self, at::kCPU, channel->options.abort_flag}),
       channel_(std::move(channel)),
       open_(std::move(open)),
-      desk_(std::make_shared<MailDesk>(channel_)) {}
+      desk_(std::make_shared<MailDesk>()) {}
 
 GlooMail::~GlooMail() {
   reset();
@@ -425,7 +362,7 @@ std::unique_ptr<Transfer> GlooMail::post(Letter letter) {
   const std::uint64_t key = message_key(letter.tag, letter.sends() ? rank() : letter.peer);
   const std::uint64_t fingerprint = fingerprint_of(key, letter.tensor);
   log->post(letter, key, fingerprint);
-  auto parcel = std::make_shared<Parcel>(desk_, log, std::move(letter), fingerprint);
+  auto parcel = std::make_shared<Parcel>(channel_, desk_, log, std::move(letter), fingerprint);
   parcel->start();
   desk_->under_way.push_back(parcel);
   return std::make_unique<Transfer>(place(), std::move(parcel));
