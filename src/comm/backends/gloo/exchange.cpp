@@ -71,8 +71,7 @@ class Exchange final : public Work, private TransportWait {
     const std::size_t index_;
     at::Tensor aside_;
     std::int64_t beside_bytes_ = 0;
-    /// What this rank sends to itself.
-    void* own_ = nullptr;
+    void* own_ = nullptr;  // where this rank receives from itself
     std::int64_t own_bytes_ = 0;
   };
 

@@ -115,7 +115,6 @@ std::string TransportWait::waited_in_vain_for(int rank) const {
   return waited_in_vain(text(), patience_, {rank}, options().abort_flag->patience);
 }
 
-/// What has failed elsewhere, and what this rank waited for meanwhile.
 void TransportWait::check_aborted() const {
   if (options().abort_flag->is_set()) options().abort_flag->raise(before_reason());
 }

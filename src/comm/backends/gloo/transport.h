@@ -101,16 +101,16 @@ class TransportWait : public Blocked {
   std::optional<PeerWait> waits_for() const final;
 
  protected:
-  /// `peer`: for whom it waits from the beginning; -1: for nobody in particular.
+  /// `peer`: from whom something is waited for from the beginning; -1: from nobody in particular.
   explicit TransportWait(std::shared_ptr<Channel> channel, int peer = -1)
       : channel_(std::move(channel)), peer_(peer) {}
 
-  /// What it stands on the board as, while it waits for a world rank (-1: for all).
+  /// Tells the board what is waited for, from a world rank; -1: from all.
   virtual PeerWait standing(int rank) const = 0;
   virtual std::string text() const = 0;  ///< names in errors what is waited for
   /// "TEXT: waited 100 s for rank 3; ..."
   virtual std::string waited_in_vain_for(int rank) const;
-  /// Says why the World was aborted, in an error of this wait. Errors: LostRank, always.
+  /// Stands in errors before the reason for which the World was aborted.
   virtual std::string before_reason() const { return {}; }
   /// The transfer to or from `peer` has not ended in time. Errors: LostRank, always.
   [[noreturn]] virtual void time_is_up(int peer) { blame_cause(peer); }
@@ -118,7 +118,7 @@ class TransportWait : public Blocked {
   const ChannelOptions& options() const { return channel_->options; }
   int world_rank(int peer) const { return options().world_rank(peer); }
   void check_aborted() const;
-  void begin();  ///< the time that it lasts
+  void begin();  ///< the time within which peers have to come
   bool is_over() const { return std::chrono::steady_clock::now() >= deadline_; }
   void set_peer(int peer) { peer_ = peer; }
 

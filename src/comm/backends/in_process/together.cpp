@@ -17,7 +17,7 @@ OwnMemory own_memory(std::int64_t bytes) {
   return std::make_unique_for_overwrite<std::byte[]>(static_cast<std::size_t>(bytes));
 }
 
-/// Between two ranks, in a round.
+/// Names the message that travels between two ranks in a round.
 struct Passage {
   int round;
   int from;
