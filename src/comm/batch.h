@@ -3,10 +3,9 @@
 //
 // The fingerprint covers everything that must agree over ranks (kinds, unit, micro-batch, bytes,
 // dtypes); the text is what is printed when it does not. What is sent works out its op
-// (ops/operation.h), as sends and receives between pairs of ranks: these hold what they have posted
-// against sent_bytes() (backends/gloo/exchange.h); traces and tests ask the same function. The
-// in-process backend moves nothing: there it is what the same ranks would send over Gloo. NCCL has
-// its own ways.
+// (ops/operation.h), as sends and receives between pairs of ranks: Gloo's transport holds what it has
+// posted against sent_bytes() (backends/gloo/exchange.h); traces and tests ask the same function.
+// Between ranks of one process it is what the same ranks would send over Gloo. NCCL has its own ways.
 //
 // FlightRecorder: what one group has issued lately on this rank. Written at every collective
 // (cheap: no text is made). Its lines and hashes go to the failure watch, which compares ranks

@@ -128,19 +128,30 @@ std::string waited_in_vain(const Letter& letter, std::chrono::milliseconds time,
       works.empty() ? "; it is stalled, or does not post its end of this message" : works);
 }
 
-Transfer::Transfer(std::shared_ptr<AbortFlag> abort_flag) : abort_flag_(std::move(abort_flag)) {}
+Transfer::Transfer(const MailPlace& place, std::shared_ptr<Carried> carried)
+    : abort_flag_(place.abort_flag), waits_(place.waits), carried_(std::move(carried)) {}
 
-Transfer::~Transfer() = default;
-
-void Transfer::keep_suspicion(const LostRank& error) const { abort_flag_->suspect(error.what()); }
+Transfer::~Transfer() {
+  if (!carried_ || !carried_->letter().stream) return;
+  try {
+    carried_->let_go(Stream::current(carried_->letter().stream.device()));
+  } catch (...) {
+    // An error is under way already: it was not waited for.
+  }
+}
 
 void Transfer::wait() {
   RECORD_USER_SCOPE("tessera::wait");
   const auto begin = traced_ ? TraceClock::now() : TraceClock::time_point();
   try {
-    finish();
+    if (carried_) {
+      const Event end = carried_->finish();
+      const Letter& letter = carried_->letter();
+      if (letter.stream) come_behind(letter, end, waits_.get(), carried_->error());
+      carried_.reset();
+    }
   } catch (const LostRank& error) {
-    keep_suspicion(error);
+    abort_flag_->suspect(error.what());
     throw;
   }
   if (traced_) std::exchange(traced_, nullptr)->waited_since(begin);
@@ -148,9 +159,13 @@ void Transfer::wait() {
 
 bool Transfer::done() {
   try {
-    if (!poll()) return false;
+    if (carried_) {
+      const auto end = carried_->poll();
+      if (!end || !end->done()) return false;
+      carried_.reset();
+    }
   } catch (const LostRank& error) {
-    keep_suspicion(error);
+    abort_flag_->suspect(error.what());
     throw;
   }
   if (traced_) std::exchange(traced_, nullptr)->ended();
@@ -167,11 +182,11 @@ std::unique_ptr<Transfer> Mail::checked_and_posted(Letter::End end, int peer, co
                     peer, " for the other end, expected one below ", size(), " that is not ",
                     rank());
   TESSERA_INVARIANT(tensor.defined() && tensor.layout() == c10::kStrided &&
-                        tensor.device() == device() && tensor.is_contiguous(),
+                        tensor.device() == place_.device && tensor.is_contiguous(),
                     to_string(tag),
                     ": found a tensor that is undefined, sparse, elsewhere or not contiguous, "
                     "expected x.contiguous() on ",
-                    device());
+                    place_.device);
   TESSERA_INVARIANT(tag.stage >= 0 && tag.stage < extent_.stages && tag.micro_batch >= 0 &&
                         tag.micro_batch < extent_.micro_batches && tag.index >= 0 &&
                         tag.index < MailExtent::kTensors,
@@ -179,9 +194,10 @@ std::unique_ptr<Transfer> Mail::checked_and_posted(Letter::End end, int peer, co
                     ": found numbers beyond those of the step, expected fewer than ",
                     extent_.stages, " stages, ", extent_.micro_batches, " micro-batches and ",
                     MailExtent::kTensors, " tensors");
-  Letter letter{end, tag, peer, members()[static_cast<std::size_t>(peer)], std::move(tensor)};
+  Letter letter{end, tag, peer, place_.members[static_cast<std::size_t>(peer)], std::move(tensor)};
   letter.extent = extent_;
-  if (!device().is_cpu()) put_on_stream(letter);
+  if (place_.abort_flag && place_.abort_flag->is_set()) place_.abort_flag->raise(to_string(letter));
+  if (!place_.device.is_cpu()) put_on_stream(letter);
   auto traced = TracedMessage::of(letter);
   auto transfer = post(std::move(letter));
   transfer->traced_ = std::move(traced);
@@ -190,9 +206,9 @@ std::unique_ptr<Transfer> Mail::checked_and_posted(Letter::End end, int peer, co
 
 void Mail::put_on_stream(Letter& letter) {
   Stream& stream = streams_[{letter.peer, letter.tag.direction, letter.end}];
-  if (!stream) stream = Stream::make(device(), StreamUse::kOtherRanks);
+  if (!stream) stream = Stream::make(place_.device, StreamUse::kOtherRanks);
   letter.stream = stream;
-  letter.posted.record(Stream::current(device()), EventSite::kMailPost);
+  letter.posted.record(Stream::current(place_.device), EventSite::kMailPost);
 }
 
 std::unique_ptr<Transfer> Mail::send(int to, const MailTag& tag, const at::Tensor& tensor) {

@@ -25,10 +25,12 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "comm/stream.h"
@@ -98,13 +100,41 @@ struct Letter {
 /// "activations of stage 1, micro-batch 3, step 7, to rank 2 ([4, 8] Float)".
 std::string to_string(const Letter& letter);
 
+/// One end of a message under way, as a backend carries it.
+class Carried {
+ public:
+  explicit Carried(Letter letter) : letter_(std::move(letter)) {}
+  virtual ~Carried() = default;
+  Carried(const Carried&) = delete;
+  Carried& operator=(const Carried&) = delete;
+
+  /// Returns when what was received is here or what was sent may be overwritten; on a device when
+  /// that is launched, with the event that ends it. Errors: as Transfer::wait().
+  virtual Event finish() = 0;
+  /// The same without blocking; none while it is not through.
+  virtual std::optional<Event> poll() = 0;
+  /// Nobody waits for it any more, on a device: `stream`, the caller's, comes behind it all the same
+  /// before the tensor is let go of.
+  virtual void let_go(const Stream& /*stream*/) {}
+  /// Tells why it cannot end any more: DeviceWork::error.
+  virtual std::function<std::string()> error() const { return {}; }
+
+  const Letter& letter() const { return letter_; }
+
+ protected:
+  Letter letter_;
+};
+
+struct MailPlace;
 class TracedMessage;
 
 /// A message under way. Who lets go of it unfinished loses nothing: the Mail keeps the tensor's
 /// memory until the message is through or the World recovers.
 class Transfer {
  public:
-  virtual ~Transfer();
+  /// `carried` is null where there is nothing to carry.
+  Transfer(const MailPlace& place, std::shared_ptr<Carried> carried);
+  ~Transfer();
   Transfer(const Transfer&) = delete;
   Transfer& operator=(const Transfer&) = delete;
 
@@ -117,17 +147,12 @@ class Transfer {
   /// out, from the first question on. Errors: as wait(), where they are known.
   bool done();
 
- protected:
-  explicit Transfer(std::shared_ptr<AbortFlag> abort_flag);
-
-  virtual void finish() = 0;  ///< wait()
-  virtual bool poll() = 0;    ///< done()
-
  private:
   friend class Mail;
-  void keep_suspicion(const LostRank& error) const;
 
   const std::shared_ptr<AbortFlag> abort_flag_;
+  const std::shared_ptr<HostWaits> waits_;
+  std::shared_ptr<Carried> carried_;       // null: it is through
   std::unique_ptr<TracedMessage> traced_;  // null: nobody looks, or it has ended
 };
 
@@ -136,7 +161,8 @@ struct MailPlace {
   std::vector<int> members;  ///< world ranks
   int self = 0;              ///< index into members
   at::Device device{at::kCPU};
-  std::shared_ptr<HostWaits> waits = nullptr;  ///< told what this rank's streams wait for
+  std::shared_ptr<AbortFlag> abort_flag = nullptr;  ///< null: of no World
+  std::shared_ptr<HostWaits> waits = nullptr;       ///< told what this rank's streams wait for
 };
 
 class Mail {
@@ -181,9 +207,7 @@ class Mail {
   /// Starts a checked letter.
   virtual std::unique_ptr<Transfer> post(Letter letter) = 0;
 
-  const std::vector<int>& members() const { return place_.members; }
-  const at::Device& device() const { return place_.device; }
-  const std::shared_ptr<HostWaits>& host_waits() const { return place_.waits; }
+  const MailPlace& place() const { return place_; }
 
  private:
   std::unique_ptr<Transfer> checked_and_posted(Letter::End end, int peer, const MailTag& tag,

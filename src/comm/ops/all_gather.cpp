@@ -1,7 +1,5 @@
 #include "comm/ops/all_gather.h"
 
-#include <cstring>
-
 #include "comm/ops/steps.h"
 #include "layout/bucket_plan.h"
 #include "tessera/error.h"
@@ -15,14 +13,14 @@ class AllGatherSteps final : public Steps {
   explicit AllGatherSteps(const AllGather& op, int ranks)
       : buffer_(op.buffer), slice_(nbytes(op.buffer) / ranks) {}
 
-  void post_receives(Transfers& transfers) override {
+  void post_receives(Transfers& transfers, int round) override {
     for_others(transfers, [&](int peer) {
-      transfers.receive(peer, at_byte(buffer_, slice_ * peer), slice_, 0);
+      transfers.receive(peer, at_byte(buffer_, slice_ * peer), slice_, round);
     });
   }
-  void post_sends(Transfers& transfers) override {
+  void post_sends(Transfers& transfers, int round) override {
     for_successors(transfers, [&](int peer) {
-      transfers.send(peer, at_byte(buffer_, slice_ * transfers.self()), slice_, 0);
+      transfers.send(peer, at_byte(buffer_, slice_ * transfers.self()), slice_, round);
     });
   }
 
@@ -49,19 +47,6 @@ std::int64_t AllGather::sent_bytes(int ranks, int /*rank*/) const {
 
 std::unique_ptr<Steps> AllGather::steps(int ranks, int /*rank*/) const {
   return std::make_unique<AllGatherSteps>(*this, ranks);
-}
-
-void AllGather::run(const std::vector<const AllGather*>& ranks) {
-  for (std::size_t from = 0; from < ranks.size(); ++from) {
-    const auto& source = ranks[from]->buffer;
-    const std::size_t slice = source.nbytes() / ranks.size();
-    if (slice == 0) return;
-    for (std::size_t to = 0; to < ranks.size(); ++to) {
-      if (to == from) continue;
-      std::memcpy(at_byte(ranks[to]->buffer, 0) + from * slice, at_byte(source, 0) + from * slice,
-                  slice);
-    }
-  }
 }
 
 void AllGather::run_on_devices(const std::vector<const AllGather*>& ranks) {

@@ -18,10 +18,6 @@ struct AllGather {
   bool is_relayed(int) const { return false; }
   void run_alone() const {}
   std::unique_ptr<Steps> steps(int ranks, int rank) const;
-  static std::optional<CountDifference> find_difference(const std::vector<const AllGather*>&) {
-    return std::nullopt;
-  }
-  static void run(const std::vector<const AllGather*>& ranks);
   static void run_on_devices(const std::vector<const AllGather*>& ranks);
   AllGather cloned(const MakeTwin& make) const;
   void deliver(const AllGather& to) const;

@@ -3,7 +3,6 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <cstring>
 
 #include "comm/ops/steps.h"
 #include "kernels/host_sum.h"
@@ -33,43 +32,38 @@ class DirectSumSteps final : public Steps {
         mine_(in_two_ ? summed_by(op, ranks, self) : all_of(op)),
         element_(static_cast<std::int64_t>(op.data.element_size())) {}
 
-  void prepare(Transfers& transfers) override {
-    transfers.take_aside(mine_.size() * element_ * (ranks_ - 1));
-  }
-  void post_receives(Transfers& transfers) override {
-    receive_aside(transfers, mine_.size() * element_);
-  }
-  void post_sends(Transfers& transfers) override {
-    for_successors(transfers, [&](int peer) {
-      const layout::Range part = in_two_ ? summed_by(op_, ranks_, peer) : mine_;
-      transfers.send(peer, at_byte(op_.data, part.begin * element_), part.size() * element_, 0);
-    });
-  }
-  void finish(Transfers& transfers) override {
-    transfers.finish_receives();
-    // The sum goes where this rank's addends are: they must have left first.
-    transfers.finish_sends();
-    add_received(transfers, at_byte(op_.data, mine_.begin * element_), op_.data.scalar_type(),
-                 into_result(op_, mine_));
-    if (in_two_) {
-      transfers.post_more(Transfers::Earlier::kFinished, [&] { send_round(transfers); });
-    }
-  }
-
- private:
-  /// The second round: sums.
-  void send_round(Transfers& transfers) const {
+  int rounds(int /*ranks*/) const override { return in_two_ ? 2 : 1; }
+  void post_receives(Transfers& transfers, int round) override {
+    if (round == 0) return transfers.receive_beside(mine_.size() * element_);
     const at::Tensor& sums = op_.result();
     const auto element = static_cast<std::int64_t>(sums.element_size());
     for_others(transfers, [&](int peer) {
       const layout::Range part = summed_by(op_, ranks_, peer);
-      transfers.receive(peer, at_byte(sums, part.begin * element), part.size() * element, 1);
-    });
-    for_others(transfers, [&](int peer) {
-      transfers.send(peer, at_byte(sums, mine_.begin * element), mine_.size() * element, 1);
+      transfers.receive(peer, at_byte(sums, part.begin * element), part.size() * element, round);
     });
   }
+  void post_sends(Transfers& transfers, int round) override {
+    if (round == 0) {
+      for_successors(transfers, [&](int peer) {
+        const layout::Range part = in_two_ ? summed_by(op_, ranks_, peer) : mine_;
+        transfers.send(peer, at_byte(op_.data, part.begin * element_), part.size() * element_,
+                       round);
+      });
+      return;
+    }
+    const kernels::HostSum sum = into_result(op_, mine_);
+    const auto bytes = mine_.size() * static_cast<std::int64_t>(op_.result().element_size());
+    for_others(transfers, [&](int peer) { transfers.send(peer, sum.data, bytes, round); });
+  }
+  void combine(Transfers& transfers, int round) override {
+    if (round > 0) return;
+    const kernels::HostSum sum = into_result(op_, mine_);
+    // It goes where this rank's addends are.
+    transfers.before_overwriting(sum.data, mine_.size() * element_);
+    add_beside(transfers, at_byte(op_.data, mine_.begin * element_), op_.data.scalar_type(), sum);
+  }
 
+ private:
   const AllReduce& op_;
   const int ranks_;
   const bool in_two_;
@@ -140,18 +134,6 @@ void AllReduce::run_alone() const {
 std::unique_ptr<Steps> AllReduce::steps(int ranks, int rank) const {
   if (is_relayed(ranks)) return std::make_unique<RelayedSumSteps>(*this, ranks);
   return std::make_unique<DirectSumSteps>(*this, ranks, rank);
-}
-
-void AllReduce::run(const std::vector<const AllReduce*>& ranks) {
-  std::vector<const void*> addends;
-  for (const auto* one : ranks) addends.push_back(one->data.const_data_ptr());
-  const AllReduce& op = *ranks.front();
-  kernels::sum_host_memory(addends, op.data.scalar_type(), into_result(op, all_of(op)));
-  const at::Tensor& first = op.result();
-  if (first.nbytes() == 0) return;
-  for (std::size_t to = 1; to < ranks.size(); ++to) {
-    std::memcpy(at_byte(ranks[to]->result(), 0), at_byte(first, 0), first.nbytes());
-  }
 }
 
 void AllReduce::run_on_devices(const std::vector<const AllReduce*>& ranks) {

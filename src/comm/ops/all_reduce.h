@@ -29,10 +29,6 @@ struct AllReduce {
   bool is_relayed(int ranks) const;
   void run_alone() const;
   std::unique_ptr<Steps> steps(int ranks, int rank) const;
-  static std::optional<CountDifference> find_difference(const std::vector<const AllReduce*>&) {
-    return std::nullopt;
-  }
-  static void run(const std::vector<const AllReduce*>& ranks);
   static void run_on_devices(const std::vector<const AllReduce*>& ranks);
   AllReduce cloned(const MakeTwin& make) const;
   void deliver(const AllReduce& to) const;

@@ -1,7 +1,6 @@
 #include "comm/ops/all_to_all.h"
 
 #include <algorithm>
-#include <cstring>
 #include <numeric>
 
 #include "comm/ops/steps.h"
@@ -22,30 +21,24 @@ class AllToAllSteps final : public Steps {
  public:
   explicit AllToAllSteps(const AllToAll& op) : op_(op) {}
 
-  void post_receives(Transfers& transfers) override {
-    for_others(transfers, [&](int peer) {
-      const std::int64_t element = element_bytes(op_.output);
+  void post_receives(Transfers& transfers, int round) override {
+    const std::int64_t element = element_bytes(op_.output);
+    for (int peer = 0; peer < transfers.size(); ++peer) {
       transfers.receive(peer, at_byte(op_.output, stretch_begin(op_.receives, peer) * element),
-                        op_.receives[static_cast<std::size_t>(peer)] * element, 0);
-    });
+                        op_.receives[static_cast<std::size_t>(peer)] * element, round);
+    }
   }
-  void post_sends(Transfers& transfers) override {
-    for_successors(transfers, [&](int peer) {
-      const std::int64_t element = element_bytes(op_.input);
+  void post_sends(Transfers& transfers, int round) override {
+    const std::int64_t element = element_bytes(op_.input);
+    const auto send = [&](int peer) {
       transfers.send(peer, at_byte(op_.input, stretch_begin(op_.sends, peer) * element),
-                     op_.sends[static_cast<std::size_t>(peer)] * element, 0);
-    });
-    copy_own_stretch(transfers.self());
+                     op_.sends[static_cast<std::size_t>(peer)] * element, round);
+    };
+    for_successors(transfers, send);
+    send(transfers.self());
   }
 
  private:
-  void copy_own_stretch(int self) const {
-    const auto numel = op_.sends[static_cast<std::size_t>(self)];
-    op_.output.view(-1)
-        .narrow(0, stretch_begin(op_.receives, self), numel)
-        .copy_(op_.input.view(-1).narrow(0, stretch_begin(op_.sends, self), numel));
-  }
-
   const AllToAll& op_;
 };
 
@@ -79,36 +72,6 @@ void AllToAll::run_alone() const { output.copy_(input.view(output.sizes())); }
 
 std::unique_ptr<Steps> AllToAll::steps(int /*ranks*/, int /*rank*/) const {
   return std::make_unique<AllToAllSteps>(*this);
-}
-
-std::optional<CountDifference> AllToAll::find_difference(
-    const std::vector<const AllToAll*>& ranks) {
-  for (std::size_t from = 0; from < ranks.size(); ++from) {
-    for (std::size_t to = 0; to < ranks.size(); ++to) {
-      const auto sent = ranks[from]->sends[to];
-      const auto expected = ranks[to]->receives[from];
-      if (sent != expected) return CountDifference{from, to, sent, expected};
-    }
-  }
-  return std::nullopt;
-}
-
-void AllToAll::run(const std::vector<const AllToAll*>& ranks) {
-  std::vector<std::size_t> taken(ranks.size(), 0);  // of each sender's input
-  for (std::size_t to = 0; to < ranks.size(); ++to) {
-    std::size_t filled = 0;
-    for (std::size_t from = 0; from < ranks.size(); ++from) {
-      const AllToAll& source = *ranks[from];
-      const auto bytes = static_cast<std::size_t>(source.sends[to]) *
-                         static_cast<std::size_t>(source.input.element_size());
-      if (bytes > 0) {
-        std::memcpy(at_byte(ranks[to]->output, 0) + filled, at_byte(source.input, 0) + taken[from],
-                    bytes);
-      }
-      filled += bytes;
-      taken[from] += bytes;
-    }
-  }
 }
 
 void AllToAll::run_on_devices(const std::vector<const AllToAll*>& ranks) {

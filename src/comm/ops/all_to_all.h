@@ -22,8 +22,6 @@ struct AllToAll {
   bool is_relayed(int) const { return false; }
   void run_alone() const;
   std::unique_ptr<Steps> steps(int ranks, int rank) const;
-  static std::optional<CountDifference> find_difference(const std::vector<const AllToAll*>& ranks);
-  static void run(const std::vector<const AllToAll*>& ranks);
   static void run_on_devices(const std::vector<const AllToAll*>& ranks);
   AllToAll cloned(const MakeTwin& make) const;
   void deliver(const AllToAll& to) const;

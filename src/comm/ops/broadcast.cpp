@@ -1,7 +1,5 @@
 #include "comm/ops/broadcast.h"
 
-#include <cstring>
-
 #include "comm/ops/steps.h"
 #include "tessera/error.h"
 
@@ -13,14 +11,14 @@ class BroadcastSteps final : public Steps {
  public:
   explicit BroadcastSteps(const Broadcast& op) : op_(op) {}
 
-  void post_receives(Transfers& transfers) override {
+  void post_receives(Transfers& transfers, int round) override {
     if (transfers.self() == op_.source) return;
-    transfers.receive(op_.source, op_.data.mutable_data_ptr(), nbytes(op_.data), 0);
+    transfers.receive(op_.source, op_.data.mutable_data_ptr(), nbytes(op_.data), round);
   }
-  void post_sends(Transfers& transfers) override {
+  void post_sends(Transfers& transfers, int round) override {
     if (transfers.self() != op_.source) return;
     for_successors(transfers, [&](int peer) {
-      transfers.send(peer, op_.data.const_data_ptr(), nbytes(op_.data), 0);
+      transfers.send(peer, op_.data.const_data_ptr(), nbytes(op_.data), round);
     });
   }
 
@@ -46,24 +44,6 @@ std::int64_t Broadcast::sent_bytes(int ranks, int rank) const {
 
 std::unique_ptr<Steps> Broadcast::steps(int /*ranks*/, int /*rank*/) const {
   return std::make_unique<BroadcastSteps>(*this);
-}
-
-std::optional<CountDifference> Broadcast::find_difference(
-    const std::vector<const Broadcast*>& of_all_ranks) {
-  const auto source = static_cast<std::size_t>(of_all_ranks.front()->source);
-  for (std::size_t rank = 1; rank < of_all_ranks.size(); ++rank) {
-    if (of_all_ranks[rank]->source == of_all_ranks.front()->source) continue;
-    return CountDifference{source, rank, of_all_ranks[source]->data.numel(), 0};
-  }
-  return std::nullopt;
-}
-
-void Broadcast::run(const std::vector<const Broadcast*>& ranks) {
-  const Broadcast& from = *ranks[static_cast<std::size_t>(ranks.front()->source)];
-  if (from.data.nbytes() == 0) return;
-  for (const auto* to : ranks) {
-    if (to != &from) std::memcpy(at_byte(to->data, 0), at_byte(from.data, 0), from.data.nbytes());
-  }
 }
 
 void Broadcast::run_on_devices(const std::vector<const Broadcast*>& ranks) {

@@ -18,9 +18,6 @@ struct Broadcast {
   bool is_relayed(int) const { return false; }
   void run_alone() const {}
   std::unique_ptr<Steps> steps(int ranks, int rank) const;
-  static std::optional<CountDifference> find_difference(
-      const std::vector<const Broadcast*>& of_all_ranks);
-  static void run(const std::vector<const Broadcast*>& ranks);
   static void run_on_devices(const std::vector<const Broadcast*>& ranks);
   Broadcast cloned(const MakeTwin& make) const;
   void deliver(const Broadcast& to) const;

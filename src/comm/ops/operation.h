@@ -13,7 +13,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -54,14 +53,6 @@ struct CheckedBatch {
   void require_usable(const at::Tensor& tensor) const;
 };
 
-/// Two ranks (indices) of which one sends what the other does not expect.
-struct CountDifference {
-  std::size_t from;
-  std::size_t to;
-  std::int64_t sent;
-  std::int64_t expected;
-};
-
 /// Makes a tensor that stands in for `of` while an op runs, with its sizes and dtype; and with its
 /// values, where the op does not overwrite all of them.
 enum class Values : std::uint8_t { kKept, kOverwritten };
@@ -86,11 +77,8 @@ concept Operation =
       { op.run_alone() };
       /// How a rank (the second number) of so many sends and receives it. The op outlives them.
       { op.steps(number, number) } -> std::same_as<std::unique_ptr<Steps>>;
-      /// The whole of it for ranks that share memory; what cannot meet was found before that.
-      { Op::find_difference(of_all_ranks) } -> std::same_as<std::optional<CountDifference>>;
-      { Op::run(of_all_ranks) };
-      /// The same by tensor operations on the current stream of each rank's device, which comes behind
-      /// all that made the tensors. In rank order: the same bits.
+      /// The whole of it by tensor operations on the current stream of each rank's device, which comes
+      /// behind all that made the tensors. In rank order: the same bits.
       { Op::run_on_devices(of_all_ranks) };
       /// With twins of its tensors, and the results of such a one back in place: launched on the current
       /// stream, where they are on a device.

@@ -21,19 +21,17 @@ class ReduceScatterSteps final : public Steps {
   ReduceScatterSteps(const ReduceScatter& op, int ranks)
       : op_(op), slice_(nbytes(op.input) / ranks) {}
 
-  void prepare(Transfers& transfers) override {
-    transfers.take_aside(slice_ * (transfers.size() - 1));
+  void post_receives(Transfers& transfers, int /*round*/) override {
+    transfers.receive_beside(slice_);
   }
-  void post_receives(Transfers& transfers) override { receive_aside(transfers, slice_); }
-  void post_sends(Transfers& transfers) override {
+  void post_sends(Transfers& transfers, int round) override {
     for_successors(transfers, [&](int peer) {
-      transfers.send(peer, at_byte(op_.input, slice_ * peer), slice_, 0);
+      transfers.send(peer, at_byte(op_.input, slice_ * peer), slice_, round);
     });
   }
-  void finish(Transfers& transfers) override {
-    transfers.finish_receives();
-    add_received(transfers, at_byte(op_.input, slice_ * transfers.self()), op_.input.scalar_type(),
-                 into_output(op_));
+  void combine(Transfers& transfers, int /*round*/) override {
+    add_beside(transfers, at_byte(op_.input, slice_ * transfers.self()), op_.input.scalar_type(),
+               into_output(op_));
   }
 
  private:
@@ -74,16 +72,6 @@ void ReduceScatter::run_alone() const {
 
 std::unique_ptr<Steps> ReduceScatter::steps(int ranks, int /*rank*/) const {
   return std::make_unique<ReduceScatterSteps>(*this, ranks);
-}
-
-void ReduceScatter::run(const std::vector<const ReduceScatter*>& ranks) {
-  for (std::size_t to = 0; to < ranks.size(); ++to) {
-    const ReduceScatter& target = *ranks[to];
-    const std::size_t slice = target.input.nbytes() / ranks.size();
-    std::vector<const void*> addends;
-    for (const auto* one : ranks) addends.push_back(at_byte(one->input, 0) + to * slice);
-    kernels::sum_host_memory(addends, target.input.scalar_type(), into_output(target));
-  }
 }
 
 void ReduceScatter::run_on_devices(const std::vector<const ReduceScatter*>& ranks) {

@@ -22,10 +22,6 @@ struct ReduceScatter {
   bool is_relayed(int) const { return false; }
   void run_alone() const;
   std::unique_ptr<Steps> steps(int ranks, int rank) const;
-  static std::optional<CountDifference> find_difference(const std::vector<const ReduceScatter*>&) {
-    return std::nullopt;
-  }
-  static void run(const std::vector<const ReduceScatter*>& ranks);
   static void run_on_devices(const std::vector<const ReduceScatter*>& ranks);
   ReduceScatter cloned(const MakeTwin& make) const;
   void deliver(const ReduceScatter& to) const;

@@ -1,7 +1,6 @@
 #include "comm/ops/relayed.h"
 
 #include <algorithm>
-#include <cstring>
 #include <numeric>
 
 #include "comm/ops/steps.h"
@@ -60,19 +59,6 @@ std::unique_ptr<Steps> RelayedGather::steps(int /*ranks*/, int rank) const {
   return std::make_unique<BytesSteps>(*this, rank);
 }
 
-void RelayedGather::run(const std::vector<const RelayedGather*>& ranks) {
-  std::int64_t begin = 0;
-  for (std::size_t from = 0; from < ranks.size(); ++from) {
-    const std::int64_t length = ranks[from]->lengths[from];
-    for (const auto* to : ranks) {
-      if (to == ranks[from] || length == 0) continue;
-      std::memcpy(at_byte(to->bytes, begin), at_byte(ranks[from]->bytes, begin),
-                  static_cast<std::size_t>(length));
-    }
-    begin += length;
-  }
-}
-
 void RelayedGather::run_on_devices(const std::vector<const RelayedGather*>& /*ranks*/) {
   refuse_devices();
 }
@@ -90,11 +76,10 @@ class CombineSteps final : public RelayedSteps {
  public:
   explicit CombineSteps(const Combine& op) : op_(op), bytes_(nbytes(op.values)) {}
 
-  void prepare(Transfers& transfers) override {
-    transfers.take_aside(bytes_ * relay::rounds(transfers.size()));
-  }
-
  private:
+  void prepare(Transfers& transfers) override {
+    transfers.take_aside(bytes_ * rounds(transfers.size()));
+  }
   layout::Range arriving(Transfers& /*transfers*/, int round) const override {
     return {bytes_ * round, bytes_ * (round + 1)};
   }
@@ -102,7 +87,7 @@ class CombineSteps final : public RelayedSteps {
     return {combined_before(transfers, round), bytes_};
   }
 
-  void combine(Transfers& transfers, int round) override {
+  void take_in(Transfers& transfers, int round) override {
     const void* before = combined_before(transfers, round);
     std::byte* received = transfers.aside(bytes_ * round);
     if (op_.way == Combine::Way::kSum) {
@@ -117,8 +102,7 @@ class CombineSteps final : public RelayedSteps {
 
   void deliver(Transfers& transfers) override {
     const int ranks = transfers.size();
-    const auto* all =
-        static_cast<const std::byte*>(combined_before(transfers, relay::rounds(ranks)));
+    const auto* all = static_cast<const std::byte*>(combined_before(transfers, rounds(ranks)));
     const bool second = op_.way == Combine::Way::kSum && relay::row_of_sum(ranks) == 1;
     const std::int64_t begin = second ? bytes_ / 2 : 0;
     std::copy_n(all + begin, bytes_ - begin, at_byte(op_.values, 0));
@@ -157,15 +141,6 @@ std::int64_t Combine::sent_bytes(int ranks, int /*rank*/) const {
 
 std::unique_ptr<Steps> Combine::steps(int /*ranks*/, int /*rank*/) const {
   return std::make_unique<CombineSteps>(*this);
-}
-
-void Combine::run(const std::vector<const Combine*>& ranks) {
-  const auto& [all, way] = *ranks.front();
-  for (std::size_t i = 1; i < ranks.size(); ++i) {
-    const auto& other = ranks[i]->values;
-    way == Way::kSum ? all.add_(other) : all.bitwise_or_(other);
-  }
-  for (const auto* one : ranks) one->values.copy_(all);
 }
 
 void Combine::run_on_devices(const std::vector<const Combine*>& /*ranks*/) { refuse_devices(); }

@@ -20,10 +20,6 @@ struct RelayedGather {
   bool is_relayed(int) const { return true; }
   void run_alone() const {}
   std::unique_ptr<Steps> steps(int ranks, int rank) const;
-  static std::optional<CountDifference> find_difference(const std::vector<const RelayedGather*>&) {
-    return std::nullopt;
-  }
-  static void run(const std::vector<const RelayedGather*>& ranks);
   static void run_on_devices(const std::vector<const RelayedGather*>& ranks);
   RelayedGather cloned(const MakeTwin& make) const;
   void deliver(const RelayedGather& to) const;
@@ -45,10 +41,6 @@ struct Combine {
   bool is_relayed(int) const { return true; }
   void run_alone() const {}
   std::unique_ptr<Steps> steps(int ranks, int rank) const;
-  static std::optional<CountDifference> find_difference(const std::vector<const Combine*>&) {
-    return std::nullopt;
-  }
-  static void run(const std::vector<const Combine*>& ranks);
   static void run_on_devices(const std::vector<const Combine*>& ranks);
   Combine cloned(const MakeTwin& make) const;
   void deliver(const Combine& to) const;

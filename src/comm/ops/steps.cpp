@@ -7,49 +7,38 @@
 
 namespace tessera::comm {
 
-void receive_aside(Transfers& transfers, std::int64_t bytes) {
-  int place = 0;
-  for_others(transfers, [&](int peer) {
-    transfers.receive(peer, transfers.aside(bytes * place++), bytes, 0);
-  });
-}
-
-void add_received(Transfers& transfers, const void* own, at::ScalarType wire,
-                  const kernels::HostSum& result) {
-  const auto bytes = result.numel * static_cast<std::int64_t>(c10::elementSize(wire));
+void add_beside(Transfers& transfers, const void* own, at::ScalarType wire,
+                const kernels::HostSum& result) {
   std::vector<const void*> addends;
   addends.reserve(static_cast<std::size_t>(transfers.size()));
-  int place = 0;
   for (int rank = 0; rank < transfers.size(); ++rank) {
-    addends.push_back(rank == transfers.self() ? own : transfers.aside(bytes * place++));
+    addends.push_back(rank == transfers.self() ? own : transfers.beside(rank));
   }
   kernels::sum_host_memory(addends, wire, result);
 }
 
-void RelayedSteps::post_receives(Transfers& transfers) {
-  for (int round = 0; round < relay::rounds(transfers.size()); ++round) {
-    const layout::Range part = arriving(transfers, round);
-    const int from = relay::round_of(round, transfers.self(), transfers.size()).from;
-    transfers.receive(from, transfers.aside(part.begin), part.size(), round);
+int RelayedSteps::rounds(int ranks) const { return relay::rounds(ranks); }
+
+void RelayedSteps::post_receives(Transfers& transfers, int round) {
+  if (round > 0) return;  // all are posted at once
+  prepare(transfers);
+  for (int later = 0; later < rounds(transfers.size()); ++later) {
+    const layout::Range part = arriving(transfers, later);
+    const int from = relay::round_of(later, transfers.self(), transfers.size()).from;
+    transfers.receive(from, transfers.aside(part.begin), part.size(), later);
   }
 }
 
-void RelayedSteps::send_round(Transfers& transfers, int round) const {
+void RelayedSteps::post_sends(Transfers& transfers, int round) {
   const int to = relay::round_of(round, transfers.self(), transfers.size()).to;
   const auto [from, bytes] = sent(transfers, round);
   transfers.send(to, from, bytes, round);
 }
 
-void RelayedSteps::finish(Transfers& transfers) {
-  std::size_t next = 0;
-  const int rounds = relay::rounds(transfers.size());
-  for (int round = 0; round < rounds; ++round) {
-    if (arriving(transfers, round).size() > 0) transfers.finish_receive(next++);
-    combine(transfers, round);
-    if (round + 1 == rounds) break;
-    transfers.post_more(Transfers::Earlier::kKept, [&] { send_round(transfers, round + 1); });
-  }
-  transfers.finish_sends();  // what is sent lies in the op's tensor, too
+void RelayedSteps::combine(Transfers& transfers, int round) {
+  take_in(transfers, round);
+  if (round + 1 < rounds(transfers.size())) return;
+  transfers.before_overwriting(nullptr, 0);  // what is sent lies in the op's tensor, too
   deliver(transfers);
 }
 

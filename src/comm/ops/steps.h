@@ -1,17 +1,16 @@
 // Steps: how one op of a batch travels as sends and receives between pairs of ranks.
 //
-// All ops of a batch prepare, then post their receives, then their sends; whoever waits lets each
-// finish what is left (additions, further rounds), then waits for what was posted. Lines, tags,
-// deadlines and errors are the transport's (backends/gloo/exchange.h), behind Transfers. A small
-// message is relayed (relay.h): all receives are posted at once, each round's send when what it
-// passes on is here.
+// In rounds: all ops of a batch post their receives of the first one, then their sends; whoever
+// waits combines what has come and posts the next. Gloo's transport (backends/gloo/exchange.h) and
+// that of ranks which share memory (backends/in_process/together.h) run the same steps; lines, tags,
+// deadlines and errors are theirs. A small message is relayed (relay.h): all receives are posted at
+// once, each round's send when what it passes on is here.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <numeric>
 #include <vector>
 
@@ -34,38 +33,38 @@ inline std::int64_t stretch_begin(const std::vector<std::int64_t>& counts, int p
   return std::accumulate(counts.begin(), counts.begin() + peer, std::int64_t{0});
 }
 
-/// What the steps of one op may ask of the transport. Nothing is posted for 0 bytes. A phase
-/// numbers what travels between the same two ranks. Errors: LostRank.
+/// What the steps of one op may ask of the transport. Nothing is posted for 0 bytes. Between two
+/// ranks one message travels in a round. What a rank posts to itself is copied; both ends are posted
+/// then, the receive first. Errors: LostRank.
 class Transfers {
  public:
   virtual ~Transfers() = default;
   virtual int size() const = 0;
   virtual int self() const = 0;
 
-  virtual void receive(int peer, void* to, std::int64_t bytes, int phase) = 0;
-  virtual void send(int peer, const void* from, std::int64_t bytes, int phase) = 0;
-  /// Memory of the op for what it receives beside its tensors, until it is done.
+  virtual void receive(int peer, void* to, std::int64_t bytes, int round) = 0;
+  virtual void send(int peer, const void* from, std::int64_t bytes, int round) = 0;
+  /// Receives so many bytes from each other rank in the first round, beside the op's tensors. Where
+  /// ranks share memory nothing is copied: combine() reads what was sent in its place.
+  virtual void receive_beside(std::int64_t bytes) = 0;
+  virtual const void* beside(int peer) = 0;
+  /// Memory of the op until it is done.
   virtual void take_aside(std::int64_t bytes) = 0;
   virtual std::byte* aside(std::int64_t offset) = 0;
-
-  virtual void finish_receive(std::size_t index) = 0;  ///< in the order in which they were posted
-  virtual void finish_receives() = 0;
-  virtual void finish_sends() = 0;
-
-  enum class Earlier : std::uint8_t { kKept, kFinished };
-  /// Runs `post`, which may post more, unless the World is aborted. kFinished: all that was posted
-  /// so far has been waited for.
-  virtual void post_more(Earlier earlier, const std::function<void()>& post) = 0;
+  /// For combine() that overwrites `memory`: what is sent of it must have left first.
+  virtual void before_overwriting(const void* memory, std::int64_t bytes) = 0;
 };
 
-/// Threads: as Exchange: posting on the issuing thread, then finish() on one that waits.
+/// Rounds, each of which posts, then combines what it has received. Threads: the first round is
+/// posted on the issuing thread, the rest happens on one that waits.
 class Steps {
  public:
   virtual ~Steps() = default;
-  virtual void prepare(Transfers& /*transfers*/) {}
-  virtual void post_receives(Transfers& transfers) = 0;
-  virtual void post_sends(Transfers& transfers) = 0;
-  virtual void finish(Transfers& /*transfers*/) {}
+  virtual int rounds(int /*ranks*/) const { return 1; }
+  /// May post what later rounds receive, too.
+  virtual void post_receives(Transfers& transfers, int round) = 0;
+  virtual void post_sends(Transfers& transfers, int round) = 0;
+  virtual void combine(Transfers& /*transfers*/, int /*round*/) {}
 };
 
 /// For each rank but this one, in the order in which none is everyone's first.
@@ -84,31 +83,28 @@ void for_others(const Transfers& transfers, Act act) {
   }
 }
 
-/// Receives so many bytes from each other rank beside the result.
-void receive_aside(Transfers& transfers, std::int64_t bytes);
-/// Adds them and `own`, in rank order.
-void add_received(Transfers& transfers, const void* own, at::ScalarType wire,
-                  const kernels::HostSum& result);
+/// Adds what was received beside and `own`, in rank order.
+void add_beside(Transfers& transfers, const void* own, at::ScalarType wire,
+                const kernels::HostSum& result);
 
 class RelayedSteps : public Steps {
  public:
-  void post_receives(Transfers& transfers) final;
-  void post_sends(Transfers& transfers) final { send_round(transfers, 0); }
-  void finish(Transfers& transfers) final;
+  int rounds(int ranks) const final;
+  void post_receives(Transfers& transfers, int round) final;
+  void post_sends(Transfers& transfers, int round) final;
+  void combine(Transfers& transfers, int round) final;
 
  protected:
   struct Sent {
     const void* from;
     std::int64_t bytes;
   };
+  virtual void prepare(Transfers& transfers) = 0;
   /// What arrives in a round, in bytes aside.
   virtual layout::Range arriving(Transfers& transfers, int round) const = 0;
   virtual Sent sent(Transfers& transfers, int round) const = 0;
-  virtual void combine(Transfers& /*transfers*/, int /*round*/) {}  ///< it has arrived
+  virtual void take_in(Transfers& /*transfers*/, int /*round*/) {}  ///< it has arrived
   virtual void deliver(Transfers& transfers) = 0;                   ///< after the last round
-
- private:
-  void send_round(Transfers& transfers, int round) const;
 };
 
 /// Everyone's part to everyone.
@@ -118,12 +114,12 @@ class RelayedGatherSteps : public RelayedSteps {
   /// bytes long.
   RelayedGatherSteps(const at::Tensor& tensor, std::vector<std::int64_t> lengths, std::int64_t own)
       : tensor_(tensor), lengths_(std::move(lengths)), own_(own) {}
-  void prepare(Transfers& transfers) final;
 
  protected:
   std::byte* part_of(Transfers& transfers, int rank) const;
 
  private:
+  void prepare(Transfers& transfers) final;
   layout::Range arriving(Transfers& transfers, int round) const final;
   Sent sent(Transfers& transfers, int round) const final;
 

@@ -188,20 +188,66 @@ TEST_P(Collectives, AllToAllPutsEveryStretchInItsPlace) {
   }
 }
 
-TEST(InProcessAllToAll, CountsThatDoNotFitAreNamed) {
-  pool(ThreadBackend::kInProcess, 2).run([](World& world) {
-    const auto group = world.group(everyone(world), "counts");
-    AllToAll op{at::zeros({2}), {1, 1}, at::zeros({2}), {1, 1}};
-    if (world.rank() == 1) op = {at::zeros({3}), {2, 1}, at::zeros({2}), {1, 1}};
-    try {
-      group->issue(batch_of(op))->wait();
-      ADD_FAILURE() << "counts that differ were exchanged";
-    } catch (const Error& error) {
-      EXPECT_NE(std::string(error.what()).find("rank 1 sends 2 elements but rank 0 expects 1"),
-                std::string::npos)
-          << error.what();
-    }
-  });
+/// What two ranks mean by one collective, and how an error names the difference.
+struct Misfit {
+  Op of_rank_0;
+  Op of_rank_1;
+  std::string text;
+};
+
+std::vector<Misfit> misfits() {
+  const auto numbers = [](std::int64_t numel) { return at::zeros({numel}); };
+  const AllToAll fits{numbers(2), {1, 1}, numbers(2), {1, 1}};
+  const auto bytes = [] { return at::zeros({12}, at::kByte); };
+  return {{fits, AllToAll{numbers(3), {2, 1}, numbers(2), {1, 1}},
+           "rank 1 sends 2 elements but rank 0 expects 1"},
+          {fits, AllToAll{numbers(2), {1, 1}, numbers(3), {2, 1}},
+           "rank 0 sends 1 elements but rank 1 expects 2"},
+          {fits, AllToAll{numbers(3), {1, 2}, numbers(2), {1, 1}},
+           "rank 1 sends 2 elements but rank 1 expects 1"},
+          {Broadcast{numbers(8), 0}, Broadcast{numbers(8), 1},
+           "rank 0 sends 8 elements but rank 1 expects 0"},
+          // Naive: nobody compares them, since the entries have the sum.
+          {RelayedGather{bytes(), {4, 8}}, RelayedGather{bytes(), {8, 4}},
+           "rank 0 sends 4 elements but rank 1 expects 8"}};
+}
+
+TEST(InProcessCounts, ThatDoNotFitAreNamedOnEveryRank) {
+  for (const Misfit& misfit : misfits()) {
+    std::atomic<int> named = 0;
+    pool(ThreadBackend::kInProcess, 2).run([&](World& world) {
+      const auto group = world.group(everyone(world), "counts");
+      const auto work =
+          group->issue(batch_of(world.rank() == 0 ? misfit.of_rank_0 : misfit.of_rank_1));
+      try {
+        work->wait();
+      } catch (const Error& error) {
+        EXPECT_EQ(error.kind(), ErrorKind::kComm);
+        EXPECT_NE(std::string(error.what()).find(misfit.text), std::string::npos) << error.what();
+        ++named;
+      }
+    });
+    EXPECT_EQ(named, 2) << misfit.text << ": was exchanged";
+  }
+}
+
+// Naive: over Gloo a rank copies what it sends to itself, however much of that it expects.
+TEST(GlooAllToAll, OwnCountsThatDoNotFitAreRefused) {
+  ThreadRanks ranks(2, ThreadBackend::kGloo);
+  std::string refusal;
+  try {
+    ranks.run([](World& world) {
+      const AllToAll fits{at::zeros({2}), {1, 1}, at::zeros({2}), {1, 1}};
+      const AllToAll own{at::zeros({3}), {1, 2}, at::zeros({2}), {1, 1}};
+      world.group(everyone(world), "counts")
+          ->issue(batch_of(world.rank() == 0 ? fits : own))
+          ->wait();
+    });
+  } catch (const Error& error) {
+    refusal = error.what();
+  }
+  EXPECT_NE(refusal.find("found 8 B from this rank to itself, expected 4"), std::string::npos)
+      << refusal;
 }
 
 TEST_P(Collectives, CancellingValuesShowTheOrderOfAdditions) {

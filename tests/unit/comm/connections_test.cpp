@@ -11,7 +11,6 @@
 #include <numeric>
 #include <thread>
 
-#include "comm/backends/gloo/exchange.h"
 #include "comm/backends/gloo/gloo.h"
 #include "comm/backends/gloo/point_to_point.h"
 #include "rank_pools.h"

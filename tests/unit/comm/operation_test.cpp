@@ -32,13 +32,13 @@ struct Shift {
   class Sends final : public Steps {
    public:
     explicit Sends(const Shift& op) : op_(op) {}
-    void post_receives(Transfers& transfers) override {
+    void post_receives(Transfers& transfers, int round) override {
       const int from = (transfers.self() + transfers.size() - 1) % transfers.size();
-      transfers.receive(from, op_.in.mutable_data_ptr(), op_.sent_bytes(0, 0), 0);
+      transfers.receive(from, op_.in.mutable_data_ptr(), op_.sent_bytes(0, 0), round);
     }
-    void post_sends(Transfers& transfers) override {
+    void post_sends(Transfers& transfers, int round) override {
       const int to = (transfers.self() + 1) % transfers.size();
-      transfers.send(to, op_.out.const_data_ptr(), op_.sent_bytes(0, 0), 0);
+      transfers.send(to, op_.out.const_data_ptr(), op_.sent_bytes(0, 0), round);
     }
 
    private:
@@ -53,15 +53,11 @@ struct Shift {
   bool is_relayed(int) const { return false; }
   void run_alone() const { in.copy_(out); }
   std::unique_ptr<Steps> steps(int, int) const { return std::make_unique<Sends>(*this); }
-  static std::optional<CountDifference> find_difference(const std::vector<const Shift*>&) {
-    return std::nullopt;
-  }
-  static void run(const std::vector<const Shift*>& ranks) {
+  static void run_on_devices(const std::vector<const Shift*>& ranks) {
     for (std::size_t i = 0; i < ranks.size(); ++i) {
       ranks[(i + 1) % ranks.size()]->in.copy_(ranks[i]->out);
     }
   }
-  static void run_on_devices(const std::vector<const Shift*>& ranks) { run(ranks); }
   Shift cloned(const MakeTwin& make) const {
     return {make(out, Values::kKept), make(in, Values::kOverwritten)};
   }

@@ -8,7 +8,7 @@
 #include <limits>
 #include <thread>
 
-#include "comm/backends/gloo/exchange.h"
+#include "comm/backends/gloo/transport.h"
 #include "comm/batch.h"
 #include "tessera/error.h"
 #include "unit/comm/rank_pools.h"

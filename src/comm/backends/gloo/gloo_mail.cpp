@@ -109,7 +109,7 @@ class MailLog final : public Recorded {
 };
 
 /// What Gloo carries of a message, shared by who waits for it and who asks for it.
-class Carried {
+class Polled {
  public:
   enum class Found : std::uint8_t { kNothing, kThrough, kBroken };
 
@@ -125,10 +125,10 @@ class MailPoll {
   ~MailPoll() { stop(); }
 
   /// Has the thread wait for `one` next.
-  void ask(const std::shared_ptr<Carried>& one) {
+  void ask(const std::shared_ptr<Polled>& one) {
     {
       const base::Lock lock(mutex_);
-      if (at_hand_ == one || one->found != Carried::Found::kNothing) return;
+      if (at_hand_ == one || one->found != Polled::Found::kNothing) return;
       interrupt();  // it goes to the end of the row
       if (std::find(row_.begin(), row_.end(), one) == row_.end()) row_.push_back(one);
       if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
@@ -137,7 +137,7 @@ class MailPoll {
   }
 
   /// Afterwards the thread does not touch it.
-  void take_back(const std::shared_ptr<Carried>& one) {
+  void take_back(const std::shared_ptr<Polled>& one) {
     base::Lock lock(mutex_);
     std::erase(row_, one);
     if (at_hand_ != one) return;
@@ -172,7 +172,7 @@ class MailPoll {
       lock.unlock();
       wait_for(*one);
       lock.lock();
-      const bool again = one->found == Carried::Found::kNothing && wanted_ != one.get();
+      const bool again = one->found == Polled::Found::kNothing && wanted_ != one.get();
       if (again && !stopping_) row_.push_back(one);
       at_hand_ = nullptr;
       changed_.notify_all();
@@ -181,22 +181,22 @@ class MailPoll {
 
   /// Of one that is through nothing is left to interrupt.
   void interrupt() TESSERA_REQUIRES(mutex_) {
-    if (at_hand_ && at_hand_->found == Carried::Found::kNothing) at_hand_->work->abort();
+    if (at_hand_ && at_hand_->found == Polled::Found::kNothing) at_hand_->work->abort();
   }
 
-  static void wait_for(Carried& one) {
+  static void wait_for(Polled& one) {
     try {
-      if (one.work->wait(kNoEnd)) one.found = Carried::Found::kThrough;
+      if (one.work->wait(kNoEnd)) one.found = Polled::Found::kThrough;
     } catch (const std::exception&) {
-      one.found = Carried::Found::kBroken;  // the rank's own wait throws, too
+      one.found = Polled::Found::kBroken;  // the rank's own wait throws, too
     }
   }
 
   base::Mutex mutex_;
   base::Condition changed_;
-  std::deque<std::shared_ptr<Carried>> row_ TESSERA_GUARDED_BY(mutex_);
-  std::shared_ptr<Carried> at_hand_ TESSERA_GUARDED_BY(mutex_);
-  const Carried* wanted_ TESSERA_GUARDED_BY(mutex_) = nullptr;
+  std::deque<std::shared_ptr<Polled>> row_ TESSERA_GUARDED_BY(mutex_);
+  std::shared_ptr<Polled> at_hand_ TESSERA_GUARDED_BY(mutex_);
+  const Polled* wanted_ TESSERA_GUARDED_BY(mutex_) = nullptr;
   bool stopping_ TESSERA_GUARDED_BY(mutex_) = false;
   std::thread thread_;
 };
@@ -206,219 +206,129 @@ class Parcel;
 /// What is under way: whoever lets go of a Transfer leaves Gloo with memory that is still there.
 class MailDesk {
  public:
-  explicit MailDesk(std::shared_ptr<Channel> what) : channel(std::move(what)) {}
-
-  const std::shared_ptr<Channel> channel;
   std::vector<std::shared_ptr<Parcel>> under_way;
   MailPoll poll;
 };
 
 /// A message that was posted. Threads: the rank's own; what a watch asks of it, any.
-class Parcel final : public Blocked {
+class Parcel final : public Carried, private TransportWait {
  public:
-  Parcel(std::shared_ptr<MailDesk> desk, std::shared_ptr<MailLog> log, Letter letter,
-         std::uint64_t fingerprint)
-      : desk_(std::move(desk)),
+  Parcel(std::shared_ptr<Channel> channel, std::shared_ptr<MailDesk> desk,
+         std::shared_ptr<MailLog> log, Letter letter, std::uint64_t fingerprint)
+      : Carried(std::move(letter)),
+        TransportWait(std::move(channel), letter_.peer),
+        desk_(std::move(desk)),
         log_(std::move(log)),
-        letter_(std::move(letter)),
         fingerprint_(fingerprint) {}
 
   /// Errors: LostRank.
   void start();
-  void finish();
-  bool poll();
+  Event finish() override;
+  std::optional<Event> poll() override;
   /// Gloo does not touch its memory any more.
-  void let_go();
+  void lose();
 
  private:
-  enum class State : std::uint8_t { kUnderWay, kThrough, kLost };
-
-  const ChannelOptions& options() const { return desk_->channel->options; }
-  void abort() override { carried_->work->abort(); }
-  std::optional<PeerWait> waits_for() const override {
-    return PeerWait{log_->hash(), fingerprint_, letter_.peer_rank,
-                    concat(to_string(letter_), " on group ", options().name)};
+  void abort() override { polled_->work->abort(); }
+  PeerWait standing(int rank) const override {
+    return {log_->hash(), fingerprint_, rank,
+            concat(to_string(letter_), " on group ", options().name)};
+  }
+  std::string text() const override { return to_string(letter_); }
+  std::string before_reason() const override { return text(); }
+  std::string waited_in_vain_for(int rank) const override {
+    return waited_in_vain(letter_, patience_, rank, options().abort_flag->patience);
   }
 
+  /// Errors: what the wait for it has thrown; LostRank where it was lost.
   void require_kept() const;
-  void check_aborted() const;
-  void begin_wait();
   void wait_for_gloo();
-  [[noreturn]] void fail(const std::string& what);
-  [[noreturn]] void blame(const std::string& lost) const;
-  [[noreturn]] void blame_cause() const;
   void end();
 
   const std::shared_ptr<MailDesk> desk_;
   const std::shared_ptr<MailLog> log_;
-  Letter letter_;
   const std::uint64_t fingerprint_;
-  const std::shared_ptr<Carried> carried_ = std::make_shared<Carried>();
-  State state_ = State::kUnderWay;
+  const std::shared_ptr<Polled> polled_ = std::make_shared<Polled>();
+  bool is_lost_ = false;
   bool asked_ = false;
-  std::chrono::milliseconds patience_{0};
-  std::chrono::steady_clock::time_point deadline_;
   std::exception_ptr failure_;
 };
 
 void Parcel::start() {
-  const Line& line = desk_->channel->lines[static_cast<std::size_t>(letter_.peer)];
-  std::vector<at::Tensor> tensors{letter_.tensor};
   const int tag = message_number(letter_.tag, letter_.extent, fingerprint_);
-  try {
-    carried_->work = letter_.sends() ? line.backend->send(tensors, line.rank, tag)
-                                     : line.backend->recv(tensors, line.rank, tag);
-  } catch (const std::exception& error) {
-    log_->end(fingerprint_);
-    begin_wait();
-    blame(concat("the connection to rank ", letter_.peer_rank,
-                 " is gone: ", gloo_reason(error.what())));
-  }
+  posting([&] {
+    try {
+      const auto end = letter_.sends() ? Channel::End::kSend : Channel::End::kReceive;
+      polled_->work = channel_->post(end, letter_.peer, letter_.tensor, tag);
+    } catch (const NotPosted&) {
+      log_->end(fingerprint_);
+      throw;
+    }
+  });
 }
 
 void Parcel::require_kept() const {
-  if (state_ == State::kLost) throw lost_in_recovery(letter_);
-}
-
-/// What has failed elsewhere, and what this rank waited for meanwhile.
-void Parcel::check_aborted() const {
-  const AbortFlag& flag = *options().abort_flag;
-  if (flag.is_set()) flag.raise(to_string(letter_));
+  if (failure_) std::rethrow_exception(failure_);
+  if (is_lost_) throw lost_in_recovery(letter_);
 }
 
 void Parcel::end() {
   log_->end(fingerprint_);
-  state_ = State::kThrough;
-  carried_->work.reset();
+  polled_->work.reset();
   letter_.tensor = at::Tensor();
   std::erase_if(desk_->under_way, [&](const auto& one) { return one.get() == this; });
 }
 
-void Parcel::let_go() {
-  carried_->work.reset();
+void Parcel::lose() {
+  polled_->work.reset();
   letter_.tensor = at::Tensor();
-  state_ = State::kLost;
+  is_lost_ = true;
 }
 
-bool Parcel::poll() {
-  if (state_ == State::kThrough) return true;
-  if (failure_) std::rethrow_exception(failure_);
+std::optional<Event> Parcel::poll() {
   require_kept();
   check_aborted();
-  switch (carried_->found) {
-    case Carried::Found::kThrough:
+  switch (polled_->found) {
+    case Polled::Found::kThrough:
       end();
-      return true;
-    case Carried::Found::kBroken:
-      finish();
-      return true;
-    case Carried::Found::kNothing:
+      return Event();
+    case Polled::Found::kBroken:
+      return finish();
+    case Polled::Found::kNothing:
       break;
   }
   asked_ = true;
-  desk_->poll.ask(carried_);
-  return false;
+  desk_->poll.ask(polled_);
+  return std::nullopt;
 }
 
-void Parcel::finish() {
-  if (state_ == State::kThrough) return;
-  if (failure_) std::rethrow_exception(failure_);
+Event Parcel::finish() {
   require_kept();
-  if (asked_) desk_->poll.take_back(carried_);
+  if (asked_) desk_->poll.take_back(polled_);
   asked_ = false;
   try {
-    if (carried_->found != Carried::Found::kThrough) wait_for_gloo();
+    if (polled_->found != Polled::Found::kThrough) wait_for_gloo();
   } catch (...) {
     failure_ = std::current_exception();
     throw;
   }
   end();
-}
-
-void Parcel::begin_wait() {
-  patience_ = options().abort_flag->patience.of(options().timeout);
-  deadline_ = std::chrono::steady_clock::now() + patience_;
+  return {};
 }
 
 void Parcel::wait_for_gloo() {
-  using std::chrono::milliseconds;
   const OnBoard on_board(*options().board, *this);
-  begin_wait();
-  bool through = false;
-  while (!through) {
-    check_aborted();  // after this, whoever aborts finds us on the board
-    const auto left =
-        std::chrono::duration_cast<milliseconds>(deadline_ - std::chrono::steady_clock::now());
-    try {
-      // It may have been told to stop waiting while another thread did: then it is asked again.
-      through = carried_->work->wait(std::max(left, milliseconds(1)));
-    } catch (const std::exception& error) {
-      fail(error.what());
-    }
-  }
+  begin();
+  check_aborted();  // after this, whoever aborts finds us on the board
+  wait_for(*polled_->work, letter_.peer);
 }
-
-void Parcel::fail(const std::string& what) {
-  check_aborted();
-  // Gloo waits by another clock and may be done a little before ours.
-  const bool timed_out = what.find("Timed out waiting") != std::string::npos ||
-                         std::chrono::steady_clock::now() >= deadline_;
-  // On the board meanwhile, as in Exchange::blame().
-  if (!timed_out) blame(concat("lost rank ", letter_.peer_rank, ": ", gloo_reason(what)));
-  blame_cause();
-}
-
-/// Throws what others have said meanwhile, else that the other end is late, else `lost`.
-void Parcel::blame(const std::string& lost) const {
-  bool is_late = false;
-  try {
-    is_late = hear_others(*options().abort_flag, *options().board, letter_.peer_rank, deadline_);
-  } catch (const LostRank& said) {
-    throw LostRank(concat(to_string(letter_), ": ", said.what()));
-  }
-  if (is_late) blame_cause();
-  throw LostRank(concat(to_string(letter_), ": ", lost));
-}
-
-/// That rank may itself wait for another one, whose name the watch has by then.
-void Parcel::blame_cause() const {
-  const auto cause = options().board->cause_of(log_->hash(), fingerprint_);
-  throw LostRank(waited_in_vain(letter_, patience_, cause.value_or(letter_.peer_rank),
-                                options().abort_flag->patience));
-}
-
-namespace {
-
-class GlooTransfer final : public Transfer {
- public:
-  GlooTransfer(std::shared_ptr<AbortFlag> abort_flag, std::shared_ptr<Parcel> parcel)
-      : Transfer(std::move(abort_flag)), parcel_(std::move(parcel)) {}
-
- private:
-  void finish() override { parcel_->finish(); }
-  bool poll() override { return parcel_->poll(); }
-
-  const std::shared_ptr<Parcel> parcel_;
-};
-
-/// Of an empty tensor.
-class NothingToCarry final : public Transfer {
- public:
-  explicit NothingToCarry(std::shared_ptr<AbortFlag> abort_flag)
-      : Transfer(std::move(abort_flag)) {}
-
- private:
-  void finish() override {}
-  bool poll() override { return true; }
-};
-
-}  // namespace
 
 GlooMail::GlooMail(std::shared_ptr<Channel> channel, std::function<void()> open)
-    : Mail({channel->options.members, channel->options.self}),
+    : Mail(
+          {channel->options.members, channel->options.self, at::kCPU, channel->options.abort_flag}),
       channel_(std::move(channel)),
       open_(std::move(open)),
-      desk_(std::make_shared<MailDesk>(channel_)) {}
+      desk_(std::make_shared<MailDesk>()) {}
 
 GlooMail::~GlooMail() {
   reset();
@@ -428,7 +338,7 @@ GlooMail::~GlooMail() {
 void GlooMail::reset() {
   desk_->poll.stop();
   // Gloo lets go of a buffer when its work object goes.
-  for (const auto& parcel : std::exchange(desk_->under_way, {})) parcel->let_go();
+  for (const auto& parcel : std::exchange(desk_->under_way, {})) parcel->lose();
   for (const auto& [peer, log] : logs_) log->clear();
 }
 
@@ -446,18 +356,16 @@ std::shared_ptr<MailLog> GlooMail::log_with(int peer) {
 }
 
 std::unique_ptr<Transfer> GlooMail::post(Letter letter) {
-  const auto& abort_flag = channel_->options.abort_flag;
-  if (abort_flag->is_set()) abort_flag->raise(to_string(letter));
   open_();
-  if (letter.tensor.numel() == 0) return std::make_unique<NothingToCarry>(abort_flag);
+  if (letter.tensor.numel() == 0) return std::make_unique<Transfer>(place(), nullptr);
   const auto log = log_with(letter.peer);
   const std::uint64_t key = message_key(letter.tag, letter.sends() ? rank() : letter.peer);
   const std::uint64_t fingerprint = fingerprint_of(key, letter.tensor);
   log->post(letter, key, fingerprint);
-  auto parcel = std::make_shared<Parcel>(desk_, log, std::move(letter), fingerprint);
+  auto parcel = std::make_shared<Parcel>(channel_, desk_, log, std::move(letter), fingerprint);
   parcel->start();
   desk_->under_way.push_back(parcel);
-  return std::make_unique<GlooTransfer>(abort_flag, std::move(parcel));
+  return std::make_unique<Transfer>(place(), std::move(parcel));
 }
 
 }  // namespace tessera::comm

@@ -14,7 +14,7 @@
 #include <map>
 #include <memory>
 
-#include "comm/backends/gloo/exchange.h"
+#include "comm/backends/gloo/transport.h"
 #include "comm/mail.h"
 
 namespace tessera::comm {

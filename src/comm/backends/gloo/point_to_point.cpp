@@ -31,7 +31,7 @@ class Opening final : public Blocked {
     const int peer = *peer_;
     if (peer < 0) return std::nullopt;
     const ChannelOptions& group = channel_.options;
-    return PeerWait{channel_.log->group_hash(), 0, group.members[static_cast<std::size_t>(peer)],
+    return PeerWait{channel_.log->group_hash(), 0, group.world_rank(peer),
                     concat("the opening of group ", group.name)};
   }
   /// May outlive the opening, in a thread that is left to itself.
@@ -70,73 +70,57 @@ Attempt attempt(int peer, const Channel& channel, int epoch) {
   return {peer, std::move(opened)};
 }
 
-class Connecting final : public Blocked {
+class Connecting final : public TransportWait {
  public:
-  Connecting(const Channel& channel, const Entry& entry) : channel_(channel), entry_(entry) {}
-
-  void abort() override {}  // finish() looks at the abort flag
-  std::optional<PeerWait> waits_for() const override {
-    const int peer = peer_;
-    return channel_.log->wait_for(entry_, peer < 0 ? -1 : world_rank(peer));
+  Connecting(std::shared_ptr<Channel> channel, const Entry& entry)
+      : TransportWait(std::move(channel)), entry_(entry) {
+    begin();
   }
 
-  Backend finish(Attempt& one, std::chrono::steady_clock::time_point deadline) {
-    peer_ = one.peer;
-    const auto& abort_flag = *channel_.options.abort_flag;
-    const auto in_time = [&] { return std::chrono::steady_clock::now() < deadline; };
+  Backend finish(Attempt& one) {
+    set_peer(one.peer);
     while (one.opened.wait_for(kLookAgain) != std::future_status::ready) {
-      abort_flag.check();
-      if (!in_time()) return {};
+      check_aborted();
+      if (is_over()) blame_cause(one.peer);
     }
+    std::string failed;
     try {
       return one.opened.get();
     } catch (const std::exception& error) {
-      if (!in_time()) return {};
-      const int peer = world_rank(one.peer);
-      // On the board meanwhile, as in Exchange::blame().
-      if (hear_others(abort_flag, *channel_.options.board, peer, deadline)) return {};
-      throw LostRank(concat(channel_.log->wait_for(entry_).text, ": cannot connect to rank ", peer,
-                            ": ", one_line(error.what())));
+      failed = one_line(error.what());
     }
+    if (is_over()) {
+      check_aborted();
+      blame_cause(one.peer);
+    }
+    blame(one.peer, concat("cannot connect to rank ", world_rank(one.peer), ": ", failed));
   }
 
  private:
-  int world_rank(int peer) const {
-    return channel_.options.members[static_cast<std::size_t>(peer)];
-  }
+  void abort() override {}  // finish() looks at the abort flag
+  PeerWait standing(int rank) const override { return channel_->log->wait_for(entry_, rank); }
+  std::string text() const override { return standing(-1).text; }
 
-  const Channel& channel_;
   const Entry& entry_;
-  std::atomic<int> peer_{-1};
 };
 
 /// Gives the channel lines to those of `peers` (indices) to which it has none, for an entry of its
 /// log, within the channel's patience. Errors: LostRank naming the rank that did
 /// not come in time.
-void connect_to(const std::vector<int>& peers, Channel& channel, int epoch, const Entry& entry) {
+void connect_to(const std::vector<int>& peers, const std::shared_ptr<Channel>& channel, int epoch,
+                const Entry& entry) {
   std::vector<Attempt> attempts;
   for (const int peer : peers) {
-    if (!channel.lines[static_cast<std::size_t>(peer)].backend) {
-      attempts.push_back(attempt(peer, channel, epoch));
+    if (!channel->lines[static_cast<std::size_t>(peer)].backend) {
+      attempts.push_back(attempt(peer, *channel, epoch));
     }
   }
   if (attempts.empty()) return;
   Connecting wait(channel, entry);
-  const OnBoard on_board(*channel.options.board, wait);
-  const AbortFlag& abort_flag = *channel.options.abort_flag;
-  const auto patience = abort_flag.patience.of(channel.options.timeout);
-  const auto deadline = std::chrono::steady_clock::now() + patience;
+  const OnBoard on_board(*channel->options.board, wait);
   for (Attempt& one : attempts) {
-    const auto index = static_cast<std::size_t>(one.peer);
-    if (auto backend = wait.finish(one, deadline)) {
-      channel.lines[index] = {std::move(backend), one.peer < channel.options.self ? 0 : 1};
-      continue;
-    }
-    abort_flag.check();
-    const auto cause = channel.options.board->cause_of(channel.log->group_hash(), entry.sequence);
-    throw LostRank(waited_in_vain(channel.log->wait_for(entry).text, patience,
-                                  {cause.value_or(channel.options.members[index])},
-                                  abort_flag.patience));
+    channel->lines[static_cast<std::size_t>(one.peer)] = {wait.finish(one),
+                                                          one.peer < channel->options.self ? 0 : 1};
   }
 }
 
@@ -161,9 +145,7 @@ std::unique_ptr<Work> PointToPointGroup::start(Batch batch) {
   const auto entry = channel_->log->record(batch, next_sequence_++);
   connect(batch, *entry);
   if (channel_->options.compare_entries) compare(batch, entry);
-  auto work = std::make_unique<Exchange>(channel_, std::move(batch), entry, entry->fingerprint);
-  work->start();
-  return work;
+  return start_exchange(channel_, std::move(batch), entry, entry->fingerprint);
 }
 
 Mail& PointToPointGroup::mail() { return gloo_mail(); }
@@ -205,12 +187,12 @@ void PointToPointGroup::connect(const Batch& batch, const Entry& entry) {
                        std::all_of(batch.ops.begin(), batch.ops.end(),
                                    [&](const Op& op) { return is_relayed(op, size()); });
   if (relayed) {
-    connect_to(relay::partners(rank(), size()), *channel_, epoch_, entry);
+    connect_to(relay::partners(rank(), size()), channel_, epoch_, entry);
     return;
   }
   for (const auto& wave : relay::waves(rank(), size(), kMostAtOnce)) {
     // Each with a time of its own: a thousand ranks take longer than a rank that does not come may.
-    connect_to(wave, *channel_, epoch_, entry);
+    connect_to(wave, channel_, epoch_, entry);
   }
 }
 
@@ -223,9 +205,7 @@ void PointToPointGroup::compare(const Batch& batch, const std::shared_ptr<const 
   Batch exchange;
   exchange.label = batch.label;
   exchange.ops.emplace_back(AllGather{buffer});
-  Exchange work(channel_, std::move(exchange), entry, kRecordFingerprint);
-  work.start();
-  work.wait();
+  start_exchange(channel_, std::move(exchange), entry, kRecordFingerprint)->wait();
   require_same_entries({records, static_cast<std::size_t>(size())}, rank(),
                        channel_->options.members, name());
 }

@@ -7,46 +7,14 @@
 // All work is done by Gloo's device thread and by the threads that issue and wait. Next: gloo.h.
 #pragma once
 
-#include <chrono>
-#include <functional>
 #include <memory>
 #include <string>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <vector>
 
-#include "comm/backends/backend.h"
+#include "comm/backends/gloo/transport.h"
 #include "comm/group.h"
-#include "launch/abort_flag.h"
-#include "launch/wait_board.h"
 
 namespace tessera::comm {
 
-struct ChannelOptions {
-  std::string name;          ///< "gather of ranks 0, 1"
-  std::vector<int> members;  ///< world ranks
-  int self = 0;              ///< index into members
-  std::chrono::milliseconds timeout{100000};
-  /// Exchange what each rank is about to issue before every collective, and name both where they
-  /// differ.
-  bool compare_entries = false;
-  std::shared_ptr<AbortFlag> abort_flag;
-  std::shared_ptr<WaitBoard> board;
-  /// Opens the group. Collective; `epoch` counts recoveries. All ranks are connected then, unless
-  /// there is an open_pair. `waits_for` hears for which of them (an index) it waits; -1: nobody in
-  /// particular.
-  std::function<c10::intrusive_ptr<c10d::Backend>(int epoch,
-                                                  const std::function<void(int peer)>& waits_for)>
-      open;
-  /// What opens a backend of this rank and the one at index `peer` alone, in the order of their
-  /// indices. Both call it, on the thread that issues; what it returns runs on one of its own.
-  std::function<std::function<c10::intrusive_ptr<c10d::Backend>()>(int epoch, int peer)> open_pair;
-};
-
-/// All but how it is opened.
-ChannelOptions channel_options(const GroupPlace& place);
-
-class Channel;
-struct Entry;
 class GlooMail;
 
 class PointToPointGroup : public Group {

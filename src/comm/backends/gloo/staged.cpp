@@ -58,60 +58,42 @@ class StagedWork final : public Work {
   std::unique_ptr<Work> carried_;  // goes before the memory that it writes; null: waited for
 };
 
-class StagedTransfer final : public Transfer {
+class StagedLetter final : public Carried {
  public:
-  StagedTransfer(std::shared_ptr<AbortFlag> abort_flag, std::unique_ptr<Transfer> carried,
-                 Letter letter, at::Tensor twin)
-      : Transfer(std::move(abort_flag)),
-        carried_(std::move(carried)),
-        letter_(std::move(letter)),
-        twin_(std::move(twin)) {}
-  ~StagedTransfer() override {
-    if (through_) return;
-    try {
-      end_.block(Stream::current(letter_.stream.device()), EventSite::kMailEnd);
-    } catch (...) {
-      // An error is under way already: it was not waited for.
-    }
+  StagedLetter(Letter letter, std::unique_ptr<Transfer> twins, at::Tensor twin)
+      : Carried(std::move(letter)), twins_(std::move(twins)), twin_(std::move(twin)) {}
+
+  Event finish() override {
+    twins_->wait();
+    return brought();
   }
+  std::optional<Event> poll() override {
+    if (!twins_->done()) return std::nullopt;
+    return brought();
+  }
+  void let_go(const Stream& stream) override { end_.block(stream, EventSite::kMailEnd); }
 
  private:
-  void finish() override {
-    carried_->wait();
-    bring();
-    end_.block(Stream::current(letter_.stream.device()), EventSite::kMailEnd);
-    through_ = true;
-  }
-  bool poll() override {
-    if (!carried_->done()) return false;
-    bring();
-    through_ = end_.done();
-    return through_;
-  }
-
   /// What was received goes to the device.
-  void bring() {
-    if (!twin_.defined()) return;
-    if (!letter_.sends()) {
+  Event brought() {
+    if (twin_.defined() && !letter_.sends()) {
       const StreamScope there(letter_.stream);
       const c10::AutoGradMode no_grad(false);
       letter_.tensor.copy_(twin_, /*non_blocking=*/true);
       end_.record(letter_.stream, EventSite::kMailEnd);
     }
     twin_.reset();
+    return end_;
   }
 
-  const std::unique_ptr<Transfer> carried_;
-  const Letter letter_;  // whose tensor is held until the caller's stream is behind the message
-  at::Tensor twin_;      // on the host
-  Event end_;            // of what is launched; none: nothing is
-  bool through_ = false;
+  const std::unique_ptr<Transfer> twins_;
+  at::Tensor twin_;  // on the host
+  Event end_;        // of what is launched; none: nothing is
 };
 
 class StagedMail final : public Mail {
  public:
-  StagedMail(GlooMail& host, MailPlace place, std::shared_ptr<AbortFlag> abort_flag)
-      : Mail(std::move(place)), host_(host), abort_flag_(std::move(abort_flag)) {}
+  StagedMail(GlooMail& host, MailPlace place) : Mail(std::move(place)), host_(host) {}
 
  private:
   std::unique_ptr<Transfer> post(Letter letter) override {
@@ -124,13 +106,13 @@ class StagedMail final : public Mail {
     }
     if (letter.sends()) wait_for_copies(letter.stream, to_string(letter));
     at::Tensor twin = carried.tensor;
-    auto transfer = host_.post(std::move(carried));
-    return std::make_unique<StagedTransfer>(abort_flag_, std::move(transfer), std::move(letter),
-                                            std::move(twin));
+    auto twins = host_.post(std::move(carried));
+    return std::make_unique<Transfer>(
+        place(),
+        std::make_shared<StagedLetter>(std::move(letter), std::move(twins), std::move(twin)));
   }
 
   GlooMail& host_;
-  const std::shared_ptr<AbortFlag> abort_flag_;
 };
 
 class StagedGroup final : public Group {
@@ -148,8 +130,7 @@ class StagedGroup final : public Group {
   Mail& mail() override {
     GlooMail& host = host_->gloo_mail();
     if (!mail_) {
-      mail_ = std::make_unique<StagedMail>(host, MailPlace{members_, rank(), device_, host_waits()},
-                                           abort_flag_);
+      mail_ = std::make_unique<StagedMail>(host, MailPlace{members_, rank(), device_, abort_flag_});
     }
     return *mail_;
   }

@@ -8,6 +8,7 @@
 #include "base/test_hooks.h"
 #include "base/text/printable.h"
 #include "comm/backends/in_process/mailbox.h"
+#include "comm/backends/in_process/together.h"
 #include "comm/batch.h"
 #include "comm/host_read.h"
 #include "tessera/error.h"
@@ -29,6 +30,8 @@ struct Rendezvous::Collective {
   /// Of who has let go of it before all had come.
   std::vector<Stream> left_by;
 
+  /// The batches that run.
+  const std::vector<Batch>& sent() const { return staged.empty() ? batches : staged; }
   /// The stream comes behind the collective of a member that lets go of it. Others may hold it for
   /// longer: not that member's memory with it, which is free behind this point of the stream.
   void come_behind(std::size_t member, const Stream& stream) {
@@ -50,23 +53,6 @@ struct Rendezvous::SharedGroup {
 
 namespace {
 
-/// Calls act(ops) with the op of every rank at `index`: all of one type, since their entries agree.
-template <class Act>
-auto with_all(const std::vector<Batch>& batches, std::size_t index, Act act) {
-  const auto with = [&]<class One>(const One& /*first*/) {
-    std::vector<const One*> of_all_ranks;
-    for (const Batch& batch : batches) of_all_ranks.push_back(&std::get<One>(batch.ops[index]));
-    return act(of_all_ranks);
-  };
-  return std::visit(with, batches.front().ops[index]);
-}
-
-void run(const std::vector<Batch>& batches) {
-  for (std::size_t op = 0; op < batches.front().ops.size(); ++op) {
-    with_all(batches, op, []<class One>(const std::vector<const One*>& ranks) { One::run(ranks); });
-  }
-}
-
 /// Each of the streams comes behind all that was launched on any of them.
 void meet(const std::vector<Stream>& streams) {
   std::vector<Event> came(streams.size());
@@ -76,17 +62,24 @@ void meet(const std::vector<Stream>& streams) {
   }
 }
 
+/// The ops at `index` are of one type, since their entries agree.
+void run_on_devices(const std::vector<Batch>& batches, std::size_t index) {
+  const auto run = [&]<class One>(const One& /*first*/) {
+    std::vector<const One*> of_all_ranks;
+    for (const Batch& batch : batches) of_all_ranks.push_back(&std::get<One>(batch.ops[index]));
+    One::run_on_devices(of_all_ranks);
+  };
+  std::visit(run, batches.front().ops[index]);
+}
+
 /// Launches all of it, by one thread for all members.
 void run_on_devices(Rendezvous::Collective& collective) {
-  const auto& batches = collective.staged.empty() ? collective.batches : collective.staged;
+  const auto& batches = collective.sent();
   meet(collective.streams);
   {
     const StreamsScope here(collective.streams);
     const c10::AutoGradMode no_grad(false);
-    for (std::size_t op = 0; op < batches.front().ops.size(); ++op) {
-      with_all(batches, op,
-               []<class One>(const std::vector<const One*>& ranks) { One::run_on_devices(ranks); });
-    }
+    for (std::size_t op = 0; op < batches.front().ops.size(); ++op) run_on_devices(batches, op);
   }
   // A rank's memory is read by others, too.
   meet(collective.streams);
@@ -95,23 +88,16 @@ void run_on_devices(Rendezvous::Collective& collective) {
   }
 }
 
-/// The first pair of ranks of which one sends what the other does not expect.
-std::string count_disagreement(const Rendezvous::SharedGroup& shared,
-                               const Rendezvous::Collective& collective) {
-  const auto& batches = collective.batches;
-  const Batch& first = batches.front();
-  for (std::size_t op = 0; op < first.ops.size(); ++op) {
-    const auto found = with_all(batches, op, []<class One>(const std::vector<const One*>& ranks) {
-      return One::find_difference(ranks);
-    });
-    if (!found) continue;
-    const auto facts = std::visit([](const auto& one) { return one.facts(); }, first.ops[op]);
-    return concat("ranks disagree: ", to_string(facts.kind), " of ", first.label.unit, ": rank ",
-                  shared.members[found->from], " sends ", found->sent, " elements but rank ",
-                  shared.members[found->to], " expects ", found->expected, " (group ", shared.name,
-                  ")");
-  }
-  return {};
+/// Names the first pair of ranks of which one sends what the other does not expect.
+std::string text_of(const ByteDifference& found, const Rendezvous::SharedGroup& shared,
+                    const Batch& batch, std::size_t op) {
+  const auto facts = std::visit([](const auto& one) { return one.facts(); }, batch.ops[op]);
+  const auto element = static_cast<std::int64_t>(c10::elementSize(facts.wire));
+  const auto member = [&](int index) { return shared.members[static_cast<std::size_t>(index)]; };
+  return concat("ranks disagree: ", to_string(facts.kind), " of ", batch.label.unit, ": rank ",
+                member(found.from), " sends ", found.sent / element, " elements but rank ",
+                member(found.to), " expects ", found.expected / element, " (group ", shared.name,
+                ")");
 }
 
 /// Empty when all members mean the same collective.
@@ -127,7 +113,23 @@ std::string disagreement(const Rendezvous::SharedGroup& shared,
                   " but rank ", shared.members[other], " issues ", to_string(entry), " (group ",
                   shared.name, ")");
   }
-  return count_disagreement(shared, collective);
+  return {};
+}
+
+/// Runs all of it unless members disagree: then it says how they do.
+std::string run(const Rendezvous::SharedGroup& shared, Rendezvous::Collective& collective) {
+  if (std::string found = disagreement(shared, collective); !found.empty()) return found;
+  const auto& batches = collective.sent();
+  const auto& first = batches.front();
+  const bool on_devices = !collective.streams.empty();
+  for (std::size_t op = 0; op < first.ops.size(); ++op) {
+    // What is relayed is of one size by its entries, and in the host's memory.
+    if (on_devices && is_relayed(first.ops[op], static_cast<int>(batches.size()))) continue;
+    const auto found = on_devices ? difference_between(batches, op) : run_together(batches, op);
+    if (found) return text_of(*found, shared, first, op);
+  }
+  if (on_devices) run_on_devices(collective);
+  return {};
 }
 
 /// A copy of each member's batch, on its stream.
@@ -250,8 +252,9 @@ class InProcessGroup : public Group {
 
   Mail& mail() override {
     if (!mail_) {
-      mail_ = open_mailbox(shared_->mailbox, {shared_->members, self_, device_, host_waits()},
-                           rendezvous_.timeout_, abort_flag_);
+      mail_ = open_mailbox(shared_->mailbox,
+                           {shared_->members, self_, device_, abort_flag_, host_waits()},
+                           rendezvous_.timeout_);
     }
     return *mail_;
   }
@@ -312,15 +315,8 @@ class InProcessGroup : public Group {
 
   /// By the last member, for all of them.
   void complete(Rendezvous::Collective& collective, bool deliver_at_wait) {
-    std::string failure = disagreement(*shared_, collective);
-    if (failure.empty()) {
-      if (deliver_at_wait) stage(collective);
-      if (stream()) {
-        run_on_devices(collective);
-      } else {
-        run(deliver_at_wait ? collective.staged : collective.batches);
-      }
-    }
+    if (deliver_at_wait) stage(collective);
+    std::string failure = run(*shared_, collective);
     const base::Lock lock(shared_->mutex);
     collective.failure = std::move(failure);
     collective.done = true;

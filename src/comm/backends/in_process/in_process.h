@@ -1,7 +1,7 @@
 // The in-process backend: ranks are threads, collectives are additions and copies in shared memory.
 //
-// Real data and the same bits as every other backend (kernels/kernels.h), and stricter than any:
-// the last rank to issue compares what all ranks mean and runs the whole operation, so that a
+// The steps that ranks run over Gloo, so the same bits (together.h), and stricter than any backend:
+// the last rank to issue compares what all ranks mean and runs the steps of all of them, so that a
 // swapped or missing collective is named at once, on every rank. It makes thousands of multi-rank
 // cases affordable. Tensors on devices, of one or of several, are added and copied there, in rank
 // order, on the groups' streams: that the thread of another rank launches on them is in order, since

@@ -205,79 +205,53 @@ std::optional<Event> Mailbox::poll(Message& message, const Letter& letter,
   return std::nullopt;
 }
 
-class InProcessTransfer final : public Transfer {
+/// One end of a message in the mailbox.
+class MailboxEnd final : public Carried {
  public:
-  InProcessTransfer(std::shared_ptr<Mailbox> mailbox, std::shared_ptr<Mailbox::Message> message,
-                    Letter letter, std::chrono::milliseconds timeout,
-                    std::shared_ptr<AbortFlag> abort_flag, std::shared_ptr<HostWaits> waits)
-      : Transfer(abort_flag),
+  MailboxEnd(std::shared_ptr<Mailbox> mailbox, std::shared_ptr<Mailbox::Message> message,
+             Letter letter, std::chrono::milliseconds timeout,
+             std::shared_ptr<AbortFlag> abort_flag)
+      : Carried(std::move(letter)),
         mailbox_(std::move(mailbox)),
         message_(std::move(message)),
-        letter_(std::move(letter)),
         timeout_(timeout),
-        abort_flag_(std::move(abort_flag)),
-        waits_(std::move(waits)) {}
-  ~InProcessTransfer() override {
-    if (through_ || !letter_.stream) return;
-    try {
-      mailbox_->let_go(*message_, letter_, Stream::current(letter_.stream.device()));
-    } catch (...) {
-      // An error is under way already: it was not waited for.
-    }
-  }
+        abort_flag_(std::move(abort_flag)) {}
+
+  Event finish() override { return mailbox_->wait_for(*message_, letter_, timeout_, *abort_flag_); }
+  std::optional<Event> poll() override { return mailbox_->poll(*message_, letter_, *abort_flag_); }
+  void let_go(const Stream& stream) override { mailbox_->let_go(*message_, letter_, stream); }
 
  private:
-  void finish() override {
-    const Event end = mailbox_->wait_for(*message_, letter_, timeout_, *abort_flag_);
-    if (letter_.stream && !through_) come_behind(letter_, end, waits_.get());
-    through_ = true;
-  }
-  bool poll() override {
-    const auto end = mailbox_->poll(*message_, letter_, *abort_flag_);
-    if (!end || !end->done()) return false;
-    through_ = true;
-    return true;
-  }
-
   const std::shared_ptr<Mailbox> mailbox_;
   const std::shared_ptr<Mailbox::Message> message_;
-  const Letter letter_;  // whose tensor is held until the caller's stream is behind the message
   const std::chrono::milliseconds timeout_;
   const std::shared_ptr<AbortFlag> abort_flag_;
-  const std::shared_ptr<HostWaits> waits_;
-  bool through_ = false;
 };
 
 class InProcessMail final : public Mail {
  public:
   InProcessMail(std::shared_ptr<Mailbox> mailbox, MailPlace place,
-                std::chrono::milliseconds timeout, std::shared_ptr<AbortFlag> abort_flag)
-      : Mail(std::move(place)),
-        mailbox_(std::move(mailbox)),
-        timeout_(timeout),
-        abort_flag_(std::move(abort_flag)) {}
+                std::chrono::milliseconds timeout)
+      : Mail(std::move(place)), mailbox_(std::move(mailbox)), timeout_(timeout) {}
 
  private:
   std::unique_ptr<Transfer> post(Letter letter) override {
-    if (abort_flag_->is_set()) abort_flag_->raise(to_string(letter));
-    const int self = members()[static_cast<std::size_t>(rank())];
+    const int self = place().members[static_cast<std::size_t>(rank())];
     const Mailbox::Key key{letter.sends() ? self : letter.peer_rank,
                            letter.sends() ? letter.peer_rank : self, letter.tag};
     auto message = mailbox_->post(key, letter);
-    return std::make_unique<InProcessTransfer>(mailbox_, std::move(message), std::move(letter),
-                                               timeout_, abort_flag_, host_waits());
+    return std::make_unique<Transfer>(
+        place(), std::make_shared<MailboxEnd>(mailbox_, std::move(message), std::move(letter),
+                                              timeout_, place().abort_flag));
   }
 
   const std::shared_ptr<Mailbox> mailbox_;
   const std::chrono::milliseconds timeout_;
-  const std::shared_ptr<AbortFlag> abort_flag_;
 };
 
 std::unique_ptr<Mail> open_mailbox(std::shared_ptr<Mailbox> mailbox, MailPlace place,
-                                   std::chrono::milliseconds timeout,
-                                   std::shared_ptr<AbortFlag> abort_flag) {
-  return std::make_unique<InProcessMail>(std::move(mailbox), std::move(place), timeout,
-                                         std::move(abort_flag));
+                                   std::chrono::milliseconds timeout) {
+  return std::make_unique<InProcessMail>(std::move(mailbox), std::move(place), timeout);
 }
 
 }  // namespace tessera::comm

@@ -29,7 +29,7 @@ class Mailbox {
   void reset();
 
  private:
-  friend class InProcessTransfer;
+  friend class MailboxEnd;
   friend class InProcessMail;
 
   /// Sender and receiver (of the world), and which of their messages.
@@ -65,7 +65,6 @@ class Mailbox {
 };
 
 std::unique_ptr<Mail> open_mailbox(std::shared_ptr<Mailbox> mailbox, MailPlace place,
-                                   std::chrono::milliseconds timeout,
-                                   std::shared_ptr<AbortFlag> abort_flag);
+                                   std::chrono::milliseconds timeout);
 
 }  // namespace tessera::comm

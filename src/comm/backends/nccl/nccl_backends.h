@@ -18,7 +18,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 #include <vector>
 
-#include "comm/backends/gloo/point_to_point.h"
+#include "comm/backends/gloo/transport.h"
 #include "comm/stream.h"
 
 namespace tessera::comm {

@@ -15,66 +15,47 @@ namespace tessera::comm {
 namespace {
 
 /// All of it is launched already.
-class NcclTransfer final : public Transfer {
+class Launched final : public Carried {
  public:
   /// `end` is empty where there is nothing to carry.
-  NcclTransfer(std::shared_ptr<AbortFlag> abort_flag, Letter letter, Event end,
-               std::shared_ptr<HostWaits> waits, NcclBackend backend)
-      : Transfer(abort_flag),
-        abort_flag_(std::move(abort_flag)),
-        letter_(std::move(letter)),
+  Launched(Letter letter, Event end, const MailPlace& place, NcclBackend backend)
+      : Carried(std::move(letter)),
         end_(std::move(end)),
-        waits_(std::move(waits)),
+        abort_flag_(place.abort_flag),
+        waits_(place.waits),
         backend_(std::move(backend)) {}
-  ~NcclTransfer() override {
-    if (through_) return;
-    try {
-      come_behind_it();
-    } catch (...) {
-      // An error is under way already: it was not waited for.
-    }
+
+  Event finish() override {
+    check_aborted();
+    return end_;
+  }
+  std::optional<Event> poll() override {
+    check_aborted();
+    return end_;
+  }
+  void let_go(const Stream& /*stream*/) override {
+    come_behind(letter_, end_, waits_.get(), error());
+  }
+  std::function<std::string()> error() const override {
+    return [backend = backend_] { return error_of(*backend); };
   }
 
  private:
-  /// Makes the caller's stream wait; the host goes on.
-  void finish() override {
-    if (through_) return;
-    check_aborted();
-    come_behind_it();
-    end();
-  }
-  bool poll() override {
-    if (through_) return true;
-    check_aborted();
-    if (!end_.done()) return false;
-    end();
-    return true;
-  }
-
-  void come_behind_it() const {
-    come_behind(letter_, end_, waits_.get(), [backend = backend_] { return error_of(*backend); });
-  }
   void check_aborted() const {
-    if (!abort_flag_->is_set()) return;
-    abort_flag_->raise(to_string(letter_));
-  }
-  void end() {
-    through_ = true;
-    letter_.tensor = at::Tensor();
+    if (abort_flag_->is_set()) abort_flag_->raise(to_string(letter_));
   }
 
-  const std::shared_ptr<AbortFlag> abort_flag_;
-  Letter letter_;
   const Event end_;
+  const std::shared_ptr<AbortFlag> abort_flag_;
   const std::shared_ptr<HostWaits> waits_;
   const NcclBackend backend_;
-  bool through_ = false;
 };
 
 class NcclMail final : public Mail {
  public:
   NcclMail(const NcclPlace& place, std::shared_ptr<HostWaits> waits)
-      : Mail({place.channel.members, place.channel.self, place.device, std::move(waits)}),
+      : Mail({place.channel.members, place.channel.self, place.device, place.channel.abort_flag,
+              std::move(waits)}),
         nccl_(place) {
     int number = 0;
     for (auto& backend : backends_) {
@@ -89,9 +70,9 @@ class NcclMail final : public Mail {
       const bool sends = route.from == rank();
       if ((!sends && route.to != rank()) || !connected_.insert(route).second) continue;
       const int peer = sends ? route.to : route.from;
-      const auto other = members()[static_cast<std::size_t>(peer)];
+      const auto other = place().members[static_cast<std::size_t>(peer)];
       connect_in_time(nccl_, concat("messages between ranks ", world_rank(), " and ", other),
-                      [backend = backend_of(route), sends, peer, device = device()] {
+                      [backend = backend_of(route), sends, peer, device = place().device] {
                         carry(*backend, sends, peer, at::zeros({1}, at::TensorOptions(device)));
                       });
     }
@@ -101,7 +82,7 @@ class NcclMail final : public Mail {
   bool gains_by_early_receives() const override { return false; }
 
  private:
-  int world_rank() const { return members()[static_cast<std::size_t>(rank())]; }
+  int world_rank() const { return place().members[static_cast<std::size_t>(rank())]; }
 
   /// Of a pair, which is all that a communicator of sends and receives connects.
   const NcclBackend& backend_of(const MailRoute& route) const {
@@ -114,14 +95,10 @@ class NcclMail final : public Mail {
   }
 
   std::unique_ptr<Transfer> post(Letter letter) override {
-    const auto& abort_flag = nccl_.channel.abort_flag;
-    if (abort_flag->is_set()) {
-      abort_flag->raise(to_string(letter));
-    }
     const NcclBackend& backend = backend_of(route_of(letter));
     Event end;
     if (letter.tensor.numel() > 0) {
-      const Launching launching(host_waits(), work_of(letter));
+      const Launching launching(place().waits, work_of(letter));
       try {
         letter.posted.block(letter.stream, EventSite::kMailPost);
         const StreamScope there(letter.stream);
@@ -131,8 +108,8 @@ class NcclMail final : public Mail {
       }
       end.record(letter.stream, EventSite::kMailEnd);
     }
-    return std::make_unique<NcclTransfer>(abort_flag, std::move(letter), std::move(end),
-                                          host_waits(), backend);
+    return std::make_unique<Transfer>(
+        place(), std::make_shared<Launched>(std::move(letter), std::move(end), place(), backend));
   }
 
   /// c10d carries it on a stream of its own, which comes behind the current one; that comes behind

@@ -1,0 +1,30 @@
+// Together: the steps of one op on all ranks (ops/steps.h), run by one thread over the memory that
+// ranks share: the transport of collectives between threads. In each round all ranks post, what
+// was posted is copied, or lent where it is only added up, and all ranks combine.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "comm/group.h"
+
+namespace tessera::comm {
+
+/// Two ranks (indices) of which one sends what the other does not expect.
+struct ByteDifference {
+  int from;
+  int to;
+  std::int64_t sent;
+  std::int64_t expected;
+};
+
+/// Runs the op at `index` of every rank's batch. Returns the first difference of a round, which then
+/// is not run.
+std::optional<ByteDifference> run_together(const std::vector<Batch>& batches, std::size_t index);
+/// Returns that of the first round and runs nothing. For ops that are not relayed, on any device.
+std::optional<ByteDifference> difference_between(const std::vector<Batch>& batches,
+                                                 std::size_t index);
+
+}  // namespace tessera::comm
