@@ -18,7 +18,6 @@
 
 #include "layout/parallel_dims.h"
 #include "models/gemma4/gemma4_spec.h"
-#include "models/gpt2/gpt2_spec.h"
 #include "models/spec_parts.h"
 #include "nn/rope_options.h"
 #include "tessera/dtype.h"

@@ -139,7 +139,7 @@ class Gpt2Keeps : public TextKeeps {
   KeptValue norm(const KeptValue& x, const std::string& name) override;
 
  private:
-  /// gpt2_parts.cpp: the matrix stands [in, out], and its product is never put off. Where ranks
+  /// gpt2_layer.cpp: the matrix stands [in, out], and its product is never put off. Where ranks
   /// share the columns of a whole one, a copy of the own ones is kept.
   KeptValue linear(const KeptValue& x, const std::string& name, std::int64_t out_ranks = 1);
   KeptValue attention(const KeptValue& stream, const std::string& name);
