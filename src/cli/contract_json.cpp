@@ -1,6 +1,9 @@
 #include "cli/contract_json.h"
 
 #include <nlohmann/json.hpp>
+#include <string>
+
+#include "grad/enum_words.h"
 
 namespace tessera::cli {
 namespace {
@@ -121,15 +124,12 @@ Json json_of(const train::MemoryTable& table) {
   Json found = held_json(table.held);
   found["activations"] = nullptr;
   if (!table.activations) return found;
-  const auto of = [&](RecomputeMode mode) {
+  found["activations"] = {{"rows", table.rows}, {"seq_len", table.positions}};
+  for (const auto& [word, mode] : words_of(RecomputeMode{})) {
     const auto& bytes = table.activations->in(mode);
-    return Json{{"kept", bytes.kept}, {"peak", bytes.peak}, {"total", table.total(mode)}};
-  };
-  found["activations"] = {{"rows", table.rows},
-                          {"seq_len", table.positions},
-                          {"none", of(RecomputeMode::kNone)},
-                          {"selective", of(RecomputeMode::kSelective)},
-                          {"full", of(RecomputeMode::kFull)}};
+    found["activations"][std::string(word)] = {
+        {"kept", bytes.kept}, {"peak", bytes.peak}, {"total", table.total(mode)}};
+  }
   return found;
 }
 
@@ -140,9 +140,10 @@ Json json_of(const train::PipelineRankMemory& memory, bool knows_activations) {
   found["activations"] = nullptr;
   if (!knows_activations) return found;
   found["messages"] = memory.messages;
-  found["activations"] = {{"none", memory.activations.none},
-                          {"selective", memory.activations.selective},
-                          {"full", memory.activations.full}};
+  found["activations"] = Json::object();
+  for (const auto& [word, mode] : words_of(RecomputeMode{})) {
+    found["activations"][std::string(word)] = memory.activations.in(mode);
+  }
   return found;
 }
 

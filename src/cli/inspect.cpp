@@ -371,13 +371,12 @@ Json pipeline_json(const Planned::Pipelined& pipelined) {
         json_of(pipelined.memory.ranks.at(rank), pipelined.memory.knows_activations);
     ranks.push_back(std::move(one));
   }
-  return {
-      {"schedule", pipelined.plan.name},
-      {"micro_batches", pipelined.plan.schedule.micro_batches},
-      {"reshard", pipelined.plan.reshard == train::PipelineReshard::kStep ? "step" : "micro_batch"},
-      {"hash", concat(hash(pipelined.plan))},
-      {"stages", stages},
-      {"ranks", ranks}};
+  return {{"schedule", pipelined.plan.name},
+          {"micro_batches", pipelined.plan.schedule.micro_batches},
+          {"reshard", word_of(pipelined.plan.reshard)},
+          {"hash", concat(hash(pipelined.plan))},
+          {"stages", stages},
+          {"ranks", ranks}};
 }
 
 void print_contract_json(const Planned& planned) {

@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "base/text/wildcard.h"
+#include "grad/enum_words.h"
 #include "layout/local_part.h"
 #include "tessera/error.h"
 
@@ -71,33 +72,9 @@ std::string_view to_string(Master master) {
   return "copy";
 }
 
-std::string_view to_string(FrozenAs kept) {
-  return kept == FrozenAs::kShard ? "shard" : "replicate";
-}
-
-std::string_view to_string(Intrinsic intrinsic) {
-  switch (intrinsic) {
-    case Intrinsic::kMinority:
-      return "minority";
-    case Intrinsic::kAll:
-      return "all";
-    case Intrinsic::kNone:
-      break;
-  }
-  return "none";
-}
-
-std::string_view to_string(NarrowerRequest what) {
-  switch (what) {
-    case NarrowerRequest::kKeep:
-      return "keep";
-    case NarrowerRequest::kNarrow:
-      return "narrow";
-    case NarrowerRequest::kError:
-      break;
-  }
-  return "error";
-}
+std::string_view to_string(FrozenAs kept) { return word_of(kept); }
+std::string_view to_string(Intrinsic intrinsic) { return word_of(intrinsic); }
+std::string_view to_string(NarrowerRequest what) { return word_of(what); }
 
 std::int64_t ParameterMeta::numel() const { return product(shape, name); }
 std::int64_t GradContract::numel() const { return product(shape, name); }

@@ -10,6 +10,7 @@
 
 #include "base/hash.h"
 #include "base/text/printable.h"
+#include "grad/enum_words.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -67,7 +68,7 @@ std::vector<FieldText> values_of(const GradContract& c) {
           {"shape", text(c.shape)},
           {"storage", text(c.storage.dtype)},
           {"compute", text(c.compute.dtype)},
-          {"rounding", c.compute.rounding == Rounding::kHalfAway ? "half_away" : "nearest_even"},
+          {"rounding", std::string(word_of(c.compute.rounding))},
           {"grad", text(c.grad)},
           {"accumulate", text(c.accumulate)},
           {"reduce", text(c.reduce)},

@@ -4,6 +4,7 @@
 #include <array>
 #include <bit>
 #include <cstring>
+#include <iterator>
 #include <nlohmann/json.hpp>
 #include <system_error>
 #include <utility>
@@ -254,82 +255,6 @@ std::vector<fs::path> text_files(const fs::path& path) {
   return files;
 }
 
-TextCorpus::TextCorpus(const fs::path& path) : name_(path.native()) { map(text_files(path)); }
-
-TextCorpus::TextCorpus(const std::vector<fs::path>& files) {
-  if (!files.empty()) name_ = files.front().native();
-  if (files.size() > 1) name_ += concat(" and ", files.size() - 1, " more");
-  std::vector<fs::path> all;
-  for (const fs::path& entry : files) {
-    const std::vector<fs::path> found = text_files(entry);
-    all.insert(all.end(), found.begin(), found.end());
-  }
-  map(all);
-}
-
-void TextCorpus::map(const std::vector<fs::path>& files) {
-  TESSERA_CHECK(!files.empty(), ErrorKind::kFormat, name_,
-                ": found no text file, expected at least "
-                "one (in a folder those that end in .txt)");
-  TESSERA_CHECK(files.size() <= kMaxFiles, ErrorKind::kFormat, name_, ": found ", files.size(),
-                " text files, expected at most ", kMaxFiles,
-                "; join them or make one NAME.bin of them with tools/tokenize.py");
-  std::int64_t end = 0;
-  files_.reserve(files.size());
-  ends_.reserve(files.size());
-  for (const fs::path& file : files) {
-    files_.emplace_back(file);
-    files_.back().advise(Access::kRandom);
-    end += files_.back().size_bytes() + 1;
-    ends_.push_back(end);
-  }
-  TESSERA_CHECK(end > static_cast<std::int64_t>(files.size()), ErrorKind::kFormat, name_,
-                ": found no byte of text, expected some");
-}
-
-void TextCorpus::copy(std::int64_t begin, std::span<std::int64_t> out) const {
-  check_range(begin, out.size());
-  auto file =
-      static_cast<std::size_t>(std::upper_bound(ends_.begin(), ends_.end(), begin) - ends_.begin());
-  std::size_t done = 0;
-  while (done < out.size()) {
-    const MappedFile& text = files_[file];
-    const std::int64_t file_begin = ends_[file] - 1 - text.size_bytes();
-    const std::int64_t at = begin + static_cast<std::int64_t>(done) - file_begin;
-    const std::int64_t count =
-        std::min(text.size_bytes() - at, static_cast<std::int64_t>(out.size() - done));
-    const auto bytes = text.range(at, count);
-    for (const std::byte byte : bytes) out[done++] = std::to_integer<std::int64_t>(byte);
-    text.release(bytes);  // as in TokenFile::copy
-    if (done < out.size()) {
-      out[done++] = kEndOfDocument;
-      ++file;
-    }
-  }
-}
-
-void TextCorpus::check_vocabulary(std::int64_t vocab_size) const {
-  TESSERA_CHECK(vocab_size >= kVocabSize, ErrorKind::kFormat, name_,
-                ": text is read as bytes and needs a vocabulary of at least ", kVocabSize,
-                ", found a model with ", vocab_size,
-                "; use a model with more, or tokenize with tools/tokenize.py");
-}
-
-TokenPlace TextCorpus::place(std::int64_t position) const {
-  check_range(position, 1);
-  const auto file =
-      static_cast<std::size_t>(std::ranges::upper_bound(ends_, position) - ends_.begin());
-  return {files_[file].path().native(), position - (ends_[file] - 1 - files_[file].size_bytes())};
-}
-
-std::vector<std::string> TextCorpus::files() const {
-  std::vector<std::string> lines;
-  for (const MappedFile& file : files_) {
-    lines.push_back(concat(shown(file.path().filename()), " of ", file.size_bytes(), " bytes"));
-  }
-  return lines;
-}
-
 struct JoinedTokens::Stretch {
   TokenSource& part;
   std::int64_t begin;  // in the part
@@ -402,6 +327,78 @@ std::vector<std::string> JoinedTokens::files() const {
 std::string JoinedTokens::name() const {
   if (parts_.size() == 1) return parts_.front()->name();
   return concat(parts_.front()->name(), " and ", parts_.size() - 1, " more");
+}
+
+namespace {
+
+/// One file of text: its bytes, and the token that ends it.
+class TextFile final : public TokenSource {
+ public:
+  explicit TextFile(const fs::path& path) : text_(path) { text_.advise(Access::kRandom); }
+
+  std::int64_t num_tokens() const override { return text_.size_bytes() + 1; }
+  void copy(std::int64_t begin, std::span<std::int64_t> out) const override {
+    check_range(begin, out.size());
+    if (out.empty()) return;
+    const std::int64_t count = std::min(text_.size_bytes() - begin, std::ssize(out));
+    const auto bytes = text_.range(begin, count);
+    std::ranges::transform(bytes, out.begin(),
+                           [](std::byte byte) { return std::to_integer<std::int64_t>(byte); });
+    if (count < std::ssize(out)) out.back() = TextCorpus::kEndOfDocument;
+    text_.release(bytes);  // as in TokenFile::copy
+  }
+  std::string name() const override { return text_.path().native(); }
+  std::vector<std::string> files() const override {
+    return {concat(shown(text_.path().filename()), " of ", text_.size_bytes(), " bytes")};
+  }
+
+ private:
+  MappedFile text_;
+};
+
+std::string name_of(const std::vector<fs::path>& files) {
+  if (files.empty()) return "";
+  const std::string first = files.front().native();
+  return files.size() == 1 ? first : concat(first, " and ", files.size() - 1, " more");
+}
+
+std::vector<fs::path> text_files_of(const std::vector<fs::path>& paths) {
+  std::vector<fs::path> all;
+  for (const fs::path& path : paths) std::ranges::copy(text_files(path), std::back_inserter(all));
+  return all;
+}
+
+std::vector<std::unique_ptr<TokenSource>> mapped(const std::vector<fs::path>& files,
+                                                 std::string_view name) {
+  TESSERA_CHECK(!files.empty(), ErrorKind::kFormat, name,
+                ": found no text file, expected at least "
+                "one (in a folder those that end in .txt)");
+  TESSERA_CHECK(files.size() <= kMaxFiles, ErrorKind::kFormat, name, ": found ", files.size(),
+                " text files, expected at most ", kMaxFiles,
+                "; join them or make one NAME.bin of them with tools/tokenize.py");
+  std::vector<std::unique_ptr<TokenSource>> texts;
+  for (const fs::path& file : files) texts.push_back(std::make_unique<TextFile>(file));
+  return texts;
+}
+
+}  // namespace
+
+TextCorpus::TextCorpus(const fs::path& path) : TextCorpus(text_files(path), path.native()) {}
+
+TextCorpus::TextCorpus(const std::vector<fs::path>& files)
+    : TextCorpus(text_files_of(files), name_of(files)) {}
+
+TextCorpus::TextCorpus(const std::vector<fs::path>& files, std::string name)
+    : JoinedTokens(mapped(files, name)), name_(std::move(name)) {
+  TESSERA_CHECK(num_tokens() > std::ssize(files), ErrorKind::kFormat, name_,
+                ": found no byte of text, expected some");
+}
+
+void TextCorpus::check_vocabulary(std::int64_t vocab_size) const {
+  TESSERA_CHECK(vocab_size >= kVocabSize, ErrorKind::kFormat, name_,
+                ": text is read as bytes and needs a vocabulary of at least ", kVocabSize,
+                ", found a model with ", vocab_size,
+                "; use a model with more, or tokenize with tools/tokenize.py");
 }
 
 }  // namespace tessera

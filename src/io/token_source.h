@@ -132,43 +132,14 @@ class TokenFile final : public TokenSource {
 /// are not entered). Errors: kIo.
 std::vector<std::filesystem::path> text_files(const std::filesystem::path& path);
 
-/// Plain text as byte tokens: ids 0-255 are the file's bytes, 256 ends each file. The files are
-/// mapped, not loaded, and read as one row, each followed by its end. No encoding is assumed. A
-/// model for it needs a vocabulary of at least 257.
-class TextCorpus final : public TokenSource {
- public:
-  static constexpr std::int64_t kEndOfDocument = 256;
-  static constexpr std::int64_t kVocabSize = 257;
-
-  /// The text_files() of `path`. Errors: kIo; kFormat where there is no byte of text.
-  explicit TextCorpus(const std::filesystem::path& path);
-
-  /// Several of these, in this order. Errors: the same.
-  explicit TextCorpus(const std::vector<std::filesystem::path>& files);
-
-  std::int64_t num_tokens() const override { return ends_.back(); }
-  void copy(std::int64_t begin, std::span<std::int64_t> out) const override;
-  void check_vocabulary(std::int64_t vocab_size) const override;
-  TokenPlace place(std::int64_t position) const override;
-  std::string name() const override { return name_; }
-  std::vector<std::string> files() const override;
-  std::size_t num_files() const { return files_.size(); }
-  /// Of each file: the position behind its end token.
-  std::span<const std::int64_t> document_ends() const { return ends_; }
-
- private:
-  void map(const std::vector<std::filesystem::path>& files);
-
-  std::string name_;
-  std::vector<MappedFile> files_;
-  std::vector<std::int64_t> ends_;  // position after each file's end token
-};
-
 /// Several sources read as one row, in their order.
-class JoinedTokens final : public TokenSource {
+class JoinedTokens : public TokenSource {
  public:
   /// At least one.
   explicit JoinedTokens(std::vector<std::unique_ptr<TokenSource>> parts);
+
+  /// Of each part: the position behind its last token.
+  std::span<const std::int64_t> ends() const { return ends_; }
 
   std::int64_t num_tokens() const override { return ends_.back(); }
   void copy(std::int64_t begin, std::span<std::int64_t> out) const override;
@@ -187,6 +158,29 @@ class JoinedTokens final : public TokenSource {
 
   std::vector<std::unique_ptr<TokenSource>> parts_;
   std::vector<std::int64_t> ends_;
+};
+
+/// Plain text as byte tokens: ids 0-255 are the file's bytes, 256 ends each file. The files are
+/// mapped, not loaded, and read as one row, each followed by its end. No encoding is assumed. A
+/// model for it needs a vocabulary of at least 257.
+class TextCorpus final : public JoinedTokens {
+ public:
+  static constexpr std::int64_t kEndOfDocument = 256;
+  static constexpr std::int64_t kVocabSize = 257;
+
+  /// The text_files() of `path`. Errors: kIo; kFormat where there is no byte of text.
+  explicit TextCorpus(const std::filesystem::path& path);
+
+  /// Several of these, in this order. Errors: the same.
+  explicit TextCorpus(const std::vector<std::filesystem::path>& files);
+
+  void check_vocabulary(std::int64_t vocab_size) const override;
+  std::string name() const override { return name_; }
+
+ private:
+  TextCorpus(const std::vector<std::filesystem::path>& files, std::string name);
+
+  std::string name_;
 };
 
 }  // namespace tessera

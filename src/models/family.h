@@ -6,13 +6,12 @@
 // a folder and a row of the registry, families.def. Next: families.def, model_spec.h.
 #pragma once
 
-#include <algorithm>
+#include <functional>
 #include <memory>
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include "models/model_spec.h"
@@ -64,75 +63,78 @@ struct Multimodal {
   std::vector<std::string_view> keys_beside;  ///< of it that say nothing about the text model
 };
 
+/// A key of a config.json: how it is read, and how it is written. Rows that most families need are
+/// made in spec_keys.h.
+struct KeyRow {
+  std::string_view key;
+  std::function<void(ConfigReader& keys, ModelSpec& spec)> read =
+      {};  ///< none: a function reads it
+  std::function<void(const ModelSpec& spec, nlohmann::ordered_json& json)> write = {};
+};
+/// In the order in which they are read and written.
+using KeyRows = std::vector<KeyRow>;
+
 /// What a family adds to the common reading of a config.json, its weights' names included.
 struct FamilyTraits {
-  Family family;
   std::string_view model_type;    ///< "qwen3"
   std::string_view architecture;  ///< "Qwen3ForCausalLM"
-  /// transformers' values for keys that are absent; none = hidden_size / num_attention_heads.
-  std::optional<std::int64_t> default_head_dim;
-  /// none = num_attention_heads (also what an explicit null means, for every family).
-  std::optional<std::int64_t> default_num_key_value_heads;
-  std::int64_t default_max_position_embeddings;
-  double default_rope_theta = 10000.0;
-  /// The rotary share of a head; none: the whole head, and no key changes that.
-  std::optional<double> default_partial_rotary_factor = std::nullopt;
-  bool has_mlp_bias;  ///< whether the key mlp_bias means anything
-  /// Keys that the others refuse, ignore or read as all do, and that `read` and `write` take care
-  /// of here.
-  std::vector<std::string_view> own_keys = {};
-  KeepInFloat32 pins;
-  /// What is frozen where the config's model.freeze is not given.
-  std::vector<std::string> frozen;
-  /// A name of the checkpoint (hub layout) -> the module's name; empty for a tensor that is no part
-  /// of the model, which is left out then. Names of modules are themselves.
-  std::string (*module_name)(std::string_view checkpoint_name);
+  /// Holds what every model of the family has, and transformers' values for keys that are absent. A
+  /// size of 0 has none; head_dim is hidden_size / num_attention_heads then, num_key_value_heads is
+  /// num_attention_heads.
+  ModelSpec spec;
+  /// The rotary share of a head where the key is absent; none: the whole head, and no key changes
+  /// that.
+  std::optional<double> partial_rotary_factor = std::nullopt;
+  KeyRows rows;
+  /// Reads what no row can, after the rows and what all decoders have; null = nothing.
+  void (*read)(ConfigReader& keys, ModelSpec& spec) = nullptr;
+  /// The same for a model that is no decoder (decoder.h), from its rows on. `left` collects nested
+  /// keys that were not used.
+  void (*read_all)(ConfigReader& keys, Purpose purpose, ModelSpec& spec, LeftKeys& left) = nullptr;
+  /// Where layers have several ropes: into rope and sliding_rope; keys that nobody took go to `left`.
+  /// Null = one rope for all.
+  void (*read_ropes)(ConfigReader& keys, ModelSpec& spec, LeftKeys& left) = nullptr;
   /// ParsedSpec::prediction_layers of a config.json; null = such folders have none.
   std::int64_t (*read_prediction_layers)(ConfigReader& keys) = nullptr;
+  /// A model of more than text that this is the text model of; module_name knows its names.
+  std::optional<Multimodal> whole = std::nullopt;
+
+  /// A name of the checkpoint (hub layout) -> the module's name; empty for a tensor that is no part
+  /// of the model, which is left out then. Names of modules are themselves.
+  std::string (*module_name)(std::string_view) = [](std::string_view name) {
+    return std::string(name);
+  };
   /// Name of the router inside `mlp`, of a family with a mixture of experts.
   std::string_view router_module = {};
   std::string_view mlp_module = "mlp";                ///< of a layer without experts
   std::string_view shared_module = "shared_experts";  ///< inside it, where there are some
+  MoeNames moe_names = {};
+  KeepInFloat32 pins = {};
+  /// What is frozen where the config's model.freeze is not given.
+  std::vector<std::string> frozen = {};
+
   // What the decoder's layers are made of.
-  bool qk_norm = false;           ///< of queries and keys, per head, before rope
-  bool attention_sinks = false;   ///< one a head
-  bool output_bias = true;        ///< attention_bias holds for o_proj, too
-  bool norm_rounds_once = false;  ///< norms multiply by their weight before they round
+  NormPlacement norms = NormPlacement::kBefore;
+  bool norm_adds_one = false;       ///< norms multiply by 1 + weight
+  bool norm_rounds_once = false;    ///< norms multiply by their weight before they round
+  bool qk_norm = false;             ///< of queries and keys, per head, before rope
+  bool qk_norm_over_heads = false;  ///< the q/k norm is of all heads together, not of each
+  bool attention_sinks = false;     ///< one a head
+  bool output_bias = true;          ///< attention_bias holds for o_proj, too
+  bool gelu_mlp = false;            ///< the MLP's gate is GELU's tanh form, not SiLU
+  bool scaled_embedding = false;    ///< times sqrt(hidden_size), rounded to the embedding's dtype
+  bool learned_positions = false;   ///< there are no others than max_position_embeddings
+  bool transposed_linears = false;  ///< matrices stand [in, out], beside which no adapter is made
+
   // What others ask of a spec (model_spec.h); null = what most families answer.
   LayerAttention (*attention_of)(const ModelSpec& spec, std::int64_t layer) = nullptr;
   std::vector<std::int64_t> (*key_value_heads)(const ModelSpec& spec) = nullptr;
   std::optional<ImageTokens> (*image_tokens)(const ModelSpec& spec) = nullptr;
   /// What its forward keeps until backward (keeps/kept_activations.h); null = as a decoder's.
   std::unique_ptr<TextKeeps> (*keeps)(ModelKeeps& model) = nullptr;
-  /// What is the family's own in a config.json, read after what all have; null = nothing.
-  void (*read)(ConfigReader& keys, ModelSpec& spec) = nullptr;
-  void (*write)(const ModelSpec& spec, nlohmann::ordered_json& json) = nullptr;
-  /// Of a config.json that has another form than the others (nested configs): the whole of it,
-  /// instead of all above. `left` collects nested keys that were not used.
-  ModelSpec (*read_all)(ConfigReader& keys, Purpose purpose, LeftKeys& left) = nullptr;
-  nlohmann::ordered_json (*write_all)(const ModelSpec& spec) = nullptr;
-
-  // More of what the decoder's layers are made of.
-  NormPlacement norms = NormPlacement::kBefore;
-  bool norm_adds_one = false;       ///< norms multiply by 1 + weight
-  bool qk_norm_over_heads = false;  ///< the q/k norm is of all heads together, not of each
-  bool gelu_mlp = false;            ///< the MLP's gate is GELU's tanh form, not SiLU
-  bool learned_positions = false;   ///< there are no others than max_position_embeddings
-  bool transposed_linears = false;  ///< matrices stand [in, out], beside which no adapter is made
   /// The keys and values of dropout that training leaves out, as "attn_pdrop = 0.1"; empty where
   /// there is none. Null: what is not 0 is refused where it is read.
   std::string (*not_dropped)(const ModelSpec& spec) = nullptr;
-  bool scaled_embedding = false;  ///< times sqrt(hidden_size), rounded to the embedding's dtype
-  MoeNames moe_names = {};
-  /// transformers' values of sizes that the others require.
-  std::vector<std::pair<std::string_view, std::int64_t>> default_sizes = {};
-  /// Where layers have several ropes: into rope and sliding_rope; keys that nobody took go to `left`.
-  /// Null = one rope for all.
-  void (*read_ropes)(ConfigReader& keys, ModelSpec& spec, LeftKeys& left) = nullptr;
-  /// A model of more than text that this is the text model of; module_name knows its names.
-  std::optional<Multimodal> whole = std::nullopt;
-
-  bool owns(std::string_view key) const { return std::ranges::count(own_keys, key) > 0; }
 };
 
 const FamilyTraits& traits(Family family);

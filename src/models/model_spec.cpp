@@ -18,27 +18,10 @@ namespace {
 
 constexpr std::size_t kLongestText = std::size_t{4} << 20;
 
-void check_activation(ConfigReader& keys) {
-  // transformers has no activation of that name either; an absent key is its default.
-  if (keys.is_null("hidden_act")) {
-    keys.refuse("hidden_act", "\"silu\" (the activation of the MLP)");
-  }
-  keys.expect("hidden_act", "silu", "the activation of the MLP");
-}
-
-void read_heads(ConfigReader& keys, const FamilyTraits& family, ModelSpec& spec) {
-  spec.num_attention_heads = required(keys, "num_attention_heads", kSize);
-  const bool null_heads = keys.is_null("num_key_value_heads");
-  const auto absent = null_heads
-                          ? spec.num_attention_heads
-                          : family.default_num_key_value_heads.value_or(spec.num_attention_heads);
-  spec.num_key_value_heads = keys.integer("num_key_value_heads", kSize).value_or(absent);
+void settle_heads(ModelSpec& spec) {
+  if (spec.num_key_value_heads == 0) spec.num_key_value_heads = spec.num_attention_heads;
   check_key_value_heads("num_key_value_heads", spec.num_key_value_heads, spec.num_attention_heads);
-  if (const auto head_dim = keys.integer("head_dim", kSize)) {
-    spec.head_dim = *head_dim;
-  } else if (family.default_head_dim) {
-    spec.head_dim = *family.default_head_dim;
-  } else {
+  if (spec.head_dim == 0) {
     TESSERA_CHECK(spec.hidden_size % spec.num_attention_heads == 0, ErrorKind::kConfig,
                   "config.json hidden_size: found ", spec.hidden_size,
                   ", expected a multiple of num_attention_heads = ", spec.num_attention_heads,
@@ -96,46 +79,28 @@ void check_total_size(const ModelSpec& spec) {
   check_total(total);
 }
 
-ModelSpec read_spec(ConfigReader& keys, const FamilyTraits& family, Purpose purpose,
-                    LeftKeys& left) {
-  ModelSpec spec;
-  spec.family = family.family;
-  spec.vocab_size = required(keys, "vocab_size", kSize);
-  spec.hidden_size = required(keys, "hidden_size", kSize);
-  spec.num_hidden_layers = required(keys, "num_hidden_layers", kLayers);
-  spec.intermediate_size = required(keys, "intermediate_size", kSize);
-  spec.max_position_embeddings = keys.integer("max_position_embeddings", kSize)
-                                     .value_or(family.default_max_position_embeddings);
-  read_heads(keys, family, spec);
-  spec.rms_norm_eps = keys.number("rms_norm_eps", {1e-30, 1.0}).value_or(spec.rms_norm_eps);
-  spec.initializer_range =
-      keys.number("initializer_range", {0.0, 1e3}).value_or(spec.initializer_range);
-  spec.tie_word_embeddings = keys.boolean("tie_word_embeddings").value_or(false);
-  if (!family.owns("attention_bias")) {
-    spec.attention_bias = keys.boolean("attention_bias").value_or(false);
-  }
+/// Behind the rows of a family whose module is the decoder (decoder.h).
+void read_decoder(ConfigReader& keys, const FamilyTraits& family, Purpose purpose, ModelSpec& spec,
+                  LeftKeys& left) {
+  settle_heads(spec);
   spec.attention_dropout = read_attention_dropout(keys, purpose);
-  if (family.has_mlp_bias) {
-    spec.mlp_bias = keys.boolean("mlp_bias").value_or(false);
-  } else {
-    keys.expect("mlp_bias", false, "this family has none");
-  }
   if (family.read_ropes != nullptr) {
     family.read_ropes(keys, spec, left);
   } else {
     spec.rope = read_rope(keys,
-                          {.theta = family.default_rope_theta,
+                          {.theta = spec.rope.theta,
                            .max_position_embeddings = spec.max_position_embeddings,
-                           .partial_rotary_factor = family.default_partial_rotary_factor},
+                           .partial_rotary_factor = family.partial_rotary_factor},
                           left);
   }
   spec.dtype = read_dtype(keys);
   read_tokens(keys, spec);
   spec.tessera_tokenizer = read_tokenizer(keys);
   if (family.read != nullptr) family.read(keys, spec);
-  if (!family.owns("layer_types")) check_layer_types(keys, spec.num_hidden_layers);
+  if (std::ranges::find(family.rows, "layer_types", &KeyRow::key) == family.rows.end()) {
+    check_layer_types(keys, spec.num_hidden_layers);
+  }
   check_total_size(spec);
-  return spec;
 }
 
 const FamilyTraits& read_family(ConfigReader& keys) {
@@ -219,17 +184,15 @@ ParsedSpec parse_spec(std::string_view json_text, const SpecOptions& options) {
                 json_text.size(), " bytes, expected at most ", kLongestText);
   ParsedSpec result;
   LeftKeys left;
-  nlohmann::json parsed = of_text(parse_json_object(json_text, "config.json"), left);
+  const nlohmann::json parsed = of_text(parse_json_object(json_text, "config.json"), left);
   ConfigReader keys(parsed);
   const FamilyTraits& family = read_family(keys);
-  for (const auto& [key, size] : family.default_sizes) {
-    if (!parsed.contains(key)) parsed[std::string(key)] = size;
-  }
+  result.spec = family.spec;
+  read_rows(family.rows, keys, result.spec);
   if (family.read_all != nullptr) {
-    result.spec = family.read_all(keys, options.purpose, left);
+    family.read_all(keys, options.purpose, result.spec, left);
   } else {
-    check_activation(keys);
-    result.spec = read_spec(keys, family, options.purpose, left);
+    read_decoder(keys, family, options.purpose, result.spec, left);
   }
   if (family.read_prediction_layers != nullptr) {
     result.prediction_layers = family.read_prediction_layers(keys);
@@ -299,34 +262,7 @@ std::optional<ImageTokens> image_tokens(const ModelSpec& spec) {
 }
 
 std::string config_json(const ModelSpec& spec) {
-  const FamilyTraits& family = traits(spec.family);
-  if (family.write_all != nullptr) return family.write_all(spec).dump(2) + "\n";
-  nlohmann::ordered_json json;
-  json["architectures"] = {family.architecture};
-  if (!family.owns("attention_bias")) json["attention_bias"] = spec.attention_bias;
-  json["attention_dropout"] = spec.attention_dropout;
-  json["bos_token_id"] = or_null(spec.bos_token_id);
-  json["eos_token_id"] = eos_token(spec.eos_token_ids);
-  json["head_dim"] = spec.head_dim;
-  json["hidden_act"] = "silu";
-  json["hidden_size"] = spec.hidden_size;
-  json["initializer_range"] = spec.initializer_range;
-  json["intermediate_size"] = spec.intermediate_size;
-  json["max_position_embeddings"] = spec.max_position_embeddings;
-  if (family.has_mlp_bias) json["mlp_bias"] = spec.mlp_bias;
-  json["model_type"] = family.model_type;
-  json["num_attention_heads"] = spec.num_attention_heads;
-  json["num_hidden_layers"] = spec.num_hidden_layers;
-  json["num_key_value_heads"] = spec.num_key_value_heads;
-  if (spec.pad_token_id) json["pad_token_id"] = *spec.pad_token_id;
-  json["rms_norm_eps"] = spec.rms_norm_eps;
-  json["rope_scaling"] = rope_scaling_json(spec.rope, "rope_type");
-  json["rope_theta"] = spec.rope.theta;
-  json["tie_word_embeddings"] = spec.tie_word_embeddings;
-  if (spec.dtype) json["torch_dtype"] = to_string(*spec.dtype);
-  json["use_cache"] = true;
-  json["vocab_size"] = spec.vocab_size;
-  if (family.write != nullptr) family.write(spec, json);
+  Json json = written_by(traits(spec.family).rows, spec);
   if (!spec.tessera_tokenizer.empty()) json["tessera_tokenizer"] = spec.tessera_tokenizer;
   return json.dump(2) + "\n";
 }

@@ -18,7 +18,6 @@
 
 #include "layout/parallel_dims.h"
 #include "models/gemma4/gemma4_spec.h"
-#include "models/gpt2/gpt2_spec.h"
 #include "models/spec_parts.h"
 #include "nn/rope_options.h"
 #include "tessera/dtype.h"
@@ -50,24 +49,24 @@ struct ModelSpec {
   std::optional<bool> use_qk_norm = std::nullopt;
   /// Nothing here drops anything: kept for who reads the folder that is written.
   double attention_dropout = 0.0;
-  nn::RopeOptions rope;
-  std::vector<LayerType> layer_types;  ///< one a layer; empty = all full (and of Gemma 4)
-  std::int64_t sliding_window = 0;     ///< of sliding layers
-  std::optional<DType> dtype;          ///< storage dtype that the file names, if any
+  nn::RopeOptions rope = {};
+  std::vector<LayerType> layer_types = {};  ///< one a layer; empty = all full (and of Gemma 4)
+  std::int64_t sliding_window = 0;          ///< of sliding layers
+  std::optional<DType> dtype = {};          ///< storage dtype that the file names, if any
   /// This token's embedding row gets no gradient from the embedding (only from a tied head).
-  std::optional<std::int64_t> pad_token_id;
-  std::optional<std::int64_t> bos_token_id;
-  std::vector<std::int64_t> eos_token_ids;
-  std::string tessera_tokenizer;       ///< "bytes" for a model trained on raw bytes, else empty
-  std::optional<Gemma4Spec> gemma4;    ///< of Gemma 4, and of no other family
-  std::optional<MoeSpec> moe;          ///< of a family whose layers have experts
-  std::optional<ChunkedSpec> chunked;  ///< of attention in chunks
-  std::optional<MlaSpec> mla;          ///< of latent attention; head_dim is what rope turns
+  std::optional<std::int64_t> pad_token_id = {};
+  std::optional<std::int64_t> bos_token_id = {};
+  std::vector<std::int64_t> eos_token_ids = {};
+  std::string tessera_tokenizer = {};     ///< "bytes" for a model trained on raw bytes, else empty
+  std::optional<Gemma4Spec> gemma4 = {};  ///< of Gemma 4, and of no other family
+  std::optional<MoeSpec> moe = {};        ///< of a family whose layers have experts
+  std::optional<ChunkedSpec> chunked = {};  ///< of attention in chunks
+  std::optional<MlaSpec> mla = {};          ///< of latent attention; head_dim is what rope turns
   /// Of sliding layers, where they have another rope than full ones (`rope`).
-  std::optional<nn::RopeOptions> sliding_rope;
+  std::optional<nn::RopeOptions> sliding_rope = {};
   /// Scores are divided by its root; none = head_dim.
-  std::optional<double> query_pre_attn_scalar;
-  std::optional<Gpt2Spec> gpt2;  ///< of GPT-2, and of no other family
+  std::optional<double> query_pre_attn_scalar = {};
+  std::optional<Gpt2Spec> gpt2 = {};  ///< of GPT-2, and of no other family
 
   bool is_moe(std::int64_t layer) const { return moe && moe->is_moe(layer); }
   bool is_sliding(std::int64_t layer) const {

@@ -1,6 +1,9 @@
 #include "models/spec_keys.h"
 
+#include <algorithm>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "models/keys/known_keys.h"
 #include "tessera/error.h"
@@ -183,21 +186,37 @@ void read_layer_types(ConfigReader& keys, ModelSpec& spec) {
   }
 }
 
-nlohmann::ordered_json layer_types_json(const std::vector<LayerType>& types) {
-  auto json = nlohmann::ordered_json::array();
-  for (const LayerType type : types) {
+Json layer_types_json(const ModelSpec& spec) {
+  auto json = Json::array();
+  for (const LayerType type : spec.layer_types) {
     json.push_back(type == LayerType::kSliding ? kSlidingAttention : kFullAttention);
   }
   return json;
 }
 
+void read_activation(ConfigReader& keys, ModelSpec& /*spec*/) {
+  // transformers has no activation of that name either; an absent key is its default.
+  if (keys.is_null("hidden_act")) {
+    keys.refuse("hidden_act", "\"silu\" (the activation of the MLP)");
+  }
+  keys.expect("hidden_act", "silu", "the activation of the MLP");
+}
+
+void set_all_sliding(ModelSpec& spec) {
+  spec.layer_types.assign(static_cast<std::size_t>(spec.num_hidden_layers), LayerType::kSliding);
+}
+
 void read_tokens(ConfigReader& keys, ModelSpec& spec) {
-  // A negative padding index counts from the end, as torch's embedding reads it.
-  const auto pad = keys.integer("pad_token_id", {-spec.vocab_size, spec.vocab_size - 1});
-  if (pad) spec.pad_token_id = *pad < 0 ? *pad + spec.vocab_size : *pad;
+  if (keys.contains("pad_token_id")) {
+    // A negative padding index counts from the end, as torch's embedding reads it.
+    spec.pad_token_id = keys.integer("pad_token_id", {-spec.vocab_size, spec.vocab_size - 1});
+    if (spec.pad_token_id < 0) *spec.pad_token_id += spec.vocab_size;
+  } else if (spec.pad_token_id >= spec.vocab_size) {
+    spec.pad_token_id.reset();
+  }
   constexpr IntRange kTokenId{-1, std::int64_t{1} << 31};
-  spec.bos_token_id = keys.integer("bos_token_id", kTokenId);
-  spec.eos_token_ids = keys.integers("eos_token_id", kTokenId);
+  if (keys.contains("bos_token_id")) spec.bos_token_id = keys.integer("bos_token_id", kTokenId);
+  if (keys.contains("eos_token_id")) spec.eos_token_ids = keys.integers("eos_token_id", kTokenId);
 }
 
 double read_attention_dropout(ConfigReader& keys, Purpose purpose) {
@@ -211,12 +230,6 @@ std::string read_tokenizer(ConfigReader& keys) {
   const std::string name = keys.word("tessera_tokenizer").value_or("");
   if (!name.empty() && name != "bytes") keys.refuse("tessera_tokenizer", "\"bytes\"");
   return name;
-}
-
-nlohmann::ordered_json eos_token(const std::vector<std::int64_t>& ids) {
-  if (ids.empty()) return nullptr;
-  if (ids.size() == 1) return ids.front();
-  return ids;
 }
 
 void check_total(double elements) {
@@ -307,7 +320,7 @@ nn::RopeOptions read_rope(ConfigReader& keys, const RopeAround& family, LeftKeys
   return rope ? *rope : old.value_or(plain);
 }
 
-nlohmann::ordered_json rope_scaling_json(const nn::RopeOptions& rope, std::string_view type_key) {
+Json rope_scaling_json(const nn::RopeOptions& rope, std::string_view type_key) {
   const std::string key(type_key);
   if (rope.type == nn::RopeType::kDefault) return nullptr;
   if (rope.type == nn::RopeType::kLinear) return {{"factor", rope.factor}, {key, "linear"}};
@@ -320,7 +333,7 @@ nlohmann::ordered_json rope_scaling_json(const nn::RopeOptions& rope, std::strin
   }
   TESSERA_INVARIANT(rope.type == nn::RopeType::kYarn,
                     "a kind of rope that this record does not have");
-  nlohmann::ordered_json json;
+  Json json;
   const auto add = [&](const char* name, const std::optional<double>& value) {
     if (value) json[name] = *value;
   };
@@ -336,7 +349,8 @@ nlohmann::ordered_json rope_scaling_json(const nn::RopeOptions& rope, std::strin
   return json;
 }
 
-void read_expert_counts(ConfigReader& keys, MoeSpec& moe) {
+void read_expert_counts(ConfigReader& keys, ModelSpec& spec) {
+  MoeSpec& moe = *spec.moe;
   const auto local = keys.integer("num_local_experts", kExperts);
   const auto published = keys.integer("num_experts", kExperts);
   if (local && published && *local != *published) {
@@ -349,15 +363,121 @@ void read_expert_counts(ConfigReader& keys, MoeSpec& moe) {
   moe.experts_per_token = required(keys, "num_experts_per_tok", {1, moe.num_experts});
 }
 
-void read_aux_loss(ConfigReader& keys, MoeSpec& moe) {
-  moe.router_aux_loss_coef =
-      keys.number("router_aux_loss_coef", {0.0, 1e6}).value_or(moe.router_aux_loss_coef);
-  moe.output_router_logits = keys.boolean("output_router_logits").value_or(false);
+KeyRow written(KeyRow row, std::function<Json(const ModelSpec&)> value) {
+  row.write = [key = std::string(row.key), value = std::move(value)](const ModelSpec& spec,
+                                                                     Json& json) {
+    Json of_spec = value(spec);
+    if (!of_spec.is_discarded()) json[key] = std::move(of_spec);
+  };
+  return row;
 }
 
-void write_aux_loss(const MoeSpec& moe, nlohmann::ordered_json& json) {
-  json["output_router_logits"] = moe.output_router_logits;
-  json["router_aux_loss_coef"] = moe.router_aux_loss_coef;
+KeyRow only(std::string_view key, const nlohmann::json& value, std::string_view why) {
+  return {key, [=](ConfigReader& keys, ModelSpec&) { keys.expect(key, value, why); }};
+}
+
+KeyRow always(std::string_view key, const nlohmann::json& value, std::string_view why) {
+  return written(only(key, value, why), [value](const ModelSpec&) { return Json(value); });
+}
+
+KeyRow said(std::string_view key, const nlohmann::json& value) {
+  return written({key, [key](ConfigReader& keys, ModelSpec&) { keys.ignore({key}); }},
+                 [value](const ModelSpec&) { return Json(value); });
+}
+
+KeyRow ignored(std::initializer_list<std::string_view> names) {
+  return {"", [names = std::vector(names)](ConfigReader& keys, ModelSpec&) {
+            for (const std::string_view name : names) keys.ignore({name});
+          }};
+}
+
+KeyRow window_row() {
+  return written(row("sliding_window", &ModelSpec::sliding_window, kSize, Null::kNone),
+                 [](const ModelSpec& spec) {
+                   return spec.sliding_window == 0 ? Json() : Json(spec.sliding_window);
+                 });
+}
+
+KeyRow eos_row() {
+  return written({"eos_token_id"}, [](const ModelSpec& spec) -> Json {
+    const auto& ids = spec.eos_token_ids;
+    if (ids.empty()) return nullptr;
+    return ids.size() == 1 ? Json(ids.front()) : Json(ids);
+  });
+}
+
+KeyRow pad_row() {
+  return written({"pad_token_id"}, [](const ModelSpec& spec) {
+    return spec.pad_token_id ? Json(*spec.pad_token_id) : left_out();
+  });
+}
+
+KeyRow dtype_row(std::string_view key) {
+  return written({key}, [](const ModelSpec& spec) {
+    return spec.dtype ? Json(to_string(*spec.dtype)) : left_out();
+  });
+}
+
+KeyRows joined(std::initializer_list<KeyRows> lists) {
+  KeyRows rows;
+  for (const KeyRows& list : lists) {
+    for (const KeyRow& row : list) {
+      const auto same = std::ranges::find(rows, row.key, &KeyRow::key);
+      if (same == rows.end() || row.key.empty()) {
+        rows.push_back(row);
+      } else {
+        *same = row;
+      }
+    }
+  }
+  return rows;
+}
+
+KeyRows decoder_rows(KeyRows own) {
+  const KeyRows rows{
+      written(
+          {"architectures"},
+          [](const ModelSpec& spec) { return Json::array({traits(spec.family).architecture}); }),
+      row("attention_bias", &ModelSpec::attention_bias, {}, Null::kNone),
+      written("attention_dropout", &ModelSpec::attention_dropout),
+      written("bos_token_id", &ModelSpec::bos_token_id),
+      eos_row(),
+      row("head_dim", &ModelSpec::head_dim),
+      written({"hidden_act", read_activation}, [](const ModelSpec&) { return "silu"; }),
+      size("hidden_size", &ModelSpec::hidden_size),
+      row("initializer_range", &ModelSpec::initializer_range, {0.0, 1e3}),
+      size("intermediate_size", &ModelSpec::intermediate_size),
+      row("max_position_embeddings", &ModelSpec::max_position_embeddings),
+      only("mlp_bias", false, "this family has none"),
+      written({"model_type"}, [](const ModelSpec& spec) { return traits(spec.family).model_type; }),
+      size("num_attention_heads", &ModelSpec::num_attention_heads),
+      size("num_hidden_layers", &ModelSpec::num_hidden_layers, kLayers),
+      row("num_key_value_heads", &ModelSpec::num_key_value_heads, kSize, Null::kNone),
+      pad_row(),
+      row("rms_norm_eps", &ModelSpec::rms_norm_eps, kEps),
+      written({"rope_scaling"},
+              [](const ModelSpec& spec) { return rope_scaling_json(spec.rope, "rope_type"); }),
+      written({"rope_theta"}, [](const ModelSpec& spec) { return spec.rope.theta; }),
+      row("tie_word_embeddings", &ModelSpec::tie_word_embeddings, {}, Null::kNone),
+      dtype_row("torch_dtype"),
+      said("use_cache", true),
+      size("vocab_size", &ModelSpec::vocab_size),
+  };
+  return joined({rows, std::move(own)});
+}
+
+void read_rows(const KeyRows& rows, ConfigReader& keys, ModelSpec& spec) {
+  for (const KeyRow& row : rows) {
+    if (row.read) row.read(keys, spec);
+  }
+}
+
+Json written_by(const KeyRows& rows, const ModelSpec& spec) {
+  Json json;
+  for (const KeyRow& row : rows) {
+    if (row.write) row.write(spec, json);
+  }
+  return json;
 }
 
 }  // namespace tessera::models

@@ -1,42 +1,165 @@
-// What the readers and writers of all families do with the keys of a config.json: those that every
-// family has, those of rotary embeddings in both spellings, and those about mixtures of experts
-// that several families share.
+// The keys of a config.json: rows that read and write a member of the spec, the rows that all
+// decoders have, and readers of what no row can say, as of rotary embeddings in both spellings.
 //
-// Private to model_spec.cpp and the families' own readers. Next: model_spec.cpp,
-// gemma4/gemma4.cpp, qwen3_moe/qwen3_moe.cpp, gpt_oss/gpt_oss.cpp.
+// Private to model_spec.cpp and the families' own readers. Next: qwen3_moe/qwen3_moe.cpp,
+// gemma4/gemma4.cpp.
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <initializer_list>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <string_view>
-#include <vector>
+#include <type_traits>
+#include <utility>
 
 #include "models/config_reader.h"
+#include "models/family.h"
 #include "models/model_spec.h"
 #include "nn/rope_options.h"
 
 namespace tessera::models {
 
-struct LeftKeys;
+using Json = nlohmann::ordered_json;
 
 // Layers are bounded lower than other sizes: tables of parameters are built from this number.
 inline constexpr IntRange kLayers{1, 65536};
 inline constexpr IntRange kSize{1, std::int64_t{1} << 31};
 inline constexpr NumberRange kTheta{1.0, 1e15};
+inline constexpr NumberRange kEps{1e-30, 1.0};
+inline constexpr NumberRange kAuxLoss{0.0, 1e6};
 
 /// Errors: kConfig if absent.
 std::int64_t required(ConfigReader& keys, std::string_view key, IntRange range);
+
+// -------------------------------------------------------------------------------------------- rows
+
+/// What null says. A key that is absent leaves what the spec has.
+enum class Null : std::uint8_t {
+  kAbsent,
+  kNone,  ///< that there is no value, or 0, or false
+};
+
+namespace detail {
+
+/// The record of the spec that a member is of; null where it has none.
+template <class Part, class Spec>
+auto part_of(Spec& spec) {
+  [[maybe_unused]] const auto in = [](auto& part) { return part ? &*part : nullptr; };
+  if constexpr (std::is_same_v<Part, ModelSpec>) return &spec;
+  if constexpr (std::is_same_v<Part, MoeSpec>) return in(spec.moe);
+  if constexpr (std::is_same_v<Part, MlaSpec>) return in(spec.mla);
+  if constexpr (std::is_same_v<Part, ChunkedSpec>) return in(spec.chunked);
+  if constexpr (std::is_same_v<Part, Gpt2Spec>) return in(spec.gpt2);
+  if constexpr (std::is_same_v<Part, Gemma4Spec>) return in(spec.gemma4);
+  if constexpr (std::is_same_v<Part, Gemma4Vision>) return in(spec.gemma4->vision);
+}
+
+template <class T>
+T plain(const T&);
+template <class T>
+T plain(const std::optional<T>&);
+template <class M>
+using Plain = decltype(plain(std::declval<M>()));
+template <class M>
+using RangeOf = std::conditional_t<std::is_same_v<Plain<M>, std::int64_t>, IntRange, NumberRange>;
+
+template <class T>
+Json json_of(const T& value) {
+  if constexpr (std::is_same_v<T, Plain<T>>) {
+    return value;
+  } else {
+    return value ? Json(*value) : Json();
+  }
+}
+
+}  // namespace detail
+
+/// A key that is written as `value` has it; left out where that is discarded.
+KeyRow written(KeyRow row, std::function<Json(const ModelSpec&)> value);
+inline Json left_out() { return Json::value_t::discarded; }
+template <class Part, class M>
+KeyRow written(std::string_view key, M Part::* member) {
+  return written({key}, [member](const ModelSpec& spec) {
+    const auto* part = detail::part_of<Part>(spec);
+    return part == nullptr ? Json() : detail::json_of(part->*member);
+  });
+}
+
+/// A key that is a member of the spec.
+template <class Part, class M>
+KeyRow row(std::string_view key, M Part::* member,
+           const std::type_identity_t<detail::RangeOf<M>>& range = {},
+           Null null = std::is_same_v<M, detail::Plain<M>> ? Null::kAbsent : Null::kNone) {
+  KeyRow result = written(key, member);
+  result.read = [=](ConfigReader& keys, ModelSpec& spec) {
+    std::optional<detail::Plain<M>> found;
+    if constexpr (std::is_same_v<detail::Plain<M>, bool>) found = keys.boolean(key);
+    if constexpr (std::is_same_v<detail::Plain<M>, double>) found = keys.number(key, range);
+    if constexpr (std::is_same_v<detail::Plain<M>, std::int64_t>) found = keys.integer(key, range);
+    M& value = detail::part_of<Part>(spec)->*member;
+    if (null == Null::kNone && keys.contains(key)) value = M{};
+    if constexpr (std::is_same_v<M, detail::Plain<M>>) {
+      value = found.value_or(value);
+    } else if (found) {
+      value = found;
+    }
+  };
+  return result;
+}
+/// The same of a size that must be there: null is refused, and absence where the spec has 0.
+template <class Part>
+KeyRow size(std::string_view key, std::int64_t Part::* member, const IntRange& range = kSize) {
+  KeyRow result = written(key, member);
+  result.read = [=](ConfigReader& keys, ModelSpec& spec) {
+    std::int64_t& value = detail::part_of<Part>(spec)->*member;
+    if (keys.contains(key) || value == 0) value = required(keys, key, range);
+  };
+  return result;
+}
+
+/// A key that may have one value alone; `why` says what another would mean.
+KeyRow only(std::string_view key, const nlohmann::json& value, std::string_view why);
+/// The same, and it is written.
+KeyRow always(std::string_view key, const nlohmann::json& value, std::string_view why);
+/// A key that changes nothing here, and is written.
+KeyRow said(std::string_view key, const nlohmann::json& value);
+/// Keys that change nothing here.
+KeyRow ignored(std::initializer_list<std::string_view> keys);
+
+/// sliding_window, which null takes away: 0.
+KeyRow window_row();
+// Read by read_tokens() and read_dtype().
+KeyRow eos_row();  ///< written as the hub does: null, one id, or a list of them
+KeyRow pad_row();  ///< left out where there is none
+KeyRow dtype_row(std::string_view key);
+
+/// One list after the other, with a row in the place of an earlier one of the same key.
+KeyRows joined(std::initializer_list<KeyRows> lists);
+/// Those of every decoder (decoder.h), and `own` behind or in the place of them.
+KeyRows decoder_rows(KeyRows own = {});
+
+void read_rows(const KeyRows& rows, ConfigReader& keys, ModelSpec& spec);
+Json written_by(const KeyRows& rows, const ModelSpec& spec);
+
+// ----------------------------------------------------------------------------- what is no row
 
 /// Of `dtype` and `torch_dtype`, which must agree.
 std::optional<DType> read_dtype(ConfigReader& keys);
 
 /// Into spec.layer_types, which holds what an absent key means. Errors: kConfig.
 void read_layer_types(ConfigReader& keys, ModelSpec& spec);
-nlohmann::ordered_json layer_types_json(const std::vector<LayerType>& types);
+Json layer_types_json(const ModelSpec& spec);
 
-/// Padding, begin and end; vocab_size is set.
+/// One window for all layers.
+void set_all_sliding(ModelSpec& spec);
+
+/// hidden_act of an MLP whose gate is SiLU.
+void read_activation(ConfigReader& keys, ModelSpec& spec);
+
+/// Padding, begin and end; vocab_size is set, and what absent keys mean.
 void read_tokens(ConfigReader& keys, ModelSpec& spec);
 
 /// attention_dropout, which is refused above 0 in training.
@@ -44,14 +167,6 @@ double read_attention_dropout(ConfigReader& keys, Purpose purpose);
 
 /// Our own key: "bytes", or empty where it is absent.
 std::string read_tokenizer(ConfigReader& keys);
-
-/// Written as the hub does: null, one id, or a list of them.
-nlohmann::ordered_json eos_token(const std::vector<std::int64_t>& ids);
-
-template <class T>
-nlohmann::ordered_json or_null(const std::optional<T>& value) {
-  return value ? nlohmann::ordered_json(*value) : nlohmann::ordered_json(nullptr);
-}
 
 /// Errors: kConfig for more elements of all parameters than byte counts can hold.
 void check_total(double elements);
@@ -94,14 +209,10 @@ void check_beside(ConfigReader& keys, std::string_view key, const nlohmann::json
 
 /// The record rope_scaling as the hub's configs have it, null for plain rope; `type_key` is the
 /// family's name of the key: rope_type or type.
-nlohmann::ordered_json rope_scaling_json(const nn::RopeOptions& rope, std::string_view type_key);
+Json rope_scaling_json(const nn::RopeOptions& rope, std::string_view type_key);
 
 /// num_experts or num_local_experts, and num_experts_per_tok. Errors: kConfig for both with
 /// different values, for neither, for more chosen than there are.
-void read_expert_counts(ConfigReader& keys, MoeSpec& moe);
-
-/// router_aux_loss_coef and output_router_logits.
-void read_aux_loss(ConfigReader& keys, MoeSpec& moe);
-void write_aux_loss(const MoeSpec& moe, nlohmann::ordered_json& json);
+void read_expert_counts(ConfigReader& keys, ModelSpec& spec);
 
 }  // namespace tessera::models

@@ -47,6 +47,14 @@ struct MlaSpec {
   bool operator==(const MlaSpec&) const = default;
 };
 
+/// Of GPT-2, whose max_position_embeddings is the number of learned positions, rms_norm_eps that of
+/// the LayerNorms, attention_dropout attn_pdrop. Nothing here drops anything: kept for who reads the folder that is written.
+struct Gpt2Spec {
+  double embd_pdrop = 0.1;
+  double resid_pdrop = 0.1;
+  bool operator==(const Gpt2Spec&) const = default;
+};
+
 /// What the routing weights of a token are made of.
 enum class ExpertScores : std::uint8_t {
   kSoftmaxOfAll,     ///< softmax over all experts, then the choice

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/text/printable.h"
+#include "grad/enum_words.h"
 #include "tessera/error.h"
 
 namespace tessera::train {
@@ -162,26 +163,14 @@ StepOfRank step_of_rank(const TrainingConfig& training, std::int64_t data_ranks)
   return {std::min(local, rows), (rows + local - 1) / local};
 }
 
-std::string_view mode_name(RecomputeMode mode) {
-  switch (mode) {
-    case RecomputeMode::kFull:
-      return "full";
-    case RecomputeMode::kSelective:
-      return "selective";
-    case RecomputeMode::kNone:
-      break;
-  }
-  return "none";
-}
-
 std::string activations_text(const MemoryTable& table) {
   if (!table.activations) return kActivationsUnknown;
   std::string text = concat("  activations of a micro-batch of ", table.rows, " x ",
                             table.positions, " tokens, by activation_checkpoint.mode\n",
                             "    mode             kept  a layer again     with the above\n");
-  for (const auto mode : {RecomputeMode::kNone, RecomputeMode::kSelective, RecomputeMode::kFull}) {
+  for (const auto& [word, mode] : words_of(RecomputeMode{})) {
     const auto& bytes = table.activations->in(mode);
-    std::string row = concat("    ", mode_name(mode));
+    std::string row = concat("    ", word);
     const auto cell = [&](std::int64_t value, std::size_t end) {
       const std::string size = size_text(value);
       row.resize(std::max(row.size() + 1, end - size.size()), ' ');

@@ -27,17 +27,8 @@
 
 #include "base/text/words.h"
 #include "fsdp/agreed/order.h"
+#include "grad/enum_words.h"
 #include "tessera/recompute_mode.h"
-
-namespace tessera {
-
-constexpr auto words_of(RecomputeMode) {
-  return std::to_array<Word<RecomputeMode>>({{"none", RecomputeMode::kNone},
-                                             {"selective", RecomputeMode::kSelective},
-                                             {"full", RecomputeMode::kFull}});
-}
-
-}  // namespace tessera
 
 namespace tessera::fsdp {
 

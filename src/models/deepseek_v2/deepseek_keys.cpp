@@ -8,23 +8,36 @@ namespace {
 
 constexpr IntRange kRoutedExperts{1, 65536};
 
-std::int64_t given_or_needed(ConfigReader& keys, std::string_view key, IntRange range,
-                             std::optional<std::int64_t> absent) {
-  if (absent && !keys.contains(key)) return *absent;
-  return required(keys, key, range);
+void read_shared_experts(ConfigReader& keys, ModelSpec& spec) {
+  const MoeSpec& absent = *traits(spec.family).spec.moe;
+  const std::int64_t shared =
+      keys.integer("n_shared_experts", kRoutedExperts)
+          .value_or(absent.shared_intermediate_size / absent.moe_intermediate_size);
+  spec.moe->shared_intermediate_size = shared * spec.moe->moe_intermediate_size;
+}
+
+void read_experts_per_token(ConfigReader& keys, ModelSpec& spec) {
+  size("num_experts_per_tok", &MoeSpec::experts_per_token, {1, spec.moe->num_experts})
+      .read(keys, spec);
 }
 
 }  // namespace
 
-void read_latent_attention(ConfigReader& keys, ModelSpec& spec) {
-  MlaSpec& mla = spec.mla.emplace();
-  mla.kv_lora_rank = keys.integer("kv_lora_rank", kSize).value_or(512);
-  mla.qk_nope_head_dim = keys.integer("qk_nope_head_dim", kSize).value_or(128);
-  mla.qk_rope_head_dim = keys.integer("qk_rope_head_dim", kSize).value_or(64);
-  mla.v_head_dim = keys.integer("v_head_dim", kSize).value_or(128);
-  // An absent key means transformers' default, an explicit null that there is no latent.
-  if (!keys.contains("q_lora_rank")) mla.q_lora_rank = 1536;
-  if (const auto rank = keys.integer("q_lora_rank", kSize)) mla.q_lora_rank = rank;
+KeyRows latent_attention_rows() {
+  return {
+      {"head_dim", row("head_dim", &ModelSpec::head_dim).read},
+      row("kv_lora_rank", &MlaSpec::kv_lora_rank),
+      row("q_lora_rank", &MlaSpec::q_lora_rank),  // null: there is no such latent
+      row("qk_nope_head_dim", &MlaSpec::qk_nope_head_dim),
+      row("qk_rope_head_dim", &MlaSpec::qk_rope_head_dim),
+      written({"rope_scaling"},
+              [](const ModelSpec& spec) { return rope_scaling_json(spec.rope, "type"); }),
+      row("v_head_dim", &MlaSpec::v_head_dim),
+  };
+}
+
+void settle_latent_attention(ConfigReader& keys, ModelSpec& spec) {
+  const MlaSpec& mla = *spec.mla;
   check_head_dim("qk_rope_head_dim", mla.qk_rope_head_dim);
   if (spec.num_key_value_heads != spec.num_attention_heads) {
     keys.refuse("num_key_value_heads", concat("num_attention_heads = ", spec.num_attention_heads,
@@ -38,76 +51,43 @@ void read_latent_attention(ConfigReader& keys, ModelSpec& spec) {
   keys.expect("qk_head_dim", mla.qk_head_dim(), "it is qk_nope_head_dim + qk_rope_head_dim");
 }
 
-void write_latent_attention(const ModelSpec& spec, nlohmann::ordered_json& json) {
-  const MlaSpec& mla = *spec.mla;
-  json.erase("head_dim");
-  json["kv_lora_rank"] = mla.kv_lora_rank;
-  json["q_lora_rank"] = or_null(mla.q_lora_rank);
-  json["qk_nope_head_dim"] = mla.qk_nope_head_dim;
-  json["qk_rope_head_dim"] = mla.qk_rope_head_dim;
-  json["rope_scaling"] = rope_scaling_json(spec.rope, "type");
-  json["v_head_dim"] = mla.v_head_dim;
+KeyRows routed_expert_rows() {
+  return {
+      row("first_k_dense_replace", &MoeSpec::first_dense_layers, {0, kLayers.max}),
+      row("moe_intermediate_size", &MoeSpec::moe_intermediate_size),
+      row("n_group", &MoeSpec::n_group, kRoutedExperts),
+      size("n_routed_experts", &MoeSpec::num_experts, kRoutedExperts),
+      written({"n_shared_experts", read_shared_experts},
+              [](const ModelSpec& spec) {
+                return spec.moe->shared_intermediate_size / spec.moe->moe_intermediate_size;
+              }),
+      row("norm_topk_prob", &MoeSpec::norm_topk_prob),
+      written({"num_experts_per_tok", read_experts_per_token},
+              [](const ModelSpec& spec) { return spec.moe->experts_per_token; }),
+      row("routed_scaling_factor", &MoeSpec::routed_scaling_factor, {1e-6, 1e6}),
+      row("topk_group", &MoeSpec::topk_group, kRoutedExperts),
+      // transformers computes no auxiliary loss for these families, and has no other use for these.
+      ignored({"aux_loss_alpha", "seq_aux", "output_router_logits", "ep_size"}),
+  };
 }
 
-void read_routed_experts(ConfigReader& keys, ModelSpec& spec, const RoutedExpertDefaults& absent) {
-  MoeSpec& moe = spec.moe.emplace();
-  moe.num_experts = given_or_needed(keys, "n_routed_experts", kRoutedExperts, absent.experts);
-  moe.experts_per_token =
-      given_or_needed(keys, "num_experts_per_tok", {1, moe.num_experts}, absent.experts_per_token);
-  moe.moe_intermediate_size = keys.integer("moe_intermediate_size", kSize).value_or(absent.inner);
-  const auto shared = keys.integer("n_shared_experts", kRoutedExperts).value_or(absent.shared);
-  moe.shared_intermediate_size = shared * moe.moe_intermediate_size;
-  moe.first_dense_layers =
-      keys.integer("first_k_dense_replace", {0, kLayers.max}).value_or(absent.first_dense);
-  moe.router_dtype = RouterDtype::kFloat32;
-  moe.routed_scaling_factor =
-      keys.number("routed_scaling_factor", {1e-6, 1e6}).value_or(absent.scaling);
-  keys.expect("moe_layer_freq", 1, "every layer after the first dense ones has experts");
-  // transformers computes no auxiliary loss for these families, and has no other use for these.
-  keys.ignore({"aux_loss_alpha", "seq_aux", "output_router_logits", "ep_size"});
-}
-
-void write_routed_experts(const MoeSpec& moe, nlohmann::ordered_json& json) {
-  json["first_k_dense_replace"] = moe.first_dense_layers;
-  json["moe_intermediate_size"] = moe.moe_intermediate_size;
-  json["n_group"] = moe.n_group;
-  json["n_routed_experts"] = moe.num_experts;
-  json["n_shared_experts"] = moe.shared_intermediate_size / moe.moe_intermediate_size;
-  json["norm_topk_prob"] = moe.norm_topk_prob;
-  json["num_experts_per_tok"] = moe.experts_per_token;
-  json["routed_scaling_factor"] = moe.routed_scaling_factor;
-  json["topk_group"] = moe.topk_group;
-}
-
-ExpertGroups read_expert_groups(ConfigReader& keys) {
-  return {keys.integer("n_group", kRoutedExperts), keys.integer("topk_group", kRoutedExperts)};
-}
-
-void set_expert_groups(ConfigReader& keys, const ExpertGroups& found, MoeSpec& moe) {
-  const auto& [groups, kept] = found;
-  if (!groups || moe.num_experts % *groups != 0) {
+void check_routed_experts(ConfigReader& keys, const ModelSpec& spec) {
+  const MoeSpec& moe = *spec.moe;
+  if (moe.n_group == 0 || moe.num_experts % moe.n_group != 0) {
     keys.refuse("n_group", concat("a divisor of n_routed_experts = ", moe.num_experts));
   }
-  if (!kept || *kept > *groups) {
-    keys.refuse("topk_group", concat("an integer from 1 to n_group = ", *groups));
+  if (moe.topk_group == 0 || moe.topk_group > moe.n_group) {
+    keys.refuse("topk_group", concat("an integer from 1 to n_group = ", moe.n_group));
   }
-  if (*kept * (moe.num_experts / *groups) < moe.experts_per_token) {
-    keys.refuse("topk_group", concat("enough groups of ", moe.num_experts / *groups,
+  const std::int64_t each = moe.num_experts / moe.n_group;
+  if (moe.topk_group * each < moe.experts_per_token) {
+    keys.refuse("topk_group", concat("enough groups of ", each,
                                      " experts for num_experts_per_tok = ", moe.experts_per_token));
   }
-  moe.n_group = *groups;
-  moe.topk_group = *kept;
 }
 
-void read_sigmoid_router(ConfigReader& keys, const ExpertGroups& absent, MoeSpec& moe) {
-  moe.scores = ExpertScores::kSigmoid;
-  moe.norm_topk_prob = keys.boolean("norm_topk_prob").value_or(true);
-  ExpertGroups found = read_expert_groups(keys);
-  if (!found.groups) found.groups = absent.groups;
-  if (!found.kept) found.kept = absent.kept;
-  set_expert_groups(keys, found, moe);
-  keys.expect("scoring_func", "sigmoid", "the scores of this family");
-  keys.expect("topk_method", "noaux_tc", "how this family chooses experts");
+KeepInFloat32 sigmoid_router_pins() {
+  return {.strict = {"e_score_correction_bias"}, .under_float16 = {}, .strict_of_routers = true};
 }
 
 std::int64_t read_prediction_layers(ConfigReader& keys) {

@@ -5,45 +5,34 @@
 #pragma once
 
 #include <cstdint>
-#include <nlohmann/json.hpp>
-#include <optional>
-#include <string>
-#include <string_view>
 
 #include "models/config_reader.h"
+#include "models/family.h"
 #include "models/model_spec.h"
 
 namespace tessera::models {
 
-/// Into spec.mla and head_dim. Errors: kConfig.
-void read_latent_attention(ConfigReader& keys, ModelSpec& spec);
-void write_latent_attention(const ModelSpec& spec, nlohmann::ordered_json& json);
-
 /// transformers' values for keys that are absent.
-struct RoutedExpertDefaults {
-  std::optional<std::int64_t> experts = std::nullopt;  ///< none: the key is needed, as the next
-  std::optional<std::int64_t> experts_per_token = std::nullopt;
-  std::int64_t inner = 0;
-  std::int64_t shared = 0;
-  std::int64_t first_dense = 0;
-  double scaling = 1.0;
-};
-/// Their numbers and sizes into spec.moe, which is made; of the router its dtype and scaling factor.
-void read_routed_experts(ConfigReader& keys, ModelSpec& spec, const RoutedExpertDefaults& absent);
-void write_routed_experts(const MoeSpec& moe, nlohmann::ordered_json& json);
+inline constexpr MlaSpec kAbsentMla{.q_lora_rank = 1536,
+                                    .kv_lora_rank = 512,
+                                    .qk_nope_head_dim = 128,
+                                    .qk_rope_head_dim = 64,
+                                    .v_head_dim = 128};
+KeyRows latent_attention_rows();
+/// head_dim, and what must agree. Errors: kConfig.
+void settle_latent_attention(ConfigReader& keys, ModelSpec& spec);
 
-/// n_group and topk_group as a config has them.
-struct ExpertGroups {
-  std::optional<std::int64_t> groups;
-  std::optional<std::int64_t> kept;  ///< of them, those of a token
-};
-ExpertGroups read_expert_groups(ConfigReader& keys);
-/// Errors: kConfig where they do not divide the experts, or a token does not find enough of them.
-void set_expert_groups(ConfigReader& keys, const ExpertGroups& found, MoeSpec& moe);
+/// The numbers and sizes of routed and shared experts, and the router's.
+KeyRows routed_expert_rows();
+inline constexpr const char* kExpertsInEveryLayer =
+    "every layer after the first dense ones has experts";
+/// Errors: kConfig where groups do not divide the experts, or a token does not find enough of them.
+void check_routed_experts(ConfigReader& keys, const ModelSpec& spec);
 
-/// The router of DeepSeek V3: sigmoids, a stored bias, groups by their two best experts. `absent`:
-/// the groups of absent keys.
-void read_sigmoid_router(ConfigReader& keys, const ExpertGroups& absent, MoeSpec& moe);
+// The router of DeepSeek V3: sigmoids, a stored bias, groups by their two best experts.
+inline constexpr const char* kSigmoidScores = "the scores of this family";
+inline constexpr const char* kChoiceByBias = "how this family chooses experts";
+KeepInFloat32 sigmoid_router_pins();
 
 /// num_nextn_predict_layers: ParsedSpec::prediction_layers. Without the key there are none.
 std::int64_t read_prediction_layers(ConfigReader& keys);

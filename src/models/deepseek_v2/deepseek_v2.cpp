@@ -14,50 +14,51 @@ namespace {
 constexpr const char* kGreedy = "greedy";
 constexpr const char* kGroupLimited = "group_limited_greedy";
 
-void read_groups(ConfigReader& keys, MoeSpec& moe) {
+void read_deepseek_v2(ConfigReader& keys, ModelSpec& spec) {
+  settle_latent_attention(keys, spec);
   const std::string method = keys.word("topk_method").value_or(kGreedy);
-  const ExpertGroups groups = read_expert_groups(keys);
-  if (method == kGreedy) return;  // then the two mean nothing
-  if (method != kGroupLimited) {
+  if (method != kGreedy && method != kGroupLimited) {
     keys.refuse("topk_method", concat("\"", kGreedy, "\" or \"", kGroupLimited, "\""));
   }
-  set_expert_groups(keys, groups, moe);
-}
-
-void read_deepseek_v2(ConfigReader& keys, ModelSpec& spec) {
-  read_latent_attention(keys, spec);
-  read_routed_experts(keys, spec, {.inner = 1407, .shared = 2});
-  read_groups(keys, *spec.moe);
-  keys.expect("scoring_func", "softmax", "the scores of deepseek_v2");
-  keys.expect("norm_topk_prob", false,
-              "transformers never divides by the sum, the published code would");
-}
-
-void write_deepseek_v2(const ModelSpec& spec, nlohmann::ordered_json& json) {
-  write_latent_attention(spec, json);
-  write_routed_experts(*spec.moe, json);
-  json["moe_layer_freq"] = 1;
-  json["scoring_func"] = "softmax";
-  json["topk_method"] = spec.moe->n_group > 1 ? kGroupLimited : kGreedy;
+  if (method == kGroupLimited) {
+    check_routed_experts(keys, spec);
+  } else {  // then the two mean nothing
+    spec.moe->n_group = 1;
+    spec.moe->topk_group = 1;
+  }
 }
 
 }  // namespace
 
 const FamilyTraits& deepseek_v2_traits() {
   static const FamilyTraits traits{
-      .family = Family::kDeepseekV2,
       .model_type = "deepseek_v2",
       .architecture = "DeepseekV2ForCausalLM",
-      .default_head_dim = 64,
-      .default_num_key_value_heads = std::nullopt,
-      .default_max_position_embeddings = 2048,
-      .has_mlp_bias = false,
-      .pins = {},
-      .frozen = {},
-      .module_name = [](std::string_view name) { return std::string(name); },
-      .router_module = "gate",
+      .spec = {.family = Family::kDeepseekV2,
+               .head_dim = 64,
+               .max_position_embeddings = 2048,
+               .moe = MoeSpec{.moe_intermediate_size = 1407,
+                              .shared_intermediate_size = 2 * 1407,
+                              .router_dtype = RouterDtype::kFloat32,
+                              .n_group = 0,
+                              .topk_group = 0},
+               .mla = kAbsentMla},
+      .rows = decoder_rows(joined({
+          latent_attention_rows(),
+          routed_expert_rows(),
+          {
+              always("moe_layer_freq", 1, kExpertsInEveryLayer),
+              always("norm_topk_prob", false,
+                     "transformers never divides by the sum, the published code would"),
+              always("scoring_func", "softmax", "the scores of deepseek_v2"),
+              written({"topk_method"},
+                      [](const ModelSpec& spec) {
+                        return spec.moe->n_group > 1 ? kGroupLimited : kGreedy;
+                      }),
+          },
+      })),
       .read = read_deepseek_v2,
-      .write = write_deepseek_v2,
+      .router_module = "gate",
   };
   return traits;
 }

@@ -32,49 +32,48 @@ void check_fp8(ConfigReader& keys) {
 }
 
 void read_deepseek_v3(ConfigReader& keys, ModelSpec& spec) {
-  read_latent_attention(keys, spec);
-  read_routed_experts(keys, spec,
-                      {.experts = 256,
-                       .experts_per_token = 8,
-                       .inner = 2048,
-                       .shared = 1,
-                       .first_dense = 3,
-                       .scaling = 2.5});
-  read_sigmoid_router(keys, {.groups = 8, .kept = 4}, *spec.moe);
-  keys.expect("rope_interleave", true, "rope pairs neighbours");
+  settle_latent_attention(keys, spec);
+  check_routed_experts(keys, spec);
   check_fp8(keys);
-}
-
-void write_deepseek_v3(const ModelSpec& spec, nlohmann::ordered_json& json) {
-  write_latent_attention(spec, json);
-  write_routed_experts(*spec.moe, json);
-  json["moe_layer_freq"] = 1;
-  json["num_nextn_predict_layers"] = 0;
-  json["scoring_func"] = "sigmoid";
-  json["topk_method"] = "noaux_tc";
 }
 
 }  // namespace
 
 const FamilyTraits& deepseek_v3_traits() {
   static const FamilyTraits traits{
-      .family = Family::kDeepseekV3,
       .model_type = "deepseek_v3",
       .architecture = "DeepseekV3ForCausalLM",
-      .default_head_dim = 64,
-      .default_num_key_value_heads = 128,
-      .default_max_position_embeddings = 4096,
-      .has_mlp_bias = false,
-      .own_keys = {"quantization_config"},
-      .pins = {.strict = {"e_score_correction_bias"},
-               .under_float16 = {},
-               .strict_of_routers = true},
-      .frozen = {},
-      .module_name = [](std::string_view name) { return std::string(name); },
+      .spec = {.family = Family::kDeepseekV3,
+               .num_key_value_heads = 128,
+               .head_dim = 64,
+               .max_position_embeddings = 4096,
+               .moe = MoeSpec{.num_experts = 256,
+                              .experts_per_token = 8,
+                              .moe_intermediate_size = 2048,
+                              .shared_intermediate_size = 2048,
+                              .scores = ExpertScores::kSigmoid,
+                              .router_dtype = RouterDtype::kFloat32,
+                              .norm_topk_prob = true,
+                              .routed_scaling_factor = 2.5,
+                              .n_group = 8,
+                              .topk_group = 4,
+                              .first_dense_layers = 3},
+               .mla = kAbsentMla},
+      .rows = decoder_rows(joined({
+          latent_attention_rows(),
+          routed_expert_rows(),
+          {
+              always("moe_layer_freq", 1, kExpertsInEveryLayer),
+              said("num_nextn_predict_layers", 0),
+              always("scoring_func", "sigmoid", kSigmoidScores),
+              always("topk_method", "noaux_tc", kChoiceByBias),
+              only("rope_interleave", true, "rope pairs neighbours"),
+          },
+      })),
+      .read = read_deepseek_v3,
       .read_prediction_layers = read_prediction_layers,
       .router_module = "gate",
-      .read = read_deepseek_v3,
-      .write = write_deepseek_v3,
+      .pins = sigmoid_router_pins(),
   };
   return traits;
 }

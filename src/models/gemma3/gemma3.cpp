@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::int64_t kPattern = 6;  ///< every so-many-th layer is a full one
 constexpr double kLocalTheta = 1e4;
-constexpr double kGlobalTheta = 1e6;
+constexpr const char* kNoSoftCaps = "soft caps are not supported in this family";
 
 bool is_full(std::int64_t layer, std::int64_t pattern) { return (layer + 1) % pattern == 0; }
 
@@ -30,8 +30,6 @@ void read_layers(ConfigReader& keys, ModelSpec& spec) {
     spec.layer_types.push_back(is_full(i, pattern) ? LayerType::kFull : LayerType::kSliding);
   }
   read_layer_types(keys, spec);
-  spec.sliding_window =
-      keys.contains("sliding_window") ? required(keys, "sliding_window", kSize) : 4096;
 }
 
 /// Refuses a record that has the kind of its rope as "type" alone: transformers does not read that
@@ -52,7 +50,7 @@ void require_rope_type(const nlohmann::json* record, const std::string& path) {
 /// rope_scaling and rope_theta for full layers, rope_local_base_freq for sliding ones. Both may be
 /// present.
 void read_ropes(ConfigReader& keys, ModelSpec& spec, LeftKeys& left) {
-  RopeAround full{.theta = keys.number("rope_theta", kTheta).value_or(kGlobalTheta),
+  RopeAround full{.theta = keys.number("rope_theta", kTheta).value_or(spec.rope.theta),
                   .max_position_embeddings = spec.max_position_embeddings};
   RopeAround sliding = full;
   sliding.theta = keys.number("rope_local_base_freq", kTheta).value_or(kLocalTheta);
@@ -95,38 +93,17 @@ void read_ropes(ConfigReader& keys, ModelSpec& spec, LeftKeys& left) {
   std::ranges::move(types.unknown(), std::back_inserter(left.unknown));
 }
 
-void read_gemma3(ConfigReader& keys, ModelSpec& spec) {
-  keys.expect("hidden_activation", "gelu_pytorch_tanh", "the activation of the MLP");
-  for (const char* cap : {"attn_logit_softcapping", "final_logit_softcapping"}) {
-    keys.expect(cap, nullptr, "soft caps are not supported in this family");
-  }
-  keys.expect("use_bidirectional_attention", false, "attention is causal");
-  keys.ignore({"cache_implementation"});
-  if (!keys.contains("tie_word_embeddings")) spec.tie_word_embeddings = true;
-  if (!keys.contains("pad_token_id")) spec.pad_token_id = 0;
-  spec.query_pre_attn_scalar = keys.number("query_pre_attn_scalar", {1e-6, 1e9}).value_or(256.0);
-  read_layers(keys, spec);
-}
-
-nlohmann::ordered_json number(double value) {
+Json scalar(const ModelSpec& spec) {
+  const double value = *spec.query_pre_attn_scalar;
   const auto whole = static_cast<std::int64_t>(value);
   if (static_cast<double>(whole) == value) return whole;
   return value;
 }
 
-void write_gemma3(const ModelSpec& spec, nlohmann::ordered_json& json) {
-  json.erase("hidden_act");
-  json["attn_logit_softcapping"] = nullptr;
-  json["final_logit_softcapping"] = nullptr;
-  json["hidden_activation"] = "gelu_pytorch_tanh";
-  json["layer_types"] = layer_types_json(spec.layer_types);
-  json["pad_token_id"] = or_null(spec.pad_token_id);  // an absent one is not null
-  json["query_pre_attn_scalar"] = number(*spec.query_pre_attn_scalar);
-  json["rope_local_base_freq"] = spec.sliding_rope->theta;
-  json["sliding_window"] = spec.sliding_window;
+Json pattern(const ModelSpec& spec) {
   const auto first = std::ranges::find(spec.layer_types, LayerType::kFull);
-  if (first == spec.layer_types.end()) return;
-  json["sliding_window_pattern"] = first - spec.layer_types.begin() + 1;
+  if (first == spec.layer_types.end()) return left_out();
+  return first - spec.layer_types.begin() + 1;
 }
 
 /// Names in folders of the whole model, as they are published and as transformers has them.
@@ -146,36 +123,54 @@ std::string name_of_text(std::string_view name) {
 
 const FamilyTraits& gemma3_traits() {
   static const FamilyTraits traits{
-      .family = Family::kGemma3,
       .model_type = "gemma3_text",
       .architecture = "Gemma3ForCausalLM",
-      .default_head_dim = 256,
-      .default_num_key_value_heads = 4,
-      .default_max_position_embeddings = 131072,
-      .has_mlp_bias = false,
-      .own_keys = {"layer_types", "rope_parameters", "sliding_window"},
-      .pins = {},
-      .frozen = {},
-      .module_name = name_of_text,
-      .qk_norm = true,
-      .norm_rounds_once = true,
-      .read = read_gemma3,
-      .write = write_gemma3,
-      .norms = NormPlacement::kAround,
-      .norm_adds_one = true,
-      .gelu_mlp = true,
-      .scaled_embedding = true,
-      .default_sizes = {{"vocab_size", 262208},
-                        {"hidden_size", 2304},
-                        {"intermediate_size", 9216},
-                        {"num_hidden_layers", 26},
-                        {"num_attention_heads", 8}},
+      .spec = {.family = Family::kGemma3,
+               .vocab_size = 262208,
+               .hidden_size = 2304,
+               .num_hidden_layers = 26,
+               .num_attention_heads = 8,
+               .num_key_value_heads = 4,
+               .head_dim = 256,
+               .intermediate_size = 9216,
+               .max_position_embeddings = 131072,
+               .tie_word_embeddings = true,
+               .rope = {.theta = 1e6},
+               .sliding_window = 4096,
+               .pad_token_id = 0,
+               .query_pre_attn_scalar = 256.0},
+      .rows = decoder_rows({
+          {"hidden_act", read_activation},
+          always("attn_logit_softcapping", nullptr, kNoSoftCaps),
+          always("final_logit_softcapping", nullptr, kNoSoftCaps),
+          always("hidden_activation", "gelu_pytorch_tanh", "the activation of the MLP"),
+          written({"layer_types"}, layer_types_json),
+          // An absent one is not null.
+          written("pad_token_id", &ModelSpec::pad_token_id),
+          written(row("query_pre_attn_scalar", &ModelSpec::query_pre_attn_scalar, {1e-6, 1e9},
+                      Null::kAbsent),
+                  scalar),
+          written({"rope_local_base_freq"},
+                  [](const ModelSpec& spec) { return spec.sliding_rope->theta; }),
+          size("sliding_window", &ModelSpec::sliding_window),
+          written({"sliding_window_pattern"}, pattern),
+          only("use_bidirectional_attention", false, "attention is causal"),
+          ignored({"cache_implementation"}),
+      }),
+      .read = read_layers,
       .read_ropes = read_ropes,
       .whole = Multimodal{.architecture = "Gemma3ForConditionalGeneration",
                           .model_type = "gemma3",
                           .keys_beside = {"boi_token_index", "eoi_token_index", "image_token_index",
                                           "boi_token_id", "eoi_token_id", "image_token_id",
                                           "mm_tokens_per_image"}},
+      .module_name = name_of_text,
+      .norms = NormPlacement::kAround,
+      .norm_adds_one = true,
+      .norm_rounds_once = true,
+      .qk_norm = true,
+      .gelu_mlp = true,
+      .scaled_embedding = true,
   };
   return traits;
 }

@@ -19,11 +19,6 @@
 namespace tessera::models {
 namespace {
 
-/// Absent means transformers' 0.1.
-double dropout(ConfigReader& keys, std::string_view key) {
-  return keys.number(key, {0.0, 1.0}).value_or(0.1);
-}
-
 /// Not refused: every published folder of this family says 0.1, or nothing.
 std::string not_dropped(const ModelSpec& spec) {
   std::string found;
@@ -36,18 +31,10 @@ std::string not_dropped(const ModelSpec& spec) {
   return found;
 }
 
-void read_sizes(ConfigReader& keys, ModelSpec& spec) {
-  const auto size = [&](std::string_view key, std::int64_t absent) {
-    return keys.contains(key) ? required(keys, key, kSize) : absent;
-  };
-  spec.vocab_size = size("vocab_size", 50257);
-  spec.hidden_size = size("n_embd", 768);
-  spec.num_hidden_layers = keys.contains("n_layer") ? required(keys, "n_layer", kLayers) : 12;
-  spec.num_attention_heads = size("n_head", 12);
+void settle_sizes(ConfigReader& keys, ModelSpec& spec) {
   spec.num_key_value_heads = spec.num_attention_heads;
-  spec.max_position_embeddings = size("n_positions", 1024);
   keys.expect("n_ctx", spec.max_position_embeddings, "n_positions says it");
-  spec.intermediate_size = keys.integer("n_inner", kSize).value_or(4 * spec.hidden_size);
+  if (spec.intermediate_size == 0) spec.intermediate_size = 4 * spec.hidden_size;
   TESSERA_CHECK(spec.hidden_size % spec.num_attention_heads == 0, ErrorKind::kConfig,
                 "config.json n_embd: found ", spec.hidden_size,
                 ", expected a multiple of n_head = ", spec.num_attention_heads);
@@ -58,60 +45,56 @@ void read_sizes(ConfigReader& keys, ModelSpec& spec) {
               hidden * static_cast<double>(spec.vocab_size + spec.max_position_embeddings));
 }
 
-ModelSpec read_gpt2(ConfigReader& keys, Purpose /*purpose*/, LeftKeys& /*left*/) {
-  ModelSpec spec;
-  spec.family = Family::kGpt2;
-  read_sizes(keys, spec);
-  spec.rms_norm_eps = keys.number("layer_norm_epsilon", {1e-30, 1.0}).value_or(1e-5);
-  spec.initializer_range = keys.number("initializer_range", {0.0, 1e3}).value_or(0.02);
-  spec.tie_word_embeddings = keys.boolean("tie_word_embeddings").value_or(true);
-  spec.attention_bias = true;
-  spec.mlp_bias = true;
-  spec.attention_dropout = dropout(keys, "attn_pdrop");
-  spec.gpt2 = Gpt2Spec{.embd_pdrop = dropout(keys, "embd_pdrop"),
-                       .resid_pdrop = dropout(keys, "resid_pdrop")};
+void read_gpt2(ConfigReader& keys, Purpose /*purpose*/, ModelSpec& spec, LeftKeys& /*left*/) {
+  settle_sizes(keys, spec);
   spec.dtype = read_dtype(keys);
   read_tokens(keys, spec);
   spec.tessera_tokenizer = read_tokenizer(keys);
-  // gelu_new is GELU's tanh form under another name.
-  if (keys.word("activation_function").value_or("gelu_new") != "gelu_pytorch_tanh") {
-    keys.expect("activation_function", "gelu_new", "the activation of the MLP");
-  }
-  keys.expect("scale_attn_weights", true, "scores are divided by the root of the head's size");
-  keys.expect("scale_attn_by_inverse_layer_idx", false, "scores are scaled alike in all layers");
-  keys.expect("reorder_and_upcast_attn", false, "it is another order of roundings");
-  // Of heads that sum a text up.
-  keys.ignore({"summary_activation", "summary_first_dropout", "summary_proj_to_labels",
-               "summary_type", "summary_use_proj"});
-  return spec;
 }
 
-nlohmann::ordered_json gpt2_json(const ModelSpec& spec) {
-  nlohmann::ordered_json json;
-  json["activation_function"] = "gelu_new";
-  json["architectures"] = {"GPT2LMHeadModel"};
-  json["attn_pdrop"] = spec.attention_dropout;
-  json["bos_token_id"] = or_null(spec.bos_token_id);
-  json["embd_pdrop"] = spec.gpt2->embd_pdrop;
-  json["eos_token_id"] = eos_token(spec.eos_token_ids);
-  json["initializer_range"] = spec.initializer_range;
-  json["layer_norm_epsilon"] = spec.rms_norm_eps;
-  json["model_type"] = "gpt2";
-  json["n_ctx"] = spec.max_position_embeddings;
-  json["n_embd"] = spec.hidden_size;
-  json["n_head"] = spec.num_attention_heads;
-  json["n_inner"] = nullptr;
-  if (spec.intermediate_size != 4 * spec.hidden_size) json["n_inner"] = spec.intermediate_size;
-  json["n_layer"] = spec.num_hidden_layers;
-  json["n_positions"] = spec.max_position_embeddings;
-  if (spec.pad_token_id) json["pad_token_id"] = *spec.pad_token_id;
-  json["resid_pdrop"] = spec.gpt2->resid_pdrop;
-  json["tie_word_embeddings"] = spec.tie_word_embeddings;
-  if (spec.dtype) json["torch_dtype"] = to_string(*spec.dtype);
-  json["use_cache"] = true;
-  json["vocab_size"] = spec.vocab_size;
-  if (!spec.tessera_tokenizer.empty()) json["tessera_tokenizer"] = spec.tessera_tokenizer;
-  return json;
+void read_activation_function(ConfigReader& keys, ModelSpec& /*spec*/) {
+  // gelu_new is GELU's tanh form under another name.
+  if (keys.word("activation_function").value_or("gelu_new") == "gelu_pytorch_tanh") return;
+  keys.expect("activation_function", "gelu_new", "the activation of the MLP");
+}
+
+Json inner_size(const ModelSpec& spec) {
+  const bool is_default = spec.intermediate_size == 4 * spec.hidden_size;
+  return is_default ? Json() : Json(spec.intermediate_size);
+}
+
+KeyRows rows_of_gpt2() {
+  constexpr NumberRange kShare{0.0, 1.0};
+  return {
+      written({"activation_function", read_activation_function},
+              [](const ModelSpec&) { return "gelu_new"; }),
+      said("architectures", {"GPT2LMHeadModel"}),
+      row("attn_pdrop", &ModelSpec::attention_dropout, kShare),
+      written("bos_token_id", &ModelSpec::bos_token_id),
+      row("embd_pdrop", &Gpt2Spec::embd_pdrop, kShare),
+      eos_row(),
+      row("initializer_range", &ModelSpec::initializer_range, {0.0, 1e3}),
+      row("layer_norm_epsilon", &ModelSpec::rms_norm_eps, kEps),
+      said("model_type", "gpt2"),
+      written("n_ctx", &ModelSpec::max_position_embeddings),
+      size("n_embd", &ModelSpec::hidden_size),
+      size("n_head", &ModelSpec::num_attention_heads),
+      written(row("n_inner", &ModelSpec::intermediate_size), inner_size),
+      size("n_layer", &ModelSpec::num_hidden_layers, kLayers),
+      size("n_positions", &ModelSpec::max_position_embeddings),
+      pad_row(),
+      row("resid_pdrop", &Gpt2Spec::resid_pdrop, kShare),
+      row("tie_word_embeddings", &ModelSpec::tie_word_embeddings),
+      dtype_row("torch_dtype"),
+      said("use_cache", true),
+      size("vocab_size", &ModelSpec::vocab_size),
+      only("scale_attn_weights", true, "scores are divided by the root of the head's size"),
+      only("scale_attn_by_inverse_layer_idx", false, "scores are scaled alike in all layers"),
+      only("reorder_and_upcast_attn", false, "it is another order of roundings"),
+      // Of heads that sum a text up.
+      ignored({"summary_activation", "summary_first_dropout", "summary_proj_to_labels",
+               "summary_type", "summary_use_proj"}),
+  };
 }
 
 /// As the language model has them: the published files are of the inner one.
@@ -139,7 +122,7 @@ class Gpt2Keeps : public TextKeeps {
   KeptValue norm(const KeptValue& x, const std::string& name) override;
 
  private:
-  /// gpt2_parts.cpp: the matrix stands [in, out], and its product is never put off. Where ranks
+  /// gpt2_layer.cpp: the matrix stands [in, out], and its product is never put off. Where ranks
   /// share the columns of a whole one, a copy of the own ones is kept.
   KeptValue linear(const KeptValue& x, const std::string& name, std::int64_t out_ranks = 1);
   KeptValue attention(const KeptValue& stream, const std::string& name);
@@ -200,22 +183,26 @@ std::unique_ptr<TextKeeps> keeps_of_gpt2(ModelKeeps& model) {
 
 const FamilyTraits& gpt2_traits() {
   static const FamilyTraits traits{
-      .family = Family::kGpt2,
       .model_type = "gpt2",
       .architecture = "GPT2LMHeadModel",
-      // read_all knows the defaults.
-      .default_head_dim = std::nullopt,
-      .default_num_key_value_heads = std::nullopt,
-      .default_max_position_embeddings = 1024,
-      .has_mlp_bias = false,
-      .pins = {},
-      .frozen = {},
-      .module_name = name_in_gpt2,
-      .keeps = keeps_of_gpt2,
+      .spec = {.family = Family::kGpt2,
+               .vocab_size = 50257,
+               .hidden_size = 768,
+               .num_hidden_layers = 12,
+               .num_attention_heads = 12,
+               .max_position_embeddings = 1024,
+               .rms_norm_eps = 1e-5,
+               .tie_word_embeddings = true,
+               .attention_bias = true,
+               .mlp_bias = true,
+               .attention_dropout = 0.1,
+               .gpt2 = Gpt2Spec{}},
+      .rows = rows_of_gpt2(),
       .read_all = read_gpt2,
-      .write_all = gpt2_json,
+      .module_name = name_in_gpt2,
       .learned_positions = true,
       .transposed_linears = true,
+      .keeps = keeps_of_gpt2,
       .not_dropped = not_dropped,
   };
   return traits;

@@ -26,27 +26,13 @@ void check_quantization(ConfigReader& keys) {
 }
 
 void read_gpt_oss(ConfigReader& keys, ModelSpec& spec) {
-  MoeSpec& moe = spec.moe.emplace();
-  read_expert_counts(keys, moe);
-  keys.expect("experts_per_token", moe.experts_per_token, "num_experts_per_tok");
-  moe.moe_intermediate_size = spec.intermediate_size;
-  moe.scores = ExpertScores::kSoftmaxOfChosen;
-  moe.router_bias = true;
-  moe.activation = ExpertActivation::kClampedSwiglu;
-  moe.swiglu_alpha = keys.number("swiglu_alpha", {1e-6, 1e6}).value_or(1.702);
-  moe.swiglu_limit = keys.number("swiglu_limit", {1e-6, 1e30}).value_or(7.0);
-  moe.expert_bias = true;
-  moe.layout = ExpertLayout::kInOut;
-  moe.router_aux_loss_coef = 0.001;
-  read_aux_loss(keys, moe);
-  spec.sliding_window =
-      keys.contains("sliding_window") ? required(keys, "sliding_window", kSize) : 128;
+  read_expert_counts(keys, spec);
+  spec.moe->moe_intermediate_size = spec.intermediate_size;
+  keys.expect("experts_per_token", spec.moe->experts_per_token, "num_experts_per_tok");
   for (std::int64_t i = 0; i < spec.num_hidden_layers; ++i) {
     spec.layer_types.push_back(i % 2 == 0 ? LayerType::kSliding : LayerType::kFull);
   }
   read_layer_types(keys, spec);
-  if (!keys.contains("rms_norm_eps")) spec.rms_norm_eps = 1e-5;
-  if (!keys.contains("attention_bias")) spec.attention_bias = true;
   if (keys.take("rope_parameters") == nullptr && keys.take("rope_scaling") == nullptr) {
     keys.refuse("rope_scaling", "a record, as that of yarn");
   }
@@ -55,44 +41,55 @@ void read_gpt_oss(ConfigReader& keys, ModelSpec& spec) {
   check_quantization(keys);
 }
 
-void write_gpt_oss(const ModelSpec& spec, nlohmann::ordered_json& json) {
-  const MoeSpec& moe = *spec.moe;
-  json["experts_per_token"] = moe.experts_per_token;
-  if (spec.rope.original_max_position_embeddings > 0) {
-    json["initial_context_length"] = spec.rope.original_max_position_embeddings;
-  }
-  json["layer_types"] = layer_types_json(spec.layer_types);
-  if (spec.rope.type == nn::RopeType::kDefault) json["rope_scaling"] = {{"rope_type", "default"}};
-  json["num_experts_per_tok"] = moe.experts_per_token;
-  json["num_local_experts"] = moe.num_experts;
-  json["sliding_window"] = spec.sliding_window;
-  json["swiglu_alpha"] = moe.swiglu_alpha;
-  json["swiglu_limit"] = moe.swiglu_limit;
-  write_aux_loss(moe, json);
+Json context_length(const ModelSpec& spec) {
+  const std::int64_t length = spec.rope.original_max_position_embeddings;
+  return length > 0 ? Json(length) : left_out();
+}
+
+Json scaling(const ModelSpec& spec) {
+  if (spec.rope.type == nn::RopeType::kDefault) return {{"rope_type", "default"}};
+  return rope_scaling_json(spec.rope, "rope_type");
 }
 
 }  // namespace
 
 const FamilyTraits& gpt_oss_traits() {
   static const FamilyTraits traits{
-      .family = Family::kGptOss,
       .model_type = "gpt_oss",
       .architecture = "GptOssForCausalLM",
-      .default_head_dim = 64,
-      .default_num_key_value_heads = 8,
-      .default_max_position_embeddings = 131072,
-      .default_rope_theta = 150000.0,
-      .has_mlp_bias = false,
-      .own_keys = {"layer_types", "quantization_config", "sliding_window"},
+      .spec = {.family = Family::kGptOss,
+               .num_key_value_heads = 8,
+               .head_dim = 64,
+               .max_position_embeddings = 131072,
+               .rms_norm_eps = 1e-5,
+               .attention_bias = true,
+               .rope = {.theta = 150000.0},
+               .sliding_window = 128,
+               .moe = MoeSpec{.scores = ExpertScores::kSoftmaxOfChosen,
+                              .router_bias = true,
+                              .activation = ExpertActivation::kClampedSwiglu,
+                              .expert_bias = true,
+                              .layout = ExpertLayout::kInOut,
+                              .router_aux_loss_coef = 0.001}},
+      .rows = decoder_rows({
+          written("experts_per_token", &MoeSpec::experts_per_token),
+          written({"initial_context_length"}, context_length),
+          written({"layer_types"}, layer_types_json),
+          written({"rope_scaling"}, scaling),
+          written("num_experts_per_tok", &MoeSpec::experts_per_token),
+          written("num_local_experts", &MoeSpec::num_experts),
+          size("sliding_window", &ModelSpec::sliding_window),
+          row("swiglu_alpha", &MoeSpec::swiglu_alpha, {1e-6, 1e6}),
+          row("swiglu_limit", &MoeSpec::swiglu_limit, {1e-6, 1e30}),
+          row("output_router_logits", &MoeSpec::output_router_logits),
+          row("router_aux_loss_coef", &MoeSpec::router_aux_loss_coef, kAuxLoss),
+      }),
+      .read = read_gpt_oss,
+      .router_module = "router",
       .pins = {.strict = {},
                .under_float16 = {"post_attention_layernorm", "input_layernorm", "norm"}},
-      .frozen = {},
-      .module_name = [](std::string_view name) { return std::string(name); },
-      .router_module = "router",
-      .attention_sinks = true,
       .norm_rounds_once = true,
-      .read = read_gpt_oss,
-      .write = write_gpt_oss,
+      .attention_sinks = true,
   };
   return traits;
 }

@@ -13,11 +13,11 @@ namespace tessera::models {
 namespace {
 
 /// Older configs have a number there; 4 in the published ones.
-bool read_temperature(ConfigReader& keys) {
+void read_temperature(ConfigReader& keys, ModelSpec& spec) {
   const nlohmann::json* value = keys.take("attn_temperature_tuning");
-  if (value == nullptr) return true;
-  if (value->is_number_integer()) return *value != 0;
-  return keys.boolean("attn_temperature_tuning").value_or(true);
+  if (value == nullptr) return;
+  spec.chunked->attn_temperature_tuning =
+      value->is_number_integer() ? *value != 0 : *keys.boolean("attn_temperature_tuning");
 }
 
 /// What each layer is by no_rope_layers: 1 where it has rope. An empty list is as good as none.
@@ -59,7 +59,6 @@ void read_chunked_layers(ConfigReader& keys, ModelSpec& spec) {
 /// Every n-th, or those of a list.
 void read_moe_layers(ConfigReader& keys, ModelSpec& spec) {
   MoeSpec& moe = *spec.moe;
-  moe.sparse_step = keys.integer("interleave_moe_layer_step", kLayers).value_or(1);
   const nlohmann::json* list = keys.take("moe_layers");
   if (list == nullptr) return;
   std::vector<bool> has_experts(static_cast<std::size_t>(spec.num_hidden_layers), false);
@@ -84,55 +83,20 @@ void read_moe_layers(ConfigReader& keys, ModelSpec& spec) {
 }
 
 void read_llama4(ConfigReader& keys, ModelSpec& spec) {
-  if (!keys.contains("rms_norm_eps")) spec.rms_norm_eps = 1e-5;
-  ChunkedSpec& chunked = spec.chunked.emplace();
-  chunked.attention_chunk_size =
-      keys.contains("attention_chunk_size") ? required(keys, "attention_chunk_size", kSize) : 8192;
-  chunked.use_qk_norm = keys.boolean("use_qk_norm").value_or(true);
-  chunked.attn_temperature_tuning = read_temperature(keys);
-  chunked.attn_scale = keys.number("attn_scale", {0.0, 1e3}).value_or(0.1);
-  chunked.floor_scale = keys.integer("floor_scale", kSize).value_or(8192);
-  read_chunked_layers(keys, spec);
-
-  MoeSpec& moe = spec.moe.emplace();
-  moe.num_experts = required(keys, "num_local_experts", {1, 4096});
-  moe.experts_per_token = keys.integer("num_experts_per_tok", {1, moe.num_experts}).value_or(1);
+  MoeSpec& moe = *spec.moe;
+  row("num_experts_per_tok", &MoeSpec::experts_per_token, {1, moe.num_experts}).read(keys, spec);
   // The file's intermediate_size is that of an expert, of the shared one, too.
-  moe.moe_intermediate_size = spec.intermediate_size;
-  moe.shared_intermediate_size = spec.intermediate_size;
-  spec.intermediate_size = keys.integer("intermediate_size_mlp", kSize).value_or(16384);
-  moe.scores = ExpertScores::kSigmoidOfChosen;
-  moe.scores_before_experts = true;
-  moe.layout = ExpertLayout::kInOut;
+  moe.shared_intermediate_size = moe.moe_intermediate_size;
+  read_chunked_layers(keys, spec);
   read_moe_layers(keys, spec);
-  moe.router_aux_loss_coef = keys.number("router_aux_loss_coef", {0.0, 1e6}).value_or(0.001);
-  keys.expect("router_jitter_noise", 0.0, "routers see what is there");
-  // transformers computes no auxiliary loss for this family, and has no other use for these.
-  keys.ignore({"output_router_logits", "for_llm_compressor", "cache_implementation"});
 }
 
-void write_llama4(const ModelSpec& spec, nlohmann::ordered_json& json) {
-  const ChunkedSpec& chunked = *spec.chunked;
-  const MoeSpec& moe = *spec.moe;
-  json["attention_chunk_size"] = chunked.attention_chunk_size;
-  json["attn_scale"] = chunked.attn_scale;
-  json["attn_temperature_tuning"] = chunked.attn_temperature_tuning;
-  json["floor_scale"] = chunked.floor_scale;
-  json["interleave_moe_layer_step"] = moe.sparse_step;
-  json["intermediate_size"] = moe.moe_intermediate_size;
-  json["intermediate_size_mlp"] = spec.intermediate_size;
-  json["moe_layers"] = routed_experts(spec).layers;
-  auto ropes = nlohmann::ordered_json::array();
+Json rope_layers(const ModelSpec& spec) {
+  auto ropes = Json::array();
   for (const LayerType type : spec.layer_types) {
     ropes.push_back(type == LayerType::kChunked ? 1 : 0);
   }
-  json["no_rope_layers"] = ropes;
-  json["num_experts_per_tok"] = moe.experts_per_token;
-  json["num_local_experts"] = moe.num_experts;
-  json["output_router_logits"] = false;
-  json["router_aux_loss_coef"] = moe.router_aux_loss_coef;
-  json["router_jitter_noise"] = 0.0;
-  json["use_qk_norm"] = chunked.use_qk_norm;
+  return ropes;
 }
 
 /// Names in folders of the whole model.
@@ -146,28 +110,53 @@ std::string name_in_llama4(std::string_view name) {
 
 const FamilyTraits& llama4_traits() {
   static const FamilyTraits traits{
-      .family = Family::kLlama4,
       .model_type = "llama4_text",
       .architecture = "Llama4ForCausalLM",
-      .default_head_dim = 128,
-      .default_num_key_value_heads = 8,
-      .default_max_position_embeddings = 131072,
-      .default_rope_theta = 500000.0,
-      .has_mlp_bias = false,
-      .own_keys = {"layer_types"},
-      .pins = {},
-      .frozen = {},
-      .module_name = name_in_llama4,
-      .router_module = "router",
-      .mlp_module = "feed_forward",
-      .shared_module = "shared_expert",
+      .spec = {.family = Family::kLlama4,
+               .num_key_value_heads = 8,
+               .head_dim = 128,
+               .intermediate_size = 16384,
+               .max_position_embeddings = 131072,
+               .rms_norm_eps = 1e-5,
+               .rope = {.theta = 500000.0},
+               .moe = MoeSpec{.experts_per_token = 1,
+                              .scores = ExpertScores::kSigmoidOfChosen,
+                              .scores_before_experts = true,
+                              .layout = ExpertLayout::kInOut,
+                              .router_aux_loss_coef = 0.001},
+               .chunked = ChunkedSpec{.attention_chunk_size = 8192}},
+      .rows = decoder_rows({
+          size("attention_chunk_size", &ChunkedSpec::attention_chunk_size),
+          row("attn_scale", &ChunkedSpec::attn_scale, {0.0, 1e3}),
+          written({"attn_temperature_tuning", read_temperature},
+                  [](const ModelSpec& spec) { return spec.chunked->attn_temperature_tuning; }),
+          row("floor_scale", &ChunkedSpec::floor_scale),
+          row("interleave_moe_layer_step", &MoeSpec::sparse_step, kLayers),
+          size("intermediate_size", &MoeSpec::moe_intermediate_size),
+          row("intermediate_size_mlp", &ModelSpec::intermediate_size),
+          {"layer_types"},
+          written({"moe_layers"},
+                  [](const ModelSpec& spec) { return routed_experts(spec).layers; }),
+          written({"no_rope_layers"}, rope_layers),
+          written("num_experts_per_tok", &MoeSpec::experts_per_token),
+          size("num_local_experts", &MoeSpec::num_experts, {1, 4096}),
+          said("output_router_logits", false),
+          row("router_aux_loss_coef", &MoeSpec::router_aux_loss_coef, kAuxLoss),
+          always("router_jitter_noise", 0.0, "routers see what is there"),
+          row("use_qk_norm", &ChunkedSpec::use_qk_norm),
+          // transformers has no use for these either.
+          ignored({"for_llm_compressor", "cache_implementation"}),
+      }),
       .read = read_llama4,
-      .write = write_llama4,
-      .moe_names = {.module = "feed_forward", .peft_swaps_factors = true},
       .whole = Multimodal{.architecture = "Llama4ForConditionalGeneration",
                           .model_type = "llama4",
                           .keys_beside = {"boi_token_index", "eoi_token_index", "image_token_index",
                                           "boi_token_id", "eoi_token_id", "image_token_id"}},
+      .module_name = name_in_llama4,
+      .router_module = "router",
+      .mlp_module = "feed_forward",
+      .shared_module = "shared_expert",
+      .moe_names = {.module = "feed_forward", .peft_swaps_factors = true},
   };
   return traits;
 }

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/lora_spec.h"
+#include "base/text/words.h"
 #include "fsdp/optim/optimizer_registry.h"
 #include "layout/parallel_dims.h"
 #include "tessera/loss_scale.h"
@@ -22,6 +23,10 @@
 namespace tessera::train {
 
 enum class DeviceName : std::uint8_t { kAuto, kCpu, kCuda };
+constexpr auto words_of(DeviceName) {
+  return std::to_array<Word<DeviceName>>(
+      {{"auto", DeviceName::kAuto}, {"cpu", DeviceName::kCpu}, {"cuda", DeviceName::kCuda}});
+}
 using OptimizerName = fsdp::OptimizerName;
 enum class LrDecay : std::uint8_t {
   kConstant,
@@ -29,23 +34,48 @@ enum class LrDecay : std::uint8_t {
   kCosine,
   kWsd,  ///< warm-up, stable, then straight down in the last steps
 };
+constexpr auto words_of(LrDecay) {
+  return std::to_array<Word<LrDecay>>({{"constant", LrDecay::kConstant},
+                                       {"linear", LrDecay::kLinear},
+                                       {"cosine", LrDecay::kCosine},
+                                       {"wsd", LrDecay::kWsd}});
+}
 enum class BackendName : std::uint8_t {
   kAuto,
 #define TESSERA_BACKEND(enumerator, ...) enumerator,
 #include "comm/backends/backends.def"
 };
+constexpr auto words_of(BackendName) {
+  return std::to_array<Word<BackendName>>({
+      {"auto", BackendName::kAuto},
+#define TESSERA_BACKEND(enumerator, folder, name, ...) {name, BackendName::enumerator},
+#include "comm/backends/backends.def"
+  });
+}
 /// How often a stage of a pipeline is gathered.
 enum class PipelineReshard : std::uint8_t {
   kStep,        ///< before its first forward, until its last backward
   kMicroBatch,  ///< unit by unit, in each forward and backward
 };
+constexpr auto words_of(PipelineReshard) {
+  return std::to_array<Word<PipelineReshard>>(
+      {{"step", PipelineReshard::kStep}, {"micro_batch", PipelineReshard::kMicroBatch}});
+}
 /// How a step's plan comes to be.
 enum class CompileChoice : std::uint8_t {
   kOff,     ///< eagerly
   kPlan,    ///< chosen for a budget, or given
   kReplay,  ///< the same, and regions are replayed
 };
+constexpr auto words_of(CompileChoice) {
+  return std::to_array<Word<CompileChoice>>({{"off", CompileChoice::kOff},
+                                             {"plan", CompileChoice::kPlan},
+                                             {"replay", CompileChoice::kReplay}});
+}
 enum class OnNonfinite : std::uint8_t { kError };
+constexpr auto words_of(OnNonfinite) {
+  return std::to_array<Word<OnNonfinite>>({{"error", OnNonfinite::kError}});
+}
 
 /// A dtype of [precision]: none is written `auto`.
 struct DTypeChoice {
@@ -82,6 +112,10 @@ enum class Packing : std::uint8_t {
   kStream,     ///< one behind the other, cut where a row ends; they see each other
   kDocuments,  ///< whole, each as if it were alone
 };
+constexpr auto words_of(Packing) {
+  return std::to_array<Word<Packing>>(
+      {{"stream", Packing::kStream}, {"documents", Packing::kDocuments}});
+}
 
 struct DataConfig {
   std::vector<std::string> path;

@@ -48,10 +48,6 @@ struct Limit {
   }
 };
 
-/// Specialized for every enumeration of config.h: `kWords` lists {spelling, enumerator}.
-template <class E>
-struct EnumWords;
-
 template <class T>
 struct Codec;
 
@@ -183,14 +179,11 @@ struct Codec<std::array<double, N>> {
   }
 };
 
-template <class E>
-concept HasConfigWords = std::is_enum_v<E> && requires { EnumWords<E>::kWords; };
-
-template <HasConfigWords E>
+template <HasWords E>
 struct Codec<E> {
   static std::string type() {
     std::string text;
-    for (const auto& [word, value] : EnumWords<E>::kWords) {
+    for (const auto& [word, value] : words_of(E{})) {
       if (!text.empty()) text += " | ";
       text += word;
     }
@@ -198,17 +191,12 @@ struct Codec<E> {
   }
   static E from(const ConfigValue& v, std::string_view key, const Limit&) {
     const std::string* s = std::get_if<std::string>(&v.value);
-    for (const auto& [word, value] : EnumWords<E>::kWords) {
+    for (const auto& [word, value] : words_of(E{})) {
       if (s != nullptr && equal_ignoring_case(*s, word)) return value;
     }
     refuse_value(key, v, "one of " + type());
   }
-  static std::optional<ConfigValue> to(E e) {
-    for (const auto& [word, value] : EnumWords<E>::kWords) {
-      if (value == e) return ConfigValue{std::string(word)};
-    }
-    return std::nullopt;
-  }
+  static std::optional<ConfigValue> to(E e) { return ConfigValue{std::string(word_of(e))}; }
 };
 
 template <class T>

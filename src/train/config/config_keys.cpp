@@ -4,110 +4,38 @@
 #include <utility>
 #include <vector>
 
+#include "grad/enum_words.h"
 #include "train/config/config_codec.h"
 
-namespace tessera::train {
+namespace tessera {
 
-template <>
-struct EnumWords<RouterTokens> {
-  static constexpr std::array<std::pair<std::string_view, RouterTokens>, 2> kWords{
-      {{"shards", RouterTokens::kShards}, {"all", RouterTokens::kAll}}};
-};
-template <>
-struct EnumWords<Packing> {
-  static constexpr std::array<std::pair<std::string_view, Packing>, 2> kWords{
-      {{"stream", Packing::kStream}, {"documents", Packing::kDocuments}}};
-};
-template <>
-struct EnumWords<DeviceName> {
-  static constexpr std::array<std::pair<std::string_view, DeviceName>, 3> kWords{
-      {{"auto", DeviceName::kAuto}, {"cpu", DeviceName::kCpu}, {"cuda", DeviceName::kCuda}}};
-};
-template <>
-struct EnumWords<OptimizerName> {
-  static constexpr auto kWords = std::to_array<std::pair<std::string_view, OptimizerName>>({
+constexpr auto words_of(RouterTokens) {
+  return std::to_array<Word<RouterTokens>>(
+      {{"shards", RouterTokens::kShards}, {"all", RouterTokens::kAll}});
+}
+constexpr auto words_of(AdjustLr) {
+  return std::to_array<Word<AdjustLr>>(
+      {{"original", AdjustLr::kOriginal}, {"match_rms_adamw", AdjustLr::kMatchRmsAdamw}});
+}
+constexpr auto words_of(IterationDType) {
+  return std::to_array<Word<IterationDType>>(
+      {{"float32", IterationDType::kFloat32}, {"bfloat16", IterationDType::kBFloat16}});
+}
+
+}  // namespace tessera
+
+namespace tessera::fsdp {
+
+constexpr auto words_of(OptimizerName) {
+  return std::to_array<Word<OptimizerName>>({
 #define TESSERA_OPTIMIZER(enumerator, source, name, ...) {name, OptimizerName::enumerator},
 #include "fsdp/optim/optimizers.def"
   });
-};
-template <>
-struct EnumWords<AdjustLr> {
-  static constexpr std::array<std::pair<std::string_view, AdjustLr>, 2> kWords{
-      {{"original", AdjustLr::kOriginal}, {"match_rms_adamw", AdjustLr::kMatchRmsAdamw}}};
-};
-template <>
-struct EnumWords<IterationDType> {
-  static constexpr std::array<std::pair<std::string_view, IterationDType>, 2> kWords{
-      {{"float32", IterationDType::kFloat32}, {"bfloat16", IterationDType::kBFloat16}}};
-};
-template <>
-struct EnumWords<LrDecay> {
-  static constexpr std::array<std::pair<std::string_view, LrDecay>, 4> kWords{
-      {{"constant", LrDecay::kConstant},
-       {"linear", LrDecay::kLinear},
-       {"cosine", LrDecay::kCosine},
-       {"wsd", LrDecay::kWsd}}};
-};
-template <>
-struct EnumWords<BackendName> {
-  static constexpr auto kWords = std::to_array<std::pair<std::string_view, BackendName>>({
-      {"auto", BackendName::kAuto},
-#define TESSERA_BACKEND(enumerator, folder, name, ...) {name, BackendName::enumerator},
-#include "comm/backends/backends.def"
-  });
-};
-template <>
-struct EnumWords<PipelineReshard> {
-  static constexpr std::array<std::pair<std::string_view, PipelineReshard>, 2> kWords{
-      {{"step", PipelineReshard::kStep}, {"micro_batch", PipelineReshard::kMicroBatch}}};
-};
-template <>
-struct EnumWords<CompileChoice> {
-  static constexpr std::array<std::pair<std::string_view, CompileChoice>, 3> kWords{
-      {{"off", CompileChoice::kOff},
-       {"plan", CompileChoice::kPlan},
-       {"replay", CompileChoice::kReplay}}};
-};
-template <>
-struct EnumWords<OnNonfinite> {
-  static constexpr std::array<std::pair<std::string_view, OnNonfinite>, 1> kWords{
-      {{"error", OnNonfinite::kError}}};
-};
-template <>
-struct EnumWords<FrozenAs> {
-  static constexpr std::array<std::pair<std::string_view, FrozenAs>, 2> kWords{
-      {{"shard", FrozenAs::kShard}, {"replicate", FrozenAs::kReplicate}}};
-};
-template <>
-struct EnumWords<MasterRequest> {
-  static constexpr std::array<std::pair<std::string_view, MasterRequest>, 2> kWords{
-      {{"auto", MasterRequest::kAuto}, {"none", MasterRequest::kNone}}};
-};
-template <>
-struct EnumWords<Rounding> {
-  static constexpr std::array<std::pair<std::string_view, Rounding>, 2> kWords{
-      {{"nearest_even", Rounding::kNearestEven}, {"half_away", Rounding::kHalfAway}}};
-};
-template <>
-struct EnumWords<Intrinsic> {
-  static constexpr std::array<std::pair<std::string_view, Intrinsic>, 3> kWords{
-      {{"minority", Intrinsic::kMinority}, {"all", Intrinsic::kAll}, {"none", Intrinsic::kNone}}};
-};
-template <>
-struct EnumWords<NarrowerRequest> {
-  static constexpr std::array<std::pair<std::string_view, NarrowerRequest>, 3> kWords{
-      {{"keep", NarrowerRequest::kKeep},
-       {"narrow", NarrowerRequest::kNarrow},
-       {"error", NarrowerRequest::kError}}};
-};
-template <>
-struct EnumWords<RecomputeMode> {
-  static constexpr std::array<std::pair<std::string_view, RecomputeMode>, 3> kWords{
-      {{"none", RecomputeMode::kNone},
-       {"full", RecomputeMode::kFull},
-       {"selective", RecomputeMode::kSelective}}};
-};
+}
 
+}  // namespace tessera::fsdp
+
+namespace tessera::train {
 namespace {
 
 // Products of two such counts (steps x rows) fit into 63 bits.

@@ -141,10 +141,6 @@ bool gives(const DataConfig& data, const CheckpointData& expected) {
   }
 }
 
-std::string_view in_words(Packing packing) {
-  return packing == Packing::kDocuments ? "documents" : "stream";
-}
-
 std::string names_of(const std::vector<std::string>& paths) {
   return printable(tessera::joined(paths), 1024);
 }
@@ -184,9 +180,9 @@ std::optional<std::string> key_that_changed(const DataConfig& now,
     other.packing = packing;
     if (!gives(other, expected)) continue;
     const auto found = packing == Packing::kStream ? Packing::kDocuments : Packing::kStream;
-    return concat("data.packing: found ", printable(in_words(found)),
+    return concat("data.packing: found ", printable(word_of(found)),
                   now.packing ? "" : " (chosen by what the data has)", ", expected ",
-                  printable(in_words(packing)));
+                  printable(word_of(packing)));
   }
   if (!before || !gives(*before, expected)) return std::nullopt;
   if (now.source.size() != before->source.size()) {

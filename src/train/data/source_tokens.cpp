@@ -73,7 +73,7 @@ class Parts {
     if (texts.empty()) return;
     auto corpus = texts.size() == 1 ? std::make_unique<TextCorpus>(texts[0])
                                     : std::make_unique<TextCorpus>(texts);
-    add_ends(corpus->document_ends());
+    add_ends(corpus->ends());
     add(std::move(corpus));
     texts.clear();
   }

@@ -9,6 +9,7 @@
 
 #include "base/text/printable.h"
 #include "grad/contract_key.h"
+#include "grad/enum_words.h"
 #include "models/keeps/kept_activations.h"
 #include "pipeline/simulate.h"
 #include "pipeline/validate.h"
@@ -423,11 +424,9 @@ std::string to_string(const PipelineMemory& memory) {
     row("live micro-batches", [&](std::size_t i) { return concat(memory.ranks[i].live_chunks); });
     if (!memory.knows_activations) continue;
     bytes("messages", [](const PipelineRankMemory& rank) { return rank.messages; });
-    for (const auto& [name, mode] : {std::pair("none", RecomputeMode::kNone),
-                                     std::pair("selective", RecomputeMode::kSelective),
-                                     std::pair("full", RecomputeMode::kFull)}) {
-      bytes(concat("activations, ", name),
-            [&](const PipelineRankMemory& rank) { return rank.activations.in(mode); });
+    for (const auto& each : words_of(RecomputeMode{})) {
+      bytes(concat("activations, ", each.word),
+            [&](const PipelineRankMemory& rank) { return rank.activations.in(each.value); });
     }
     bytes("all in this run",
           [&](const PipelineRankMemory& rank) { return rank.total(memory.mode); });

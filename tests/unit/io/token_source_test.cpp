@@ -183,7 +183,7 @@ TEST(TextCorpus, BytesAndAnEndAfterEachFile) {
   folder.write("c.md", "not text");
   folder.write("d.txt/inside.txt", "not entered");
   const TextCorpus corpus(folder.path());
-  EXPECT_EQ(corpus.num_files(), 2U);
+  EXPECT_EQ(corpus.files().size(), 2U);
   ASSERT_EQ(corpus.num_tokens(), 6);
   EXPECT_THAT(ids(corpus, 0, 6), ElementsAre('h', 'i', 256, 0xC3, 0xA9, 256));
 }
