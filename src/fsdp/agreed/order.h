@@ -5,8 +5,7 @@
 // rank still has in memory, but one list, a pure function of what all ranks agreed on when the
 // backward began: the Trace of each forward that it goes through on some rank, that is the sequence
 // in which units were entered and the one in which they were left; the places that it comes by
-// (BackwardView); units' options and what is unsharded. backward_plan.h has both and makes the
-// list, and every rank does all of it, also where it did not use a result. In forward each rank
+// (BackwardView); units' options and what is unsharded. pass_planner.h makes the list from them, and every rank does all of it, also where it did not use a result. In forward each rank
 // gathers what is not unsharded yet: that is the same everywhere, since backward's list says what
 // is released, too. Pure: no torch header.
 #pragma once

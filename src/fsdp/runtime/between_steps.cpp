@@ -94,30 +94,35 @@ void Runtime::set_regions(std::shared_ptr<grad::Regions> regions) {
   regions_ = std::move(regions);
 }
 
+/// What the plan of a pass says of it.
+PlanUnit Runtime::plan_unit(const Unit& unit) const {
+  const auto ids = [&](const std::vector<std::weak_ptr<Unit>>& named, const char* control) {
+    std::vector<UnitId> list;
+    for (const auto& one : living(named, control, unit)) list.push_back(one->id());
+    return list;
+  };
+  PlanUnit of;
+  of.gathers = !unit.buckets().empty() && !unit.always_unsharded();
+  of.gathers_in_backward = unit.controls.unshard_in_backward;
+  of.gathered = of.gathers && (unit.gathered() || unit.gather_pending());
+  of.reduces = unit.trainable() && unit.controls.requires_sync;
+  for (const auto& lender : unit.lenders) of.lenders.push_back(lender->id());
+  of.forward_prefetch = ids(unit.forward_prefetch, "set_forward_prefetch");
+  of.backward_prefetch = ids(unit.backward_prefetch, "set_backward_prefetch");
+  return of;
+}
+
 std::vector<PlanUnit> Runtime::plan_units() const {
   std::vector<PlanUnit> units;
   for (const auto* unit : units_) {
-    const auto ids = [&](const std::vector<std::weak_ptr<Unit>>& named, const char* control) {
-      std::vector<UnitId> list;
-      for (const auto& one : living(named, control, *unit)) list.push_back(one->id());
-      return list;
-    };
-    PlanUnit of;
+    auto& of = units.emplace_back(plan_unit(*unit));
     of.name = unit->shown_name();
     for (const auto& bucket : unit->buckets()) {
       if (!bucket->aliases_shard()) of.bytes += layout::gathered_bytes(bucket->plan());
     }
-    of.gathers = !unit->buckets().empty() && !unit->always_unsharded();
-    of.gathers_in_backward = unit->controls.unshard_in_backward;
-    of.gathered = of.gathers && (unit->gathered() || unit->gather_pending());
-    of.reduces = unit->trainable() && unit->controls.requires_sync;
-    for (const auto& lender : unit->lenders) of.lenders.push_back(lender->id());
-    of.forward_prefetch = ids(unit->forward_prefetch, "set_forward_prefetch");
-    of.backward_prefetch = ids(unit->backward_prefetch, "set_backward_prefetch");
     if (const auto module = unit->recomputable.lock()) {
       of.recompute_by = module->own_recompute() ? RecomputeBy::kUser : RecomputeBy::kPlan;
     }
-    units.push_back(std::move(of));
   }
   return units;
 }

@@ -240,12 +240,8 @@ void OpenStep::start(Action action) {
   marks_ = &stages_[static_cast<std::size_t>(action.stage)].marks;
   action_ = action;
   log_.push_back(action);
-  pass_ = nullptr;
-  done_ = 0;
-  if (!records_ && action.kind == Kind::kForward) {
-    const auto& stage = step_plan_->stages[static_cast<std::size_t>(action.stage)];
-    pass_ = &stage.of(micro_batch_under_way().which).forward;
-  }
+  pass_ = {};
+  if (!records_ && action.kind == Kind::kForward) follow(&MicroBatchPlan::forward);
 }
 
 void OpenStep::end_action() {
@@ -409,12 +405,13 @@ void OpenStep::reshard(int stage) {
   end_action();
 }
 
-/// But of those that its backward has reduced.
+/// But of those that the pass under way has reduced.
 void OpenStep::touch(int stage) {
-  for (const auto id : stages_[static_cast<std::size_t>(stage)].units) {
-    units_[id].touched = !reduced_.contains(id);
+  for (const auto id : stages_[static_cast<std::size_t>(stage)].units) units_[id].touched = true;
+  if (pass_.plan == nullptr) return;
+  for (const auto& [kind, id] : pass_.plan->actions) {
+    if (kind == PlanAction::Kind::kReduce) units_[id].touched = false;
   }
-  reduced_.clear();
 }
 
 void OpenStep::reduce(int stage) {
@@ -451,20 +448,11 @@ void OpenStep::reduce(int stage) {
       unit.reduced |= std::uint64_t{1} << stage;
       if (!is_last_user(unit.reduced, unit)) continue;
       unit.reduced &= over;
-      if (std::exchange(unit.touched, false)) reduce_now(*runtime_.units_.at(*id));
+      if (!std::exchange(unit.touched, false)) continue;
+      runtime_.reduce(*runtime_.units_.at(*id), /*is_shown_next=*/false);
     }
   });
   end_action();
-}
-
-void OpenStep::reduce_now(Unit& unit) {
-  if (!unit.trainable()) return;
-  unit.progress_.owed = !unit.controls.requires_sync;
-  if (unit.progress_.owed) return;
-  unit.progress_.reduced = true;
-  runtime_.reducer_.free_wires(unit);  // of earlier micro-batches
-  Publisher::leave_shown_sums(unit);
-  runtime_.reducer_.issue(runtime_.queue(), unit, marks());
 }
 
 }  // namespace tessera::fsdp

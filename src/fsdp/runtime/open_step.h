@@ -30,16 +30,15 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <set>
 #include <string>
 #include <vector>
 
 #include "base/hash.h"
-#include "fsdp/agreed/backward_plan.h"
 #include "fsdp/agreed/known_steps.h"
 #include "fsdp/agreed/order.h"
 #include "fsdp/agreed/step_plan.h"
 #include "fsdp/runtime/forwards.h"
+#include "fsdp/runtime/pass.h"
 #include "tessera/error.h"
 #include "tessera/step_scope.h"
 
@@ -152,7 +151,6 @@ class OpenStep {
   bool is_last_user(std::uint64_t said, const OfUnit& of) const;
   static bool is_over(const Stage& stage);
   void touch(int stage);
-  void reduce_now(Unit& unit);
   void require_whole();
   std::exception_ptr refusal_of_end();
   // step_passes.cpp
@@ -164,11 +162,9 @@ class OpenStep {
   void release_what_passes();
   void require_of_action(const Entry& entry);
   std::vector<Reach> agreed_reach(const Entry* first);
-  BackwardPlan plan_through(const std::vector<Trace>& parts, const std::vector<Reach>& reached);
-  void do_steps(std::size_t count);
+  std::shared_ptr<const PassPlan> plan_recorded();
+  void follow(PassPlan MicroBatchPlan::* which);
   MicroBatch& micro_batch_under_way();
-  void do_actions(std::size_t count);
-  PlanPlace place_of(std::size_t part, std::size_t position) const;
 
   Runtime& runtime_;
   const StepScopeOptions options_;
@@ -190,12 +186,8 @@ class OpenStep {
   std::vector<Action> log_;
   const std::string* marks_ = nullptr;
   std::string base_marks_;
-  // the forward or backward under way
-  const PassPlan* pass_ = nullptr;  // where the step follows a plan
-  std::size_t done_ = 0;            // of its actions, or of the steps of recorded_plan_
-  std::set<UnitId> reduced_;        // by it
-  BackwardPlan recorded_plan_;      // of a backward, where the step records
-  std::vector<Reach> recorded_reach_;
+  Pass pass_;  // of the forward or backward under way; a forward that is recorded has none
+  StageRecord recorded_;  // what the backward under way goes through, where the step records
 };
 
 }  // namespace tessera::fsdp

@@ -3,10 +3,10 @@
 // One per root handle. It follows forwards (gather, prefetch, release), backwards (gather, markers,
 // reduce) and publishes gradients on the shards when the outermost backward ends. What it works
 // with are values and executors of their own: controls.h (what users switch), forwards.h (what was
-// run), order.h and backward_plan.h (what a backward issues), reducer.h, publisher.h, unit.h and
-// bucket.h (what moves bytes). Its own parts: runtime.cpp (units, forward, failure),
-// backward.cpp (the list of what a backward issues, and walking through it). What
-// is different inside a step scope is in open_step.h.
+// run), order.h and pass.h (what a backward issues), reducer.h, publisher.h, unit.h and bucket.h
+// (what moves bytes). Its own parts: runtime.cpp (units, forward, failure), backward.cpp (what
+// ranks agree on when one begins, and its end), pass.cpp (what the actions do). What is different
+// inside a step scope is in open_step.h.
 //
 // [Note: readiness] Gradients are never counted: parameters stay unused, hooks fire twice under
 // recomputation, functions return undefined gradients. A unit's backward is over when a *marker*
@@ -38,12 +38,13 @@
 
 #include "comm/buffer_pool.h"
 #include "comm/queue.h"
-#include "fsdp/agreed/backward_plan.h"
+#include "fsdp/agreed/backward_view.h"
 #include "fsdp/agreed/controls.h"
 #include "fsdp/agreed/known_steps.h"
 #include "fsdp/runtime/bucket.h"
 #include "fsdp/runtime/forwards.h"
 #include "fsdp/runtime/open_step.h"
+#include "fsdp/runtime/pass.h"
 #include "fsdp/runtime/publisher.h"
 #include "fsdp/runtime/reducer.h"
 #include "fsdp/runtime/unit.h"
@@ -64,11 +65,18 @@ std::string units_differ(const std::string& difference);
 
 /// A backward under way: the outermost one, or one inside a node of it that it did not announce.
 struct BackwardUnderWay {
-  BackwardPlan plan;
-  std::size_t done = 0;                                ///< of its steps
-  std::map<std::uint32_t, std::vector<bool>> reached;  ///< by some rank, as BackwardView
-  std::vector<std::shared_ptr<Segment>> segments;      ///< of this rank, as far as it goes through
-  std::size_t passed = 0;                              ///< the last place that this rank came by
+  Pass pass;
+  std::vector<std::uint32_t> forwards;  ///< numbers of those that it goes through: its parts
+  std::vector<Reach> reached;           ///< of each, by some rank
+  std::vector<PassedPlace> places;      ///< in their order
+  std::size_t passed = 0;               ///< the last one that this rank came by
+  std::vector<std::shared_ptr<Segment>> segments;  ///< of this rank, as far as it goes through
+
+  /// Among its parts; as many as there are: it does not go through the entry.
+  std::size_t part_of(const Entry& entry) const;
+  /// From `passed` on; the end of `places`: this rank is past it.
+  std::vector<PassedPlace>::const_iterator find(const PassedPlace& place) const;
+  void come_by(const PassedPlace& place);
 };
 
 class Runtime : public std::enable_shared_from_this<Runtime> {
@@ -236,9 +244,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// The first line in which `lines` differs between ranks, in words. Collective.
   std::string difference_between_ranks(const std::string& lines, const char* what);
   std::shared_ptr<Entry> record(Unit& unit, std::size_t position);
-  void gather_needed(Unit& unit);
+  void make_readable(Unit& unit, bool gathers);
   void prefetch_after(const Unit& unit, std::size_t position);
-  void issue_gather(Unit& unit);
+  void issue_gather(Unit& unit, std::uint32_t number);
+  std::uint32_t number_of_forward() const;
   void check_borrowed(const Unit& unit) const;
   void leave_shards() const;
   void release_leftovers();
@@ -249,7 +258,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
                                             const char* control, const Unit& of) const;
   // what a backward issues
   BackwardView view_of_backward(const Entry* first) const;
-  UnitState state_of(const Unit& unit) const;
+  PlanUnit plan_unit(const Unit& unit) const;
   std::string memory_lines() const;
   ViewFrame frame_of_views() const;
   std::uint64_t hash_of_agreed() const;
@@ -257,6 +266,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   BackwardView agree_on_backward(const BackwardView& mine);
   [[noreturn]] void name_difference();
   void keep_forward();
+  bool is_to_be_reduced(const Unit& unit) const;
   void plan_backward_under_way(const Entry* first);
   void warn_of_no_scope();
   void know_step(const KnownSteps::Schedule& schedule, StepRecord record);
@@ -264,11 +274,11 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   [[noreturn]] void refuse_forgotten(const Entry& entry);
   void refuse_other_step(const Entry& entry);
   BackwardUnderWay* under_way(const Entry& entry, bool needs_weights);
-  void do_steps(BackwardUnderWay& backward, std::size_t count);
+  void begin_place(Pass& pass, const PlanPlace& place, Unit& unit);
+  void advance(Pass& pass, std::size_t count);
   void finish(BackwardUnderWay& backward);
-  void wait_unsharded(Unit& unit);
   bool any_rank_owes();
-  void issue_reduction(Unit& unit);
+  void reduce(Unit& unit, bool is_shown_next);
   void settle_gradients();
 
   Groups groups_;

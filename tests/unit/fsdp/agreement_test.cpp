@@ -2,7 +2,7 @@
 // them.
 #include <gtest/gtest.h>
 
-#include "fsdp/agreed/backward_plan.h"
+#include "fsdp/agreed/backward_view.h"
 
 namespace tessera::fsdp::agreement_test {
 namespace {
