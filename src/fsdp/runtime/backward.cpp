@@ -91,13 +91,7 @@ void Runtime::begin_backward(const Entry* first) {
   const auto step = step_;
   if (step == nullptr) {
     store_.begin_micro_batch();
-    for (auto* unit : units_) {
-      // What the last backward reduced without waiting is published with the rest.
-      auto& progress = unit->progress_;
-      progress.unpublished = progress.unpublished || (awaiting_tickets_ && progress.reduced);
-      progress.reduced = false;
-    }
-    awaiting_tickets_ = holds_reductions_ = false;
+    begin_sums();
   }
   // Nested graph tasks (recomputation) come after this one has begun; the callback is the outermost
   // one's. Whatever throws from here on ends as a failure of all ranks.
@@ -115,13 +109,23 @@ void Runtime::begin_backward(const Entry* first) {
     return;
   }
   warn_of_no_scope();
-  publisher_.import_user_changes(switches_);
+  import_user_changes();
   plan_backward_under_way(first);
+}
+
+void Runtime::begin_sums() {
+  for (auto* unit : units_) {
+    // What the last backward reduced without waiting is published with the rest.
+    auto& progress = unit->progress_;
+    progress.unpublished = progress.unpublished || (awaiting_tickets_ && progress.reduced);
+    progress.reduced = false;
+  }
+  awaiting_tickets_ = holds_reductions_ = false;
 }
 
 /// Once: whoever has called compile() wants its plan. Regions are replayed without one.
 void Runtime::warn_of_no_scope() {
-  if (!planner_ || regions_ != nullptr || std::exchange(warned_of_no_scope_, true)) return;
+  if (!planning_.planner || regions_ != nullptr || std::exchange(warned_of_no_scope_, true)) return;
   if (world().rank() != 0) return;
   log::warn(
       "compile: found a backward outside of a StepScope, which follows no plan; open a StepScope "
@@ -268,11 +272,10 @@ void Runtime::end_backward() {
       return leave_shards();
     }
     for (; !under_way_.empty(); under_way_.pop_back()) finish(under_way_.back());
-    spans_.all_backwards_end();
     for (auto* unit : units_) {
       if (unit->progress_.open_calls == 0 && unit->controls.reshard_after_backward) unit->release();
     }
-    in_backward_ = false;
+    leave_backward();
     awaiting_tickets_ = sink_.store() != nullptr ? any_rank_owes() : sink_.open_tickets() > 0;
     if (!awaiting_tickets_) settle_gradients();
     leave_shards();
@@ -280,6 +283,19 @@ void Runtime::end_backward() {
     fail(error.what());
     throw;
   }
+}
+
+void Runtime::leave_backward() {
+  spans_.all_backwards_end();
+  in_backward_ = false;
+}
+
+void Runtime::settle(const std::vector<bool>& touched) {
+  for (std::size_t i = 0; i < units_.size(); ++i) {
+    auto& progress = units_[i]->progress_;
+    progress.owed = progress.owed || (touched.at(i) && units_[i]->trainable());
+  }
+  settle_gradients();
 }
 
 void Runtime::settle_gradients() {
@@ -345,8 +361,6 @@ bool needs_weights(const Entry& entry, const Entry* first) {
 
 }  // namespace
 
-/// Errors: kUsage for parameters that were changed since a forward that this rank's backward goes
-/// through.
 BackwardView Runtime::view_of_backward(const Entry* first) const {
   BackwardView view;
   if (!under_way_.empty()) view.actions_done = under_way_.back().pass.done;
@@ -373,7 +387,6 @@ BackwardView Runtime::view_of_backward(const Entry* first) const {
   return view;
 }
 
-/// What is unsharded, in words, as it enters the agreement.
 std::string Runtime::memory_lines() const {
   std::string text;
   for (const auto* unit : units_) {
@@ -448,7 +461,13 @@ void Runtime::name_difference() {
                      "backwards inside backwards on all of them"));
 }
 
-BackwardView Runtime::agree_on_backward(const BackwardView& mine) {
+BackwardView Runtime::agree_on_backward(const Entry* first) {
+  auto agreed = any_rank_says(view_of_backward(first));
+  forwards_.forget_all_but(agreed.alive);
+  return agreed;
+}
+
+BackwardView Runtime::any_rank_says(const BackwardView& mine) {
   if (data_group() == nullptr) return mine;
   controls_in_words();
   const auto frame = frame_of_views();
@@ -464,7 +483,7 @@ BackwardView Runtime::agree_on_backward(const BackwardView& mine) {
 /// backward, where forwards are forgotten.
 void Runtime::keep_forward() {
   if (forwards_.should_forget()) {
-    forwards_.forget_all_but(agree_on_backward(view_of_backward(nullptr)).alive);
+    agree_on_backward(nullptr);
     forwards_.forgot_what_it_could();
   }
   forwards_.keep_current();
@@ -481,8 +500,7 @@ bool Runtime::is_to_be_reduced(const Unit& unit) const {
 }
 
 void Runtime::plan_backward_under_way(const Entry* first) {
-  const auto agreed = agree_on_backward(view_of_backward(first));
-  forwards_.forget_all_but(agreed.alive);
+  const auto agreed = agree_on_backward(first);
   if (!under_way_.empty()) advance(under_way_.back().pass, agreed.actions_done);
   BackwardUnderWay next;
   StageRecord record;

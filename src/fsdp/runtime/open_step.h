@@ -49,8 +49,10 @@ class Unit;
 
 class OpenStep {
  public:
-  /// Collective. As StepScope's constructor.
-  static std::shared_ptr<OpenStep> begin(Runtime& runtime, StepScopeOptions options);
+  /// Errors: kUsage.
+  static void check(const StepScopeOptions& options, const char* what);
+  /// Then agree_at_begin(), choose_plan() and settle_into(), in this order:
+  /// Runtime::open_step().
   OpenStep(Runtime& runtime, StepScopeOptions options, std::uint64_t number);
 
   // --- as the functions of StepScope ---
@@ -60,10 +62,13 @@ class OpenStep {
   void reshard(int stage);
   void reduce(int stage);
   void finish();
-  void give_up();
   bool records() const { return records_; }
 
   // --- called by the runtime ---
+  /// Collective, as the next one.
+  void agree_at_begin();
+  void choose_plan();
+  void settle_into();
   std::uint64_t number() const { return number_; }  ///< of the runtime's steps
   /// Behind the controls in labels.
   const std::string& marks() const { return *marks_; }
@@ -124,7 +129,6 @@ class OpenStep {
   static std::string named(int stage);
   static std::string named(int stage, std::int64_t micro_batch);
   // step_agreement.cpp
-  void agree_at_begin();
   std::exception_ptr make_plan();
   StepPlan planned(const PlanInputs& inputs) const;
   std::exception_ptr agree_on(const StepPlan& plan, std::exception_ptr refusal) const;
@@ -132,8 +136,6 @@ class OpenStep {
   std::string record_in_words() const;
   std::string log_in_words() const;
   // open_step.cpp
-  void choose_plan();
-  void settle_into();
   ReduceAt reduce_at() const;
   void require_next(const Stage& stage, std::int64_t micro_batch) const;
   void require_open(const char* what) const;

@@ -24,8 +24,6 @@ void BackwardUnderWay::come_by(const PassedPlace& place) {
   }
 }
 
-/// A unit's forward or backward begins: what it needs is there from here on, and the rest of the
-/// place goes on meanwhile.
 void Runtime::begin_place(Pass& pass, const PlanPlace& place, Unit& unit) {
   advance(pass, place.needed);
   make_readable(unit, /*gathers=*/false);
@@ -90,7 +88,6 @@ void Runtime::issue_gather(Unit& unit, std::uint32_t number) {
   unit.begin_gather(number);
 }
 
-/// `is_shown_next`: nothing else comes between it and its publication.
 void Runtime::reduce(Unit& unit, bool is_shown_next) {
   if (!unit.trainable()) return;
   auto& progress = unit.progress_;

@@ -33,7 +33,7 @@ layout::PlanOptions Runtime::plan_options() const {
 
 void Runtime::number_units() {
   agreed_ = controls_known_ = false;
-  known_steps_.clear();
+  planning_.known.clear();
   if (step_ != nullptr) step_->units_changed();
   for (std::size_t i = 0; i < units_.size(); ++i) units_[i]->id_ = static_cast<UnitId>(i);
 }
@@ -165,7 +165,7 @@ void Runtime::begin_relayout() {
   come_behind_reads();
   for (auto* unit : units_) unit->release();
   agreed_ = false;
-  known_steps_.clear();
+  planning_.known.clear();
   if (regions_ != nullptr) regions_->forget();
   ++layout_;
 }

@@ -145,6 +145,50 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// Its backward is owed: counted here, on its unit and on the units that hold its parameters.
   void expect(Entry& entry);
 
+  // --- steps, called by StepScope (step_scope.h) ---
+  /// Collective. As StepScope's constructor.
+  std::shared_ptr<OpenStep> open_step(StepScopeOptions options);
+  /// Its scope ends without finish(). Again, or after it: nothing happens.
+  void give_up(const OpenStep& step);
+
+  // --- called by the step that is open (open_step.h) ---
+  /// Whether nothing has ended the step. Threads: the rank's own.
+  bool is_open(const OpenStep& step);
+  bool is_in_backward() const { return in_backward_; }
+  bool is_under_way() const { return in_backward_ || forwards_.is_open(); }
+  Forwards& forwards() { return forwards_; }
+  grad::WeightGradStore& store() { return store_; }
+  Planning& planning() { return planning_; }
+  HeldUnits held_units() const;
+  PlanUnit plan_unit(const Unit& unit) const;  ///< what the plan of a pass says of it
+  std::string memory_lines() const;            ///< what is unsharded, in words
+  /// Nothing is reduced yet of what comes.
+  void begin_sums();
+  void import_user_changes() { publisher_.import_user_changes(switches_); }
+  /// What any rank's backward goes through; forwards of which no rank has a
+  /// graph are forgotten. Collective. Errors: kComm for other traces; kUsage
+  /// for parameters that were changed since a forward that this rank's backward
+  /// goes through.
+  BackwardView agree_on_backward(const Entry* first);
+  /// A unit's forward or backward begins: what it needs is there from here on,
+  /// and the rest of the place goes on meanwhile.
+  void begin_place(Pass& pass, const PlanPlace& place, Unit& unit);
+  /// Does the actions of the pass up to `count`, in their order.
+  void advance(Pass& pass, std::size_t count);
+  /// `is_shown_next`: nothing else comes between it and its publication.
+  void reduce(Unit& unit, bool is_shown_next);
+  void leave_backward();
+  /// Gradients are as they were published, but for what zero_grad() did.
+  /// Errors: kUsage.
+  void require_as_seen(const char* what) const { publisher_.require_as_seen(what); }
+  /// Reduces what waits, of units that `touched` names, too, and publishes all.
+  void settle(const std::vector<bool>& touched);
+  /// Keeps the record for later steps, unless micro-batches of a stage differ:
+  /// then none follows it.
+  void know_step(const KnownSteps::Schedule& schedule, StepRecord record);
+  /// Whatever way it ends.
+  void end_scope();
+
   // --- user controls ---
   /// Final gradients are divided by it too: a power of two that losses are multiplied by. Errors:
   /// kUsage in the middle of a step, named `what`.
@@ -176,7 +220,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void require_not_compiled(const std::string& what) const;
   std::vector<PlanUnit> plan_units() const;  ///< as they are now
   /// Of the last step scope that followed one; null: none has.
-  const std::shared_ptr<const StepPlan>& followed_plan() const { return followed_plan_; }
+  const std::shared_ptr<const StepPlan>& followed_plan() const { return planning_.followed; }
   /// By unit: what its user has said, or kNone.
   std::vector<RecomputeMode> own_recompute() const;
   /// By unit: of the step that begins, until end_following().
@@ -229,9 +273,6 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::int64_t reductions_issued() const { return reducer_.issued(); }
 
  private:
-  friend class OpenStep;
-  /// Whatever way a step scope ends.
-  void end_scope();
   /// A step that failed: nothing of it is under way any more.
   void end_step();
   /// What abandon_backward() has noted. Threads: the rank's own.
@@ -239,7 +280,6 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   // units and forward: runtime.cpp
   void check_usable();
   void number_units();
-  HeldUnits held_units() const;
   void remove_orphans();
   /// The first line in which `lines` differs between ranks, in words. Collective.
   std::string difference_between_ranks(const std::string& lines, const char* what);
@@ -258,27 +298,20 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
                                             const char* control, const Unit& of) const;
   // what a backward issues
   BackwardView view_of_backward(const Entry* first) const;
-  PlanUnit plan_unit(const Unit& unit) const;
-  std::string memory_lines() const;
   ViewFrame frame_of_views() const;
   std::uint64_t hash_of_agreed() const;
-  /// What any rank says. Collective. Errors: kComm for other traces.
-  BackwardView agree_on_backward(const BackwardView& mine);
+  BackwardView any_rank_says(const BackwardView& mine);
   [[noreturn]] void name_difference();
   void keep_forward();
   bool is_to_be_reduced(const Unit& unit) const;
   void plan_backward_under_way(const Entry* first);
   void warn_of_no_scope();
-  void know_step(const KnownSteps::Schedule& schedule, StepRecord record);
   // backward: backward.cpp
   [[noreturn]] void refuse_forgotten(const Entry& entry);
   void refuse_other_step(const Entry& entry);
   BackwardUnderWay* under_way(const Entry& entry, bool needs_weights);
-  void begin_place(Pass& pass, const PlanPlace& place, Unit& unit);
-  void advance(Pass& pass, std::size_t count);
   void finish(BackwardUnderWay& backward);
   bool any_rank_owes();
-  void reduce(Unit& unit, bool is_shown_next);
   void settle_gradients();
 
   Groups groups_;
@@ -313,14 +346,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   std::shared_ptr<OpenStep> step_;  // null outside of a step scope
   std::uint64_t steps_ = 0;         // so far
-  KnownSteps known_steps_;
-  Planner planner_;  // null: plans are eager
-  std::shared_ptr<const StepPlan> followed_plan_;
+  Planning planning_;
   std::shared_ptr<grad::Regions> regions_;
-  std::uint64_t planners_ = 0;  // so far: the same number on every rank
   bool warned_of_no_scope_ = false;
   bool warned_of_schedules_ = false;
-  RecomputeMode while_recording_ = RecomputeMode::kNone;
   std::vector<RecomputeMode> followed_;  // by unit, of the last step scope
 
   const Unit* entered_ = nullptr;  // by the last forward or backward

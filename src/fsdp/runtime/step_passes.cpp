@@ -40,7 +40,7 @@ std::string OpenStep::name_of(const std::vector<Trace>& parts, std::size_t part,
                               std::size_t position) const {
   if (part >= parts.size()) return "no other forward";
   if (position >= parts[part].units.size()) return "no other unit";
-  return concat("unit ", runtime_.units_.at(parts[part].units[position])->shown_name(),
+  return concat("unit ", runtime_.units().at(parts[part].units[position])->shown_name(),
                 parts[part].checkpoints[position] != 0 ? " in a checkpoint" : "");
 }
 
@@ -60,7 +60,7 @@ bool OpenStep::stays(const Unit& unit) const {
 
 void OpenStep::release_what_passes() {
   if (options_.reshard == StepReshard::kStep) return;
-  for (auto* unit : runtime_.units_) {
+  for (auto* unit : runtime_.units()) {
     if (!stays(*unit) && unit->progress().open_calls == 0) unit->release();
   }
 }
@@ -68,7 +68,7 @@ void OpenStep::release_what_passes() {
 // ---------------------------------------------------------------------------------------- forward
 
 void OpenStep::begin_outermost() {
-  if (runtime_.in_backward_) {
+  if (runtime_.is_in_backward()) {
     fail(ErrorKind::kUsage, torch::autograd::get_current_graph_task_id() == -1
                                 ? std::string(kAbandoned)
                                 : concat(action_in_words(),
@@ -81,7 +81,7 @@ void OpenStep::begin_outermost() {
          "forward in a step: found one that was not announced, expected StepScope::begin_forward() "
          "before it");
   }
-  auto& forwards = runtime_.forwards_;
+  auto& forwards = runtime_.forwards();
   if (action_.parts == 0) action_.before = forwards.checkpoints();
   forwards.begin(held_, weights_);
   forwards.current()->forward->in_step =
@@ -112,7 +112,7 @@ OpenStep::MicroBatch& OpenStep::micro_batch_under_way() {
 }
 
 void OpenStep::leave(Unit& unit, bool is_outermost) {
-  const auto& segment = runtime_.forwards_.current();
+  const auto& segment = runtime_.forwards().current();
   const auto& trace = segment->forward->trace;
   auto& one = micro_batch_under_way();
   if (records_) {
@@ -162,14 +162,12 @@ void OpenStep::require_of_action(const Entry& entry) {
 
 /// What any rank's backward goes through, by part and position. Collective.
 std::vector<Reach> OpenStep::agreed_reach(const Entry* first) {
-  auto& forwards = runtime_.forwards_;
-  const auto agreed = runtime_.agree_on_backward(runtime_.view_of_backward(first));
-  forwards.forget_all_but(agreed.alive);
+  const auto agreed = runtime_.agree_on_backward(first);
   const auto& one =
       stages_[static_cast<std::size_t>(action_.stage)].micro_batches[action_.micro_batch];
   std::vector<Reach> reached;
   for (const auto& part : one.parts) reached.emplace_back(part.units.size(), false);
-  for (const auto& past : forwards.past()) {
+  for (const auto& past : runtime_.forwards().past()) {
     const auto found = agreed.reached.find(past.forward->number);
     if (found == agreed.reached.end()) continue;
     const auto& of = past.forward->in_step;
@@ -192,7 +190,7 @@ std::shared_ptr<const PassPlan> OpenStep::plan_recorded() {
   const bool reduces_here = reduces(reduce_at(), micro_batch_under_way().which);
   std::vector<PlanUnit> units;
   std::vector<bool> releases;
-  for (const auto* unit : runtime_.units_) {
+  for (const auto* unit : runtime_.units()) {
     auto& of = units.emplace_back(runtime_.plan_unit(*unit));
     of.gathered = of.gathers && stays(*unit);  // those that stay were gathered by the forward
     of.reduces = of.reduces && reduces_here;
@@ -233,8 +231,8 @@ void OpenStep::plan_backward(const Entry* first) {
     follow(&MicroBatchPlan::backward);
   }
   if (action_.backward == Backward::kInputOnly) {
-    runtime_.store_.begin({action_.stage, action_.micro_batch});
-    runtime_.sink_.set_store(&runtime_.store_);
+    runtime_.store().begin({action_.stage, action_.micro_batch});
+    runtime_.sink().set_store(&runtime_.store());
   }
 }
 
@@ -267,9 +265,8 @@ void OpenStep::end_backward() {
     }
   }
   one.parts.clear();
-  runtime_.spans_.all_backwards_end();
-  runtime_.in_backward_ = false;
-  runtime_.sink_.set_store(nullptr);
+  runtime_.leave_backward();
+  runtime_.sink().set_store(nullptr);
   if (records_) release_what_passes();
   of.had_backward = true;
   one.state = action_.backward == Backward::kFull ? State::kDone : State::kInputDone;

@@ -227,7 +227,6 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
  private:
   friend class Runtime;
   friend class Publisher;
-  friend class OpenStep;
 
   void build(std::vector<std::shared_ptr<Parameter>> parameters);
   void give_memory_back();
