@@ -393,7 +393,8 @@ void OpenStep::reduce(int stage) {
     const auto is_of_stage = [&](const grad::SlotOwner& owner, grad::WeightGradGroup group) {
       if (group.stage >= 0) return group.stage == stage;
       return std::ranges::any_of(of.units, [&](UnitId id) {
-        return static_cast<const grad::SlotOwner*>(runtime_.units().at(id)) == &owner;
+        return std::ranges::any_of(runtime_.units().at(id)->buckets(),
+                                   [&](const auto& bucket) { return bucket.get() == &owner; });
       });
     };
     runtime_.sink().require_redeemed(kWhat, is_of_stage);

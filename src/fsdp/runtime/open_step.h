@@ -17,10 +17,11 @@
 // what is gathered, waited for, kept, given back and reduced, at which place of which forward and
 // backward. It is made when the step begins, from the record, from what is set and what is gathered
 // then, all of it agreed; by the model's planner where it has one, else it is the eager plan. Ranks
-// compare its hash where a planner made it. A step that records has no plan: each of its backwards
-// has a list as outside of a scope, and after each of them only what stays (stays()) is unsharded.
+// compare its hash where a planner made it. In a step that records each backward has a plan of its
+// own, as outside of a scope, and after each of them only what stays (stays()) is unsharded.
 //
 // Owned by the runtime as long as it is open; the scope keeps it longer, to say that it has ended.
+// What it asks of the runtime stands together in runtime.h.
 // Next: open_step.cpp (the calls of a scope), step_agreement.cpp, step_passes.cpp (the forwards and
 // backwards inside), ../agreed/order.h.
 #pragma once

@@ -1,9 +1,5 @@
-// Pass: a forward or backward under way, by its plan and how much of it is done.
-//
-// One mechanism with three moments: a step that follows a record has its plans when it begins, a
-// step that records has one for each backward when all ranks have agreed on what it goes through,
-// and so has a backward outside of a step scope. Only a forward that nothing is known of has none.
-// Runtime::advance() does the actions. Next: ../agreed/pass_planner.h (which writes plans).
+// Pass: a forward or backward under way, by its plan and how much of it is done. Whoever runs it
+// owns it, the runtime or the step that is open; Runtime::advance() does the actions.
 #pragma once
 
 #include <cstddef>

@@ -8,6 +8,12 @@
 // ranks agree on when one begins, and its end), pass.cpp (what the actions do). What is different
 // inside a step scope is in open_step.h.
 //
+// What a forward or backward does is a PassPlan, written by one planner (pass_planner.h) and done by
+// advance(), at one of three moments. A step that follows a record has all of its plans when it
+// begins. A step that records, and a backward outside of a step, has a plan when the backward
+// begins and ranks have agreed on what it goes through; such a backward may have others inside it
+// (BackwardUnderWay). A forward that nobody knows beforehand has none: it gathers what it comes to.
+//
 // [Note: readiness] Gradients are never counted: parameters stay unused, hooks fire twice under
 // recomputation, functions return undefined gradients. A unit's backward is over when a *marker*
 // ran, an identity node at a grad-requiring input of its forward (call.cpp), or when
