@@ -11,11 +11,6 @@
 #include "tessera/error.h"
 
 namespace tessera::fsdp {
-namespace {
-
-using Kind = PlanAction::Kind;
-
-}  // namespace
 
 std::vector<PassedPlace> forward_places(const StageRecord& record) {
   std::vector<PassedPlace> places;
@@ -198,11 +193,12 @@ std::string to_string(const StepPlan& plan) {
     for (std::size_t i = 0; i < pass.actions.size(); ++i) {
       const auto place = places.upper_bound(i);
       const auto& [kind, unit] = pass.actions[i];
-      text += concat(before,
-                     place == places.end() ? std::string("all units, at its end: ")
-                                           : concat(place->second.name, place->second.when),
-                     to_string(kind), " ", plan.units.at(unit).name,
-                     kind == Kind::kRecompute ? how(plan.choices.recompute.at(unit)) : "", "\n");
+      text += concat(
+          before,
+          place == places.end() ? std::string("all units, at its end: ")
+                                : concat(place->second.name, place->second.when),
+          to_string(kind), " ", plan.units.at(unit).name,
+          kind == PlanAction::Kind::kRecompute ? how(plan.choices.recompute.at(unit)) : "", "\n");
     }
   };
   for (std::size_t stage = 0; stage < plan.stages.size(); ++stage) {

@@ -44,7 +44,6 @@
 
 #include "comm/buffer_pool.h"
 #include "comm/queue.h"
-#include "fsdp/agreed/backward_view.h"
 #include "fsdp/agreed/controls.h"
 #include "fsdp/agreed/known_steps.h"
 #include "fsdp/runtime/bucket.h"
