@@ -35,7 +35,7 @@ class Text {
       : plan_(plan), chosen_(chosen), record_(plan.record.stages[stage]) {}
 
   std::string of(const PassPlan& pass, bool is_forward) {
-    places_ = is_forward ? forward_places(record_) : backward_places(record_, plan_.units.size());
+    places_ = is_forward ? forward_places(record_) : backward_places(record_);
     is_forward_ = is_forward;
     text_.clear();
     std::size_t done = 0;

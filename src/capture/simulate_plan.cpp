@@ -23,7 +23,7 @@ class Lanes {
       : plan_(plan),
         profile_(profile),
         forward_places_(forward_places(plan.record.stages.front())),
-        backward_places_(backward_places(plan.record.stages.front(), plan.units.size())),
+        backward_places_(backward_places(plan.record.stages.front())),
         arrives_(plan.units.size(), 0.0) {
     for (const auto& unit : plan.units) bytes_ += unit.gathered ? unit.bytes : 0;
     most_ = step_.peak_bytes = bytes_;

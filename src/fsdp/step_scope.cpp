@@ -18,12 +18,12 @@ struct StepScope::Impl {
 StepScope::StepScope(ShardedBase& model, StepScopeOptions options)
     : impl_(std::make_unique<Impl>()) {
   impl_->runtime = fsdp::unit_of_handle(model.unit()).runtime().shared_from_this();
-  impl_->step = fsdp::OpenStep::begin(*impl_->runtime, std::move(options));
+  impl_->step = impl_->runtime->open_step(std::move(options));
 }
 
 StepScope::~StepScope() {
   try {
-    impl_->step->give_up();
+    impl_->runtime->give_up(*impl_->step);
   } catch (const std::exception&) {
     // Telling the others failed too; the exception under way says why.
   }

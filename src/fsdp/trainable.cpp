@@ -115,6 +115,7 @@ std::vector<Relaid> lay_out_anew(Unit& unit) {
     }
   }
   unit.buckets() = std::move(buckets);
+  unit.add({});
   return moved;
 }
 

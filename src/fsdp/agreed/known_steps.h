@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <utility>
@@ -59,6 +60,15 @@ class KnownSteps {
 
   std::vector<One> all_;  ///< least recently put or followed first
   std::size_t new_in_a_row_ = 0;
+};
+
+/// How the steps of one model are planned.
+struct Planning {
+  KnownSteps known = {};
+  Planner planner = nullptr;   ///< null: plans are eager
+  std::uint64_t planners = 0;  ///< so far: the same number on every rank
+  RecomputeMode while_recording = RecomputeMode::kNone;
+  std::shared_ptr<const StepPlan> followed = nullptr;  ///< by the last step that followed one
 };
 
 }  // namespace tessera::fsdp

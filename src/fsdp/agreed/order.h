@@ -5,14 +5,16 @@
 // rank still has in memory, but one list, a pure function of what all ranks agreed on when the
 // backward began: the Trace of each forward that it goes through on some rank, that is the sequence
 // in which units were entered and the one in which they were left; the places that it comes by
-// (BackwardView); units' options and what is unsharded. backward_plan.h has both and makes the
-// list, and every rank does all of it, also where it did not use a result. In forward each rank
-// gathers what is not unsharded yet: that is the same everywhere, since backward's list says what
-// is released, too. Pure: no torch header.
+// (BackwardView); units' options and what is unsharded. pass_planner.h makes the list from them, and
+// every rank does all of it, also where it did not use a result. In forward each rank gathers what
+// is not unsharded yet: that is the same everywhere, since backward's list says what is released,
+// too. Pure: no torch header.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -65,6 +67,33 @@ std::vector<TraceEvent> crossings(const Trace& trace);
 /// Empty when they agree.
 std::string first_difference(const std::vector<std::string>& names_of_first, int rank,
                              const std::vector<std::string>& names);
+
+// What ranks tell each other when a backward begins. They may use results differently: one drops a
+// branch, another keeps a graph for later. Autograd knows then which nodes it will run, so each rank
+// says through which units' forwards its backward goes; all of them do what any of them needs.
+
+struct BackwardView {
+  /// Actions done of the backward around this one; 0 for an outermost one.
+  std::uint64_t actions_done = 0;
+  /// Numbers of the forwards of which some graph lives.
+  std::set<std::uint32_t> alive;
+  /// By number of the forward, for those that backward goes through: by position of its trace,
+  /// whether the unit's parameters are needed there.
+  std::map<std::uint32_t, std::vector<bool>> reached;
+  bool operator==(const BackwardView&) const = default;
+};
+
+/// What all ranks know alike, and a view speaks of.
+struct ViewFrame {
+  std::size_t actions = 0;  ///< of the backward around this one
+  /// By number of each forward that is kept: units in its trace.
+  std::map<std::uint32_t, std::size_t> forwards;
+};
+
+/// One bit for each thing that a view may say: the bits of which any rank's count are what any of
+/// them says, with the most actions. As many for every view of a frame.
+std::vector<bool> to_bits(const BackwardView& view, const ViewFrame& frame);
+BackwardView from_bits(const std::vector<bool>& bits, const ViewFrame& frame);
 
 // What one step of a sharded tree runs, as a value: each stage's forward and what its backward goes
 // through. Recorded in the first step of a schedule, agreed on at the beginning of the others

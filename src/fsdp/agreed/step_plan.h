@@ -184,7 +184,7 @@ constexpr void row(V& visit, Of<PlanPlace>) {
 }
 
 /// The forward or the backward of one micro-batch. A backward passes the places of a trace as
-/// backward_plan.h says; a rank that does not come by one does its actions at the next, or at the
+/// pass_planner.h says; a rank that does not come by one does its actions at the next, or at the
 /// end, where all that is left is done.
 struct PassPlan {
   std::vector<PlanAction> actions;
@@ -273,10 +273,10 @@ struct PassedPlace {
   bool begins = true;
   bool operator==(const PassedPlace&) const = default;
 };
-/// All of a stage's, in the order in which each forward, or each backward, passes them. `units`:
-/// how many there are.
+/// All of a stage's, in the order in which each forward, or each backward, passes them; a backward
+/// passes those inside a checkpoint where the first of them would be (pass_planner.h).
 std::vector<PassedPlace> forward_places(const StageRecord& record);
-std::vector<PassedPlace> backward_places(const StageRecord& record, std::size_t units);
+std::vector<PassedPlace> backward_places(const StageRecord& record);
 
 /// Units that a stage's passes come to: what is entered, its lenders, what it names to be
 /// prefetched.

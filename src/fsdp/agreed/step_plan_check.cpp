@@ -6,7 +6,6 @@
 #include <set>
 #include <utility>
 
-#include "fsdp/agreed/backward_plan.h"
 #include "tessera/error.h"
 
 namespace tessera::fsdp {
@@ -48,7 +47,7 @@ class Walk {
     which_ = which;
     run("forward", stage_.of(which).forward, forward_places(record_), /*is_forward=*/true);
     require_passed("forward", Keep::kBackward);
-    run("backward", stage_.of(which).backward, backward_places(record_, plan_.units.size()),
+    run("backward", stage_.of(which).backward, backward_places(record_),
         /*is_forward=*/false);
     require_passed("backward", Keep::kUpdate);
   }

@@ -13,6 +13,7 @@
 #include "base/hash.h"
 #include "base/log.h"
 #include "comm/device.h"
+#include "fsdp/agreed/pass_planner.h"
 #include "fsdp/runtime/integrity.h"
 #include "fsdp/runtime/runtime.h"
 #include "tessera/error.h"
@@ -90,13 +91,7 @@ void Runtime::begin_backward(const Entry* first) {
   const auto step = step_;
   if (step == nullptr) {
     store_.begin_micro_batch();
-    for (auto* unit : units_) {
-      // What the last backward reduced without waiting is published with the rest.
-      auto& progress = unit->progress_;
-      progress.unpublished = progress.unpublished || (awaiting_tickets_ && progress.reduced);
-      progress.reduced = false;
-    }
-    awaiting_tickets_ = holds_reductions_ = false;
+    begin_sums();
   }
   // Nested graph tasks (recomputation) come after this one has begun; the callback is the outermost
   // one's. Whatever throws from here on ends as a failure of all ranks.
@@ -114,13 +109,23 @@ void Runtime::begin_backward(const Entry* first) {
     return;
   }
   warn_of_no_scope();
-  publisher_.import_user_changes(switches_);
+  import_user_changes();
   plan_backward_under_way(first);
+}
+
+void Runtime::begin_sums() {
+  for (auto* unit : units_) {
+    // What the last backward reduced without waiting is published with the rest.
+    auto& progress = unit->progress_;
+    progress.unpublished = progress.unpublished || (awaiting_tickets_ && progress.reduced);
+    progress.reduced = false;
+  }
+  awaiting_tickets_ = holds_reductions_ = false;
 }
 
 /// Once: whoever has called compile() wants its plan. Regions are replayed without one.
 void Runtime::warn_of_no_scope() {
-  if (!planner_ || regions_ != nullptr || std::exchange(warned_of_no_scope_, true)) return;
+  if (!planning_.planner || regions_ != nullptr || std::exchange(warned_of_no_scope_, true)) return;
   if (world().rank() != 0) return;
   log::warn(
       "compile: found a backward outside of a StepScope, which follows no plan; open a StepScope "
@@ -140,11 +145,10 @@ void Runtime::abandon_backward(std::uint64_t generation, std::uint64_t epoch) {
 BackwardUnderWay* Runtime::under_way(const Entry& entry, bool needs_weights) {
   for (auto i = under_way_.size(); i-- > 0;) {
     auto& backward = under_way_[i];
-    const auto reached = backward.reached.find(entry.segment->forward->number);
-    if (reached == backward.reached.end() || entry.position >= reached->second.size()) continue;
-    if (needs_weights && !reached->second[entry.position]) continue;
-    const auto& places = backward.plan.places.at(reached->first)[entry.position];
-    if (backward.passed > places.ends) continue;
+    const auto part = backward.part_of(entry);
+    if (part == backward.forwards.size()) continue;
+    if (backward.find({part, entry.position, false}) == backward.places.end()) continue;
+    if (needs_weights && !backward.reached[part][entry.position]) continue;
     while (under_way_.size() > i + 1) {
       finish(under_way_.back());
       under_way_.pop_back();
@@ -154,49 +158,14 @@ BackwardUnderWay* Runtime::under_way(const Entry& entry, bool needs_weights) {
   return nullptr;
 }
 
-void Runtime::do_steps(BackwardUnderWay& backward, std::size_t count) {
-  while (backward.done < count) {
-    const auto step = backward.plan.steps.at(backward.done++);
-    auto& unit = *units_.at(step.unit);
-    switch (step.kind) {
-      case Step::Kind::kGather:
-        ++gathers_issued_;
-        unit.begin_gather(step.forward);
-        break;
-      case Step::Kind::kRelease:
-        unit.release();
-        break;
-      case Step::Kind::kReduce:
-        issue_reduction(unit);
-        break;
-    }
-  }
-}
-
-/// The rest of its steps.
+/// The rest of its actions.
 void Runtime::finish(BackwardUnderWay& backward) {
-  do_steps(backward, backward.plan.steps.size());
+  advance(backward.pass, backward.pass.plan->actions.size());
   for (const auto& segment : backward.segments) {
     for (const auto& weak : segment->entries) {
       if (const auto entry = weak.lock()) entry->owed.reset();
     }
   }
-}
-
-void Runtime::wait_unsharded(Unit& unit) {
-  const auto wait = [](Unit& one) {
-    check_integrity(one);
-    if (one.gathered()) return one.read_here();
-    if (one.gather_pending() || one.always_unsharded() || one.buckets().empty()) {
-      one.wait_gather();
-      return;
-    }
-    TESSERA_CHECK(!one.controls.unshard_in_backward, ErrorKind::kInternal, "backward of unit ",
-                  one.shown_name(),
-                  ": found its parameters released, expected them gathered before it began");
-  };
-  for (const auto& lender : unit.lenders) wait(*lender);
-  wait(unit);
 }
 
 /// Here and on the other ranks, as every error of a backward.
@@ -245,11 +214,9 @@ void Runtime::pre_backward(Entry& entry) {
     plan_backward_under_way(&entry);
     backward = &under_way_.back();
   }
-  const auto places = backward->plan.places.at(entry.segment->forward->number)[entry.position];
-  backward->passed = std::max(backward->passed, places.begins);
-  do_steps(*backward, places.needed);
-  wait_unsharded(*entry.unit);
-  do_steps(*backward, places.ahead);
+  const auto part = backward->part_of(entry);
+  backward->come_by({part, entry.position, true});
+  begin_place(backward->pass, backward->pass.place(part, entry.position), *entry.unit);
   spans_.backward_begins(&entry, entry.unit->name());
 }
 
@@ -263,9 +230,9 @@ void Runtime::post_backward(Entry& entry) {
   }
   auto* backward = under_way(entry, /*needs_weights=*/false);
   if (backward == nullptr) return;
-  const auto& places = backward->plan.places.at(entry.segment->forward->number)[entry.position];
-  backward->passed = std::max(backward->passed, places.ends);
-  do_steps(*backward, places.after);
+  const auto part = backward->part_of(entry);
+  backward->come_by({part, entry.position, false});
+  advance(backward->pass, backward->pass.place(part, entry.position).after);
 }
 
 void Runtime::expect(Entry& entry) {
@@ -298,20 +265,6 @@ bool Runtime::any_rank_owes() {
   return comm::any_of_ranks(*data_group(), {mine}, "deferred gradients")[0];
 }
 
-void Runtime::issue_reduction(Unit& unit) {
-  if (!unit.trainable()) return;
-  auto& progress = unit.progress_;
-  // What some layer put off although gradients are not deferred holds up all that follow: their
-  // order stays.
-  holds_reductions_ = holds_reductions_ || progress.tickets > 0;
-  progress.owed = holds_reductions_ || !unit.controls.requires_sync;
-  if (progress.owed) return;
-  progress.reduced = true;
-  reducer_.free_wires(unit);  // of earlier micro-batches
-  if (!switches_.is_last_backward) Publisher::leave_shown_sums(unit);
-  reducer_.issue(queue(), unit, marks());
-}
-
 void Runtime::end_backward() {
   try {
     if (const auto step = step_) {
@@ -319,11 +272,10 @@ void Runtime::end_backward() {
       return leave_shards();
     }
     for (; !under_way_.empty(); under_way_.pop_back()) finish(under_way_.back());
-    spans_.all_backwards_end();
     for (auto* unit : units_) {
       if (unit->progress_.open_calls == 0 && unit->controls.reshard_after_backward) unit->release();
     }
-    in_backward_ = false;
+    leave_backward();
     awaiting_tickets_ = sink_.store() != nullptr ? any_rank_owes() : sink_.open_tickets() > 0;
     if (!awaiting_tickets_) settle_gradients();
     leave_shards();
@@ -333,12 +285,25 @@ void Runtime::end_backward() {
   }
 }
 
+void Runtime::leave_backward() {
+  spans_.all_backwards_end();
+  in_backward_ = false;
+}
+
+void Runtime::settle(const std::vector<bool>& touched) {
+  for (std::size_t i = 0; i < units_.size(); ++i) {
+    auto& progress = units_[i]->progress_;
+    progress.owed = progress.owed || (touched.at(i) && units_[i]->trainable());
+  }
+  settle_gradients();
+}
+
 void Runtime::settle_gradients() {
   const at::NoGradGuard no_grad;
   awaiting_tickets_ = holds_reductions_ = false;
   // What waited for deferred gradients, or was left by backwards without sync.
   for (auto* unit : units_) {
-    if (unit->progress_.owed) issue_reduction(*unit);
+    if (unit->progress_.owed) reduce(*unit, switches_.is_last_backward);
   }
   for (auto* unit : units_) {
     auto& progress = unit->progress_;
@@ -396,11 +361,9 @@ bool needs_weights(const Entry& entry, const Entry* first) {
 
 }  // namespace
 
-/// Errors: kUsage for parameters that were changed since a forward that this rank's backward goes
-/// through.
 BackwardView Runtime::view_of_backward(const Entry* first) const {
   BackwardView view;
-  if (!under_way_.empty()) view.steps_done = under_way_.back().done;
+  if (!under_way_.empty()) view.actions_done = under_way_.back().pass.done;
   for (const auto& past : forwards_.past()) {
     const auto segment = past.segment.lock();
     if (segment == nullptr) continue;
@@ -424,30 +387,6 @@ BackwardView Runtime::view_of_backward(const Entry* first) const {
   return view;
 }
 
-UnitState Runtime::state_of(const Unit& unit) const {
-  UnitState state;
-  state.gathers =
-      unit.controls.unshard_in_backward && !unit.always_unsharded() && !unit.buckets().empty();
-  state.gathered = unit.gathered() || unit.gather_pending();
-  // A backward inside another one leaves to that one what it has gathered.
-  state.releases = under_way_.empty() && unit.controls.reshard_after_forward &&
-                   unit.controls.reshard_after_backward && unit.progress_.open_calls == 0;
-  state.reduces = unit.trainable() && sink_.store() == nullptr;
-  for (const auto& outer : under_way_) {
-    const auto begin = outer.plan.steps.begin() + static_cast<std::ptrdiff_t>(outer.done);
-    state.reduces =
-        state.reduces && std::none_of(begin, outer.plan.steps.end(), [&](const Step& step) {
-          return step.kind == Step::Kind::kReduce && step.unit == unit.id();
-        });
-  }
-  for (const auto& lender : unit.lenders) state.lenders.push_back(lender->id());
-  for (const auto& next : living(unit.backward_prefetch, "set_backward_prefetch", unit)) {
-    state.prefetch.push_back(next->id());
-  }
-  return state;
-}
-
-/// What is unsharded, in words, as it enters the agreement.
 std::string Runtime::memory_lines() const {
   std::string text;
   for (const auto* unit : units_) {
@@ -460,7 +399,7 @@ std::string Runtime::memory_lines() const {
 /// The same on every rank whose hash_of_agreed() is.
 ViewFrame Runtime::frame_of_views() const {
   ViewFrame frame;
-  if (!under_way_.empty()) frame.steps = under_way_.back().plan.steps.size();
+  if (!under_way_.empty()) frame.actions = under_way_.back().pass.plan->actions.size();
   for (const auto& past : forwards_.past()) {
     frame.forwards.emplace(past.forward->number, past.forward->trace.units.size());
   }
@@ -470,7 +409,7 @@ ViewFrame Runtime::frame_of_views() const {
 std::uint64_t Runtime::hash_of_agreed() const {
   Hasher hash;
   hash.add(std::string_view(model_)).add(std::uint64_t{forwards_.count()});
-  hash.add(static_cast<std::uint64_t>(under_way_.size())).add(frame_of_views().steps);
+  hash.add(static_cast<std::uint64_t>(under_way_.size())).add(frame_of_views().actions);
   for (const auto& past : forwards_.past()) {
     hash.add(std::uint64_t{past.forward->number}).add(past.forward->trace.hash());
   }
@@ -522,7 +461,13 @@ void Runtime::name_difference() {
                      "backwards inside backwards on all of them"));
 }
 
-BackwardView Runtime::agree_on_backward(const BackwardView& mine) {
+BackwardView Runtime::agree_on_backward(const Entry* first) {
+  auto agreed = any_rank_says(view_of_backward(first));
+  forwards_.forget_all_but(agreed.alive);
+  return agreed;
+}
+
+BackwardView Runtime::any_rank_says(const BackwardView& mine) {
   if (data_group() == nullptr) return mine;
   controls_in_words();
   const auto frame = frame_of_views();
@@ -538,32 +483,51 @@ BackwardView Runtime::agree_on_backward(const BackwardView& mine) {
 /// backward, where forwards are forgotten.
 void Runtime::keep_forward() {
   if (forwards_.should_forget()) {
-    forwards_.forget_all_but(agree_on_backward(view_of_backward(nullptr)).alive);
+    agree_on_backward(nullptr);
     forwards_.forgot_what_it_could();
   }
   forwards_.keep_current();
 }
 
+/// By a backward around the one that begins.
+bool Runtime::is_to_be_reduced(const Unit& unit) const {
+  return std::ranges::any_of(under_way_, [&](const BackwardUnderWay& outer) {
+    const auto& actions = outer.pass.plan->actions;
+    const PlanAction reduction{PlanAction::Kind::kReduce, unit.id()};
+    return std::find(actions.begin() + static_cast<std::ptrdiff_t>(outer.pass.done), actions.end(),
+                     reduction) != actions.end();
+  });
+}
+
 void Runtime::plan_backward_under_way(const Entry* first) {
-  const auto agreed = agree_on_backward(view_of_backward(first));
-  forwards_.forget_all_but(agreed.alive);
-  if (!under_way_.empty()) do_steps(under_way_.back(), agreed.steps_done);
+  const auto agreed = agree_on_backward(first);
+  if (!under_way_.empty()) advance(under_way_.back().pass, agreed.actions_done);
   BackwardUnderWay next;
-  next.reached = agreed.reached;
-  std::vector<ReachedForward> forwards;
-  const auto& kept = forwards_.past();
-  for (auto past = kept.rbegin(); past != kept.rend(); ++past) {
-    const auto reached = agreed.reached.find(past->forward->number);
+  StageRecord record;
+  for (const auto& past : forwards_.past()) {
+    const auto reached = agreed.reached.find(past.forward->number);
     if (reached == agreed.reached.end()) continue;
-    forwards.push_back({past->forward->number, &past->forward->trace, reached->second});
-    if (auto segment = past->segment.lock()) next.segments.push_back(std::move(segment));
-    forwards_.follow(past->forward->trace);
+    next.forwards.push_back(past.forward->number);
+    record.parts.push_back(past.forward->trace);
+    record.reached.push_back(reached->second);
+    if (auto segment = past.segment.lock()) next.segments.push_back(std::move(segment));
   }
-  TESSERA_INVARIANT(forwards.size() == agreed.reached.size(),
+  TESSERA_INVARIANT(record.parts.size() == agreed.reached.size(),
                     "a backward goes through a forward that is forgotten");
-  std::vector<UnitState> states;
-  for (const auto* unit : units_) states.push_back(state_of(*unit));
-  next.plan = plan_backward(forwards, std::move(states));
+  if (!record.parts.empty()) forwards_.follow(record.parts.front());
+  std::vector<PlanUnit> units;
+  std::vector<bool> releases;
+  for (const auto* unit : units_) {
+    units.push_back(plan_unit(*unit));
+    units.back().reduces =
+        unit->trainable() && sink_.store() == nullptr && !is_to_be_reduced(*unit);
+    // A backward inside another one leaves to that one what it has gathered.
+    releases.push_back(under_way_.empty() && unit->controls.reshard_after_forward &&
+                       unit->controls.reshard_after_backward && unit->progress_.open_calls == 0);
+  }
+  next.pass = {std::make_shared<const PassPlan>(fsdp::plan_backward(record, units, releases)),
+               next.forwards.empty() ? 0 : next.forwards.back()};
+  next.places = backward_places(record);
   for (const auto& segment : next.segments) {
     for (const auto& weak : segment->entries) {
       if (const auto entry = weak.lock()) expect(*entry);
@@ -571,8 +535,8 @@ void Runtime::plan_backward_under_way(const Entry* first) {
   }
   if (sink_.store() != nullptr) {
     // Deferred gradients: all of it waits until no rank owes any.
-    for (const auto& forward : forwards) {
-      for (const auto id : forward.trace->units) {
+    for (const auto& part : record.parts) {
+      for (const auto id : part.units) {
         const auto owe = [](Unit& unit) {
           unit.progress_.owed = unit.progress_.owed || unit.trainable();
         };
@@ -581,6 +545,7 @@ void Runtime::plan_backward_under_way(const Entry* first) {
       }
     }
   }
+  next.reached = std::move(record.reached);
   under_way_.push_back(std::move(next));
 }
 

@@ -63,17 +63,16 @@ void Runtime::set_requires_replica_reduce(bool value) {
 
 void Runtime::set_planner(Planner planner, RecomputeMode while_recording) {
   require_no_step("compile");
-  planner_ = std::move(planner);
-  while_recording_ = while_recording;
-  ++planners_;
-  known_steps_.forget_plans();
+  planning_.planner = std::move(planner);
+  planning_.while_recording = while_recording;
+  ++planning_.planners;
+  planning_.known.forget_plans();
 }
 
-/// Keeps the record for later steps, unless micro-batches of a stage differ: then none follows it.
 void Runtime::know_step(const KnownSteps::Schedule& schedule, StepRecord record) {
-  if (!record.is_complete()) return known_steps_.forget(schedule);
-  known_steps_.put(schedule, std::move(record));
-  if (!known_steps_.are_all_new() || std::exchange(warned_of_schedules_, true)) return;
+  if (!record.is_complete()) return planning_.known.forget(schedule);
+  planning_.known.put(schedule, std::move(record));
+  if (!planning_.known.are_all_new() || std::exchange(warned_of_schedules_, true)) return;
   if (world().rank() != 0) return;
   log::warn("StepScope: found ", KnownSteps::kMost,
             " steps in a row with a schedule that was not there before, the last one \"",
@@ -83,7 +82,7 @@ void Runtime::know_step(const KnownSteps::Schedule& schedule, StepRecord record)
 }
 
 void Runtime::require_not_compiled(const std::string& what) const {
-  TESSERA_CHECK(!planner_ && regions_ == nullptr, ErrorKind::kUsage, what,
+  TESSERA_CHECK(!planning_.planner && regions_ == nullptr, ErrorKind::kUsage, what,
                 ": found a module that compile() was called on, whose plans and regions would be "
                 "gone, expected one without; call compile() on the outermost module, when all are "
                 "sharded");
@@ -94,30 +93,34 @@ void Runtime::set_regions(std::shared_ptr<grad::Regions> regions) {
   regions_ = std::move(regions);
 }
 
+PlanUnit Runtime::plan_unit(const Unit& unit) const {
+  const auto ids = [&](const std::vector<std::weak_ptr<Unit>>& named, const char* control) {
+    std::vector<UnitId> list;
+    for (const auto& one : living(named, control, unit)) list.push_back(one->id());
+    return list;
+  };
+  PlanUnit of;
+  of.gathers = !unit.buckets().empty() && !unit.always_unsharded();
+  of.gathers_in_backward = unit.controls.unshard_in_backward;
+  of.gathered = of.gathers && (unit.gathered() || unit.gather_pending());
+  of.reduces = unit.trainable() && unit.controls.requires_sync;
+  for (const auto& lender : unit.lenders) of.lenders.push_back(lender->id());
+  of.forward_prefetch = ids(unit.forward_prefetch, "set_forward_prefetch");
+  of.backward_prefetch = ids(unit.backward_prefetch, "set_backward_prefetch");
+  return of;
+}
+
 std::vector<PlanUnit> Runtime::plan_units() const {
   std::vector<PlanUnit> units;
   for (const auto* unit : units_) {
-    const auto ids = [&](const std::vector<std::weak_ptr<Unit>>& named, const char* control) {
-      std::vector<UnitId> list;
-      for (const auto& one : living(named, control, *unit)) list.push_back(one->id());
-      return list;
-    };
-    PlanUnit of;
+    auto& of = units.emplace_back(plan_unit(*unit));
     of.name = unit->shown_name();
     for (const auto& bucket : unit->buckets()) {
       if (!bucket->aliases_shard()) of.bytes += layout::gathered_bytes(bucket->plan());
     }
-    of.gathers = !unit->buckets().empty() && !unit->always_unsharded();
-    of.gathers_in_backward = unit->controls.unshard_in_backward;
-    of.gathered = of.gathers && (unit->gathered() || unit->gather_pending());
-    of.reduces = unit->trainable() && unit->controls.requires_sync;
-    for (const auto& lender : unit->lenders) of.lenders.push_back(lender->id());
-    of.forward_prefetch = ids(unit->forward_prefetch, "set_forward_prefetch");
-    of.backward_prefetch = ids(unit->backward_prefetch, "set_backward_prefetch");
     if (const auto module = unit->recomputable.lock()) {
       of.recompute_by = module->own_recompute() ? RecomputeBy::kUser : RecomputeBy::kPlan;
     }
-    units.push_back(std::move(of));
   }
   return units;
 }
@@ -282,6 +285,43 @@ void Runtime::take_up_abandoned() {
   if (abandoned_ == generation_) end_step();
 }
 
+std::shared_ptr<OpenStep> Runtime::open_step(StepScopeOptions options) {
+  constexpr auto kWhat = "StepScope";
+  OpenStep::check(options, kWhat);
+  check_usable();
+  require_idle(kWhat);
+  TESSERA_CHECK(!is_under_way(), ErrorKind::kUsage, kWhat,
+                ": found a forward or backward under way, expected none where "
+                "a step begins");
+  TESSERA_CHECK(sink_.store() == nullptr, ErrorKind::kUsage, kWhat,
+                ": found set_defer_weight_gradients(true), expected false, "
+                "since inside a step each "
+                "backward chooses (Backward::kInputOnly)");
+  auto step = std::make_shared<OpenStep>(*this, std::move(options), ++steps_);
+  release_leftovers();
+  // Then, so that ranks which keep other units than others are told of it: what
+  // is kept is compared with the shards by a collective to which only those
+  // come that keep something.
+  step->agree_at_begin();
+  release_stale();
+  step->choose_plan();
+  step->settle_into();
+  pool_->begin_step();
+  return step_ = step;
+}
+
+bool Runtime::is_open(const OpenStep& step) {
+  take_up_abandoned();
+  return step_.get() == &step;
+}
+
+void Runtime::give_up(const OpenStep& step) {
+  if (!is_open(step)) return;
+  if (!has_failed() && !world().aborted()) return fail("a StepScope ended without finish()");
+  end_scope();
+  end_step();
+}
+
 void Runtime::end_scope() {
   if (step_ == nullptr) return;
   sink_.set_store(nullptr);
@@ -292,7 +332,7 @@ void Runtime::end_scope() {
 
 void Runtime::end_step() {
   end_scope();
-  known_steps_.clear();
+  planning_.known.clear();
   failed_ = true;
   ++generation_;
   forwards_.abandon();
@@ -303,7 +343,7 @@ void Runtime::end_step() {
 
 void Runtime::reset() {
   end_scope();
-  known_steps_.clear();
+  planning_.known.clear();
   // Nothing is waited for: what was under way when the run failed is lost.
   reducer_.drop_all();
   sink_.drop_tickets();

@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 
 #include "comm/host_read.h"
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
 #include "grad/torch_dtype.h"
 #include "kernels/kernels.h"
 #include "tessera/error.h"
@@ -22,14 +24,15 @@ void mark_difference(const at::Tensor& mark, const at::Tensor& one, const at::Te
 
 }  // namespace
 
-Bucket::Bucket(layout::BucketPlan plan, BucketGroups groups, int rank,
-               std::shared_ptr<comm::BufferPool> pool, const std::string& released_message)
-    : plan_(std::move(plan)),
+Bucket::Bucket(Unit& unit, layout::BucketPlan plan, BucketGroups groups, int rank)
+    : unit_(unit),
+      plan_(std::move(plan)),
+      parameters_(plan_.parameters.size()),
       groups_(groups),
       rank_(rank),
-      pool_(std::move(pool)),
+      pool_(unit.runtime().pool()),
       unsharded_(pool_, to_scalar_type(plan_.key.compute), plan_.numel, plan_.ranks, rank,
-                 released_message),
+                 unit.released_message()),
       arrived_(plan_.parameters.size(), 0),
       made_on_(current_stream()) {
   const auto& key = plan_.key;
@@ -160,16 +163,42 @@ void Bucket::add_here(std::size_t index) {
   added_on_[index] = here;
 }
 
-at::Tensor Bucket::open_slot(std::size_t index, bool& first) {
-  TESSERA_INVARIANT(!is_lent(index), "a gradient arrived while a kernel writes its slot");
-  ensure_slots();
-  add_here(index);
-  first = is_empty(index);
-  arrived_[index] = 1;
-  return slot(index);
+void Bucket::set_parameter(std::size_t index, Parameter& parameter) {
+  parameters_.at(index) = &parameter;
 }
 
+void Bucket::expect_gradient(std::size_t index) {
+  TESSERA_CHECK(
+      unit_.expects_gradients(), ErrorKind::kContract, "gradient of ",
+      parameters_[index]->contract.name, ": found one outside an open forward of its unit ",
+      unit_.shown_name(),
+      ", expected one after a forward through its handle; call the module through the handle "
+      "that fully_shard returned");
+  unit_.runtime().on_gradient();
+}
+
+void Bucket::note_arrival(std::size_t index) {
+  add_here(index);
+  unit_.note_reader();  // what comes before it read them
+  arrived_[index] = 1;
+  parameters_[index]->used = true;
+}
+
+grad::SlotOwner::View Bucket::open_slot(std::size_t index) {
+  expect_gradient(index);
+  // Of an earlier micro-batch, where this is not the last one.
+  if (is_reducing()) unit_.runtime().free_slots_of(unit_);
+  TESSERA_INVARIANT(!is_lent(index), "a gradient arrived while a kernel writes its slot");
+  ensure_slots();
+  const bool first = is_empty(index);
+  note_arrival(index);
+  return {slot(index), first};
+}
+
+void Bucket::tickets_changed(int delta) { unit_.tickets_changed(delta); }
+
 at::Tensor Bucket::lend_slot(std::size_t index) {
+  expect_gradient(index);
   if (is_reducing() || is_lent(index) || !is_empty(index)) return {};
   ensure_slots();
   add_here(index);
@@ -179,9 +208,7 @@ at::Tensor Bucket::lend_slot(std::size_t index) {
 
 void Bucket::end_loan(std::size_t index, bool arrived) {
   TESSERA_INVARIANT(std::erase(lent_, index) == 1, "a slot came back that is not lent");
-  if (!arrived) return;
-  add_here(index);
-  arrived_[index] = 1;
+  if (arrived) note_arrival(index);
 }
 
 void Bucket::join_slots() { slot_uses_.join(current_stream(), comm::EventSite::kAccept); }

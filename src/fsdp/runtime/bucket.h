@@ -2,7 +2,8 @@
 //
 // The plan (layout/bucket_plan.h) says where each parameter lies; this class owns the bytes: the
 // shard, the gather buffer, the gradient slots while gradients arrive, and the shard's accumulator.
-// It prepares and finishes collectives but starts none: runtime.h does, in the agreed order.
+// It prepares and finishes collectives but starts none: runtime.h does, in the agreed order. It owns
+// the slots of its parameters: what sends gradients to the sink (grad/sink.h) writes them here.
 // With one rank in the shard group the slots *are* the accumulator and nothing is copied.
 //
 // What goes out is prepared by the host first (memory, the collective: begin_...), then filled by
@@ -24,6 +25,7 @@
 #include "comm/group.h"
 #include "comm/queue.h"
 #include "comm/stream.h"
+#include "grad/sink.h"
 #include "layout/bucket_plan.h"
 #include "tessera/mesh.h"
 
@@ -44,11 +46,14 @@ struct AxesGroups {
   int ranks = 1;
 };
 
-class Bucket {
+struct Parameter;
+class Unit;
+
+class Bucket : public grad::SlotOwner {
  public:
-  Bucket(layout::BucketPlan plan, BucketGroups groups, int rank,
-         std::shared_ptr<comm::BufferPool> pool, const std::string& released_message);
-  ~Bucket();  ///< on a device what is taken from the pool goes back: buffer_pool.h
+  /// Of the unit, which outlives it.
+  Bucket(Unit& unit, layout::BucketPlan plan, BucketGroups groups, int rank);
+  ~Bucket() override;  ///< on a device what is taken from the pool goes back: buffer_pool.h
   Bucket(const Bucket&) = delete;
   Bucket& operator=(const Bucket&) = delete;
 
@@ -60,6 +65,8 @@ class Bucket {
   void set_number(std::size_t number) { number_ = static_cast<std::uint32_t>(number); }
 
   // --- parameters ---
+  /// Whose gradients come to plan().parameters[index].
+  void set_parameter(std::size_t index, Parameter& parameter);
   const at::Tensor& shard() const { return shard_; }        ///< [slice], storage dtype
   at::Tensor shard_of(const layout::Placed& placed) const;  ///< [owned], a view of shard()
   comm::GatherBuffer& unsharded() { return unsharded_; }
@@ -76,14 +83,12 @@ class Bucket {
   /// The collective again, into the memory that is there.
   comm::AllGather gather() const;
 
-  // --- gradients ---
-  /// The slot of plan().parameters[index]. `first` tells whether it is empty; it no longer is
-  /// afterwards.
-  at::Tensor open_slot(std::size_t index, bool& first);
-  /// The slot, if it is empty and memory for it is there or free, for a kernel that writes the
-  /// whole of it; else undefined. Until end_loan() nobody else may have it.
-  at::Tensor lend_slot(std::size_t index);
-  void end_loan(std::size_t index, bool arrived);
+  // --- gradients: the slots of plan().parameters, by index ---
+  View open_slot(std::size_t index) override;
+  /// Until end_loan() nobody else may have it.
+  at::Tensor lend_slot(std::size_t index) override;
+  void end_loan(std::size_t index, bool arrived) override;
+  void tickets_changed(int delta) override;
   /// A reduction is under way.
   bool is_reducing() const { return wire_.defined(); }
   /// Whether any gradient arrived since the last reduction, or one of plan().parameters[index].
@@ -140,6 +145,8 @@ class Bucket {
   void drop_gradients();  ///< after an exception: gives buffers back, forgets partial sums
 
  private:
+  void expect_gradient(std::size_t index);
+  void note_arrival(std::size_t index);
   void ensure_slots();
   at::Tensor slot(std::size_t index) const;
   bool is_empty(std::size_t index) const;
@@ -157,7 +164,9 @@ class Bucket {
   void encode(const at::Tensor& slice) const;
   bool sum_is_final() const;  ///< but for the loss scale
 
+  Unit& unit_;
   layout::BucketPlan plan_;
+  std::vector<Parameter*> parameters_;  // as plan_.parameters
   BucketGroups groups_;
   int rank_;
   std::uint32_t number_ = 0;

@@ -47,35 +47,15 @@ OpenStep::OpenStep(Runtime& runtime, StepScopeOptions options, std::uint64_t num
   }
 }
 
-std::shared_ptr<OpenStep> OpenStep::begin(Runtime& runtime, StepScopeOptions options) {
-  constexpr auto kWhat = "StepScope";
+void OpenStep::check(const StepScopeOptions& options, const char* what) {
   constexpr int kMost = StepScopeOptions::kMostStages;
-  TESSERA_CHECK(options.stages >= 1 && options.stages <= kMost, ErrorKind::kUsage, kWhat,
-                ": found ", options.stages, " stages of a rank, expected 1 to ", kMost);
+  TESSERA_CHECK(options.stages >= 1 && options.stages <= kMost, ErrorKind::kUsage, what, ": found ",
+                options.stages, " stages of a rank, expected 1 to ", kMost);
   TESSERA_CHECK(!options.micro_batches || (*options.micro_batches >= 1 && options.stages == 1),
-                ErrorKind::kUsage, kWhat, ": found ", options.micro_batches.value_or(0),
+                ErrorKind::kUsage, what, ": found ", options.micro_batches.value_or(0),
                 " micro-batches of ", options.stages,
                 " stages, expected at least one of one stage; leave "
                 "StepScopeOptions::micro_batches out where a rank has several");
-  runtime.check_usable();
-  runtime.require_idle(kWhat);
-  TESSERA_CHECK(!runtime.in_backward_ && !runtime.forwards_.is_open(), ErrorKind::kUsage, kWhat,
-                ": found a forward or backward under way, expected none where a step begins");
-  TESSERA_CHECK(
-      runtime.sink_.store() == nullptr, ErrorKind::kUsage, kWhat,
-      ": found set_defer_weight_gradients(true), expected false, since inside a step each "
-      "backward chooses (Backward::kInputOnly)");
-  auto step = std::make_shared<OpenStep>(runtime, std::move(options), ++runtime.steps_);
-  runtime.release_leftovers();
-  // Then, so that ranks which keep other units than others are told of it: what is kept is compared
-  // with the shards by a collective to which only those come that keep something.
-  step->agree_at_begin();
-  runtime.release_stale();
-  step->choose_plan();
-  failing(runtime, [&] { step->settle_into(); });
-  runtime.pool()->begin_step();
-  runtime.step_ = step;
-  return step;
 }
 
 /// Makes the plan before anything of the step begins. A refusal, which all ranks of the stage
@@ -93,25 +73,26 @@ void OpenStep::choose_plan() {
 }
 
 void OpenStep::settle_into() {
-  runtime_.publisher_.import_user_changes(runtime_.switches_);
-  runtime_.awaiting_tickets_ = runtime_.holds_reductions_ = false;
-  base_marks_ = runtime_.marks();
-  marks_ = &base_marks_;
-  for (std::size_t i = 0; i < units_.size(); ++i) {
-    auto& unit = *runtime_.units_[i];
-    unit.progress_.reduced = false;
-    units_[i].touched = unit.progress_.owed;
-  }
-  held_ = runtime_.held_units();
-  weights_ = weights_of(*held_);
-  runtime_.follow_recompute(step_plan_ ? step_plan_->choices.recompute
-                                       : std::vector(units_.size(), runtime_.while_recording_));
-  for (int stage = 0; stage < options_.stages; ++stage) {
-    auto& of = stages_[static_cast<std::size_t>(stage)];
-    of.marks = concat(base_marks_, ", stage ", stage);
-    if (!records_) of.marks += known_->marks;
-    use_units(stage, record_.stages[static_cast<std::size_t>(stage)].parts);
-  }
+  failing(runtime_, [&] {
+    runtime_.import_user_changes();
+    runtime_.begin_sums();
+    base_marks_ = runtime_.marks();
+    marks_ = &base_marks_;
+    for (std::size_t i = 0; i < units_.size(); ++i) {
+      units_[i].touched = runtime_.units()[i]->progress().owed;
+    }
+    held_ = runtime_.held_units();
+    weights_ = weights_of(*held_);
+    const auto while_recording = runtime_.planning().while_recording;
+    runtime_.follow_recompute(step_plan_ ? step_plan_->choices.recompute
+                                         : std::vector(units_.size(), while_recording));
+    for (int stage = 0; stage < options_.stages; ++stage) {
+      auto& of = stages_[static_cast<std::size_t>(stage)];
+      of.marks = concat(base_marks_, ", stage ", stage);
+      if (!records_) of.marks += known_->marks;
+      use_units(stage, record_.stages[static_cast<std::size_t>(stage)].parts);
+    }
+  });
 }
 
 ReduceAt OpenStep::reduce_at() const {
@@ -125,12 +106,12 @@ void OpenStep::require_open(const char* what) const {
 }
 
 void OpenStep::require_not_over(const char* what) const {
-  runtime_.take_up_abandoned();
+  const bool is_open = runtime_.is_open(*this);
   TESSERA_CHECK(!finished_, ErrorKind::kUsage, what,
                 ": found a step that has finished, expected one that is open; open another "
                 "StepScope");
   TESSERA_CHECK(
-      runtime_.step_.get() == this && !runtime_.has_failed(), ErrorKind::kComm, what,
+      is_open && !runtime_.has_failed(), ErrorKind::kComm, what,
       ": found a step that has failed, expected one that is open; call World::recover() on every "
       "rank, then zero_grad(), and open another StepScope");
 }
@@ -139,12 +120,12 @@ void OpenStep::require_nothing_under_way(const char* what) const {
   TESSERA_CHECK(!units_changed_, ErrorKind::kUsage, what,
                 ": found that units of the model have come or gone since the step began, expected "
                 "the same ones; keep the handles until finish()");
-  TESSERA_CHECK(!runtime_.in_backward_ && !runtime_.forwards_.is_open(), ErrorKind::kUsage, what,
+  TESSERA_CHECK(!runtime_.is_under_way(), ErrorKind::kUsage, what,
                 ": found a forward or backward under way, expected that it has ended");
 }
 
 void OpenStep::require_whole() {
-  runtime_.sink_.require_all_redeemed("StepScope::finish");
+  runtime_.sink().require_all_redeemed("StepScope::finish");
   if (options_.micro_batches) {
     const auto found = std::ssize(stages_.front().micro_batches);
     TESSERA_CHECK(found == *options_.micro_batches, ErrorKind::kUsage, "StepScope::finish: found ",
@@ -167,7 +148,7 @@ void OpenStep::require_whole() {
                 "StepScope::finish: found parameters that were changed inside the step, expected "
                 "those that it began with; change them between steps");
   // Who has an optimizer of torch::optim clears gradients past zero_grad() of the handle.
-  runtime_.publisher_.require_as_seen("StepScope::finish");
+  runtime_.require_as_seen("StepScope::finish");
 }
 
 /// Returns why this rank refuses finish(); null: it does not. Errors: those of a step that has
@@ -190,12 +171,10 @@ void OpenStep::finish() {
   failing(runtime_, [&] { refusal = agree_at_end(refusal); });
   if (refusal) std::rethrow_exception(refusal);  // on all ranks; the step is open as before
   failing(runtime_, [&] {
-    for (std::size_t i = 0; i < units_.size(); ++i) {
-      auto& progress = runtime_.units_[i]->progress_;
-      progress.owed = progress.owed || (units_[i].touched && runtime_.units_[i]->trainable());
-    }
-    runtime_.settle_gradients();
-    for (auto* unit : runtime_.units_) {
+    std::vector<bool> touched;
+    for (const auto& unit : units_) touched.push_back(unit.touched);
+    runtime_.settle(touched);
+    for (auto* unit : runtime_.units()) {
       if (unit->controls.reshard_after_backward) unit->release();
     }
     // What steps with other plans took beyond it, as the one that recorded: a budget is of all.
@@ -205,17 +184,6 @@ void OpenStep::finish() {
   finished_ = true;
   held_.reset();
   runtime_.end_scope();
-}
-
-void OpenStep::give_up() {
-  runtime_.take_up_abandoned();
-  if (runtime_.step_.get() != this) return;
-  if (runtime_.has_failed() || runtime_.world().aborted()) {
-    runtime_.end_scope();
-    runtime_.end_step();
-    return;
-  }
-  runtime_.fail("a StepScope ended without finish()");
 }
 
 // -------------------------------------------------------------------------------------- what comes
@@ -240,12 +208,8 @@ void OpenStep::start(Action action) {
   marks_ = &stages_[static_cast<std::size_t>(action.stage)].marks;
   action_ = action;
   log_.push_back(action);
-  pass_ = nullptr;
-  done_ = 0;
-  if (!records_ && action.kind == Kind::kForward) {
-    const auto& stage = step_plan_->stages[static_cast<std::size_t>(action.stage)];
-    pass_ = &stage.of(micro_batch_under_way().which).forward;
-  }
+  pass_ = {};
+  if (!records_ && action.kind == Kind::kForward) follow(&MicroBatchPlan::forward);
 }
 
 void OpenStep::end_action() {
@@ -367,7 +331,7 @@ void OpenStep::run_weight_gradients(int stage, std::int64_t micro_batch) {
                 "Backward::kInputOnly and none after a kFull");
   require_not_reduced(stage, micro_batch, kWhat);
   start({.kind = Kind::kWeights, .stage = stage, .micro_batch = micro_batch});
-  failing(runtime_, [&] { runtime_.store_.run({stage, micro_batch}); });
+  failing(runtime_, [&] { runtime_.store().run({stage, micro_batch}); });
   one.state = State::kDone;
   touch(stage);
   end_action();
@@ -400,7 +364,7 @@ void OpenStep::reshard(int stage) {
   failing(runtime_, [&] {
     for (const auto id : of.units) {
       units_[id].resharded |= std::uint64_t{1} << stage;
-      auto& unit = *runtime_.units_.at(id);
+      auto& unit = *runtime_.units().at(id);
       if (is_last_user(units_[id].resharded, units_[id]) && !unit.outlasts_backward()) {
         unit.release();
       }
@@ -409,12 +373,13 @@ void OpenStep::reshard(int stage) {
   end_action();
 }
 
-/// But of those that its backward has reduced.
+/// But of those that the pass under way has reduced.
 void OpenStep::touch(int stage) {
-  for (const auto id : stages_[static_cast<std::size_t>(stage)].units) {
-    units_[id].touched = !reduced_.contains(id);
+  for (const auto id : stages_[static_cast<std::size_t>(stage)].units) units_[id].touched = true;
+  if (pass_.plan == nullptr) return;
+  for (const auto& [kind, id] : pass_.plan->actions) {
+    if (kind == PlanAction::Kind::kReduce) units_[id].touched = false;
   }
-  reduced_.clear();
 }
 
 void OpenStep::reduce(int stage) {
@@ -428,10 +393,11 @@ void OpenStep::reduce(int stage) {
     const auto is_of_stage = [&](const grad::SlotOwner& owner, grad::WeightGradGroup group) {
       if (group.stage >= 0) return group.stage == stage;
       return std::ranges::any_of(of.units, [&](UnitId id) {
-        return static_cast<const grad::SlotOwner*>(runtime_.units_.at(id)) == &owner;
+        return std::ranges::any_of(runtime_.units().at(id)->buckets(),
+                                   [&](const auto& bucket) { return bucket.get() == &owner; });
       });
     };
-    runtime_.sink_.require_redeemed(kWhat, is_of_stage);
+    runtime_.sink().require_redeemed(kWhat, is_of_stage);
     for (const auto& [number, one] : of.micro_batches) {
       TESSERA_CHECK(one.state != State::kInputDone, ErrorKind::kUsage, kWhat, ": found ",
                     named(stage, number),
@@ -451,20 +417,11 @@ void OpenStep::reduce(int stage) {
       unit.reduced |= std::uint64_t{1} << stage;
       if (!is_last_user(unit.reduced, unit)) continue;
       unit.reduced &= over;
-      if (std::exchange(unit.touched, false)) reduce_now(*runtime_.units_.at(*id));
+      if (!std::exchange(unit.touched, false)) continue;
+      runtime_.reduce(*runtime_.units().at(*id), /*is_shown_next=*/false);
     }
   });
   end_action();
-}
-
-void OpenStep::reduce_now(Unit& unit) {
-  if (!unit.trainable()) return;
-  unit.progress_.owed = !unit.controls.requires_sync;
-  if (unit.progress_.owed) return;
-  unit.progress_.reduced = true;
-  runtime_.reducer_.free_wires(unit);  // of earlier micro-batches
-  Publisher::leave_shown_sums(unit);
-  runtime_.reducer_.issue(runtime_.queue(), unit, marks());
 }
 
 }  // namespace tessera::fsdp

@@ -17,10 +17,11 @@
 // what is gathered, waited for, kept, given back and reduced, at which place of which forward and
 // backward. It is made when the step begins, from the record, from what is set and what is gathered
 // then, all of it agreed; by the model's planner where it has one, else it is the eager plan. Ranks
-// compare its hash where a planner made it. A step that records has no plan: each of its backwards
-// has a list as outside of a scope, and after each of them only what stays (stays()) is unsharded.
+// compare its hash where a planner made it. In a step that records each backward has a plan of its
+// own, as outside of a scope, and after each of them only what stays (stays()) is unsharded.
 //
 // Owned by the runtime as long as it is open; the scope keeps it longer, to say that it has ended.
+// What it asks of the runtime stands together in runtime.h.
 // Next: open_step.cpp (the calls of a scope), step_agreement.cpp, step_passes.cpp (the forwards and
 // backwards inside), ../agreed/order.h.
 #pragma once
@@ -30,16 +31,15 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <set>
 #include <string>
 #include <vector>
 
 #include "base/hash.h"
-#include "fsdp/agreed/backward_plan.h"
 #include "fsdp/agreed/known_steps.h"
 #include "fsdp/agreed/order.h"
 #include "fsdp/agreed/step_plan.h"
 #include "fsdp/runtime/forwards.h"
+#include "fsdp/runtime/pass.h"
 #include "tessera/error.h"
 #include "tessera/step_scope.h"
 
@@ -50,8 +50,10 @@ class Unit;
 
 class OpenStep {
  public:
-  /// Collective. As StepScope's constructor.
-  static std::shared_ptr<OpenStep> begin(Runtime& runtime, StepScopeOptions options);
+  /// Errors: kUsage.
+  static void check(const StepScopeOptions& options, const char* what);
+  /// Then agree_at_begin(), choose_plan() and settle_into(), in this order:
+  /// Runtime::open_step().
   OpenStep(Runtime& runtime, StepScopeOptions options, std::uint64_t number);
 
   // --- as the functions of StepScope ---
@@ -61,10 +63,13 @@ class OpenStep {
   void reshard(int stage);
   void reduce(int stage);
   void finish();
-  void give_up();
   bool records() const { return records_; }
 
   // --- called by the runtime ---
+  /// Collective, as the next one.
+  void agree_at_begin();
+  void choose_plan();
+  void settle_into();
   std::uint64_t number() const { return number_; }  ///< of the runtime's steps
   /// Behind the controls in labels.
   const std::string& marks() const { return *marks_; }
@@ -125,7 +130,6 @@ class OpenStep {
   static std::string named(int stage);
   static std::string named(int stage, std::int64_t micro_batch);
   // step_agreement.cpp
-  void agree_at_begin();
   std::exception_ptr make_plan();
   StepPlan planned(const PlanInputs& inputs) const;
   std::exception_ptr agree_on(const StepPlan& plan, std::exception_ptr refusal) const;
@@ -133,8 +137,6 @@ class OpenStep {
   std::string record_in_words() const;
   std::string log_in_words() const;
   // open_step.cpp
-  void choose_plan();
-  void settle_into();
   ReduceAt reduce_at() const;
   void require_next(const Stage& stage, std::int64_t micro_batch) const;
   void require_open(const char* what) const;
@@ -152,7 +154,6 @@ class OpenStep {
   bool is_last_user(std::uint64_t said, const OfUnit& of) const;
   static bool is_over(const Stage& stage);
   void touch(int stage);
-  void reduce_now(Unit& unit);
   void require_whole();
   std::exception_ptr refusal_of_end();
   // step_passes.cpp
@@ -164,11 +165,9 @@ class OpenStep {
   void release_what_passes();
   void require_of_action(const Entry& entry);
   std::vector<Reach> agreed_reach(const Entry* first);
-  BackwardPlan plan_through(const std::vector<Trace>& parts, const std::vector<Reach>& reached);
-  void do_steps(std::size_t count);
+  std::shared_ptr<const PassPlan> plan_recorded();
+  void follow(PassPlan MicroBatchPlan::* which);
   MicroBatch& micro_batch_under_way();
-  void do_actions(std::size_t count);
-  PlanPlace place_of(std::size_t part, std::size_t position) const;
 
   Runtime& runtime_;
   const StepScopeOptions options_;
@@ -190,12 +189,8 @@ class OpenStep {
   std::vector<Action> log_;
   const std::string* marks_ = nullptr;
   std::string base_marks_;
-  // the forward or backward under way
-  const PassPlan* pass_ = nullptr;  // where the step follows a plan
-  std::size_t done_ = 0;            // of its actions, or of the steps of recorded_plan_
-  std::set<UnitId> reduced_;        // by it
-  BackwardPlan recorded_plan_;      // of a backward, where the step records
-  std::vector<Reach> recorded_reach_;
+  Pass pass_;  // of the forward or backward under way; a forward that is recorded has none
+  StageRecord recorded_;  // what the backward under way goes through, where the step records
 };
 
 }  // namespace tessera::fsdp

@@ -33,7 +33,7 @@ layout::PlanOptions Runtime::plan_options() const {
 
 void Runtime::number_units() {
   agreed_ = controls_known_ = false;
-  known_steps_.clear();
+  planning_.known.clear();
   if (step_ != nullptr) step_->units_changed();
   for (std::size_t i = 0; i < units_.size(); ++i) units_[i]->id_ = static_cast<UnitId>(i);
 }
@@ -165,7 +165,7 @@ void Runtime::begin_relayout() {
   come_behind_reads();
   for (auto* unit : units_) unit->release();
   agreed_ = false;
-  known_steps_.clear();
+  planning_.known.clear();
   if (regions_ != nullptr) regions_->forget();
   ++layout_;
 }
@@ -196,28 +196,10 @@ void Runtime::check_usable() {
   }
 }
 
-void Runtime::gather_needed(Unit& unit) {
-  const auto gather = [&](Unit& one) {
-    check_integrity(one);
-    if (one.gathered()) return one.read_here();
-    if (!one.gather_pending()) issue_gather(one);
-    one.wait_gather();
-  };
-  for (const auto& lender : unit.lenders) gather(*lender);
-  gather(unit);
-}
-
-void Runtime::issue_gather(Unit& unit) {
-  TESSERA_CHECK(unit.has_values(), ErrorKind::kUsage, "unit ", unit.shown_name(),
-                ": found parameters that never got values, expected them loaded; fill shards() and "
-                "call set_loaded(), or load_state_dict()");
-  if (unit.always_unsharded()) return;
-  if (unit.buckets().empty()) return;
-  ++gathers_issued_;
-  const auto& forward = forwards_.current();
-  unit.begin_gather(step_ != nullptr ? step_->micro_batch()
-                    : forward        ? forward->forward->number
-                                     : 0);
+/// Of the forward or micro-batch under way, for labels of gathers.
+std::uint32_t Runtime::number_of_forward() const {
+  if (step_ != nullptr) return step_->micro_batch();
+  return forwards_.current() ? forwards_.current()->forward->number : 0;
 }
 
 std::vector<std::shared_ptr<Unit>> Runtime::living(const std::vector<std::weak_ptr<Unit>>& named,
@@ -236,7 +218,7 @@ std::vector<std::shared_ptr<Unit>> Runtime::living(const std::vector<std::weak_p
 
 void Runtime::prefetch_after(const Unit& unit, std::size_t position) {
   const auto prefetch = [&](Unit& next) {
-    if (!next.gathered() && !next.gather_pending()) issue_gather(next);
+    if (!next.gathered() && !next.gather_pending()) issue_gather(next, number_of_forward());
   };
   if (!unit.forward_prefetch.empty()) {
     for (const auto& next : living(unit.forward_prefetch, "set_forward_prefetch", unit)) {
@@ -302,7 +284,7 @@ std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
   if (step_ != nullptr && !step_->records()) {
     step_->gather_for(unit, position);
   } else {
-    gather_needed(unit);
+    make_readable(unit, /*gathers=*/true);
     prefetch_after(unit, position);
   }
   spans_.forward_begins(unit.name());
@@ -437,7 +419,7 @@ void Runtime::begin_unshard(Unit& unit) {
       stale_on_any_rank({&unit}).front()) {
     unit.release();
   }
-  if (!unit.gathered() && !unit.gather_pending()) issue_gather(unit);
+  if (!unit.gathered() && !unit.gather_pending()) issue_gather(unit, number_of_forward());
   unit.progress_.unsharded_by_user = true;
   unit.leave_shards();
 }

@@ -3,10 +3,16 @@
 // One per root handle. It follows forwards (gather, prefetch, release), backwards (gather, markers,
 // reduce) and publishes gradients on the shards when the outermost backward ends. What it works
 // with are values and executors of their own: controls.h (what users switch), forwards.h (what was
-// run), order.h and backward_plan.h (what a backward issues), reducer.h, publisher.h, unit.h and
-// bucket.h (what moves bytes). Its own parts: runtime.cpp (units, forward, failure),
-// backward.cpp (the list of what a backward issues, and walking through it). What
-// is different inside a step scope is in open_step.h.
+// run), order.h and pass.h (what a backward issues), reducer.h, publisher.h, unit.h and bucket.h
+// (what moves bytes). Its own parts: runtime.cpp (units, forward, failure), backward.cpp (what
+// ranks agree on when one begins, and its end), pass.cpp (what the actions do). What is different
+// inside a step scope is in open_step.h.
+//
+// What a forward or backward does is a PassPlan, written by one planner (pass_planner.h) and done by
+// advance(), at one of three moments. A step that follows a record has all of its plans when it
+// begins. A step that records, and a backward outside of a step, has a plan when the backward
+// begins and ranks have agreed on what it goes through; such a backward may have others inside it
+// (BackwardUnderWay). A forward that nobody knows beforehand has none: it gathers what it comes to.
 //
 // [Note: readiness] Gradients are never counted: parameters stay unused, hooks fire twice under
 // recomputation, functions return undefined gradients. A unit's backward is over when a *marker*
@@ -38,12 +44,12 @@
 
 #include "comm/buffer_pool.h"
 #include "comm/queue.h"
-#include "fsdp/agreed/backward_plan.h"
 #include "fsdp/agreed/controls.h"
 #include "fsdp/agreed/known_steps.h"
 #include "fsdp/runtime/bucket.h"
 #include "fsdp/runtime/forwards.h"
 #include "fsdp/runtime/open_step.h"
+#include "fsdp/runtime/pass.h"
 #include "fsdp/runtime/publisher.h"
 #include "fsdp/runtime/reducer.h"
 #include "fsdp/runtime/unit.h"
@@ -64,11 +70,18 @@ std::string units_differ(const std::string& difference);
 
 /// A backward under way: the outermost one, or one inside a node of it that it did not announce.
 struct BackwardUnderWay {
-  BackwardPlan plan;
-  std::size_t done = 0;                                ///< of its steps
-  std::map<std::uint32_t, std::vector<bool>> reached;  ///< by some rank, as BackwardView
-  std::vector<std::shared_ptr<Segment>> segments;      ///< of this rank, as far as it goes through
-  std::size_t passed = 0;                              ///< the last place that this rank came by
+  Pass pass;
+  std::vector<std::uint32_t> forwards;  ///< numbers of those that it goes through: its parts
+  std::vector<Reach> reached;           ///< of each, by some rank
+  std::vector<PassedPlace> places;      ///< in their order
+  std::size_t passed = 0;               ///< the last one that this rank came by
+  std::vector<std::shared_ptr<Segment>> segments;  ///< of this rank, as far as it goes through
+
+  /// Among its parts; as many as there are: it does not go through the entry.
+  std::size_t part_of(const Entry& entry) const;
+  /// From `passed` on; the end of `places`: this rank is past it.
+  std::vector<PassedPlace>::const_iterator find(const PassedPlace& place) const;
+  void come_by(const PassedPlace& place);
 };
 
 class Runtime : public std::enable_shared_from_this<Runtime> {
@@ -137,6 +150,50 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// Its backward is owed: counted here, on its unit and on the units that hold its parameters.
   void expect(Entry& entry);
 
+  // --- steps, called by StepScope (step_scope.h) ---
+  /// Collective. As StepScope's constructor.
+  std::shared_ptr<OpenStep> open_step(StepScopeOptions options);
+  /// Its scope ends without finish(). Again, or after it: nothing happens.
+  void give_up(const OpenStep& step);
+
+  // --- called by the step that is open (open_step.h) ---
+  /// Whether nothing has ended the step. Threads: the rank's own.
+  bool is_open(const OpenStep& step);
+  bool is_in_backward() const { return in_backward_; }
+  bool is_under_way() const { return in_backward_ || forwards_.is_open(); }
+  Forwards& forwards() { return forwards_; }
+  grad::WeightGradStore& store() { return store_; }
+  Planning& planning() { return planning_; }
+  HeldUnits held_units() const;
+  PlanUnit plan_unit(const Unit& unit) const;  ///< what the plan of a pass says of it
+  std::string memory_lines() const;            ///< what is unsharded, in words
+  /// Nothing is reduced yet of what comes.
+  void begin_sums();
+  void import_user_changes() { publisher_.import_user_changes(switches_); }
+  /// What any rank's backward goes through; forwards of which no rank has a
+  /// graph are forgotten. Collective. Errors: kComm for other traces; kUsage
+  /// for parameters that were changed since a forward that this rank's backward
+  /// goes through.
+  BackwardView agree_on_backward(const Entry* first);
+  /// A unit's forward or backward begins: what it needs is there from here on,
+  /// and the rest of the place goes on meanwhile.
+  void begin_place(Pass& pass, const PlanPlace& place, Unit& unit);
+  /// Does the actions of the pass up to `count`, in their order.
+  void advance(Pass& pass, std::size_t count);
+  /// `is_shown_next`: nothing else comes between it and its publication.
+  void reduce(Unit& unit, bool is_shown_next);
+  void leave_backward();
+  /// Gradients are as they were published, but for what zero_grad() did.
+  /// Errors: kUsage.
+  void require_as_seen(const char* what) const { publisher_.require_as_seen(what); }
+  /// Reduces what waits, of units that `touched` names, too, and publishes all.
+  void settle(const std::vector<bool>& touched);
+  /// Keeps the record for later steps, unless micro-batches of a stage differ:
+  /// then none follows it.
+  void know_step(const KnownSteps::Schedule& schedule, StepRecord record);
+  /// Whatever way it ends.
+  void end_scope();
+
   // --- user controls ---
   /// Final gradients are divided by it too: a power of two that losses are multiplied by. Errors:
   /// kUsage in the middle of a step, named `what`.
@@ -168,7 +225,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void require_not_compiled(const std::string& what) const;
   std::vector<PlanUnit> plan_units() const;  ///< as they are now
   /// Of the last step scope that followed one; null: none has.
-  const std::shared_ptr<const StepPlan>& followed_plan() const { return followed_plan_; }
+  const std::shared_ptr<const StepPlan>& followed_plan() const { return planning_.followed; }
   /// By unit: what its user has said, or kNone.
   std::vector<RecomputeMode> own_recompute() const;
   /// By unit: of the step that begins, until end_following().
@@ -221,9 +278,6 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::int64_t reductions_issued() const { return reducer_.issued(); }
 
  private:
-  friend class OpenStep;
-  /// Whatever way a step scope ends.
-  void end_scope();
   /// A step that failed: nothing of it is under way any more.
   void end_step();
   /// What abandon_backward() has noted. Threads: the rank's own.
@@ -231,14 +285,14 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   // units and forward: runtime.cpp
   void check_usable();
   void number_units();
-  HeldUnits held_units() const;
   void remove_orphans();
   /// The first line in which `lines` differs between ranks, in words. Collective.
   std::string difference_between_ranks(const std::string& lines, const char* what);
   std::shared_ptr<Entry> record(Unit& unit, std::size_t position);
-  void gather_needed(Unit& unit);
+  void make_readable(Unit& unit, bool gathers);
   void prefetch_after(const Unit& unit, std::size_t position);
-  void issue_gather(Unit& unit);
+  void issue_gather(Unit& unit, std::uint32_t number);
+  std::uint32_t number_of_forward() const;
   void check_borrowed(const Unit& unit) const;
   void leave_shards() const;
   void release_leftovers();
@@ -249,26 +303,20 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
                                             const char* control, const Unit& of) const;
   // what a backward issues
   BackwardView view_of_backward(const Entry* first) const;
-  UnitState state_of(const Unit& unit) const;
-  std::string memory_lines() const;
   ViewFrame frame_of_views() const;
   std::uint64_t hash_of_agreed() const;
-  /// What any rank says. Collective. Errors: kComm for other traces.
-  BackwardView agree_on_backward(const BackwardView& mine);
+  BackwardView any_rank_says(const BackwardView& mine);
   [[noreturn]] void name_difference();
   void keep_forward();
+  bool is_to_be_reduced(const Unit& unit) const;
   void plan_backward_under_way(const Entry* first);
   void warn_of_no_scope();
-  void know_step(const KnownSteps::Schedule& schedule, StepRecord record);
   // backward: backward.cpp
   [[noreturn]] void refuse_forgotten(const Entry& entry);
   void refuse_other_step(const Entry& entry);
   BackwardUnderWay* under_way(const Entry& entry, bool needs_weights);
-  void do_steps(BackwardUnderWay& backward, std::size_t count);
   void finish(BackwardUnderWay& backward);
-  void wait_unsharded(Unit& unit);
   bool any_rank_owes();
-  void issue_reduction(Unit& unit);
   void settle_gradients();
 
   Groups groups_;
@@ -303,14 +351,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   std::shared_ptr<OpenStep> step_;  // null outside of a step scope
   std::uint64_t steps_ = 0;         // so far
-  KnownSteps known_steps_;
-  Planner planner_;  // null: plans are eager
-  std::shared_ptr<const StepPlan> followed_plan_;
+  Planning planning_;
   std::shared_ptr<grad::Regions> regions_;
-  std::uint64_t planners_ = 0;  // so far: the same number on every rank
   bool warned_of_no_scope_ = false;
   bool warned_of_schedules_ = false;
-  RecomputeMode while_recording_ = RecomputeMode::kNone;
   std::vector<RecomputeMode> followed_;  // by unit, of the last step scope
 
   const Unit* entered_ = nullptr;  // by the last forward or backward

@@ -40,19 +40,20 @@ std::string message_of(const std::exception_ptr& error) {
 }  // namespace
 
 void OpenStep::agree_at_begin() {
-  known_ = runtime_.known_steps_.follow({options_.schedule, options_.stages});
+  known_ = runtime_.planning().known.follow({options_.schedule, options_.stages});
   if (auto* group = runtime_.data_group(); group != nullptr) {
     const auto& controls = runtime_.controls_in_words();
     std::string owed;
-    for (const auto* unit : runtime_.units_) {
+    for (const auto* unit : runtime_.units()) {
       if (unit->progress().owed) owed += concat(" ", unit->shown_name());
     }
     const auto text = concat(
-        "the model ", runtime_.model_, "\nthe schedule ", options_.schedule, "\n", options_.stages,
-        " stages\n",
+        "the model ", runtime_.model_name(), "\nthe schedule ", options_.schedule, "\n",
+        options_.stages, " stages\n",
         options_.micro_batches ? concat(*options_.micro_batches, " micro-batches\n")
                                : std::string(),
-        runtime_.planner_ ? concat("planner ", runtime_.planners_) : std::string("no planner"),
+        runtime_.planning().planner ? concat("planner ", runtime_.planning().planners)
+                                    : std::string("no planner"),
         "\n", options_.reshard == StepReshard::kStep ? "kStep" : "kMicroBatch", "\n",
         options_.sync_every_micro_batch ? "" : "no ", "sync_every_micro_batch\nthe controls ",
         controls.empty() ? "none" : controls, "\nunsharded units:\n", runtime_.memory_lines(),
@@ -72,7 +73,7 @@ void OpenStep::agree_at_begin() {
 /// Calls the model's planner. Errors: those of the planner; kUsage for a plan that does not hold,
 /// or belongs to another step.
 StepPlan OpenStep::planned(const PlanInputs& inputs) const {
-  auto plan = runtime_.planner_(record_, inputs.units, inputs.choices, inputs.order);
+  auto plan = runtime_.planning().planner(record_, inputs.units, inputs.choices, inputs.order);
   const auto faults = faults_of(plan);
   TESSERA_CHECK(faults.empty(), ErrorKind::kUsage, "plan of a step: found ", faults.front(),
                 ", expected one that holds; make it from what it is planned for");
@@ -109,13 +110,13 @@ std::exception_ptr OpenStep::agree_on(const StepPlan& plan, std::exception_ptr r
 std::exception_ptr OpenStep::make_plan() {
   const auto order = options_.micro_batches ? PlanOrder::kOneAfterTheOther : PlanOrder::kAny;
   std::vector<bool> resharded;
-  for (const auto* unit : runtime_.units_) resharded.push_back(!stays(*unit));
+  for (const auto* unit : runtime_.units()) resharded.push_back(!stays(*unit));
   PlanInputs inputs{runtime_.plan_units(), eager_choices(record_, resharded, reduce_at(), order),
                     order};
   inputs.choices.recompute = runtime_.own_recompute();
   auto& known = *known_;
   if (known.plan != nullptr && known.inputs == inputs) {
-    step_plan_ = runtime_.followed_plan_ = known.plan;
+    step_plan_ = runtime_.planning().followed = known.plan;
     return nullptr;
   }
   // The requests of another plan do not come again. The pool gives out the most recently used
@@ -123,7 +124,7 @@ std::exception_ptr OpenStep::make_plan() {
   runtime_.pool()->begin_step();
   StepPlan plan;
   std::string marks;
-  if (runtime_.planner_) {
+  if (runtime_.planning().planner) {
     std::exception_ptr refusal;
     try {
       plan = planned(inputs);
@@ -139,7 +140,7 @@ std::exception_ptr OpenStep::make_plan() {
   known.marks = std::move(marks);
   known.inputs = std::move(inputs);
   known.plan = std::make_shared<const StepPlan>(std::move(plan));
-  step_plan_ = runtime_.followed_plan_ = known.plan;
+  step_plan_ = runtime_.planning().followed = known.plan;
   return nullptr;
 }
 
@@ -177,11 +178,11 @@ std::string OpenStep::record_in_words() const {
     for (const auto& part : record_.stages[stage].parts) {
       for (std::size_t i = 0; i < part.units.size(); ++i) {
         text +=
-            concat("unit ", runtime_.units_.at(part.units[i])->shown_name(),
+            concat("unit ", runtime_.units().at(part.units[i])->shown_name(),
                    part.checkpoints[i] != 0 ? " in a checkpoint" : "", " in stage ", stage, "\n");
       }
       for (const auto position : part.exits) {
-        text += concat("the end of ", runtime_.units_.at(part.units.at(position))->shown_name(),
+        text += concat("the end of ", runtime_.units().at(part.units.at(position))->shown_name(),
                        " in stage ", stage, "\n");
       }
       text += concat("no other unit in stage ", stage, "\n");

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "fsdp/agreed/pass_planner.h"
 #include "fsdp/runtime/open_step.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
@@ -39,7 +40,7 @@ std::string OpenStep::name_of(const std::vector<Trace>& parts, std::size_t part,
                               std::size_t position) const {
   if (part >= parts.size()) return "no other forward";
   if (position >= parts[part].units.size()) return "no other unit";
-  return concat("unit ", runtime_.units_.at(parts[part].units[position])->shown_name(),
+  return concat("unit ", runtime_.units().at(parts[part].units[position])->shown_name(),
                 parts[part].checkpoints[position] != 0 ? " in a checkpoint" : "");
 }
 
@@ -59,7 +60,7 @@ bool OpenStep::stays(const Unit& unit) const {
 
 void OpenStep::release_what_passes() {
   if (options_.reshard == StepReshard::kStep) return;
-  for (auto* unit : runtime_.units_) {
+  for (auto* unit : runtime_.units()) {
     if (!stays(*unit) && unit->progress().open_calls == 0) unit->release();
   }
 }
@@ -67,7 +68,7 @@ void OpenStep::release_what_passes() {
 // ---------------------------------------------------------------------------------------- forward
 
 void OpenStep::begin_outermost() {
-  if (runtime_.in_backward_) {
+  if (runtime_.is_in_backward()) {
     fail(ErrorKind::kUsage, torch::autograd::get_current_graph_task_id() == -1
                                 ? std::string(kAbandoned)
                                 : concat(action_in_words(),
@@ -80,7 +81,7 @@ void OpenStep::begin_outermost() {
          "forward in a step: found one that was not announced, expected StepScope::begin_forward() "
          "before it");
   }
-  auto& forwards = runtime_.forwards_;
+  auto& forwards = runtime_.forwards();
   if (action_.parts == 0) action_.before = forwards.checkpoints();
   forwards.begin(held_, weights_);
   forwards.current()->forward->in_step =
@@ -102,47 +103,8 @@ void OpenStep::enter(const Unit& unit, std::size_t position, std::uint32_t check
                name_of(parts, action_.parts, position));
 }
 
-PlanPlace OpenStep::place_of(std::size_t part, std::size_t position) const {
-  return pass_->places.at(part).at(position);
-}
-
-void OpenStep::do_actions(std::size_t count) {
-  while (done_ < count) {
-    const auto& [kind, id] = pass_->actions.at(done_++);
-    auto& unit = *runtime_.units_.at(id);
-    switch (kind) {
-      case PlanAction::Kind::kGatherShared:
-        if (unit.gathered() || unit.gather_pending()) break;  // by another stage's list
-        [[fallthrough]];
-      case PlanAction::Kind::kGather:
-        TESSERA_INVARIANT(!unit.gathered() && !unit.gather_pending(), "unit ", unit.shown_name(),
-                          " is gathered where its plan gathers it");
-        runtime_.issue_gather(unit);
-        break;
-      case PlanAction::Kind::kWait:
-        if (!unit.gathered()) unit.wait_gather();
-        break;
-      case PlanAction::Kind::kKeepToBackward:
-      case PlanAction::Kind::kKeepToUpdate:
-        break;  // what is not given back stays
-      case PlanAction::Kind::kRecompute:
-        break;  // the module does it when autograd comes to it, as it was told in its forward
-      case PlanAction::Kind::kRelease:
-        unit.release();
-        break;
-      case PlanAction::Kind::kReduce:
-        reduced_.insert(id);
-        reduce_now(unit);
-        break;
-    }
-  }
-}
-
 void OpenStep::gather_for(Unit& unit, std::size_t position) {
-  const auto place = place_of(action_.parts, position);
-  do_actions(place.needed);
-  runtime_.wait_unsharded(unit);
-  do_actions(place.ahead);
+  runtime_.begin_place(pass_, pass_.place(action_.parts, position), unit);
 }
 
 OpenStep::MicroBatch& OpenStep::micro_batch_under_way() {
@@ -150,7 +112,7 @@ OpenStep::MicroBatch& OpenStep::micro_batch_under_way() {
 }
 
 void OpenStep::leave(Unit& unit, bool is_outermost) {
-  const auto& segment = runtime_.forwards_.current();
+  const auto& segment = runtime_.forwards().current();
   const auto& trace = segment->forward->trace;
   auto& one = micro_batch_under_way();
   if (records_) {
@@ -167,7 +129,7 @@ void OpenStep::leave(Unit& unit, bool is_outermost) {
     if (trace.exits.back() != part.exits.at(trace.exits.size() - 1)) {
       leave_record("units that end in another order", "them one inside another");
     }
-    do_actions(place_of(action_.parts, trace.exits.back()).after);
+    runtime_.advance(pass_, pass_.place(action_.parts, trace.exits.back()).after);
     if (!is_outermost) return;
   }
   one.segments.push_back(segment);
@@ -200,14 +162,12 @@ void OpenStep::require_of_action(const Entry& entry) {
 
 /// What any rank's backward goes through, by part and position. Collective.
 std::vector<Reach> OpenStep::agreed_reach(const Entry* first) {
-  auto& forwards = runtime_.forwards_;
-  const auto agreed = runtime_.agree_on_backward(runtime_.view_of_backward(first));
-  forwards.forget_all_but(agreed.alive);
+  const auto agreed = runtime_.agree_on_backward(first);
   const auto& one =
       stages_[static_cast<std::size_t>(action_.stage)].micro_batches[action_.micro_batch];
   std::vector<Reach> reached;
   for (const auto& part : one.parts) reached.emplace_back(part.units.size(), false);
-  for (const auto& past : forwards.past()) {
+  for (const auto& past : runtime_.forwards().past()) {
     const auto found = agreed.reached.find(past.forward->number);
     if (found == agreed.reached.end()) continue;
     const auto& of = past.forward->in_step;
@@ -224,24 +184,26 @@ std::vector<Reach> OpenStep::agreed_reach(const Entry* first) {
   return reached;
 }
 
-BackwardPlan OpenStep::plan_through(const std::vector<Trace>& parts,
-                                    const std::vector<Reach>& reached) {
-  std::vector<ReachedForward> forwards;
-  for (std::size_t part = parts.size(); part-- > 0;) {
-    forwards.push_back({static_cast<std::uint32_t>(part), &parts[part], reached.at(part)});
-  }
+/// Of the backward under way, where the step records.
+std::shared_ptr<const PassPlan> OpenStep::plan_recorded() {
   // As an eager plan of the same options does: so sums have the same order from the first step on.
   const bool reduces_here = reduces(reduce_at(), micro_batch_under_way().which);
-  std::vector<UnitState> states;
-  for (const auto* unit : runtime_.units_) {
-    // Those that stay were gathered by the forward.
-    auto state = runtime_.state_of(*unit);
-    state.gathered = stays(*unit);
-    state.releases = !stays(*unit);
-    state.reduces = reduces_here && unit->trainable() && unit->controls.requires_sync;
-    states.push_back(std::move(state));
+  std::vector<PlanUnit> units;
+  std::vector<bool> releases;
+  for (const auto* unit : runtime_.units()) {
+    auto& of = units.emplace_back(runtime_.plan_unit(*unit));
+    of.gathered = of.gathers && stays(*unit);  // those that stay were gathered by the forward
+    of.reduces = of.reduces && reduces_here;
+    releases.push_back(!stays(*unit));
   }
-  return fsdp::plan_backward(forwards, std::move(states));
+  return std::make_shared<const PassPlan>(fsdp::plan_backward(recorded_, units, releases));
+}
+
+/// The step's plan, which lives as long as the pass.
+void OpenStep::follow(PassPlan MicroBatchPlan::* which) {
+  const auto& stage = step_plan_->stages[static_cast<std::size_t>(action_.stage)];
+  const auto& plan = stage.of(micro_batch_under_way().which).*which;
+  pass_ = {std::shared_ptr<const PassPlan>(step_plan_, &plan), micro_batch()};
 }
 
 void OpenStep::plan_backward(const Entry* first) {
@@ -261,76 +223,38 @@ void OpenStep::plan_backward(const Entry* first) {
   action_.began = true;
   auto& record = record_.stages[static_cast<std::size_t>(action_.stage)];
   if (records_) {
-    recorded_reach_ = agreed_reach(first);
-    const auto& parts = micro_batch_under_way().parts;
-    recorded_plan_ = plan_through(parts, recorded_reach_);
-    if (parts == record.parts) add_reach(record.reached, recorded_reach_);
+    recorded_ = {micro_batch_under_way().parts, agreed_reach(first)};
+    pass_ = {plan_recorded(), micro_batch()};
+    if (recorded_.parts == record.parts) add_reach(record.reached, recorded_.reached);
   } else {
     if (record.reached.empty()) leave_record("one", "none");
-    const auto& stage = step_plan_->stages[static_cast<std::size_t>(action_.stage)];
-    pass_ = &stage.of(micro_batch_under_way().which).backward;
+    follow(&MicroBatchPlan::backward);
   }
-  done_ = 0;
   if (action_.backward == Backward::kInputOnly) {
-    runtime_.store_.begin({action_.stage, action_.micro_batch});
-    runtime_.sink_.set_store(&runtime_.store_);
-  }
-}
-
-/// Of a backward of a step that records.
-void OpenStep::do_steps(std::size_t count) {
-  while (done_ < count) {
-    const auto& step = recorded_plan_.steps.at(done_++);
-    auto& unit = *runtime_.units_.at(step.unit);
-    switch (step.kind) {
-      case Step::Kind::kGather:
-        ++runtime_.gathers_issued_;
-        unit.begin_gather(micro_batch());
-        break;
-      case Step::Kind::kRelease:
-        unit.release();
-        break;
-      case Step::Kind::kReduce:
-        reduced_.insert(step.unit);
-        reduce_now(unit);
-        break;
-    }
+    runtime_.store().begin({action_.stage, action_.micro_batch});
+    runtime_.sink().set_store(&runtime_.store());
   }
 }
 
 void OpenStep::pre_backward(Entry& entry) {
   require_of_action(entry);
   const auto part = entry.segment->forward->in_step->part;
-  const auto& reached =
-      records_ ? recorded_reach_ : record_.stages[static_cast<std::size_t>(action_.stage)].reached;
-  if (!reached.at(part).at(entry.position)) {
+  const auto& record =
+      records_ ? recorded_ : record_.stages[static_cast<std::size_t>(action_.stage)];
+  if (!record.reached.at(part).at(entry.position)) {
     leave_record(concat("unit ", entry.unit->shown_name(), " in it"), "one without it");
   }
-  if (records_) {
-    const auto& places = recorded_plan_.places.at(static_cast<std::uint32_t>(part));
-    do_steps(places.at(entry.position).needed);
-    runtime_.wait_unsharded(*entry.unit);
-    do_steps(places.at(entry.position).ahead);
-    return;
-  }
-  const auto place = place_of(part, entry.position);
-  do_actions(place.needed);
-  runtime_.wait_unsharded(*entry.unit);
-  do_actions(place.ahead);
+  runtime_.begin_place(pass_, pass_.place(part, entry.position), *entry.unit);
 }
 
 void OpenStep::post_backward(Entry& entry) {
   require_of_action(entry);
   const auto part = entry.segment->forward->in_step->part;
-  if (records_) {
-    const auto& places = recorded_plan_.places.at(static_cast<std::uint32_t>(part));
-    return do_steps(places.at(entry.position).after);
-  }
-  do_actions(place_of(part, entry.position).after);
+  runtime_.advance(pass_, pass_.place(part, entry.position).after);
 }
 
 void OpenStep::end_backward() {
-  records_ ? do_steps(recorded_plan_.steps.size()) : do_actions(pass_->actions.size());
+  runtime_.advance(pass_, pass_.plan->actions.size());
   auto& of = stages_[static_cast<std::size_t>(action_.stage)];
   auto& one = micro_batch_under_way();
   for (const auto& weak : std::exchange(one.segments, {})) {
@@ -341,14 +265,13 @@ void OpenStep::end_backward() {
     }
   }
   one.parts.clear();
-  runtime_.spans_.all_backwards_end();
-  runtime_.in_backward_ = false;
-  runtime_.sink_.set_store(nullptr);
+  runtime_.leave_backward();
+  runtime_.sink().set_store(nullptr);
   if (records_) release_what_passes();
   of.had_backward = true;
   one.state = action_.backward == Backward::kFull ? State::kDone : State::kInputDone;
   touch(action_.stage);
-  pass_ = nullptr;
+  pass_ = {};
   action_ = {};
   marks_ = &base_marks_;
 }

@@ -182,23 +182,25 @@ bool Unit::always_unsharded() const {
 
 void Unit::add(std::vector<std::shared_ptr<Parameter>> added) {
   if (!added.empty()) build(std::move(added));
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    for (auto& leaf : parameters_[i]->leaves) {
-      auto& sink = runtime_->sink();
+  auto& sink = runtime_->sink();
+  for (const auto& parameter : parameters_) {
+    auto& bucket = bucket_of(*parameter);
+    bucket.set_parameter(parameter->place, *parameter);
+    for (auto& leaf : parameter->leaves) {
       if (leaf->sink != &sink) {
         leaf->sink = &sink;
-        leaf->slot = sink.add(&parameters_[i]->contract, this, i);
+        leaf->slot = sink.add(&parameter->contract, &bucket, parameter->place);
       } else {
-        sink.update(leaf->slot, &parameters_[i]->contract, this, i);
+        sink.update(leaf->slot, &parameter->contract, &bucket, parameter->place);
       }
     }
   }
 }
 
-std::unique_ptr<Bucket> Unit::make_bucket(const layout::BucketPlan& plan) const {
+std::unique_ptr<Bucket> Unit::make_bucket(const layout::BucketPlan& plan) {
   // What is whole on every rank takes part in no collective.
   const AxesGroups on = plan.key.replicated ? AxesGroups() : runtime_->groups().of(plan.key);
-  return std::make_unique<Bucket>(plan, on.groups, on.rank, runtime_->pool(), released_message());
+  return std::make_unique<Bucket>(*this, plan, on.groups, on.rank);
 }
 
 void Unit::build(std::vector<std::shared_ptr<Parameter>> added) {
@@ -272,6 +274,7 @@ std::vector<std::shared_ptr<Parameter>> Unit::take_bucket(std::size_t index) {
     }
     const auto placed = bucket.plan().parameters[parameter->place];
     for (auto& leaf : parameter->leaves) {
+      runtime_->sink().remove(leaf->slot);  // until another unit takes the parameter
       // The values again, in the storage dtype; several leaves of one parameter share them.
       auto values = has_values_ ? flat.narrow(0, placed.offset, placed.numel).clone()
                                 : at::empty({0}, flat.options());
@@ -283,7 +286,6 @@ std::vector<std::shared_ptr<Parameter>> Unit::take_bucket(std::size_t index) {
   std::erase(parameters_, nullptr);
   buckets_.erase(buckets_.begin() + static_cast<std::ptrdiff_t>(index));
   for (std::size_t i = index; i < buckets_.size(); ++i) buckets_[i]->set_number(i);
-  add({});  // the slots' numbers have changed
   return taken;
 }
 
@@ -410,42 +412,6 @@ void Unit::abandon_gather() {
   pending_.clear();
   filled_.clear();
   give_memory_back();
-}
-
-Parameter& Unit::expect_gradient(std::size_t index) {
-  auto& parameter = *parameters_.at(index);
-  TESSERA_CHECK(
-      expected() > 0 || progress_.tickets > 0, ErrorKind::kContract, "gradient of ",
-      parameter.contract.name, ": found one outside an open forward of its unit ", shown_name(),
-      ", expected one after a forward through its handle; call the module through the handle "
-      "that fully_shard returned");
-  runtime_->on_gradient();
-  return parameter;
-}
-
-grad::SlotOwner::View Unit::open_slot(std::size_t index) {
-  auto& parameter = expect_gradient(index);
-  // Of an earlier micro-batch, where this is not the last one.
-  if (bucket_of(parameter).is_reducing()) runtime_->free_slots_of(*this);
-  parameter.used = true;
-  if (gathered_) readers_.note(comm::Stream::current(device()));  // what comes before it read them
-  View view;
-  view.slot = bucket_of(parameter).open_slot(parameter.place, view.first);
-  return view;
-}
-
-at::Tensor Unit::lend_slot(std::size_t index) {
-  const auto& parameter = expect_gradient(index);
-  return bucket_of(parameter).lend_slot(parameter.place);
-}
-
-void Unit::end_loan(std::size_t index, bool arrived) {
-  auto& parameter = *parameters_.at(index);
-  if (arrived) {
-    parameter.used = true;
-    if (gathered_) readers_.note(comm::Stream::current(device()));  // as above
-  }
-  bucket_of(parameter).end_loan(parameter.place, arrived);
 }
 
 void Unit::tickets_changed(int delta) {

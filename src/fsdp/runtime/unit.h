@@ -18,7 +18,6 @@
 #include "fsdp/agreed/order.h"
 #include "fsdp/runtime/bucket.h"
 #include "grad/leaf.h"
-#include "grad/sink.h"
 #include "tessera/mesh.h"
 #include "tessera/model_contract.h"
 #include "tessera/recompute_mode.h"
@@ -101,10 +100,10 @@ struct Registered {
       {};  ///< or a unit inside; `name` is what stands before its names
 };
 
-class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
+class Unit : public std::enable_shared_from_this<Unit> {
  public:
   Unit(std::string name, std::shared_ptr<Runtime> runtime, bool reshard_after_forward);
-  ~Unit() override;
+  ~Unit();
 
   const std::string& name() const { return contract.name; }
   /// For messages and labels: the outermost unit of a model has no name of its own.
@@ -195,11 +194,14 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   UnitId id() const { return id_; }  ///< in plan order, the same on every rank
   bool has_handle() const { return has_handle_; }
 
-  // --- SlotOwner ---
-  View open_slot(std::size_t parameter) override;
-  at::Tensor lend_slot(std::size_t parameter) override;
-  void end_loan(std::size_t parameter, bool arrived) override;
-  void tickets_changed(int delta) override;
+  // --- called by its buckets ---
+  /// A forward of it waits for its backward, or gradients of it were put off.
+  bool expects_gradients() const { return expected() > 0 || progress_.tickets > 0; }
+  /// The current stream comes behind what has read its gathered memory.
+  void note_reader() {
+    if (gathered_) readers_.note(comm::Stream::current(device()));
+  }
+  void tickets_changed(int delta);
 
   UnitContract contract;  ///< its name, and what a call casts
   std::vector<Buffer> buffers;
@@ -221,18 +223,16 @@ class Unit : public grad::SlotOwner, public std::enable_shared_from_this<Unit> {
   }
   std::vector<std::shared_ptr<Leaf>> borrowed;  ///< leaves that another unit owns
 
-  std::unique_ptr<Bucket> make_bucket(const layout::BucketPlan& plan) const;  ///< empty
+  std::unique_ptr<Bucket> make_bucket(const layout::BucketPlan& plan);  ///< empty
   std::string released_message() const;  ///< of accesses to parameters that are not unsharded
 
  private:
   friend class Runtime;
   friend class Publisher;
-  friend class OpenStep;
 
   void build(std::vector<std::shared_ptr<Parameter>> parameters);
   void give_memory_back();
   void end_gather();
-  Parameter& expect_gradient(std::size_t index);
   at::Device device() const;
 
   std::shared_ptr<Runtime> runtime_;

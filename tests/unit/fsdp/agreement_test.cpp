@@ -2,7 +2,7 @@
 // them.
 #include <gtest/gtest.h>
 
-#include "fsdp/agreed/backward_plan.h"
+#include "fsdp/agreed/order.h"
 
 namespace tessera::fsdp::agreement_test {
 namespace {

@@ -1,11 +1,11 @@
 // [Note: collective order]: what a backward issues is one list, whatever of it a rank comes by.
-#include "fsdp/agreed/backward_plan.h"
-
 #include <gmock/gmock.h>
 
-#include <deque>
+#include <array>
 #include <random>
+#include <set>
 
+#include "fsdp/agreed/pass_planner.h"
 #include "tessera/error.h"
 #include "unit/fsdp/flat_trace.h"
 
@@ -16,34 +16,40 @@ using ::testing::ElementsAre;
 using ::testing::IsEmpty;
 
 /// Units that are gathered in backward and released after it; the root stays unsharded.
-std::vector<UnitState> resharding(std::size_t count) {
-  std::vector<UnitState> states(count);
+std::vector<PlanUnit> resharding(std::size_t count) {
+  std::vector<PlanUnit> units(count);
   for (std::size_t i = 0; i < count; ++i) {
-    states[i].gathers = states[i].releases = i > 0;
-    states[i].gathered = i == 0;
-    states[i].reduces = true;
+    units[i].gathers = i > 0;
+    units[i].reduces = true;
   }
-  return states;
+  return units;
 }
 
-ReachedForward all_of(const Trace& trace, std::uint32_t number = 0) {
-  return {number, &trace, std::vector<bool>(trace.units.size(), true)};
+/// A backward through all of it.
+StageRecord all_of(std::vector<Trace> parts) {
+  StageRecord record;
+  for (const auto& part : parts) record.reached.emplace_back(part.units.size(), true);
+  record.parts = std::move(parts);
+  return record;
 }
 
-/// "gather 2", "release 2", "reduce 2".
-std::vector<std::string> text(const BackwardPlan& plan) {
+PassPlan plan_of(const StageRecord& record, const std::vector<PlanUnit>& units) {
+  std::vector<bool> releases(units.size(), true);
+  releases.at(0) = false;
+  return plan_backward(record, units, releases);
+}
+
+/// "gather 2", "release 2", "reduce 2": without waits, which issue nothing.
+std::vector<std::string> text(const PassPlan& plan) {
   std::vector<std::string> lines;
-  for (const auto& step : plan.steps) {
-    const auto* kind = step.kind == Step::Kind::kGather    ? "gather "
-                       : step.kind == Step::Kind::kRelease ? "release "
-                                                           : "reduce ";
-    lines.push_back(concat(kind, step.unit));
+  for (const auto& [kind, unit] : plan.actions) {
+    if (kind != PlanAction::Kind::kWait) lines.push_back(concat(to_string(kind), " ", unit));
   }
   return lines;
 }
 
-std::vector<std::string> plan_text(const Trace& trace, std::vector<UnitState> states) {
-  return text(plan_backward({all_of(trace)}, std::move(states)));
+std::vector<std::string> plan_text(const Trace& trace, const std::vector<PlanUnit>& units) {
+  return text(plan_of(all_of({trace}), units));
 }
 
 TEST(BackwardPlan, IsTheReverseOfTheForward) {
@@ -53,13 +59,12 @@ TEST(BackwardPlan, IsTheReverseOfTheForward) {
 }
 
 TEST(BackwardPlan, TheNextUnitIsGatheredWhileOneComputes) {
-  const auto trace = flat({0, 1, 2, 3});
-  const auto plan = plan_backward({all_of(trace)}, resharding(4));
+  const auto plan = plan_of(all_of({flat({0, 1, 2, 3})}), resharding(4));
   const auto& places = plan.places.at(0);
   const auto gathers_before = [&](std::size_t count) {
     std::size_t gathers = 0;
     for (std::size_t i = 0; i < count; ++i) {
-      if (plan.steps[i].kind == Step::Kind::kGather) ++gathers;
+      if (plan.actions[i].kind == PlanAction::Kind::kGather) ++gathers;
     }
     return gathers;
   };
@@ -70,10 +75,10 @@ TEST(BackwardPlan, TheNextUnitIsGatheredWhileOneComputes) {
 }
 
 TEST(BackwardPlan, WhatIsUnshardedAlreadyIsNotGathered) {
-  auto states = resharding(3);
-  states[2].gathered = true;
-  EXPECT_THAT(plan_text(flat({0, 1, 2}), states), ElementsAre("gather 1", "release 2", "reduce 2",
-                                                              "release 1", "reduce 1", "reduce 0"));
+  auto units = resharding(3);
+  units[2].gathered = true;
+  EXPECT_THAT(plan_text(flat({0, 1, 2}), units), ElementsAre("gather 1", "release 2", "reduce 2",
+                                                             "release 1", "reduce 1", "reduce 0"));
 }
 
 // Naive: released after its last use in forward, and gathered again for the use that comes next.
@@ -100,17 +105,18 @@ TEST(BackwardPlan, AnOuterUnitComesBeforeWhatIsInsideIt) {
 }
 
 TEST(BackwardPlan, UnitsWhoseForwardHasNotEndedComeFirst) {
-  const Trace trace{{0, 1, 2}, {1}, {0, 0, 0}};
-  const auto plan = plan_backward({all_of(trace)}, resharding(3));
-  const auto& places = plan.places.at(0);
-  EXPECT_LT(places[0].begins, places[2].begins);
-  EXPECT_LT(places[2].begins, places[1].begins);
+  const auto places = backward_places(all_of({{{0, 1, 2}, {1}, {0, 0, 0}}}));
+  std::vector<std::size_t> begun;
+  for (const auto& place : places) {
+    if (place.begins) begun.push_back(place.position);
+  }
+  EXPECT_THAT(begun, ElementsAre(0, 2, 1));
 }
 
 // Naive: units of the newer forward are reduced without what the older one adds.
 TEST(BackwardPlan, SeveralForwardsAreReducedOnceAfterTheOldest) {
   const auto trace = flat({0, 1});
-  const auto plan = plan_backward({all_of(trace, 5), all_of(trace, 4)}, resharding(2));
+  const auto plan = plan_of(all_of({trace, trace}), resharding(2));
   EXPECT_THAT(text(plan), ElementsAre("gather 1", "release 1", "gather 1", "release 1", "reduce 1",
                                       "reduce 0"));
   EXPECT_EQ(plan.places.size(), 2U);
@@ -121,7 +127,7 @@ TEST(BackwardPlan, SeveralForwardsAreReducedOnceAfterTheOldest) {
 TEST(BackwardPlan, ACheckpointGathersInTheOrderInWhichItRunsAgain) {
   Trace trace = flat({0, 1, 2, 3});
   trace.checkpoints = {0, 7, 7, 0};
-  const auto plan = plan_backward({all_of(trace)}, resharding(4));
+  const auto plan = plan_of(all_of({trace}), resharding(4));
   EXPECT_THAT(text(plan),
               ElementsAre("gather 3", "gather 1", "release 3", "reduce 3", "gather 2", "release 2",
                           "reduce 2", "release 1", "reduce 1", "reduce 0"));
@@ -131,24 +137,22 @@ TEST(BackwardPlan, ACheckpointMaySpanForwards) {
   Trace older = flat({0, 1});
   Trace newer = flat({0, 2});
   older.checkpoints = newer.checkpoints = {1, 1};
-  const auto plan = plan_backward({all_of(newer, 1), all_of(older, 0)}, resharding(3));
+  const auto plan = plan_of(all_of({older, newer}), resharding(3));
   EXPECT_THAT(text(plan), ElementsAre("gather 1", "gather 2", "release 2", "reduce 2", "release 1",
                                       "reduce 1", "reduce 0"));
 }
 
 TEST(BackwardPlan, WhereBackwardDoesNotComeNothingIsGatheredButGradientsAreSummed) {
-  const auto trace = flat({0, 1, 2});
-  auto forward = all_of(trace);
-  forward.reached[1] = false;
-  EXPECT_THAT(text(plan_backward({forward}, resharding(3))),
+  auto record = all_of({flat({0, 1, 2})});
+  record.reached[0][1] = false;
+  EXPECT_THAT(text(plan_of(record, resharding(3))),
               ElementsAre("gather 2", "release 2", "reduce 2", "reduce 1", "reduce 0"));
-  EXPECT_THAT(plan_backward({}, resharding(3)).steps, IsEmpty());
+  EXPECT_THAT(plan_of({}, resharding(3)).actions, IsEmpty());
 }
 
 // Naive: whoever lends its parameters is gathered where some rank happens to need it.
 TEST(BackwardPlan, ALenderIsGatheredWithItsBorrowerAndReducedAfterThat) {
   auto states = resharding(3);
-  states[0].gathered = false;
   states[0].gathers = true;
   states[2].lenders = {0};
   const Trace trace{{1, 2}, {0, 1}, {0, 0}};  // called directly: the root has no forward
@@ -159,7 +163,7 @@ TEST(BackwardPlan, ALenderIsGatheredWithItsBorrowerAndReducedAfterThat) {
 
 TEST(BackwardPlan, AListOfTheUserTakesTheNextUnitsPlace) {
   auto states = resharding(5);
-  states[4].prefetch = {1, 3};
+  states[4].backward_prefetch = {1, 3};
   // While 4 computes 1 and 3 are gathered; 2 waits until 3 computes.
   EXPECT_THAT(plan_text(flat({0, 1, 2, 3, 4}), states),
               ElementsAre("gather 4", "gather 1", "gather 3", "release 4", "reduce 4", "gather 2",
@@ -169,10 +173,10 @@ TEST(BackwardPlan, AListOfTheUserTakesTheNextUnitsPlace) {
 
 // Naive: gathered twice, or never.
 TEST(BackwardPlan, AListMayNameUnitsThatRanBeforeOrTwiceOrNotAtAll) {
-  auto states = resharding(3);
-  states[0].prefetch = {1, 9};
-  states[1].prefetch = {1, 1, 0};
-  states[2].prefetch = {2};
+  auto states = resharding(4);
+  states[0].backward_prefetch = {1, 3};
+  states[1].backward_prefetch = {1, 1, 0};
+  states[2].backward_prefetch = {2};
   EXPECT_THAT(plan_text(flat({0, 1, 2, 1}), states),
               ElementsAre("gather 1", "gather 2", "release 2", "reduce 2", "release 1", "reduce 1",
                           "reduce 0"));
@@ -181,9 +185,10 @@ TEST(BackwardPlan, AListMayNameUnitsThatRanBeforeOrTwiceOrNotAtAll) {
 // ---------------------------------------------------------------------------------------- ranks
 
 struct Drawn {
-  std::deque<Trace> traces;
-  std::vector<ReachedForward> forwards;  // newest first
-  std::vector<UnitState> states;
+  StageRecord record;
+  std::vector<PlanUnit> units;
+  std::vector<bool> releases;
+  PassPlan plan() const { return plan_backward(record, units, releases); }
 };
 
 /// Calls nest at random; some run in checkpoints.
@@ -216,112 +221,108 @@ Drawn draw(unsigned seed) {
   std::mt19937 random(seed);
   Drawn drawn;
   const auto units = static_cast<UnitId>(1 + random() % 5);
-  drawn.states = std::vector<UnitState>(units);
-  for (auto& state : drawn.states) {
-    state.gathers = random() % 4 != 0;
-    state.gathered = random() % 4 == 0;
-    state.releases = random() % 3 != 0;
-    state.reduces = random() % 4 != 0;
-    if (random() % 4 == 0) state.prefetch = {static_cast<UnitId>(random() % units)};
-    if (random() % 4 == 0) state.lenders = {static_cast<UnitId>(random() % units)};
+  drawn.units = std::vector<PlanUnit>(units);
+  for (auto& unit : drawn.units) {
+    unit.gathers = random() % 4 != 0;
+    unit.gathered = unit.gathers && random() % 4 == 0;
+    drawn.releases.push_back(random() % 3 != 0);
+    unit.reduces = random() % 4 != 0;
+    if (random() % 4 == 0) unit.backward_prefetch = {static_cast<UnitId>(random() % units)};
+    if (random() % 4 == 0) unit.lenders = {static_cast<UnitId>(random() % units)};
   }
-  for (UnitId i = 0; i < units; ++i) std::erase(drawn.states[i].lenders, i);
+  for (UnitId i = 0; i < units; ++i) std::erase(drawn.units[i].lenders, i);
   std::uint32_t checkpoints = 0;
   const auto count = 1 + random() % 3;
   for (std::size_t i = 0; i < count; ++i) {
-    drawn.traces.push_back(draw_trace(random, units, checkpoints));
-  }
-  for (auto i = drawn.traces.size(); i-- > 0;) {
-    const auto& trace = drawn.traces[i];
-    ReachedForward forward{static_cast<std::uint32_t>(i), &trace, {}};
-    for (std::size_t p = 0; p < trace.units.size(); ++p) {
-      forward.reached.push_back(trace.checkpoints[p] != 0 || random() % 4 != 0);
+    const auto& trace = drawn.record.parts.emplace_back(draw_trace(random, units, checkpoints));
+    auto& reached = drawn.record.reached.emplace_back();
+    for (const auto checkpoint : trace.checkpoints) {
+      reached.push_back(checkpoint != 0 || random() % 4 != 0);
     }
-    drawn.forwards.push_back(std::move(forward));
   }
   return drawn;
 }
 
-/// Walks through a plan as a rank that comes by everywhere: whatever it needs is there, nothing is
-/// gathered that is there or released that is in use, and all is reduced once, at the end of its
-/// last place.
-void expect_usable(const Drawn& drawn, const BackwardPlan& plan) {
-  struct Moment {
-    std::size_t when;
-    bool begins;
-    const ReachedForward* forward;
-    std::size_t position;
-  };
-  std::map<std::size_t, Moment> moments;
-  std::size_t expected = 0;
-  for (const auto& forward : drawn.forwards) {
-    for (std::size_t p = 0; p < forward.trace->units.size(); ++p, expected += 2) {
-      const auto& places = plan.places.at(forward.number)[p];
-      moments.emplace(places.begins, Moment{places.begins, true, &forward, p});
-      moments.emplace(places.ends, Moment{places.ends, false, &forward, p});
-      EXPECT_LT(places.begins, places.ends);
-    }
-  }
-  ASSERT_EQ(moments.size(), expected) << "two things at one time";
-  std::vector<bool> gathered;
-  for (const auto& state : drawn.states) gathered.push_back(state.gathered);
+/// Walks through a plan as a rank that comes by everywhere: whatever it needs is there and waited
+/// for, nothing is gathered that is there or released that is in use, and all is reduced once, at
+/// the end of its last place.
+void expect_usable(const Drawn& drawn, const PassPlan& plan) {
+  std::set<std::array<std::size_t, 3>> passed;
+  std::vector<bool> gathered, readable;
+  for (const auto& unit : drawn.units) gathered.push_back(unit.gathered);
+  readable = gathered;
   std::vector<int> active(gathered.size()), reduced(gathered.size());
   std::size_t done = 0;
   const auto run = [&](std::size_t count) {
     ASSERT_LE(done, count) << "places in another order than their times";
     for (; done < count; ++done) {
-      const auto& step = plan.steps[done];
-      if (step.kind == Step::Kind::kGather) {
-        EXPECT_FALSE(gathered[step.unit]);
-        gathered[step.unit] = true;
-      } else if (step.kind == Step::Kind::kRelease) {
-        EXPECT_EQ(active[step.unit], 0) << "released while its backward runs";
-        gathered[step.unit] = false;
+      const auto& [kind, unit] = plan.actions[done];
+      if (kind == PlanAction::Kind::kGather) {
+        EXPECT_FALSE(gathered[unit]);
+        gathered[unit] = true;
+      } else if (kind == PlanAction::Kind::kWait) {
+        EXPECT_TRUE(gathered[unit]);
+        readable[unit] = true;
+      } else if (kind == PlanAction::Kind::kRelease) {
+        EXPECT_EQ(active[unit], 0) << "released while its backward runs";
+        gathered[unit] = readable[unit] = false;
       } else {
-        ++reduced[step.unit];
+        ++reduced[unit];
       }
     }
   };
-  for (const auto& [when, moment] : moments) {
-    const auto& places = plan.places.at(moment.forward->number)[moment.position];
-    const auto unit = moment.forward->trace->units[moment.position];
-    const bool reached = moment.forward->reached[moment.position];
-    auto users = drawn.states[unit].lenders;
+  for (const auto& [part, position, begins] : backward_places(drawn.record)) {
+    EXPECT_TRUE(passed.insert({part, position, begins ? 1U : 0U}).second);
+    EXPECT_TRUE(begins || passed.contains({part, position, 1U}));
+    const auto& place = plan.places.at(part).at(position);
+    const auto unit = drawn.record.parts[part].units[position];
+    const bool reached = drawn.record.reached[part][position];
+    auto users = drawn.units[unit].lenders;
     users.push_back(unit);
-    if (moment.begins) {
-      run(places.needed);
+    if (begins) {
+      run(place.needed);
       for (const auto one : users) {
         EXPECT_EQ(reduced[one], 0) << "reduced before its last backward";
         if (!reached) continue;
         ++active[one];
-        EXPECT_TRUE(gathered[one] || !drawn.states[one].gathers);
+        EXPECT_TRUE(readable[one] || !drawn.units[one].gathers);
       }
-      run(places.ahead);
+      run(place.ahead);
     } else {
       for (const auto one : users) {
         EXPECT_EQ(reduced[one], 0);
         if (reached) --active[one];
       }
-      run(places.after);
+      run(place.after);
     }
   }
-  EXPECT_EQ(done, plan.steps.size()) << "left for the end";
+  std::size_t places = 0;
+  for (const auto& part : drawn.record.parts) places += 2 * part.units.size();
+  EXPECT_EQ(passed.size(), places);
+  for (auto left = done; left < plan.actions.size(); ++left) {
+    EXPECT_NE(plan.actions[left].kind, PlanAction::Kind::kGather) << "left for the end";
+    EXPECT_NE(plan.actions[left].kind, PlanAction::Kind::kReduce) << "left for the end";
+  }
+  run(plan.actions.size());
   for (std::size_t unit = 0; unit < reduced.size(); ++unit) EXPECT_LE(reduced[unit], 1);
 }
 
 TEST(BackwardPlan, WhateverIsDrawnHasWhatItNeedsWhereItNeedsIt) {
   for (unsigned seed = 0; seed < 3000; ++seed) {
     const auto drawn = draw(seed);
-    expect_usable(drawn, plan_backward(drawn.forwards, drawn.states));
+    expect_usable(drawn, drawn.plan());
     if (::testing::Test::HasFailure()) FAIL() << "seed " << seed;
   }
 }
 
-/// One rank that comes by some places only, waits for every gather that it needs and never has more
-/// than one reduction under way.
+/// Waits for a gather, and a reduction where no more than one is under way.
+bool blocks(PlanAction::Kind kind) {
+  return kind == PlanAction::Kind::kWait || kind == PlanAction::Kind::kReduce;
+}
+
+/// One rank that comes by some places only.
 struct Rank {
-  std::vector<std::size_t> stops;   ///< steps to have done, in the order of its places
-  std::vector<std::size_t> awaits;  ///< then waits until this many are done by all
+  std::vector<std::size_t> stops;  ///< actions to have done, in the order of its places
   std::size_t stop = 0;
   std::size_t done = 0;
 };
@@ -331,27 +332,22 @@ struct Rank {
 TEST(BackwardPlan, RanksThatComeByAtDifferentPlacesNeverWaitForEachOther) {
   for (unsigned seed = 0; seed < 3000; ++seed) {
     const auto drawn = draw(seed);
-    const auto plan = plan_backward(drawn.forwards, drawn.states);
-    std::map<std::size_t, std::size_t> steps_at;  // by time
-    for (const auto& [number, all] : plan.places) {
-      for (const auto& places : all) {
-        steps_at[places.begins] = places.needed;
-        steps_at[places.ends] = places.after;
-      }
-    }
+    const auto plan = drawn.plan();
+    const auto& actions = plan.actions;
     std::mt19937 random(seed);
     std::vector<Rank> ranks(3);
     for (auto& rank : ranks) {
-      for (const auto& [when, steps] : steps_at) {
-        if (random() % 2 == 0) rank.stops.push_back(steps);
+      for (const auto& [part, position, begins] : backward_places(drawn.record)) {
+        const auto& place = plan.places[part][position];
+        if (random() % 2 == 0) rank.stops.push_back(begins ? place.needed : place.after);
       }
-      rank.stops.push_back(plan.steps.size());
+      rank.stops.push_back(actions.size());
     }
-    // A rank does one step at a time; after a reduction it waits until all have done that step.
+    // A rank does one action at a time; after one that blocks it waits until all have done that.
     for (bool moved = true; moved;) {
       moved = false;
       for (auto& rank : ranks) {
-        const bool waits = rank.done > 0 && plan.steps[rank.done - 1].kind == Step::Kind::kReduce &&
+        const bool waits = rank.done > 0 && blocks(actions[rank.done - 1].kind) &&
                            std::any_of(ranks.begin(), ranks.end(),
                                        [&](const Rank& other) { return other.done < rank.done; });
         while (rank.stop < rank.stops.size() && rank.done >= rank.stops[rank.stop]) ++rank.stop;
@@ -360,7 +356,7 @@ TEST(BackwardPlan, RanksThatComeByAtDifferentPlacesNeverWaitForEachOther) {
         moved = true;
       }
     }
-    for (const auto& rank : ranks) ASSERT_EQ(rank.done, plan.steps.size()) << "seed " << seed;
+    for (const auto& rank : ranks) ASSERT_EQ(rank.done, actions.size()) << "seed " << seed;
   }
 }
 

@@ -1,0 +1,66 @@
+// PassPlanner writes what the forwards and backwards of one stage do, place by place. [Note:
+// collective order]
+//
+// A forward goes through the places of a trace as it is. Autograd runs nodes in reverse of the order
+// in which forwards made them: a backward passes the ends of units' forwards in reverse of
+// Trace::exits, so an outer unit comes before what is inside it, and beginnings in reverse of
+// Trace::units; a checkpoint passes the ends of all that is inside it first, in the order of the
+// forward.
+//
+// A unit is gathered where it is needed and not there yet, its prefetch while another one computes.
+// In a backward it is released after each of its uses unless it is wanted again, and reduced after
+// the last one. A rank that does not come by at a place, since it did not use a result, does the
+// actions of that place when it comes to a later one: so a rank that waits has done all actions
+// before the one that it waits for, and of all that wait the first one's action is done by all.
+//
+// Pure: no torch header. Next: step_plan.h (the values), ../runtime/pass.h (which goes through one).
+#pragma once
+
+#include <set>
+#include <vector>
+
+#include "fsdp/agreed/step_plan.h"
+
+namespace tessera::fsdp {
+
+/// Makes the passes one after the other: each begins with what the one before left.
+class PassPlanner {
+ public:
+  /// Everything outlives it. `shared`, by unit: other stages of the rank use it, too.
+  PassPlanner(const StageRecord& record, const std::vector<PlanUnit>& units,
+              const PlanChoices& choices, const std::vector<bool>& shared);
+
+  PassPlan forward();
+  PassPlan backward(bool reduces);
+
+ private:
+  class Backward;
+
+  bool stays(UnitId unit) const { return choices_.keep.at(unit) == Keep::kUpdate; }
+  void gather(PassPlan& pass, UnitId unit);
+  void wait(PassPlan& pass, UnitId unit);
+  void release(PassPlan& pass, UnitId unit);
+  void prefetch(PassPlan& pass, const Trace& part, std::size_t position);
+  void end_forward_of(PassPlan& pass, UnitId unit);
+  void end_pass(PassPlan& pass, Keep until);
+  template <class Act>
+  void for_lenders_and(UnitId unit, const Act& act) const {
+    for (const auto lender : units_.at(unit).lenders) act(lender);
+    act(unit);
+  }
+
+  const StageRecord& record_;
+  const std::vector<PlanUnit>& units_;
+  const PlanChoices& choices_;
+  const std::vector<bool>& shared_;
+  std::set<UnitId> gathered_;  // or about to be
+  std::set<UnitId> pending_;   // of these
+  std::set<UnitId> kept_;      // to the update, as was said
+};
+
+/// One backward by itself, of units as they are when it begins: those that `releases` names go back
+/// after each use, `ahead` of the next ones are gathered while one that names none computes.
+PassPlan plan_backward(const StageRecord& record, const std::vector<PlanUnit>& units,
+                       const std::vector<bool>& releases, std::size_t ahead = 1);
+
+}  // namespace tessera::fsdp

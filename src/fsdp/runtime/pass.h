@@ -1,0 +1,23 @@
+// Pass: a forward or backward under way, by its plan and how much of it is done. Whoever runs it
+// owns it, the runtime or the step that is open; Runtime::advance() does the actions.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "fsdp/agreed/step_plan.h"
+
+namespace tessera::fsdp {
+
+struct Pass {
+  std::shared_ptr<const PassPlan> plan;
+  std::uint32_t number = 0;  ///< of the forward or micro-batch, for labels of gathers
+  std::size_t done = 0;      ///< of its actions
+
+  PlanPlace place(std::size_t part, std::size_t position) const {
+    return plan->places.at(part).at(position);
+  }
+};
+
+}  // namespace tessera::fsdp
