@@ -145,14 +145,15 @@ function(tessera_test_objects name)
   tessera_use_pch(${name})
 endfunction()
 
-# tessera_test(NAME SOURCES ... USES floors... [OBJECTS targets...] [LABELS ...] [TIMEOUT s] [PURE] [SIM] [BESIDE])
+# tessera_test(NAME SOURCES ... USES floors... [OBJECTS targets...] [LABELS ...] [TIMEOUT s] [PURE] [SIM] [BESIDE]
+#   [AT_ONCE n])
 # One binary an area: linking libtorch is slow. Pure areas link no torch at all. OBJECTS: targets whose
 # objects it consists of, too, or alone. SIM: with the
 # simulated device of tests/sim. BESIDE: of the label dist, yet with another test beside it: it starts
 # programs, whose start takes one core, or its ranks wait for each other much of the time, and nothing in
-# it is late by a clock on a busy machine.
+# it is late by a clock on a busy machine. AT_ONCE: its cases run in n processes beside each other.
 function(tessera_test name)
-  cmake_parse_arguments(T "PURE;SIM;BESIDE" "TIMEOUT" "SOURCES;OBJECTS;USES;LABELS;LINK" ${ARGN})
+  cmake_parse_arguments(T "PURE;SIM;BESIDE" "TIMEOUT;AT_ONCE" "SOURCES;OBJECTS;USES;LABELS;LINK" ${ARGN})
   if(TESSERA_PURE_ONLY AND NOT T_PURE)
     return()
   endif()
@@ -190,7 +191,11 @@ function(tessera_test name)
   if(T_SOURCES AND NOT T_PURE)
     tessera_use_pch(test_${name})
   endif()
-  add_test(NAME ${name} COMMAND test_${name} --gtest_brief=1)
+  set(command $<TARGET_FILE:test_${name}> --gtest_brief=1)
+  if(T_AT_ONCE)
+    list(PREPEND command ${CMAKE_SOURCE_DIR}/tests/at_once ${T_AT_ONCE})
+  endif()
+  add_test(NAME ${name} COMMAND ${command})
   set_tests_properties(${name} PROPERTIES TIMEOUT ${T_TIMEOUT} LABELS "${T_LABELS}")
   if("dist" IN_LIST T_LABELS AND NOT T_BESIDE)
     # Its ranks share the cores already: nothing else runs beside it.
