@@ -20,13 +20,13 @@
 #include <vector>
 
 #include "base/test_hooks.h"
-#include "dist/ranks.h"
 #include "golden/degrees.h"
 #include "golden/model_folder.h"
 #include "golden/pipeline_case.h"
 #include "golden/reference.h"
 #include "models/model_spec.h"
 #include "proof.h"
+#include "support/ranks.h"
 #include "tessera/clip.h"
 #include "tessera/error.h"
 #include "train/contract_of_run.h"
