@@ -103,12 +103,12 @@ function(tessera_floor name)
 endfunction()
 
 # All torch targets share one precompiled header (50 s once instead of 10 s a file), and all tests one.
-function(tessera_make_pch name)
+function(tessera_make_pch name file)
   file(WRITE ${CMAKE_BINARY_DIR}/torch_pch.cpp "\n")
   add_library(${name} OBJECT ${CMAKE_BINARY_DIR}/torch_pch.cpp)
   target_link_libraries(${name} PRIVATE torch tessera_flags)
   target_include_directories(${name} PRIVATE ${CMAKE_SOURCE_DIR}/include)
-  target_precompile_headers(${name} PRIVATE ${CMAKE_SOURCE_DIR}/cmake/torch_pch.h)
+  target_precompile_headers(${name} PRIVATE ${CMAKE_SOURCE_DIR}/cmake/${file}.h)
 endfunction()
 function(tessera_use_pch target)
   set(header tessera_torch_pch)
@@ -116,12 +116,14 @@ function(tessera_use_pch target)
   if(launcher MATCHES "compile_with")
     set(header tessera_test_pch)
   endif()
-  if(NOT TARGET ${header})
-    tessera_make_pch(${header})
-    if(header STREQUAL "tessera_test_pch")
-      tessera_compile_as_test(${header})
-      target_compile_options(${header} PRIVATE "SHELL:-Xclang -fno-pch-timestamp")
-    endif()
+  if(header STREQUAL "tessera_torch_pch" AND NOT TARGET ${header})
+    tessera_make_pch(${header} torch_pch)
+  elseif(NOT TARGET ${header})
+    tessera_make_pch(${header} test_pch)
+    target_link_libraries(${header} PRIVATE GTest::gmock GTest::gtest)
+    tessera_compile_as_test(${header})
+    # Templates that the headers use are instantiated once, not by each source.
+    target_compile_options(${header} PRIVATE "SHELL:-Xclang -fno-pch-timestamp" -fpch-instantiate-templates)
   endif()
   target_precompile_headers(${target} REUSE_FROM ${header})
   get_target_property(type ${target} TYPE)
@@ -146,15 +148,16 @@ function(tessera_test_objects name)
   tessera_use_pch(${name})
 endfunction()
 
-# tessera_test(NAME SOURCES ... USES floors... [OBJECTS targets...] [LABELS ...] [TIMEOUT s] [PURE] [SIM] [BESIDE])
+# tessera_test(NAME SOURCES ... USES floors... [OBJECTS targets...] [LABELS ...] [TIMEOUT s] [PURE] [SIM] [BESIDE]
+#   [AT_ONCE n])
 # One binary an area: linking libtorch is slow. Pure areas link no torch at all. OBJECTS: targets whose
 # objects it consists of, too, or alone. SIM: with the
 # simulated device of tests/sim. BESIDE: of the label dist, yet with another test beside it: it starts
 # programs, whose start takes one core, or its ranks wait for each other much of the time, and nothing in
-# it is late by a clock on a busy machine. HOT: its own code takes long, not that of the library
-# (the precompiled header has no code of that kind).
+# it is late by a clock on a busy machine. AT_ONCE: its cases run in n processes beside each other. HOT: its
+# own code takes long, not that of the library (the precompiled header has no code of that kind).
 function(tessera_test name)
-  cmake_parse_arguments(T "PURE;SIM;BESIDE;HOT" "TIMEOUT" "SOURCES;OBJECTS;USES;LABELS;LINK" ${ARGN})
+  cmake_parse_arguments(T "PURE;SIM;BESIDE;HOT" "TIMEOUT;AT_ONCE" "SOURCES;OBJECTS;USES;LABELS;LINK" ${ARGN})
   if(TESSERA_PURE_ONLY AND NOT T_PURE)
     return()
   endif()
@@ -196,7 +199,11 @@ function(tessera_test name)
   if(T_SOURCES AND NOT T_PURE AND NOT T_HOT)
     tessera_use_pch(test_${name})
   endif()
-  add_test(NAME ${name} COMMAND test_${name} --gtest_brief=1)
+  set(command $<TARGET_FILE:test_${name}> --gtest_brief=1)
+  if(T_AT_ONCE)
+    list(PREPEND command ${CMAKE_SOURCE_DIR}/tests/at_once ${T_AT_ONCE})
+  endif()
+  add_test(NAME ${name} COMMAND ${command})
   set_tests_properties(${name} PROPERTIES TIMEOUT ${T_TIMEOUT} LABELS "${T_LABELS}")
   if("dist" IN_LIST T_LABELS AND NOT T_BESIDE)
     # Its ranks share the cores already: nothing else runs beside it.

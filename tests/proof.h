@@ -2,6 +2,7 @@
 // NAME all of it, in one sitting or in several. Next: pairwise.h.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <string>
@@ -50,6 +51,18 @@ inline std::vector<Choice> cases(const std::vector<std::size_t>& sizes, const Is
                                  std::uint32_t seed) {
   return full_proof() ? part_of_proof().of(product(sizes, is_valid))
                       : pairwise(sizes, is_valid, seed);
+}
+
+/// Of the list that each of several `cases` goes through, what `one` of them has in ./test: every `parts`th, from
+/// another one on than its neighbours, which have all of the list together.
+template <class Item, class Case>
+std::vector<Item> in_turn(const std::vector<Item>& all, std::size_t parts,
+                          const std::vector<Case>& cases, const Case& one) {
+  if (full_proof()) return all;
+  std::vector<Item> some;
+  const auto number = static_cast<std::size_t>(std::ranges::find(cases, one) - cases.begin());
+  for (std::size_t i = number % parts; i < all.size(); i += parts) some.push_back(all[i]);
+  return some;
 }
 
 }  // namespace tessera::test

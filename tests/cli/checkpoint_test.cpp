@@ -6,10 +6,10 @@
 #include <random>
 #include <thread>
 
-#include "cli/process.h"
 #include "cli/same_bits.h"
 #include "cli/saving_run.h"
 #include "proof.h"
+#include "support/process.h"
 
 namespace tessera::cli::checkpoint_test {
 namespace {
@@ -29,12 +29,12 @@ bool gone(const std::map<int, pid_t>& ranks) {
 constexpr int kSteps = 300;
 constexpr int kInterval = 5;
 
-/// A run that is killed again and again, and goes on where the last one was stopped; one that
-/// reaches its end is compared with the undisturbed one and begun anew.
+/// A run that is killed again and again, within `span` of its start, and goes on where the last one
+/// was stopped; one that reaches its end is compared with the undisturbed one and begun anew.
 class KilledAgain {
  public:
-  KilledAgain(const TemporaryFolder& undisturbed, unsigned seed)
-      : undisturbed_(undisturbed), seed_(seed), random_(seed) {
+  KilledAgain(const TemporaryFolder& undisturbed, milliseconds span, unsigned seed)
+      : undisturbed_(undisturbed), span_(span), seed_(seed), random_(seed) {
     write_small_run(folder_);
   }
 
@@ -51,7 +51,7 @@ class KilledAgain {
 
  private:
   void kill_once(bool all) {
-    const auto moment = milliseconds(random_() % 2000);
+    const auto moment = milliseconds(random_() % static_cast<unsigned>(span_.count()));
     SCOPED_TRACE((all ? "all after " : "one rank after ") + std::to_string(moment.count()) + " ms");
     Process run(folder_.path(), two_ranks("run", kSteps, kInterval));
     const auto pids = run.wait_for_ranks(2);
@@ -81,21 +81,26 @@ class KilledAgain {
 
   const TemporaryFolder& undisturbed_;
   const TemporaryFolder folder_;
+  const milliseconds span_;
   unsigned seed_;
   std::mt19937 random_;
   int with_checkpoint_ = 0;
 };
 
 // 40 times everything is killed, 20 times one rank, from the start of the processes into the steps
-// and the writing. Two runs at a time: half of it is waiting.
+// and the writing, however long that takes here. Two runs at a time: half of it is waiting.
 TEST(KilledRun, GoesOnWithTheBitsOfTheUndisturbedRun) {
   const int kills = test::full_proof() ? 300 : 30;  // of each
   const TemporaryFolder folder;
   write_small_run(folder);
+  const auto begin = std::chrono::steady_clock::now();
   Process undisturbed(folder.path(), two_ranks("run", kSteps, kInterval));
+  ASSERT_TRUE(wait_until(kLong, [&] { return store_of(folder, "run").latest().has_value(); }));
+  const auto span =
+      std::chrono::duration_cast<milliseconds>(2 * (std::chrono::steady_clock::now() - begin));
   ASSERT_EQ(undisturbed.wait(kLong), 0) << undisturbed.err();
-  KilledAgain one(folder, 60);
-  KilledAgain other(folder, 61);
+  KilledAgain one(folder, span, 60);
+  KilledAgain other(folder, span, 61);
   {
     const std::jthread beside([&] { EXPECT_NO_THROW(other.kill(kills)); });
     EXPECT_NO_THROW(one.kill(kills));

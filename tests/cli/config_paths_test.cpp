@@ -6,8 +6,8 @@
 #include <random>
 
 #include "cli/byte_model.h"
-#include "cli/process.h"
 #include "cli/program.h"
+#include "support/process.h"
 
 namespace tessera::cli::config_paths_test {
 namespace {

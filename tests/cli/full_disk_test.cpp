@@ -3,9 +3,9 @@
 #include <sched.h>
 #include <sys/mount.h>
 
-#include "cli/process.h"
 #include "cli/same_bits.h"
 #include "cli/saving_run.h"
+#include "support/process.h"
 
 namespace tessera::cli::full_disk_test {
 namespace {

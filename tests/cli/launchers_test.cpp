@@ -6,11 +6,11 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/listening.h"
-#include "cli/process.h"
 #include "cli/program.h"
 #include "cli/spawned_run.h"
 #include "launch/hosts.h"
 #include "proof.h"
+#include "support/process.h"
 
 namespace tessera::cli::launchers_test {
 namespace {

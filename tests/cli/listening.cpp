@@ -9,7 +9,7 @@
 #include <set>
 #include <sstream>
 
-#include "cli/process.h"
+#include "support/process.h"
 
 namespace tessera::cli {
 namespace {

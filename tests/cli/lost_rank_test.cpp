@@ -12,9 +12,9 @@
 #include <thread>
 #include <utility>
 
-#include "cli/process.h"
 #include "cli/program.h"
 #include "proof.h"
+#include "support/process.h"
 
 namespace tessera::cli::lost_rank_test {
 namespace {

@@ -9,9 +9,9 @@
 #include <span>
 
 #include "cli/byte_model.h"
-#include "cli/process.h"
 #include "cli/program.h"
 #include "io/safetensors.h"
+#include "support/process.h"
 #include "train/config/config.h"
 
 namespace tessera::cli::paths_test {

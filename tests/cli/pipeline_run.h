@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
-#include "cli/process.h"
 #include "cli/program.h"
 #include "cli/same_bits.h"
+#include "support/process.h"
 #include "tessera/error.h"
 
 namespace tessera::cli {

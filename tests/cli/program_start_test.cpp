@@ -9,10 +9,10 @@
 #include <sstream>
 
 #include "base/threads/cores.h"
-#include "cli/process.h"
 #include "cli/program.h"
 #include "cli/saving_run.h"
 #include "launch/rank_variables.h"
+#include "support/process.h"
 
 namespace tessera::cli::program_start_test {
 namespace {

@@ -2,10 +2,11 @@
 #include <gmock/gmock.h>
 #include <signal.h>
 
-#include "cli/process.h"
 #include "cli/program.h"
 #include "cli/same_bits.h"
 #include "io/folder.h"
+#include "support/free_port.h"
+#include "support/process.h"
 
 namespace tessera::cli::run_folder_test {
 namespace {
@@ -226,16 +227,21 @@ TEST_F(RunFolder, TorchrunsNextAttemptGoesOnToTheBitsOfTheUndisturbedRun) {
   expect_same_bits(store_of(folder_, run), store_of(folder_, "whole"), kSteps);
 }
 
-// What torchrun sets for its attempts at one job; no folder is named.
+/// What torchrun sets for its attempts at one job.
+std::string attempt_of(const std::string& job, int number) {
+  static const std::string port = std::to_string(test::free_port());
+  return "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=" + port +
+         " TORCHELASTIC_RUN_ID=" + job + " TORCHELASTIC_RESTART_COUNT=" + std::to_string(number);
+}
+
+// No folder is named.
 TEST(RestartedRun, GoesOnInTheFolderOfTheAttemptBefore) {
   const TemporaryFolder folder;
   write_small_run(folder);
   const auto attempt = [&](const std::string& run_id, int number, int steps) {
     const auto outcome =
         run_program(folder, {"train", "run.toml", "--training.steps", std::to_string(steps)},
-                    "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29999 "
-                    "TORCHELASTIC_RUN_ID=" +
-                        run_id + " TORCHELASTIC_RESTART_COUNT=" + std::to_string(number));
+                    attempt_of(run_id, number));
     EXPECT_EQ(outcome.code, 0) << outcome.err;
     return outcome.err;
   };
@@ -261,9 +267,7 @@ TEST(RestartedRun, IsRefusedWhereItsFolderCannotBeNoted) {
   const TemporaryFolder folder;
   write_small_run(folder);
   const auto first_attempt = [&] {
-    return run_program(folder, {"train", "run.toml"},
-                       "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29999 "
-                       "TORCHELASTIC_RUN_ID=a TORCHELASTIC_RESTART_COUNT=0");
+    return run_program(folder, {"train", "run.toml"}, attempt_of("a", 0));
   };
   ASSERT_EQ(first_attempt().code, 0);
   const fs::path note = fs::directory_iterator(folder / "outputs/.restarts")->path();
@@ -283,9 +287,7 @@ TEST(RestartedRun, LoadStepIsForTheFirstAttempt) {
                        {"train", "run.toml", "--job.dump_folder", "run", "--checkpoint.interval",
                         "1", "--training.steps", std::to_string(steps), "--checkpoint.load_step",
                         std::to_string(load_step)},
-                       "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29999 "
-                       "TORCHELASTIC_RUN_ID=" +
-                           job + " TORCHELASTIC_RESTART_COUNT=" + std::to_string(number));
+                       attempt_of(job, number));
   };
   const auto expect_resumed = [&](const Outcome& outcome, const std::string& step) {
     EXPECT_EQ(outcome.code, 0) << outcome.err;

@@ -4,7 +4,7 @@
 #include <chrono>
 #include <string>
 
-#include "cli/process.h"
+#include "support/process.h"
 
 namespace tessera::cli {
 

@@ -6,8 +6,8 @@
 #include <cstdlib>
 
 #include "cli/listening.h"
-#include "cli/process.h"
 #include "cli/spawned_run.h"
+#include "support/process.h"
 
 namespace tessera::cli::several_hosts_test {
 namespace {

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "cli/golden_run.h"
-#include "cli/process.h"
+#include "support/process.h"
 
 namespace tessera::cli {
 

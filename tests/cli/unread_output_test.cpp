@@ -16,10 +16,10 @@
 #include <vector>
 
 #include "base/environment.h"
-#include "cli/process.h"
 #include "cli/same_bits.h"
 #include "cli/saving_run.h"
 #include "proof.h"
+#include "support/process.h"
 
 namespace tessera::cli::unread_output_test {
 namespace {

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "dist/plain.h"
+#include "support/plain.h"
 
 namespace tessera::test {
 

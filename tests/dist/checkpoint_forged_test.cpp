@@ -8,9 +8,9 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 
-#include "dist/ranks.h"
 #include "dist/training_run.h"
 #include "io/checkpoint_folder.h"
+#include "support/ranks.h"
 
 namespace tessera::test::checkpoint_forged_test {
 namespace {

@@ -11,10 +11,10 @@
 #include "base/test_hooks.h"
 #include "checkpoint/saver.h"
 #include "checkpoint/snapshot.h"
-#include "dist/ranks.h"
 #include "dist/training_run.h"
 #include "io/checkpoint_folder.h"
 #include "io/checkpoint_store.h"
+#include "support/ranks.h"
 
 namespace tessera::test::checkpoint_save_test {
 namespace {

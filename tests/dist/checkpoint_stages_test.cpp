@@ -7,10 +7,10 @@
 #include <map>
 
 #include "dist/checkpoint_tensors.h"
-#include "dist/plain.h"
-#include "dist/ranks.h"
 #include "dist/stepped.h"
 #include "io/checkpoint_folder.h"
+#include "support/plain.h"
+#include "support/ranks.h"
 #include "tessera/checkpoint.h"
 #include "unit/io/temporary_folder.h"
 

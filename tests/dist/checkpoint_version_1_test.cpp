@@ -10,9 +10,9 @@
 #include <filesystem>
 
 #include "checkpoint/saver.h"
-#include "dist/plain.h"
-#include "dist/ranks.h"
 #include "io/checkpoint_folder.h"
+#include "support/plain.h"
+#include "support/ranks.h"
 #include "train/resume/resume.h"
 #include "unit/io/temporary_folder.h"
 

@@ -6,10 +6,10 @@
 #include <atomic>
 #include <functional>
 
-#include "dist/plain.h"
-#include "dist/ranks.h"
 #include "dist/training_run.h"
 #include "io/checkpoint_folder.h"
+#include "support/plain.h"
+#include "support/ranks.h"
 #include "train/generate.h"
 #include "train/hf/hf_export.h"
 #include "train/hf/weights.h"

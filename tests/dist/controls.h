@@ -1,10 +1,10 @@
 // What tests of runtime controls share: a chain beside its plain twin, and counts of collectives.
 #pragma once
 
-#include "dist/plain.h"
-#include "dist/quotient.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
+#include "support/plain.h"
+#include "support/quotient.h"
 
 namespace tessera::test {
 

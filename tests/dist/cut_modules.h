@@ -10,8 +10,8 @@
 #include <cstdint>
 
 #include "comm/group.h"
-#include "dist/plain.h"
 #include "layout/local_part.h"
+#include "support/plain.h"
 
 namespace tessera::test {
 

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "dist/ranks.h"
+#include "support/ranks.h"
 #include "tessera/error.h"
 
 namespace tessera::test {

@@ -15,9 +15,9 @@
 #include <vector>
 
 #include "dist/held_bytes.h"
-#include "dist/plain.h"
 #include "nn/grouped_linear.h"
 #include "nn/linear.h"
+#include "support/plain.h"
 
 namespace tessera::test::direct_slots_test {
 namespace {

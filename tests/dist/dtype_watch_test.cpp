@@ -6,8 +6,8 @@
 
 #include <algorithm>
 
-#include "dist/plain.h"
-#include "dist/ranks.h"
+#include "support/plain.h"
+#include "support/ranks.h"
 
 namespace tessera::test::dtype_watch_test {
 namespace {

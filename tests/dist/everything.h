@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "dist/plain.h"
+#include "support/plain.h"
 
 namespace tessera::test {
 

@@ -2,9 +2,9 @@
 
 #include <gtest/gtest.h>
 
-#include "dist/ranks.h"
 #include "moe/experts.h"
 #include "nn/mlp.h"
+#include "support/ranks.h"
 #include "tessera/error.h"
 #include "unit/moe/host_waits.h"
 

@@ -2,7 +2,7 @@
 // end of docs/numerics.md). In bf16, 256 + 1 is 256, so every sum that is kept in it gives 0.
 #include <gtest/gtest.h>
 
-#include "dist/plain.h"
+#include "support/plain.h"
 
 namespace tessera::test::fsdp_accumulation_table_test {
 namespace {

@@ -1,9 +1,9 @@
 // Schedules of accumulation: every step sums its own micro-batches, whatever is deferred.
 #include <gmock/gmock.h>
 
-#include "dist/plain.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
+#include "support/plain.h"
 #include "tessera/clip.h"
 
 namespace tessera::test::fsdp_accumulation_test {

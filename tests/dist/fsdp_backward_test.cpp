@@ -2,10 +2,10 @@
 #include <gmock/gmock.h>
 
 #include "dist/data_layout.h"
-#include "dist/plain.h"
-#include "dist/quotient.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
+#include "support/plain.h"
+#include "support/quotient.h"
 #include "tessera/optim.h"
 
 namespace tessera::test::fsdp_backward_test {

@@ -4,8 +4,8 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include "dist/data_layout.h"
-#include "dist/modules.h"
-#include "dist/quotient.h"
+#include "support/modules.h"
+#include "support/quotient.h"
 #include "tessera/clip.h"
 #include "tessera/group.h"
 #include "tessera/optim.h"

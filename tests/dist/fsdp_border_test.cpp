@@ -3,7 +3,7 @@
 
 #include "dist/body.h"
 #include "dist/data_layout.h"
-#include "dist/plain.h"
+#include "support/plain.h"
 
 namespace tessera::test::fsdp_border_test {
 namespace {

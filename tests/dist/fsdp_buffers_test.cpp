@@ -5,8 +5,8 @@
 
 #include <limits>
 
-#include "dist/plain.h"
-#include "dist/ranks.h"
+#include "support/plain.h"
+#include "support/ranks.h"
 #include "tessera/state_dict.h"
 
 namespace tessera::test::fsdp_buffers_test {

@@ -2,9 +2,9 @@
 // in silence: dtypes that meet in one module, in one bucket, in one gradient, in two tied tensors.
 #include <gmock/gmock.h>
 
-#include "dist/plain.h"
 #include "dist/wide_gradient.h"
 #include "grad/torch_dtype.h"
+#include "support/plain.h"
 
 namespace tessera::test::fsdp_contract_test {
 namespace {

@@ -1,11 +1,11 @@
 // Deferred weight gradients: a unit waits for what was promised, and what is left over is named.
 #include <gmock/gmock.h>
 
-#include "dist/plain.h"
-#include "dist/quotient.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "grad/leaf.h"
+#include "support/plain.h"
+#include "support/quotient.h"
 #include "tessera/clip.h"
 #include "tessera/optim.h"
 

@@ -3,8 +3,8 @@
 #include <gmock/gmock.h>
 
 #include "dist/data_layout.h"
-#include "dist/plain.h"
-#include "dist/quotient.h"
+#include "support/plain.h"
+#include "support/quotient.h"
 
 namespace tessera::test::fsdp_dropped_test {
 namespace {

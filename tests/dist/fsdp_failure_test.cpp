@@ -4,9 +4,9 @@
 
 #include <thread>
 
-#include "dist/plain.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
+#include "support/plain.h"
 #include "tessera/clip.h"
 #include "tessera/optim.h"
 

@@ -3,11 +3,11 @@
 
 #include <algorithm>
 
-#include "dist/plain.h"
-#include "dist/ranks.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "grad/torch_dtype.h"
+#include "support/plain.h"
+#include "support/ranks.h"
 #include "tessera/clip.h"
 #include "tessera/trainable.h"
 

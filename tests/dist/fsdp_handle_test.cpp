@@ -3,8 +3,8 @@
 #include <torch/nn/modules/container/functional.h>
 #include <torch/nn/modules/container/sequential.h>
 
-#include "dist/plain.h"
 #include "fsdp/runtime/unit.h"
+#include "support/plain.h"
 
 namespace tessera::test::fsdp_handle_test {
 namespace {

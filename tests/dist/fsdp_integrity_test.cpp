@@ -3,8 +3,8 @@
 // for ever.
 #include <gmock/gmock.h>
 
-#include "dist/plain.h"
-#include "dist/ranks.h"
+#include "support/plain.h"
+#include "support/ranks.h"
 
 namespace tessera::test::fsdp_integrity_test {
 namespace {

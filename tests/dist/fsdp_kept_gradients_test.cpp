@@ -2,10 +2,10 @@
 // write to. Beside it PyTorch's unsharded answer: a gradient that stands is added to in place.
 #include <gmock/gmock.h>
 
-#include "dist/plain.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "grad/torch_dtype.h"
+#include "support/plain.h"
 #include "tessera/clip.h"
 
 namespace tessera::test::fsdp_kept_gradients_test {

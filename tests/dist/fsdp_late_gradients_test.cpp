@@ -5,8 +5,8 @@
 
 #include <cmath>
 
-#include "dist/plain.h"
 #include "dist/wide_gradient.h"
+#include "support/plain.h"
 
 namespace tessera::test::fsdp_late_gradients_test {
 namespace {

@@ -7,7 +7,7 @@
 
 #include <sstream>
 
-#include "dist/plain.h"
+#include "support/plain.h"
 #include "tessera/state_dict.h"
 
 namespace tessera::test::fsdp_library_test {

@@ -6,9 +6,9 @@
 #include <latch>
 #include <thread>
 
-#include "dist/plain.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
+#include "support/plain.h"
 #include "tessera/clip.h"
 #include "tessera/optim.h"
 

@@ -2,10 +2,10 @@
 #include <gmock/gmock.h>
 #include <torch/optim/adamw.h>
 
-#include "dist/plain.h"
 #include "fsdp/optim/optimizer_shards.h"
 #include "fsdp/runtime/unit.h"
 #include "kernels/kernels.h"
+#include "support/plain.h"
 #include "tessera/clip.h"
 #include "tessera/optim.h"
 

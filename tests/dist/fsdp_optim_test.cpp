@@ -9,9 +9,9 @@
 #include <cmath>
 #include <limits>
 
-#include "dist/plain.h"
 #include "fsdp/optim/optimizer_registry.h"
 #include "fsdp/runtime/unit.h"
+#include "support/plain.h"
 #include "tessera/clip.h"
 #include "tessera/optim.h"
 

@@ -4,9 +4,9 @@
 
 #include "base/test_hooks.h"
 #include "comm/queue.h"
-#include "dist/plain.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
+#include "support/plain.h"
 #include "tessera/optim.h"
 
 namespace tessera::test::fsdp_order_test {

@@ -5,9 +5,9 @@
 #include <limits>
 
 #include "dist/data_layout.h"
-#include "dist/plain.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
+#include "support/plain.h"
 #include "tessera/clip.h"
 #include "tessera/dtype_watch.h"
 #include "tessera/grad_scaler.h"

@@ -5,9 +5,9 @@
 #include <functional>
 
 #include "dist/data_layout.h"
-#include "dist/plain.h"
-#include "dist/quotient.h"
 #include "fsdp/runtime/unit.h"
+#include "support/plain.h"
+#include "support/quotient.h"
 #include "tessera/optim.h"
 
 namespace tessera::test::fsdp_parameters_test {

@@ -3,7 +3,7 @@
 #include <gmock/gmock.h>
 
 #include "dist/kept_product.h"
-#include "dist/plain.h"
+#include "support/plain.h"
 
 namespace tessera::test::fsdp_recompute_calls_test {
 namespace {

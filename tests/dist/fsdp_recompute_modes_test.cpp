@@ -3,9 +3,9 @@
 
 #include "dist/held_bytes.h"
 #include "dist/kept_product.h"
-#include "dist/plain.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
+#include "support/plain.h"
 #include "tessera/optim.h"
 
 namespace tessera::test::fsdp_recompute_modes_test {

@@ -3,9 +3,9 @@
 #include <gmock/gmock.h>
 
 #include "dist/data_layout.h"
-#include "dist/plain.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
+#include "support/plain.h"
 #include "tessera/optim.h"
 
 namespace tessera::test::fsdp_recompute_test {

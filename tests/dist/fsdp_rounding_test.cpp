@@ -5,9 +5,9 @@
 #include <atomic>
 
 #include "base/test_hooks.h"
-#include "dist/plain.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
+#include "support/plain.h"
 
 namespace tessera::test::fsdp_rounding_test {
 namespace {

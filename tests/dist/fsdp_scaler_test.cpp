@@ -4,9 +4,9 @@
 #include <cmath>
 #include <limits>
 
-#include "dist/plain.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
+#include "support/plain.h"
 #include "tessera/clip.h"
 #include "tessera/grad_scaler.h"
 
@@ -162,10 +162,6 @@ TEST(GradScaler, Float16GradientsHaveTheSameBitsAtEveryScaleThatHoldsThem) {
       }
     }
   });
-}
-
-double relative_error(const at::Tensor& found, const at::Tensor& expected) {
-  return ((found.to(at::kDouble) - expected).norm() / expected.norm()).item<double>();
 }
 
 // Naive: without a scale gradients of 1e-7 vanish or keep two or three bits.

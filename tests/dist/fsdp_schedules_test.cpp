@@ -7,7 +7,7 @@
 #include <atomic>
 
 #include "dist/controls.h"
-#include "dist/quotient.h"
+#include "support/quotient.h"
 
 namespace tessera::test::fsdp_schedules_test {
 namespace {

@@ -1,8 +1,8 @@
 // set_trainable: what it refuses before anything moves, and what it does beside other controls.
 #include <gmock/gmock.h>
 
-#include "dist/plain.h"
 #include "dist/trainable_changes.h"
+#include "support/plain.h"
 #include "tessera/clip.h"
 #include "tessera/grad_scaler.h"
 #include "tessera/optim.h"

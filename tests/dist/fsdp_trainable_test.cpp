@@ -5,10 +5,10 @@
 
 #include <mutex>
 
-#include "dist/plain.h"
-#include "dist/quotient.h"
 #include "dist/trainable_changes.h"
 #include "fsdp/runtime/unit.h"
+#include "support/plain.h"
+#include "support/quotient.h"
 #include "tessera/optim.h"
 #include "tessera/trainable.h"
 

@@ -1,8 +1,8 @@
 // What a call of a unit casts: its inputs, its outputs, and what ranks agree on about that.
 #include <gmock/gmock.h>
 
-#include "dist/plain.h"
-#include "dist/ranks.h"
+#include "support/plain.h"
+#include "support/ranks.h"
 
 namespace tessera::test::fsdp_units_test {
 namespace {

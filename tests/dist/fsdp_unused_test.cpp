@@ -2,9 +2,9 @@
 #include <gmock/gmock.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "dist/plain.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
+#include "support/plain.h"
 #include "tessera/optim.h"
 
 namespace tessera::test::fsdp_unused_test {

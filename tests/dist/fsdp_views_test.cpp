@@ -1,7 +1,7 @@
 // Parameters that lie in one storage: views of one flat tensor, as fused initialisers make them.
 #include <gmock/gmock.h>
 
-#include "dist/plain.h"
+#include "support/plain.h"
 
 namespace tessera::test::fsdp_views_test {
 namespace {

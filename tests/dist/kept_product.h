@@ -4,7 +4,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "dist/modules.h"
+#include "support/modules.h"
 #include "tessera/recompute.h"
 
 namespace tessera::test {

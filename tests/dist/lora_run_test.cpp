@@ -6,11 +6,11 @@
 #include <map>
 
 #include "dist/checkpoint_tensors.h"
-#include "dist/ranks.h"
 #include "dist/training_run.h"
 #include "io/checkpoint_folder.h"
 #include "models/adapters.h"
 #include "models/model_spec.h"
+#include "support/ranks.h"
 #include "tessera/shard.h"
 #include "train/resume/resume.h"
 

@@ -8,7 +8,7 @@
 #include <cmath>
 #include <random>
 
-#include "dist/plain.h"
+#include "support/plain.h"
 
 namespace tessera::test::loss_scale_test {
 namespace {

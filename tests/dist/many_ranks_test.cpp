@@ -7,10 +7,10 @@
 #include <future>
 
 #include "comm/group.h"
-#include "dist/modules.h"
-#include "dist/quotient.h"
 #include "launch/failure_watch.h"
 #include "proof.h"
+#include "support/modules.h"
+#include "support/quotient.h"
 #include "tessera/clip.h"
 #include "tessera/error.h"
 #include "tessera/optim.h"

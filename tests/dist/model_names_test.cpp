@@ -13,9 +13,9 @@
 
 #include "base/text/wildcard.h"
 #include "dist/checkpoint_tensors.h"
-#include "dist/plain.h"
-#include "dist/ranks.h"
 #include "dist/stepped.h"
+#include "support/plain.h"
+#include "support/ranks.h"
 #include "tessera/checkpoint.h"
 #include "tessera/state_dict.h"
 #include "tessera/trainable.h"

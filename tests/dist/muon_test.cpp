@@ -15,10 +15,10 @@
 #include <string>
 #include <vector>
 
-#include "dist/plain.h"
-#include "dist/ranks.h"
 #include "fsdp/optim/optimizer_registry.h"
 #include "fsdp/optim/orthogonalize.h"
+#include "support/plain.h"
+#include "support/ranks.h"
 #include "tessera/optim.h"
 #include "tessera/shard.h"
 

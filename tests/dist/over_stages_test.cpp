@@ -3,10 +3,10 @@
 #include <gmock/gmock.h>
 
 #include "base/hash.h"
-#include "dist/plain.h"
-#include "dist/ranks.h"
 #include "fsdp/handle.h"
 #include "grad/torch_dtype.h"
+#include "support/plain.h"
+#include "support/ranks.h"
 #include "train/gradients.h"
 #include "train/plan_of_run.h"
 

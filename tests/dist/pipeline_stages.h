@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "dist/ranks.h"
+#include "support/ranks.h"
 #include "tessera/pipeline.h"
 
 namespace tessera::test {

@@ -1,5 +1,5 @@
 // What tests compare with: two tensors are the same where their bits are.
-#include "dist/ranks.h"
+#include "support/ranks.h"
 
 #include <gmock/gmock.h>
 

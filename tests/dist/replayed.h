@@ -10,11 +10,11 @@
 #include <utility>
 #include <vector>
 
-#include "dist/plain.h"
 #include "grad/region.h"
 #include "nn/linear.h"
 #include "nn/mlp.h"
 #include "nn/rms_norm.h"
+#include "support/plain.h"
 #include "tessera/compile.h"
 #include "tessera/trainable.h"
 

@@ -10,10 +10,10 @@
 #include <utility>
 #include <vector>
 
-#include "dist/plain.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "nn/linear.h"
+#include "support/plain.h"
 #include "tessera/step_scope.h"
 
 namespace tessera::test {

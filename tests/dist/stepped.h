@@ -4,8 +4,8 @@
 #include <cstdint>
 
 #include "base/hash.h"
-#include "dist/plain.h"
 #include "grad/torch_dtype.h"
+#include "support/plain.h"
 #include "tessera/optim.h"
 #include "tessera/state_dict.h"
 

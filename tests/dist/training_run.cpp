@@ -3,32 +3,14 @@
 #include <ATen/Parallel.h>
 
 #include <fstream>
-#include <iostream>
 #include <iterator>
-#include <sstream>
 
 #include "base/log.h"
-#include "dist/ranks.h"
+#include "support/quiet_output.h"
+#include "support/ranks.h"
 #include "train/config/config_resolve.h"
 
 namespace tessera::test {
-namespace {
-
-/// Step lines of runs are not what a test says.
-class QuietOutput {
- public:
-  QuietOutput() : before_(std::cout.rdbuf(swallowed_.rdbuf())) {}
-  ~QuietOutput() { std::cout.rdbuf(before_); }
-  QuietOutput(const QuietOutput&) = delete;
-  QuietOutput& operator=(const QuietOutput&) = delete;
-
- private:
-  std::ostringstream swallowed_;
-  std::streambuf* before_;
-};
-
-}  // namespace
-
 train::Config small_run(const testing::TemporaryFolder& folder) {
   const auto model = folder.write("model.json", R"({"architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,

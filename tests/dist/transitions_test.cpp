@@ -11,7 +11,7 @@
 
 #include <cmath>
 
-#include "dist/ranks.h"
+#include "support/ranks.h"
 #include "tessera/error.h"
 
 namespace tessera::parallel::transitions_test {

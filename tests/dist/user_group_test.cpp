@@ -5,8 +5,8 @@
 #include <atomic>
 
 #include "dist/drawn_calls.h"
-#include "dist/plain.h"
-#include "dist/quotient.h"
+#include "support/plain.h"
+#include "support/quotient.h"
 #include "tessera/group.h"
 
 namespace tessera::test::user_group_test {

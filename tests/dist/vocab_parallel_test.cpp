@@ -6,9 +6,9 @@
 #include <optional>
 
 #include "base/test_hooks.h"
-#include "dist/ranks.h"
 #include "nn/embedding.h"
 #include "nn/loss.h"
+#include "support/ranks.h"
 #include "tessera/error.h"
 #include "unit/nn/left_out.h"
 

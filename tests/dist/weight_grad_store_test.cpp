@@ -2,12 +2,12 @@
 // owed is named.
 #include <gmock/gmock.h>
 
-#include "dist/plain.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "nn/grouped_linear.h"
 #include "nn/linear.h"
 #include "nn/parameter.h"
+#include "support/plain.h"
 #include "tessera/clip.h"
 
 namespace tessera::test::weight_grad_store_test {

@@ -142,8 +142,7 @@ TEST_P(GoldenBFloat16, StorageAsInTheFileTrainsWithTheBitsOfFloat32Storage) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Dense, GoldenBFloat16, ::testing::ValuesIn(kFolders),
-                         [](const auto& each) { return test_name(each.param); });
+INSTANTIATE_TEST_SUITE_P(Dense, GoldenBFloat16, ::testing::ValuesIn(kFolders), folder_name);
 
 }  // namespace
 }  // namespace tessera::golden::bfloat16_test

@@ -3,8 +3,8 @@
 #include <iterator>
 #include <map>
 
-#include "dist/place.h"
 #include "golden/model_folder.h"
+#include "support/place.h"
 #include "tessera/error.h"
 #include "train/hf/model_source.h"
 #include "unit/train/parallel_degrees.h"

@@ -111,8 +111,7 @@ TEST_P(FamilyTraining, AnotherWeightOfWhatEvensOutExpertsIsFarOutside) {
   RecordProperty("distance", concat(distance, " spreads"));
 }
 
-INSTANTIATE_TEST_SUITE_P(Later, FamilyTraining, ::testing::ValuesIn(kLaterFamilies),
-                         [](const auto& each) { return test_name(each.param); });
+INSTANTIATE_TEST_SUITE_P(Later, FamilyTraining, ::testing::ValuesIn(kLaterFamilies), folder_name);
 
 }  // namespace
 }  // namespace tessera::golden::family_training_test

@@ -11,8 +11,8 @@
 #include <sstream>
 #include <utility>
 
-#include "dist/ranks.h"
 #include "golden/model_folder.h"
+#include "support/ranks.h"
 #include "tessera/error.h"
 
 namespace tessera::golden::faults_test {
@@ -175,7 +175,7 @@ std::vector<std::string> more(const std::vector<std::string>& all,
 }
 
 TEST(InjectedFaults, TheTableOfTheDocumentationIsThisList) {
-  const auto page = read_text(data_folder("../../../docs/layouts.md"));
+  const auto page = read_text(TESSERA_SOURCE "/docs/layouts.md");
   ASSERT_NE(page.find("\n## Injected faults\n"), std::string::npos);
   auto found = table_of(page, "Injected faults");
   std::vector<std::string> rows;

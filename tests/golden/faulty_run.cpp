@@ -10,10 +10,10 @@
 #include <utility>
 
 #include "base/test_hooks.h"
-#include "dist/ranks.h"
 #include "golden/model_folder.h"
 #include "models/expert_bias.h"
 #include "nn/parameter.h"
+#include "support/ranks.h"
 #include "tessera/clip.h"
 #include "tessera/error.h"
 #include "train/data/data.h"

@@ -115,7 +115,7 @@ TEST_P(GoldenFloat16, StepsAreLeftOutUntilTheScaleFits) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Dense, GoldenFloat16, ::testing::Values("qwen3-fp32", "llama-mixed"),
-                         [](const auto& each) { return test_name(each.param); });
+                         folder_name);
 
 }  // namespace
 }  // namespace tessera::golden::float16_test

@@ -7,11 +7,11 @@
 
 #include <algorithm>
 
-#include "dist/ranks.h"
 #include "golden/layouts.h"
 #include "golden/model_folder.h"
 #include "io/safetensors.h"
 #include "models/language_model.h"
+#include "support/ranks.h"
 #include "train/data/data.h"
 #include "train/hf/hf_export.h"
 #include "train/hf/weights.h"
@@ -222,8 +222,7 @@ TEST_P(GoldenGemma4, SavedAndExportedBuffersHaveTheBitsOfTheFileAlsoAfterAResump
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Folders, GoldenGemma4, ::testing::ValuesIn(kGemmaFolders),
-                         [](const auto& each) { return test_name(each.param); });
+INSTANTIATE_TEST_SUITE_P(Folders, GoldenGemma4, ::testing::ValuesIn(kGemmaFolders), folder_name);
 
 // Batches that do not fit.
 

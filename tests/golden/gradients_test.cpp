@@ -8,8 +8,8 @@
 // One exception: a tied weight has two uses a row, which arrive one by one. One rank adds all four
 // in turn, ((head0 + embedding0) + head1) + embedding1; several ranks add the pairs first.
 //
-// Of layouts and forms of the folder ./test has a pairwise part, all of them under
-// `scripts/full golden`.
+// Of layouts and forms of the folder ./test has half of a pairwise part, another one for each folder;
+// all of them are under `scripts/full golden`.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -73,7 +73,7 @@ TEST_P(GoldenGradients, EveryLayoutIsWithinTheBoundsAndOneRowAForwardAlwaysHasTh
   const auto by_row = gradients({.ranks = 2});
   const auto by_row_on_one = gradients({.ranks = 1, .micro_batches = MicroBatches::kOneRow});
   expect_same_row_sums(by_row_on_one, by_row, reference().tied());
-  for (const auto& each : grid(GetParam())) {
+  for (const auto& each : test::in_turn(grid(GetParam()), 2, all_folders(), GetParam())) {
     SCOPED_TRACE(to_string(each));
     const auto found = gradients(each.layout, each.spelling, each.files);
     expect_within_bounds(found, reference());
@@ -155,18 +155,7 @@ TEST(GoldenCheckDtypes, AnEmbeddingInFloat32IsFoundWhereItsResultArrives) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Dense, GoldenGradients, ::testing::ValuesIn(kFolders),
-                         [](const auto& each) { return test_name(each.param); });
-INSTANTIATE_TEST_SUITE_P(DeepseekV2, GoldenGradients, ::testing::ValuesIn(kDeepseekFolders),
-                         [](const auto& each) { return test_name(each.param); });
-INSTANTIATE_TEST_SUITE_P(Gemma4, GoldenGradients, ::testing::ValuesIn(kGemmaFolders),
-                         [](const auto& each) { return test_name(each.param); });
-INSTANTIATE_TEST_SUITE_P(SharedExperts, GoldenGradients, ::testing::ValuesIn(kSharedExpertFolders),
-                         [](const auto& each) { return test_name(each.param); });
-INSTANTIATE_TEST_SUITE_P(Gpt2, GoldenGradients, ::testing::ValuesIn(kGpt2Folders),
-                         [](const auto& each) { return test_name(each.param); });
-INSTANTIATE_TEST_SUITE_P(Moe, GoldenGradients, ::testing::ValuesIn(kMoeFolders),
-                         [](const auto& each) { return test_name(each.param); });
+INSTANTIATE_TEST_SUITE_P(Folders, GoldenGradients, ::testing::ValuesIn(all_folders()), folder_name);
 
 }  // namespace
 }  // namespace tessera::golden::gradients_test

@@ -22,7 +22,7 @@ TEST_P(ImposedRouting, OfTheSameChoiceChangesNoBit) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Folders, ImposedRouting, ::testing::ValuesIn(folders_with_experts()),
-                         [](const auto& each) { return test_name(each.param); });
+                         folder_name);
 
 }  // namespace
 }  // namespace tessera::golden::imposed_routing_test

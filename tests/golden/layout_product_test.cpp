@@ -122,8 +122,7 @@ TEST_P(LayoutProduct, EveryGradientIsTransformers) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Families, LayoutProduct, ::testing::ValuesIn(kFamilies),
-                         [](const auto& each) { return test_name(each.param); });
+INSTANTIATE_TEST_SUITE_P(Families, LayoutProduct, ::testing::ValuesIn(kFamilies), folder_name);
 
 // ------------------------------------------------------------------------ later families
 
@@ -188,8 +187,7 @@ TEST_P(LaterProduct, EveryGradientIsTransformers) {
   EXPECT_GT(met, 0U);
 }
 
-INSTANTIATE_TEST_SUITE_P(Families, LaterProduct, ::testing::ValuesIn(kLaterFamilies),
-                         [](const auto& each) { return test_name(each.param); });
+INSTANTIATE_TEST_SUITE_P(Families, LaterProduct, ::testing::ValuesIn(kLaterFamilies), folder_name);
 
 }  // namespace
 }  // namespace tessera::golden::layout_product_test

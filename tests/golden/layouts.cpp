@@ -6,15 +6,14 @@
 
 #include <algorithm>
 #include <fstream>
-#include <iostream>
 #include <mutex>
-#include <sstream>
 #include <utility>
 
-#include "dist/ranks.h"
 #include "golden/model_folder.h"
 #include "io/safetensors.h"
 #include "models/description.h"
+#include "support/quiet_output.h"
+#include "support/ranks.h"
 #include "tessera/shard.h"
 #include "train/gradients.h"
 #include "train/parallelize.h"
@@ -24,19 +23,6 @@ namespace {
 
 constexpr const char* kTiedNames[] = {"model.embed_tokens.weight",
                                       "model.language_model.embed_tokens.weight", "wte.weight"};
-
-/// Step lines of runs are not what a test says.
-class QuietOutput {
- public:
-  QuietOutput() : before_(std::cout.rdbuf(swallowed_.rdbuf())) {}
-  ~QuietOutput() { std::cout.rdbuf(before_); }
-  QuietOutput(const QuietOutput&) = delete;
-  QuietOutput& operator=(const QuietOutput&) = delete;
-
- private:
-  std::ostringstream swallowed_;
-  std::streambuf* before_;
-};
 
 /// Parameters that stack several tensors of the files, as these.
 Tensors as_in_files(const std::vector<models::ParameterSpec>& table, Tensors parameters) {
@@ -56,7 +42,7 @@ Tensors as_in_files(const std::vector<models::ParameterSpec>& table, Tensors par
 
 /// One thread a rank: how many there are must not decide how sums are split.
 void on_ranks(const Layout& layout, const std::function<void(World&)>& body) {
-  const QuietOutput quiet;
+  const test::QuietOutput quiet;
   test::ranks(layout.ranks, layout.backend).run([&](World& world) {
     at::set_num_threads(1);
     body(world);

@@ -1,5 +1,6 @@
 // Adapters beside layers that ranks share: their gradients are those of one rank, which peft has
-// computed too (lora_test.py).
+// computed too (lora_test.py). In ./test a third of the layouts for each family, all of them under
+// `scripts/full golden`.
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -13,6 +14,7 @@
 #include "golden/degrees.h"
 #include "golden/model_folder.h"
 #include "models/adapters.h"
+#include "proof.h"
 #include "train/hf/hf_export.h"
 #include "train/hf/model_source.h"
 #include "train/hf/weights.h"
@@ -81,9 +83,33 @@ std::filesystem::path trained_adapters(const std::string& folder, double dropout
   return config.checkpoint.folder / std::filesystem::path("step-3");
 }
 
+const std::vector<std::string> kAdapted{"llama-fp32",       "qwen3-moe-fp32",   "gpt-oss-fp32",
+                                        "deepseek-v2-fp32", "deepseek-v3-fp32", "glm4-moe-fp32",
+                                        "llama4-text-fp32", "gemma4-fp32",      "mixtral-fp32",
+                                        "olmo2-fp32",       "gemma3-text-fp32"};
+
+void expect_near(const Gradients& found, const Gradients& expected) {
+  EXPECT_NEAR(found.loss, expected.loss, kLossBound);
+  ASSERT_EQ(found.by_name.size(), expected.by_name.size());
+  for (const auto& [name, gradient] : expected.by_name) {
+    ASSERT_TRUE(found.by_name.contains(name)) << name;
+    EXPECT_LT(relative_error(found.by_name.at(name), gradient), kGradientBound) << name;
+  }
+}
+
 class LoraLayouts : public ::testing::TestWithParam<std::string> {
  protected:
   std::vector<Degrees> layouts() const {
+    return test::in_turn(all_layouts(), 3, kAdapted, GetParam());
+  }
+  Gradients gradients(const std::filesystem::path& adapters, const Degrees& degrees) const {
+    auto config = config_for(GetParam(), degrees);
+    config.model.path = adapters;
+    return run_gradients(config, layout_of(degrees), Reference::of(GetParam()).batches());
+  }
+
+ private:
+  std::vector<Degrees> all_layouts() const {
     std::vector<Degrees> all{{.tp = 2},
                              {.tp = 2, .sequence = false},
                              {.tp = 4},
@@ -106,12 +132,7 @@ class LoraLayouts : public ::testing::TestWithParam<std::string> {
 
 TEST_P(LoraLayouts, GradientsOfAdaptersAreThoseOfOneRank) {
   const auto adapters = trained_adapters(GetParam());
-  const auto run = [&](const Degrees& degrees) {
-    auto config = config_for(GetParam(), degrees);
-    config.model.path = adapters;
-    return run_gradients(config, layout_of(degrees), Reference::of(GetParam()).batches());
-  };
-  const auto expected = run({});
+  const auto expected = gradients(adapters, {});
   const double logits_bound = Reference::of(GetParam()).logits_bound();
   EXPECT_GT(
       (expected.logits - Reference::of(GetParam()).result("logits")).abs().max().item<double>(),
@@ -123,23 +144,13 @@ TEST_P(LoraLayouts, GradientsOfAdaptersAreThoseOfOneRank) {
   }
   for (const Degrees& degrees : layouts()) {
     SCOPED_TRACE(to_string(degrees));
-    const auto found = run(degrees);
-    EXPECT_NEAR(found.loss, expected.loss, kLossBound);
+    const auto found = gradients(adapters, degrees);
     EXPECT_LT((found.logits - expected.logits).abs().max().item<double>(), logits_bound);
-    ASSERT_EQ(found.by_name.size(), expected.by_name.size());
-    for (const auto& [name, gradient] : expected.by_name) {
-      ASSERT_TRUE(found.by_name.contains(name)) << name;
-      EXPECT_LT(relative_error(found.by_name.at(name), gradient), kGradientBound) << name;
-    }
+    expect_near(found, expected);
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Families, LoraLayouts,
-                         ::testing::Values("llama-fp32", "qwen3-moe-fp32", "gpt-oss-fp32",
-                                           "deepseek-v2-fp32", "deepseek-v3-fp32", "glm4-moe-fp32",
-                                           "llama4-text-fp32", "gemma4-fp32", "mixtral-fp32",
-                                           "olmo2-fp32", "gemma3-text-fp32"),
-                         [](const auto& each) { return test_name(each.param); });
+INSTANTIATE_TEST_SUITE_P(Families, LoraLayouts, ::testing::ValuesIn(kAdapted), folder_name);
 
 TEST(LoraLayoutRefusals, RoutersHaveNoAdaptersAndExpertsNoDropout) {
   const Degrees degrees{.tp = 2, .ep = 2};
@@ -162,21 +173,10 @@ TEST(LoraLayoutRefusals, RoutersHaveNoAdaptersAndExpertsNoDropout) {
 // Naive: every rank of tp drops by columns of its part. Gradients are those of step 1 of training.
 TEST_P(LoraLayouts, DropoutIsThatOfOneRank) {
   const auto adapters = trained_adapters(GetParam(), 0.3);
-  const auto run = [&](const Degrees& degrees) {
-    auto config = config_for(GetParam(), degrees);
-    config.model.path = adapters;
-    return run_gradients(config, layout_of(degrees), Reference::of(GetParam()).batches());
-  };
-  const auto expected = run({});
+  const auto expected = gradients(adapters, {});
   for (const Degrees& degrees : layouts()) {
     SCOPED_TRACE(to_string(degrees));
-    const auto found = run(degrees);
-    EXPECT_NEAR(found.loss, expected.loss, kLossBound);
-    ASSERT_EQ(found.by_name.size(), expected.by_name.size());
-    for (const auto& [name, gradient] : expected.by_name) {
-      ASSERT_TRUE(found.by_name.contains(name)) << name;
-      EXPECT_LT(relative_error(found.by_name.at(name), gradient), kGradientBound) << name;
-    }
+    expect_near(gradients(adapters, degrees), expected);
   }
 }
 
@@ -301,11 +301,7 @@ TEST_P(LoraOfExperts, MicroBatchesAddUpToTheirRowsTogether) {
   };
   const auto expected = run({}, 2, false);
   for (const bool sync_each : {false, true}) {
-    const auto found = run({.tp = 2, .ep = 2}, 1, sync_each);
-    ASSERT_EQ(found.by_name.size(), expected.by_name.size());
-    for (const auto& [name, gradient] : expected.by_name) {
-      EXPECT_LT(relative_error(found.by_name.at(name), gradient), kGradientBound) << name;
-    }
+    expect_near(run({.tp = 2, .ep = 2}, 1, sync_each), expected);
   }
 }
 
@@ -364,7 +360,7 @@ TEST(LoraOfExpertsMerged, ElementsInAnyPartsAreThoseOfTheWholeSum) {
 
 INSTANTIATE_TEST_SUITE_P(Families, LoraOfExperts,
                          ::testing::Values("qwen3-moe-fp32", "gpt-oss-fp32", "llama4-text-fp32"),
-                         [](const auto& each) { return test_name(each.param); });
+                         folder_name);
 
 }  // namespace
 }  // namespace tessera::golden::lora_layouts_test

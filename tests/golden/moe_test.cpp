@@ -38,8 +38,7 @@ TEST_P(GoldenMoe, TheAuxiliaryLossIsAddedWithoutChangingTheReportedLoss) {
   EXPECT_THAT(plain.lines[0], ::testing::Not(HasSubstr("aux_loss")));
 }
 
-INSTANTIATE_TEST_SUITE_P(Folders, GoldenMoe, ::testing::ValuesIn(kMoeFolders),
-                         [](const auto& each) { return test_name(each.param); });
+INSTANTIATE_TEST_SUITE_P(Folders, GoldenMoe, ::testing::ValuesIn(kMoeFolders), folder_name);
 
 class GoldenMoeLoads : public GoldenMoe {
  protected:
@@ -91,7 +90,7 @@ std::vector<std::string> folders_with_loads() {
 }
 
 INSTANTIATE_TEST_SUITE_P(Folders, GoldenMoeLoads, ::testing::ValuesIn(folders_with_loads()),
-                         [](const auto& each) { return test_name(each.param); });
+                         folder_name);
 
 TEST(GoldenMoeErrors, ScoresBeforeTheExpertsOfADenseModelAreRefused) {
   auto config = config_for({.ranks = 1});

@@ -55,8 +55,7 @@ std::vector<std::string> folders() {
   return all;
 }
 
-INSTANTIATE_TEST_SUITE_P(Families, GoldenParallel, ::testing::ValuesIn(folders()),
-                         [](const auto& each) { return test_name(each.param); });
+INSTANTIATE_TEST_SUITE_P(Families, GoldenParallel, ::testing::ValuesIn(folders()), folder_name);
 
 }  // namespace
 }  // namespace tessera::golden::parallel_test

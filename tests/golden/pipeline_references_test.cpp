@@ -1,6 +1,6 @@
 // Pipelines against transformers within its bounds: every folder under every kind of schedule, and
-// the later families beside other axes, a pairwise part in ./test, all of it under `scripts/full
-// families`. Against the same layout without a pipeline: pipeline_test.cpp.
+// the later families beside other axes, a part in ./test, all of it under `scripts/full pipeline` and
+// `families`. Against the same layout without a pipeline: pipeline_test.cpp.
 #include <gtest/gtest.h>
 
 #include <iterator>
@@ -37,14 +37,10 @@ std::vector<std::string> kinds_of_folder(const std::string& folder) {
   return kinds;
 }
 
+// In ./test a third of the kinds for each folder, another one than for its neighbours.
 TEST(PipelineOfReferences, EveryFolderIsTransformersUnderEveryKindThatItHasLayersFor) {
-  std::vector<std::string> folders = kFolders;
-  for (const auto* more :
-       {&kGemmaFolders, &kMoeFolders, &kDeepseekFolders, &kSharedExpertFolders, &kGpt2Folders}) {
-    folders.insert(folders.end(), more->begin(), more->end());
-  }
-  for (const auto& folder : folders) {
-    for (const auto& kind : kinds_of_folder(folder)) {
+  for (const auto& folder : all_folders()) {
+    for (const auto& kind : test::in_turn(kinds_of_folder(folder), 3, all_folders(), folder)) {
       const int micro_batches = kind == "DualPipeV" ? 4 : 2;
       EXPECT_NO_THROW(expect_transformers({folder, kind}, micro_batches));
     }

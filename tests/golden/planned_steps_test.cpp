@@ -24,23 +24,25 @@ struct Family {
 };
 void PrintTo(const Family& family, std::ostream* out) { *out << family.folder; }
 
-const std::vector<Degrees> kDense{{}, {.shard = 2}, {.replicate = 2, .shard = 2}, {.tp = 2}};
-const std::vector<Degrees> kExperts{
-    {.shard = 2, .ep = 2}, {.tp = 2, .ep = 2}, {.shard = 2, .tp = 2}};
+// By turns.
+const std::vector<Degrees> kDense{{}, {.replicate = 2, .shard = 2}};
+const std::vector<Degrees> kDenseToo{{.shard = 2}, {.tp = 2}};
+const std::vector<Degrees> kExperts{{.shard = 2, .ep = 2}, {.shard = 2, .tp = 2}};
+const std::vector<Degrees> kExpertsToo{{.tp = 2, .ep = 2}};
 const Degrees kReplicatedExperts{.replicate = 2, .shard = 2, .ep = 2};
 
 std::vector<Family> families() {
   std::vector<Family> all{{"qwen3-fp32", kDense},
-                          {"llama-mixed", kDense},
+                          {"llama-mixed", kDenseToo},
                           {"qwen2-mixed", kDense},
-                          {"mistral-fp32", kDense},
+                          {"mistral-fp32", kDenseToo},
                           {"olmo2-mixed", kDense},
-                          {"gemma3-text-mixed", kDense},
+                          {"gemma3-text-mixed", kDenseToo},
                           {"gpt2-mixed", kDense},
                           {"mixtral-mixed", kExperts},
-                          {"qwen3-moe-mixed", kExperts},
+                          {"qwen3-moe-mixed", kExpertsToo},
                           {"gpt-oss-mixed", kExperts},
-                          {"deepseek-v2-mixed", kExperts},
+                          {"deepseek-v2-mixed", kExpertsToo},
                           {"gemma4-mixed", kExperts},
                           {"llama-fp32", {{.tp = 2, .sequence = false}}},
                           {"qwen3-moe-fp32", {{.tp = 2, .sequence = false}}},

@@ -1,12 +1,20 @@
 // [activation_checkpoint] where ranks share layers and experts: a recomputed layer sends its
 // forward a second time, in the same order, to ranks that send theirs. The same functions on the
-// same rows and the same addends: every bit is that of mode "none".
+// same rows and the same addends: every bit is that of mode "none". In ./test a third of the layouts for
+// each family, all of them under `scripts/full golden`.
 #include <gtest/gtest.h>
 
+#include <string>
+#include <vector>
+
 #include "golden/degrees.h"
+#include "proof.h"
 
 namespace tessera::golden::recompute_layouts_test {
 namespace {
+
+const std::vector<std::string> kFamilies{"llama-fp32", "qwen3-moe-fp32", "gpt-oss-fp32",
+                                         "deepseek-v2-fp32", "gemma4-fp32"};
 
 class RecomputeLayouts : public ::testing::TestWithParam<std::string> {
  protected:
@@ -37,7 +45,7 @@ class RecomputeLayouts : public ::testing::TestWithParam<std::string> {
 };
 
 TEST_P(RecomputeLayouts, GradientsHaveTheBitsOfModeNone) {
-  for (const Degrees& degrees : layouts()) {
+  for (const Degrees& degrees : test::in_turn(layouts(), 3, kFamilies, GetParam())) {
     SCOPED_TRACE(to_string(degrees));
     expect_no_bit_changes(config_for(GetParam(), degrees), layout_of(degrees), Routing::kOwn);
   }
@@ -53,10 +61,7 @@ TEST_P(RecomputeLayouts, InBFloat16WithTheRecordedRoutingToo) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Families, RecomputeLayouts,
-                         ::testing::Values("llama-fp32", "qwen3-moe-fp32", "gpt-oss-fp32",
-                                           "deepseek-v2-fp32", "gemma4-fp32"),
-                         [](const auto& each) { return test_name(each.param); });
+INSTANTIATE_TEST_SUITE_P(Families, RecomputeLayouts, ::testing::ValuesIn(kFamilies), folder_name);
 
 using RecomputedRouters = RecomputeLayouts;
 
@@ -71,8 +76,7 @@ TEST_P(RecomputedRouters, HaveTheAuxiliaryLossOnce) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Families, RecomputedRouters,
-                         ::testing::Values("qwen3-moe-fp32", "gpt-oss-fp32"),
-                         [](const auto& each) { return test_name(each.param); });
+                         ::testing::Values("qwen3-moe-fp32", "gpt-oss-fp32"), folder_name);
 
 }  // namespace
 }  // namespace tessera::golden::recompute_layouts_test

@@ -1,10 +1,12 @@
 // [activation_checkpoint]: whole models in every mode, whose bits are those of mode "none". A
-// pairwise part of folder x layout x mode in ./test, all of it under `scripts/full golden`.
+// pairwise part of folder x layout x mode in ./test, half of the layouts for a folder and the other half
+// for the next, all of it under `scripts/full golden`.
 #include <gtest/gtest.h>
 
 #include <cstdint>
 #include <iterator>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "golden/layouts.h"
@@ -43,24 +45,26 @@ constexpr Layout kLayouts[] = {
     {.ranks = 3, .micro_batches = MicroBatches::kOneRow},
     {.ranks = 4, .replicas = 2}};
 
-/// By number of kLayouts.
-std::vector<std::vector<RecomputeMode>> modes_of(const std::string& folder) {
+using LayoutAndModes = std::pair<Layout, std::vector<RecomputeMode>>;
+
+std::vector<LayoutAndModes> layouts_and_modes(const std::string& folder) {
   constexpr std::uint32_t kSeed = 2;
   const auto& folders = all_folders();
-  std::vector<std::vector<RecomputeMode>> modes(std::size(kLayouts));
+  std::vector<LayoutAndModes> all;
+  for (const Layout& layout : kLayouts) all.push_back({layout, {}});
   for (const auto& choice : test::cases(
            {folders.size(), std::size(kLayouts), std::size(kModes)},
            [](const test::Choice&) { return true; }, kSeed)) {
-    if (folders[choice[0]] == folder) modes[choice[1]].push_back(kModes[choice[2]]);
+    if (folders[choice[0]] == folder) all[choice[1]].second.push_back(kModes[choice[2]]);
   }
-  return modes;
+  return all;
 }
 
 TEST_P(GoldenRecompute, GradientsHaveTheBitsOfModeNoneUnderEveryLayout) {
-  const auto modes = modes_of(GetParam());
-  for (std::size_t i = 0; i < modes.size(); ++i) {
-    EXPECT_FALSE(modes[i].empty());
-    expect_no_bit_changes(config(kLayouts[i]), kLayouts[i], Routing::kOwn, modes[i]);
+  for (const auto& [layout, modes] :
+       test::in_turn(layouts_and_modes(GetParam()), 2, all_folders(), GetParam())) {
+    EXPECT_FALSE(modes.empty());
+    expect_no_bit_changes(config(layout), layout, Routing::kOwn, modes);
   }
 }
 
@@ -86,18 +90,7 @@ TEST_P(GoldenRecompute, TrainingHasTheBitsOfModeNone) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Dense, GoldenRecompute, ::testing::ValuesIn(kFolders),
-                         [](const auto& each) { return test_name(each.param); });
-INSTANTIATE_TEST_SUITE_P(Gpt2, GoldenRecompute, ::testing::ValuesIn(kGpt2Folders),
-                         [](const auto& each) { return test_name(each.param); });
-INSTANTIATE_TEST_SUITE_P(Gemma4, GoldenRecompute, ::testing::ValuesIn(kGemmaFolders),
-                         [](const auto& each) { return test_name(each.param); });
-INSTANTIATE_TEST_SUITE_P(DeepseekV2, GoldenRecompute, ::testing::ValuesIn(kDeepseekFolders),
-                         [](const auto& each) { return test_name(each.param); });
-INSTANTIATE_TEST_SUITE_P(SharedExperts, GoldenRecompute, ::testing::ValuesIn(kSharedExpertFolders),
-                         [](const auto& each) { return test_name(each.param); });
-INSTANTIATE_TEST_SUITE_P(Moe, GoldenRecompute, ::testing::ValuesIn(kMoeFolders),
-                         [](const auto& each) { return test_name(each.param); });
+INSTANTIATE_TEST_SUITE_P(Folders, GoldenRecompute, ::testing::ValuesIn(all_folders()), folder_name);
 
 // The tower's layers get pixels, which need no gradient; experts get the routing of the file.
 using GoldenRecomputeGemma4 = GoldenRecompute;
@@ -110,7 +103,7 @@ TEST_P(GoldenRecomputeGemma4, ATowerThatIsTrainedAndImposedRoutingChangeNoBit) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Folders, GoldenRecomputeGemma4, ::testing::ValuesIn(kGemmaFolders),
-                         [](const auto& each) { return test_name(each.param); });
+                         folder_name);
 
 }  // namespace
 }  // namespace tessera::golden::recompute_test

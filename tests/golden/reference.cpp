@@ -7,9 +7,9 @@
 #include <cstring>
 #include <memory>
 
-#include "dist/ranks.h"
 #include "golden/model_folder.h"
 #include "grad/torch_dtype.h"
+#include "support/ranks.h"
 
 namespace tessera::golden {
 namespace {
@@ -161,11 +161,6 @@ void expect_within_bounds(const Gradients& found, const Reference& reference) {
     ASSERT_EQ(found.by_name.at(name).sizes(), expected.sizes()) << name;
     EXPECT_LT(relative_error(found.by_name.at(name), expected), kGradientBound) << name;
   }
-}
-
-double relative_error(const at::Tensor& found, const at::Tensor& expected) {
-  const auto wide = expected.to(at::kDouble);
-  return ((found.to(at::kDouble) - wide).norm() / wide.norm()).item<double>();
 }
 
 double cosine_difference(const at::Tensor& found, const at::Tensor& expected) {

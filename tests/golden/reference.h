@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "io/safetensors.h"
+#include "support/tensors.h"
 
 namespace tessera::golden {
 
@@ -105,6 +106,9 @@ const std::vector<std::string>& all_folders();
 
 /// "qwen3_fp32": what GoogleTest allows in names.
 std::string test_name(const std::string& folder);
+inline std::string folder_name(const ::testing::TestParamInfo<std::string>& folder) {
+  return test_name(folder.param);
+}
 
 /// What `tessera gradients` writes.
 struct Gradients {
@@ -117,7 +121,7 @@ Gradients read_gradients(const std::filesystem::path& file);
 /// Loss, logits and every gradient by name, none missing and none too many.
 void expect_within_bounds(const Gradients& found, const Reference& reference);
 
-double relative_error(const at::Tensor& found, const at::Tensor& expected);
+using test::relative_error;
 double cosine_difference(const at::Tensor& found, const at::Tensor& expected);
 
 /// Same names and same values, dtype included. A zero equals a zero of the other sign: 0 + -0 is 0,

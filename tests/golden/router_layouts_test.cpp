@@ -7,10 +7,10 @@
 
 #include <nlohmann/json.hpp>
 
-#include "dist/ranks.h"
 #include "golden/degrees.h"
 #include "golden/model_folder.h"
 #include "io/safetensors.h"
+#include "support/ranks.h"
 #include "train/data/data.h"
 #include "train/parallelize.h"
 #include "unit/train/parallel_degrees.h"
@@ -122,8 +122,7 @@ TEST_P(RouterLayouts, TrainingReportsTheReferencesAuxiliaryLossAndLoads) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Folders, RouterLayouts, ::testing::ValuesIn(kMoeFolders),
-                         [](const auto& each) { return test_name(each.param); });
+INSTANTIATE_TEST_SUITE_P(Folders, RouterLayouts, ::testing::ValuesIn(kMoeFolders), folder_name);
 
 // transformers has no such loss for Gemma 4: it is the formula of the others over the probabilities
 // and choices that transformers recorded of its routers.

@@ -59,7 +59,7 @@ TEST_P(SameOrder, TheWireIsNotPartOfTheSum) {
 INSTANTIATE_TEST_SUITE_P(Families, SameOrder,
                          ::testing::Values("qwen3-moe-fp32", "gpt-oss-fp32", "deepseek-v2-fp32",
                                            "gemma4-fp32"),
-                         [](const auto& each) { return test_name(each.param); });
+                         folder_name);
 
 }  // namespace
 }  // namespace tessera::golden::same_order_test

@@ -7,7 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
-#include "dist/place.h"
+#include "support/place.h"
 #include "tessera/error.h"
 
 namespace tessera::golden {

@@ -49,7 +49,7 @@ TEST_P(ScoreBeforeExperts, EveryGradientIsThatOfOneRankInEveryLayout) {
 INSTANTIATE_TEST_SUITE_P(Families, ScoreBeforeExperts,
                          ::testing::Values("qwen3-moe-fp32", "gpt-oss-fp32", "deepseek-v2-fp32",
                                            "deepseek-v2-group-fp32", "gemma4-fp32"),
-                         [](const auto& each) { return test_name(each.param); });
+                         folder_name);
 
 }  // namespace
 }  // namespace tessera::golden::score_before_test

@@ -7,12 +7,12 @@
 #include <string>
 #include <vector>
 
-#include "dist/plain.h"
 #include "golden/model_folder.h"
 #include "golden/truth_table.h"
 #include "grad/torch_dtype.h"
 #include "models/description.h"
 #include "nn/parameter.h"
+#include "support/plain.h"
 
 namespace tessera::golden {
 

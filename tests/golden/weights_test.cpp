@@ -6,11 +6,11 @@
 #include <fstream>
 #include <sstream>
 
-#include "dist/ranks.h"
 #include "golden/layouts.h"
 #include "golden/model_folder.h"
 #include "io/safetensors.h"
 #include "models/description.h"
+#include "support/ranks.h"
 #include "train/parallelize.h"
 #include "unit/io/temporary_folder.h"
 

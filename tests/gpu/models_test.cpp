@@ -7,12 +7,14 @@
 
 #include "comm/device.h"
 #include "nn/loss.h"
+#include "support/tensors.h"
 #include "unit/models/reference.h"
 
 namespace tessera::gpu_models_test {
 namespace {
 
 using models::Reference;
+using test::relative_error;
 
 const at::Device kCard(at::kCUDA, 0);
 
@@ -40,10 +42,6 @@ Found found_by(const Reference& reference, Reference::Compute compute, const at:
     found.gradients[name] = gradient.cpu();
   }
   return found;
-}
-
-double relative_error(const at::Tensor& found, const at::Tensor& expected) {
-  return ((found - expected).norm() / expected.norm()).item<double>();
 }
 
 class ModelsOnCard : public testing::TestWithParam<std::string> {};

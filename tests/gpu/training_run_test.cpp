@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "dist/place.h"
+#include "support/place.h"
 
 namespace tessera::gpu_training_run_test {
 namespace {

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "dist/ranks.h"
+#include "support/ranks.h"
 #include "tessera/recompute_mode.h"
 #include "tessera/shard.h"
 

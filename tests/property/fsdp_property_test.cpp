@@ -10,11 +10,11 @@
 #include <iostream>
 
 #include "comm/group.h"
-#include "dist/plain.h"
 #include "fsdp/contracts.h"
 #include "fsdp/runtime/unit.h"
 #include "property/fsdp_case_draw.h"
 #include "property/fsdp_reference.h"
+#include "support/plain.h"
 #include "tessera/clip.h"
 #include "tessera/grad_scaler.h"
 #include "tessera/optim.h"

@@ -9,9 +9,9 @@
 #include <set>
 #include <vector>
 
-#include "dist/quotient.h"
 #include "grad/torch_dtype.h"
 #include "property/fsdp_case.h"
+#include "support/quotient.h"
 
 namespace tessera::test {
 

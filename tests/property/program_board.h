@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "dist/ranks.h"
 #include "property/program_twin.h"
+#include "support/ranks.h"
 
 namespace tessera::test {
 

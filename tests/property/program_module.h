@@ -8,9 +8,9 @@
 #include <utility>
 #include <vector>
 
-#include "dist/ranks.h"
 #include "nn/linear.h"
 #include "property/program.h"
+#include "support/ranks.h"
 #include "tessera/recompute.h"
 #include "tessera/shard.h"
 

@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "comm/group.h"
-#include "dist/plain.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "property/program_twin.h"
+#include "support/plain.h"
 #include "tessera/clip.h"
 #include "tessera/optim.h"
 #include "tessera/trainable.h"

@@ -23,11 +23,11 @@
 #include "base/test_hooks.h"
 #include "comm/batch.h"
 #include "comm/host_read.h"
-#include "dist/plain.h"
 #include "grad/region.h"
 #include "grad/torch_dtype.h"
 #include "nn/linear.h"
 #include "proof.h"
+#include "support/plain.h"
 #include "tessera/compile.h"
 
 namespace tessera::test::raw_dtypes_test {

@@ -12,11 +12,11 @@
 #include <vector>
 
 #include "comm/device.h"
-#include "dist/ranks.h"
 #include "nn/mlp.h"
 #include "sim/in_place.h"
 #include "sim/reads.h"
 #include "sim/streams.h"
+#include "support/ranks.h"
 #include "tessera/world.h"
 #include "unit/nn/compare.h"
 

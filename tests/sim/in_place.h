@@ -3,7 +3,7 @@
 
 #include <utility>
 
-#include "dist/place.h"
+#include "support/place.h"
 
 namespace tessera::sim {
 

@@ -12,12 +12,14 @@
 #include "comm/device.h"
 #include "nn/loss.h"
 #include "sim/streams.h"
+#include "support/tensors.h"
 #include "unit/models/reference.h"
 
 namespace tessera::sim::models_test {
 namespace {
 
 using models::Reference;
+using test::relative_error;
 
 /// The model's parameters and buffers become tensors of the device.
 void move_to(const torch::nn::Module& model, const at::Device& where) {
@@ -54,10 +56,6 @@ Found found_by(const Reference& reference, Reference::Compute compute, const at:
 Found found_as_on_device(const Reference& reference, Reference::Compute compute) {
   const test_hooks::Set as_on_device(test_hooks::kernels_of_devices, [] { return true; });
   return found_by(reference, compute, at::kCPU);
-}
-
-double relative_error(const at::Tensor& found, const at::Tensor& expected) {
-  return ((found - expected).norm() / expected.norm()).item<double>();
 }
 
 class ModelsOnDevices : public ::testing::TestWithParam<std::string> {

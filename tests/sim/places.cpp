@@ -1,6 +1,6 @@
-#include "dist/drawn_place.h"
-#include "dist/place.h"
 #include "sim/sim.h"
+#include "support/drawn_place.h"
+#include "support/place.h"
 
 const char* const tessera::test::kPlaces[] = {"sim", "sim:0", "sim side", "sim:0 side", nullptr};
 

@@ -15,11 +15,11 @@
 
 #include "base/test_hooks.h"
 #include "comm/stream.h"
-#include "dist/plain.h"
 #include "grad/sink.h"
 #include "nn/linear.h"
 #include "sim/ranks.h"
 #include "sim/streams.h"
+#include "support/plain.h"
 
 namespace tessera::sim::sharding_events_test {
 namespace {

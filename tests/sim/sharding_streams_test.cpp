@@ -17,11 +17,11 @@
 
 #include "comm/host_read.h"
 #include "comm/stream.h"
-#include "dist/plain.h"
 #include "grad/sink.h"
 #include "nn/linear.h"
 #include "sim/ranks.h"
 #include "sim/streams.h"
+#include "support/plain.h"
 
 namespace tessera::sim::sharding_streams_test {
 namespace {

@@ -11,10 +11,10 @@
 
 #include "comm/host_read.h"
 #include "comm/stream.h"
-#include "dist/plain.h"
 #include "dist/trainable_changes.h"
 #include "sim/ranks.h"
 #include "sim/streams.h"
+#include "support/plain.h"
 #include "tessera/clip.h"
 #include "tessera/optim.h"
 #include "tessera/trainable.h"

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "dist/place.h"
 #include "dist/training_run.h"
+#include "support/place.h"
 #include "tessera/world.h"
 #include "train/config/config.h"
 #include "unit/io/temporary_folder.h"

@@ -1,11 +1,11 @@
 #include <string>
 #include <vector>
 
-#include "dist/drawn_place.h"
-#include "dist/place.h"
 #include "sim/nccl/stand_in.h"
 #include "sim/sim.h"
 #include "sim/simulator.h"
+#include "support/drawn_place.h"
+#include "support/place.h"
 
 const char* const tessera::test::kPlaces[] = {"sim nccl", "sim side nccl", nullptr};
 

@@ -7,7 +7,6 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <future>
@@ -16,6 +15,7 @@
 #include <vector>
 
 #include "base/environment.h"
+#include "support/free_port.h"
 
 namespace tessera::process_test {
 
@@ -140,11 +140,10 @@ inline std::vector<Outcome> run_all(const std::vector<Plan>& plans) {
 /// The ranks of a run, as mpirun and torchrun start them: without a parent of ours, the store at a
 /// port that all know.
 inline std::vector<Outcome> run_without_parent(const Plan& plan) {
-  static std::atomic<int> runs_before{0};
   auto variables = base::environment();
   variables["WORLD_SIZE"] = variables["LOCAL_WORLD_SIZE"] = std::to_string(plan.nproc);
   variables["MASTER_ADDR"] = "127.0.0.1";
-  variables["MASTER_PORT"] = std::to_string(20000 + ::getpid() % 9000 + runs_before++);
+  variables["MASTER_PORT"] = std::to_string(test::free_port());
   std::vector<base::Environment> ranks;
   for (int rank = 0; rank < plan.nproc; ++rank) {
     variables["RANK"] = variables["LOCAL_RANK"] = std::to_string(rank);

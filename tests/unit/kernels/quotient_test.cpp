@@ -1,6 +1,6 @@
 // divide_into: the one division and the one rounding of a step, against the nearest value found the
 // slow way.
-#include "dist/quotient.h"
+#include "support/quotient.h"
 
 #include <gtest/gtest.h>
 

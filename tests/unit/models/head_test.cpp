@@ -6,12 +6,12 @@
 
 #include <memory>
 
-#include "dist/ranks.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "models/decoder.h"
 #include "models/gemma4/gemma4_model.h"
 #include "nn/parameter.h"
+#include "support/ranks.h"
 #include "tessera/shard.h"
 #include "unit/models/small_spec.h"
 

@@ -7,7 +7,7 @@
 #include <sstream>
 #include <string>
 
-#include "dist/ranks.h"
+#include "support/ranks.h"
 #include "train/config/config.h"
 #include "unit/io/temporary_folder.h"
 

@@ -1,4 +1,4 @@
-#include "cli/process.h"
+#include "support/process.h"
 
 #include <fcntl.h>
 #include <signal.h>
@@ -10,13 +10,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
-#include <random>
 #include <sstream>
 #include <thread>
 
 #include "base/environment.h"
-#include "launch/hosts.h"
-#include "tessera/error.h"
+#include "support/free_port.h"
 
 namespace tessera::cli {
 namespace {
@@ -85,21 +83,6 @@ std::string output_of(const std::string& command) {
   return ::pclose(pipe) == 0 ? text : "";
 }
 
-/// Nobody listens on it, on any address. Below the range that the kernel hands out: a port of that
-/// range is anybody's who connects to anything before the launcher has it.
-std::string free_port() {
-  constexpr int kTries = 100;
-  std::random_device draw;
-  for (int tries = 1;; ++tries) {
-    const auto port = static_cast<std::uint16_t>(10000U + draw() % 20000U);
-    try {
-      return std::to_string(comm::listen_on("0.0.0.0", port).port);
-    } catch (const Error&) {
-      if (tries == kTries) throw;
-    }
-  }
-}
-
 /// Torchrun; "--" because it would take --nproc for itself.
 Words torchrun(const Words& how, const std::string& count) {
   Words all{TESSERA_PYTHON, "-m", "torch.distributed.run"};
@@ -127,7 +110,7 @@ Words launcher(Starter starter, const std::string& count) {
       return torchrun({"--standalone"}, count);
     case Starter::kStaticTorchrun:
       return torchrun({"--nnodes", "1", "--node-rank", "0", "--master-addr", "127.0.0.1",
-                       "--master-port", free_port()},
+                       "--master-port", std::to_string(test::free_port())},
                       count);
     case Starter::kOpenMpi:
       return {"mpirun", "--allow-run-as-root", "--oversubscribe", "-np", count};
@@ -285,7 +268,8 @@ Words started_by(Starter starter, int ranks, const Words& words) {
   all.insert(all.end(), words.begin(), words.end());
   if (starter == Starter::kOwnSpawn) all.insert(all.end(), {"--nproc", std::to_string(ranks)});
   // It does not name its jobs: they would all take one port.
-  if (starter == Starter::kHydra) all.insert(all.end(), {"--comm.master_port", free_port()});
+  if (starter == Starter::kHydra)
+    all.insert(all.end(), {"--comm.master_port", std::to_string(test::free_port())});
   return all;
 }
 

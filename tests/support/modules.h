@@ -4,7 +4,7 @@
 #include <ATen/ATen.h>
 #include <torch/nn/module.h>
 
-#include "dist/ranks.h"
+#include "support/ranks.h"
 
 namespace tessera::test {
 

@@ -1,4 +1,4 @@
-#include "dist/drawn_place.h"
+#include "support/drawn_place.h"
 
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@
 
 #include "base/environment.h"
 #include "base/hash.h"
-#include "dist/place.h"
+#include "support/place.h"
 
 namespace tessera::test {
 namespace {

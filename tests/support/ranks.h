@@ -1,0 +1,71 @@
+// Ranks for tests: threads of this process with their Worlds and groups kept between cases.
+#pragma once
+
+#include <barrier>
+#include <chrono>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <tuple>
+
+#include "comm/group.h"
+#include "comm/thread_ranks.h"
+#include "support/place.h"
+#include "support/tensors.h"
+#include "tessera/error.h"
+#include "tessera/world.h"
+
+namespace tessera::test {
+
+/// The ranks of one size and backend, made on first use and kept until the process ends; where
+/// place() says.
+class Ranks {
+ public:
+  Ranks(int count, ThreadBackend backend, std::chrono::milliseconds timeout);
+  void run(const std::function<void(World&)>& body);
+
+ private:
+  using Key = std::tuple<int, ThreadBackend, std::string, std::chrono::milliseconds>;
+
+  bool over_nccl() const { return std::get<ThreadBackend>(key_) == ThreadBackend::kNccl; }
+  void run_on(World& world, const std::function<void(World&)>& body) const;
+  static std::map<Key, std::unique_ptr<comm::ThreadRanks>>& kept();
+  static comm::ThreadRanks& of(const Key& key);
+
+  const Key key_;
+  const bool side_;
+};
+
+inline Ranks ranks(int count, ThreadBackend backend = ThreadBackend::kInProcess,
+                   std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
+  return {count, backend, timeout};
+}
+
+/// Where the ranks of a test wait for each other without a collective. Every rank takes a seat; one
+/// whose body has ended, by an exception too, is not waited for.
+class RankBarrier {
+ public:
+  explicit RankBarrier(int ranks) : barrier_(ranks) {}
+  class Seat {
+   public:
+    explicit Seat(RankBarrier& meeting) : meeting_(meeting) {}
+    ~Seat() { meeting_.barrier_.arrive_and_drop(); }
+    Seat(const Seat&) = delete;
+    Seat& operator=(const Seat&) = delete;
+    void wait() { meeting_.barrier_.arrive_and_wait(); }
+
+   private:
+    RankBarrier& meeting_;
+  };
+
+ private:
+  std::barrier<> barrier_;
+};
+
+/// The dense mesh with these degrees.
+inline Mesh data_mesh(World& world, int replicas = 1) {
+  return world.mesh(MeshShape::dense(1, replicas, world.size() / replicas, 1, 1));
+}
+
+}  // namespace tessera::test
