@@ -119,8 +119,6 @@ StepOptions step_options(const Config& config, const GradScaler* scaler) {
   options.seed = static_cast<std::uint64_t>(config.debug.seed);
   if (scaler != nullptr) options.loss_scale = scaler->scale();
   options.aux_loss_coef = config.model.aux_loss_coef;
-  options.follows_plan = config.compile.mode != CompileChoice::kOff &&
-                         config.parallelism.pipeline_parallel_degree == 1;
   return options;
 }
 
@@ -224,40 +222,6 @@ std::vector<MicroBatch> on_device(const Sharded<models::LanguageModel>& model,
   return batches;
 }
 
-/// What says to the model which micro-batch comes: a step scope, which follows a plan from its
-/// second step on, or the handle's switches.
-class MicroBatches {
- public:
-  MicroBatches(Sharded<models::LanguageModel>& model, std::size_t count, const StepOptions& options)
-      : model_(model), count_(count), syncs_every_(options.sync == Sync::kEveryMicroBatch) {
-    if (!options.follows_plan) return;
-    model.set_requires_gradient_sync(true);
-    model.set_requires_replica_reduce(true);
-    scope_.emplace(model, StepScopeOptions{.reshard = StepReshard::kMicroBatch,
-                                           .sync_every_micro_batch = syncs_every_,
-                                           .schedule = concat(count, " micro-batches"),
-                                           .micro_batches = static_cast<std::int64_t>(count)});
-  }
-  void begin_forward(std::size_t number) {
-    if (scope_) return scope_->begin_forward(0, static_cast<std::int64_t>(number));
-    const bool last = number + 1 == count_;
-    model_.set_requires_gradient_sync(last || syncs_every_);
-    model_.set_requires_replica_reduce(last);
-  }
-  void begin_backward(std::size_t number) {
-    if (scope_) scope_->begin_backward(0, static_cast<std::int64_t>(number));
-  }
-  void finish() {
-    if (scope_) scope_->finish();
-  }
-
- private:
-  Sharded<models::LanguageModel>& model_;
-  const std::size_t count_;
-  const bool syncs_every_;
-  std::optional<StepScope> scope_;
-};
-
 /// Micro-batches are noted in any order; where another stage has the head, none is.
 RowsOfSources rows_of_sources(const nn::RowLosses& losses, const BatchSource& source,
                               const std::vector<RowRange>& rows,
@@ -305,9 +269,13 @@ PendingLoss run_forward_backward(Sharded<models::LanguageModel>& model, const Ba
   found.auxiliary_share = 1.0 / static_cast<double>(batches.size());
   found.layers.resize(routed.layers.size());
   std::iota(found.layers.begin(), found.layers.end(), std::size_t{0});
-  MicroBatches each(model, batches.size(), options);
+  const auto count = std::ssize(batches);
+  StepScope scope(model, {.reshard = StepReshard::kMicroBatch,
+                          .sync_every_micro_batch = options.sync == Sync::kEveryMicroBatch,
+                          .schedule = concat(count, " micro-batches"),
+                          .micro_batches = count});
   for (std::size_t i = 0; i < batches.size(); ++i) {
-    each.begin_forward(i);
+    scope.begin_forward(0, static_cast<std::int64_t>(i));
     const SampleScope place(SamplePlace{options.seed, step, rows[i].begin});
     auto inputs = on_device(model, batches[i]).inputs();
     if (spec.moe) inputs.router_statistics = models::RouterStatistics::kCounts;
@@ -326,11 +294,11 @@ PendingLoss run_forward_backward(Sharded<models::LanguageModel>& model, const Ba
         seeds.push_back(at::full_like(addend, options.loss_scale * coef * found.auxiliary_share));
       }
     }
-    each.begin_backward(i);
+    scope.begin_backward(0, static_cast<std::int64_t>(i));
     torch::autograd::backward(roots, seeds);
     found.losses.push_back(output.result.detach());
   }
-  each.finish();
+  scope.finish();
   return {loss, {std::move(found)}, routed, scores.noted(), noted_rows()};
 }
 

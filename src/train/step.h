@@ -118,8 +118,6 @@ struct StepOptions {
   double loss_scale = 1.0;  ///< the model's scaler's
   /// Weight of the auxiliary loss as model.aux_loss_coef has it; none = what config.json says.
   std::optional<double> aux_loss_coef = std::nullopt;
-  /// Micro-batches run in a step scope: agreed once a step, by the plan of the model.
-  bool follows_plan = false;
   PipelineOfRun* pipeline = nullptr;  ///< by which the model's stages are run; null = it is whole
 };
 

@@ -33,9 +33,9 @@ std::vector<std::int64_t> messages(const char* family, double aux_loss_coef) {
   std::vector<std::int64_t> found;
   std::mutex mutex;
   const test_hooks::Set watched(test_hooks::before_issue, [&](int rank, const comm::Batch& batch) {
-    if (rank != 0 || !batch.label.unit.ends_with(" of a step")) return;
-    const std::lock_guard lock(mutex);
     const bool counts = batch.label.unit == "counts of a step";
+    if (rank != 0 || !(counts || batch.label.unit == "values of a step")) return;
+    const std::lock_guard lock(mutex);
     found.push_back(counts ? -batch.bytes() : batch.bytes() / kRanks);
   });
   on_ranks(kRanks, [&](World& world) { run_training(config, world); });
