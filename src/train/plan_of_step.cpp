@@ -239,10 +239,6 @@ namespace {
 fsdp::StepPlan eager_plan(const RunOfPlan& run) {
   const auto record = step_record(run);
   auto choices = eager_choices(run, record);
-  // Units that stay gathered without a plan are resharded at the end of each backward.
-  for (auto& keep : choices.keep) {
-    if (keep == fsdp::Keep::kUpdate) keep = fsdp::Keep::kBackward;
-  }
   // Without [compile] its form has no effect.
   choices.reduce = run.config.training.sync_every_micro_batch ? fsdp::ReduceAt::kEveryBackward
                                                               : fsdp::ReduceAt::kLastBackward;

@@ -227,8 +227,13 @@ class PassPlanner::Backward {
 
 PassPlan PassPlanner::backward(bool reduces) { return Backward(*this, reduces).plan(); }
 
-PassPlan plan_backward(const StageRecord& record, const std::vector<PlanUnit>& units,
+PassPlan plan_backward(const StageRecord& record, std::vector<PlanUnit> units,
                        const std::vector<bool>& releases, std::size_t ahead) {
+  for (auto& unit : units) {
+    if (unit.gathers) continue;
+    unit.gathers = unit.gathered = true;
+    unit.gathers_in_backward = false;
+  }
   PlanChoices choices;
   choices.ahead_in_backward = ahead;
   for (const bool one : releases) choices.keep.push_back(one ? Keep::kNot : Keep::kUpdate);

@@ -59,8 +59,9 @@ class PassPlanner {
 };
 
 /// One backward by itself, of units as they are when it begins: those that `releases` names go back
-/// after each use, `ahead` of the next ones are gathered while one that names none computes.
-PassPlan plan_backward(const StageRecord& record, const std::vector<PlanUnit>& units,
+/// after each use, `ahead` of the next ones are gathered while one that names none computes. What
+/// needs no gather is given back like the others: who reads it on another stream is waited for then.
+PassPlan plan_backward(const StageRecord& record, std::vector<PlanUnit> units,
                        const std::vector<bool>& releases, std::size_t ahead = 1);
 
 }  // namespace tessera::fsdp

@@ -525,8 +525,9 @@ void Runtime::plan_backward_under_way(const Entry* first) {
     releases.push_back(under_way_.empty() && unit->controls.reshard_after_forward &&
                        unit->controls.reshard_after_backward && unit->progress_.open_calls == 0);
   }
-  next.pass = {std::make_shared<const PassPlan>(fsdp::plan_backward(record, units, releases)),
-               next.forwards.empty() ? 0 : next.forwards.back()};
+  next.pass = {
+      std::make_shared<const PassPlan>(fsdp::plan_backward(record, std::move(units), releases)),
+      next.forwards.empty() ? 0 : next.forwards.back()};
   next.places = backward_places(record);
   for (const auto& segment : next.segments) {
     for (const auto& weak : segment->entries) {

@@ -196,7 +196,8 @@ std::shared_ptr<const PassPlan> OpenStep::plan_recorded() {
     of.reduces = of.reduces && reduces_here;
     releases.push_back(!stays(*unit));
   }
-  return std::make_shared<const PassPlan>(fsdp::plan_backward(recorded_, units, releases));
+  return std::make_shared<const PassPlan>(
+      fsdp::plan_backward(recorded_, std::move(units), releases));
 }
 
 /// The step's plan, which lives as long as the pass.

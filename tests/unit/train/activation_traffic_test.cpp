@@ -107,9 +107,9 @@ Parameters planned(const RunOfPlan& run, int rank, const Degrees& d) {
   Parameters expected{{0, traffic.gathers}, {0, traffic.reductions}, {}};
   for (std::size_t u = 0; u < plan.units.size(); ++u) {
     const std::int64_t groups = batches(plan.units[u]);
-    // Again in backward, but the root, which is kept, and the last, which was kept.
+    // Once the root, which is kept; again in each backward, but the last, which was kept for it.
     expected.gathers.count +=
-        d.micro_batches * groups * (u > 0 && u + 1 < plan.units.size() ? 2 : 1);
+        u == 0 ? groups : d.micro_batches * groups * (u + 1 < plan.units.size() ? 2 : 1);
     expected.reductions.count += groups;
     if (d.replicate == 1) continue;
     expected.replicas.count = 1;
