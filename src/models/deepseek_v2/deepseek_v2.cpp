@@ -38,7 +38,7 @@ const FamilyTraits& deepseek_v2_traits() {
                .head_dim = 64,
                .max_position_embeddings = 2048,
                .moe = MoeSpec{.moe_intermediate_size = 1407,
-                              .shared_intermediate_size = 2 * 1407,
+                              .shared_intermediate_size = std::int64_t{2} * 1407,
                               .router_dtype = RouterDtype::kFloat32,
                               .n_group = 0,
                               .topk_group = 0},
