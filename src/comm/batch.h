@@ -2,10 +2,10 @@
 // it, the record of the latest ones, and the case of one rank.
 //
 // The fingerprint covers everything that must agree over ranks (kinds, unit, micro-batch, bytes,
-// dtypes); the text is what is printed when it does not. What is sent works out its op
-// (ops/operation.h), as sends and receives between pairs of ranks: Gloo's transport holds what it has
-// posted against sent_bytes() (backends/gloo/exchange.h); traces and tests ask the same function.
-// Between ranks of one process it is what the same ranks would send over Gloo. NCCL has its own ways.
+// dtypes); the text is what is printed when it does not. Each op (ops/operation.h) works out what
+// it sends between pairs of ranks: Gloo's transport compares what it has posted with sent_bytes()
+// (backends/gloo/exchange.h); traces and tests ask the same function. Between ranks of one process
+// it is what the same ranks would send over Gloo. NCCL has its own ways.
 //
 // FlightRecorder: what one group has issued lately on this rank. Written at every collective
 // (cheap: no text is made). Its lines and hashes go to the failure watch, which compares ranks

@@ -111,10 +111,10 @@ class Carried {
   /// Returns when what was received is here or what was sent may be overwritten; on a device when
   /// that is launched, with the event that ends it. Errors: as Transfer::wait().
   virtual Event finish() = 0;
-  /// The same without blocking; none while it is not through.
+  /// Does the same without blocking; returns none while it is not through.
   virtual std::optional<Event> poll() = 0;
-  /// Nobody waits for it any more, on a device: `stream`, the caller's, comes behind it all the same
-  /// before the tensor is let go of.
+  /// Ends what is no longer waited for, on a device: orders `stream`, the caller's, after the
+  /// message before the tensor is released.
   virtual void let_go(const Stream& /*stream*/) {}
   /// Tells why it cannot end any more: DeviceWork::error.
   virtual std::function<std::string()> error() const { return {}; }
@@ -138,10 +138,10 @@ class Transfer {
   Transfer(const Transfer&) = delete;
   Transfer& operator=(const Transfer&) = delete;
 
-  /// Until what was received is here, or what was sent may be overwritten; of tensors on a device by
-  /// what is launched afterwards. Errors: kComm that names
-  /// the message, the other rank and what has become of it: LostRank when it is lost, stalled, or
-  /// has aborted the World, within the World's timeout; kComm when the ends differ.
+  /// Blocks until what was received is here, or what was sent may be overwritten; of tensors on a
+  /// device by what is launched afterwards. Errors: kComm that names the message, the other rank
+  /// and what has become of it: LostRank when it is lost, stalled, or has aborted the World, within
+  /// the World's timeout; kComm when the ends differ.
   void wait();
   /// Whether it is through; never blocks. A yes may come a little late: over Gloo a thread finds
   /// out, from the first question on. Errors: as wait(), where they are known.
@@ -156,7 +156,7 @@ class Transfer {
   std::unique_ptr<TracedMessage> traced_;  // null: nobody looks, or it has ended
 };
 
-/// Of whom a Mail is.
+/// The rank and the group whose messages a Mail carries.
 struct MailPlace {
   std::vector<int> members;  ///< world ranks
   int self = 0;              ///< index into members

@@ -140,7 +140,7 @@ using DeviceGroupDeathTest = testing::Test;
 // What goes out over Gloo is read by the host, where the kernel finds that the page is unreadable.
 TEST(DeviceGroupDeathTest, AnEarlyReadByGlooIsFound) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
-  // Either rank, or both at once, and on threads of Gloo's too: whatever ends first names the error.
+  // Either rank may end, or both, on threads of Gloo as well: the first one names the error.
   const auto name_error = [] {
     try {
       if (std::current_exception()) throw;

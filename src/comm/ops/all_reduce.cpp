@@ -2,8 +2,6 @@
 
 #include <ATen/ops/empty.h>
 
-#include <algorithm>
-
 #include "comm/ops/steps.h"
 #include "kernels/host_sum.h"
 #include "kernels/kernels.h"
@@ -30,16 +28,16 @@ class DirectSumSteps final : public Steps {
         ranks_(ranks),
         in_two_(in_two_rounds(op, ranks)),
         mine_(in_two_ ? summed_by(op, ranks, self) : all_of(op)),
-        element_(static_cast<std::int64_t>(op.data.element_size())) {}
+        element_(static_cast<std::int64_t>(op.data.element_size())),
+        sum_element_(static_cast<std::int64_t>(op.result().element_size())) {}
 
   int rounds(int /*ranks*/) const override { return in_two_ ? 2 : 1; }
   void post_receives(Transfers& transfers, int round) override {
     if (round == 0) return transfers.receive_beside(mine_.size() * element_);
-    const at::Tensor& sums = op_.result();
-    const auto element = static_cast<std::int64_t>(sums.element_size());
     for_others(transfers, [&](int peer) {
       const layout::Range part = summed_by(op_, ranks_, peer);
-      transfers.receive(peer, at_byte(sums, part.begin * element), part.size() * element, round);
+      transfers.receive(peer, at_byte(op_.result(), part.begin * sum_element_),
+                        part.size() * sum_element_, round);
     });
   }
   void post_sends(Transfers& transfers, int round) override {
@@ -51,15 +49,15 @@ class DirectSumSteps final : public Steps {
       });
       return;
     }
-    const kernels::HostSum sum = into_result(op_, mine_);
-    const auto bytes = mine_.size() * static_cast<std::int64_t>(op_.result().element_size());
-    for_others(transfers, [&](int peer) { transfers.send(peer, sum.data, bytes, round); });
+    const void* sum = into_result(op_, mine_).data;
+    for_others(transfers,
+               [&](int peer) { transfers.send(peer, sum, mine_.size() * sum_element_, round); });
   }
   void combine(Transfers& transfers, int round) override {
     if (round > 0) return;
     const kernels::HostSum sum = into_result(op_, mine_);
-    // It goes where this rank's addends are.
-    transfers.before_overwriting(sum.data, mine_.size() * element_);
+    // In place, the sum overwrites this rank's addends.
+    transfers.before_overwriting(sum.data, mine_.size() * sum_element_);
     add_beside(transfers, at_byte(op_.data, mine_.begin * element_), op_.data.scalar_type(), sum);
   }
 
@@ -67,8 +65,9 @@ class DirectSumSteps final : public Steps {
   const AllReduce& op_;
   const int ranks_;
   const bool in_two_;
-  const layout::Range mine_;  ///< what this rank sums
-  const std::int64_t element_;
+  const layout::Range mine_;        ///< what this rank sums
+  const std::int64_t element_;      ///< bytes of an addend
+  const std::int64_t sum_element_;  ///< bytes of a sum
 };
 
 /// A gather of all addends, which every rank adds in rank order.

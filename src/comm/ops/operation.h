@@ -77,8 +77,8 @@ concept Operation =
       { op.run_alone() };
       /// How a rank (the second number) of so many sends and receives it. The op outlives them.
       { op.steps(number, number) } -> std::same_as<std::unique_ptr<Steps>>;
-      /// The whole of it by tensor operations on the current stream of each rank's device, which comes
-      /// behind all that made the tensors. In rank order: the same bits.
+      /// Runs all of it by tensor operations on the current stream of each rank's device, which is
+      /// ordered after all that made the tensors. Adds in rank order: the same bits.
       { Op::run_on_devices(of_all_ranks) };
       /// With twins of its tensors, and the results of such a one back in place: launched on the current
       /// stream, where they are on a device.

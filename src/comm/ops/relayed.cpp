@@ -71,7 +71,7 @@ void RelayedGather::deliver(const RelayedGather& to) const { to.bytes.copy_(byte
 
 namespace {
 
-/// What arrives in a round takes in what was combined before, and goes on in the next one.
+/// Combines what arrives in a round with what was combined before, and sends it in the next one.
 class CombineSteps final : public RelayedSteps {
  public:
   explicit CombineSteps(const Combine& op) : op_(op), bytes_(nbytes(op.values)) {}
@@ -101,6 +101,8 @@ class CombineSteps final : public RelayedSteps {
   }
 
   void deliver(Transfers& transfers) override {
+    // The first round sends the own values from where the result goes.
+    transfers.before_overwriting(op_.values.const_data_ptr(), bytes_);
     const int ranks = transfers.size();
     const auto* all = static_cast<const std::byte*>(combined_before(transfers, rounds(ranks)));
     const bool second = op_.way == Combine::Way::kSum && relay::row_of_sum(ranks) == 1;

@@ -1,10 +1,10 @@
 // Steps: how one op of a batch travels as sends and receives between pairs of ranks.
 //
-// In rounds: all ops of a batch post their receives of the first one, then their sends; whoever
-// waits combines what has come and posts the next. Gloo's transport (backends/gloo/exchange.h) and
-// that of ranks which share memory (backends/in_process/together.h) run the same steps; lines, tags,
-// deadlines and errors are theirs. A small message is relayed (relay.h): all receives are posted at
-// once, each round's send when what it passes on is here.
+// An op travels in rounds: all ops of a batch post their receives of the first one, then their
+// sends; the thread that waits combines what has come and posts the next. Gloo's transport
+// (backends/gloo/exchange.h) and that of ranks which share memory (backends/in_process/together.h)
+// run the same steps; lines, tags, deadlines and errors are theirs. A small message is relayed
+// (relay.h): all receives are posted at once, each round's send when what it passes on is here.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -33,9 +33,9 @@ inline std::int64_t stretch_begin(const std::vector<std::int64_t>& counts, int p
   return std::accumulate(counts.begin(), counts.begin() + peer, std::int64_t{0});
 }
 
-/// What the steps of one op may ask of the transport. Nothing is posted for 0 bytes. Between two
-/// ranks one message travels in a round. What a rank posts to itself is copied; both ends are posted
-/// then, the receive first. Errors: LostRank.
+/// The transport of the steps of one op on one rank. Nothing is posted for 0 bytes. Between two
+/// ranks one message travels in a round. A message of a rank to itself is copied: that rank posts
+/// both ends, the receive first. Errors: LostRank.
 class Transfers {
  public:
   virtual ~Transfers() = default;
@@ -44,19 +44,19 @@ class Transfers {
 
   virtual void receive(int peer, void* to, std::int64_t bytes, int round) = 0;
   virtual void send(int peer, const void* from, std::int64_t bytes, int round) = 0;
-  /// Receives so many bytes from each other rank in the first round, beside the op's tensors. Where
+  /// Receives `bytes` from each other rank in the first round, outside of the op's tensors. Where
   /// ranks share memory nothing is copied: combine() reads what was sent in its place.
   virtual void receive_beside(std::int64_t bytes) = 0;
-  virtual const void* beside(int peer) = 0;
-  /// Memory of the op until it is done.
+  virtual const void* beside(int peer) = 0;  ///< for combine(): what `peer` sent so
+  /// Takes memory for the op until it is done.
   virtual void take_aside(std::int64_t bytes) = 0;
   virtual std::byte* aside(std::int64_t offset) = 0;
-  /// For combine() that overwrites `memory`: what is sent of it must have left first.
+  /// Lets combine() overwrite `memory`: no other rank reads it any more when this returns.
   virtual void before_overwriting(const void* memory, std::int64_t bytes) = 0;
 };
 
-/// Rounds, each of which posts, then combines what it has received. Threads: the first round is
-/// posted on the issuing thread, the rest happens on one that waits.
+/// The rounds of one op on one rank: each posts, then combines what it has received. Threads: the
+/// first round is posted on the issuing thread, the rest happens on one that waits.
 class Steps {
  public:
   virtual ~Steps() = default;
@@ -83,7 +83,7 @@ void for_others(const Transfers& transfers, Act act) {
   }
 }
 
-/// Adds what was received beside and `own`, in rank order.
+/// Adds `own` and what receive_beside() has brought, in rank order.
 void add_beside(Transfers& transfers, const void* own, at::ScalarType wire,
                 const kernels::HostSum& result);
 
@@ -100,14 +100,14 @@ class RelayedSteps : public Steps {
     std::int64_t bytes;
   };
   virtual void prepare(Transfers& transfers) = 0;
-  /// What arrives in a round, in bytes aside.
+  /// Returns the bytes aside into which a round receives.
   virtual layout::Range arriving(Transfers& transfers, int round) const = 0;
   virtual Sent sent(Transfers& transfers, int round) const = 0;
   virtual void take_in(Transfers& /*transfers*/, int /*round*/) {}  ///< it has arrived
   virtual void deliver(Transfers& transfers) = 0;                   ///< after the last round
 };
 
-/// Everyone's part to everyone.
+/// Sends every rank's part to every rank.
 class RelayedGatherSteps : public RelayedSteps {
  public:
   /// This rank's part begins at byte `own` of `tensor`, which outlives this. Rank r's is lengths[r]

@@ -188,7 +188,7 @@ TEST_P(Collectives, AllToAllPutsEveryStretchInItsPlace) {
   }
 }
 
-/// What two ranks mean by one collective, and how an error names the difference.
+/// One collective as two ranks issue it, and how an error names the difference.
 struct Misfit {
   Op of_rank_0;
   Op of_rank_1;
@@ -207,7 +207,7 @@ std::vector<Misfit> misfits() {
            "rank 1 sends 2 elements but rank 1 expects 1"},
           {Broadcast{numbers(8), 0}, Broadcast{numbers(8), 1},
            "rank 0 sends 8 elements but rank 1 expects 0"},
-          // Naive: nobody compares them, since the entries have the sum.
+          // Naive: lengths are not compared, since the entries have only their sum.
           {RelayedGather{bytes(), {4, 8}}, RelayedGather{bytes(), {8, 4}},
            "rank 0 sends 4 elements but rank 1 expects 8"}};
 }

@@ -32,7 +32,7 @@ class Exchange final : public Work, private TransportWait {
     int round;
     bool finished = false;
   };
-  /// One op's transfers, and what its steps may ask for.
+  /// The transfers of one op.
   class UnderWay final : public Transfers {
    public:
     UnderWay(Exchange& exchange, std::size_t index);
@@ -88,7 +88,7 @@ class Exchange final : public Work, private TransportWait {
   bool is_relayed() const;
   /// World ranks whose transfers are not there after a timeout.
   std::vector<int> not_arrived();
-  /// What went out is what sent_bytes() says: nobody else counts.
+  /// Checks that as many bytes went out as sent_bytes() says, since nothing else counts them.
   void check_posted() const;
 
   Batch batch_;
@@ -96,7 +96,7 @@ class Exchange final : public Work, private TransportWait {
   const std::uint64_t fingerprint_;
   std::deque<UnderWay> under_way_;
   std::int64_t posted_bytes_ = 0;
-  base::Mutex mutex_;  // of under_way_'s lists, between wait() and abort()
+  base::Mutex mutex_;  // guards under_way_'s lists between wait() and abort()
   bool done_ = false;
   std::exception_ptr failure_;
 };
@@ -114,7 +114,7 @@ Exchange::Transfer Exchange::UnderWay::posted(Channel::End end, int peer, const 
                                               std::int64_t bytes, int round) const {
   const std::size_t place = index_ + exchange_.batch_.ops.size() * static_cast<std::size_t>(round);
   const int tag = transfer_tag(exchange_.fingerprint_, exchange_.of_->sequence, place);
-  // As c10d takes them. The exchange keeps what owns them.
+  // c10d takes tensors; the exchange keeps what owns this memory.
   const at::Tensor elements =
       at::from_blob(const_cast<void*>(memory), {bytes}, at::TensorOptions().dtype(at::kByte));
   return {exchange_.channel_->post(end, peer, elements, tag), peer, round};
@@ -215,7 +215,7 @@ void Exchange::wait() {
   const OnBoard on_board(*options().board, *this);
   begin();
   try {
-    check_aborted();  // after this, whoever aborts finds us on the board
+    check_aborted();  // an abort that comes later finds this wait on the board
     bool more = true;
     for (int round = 0; std::exchange(more, false); ++round) {
       for (UnderWay& op : under_way_) {
@@ -279,9 +279,9 @@ void Exchange::time_is_up(int peer) {
   if (!is_relayed()) {
     throw LostRank(waited_in_vain(text(), patience_, not_arrived(), abort_flag.patience));
   }
-  // Of a relayed message the rank before may itself wait for another one. If it came later than
-  // this one its time is up later: by then it says so, or the watch has seen it wait. On the board
-  // meanwhile, as in TransportWait::blame().
+  // The rank that relays a message may itself wait for another one. If it came later than this one
+  // its time is up later: by then it says so, or the watch has seen it wait. This wait stays on the
+  // board meanwhile, as in TransportWait::blame().
   hear_others(abort_flag, *options().board, world_rank(peer));
   blame_cause(peer);
 }

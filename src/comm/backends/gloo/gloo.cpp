@@ -240,19 +240,6 @@ class GlooConnections final : public Connections {
 
 }  // namespace
 
-ChannelOptions channel_options(const GroupPlace& place) {
-  ChannelOptions channel;
-  channel.name = place.name;
-  channel.members = place.ranks;
-  channel.self = place.self();
-  channel.timeout = place.options.timeout;
-  channel.compare_entries =
-      place.options.compare_entries || base::environment_switch("TESSERA_COMPARE_ENTRIES");
-  channel.abort_flag = place.abort_flag;
-  channel.board = place.board;
-  return channel;
-}
-
 std::unique_ptr<Connections> open_gloo(const LaunchEnvironment& launch) {
   return std::make_unique<GlooConnections>(launch);
 }

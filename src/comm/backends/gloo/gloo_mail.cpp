@@ -108,7 +108,7 @@ class MailLog final : public Recorded {
   std::vector<Posted> under_way_ TESSERA_GUARDED_BY(mutex_);
 };
 
-/// What Gloo carries of a message, shared by who waits for it and who asks for it.
+/// Gloo's part of a message, shared by the wait for it and the thread that polls it.
 class Polled {
  public:
   enum class Found : std::uint8_t { kNothing, kThrough, kBroken };
@@ -203,7 +203,7 @@ class MailPoll {
 
 class Parcel;
 
-/// What is under way: whoever lets go of a Transfer leaves Gloo with memory that is still there.
+/// The messages under way: Gloo's memory stays when a Transfer is destroyed before its end.
 class MailDesk {
  public:
   std::vector<std::shared_ptr<Parcel>> under_way;
@@ -319,7 +319,7 @@ Event Parcel::finish() {
 void Parcel::wait_for_gloo() {
   const OnBoard on_board(*options().board, *this);
   begin();
-  check_aborted();  // after this, whoever aborts finds us on the board
+  check_aborted();  // an abort that comes later finds this wait on the board
   wait_for(*polled_->work, letter_.peer);
 }
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <thread>
 
+#include "base/environment.h"
 #include "base/text/printable.h"
 #include "tessera/error.h"
 
@@ -71,6 +72,19 @@ std::string waited_in_vain(const std::string& what, std::chrono::milliseconds ti
                 patience.why_missing(world_ranks));
 }
 
+ChannelOptions channel_options(const GroupPlace& place) {
+  ChannelOptions channel;
+  channel.name = place.name;
+  channel.members = place.ranks;
+  channel.self = place.self();
+  channel.timeout = place.options.timeout;
+  channel.compare_entries =
+      place.options.compare_entries || base::environment_switch("TESSERA_COMPARE_ENTRIES");
+  channel.abort_flag = place.abort_flag;
+  channel.board = place.board;
+  return channel;
+}
+
 Channel::Channel(ChannelOptions what)
     : options(std::move(what)),
       log(std::make_shared<FlightRecorder>(options.name)),
@@ -78,7 +92,7 @@ Channel::Channel(ChannelOptions what)
   options.board->add(log);
 }
 
-// Also of a group whose opening has failed: the next attempt at it has a log of its own.
+// A group whose opening has failed loses its log, too: the next attempt at it makes another.
 Channel::~Channel() { options.board->remove(*log); }
 
 Channel::Posted Channel::post(End end, int peer, const at::Tensor& memory, int tag) const {
@@ -135,7 +149,7 @@ void TransportWait::wait_for(c10d::Work& transfer, int peer) {
     } catch (const std::exception& error) {
       fail(peer, error.what());
     }
-    // It may have been told to stop waiting while another thread did: then it is asked again.
+    // An abort of another thread's wait may have ended this one, too: then it waits again.
     check_aborted();
   }
 }
@@ -149,9 +163,9 @@ void TransportWait::fail(int peer, const std::string& what) {
 
 void TransportWait::blame(int peer, const std::string& lost) {
   // A wait that has begun stays on the board: the peer may itself wait for a third rank, and ranks
-  // that wait for this one follow its wait to that rank. A rank that came late, but could still post,
-  // is followed as well until the peer's words have come. A post is not on the board: it has begun
-  // no wait, and from a rank that came too late nobody is to follow to a peer that holds up none.
+  // that wait for this one follow its wait to that rank. A rank that came late, but could still
+  // post, is followed as well until the peer's words have come. A post is not on the board: it has
+  // begun no wait, and a rank that came too late must not lead others to a peer that holds up none.
   peer_ = peer;
   if (patience_.count() == 0) begin();
   if (hear_others(*options().abort_flag, *options().board, world_rank(peer), deadline_,

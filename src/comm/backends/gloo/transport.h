@@ -2,7 +2,7 @@
 // whom an error blames.
 //
 // Its clients are collectives (exchange.h), messages (gloo_mail.h) and what connects their ranks
-// (point_to_point.cpp): each says what it waits in, and the transport does the rest alike. Next:
+// (point_to_point.cpp): each names its wait; posts, deadlines and blame are the same for all. Next:
 // point_to_point.h.
 #pragma once
 
@@ -38,19 +38,19 @@ struct ChannelOptions {
   std::shared_ptr<AbortFlag> abort_flag;
   std::shared_ptr<WaitBoard> board;
   /// Opens the group. Collective; `epoch` counts recoveries. All ranks are connected then, unless
-  /// there is an open_pair. `waits_for` hears for which of them (an index) it waits; -1: nobody in
-  /// particular.
+  /// there is an open_pair. `waits_for` is told for which of them (an index) it waits; -1: for none
+  /// in particular.
   std::function<c10::intrusive_ptr<c10d::Backend>(int epoch,
                                                   const std::function<void(int peer)>& waits_for)>
       open;
-  /// What opens a backend of this rank and the one at index `peer` alone, in the order of their
-  /// indices. Both call it, on the thread that issues; what it returns runs on one of its own.
+  /// Returns what opens a backend of this rank and the one at index `peer` alone, in the order of
+  /// their indices. Both call it, on the thread that issues; what it returns runs on another one.
   std::function<std::function<c10::intrusive_ptr<c10d::Backend>()>(int epoch, int peer)> open_pair;
 
   int world_rank(int peer) const { return members[static_cast<std::size_t>(peer)]; }
 };
 
-/// All but how it is opened.
+/// Fills all but `open` and `open_pair`.
 ChannelOptions channel_options(const GroupPlace& place);
 
 /// How to reach a peer: over which backend, and as which of its ranks.
@@ -65,9 +65,9 @@ struct NotPosted : std::runtime_error {
   int peer;
 };
 
-/// What all transfers of a group share. A line is written once an epoch, by the issuing thread,
-/// before the first transfer that needs it starts; threads that wait only read those of theirs.
-/// All are taken back while nothing is under way (PointToPointGroup::reset).
+/// The state that all transfers of a group share. A line is written once an epoch, by the issuing
+/// thread, before the first transfer that needs it starts; threads that wait only read those of
+/// theirs. All are taken back while nothing is under way (PointToPointGroup::reset).
 class Channel {
  public:
   using Posted = c10::intrusive_ptr<c10d::Work>;
@@ -101,7 +101,7 @@ class TransportWait : public Blocked {
   std::optional<PeerWait> waits_for() const final;
 
  protected:
-  /// `peer`: from whom something is waited for from the beginning; -1: from nobody in particular.
+  /// `peer`: the one that is waited for from the beginning; -1: none in particular.
   explicit TransportWait(std::shared_ptr<Channel> channel, int peer = -1)
       : channel_(std::move(channel)), peer_(peer) {}
 
@@ -131,16 +131,16 @@ class TransportWait : public Blocked {
     } catch (const NotPosted& error) {
       failed = error;
     }
-    // Hears others without the locks of `post`, for which an abort may wait that holds the board's.
+    // The locks of `post` are free by now: an abort that holds the board's may wait for them.
     if (failed) blame_connection(*failed);
   }
-  /// Until the transfer is through. Errors: LostRank.
+  /// Blocks until the transfer is through. Errors: LostRank.
   void wait_for(c10d::Work& transfer, int peer);
   /// Errors: LostRank, always: what others say, else that the wait was in vain where it is over and
   /// the peer lives, else `lost`.
   [[noreturn]] void blame(int peer, const std::string& lost);
-  /// Errors: LostRank, always: that the wait was in vain, for the peer or for the rank for which that
-  /// one itself waits, whose name the watch has by then.
+  /// Errors: LostRank, always: that the wait was in vain, for the peer or for the rank for which
+  /// that one itself waits, whose name the watch has by then.
   [[noreturn]] void blame_cause(int peer) const;
 
   const std::shared_ptr<Channel> channel_;

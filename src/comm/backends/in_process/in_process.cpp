@@ -30,7 +30,7 @@ struct Rendezvous::Collective {
   /// Of who has let go of it before all had come.
   std::vector<Stream> left_by;
 
-  /// The batches that run.
+  /// Returns the batches that run.
   const std::vector<Batch>& sent() const { return staged.empty() ? batches : staged; }
   /// The stream comes behind the collective of a member that lets go of it. Others may hold it for
   /// longer: not that member's memory with it, which is free behind this point of the stream.
@@ -116,14 +116,14 @@ std::string disagreement(const Rendezvous::SharedGroup& shared,
   return {};
 }
 
-/// Runs all of it unless members disagree: then it says how they do.
+/// Runs all of it unless members disagree. Returns how they do; empty when they do not.
 std::string run(const Rendezvous::SharedGroup& shared, Rendezvous::Collective& collective) {
   if (std::string found = disagreement(shared, collective); !found.empty()) return found;
   const auto& batches = collective.sent();
   const auto& first = batches.front();
   const bool on_devices = !collective.streams.empty();
   for (std::size_t op = 0; op < first.ops.size(); ++op) {
-    // What is relayed is of one size by its entries, and in the host's memory.
+    // A relayed op has one size, since the entries agree, and is in the host's memory.
     if (on_devices && is_relayed(first.ops[op], static_cast<int>(batches.size()))) continue;
     const auto found = on_devices ? difference_between(batches, op) : run_together(batches, op);
     if (found) return text_of(*found, shared, first, op);

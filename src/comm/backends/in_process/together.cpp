@@ -5,8 +5,10 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <vector>
 
 #include "comm/ops/steps.h"
+#include "tessera/error.h"
 
 namespace tessera::comm {
 namespace {
@@ -28,9 +30,8 @@ struct Passage {
 struct SharedMessage {
   const void* from = nullptr;
   std::int64_t sent = 0;
-  void* to = nullptr;  ///< null: it is received beside, where it was sent from
+  void* to = nullptr;  ///< null: the receiver reads it where it was sent from
   std::int64_t expected = 0;
-  OwnMemory kept = nullptr;  ///< instead of what was sent, which has been overwritten
 };
 
 using SharedMessages = std::map<Passage, SharedMessage>;
@@ -63,18 +64,24 @@ class SharedRank final : public Transfers {
   const void* beside(int peer) override { return messages_[{0, peer, self_}].from; }
   void take_aside(std::int64_t bytes) override { aside_ = own_memory(bytes); }
   std::byte* aside(std::int64_t offset) override { return aside_.get() + offset; }
-  /// The ranks behind this one have yet to read what it has lent.
+  /// Keeps a copy of what later ranks have yet to read in place.
   void before_overwriting(const void* memory, std::int64_t bytes) override {
     const auto* begin = static_cast<const std::byte*>(memory);
+    std::byte* copy = nullptr;  // one for all of them
     for (int peer = self_ + 1; peer < size_; ++peer) {
       const auto found = messages_.find({0, self_, peer});
       if (found == messages_.end() || found->second.to != nullptr) continue;
-      SharedMessage& lent = found->second;
-      const auto* from = static_cast<const std::byte*>(lent.from);
-      if (begin >= from + lent.sent || from >= begin + bytes) continue;
-      lent.kept = own_memory(lent.sent);
-      std::memcpy(lent.kept.get(), from, static_cast<std::size_t>(lent.sent));
-      lent.from = lent.kept.get();
+      SharedMessage& message = found->second;
+      const auto* from = static_cast<const std::byte*>(message.from);
+      if (begin >= from + message.sent || from >= begin + bytes) continue;
+      TESSERA_INVARIANT(begin <= from && from + message.sent <= begin + bytes,
+                        "a sum in place: found it over a part of what index ", peer,
+                        " has yet to read, expected all of that or nothing");
+      if (copy == nullptr) {
+        copy = kept_.emplace_back(own_memory(bytes)).get();
+        std::memcpy(copy, begin, static_cast<std::size_t>(bytes));
+      }
+      message.from = copy + (from - begin);
     }
   }
 
@@ -85,9 +92,10 @@ class SharedRank final : public Transfers {
   const int size_;
   const int self_;
   OwnMemory aside_;
+  std::vector<OwnMemory> kept_;  ///< copies of what was overwritten
 };
 
-/// One op of all ranks, of which the first round is posted.
+/// Runs one op of all ranks. The constructor posts its first round.
 class Together {
  public:
   Together(const std::vector<Batch>& batches, std::size_t index) {

@@ -1,6 +1,6 @@
 // Together: the steps of one op on all ranks (ops/steps.h), run by one thread over the memory that
-// ranks share: the transport of collectives between threads. In each round all ranks post, what
-// was posted is copied, or lent where it is only added up, and all ranks combine.
+// ranks share: the transport of collectives between threads. In each round all ranks post, the
+// messages are copied, or stay in place where they are only added up, and all ranks combine.
 #pragma once
 
 #include <cstddef>
@@ -20,8 +20,8 @@ struct ByteDifference {
   std::int64_t expected;
 };
 
-/// Runs the op at `index` of every rank's batch. Returns the first difference of a round, which then
-/// is not run.
+/// Runs the op at `index` of every rank's batch. Returns the first difference of a round, and runs
+/// neither that round nor later ones.
 std::optional<ByteDifference> run_together(const std::vector<Batch>& batches, std::size_t index);
 /// Returns that of the first round and runs nothing. For ops that are not relayed, on any device.
 std::optional<ByteDifference> difference_between(const std::vector<Batch>& batches,
