@@ -1,4 +1,4 @@
-// The hash of a struct that says its fields (text/fields.h), of all of them. Pure.
+// The hash of a struct that lists its fields (text/fields.h): that of all of them. Pure.
 #pragma once
 
 #include <concepts>
@@ -25,11 +25,11 @@ void add_to(Hasher& hash, const T& value) {
     hash.add(std::string_view(value));
   } else {  // a list
     hash.add(std::uint64_t{value.size()});
-    for (const auto& item : value) add_to<typename T::value_type>(hash, item);
+    for (const typename T::value_type& item : value) add_to(hash, item);
   }
 }
 
-/// The same on every rank, compiler and machine for equal values.
+/// Is the same on every rank, compiler and machine for equal values.
 template <class T>
 std::uint64_t hash_of(const T& value) {
   Hasher hash;

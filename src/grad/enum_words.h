@@ -1,4 +1,4 @@
-// The words of public enumerations (base/text/words.h), which files, options and messages share.
+// The words of public enumerations (base/text/words.h) that files, options and messages share.
 #pragma once
 
 #include "base/text/words.h"
@@ -29,7 +29,7 @@ constexpr auto words_of(MasterRequest) {
   return std::to_array<Word<MasterRequest>>(
       {{"auto", MasterRequest::kAuto}, {"none", MasterRequest::kNone}});
 }
-/// By what is kept, the most first.
+/// Orders the modes by how much they keep, most first.
 constexpr auto words_of(RecomputeMode) {
   return std::to_array<Word<RecomputeMode>>({{"none", RecomputeMode::kNone},
                                              {"selective", RecomputeMode::kSelective},

@@ -38,9 +38,9 @@ std::string entry(std::string_view name, const OrderedJson& value) {
   return dumped(name) + ": " + line(value);
 }
 
-/// What no field of a manifest says by itself.
+/// Writes the values of a manifest that JSON has in another form than their members.
 struct ManifestAsJson {
-  /// By its exponent, which is an integer, whatever the scale is.
+  /// The exponent of a scale, which is an integer whatever the scale is.
   template <class Write>
   OrderedJson json(const Write&, double scale, Exponent) const {
     return std::ilogb(scale);
@@ -60,7 +60,7 @@ OrderedJson json_of(const T& value, const Range& range = {}) {
   return JsonWriter(ManifestAsJson())(value, range);
 }
 
-/// A list or an object below a key, each of its items on a line of its own.
+/// A list or an object below a key, with a line for each of its items.
 template <class Items>
 std::string on_lines(const Items& items) {
   constexpr bool kByName = requires { typename Items::mapped_type; };

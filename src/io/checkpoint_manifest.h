@@ -32,12 +32,10 @@ inline std::optional<Hash128> from_text(Of<Hash128>, std::string_view text) {
 }
 constexpr std::string_view expected_text(Of<Hash128>) { return "32 hexadecimal digits"; }
 
-/// Ranges that are no range of numbers: of a shape, or a box; of a scale, which files have by its
-/// exponent; of the format, which says what else there is; of what has a line for each item, and is
-/// in these formats.
-struct Dims {};
-struct Exponent {};
-struct FormatNumber {};
+struct Dims {};          ///< of a shape, or of the offset or size of a box
+struct Exponent {};      ///< of a power of two, which files have as its exponent
+struct FormatNumber {};  ///< of the format, on which the keys behind it depend
+/// The range of a list or an object that has a line for each item, in files of these formats.
 struct OnLines {
   std::int64_t first_format = 1;
   std::int64_t last_format = 2;
@@ -155,7 +153,9 @@ constexpr void fields(V& visit, Of<CheckpointLora>) {
   fields(visit, Of<LoraSpec>{});
 }
 template <>
-inline constexpr bool kHasBase<CheckpointLora> = true;
+struct BaseOf<CheckpointLora> {
+  using Type = LoraSpec;
+};
 
 template <class V>
 constexpr void fields(V& visit, Of<LossScaleState>) {

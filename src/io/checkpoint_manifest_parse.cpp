@@ -55,7 +55,8 @@ enum class PieceForm : std::uint8_t {
   kShort,  ///< [rank, begin, end] or [rank, begin, end, offset, size]
 };
 
-/// What no field of a manifest says by itself.
+/// Reads the values of a manifest that JSON has in another form than their members, and those that
+/// depend on its format.
 class ManifestFromJson {
  public:
   ManifestFromJson(std::string_view where, PieceForm form) : where_(where), form_(form) {}

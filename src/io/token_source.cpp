@@ -356,25 +356,20 @@ class TextFile final : public TokenSource {
   MappedFile text_;
 };
 
-std::string name_of(const std::vector<fs::path>& files) {
-  if (files.empty()) return "";
-  const std::string first = files.front().native();
-  return files.size() == 1 ? first : concat(first, " and ", files.size() - 1, " more");
+std::string name_of(const std::vector<fs::path>& paths) {
+  if (paths.empty()) return "";
+  const std::string first = paths.front().native();
+  return paths.size() == 1 ? first : concat(first, " and ", paths.size() - 1, " more");
 }
 
-std::vector<fs::path> text_files_of(const std::vector<fs::path>& paths) {
-  std::vector<fs::path> all;
-  for (const fs::path& path : paths) std::ranges::copy(text_files(path), std::back_inserter(all));
-  return all;
-}
-
-std::vector<std::unique_ptr<TokenSource>> mapped(const std::vector<fs::path>& files,
-                                                 std::string_view name) {
-  TESSERA_CHECK(!files.empty(), ErrorKind::kFormat, name,
+std::vector<std::unique_ptr<TokenSource>> mapped(const std::vector<fs::path>& paths) {
+  std::vector<fs::path> files;
+  for (const fs::path& path : paths) std::ranges::copy(text_files(path), std::back_inserter(files));
+  TESSERA_CHECK(!files.empty(), ErrorKind::kFormat, name_of(paths),
                 ": found no text file, expected at least "
                 "one (in a folder those that end in .txt)");
-  TESSERA_CHECK(files.size() <= kMaxFiles, ErrorKind::kFormat, name, ": found ", files.size(),
-                " text files, expected at most ", kMaxFiles,
+  TESSERA_CHECK(files.size() <= kMaxFiles, ErrorKind::kFormat, name_of(paths), ": found ",
+                files.size(), " text files, expected at most ", kMaxFiles,
                 "; join them or make one NAME.bin of them with tools/tokenize.py");
   std::vector<std::unique_ptr<TokenSource>> texts;
   for (const fs::path& file : files) texts.push_back(std::make_unique<TextFile>(file));
@@ -383,14 +378,11 @@ std::vector<std::unique_ptr<TokenSource>> mapped(const std::vector<fs::path>& fi
 
 }  // namespace
 
-TextCorpus::TextCorpus(const fs::path& path) : TextCorpus(text_files(path), path.native()) {}
+TextCorpus::TextCorpus(const fs::path& path) : TextCorpus(std::vector<fs::path>{path}) {}
 
-TextCorpus::TextCorpus(const std::vector<fs::path>& files)
-    : TextCorpus(text_files_of(files), name_of(files)) {}
-
-TextCorpus::TextCorpus(const std::vector<fs::path>& files, std::string name)
-    : JoinedTokens(mapped(files, name)), name_(std::move(name)) {
-  TESSERA_CHECK(num_tokens() > std::ssize(files), ErrorKind::kFormat, name_,
+TextCorpus::TextCorpus(const std::vector<fs::path>& paths)
+    : JoinedTokens(mapped(paths)), name_(name_of(paths)) {
+  TESSERA_CHECK(num_tokens() > std::ssize(ends()), ErrorKind::kFormat, name_,
                 ": found no byte of text, expected some");
 }
 

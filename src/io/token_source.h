@@ -138,7 +138,7 @@ class JoinedTokens : public TokenSource {
   /// At least one.
   explicit JoinedTokens(std::vector<std::unique_ptr<TokenSource>> parts);
 
-  /// Of each part: the position behind its last token.
+  /// The position behind the last token of each part.
   std::span<const std::int64_t> ends() const { return ends_; }
 
   std::int64_t num_tokens() const override { return ends_.back(); }
@@ -172,14 +172,12 @@ class TextCorpus final : public JoinedTokens {
   explicit TextCorpus(const std::filesystem::path& path);
 
   /// Several of these, in this order. Errors: the same.
-  explicit TextCorpus(const std::vector<std::filesystem::path>& files);
+  explicit TextCorpus(const std::vector<std::filesystem::path>& paths);
 
   void check_vocabulary(std::int64_t vocab_size) const override;
   std::string name() const override { return name_; }
 
  private:
-  TextCorpus(const std::vector<std::filesystem::path>& files, std::string name);
-
   std::string name_;
 };
 

@@ -91,8 +91,8 @@ struct FamilyTraits {
   /// The same for a model that is no decoder (decoder.h), from its rows on. `left` collects nested
   /// keys that were not used.
   void (*read_all)(ConfigReader& keys, Purpose purpose, ModelSpec& spec, LeftKeys& left) = nullptr;
-  /// Where layers have several ropes: into rope and sliding_rope; keys that nobody took go to `left`.
-  /// Null = one rope for all.
+  /// Reads the ropes of layers that have several, into rope and sliding_rope; keys that were not
+  /// used go to `left`. Null = one rope for all.
   void (*read_ropes)(ConfigReader& keys, ModelSpec& spec, LeftKeys& left) = nullptr;
   /// ParsedSpec::prediction_layers of a config.json; null = such folders have none.
   std::int64_t (*read_prediction_layers)(ConfigReader& keys) = nullptr;

@@ -36,10 +36,10 @@ std::int64_t required(ConfigReader& keys, std::string_view key, IntRange range);
 
 // -------------------------------------------------------------------------------------------- rows
 
-/// What null says. A key that is absent leaves what the spec has.
+/// How null is read. An absent key leaves the spec's value.
 enum class Null : std::uint8_t {
-  kAbsent,
-  kNone,  ///< that there is no value, or 0, or false
+  kAbsent,  ///< as an absent key
+  kNone,    ///< as no value, 0 or false
 };
 
 namespace detail {
@@ -109,7 +109,7 @@ KeyRow row(std::string_view key, M Part::* member,
   };
   return result;
 }
-/// The same of a size that must be there: null is refused, and absence where the spec has 0.
+/// A key that is a size: null is refused, and absence where the spec has 0.
 template <class Part>
 KeyRow size(std::string_view key, std::int64_t Part::* member, const IntRange& range = kSize) {
   KeyRow result = written(key, member);
@@ -131,14 +131,14 @@ KeyRow ignored(std::initializer_list<std::string_view> keys);
 
 /// sliding_window, which null takes away: 0.
 KeyRow window_row();
-// Read by read_tokens() and read_dtype().
+// These are read by read_tokens() and read_dtype().
 KeyRow eos_row();  ///< written as the hub does: null, one id, or a list of them
 KeyRow pad_row();  ///< left out where there is none
 KeyRow dtype_row(std::string_view key);
 
-/// One list after the other, with a row in the place of an earlier one of the same key.
+/// Appends the lists to each other; a row replaces an earlier one of the same key in its place.
 KeyRows joined(std::initializer_list<KeyRows> lists);
-/// Those of every decoder (decoder.h), and `own` behind or in the place of them.
+/// The rows of every decoder (decoder.h), joined with `own`.
 KeyRows decoder_rows(KeyRows own = {});
 
 void read_rows(const KeyRows& rows, ConfigReader& keys, ModelSpec& spec);
@@ -189,8 +189,8 @@ struct RopeAround {
 };
 
 /// Reads rope_parameters, or rope_scaling with rope_theta, or both where they agree. A record names
-/// its kind as rope_type or as type. Keys of a record that its kind does not read go to `left`. Errors:
-/// kConfig for a kind or a value that is not supported, and for two that differ.
+/// its kind as rope_type or as type. Keys of a record that its kind does not read go to `left`.
+/// Errors: kConfig for a kind or a value that is not supported, and for two that differ.
 nn::RopeOptions read_rope(ConfigReader& keys, const RopeAround& family, LeftKeys& left);
 
 /// Reads one record that describes rope: rope_parameters (with theta), rope_scaling (without), or

@@ -47,8 +47,9 @@ struct MlaSpec {
   bool operator==(const MlaSpec&) const = default;
 };
 
-/// Of GPT-2, whose max_position_embeddings is the number of learned positions, rms_norm_eps that of
-/// the LayerNorms, attention_dropout attn_pdrop. Nothing here drops anything: kept for who reads the folder that is written.
+/// The shares that GPT-2's config.json says are dropped: kept for readers of the folder that is
+/// written, nothing here drops anything. In ModelSpec max_position_embeddings is the number of
+/// learned positions, rms_norm_eps that of the LayerNorms, attention_dropout attn_pdrop.
 struct Gpt2Spec {
   double embd_pdrop = 0.1;
   double resid_pdrop = 0.1;

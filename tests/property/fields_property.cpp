@@ -1,4 +1,4 @@
-// Structs that say their fields once: what is written is read, with every fault refused at its
+// Structs that list their fields once: what is written is read, with every fault refused at its
 // place; hashes and differences see each field.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -31,7 +31,7 @@ constexpr auto words_of(Colour) {
       {{"red", Colour::kRed}, {"green", Colour::kGreen}, {"dark blue", Colour::kBlue}});
 }
 
-/// As a list of its values.
+/// Files have it as a list of its values.
 struct Dot {
   Colour colour = Colour::kRed;
   std::uint32_t at = 0;
@@ -107,7 +107,45 @@ constexpr void fields(V& visit, Of<Forgetful>) {
 }
 static_assert(!says_all<Forgetful>(), "a member that is no field is found when it is compiled");
 
-// ------------------------------------------------------------------------------------------ drawing
+/// Its base's fields stand among its own.
+struct Derived : Head {
+  bool is_small = false;
+};
+struct ForgetfulOfBase : Head {
+  bool is_small = false;
+};
+
+}  // namespace
+}  // namespace tessera::fields_property
+
+namespace tessera {
+template <>
+struct BaseOf<fields_property::Derived> {
+  using Type = fields_property::Head;
+};
+template <>
+struct BaseOf<fields_property::ForgetfulOfBase> {
+  using Type = fields_property::Head;
+};
+}  // namespace tessera
+
+namespace tessera::fields_property {
+namespace {
+
+template <class V>
+constexpr void fields(V& visit, Of<Derived>) {
+  fields(visit, Of<Head>{});
+  visit("is_small", &Derived::is_small);
+}
+template <class V>
+constexpr void fields(V& visit, Of<ForgetfulOfBase>) {
+  visit("step", &ForgetfulOfBase::step);
+  visit("is_small", &ForgetfulOfBase::is_small);
+}
+static_assert(says_all<Derived>());
+static_assert(!says_all<ForgetfulOfBase>(), "so is one of the base");
+
+// ----------------------------------------------------------------------------------------- drawing
 
 template <class T>
 T one_of(std::initializer_list<T> values) {
@@ -134,7 +172,7 @@ Leaf draw_leaf() {
 
 Colour draw_colour() { return static_cast<Colour>(*rc::gen::inRange(0, 3)); }
 
-/// `cached` is no part of files, and stays.
+/// Leaves `cached`, which files do not have.
 Tree draw_tree() {
   Tree tree;
   tree.head.step = *rc::gen::arbitrary<std::int64_t>();
@@ -382,7 +420,7 @@ Outer draw_outer() {
   return outer;
 }
 
-/// For what has no text of its own.
+/// Prints the types that have no text themselves.
 struct DifferenceRules {
   std::string text(const Dot& dot, Whatever, Side) const {
     return concat(word_of(dot.colour), " at ", dot.at);
@@ -421,7 +459,7 @@ RC_GTEST_PROP(Fields, HashesAndDifferencesSeeEachField, ()) {
   });
 }
 
-// Naive: lists that are cut elsewhere have the same items one behind the other.
+// A hash of items alone would not see where one list ends and the next begins.
 TEST(Fields, HashesTellListsApart) {
   Outer one, other;
   one.grid = {{1, 2}, {}};

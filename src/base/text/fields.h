@@ -1,4 +1,4 @@
-// The fields of a struct, said once beside it, for all that goes through them: files
+// The fields of a struct, listed once next to it, for everything that visits them: files
 // (json_fields.h), hashes (../fields_hash.h) and differences (below).
 //
 //   template <class V>
@@ -8,11 +8,12 @@
 //     visit("gathers", &PlanUnit::gathers);
 //   }
 //
-// A visitor takes a Field, a pointer to the member and what files may say there. It is a pointer
-// and no value, so that one list serves a value, two that are compared, and none. The order is that
-// of files. A member that was forgotten does not compile (says_all). A struct that files have as a list of its values says row() in place of fields(). Where
-// a value alone does not tell what it may be (the number of a unit, of however many there are), its
-// range is a type of that struct's own, and whoever reads or compares has rules for it. Pure.
+// A visitor takes a Field, a pointer to the member and the range of its values in files. It is a
+// pointer and no value, so that one list serves a value, two that are compared, and none. The order
+// is that of files. A list that lacks a member does not compile (says_all). A struct that files
+// have as a list of its values has row() in place of fields(). Where the range depends on other
+// values (the number of a unit, of however many there are), it is a type that the struct defines,
+// and readers and comparisons have rules for that type. Pure.
 #pragma once
 
 #include <algorithm>
@@ -48,7 +49,7 @@ enum class Missing : std::uint8_t {
 };
 
 struct Field {
-  // NOLINTNEXTLINE(google-explicit-constructor): whoever lists fields names them
+  // NOLINTNEXTLINE(google-explicit-constructor): lists of fields name them by literals
   constexpr Field(const char* in_files) : key(in_files), says(in_files) {}
   constexpr Field(const char* in_files, const char* in_words, Missing how = Missing::kNever)
       : key(in_files), says(in_words), missing(how) {}
@@ -105,9 +106,11 @@ concept HasText = requires(std::string_view text) {
 
 /// A std::array by the words of E: an object with each of them as a key.
 template <class E>
-struct ByWord {};
+struct ByWord {
+  static constexpr auto words() { return words_of(E{}); }
+};
 
-// ------------------------------------------------------------------------------- going through them
+// ---------------------------------------------------------------------------------------- visiting
 
 namespace detail {
 
@@ -184,22 +187,29 @@ consteval std::size_t count_fields() {
   return count;
 }
 
-/// Whether each member is said. A struct with a base has other members than it lists.
+/// The base whose fields a struct lists among its own; void where it has none.
+template <class T>
+struct BaseOf {
+  using Type = void;
+};
+
+/// Whether each member is a field, those of the base too, which the struct itself has as one.
 template <class T>
 consteval bool says_all() {
-  return detail::members_of<T>() == count_fields<T>();
+  using Base = typename BaseOf<T>::Type;
+  std::size_t members = detail::members_of<T>();
+  if constexpr (!std::is_void_v<Base>) members += detail::members_of<Base>() - 1;
+  return members == count_fields<T>();
 }
-template <class T>
-inline constexpr bool kHasBase = false;
 
 /// visit(field, pointer to member, range) of each.
 template <class T, class Visit>
 constexpr void each_field(const Visit& visit) {
-  static_assert(kHasBase<T> || says_all<T>(), "a member of this struct is no field of it");
+  static_assert(says_all<T>(), "a member of this struct is no field of it");
   detail::go_through<T>(visit);
 }
 
-/// As files have them, those of members whose fields stand among these, too.
+/// The keys in files, those of members whose fields stand among these, too.
 template <class T>
 std::vector<std::string_view> keys_of() {
   std::vector<std::string_view> keys;
@@ -215,14 +225,14 @@ std::vector<std::string_view> keys_of() {
   return keys;
 }
 
-// -------------------------------------------------------------------------------------- differences
+// ------------------------------------------------------------------------------------- differences
 
 enum class Side : std::uint8_t { kBefore, kAfter };
 
-/// What is different between two values, a line each: "where, what: before, after"; of a list its
-/// first item that is another. `Rules` may have text(value, range, side) for what is printed in
-/// other words, and differ(differences, where, what, before, after, range) for what is compared in
-/// another way.
+/// Lists the differences of two values, a line each: "where, what: before, after"; of two lists the
+/// first place where they differ. `Rules` may have text(value, range, side), which prints a value
+/// in another form, and differ(differences, where, what, before, after, range), which compares two
+/// in another way.
 template <class Rules>
 class Differences {
  public:
@@ -230,7 +240,7 @@ class Differences {
 
   std::vector<std::string> take() { return std::move(lines_); }
   void line(std::string text) { lines_.push_back(std::move(text)); }
-  /// What is called nothing is part of what is around it.
+  /// Omits what is empty: the differences of a field without a name are those of its struct.
   static std::string join(const std::string& where, std::string_view what) {
     return concat(where, where.empty() || what.empty() ? "" : ", ", what);
   }

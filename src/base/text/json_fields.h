@@ -1,9 +1,9 @@
-// Structs that say their fields (fields.h) as JSON: written in the order of the fields, and read
-// from a text that nobody vouches for, each value with its range.
+// Structs that list their fields (fields.h) as JSON: written in the order of the fields, and read
+// from untrusted text, each value within its range.
 //
-// `Rules` serve what no field can say: json(write, value, range) and read(read, value, at, range)
-// in place of what is done here, check(at, value) once all of a struct was read. Include this in
-// .cpp files only, as json_reader.h.
+// `Rules` may have json(write, value, range) and read(read, value, at, range), which replace what
+// is done here for values of their types, and check(at, value), which is called once a whole struct
+// was read. Include this in .cpp files only, as json_reader.h.
 #pragma once
 
 #include <array>
@@ -38,17 +38,12 @@ void require_list(const JsonCursor& at, std::int64_t most, std::string_view of);
 [[noreturn]] void refuse_word(const JsonCursor& at, std::span<const std::string_view> words);
 const std::string& text_within(const JsonCursor& at, const TextLimit& limit);
 
-template <class E>
-std::vector<std::string_view> words_as_list() {
-  std::vector<std::string_view> words;
-  for (const auto& one : words_of(E{})) words.push_back(one.word);
-  return words;
+template <class Words>
+std::vector<std::string_view> as_list(const Words& words) {
+  std::vector<std::string_view> list;
+  for (const auto& one : words) list.push_back(one.word);
+  return list;
 }
-
-template <class Range>
-inline constexpr bool kIsByWord = false;
-template <class E>
-inline constexpr bool kIsByWord<ByWord<E>> = true;
 
 template <class Range>
 constexpr auto item_range(const Range& range) {
@@ -88,7 +83,7 @@ class JsonWriter {
     }
   }
 
-  /// The fields of a struct behind what an object has.
+  /// Appends the fields of a struct to an object.
   template <class T>
   void add(Json& json, const T& value) const {
     each_field<T>([&]<class M, class C>(const Field& field, M C::* member, const auto& range) {
@@ -105,9 +100,9 @@ class JsonWriter {
  private:
   template <class T, class Range>
   Json plain(const T& value, const Range& range) const {
-    if constexpr (detail::kIsByWord<Range>) {
+    if constexpr (requires { Range::words(); }) {
       Json json = Json::object();
-      for (const auto& [word, which] : words_of_range(range)) {
+      for (const auto& [word, which] : Range::words()) {
         json[std::string(word)] = (*this)(value.at(static_cast<std::size_t>(which)));
       }
       return json;
@@ -118,9 +113,7 @@ class JsonWriter {
     } else if constexpr (detail::kIsVector<T>) {
       Json json = Json::array();
       const auto of_item = detail::item_range(range);
-      for (const auto& item : value) {
-        json.push_back(this->template operator()<typename T::value_type>(item, of_item));
-      }
+      for (const typename T::value_type& item : value) json.push_back((*this)(item, of_item));
       return json;
     } else if constexpr (detail::kIsMap<T>) {
       Json json = Json::object();
@@ -132,23 +125,20 @@ class JsonWriter {
       return value;
     }
   }
-  template <class E>
-  static constexpr auto words_of_range(ByWord<E>) {
-    return words_of(E{});
-  }
 
   const Rules& rules_;
 };
 
-/// As text: a line for what holds no lists or objects, else a line an item, down to `levels`.
+/// The text of a value: one line where it holds no lists or objects, else a line an item, down to
+/// `levels`.
 std::string json_lines(const nlohmann::ordered_json& value, int levels = kMaxJsonDepth);
 
 // ----------------------------------------------------------------------------------------- reading
 
-/// Keys that no field has.
+/// How keys are treated that no field has.
 enum class OtherKeys : std::uint8_t {
-  kRefused,  ///< a slip of whoever wrote them
-  kPassedOver,
+  kRefused,     ///< they are taken for mistakes
+  kPassedOver,  ///< they may be another version's
 };
 
 template <class Rules>
@@ -171,7 +161,7 @@ class JsonFieldsReader {
     }
   }
 
-  /// `beside`: keys that its caller reads.
+  /// `beside`: further keys, which the caller reads.
   template <class T>
   void object(T& value, const JsonCursor& at, std::vector<std::string_view> beside = {}) {
     at.require(at.value().is_object(), "an object");
@@ -229,8 +219,8 @@ class JsonFieldsReader {
 
   template <class T, class Range>
   void plain(T& value, const JsonCursor& at, const Range& range) {
-    if constexpr (detail::kIsByWord<Range>) {
-      by_word(value, at, range);
+    if constexpr (requires { Range::words(); }) {
+      by_word(value, at, Range::words());
     } else if constexpr (detail::kIsMap<T>) {
       value = at.by_name([&](const JsonCursor& one) {
         typename T::mapped_type item{};
@@ -239,7 +229,7 @@ class JsonFieldsReader {
       });
     } else if constexpr (HasWords<T>) {
       const auto found = from_word<T>(at.text());
-      if (!found) detail::refuse_word(at, detail::words_as_list<T>());
+      if (!found) detail::refuse_word(at, detail::as_list(words_of(T{})));
       value = *found;
     } else if constexpr (HasText<T>) {
       const auto found = from_text(Of<T>{}, at.text());
@@ -265,11 +255,11 @@ class JsonFieldsReader {
     }
   }
 
-  template <class T, class E>
-  void by_word(T& value, const JsonCursor& at, ByWord<E>) {
+  template <class T, class Words>
+  void by_word(T& value, const JsonCursor& at, const Words& words) {
     at.require(at.value().is_object(), "an object");
-    if (others_ == OtherKeys::kRefused) detail::require_only(at, detail::words_as_list<E>());
-    for (const auto& [word, which] : words_of(E{})) {
+    if (others_ == OtherKeys::kRefused) detail::require_only(at, detail::as_list(words));
+    for (const auto& [word, which] : words) {
       (*this)(value.at(static_cast<std::size_t>(which)), at.member(word));
     }
   }

@@ -1,5 +1,4 @@
-// JSON from files that nobody vouches for: the whole text as a value, and typed reading of what is
-// in it.
+// JSON from untrusted files: the whole text as a value, and typed reading of its parts.
 //
 // On top of nlohmann/json's own checks a duplicate key is an error (two readers could each take
 // another one) and nesting is capped, so that no later walk over the value can overflow the stack.

@@ -1,4 +1,4 @@
-// The words of an enumeration, said once beside it: what files, options and messages call its
+// The words of an enumeration, listed once next to it: how files, options and messages name its
 // values.
 //
 //   constexpr auto words_of(Keep) {

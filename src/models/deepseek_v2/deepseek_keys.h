@@ -19,7 +19,7 @@ inline constexpr MlaSpec kAbsentMla{.q_lora_rank = 1536,
                                     .qk_rope_head_dim = 64,
                                     .v_head_dim = 128};
 KeyRows latent_attention_rows();
-/// head_dim, and what must agree. Errors: kConfig.
+/// Sets head_dim and checks that the sizes agree. Errors: kConfig.
 void settle_latent_attention(ConfigReader& keys, ModelSpec& spec);
 
 /// The numbers and sizes of routed and shared experts, and the router's.

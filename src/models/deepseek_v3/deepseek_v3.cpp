@@ -1,7 +1,7 @@
-// DeepSeek V3 and R1: latent attention, first dense layers, a shared expert, and a router of sigmoids
-// whose choice a stored bias balances, from the best groups of experts. The extra prediction layer of
-// published folders is left out, their blocks of eight bits are read as bfloat16
-// (io/unpacked/fp8_tensors.h).
+// DeepSeek V3 and R1: latent attention, first dense layers, a shared expert, and a router of
+// sigmoids whose choice a stored bias balances, from the best groups of experts. The extra
+// prediction layer of published folders is left out, their blocks of eight bits are read as
+// bfloat16 (io/unpacked/fp8_tensors.h).
 #include <nlohmann/json.hpp>
 
 #include "models/deepseek_v2/deepseek_keys.h"

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "models/family.h"
+#include "models/gemma3/gemma_keys.h"
 #include "models/keys/known_keys.h"
 #include "models/spec_keys.h"
 #include "tessera/error.h"
@@ -106,6 +107,16 @@ Json pattern(const ModelSpec& spec) {
   return first - spec.layer_types.begin() + 1;
 }
 
+ModelSpec spec_of_gemma3() {
+  ModelSpec spec = gemma_spec(Family::kGemma3);
+  spec.vocab_size = 262208;
+  spec.num_hidden_layers = 26;
+  spec.rope.theta = 1e6;
+  spec.sliding_window = 4096;
+  spec.query_pre_attn_scalar = 256.0;
+  return spec;
+}
+
 /// Names in folders of the whole model, as they are published and as transformers has them.
 std::string name_of_text(std::string_view name) {
   constexpr std::string_view kPublished = "language_model.";
@@ -125,25 +136,12 @@ const FamilyTraits& gemma3_traits() {
   static const FamilyTraits traits{
       .model_type = "gemma3_text",
       .architecture = "Gemma3ForCausalLM",
-      .spec = {.family = Family::kGemma3,
-               .vocab_size = 262208,
-               .hidden_size = 2304,
-               .num_hidden_layers = 26,
-               .num_attention_heads = 8,
-               .num_key_value_heads = 4,
-               .head_dim = 256,
-               .intermediate_size = 9216,
-               .max_position_embeddings = 131072,
-               .tie_word_embeddings = true,
-               .rope = {.theta = 1e6},
-               .sliding_window = 4096,
-               .pad_token_id = 0,
-               .query_pre_attn_scalar = 256.0},
+      .spec = spec_of_gemma3(),
       .rows = decoder_rows({
           {"hidden_act", read_activation},
           always("attn_logit_softcapping", nullptr, kNoSoftCaps),
           always("final_logit_softcapping", nullptr, kNoSoftCaps),
-          always("hidden_activation", "gelu_pytorch_tanh", "the activation of the MLP"),
+          gelu_row(),
           written({"layer_types"}, layer_types_json),
           // An absent one is not null.
           written("pad_token_id", &ModelSpec::pad_token_id),

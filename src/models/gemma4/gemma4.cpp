@@ -2,7 +2,7 @@
 // see everything, with a mixture of experts beside each dense MLP.
 //
 // Its config.json has three nested configs, of which every key is used, harmless or refused. Both
-// spellings of the layers' differences are read (global_head_dim and its like, or per_layer_config).
+// spellings of the layers' differences are read (global_head_dim and such keys, per_layer_config).
 // Source: transformers 5.23, models/gemma4. Next: gemma4_spec.h, gemma4_layers.h.
 #include <cmath>
 #include <nlohmann/json.hpp>
@@ -12,6 +12,7 @@
 
 #include "models/config_reader.h"
 #include "models/family.h"
+#include "models/gemma3/gemma_keys.h"
 #include "models/gemma4/gemma4_layers.h"
 #include "models/keys/known_keys.h"
 #include "models/spec_keys.h"
@@ -31,9 +32,6 @@ const nlohmann::json* nested(ConfigReader& keys, std::string_view key) {
   if (object != nullptr && !object->is_object()) keys.refuse(key, "an object");
   return object;
 }
-
-constexpr const char* kGelu = "gelu_pytorch_tanh";
-constexpr const char* kOfMlp = "the activation of the MLP";
 
 std::optional<MoeSpec> read_experts(ConfigReader& keys) {
   if (!keys.boolean("enable_moe_block").value_or(false)) {
@@ -77,7 +75,7 @@ KeyRows rows_of_text() {
       eos_row(),
       row("final_logit_softcapping", &Gemma4Spec::final_logit_softcapping, {1e-6, 1e9}),
       size("head_dim", &ModelSpec::head_dim),
-      always("hidden_activation", kGelu, kOfMlp),
+      gelu_row(),
       size("hidden_size", &ModelSpec::hidden_size),
       written({"hidden_size_per_layer_input", read_per_layer_inputs},
               [](const ModelSpec&) { return 0; }),
@@ -175,7 +173,7 @@ KeyRows rows_of_vision() {
       written("attention_dropout", &Gemma4Vision::attention_dropout),
       dtype_row("dtype"),
       size("head_dim", &Gemma4Vision::head_dim),
-      always("hidden_activation", kGelu, kOfMlp),
+      gelu_row(),
       size("hidden_size", &Gemma4Vision::hidden_size, kVisionWidth),
       written("initializer_range", &ModelSpec::initializer_range),
       size("intermediate_size", &Gemma4Vision::intermediate_size),
@@ -193,7 +191,8 @@ KeyRows rows_of_vision() {
               }),
       row("standardize", &Gemma4Vision::standardize),
       always("use_clipped_linears", false, "clipped projections are not supported"),
-      // Weights are drawn by the text's range; transformers never reads the second; the last is how the processor resizes images.
+      // Weights are drawn by the text's range; transformers never reads the second; by the last
+      // the processor resizes images.
       ignored({"initializer_range", "max_position_embeddings", "default_output_length"}),
   };
 }
@@ -266,6 +265,16 @@ KeyRows rows_of_gemma4() {
   };
 }
 
+ModelSpec spec_of_gemma4() {
+  ModelSpec spec = gemma_spec(Family::kGemma4);
+  spec.vocab_size = 262144;
+  spec.num_hidden_layers = 30;
+  spec.bos_token_id = 2;
+  spec.eos_token_ids = {1};
+  spec.gemma4.emplace();
+  return spec;
+}
+
 LayerAttention attention_of_layer(const ModelSpec& spec, std::int64_t number) {
   const Gemma4Layer& layer = spec.gemma4->layers.at(static_cast<std::size_t>(number));
   LayerAttention of{2 * layer.head_dim};
@@ -290,20 +299,7 @@ const FamilyTraits& gemma4_traits() {
   static const FamilyTraits traits{
       .model_type = "gemma4",
       .architecture = "Gemma4ForConditionalGeneration",
-      .spec = {.family = Family::kGemma4,
-               .vocab_size = 262144,
-               .hidden_size = 2304,
-               .num_hidden_layers = 30,
-               .num_attention_heads = 8,
-               .num_key_value_heads = 4,
-               .head_dim = 256,
-               .intermediate_size = 9216,
-               .max_position_embeddings = 131072,
-               .tie_word_embeddings = true,
-               .pad_token_id = 0,
-               .bos_token_id = 2,
-               .eos_token_ids = {1},
-               .gemma4 = Gemma4Spec{}},
+      .spec = spec_of_gemma4(),
       .rows = rows_of_gemma4(),
       .read_all = read_gemma4,
       .pins = {.strict = {}, .under_float16 = {}, .routers = {"router.proj", "router.scale"}},

@@ -1,6 +1,6 @@
-// GLM 4.5, whole and Air: half of each head turns, biases on queries, keys and values, a first dense
-// layer, a shared expert, and DeepSeek V3's router. The extra prediction layer of published folders
-// is left out.
+// GLM 4.5, whole and Air: half of each head turns, biases on queries, keys and values, a first
+// dense layer, a shared expert, and DeepSeek V3's router. The extra prediction layer of published
+// folders is left out.
 #include <nlohmann/json.hpp>
 
 #include "models/deepseek_v2/deepseek_keys.h"

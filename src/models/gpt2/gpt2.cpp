@@ -91,7 +91,7 @@ KeyRows rows_of_gpt2() {
       only("scale_attn_weights", true, "scores are divided by the root of the head's size"),
       only("scale_attn_by_inverse_layer_idx", false, "scores are scaled alike in all layers"),
       only("reorder_and_upcast_attn", false, "it is another order of roundings"),
-      // Of heads that sum a text up.
+      // Keys of heads that sum a text up.
       ignored({"summary_activation", "summary_first_dropout", "summary_proj_to_labels",
                "summary_type", "summary_use_proj"}),
   };
@@ -122,7 +122,7 @@ class Gpt2Keeps : public TextKeeps {
   KeptValue norm(const KeptValue& x, const std::string& name) override;
 
  private:
-  /// gpt2_layer.cpp: the matrix stands [in, out], and its product is never put off. Where ranks
+  /// gpt2_layer.cpp: the matrix stands [in, out], and its product is never deferred. Where ranks
   /// share the columns of a whole one, a copy of the own ones is kept.
   KeptValue linear(const KeptValue& x, const std::string& name, std::int64_t out_ranks = 1);
   KeptValue attention(const KeptValue& stream, const std::string& name);

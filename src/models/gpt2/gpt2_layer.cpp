@@ -54,7 +54,7 @@ struct LayerNormFunction : torch::autograd::Function<LayerNormFunction> {
     const at::Tensor factor = weight.to(inside);
     const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1),
                                      ctx->needs_input_grad(2)};
-    // Of the bias it only wants to know that there is one.
+    // It only needs to know that there is a bias.
     auto [grad_x, grad_weight, grad_bias] = at::native_layer_norm_backward(
         grads[0].to(inside).contiguous(), x.to(inside), weight.sizes(), saved[2], saved[3], factor,
         /*bias=*/factor, wanted);

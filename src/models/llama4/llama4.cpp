@@ -1,6 +1,6 @@
-// The text model of Llama 4 (Scout, Maverick): attention in chunks, every few layers without rope and
-// with queries that grow warmer with their position; experts in every n-th layer, whose one weight
-// multiplies what goes in, beside a shared one.
+// The text model of Llama 4 (Scout, Maverick): attention in chunks, every few layers without rope
+// and with queries that grow warmer with their position; experts in every n-th layer, whose one
+// weight multiplies what goes in, and a shared one.
 #include <algorithm>
 #include <nlohmann/json.hpp>
 #include <utility>

@@ -1,5 +1,6 @@
 // Dense Qwen2 and Qwen2.5: biases on q, k and v and none on o, no q/k norm; from max_window_layers
 // on layers may see a window.
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "models/family.h"

@@ -179,7 +179,8 @@ void set_key(Config& config, const ConfigKey& key, const toml::node& node,
   }
 }
 
-/// What RUN/config.toml of an earlier run has of a key that is gone and that nobody had set.
+/// Whether the key is one that was removed and has its default: RUN/config.toml of an earlier run
+/// names it though the run had not set it.
 bool is_gone_and_unset(std::string_view key, const toml::node& node) {
   return key == "compile.offload_folder" && node.as_string() != nullptr &&
          node.as_string()->get().empty();

@@ -91,7 +91,7 @@ const std::vector<TableKey<PrecisionRule>>& ListedTable<PrecisionRule>::keys() {
 
 const std::vector<TableKey<OptimizerRule>>& ListedTable<OptimizerRule>::keys() {
   using R = OptimizerRule;
-  const Limit at_least_0{.low = 0, .words = "at least 0"};
+  static const Limit at_least_0{.low = 0, .words = "at least 0"};
   static const std::vector<TableKey<R>> keys = {
       table_key<R>("match", &R::match, kMatchText),
       table_key<R>("lr_scale", &R::lr_scale, {"", "lr is multiplied by it"}, at_least_0),

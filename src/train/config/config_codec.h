@@ -226,7 +226,7 @@ struct Codec<MemoryBudget> {
   static std::optional<ConfigValue> to(const MemoryBudget& budget);
 };
 
-/// Of a rule, where a key that is left out is the policy's: no "auto".
+/// A dtype of a rule, which has no "auto": a key that is left out means the policy's.
 template <>
 struct Codec<DType> {
   static std::string type() { return "dtype"; }
@@ -252,7 +252,7 @@ struct KeyText {
   std::string no_default = "";  ///< shown where a new table has no value
 };
 
-/// One key of S, the struct of a section of the file or of a table in a list.
+/// A key of S, the struct of a section of the file or of a table in a list.
 template <class S>
 struct TableKey {
   std::string name;
@@ -274,7 +274,7 @@ TableKey<S> table_key(std::string name, T C::* member, KeyText text, Limit limit
           [member](const S& table) { return Codec<T>::to(table.*member); }};
 }
 
-/// Of a struct that lists of tables hold, written [[section.key]].
+/// Describes a struct that lists of tables hold, written [[section.key]].
 template <class S>
 struct ListedTable;
 template <>
@@ -303,7 +303,7 @@ template <class S>
   requires requires { ListedTable<S>::keys(); }
 struct Codec<std::vector<S>> {
   static std::string type() { return "list of tables"; }
-  /// "; "-separated, of each key.
+  /// Describes each key, separated by "; ".
   static std::string help() {
     std::string text;
     for (const auto& key : ListedTable<S>::keys()) {
@@ -337,14 +337,16 @@ struct Codec<std::vector<S>> {
   static S read(const ConfigValue& value, const std::string& context) {
     const auto* table = std::get_if<ConfigValue::Table>(&value.value);
     if (table == nullptr) refuse_value(context, value, ListedTable<S>::kExpected);
+    const auto& keys = ListedTable<S>::keys();
     S made;
     for (const auto& [name, item] : *table) {
-      std::vector<std::string> names;
-      for (const auto& key : ListedTable<S>::keys()) names.push_back(key.name);
-      const auto at = std::ranges::find(names, name) - names.begin();
-      if (at == std::ssize(names)) refuse_unknown(context, name, names);
-      const auto& key = ListedTable<S>::keys()[static_cast<std::size_t>(at)];
-      key.set(made, item, concat(context, ".", name));
+      const auto key = std::ranges::find(keys, name, &TableKey<S>::name);
+      if (key == keys.end()) {
+        std::vector<std::string> names;
+        for (const auto& one : keys) names.push_back(one.name);
+        refuse_unknown(context, name, names);
+      }
+      key->set(made, item, concat(context, ".", name));
     }
     ListedTable<S>::check(made, context);
     return made;

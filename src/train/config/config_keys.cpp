@@ -9,6 +9,7 @@
 
 namespace tessera {
 
+// Only configuration uses these words; grad/enum_words.h has those that others share.
 constexpr auto words_of(RouterTokens) {
   return std::to_array<Word<RouterTokens>>(
       {{"shards", RouterTokens::kShards}, {"all", RouterTokens::kAll}});
