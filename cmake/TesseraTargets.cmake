@@ -41,25 +41,27 @@ function(tessera_compile_quickly target)
   target_compile_options(${target} PRIVATE $<$<CONFIG:Release>:-O1>)
 endfunction()
 
-# Tests beside a Release that g++ compiles: clang at -O0 takes a third of g++'s time for them. The libraries that
-# they link stay g++'s, which are those of the program.
+# Clang compiles the tests of a Release build that g++ compiles: at -O0 it takes a third of g++'s time for them. The
+# libraries that they link are those of the program, by g++. A launcher other than ccache keeps g++ for tests, too:
+# compile_with does not know its arguments.
 set(TESSERA_TEST_COMPILER "")
-if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_BUILD_TYPE STREQUAL "Release" AND NOT TESSERA_SANITIZE)
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_BUILD_TYPE STREQUAL "Release" AND NOT TESSERA_SANITIZE
+    AND (TESSERA_CCACHE OR NOT CMAKE_CXX_COMPILER_LAUNCHER))
   find_program(TESSERA_CLANG NAMES clang++-19 clang++-18 clang++-17 clang++-16)
   if(TESSERA_CLANG)
     set(TESSERA_TEST_COMPILER ${TESSERA_CLANG})
   endif()
 endif()
-# tessera_compile_as_test(TARGET [-O1]): the latter for one that computes much itself.
+# tessera_compile_as_test(TARGET [-O1]): with -O1 where the target itself computes much.
 function(tessera_compile_as_test target)
   if(NOT TESSERA_TEST_COMPILER)
     tessera_compile_quickly(${target})
     return()
   endif()
-  # CMake has one compiler a language; a launcher may take another.
+  # CMake has one compiler for each language; a launcher can call another.
   set_target_properties(${target} PROPERTIES CXX_COMPILER_LAUNCHER
     "${CMAKE_SOURCE_DIR}/cmake/compile_with;${TESSERA_TEST_COMPILER};${CMAKE_CXX_COMPILER_LAUNCHER}")
-  # Not every warning of g++ that is off is one of clang's.
+  # Clang does not know every warning of g++ that is disabled.
   target_compile_options(${target} PRIVATE -O0 ${ARGN} -Wno-unknown-warning-option)
 endfunction()
 
@@ -122,7 +124,7 @@ function(tessera_use_pch target)
     tessera_make_pch(${header} test_pch)
     target_link_libraries(${header} PRIVATE GTest::gmock GTest::gtest)
     tessera_compile_as_test(${header})
-    # Templates that the headers use are instantiated once, not by each source.
+    # Instantiates templates that the headers use once, not in each source.
     target_compile_options(${header} PRIVATE "SHELL:-Xclang -fno-pch-timestamp" -fpch-instantiate-templates)
   endif()
   target_precompile_headers(${target} REUSE_FROM ${header})
@@ -154,8 +156,8 @@ endfunction()
 # objects it consists of, too, or alone. SIM: with the
 # simulated device of tests/sim. BESIDE: of the label dist, yet with another test beside it: it starts
 # programs, whose start takes one core, or its ranks wait for each other much of the time, and nothing in
-# it is late by a clock on a busy machine. AT_ONCE: its cases run in n processes beside each other. HOT: its
-# own code takes long, not that of the library (the precompiled header has no code of that kind).
+# it is late by a clock on a busy machine. AT_ONCE: its cases run in n processes at the same time (tests/at_once).
+# HOT: its own code computes much, and is compiled with -O1; the precompiled header, which is -O0, does not fit then.
 function(tessera_test name)
   cmake_parse_arguments(T "PURE;SIM;BESIDE;HOT" "TIMEOUT;AT_ONCE" "SOURCES;OBJECTS;USES;LABELS;LINK" ${ARGN})
   if(TESSERA_PURE_ONLY AND NOT T_PURE)

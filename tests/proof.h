@@ -1,5 +1,5 @@
-// Two sizes of one proof: ./test runs a seeded, pairwise part of a product of cases, scripts/full
-// NAME all of it, in one sitting or in several. Next: pairwise.h.
+// Two sizes of one proof: ./test --all runs a seeded, pairwise part of a product of cases,
+// scripts/full NAME all of it, in one sitting or in several. Next: pairwise.h.
 #pragma once
 
 #include <algorithm>
@@ -53,8 +53,9 @@ inline std::vector<Choice> cases(const std::vector<std::size_t>& sizes, const Is
                       : pairwise(sizes, is_valid, seed);
 }
 
-/// Of the list that each of several `cases` goes through, what `one` of them has in ./test: every `parts`th, from
-/// another one on than its neighbours, which have all of the list together.
+/// Selects what `one` of several `cases` runs of the list `all` in ./test --all: every `parts`th
+/// item, beginning at the place of the case among the `cases` modulo `parts`. `parts` adjacent cases
+/// that share a list have all of it together. Errors: kInternal where nothing is selected.
 template <class Item, class Case>
 std::vector<Item> in_turn(const std::vector<Item>& all, std::size_t parts,
                           const std::vector<Case>& cases, const Case& one) {
@@ -62,6 +63,9 @@ std::vector<Item> in_turn(const std::vector<Item>& all, std::size_t parts,
   std::vector<Item> some;
   const auto number = static_cast<std::size_t>(std::ranges::find(cases, one) - cases.begin());
   for (std::size_t i = number % parts; i < all.size(); i += parts) some.push_back(all[i]);
+  TESSERA_INVARIANT(number < cases.size() && !some.empty(), "found ", all.size(),
+                    " items and case ", number, " of ", cases.size(), ", expected ", parts,
+                    " items or more: this case would check nothing");
   return some;
 }
 

@@ -29,8 +29,9 @@ bool gone(const std::map<int, pid_t>& ranks) {
 constexpr int kSteps = 300;
 constexpr int kInterval = 5;
 
-/// A run that is killed again and again, within `span` of its start, and goes on where the last one
-/// was stopped; one that reaches its end is compared with the undisturbed one and begun anew.
+/// A run that is killed again and again, within `span` of its start, and resumes where the last one
+/// was stopped; one that reaches its end is compared with the undisturbed one, and the next one
+/// begins again.
 class KilledAgain {
  public:
   KilledAgain(const TemporaryFolder& undisturbed, milliseconds span, unsigned seed)

@@ -227,7 +227,7 @@ TEST_F(RunFolder, TorchrunsNextAttemptGoesOnToTheBitsOfTheUndisturbedRun) {
   expect_same_bits(store_of(folder_, run), store_of(folder_, "whole"), kSteps);
 }
 
-/// What torchrun sets for its attempts at one job.
+/// Returns the variables that torchrun sets for one attempt at a job.
 std::string attempt_of(const std::string& job, int number) {
   static const std::string port = std::to_string(test::free_port());
   return "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=" + port +

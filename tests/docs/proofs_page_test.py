@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def rows():
-    """Of the table of proofs: the slow tests of ./test have one of their own below."""
+    """Returns the rows of the table of proofs, without those of the slow tests below it."""
     proofs = (ROOT / "docs/proofs.md").read_text().split("\n## ", maxsplit=1)[0]
     return re.findall(r"^\| `\w+` \|.*$", proofs, flags=re.M)
 

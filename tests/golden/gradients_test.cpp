@@ -8,8 +8,8 @@
 // One exception: a tied weight has two uses a row, which arrive one by one. One rank adds all four
 // in turn, ((head0 + embedding0) + head1) + embedding1; several ranks add the pairs first.
 //
-// Of layouts and forms of the folder ./test has half of a pairwise part, another one for each folder;
-// all of them are under `scripts/full golden`.
+// ./test runs half of a pairwise part of layouts and forms of the folder, another part for each
+// folder, `scripts/full golden` all of them.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -1,7 +1,7 @@
 // bf16 compute of mixtures of experts, on one rank and where ranks share rows, layers and experts,
 // with the reference's routing: gradients point where the fp32 ones do, within the bounds recorded
-// for transformers' own bf16. In ./test a third of the layouts for each folder, all of them under
-// `scripts/full golden`.
+// for transformers' own bf16. In ./test --all a third of the layouts for each folder, all of
+// them under `scripts/full golden`.
 #include <gtest/gtest.h>
 
 #include <cstring>

@@ -1,6 +1,6 @@
 // Pipelines against transformers within its bounds: every folder under every kind of schedule, and
-// the later families beside other axes, a part in ./test, all of it under `scripts/full pipeline` and
-// `families`. Against the same layout without a pipeline: pipeline_test.cpp.
+// the later families beside other axes, a part in ./test --all, all of it under `scripts/full
+// pipeline` and `families`. Against the same layout without a pipeline: pipeline_test.cpp.
 #include <gtest/gtest.h>
 
 #include <iterator>
@@ -37,7 +37,7 @@ std::vector<std::string> kinds_of_folder(const std::string& folder) {
   return kinds;
 }
 
-// In ./test a third of the kinds for each folder, another one than for its neighbours.
+// In ./test --all a third of the kinds for each folder; three adjacent folders have all of them.
 TEST(PipelineOfReferences, EveryFolderIsTransformersUnderEveryKindThatItHasLayersFor) {
   for (const auto& folder : all_folders()) {
     for (const auto& kind : test::in_turn(kinds_of_folder(folder), 3, all_folders(), folder)) {

@@ -24,7 +24,7 @@ struct Family {
 };
 void PrintTo(const Family& family, std::ostream* out) { *out << family.folder; }
 
-// By turns.
+// In ./test --all a family has one of the two halves of the layouts of its kind.
 const std::vector<Degrees> kDense{{}, {.replicate = 2, .shard = 2}};
 const std::vector<Degrees> kDenseToo{{.shard = 2}, {.tp = 2}};
 const std::vector<Degrees> kExperts{{.shard = 2, .ep = 2}, {.shard = 2, .tp = 2}};

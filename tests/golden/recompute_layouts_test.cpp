@@ -1,7 +1,7 @@
 // [activation_checkpoint] where ranks share layers and experts: a recomputed layer sends its
 // forward a second time, in the same order, to ranks that send theirs. The same functions on the
-// same rows and the same addends: every bit is that of mode "none". In ./test a third of the layouts for
-// each family, all of them under `scripts/full golden`.
+// same rows and the same addends: every bit is that of mode "none". In ./test --all a third of the
+// layouts for each family with experts, all of them under `scripts/full golden`.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -45,7 +45,9 @@ class RecomputeLayouts : public ::testing::TestWithParam<std::string> {
 };
 
 TEST_P(RecomputeLayouts, GradientsHaveTheBitsOfModeNone) {
-  for (const Degrees& degrees : test::in_turn(layouts(), 3, kFamilies, GetParam())) {
+  // One family has no experts: no other one would run the rest of its layouts.
+  const std::size_t parts = GetParam().starts_with("llama") ? 1 : 3;
+  for (const Degrees& degrees : test::in_turn(layouts(), parts, kFamilies, GetParam())) {
     SCOPED_TRACE(to_string(degrees));
     expect_no_bit_changes(config_for(GetParam(), degrees), layout_of(degrees), Routing::kOwn);
   }

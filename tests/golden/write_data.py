@@ -31,7 +31,7 @@ class Refused(Exception):
 
 
 def read_tensors(path):
-    """(dtype, shape, bytes) by name."""
+    """Returns (dtype, shape, bytes) by name."""
     data = path.read_bytes()
     begin = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:begin])
@@ -41,7 +41,7 @@ def read_tensors(path):
 
 
 def write_tensors(path, tensors):
-    """As safetensors does: wider dtypes first, then by name; the header ends at a multiple of eight bytes."""
+    """Writes as safetensors does: wider dtypes first, then by name; the header ends at a multiple of eight bytes."""
     header, parts, end = {"__metadata__": {"format": "pt"}}, [], 0
     for name in sorted(tensors, key=lambda name: (-SIZES[tensors[name][0]], name)):
         dtype, shape, data = tensors[name]
@@ -54,13 +54,13 @@ def write_tensors(path, tensors):
 
 
 def to_bfloat16(data):
-    """Bytes of float32 values, rounded to nearest and ties to even."""
+    """Rounds the bytes of float32 values to nearest, ties to even."""
     words = array.array("I", data)
     return array.array("H", [(word + 0x7FFF + (word >> 16 & 1)) >> 16 for word in words]).tobytes()
 
 
 def write_narrow(wide, narrow):
-    """The config and the weights of FAMILY-mixed out of FAMILY-fp32."""
+    """Writes the configs and the weights of FAMILY-mixed out of FAMILY-fp32."""
     for name in CONFIGS:
         (narrow / name).write_text((wide / name).read_text().replace("float32", "bfloat16"))
     dtypes = {name: row["dtype"] for name, row in json.loads((narrow / RESULTS[0]).read_text())["parameters"].items()}
@@ -70,7 +70,7 @@ def write_narrow(wide, narrow):
 
 
 def write_shards(folder):
-    """NAME/sharded, of which the index is there."""
+    """Writes the files of NAME/sharded that its index names."""
     tensors = read_tensors(folder.parent / "model.safetensors")
     files = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     for file in set(files.values()):
@@ -90,6 +90,13 @@ def files_of(folder):
     return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
+def unpack(path):
+    try:
+        return lzma.decompress(path.read_bytes())
+    except lzma.LZMAError as error:
+        raise Refused(f"{path}: {error}; restore tests/golden/data") from error
+
+
 def fill(out, stored):
     """Writes into an empty folder, and compares with the sums."""
     copied = set()
@@ -97,7 +104,7 @@ def fill(out, stored):
         target = out / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".xz":
-            target.with_suffix("").write_bytes(lzma.decompress(path.read_bytes()))
+            target.with_suffix("").write_bytes(unpack(path))
         else:
             shutil.copyfile(path, target)
             copied.add(name)
@@ -111,28 +118,33 @@ def fill(out, stored):
         expected = sums.get(name, "no such file")
         if found != expected:
             raise Refused(f"{name}: found {found}, expected {expected} as in {SUMS}; restore tests/golden/data, "
-                          "or store what transformers wrote anew (--store)")
+                          "or store again what transformers wrote (--store)")
 
 
 def write(out, stored=STORED):
-    """In the place of what an earlier call has written."""
+    """Replaces what an earlier call has written. A call that is ended leaves the old folder, the new one or none."""
     if out.exists() and not (out / SUMS).exists():
         raise Refused(f"{out}: found a folder that write_data.py has not written; name another one")
-    made = out.with_name(out.name + ".new")
-    shutil.rmtree(made, ignore_errors=True)
+    made, old = out.with_name(out.name + ".new"), out.with_name(out.name + ".old")
+    for folder in (made, old):
+        shutil.rmtree(folder, ignore_errors=True)
     made.mkdir(parents=True)
     fill(made, stored)
-    shutil.rmtree(out, ignore_errors=True)
+    if out.exists():
+        out.rename(old)
     made.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def store(made, stored=STORED):
     """Keeps of a folder what does not follow from other files, and the sums of all."""
-    target, narrow = stored / made.name, made.name.endswith("-mixed")
+    target, narrow, files = stored / made.name, made.name.endswith("-mixed"), files_of(made)
+    if not files.keys() >= set(RESULTS):
+        raise Refused(f"{made}: found no {' and '.join(RESULTS)}, expected a folder as transformers wrote it")
     shutil.rmtree(target, ignore_errors=True)
     sums = read_sums(stored) if (stored / SUMS).exists() else {}
     sums = {name: digest for name, digest in sums.items() if not name.startswith(f"{made.name}/")}
-    for name, path in files_of(made).items():
+    for name, path in files.items():
         sums[f"{made.name}/{name}"] = sum_of(path)
         kept, data = target / name, path.read_bytes()
         if name in RESULTS:

@@ -70,6 +70,9 @@ class WrittenData(unittest.TestCase):
             data[byte] ^= 1
             path.write_bytes(data)
 
+        def cut(path):
+            path.write_bytes(path.read_bytes()[:-100])
+
         def in_packed(path, change):
             path.write_bytes(lzma.compress(change(lzma.decompress(path.read_bytes()))))
 
@@ -88,6 +91,7 @@ class WrittenData(unittest.TestCase):
                 (lambda at: in_packed(at / "mistral-mixed/reference.json.xz",
                                       lambda data: data.replace(b'"dtype": "BF16"', b'"dtype": "F32"', 1)),
                  "mistral-mixed/model.safetensors"),
+                (lambda at: cut(at / "mistral-mixed/reference.json.xz"), "mistral-mixed/reference.json.xz"),
                 (lambda at: move_a_tensor(at / "mistral-mixed/sharded/model.safetensors.index.json"),
                  "mistral-mixed/sharded/model-0000"),
                 (lambda at: (at / "mistral-fp32/config.hub.json").write_text("{}"), "mistral-fp32/config.hub.json"),
@@ -114,6 +118,22 @@ class WrittenData(unittest.TestCase):
         (self.out / "of-another-time").mkdir()
         write_data.write(self.out, stored)
         self.assertFalse((self.out / "of-another-time").exists())
+
+    def test_a_call_that_was_ended_is_followed_by_a_whole_one(self):
+        stored = self.copy_of_stored()
+        for left in ("out.new", "out.old"):
+            (self.folder / left).mkdir()
+            (self.folder / left / "part").write_text("part")
+        write_data.write(self.out, stored)
+        self.assertEqual(sorted(path.name for path in self.folder.iterdir()), ["out", "stored"])
+
+    def test_what_transformers_has_not_written_is_not_stored(self):
+        stored = self.copy_of_stored()
+        before = write_data.files_of(stored)
+        for made in (stored / FOLDERS[0], self.folder / "absent" / FOLDERS[0]):
+            with self.assertRaisesRegex(write_data.Refused, "found no reference.json"):
+                write_data.store(made, stored)
+        self.assertEqual(write_data.files_of(stored), before)
 
     def test_what_was_written_is_stored_as_it_was(self):
         stored, again = self.copy_of_stored(), self.folder / "again"

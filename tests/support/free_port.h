@@ -5,8 +5,9 @@
 
 namespace tessera::test {
 
-/// A port where nobody listens, on any address. Below the range that the kernel hands out: a port of
-/// that range is anybody's who connects to anything before the program has it.
+/// Returns a port on which no socket listens, at any address. It is below the range of ephemeral
+/// ports: the kernel can give one of those to any other process that connects, before the program
+/// listens on it.
 std::uint16_t free_port();
 
 }  // namespace tessera::test

@@ -1,4 +1,4 @@
-// What a test's runs print is not what the test says.
+// Keeps what runs print out of the output of their test.
 #pragma once
 
 #include <iostream>
@@ -6,7 +6,7 @@
 
 namespace tessera::test {
 
-/// While it lives, std::cout is swallowed.
+/// Discards what is written to std::cout during its lifetime.
 class QuietOutput {
  public:
   QuietOutput() : before_(std::cout.rdbuf(swallowed_.rdbuf())) {}

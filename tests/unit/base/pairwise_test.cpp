@@ -110,6 +110,16 @@ TEST(Cases, AreTheWholeProductOfAFullProofOnly) {
   EXPECT_EQ(found == 2160U, test::full_proof());
 }
 
+TEST(Cases, InTurnHaveAListTogetherAndNoneHasNothingOfIt) {
+  if (test::full_proof()) GTEST_SKIP() << "each case has the whole list";
+  const std::vector<int> all{0, 1, 2, 3}, numbers{7, 8, 9};
+  EXPECT_EQ(test::in_turn(all, 3, numbers, 7), (std::vector<int>{0, 3}));
+  EXPECT_EQ(test::in_turn(all, 3, numbers, 8), (std::vector<int>{1}));
+  EXPECT_EQ(test::in_turn(all, 3, numbers, 9), (std::vector<int>{2}));
+  EXPECT_THROW(test::in_turn(all, 3, numbers, 6), Error);
+  EXPECT_THROW(test::in_turn(std::vector<int>{0, 1}, 3, numbers, 9), Error);
+}
+
 // Naive: a case at the end of no part, or the first one of each in all.
 TEST(Parts, HaveEveryCaseOnce) {
   const auto whole = product({5, 7, 3}, all_valid);

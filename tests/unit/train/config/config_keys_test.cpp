@@ -53,7 +53,8 @@ TEST(ConfigKeys, HelpHasEveryKeyWithTypeAndDefault) {
   }
 }
 
-/// Of a struct that lists of tables hold: each member is a key, and each key is in the help.
+/// Expects each member of the struct behind a list of tables to be a key, and each key to be in the
+/// help.
 template <class S>
 void expect_keys_in_help(const std::string& list) {
   const auto& keys = ListedTable<S>::keys();
