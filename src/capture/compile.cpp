@@ -4,7 +4,6 @@
 #include <torch/version.h>
 
 #include <memory>
-#include <utility>
 
 #include "capture/planner.h"
 #include "capture/replay/regions.h"

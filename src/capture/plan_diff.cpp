@@ -13,7 +13,7 @@ using fsdp::PlanAction;
 using fsdp::StepPlan;
 using fsdp::UnitId;
 
-/// What is said of a plan in other words than "field: before, after": units by their names, lists
+/// The differences that have another form than "field: before, after": units by their names, lists
 /// by their stages, forwards and micro-batches.
 class DiffRules {
  public:
@@ -39,7 +39,7 @@ class DiffRules {
       out.of_fields(concat("unit ", before[i].name), before[i], after[i]);
     }
   }
-  /// Is said by its number.
+  /// A unit's other name is reported with its number.
   template <class Out>
   void differ(Out&, const std::string&, const std::string&, const std::string&, const std::string&,
               fsdp::UnitName) const {}

@@ -62,8 +62,8 @@ void require_no_circle(const std::vector<PlanUnit>& units, std::string_view wher
              "tessera plan"));
 }
 
-/// Plans of before could have optimizer state outside of memory. The keys stay, so that they and
-/// those of now are one version.
+/// Earlier plans could have optimizer state outside of memory. The keys stay, so that files of then
+/// and now have one version.
 constexpr auto kOffload = "offload";
 constexpr auto kUpdate = "update";
 void require_no_offload(const JsonCursor& at) {
@@ -72,7 +72,7 @@ void require_no_offload(const JsonCursor& at) {
              "plan");
 }
 
-/// What no field of a plan says by itself: units by their numbers, and how much there is in all.
+/// Reads and writes what a field alone does not define: units by their numbers, and totals.
 class PlanRules {
  public:
   explicit PlanRules(std::string_view where) : where_(where) {}

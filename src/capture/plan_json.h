@@ -1,10 +1,9 @@
 // A plan of a step as a file, and what it was made for.
 //
-// JSON, numbers as numbers, an action as ["gather", 3]: to be read, kept beside a run, compared,
-// and edited by who knows what they do. A file is nobody's promise: reading refuses what is no
-// plan, with file and place, before anything is made of it; whether it holds is faults_of()'s to
-// say (fsdp/agreed/step_plan_check.h), whether it is this run's require_made_for()'s. Pure. Next:
-// plan_diff.h, plan_text.h.
+// JSON, numbers as numbers, an action as ["gather", 3]. A file is untrusted input: parse_plan()
+// refuses what is no plan, with file and place, before anything is made of it; faults_of()
+// (fsdp/agreed/step_plan_check.h) finds out whether it holds, require_made_for() whether it is a
+// plan of this run. Pure. Next: plan_diff.h, plan_text.h.
 #pragma once
 
 #include <cstdint>

@@ -20,7 +20,7 @@ using fsdp::UnitId;
 constexpr std::string_view kProfileFormat = "tessera-profile";
 constexpr std::int64_t kProfileVersion = 1;
 
-/// What no field of a profile says by itself.
+/// Reads and checks what a field alone does not define.
 struct ProfileRules {
   template <class Read>
   void read(Read&, RecomputeMode& mode, const JsonCursor& at, Whatever) const {

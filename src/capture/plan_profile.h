@@ -18,7 +18,7 @@
 
 namespace tessera::capture {
 
-/// Of every time that a profile has.
+/// The range of every time in a profile.
 inline constexpr NumberRange kMs{0.0, 1e9};
 
 struct UnitCost {

@@ -1,8 +1,6 @@
 #include "capture/planner.h"
 
 #include <algorithm>
-#include <iterator>
-#include <utility>
 
 #include "base/mapped_file.h"
 #include "base/text/byte_size.h"

@@ -49,7 +49,7 @@ struct Carried {
 
 namespace {
 
-/// What every rank of `on` holds of a parameter.
+/// Returns the range of a parameter that each rank of `on` holds.
 std::vector<layout::Range> holdings(const layout::BucketPlan& plan, const layout::Placed& placed,
                                     const AxesGroups& on) {
   std::vector<layout::Range> held;
@@ -115,22 +115,22 @@ std::vector<Relaid> lay_out_anew(Unit& unit) {
     }
   }
   unit.buckets() = std::move(buckets);
-  unit.add({});
+  unit.add({});  // the sink knows each slot by its bucket and its contract
   return moved;
 }
 
-at::Tensor stretch(const at::Tensor& values, const layout::Range& held,
-                   const layout::Range& wanted) {
+at::Tensor narrowed(const at::Tensor& values, const layout::Range& held,
+                    const layout::Range& wanted) {
   return values.narrow(0, wanted.begin - held.begin, wanted.size());
 }
 
 void put(const Carried& one, const layout::Range& range, const at::Tensor& values) {
-  grad::finite_copy(stretch(one.to, one.parameter->after, range), values,
+  grad::finite_copy(narrowed(one.to, one.parameter->after, range), values,
                     "parameter " + one.parameter->parameter->contract.name);
 }
 
-/// What this rank sends and receives of one tensor, by rank; what stays here is put. Bytes: NCCL
-/// knows no integers of 16 bits.
+/// The all-to-all of one tensor, as bytes, since NCCL has no integers of 16 bits. The constructor
+/// copies the ranges that stay on this rank.
 struct Exchange {
   explicit Exchange(const Carried& carried) : one(carried) {
     const auto& [parameter, on, moves, before, after, version, shard] = *one.parameter;
@@ -141,7 +141,7 @@ struct Exchange {
     for (const auto& move : moves) {
       const auto size = move.range.size() * static_cast<std::int64_t>(one.from.element_size());
       const auto from_here =
-          move.from == on.rank ? stretch(one.from, before, move.range) : at::Tensor();
+          move.from == on.rank ? narrowed(one.from, before, move.range) : at::Tensor();
       if (move.from == on.rank && move.to == on.rank) {
         put(one, move.range, from_here);
       } else if (move.from == on.rank) {
@@ -157,7 +157,7 @@ struct Exchange {
     op.input = at::cat(sent).view(at::kByte);
     op.output = at::empty({bytes}, op.input.options());
   }
-  /// Behind the exchange.
+  /// Copies the received ranges to their places. The all-to-all must have ended.
   void put_received() const {
     const auto values = op.output.view(one.from.scalar_type());
     std::int64_t begin = 0;
@@ -224,7 +224,7 @@ bool is_asked_for(const GradContract& contract, FrozenRule asked) {
   return !contract.trainable && contract.frozen_as == frozen_as;
 }
 
-/// Whose an optimizer's item is.
+/// The contract that an optimizer's item is of.
 constexpr auto contract_of = [](const auto& item) { return item.view.contract; };
 
 }  // namespace
@@ -317,7 +317,7 @@ class TrainableChanger {
 
   void move() {
     if (changed_.empty()) return;
-    std::map<fsdp::UnitId, fsdp::Unit*> units;  // in one order, whatever that of handles is
+    std::map<fsdp::UnitId, fsdp::Unit*> units;  // in the same order on every rank
     for (auto& [parameter, contract] : changed_) {
       parameter->contract = std::move(contract);
       units.emplace(parameter->unit->id(), parameter->unit);
@@ -374,7 +374,6 @@ class TrainableChanger {
     }
     for (auto* optimizer : followers_) optimizer->inside_->carry_state(relaid, carried);
     fsdp::carry(runtime_, unit, carried);
-    unit.add({});  // the sink knows each slot by its contract
   }
 
   ShardedBase& model_;

@@ -63,7 +63,7 @@ class KnownSteps {
 };
 
 /// How the steps of one model are planned.
-struct Planning {
+struct StepPlanning {
   KnownSteps known = {};
   Planner planner = nullptr;   ///< null: plans are eager
   std::uint64_t planners = 0;  ///< so far: the same number on every rank

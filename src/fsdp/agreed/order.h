@@ -4,11 +4,11 @@
 // other's data without an error. So the order is not what happens to be ready first, nor what this
 // rank still has in memory, but one list, a pure function of what all ranks agreed on when the
 // backward began: the Trace of each forward that it goes through on some rank, that is the sequence
-// in which units were entered and the one in which they were left; the places that it comes by
-// (BackwardView); units' options and what is unsharded. pass_planner.h makes the list from them, and
-// every rank does all of it, also where it did not use a result. In forward each rank gathers what
-// is not unsharded yet: that is the same everywhere, since backward's list says what is released,
-// too. Pure: no torch header.
+// in which units were entered and the one in which they were left; the places that it passes
+// (BackwardView); units' options and what is unsharded. pass_planner.h makes the list from them,
+// and every rank runs all of it, also where it did not use a result. In forward each rank gathers
+// what is not unsharded yet: that is the same everywhere, since backward's list says what is
+// released, too. Pure: no torch header.
 #pragma once
 
 #include <cstddef>
@@ -35,12 +35,11 @@ struct Trace {
   std::uint64_t hash() const;
 };
 
-// What files may say is far beyond any model; what a plan of that size takes to check stays within
-// seconds.
+// The limits of files are far beyond any model; a plan of that size is checked within seconds.
 inline constexpr std::int64_t kMostPlaces = 1 << 13;  // of all traces
 
-/// Ranges of what only a whole plan can tell: the units that a trace enters; numbers of its places;
-/// a number for each of its places.
+/// Ranges that only a whole plan defines: the units that a trace enters; numbers of its places; a
+/// number for each of its places.
 struct EnteredUnits {};
 struct PlaceNumbers {};
 struct ByPlace : IntRange {};
@@ -68,10 +67,9 @@ std::vector<TraceEvent> crossings(const Trace& trace);
 std::string first_difference(const std::vector<std::string>& names_of_first, int rank,
                              const std::vector<std::string>& names);
 
-// What ranks tell each other when a backward begins. They may use results differently: one drops a
-// branch, another keeps a graph for later. Autograd knows then which nodes it will run, so each rank
-// says through which units' forwards its backward goes; all of them do what any of them needs.
-
+/// One rank's part of the agreement when a backward begins. Ranks may use results differently: one
+/// drops a branch, another keeps a graph for later. Autograd knows then which nodes it will run, so
+/// each rank says through which units' forwards its backward goes; all of them do what any needs.
 struct BackwardView {
   /// Actions done of the backward around this one; 0 for an outermost one.
   std::uint64_t actions_done = 0;
@@ -83,7 +81,7 @@ struct BackwardView {
   bool operator==(const BackwardView&) const = default;
 };
 
-/// What all ranks know alike, and a view speaks of.
+/// The forwards and actions that a view is about, the same on all ranks.
 struct ViewFrame {
   std::size_t actions = 0;  ///< of the backward around this one
   /// By number of each forward that is kept: units in its trace.

@@ -14,7 +14,7 @@ using Kind = PlanAction::Kind;
 PassPlanner::PassPlanner(const StageRecord& record, const std::vector<PlanUnit>& units,
                          const PlanChoices& choices, const std::vector<bool>& shared)
     : record_(record), units_(units), choices_(choices), shared_(shared) {
-  // Of units that other stages use, too, nobody knows who comes first.
+  // Which stage comes first to a unit that several stages use is not known.
   for (const auto unit : units_of_stage(record, units)) {
     if (units[unit].gathered && !shared[unit]) gathered_.insert(unit);
   }
@@ -37,8 +37,8 @@ void PassPlanner::release(PassPlan& pass, UnitId unit) {
   pass.actions.push_back({Kind::kRelease, unit});
 }
 
-/// What is kept for less than `until` goes, also where it was gathered for nothing; no gather is
-/// under way from one pass to the next.
+/// Releases the units that are kept for less than `until`, unused prefetches included, and waits
+/// for the others: no gather is under way from one pass to the next.
 void PassPlanner::end_pass(PassPlan& pass, Keep until) {
   for (const auto unit : std::vector<UnitId>(gathered_.begin(), gathered_.end())) {
     if (choices_.keep.at(unit) < until) release(pass, unit);
@@ -92,7 +92,7 @@ void PassPlanner::end_forward_of(PassPlan& pass, UnitId unit) {
       pass.actions.push_back({Kind::kKeepToBackward, unit});
       return;
     case Keep::kUpdate:
-      // Said once a step.
+      // One action a step.
       if (kept_.insert(unit).second) pass.actions.push_back({Kind::kKeepToUpdate, unit});
       return;
   }
@@ -100,7 +100,7 @@ void PassPlanner::end_forward_of(PassPlan& pass, UnitId unit) {
 
 // --------------------------------------------------------------------------------------- backward
 
-/// Goes through the places of one backward.
+/// Plans one backward, place by place.
 class PassPlanner::Backward {
  public:
   Backward(PassPlanner& planner, bool reduces)
@@ -173,7 +173,7 @@ class PassPlanner::Backward {
     counts.needed = pass_.actions.size();
     if (is_used) {
       prefetch(unit);
-      // Gathers ahead are issued first: they go on meanwhile.
+      // Gathers ahead are issued first: they overlap with it.
       const auto& recompute = planner_.choices_.recompute;
       if (!recompute.empty() && recompute.at(unit) != RecomputeMode::kNone) {
         pass_.actions.push_back({Kind::kRecompute, unit});

@@ -1,19 +1,20 @@
-// PassPlanner writes what the forwards and backwards of one stage do, place by place. [Note:
-// collective order]
+// PassPlanner plans the forwards and backwards of one stage, place by place. [Note: collective
+// order]
 //
-// A forward goes through the places of a trace as it is. Autograd runs nodes in reverse of the order
-// in which forwards made them: a backward passes the ends of units' forwards in reverse of
-// Trace::exits, so an outer unit comes before what is inside it, and beginnings in reverse of
-// Trace::units; a checkpoint passes the ends of all that is inside it first, in the order of the
+// A forward passes the places of a trace in their order. Autograd runs nodes in reverse of the
+// order in which forwards made them: a backward passes the ends of units' forwards in reverse of
+// Trace::exits, so an outer unit comes before the units inside it, and beginnings in reverse of
+// Trace::units; a checkpoint passes the ends of the units inside it first, in the order of the
 // forward.
 //
-// A unit is gathered where it is needed and not there yet, its prefetch while another one computes.
-// In a backward it is released after each of its uses unless it is wanted again, and reduced after
-// the last one. A rank that does not come by at a place, since it did not use a result, does the
-// actions of that place when it comes to a later one: so a rank that waits has done all actions
-// before the one that it waits for, and of all that wait the first one's action is done by all.
+// A unit is gathered where it is needed and not gathered yet; prefetches are issued while another
+// unit computes. In a backward a unit is released after each of its uses unless a later use has
+// secured it, and reduced after the last one. A rank that skips a place, since it did not use a
+// result, runs the actions of that place when it comes to a later one. So a rank that waits has run
+// all actions before the one that it waits for, and the first action that any rank waits for is
+// run by all.
 //
-// Pure: no torch header. Next: step_plan.h (the values), ../runtime/pass.h (which goes through one).
+// Pure: no torch header. Next: step_plan.h (the values), ../runtime/pass.h (which runs one).
 #pragma once
 
 #include <set>
@@ -55,12 +56,12 @@ class PassPlanner {
   const std::vector<bool>& shared_;
   std::set<UnitId> gathered_;  // or about to be
   std::set<UnitId> pending_;   // of these
-  std::set<UnitId> kept_;      // to the update, as was said
+  std::set<UnitId> kept_;      // to the update, with an action that says so
 };
 
-/// One backward by itself, of units as they are when it begins: those that `releases` names go back
-/// after each use, `ahead` of the next ones are gathered while one that names none computes. What
-/// needs no gather is given back like the others: who reads it on another stream is waited for then.
+/// Plans one backward by itself, of units as they are when it begins. Units in `releases` are
+/// released after each use; while a unit without a prefetch list computes, the next `ahead` units
+/// are gathered. Units without a gather are released too, which waits for readers on other streams.
 PassPlan plan_backward(const StageRecord& record, std::vector<PlanUnit> units,
                        const std::vector<bool>& releases, std::size_t ahead = 1);
 

@@ -144,7 +144,7 @@ StepPlan make_plan(const StepRecord& record, std::vector<PlanUnit> units,
       one.backward = planner.backward(reduces(choices.reduce, which));
     };
     PassPlanner only(stage, plan.units, plan.choices, shared);
-    PassPlanner first = only;  // each goes on from here
+    PassPlanner first = only;  // both continue from here
     add(only, MicroBatchClass::kOnly);
     add(first, MicroBatchClass::kFirst);
     PassPlanner last = first;

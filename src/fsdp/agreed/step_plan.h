@@ -184,8 +184,8 @@ constexpr void row(V& visit, Of<PlanPlace>) {
 }
 
 /// The forward or the backward of one micro-batch. A backward passes the places of a trace as
-/// pass_planner.h says; a rank that does not come by one does its actions at the next, or at the
-/// end, where all that is left is done.
+/// pass_planner.h says; a rank that skips a place runs its actions at the next place that it
+/// passes, or at the end of the pass.
 struct PassPlan {
   std::vector<PlanAction> actions;
   std::vector<std::vector<PlanPlace>> places;  ///< by part and position of its trace
@@ -288,8 +288,9 @@ std::vector<bool> shared_by_stages(const StepRecord& record, const std::vector<P
 /// around it runs it again; another mode would be another trace.
 std::vector<bool> may_be_recomputed(const StepRecord& record, const std::vector<PlanUnit>& units);
 
-/// What a step does where nobody chose otherwise, but for what its users recompute. `resharded`, by unit: its memory is given back
-/// after its forward, but for the last unit of a forward whose backward comes next.
+/// Returns the default choices of a step, except the recompute modes that users set. `resharded`,
+/// by unit: its memory is released after its forward, except the last unit of a forward whose
+/// backward comes next.
 PlanChoices eager_choices(const StepRecord& record, const std::vector<bool>& resharded,
                           ReduceAt reduce, PlanOrder order);
 

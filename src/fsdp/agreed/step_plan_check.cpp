@@ -1,10 +1,8 @@
 #include "fsdp/agreed/step_plan_check.h"
 
 #include <algorithm>
-#include <functional>
 #include <map>
 #include <set>
-#include <utility>
 
 #include "tessera/error.h"
 

@@ -1,4 +1,4 @@
-// What an Optimizer holds: the parameters that it steps, and what it keeps of them.
+// Optimizer::Inside holds the parameters that an optimizer steps, and their state.
 //
 // Formulas are in the classes that derive from Optimizer (adamw.h); they see what they step as
 // OptimizerItem. Next: optimizer_shards.h.
@@ -38,7 +38,7 @@ struct OptimizerItem {
   std::uint32_t seen_version = 0;  ///< of the shard, when it was last stepped
 };
 
-/// What an item is stepped with; items with the same may be stepped together.
+/// The numbers that an item is stepped with; items with the same may be stepped together.
 struct Rates {
   double lr = 0.0;
   double weight_decay = 0.0;

@@ -158,7 +158,7 @@ BackwardUnderWay* Runtime::under_way(const Entry& entry, bool needs_weights) {
   return nullptr;
 }
 
-/// The rest of its actions.
+/// Runs the rest of its actions.
 void Runtime::finish(BackwardUnderWay& backward) {
   advance(backward.pass, backward.pass.plan->actions.size());
   for (const auto& segment : backward.segments) {
@@ -489,7 +489,7 @@ void Runtime::keep_forward() {
   forwards_.keep_current();
 }
 
-/// By a backward around the one that begins.
+/// Whether a backward around the one that begins is going to reduce the unit.
 bool Runtime::is_to_be_reduced(const Unit& unit) const {
   return std::ranges::any_of(under_way_, [&](const BackwardUnderWay& outer) {
     const auto& actions = outer.pass.plan->actions;

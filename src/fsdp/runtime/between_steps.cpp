@@ -291,17 +291,14 @@ std::shared_ptr<OpenStep> Runtime::open_step(StepScopeOptions options) {
   check_usable();
   require_idle(kWhat);
   TESSERA_CHECK(!is_under_way(), ErrorKind::kUsage, kWhat,
-                ": found a forward or backward under way, expected none where "
-                "a step begins");
+                ": found a forward or backward under way, expected none where a step begins");
   TESSERA_CHECK(sink_.store() == nullptr, ErrorKind::kUsage, kWhat,
-                ": found set_defer_weight_gradients(true), expected false, "
-                "since inside a step each "
-                "backward chooses (Backward::kInputOnly)");
+                ": found set_defer_weight_gradients(true), expected false, since inside a step "
+                "each backward chooses (Backward::kInputOnly)");
   auto step = std::make_shared<OpenStep>(*this, std::move(options), ++steps_);
   release_leftovers();
-  // Then, so that ranks which keep other units than others are told of it: what
-  // is kept is compared with the shards by a collective to which only those
-  // come that keep something.
+  // Before release_stale(), so that ranks which keep different units report it: only ranks that
+  // keep a unit take part in the collective that compares it with the shards.
   step->agree_at_begin();
   release_stale();
   step->choose_plan();
@@ -318,7 +315,6 @@ bool Runtime::is_open(const OpenStep& step) {
 void Runtime::give_up(const OpenStep& step) {
   if (!is_open(step)) return;
   if (!has_failed() && !world().aborted()) return fail("a StepScope ended without finish()");
-  end_scope();
   end_step();
 }
 

@@ -179,14 +179,14 @@ void Bucket::expect_gradient(std::size_t index) {
 
 void Bucket::note_arrival(std::size_t index) {
   add_here(index);
-  unit_.note_reader();  // what comes before it read them
+  unit_.note_reader();  // the kernels before it have read the unit's parameters
   arrived_[index] = 1;
   parameters_[index]->used = true;
 }
 
 grad::SlotOwner::View Bucket::open_slot(std::size_t index) {
   expect_gradient(index);
-  // Of an earlier micro-batch, where this is not the last one.
+  // A reduction of an earlier micro-batch may still use the slots.
   if (is_reducing()) unit_.runtime().free_slots_of(unit_);
   TESSERA_INVARIANT(!is_lent(index), "a gradient arrived while a kernel writes its slot");
   ensure_slots();

@@ -2,9 +2,9 @@
 //
 // The plan (layout/bucket_plan.h) says where each parameter lies; this class owns the bytes: the
 // shard, the gather buffer, the gradient slots while gradients arrive, and the shard's accumulator.
-// It prepares and finishes collectives but starts none: runtime.h does, in the agreed order. It owns
-// the slots of its parameters: what sends gradients to the sink (grad/sink.h) writes them here.
-// With one rank in the shard group the slots *are* the accumulator and nothing is copied.
+// It prepares and finishes collectives but starts none: runtime.h does, in the agreed order. It
+// owns the slots of its parameters, which gradients reach through the sink (grad/sink.h). With one
+// rank in the shard group the slots *are* the accumulator and nothing is copied.
 //
 // What goes out is prepared by the host first (memory, the collective: begin_...), then filled by
 // kernels (fill_...). On a device these run on the stream of the group that sends it, beside what
@@ -51,7 +51,7 @@ class Unit;
 
 class Bucket : public grad::SlotOwner {
  public:
-  /// Of the unit, which outlives it.
+  /// `unit` outlives the bucket.
   Bucket(Unit& unit, layout::BucketPlan plan, BucketGroups groups, int rank);
   ~Bucket() override;  ///< on a device what is taken from the pool goes back: buffer_pool.h
   Bucket(const Bucket&) = delete;
@@ -65,7 +65,7 @@ class Bucket : public grad::SlotOwner {
   void set_number(std::size_t number) { number_ = static_cast<std::uint32_t>(number); }
 
   // --- parameters ---
-  /// Whose gradients come to plan().parameters[index].
+  /// Names the parameter whose gradients arrive in slot `index`.
   void set_parameter(std::size_t index, Parameter& parameter);
   const at::Tensor& shard() const { return shard_; }        ///< [slice], storage dtype
   at::Tensor shard_of(const layout::Placed& placed) const;  ///< [owned], a view of shard()
@@ -85,7 +85,7 @@ class Bucket : public grad::SlotOwner {
 
   // --- gradients: the slots of plan().parameters, by index ---
   View open_slot(std::size_t index) override;
-  /// Until end_loan() nobody else may have it.
+  /// The slot is lent to one caller at a time, until end_loan().
   at::Tensor lend_slot(std::size_t index) override;
   void end_loan(std::size_t index, bool arrived) override;
   void tickets_changed(int delta) override;

@@ -373,7 +373,7 @@ void OpenStep::reshard(int stage) {
   end_action();
 }
 
-/// But of those that the pass under way has reduced.
+/// Notes that units of the stage may have gradients, except those that the pass under way reduced.
 void OpenStep::touch(int stage) {
   for (const auto id : stages_[static_cast<std::size_t>(stage)].units) units_[id].touched = true;
   if (pass_.plan == nullptr) return;

@@ -21,7 +21,7 @@
 // own, as outside of a scope, and after each of them only what stays (stays()) is unsharded.
 //
 // Owned by the runtime as long as it is open; the scope keeps it longer, to say that it has ended.
-// What it asks of the runtime stands together in runtime.h.
+// The functions that it calls stand together in runtime.h.
 // Next: open_step.cpp (the calls of a scope), step_agreement.cpp, step_passes.cpp (the forwards and
 // backwards inside), ../agreed/order.h.
 #pragma once
@@ -52,8 +52,7 @@ class OpenStep {
  public:
   /// Errors: kUsage.
   static void check(const StepScopeOptions& options, const char* what);
-  /// Then agree_at_begin(), choose_plan() and settle_into(), in this order:
-  /// Runtime::open_step().
+  /// Runtime::open_step() then calls agree_at_begin(), choose_plan() and settle_into() in turn.
   OpenStep(Runtime& runtime, StepScopeOptions options, std::uint64_t number);
 
   // --- as the functions of StepScope ---
@@ -66,7 +65,7 @@ class OpenStep {
   bool records() const { return records_; }
 
   // --- called by the runtime ---
-  /// Collective, as the next one.
+  /// Collective, as choose_plan().
   void agree_at_begin();
   void choose_plan();
   void settle_into();

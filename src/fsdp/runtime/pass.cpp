@@ -1,6 +1,8 @@
-// The actions of passes, done: gathers, releases and reductions go out here and nowhere else, but
-// for the gathers of a forward that has no plan.
+// Runs the actions of passes. Every gather and every reduction is issued by issue_gather() and
+// reduce(), also where no plan asks for it: in a forward without a plan, by a user, at the end.
 #include "fsdp/runtime/pass.h"
+
+#include <algorithm>
 
 #include "fsdp/runtime/integrity.h"
 #include "fsdp/runtime/runtime.h"
@@ -49,7 +51,7 @@ void Runtime::advance(Pass& pass, std::size_t count) {
         break;
       case PlanAction::Kind::kKeepToBackward:
       case PlanAction::Kind::kKeepToUpdate:
-        break;  // what is not given back stays
+        break;  // it stays until its release
       case PlanAction::Kind::kRecompute:
         break;  // the module does it when autograd comes to it, as it was told in its forward
       case PlanAction::Kind::kRelease:
@@ -62,7 +64,7 @@ void Runtime::advance(Pass& pass, std::size_t count) {
   }
 }
 
-/// With its lenders. Not `gathers`: whatever has to be gathered was, or is about to be.
+/// Makes the unit and its lenders readable. Without `gathers` their plan has issued the gathers.
 void Runtime::make_readable(Unit& unit, bool gathers) {
   const auto make = [&](Unit& one) {
     check_integrity(one);
@@ -91,8 +93,8 @@ void Runtime::issue_gather(Unit& unit, std::uint32_t number) {
 void Runtime::reduce(Unit& unit, bool is_shown_next) {
   if (!unit.trainable()) return;
   auto& progress = unit.progress_;
-  // What some layer put off although gradients are not deferred holds up all that follow: their
-  // order stays. In a step each backward says what it puts off.
+  // A gradient that a layer deferred by itself holds back the reductions that follow, so that their
+  // order stays. In a step each backward says whether it defers.
   holds_reductions_ = holds_reductions_ || (step_ == nullptr && progress.tickets > 0);
   progress.owed = holds_reductions_ || !unit.controls.requires_sync;
   if (progress.owed) return;

@@ -1,5 +1,5 @@
-// Pass: a forward or backward under way, by its plan and how much of it is done. Whoever runs it
-// owns it, the runtime or the step that is open; Runtime::advance() does the actions.
+// Pass: a forward or backward under way, as its plan and how much of it is done. The runtime or the
+// open step owns it; Runtime::advance() runs the actions.
 #pragma once
 
 #include <cstddef>

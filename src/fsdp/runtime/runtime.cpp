@@ -196,7 +196,7 @@ void Runtime::check_usable() {
   }
 }
 
-/// Of the forward or micro-batch under way, for labels of gathers.
+/// Returns the number of the forward or micro-batch under way, for labels of gathers.
 std::uint32_t Runtime::number_of_forward() const {
   if (step_ != nullptr) return step_->micro_batch();
   return forwards_.current() ? forwards_.current()->forward->number : 0;

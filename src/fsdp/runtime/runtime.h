@@ -8,11 +8,11 @@
 // ranks agree on when one begins, and its end), pass.cpp (what the actions do). What is different
 // inside a step scope is in open_step.h.
 //
-// What a forward or backward does is a PassPlan, written by one planner (pass_planner.h) and done by
-// advance(), at one of three moments. A step that follows a record has all of its plans when it
-// begins. A step that records, and a backward outside of a step, has a plan when the backward
-// begins and ranks have agreed on what it goes through; such a backward may have others inside it
-// (BackwardUnderWay). A forward that nobody knows beforehand has none: it gathers what it comes to.
+// A PassPlan says what a forward or backward does. One planner (pass_planner.h) writes all of them
+// and advance() runs them. A step that follows a record has its plans when it begins. In a step
+// that records, and outside of a step, a plan is made when a backward begins and ranks have agreed
+// on what it goes through; such a backward may have others inside it (BackwardUnderWay). A forward
+// that is not known beforehand has no plan: it gathers each unit where it enters it.
 //
 // [Note: readiness] Gradients are never counted: parameters stay unused, hooks fire twice under
 // recomputation, functions return undefined gradients. A unit's backward is over when a *marker*
@@ -34,10 +34,8 @@
 
 #include <atomic>
 #include <deque>
-#include <map>
 #include <memory>
 #include <optional>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -77,9 +75,9 @@ struct BackwardUnderWay {
   std::size_t passed = 0;               ///< the last one that this rank came by
   std::vector<std::shared_ptr<Segment>> segments;  ///< of this rank, as far as it goes through
 
-  /// Among its parts; as many as there are: it does not go through the entry.
+  /// Returns the entry's index among the parts, or their number where it is in none.
   std::size_t part_of(const Entry& entry) const;
-  /// From `passed` on; the end of `places`: this rank is past it.
+  /// Looks from `passed` on. Returns the end of `places` where this rank is past the place.
   std::vector<PassedPlace>::const_iterator find(const PassedPlace& place) const;
   void come_by(const PassedPlace& place);
 };
@@ -153,7 +151,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   // --- steps, called by StepScope (step_scope.h) ---
   /// Collective. As StepScope's constructor.
   std::shared_ptr<OpenStep> open_step(StepScopeOptions options);
-  /// Its scope ends without finish(). Again, or after it: nothing happens.
+  /// Fails a step whose scope ends without finish(). Does nothing where the step is over.
   void give_up(const OpenStep& step);
 
   // --- called by the step that is open (open_step.h) ---
@@ -163,35 +161,32 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool is_under_way() const { return in_backward_ || forwards_.is_open(); }
   Forwards& forwards() { return forwards_; }
   grad::WeightGradStore& store() { return store_; }
-  Planning& planning() { return planning_; }
+  StepPlanning& planning() { return planning_; }
   HeldUnits held_units() const;
   PlanUnit plan_unit(const Unit& unit) const;  ///< what the plan of a pass says of it
   std::string memory_lines() const;            ///< what is unsharded, in words
-  /// Nothing is reduced yet of what comes.
+  /// Begins the sums of a backward or a step, of which nothing is reduced yet.
   void begin_sums();
   void import_user_changes() { publisher_.import_user_changes(switches_); }
-  /// What any rank's backward goes through; forwards of which no rank has a
-  /// graph are forgotten. Collective. Errors: kComm for other traces; kUsage
-  /// for parameters that were changed since a forward that this rank's backward
-  /// goes through.
+  /// Returns what any rank's backward goes through, and forgets forwards of which no rank has a
+  /// graph. Collective. Errors: kComm for other traces; kUsage for parameters that were changed
+  /// since a forward that this rank's backward goes through.
   BackwardView agree_on_backward(const Entry* first);
-  /// A unit's forward or backward begins: what it needs is there from here on,
-  /// and the rest of the place goes on meanwhile.
+  /// Begins a unit's forward or backward: makes its parameters readable, then runs the actions that
+  /// overlap with its computation.
   void begin_place(Pass& pass, const PlanPlace& place, Unit& unit);
-  /// Does the actions of the pass up to `count`, in their order.
+  /// Runs the actions of the pass up to `count`, in their order.
   void advance(Pass& pass, std::size_t count);
-  /// `is_shown_next`: nothing else comes between it and its publication.
+  /// Reduces the unit's gradients. `is_shown_next`: they are published before any other sum.
   void reduce(Unit& unit, bool is_shown_next);
   void leave_backward();
-  /// Gradients are as they were published, but for what zero_grad() did.
-  /// Errors: kUsage.
+  /// Requires gradients as they were published, but for what zero_grad() did. Errors: kUsage.
   void require_as_seen(const char* what) const { publisher_.require_as_seen(what); }
-  /// Reduces what waits, of units that `touched` names, too, and publishes all.
+  /// Reduces the pending gradients and those of the units that `touched` names, and publishes all.
   void settle(const std::vector<bool>& touched);
-  /// Keeps the record for later steps, unless micro-batches of a stage differ:
-  /// then none follows it.
+  /// Keeps the record for later steps, unless micro-batches of a stage differ.
   void know_step(const KnownSteps::Schedule& schedule, StepRecord record);
-  /// Whatever way it ends.
+  /// Ends the step scope, if one is open: finished, failed or left.
   void end_scope();
 
   // --- user controls ---
@@ -351,7 +346,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   std::shared_ptr<OpenStep> step_;  // null outside of a step scope
   std::uint64_t steps_ = 0;         // so far
-  Planning planning_;
+  StepPlanning planning_;
   std::shared_ptr<grad::Regions> regions_;
   bool warned_of_no_scope_ = false;
   bool warned_of_schedules_ = false;

@@ -163,8 +163,7 @@ void OpenStep::require_of_action(const Entry& entry) {
 /// What any rank's backward goes through, by part and position. Collective.
 std::vector<Reach> OpenStep::agreed_reach(const Entry* first) {
   const auto agreed = runtime_.agree_on_backward(first);
-  const auto& one =
-      stages_[static_cast<std::size_t>(action_.stage)].micro_batches[action_.micro_batch];
+  const auto& one = micro_batch_under_way();
   std::vector<Reach> reached;
   for (const auto& part : one.parts) reached.emplace_back(part.units.size(), false);
   for (const auto& past : runtime_.forwards().past()) {
@@ -184,7 +183,7 @@ std::vector<Reach> OpenStep::agreed_reach(const Entry* first) {
   return reached;
 }
 
-/// Of the backward under way, where the step records.
+/// Plans the backward under way of a step that records.
 std::shared_ptr<const PassPlan> OpenStep::plan_recorded() {
   // As an eager plan of the same options does: so sums have the same order from the first step on.
   const bool reduces_here = reduces(reduce_at(), micro_batch_under_way().which);
@@ -200,7 +199,7 @@ std::shared_ptr<const PassPlan> OpenStep::plan_recorded() {
       fsdp::plan_backward(recorded_, std::move(units), releases));
 }
 
-/// The step's plan, which lives as long as the pass.
+/// Begins a pass of the step's plan, which lives as long as the pass.
 void OpenStep::follow(PassPlan MicroBatchPlan::* which) {
   const auto& stage = step_plan_->stages[static_cast<std::size_t>(action_.stage)];
   const auto& plan = stage.of(micro_batch_under_way().which).*which;

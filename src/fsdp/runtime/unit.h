@@ -195,9 +195,9 @@ class Unit : public std::enable_shared_from_this<Unit> {
   bool has_handle() const { return has_handle_; }
 
   // --- called by its buckets ---
-  /// A forward of it waits for its backward, or gradients of it were put off.
+  /// Whether a forward of it waits for its backward, or gradients of it are deferred.
   bool expects_gradients() const { return expected() > 0 || progress_.tickets > 0; }
-  /// The current stream comes behind what has read its gathered memory.
+  /// Notes the current stream as one that reads its gathered memory.
   void note_reader() {
     if (gathered_) readers_.note(comm::Stream::current(device()));
   }

@@ -252,6 +252,7 @@ void expect_usable(const Drawn& drawn, const PassPlan& plan) {
   for (const auto& unit : drawn.units) gathered.push_back(unit.gathered);
   readable = gathered;
   std::vector<int> active(gathered.size()), reduced(gathered.size());
+  std::vector<bool> has_places(gathered.size());
   std::size_t done = 0;
   const auto run = [&](std::size_t count) {
     ASSERT_LE(done, count) << "places in another order than their times";
@@ -291,6 +292,7 @@ void expect_usable(const Drawn& drawn, const PassPlan& plan) {
     } else {
       for (const auto one : users) {
         EXPECT_EQ(reduced[one], 0);
+        has_places[one] = true;
         if (reached) --active[one];
       }
       run(place.after);
@@ -304,7 +306,9 @@ void expect_usable(const Drawn& drawn, const PassPlan& plan) {
     EXPECT_NE(plan.actions[left].kind, PlanAction::Kind::kReduce) << "left for the end";
   }
   run(plan.actions.size());
-  for (std::size_t unit = 0; unit < reduced.size(); ++unit) EXPECT_LE(reduced[unit], 1);
+  for (std::size_t unit = 0; unit < reduced.size(); ++unit) {
+    EXPECT_EQ(reduced[unit], drawn.units[unit].reduces && has_places[unit] ? 1 : 0);
+  }
 }
 
 TEST(BackwardPlan, WhateverIsDrawnHasWhatItNeedsWhereItNeedsIt) {
