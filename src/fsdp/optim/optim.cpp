@@ -152,7 +152,11 @@ fsdp::Rates Optimizer::Inside::rates_of(const Item& item, double weight_decay) c
 }
 
 bool Optimizer::Inside::was_changed(const Item& item) {
-  const bool changed = version_of_shard(item.view.shard) != item.seen_version;
+  return was_changed(item, version_of_shard(item.view.shard));
+}
+
+bool Optimizer::Inside::was_changed(const Item& item, std::uint32_t version) {
+  const bool changed = version != item.seen_version;
   if (changed && item.view.contract->master == Master::kRemainder && !warned_) {
     warned_ = true;
     log::warn(

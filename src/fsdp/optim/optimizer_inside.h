@@ -57,8 +57,10 @@ class Optimizer::Inside {
   fsdp::Runtime& runtime() const;
   /// `weight_decay`: the optimizer's.
   fsdp::Rates rates_of(const Item& item, double weight_decay) const;
-  /// Whether somebody else has written the shard since it was last stepped.
+  /// Returns whether the shard was written since it was last stepped, and warns where bits beside
+  /// it are given up then. `version`: of the shard, where a new one has taken its place.
   bool was_changed(const Item& item);
+  bool was_changed(const Item& item, std::uint32_t version);
 
  private:
   friend class Optimizer;
