@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <string>
 #include <vector>
 
@@ -17,14 +18,19 @@ namespace tessera::test {
 /// TESSERA_FULL=1, which scripts/full sets.
 inline bool full_proof() { return base::environment_switch("TESSERA_FULL"); }
 
+inline std::uint64_t environment_number(const char* name, std::uint64_t otherwise) {
+  const auto text = base::environment_variable(name);
+  return text ? std::strtoull(text->c_str(), nullptr, 10) : otherwise;
+}
+
 /// One sitting of a proof of hours: of the cases that the whole has, every `count`th from the
 /// `number`th on.
-struct Part {
+struct PartOfProof {
   std::size_t number = 1, count = 1;
 
   /// "K/N". Errors: kUsage, unless 1 <= K <= N.
-  static Part parse(const std::string& text) {
-    Part part;
+  static PartOfProof parse(const std::string& text) {
+    PartOfProof part;
     int read = 0;
     const int found = std::sscanf(text.c_str(), "%zu/%zu%n", &part.number, &part.count, &read);
     TESSERA_CHECK(found == 2 && static_cast<std::size_t>(read) == text.size() && part.number >= 1 &&
@@ -41,9 +47,9 @@ struct Part {
 };
 
 /// TESSERA_PART, which scripts/full NAME --part sets; else the whole.
-inline Part part_of_proof() {
+inline PartOfProof part_of_proof() {
   const auto text = base::environment_variable("TESSERA_PART");
-  return text ? Part::parse(*text) : Part{};
+  return text ? PartOfProof::parse(*text) : PartOfProof{};
 }
 
 /// The choices that this run goes through.

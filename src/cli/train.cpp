@@ -266,7 +266,7 @@ int run_train(const TrainArguments& arguments) {
     };
     hooks.stop_requested = [] { return StopSignal::requested(); };
     hooks.on_failure = [&](const std::exception& error) {
-      if (world.size() > 1) comm::report_failure(&world, error, exit_code(error, phase.now()));
+      if (world.size() > 1) comm::report_failure(world, error, exit_code(error, phase.now()));
     };
     if (arguments.profile) hooks.profiling = train::Profiling::kYes;
     if (world.size() == 1 && !arguments.nproc && !launched() &&

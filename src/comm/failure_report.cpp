@@ -19,6 +19,7 @@
 #include "base/log.h"
 #include "base/text/printable.h"
 #include "comm/process_world.h"
+#include "comm/run_place.h"
 #include "launch/abort_flag.h"
 #include "launch/bounded_calls.h"
 #include "launch/failure_record.h"
@@ -91,11 +92,10 @@ void print_unless_others_do(const LaunchEnvironment& launch, const FailureRecord
 
 }  // namespace
 
-void refuse_once(const std::exception& error, int code, const std::function<void()>& print) {
+void refuse_once(LaunchEnvironment launch, const std::exception& error, int code,
+                 const std::function<void()>& print) {
   if (code != kRefusedCode) return print();
-  LaunchEnvironment launch;
   try {
-    launch = read_launch_environment(base::environment());
     find_first_host(launch, patience_for(launch));
   } catch (const Error&) {
     return print();  // no address at which others could be asked
@@ -103,6 +103,16 @@ void refuse_once(const std::exception& error, int code, const std::function<void
   print_unless_others_do(
       launch, {FailureClass::kPrimary, monotonic_ns(), launch.rank, code, one_line(error.what())},
       print);
+}
+
+void refuse_once(const std::exception& error, int code, const std::function<void()>& print) {
+  LaunchEnvironment launch;
+  try {
+    launch = read_launch_environment(base::environment());
+  } catch (const Error&) {
+    return print();
+  }
+  refuse_once(launch, error, code, print);
 }
 
 namespace {
@@ -159,17 +169,14 @@ void keep_in_log(const FailureRecord& record) {
       kLogPatience);
 }
 
-/// A rank that never joined: nobody but its launcher knows that it has failed.
-[[noreturn]] void report_before_joining(const std::exception& error, FailureRecord record) {
-  LaunchEnvironment launch;
-  try {
-    launch = read_launch_environment(base::environment());
-  } catch (const Error&) {  // then that is the error
-  }
-  record.rank = launch.rank;
-  const bool told = tell_parent(record);
-  refuse_once(error, record.exit_code, [&] { print_unless_told(record, told); });
-  ::_exit(record.exit_code);
+/// Before a rank tells anybody: it leaves now, and its log says why.
+FailureRecord begin_report(int rank, const std::exception& error, int code) {
+  claim_exit();
+  finish_report();
+  flush_output();
+  FailureRecord record{FailureClass::kPrimary, monotonic_ns(), rank, code, one_line(error.what())};
+  keep_in_log(record);  // a store that is gone may take a second to say so
+  return record;
 }
 
 /// A failure of its own is announced first: the rank whose words stand prints them for all that
@@ -186,33 +193,35 @@ void print_and_announce(ProcessWorld& world, const FailureRecord& record, bool p
 
 }  // namespace
 
-void report_failure(World* world, const std::exception& error, int code) {
-  claim_exit();
-  finish_report();
-  flush_output();
-  FailureRecord record{FailureClass::kPrimary, monotonic_ns(), 0, code, one_line(error.what())};
-  keep_in_log(record);  // a store that is gone may take a second to say so
-  auto* const process_world = dynamic_cast<ProcessWorld*>(world);
+void report_failure(const RunPlace& place, const std::exception& error, int code) {
+  FailureRecord record = begin_report(place.launch.rank, error, code);
+  if (dynamic_cast<const LostRank*>(&error) != nullptr) record.what = FailureClass::kNoticed;
+  const bool told = tell_parent(record);
+  refuse_once(place.launch, error, code, [&] { print_unless_told(record, told); });
+  ::_exit(code);
+}
+
+void report_failure(World& world, const std::exception& error, int code) {
+  FailureRecord record = begin_report(world.rank(), error, code);
+  auto* const others = dynamic_cast<ProcessWorld*>(&world);
   int first_code = code;  // of the rank that was first in trouble
-  const bool is_own = process_world != nullptr && process_world->is_disagreement(error);
+  const bool is_own = others != nullptr && others->is_disagreement(error);
   if (dynamic_cast<const LostRank*>(&error) != nullptr && !is_own) {
     record.what = FailureClass::kNoticed;
-    const auto cause = process_world != nullptr ? process_world->failure_behind() : std::nullopt;
+    const auto cause = others != nullptr ? others->failure_behind() : std::nullopt;
     if (cause) {
       record.message = concat("stopped because of ", to_string(*cause));
       keep_in_log(record);
       first_code = cause->exit_code;
     }
   }
-  if (world == nullptr) report_before_joining(error, std::move(record));
-  record.rank = world->rank();
   const bool told = tell_parent(record);
-  if (process_world == nullptr) {
+  if (others == nullptr) {
     print_unless_told(record, told);
   } else {
-    print_and_announce(*process_world, record, told);
-    if (first_code == kRefusedCode) process_world->refused();
-    process_world->stay_for_readers();
+    print_and_announce(*others, record, told);
+    if (first_code == kRefusedCode) others->refused();
+    others->stay_for_readers();
   }
   ::_exit(record.exit_code);
 }

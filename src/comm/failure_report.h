@@ -17,6 +17,7 @@
 namespace tessera::comm {
 
 class ProcessWorld;
+struct RunPlace;
 
 /// For a rank that was refused before it joined, or a process that may be of no launch at all:
 /// calls `print` unless another rank says the same. Takes a few seconds at most
@@ -24,10 +25,13 @@ class ProcessWorld;
 void refuse_once(const std::exception& error, int code, const std::function<void()>& print);
 
 /// Prints "rank R: what" on stderr, in one line, tells own spawn's parent and the other ranks, and
-/// leaves by _exit(code). `world` may be null (the rank failed before it joined). An error that
-/// only noticed another rank's failure (LostRank) is printed with that failure where it is known;
-/// one that another rank has announced word for word is not printed again.
-[[noreturn]] void report_failure(World* world, const std::exception& error, int code);
+/// leaves by _exit(code). An error that only noticed another rank's failure (LostRank) is printed
+/// with that failure where it is known; one that another rank has announced word for word is not
+/// printed again.
+[[noreturn]] void report_failure(World& world, const std::exception& error, int code);
+
+/// For a rank that failed before it joined: nobody but its launcher knows of it.
+[[noreturn]] void report_failure(const RunPlace& place, const std::exception& error, int code);
 
 /// `undo` is called by report_failure and leave_after where this rank, or the one that ends it, was
 /// refused: it takes back what was made for a run that does not begin, after all have been told. It

@@ -67,7 +67,7 @@ ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& 
   // All ranks find it, and who serves the store has to stay for the others: they leave as ranks that
   // have joined.
   const std::string differ = differing_device_kinds(*store_);
-  if (!differ.empty()) report_failure(this, Error(ErrorKind::kUsage, differ), kRefusedCode);
+  if (!differ.empty()) report_failure(*this, Error(ErrorKind::kUsage, differ), kRefusedCode);
 }
 
 FailureWatch::Actions ProcessWorld::watch_actions() {
@@ -81,7 +81,7 @@ FailureWatch::Actions ProcessWorld::watch_actions() {
     }
     leave_after(*this, cause);
   };
-  actions.lost = [this](const std::string& why) { report_failure(this, LostRank(why), 1); };
+  actions.lost = [this](const std::string& why) { report_failure(*this, LostRank(why), 1); };
   actions.disagree = [this](const std::string& why, int epoch) { abort_all(why, epoch); };
   actions.aborted = [this](const Abort& abort, int epoch) {
     abort_here(abort.why, epoch, abort.is_disagreement ? Aborter::kDisagreement : Aborter::kOther);
@@ -89,7 +89,7 @@ FailureWatch::Actions ProcessWorld::watch_actions() {
   actions.acknowledged = [this] { return state_->abort_flag->acknowledged(); };
   actions.unacknowledged = [this](const std::string& why, int epoch) {
     if (epoch != epoch_) return;  // recovered in the meantime
-    report_failure(this, Error(ErrorKind::kComm, why), 1);
+    report_failure(*this, Error(ErrorKind::kComm, why), 1);
   };
   return actions;
 }

@@ -3,19 +3,15 @@
 #include <algorithm>
 #include <iostream>
 
-#include "base/environment.h"
 #include "base/log.h"
 #include "base/text/printable.h"
 #include "base/threads/parallel.h"
-#include "comm/backends/backend.h"
 #include "comm/batch.h"
 #include "comm/device.h"
 #include "comm/failure_report.h"
 #include "comm/process_world.h"
 #include "comm/queue.h"
-#include "launch/hosts.h"
-#include "launch/launch_environment.h"
-#include "launch/spawn.h"
+#include "comm/run_place.h"
 #include "tessera/error.h"
 
 namespace tessera {
@@ -114,16 +110,7 @@ World::World(int rank, int size, int local_rank, const WorldOptions& options)
 World::~World() = default;
 
 std::shared_ptr<World> World::connect(const WorldOptions& options) {
-  auto launch = comm::read_launch_environment(base::environment(),
-                                              {options.master_addr, options.master_port});
-  // Also where nobody is to be connected.
-  const auto device = comm::device_of_rank(options.device, launch.local_rank);
-  comm::backend_named(options.backend, device.type());
-  if (launch.world_size == 1) return of_one(options);
-  comm::find_first_host(launch, comm::kScontrolPatience);
-  auto world = std::make_shared<comm::ProcessWorld>(launch, options);
-  world->attach_thread();
-  return world;
+  return comm::connect_at(comm::read_place(options), options);
 }
 
 std::shared_ptr<World> World::of_one(const WorldOptions& options) {
@@ -200,23 +187,26 @@ bool World::aborted() const { return state_->abort_flag->is_set(); }
 
 void World::stop_queue() { queue_->stop(); }
 
-bool launched() {
-  return comm::read_launch_environment(base::environment()).launcher != comm::Launcher::kSingle;
-}
+bool launched() { return comm::read_place({}).launched(); }
 
 namespace {
 
 /// As the rank that this process is.
-void run_as_rank(const std::function<void(World&)>& body, const WorldOptions& options) {
+void run_as_rank(const comm::RunPlace& place, const std::function<void(World&)>& body,
+                 const WorldOptions& options) {
   std::shared_ptr<World> world;
+  const auto leave = [&](const std::exception& error) {
+    const int code = comm::default_exit_code(error);
+    if (!world) comm::report_failure(place, error, code);
+    comm::report_failure(*world, error, code);
+  };
   try {
-    world = World::connect(options);
+    world = comm::connect_at(place, options);
     body(*world);
   } catch (const std::exception& error) {
-    comm::report_failure(world.get(), error, comm::default_exit_code(error));
+    leave(error);
   } catch (...) {
-    const Error error(ErrorKind::kInternal, "the body threw something that is no std::exception");
-    comm::report_failure(world.get(), error, comm::default_exit_code(error));
+    leave(Error(ErrorKind::kInternal, "the body threw something that is no std::exception"));
   }
   world.reset();  // waits for the others
 }
@@ -225,14 +215,15 @@ void run_as_rank(const std::function<void(World&)>& body, const WorldOptions& op
 
 int launch(int nproc, const std::function<void(World&)>& body, const WorldOptions& options) {
   try {
-    const auto place = comm::read_launch_environment(base::environment(),
-                                                     {options.master_addr, options.master_port});
-    if (place.launcher == comm::Launcher::kSingle && nproc != 1) return comm::spawn_ranks(nproc);
-    TESSERA_CHECK(nproc == place.world_size, ErrorKind::kUsage, "launch: found nproc ", nproc,
-                  ", expected the ", place.world_size, " ranks that ", to_string(place.launcher),
+    comm::RunPlace place = comm::read_place(options);
+    if (!place.launched()) place.ranks = nproc;
+    TESSERA_CHECK(nproc == place.ranks, ErrorKind::kUsage, "launch: found nproc ", nproc,
+                  ", expected the ", place.ranks, " ranks that ", to_string(place.launch.launcher),
                   " started");
-    run_as_rank(body, options);
-    return 0;
+    return comm::run_at(place, options, [&](const comm::RunPlace& decided) {
+      run_as_rank(decided, body, options);
+      return 0;
+    });
   } catch (const std::exception& error) {
     const int code = comm::default_exit_code(error);
     std::cout.flush();  // what was printed before stands before it

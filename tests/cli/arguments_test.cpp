@@ -1,21 +1,15 @@
 #include "cli/arguments.h"
 
-#include <gmock/gmock.h>
-
-#include <algorithm>
 #include <random>
 #include <sstream>
 
+#include "support/temporary_folder.h"
 #include "train/config/config_keys.h"
-#include "unit/io/temporary_folder.h"
 
 namespace tessera::cli::arguments_test {
 namespace {
 
-using ::testing::AllOf;
 using ::testing::ContainsRegex;
-using ::testing::HasSubstr;
-using ::testing::Not;
 using Words = std::vector<std::string>;
 
 Arguments parse(const Words& words) {
@@ -23,7 +17,7 @@ Arguments parse(const Words& words) {
 }
 
 std::string refusal(const Words& words) {
-  return testing::error_of(ErrorKind::kUsage, [&] { parse(words); });
+  return error_of(ErrorKind::kUsage, [&] { parse(words); });
 }
 
 TEST(Arguments, TrainTakesFileRanksAndOverridesInAnyOrder) {
@@ -86,18 +80,18 @@ TEST(Arguments, ScheduleTakesAKindOrAFile) {
 }
 
 TEST(Arguments, ScheduleRefusesWhatItDoesNotTake) {
-  EXPECT_THAT(refusal({"schedule"}), HasSubstr("schedule"));
+  EXPECT_THAT(refusal({"schedule"}), Says("schedule"));
   for (const char* costs :
        {"1,1,1", "1,1,1,1,1", "1,1,x,1", "1,1,-1,1", "1,1,nan,1", "1,1,inf,1"}) {
-    EXPECT_THAT(refusal({"schedule", "GPipe", "--costs", costs}), HasSubstr("--costs")) << costs;
+    EXPECT_THAT(refusal({"schedule", "GPipe", "--costs", costs}), Says("--costs")) << costs;
   }
   EXPECT_THAT(refusal({"schedule", "GPipe", "--costs", "1,1,1,1", "--costs-from", "t"}),
-              HasSubstr("excludes"));
-  EXPECT_THAT(refusal({"schedule", "GPipe", "--csv-form", "all"}), HasSubstr("--csv-form"));
+              Says("excludes"));
+  EXPECT_THAT(refusal({"schedule", "GPipe", "--csv-form", "all"}), Says("--csv-form"));
   EXPECT_THAT(refusal({"schedule", "GPipe", "--ranks", "two"}),
-              HasSubstr("--ranks: found 'two', expected a whole number"));
+              Says("--ranks: found 'two', expected a whole number"));
   EXPECT_THAT(refusal({"schedule", "GPipe", "--training.steps", "3"}),
-              HasSubstr("schedule: found --training.steps"));
+              Says("schedule: found --training.steps"));
 }
 
 TEST(Arguments, InspectTakesAFolderOrAContract) {
@@ -167,12 +161,11 @@ TEST(Arguments, HelpOfAVerbIsItsOwnOptionsOnAScreen) {
     EXPECT_LE(lines, 40) << words[0];
     EXPECT_GE(lines, 8) << words[0];
   }
-  for (const std::string& verb : all_verbs()) EXPECT_THAT(shown({"--help"}), HasSubstr(verb));
-  EXPECT_THAT(shown({"train", "-h"}), AllOf(HasSubstr("Usage: tessera train CONFIG.toml [options]"),
-                                            HasSubstr("--nproc N"), HasSubstr("--help-keys")));
+  for (const std::string& verb : all_verbs()) EXPECT_THAT(shown({"--help"}), Says(verb));
+  EXPECT_THAT(shown({"train", "-h"}),
+              Says("Usage: tessera train CONFIG.toml [options]", "--nproc N", "--help-keys"));
   EXPECT_THAT(shown({"generate", "-h"}),
-              AllOf(HasSubstr("--top-p X"), HasSubstr("--model VALUE"), HasSubstr("(required)"),
-                    HasSubstr("(not with --prompt-tokens)")));
+              Says("--top-p X", "--model VALUE", "(required)", "(not with --prompt-tokens)"));
 }
 
 TEST(Arguments, HelpKeysHasEveryKeyOrThoseOfASection) {
@@ -180,14 +173,14 @@ TEST(Arguments, HelpKeysHasEveryKeyOrThoseOfASection) {
   std::size_t keys = 0;
   for (const train::ConfigKey& key : train::config_keys()) {
     const std::string line = "\n  " + key.full_name() + "  " + key.type;
-    EXPECT_THAT(all, HasSubstr(line));
+    EXPECT_THAT(all, Says(line));
     const std::string of = key.section.empty() ? key.name : key.section;
     const std::string section = shown({"train", "--help-keys", of});
-    EXPECT_THAT(section, HasSubstr(line));
+    EXPECT_THAT(section, Says(line));
     EXPECT_LE(std::ranges::count(section, '\n'), 45) << of;
     for (const train::ConfigKey& other : train::config_keys()) {
       if (other.section == key.section) continue;
-      EXPECT_THAT(section, Not(HasSubstr("\n  " + other.full_name() + "  "))) << of;
+      EXPECT_THAT(section, Not(Says("\n  " + other.full_name() + "  "))) << of;
     }
     ++keys;
   }
@@ -195,12 +188,12 @@ TEST(Arguments, HelpKeysHasEveryKeyOrThoseOfASection) {
   EXPECT_EQ(shown({"plan", "a.toml", "--help-keys=lora"}), shown({"--help-keys", "lora"}));
   EXPECT_EQ(shown({"--help-keys", "--nproc"}), all);
   EXPECT_THAT(shown({"--help-keys", "optimizer.lr"}),
-              AllOf(HasSubstr("optimizer.lr"), Not(HasSubstr("optimizer.name"))));
+              AllOf(Says("optimizer.lr"), Not(Says("optimizer.name"))));
   EXPECT_THAT(shown({"generate", "--help-keys"}),
-              AllOf(HasSubstr("precision.param_dtype"), Not(HasSubstr("training.steps"))));
+              AllOf(Says("precision.param_dtype"), Not(Says("training.steps"))));
   EXPECT_EQ(refusal({"--help-keys", "optimiser"}),
             "--help-keys: unknown section 'optimiser'; the nearest is [optimizer]");
-  EXPECT_THAT(refusal({"schedule", "--help-keys"}), HasSubstr("expected no key"));
+  EXPECT_THAT(refusal({"schedule", "--help-keys"}), Says("expected no key"));
 }
 
 TEST(Arguments, HelpOfAVerbThatTakesAModelNamesTheFolderOfARun) {
@@ -208,8 +201,7 @@ TEST(Arguments, HelpOfAVerbThatTakesAModelNamesTheFolderOfARun) {
     const std::string text = std::get<ShowText>(parse({verb, "--help"})).text;
     EXPECT_THAT(text, ContainsRegex("[Aa] run's folder \\(its latest checkpoint\\)")) << verb;
   }
-  EXPECT_THAT(std::get<ShowText>(parse({"convert", "--help"})).text,
-              Not(HasSubstr("training.steps")))
+  EXPECT_THAT(std::get<ShowText>(parse({"convert", "--help"})).text, Not(Says("training.steps")))
       << "it takes one key only";
 }
 
@@ -220,37 +212,36 @@ TEST(Arguments, AnUnknownOptionIsToldWhatItMostLikelyMeans) {
             "unknown option '--steps', expected a key with its section: --training.steps, "
             "--validation.steps; see tessera train --help");
   EXPECT_THAT(refusal({"gradients", "--model", "m", "--batch", "b", "--out", "o", "--seq_len=8"}),
-              HasSubstr("unknown option '--seq_len', expected a key with its section: "
-                        "--training.seq_len"));
+              Says("unknown option '--seq_len', expected a key with its section: "
+                   "--training.seq_len"));
   EXPECT_EQ(refusal({"train", "a.toml", "--nprocs", "2"}),
             "unknown option '--nprocs'; the nearest is --nproc; see tessera train --help");
   EXPECT_THAT(refusal({"generate", "--model", "m", "--prompt", "x", "--max_new_tokens", "5"}),
-              HasSubstr("unknown option '--max_new_tokens'; the nearest is --max-new-tokens"))
+              Says("unknown option '--max_new_tokens'; the nearest is --max-new-tokens"))
       << "not that --max-new-tokens is missing";
   EXPECT_THAT(refusal({"generate", "--model", "m", "--prompt", "x", "--max-new-tokens", "5",
                        "--temp", "1"}),
-              HasSubstr("unknown option '--temp'; the nearest is --temperature"));
+              Says("unknown option '--temp'; the nearest is --temperature"));
   EXPECT_THAT(refusal({"train", "--config", "a.toml"}),
-              HasSubstr("expected the file alone, as in tessera train CONFIG.toml"));
-  EXPECT_THAT(refusal({"train", "a.toml", "--seq-len", "8"}), HasSubstr("--training.seq_len"));
+              Says("expected the file alone, as in tessera train CONFIG.toml"));
+  EXPECT_THAT(refusal({"train", "a.toml", "--seq-len", "8"}), Says("--training.seq_len"));
   // Names of others: without a section, with torchtitan's dashes, and where no key is meant.
   EXPECT_EQ(refusal({"train", "a.toml", "--learning-rate", "1e-4"}),
             "unknown option '--learning-rate'; it is called --optimizer.lr here; see tessera train "
             "--help");
   EXPECT_THAT(refusal({"train", "a.toml", "--context_parallel_degree=2"}),
-              AllOf(HasSubstr("it is no key here"), Not(HasSubstr("expert"))));
+              AllOf(Says("it is no key here"), Not(Says("expert"))));
   EXPECT_THAT(refusal({"train", "a.toml", "--warmup-step", "2"}),
-              HasSubstr("the nearest is --lr_scheduler.warmup_steps"));
+              Says("the nearest is --lr_scheduler.warmup_steps"));
   EXPECT_EQ(refusal({"train", "a.toml", "--zzyzx", "2"}),
             "unknown option '--zzyzx'; see tessera train --help");
-  EXPECT_THAT(refusal({"convert", "a", "b", "--learning-rate", "5"}), Not(HasSubstr("lr")));
+  EXPECT_THAT(refusal({"convert", "a", "b", "--learning-rate", "5"}), Not(Says("lr")));
   // These take no such key.
-  EXPECT_THAT(refusal({"convert", "a", "b", "--steps", "5"}), Not(HasSubstr("section")));
-  EXPECT_THAT(refusal({"inspect", "a", "--steps", "5"}), Not(HasSubstr("section")));
+  EXPECT_THAT(refusal({"convert", "a", "b", "--steps", "5"}), Not(Says("section")));
+  EXPECT_THAT(refusal({"inspect", "a", "--steps", "5"}), Not(Says("section")));
   EXPECT_THAT(refusal({"generate", "--model", "m", "--prompt", "x", "--steps", "5"}),
-              Not(HasSubstr("section")));
-  EXPECT_THAT(refusal({"inspect", "--contract", "a.toml", "--steps=5"}),
-              HasSubstr("--training.steps"));
+              Not(Says("section")));
+  EXPECT_THAT(refusal({"inspect", "--contract", "a.toml", "--steps=5"}), Says("--training.steps"));
 }
 
 // Sizes as people write them, in any case; a rate with /s. Naive: 80 as 80 bytes, Gb/s as GB/s.
@@ -267,7 +258,7 @@ TEST(Arguments, SizesAndRatesAreTakenAsPeopleWriteThem) {
     for (const std::string rate : {"", "/s"}) {
       const auto words = plan("--bandwidth", "50" + unit + rate);
       if (small_b) {
-        EXPECT_THAT(refusal(words), HasSubstr("'50" + unit + rate + "', expected bytes a second"));
+        EXPECT_THAT(refusal(words), Says("'50" + unit + rate + "', expected bytes a second"));
       } else {
         EXPECT_EQ(std::get<PlanArguments>(parse(words)).machine.bandwidth, "50" + unit);
       }
@@ -276,17 +267,17 @@ TEST(Arguments, SizesAndRatesAreTakenAsPeopleWriteThem) {
   EXPECT_NO_THROW(parse(plan("--device-memory", "85899345920")));
   for (const std::string option : {"--device-memory", "--bandwidth"}) {
     for (const std::string bare : {"1", "80", "1048575"}) {
-      EXPECT_THAT(refusal(plan(option, bare)), HasSubstr(option + ": found '" + bare +
-                                                         "', expected a unit, as " + bare + "GiB"));
+      EXPECT_THAT(refusal(plan(option, bare)),
+                  Says(option + ": found '" + bare + "', expected a unit, as " + bare + "GiB"));
     }
     for (const std::string wrong : {"", "GB", "80 gigs", "80GBs", "-80GB", "80GB/h", "1.5GB"}) {
-      EXPECT_THAT(refusal(plan(option, wrong)), HasSubstr(option)) << wrong;
+      EXPECT_THAT(refusal(plan(option, wrong)), Says(option)) << wrong;
     }
   }
-  EXPECT_THAT(refusal(plan("--bandwidth", "400Gb/s")), HasSubstr("a small b may stand for bits"));
+  EXPECT_THAT(refusal(plan("--bandwidth", "400Gb/s")), Says("a small b may stand for bits"));
   for (const std::string rate : {"1e-300", "0.5", "0", "-1", "nan", "inf", "1e22"}) {
     EXPECT_THAT(refusal(plan("--flops", rate)),
-                HasSubstr("--flops: found '" + rate + "', expected a number from 1 to "));
+                Says("--flops: found '" + rate + "', expected a number from 1 to "));
   }
   EXPECT_NO_THROW(parse(plan("--flops", "1")));
 }
@@ -341,25 +332,24 @@ TEST(Arguments, AnOptionOfAnotherVerbIsNeverNearSomethingElse) {
                                                         "'; it is an option of " + verb +
                                                         "; see tessera train --help");
   }
-  EXPECT_THAT(refusal({"train", "a.toml", "--model", "m"}),
-              HasSubstr("it is called --model.path here"));
+  EXPECT_THAT(refusal({"train", "a.toml", "--model", "m"}), Says("it is called --model.path here"));
 }
 
 // Naive: its value is taken for a folder, "DIR excludes --contract".
 TEST(Arguments, AnUnknownOptionIsNamedBeforeWhatItsValueExcludes) {
   for (const std::string option : {"--nproc", "--zzyzx", "--worlds"}) {
     EXPECT_THAT(refusal({"inspect", "--contract", "c.toml", option, "4"}),
-                AllOf(HasSubstr("unknown option '" + option + "'"), Not(HasSubstr("excludes"))));
+                AllOf(Says("unknown option '" + option + "'"), Not(Says("excludes"))));
     EXPECT_THAT(refusal({"inspect", option, "4", "--world", "2", "--json"}),
-                HasSubstr("unknown option '" + option + "'"));
+                Says("unknown option '" + option + "'"));
   }
-  EXPECT_THAT(refusal({"inspect", "d", "--contract", "c.toml"}), HasSubstr("excludes"));
+  EXPECT_THAT(refusal({"inspect", "d", "--contract", "c.toml"}), Says("excludes"));
 }
 
 // A prompt may look like an option.
 TEST(Arguments, AValueIsNotTakenForAnUnknownOption) {
   EXPECT_THAT(refusal({"generate", "--model", "m", "--prompt", "--hello"}),
-              HasSubstr("found no --max-new-tokens"));
+              Says("found no --max-new-tokens"));
 }
 
 TEST(Arguments, NumbersAreDecimal) {
@@ -378,30 +368,28 @@ TEST(Arguments, RefusalsAreOneLineAndNameTheWord) {
   EXPECT_EQ(refusal({}), "found no verb, expected one of " + verbs + "; see tessera --help");
   EXPECT_EQ(refusal({"trian"}),
             "unknown verb 'trian', expected one of " + verbs + "; the nearest is train");
-  EXPECT_THAT(refusal({"help"}), HasSubstr("the nearest is --help"));
+  EXPECT_THAT(refusal({"help"}), Says("the nearest is --help"));
   EXPECT_EQ(refusal({"finetune"}),
             "unknown verb 'finetune', expected one of " + verbs + "; see tessera --help");
-  EXPECT_THAT(refusal({"--nproc", "2", "train", "a.toml"}), HasSubstr("found '--nproc' first"));
+  EXPECT_THAT(refusal({"--nproc", "2", "train", "a.toml"}), Says("found '--nproc' first"));
   EXPECT_EQ(refusal({"train"}),
             "train: found no CONFIG.toml, expected it; see tessera train --help");
-  EXPECT_THAT(refusal({"train", "a.toml", "b.toml"}), HasSubstr("b.toml"));
+  EXPECT_THAT(refusal({"train", "a.toml", "b.toml"}), Says("b.toml"));
   for (const std::string ranks : {"0", "two", "4097", "2.5", ""}) {
-    EXPECT_THAT(
-        refusal({"train", "a.toml", "--nproc", ranks}),
-        HasSubstr("--nproc: found '" + ranks + "', expected a whole number from 1 to 4096"));
+    EXPECT_THAT(refusal({"train", "a.toml", "--nproc", ranks}),
+                Says("--nproc: found '" + ranks + "', expected a whole number from 1 to 4096"));
   }
-  EXPECT_THAT(refusal({"train", "a.toml", "--training.steps"}), HasSubstr("--training.steps"));
+  EXPECT_THAT(refusal({"train", "a.toml", "--training.steps"}), Says("--training.steps"));
   EXPECT_THAT(refusal({"train", "a.toml", "--training.steps", "--optimizer.lr", "1"}),
-              HasSubstr("--training.steps: found no value"));
-  EXPECT_THAT(refusal({"gradients", "--model", "m", "--batch", "b"}), HasSubstr("--out"));
-  EXPECT_THAT(refusal({"inspect"}), HasSubstr("inspect"));
+              Says("--training.steps: found no value"));
+  EXPECT_THAT(refusal({"gradients", "--model", "m", "--batch", "b"}), Says("--out"));
+  EXPECT_THAT(refusal({"inspect"}), Says("inspect"));
   EXPECT_THAT(refusal({"generate", "--model", "m", "--max-new-tokens", "1"}),
-              HasSubstr("found no prompt"));
-  EXPECT_THAT(refusal({"generate", "--model", "m", "--prompt", "x"}),
-              HasSubstr("--max-new-tokens"));
+              Says("found no prompt"));
+  EXPECT_THAT(refusal({"generate", "--model", "m", "--prompt", "x"}), Says("--max-new-tokens"));
   EXPECT_THAT(refusal({"generate", "--model", "m", "--prompt", "x", "--prompt-tokens", "1",
                        "--max-new-tokens", "1"}),
-              HasSubstr("--prompt-tokens"));
+              Says("--prompt-tokens"));
   for (const Words& bad :
        {Words{"--max-new-tokens", "0"}, Words{"--temperature", "-1"}, Words{"--temperature", "nan"},
         Words{"--temperature", "-nan"}, Words{"--temperature", "inf"},
@@ -413,9 +401,9 @@ TEST(Arguments, RefusalsAreOneLineAndNameTheWord) {
     Words words{"generate", "--model", "m", "--prompt", "x", "--max-new-tokens", "1"};
     if (bad[0] == "--max-new-tokens") words.resize(5);
     words.insert(words.end(), bad.begin(), bad.end());
-    EXPECT_THAT(refusal(words), HasSubstr(bad[0]));
+    EXPECT_THAT(refusal(words), Says(bad[0]));
   }
-  EXPECT_THAT(refusal({"convert", "a"}), HasSubstr("convert: found no OUT"));
+  EXPECT_THAT(refusal({"convert", "a"}), Says("convert: found no OUT"));
   for (const Words& words : {Words{}, Words{"train"}, Words{"trian"}}) {
     EXPECT_EQ(refusal(words).find('\n'), std::string::npos);
   }

@@ -1,8 +1,6 @@
 // Checkpoints of runs that are killed at any moment, asked to stop, or lose a rank.
-#include <gmock/gmock.h>
 #include <signal.h>
 
-#include <algorithm>
 #include <random>
 #include <thread>
 
@@ -10,17 +8,13 @@
 #include "cli/saving_run.h"
 #include "proof.h"
 #include "support/process.h"
+#include "support/test.h"
 
 namespace tessera::cli::checkpoint_test {
 namespace {
 
 namespace fs = std::filesystem;
 using std::chrono::milliseconds;
-using ::testing::AllOf;
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using ::testing::Not;
-using testing::TemporaryFolder;
 
 bool gone(const std::map<int, pid_t>& ranks) {
   return std::ranges::none_of(ranks, [](const auto& one) { return alive(one.second); });
@@ -35,9 +29,7 @@ constexpr int kInterval = 5;
 class KilledAgain {
  public:
   KilledAgain(const TemporaryFolder& undisturbed, milliseconds span, unsigned seed)
-      : undisturbed_(undisturbed), span_(span), seed_(seed), random_(seed) {
-    write_small_run(folder_);
-  }
+      : undisturbed_(undisturbed), span_(span), seed_(seed), random_(seed) {}
 
   void kill(int times) {
     for (int i = 0; i < times; ++i) {
@@ -81,7 +73,7 @@ class KilledAgain {
   }
 
   const TemporaryFolder& undisturbed_;
-  const TemporaryFolder folder_;
+  const SmallRun folder_;
   const milliseconds span_;
   unsigned seed_;
   std::mt19937 random_;
@@ -92,8 +84,7 @@ class KilledAgain {
 // and the writing, however long that takes here. Two runs at a time: half of it is waiting.
 TEST(KilledRun, GoesOnWithTheBitsOfTheUndisturbedRun) {
   const int kills = test::full_proof() ? 300 : 30;  // of each
-  const TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   const auto begin = std::chrono::steady_clock::now();
   Process undisturbed(folder.path(), two_ranks("run", kSteps, kInterval));
   ASSERT_TRUE(wait_until(kLong, [&] { return store_of(folder, "run").latest().has_value(); }));
@@ -111,8 +102,7 @@ TEST(KilledRun, GoesOnWithTheBitsOfTheUndisturbedRun) {
 }
 
 TEST(AskedToStop, SavesTheStepAndGoesOnLaterWithTheSameBits) {
-  const TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   struct Case {
     int signal;
     bool one_rank;
@@ -143,8 +133,7 @@ TEST(AskedToStop, SavesTheStepAndGoesOnLaterWithTheSameBits) {
 
 // Its batches would take hours: the signal comes among them, or in a step before.
 TEST(AskedToStop, DoesNotWaitForAValidation) {
-  const TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   std::filesystem::resize_file(folder.write("long.txt", ""), std::uintmax_t{1} << 36);  // holes
   Process first(folder.path(), two_ranks("run", 1, 100'000));  // one that goes on has none before
   ASSERT_EQ(first.wait(kLong), 0) << first.err();
@@ -157,7 +146,7 @@ TEST(AskedToStop, DoesNotWaitForAValidation) {
   ASSERT_EQ(run.wait(kLong), 0) << run.err();
   const auto steps = static_cast<std::int64_t>(losses(folder / "run").size());
   EXPECT_THAT(store_of(folder, "run").steps(), ElementsAre(1, steps));
-  EXPECT_THAT(read_file(folder / "run/metrics/metrics.jsonl"), Not(HasSubstr("val_loss")));
+  EXPECT_THAT(read_file(folder / "run/metrics/metrics.jsonl"), Not(Says("val_loss")));
 }
 
 // Rank 0's disk never answers, so its writer never ends. Then its row of the validation has a token
@@ -165,8 +154,7 @@ TEST(AskedToStop, DoesNotWaitForAValidation) {
 TEST(FailingRank, DoesNotWaitForItsWriterNorDoTheOthers) {
   constexpr int kSaved = 5;
   constexpr int kFails = kSaved + 3;
-  const TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   const std::string bad_token = "\xff\xff";
   std::string tokens;
   for (int i = 0; i < 17 * 4; ++i) tokens += i == 2 * 17 + 3 ? bad_token : std::string("a\0", 2);
@@ -184,7 +172,7 @@ TEST(FailingRank, DoesNotWaitForItsWriterNorDoTheOthers) {
   EXPECT_EQ(run.wait(kLong), 1) << run.err();
   EXPECT_TRUE(fs::exists(folder / "stalled")) << "nothing held its writer up";
   EXPECT_EQ(losses(folder / "run").size(), kFails - 1U) << "the failing step is not reported";
-  EXPECT_THAT(run.last_error_line(), AllOf(HasSubstr("rank 0"), HasSubstr("65535")));
+  EXPECT_THAT(run.last_error_line(), Says("rank 0", "65535"));
   EXPECT_TRUE(wait_until(kLong, [&] { return gone(pids); }));
   EXPECT_THAT(store_of(folder, "run").steps(), ElementsAre(1)) << "the next was not complete";
 }
@@ -192,8 +180,7 @@ TEST(FailingRank, DoesNotWaitForItsWriterNorDoTheOthers) {
 // Rank 0's disk never answers either, before the first step: that is waited for longer than a
 // collective of a step, and the end of it says what for.
 TEST(StartUp, ThatRankZeroNeverEndsIsWaitedForAndNamedWithItsWork) {
-  const TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   auto words = two_ranks("run", 5, 5);
   words.insert(words.end(), {"--comm.timeout_seconds", "2", "--comm.init_timeout_seconds", "10"});
   Process run(folder.path(), words,
@@ -201,15 +188,14 @@ TEST(StartUp, ThatRankZeroNeverEndsIsWaitedForAndNamedWithItsWork) {
   const auto pids = run.wait_for_ranks(2);
   EXPECT_EQ(run.wait(kLong), 1) << run.err();
   EXPECT_TRUE(fs::exists(folder / "stalled")) << "nothing held rank 0 up";
-  EXPECT_THAT(run.last_error_line(), AllOf(HasSubstr("waited 10 s for rank 0"),
-                                           HasSubstr("rank 0 was busy with: writing config.toml")));
+  EXPECT_THAT(run.last_error_line(),
+              Says("waited 10 s for rank 0", "rank 0 was busy with: writing config.toml"));
   EXPECT_TRUE(wait_until(kLong, [&] { return gone(pids); }));
 }
 
 // A stopped rank holds the step up for ever: the first signal waits for it, a second one does not.
 TEST(AskedToStop, ASecondSignalEndsAtOnce) {
-  const TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   Process run(folder.path(), two_ranks("run", 100'000, 100'000));
   ASSERT_TRUE(wait_until(kLong, [&] { return losses(folder / "run").size() >= 3; })) << run.err();
   const auto pids = run.wait_for_ranks(2);

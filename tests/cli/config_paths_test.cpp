@@ -1,35 +1,31 @@
 // Relative paths that do not exist: the message names the working folder, and the file next to the
 // config where that one was meant.
-#include <gmock/gmock.h>
 
-#include <algorithm>
 #include <random>
 
 #include "cli/byte_model.h"
 #include "cli/program.h"
 #include "support/process.h"
+#include "support/test.h"
 
 namespace tessera::cli::config_paths_test {
 namespace {
 
 namespace fs = std::filesystem;
-using ::testing::AllOf;
-using ::testing::HasSubstr;
-using ::testing::Not;
-using ::testing::StartsWith;
 
 std::string last_line(const std::string& text) {
   return text.substr(text.rfind('\n', text.size() - 2) + 1);
 }
 
 /// The working folder has `model`, the config is sub/run.toml.
-void write_run(const testing::TemporaryFolder& folder) {
-  write_small_run(folder);
-  write_folder(folder / "model", byte_spec());
-  std::string config = read_file(folder / "run.toml");
-  config.erase(config.find("config = \"model.json\""), 21);
-  folder.write("sub/run.toml", config + "[compile]\nmode = \"plan\"\n");
-}
+struct RunBelow : SmallRun {
+  RunBelow() {
+    write_folder(*this / "model", byte_spec());
+    std::string config = read_file(*this / "run.toml");
+    config.erase(config.find("config = \"model.json\""), 21);
+    write("sub/run.toml", config + "[compile]\nmode = \"plan\"\n");
+  }
+};
 
 struct PathKey {
   std::string key;
@@ -72,8 +68,7 @@ Words words_of(const PathKey& key, const std::string& path, std::mt19937& draw) 
 
 // Naive: "cannot open 'tiny/config.json'", where the file is next to the config.
 TEST(ConfigPaths, OneThatIsNotThereSaysWhatItIsRelativeToAndNamesTheOneBesideTheConfig) {
-  const testing::TemporaryFolder folder;
-  write_run(folder);
+  const RunBelow folder;
   std::mt19937 draw(20261128);
   int number = 0;
   for (const PathKey& key : path_keys()) {
@@ -95,17 +90,15 @@ TEST(ConfigPaths, OneThatIsNotThereSaysWhatItIsRelativeToAndNamesTheOneBesideThe
     const auto outcome = run_program(folder, words);
     EXPECT_EQ(outcome.code, 2) << outcome.err;
     const std::string said = last_line(outcome.err);
-    EXPECT_THAT(
-        said, AllOf(HasSubstr(key.key + ": "), HasSubstr("'" + name + "'"), HasSubstr("found no "),
-                    HasSubstr("in the working folder '" + folder.path().string() + "'")));
-    const auto beside = HasSubstr("beside the config there is 'sub/" + name + "': name that");
+    EXPECT_THAT(said, Says(key.key + ": ", "'" + name + "'", "found no ",
+                           "in the working folder '" + folder.path().string() + "'"));
+    const auto beside = Says("beside the config there is 'sub/" + name + "': name that");
     EXPECT_EQ(::testing::Value(said, beside), is_beside) << said;
   }
 }
 
 TEST(ConfigPaths, EachOfSeveralSourcesIsNamedByItsTable) {
-  const testing::TemporaryFolder folder;
-  write_run(folder);
+  const RunBelow folder;
   std::string config = read_file(folder / "sub/run.toml");
   const std::string one = "path = \"page.txt\"\n";
   config.replace(config.find(one), one.size(),
@@ -116,40 +109,34 @@ TEST(ConfigPaths, EachOfSeveralSourcesIsNamedByItsTable) {
   const auto outcome = run_program(folder, {"train", "sub/run.toml", "--model.path", "model"});
   EXPECT_EQ(outcome.code, 2) << outcome.err;
   EXPECT_THAT(last_line(outcome.err),
-              AllOf(HasSubstr("data.source[2].path: cannot open 'lost.txt': found no such file"),
-                    HasSubstr("beside the config there is 'sub/lost.txt'")));
+              Says("data.source[2].path: cannot open 'lost.txt': found no such file",
+                   "beside the config there is 'sub/lost.txt'"));
 }
 
 // As configs/ of an installed copy, whose paths begin above it.
 TEST(ConfigPaths, TheFolderAboveTheConfigIsLookedIntoToo) {
-  const testing::TemporaryFolder folder;
-  write_run(folder);
+  const RunBelow folder;
   folder.write("share/configs/run.toml", read_file(folder / "sub/run.toml"));
   folder.write("share/configs/lost.txt", "x");
   const auto outcome = run_program(folder, {"train", "share/configs/run.toml", "--model.path",
                                             "model", "--data.path", "configs/lost.txt"});
   EXPECT_EQ(outcome.code, 2) << outcome.err;
   EXPECT_THAT(last_line(outcome.err),
-              HasSubstr("beside the config there is 'share/configs/lost.txt': name that"));
+              Says("beside the config there is 'share/configs/lost.txt': name that"));
 }
 
 // Keys may be set for another run: a path that is not read is not checked.
 TEST(ConfigPaths, OneWithoutEffectNeedNotBeThere) {
-  const testing::TemporaryFolder folder;
-  write_run(folder);
-  const auto outcome = run_program(
-      folder, {"train", "sub/run.toml", "--model.path", "model", "--compile.mode", "off",
-               "--compile.plan", "lost.json", "--pipeline.schedule_file", "lost.csv"});
-  EXPECT_EQ(outcome.code, 0) << outcome.err;
-  const auto contract =
-      run_program(folder, {"inspect", "--contract", "sub/run.toml", "--model.path", "model",
-                           "--data.path", "lost.txt", "--validation.path", "lost.txt"});
-  EXPECT_EQ(contract.code, 0) << contract.err;
+  const RunBelow folder;
+  succeeded(run_program(folder,
+                        {"train", "sub/run.toml", "--model.path", "model", "--compile.mode", "off",
+                         "--compile.plan", "lost.json", "--pipeline.schedule_file", "lost.csv"}));
+  succeeded(run_program(folder, {"inspect", "--contract", "sub/run.toml", "--model.path", "model",
+                                 "--data.path", "lost.txt", "--validation.path", "lost.txt"}));
 }
 
 TEST(ConfigPaths, ArgumentsSayWhereTheyWereLookedFor) {
-  const testing::TemporaryFolder folder;
-  write_run(folder);
+  const RunBelow folder;
   const std::string here = "in the working folder '" + folder.path().string() + "'";
   for (const Words& words :
        {Words{"train", "lost.toml"}, Words{"plan", "lost.toml"}, Words{"inspect", "lost"},
@@ -157,13 +144,11 @@ TEST(ConfigPaths, ArgumentsSayWhereTheyWereLookedFor) {
         Words{"plan", "sub/run.toml", "--model.path", "model", "--check", "lost.json"},
         Words{"generate", "--model", "lost", "--prompt", "x", "--max-new-tokens", "1"},
         Words{"gradients", "--model", "model", "--batch", "lost.safetensors", "--out", "o"}}) {
-    const auto outcome = run_program(folder, words);
-    EXPECT_EQ(outcome.code, 2) << outcome.err;
-    EXPECT_THAT(outcome.err, HasSubstr(here)) << words[0];
+    EXPECT_THAT(run_program(folder, words), Exits(2, here)) << words[0];
   }
   const auto absolute = run_program(folder, {"train", "/lost/run.toml"});
   EXPECT_THAT(absolute.err, AllOf(StartsWith("tessera: io: CONFIG.toml: cannot open"),
-                                  Not(HasSubstr("working folder"))));
+                                  Not(Says("working folder"))));
 }
 
 }  // namespace

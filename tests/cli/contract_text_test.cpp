@@ -1,14 +1,10 @@
 // What `inspect --contract` shows of a contract and a plan.
 #include "cli/contract_text.h"
 
-#include <gmock/gmock.h>
+#include "support/test.h"
 
 namespace tessera::cli::contract_text_test {
 namespace {
-
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 GradContract parameter(const std::string& name, std::int64_t numel = 8) {
   GradContract made;
@@ -69,20 +65,19 @@ layout::ModelPlan plan_of(int layers) {
 // layers are one line, at the place of the first.
 TEST(PlanText, EqualUnitsAndTheSmallParametersOfAllLayersAreOne) {
   const std::string text = plan_text(plan_of(3), Layers::kFolded);
-  EXPECT_THAT(text, HasSubstr("unit (root)\n"));
-  EXPECT_THAT(text, HasSubstr("    0 .. 128  layers.{0-2}.norm x 3\n"));
-  EXPECT_THAT(text, HasSubstr("unit layers.{0-2} x 3\n"));
-  EXPECT_THAT(text, HasSubstr("    a rank keeps 2.00 MiB, gathers 2.00 MiB (sends 1.00 MiB), "
-                              "reduces 4.00 MiB (sends 2.00 MiB)\n"
-                              "    0 .. 1048576  layers.{0-2}.w\n"));
-  EXPECT_THAT(text, Not(HasSubstr("layers.1")));
+  EXPECT_THAT(text, Says("unit (root)\n", "    0 .. 128  layers.{0-2}.norm x 3\n",
+                         "unit layers.{0-2} x 3\n",
+                         "    a rank keeps 2.00 MiB, gathers 2.00 MiB (sends 1.00 MiB), "
+                         "reduces 4.00 MiB (sends 2.00 MiB)\n"
+                         "    0 .. 1048576  layers.{0-2}.w\n"));
+  EXPECT_THAT(text, Not(Says("layers.1")));
 }
 
 TEST(PlanText, AllLayersHaveLinesOfTheirOwnWhereTheyAreAskedFor) {
   const std::string text = plan_text(plan_of(3), Layers::kAll);
   for (const char* line : {"unit layers.0\n", "unit layers.2\n", "  layers.1.w\n",
                            "    128 .. 256  layers.1.norm\n"}) {
-    EXPECT_THAT(text, HasSubstr(line));
+    EXPECT_THAT(text, Says(line));
   }
   EXPECT_EQ(plan_text(plan_of(1), Layers::kFolded), plan_text(plan_of(1), Layers::kAll));
 }

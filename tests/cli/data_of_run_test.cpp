@@ -1,11 +1,9 @@
 // What a run reads, and how much of it: sources, masks, validation, as a user gives them.
 #include <fcntl.h>
-#include <gmock/gmock.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <cmath>
-#include <cstdint>
 #include <nlohmann/json.hpp>
 #include <random>
 #include <span>
@@ -14,16 +12,13 @@
 #include "cli/program.h"
 #include "io/label_index.h"
 #include "io/safetensors.h"
+#include "support/test.h"
 #include "train/data/data_identity.h"
 #include "train/data/sampler.h"
 
 namespace tessera::cli::data_of_run_test {
 namespace {
 
-using ::testing::AllOf;
-using ::testing::HasSubstr;
-using ::testing::StartsWith;
-using testing::TemporaryFolder;
 using Words = std::vector<std::string>;
 
 std::vector<nlohmann::json> metrics_of(const std::filesystem::path& run) {
@@ -52,17 +47,10 @@ std::string last_line_of(const std::string& text) {
 
 class DataOfRun : public ::testing::Test {
  protected:
-  DataOfRun() { write_small_run(folder_); }
-
   Outcome train(const std::string& run, const Words& more) {
-    Words words{"train", "run.toml", "--job.dump_folder", run};
-    words.insert(words.end(), more.begin(), more.end());
-    return run_program(folder_, words);
+    return run_program(folder_, joined({"train", "run.toml", "--job.dump_folder", run}, more));
   }
-  void trained(const std::string& run, const Words& more) {
-    const Outcome outcome = train(run, more);
-    ASSERT_EQ(outcome.code, 0) << outcome.err;
-  }
+  void trained(const std::string& run, const Words& more) { succeeded(train(run, more)); }
 
   /// NAME.bin of tokens i * factor % 256 beside NAME.json.
   void write_tokens(const std::string& name, std::int64_t count, int factor) {
@@ -78,7 +66,7 @@ class DataOfRun : public ::testing::Test {
                                       std::to_string(count) + "}");
   }
 
-  TemporaryFolder folder_;
+  SmallRun folder_;
 };
 
 /// Bytes of a file that the system has read: its pages in memory.
@@ -164,8 +152,7 @@ TEST_F(DataOfRun, AnIdOutsideTheVocabularyEndsTheRunWhereItIsRead) {
   folder_.write("ids.bin", bytes);
   const Outcome outcome = train("run", {"--data.path", "ids.bin", "--nproc", "2"});
   EXPECT_EQ(outcome.code, 1) << outcome.err;
-  EXPECT_THAT(last_line_of(outcome.err),
-              HasSubstr("ids.bin: found the token id 511 at position 150"));
+  EXPECT_THAT(last_line_of(outcome.err), Says("ids.bin: found the token id 511 at position 150"));
   // Which of the three steps has that row the seed says: those before were done.
   std::int64_t step = 1;
   const train::RowOrder order(42, 12, 4);
@@ -238,10 +225,7 @@ TEST_F(DataOfRun, ARefusedResumptionSaysWhatDiffersInTheData) {
     folder_.write(name, text);
     Words with = words;
     with.insert(with.end(), {"--data.path", name});
-    const Outcome outcome = train("run", with);
-    EXPECT_EQ(outcome.code, 2) << outcome.err;
-    EXPECT_THAT(outcome.err,
-                AllOf(HasSubstr(says), HasSubstr(concat(name, "'")), HasSubstr("start anew")));
+    EXPECT_THAT(train("run", with), Exits(2, says, concat(name, "'"), "start anew"));
   };
   const auto cut = place(), more = place();
   refused(page.substr(0, cut), "page.txt", concat("data.path: found ", cut, " bytes in '"));
@@ -259,13 +243,11 @@ TEST_F(DataOfRun, ARefusedResumptionSaysWhatDiffersInTheData) {
 TEST_F(DataOfRun, ARunWithoutALabelIsRefused) {
   write_tokens("none", 17 * 8, 3);
   folder_.write("none.mask.bin", std::string(17 * 8, '\0'));
-  const Outcome outcome = train("run", {"--data.path", "none.bin", "--nproc", "2"});
-  EXPECT_EQ(outcome.code, 2) << outcome.err;
-  EXPECT_THAT(outcome.err, AllOf(HasSubstr("data.path: "), HasSubstr("no kept label in the rows")));
+  EXPECT_THAT(train("run", {"--data.path", "none.bin", "--nproc", "2"}),
+              Exits(2, "data.path: ", "no kept label in the rows"));
   folder_.write("none.labels.bin", "torn");
-  const Outcome torn = train("run", {"--data.path", "none.bin", "--nproc", "2"});
-  EXPECT_EQ(torn.code, 2) << torn.err;
-  EXPECT_THAT(torn.err, HasSubstr("none.labels.bin: found 4 bytes instead of 16"));
+  EXPECT_THAT(train("run", {"--data.path", "none.bin", "--nproc", "2"}),
+              Exits(2, "none.labels.bin: found 4 bytes instead of 16"));
 }
 
 // Shards of llm.c and text, mixed 3 to 1: the same rows on one rank, on two, and after a resumption
@@ -334,9 +316,8 @@ path = ["page.txt"]
   // Other weights are other data.
   text.replace(text.find("weight = 3"), 10, "weight = 4");
   folder_.write("run.toml", text);
-  const Outcome changed = train("parts", {"--training.steps", "7"});
-  EXPECT_EQ(changed.code, 2) << changed.err;
-  EXPECT_THAT(changed.err, HasSubstr("data.source[1].weight: found 4, expected 3"));
+  EXPECT_THAT(train("parts", {"--training.steps", "7"}),
+              Exits(2, "data.source[1].weight: found 4, expected 3"));
 }
 
 TEST_F(DataOfRun, PipelineAndTensorParallelRanksSeeTheLossesOfSources) {
@@ -382,10 +363,10 @@ TEST_F(DataOfRun, AValidationOfAllTakesEachRowOnce) {
        {Case{"4", "-1", "1", true}, Case{"2", "-1", "2", true}, Case{"8", "-1", "2", true},
         Case{"4", "100", "1", true}, Case{"4", "1", "1", false}}) {
     const std::string run = "run" + std::to_string(++number);
-    const Outcome outcome = train(run, {"--validation.path", "held.bin", "--validation.steps",
-                                        c.steps, "--training.global_batch_size", c.batch,
-                                        "--training.steps", "2", "--nproc", c.ranks});
-    ASSERT_EQ(outcome.code, 0) << outcome.err;
+    const Outcome outcome =
+        succeeded(train(run, {"--validation.path", "held.bin", "--validation.steps", c.steps,
+                              "--training.global_batch_size", c.batch, "--training.steps", "2",
+                              "--nproc", c.ranks}));
     const auto metrics = metrics_of(folder_ / run);
     ASSERT_EQ(metrics.size(), 3U);
     EXPECT_EQ(metrics[0].size(), 2U) << "step and val_loss alone: " << metrics[0];
@@ -421,9 +402,9 @@ TEST_F(DataOfRun, AValidationOfBatchesHasTheirRows) {
   text.replace(text.find(rows), rows.size(), "");
   text.replace(text.find("lr = 0.01"), 9, "lr = 0");
   folder_.write("whole.toml", text);
-  const Outcome whole = run_program(folder_, {"train", "whole.toml", "--job.dump_folder", "whole",
-                                              "--data.path", path, "--training.steps", "2"});
-  ASSERT_EQ(whole.code, 0) << whole.err;
+  const Outcome whole =
+      succeeded(run_program(folder_, {"train", "whole.toml", "--job.dump_folder", "whole",
+                                      "--data.path", path, "--training.steps", "2"}));
   const auto losses = values(folder_ / "whole", "loss");
   ASSERT_EQ(losses.size(), 2U);
   for (const std::string ranks : {"1", "2"}) {
@@ -534,7 +515,7 @@ TEST_F(DataOfRun, PackedRowsGoOnAfterAResumptionOnOtherRanks) {
                       "15", "--training.global_batch_size", "4", "--training.steps", "8"});
   EXPECT_EQ(other.code, 2);
   EXPECT_THAT(other.err,
-              HasSubstr("data.packing: found 'stream', expected 'documents' of the checkpoint"));
+              Says("data.packing: found 'stream', expected 'documents' of the checkpoint"));
 }
 
 TEST_F(DataOfRun, AChangedWeightIsNamedWhereARunGoesOn) {
@@ -549,19 +530,19 @@ TEST_F(DataOfRun, AChangedWeightIsNamedWhereARunGoesOn) {
   const Outcome other = train("run", with("2", "4"));
   EXPECT_EQ(other.code, 2);
   EXPECT_THAT(last_line_of(other.err),
-              HasSubstr("data.source[2].weight: found 2, expected 3 of the checkpoint"));
+              Says("data.source[2].weight: found 2, expected 3 of the checkpoint"));
   ASSERT_NO_FATAL_FAILURE(trained("run", with("3", "4")));
 }
 
 TEST_F(DataOfRun, AValidationWithoutBordersIsReadAsAStreamAndThatIsSaid) {
   write_documents(folder_, 24);
   write_tokens("held", 170, 1);
-  const Outcome run = train("run", {"--data.path", "talks.bin", "--data.packing", "documents",
-                                    "--validation.path", "held.bin", "--validation.steps", "-1"});
-  EXPECT_EQ(run.code, 0) << run.err;
-  EXPECT_THAT(run.err, HasSubstr("packing: 24 documents in"));
-  EXPECT_THAT(run.err, HasSubstr("validation: packing: rows are cut out of one stream in "));
-  EXPECT_THAT(run.err, HasSubstr("held.docs.bin' is not there"));
+  const Outcome run =
+      succeeded(train("run", {"--data.path", "talks.bin", "--data.packing", "documents",
+                              "--validation.path", "held.bin", "--validation.steps", "-1"}));
+  EXPECT_THAT(run.err, Says("packing: 24 documents in",
+                            "validation: packing: rows are cut out of one stream in ",
+                            "held.docs.bin' is not there"));
   EXPECT_EQ(values(folder_ / "run", "val_loss").size(), 2U);
 }
 
@@ -597,7 +578,7 @@ TEST_F(DataOfRun, WhatIsWrongWithItIsOneErrorThatNamesIt) {
         Case{{"--validation.steps", "0"}, "validation.steps: found 0"}}) {
     const Outcome outcome = train("run", c.words);
     EXPECT_EQ(outcome.code, 2) << c.says << "\n" << outcome.err;
-    EXPECT_THAT(last_line_of(outcome.err), HasSubstr(c.says));
+    EXPECT_THAT(last_line_of(outcome.err), Says(c.says));
   }
 }
 

@@ -1,7 +1,6 @@
-#include <gtest/gtest.h>
 
 #include "cli/program_end.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "train/report/checks.h"
 
 namespace tessera::cli::exit_code_test {

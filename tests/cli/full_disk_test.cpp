@@ -1,20 +1,16 @@
 // Checkpoints on a disk that is full, and in a folder that cannot be written.
-#include <gmock/gmock.h>
 #include <sched.h>
 #include <sys/mount.h>
 
 #include "cli/same_bits.h"
 #include "cli/saving_run.h"
 #include "support/process.h"
+#include "support/test.h"
 
 namespace tessera::cli::full_disk_test {
 namespace {
 
 namespace fs = std::filesystem;
-using ::testing::AllOf;
-using ::testing::HasSubstr;
-using ::testing::Not;
-using testing::TemporaryFolder;
 
 /// The file that an error line of a run names, the step before it intact, nothing half written; and
 /// the same command without the obstacle goes on to the bits of the undisturbed run.
@@ -23,20 +19,18 @@ void expect_intact(const TemporaryFolder& folder, std::int64_t step) {
   EXPECT_EQ(store.latest(), step);
   CheckpointFolder::open(store.complete(step)).verify_all();
   for (const auto& entry : fs::directory_iterator(store.folder())) {
-    EXPECT_THAT(entry.path().filename(), Not(HasSubstr(".tmp")));
+    EXPECT_THAT(entry.path().filename(), Not(Says(".tmp")));
   }
 }
 
 TEST(FullDisk, AFileThatMayNotGrowIsNamedAndTheCheckpointBeforeStays) {
-  const TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   Process first(folder.path(), two_ranks("run", 4, 2));
   ASSERT_EQ(first.wait(kLong), 0) << first.err();
   Process full(folder.path(),
                two_ranks("run", 8, 2, {"prlimit", "--fsize=40000"}));  // a rank's file has 67 KB
   EXPECT_EQ(full.wait(kLong), 1);
-  EXPECT_THAT(full.err(), AllOf(HasSubstr("checkpoint of step 6"), HasSubstr("rank_0.safetensors"),
-                                HasSubstr("File too large")));
+  EXPECT_THAT(full.err(), Says("checkpoint of step 6", "rank_0.safetensors", "File too large"));
   expect_intact(folder, 4);
   for (const std::string name : {"run", "whole"}) {
     Process rest(folder.path(), two_ranks(name, 8, 2));
@@ -47,8 +41,7 @@ TEST(FullDisk, AFileThatMayNotGrowIsNamedAndTheCheckpointBeforeStays) {
 
 // `tessera train RUN/config.toml` goes on with nothing else.
 TEST(FullDisk, LeavesTheRunsConfigAsItWas) {
-  const TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   const Words train{TESSERA_PROGRAM, "train",
                     "run.toml",      "--job.dump_folder",
                     "run",           "--metrics.enable_tensorboard",
@@ -67,10 +60,10 @@ TEST(FullDisk, LeavesTheRunsConfigAsItWas) {
   Process full(folder.path(),
                with({"prlimit", "--fsize=1000"}, with(train, {"--training.steps", "5"})));
   EXPECT_EQ(full.wait(kLong), 2);
-  EXPECT_THAT(full.err(), AllOf(HasSubstr("run/config.toml"), HasSubstr("File too large")));
+  EXPECT_THAT(full.err(), Says("run/config.toml", "File too large"));
   EXPECT_EQ(read_file(config), before);
   for (const auto& entry : fs::directory_iterator(folder / "run")) {
-    EXPECT_THAT(entry.path().filename(), Not(HasSubstr(".tmp")));
+    EXPECT_THAT(entry.path().filename(), Not(Says(".tmp")));
   }
 
   fs::create_hard_link(config, folder / "link");
@@ -80,21 +73,20 @@ TEST(FullDisk, LeavesTheRunsConfigAsItWas) {
   Process longer(folder.path(),
                  {TESSERA_PROGRAM, "train", "run/config.toml", "--training.steps", "5"});
   ASSERT_EQ(longer.wait(kLong), 0) << longer.err();
-  EXPECT_THAT(read_file(config), HasSubstr("steps = 5"));
+  EXPECT_THAT(read_file(config), Says("steps = 5"));
 }
 
 // Naive: the signal ends the program without a message, and half a folder stays.
 TEST(FullDisk, AFileThatMayNotGrowIsNamedByTheOtherVerbsToo) {
-  const TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   Process run(folder.path(), two_ranks("run", 2, 2));
   ASSERT_EQ(run.wait(kLong), 0) << run.err();
   Process full(folder.path(),
                {"prlimit", "--fsize=4000", TESSERA_PROGRAM, "convert", "run", "out"});
   EXPECT_EQ(full.wait(kLong), 1);
-  EXPECT_THAT(full.err(), AllOf(HasSubstr("model.safetensors"), HasSubstr("File too large")));
+  EXPECT_THAT(full.err(), Says("model.safetensors", "File too large"));
   for (const auto& entry : fs::directory_iterator(folder.path())) {
-    EXPECT_THAT(entry.path().filename(), Not(::testing::StartsWith("out")));
+    EXPECT_THAT(entry.path().filename(), Not(StartsWith("out")));
   }
 }
 
@@ -135,14 +127,12 @@ class SmallDisk {
 };
 
 TEST(FullDisk, IsNamedAndTheCheckpointBeforeStays) {
-  const TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   const SmallDisk disk(folder / "run/checkpoint");
   if (!disk.mounted()) GTEST_SKIP() << "needs the right to mount";
   Process full(folder.path(), two_ranks("run", 20, 2));  // 140 KB each: two fit
   EXPECT_EQ(full.wait(kLong), 1);
-  EXPECT_THAT(full.err(), AllOf(HasSubstr("checkpoint of step 6"), HasSubstr("rank_"),
-                                HasSubstr("No space left on device")));
+  EXPECT_THAT(full.err(), Says("checkpoint of step 6", "rank_", "No space left on device"));
   expect_intact(folder, 4);
   ASSERT_TRUE(disk.remount(0, "size=4m"));
   for (const std::string name : {"run", "whole"}) {
@@ -153,8 +143,7 @@ TEST(FullDisk, IsNamedAndTheCheckpointBeforeStays) {
 }
 
 TEST(ReadOnlyFolder, IsRefusedAtTheStartAndEndsARunWithTheCheckpointBeforeIntact) {
-  const TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   const SmallDisk disk(folder / "run/checkpoint");
   if (!disk.mounted()) GTEST_SKIP() << "needs the right to mount";
   ASSERT_TRUE(disk.remount(0, "size=100m"));
@@ -164,16 +153,15 @@ TEST(ReadOnlyFolder, IsRefusedAtTheStartAndEndsARunWithTheCheckpointBeforeIntact
   // Refused as busy while a file is open for writing.
   ASSERT_TRUE(wait_until(kLong, [&] { return disk.cover_read_only(); }));
   EXPECT_EQ(run.wait(kLong), 1);
-  EXPECT_THAT(run.err(), AllOf(HasSubstr("checkpoint of step "), HasSubstr("run/checkpoint/step-"),
-                               HasSubstr("Read-only file system")));
+  EXPECT_THAT(run.err(),
+              Says("checkpoint of step ", "run/checkpoint/step-", "Read-only file system"));
   const auto latest = store.latest();
   ASSERT_TRUE(latest.has_value());
   CheckpointFolder::open(store.complete(*latest)).verify_all();
 
   Process refused(folder.path(), two_ranks("run", 100'000, 5));
   EXPECT_EQ(refused.wait(kLong), 2);
-  EXPECT_THAT(refused.err(),
-              AllOf(HasSubstr("run/checkpoint"), HasSubstr("Read-only file system")));
+  EXPECT_THAT(refused.err(), Says("run/checkpoint", "Read-only file system"));
   ASSERT_TRUE(disk.uncover());
   Process rest(folder.path(), two_ranks("run", static_cast<int>(*latest) + 1, 5));
   EXPECT_EQ(rest.wait(kLong), 0) << rest.err();

@@ -1,7 +1,5 @@
 // `tessera generate` as a user runs it; greedy tokens against transformers' generate.
-#include <gmock/gmock.h>
 
-#include <algorithm>
 #include <fstream>
 #include <limits>
 #include <nlohmann/json.hpp>
@@ -10,11 +8,11 @@
 #include "cli/byte_model.h"
 #include "cli/program.h"
 #include "io/safetensors.h"
+#include "support/test.h"
 
 namespace tessera::cli::generate_test {
 namespace {
 
-using ::testing::HasSubstr;
 using Words = std::vector<std::string>;
 
 std::string joined(const std::vector<std::int64_t>& ids) {
@@ -23,16 +21,13 @@ std::string joined(const std::vector<std::int64_t>& ids) {
   return text;
 }
 
-Outcome generate(const testing::TemporaryFolder& folder, const std::string& model,
-                 const Words& more) {
-  Words words{"generate", "--model", model};
-  words.insert(words.end(), more.begin(), more.end());
-  return run_program(folder, words);
+Outcome generate(const TemporaryFolder& folder, const std::string& model, const Words& more) {
+  return run_program(folder, cli::joined({"generate", "--model", model}, more));
 }
 
 // tests/golden/make_greedy.py wrote what is expected; its margins are far above fp32 noise.
 TEST(GenerateCommand, GreedyTokensAreThoseOfTransformers) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   const std::filesystem::path data = TESSERA_TEST_DATA;
   const auto texts = nlohmann::json::parse(std::ifstream(data / "greedy.json"));
   ASSERT_EQ(texts.size(), 8U);
@@ -41,19 +36,18 @@ TEST(GenerateCommand, GreedyTokensAreThoseOfTransformers) {
     ASSERT_GE(tokens.size(), 20U);
     const auto name = text["folder"].get<std::string>();
     // As transformers computed it: everything widened to fp32.
-    const Outcome found =
+    const Outcome found = succeeded(
         generate(folder, (data / name).string(),
                  {"--prompt-tokens", joined(text["prompt"].get<std::vector<std::int64_t>>()),
                   "--max-new-tokens", std::to_string(tokens.size()), "--precision.storage_dtype",
-                  "float32", "--precision.param_dtype", "float32"});
-    EXPECT_EQ(found.code, 0) << found.err;
+                  "float32", "--precision.param_dtype", "float32"}));
     EXPECT_EQ(found.out, joined(tokens) + "\n") << name << " " << text["prompt"];
     EXPECT_EQ(found.err, "");
   }
 }
 
 TEST(GenerateCommand, DtypesAreTheFoldersUnlessAsked) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   const std::string model = std::filesystem::path(TESSERA_TEST_DATA) / "qwen3-mixed";
   const Words prompt{"--prompt-tokens", "79,25,90", "--max-new-tokens", "30"};
   Words wide = prompt;
@@ -70,14 +64,13 @@ class GenerateBytes : public ::testing::Test {
   GenerateBytes() { write_folder(folder_ / "bytes", byte_spec()); }
   Outcome run(const Words& more) { return generate(folder_, "bytes", more); }
 
-  testing::TemporaryFolder folder_;
+  SmallRun folder_;
 };
 
 TEST_F(GenerateBytes, TextAndIdsAreTheSameTokens) {
-  const Outcome text = run({"--prompt", "Hi \xC3\xA9", "--max-new-tokens", "20"});
-  ASSERT_EQ(text.code, 0) << text.err;
-  const Outcome ids = run({"--prompt-tokens", "72, 105,32,195,169", "--max-new-tokens", "20"});
-  ASSERT_EQ(ids.code, 0) << ids.err;
+  const Outcome text = succeeded(run({"--prompt", "Hi \xC3\xA9", "--max-new-tokens", "20"}));
+  const Outcome ids =
+      succeeded(run({"--prompt-tokens", "72, 105,32,195,169", "--max-new-tokens", "20"}));
   std::istringstream numbers(ids.out);
   std::string bytes;
   for (std::string number; std::getline(numbers, number, ',');) {
@@ -95,10 +88,9 @@ TEST_F(GenerateBytes, TextAndIdsAreTheSameTokens) {
 }
 
 TEST_F(GenerateBytes, OutputIsUtf8WithoutControlCodes) {
-  const Outcome drawn =
-      run({"--prompt", "", "--max-new-tokens", "60", "--temperature", "50", "--seed", "3"});
-  ASSERT_EQ(drawn.code, 0) << drawn.err;
-  EXPECT_THAT(drawn.out, HasSubstr("\\x")) << "60 nearly uniform bytes without an invalid one";
+  const Outcome drawn = succeeded(
+      run({"--prompt", "", "--max-new-tokens", "60", "--temperature", "50", "--seed", "3"}));
+  EXPECT_THAT(drawn.out, Says("\\x")) << "60 nearly uniform bytes without an invalid one";
   for (const char c : drawn.out) {
     EXPECT_TRUE(static_cast<unsigned char>(c) >= 32 || c == '\n' || c == '\r' || c == '\t');
   }
@@ -124,14 +116,13 @@ TEST_F(GenerateBytes, ASeedRepeatsItsTextAndOthersDiffer) {
 }
 
 TEST_F(GenerateBytes, TheModelsPositionsEndTheText) {
-  const Outcome full = run({"--prompt-tokens", "1,2,3,4", "--max-new-tokens", "1000"});
-  ASSERT_EQ(full.code, 0) << full.err;
+  const Outcome full = succeeded(run({"--prompt-tokens", "1,2,3,4", "--max-new-tokens", "1000"}));
   const auto count = std::count(full.out.begin(), full.out.end(), ',') + 1;
   if (count < 61) {  // the model may end its document before
-    EXPECT_THAT(full.out, HasSubstr(",256\n"));
+    EXPECT_THAT(full.out, Says(",256\n"));
   } else {
     EXPECT_EQ(count, 61) << "64 positions, and one token that needs none";
-    EXPECT_THAT(full.err, HasSubstr("max_position_embeddings, 64"));
+    EXPECT_THAT(full.err, Says("max_position_embeddings, 64"));
   }
 }
 
@@ -176,8 +167,7 @@ TEST_F(GenerateBytes, Byte256EndsTheTextAndIsNotShown) {
 // Naive: it waits for ranks that a launcher has started for something else.
 TEST_F(GenerateBytes, AProcessOfALauncherGeneratesByItself) {
   const Words words{"generate", "--model", "bytes", "--prompt", "Hi", "--max-new-tokens", "20"};
-  const Outcome found = run_program(folder_, words, "RANK=1 WORLD_SIZE=2");
-  EXPECT_EQ(found.code, 0) << found.err;
+  const Outcome found = succeeded(run_program(folder_, words, "RANK=1 WORLD_SIZE=2"));
   EXPECT_EQ(found.out, run_program(folder_, words).out);
 }
 
@@ -193,35 +183,29 @@ TEST_F(GenerateBytes, AModelWithDropoutIsReadAndConvertedButNotTrained) {
   spec.attention_dropout = 0.1;
   write_folder(folder_ / "dropping", spec);
   const Words prompt{"--prompt", "Hi", "--max-new-tokens", "20"};
-  const Outcome found = generate(folder_, "dropping", prompt);
-  EXPECT_EQ(found.code, 0) << found.err;
+  const Outcome found = succeeded(generate(folder_, "dropping", prompt));
   EXPECT_EQ(found.out, run(prompt).out);
-  const Outcome converted = run_program(folder_, {"convert", "dropping", "converted"});
-  EXPECT_EQ(converted.code, 0) << converted.err;
-  EXPECT_THAT(read_file(folder_ / "converted/config.json"),
-              HasSubstr("\"attention_dropout\": 0.1"));
-  write_small_run(folder_);
+  const Outcome converted = succeeded(run_program(folder_, {"convert", "dropping", "converted"}));
+  EXPECT_THAT(read_file(folder_ / "converted/config.json"), Says("\"attention_dropout\": 0.1"));
   std::string config = read_file(folder_ / "run.toml");
   config.erase(config.find("config = "), std::string_view("config = \"model.json\"").size());
   folder_.write("run.toml", config);
   for (const std::string model : {"dropping", "converted"}) {
-    const Outcome trained = run_program(folder_, {"train", "run.toml", "--model.path", model});
-    EXPECT_EQ(trained.code, 2) << trained.err;
-    EXPECT_THAT(trained.err, HasSubstr("attention_dropout: found 0.1"));
+    EXPECT_THAT(run_program(folder_, {"train", "run.toml", "--model.path", model}),
+                Exits(2, "attention_dropout: found 0.1"));
   }
 }
 
 // Its no_decay names norms, which are frozen beside adapters.
 TEST_F(GenerateBytes, TheShippedFinetuneConfigTrainsAdaptersAsItStands) {
   folder_.write("page.txt", std::string(400, 'a'));
-  const Outcome outcome = run_program(
+  const Outcome outcome = succeeded(run_program(
       folder_, {"train", std::string(TESSERA_CONFIGS) + "/finetune.toml", "--model.path", "bytes",
                 "--data.path", "page.txt", "--training.steps", "2", "--training.seq_len", "32",
                 "--training.global_batch_size", "2", "--job.dump_folder", "adapters", "--lora.rank",
-                "2", "--lora.targets", "q_proj"});
-  ASSERT_EQ(outcome.code, 0) << outcome.err;
+                "2", "--lora.targets", "q_proj"}));
   // 2 layers, 2 x (32 + 32) each.
-  EXPECT_THAT(outcome.err, HasSubstr(", trained 256\n"));
+  EXPECT_THAT(outcome.err, Says(", trained 256\n"));
   EXPECT_TRUE(std::filesystem::exists(folder_ / "adapters/checkpoint/step-2"));
 }
 
@@ -245,8 +229,7 @@ TEST_F(GenerateBytes, WhatCannotRunIsRefusedBeforeItDoes) {
     Words words = refused.words;
     words.insert(words.end(), {"--max-new-tokens", "1"});
     const Outcome outcome = generate(folder_, refused.model, words);
-    EXPECT_EQ(outcome.code, 2) << outcome.err;
-    EXPECT_THAT(outcome.err, HasSubstr(refused.says));
+    EXPECT_THAT(outcome, Exits(2, refused.says));
     EXPECT_EQ(outcome.out, "");
   }
 }
@@ -258,9 +241,7 @@ TEST_F(GenerateBytes, WeightsThatAreNotNumbersAreAFailure) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
   stream.seekp(norm.begin).write(reinterpret_cast<const char*>(&nan), sizeof nan);
   stream.close();
-  const Outcome outcome = run({"--prompt", "x", "--max-new-tokens", "1"});
-  EXPECT_EQ(outcome.code, 1);
-  EXPECT_THAT(outcome.err, HasSubstr("expected finite numbers"));
+  EXPECT_THAT(run({"--prompt", "x", "--max-new-tokens", "1"}), Exits(1, "expected finite numbers"));
 }
 
 }  // namespace

@@ -5,16 +5,13 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <sstream>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "cli/program.h"
 
 namespace tessera::cli {
 
 /// run.toml: its batches are given, one a step.
-inline void write_golden_run(const testing::TemporaryFolder& folder) {
+inline void write_golden_run(const TemporaryFolder& folder) {
   const std::string data = TESSERA_TEST_DATA "/qwen3-fp32";
   folder.write("run.toml", "[model]\npath = \"" + data + "\"\n[data]\npath = \"" + data +
                                "/reference.safetensors\"\n[training]\nsteps = 6\n[precision]\n"
@@ -22,13 +19,12 @@ inline void write_golden_run(const testing::TemporaryFolder& folder) {
                                "dump_folder = \"run\"\n");
 }
 
-inline std::filesystem::path metrics_of(const testing::TemporaryFolder& folder) {
+inline std::filesystem::path metrics_of(const TemporaryFolder& folder) {
   return folder / "run/metrics/metrics.jsonl";
 }
 
 /// Loss and norm of every step; the file has them with all their digits.
-inline std::vector<std::pair<double, double>> losses_and_norms(
-    const testing::TemporaryFolder& folder) {
+inline std::vector<std::pair<double, double>> losses_and_norms(const TemporaryFolder& folder) {
   std::vector<std::pair<double, double>> steps;
   std::istringstream text(read_file(metrics_of(folder)));
   for (std::string line; std::getline(text, line);) {

@@ -1,49 +1,39 @@
 // What `inspect` says about a run before it starts, and about what one leaves.
-#include <gmock/gmock.h>
 
-#include <map>
 #include <nlohmann/json.hpp>
-#include <set>
 #include <sstream>
 
 #include "base/text/printable.h"
 #include "cli/program.h"
 #include "io/checkpoint_folder.h"
 #include "io/safetensors.h"
+#include "support/test.h"
 
 namespace tessera::cli::inspect_test {
 namespace {
 
 using nlohmann::json;
 using ::testing::ContainsRegex;
-using ::testing::EndsWith;
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 TEST(InspectCommand, ShowsTheContractOfEveryParameterWithoutWeights) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
-  const Outcome outcome = run_program(folder, {"inspect", "--contract", "run.toml", "--world", "4",
-                                               "--precision.param_dtype", "bfloat16"});
-  ASSERT_EQ(outcome.code, 0) << outcome.err;
-  EXPECT_THAT(outcome.out, HasSubstr("model.layers.0.self_attn.q_proj.weight"));
-  EXPECT_THAT(outcome.out, HasSubstr("bfloat16"));
-  EXPECT_THAT(outcome.out, HasSubstr("14 parameters, 0 buffers on"));
-  EXPECT_THAT(outcome.out, HasSubstr("\nunit                input"));
-  EXPECT_THAT(outcome.out, HasSubstr("\n(root)              as it comes ("));
-  EXPECT_THAT(outcome.out, HasSubstr("dp_shard 4"));
-  EXPECT_THAT(outcome.out, HasSubstr("4 units over 4 ranks, parameters begin at multiples of 64"));
-  EXPECT_THAT(outcome.out, HasSubstr("unit model.layers.0\n")) << "all of it merged into the root";
-  EXPECT_THAT(outcome.out, HasSubstr(" .. 4160  model.embed_tokens.weight\n"));
+  const SmallRun folder;
+  const Outcome outcome =
+      succeeded(run_program(folder, {"inspect", "--contract", "run.toml", "--world", "4",
+                                     "--precision.param_dtype", "bfloat16"}));
+  EXPECT_THAT(outcome.out, Says("model.layers.0.self_attn.q_proj.weight", "bfloat16",
+                                "14 parameters, 0 buffers on", "\nunit                input",
+                                "\n(root)              as it comes (", "dp_shard 4",
+                                "4 units over 4 ranks, parameters begin at multiples of 64"));
+  EXPECT_THAT(outcome.out, Says("unit model.layers.0\n")) << "all of it merged into the root";
+  EXPECT_THAT(outcome.out, Says(" .. 4160  model.embed_tokens.weight\n"));
 }
 
 TEST(InspectCommand, JsonHasTheReasonOfEachValueAndTheBytesOfEachBucket) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
-  const Outcome outcome = run_program(folder, {"inspect", "--contract", "run.toml", "--world", "2",
-                                               "--json", "--model.freeze", R"(["lm_head"])"});
-  ASSERT_EQ(outcome.code, 0) << outcome.err;
-  const json found = json::parse(outcome.out);
+  const SmallRun folder;
+  const json found = json::parse(
+      succeeded(run_program(folder, {"inspect", "--contract", "run.toml", "--world", "2", "--json",
+                                     "--model.freeze", R"(["lm_head"])"}))
+          .out);
   EXPECT_EQ(found["world_size"], 2);
   ASSERT_EQ(found["parameters"].size(), 14U);
   for (const json& parameter : found["parameters"]) {
@@ -89,18 +79,17 @@ TEST(InspectCommand, JsonHasTheReasonOfEachValueAndTheBytesOfEachBucket) {
 }
 
 TEST(InspectCommand, ContractAndPlanHaveTheHashesOfTheRun) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   const std::string model = std::string(TESSERA_TEST_DATA) + "/qwen3-mixed";
   for (const std::string ranks : {"1", "2", "3"}) {
-    const Outcome gradients = run_program(
+    succeeded(run_program(
         folder, {"gradients", "--model", model, "--batch", model + "/reference.safetensors",
-                 "--out", "g.safetensors", "--no-logits", "--nproc", ranks});
-    ASSERT_EQ(gradients.code, 0) << gradients.err;
+                 "--out", "g.safetensors", "--no-logits", "--nproc", ranks}));
     folder.write("run.toml", "[model]\npath = \"" + model + "\"\n");
-    const Outcome inspect =
-        run_program(folder, {"inspect", "--contract", "run.toml", "--world", ranks, "--json"});
-    ASSERT_EQ(inspect.code, 0) << inspect.err;
-    const json found = json::parse(inspect.out);
+    const json found =
+        json::parse(succeeded(run_program(folder, {"inspect", "--contract", "run.toml", "--world",
+                                                   ranks, "--json"}))
+                        .out);
     const SafetensorsFile file(folder / "g.safetensors");
     for (const char* key : {"layout", "contract_hash", "plan_hash"}) {
       EXPECT_EQ(found[key], file.header().metadata.at(key)) << key << " on " << ranks;
@@ -111,7 +100,7 @@ TEST(InspectCommand, ContractAndPlanHaveTheHashesOfTheRun) {
 // A tied head at the other end is a copy, on a V it is not; small buckets of all stages of a rank lie
 // in its root.
 TEST(InspectCommand, ContractAndPlanOfAPipelineHaveTheHashesOfTheRun) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   struct {
     std::string folder, schedule, micro_batches;
   } const cases[] = {{"qwen3-mixed", "1F1B", "2"},
@@ -121,21 +110,20 @@ TEST(InspectCommand, ContractAndPlanOfAPipelineHaveTheHashesOfTheRun) {
   for (const auto& c : cases) {
     SCOPED_TRACE(c.folder + ", " + c.schedule);
     const std::string model = std::string(TESSERA_TEST_DATA) + "/" + c.folder;
-    const Outcome gradients = run_program(
+    succeeded(run_program(
         folder,
         {"gradients", "--model", model, "--batch", model + "/reference.safetensors", "--out",
          "g.safetensors", "--no-logits", "--parallelism.pipeline_parallel_degree", "2",
-         "--pipeline.schedule", c.schedule, "--pipeline.micro_batches", c.micro_batches});
-    ASSERT_EQ(gradients.code, 0) << gradients.err;
+         "--pipeline.schedule", c.schedule, "--pipeline.micro_batches", c.micro_batches}));
     folder.write("run.toml", "[model]\npath = \"" + model +
                                  "\"\n[training]\nglobal_batch_size = 2\nseq_len = 24\n"
                                  "[parallelism]\npipeline_parallel_degree = 2\n"
                                  "[pipeline]\nschedule = \"" +
                                  c.schedule + "\"\n");
-    const Outcome inspect =
-        run_program(folder, {"inspect", "--contract", "run.toml", "--world", "2", "--json"});
-    ASSERT_EQ(inspect.code, 0) << inspect.err;
-    const json found = json::parse(inspect.out);
+    const json found =
+        json::parse(succeeded(run_program(folder, {"inspect", "--contract", "run.toml", "--world",
+                                                   "2", "--json"}))
+                        .out);
     const SafetensorsFile file(folder / "g.safetensors");
     for (const char* key : {"layout", "contract_hash", "plan_hash"}) {
       EXPECT_EQ(found[key], file.header().metadata.at(key)) << key;
@@ -145,7 +133,7 @@ TEST(InspectCommand, ContractAndPlanOfAPipelineHaveTheHashesOfTheRun) {
 
 // Of 70e9 parameters a rank has its stages; every number of the table is one of a rank.
 TEST(InspectCommand, APipelineIsPlannedRankByRank) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   folder.write("model.json", R"({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
     "hidden_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 3072, "hidden_act": "silu",
@@ -163,22 +151,19 @@ schedule = "ZBV"
 split = [0, 3, 6, 9]
 )");
   const std::vector<std::string> words{"inspect", "--contract", "run.toml", "--world", "4"};
-  const Outcome text = run_program(folder, words);
-  ASSERT_EQ(text.code, 0) << text.err;
-  EXPECT_THAT(text.out, HasSubstr("\npipeline 'ZBV': 2 ranks, 4 stages, 8 micro-batches, stages "
-                                  "gathered once a step\n"
-                                  "  stage 0 on rank 0: embedding, layers 0-2; forward "));
-  EXPECT_THAT(text.out, HasSubstr("  stage 3 on rank 0: layers 9-11, head; forward "));
-  EXPECT_THAT(text.out, HasSubstr("pp 0        pp 1\n"));
+  const Outcome text = succeeded(run_program(folder, words));
+  EXPECT_THAT(text.out,
+              Says("\npipeline 'ZBV': 2 ranks, 4 stages, 8 micro-batches, stages "
+                   "gathered once a step\n"
+                   "  stage 0 on rank 0: embedding, layers 0-2; forward ",
+                   "  stage 3 on rank 0: layers 9-11, head; forward ", "pp 0        pp 1\n"));
   auto as_json = words;
   as_json.push_back("--json");
-  const Outcome outcome = run_program(folder, as_json);
-  ASSERT_EQ(outcome.code, 0) << outcome.err;
-  const json found = json::parse(outcome.out);
+  const json found = json::parse(succeeded(run_program(folder, as_json)).out);
   ASSERT_EQ(found["pipeline"]["ranks"].size(), 2U);
   EXPECT_EQ(found["pipeline"]["stages"][3]["rank"], 0);
   EXPECT_EQ(found["pipeline"]["stages"][3]["first_layer"], 9);
-  EXPECT_THAT(found["layout"], HasSubstr("pp 2"));
+  EXPECT_THAT(found["layout"], Says("pp 2"));
   std::set<std::string> names;
   std::size_t placed = 0;
   for (const json& rank : found["pipeline"]["ranks"]) {
@@ -199,8 +184,7 @@ split = [0, 3, 6, 9]
 
 // Naive: gathers and reductions alone, for a model that sends mostly other bytes.
 TEST(InspectCommand, EveryKindThatAStepSendsHasItsLineAndTheTotalIsTheirSum) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   const std::vector<std::string> words{"inspect",  "--contract",
                                        "run.toml", "--world",
                                        "8",        "--parallelism.data_parallel_replicate_degree",
@@ -210,16 +194,14 @@ TEST(InspectCommand, EveryKindThatAStepSendsHasItsLineAndTheTotalIsTheirSum) {
   const auto with = [&](const std::vector<std::string>& more) {
     auto all = words;
     all.insert(all.end(), more.begin(), more.end());
-    const Outcome outcome = run_program(folder, all);
-    EXPECT_EQ(outcome.code, 0) << outcome.err;
-    return outcome.out;
+    return succeeded(run_program(folder, all)).out;
   };
   const std::string text = with({});
   for (const char* line : {"gathers", "reductions", "sums over replicas", "matrices",
                            "activations over tp", "tokens over ep", "messages over pp", "total"}) {
     EXPECT_THAT(text, ContainsRegex(std::string("\n  ") + line + " +[0-9.]+ ([KMG]i)?B"));
   }
-  EXPECT_THAT(text, HasSubstr("what a rank sends in a step of 1 micro-batch ("));
+  EXPECT_THAT(text, Says("what a rank sends in a step of 1 micro-batch ("));
   const json found = json::parse(with({"--json"}));
   std::int64_t sum = 0;
   for (const char* kind :
@@ -230,11 +212,11 @@ TEST(InspectCommand, EveryKindThatAStepSendsHasItsLineAndTheTotalIsTheirSum) {
   EXPECT_GT(found["step_replica_sent_bytes"], 0);
   EXPECT_GT(found["step_activation_sent_bytes"], 0);
   // The output says that memory is that of CPU kernels, and whether it is enough.
-  EXPECT_THAT(text, HasSubstr("\n  forecast for CPU kernels\n"));
-  EXPECT_THAT(with({"--device", "cuda"}), HasSubstr("\n  forecast for CPU kernels: those of cuda"));
+  EXPECT_THAT(text, Says("\n  forecast for CPU kernels\n"));
+  EXPECT_THAT(with({"--device", "cuda"}), Says("\n  forecast for CPU kernels: those of cuda"));
   EXPECT_EQ(found["rank_memory_bytes"]["kernels"], "cpu");
-  EXPECT_THAT(with({"--device-memory", "80GiB"}), HasSubstr("--device-memory 80.0 GiB: fits, "));
-  EXPECT_THAT(with({"--device-memory", "1KiB"}), HasSubstr("1.00 KiB: does not fit, "));
+  EXPECT_THAT(with({"--device-memory", "80GiB"}), Says("--device-memory 80.0 GiB: fits, "));
+  EXPECT_THAT(with({"--device-memory", "1KiB"}), Says("1.00 KiB: does not fit, "));
 }
 
 /// The line of `text` that begins so; "" where there is none.
@@ -245,8 +227,7 @@ std::string line_with(const std::string& text, const std::string& begin) {
 
 TEST(InspectCommand, HasTheTimeThatPlanHasOfTheSameStep) {
   using Words = std::vector<std::string>;
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   const auto run = [&](Words verb, const Words& more) {
     verb.insert(verb.end(), more.begin(), more.end());
     return run_program(folder, verb);
@@ -256,8 +237,7 @@ TEST(InspectCommand, HasTheTimeThatPlanHasOfTheSameStep) {
   const std::string begin = "  a step by --flops and --bandwidth: ";
   for (const char* flops : {"1e9", "1e7"}) {
     const Words rates{"--flops", flops, "--bandwidth", "1MB", "--compile.mode", "plan"};
-    const Outcome outcome = run(inspect, rates);
-    ASSERT_EQ(outcome.code, 0) << outcome.err;
+    const Outcome outcome = succeeded(run(inspect, rates));
     EXPECT_NE(line_with(outcome.out, begin), "");
     EXPECT_EQ(line_with(outcome.out, begin), line_with(run(plan, rates).out, begin));
   }
@@ -268,21 +248,18 @@ TEST(InspectCommand, HasTheTimeThatPlanHasOfTheSameStep) {
   const Outcome stages = run(inspect, {"--flops", "1e9", "--bandwidth", "1MB",
                                        "--parallelism.pipeline_parallel_degree", "2"});
   EXPECT_EQ(stages.code, 2);
-  EXPECT_THAT(
-      stages.err,
-      HasSubstr("--flops: found 2 stages, expected parallelism.pipeline_parallel_degree = 1"));
+  EXPECT_THAT(stages.err,
+              Says("--flops: found 2 stages, expected parallelism.pipeline_parallel_degree = 1"));
 }
 
 // Ranks step other matrices: the line has those of the first rank, and the most that one sends.
 TEST(InspectCommand, MatricesOfMuonHaveALineAndArePartOfTheTotal) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   const auto inspected = [&](const std::vector<std::string>& more) {
-    std::vector<std::string> words{"inspect", "--contract", "run.toml", "--world", "4"};
-    words.insert(words.end(), more.begin(), more.end());
-    const Outcome outcome = run_program(folder, words);
-    EXPECT_EQ(outcome.code, 0) << outcome.err;
-    return outcome.out;
+    return succeeded(
+               run_program(folder,
+                           joined({"inspect", "--contract", "run.toml", "--world", "4"}, more)))
+        .out;
   };
   const std::string muon = "Muon", by_element = "AdamW";
   const auto numbers = [&](const std::string& name) {
@@ -301,23 +278,21 @@ TEST(InspectCommand, MatricesOfMuonHaveALineAndArePartOfTheTotal) {
                             "them and back"));
   const Outcome planned =
       run_program(folder, {"plan", "run.toml", "--world", "4", "--optimizer.name", muon});
-  EXPECT_THAT(planned.out, HasSubstr("sent by a rank: " + size_text(with["step_sent_bytes"])));
+  EXPECT_THAT(planned.out, Says("sent by a rank: " + size_text(with["step_sent_bytes"])));
 }
 
 // The choices of routers are unknown before the run: the line names the choice by which it counts
 // bytes.
 TEST(InspectCommand, TokensOverEpAreSaidToBeOfExpertsChosenEquallyOften) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   json model =
       json::parse(read_file(std::string(TESSERA_TEST_DATA) + "/qwen3-moe-fp32/config.json"));
   model["vocab_size"] = 260;
   folder.write("model.json", model.dump());
   const auto line_with_ep = [&](const std::string& degree) {
     const Outcome outcome =
-        run_program(folder, {"inspect", "--contract", "run.toml", "--world", "2",
-                             "--parallelism.expert_parallel_degree", degree});
-    EXPECT_EQ(outcome.code, 0) << outcome.err;
+        succeeded(run_program(folder, {"inspect", "--contract", "run.toml", "--world", "2",
+                                       "--parallelism.expert_parallel_degree", degree}));
     std::istringstream lines(outcome.out);
     for (std::string line; std::getline(lines, line);) {
       if (line.starts_with("  tokens over ep ")) return line;
@@ -332,40 +307,35 @@ TEST(InspectCommand, TokensOverEpAreSaidToBeOfExpertsChosenEquallyOften) {
 
 // Naive: bytes beyond 64 bits, shown as negative ones.
 TEST(InspectCommand, RowsThatNoMemoryHoldsAreRefused) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   for (const auto& [tokens, rows] : {std::pair("1000000000", "1"), {"1000000", "100"}}) {
-    const Outcome outcome = run_program(
-        folder, {"inspect", "--contract", "run.toml", "--world", "2", "--training.seq_len", tokens,
-                 "--training.local_batch_size", rows, "--training.global_batch_size", "-1"});
-    EXPECT_EQ(outcome.code, 2) << outcome.out;
-    EXPECT_THAT(outcome.err, HasSubstr(std::string("rows of ") + tokens + " tokens"));
+    EXPECT_THAT(run_program(folder, {"inspect", "--contract", "run.toml", "--world", "2",
+                                     "--training.seq_len", tokens, "--training.local_batch_size",
+                                     rows, "--training.global_batch_size", "-1"}),
+                Exits(2, std::string("rows of ") + tokens + " tokens"));
   }
 }
 
 TEST(InspectCommand, APipelineThatCannotBeIsRefusedWithBothNumbers) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   const auto refused = [&](const std::vector<std::string>& more) {
-    std::vector<std::string> words{"inspect",  "--contract",
-                                   "run.toml", "--world",
-                                   "2",        "--parallelism.pipeline_parallel_degree",
-                                   "2"};
-    words.insert(words.end(), more.begin(), more.end());
-    const Outcome outcome = run_program(folder, words);
+    const Outcome outcome =
+        run_program(folder, joined({"inspect", "--contract", "run.toml", "--world", "2",
+                                    "--parallelism.pipeline_parallel_degree", "2"},
+                                   more));
     EXPECT_EQ(outcome.code, 2) << outcome.out;
     return outcome.err;
   };
   EXPECT_THAT(refused({"--training.global_batch_size", "1"}),
-              HasSubstr("found 1 micro-batches, expected at least 2"));
+              Says("found 1 micro-batches, expected at least 2"));
   EXPECT_THAT(refused({"--training.global_batch_size", "4", "--pipeline.micro_batches", "3"}),
-              HasSubstr("pipeline.micro_batches: found 3, expected -1 or 4"));
+              Says("pipeline.micro_batches: found 3, expected -1 or 4"));
   EXPECT_THAT(refused({"--training.global_batch_size", "4", "--pipeline.split", "[0, 1, 2]"}),
-              HasSubstr("found the first layers of 3 stages, expected those of 2"));
+              Says("found the first layers of 3 stages, expected those of 2"));
 }
 
 TEST(InspectCommand, ALargeModelOn64RanksIsPlannedWithoutItsWeights) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   folder.write("model.json", R"({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
     "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
     "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 28672, "hidden_act": "silu",
@@ -373,44 +343,42 @@ TEST(InspectCommand, ALargeModelOn64RanksIsPlannedWithoutItsWeights) {
     "rms_norm_eps": 1e-06, "attention_bias": false, "tie_word_embeddings": false})");
   folder.write("run.toml", "[model]\nconfig = \"model.json\"\n");
   // 70e9 parameters: 4 GiB of address space hold the program, not the model.
-  const Outcome outcome =
-      run_program(folder, {"inspect", "--contract", "run.toml", "--world", "64", "--json"},
-                  "prlimit --as=4294967296");
-  ASSERT_EQ(outcome.code, 0) << outcome.err;
-  const json found = json::parse(outcome.out);
+  const json found = json::parse(
+      succeeded(run_program(folder,
+                            {"inspect", "--contract", "run.toml", "--world", "64", "--json"},
+                            "prlimit --as=4294967296"))
+          .out);
   EXPECT_EQ(found["units"].size(), 83U);
   EXPECT_GT(found["shard_bytes"].get<std::int64_t>(), std::int64_t{4} << 30);
-  EXPECT_THAT(found["layout"], HasSubstr("dp_shard 64"));
+  EXPECT_THAT(found["layout"], Says("dp_shard 64"));
   EXPECT_EQ(found["rank_memory_bytes"]["parameters"], found["shard_bytes"]);
   EXPECT_TRUE(found["rank_memory_bytes"]["activations"].is_null()) << "no seq_len";
 
   // A line for all of the 80 layers; what a step takes by mode. With --all a line for each.
   const std::vector<std::string> words{"inspect", "--contract",         "run.toml", "--world",
                                        "64",      "--training.seq_len", "4096"};
-  const Outcome text = run_program(folder, words, "prlimit --as=4294967296");
-  ASSERT_EQ(text.code, 0) << text.err;
-  EXPECT_THAT(text.out, HasSubstr("\nmodel.layers.{0-79}.self_attn.q_proj.weight x 80 "));
-  EXPECT_THAT(text.out, HasSubstr("\nunit model.layers.{0-79} x 80\n"));
-  EXPECT_THAT(text.out, Not(HasSubstr("model.layers.7.")));
+  const Outcome text = succeeded(run_program(folder, words, "prlimit --as=4294967296"));
+  EXPECT_THAT(text.out, Says("\nmodel.layers.{0-79}.self_attn.q_proj.weight x 80 ",
+                             "\nunit model.layers.{0-79} x 80\n"));
+  EXPECT_THAT(text.out, Not(Says("model.layers.7.")));
   EXPECT_THAT(text.out, ContainsRegex("\n  parameters +4\\.[0-9]+ GiB  stored shards\n"));
   EXPECT_THAT(text.out, ContainsRegex("\n    none +[0-9.]+ GiB +[0-9.]+ GiB +[0-9.]+ GiB  <- "));
   EXPECT_THAT(text.out, ContainsRegex("\n    full +[0-9.]+ GiB +[0-9.]+ GiB +[0-9.]+ GiB\n"));
   auto all = words;
   all.push_back("--all");
   const Outcome unfolded = run_program(folder, all);
-  EXPECT_THAT(unfolded.out, HasSubstr("\nmodel.layers.7.self_attn.q_proj.weight "));
-  EXPECT_THAT(unfolded.out, HasSubstr("\nunit model.layers.79\n"));
-  EXPECT_THAT(unfolded.out, Not(HasSubstr("{0-79}")));
+  EXPECT_THAT(unfolded.out,
+              Says("\nmodel.layers.7.self_attn.q_proj.weight ", "\nunit model.layers.79\n"));
+  EXPECT_THAT(unfolded.out, Not(Says("{0-79}")));
 }
 
 TEST(InspectCommand, ACheckpointHasTheKeysOfAFolderWithStepFilesAndPieces) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   ASSERT_EQ(
       run_program(folder, {"train", "run.toml", "--nproc", "2", "--job.dump_folder", "run"}).code,
       0);
-  const Outcome outcome = run_program(folder, {"inspect", "run/checkpoint/step-3", "--json"});
-  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  const Outcome outcome =
+      succeeded(run_program(folder, {"inspect", "run/checkpoint/step-3", "--json"}));
   EXPECT_EQ(run_program(folder, {"inspect", "run/checkpoint", "--json"}).out, outcome.out);
   const json found = json::parse(outcome.out);
   const json manifest = json::parse(read_file(folder / "run/checkpoint/step-3/manifest.json"));
@@ -456,8 +424,7 @@ TEST(InspectCommand, ACheckpointHasTheKeysOfAFolderWithStepFilesAndPieces) {
   EXPECT_EQ(found["total"]["bytes"], bytes);
   EXPECT_EQ(found["total"]["files"], 2);
 
-  const Outcome text = run_program(folder, {"inspect", "run/checkpoint"});
-  ASSERT_EQ(text.code, 0) << text.err;
+  const Outcome text = succeeded(run_program(folder, {"inspect", "run/checkpoint"}));
   EXPECT_THAT(text.out, ContainsRegex("model/lm_head\\.weight +float32 +\\[260, 16\\] +16640 bytes "
                                       "in [12] pieces?\n"));
   EXPECT_THAT(text.out, EndsWith("step 3: 56 tensors, " + std::to_string(elements) + " elements, " +
@@ -465,8 +432,7 @@ TEST(InspectCommand, ACheckpointHasTheKeysOfAFolderWithStepFilesAndPieces) {
 }
 
 TEST(InspectCommand, VersionOneIsListedAndConvertedAsVersionTwo) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   ASSERT_EQ(
       run_program(folder, {"train", "run.toml", "--nproc", "2", "--job.dump_folder", "run"}).code,
       0);
@@ -483,42 +449,36 @@ TEST(InspectCommand, VersionOneIsListedAndConvertedAsVersionTwo) {
     folder.write("run/checkpoint/step-3/manifest.json", to_json(manifest));
   }
   std::filesystem::remove(step / kTensorsFile);
-  const Outcome after = run_program(folder, {"inspect", "run/checkpoint/step-3"});
-  EXPECT_EQ(after.code, 0) << after.err;
+  const Outcome after = succeeded(run_program(folder, {"inspect", "run/checkpoint/step-3"}));
   EXPECT_EQ(after.out, before.out);
-  const Outcome converted = run_program(folder, {"convert", "run/checkpoint/step-3", "one"});
-  ASSERT_EQ(converted.code, 0) << converted.err;
+  succeeded(run_program(folder, {"convert", "run/checkpoint/step-3", "one"}));
   EXPECT_EQ(read_file(folder / "one/model.safetensors"),
             read_file(folder / "two/model.safetensors"));
 }
 
 TEST(InspectCommand, ADamagedCheckpointIsRefused) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   ASSERT_EQ(run_program(folder, {"train", "run.toml", "--job.dump_folder", "run"}).code, 0);
   const auto file = folder / "run/checkpoint/step-3/rank_0.safetensors";
   std::filesystem::resize_file(file, std::filesystem::file_size(file) - 1);
   const Outcome outcome = run_program(folder, {"inspect", "run/checkpoint/step-3"});
   EXPECT_EQ(outcome.code, 2);
   EXPECT_EQ(outcome.out, "");
-  EXPECT_THAT(outcome.err, HasSubstr("rank_0.safetensors': found "));
+  EXPECT_THAT(outcome.err, Says("rank_0.safetensors': found "));
 }
 
 // DeepSpeed and others write such a file, and folders of steps, beside the model.
 TEST(InspectCommand, AFolderOfAModelWithAFileLatestIsAFolder) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   const std::filesystem::path model = std::filesystem::path(TESSERA_TEST_DATA) / "qwen3-mixed";
   std::filesystem::copy(model, folder / "model", std::filesystem::copy_options::recursive);
-  const Outcome before = run_program(folder, {"inspect", "model", "--json"});
-  ASSERT_EQ(before.code, 0) << before.err;
+  const Outcome before = succeeded(run_program(folder, {"inspect", "model", "--json"}));
   std::filesystem::create_directories(folder / "model/step-500");
   folder.write("model/latest", "global_step500");
-  const Outcome outcome = run_program(folder, {"inspect", "model", "--json"});
-  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  const Outcome outcome = succeeded(run_program(folder, {"inspect", "model", "--json"}));
   EXPECT_EQ(outcome.out, before.out);
-  const Outcome text = run_program(
-      folder, {"generate", "--model", "model", "--prompt-tokens", "1,2", "--max-new-tokens", "1"});
-  EXPECT_EQ(text.code, 0) << text.err;
+  succeeded(run_program(
+      folder, {"generate", "--model", "model", "--prompt-tokens", "1,2", "--max-new-tokens", "1"}));
 }
 
 }  // namespace

@@ -1,6 +1,5 @@
 // The program as ranks of every launcher: the same numbers, errors said once, lost ranks named,
 // nothing that listens beyond this host. Several hosts: several_hosts_test.cpp.
-#include <gmock/gmock.h>
 #include <signal.h>
 
 #include <nlohmann/json.hpp>
@@ -11,12 +10,12 @@
 #include "launch/hosts.h"
 #include "proof.h"
 #include "support/process.h"
+#include "support/test.h"
 
 namespace tessera::cli::launchers_test {
 namespace {
 
 using std::chrono::seconds;
-using ::testing::HasSubstr;
 
 constexpr seconds kPatience{120};  // for a run that is to end by itself
 constexpr seconds kGone{10};
@@ -59,14 +58,14 @@ class Launchers : public ::testing::TestWithParam<Starter> {
       return;
     }
     EXPECT_EQ(found, 1);
-    EXPECT_THAT(err_, HasSubstr("(exitcode: " + std::to_string(expected) + ")"));
+    EXPECT_THAT(err_, Says("(exitcode: " + std::to_string(expected) + ")"));
   }
   Words endless(int ranks) const {
     return command(ranks, {"train", "run.toml", "--training.steps", "1000000", "--metrics.log_freq",
                            "1000000"});
   }
 
-  const testing::TemporaryFolder folder_;
+  const TemporaryFolder folder_;
   std::string err_;
 };
 

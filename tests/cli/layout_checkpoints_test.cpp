@@ -4,7 +4,6 @@
 //
 // Two key-value heads on four ranks: tp 4 keeps each head twice, a checkpoint has it once.
 #include <ATen/ATen.h>
-#include <gmock/gmock.h>
 
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -14,6 +13,7 @@
 #include "cli/same_bits.h"
 #include "golden/model_folder.h"
 #include "golden/reference.h"
+#include "support/test.h"
 
 namespace tessera::cli::layout_checkpoints_test {
 namespace {
@@ -22,9 +22,6 @@ using golden::kMovedBound;
 using golden::kStepLossBound;
 using golden::Reference;
 using golden::Tensors;
-using ::testing::AllOf;
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 constexpr int kSteps = 6;  // five batches, then the first again
 constexpr ProcessLayout kOneRank{};
@@ -69,8 +66,8 @@ class LayoutCheckpoints : public ::testing::TestWithParam<Journey> {
     // All steps anew would give the same numbers.
     const std::string resumed = concat("checkpoint/step-", from, ", written by");
     EXPECT_EQ(outcome.err.find(resumed) != std::string::npos, from > 0) << outcome.err;
-    EXPECT_THAT(outcome.err, AllOf(HasSubstr(concat("checkpoint of step ", from + 1, ":")),
-                                   Not(HasSubstr(concat("checkpoint of step ", from, ":")))));
+    EXPECT_THAT(outcome.err, AllOf(Says(concat("checkpoint of step ", from + 1, ":")),
+                                   Not(Says(concat("checkpoint of step ", from, ":")))));
   }
 
   std::vector<double> loss_of_steps(const std::string& run) const {
@@ -85,9 +82,8 @@ class LayoutCheckpoints : public ::testing::TestWithParam<Journey> {
   /// What `convert` makes of a step, by the names of the model's files.
   Tensors exported(const std::string& run, int step) const {
     const std::string out = concat(run, "-", step);
-    const Outcome outcome = run_program(
-        folder_, {"convert", concat(run, "/checkpoint/step-", step), out, "--dtype", "auto"});
-    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    const Outcome outcome = succeeded(run_program(
+        folder_, {"convert", concat(run, "/checkpoint/step-", step), out, "--dtype", "auto"}));
     Tensors tensors;
     if (outcome.code != 0) return tensors;
     const SafetensorsFile file(folder_ / (out + "/model.safetensors"));
@@ -121,7 +117,7 @@ class LayoutCheckpoints : public ::testing::TestWithParam<Journey> {
     }
   }
 
-  const testing::TemporaryFolder folder_;
+  const TemporaryFolder folder_;
 };
 
 TEST_P(LayoutCheckpoints, SixStepsInThreeLayoutsAreThoseOfOneRank) {

@@ -1,44 +1,38 @@
 // `tessera gradients` of models with experts as processes, against transformers: what every layout
 // does on thread ranks (golden/parallel_test.cpp), here through the program, its launch and its
 // sockets.
-#include <gmock/gmock.h>
 
-#include <algorithm>
-#include <cstdint>
 #include <span>
-#include <string>
-#include <vector>
 
 #include "cli/layout_run.h"
 #include "cli/program.h"
 #include "golden/model_folder.h"
 #include "golden/reference.h"
 #include "io/safetensors.h"
+#include "support/test.h"
 
 namespace tessera::cli::layout_gradients_test {
 namespace {
 
 using golden::Gradients;
 using golden::Reference;
-using ::testing::HasSubstr;
 
 const std::vector<std::string> kFloat32{"--precision.param_dtype=float32"};
 
 /// Of the folder's one batch. The file says in which layout it was made: it is the one asked for.
 Gradients gradients(const std::string& name, const ProcessLayout& layout,
                     const std::vector<std::string>& more) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   auto words = in_layout(layout, {"gradients", "--model", golden::data_folder(name).string(),
                                   "--batch", Reference::of(name).batches(), "--out", "g"});
   words.insert(words.end(), more.begin(), more.end());
-  const Outcome outcome = run_program(folder, words);
-  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  const Outcome outcome = succeeded(run_program(folder, words));
   if (outcome.code != 0) return {};
   const auto metadata = SafetensorsFile(folder / "g").header().metadata;
   EXPECT_THAT(metadata.at("layout"),
-              HasSubstr(concat("dp_shard ", layout.shard, " x cp 1 x tp ", layout.tp)));
+              Says(concat("dp_shard ", layout.shard, " x cp 1 x tp ", layout.tp)));
   if (layout.ep > 1) {
-    EXPECT_THAT(metadata.at("layout"), HasSubstr(concat("ep ", layout.ep, " x etp ", layout.etp)));
+    EXPECT_THAT(metadata.at("layout"), Says(concat("ep ", layout.ep, " x etp ", layout.etp)));
   }
   return golden::read_gradients(folder / "g");
 }
@@ -81,7 +75,7 @@ TEST(CompiledGradients, AreThoseOfEagerPasses) {
   for (const ProcessLayout& layout :
        {ProcessLayout{.shard = 2}, ProcessLayout{.shard = 2, .tp = 2, .ep = 2}}) {
     SCOPED_TRACE(to_string(layout));
-    const testing::TemporaryFolder folder;
+    const TemporaryFolder folder;
     write_uneven_batch(folder / "batch.safetensors");
     const auto run = [&](const std::string& out, const std::vector<std::string>& more) {
       auto words = in_layout(layout, {"gradients", "--model", golden::data_folder(name).string(),
@@ -92,16 +86,14 @@ TEST(CompiledGradients, AreThoseOfEagerPasses) {
     ASSERT_EQ(run("eager", {}).code, 0);
     const auto expected = read_file(folder / "eager");
     for (const auto& more : compiled) {
-      const Outcome outcome = run(more[1], more);
-      EXPECT_EQ(outcome.code, 0) << outcome.err;
+      const Outcome outcome = succeeded(run(more[1], more));
       EXPECT_TRUE(read_file(folder / more[1]) == expected) << more[1];
       const auto at = outcome.err.find(" calls replayed");
       EXPECT_EQ(at != std::string::npos, more[1] == "replay") << outcome.err;
       EXPECT_EQ(outcome.err.find(" 0 calls replayed"), std::string::npos) << outcome.err;
     }
-    const auto below = run("below", {"--compile.mode", "plan", "--compile.memory_budget", "1000"});
-    EXPECT_EQ(below.code, 2);
-    EXPECT_THAT(below.err, HasSubstr("compile.memory_budget: found 1000 bytes a rank"));
+    EXPECT_THAT(run("below", {"--compile.mode", "plan", "--compile.memory_budget", "1000"}),
+                Exits(2, "compile.memory_budget: found 1000 bytes a rank"));
   }
 }
 

@@ -2,29 +2,24 @@
 // the processes into the steps, which are eager, follow a plan or are replayed: every process is gone
 // within 10 s of the event, or of the timeout, and own spawn prints the culprit's error last. Other
 // launchers: launchers_test.cpp.
-#include <gmock/gmock.h>
 #include <signal.h>
 
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <random>
 #include <thread>
-#include <utility>
 
 #include "cli/program.h"
 #include "proof.h"
 #include "support/process.h"
+#include "support/test.h"
 
 namespace tessera::cli::lost_rank_test {
 namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
-using ::testing::AllOf;
 using ::testing::ContainsRegex;
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 constexpr int kRanks = 3;
 constexpr int kCases = 20;  // scripts/full kills: ten times as many
@@ -90,8 +85,7 @@ void run_side_by_side(const std::vector<Case>& cases, int at_a_time, RunCase run
     workers.emplace_back([&] {
       for (std::size_t i = next++; i < cases.size(); i = next++) {
         SCOPED_TRACE(to_string(cases[i]));
-        const testing::TemporaryFolder folder;
-        write_small_run(folder);
+        const SmallRun folder;
         run_case(cases[i], folder);
       }
     });
@@ -106,21 +100,20 @@ void expect_all_gone(const std::map<int, pid_t>& ranks) {
 std::string name_of_rank(const Case& one) { return "rank " + std::to_string(one.rank); }
 
 TEST(LostRank, KilledAtARandomMomentIsNamedAndNobodyStays) {
-  run_side_by_side(
-      random_cases(20), 3, [](const Case& one, const testing::TemporaryFolder& folder) {
-        Process run(folder.path(), endless_training(mode_of(one.number)));
-        const auto ranks = run.wait_for_ranks(kRanks);
-        ASSERT_EQ(ranks.size(), static_cast<std::size_t>(kRanks));
-        std::this_thread::sleep_for(one.moment);
-        kill(ranks.at(one.rank), SIGKILL);
-        EXPECT_EQ(run.wait(kGone), 128 + SIGKILL) << run.err();
-        EXPECT_EQ(run.last_error_line(), name_of_rank(one) + ": killed by signal 9 (SIGKILL)");
-        expect_all_gone(ranks);
-      });
+  run_side_by_side(random_cases(20), 3, [](const Case& one, const TemporaryFolder& folder) {
+    Process run(folder.path(), endless_training(mode_of(one.number)));
+    const auto ranks = run.wait_for_ranks(kRanks);
+    ASSERT_EQ(ranks.size(), static_cast<std::size_t>(kRanks));
+    std::this_thread::sleep_for(one.moment);
+    kill(ranks.at(one.rank), SIGKILL);
+    EXPECT_EQ(run.wait(kGone), 128 + SIGKILL) << run.err();
+    EXPECT_EQ(run.last_error_line(), name_of_rank(one) + ": killed by signal 9 (SIGKILL)");
+    expect_all_gone(ranks);
+  });
 }
 
 TEST(LostRank, ThatThrowsAtARandomMomentIsNamedWithItsErrorAndNobodyStays) {
-  run_side_by_side(random_cases(3), 3, [](const Case& one, const testing::TemporaryFolder& folder) {
+  run_side_by_side(random_cases(3), 3, [](const Case& one, const TemporaryFolder& folder) {
     const Variables failing{{"LD_PRELOAD", TESSERA_FAILING_ALLOCATOR},
                             {"TESSERA_TEST_FAIL_RANK", std::to_string(one.rank)},
                             {"TESSERA_TEST_FAIL_AFTER_MS", std::to_string(one.moment.count())}};
@@ -130,8 +123,8 @@ TEST(LostRank, ThatThrowsAtARandomMomentIsNamedWithItsErrorAndNobodyStays) {
     ASSERT_TRUE(wait_until(seconds(120), [&] { return exists(folder / "failed"); })) << run.err();
     EXPECT_EQ(run.wait(kGone), 1) << run.err();
     EXPECT_THAT(run.last_error_line(),
-                AllOf(HasSubstr(name_of_rank(one) + ": "), HasSubstr("can't allocate memory"),
-                      Not(HasSubstr("Exception raised from"))))
+                AllOf(Says(name_of_rank(one) + ": "), Says("can't allocate memory"),
+                      Not(Says("Exception raised from"))))
         << run.err();
     expect_all_gone(ranks);
   });
@@ -139,8 +132,7 @@ TEST(LostRank, ThatThrowsAtARandomMomentIsNamedWithItsErrorAndNobodyStays) {
 
 // Naive: "killed by signal 7", and no word of the file.
 TEST(LostRank, AFileThatIsCutShortWhileItIsReadIsNamed) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   Process run(folder.path(), endless_training());
   const auto ranks = run.wait_for_ranks(kRanks);
   ASSERT_EQ(ranks.size(), static_cast<std::size_t>(kRanks));
@@ -152,13 +144,13 @@ TEST(LostRank, AFileThatIsCutShortWhileItIsReadIsNamed) {
   EXPECT_EQ(run.wait(kGone), 1) << run.err();
   EXPECT_THAT(run.last_error_line(),
               AllOf(ContainsRegex("^rank [012]: '[^']*page.txt': became shorter while it was read"),
-                    HasSubstr("(it was " + std::to_string(size) + " bytes when it was opened)")))
+                    Says("(it was " + std::to_string(size) + " bytes when it was opened)")))
       << run.err();
   expect_all_gone(ranks);
 }
 
 TEST(LostRank, StalledAtARandomMomentIsNamedAndNobodyStaysAfterTheTimeout) {
-  run_side_by_side(random_cases(7), 5, [](const Case& one, const testing::TemporaryFolder& folder) {
+  run_side_by_side(random_cases(7), 5, [](const Case& one, const TemporaryFolder& folder) {
     Process run(folder.path(), endless_training(mode_of(one.number)));
     const auto ranks = run.wait_for_ranks(kRanks);
     ASSERT_EQ(ranks.size(), static_cast<std::size_t>(kRanks));
@@ -182,8 +174,7 @@ TEST(LostRank, ThatCannotWriteItsProfileIsNamedAndNobodyStays) {
   constexpr int kTwo = 2;
   for (const auto& [mode, steps] : {std::pair("plan", "5"), std::pair("replay", "1000000")}) {
     SCOPED_TRACE(std::string(mode) + ", " + steps + " steps");
-    const testing::TemporaryFolder folder;
-    write_small_run(folder);
+    const SmallRun folder;
     const auto profile = folder / "run/metrics/profile.json";
     std::filesystem::create_directories(profile);
     auto words = endless_training(mode, kTwo);
@@ -193,8 +184,8 @@ TEST(LostRank, ThatCannotWriteItsProfileIsNamedAndNobodyStays) {
     ASSERT_EQ(ranks.size(), static_cast<std::size_t>(kTwo));
     EXPECT_EQ(run.wait(seconds(60)), 1) << run.err();
     const std::string error = "rank 0: '" + profile.string() + "': found something that is no ";
-    EXPECT_THAT(run.last_error_line(), ::testing::StartsWith(error)) << run.err();
-    EXPECT_THAT(run.err(), HasSubstr("rank 1: stopped because of " + error));
+    EXPECT_THAT(run.last_error_line(), StartsWith(error)) << run.err();
+    EXPECT_THAT(run.err(), Says("rank 1: stopped because of " + error));
     expect_all_gone(ranks);
   }
 }
@@ -202,8 +193,7 @@ TEST(LostRank, ThatCannotWriteItsProfileIsNamedAndNobodyStays) {
 // A write to a connection that a lost rank has closed raises SIGPIPE: whoever died of it would be
 // taken for the culprit.
 TEST(LostRank, SigpipeEndsNoRank) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   Process run(folder.path(), endless_training());
   const auto ranks = run.wait_for_ranks(kRanks);
   ASSERT_EQ(ranks.size(), static_cast<std::size_t>(kRanks));

@@ -1,29 +1,24 @@
 // The paths that a user gives: a RUN folder stands for its latest checkpoint, a wrong one is named
 // with what asked for it, and a run that is refused leaves nothing behind.
-#include <gmock/gmock.h>
 
-#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <numeric>
-#include <set>
 #include <span>
 
 #include "cli/byte_model.h"
 #include "cli/program.h"
 #include "io/safetensors.h"
 #include "support/process.h"
+#include "support/test.h"
 #include "train/config/config.h"
 
 namespace tessera::cli::paths_test {
 namespace {
 
 namespace fs = std::filesystem;
-using ::testing::AllOf;
-using ::testing::HasSubstr;
-using ::testing::StartsWith;
 
 /// Every path below the folder but the outputs that run_program keeps there.
-std::set<std::string> everything_in(const testing::TemporaryFolder& folder) {
+std::set<std::string> everything_in(const TemporaryFolder& folder) {
   std::set<std::string> found;
   for (const auto& entry : fs::recursive_directory_iterator(folder.path())) {
     const std::string path = entry.path().lexically_relative(folder.path()).string();
@@ -39,21 +34,18 @@ std::string last_line(const std::string& text) {
 class RunAsModel : public ::testing::Test {
  protected:
   void SetUp() override {
-    write_small_run(folder_);
-    const auto outcome = run_program(
-        folder_, {"train", "run.toml", "--job.dump_folder", "run", "--checkpoint.interval", "2"});
-    ASSERT_EQ(outcome.code, 0) << outcome.err;
+    succeeded(run_program(
+        folder_, {"train", "run.toml", "--job.dump_folder", "run", "--checkpoint.interval", "2"}));
   }
   /// Says which checkpoint it took, and does with it what it does with that.
   Outcome expect_taken(const std::string& run, const std::string& key, Words words) {
-    const auto outcome = run_program(folder_, words);
-    EXPECT_EQ(outcome.code, 0) << outcome.err;
-    EXPECT_THAT(outcome.err, AllOf(HasSubstr(key + ": of '" + run + "' the latest checkpoint"),
-                                   HasSubstr("/checkpoint/step-3'")));
+    const auto outcome = succeeded(run_program(folder_, words));
+    EXPECT_THAT(outcome.err,
+                Says(key + ": of '" + run + "' the latest checkpoint", "/checkpoint/step-3'"));
     return outcome;
   }
 
-  const testing::TemporaryFolder folder_;
+  const SmallRun folder_;
 };
 
 /// Two rows of 16 tokens for `tessera gradients`.
@@ -71,9 +63,7 @@ void write_batch(const fs::path& path) {
 TEST_F(RunAsModel, IsItsLatestCheckpointForEveryVerb) {
   const Words prompt{"--prompt", "line ", "--max-new-tokens", "8"};
   const auto generate = [&](const std::string& model) {
-    Words words{"generate", "--model", model};
-    words.insert(words.end(), prompt.begin(), prompt.end());
-    return words;
+    return joined({"generate", "--model", model}, prompt);
   };
   const auto text = expect_taken("run", "--model", generate("run")).out;
   EXPECT_EQ(text, run_program(folder_, generate("run/checkpoint/step-3")).out);
@@ -128,25 +118,22 @@ TEST_F(RunAsModel, OfARunThatGoesOnIsTheCheckpointThatItBeganWith) {
   const std::string first = (folder_ / "run/checkpoint/step-3").string();
   expect_taken((folder_ / "run").string(), "model.path", adapters("2"));
   EXPECT_EQ(kept(), first);
-  const auto further = run_program(
-      folder_, {"train", "run.toml", "--job.dump_folder", "run", "--training.steps", "5"});
-  ASSERT_EQ(further.code, 0) << further.err;
+  succeeded(run_program(
+      folder_, {"train", "run.toml", "--job.dump_folder", "run", "--training.steps", "5"}));
 
-  const auto resumed = run_program(folder_, adapters("4"));
-  EXPECT_EQ(resumed.code, 0) << resumed.err;
-  EXPECT_THAT(resumed.err,
-              AllOf(HasSubstr("the checkpoint is taken with which this run began, '" + first + "'"),
-                    HasSubstr("resumed from")));
+  const auto resumed = succeeded(run_program(folder_, adapters("4")));
+  EXPECT_THAT(
+      resumed.err,
+      Says("the checkpoint is taken with which this run began, '" + first + "'", "resumed from"));
   EXPECT_EQ(kept(), first);
   // What it began with is gone: said, not replaced.
   fs::remove_all(first);
   const auto without = run_program(folder_, adapters("6"));
   EXPECT_EQ(without.code, 2) << without.err;
-  EXPECT_THAT(last_line(without.err), HasSubstr("model.path: found tensors with the hash"));
+  EXPECT_THAT(last_line(without.err), Says("model.path: found tensors with the hash"));
   // A run that begins anew takes the newest.
   fs::remove_all(folder_ / "adapters/checkpoint");
-  const auto anew = run_program(folder_, adapters("2"));
-  EXPECT_EQ(anew.code, 0) << anew.err;
+  succeeded(run_program(folder_, adapters("2")));
   EXPECT_EQ(kept(), (folder_ / "run/checkpoint/step-5").string());
 }
 
@@ -164,19 +151,18 @@ TEST_F(RunAsModel, MayHaveBeenMovedAndKeepItsCheckpointsElsewhere) {
 
 TEST_F(RunAsModel, WithoutAWholeCheckpointIsRefusedWithTheWayOn) {
   fs::remove(folder_ / "run/checkpoint/step-3/manifest.json");
-  const auto torn = run_program(folder_, {"inspect", "run"});
-  EXPECT_EQ(torn.code, 2);
-  EXPECT_THAT(torn.err, AllOf(HasSubstr("DIR: 'run/checkpoint/step-3': found no manifest.json"),
-                              HasSubstr("the newest whole checkpoint before it is "
-                                        "'run/checkpoint/step-2': name that one")));
+  EXPECT_THAT(run_program(folder_, {"inspect", "run"}),
+              Exits(2, "DIR: 'run/checkpoint/step-3': found no manifest.json",
+                    "the newest whole checkpoint before it is "
+                    "'run/checkpoint/step-2': name that one"));
   ASSERT_EQ(run_program(folder_, {"train", "run.toml", "--job.dump_folder", "none",
                                   "--checkpoint.enable", "false"})
                 .code,
             0);
   const auto none = run_program(folder_, {"inspect", "none"});
   EXPECT_EQ(none.code, 2);
-  EXPECT_THAT(none.err, AllOf(HasSubstr("DIR: found 'none', the folder of a run"),
-                              HasSubstr("checkpoint.enable = false")));
+  EXPECT_THAT(none.err,
+              Says("DIR: found 'none', the folder of a run", "checkpoint.enable = false"));
 }
 
 // Naive: "cannot open 'lora/config.json'", of a folder that `convert` has just written.
@@ -185,9 +171,8 @@ TEST_F(RunAsModel, OfAdaptersConvertedIsRefusedWithWhatToGiveInstead) {
   config.replace(config.find("config = \"model.json\""), 21, "path = \"run\"");
   folder_.write("adapters.toml", config);
   const auto trained =
-      run_program(folder_, {"train", "adapters.toml", "--job.dump_folder", "adapters",
-                            "--lora.rank", "2", "--lora.targets", "q_proj"});
-  ASSERT_EQ(trained.code, 0) << trained.err;
+      succeeded(run_program(folder_, {"train", "adapters.toml", "--job.dump_folder", "adapters",
+                                      "--lora.rank", "2", "--lora.targets", "q_proj"}));
   ASSERT_EQ(run_program(folder_, {"convert", "adapters", "lora"}).code, 0);
   const auto before = everything_in(folder_);
   const auto expect_refused = [&](const std::string& key, const Words& words) {
@@ -195,10 +180,10 @@ TEST_F(RunAsModel, OfAdaptersConvertedIsRefusedWithWhatToGiveInstead) {
     EXPECT_EQ(outcome.code, 2) << outcome.err;
     EXPECT_THAT(last_line(outcome.err),
                 AllOf(StartsWith("tessera: io: " + key + ": cannot open '"),
-                      HasSubstr("lora': found a LoRA adapter (adapter_config.json), expected a "
-                                "model folder"),
-                      HasSubstr("give the folder of the model that it stands beside, or, for both "
-                                "together, the folder of the run that trained it")));
+                      Says("lora': found a LoRA adapter (adapter_config.json), expected a "
+                           "model folder"),
+                      Says("give the folder of the model that it stands beside, or, for both "
+                           "together, the folder of the run that trained it")));
     EXPECT_EQ(everything_in(folder_), before);
   };
   expect_refused("DIR", {"inspect", "lora"});
@@ -227,8 +212,7 @@ class WrongPaths : public ::testing::TestWithParam<WrongPath> {};
 
 // One place for all of them: a path without its key sends a newcomer through the whole file.
 TEST_P(WrongPaths, AreNamedWithWhatAskedForThem) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   write_folder(folder / "model", byte_spec());
   auto with_tokenizer = byte_spec();
   with_tokenizer.tessera_tokenizer.clear();
@@ -245,7 +229,7 @@ TEST_P(WrongPaths, AreNamedWithWhatAskedForThem) {
   EXPECT_EQ(outcome.code, 2) << outcome.err;
   const auto& [words, key, says, kind] = GetParam();
   EXPECT_THAT(last_line(outcome.err), StartsWith("tessera: " + kind + ": " + key + ": "));
-  EXPECT_THAT(last_line(outcome.err), HasSubstr(says));
+  EXPECT_THAT(last_line(outcome.err), Says(says));
   EXPECT_EQ(everything_in(folder), before) << "a refused command leaves nothing";
 }
 
@@ -321,8 +305,7 @@ class RefusedRun : public ::testing::TestWithParam<Words> {};
 // folders already made and logs open.
 TEST_P(RefusedRun, LeavesNoFolder) {
   for (const std::string ranks : {"1", "2"}) {
-    const testing::TemporaryFolder folder;
-    write_small_run(folder);
+    const SmallRun folder;
     folder.write("short.txt", "too short");
     const auto before = everything_in(folder);
     Words words{"train", "run.toml", "--nproc", ranks};
@@ -340,14 +323,13 @@ INSTANTIATE_TEST_SUITE_P(
                       Words{"--optimizer.no_decay", "nomr"}, Words{"--checkpoint.load_step", "7"}));
 
 TEST(RunRefused, LeavesWhatWasThereBefore) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   ASSERT_EQ(run_program(folder, {"train", "run.toml", "--job.dump_folder", "runs/first"}).code, 0);
   const auto before = everything_in(folder);
   const auto refused = [&](const std::string& run) {
-    const auto outcome = run_program(
-        folder, {"train", "run.toml", "--job.dump_folder", run, "--optimizer.no_decay", "nomr"});
-    EXPECT_EQ(outcome.code, 2) << outcome.err;
+    EXPECT_THAT(run_program(folder, {"train", "run.toml", "--job.dump_folder", run,
+                                     "--optimizer.no_decay", "nomr"}),
+                Exits(2));
     return everything_in(folder);
   };
   EXPECT_EQ(refused("runs/second"), before);
@@ -358,8 +340,7 @@ TEST(RunRefused, LeavesWhatWasThereBefore) {
 // they put between its files, and nothing else.
 TEST(RunRefused, LeavesTheFilesOfAFolderThatIsNoRunYet) {
   for (const std::string ranks : {"1", "2"}) {
-    const testing::TemporaryFolder folder;
-    write_small_run(folder);
+    const SmallRun folder;
     folder.write("run/notes.txt", "mine");
     folder.write("run/checkpoint/step-500/x", "mine");
     folder.write("run/logs/rank_1.log", "of an earlier run\n");

@@ -5,10 +5,8 @@
 //
 // A step has many micro-batches, so that a moment is most often in one of its slots. Without a
 // pipeline: lost_rank_test.cpp, checkpoint_test.cpp.
-#include <gmock/gmock.h>
 #include <signal.h>
 
-#include <algorithm>
 #include <chrono>
 #include <random>
 #include <regex>
@@ -16,6 +14,7 @@
 
 #include "cli/pipeline_run.h"
 #include "proof.h"
+#include "support/test.h"
 
 namespace tessera::cli::pipeline_faults_test {
 namespace {
@@ -23,9 +22,6 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 using ::testing::ContainsRegex;
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using testing::TemporaryFolder;
 
 constexpr int kMicroBatches = 48;
 constexpr seconds kLong{120};
@@ -75,7 +71,7 @@ Words endless(const Case& one, const Words& more = {}) {
 class Victim {
  public:
   explicit Victim(const Case& one, const Words& more = {}, const Variables& set = {})
-      : one_(one), written_(write(folder_)), run_(folder_.path(), endless(one, more), set) {}
+      : one_(one), run_(folder_.path(), endless(one, more), set) {}
 
   const TemporaryFolder& folder() const { return folder_; }
   Process& run() { return run_; }
@@ -101,14 +97,8 @@ class Victim {
   }
 
  private:
-  static bool write(const TemporaryFolder& folder) {
-    write_pipeline_run(folder);
-    return true;
-  }
-
   const Case one_;
-  TemporaryFolder folder_;
-  const bool written_;
+  PipelineFolder folder_;
   Process run_;
 };
 
@@ -119,9 +109,8 @@ void expect_all_gone(const std::map<int, pid_t>& ranks) {
 /// What `convert` makes of a step.
 std::string weights(const TemporaryFolder& folder, const std::string& run, std::int64_t step) {
   const std::string out = run + "-hf";
-  const Outcome outcome = run_program(
-      folder, {"convert", concat(run, "/checkpoint/step-", step), out, "--dtype", "auto"});
-  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  succeeded(run_program(
+      folder, {"convert", concat(run, "/checkpoint/step-", step), out, "--dtype", "auto"}));
   return read_file(folder / (out + "/model.safetensors"));
 }
 
@@ -129,9 +118,8 @@ std::string weights(const TemporaryFolder& folder, const std::string& run, std::
 /// knew no pipeline.
 void expect_goes_on_without(const TemporaryFolder& folder, std::int64_t saved) {
   for (const std::string run : {"run", "whole"}) {
-    const Outcome outcome = run_program(
-        folder, training(run, 1, kMicroBatches, {"--training.steps", std::to_string(saved + 2)}));
-    ASSERT_EQ(outcome.code, 0) << outcome.err;
+    const Outcome outcome = succeeded(run_program(
+        folder, training(run, 1, kMicroBatches, {"--training.steps", std::to_string(saved + 2)})));
     const bool resumed = outcome.err.find("written by") != std::string::npos;
     EXPECT_EQ(resumed, run == "run") << outcome.err;
   }
@@ -176,7 +164,7 @@ TEST(LostStage, StoppedInItsStepsIsNamedAndNobodyStaysAfterTheTimeout) {
     ASSERT_FALSE(::testing::Test::HasFailure());
     kill(ranks.at(one.victim), SIGSTOP);
     EXPECT_EQ(victim.run().wait(kTimeout + kGone), 1) << victim.run().err();
-    EXPECT_THAT(victim.run().last_error_line(), HasSubstr(concat("rank ", one.victim)));
+    EXPECT_THAT(victim.run().last_error_line(), Says(concat("rank ", one.victim)));
     named += victim.expect_blamed() > 0 ? 1 : 0;
     expect_all_gone(ranks);
   }
@@ -198,8 +186,7 @@ TEST(LostStage, ThatThrowsIsNamedWithItsSlotAndNobodyStays) {
     ASSERT_TRUE(wait_until(kLong, [&] { return exists(victim.folder() / "failed"); }))
         << victim.run().err();
     EXPECT_EQ(victim.run().wait(kGone), 1) << victim.run().err();
-    EXPECT_THAT(victim.run().last_error_line(), HasSubstr(concat("rank ", one.victim, ": ")));
-    EXPECT_THAT(victim.run().last_error_line(), HasSubstr("memory"));
+    EXPECT_THAT(victim.run().last_error_line(), Says(concat("rank ", one.victim, ": "), "memory"));
     const std::regex slot(concat("pipeline, rank ", one.victim,
                                  ", slot [^ ]+ \\(stage [0-9]+, micro-batch [0-9]+\\)"));
     named += std::regex_search(victim.run().last_error_line(), slot) ? 1 : 0;

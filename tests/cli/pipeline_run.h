@@ -1,53 +1,39 @@
 // Runs of the program on a small model that has layers enough for four ranks and a V.
 #pragma once
 
-#include <gtest/gtest.h>
-
-#include <algorithm>
-#include <cstdint>
 #include <nlohmann/json.hpp>
 #include <sstream>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "cli/program.h"
 #include "cli/same_bits.h"
 #include "support/process.h"
-#include "tessera/error.h"
 
 namespace tessera::cli {
 
-/// What the text of model.json of write_small_run() becomes.
-inline void write_variant(const testing::TemporaryFolder& folder, const std::string& name,
-                          const nlohmann::json& changes) {
-  auto model = nlohmann::json::parse(read_file(folder / "model.json"));
-  model.update(changes);
-  folder.write(name, model.dump());
-}
-
 /// run.toml trains four steps; model.json has eight layers and its own head, tied.json the
 /// embedding's, moe.json four experts a layer, short.json two layers.
-inline void write_pipeline_run(const testing::TemporaryFolder& folder) {
-  write_small_run(folder);
-  write_variant(
-      folder, "model.json",
-      {{"num_hidden_layers", 8}, {"num_key_value_heads", 2}, {"initializer_range", 0.05}});
-  write_variant(folder, "tied.json", {{"tie_word_embeddings", true}});
-  write_variant(folder, "short.json", {{"num_hidden_layers", 2}});
-  write_variant(folder, "moe.json",
-                {{"architectures", {"Qwen3MoeForCausalLM"}},
-                 {"model_type", "qwen3_moe"},
-                 {"num_experts", 4},
-                 {"num_experts_per_tok", 2},
-                 {"moe_intermediate_size", 16},
-                 {"norm_topk_prob", true}});
-}
+struct PipelineFolder : SmallRun {
+  PipelineFolder() {
+    write_variant(
+        "model.json",
+        {{"num_hidden_layers", 8}, {"num_key_value_heads", 2}, {"initializer_range", 0.05}});
+    write_variant("tied.json", {{"tie_word_embeddings", true}});
+    write_variant("short.json", {{"num_hidden_layers", 2}});
+    write_variant("moe.json", {{"architectures", {"Qwen3MoeForCausalLM"}},
+                               {"model_type", "qwen3_moe"},
+                               {"num_experts", 4},
+                               {"num_experts_per_tok", 2},
+                               {"moe_intermediate_size", 16},
+                               {"norm_topk_prob", true}});
+  }
 
-inline Words joined(Words words, const Words& more) {
-  words.insert(words.end(), more.begin(), more.end());
-  return words;
-}
+  /// model.json with changes.
+  void write_variant(const std::string& name, const nlohmann::json& changes) const {
+    auto model = nlohmann::json::parse(read_file(*this / "model.json"));
+    model.update(changes);
+    write(name, model.dump());
+  }
+};
 
 /// So many ranks of each layout, one behind the other; micro-batches are rows.
 inline Words training(const std::string& run, int ranks, int micro_batches, const Words& more) {

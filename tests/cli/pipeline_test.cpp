@@ -4,20 +4,15 @@
 // cannot be is refused with its numbers before anything is written.
 //
 // Every layout and recomputation in process: golden and dist tests. Next: pipeline_faults_test.cpp.
-#include <gmock/gmock.h>
-
-#include <algorithm>
 
 #include "cli/pipeline_run.h"
 #include "dist/checkpoint_tensors.h"
+#include "support/test.h"
 
 namespace tessera::cli::pipeline_test {
 namespace {
 
 namespace fs = std::filesystem;
-using ::testing::AllOf;
-using ::testing::HasSubstr;
-using testing::TemporaryFolder;
 
 constexpr int kMicroBatches = 8;
 constexpr int kSteps = 4;
@@ -29,7 +24,6 @@ constexpr double kFloatNoise = 2e-6;
 class PipelineRun : public ::testing::Test {
  protected:
   void SetUp() override {
-    write_pipeline_run(folder_);
     folder_.write("held_out.txt", std::string(400, 'x') + " and no more of it.\n");
   }
 
@@ -42,7 +36,7 @@ class PipelineRun : public ::testing::Test {
         concat("OMP_WAIT_POLICY=passive OMP_NUM_THREADS=", threads));
     ASSERT_EQ(outcome.code, 0) << run << ": " << outcome.err;
     EXPECT_THAT(outcome.err,
-                HasSubstr(concat(threads, threads == 1 ? " thread" : " threads", " a rank")));
+                Says(concat(threads, threads == 1 ? " thread" : " threads", " a rank")));
   }
 
   /// What `convert` makes of a step: all weights, in one file.
@@ -50,8 +44,7 @@ class PipelineRun : public ::testing::Test {
     const std::string out = run + "-hf";
     fs::remove_all(folder_ / out);
     const std::string from = concat(run, "/checkpoint/step-", step);
-    const Outcome outcome = run_program(folder_, {"convert", from, out, "--dtype", "auto"});
-    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    succeeded(run_program(folder_, {"convert", from, out, "--dtype", "auto"}));
     return read_file(folder_ / (out + "/model.safetensors"));
   }
 
@@ -59,8 +52,7 @@ class PipelineRun : public ::testing::Test {
   std::string adapters(const std::string& run, int step) const {
     const std::string out = concat(run, "-peft-", step);
     const std::string from = concat(run, "/checkpoint/step-", step);
-    const Outcome outcome = run_program(folder_, {"convert", from, out});
-    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    succeeded(run_program(folder_, {"convert", from, out}));
     return read_file(folder_ / (out + "/adapter_model.safetensors"));
   }
 
@@ -113,7 +105,7 @@ class PipelineRun : public ::testing::Test {
     }
   }
 
-  TemporaryFolder folder_;
+  PipelineFolder folder_;
 };
 
 TEST_F(PipelineRun, OfEveryKindHasTheBitsOfTheRunWithout) {
@@ -139,8 +131,8 @@ TEST_F(PipelineRun, OfEveryKindHasTheBitsOfTheRunWithout) {
 
 // Layers are wide enough for libtorch's loops and products to share their rows among threads.
 TEST_F(PipelineRun, OfTwoThreadsARankHasTheBitsOfTheRunWithout) {
-  write_variant(folder_, "wide.json",
-                {{"hidden_size", 32}, {"num_hidden_layers", 2}, {"intermediate_size", 4096}});
+  folder_.write_variant(
+      "wide.json", {{"hidden_size", 32}, {"num_hidden_layers", 2}, {"intermediate_size", 4096}});
   const Words wide{"--model.config", "wide.json"};
   ASSERT_NO_FATAL_FAILURE(train("whole", 1, 2, wide, /*threads=*/2));
   ASSERT_NO_FATAL_FAILURE(train("stages", 2, 2, joined(as_pipeline(2, "ZB1P"), wide), 2));
@@ -246,10 +238,8 @@ TEST_F(PipelineRun, BesideOtherAxesHasTheWeightsBits) {
 
 TEST_F(PipelineRun, OfAFileIsThatOfItsKind) {
   for (const std::string form : {"compute_only", "compute_comms"}) {
-    const Outcome written =
-        run_program(folder_, {"schedule", "ZBV", "--ranks", "2", "--micro-batches", "8", "--csv",
-                              form + ".csv", "--csv-form", form});
-    ASSERT_EQ(written.code, 0) << written.err;
+    succeeded(run_program(folder_, {"schedule", "ZBV", "--ranks", "2", "--micro-batches", "8",
+                                    "--csv", form + ".csv", "--csv-form", form}));
     ASSERT_NO_FATAL_FAILURE(train(form, 2, kMicroBatches,
                                   {"--parallelism.pipeline_parallel_degree", "2",
                                    "--pipeline.schedule_file", form + ".csv"}));
@@ -267,10 +257,9 @@ class ResumedPipeline : public PipelineRun {
              const Words& more = {}) {
     const Words until =
         joined({"--training.steps", std::to_string(to), "--checkpoint.interval", "1"}, more);
-    const Outcome outcome = run_program(
+    const Outcome outcome = succeeded(run_program(
         folder_, training(run, ranks, kMicroBatches,
-                          joined(ranks == 1 ? Words{} : as_pipeline(ranks, schedule), until)));
-    ASSERT_EQ(outcome.code, 0) << outcome.err;
+                          joined(ranks == 1 ? Words{} : as_pipeline(ranks, schedule), until))));
     const std::string resumed = concat("checkpoint/step-", from, ", written by");
     EXPECT_EQ(outcome.err.find(resumed) != std::string::npos, from > 0) << outcome.err;
   }
@@ -331,9 +320,7 @@ TEST_F(PipelineRun, LeavesACheckpointThatTheOtherCommandsReadAsAnyOther) {
   const auto printed = [&](const std::string& run, Words words, const std::string& option) {
     if (!option.empty()) words.push_back(option);
     words.push_back(concat(run, "/checkpoint/step-", kSteps));
-    const Outcome outcome = run_program(folder_, words);
-    EXPECT_EQ(outcome.code, 0) << outcome.err;
-    return outcome.out;
+    return succeeded(run_program(folder_, words)).out;
   };
   const Words generate{"generate", "--prompt", "line", "--max-new-tokens", "24"};
   EXPECT_EQ(printed("stages", generate, "--model"), printed("whole", generate, "--model"));
@@ -353,11 +340,10 @@ TEST_F(PipelineRun, LeavesACheckpointThatTheOtherCommandsReadAsAnyOther) {
 // Eight stages of a tied model: parameters of the first and the last all lie in the root.
 TEST_F(PipelineRun, IsPlannedAlsoWhereAStageHasNoUnitOfItsOwn) {
   const Outcome outcome =
-      run_program(folder_, joined({"inspect", "--contract", "run.toml", "--model.config",
-                                   "tied.json", "--training.global_batch_size", "8"},
-                                  as_pipeline(4, "ZBV")));
-  EXPECT_EQ(outcome.code, 0) << outcome.err;
-  EXPECT_THAT(outcome.out, AllOf(HasSubstr("memory of a rank of each place"), HasSubstr("pp 3")));
+      succeeded(run_program(folder_, joined({"inspect", "--contract", "run.toml", "--model.config",
+                                             "tied.json", "--training.global_batch_size", "8"},
+                                            as_pipeline(4, "ZBV"))));
+  EXPECT_THAT(outcome.out, Says("memory of a rank of each place", "pp 3"));
 }
 
 struct Refused {
@@ -429,7 +415,7 @@ TEST_F(PipelineRun, ThatCannotBeIsRefusedWithItsNumbersAndLeavesNothing) {
     EXPECT_EQ(outcome.code, 2) << outcome.err;
     EXPECT_EQ(outcome.out, "");
     EXPECT_EQ(std::ranges::count(outcome.err, '\n'), 1) << "one line: " << outcome.err;
-    for (const std::string& part : says) EXPECT_THAT(outcome.err, HasSubstr(part));
+    for (const std::string& part : says) EXPECT_THAT(outcome.err, Says(part));
     EXPECT_FALSE(fs::exists(folder_ / "refused"));
   }
 }

@@ -1,42 +1,36 @@
 // `tessera plan`: what it prints, what it writes and reads again, and how it ends.
-#include <gmock/gmock.h>
 
-#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <random>
 #include <regex>
 #include <sstream>
 
 #include "cli/program.h"
+#include "support/test.h"
 
 namespace tessera::cli::plan_test {
 namespace {
 
 using nlohmann::json;
-using ::testing::AllOf;
 using ::testing::ContainsRegex;
-using ::testing::HasSubstr;
-using ::testing::Not;
 using Words = std::vector<std::string>;
 
-/// write_small_run, with layers that are no small buckets; under bfloat16 their norms are.
-void write_run(const testing::TemporaryFolder& folder) {
-  write_small_run(folder);
-  auto model = json::parse(read_file(folder / "model.json"));
-  model["hidden_size"] = 128;
-  model["intermediate_size"] = 192;
-  model["num_hidden_layers"] = 3;
-  folder.write("model.json", model.dump());
-  folder.write("run.toml", read_file(folder / "run.toml") +
-                               "[[precision.rule]]\nmatch = [\"*norm\"]\n"
-                               "param_dtype = \"float32\"\n");
-}
+/// Its layers are no small buckets; under bfloat16 their norms are.
+struct WideRun : SmallRun {
+  WideRun() {
+    auto model = json::parse(read_file(*this / "model.json"));
+    model["hidden_size"] = 128;
+    model["intermediate_size"] = 192;
+    model["num_hidden_layers"] = 3;
+    write("model.json", model.dump());
+    write("run.toml", read_file(*this / "run.toml") +
+                          "[[precision.rule]]\nmatch = [\"*norm\"]\n"
+                          "param_dtype = \"float32\"\n");
+  }
+};
 
-Outcome plan(const testing::TemporaryFolder& folder, const Words& more,
-             const std::string& world = "2") {
-  Words words{"plan", "run.toml", "--world", world};
-  words.insert(words.end(), more.begin(), more.end());
-  return run_program(folder, words);
+Outcome plan(const TemporaryFolder& folder, const Words& more, const std::string& world = "2") {
+  return run_program(folder, joined({"plan", "run.toml", "--world", world}, more));
 }
 
 /// The number behind `what` in a text.
@@ -52,26 +46,24 @@ double decimal_after(const std::string& text, const std::string& what) {
 }
 
 TEST(PlanVerb, PrintsActionsWithReasonsDtypesAndMemory) {
-  const testing::TemporaryFolder folder;
-  write_run(folder);
-  const Outcome outcome = plan(folder, {"--precision.param_dtype", "bfloat16", "--actions"});
-  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  const WideRun folder;
+  const Outcome outcome =
+      succeeded(plan(folder, {"--precision.param_dtype", "bfloat16", "--actions"}));
   EXPECT_EQ(outcome.err, "");
-  EXPECT_THAT(
-      outcome.out,
-      AllOf(HasSubstr("plan of a step of 2 micro-batches on 2 ranks, form 3, hash "),
-            HasSubstr("kept to the update: its reshard_after_forward is off\n"),
-            HasSubstr("note: pass keep is left out, since compile.memory_budget is not set\n"),
-            HasSubstr("note: nothing was measured: choices go by bytes alone\n"),
-            HasSubstr("micro-batch first, forward:\n"),
-            HasSubstr("gather model.layers.0 (needed by model.layers.0)\n"),
-            HasSubstr("reduce model.layers.2 (nothing more brings it a gradient)\n"),
-            HasSubstr("micro-batch last, backward:\n"), Not(HasSubstr("micro-batch middle"))));
-  EXPECT_THAT(outcome.out, HasSubstr("raw       grad      slot      wire      final\n"));
-  EXPECT_THAT(outcome.out, HasSubstr("model.layers.{0-2}.mlp.up_proj.weight x 3"));
-  EXPECT_THAT(outcome.out, HasSubstr("bfloat16  raw       float32   float32   float32\n"));
-  EXPECT_THAT(outcome.out, HasSubstr("gathered memory of a rank, place by place: at most "));
-  EXPECT_THAT(outcome.out, Not(HasSubstr("by the profile"))) << "nothing was measured";
+  EXPECT_THAT(outcome.out,
+              AllOf(Says("plan of a step of 2 micro-batches on 2 ranks, form 3, hash "),
+                    Says("kept to the update: its reshard_after_forward is off\n"),
+                    Says("note: pass keep is left out, since compile.memory_budget is not set\n"),
+                    Says("note: nothing was measured: choices go by bytes alone\n"),
+                    Says("micro-batch first, forward:\n"),
+                    Says("gather model.layers.0 (needed by model.layers.0)\n"),
+                    Says("reduce model.layers.2 (nothing more brings it a gradient)\n"),
+                    Says("micro-batch last, backward:\n"), Not(Says("micro-batch middle"))));
+  EXPECT_THAT(outcome.out, Says("raw       grad      slot      wire      final\n",
+                                "model.layers.{0-2}.mlp.up_proj.weight x 3",
+                                "bfloat16  raw       float32   float32   float32\n",
+                                "gathered memory of a rank, place by place: at most "));
+  EXPECT_THAT(outcome.out, Not(Says("by the profile"))) << "nothing was measured";
 }
 
 /// What a table of inspect or a line of plan says of all that is sent.
@@ -86,8 +78,7 @@ std::string sent_in(const std::string& text, const std::string& before) {
 
 // Naive: the bytes of a step that the run does not make, with a reference to those of the run.
 TEST(PlanVerb, SaysWhoseStepItShowsAndInspectAgreesWhereItIsSent) {
-  const testing::TemporaryFolder folder;
-  write_run(folder);
+  const WideRun folder;
   std::mt19937 random(7);
   const std::vector<Words> some{{},
                                 {"--training.global_batch_size", "16"},
@@ -107,8 +98,7 @@ TEST(PlanVerb, SaysWhoseStepItShowsAndInspectAgreesWhereItIsSent) {
       words.insert(words.end(), one.begin(), one.end());
     }
     SCOPED_TRACE(::testing::PrintToString(words));
-    const Outcome outcome = plan(folder, words);
-    ASSERT_EQ(outcome.code, 0) << outcome.err;
+    const Outcome outcome = succeeded(plan(folder, words));
     EXPECT_EQ(
         outcome.out.find("\n  compile.mode is \"off\" in the configuration, ") != std::string::npos,
         mode == "off");
@@ -120,8 +110,7 @@ TEST(PlanVerb, SaysWhoseStepItShowsAndInspectAgreesWhereItIsSent) {
     Words other = words;
     differ += sent != inspected(other);
     const std::string advice = mode == "off" ? " --compile.mode plan" : "";
-    EXPECT_THAT(outcome.out,
-                HasSubstr("(tessera inspect --contract" + advice + " says of what)\n"));
+    EXPECT_THAT(outcome.out, Says("(tessera inspect --contract" + advice + " says of what)\n"));
     if (mode == "off") other.insert(other.end(), {"--compile.mode", "plan"});
     EXPECT_EQ(sent, inspected(other));
   }
@@ -136,32 +125,27 @@ bool speaks_of_seconds(const std::string& text) {
 // Naive: hundreds of lines before the question of a user, whether it fits; and seconds out of
 // bytes.
 TEST(PlanVerb, BeginsWithTotalsAndHasNoSecondsThatNobodyMeasured) {
-  const testing::TemporaryFolder folder;
-  write_run(folder);
+  const WideRun folder;
   for (const Words& more : std::vector<Words>{{},
                                               {"--compile.memory_budget", "1GB"},
                                               {"--compile.form", "1"},
                                               {"--activation_checkpoint.mode", "full"},
                                               {"--device-memory", "80GiB"}}) {
-    const Outcome outcome = plan(folder, more);
-    ASSERT_EQ(outcome.code, 0) << outcome.err;
+    const Outcome outcome = succeeded(plan(folder, more));
     const std::string head = outcome.out.substr(0, outcome.out.find("\nchosen:\n"));
     EXPECT_LE(std::ranges::count(head, '\n'), 8) << head;
-    EXPECT_THAT(head, AllOf(HasSubstr("\n  memory of a rank: at most "),
-                            HasSubstr("\n  forecast for CPU kernels\n"),
-                            HasSubstr("\n  computed by a rank: "), HasSubstr("MFLOP a step"),
-                            HasSubstr("\n  sent by a rank: ")));
+    EXPECT_THAT(head, Says("\n  memory of a rank: at most ", "\n  forecast for CPU kernels\n",
+                           "\n  computed by a rank: ", "MFLOP a step", "\n  sent by a rank: "));
     EXPECT_FALSE(speaks_of_seconds(outcome.out)) << outcome.out;
-    EXPECT_THAT(outcome.out, Not(HasSubstr("micro-batch first, forward")));
-    EXPECT_THAT(outcome.out, HasSubstr("\n  model.layers.{"));
+    EXPECT_THAT(outcome.out, Not(Says("micro-batch first, forward")));
+    EXPECT_THAT(outcome.out, Says("\n  model.layers.{"));
   }
 }
 
 // Drawn options: the words of a plan are those of a person. Naive: "1 micro-batch(es) on 64
 // rank(s)", "of it again", "2989.96 ms", "as its user has set it".
 TEST(PlanVerb, SaysItInPlainWordsWhateverIsAsked) {
-  const testing::TemporaryFolder folder;
-  write_run(folder);
+  const WideRun folder;
   const std::vector<Words> some{{"--training.global_batch_size", "64"},
                                 {"--activation_checkpoint.mode", "full"},
                                 {"--activation_checkpoint.mode", "selective"},
@@ -183,12 +167,12 @@ TEST(PlanVerb, SaysItInPlainWordsWhateverIsAsked) {
     const std::string all = outcome.out + outcome.err;
     for (const char* word : {"(s)", "(es)", "it again", "forwards again", "its user",
                              "by bytes alone at", "as before:", "inf ", "nan "}) {
-      EXPECT_THAT(all, Not(HasSubstr(word)));
+      EXPECT_THAT(all, Not(Says(word)));
     }
     EXPECT_FALSE(std::regex_search(all, std::regex(R"(\b1 (ranks|micro-batches|units)\b)"))) << all;
     EXPECT_FALSE(std::regex_search(all, std::regex(R"([0-9]{4}\.[0-9]+ ms)"))) << all;
     if (outcome.code == 0) {
-      EXPECT_THAT(all, HasSubstr(world == "1" ? " on 1 rank, " : " on 2 ranks, "));
+      EXPECT_THAT(all, Says(world == "1" ? " on 1 rank, " : " on 2 ranks, "));
       EXPECT_THAT(all, ContainsRegex("gathered ahead: [0-9]+ units? in forward, [0-9]+ units? in "
                                      "backward"));
     } else {
@@ -196,7 +180,7 @@ TEST(PlanVerb, SaysItInPlainWordsWhateverIsAsked) {
     }
   }
   EXPECT_THAT(plan(folder, {"--activation_checkpoint.mode", "full"}).out,
-              AllOf(HasSubstr("recomputed, full: as activation_checkpoint.mode or set_recompute"),
+              AllOf(Says("recomputed, full: as activation_checkpoint.mode or set_recompute"),
                     ContainsRegex("a step, of which [0-9.]+ MFLOP recomputes activations\n")));
   EXPECT_THAT(plan(folder, {"--flops", "1e7", "--bandwidth", "50GB/s"}).out,
               ContainsRegex("a step by --flops and --bandwidth: [0-9]+\\.[0-9][0-9] s, of which "
@@ -204,35 +188,31 @@ TEST(PlanVerb, SaysItInPlainWordsWhateverIsAsked) {
 }
 
 TEST(PlanVerb, SaysWhetherARankFitsAndHowAShareWasCounted) {
-  const testing::TemporaryFolder folder;
-  write_run(folder);
-  EXPECT_THAT(plan(folder, {}).out,
-              HasSubstr("set compile.memory_budget, or give --device-memory"));
+  const WideRun folder;
+  EXPECT_THAT(plan(folder, {}).out, Says("set compile.memory_budget, or give --device-memory"));
   EXPECT_THAT(plan(folder, {"--device-memory", "80GiB"}).out,
-              HasSubstr("\n  --device-memory 80.0 GiB: fits, "));
+              Says("\n  --device-memory 80.0 GiB: fits, "));
   EXPECT_THAT(plan(folder, {"--device-memory", "64KiB"}).out,
-              HasSubstr("\n  --device-memory 64.0 KiB: does not fit, "));
+              Says("\n  --device-memory 64.0 KiB: does not fit, "));
   EXPECT_THAT(plan(folder, {"--compile.memory_budget", "80GB"}).out,
-              HasSubstr("\n  compile.memory_budget 74.5 GiB: fits, "));
+              Says("\n  compile.memory_budget 74.5 GiB: fits, "));
   const Outcome share =
       plan(folder, {"--compile.memory_budget", "50%", "--device-memory", "80GiB"}, "64");
-  EXPECT_THAT(share.out, AllOf(HasSubstr("compile.memory_budget 40.0 GiB: fits, "),
-                               HasSubstr(" (50% of the 80.0 GiB of a device)\n")));
+  EXPECT_THAT(share.out, Says("compile.memory_budget 40.0 GiB: fits, ",
+                              " (50% of the 80.0 GiB of a device)\n"));
   const Outcome host =
       plan(folder, {"--compile.memory_budget", "50%", "--ranks-per-host", "2"}, "64");
-  EXPECT_THAT(host.out, HasSubstr(" of this machine, shared by 2 ranks)\n"));
-  const Outcome below =
-      plan(folder, {"--compile.memory_budget", "50%", "--device-memory", "64KiB"});
-  EXPECT_EQ(below.code, 2);
-  EXPECT_THAT(below.err, HasSubstr("found 32768 bytes a rank (32.0 KiB, 50% of the 64.0 KiB of a "
-                                   "device), expected at least "));
+  EXPECT_THAT(host.out, Says(" of this machine, shared by 2 ranks)\n"));
+  EXPECT_THAT(plan(folder, {"--compile.memory_budget", "50%", "--device-memory", "64KiB"}),
+              Exits(2,
+                    "found 32768 bytes a rank (32.0 KiB, 50% of the 64.0 KiB of a "
+                    "device), expected at least "));
   EXPECT_EQ(plan(folder, {"--device-memory", "80 gigs"}).code, 2);
 }
 
 // The model's weights by hand, attention of two heads to 8.5 of 16 positions besides.
 TEST(PlanVerb, RatesGiveTimesAndWhatIsComputedIsSixOperationsAWeight) {
-  const testing::TemporaryFolder folder;
-  write_run(folder);
+  const WideRun folder;
   constexpr double kOfLayer = 2 * 16 * 128 + 2 * 8 * 128 + 3 * 192 * 128 + 2 * 128 + 2 * 8;
   constexpr double kWeights = 3 * kOfLayer + 260 * 128 + 128;
   constexpr double kAttention = 3 * 2 * 2 * (8 + 8) * 8.5;
@@ -244,9 +224,8 @@ TEST(PlanVerb, RatesGiveTimesAndWhatIsComputedIsSixOperationsAWeight) {
   EXPECT_NEAR(computed({}), expected, 0.005 * expected) << "three digits of MFLOP";
   EXPECT_GT(computed({"--activation_checkpoint.mode", "full"}), 1.1 * expected);
   const Words rates{"--flops", "1e9", "--bandwidth", "1MB"};
-  const Outcome outcome = plan(folder, rates);
-  ASSERT_EQ(outcome.code, 0) << outcome.err;
-  EXPECT_THAT(outcome.out, HasSubstr("\n  a step by --flops and --bandwidth: "));
+  const Outcome outcome = succeeded(plan(folder, rates));
+  EXPECT_THAT(outcome.out, Says("\n  a step by --flops and --bandwidth: "));
   const auto slower = plan(folder, {"--flops", "1e8", "--bandwidth", "1MB"});
   EXPECT_GT(number_after(slower.out, "of which computing "),
             9 * number_after(outcome.out, "of which computing "));
@@ -258,24 +237,22 @@ TEST(PlanVerb, RatesGiveTimesAndWhatIsComputedIsSixOperationsAWeight) {
 
 // A budget between the least and all: more is kept than without, and never more than fits.
 TEST(PlanVerb, ABudgetKeepsWhatSavesMost) {
-  const testing::TemporaryFolder folder;
-  write_run(folder);
+  const WideRun folder;
   const Outcome below = plan(folder, {"--compile.memory_budget", "1000"});
-  EXPECT_EQ(below.code, 2);
-  EXPECT_THAT(below.err, HasSubstr("compile.memory_budget: found 1000 bytes a rank, expected at "));
+  EXPECT_THAT(below, Exits(2, "compile.memory_budget: found 1000 bytes a rank, expected at "));
   const auto least = number_after(below.err, "expected at least ");
   const auto fixed = number_after(below.err, ", of which ");
   ASSERT_GT(least, fixed);
   std::int64_t before = 0;
   for (const std::int64_t more : {0L, 300'000L, 10'000'000L}) {
-    const Outcome outcome = plan(folder, {"--compile.memory_budget", std::to_string(least + more)});
-    ASSERT_EQ(outcome.code, 0) << outcome.err;
+    const Outcome outcome =
+        succeeded(plan(folder, {"--compile.memory_budget", std::to_string(least + more)}));
     const auto peak = number_after(outcome.out, "place by place: at most ");
     EXPECT_LE(peak, least - fixed + more);
     EXPECT_GE(peak, before);
     before = peak;
     if (more == 10'000'000L) {
-      EXPECT_THAT(outcome.out, HasSubstr("kept to the update: saves "));
+      EXPECT_THAT(outcome.out, Says("kept to the update: saves "));
       EXPECT_THAT(outcome.out, ContainsRegex("saves [0-9.]+ gathers? a micro-batch for "));
     }
   }
@@ -283,28 +260,23 @@ TEST(PlanVerb, ABudgetKeepsWhatSavesMost) {
 }
 
 TEST(PlanVerb, WritesAPlanThatItChecks) {
-  const testing::TemporaryFolder folder;
-  write_run(folder);
-  const Outcome made = plan(folder, {"--json", "--compile.form", "2"});
-  ASSERT_EQ(made.code, 0) << made.err;
+  const WideRun folder;
+  const Outcome made = succeeded(plan(folder, {"--json", "--compile.form", "2"}));
   folder.write("plan.json", made.out);
-  const Outcome checked = plan(folder, {"--check", "plan.json", "--compile.form", "2"});
-  EXPECT_EQ(checked.code, 0) << checked.err;
-  EXPECT_THAT(checked.out, HasSubstr("'plan.json': 0 findings, at most "));
+  const Outcome checked = succeeded(plan(folder, {"--check", "plan.json", "--compile.form", "2"}));
+  EXPECT_THAT(checked.out, Says("'plan.json': 0 findings, at most "));
   EXPECT_EQ(plan(folder, {"--compile.form", "2", "--json"}).out, made.out) << "the same bytes";
-  const Outcome shown = plan(folder, {"--compile.plan", "plan.json", "--compile.form", "2"});
-  EXPECT_EQ(shown.code, 0) << shown.err;
-  EXPECT_THAT(shown.out, HasSubstr("reduced: every backward"));
+  const Outcome shown =
+      succeeded(plan(folder, {"--compile.plan", "plan.json", "--compile.form", "2"}));
+  EXPECT_THAT(shown.out, Says("reduced: every backward"));
   // A run that reduces once a step does not follow it: its sums would be others.
-  const Outcome other = plan(folder, {"--compile.plan", "plan.json"});
-  EXPECT_EQ(other.code, 2);
-  EXPECT_THAT(other.err, HasSubstr("found a plan that reduces with every micro-batch, expected"));
+  EXPECT_THAT(plan(folder, {"--compile.plan", "plan.json"}),
+              Exits(2, "found a plan that reduces with every micro-batch, expected"));
 }
 
 // Exit code 3 and every finding.
 TEST(PlanVerb, NamesEveryFindingOfAPlan) {
-  const testing::TemporaryFolder folder;
-  write_run(folder);
+  const WideRun folder;
   auto whole = json::parse(plan(folder, {"--json"}).out);
   auto& forward = whole["stages"][0]["micro_batches"]["first"]["forward"]["actions"];
   ASSERT_EQ(forward[1][0], "wait");
@@ -312,25 +284,20 @@ TEST(PlanVerb, NamesEveryFindingOfAPlan) {
   folder.write("plan.json", whole.dump());
   const Outcome outcome = plan(folder, {"--check", "plan.json"});
   EXPECT_EQ(outcome.code, 3) << outcome.err;
-  EXPECT_THAT(
-      outcome.out,
-      AllOf(HasSubstr("micro-batch first, forward: unit model.embed_tokens is gathered "
-                      "while it is gathered\n"),
-            HasSubstr("is used before the wait for its gather\n"), HasSubstr(" findings\n")));
-  const Outcome given = plan(folder, {"--compile.plan", "plan.json"});
-  EXPECT_EQ(given.code, 2);
-  EXPECT_THAT(given.err, HasSubstr("faults, expected none; the first: micro-batch first, forward"));
+  EXPECT_THAT(outcome.out, Says("micro-batch first, forward: unit model.embed_tokens is gathered "
+                                "while it is gathered\n",
+                                "is used before the wait for its gather\n", " findings\n"));
+  EXPECT_THAT(plan(folder, {"--compile.plan", "plan.json"}),
+              Exits(2, "faults, expected none; the first: micro-batch first, forward"));
 }
 
 TEST(PlanVerb, RefusesPlansOfOthersAndFilesThatAreNone) {
-  const testing::TemporaryFolder folder;
-  write_run(folder);
+  const WideRun folder;
   const auto text = plan(folder, {"--json"}).out;
   const auto whole = json::parse(text);
   const auto refused = [&](const std::string& file, const Words& more = {}) {
     folder.write("plan.json", file);
-    Words words{"--check", "plan.json"};
-    words.insert(words.end(), more.begin(), more.end());
+    const auto words = joined({"--check", "plan.json"}, more);
     const Outcome outcome = plan(folder, words);
     EXPECT_EQ(outcome.code, 2) << outcome.out;
     EXPECT_EQ(outcome.out, "");
@@ -343,47 +310,40 @@ TEST(PlanVerb, RefusesPlansOfOthersAndFilesThatAreNone) {
     other[json::json_pointer(pointer)] = value;
     return refused(other.dump());
   };
-  EXPECT_THAT(with("/made_for/torch", "1.0"), HasSubstr("a plan for torch 1.0, expected "));
-  EXPECT_THAT(with("/made_for/model", "7"), HasSubstr("hash 7, expected "));
-  EXPECT_THAT(with("/made_for/tokens", 8), HasSubstr("tokens of a micro-batch on a rank: 8"));
+  EXPECT_THAT(with("/made_for/torch", "1.0"), Says("a plan for torch 1.0, expected "));
+  EXPECT_THAT(with("/made_for/model", "7"), Says("hash 7, expected "));
+  EXPECT_THAT(with("/made_for/tokens", 8), Says("tokens of a micro-batch on a rank: 8"));
   folder.write("plan.json", text);
-  const Outcome larger = plan(folder, {"--check", "plan.json"}, "4");
-  EXPECT_EQ(larger.code, 2);
-  EXPECT_THAT(larger.err, HasSubstr("a world of 2, expected 4"));
+  EXPECT_THAT(plan(folder, {"--check", "plan.json"}, "4"), Exits(2, "a world of 2, expected 4"));
   EXPECT_THAT(refused(text, {"--training.global_batch_size", "8"}),
-              HasSubstr("micro-batches a step: 2, expected 4"));
+              Says("micro-batches a step: 2, expected 4"));
   EXPECT_THAT(with("/record/0/parts/0/units/1", 2),
-              HasSubstr("a plan of another step: forward 1, entry 2 of "));
-  EXPECT_THAT(
-      with("/choices/offload", {1}),
-      HasSubstr("'offload': found a list, expected an empty list, since optimizer state is"));
-  EXPECT_THAT(refused(text.substr(0, text.size() / 2)), HasSubstr("malformed JSON at byte"));
-  EXPECT_THAT(with("/units/1/bytes", -1), HasSubstr("'bytes': found '-1'"));
-  EXPECT_THAT(with("/units/1/lenders", {1}), HasSubstr("'plan.json': 'units': found unit " +
-                                                       units[1] + ", whose lender is itself"));
+              Says("a plan of another step: forward 1, entry 2 of "));
+  EXPECT_THAT(with("/choices/offload", {1}),
+              Says("'offload': found a list, expected an empty list, since optimizer state is"));
+  EXPECT_THAT(refused(text.substr(0, text.size() / 2)), Says("malformed JSON at byte"));
+  EXPECT_THAT(with("/units/1/bytes", -1), Says("'bytes': found '-1'"));
+  EXPECT_THAT(with("/units/1/lenders", {1}),
+              Says("'plan.json': 'units': found unit " + units[1] + ", whose lender is itself"));
   auto mutual = whole;
   mutual["units"][1]["lenders"] = {2};
   mutual["units"][2]["lenders"] = {1};
-  EXPECT_THAT(refused(mutual.dump()), HasSubstr("found unit " + units[1] + ", whose lender " +
-                                                units[2] + " borrows of it in turn"));
-  const Outcome followed = plan(folder, {"--compile.plan", "plan.json"});
-  EXPECT_EQ(followed.code, 2);
-  EXPECT_THAT(followed.err, HasSubstr("borrows of it in turn"));
+  EXPECT_THAT(refused(mutual.dump()), Says("found unit " + units[1] + ", whose lender " + units[2] +
+                                           " borrows of it in turn"));
+  EXPECT_THAT(plan(folder, {"--compile.plan", "plan.json"}), Exits(2, "borrows of it in turn"));
   EXPECT_THAT(plan(folder, {"--check", "absent.json"}).err,
-              HasSubstr("--check: cannot open 'absent.json'"));
+              Says("--check: cannot open 'absent.json'"));
   EXPECT_THAT(plan(folder, {"--profile", "absent.json"}).err,
-              HasSubstr("--profile: cannot open 'absent.json'"));
+              Says("--profile: cannot open 'absent.json'"));
 }
 
 // Naive: a check that looks at the file alone, and says 0 findings of what the run then refuses.
 TEST(PlanVerb, TheCheckFindsWhateverTheRunRefuses) {
-  const testing::TemporaryFolder folder;
-  write_run(folder);
+  const WideRun folder;
   const auto make = [&](const char* file, const Words& more) {
     Words words = more;
     words.emplace_back("--json");
-    const Outcome made = plan(folder, words);
-    ASSERT_EQ(made.code, 0) << made.err;
+    const Outcome made = succeeded(plan(folder, words));
     folder.write(file, made.out);
   };
   const auto below = plan(folder, {"--compile.memory_budget", "1000"});
@@ -413,17 +373,14 @@ TEST(PlanVerb, TheCheckFindsWhateverTheRunRefuses) {
        " kept until: not, expected update, as its reshard_after_forward says, which is off"},
   };
   for (const auto& [file, words, says] : cases) {
-    Words check{"--check", file};
-    check.insert(check.end(), words.begin(), words.end());
+    const auto check = joined({"--check", file}, words);
     const Outcome checked = plan(folder, check);
     EXPECT_EQ(checked.code, 3) << says << checked.out << checked.err;
-    EXPECT_THAT(checked.out, AllOf(HasSubstr("found a plan "), HasSubstr(says)));
+    EXPECT_THAT(checked.out, Says("found a plan ", says));
     Words train{"train", "run.toml", "--nproc", "2", "--compile.mode", "plan", "--compile.plan"};
     train.emplace_back(file);
     train.insert(train.end(), words.begin(), words.end());
-    const Outcome refused = run_program(folder, train);
-    EXPECT_EQ(refused.code, 2) << says;
-    EXPECT_THAT(refused.err, HasSubstr(says));
+    EXPECT_THAT(run_program(folder, train), Exits(2, says)) << says;
   }
   // Each of them is a plan that holds, of the run that it was made for.
   const std::pair<const char*, Words> right[]{
@@ -432,16 +389,14 @@ TEST(PlanVerb, TheCheckFindsWhateverTheRunRefuses) {
       {"tight.json", tight},
       {"recomputes.json", {"--activation_checkpoint.mode", "full"}}};
   for (const auto& [file, words] : right) {
-    Words check{"--check", file};
-    check.insert(check.end(), words.begin(), words.end());
+    const auto check = joined({"--check", file}, words);
     EXPECT_EQ(plan(folder, check).code, 0) << file;
   }
 }
 
 // Naive: the actions alone are looked at, and keys that nobody knows are passed over.
 TEST(PlanVerb, FindsChoicesThatActionsDoNotFollowAndKeysOfNobody) {
-  const testing::TemporaryFolder folder;
-  write_run(folder);
+  const WideRun folder;
   const auto whole = json::parse(plan(folder, {"--json"}).out);
   const auto checked = [&](const json& edited) {
     folder.write("plan.json", edited.dump());
@@ -451,7 +406,7 @@ TEST(PlanVerb, FindsChoicesThatActionsDoNotFollowAndKeysOfNobody) {
   ahead["choices"]["ahead_in_forward"] = 4000;
   auto outcome = checked(ahead);
   EXPECT_EQ(outcome.code, 3) << outcome.err;
-  EXPECT_THAT(outcome.out, HasSubstr("computes, where 4000 units ahead were chosen\n"));
+  EXPECT_THAT(outcome.out, Says("computes, where 4000 units ahead were chosen\n"));
   auto never = whole;
   for (auto& [name, passes] : never["stages"][0]["micro_batches"].items()) {
     for (auto& action : passes["backward"]["actions"]) {
@@ -460,18 +415,17 @@ TEST(PlanVerb, FindsChoicesThatActionsDoNotFollowAndKeysOfNobody) {
   }
   outcome = checked(never);
   EXPECT_EQ(outcome.code, 3) << outcome.err;
-  EXPECT_THAT(outcome.out, HasSubstr("micro-batch last, backward: unit model.layers.0 is never "
-                                     "reduced\n"));
+  EXPECT_THAT(outcome.out, Says("micro-batch last, backward: unit model.layers.0 is never "
+                                "reduced\n"));
   auto key = whole;
   key["choices"]["ahead_in_foward"] = 2;
   outcome = checked(key);
   EXPECT_EQ(outcome.code, 2) << outcome.out;
-  EXPECT_THAT(outcome.err, HasSubstr("'choices': found 'ahead_in_foward', expected none but "));
+  EXPECT_THAT(outcome.err, Says("'choices': found 'ahead_in_foward', expected none but "));
 }
 
 TEST(PlanVerb, AProfileGivesTimes) {
-  const testing::TemporaryFolder folder;
-  write_run(folder);
+  const WideRun folder;
   json units = json::array();
   const json whole = json::parse(plan(folder, {"--json"}).out);
   for (const auto& unit : whole["units"]) {
@@ -486,17 +440,14 @@ TEST(PlanVerb, AProfileGivesTimes) {
                   {"collective", {{"latency_ms", 0.125}, {"ms_per_byte", 0.0}}},
                   {"units", units}};
   folder.write("profile.json", profile.dump());
-  const Outcome outcome = plan(folder, {"--profile", "profile.json"});
-  ASSERT_EQ(outcome.code, 0) << outcome.err;
-  EXPECT_THAT(outcome.out, HasSubstr("a step by the profile: "));
+  const Outcome outcome = succeeded(plan(folder, {"--profile", "profile.json"}));
   EXPECT_THAT(outcome.out,
-              HasSubstr("of which computing " + std::to_string(2 * 3 * units.size()) + ".00"));
-  EXPECT_THAT(outcome.out, Not(HasSubstr("nothing was measured")));
+              Says("a step by the profile: ",
+                   "of which computing " + std::to_string(2 * 3 * units.size()) + ".00"));
+  EXPECT_THAT(outcome.out, Not(Says("nothing was measured")));
   profile["units"].erase(1);
   folder.write("profile.json", profile.dump());
-  const Outcome lacks = plan(folder, {"--profile", "profile.json"});
-  EXPECT_EQ(lacks.code, 2);
-  EXPECT_THAT(lacks.err, HasSubstr("found no costs of unit '"));
+  EXPECT_THAT(plan(folder, {"--profile", "profile.json"}), Exits(2, "found no costs of unit '"));
 }
 
 std::vector<double> losses(const std::filesystem::path& metrics) {
@@ -506,63 +457,46 @@ std::vector<double> losses(const std::filesystem::path& metrics) {
   return found;
 }
 
+/// Of two ranks, in run.toml.
+Words planned_training(const std::string& run, int steps) {
+  return joined({"train", "run.toml", "--nproc", "2", "--job.dump_folder", run},
+                {"--training.steps", std::to_string(steps), "--checkpoint.enable", "false"});
+}
+
 // A run follows a plan that was made before it, to the same losses, measures itself where it is to
 // choose, and is refused before a step where the plan is another's.
 TEST(PlannedRun, FollowsAPlanOutOfAFileAndMeasuresItself) {
-  const testing::TemporaryFolder folder;
-  write_run(folder);
+  const WideRun folder;
   const auto train = [&](const std::string& run, const Words& more) {
-    Words words{"train",
-                "run.toml",
-                "--nproc",
-                "2",
-                "--job.dump_folder",
-                run,
-                "--training.steps",
-                "5",
-                "--checkpoint.enable",
-                "false"};
-    words.insert(words.end(), more.begin(), more.end());
-    return run_program(folder, words);
+    return run_program(folder, joined(planned_training(run, 5), more));
   };
   ASSERT_EQ(train("off", {}).code, 0);
   const auto expected = losses(folder / "off/metrics/metrics.jsonl");
   ASSERT_EQ(expected.size(), 5U);
-  const auto made = plan(folder, {"--json", "--compile.memory_budget", "100000000"});
-  ASSERT_EQ(made.code, 0) << made.err;
+  const auto made = succeeded(plan(folder, {"--json", "--compile.memory_budget", "100000000"}));
   folder.write("plan.json", made.out);
-  const Outcome given = train("given", {"--compile.mode", "plan", "--compile.plan", "plan.json"});
-  EXPECT_EQ(given.code, 0) << given.err;
+  const Outcome given =
+      succeeded(train("given", {"--compile.mode", "plan", "--compile.plan", "plan.json"}));
   EXPECT_EQ(losses(folder / "given/metrics/metrics.jsonl"), expected);
 
-  const Outcome chosen =
-      train("chosen", {"--compile.mode", "plan", "--compile.memory_budget", "100000000"});
-  EXPECT_EQ(chosen.code, 0) << chosen.err;
+  const Outcome chosen = succeeded(
+      train("chosen", {"--compile.mode", "plan", "--compile.memory_budget", "100000000"}));
   EXPECT_EQ(losses(folder / "chosen/metrics/metrics.jsonl"), expected);
-  const Outcome timed = plan(folder, {"--profile", "chosen/metrics/profile.json"});
-  EXPECT_EQ(timed.code, 0) << timed.err;
-  EXPECT_THAT(timed.out, HasSubstr("a step by the profile: "));
+  const Outcome timed = succeeded(plan(folder, {"--profile", "chosen/metrics/profile.json"}));
+  EXPECT_THAT(timed.out, Says("a step by the profile: "));
 
-  const Outcome other = train("other", {"--compile.mode", "plan", "--compile.plan", "plan.json",
-                                        "--training.global_batch_size", "8"});
-  EXPECT_EQ(other.code, 2);
-  EXPECT_THAT(other.err, HasSubstr("micro-batches a step: 2, expected 4"));
-  const Outcome below =
-      train("below", {"--compile.mode", "plan", "--compile.memory_budget", "1000"});
-  EXPECT_EQ(below.code, 2);
-  EXPECT_THAT(below.err, HasSubstr("compile.memory_budget: found 1000 bytes a rank, expected at"));
+  EXPECT_THAT(train("other", {"--compile.mode", "plan", "--compile.plan", "plan.json",
+                              "--training.global_batch_size", "8"}),
+              Exits(2, "micro-batches a step: 2, expected 4"));
+  EXPECT_THAT(train("below", {"--compile.mode", "plan", "--compile.memory_budget", "1000"}),
+              Exits(2, "compile.memory_budget: found 1000 bytes a rank, expected at"));
 }
 
 // Naive: blocks that a plan without replays would not have.
 TEST(PlannedRun, ReplayedTellsWhatItsBlocksTake) {
-  const testing::TemporaryFolder folder;
-  write_run(folder);
+  const WideRun folder;
   const auto trained = [&](const std::string& run, const Words& more) {
-    Words words{"train", "run.toml", "--nproc", "2", "--job.dump_folder", run};
-    words.insert(words.end(), {"--training.steps", "7", "--checkpoint.enable", "false"});
-    words.insert(words.end(), more.begin(), more.end());
-    const auto outcome = run_program(folder, words);
-    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    succeeded(run_program(folder, joined(planned_training(run, 7), more)));
     return losses(folder / (run + "/metrics/metrics.jsonl"));
   };
   const Words replay{"--compile.mode", "replay"};
@@ -582,21 +516,19 @@ TEST(PlannedRun, ReplayedTellsWhatItsBlocksTake) {
   ASSERT_EQ(counted.code, 0) << counted.err;
   EXPECT_GT(number_after(counted.out, "blocks of replayed regions, of these: at most "), entries);
   EXPECT_GT(entries, 0);
-  EXPECT_THAT(not_counted.out, Not(HasSubstr("blocks of replayed regions")));
+  EXPECT_THAT(not_counted.out, Not(Says("blocks of replayed regions")));
   const auto all = [](const Outcome& of) { return number_after(of.out, "; in all at most "); };
   EXPECT_GT(all(counted), all(not_counted));
 }
 
 // Naive: steps in which regions are recorded and compared, three times as long, are what is measured.
 TEST(PlannedRun, MeasuresNoStepThatRecords) {
-  const testing::TemporaryFolder folder;
-  write_run(folder);
+  const WideRun folder;
   const auto chosen_at = [&](const std::string& mode) {
-    const auto run = run_program(
+    const auto run = succeeded(run_program(
         folder, {"train", "run.toml", "--nproc", "2", "--job.dump_folder", mode, "--training.steps",
                  "8", "--training.local_batch_size", "2", "--training.global_batch_size", "4",
-                 "--checkpoint.enable", "false", "--compile.mode", mode});
-    EXPECT_EQ(run.code, 0) << run.err;
+                 "--checkpoint.enable", "false", "--compile.mode", mode}));
     return number_after(run.err, "plan: step ");
   };
   EXPECT_EQ(chosen_at("plan"), 6);
@@ -607,45 +539,28 @@ TEST(PlannedRun, MeasuresNoStepThatRecords) {
 // The least of any plan has every layer recomputed, and says so; a run within it has the losses of
 // one that recomputes nothing.
 TEST(PlannedRun, RecomputesWhatDoesNotFit) {
-  const testing::TemporaryFolder folder;
-  write_run(folder);
+  const WideRun folder;
   const auto below = plan(folder, {"--compile.memory_budget", "1000"});
   const auto least = number_after(below.err, "expected at least ");
   const auto fixed = number_after(below.err, ", of which ");
   const auto budget = std::to_string(least);
-  const Outcome shown = plan(folder, {"--compile.memory_budget", budget, "--actions"});
-  ASSERT_EQ(shown.code, 0) << shown.err;
-  EXPECT_THAT(
-      shown.out,
-      AllOf(HasSubstr("    recomputed, full: leaves "), HasSubstr(" of activations to others"),
-            HasSubstr("while model.layers.0 computes: recompute model.layers.0 (full: "),
-            ContainsRegex(" units? recomputed; in all at most ")));
+  const Outcome shown = succeeded(plan(folder, {"--compile.memory_budget", budget, "--actions"}));
+  EXPECT_THAT(shown.out,
+              AllOf(Says("    recomputed, full: leaves "), Says(" of activations to others"),
+                    Says("while model.layers.0 computes: recompute model.layers.0 (full: "),
+                    ContainsRegex(" units? recomputed; in all at most ")));
   EXPECT_LE(number_after(shown.out, "place by place: at most ") +
                 number_after(shown.out, "activations of a micro-batch: at most ") + fixed,
             least);
   const auto made = plan(folder, {"--compile.memory_budget", budget, "--json"});
   folder.write("plan.json", made.out);
-  EXPECT_THAT(plan(folder, {"--check", "plan.json"}).out, HasSubstr("'plan.json': 0 findings"));
+  EXPECT_THAT(plan(folder, {"--check", "plan.json"}).out, Says("'plan.json': 0 findings"));
   // Of a run whose key binds every layer it is another's.
-  const Outcome bound =
-      plan(folder, {"--check", "plan.json", "--activation_checkpoint.mode", "none"});
-  EXPECT_EQ(bound.code, 2);
-  EXPECT_THAT(bound.err, HasSubstr("recomputed by: user, plan"));
+  EXPECT_THAT(plan(folder, {"--check", "plan.json", "--activation_checkpoint.mode", "none"}),
+              Exits(2, "recomputed by: user, plan"));
 
   const auto train = [&](const std::string& run, const Words& more) {
-    Words words{"train",
-                "run.toml",
-                "--nproc",
-                "2",
-                "--job.dump_folder",
-                run,
-                "--training.steps",
-                "5",
-                "--checkpoint.enable",
-                "false"};
-    words.insert(words.end(), more.begin(), more.end());
-    const Outcome outcome = run_program(folder, words);
-    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    succeeded(run_program(folder, joined(planned_training(run, 5), more)));
     return losses(folder / (run + "/metrics/metrics.jsonl"));
   };
   const auto expected = train("off", {});
@@ -656,8 +571,7 @@ TEST(PlannedRun, RecomputesWhatDoesNotFit) {
 }
 
 TEST(PlanVerb, RefusesWhatIsNotThereYetByItsKey) {
-  const testing::TemporaryFolder folder;
-  write_run(folder);
+  const WideRun folder;
   const std::vector<std::pair<Words, std::string>> cases{
       {{"--compile.passes", "recompute"}, "found recompute without compile.memory_budget"},
       {{"--compile.passes", "recompute", "--compile.memory_budget", "90%",
@@ -684,13 +598,11 @@ TEST(PlanVerb, RefusesWhatIsNotThereYetByItsKey) {
     const Outcome outcome = plan(folder, words);
     EXPECT_EQ(outcome.code, 2) << says << outcome.out;
     EXPECT_EQ(outcome.out, "") << says;
-    EXPECT_THAT(outcome.err, HasSubstr(says));
+    EXPECT_THAT(outcome.err, Says(says));
   }
-  const Outcome trained =
-      run_program(folder, {"train", "run.toml", "--compile.mode", "plan",
-                           "--parallelism.pipeline_parallel_degree", "2", "--nproc", "2"});
-  EXPECT_EQ(trained.code, 2);
-  EXPECT_THAT(trained.err, HasSubstr("compile.mode: found plan with pipeline_parallel_degree 2"));
+  EXPECT_THAT(run_program(folder, {"train", "run.toml", "--compile.mode", "plan",
+                                   "--parallelism.pipeline_parallel_degree", "2", "--nproc", "2"}),
+              Exits(2, "compile.mode: found plan with pipeline_parallel_degree 2"));
 }
 
 }  // namespace

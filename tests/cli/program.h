@@ -6,10 +6,8 @@
 #include <cstdlib>
 #include <fstream>
 #include <iterator>
-#include <string>
-#include <vector>
 
-#include "unit/io/temporary_folder.h"
+#include "support/temporary_folder.h"
 
 namespace tessera::cli {
 
@@ -19,6 +17,22 @@ struct Outcome {
   std::string err;
 };
 
+inline void PrintTo(const Outcome& outcome, std::ostream* out) {
+  *out << "exit code " << outcome.code << "\n" << outcome.out << outcome.err;
+}
+
+/// Matches an Outcome with this code that says all of the texts on standard error.
+template <class... Texts>
+auto Exits(int code, const Texts&... texts) {
+  return AllOf(::testing::Field("code", &Outcome::code, code),
+               ::testing::Field("err", &Outcome::err, Says(texts...)));
+}
+
+inline Outcome succeeded(Outcome outcome) {
+  EXPECT_THAT(outcome, Exits(0));
+  return outcome;
+}
+
 inline std::string read_file(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary);
   return {std::istreambuf_iterator<char>(file), {}};
@@ -27,8 +41,7 @@ inline std::string read_file(const std::filesystem::path& path) {
 /// `environment` stands in front of the command ("RANK=0 WORLD_SIZE=2"). One thread a rank: tests
 /// share the machine. The launcher's own variables are cleared. `standard_output` is the shell's
 /// redirection; any other leaves `out` empty.
-inline Outcome run_program(const testing::TemporaryFolder& folder,
-                           const std::vector<std::string>& words,
+inline Outcome run_program(const TemporaryFolder& folder, const std::vector<std::string>& words,
                            const std::string& environment = "",
                            const std::string& standard_output = "> stdout.txt") {
   std::string command =
@@ -46,17 +59,19 @@ inline Outcome run_program(const testing::TemporaryFolder& folder,
   return outcome;
 }
 
-/// A model of one layer, a page of text, and run.toml that trains three steps on it.
-inline void write_small_run(const testing::TemporaryFolder& folder) {
-  folder.write("model.json", R"({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
+/// A folder with a model of one layer, a page of text, and run.toml that trains three steps on it.
+class SmallRun : public TemporaryFolder {
+ public:
+  SmallRun() {
+    write("model.json", R"({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
     "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
     "head_dim": 8, "intermediate_size": 32, "hidden_act": "silu", "vocab_size": 260,
     "max_position_embeddings": 64, "rope_theta": 10000.0, "rms_norm_eps": 1e-06,
     "attention_bias": false, "tie_word_embeddings": false, "initializer_range": 0.02})");
-  std::string text;
-  for (int line = 0; line < 60; ++line) text += "line " + std::to_string(line) + " of a page.\n";
-  folder.write("page.txt", text);
-  folder.write("run.toml", R"([model]
+    std::string text;
+    for (int line = 0; line < 60; ++line) text += "line " + std::to_string(line) + " of a page.\n";
+    write("page.txt", text);
+    write("run.toml", R"([model]
 config = "model.json"
 [data]
 path = "page.txt"
@@ -69,6 +84,14 @@ param_dtype = "float32"
 [optimizer]
 lr = 0.01
 )");
+  }
+};
+
+/// Both, one behind the other.
+inline std::vector<std::string> joined(std::vector<std::string> words,
+                                       const std::vector<std::string>& more) {
+  words.insert(words.end(), more.begin(), more.end());
+  return words;
 }
 
 }  // namespace tessera::cli

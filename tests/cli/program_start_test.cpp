@@ -1,10 +1,8 @@
 // The start of processes of the program: executed once more with libgomp's variables or not, under
 // any parent; their names in `ps`; and the number of their threads.
-#include <gtest/gtest.h>
 #include <signal.h>
 
 #include <fstream>
-#include <map>
 #include <optional>
 #include <sstream>
 
@@ -13,11 +11,10 @@
 #include "cli/saving_run.h"
 #include "launch/rank_variables.h"
 #include "support/process.h"
+#include "support/test.h"
 
 namespace tessera::cli::program_start_test {
 namespace {
-
-using testing::TemporaryFolder;
 
 std::vector<std::string> split(const std::string& text, char between) {
   std::vector<std::string> parts;
@@ -41,7 +38,6 @@ std::string name_in_ps(pid_t pid) { return split(proc_file(pid, "comm"), '\n').a
 /// A run that does not end by itself, in a folder whose name wants quoting.
 struct LongRun {
   LongRun(Starter starter, int ranks, const Variables& variables) {
-    write_small_run(folder);
     words = started_by(starter, ranks,
                        {"train", "run.toml", "--job.dump_folder", "a run's \"föld er\" $HOME",
                         "--training.steps", "1000000", "--metrics.log_freq", "100000"});
@@ -61,7 +57,7 @@ struct LongRun {
     EXPECT_EQ(process->wait(kLong), 0) << process->err();
   }
 
-  TemporaryFolder folder;
+  SmallRun folder;
   Words words;
   std::optional<Process> process;
 };
@@ -131,11 +127,9 @@ TEST(ProcessFiles, AreEmptyOnceTheProcessHasEnded) {
 
 /// "2 threads a rank" of the banner.
 std::string threads_of(const std::string& ranks, const std::string& environment) {
-  const TemporaryFolder folder;
-  write_small_run(folder);
-  const Outcome outcome = run_program(
-      folder, {"train", "run.toml", "--nproc", ranks, "--training.steps", "1"}, environment);
-  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  const SmallRun folder;
+  const Outcome outcome = succeeded(run_program(
+      folder, {"train", "run.toml", "--nproc", ranks, "--training.steps", "1"}, environment));
   const auto device = lines_with(outcome.err, " device ");
   EXPECT_EQ(device.size(), 1U) << outcome.err;
   return device.empty() ? "" : device[0].substr(device[0].rfind(',') + 2);

@@ -1,6 +1,5 @@
 // The progress line, on a terminal and without one.
 #include <fcntl.h>
-#include <gmock/gmock.h>
 #include <stdlib.h>
 #include <sys/ioctl.h>
 #include <termios.h>
@@ -9,11 +8,10 @@
 #include <thread>
 
 #include "cli/program.h"
+#include "support/test.h"
 
 namespace tessera::cli::progress_test {
 namespace {
-
-using ::testing::HasSubstr;
 
 /// What a terminal of 100 columns has received.
 class Terminal {
@@ -74,7 +72,7 @@ std::vector<std::string> screen(const std::string& received) {
   return lines;
 }
 
-Outcome run_on(Terminal& terminal, const testing::TemporaryFolder& folder,
+Outcome run_on(Terminal& terminal, const TemporaryFolder& folder,
                const std::vector<std::string>& words, bool also_stdout) {
   std::string command =
       "cd '" + folder.path().string() + "' && OMP_NUM_THREADS=1 timeout 60 '" + TESSERA_PROGRAM "'";
@@ -90,30 +88,25 @@ Outcome run_on(Terminal& terminal, const testing::TemporaryFolder& folder,
 }
 
 TEST(ProgressLine, ShowsEveryStepAndIsGoneAtTheEnd) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   for (const std::string ranks : {"1", "2"}) {
     Terminal terminal;
-    const Outcome outcome =
+    const Outcome outcome = succeeded(
         run_on(terminal, folder, {"train", "run.toml", "--nproc", ranks, "--metrics.log_freq", "2"},
-               false);
-    ASSERT_EQ(outcome.code, 0) << outcome.err;
-    EXPECT_THAT(outcome.err, HasSubstr("\r\x1B[Kstep 1 of 3   33 %  loss 5."));
-    EXPECT_THAT(outcome.err, HasSubstr("\r\x1B[Kstep 2 of 3   67 %  loss 5."));
-    EXPECT_THAT(outcome.err, HasSubstr(" left"));
+               false));
+    EXPECT_THAT(outcome.err, Says("\r\x1B[Kstep 1 of 3   33 %  loss 5.",
+                                  "\r\x1B[Kstep 2 of 3   67 %  loss 5.", " left"));
     for (const std::string& line : screen(outcome.err)) {
-      EXPECT_THAT(line, ::testing::Not(HasSubstr("step 3 of"))) << "cleared";
+      EXPECT_THAT(line, Not(Says("step 3 of"))) << "cleared";
     }
     EXPECT_EQ(outcome.out.find('\x1B'), std::string::npos) << "stdout is for other programs";
   }
 }
 
 TEST(ProgressLine, DoesNotMixWithStepLinesOnTheSameTerminal) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   Terminal terminal;
-  const Outcome outcome = run_on(terminal, folder, {"train", "run.toml"}, true);
-  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  const Outcome outcome = succeeded(run_on(terminal, folder, {"train", "run.toml"}, true));
   int steps = 0;
   for (const std::string& line : screen(outcome.err)) {
     const bool is_step = line.starts_with("step: ");
@@ -125,8 +118,7 @@ TEST(ProgressLine, DoesNotMixWithStepLinesOnTheSameTerminal) {
 }
 
 TEST(ProgressLine, AnErrorHasALineOfItsOwn) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   // The update makes weights that are not finite: the second step is refused.
   Terminal terminal;
   const Outcome outcome =
@@ -140,8 +132,7 @@ TEST(ProgressLine, AnErrorHasALineOfItsOwn) {
 }
 
 TEST(ProgressLine, AFailingRankOfSeveralHasItsErrorOnALineOfItsOwn) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   Terminal terminal;
   const Outcome outcome = run_on(
       terminal, folder,
@@ -159,24 +150,20 @@ TEST(ProgressLine, AFailingRankOfSeveralHasItsErrorOnALineOfItsOwn) {
 }
 
 TEST(ProgressLine, IsSilentWhereStderrIsNoTerminal) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
-  const Outcome outcome = run_program(folder, {"train", "run.toml"});
-  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  const SmallRun folder;
+  const Outcome outcome = succeeded(run_program(folder, {"train", "run.toml"}));
   EXPECT_EQ(outcome.err.find('\r'), std::string::npos);
   EXPECT_EQ(outcome.err.find("step 1 of"), std::string::npos);
 }
 
 TEST(ProfileFlag, PrintsATableAtTheEndAndWritesIt) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
-  const Outcome outcome = run_program(
-      folder, {"train", "run.toml", "--profile", "--nproc", "2", "--job.dump_folder", "run"});
-  ASSERT_EQ(outcome.code, 0) << outcome.err;
-  EXPECT_THAT(outcome.err, HasSubstr("where a step goes (rank 0, mean of 1 step(s)"));
+  const SmallRun folder;
+  const Outcome outcome = succeeded(run_program(
+      folder, {"train", "run.toml", "--profile", "--nproc", "2", "--job.dump_folder", "run"}));
+  EXPECT_THAT(outcome.err, Says("where a step goes (rank 0, mean of 1 step(s)"));
   for (const char* kind : {"products", "other kernels", "waiting for communication", "optimizer",
                            "own code", "a step"}) {
-    EXPECT_THAT(outcome.err, HasSubstr(std::string("\n  ") + kind + " "));
+    EXPECT_THAT(outcome.err, Says(std::string("\n  ") + kind + " "));
   }
   EXPECT_TRUE(std::filesystem::exists(folder / "run/profile.json"));
   EXPECT_EQ(outcome.out.find("products"), std::string::npos) << "stdout has step lines only";

@@ -1,14 +1,11 @@
 // What the program refuses: exit code 2, one line on stderr that names the key, nothing on stdout.
-#include <gmock/gmock.h>
 
 #include "cli/program.h"
+#include "support/test.h"
 
 namespace tessera::cli::refusal_test {
 namespace {
 
-using ::testing::HasSubstr;
-using ::testing::Not;
-using ::testing::StartsWith;
 using Words = std::vector<std::string>;
 
 struct Refused {
@@ -20,8 +17,7 @@ struct Refused {
 class Refusals : public ::testing::TestWithParam<Refused> {};
 
 TEST_P(Refusals, AreExitCodeTwoAndOneLine) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   folder.write("broken.toml", "[training]\nsteps = = 3\n");
   folder.write("torn.safetensors", "{");
   folder.write("empty.txt", "");
@@ -35,18 +31,14 @@ TEST_P(Refusals, AreExitCodeTwoAndOneLine) {
   const Outcome outcome = run_program(folder, GetParam().words, GetParam().environment);
   EXPECT_EQ(outcome.code, 2) << outcome.err;
   EXPECT_EQ(outcome.out, "");
-  EXPECT_THAT(outcome.err, HasSubstr(GetParam().says));
+  EXPECT_THAT(outcome.err, Says(GetParam().says));
   const std::string last = outcome.err.substr(outcome.err.rfind('\n', outcome.err.size() - 2) + 1);
   EXPECT_THAT(last, StartsWith("tessera: ")) << "the error stands last";
-  EXPECT_THAT(last, HasSubstr(GetParam().says)) << "on one line";
-  EXPECT_THAT(outcome.err, Not(HasSubstr("run folder"))) << "none is left to be said";
+  EXPECT_THAT(last, Says(GetParam().says)) << "on one line";
+  EXPECT_THAT(outcome.err, Not(Says("run folder"))) << "none is left to be said";
 }
 
-Words train(const Words& more) {
-  Words words{"train", "run.toml"};
-  words.insert(words.end(), more.begin(), more.end());
-  return words;
-}
+Words train(const Words& more) { return joined({"train", "run.toml"}, more); }
 
 INSTANTIATE_TEST_SUITE_P(
     Commands, Refusals,

@@ -1,5 +1,4 @@
 // Whose a run's folder is: one run at a time, and the attempts of a launcher that restarts it.
-#include <gmock/gmock.h>
 #include <signal.h>
 
 #include "cli/program.h"
@@ -7,29 +6,20 @@
 #include "io/folder.h"
 #include "support/free_port.h"
 #include "support/process.h"
+#include "support/test.h"
 
 namespace tessera::cli::run_folder_test {
 namespace {
 
 namespace fs = std::filesystem;
 using std::chrono::minutes;
-using ::testing::AllOf;
-using ::testing::HasSubstr;
-using testing::TemporaryFolder;
 
 constexpr minutes kPatience{2};
 
 Words train(int steps, const Words& more = {}) {
-  Words words{"train",
-              "run.toml",
-              "--training.steps",
-              std::to_string(steps),
-              "--metrics.log_freq",
-              "1000000",
-              "--checkpoint.interval",
-              "20"};
-  words.insert(words.end(), more.begin(), more.end());
-  return words;
+  return joined({"train", "run.toml", "--training.steps", std::to_string(steps),
+                 "--metrics.log_freq", "1000000", "--checkpoint.interval", "20"},
+                more);
 }
 
 Words on_two_ranks(int steps, const Words& more = {}) {
@@ -38,8 +28,6 @@ Words on_two_ranks(int steps, const Words& more = {}) {
 
 class RunFolder : public ::testing::Test {
  protected:
-  void SetUp() override { write_small_run(folder_); }
-
   void wait_for_steps(const std::string& run, std::size_t steps) const {
     ASSERT_TRUE(wait_until(minutes(1), [&] { return losses(folder_ / run).size() >= steps; }));
   }
@@ -53,7 +41,7 @@ class RunFolder : public ::testing::Test {
     return Process(folder / name, words);
   }
 
-  const TemporaryFolder folder_;
+  const SmallRun folder_;
 };
 
 TEST_F(RunFolder, OfARunIsRefusedToAnotherUntilThatIsGone) {
@@ -66,10 +54,9 @@ TEST_F(RunFolder, OfARunIsRefusedToAnotherUntilThatIsGone) {
     ASSERT_EQ(ranks.size(), 2U);
     auto second = elsewhere("second", on_two_ranks(40, {"--job.dump_folder", run}));
     EXPECT_EQ(second.wait(kPatience), 2) << second.err();
-    EXPECT_THAT(second.last_error_line(),
-                AllOf(HasSubstr("'" + run + "': found in use by process " +
-                                std::to_string(ranks.at(0)) + " on "),
-                      HasSubstr("set another job.dump_folder")));
+    EXPECT_THAT(second.last_error_line(), Says("'" + run + "': found in use by process " +
+                                                   std::to_string(ranks.at(0)) + " on ",
+                                               "set another job.dump_folder"));
     // The first one's files are as they were: it goes on writing them.
     const auto steps = losses(folder_ / "run").size();
     wait_for_steps("run", steps + 5);
@@ -96,8 +83,7 @@ TEST_F(RunFolder, FoldersElsewhereAreOneRunsToo) {
       Process refused(folder_.path(), words);
       EXPECT_EQ(refused.wait(kPatience), 2);
       EXPECT_THAT(refused.last_error_line(),
-                  AllOf(HasSubstr("'" + shared + "': found in use by process "),
-                        HasSubstr("set another " + key)));
+                  Says("'" + shared + "': found in use by process ", "set another " + key));
     }
     Process taken(folder_.path(), words);
     EXPECT_EQ(taken.wait(kPatience), 0) << taken.err();
@@ -111,8 +97,8 @@ TEST_F(RunFolder, FoldersInsideARunAreItsOwnToo) {
     const std::string inside = (folder_ / "run" / name).string();
     auto second = elsewhere("second", on_two_ranks(40, {"--" + name + ".folder", inside}));
     EXPECT_EQ(second.wait(kPatience), 2) << second.err();
-    EXPECT_THAT(second.last_error_line(), AllOf(HasSubstr("'" + inside + "': found in use by"),
-                                                HasSubstr("set another " + name + ".folder")));
+    EXPECT_THAT(second.last_error_line(),
+                Says("'" + inside + "': found in use by", "set another " + name + ".folder"));
   }
   const auto steps = losses(folder_ / "run").size();
   wait_for_steps("run", steps + 5);
@@ -124,8 +110,7 @@ class EndedRun : public RunFolder {
  protected:
   void SetUp() override {
     RunFolder::SetUp();
-    const auto outcome = run_program(folder_, run(3));
-    ASSERT_EQ(outcome.code, 0) << outcome.err;
+    succeeded(run_program(folder_, run(3)));
   }
   static Words run(int steps, Words more = {}) {
     more.insert(more.end(), {"--job.dump_folder", "run"});
@@ -136,11 +121,11 @@ class EndedRun : public RunFolder {
 TEST_F(EndedRun, IsNotOverwrittenByOneWithoutCheckpoints) {
   const auto metrics = read_file(folder_ / "run/metrics/metrics.jsonl");
   const auto config = read_file(folder_ / "run/config.toml");
-  const auto outcome = run_program(folder_, run(1, {"--checkpoint.enable", "false"}));
-  EXPECT_EQ(outcome.code, 2);
-  EXPECT_THAT(outcome.err, AllOf(HasSubstr("checkpoint.enable: found false and '" +
-                                           (folder_ / "run/checkpoint/step-3").string() + "'"),
-                                 HasSubstr("another job.dump_folder or checkpoint.folder")));
+  EXPECT_THAT(run_program(folder_, run(1, {"--checkpoint.enable", "false"})),
+              Exits(2,
+                    "checkpoint.enable: found false and '" +
+                        (folder_ / "run/checkpoint/step-3").string() + "'",
+                    "another job.dump_folder or checkpoint.folder"));
   EXPECT_EQ(read_file(folder_ / "run/metrics/metrics.jsonl"), metrics);
   EXPECT_EQ(read_file(folder_ / "run/config.toml"), config);
 }
@@ -149,10 +134,9 @@ TEST_F(EndedRun, SaysThatNothingIsLeftToDo) {
   const auto metrics = read_file(folder_ / "run/metrics/metrics.jsonl");
   const auto config = read_file(folder_ / "run/config.toml");
   for (const int steps : {2, 3}) {
-    const auto outcome = run_program(folder_, run(steps, {"--optimizer.lr", "7"}));
-    EXPECT_EQ(outcome.code, 0) << outcome.err;
-    EXPECT_THAT(outcome.err, HasSubstr("step 3 is done already and training.steps is " +
-                                       std::to_string(steps) + ": nothing is left to do"));
+    const auto outcome = succeeded(run_program(folder_, run(steps, {"--optimizer.lr", "7"})));
+    EXPECT_THAT(outcome.err, Says("step 3 is done already and training.steps is " +
+                                  std::to_string(steps) + ": nothing is left to do"));
     EXPECT_EQ(read_file(folder_ / "run/metrics/metrics.jsonl"), metrics);
     EXPECT_EQ(read_file(folder_ / "run/config.toml"), config) << "that of what was trained";
   }
@@ -160,14 +144,12 @@ TEST_F(EndedRun, SaysThatNothingIsLeftToDo) {
 
 TEST_F(EndedRun, IsNotConvertedIntoItsOwnCheckpoint) {
   for (const std::string source : {"run/checkpoint", "run/checkpoint/step-3"}) {
-    const auto outcome = run_program(folder_, {"convert", source, "run/checkpoint/step-3/a/b"});
-    EXPECT_EQ(outcome.code, 2);
-    EXPECT_THAT(outcome.err, HasSubstr("inside the checkpoint"));
+    EXPECT_THAT(run_program(folder_, {"convert", source, "run/checkpoint/step-3/a/b"}),
+                Exits(2, "inside the checkpoint"));
     EXPECT_FALSE(fs::exists(folder_ / "run/checkpoint/step-3/a"));
   }
   for (const std::string out : {"run/converted", "run/checkpoint/converted", "exports/step-4"}) {
-    const auto outcome = run_program(folder_, {"convert", "run/checkpoint", out});
-    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    succeeded(run_program(folder_, {"convert", "run/checkpoint", out}));
   }
 }
 
@@ -178,11 +160,10 @@ TEST_F(EndedRun, IsNotConvertedIntoTheNameOfAnotherStep) {
     const auto outcome =
         run_program(folder_, {"convert", "run/checkpoint", "run/checkpoint/" + out});
     EXPECT_EQ(outcome.code, 2);
-    EXPECT_THAT(
-        outcome.err,
-        AllOf(HasSubstr((folder_ / ("run/checkpoint/" + out.substr(0, out.find('/')))).string() +
-                        "', a name that a run gives its checkpoints"),
-              HasSubstr((folder_ / "run/converted-").string())));
+    EXPECT_THAT(outcome.err,
+                Says((folder_ / ("run/checkpoint/" + out.substr(0, out.find('/')))).string() +
+                         "', a name that a run gives its checkpoints",
+                     (folder_ / "run/converted-").string()));
   }
   EXPECT_FALSE(fs::exists(folder_ / "run/checkpoint/step-4"));
   EXPECT_FALSE(fs::exists(folder_ / "run/checkpoint/step-4.tmp"));
@@ -215,7 +196,7 @@ TEST_F(RunFolder, TorchrunsNextAttemptGoesOnToTheBitsOfTheUndisturbedRun) {
   ASSERT_EQ(restarted.wait(kPatience), 0) << restarted.err();
 
   const std::string err = restarted.err();
-  EXPECT_THAT(err, HasSubstr("resumed from"));
+  EXPECT_THAT(err, Says("resumed from"));
   EXPECT_EQ(lines_with(err, "run folder").size(), 2U) << "two attempts\n" << err;
   std::size_t runs = 0;
   for (const auto& entry : fs::directory_iterator(folder_ / "outputs")) {
@@ -236,14 +217,12 @@ std::string attempt_of(const std::string& job, int number) {
 
 // No folder is named.
 TEST(RestartedRun, GoesOnInTheFolderOfTheAttemptBefore) {
-  const TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   const auto attempt = [&](const std::string& run_id, int number, int steps) {
-    const auto outcome =
-        run_program(folder, {"train", "run.toml", "--training.steps", std::to_string(steps)},
-                    attempt_of(run_id, number));
-    EXPECT_EQ(outcome.code, 0) << outcome.err;
-    return outcome.err;
+    return succeeded(run_program(folder,
+                                 {"train", "run.toml", "--training.steps", std::to_string(steps)},
+                                 attempt_of(run_id, number)))
+        .err;
   };
   const auto runs = [&] {
     std::vector<std::string> names;
@@ -253,19 +232,18 @@ TEST(RestartedRun, GoesOnInTheFolderOfTheAttemptBefore) {
     return names;
   };
   attempt("a", 0, 2);
-  EXPECT_THAT(attempt("a", 1, 3), HasSubstr("resumed from"));
+  EXPECT_THAT(attempt("a", 1, 3), Says("resumed from"));
   ASSERT_EQ(runs().size(), 1U);
   EXPECT_EQ(losses(folder / "outputs" / runs().front()).size(), 3U);
   attempt("a", 0, 2);  // another job of that name
   attempt("b", 0, 2);
   EXPECT_EQ(runs().size(), 3U);
-  EXPECT_THAT(attempt("c", 1, 2), HasSubstr("set job.dump_folder"));
+  EXPECT_THAT(attempt("c", 1, 2), Says("set job.dump_folder"));
 }
 
 // Else the next attempt would begin anew, hours later.
 TEST(RestartedRun, IsRefusedWhereItsFolderCannotBeNoted) {
-  const TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   const auto first_attempt = [&] {
     return run_program(folder, {"train", "run.toml"}, attempt_of("a", 0));
   };
@@ -273,15 +251,12 @@ TEST(RestartedRun, IsRefusedWhereItsFolderCannotBeNoted) {
   const fs::path note = fs::directory_iterator(folder / "outputs/.restarts")->path();
   fs::remove(note);
   fs::create_directory(note);
-  const auto outcome = first_attempt();
-  EXPECT_EQ(outcome.code, 2);
-  EXPECT_THAT(outcome.err, HasSubstr("outputs/.restarts/" + note.filename().string()));
+  EXPECT_THAT(first_attempt(), Exits(2, "outputs/.restarts/" + note.filename().string()));
 }
 
 // load_step is for the first attempt that comes so far; what another job left does not count.
 TEST(RestartedRun, LoadStepIsForTheFirstAttempt) {
-  const TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   const auto attempt = [&](const std::string& job, int number, int load_step, int steps) {
     return run_program(folder,
                        {"train", "run.toml", "--job.dump_folder", "run", "--checkpoint.interval",
@@ -291,16 +266,14 @@ TEST(RestartedRun, LoadStepIsForTheFirstAttempt) {
   };
   const auto expect_resumed = [&](const Outcome& outcome, const std::string& step) {
     EXPECT_EQ(outcome.code, 0) << outcome.err;
-    EXPECT_THAT(outcome.err, HasSubstr("run/checkpoint/" + step + ", written by"));
+    EXPECT_THAT(outcome.err, Says("run/checkpoint/" + step + ", written by"));
   };
   EXPECT_EQ(attempt("a", 0, 0, 2).code, 0);
   expect_resumed(attempt("a", 1, 0, 4), "step-2");
   expect_resumed(attempt("a", 2, 0, 5), "step-4");
   // Attempt 0 of another job was refused: its restarts are too.
   for (const int number : {0, 1}) {
-    const auto outcome = attempt("b", number, 0, 6);
-    EXPECT_EQ(outcome.code, 2);
-    EXPECT_THAT(outcome.err, HasSubstr("checkpoint.load_step: found 0 and "));
+    EXPECT_THAT(attempt("b", number, 0, 6), Exits(2, "checkpoint.load_step: found 0 and "));
   }
   // Its first attempt never came so far: the second one still goes back.
   expect_resumed(attempt("c", 1, 2, 4), "step-2");

@@ -1,21 +1,17 @@
 // What a training run leaves behind, on one rank and on two.
-#include <gmock/gmock.h>
 
-#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
 #include "cli/golden_run.h"
 #include "cli/program.h"
+#include "support/test.h"
 #include "train/config/config.h"
 
 namespace tessera::cli::run_test {
 namespace {
 
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
 using ::testing::MatchesRegex;
-using ::testing::StartsWith;
 
 std::vector<nlohmann::ordered_json> read_metrics(const std::filesystem::path& run) {
   std::vector<nlohmann::ordered_json> lines;
@@ -25,7 +21,7 @@ std::vector<nlohmann::ordered_json> read_metrics(const std::filesystem::path& ru
   return lines;
 }
 
-std::vector<std::filesystem::path> runs_of(const testing::TemporaryFolder& folder) {
+std::vector<std::filesystem::path> runs_of(const TemporaryFolder& folder) {
   std::vector<std::filesystem::path> runs;
   for (const auto& entry : std::filesystem::directory_iterator(folder / "outputs")) {
     runs.push_back(entry.path());
@@ -38,11 +34,10 @@ std::vector<std::filesystem::path> runs_of(const testing::TemporaryFolder& folde
 TEST(TrainCommand, ALimitBelowTheThreadsChangesNoBit) {
   std::vector<std::vector<std::pair<double, double>>> found;
   for (const std::string set : {"OMP_NUM_THREADS=1", "OMP_NUM_THREADS=2 OMP_THREAD_LIMIT=1"}) {
-    const testing::TemporaryFolder folder;
+    const TemporaryFolder folder;
     write_golden_run(folder);
-    const Outcome outcome =
-        run_program(folder, {"train", "run.toml", "--precision.param_dtype", "bfloat16"}, set);
-    ASSERT_EQ(outcome.code, 0) << outcome.err;
+    succeeded(
+        run_program(folder, {"train", "run.toml", "--precision.param_dtype", "bfloat16"}, set));
     found.push_back(losses_and_norms(folder));
     EXPECT_EQ(found.back().size(), 6U);
   }
@@ -50,10 +45,9 @@ TEST(TrainCommand, ALimitBelowTheThreadsChangesNoBit) {
 }
 
 TEST(TrainCommand, LeavesConfigMetricsAndLogs) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
-  const Outcome outcome = run_program(folder, {"train", "run.toml", "--metrics.log_freq", "2"});
-  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  const SmallRun folder;
+  const Outcome outcome =
+      succeeded(run_program(folder, {"train", "run.toml", "--metrics.log_freq", "2"}));
   ASSERT_EQ(runs_of(folder).size(), 1u);
   const auto run = runs_of(folder).front();
   EXPECT_TRUE(run.filename().string().ends_with("-run"));
@@ -69,7 +63,7 @@ TEST(TrainCommand, LeavesConfigMetricsAndLogs) {
 
   EXPECT_THAT(outcome.out, StartsWith("step:  2  loss: "));  // steps 2 and 3, nothing else
   EXPECT_EQ(std::ranges::count(outcome.out, '\n'), 2);
-  EXPECT_THAT(read_file(run / "logs" / "rank_0.log"), HasSubstr("run folder"));
+  EXPECT_THAT(read_file(run / "logs" / "rank_0.log"), Says("run folder"));
   EXPECT_EQ(read_file(run / "checkpoint" / "latest"), "step-3") << "the last step is saved";
   std::vector<std::string> of_checkpoints;
   std::istringstream said(outcome.err);
@@ -101,12 +95,10 @@ std::vector<std::string> said_before_steps(const std::string& err) {
 
 // A run says what it is about to do once, on rank 0, whatever number of ranks.
 TEST(TrainCommand, SaysWhatItWillDoBeforeStepOne) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   const Outcome outcome =
-      run_program(folder, {"train", "run.toml", "--nproc", "2", "--job.dump_folder", "run",
-                           "--training.local_batch_size", "1"});
-  ASSERT_EQ(outcome.code, 0) << outcome.err;
+      succeeded(run_program(folder, {"train", "run.toml", "--nproc", "2", "--job.dump_folder",
+                                     "run", "--training.local_batch_size", "1"}));
   auto lines = said_before_steps(outcome.err);
   for (std::string& line : lines) {
     if (line.starts_with("[rank 0] ")) line.erase(0, 9);
@@ -126,11 +118,11 @@ TEST(TrainCommand, SaysWhatItWillDoBeforeStepOne) {
   EXPECT_EQ(std::count(lines.begin(), first, where), 1) << outcome.err;
   EXPECT_EQ(std::count(first, lines.end(), where), 0) << outcome.err;
   EXPECT_EQ(outcome.err.find("parameters  "), outcome.err.rfind("parameters  "));
-  EXPECT_THAT(read_file(folder / "run/logs/rank_0.log"), HasSubstr("steps       1 to 3"));
+  EXPECT_THAT(read_file(folder / "run/logs/rank_0.log"), Says("steps       1 to 3"));
 
   const Outcome further = run_program(
       folder, {"train", "run.toml", "--job.dump_folder", "run", "--training.steps", "4"});
-  EXPECT_THAT(further.err, HasSubstr("steps       4 to 4")) << "after a resumption";
+  EXPECT_THAT(further.err, Says("steps       4 to 4")) << "after a resumption";
 }
 
 bool machine_has_bf16() {
@@ -143,15 +135,12 @@ bool machine_has_bf16() {
 
 // bf16 that is emulated, and rows that the model was not made for, are said once with their keys.
 TEST(TrainCommand, WarnsOfWhatIsMostLikelyNotMeant) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   const auto said = [&](const std::vector<std::string>& more) {
-    std::vector<std::string> words{"train", "run.toml", "--nproc", "2", "--checkpoint.enable",
-                                   "false"};
-    words.insert(words.end(), more.begin(), more.end());
-    const Outcome outcome = run_program(folder, words);
-    EXPECT_EQ(outcome.code, 0) << outcome.err;
-    return outcome.err;
+    return succeeded(run_program(folder, joined({"train", "run.toml", "--nproc", "2",
+                                                 "--checkpoint.enable", "false"},
+                                                more)))
+        .err;
   };
   const auto count = [](const std::string& text, const std::string& part) {
     int found = 0;
@@ -173,27 +162,23 @@ TEST(TrainCommand, WarnsOfWhatIsMostLikelyNotMeant) {
 }
 
 TEST(TrainCommand, TheRunsOwnConfigRepeatsItBitForBit) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   ASSERT_EQ(run_program(folder, {"train", "run.toml", "--job.dump_folder", "one",
                                  "--checkpoint.enable", "false"})
                 .code,
             0);
   const auto first = read_metrics(folder / "one");
-  const Outcome again = run_program(folder, {"train", "one/config.toml"});
-  ASSERT_EQ(again.code, 0) << again.err;
+  succeeded(run_program(folder, {"train", "one/config.toml"}));
   const auto second = read_metrics(folder / "one");
   ASSERT_EQ(second.size(), first.size()) << "a run that starts anew truncates metrics.jsonl";
   for (std::size_t i = 0; i < first.size(); ++i) EXPECT_EQ(second[i]["loss"], first[i]["loss"]);
 }
 
 TEST(TrainCommand, TwoLocalRanksTrainAsOneDoes) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   ASSERT_EQ(run_program(folder, {"train", "run.toml", "--job.dump_folder", "one"}).code, 0);
-  const Outcome two =
-      run_program(folder, {"train", "run.toml", "--job.dump_folder", "two", "--nproc", "2"});
-  ASSERT_EQ(two.code, 0) << two.err;
+  const Outcome two = succeeded(
+      run_program(folder, {"train", "run.toml", "--job.dump_folder", "two", "--nproc", "2"}));
   const auto expected = read_metrics(folder / "one");
   const auto found = read_metrics(folder / "two");
   ASSERT_EQ(found.size(), expected.size());
@@ -202,17 +187,15 @@ TEST(TrainCommand, TwoLocalRanksTrainAsOneDoes) {
     EXPECT_NEAR(found[i]["loss"].get<double>(), expected[i]["loss"].get<double>(), 1e-5);
   }
   EXPECT_EQ(std::ranges::count(two.out, '\n'), 3) << "step lines of rank 0 only";
-  EXPECT_THAT(read_file(folder / "two" / "logs" / "rank_1.log"), HasSubstr("[rank 1]"));
+  EXPECT_THAT(read_file(folder / "two" / "logs" / "rank_1.log"), Says("[rank 1]"));
 }
 
 TEST(TrainCommand, ATraceHasAllRanksOnOneClock) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   const Outcome outcome =
-      run_program(folder, {"train", "run.toml", "--nproc", "2", "--job.dump_folder", "run",
-                           "--metrics.trace_steps", "[2]"});
-  ASSERT_EQ(outcome.code, 0) << outcome.err;
-  EXPECT_THAT(outcome.err, HasSubstr("trace of step 2: "));
+      succeeded(run_program(folder, {"train", "run.toml", "--nproc", "2", "--job.dump_folder",
+                                     "run", "--metrics.trace_steps", "[2]"}));
+  EXPECT_THAT(outcome.err, Says("trace of step 2: "));
   const auto trace = nlohmann::json::parse(read_file(folder / "run/metrics/trace/step-2.json"));
   std::map<int, std::pair<double, double>> steps;
   for (const auto& event : trace["traceEvents"]) {
@@ -226,41 +209,33 @@ TEST(TrainCommand, ATraceHasAllRanksOnOneClock) {
 }
 
 TEST(TrainCommand, ErrorsOfRanksComeOnceAtTheEnd) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   const Outcome outcome =
       run_program(folder, {"train", "run.toml", "--nproc", "2", "--data.path", "absent.txt"});
   EXPECT_EQ(outcome.code, 2) << outcome.err;
   const std::string last = outcome.err.substr(outcome.err.rfind('\n', outcome.err.size() - 2) + 1);
   EXPECT_THAT(last, StartsWith("rank "));
-  EXPECT_THAT(last, HasSubstr("absent.txt"));
+  EXPECT_THAT(last, Says("absent.txt"));
   EXPECT_EQ(outcome.err.find("absent.txt"), outcome.err.rfind("absent.txt")) << outcome.err;
 }
 
 TEST(TrainCommand, PrintConfigShowsOverridesAndStartsNothing) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
-  const Outcome outcome =
-      run_program(folder, {"train", "run.toml", "--print-config", "--training.steps", "7"});
-  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  const SmallRun folder;
+  const Outcome outcome = succeeded(
+      run_program(folder, {"train", "run.toml", "--print-config", "--training.steps", "7"}));
   EXPECT_EQ(train::parse_config(outcome.out, "stdout").training.steps, 7);
   EXPECT_FALSE(std::filesystem::exists(folder / "outputs"));
 }
 
 TEST(Program, HelpAndVersionGoToStdout) {
-  const testing::TemporaryFolder folder;
-  const Outcome help = run_program(folder, {"--help"});
-  EXPECT_EQ(help.code, 0);
-  EXPECT_THAT(help.out, HasSubstr("Train a model as a TOML file says."));
+  const TemporaryFolder folder;
+  const Outcome help = succeeded(run_program(folder, {"--help"}));
+  EXPECT_THAT(help.out, Says("Train a model as a TOML file says."));
   EXPECT_EQ(help.err, "");
-  const Outcome keys = run_program(folder, {"--help-keys", "training"});
-  EXPECT_EQ(keys.code, 0);
-  EXPECT_THAT(keys.out, HasSubstr("training.seq_len  integer (tokens), required"));
-  const Outcome version = run_program(folder, {"--version"});
-  EXPECT_EQ(version.code, 0);
-  EXPECT_THAT(version.out, HasSubstr("git "));
-  EXPECT_THAT(version.out, HasSubstr("torch 2."));
-  EXPECT_THAT(version.out, HasSubstr("gloo"));
+  const Outcome keys = succeeded(run_program(folder, {"--help-keys", "training"}));
+  EXPECT_THAT(keys.out, Says("training.seq_len  integer (tokens), required"));
+  const Outcome version = succeeded(run_program(folder, {"--version"}));
+  EXPECT_THAT(version.out, Says("git ", "torch 2.", "gloo"));
 }
 
 struct StandardOutput {
@@ -273,8 +248,7 @@ class LostOutput : public ::testing::TestWithParam<StandardOutput> {};
 // A full disk, and a closed descriptor: neither may look like success of a verb that was asked for
 // its output. A run continues (unread_output_test.cpp).
 TEST_P(LostOutput, IsAFailureOfEveryVerbThatPrintsItsResult) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   const std::string model = std::string(TESSERA_TEST_DATA) + "/qwen3-mixed";
   const std::vector<std::vector<std::string>> commands{
       {"--help"},
@@ -290,19 +264,18 @@ TEST_P(LostOutput, IsAFailureOfEveryVerbThatPrintsItsResult) {
   for (const auto& words : commands) {
     const Outcome outcome = run_program(folder, words, "", GetParam().redirection);
     EXPECT_EQ(outcome.code, 1) << words.front() << "\n" << outcome.err;
-    EXPECT_THAT(outcome.err, HasSubstr("stdout: ")) << words.front();
+    EXPECT_THAT(outcome.err, Says("stdout: ")) << words.front();
   }
   EXPECT_TRUE(std::filesystem::exists(folder / "converted/config.json")) << "it was complete";
 }
 
 TEST_P(LostOutput, IsNoMatterWhereNothingIsPrinted) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   const std::string model = std::string(TESSERA_TEST_DATA) + "/qwen3-mixed";
-  const Outcome outcome = run_program(
+  succeeded(run_program(
       folder,
       {"gradients", "--model", model, "--batch", model + "/reference.safetensors", "--out", "g"},
-      "", GetParam().redirection);
-  EXPECT_EQ(outcome.code, 0) << outcome.err;
+      "", GetParam().redirection));
 }
 
 INSTANTIATE_TEST_SUITE_P(Program, LostOutput,
@@ -312,14 +285,12 @@ INSTANTIATE_TEST_SUITE_P(Program, LostOutput,
 
 // Two rows in two pieces are two micro-batches of a row; in four, two that are empty change nothing.
 TEST(GradientsCommand, MicroBatchesCutARanksRowsByCount) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   const std::string model = std::string(TESSERA_TEST_DATA) + "/qwen3-mixed";
   const auto gradients = [&](const std::string& out, const std::vector<std::string>& more) {
-    std::vector<std::string> words{
-        "gradients", "--model", model, "--batch", model + "/reference.safetensors", "--out", out};
-    words.insert(words.end(), more.begin(), more.end());
-    const Outcome outcome = run_program(folder, words);
-    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    succeeded(run_program(folder, joined({"gradients", "--model", model, "--batch",
+                                          model + "/reference.safetensors", "--out", out},
+                                         more)));
     return read_file(folder / out);
   };
   const auto one_row = gradients("rows", {"--training.local_batch_size", "1"});

@@ -1,11 +1,7 @@
 // What a run left, for comparing it with an undisturbed one bit for bit.
 #pragma once
 
-#include <gtest/gtest.h>
-
 #include <sstream>
-#include <string>
-#include <vector>
 
 #include "cli/program.h"
 #include "io/checkpoint_folder.h"
@@ -13,7 +9,7 @@
 
 namespace tessera::cli {
 
-inline CheckpointStore store_of(const testing::TemporaryFolder& folder, const std::string& run) {
+inline CheckpointStore store_of(const TemporaryFolder& folder, const std::string& run) {
   return CheckpointStore(folder / (run + "/checkpoint"));
 }
 

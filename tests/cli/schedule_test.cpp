@@ -1,86 +1,73 @@
 // `tessera schedule`: what it prints and writes, and how it ends.
-#include <gmock/gmock.h>
-
-#include <algorithm>
 
 #include "cli/program.h"
+#include "support/test.h"
 
 namespace tessera::cli::schedule_test {
 namespace {
 
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 using Words = std::vector<std::string>;
 
-Words schedule(const Words& more) {
-  Words words{"schedule"};
-  words.insert(words.end(), more.begin(), more.end());
-  return words;
-}
+Words schedule(const Words& more) { return joined({"schedule"}, more); }
 
 TEST(ScheduleVerb, PrintsListsAndTimes) {
-  const testing::TemporaryFolder folder;
-  const Outcome outcome = run_program(
+  const TemporaryFolder folder;
+  const Outcome outcome = succeeded(run_program(
       folder,
-      schedule({"DualPipeV", "--ranks", "2", "--micro-batches", "4", "--costs", "1,1,1,2.5"}));
-  EXPECT_EQ(outcome.code, 0) << outcome.err;
+      schedule({"DualPipeV", "--ranks", "2", "--micro-batches", "4", "--costs", "1,1,1,2.5"})));
   EXPECT_EQ(outcome.err, "");
-  EXPECT_THAT(outcome.out,
-              AllOf(HasSubstr("'DualPipeV': 2 ranks, 4 stages, 4 micro-batches"),
-                    HasSubstr("rank 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 (0F3;3B1) (3F2;0B0) 3B2 "
-                              "(3F3;0B1) 3B3 0I2 0W2 0I3 0W3\n"),
-                    HasSubstr("makespan 24\n"), HasSubstr("valid; ")));
+  EXPECT_THAT(outcome.out, Says("'DualPipeV': 2 ranks, 4 stages, 4 micro-batches",
+                                "rank 0: 0F0 0F1 0F2 3F0 3I0 3W0 3F1 (0F3;3B1) (3F2;0B0) 3B2 "
+                                "(3F3;0B1) 3B3 0I2 0W2 0I3 0W3\n",
+                                "makespan 24\n", "valid; "));
 }
 
 // What it writes it reads: the same lists, the same times out of its own trace.
 TEST(ScheduleVerb, ReadsItsOwnFiles) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   for (const std::string form : {"compute_only", "compute_comms"}) {
-    const Outcome made = run_program(
+    const Outcome made = succeeded(run_program(
         folder, schedule({"zbvzerobubble", "--ranks", "3", "--micro-batches", "7", "--csv", "a.csv",
-                          "--csv-form", form, "--svg", "a.svg", "--trace", "a.json"}));
-    EXPECT_EQ(made.code, 0) << made.err;
-    EXPECT_THAT(read_file(folder / "a.svg"), HasSubstr("</svg>"));
-    const Outcome read = run_program(folder, schedule({"a.csv", "--costs-from", "a.json"}));
-    EXPECT_EQ(read.code, 0) << read.err;
+                          "--csv-form", form, "--svg", "a.svg", "--trace", "a.json"})));
+    EXPECT_THAT(read_file(folder / "a.svg"), Says("</svg>"));
+    const Outcome read =
+        succeeded(run_program(folder, schedule({"a.csv", "--costs-from", "a.json"})));
     const auto lists = [](const Outcome& outcome) {
       const auto begin = outcome.out.find("rank 0:");
       return outcome.out.substr(begin, outcome.out.find("makespan") - begin);
     };
     EXPECT_EQ(lists(read), lists(made));
-    EXPECT_THAT(made.out, HasSubstr("makespan 44\n"));
-    EXPECT_THAT(read.out, HasSubstr("makespan 44 ms\n"));
+    EXPECT_THAT(made.out, Says("makespan 44\n"));
+    EXPECT_THAT(read.out, Says("makespan 44 ms\n"));
   }
 }
 
 // Exit code 3 and every finding, nothing written.
 TEST(ScheduleVerb, NamesEveryFindingOfAFile) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   folder.write("bad.csv", "0F0,0F1,0B0,0B0\n1F0,1B0,1F1\n");
   const Outcome outcome = run_program(folder, schedule({"bad.csv", "--csv", "out.csv"}));
   EXPECT_EQ(outcome.code, 3) << outcome.err;
-  EXPECT_THAT(outcome.out,
-              AllOf(HasSubstr("repeated: rank 0, slot 3 (0B0)"),
-                    HasSubstr("missing: stage 0: found no B, nor I and W, of "
-                              "micro-batch 1"),
-                    HasSubstr("missing: stage 1:"), HasSubstr("'bad.csv': 3 findings")));
+  EXPECT_THAT(outcome.out, Says("repeated: rank 0, slot 3 (0B0)",
+                                "missing: stage 0: found no B, nor I and W, of "
+                                "micro-batch 1",
+                                "missing: stage 1:", "'bad.csv': 3 findings"));
   EXPECT_EQ(read_file(folder / "out.csv"), "");
   folder.write("locked.csv", "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n");
   const Outcome locked = run_program(folder, schedule({"locked.csv"}));
   EXPECT_EQ(locked.code, 3) << locked.err;
-  EXPECT_THAT(locked.out,
-              HasSubstr("deadlock: ranks wait for each other: rank 0 before 0B0 waits"));
+  EXPECT_THAT(locked.out, Says("deadlock: ranks wait for each other: rank 0 before 0B0 waits"));
   std::string many;
   for (int i = 0; i < 150; ++i) many += "0F0,";
   folder.write("many.csv", many + "0B0\n");
   const Outcome counted = run_program(folder, schedule({"many.csv"}));
   EXPECT_EQ(counted.code, 3) << counted.err;
-  EXPECT_THAT(counted.out, HasSubstr("\n'many.csv': 149 findings\n"));
+  EXPECT_THAT(counted.out, Says("\n'many.csv': 149 findings\n"));
   EXPECT_EQ(std::ranges::count(counted.out, '\n'), 150) << "a line each: all are named";
 }
 
 TEST(ScheduleVerb, RefusesWithNumbers) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   folder.write("two.csv", "0F0,0B0\n1F0,1B0\n");
   folder.write("torn.csv", "0F0,0Q0\n");
   folder.write("t.json", "{\"traceEvents\": []}");
@@ -109,18 +96,17 @@ TEST(ScheduleVerb, RefusesWithNumbers) {
     const Outcome outcome = run_program(folder, schedule(words));
     EXPECT_EQ(outcome.code, 2) << says << outcome.out;
     EXPECT_EQ(outcome.out, "") << says;
-    EXPECT_THAT(outcome.err, HasSubstr(says));
+    EXPECT_THAT(outcome.err, Says(says));
   }
 }
 
 // What cannot be written is a failure: the schedule itself was right.
 TEST(ScheduleVerb, FailsWhereItCannotWrite) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   for (const std::string option : {"--csv", "--svg", "--trace"}) {
-    const Outcome outcome = run_program(
-        folder, schedule({"GPipe", "--ranks", "2", "--micro-batches", "2", option, "absent/a"}));
-    EXPECT_EQ(outcome.code, 1) << outcome.err;
-    EXPECT_THAT(outcome.err, AllOf(HasSubstr(option + ": "), HasSubstr("absent")));
+    EXPECT_THAT(run_program(folder, schedule({"GPipe", "--ranks", "2", "--micro-batches", "2",
+                                              option, "absent/a"})),
+                Exits(1, option + ": ", "absent"));
   }
 }
 

@@ -1,17 +1,16 @@
 // Rows that do not divide over the ranks of tensor parallelism: with sequence shards every rank
 // says the same one thing, before the first step; without them they run.
-#include <gmock/gmock.h>
 
 #include <cstring>
 #include <sstream>
 
 #include "cli/program.h"
 #include "io/safetensors.h"
+#include "support/test.h"
 
 namespace tessera::cli::sequence_shards_test {
 namespace {
 
-using ::testing::HasSubstr;
 using Words = std::vector<std::string>;
 
 constexpr const char* kFolder = TESSERA_TEST_DATA "/qwen3-moe-fp32";
@@ -19,13 +18,8 @@ constexpr std::int64_t kPositions = 23;
 const Words kTwoRanks{"--nproc", "2", "--parallelism.tensor_parallel_degree", "2"};
 const Words kWholeSequence{"--parallelism.sequence_parallel", "false"};
 
-Words joined(Words words, const Words& more) {
-  words.insert(words.end(), more.begin(), more.end());
-  return words;
-}
-
 /// The reference's batch as odd.safetensors, a position shorter.
-void write_odd_batch(const testing::TemporaryFolder& folder) {
+void write_odd_batch(const TemporaryFolder& folder) {
   const SafetensorsFile whole(std::filesystem::path(kFolder) / "reference.safetensors");
   const std::vector<TensorSpec> specs{{"input_ids", DType::kInt64, {2, kPositions}},
                                       {"labels", DType::kInt64, {2, kPositions}}};
@@ -55,30 +49,27 @@ void expect_one_refusal(const Outcome& outcome, const std::string& positions) {
     if (line.find(" info ") != std::string::npos) continue;
     EXPECT_TRUE(line == "rank 0: " + error || line == "rank 1: " + error) << line;
   }
-  EXPECT_THAT(last, HasSubstr(error)) << "it stands last";
+  EXPECT_THAT(last, Says(error)) << "it stands last";
 }
 
 TEST(SequenceShards, GradientsOfRowsThatTheyCannotShareAreRefused) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   write_odd_batch(folder);
   const auto words = joined(
       {"gradients", "--model", kFolder, "--batch", "odd.safetensors", "--out", "o.safetensors"},
       kTwoRanks);
   expect_one_refusal(run_program(folder, words), std::to_string(kPositions));
   EXPECT_FALSE(std::filesystem::exists(folder / "o.safetensors"));
-  const Outcome outcome = run_program(folder, joined(words, kWholeSequence));
-  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  succeeded(run_program(folder, joined(words, kWholeSequence)));
 }
 
 TEST(SequenceShards, TrainingOnRowsThatTheyCannotShareIsRefusedBeforeTheFirstStep) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   const auto words = joined(
       {"train", "run.toml", "--training.seq_len", "17", "--job.dump_folder", "run"}, kTwoRanks);
   expect_one_refusal(run_program(folder, words), "17");
   EXPECT_FALSE(std::filesystem::exists(folder / "run/metrics/metrics.jsonl"));
-  const Outcome outcome = run_program(folder, joined(words, kWholeSequence));
-  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  succeeded(run_program(folder, joined(words, kWholeSequence)));
 }
 
 }  // namespace

@@ -1,6 +1,5 @@
 // Two ranks on two hosts: network namespaces with a cable between them (two_hosts). The bits are
 // those of one host, sockets listen on the cable only, and addresses that cannot work are refused.
-#include <gmock/gmock.h>
 #include <signal.h>
 
 #include <cstdlib>
@@ -8,16 +7,12 @@
 #include "cli/listening.h"
 #include "cli/spawned_run.h"
 #include "support/process.h"
+#include "support/test.h"
 
 namespace tessera::cli::several_hosts_test {
 namespace {
 
 using std::chrono::seconds;
-using ::testing::Contains;
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using ::testing::IsEmpty;
-using ::testing::Not;
 
 constexpr seconds kPatience{120};
 constexpr int kNotAllowed = 77;
@@ -42,20 +37,12 @@ class SeveralHosts : public ::testing::Test {
   }
   /// The program as the two ranks of a Slurm step.
   static Words step(const Words& more = {}) {
-    Words all{TESSERA_TWO_HOSTS,
-              "hosts",
-              "bash",
-              "-c",
-              "export SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=2 "
-              "SLURM_PROCID=$HOST SLURM_LOCALID=0; exec \"$@\"",
-              "step",
-              TESSERA_PROGRAM,
-              "train",
-              "run.toml",
-              "--comm.init_timeout_seconds",
-              "10"};
-    all.insert(all.end(), more.begin(), more.end());
-    return all;
+    return joined(
+        {TESSERA_TWO_HOSTS, "hosts", "bash", "-c",
+         "export SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=2 "
+         "SLURM_PROCID=$HOST SLURM_LOCALID=0; exec \"$@\"",
+         "step", TESSERA_PROGRAM, "train", "run.toml", "--comm.init_timeout_seconds", "10"},
+        more);
   }
   int run(const Words& command, const Variables& set) {
     Process process(folder_.path(), command, set);
@@ -69,7 +56,7 @@ class SeveralHosts : public ::testing::Test {
     EXPECT_EQ(losses_and_norms(folder_), expected);
   }
 
-  const testing::TemporaryFolder folder_;
+  const TemporaryFolder folder_;
   std::string err_;
 };
 
@@ -122,8 +109,7 @@ TEST_F(SeveralHosts, ALostRankIsNamedByTheOther) {
   kill(ranks.at(1), SIGKILL);
   EXPECT_EQ(process.wait(seconds(10)).value_or(-1), 128 + SIGKILL) << "the last that failed";
   // By its closed connection or, where the machine is busy, by its silence.
-  EXPECT_THAT(lines_with(process.err(), "rank 0: "), Contains(HasSubstr("rank 1")))
-      << process.err();
+  EXPECT_THAT(lines_with(process.err(), "rank 0: "), Contains(Says("rank 1"))) << process.err();
 }
 
 TEST_F(SeveralHosts, WithoutAnAddressAreRefused) {

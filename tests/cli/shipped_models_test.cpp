@@ -1,20 +1,17 @@
 // The configs of real models resolve and plan on 64 ranks from config.json alone: as they are
 // shipped (all ranks share one copy) and with layers and experts shared out as well.
-#include <gmock/gmock.h>
 
-#include <map>
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <regex>
-#include <set>
 
 #include "cli/program.h"
+#include "support/test.h"
 
 namespace tessera::cli::shipped_models_test {
 namespace {
 
 using nlohmann::json;
-using ::testing::HasSubstr;
 
 constexpr int kWorld = 64;
 constexpr const char* kConfigs = TESSERA_CONFIGS;
@@ -75,11 +72,10 @@ class ShippedModels : public ::testing::TestWithParam<Model> {
   std::string config() const { return "configs/" + GetParam().name + ".toml"; }
 
   json contract(const Words& degrees) const {
-    Words words{"inspect", "--contract", config(), "--world", std::to_string(kWorld), "--json"};
-    words.insert(words.end(), degrees.begin(), degrees.end());
+    const auto words = joined(
+        {"inspect", "--contract", config(), "--world", std::to_string(kWorld), "--json"}, degrees);
     // 941 GB of weights: 4 GiB of address space hold the program, not the model.
-    const Outcome outcome = run_program(folder_, words, "prlimit --as=4294967296");
-    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    const Outcome outcome = succeeded(run_program(folder_, words, "prlimit --as=4294967296"));
     return outcome.code == 0 ? json::parse(outcome.out) : json();
   }
 
@@ -130,7 +126,7 @@ class ShippedModels : public ::testing::TestWithParam<Model> {
   void expect_planned_as_shipped() const {
     const json found = contract({});
     ASSERT_FALSE(found.is_null());
-    EXPECT_THAT(found.at("layout"), HasSubstr("dp_replicate 1 x dp_shard 64 x cp 1 x tp 1"));
+    EXPECT_THAT(found.at("layout"), Says("dp_replicate 1 x dp_shard 64 x cp 1 x tp 1"));
     expect_whole(found);
     for (const json& parameter : found.at("parameters")) {
       const auto name = parameter.at("name").get<std::string>();
@@ -155,7 +151,7 @@ class ShippedModels : public ::testing::TestWithParam<Model> {
     EXPECT_EQ(seen, expected.size()) << "every one of these is a parameter";
   }
 
-  const testing::TemporaryFolder folder_;
+  const TemporaryFolder folder_;
 };
 
 TEST_P(ShippedModels, PlanAsTheyAreShippedFromConfigJsonAlone) { expect_planned_as_shipped(); }
@@ -194,8 +190,8 @@ TEST_P(ShippedModels, EveryPatternOfTheRulesMatchesAndDecidesADtype) {
 TEST_P(ShippedModels, LayersAndExpertsAreSharedOutByName) {
   const json found = contract(kExpertParallel);
   ASSERT_FALSE(found.is_null());
-  EXPECT_THAT(found.at("layout"), HasSubstr("dp_shard 8 x cp 1 x tp 8"));
-  EXPECT_THAT(found.at("layout"), HasSubstr("dp_shard_mod_ep 8 x ep 8 x etp 1"));
+  EXPECT_THAT(found.at("layout"), Says("dp_shard 8 x cp 1 x tp 8"));
+  EXPECT_THAT(found.at("layout"), Says("dp_shard_mod_ep 8 x ep 8 x etp 1"));
   expect_whole(found, 8);
   Placements expected;
   const std::string decoder = GetParam().decoder;
@@ -214,7 +210,7 @@ TEST_P(ShippedModels, LayersAndExpertsAreSharedOutByName) {
 TEST_P(ShippedModels, TensorParallelExpertsAreCutInTheirWidth) {
   const json found = contract(kExpertsCut);
   ASSERT_FALSE(found.is_null());
-  EXPECT_THAT(found.at("layout"), HasSubstr("dp_shard_mod_ep 1 x ep 8 x etp 8"));
+  EXPECT_THAT(found.at("layout"), Says("dp_shard_mod_ep 1 x ep 8 x etp 8"));
   expect_whole(found, 8);
   const std::string experts = GetParam().decoder + GetParam().layer + GetParam().experts;
   expect_placed(found, {{experts + "gate_up_proj", GetParam().cut_gate_up},
@@ -229,7 +225,7 @@ TEST_P(ShippedDenseModels, PlanAsTheyAreShippedFromConfigJsonAlone) { expect_pla
 TEST_P(ShippedDenseModels, LayersAreSharedOutByName) {
   const json found = contract({"--parallelism.tensor_parallel_degree=8"});
   ASSERT_FALSE(found.is_null());
-  EXPECT_THAT(found.at("layout"), HasSubstr("dp_shard 8 x cp 1 x tp 8"));
+  EXPECT_THAT(found.at("layout"), Says("dp_shard 8 x cp 1 x tp 8"));
   expect_whole(found, 8);
   Placements expected{{"model.embed_tokens.weight", kRows},
                       {"model.norm.weight", kWhole},

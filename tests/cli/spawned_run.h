@@ -4,8 +4,6 @@
 
 #include <chrono>
 #include <stdexcept>
-#include <utility>
-#include <vector>
 
 #include "cli/golden_run.h"
 #include "support/process.h"
@@ -17,7 +15,7 @@ struct GoldenRun {
   double peak_rss_mib = 0;
 };
 
-inline GoldenRun read_golden_run(const testing::TemporaryFolder& folder) {
+inline GoldenRun read_golden_run(const TemporaryFolder& folder) {
   const auto lines = lines_with(read_file(metrics_of(folder)), "peak_rss_mib");
   return {losses_and_norms(folder),
           nlohmann::json::parse(lines.back()).at("peak_rss_mib").get<double>()};
@@ -26,7 +24,7 @@ inline GoldenRun read_golden_run(const testing::TemporaryFolder& folder) {
 /// Run once for all that are compared with it.
 inline const GoldenRun& spawned_run() {
   static const GoldenRun run = [] {
-    const testing::TemporaryFolder folder;
+    const TemporaryFolder folder;
     write_golden_run(folder);
     Process process(folder.path(), started_by(Starter::kOwnSpawn, 2, {"train", "run.toml"}));
     if (process.wait(std::chrono::minutes(2)) != 0) {

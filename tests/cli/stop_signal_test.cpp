@@ -1,8 +1,8 @@
-#include <gtest/gtest.h>
 #include <signal.h>
 #include <unistd.h>
 
 #include "cli/program_end.h"
+#include "support/test.h"
 
 namespace tessera::cli::stop_signal_test {
 namespace {

@@ -1,7 +1,6 @@
 // Output without a reader, or that cannot be written: runs continue, and verbs whose output is
 // their result end.
 #include <fcntl.h>
-#include <gmock/gmock.h>
 #include <signal.h>
 #include <spawn.h>
 #include <sys/wait.h>
@@ -10,23 +9,17 @@
 #include <array>
 #include <random>
 #include <stdexcept>
-#include <string>
 #include <thread>
-#include <utility>
-#include <vector>
 
 #include "base/environment.h"
 #include "cli/same_bits.h"
 #include "cli/saving_run.h"
 #include "proof.h"
 #include "support/process.h"
+#include "support/test.h"
 
 namespace tessera::cli::unread_output_test {
 namespace {
-
-using ::testing::HasSubstr;
-using ::testing::IsEmpty;
-using testing::TemporaryFolder;
 
 /// Where a stream of a command goes.
 struct Sink {
@@ -111,8 +104,7 @@ Outcome run_into(const TemporaryFolder& folder, const Words& words, const Sink& 
   ::posix_spawn_file_actions_addopen(&actions, STDIN_FILENO, "/dev/null", O_RDONLY, 0);
   out_reader.give(actions, STDOUT_FILENO);
   err_reader.give(actions, STDERR_FILENO);
-  Words arguments{"timeout", "120", TESSERA_PROGRAM};
-  arguments.insert(arguments.end(), words.begin(), words.end());
+  auto arguments = joined({"timeout", "120", TESSERA_PROGRAM}, words);
   std::vector<char*> pointers;
   for (std::string& one : arguments) pointers.push_back(one.data());
   pointers.push_back(nullptr);
@@ -161,15 +153,13 @@ TEST(UnreadOutput, EndsNoRun) {
     const Sink err = which == 0 ? Sink{} : draw_sink(random);
     SCOPED_TRACE(concat("seed ", seed, ", ", ranks, " ranks, stdout ", to_string(out), ", stderr ",
                         to_string(err)));
-    const TemporaryFolder folder;
-    write_small_run(folder);
-    const Outcome outcome =
+    const SmallRun folder;
+    succeeded(
         run_into(folder,
                  {"train", "run.toml", "--nproc", std::to_string(ranks), "--job.dump_folder", "run",
                   "--training.steps", std::to_string(kSteps), "--training.global_batch_size", "6",
                   "--metrics.enable_tensorboard", "false"},
-                 out, err);
-    EXPECT_EQ(outcome.code, 0) << outcome.err;
+                 out, err));
     EXPECT_EQ(losses(folder / "run").size(), static_cast<std::size_t>(kSteps));
     const auto store = store_of(folder, "run");
     EXPECT_EQ(store.latest(), kSteps);
@@ -202,8 +192,7 @@ std::vector<Words> verbs_of_output() {
 // Property: a reader that has gone, from whatever byte on, ends each of these verbs silently and
 // without an error; a full disk and a closed descriptor are errors of each.
 TEST(UnreadOutput, EndsAVerbWhoseOutputIsItsResult) {
-  const TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   std::mt19937 random(11);
   for (const Words& words : verbs_of_output()) {
     for (const int bytes : {0, 1 + static_cast<int>(random() % 2000)}) {
@@ -214,26 +203,25 @@ TEST(UnreadOutput, EndsAVerbWhoseOutputIsItsResult) {
     const Sink lost{random() % 2 == 0 ? Sink::Kind::kFull : Sink::Kind::kClosed};
     const Outcome failed = run_into(folder, words, lost, {});
     EXPECT_EQ(failed.code, 1) << words.front() << ", " << to_string(lost) << "\n" << failed.err;
-    EXPECT_THAT(failed.err, HasSubstr("stdout: found that it cannot be written")) << words.front();
+    EXPECT_THAT(failed.err, Says("stdout: found that it cannot be written")) << words.front();
   }
 }
 
 // Tokens come one by one: all that were asked for would take longer than the command may.
 TEST(UnreadOutput, EndsATextWithItsReader) {
-  const TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   std::string model = read_file(folder / "model.json");
   const std::string positions = "\"max_position_embeddings\": 64";
   model.replace(model.find(positions), positions.size(), "\"max_position_embeddings\": 400000");
   folder.write("model.json", model);
-  const Outcome run = run_program(folder, {"train", "run.toml", "--job.dump_folder", "run"});
-  ASSERT_EQ(run.code, 0) << run.err;
+  const Outcome run =
+      succeeded(run_program(folder, {"train", "run.toml", "--job.dump_folder", "run"}));
   for (const int bytes : {0, 100}) {
-    const Outcome gone = run_into(folder,
-                                  {"generate", "--model", "run/checkpoint/step-3",
-                                   "--prompt-tokens", "1,2", "--max-new-tokens", "399990"},
-                                  {Sink::Kind::kRead, bytes}, {});
-    EXPECT_EQ(gone.code, 0) << gone.err;
+    const Outcome gone =
+        succeeded(run_into(folder,
+                           {"generate", "--model", "run/checkpoint/step-3", "--prompt-tokens",
+                            "1,2", "--max-new-tokens", "399990"},
+                           {Sink::Kind::kRead, bytes}, {}));
     EXPECT_THAT(gone.err, IsEmpty());
   }
 }
@@ -245,8 +233,7 @@ TEST(UnreadOutput, EndsNoVerbWhoseResultIsElsewhere) {
   const std::string model = TESSERA_TEST_DATA "/qwen3-mixed";
   const Words convert{"convert", model, "out", "--verify"};
   const Sink gone{Sink::Kind::kRead, 0};
-  const Outcome made = run_into(folder, convert, gone, {});
-  EXPECT_EQ(made.code, 0) << made.err;
+  const Outcome made = succeeded(run_into(folder, convert, gone, {}));
   EXPECT_THAT(made.err, IsEmpty());
   const auto file = folder / "out/model.safetensors";
   ASSERT_TRUE(std::filesystem::exists(file));

@@ -2,13 +2,7 @@
 // there.
 #pragma once
 
-#include <gmock/gmock.h>
 #include <torch/nn/module.h>
-
-#include <functional>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "support/plain.h"
 

@@ -1,21 +1,16 @@
 // What a run goes on from has to be of the same run: another model, seed, data, optimizer or step
 // is refused before the first step, and what does not matter is not.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 #include <fstream>
 
 #include "dist/training_run.h"
 #include "io/checkpoint_folder.h"
+#include "support/test.h"
 
 namespace tessera::test::checkpoint_identity_test {
 namespace {
 
 namespace fs = std::filesystem;
-using ::testing::AllOf;
-using testing::error_of;
-using ::testing::HasSubstr;
-using testing::TemporaryFolder;
 
 struct Change {
   std::string says;
@@ -58,8 +53,7 @@ TEST(ResumedRun, AnotherModelSeedOrDataIsRefusedWithBothValues) {
   for (const auto& change : changes) {
     auto changed = with_steps(config, 4);
     change.set(changed);
-    EXPECT_THAT(error_of(ErrorKind::kConfig, [&] { train_on({2, 1}, changed, folder / "run"); }),
-                HasSubstr(change.says));
+    EXPECT_REFUSED(kConfig, train_on({2, 1}, changed, folder / "run"), change.says);
   }
   EXPECT_EQ(file_text(folder / "run/metrics/metrics.jsonl"), metrics) << "nothing was touched";
 }
@@ -88,12 +82,12 @@ TEST(ResumedRun, AnotherOptimizerIsRefusedHoweverLittleTheOldOneKept) {
       changed.training.steps = 4;
       return error_of(ErrorKind::kConfig, [&] { train_on({2, 1}, changed, folder / run); });
     };
-    EXPECT_THAT(refused(config, "sgd"), HasSubstr("optimizer.name: found 'AdamW', expected 'SGD'"));
-    EXPECT_THAT(refused(sgd, "adamw"), HasSubstr("optimizer.name: found 'SGD', expected 'AdamW'"));
+    EXPECT_THAT(refused(config, "sgd"), Says("optimizer.name: found 'AdamW', expected 'SGD'"));
+    EXPECT_THAT(refused(sgd, "adamw"), Says("optimizer.name: found 'SGD', expected 'AdamW'"));
     forget_optimizer(folder / "sgd/checkpoint/step-2");
     forget_optimizer(folder / "adamw/checkpoint/step-2");
-    EXPECT_THAT(refused(config, "sgd"), HasSubstr("optimizer.name: found "));
-    EXPECT_THAT(refused(sgd, "adamw"), HasSubstr("optimizer.name: found an optimizer that keeps"));
+    EXPECT_THAT(refused(config, "sgd"), Says("optimizer.name: found "));
+    EXPECT_THAT(refused(sgd, "adamw"), Says("optimizer.name: found an optimizer that keeps"));
     // The same one goes on.
     sgd.training.steps = 3;
     EXPECT_EQ(train_on({2, 1}, sgd, folder / "sgd").losses.size(), 1U);
@@ -108,8 +102,7 @@ TEST(ResumedRun, AFolderWithAnotherStepThanItsNameSaysIsRefused) {
   fs::rename(folder / "run/checkpoint/step-2", folder / "run/checkpoint/step-9");
   config.training.steps = 12;
   config.checkpoint.load_step = 9;
-  EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { train_on({2, 1}, config, folder / "run"); }),
-              HasSubstr("found step 2, expected 9"));
+  EXPECT_REFUSED(kFormat, train_on({2, 1}, config, folder / "run"), "found step 2, expected 9");
   EXPECT_EQ(file_text(folder / "run/checkpoint/latest"), "step-2") << "nothing was touched";
 }
 
@@ -133,10 +126,9 @@ TEST(ResumedRun, TheBatchStaysOnAnotherNumberOfRanksWhereNobodySetIt) {
     }
     EXPECT_EQ(CheckpointFolder::open(run / "checkpoint").manifest().data.global_batch_size, 4);
   }
-  EXPECT_THAT(error_of(ErrorKind::kConfig,
-                       [&] { train_on({3, 1}, with_steps(config, 8), folder / "start"); }),
-              AllOf(HasSubstr("found -1, which keeps the 4 rows of the checkpoint"),
-                    HasSubstr("expected a multiple of 3 (local_batch_size 1 x 3 data rank(s))")));
+  EXPECT_REFUSED(kConfig, train_on({3, 1}, with_steps(config, 8), folder / "start"),
+                 "found -1, which keeps the 4 rows of the checkpoint",
+                 "expected a multiple of 3 (local_batch_size 1 x 3 data rank(s))");
 }
 
 TEST(ResumedRun, MovedDataOtherStepsAndAnotherScheduleAreFine) {

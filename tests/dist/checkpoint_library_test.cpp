@@ -1,10 +1,7 @@
 // The library's checkpoints: any number of ranks goes on from what any other saved, the format is
 // the trainer's, and what does not fit changes nothing.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 #include <cmath>
-#include <map>
 
 #include "base/test_hooks.h"
 #include "checkpoint/saver.h"
@@ -16,21 +13,17 @@
 #include "io/checkpoint_store.h"
 #include "support/plain.h"
 #include "support/ranks.h"
+#include "support/temporary_folder.h"
 #include "tessera/checkpoint.h"
 #include "tessera/clip.h"
 #include "tessera/group.h"
 #include "train/parallelize.h"
 #include "train/resume/resume.h"
-#include "unit/io/temporary_folder.h"
 
 namespace tessera::test::checkpoint_library_test {
 namespace {
 
 namespace fs = std::filesystem;
-using ::testing::AllOf;
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using testing::TemporaryFolder;
 
 /// A module of a user's: two dtypes, a frozen parameter, two names of one, buffers.
 class Own : public torch::nn::Module {
@@ -192,10 +185,10 @@ TEST(LibraryCheckpoint, AdaptersAloneAreRefused) {
   train_on({1, 1}, with_steps(adapters_run(folder), 1), folder / "run");
   ranks(2).run([&](World& world) {
     Trained run(world, 1, 1);
-    EXPECT_THAT(testing::error_of(
-                    ErrorKind::kConfig,
-                    [&] { load_checkpoint(run.model, *run.optimizer, folder / "run/checkpoint"); }),
-                HasSubstr("found adapters alone"));
+    EXPECT_THAT(
+        error_of(ErrorKind::kConfig,
+                 [&] { load_checkpoint(run.model, *run.optimizer, folder / "run/checkpoint"); }),
+        Says("found adapters alone"));
   });
 }
 
@@ -217,10 +210,8 @@ TEST(LibraryCheckpoint, WhatCannotBeWrittenIsNotThereAndTheOneBeforeIs) {
     save_checkpoint(run.model, *run.optimizer, folder / "saved", 1);
     const auto before = run.all();
     run.step(2);
-    EXPECT_THAT(
-        testing::error_of(ErrorKind::kIo,
-                          [&] { save_checkpoint(run.model, *run.optimizer, folder / "saved", 2); }),
-        AllOf(HasSubstr("rank 1"), HasSubstr("rank_1.safetensors")));
+    EXPECT_REFUSED(kIo, save_checkpoint(run.model, *run.optimizer, folder / "saved", 2), "rank 1",
+                   "rank_1.safetensors");
     EXPECT_THAT(store.steps(), ElementsAre(1));
     EXPECT_FALSE(fs::exists(store.temporary(2)));
     load_checkpoint(run.model, *run.optimizer, folder / "saved");
@@ -277,10 +268,10 @@ TEST(LibraryCheckpoint, ALossScaleThatAScalerCannotTakeChangesNothing) {
     const auto before = other.all();
     GradScaler scaler(other.model, {.init_scale = 64, .min_scale = 16});
     EXPECT_THAT(
-        testing::error_of(
+        error_of(
             ErrorKind::kConfig,
             [&] { load_checkpoint(other.model, *other.optimizer, folder / "saved", &scaler); }),
-        HasSubstr("found a run at scale 4"));
+        Says("found a run at scale 4"));
     expect_same(other.all(), before);
     EXPECT_EQ(scaler.scale(), 64);
   });
@@ -314,7 +305,7 @@ std::string refused_save(const TemporaryFolder& folder, int updates, std::int64_
   ranks(2).run([&](World& world) {
     Trained run(world, 1, 1);
     for (int update = 1; update <= updates; ++update) run.step(update);
-    const auto mine = testing::error_of(ErrorKind::kUsage, [&] {
+    const auto mine = error_of(ErrorKind::kUsage, [&] {
       save_checkpoint(run.model, *run.optimizer, folder / "saved", step, options(world));
     });
     EXPECT_NE(mine, "");
@@ -327,22 +318,21 @@ std::string refused_save(const TemporaryFolder& folder, int updates, std::int64_
 TEST(LibraryCheckpoint, StepsAndValuesThatNoReaderTakesAreRefused) {
   const TemporaryFolder folder;
   const auto none = [](World&) { return SaveOptions(); };
-  EXPECT_THAT(refused_save(folder, 3, 2, none),
-              AllOf(HasSubstr("found step 2"), HasSubstr("from 3 on"), HasSubstr("SaveOptions")));
-  EXPECT_THAT(refused_save(folder, 0, 2, none), HasSubstr("an optimizer without any update"));
-  EXPECT_THAT(refused_save(folder, 0, -1, none), HasSubstr("found step -1"));
+  EXPECT_THAT(refused_save(folder, 3, 2, none), Says("found step 2", "from 3 on", "SaveOptions"));
+  EXPECT_THAT(refused_save(folder, 0, 2, none), Says("an optimizer without any update"));
+  EXPECT_THAT(refused_save(folder, 0, -1, none), Says("found step -1"));
   EXPECT_THAT(refused_save(folder, 1, 1,
                            [](World& world) {
                              return SaveOptions{.user = {{"epoch", std::int64_t{world.rank()}}}};
                            }),
-              HasSubstr("found SaveOptions::user \"epoch\" '0' on rank 0 and '1' on rank 1, "));
+              Says("found SaveOptions::user \"epoch\" '0' on rank 0 and '1' on rank 1, "));
   EXPECT_THAT(
       refused_save(folder, 1, 1, [](World&) { return SaveOptions{.user = {{"a", "\xff"}}}; }),
-      AllOf(HasSubstr("expected UTF-8"), HasSubstr("\\xff")));
+      Says("expected UTF-8", "\\xff"));
   EXPECT_THAT(
       refused_save(folder, 1, 1,
                    [](World&) { return SaveOptions{.user = {{"a", std::string(1 << 20, 'x')}}}; }),
-      HasSubstr("found 1048577 bytes of names and texts"));
+      Says("found 1048577 bytes of names and texts"));
 }
 
 TEST(LibraryCheckpoint, RanksThatNameOtherFoldersOrStepsAreToldSoAndNothingIsLeft) {
@@ -351,14 +341,13 @@ TEST(LibraryCheckpoint, RanksThatNameOtherFoldersOrStepsAreToldSoAndNothingIsLef
     Trained run(world, 1, 1);
     run.step(1);
     const auto refused = [&](const fs::path& path, std::int64_t step) {
-      return testing::error_of(ErrorKind::kUsage,
-                               [&] { save_checkpoint(run.model, *run.optimizer, path, step); });
+      return error_of(ErrorKind::kUsage,
+                      [&] { save_checkpoint(run.model, *run.optimizer, path, step); });
     };
-    EXPECT_THAT(
-        refused(folder / std::to_string(world.rank()), 1),
-        AllOf(HasSubstr("found folder"), HasSubstr("0\"' on rank 0"), HasSubstr("1\"' on rank 1")));
+    EXPECT_THAT(refused(folder / std::to_string(world.rank()), 1),
+                Says("found folder", "0\"' on rank 0", "1\"' on rank 1"));
     EXPECT_THAT(refused(folder / "saved", 1 + world.rank()),
-                HasSubstr("found step '1' on rank 0 and '2' on rank 1"));
+                Says("found step '1' on rank 0 and '2' on rank 1"));
     world.group().barrier();
     for (const auto* name : {"0", "1", "saved"}) EXPECT_FALSE(fs::exists(folder / name)) << name;
   });
@@ -417,12 +406,10 @@ TEST(LibraryCheckpoint, AConfigThatNoReaderTakesIsRefused) {
   ranks(2).run([&](World& world) {
     Trained run(world, 1, 1);
     for (const auto* config : {"", "{", "[]", "{\"a\": 1, \"a\": 2}"}) {
-      EXPECT_THAT(testing::error_of(ErrorKind::kFormat,
-                                    [&] {
-                                      save_checkpoint(run.model, *run.optimizer, folder / "saved",
-                                                      0, {.config_json = config});
-                                    }),
-                  HasSubstr("SaveOptions::config_json"));
+      EXPECT_REFUSED(
+          kFormat,
+          save_checkpoint(run.model, *run.optimizer, folder / "saved", 0, {.config_json = config}),
+          "SaveOptions::config_json");
     }
     EXPECT_FALSE(has_checkpoint(world, folder / "saved"));
   });
@@ -439,13 +426,13 @@ TEST(LibraryCheckpoint, OfOptionsThatDifferTheFirstIsSaidAndOfLongOnesThePlace) 
     });
   };
   EXPECT_THAT(said([](SaveOptions& options) { options.keep_latest_k = 3; }),
-              HasSubstr("found SaveOptions::keep_latest_k '0' on rank 0 and '3' on rank 1, "));
+              Says("found SaveOptions::keep_latest_k '0' on rank 0 and '3' on rank 1, "));
   EXPECT_THAT(said([](SaveOptions& options) { options.user["epoch"] = std::int64_t{3}; }),
-              HasSubstr("found SaveOptions::user \"epoch\" on rank 1 and not on rank 0, "));
+              Says("found SaveOptions::user \"epoch\" on rank 1 and not on rank 0, "));
   EXPECT_THAT(said([](SaveOptions& options) { options.user = {{"zeta", "rows"}}; }),
-              HasSubstr("found SaveOptions::user \"data\" on rank 0 and not on rank 1, "));
+              Says("found SaveOptions::user \"data\" on rank 0 and not on rank 1, "));
   EXPECT_THAT(said([](SaveOptions& options) { options.user["data"] = std::int64_t{3}; }),
-              HasSubstr("SaveOptions::user \"data\" '\"rows\"' on rank 0 and '3' on rank 1, "));
+              Says("SaveOptions::user \"data\" '\"rows\"' on rank 0 and '3' on rank 1, "));
   const auto longer = [&](std::string config, std::string other) {
     return refused_save(folder, 1, 1, [&](World& world) {
       return SaveOptions{.config_json = world.rank() == 0 ? config : other};
@@ -453,9 +440,7 @@ TEST(LibraryCheckpoint, OfOptionsThatDifferTheFirstIsSaidAndOfLongOnesThePlace) 
   };
   const std::string same(5000, 'x');
   const auto message = longer("{\"a\": \"" + same + "b\"}", "{\"a\": \"" + same + "c\"}");
-  EXPECT_THAT(message, HasSubstr("found SaveOptions::config_json ...'xxx"));
-  EXPECT_THAT(message, HasSubstr("xb"));
-  EXPECT_THAT(message, HasSubstr("xc"));
+  EXPECT_THAT(message, Says("found SaveOptions::config_json ...'xxx", "xb", "xc"));
   EXPECT_LT(message.size(), 400U);
 }
 
@@ -469,8 +454,7 @@ void expect_refused(const fs::path& path, ErrorKind kind, const std::shared_ptr<
   auto model = fully_shard(module, data_mesh(world), policy);
   const auto optimizer = make(model);
   const auto before = whole_parameters(model);
-  EXPECT_THAT(testing::error_of(kind, [&] { load_checkpoint(model, *optimizer, path); }),
-              HasSubstr(says));
+  EXPECT_THAT(error_of(kind, [&] { load_checkpoint(model, *optimizer, path); }), Says(says));
   expect_same(whole_parameters(model), before, says);
   for (const auto& state : optimizer->state()) EXPECT_TRUE(state.kept.empty()) << says;
 }
@@ -508,12 +492,12 @@ TEST(LibraryCheckpoint, WhatDoesNotFitChangesNothing) {
             "load_checkpoint: found 'SGD', expected 'AdamW'");
     refused(ErrorKind::kConfig, std::make_shared<Own>(1), with_adamw,
             "expected one that keeps exp_avg, exp_avg_sq, master_remainder", without_master());
-    EXPECT_THAT(testing::error_of(ErrorKind::kIo,
-                                  [&] {
-                                    Trained run(world, 1, 1);
-                                    load_checkpoint(run.model, *run.optimizer, folder / "other");
-                                  }),
-                HasSubstr("found no checkpoint"));
+    EXPECT_THAT(error_of(ErrorKind::kIo,
+                         [&] {
+                           Trained run(world, 1, 1);
+                           load_checkpoint(run.model, *run.optimizer, folder / "other");
+                         }),
+                Says("found no checkpoint"));
   });
   // On one rank, which looks at the parameters before the optimizer's tensors.
   ranks(1).run([&](World& world) {
@@ -531,16 +515,15 @@ TEST(LibraryCheckpoint, AnOptimizerOfAnotherModelIsRefused) {
     Trained run(world, 1, 1);
     Trained other(world, 1, 1);
     for (const bool saves : {true, false}) {
-      EXPECT_THAT(
-          testing::error_of(ErrorKind::kUsage,
-                            [&] {
-                              if (saves) {
-                                save_checkpoint(run.model, *other.optimizer, folder / "saved", 0);
-                              } else {
-                                load_checkpoint(run.model, *other.optimizer, folder / "saved");
-                              }
-                            }),
-          HasSubstr("which is no parameter of this handle"));
+      EXPECT_THAT(error_of(ErrorKind::kUsage,
+                           [&] {
+                             if (saves) {
+                               save_checkpoint(run.model, *other.optimizer, folder / "saved", 0);
+                             } else {
+                               load_checkpoint(run.model, *other.optimizer, folder / "saved");
+                             }
+                           }),
+                  Says("which is no parameter of this handle"));
     }
   });
 }

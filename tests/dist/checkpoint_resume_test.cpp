@@ -1,7 +1,5 @@
 // A run that goes on from a checkpoint is the run that was never interrupted: bit for bit on the
 // same layout, and with the same tensors, bit for bit, on any other.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 #include <cmath>
 #include <cstddef>
@@ -17,6 +15,7 @@
 #include "proof.h"
 #include "support/modules.h"
 #include "support/ranks.h"
+#include "support/test.h"
 #include "train/hf/model_forms.h"
 #include "train/parallelize.h"
 #include "train/resume/checkpoint_session.h"
@@ -27,10 +26,6 @@ namespace tessera::test::checkpoint_resume_test {
 namespace {
 
 namespace fs = std::filesystem;
-using ::testing::AllOf;
-using testing::error_of;
-using ::testing::HasSubstr;
-using testing::TemporaryFolder;
 
 const RanksOfRun kLayouts[] = {{1, 1}, {2, 1}, {3, 1}, {2, 2}, {4, 2}};
 
@@ -302,9 +297,8 @@ TEST(Resume, AScaledRunGoesOnAtItsScaleOnAnyLayoutAndMayComeFromFloat32OrGoThere
 
   auto narrow = half;
   narrow.grad_scaler.min_scale = 0x1p30;
-  EXPECT_THAT(error_of(ErrorKind::kConfig,
-                       [&] { train_on({2, 1}, with_steps(narrow, 9), folder / "run"); }),
-              HasSubstr("lower grad_scaler.min_scale"));
+  EXPECT_REFUSED(kConfig, train_on({2, 1}, with_steps(narrow, 9), folder / "run"),
+                 "lower grad_scaler.min_scale");
   train_on({2, 1}, with_steps(config, 9), folder / "run");
   EXPECT_EQ(state("run"), std::nullopt);
   half.grad_scaler = {};
@@ -350,11 +344,11 @@ TEST(Resume, StateThatIsMissingIsCountedOverAllRanksAndSaidOnce) {
     const auto lines = log_of(folder, [&] {
       ranks(count).run([&](World& world) { read_checkpoint(world, config, path); });
     });
-    const auto said = ::testing::AllOf(
-        HasSubstr(concat("found no optimizer's state of ", missing, " trained parameter(s), as ")),
-        HasSubstr("model.layers.0."));
-    EXPECT_THAT(lines, ::testing::Contains(said).Times(1)) << count << " ranks";
-    EXPECT_THAT(lines, ::testing::Contains(HasSubstr("optimizer's state")).Times(1));
+    const auto said =
+        Says(concat("found no optimizer's state of ", missing, " trained parameter(s), as "),
+             "model.layers.0.");
+    EXPECT_THAT(lines, Contains(said).Times(1)) << count << " ranks";
+    EXPECT_THAT(lines, Contains(Says("optimizer's state")).Times(1));
   }
 }
 
@@ -397,15 +391,13 @@ TEST(Resume, AChangeToFloat16OrFromItIsAWarningWithItsKey) {
     });
   };
   const auto warning = [](const char* found, const char* hint) {
-    return ::testing::Contains(AllOf(HasSubstr("warning"), HasSubstr(found), HasSubstr(hint)))
-        .Times(1);
+    return Contains(Says("warning", found, hint)).Times(1);
   };
   EXPECT_THAT(resume(of_float16, small_run(folder)),
               warning("precision.param_dtype: found no float16", "at the loss scale 1024"));
   EXPECT_THAT(resume({}, half), warning("grad_scaler: found no loss scale", "grad_scaler.init_"));
-  EXPECT_THAT(resume(of_float16, half), ::testing::Not(::testing::Contains(HasSubstr("warning"))));
-  EXPECT_THAT(resume({}, small_run(folder)),
-              ::testing::Not(::testing::Contains(HasSubstr("warning"))));
+  EXPECT_THAT(resume(of_float16, half), Not(Contains(Says("warning"))));
+  EXPECT_THAT(resume({}, small_run(folder)), Not(Contains(Says("warning"))));
 }
 
 TEST(Resume, OnOtherLayoutsHasTheLossesWithinRounding) {
@@ -445,8 +437,8 @@ TEST(Resume, SgdMayBeginWithAMomentumButNotDropOne) {
   EXPECT_EQ(all_tensors(folder / "run/checkpoint/step-3").at("model/model.norm.weight"),
             all_tensors(folder / "plain/checkpoint/step-3").at("model/model.norm.weight"));
   plain.training.steps = 4;
-  EXPECT_THAT(error_of(ErrorKind::kConfig, [&] { train_on({2, 1}, plain, folder / "run"); }),
-              HasSubstr("optimizer.name: found an optimizer that keeps none"));
+  EXPECT_REFUSED(kConfig, train_on({2, 1}, plain, folder / "run"),
+                 "optimizer.name: found an optimizer that keeps none");
 }
 
 /// As it was written before tensors had a file of their own.
@@ -492,9 +484,7 @@ TEST(Resume, AnAlteredFileIsNamedOnAllRanksBeforeAnythingElse) {
     folder.write("run/checkpoint/step-2/" + file, text);
     // One rank more and one less than wrote it: every file is verified by somebody.
     for (const int ranks : {1, 2, 4}) {
-      EXPECT_THAT(error_of(ErrorKind::kFormat,
-                           [&] { train_on({ranks, 1}, with_steps(config, 3), folder / "run"); }),
-                  HasSubstr(file))
+      EXPECT_REFUSED(kFormat, train_on({ranks, 1}, with_steps(config, 3), folder / "run"), file)
           << ranks << " ranks";
     }
     folder.write("run/checkpoint/step-2/" + file, before);
@@ -516,23 +506,22 @@ TEST(Resume, ANewestStepThatIsNotWholeNamesTheNewestThatIsAndTheKey) {
   fs::remove(at(4) / "manifest.json");
   fs::resize_file(at(3) / "rank_1.safetensors", 8);
   const auto names_step_2 =
-      AllOf(HasSubstr("'" + at(4).string() + "': found no manifest.json, expected a whole"),
-            HasSubstr("the newest whole checkpoint before it is '" + at(2).string() +
-                      "': set checkpoint.load_step = 2"));
+      Says("'" + at(4).string() + "': found no manifest.json, expected a whole",
+           "the newest whole checkpoint before it is '" + at(2).string() +
+               "': set checkpoint.load_step = 2");
   EXPECT_THAT(refused(), names_step_2);
   fs::remove(folder / "run/checkpoint/latest");  // a crash before the first was written
   EXPECT_THAT(refused(), names_step_2);
   config.checkpoint.load_step = 3;
-  EXPECT_THAT(refused(), AllOf(HasSubstr("rank_1.safetensors"), HasSubstr("load_step = 2")));
+  EXPECT_THAT(refused(), Says("rank_1.safetensors", "load_step = 2"));
   config.checkpoint.load_step = 2;
   EXPECT_EQ(train_on({2, 1}, with_steps(config, 5), folder / "run").losses.size(), 3U);
   EXPECT_EQ(CheckpointStore(folder / "run/checkpoint").latest(), 5);
   for (const int step : {1, 2, 3, 4, 5}) fs::remove(at(step) / "manifest.json");
   config.checkpoint.load_step = -1;
-  EXPECT_THAT(refused(), HasSubstr("there is no whole checkpoint before it: choose another"));
+  EXPECT_THAT(refused(), Says("there is no whole checkpoint before it: choose another"));
   folder.write("run/checkpoint/latest", "step-9");
-  EXPECT_THAT(refused(), AllOf(HasSubstr("found step-9, which is not there"),
-                               HasSubstr("or set checkpoint.load_step")));
+  EXPECT_THAT(refused(), Says("found step-9, which is not there", "or set checkpoint.load_step"));
 }
 
 TEST(Resume, AnEarlierStepThatWasAskedForBecomesTheLatest) {

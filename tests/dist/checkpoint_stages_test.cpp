@@ -1,26 +1,16 @@
 // Checkpoints of ranks that have different stages of one model: they know no pipeline, so that any
 // layout goes on from any other, bit for bit, and what is wrong is found whichever stage has it.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <algorithm>
-#include <map>
 
 #include "dist/checkpoint_tensors.h"
 #include "dist/stepped.h"
 #include "io/checkpoint_folder.h"
 #include "support/plain.h"
 #include "support/ranks.h"
+#include "support/temporary_folder.h"
 #include "tessera/checkpoint.h"
-#include "unit/io/temporary_folder.h"
 
 namespace tessera::test::checkpoint_stages_test {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::Each;
-using ::testing::HasSubstr;
-using testing::TemporaryFolder;
 
 /// What a rank has of the model: layers by number, embedding, and the head, whose weight is the
 /// embedding's: a copy of its own where another stage has the embedding.
@@ -212,7 +202,7 @@ TEST(StagesCheckpoint, ATiedCopyIsWrittenByTheFirstStageThatHasIt) {
   const auto of_first = ::testing::AnyOf("rank_0.safetensors", "rank_1.safetensors");
   EXPECT_THAT(files_of("model/embed.weight"), Each(of_first));
   EXPECT_THAT(files_of("optim/exp_avg_sq/embed.weight"), Each(of_first));
-  EXPECT_THAT(files_of("model/layers.2.w"), Each(::testing::Not(of_first)));
+  EXPECT_THAT(files_of("model/layers.2.w"), Each(Not(of_first)));
 }
 
 // The error is on all ranks alike, whichever stage has the tensor.
@@ -225,15 +215,13 @@ TEST(StagesCheckpoint, WhatDoesNotFitIsFoundWhicheverStageHasIt) {
     for (auto& part : without.parts) std::erase(part.layers, 3);
     ranks(to.ranks()).run([&](World& world) {
       Trained lacks(world, without);
-      EXPECT_THAT(testing::error_of(
-                      ErrorKind::kFormat,
-                      [&] { load_checkpoint(lacks.model, *lacks.optimizer, folder / "run"); }),
-                  AllOf(HasSubstr("model/layers.3."), HasSubstr("only those of the model")));
+      EXPECT_THAT(error_of(ErrorKind::kFormat,
+                           [&] { load_checkpoint(lacks.model, *lacks.optimizer, folder / "run"); }),
+                  Says("model/layers.3.", "only those of the model"));
       Trained wider(world, to, {.width = 7});
-      EXPECT_THAT(testing::error_of(
-                      ErrorKind::kFormat,
-                      [&] { load_checkpoint(wider.model, *wider.optimizer, folder / "run"); }),
-                  AllOf(HasSubstr("model/layers.3."), HasSubstr("expected")));
+      EXPECT_THAT(error_of(ErrorKind::kFormat,
+                           [&] { load_checkpoint(wider.model, *wider.optimizer, folder / "run"); }),
+                  Says("model/layers.3.", "expected"));
     });
   }
 }

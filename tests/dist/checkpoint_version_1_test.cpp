@@ -4,8 +4,6 @@
 // The folder tests/golden/data/checkpoint-version-1 was written on two ranks by commit 7ac99f1, the
 // last that writes version 1, of the model below: what an element holds follows from its place, so
 // nothing here depends on the code that reads or writes.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 #include <filesystem>
 
@@ -13,16 +11,14 @@
 #include "io/checkpoint_folder.h"
 #include "support/plain.h"
 #include "support/ranks.h"
+#include "support/temporary_folder.h"
 #include "train/resume/resume.h"
-#include "unit/io/temporary_folder.h"
 
 namespace tessera::test::checkpoint_version_1_test {
 namespace {
 
 namespace fs = std::filesystem;
-using ::testing::ElementsAre;
 using ::testing::Key;
-using testing::TemporaryFolder;
 
 const fs::path kFolder = fs::path(TESSERA_TEST_DATA) / "checkpoint-version-1";
 constexpr std::int64_t kStep = 7;

@@ -1,15 +1,12 @@
 // Weights out of a checkpoint: opening reads none, reading verifies each file once.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
-#include <algorithm>
 #include <atomic>
-#include <functional>
 
 #include "dist/training_run.h"
 #include "io/checkpoint_folder.h"
 #include "support/plain.h"
 #include "support/ranks.h"
+#include "support/test.h"
 #include "train/generate.h"
 #include "train/hf/hf_export.h"
 #include "train/hf/weights.h"
@@ -19,10 +16,6 @@ namespace tessera::test::checkpoint_weights_test {
 namespace {
 
 namespace fs = std::filesystem;
-using ::testing::AllOf;
-using testing::error_of;
-using ::testing::HasSubstr;
-using testing::TemporaryFolder;
 
 /// As `tessera generate` has it.
 auto opened_to_generate(const train::ModelSource& source, const train::Config& config) {
@@ -90,15 +83,13 @@ TEST(CheckpointWeights, ADamagedFileIsFoundWhereWeightsAreReadAndOnlyThere) {
                                                   data_mesh(world));
                              });
                            }),
-                  HasSubstr(name));
+                  Says(name));
     }
     ranks(2).run([&](World& world) {
       train::parallelize(source, from, data_mesh(world), train::InitialWeights::kLater);
     });
-    EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { opened_to_generate(source, from); }),
-                HasSubstr(name));
-    EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { train::plan_export(source, {}); }),
-                HasSubstr(name));
+    EXPECT_REFUSED(kFormat, opened_to_generate(source, from), name);
+    EXPECT_REFUSED(kFormat, train::plan_export(source, {}), name);
     folder.write(file, before);
   }
   train::plan_export(train::open_model(from.model), {});
@@ -153,7 +144,7 @@ TEST(CheckpointWeights, WhatAWholeFrozenPartLeavesIsNamedOnResumeAndByConvert) {
   train_on({2, 1}, with_steps(whole, 1), folder / "replicate");
   const auto rounded = exported("replicate");
   EXPECT_GT(rounded.size(), 0U);
-  for (const auto& name : rounded) EXPECT_THAT(name, HasSubstr("layers.0."));
+  for (const auto& name : rounded) EXPECT_THAT(name, Says("layers.0."));
 
   const auto refusal = [&](train::Config changed, const char* run) {
     return error_of(ErrorKind::kFormat,
@@ -163,9 +154,8 @@ TEST(CheckpointWeights, WhatAWholeFrozenPartLeavesIsNamedOnResumeAndByConvert) {
   wide.precision.param_dtype.dtype = DType::kFloat32;
   for (const auto& message :
        {refusal(config, "replicate"), refusal(wide, "replicate"), refusal(whole, "shard")}) {
-    EXPECT_THAT(message, HasSubstr("tensor 'model/model.layers.0."));
-    EXPECT_THAT(message, HasSubstr("its model.frozen"));
-    EXPECT_THAT(message, HasSubstr("its precision.param_dtype"));
+    EXPECT_THAT(message, Says("tensor 'model/model.layers.0.", "its model.frozen",
+                              "its precision.param_dtype"));
   }
 }
 
@@ -199,9 +189,8 @@ TEST(CheckpointWeights, AWholeModelRefusesAValueThatItsDtypesCannotHold) {
     auto source = train::open_model(config.model);
     EXPECT_NO_THROW(opened_to_generate(source, config));
     source.folder = std::make_shared<OneLargeValue>(source.folder);
-    EXPECT_THAT(error_of(ErrorKind::kContract, [&] { opened_to_generate(source, config); }),
-                AllOf(HasSubstr("parameter model."), HasSubstr("found the value 70000"),
-                      HasSubstr("float16 can hold")));
+    EXPECT_REFUSED(kContract, opened_to_generate(source, config), "parameter model.",
+                   "found the value 70000", "float16 can hold");
   }
 }
 
@@ -297,7 +286,7 @@ TEST(CheckpointWeights, WhatIsWholeOnSeveralRanksDecodesOnEachAndWhatIsShardedIs
     auto cache = decoder.make_cache(5);
     for (const auto& message : {error_of(ErrorKind::kUsage, [&] { decoder.decode(ids, cache); }),
                                 error_of(ErrorKind::kUsage, [&] { decoder.next_logits(ids); })}) {
-      EXPECT_THAT(message, HasSubstr("found the parameter model.embed_tokens.weight sharded"));
+      EXPECT_THAT(message, Says("found the parameter model.embed_tokens.weight sharded"));
     }
   });
 }
@@ -311,8 +300,8 @@ TEST(CheckpointWeights, AParameterThatTheTableLacksIsNoneThatStaysUndrawn) {
     const auto model = train::parallelize(source, config, data_mesh(world));
     auto table = models::describe(source.spec).parameters;
     std::erase_if(table, [](const auto& row) { return row.name == "model.norm.weight"; });
-    EXPECT_THAT(error_of(ErrorKind::kInternal, [&] { train::draw_weights(*model, table, 1); }),
-                HasSubstr("model.norm.weight is not in the parameter table"));
+    EXPECT_REFUSED(kInternal, train::draw_weights(*model, table, 1),
+                   "model.norm.weight is not in the parameter table");
     // Adapters that are not there: nothing of the model is drawn in their place.
     EXPECT_NO_THROW(train::draw_weights(*model, {}, 1, train::Loaded::kAdapters));
   });

@@ -7,8 +7,6 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <cstdint>
-
 #include "comm/group.h"
 #include "layout/local_part.h"
 #include "support/plain.h"
@@ -337,15 +335,10 @@ inline void PrintTo(const Degrees& d, std::ostream* out) { *out << to_string(d.s
 
 /// A cut model of units on `mesh`, whose gradients are sums.
 struct CutSharded {
-  explicit CutSharded(const Mesh& on, const ShardOptions& options = sums())
+  explicit CutSharded(const Mesh& on, const ShardOptions& options = undivided())
       : mesh(on), model(std::make_shared<CutModel>(on)) {
     model->shard_blocks(mesh, {}, options);
     handle = std::make_unique<Sharded<CutModel>>(fully_shard(model, mesh, {}, options));
-  }
-  static ShardOptions sums() {
-    ShardOptions options;
-    options.divide_factor = 1.0;
-    return options;
   }
   int data_rank() const {
     return mesh.coordinate(axis::kReplicate) * mesh.size_of(axis::kShard) +

@@ -13,6 +13,13 @@ struct DataLayout {
   ThreadBackend backend = ThreadBackend::kInProcess;
 };
 
+inline Ranks ranks(const DataLayout& layout) { return ranks(layout.ranks, layout.backend); }
+
+inline void PrintTo(const DataLayout& layout, std::ostream* out) {
+  *out << layout.ranks << " ranks, " << layout.replicas << " replicas, "
+       << (layout.backend == ThreadBackend::kGloo ? "Gloo" : "in process");
+}
+
 /// What holds under every layout: one to three ranks, and both axes alone and together, over both
 /// backends.
 inline auto every_data_layout() {

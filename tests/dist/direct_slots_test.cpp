@@ -5,19 +5,16 @@
 // forbids direct writes.
 #include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
-#include <gtest/gtest.h>
 #include <torch/csrc/autograd/custom_function.h>
 
-#include <memory>
 #include <optional>
 #include <stdexcept>
-#include <utility>
-#include <vector>
 
 #include "dist/held_bytes.h"
 #include "nn/grouped_linear.h"
 #include "nn/linear.h"
 #include "support/plain.h"
+#include "support/test.h"
 
 namespace tessera::test::direct_slots_test {
 namespace {
@@ -143,15 +140,13 @@ TEST(DirectSlots, HaveTheBitsOfProductsThatAreCopied) {
 
 // Naive: the first of three uses goes to the slot, and autograd adds up the two others: (b + c) + a
 // in the place of (a + b) + c.
-TEST(DirectSlots, UsesThatAutogradAddsUpAreLeftToIt) {
-  ranks(2).run([](World& world) {
-    for (const auto schedule : {Schedule::kSynced, Schedule::kTogether}) {
-      const auto run = [&](Way way) {
-        return gradients(world, {64, 24, 24}, policy_of(way, {}, {}), schedule, /*uses=*/3);
-      };
-      expect_same(run(Way::kDirect), run(Way::kCopied));
-    }
-  });
+TEST_ON_RANKS(DirectSlots, UsesThatAutogradAddsUpAreLeftToIt, 2) {
+  for (const auto schedule : {Schedule::kSynced, Schedule::kTogether}) {
+    const auto run = [&](Way way) {
+      return gradients(world, {64, 24, 24}, policy_of(way, {}, {}), schedule, /*uses=*/3);
+    };
+    expect_same(run(Way::kDirect), run(Way::kCopied));
+  }
 }
 
 /// Bytes that `act` takes at most beside what is there.

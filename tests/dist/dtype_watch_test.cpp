@@ -2,19 +2,13 @@
 #include "tessera/dtype_watch.h"
 
 #include <ATen/record_function.h>
-#include <gmock/gmock.h>
-
-#include <algorithm>
 
 #include "support/plain.h"
 #include "support/ranks.h"
+#include "support/test.h"
 
 namespace tessera::test::dtype_watch_test {
 namespace {
-
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using ::testing::IsEmpty;
 
 constexpr std::int64_t kWidth = 6;
 
@@ -144,23 +138,20 @@ struct Text : torch::nn::Module {
 class WatchOnRanks : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Counts, WatchOnRanks, ::testing::Values(1, 2, 3));
 
-TEST_P(WatchOnRanks, EveryRankFindsTheSameInItsUnits) {
-  ranks(GetParam()).run([](World& world) {
-    auto model = std::make_shared<Text>(data_mesh(world));
-    auto handle = fully_shard(model, data_mesh(world), in_bfloat16());
-    const DtypeWatch watch(handle);
-    handle.forward(here(at::ones({2, kWidth})));
-    EXPECT_EQ(model->seen, at::kFloat);
-    const auto found = watch.findings();
-    ASSERT_FALSE(found.empty());
-    EXPECT_EQ(found.front().unit, "first");
-    EXPECT_EQ(found.front().op, "aten::mul");
-    EXPECT_EQ(found.front().cause, "parameter first.scale");
-    EXPECT_TRUE(
-        std::ranges::none_of(found, [](const auto& each) { return each.unit == "second"; }));
-    EXPECT_THAT(to_string(found), HasSubstr("unit first: aten::mul gave Float, expected bfloat16, "
-                                            "because of parameter first.scale"));
-  });
+TEST_P_ON_RANKS(WatchOnRanks, EveryRankFindsTheSameInItsUnits, GetParam()) {
+  auto model = std::make_shared<Text>(data_mesh(world));
+  auto handle = fully_shard(model, data_mesh(world), in_bfloat16());
+  const DtypeWatch watch(handle);
+  handle.forward(here(at::ones({2, kWidth})));
+  EXPECT_EQ(model->seen, at::kFloat);
+  const auto found = watch.findings();
+  ASSERT_FALSE(found.empty());
+  EXPECT_EQ(found.front().unit, "first");
+  EXPECT_EQ(found.front().op, "aten::mul");
+  EXPECT_EQ(found.front().cause, "parameter first.scale");
+  EXPECT_TRUE(std::ranges::none_of(found, [](const auto& each) { return each.unit == "second"; }));
+  EXPECT_THAT(to_string(found), Says("unit first: aten::mul gave Float, expected bfloat16, "
+                                     "because of parameter first.scale"));
 }
 
 // Property: a forward in one dtype has no findings, plain fp32 included, whatever its units.
@@ -176,17 +167,15 @@ TEST_P(WatchOnRanks, AForwardInOneDtypeIsClean) {
   }
 }
 
-TEST(DtypeWatch, LeavesNothingBehindAndIsOneAThread) {
-  ranks(1).run([](World& world) {
-    auto handle = fully_shard(std::make_shared<Scaled>(), data_mesh(world), in_bfloat16());
-    {
-      const DtypeWatch watch(handle);
-      EXPECT_TRUE(at::hasThreadLocalCallbacks());
-      EXPECT_THAT(error_of([&] { const DtypeWatch second(handle); }), HasSubstr("on this thread"));
-    }
-    EXPECT_FALSE(at::hasThreadLocalCallbacks());
-    EXPECT_FALSE(at::hasCallbacks());
-  });
+TEST_ON_RANKS(DtypeWatch, LeavesNothingBehindAndIsOneAThread, 1) {
+  auto handle = fully_shard(std::make_shared<Scaled>(), data_mesh(world), in_bfloat16());
+  {
+    const DtypeWatch watch(handle);
+    EXPECT_TRUE(at::hasThreadLocalCallbacks());
+    EXPECT_THAT(error_of([&] { const DtypeWatch second(handle); }), Says("on this thread"));
+  }
+  EXPECT_FALSE(at::hasThreadLocalCallbacks());
+  EXPECT_FALSE(at::hasCallbacks());
 }
 
 }  // namespace

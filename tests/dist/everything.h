@@ -1,9 +1,6 @@
 // A module with each thing that a dict of its state has to get right.
 #pragma once
 
-#include <cstdint>
-#include <memory>
-
 #include "support/plain.h"
 
 namespace tessera::test {

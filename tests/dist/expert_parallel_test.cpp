@@ -1,11 +1,9 @@
 // Experts over ranks against all of them on one rank: the same tokens, every gradient.
 
-#include <gtest/gtest.h>
-
 #include "moe/experts.h"
 #include "nn/mlp.h"
 #include "support/ranks.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "unit/moe/host_waits.h"
 
 namespace tessera::moe::expert_parallel_test {
@@ -160,54 +158,47 @@ TEST(ExpertParallel, InFloat32BitwiseThatOfOneRank) {
   }
 }
 
-TEST(ExpertParallel, ARankWhoseTokensNeedNoGradientStillMeetsTheOthers) {
-  ranks(2).run([](World& world) {
-    const parallel::Axis axis =
-        parallel::axis_of(world.mesh(MeshShape::sparse(1, 1, 1, 2, 1)), axis::kExpert);
-    const Inputs inputs = inputs_of({at::kFloat, {4}});
-    const at::Tensor x = inputs.tensors[0].clone().requires_grad_(axis.rank == 0);
-    const at::Tensor gate_up = inputs.tensors[2].narrow(0, 6 * axis.rank, 6);
-    const at::Tensor down = inputs.tensors[3].narrow(0, 6 * axis.rank, 6);
-    // Frozen experts: on rank 1 nothing else requires a gradient.
-    const at::Tensor out = experts(x, {inputs.indices, inputs.tensors[1], {}}, {gate_up, down},
-                                   {nn::swiglu_halves, Score::kAfterExperts, axis});
-    EXPECT_TRUE(out.requires_grad());
-    out.backward(inputs.grad);
-    EXPECT_EQ(x.grad().defined(), axis.rank == 0);
-  });
+TEST_ON_RANKS(ExpertParallel, ARankWhoseTokensNeedNoGradientStillMeetsTheOthers, 2) {
+  const parallel::Axis axis =
+      parallel::axis_of(world.mesh(MeshShape::sparse(1, 1, 1, 2, 1)), axis::kExpert);
+  const Inputs inputs = inputs_of({at::kFloat, {4}});
+  const at::Tensor x = inputs.tensors[0].clone().requires_grad_(axis.rank == 0);
+  const at::Tensor gate_up = inputs.tensors[2].narrow(0, 6 * axis.rank, 6);
+  const at::Tensor down = inputs.tensors[3].narrow(0, 6 * axis.rank, 6);
+  // Frozen experts: on rank 1 nothing else requires a gradient.
+  const at::Tensor out = experts(x, {inputs.indices, inputs.tensors[1], {}}, {gate_up, down},
+                                 {nn::swiglu_halves, Score::kAfterExperts, axis});
+  EXPECT_TRUE(out.requires_grad());
+  out.backward(inputs.grad);
+  EXPECT_EQ(x.grad().defined(), axis.rank == 0);
 }
 
-TEST(ExpertParallel, ExpertsThatDoNotDivideAreRefused) {
-  ranks(2).run([](World& world) {
-    const parallel::Axis axis =
-        parallel::axis_of(world.mesh(MeshShape::sparse(1, 1, 1, 2, 1)), axis::kExpert);
-    const DispatchOptions dispatch_options{false, axis, "experts"};
-    EXPECT_THROW(exchange_counts(at::zeros({3, 1}, at::kLong), 3, dispatch_options), Error);
-    EXPECT_THROW(
-        plan_dispatch({0, 1, 2, 3}, at::zeros({2, 2}, at::kLong), dispatch_options, at::kCPU),
-        Error);
-  });
+TEST_ON_RANKS(ExpertParallel, ExpertsThatDoNotDivideAreRefused, 2) {
+  const parallel::Axis axis =
+      parallel::axis_of(world.mesh(MeshShape::sparse(1, 1, 1, 2, 1)), axis::kExpert);
+  const DispatchOptions dispatch_options{false, axis, "experts"};
+  EXPECT_THROW(exchange_counts(at::zeros({3, 1}, at::kLong), 3, dispatch_options), Error);
+  EXPECT_THROW(
+      plan_dispatch({0, 1, 2, 3}, at::zeros({2, 2}, at::kLong), dispatch_options, at::kCPU), Error);
 }
 
-TEST(ExpertParallel, TheHostReadsOnceFromTheScoresToTheGradients) {
-  ranks(2).run([](World& world) {
-    const parallel::Axis axis =
-        parallel::axis_of(world.mesh(MeshShape::sparse(1, 1, 1, 2, 1)), axis::kExpert);
-    // fp64 takes our own products: libtorch's read where groups end, which lies on the host here.
-    const Inputs inputs = inputs_of({at::kDouble, {4}});
-    const at::Tensor x = inputs.tensors[0].clone().requires_grad_(true);
-    const at::Tensor scores = seeded(8, {4, kExperts}, at::kDouble).requires_grad_(true);
-    const HostWaits waits;
-    const Routing routing = route(scores, {.experts_per_token = kChosen});
-    experts(x, routing,
-            {inputs.tensors[2].narrow(0, 6 * axis.rank, 6),
-             inputs.tensors[3].narrow(0, 6 * axis.rank, 6)},
-            {nn::swiglu_halves, Score::kAfterExperts, axis})
-        .sum()
-        .backward();
-    EXPECT_EQ(waits.reads(), 1);
-    EXPECT_EQ(waits.others(), 0);
-  });
+TEST_ON_RANKS(ExpertParallel, TheHostReadsOnceFromTheScoresToTheGradients, 2) {
+  const parallel::Axis axis =
+      parallel::axis_of(world.mesh(MeshShape::sparse(1, 1, 1, 2, 1)), axis::kExpert);
+  // fp64 takes our own products: libtorch's read where groups end, which lies on the host here.
+  const Inputs inputs = inputs_of({at::kDouble, {4}});
+  const at::Tensor x = inputs.tensors[0].clone().requires_grad_(true);
+  const at::Tensor scores = seeded(8, {4, kExperts}, at::kDouble).requires_grad_(true);
+  const HostWaits waits;
+  const Routing routing = route(scores, {.experts_per_token = kChosen});
+  experts(x, routing,
+          {inputs.tensors[2].narrow(0, 6 * axis.rank, 6),
+           inputs.tensors[3].narrow(0, 6 * axis.rank, 6)},
+          {nn::swiglu_halves, Score::kAfterExperts, axis})
+      .sum()
+      .backward();
+  EXPECT_EQ(waits.reads(), 1);
+  EXPECT_EQ(waits.others(), 0);
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
 // 256, 1, -256 in bf16: what each schedule and each narrower policy makes of it (the table at the
 // end of docs/numerics.md). In bf16, 256 + 1 is 256, so every sum that is kept in it gives 0.
-#include <gtest/gtest.h>
 
 #include "support/plain.h"
+#include "support/test.h"
 
 namespace tessera::test::fsdp_accumulation_table_test {
 namespace {
@@ -178,10 +178,8 @@ TEST(AccumulationOverRanks, IsOneWhicheverRanksBringThem) {
     for (const auto& row : kRows) {
       ranks(count).run([&, replicas](World& world) {
         const auto dtype = row.storage == kBF16 ? at::kBFloat16 : at::kFloat;
-        ShardOptions options;
-        options.divide_factor = 1.0;
         auto handle = fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}, dtype))),
-                                  data_mesh(world, replicas), policy_of(row), options);
+                                  data_mesh(world, replicas), policy_of(row), undivided());
         constexpr double kValues[] = {256, 1, -256, 0};
         backward(handle.forward(here(at::full({kWidth}, kValues[world.rank()], dtype))).sum());
         // Of two replicas of two ranks one sends 256 + 1 to the other, of which a bf16 wire carries

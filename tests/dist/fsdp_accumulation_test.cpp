@@ -1,9 +1,9 @@
 // Schedules of accumulation: every step sums its own micro-batches, whatever is deferred.
-#include <gmock/gmock.h>
 
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "support/plain.h"
+#include "support/test.h"
 #include "tessera/clip.h"
 
 namespace tessera::test::fsdp_accumulation_test {
@@ -165,9 +165,7 @@ TEST(Accumulation, AnEditOfOneGradientLeavesItsNeighboursSumUnrounded) {
     ranks(count).run([](World& world) {
       PrecisionPolicy policy;
       policy.final_dtype = DType::kBFloat16;
-      ShardOptions options;
-      options.divide_factor = 1.0;
-      auto handle = fully_shard(std::make_shared<Pair>(), data_mesh(world), policy, options);
+      auto handle = fully_shard(std::make_shared<Pair>(), data_mesh(world), policy, undivided());
       const auto part = 1.0 / world.size();
       backward(handle.forward(here(at::full({3}, 256.0 * part))));
       for (const auto& view : handle.shards()) {
@@ -192,71 +190,63 @@ INSTANTIATE_TEST_SUITE_P(Grid, Owed,
                                            std::tuple(2, 2, false), std::tuple(2, 2, true),
                                            std::tuple(4, 2, true)));
 
-TEST_P(Owed, AUnitThatTheLastMicroBatchDoesNotUseIsReducedAllTheSame) {
-  const auto [count, replicas, by_replicas] = GetParam();
-  ranks(count).run([replicas, by_replicas](World& world) {
-    auto chain = std::make_shared<Chain>(1, 2, kWidth);
-    ShardOptions options;
-    options.divide_factor = 1.0;
-    chain->shard_blocks(data_mesh(world, replicas), {}, options);
-    auto handle = fully_shard(chain, data_mesh(world, replicas), {}, options);
-    Chain plain(1, 2, kWidth);
-    for (int step = 0; step < 2; ++step) {
-      handle.zero_grad();
-      for (const bool last : {false, true}) {
-        by_replicas ? handle.set_requires_replica_reduce(last)
-                    : handle.set_requires_gradient_sync(last);
-        chain->skip = last ? 1 : -1;
-        backward(squares(handle.forward(input_of(0, step, kWidth))) *
-                 (world.rank() == 0 ? 1.0 : 0.0));
-      }
-      const auto raw = raw_gradients(
-          plain, [&] { backward(squares(plain.forward(input_of(0, step, kWidth)))); });
-      const auto found = whole_gradients(handle);
-      for (const char* name : {"block1.a", "block1.b"})
-        EXPECT_TRUE(same_bits(found.at(name), raw.at(name))) << step;
+TEST_P_ON_RANKS(Owed, AUnitThatTheLastMicroBatchDoesNotUseIsReducedAllTheSame,
+                std::get<0>(GetParam())) {
+  const auto replicas = std::get<1>(GetParam());
+  auto chain = std::make_shared<Chain>(1, 2, kWidth);
+  const auto options = undivided();
+  chain->shard_blocks(data_mesh(world, replicas), {}, options);
+  auto handle = fully_shard(chain, data_mesh(world, replicas), {}, options);
+  Chain plain(1, 2, kWidth);
+  for (int step = 0; step < 2; ++step) {
+    handle.zero_grad();
+    for (const bool last : {false, true}) {
+      std::get<2>(GetParam()) ? handle.set_requires_replica_reduce(last)
+                              : handle.set_requires_gradient_sync(last);
+      chain->skip = last ? 1 : -1;
+      backward(squares(handle.forward(input_of(0, step, kWidth))) *
+               (world.rank() == 0 ? 1.0 : 0.0));
     }
-  });
+    const auto raw =
+        raw_gradients(plain, [&] { backward(squares(plain.forward(input_of(0, step, kWidth)))); });
+    const auto found = whole_gradients(handle);
+    for (const char* name : {"block1.a", "block1.b"})
+      EXPECT_TRUE(same_bits(found.at(name), raw.at(name))) << step;
+  }
 }
 
 // Naive: a norm of 0 and a step that does nothing, or both with what an earlier step has left.
-TEST_P(Owed, NormsAndStepsWaitForTheLastMicroBatch) {
-  const auto [count, replicas, by_replicas] = GetParam();
-  ranks(count).run([replicas, by_replicas](World& world) {
-    ShardedChain model(data_mesh(world, replicas), 1, 2, kWidth);
-    const auto optimizer = make_sgd(model.handle, sgd(0.5));
-    const auto micro_batch = [&](int i, bool last) {
-      by_replicas ? model.handle.set_requires_replica_reduce(last)
-                  : model.handle.set_requires_gradient_sync(last);
-      backward(squares(model.handle.forward(input_of(world.rank(), i, kWidth))));
-    };
-    for (int step = 0; step < 2; ++step) {
-      model.handle.zero_grad();
-      micro_batch(2 * step, false);
-      const auto before = whole_parameters(model.handle);
-      const auto told = ::testing::AllOf(::testing::HasSubstr("wait to be reduced"),
-                                         ::testing::HasSubstr("set_requires_gradient_sync(true)"));
-      EXPECT_THAT(error_of([&] { gradient_norm(model.handle); }), told);
-      EXPECT_THAT(error_of([&] { clip_grad_norm(model.handle, 1.0); }), told);
-      EXPECT_THAT(error_of([&] { optimizer->step(); }), told);
-      expect_same(whole_parameters(model.handle), before);
-      micro_batch(2 * step + 1, true);
-      EXPECT_GT(clip_grad_norm(model.handle, 1.0), 0);
-      optimizer->step();
-    }
-  });
+TEST_P_ON_RANKS(Owed, NormsAndStepsWaitForTheLastMicroBatch, std::get<0>(GetParam())) {
+  ShardedChain model(data_mesh(world, std::get<1>(GetParam())), 1, 2, kWidth);
+  const auto optimizer = make_sgd(model.handle, sgd(0.5));
+  const auto micro_batch = [&](int i, bool last) {
+    std::get<2>(GetParam()) ? model.handle.set_requires_replica_reduce(last)
+                            : model.handle.set_requires_gradient_sync(last);
+    backward(squares(model.handle.forward(input_of(world.rank(), i, kWidth))));
+  };
+  for (int step = 0; step < 2; ++step) {
+    model.handle.zero_grad();
+    micro_batch(2 * step, false);
+    const auto before = whole_parameters(model.handle);
+    const auto told = Says("wait to be reduced", "set_requires_gradient_sync(true)");
+    EXPECT_THAT(error_of([&] { gradient_norm(model.handle); }), told);
+    EXPECT_THAT(error_of([&] { clip_grad_norm(model.handle, 1.0); }), told);
+    EXPECT_THAT(error_of([&] { optimizer->step(); }), told);
+    expect_same(whole_parameters(model.handle), before);
+    micro_batch(2 * step + 1, true);
+    EXPECT_GT(clip_grad_norm(model.handle, 1.0), 0);
+    optimizer->step();
+  }
 }
 
 // One unit without sync is enough.
-TEST(OwedByOne, UnitIsNamed) {
-  ranks(2).run([](World& world) {
-    ShardedChain model(data_mesh(world), 1, 2, kWidth);
-    const auto optimizer = make_sgd(model.handle, sgd(0.5));
-    model.chain->handles[1]->set_requires_gradient_sync(false);
-    backward(squares(model.handle.forward(input_of(world.rank(), 0, kWidth))));
-    EXPECT_THAT(error_of([&] { optimizer->step(); }), ::testing::HasSubstr("block1"));
-    EXPECT_THAT(error_of([&] { gradient_norm(model.handle); }), ::testing::HasSubstr("block1"));
-  });
+TEST_ON_RANKS(OwedByOne, UnitIsNamed, 2) {
+  ShardedChain model(data_mesh(world), 1, 2, kWidth);
+  const auto optimizer = make_sgd(model.handle, sgd(0.5));
+  model.chain->handles[1]->set_requires_gradient_sync(false);
+  backward(squares(model.handle.forward(input_of(world.rank(), 0, kWidth))));
+  EXPECT_THAT(error_of([&] { optimizer->step(); }), Says("block1"));
+  EXPECT_THAT(error_of([&] { gradient_norm(model.handle); }), Says("block1"));
 }
 
 }  // namespace

@@ -1,16 +1,12 @@
 // [Note: controls]: a rank that sets a control differently is refused by name; and what a failure
 // leaves under way (kept units, gathers by hand, reductions of micro-batches) does not outlive it.
-#include <gmock/gmock.h>
 
 #include "comm/queue.h"
 #include "dist/controls.h"
+#include "support/test.h"
 
 namespace tessera::test::fsdp_agreement_test {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::Contains;
-using ::testing::HasSubstr;
 
 struct Control {
   std::string text;  ///< how errors name it
@@ -64,7 +60,7 @@ TEST_P(Differences, AreNamedAtTheNextCollective) {
       twins.step(1);
     });
   });
-  EXPECT_THAT(error, AllOf(HasSubstr("rank 0"), HasSubstr("rank 1"), HasSubstr(GetParam().text)));
+  EXPECT_THAT(error, Says("rank 0", "rank 1", GetParam().text));
 }
 
 // One rank a replica: nothing is gathered, so the order's agreement has to find it.
@@ -79,9 +75,9 @@ TEST_P(Differences, OfReplicasAreNamedBeforeTheirGradientsAreSummed) {
       twins.step(1);
     });
   });
-  EXPECT_THAT(error, AllOf(HasSubstr("runtime controls differ between ranks: rank 0 has set none, "
-                                     "rank 1 "),
-                           HasSubstr(GetParam().text), HasSubstr("at the same place")));
+  EXPECT_THAT(error, Says("runtime controls differ between ranks: rank 0 has set none, "
+                          "rank 1 ",
+                          GetParam().text, "at the same place"));
 }
 
 // Over Gloo the labels travel as tags: both ranks wait, and the watch names both.
@@ -101,8 +97,7 @@ TEST(DifferencesOverGloo, AreNamedLongBeforeTheTimeout) {
       });
     });
   });
-  EXPECT_THAT(error, AllOf(HasSubstr("rank 0 issues"), HasSubstr("rank 1 issues"),
-                           HasSubstr("set_reshard_after_backward(false)")));
+  EXPECT_THAT(error, Says("rank 0 issues", "rank 1 issues", "set_reshard_after_backward(false)"));
   EXPECT_LT(seconds, 10);
 }
 
@@ -117,8 +112,7 @@ TEST(DifferencesOfCalls, AUnitThatOneRankAloneGivesBackIsNamed) {
       twins.step(1);
     });
   });
-  EXPECT_THAT(error, AllOf(HasSubstr("rank 0 issues"), HasSubstr("units kept unsharded: block1"),
-                           HasSubstr("rank 1 issues")));
+  EXPECT_THAT(error, Says("rank 0 issues", "units kept unsharded: block1", "rank 1 issues"));
 }
 
 TEST(DifferencesOfCalls, ControlsSetBeforeTheFirstForwardAreComparedToo) {
@@ -130,7 +124,7 @@ TEST(DifferencesOfCalls, ControlsSetBeforeTheFirstForwardAreComparedToo) {
       twins.step(0);
     });
   });
-  EXPECT_THAT(error, AllOf(HasSubstr("rank 0"), HasSubstr("rank 1"), HasSubstr("block1")));
+  EXPECT_THAT(error, Says("rank 0", "rank 1", "block1"));
 }
 
 // ------------------------------------------------------------------------------------- recovery

@@ -1,18 +1,15 @@
 // [Note: readiness]: several losses, several backwards.
-#include <gmock/gmock.h>
 
 #include "dist/data_layout.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "support/plain.h"
 #include "support/quotient.h"
+#include "support/test.h"
 #include "tessera/optim.h"
 
 namespace tessera::test::fsdp_backward_test {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 
 constexpr std::int64_t kWidth = 5;
 
@@ -76,111 +73,100 @@ Tensors apart(torch::nn::Module& plain, int count,
 
 // Naive: the auxiliary loss's backward "finishes" the units: they are reduced and released before
 // the main one.
-TEST_P(BackwardOnRanks, AnAuxiliaryLossWhoseBackwardRunsFirst) {
-  ranks(GetParam()).run([](World& world) {
-    TwoRouted plain;
-    auto module = std::make_shared<TwoRouted>();
-    module->shard(data_mesh(world));
-    auto handle = fully_shard(module, data_mesh(world));
-    for (int step = 0; step < 3; ++step) {
-      handle.zero_grad();
-      const auto [y, aux] = handle.forward(input_of(world.rank(), step, kWidth));
-      backward_and_keep_graph(aux);
-      backward(squares(y));
-      const auto only = [&](bool main) {
-        return [&plain, main, step](int rank) {
-          const auto [z, other] = plain.forward(input_of(rank, step, kWidth));
-          backward(main ? squares(z) : other);
-        };
+TEST_P_ON_RANKS(BackwardOnRanks, AnAuxiliaryLossWhoseBackwardRunsFirst, GetParam()) {
+  TwoRouted plain;
+  auto module = std::make_shared<TwoRouted>();
+  module->shard(data_mesh(world));
+  auto handle = fully_shard(module, data_mesh(world));
+  for (int step = 0; step < 3; ++step) {
+    handle.zero_grad();
+    const auto [y, aux] = handle.forward(input_of(world.rank(), step, kWidth));
+    backward_and_keep_graph(aux);
+    backward(squares(y));
+    const auto only = [&](bool main) {
+      return [&plain, main, step](int rank) {
+        const auto [z, other] = plain.forward(input_of(rank, step, kWidth));
+        backward(main ? squares(z) : other);
       };
-      expect_same(whole_gradients(handle), apart(plain, world.size(), {only(false), only(true)}));
-    }
-  });
+    };
+    expect_same(whole_gradients(handle), apart(plain, world.size(), {only(false), only(true)}));
+  }
 }
 
-TEST_P(BackwardOnRanks, SummedLosses) {
-  ranks(GetParam()).run([](World& world) {
-    TwoRouted plain;
-    auto module = std::make_shared<TwoRouted>();
-    module->shard(data_mesh(world));
-    auto handle = fully_shard(module, data_mesh(world));
-    for (int step = 0; step < 2; ++step) {
-      handle.zero_grad();
-      const auto [y, aux] = handle.forward(input_of(world.rank(), step, kWidth));
-      backward(squares(y) + aux * 0.5);
-      expect_same(whole_gradients(handle),
-                  plain_gradients(plain, world.size(), world.size(), [&](int rank) {
-                    const auto [z, other] = plain.forward(input_of(rank, step, kWidth));
-                    backward(squares(z) + other * 0.5);
-                  }));
-    }
-  });
-}
-
-TEST_P(BackwardOnRanks, OnlyTheAuxiliaryLossIsDifferentiated) {
-  ranks(GetParam()).run([](World& world) {
-    TwoRouted plain;
-    auto module = std::make_shared<TwoRouted>();
-    module->shard(data_mesh(world));
-    auto handle = fully_shard(module, data_mesh(world));
-    const auto [y, aux] = handle.forward(input_of(world.rank(), 0, kWidth));
-    backward(aux);
-    const auto found = whole_gradients(handle);
-    expect_same(found, plain_gradients(plain, world.size(), world.size(), [&](int rank) {
-                  const auto [z, other] = plain.forward(input_of(rank, 0, kWidth));
-                  backward(other);
+TEST_P_ON_RANKS(BackwardOnRanks, SummedLosses, GetParam()) {
+  TwoRouted plain;
+  auto module = std::make_shared<TwoRouted>();
+  module->shard(data_mesh(world));
+  auto handle = fully_shard(module, data_mesh(world));
+  for (int step = 0; step < 2; ++step) {
+    handle.zero_grad();
+    const auto [y, aux] = handle.forward(input_of(world.rank(), step, kWidth));
+    backward(squares(y) + aux * 0.5);
+    expect_same(whole_gradients(handle),
+                plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+                  const auto [z, other] = plain.forward(input_of(rank, step, kWidth));
+                  backward(squares(z) + other * 0.5);
                 }));
-    for (const auto& view : handle.shards()) {
-      if (view.contract->name == "second.block.a") {
-        EXPECT_FALSE(view.shard.grad().defined()) << "used by no rank";
-      }
+  }
+}
+
+TEST_P_ON_RANKS(BackwardOnRanks, OnlyTheAuxiliaryLossIsDifferentiated, GetParam()) {
+  TwoRouted plain;
+  auto module = std::make_shared<TwoRouted>();
+  module->shard(data_mesh(world));
+  auto handle = fully_shard(module, data_mesh(world));
+  const auto [y, aux] = handle.forward(input_of(world.rank(), 0, kWidth));
+  backward(aux);
+  const auto found = whole_gradients(handle);
+  expect_same(found, plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+                const auto [z, other] = plain.forward(input_of(rank, 0, kWidth));
+                backward(other);
+              }));
+  for (const auto& view : handle.shards()) {
+    if (view.contract->name == "second.block.a") {
+      EXPECT_FALSE(view.shard.grad().defined()) << "used by no rank";
     }
-  });
+  }
 }
 
 // Two forwards, one backward, as DPO does (chosen and rejected); naive: counting finishes after the
 // first.
-TEST_P(BackwardOnRanks, TwoForwardsThenOneBackward) {
-  ranks(GetParam()).run([](World& world) {
-    Chain plain(1, 2, kWidth);
-    ShardedChain model(data_mesh(world), 1, 2, kWidth);
-    for (int step = 0; step < 3; ++step) {
-      model.handle.zero_grad();
-      const auto loss_of = [&](auto&& forward, int rank) {
-        const auto chosen = squares(forward(input_of(rank, step, kWidth)));
-        const auto rejected = squares(forward(input_of(rank + 50, step, kWidth)));
-        return chosen * 0.5 - rejected * 0.25;
-      };
-      backward(loss_of([&](const at::Tensor& x) { return model.handle.forward(x); }, world.rank()));
-      expect_same(whole_gradients(model.handle),
-                  plain_gradients(plain, world.size(), world.size(), [&](int rank) {
-                    backward(loss_of([&](const at::Tensor& x) { return plain.forward(x); }, rank));
-                  }));
-      EXPECT_EQ(model.handle.unit()->expected(), 0);
-    }
-  });
+TEST_P_ON_RANKS(BackwardOnRanks, TwoForwardsThenOneBackward, GetParam()) {
+  Chain plain(1, 2, kWidth);
+  ShardedChain model(data_mesh(world), 1, 2, kWidth);
+  for (int step = 0; step < 3; ++step) {
+    model.handle.zero_grad();
+    const auto loss_of = [&](auto&& forward, int rank) {
+      const auto chosen = squares(forward(input_of(rank, step, kWidth)));
+      const auto rejected = squares(forward(input_of(rank + 50, step, kWidth)));
+      return chosen * 0.5 - rejected * 0.25;
+    };
+    backward(loss_of([&](const at::Tensor& x) { return model.handle.forward(x); }, world.rank()));
+    expect_same(whole_gradients(model.handle),
+                plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+                  backward(loss_of([&](const at::Tensor& x) { return plain.forward(x); }, rank));
+                }));
+    EXPECT_EQ(model.handle.unit()->expected(), 0);
+  }
 }
 
-TEST_P(BackwardOnRanks, TwoForwardsThenTwoBackwardsInEitherOrder) {
-  ranks(GetParam()).run([](World& world) {
-    Chain plain(1, 2, kWidth);
-    ShardedChain model(data_mesh(world), 1, 2, kWidth);
-    for (const bool first_first : {true, false}) {
-      model.handle.zero_grad();
-      const auto one = squares(model.handle.forward(input_of(world.rank(), 0, kWidth)));
-      const auto two = squares(model.handle.forward(input_of(world.rank(), 1, kWidth)));
-      backward(first_first ? one : two);
-      backward(first_first ? two : one);
-      const auto only = [&](int step) {
-        return [&plain, step](int rank) {
-          backward(squares(plain.forward(input_of(rank, step, kWidth))));
-        };
+TEST_P_ON_RANKS(BackwardOnRanks, TwoForwardsThenTwoBackwardsInEitherOrder, GetParam()) {
+  Chain plain(1, 2, kWidth);
+  ShardedChain model(data_mesh(world), 1, 2, kWidth);
+  for (const bool first_first : {true, false}) {
+    model.handle.zero_grad();
+    const auto one = squares(model.handle.forward(input_of(world.rank(), 0, kWidth)));
+    const auto two = squares(model.handle.forward(input_of(world.rank(), 1, kWidth)));
+    backward(first_first ? one : two);
+    backward(first_first ? two : one);
+    const auto only = [&](int step) {
+      return [&plain, step](int rank) {
+        backward(squares(plain.forward(input_of(rank, step, kWidth))));
       };
-      expect_same(
-          whole_gradients(model.handle),
-          apart(plain, world.size(), {only(first_first ? 0 : 1), only(first_first ? 1 : 0)}));
-    }
-  });
+    };
+    expect_same(whole_gradients(model.handle),
+                apart(plain, world.size(), {only(first_first ? 0 : 1), only(first_first ? 1 : 0)}));
+  }
 }
 
 /// Of sums that are formed in another order.
@@ -220,14 +206,11 @@ INSTANTIATE_TEST_SUITE_P(Layouts, BackwardOnLayouts, every_data_layout(), name_o
 
 // Naive: the newer forward's marker reduces the unit; what the older forward adds then stays in
 // slots that nobody reduces, until the next step takes it.
-TEST_P(BackwardOnLayouts, OneBackwardOverASettledForwardAndANewerOne) {
-  const auto [count, replicas, backend] = GetParam();
-  ranks(count, backend).run([replicas](World& world) {
-    expect_gradients_of_plain_steps(world, replicas, [](const auto& forward, int rank) {
-      const auto h = forward(input_of(rank, 0, kWidth));
-      backward_and_keep_graph(squares(h));
-      backward(squares(forward(h)));
-    });
+TEST_P_ON_RANKS(BackwardOnLayouts, OneBackwardOverASettledForwardAndANewerOne, GetParam()) {
+  expect_gradients_of_plain_steps(world, GetParam().replicas, [](const auto& forward, int rank) {
+    const auto h = forward(input_of(rank, 0, kWidth));
+    backward_and_keep_graph(squares(h));
+    backward(squares(forward(h)));
   });
 }
 
@@ -250,73 +233,66 @@ class Interrupted : public Chain {
 
 // Naive: whoever meets the older forward takes the newer one for finished, and reduces units that
 // are still to get gradients.
-TEST_P(BackwardOnLayouts, ABackwardOverAnOlderForwardInTheMiddleOfANewerOne) {
-  const auto [count, replicas, backend] = GetParam();
-  ranks(count, backend).run([replicas](World& world) {
-    const auto nested = [](Interrupted& module, const auto& forward, int rank) {
-      const auto older = squares(forward(input_of(rank, 0, kWidth)));
-      module.between = [older] { backward(older); };
-      const auto newer = squares(forward(input_of(rank, 1, kWidth)));
-      module.between = nullptr;
-      backward(newer);
-    };
-    Interrupted plain;
-    auto module = std::make_shared<Interrupted>();
-    module->shard_blocks(data_mesh(world, replicas));
-    auto handle = fully_shard(module, data_mesh(world, replicas));
-    for (int step = 0; step < 2; ++step) {
-      handle.zero_grad();
-      nested(*module, [&](const at::Tensor& x) { return handle.forward(x); }, world.rank());
-      expect_near(whole_gradients(handle),
-                  plain_gradients(plain, world.size(), world.size(), [&](int rank) {
-                    nested(plain, [&](const at::Tensor& x) { return plain.forward(x); }, rank);
-                  }));
-    }
+TEST_P_ON_RANKS(BackwardOnLayouts, ABackwardOverAnOlderForwardInTheMiddleOfANewerOne, GetParam()) {
+  const auto replicas = GetParam().replicas;
+  const auto nested = [](Interrupted& module, const auto& forward, int rank) {
+    const auto older = squares(forward(input_of(rank, 0, kWidth)));
+    module.between = [older] { backward(older); };
+    const auto newer = squares(forward(input_of(rank, 1, kWidth)));
+    module.between = nullptr;
+    backward(newer);
+  };
+  Interrupted plain;
+  auto module = std::make_shared<Interrupted>();
+  module->shard_blocks(data_mesh(world, replicas));
+  auto handle = fully_shard(module, data_mesh(world, replicas));
+  for (int step = 0; step < 2; ++step) {
+    handle.zero_grad();
+    nested(*module, [&](const at::Tensor& x) { return handle.forward(x); }, world.rank());
+    expect_near(whole_gradients(handle),
+                plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+                  nested(plain, [&](const at::Tensor& x) { return plain.forward(x); }, rank);
+                }));
+  }
+}
+
+TEST_P_ON_RANKS(BackwardOnLayouts, OneBackwardOverTwoSettledForwardsAndANewerOne, GetParam()) {
+  expect_gradients_of_plain_steps(world, GetParam().replicas, [](const auto& forward, int rank) {
+    const auto h = forward(input_of(rank, 0, kWidth));
+    backward_and_keep_graph(squares(h));
+    const auto g = forward(h);
+    backward_and_keep_graph(squares(g));
+    backward(squares(forward(g)));
   });
 }
 
-TEST_P(BackwardOnLayouts, OneBackwardOverTwoSettledForwardsAndANewerOne) {
-  const auto [count, replicas, backend] = GetParam();
-  ranks(count, backend).run([replicas](World& world) {
-    expect_gradients_of_plain_steps(world, replicas, [](const auto& forward, int rank) {
-      const auto h = forward(input_of(rank, 0, kWidth));
-      backward_and_keep_graph(squares(h));
-      const auto g = forward(h);
-      backward_and_keep_graph(squares(g));
-      backward(squares(forward(g)));
+TEST_ON_RANKS(Backward, AUnitWhoseResultOneRankDoesNotUse, 2) {
+  Chain plain(1, 2, kWidth);
+  auto chain = std::make_shared<Chain>(1, 2, kWidth);
+  chain->shard_blocks(data_mesh(world));
+  struct Last : torch::nn::Module {
+    explicit Last(std::shared_ptr<Chain> c) : chain(register_module("chain", std::move(c))) {}
+    std::vector<at::Tensor> forward(const at::Tensor& x) {
+      const auto y = x * chain->scale;
+      const auto z = chain->call(0, y);
+      return {z, chain->call(1, z)};
+    }
+    std::shared_ptr<Chain> chain;
+  };
+  auto handle = fully_shard(std::make_shared<Last>(chain), data_mesh(world));
+  for (int step = 0; step < 3; ++step) {
+    handle.zero_grad();
+    const auto results = handle.forward(input_of(world.rank(), step, kWidth));
+    backward(squares(results[world.rank() == 0 ? 1 : 0]));
+    Tensors expected;
+    Last same(std::make_shared<Chain>(1, 2, kWidth));
+    expected = plain_gradients(same, 2, 2, [&](int rank) {
+      backward(squares(same.forward(input_of(rank, step, kWidth))[rank == 0 ? 1 : 0]));
     });
-  });
-}
-
-TEST(Backward, AUnitWhoseResultOneRankDoesNotUse) {
-  ranks(2).run([](World& world) {
-    Chain plain(1, 2, kWidth);
-    auto chain = std::make_shared<Chain>(1, 2, kWidth);
-    chain->shard_blocks(data_mesh(world));
-    struct Last : torch::nn::Module {
-      explicit Last(std::shared_ptr<Chain> c) : chain(register_module("chain", std::move(c))) {}
-      std::vector<at::Tensor> forward(const at::Tensor& x) {
-        const auto y = x * chain->scale;
-        const auto z = chain->call(0, y);
-        return {z, chain->call(1, z)};
-      }
-      std::shared_ptr<Chain> chain;
-    };
-    auto handle = fully_shard(std::make_shared<Last>(chain), data_mesh(world));
-    for (int step = 0; step < 3; ++step) {
-      handle.zero_grad();
-      const auto results = handle.forward(input_of(world.rank(), step, kWidth));
-      backward(squares(results[world.rank() == 0 ? 1 : 0]));
-      Tensors expected;
-      Last same(std::make_shared<Chain>(1, 2, kWidth));
-      expected = plain_gradients(same, 2, 2, [&](int rank) {
-        backward(squares(same.forward(input_of(rank, step, kWidth))[rank == 0 ? 1 : 0]));
-      });
-      expect_same(whole_gradients(handle), expected);
-      for (const auto& view : handle.shards())
-        EXPECT_TRUE(view.shard.grad().defined()) << view.contract->name;
-    }
-  });
+    expect_same(whole_gradients(handle), expected);
+    for (const auto& view : handle.shards())
+      EXPECT_TRUE(view.shard.grad().defined()) << view.contract->name;
+  }
 }
 
 // Naive: right on one rank; on several the graph of the gradients reads parameters that are sharded
@@ -338,41 +314,37 @@ TEST(Backward, CreateGraphIsRefusedByNameOnEveryLayout) {
           torch::autograd::backward({loss}, {}, true, /*create_graph=*/true);
         }
       });
-      EXPECT_THAT(errors, ::testing::Contains(HasSubstr("unit block: found create_graph")))
+      EXPECT_THAT(errors, Contains(Says("unit block: found create_graph")))
           << count << " ranks, " << replicas << " replicas";
-      EXPECT_THAT(errors, ::testing::Each(::testing::Ne("")));
+      EXPECT_THAT(errors, Each(::testing::Ne("")));
     }
   }
 }
 
 // Naive: the gradient of this rank's rows alone is returned, and nothing is reduced. Gradients of
 // inputs are taken as ever.
-TEST(Backward, AutogradGradOfAParameterIsNamedAndOfAnInputWorks) {
-  ranks(1).run([](World& world) {
-    auto module = std::make_shared<Block>(1, kWidth);
-    auto handle = fully_shard(module, data_mesh(world));
-    auto x = input_of(0, 0, kWidth).requires_grad_();
-    EXPECT_THAT(error_of([&] { torch::autograd::grad({squares(handle.forward(x))}, {module->a}); }),
-                AllOf(HasSubstr("gradient of a"), HasSubstr("torch::autograd::grad")));
-    Block plain(1, kWidth);
-    EXPECT_TRUE(same_bits(torch::autograd::grad({squares(handle.forward(x))}, {x}).front(),
-                          torch::autograd::grad({squares(plain.forward(x))}, {x}).front()));
-  });
+TEST_ON_RANKS(Backward, AutogradGradOfAParameterIsNamedAndOfAnInputWorks, 1) {
+  auto module = std::make_shared<Block>(1, kWidth);
+  auto handle = fully_shard(module, data_mesh(world));
+  auto x = input_of(0, 0, kWidth).requires_grad_();
+  EXPECT_THAT(error_of([&] { torch::autograd::grad({squares(handle.forward(x))}, {module->a}); }),
+              Says("gradient of a", "torch::autograd::grad"));
+  Block plain(1, kWidth);
+  EXPECT_TRUE(same_bits(torch::autograd::grad({squares(handle.forward(x))}, {x}).front(),
+                        torch::autograd::grad({squares(plain.forward(x))}, {x}).front()));
 }
 
 // Handles that are called directly, not through the root that adopted them; the small buckets are
 // the root's.
-TEST(Backward, InnerHandlesCalledPastTheRootStillReduceWhatTheRootHolds) {
-  ranks(2).run([](World& world) {
-    ShardOptions merge;
-    merge.merge_below_bytes = 1 << 20;
-    ShardedChain model(data_mesh(world), 1, 2, kWidth, {}, merge);
-    Chain plain(1, 2, kWidth);
-    backward(squares(model.chain->handles[0]->forward(input_of(world.rank(), 0, kWidth))));
-    expect_same(whole_gradients(model.handle), plain_gradients(plain, 2, 2, [&](int rank) {
-                  backward(squares(plain.blocks[0]->forward(input_of(rank, 0, kWidth))));
-                }));
-  });
+TEST_ON_RANKS(Backward, InnerHandlesCalledPastTheRootStillReduceWhatTheRootHolds, 2) {
+  ShardOptions merge;
+  merge.merge_below_bytes = 1 << 20;
+  ShardedChain model(data_mesh(world), 1, 2, kWidth, {}, merge);
+  Chain plain(1, 2, kWidth);
+  backward(squares(model.chain->handles[0]->forward(input_of(world.rank(), 0, kWidth))));
+  expect_same(whole_gradients(model.handle), plain_gradients(plain, 2, 2, [&](int rank) {
+                backward(squares(plain.blocks[0]->forward(input_of(rank, 0, kWidth))));
+              }));
 }
 
 }  // namespace

@@ -41,99 +41,94 @@ std::map<std::string, at::Tensor> plain_gradients(torch::nn::Module& module, int
 
 class Layouts : public ::testing::TestWithParam<DataLayout> {};
 
-TEST_P(Layouts, MixedDtypeModelTrainsAsThePlainOne) {
-  const auto [count, replicas, backend] = GetParam();
-  ranks(count, backend).run([&](World& world) {
-    const auto plain = std::make_shared<MixedMlp>(7);
-    PrecisionPolicy policy;
-    policy.optimizer.master = MasterRequest::kNone;  // bf16 shards are stepped as the plain ones
-    auto handle = fully_shard(std::make_shared<MixedMlp>(7), data_mesh(world, replicas), policy);
-    SgdOptions options;
-    options.lr = 0.1;
-    const auto optimizer = make_sgd(handle, options);
-    for (int epoch = 0; epoch < 2; ++epoch) {
-      const auto loss_of = [&](int rank, auto& model) {
-        const auto seed = static_cast<std::uint64_t>(100 + 10 * epoch + rank);
-        return mse(model.forward(seeded(seed, {4, 10})), seeded(seed + 50, {4, 10}));
-      };
-      const auto loss = loss_of(world.rank(), handle);
-      ASSERT_TRUE(same_bits(loss.detach(), loss_of(world.rank(), *plain).detach()));
-      backward(loss);
-      const auto expected =
-          plain_gradients(*plain, count, [&](int rank) { return loss_of(rank, *plain); });
-      handle.visit_full_gradients([&](const std::string& name, const at::Tensor& gradient) {
-        const auto dtype = plain->named_parameters()[name].scalar_type();
-        if (replicas == 1) {
-          EXPECT_TRUE(same_bits(gradient, expected.at(name).to(dtype))) << name;
-        } else {
-          EXPECT_TRUE(at::allclose(gradient, expected.at(name).to(dtype), 1e-5, 1e-7)) << name;
-        }
-      });
-      optimizer->step();
-      handle.zero_grad();
-      {
-        const at::NoGradGuard no_grad;
-        for (const auto& entry : plain->named_parameters()) {
-          entry.value().add_(expected.at(entry.key()).to(entry.value().scalar_type()), -0.1);
-        }
-      }
-    }
-    handle.visit_full_parameters([&](const std::string& name, const at::Tensor& value) {
-      const auto reference = plain->named_parameters()[name].detach();
+TEST_P_ON_RANKS(Layouts, MixedDtypeModelTrainsAsThePlainOne, GetParam()) {
+  const auto replicas = GetParam().replicas;
+  const auto plain = std::make_shared<MixedMlp>(7);
+  PrecisionPolicy policy;
+  policy.optimizer.master = MasterRequest::kNone;  // bf16 shards are stepped as the plain ones
+  auto handle = fully_shard(std::make_shared<MixedMlp>(7), data_mesh(world, replicas), policy);
+  SgdOptions options;
+  options.lr = 0.1;
+  const auto optimizer = make_sgd(handle, options);
+  for (int epoch = 0; epoch < 2; ++epoch) {
+    const auto loss_of = [&](int rank, auto& model) {
+      const auto seed = static_cast<std::uint64_t>(100 + 10 * epoch + rank);
+      return mse(model.forward(seeded(seed, {4, 10})), seeded(seed + 50, {4, 10}));
+    };
+    const auto loss = loss_of(world.rank(), handle);
+    ASSERT_TRUE(same_bits(loss.detach(), loss_of(world.rank(), *plain).detach()));
+    backward(loss);
+    const auto expected =
+        plain_gradients(*plain, GetParam().ranks, [&](int rank) { return loss_of(rank, *plain); });
+    handle.visit_full_gradients([&](const std::string& name, const at::Tensor& gradient) {
+      const auto dtype = plain->named_parameters()[name].scalar_type();
       if (replicas == 1) {
-        EXPECT_TRUE(same_bits(value, reference)) << name;
+        EXPECT_TRUE(same_bits(gradient, expected.at(name).to(dtype))) << name;
       } else {
-        EXPECT_TRUE(at::allclose(value, reference, 1e-5, 1e-6)) << name;
+        EXPECT_TRUE(at::allclose(gradient, expected.at(name).to(dtype), 1e-5, 1e-7)) << name;
       }
     });
+    optimizer->step();
+    handle.zero_grad();
+    {
+      const at::NoGradGuard no_grad;
+      for (const auto& entry : plain->named_parameters()) {
+        entry.value().add_(expected.at(entry.key()).to(entry.value().scalar_type()), -0.1);
+      }
+    }
+  }
+  handle.visit_full_parameters([&](const std::string& name, const at::Tensor& value) {
+    const auto reference = plain->named_parameters()[name].detach();
+    if (replicas == 1) {
+      EXPECT_TRUE(same_bits(value, reference)) << name;
+    } else {
+      EXPECT_TRUE(at::allclose(value, reference, 1e-5, 1e-6)) << name;
+    }
   });
 }
 
-TEST_P(Layouts, NestedUnitsGiveTheSameBitsAsOne) {
-  const auto [count, replicas, backend] = GetParam();
-  ranks(count, backend).run([&](World& world) {
-    const auto mesh = data_mesh(world, replicas);
-    auto whole = fully_shard(std::make_shared<MixedMlp>(3), mesh);
-    auto module = std::make_shared<MixedMlp>(3);
-    // Every layer a unit of its own, called through its handle.
-    struct Nested : torch::nn::Module {
-      std::shared_ptr<Sharded<Affine>> a, b, c;
-      at::Tensor forward(const at::Tensor& x) {
-        return c->forward(at::relu(b->forward(at::relu(a->forward(x)))));
-      }
-    };
-    auto nested = std::make_shared<Nested>();
-    const auto shard = [&](const char* name, const std::shared_ptr<Affine>& layer) {
-      return nested->register_module(name,
-                                     std::make_shared<Sharded<Affine>>(fully_shard(layer, mesh)));
-    };
-    nested->a = shard("layer1", module->layer1);
-    nested->b = shard("layer2", module->layer2);
-    nested->c = shard("layer3", module->layer3);
-    ShardOptions options;
-    options.merge_below_bytes =
-        200;  // layer3's bf16 bias alone is no bucket; small ones move to the root
-    auto handle = fully_shard(nested, mesh, {}, options);
-    const auto x = seeded(static_cast<std::uint64_t>(world.rank()), {4, 10});
-    for (int step = 0; step < 3; ++step) {  // prefetch follows the agreed order from the second on
-      handle.zero_grad();
-      whole.zero_grad();
-      const auto one = handle.forward(x);
-      const auto other = whole.forward(x);
-      ASSERT_TRUE(same_bits(one.detach(), other.detach()));
-      backward(one.to(at::kFloat).pow(2).sum());
-      backward(other.to(at::kFloat).pow(2).sum());
-      std::map<std::string, at::Tensor> expected;
-      whole.visit_full_gradients(
-          [&](const auto& name, const auto& g) { expected[name] = g.clone(); });
-      int seen = 0;
-      handle.visit_full_gradients([&](const auto& name, const auto& g) {
-        EXPECT_TRUE(same_bits(g, expected.at(name))) << name;
-        ++seen;
-      });
-      EXPECT_EQ(seen, 6);
+TEST_P_ON_RANKS(Layouts, NestedUnitsGiveTheSameBitsAsOne, GetParam()) {
+  const auto mesh = data_mesh(world, GetParam().replicas);
+  auto whole = fully_shard(std::make_shared<MixedMlp>(3), mesh);
+  auto module = std::make_shared<MixedMlp>(3);
+  // Every layer a unit of its own, called through its handle.
+  struct Nested : torch::nn::Module {
+    std::shared_ptr<Sharded<Affine>> a, b, c;
+    at::Tensor forward(const at::Tensor& x) {
+      return c->forward(at::relu(b->forward(at::relu(a->forward(x)))));
     }
-  });
+  };
+  auto nested = std::make_shared<Nested>();
+  const auto shard = [&](const char* name, const std::shared_ptr<Affine>& layer) {
+    return nested->register_module(name,
+                                   std::make_shared<Sharded<Affine>>(fully_shard(layer, mesh)));
+  };
+  nested->a = shard("layer1", module->layer1);
+  nested->b = shard("layer2", module->layer2);
+  nested->c = shard("layer3", module->layer3);
+  ShardOptions options;
+  options.merge_below_bytes =
+      200;  // layer3's bf16 bias alone is no bucket; small ones move to the root
+  auto handle = fully_shard(nested, mesh, {}, options);
+  const auto x = seeded(static_cast<std::uint64_t>(world.rank()), {4, 10});
+  for (int step = 0; step < 3; ++step) {  // prefetch follows the agreed order from the second on
+    handle.zero_grad();
+    whole.zero_grad();
+    const auto one = handle.forward(x);
+    const auto other = whole.forward(x);
+    ASSERT_TRUE(same_bits(one.detach(), other.detach()));
+    backward(one.to(at::kFloat).pow(2).sum());
+    backward(other.to(at::kFloat).pow(2).sum());
+    std::map<std::string, at::Tensor> expected;
+    whole.visit_full_gradients(
+        [&](const auto& name, const auto& g) { expected[name] = g.clone(); });
+    int seen = 0;
+    handle.visit_full_gradients([&](const auto& name, const auto& g) {
+      EXPECT_TRUE(same_bits(g, expected.at(name))) << name;
+      ++seen;
+    });
+    EXPECT_EQ(seen, 6);
+  }
 }
 
 /// Units whose activations the program measures over all ranks on the way, where it is told to.
@@ -158,40 +153,37 @@ struct Measured : torch::nn::Module {
 
 // Naive: a collective of the program meets a gather that is under way, or waits behind one that
 // another rank has not issued.
-TEST_P(Layouts, CollectivesOfTheProgramMeetNothingThatIsUnderWay) {
-  const auto [count, replicas, backend] = GetParam();
-  ranks(count, backend).run([&](World& world) {
-    const auto run = [&](bool measures) {
-      const auto mesh = data_mesh(world, replicas);
-      const auto module = std::make_shared<Measured>(mesh);
-      if (measures) module->world = &world;
-      auto handle = fully_shard(module, mesh);
-      const auto optimizer = make_sgd(handle, {});
-      std::vector<at::Tensor> results;
-      for (int step = 0; step < 3; ++step) {
-        const auto loss =
-            handle.forward(seeded(static_cast<std::uint64_t>(10 * step + world.rank()), {3, 10}))
-                .pow(2)
-                .sum();
-        if (measures) results.push_back(mesh.group("dp_shard").mean(loss.detach(), "loss"));
-        const auto under_way = module->second->unshard_async();
-        if (measures) world.group().barrier("before the backward");
-        backward(loss);
-        if (measures) mesh.group("dp_replicate").broadcast(loss.detach(), 0, "loss");
-        optimizer->step();
-        handle.zero_grad();
-      }
-      handle.visit_full_parameters(
-          [&](const std::string&, const at::Tensor& value) { results.push_back(value.clone()); });
-      if (measures) results.erase(results.begin(), results.begin() + 3);
-      EXPECT_EQ(module->means.size(), measures ? 3U : 0U);
-      return results;
-    };
-    const auto plain = run(false);
-    const auto measured = run(true);
-    ASSERT_EQ(plain.size(), measured.size());
-    for (std::size_t i = 0; i < plain.size(); ++i) EXPECT_TRUE(same_bits(plain[i], measured[i]));
-  });
+TEST_P_ON_RANKS(Layouts, CollectivesOfTheProgramMeetNothingThatIsUnderWay, GetParam()) {
+  const auto run = [&](bool measures) {
+    const auto mesh = data_mesh(world, GetParam().replicas);
+    const auto module = std::make_shared<Measured>(mesh);
+    if (measures) module->world = &world;
+    auto handle = fully_shard(module, mesh);
+    const auto optimizer = make_sgd(handle, {});
+    std::vector<at::Tensor> results;
+    for (int step = 0; step < 3; ++step) {
+      const auto loss =
+          handle.forward(seeded(static_cast<std::uint64_t>(10 * step + world.rank()), {3, 10}))
+              .pow(2)
+              .sum();
+      if (measures) results.push_back(mesh.group("dp_shard").mean(loss.detach(), "loss"));
+      const auto under_way = module->second->unshard_async();
+      if (measures) world.group().barrier("before the backward");
+      backward(loss);
+      if (measures) mesh.group("dp_replicate").broadcast(loss.detach(), 0, "loss");
+      optimizer->step();
+      handle.zero_grad();
+    }
+    handle.visit_full_parameters(
+        [&](const std::string&, const at::Tensor& value) { results.push_back(value.clone()); });
+    if (measures) results.erase(results.begin(), results.begin() + 3);
+    EXPECT_EQ(module->means.size(), measures ? 3U : 0U);
+    return results;
+  };
+  const auto plain = run(false);
+  const auto measured = run(true);
+  ASSERT_EQ(plain.size(), measured.size());
+  for (std::size_t i = 0; i < plain.size(); ++i) EXPECT_TRUE(same_bits(plain[i], measured[i]));
 }
 
 INSTANTIATE_TEST_SUITE_P(Grid, Layouts,
@@ -212,27 +204,26 @@ struct RanksAndReplicas {
 class Accumulation
     : public ::testing::TestWithParam<std::tuple<Schedule, RanksAndReplicas, at::ScalarType>> {};
 
-TEST_P(Accumulation, TwoHundredFiftySixPlusOneMinusTwoHundredFiftySixIsOne) {
+TEST_P_ON_RANKS(Accumulation, TwoHundredFiftySixPlusOneMinusTwoHundredFiftySixIsOne,
+                std::get<1>(GetParam()).ranks) {
   const auto [schedule, layout, storage] = GetParam();
-  ranks(layout.ranks).run([&](World& world) {
-    PrecisionPolicy policy;
-    policy.param_dtype = DType::kBFloat16;
-    policy.final_dtype = DType::kFloat32;
-    policy.cast_forward_inputs = false;
-    auto handle = fully_shard(
-        std::make_shared<Scale>(here(at::ones({8}, at::TensorOptions().dtype(storage)))),
-        data_mesh(world, layout.replicas), policy);
-    const double values[] = {256, 1, -256};
-    for (int i = 0; i < 3; ++i) {
-      const bool last = i == 2;
-      handle.set_requires_gradient_sync(schedule != Schedule::kNoSync || last);
-      handle.set_requires_replica_reduce(schedule != Schedule::kReplicasDeferred || last);
-      const auto x = here(at::full({8}, values[i], at::TensorOptions().dtype(at::kBFloat16)));
-      backward(handle.forward(x).sum());
-    }
-    handle.visit_full_gradients([&](const auto&, const at::Tensor& gradient) {
-      EXPECT_TRUE(same_bits(gradient, here(at::ones({8}))));
-    });
+  PrecisionPolicy policy;
+  policy.param_dtype = DType::kBFloat16;
+  policy.final_dtype = DType::kFloat32;
+  policy.cast_forward_inputs = false;
+  auto handle =
+      fully_shard(std::make_shared<Scale>(here(at::ones({8}, at::TensorOptions().dtype(storage)))),
+                  data_mesh(world, layout.replicas), policy);
+  const double values[] = {256, 1, -256};
+  for (int i = 0; i < 3; ++i) {
+    const bool last = i == 2;
+    handle.set_requires_gradient_sync(schedule != Schedule::kNoSync || last);
+    handle.set_requires_replica_reduce(schedule != Schedule::kReplicasDeferred || last);
+    const auto x = here(at::full({8}, values[i], at::TensorOptions().dtype(at::kBFloat16)));
+    backward(handle.forward(x).sum());
+  }
+  handle.visit_full_gradients([&](const auto&, const at::Tensor& gradient) {
+    EXPECT_TRUE(same_bits(gradient, here(at::ones({8}))));
   });
 }
 
@@ -270,17 +261,15 @@ TEST(OneLeafAUse, TiedTensorsOfOneUnitAddUnrounded) {
   });
 }
 
-TEST(OneLeafAUse, AUnitCalledTwiceAddsUnrounded) {
-  ranks(2).run([](World& world) {
-    PrecisionPolicy policy;
-    policy.final_dtype = DType::kFloat32;
-    const auto one = here(at::ones({4}, at::TensorOptions().dtype(at::kBFloat16)));
-    auto handle = fully_shard(std::make_shared<Scale>(one), data_mesh(world), policy);
-    const auto loss = handle.forward(one * 256).sum() + handle.forward(one).sum();
-    backward(loss);
-    handle.visit_full_gradients([&](const auto&, const at::Tensor& gradient) {
-      EXPECT_TRUE(same_bits(gradient, here(at::full({4}, 257.0F))));
-    });
+TEST_ON_RANKS(OneLeafAUse, AUnitCalledTwiceAddsUnrounded, 2) {
+  PrecisionPolicy policy;
+  policy.final_dtype = DType::kFloat32;
+  const auto one = here(at::ones({4}, at::TensorOptions().dtype(at::kBFloat16)));
+  auto handle = fully_shard(std::make_shared<Scale>(one), data_mesh(world), policy);
+  const auto loss = handle.forward(one * 256).sum() + handle.forward(one).sum();
+  backward(loss);
+  handle.visit_full_gradients([&](const auto&, const at::Tensor& gradient) {
+    EXPECT_TRUE(same_bits(gradient, here(at::full({4}, 257.0F))));
   });
 }
 

@@ -1,16 +1,12 @@
 // What may cross a unit's border, and what is refused by name there.
-#include <gmock/gmock.h>
 
 #include "dist/body.h"
 #include "dist/data_layout.h"
 #include "support/plain.h"
+#include "support/test.h"
 
 namespace tessera::test::fsdp_border_test {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::Each;
-using ::testing::HasSubstr;
 
 constexpr std::int64_t kWidth = Body::kWidth;
 
@@ -34,7 +30,7 @@ class UnitBorder : public ::testing::TestWithParam<DataLayout> {
     const auto layout = GetParam();
     std::vector<std::string> all(static_cast<std::size_t>(layout.ranks));
     RankBarrier meeting(layout.ranks);
-    ranks(layout.ranks, layout.backend).run([&](World& world) {
+    ranks(layout).run([&](World& world) {
       RankBarrier::Seat seat(meeting);
       auto unit = fully_shard(with_first(run), data_mesh(world, layout.replicas), {}, options);
       all[static_cast<std::size_t>(world.rank())] = error_of([&] { act(unit); });
@@ -58,9 +54,8 @@ TEST_P(UnitBorder, RefusesAnArgumentOfAnotherDeviceByItsNumber) {
   const auto all = told(first, named_block(true), [](auto& unit) {
     unit.forward({here(at::ones({kWidth})).requires_grad_(), elsewhere()});
   });
-  EXPECT_THAT(all,
-              all_and_one(AllOf(HasSubstr("unit block: found argument 1"), HasSubstr("on meta"),
-                                HasSubstr("expected " + place().device))));
+  EXPECT_THAT(all, all_and_one(Says("unit block: found argument 1", "on meta",
+                                    "expected " + place().device)));
 }
 
 TEST_P(UnitBorder, RefusesAResultOfAnotherDeviceByItsNumber) {
@@ -70,8 +65,8 @@ TEST_P(UnitBorder, RefusesAResultOfAnotherDeviceByItsNumber) {
   const auto all = told(both, named_block(true), [](auto& unit) {
     unit.forward({here(at::ones({kWidth})).requires_grad_()});
   });
-  EXPECT_THAT(all, all_and_one(AllOf(HasSubstr("unit block: found result 1"), HasSubstr("on meta"),
-                                     HasSubstr("expected " + place().device))));
+  EXPECT_THAT(all, all_and_one(Says("unit block: found result 1", "on meta",
+                                    "expected " + place().device)));
 }
 
 // Naive: libtorch names two devices, and not whose tensor is on which.
@@ -89,9 +84,8 @@ TEST_P(UnitBorder, RefusesWhatAModelIsGivenOnTheHostWhereItIsElsewhere) {
       EXPECT_THAT(told_of(at::ones({kWidth})), Each(std::string()));
       continue;
     }
-    EXPECT_THAT(told_of(at::ones({kWidth})),
-                all_and_one(AllOf(HasSubstr("unit block: found argument 1 on cpu"),
-                                  HasSubstr("expected " + place().device))));
+    EXPECT_THAT(told_of(at::ones({kWidth})), all_and_one(Says("unit block: found argument 1 on cpu",
+                                                              "expected " + place().device)));
   }
 }
 
@@ -129,16 +123,15 @@ TEST_P(UnitBorder, RefusesAParameterAsAResultByItsName) {
       }};
   for (const auto& [what, run] : cases) {
     for (const auto& act : acts) {
-      EXPECT_THAT(
-          told(run, named_block(true), act),
-          all_and_one(AllOf(HasSubstr("unit block: found its parameter block.weight itself"),
-                            HasSubstr("as result 1"), HasSubstr("return a clone()"))))
+      EXPECT_THAT(told(run, named_block(true), act),
+                  all_and_one(Says("unit block: found its parameter block.weight itself",
+                                   "as result 1", "return a clone()")))
           << what;
     }
   }
   // A unit that keeps its memory in training gives it back after evaluation.
   EXPECT_THAT(told(cases[0].second, named_block(false), acts[1]),
-              all_and_one(HasSubstr("unit block: found its parameter block.weight")));
+              all_and_one(Says("unit block: found its parameter block.weight")));
 }
 
 TEST_P(UnitBorder, AParameterIsAResultOfAUnitThatKeepsItsMemory) {

@@ -1,19 +1,17 @@
 // Deferred weight gradients: a unit waits for what was promised, and what is left over is named.
-#include <gmock/gmock.h>
 
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "grad/leaf.h"
 #include "support/plain.h"
 #include "support/quotient.h"
+#include "support/test.h"
 #include "tessera/clip.h"
 #include "tessera/optim.h"
 
 namespace tessera::test::fsdp_deferred_test {
 namespace {
 
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
@@ -96,22 +94,20 @@ Tensors deferred_expected(int count, int micro_batches) {
 }
 
 // Naive: the unit is reduced when its marker ran, without the gradient that is still owed.
-TEST_P(DeferredOnRanks, DeferredGradientsHandedInAfterTheBackward) {
-  ranks(GetParam()).run([](World& world) {
-    auto module = std::make_shared<Deferred>();
-    auto handle = fully_shard(module, data_mesh(world));
-    const auto optimizer = make_sgd(handle, sgd(0.0));
-    for (int step = 0; step < 2; ++step) {
-      handle.zero_grad();
-      backward(handle.forward(input_of(world.rank(), 0, kWidth).select(0, 0)).sum());
-      EXPECT_EQ(module->owed.size(), 1U);
-      const auto view = handle.shards()[0];
-      EXPECT_FALSE(view.shard.grad().defined()) << "the step's gradients are not complete";
-      module->redeem();
-      expect_same(whole_gradients(handle), deferred_expected(world.size(), 1));
-      optimizer->step();
-    }
-  });
+TEST_P_ON_RANKS(DeferredOnRanks, DeferredGradientsHandedInAfterTheBackward, GetParam()) {
+  auto module = std::make_shared<Deferred>();
+  auto handle = fully_shard(module, data_mesh(world));
+  const auto optimizer = make_sgd(handle, sgd(0.0));
+  for (int step = 0; step < 2; ++step) {
+    handle.zero_grad();
+    backward(handle.forward(input_of(world.rank(), 0, kWidth).select(0, 0)).sum());
+    EXPECT_EQ(module->owed.size(), 1U);
+    const auto view = handle.shards()[0];
+    EXPECT_FALSE(view.shard.grad().defined()) << "the step's gradients are not complete";
+    module->redeem();
+    expect_same(whole_gradients(handle), deferred_expected(world.size(), 1));
+    optimizer->step();
+  }
 }
 
 /// A unit with deferred gradients, and one that some micro-batches leave out.
@@ -134,55 +130,49 @@ class WithHead : public torch::nn::Module {
 };
 
 // Naive: what the first micro-batch reduced at once is never published, and added to the next step.
-TEST_P(DeferredOnRanks, AUnitThatOnlyTheFirstMicroBatchUsesHasItsGradientInThisStep) {
-  ranks(GetParam()).run([](World& world) {
-    auto module = std::make_shared<WithHead>(data_mesh(world));
-    auto handle = fully_shard(module, data_mesh(world));
-    std::vector<Tensors> steps;
-    for (int step = 0; step < 3; ++step) {
-      handle.zero_grad();
-      for (const bool uses_head : {true, false}) {
-        module->uses_head = uses_head;
-        backward(handle.forward(input_of(world.rank(), 0, kWidth).select(0, 0)).sum());
-      }
-      module->deferred->redeem();
-      EXPECT_TRUE(handle.named_parameters()["head.weight"].grad().defined()) << step;
-      steps.push_back(whole_gradients(handle));
-      expect_same(steps.back(), steps.front(), concat("step ", step));
+TEST_P_ON_RANKS(DeferredOnRanks, AUnitThatOnlyTheFirstMicroBatchUsesHasItsGradientInThisStep,
+                GetParam()) {
+  auto module = std::make_shared<WithHead>(data_mesh(world));
+  auto handle = fully_shard(module, data_mesh(world));
+  std::vector<Tensors> steps;
+  for (int step = 0; step < 3; ++step) {
+    handle.zero_grad();
+    for (const bool uses_head : {true, false}) {
+      module->uses_head = uses_head;
+      backward(handle.forward(input_of(world.rank(), 0, kWidth).select(0, 0)).sum());
     }
-    EXPECT_TRUE(steps.front().at("head.weight").ne(0).all().item<bool>());
-  });
+    module->deferred->redeem();
+    EXPECT_TRUE(handle.named_parameters()["head.weight"].grad().defined()) << step;
+    steps.push_back(whole_gradients(handle));
+    expect_same(steps.back(), steps.front(), concat("step ", step));
+  }
+  EXPECT_TRUE(steps.front().at("head.weight").ne(0).all().item<bool>());
 }
 
-TEST_P(DeferredOnRanks, DeferredGradientsOfSeveralMicroBatchesHandedInLater) {
-  ranks(GetParam()).run([](World& world) {
-    for (const bool inside : {false, true}) {
-      auto module = std::make_shared<Deferred>();
-      module->redeems_inside = inside;
-      auto handle = fully_shard(module, data_mesh(world));
-      handle.set_requires_gradient_sync(false);
-      for (int i = 0; i < 3; ++i) {
-        handle.set_requires_gradient_sync(i == 2);
-        backward(handle.forward(input_of(world.rank(), i, kWidth).select(0, 0)).sum());
-      }
-      module->redeem();
-      expect_same(whole_gradients(handle), deferred_expected(world.size(), 3),
-                  inside ? "inside" : "after");
-    }
-  });
-}
-
-TEST(DeferredGradients, HandedInTwiceNamesLayerAndMicroBatch) {
-  ranks(1).run([](World& world) {
+TEST_P_ON_RANKS(DeferredOnRanks, DeferredGradientsOfSeveralMicroBatchesHandedInLater, GetParam()) {
+  for (const bool inside : {false, true}) {
     auto module = std::make_shared<Deferred>();
+    module->redeems_inside = inside;
     auto handle = fully_shard(module, data_mesh(world));
-    backward(handle.forward(seeded(1, {kWidth})).sum());
-    const auto twice = module->owed;
+    handle.set_requires_gradient_sync(false);
+    for (int i = 0; i < 3; ++i) {
+      handle.set_requires_gradient_sync(i == 2);
+      backward(handle.forward(input_of(world.rank(), i, kWidth).select(0, 0)).sum());
+    }
     module->redeem();
-    EXPECT_THAT(error_of([&] { twice[0].sink->redeem(twice[0].ticket, twice[0].raw); }),
-                AllOf(HasSubstr("weight"), HasSubstr("layer 4"), HasSubstr("micro-batch 0"),
-                      HasSubstr("twice")));
-  });
+    expect_same(whole_gradients(handle), deferred_expected(world.size(), 3),
+                inside ? "inside" : "after");
+  }
+}
+
+TEST_ON_RANKS(DeferredGradients, HandedInTwiceNamesLayerAndMicroBatch, 1) {
+  auto module = std::make_shared<Deferred>();
+  auto handle = fully_shard(module, data_mesh(world));
+  backward(handle.forward(seeded(1, {kWidth})).sum());
+  const auto twice = module->owed;
+  module->redeem();
+  EXPECT_THAT(error_of([&] { twice[0].sink->redeem(twice[0].ticket, twice[0].raw); }),
+              Says("weight", "layer 4", "micro-batch 0", "twice"));
 }
 
 /// Two units one after the other; what they owe is handed in by redeem().
@@ -244,56 +234,48 @@ TEST_P(DeferredOnRanks, TicketsOfAFailedStepAreForgottenAndTheNextStepIsRight) {
     EXPECT_EQ(handle.unit()->runtime().reductions_issued() - reductions, world.size() > 1 ? 2 : 0);
     ASSERT_EQ(owed.size(), 1U);
     EXPECT_THAT(error_of([&] { owed[0].sink->redeem(owed[0].ticket, owed[0].raw); }),
-                AllOf(HasSubstr("failed"), HasSubstr("layer 4")));
+                Says("failed", "layer 4"));
   });
 }
 
 // Naive: the norm and the gradients of the step before, as if they were this one's.
-TEST_P(DeferredOnRanks, NormAndWholeGradientsWaitForWhatIsOwed) {
-  ranks(GetParam()).run([](World& world) {
-    auto module = std::make_shared<Deferred>();
-    auto handle = fully_shard(module, data_mesh(world));
-    backward(handle.forward(seeded(1, {kWidth})).sum());
-    EXPECT_THAT(error_of([&] { clip_grad_norm(handle, 1.0); }),
-                AllOf(HasSubstr("gradient norm"), HasSubstr("layer 4")));
-    EXPECT_THAT(error_of([&] { whole_gradients(handle); }), HasSubstr("layer 4"));
-    module->redeem();
-    EXPECT_GT(clip_grad_norm(handle, 1.0), 0);
-  });
+TEST_P_ON_RANKS(DeferredOnRanks, NormAndWholeGradientsWaitForWhatIsOwed, GetParam()) {
+  auto module = std::make_shared<Deferred>();
+  auto handle = fully_shard(module, data_mesh(world));
+  backward(handle.forward(seeded(1, {kWidth})).sum());
+  EXPECT_THAT(error_of([&] { clip_grad_norm(handle, 1.0); }), Says("gradient norm", "layer 4"));
+  EXPECT_THAT(error_of([&] { whole_gradients(handle); }), Says("layer 4"));
+  module->redeem();
+  EXPECT_GT(clip_grad_norm(handle, 1.0), 0);
 }
 
-TEST_P(DeferredOnRanks, LeftOverAtTheStepNamesLayerAndMicroBatch) {
-  ranks(GetParam()).run([](World& world) {
-    auto module = std::make_shared<Deferred>();
-    module->micro_batch = 3;
-    auto handle = fully_shard(module, data_mesh(world));
-    const auto optimizer = make_sgd(handle, {});
-    backward(handle.forward(seeded(1, {kWidth})).sum());
-    EXPECT_THAT(error_of([&] { optimizer->step(); }),
-                AllOf(HasSubstr("weight"), HasSubstr("layer 4"), HasSubstr("micro-batch 3")));
-  });
+TEST_P_ON_RANKS(DeferredOnRanks, LeftOverAtTheStepNamesLayerAndMicroBatch, GetParam()) {
+  auto module = std::make_shared<Deferred>();
+  module->micro_batch = 3;
+  auto handle = fully_shard(module, data_mesh(world));
+  const auto optimizer = make_sgd(handle, {});
+  backward(handle.forward(seeded(1, {kWidth})).sum());
+  EXPECT_THAT(error_of([&] { optimizer->step(); }), Says("weight", "layer 4", "micro-batch 3"));
 }
 
 // Naive: a sum in the raw dtype, where 256 + 1 is 256 and the promise of 1 is lost.
-TEST_P(DeferredOnRanks, PromisesOfTwoHundredFiftySixOneAndMinusTwoHundredFiftySixMakeOne) {
-  ranks(GetParam()).run([](World& world) {
-    PrecisionPolicy policy;
-    policy.param_dtype = DType::kBFloat16;
-    policy.final_dtype = DType::kFloat32;
-    auto module = std::make_shared<Deferred>();
-    {
-      const at::NoGradGuard no_grad;
-      module->eager.fill_(1);  // the promises are the inputs themselves
-    }
-    auto handle = fully_shard(module, data_mesh(world), policy);
-    for (const double value : {256.0, 1.0, -256.0}) {
-      const bool last = value < 0;
-      handle.set_requires_gradient_sync(last);
-      backward(handle.forward(here(at::full({kWidth}, value))).sum());
-      module->redeem();
-    }
-    EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"), here(at::ones({kWidth}))));
-  });
+TEST_P_ON_RANKS(DeferredOnRanks, PromisesOfTwoHundredFiftySixOneAndMinusTwoHundredFiftySixMakeOne,
+                GetParam()) {
+  auto policy = in_bfloat16();
+  policy.final_dtype = DType::kFloat32;
+  auto module = std::make_shared<Deferred>();
+  {
+    const at::NoGradGuard no_grad;
+    module->eager.fill_(1);  // the promises are the inputs themselves
+  }
+  auto handle = fully_shard(module, data_mesh(world), policy);
+  for (const double value : {256.0, 1.0, -256.0}) {
+    const bool last = value < 0;
+    handle.set_requires_gradient_sync(last);
+    backward(handle.forward(here(at::full({kWidth}, value))).sum());
+    module->redeem();
+  }
+  EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"), here(at::ones({kWidth}))));
 }
 
 }  // namespace

@@ -1,15 +1,13 @@
 // Ranks that use results differently: what is issued is the same on all of them, the gradients are
 // the sum of what each rank used, and nobody waits for anybody. [Note: collective order]
-#include <gmock/gmock.h>
 
 #include "dist/data_layout.h"
 #include "support/plain.h"
 #include "support/quotient.h"
+#include "support/test.h"
 
 namespace tessera::test::fsdp_dropped_test {
 namespace {
-
-using ::testing::HasSubstr;
 
 constexpr std::int64_t kWidth = 5;
 
@@ -102,120 +100,102 @@ at::Tensor some(int rank, int i, const Pair& both) {
 }
 
 // Naive: a rank gathers and reduces what its own graph needs.
-TEST_P(Dropped, ABranchInEachStep) {
-  const auto [count, replicas, backend] = GetParam();
-  ranks(count, backend).run([&](World& world) {
-    for (const bool reshards : {true, false}) {
-      Model model(world, replicas, 32 << 20, reshards);
-      for (int step = 0; step < 3; ++step) {
-        model.handle.zero_grad();
-        backward(some(world.rank(), 0, model.forward(world.rank(), 0)));
-        expect_close(whole_gradients(model.handle), plain(world.size(), 1, some),
-                     concat("step ", step));
-      }
+TEST_P_ON_RANKS(Dropped, ABranchInEachStep, GetParam()) {
+  for (const bool reshards : {true, false}) {
+    Model model(world, GetParam().replicas, 32 << 20, reshards);
+    for (int step = 0; step < 3; ++step) {
+      model.handle.zero_grad();
+      backward(some(world.rank(), 0, model.forward(world.rank(), 0)));
+      expect_close(whole_gradients(model.handle), plain(world.size(), 1, some),
+                   concat("step ", step));
     }
-  });
+  }
 }
 
 // Naive: the second step dies, since one rank still has the second forward's last unit in memory.
-TEST_P(Dropped, ABranchOfOneOfTwoForwardsWithABackwardEach) {
-  const auto [count, replicas, backend] = GetParam();
-  ranks(count, backend).run([&](World& world) {
-    Model model(world, replicas);
-    for (int step = 0; step < 3; ++step) {
-      model.handle.zero_grad();
-      const auto first = some(world.rank(), 0, model.forward(world.rank(), 0));
-      const auto second = some(world.rank(), 1, model.forward(world.rank(), 1));
-      backward(first);
-      backward(second);
-      expect_close(whole_gradients(model.handle), plain(world.size(), 2, some),
-                   concat("step ", step));
-    }
-  });
+TEST_P_ON_RANKS(Dropped, ABranchOfOneOfTwoForwardsWithABackwardEach, GetParam()) {
+  Model model(world, GetParam().replicas);
+  for (int step = 0; step < 3; ++step) {
+    model.handle.zero_grad();
+    const auto first = some(world.rank(), 0, model.forward(world.rank(), 0));
+    const auto second = some(world.rank(), 1, model.forward(world.rank(), 1));
+    backward(first);
+    backward(second);
+    expect_close(whole_gradients(model.handle), plain(world.size(), 2, some),
+                 concat("step ", step));
+  }
 }
 
 // Naive: with reductions above the budget one rank waits for a reduction that the others, which
 // wait for it to agree on the older forward, have not come to.
-TEST_P(Dropped, ABranchOfTwoForwardsInOneBackwardAboveTheBudget) {
-  const auto [count, replicas, backend] = GetParam();
-  ranks(count, backend).run([&](World& world) {
-    for (const std::int64_t budget : {1, 200, 1 << 20}) {
-      Model model(world, replicas, budget);
-      for (int step = 0; step < 2; ++step) {
-        model.handle.zero_grad();
-        const auto first = model.forward(world.rank(), 0);
-        const auto second = model.forward(world.rank(), 1);
-        backward(some(world.rank(), 0, first) + some(world.rank(), 1, second));
-        expect_close(whole_gradients(model.handle), plain(world.size(), 2, some),
-                     concat("budget ", budget, ", step ", step));
-      }
+TEST_P_ON_RANKS(Dropped, ABranchOfTwoForwardsInOneBackwardAboveTheBudget, GetParam()) {
+  for (const std::int64_t budget : {1, 200, 1 << 20}) {
+    Model model(world, GetParam().replicas, budget);
+    for (int step = 0; step < 2; ++step) {
+      model.handle.zero_grad();
+      const auto first = model.forward(world.rank(), 0);
+      const auto second = model.forward(world.rank(), 1);
+      backward(some(world.rank(), 0, first) + some(world.rank(), 1, second));
+      expect_close(whole_gradients(model.handle), plain(world.size(), 2, some),
+                   concat("budget ", budget, ", step ", step));
     }
-  });
+  }
 }
 
 // Naive: only the ranks that come to the newer forward tell each other its order.
-TEST_P(Dropped, AWholeForwardThatOneRankDoesNotUse) {
-  const auto [count, replicas, backend] = GetParam();
-  ranks(count, backend).run([&](World& world) {
-    const auto use = [](int rank, int i, const auto& both) {
-      return i == 1 && rank == 0 ? at::Tensor() : squares(both.first) + squares(both.second);
-    };
-    for (const bool keeps : {false, true}) {
-      Model model(world, replicas, 1);
-      for (int step = 0; step < 2; ++step) {
-        model.handle.zero_grad();
-        auto first = model.forward(world.rank(), 0);
-        auto second = model.forward(world.rank(), 1);
-        auto loss = use(world.rank(), 0, first);
-        if (const auto more = use(world.rank(), 1, second); more.defined()) loss = loss + more;
-        if (!keeps) second = {};
-        backward(loss);
-        expect_close(whole_gradients(model.handle), plain(world.size(), 2, use),
-                     concat("step ", step));
-      }
+TEST_P_ON_RANKS(Dropped, AWholeForwardThatOneRankDoesNotUse, GetParam()) {
+  const auto use = [](int rank, int i, const auto& both) {
+    return i == 1 && rank == 0 ? at::Tensor() : squares(both.first) + squares(both.second);
+  };
+  for (const bool keeps : {false, true}) {
+    Model model(world, GetParam().replicas, 1);
+    for (int step = 0; step < 2; ++step) {
+      model.handle.zero_grad();
+      auto first = model.forward(world.rank(), 0);
+      auto second = model.forward(world.rank(), 1);
+      auto loss = use(world.rank(), 0, first);
+      if (const auto more = use(world.rank(), 1, second); more.defined()) loss = loss + more;
+      if (!keeps) second = {};
+      backward(loss);
+      expect_close(whole_gradients(model.handle), plain(world.size(), 2, use),
+                   concat("step ", step));
     }
-  });
+  }
 }
 
 // Naive: whoever keeps a graph also keeps memory, and gathers less than the others.
-TEST_P(Dropped, AGraphThatOneRankKeepsAcrossEvaluationsAndSteps) {
-  const auto [count, replicas, backend] = GetParam();
-  ranks(count, backend).run([&](World& world) {
-    for (const bool stays : {false, true}) {
-      Model model(world, replicas, 32 << 20, /*reshards=*/false);
-      if (stays) model.handle.set_reshard_after_backward(false);
-      std::vector<at::Tensor> kept;
-      for (int step = 0; step < 3; ++step) {
-        model.handle.zero_grad();
-        const auto both = model.forward(world.rank(), 0);
-        if (world.rank() == 0) kept.push_back(both.second);
-        {
-          const at::NoGradGuard no_grad;
-          model.forward(world.rank(), 1);
-        }
-        backward(some(world.rank(), 0, both));
-        expect_close(whole_gradients(model.handle), plain(world.size(), 1, some),
-                     concat("step ", step));
+TEST_P_ON_RANKS(Dropped, AGraphThatOneRankKeepsAcrossEvaluationsAndSteps, GetParam()) {
+  for (const bool stays : {false, true}) {
+    Model model(world, GetParam().replicas, 32 << 20, /*reshards=*/false);
+    if (stays) model.handle.set_reshard_after_backward(false);
+    std::vector<at::Tensor> kept;
+    for (int step = 0; step < 3; ++step) {
+      model.handle.zero_grad();
+      const auto both = model.forward(world.rank(), 0);
+      if (world.rank() == 0) kept.push_back(both.second);
+      {
+        const at::NoGradGuard no_grad;
+        model.forward(world.rank(), 1);
       }
+      backward(some(world.rank(), 0, both));
+      expect_close(whole_gradients(model.handle), plain(world.size(), 1, some),
+                   concat("step ", step));
     }
-  });
+  }
 }
 
 // Naive: the trace of a forward that no rank differentiates is kept for good, or is forgotten on
 // one rank while another still needs it.
-TEST_P(Dropped, ThousandsOfForwardsOfWhichOneRankKeepsTheFirst) {
-  const auto [count, replicas, backend] = GetParam();
-  ranks(count, backend).run([&](World& world) {
-    Model model(world, replicas);
-    auto first = model.forward(world.rank(), 0);
-    if (world.rank() != 0) first.first = at::Tensor();
-    for (int i = 0; i < 1100; ++i) model.forward(world.rank(), 1);
-    const auto use = [](int rank, int, const auto& both) {
-      return rank == 0 ? squares(both.first) + squares(both.second) : squares(both.second);
-    };
-    backward(use(world.rank(), 0, first));
-    expect_close(whole_gradients(model.handle), plain(world.size(), 1, use), "first");
-  });
+TEST_P_ON_RANKS(Dropped, ThousandsOfForwardsOfWhichOneRankKeepsTheFirst, GetParam()) {
+  Model model(world, GetParam().replicas);
+  auto first = model.forward(world.rank(), 0);
+  if (world.rank() != 0) first.first = at::Tensor();
+  for (int i = 0; i < 1100; ++i) model.forward(world.rank(), 1);
+  const auto use = [](int rank, int, const auto& both) {
+    return rank == 0 ? squares(both.first) + squares(both.second) : squares(both.second);
+  };
+  backward(use(world.rank(), 0, first));
+  expect_close(whole_gradients(model.handle), plain(world.size(), 1, use), "first");
 }
 
 /// Runs one of its units, or all of them.
@@ -237,36 +217,33 @@ struct Growing : torch::nn::Module {
 
 // Naive: the unit that came last before keeps its memory through all that follows, and the one that
 // comes last now is taken for it.
-TEST_P(Dropped, AForwardThatIsLongerOrShorterThanTheOneBefore) {
-  const auto [count, replicas, backend] = GetParam();
-  ranks(count, backend).run([&](World& world) {
-    const auto mesh = data_mesh(world, replicas);
-    auto module = std::make_shared<Growing>(mesh);
-    auto handle = fully_shard(module, mesh);
-    const std::vector<std::shared_ptr<Affine>> units = {std::make_shared<Affine>(10, 5, 5),
-                                                        std::make_shared<Affine>(11, 5, 5),
-                                                        std::make_shared<Affine>(12, 5, 5)};
-    for (const std::size_t length : {2U, 3U, 3U, 1U, 2U, 3U}) {
-      handle.zero_grad();
-      module->count = length;
-      backward(squares(handle.forward(input_of(world.rank(), 0, kWidth))));
-      Tensors sums;
-      for (int rank = 0; rank < world.size(); ++rank) {
-        for (const auto& unit : units) unit->zero_grad();
-        auto x = input_of(rank, 0, kWidth);
-        for (std::size_t i = 0; i < length; ++i) x = units[i]->forward(x);
-        backward(squares(x));
-        for (std::size_t i = 0; i < length; ++i) {
-          auto& sum = sums[concat("unit", i, ".weight")];
-          const auto gradient = over(units[i]->weight.grad().to(at::kDouble), world.size());
-          sum = sum.defined() ? sum + gradient : gradient;
-        }
+TEST_P_ON_RANKS(Dropped, AForwardThatIsLongerOrShorterThanTheOneBefore, GetParam()) {
+  const auto mesh = data_mesh(world, GetParam().replicas);
+  auto module = std::make_shared<Growing>(mesh);
+  auto handle = fully_shard(module, mesh);
+  const std::vector<std::shared_ptr<Affine>> units = {std::make_shared<Affine>(10, 5, 5),
+                                                      std::make_shared<Affine>(11, 5, 5),
+                                                      std::make_shared<Affine>(12, 5, 5)};
+  for (const std::size_t length : {2U, 3U, 3U, 1U, 2U, 3U}) {
+    handle.zero_grad();
+    module->count = length;
+    backward(squares(handle.forward(input_of(world.rank(), 0, kWidth))));
+    Tensors sums;
+    for (int rank = 0; rank < world.size(); ++rank) {
+      for (const auto& unit : units) unit->zero_grad();
+      auto x = input_of(rank, 0, kWidth);
+      for (std::size_t i = 0; i < length; ++i) x = units[i]->forward(x);
+      backward(squares(x));
+      for (std::size_t i = 0; i < length; ++i) {
+        auto& sum = sums[concat("unit", i, ".weight")];
+        const auto gradient = over(units[i]->weight.grad().to(at::kDouble), world.size());
+        sum = sum.defined() ? sum + gradient : gradient;
       }
-      auto found = whole_gradients(handle);
-      std::erase_if(found, [](const auto& one) { return one.first.ends_with("bias"); });
-      expect_close(found, sums, concat("length ", length));
     }
-  });
+    auto found = whole_gradients(handle);
+    std::erase_if(found, [](const auto& one) { return one.first.ends_with("bias"); });
+    expect_close(found, sums, concat("length ", length));
+  }
 }
 
 /// Keeps something that its caller may differentiate, and does not return it.
@@ -288,7 +265,7 @@ TEST(DroppedResults, GradientsThatNoneAnnouncesAreRefused) {
       const auto unused = handle.forward(input_of(world.rank(), 0, kWidth));
       backward(module->kept);
     });
-    EXPECT_THAT(errors, ::testing::Contains(HasSubstr("return from a forward")));
+    EXPECT_THAT(errors, Contains(Says("return from a forward")));
   }
 }
 
@@ -313,7 +290,7 @@ TEST_P(Dropped, BackwardsOfTwoModelsThatMeetAreNamed) {
   const auto layout = GetParam();
   if (layout.ranks == 1) return;
   std::vector<std::string> errors(static_cast<std::size_t>(layout.ranks));
-  ranks(layout.ranks, layout.backend).run([&](World& world) {
+  ranks(layout).run([&](World& world) {
     Model one(world, layout.replicas), other(world, layout.replicas);
     const auto x = input_of(world.rank(), 0, kWidth);
     const auto of_one = one.handle.forward(x).first;
@@ -322,9 +299,8 @@ TEST_P(Dropped, BackwardsOfTwoModelsThatMeetAreNamed) {
         error_of([&] { backward(squares(world.rank() == 0 ? of_one : of_other)); });
   });
   // One that comes to it later hears that another's backward has ended.
-  EXPECT_THAT(errors, ::testing::Each(::testing::Not(std::string())));
-  EXPECT_THAT(errors, ::testing::Contains(::testing::AllOf(
-                          HasSubstr("backwards of different models meet"), HasSubstr("model "))));
+  EXPECT_THAT(errors, Each(Not(std::string())));
+  EXPECT_THAT(errors, Contains(Says("backwards of different models meet", "model ")));
 }
 
 }  // namespace

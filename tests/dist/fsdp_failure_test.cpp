@@ -1,12 +1,12 @@
 // [Note: failure]: an exception inside a sharded step frees the other ranks at once and can be
 // recovered from.
-#include <gmock/gmock.h>
 
 #include <thread>
 
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "support/plain.h"
+#include "support/test.h"
 #include "tessera/clip.h"
 #include "tessera/optim.h"
 
@@ -14,7 +14,6 @@ namespace tessera::test::fsdp_failure_test {
 namespace {
 
 using ::testing::AnyOf;
-using ::testing::HasSubstr;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
@@ -84,7 +83,7 @@ TEST_P(Failures, OthersLeavePromptlyAndTheNextStepIsRight) {
     model.chain->blocks[1]->before = nullptr;
     EXPECT_NE(error, "");
     if (culprit) {
-      EXPECT_THAT(error, HasSubstr("the user's"));
+      EXPECT_THAT(error, Says("the user's"));
     }
     EXPECT_LT(seconds, 5) << error;
     world.recover();
@@ -94,62 +93,56 @@ TEST_P(Failures, OthersLeavePromptlyAndTheNextStepIsRight) {
   });
 }
 
-TEST(FailuresOfOne, ARankAloneGoesOnWithoutRecover) {
-  ranks(1).run([](World& world) {
-    Chain plain(1, 2, kWidth);
-    ShardedChain model(data_mesh(world), 1, 2, kWidth);
-    for (const bool in_backward : {true, false}) {
-      auto x = input_of(0, 0, kWidth).requires_grad_();
-      model.chain->blocks[1]->before = [&] {
-        if (!in_backward) throw std::runtime_error("forward");
-      };
-      EXPECT_THAT(
-          error_of([&] { backward(squares(model.handle.forward(ThrowsInBackward::apply(x)))); }),
-          HasSubstr(in_backward ? "the user's backward" : "forward"));
-      model.chain->blocks[1]->before = nullptr;
-      model.handle.zero_grad();
-      backward(squares(model.handle.forward(input_of(0, 1, kWidth))));
-      expect_same(whole_gradients(model.handle), gradients_of_squares(plain, 1, 1, kWidth));
-    }
-  });
+TEST_ON_RANKS(FailuresOfOne, ARankAloneGoesOnWithoutRecover, 1) {
+  Chain plain(1, 2, kWidth);
+  ShardedChain model(data_mesh(world), 1, 2, kWidth);
+  for (const bool in_backward : {true, false}) {
+    auto x = input_of(0, 0, kWidth).requires_grad_();
+    model.chain->blocks[1]->before = [&] {
+      if (!in_backward) throw std::runtime_error("forward");
+    };
+    EXPECT_THAT(
+        error_of([&] { backward(squares(model.handle.forward(ThrowsInBackward::apply(x)))); }),
+        Says(in_backward ? "the user's backward" : "forward"));
+    model.chain->blocks[1]->before = nullptr;
+    model.handle.zero_grad();
+    backward(squares(model.handle.forward(input_of(0, 1, kWidth))));
+    expect_same(whole_gradients(model.handle), gradients_of_squares(plain, 1, 1, kWidth));
+  }
 }
 
 // Naive: .grad outlives the sum that it shows, and comes back for some parameters of a bucket.
-TEST(FailuresOfOne, GradientsOfTheFailedStepAreForgottenWithoutZeroGradToo) {
-  ranks(1).run([](World& world) {
-    Chain plain(1, 2, kWidth);
-    ShardedChain model(data_mesh(world), 1, 2, kWidth);
-    backward(squares(model.handle.forward(input_of(0, 0, kWidth))));
-    model.chain->blocks[1]->before = [] { throw std::runtime_error("forward"); };
-    EXPECT_NE(error_of([&] { model.handle.forward(input_of(0, 1, kWidth)); }), "");
-    model.chain->blocks[1]->before = nullptr;
-    backward(squares(model.handle.forward(input_of(0, 2, kWidth))));
-    expect_same(whole_gradients(model.handle), gradients_of_squares(plain, 1, 2, kWidth));
-  });
+TEST_ON_RANKS(FailuresOfOne, GradientsOfTheFailedStepAreForgottenWithoutZeroGradToo, 1) {
+  Chain plain(1, 2, kWidth);
+  ShardedChain model(data_mesh(world), 1, 2, kWidth);
+  backward(squares(model.handle.forward(input_of(0, 0, kWidth))));
+  model.chain->blocks[1]->before = [] { throw std::runtime_error("forward"); };
+  EXPECT_NE(error_of([&] { model.handle.forward(input_of(0, 1, kWidth)); }), "");
+  model.chain->blocks[1]->before = nullptr;
+  backward(squares(model.handle.forward(input_of(0, 2, kWidth))));
+  expect_same(whole_gradients(model.handle), gradients_of_squares(plain, 1, 2, kWidth));
 }
 
 // Naive: the second micro-batch runs again alone, and the step takes a part of the gradient.
-TEST(FailuresOfOne, AStepWhoseFirstMicroBatchIsGoneIsRefusedUntilZeroGrad) {
-  ranks(1).run([](World& world) {
-    ShardedChain model(data_mesh(world), 1, 2, kWidth);
-    const auto optimizer = make_sgd(model.handle, sgd(0.1));
-    const auto run = [&](int step) {
-      backward(squares(model.handle.forward(input_of(0, step, kWidth))));
-    };
+TEST_ON_RANKS(FailuresOfOne, AStepWhoseFirstMicroBatchIsGoneIsRefusedUntilZeroGrad, 1) {
+  ShardedChain model(data_mesh(world), 1, 2, kWidth);
+  const auto optimizer = make_sgd(model.handle, sgd(0.1));
+  const auto run = [&](int step) {
+    backward(squares(model.handle.forward(input_of(0, step, kWidth))));
+  };
+  run(0);
+  model.chain->blocks[1]->before = [] { throw std::runtime_error("forward"); };
+  EXPECT_NE(error_of([&] { run(1); }), "");
+  model.chain->blocks[1]->before = nullptr;
+  run(1);
+  EXPECT_THAT(error_of([&] { clip_grad_norm(model.handle, 1.0); }), Says("zero_grad()"));
+  EXPECT_THAT(error_of([&] { optimizer->step(); }), Says("before the failure is gone"));
+  for (const bool to_none : {true, false}) {
+    model.handle.zero_grad(to_none);
     run(0);
-    model.chain->blocks[1]->before = [] { throw std::runtime_error("forward"); };
-    EXPECT_NE(error_of([&] { run(1); }), "");
-    model.chain->blocks[1]->before = nullptr;
     run(1);
-    EXPECT_THAT(error_of([&] { clip_grad_norm(model.handle, 1.0); }), HasSubstr("zero_grad()"));
-    EXPECT_THAT(error_of([&] { optimizer->step(); }), HasSubstr("before the failure is gone"));
-    for (const bool to_none : {true, false}) {
-      model.handle.zero_grad(to_none);
-      run(0);
-      run(1);
-      EXPECT_EQ(error_of([&] { optimizer->step(); }), "");
-    }
-  });
+    EXPECT_EQ(error_of([&] { optimizer->step(); }), "");
+  }
 }
 
 // Naive: the other ranks wait for the one that recovers, and it for them, until the timeout.
@@ -212,9 +205,9 @@ TEST(FailuresOfMany, AnotherThreadLeavesANoteForTheRanksOwn) {
         backward(squares(model.handle.forward(LeavesToAnotherThread::apply(x, &runtime))));
       });
       // The second of two that leave at once may be told of the first.
-      EXPECT_THAT(error, AnyOf(HasSubstr("on another thread"), HasSubstr("an exception left")));
-      EXPECT_THAT(error_of([&] { optimizer->step(); }), HasSubstr("an exception has ended"));
-      EXPECT_THAT(error_of([&] { backward(kept); }), HasSubstr("before a failure"));
+      EXPECT_THAT(error, AnyOf(Says("on another thread"), Says("an exception left")));
+      EXPECT_THAT(error_of([&] { optimizer->step(); }), Says("an exception has ended"));
+      EXPECT_THAT(error_of([&] { backward(kept); }), Says("before a failure"));
       world.recover();
       model.handle.zero_grad();
       backward(squares(model.handle.forward(input_of(world.rank(), 1, kWidth))));
@@ -278,43 +271,37 @@ class Swallows : public torch::nn::Module {
 };
 
 // Naive: counters of calls go out of step, and a later forward crashes.
-TEST(FailuresOfOne, AnInnerExceptionThatAnOuterForwardCatchesIsNamed) {
-  ranks(1).run([](World& world) {
-    for (const bool calls_again : {false, true}) {
-      auto block = std::make_shared<Block>(1, kWidth);
-      auto outer = std::make_shared<Swallows>();
-      outer->calls_again = calls_again;
-      outer->handle = outer->register_module(
-          "inner", std::make_shared<Sharded<Block>>(fully_shard(block, data_mesh(world))));
-      auto handle = fully_shard(outer, data_mesh(world));
-      bool throws = true;
-      block->before = [&] {
-        if (std::exchange(throws, false)) throw std::runtime_error("once");
-      };
-      EXPECT_THAT(error_of([&] { handle.forward(input_of(0, 0, kWidth)); }),
-                  HasSubstr("exception"));
-      Block plain(1, kWidth);
-      const auto x = input_of(0, 0, kWidth);
-      EXPECT_TRUE(same_bits(handle.forward(x).detach(), plain.forward(x).detach()));
-      EXPECT_EQ(handle.unit()->progress().open_calls, 0);
-    }
-  });
+TEST_ON_RANKS(FailuresOfOne, AnInnerExceptionThatAnOuterForwardCatchesIsNamed, 1) {
+  for (const bool calls_again : {false, true}) {
+    auto block = std::make_shared<Block>(1, kWidth);
+    auto outer = std::make_shared<Swallows>();
+    outer->calls_again = calls_again;
+    outer->handle = outer->register_module(
+        "inner", std::make_shared<Sharded<Block>>(fully_shard(block, data_mesh(world))));
+    auto handle = fully_shard(outer, data_mesh(world));
+    bool throws = true;
+    block->before = [&] {
+      if (std::exchange(throws, false)) throw std::runtime_error("once");
+    };
+    EXPECT_THAT(error_of([&] { handle.forward(input_of(0, 0, kWidth)); }), Says("exception"));
+    Block plain(1, kWidth);
+    const auto x = input_of(0, 0, kWidth);
+    EXPECT_TRUE(same_bits(handle.forward(x).detach(), plain.forward(x).detach()));
+    EXPECT_EQ(handle.unit()->progress().open_calls, 0);
+  }
 }
 
-TEST(FailuresOfMany, AForwardAfterAFailureAsksForRecover) {
-  ranks(2).run([](World& world) {
-    ShardedChain model(data_mesh(world), 1, 2, kWidth);
-    model.chain->blocks[0]->before = [&] {
-      if (world.rank() == 0) throw std::runtime_error("rank 0 throws");
-    };
-    (void)error_of([&] {
-      backward(squares(model.handle.forward(input_of(0, 0, kWidth))));
-      comm::barrier(world.control(), "end of the step");
-    });
-    EXPECT_THAT(error_of([&] { model.handle.forward(input_of(0, 0, kWidth)); }),
-                HasSubstr("recover()"));
-    world.recover();
+TEST_ON_RANKS(FailuresOfMany, AForwardAfterAFailureAsksForRecover, 2) {
+  ShardedChain model(data_mesh(world), 1, 2, kWidth);
+  model.chain->blocks[0]->before = [&] {
+    if (world.rank() == 0) throw std::runtime_error("rank 0 throws");
+  };
+  (void)error_of([&] {
+    backward(squares(model.handle.forward(input_of(0, 0, kWidth))));
+    comm::barrier(world.control(), "end of the step");
   });
+  EXPECT_THAT(error_of([&] { model.handle.forward(input_of(0, 0, kWidth)); }), Says("recover()"));
+  world.recover();
 }
 
 }  // namespace

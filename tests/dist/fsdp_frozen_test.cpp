@@ -1,13 +1,11 @@
 // Frozen parameters: sharded or whole on every rank, and when backward gathers them again.
-#include <gmock/gmock.h>
-
-#include <algorithm>
 
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "grad/torch_dtype.h"
 #include "support/plain.h"
 #include "support/ranks.h"
+#include "support/test.h"
 #include "tessera/clip.h"
 #include "tessera/trainable.h"
 
@@ -114,18 +112,16 @@ TEST_P(FrozenOnRanks, WholeParametersTrainTheOthersAsThePlainModule) {
 }
 
 // Property: how a frozen parameter is kept changes no bit of a run.
-TEST_P(FrozenOnRanks, WholeAndShardedGiveTheSameBits) {
-  ranks(count()).run([&](World& world) {
-    const auto run = [&](FrozenRule how) {
-      auto chain = std::make_shared<Chain>(1, kBlocks, kWidth);
-      chain->shard_blocks(mesh(world), frozen({"a"}, how, DType::kBFloat16));
-      auto handle = fully_shard(chain, mesh(world));
-      auto step = step_of(handle, world.rank());
-      step.gradients["loss"] = step.loss.detach();
-      return step.gradients;
-    };
-    expect_same(run(FrozenRule::kReplicate), run(FrozenRule::kShard));
-  });
+TEST_P_ON_RANKS(FrozenOnRanks, WholeAndShardedGiveTheSameBits, count()) {
+  const auto run = [&](FrozenRule how) {
+    auto chain = std::make_shared<Chain>(1, kBlocks, kWidth);
+    chain->shard_blocks(mesh(world), frozen({"a"}, how, DType::kBFloat16));
+    auto handle = fully_shard(chain, mesh(world));
+    auto step = step_of(handle, world.rank());
+    step.gradients["loss"] = step.loss.detach();
+    return step.gradients;
+  };
+  expect_same(run(FrozenRule::kReplicate), run(FrozenRule::kShard));
 }
 
 // Where the storage dtype loses digits that the compute dtype would have kept, both lose them.
@@ -158,57 +154,51 @@ TEST_P(FrozenOnRanks, WholeAndShardedGiveTheSameBitsOfANarrowerStorage) {
   }
 }
 
-TEST_P(FrozenOnRanks, AWholeUnitIsNeverGathered) {
-  ranks(count()).run([&](World& world) {
-    auto block = std::make_shared<Block>(5, kWidth);
-    const auto expected = block->forward(here(at::ones({2, kWidth}))).detach();
-    auto handle = fully_shard(block, mesh(world), frozen({"a", "b"}, FrozenRule::kReplicate));
-    auto x = here(at::ones({2, kWidth})).set_requires_grad(true);
-    const auto y = handle.forward(x);
-    EXPECT_TRUE(same_bits(y.detach(), expected));
-    backward(y.sum());
-    EXPECT_TRUE(x.grad().defined()) << "gradients pass through it";
-    EXPECT_EQ(handle.unit()->runtime().gathers_issued(), 0);
-    expect_same(whole_parameters(handle), {{"a", block->a.detach()}, {"b", block->b.detach()}});
-    EXPECT_EQ(gradient_norm(handle), 0.0);
-  });
+TEST_P_ON_RANKS(FrozenOnRanks, AWholeUnitIsNeverGathered, count()) {
+  auto block = std::make_shared<Block>(5, kWidth);
+  const auto expected = block->forward(here(at::ones({2, kWidth}))).detach();
+  auto handle = fully_shard(block, mesh(world), frozen({"a", "b"}, FrozenRule::kReplicate));
+  auto x = here(at::ones({2, kWidth})).set_requires_grad(true);
+  const auto y = handle.forward(x);
+  EXPECT_TRUE(same_bits(y.detach(), expected));
+  backward(y.sum());
+  EXPECT_TRUE(x.grad().defined()) << "gradients pass through it";
+  EXPECT_EQ(handle.unit()->runtime().gathers_issued(), 0);
+  expect_same(whole_parameters(handle), {{"a", block->a.detach()}, {"b", block->b.detach()}});
+  EXPECT_EQ(gradient_norm(handle), 0.0);
 }
 
 // Values that come after sharding (a loader's) are rounded once, as they are written.
-TEST_P(FrozenOnRanks, ValuesThatAreLoadedLaterAreCastOnTheWayIn) {
-  ranks(count()).run([&](World& world) {
-    auto block = std::make_shared<Block>(5, kWidth);
-    const auto a = block->a.detach().clone();
-    auto handle = fully_shard(block, mesh(world),
-                              frozen({"a", "b"}, FrozenRule::kReplicate, DType::kBFloat16));
-    const auto fine = a + 1.0 / 1024;
-    for (const auto& view : handle.shards()) {
-      if (view.contract->name == "a") view.shard.detach().copy_(fine.reshape({-1}));
-    }
-    handle.set_loaded();
-    EXPECT_TRUE(same_bits(whole_parameters(handle).at("a"), fine.to(at::kBFloat16)));
-    EXPECT_TRUE(same_bits(block->a.detach(), fine.to(at::kBFloat16)));
-  });
+TEST_P_ON_RANKS(FrozenOnRanks, ValuesThatAreLoadedLaterAreCastOnTheWayIn, count()) {
+  auto block = std::make_shared<Block>(5, kWidth);
+  const auto a = block->a.detach().clone();
+  auto handle =
+      fully_shard(block, mesh(world), frozen({"a", "b"}, FrozenRule::kReplicate, DType::kBFloat16));
+  const auto fine = a + 1.0 / 1024;
+  for (const auto& view : handle.shards()) {
+    if (view.contract->name == "a") view.shard.detach().copy_(fine.reshape({-1}));
+  }
+  handle.set_loaded();
+  EXPECT_TRUE(same_bits(whole_parameters(handle).at("a"), fine.to(at::kBFloat16)));
+  EXPECT_TRUE(same_bits(block->a.detach(), fine.to(at::kBFloat16)));
 }
 
 // Property: parameters move from slices to whole and back without changing a bit.
-TEST_P(FrozenOnRanks, SetTrainableMovesThemBetweenSlicesAndWhole) {
-  ranks(count()).run([&](World& world) {
-    Chain plain(1, kBlocks, kWidth);
-    auto chain = std::make_shared<Chain>(1, kBlocks, kWidth);
-    chain->shard_blocks(mesh(world));
-    auto handle = fully_shard(chain, mesh(world));
-    const auto values = whole_parameters(handle);
-    for (const bool trainable : {false, true}) {
-      set_trainable(handle,
-                    {{.match = {"a"}, .trainable = trainable, .frozen_as = FrozenAs::kReplicate}});
-      expect_same(whole_parameters(handle), values);
-      for (auto& block : plain.blocks) block->a.set_requires_grad(trainable);
-      const auto expected = gradients_of_squares(plain, world.size(), 0, kWidth);
-      expect_close(step_of(handle, world.rank()).gradients, expected, one_axis());
-      handle.zero_grad();
-    }
-  });
+TEST_P_ON_RANKS(FrozenOnRanks, SetTrainableMovesThemBetweenSlicesAndWhole, count()) {
+  Chain plain(1, kBlocks, kWidth);
+  auto chain = std::make_shared<Chain>(1, kBlocks, kWidth);
+  chain->shard_blocks(mesh(world));
+  auto handle = fully_shard(chain, mesh(world));
+  const auto values = whole_parameters(handle);
+  for (const bool trainable : {false, true}) {
+    set_trainable(handle,
+                  {{.match = {"a"}, .trainable = trainable, .frozen_as = FrozenAs::kReplicate}});
+    expect_same(whole_parameters(handle), values);
+    for (auto& block : plain.blocks) block->a.set_requires_grad(trainable);
+    const auto expected = gradients_of_squares(plain, world.size(), 0, kWidth);
+    expect_close(step_of(handle, world.rank()).gradients, expected, one_axis());
+    handle.zero_grad();
+  }
 }
 
 /// Gathers that a forward and the backward after it issue.
@@ -253,51 +243,45 @@ struct PartlyFrozen {
 };
 
 // Naive: the backward gathers every unit of the forward again, a frozen tower for nothing.
-TEST_P(FrozenOnRanks, UnitsBehindTheDataAreNotGatheredAgainInBackward) {
-  ranks(count()).run([&](World& world) {
-    PartlyFrozen model(mesh(world), {0, 1}, /*scale_is_frozen=*/true);
-    const std::int64_t one = mesh(world).size_of(axis::kShard) > 1 ? 1 : 0;
-    for (int step = 0; step < 3; ++step) {
-      const auto found = gathers_of(*model.handle, input_of(world.rank(), 0, kWidth));
-      EXPECT_EQ(found.forward, (kBlocks + 1) * one);
-      // From the second step on the last block's memory is kept for its backward.
-      EXPECT_EQ(found.backward, step == 0 ? one : 0);
-      model.expect_gradients_of_the_plain_one(world, one_axis());
-    }
-  });
+TEST_P_ON_RANKS(FrozenOnRanks, UnitsBehindTheDataAreNotGatheredAgainInBackward, count()) {
+  PartlyFrozen model(mesh(world), {0, 1}, /*scale_is_frozen=*/true);
+  const std::int64_t one = mesh(world).size_of(axis::kShard) > 1 ? 1 : 0;
+  for (int step = 0; step < 3; ++step) {
+    const auto found = gathers_of(*model.handle, input_of(world.rank(), 0, kWidth));
+    EXPECT_EQ(found.forward, (kBlocks + 1) * one);
+    // From the second step on the last block's memory is kept for its backward.
+    EXPECT_EQ(found.backward, step == 0 ? one : 0);
+    model.expect_gradients_of_the_plain_one(world, one_axis());
+  }
 }
 
 // Between a trained parameter and the loss a frozen unit is needed: the gradient of its input is a
 // product with its weights.
-TEST_P(FrozenOnRanks, AFrozenUnitBehindATrainedOneIsGatheredAgain) {
-  ranks(count()).run([&](World& world) {
-    PartlyFrozen model(mesh(world), {1}, /*scale_is_frozen=*/true);
-    const std::int64_t one = mesh(world).size_of(axis::kShard) > 1 ? 1 : 0;
-    for (int step = 0; step < 2; ++step) {
-      const auto found = gathers_of(*model.handle, input_of(world.rank(), 0, kWidth));
-      EXPECT_EQ(found.backward, (step == 0 ? kBlocks : kBlocks - 1) * one);
-      model.expect_gradients_of_the_plain_one(world, one_axis());
-    }
-  });
+TEST_P_ON_RANKS(FrozenOnRanks, AFrozenUnitBehindATrainedOneIsGatheredAgain, count()) {
+  PartlyFrozen model(mesh(world), {1}, /*scale_is_frozen=*/true);
+  const std::int64_t one = mesh(world).size_of(axis::kShard) > 1 ? 1 : 0;
+  for (int step = 0; step < 2; ++step) {
+    const auto found = gathers_of(*model.handle, input_of(world.rank(), 0, kWidth));
+    EXPECT_EQ(found.backward, (step == 0 ? kBlocks : kBlocks - 1) * one);
+    model.expect_gradients_of_the_plain_one(world, one_axis());
+  }
 }
 
 // Inputs that require grad on one rank only: there the frozen unit is part of the backward, so all
 // ranks gather it (whether a collective is issued may not depend on one rank).
-TEST_P(FrozenOnRanks, RanksThatDifferInWhatIsDifferentiatedGatherAlike) {
-  ranks(count()).run([&](World& world) {
-    PartlyFrozen model(mesh(world), {0, 1}, /*scale_is_frozen=*/true);
-    auto x = input_of(world.rank(), 0, kWidth);
-    x.set_requires_grad(world.rank() == 0);
-    const auto one = mesh(world).size_of(axis::kShard) > 1 ? 1 : 0;
-    const auto found = gathers_of(*model.handle, x);
-    EXPECT_EQ(found.backward, (world.size() == 1 ? 0 : kBlocks) * one);
-    if (world.rank() == 0) {
-      auto y = input_of(0, 0, kWidth).set_requires_grad(true);
-      backward(squares(model.plain.forward(y)));
-      EXPECT_TRUE(same_bits(x.grad(), y.grad()));
-    }
-    model.expect_gradients_of_the_plain_one(world, one_axis());
-  });
+TEST_P_ON_RANKS(FrozenOnRanks, RanksThatDifferInWhatIsDifferentiatedGatherAlike, count()) {
+  PartlyFrozen model(mesh(world), {0, 1}, /*scale_is_frozen=*/true);
+  auto x = input_of(world.rank(), 0, kWidth);
+  x.set_requires_grad(world.rank() == 0);
+  const auto one = mesh(world).size_of(axis::kShard) > 1 ? 1 : 0;
+  const auto found = gathers_of(*model.handle, x);
+  EXPECT_EQ(found.backward, (world.size() == 1 ? 0 : kBlocks) * one);
+  if (world.rank() == 0) {
+    auto y = input_of(0, 0, kWidth).set_requires_grad(true);
+    backward(squares(model.plain.forward(y)));
+    EXPECT_TRUE(same_bits(x.grad(), y.grad()));
+  }
+  model.expect_gradients_of_the_plain_one(world, one_axis());
 }
 
 }  // namespace

@@ -1,17 +1,14 @@
 // The handle as a user sees it: signatures, names, modes, what is refused.
-#include <gmock/gmock.h>
 #include <torch/nn/modules/container/functional.h>
 #include <torch/nn/modules/container/sequential.h>
 
 #include "fsdp/runtime/unit.h"
 #include "support/plain.h"
+#include "support/test.h"
 
 namespace tessera::test::fsdp_handle_test {
 namespace {
 
-using ::testing::AllOf;
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
 using ::testing::UnorderedElementsAre;
 
 constexpr std::int64_t kWidth = 5;
@@ -19,41 +16,36 @@ constexpr std::int64_t kWidth = 5;
 class HandleOnRanks : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, HandleOnRanks, ::testing::Values(1, 2));
 
-TEST_P(HandleOnRanks, ASequentialOfHandlesTrainsAsUnsharded) {
-  ranks(GetParam()).run([](World& world) {
-    const auto mesh = data_mesh(world);
-    const auto make = [] {
-      return std::pair{std::make_shared<Affine>(1, kWidth, 7),
-                       std::make_shared<Affine>(2, 7, kWidth)};
-    };
-    auto [a, b] = make();
-    torch::nn::Sequential plain(a, torch::nn::Functional(at::relu), b);
-    auto [c, d] = make();
-    torch::nn::Sequential handles(std::make_shared<Sharded<Affine>>(fully_shard(c, mesh)),
-                                  torch::nn::Functional(at::relu),
-                                  std::make_shared<Sharded<Affine>>(fully_shard(d, mesh)));
-    auto handle = fully_shard(handles.ptr(), mesh);  // Sharded<SequentialImpl>
-    for (int step = 0; step < 2; ++step) {
-      handle.zero_grad();
-      backward(squares(handle.forward(input_of(world.rank(), step, kWidth))));
-      expect_same(whole_gradients(handle),
-                  gradients_of_squares(*plain, world.size(), step, kWidth));
-    }
-    EXPECT_THAT(handle.named_parameters().keys(),
-                ElementsAre("0.weight", "0.bias", "2.weight", "2.bias"));
-  });
+TEST_P_ON_RANKS(HandleOnRanks, ASequentialOfHandlesTrainsAsUnsharded, GetParam()) {
+  const auto mesh = data_mesh(world);
+  const auto make = [] {
+    return std::pair{std::make_shared<Affine>(1, kWidth, 7),
+                     std::make_shared<Affine>(2, 7, kWidth)};
+  };
+  auto [a, b] = make();
+  torch::nn::Sequential plain(a, torch::nn::Functional(at::relu), b);
+  auto [c, d] = make();
+  torch::nn::Sequential handles(std::make_shared<Sharded<Affine>>(fully_shard(c, mesh)),
+                                torch::nn::Functional(at::relu),
+                                std::make_shared<Sharded<Affine>>(fully_shard(d, mesh)));
+  auto handle = fully_shard(handles.ptr(), mesh);  // Sharded<SequentialImpl>
+  for (int step = 0; step < 2; ++step) {
+    handle.zero_grad();
+    backward(squares(handle.forward(input_of(world.rank(), step, kWidth))));
+    expect_same(whole_gradients(handle), gradients_of_squares(*plain, world.size(), step, kWidth));
+  }
+  EXPECT_THAT(handle.named_parameters().keys(),
+              ElementsAre("0.weight", "0.bias", "2.weight", "2.bias"));
 }
 
-TEST_P(HandleOnRanks, AWholeSequentialAsOneUnit) {
-  ranks(GetParam()).run([](World& world) {
-    torch::nn::Sequential plain(std::make_shared<Affine>(1, kWidth, 7),
-                                std::make_shared<Affine>(2, 7, kWidth));
-    torch::nn::Sequential same(std::make_shared<Affine>(1, kWidth, 7),
-                               std::make_shared<Affine>(2, 7, kWidth));
-    auto handle = fully_shard(same.ptr(), data_mesh(world));
-    backward(squares(handle.forward(input_of(world.rank(), 0, kWidth))));
-    expect_same(whole_gradients(handle), gradients_of_squares(*plain, world.size(), 0, kWidth));
-  });
+TEST_P_ON_RANKS(HandleOnRanks, AWholeSequentialAsOneUnit, GetParam()) {
+  torch::nn::Sequential plain(std::make_shared<Affine>(1, kWidth, 7),
+                              std::make_shared<Affine>(2, 7, kWidth));
+  torch::nn::Sequential same(std::make_shared<Affine>(1, kWidth, 7),
+                             std::make_shared<Affine>(2, 7, kWidth));
+  auto handle = fully_shard(same.ptr(), data_mesh(world));
+  backward(squares(handle.forward(input_of(world.rank(), 0, kWidth))));
+  expect_same(whole_gradients(handle), gradients_of_squares(*plain, world.size(), 0, kWidth));
 }
 
 struct Sample {
@@ -96,31 +88,29 @@ class Signature : public torch::nn::Module {
   at::Tensor table = register_parameter("table", seeded(2, {4, kWidth}));
 };
 
-TEST_P(HandleOnRanks, ArgumentsAndResultsOfEveryShape) {
-  ranks(GetParam()).run([](World& world) {
-    Signature plain;
-    auto handle = fully_shard(std::make_shared<Signature>(), data_mesh(world));
-    const auto loss_of = [](auto& model, int rank, std::vector<at::Tensor>& inputs) {
-      const auto seed = static_cast<std::uint64_t>(40 + rank);
-      inputs.clear();
-      for (std::uint64_t i = 0; i < 6; ++i)
-        inputs.push_back(seeded(seed + 10 * i, {kWidth}).requires_grad_());
-      auto answer = model.forward({inputs[0], inputs[1]}, inputs[2], std::tuple{inputs[3], 0.5},
-                                  {{"k", inputs[4]}},
-                                  Sample{inputs[5], here(at::tensor({0, 2, 2})), 3}, "double");
-      EXPECT_EQ(answer.counted.second, 3);
-      return answer.named.at("y").pow(2).sum() + answer.named.at("z") +
-             answer.counted.first.pow(2).sum();
-    };
-    std::vector<at::Tensor> ours, theirs;
-    backward(loss_of(handle, world.rank(), ours));
-    const auto found = whole_gradients(handle);
-    backward(loss_of(plain, world.rank(), theirs));
-    for (std::size_t i = 0; i < ours.size(); ++i)
-      EXPECT_TRUE(same_bits(ours[i].grad(), theirs[i].grad())) << i;
-    expect_same(found, plain_gradients(plain, world.size(), world.size(),
-                                       [&](int rank) { backward(loss_of(plain, rank, theirs)); }));
-  });
+TEST_P_ON_RANKS(HandleOnRanks, ArgumentsAndResultsOfEveryShape, GetParam()) {
+  Signature plain;
+  auto handle = fully_shard(std::make_shared<Signature>(), data_mesh(world));
+  const auto loss_of = [](auto& model, int rank, std::vector<at::Tensor>& inputs) {
+    const auto seed = static_cast<std::uint64_t>(40 + rank);
+    inputs.clear();
+    for (std::uint64_t i = 0; i < 6; ++i)
+      inputs.push_back(seeded(seed + 10 * i, {kWidth}).requires_grad_());
+    auto answer = model.forward({inputs[0], inputs[1]}, inputs[2], std::tuple{inputs[3], 0.5},
+                                {{"k", inputs[4]}},
+                                Sample{inputs[5], here(at::tensor({0, 2, 2})), 3}, "double");
+    EXPECT_EQ(answer.counted.second, 3);
+    return answer.named.at("y").pow(2).sum() + answer.named.at("z") +
+           answer.counted.first.pow(2).sum();
+  };
+  std::vector<at::Tensor> ours, theirs;
+  backward(loss_of(handle, world.rank(), ours));
+  const auto found = whole_gradients(handle);
+  backward(loss_of(plain, world.rank(), theirs));
+  for (std::size_t i = 0; i < ours.size(); ++i)
+    EXPECT_TRUE(same_bits(ours[i].grad(), theirs[i].grad())) << i;
+  expect_same(found, plain_gradients(plain, world.size(), world.size(),
+                                     [&](int rank) { backward(loss_of(plain, rank, theirs)); }));
 }
 
 TEST_P(HandleOnRanks, NoOptionalNoListNoResult) {
@@ -180,193 +170,168 @@ TEST_P(HandleOnRanks, AResultMayBeChangedInPlaceAndMayBeAnInput) {
 // ------------------------------------------------------------------------------- names, modes,
 // refusals
 
-TEST_P(HandleOnRanks, NamesAreTrueNamesWhateverTheNesting) {
-  ranks(GetParam()).run([](World& world) {
-    ShardedChain model(data_mesh(world), 1, 2, kWidth);
-    EXPECT_THAT(model.handle.named_parameters().keys(),
-                UnorderedElementsAre("scale", "block0.a", "block0.b", "block1.a", "block1.b"));
-    std::vector<std::string> contracts;
-    for (const auto& view : model.handle.shards()) contracts.push_back(view.contract->name);
-    EXPECT_THAT(contracts,
-                UnorderedElementsAre("scale", "block0.a", "block0.b", "block1.a", "block1.b"));
-    EXPECT_THAT(model.handle.contract_table(), AllOf(HasSubstr("block0.a"), HasSubstr("float32")));
-    EXPECT_THAT(model.chain->handles[1]->named_parameters().keys(), ElementsAre("a", "b"));
-  });
+TEST_P_ON_RANKS(HandleOnRanks, NamesAreTrueNamesWhateverTheNesting, GetParam()) {
+  ShardedChain model(data_mesh(world), 1, 2, kWidth);
+  EXPECT_THAT(model.handle.named_parameters().keys(),
+              UnorderedElementsAre("scale", "block0.a", "block0.b", "block1.a", "block1.b"));
+  std::vector<std::string> contracts;
+  for (const auto& view : model.handle.shards()) contracts.push_back(view.contract->name);
+  EXPECT_THAT(contracts,
+              UnorderedElementsAre("scale", "block0.a", "block0.b", "block1.a", "block1.b"));
+  EXPECT_THAT(model.handle.contract_table(), Says("block0.a", "float32"));
+  EXPECT_THAT(model.chain->handles[1]->named_parameters().keys(), ElementsAre("a", "b"));
 }
 
-TEST_P(HandleOnRanks, CanonicalNamesAreKeptWhereTheyAreGiven) {
-  ranks(GetParam()).run([](World& world) {
-    ShardOptions inner, root;
-    inner.name = "model.layers.0";
-    root.name = "model";
-    auto chain = std::make_shared<Chain>(1, 1, kWidth);
-    chain->shard_blocks(data_mesh(world), {}, inner);
-    auto handle = fully_shard(chain, data_mesh(world), {}, root);
-    EXPECT_THAT(handle.named_parameters().keys(),
-                UnorderedElementsAre("model.scale", "model.layers.0.a", "model.layers.0.b"));
-  });
+TEST_P_ON_RANKS(HandleOnRanks, CanonicalNamesAreKeptWhereTheyAreGiven, GetParam()) {
+  ShardOptions inner, root;
+  inner.name = "model.layers.0";
+  root.name = "model";
+  auto chain = std::make_shared<Chain>(1, 1, kWidth);
+  chain->shard_blocks(data_mesh(world), {}, inner);
+  auto handle = fully_shard(chain, data_mesh(world), {}, root);
+  EXPECT_THAT(handle.named_parameters().keys(),
+              UnorderedElementsAre("model.scale", "model.layers.0.a", "model.layers.0.b"));
 }
 
-TEST(Handle, AParentThatIsNotShardedShowsTheShards) {
-  ranks(2).run([](World& world) {
-    struct Parent : torch::nn::Module {
-      std::shared_ptr<Sharded<Block>> block;
-    };
-    Parent parent;
-    parent.block =
-        parent.register_module("block", std::make_shared<Sharded<Block>>(fully_shard(
-                                            std::make_shared<Block>(1, kWidth), data_mesh(world))));
-    const auto parameters = parent.parameters();
-    ASSERT_EQ(parameters.size(), 2U);
-    const auto shards = parent.block->shards();
-    EXPECT_TRUE(parameters[0].is_same(shards[0].shard));
-    EXPECT_TRUE(parameters[1].is_same(shards[1].shard));
-    std::int64_t elements = 0;
-    for (const auto& one : shards) elements += one.end - one.begin;
-    auto total = at::tensor({elements});
-    comm::all_reduce(world.control(), total, "elements");
-    EXPECT_EQ(total.item<std::int64_t>(), 2 * kWidth * (kWidth + 1))
-        << "every element once over the ranks";
-  });
+TEST_ON_RANKS(Handle, AParentThatIsNotShardedShowsTheShards, 2) {
+  struct Parent : torch::nn::Module {
+    std::shared_ptr<Sharded<Block>> block;
+  };
+  Parent parent;
+  parent.block =
+      parent.register_module("block", std::make_shared<Sharded<Block>>(fully_shard(
+                                          std::make_shared<Block>(1, kWidth), data_mesh(world))));
+  const auto parameters = parent.parameters();
+  ASSERT_EQ(parameters.size(), 2U);
+  const auto shards = parent.block->shards();
+  EXPECT_TRUE(parameters[0].is_same(shards[0].shard));
+  EXPECT_TRUE(parameters[1].is_same(shards[1].shard));
+  std::int64_t elements = 0;
+  for (const auto& one : shards) elements += one.end - one.begin;
+  auto total = at::tensor({elements});
+  comm::all_reduce(world.control(), total, "elements");
+  EXPECT_EQ(total.item<std::int64_t>(), 2 * kWidth * (kWidth + 1))
+      << "every element once over the ranks";
 }
 
-TEST_P(HandleOnRanks, ModesReachTheModulesInside) {
-  ranks(GetParam()).run([](World& world) {
-    ShardedChain model(data_mesh(world), 1, 2, kWidth);
-    model.handle.eval();
-    EXPECT_FALSE(model.handle.is_training());
-    EXPECT_FALSE(model.chain->is_training());
-    EXPECT_FALSE(model.chain->blocks[1]->is_training());
-    model.handle.train();
-    EXPECT_TRUE(model.chain->blocks[1]->is_training());
-  });
+TEST_P_ON_RANKS(HandleOnRanks, ModesReachTheModulesInside, GetParam()) {
+  ShardedChain model(data_mesh(world), 1, 2, kWidth);
+  model.handle.eval();
+  EXPECT_FALSE(model.handle.is_training());
+  EXPECT_FALSE(model.chain->is_training());
+  EXPECT_FALSE(model.chain->blocks[1]->is_training());
+  model.handle.train();
+  EXPECT_TRUE(model.chain->blocks[1]->is_training());
 }
 
-TEST(Handle, CopiesAndMovesToOtherDtypesAreRefused) {
-  ranks(1).run([](World& world) {
-    auto handle = std::make_shared<Sharded<Block>>(
-        fully_shard(std::make_shared<Block>(1, kWidth), data_mesh(world)));
-    torch::nn::Module& module = *handle;
-    EXPECT_THAT(error_of([&] { module.clone(); }), HasSubstr("sharded module"));
-    EXPECT_THAT(error_of([&] { module.to(at::kBFloat16); }), HasSubstr("sharded module"));
-    EXPECT_THAT(error_of([&] { module.to(at::Device(at::kCPU)); }), HasSubstr("sharded module"));
-    EXPECT_THAT(error_of([&] { module.to(at::kCPU, at::kDouble); }), HasSubstr("sharded module"));
-    EXPECT_FALSE((std::is_copy_constructible_v<Sharded<Block>>));
-    EXPECT_THAT(error_of([&] { fully_shard(std::make_shared<Block>(1, kWidth), Mesh()); }),
-                HasSubstr("mesh without a world"));
-  });
+TEST_ON_RANKS(Handle, CopiesAndMovesToOtherDtypesAreRefused, 1) {
+  auto handle = std::make_shared<Sharded<Block>>(
+      fully_shard(std::make_shared<Block>(1, kWidth), data_mesh(world)));
+  torch::nn::Module& module = *handle;
+  EXPECT_THAT(error_of([&] { module.clone(); }), Says("sharded module"));
+  EXPECT_THAT(error_of([&] { module.to(at::kBFloat16); }), Says("sharded module"));
+  EXPECT_THAT(error_of([&] { module.to(at::Device(at::kCPU)); }), Says("sharded module"));
+  EXPECT_THAT(error_of([&] { module.to(at::kCPU, at::kDouble); }), Says("sharded module"));
+  EXPECT_FALSE((std::is_copy_constructible_v<Sharded<Block>>));
+  EXPECT_THAT(error_of([&] { fully_shard(std::make_shared<Block>(1, kWidth), Mesh()); }),
+              Says("mesh without a world"));
 }
 
 // Naive: the second handle owns nothing, and trains nothing.
-TEST_P(HandleOnRanks, AModuleThatIsShardedAlreadyIsRefused) {
-  ranks(GetParam()).run([](World& world) {
-    auto block = std::make_shared<Block>(1, kWidth);
-    auto handle = fully_shard(block, data_mesh(world));
-    EXPECT_THAT(error_of([&] { fully_shard(block, data_mesh(world)); }),
-                AllOf(HasSubstr("that another handle has sharded"), HasSubstr("parameter a")));
-  });
+TEST_P_ON_RANKS(HandleOnRanks, AModuleThatIsShardedAlreadyIsRefused, GetParam()) {
+  auto block = std::make_shared<Block>(1, kWidth);
+  auto handle = fully_shard(block, data_mesh(world));
+  EXPECT_THAT(error_of([&] { fully_shard(block, data_mesh(world)); }),
+              Says("that another handle has sharded", "parameter a"));
 }
 
-TEST(Handle, AHandleThatWasMovedFromIsRefusedByName) {
-  ranks(1).run([](World& world) {
-    auto first = fully_shard(std::make_shared<Block>(1, kWidth), data_mesh(world));
-    auto second = std::move(first);
-    // NOLINTBEGIN(bugprone-use-after-move): what this is about
-    EXPECT_THAT(error_of([&] { first.forward(here(at::ones({1, kWidth}))); }),
-                HasSubstr("a handle that was moved from"));
-    EXPECT_THAT(error_of([&] { first.unshard(); }), HasSubstr("a handle that was moved from"));
-    // NOLINTEND(bugprone-use-after-move)
-    EXPECT_EQ(second.shards().size(), 2U);
-  });
+TEST_ON_RANKS(Handle, AHandleThatWasMovedFromIsRefusedByName, 1) {
+  auto first = fully_shard(std::make_shared<Block>(1, kWidth), data_mesh(world));
+  auto second = std::move(first);
+  // NOLINTBEGIN(bugprone-use-after-move): what this is about
+  EXPECT_THAT(error_of([&] { first.forward(here(at::ones({1, kWidth}))); }),
+              Says("a handle that was moved from"));
+  EXPECT_THAT(error_of([&] { first.unshard(); }), Says("a handle that was moved from"));
+  // NOLINTEND(bugprone-use-after-move)
+  EXPECT_EQ(second.shards().size(), 2U);
 }
 
-TEST(Handle, APlainParentsCloneAndToReachTheRefusal) {
-  ranks(1).run([](World& world) {
-    struct Parent : torch::nn::Module {};
-    Parent parent;
-    parent.register_module("block", std::make_shared<Sharded<Block>>(fully_shard(
-                                        std::make_shared<Block>(1, kWidth), data_mesh(world))));
-    EXPECT_THAT(error_of([&] { parent.to(at::kBFloat16); }), HasSubstr("sharded module"));
-  });
+TEST_ON_RANKS(Handle, APlainParentsCloneAndToReachTheRefusal, 1) {
+  struct Parent : torch::nn::Module {};
+  Parent parent;
+  parent.register_module("block", std::make_shared<Sharded<Block>>(fully_shard(
+                                      std::make_shared<Block>(1, kWidth), data_mesh(world))));
+  EXPECT_THAT(error_of([&] { parent.to(at::kBFloat16); }), Says("sharded module"));
 }
 
 // Naive: the parts' slices are gathered over the ranks of the other mesh: other weights, silently.
-TEST(Handle, PartsOverAnotherMeshAreRefused) {
-  ranks(4).run([](World& world) {
-    class Parent : public torch::nn::Module {
-     public:
-      explicit Parent(std::shared_ptr<Sharded<Block>> part)
-          : block(register_module("block", std::move(part))) {}
-      at::Tensor forward(const at::Tensor& x) { return block->forward(x); }
-      std::shared_ptr<Sharded<Block>> block;
-    };
-    const auto parent = std::make_shared<Parent>(std::make_shared<Sharded<Block>>(
-        fully_shard(std::make_shared<Block>(1, kWidth), data_mesh(world, 2))));
-    EXPECT_THAT(error_of([&] { fully_shard(parent, data_mesh(world)); }),
-                AllOf(HasSubstr("block sharded over the mesh"), HasSubstr("over one mesh")));
-  });
+TEST_ON_RANKS(Handle, PartsOverAnotherMeshAreRefused, 4) {
+  class Parent : public torch::nn::Module {
+   public:
+    explicit Parent(std::shared_ptr<Sharded<Block>> part)
+        : block(register_module("block", std::move(part))) {}
+    at::Tensor forward(const at::Tensor& x) { return block->forward(x); }
+    std::shared_ptr<Sharded<Block>> block;
+  };
+  const auto parent = std::make_shared<Parent>(std::make_shared<Sharded<Block>>(
+      fully_shard(std::make_shared<Block>(1, kWidth), data_mesh(world, 2))));
+  EXPECT_THAT(error_of([&] { fully_shard(parent, data_mesh(world)); }),
+              Says("block sharded over the mesh", "over one mesh"));
 }
 
 // Stages of a pipeline hold different parts of a model: neither weights nor gradients meet.
-TEST(Handle, RanksOfAnotherPipelineStageHaveModelsOfTheirOwn) {
-  ranks(4).run([](World& world) {
-    const auto mesh = world.mesh(MeshShape::dense(2, 1, 2, 1, 1));
-    const int stage = mesh.coordinate("pp");
-    const auto make = [&] { return std::make_shared<Block>(stage == 0 ? 1 : 7, kWidth); };
-    const auto x = seeded(static_cast<std::uint64_t>(stage) + 20, {3, kWidth});
-    const auto plain = make();
-    plain->forward(x).sum().backward();
-    std::map<std::string, at::Tensor> expected;
-    for (const auto& one : plain->named_parameters()) expected[one.key()] = one.value().grad();
+TEST_ON_RANKS(Handle, RanksOfAnotherPipelineStageHaveModelsOfTheirOwn, 4) {
+  const auto mesh = world.mesh(MeshShape::dense(2, 1, 2, 1, 1));
+  const int stage = mesh.coordinate("pp");
+  const auto make = [&] { return std::make_shared<Block>(stage == 0 ? 1 : 7, kWidth); };
+  const auto x = seeded(static_cast<std::uint64_t>(stage) + 20, {3, kWidth});
+  const auto plain = make();
+  plain->forward(x).sum().backward();
+  std::map<std::string, at::Tensor> expected;
+  for (const auto& one : plain->named_parameters()) expected[one.key()] = one.value().grad();
 
-    auto handle = fully_shard(make(), mesh);
-    handle.forward(x).sum().backward();
-    std::size_t compared = 0;
-    handle.visit_full_gradients([&](const std::string& name, const at::Tensor& gradient) {
-      EXPECT_TRUE(gradient.equal(expected.at(name))) << name << " of stage " << stage;
-      ++compared;
-    });
-    EXPECT_EQ(compared, expected.size());
+  auto handle = fully_shard(make(), mesh);
+  handle.forward(x).sum().backward();
+  std::size_t compared = 0;
+  handle.visit_full_gradients([&](const std::string& name, const at::Tensor& gradient) {
+    EXPECT_TRUE(gradient.equal(expected.at(name))) << name << " of stage " << stage;
+    ++compared;
   });
+  EXPECT_EQ(compared, expected.size());
 }
 
-TEST(Handle, AMeshWithAxesOnWhichNobodySumsIsRefused) {
-  ranks(2).run([](World& world) {
-    const auto error_over = [&](const MeshShape& shape) {
-      return error_of([&] { fully_shard(std::make_shared<Block>(1, kWidth), world.mesh(shape)); });
-    };
-    for (const char* name : {"ep", "etp", "dp_shard_mod_ep", "dp_sahrd"}) {
-      EXPECT_THAT(error_over(MeshShape({{name, 2}})),
-                  HasSubstr(concat("found the axis ", name, " of 2 ranks")));
+TEST_ON_RANKS(Handle, AMeshWithAxesOnWhichNobodySumsIsRefused, 2) {
+  const auto error_over = [&](const MeshShape& shape) {
+    return error_of([&] { fully_shard(std::make_shared<Block>(1, kWidth), world.mesh(shape)); });
+  };
+  for (const char* name : {"ep", "etp", "dp_shard_mod_ep", "dp_sahrd"}) {
+    EXPECT_THAT(error_over(MeshShape({{name, 2}})),
+                Says(concat("found the axis ", name, " of 2 ranks")));
+  }
+  EXPECT_THAT(error_over(MeshShape({{"cp", 2}})), Says("not yet built"));
+  EXPECT_THAT(error_over(MeshShape::sparse(1, 1, 1, 2, 1)),
+              Says("sparse reading of a mesh beside its dense one"));
+}
+
+TEST_P_ON_RANKS(HandleOnRanks, InputsAreCastToParamDtypeAndOutputsToOutputDtype, GetParam()) {
+  class Sees : public torch::nn::Module {
+   public:
+    at::Tensor forward(const at::Tensor& x, const at::Tensor& ids) {
+      EXPECT_EQ(x.scalar_type(), at::kBFloat16);
+      EXPECT_EQ(ids.scalar_type(), at::kLong);
+      EXPECT_EQ(weight.scalar_type(), at::kBFloat16);
+      return x * weight;
     }
-    EXPECT_THAT(error_over(MeshShape({{"cp", 2}})), HasSubstr("not yet built"));
-    EXPECT_THAT(error_over(MeshShape::sparse(1, 1, 1, 2, 1)),
-                HasSubstr("sparse reading of a mesh beside its dense one"));
-  });
-}
-
-TEST_P(HandleOnRanks, InputsAreCastToParamDtypeAndOutputsToOutputDtype) {
-  ranks(GetParam()).run([](World& world) {
-    class Sees : public torch::nn::Module {
-     public:
-      at::Tensor forward(const at::Tensor& x, const at::Tensor& ids) {
-        EXPECT_EQ(x.scalar_type(), at::kBFloat16);
-        EXPECT_EQ(ids.scalar_type(), at::kLong);
-        EXPECT_EQ(weight.scalar_type(), at::kBFloat16);
-        return x * weight;
-      }
-      at::Tensor weight = register_parameter("weight", here(at::ones({kWidth})));
-    };
-    PrecisionPolicy policy;
-    policy.param_dtype = DType::kBFloat16;
-    policy.output_dtype = DType::kFloat32;
-    auto handle = fully_shard(std::make_shared<Sees>(), data_mesh(world), policy);
-    auto x = seeded(1, {kWidth}).requires_grad_();
-    const auto y = handle.forward(x, here(at::tensor({1}, at::kLong)));
-    EXPECT_EQ(y.scalar_type(), at::kFloat);
-    backward(y.sum());
-    EXPECT_EQ(x.grad().scalar_type(), at::kFloat);
-  });
+    at::Tensor weight = register_parameter("weight", here(at::ones({kWidth})));
+  };
+  auto policy = in_bfloat16();
+  policy.output_dtype = DType::kFloat32;
+  auto handle = fully_shard(std::make_shared<Sees>(), data_mesh(world), policy);
+  auto x = seeded(1, {kWidth}).requires_grad_();
+  const auto y = handle.forward(x, here(at::tensor({1}, at::kLong)));
+  EXPECT_EQ(y.scalar_type(), at::kFloat);
+  backward(y.sum());
+  EXPECT_EQ(x.grad().scalar_type(), at::kFloat);
 }
 
 }  // namespace

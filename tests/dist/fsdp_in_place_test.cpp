@@ -1,16 +1,13 @@
 // [Note: in-place changes]: across a unit's border, in a module and by its caller.
 #include <c10/core/InferenceMode.h>
-#include <gmock/gmock.h>
 
 #include "dist/body.h"
 #include "dist/data_layout.h"
 #include "support/plain.h"
+#include "support/test.h"
 
 namespace tessera::test::fsdp_in_place_test {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 
 constexpr std::int64_t kWidth = Body::kWidth;
 
@@ -32,7 +29,7 @@ class InPlaceChanges : public ::testing::TestWithParam<DataLayout> {
     const auto layout = GetParam();
     std::vector<std::string> told(static_cast<std::size_t>(layout.ranks));
     RankBarrier meeting(layout.ranks);
-    ranks(layout.ranks, layout.backend).run([&](World& world) {
+    ranks(layout).run([&](World& world) {
       RankBarrier::Seat seat(meeting);
       ShardOptions options;
       options.name = "block";
@@ -58,8 +55,7 @@ class InPlaceChanges : public ::testing::TestWithParam<DataLayout> {
     return told;
   }
   static void expect_refusal(const InPlace& one, const std::string& tensor) {
-    EXPECT_THAT(refusals_of(one), all_and_one(AllOf(HasSubstr("unit block"), HasSubstr(tensor))))
-        << one.what;
+    EXPECT_THAT(refusals_of(one), all_and_one(Says("unit block", tensor))) << one.what;
   }
 };
 INSTANTIATE_TEST_SUITE_P(Layouts, InPlaceChanges, every_data_layout(), name_of);
@@ -224,30 +220,26 @@ std::vector<InPlace> allowed_changes() {
   };
 }
 
-TEST_P(InPlaceChanges, ThatNobodyElseSeesGiveTheGradientsOfThePlainModule) {
-  const auto [count, replicas, backend] = GetParam();
-  ranks(count, backend).run([replicas](World& world) {
-    for (const auto& one : allowed_changes()) {
-      Body plain(one.run);
-      auto body = std::make_shared<Body>(one.run);
-      auto handle = fully_shard(body, data_mesh(world, replicas));
-      const auto loss_of = [&](auto& model, const Body& of, const at::Tensor& leaf) {
-        return one.loss([&](const Several& inputs) { return model.forward(inputs); }, of,
-                        leaf * 1.0);
-      };
-      const auto input = [](int rank) { return input_of(rank, 0, kWidth).requires_grad_(); };
-      const auto x = input(world.rank());
-      backward(loss_of(handle, *body, x));
-      const auto found = whole_gradients(handle).at("weight");
-      const auto z = input(world.rank());
-      backward(loss_of(plain, plain, z));
-      EXPECT_TRUE(at::allclose(x.grad(), z.grad(), 1e-6)) << one.what;
-      const auto expected = plain_gradients(plain, world.size(), world.size(), [&](int rank) {
-        backward(loss_of(plain, plain, input(rank)));
-      });
-      EXPECT_TRUE(at::allclose(found, expected.at("weight"), 1e-6)) << one.what;
-    }
-  });
+TEST_P_ON_RANKS(InPlaceChanges, ThatNobodyElseSeesGiveTheGradientsOfThePlainModule, GetParam()) {
+  for (const auto& one : allowed_changes()) {
+    Body plain(one.run);
+    auto body = std::make_shared<Body>(one.run);
+    auto handle = fully_shard(body, data_mesh(world, GetParam().replicas));
+    const auto loss_of = [&](auto& model, const Body& of, const at::Tensor& leaf) {
+      return one.loss([&](const Several& inputs) { return model.forward(inputs); }, of, leaf * 1.0);
+    };
+    const auto input = [](int rank) { return input_of(rank, 0, kWidth).requires_grad_(); };
+    const auto x = input(world.rank());
+    backward(loss_of(handle, *body, x));
+    const auto found = whole_gradients(handle).at("weight");
+    const auto z = input(world.rank());
+    backward(loss_of(plain, plain, z));
+    EXPECT_TRUE(at::allclose(x.grad(), z.grad(), 1e-6)) << one.what;
+    const auto expected = plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+      backward(loss_of(plain, plain, input(rank)));
+    });
+    EXPECT_TRUE(at::allclose(found, expected.at("weight"), 1e-6)) << one.what;
+  }
 }
 
 // Naive: the change goes with the unsharded memory; on one rank it stays.
@@ -309,23 +301,20 @@ TEST_P(InPlaceChanges, OfAParameterAreRefusedByNameOnAnyNumberOfRanks) {
       backward(one.loss(unit, *body, leaf * 1.0));
     };
     EXPECT_THAT(errors_of(count, run, backend),
-                all_and_one(AllOf(HasSubstr("unit block"),
-                                  HasSubstr("parameter block.weight was changed in place"))))
+                all_and_one(Says("unit block", "parameter block.weight was changed in place")))
         << one.what;
   }
 }
 
 // The cast has made a copy of the argument, which nobody but the call holds.
-TEST(InPlaceCasts, OfAnArgumentThatWasCastAndCameBackAreTheCallers) {
-  ranks(1).run([](World& world) {
-    auto body = std::make_shared<Body>(
-        [](Body& b, const Several& in) -> Several { return {in[0] + b.weight, in[0]}; });
-    auto handle = fully_shard(body, data_mesh(world), in_bfloat16());
-    const auto x = input_of(0, 0, kWidth).requires_grad_();
-    const auto results = handle.forward({x * 1.0});
-    backward(results[1].mul_(2.0).sum() + results[0].sum());
-    EXPECT_TRUE(same_bits(x.grad(), here(at::full({3, kWidth}, 3.0F))));
-  });
+TEST_ON_RANKS(InPlaceCasts, OfAnArgumentThatWasCastAndCameBackAreTheCallers, 1) {
+  auto body = std::make_shared<Body>(
+      [](Body& b, const Several& in) -> Several { return {in[0] + b.weight, in[0]}; });
+  auto handle = fully_shard(body, data_mesh(world), in_bfloat16());
+  const auto x = input_of(0, 0, kWidth).requires_grad_();
+  const auto results = handle.forward({x * 1.0});
+  backward(results[1].mul_(2.0).sum() + results[0].sum());
+  EXPECT_TRUE(same_bits(x.grad(), here(at::full({3, kWidth}, 3.0F))));
 }
 
 }  // namespace

@@ -1,17 +1,13 @@
 // Data that is replaced after sharding is found where the parameters become readable next. A shard
 // with other memory would be stepped and never gathered, an unsharded tensor would show old values
 // for ever.
-#include <gmock/gmock.h>
 
 #include "support/plain.h"
 #include "support/ranks.h"
+#include "support/test.h"
 
 namespace tessera::test::fsdp_integrity_test {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::Each;
-using ::testing::HasSubstr;
 
 constexpr std::int64_t kWidth = 5;
 
@@ -36,10 +32,8 @@ class IntegrityOnRanks : public ::testing::TestWithParam<int> {
       }
     });
     // The other ranks may hear of the first one's failure before they see their own.
-    EXPECT_THAT(errors,
-                ::testing::Contains(AllOf(HasSubstr("parameter weight"), HasSubstr(found),
-                                          HasSubstr("expected float32"), HasSubstr("copy_"))));
-    EXPECT_THAT(errors, Each(::testing::Not("")));
+    EXPECT_THAT(errors, Contains(Says("parameter weight", found, "expected float32", "copy_")));
+    EXPECT_THAT(errors, Each(Not("")));
   }
 };
 INSTANTIATE_TEST_SUITE_P(Counts, IntegrityOnRanks, ::testing::Values(1, 2, 3));
@@ -82,19 +76,17 @@ TEST_P(IntegrityOnRanks, AShardWithOtherDataIsFound) {
 
 // What users do in good faith stays allowed: values are copied in, a dtype is asked for that is
 // there.
-TEST_P(IntegrityOnRanks, ValuesThatAreCopiedInAreNotRefused) {
-  ranks(GetParam()).run([](World& world) {
-    auto handle = fully_shard(std::make_shared<Affine>(1, kWidth, 3), data_mesh(world));
-    handle.unshard();
-    handle.module()->to(at::kFloat);
-    {
-      const at::NoGradGuard no_grad;
-      for (const auto& view : handle.shards()) view.shard.detach().fill_(1.0);
-    }
-    const auto y = handle.forward(here(at::ones({1, kWidth})));
-    EXPECT_TRUE(same_bits(y.detach(), here(at::full({1, 3}, 1.0F + kWidth))));
-    backward(squares(y));
-  });
+TEST_P_ON_RANKS(IntegrityOnRanks, ValuesThatAreCopiedInAreNotRefused, GetParam()) {
+  auto handle = fully_shard(std::make_shared<Affine>(1, kWidth, 3), data_mesh(world));
+  handle.unshard();
+  handle.module()->to(at::kFloat);
+  {
+    const at::NoGradGuard no_grad;
+    for (const auto& view : handle.shards()) view.shard.detach().fill_(1.0);
+  }
+  const auto y = handle.forward(here(at::ones({1, kWidth})));
+  EXPECT_TRUE(same_bits(y.detach(), here(at::full({1, 3}, 1.0F + kWidth))));
+  backward(squares(y));
 }
 
 }  // namespace

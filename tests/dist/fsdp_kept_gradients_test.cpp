@@ -1,17 +1,15 @@
 // `.grad` as a tensor that users hold, clear and replace: what is whose, and what a later step may
 // write to. Beside it PyTorch's unsharded answer: a gradient that stands is added to in place.
-#include <gmock/gmock.h>
 
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "grad/torch_dtype.h"
 #include "support/plain.h"
+#include "support/test.h"
 #include "tessera/clip.h"
 
 namespace tessera::test::fsdp_kept_gradients_test {
 namespace {
-
-using ::testing::HasSubstr;
 
 constexpr std::int64_t kWidth = 6;
 
@@ -58,9 +56,8 @@ class KeptGradients : public ::testing::TestWithParam<Layout> {
         body(world, handle);
       });
     });
-    EXPECT_THAT(errors, ::testing::Each(::testing::Not(std::string())));
-    EXPECT_THAT(errors, ::testing::Contains(::testing::AllOf(HasSubstr("gradient of one"),
-                                                             HasSubstr("wait to be added to it"))));
+    EXPECT_THAT(errors, Each(Not(std::string())));
+    EXPECT_THAT(errors, Contains(Says("gradient of one", "wait to be added to it")));
   }
 
   /// A micro-batch whose gradients add up to `value` and 2 `value` over all ranks.
@@ -188,26 +185,23 @@ TEST_P(KeptGradients, SurviveALossScaleThatComesAndGoes) {
 }
 
 // `.grad` of a shard takes a tensor of any device. Naive: libtorch names two devices, no parameter.
-TEST(GradientsElsewhere, AreRefusedByName) {
-  ranks(1).run([](World& world) {
-    const auto block = std::make_shared<Block>(1, kWidth);
-    auto handle = fully_shard(block, data_mesh(world));
-    const auto optimizer = make_sgd(handle, sgd(0.1));
-    const auto step = [&] { backward(squares(handle.forward(here(at::ones({kWidth}))))); };
-    step();
-    for (const auto& view : handle.shards()) {
-      auto& grad = view.shard.mutable_grad();
-      if (view.contract->name == "b") grad = at::empty_like(grad, at::TensorOptions(at::kMeta));
-    }
-    const auto is_named = ::testing::AllOf(HasSubstr("gradient of b: found it on meta, expected "),
-                                           HasSubstr(world.device().str()));
-    EXPECT_THAT(error_of([&] { gradient_norm(handle); }), is_named);
-    EXPECT_THAT(error_of([&] { optimizer->step(); }), is_named);
-    EXPECT_THAT(error_of(step), is_named);
-    handle.zero_grad();
-    step();
-    EXPECT_EQ(error_of([&] { optimizer->step(); }), "");
-  });
+TEST_ON_RANKS(GradientsElsewhere, AreRefusedByName, 1) {
+  const auto block = std::make_shared<Block>(1, kWidth);
+  auto handle = fully_shard(block, data_mesh(world));
+  const auto optimizer = make_sgd(handle, sgd(0.1));
+  const auto step = [&] { backward(squares(handle.forward(here(at::ones({kWidth}))))); };
+  step();
+  for (const auto& view : handle.shards()) {
+    auto& grad = view.shard.mutable_grad();
+    if (view.contract->name == "b") grad = at::empty_like(grad, at::TensorOptions(at::kMeta));
+  }
+  const auto is_named = Says("gradient of b: found it on meta, expected ", world.device().str());
+  EXPECT_THAT(error_of([&] { gradient_norm(handle); }), is_named);
+  EXPECT_THAT(error_of([&] { optimizer->step(); }), is_named);
+  EXPECT_THAT(error_of(step), is_named);
+  handle.zero_grad();
+  step();
+  EXPECT_EQ(error_of([&] { optimizer->step(); }), "");
 }
 
 // ---------------------------------------------------------------- between unsynced micro-batches

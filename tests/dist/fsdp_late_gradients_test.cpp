@@ -1,12 +1,12 @@
 // Gradients that arrive late, early only, on some ranks, twice, or wider than their parameter: in
 // every schedule they are added unrounded to what is there. PyTorch's FSDP2 fails or rounds in most
 // of these cases.
-#include <gtest/gtest.h>
 
 #include <cmath>
 
 #include "dist/wide_gradient.h"
 #include "support/plain.h"
+#include "support/test.h"
 
 namespace tessera::test::fsdp_late_gradients_test {
 namespace {
@@ -82,36 +82,34 @@ double value(int rank, int i) {
 
 // Naive: the sum so far is fp32, what arrives now is bf16, and a reduction wants them alike; or
 // zeros of another dtype are filled in where nothing arrived.
-TEST_P(LateGradients, OfOneMicroBatchOnAllOrOnOneRankAreItsOwnWhicheverItIs) {
+TEST_P_ON_RANKS(LateGradients, OfOneMicroBatchOnAllOrOnOneRankAreItsOwnWhicheverItIs,
+                GetParam().ranks) {
   const auto& cell = GetParam();
-  ranks(cell.ranks).run([&](World& world) {
-    auto module = std::make_shared<Rare>(cell.dtype());
-    auto handle = fully_shard(module, data_mesh(world, cell.replicas), in_bfloat16(), undivided());
-    constexpr int kAll = -1, kNobody = -2;
-    for (int only = 0; only < kMicroBatches; ++only) {
-      for (const int user : {kAll, world.size() - 1, kNobody}) {
-        step(handle, cell, [&](int i) {
-          module->uses = i == only && (user == kAll || user == world.rank());
-          backward(handle.forward(here(at::full({kWidth}, value(world.rank(), i)))));
-        });
-        double always = 0, rare = 0;
-        for (int rank = 0; rank < world.size(); ++rank) {
-          for (int i = 0; i < kMicroBatches; ++i) always += value(rank, i);
-          if (user == kAll || user == rank) rare += value(rank, only);
-        }
-        const auto what = concat("micro-batch ", only, ", user ", user);
-        const auto found = whole_gradients(handle);
-        EXPECT_TRUE(same_bits(found.at("always"), here(at::full({kWidth}, always, at::kFloat))))
-            << what;
-        EXPECT_TRUE(same_bits(found.at("rare"), here(at::full({kWidth}, rare, at::kFloat))))
-            << what;
-        for (const auto& view : handle.shards()) {
-          const bool nobody = user == kNobody && view.contract->name == "rare";
-          EXPECT_EQ(view.shard.grad().defined(), !nobody) << what;
-        }
+  auto module = std::make_shared<Rare>(cell.dtype());
+  auto handle = fully_shard(module, data_mesh(world, cell.replicas), in_bfloat16(), undivided());
+  constexpr int kAll = -1, kNobody = -2;
+  for (int only = 0; only < kMicroBatches; ++only) {
+    for (const int user : {kAll, world.size() - 1, kNobody}) {
+      step(handle, cell, [&](int i) {
+        module->uses = i == only && (user == kAll || user == world.rank());
+        backward(handle.forward(here(at::full({kWidth}, value(world.rank(), i)))));
+      });
+      double always = 0, rare = 0;
+      for (int rank = 0; rank < world.size(); ++rank) {
+        for (int i = 0; i < kMicroBatches; ++i) always += value(rank, i);
+        if (user == kAll || user == rank) rare += value(rank, only);
+      }
+      const auto what = concat("micro-batch ", only, ", user ", user);
+      const auto found = whole_gradients(handle);
+      EXPECT_TRUE(same_bits(found.at("always"), here(at::full({kWidth}, always, at::kFloat))))
+          << what;
+      EXPECT_TRUE(same_bits(found.at("rare"), here(at::full({kWidth}, rare, at::kFloat)))) << what;
+      for (const auto& view : handle.shards()) {
+        const bool nobody = user == kNobody && view.contract->name == "rare";
+        EXPECT_EQ(view.shard.grad().defined(), !nobody) << what;
       }
     }
-  });
+  }
 }
 
 /// A unit of its own beside another: called in the micro-batches where it is used, on all ranks.

@@ -1,5 +1,4 @@
 // What a program of the library writes: holders, calls, torch::save, and how weights are tied.
-#include <gmock/gmock.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
@@ -8,13 +7,11 @@
 #include <sstream>
 
 #include "support/plain.h"
+#include "support/test.h"
 #include "tessera/state_dict.h"
 
 namespace tessera::test::fsdp_library_test {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 
 constexpr std::int64_t kWidth = 5;
 constexpr std::int64_t kTokens = 11;
@@ -48,45 +45,39 @@ namespace tessera::test::fsdp_library_test {
 namespace {
 
 // A holder is sharded as the shared_ptr in it is, and its handle called as it is.
-TEST(Holders, AreShardedAndCalledAsTheModuleInThem) {
-  ranks(2).run([](World& world) {
-    Net net;
-    auto handle = fully_shard(net, data_mesh(world));
-    static_assert(std::is_same_v<decltype(handle), Sharded<NetImpl>>);
-    EXPECT_EQ(handle.module(), net.ptr());
-    Net plain;
-    const auto x = input_of(world.rank(), 0, kWidth);
-    EXPECT_TRUE(same_bits(handle(x, 2.0), plain(x, 2.0)));
-    EXPECT_TRUE(same_bits(handle(x, 3.0), handle.forward(x, 3.0)));
-    backward(squares(handle(x, 2.0)));
-    expect_same(whole_gradients(handle),
-                plain_gradients(*plain, world.size(), world.size(), [&](int rank) {
-                  backward(squares(plain(input_of(rank, 0, kWidth), 2.0)));
-                }));
-  });
+TEST_ON_RANKS(Holders, AreShardedAndCalledAsTheModuleInThem, 2) {
+  Net net;
+  auto handle = fully_shard(net, data_mesh(world));
+  static_assert(std::is_same_v<decltype(handle), Sharded<NetImpl>>);
+  EXPECT_EQ(handle.module(), net.ptr());
+  Net plain;
+  const auto x = input_of(world.rank(), 0, kWidth);
+  EXPECT_TRUE(same_bits(handle(x, 2.0), plain(x, 2.0)));
+  EXPECT_TRUE(same_bits(handle(x, 3.0), handle.forward(x, 3.0)));
+  backward(squares(handle(x, 2.0)));
+  expect_same(whole_gradients(handle),
+              plain_gradients(*plain, world.size(), world.size(), [&](int rank) {
+                backward(squares(plain(input_of(rank, 0, kWidth), 2.0)));
+              }));
 }
 
 // libtorch's own holders, too; one without a module is refused as a null pointer is.
-TEST(Holders, OfLibtorchAndEmptyOnes) {
-  ranks(2).run([](World& world) {
-    torch::nn::Sequential layers(std::make_shared<Affine>(1, kWidth, kWidth),
-                                 std::make_shared<Affine>(2, kWidth, kWidth));
-    auto handle = fully_shard(layers, data_mesh(world));
-    const auto x = input_of(0, 0, kWidth);
-    EXPECT_TRUE(same_bits(handle(x),
-                          Affine(2, kWidth, kWidth).forward(Affine(1, kWidth, kWidth).forward(x))));
-    EXPECT_THAT(error_of([&] { fully_shard(Net(nullptr), data_mesh(world)); }),
-                HasSubstr("found no module"));
-  });
+TEST_ON_RANKS(Holders, OfLibtorchAndEmptyOnes, 2) {
+  torch::nn::Sequential layers(std::make_shared<Affine>(1, kWidth, kWidth),
+                               std::make_shared<Affine>(2, kWidth, kWidth));
+  auto handle = fully_shard(layers, data_mesh(world));
+  const auto x = input_of(0, 0, kWidth);
+  EXPECT_TRUE(same_bits(handle(x),
+                        Affine(2, kWidth, kWidth).forward(Affine(1, kWidth, kWidth).forward(x))));
+  EXPECT_THAT(error_of([&] { fully_shard(Net(nullptr), data_mesh(world)); }),
+              Says("found no module"));
 }
 
 // Of an overloaded forward the one that ForwardSignature names is called.
-TEST(ForwardSignatures, SayWhichOfSeveralForwardsIsMeant) {
-  ranks(2).run([](World& world) {
-    auto handle = fully_shard(std::make_shared<TwoWays>(), data_mesh(world));
-    const auto x = input_of(0, 0, kWidth);
-    EXPECT_TRUE(same_bits(handle(x, x), TwoWays().forward(x, x)));
-  });
+TEST_ON_RANKS(ForwardSignatures, SayWhichOfSeveralForwardsIsMeant, 2) {
+  auto handle = fully_shard(std::make_shared<TwoWays>(), data_mesh(world));
+  const auto x = input_of(0, 0, kWidth);
+  EXPECT_TRUE(same_bits(handle(x, x), TwoWays().forward(x, x)));
 }
 
 // Where the type of the handle is gone, or a plain module holds it, torch::save is refused as it runs.
@@ -101,15 +92,14 @@ TEST(TorchSave, IsRefusedWithTheWayToGo) {
     for (auto one : {module, outer}) {
       std::stringstream file;
       EXPECT_THAT(error_of([&] { torch::save(one, file); }),
-                  AllOf(HasSubstr("torch::save: found a sharded module"), HasSubstr("state_dict"),
-                        HasSubstr("save_checkpoint")));
+                  Says("torch::save: found a sharded module", "state_dict", "save_checkpoint"));
     }
     std::stringstream file;
     std::shared_ptr<torch::nn::Module> plain = Net().ptr();
     torch::save(plain, file);
     auto one = module;
     EXPECT_THAT(error_of([&] { torch::load(one, file); }),
-                AllOf(HasSubstr("load_state_dict"), HasSubstr("load_checkpoint")));
+                Says("load_state_dict", "load_checkpoint"));
   });
 }
 
@@ -198,27 +188,25 @@ TEST(TiedWeights, HaveTheGradientOfOneTensorThatIsUsedTwice) {
 
 // In bfloat16 both uses are added in the slot unrounded: the gradient is closer to the sum in fp32 of the
 // uses' own gradients than autograd's sum in bfloat16.
-TEST(TiedWeights, OfBFloat16AddTheirUsesUnrounded) {
-  ranks(2).run([](World& world) {
-    PrecisionPolicy policy;
-    policy.final_dtype = DType::kFloat32;
-    auto handle = fully_shard(std::make_shared<Tied>(at::kBFloat16), data_mesh(world), policy);
-    backward(squares(handle(tokens_of(world.rank()))));
-    Tensors sums;
-    for (int rank = 0; rank < world.size(); ++rank) {
-      // Each use a leaf of its own: what arrives in the slot.
-      Block block(5, kWidth, at::kBFloat16);
-      const auto embed = seeded(6, {kTokens, kWidth}, at::kBFloat16).requires_grad_();
-      const auto head = embed.detach().clone().requires_grad_();
-      backward(squares(at::linear(block.forward(at::embedding(embed, tokens_of(rank))), head)));
-      for (const auto& gradient : {embed.grad(), head.grad()}) {
-        auto& sum = sums["embed.weight"];
-        sum = sum.defined() ? sum + gradient.to(at::kFloat) : gradient.to(at::kFloat);
-      }
+TEST_ON_RANKS(TiedWeights, OfBFloat16AddTheirUsesUnrounded, 2) {
+  PrecisionPolicy policy;
+  policy.final_dtype = DType::kFloat32;
+  auto handle = fully_shard(std::make_shared<Tied>(at::kBFloat16), data_mesh(world), policy);
+  backward(squares(handle(tokens_of(world.rank()))));
+  Tensors sums;
+  for (int rank = 0; rank < world.size(); ++rank) {
+    // Each use a leaf of its own: what arrives in the slot.
+    Block block(5, kWidth, at::kBFloat16);
+    const auto embed = seeded(6, {kTokens, kWidth}, at::kBFloat16).requires_grad_();
+    const auto head = embed.detach().clone().requires_grad_();
+    backward(squares(at::linear(block.forward(at::embedding(embed, tokens_of(rank))), head)));
+    for (const auto& gradient : {embed.grad(), head.grad()}) {
+      auto& sum = sums["embed.weight"];
+      sum = sum.defined() ? sum + gradient.to(at::kFloat) : gradient.to(at::kFloat);
     }
-    const auto found = whole_gradients(handle).at("embed.weight");
-    EXPECT_TRUE(at::allclose(found, sums.at("embed.weight") / 2, 1e-6, 1e-7));
-  });
+  }
+  const auto found = whole_gradients(handle).at("embed.weight");
+  EXPECT_TRUE(at::allclose(found, sums.at("embed.weight") / 2, 1e-6, 1e-7));
 }
 
 }  // namespace

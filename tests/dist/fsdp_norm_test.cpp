@@ -1,16 +1,14 @@
 // Gradient norms of any p over any mesh against PyTorch's, in fp64.
-#include <gmock/gmock.h>
 
 #include <cmath>
 #include <limits>
 
 #include "dist/controls.h"
+#include "support/test.h"
 #include "tessera/clip.h"
 
 namespace tessera::test::fsdp_norm_test {
 namespace {
-
-using ::testing::HasSubstr;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
@@ -81,48 +79,42 @@ void with_gradient(World& world, const at::Tensor& gradient,
   check(handle);
 }
 
-TEST(NormOrders, HighOnesNeitherOverflowNorVanish) {
-  ranks(2).run([](World& world) {
-    const auto values = here(at::tensor({3e30, -4e30, 1e-30}, at::kFloat));
-    with_gradient(world, values, [&](ShardedBase& handle) {
-      EXPECT_NEAR(gradient_norm(handle, 100), 4e30 * std::pow(1 + std::pow(0.75, 100), 0.01), 1e24);
-    });
-    with_gradient(world, values * 1e-30F * 1e-5F, [&](ShardedBase& handle) {
-      EXPECT_NEAR(gradient_norm(handle, 100) / 4e-5, std::pow(1 + std::pow(0.75, 100), 0.01), 1e-6);
-    });
-    with_gradient(world, here(at::zeros({3})),
-                  [&](ShardedBase& handle) { EXPECT_EQ(gradient_norm(handle, 3), 0.0); });
+TEST_ON_RANKS(NormOrders, HighOnesNeitherOverflowNorVanish, 2) {
+  const auto values = here(at::tensor({3e30, -4e30, 1e-30}, at::kFloat));
+  with_gradient(world, values, [&](ShardedBase& handle) {
+    EXPECT_NEAR(gradient_norm(handle, 100), 4e30 * std::pow(1 + std::pow(0.75, 100), 0.01), 1e24);
   });
+  with_gradient(world, values * 1e-30F * 1e-5F, [&](ShardedBase& handle) {
+    EXPECT_NEAR(gradient_norm(handle, 100) / 4e-5, std::pow(1 + std::pow(0.75, 100), 0.01), 1e-6);
+  });
+  with_gradient(world, here(at::zeros({3})),
+                [&](ShardedBase& handle) { EXPECT_EQ(gradient_norm(handle, 3), 0.0); });
 }
 
-TEST(NormOrders, WhatIsNotFiniteShowsOnEveryRankWhateverItsPlace) {
-  ranks(3).run([](World& world) {
-    for (const auto value : {std::nan(""), HUGE_VAL}) {
-      for (const double p : {1.0, 2.0, 3.0, kInfinity}) {
-        auto gradient = here(at::ones({300}));
-        gradient[299] = value;  // the last rank's
-        with_gradient(world, gradient, [&](ShardedBase& handle) {
-          const auto shard = handle.shards()[0].shard;
-          const auto before = shard.grad().clone();
-          const auto norm = clip_grad_norm(handle, 1.0, p);
-          EXPECT_EQ(std::isnan(norm), std::isnan(value)) << p;
-          EXPECT_FALSE(std::isfinite(norm)) << p;
-          EXPECT_TRUE(same_bits(shard.grad().nan_to_num(7), before.nan_to_num(7)));
-        });
-      }
+TEST_ON_RANKS(NormOrders, WhatIsNotFiniteShowsOnEveryRankWhateverItsPlace, 3) {
+  for (const auto value : {std::nan(""), HUGE_VAL}) {
+    for (const double p : {1.0, 2.0, 3.0, kInfinity}) {
+      auto gradient = here(at::ones({300}));
+      gradient[299] = value;  // the last rank's
+      with_gradient(world, gradient, [&](ShardedBase& handle) {
+        const auto shard = handle.shards()[0].shard;
+        const auto before = shard.grad().clone();
+        const auto norm = clip_grad_norm(handle, 1.0, p);
+        EXPECT_EQ(std::isnan(norm), std::isnan(value)) << p;
+        EXPECT_FALSE(std::isfinite(norm)) << p;
+        EXPECT_TRUE(same_bits(shard.grad().nan_to_num(7), before.nan_to_num(7)));
+      });
     }
-  });
+  }
 }
 
-TEST(NormOrders, AnOrderThatIsNoneIsRefused) {
-  ranks(2).run([](World& world) {
-    Twins twins(world);
-    twins.run(0);
-    for (const double p : {0.0, -1.0, -kInfinity, std::nan("")}) {
-      EXPECT_THAT(error_of([&] { gradient_norm(twins.handle(), p); }),
-                  HasSubstr("expected a number above 0"));
-    }
-  });
+TEST_ON_RANKS(NormOrders, AnOrderThatIsNoneIsRefused, 2) {
+  Twins twins(world);
+  twins.run(0);
+  for (const double p : {0.0, -1.0, -kInfinity, std::nan("")}) {
+    EXPECT_THAT(error_of([&] { gradient_norm(twins.handle(), p); }),
+                Says("expected a number above 0"));
+  }
 }
 
 }  // namespace

@@ -1,23 +1,15 @@
 // An optimizer's state in whole form: the same whoever made it, loaded by any layout with its bits,
 // and refused with every name, on every rank, before anything is written.
-#include <gmock/gmock.h>
-
-#include <algorithm>
 
 #include "base/hash.h"
 #include "dist/cut_modules.h"
 #include "dist/everything.h"
 #include "grad/torch_dtype.h"
+#include "support/test.h"
 #include "tessera/state_dict.h"
 
 namespace tessera::test::fsdp_optimizer_state_test {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::Each;
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using ::testing::IsEmpty;
 
 /// Updates by gradients that depend on parameter, step and element of the whole only; of parameters
 /// whose names begin with `skip` none.
@@ -134,10 +126,10 @@ TEST(OptimizerStates, AWholeOneHasPyTorchsNamesAndTheShapesOfParameters) {
   EXPECT_EQ(weight.at("master_remainder").scalar_type(), at::kShort);
   EXPECT_EQ(adamw.parameters[0].kept.at("exp_avg").dim(), 0);
   EXPECT_THAT(names_of(saved_after({2, 1}, kKinds[1], 1).optimizer),
-              HasSubstr("narrow.bias 1 exp_avg exp_avg_sq master;"));
+              Says("narrow.bias 1 exp_avg exp_avg_sq master;"));
   EXPECT_THAT(names_of(saved_after({2, 1}, kKinds[2], 1).optimizer),
-              HasSubstr("narrow.bias 1 master_remainder momentum_buffer;"));
-  EXPECT_THAT(names_of(saved_after({2, 1}, kKinds[3], 1).optimizer), HasSubstr("affine.bias 1; "));
+              Says("narrow.bias 1 master_remainder momentum_buffer;"));
+  EXPECT_THAT(names_of(saved_after({2, 1}, kKinds[3], 1).optimizer), Says("affine.bias 1; "));
 }
 
 // The truth is PyTorch's formula on the whole parameter: exp_avg = 0.1 g after one step of 0.9.
@@ -216,35 +208,31 @@ TEST(OptimizerStates, LayoutsThatCutParametersReadEachOthers) {
 }
 
 // Naive: the moments of the run before stay where the dict has none.
-TEST(OptimizerStates, AParameterWithoutStateBeginsAnew) {
-  ranks(2).run([](World& world) {
-    Stepped from(world, kKinds[0], 1);
-    step_by_hand(from.model, *from.optimizer, 1, "narrow");
-    const auto saved = from.state();
-    EXPECT_THAT(names_of(saved), HasSubstr("narrow.bias 0; "));
-    Stepped to(world, kKinds[0], 1);
-    step_by_hand(to.model, *to.optimizer, 2);
-    load_state_dict(to.model, state_dict(from.model, StateDictKind::kFull));
-    load_optimizer_state_dict(to.model, *to.optimizer, saved);
-    expect_same(to.state(), saved);
-    step_by_hand(from.model, *from.optimizer, 3);
-    step_by_hand(to.model, *to.optimizer, 3);
-    expect_same(to.state(), from.state(), "a step later");
-  });
+TEST_ON_RANKS(OptimizerStates, AParameterWithoutStateBeginsAnew, 2) {
+  Stepped from(world, kKinds[0], 1);
+  step_by_hand(from.model, *from.optimizer, 1, "narrow");
+  const auto saved = from.state();
+  EXPECT_THAT(names_of(saved), Says("narrow.bias 0; "));
+  Stepped to(world, kKinds[0], 1);
+  step_by_hand(to.model, *to.optimizer, 2);
+  load_state_dict(to.model, state_dict(from.model, StateDictKind::kFull));
+  load_optimizer_state_dict(to.model, *to.optimizer, saved);
+  expect_same(to.state(), saved);
+  step_by_hand(from.model, *from.optimizer, 3);
+  step_by_hand(to.model, *to.optimizer, 3);
+  expect_same(to.state(), from.state(), "a step later");
 }
 
 // SGD may begin with a momentum where there was none: the buffer is the next gradient.
-TEST(OptimizerStates, AMomentumMayBeginLater) {
-  ranks(2).run([](World& world) {
-    Stepped from(world, kKinds[3], 1);
-    step_by_hand(from.model, *from.optimizer, 1);
-    Stepped to(world, kKinds[2], 1);
-    step_by_hand(to.model, *to.optimizer, 2);
-    load_optimizer_state_dict(to.model, *to.optimizer, from.state());
-    step_by_hand(to.model, *to.optimizer, 3);
-    const auto gradient = seeded(hash_bytes("affine.bias", 3), {13});
-    EXPECT_TRUE(same_bits(to.state().parameters[3].kept.at("momentum_buffer"), gradient));
-  });
+TEST_ON_RANKS(OptimizerStates, AMomentumMayBeginLater, 2) {
+  Stepped from(world, kKinds[3], 1);
+  step_by_hand(from.model, *from.optimizer, 1);
+  Stepped to(world, kKinds[2], 1);
+  step_by_hand(to.model, *to.optimizer, 2);
+  load_optimizer_state_dict(to.model, *to.optimizer, from.state());
+  step_by_hand(to.model, *to.optimizer, 3);
+  const auto gradient = seeded(hash_bytes("affine.bias", 3), {13});
+  EXPECT_TRUE(same_bits(to.state().parameters[3].kept.at("momentum_buffer"), gradient));
 }
 
 // ------------------------------------------------------------------------------------- refusals
@@ -283,15 +271,14 @@ TEST(OptimizerStateErrors, EveryNameShapeAndDtypeIsNamed) {
       entry_of(dict, "narrow.bias").kept.erase("master_remainder");
       entry_of(dict, "tied").kept["master"] = here(at::zeros({5, 13}));
     });
-    EXPECT_THAT(
-        errors,
-        Each(AllOf(HasSubstr("found no entry for affine.bias"),
-                   HasSubstr("entries that the optimizer does not step, affine.bios"),
-                   HasSubstr("affine.weight: found exp_avg of the shape [7, 13], expected [13, 7]"),
-                   HasSubstr("single: found exp_avg_sq in Double, expected Float"),
-                   HasSubstr("narrow.bias: found no master_remainder after 1 updates"),
-                   HasSubstr("tied: found master, expected only what AdamW keeps of it: exp_avg, "
-                             "exp_avg_sq, master_remainder"))));
+    EXPECT_THAT(errors,
+                Each(Says("found no entry for affine.bias",
+                          "entries that the optimizer does not step, affine.bios",
+                          "affine.weight: found exp_avg of the shape [7, 13], expected [13, 7]",
+                          "single: found exp_avg_sq in Double, expected Float",
+                          "narrow.bias: found no master_remainder after 1 updates",
+                          "tied: found master, expected only what AdamW keeps of it: exp_avg, "
+                          "exp_avg_sq, master_remainder")));
   }
 }
 
@@ -306,9 +293,9 @@ TEST(OptimizerStateErrors, CountsAndDoublesAreNamedEvenWhereLoadingIsLenient) {
           dict.parameters.back().parameter = "narrow.weight";
         },
         strict);
-    EXPECT_THAT(errors, Each(AllOf(HasSubstr("affine.bias: found 0 updates, expected 1 to"),
-                                   HasSubstr("affine.weight: found -3 updates"),
-                                   HasSubstr("narrow.weight: found two entries"))));
+    EXPECT_THAT(errors,
+                Each(Says("affine.bias: found 0 updates, expected 1 to",
+                          "affine.weight: found -3 updates", "narrow.weight: found two entries")));
   }
 }
 
@@ -317,8 +304,8 @@ TEST(OptimizerStateErrors, AnotherKindOfOptimizerIsNamedOnce) {
     dict.optimizer = "SGD";
     for (auto& one : dict.parameters) one.kept = {{"momentum_buffer", here(at::zeros({1}))}};
   });
-  EXPECT_THAT(errors, Each(AllOf(HasSubstr("found the state of 'SGD', expected AdamW"),
-                                 ::testing::Not(HasSubstr("momentum_buffer")))));
+  EXPECT_THAT(errors, Each(AllOf(Says("found the state of 'SGD', expected AdamW"),
+                                 Not(Says("momentum_buffer")))));
 }
 
 // Naive: the copy itself finds out, on this rank, when others have loaded.
@@ -329,8 +316,8 @@ TEST(OptimizerStateErrors, TensorsWithoutValuesAreNamed) {
     kept["exp_avg"] = kept["exp_avg"].to(at::kMeta);
     kept["exp_avg_sq"] = kept["exp_avg_sq"].to_sparse();
   });
-  EXPECT_THAT(errors, Each(AllOf(HasSubstr("affine.weight: found exp_avg without values"),
-                                 HasSubstr("affine.weight: found exp_avg_sq without values"))));
+  EXPECT_THAT(errors, Each(Says("affine.weight: found exp_avg without values",
+                                "affine.weight: found exp_avg_sq without values")));
 }
 
 // Naive: the rank with the sound dict waits, or loads alone.
@@ -338,51 +325,47 @@ TEST(OptimizerStateErrors, WhatOneRankCannotLoadNoRankLoads) {
   const auto one = refusals(3, [](World& world, OptimizerStateDict& dict) {
     if (world.rank() == 1) entry_of(dict, "single").kept.erase("exp_avg");
   });
-  EXPECT_THAT(one, Each(HasSubstr("single: found no exp_avg after 1 updates")));
+  EXPECT_THAT(one, Each(Says("single: found no exp_avg after 1 updates")));
   const auto other = refusals(2, [](World& world, OptimizerStateDict& dict) {
     if (world.rank() == 1) entry_of(dict, "single").steps = 7;
   });
-  EXPECT_THAT(other, Each(AllOf(HasSubstr("optimizer states to load differ between ranks"),
-                                HasSubstr("single: 7 updates"))));
+  EXPECT_THAT(other,
+              Each(Says("optimizer states to load differ between ranks", "single: 7 updates")));
 }
 
-TEST(OptimizerStateErrors, AnOptimizerOfAnotherModelAndShardsOfARankAreRefused) {
-  ranks(2).run([](World& world) {
-    Stepped run(world, kKinds[0], 1);
-    const Stepped other(world, kKinds[0], 1);
-    const auto dict = run.state();
-    EXPECT_THAT(error_of([&] { optimizer_state_dict(run.model, *other.optimizer); }),
-                HasSubstr("found an optimizer that steps single, which is no parameter of this "
-                          "handle"));
-    EXPECT_THAT(error_of([&] { load_optimizer_state_dict(run.model, *other.optimizer, dict); }),
-                HasSubstr("which is no parameter of this handle"));
-    EXPECT_THAT(error_of([&] { run.state(StateDictKind::kSharded); }),
-                HasSubstr("Optimizer::state() has what this rank holds"));
-    auto loss = squares(run.model.forward(seeded(9, {4, 7})));
-    EXPECT_THAT(error_of([&] { load_optimizer_state_dict(run.model, *run.optimizer, dict); }),
-                HasSubstr("whose backward has not run"));
-  });
+TEST_ON_RANKS(OptimizerStateErrors, AnOptimizerOfAnotherModelAndShardsOfARankAreRefused, 2) {
+  Stepped run(world, kKinds[0], 1);
+  const Stepped other(world, kKinds[0], 1);
+  const auto dict = run.state();
+  EXPECT_THAT(error_of([&] { optimizer_state_dict(run.model, *other.optimizer); }),
+              Says("found an optimizer that steps single, which is no parameter of this "
+                   "handle"));
+  EXPECT_THAT(error_of([&] { load_optimizer_state_dict(run.model, *other.optimizer, dict); }),
+              Says("which is no parameter of this handle"));
+  EXPECT_THAT(error_of([&] { run.state(StateDictKind::kSharded); }),
+              Says("Optimizer::state() has what this rank holds"));
+  auto loss = squares(run.model.forward(seeded(9, {4, 7})));
+  EXPECT_THAT(error_of([&] { load_optimizer_state_dict(run.model, *run.optimizer, dict); }),
+              Says("whose backward has not run"));
 }
 
-TEST(OptimizerStatesLenient, LeaveWhatIsMissingAndWhatIsUnknown) {
-  ranks(2).run([](World& world) {
-    Stepped run(world, kKinds[0], 1);
-    step_by_hand(run.model, *run.optimizer, 1);
-    auto dict = run.state();
-    step_by_hand(run.model, *run.optimizer, 2);
-    auto expected = run.state();
-    entry_of(dict, "affine.bias").parameter = "head.bias";
-    entry_of(dict, "tied").parameter = "narrow.weight";
-    for (const auto& name : {"single", "affine.weight", "narrow.bias"}) {
-      entry_of(expected, name) = entry_of(dict, name);
-    }
-    entry_of(expected, "tied") = entry_of(dict, "narrow.weight");
-    entry_of(expected, "narrow.weight").parameter = "tied";
-    const auto difference = load_optimizer_state_dict(run.model, *run.optimizer, dict, Strict::kNo);
-    EXPECT_THAT(difference.missing, ElementsAre("affine.bias"));
-    EXPECT_THAT(difference.unexpected, ElementsAre("head.bias"));
-    expect_same(run.state(), expected);
-  });
+TEST_ON_RANKS(OptimizerStatesLenient, LeaveWhatIsMissingAndWhatIsUnknown, 2) {
+  Stepped run(world, kKinds[0], 1);
+  step_by_hand(run.model, *run.optimizer, 1);
+  auto dict = run.state();
+  step_by_hand(run.model, *run.optimizer, 2);
+  auto expected = run.state();
+  entry_of(dict, "affine.bias").parameter = "head.bias";
+  entry_of(dict, "tied").parameter = "narrow.weight";
+  for (const auto& name : {"single", "affine.weight", "narrow.bias"}) {
+    entry_of(expected, name) = entry_of(dict, name);
+  }
+  entry_of(expected, "tied") = entry_of(dict, "narrow.weight");
+  entry_of(expected, "narrow.weight").parameter = "tied";
+  const auto difference = load_optimizer_state_dict(run.model, *run.optimizer, dict, Strict::kNo);
+  EXPECT_THAT(difference.missing, ElementsAre("affine.bias"));
+  EXPECT_THAT(difference.unexpected, ElementsAre("head.bias"));
+  expect_same(run.state(), expected);
 }
 
 }  // namespace

@@ -1,20 +1,16 @@
 // [Note: collective order]: ranks that disagree are named, and what is issued when (prefetch,
 // budget, merging, memory) changes no bit.
-#include <gmock/gmock.h>
 
 #include "base/test_hooks.h"
 #include "comm/queue.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "support/plain.h"
+#include "support/test.h"
 #include "tessera/optim.h"
 
 namespace tessera::test::fsdp_order_test {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
 
 constexpr std::int64_t kWidth = 5;
 
@@ -50,8 +46,7 @@ TEST_P(Backends, ReductionsSwappedOnOneRankAreNamed) {
       });
     });
   });
-  EXPECT_THAT(error,
-              AllOf(HasSubstr("rank 0 issues"), HasSubstr("rank 1 issues"), HasSubstr("block0")));
+  EXPECT_THAT(error, Says("rank 0 issues", "rank 1 issues", "block0"));
   EXPECT_LT(seconds, 10) << "found only by the timeout";
 }
 
@@ -66,8 +61,7 @@ TEST_P(Backends, UnitsEnteredInAnotherOrderAreNamed) {
       backward(squares(model.handle.forward(input_of(world.rank(), 0, kWidth))));
     });
   });
-  EXPECT_THAT(error, AllOf(HasSubstr("rank 0"), HasSubstr("rank 1"), HasSubstr("block0"),
-                           HasSubstr("block1")));
+  EXPECT_THAT(error, Says("rank 0", "rank 1", "block0", "block1"));
 }
 
 // Naive: rank 0 waits for a gather that rank 1 never enters, until the timeout.
@@ -83,7 +77,7 @@ TEST_P(Backends, UnitSkippedOnOneRankIsNamedAtOnce) {
       });
     });
   });
-  EXPECT_THAT(error, AllOf(HasSubstr("rank 0"), HasSubstr("rank 1"), HasSubstr("block1")));
+  EXPECT_THAT(error, Says("rank 0", "rank 1", "block1"));
   EXPECT_LT(seconds, 10);
 }
 
@@ -96,8 +90,8 @@ TEST(Order, UnitSkippedOnOneReplicaIsNamedBeforeItsGradientIsSummed) {
       backward(squares(model.handle.forward(input_of(world.rank(), 0, kWidth))));
     });
   });
-  EXPECT_THAT(error, AllOf(HasSubstr("the order of units differs between ranks"),
-                           HasSubstr("rank 0 entered block1"), HasSubstr("rank 1 entered block2")));
+  EXPECT_THAT(error, Says("the order of units differs between ranks", "rank 0 entered block1",
+                          "rank 1 entered block2"));
 }
 
 TEST(Order, RanksWithOtherPoliciesAreRefusedBeforeTheFirstGather) {
@@ -109,7 +103,7 @@ TEST(Order, RanksWithOtherPoliciesAreRefusedBeforeTheFirstGather) {
       backward(squares(model.handle.forward(input_of(world.rank(), 0, kWidth))));
     });
   });
-  EXPECT_THAT(error, AllOf(HasSubstr("contracts differ between ranks"), HasSubstr("rank 1")));
+  EXPECT_THAT(error, Says("contracts differ between ranks", "rank 1"));
 }
 
 // --------------------------------------------------------------------------------------- prefetch
@@ -199,55 +193,47 @@ Bits train(World& world, const ShardOptions& root, const ShardOptions& inner = {
 class OrderOnRanks : public ::testing::TestWithParam<int> {};
 INSTANTIATE_TEST_SUITE_P(Ranks, OrderOnRanks, ::testing::Values(1, 2, 3));
 
-TEST_P(OrderOnRanks, ATinyBudgetGivesTheSameBits) {
-  ranks(GetParam()).run([](World& world) {
-    const auto expected = train(world, {});
-    ShardOptions tiny;
-    tiny.in_flight_bytes = 1;
-    const auto found = train(world, tiny);
+TEST_P_ON_RANKS(OrderOnRanks, ATinyBudgetGivesTheSameBits, GetParam()) {
+  const auto expected = train(world, {});
+  ShardOptions tiny;
+  tiny.in_flight_bytes = 1;
+  const auto found = train(world, tiny);
+  expect_same(found.gradients, expected.gradients);
+  expect_same(found.parameters, expected.parameters);
+}
+
+TEST_P_ON_RANKS(OrderOnRanks, KeepingUnitsGatheredAfterForwardGivesTheSameBits, GetParam()) {
+  const auto expected = train(world, {});
+  ShardOptions keep, give_back;
+  keep.reshard_after_forward = false;
+  give_back.reshard_after_forward = true;
+  for (const auto& [root, inner] : {std::pair{keep, keep}, std::pair{give_back, give_back}}) {
+    const auto found = train(world, root, inner);
     expect_same(found.gradients, expected.gradients);
     expect_same(found.parameters, expected.parameters);
-  });
+  }
 }
 
-TEST_P(OrderOnRanks, KeepingUnitsGatheredAfterForwardGivesTheSameBits) {
-  ranks(GetParam()).run([](World& world) {
-    const auto expected = train(world, {});
-    ShardOptions keep, give_back;
-    keep.reshard_after_forward = false;
-    give_back.reshard_after_forward = true;
-    for (const auto& [root, inner] : {std::pair{keep, keep}, std::pair{give_back, give_back}}) {
-      const auto found = train(world, root, inner);
-      expect_same(found.gradients, expected.gradients);
-      expect_same(found.parameters, expected.parameters);
-    }
-  });
+TEST_ON_RANKS(Order, KeepingUnitsGatheredSavesTheGathersOfTheBackward, 2) {
+  ShardOptions keep;
+  keep.reshard_after_forward = false;
+  EXPECT_EQ(train(world, {}, keep).gathers, 3 * 4);
+  // 3 blocks in forward and backward, the root once; the last block's second gather falls away
+  // from step 2 on.
+  EXPECT_EQ(train(world, {}).gathers, 7 + 6 + 6);
 }
 
-TEST(Order, KeepingUnitsGatheredSavesTheGathersOfTheBackward) {
-  ranks(2).run([](World& world) {
-    ShardOptions keep;
-    keep.reshard_after_forward = false;
-    EXPECT_EQ(train(world, {}, keep).gathers, 3 * 4);
-    // 3 blocks in forward and backward, the root once; the last block's second gather falls away
-    // from step 2 on.
-    EXPECT_EQ(train(world, {}).gathers, 7 + 6 + 6);
-  });
-}
-
-TEST_P(OrderOnRanks, SmallBucketsMergedIntoTheRootGiveTheSameBits) {
-  ranks(GetParam()).run([](World& world) {
-    const auto expected = train(world, {});
-    ShardOptions merge;
-    merge.merge_below_bytes = 1 << 20;
-    const auto found = train(world, merge);
-    expect_same(found.gradients, expected.gradients);
-    expect_same(found.parameters, expected.parameters);
-    if (world.size() == 1) return;
-    EXPECT_EQ(expected.reductions, 3 * 4);
-    EXPECT_EQ(found.reductions, 3 * 1) << "one reduction a step is left";
-    EXPECT_EQ(found.gathers, 3 * 1) << "gathered once a step";
-  });
+TEST_P_ON_RANKS(OrderOnRanks, SmallBucketsMergedIntoTheRootGiveTheSameBits, GetParam()) {
+  const auto expected = train(world, {});
+  ShardOptions merge;
+  merge.merge_below_bytes = 1 << 20;
+  const auto found = train(world, merge);
+  expect_same(found.gradients, expected.gradients);
+  expect_same(found.parameters, expected.parameters);
+  if (world.size() == 1) return;
+  EXPECT_EQ(expected.reductions, 3 * 4);
+  EXPECT_EQ(found.reductions, 3 * 1) << "one reduction a step is left";
+  EXPECT_EQ(found.gathers, 3 * 1) << "gathered once a step";
 }
 
 TEST(Order, SomeBucketsBelowTheThresholdMoveAndTheRestStays) {
@@ -288,24 +274,21 @@ TEST(Order, SomeBucketsBelowTheThresholdMoveAndTheRestStays) {
 }
 
 // Naive: buffers from the allocator, fresh pages every step.
-TEST_P(OrderOnRanks, ASteadyStepMakesNoNewBlock) {
-  ranks(GetParam()).run([](World& world) {
-    PrecisionPolicy policy;
-    policy.param_dtype = DType::kBFloat16;
-    policy.reduce_dtype = DType::kBFloat16;
-    ShardedChain model(data_mesh(world), 3, 4, 16, policy);
-    auto& pool = *model.handle.unit()->runtime().pool();
-    std::int64_t blocks = -1;
-    for (int step = 0; step < 6; ++step) {
-      model.handle.zero_grad();
-      backward(squares(model.handle.forward(input_of(world.rank(), step, 16))));
-      if (step == 2) blocks = pool.blocks_made();
-      if (step > 2) {
-        EXPECT_EQ(pool.blocks_made(), blocks) << "step " << step;
-      }
+TEST_P_ON_RANKS(OrderOnRanks, ASteadyStepMakesNoNewBlock, GetParam()) {
+  auto policy = in_bfloat16();
+  policy.reduce_dtype = DType::kBFloat16;
+  ShardedChain model(data_mesh(world), 3, 4, 16, policy);
+  auto& pool = *model.handle.unit()->runtime().pool();
+  std::int64_t blocks = -1;
+  for (int step = 0; step < 6; ++step) {
+    model.handle.zero_grad();
+    backward(squares(model.handle.forward(input_of(world.rank(), step, 16))));
+    if (step == 2) blocks = pool.blocks_made();
+    if (step > 2) {
+      EXPECT_EQ(pool.blocks_made(), blocks) << "step " << step;
     }
-    EXPECT_GT(blocks, 0);
-  });
+  }
+  EXPECT_GT(blocks, 0);
 }
 
 // Naive: results read before the wait; with delivery at the wait only code that waits sees them.

@@ -1,16 +1,14 @@
 // Prefetch lists: gathers go out when the lists say, on all ranks in one order, and no bit changes.
-#include <gmock/gmock.h>
 
 #include <mutex>
 
 #include "base/test_hooks.h"
 #include "comm/queue.h"
 #include "dist/controls.h"
+#include "support/test.h"
 
 namespace tessera::test::fsdp_prefetch_test {
 namespace {
-
-using ::testing::ElementsAre;
 
 std::string shown(const comm::Label& label) {
   const auto unit = label.unit == "(root)" ? std::string("root") : label.unit;
@@ -148,8 +146,9 @@ TEST(Prefetch, AUnitOfAnotherTreeIsRefused) {
               : twins.block(1).set_backward_prefetch({&other});
       twins.run(0);
     });
-    EXPECT_THAT(errors, ::testing::Contains(::testing::HasSubstr(
-                            "of unit block1: found unit (root), which another outermost module")));
+    EXPECT_THAT(
+        errors,
+        Contains(Says("of unit block1: found unit (root), which another outermost module")));
   }
 }
 

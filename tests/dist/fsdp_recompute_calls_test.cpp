@@ -1,14 +1,12 @@
 // checkpoint() by itself, without handles: autocast, several results, misuse.
 #include <ATen/autocast_mode.h>
-#include <gmock/gmock.h>
 
 #include "dist/kept_product.h"
 #include "support/plain.h"
+#include "support/test.h"
 
 namespace tessera::test::fsdp_recompute_calls_test {
 namespace {
-
-using ::testing::HasSubstr;
 
 constexpr std::int64_t kWidth = 6;
 constexpr RecomputeMode kModes[] = {RecomputeMode::kNone, RecomputeMode::kFull,
@@ -131,7 +129,7 @@ TEST(RecomputeResults, AnInputOrAWeightOrTheSameTensorTwiceMayComeBack) {
 
 TEST(RecomputeMisuse, KeepUnderGradModeIsRefused) {
   EXPECT_THAT(error_of([] { keep({1}, [] { return here(at::ones({1})); }); }),
-              HasSubstr("keep: found grad mode"));
+              Says("keep: found grad mode"));
 }
 
 /// The error of backward through a selective checkpoint of products, one for each width of a run.
@@ -153,9 +151,9 @@ std::string error_of_runs(std::vector<std::vector<std::int64_t>> widths) {
 
 TEST(RecomputeMisuse, ASecondForwardThatKeepsOtherThingsIsRefused) {
   EXPECT_EQ(error_of_runs({{2, 3}, {2, 3}}), "");
-  EXPECT_THAT(error_of_runs({{2}, {2, 3}}), HasSubstr("more calls of keep() than the 1"));
-  EXPECT_THAT(error_of_runs({{2, 3}, {2}}), HasSubstr("1 calls of keep()"));
-  EXPECT_THAT(error_of_runs({{2}, {3}}), HasSubstr("expected [3, 2]"));
+  EXPECT_THAT(error_of_runs({{2}, {2, 3}}), Says("more calls of keep() than the 1"));
+  EXPECT_THAT(error_of_runs({{2, 3}, {2}}), Says("1 calls of keep()"));
+  EXPECT_THAT(error_of_runs({{2}, {3}}), Says("expected [3, 2]"));
 }
 
 TEST(RecomputeMisuse, AKeptResultThatIsChangedInPlaceIsRefused) {
@@ -169,7 +167,7 @@ TEST(RecomputeMisuse, AKeptResultThatIsChangedInPlaceIsRefused) {
                     },
                     {x}, RecomputeMode::kSelective);
               }),
-              HasSubstr("changed in place"));
+              Says("changed in place"));
 }
 
 }  // namespace

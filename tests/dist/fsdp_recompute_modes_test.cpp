@@ -1,11 +1,11 @@
 // checkpoint() in every mode: what is kept, what is computed again, and that no bit tells.
-#include <gtest/gtest.h>
 
 #include "dist/held_bytes.h"
 #include "dist/kept_product.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "support/plain.h"
+#include "support/test.h"
 #include "tessera/optim.h"
 
 namespace tessera::test::fsdp_recompute_modes_test {
@@ -191,22 +191,20 @@ TEST(RecomputeBytes, WithoutGradModeNothingIsHeldAndNothingRunsAgain) {
 }
 
 // Naive: the second forward overwrites what the first one's checkpoint knows.
-TEST(RecomputeOrder, TwoForwardsBeforeTheirBackwardsInAnyOrder) {
-  ranks(2).run([](World& world) {
-    const auto run = [&](RecomputeMode mode, bool newest_first) {
-      ShardedKeptChain model(data_mesh(world), kBlocks, mode);
-      const auto one = squares(model.handle.forward(input_of(world.rank(), 0, kWidth)));
-      const auto two = squares(model.handle.forward(input_of(world.rank(), 1, kWidth)));
-      backward(newest_first ? two : one);
-      backward(newest_first ? one : two);
-      return whole_gradients(model.handle);
-    };
-    for (const bool newest_first : {true, false}) {
-      const auto expected = run(RecomputeMode::kNone, newest_first);
-      expect_same(run(RecomputeMode::kFull, newest_first), expected);
-      expect_same(run(RecomputeMode::kSelective, newest_first), expected);
-    }
-  });
+TEST_ON_RANKS(RecomputeOrder, TwoForwardsBeforeTheirBackwardsInAnyOrder, 2) {
+  const auto run = [&](RecomputeMode mode, bool newest_first) {
+    ShardedKeptChain model(data_mesh(world), kBlocks, mode);
+    const auto one = squares(model.handle.forward(input_of(world.rank(), 0, kWidth)));
+    const auto two = squares(model.handle.forward(input_of(world.rank(), 1, kWidth)));
+    backward(newest_first ? two : one);
+    backward(newest_first ? one : two);
+    return whole_gradients(model.handle);
+  };
+  for (const bool newest_first : {true, false}) {
+    const auto expected = run(RecomputeMode::kNone, newest_first);
+    expect_same(run(RecomputeMode::kFull, newest_first), expected);
+    expect_same(run(RecomputeMode::kSelective, newest_first), expected);
+  }
 }
 
 TEST(RecomputeOrder, BackwardTwiceOverARetainedGraphFindsWhatWasKeptAgain) {
@@ -221,27 +219,25 @@ TEST(RecomputeOrder, BackwardTwiceOverARetainedGraphFindsWhatWasKeptAgain) {
 }
 
 // A frozen base below a trainable part: its weights are needed again for the gradient of the input.
-TEST(RecomputeFrozen, AFrozenProductBesideATrainableOneGivesTheBitsOfThePlainCall) {
-  ranks(2).run([](World& world) {
-    const auto run = [&](RecomputeMode mode) {
-      auto chain = std::make_shared<KeptChain>(kBlocks, mode);
-      for (const auto& block : chain->blocks) block->a.set_requires_grad(false);
-      chain->blocks[1]->b.set_requires_grad(false);
-      chain->shard_blocks(data_mesh(world));
-      auto handle = fully_shard(chain, data_mesh(world));
-      Tensors all;
-      for (int step = 0; step < 2; ++step) {
-        handle.zero_grad();
-        backward(squares(handle.forward(input_of(world.rank(), step, kWidth))));
-        for (auto& [name, value] : whole_gradients(handle)) all[concat(step, name)] = value;
-      }
-      return all;
-    };
-    const auto expected = run(RecomputeMode::kNone);
-    EXPECT_EQ(expected.size(), 2U * 3U);
-    expect_same(run(RecomputeMode::kFull), expected);
-    expect_same(run(RecomputeMode::kSelective), expected);
-  });
+TEST_ON_RANKS(RecomputeFrozen, AFrozenProductBesideATrainableOneGivesTheBitsOfThePlainCall, 2) {
+  const auto run = [&](RecomputeMode mode) {
+    auto chain = std::make_shared<KeptChain>(kBlocks, mode);
+    for (const auto& block : chain->blocks) block->a.set_requires_grad(false);
+    chain->blocks[1]->b.set_requires_grad(false);
+    chain->shard_blocks(data_mesh(world));
+    auto handle = fully_shard(chain, data_mesh(world));
+    Tensors all;
+    for (int step = 0; step < 2; ++step) {
+      handle.zero_grad();
+      backward(squares(handle.forward(input_of(world.rank(), step, kWidth))));
+      for (auto& [name, value] : whole_gradients(handle)) all[concat(step, name)] = value;
+    }
+    return all;
+  };
+  const auto expected = run(RecomputeMode::kNone);
+  EXPECT_EQ(expected.size(), 2U * 3U);
+  expect_same(run(RecomputeMode::kFull), expected);
+  expect_same(run(RecomputeMode::kSelective), expected);
 }
 
 TEST(RecomputeRandomModes, DropoutGivesTheBitsOfThePlainCall) {

@@ -1,11 +1,11 @@
 // [Note: recomputation]: inside (unit(checkpoint(block))), outside (checkpoint(unit(block))),
 // nested.
-#include <gmock/gmock.h>
 
 #include "dist/data_layout.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "support/plain.h"
+#include "support/test.h"
 #include "tessera/optim.h"
 
 namespace tessera::test::fsdp_recompute_test {
@@ -57,22 +57,20 @@ INSTANTIATE_TEST_SUITE_P(Grid, Recompute,
 
 // Naive: the second forward gathers, records and counts again: reductions never start or start
 // twice.
-TEST_P(Recompute, GivesTheBitsOfThePlainCall) {
-  const auto [count, where] = GetParam();
-  ranks(count).run([where](World& world) {
-    for (const auto param_dtype : {std::optional<DType>(), std::optional(DType::kBFloat16)}) {
-      PrecisionPolicy policy;
-      policy.param_dtype = param_dtype;
-      const auto expected = train(world, Where::kNowhere, policy);
-      const auto found = train(world, where, policy);
-      expect_same(found.gradients, expected.gradients);
-      expect_same(found.parameters, expected.parameters);
-      EXPECT_EQ(found.gathers, expected.gathers) << "recomputation gathers nothing of its own";
-      EXPECT_EQ(found.reductions, expected.reductions);
-      const int again = where == Where::kInside ? 0 : 3 * kSteps;
-      EXPECT_EQ(found.calls, expected.calls + again) << "it was recomputed";
-    }
-  });
+TEST_P_ON_RANKS(Recompute, GivesTheBitsOfThePlainCall, std::get<0>(GetParam())) {
+  const auto where = std::get<1>(GetParam());
+  for (const auto param_dtype : {std::optional<DType>(), std::optional(DType::kBFloat16)}) {
+    PrecisionPolicy policy;
+    policy.param_dtype = param_dtype;
+    const auto expected = train(world, Where::kNowhere, policy);
+    const auto found = train(world, where, policy);
+    expect_same(found.gradients, expected.gradients);
+    expect_same(found.parameters, expected.parameters);
+    EXPECT_EQ(found.gathers, expected.gathers) << "recomputation gathers nothing of its own";
+    EXPECT_EQ(found.reductions, expected.reductions);
+    const int again = where == Where::kInside ? 0 : 3 * kSteps;
+    EXPECT_EQ(found.calls, expected.calls + again) << "it was recomputed";
+  }
 }
 
 /// outer handle { inner handle { block } , weight }: recomputation around handles that hold
@@ -126,57 +124,52 @@ INSTANTIATE_TEST_SUITE_P(Grid, NestedRecompute,
                          ::testing::Combine(::testing::Values(1, 2), ::testing::Bool(),
                                             ::testing::Bool()));
 
-TEST_P(NestedRecompute, NestedHandlesGiveTheBitsOfThePlainModel) {
-  const auto [count, around_all, around_inner] = GetParam();
-  ranks(count).run([around_all, around_inner](World& world) {
-    NestPair plain;
-    auto pair = std::make_shared<NestPair>();
-    pair->shard(data_mesh(world));
-    pair->recomputes = around_all;
-    pair->first->recomputes = pair->second->recomputes = around_inner;
-    auto handle = fully_shard(pair, data_mesh(world));
-    for (int step = 0; step < 3; ++step) {
-      handle.zero_grad();
-      backward(squares(handle.forward(input_of(world.rank(), step, kWidth))));
-      expect_same(whole_gradients(handle), gradients_of_squares(plain, world.size(), step, kWidth),
-                  concat("step ", step));
-    }
-    EXPECT_EQ(handle.unit()->expected(), 0);
-  });
+TEST_P_ON_RANKS(NestedRecompute, NestedHandlesGiveTheBitsOfThePlainModel, std::get<0>(GetParam())) {
+  NestPair plain;
+  auto pair = std::make_shared<NestPair>();
+  pair->shard(data_mesh(world));
+  pair->recomputes = std::get<1>(GetParam());
+  pair->first->recomputes = pair->second->recomputes = std::get<2>(GetParam());
+  auto handle = fully_shard(pair, data_mesh(world));
+  for (int step = 0; step < 3; ++step) {
+    handle.zero_grad();
+    backward(squares(handle.forward(input_of(world.rank(), step, kWidth))));
+    expect_same(whole_gradients(handle), gradients_of_squares(plain, world.size(), step, kWidth),
+                concat("step ", step));
+  }
+  EXPECT_EQ(handle.unit()->expected(), 0);
 }
 
 // Naive: the second forward draws other masks than the first, so gradients belong to no forward; or
 // what is drawn after a backward depends on whether anything was recomputed.
-TEST(RecomputeRandom, DropoutGivesTheBitsOfThePlainCall) {
-  ranks(1).run([](World& world) {
-    const auto run = [&](Where where) {
-      at::manual_seed(7);
-      ShardedChain model(data_mesh(world), 3, 3, kWidth);
-      model.chain->recomputes_outside = where == Where::kOutside || where == Where::kBoth;
-      for (const auto& block : model.chain->blocks) {
-        block->recomputes = where == Where::kInside || where == Where::kBoth;
-        block->dropout = 0.5;
-      }
-      const auto optimizer = make_sgd(model.handle, sgd(0.01));
-      std::vector<Tensors> seen;
-      for (int step = 0; step < kSteps; ++step) {
-        model.handle.zero_grad();
-        backward(squares(model.handle.forward(input_of(0, step, kWidth))));
-        seen.push_back(whole_gradients(model.handle));
-        optimizer->step();
-        seen.push_back({{"drawn afterwards", at::rand({3})}});
-      }
-      return seen;
-    };
-    const auto expected = run(Where::kNowhere);
-    EXPECT_FALSE(at::equal(expected[1].at("drawn afterwards"), expected[3].at("drawn afterwards")));
-    for (const auto where : {Where::kInside, Where::kOutside, Where::kBoth}) {
-      const auto found = run(where);
-      for (std::size_t i = 0; i < expected.size(); ++i) {
-        expect_same(found[i], expected[i], concat("where ", static_cast<int>(where), ", ", i));
-      }
+TEST_ON_RANKS(RecomputeRandom, DropoutGivesTheBitsOfThePlainCall, 1) {
+  const auto run = [&](Where where) {
+    at::manual_seed(7);
+    ShardedChain model(data_mesh(world), 3, 3, kWidth);
+    model.chain->recomputes_outside = where == Where::kOutside || where == Where::kBoth;
+    for (const auto& block : model.chain->blocks) {
+      block->recomputes = where == Where::kInside || where == Where::kBoth;
+      block->dropout = 0.5;
     }
-  });
+    const auto optimizer = make_sgd(model.handle, sgd(0.01));
+    std::vector<Tensors> seen;
+    for (int step = 0; step < kSteps; ++step) {
+      model.handle.zero_grad();
+      backward(squares(model.handle.forward(input_of(0, step, kWidth))));
+      seen.push_back(whole_gradients(model.handle));
+      optimizer->step();
+      seen.push_back({{"drawn afterwards", at::rand({3})}});
+    }
+    return seen;
+  };
+  const auto expected = run(Where::kNowhere);
+  EXPECT_FALSE(at::equal(expected[1].at("drawn afterwards"), expected[3].at("drawn afterwards")));
+  for (const auto where : {Where::kInside, Where::kOutside, Where::kBoth}) {
+    const auto found = run(where);
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      expect_same(found[i], expected[i], concat("where ", static_cast<int>(where), ", ", i));
+    }
+  }
 }
 
 TEST(RecomputeRandom, AnExceptionInTheSecondForwardLeavesTheRandomNumbersWhereTheyWere) {
@@ -188,58 +181,50 @@ TEST(RecomputeRandom, AnExceptionInTheSecondForwardLeavesTheRandomNumbersWhereTh
         return at::dropout(inputs[0], 0.5, true);
       },
       {here(at::ones({8})).requires_grad_()});
-  EXPECT_THAT(error_of([&] { backward(y.sum()); }), ::testing::HasSubstr("the second time"));
+  EXPECT_THAT(error_of([&] { backward(y.sum()); }), Says("the second time"));
   const auto after = at::rand({3});
   at::manual_seed(7);
   (void)at::dropout(here(at::ones({8})), 0.5, true);
   EXPECT_TRUE(at::equal(after, at::rand({3})));
 }
 
-TEST(RecomputeErrors, AFunctionThatCallsOtherUnitsTheSecondTimeIsNamed) {
-  ranks(1).run([](World& world) {
-    ShardedChain model(data_mesh(world), 3, 2, kWidth);
-    int calls = 0;
-    const auto x = input_of(0, 0, kWidth).requires_grad_();
-    const auto y = checkpoint(
-        [&](const auto& inputs) {
-          return model.chain->handles[calls++ == 0 ? 0 : 1]->forward(inputs[0]);
-        },
-        {x});
-    EXPECT_THAT(error_of([&] { backward(squares(y)); }), ::testing::HasSubstr("deterministic"));
-  });
+TEST_ON_RANKS(RecomputeErrors, AFunctionThatCallsOtherUnitsTheSecondTimeIsNamed, 1) {
+  ShardedChain model(data_mesh(world), 3, 2, kWidth);
+  int calls = 0;
+  const auto x = input_of(0, 0, kWidth).requires_grad_();
+  const auto y = checkpoint(
+      [&](const auto& inputs) {
+        return model.chain->handles[calls++ == 0 ? 0 : 1]->forward(inputs[0]);
+      },
+      {x});
+  EXPECT_THAT(error_of([&] { backward(squares(y)); }), Says("deterministic"));
 }
 
-TEST(RecomputeMore, WithoutGradInputsAndInsideNoGrad) {
-  ranks(2).run([](World& world) {
-    Chain plain(3, 1, kWidth);
-    auto block = std::make_shared<Block>(13, kWidth);
-    auto handle = fully_shard(block, data_mesh(world));
-    const auto x = input_of(world.rank(), 0, kWidth);
-    const auto run = [&](const std::vector<at::Tensor>& inputs) {
-      return handle.forward(inputs[0]);
-    };
-    backward(squares(checkpoint(run, {x})));
-    Block same(13, kWidth);
-    expect_same(whole_gradients(handle), gradients_of_squares(same, 2, 0, kWidth));
-    const at::NoGradGuard no_grad;
-    EXPECT_TRUE(same_bits(checkpoint(run, {x}), same.forward(x)));
-  });
+TEST_ON_RANKS(RecomputeMore, WithoutGradInputsAndInsideNoGrad, 2) {
+  Chain plain(3, 1, kWidth);
+  auto block = std::make_shared<Block>(13, kWidth);
+  auto handle = fully_shard(block, data_mesh(world));
+  const auto x = input_of(world.rank(), 0, kWidth);
+  const auto run = [&](const std::vector<at::Tensor>& inputs) { return handle.forward(inputs[0]); };
+  backward(squares(checkpoint(run, {x})));
+  Block same(13, kWidth);
+  expect_same(whole_gradients(handle), gradients_of_squares(same, 2, 0, kWidth));
+  const at::NoGradGuard no_grad;
+  EXPECT_TRUE(same_bits(checkpoint(run, {x}), same.forward(x)));
 }
 
-TEST(RecomputeMore, ABackwardTwiceOverARetainedGraph) {
-  ranks(2).run([](World& world) {
-    ShardedChain model(data_mesh(world), 3, 2, kWidth);
-    model.chain->recomputes_outside = true;
-    Chain plain(3, 2, kWidth);
-    const auto loss = squares(model.handle.forward(input_of(world.rank(), 0, kWidth)));
-    backward_and_keep_graph(loss);
-    const auto once = whole_gradients(model.handle);
-    expect_same(once, gradients_of_squares(plain, 2, 0, kWidth));
-    backward(loss);
-    for (const auto& [name, gradient] : whole_gradients(model.handle)) {
-      EXPECT_TRUE(same_bits(gradient, once.at(name) * 2)) << name;
-    }
-  });
+TEST_ON_RANKS(RecomputeMore, ABackwardTwiceOverARetainedGraph, 2) {
+  ShardedChain model(data_mesh(world), 3, 2, kWidth);
+  model.chain->recomputes_outside = true;
+  Chain plain(3, 2, kWidth);
+  const auto loss = squares(model.handle.forward(input_of(world.rank(), 0, kWidth)));
+  backward_and_keep_graph(loss);
+  const auto once = whole_gradients(model.handle);
+  expect_same(once, gradients_of_squares(plain, 2, 0, kWidth));
+  backward(loss);
+  for (const auto& [name, gradient] : whole_gradients(model.handle)) {
+    EXPECT_TRUE(same_bits(gradient, once.at(name) * 2)) << name;
+  }
 }
 
 // Naive: the nested backward gives every parameter inside its gradient, which nobody asked for and
@@ -251,7 +236,7 @@ TEST_P(RecomputeRefusals, ABackwardTowardsChosenTensorsLeavesNoGradient) {
   const auto layout = GetParam();
   RankBarrier meeting(layout.ranks);
   std::vector<std::string> told(static_cast<std::size_t>(layout.ranks));
-  ranks(layout.ranks, layout.backend).run([&](World& world) {
+  ranks(layout).run([&](World& world) {
     RankBarrier::Seat seat(meeting);
     for (const bool outside : {false, true}) {
       ShardedChain model(data_mesh(world, layout.replicas), 3, 2, kWidth);
@@ -264,10 +249,10 @@ TEST_P(RecomputeRefusals, ABackwardTowardsChosenTensorsLeavesNoGradient) {
         told[static_cast<std::size_t>(world.rank())] = error_of(run);
         seat.wait();
         // One that is elsewhere in its backward is told that another's has ended.
-        using ::testing::Each, ::testing::HasSubstr, ::testing::AnyOf;
-        const auto refused = HasSubstr("checkpoint: found torch::autograd::grad");
-        EXPECT_THAT(told, Each(AnyOf(refused, HasSubstr("an exception left a backward"))));
-        EXPECT_THAT(told, ::testing::Contains(refused));
+        using ::testing::AnyOf;
+        const auto refused = Says("checkpoint: found torch::autograd::grad");
+        EXPECT_THAT(told, Each(AnyOf(refused, Says("an exception left a backward"))));
+        EXPECT_THAT(told, Contains(refused));
         seat.wait();
         if (world.size() > 1) world.recover();
       };
@@ -288,7 +273,7 @@ TEST(RecomputeErrors, ABackwardTowardsChosenTensorsIsRefusedOutsideOfUnits) {
   plain.recomputes = true;
   const auto x = input_of(0, 0, kWidth).requires_grad_();
   EXPECT_THAT(error_of([&] { torch::autograd::grad({squares(plain.forward(x))}, {x}); }),
-              ::testing::HasSubstr("expected a backward() without inputs"));
+              Says("expected a backward() without inputs"));
   EXPECT_FALSE(plain.a.grad().defined());
 }
 
@@ -311,8 +296,8 @@ TEST(RecomputeErrors, GradModeThatTheFunctionLeavesOnOverAUnitsCallIsNamed) {
   };
   for (const int count : {1, 2}) {
     const auto errors = errors_of(count, [&](World& world) { run(world, false); });
-    EXPECT_THAT(errors, ::testing::Contains(::testing::HasSubstr("found grad mode switched on")));
-    EXPECT_THAT(errors, ::testing::Each(::testing::Ne("")));
+    EXPECT_THAT(errors, Contains(Says("found grad mode switched on")));
+    EXPECT_THAT(errors, Each(::testing::Ne("")));
     ranks(count).run([&](World& world) {
       Block plain(13, kWidth);
       const auto expected = plain_gradients(plain, count, count, [&](int rank) {
@@ -329,7 +314,7 @@ TEST(RecomputeErrors, CreateGraphIsRefusedOutsideOfUnits) {
   plain.recomputes = true;
   const auto loss = squares(plain.forward(input_of(0, 0, kWidth)));
   EXPECT_THAT(error_of([&] { torch::autograd::backward({loss}, {}, true, /*create_graph=*/true); }),
-              ::testing::HasSubstr("backward: found create_graph"));
+              Says("backward: found create_graph"));
 }
 
 // Naive: the change is in no history, and the second run makes it once more: also in an input that
@@ -343,7 +328,7 @@ TEST(RecomputeErrors, AnInputThatTheFunctionChangesInPlaceIsRefusedByItsNumber) 
   };
   for (const auto& input : {x, here(at::ones({3})), x.detach().narrow(0, 0, 1)}) {
     for (const auto& first : {at::Tensor(), here(at::ones({3}))}) {
-      EXPECT_THAT(run(first, input), ::testing::HasSubstr("checkpoint: found that argument 1"));
+      EXPECT_THAT(run(first, input), Says("checkpoint: found that argument 1"));
     }
   }
   EXPECT_EQ(error_of([&] {
@@ -366,11 +351,11 @@ TEST(RecomputeErrors, ResultsOfOtherSizesOrDtypesTheSecondTimeAreNamed) {
     return error_of([&] { backward(squares(results[0]) + squares(results[1])); });
   };
   EXPECT_THAT(second([](const at::Tensor& y) { return y.sum(0, true); }),
-              ::testing::HasSubstr("found result 1 as [1, 2] Float, expected [3, 2] Float"));
+              Says("found result 1 as [1, 2] Float, expected [3, 2] Float"));
   EXPECT_THAT(second([](const at::Tensor& y) { return y.to(at::kDouble); }),
-              ::testing::HasSubstr("found result 1 as [3, 2] Double, expected [3, 2] Float"));
+              Says("found result 1 as [3, 2] Double, expected [3, 2] Float"));
   EXPECT_THAT(second([](const at::Tensor&) { return at::Tensor(); }),
-              ::testing::HasSubstr("found result 1 undefined, expected [3, 2] Float"));
+              Says("found result 1 undefined, expected [3, 2] Float"));
   EXPECT_EQ(second([](const at::Tensor& y) { return y; }), "");
 }
 

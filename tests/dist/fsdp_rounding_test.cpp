@@ -1,6 +1,5 @@
 // Where gradients are rounded, and where not: at arrival (if asked), on the wire, in the final
 // cast.
-#include <gmock/gmock.h>
 
 #include <atomic>
 
@@ -8,6 +7,7 @@
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "support/plain.h"
+#include "support/test.h"
 
 namespace tessera::test::fsdp_rounding_test {
 namespace {
@@ -16,10 +16,8 @@ constexpr std::int64_t kWidth = 5;
 
 Tensors scaled(World& world, const PrecisionPolicy& policy,
                const std::vector<double>& micro_batches, int replicas = 1) {
-  ShardOptions options;
-  options.divide_factor = 1.0;
   auto handle = fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}))),
-                            data_mesh(world, replicas), policy, options);
+                            data_mesh(world, replicas), policy, undivided());
   for (std::size_t i = 0; i < micro_batches.size(); ++i) {
     handle.set_requires_gradient_sync(i + 1 == micro_batches.size());
     // Only rank 0 brings a gradient, so that the sum over ranks adds nothing to the question.
@@ -32,27 +30,22 @@ Tensors scaled(World& world, const PrecisionPolicy& policy,
 
 constexpr double kFine = 1.0 + 1.0 / 1024;  // exact in fp32, 1 in bf16
 
-TEST(Rounding, TheWireRoundsToReduceAndNothingElseDoes) {
-  ranks(2).run([](World& world) {
-    PrecisionPolicy policy;
-    const auto exact = here(at::full({kWidth}, static_cast<float>(kFine)));
-    EXPECT_TRUE(same_bits(scaled(world, policy, {kFine}).at("weight"), exact));
-    policy.reduce_dtype = DType::kBFloat16;
-    EXPECT_TRUE(same_bits(scaled(world, policy, {kFine}).at("weight"), here(at::ones({kWidth}))));
-    // The slot before the wire is fp32: 2^-10 four times is 2^-8, which bf16 rounds to even only at
-    // the wire.
-    EXPECT_TRUE(same_bits(scaled(world, policy, {kFine, 3.0 / 1024, 4.0 / 1024}).at("weight"),
-                          here(at::full({kWidth}, 1.0F + 1.0F / 128))));
-  });
+TEST_ON_RANKS(Rounding, TheWireRoundsToReduceAndNothingElseDoes, 2) {
+  PrecisionPolicy policy;
+  const auto exact = here(at::full({kWidth}, static_cast<float>(kFine)));
+  EXPECT_TRUE(same_bits(scaled(world, policy, {kFine}).at("weight"), exact));
+  policy.reduce_dtype = DType::kBFloat16;
+  EXPECT_TRUE(same_bits(scaled(world, policy, {kFine}).at("weight"), here(at::ones({kWidth}))));
+  // The slot before the wire is fp32: 2^-10 four times is 2^-8, which bf16 rounds to even only at
+  // the wire.
+  EXPECT_TRUE(same_bits(scaled(world, policy, {kFine, 3.0 / 1024, 4.0 / 1024}).at("weight"),
+                        here(at::full({kWidth}, 1.0F + 1.0F / 128))));
 }
 
-TEST(Rounding, ReplicasRoundToReduceToo) {
-  ranks(2).run([](World& world) {
-    PrecisionPolicy policy;
-    policy.reduce_dtype = DType::kBFloat16;
-    EXPECT_TRUE(
-        same_bits(scaled(world, policy, {kFine}, 2).at("weight"), here(at::ones({kWidth}))));
-  });
+TEST_ON_RANKS(Rounding, ReplicasRoundToReduceToo, 2) {
+  PrecisionPolicy policy;
+  policy.reduce_dtype = DType::kBFloat16;
+  EXPECT_TRUE(same_bits(scaled(world, policy, {kFine}, 2).at("weight"), here(at::ones({kWidth}))));
 }
 
 /// Bytes that each rank hands to the replica sum, in all.
@@ -80,7 +73,7 @@ TEST(Rounding, ReplicasSendInReduce) {
         slice = handle.unit()->buckets()[0]->plan().slice_numel();
       });
       EXPECT_GE(slice, 64);
-      EXPECT_THAT(bytes, ::testing::Each(slice * size_of(reduce)));
+      EXPECT_THAT(bytes, Each(slice * size_of(reduce)));
     }
   }
 }
@@ -92,12 +85,10 @@ TEST(Rounding, ReplicasAreAddedInAccumulateWhateverTheWire) {
       ranks(count, backend).run([&](World& world) {
         PrecisionPolicy policy;
         policy.reduce_dtype = DType::kBFloat16;
-        ShardOptions options;
-        options.divide_factor = 1.0;
         // Large enough that three replicas sum in two phases.
         constexpr std::int64_t kMany = 100003;
         auto handle = fully_shard(std::make_shared<Scale>(here(at::ones({kMany}))),
-                                  data_mesh(world, replicas), policy, options);
+                                  data_mesh(world, replicas), policy, undivided());
         const bool last = world.rank() + 1 == world.size();
         const auto value = world.rank() == 0 ? 256.0 : last ? 1.0 : 0.0;
         backward((handle.forward(here(at::ones({kMany}))) * value).sum());
@@ -114,10 +105,8 @@ TEST(Rounding, ADeferredPartialOverReplicasIsKeptInAccumulate) {
     ranks(count).run([replicas](World& world) {
       PrecisionPolicy policy;
       policy.reduce_dtype = DType::kBFloat16;
-      ShardOptions options;
-      options.divide_factor = 1.0;
       auto handle = fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}))),
-                                data_mesh(world, replicas), policy, options);
+                                data_mesh(world, replicas), policy, undivided());
       for (const double value : {256.0, 1.0, 1.0}) {
         handle.set_requires_replica_reduce(value == 1.0);
         backward(
@@ -164,13 +153,11 @@ TEST(Rounding, ASteadyStepTakesNoNewMemoryForFinalGradients) {
   }
 }
 
-TEST(Rounding, OneRankHasNoWire) {
-  ranks(1).run([](World& world) {
-    PrecisionPolicy policy;
-    policy.reduce_dtype = DType::kBFloat16;
-    EXPECT_TRUE(same_bits(scaled(world, policy, {kFine}).at("weight"),
-                          here(at::full({kWidth}, static_cast<float>(kFine)))));
-  });
+TEST_ON_RANKS(Rounding, OneRankHasNoWire, 1) {
+  PrecisionPolicy policy;
+  policy.reduce_dtype = DType::kBFloat16;
+  EXPECT_TRUE(same_bits(scaled(world, policy, {kFine}).at("weight"),
+                        here(at::full({kWidth}, static_cast<float>(kFine)))));
 }
 
 TEST(Rounding, FinalIsOneCastAtTheEndOfTheStep) {
@@ -184,39 +171,32 @@ TEST(Rounding, FinalIsOneCastAtTheEndOfTheStep) {
   }
 }
 
-TEST(Rounding, ArrivalRoundsOnlyWhereARuleAsks) {
-  ranks(2).run([](World& world) {
-    PrecisionPolicy policy;
-    PrecisionRule rule;
-    rule.match = {"weight"};
-    rule.grad_dtype = DType::kBFloat16;
-    policy.rules = {rule};
-    EXPECT_TRUE(same_bits(scaled(world, policy, {kFine, 1.0 / 1024}).at("weight"),
-                          here(at::full({kWidth}, static_cast<float>(kFine)))));
-  });
+TEST_ON_RANKS(Rounding, ArrivalRoundsOnlyWhereARuleAsks, 2) {
+  PrecisionPolicy policy;
+  PrecisionRule rule;
+  rule.match = {"weight"};
+  rule.grad_dtype = DType::kBFloat16;
+  policy.rules = {rule};
+  EXPECT_TRUE(same_bits(scaled(world, policy, {kFine, 1.0 / 1024}).at("weight"),
+                        here(at::full({kWidth}, static_cast<float>(kFine)))));
 }
 
-TEST(Rounding, AccumulationInDoubleKeepsWhatFloatLoses) {
-  ranks(2).run([](World& world) {
-    PrecisionPolicy policy;
-    policy.accumulate_dtype = policy.reduce_dtype = policy.final_dtype = DType::kFloat64;
-    const double tiny = std::ldexp(1.0, -40);
-    EXPECT_TRUE(same_bits(scaled(world, policy, {1, tiny}).at("weight"),
-                          here(at::full({kWidth}, 1 + tiny, at::kDouble))));
-  });
+TEST_ON_RANKS(Rounding, AccumulationInDoubleKeepsWhatFloatLoses, 2) {
+  PrecisionPolicy policy;
+  policy.accumulate_dtype = policy.reduce_dtype = policy.final_dtype = DType::kFloat64;
+  const double tiny = std::ldexp(1.0, -40);
+  EXPECT_TRUE(same_bits(scaled(world, policy, {1, tiny}).at("weight"),
+                        here(at::full({kWidth}, 1 + tiny, at::kDouble))));
 }
 
-TEST(Rounding, TheDefaultDividesByTheDataRanksOnce) {
-  ranks(4).run([](World& world) {
-    for (const int replicas : {1, 2, 4}) {
-      auto handle = fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}))),
-                                data_mesh(world, replicas));
-      backward(
-          (handle.forward(here(at::ones({kWidth}))) * static_cast<double>(world.rank())).sum());
-      EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"), here(at::full({kWidth}, 1.5F))))
-          << replicas;
-    }
-  });
+TEST_ON_RANKS(Rounding, TheDefaultDividesByTheDataRanksOnce, 4) {
+  for (const int replicas : {1, 2, 4}) {
+    auto handle =
+        fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}))), data_mesh(world, replicas));
+    backward((handle.forward(here(at::ones({kWidth}))) * static_cast<double>(world.rank())).sum());
+    EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"), here(at::full({kWidth}, 1.5F))))
+        << replicas;
+  }
 }
 
 }  // namespace

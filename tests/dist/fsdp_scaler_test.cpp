@@ -1,5 +1,4 @@
 // A scaled loss: the gradients of the plain one, and steps that all ranks leave out together.
-#include <gmock/gmock.h>
 
 #include <cmath>
 #include <limits>
@@ -7,15 +6,12 @@
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "support/plain.h"
+#include "support/test.h"
 #include "tessera/clip.h"
 #include "tessera/grad_scaler.h"
 
 namespace tessera::test::fsdp_scaler_test {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::Each;
-using ::testing::HasSubstr;
 
 constexpr std::int64_t kWidth = 6;
 
@@ -199,7 +195,7 @@ TEST(GradScaler, SmallGradientsAreThoseOfFloat64) {
         EXPECT_THAT(errors(scaler), Each(::testing::Le(0x1p-6)));
       }
       GradScaler none(handle, from(1.0));
-      EXPECT_THAT(errors(none), ::testing::Contains(::testing::Ge(0.05)));
+      EXPECT_THAT(errors(none), Contains(::testing::Ge(0.05)));
     }
   });
 }
@@ -235,23 +231,21 @@ TEST(GradScaler, AnOverflowOnOneRankLeavesTheStepOutOnAll) {
 }
 
 // Each rank's gradient is finite in float16; what the wire carries must not lose that it is not.
-TEST(GradScaler, ASumThatOverflowsOnTheWireIsSeen) {
-  ranks(2).run([](World& world) {
-    auto policy = in_float16(DType::kFloat16);
-    policy.param_dtype = DType::kFloat32;
-    auto handle =
-        fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}))), data_mesh(world), policy);
-    GradScaler scaler(handle, from(0x1p15));
-    handle.set_requires_gradient_sync(false);
-    backward(scaler.scaled(handle.forward(here(at::full({kWidth}, 1.5))).sum()));
-    handle.set_requires_gradient_sync(true);
-    backward(scaler.scaled(handle.forward(here(at::full({kWidth}, 1.5))).sum()));
-    EXPECT_FALSE(scaler.update(handle, gradient_norm(handle)));
-    handle.zero_grad();
-    backward(scaler.scaled(handle.forward(here(at::full({kWidth}, 1.5))).sum()));
-    EXPECT_TRUE(scaler.update(handle, gradient_norm(handle)));
-    EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"), here(at::full({kWidth}, 1.5F))));
-  });
+TEST_ON_RANKS(GradScaler, ASumThatOverflowsOnTheWireIsSeen, 2) {
+  auto policy = in_float16(DType::kFloat16);
+  policy.param_dtype = DType::kFloat32;
+  auto handle =
+      fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}))), data_mesh(world), policy);
+  GradScaler scaler(handle, from(0x1p15));
+  handle.set_requires_gradient_sync(false);
+  backward(scaler.scaled(handle.forward(here(at::full({kWidth}, 1.5))).sum()));
+  handle.set_requires_gradient_sync(true);
+  backward(scaler.scaled(handle.forward(here(at::full({kWidth}, 1.5))).sum()));
+  EXPECT_FALSE(scaler.update(handle, gradient_norm(handle)));
+  handle.zero_grad();
+  backward(scaler.scaled(handle.forward(here(at::full({kWidth}, 1.5))).sum()));
+  EXPECT_TRUE(scaler.update(handle, gradient_norm(handle)));
+  EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"), here(at::full({kWidth}, 1.5F))));
 }
 
 // Naive: a model that has diverged leaves out steps for ever, at a scale of 0 in the end.
@@ -271,70 +265,64 @@ TEST(GradScaler, AScaleThatCannotFallIsAnErrorOnEveryRank) {
         EXPECT_FALSE(scaler.update(handle, gradient_norm(handle)));
       }
     });
-    EXPECT_THAT(errors, Each(AllOf(HasSubstr("at the loss scale 4 after 2 skipped steps"),
-                                   HasSubstr("grad_scaler.min_scale"), HasSubstr("weight"))));
+    EXPECT_THAT(errors, Each(Says("at the loss scale 4 after 2 skipped steps",
+                                  "grad_scaler.min_scale", "weight")));
   }
 }
 
-TEST(GradScaler, GoesOnWhereAnotherOneWas) {
-  ranks(2).run([](World& world) {
-    auto handle =
-        fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}))), data_mesh(world), {});
-    GradScaler scaler(handle, from(16.0, 4));
-    scaler.restore({256.0, 3, 7});
-    backward(scaler.scaled(handle.forward(here(at::ones({kWidth}))).sum()));
-    EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"), here(at::ones({kWidth}))));
-    EXPECT_TRUE(scaler.update(handle, gradient_norm(handle)));
-    EXPECT_EQ(scaler.state(), (LossScaleState{512.0, 0, 7}));
-    EXPECT_THAT(error_of([&] { scaler.restore({3.0, 0, 0}); }), HasSubstr("power of two"));
-    EXPECT_THAT(error_of([&] { scaler.restore({0.5, 0, 0}); }), HasSubstr("min_scale"));
-  });
+TEST_ON_RANKS(GradScaler, GoesOnWhereAnotherOneWas, 2) {
+  auto handle =
+      fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}))), data_mesh(world), {});
+  GradScaler scaler(handle, from(16.0, 4));
+  scaler.restore({256.0, 3, 7});
+  backward(scaler.scaled(handle.forward(here(at::ones({kWidth}))).sum()));
+  EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"), here(at::ones({kWidth}))));
+  EXPECT_TRUE(scaler.update(handle, gradient_norm(handle)));
+  EXPECT_EQ(scaler.state(), (LossScaleState{512.0, 0, 7}));
+  EXPECT_THAT(error_of([&] { scaler.restore({3.0, 0, 0}); }), Says("power of two"));
+  EXPECT_THAT(error_of([&] { scaler.restore({0.5, 0, 0}); }), Says("min_scale"));
 }
 
-TEST(GradScaler, IsOnePerModelAndOfItsOutermostHandle) {
-  ranks(2).run([](World& world) {
-    const auto mesh = data_mesh(world);
-    auto chain = std::make_shared<Chain>(3, 2, kWidth);
-    chain->shard_blocks(mesh);
-    GradScaler early(*chain->handles[0], from(8.0));
-    auto handle = fully_shard(chain, mesh);
-    EXPECT_THAT(error_of([&] { early.update(*chain->handles[0], 1.0); }),
-                HasSubstr("make the scaler after the outermost fully_shard"));
-    std::optional<GradScaler> scaler;
-    scaler.emplace(handle, from(8.0));
-    EXPECT_THAT(error_of([&] { const GradScaler second(handle); }), HasSubstr("one per model"));
-    scaler.reset();
-    // Without it losses are plain again.
-    EXPECT_EQ(handle.unit()->runtime().loss_scale(), 1.0);
-    EXPECT_EQ(error_of([&] { const GradScaler second(handle); }), "");
-  });
+TEST_ON_RANKS(GradScaler, IsOnePerModelAndOfItsOutermostHandle, 2) {
+  const auto mesh = data_mesh(world);
+  auto chain = std::make_shared<Chain>(3, 2, kWidth);
+  chain->shard_blocks(mesh);
+  GradScaler early(*chain->handles[0], from(8.0));
+  auto handle = fully_shard(chain, mesh);
+  EXPECT_THAT(error_of([&] { early.update(*chain->handles[0], 1.0); }),
+              Says("make the scaler after the outermost fully_shard"));
+  std::optional<GradScaler> scaler;
+  scaler.emplace(handle, from(8.0));
+  EXPECT_THAT(error_of([&] { const GradScaler second(handle); }), Says("one per model"));
+  scaler.reset();
+  // Without it losses are plain again.
+  EXPECT_EQ(handle.unit()->runtime().loss_scale(), 1.0);
+  EXPECT_EQ(error_of([&] { const GradScaler second(handle); }), "");
 }
 
 // Naive: half of a step's micro-batches are divided by the other half's scale.
-TEST(GradScaler, MovesBetweenStepsOnly) {
-  ranks(2).run([](World& world) {
-    auto handle =
-        fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}))), data_mesh(world), {});
-    std::optional<GradScaler> scaler;
-    scaler.emplace(handle, from(8.0, 1));
-    const auto forward = [&] {
-      return scaler->scaled(handle.forward(here(at::ones({kWidth}))).sum());
-    };
-    {
-      const auto loss = forward();
-      EXPECT_THAT(error_of([&] { scaler->update(handle, 1.0); }), HasSubstr("run backward first"));
-    }
-    handle.set_requires_gradient_sync(false);
-    backward(forward());
-    EXPECT_THAT(error_of([&] { scaler->update(handle, 1.0); }),
-                HasSubstr("set_requires_gradient_sync(true)"));
-    EXPECT_THAT(error_of([&] { scaler->restore({64.0, 0, 0}); }), HasSubstr("wait to be reduced"));
-    EXPECT_EQ(scaler->scale(), 8.0);
-    handle.set_requires_gradient_sync(true);
-    backward(forward());
-    EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"), here(at::full({kWidth}, 2.0F))));
-    EXPECT_TRUE(scaler->update(handle, gradient_norm(handle)));
-  });
+TEST_ON_RANKS(GradScaler, MovesBetweenStepsOnly, 2) {
+  auto handle =
+      fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}))), data_mesh(world), {});
+  std::optional<GradScaler> scaler;
+  scaler.emplace(handle, from(8.0, 1));
+  const auto forward = [&] {
+    return scaler->scaled(handle.forward(here(at::ones({kWidth}))).sum());
+  };
+  {
+    const auto loss = forward();
+    EXPECT_THAT(error_of([&] { scaler->update(handle, 1.0); }), Says("run backward first"));
+  }
+  handle.set_requires_gradient_sync(false);
+  backward(forward());
+  EXPECT_THAT(error_of([&] { scaler->update(handle, 1.0); }),
+              Says("set_requires_gradient_sync(true)"));
+  EXPECT_THAT(error_of([&] { scaler->restore({64.0, 0, 0}); }), Says("wait to be reduced"));
+  EXPECT_EQ(scaler->scale(), 8.0);
+  handle.set_requires_gradient_sync(true);
+  backward(forward());
+  EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"), here(at::full({kWidth}, 2.0F))));
+  EXPECT_TRUE(scaler->update(handle, gradient_norm(handle)));
 }
 
 // Naive: what is left of a step is divided by a scale that nobody multiplies by any more.
@@ -350,7 +338,7 @@ TEST(GradScaler, OneThatEndsInTheMiddleOfAStepIsMissed) {
     handle.set_requires_gradient_sync(true);
     backward(handle.forward(here(at::ones({kWidth}))).sum());
   });
-  EXPECT_THAT(errors[0], HasSubstr("at the loss scale 8 of a GradScaler that ended"));
+  EXPECT_THAT(errors[0], Says("at the loss scale 8 of a GradScaler that ended"));
 }
 
 }  // namespace

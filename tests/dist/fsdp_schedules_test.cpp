@@ -1,6 +1,5 @@
 // What trainers build from the controls: schedules of micro-batches, with the collectives that they
 // issue, and modules that keep something of their own between calls.
-#include <gmock/gmock.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/normalization.h>
 
@@ -8,6 +7,7 @@
 
 #include "dist/controls.h"
 #include "support/quotient.h"
+#include "support/test.h"
 
 namespace tessera::test::fsdp_schedules_test {
 namespace {
@@ -50,112 +50,99 @@ enum class Synced { kAll, kAllButRoot, kAllButOneBlock };
 
 // FSDP2's test_gradient_accumulation: which units are reduced in which micro-batch, and how often
 // what is gathered.
-TEST_P(Schedules, AccumulationReducesWhatIsToBeSyncedAndNothingElse) {
-  const auto [count, replicas] = GetParam();
-  ranks(count).run([replicas](World& world) {
-    constexpr int kMicroBatches = 3;
-    const bool communicates = world.size() / replicas > 1;
-    for (const auto synced : {Synced::kAll, Synced::kAllButRoot, Synced::kAllButOneBlock}) {
-      for (const bool stays : {false, true}) {
-        Twins twins(world, replicas);
-        if (stays) {
-          twins.handle().set_reshard_after_forward(false);
-          twins.handle().set_reshard_after_backward(false);
-        }
-        for (int i = 0; i < kMicroBatches; ++i) {
-          const bool last = i + 1 == kMicroBatches;
-          if (synced == Synced::kAll) {
-            twins.handle().set_requires_gradient_sync(last);
-          } else if (synced == Synced::kAllButRoot) {
-            twins.handle().set_requires_gradient_sync(last, /*recurse=*/false);
-          } else {
-            twins.block(1).set_requires_gradient_sync(last);
-          }
-          const auto counts = twins.run(i);
-          const auto units = kBlocks + 1;
-          const auto reduced = last ? units : synced == Synced::kAll ? 0 : units - 1;
-          EXPECT_EQ(counts.reductions, communicates ? reduced : 0);
-          // The first backward does not know yet that the last block's comes first.
-          const auto gathered = stays ? (i == 0 ? units : 0) : (i == 0 ? 7 : 6);
-          EXPECT_EQ(counts.gathers, communicates ? gathered : 0);
-        }
-        expect_close(whole_gradients(twins.handle()), plain_sum(twins, world, kMicroBatches),
-                     kMicroBatches * world.size());
-      }
-    }
-  });
-}
-
-// As one stage of a pipeline runs them: two forwards ahead, gradients shown after the last.
-TEST_P(Schedules, OneForwardOneBackwardIsTheSumOfItsMicroBatches) {
-  const auto [count, replicas] = GetParam();
-  ranks(count).run([replicas](World& world) {
-    constexpr int kMicroBatches = 4;
-    for (const bool syncs_every : {true, false}) {
+TEST_P_ON_RANKS(Schedules, AccumulationReducesWhatIsToBeSyncedAndNothingElse, GetParam().first) {
+  const auto replicas = GetParam().second;
+  constexpr int kMicroBatches = 3;
+  const bool communicates = world.size() / replicas > 1;
+  for (const auto synced : {Synced::kAll, Synced::kAllButRoot, Synced::kAllButOneBlock}) {
+    for (const bool stays : {false, true}) {
       Twins twins(world, replicas);
-      twins.handle().set_reshard_after_backward(false);
-      std::vector<at::Tensor> losses;
-      const auto run_backward = [&](std::size_t i) {
-        const bool last = i + 1 == kMicroBatches;
-        twins.handle().set_is_last_backward(last);
-        twins.handle().set_requires_gradient_sync(last || syncs_every);
-        backward(losses[i]);
-        losses[i] = at::Tensor();
-      };
-      for (int i = 0; i < kMicroBatches; ++i) {
-        losses.push_back(squares(twins.forward(i)));
-        if (i > 0) run_backward(static_cast<std::size_t>(i) - 1);
+      if (stays) {
+        twins.handle().set_reshard_after_forward(false);
+        twins.handle().set_reshard_after_backward(false);
       }
-      run_backward(kMicroBatches - 1);
+      for (int i = 0; i < kMicroBatches; ++i) {
+        const bool last = i + 1 == kMicroBatches;
+        if (synced == Synced::kAll) {
+          twins.handle().set_requires_gradient_sync(last);
+        } else if (synced == Synced::kAllButRoot) {
+          twins.handle().set_requires_gradient_sync(last, /*recurse=*/false);
+        } else {
+          twins.block(1).set_requires_gradient_sync(last);
+        }
+        const auto counts = twins.run(i);
+        const auto units = kBlocks + 1;
+        const auto reduced = last ? units : synced == Synced::kAll ? 0 : units - 1;
+        EXPECT_EQ(counts.reductions, communicates ? reduced : 0);
+        // The first backward does not know yet that the last block's comes first.
+        const auto gathered = stays ? (i == 0 ? units : 0) : (i == 0 ? 7 : 6);
+        EXPECT_EQ(counts.gathers, communicates ? gathered : 0);
+      }
       expect_close(whole_gradients(twins.handle()), plain_sum(twins, world, kMicroBatches),
                    kMicroBatches * world.size());
     }
-  });
+  }
+}
+
+// As one stage of a pipeline runs them: two forwards ahead, gradients shown after the last.
+TEST_P_ON_RANKS(Schedules, OneForwardOneBackwardIsTheSumOfItsMicroBatches, GetParam().first) {
+  constexpr int kMicroBatches = 4;
+  for (const bool syncs_every : {true, false}) {
+    Twins twins(world, GetParam().second);
+    twins.handle().set_reshard_after_backward(false);
+    std::vector<at::Tensor> losses;
+    const auto run_backward = [&](std::size_t i) {
+      const bool last = i + 1 == kMicroBatches;
+      twins.handle().set_is_last_backward(last);
+      twins.handle().set_requires_gradient_sync(last || syncs_every);
+      backward(losses[i]);
+      losses[i] = at::Tensor();
+    };
+    for (int i = 0; i < kMicroBatches; ++i) {
+      losses.push_back(squares(twins.forward(i)));
+      if (i > 0) run_backward(static_cast<std::size_t>(i) - 1);
+    }
+    run_backward(kMicroBatches - 1);
+    expect_close(whole_gradients(twins.handle()), plain_sum(twins, world, kMicroBatches),
+                 kMicroBatches * world.size());
+  }
 }
 
 // As preference losses do: two forwards of recomputed units, then one backward through both.
-TEST_P(Schedules, TwoForwardsOfRecomputedUnitsAndOneBackward) {
-  const auto [count, replicas] = GetParam();
-  ranks(count).run([replicas](World& world) {
-    for (const bool outside : {true, false}) {
-      Twins twins(world, replicas);
-      twins.model.chain->recomputes_outside = outside;
-      for (auto& block : twins.model.chain->blocks) block->recomputes = !outside;
-      for (int step = 0; step < 2; ++step) {
-        twins.handle().zero_grad();
-        const auto first = twins.forward(0);
-        const auto second = twins.forward(1);
-        backward(squares(first) + squares(second));
-        expect_close(whole_gradients(twins.handle()), plain_sum(twins, world, 2), 2 * world.size());
-      }
+TEST_P_ON_RANKS(Schedules, TwoForwardsOfRecomputedUnitsAndOneBackward, GetParam().first) {
+  for (const bool outside : {true, false}) {
+    Twins twins(world, GetParam().second);
+    twins.model.chain->recomputes_outside = outside;
+    for (auto& block : twins.model.chain->blocks) block->recomputes = !outside;
+    for (int step = 0; step < 2; ++step) {
+      twins.handle().zero_grad();
+      const auto first = twins.forward(0);
+      const auto second = twins.forward(1);
+      backward(squares(first) + squares(second));
+      expect_close(whole_gradients(twins.handle()), plain_sum(twins, world, 2), 2 * world.size());
     }
-  });
+  }
 }
 
 // Memory that would have stayed is given back by hand; the backward gathers it again.
-TEST_P(Schedules, UnitsThatStayMayBeGivenBackByHandAfterForward) {
-  const auto [count, replicas] = GetParam();
-  ranks(count).run([replicas](World& world) {
-    Twins twins(world, replicas);
-    twins.handle().set_reshard_after_forward(false);
-    for (int step = 0; step < 2; ++step) {
-      twins.handle().zero_grad();
-      const auto loss = squares(twins.forward(step));
-      for (std::size_t i = 0; i < kBlocks; ++i) twins.block(i).reshard();
-      backward(loss);
-      twins.expect_plain(step);
-    }
-  });
+TEST_P_ON_RANKS(Schedules, UnitsThatStayMayBeGivenBackByHandAfterForward, GetParam().first) {
+  Twins twins(world, GetParam().second);
+  twins.handle().set_reshard_after_forward(false);
+  for (int step = 0; step < 2; ++step) {
+    twins.handle().zero_grad();
+    const auto loss = squares(twins.forward(step));
+    for (std::size_t i = 0; i < kBlocks; ++i) twins.block(i).reshard();
+    backward(loss);
+    twins.expect_plain(step);
+  }
 }
 
-TEST(SchedulesAlone, OneRankCommunicatesNothing) {
-  ranks(1).run([](World& world) {
-    Twins twins(world);
-    twins.handle().set_reshard_after_backward(false);
-    twins.block(0).unshard();
-    EXPECT_EQ(twins.step(0), (Counts{0, 0}));
-    EXPECT_EQ(twins.step(1), (Counts{0, 0}));
-  });
+TEST_ON_RANKS(SchedulesAlone, OneRankCommunicatesNothing, 1) {
+  Twins twins(world);
+  twins.handle().set_reshard_after_backward(false);
+  twins.block(0).unshard();
+  EXPECT_EQ(twins.step(0), (Counts{0, 0}));
+  EXPECT_EQ(twins.step(1), (Counts{0, 0}));
 }
 
 // ------------------------------------------------------------------------------ modules of torch
@@ -172,23 +159,21 @@ struct Normed : torch::nn::Module {
   }
 };
 
-TEST_P(Schedules, NormsWithBuffersTrainAsUnsharded) {
-  const auto [count, replicas] = GetParam();
-  ranks(count).run([replicas](World& world) {
-    Normed plain;
-    auto module = std::make_shared<Normed>();
-    auto handle = fully_shard(module, data_mesh(world, replicas));
-    for (int step = 0; step < 2; ++step) {
-      handle.zero_grad();
-      backward(squares(handle.forward(input_of(world.rank(), step, 5))));
-      expect_same(whole_gradients(handle),
-                  plain_gradients_over(plain, world, replicas, world.size(), [&](int rank) {
-                    backward(squares(plain.forward(input_of(rank, step, 5))));
-                  }));
-    }
-    EXPECT_EQ(handle.named_buffers().size(), 3U);
-    EXPECT_EQ(module->batch->num_batches_tracked.item<std::int64_t>(), 2);
-  });
+TEST_P_ON_RANKS(Schedules, NormsWithBuffersTrainAsUnsharded, GetParam().first) {
+  const auto replicas = GetParam().second;
+  Normed plain;
+  auto module = std::make_shared<Normed>();
+  auto handle = fully_shard(module, data_mesh(world, replicas));
+  for (int step = 0; step < 2; ++step) {
+    handle.zero_grad();
+    backward(squares(handle.forward(input_of(world.rank(), step, 5))));
+    expect_same(whole_gradients(handle),
+                plain_gradients_over(plain, world, replicas, world.size(), [&](int rank) {
+                  backward(squares(plain.forward(input_of(rank, step, 5))));
+                }));
+  }
+  EXPECT_EQ(handle.named_buffers().size(), 3U);
+  EXPECT_EQ(module->batch->num_batches_tracked.item<std::int64_t>(), 2);
 }
 
 }  // namespace

@@ -1,6 +1,5 @@
 // set_trainable: what is frozen and unfrozen between steps moves with its values and its optimizer
 // state, and the run goes on as an unsharded one does.
-#include <gmock/gmock.h>
 #include <torch/optim/adamw.h>
 
 #include <mutex>
@@ -9,6 +8,7 @@
 #include "fsdp/runtime/unit.h"
 #include "support/plain.h"
 #include "support/quotient.h"
+#include "support/test.h"
 #include "tessera/optim.h"
 #include "tessera/trainable.h"
 
@@ -221,8 +221,7 @@ TEST_P(Trainable, AWriteIntoA16BitShardBeforeTheChangeStillDropsItsRemainder) {
 // PyTorch issue 186998, probes e2 to e4 of FSDP2: dtypes resolved from a frozen first forward.
 TEST_P(Trainable, WhatIsUnfrozenAfterAFrozenFirstForwardHasTheDtypesOfItsContract) {
   run([](World& world, const Mesh& mesh) {
-    PrecisionPolicy policy;
-    policy.param_dtype = DType::kBFloat16;
+    const auto policy = in_bfloat16();
     const auto block = std::make_shared<Block>(5, kWidth);
     auto head = std::make_shared<Chain>(1, 1, kWidth);
     for (const auto& p : block->parameters()) p.set_requires_grad(false);

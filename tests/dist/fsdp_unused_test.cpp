@@ -1,17 +1,14 @@
 // [Note: unused] and [Note: shared across units].
-#include <gmock/gmock.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "support/plain.h"
+#include "support/test.h"
 #include "tessera/optim.h"
 
 namespace tessera::test::fsdp_unused_test {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 
 constexpr std::int64_t kWidth = 7;
 
@@ -40,63 +37,57 @@ INSTANTIATE_TEST_SUITE_P(Ranks, UnusedOnRanks, ::testing::Values(1, 2, 3));
 
 // Naive: ranks without the gradient skip the reduction (a hang), or have no gradient where others
 // have one.
-TEST_P(UnusedOnRanks, UsedOnOneRankHasAGradientEverywhere) {
-  ranks(GetParam()).run([](World& world) {
-    const int user = world.size() - 1;
-    Partly plain(user);
-    auto handle = fully_shard(std::make_shared<Partly>(user), data_mesh(world));
-    for (int step = 0; step < 2; ++step) {
-      handle.zero_grad();
-      backward(squares(handle.forward(input_of(world.rank(), step, kWidth), world.rank())));
-      expect_same(whole_gradients(handle),
-                  plain_gradients(plain, world.size(), world.size(), [&](int rank) {
-                    backward(squares(plain.forward(input_of(rank, step, kWidth), rank)));
-                  }));
-      EXPECT_TRUE(grad_of(handle, "some").defined());
-    }
-  });
+TEST_P_ON_RANKS(UnusedOnRanks, UsedOnOneRankHasAGradientEverywhere, GetParam()) {
+  const int user = world.size() - 1;
+  Partly plain(user);
+  auto handle = fully_shard(std::make_shared<Partly>(user), data_mesh(world));
+  for (int step = 0; step < 2; ++step) {
+    handle.zero_grad();
+    backward(squares(handle.forward(input_of(world.rank(), step, kWidth), world.rank())));
+    expect_same(whole_gradients(handle),
+                plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+                  backward(squares(plain.forward(input_of(rank, step, kWidth), rank)));
+                }));
+    EXPECT_TRUE(grad_of(handle, "some").defined());
+  }
 }
 
 // Naive: a gradient of zeros: weight decay, momentum and Adam's averages move what nobody used.
-TEST_P(UnusedOnRanks, UsedOnNoRankHasNoGradientAndIsNotStepped) {
-  ranks(GetParam()).run([](World& world) {
-    for (const bool adam : {true, false}) {
-      auto handle = fully_shard(std::make_shared<Partly>(-1), data_mesh(world));
-      const auto before = whole_parameters(handle);
-      const auto optimizer =
-          adam ? make_adamw(handle, adamw(0.1, 0.5)) : make_sgd(handle, sgd(0.1, 0.9, 0.5));
-      for (int step = 0; step < 2; ++step) {
-        handle.zero_grad();
-        backward(squares(handle.forward(input_of(world.rank(), step, kWidth), world.rank())));
-        EXPECT_FALSE(grad_of(handle, "some").defined());
-        optimizer->step();
-      }
-      const auto after = whole_parameters(handle);
-      EXPECT_TRUE(same_bits(after.at("some"), before.at("some")));
-      EXPECT_FALSE(at::equal(after.at("always"), before.at("always")));
+TEST_P_ON_RANKS(UnusedOnRanks, UsedOnNoRankHasNoGradientAndIsNotStepped, GetParam()) {
+  for (const bool adam : {true, false}) {
+    auto handle = fully_shard(std::make_shared<Partly>(-1), data_mesh(world));
+    const auto before = whole_parameters(handle);
+    const auto optimizer =
+        adam ? make_adamw(handle, adamw(0.1, 0.5)) : make_sgd(handle, sgd(0.1, 0.9, 0.5));
+    for (int step = 0; step < 2; ++step) {
+      handle.zero_grad();
+      backward(squares(handle.forward(input_of(world.rank(), step, kWidth), world.rank())));
+      EXPECT_FALSE(grad_of(handle, "some").defined());
+      optimizer->step();
     }
-  });
+    const auto after = whole_parameters(handle);
+    EXPECT_TRUE(same_bits(after.at("some"), before.at("some")));
+    EXPECT_FALSE(at::equal(after.at("always"), before.at("always")));
+  }
 }
 
-TEST_P(UnusedOnRanks, UsedInOneStepAndNotInTheNext) {
-  ranks(GetParam()).run([](World& world) {
-    auto module = std::make_shared<Partly>(-2);
-    auto handle = fully_shard(module, data_mesh(world));
-    backward(squares(handle.forward(input_of(world.rank(), 0, kWidth), world.rank())));
-    EXPECT_TRUE(grad_of(handle, "some").defined());
-    handle.zero_grad();
-    module->user = -1;
-    backward(squares(handle.forward(input_of(world.rank(), 1, kWidth), world.rank())));
-    EXPECT_FALSE(grad_of(handle, "some").defined()) << "the old one must not come back";
-    EXPECT_TRUE(at::equal(whole_gradients(handle).at("some"), here(at::zeros({kWidth}))));
-    // Without zero_grad the gradient of the step before stays, as unsharded.
-    module->user = -2;
-    backward(squares(handle.forward(input_of(world.rank(), 2, kWidth), world.rank())));
-    const auto kept = whole_gradients(handle).at("some");
-    module->user = -1;
-    backward(squares(handle.forward(input_of(world.rank(), 3, kWidth), world.rank())));
-    EXPECT_TRUE(same_bits(whole_gradients(handle).at("some"), kept));
-  });
+TEST_P_ON_RANKS(UnusedOnRanks, UsedInOneStepAndNotInTheNext, GetParam()) {
+  auto module = std::make_shared<Partly>(-2);
+  auto handle = fully_shard(module, data_mesh(world));
+  backward(squares(handle.forward(input_of(world.rank(), 0, kWidth), world.rank())));
+  EXPECT_TRUE(grad_of(handle, "some").defined());
+  handle.zero_grad();
+  module->user = -1;
+  backward(squares(handle.forward(input_of(world.rank(), 1, kWidth), world.rank())));
+  EXPECT_FALSE(grad_of(handle, "some").defined()) << "the old one must not come back";
+  EXPECT_TRUE(at::equal(whole_gradients(handle).at("some"), here(at::zeros({kWidth}))));
+  // Without zero_grad the gradient of the step before stays, as unsharded.
+  module->user = -2;
+  backward(squares(handle.forward(input_of(world.rank(), 2, kWidth), world.rank())));
+  const auto kept = whole_gradients(handle).at("some");
+  module->user = -1;
+  backward(squares(handle.forward(input_of(world.rank(), 3, kWidth), world.rank())));
+  EXPECT_TRUE(same_bits(whole_gradients(handle).at("some"), kept));
 }
 
 // --------------------------------------------------------------- results that a backward leaves
@@ -162,58 +153,50 @@ void expect_some_left_out(Sharded<Module>& handle, int rank, const Use& use) {
 
 // Naive: one node stands behind all results, so autograd runs what is behind each of them, and a
 // function that is given zeros for what is undefined has its weights decayed.
-TEST_P(UnusedOnRanks, AnOwnFunctionBehindAResultThatIsLeftOutDoesNotRun) {
-  ranks(GetParam()).run([](World& world) {
-    auto handle = fully_shard(std::make_shared<TwoWays>(), data_mesh(world));
-    expect_some_left_out(handle, world.rank(),
-                         [&](const at::Tensor& x) { return squares(handle.forward(x).first); });
-  });
+TEST_P_ON_RANKS(UnusedOnRanks, AnOwnFunctionBehindAResultThatIsLeftOutDoesNotRun, GetParam()) {
+  auto handle = fully_shard(std::make_shared<TwoWays>(), data_mesh(world));
+  expect_some_left_out(handle, world.rank(),
+                       [&](const at::Tensor& x) { return squares(handle.forward(x).first); });
 }
 
-TEST_P(UnusedOnRanks, AnOwnFunctionBehindAnArgumentThatIsLeftOutDoesNotRun) {
-  ranks(GetParam()).run([](World& world) {
-    const auto mesh = data_mesh(world);
-    auto handle = fully_shard(std::make_shared<Feeds>(mesh), mesh);
-    expect_some_left_out(handle, world.rank(),
-                         [&](const at::Tensor& x) { return squares(handle.forward(x)); });
-  });
+TEST_P_ON_RANKS(UnusedOnRanks, AnOwnFunctionBehindAnArgumentThatIsLeftOutDoesNotRun, GetParam()) {
+  const auto mesh = data_mesh(world);
+  auto handle = fully_shard(std::make_shared<Feeds>(mesh), mesh);
+  expect_some_left_out(handle, world.rank(),
+                       [&](const at::Tensor& x) { return squares(handle.forward(x)); });
 }
 
 // The last rank alone uses the second result: all others have its gradient, too.
-TEST_P(UnusedOnRanks, AResultThatOneRankUsesHasItsGradientEverywhere) {
-  ranks(GetParam()).run([](World& world) {
-    const auto use = [](const Pair& both, bool all) {
-      return all ? squares(both.first) + squares(both.second) : squares(both.first);
-    };
-    TwoWays plain;
-    auto handle = fully_shard(std::make_shared<TwoWays>(), data_mesh(world));
-    const int user = world.size() - 1;
-    for (int step = 0; step < 2; ++step) {
-      handle.zero_grad();
-      const auto both = handle.forward(input_of(world.rank(), step, kWidth));
-      backward(use(both, world.rank() == user));
-      expect_same(whole_gradients(handle),
-                  plain_gradients(plain, world.size(), world.size(), [&](int rank) {
-                    backward(use(plain.forward(input_of(rank, step, kWidth)), rank == user));
-                  }));
-    }
-  });
+TEST_P_ON_RANKS(UnusedOnRanks, AResultThatOneRankUsesHasItsGradientEverywhere, GetParam()) {
+  const auto use = [](const Pair& both, bool all) {
+    return all ? squares(both.first) + squares(both.second) : squares(both.first);
+  };
+  TwoWays plain;
+  auto handle = fully_shard(std::make_shared<TwoWays>(), data_mesh(world));
+  const int user = world.size() - 1;
+  for (int step = 0; step < 2; ++step) {
+    handle.zero_grad();
+    const auto both = handle.forward(input_of(world.rank(), step, kWidth));
+    backward(use(both, world.rank() == user));
+    expect_same(whole_gradients(handle),
+                plain_gradients(plain, world.size(), world.size(), [&](int rank) {
+                  backward(use(plain.forward(input_of(rank, step, kWidth)), rank == user));
+                }));
+  }
 }
 
 // One backward a result, over one kept graph: the gradients of both, once each.
-TEST_P(UnusedOnRanks, ABackwardForEachResultGivesBothGradients) {
-  ranks(GetParam()).run([](World& world) {
-    TwoWays plain;
-    auto handle = fully_shard(std::make_shared<TwoWays>(), data_mesh(world));
-    const auto run = [](const Pair& both) {
-      backward_and_keep_graph(squares(both.first));
-      backward(squares(both.second));
-    };
-    run(handle.forward(input_of(world.rank(), 0, kWidth)));
-    expect_same(whole_gradients(handle),
-                plain_gradients(plain, world.size(), world.size(),
-                                [&](int rank) { run(plain.forward(input_of(rank, 0, kWidth))); }));
-  });
+TEST_P_ON_RANKS(UnusedOnRanks, ABackwardForEachResultGivesBothGradients, GetParam()) {
+  TwoWays plain;
+  auto handle = fully_shard(std::make_shared<TwoWays>(), data_mesh(world));
+  const auto run = [](const Pair& both) {
+    backward_and_keep_graph(squares(both.first));
+    backward(squares(both.second));
+  };
+  run(handle.forward(input_of(world.rank(), 0, kWidth)));
+  expect_same(whole_gradients(handle),
+              plain_gradients(plain, world.size(), world.size(),
+                              [&](int rank) { run(plain.forward(input_of(rank, 0, kWidth))); }));
 }
 
 // -------------------------------------------------------------------------------------- sharing
@@ -251,31 +234,29 @@ class Tied : public torch::nn::Module {
 
 // Naive: the unit that owns it releases it while the other still needs it, or both reduce half of
 // it.
-TEST_P(UnusedOnRanks, OneTensorInTwoUnitsMovesToTheirCommonAncestor) {
-  ranks(GetParam()).run([](World& world) {
-    Tied plain;
-    auto module = std::make_shared<Tied>();
-    module->shard(data_mesh(world));
-    auto handle = fully_shard(module, data_mesh(world));
-    EXPECT_EQ(handle.unit()->parameters().size(), 1U);
-    EXPECT_EQ(module->one->unit()->parameters().size(), 1U);
-    EXPECT_EQ(module->two->unit()->parameters().size(), 1U);
-    const auto optimizer = make_sgd(handle, sgd(0.25));
-    for (int step = 0; step < 3; ++step) {
-      handle.zero_grad();
-      backward(squares(handle.forward(input_of(world.rank(), step, kWidth))));
-      auto expected = gradients_of_squares(plain, world.size(), step, kWidth);
-      expected.erase("second.weight");  // named_parameters() shows the tensor under both names
-      expect_same(whole_gradients(handle), expected, concat("step ", step));
-      optimizer->step();
-      const at::NoGradGuard no_grad;
-      for (const auto& [name, gradient] : expected)
-        plain.named_parameters()[name].add_(gradient, -0.25);
-    }
-    auto values = whole_parameters(handle);
-    for (auto& [name, value] : values)
-      EXPECT_TRUE(same_bits(value, plain.named_parameters()[name].detach())) << name;
-  });
+TEST_P_ON_RANKS(UnusedOnRanks, OneTensorInTwoUnitsMovesToTheirCommonAncestor, GetParam()) {
+  Tied plain;
+  auto module = std::make_shared<Tied>();
+  module->shard(data_mesh(world));
+  auto handle = fully_shard(module, data_mesh(world));
+  EXPECT_EQ(handle.unit()->parameters().size(), 1U);
+  EXPECT_EQ(module->one->unit()->parameters().size(), 1U);
+  EXPECT_EQ(module->two->unit()->parameters().size(), 1U);
+  const auto optimizer = make_sgd(handle, sgd(0.25));
+  for (int step = 0; step < 3; ++step) {
+    handle.zero_grad();
+    backward(squares(handle.forward(input_of(world.rank(), step, kWidth))));
+    auto expected = gradients_of_squares(plain, world.size(), step, kWidth);
+    expected.erase("second.weight");  // named_parameters() shows the tensor under both names
+    expect_same(whole_gradients(handle), expected, concat("step ", step));
+    optimizer->step();
+    const at::NoGradGuard no_grad;
+    for (const auto& [name, gradient] : expected)
+      plain.named_parameters()[name].add_(gradient, -0.25);
+  }
+  auto values = whole_parameters(handle);
+  for (auto& [name, value] : values)
+    EXPECT_TRUE(same_bits(value, plain.named_parameters()[name].detach())) << name;
 }
 
 // 256 by one unit, 1 by the other, in bf16: naive, autograd's own sum is 256.
@@ -343,20 +324,17 @@ TEST_P(UnusedOnRanks, SharedButNeverAdoptedIsNamedAtTheFirstForward) {
     tied.shard(data_mesh(world));
     tied.two->forward(seeded(1, {2, kWidth}));
   });
-  EXPECT_THAT(errors, ::testing::Contains(AllOf(HasSubstr("weight"), HasSubstr("common parent"),
-                                                HasSubstr("fully_shard"))));
-  EXPECT_THAT(errors, ::testing::Not(::testing::Contains("")));
+  EXPECT_THAT(errors, Contains(Says("weight", "common parent", "fully_shard")));
+  EXPECT_THAT(errors, Not(Contains("")));
 }
 
-TEST(SharedAcrossUnits, TiedStorageInTwoCallsOfFullyShardIsRefused) {
-  ranks(2).run([](World& world) {
-    const auto value = seeded(1, {kWidth, kWidth});
-    auto first = std::make_shared<Shares>(1, value);
-    auto second = std::make_shared<Shares>(2, value.detach());
-    auto one = fully_shard(first, data_mesh(world));
-    EXPECT_THAT(error_of([&] { auto two = fully_shard(second, data_mesh(world)); }),
-                HasSubstr("shard tied parameters in one call"));
-  });
+TEST_ON_RANKS(SharedAcrossUnits, TiedStorageInTwoCallsOfFullyShardIsRefused, 2) {
+  const auto value = seeded(1, {kWidth, kWidth});
+  auto first = std::make_shared<Shares>(1, value);
+  auto second = std::make_shared<Shares>(2, value.detach());
+  auto one = fully_shard(first, data_mesh(world));
+  EXPECT_THAT(error_of([&] { auto two = fully_shard(second, data_mesh(world)); }),
+              Says("shard tied parameters in one call"));
 }
 
 }  // namespace

@@ -1,13 +1,10 @@
 // Parameters that lie in one storage: views of one flat tensor, as fused initialisers make them.
-#include <gmock/gmock.h>
 
 #include "support/plain.h"
+#include "support/test.h"
 
 namespace tessera::test::fsdp_views_test {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 
 constexpr std::int64_t kWidth = 4;
 
@@ -58,38 +55,32 @@ void expect_trains(World& world, const std::shared_ptr<Fused>& module) {
 
 // Naive: the first of them takes the storage with it, and the others are read from what is gone,
 // in the middle of laying the module out.
-TEST_P(ViewsOnRanks, DisjointOnesTrainAsUnsharded) {
-  ranks(GetParam()).run([](World& world) {
-    expect_trains(world, in_rows());
-    expect_trains(world, in_columns());
-  });
+TEST_P_ON_RANKS(ViewsOnRanks, DisjointOnesTrainAsUnsharded, GetParam()) {
+  expect_trains(world, in_rows());
+  expect_trains(world, in_columns());
 }
 
 // Of several buckets, each of which is laid out by itself.
-TEST_P(ViewsOnRanks, OfSeveralBucketsTrainToo) {
-  ranks(GetParam()).run([](World& world) {
-    PrecisionPolicy policy;
-    PrecisionRule rule;
-    rule.match = {"b"};
-    rule.reduce_dtype = DType::kFloat64;
-    rule.accumulate_dtype = DType::kFloat64;
-    policy.rules = {rule};
-    auto handle = fully_shard(in_rows(), data_mesh(world), policy);
-    const auto plain = in_rows();
-    const auto x = input_of(world.rank(), 0, kWidth);
-    EXPECT_TRUE(same_bits(handle.forward(x).detach(), plain->forward(x).detach()));
-  });
+TEST_P_ON_RANKS(ViewsOnRanks, OfSeveralBucketsTrainToo, GetParam()) {
+  PrecisionPolicy policy;
+  PrecisionRule rule;
+  rule.match = {"b"};
+  rule.reduce_dtype = DType::kFloat64;
+  rule.accumulate_dtype = DType::kFloat64;
+  policy.rules = {rule};
+  auto handle = fully_shard(in_rows(), data_mesh(world), policy);
+  const auto plain = in_rows();
+  const auto x = input_of(world.rank(), 0, kWidth);
+  EXPECT_TRUE(same_bits(handle.forward(x).detach(), plain->forward(x).detach()));
 }
 
 // Somebody outside still looks at the storage: told at the access, as for any parameter.
-TEST(Views, ATensorOutsideThrowsAfterwards) {
-  ranks(2).run([](World& world) {
-    const auto flat = seeded(3, {2 * kWidth + 1, kWidth});
-    auto module = std::make_shared<Fused>(flat.narrow(0, 0, kWidth), flat.narrow(0, kWidth, kWidth),
-                                          flat[2 * kWidth]);
-    auto handle = fully_shard(module, data_mesh(world));
-    EXPECT_THAT(error_of([&] { (void)flat.sum(); }), HasSubstr("shared its storage"));
-  });
+TEST_ON_RANKS(Views, ATensorOutsideThrowsAfterwards, 2) {
+  const auto flat = seeded(3, {2 * kWidth + 1, kWidth});
+  auto module = std::make_shared<Fused>(flat.narrow(0, 0, kWidth), flat.narrow(0, kWidth, kWidth),
+                                        flat[2 * kWidth]);
+  auto handle = fully_shard(module, data_mesh(world));
+  EXPECT_THAT(error_of([&] { (void)flat.sum(); }), Says("shared its storage"));
 }
 
 /// Nothing of the module may have changed by a refusal: it still computes what it did.
@@ -97,28 +88,25 @@ void expect_refused(World& world, const std::shared_ptr<Fused>& module, const ch
                     const ShardOptions& options = {}) {
   const auto x = input_of(0, 0, kWidth);
   const auto before = module->forward(x).detach();
-  EXPECT_THAT(error_of([&] { fully_shard(module, data_mesh(world), {}, options); }),
-              HasSubstr(what));
+  EXPECT_THAT(error_of([&] { fully_shard(module, data_mesh(world), {}, options); }), Says(what));
   EXPECT_TRUE(same_bits(module->forward(x).detach(), before)) << what;
 }
 
 // Naive: refused in the middle, or what stays plain is lost.
-TEST(Views, OverlapsAndNeighboursThatStayPlainAreRefusedBeforeAnythingChanges) {
-  ranks(1).run([](World& world) {
-    const auto flat = seeded(3, {2 * kWidth, kWidth});
-    const auto overlapping = [&] {
-      return std::make_shared<Fused>(flat.narrow(0, 0, kWidth), flat.narrow(0, kWidth - 1, kWidth),
-                                     seeded(4, {kWidth}));
-    };
-    expect_refused(world, overlapping(), "parameters a and b: found two views of the same memory");
-    auto with_buffer = in_rows();
-    with_buffer->register_buffer("row", with_buffer->a.detach()[1]);
-    expect_refused(world, with_buffer, "memory that it shares with buffer row");
-    auto with_ignored = in_rows();
-    ShardOptions options;
-    options.ignored_parameters = {with_ignored->b};
-    expect_refused(world, with_ignored, "ShardOptions::ignored_parameters", options);
-  });
+TEST_ON_RANKS(Views, OverlapsAndNeighboursThatStayPlainAreRefusedBeforeAnythingChanges, 1) {
+  const auto flat = seeded(3, {2 * kWidth, kWidth});
+  const auto overlapping = [&] {
+    return std::make_shared<Fused>(flat.narrow(0, 0, kWidth), flat.narrow(0, kWidth - 1, kWidth),
+                                   seeded(4, {kWidth}));
+  };
+  expect_refused(world, overlapping(), "parameters a and b: found two views of the same memory");
+  auto with_buffer = in_rows();
+  with_buffer->register_buffer("row", with_buffer->a.detach()[1]);
+  expect_refused(world, with_buffer, "memory that it shares with buffer row");
+  auto with_ignored = in_rows();
+  ShardOptions options;
+  options.ignored_parameters = {with_ignored->b};
+  expect_refused(world, with_ignored, "ShardOptions::ignored_parameters", options);
 }
 
 // Naive: an assert or a message about an access, with half of the outer module laid out.
@@ -132,8 +120,7 @@ TEST(Views, OfAParameterThatIsShardedAlreadyAreRefusedBeforeAnythingChanges) {
                                             seeded(6, {kWidth}));
       auto inner = fully_shard(first, data_mesh(world));
       EXPECT_THAT(error_of([&] { fully_shard(second, data_mesh(world)); }),
-                  AllOf(HasSubstr("parameter b: found that the memory which it shared"),
-                        HasSubstr("clone()")));
+                  Says("parameter b: found that the memory which it shared", "clone()"));
       EXPECT_TRUE(same_bits(second->a.detach(), seeded(5, {kWidth, kWidth})));
     });
   }

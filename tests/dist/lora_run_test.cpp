@@ -1,9 +1,5 @@
 // Runs that train adapters: the same bits on any number of ranks and after a resumption, dropout
 // included, with nothing but adapters in their checkpoints.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <map>
 
 #include "dist/checkpoint_tensors.h"
 #include "dist/training_run.h"
@@ -11,6 +7,7 @@
 #include "models/adapters.h"
 #include "models/model_spec.h"
 #include "support/ranks.h"
+#include "support/test.h"
 #include "tessera/shard.h"
 #include "train/resume/resume.h"
 
@@ -18,10 +15,6 @@ namespace tessera::test::lora_run_test {
 namespace {
 
 namespace fs = std::filesystem;
-using ::testing::AllOf;
-using testing::error_of;
-using ::testing::HasSubstr;
-using testing::TemporaryFolder;
 
 constexpr std::size_t kAdapted = 2 + 2 + 1;  // q and o of two layers, one down_proj
 
@@ -170,26 +163,26 @@ TEST(LoraRun, OtherAdaptersOrAnotherBaseAreRefusedOnResume) {
     return error_of(ErrorKind::kConfig, [&] { train_on({2, 1}, other, folder / "run"); });
   };
   EXPECT_THAT(refused([](auto& other) { other.lora.rank = 4; }),
-              HasSubstr("lora.rank: found 4, expected 3 of the checkpoint"));
+              Says("lora.rank: found 4, expected 3 of the checkpoint"));
   EXPECT_THAT(refused([](auto& other) { other.lora = {}; }),
-              HasSubstr("lora.rank: found 0, expected 3"));
+              Says("lora.rank: found 0, expected 3"));
   EXPECT_THAT(refused([](auto& other) { other.lora.alpha = 3.0; }),
-              HasSubstr("lora.alpha: found 3, expected 6"));
+              Says("lora.alpha: found 3, expected 6"));
   EXPECT_THAT(refused([](auto& other) { other.lora.dropout = 0.0; }),
-              HasSubstr("lora.dropout: found 0, expected 0.3"));
+              Says("lora.dropout: found 0, expected 0.3"));
   EXPECT_THAT(refused([](auto& other) { other.lora.targets = {"q_proj"}; }),
-              HasSubstr("lora.targets: found 'model.layers.1.self_attn.q_proj', expected "
-                        "'model.layers.0.self_attn.o_proj, model.layers.1.self_attn.q_proj, "));
+              Says("lora.targets: found 'model.layers.1.self_attn.q_proj', expected "
+                   "'model.layers.0.self_attn.o_proj, model.layers.1.self_attn.q_proj, "));
   EXPECT_THAT(refused([](auto& other) { other.lora.targets = {"q_proj", "o_proj"}; }),
-              HasSubstr("lora.targets: found no further layer, expected "
-                        "'model.layers.1.mlp.down_proj'"));
+              Says("lora.targets: found no further layer, expected "
+                   "'model.layers.1.mlp.down_proj'"));
   auto longer = small_run(folder);
   longer.optimizer.lr = 0.02;
   train_on({}, with_steps(longer, 2), folder / "other base");
   EXPECT_THAT(refused([&](auto& other) {
                 other.model.path = (folder / "other base/checkpoint/step-2").string();
               }),
-              HasSubstr("model.path: found tensors with the hash"));
+              Says("model.path: found tensors with the hash"));
 }
 
 // Naive: as much of the lists is compared as fits into a message.
@@ -217,9 +210,9 @@ TEST(LoraRun, ListsOfManyLayersThatDifferInTheLastOneAreRefused) {
                            train::require_same_run(identity, checkpoint, world);
                          });
                        }),
-              AllOf(HasSubstr("lora.targets: found 'model.layers.60.self_attn.q_proj', expected "
-                              "'model.layers.59.self_attn.q_proj'"),
-                    HasSubstr("after 62 layers that both have")));
+              Says("lora.targets: found 'model.layers.60.self_attn.q_proj', expected "
+                   "'model.layers.59.self_attn.q_proj'",
+                   "after 62 layers that both have"));
 }
 
 }  // namespace

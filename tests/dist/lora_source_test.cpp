@@ -1,7 +1,5 @@
 // What a checkpoint of adapters may say, wherever it is read: another text than ours is refused
 // before anything is written. And what is written: W + alpha / rank * B A, in whatever parts.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 #include <fstream>
 
@@ -9,6 +7,7 @@
 #include "dist/training_run.h"
 #include "io/checkpoint_folder.h"
 #include "models/adapters.h"
+#include "support/test.h"
 #include "train/hf/hf_export.h"
 #include "train/hf/weights.h"
 #include "train/parallelize.h"
@@ -17,10 +16,6 @@ namespace tessera::test::lora_source_test {
 namespace {
 
 namespace fs = std::filesystem;
-using ::testing::AllOf;
-using testing::error_of;
-using ::testing::HasSubstr;
-using testing::TemporaryFolder;
 
 const std::string kLayer = "model.layers.0.self_attn.q_proj";
 
@@ -74,7 +69,7 @@ class LoraSource : public ::testing::Test {
 TEST_F(LoraSource, AnAdapterThatIsMissingIsFoundBeforeAnythingIsWritten) {
   alter([](auto& manifest) { manifest.tensors.erase("model/" + models::adapter_b(kLayer)); });
   for (const auto& message : refusals()) {
-    EXPECT_THAT(message, HasSubstr("found no tensor " + models::adapter_b(kLayer)));
+    EXPECT_THAT(message, Says("found no tensor " + models::adapter_b(kLayer)));
   }
 }
 
@@ -82,16 +77,16 @@ TEST_F(LoraSource, AnAdapterThatIsMissingIsFoundBeforeAnythingIsWritten) {
 TEST_F(LoraSource, AnotherRankThanThatOfTheTensorsIsRefused) {
   alter([](auto& manifest) { manifest.lora->rank = 2; });
   for (const auto& message : refusals()) {
-    EXPECT_THAT(message, AllOf(HasSubstr(models::adapter_a(kLayer) + ": found shape"),
-                               HasSubstr("[3, 16]"), HasSubstr("expected"), HasSubstr("[2, 16]")));
+    EXPECT_THAT(message, Says(models::adapter_a(kLayer) + ": found shape", "[3, 16]", "expected",
+                              "[2, 16]"));
   }
 }
 
 TEST_F(LoraSource, AdaptersThatAreNotFloat32AreRefused) {
   make_integers(models::adapter_a(kLayer));
   for (const auto& message : refusals()) {
-    EXPECT_THAT(message, HasSubstr("adapter " + models::adapter_a(kLayer) +
-                                   ": found dtype int32, expected float32"));
+    EXPECT_THAT(message, Says("adapter " + models::adapter_a(kLayer) +
+                              ": found dtype int32, expected float32"));
   }
 }
 
@@ -99,8 +94,8 @@ TEST_F(LoraSource, AFreezeListIsRefusedSinceItWouldBeWithoutEffect) {
   train::ModelConfig model;
   model.path = checkpoint_.string();
   model.freeze = std::vector<std::string>{};  // [] would train all
-  EXPECT_THAT(error_of(ErrorKind::kConfig, [&] { train::open_model(model); }),
-              HasSubstr("model.freeze: found a list for a checkpoint of adapters"));
+  EXPECT_REFUSED(kConfig, train::open_model(model),
+                 "model.freeze: found a list for a checkpoint of adapters");
 }
 
 TEST_F(LoraSource, TheManifestsLayersAreNamesOfTheModelInItsOrder) {
@@ -109,19 +104,18 @@ TEST_F(LoraSource, TheManifestsLayersAreNamesOfTheModelInItsOrder) {
     alter([&](auto& manifest) { before = *manifest.lora, change(*manifest.lora); });
     const auto message = error_of(ErrorKind::kFormat, [&] { opened(); });
     alter([&](auto& manifest) { manifest.lora = before; });
-    EXPECT_THAT(message, HasSubstr("step-2/manifest.json"));
+    EXPECT_THAT(message, Says("step-2/manifest.json"));
     return message;
   };
   EXPECT_THAT(refused([](auto& lora) { lora.layers = {"q_proj"}; }),
-              HasSubstr("lora: found the layer 'q_proj', expected a linear layer"));
+              Says("lora: found the layer 'q_proj', expected a linear layer"));
   EXPECT_THAT(refused([](auto& lora) { lora.layers.back() = "model.layers.*.mlp.down_proj"; }),
-              HasSubstr("found the layer 'model.layers.*.mlp.down_proj'"));
+              Says("found the layer 'model.layers.*.mlp.down_proj'"));
   EXPECT_THAT(refused([](auto& lora) { std::swap(lora.layers[0], lora.layers[1]); }),
-              HasSubstr("in the model's order"));
+              Says("in the model's order"));
   EXPECT_THAT(refused([](auto& lora) { lora.layers.push_back(lora.layers.back()); }),
-              AllOf(HasSubstr("found 6 layers"), HasSubstr("each of 5 once")));
-  EXPECT_THAT(refused([](auto& lora) { lora.rank = 4096; }),
-              HasSubstr("found 4096, expected at most"));
+              Says("found 6 layers", "each of 5 once"));
+  EXPECT_THAT(refused([](auto& lora) { lora.rank = 4096; }), Says("found 4096, expected at most"));
   EXPECT_NO_THROW(opened());
 }
 

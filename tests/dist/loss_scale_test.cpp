@@ -3,17 +3,15 @@
 
 #include <ATen/ATen.h>
 #include <ATen/ops/_amp_update_scale.h>
-#include <gmock/gmock.h>
 
 #include <cmath>
 #include <random>
 
 #include "support/plain.h"
+#include "support/test.h"
 
 namespace tessera::test::loss_scale_test {
 namespace {
-
-using ::testing::HasSubstr;
 
 // Truth: torch's own kernel, which torch.amp.GradScaler calls.
 TEST(LossScale, MovesAsThatOfPyTorch) {
@@ -76,7 +74,7 @@ TEST(LossScale, OptionsThatCannotWorkAreRefusedByName) {
   for (const auto& bad : all) {
     GradScalerOptions options;
     bad.set(options);
-    EXPECT_THAT(error_of([&] { validate(options); }), HasSubstr(bad.message));
+    EXPECT_THAT(error_of([&] { validate(options); }), Says(bad.message));
   }
   EXPECT_EQ(error_of([] { validate({}); }), "");
 }

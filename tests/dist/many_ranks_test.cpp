@@ -1,7 +1,6 @@
 // Ranks by the hundred, as threads: a step computes what the plain module does, and a rank that is
 // lost is named. 24 ranks in ./test; by `scripts/full many_ranks` 256, and 64 over Gloo, where each
 // pair of ranks has sockets.
-#include <gmock/gmock.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <future>
@@ -11,8 +10,8 @@
 #include "proof.h"
 #include "support/modules.h"
 #include "support/quotient.h"
+#include "support/test.h"
 #include "tessera/clip.h"
-#include "tessera/error.h"
 #include "tessera/optim.h"
 #include "tessera/shard.h"
 
@@ -21,7 +20,6 @@ namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
-using testing::HasSubstr;
 
 int many() { return full_proof() ? 256 : 24; }
 int many(ThreadBackend backend) {
@@ -105,7 +103,7 @@ TEST(ManyRanks, ARankThatDoesNotComeIsNamed) {
     });
     ADD_FAILURE() << "a barrier without one of its ranks";
   } catch (const Error& error) {
-    EXPECT_THAT(error.what(), HasSubstr(concat("for rank ", lost(), ";")));
+    EXPECT_THAT(error.what(), Says(concat("for rank ", lost(), ";")));
   }
 }
 
@@ -138,7 +136,7 @@ void fail_while_connecting(const std::function<void(comm::Group&)>& send) {
     });
     ADD_FAILURE() << "a collective without one of its ranks";
   } catch (const std::exception& error) {
-    EXPECT_THAT(error.what(), HasSubstr("no memory"));
+    EXPECT_THAT(error.what(), Says("no memory"));
   }
   EXPECT_EQ(ended, ranks - 1);
   EXPECT_LT(std::chrono::steady_clock::now() - begin, seconds(100));

@@ -5,27 +5,22 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <gmock/gmock.h>
 #include <torch/nn/module.h>
 
-#include <cstdint>
 #include <fstream>
-#include <map>
 #include <random>
-#include <string>
-#include <vector>
 
 #include "fsdp/optim/optimizer_registry.h"
 #include "fsdp/optim/orthogonalize.h"
 #include "support/plain.h"
 #include "support/ranks.h"
+#include "support/test.h"
 #include "tessera/optim.h"
 #include "tessera/shard.h"
 
 namespace tessera::test::muon_test {
 namespace {
 
-using ::testing::HasSubstr;
 using Shape = std::vector<std::int64_t>;
 
 /// Multiples of 2^-24 in [-0.5, 0.5): muon_reference.py has the same.
@@ -459,36 +454,34 @@ TEST(Muon, PartsOfFusedMatricesHaveTheBitsOfOneRankOnEveryLayout) {
   }
 }
 
-TEST(Muon, KeepsMomentumOfMatricesAndMomentsOfTheRest) {
-  ranks(1).run([](World& world) {
-    const std::vector<at::Tensor> tensors{here(values({4, 6}, 0, 0)), here(values({5}, 0, 1)),
-                                          here(values({6, 4}, 0, 2))};
-    auto handle = fully_shard(std::make_shared<Holder>(tensors), data_mesh(world));
-    MuonOptions options;
-    options.adamw = {"p2"};
-    const auto optimizer = make_muon(handle, options);
-    EXPECT_EQ(optimizer->name(), "Muon");
-    for (const auto& view : handle.shards()) {
-      auto shard = view.shard;
-      shard.mutable_grad() = at::ones_like(shard);
-    }
-    optimizer->step();
-    const auto names = [&](std::size_t i) {
-      const auto states = optimizer->state();
-      std::vector<std::string> found;
-      for (const auto& kept : states.at(i).kept) found.push_back(kept.name);
-      return found;
-    };
-    EXPECT_THAT(names(0), ::testing::ElementsAre("momentum_buffer"));
-    EXPECT_THAT(names(1), ::testing::ElementsAre("exp_avg", "exp_avg_sq"));
-    EXPECT_THAT(names(2), ::testing::ElementsAre("exp_avg", "exp_avg_sq"));
-    options.adamw = {"p9"};
-    EXPECT_THAT(error_of([&] { make_muon(handle, options); }),
-                HasSubstr("MuonOptions::adamw: found the pattern \"p9\""));
-    options.adamw = {};
-    options.ns_steps = 0;
-    EXPECT_THAT(error_of([&] { make_muon(handle, options); }), HasSubstr("ns_steps 0"));
-  });
+TEST_ON_RANKS(Muon, KeepsMomentumOfMatricesAndMomentsOfTheRest, 1) {
+  const std::vector<at::Tensor> tensors{here(values({4, 6}, 0, 0)), here(values({5}, 0, 1)),
+                                        here(values({6, 4}, 0, 2))};
+  auto handle = fully_shard(std::make_shared<Holder>(tensors), data_mesh(world));
+  MuonOptions options;
+  options.adamw = {"p2"};
+  const auto optimizer = make_muon(handle, options);
+  EXPECT_EQ(optimizer->name(), "Muon");
+  for (const auto& view : handle.shards()) {
+    auto shard = view.shard;
+    shard.mutable_grad() = at::ones_like(shard);
+  }
+  optimizer->step();
+  const auto names = [&](std::size_t i) {
+    const auto states = optimizer->state();
+    std::vector<std::string> found;
+    for (const auto& kept : states.at(i).kept) found.push_back(kept.name);
+    return found;
+  };
+  EXPECT_THAT(names(0), ElementsAre("momentum_buffer"));
+  EXPECT_THAT(names(1), ElementsAre("exp_avg", "exp_avg_sq"));
+  EXPECT_THAT(names(2), ElementsAre("exp_avg", "exp_avg_sq"));
+  options.adamw = {"p9"};
+  EXPECT_THAT(error_of([&] { make_muon(handle, options); }),
+              Says("MuonOptions::adamw: found the pattern \"p9\""));
+  options.adamw = {};
+  options.ns_steps = 0;
+  EXPECT_THAT(error_of([&] { make_muon(handle, options); }), Says("ns_steps 0"));
 }
 
 }  // namespace

@@ -1,12 +1,12 @@
 // What rank 0 gives away of a model whose stages lie on several ranks: every gradient once, whole,
 // whichever stage it is of.
-#include <gmock/gmock.h>
 
 #include "base/hash.h"
 #include "fsdp/handle.h"
 #include "grad/torch_dtype.h"
 #include "support/plain.h"
 #include "support/ranks.h"
+#include "support/test.h"
 #include "train/gradients.h"
 #include "train/plan_of_run.h"
 

@@ -1,15 +1,12 @@
 // Lists whose backwards or weight gradients leave the order of the micro-batches, over sharded
 // stages: in whole numbers the sums of the same micro-batches in order, exactly.
-#include <gtest/gtest.h>
 
 #include <fstream>
-#include <map>
-#include <memory>
 #include <mutex>
 
 #include "dist/staged.h"
+#include "support/temporary_folder.h"
 #include "tessera/pipeline.h"
-#include "unit/io/temporary_folder.h"
 
 namespace tessera::test::pipeline_any_order_test {
 namespace {
@@ -161,7 +158,7 @@ TEST(PipelineOfHandlesInAnyOrder, HasTheSumsOfTheMicroBatchesInOrder) {
     expect_exact(expected.gradients.at(step));
     expect_exact(expected.weights.at(step));
   }
-  const tessera::testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   PipelineOptions options;
   options.micro_batches = kMicroBatches;
   options.schedule_file = (folder.path() / "own.csv").string();

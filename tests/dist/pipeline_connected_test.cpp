@@ -1,24 +1,17 @@
 // The runner over messages as NCCL has them: two ranks are connected inside the first message of a way
 // between them, which holds up its rank until the other end comes to it; and what is sent first is
 // received first, whatever it is.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 #include <array>
 #include <chrono>
 #include <condition_variable>
-#include <cstdint>
-#include <map>
-#include <memory>
 #include <mutex>
 #include <numeric>
-#include <set>
-#include <utility>
-#include <vector>
 
 #include "dist/pipeline_runs.h"
 #include "launch/abort_flag.h"
 #include "pipeline/runner.h"
+#include "support/test.h"
 
 namespace tessera::test::pipeline_connected_test {
 namespace {
@@ -156,9 +149,8 @@ TEST(PipelineLikeNccl, RanksThatConnectInTheirFirstMessagesWaitForEachOther) {
     toy.more_rows = 1;
     const ValidProgram program(make_schedule(row.kind, {2, row.stages_per_rank, toy.stages}));
     Ways ways(std::chrono::milliseconds(200));
-    EXPECT_THAT(
-        [&] { run_like_nccl(program, toy, ways, Connects::kByTheFirstMessage); },
-        ::testing::ThrowsMessage<Error>(::testing::HasSubstr("its other end does not come to it")))
+    EXPECT_THAT([&] { run_like_nccl(program, toy, ways, Connects::kByTheFirstMessage); },
+                ::testing::ThrowsMessage<Error>(Says("its other end does not come to it")))
         << row.name;
   }
 }

@@ -1,25 +1,20 @@
 // What a pipeline refuses, and how it ends: every rank, with the place by name, and ready for the
 // next step after recover().
-#include <gmock/gmock.h>
 
 #include <atomic>
-#include <set>
 
 #include "base/test_hooks.h"
 #include "dist/body.h"
 #include "dist/pipeline_runs.h"
 #include "pipeline/schedule_csv.h"
+#include "support/test.h"
 
 namespace tessera::test::pipeline_errors_test {
 namespace {
 
 using pipeline::Kind;
 using pipeline::ValidProgram;
-using ::testing::AllOf;
 using ::testing::AnyOf;
-using ::testing::Each;
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 ValidProgram program_of(Kind kind, int ranks, int micro_batches) {
   return ValidProgram(
@@ -107,8 +102,8 @@ std::ptrdiff_t expect_a_named_end_and_a_right_step(const ValidProgram& program,
   });
   const auto thrower =
       static_cast<std::size_t>(schedule.rank_of[static_cast<std::size_t>(throws.stage)]);
-  const auto named = AllOf(HasSubstr(concat("rank ", thrower, ", ", throws.place(), ": ")),
-                           HasSubstr("a stage's own mishap"));
+  const auto named =
+      Says(concat("rank ", thrower, ", ", throws.place(), ": "), "a stage's own mishap");
   EXPECT_THAT(errors[thrower], named);
   if (throws.others_wait) {
     EXPECT_THAT(errors, Each(named));
@@ -169,9 +164,8 @@ TEST(PipelineErrors, SwappedMessagesOfOtherShapesEndAllRanksByName) {
   });
   const auto errors =
       errors_with({program_of(Kind::kGPipe, 2, 2)}, [](int /*rank*/) { return Toy(); });
-  EXPECT_THAT(errors, Each(AllOf(HasSubstr("ranks disagree"),
-                                 HasSubstr("activations of stage 0, micro-batch"),
-                                 HasSubstr("[1, 4]"), HasSubstr("[2, 4]"))));
+  EXPECT_THAT(errors, Each(Says("ranks disagree", "activations of stage 0, micro-batch", "[1, 4]",
+                                "[2, 4]")));
 }
 
 TEST(PipelineErrors, OverGlooTheyEndAlike) {
@@ -217,8 +211,7 @@ TEST(PipelineErrors, BordersThatDifferAreRefusedOnAllRanksBeforeAnythingIsSent) 
   using Border = pipeline::Boundary;
   const auto told = [](const Declares::Change& output, const Declares::Change& input,
                        const std::string& one, const std::string& other) {
-    EXPECT_THAT(errors_of_borders(output, input),
-                Each(AllOf(HasSubstr("between stages 0 and 1"), HasSubstr(one), HasSubstr(other))));
+    EXPECT_THAT(errors_of_borders(output, input), Each(Says("between stages 0 and 1", one, other)));
   };
   told([](Border& b) { b.activations[2].dtype = at::kBFloat16; }, {},
        "'micro-batch 0, tensor 2: BFloat16 [1, 4] with a gradient'",
@@ -236,10 +229,10 @@ TEST(PipelineErrors, BordersThatDifferAreRefusedOnAllRanksBeforeAnythingIsSent) 
        "value back 0: Long [4]'");
   EXPECT_THAT(errors_of_borders([](Border& b) { b.activations[1].has_gradient = true; },
                                 [](Border& b) { b.activations[1].has_gradient = true; }),
-              Each(HasSubstr("found a gradient of Long")));
+              Each(Says("found a gradient of Long")));
   const auto many = [](Border& b) { b.activations.resize(17, b.activations.front()); };
   EXPECT_THAT(errors_of_borders(many, many),
-              Each(HasSubstr("found 17 tensors in a direction, expected at most 16")));
+              Each(Says("found 17 tensors in a direction, expected at most 16")));
 }
 
 // Both ends declare it, and the stage returns something else.
@@ -247,19 +240,18 @@ TEST(PipelineErrors, ResultsThatAreNotAsDeclaredAreRefusedByName) {
   const auto both = [](const Declares::Change& change) {
     return errors_of_borders(change, change);
   };
-  EXPECT_THAT(
-      both([](auto& b) { b.activations[0].dtype = at::kDouble; }),
-      all_and_one(AllOf(HasSubstr("slot 0F0 (stage 0, micro-batch 0)"),
-                        HasSubstr("output 0: found Float [1, 4], expected Double [1, 4]"))));
+  EXPECT_THAT(both([](auto& b) { b.activations[0].dtype = at::kDouble; }),
+              all_and_one(Says("slot 0F0 (stage 0, micro-batch 0)",
+                               "output 0: found Float [1, 4], expected Double [1, 4]")));
   EXPECT_THAT(both([](auto& b) { b.activations[2].shape = {7}; }),
-              all_and_one(HasSubstr("output 2: found Float [1, 4], expected Float [7]")));
+              all_and_one(Says("output 2: found Float [1, 4], expected Float [7]")));
   EXPECT_THAT(both([](auto& b) { b.activations.pop_back(); }),
-              all_and_one(HasSubstr("output: found 3 tensors, expected 2")));
-  EXPECT_THAT(both([](auto& b) { b.activations[2].has_gradient = false; }),
-              all_and_one(AllOf(HasSubstr("output 2: found a tensor that requires grad"),
-                                HasSubstr("declare has_gradient"))));
+              all_and_one(Says("output: found 3 tensors, expected 2")));
+  EXPECT_THAT(
+      both([](auto& b) { b.activations[2].has_gradient = false; }),
+      all_and_one(Says("output 2: found a tensor that requires grad", "declare has_gradient")));
   EXPECT_THAT(both([](auto& b) { b.back.front().shape = {5}; }),
-              all_and_one(HasSubstr("value back 0: found Long [4], expected Long [5]")));
+              all_and_one(Says("value back 0: found Long [4], expected Long [5]")));
 }
 
 TEST(PipelineErrors, ShapesThatChangeBetweenStepsAreComparedAgain) {
@@ -282,8 +274,8 @@ TEST(PipelineErrors, ShapesThatChangeBetweenStepsAreComparedAgain) {
     errors[static_cast<std::size_t>(world.rank())] =
         error_of([&] { runner.run(program, mine.pointers(), {}); });
   });
-  EXPECT_THAT(errors, Each(AllOf(HasSubstr("'micro-batch 0, tensor 0: Float [3, 4]"),
-                                 HasSubstr("'micro-batch 0, tensor 0: Float [1, 4]"))));
+  EXPECT_THAT(errors, Each(Says("'micro-batch 0, tensor 0: Float [3, 4]",
+                                "'micro-batch 0, tensor 0: Float [1, 4]")));
   const auto expected = run_in_one_process(more, 3);
   for (std::size_t i = 0; i < 3; ++i) EXPECT_TRUE(same_bits(losses.at(i), expected.losses[i]));
 }
@@ -292,12 +284,12 @@ TEST(PipelineErrors, RanksWithDifferentSchedulesAreTold) {
   const auto toy_of = [](int) { return Toy{}; };
   EXPECT_THAT(
       errors_with({program_of(Kind::kGPipe, 2, 2), program_of(Kind::kOneFOneB, 2, 2)}, toy_of),
-      Each(HasSubstr("another schedule than on the first")));
+      Each(Says("another schedule than on the first")));
   const auto training = program_of(Kind::kGPipe, 2, 2);
   EXPECT_THAT(errors_with({training, ValidProgram(forward_only(training.schedule()),
                                                   pipeline::Passes::kForward)},
                           toy_of),
-              Each(HasSubstr("or a step of another kind")));
+              Each(Says("or a step of another kind")));
 }
 
 TEST(PipelineErrors, SchedulesThatCannotRunAreNoPrograms) {
@@ -309,12 +301,12 @@ TEST(PipelineErrors, SchedulesThatCannotRunAreNoPrograms) {
   };
   EXPECT_EQ(error_with("0W0", "0W0"), "");
   EXPECT_THAT(error_with(",0W0", ""),
-              HasSubstr("missing: stage 0: found no W after the I of micro-batch 0"));
-  EXPECT_THAT(error_with("0W1", "0W0"), AllOf(HasSubstr("repeated"), HasSubstr("missing")));
-  EXPECT_THAT(error_with("0W1", "0W1,0W1"), HasSubstr("repeated"));
-  EXPECT_THAT(error_with("0W1", "0W2"), HasSubstr("no I beside the W of micro-batch 2"));
-  EXPECT_THAT(error_with("0I0,0W0", "0W0,0I0"), HasSubstr("dependency"));
-  EXPECT_THAT(error_with("1F0,1I0", "1I0,1F0"), HasSubstr("dependency"));
+              Says("missing: stage 0: found no W after the I of micro-batch 0"));
+  EXPECT_THAT(error_with("0W1", "0W0"), Says("repeated", "missing"));
+  EXPECT_THAT(error_with("0W1", "0W1,0W1"), Says("repeated"));
+  EXPECT_THAT(error_with("0W1", "0W2"), Says("no I beside the W of micro-batch 2"));
+  EXPECT_THAT(error_with("0I0,0W0", "0W0,0I0"), Says("dependency"));
+  EXPECT_THAT(error_with("1F0,1I0", "1I0,1F0"), Says("dependency"));
 }
 
 }  // namespace

@@ -1,18 +1,12 @@
 // The runner beside the same stages in one process, one micro-batch after the other: every kind of
 // schedule, any valid one, messages that take their time; and what is refused.
 #include <ATen/ATen.h>
-#include <gtest/gtest.h>
 
-#include <algorithm>
 #include <array>
 #include <chrono>
-#include <functional>
-#include <memory>
 #include <mutex>
 #include <numeric>
 #include <thread>
-#include <utility>
-#include <vector>
 
 #include "base/trace.h"
 #include "caught.h"
@@ -20,6 +14,7 @@
 #include "pipeline/runner.h"
 #include "pipeline/schedule_csv.h"
 #include "pipeline/slot_trace.h"
+#include "support/test.h"
 
 namespace tessera::test::pipeline_runner_test {
 namespace {
@@ -480,14 +475,12 @@ class AddsInRoots : public Stage {
 };
 
 // Naive: what is added there is left out where the caller computes without gradients.
-TEST(PipelineRunner, RootsAreMadeWithGradModeAsForwardsAre) {
-  ranks(1).run([](World& world) {
-    Runner runner(ties_of(stages_mesh(world)));
-    AddsInRoots stage;
-    const at::NoGradGuard no_grad;
-    runner.run(ValidProgram(parse_csv("0F0,0B0\n", "test")), {&stage}, {});
-    EXPECT_EQ(stage.weight.grad().item<float>(), 10.0F);
-  });
+TEST_ON_RANKS(PipelineRunner, RootsAreMadeWithGradModeAsForwardsAre, 1) {
+  Runner runner(ties_of(stages_mesh(world)));
+  AddsInRoots stage;
+  const at::NoGradGuard no_grad;
+  runner.run(ValidProgram(parse_csv("0F0,0B0\n", "test")), {&stage}, {});
+  EXPECT_EQ(stage.weight.grad().item<float>(), 10.0F);
 }
 
 TEST(PipelineRunner, RunnersOfOneMailTakeTurns) {

@@ -1,9 +1,7 @@
 // A user's pipeline over sharded stages (tessera/pipeline.h) beside the same model, layout and
 // micro-batches without one: losses, gradients and weights bit for bit.
-#include <gmock/gmock.h>
 
 #include <fstream>
-#include <functional>
 #include <mutex>
 #include <numeric>
 #include <optional>
@@ -13,14 +11,11 @@
 #include "dist/pipeline_runs.h"
 #include "dist/staged.h"
 #include "pipeline/schedule_csv.h"
+#include "support/temporary_folder.h"
 #include "tessera/pipeline.h"
-#include "unit/io/temporary_folder.h"
 
 namespace tessera::test::pipeline_sharded_test {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 
 constexpr std::int64_t kWidth = 6;
 constexpr int kPieces = 2;  // of a stage
@@ -348,8 +343,8 @@ void expect_a_named_end_and_a_right_step(Midst midst, const std::string& slot) {
     const std::lock_guard lock(mutex);
     for (const auto& [name, gradient] : mine) gradients[name] = gradient;
   });
-  EXPECT_THAT(errors, ::testing::Each(AllOf(HasSubstr("rank 3"), HasSubstr(slot))));
-  EXPECT_THAT(errors[3], HasSubstr("a piece's own mishap"));
+  EXPECT_THAT(errors, Each(Says("rank 3", slot)));
+  EXPECT_THAT(errors[3], Says("a piece's own mishap"));
   expect_same(gradients, expected.gradients.at(0));
 }
 
@@ -366,7 +361,7 @@ TEST(PipelineOfHandles, AnExceptionInAWeightGradientEndsAllRanksByNameAndTheNext
 }
 
 TEST(PipelineOfHandles, AScheduleOutOfAFileRunsAsOneOfAKind) {
-  const tessera::testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   Case of;
   of.kind = pipeline::Kind::kZeroBubbleV;
   const auto schedule = pipeline::make_schedule(of.kind, {of.ranks, 2, of.micro_batches});
@@ -378,31 +373,29 @@ TEST(PipelineOfHandles, AScheduleOutOfAFileRunsAsOneOfAKind) {
   options.micro_batches = 5;
   ranks(of.ranks).run([&](World& world) {
     EXPECT_THAT(error_of([&] { Pipeline(stages_mesh(world), options); }),
-                AllOf(HasSubstr("4 micro-batches"), HasSubstr("5 micro-batches")));
+                Says("4 micro-batches", "5 micro-batches"));
   });
 }
 
-TEST(PipelineOfHandles, WhatDoesNotFitIsRefused) {
-  ranks(4).run([](World& world) {
-    const auto mesh = world.mesh(MeshShape::dense(2, 1, 2, 1, 1));
-    PipelineOptions options;
-    options.micro_batches = 1;
-    EXPECT_THAT(error_of([&] { Pipeline(mesh, options); }), HasSubstr("1F1B"));
-    options.micro_batches = 2;
-    options.schedule = "1G1B";
-    EXPECT_THAT(error_of([&] { Pipeline(mesh, options); }), HasSubstr("1G1B"));
-    options.schedule = "ZBV";
-    Pipeline pipeline(mesh, options);
-    EXPECT_EQ(pipeline.stage_count(), 4);
-    EXPECT_EQ(pipeline.stages(),
-              (mesh.coordinate("pp") == 0 ? std::vector{0, 3} : std::vector{1, 2}));
-    const auto stage = make_stage([](const auto& x) { return x; }, {}, {});
-    EXPECT_THAT(error_of([&] { pipeline.set_stages({stage}); }),
-                AllOf(HasSubstr("found 1 stages"), HasSubstr("expected 2")));
-    EXPECT_THAT(error_of([&] { pipeline.set_stages({stage, stage}); }),
-                HasSubstr("plain modules on 2 ranks a stage"));
-    EXPECT_THAT(error_of([&] { pipeline.forward({}); }), HasSubstr("found no stages"));
-  });
+TEST_ON_RANKS(PipelineOfHandles, WhatDoesNotFitIsRefused, 4) {
+  const auto mesh = world.mesh(MeshShape::dense(2, 1, 2, 1, 1));
+  PipelineOptions options;
+  options.micro_batches = 1;
+  EXPECT_THAT(error_of([&] { Pipeline(mesh, options); }), Says("1F1B"));
+  options.micro_batches = 2;
+  options.schedule = "1G1B";
+  EXPECT_THAT(error_of([&] { Pipeline(mesh, options); }), Says("1G1B"));
+  options.schedule = "ZBV";
+  Pipeline pipeline(mesh, options);
+  EXPECT_EQ(pipeline.stage_count(), 4);
+  EXPECT_EQ(pipeline.stages(),
+            (mesh.coordinate("pp") == 0 ? std::vector{0, 3} : std::vector{1, 2}));
+  const auto stage = make_stage([](const auto& x) { return x; }, {}, {});
+  EXPECT_THAT(error_of([&] { pipeline.set_stages({stage}); }),
+              Says("found 1 stages", "expected 2"));
+  EXPECT_THAT(error_of([&] { pipeline.set_stages({stage, stage}); }),
+              Says("plain modules on 2 ranks a stage"));
+  EXPECT_THAT(error_of([&] { pipeline.forward({}); }), Says("found no stages"));
 }
 
 }  // namespace

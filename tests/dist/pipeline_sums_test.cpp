@@ -1,15 +1,13 @@
 // Sums of bf16 gradients in a pipeline: unrounded, whatever the schedule, also where two ends of it
 // hold a copy each.
-#include <gtest/gtest.h>
 
-#include <map>
-#include <memory>
 #include <mutex>
 
 #include "base/test_hooks.h"
 #include "caught.h"
 #include "dist/staged.h"
 #include "pipeline/kinds.h"
+#include "support/test.h"
 #include "tessera/pipeline.h"
 
 namespace tessera::test::pipeline_sums_test {

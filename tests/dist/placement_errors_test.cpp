@@ -1,22 +1,19 @@
 // Declarations that would sum a gradient twice or not at all, or that ranks do not share: one error
 // that names the parameter.
-#include <gmock/gmock.h>
 
 #include "dist/cut_modules.h"
+#include "support/test.h"
 
 namespace tessera::test::placement_errors_test {
 namespace {
 
-using ::testing::AllOf;
 using ::testing::AnyOf;
-using ::testing::Each;
-using ::testing::HasSubstr;
 
 Mesh tensor_mesh(World& world) { return world.mesh(MeshShape::dense(1, 1, 1, 1, world.size())); }
 
 std::vector<std::string> errors_with(const std::map<std::string, ParameterLayout>& layouts) {
   return errors_of(2, [&](World& world) {
-    auto options = CutSharded::sums();
+    auto options = undivided();
     options.layouts = layouts;
     fully_shard(std::make_shared<Scale>(here(at::ones({4}))), tensor_mesh(world), {}, options);
   });
@@ -35,43 +32,39 @@ TEST(PlacementErrors, PairsThatSumTwiceOrNotAtAll) {
         std::tuple{kInvariant, kPartial, "tp 2 I, gradient P"},
         std::tuple{kShard, kPartial, "tp 2 S(0), gradient P"}}) {
     EXPECT_THAT(errors_with(parameter, gradient),
-                Each(AllOf(HasSubstr("weight"), HasSubstr(shown),
-                           HasSubstr("summed twice or not at all"))));
+                Each(Says("weight", shown, "summed twice or not at all")));
   }
 }
 
 TEST(PlacementErrors, NothingDeclaredOverSeveralRanks) {
   EXPECT_THAT(errors_with(std::map<std::string, ParameterLayout>()),
-              Each(AllOf(HasSubstr("weight"), HasSubstr("no placement on the axis tp of 2 ranks"),
-                         HasSubstr("DeclaresLayouts"))));
+              Each(Says("weight", "no placement on the axis tp of 2 ranks", "DeclaresLayouts")));
 }
 
 TEST(PlacementErrors, AxesThatTheMeshDoesNotHave) {
   ParameterLayout layout;
   layout.axes = {partial("tp", 4)};
-  EXPECT_THAT(errors_with({{"weight", layout}}),
-              Each(AllOf(HasSubstr("weight"), HasSubstr("tp 4 R, gradient P"))));
+  EXPECT_THAT(errors_with({{"weight", layout}}), Each(Says("weight", "tp 4 R, gradient P")));
   layout.axes = {partial("dp_shard", 2)};
-  EXPECT_THAT(errors_with({{"weight", layout}}), Each(HasSubstr("expected one on tp")));
+  EXPECT_THAT(errors_with({{"weight", layout}}), Each(Says("expected one on tp")));
   layout.axes = {partial("tp", 2), partial("tp_rep/2", 2)};
-  EXPECT_THAT(errors_with({{"weight", layout}}), Each(HasSubstr("a placement over 4 ranks")));
+  EXPECT_THAT(errors_with({{"weight", layout}}), Each(Says("a placement over 4 ranks")));
 }
 
 TEST(PlacementErrors, APathThatNoParameterHas) {
   const auto layout = layout_on(MeshKind::kDense, {partial("tp", 2)});
   EXPECT_THAT(errors_with({{"weight", layout}, {"wieght", layout}}),
-              Each(AllOf(HasSubstr("wieght"), HasSubstr("ShardOptions::layouts"))));
+              Each(Says("wieght", "ShardOptions::layouts")));
 }
 
 TEST(PlacementErrors, RanksThatDeclareDifferently) {
   const auto errors = errors_of(2, [](World& world) {
-    auto options = CutSharded::sums();
+    auto options = undivided();
     const auto layout = world.rank() == 0 ? partial("tp", 2) : invariant("tp", 2);
     options.layouts = {{"weight", layout_on(MeshKind::kDense, {layout})}};
     fully_shard(std::make_shared<Scale>(here(at::ones({4}))), tensor_mesh(world), {}, options);
   });
-  EXPECT_THAT(errors, Each(AllOf(HasSubstr("contracts differ between ranks"), HasSubstr("weight"),
-                                 HasSubstr("rank 1"))));
+  EXPECT_THAT(errors, Each(Says("contracts differ between ranks", "weight", "rank 1")));
 }
 
 /// Contracts of a CutBlock, of which `change` changes the one of `parameter`.
@@ -93,7 +86,7 @@ std::vector<std::string> errors_with_contract(const std::string& parameter,
     for (auto& contract : contracts) {
       if (contract.name == parameter) change(contract);
     }
-    auto options = CutSharded::sums();
+    auto options = undivided();
     options.contracts = std::make_shared<const std::vector<GradContract>>(std::move(contracts));
     fully_shard(block, mesh, {}, options);
   });
@@ -104,18 +97,16 @@ TEST(PlacementErrors, AContractThatIsNotWhatTheModuleDoes) {
   EXPECT_THAT(
       errors_with_contract(
           "norm", [](GradContract& contract) { contract.layout.axes = {invariant("tp", 2)}; }),
-      Each(AllOf(HasSubstr("parameter norm"), HasSubstr("tp 2 I, gradient I"),
-                 HasSubstr("tp 2 R, gradient P by its module"))));
+      Each(Says("parameter norm", "tp 2 I, gradient I", "tp 2 R, gradient P by its module")));
   EXPECT_THAT(errors_with_contract("w2", [](GradContract& contract) { contract.shape[0] *= 2; }),
-              Each(AllOf(HasSubstr("parameter w2"), HasSubstr("another shape"))));
+              Each(Says("parameter w2", "another shape")));
 }
 
 // Naive: groups made from what the contract says, whatever the mesh: summed on one rank alone.
 TEST(PlacementErrors, AContractThatOwesOtherSums) {
-  EXPECT_THAT(
-      errors_with_contract("norm",
-                           [](GradContract& contract) { contract.reductions.shard_axes.clear(); }),
-      Each(AllOf(HasSubstr("parameter norm"), HasSubstr("no sum"), HasSubstr("sum over tp"))));
+  EXPECT_THAT(errors_with_contract(
+                  "norm", [](GradContract& contract) { contract.reductions.shard_axes.clear(); }),
+              Each(Says("parameter norm", "no sum", "sum over tp")));
 }
 
 class TwoScales : public torch::nn::Module, public DeclaresLayouts {
@@ -145,13 +136,12 @@ class Pair : public torch::nn::Module {
 TEST(PlacementErrors, TiedParametersWhoseModulesDisagree) {
   const auto errors = [](const AxisPlacement& second) {
     return errors_of(2, [&](World& world) {
-      fully_shard(std::make_shared<Pair>(second), tensor_mesh(world), {}, CutSharded::sums());
+      fully_shard(std::make_shared<Pair>(second), tensor_mesh(world), {}, undivided());
     });
   };
   EXPECT_THAT(errors(partial("tp", 2)), Each(""));
   EXPECT_THAT(errors(invariant("tp", 2)),
-              Each(AllOf(HasSubstr("tied parameters a.weight and b.weight"),
-                         HasSubstr("tp 2 I, gradient I"))));
+              Each(Says("tied parameters a.weight and b.weight", "tp 2 I, gradient I")));
 }
 
 // Units on one mesh: another sparse reading is another mesh.
@@ -163,8 +153,7 @@ TEST(PlacementErrors, PartsOnAnotherReadingOfTheRanks) {
     chain->shard_blocks(one);
     fully_shard(chain, data_mesh(world));
   });
-  EXPECT_THAT(errors,
-              Each(AllOf(HasSubstr("block0"), HasSubstr("ep 2"), HasSubstr("over one mesh"))));
+  EXPECT_THAT(errors, Each(Says("block0", "ep 2", "over one mesh")));
 }
 
 }  // namespace

@@ -39,7 +39,7 @@ double norm_of(const Tensors& gradients, double p) {
 class Placements : public ::testing::TestWithParam<Degrees> {
  protected:
   static void on_ranks(const std::function<void(CutSharded&)>& body,
-                       const ShardOptions& options = CutSharded::sums()) {
+                       const ShardOptions& options = undivided()) {
     ranks(GetParam().ranks()).run([&](World& world) {
       CutSharded sharded(world.mesh(GetParam().shapes()), options);
       body(sharded);
@@ -176,7 +176,7 @@ TEST_P(Placements, BucketsAreThoseOfThePurePlan) {
 
 TEST_P(Placements, SmallBucketsMoveToTheRootAndKeepTheirGroups) {
   const auto expected = whole_model_gradients(whole_values(), GetParam().data_ranks());
-  auto options = CutSharded::sums();
+  auto options = undivided();
   options.merge_below_bytes = 1 << 20;
   on_ranks(
       [&](CutSharded& sharded) {
@@ -276,7 +276,7 @@ TEST(PlacementGroups, ReductionsOfOneUnitEndGroupByGroup) {
   const Degrees degrees{1, 2, 2, 2, 2, 1};
   const auto expected = whole_model_gradients(whole_values(), degrees.data_ranks(), 3);
   ranks(degrees.ranks()).run([&](World& world) {
-    auto options = CutSharded::sums();
+    auto options = undivided();
     options.in_flight_bytes = 0;
     CutSharded sharded(world.mesh(degrees.shapes()), options);
     for (int step = 0; step < 3; ++step) sharded.run(step);
@@ -286,57 +286,50 @@ TEST(PlacementGroups, ReductionsOfOneUnitEndGroupByGroup) {
 
 /// A weight that every rank of tp has, and whose gradient is what that rank's input makes of it.
 ShardOptions declared(const ParameterLayout& layout) {
-  auto options = CutSharded::sums();
+  auto options = undivided();
   options.layouts = {{"weight", layout}};
   return options;
 }
 
 // torchtitan's router: summed over tp in bf16, 1 + 2^-10 is 1.
-TEST(PlacementSums, OverTpAreFormedInTheReduceDtype) {
-  ranks(2).run([](World& world) {
-    PrecisionPolicy policy;
-    policy.param_dtype = DType::kBFloat16;
-    policy.cast_forward_inputs = false;
-    const auto mesh = world.mesh(MeshShape::dense(1, 1, 1, 1, 2));
-    auto handle = fully_shard(std::make_shared<Scale>(here(at::ones({3}))), mesh, policy,
-                              declared(layout_on(MeshKind::kDense, {partial("tp", 2)})));
-    const double addend = world.rank() == 0 ? 1.0 : std::ldexp(1.0, -10);
-    backward(handle.forward(here(at::full({3}, addend, at::kBFloat16))).sum());
-    const auto gradient = whole_gradients(handle).at("weight");
-    EXPECT_TRUE(same_bits(gradient, here(at::full({3}, 1.0 + std::ldexp(1.0, -10)))));
-  });
+TEST_ON_RANKS(PlacementSums, OverTpAreFormedInTheReduceDtype, 2) {
+  auto policy = in_bfloat16();
+  policy.cast_forward_inputs = false;
+  const auto mesh = world.mesh(MeshShape::dense(1, 1, 1, 1, 2));
+  auto handle = fully_shard(std::make_shared<Scale>(here(at::ones({3}))), mesh, policy,
+                            declared(layout_on(MeshKind::kDense, {partial("tp", 2)})));
+  const double addend = world.rank() == 0 ? 1.0 : std::ldexp(1.0, -10);
+  backward(handle.forward(here(at::full({3}, addend, at::kBFloat16))).sum());
+  const auto gradient = whole_gradients(handle).at("weight");
+  EXPECT_TRUE(same_bits(gradient, here(at::full({3}, 1.0 + std::ldexp(1.0, -10)))));
 }
 
 // Naive: trusting the declaration. Rank 1 computes with other rows.
-TEST(PlacementSums, ADeclarationOfEqualGradientsIsCheckedOnDemand) {
-  ranks(4).run([](World& world) {
-    const auto mesh = world.mesh(MeshShape::dense(1, 1, 2, 1, 2));
-    auto handle = fully_shard(std::make_shared<Scale>(here(at::ones({300}))), mesh, {},
-                              declared(layout_on(MeshKind::kDense, {invariant("tp", 2)})));
-    const auto data_rank = static_cast<double>(mesh.coordinate(axis::kShard));
-    backward(handle.forward(here(at::full({300}, data_rank))).sum());
-    EXPECT_TRUE(check_invariant_gradients(handle).empty());
-    handle.zero_grad();
-    backward(handle.forward(here(at::full({300}, static_cast<double>(world.rank())))).sum());
-    EXPECT_EQ(check_invariant_gradients(handle), std::vector<std::string>{"weight"});
-  });
+TEST_ON_RANKS(PlacementSums, ADeclarationOfEqualGradientsIsCheckedOnDemand, 4) {
+  const auto mesh = world.mesh(MeshShape::dense(1, 1, 2, 1, 2));
+  auto handle = fully_shard(std::make_shared<Scale>(here(at::ones({300}))), mesh, {},
+                            declared(layout_on(MeshKind::kDense, {invariant("tp", 2)})));
+  const auto data_rank = static_cast<double>(mesh.coordinate(axis::kShard));
+  backward(handle.forward(here(at::full({300}, data_rank))).sum());
+  EXPECT_TRUE(check_invariant_gradients(handle).empty());
+  handle.zero_grad();
+  backward(handle.forward(here(at::full({300}, static_cast<double>(world.rank())))).sum());
+  EXPECT_EQ(check_invariant_gradients(handle), std::vector<std::string>{"weight"});
 }
 
 // A parameter used by the ranks of one coordinate of tp only has a gradient on all.
-TEST(PlacementSums, UsedOnOneRankOfTpIsUsedOnAll) {
-  ranks(2).run([](World& world) {
-    const auto mesh = world.mesh(MeshShape::dense(1, 1, 1, 1, 2));
-    auto chain = std::make_shared<Chain>(3, 1, 4);
-    auto options = CutSharded::sums();
-    const auto layout = layout_on(MeshKind::kDense, {partial("tp", 2)});
-    options.layouts = {{"scale", layout}, {"block0.a", layout}, {"block0.b", layout}};
-    auto handle = fully_shard(chain, mesh, {}, options);
-    chain->skip = world.rank() == 0 ? 0 : -1;
-    backward(squares(handle.forward(input_of(0, 0, 4))));
-    const auto gradients = whole_gradients(handle);
-    EXPECT_GT(gradients.at("block0.a").abs().max().item<double>(), 0.0);
-    for (const auto& view : handle.shards()) EXPECT_TRUE(view.shard.grad().defined());
-  });
+TEST_ON_RANKS(PlacementSums, UsedOnOneRankOfTpIsUsedOnAll, 2) {
+  const auto mesh = world.mesh(MeshShape::dense(1, 1, 1, 1, 2));
+  auto chain = std::make_shared<Chain>(3, 1, 4);
+  auto options = undivided();
+  const auto layout = layout_on(MeshKind::kDense, {partial("tp", 2)});
+  options.layouts = {{"scale", layout}, {"block0.a", layout}, {"block0.b", layout}};
+  auto handle = fully_shard(chain, mesh, {}, options);
+  chain->skip = world.rank() == 0 ? 0 : -1;
+  backward(squares(handle.forward(input_of(0, 0, 4))));
+  const auto gradients = whole_gradients(handle);
+  EXPECT_GT(gradients.at("block0.a").abs().max().item<double>(), 0.0);
+  for (const auto& view : handle.shards()) EXPECT_TRUE(view.shard.grad().defined());
 }
 
 }  // namespace

@@ -1,14 +1,12 @@
 // What tests compare with: two tensors are the same where their bits are.
 #include "support/ranks.h"
 
-#include <gmock/gmock.h>
-
 #include <limits>
+
+#include "support/test.h"
 
 namespace tessera::test::ranks_test {
 namespace {
-
-using ::testing::HasSubstr;
 
 constexpr at::ScalarType kFloating[] = {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf};
 
@@ -23,7 +21,7 @@ TEST(SameBits, ANanIsItselfAndMinusZeroIsNotZero) {
     minus[2].fill_(-0.0);
     ASSERT_TRUE(at::equal(zero, minus));
     EXPECT_FALSE(same_bits(zero, minus)) << dtype;
-    EXPECT_THAT(same_bits(minus, zero).message(), HasSubstr("element 2 of 3: -0 against 0"));
+    EXPECT_THAT(same_bits(minus, zero).message(), Says("element 2 of 3: -0 against 0"));
   }
 }
 

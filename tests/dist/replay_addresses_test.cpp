@@ -1,10 +1,6 @@
 // Where gathered parameters, slots and the memory of regions lie is the same in each replayed step, so
 // that what is recorded of a region's addresses (a CUDA graph) holds in the steps behind it.
-#include <memory>
 #include <optional>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "base/test_hooks.h"
 #include "dist/replayed.h"
@@ -146,7 +142,7 @@ TEST_P(ReplayAddresses, AreThoseOfTheStepBefore) {
     }
     const auto& expected = steps[6];
     for (const auto* what : {"block of layer3", "layer1.weight", "gathered layer0"}) {
-      EXPECT_THAT(expected, ::testing::Contains(::testing::Pair(what, ::testing::NotNull())));
+      EXPECT_THAT(expected, Contains(::testing::Pair(what, ::testing::NotNull())));
     }
     for (std::size_t step = 7; step < steps.size(); ++step) {
       EXPECT_EQ(steps[step], expected) << "step " << step;

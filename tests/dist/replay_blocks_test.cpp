@@ -2,11 +2,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cstring>
-#include <memory>
-#include <string>
-#include <vector>
 
 #include "capture/replay/blocks.h"
 #include "capture/replay/regions.h"
@@ -46,30 +42,28 @@ TEST(ReplayBlocks, ABlockAtRestHasNoPagesAndItsAddress) {
 }
 
 // There a model has its head and its loss, whose activations are the most that an eager step has.
-TEST(ReplayBlocks, ScratchRestsBehindTheLastRegionOfAForward) {
-  ranks(1).run([](World& world) {
-    const Sharded<Model>* watched = nullptr;
-    std::vector<std::int64_t> at_rest;
-    Twins twins(data_mesh(world), [&](Model& model, const Several& inputs) {
-      at::Tensor x = inputs[0] * model.before;
-      for (const auto& part : model.parts) {
-        x = part->region({x}, [&](const Several& in) { return Several{part->layer(in[0])}; })[0];
-        if (watched != nullptr && watched->module().get() == &model) {
-          at_rest.push_back(capture::region_bytes(*watched).at_rest);
-        }
+TEST_ON_RANKS(ReplayBlocks, ScratchRestsBehindTheLastRegionOfAForward, 1) {
+  const Sharded<Model>* watched = nullptr;
+  std::vector<std::int64_t> at_rest;
+  Twins twins(data_mesh(world), [&](Model& model, const Several& inputs) {
+    at::Tensor x = inputs[0] * model.before;
+    for (const auto& part : model.parts) {
+      x = part->region({x}, [&](const Several& in) { return Several{part->layer(in[0])}; })[0];
+      if (watched != nullptr && watched->module().get() == &model) {
+        at_rest.push_back(capture::region_bytes(*watched).at_rest);
       }
-      return Several{x * model.after};
-    });
-    for (int step = 0; step < 5; ++step) {
-      twins.step({{rows(static_cast<std::uint64_t>(step), 512)}});
     }
-    watched = &twins.replayed;
-    twins.step({{rows(10, 512)}, {rows(11, 512)}});
-    ASSERT_EQ(at_rest.size(), 4);
-    EXPECT_GT(at_rest[1], at_rest[0]);
-    EXPECT_EQ(at_rest[2], at_rest[0]);
-    EXPECT_EQ(at_rest[3], at_rest[1]);
+    return Several{x * model.after};
   });
+  for (int step = 0; step < 5; ++step) {
+    twins.step({{rows(static_cast<std::uint64_t>(step), 512)}});
+  }
+  watched = &twins.replayed;
+  twins.step({{rows(10, 512)}, {rows(11, 512)}});
+  ASSERT_EQ(at_rest.size(), 4);
+  EXPECT_GT(at_rest[1], at_rest[0]);
+  EXPECT_EQ(at_rest[2], at_rest[0]);
+  EXPECT_EQ(at_rest[3], at_rest[1]);
 }
 
 }  // namespace

@@ -10,12 +10,6 @@
 namespace tessera::test::replay_stale_test {
 namespace {
 
-using ::testing::AllOf;
-using ::testing::Contains;
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using ::testing::IsEmpty;
-
 constexpr int kRecordings = 3;
 constexpr int kSteps = 8;
 
@@ -38,69 +32,60 @@ void step_and(Twins& twins, int step, const std::function<void(Model&)>& change 
 // ------------------------------------------------------------------------- memory from outside
 
 // As load_checkpoint() and torch::load give it. Naive: the memory that was recorded.
-TEST(ReplayStale, BuffersMayGetOtherMemory) {
-  ranks(2).run([](World& world) {
-    Twins twins(data_mesh(world), layer_times([](Part& part) { return part.table; }));
-    for (int step = 0; step < 3 * kSteps; ++step) {
-      step_and(twins, step, [&](Model& model) {
-        if (step != kSteps && step != 2 * kSteps) return;
-        model.parts[0]->table.set_data(seeded(static_cast<std::uint64_t>(step), {Part::kWidth}));
-      });
-    }
-    EXPECT_EQ(twins.calls().recorded, 3 * kRecordings);
-    EXPECT_THAT(reasons(twins.calls()), IsEmpty());
-  });
+TEST_ON_RANKS(ReplayStale, BuffersMayGetOtherMemory, 2) {
+  Twins twins(data_mesh(world), layer_times([](Part& part) { return part.table; }));
+  for (int step = 0; step < 3 * kSteps; ++step) {
+    step_and(twins, step, [&](Model& model) {
+      if (step != kSteps && step != 2 * kSteps) return;
+      model.parts[0]->table.set_data(seeded(static_cast<std::uint64_t>(step), {Part::kWidth}));
+    });
+  }
+  EXPECT_EQ(twins.calls().recorded, 3 * kRecordings);
+  EXPECT_THAT(reasons(twins.calls()), IsEmpty());
 }
 
 // A member that is no registered buffer: nobody holds the old one any more.
-TEST(ReplayStale, TensorsMayBeReplaced) {
-  ranks(1).run([](World& world) {
-    Twins twins(data_mesh(world), layer_times([](Part& part) { return part.table * part.kept; }));
-    for (int step = 0; step < 3 * kSteps; ++step) {
-      step_and(twins, step, [&](Model& model) {
-        Part& part = *model.parts[0];
-        if (step == 0) part.kept = seeded(3, {Part::kWidth});
-        if (step == kSteps) part.kept = seeded(4, {Part::kWidth});
-        if (step == 2 * kSteps) part.kept = seeded(5, {Part::kWidth});
-      });
-    }
-    EXPECT_EQ(twins.calls().recorded, 3 * kRecordings);
-    EXPECT_THAT(reasons(twins.calls()), IsEmpty());
-  });
+TEST_ON_RANKS(ReplayStale, TensorsMayBeReplaced, 1) {
+  Twins twins(data_mesh(world), layer_times([](Part& part) { return part.table * part.kept; }));
+  for (int step = 0; step < 3 * kSteps; ++step) {
+    step_and(twins, step, [&](Model& model) {
+      Part& part = *model.parts[0];
+      if (step == 0) part.kept = seeded(3, {Part::kWidth});
+      if (step == kSteps) part.kept = seeded(4, {Part::kWidth});
+      if (step == 2 * kSteps) part.kept = seeded(5, {Part::kWidth});
+    });
+  }
+  EXPECT_EQ(twins.calls().recorded, 3 * kRecordings);
+  EXPECT_THAT(reasons(twins.calls()), IsEmpty());
 }
 
 // Naive: its memory is the same, but it is another part of it.
-TEST(ReplayStale, BuffersAndTensorsMayBecomeOtherPartsOfTheirMemory) {
-  ranks(1).run([](World& world) {
-    Twins twins(data_mesh(world), layer_times([](Part& part) { return part.table * part.kept; }));
-    const auto row = seeded(3, {8 * Part::kWidth});
-    const Several pools{row, row.clone(), row.clone(), row.clone()};
-    for (int step = 0; step < 4 * kSteps; ++step) {
-      step_and(twins, step, [&](Model& model) {
-        if (step % kSteps != 0) return;
-        Part& part = *model.parts[0];
-        const std::size_t twin = &model == &twins.of_eager() ? 0 : 2;
-        const std::int64_t at = step / kSteps;
-        part.table.set_data(pools[twin].narrow(0, at, Part::kWidth));
-        part.kept = pools[twin + 1].narrow(0, at, Part::kWidth);
-      });
-    }
-    EXPECT_EQ(twins.calls().recorded, 4 * kRecordings);
-    EXPECT_THAT(reasons(twins.calls()), IsEmpty());
-  });
+TEST_ON_RANKS(ReplayStale, BuffersAndTensorsMayBecomeOtherPartsOfTheirMemory, 1) {
+  Twins twins(data_mesh(world), layer_times([](Part& part) { return part.table * part.kept; }));
+  const auto row = seeded(3, {8 * Part::kWidth});
+  const Several pools{row, row.clone(), row.clone(), row.clone()};
+  for (int step = 0; step < 4 * kSteps; ++step) {
+    step_and(twins, step, [&](Model& model) {
+      if (step % kSteps != 0) return;
+      Part& part = *model.parts[0];
+      const std::size_t twin = &model == &twins.of_eager() ? 0 : 2;
+      const std::int64_t at = step / kSteps;
+      part.table.set_data(pools[twin].narrow(0, at, Part::kWidth));
+      part.kept = pools[twin + 1].narrow(0, at, Part::kWidth);
+    });
+  }
+  EXPECT_EQ(twins.calls().recorded, 4 * kRecordings);
+  EXPECT_THAT(reasons(twins.calls()), IsEmpty());
 }
 
 // Changes of such a member could not be detected.
-TEST(ReplayStale, TensorsThatEachCallMakesOfAMemberAreRefused) {
-  ranks(1).run([](World& world) {
-    Twins twins(data_mesh(world),
-                layer_times([](Part& part) { return part.kept.variable_data(); }));
-    for (Model* model : {&twins.of_eager(), &twins.of_replayed()}) {
-      model->parts[0]->kept = seeded(3, {Part::kWidth});
-    }
-    for (int step = 0; step < kSteps; ++step) step_and(twins, step);
-    EXPECT_THAT(reasons(twins.calls()), ElementsAre(HasSubstr("reads by another tensor")));
-  });
+TEST_ON_RANKS(ReplayStale, TensorsThatEachCallMakesOfAMemberAreRefused, 1) {
+  Twins twins(data_mesh(world), layer_times([](Part& part) { return part.kept.variable_data(); }));
+  for (Model* model : {&twins.of_eager(), &twins.of_replayed()}) {
+    model->parts[0]->kept = seeded(3, {Part::kWidth});
+  }
+  for (int step = 0; step < kSteps; ++step) step_and(twins, step);
+  EXPECT_THAT(reasons(twins.calls()), ElementsAre(Says("reads by another tensor")));
 }
 
 // Naive: each recording takes references of other recordings for an owner, and none detects that
@@ -181,7 +166,7 @@ TEST(ReplayStale, TensorsThatBackwardReadsMayNotBeChangedInBetween) {
         }
         for (const auto& error : errors) EXPECT_EQ(error.empty(), !is_read) << error;
         if (is_read) {
-          EXPECT_THAT(errors.back(), HasSubstr("a tensor from outside that its backward reads"));
+          EXPECT_THAT(errors.back(), Says("a tensor from outside that its backward reads"));
         }
       });
     }
@@ -199,97 +184,81 @@ TEST(ReplayStale, TensorsThatABodyLeavesBehindAreRefused) {
   for (const bool keeps_graph : {false, true}) {
     ranks(1).run([&](World& world) {
       Twins twins(data_mesh(world), around(body));
-      for (int step = 0; step < kSteps; ++step) {
-        SCOPED_TRACE(concat("step ", step));
-        twins.both([&](Sharded<Model>& handle) {
-          const auto loss = squares(handle.forward(one_input(step))[0]);
-          torch::autograd::backward({loss}, {}, keeps_graph);
-          return Several{handle.module()->parts[0]->kept};
-        });
-        twins.update();
-      }
+      twins.steps(kSteps, [&](Sharded<Model>& handle, int step) {
+        const auto loss = squares(handle.forward(one_input(step))[0]);
+        torch::autograd::backward({loss}, {}, keeps_graph);
+        return Several{handle.module()->parts[0]->kept};
+      });
       EXPECT_THAT(reasons(twins.calls()),
                   ElementsAre("a tensor that outlives the call and is no result"));
     });
   }
 }
 
-TEST(ReplayStale, TensorsLeftBehindWithoutGradientsAreRefused) {
-  ranks(1).run([](World& world) {
-    Twins twins(data_mesh(world), around([](Part& part, const Several& in) {
-                  part.kept = part.layer(in[0]).exp();
-                  return Several{part.kept.sin()};
-                }));
-    const at::NoGradGuard no_grad;
-    for (int step = 0; step < kSteps; ++step) {
-      twins.both([&](Sharded<Model>& handle) {
-        auto left = handle.forward(one_input(step));
-        left.push_back(handle.module()->parts[0]->kept);
-        return left;
-      });
-    }
-    EXPECT_THAT(reasons(twins.calls()),
-                ElementsAre("a tensor that outlives the call and is no result"));
-  });
+TEST_ON_RANKS(ReplayStale, TensorsLeftBehindWithoutGradientsAreRefused, 1) {
+  Twins twins(data_mesh(world), around([](Part& part, const Several& in) {
+                part.kept = part.layer(in[0]).exp();
+                return Several{part.kept.sin()};
+              }));
+  const at::NoGradGuard no_grad;
+  for (int step = 0; step < kSteps; ++step) {
+    twins.both([&](Sharded<Model>& handle) {
+      auto left = handle.forward(one_input(step));
+      left.push_back(handle.module()->parts[0]->kept);
+      return left;
+    });
+  }
+  EXPECT_THAT(reasons(twins.calls()),
+              ElementsAre("a tensor that outlives the call and is no result"));
 }
 
 // A loss that a body keeps in a member. Naive: its gradient ends at the region's arguments, silently.
-TEST(ReplayStale, BackwardThroughATensorLeftBehindIsAnError) {
-  ranks(1).run([](World& world) {
-    Twins twins(data_mesh(world), around([](Part& part, const Several& in) {
-                  part.kept = part.layer(in[0]).pow(2).mean();
-                  return Several{part.layer(in[0])};
-                }));
-    auto& handle = twins.replayed;
-    backward(squares(handle.forward(one_input(0))[0]) + handle.module()->parts[0]->kept);
-    handle.zero_grad();
-    const auto results = handle.forward(one_input(1));
-    const auto error =
-        error_of([&] { backward(squares(results[0]) + handle.module()->parts[0]->kept); });
-    EXPECT_THAT(error, AllOf(HasSubstr("a tensor that a region's body has left behind"),
-                             HasSubstr("return the tensor as one of them")));
-  });
+TEST_ON_RANKS(ReplayStale, BackwardThroughATensorLeftBehindIsAnError, 1) {
+  Twins twins(data_mesh(world), around([](Part& part, const Several& in) {
+                part.kept = part.layer(in[0]).pow(2).mean();
+                return Several{part.layer(in[0])};
+              }));
+  auto& handle = twins.replayed;
+  backward(squares(handle.forward(one_input(0))[0]) + handle.module()->parts[0]->kept);
+  handle.zero_grad();
+  const auto results = handle.forward(one_input(1));
+  const auto error =
+      error_of([&] { backward(squares(results[0]) + handle.module()->parts[0]->kept); });
+  EXPECT_THAT(error, Says("a tensor that a region's body has left behind",
+                          "return the tensor as one of them"));
 }
 
-TEST(ReplayStale, HooksInsideAreRefused) {
-  ranks(1).run([](World& world) {
-    Twins twins(data_mesh(world), around([](Part& part, const Several& in) {
-                  const auto y = part.layer(in[0]);
-                  if (y.requires_grad()) {
-                    y.register_hook([](const at::Tensor& gradient) { return gradient * 0.5; });
-                  }
-                  return Several{y.tanh()};
-                }));
-    for (int step = 0; step < kSteps; ++step) step_and(twins, step);
-    EXPECT_THAT(reasons(twins.calls()), ElementsAre("a hook on a tensor inside"));
-  });
+TEST_ON_RANKS(ReplayStale, HooksInsideAreRefused, 1) {
+  Twins twins(data_mesh(world), around([](Part& part, const Several& in) {
+                const auto y = part.layer(in[0]);
+                if (y.requires_grad()) {
+                  y.register_hook([](const at::Tensor& gradient) { return gradient * 0.5; });
+                }
+                return Several{y.tanh()};
+              }));
+  for (int step = 0; step < kSteps; ++step) step_and(twins, step);
+  EXPECT_THAT(reasons(twins.calls()), ElementsAre("a hook on a tensor inside"));
 }
 
 // ----------------------------------------------------------------- between forward and backward
 
 // Each backward puts its products off, of the entry that both use. Naive: those of the first are formed
 // of what the second wrote.
-TEST(ReplayStale, AKeptGraphGoesBackTwiceWhileGradientsArePutOff) {
-  ranks(1).run([](World& world) {
-    Twins twins(data_mesh(world), around([](Part& part, const Several& in) {
-                  return Several{part.layer(in[0]).tanh()};
-                }));
-    for (int step = 0; step < kSteps; ++step) {
-      SCOPED_TRACE(concat("step ", step));
-      twins.both([&](Sharded<Model>& handle) {
-        handle.set_defer_weight_gradients(true);
-        const auto y = handle.forward(one_input(step))[0];
-        torch::autograd::backward({squares(y)}, {}, /*retain_graph=*/true);
-        torch::autograd::backward({(y * y * y).sum()}, {});
-        handle.run_weight_gradients();
-        return Several{};
-      });
-      twins.update();
-    }
-    EXPECT_THAT(reasons(twins.calls()),
-                ElementsAre("weight gradients of the backward before are owed"));
-    EXPECT_GT(twins.calls().replayed, 0);
+TEST_ON_RANKS(ReplayStale, AKeptGraphGoesBackTwiceWhileGradientsArePutOff, 1) {
+  Twins twins(data_mesh(world), around([](Part& part, const Several& in) {
+                return Several{part.layer(in[0]).tanh()};
+              }));
+  twins.steps(kSteps, [&](Sharded<Model>& handle, int step) {
+    handle.set_defer_weight_gradients(true);
+    const auto y = handle.forward(one_input(step))[0];
+    torch::autograd::backward({squares(y)}, {}, /*retain_graph=*/true);
+    torch::autograd::backward({(y * y * y).sum()}, {});
+    handle.run_weight_gradients();
+    return Several{};
   });
+  EXPECT_THAT(reasons(twins.calls()),
+              ElementsAre("weight gradients of the backward before are owed"));
+  EXPECT_GT(twins.calls().replayed, 0);
 }
 
 // The body would run again of other values: an argument that its recorded backward does not read, a
@@ -321,32 +290,26 @@ TEST(ReplayStale, ABodyThatRunsAgainFindsWhatItsForwardFound) {
       }
       // Of other strides than those that were recorded.
       const auto error = error_of([&] { backward(y.sum()); });
-      EXPECT_THAT(error, AllOf(HasSubstr("was changed in place since its forward"),
-                               HasSubstr("a backward that is not the recorded one")));
+      EXPECT_THAT(error, Says("was changed in place since its forward",
+                              "a backward that is not the recorded one"));
     });
   }
 }
 
-TEST(ReplayStale, BackwardUnderAutocastIsThatOfEagerCalls) {
-  ranks(1).run([](World& world) {
-    Twins twins(data_mesh(world), around([](Part& part, const Several& in) {
-                  return Several{at::linear(in[0], part.weight, part.bias).tanh()};
-                }));
-    for (int step = 0; step < 2 * kSteps; ++step) {
-      SCOPED_TRACE(concat("step ", step));
-      twins.both([&](Sharded<Model>& handle) {
-        const auto loss = squares(handle.forward(one_input(step))[0]);
-        at::autocast::set_autocast_enabled(at::kCPU, step % 3 == 2);
-        backward(loss);
-        at::autocast::set_autocast_enabled(at::kCPU, false);
-        at::autocast::clear_cache();
-        return Several{};
-      });
-      twins.update();
-    }
-    EXPECT_THAT(reasons(twins.calls()), ElementsAre(HasSubstr("another backward than forward")));
-    EXPECT_GT(twins.calls().replayed, 4);
+TEST_ON_RANKS(ReplayStale, BackwardUnderAutocastIsThatOfEagerCalls, 1) {
+  Twins twins(data_mesh(world), around([](Part& part, const Several& in) {
+                return Several{at::linear(in[0], part.weight, part.bias).tanh()};
+              }));
+  twins.steps(2 * kSteps, [&](Sharded<Model>& handle, int step) {
+    const auto loss = squares(handle.forward(one_input(step))[0]);
+    at::autocast::set_autocast_enabled(at::kCPU, step % 3 == 2);
+    backward(loss);
+    at::autocast::set_autocast_enabled(at::kCPU, false);
+    at::autocast::clear_cache();
+    return Several{};
   });
+  EXPECT_THAT(reasons(twins.calls()), ElementsAre(Says("another backward than forward")));
+  EXPECT_GT(twins.calls().replayed, 4);
 }
 
 // ------------------------------------------------------------------------------------- guards
@@ -388,134 +351,118 @@ TEST(ReplayStale, ThreadsAlgorithmsModesAndDtypesAreGuards) {
 }
 
 // A validation's sizes come once, then others. Naive: four that nobody needs any more, and eager calls.
-TEST(ReplayStale, AVariantThatIsNotCalledAnyMoreMakesRoom) {
-  ranks(1).run([](World& world) {
-    Twins twins(data_mesh(world), layer_times([](Part& part) { return part.table; }));
-    int step = 0;
-    const auto steps = [&](std::int64_t size, int count) {
-      for (int i = 0; i < count; ++i)
-        twins.step({{rows(static_cast<std::uint64_t>(step++), size)}});
-    };
-    for (const int size : {2, 3, 4, 5}) steps(size, 5);
-    steps(6, 5);
-    EXPECT_THAT(reasons(twins.calls()), ElementsAre("more than four variants"));
-    EXPECT_EQ(twins.calls().eager.at("more than four variants"), 5);
-    steps(5, 64);
-    const auto before = twins.calls().replayed;
-    steps(6, 6);
-    EXPECT_EQ(twins.calls().eager.at("more than four variants"), 5);
-    EXPECT_EQ(twins.calls().replayed - before, 6 - 1 - kRecordings);
-  });
+TEST_ON_RANKS(ReplayStale, AVariantThatIsNotCalledAnyMoreMakesRoom, 1) {
+  Twins twins(data_mesh(world), layer_times([](Part& part) { return part.table; }));
+  int step = 0;
+  const auto steps = [&](std::int64_t size, int count) {
+    for (int i = 0; i < count; ++i) twins.step({{rows(static_cast<std::uint64_t>(step++), size)}});
+  };
+  for (const int size : {2, 3, 4, 5}) steps(size, 5);
+  steps(6, 5);
+  EXPECT_THAT(reasons(twins.calls()), ElementsAre("more than four variants"));
+  EXPECT_EQ(twins.calls().eager.at("more than four variants"), 5);
+  steps(5, 64);
+  const auto before = twins.calls().replayed;
+  steps(6, 6);
+  EXPECT_EQ(twins.calls().eager.at("more than four variants"), 5);
+  EXPECT_EQ(twins.calls().replayed - before, 6 - 1 - kRecordings);
 }
 
 // ------------------------------------------------------------------------------------ comparing
 
 // One batch again and again, as one warms up with: what the body reads through a pointer is the same.
 // Naive: two comparisons that prove nothing.
-TEST(ReplayStale, OtherDataIsComparedBeforeItIsReplayed) {
-  ranks(1).run([](World& world) {
-    Twins twins(data_mesh(world), around([](Part& part, const Several& in) {
-                  const auto* first = static_cast<const float*>(in[1].const_data_ptr());
-                  return Several{part.layer(in[0]) * static_cast<double>(*first)};
-                }));
-    const auto with = [](int step, float number) {
-      auto inputs = one_input(step);
-      inputs.push_back(at::full({1}, number));
-      return inputs;
-    };
-    for (int step = 0; step < kSteps; ++step) twins.step({with(1, 2.0F)});
-    EXPECT_EQ(twins.calls().replayed, kSteps - 1 - kRecordings) << "one batch is replayed";
-    for (int step = 0; step < kSteps; ++step) {
-      SCOPED_TRACE(concat("step ", step));
-      twins.step({with(2 + step, 3.0F + static_cast<float>(step))});
-    }
-    EXPECT_THAT(reasons(twins.calls()),
-                ElementsAre("aten::mul.Scalar: found other arguments than before"));
-  });
+TEST_ON_RANKS(ReplayStale, OtherDataIsComparedBeforeItIsReplayed, 1) {
+  Twins twins(data_mesh(world), around([](Part& part, const Several& in) {
+                const auto* first = static_cast<const float*>(in[1].const_data_ptr());
+                return Several{part.layer(in[0]) * static_cast<double>(*first)};
+              }));
+  const auto with = [](int step, float number) {
+    auto inputs = one_input(step);
+    inputs.push_back(at::full({1}, number));
+    return inputs;
+  };
+  for (int step = 0; step < kSteps; ++step) twins.step({with(1, 2.0F)});
+  EXPECT_EQ(twins.calls().replayed, kSteps - 1 - kRecordings) << "one batch is replayed";
+  for (int step = 0; step < kSteps; ++step) {
+    SCOPED_TRACE(concat("step ", step));
+    twins.step({with(2 + step, 3.0F + static_cast<float>(step))});
+  }
+  EXPECT_THAT(reasons(twins.calls()),
+              ElementsAre("aten::mul.Scalar: found other arguments than before"));
 }
 
-TEST(ReplayStale, ResultsThatChangePlacesAreFound) {
-  ranks(1).run([](World& world) {
-    Twins twins(data_mesh(world), around([](Part& part, const Several& in) {
-                  const auto y = part.layer(in[0]);
-                  Several both{y.sin(), y.cos()};
-                  if (part.bodies == 3) std::swap(both[0], both[1]);
-                  return both;
-                }));
-    const at::NoGradGuard no_grad;
-    for (int step = 0; step < kSteps; ++step) {
-      twins.both([&](Sharded<Model>& handle) {
-        // Eager calls run every body: the third one's alone is swapped there.
-        return handle.forward(one_input(step));
-      });
-    }
-    EXPECT_THAT(reasons(twins.calls()), ElementsAre("found other results than before"));
-  });
+TEST_ON_RANKS(ReplayStale, ResultsThatChangePlacesAreFound, 1) {
+  Twins twins(data_mesh(world), around([](Part& part, const Several& in) {
+                const auto y = part.layer(in[0]);
+                Several both{y.sin(), y.cos()};
+                if (part.bodies == 3) std::swap(both[0], both[1]);
+                return both;
+              }));
+  const at::NoGradGuard no_grad;
+  for (int step = 0; step < kSteps; ++step) {
+    twins.both([&](Sharded<Model>& handle) {
+      // Eager calls run every body: the third one's alone is swapped there.
+      return handle.forward(one_input(step));
+    });
+  }
+  EXPECT_THAT(reasons(twins.calls()), ElementsAre("found other results than before"));
 }
 
-TEST(ReplayStale, MemoryThatAnOperationResizesIsRefused) {
-  ranks(1).run([](World& world) {
-    Twins twins(data_mesh(world), around([](Part& part, const Several& in) {
-                  const at::Tensor all = at::empty({0});
-                  const at::Tensor fixed = in[0].detach();
-                  at::Tensor out = all;
-                  at::cat_out(out, {fixed, fixed}, 1);
-                  return Several{part.layer(in[0]) * out.slice(1, 0, Part::kWidth)};
-                }));
-    for (int step = 0; step < kSteps; ++step) step_and(twins, step);
-    EXPECT_THAT(reasons(twins.calls()),
-                ElementsAre(HasSubstr("memory that becomes larger or smaller, by aten::cat")));
-  });
+TEST_ON_RANKS(ReplayStale, MemoryThatAnOperationResizesIsRefused, 1) {
+  Twins twins(data_mesh(world), around([](Part& part, const Several& in) {
+                const at::Tensor all = at::empty({0});
+                const at::Tensor fixed = in[0].detach();
+                at::Tensor out = all;
+                at::cat_out(out, {fixed, fixed}, 1);
+                return Several{part.layer(in[0]) * out.slice(1, 0, Part::kWidth)};
+              }));
+  for (int step = 0; step < kSteps; ++step) step_and(twins, step);
+  EXPECT_THAT(reasons(twins.calls()),
+              ElementsAre(Says("memory that becomes larger or smaller, by aten::cat")));
 }
 
 // The same sizes and strides, but each element is to be read with the other sign.
-TEST(ReplayStale, ArgumentsThatAreReadNegatedAreNotTakenForOthers) {
-  ranks(1).run([](World& world) {
-    Twins twins(data_mesh(world), [](Model& model, const Several& inputs) {
-      Part& part = *model.parts[0];
-      const auto x = at::complex(inputs[0], inputs[0]);
-      const auto given = model.calls % 2 == 0 ? at::imag(x.conj()) : at::imag(x);
-      return part.region({given},
-                         [&part](const Several& in) { return Several{part.layer(in[0])}; });
-    });
-    for (int step = 0; step < 3 * kSteps; ++step) step_and(twins, step);
-    EXPECT_THAT(reasons(twins.calls()),
-                ElementsAre("an argument that is read negated or conjugated"));
-    EXPECT_GT(twins.calls().replayed, 0);
+TEST_ON_RANKS(ReplayStale, ArgumentsThatAreReadNegatedAreNotTakenForOthers, 1) {
+  Twins twins(data_mesh(world), [](Model& model, const Several& inputs) {
+    Part& part = *model.parts[0];
+    const auto x = at::complex(inputs[0], inputs[0]);
+    const auto given = model.calls % 2 == 0 ? at::imag(x.conj()) : at::imag(x);
+    return part.region({given}, [&part](const Several& in) { return Several{part.layer(in[0])}; });
   });
+  for (int step = 0; step < 3 * kSteps; ++step) step_and(twins, step);
+  EXPECT_THAT(reasons(twins.calls()),
+              ElementsAre("an argument that is read negated or conjugated"));
+  EXPECT_GT(twins.calls().replayed, 0);
 }
 
 // Two results of one memory: a change of one is seen of the other, as views are seen.
-TEST(ReplayStale, ResultsOfOneMemoryHaveOneVersion) {
-  ranks(1).run([](World& world) {
-    Twins twins(data_mesh(world), around([](Part& part, const Several& in) {
-                  const auto y = part.layer(in[0]).tanh();
-                  return Several{y, y.view({-1})};
-                }));
-    for (int step = 0; step < kSteps; ++step) step_and(twins, step);
-    const at::NoGradGuard no_grad;
-    for (int call = 0; call < 6; ++call) {
-      const auto results = twins.replayed.forward(one_input(20 + call));
-      const auto before = results[1]._version();
-      results[1].add_(1.0);
-      EXPECT_EQ(results[1]._version(), before + 1);
-    }
-  });
+TEST_ON_RANKS(ReplayStale, ResultsOfOneMemoryHaveOneVersion, 1) {
+  Twins twins(data_mesh(world), around([](Part& part, const Several& in) {
+                const auto y = part.layer(in[0]).tanh();
+                return Several{y, y.view({-1})};
+              }));
+  for (int step = 0; step < kSteps; ++step) step_and(twins, step);
+  const at::NoGradGuard no_grad;
+  for (int call = 0; call < 6; ++call) {
+    const auto results = twins.replayed.forward(one_input(20 + call));
+    const auto before = results[1]._version();
+    results[1].add_(1.0);
+    EXPECT_EQ(results[1]._version(), before + 1);
+  }
 }
 
 // The weight is gone in backward, where a comparison would run forward again.
-TEST(ReplayStale, WithoutWeightsInBackwardRegionsStayEager) {
-  ranks(2).run([](World& world) {
-    Twins twins(data_mesh(world), [](Model& model, const Several& inputs) {
-      Part& part = *model.parts[0];
-      return part.region({inputs[0]}, [&part](const Several& in) {
-        return Several{(in[0] + part.bias).tanh() + part.norm};
-      });
+TEST_ON_RANKS(ReplayStale, WithoutWeightsInBackwardRegionsStayEager, 2) {
+  Twins twins(data_mesh(world), [](Model& model, const Several& inputs) {
+    Part& part = *model.parts[0];
+    return part.region({inputs[0]}, [&part](const Several& in) {
+      return Several{(in[0] + part.bias).tanh() + part.norm};
     });
-    for (auto* handle : {&twins.eager, &twins.replayed}) handle->set_unshard_in_backward(false);
-    for (int step = 0; step < kSteps; ++step) step_and(twins, step);
-    EXPECT_THAT(reasons(twins.calls()), ElementsAre(HasSubstr("set_unshard_in_backward(false)")));
   });
+  for (auto* handle : {&twins.eager, &twins.replayed}) handle->set_unshard_in_backward(false);
+  for (int step = 0; step < kSteps; ++step) step_and(twins, step);
+  EXPECT_THAT(reasons(twins.calls()), ElementsAre(Says("set_unshard_in_backward(false)")));
 }
 
 }  // namespace

@@ -11,11 +11,6 @@
 namespace tessera::test::replay_test {
 namespace {
 
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using ::testing::IsEmpty;
-using ::testing::Not;
-
 constexpr int kRecordings = 3;  ///< and two of them compared
 
 /// Of a rank's step and micro-batch.
@@ -85,45 +80,42 @@ INSTANTIATE_TEST_SUITE_P(Dtypes, ReplaysOf,
 // Two regions with what is around them, and a weight that is used four times in each: autograd adds
 // those up before they leave. Naive: a gradient that is rounded on its way, or one slot's before
 // another's.
-TEST_P(ReplaysOf, GradientsOfStepsOfSeveralMicroBatchesAreThoseOfEagerOnes) {
-  ranks(GetParam().ranks).run([&](World& world) {
-    Twins twins(data_mesh(world), two_regions, options());
-    for (int step = 0; step < 4; ++step) {
-      SCOPED_TRACE(concat("step ", step));
-      twins.step(micro_batches(world, step, 3));
-    }
-    EXPECT_EQ(twins.calls().recorded, 2 * kRecordings);
-    EXPECT_EQ(twins.calls().replayed, 2 * (4 * 3 - 1 - kRecordings));
-    EXPECT_THAT(reasons(twins.calls()), IsEmpty());
-    for (const auto& part : twins.of_replayed().parts) EXPECT_EQ(part->bodies, 1 + kRecordings);
-  });
+TEST_P_ON_RANKS(ReplaysOf, GradientsOfStepsOfSeveralMicroBatchesAreThoseOfEagerOnes,
+                GetParam().ranks) {
+  Twins twins(data_mesh(world), two_regions, options());
+  for (int step = 0; step < 4; ++step) {
+    SCOPED_TRACE(concat("step ", step));
+    twins.step(micro_batches(world, step, 3));
+  }
+  EXPECT_EQ(twins.calls().recorded, 2 * kRecordings);
+  EXPECT_EQ(twins.calls().replayed, 2 * (4 * 3 - 1 - kRecordings));
+  EXPECT_THAT(reasons(twins.calls()), IsEmpty());
+  for (const auto& part : twins.of_replayed().parts) EXPECT_EQ(part->bodies, 1 + kRecordings);
 }
 
 // A weight of both regions: two leaves of one slot. ([Note: one leaf a use] of grad/leaf.h.)
-TEST_P(ReplaysOf, AWeightMayBeOfTwoRegions) {
-  ranks(GetParam().ranks).run([](World& world) {
-    TwinOptions tied = options();
-    tied.prepare = [own = tied.prepare](Model& model) {
-      model.parts[1]->tie(*model.parts[0]);
-      own(model);
-    };
-    const auto run = [](Model& model, const Several& inputs) {
-      at::Tensor x = inputs[0] * model.before;
-      for (const auto& part : model.parts) {
-        x = part->region({x}, [&part = *part](const Several& in) {
-          return Several{nn::linear(nn::rms_norm(in[0], part.norm, 1e-6), part.weight)};
-        })[0];
-      }
-      return Several{x * model.after};
-    };
-    Twins twins(data_mesh(world), run, tied);
-    EXPECT_EQ(twins.replayed.named_parameters().size(), 2 + 2 * 3 - 1) << "one is of both";
-    for (int step = 0; step < 4; ++step) {
-      SCOPED_TRACE(concat("step ", step));
-      twins.step(micro_batches(world, step, 3));
+TEST_P_ON_RANKS(ReplaysOf, AWeightMayBeOfTwoRegions, GetParam().ranks) {
+  TwinOptions tied = options();
+  tied.prepare = [own = tied.prepare](Model& model) {
+    model.parts[1]->tie(*model.parts[0]);
+    own(model);
+  };
+  const auto run = [](Model& model, const Several& inputs) {
+    at::Tensor x = inputs[0] * model.before;
+    for (const auto& part : model.parts) {
+      x = part->region({x}, [&part = *part](const Several& in) {
+        return Several{nn::linear(nn::rms_norm(in[0], part.norm, 1e-6), part.weight)};
+      })[0];
     }
-    EXPECT_EQ(twins.calls().replayed, 2 * (4 * 3 - 1 - kRecordings));
-  });
+    return Several{x * model.after};
+  };
+  Twins twins(data_mesh(world), run, tied);
+  EXPECT_EQ(twins.replayed.named_parameters().size(), 2 + 2 * 3 - 1) << "one is of both";
+  for (int step = 0; step < 4; ++step) {
+    SCOPED_TRACE(concat("step ", step));
+    twins.step(micro_batches(world, step, 3));
+  }
+  EXPECT_EQ(twins.calls().replayed, 2 * (4 * 3 - 1 - kRecordings));
 }
 
 /// Steps of one micro-batch, of which the last ones are replayed.
@@ -339,262 +331,211 @@ TEST(Replays, ChangesOfOwnTemporariesAreReplayed) {
   expect_replayed(body, one_input);
 }
 
-TEST(Replays, ReadWhatABufferHoldsNow) {
-  ranks(1).run([](World& world) {
-    Twins twins(data_mesh(world), around([](Part& part, const Several& in) {
-                  return Several{part.layer(in[0]) * part.table};
-                }));
-    for (int step = 0; step < 8; ++step) {
-      for (Model* model : {&twins.of_eager(), &twins.of_replayed()}) {
-        model->parts[0]->table.add_(1.0);
-      }
-      twins.step({one_input(world, step)});
+TEST_ON_RANKS(Replays, ReadWhatABufferHoldsNow, 1) {
+  Twins twins(data_mesh(world), around([](Part& part, const Several& in) {
+                return Several{part.layer(in[0]) * part.table};
+              }));
+  for (int step = 0; step < 8; ++step) {
+    for (Model* model : {&twins.of_eager(), &twins.of_replayed()}) {
+      model->parts[0]->table.add_(1.0);
     }
-    EXPECT_EQ(twins.calls().replayed, 8 - 1 - kRecordings);
-  });
+    twins.step({one_input(world, step)});
+  }
+  EXPECT_EQ(twins.calls().replayed, 8 - 1 - kRecordings);
 }
 
 // A second backward of a kept graph; in any of the phases, and each time anew.
-TEST(Replays, AKeptGraphGoesBackTwice) {
-  ranks(2).run([](World& world) {
-    Twins twins(data_mesh(world),
-                around([](Part& part, const Several& in) { return Several{part.layer(in[0])}; }));
-    for (int step = 0; step < 7; ++step) {
-      SCOPED_TRACE(concat("step ", step));
-      twins.both([&](Sharded<Model>& handle) {
-        const auto x = rows(seed_of(world, step)).set_requires_grad(true);
-        const auto loss = squares(handle.forward({x})[0]);
-        handle.set_requires_gradient_sync(false);
-        backward_and_keep_graph(loss);
-        handle.set_requires_gradient_sync(true);
-        backward(loss);
-        return Several{x.grad()};
-      });
-      twins.update();
-    }
-    EXPECT_GT(twins.calls().replayed, 0);
-    EXPECT_THAT(reasons(twins.calls()), IsEmpty());
+TEST_ON_RANKS(Replays, AKeptGraphGoesBackTwice, 2) {
+  Twins twins(data_mesh(world), one_layer());
+  twins.steps(7, [&](Sharded<Model>& handle, int step) {
+    const auto x = rows(seed_of(world, step)).set_requires_grad(true);
+    const auto loss = squares(handle.forward({x})[0]);
+    handle.set_requires_gradient_sync(false);
+    backward_and_keep_graph(loss);
+    handle.set_requires_gradient_sync(true);
+    backward(loss);
+    return Several{x.grad()};
   });
+  EXPECT_GT(twins.calls().replayed, 0);
+  EXPECT_THAT(reasons(twins.calls()), IsEmpty());
 }
 
 // A graph that was not kept is gone, in a replay as anywhere.
-TEST(Replays, AGraphThatWasNotKeptDoesNotGoBackAgain) {
-  ranks(1).run([](World& world) {
-    Twins twins(data_mesh(world), [](Model& model, const Several& inputs) {
-      Part& part = *model.parts[0];
-      return part.region(inputs, [&part](const Several& in) { return Several{part.layer(in[0])}; });
-    });
-    for (int step = 0; step < 7; ++step) {
-      SCOPED_TRACE(concat("step ", step));
-      std::vector<std::string> errors;
-      twins.both([&](Sharded<Model>& handle) {
-        const auto y = handle.forward({rows(seed_of(world, step))})[0];
-        const auto seed = at::ones_like(y);
-        torch::autograd::backward({y}, {seed});
-        errors.push_back(error_of([&] { torch::autograd::backward({y}, {seed}); }));
-        return Several{};
-      });
-      EXPECT_THAT(errors, ::testing::Each(Not(IsEmpty())));
-      EXPECT_THAT(errors[1], HasSubstr(step == 0 ? "a second time" : "retain_graph"));
-      for (auto* handle : {&twins.eager, &twins.replayed}) handle->zero_grad();
-    }
-    EXPECT_EQ(twins.calls().replayed, 7 - 1 - kRecordings);
+TEST_ON_RANKS(Replays, AGraphThatWasNotKeptDoesNotGoBackAgain, 1) {
+  Twins twins(data_mesh(world), [](Model& model, const Several& inputs) {
+    Part& part = *model.parts[0];
+    return part.region(inputs, [&part](const Several& in) { return Several{part.layer(in[0])}; });
   });
+  for (int step = 0; step < 7; ++step) {
+    SCOPED_TRACE(concat("step ", step));
+    std::vector<std::string> errors;
+    twins.both([&](Sharded<Model>& handle) {
+      const auto y = handle.forward({rows(seed_of(world, step))})[0];
+      const auto seed = at::ones_like(y);
+      torch::autograd::backward({y}, {seed});
+      errors.push_back(error_of([&] { torch::autograd::backward({y}, {seed}); }));
+      return Several{};
+    });
+    EXPECT_THAT(errors, Each(Not(IsEmpty())));
+    EXPECT_THAT(errors[1], Says(step == 0 ? "a second time" : "retain_graph"));
+    for (auto* handle : {&twins.eager, &twins.replayed}) handle->zero_grad();
+  }
+  EXPECT_EQ(twins.calls().replayed, 7 - 1 - kRecordings);
 }
 
 // Validation under grad mode: graphs that nobody goes back through, before and after recordings.
-TEST(Replays, AForwardWhoseGraphIsDroppedLeavesNothingBehind) {
-  ranks(2).run([](World& world) {
-    Twins twins(data_mesh(world),
-                around([](Part& part, const Several& in) { return Several{part.layer(in[0])}; }));
-    for (int step = 0; step < 9; ++step) {
-      SCOPED_TRACE(concat("step ", step));
-      for (int i = 0; i < step % 3; ++i) {
-        twins.both([&](Sharded<Model>& handle) {
-          return Several{handle.forward({rows(seed_of(world, step, i + 1))})[0].detach()};
-        });
-      }
-      twins.step({one_input(world, step)});
+TEST_ON_RANKS(Replays, AForwardWhoseGraphIsDroppedLeavesNothingBehind, 2) {
+  Twins twins(data_mesh(world), one_layer());
+  for (int step = 0; step < 9; ++step) {
+    SCOPED_TRACE(concat("step ", step));
+    for (int i = 0; i < step % 3; ++i) {
+      twins.both([&](Sharded<Model>& handle) {
+        return Several{handle.forward({rows(seed_of(world, step, i + 1))})[0].detach()};
+      });
     }
-    EXPECT_GT(twins.calls().replayed, 3);
-    EXPECT_THAT(reasons(twins.calls()), IsEmpty());
-  });
+    twins.step({one_input(world, step)});
+  }
+  EXPECT_GT(twins.calls().replayed, 3);
+  EXPECT_THAT(reasons(twins.calls()), IsEmpty());
 }
 
 // Two forwards, then two backwards, in either order. Naive: one block for what both leave.
-TEST(Replays, TwoForwardsMayWaitForTheirBackwards) {
-  ranks(2).run([](World& world) {
-    Twins twins(data_mesh(world),
-                around([](Part& part, const Several& in) { return Several{part.layer(in[0])}; }));
-    for (int step = 0; step < 10; ++step) {
-      SCOPED_TRACE(concat("step ", step));
-      twins.both([&](Sharded<Model>& handle) {
-        std::vector<at::Tensor> xs, losses;
-        for (int i = 0; i < 2; ++i) {
-          xs.push_back(rows(seed_of(world, step, i)).set_requires_grad(true));
-          losses.push_back(squares(handle.forward({xs.back()})[0]));
-        }
-        if (step % 2 != 0) std::swap(losses[0], losses[1]);
-        for (const auto& loss : losses) backward(loss);
-        return Several{xs[0].grad(), xs[1].grad(), losses[0].detach(), losses[1].detach()};
-      });
-      twins.update();
+TEST_ON_RANKS(Replays, TwoForwardsMayWaitForTheirBackwards, 2) {
+  Twins twins(data_mesh(world), one_layer());
+  twins.steps(10, [&](Sharded<Model>& handle, int step) {
+    std::vector<at::Tensor> xs, losses;
+    for (int i = 0; i < 2; ++i) {
+      xs.push_back(rows(seed_of(world, step, i)).set_requires_grad(true));
+      losses.push_back(squares(handle.forward({xs.back()})[0]));
     }
-    EXPECT_GT(twins.calls().replayed, 6);
-    EXPECT_THAT(reasons(twins.calls()), ElementsAre("being recorded"));
+    if (step % 2 != 0) std::swap(losses[0], losses[1]);
+    for (const auto& loss : losses) backward(loss);
+    return Several{xs[0].grad(), xs[1].grad(), losses[0].detach(), losses[1].detach()};
   });
+  EXPECT_GT(twins.calls().replayed, 6);
+  EXPECT_THAT(reasons(twins.calls()), ElementsAre("being recorded"));
 }
 
 // Two calls inside one forward, whose backwards come in the other order.
-TEST(Replays, ARegionMayBeCalledTwiceInAForward) {
-  ranks(2).run([](World& world) {
-    Twins twins(data_mesh(world), [](Model& model, const Several& inputs) {
-      Part& part = *model.parts[0];
-      const auto layer = [&part](const Several& in) {
-        return Several{nn::linear(nn::rms_norm(in[0], part.norm, 1e-6), part.weight, part.bias)};
-      };
-      return part.region(part.region({inputs[0] * model.before}, layer), layer);
-    });
-    for (int step = 0; step < 8; ++step) {
-      SCOPED_TRACE(concat("step ", step));
-      twins.step(micro_batches(world, step, 1));
-    }
-    EXPECT_EQ(twins.calls().replayed, 16 - 1 - kRecordings - 2);
+TEST_ON_RANKS(Replays, ARegionMayBeCalledTwiceInAForward, 2) {
+  Twins twins(data_mesh(world), [](Model& model, const Several& inputs) {
+    Part& part = *model.parts[0];
+    const auto layer = [&part](const Several& in) {
+      return Several{nn::linear(nn::rms_norm(in[0], part.norm, 1e-6), part.weight, part.bias)};
+    };
+    return part.region(part.region({inputs[0] * model.before}, layer), layer);
   });
+  for (int step = 0; step < 8; ++step) {
+    SCOPED_TRACE(concat("step ", step));
+    twins.step(micro_batches(world, step, 1));
+  }
+  EXPECT_EQ(twins.calls().replayed, 16 - 1 - kRecordings - 2);
 }
 
-TEST(Replays, CallsWithoutGradientsComeBetween) {
-  ranks(2).run([](World& world) {
-    Twins twins(data_mesh(world),
-                around([](Part& part, const Several& in) { return Several{part.layer(in[0])}; }));
-    for (int step = 0; step < 8; ++step) {
-      SCOPED_TRACE(concat("step ", step));
-      twins.both([&](Sharded<Model>& handle) {
-        const auto x = rows(seed_of(world, step)).set_requires_grad(true);
-        const auto loss = squares(handle.forward({x})[0]);
-        const at::NoGradGuard no_grad;
-        const auto other = handle.forward({rows(seed_of(world, step, 1))})[0];
-        const at::AutoGradMode grad(true);
-        backward(loss);
-        return Several{other, x.grad()};
-      });
-      twins.update();
-    }
-    EXPECT_EQ(twins.calls().replayed, 2 * (8 - 1 - kRecordings));
-    EXPECT_THAT(reasons(twins.calls()), IsEmpty());
+TEST_ON_RANKS(Replays, CallsWithoutGradientsComeBetween, 2) {
+  Twins twins(data_mesh(world), one_layer());
+  twins.steps(8, [&](Sharded<Model>& handle, int step) {
+    const auto x = rows(seed_of(world, step)).set_requires_grad(true);
+    const auto loss = squares(handle.forward({x})[0]);
+    const at::NoGradGuard no_grad;
+    const auto other = handle.forward({rows(seed_of(world, step, 1))})[0];
+    const at::AutoGradMode grad(true);
+    backward(loss);
+    return Several{other, x.grad()};
   });
+  EXPECT_EQ(twins.calls().replayed, 2 * (8 - 1 - kRecordings));
+  EXPECT_THAT(reasons(twins.calls()), IsEmpty());
 }
 
 // Four kinds of arguments are recorded, each for itself; what comes after them is eager.
-TEST(Replays, OfOtherSizesAreOtherVariantsFourAtMost) {
-  ranks(2).run([](World& world) {
-    Twins twins(data_mesh(world),
-                around([](Part& part, const Several& in) { return Several{part.layer(in[0])}; }));
-    constexpr int kSteps = 7, kVariants = 4, kSizes = 6;
-    for (int step = 0; step < kSteps; ++step) {
-      SCOPED_TRACE(concat("step ", step));
-      std::vector<Several> all;
-      for (int rows_more = 0; rows_more < kSizes; ++rows_more) {
-        all.push_back({rows(seed_of(world, step, rows_more), 2 + rows_more)});
-      }
-      twins.step(all);
+TEST_ON_RANKS(Replays, OfOtherSizesAreOtherVariantsFourAtMost, 2) {
+  Twins twins(data_mesh(world), one_layer());
+  constexpr int kSteps = 7, kVariants = 4, kSizes = 6;
+  for (int step = 0; step < kSteps; ++step) {
+    SCOPED_TRACE(concat("step ", step));
+    std::vector<Several> all;
+    for (int rows_more = 0; rows_more < kSizes; ++rows_more) {
+      all.push_back({rows(seed_of(world, step, rows_more), 2 + rows_more)});
     }
-    const auto calls = twins.calls();
-    EXPECT_EQ(calls.replayed, kVariants * (kSteps - 1 - kRecordings));
-    EXPECT_EQ(calls.eager.at("more than four variants"), (kSizes - kVariants) * kSteps);
-  });
+    twins.step(all);
+  }
+  const auto calls = twins.calls();
+  EXPECT_EQ(calls.replayed, kVariants * (kSteps - 1 - kRecordings));
+  EXPECT_EQ(calls.eager.at("more than four variants"), (kSizes - kVariants) * kSteps);
 }
 
 // No rows on one rank, on some days; the other one replays meanwhile.
-TEST(Replays, ARankWithoutRowsIsEagerAlone) {
-  ranks(2).run([](World& world) {
-    Twins twins(data_mesh(world),
-                around([](Part& part, const Several& in) { return Several{part.layer(in[0])}; }));
-    for (int step = 0; step < 8; ++step) {
-      SCOPED_TRACE(concat("step ", step));
-      const bool none = world.rank() == 1 && step % 2 == 1;
-      twins.step({{rows(seed_of(world, step), none ? 0 : 3)}});
-    }
-    EXPECT_EQ(twins.calls().replayed, world.rank() == 0 ? 8 - 1 - kRecordings : 0);
-    EXPECT_THAT(reasons(twins.calls()), world.rank() == 0
-                                            ? testing::Matcher<std::vector<std::string>>(IsEmpty())
-                                            : ElementsAre("no rows"));
-  });
+TEST_ON_RANKS(Replays, ARankWithoutRowsIsEagerAlone, 2) {
+  Twins twins(data_mesh(world), one_layer());
+  for (int step = 0; step < 8; ++step) {
+    SCOPED_TRACE(concat("step ", step));
+    const bool none = world.rank() == 1 && step % 2 == 1;
+    twins.step({{rows(seed_of(world, step), none ? 0 : 3)}});
+  }
+  EXPECT_EQ(twins.calls().replayed, world.rank() == 0 ? 8 - 1 - kRecordings : 0);
+  EXPECT_THAT(reasons(twins.calls()), world.rank() == 0
+                                          ? testing::Matcher<std::vector<std::string>>(IsEmpty())
+                                          : ElementsAre("no rows"));
 }
 
 // A result whose gradient is missing, now and then: the body runs again.
-TEST(Replays, AMissingGradientIsAnEagerBackward) {
-  ranks(1).run([](World& world) {
-    Twins twins(data_mesh(world), [](Model& model, const Several& inputs) {
-      Part& part = *model.parts[0];
-      const auto both = part.region({inputs[0] * model.before}, [&part](const Several& in) {
-        return Several{part.layer(in[0]), in[0] * part.bias};
-      });
-      return model.calls % 5 == 0 ? Several{both[1]} : both;
+TEST_ON_RANKS(Replays, AMissingGradientIsAnEagerBackward, 1) {
+  Twins twins(data_mesh(world), [](Model& model, const Several& inputs) {
+    Part& part = *model.parts[0];
+    const auto both = part.region({inputs[0] * model.before}, [&part](const Several& in) {
+      return Several{part.layer(in[0]), in[0] * part.bias};
     });
-    for (int step = 0; step < 11; ++step) {
-      SCOPED_TRACE(concat("step ", step));
-      twins.step({one_input(world, step)});
-    }
-    EXPECT_EQ(twins.calls().eager.at("other gradients than were recorded"), 2);
+    return model.calls % 5 == 0 ? Several{both[1]} : both;
   });
+  for (int step = 0; step < 11; ++step) {
+    SCOPED_TRACE(concat("step ", step));
+    twins.step({one_input(world, step)});
+  }
+  EXPECT_EQ(twins.calls().eager.at("other gradients than were recorded"), 2);
 }
 
 // Naive: a program that knows where parameters lay before.
-TEST(Replays, WhatIsTrainableChangesBetweenSteps) {
-  ranks(2).run([](World& world) {
-    Twins twins(data_mesh(world),
-                around([](Part& part, const Several& in) { return Several{part.layer(in[0])}; }));
-    int step = 0;
-    std::int64_t replayed = 0;
-    for (const auto& change :
-         {freeze({"part0.bias"}), freeze({"part0.norm", "after"}), unfreeze({"part0.bias"})}) {
-      for (int i = 0; i < 6; ++i, ++step) {
-        SCOPED_TRACE(concat("step ", step));
-        twins.step({one_input(world, step)});
-      }
-      EXPECT_EQ(twins.calls().replayed - std::exchange(replayed, twins.calls().replayed),
-                6 - 1 - kRecordings);
-      twins.change({change});
+TEST_ON_RANKS(Replays, WhatIsTrainableChangesBetweenSteps, 2) {
+  Twins twins(data_mesh(world), one_layer());
+  int step = 0;
+  std::int64_t replayed = 0;
+  for (const auto& change :
+       {freeze({"part0.bias"}), freeze({"part0.norm", "after"}), unfreeze({"part0.bias"})}) {
+    for (int i = 0; i < 6; ++i, ++step) {
+      SCOPED_TRACE(concat("step ", step));
+      twins.step({one_input(world, step)});
     }
-  });
+    EXPECT_EQ(twins.calls().replayed - std::exchange(replayed, twins.calls().replayed),
+              6 - 1 - kRecordings);
+    twins.change({change});
+  }
 }
 
-TEST(Replays, AreOffAgainWhenTheyAreSwitchedOff) {
-  ranks(1).run([](World& world) {
-    Twins twins(data_mesh(world),
-                around([](Part& part, const Several& in) { return Several{part.layer(in[0])}; }));
-    for (int step = 0; step < 6; ++step) twins.step({one_input(world, step)});
-    EXPECT_GT(twins.calls().replayed, 0);
-    compile(twins.replayed, {});
-    const int bodies = twins.of_replayed().parts[0]->bodies;
-    twins.step({one_input(world, 6)});
-    EXPECT_EQ(twins.of_replayed().parts[0]->bodies, bodies + 1);
-    EXPECT_EQ(twins.calls().replayed, 0);
-    compile(twins.replayed, {.mode = CompileMode::kReplay});
-    for (int step = 7; step < 13; ++step) twins.step({one_input(world, step)});
-    EXPECT_EQ(twins.calls().replayed, 6 - 1 - kRecordings);
-    compile(twins.replayed, {.mode = CompileMode::kReplay});
-    EXPECT_GT(twins.calls().replayed, 0) << "what was recorded stays";
-  });
+TEST_ON_RANKS(Replays, AreOffAgainWhenTheyAreSwitchedOff, 1) {
+  Twins twins(data_mesh(world), one_layer());
+  for (int step = 0; step < 6; ++step) twins.step({one_input(world, step)});
+  EXPECT_GT(twins.calls().replayed, 0);
+  compile(twins.replayed, {});
+  const int bodies = twins.of_replayed().parts[0]->bodies;
+  twins.step({one_input(world, 6)});
+  EXPECT_EQ(twins.of_replayed().parts[0]->bodies, bodies + 1);
+  EXPECT_EQ(twins.calls().replayed, 0);
+  compile(twins.replayed, {.mode = CompileMode::kReplay});
+  for (int step = 7; step < 13; ++step) twins.step({one_input(world, step)});
+  EXPECT_EQ(twins.calls().replayed, 6 - 1 - kRecordings);
+  compile(twins.replayed, {.mode = CompileMode::kReplay});
+  EXPECT_GT(twins.calls().replayed, 0) << "what was recorded stays";
 }
 
 // Naive: what a forward has left goes with the regions.
-TEST(Replays, AForwardThatWaitsGoesBackAfterTheModelIsSwitchedOff) {
-  ranks(1).run([](World& world) {
-    Twins twins(data_mesh(world),
-                around([](Part& part, const Several& in) { return Several{part.layer(in[0])}; }));
-    for (int step = 0; step < 6; ++step) {
-      SCOPED_TRACE(concat("step ", step));
-      twins.both([&](Sharded<Model>& handle) {
-        const auto x = rows(seed_of(world, step)).set_requires_grad(true);
-        const auto loss = squares(handle.forward({x})[0]);
-        if (step == 5) compile(handle, {});
-        backward(loss);
-        return Several{x.grad()};
-      });
-      twins.update();
-    }
+TEST_ON_RANKS(Replays, AForwardThatWaitsGoesBackAfterTheModelIsSwitchedOff, 1) {
+  Twins twins(data_mesh(world), one_layer());
+  twins.steps(6, [&](Sharded<Model>& handle, int step) {
+    const auto x = rows(seed_of(world, step)).set_requires_grad(true);
+    const auto loss = squares(handle.forward({x})[0]);
+    if (step == 5) compile(handle, {});
+    backward(loss);
+    return Several{x.grad()};
   });
 }
 
@@ -642,7 +583,7 @@ void expect_as_eager(const Change& change, int at) {
       }
       for (auto* handle : {&twins.eager, &twins.replayed}) handle->zero_grad();
       if (at <= kRecordings) continue;  // autograd's own words
-      EXPECT_THAT(errors.back(), HasSubstr("changed in place"));
+      EXPECT_THAT(errors.back(), Says("changed in place"));
     }
     EXPECT_GE(twins.calls().replayed, 9 - 1 - kRecordings - 1);
     EXPECT_THAT(reasons(twins.calls()), IsEmpty());
@@ -660,18 +601,16 @@ TEST(Replays, AResultThatBackwardReadsMayNotBeChanged) { expect_as_eager({false,
 TEST(Replays, AResultThatBackwardDoesNotReadMayBeChanged) { expect_as_eager({false, false}); }
 
 // What comes behind adds to a result, as a part of the graph.
-TEST(Replays, AResultMayBeAddedTo) {
-  ranks(1).run([](World& world) {
-    const auto run = [](Model& model, const Several& inputs) {
-      Part& part = *model.parts[0];
-      const auto y = part.region({inputs[0] * model.before}, [&part](const Several& in) {
-        return Several{part.layer(in[0]) + part.bias, in[0] * 2.0};
-      });
-      y[0].add_(model.after).mul_(y[1] * 0.1);
-      return Several{y[0]};
-    };
-    expect_replayed(world, run, [&](int step) { return one_input(world, step); });
-  });
+TEST_ON_RANKS(Replays, AResultMayBeAddedTo, 1) {
+  const auto run = [](Model& model, const Several& inputs) {
+    Part& part = *model.parts[0];
+    const auto y = part.region({inputs[0] * model.before}, [&part](const Several& in) {
+      return Several{part.layer(in[0]) + part.bias, in[0] * 2.0};
+    });
+    y[0].add_(model.after).mul_(y[1] * 0.1);
+    return Several{y[0]};
+  };
+  expect_replayed(world, run, [&](int step) { return one_input(world, step); });
 }
 
 }  // namespace

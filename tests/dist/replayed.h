@@ -1,15 +1,6 @@
 // One model twice, eager and with replays: whatever is called on both gives the same bits.
 #pragma once
 
-#include <gmock/gmock.h>
-
-#include <algorithm>
-#include <functional>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "grad/region.h"
 #include "nn/linear.h"
 #include "nn/mlp.h"
@@ -98,6 +89,10 @@ inline Model::Run around(const std::function<Several(Part&, const Several&)>& bo
   };
 }
 
+inline Model::Run one_layer() {
+  return around([](Part& part, const Several& in) { return Several{part.layer(in[0])}; });
+}
+
 struct TwinOptions {
   PrecisionPolicy policy = {};
   at::ScalarType dtype = at::kFloat;
@@ -150,6 +145,14 @@ class Twins {
   void both(const std::function<Several(Sharded<Model>&)>& act) {
     const auto expected = act(eager), found = act(replayed);
     expect_same_bits(found, expected);
+  }
+  /// That in each step, with an update behind it.
+  void steps(int count, const std::function<Several(Sharded<Model>&, int step)>& act) {
+    for (int step = 0; step < count; ++step) {
+      SCOPED_TRACE(concat("step ", step));
+      both([&](Sharded<Model>& handle) { return act(handle, step); });
+      update();
+    }
   }
   /// One micro-batch.
   void run(const Several& inputs) {

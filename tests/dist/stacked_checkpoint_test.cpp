@@ -1,24 +1,20 @@
 // Checkpoints of experts that are one parameter here: written under the names of files, read under
 // any layout.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 #include "checkpoint/saver.h"
 #include "dist/checkpoint_tensors.h"
 #include "dist/cut_modules.h"
 #include "dist/stacked_files.h"
 #include "io/checkpoint_folder.h"
+#include "support/temporary_folder.h"
 #include "tessera/optim.h"
 #include "train/hf/weights.h"
 #include "train/resume/resume.h"
-#include "unit/io/temporary_folder.h"
 
 namespace tessera::test::stacked_checkpoint_test {
 namespace {
 
 namespace fs = std::filesystem;
-using ::testing::HasSubstr;
-using testing::TemporaryFolder;
 
 const train::FileForms kForms = train::file_forms(StackedExperts::table());
 

@@ -3,7 +3,6 @@
 #include <cstring>
 
 #include "grad/torch_dtype.h"
-#include "tessera/error.h"
 
 namespace tessera::test {
 namespace {

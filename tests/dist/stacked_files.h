@@ -4,9 +4,6 @@
 #include <ATen/ATen.h>
 
 #include <filesystem>
-#include <map>
-#include <string>
-#include <vector>
 
 #include "dist/cut_modules.h"
 #include "io/tensor_source.h"

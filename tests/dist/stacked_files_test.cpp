@@ -1,19 +1,12 @@
 // Experts that are one parameter here and many tensors in files: loaded, refused.
 #include "dist/stacked_files.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
 #include "dist/cut_modules.h"
+#include "support/temporary_folder.h"
 #include "train/hf/weights.h"
-#include "unit/io/temporary_folder.h"
 
 namespace tessera::test::stacked_files_test {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 const train::FileForms kForms = train::file_forms(StackedExperts::table());
 
@@ -58,8 +51,8 @@ TEST(StackedFiles, DrawnValuesAreTheSameUnderEveryLayout) {
 }
 
 std::string refusal(const TensorSource& source) {
-  return testing::error_of(ErrorKind::kFormat,
-                           [&] { train::check_tensors(source, StackedExperts::table(), {}); });
+  return error_of(ErrorKind::kFormat,
+                  [&] { train::check_tensors(source, StackedExperts::table(), {}); });
 }
 
 TEST(StackedFiles, AWholeFolderIsTaken) {
@@ -72,12 +65,12 @@ TEST(StackedFiles, AMissingExpertIsNamedAndHowManyMoreAre) {
   auto source = TensorsInMemory::of(StackedExperts());
   source.remove("experts.2.up_proj.weight");
   EXPECT_THAT(refusal(source),
-              AllOf(HasSubstr("found no tensor experts.2.up_proj.weight, expected all 8 that "
-                              "gate_up stacks"),
-                    Not(HasSubstr("more"))));
+              AllOf(Says("found no tensor experts.2.up_proj.weight, expected all 8 that "
+                         "gate_up stacks"),
+                    Not(Says("more"))));
   source.remove("experts.1.gate_proj.weight");
   source.remove("experts.3.gate_proj.weight");
-  EXPECT_THAT(refusal(source), HasSubstr("experts.1.gate_proj.weight (and 2 more)"));
+  EXPECT_THAT(refusal(source), Says("experts.1.gate_proj.weight (and 2 more)"));
 }
 
 TEST(StackedFiles, AnExpertTooManyIsNamedWithHowManyThereAre) {
@@ -85,29 +78,28 @@ TEST(StackedFiles, AnExpertTooManyIsNamedWithHowManyThereAre) {
   for (const char* part : {"gate", "up", "down"}) {
     source.add(concat("experts.4.", part, "_proj.weight"), at::zeros({6, 5}));
   }
-  EXPECT_THAT(refusal(source),
-              AllOf(HasSubstr("found the tensor experts.4.down_proj.weight (and 2 more)"),
-                    HasSubstr("as many experts as config.json describes: "
-                              "experts.0.gate_proj.weight to experts.3.up_proj.weight")));
+  EXPECT_THAT(refusal(source), Says("found the tensor experts.4.down_proj.weight (and 2 more)",
+                                    "as many experts as config.json describes: "
+                                    "experts.0.gate_proj.weight to experts.3.up_proj.weight"));
 }
 
 // Naive: one of the two wins.
 TEST(StackedFiles, ExpertsThatAreThereTwiceOnceFusedAreRefused) {
   auto source = TensorsInMemory::of(StackedExperts());
   source.add("gate_up", at::zeros({4, 12, 5}));
-  EXPECT_THAT(refusal(source), HasSubstr("found the tensor gate_up, expected only the 8 tensors "
-                                         "experts.0.gate_proj.weight"));
+  EXPECT_THAT(refusal(source), Says("found the tensor gate_up, expected only the 8 tensors "
+                                    "experts.0.gate_proj.weight"));
 }
 
 TEST(StackedFiles, AnExpertOfAnotherShapeOrDtypeIsNamed) {
   auto source = TensorsInMemory::of(StackedExperts());
   source.add("experts.1.down_proj.weight", at::zeros({6, 5}));
-  EXPECT_THAT(refusal(source), HasSubstr("tensor experts.1.down_proj.weight: found shape [6, 5], "
-                                         "expected [5, 6]"));
+  EXPECT_THAT(refusal(source), Says("tensor experts.1.down_proj.weight: found shape [6, 5], "
+                                    "expected [5, 6]"));
   source.add("experts.1.down_proj.weight", at::zeros({5, 6}, at::kBFloat16));
   EXPECT_THAT(refusal(source),
-              HasSubstr("tensor experts.1.down_proj.weight: found dtype bfloat16, expected float32 "
-                        "as of experts.0.down_proj.weight: both are part of down"));
+              Says("tensor experts.1.down_proj.weight: found dtype bfloat16, expected float32 "
+                   "as of experts.0.down_proj.weight: both are part of down"));
 }
 
 }  // namespace

@@ -2,13 +2,8 @@
 // with. Every list is compared with the loop over micro-batches that has no scope.
 #pragma once
 
-#include <map>
-#include <memory>
 #include <optional>
 #include <sstream>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
@@ -239,6 +234,14 @@ inline void run_loop(StagedModel& model, int micro_batches, const SlotRunner::In
     const at::Tensor loss = squares(y);
     backward(scaled ? scaled(loss) : loss);
   }
+}
+
+/// Bit for bit the gradients of both, which are gone then.
+template <class Model>
+void expect_same_and_clear(Model& model, Model& loop, const std::string& what = "") {
+  expect_same(whole_gradients(model.handle), whole_gradients(loop.handle), what);
+  model.handle.zero_grad();
+  loop.handle.zero_grad();
 }
 
 }  // namespace tessera::test

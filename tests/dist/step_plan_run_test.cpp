@@ -1,14 +1,14 @@
 // A step scope does what its plan says: whatever is chosen to be kept, gathered ahead and reduced
 // when, gradients have the bits of the loop over micro-batches, and what goes out is what the plan
 // has counted.
-#include <gmock/gmock.h>
 
-#include <algorithm>
 #include <random>
 
+#include "dist/data_layout.h"
 #include "dist/staged.h"
 #include "fsdp/agreed/step_plan_check.h"
 #include "fsdp/handle.h"
+#include "support/test.h"
 #include "tessera/log_level.h"
 
 namespace tessera::test::step_plan_run_test {
@@ -23,8 +23,6 @@ using fsdp::PlanUnit;
 using fsdp::ReduceAt;
 using fsdp::StepPlan;
 using fsdp::StepRecord;
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 
 /// One after the other, and nobody asks for a reduction.
 void run_in_order(StagedModel& model, int micro_batches, bool sync_every,
@@ -74,91 +72,75 @@ struct DrawnPlanner {
   }
 };
 
-struct Layout {
-  int ranks, replicas;
-  ThreadBackend backend = ThreadBackend::kInProcess;
-};
-void PrintTo(const Layout& layout, std::ostream* out) {
-  *out << layout.ranks << " ranks, " << layout.replicas << " replicas, "
-       << (layout.backend == ThreadBackend::kGloo ? "Gloo" : "in process");
-}
-
-class StepPlanRuns : public ::testing::TestWithParam<Layout> {};
+class StepPlanRuns : public ::testing::TestWithParam<DataLayout> {};
 INSTANTIATE_TEST_SUITE_P(Grid, StepPlanRuns,
-                         ::testing::Values(Layout{1, 1}, Layout{2, 1}, Layout{3, 1}, Layout{2, 2},
-                                           Layout{4, 2}, Layout{2, 1, ThreadBackend::kGloo}));
+                         ::testing::Values(DataLayout{1, 1}, DataLayout{2, 1}, DataLayout{3, 1},
+                                           DataLayout{2, 2}, DataLayout{4, 2},
+                                           DataLayout{2, 1, ThreadBackend::kGloo}));
 
 // Naive: a reduction before all micro-batches are summed, or two of one sum.
-TEST_P(StepPlanRuns, MicroBatchesInOrderGiveTheBitsOfTheLoop) {
-  const auto& layout = GetParam();
-  ranks(layout.ranks, layout.backend).run([&](World& world) {
-    for (const auto& staged : {StagedOptions{.stages = 1, .pieces = 3},
-                               StagedOptions{.stages = 1, .mode = RecomputeMode::kFull},
-                               StagedOptions{.stages = 1, .recomputes_outside = true},
-                               StagedOptions{.stages = 1, .freezes_scale = true}}) {
-      for (const auto reshard : {StepReshard::kStep, StepReshard::kMicroBatch}) {
-        for (const bool sync_every : {false, true}) {
-          const auto mesh = data_mesh(world, layout.replicas);
-          // In fp32 a sum tells in which order it was added.
-          const auto policy = sync_every ? PrecisionPolicy{} : in_bfloat16();
-          StagedModel model(mesh, staged, policy);
-          StagedModel loop(mesh, staged, policy);
-          for (const int micro_batches : {3, 1, 3, 3, 2, 1}) {
-            const auto input = inputs(world, micro_batches, staged.width);
-            run_in_order(model, micro_batches, sync_every, input, reshard);
-            run_loop(loop, micro_batches, input, sync_every);
-            expect_same(whole_gradients(model.handle), whole_gradients(loop.handle),
-                        concat(micro_batches, " micro-batches"));
-            model.handle.zero_grad();
-            loop.handle.zero_grad();
-          }
+TEST_P_ON_RANKS(StepPlanRuns, MicroBatchesInOrderGiveTheBitsOfTheLoop, GetParam()) {
+  for (const auto& staged : {StagedOptions{.stages = 1, .pieces = 3},
+                             StagedOptions{.stages = 1, .mode = RecomputeMode::kFull},
+                             StagedOptions{.stages = 1, .recomputes_outside = true},
+                             StagedOptions{.stages = 1, .freezes_scale = true}}) {
+    for (const auto reshard : {StepReshard::kStep, StepReshard::kMicroBatch}) {
+      for (const bool sync_every : {false, true}) {
+        const auto mesh = data_mesh(world, GetParam().replicas);
+        // In fp32 a sum tells in which order it was added.
+        const auto policy = sync_every ? PrecisionPolicy{} : in_bfloat16();
+        StagedModel model(mesh, staged, policy);
+        StagedModel loop(mesh, staged, policy);
+        for (const int micro_batches : {3, 1, 3, 3, 2, 1}) {
+          const auto input = inputs(world, micro_batches, staged.width);
+          run_in_order(model, micro_batches, sync_every, input, reshard);
+          run_loop(loop, micro_batches, input, sync_every);
+          expect_same_and_clear(model, loop, concat(micro_batches, " micro-batches"));
         }
       }
     }
-  });
+  }
 }
 
 // Whatever a planner chooses: the same bits, and as many gathers and reductions as its plan has.
-TEST_P(StepPlanRuns, WhateverIsChosenTheBitsAreTheSame) {
+TEST_P_ON_RANKS(StepPlanRuns, WhateverIsChosenTheBitsAreTheSame, GetParam()) {
   const auto& layout = GetParam();
-  ranks(layout.ranks, layout.backend).run([&](World& world) {
-    const StagedOptions staged{.stages = 1, .pieces = 4};
-    const auto mesh = data_mesh(world, layout.replicas);
-    StagedModel model(mesh, staged, in_bfloat16());
-    StagedModel loop(mesh, staged, in_bfloat16());
-    const auto optimizer = make_sgd(model.handle, sgd(0.05));
-    const auto loop_optimizer = make_sgd(loop.handle, sgd(0.05));
-    constexpr int kMicroBatches = 3;
-    for (unsigned seed = 0; seed < 24; ++seed) {
-      SCOPED_TRACE(concat("seed ", seed));
-      const DrawnPlanner planner{seed};
-      fsdp::set_planner(model.handle, planner);
-      const bool sync_every = seed % 3 == 0;
-      for (int step = 0; step < 3; ++step) {
-        const auto input = inputs(world, step, staged.width);
-        auto& runtime = model.runtime();
-        const auto gathers = runtime.gathers_issued();
-        const auto reductions = runtime.reductions_issued();
-        run_in_order(model, kMicroBatches, sync_every, input);
-        if (!planner.last->stages.empty()) {
-          EXPECT_TRUE(fsdp::faults_of(*planner.last).empty());
-          EXPECT_EQ(runtime.gathers_issued() - gathers,
-                    count(*planner.last, PlanAction::Kind::kGather, kMicroBatches));
-          if (layout.ranks > layout.replicas) {
-            EXPECT_EQ(runtime.reductions_issued() - reductions,
-                      count(*planner.last, PlanAction::Kind::kReduce, kMicroBatches));
-          }
+  const StagedOptions staged{.stages = 1, .pieces = 4};
+  const auto mesh = data_mesh(world, layout.replicas);
+  StagedModel model(mesh, staged, in_bfloat16());
+  StagedModel loop(mesh, staged, in_bfloat16());
+  const auto optimizer = make_sgd(model.handle, sgd(0.05));
+  const auto loop_optimizer = make_sgd(loop.handle, sgd(0.05));
+  constexpr int kMicroBatches = 3;
+  for (unsigned seed = 0; seed < 24; ++seed) {
+    SCOPED_TRACE(concat("seed ", seed));
+    const DrawnPlanner planner{seed};
+    fsdp::set_planner(model.handle, planner);
+    const bool sync_every = seed % 3 == 0;
+    for (int step = 0; step < 3; ++step) {
+      const auto input = inputs(world, step, staged.width);
+      auto& runtime = model.runtime();
+      const auto gathers = runtime.gathers_issued();
+      const auto reductions = runtime.reductions_issued();
+      run_in_order(model, kMicroBatches, sync_every, input);
+      if (!planner.last->stages.empty()) {
+        EXPECT_TRUE(fsdp::faults_of(*planner.last).empty());
+        EXPECT_EQ(runtime.gathers_issued() - gathers,
+                  count(*planner.last, PlanAction::Kind::kGather, kMicroBatches));
+        if (layout.ranks > layout.replicas) {
+          EXPECT_EQ(runtime.reductions_issued() - reductions,
+                    count(*planner.last, PlanAction::Kind::kReduce, kMicroBatches));
         }
-        run_loop(loop, kMicroBatches, input, sync_every);
-        expect_same(whole_gradients(model.handle), whole_gradients(loop.handle),
-                    concat("step ", step));
-        for (auto* one : {optimizer.get(), loop_optimizer.get()}) one->step();
-        model.handle.zero_grad();
-        loop.handle.zero_grad();
       }
-      EXPECT_FALSE(planner.last->stages.empty());
+      run_loop(loop, kMicroBatches, input, sync_every);
+      expect_same(whole_gradients(model.handle), whole_gradients(loop.handle),
+                  concat("step ", step));
+      for (auto* one : {optimizer.get(), loop_optimizer.get()}) one->step();
+      model.handle.zero_grad();
+      loop.handle.zero_grad();
     }
-  });
+    EXPECT_FALSE(planner.last->stages.empty());
+  }
 }
 
 /// Throws, or returns an invalid plan, as a planner may.
@@ -176,7 +158,7 @@ TEST_P(StepPlanRuns, APlanThatIsRefusedLeavesEverythingAsItIs) {
   const auto& layout = GetParam();
   constexpr const char* kSaid[] = {"found 1, expected at least 512", "the user's planner",
                                    "plan of a step: found"};
-  ranks(layout.ranks, layout.backend).run([&](World& world) {
+  ranks(layout).run([&](World& world) {
     const StagedOptions staged{.stages = 1, .pieces = 3};
     StagedModel model(data_mesh(world, layout.replicas), staged, in_bfloat16());
     StagedModel loop(data_mesh(world, layout.replicas), staged, in_bfloat16());
@@ -192,7 +174,7 @@ TEST_P(StepPlanRuns, APlanThatIsRefusedLeavesEverythingAsItIs) {
                                                     : fsdp::make_plan(record, units, eager, order);
       });
       const auto error = error_of([&] { run_in_order(model, 2, false, inputs(world, i)); });
-      EXPECT_THAT(error, HasSubstr(kSaid[which])) << "rank " << world.rank() << " of " << refusers;
+      EXPECT_THAT(error, Says(kSaid[which])) << "rank " << world.rank() << " of " << refusers;
       EXPECT_FALSE(world.aborted());
       expect_same(whole_gradients(model.handle), whole_gradients(loop.handle), concat("case ", i));
       fsdp::set_planner(model.handle, DrawnPlanner{static_cast<unsigned>(i)});
@@ -204,49 +186,47 @@ TEST_P(StepPlanRuns, APlanThatIsRefusedLeavesEverythingAsItIs) {
 
 // The modules of units are told by the plan that is followed, as long as the step lasts; in a step
 // that records by what was asked for then; and what a user has set, nobody changes.
-TEST(RecomputeByPlan, ModulesAreToldAsLongAsTheStepLasts) {
-  ranks(2).run([&](World& world) {
-    StagedModel model(data_mesh(world), {.stages = 1, .pieces = 4});
-    auto& pieces = model.module->pieces;
-    pieces[3]->set_recompute(RecomputeMode::kSelective);
-    std::vector<RecomputeMode> seen(4);
-    for (std::size_t i = 0; i < 4; ++i) {
-      pieces[i]->before = [&seen, i, piece = pieces[i].get()] { seen[i] = piece->recompute(); };
+TEST_ON_RANKS(RecomputeByPlan, ModulesAreToldAsLongAsTheStepLasts, 2) {
+  StagedModel model(data_mesh(world), {.stages = 1, .pieces = 4});
+  auto& pieces = model.module->pieces;
+  pieces[3]->set_recompute(RecomputeMode::kSelective);
+  std::vector<RecomputeMode> seen(4);
+  for (std::size_t i = 0; i < 4; ++i) {
+    pieces[i]->before = [&seen, i, piece = pieces[i].get()] { seen[i] = piece->recompute(); };
+  }
+  const auto planner = [](const StepRecord& record, const std::vector<PlanUnit>& units,
+                          const PlanChoices& eager, PlanOrder order) {
+    auto choices = eager;
+    choices.recompute[2] = RecomputeMode::kFull;
+    choices.recompute[3] = RecomputeMode::kSelective;
+    return fsdp::make_plan(record, units, choices, order);
+  };
+  fsdp::set_planner(model.handle, planner, RecomputeMode::kFull);
+  const auto step = [&] {
+    run_in_order(model, 2, false, inputs(world));
+    model.handle.zero_grad();
+    for (const auto& piece : pieces) {
+      EXPECT_EQ(piece->recompute(), piece->own_recompute().value_or(RecomputeMode::kNone));
     }
-    const auto planner = [](const StepRecord& record, const std::vector<PlanUnit>& units,
-                            const PlanChoices& eager, PlanOrder order) {
-      auto choices = eager;
-      choices.recompute[2] = RecomputeMode::kFull;
-      choices.recompute[3] = RecomputeMode::kSelective;
-      return fsdp::make_plan(record, units, choices, order);
-    };
-    fsdp::set_planner(model.handle, planner, RecomputeMode::kFull);
-    const auto step = [&] {
-      run_in_order(model, 2, false, inputs(world));
-      model.handle.zero_grad();
-      for (const auto& piece : pieces) {
-        EXPECT_EQ(piece->recompute(), piece->own_recompute().value_or(RecomputeMode::kNone));
-      }
-    };
-    using enum RecomputeMode;
-    step();
-    EXPECT_THAT(seen, ::testing::ElementsAre(kFull, kFull, kFull, kSelective));
-    step();
-    EXPECT_THAT(seen, ::testing::ElementsAre(kNone, kFull, kSelective, kSelective));
-    EXPECT_THAT(fsdp::followed_recompute(model.handle),
-                ::testing::ElementsAre(kNone, kNone, kFull, kSelective, kSelective));
-    // Other inputs of the plan than those of the last step.
-    pieces[1]->set_recompute(kNone);
-    const auto of = fsdp::plan_units(model.handle);
-    EXPECT_EQ(of[0].recompute_by, fsdp::RecomputeBy::kNobody);
-    EXPECT_EQ(of[1].recompute_by, fsdp::RecomputeBy::kPlan);
-    EXPECT_EQ(of[2].recompute_by, fsdp::RecomputeBy::kUser);
-    step();
-    EXPECT_EQ(seen[1], kNone);
-    fsdp::set_planner(model.handle, {});
-    step();
-    EXPECT_THAT(seen, ::testing::ElementsAre(kNone, kNone, kNone, kSelective));
-  });
+  };
+  using enum RecomputeMode;
+  step();
+  EXPECT_THAT(seen, ElementsAre(kFull, kFull, kFull, kSelective));
+  step();
+  EXPECT_THAT(seen, ElementsAre(kNone, kFull, kSelective, kSelective));
+  EXPECT_THAT(fsdp::followed_recompute(model.handle),
+              ElementsAre(kNone, kNone, kFull, kSelective, kSelective));
+  // Other inputs of the plan than those of the last step.
+  pieces[1]->set_recompute(kNone);
+  const auto of = fsdp::plan_units(model.handle);
+  EXPECT_EQ(of[0].recompute_by, fsdp::RecomputeBy::kNobody);
+  EXPECT_EQ(of[1].recompute_by, fsdp::RecomputeBy::kPlan);
+  EXPECT_EQ(of[2].recompute_by, fsdp::RecomputeBy::kUser);
+  step();
+  EXPECT_EQ(seen[1], kNone);
+  fsdp::set_planner(model.handle, {});
+  step();
+  EXPECT_THAT(seen, ElementsAre(kNone, kNone, kNone, kSelective));
 }
 
 // The same where a pipeline's order has two stages, and one unit is of both.
@@ -254,7 +234,7 @@ TEST_P(StepPlanRuns, WhateverIsChosenInAnyOrderTheBitsAreTheSame) {
   const auto& layout = GetParam();
   constexpr const char* kList =
       "F0.0 F0.1 F1.0 I1.0 F0.2 I0.0 F1.1 I1.1 W1.0 I0.1 F1.2 I1.2 W0.0 W1.1 I0.2 W0.1 W1.2 W0.2";
-  ranks(layout.ranks, layout.backend).run([&](World& world) {
+  ranks(layout).run([&](World& world) {
     const StagedOptions staged{.stages = 2, .pieces = 2};
     const auto mesh = data_mesh(world, layout.replicas);
     StagedModel model(mesh, staged, in_bfloat16());
@@ -265,10 +245,7 @@ TEST_P(StepPlanRuns, WhateverIsChosenInAnyOrderTheBitsAreTheSame) {
         const auto input = inputs(world, step, staged.width);
         run_step(model, slots_of(kList), {.schedule = kList}, input);
         run_loop(loop, 3, input);
-        expect_same(whole_gradients(model.handle), whole_gradients(loop.handle),
-                    concat("seed ", seed, ", step ", step));
-        model.handle.zero_grad();
-        loop.handle.zero_grad();
+        expect_same_and_clear(model, loop, concat("seed ", seed, ", step ", step));
       }
     }
   });
@@ -278,7 +255,7 @@ TEST_P(StepPlanRuns, WhateverIsChosenInAnyOrderTheBitsAreTheSame) {
 TEST_P(StepPlanRuns, WhatIsUnshardedBeforeTheStepIsThereWhereItIsUsed) {
   const auto& layout = GetParam();
   constexpr const char* kList = "F0.0 F1.0 B1.0 B0.0 F0.1 F1.1 B1.1 B0.1";
-  ranks(layout.ranks, layout.backend).run([&](World& world) {
+  ranks(layout).run([&](World& world) {
     for (const bool ties : {false, true}) {
       const StagedOptions staged{.stages = 2, .pieces = 2, .ties = ties};
       const auto mesh = data_mesh(world, layout.replicas);
@@ -293,10 +270,7 @@ TEST_P(StepPlanRuns, WhatIsUnshardedBeforeTheStepIsThereWhereItIsUsed) {
         run_step(model, slots_of(kList), {.reshard = StepReshard::kMicroBatch, .schedule = kList},
                  input);
         run_loop(loop, 2, input);
-        expect_same(whole_gradients(model.handle), whole_gradients(loop.handle),
-                    concat("step ", step));
-        model.handle.zero_grad();
-        loop.handle.zero_grad();
+        expect_same_and_clear(model, loop, concat("step ", step));
       }
     }
   });
@@ -339,21 +313,20 @@ TEST(StepPlanErrors, AFaultyPlanIsRefusedBeforeTheStep) {
     };
   };
   const auto expect = [](const std::vector<std::string>& errors, const auto& matcher) {
-    for (const auto& error : errors)
-      EXPECT_THAT(error, AllOf(HasSubstr("plan of a step"), matcher));
+    for (const auto& error : errors) EXPECT_THAT(error, AllOf(Says("plan of a step"), matcher));
   };
-  expect(refused(erased(PlanAction::Kind::kWait)), HasSubstr("before the wait for its gather"));
-  expect(refused(erased(PlanAction::Kind::kGather)), HasSubstr("micro-batch first, forward"));
+  expect(refused(erased(PlanAction::Kind::kWait)), Says("before the wait for its gather"));
+  expect(refused(erased(PlanAction::Kind::kGather)), Says("micro-batch first, forward"));
   expect(refused([](StepPlan& plan, int) {
            // The layer before is reduced where the last one's backward ends.
            auto& actions = plan.stages[0].micro_batches[3].backward.actions;
            ASSERT_EQ(actions.at(0).kind, PlanAction::Kind::kReduce);
            std::swap(actions[0], actions[1]);
          }),
-         HasSubstr("micro-batch last, backward"));
+         Says("micro-batch last, backward"));
   expect(refused([](StepPlan& plan, int) { plan.record.stages[0].reached[0].back() = false; }),
-         HasSubstr("another trace"));
-  expect(refused([](StepPlan& plan, int) { plan.units[1].bytes += 1; }), HasSubstr("other units"));
+         Says("another trace"));
+  expect(refused([](StepPlan& plan, int) { plan.units[1].bytes += 1; }), Says("other units"));
 }
 
 TEST(StepPlanErrors, RanksWithOtherPlansAreToldApart) {
@@ -364,8 +337,8 @@ TEST(StepPlanErrors, RanksWithOtherPlansAreToldApart) {
     plan = fsdp::make_plan(plan.record, plan.units, choices, plan.order);
   });
   for (const auto& error : errors) {
-    EXPECT_THAT(error, AllOf(HasSubstr("plans of a step differ between ranks"),
-                             HasSubstr("rank 0 has micro-batch only"), HasSubstr("rank 1 has")));
+    EXPECT_THAT(error, Says("plans of a step differ between ranks", "rank 0 has micro-batch only",
+                            "rank 1 has"));
   }
 }
 
@@ -377,9 +350,9 @@ TEST(StepPlanErrors, RanksThatRecomputeInOtherModesAreToldApart) {
     plan = fsdp::make_plan(plan.record, plan.units, choices, plan.order);
   });
   for (const auto& error : errors) {
-    EXPECT_THAT(error, AllOf(HasSubstr("plans of a step differ between ranks"),
-                             HasSubstr("recompute piece0 wholly, rank 1 has"),
-                             HasSubstr("recompute piece0 but for products of weights")));
+    EXPECT_THAT(error,
+                Says("plans of a step differ between ranks", "recompute piece0 wholly, rank 1 has",
+                     "recompute piece0 but for products of weights"));
   }
 }
 
@@ -394,8 +367,7 @@ TEST(StepPlanErrors, APlannerIsOfAllRanks) {
         error_of([&] { run_in_order(model, 2, false, inputs(world)); });
   });
   for (const auto& error : errors) {
-    EXPECT_THAT(error,
-                AllOf(HasSubstr("StepScope differs between ranks"), HasSubstr("no planner")));
+    EXPECT_THAT(error, Says("StepScope differs between ranks", "no planner"));
   }
 }
 
@@ -407,30 +379,28 @@ struct Around : torch::nn::Module {
 };
 
 // Naive: compile() has chosen a plan that no step looks at, and nobody says so.
-TEST(StepPlanErrors, WhatCompileIsOfNoUseForIsSaid) {
-  ranks(2).run([](World& world) {
-    const auto mesh = data_mesh(world);
-    const auto handle =
-        std::make_shared<Sharded<Affine>>(fully_shard(std::make_shared<Affine>(1, 7, 13), mesh));
-    fsdp::set_planner(*handle, DrawnPlanner{1});
-    EXPECT_THAT(error_of([&] { fully_shard(std::make_shared<Around>(handle), mesh); }),
-                AllOf(HasSubstr("fully_shard around inner: found a module that compile() was"),
-                      HasSubstr("call compile() on the outermost module")));
-    const auto said = [&] {
-      set_log_level(LogLevel::kWarn);
-      if (world.rank() == 0) ::testing::internal::CaptureStderr();
-      backward(squares(handle->forward(input_of(0, world.rank(), 7))));
-      return world.rank() == 0 ? ::testing::internal::GetCapturedStderr() : std::string();
-    };
-    const auto first = said(), second = said();
-    if (world.rank() == 0) {
-      EXPECT_THAT(first, HasSubstr("a backward outside of a StepScope"));
-    }
-    EXPECT_EQ(second, "") << "once is enough";
-    handle->zero_grad();
-    fsdp::set_planner(*handle, {});
-    fully_shard(std::make_shared<Around>(handle), mesh);
-  });
+TEST_ON_RANKS(StepPlanErrors, WhatCompileIsOfNoUseForIsSaid, 2) {
+  const auto mesh = data_mesh(world);
+  const auto handle =
+      std::make_shared<Sharded<Affine>>(fully_shard(std::make_shared<Affine>(1, 7, 13), mesh));
+  fsdp::set_planner(*handle, DrawnPlanner{1});
+  EXPECT_THAT(error_of([&] { fully_shard(std::make_shared<Around>(handle), mesh); }),
+              Says("fully_shard around inner: found a module that compile() was",
+                   "call compile() on the outermost module"));
+  const auto said = [&] {
+    set_log_level(LogLevel::kWarn);
+    if (world.rank() == 0) ::testing::internal::CaptureStderr();
+    backward(squares(handle->forward(input_of(0, world.rank(), 7))));
+    return world.rank() == 0 ? ::testing::internal::GetCapturedStderr() : std::string();
+  };
+  const auto first = said(), second = said();
+  if (world.rank() == 0) {
+    EXPECT_THAT(first, Says("a backward outside of a StepScope"));
+  }
+  EXPECT_EQ(second, "") << "once is enough";
+  handle->zero_grad();
+  fsdp::set_planner(*handle, {});
+  fully_shard(std::make_shared<Around>(handle), mesh);
 }
 
 TEST(StepPlanErrors, MicroBatchesThatAreCountedComeInOrder) {
@@ -450,18 +420,18 @@ TEST(StepPlanErrors, MicroBatchesThatAreCountedComeInOrder) {
   };
   const StepScopeOptions two{.micro_batches = 2};
   EXPECT_THAT(refused_in(two, "F0.0", [](auto& scope) { scope.begin_forward(0, 1); }),
-              AllOf(HasSubstr("micro-batch 1 before the backward of 0")));
+              Says("micro-batch 1 before the backward of 0"));
   EXPECT_THAT(refused_in(two, "F0.0 B0.0", [](auto& scope) { scope.finish(); }),
-              HasSubstr("found 1 micro-batches, expected the 2"));
+              Says("found 1 micro-batches, expected the 2"));
   EXPECT_THAT(
       refused_in(two, "F0.0 B0.0 F0.1 B0.1", [](auto& scope) { scope.begin_forward(0, 2); }),
-      HasSubstr("micro-batch 2 after 2"));
+      Says("micro-batch 2 after 2"));
   EXPECT_THAT(refused_in(two, "F0.0",
                          [](auto& scope) { scope.begin_backward(0, 0, Backward::kInputOnly); }),
-              HasSubstr("kInputOnly"));
+              Says("kInputOnly"));
   EXPECT_THAT(refused_in({.stages = 2, .micro_batches = 2}, "", [](auto&) {}),
-              HasSubstr("2 micro-batches of 2 stages"));
-  EXPECT_THAT(refused_in({.micro_batches = 0}, "", [](auto&) {}), HasSubstr("0 micro-batches"));
+              Says("2 micro-batches of 2 stages"));
+  EXPECT_THAT(refused_in({.micro_batches = 0}, "", [](auto&) {}), Says("0 micro-batches"));
 }
 
 }  // namespace

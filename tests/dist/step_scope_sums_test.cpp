@@ -1,7 +1,7 @@
 // Sums inside a step scope: unrounded whatever order they are formed in, and divided once.
-#include <gmock/gmock.h>
 
 #include "dist/staged.h"
+#include "support/test.h"
 #include "tessera/grad_scaler.h"
 
 namespace tessera::test::step_scope_sums_test {
@@ -13,36 +13,34 @@ constexpr const char* kZeroBubble =
     "F1.3 B1.3 W0.2 I0.3 W0.3";
 
 // Naive: one rounding to bf16 a micro-batch, where the sum is kept in the layer's dtype.
-TEST(StepScopes, DeferredBesideEagerWeightsAreFp32SumsOfTheirBf16Gradients) {
-  ranks(1).run([](World& world) {
-    constexpr int kMany = 20;
-    const StagedOptions staged{.stages = 1, .pieces = 2};
-    StagedModel model(data_mesh(world), staged, in_bfloat16());
-    std::string list;
-    // Every third one at once, the others two micro-batches later.
-    for (int k = 0; k < kMany; ++k) {
-      list += concat(" F0.", k, k % 3 == 2 ? " B0." : " I0.", k);
-      if (k % 3 == 1) list += concat(" W0.", k - 1, " W0.", k);
+TEST_ON_RANKS(StepScopes, DeferredBesideEagerWeightsAreFp32SumsOfTheirBf16Gradients, 1) {
+  constexpr int kMany = 20;
+  const StagedOptions staged{.stages = 1, .pieces = 2};
+  StagedModel model(data_mesh(world), staged, in_bfloat16());
+  std::string list;
+  // Every third one at once, the others two micro-batches later.
+  for (int k = 0; k < kMany; ++k) {
+    list += concat(" F0.", k, k % 3 == 2 ? " B0." : " I0.", k);
+    if (k % 3 == 1) list += concat(" W0.", k - 1, " W0.", k);
+  }
+  const auto input = inputs(world, 0, staged.width);
+  // Each micro-batch's own gradients, as bf16 has them.
+  Tensors sums;
+  StagedModel alone(data_mesh(world), staged, in_bfloat16());
+  for (int k = 0; k < kMany; ++k) {
+    alone.handle.zero_grad();
+    backward(squares(alone.handle.forward(input(k))));
+    for (const auto& [name, gradient] : whole_gradients(alone.handle)) {
+      EXPECT_TRUE(same_bits(gradient.to(at::kBFloat16).to(at::kFloat), gradient)) << name;
+      auto& sum = sums[name];
+      sum = sum.defined() ? sum + gradient : gradient;
     }
-    const auto input = inputs(world, 0, staged.width);
-    // Each micro-batch's own gradients, as bf16 has them.
-    Tensors sums;
-    StagedModel alone(data_mesh(world), staged, in_bfloat16());
-    for (int k = 0; k < kMany; ++k) {
-      alone.handle.zero_grad();
-      backward(squares(alone.handle.forward(input(k))));
-      for (const auto& [name, gradient] : whole_gradients(alone.handle)) {
-        EXPECT_TRUE(same_bits(gradient.to(at::kBFloat16).to(at::kFloat), gradient)) << name;
-        auto& sum = sums[name];
-        sum = sum.defined() ? sum + gradient : gradient;
-      }
-    }
-    for (int step = 0; step < 2; ++step) {
-      run_step(model, slots_of(list), {.schedule = "twenty"}, input);
-      expect_same(whole_gradients(model.handle), sums, concat("step ", step));
-      model.handle.zero_grad();
-    }
-  });
+  }
+  for (int step = 0; step < 2; ++step) {
+    run_step(model, slots_of(list), {.schedule = "twenty"}, input);
+    expect_same(whole_gradients(model.handle), sums, concat("step ", step));
+    model.handle.zero_grad();
+  }
 }
 
 struct List {
@@ -110,31 +108,25 @@ TEST(StepScopes, SeveralScopesAreOneSumWithoutGradientSync) {
         run_loop(loop, 2 * kMicroBatches, [&](int k) {
           return inputs(world, k / kMicroBatches, model.options.width)(k % kMicroBatches);
         });
-        expect_same(whole_gradients(model.handle), whole_gradients(loop.handle));
-        model.handle.zero_grad();
-        loop.handle.zero_grad();
+        expect_same_and_clear(model, loop);
       }
     });
   }
 }
 
 // Losses are multiplied by a power of two, gradients divided by it, once.
-TEST(StepScopes, ALossScaleIsTakenOutOnce) {
-  ranks(2).run([](World& world) {
-    StagedModel model(data_mesh(world), {}), loop(data_mesh(world), {});
-    GradScalerOptions options;
-    options.init_scale = 1024;
-    GradScaler scaler(model.handle, options);
-    for (int step = 0; step < 2; ++step) {
-      const auto input = inputs(world, step, model.options.width);
-      run_step(model, slots_of(kZeroBubble), {.schedule = "scaled"}, input,
-               [&](const at::Tensor& loss) { return scaler.scaled(loss); });
-      run_loop(loop, kMicroBatches, input);
-      expect_same(whole_gradients(model.handle), whole_gradients(loop.handle));
-      model.handle.zero_grad();
-      loop.handle.zero_grad();
-    }
-  });
+TEST_ON_RANKS(StepScopes, ALossScaleIsTakenOutOnce, 2) {
+  StagedModel model(data_mesh(world), {}), loop(data_mesh(world), {});
+  GradScalerOptions options;
+  options.init_scale = 1024;
+  GradScaler scaler(model.handle, options);
+  for (int step = 0; step < 2; ++step) {
+    const auto input = inputs(world, step, model.options.width);
+    run_step(model, slots_of(kZeroBubble), {.schedule = "scaled"}, input,
+             [&](const at::Tensor& loss) { return scaler.scaled(loss); });
+    run_loop(loop, kMicroBatches, input);
+    expect_same_and_clear(model, loop);
+  }
 }
 
 }  // namespace

@@ -1,10 +1,11 @@
 // A step as a scope: whatever order forwards, backwards and weight gradients of its stages come in,
 // gradients have the bits of the loop over micro-batches, and nothing is gathered or reduced twice.
-#include <gmock/gmock.h>
 
 #include <random>
 
+#include "dist/data_layout.h"
 #include "dist/staged.h"
+#include "support/test.h"
 
 namespace tessera::test::step_scope_test {
 namespace {
@@ -21,15 +22,6 @@ constexpr const char* kZeroBubble =
     "F1.3 B1.3 W0.2 I0.3 W0.3";
 constexpr const char* kAllForwardsFirst =
     "F0.0 F0.1 F0.2 F0.3 F1.0 F1.1 F1.2 F1.3 B1.0 B1.1 B1.2 B1.3 B0.0 B0.1 B0.2 B0.3";
-
-struct Layout {
-  int ranks, replicas;
-  ThreadBackend backend = ThreadBackend::kInProcess;
-};
-void PrintTo(const Layout& layout, std::ostream* out) {
-  *out << layout.ranks << " ranks, " << layout.replicas << " replicas, "
-       << (layout.backend == ThreadBackend::kGloo ? "Gloo" : "in process");
-}
 
 /// Steps with a scope beside steps of the loop, each with its optimizer: the same bits, also of what
 /// was gathered in the step before.
@@ -64,80 +56,71 @@ std::vector<std::vector<Slot>> thrice(const char* list) {
   return {slots_of(list), slots_of(list), slots_of(list)};
 }
 
-class StepScopes : public ::testing::TestWithParam<std::tuple<Layout, StepReshard>> {};
+class StepScopes : public ::testing::TestWithParam<std::tuple<DataLayout, StepReshard>> {};
 INSTANTIATE_TEST_SUITE_P(Grid, StepScopes,
-                         Combine(Values(Layout{1, 1}, Layout{2, 1}, Layout{3, 1}, Layout{2, 2},
-                                        Layout{4, 2}, Layout{2, 1, ThreadBackend::kGloo}),
+                         Combine(Values(DataLayout{1, 1}, DataLayout{2, 1}, DataLayout{3, 1},
+                                        DataLayout{2, 2}, DataLayout{4, 2},
+                                        DataLayout{2, 1, ThreadBackend::kGloo}),
                                  Values(StepReshard::kStep, StepReshard::kMicroBatch)));
 
 // Naive: weights of the last step, a micro-batch that is reduced alone, sums rounded on the way.
-TEST_P(StepScopes, EveryOrderGivesTheBitsOfTheLoop) {
+TEST_P_ON_RANKS(StepScopes, EveryOrderGivesTheBitsOfTheLoop, std::get<0>(GetParam())) {
   const auto& [layout, reshard] = GetParam();
-  ranks(layout.ranks, layout.backend).run([&](World& world) {
-    for (const auto* list : {kOneForwardOneBackward, kZeroBubble, kAllForwardsFirst}) {
-      for (const auto& policy : {PrecisionPolicy{}, in_bfloat16()}) {
-        SCOPED_TRACE(list);
-        expect_the_loop(world, layout.replicas, {}, policy, thrice(list),
-                        {.reshard = reshard, .schedule = list});
-      }
-    }
-  });
-}
-
-TEST_P(StepScopes, RecomputedUnitsGiveTheBitsOfTheLoop) {
-  const auto& [layout, reshard] = GetParam();
-  ranks(layout.ranks, layout.backend).run([&](World& world) {
-    for (const auto& staged : {StagedOptions{.mode = RecomputeMode::kFull},
-                               StagedOptions{.mode = RecomputeMode::kSelective},
-                               StagedOptions{.recomputes_outside = true}}) {
-      for (const auto* list : {kOneForwardOneBackward, kZeroBubble}) {
-        SCOPED_TRACE(list);
-        expect_the_loop(world, layout.replicas, staged, {}, thrice(list),
-                        {.reshard = reshard, .schedule = list});
-      }
-    }
-  });
-}
-
-TEST_P(StepScopes, EachMicroBatchMayBeReducedByItself) {
-  const auto& [layout, reshard] = GetParam();
-  ranks(layout.ranks, layout.backend).run([&](World& world) {
-    for (const auto* list : {kOneForwardOneBackward, kAllForwardsFirst}) {
+  for (const auto* list : {kOneForwardOneBackward, kZeroBubble, kAllForwardsFirst}) {
+    for (const auto& policy : {PrecisionPolicy{}, in_bfloat16()}) {
       SCOPED_TRACE(list);
-      expect_the_loop(world, layout.replicas, {}, {}, thrice(list),
-                      {.reshard = reshard, .sync_every_micro_batch = true, .schedule = list});
+      expect_the_loop(world, layout.replicas, {}, policy, thrice(list),
+                      {.reshard = reshard, .schedule = list});
     }
-  });
+  }
+}
+
+TEST_P_ON_RANKS(StepScopes, RecomputedUnitsGiveTheBitsOfTheLoop, std::get<0>(GetParam())) {
+  const auto& [layout, reshard] = GetParam();
+  for (const auto& staged : {StagedOptions{.mode = RecomputeMode::kFull},
+                             StagedOptions{.mode = RecomputeMode::kSelective},
+                             StagedOptions{.recomputes_outside = true}}) {
+    for (const auto* list : {kOneForwardOneBackward, kZeroBubble}) {
+      SCOPED_TRACE(list);
+      expect_the_loop(world, layout.replicas, staged, {}, thrice(list),
+                      {.reshard = reshard, .schedule = list});
+    }
+  }
+}
+
+TEST_P_ON_RANKS(StepScopes, EachMicroBatchMayBeReducedByItself, std::get<0>(GetParam())) {
+  const auto& [layout, reshard] = GetParam();
+  for (const auto* list : {kOneForwardOneBackward, kAllForwardsFirst}) {
+    SCOPED_TRACE(list);
+    expect_the_loop(world, layout.replicas, {}, {}, thrice(list),
+                    {.reshard = reshard, .sync_every_micro_batch = true, .schedule = list});
+  }
 }
 
 // The root's bucket holds what its stages are too small for, and what both of them use.
-TEST_P(StepScopes, SmallBucketsOfTheRootAndAWeightOfTwoStages) {
+TEST_P_ON_RANKS(StepScopes, SmallBucketsOfTheRootAndAWeightOfTwoStages, std::get<0>(GetParam())) {
   const auto& [layout, reshard] = GetParam();
-  ranks(layout.ranks, layout.backend).run([&](World& world) {
-    for (const bool ties : {false, true}) {
-      ShardOptions root;
-      root.merge_below_bytes = ties ? 0 : 4096;
-      for (const auto* list : {kOneForwardOneBackward, kZeroBubble}) {
-        SCOPED_TRACE(list);
-        // The second list adds to the tied weight in another order of stages and micro-batches.
-        if (ties && list == kZeroBubble) continue;
-        expect_the_loop(world, layout.replicas, {.ties = ties}, {}, thrice(list),
-                        {.reshard = reshard, .schedule = list}, root);
-      }
+  for (const bool ties : {false, true}) {
+    ShardOptions root;
+    root.merge_below_bytes = ties ? 0 : 4096;
+    for (const auto* list : {kOneForwardOneBackward, kZeroBubble}) {
+      SCOPED_TRACE(list);
+      // The second list adds to the tied weight in another order of stages and micro-batches.
+      if (ties && list == kZeroBubble) continue;
+      expect_the_loop(world, layout.replicas, {.ties = ties}, {}, thrice(list),
+                      {.reshard = reshard, .schedule = list}, root);
     }
-  });
+  }
 }
 
-TEST_P(StepScopes, AFrozenStageIsGatheredAndNothingElse) {
+TEST_P_ON_RANKS(StepScopes, AFrozenStageIsGatheredAndNothingElse, std::get<0>(GetParam())) {
   const auto& [layout, reshard] = GetParam();
-  ranks(layout.ranks, layout.backend).run([&](World& world) {
-    for (const int frozen : {0, 1}) {
-      for (const auto* list : {kOneForwardOneBackward, kZeroBubble}) {
-        expect_the_loop(world, layout.replicas, {.frozen = frozen}, {}, thrice(list),
-                        {.reshard = reshard, .schedule = list});
-      }
+  for (const int frozen : {0, 1}) {
+    for (const auto* list : {kOneForwardOneBackward, kZeroBubble}) {
+      expect_the_loop(world, layout.replicas, {.frozen = frozen}, {}, thrice(list),
+                      {.reshard = reshard, .schedule = list});
     }
-  });
+  }
 }
 
 /// A list that keeps micro-batches in order on each stage, and is random beside that. A full
@@ -173,22 +156,19 @@ std::vector<Slot> random_list(std::uint64_t seed, int stages, int micro_batches)
   }
 }
 
-TEST_P(StepScopes, RandomOrdersGiveTheBitsOfTheLoop) {
+TEST_P_ON_RANKS(StepScopes, RandomOrdersGiveTheBitsOfTheLoop, std::get<0>(GetParam())) {
   const auto& [layout, reshard] = GetParam();
-  ranks(layout.ranks, layout.backend).run([&](World& world) {
-    for (std::uint64_t seed = 0; seed < 8; ++seed) {
-      SCOPED_TRACE(seed);
-      const int stages = 1 + static_cast<int>(seed % 3);
-      const auto list = random_list(seed, stages, 2 + static_cast<int>(seed % 4));
-      const StagedOptions staged{
-          .stages = stages,
-          .pieces = 1 + static_cast<int>(seed % 2),
-          .mode = seed % 4 == 3 ? RecomputeMode::kFull : RecomputeMode::kNone};
-      expect_the_loop(world, layout.replicas, staged,
-                      seed % 2 == 0 ? PrecisionPolicy{} : in_bfloat16(), {list, list},
-                      {.reshard = reshard, .schedule = concat(seed)});
-    }
-  });
+  for (std::uint64_t seed = 0; seed < 8; ++seed) {
+    SCOPED_TRACE(seed);
+    const int stages = 1 + static_cast<int>(seed % 3);
+    const auto list = random_list(seed, stages, 2 + static_cast<int>(seed % 4));
+    const StagedOptions staged{.stages = stages,
+                               .pieces = 1 + static_cast<int>(seed % 2),
+                               .mode = seed % 4 == 3 ? RecomputeMode::kFull : RecomputeMode::kNone};
+    expect_the_loop(world, layout.replicas, staged,
+                    seed % 2 == 0 ? PrecisionPolicy{} : in_bfloat16(), {list, list},
+                    {.reshard = reshard, .schedule = concat(seed)});
+  }
 }
 
 // Naive: a parameter that one rank uses has a gradient there alone, one that nobody uses has zeros.
@@ -241,9 +221,7 @@ TEST(StepScopes, MicroBatchesThatEnterDifferentUnitsRecordEachTime) {
           skip(loop, micro_batch);
           return input(micro_batch);
         });
-        expect_same(whole_gradients(model.handle), whole_gradients(loop.handle));
-        model.handle.zero_grad();
-        loop.handle.zero_grad();
+        expect_same_and_clear(model, loop);
       }
     });
   }
@@ -319,51 +297,45 @@ TEST(StepScopes, ABackwardThroughLessIsRightAndThroughMoreIsNamed) {
         only_second(world.rank() == 1);
       }
     });
-    EXPECT_THAT(errors, ::testing::Each(::testing::AllOf(
-                            ::testing::HasSubstr("rank 1"), ::testing::HasSubstr("unit unit0"),
-                            ::testing::HasSubstr("stage 0, micro-batch 0"))));
+    EXPECT_THAT(errors, Each(Says("rank 1", "unit unit0", "stage 0, micro-batch 0")));
   }
 }
 
 // Naive: the gradient of all logits is held until the weights' turn.
-TEST(StepScopes, AHeadFormsItsGradientAtOnce) {
-  ranks(1).run([](World& world) {
-    StagedModel model(data_mesh(world), {}), loop(data_mesh(world), {});
-    model.module->pieces[3]->linear->form_weight_gradient_at_once();
-    StepScope scope(model.handle, {.schedule = "head", .stages = 2});
-    SlotRunner runner(model, scope, inputs(world, 0, model.options.width));
-    for (const auto& slot : slots_of("F0.0 F1.0 I1.0")) runner.run(slot);
-    EXPECT_EQ(model.runtime().sink().open_tickets(), 1U);  // of the other piece
-    for (const auto& slot : slots_of("I0.0 W1.0 W0.0")) runner.run(slot);
-    scope.finish();
-    run_loop(loop, 1, inputs(world, 0, model.options.width));
-    expect_same(whole_gradients(model.handle), whole_gradients(loop.handle));
-  });
+TEST_ON_RANKS(StepScopes, AHeadFormsItsGradientAtOnce, 1) {
+  StagedModel model(data_mesh(world), {}), loop(data_mesh(world), {});
+  model.module->pieces[3]->linear->form_weight_gradient_at_once();
+  StepScope scope(model.handle, {.schedule = "head", .stages = 2});
+  SlotRunner runner(model, scope, inputs(world, 0, model.options.width));
+  for (const auto& slot : slots_of("F0.0 F1.0 I1.0")) runner.run(slot);
+  EXPECT_EQ(model.runtime().sink().open_tickets(), 1U);  // of the other piece
+  for (const auto& slot : slots_of("I0.0 W1.0 W0.0")) runner.run(slot);
+  scope.finish();
+  run_loop(loop, 1, inputs(world, 0, model.options.width));
+  expect_same(whole_gradients(model.handle), whole_gradients(loop.handle));
 }
 
 // What is recorded is one schedule's; another number of micro-batches is another.
-TEST(StepScopes, SchedulesInTurnAreRecordedOnceEach) {
-  ranks(2).run([](World& world) {
-    StagedModel model(data_mesh(world), {});
-    const auto records = [&](const std::string& schedule) {
-      StepScope scope(model.handle, {.schedule = schedule, .stages = 2});
-      const bool result = scope.records();
-      SlotRunner runner(model, scope, inputs(world, 0, model.options.width));
-      for (const auto& slot : slots_of("F0.0 F1.0 B1.0 B0.0")) runner.run(slot);
-      scope.finish();
-      return result;
-    };
-    EXPECT_TRUE(records("one"));
-    EXPECT_TRUE(records("two"));
-    EXPECT_FALSE(records("one"));
-    EXPECT_FALSE(records("two"));
-    // Naive: with the sixteenth name all are forgotten, those in use with those that come once.
-    for (int i = 0; i < 20; ++i) {
-      EXPECT_TRUE(records(concat("step ", i)));
-      EXPECT_FALSE(records("one")) << i;
-    }
-    EXPECT_FALSE(records("two"));
-  });
+TEST_ON_RANKS(StepScopes, SchedulesInTurnAreRecordedOnceEach, 2) {
+  StagedModel model(data_mesh(world), {});
+  const auto records = [&](const std::string& schedule) {
+    StepScope scope(model.handle, {.schedule = schedule, .stages = 2});
+    const bool result = scope.records();
+    SlotRunner runner(model, scope, inputs(world, 0, model.options.width));
+    for (const auto& slot : slots_of("F0.0 F1.0 B1.0 B0.0")) runner.run(slot);
+    scope.finish();
+    return result;
+  };
+  EXPECT_TRUE(records("one"));
+  EXPECT_TRUE(records("two"));
+  EXPECT_FALSE(records("one"));
+  EXPECT_FALSE(records("two"));
+  // Naive: with the sixteenth name all are forgotten, those in use with those that come once.
+  for (int i = 0; i < 20; ++i) {
+    EXPECT_TRUE(records(concat("step ", i)));
+    EXPECT_FALSE(records("one")) << i;
+  }
+  EXPECT_FALSE(records("two"));
 }
 
 // Naive: a gather at each forward, a reduction at each backward.
@@ -390,30 +362,28 @@ TEST(StepScopes, AUnitIsGatheredAndReducedOnceAStep) {
 }
 
 // Naive: a stage waits for the gradients that another one has put off.
-TEST(StepScopes, AStageIsReducedAndGivenBackWhileAnotherOneOwesGradients) {
-  ranks(2).run([](World& world) {
-    StagedModel model(data_mesh(world), {});
-    for (int step = 0; step < 2; ++step) {
-      StepScope scope(model.handle, {.schedule = "one stage first", .stages = 2});
-      SlotRunner runner(model, scope, inputs(world, step, model.options.width));
-      for (const auto& slot : slots_of("F0.0 F1.0 I1.0 I0.0 W1.0")) runner.run(slot);
-      const auto before = model.runtime().reductions_issued();
-      scope.reshard(1);
-      scope.reduce(1);
-      // The root is both stages'.
-      EXPECT_EQ(model.runtime().reductions_issued() - before, 2);
-      EXPECT_TRUE(model.module->handles[0]->unit()->gathered());
-      EXPECT_FALSE(model.module->handles[3]->unit()->gathered());
-      EXPECT_TRUE(model.handle.unit()->gathered());
-      runner.run({'W', 0, 0});
-      scope.reshard(0);
-      scope.reduce(0);
-      EXPECT_EQ(model.runtime().reductions_issued() - before, 5);
-      EXPECT_FALSE(model.handle.unit()->gathered());
-      scope.finish();
-      model.handle.zero_grad();
-    }
-  });
+TEST_ON_RANKS(StepScopes, AStageIsReducedAndGivenBackWhileAnotherOneOwesGradients, 2) {
+  StagedModel model(data_mesh(world), {});
+  for (int step = 0; step < 2; ++step) {
+    StepScope scope(model.handle, {.schedule = "one stage first", .stages = 2});
+    SlotRunner runner(model, scope, inputs(world, step, model.options.width));
+    for (const auto& slot : slots_of("F0.0 F1.0 I1.0 I0.0 W1.0")) runner.run(slot);
+    const auto before = model.runtime().reductions_issued();
+    scope.reshard(1);
+    scope.reduce(1);
+    // The root is both stages'.
+    EXPECT_EQ(model.runtime().reductions_issued() - before, 2);
+    EXPECT_TRUE(model.module->handles[0]->unit()->gathered());
+    EXPECT_FALSE(model.module->handles[3]->unit()->gathered());
+    EXPECT_TRUE(model.handle.unit()->gathered());
+    runner.run({'W', 0, 0});
+    scope.reshard(0);
+    scope.reduce(0);
+    EXPECT_EQ(model.runtime().reductions_issued() - before, 5);
+    EXPECT_FALSE(model.handle.unit()->gathered());
+    scope.finish();
+    model.handle.zero_grad();
+  }
 }
 
 // Naive: a rank that has nothing to differentiate in its first stage leaves out what others wait for.
@@ -465,33 +435,29 @@ TEST(StepScopes, UnitsThatOutlastBackwardsFollowTheOptimizer) {
 }
 
 // Forward only: nothing is shown, and what comes after is right.
-TEST(StepScopes, AScopeOfForwardsAloneShowsNothing) {
-  ranks(2).run([](World& world) {
-    StagedModel model(data_mesh(world), {});
-    StagedModel loop(data_mesh(world), {});
-    const auto input = inputs(world, 0, model.options.width);
-    for (int step = 0; step < 2; ++step) {
-      {
-        const at::NoGradGuard no_grad;
-        StepScope scope(model.handle, {.schedule = "forward", .stages = 2});
-        EXPECT_EQ(scope.records(), step == 0);
-        at::Tensor x = input(0);
-        for (int stage = 0; stage < 2; ++stage) {
-          scope.begin_forward(stage, 0);
-          x = model.handle.call(&Staged::run, stage, x);
-          scope.reshard(stage);
-        }
-        scope.finish();
-        EXPECT_TRUE(same_bits(x, loop.handle.forward(input(0))));
+TEST_ON_RANKS(StepScopes, AScopeOfForwardsAloneShowsNothing, 2) {
+  StagedModel model(data_mesh(world), {});
+  StagedModel loop(data_mesh(world), {});
+  const auto input = inputs(world, 0, model.options.width);
+  for (int step = 0; step < 2; ++step) {
+    {
+      const at::NoGradGuard no_grad;
+      StepScope scope(model.handle, {.schedule = "forward", .stages = 2});
+      EXPECT_EQ(scope.records(), step == 0);
+      at::Tensor x = input(0);
+      for (int stage = 0; stage < 2; ++stage) {
+        scope.begin_forward(stage, 0);
+        x = model.handle.call(&Staged::run, stage, x);
+        scope.reshard(stage);
       }
-      EXPECT_FALSE(model.handle.shards()[0].shard.grad().defined());
-      run_step(model, slots_of(kZeroBubble), {.schedule = "train"}, input);
-      run_loop(loop, kMicroBatches, input);
-      expect_same(whole_gradients(model.handle), whole_gradients(loop.handle));
-      model.handle.zero_grad();
-      loop.handle.zero_grad();
+      scope.finish();
+      EXPECT_TRUE(same_bits(x, loop.handle.forward(input(0))));
     }
-  });
+    EXPECT_FALSE(model.handle.shards()[0].shard.grad().defined());
+    run_step(model, slots_of(kZeroBubble), {.schedule = "train"}, input);
+    run_loop(loop, kMicroBatches, input);
+    expect_same_and_clear(model, loop);
+  }
 }
 
 // Gradients that stand are added to, also what a loop without a scope has left.
@@ -515,31 +481,29 @@ TEST(StepScopes, GradientsThatStandAreAddedTo) {
   }
 }
 
-TEST(StepScopes, TwoModelsInOneStep) {
-  ranks(2).run([](World& world) {
-    StagedModel one(data_mesh(world), {}), other(data_mesh(world), {.pieces = 1});
-    StagedModel loop(data_mesh(world), {}), other_loop(data_mesh(world), {.pieces = 1});
-    for (int step = 0; step < 2; ++step) {
-      const auto input = inputs(world, step, one.options.width);
-      {
-        StepScope first(one.handle, {.schedule = "a", .stages = 2});
-        StepScope second(other.handle, {.schedule = "b", .stages = 2});
-        SlotRunner runner(one, first, input);
-        SlotRunner other_runner(other, second, input);
-        for (const auto& slot : slots_of(kZeroBubble)) {
-          runner.run(slot);
-          other_runner.run(slot);
-        }
-        second.finish();
-        first.finish();
+TEST_ON_RANKS(StepScopes, TwoModelsInOneStep, 2) {
+  StagedModel one(data_mesh(world), {}), other(data_mesh(world), {.pieces = 1});
+  StagedModel loop(data_mesh(world), {}), other_loop(data_mesh(world), {.pieces = 1});
+  for (int step = 0; step < 2; ++step) {
+    const auto input = inputs(world, step, one.options.width);
+    {
+      StepScope first(one.handle, {.schedule = "a", .stages = 2});
+      StepScope second(other.handle, {.schedule = "b", .stages = 2});
+      SlotRunner runner(one, first, input);
+      SlotRunner other_runner(other, second, input);
+      for (const auto& slot : slots_of(kZeroBubble)) {
+        runner.run(slot);
+        other_runner.run(slot);
       }
-      run_loop(loop, kMicroBatches, input);
-      run_loop(other_loop, kMicroBatches, input);
-      expect_same(whole_gradients(one.handle), whole_gradients(loop.handle));
-      expect_same(whole_gradients(other.handle), whole_gradients(other_loop.handle));
-      for (auto* each : {&one, &other, &loop, &other_loop}) each->handle.zero_grad();
+      second.finish();
+      first.finish();
     }
-  });
+    run_loop(loop, kMicroBatches, input);
+    run_loop(other_loop, kMicroBatches, input);
+    expect_same(whole_gradients(one.handle), whole_gradients(loop.handle));
+    expect_same(whole_gradients(other.handle), whole_gradients(other_loop.handle));
+    for (auto* each : {&one, &other, &loop, &other_loop}) each->handle.zero_grad();
+  }
 }
 
 // Handles inside the root may be a stage by themselves, several in one forward.
@@ -570,10 +534,7 @@ TEST(StepScopes, InnerHandlesOfOneRootAreAStage) {
           loop.handle.set_requires_gradient_sync(k == 2);
           backward(chain(loop, input(k)));
         }
-        expect_same(whole_gradients(model.handle), whole_gradients(loop.handle),
-                    concat("step ", step));
-        model.handle.zero_grad();
-        loop.handle.zero_grad();
+        expect_same_and_clear(model, loop, concat("step ", step));
       }
     });
   }

@@ -1,8 +1,6 @@
 // A model that is trained without a forward, so that any layout trains it alike.
 #pragma once
 
-#include <cstdint>
-
 #include "base/hash.h"
 #include "grad/torch_dtype.h"
 #include "support/plain.h"

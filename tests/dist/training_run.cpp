@@ -11,7 +11,7 @@
 #include "train/config/config_resolve.h"
 
 namespace tessera::test {
-train::Config small_run(const testing::TemporaryFolder& folder) {
+train::Config small_run(const TemporaryFolder& folder) {
   const auto model = folder.write("model.json", R"({"architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 24, "hidden_act": "silu",
@@ -40,7 +40,7 @@ train::Config with_steps(train::Config config, std::int64_t steps) {
   return config;
 }
 
-train::Config adapters_run(const testing::TemporaryFolder& folder) {
+train::Config adapters_run(const TemporaryFolder& folder) {
   auto config = small_run(folder);
   if (!std::filesystem::exists(folder / "base")) {
     train_on({}, with_steps(config, 2), folder / "base");

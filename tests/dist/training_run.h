@@ -1,28 +1,24 @@
 // `tessera train` as a function: a small model on a page of text, on thread ranks, in a folder.
 #pragma once
 
-#include <cstdint>
 #include <filesystem>
-#include <functional>
-#include <string>
-#include <vector>
 
+#include "support/temporary_folder.h"
 #include "tessera/world.h"
 #include "train/config/config.h"
 #include "train/trainer.h"
-#include "unit/io/temporary_folder.h"
 
 namespace tessera::test {
 
 /// Writes a model of two layers and a page of text into `folder`. Returns a config that trains on
 /// it: 4 rows a step, AdamW with clipping, fp32, no checkpoints until asked.
-train::Config small_run(const testing::TemporaryFolder& folder);
+train::Config small_run(const TemporaryFolder& folder);
 
 /// The same with that many steps, and with checkpoints.
 train::Config with_steps(train::Config config, std::int64_t steps);
 
 /// small_run with adapters beside a model in bfloat16, which another run makes in `folder`/base.
-train::Config adapters_run(const testing::TemporaryFolder& folder);
+train::Config adapters_run(const TemporaryFolder& folder);
 
 struct RanksOfRun {
   int ranks = 1;

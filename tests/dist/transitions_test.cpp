@@ -6,13 +6,10 @@
 // brings an addend of the weights.
 #include "parallel/transitions.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
 #include <cmath>
 
 #include "support/ranks.h"
-#include "tessera/error.h"
+#include "support/test.h"
 
 namespace tessera::parallel::transitions_test {
 namespace {
@@ -198,93 +195,76 @@ TEST(Transitions, OneRankGivesTheTensorItself) {
   EXPECT_TRUE(all_to_all(x, alone, {{4}, {4}}, "layer").is_same(x));
 }
 
-TEST(Transitions, SixteenBitAddendsAreAddedInFloat32AndRoundedOnce) {
-  ranks(3).run([](World& world) {
-    const Axis axis = axis_over(world);
-    const float small = std::ldexp(1.0F, -8);
-    const float addends[] = {1.0F, small, small};
-    const at::Tensor x = here(at::full({3}, addends[axis.rank])).to(at::kBFloat16);
-    // 1 + 2^-8 is 1 in bf16: added one by one nothing would remain.
-    const at::Tensor expected = at::full({3}, 1 + 2 * small).to(at::kBFloat16);
-    EXPECT_TRUE(same_bits(all_reduce(x, axis, To::kReplicate, "sum"), expected));
-    EXPECT_TRUE(same_bits(reduce_scatter(x, axis, {0}, "part"), expected.narrow(0, 0, 1)));
-    const at::Tensor leaf = here(at::zeros({3}, at::kBFloat16)).requires_grad_(true);
-    copy(leaf, axis, "copy").backward(x);
-    EXPECT_TRUE(same_bits(leaf.grad(), expected));
-    const at::Tensor part = here(at::zeros({1}, at::kBFloat16)).requires_grad_(true);
-    all_gather(part, axis, {0}, To::kReplicate, "gather").backward(x);
-    EXPECT_TRUE(same_bits(part.grad(), expected.narrow(0, 0, 1)));
-  });
+TEST_ON_RANKS(Transitions, SixteenBitAddendsAreAddedInFloat32AndRoundedOnce, 3) {
+  const Axis axis = axis_over(world);
+  const float small = std::ldexp(1.0F, -8);
+  const float addends[] = {1.0F, small, small};
+  const at::Tensor x = here(at::full({3}, addends[axis.rank])).to(at::kBFloat16);
+  // 1 + 2^-8 is 1 in bf16: added one by one nothing would remain.
+  const at::Tensor expected = at::full({3}, 1 + 2 * small).to(at::kBFloat16);
+  EXPECT_TRUE(same_bits(all_reduce(x, axis, To::kReplicate, "sum"), expected));
+  EXPECT_TRUE(same_bits(reduce_scatter(x, axis, {0}, "part"), expected.narrow(0, 0, 1)));
+  const at::Tensor leaf = here(at::zeros({3}, at::kBFloat16)).requires_grad_(true);
+  copy(leaf, axis, "copy").backward(x);
+  EXPECT_TRUE(same_bits(leaf.grad(), expected));
+  const at::Tensor part = here(at::zeros({1}, at::kBFloat16)).requires_grad_(true);
+  all_gather(part, axis, {0}, To::kReplicate, "gather").backward(x);
+  EXPECT_TRUE(same_bits(part.grad(), expected.narrow(0, 0, 1)));
 }
 
-TEST(Transitions, ASumMayBeKeptWiderThanItsAddends) {
-  ranks(2).run([](World& world) {
-    const Axis axis = axis_over(world, at::kFloat);
-    const float small = std::ldexp(1.0F, -10);
-    const at::Tensor x =
-        here(at::full({4}, axis.rank == 0 ? 1.0F : small)).to(at::kBFloat16).requires_grad_(true);
-    const at::Tensor expected = at::full({4}, 1 + small);
-    const at::Tensor sum = all_reduce(x, axis, To::kReplicate, "sum", at::kFloat);
-    EXPECT_TRUE(same_bits(sum, expected));
-    sum.backward(here(at::ones({4})));
-    EXPECT_EQ(x.grad().scalar_type(), at::kBFloat16);
-    const at::Tensor part = reduce_scatter(x, axis, {0}, "part", at::kFloat);
-    EXPECT_TRUE(same_bits(part, expected.narrow(0, 0, 2)));
-    part.backward(here(at::ones({2})));
-    EXPECT_TRUE(same_bits(x.grad(), at::full({4}, 3.0F).to(at::kBFloat16)));
-  });
+TEST_ON_RANKS(Transitions, ASumMayBeKeptWiderThanItsAddends, 2) {
+  const Axis axis = axis_over(world, at::kFloat);
+  const float small = std::ldexp(1.0F, -10);
+  const at::Tensor x =
+      here(at::full({4}, axis.rank == 0 ? 1.0F : small)).to(at::kBFloat16).requires_grad_(true);
+  const at::Tensor expected = at::full({4}, 1 + small);
+  const at::Tensor sum = all_reduce(x, axis, To::kReplicate, "sum", at::kFloat);
+  EXPECT_TRUE(same_bits(sum, expected));
+  sum.backward(here(at::ones({4})));
+  EXPECT_EQ(x.grad().scalar_type(), at::kBFloat16);
+  const at::Tensor part = reduce_scatter(x, axis, {0}, "part", at::kFloat);
+  EXPECT_TRUE(same_bits(part, expected.narrow(0, 0, 2)));
+  part.backward(here(at::ones({2})));
+  EXPECT_TRUE(same_bits(x.grad(), at::full({4}, 3.0F).to(at::kBFloat16)));
 }
 
-TEST(Transitions, AddendsTravelInTheReduceDtype) {
-  ranks(2).run([](World& world) {
-    const Axis axis = axis_over(world, at::kBFloat16);
-    // 1 + 2^-10 is rounded to 1 before it leaves; the sum, fp32, is exact.
-    const at::Tensor x = here(at::full({2}, 1 + std::ldexp(1.0F, -10)));
-    EXPECT_TRUE(same_bits(all_reduce(x, axis, To::kReplicate, "sum"), at::full({2}, 2.0F)));
-  });
+TEST_ON_RANKS(Transitions, AddendsTravelInTheReduceDtype, 2) {
+  const Axis axis = axis_over(world, at::kBFloat16);
+  // 1 + 2^-10 is rounded to 1 before it leaves; the sum, fp32, is exact.
+  const at::Tensor x = here(at::full({2}, 1 + std::ldexp(1.0F, -10)));
+  EXPECT_TRUE(same_bits(all_reduce(x, axis, To::kReplicate, "sum"), at::full({2}, 2.0F)));
 }
 
 TEST(Transitions, RanksThatMeanDifferentTransitionsAreNamed) {
-  try {
-    ranks(2).run([](World& world) {
-      const Axis axis = axis_over(world);
-      all_reduce(here(at::ones({2})), axis, To::kReplicate,
-                 axis.rank == 0 ? "layers.0.mlp" : "layers.0.self_attn");
-    });
-    FAIL() << "nothing was refused";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kComm);
-    EXPECT_THAT(error.what(), ::testing::HasSubstr("layers.0.mlp"));
-    EXPECT_THAT(error.what(), ::testing::HasSubstr("layers.0.self_attn"));
-  }
+  EXPECT_THAT(error_of(ErrorKind::kComm,
+                       [&] {
+                         ranks(2).run([](World& world) {
+                           const Axis axis = axis_over(world);
+                           all_reduce(here(at::ones({2})), axis, To::kReplicate,
+                                      axis.rank == 0 ? "layers.0.mlp" : "layers.0.self_attn");
+                         });
+                       }),
+              Says("layers.0.mlp", "layers.0.self_attn"));
 }
 
 TEST(Transitions, SizesThatDoNotDivideAreRefusedUnlessAllowed) {
   const auto refusal = [](const std::function<void(const Axis&)>& body) -> std::string {
-    try {
-      ranks(2).run([&](World& world) { body(axis_over(world)); });
-    } catch (const Error& error) {
-      EXPECT_EQ(error.kind(), ErrorKind::kUsage);
-      return error.what();
-    }
-    return "";
+    return refusal_of(ErrorKind::kUsage,
+                      [&] { ranks(2).run([&](World& world) { body(axis_over(world)); }); });
   };
-  using ::testing::HasSubstr;
   EXPECT_THAT(refusal([](const Axis& a) { slice(at::ones({5}), a, {0}, From::kReplicate, "cut"); }),
-              HasSubstr("cut: found 5 in dim 0, expected a multiple of 2 (axis tp)"));
+              Says("cut: found 5 in dim 0, expected a multiple of 2 (axis tp)"));
   EXPECT_THAT(refusal([](const Axis& a) { reduce_scatter(at::ones({5}), a, {0}, "cut"); }),
-              HasSubstr("expected a multiple of 2"));
+              Says("expected a multiple of 2"));
   EXPECT_THAT(refusal([](const Axis& a) { pad(at::ones({2}), a, {0, 3}, "cut"); }),
-              HasSubstr("found a part of 2, expected 1 of 3 in dim 0 (axis tp, rank 1)"));
+              Says("found a part of 2, expected 1 of 3 in dim 0 (axis tp, rank 1)"));
 }
 
-TEST(Transitions, SecondDerivativesAreRefused) {
-  ranks(2).run([](World& world) {
-    const Axis axis = axis_over(world);
-    const at::Tensor x = here(at::ones({2})).requires_grad_(true);
-    const at::Tensor y = copy(x, axis, "copy").sum();
-    EXPECT_THROW(y.backward({}, std::nullopt, /*create_graph=*/true), Error);
-  });
+TEST_ON_RANKS(Transitions, SecondDerivativesAreRefused, 2) {
+  const Axis axis = axis_over(world);
+  const at::Tensor x = here(at::ones({2})).requires_grad_(true);
+  const at::Tensor y = copy(x, axis, "copy").sum();
+  EXPECT_THROW(y.backward({}, std::nullopt, /*create_graph=*/true), Error);
 }
 
 }  // namespace

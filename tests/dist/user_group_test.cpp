@@ -1,22 +1,16 @@
 // Collectives for users: values against a local computation, what is refused, what ranks that
 // differ are told, and how they stand beside a sharded module's own.
-#include <gmock/gmock.h>
 
 #include <atomic>
 
 #include "dist/drawn_calls.h"
 #include "support/plain.h"
 #include "support/quotient.h"
+#include "support/test.h"
 #include "tessera/group.h"
 
 namespace tessera::test::user_group_test {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::Contains;
-using ::testing::Each;
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 constexpr at::ScalarType kFloats[] = {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16};
 constexpr at::ScalarType kWhole[] = {at::kLong, at::kInt, at::kShort, at::kChar, at::kByte};
@@ -62,109 +56,99 @@ INSTANTIATE_TEST_SUITE_P(Grid, Groups,
                                                               ThreadBackend::kGloo)));
 
 // A sum is the one of additions in rank order, of 16-bit floats rounded once, on every rank.
-TEST_P(Groups, SumsAreThoseOfOneAdditionAfterTheOther) {
-  run([&](World& world) {
-    const auto group = world.group();
-    const auto check = [&](at::ScalarType dtype) {
-      for (const auto& sizes : kShapes) {
-        const auto all = of_all(world.size(), sizes, dtype);
-        auto tensor = all[static_cast<std::size_t>(world.rank())].clone();
-        group.all_reduce(tensor, ReduceOp::kSum, "sum");
-        EXPECT_TRUE(same_bits(tensor, wide_sum(all).to(dtype))) << dtype << sizes;
-      }
-    };
-    for (const auto dtype : kFloats) check(dtype);
-    for (const auto dtype : kWhole) check(dtype);
-  });
+TEST_P_ON_RANKS(Groups, SumsAreThoseOfOneAdditionAfterTheOther, count(), backend()) {
+  const auto group = world.group();
+  const auto check = [&](at::ScalarType dtype) {
+    for (const auto& sizes : kShapes) {
+      const auto all = of_all(world.size(), sizes, dtype);
+      auto tensor = all[static_cast<std::size_t>(world.rank())].clone();
+      group.all_reduce(tensor, ReduceOp::kSum, "sum");
+      EXPECT_TRUE(same_bits(tensor, wide_sum(all).to(dtype))) << dtype << sizes;
+    }
+  };
+  for (const auto dtype : kFloats) check(dtype);
+  for (const auto dtype : kWhole) check(dtype);
 }
 
 // The largest and smallest of all ranks, of every dtype; NaN wherever one rank has it.
-TEST_P(Groups, MaxAndMinAreThoseOfAllRanks) {
-  run([&](World& world) {
-    const auto group = world.group();
-    const auto check = [&](at::ScalarType dtype) {
-      for (const auto& sizes : kShapes) {
-        const auto all = of_all(world.size(), sizes, dtype);
-        const auto& mine = all[static_cast<std::size_t>(world.rank())];
-        auto largest = mine.clone();
-        group.all_reduce(largest, ReduceOp::kMax);
-        EXPECT_TRUE(same_bits(largest, at::amax(at::stack(all), 0))) << dtype << sizes;
-        auto smallest = mine.clone();
-        group.all_reduce(smallest, ReduceOp::kMin);
-        EXPECT_TRUE(same_bits(smallest, at::amin(at::stack(all), 0))) << dtype << sizes;
-      }
-    };
-    for (const auto dtype : kFloats) check(dtype);
-    for (const auto dtype : kWhole) check(dtype);
-    check(at::kBool);
-    auto one = at::full({2}, world.rank() == 0 ? std::nan("") : 1.0);
-    group.all_reduce(one, ReduceOp::kMax);
-    EXPECT_TRUE(one.isnan().all().item<bool>());
-  });
+TEST_P_ON_RANKS(Groups, MaxAndMinAreThoseOfAllRanks, count(), backend()) {
+  const auto group = world.group();
+  const auto check = [&](at::ScalarType dtype) {
+    for (const auto& sizes : kShapes) {
+      const auto all = of_all(world.size(), sizes, dtype);
+      const auto& mine = all[static_cast<std::size_t>(world.rank())];
+      auto largest = mine.clone();
+      group.all_reduce(largest, ReduceOp::kMax);
+      EXPECT_TRUE(same_bits(largest, at::amax(at::stack(all), 0))) << dtype << sizes;
+      auto smallest = mine.clone();
+      group.all_reduce(smallest, ReduceOp::kMin);
+      EXPECT_TRUE(same_bits(smallest, at::amin(at::stack(all), 0))) << dtype << sizes;
+    }
+  };
+  for (const auto dtype : kFloats) check(dtype);
+  for (const auto dtype : kWhole) check(dtype);
+  check(at::kBool);
+  auto one = at::full({2}, world.rank() == 0 ? std::nan("") : 1.0);
+  group.all_reduce(one, ReduceOp::kMax);
+  EXPECT_TRUE(one.isnan().all().item<bool>());
 }
 
 // A mean is the sum over the number of ranks, rounded once, and leaves what was given.
-TEST_P(Groups, MeansAreSumsOverTheNumberOfRanks) {
-  run([&](World& world) {
-    const auto group = world.group();
-    for (const auto dtype : kFloats) {
-      for (const auto& sizes : kShapes) {
-        const auto all = of_all(world.size(), sizes, dtype);
-        const auto mine = all[static_cast<std::size_t>(world.rank())].clone();
-        const auto expected = over(wide_sum(all), world.size()).to(dtype);
-        EXPECT_TRUE(same_bits(group.mean(mine, "loss"), expected)) << dtype << sizes;
-        EXPECT_TRUE(same_bits(mine, all[static_cast<std::size_t>(world.rank())]));
-      }
+TEST_P_ON_RANKS(Groups, MeansAreSumsOverTheNumberOfRanks, count(), backend()) {
+  const auto group = world.group();
+  for (const auto dtype : kFloats) {
+    for (const auto& sizes : kShapes) {
+      const auto all = of_all(world.size(), sizes, dtype);
+      const auto mine = all[static_cast<std::size_t>(world.rank())].clone();
+      const auto expected = over(wide_sum(all), world.size()).to(dtype);
+      EXPECT_TRUE(same_bits(group.mean(mine, "loss"), expected)) << dtype << sizes;
+      EXPECT_TRUE(same_bits(mine, all[static_cast<std::size_t>(world.rank())]));
     }
-    // The sum is above what float16 holds, also where it travels in parts.
-    for (const std::int64_t numel : {3, 200'000}) {
-      const auto most = at::full({numel}, 60'000, at::kHalf);
-      EXPECT_TRUE(same_bits(group.mean(most), most)) << numel;
-    }
-    // Not a float: 0.1 and its thirds have their digits.
-    double sum = 0;
-    for (int rank = 0; rank < world.size(); ++rank) sum += 0.1 * (rank + 1);
-    EXPECT_EQ(group.mean(0.1 * (world.rank() + 1)), sum / world.size());
-  });
+  }
+  // The sum is above what float16 holds, also where it travels in parts.
+  for (const std::int64_t numel : {3, 200'000}) {
+    const auto most = at::full({numel}, 60'000, at::kHalf);
+    EXPECT_TRUE(same_bits(group.mean(most), most)) << numel;
+  }
+  // Not a float: 0.1 and its thirds have their digits.
+  double sum = 0;
+  for (int rank = 0; rank < world.size(); ++rank) sum += 0.1 * (rank + 1);
+  EXPECT_EQ(group.mean(0.1 * (world.rank() + 1)), sum / world.size());
 }
 
 // Everyone's tensor in rank order, of every dtype.
-TEST_P(Groups, GathersHaveEveryRanksTensor) {
-  run([&](World& world) {
-    const auto group = world.group();
-    const auto check = [&](at::ScalarType dtype) {
-      for (const auto& sizes : kShapes) {
-        const auto all = of_all(world.size(), sizes, dtype);
-        const auto found = group.all_gather(all[static_cast<std::size_t>(world.rank())], "rows");
-        ASSERT_EQ(found.size(), all.size());
-        for (std::size_t i = 0; i < all.size(); ++i) {
-          EXPECT_TRUE(same_bits(found[i], all[i])) << dtype << sizes;
-        }
+TEST_P_ON_RANKS(Groups, GathersHaveEveryRanksTensor, count(), backend()) {
+  const auto group = world.group();
+  const auto check = [&](at::ScalarType dtype) {
+    for (const auto& sizes : kShapes) {
+      const auto all = of_all(world.size(), sizes, dtype);
+      const auto found = group.all_gather(all[static_cast<std::size_t>(world.rank())], "rows");
+      ASSERT_EQ(found.size(), all.size());
+      for (std::size_t i = 0; i < all.size(); ++i) {
+        EXPECT_TRUE(same_bits(found[i], all[i])) << dtype << sizes;
       }
-    };
-    for (const auto dtype : kFloats) check(dtype);
-    for (const auto dtype : kWhole) check(dtype);
-    check(at::kBool);
-  });
+    }
+  };
+  for (const auto dtype : kFloats) check(dtype);
+  for (const auto dtype : kWhole) check(dtype);
+  check(at::kBool);
 }
 
 // The source's tensor everywhere, of every dtype, from every rank.
-TEST_P(Groups, BroadcastsAreTheTensorOfTheirSource) {
-  run([&](World& world) {
-    const auto group = world.group();
-    const auto check = [&](at::ScalarType dtype) {
-      for (const auto& sizes : kShapes) {
-        for (int source = 0; source < world.size(); ++source) {
-          auto tensor = values(world.rank(), sizes, dtype);
-          group.broadcast(tensor, source, "weights");
-          EXPECT_TRUE(same_bits(tensor, values(source, sizes, dtype))) << dtype << sizes;
-        }
+TEST_P_ON_RANKS(Groups, BroadcastsAreTheTensorOfTheirSource, count(), backend()) {
+  const auto group = world.group();
+  const auto check = [&](at::ScalarType dtype) {
+    for (const auto& sizes : kShapes) {
+      for (int source = 0; source < world.size(); ++source) {
+        auto tensor = values(world.rank(), sizes, dtype);
+        group.broadcast(tensor, source, "weights");
+        EXPECT_TRUE(same_bits(tensor, values(source, sizes, dtype))) << dtype << sizes;
       }
-    };
-    for (const auto dtype : kFloats) check(dtype);
-    for (const auto dtype : kWhole) check(dtype);
-    check(at::kBool);
-  });
+    }
+  };
+  for (const auto dtype : kFloats) check(dtype);
+  for (const auto dtype : kWhole) check(dtype);
+  check(at::kBool);
 }
 
 // Nobody leaves a barrier before the last one has come.
@@ -202,67 +186,57 @@ TEST(GroupsOfMeshes, AreTheRanksAlongTheirAxes) {
       EXPECT_EQ(mesh.group("dp_replicate").ranks(), (std::vector<int>{rank % 2, rank % 2 + 2}));
       EXPECT_EQ(mesh.group("dp_replicate").rank(), rank / 2);
       EXPECT_THAT(error_of([&] { mesh.group("dp"); }),
-                  AllOf(HasSubstr("found the axis dp, expected one of"), HasSubstr("dp_shard 2")));
-      EXPECT_THAT(error_of([&] { Mesh().group("dp_shard"); }), HasSubstr("found no world"));
+                  Says("found the axis dp, expected one of", "dp_shard 2"));
+      EXPECT_THAT(error_of([&] { Mesh().group("dp_shard"); }), Says("found no world"));
     });
   }
 }
 
 // What cannot be sent is refused with what was found, on any number of ranks, and nothing is lost.
-TEST_P(Groups, WhatCannotBeSentIsRefusedByWhatItIs) {
-  run([&](World& world) {
-    const auto group = world.group();
-    const auto refused = [&](const auto& call, const std::string& found) {
-      try {
-        call();
-        ADD_FAILURE() << "expected: " << found;
-      } catch (const Error& error) {
-        EXPECT_EQ(error.kind(), ErrorKind::kUsage) << error.what();
-        EXPECT_THAT(error.what(), HasSubstr(found));
-      }
-    };
-    const auto every = [&](const at::Tensor& tensor, const std::string& found) {
-      refused([&] { group.all_reduce(tensor, ReduceOp::kMax, "x"); }, "all_reduce of x: " + found);
-      refused([&] { group.all_gather(tensor); }, "all_gather: " + found);
-      refused([&] { group.broadcast(tensor); }, "broadcast: " + found);
-      refused([&] { group.mean(tensor, "loss"); }, "all_reduce of loss: " + found);
-    };
-    every(at::Tensor(), "found an undefined tensor");
-    every(at::eye(2).to_sparse(), "found a Sparse tensor");
-    every(at::empty({2}, at::TensorOptions().device(at::kMeta)), "found a tensor on meta");
-    every(at::zeros({2}, at::kComplexFloat), "found the dtype ComplexFloat");
-    every(at::zeros({2, 3}).t(), "found sizes [3, 2] with strides [1, 3]");
-    every(at::zeros({2}).requires_grad_(), "found a tensor that requires grad");
-    refused([&] { group.all_reduce(at::zeros({2}, at::kBool)); }, "found a sum of Bool");
-    refused([&] { group.mean(at::zeros({2}, at::kLong)); }, "found the dtype Long");
-    for (const int source : {-1, world.size()}) {
-      refused([&] { group.broadcast(at::zeros({2}), source); }, concat("group_src ", source));
-    }
-    EXPECT_EQ(group.mean(2.0), 2.0) << "the World goes on";
-  });
+TEST_P_ON_RANKS(Groups, WhatCannotBeSentIsRefusedByWhatItIs, count(), backend()) {
+  const auto group = world.group();
+  const auto refused = [&](const auto& call, const std::string& found) {
+    EXPECT_REFUSED(kUsage, call(), found);
+  };
+  const auto every = [&](const at::Tensor& tensor, const std::string& found) {
+    refused([&] { group.all_reduce(tensor, ReduceOp::kMax, "x"); }, "all_reduce of x: " + found);
+    refused([&] { group.all_gather(tensor); }, "all_gather: " + found);
+    refused([&] { group.broadcast(tensor); }, "broadcast: " + found);
+    refused([&] { group.mean(tensor, "loss"); }, "all_reduce of loss: " + found);
+  };
+  every(at::Tensor(), "found an undefined tensor");
+  every(at::eye(2).to_sparse(), "found a Sparse tensor");
+  every(at::empty({2}, at::TensorOptions().device(at::kMeta)), "found a tensor on meta");
+  every(at::zeros({2}, at::kComplexFloat), "found the dtype ComplexFloat");
+  every(at::zeros({2, 3}).t(), "found sizes [3, 2] with strides [1, 3]");
+  every(at::zeros({2}).requires_grad_(), "found a tensor that requires grad");
+  refused([&] { group.all_reduce(at::zeros({2}, at::kBool)); }, "found a sum of Bool");
+  refused([&] { group.mean(at::zeros({2}, at::kLong)); }, "found the dtype Long");
+  for (const int source : {-1, world.size()}) {
+    refused([&] { group.broadcast(at::zeros({2}), source); }, concat("group_src ", source));
+  }
+  EXPECT_EQ(group.mean(2.0), 2.0) << "the World goes on";
 }
 
 // Without grad mode a parameter may be given, and what was written in place has a new version.
-TEST_P(Groups, AutogradNoticesWhatIsWrittenInPlace) {
-  run([&](World& world) {
-    const auto group = world.group();
-    auto parameter = values(world.rank(), {3}, at::kFloat).requires_grad_();
-    {
-      const at::NoGradGuard no_grad;
-      group.broadcast(parameter);
-    }
-    EXPECT_TRUE(same_bits(parameter, values(0, {3}, at::kFloat)));
-    EXPECT_TRUE(parameter.is_leaf() && parameter.requires_grad());
-    using Write = std::function<void(const at::Tensor&)>;
-    for (const Write& write : {Write([&](const auto& x) { group.all_reduce(x); }),
-                               Write([&](const auto& x) { group.all_reduce(x, ReduceOp::kMax); }),
-                               Write([&](const auto& x) { group.broadcast(x); })}) {
-      const auto x = at::ones({3});
-      const auto loss = (parameter * x).sum();
-      write(x);
-      EXPECT_THAT(error_of([&] { backward(loss); }), HasSubstr("modified by an inplace operation"));
-    }
-  });
+TEST_P_ON_RANKS(Groups, AutogradNoticesWhatIsWrittenInPlace, count(), backend()) {
+  const auto group = world.group();
+  auto parameter = values(world.rank(), {3}, at::kFloat).requires_grad_();
+  {
+    const at::NoGradGuard no_grad;
+    group.broadcast(parameter);
+  }
+  EXPECT_TRUE(same_bits(parameter, values(0, {3}, at::kFloat)));
+  EXPECT_TRUE(parameter.is_leaf() && parameter.requires_grad());
+  using Write = std::function<void(const at::Tensor&)>;
+  for (const Write& write : {Write([&](const auto& x) { group.all_reduce(x); }),
+                             Write([&](const auto& x) { group.all_reduce(x, ReduceOp::kMax); }),
+                             Write([&](const auto& x) { group.broadcast(x); })}) {
+    const auto x = at::ones({3});
+    const auto loss = (parameter * x).sum();
+    write(x);
+    EXPECT_THAT(error_of([&] { backward(loss); }), Says("modified by an inplace operation"));
+  }
 }
 
 // ------------------------------------------------------------------------------------- differences
@@ -352,8 +326,7 @@ TEST_P(Misuses, IsNamedOnEveryRank) {
     (world.rank() == 1 ? misuse.one : misuse.others)(group);
   });
   EXPECT_THAT(said, Each(Not(std::string())));
-  EXPECT_THAT(said, Contains(AllOf(HasSubstr("ranks disagree"), HasSubstr(misuse.found),
-                                   HasSubstr(misuse.expected))));
+  EXPECT_THAT(said, Contains(Says("ranks disagree", misuse.found, misuse.expected)));
   impatient(backend).run([](World& world) { EXPECT_EQ(world.group().mean(1.5), 1.5); });
 }
 
@@ -386,8 +359,7 @@ TEST(MissedCalls, AreNamedWithinTheTimeout) {
       EXPECT_TRUE(world.aborted());
       EXPECT_THAT(error_of([&] { group.barrier(); }), Not(std::string()));
     });
-    EXPECT_THAT(said[0] + said[2],
-                AllOf(HasSubstr("all_gather of losses"), HasSubstr("waited 3 s for rank 1")));
+    EXPECT_THAT(said[0] + said[2], Says("all_gather of losses", "waited 3 s for rank 1"));
     EXPECT_THAT(said[0], Not(std::string()));
     EXPECT_THAT(said[2], Not(std::string()));
   }
@@ -406,9 +378,9 @@ TEST(MissedCalls, OfARankThatWasRefusedEndWithItsError) {
         said[static_cast<std::size_t>(world.rank())] = error_of(call);
       });
     });
-    EXPECT_THAT(thrown, HasSubstr("all_reduce: found sizes [3, 2]"));
-    EXPECT_THAT(said[0], HasSubstr("found sizes [3, 2]"));
-    EXPECT_THAT(said[2], HasSubstr("found sizes [3, 2]"));
+    EXPECT_THAT(thrown, Says("all_reduce: found sizes [3, 2]"));
+    EXPECT_THAT(said[0], Says("found sizes [3, 2]"));
+    EXPECT_THAT(said[2], Says("found sizes [3, 2]"));
   }
 }
 
@@ -441,25 +413,23 @@ std::vector<Tensors> steps(World& world, const std::function<void(const char* wh
 
 // Wherever a program calls them, beside gathers and reductions under way: both have the bits that
 // they have alone.
-TEST_P(Groups, StandAnywhereBesideASteppedModule) {
-  run([&](World& world) {
-    const auto alone = steps(world, [](const char*) {});
-    const auto group = data_mesh(world).group("dp_shard");
-    int calls = 0;
-    const auto beside = steps(world, [&](const char* where) {
-      const double number = ++calls;
-      EXPECT_EQ(group.mean(number + world.rank(), where), number + (world.size() - 1) / 2.0);
-      const auto large = values(world.rank(), {40000}, at::kFloat);
-      auto sum = large.clone();
-      group.all_reduce(sum, ReduceOp::kSum, where);
-      EXPECT_TRUE(same_bits(sum, wide_sum(of_all(world.size(), {40000}, at::kFloat)))) << where;
-      EXPECT_TRUE(same_bits(group.all_gather(large, where).back(),
-                            values(world.size() - 1, {40000}, at::kFloat)));
-    });
-    EXPECT_EQ(calls, 3 * 9);
-    ASSERT_EQ(alone.size(), beside.size());
-    for (std::size_t i = 0; i < alone.size(); ++i) expect_same(beside[i], alone[i]);
+TEST_P_ON_RANKS(Groups, StandAnywhereBesideASteppedModule, count(), backend()) {
+  const auto alone = steps(world, [](const char*) {});
+  const auto group = data_mesh(world).group("dp_shard");
+  int calls = 0;
+  const auto beside = steps(world, [&](const char* where) {
+    const double number = ++calls;
+    EXPECT_EQ(group.mean(number + world.rank(), where), number + (world.size() - 1) / 2.0);
+    const auto large = values(world.rank(), {40000}, at::kFloat);
+    auto sum = large.clone();
+    group.all_reduce(sum, ReduceOp::kSum, where);
+    EXPECT_TRUE(same_bits(sum, wide_sum(of_all(world.size(), {40000}, at::kFloat)))) << where;
+    EXPECT_TRUE(same_bits(group.all_gather(large, where).back(),
+                          values(world.size() - 1, {40000}, at::kFloat)));
   });
+  EXPECT_EQ(calls, 3 * 9);
+  ASSERT_EQ(alone.size(), beside.size());
+  for (std::size_t i = 0; i < alone.size(); ++i) expect_same(beside[i], alone[i]);
 }
 
 // A call before a forward on one rank and after it on the others: an error on all of them, and no
@@ -478,27 +448,25 @@ TEST(GroupsBesideModules, ACallOnTheOtherSideOfAForwardIsAnErrorOnAllRanks) {
     });
     EXPECT_THAT(said, Each(Not(std::string())));
     if (backend == ThreadBackend::kGloo) {
-      EXPECT_THAT(said, Contains(AllOf(HasSubstr("ranks wait for each other"),
-                                       HasSubstr("rank 1 waits in all_reduce of accuracy"),
-                                       HasSubstr("waits in all_gather of"))));
+      EXPECT_THAT(
+          said, Contains(Says("ranks wait for each other", "rank 1 waits in all_reduce of accuracy",
+                              "waits in all_gather of")));
     } else {
       // Whose time is over first: rank 1's for the others in the call, or theirs for it.
-      EXPECT_THAT(said, Contains(AnyOf(HasSubstr("waited 3 s for rank 1"),
-                                       HasSubstr("waited 3 s for rank 0, 2"))));
+      EXPECT_THAT(said,
+                  Contains(AnyOf(Says("waited 3 s for rank 1"), Says("waited 3 s for rank 0, 2"))));
     }
   }
 }
 
 // An unsharded parameter that is given back says so, instead of memory of somebody else.
-TEST(GroupsBesideModules, ReleasedParametersAreRefused) {
-  ranks(2).run([](World& world) {
-    const auto module = std::make_shared<Scale>(at::ones({kWidth}));
-    const auto handle = fully_shard(module, data_mesh(world));
-    const auto group = world.group();
-    const at::NoGradGuard no_grad;
-    EXPECT_THAT(error_of([&] { group.all_reduce(module->weight); }), HasSubstr("sharded"));
-    EXPECT_EQ(group.mean(1.0), 1.0);
-  });
+TEST_ON_RANKS(GroupsBesideModules, ReleasedParametersAreRefused, 2) {
+  const auto module = std::make_shared<Scale>(at::ones({kWidth}));
+  const auto handle = fully_shard(module, data_mesh(world));
+  const auto group = world.group();
+  const at::NoGradGuard no_grad;
+  EXPECT_THAT(error_of([&] { group.all_reduce(module->weight); }), Says("sharded"));
+  EXPECT_EQ(group.mean(1.0), 1.0);
 }
 
 }  // namespace

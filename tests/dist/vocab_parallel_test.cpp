@@ -1,6 +1,4 @@
 // The embedding and the loss of a vocabulary cut over ranks, against those of the whole.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 #include <mutex>
 #include <optional>
@@ -9,7 +7,7 @@
 #include "nn/embedding.h"
 #include "nn/loss.h"
 #include "support/ranks.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "unit/nn/left_out.h"
 
 namespace tessera::nn::vocab_parallel_test {
@@ -107,53 +105,40 @@ TEST_P(VocabParallelLoss, AndGradientAreThoseOfTheWholeVocabulary) {
 }
 
 // [Note: left-out results] No rank communicates in this backward.
-TEST(VocabParallel, ALossThatIsLeftOutGivesNoGradient) {
-  ranks(2).run([](World& world) {
-    const parallel::Axis axis = axis_over(world);
-    expect_left_out(
-        [&](const std::vector<at::Tensor>& in) {
-          return vocab_parallel_cross_entropy_sum(in[0], here(tokens_below(12)), {axis});
-        },
-        {seeded(5, {2, 7, 6})}, concat("rank ", world.rank()));
-  });
+TEST_ON_RANKS(VocabParallel, ALossThatIsLeftOutGivesNoGradient, 2) {
+  const parallel::Axis axis = axis_over(world);
+  expect_left_out(
+      [&](const std::vector<at::Tensor>& in) {
+        return vocab_parallel_cross_entropy_sum(in[0], here(tokens_below(12)), {axis});
+      },
+      {seeded(5, {2, 7, 6})}, concat("rank ", world.rank()));
 }
 
-TEST(VocabParallel, NothingKeptIsZero) {
-  ranks(2).run([](World& world) {
-    const parallel::Axis axis = axis_over(world);
-    const at::Tensor logits = seeded(4, {1, 3, 5}).requires_grad_(true);
-    const at::Tensor loss = vocab_parallel_cross_entropy_sum(
-        logits, here(at::full({1, 3}, kIgnoredLabel, at::kLong)), {axis});
-    loss.backward();
-    EXPECT_EQ(loss.item<double>(), 0.0);
-    EXPECT_EQ(logits.grad().abs().max().item<double>(), 0.0);
-  });
+TEST_ON_RANKS(VocabParallel, NothingKeptIsZero, 2) {
+  const parallel::Axis axis = axis_over(world);
+  const at::Tensor logits = seeded(4, {1, 3, 5}).requires_grad_(true);
+  const at::Tensor loss = vocab_parallel_cross_entropy_sum(
+      logits, here(at::full({1, 3}, kIgnoredLabel, at::kLong)), {axis});
+  loss.backward();
+  EXPECT_EQ(loss.item<double>(), 0.0);
+  EXPECT_EQ(logits.grad().abs().max().item<double>(), 0.0);
 }
 
 // On a device nobody looks: batches are checked before they go there.
-TEST(VocabParallel, TokensOutsideAreRefusedOnTheHost) {
-  ranks(2).run([](World& world) {
-    const parallel::Axis axis = axis_over(world);
-    const at::Tensor logits = seeded(4, {1, 3, 5}).requires_grad_(true);
-    const auto refusal = [](const std::function<void()>& body) -> std::string {
-      try {
-        body();
-      } catch (const Error& error) {
-        EXPECT_EQ(error.kind(), ErrorKind::kFormat);
-        return error.what();
-      }
-      return "";
-    };
-    using ::testing::HasSubstr;
-    EXPECT_THAT(refusal([&] {
-                  vocab_parallel_cross_entropy_sum(logits, at::full({1, 3}, 10, at::kLong), {axis});
-                }),
-                HasSubstr("loss: found the label 10, expected 0 to 9 or -100"));
-    EXPECT_THAT(refusal([&] {
-                  vocab_parallel_embedding(at::full({3}, -1, at::kLong), at::zeros({5, 2}), axis);
-                }),
-                HasSubstr("embedding: found the token -1, expected 0 to 9"));
-  });
+TEST_ON_RANKS(VocabParallel, TokensOutsideAreRefusedOnTheHost, 2) {
+  const parallel::Axis axis = axis_over(world);
+  const at::Tensor logits = seeded(4, {1, 3, 5}).requires_grad_(true);
+  const auto refusal = [](const std::function<void()>& body) -> std::string {
+    return refusal_of(ErrorKind::kFormat, [&] { body(); });
+  };
+  EXPECT_THAT(refusal([&] {
+                vocab_parallel_cross_entropy_sum(logits, at::full({1, 3}, 10, at::kLong), {axis});
+              }),
+              Says("loss: found the label 10, expected 0 to 9 or -100"));
+  EXPECT_THAT(refusal([&] {
+                vocab_parallel_embedding(at::full({3}, -1, at::kLong), at::zeros({5, 2}), axis);
+              }),
+              Says("embedding: found the token -1, expected 0 to 9"));
 }
 
 }  // namespace

@@ -1,6 +1,5 @@
 // Weight gradients that backwards leave for later: the same bits as in one backward, and what is
 // owed is named.
-#include <gmock/gmock.h>
 
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
@@ -8,14 +7,11 @@
 #include "nn/linear.h"
 #include "nn/parameter.h"
 #include "support/plain.h"
+#include "support/test.h"
 #include "tessera/clip.h"
 
 namespace tessera::test::weight_grad_store_test {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::Contains;
-using ::testing::HasSubstr;
 
 constexpr std::int64_t kWidth = 6;
 constexpr std::int64_t kExperts = 3;
@@ -109,24 +105,21 @@ TEST_P(DeferredWeightsOnRanks, AreTheBitsOfOneBackward) {
 }
 
 // Naive: a norm of what has arrived so far.
-TEST(DeferredWeights, WhatIsOwedIsNamed) {
-  ranks(1).run([](World& world) {
-    const auto mesh = data_mesh(world);
-    auto handle =
-        fully_shard(std::make_shared<Layers>(mesh, PrecisionPolicy{}, RecomputeMode::kNone), mesh);
-    handle.set_defer_weight_gradients(true);
-    const auto pass = [&] { backward(squares(handle.forward(input_of(0, 0, kWidth)))); };
-    pass();
-    pass();
-    EXPECT_THAT(
-        error_of([&] { clip_grad_norm(handle, 1.0); }),
-        AllOf(HasSubstr("12 deferred gradients"),
-              HasSubstr("layer0.linear.weight (layer layer0.linear"), HasSubstr("micro-batch 1")));
-    EXPECT_THAT(error_of([&] { handle.set_defer_weight_gradients(false); }),
-                HasSubstr("set_defer_weight_gradients"));
-    handle.run_weight_gradients();
-    EXPECT_GT(clip_grad_norm(handle, 1.0), 0);
-  });
+TEST_ON_RANKS(DeferredWeights, WhatIsOwedIsNamed, 1) {
+  const auto mesh = data_mesh(world);
+  auto handle =
+      fully_shard(std::make_shared<Layers>(mesh, PrecisionPolicy{}, RecomputeMode::kNone), mesh);
+  handle.set_defer_weight_gradients(true);
+  const auto pass = [&] { backward(squares(handle.forward(input_of(0, 0, kWidth)))); };
+  pass();
+  pass();
+  EXPECT_THAT(
+      error_of([&] { clip_grad_norm(handle, 1.0); }),
+      Says("12 deferred gradients", "layer0.linear.weight (layer layer0.linear", "micro-batch 1"));
+  EXPECT_THAT(error_of([&] { handle.set_defer_weight_gradients(false); }),
+              Says("set_defer_weight_gradients"));
+  handle.run_weight_gradients();
+  EXPECT_GT(clip_grad_norm(handle, 1.0), 0);
 }
 
 // Naive: a rank that forms its gradients at once reduces while the others do not.
@@ -138,7 +131,7 @@ TEST(DeferredWeights, RanksThatDifferAreNamed) {
     handle.set_defer_weight_gradients(world.rank() == 1);
     handle.forward(input_of(0, 0, kWidth));
   });
-  EXPECT_THAT(errors, Contains(HasSubstr("set_defer_weight_gradients(true)")));
+  EXPECT_THAT(errors, Contains(Says("set_defer_weight_gradients(true)")));
 }
 
 /// Two results: of a unit that defers, and of one that does not.

@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 def tests_in_sources():
     names = set()
     for path in (ROOT / "tests").rglob("*.cpp"):
-        names.update(re.findall(r"^TEST(?:_P|_F)?\((\w+),\s*(\w+)\)", path.read_text(), re.MULTILINE))
+        names.update(re.findall(r"^TEST(?:_P|_F)?(?:_ON_RANKS)?\((\w+),\s*(\w+)[,)]", path.read_text(), re.MULTILINE))
     return {f"{suite}.{name}" for suite, name in names}
 
 

@@ -1,10 +1,10 @@
 // bf16 compute under sharding: gradients still point where the fp32 ones do, and what a checkpoint
 // stores wider than its bulk is computed as wide.
 #include <ATen/ATen.h>
-#include <gtest/gtest.h>
 
 #include "golden/layouts.h"
 #include "golden/model_folder.h"
+#include "support/test.h"
 #include "train/parallelize.h"
 
 namespace tessera::golden::bfloat16_test {

@@ -5,16 +5,12 @@
 // The class of bug: what is right in the first step and goes wrong in the next ones, such as biases
 // of a router that one rank moves and another does not. Layouts of the present trainers' kinds in
 // ./test, all of them and a pipeline under `scripts/full families`.
-#include <gtest/gtest.h>
-
-#include <algorithm>
-#include <map>
-#include <utility>
 
 #include "golden/degrees.h"
 #include "golden/model_folder.h"
 #include "golden/text_training.h"
 #include "proof.h"
+#include "support/test.h"
 #include "unit/train/parallel_degrees.h"
 
 namespace tessera::golden::family_training_test {

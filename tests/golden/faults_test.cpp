@@ -3,17 +3,14 @@
 #include "golden/faults.h"
 
 #include <ATen/ATen.h>
-#include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cmath>
 #include <iterator>
 #include <sstream>
-#include <utility>
 
 #include "golden/model_folder.h"
 #include "support/ranks.h"
-#include "tessera/error.h"
+#include "support/test.h"
 
 namespace tessera::golden::faults_test {
 namespace {

@@ -2,20 +2,18 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <gtest/gtest.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <optional>
-#include <utility>
 
 #include "base/test_hooks.h"
 #include "golden/model_folder.h"
 #include "models/expert_bias.h"
 #include "nn/parameter.h"
 #include "support/ranks.h"
+#include "support/test.h"
 #include "tessera/clip.h"
-#include "tessera/error.h"
 #include "train/data/data.h"
 #include "train/expert_balance.h"
 #include "train/step.h"

@@ -1,12 +1,12 @@
 // fp16 compute with a scaled loss: the gradients of fp32, and runs that find their scale.
 #include <ATen/ATen.h>
-#include <gtest/gtest.h>
 
 #include <cmath>
 #include <nlohmann/json.hpp>
 
 #include "golden/layouts.h"
 #include "golden/model_folder.h"
+#include "support/test.h"
 
 namespace tessera::golden::float16_test {
 namespace {

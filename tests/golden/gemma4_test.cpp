@@ -2,28 +2,20 @@
 // batch file. Its gradients are in gradients_test.cpp, in bf16 in narrow_layouts_test.cpp.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <algorithm>
 
 #include "golden/layouts.h"
 #include "golden/model_folder.h"
 #include "io/safetensors.h"
 #include "models/language_model.h"
 #include "support/ranks.h"
+#include "support/temporary_folder.h"
 #include "train/data/data.h"
 #include "train/hf/hf_export.h"
 #include "train/hf/weights.h"
 #include "train/parallelize.h"
-#include "unit/io/temporary_folder.h"
 
 namespace tessera::golden::gemma4_test {
 namespace {
-
-using ::testing::AllOf;
-using testing::error_of;
-using ::testing::HasSubstr;
 
 class GoldenGemma4 : public ::testing::TestWithParam<std::string> {
  protected:
@@ -154,7 +146,7 @@ TEST_P(GoldenGemma4, ARunGoesOnFromItsCheckpoint) {
   for (const auto frozen : {FrozenAs::kShard, FrozenAs::kReplicate}) {
     for (const Layout& layout : {Layout{.ranks = 1}, Layout{.ranks = 4, .replicas = 2}}) {
       SCOPED_TRACE(concat(to_string(frozen), ", ", to_string(layout)));
-      const testing::TemporaryFolder folder;
+      const TemporaryFolder folder;
       auto config = training_config(reference(), OptimizerKind::kAdamW, layout);
       config.precision = {};  // bf16: the tower's buffers are cast
       config.model.frozen = frozen;
@@ -202,7 +194,7 @@ TEST_P(GoldenGemma4, SavedAndExportedBuffersHaveTheBitsOfTheFileAlsoAfterAResump
   if (GetParam() == "gemma4-fp32") {
     ASSERT_TRUE(std::ranges::any_of(expected, loses)) << "nothing to lose in this folder";
   }
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   for (const int step : {1, 2}) {  // the second run goes on, on other ranks
     const Layout layout{.ranks = step};
     auto config = training_config(reference(), OptimizerKind::kSgd, layout);
@@ -264,36 +256,36 @@ std::string refusal(const std::string& batch) {
 
 TEST(GoldenGemma4Batch, ImagesThatDoNotFitTheTokensAreRefused) {
   const auto none = [](const at::Tensor&) { return at::Tensor(); };
-  EXPECT_THAT(refusal(batch_with("mm_token_type_ids", none)), HasSubstr("mm_token_type_ids"));
-  EXPECT_THAT(refusal(batch_with("image_position_ids", none)), HasSubstr("image_position_ids"));
-  EXPECT_THAT(refusal(batch_with("pixel_values", none)), HasSubstr("without pixel_values"));
+  EXPECT_THAT(refusal(batch_with("mm_token_type_ids", none)), Says("mm_token_type_ids"));
+  EXPECT_THAT(refusal(batch_with("image_position_ids", none)), Says("image_position_ids"));
+  EXPECT_THAT(refusal(batch_with("pixel_values", none)), Says("without pixel_values"));
   EXPECT_THAT(refusal(batch_with("mm_token_type_ids",
                                  [](const at::Tensor& types) { return at::zeros_like(types); })),
-              AllOf(HasSubstr("found type 0"), HasSubstr("token id 120")));
+              Says("found type 0", "token id 120"));
   EXPECT_THAT(refusal(batch_with("pixel_values",
                                  [](const at::Tensor& pixels) { return pixels.narrow(0, 0, 1); })),
-              HasSubstr("image_position_ids [2, 36, 2]"));
+              Says("image_position_ids [2, 36, 2]"));
   EXPECT_THAT(refusal(batch_with("image_position_ids",
                                  [](const at::Tensor& places) { return places.flip(0); })),
-              AllOf(HasSubstr("found a run of 4 image tokens"), HasSubstr("2 as image 0 makes")));
+              Says("found a run of 4 image tokens", "2 as image 0 makes"));
   EXPECT_THAT(refusal(batch_with("image_position_ids",
                                  [](at::Tensor places) {
                                    places[1][0][0] = 15;
                                    return places;
                                  })),
-              HasSubstr("image 1"));
+              Says("image 1"));
 }
 
 TEST(GoldenGemma4Batch, RoutingThatIsMissingOrImpossibleIsRefused) {
   EXPECT_THAT(
       refusal(batch_with("router/2/indices", [](const at::Tensor&) { return at::Tensor(); })),
-      HasSubstr("router/2/indices"));
+      Says("router/2/indices"));
   EXPECT_THAT(refusal(batch_with("router/2/indices",
                                  [](const at::Tensor& all) { return all.narrow(1, 0, 1); })),
-              HasSubstr("[48, 1]"));
+              Says("[48, 1]"));
   EXPECT_THAT(
       refusal(batch_with("router/2/indices", [](const at::Tensor& all) { return all + 100; })),
-      HasSubstr("expected 0 to 7"));
+      Says("expected 0 to 7"));
 }
 
 }  // namespace

@@ -10,17 +10,13 @@
 //
 // ./test runs half of a pairwise part of layouts and forms of the folder, another part for each
 // folder, `scripts/full golden` all of them.
-#include <gtest/gtest.h>
 
-#include <algorithm>
-#include <cstdint>
 #include <iterator>
-#include <utility>
 
 #include "golden/layouts.h"
 #include "golden/model_folder.h"
 #include "proof.h"
-#include "unit/io/temporary_folder.h"
+#include "support/temporary_folder.h"
 
 namespace tessera::golden::gradients_test {
 namespace {
@@ -146,7 +142,7 @@ TEST(GoldenCheckDtypes, AnEmbeddingInFloat32IsFoundWhereItsResultArrives) {
     config.debug.check_dtypes = true;
     const auto& batches = Reference::of("llama-fp32").batches();
     const auto message =
-        testing::error_of(ErrorKind::kContract, [&] { run_gradients(config, layout, batches); });
+        error_of(ErrorKind::kContract, [&] { run_gradients(config, layout, batches); });
     EXPECT_NE(message.find("debug.check_dtypes: found"), std::string::npos) << message;
     EXPECT_NE(message.find("because of input 0 of unit model.layers.0"), std::string::npos)
         << message;

@@ -1,8 +1,8 @@
 // The routing of a batch file, imposed: the recorded one is the model's own, so it changes no bit.
-#include <gtest/gtest.h>
 
 #include "golden/layouts.h"
 #include "golden/model_folder.h"
+#include "support/test.h"
 
 namespace tessera::golden::imposed_routing_test {
 namespace {

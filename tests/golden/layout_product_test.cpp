@@ -5,16 +5,13 @@
 //
 // The class of bug: two settings that are right alone, such as gradients kept between micro-batches
 // while experts of another rank are sent a recomputed forward.
-#include <gtest/gtest.h>
 
 #include <iterator>
-#include <string>
-#include <vector>
 
 #include "golden/degrees.h"
 #include "golden/model_folder.h"
 #include "proof.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "unit/train/parallel_degrees.h"
 
 namespace tessera::golden::layout_product_test {

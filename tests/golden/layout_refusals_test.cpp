@@ -1,23 +1,17 @@
 // Layouts that a model or a world cannot have, and routers that produce NaN: one clear error each.
 #include <ATen/ATen.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 #include <limits>
 
 #include "golden/degrees.h"
 #include "golden/model_folder.h"
 #include "models/model_spec.h"
+#include "support/temporary_folder.h"
 #include "train/config/config_resolve.h"
 #include "train/parallelize.h"
-#include "unit/io/temporary_folder.h"
 
 namespace tessera::golden::layout_refusals_test {
 namespace {
-
-using ::testing::AllOf;
-using testing::error_of;
-using ::testing::HasSubstr;
 
 struct Refused {
   std::string folder;
@@ -58,8 +52,7 @@ TEST_F(LayoutRefusals, DegreesThatDivideNothingAreRefusedWithTheirKeyAndRule) {
   };
   for (const Refused& each : all) {
     SCOPED_TRACE(concat(each.folder, ": ", to_string(each.degrees)));
-    EXPECT_THAT(error(each.folder, each.degrees),
-                AllOf(HasSubstr(each.key), HasSubstr(each.rule), HasSubstr("found")));
+    EXPECT_THAT(error(each.folder, each.degrees), Says(each.key, each.rule, "found"));
   }
 }
 
@@ -72,23 +65,22 @@ TEST_F(LayoutRefusals, EverySizeThatIsCutIsAsked) {
     return error_of(ErrorKind::kConfig, [&] { models::check_degrees(other, degrees); });
   };
   const ParallelDims two{.tp = 2};
-  EXPECT_THAT(refusal(two, [](auto& s) { s.vocab_size = 127; }), HasSubstr("vocab_size = 127"));
+  EXPECT_THAT(refusal(two, [](auto& s) { s.vocab_size = 127; }), Says("vocab_size = 127"));
   EXPECT_THAT(refusal(two, [](auto& s) { s.intermediate_size = 63; }),
-              HasSubstr("intermediate_size = 63"));
+              Says("intermediate_size = 63"));
   EXPECT_THAT(refusal(two, [](auto& s) { s.moe->shared_intermediate_size = 31; }),
-              HasSubstr("shared experts = 31"));
+              Says("shared experts = 31"));
   EXPECT_THAT(refusal({.tp = 2, .etp = 2}, [](auto& s) { s.moe->moe_intermediate_size = 15; }),
-              HasSubstr("moe_intermediate_size = 15"));
+              Says("moe_intermediate_size = 15"));
   EXPECT_THAT(refusal({.tp = 4}, [](auto& s) { s.num_key_value_heads = 3; }),
-              HasSubstr("num_key_value_heads = 3"));
+              Says("num_key_value_heads = 3"));
 }
 
 TEST_F(LayoutRefusals, RowsThatSequenceShardsCannotShareAreRefused) {
   train::ParallelismConfig parallelism;
   parallelism.tensor_parallel_degree = 4;
-  EXPECT_THAT(error_of(ErrorKind::kConfig, [&] { train::check_positions(parallelism, 30); }),
-              AllOf(HasSubstr("training.seq_len"), HasSubstr("30"),
-                    HasSubstr("sequence_parallel = false")));
+  EXPECT_REFUSED(kConfig, train::check_positions(parallelism, 30), "training.seq_len", "30",
+                 "sequence_parallel = false");
   parallelism.sequence_parallel = false;
   train::check_positions(parallelism, 30);
 }
@@ -121,7 +113,7 @@ TEST_F(LayoutRefusals, ARouterThatProducesNaNIsOneErrorInEveryLayout) {
           error_of(
               ErrorKind::kNumeric,
               [&] { run_gradients(config, layout_of(degrees), Reference::of(folder).batches()); }),
-          AllOf(HasSubstr("routing"), HasSubstr("not finite"), HasSubstr("expert")));
+          Says("routing", "not finite", "expert"));
     }
   }
 }

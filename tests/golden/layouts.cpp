@@ -2,18 +2,16 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <gtest/gtest.h>
 
-#include <algorithm>
 #include <fstream>
 #include <mutex>
-#include <utility>
 
 #include "golden/model_folder.h"
 #include "io/safetensors.h"
 #include "models/description.h"
 #include "support/quiet_output.h"
 #include "support/ranks.h"
+#include "support/test.h"
 #include "tessera/shard.h"
 #include "train/gradients.h"
 #include "train/parallelize.h"

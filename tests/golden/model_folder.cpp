@@ -2,11 +2,10 @@
 
 #include <fstream>
 #include <iterator>
-#include <map>
 #include <nlohmann/json.hpp>
 
 #include "io/safetensors.h"
-#include "unit/io/temporary_folder.h"
+#include "support/temporary_folder.h"
 
 namespace tessera::golden {
 namespace fs = std::filesystem;
@@ -55,7 +54,7 @@ std::string read_text(const fs::path& path) {
 fs::path data_folder(const std::string& name) { return fs::path(TESSERA_TEST_DATA) / name; }
 
 fs::path temporary_path(const std::string& what) {
-  static const testing::TemporaryFolder folder;
+  static const TemporaryFolder folder;
   static int number = 0;
   return folder / concat(++number, "-", what);
 }

@@ -1,23 +1,16 @@
 // Decoders with experts under sharding: what training reports of routers. Their gradients are in
 // gradients_test.cpp, in bf16 in narrow_layouts_test.cpp, with an auxiliary loss in
 // router_layouts_test.cpp, their training in training_test.cpp.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
-#include <algorithm>
 #include <array>
 #include <nlohmann/json.hpp>
 
 #include "golden/layouts.h"
 #include "golden/model_folder.h"
-#include "unit/io/temporary_folder.h"
+#include "support/temporary_folder.h"
 
 namespace tessera::golden::moe_test {
 namespace {
-
-using ::testing::AllOf;
-using testing::error_of;
-using ::testing::HasSubstr;
 
 class GoldenMoe : public ::testing::TestWithParam<std::string> {
  protected:
@@ -34,8 +27,8 @@ TEST_P(GoldenMoe, TheAuxiliaryLossIsAddedWithoutChangingTheReportedLoss) {
   EXPECT_EQ(with.losses[0], plain.losses[0]);
   EXPECT_NE(with.losses[1], plain.losses[1]) << "its gradient moved nothing";
   EXPECT_NE(with.norms[0], plain.norms[0]);
-  EXPECT_THAT(with.lines[0], HasSubstr("\"aux_loss\":"));
-  EXPECT_THAT(plain.lines[0], ::testing::Not(HasSubstr("aux_loss")));
+  EXPECT_THAT(with.lines[0], Says("\"aux_loss\":"));
+  EXPECT_THAT(plain.lines[0], Not(Says("aux_loss")));
 }
 
 INSTANTIATE_TEST_SUITE_P(Folders, GoldenMoe, ::testing::ValuesIn(kMoeFolders), folder_name);
@@ -96,20 +89,18 @@ TEST(GoldenMoeErrors, ScoresBeforeTheExpertsOfADenseModelAreRefused) {
   auto config = config_for({.ranks = 1});
   config.model.path = data_folder("qwen3-fp32");
   config.model.score_before_experts = true;
-  EXPECT_THAT(
-      error_of(ErrorKind::kConfig,
-               [&] { run_gradients(config, {.ranks = 1}, Reference::of("qwen3-fp32").batches()); }),
-      AllOf(HasSubstr("model.score_before_experts"), HasSubstr("expected false")));
+  EXPECT_REFUSED(kConfig,
+                 run_gradients(config, {.ranks = 1}, Reference::of("qwen3-fp32").batches()),
+                 "model.score_before_experts", "expected false");
 }
 
 TEST(GoldenMoeErrors, AnAuxiliaryLossOfADenseModelIsRefused) {
   auto config = config_for({.ranks = 1});
   config.model.path = data_folder("qwen3-fp32");
   config.model.aux_loss_coef = 0.1;
-  EXPECT_THAT(
-      error_of(ErrorKind::kConfig,
-               [&] { run_gradients(config, {.ranks = 1}, Reference::of("qwen3-fp32").batches()); }),
-      AllOf(HasSubstr("model.aux_loss_coef"), HasSubstr("expected 0")));
+  EXPECT_REFUSED(kConfig,
+                 run_gradients(config, {.ranks = 1}, Reference::of("qwen3-fp32").batches()),
+                 "model.aux_loss_coef", "expected 0");
 }
 
 }  // namespace

@@ -2,12 +2,12 @@
 // part from one rank's run no further than that parts from itself when its weights are moved by one
 // ulp. Every family, smaller: family_training_test.cpp.
 #include <ATen/ATen.h>
-#include <gtest/gtest.h>
 
 #include "golden/layouts.h"
 #include "golden/model_folder.h"
 #include "golden/text_training.h"
 #include "models/description.h"
+#include "support/test.h"
 
 namespace tessera::golden::moe_training_test {
 namespace {

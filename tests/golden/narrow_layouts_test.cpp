@@ -2,16 +2,14 @@
 // with the reference's routing: gradients point where the fp32 ones do, within the bounds recorded
 // for transformers' own bf16. In ./test --all a third of the layouts for each folder, all of
 // them under `scripts/full golden`.
-#include <gtest/gtest.h>
 
 #include <cstring>
-#include <map>
 #include <random>
-#include <vector>
 
 #include "golden/degrees.h"
 #include "golden/model_folder.h"
 #include "proof.h"
+#include "support/test.h"
 
 namespace tessera::golden::narrow_layouts_test {
 namespace {

@@ -5,17 +5,12 @@
 // Thread ranks; processes are tests/cli/layout_gradients_test.cpp's. The class of bug: a gradient
 // that is summed twice over an axis, or not at all, is off by a factor of the axis' size or by what
 // the other ranks had, and the bounds are 5e-5.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 #include "golden/degrees.h"
-#include "unit/io/temporary_folder.h"
+#include "support/temporary_folder.h"
 
 namespace tessera::golden::parallel_test {
 namespace {
-
-using tessera::testing::error_of;
-using ::testing::HasSubstr;
 
 /// A "-mixed" folder holds the model of its family's "-fp32" one in narrower tensors, and is
 /// computed in fp32 like that: other numbers on the same paths, for which one layout of each form
@@ -42,7 +37,7 @@ TEST_P(GoldenParallel, EveryGradientIsTransformersInEveryLayout) {
       expect_within_bounds(run(), reference());
     } else {
       EXPECT_THAT(error_of(ErrorKind::kConfig, run),
-                  HasSubstr(concat("expected a divisor of num_attention_heads = ", heads)));
+                  Says(concat("expected a divisor of num_attention_heads = ", heads)));
     }
   }
 }

@@ -1,15 +1,13 @@
 // Pipelines against transformers within its bounds: every folder under every kind of schedule, and
 // the later families beside other axes, a part in ./test --all, all of it under `scripts/full
 // pipeline` and `families`. Against the same layout without a pipeline: pipeline_test.cpp.
-#include <gtest/gtest.h>
 
 #include <iterator>
-#include <string>
-#include <vector>
 
 #include "golden/pipeline_case.h"
 #include "golden/reference.h"
 #include "proof.h"
+#include "support/test.h"
 
 namespace tessera::golden::pipeline_references_test {
 namespace {

@@ -7,17 +7,12 @@
 // `scripts/full pipeline`.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cmath>
 #include <fstream>
 #include <iterator>
-#include <map>
 #include <nlohmann/json.hpp>
-#include <string>
 #include <tuple>
-#include <vector>
 
 #include "base/test_hooks.h"
 #include "golden/degrees.h"
@@ -27,8 +22,8 @@
 #include "models/model_spec.h"
 #include "proof.h"
 #include "support/ranks.h"
+#include "support/test.h"
 #include "tessera/clip.h"
-#include "tessera/error.h"
 #include "train/contract_of_run.h"
 #include "train/data/data.h"
 #include "train/gradients.h"

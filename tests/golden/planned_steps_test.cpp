@@ -4,9 +4,7 @@
 //
 // ./test has a few layouts of each kind of family, TESSERA_FULL=1 (`scripts/full compiled`) every
 // folder in every form of layout under every way to recompute.
-#include <gtest/gtest.h>
 
-#include <algorithm>
 #include <random>
 #include <span>
 
@@ -14,6 +12,7 @@
 #include "golden/model_folder.h"
 #include "golden/same_runs.h"
 #include "proof.h"
+#include "support/test.h"
 
 namespace tessera::golden::planned_steps_test {
 namespace {

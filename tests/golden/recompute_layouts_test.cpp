@@ -2,13 +2,10 @@
 // forward a second time, in the same order, to ranks that send theirs. The same functions on the
 // same rows and the same addends: every bit is that of mode "none". In ./test --all a third of the
 // layouts for each family with experts, all of them under `scripts/full golden`.
-#include <gtest/gtest.h>
-
-#include <string>
-#include <vector>
 
 #include "golden/degrees.h"
 #include "proof.h"
+#include "support/test.h"
 
 namespace tessera::golden::recompute_layouts_test {
 namespace {

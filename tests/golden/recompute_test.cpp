@@ -1,17 +1,14 @@
 // [activation_checkpoint]: whole models in every mode, whose bits are those of mode "none". A
 // pairwise part of folder x layout x mode in ./test, half of the layouts for a folder and the other half
 // for the next, all of it under `scripts/full golden`.
-#include <gtest/gtest.h>
 
-#include <cstdint>
 #include <iterator>
 #include <span>
-#include <utility>
-#include <vector>
 
 #include "golden/layouts.h"
 #include "golden/model_folder.h"
 #include "proof.h"
+#include "support/test.h"
 
 namespace tessera::golden::recompute_test {
 namespace {

@@ -1,15 +1,13 @@
 #include "golden/reference.h"
 
 #include <ATen/ATen.h>
-#include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cstring>
-#include <memory>
 
 #include "golden/model_folder.h"
 #include "grad/torch_dtype.h"
 #include "support/ranks.h"
+#include "support/test.h"
 
 namespace tessera::golden {
 namespace {

@@ -5,17 +5,14 @@
 // The class of bug: several micro-batches of a region are alive, their backwards come in another
 // order than their forwards, and a schedule puts weight gradients off: an entry that the next
 // micro-batch writes over, a product of what is gone.
-#include <gtest/gtest.h>
 
-#include <algorithm>
 #include <filesystem>
 #include <iterator>
-#include <string>
-#include <vector>
 
 #include "golden/pipeline_case.h"
 #include "golden/same_runs.h"
 #include "proof.h"
+#include "support/test.h"
 #include "unit/train/parallel_degrees.h"
 
 namespace tessera::golden::replayed_pipeline_test {

@@ -3,7 +3,6 @@
 // those of the whole batch, each gradient once.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <gtest/gtest.h>
 
 #include <nlohmann/json.hpp>
 
@@ -11,6 +10,7 @@
 #include "golden/model_folder.h"
 #include "io/safetensors.h"
 #include "support/ranks.h"
+#include "support/test.h"
 #include "train/data/data.h"
 #include "train/parallelize.h"
 #include "unit/train/parallel_degrees.h"

@@ -3,12 +3,9 @@
 //
 // Other layouts do not have the same bits: a product's result for one row depends on how many rows
 // it has (1e-6 in the logits between experts whole and spread over ranks).
-#include <gtest/gtest.h>
-
-#include <map>
-#include <utility>
 
 #include "golden/degrees.h"
+#include "support/test.h"
 
 namespace tessera::golden::same_order_test {
 namespace {

@@ -2,9 +2,9 @@
 // family with experts against the unsharded model in fp64. That the unsharded one is right is
 // unit/moe's to say: the composite of single tokens, with all gradients.
 #include <ATen/ATen.h>
-#include <gtest/gtest.h>
 
 #include "golden/faulty_run.h"
+#include "support/test.h"
 
 namespace tessera::golden::score_before_test {
 namespace {

@@ -1,18 +1,15 @@
 #include "golden/text_training.h"
 
 #include <ATen/ATen.h>
-#include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <random>
-#include <utility>
 
 #include "golden/layouts.h"
 #include "io/safetensors.h"
-#include "tessera/error.h"
+#include "support/test.h"
 
 namespace tessera::golden {
 namespace {

@@ -2,11 +2,8 @@
 // layout: a pairwise part of folder x optimizer x layout in ./test, all of it under
 // `scripts/full golden`.
 #include <ATen/ATen.h>
-#include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cmath>
-#include <cstdint>
 #include <iterator>
 #include <nlohmann/json.hpp>
 
@@ -14,6 +11,7 @@
 #include "golden/model_folder.h"
 #include "grad/torch_dtype.h"
 #include "proof.h"
+#include "support/test.h"
 
 namespace tessera::golden::training_test {
 namespace {

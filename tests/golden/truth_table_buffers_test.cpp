@@ -1,9 +1,9 @@
 // The truth table's rows of buffers and integers on a real file: cast once in a frozen part, left
 // alone in a trained one; what they do to gradients, against fp64.
-#include <gtest/gtest.h>
 
 #include "golden/truth_table_model.h"
 #include "io/hf_folder.h"
+#include "support/plain.h"
 #include "train/hf/weights.h"
 
 namespace tessera::golden::truth_table_buffers_test {
@@ -105,16 +105,10 @@ Found run(const std::filesystem::path& path, const PrecisionPolicy& policy) {
   return found;
 }
 
-PrecisionPolicy in_bfloat16() {
-  PrecisionPolicy policy;
-  policy.param_dtype = DType::kBFloat16;
-  return policy;
-}
-
 // Naive: an fp32 buffer makes fp32 of all that the frozen tower gives; or a cast reaches tables.
 TEST(TruthTableBuffers, OfAFrozenPartAreCastOnceAndOfATrainedOneStay) {
   for (const auto stored : {at::kFloat, at::kBFloat16}) {
-    const auto found = run(write_folder(file_of(stored)), in_bfloat16());
+    const auto found = run(write_folder(file_of(stored)), test::in_bfloat16());
     EXPECT_EQ(found.tower_gives, at::kBFloat16);
     const auto fine = at::full({kWidth}, kFine, stored);
     EXPECT_TRUE(test::same_bits(found.buffers.at("tower.scale"), fine.to(at::kBFloat16)));
@@ -135,7 +129,7 @@ TEST(TruthTableBuffers, OfAFrozenPartAreCastOnceAndOfATrainedOneStay) {
 }
 
 TEST(TruthTableBuffers, APinKeepsOneOfAFrozenPart) {
-  auto policy = in_bfloat16();
+  auto policy = test::in_bfloat16();
   PrecisionRule rule;
   rule.match = {"tower.scale"};
   rule.pin = true;

@@ -3,10 +3,6 @@
 
 #include <ATen/ATen.h>
 
-#include <map>
-#include <string>
-#include <vector>
-
 #include "golden/model_folder.h"
 #include "golden/truth_table.h"
 #include "grad/torch_dtype.h"

@@ -4,7 +4,6 @@
 #include "golden/truth_table.h"
 
 #include <ATen/ATen.h>
-#include <gmock/gmock.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <cmath>
@@ -12,14 +11,11 @@
 #include "base/random.h"
 #include "golden/truth_table_model.h"
 #include "io/hf_folder.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "train/hf/weights.h"
 
 namespace tessera::golden::truth_table_test {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 
 /// What is known of the parameters: from the folder's header, or that they are yet to be drawn.
 std::vector<GradContract> resolve(const TruthRow& row, const TensorSource* folder) {
@@ -272,29 +268,22 @@ TEST_P(TruthTable, GradientsOfRandomValuesAreWithinTheRoundingsOfTheirComputeDty
 std::string refusal(const TruthRow& row) {
   const auto path = write_folder(stored_tensors(row, Values::kExact));
   const HfTensors folder(HfFolder::open(path));
-  try {
-    resolve(row, &folder);
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kContract);
-    return error.what();
-  }
-  return "";
+  return refusal_of(ErrorKind::kContract, [&] { resolve(row, &folder); });
 }
 
 TEST(TruthTableErrors, APinOnABFloat16TensorIsRefusedWithItsNameUnlessItMayWiden) {
   for (const auto requested : {std::optional<DType>{}, std::optional(DType::kBFloat16)}) {
     TruthRow row{"", DType::kBFloat16, requested};
     row.also = rows::pin;
-    EXPECT_THAT(refusal(row), AllOf(HasSubstr("row.first: found bfloat16 in the checkpoint"),
-                                    HasSubstr("rule 1 (row)"), HasSubstr("widen = true")));
+    EXPECT_THAT(refusal(row), Says("row.first: found bfloat16 in the checkpoint", "rule 1 (row)",
+                                   "widen = true"));
   }
 }
 
 TEST(TruthTableErrors, ARequestNarrowerThanTheFileIsRefusedWhereErrorIsAsked) {
   TruthRow row{"", DType::kFloat32, DType::kBFloat16};
   row.also = [](PrecisionPolicy& policy) { policy.on_narrower_request = NarrowerRequest::kError; };
-  EXPECT_THAT(refusal(row), AllOf(HasSubstr("row.first: found float32"), HasSubstr("bfloat16"),
-                                  HasSubstr("on_narrower_request")));
+  EXPECT_THAT(refusal(row), Says("row.first: found float32", "bfloat16", "on_narrower_request"));
 }
 
 // Naive: dtypes of the model's classes instead of the file's, which a warning says.
@@ -303,20 +292,14 @@ TEST(TruthTableErrors, AHeaderThatCannotBeReadIsRefusedAndNoDtypeIsGuessed) {
   const auto path = write_folder(stored_tensors(row, Values::kExact));
   const auto file = path / "model-2-of-2.safetensors";
   std::filesystem::resize_file(file, 20);
-  try {
-    const HfTensors folder(HfFolder::open(path));
-    ADD_FAILURE() << "it was opened";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kFormat);
-    EXPECT_THAT(error.what(), HasSubstr(file.string()));
-  }
+  EXPECT_REFUSED(kFormat, const HfTensors folder(HfFolder::open(path)), file.string());
 }
 
 TEST(TruthTableErrors, TrainedPackedStorageIsRefused) {
   const TruthRow row{"", DType::kFloat8E4M3, {}};
-  EXPECT_THAT(refusal(row), AllOf(HasSubstr("row.first: found a trainable parameter stored as "
-                                            "float8_e4m3fn"),
-                                  HasSubstr("storage_dtype")));
+  EXPECT_THAT(refusal(row), Says("row.first: found a trainable parameter stored as "
+                                 "float8_e4m3fn",
+                                 "storage_dtype"));
 }
 
 }  // namespace

@@ -1,6 +1,5 @@
 // Where weights come from: drawn alike under every layout, read without ever holding the model.
 #include <ATen/ATen.h>
-#include <gtest/gtest.h>
 
 #include <cstdlib>
 #include <fstream>
@@ -11,8 +10,8 @@
 #include "io/safetensors.h"
 #include "models/description.h"
 #include "support/ranks.h"
+#include "support/temporary_folder.h"
 #include "train/parallelize.h"
-#include "unit/io/temporary_folder.h"
 
 namespace tessera::golden::weights_test {
 namespace {
@@ -95,7 +94,7 @@ struct BigModel {
   std::int64_t largest_unit_bytes = 0;
 };
 
-BigModel write_big_model(const testing::TemporaryFolder& folder) {
+BigModel write_big_model(const TemporaryFolder& folder) {
   folder.write("config.json", kBigConfig);
   BigModel model;
   std::map<std::string, std::int64_t> units;
@@ -124,7 +123,7 @@ BigModel write_big_model(const testing::TemporaryFolder& folder) {
 /// Runs golden/load_memory.cpp: by how many bytes each of two process ranks grew at its peak.
 /// Larger blocks than 64 KiB go back to the system when they are freed, so that only what is held
 /// is counted.
-std::vector<std::int64_t> growth_of_two_ranks(const testing::TemporaryFolder& folder,
+std::vector<std::int64_t> growth_of_two_ranks(const TemporaryFolder& folder,
                                               const std::string& how) {
   const auto out = folder / "growth.txt";
   const std::string command = concat(
@@ -140,7 +139,7 @@ std::vector<std::int64_t> growth_of_two_ranks(const testing::TemporaryFolder& fo
 }
 
 TEST(GoldenLoadingMemory, OfTwoRanksIsAShardAndAUnitAndNeverTheModel) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   const auto model = write_big_model(folder);
   // A chunk of the loader is 4 MiB of the file and its copy; the rest is small blocks and the grain
   // of pages.

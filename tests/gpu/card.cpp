@@ -1,7 +1,7 @@
 // Without a CUDA device every test of the program is skipped, and says so.
-#include <gtest/gtest.h>
 
 #include "comm/device.h"
+#include "support/test.h"
 
 namespace tessera::test {
 namespace {

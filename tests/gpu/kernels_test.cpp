@@ -2,18 +2,16 @@
 // of a model, within the rounding of the dtype.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
-#include <gtest/gtest.h>
 
 #include <limits>
 #include <optional>
-#include <string>
 #include <tuple>
 #include <type_traits>
-#include <vector>
 
 #include "base/test_hooks.h"
 #include "kernels/implementations.h"
 #include "kernels/seen_blocks.h"
+#include "support/test.h"
 #include "tensors_of.h"
 
 namespace tessera::gpu_kernels_test {

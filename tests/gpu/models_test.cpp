@@ -1,13 +1,9 @@
 // Whole models on a card, beside transformers (tests/golden/data).
-#include <gtest/gtest.h>
-
-#include <map>
-#include <string>
-#include <vector>
 
 #include "comm/device.h"
 #include "nn/loss.h"
 #include "support/tensors.h"
+#include "support/test.h"
 #include "unit/models/reference.h"
 
 namespace tessera::gpu_models_test {

@@ -2,21 +2,15 @@
 // alone and together in a batch, on the group's stream, as the same ops of one rank on the CPU.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 #include <chrono>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "base/environment.h"
 #include "comm/backends/backend.h"
 #include "comm/batch.h"
 #include "comm/device.h"
 #include "comm/stream.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "tessera/log_level.h"
 
 namespace tessera::gpu_nccl_test {
@@ -25,7 +19,6 @@ namespace {
 using comm::Batch;
 using comm::Into;
 using comm::Op;
-using testing::HasSubstr;
 
 const at::Device kCard(at::kCUDA, 0);
 
@@ -185,7 +178,7 @@ TEST(TwoRanksOnOneCard, AreRefusedByNccl) {
     comm::claim_device(*store, "host", "0000:01:00.0", 1);
     FAIL() << "not refused";
   } catch (const Error& error) {
-    EXPECT_THAT(error.what(), HasSubstr("ranks 0 and 1 on one device"));
+    EXPECT_THAT(error.what(), Says("ranks 0 and 1 on one device"));
   }
 }
 

@@ -1,17 +1,13 @@
 // `tessera train` on a card: 50 steps as on the CPU.
 #include "dist/training_run.h"
 
-#include <gtest/gtest.h>
-
-#include <string>
-
 #include "support/place.h"
+#include "support/test.h"
 
 namespace tessera::gpu_training_run_test {
 namespace {
 
 using test::RunLosses;
-using testing::TemporaryFolder;
 
 /// Other kernels: sums in other orders, rounded elsewhere, and 50 updates carry it on. At the end
 /// the losses of the CPU itself differ as much between 1 and 2 ranks in bf16.

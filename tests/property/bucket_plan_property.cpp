@@ -4,9 +4,8 @@
 #include <rapidcheck.h>
 #include <rapidcheck/gtest.h>
 
-#include <vector>
-
 #include "layout/bucket_plan.h"
+#include "support/test.h"
 
 namespace tessera::layout::bucket_plan_property {
 namespace {

@@ -4,11 +4,8 @@
 #include <rapidcheck.h>
 #include <rapidcheck/gtest.h>
 
-#include <string>
-#include <vector>
-
 #include "grad/contract_key.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "tessera/model_contract.h"
 
 namespace tessera::contract_property {

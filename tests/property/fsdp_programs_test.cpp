@@ -11,24 +11,20 @@
 // timeouts, so shrinking has seconds, not tries, takes out half of the operations at a time and
 // then parts of model and layout, and a hang ends with the program's text.
 #include <ATen/Parallel.h>
-#include <gtest/gtest.h>
 
 #include <condition_variable>
 #include <cstdlib>
 #include <iostream>
 #include <thread>
 
+#include "proof.h"
 #include "property/program_draw.h"
 #include "property/program_run.h"
 #include "property/program_shrink.h"
+#include "support/test.h"
 
 namespace tessera::test::fsdp_programs_test {
 namespace {
-
-std::uint64_t environment(const char* name, std::uint64_t otherwise) {
-  const char* value = std::getenv(name);
-  return value == nullptr ? otherwise : std::strtoull(value, nullptr, 10);
-}
 
 Features features() {
   const char* value = std::getenv("TESSERA_PROGRAM_FEATURES");
@@ -75,7 +71,7 @@ bool holds(std::uint64_t seed) {
   std::cerr << "replay with TESSERA_PROGRAM_SEED=" << seed << " TESSERA_PROGRAM_FEATURES=all"
             << (features().text().empty() ? "" : ",") << features().text();
   std::cerr << "\n" << failure << program.describe() << std::flush;
-  const auto seconds = environment("TESSERA_PROGRAM_SHRINK_SECONDS", 60);
+  const auto seconds = environment_number("TESSERA_PROGRAM_SHRINK_SECONDS", 60);
   if (seconds > 0) {
     const auto fails = [](const Program& one) { return !watched_failure_of(one).empty(); };
     const auto smallest = ProgramShrink(program, fails, std::chrono::seconds(seconds)).smallest();
@@ -87,16 +83,16 @@ bool holds(std::uint64_t seed) {
 }
 
 TEST(FsdpPrograms, AreRightOrRefusedByNameOnAllRanks) {
-  if (const auto replayed = environment("TESSERA_PROGRAM_SEED", 0); replayed != 0) {
+  if (const auto replayed = environment_number("TESSERA_PROGRAM_SEED", 0); replayed != 0) {
     std::cerr << Program::draw(replayed, features()).describe();
     holds(replayed);
     return;
   }
-  const auto from = environment("TESSERA_PROGRAM_FROM", 1);
-  const auto seconds = environment("TESSERA_PROGRAM_SECONDS", 0);
-  const auto count = environment("TESSERA_PROGRAM_COUNT", seconds > 0 ? ~0ULL - from : 40);
+  const auto from = environment_number("TESSERA_PROGRAM_FROM", 1);
+  const auto seconds = environment_number("TESSERA_PROGRAM_SECONDS", 0);
+  const auto count = environment_number("TESSERA_PROGRAM_COUNT", seconds > 0 ? ~0ULL - from : 40);
   const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(seconds);
-  const auto failures = environment("TESSERA_PROGRAM_FAILURES", 3);
+  const auto failures = environment_number("TESSERA_PROGRAM_FAILURES", 3);
   std::uint64_t failed = 0;
   auto seed = from;
   for (; seed < from + count && failed < failures; ++seed) {
@@ -109,7 +105,7 @@ TEST(FsdpPrograms, AreRightOrRefusedByNameOnAllRanks) {
 // Gradients of 30 that a bf16 wire has rounded, zero_grad(), then steps of gradients a thousandth as
 // large: what the momentum is off by is still that of the first.
 TEST(FsdpPrograms, WhatAMomentumKeepsOfEarlierGradientsIsNoError) {
-  if (environment("TESSERA_PROGRAM_SEED", 0) == 0) holds(770444);
+  if (environment_number("TESSERA_PROGRAM_SEED", 0) == 0) holds(770444);
 }
 
 }  // namespace

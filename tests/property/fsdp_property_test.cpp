@@ -6,12 +6,12 @@
 #include <ATen/Parallel.h>
 
 #include <cmath>
-#include <cstdlib>
 #include <iostream>
 
 #include "comm/group.h"
 #include "fsdp/contracts.h"
 #include "fsdp/runtime/unit.h"
+#include "proof.h"
 #include "property/fsdp_case_draw.h"
 #include "property/fsdp_reference.h"
 #include "support/plain.h"
@@ -342,20 +342,15 @@ bool holds(std::uint64_t seed) {
   return false;
 }
 
-std::uint64_t environment(const char* name, std::uint64_t otherwise) {
-  const char* value = std::getenv(name);
-  return value == nullptr ? otherwise : std::strtoull(value, nullptr, 10);
-}
-
 TEST(FsdpProperty, AShardedModuleIsTheUnshardedOneBitForBit) {
-  const auto replayed = environment("TESSERA_PROPERTY_SEED", 0);
+  const auto replayed = environment_number("TESSERA_PROPERTY_SEED", 0);
   if (replayed != 0) {
     std::cerr << Case::make(replayed).describe();
     holds(replayed);
     return;
   }
-  const auto from = environment("TESSERA_PROPERTY_FROM", 1);
-  const auto cases = environment("TESSERA_PROPERTY_CASES", 50);
+  const auto from = environment_number("TESSERA_PROPERTY_FROM", 1);
+  const auto cases = environment_number("TESSERA_PROPERTY_CASES", 50);
   int failed = 0;
   for (auto seed = from; seed < from + cases && failed < 5; ++seed) failed += holds(seed) ? 0 : 1;
 }

@@ -1,12 +1,6 @@
 // One rank's sharded model of a Program, and what an operation does to it.
 #pragma once
 
-#include <map>
-#include <memory>
-#include <set>
-#include <string>
-#include <vector>
-
 #include "comm/group.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"

@@ -6,19 +6,13 @@
 // and -256 times one pattern, which every one of these dtypes holds. So all slots have the same
 // bits after each arrival. A further source is a line in kSources.
 #include <ATen/ATen.h>
-#include <gtest/gtest.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <array>
 #include <atomic>
-#include <map>
-#include <memory>
 #include <optional>
 #include <regex>
-#include <string>
 #include <tuple>
-#include <utility>
-#include <vector>
 
 #include "base/test_hooks.h"
 #include "comm/batch.h"
@@ -28,6 +22,7 @@
 #include "nn/linear.h"
 #include "proof.h"
 #include "support/plain.h"
+#include "support/test.h"
 #include "tessera/compile.h"
 
 namespace tessera::test::raw_dtypes_test {

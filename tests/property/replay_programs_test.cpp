@@ -9,17 +9,15 @@
 // TESSERA_REPLAY_FROM and TESSERA_REPLAY_CASES others.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <gtest/gtest.h>
 
 #include <array>
-#include <cstdlib>
 #include <iostream>
 #include <random>
-#include <string>
-#include <vector>
 
 #include "dist/replayed.h"
 #include "nn/attention.h"
+#include "proof.h"
+#include "support/test.h"
 
 namespace tessera::test::replay_programs_test {
 namespace {
@@ -571,19 +569,14 @@ bool holds(std::uint64_t seed, Totals& totals, bool prints = false) {
   return is_well;
 }
 
-std::uint64_t environment(const char* name, std::uint64_t otherwise) {
-  const char* value = std::getenv(name);
-  return value == nullptr ? otherwise : std::strtoull(value, nullptr, 10);
-}
-
 TEST(ReplayPrograms, GiveTheBitsOfTheirBodies) {
   Totals totals;
-  if (const auto seed = environment("TESSERA_REPLAY_SEED", 0); seed != 0) {
+  if (const auto seed = environment_number("TESSERA_REPLAY_SEED", 0); seed != 0) {
     holds(seed, totals, /*prints=*/true);
     return;
   }
-  const auto from = environment("TESSERA_REPLAY_FROM", 1);
-  const auto cases = environment("TESSERA_REPLAY_CASES", 60);
+  const auto from = environment_number("TESSERA_REPLAY_FROM", 1);
+  const auto cases = environment_number("TESSERA_REPLAY_CASES", 60);
   int failed = 0;
   for (auto seed = from; seed < from + cases && failed < 5; ++seed) {
     failed += holds(seed, totals) ? 0 : 1;

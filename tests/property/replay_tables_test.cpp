@@ -8,16 +8,14 @@
 // prints it, TESSERA_TABLES_FROM and TESSERA_TABLES_CASES others.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <gtest/gtest.h>
 
 #include <array>
-#include <cstdlib>
 #include <iostream>
 #include <random>
-#include <string>
-#include <vector>
 
 #include "dist/replayed.h"
+#include "proof.h"
+#include "support/test.h"
 
 namespace tessera::test::replay_tables_test {
 namespace {
@@ -294,18 +292,13 @@ std::int64_t run_case(std::uint64_t seed, bool prints = false) {
   return c.replayed();
 }
 
-std::uint64_t environment(const char* name, std::uint64_t otherwise) {
-  const char* value = std::getenv(name);
-  return value == nullptr ? otherwise : std::strtoull(value, nullptr, 10);
-}
-
 TEST(ReplayTables, AreReadAsTheirBodiesWouldReadThem) {
-  if (const auto seed = environment("TESSERA_TABLES_SEED", 0); seed != 0) {
+  if (const auto seed = environment_number("TESSERA_TABLES_SEED", 0); seed != 0) {
     run_case(seed, /*prints=*/true);
     return;
   }
-  const auto from = environment("TESSERA_TABLES_FROM", 1);
-  const auto cases = environment("TESSERA_TABLES_CASES", 60);
+  const auto from = environment_number("TESSERA_TABLES_FROM", 1);
+  const auto cases = environment_number("TESSERA_TABLES_CASES", 60);
   std::int64_t replayed = 0;
   for (auto seed = from; seed < from + cases && !HasFailure(); ++seed) replayed += run_case(seed);
   if (HasFailure()) return;

@@ -3,15 +3,10 @@
 #include "comm/buffer_pool.h"
 
 #include <ATen/ATen.h>
-#include <gtest/gtest.h>
-
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "sim/ranks.h"
 #include "sim/streams.h"
+#include "support/test.h"
 
 namespace tessera::sim::buffer_pool_test {
 namespace {

@@ -2,24 +2,16 @@
 // nor more than is asked for.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 #include <chrono>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
-#include <exception>
-#include <functional>
-#include <memory>
 #include <numeric>
 #include <optional>
 #include <random>
-#include <string>
 #include <thread>
-#include <utility>
-#include <vector>
 
 #include "base/test_hooks.h"
 #include "comm/group.h"
@@ -28,7 +20,7 @@
 #include "sim/drawn_collectives.h"
 #include "sim/ranks.h"
 #include "sim/streams.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "tessera/group.h"
 #include "tessera/world.h"
 
@@ -40,35 +32,8 @@ using comm::EventEnd;
 using comm::EventSite;
 using comm::Op;
 using comm::Stream;
-using testing::HasSubstr;
 
-std::vector<Tensors> results_of(const Where& where, std::uint64_t seed) {
-  std::vector<Tensors> of_ranks(static_cast<std::size_t>(where.ranks));
-  on_ranks(where, [&](World& world) {
-    of_ranks[static_cast<std::size_t>(world.rank())] = program(world, seed);
-  });
-  return of_ranks;
-}
-
-class DeviceGroups : public testing::TestWithParam<Done> {
- protected:
-  void SetUp() override { set_done(GetParam()); }
-  void TearDown() override { set_done(Done::kAtOnce); }
-};
-
-/// The program's results on devices are those of ranks on the CPU, whose tensors nothing stages.
-void expect_bits_of_the_cpu(const Where& where, std::uint64_t seed,
-                            const std::vector<Tensors>& expected) {
-  const auto found = results_of(where, seed);
-  for (std::size_t rank = 0; rank < found.size(); ++rank) {
-    ASSERT_EQ(found[rank].size(), expected[rank].size());
-    for (std::size_t i = 0; i < found[rank].size(); ++i) {
-      expect_same_bits(found[rank][i], expected[rank][i],
-                       concat(shown(where), ", seed ", seed, ", rank ", rank, ", ", i));
-    }
-  }
-  settle();
-}
+class DeviceGroups : public WhenDone {};
 
 TEST_P(DeviceGroups, HaveTheBitsOfTheCpuWithoutARace) {
   for (std::uint64_t seed = 1; seed <= 4; ++seed) {
@@ -175,7 +140,7 @@ TEST(DeviceGroupEvents, AMissingWaitIsFound) {
                               comm::barrier(world.control(), "issued");
                               data.mul(2);
                             }),
-              HasSubstr("mul"));
+              Says("mul"));
 }
 
 // The compute of a rank goes on while its group is at work: only wait() lets it come behind.
@@ -329,7 +294,7 @@ TEST(DeviceGroups, TensorsOfAnotherDeviceAreRefused) {
         ADD_FAILURE() << "taken from " << other;
       } catch (const Error& error) {
         EXPECT_THAT(error.what(),
-                    HasSubstr(concat("found a tensor on ", other, ", expected ", world.device())));
+                    Says(concat("found a tensor on ", other, ", expected ", world.device())));
       }
     }
   });
@@ -360,8 +325,8 @@ TEST(DeviceGroups, ACollectiveThatDoesNotEndIsNamedInTime) {
   } catch (const comm::LostRank& lost) {
     error = lost.what();
   }
-  EXPECT_THAT(error, HasSubstr("loss: waited 0.1 s for the device, where all_reduce of layers.1"));
-  EXPECT_THAT(error, HasSubstr("on group reduce of ranks 0,1 has not ended"));
+  EXPECT_THAT(error, Says("loss: waited 0.1 s for the device, where all_reduce of layers.1",
+                          "on group reduce of ranks 0,1 has not ended"));
 }
 
 TEST(DeviceGroups, UsersHaveTheirsOnTheDevice) {

@@ -18,6 +18,8 @@
 #include "comm/group.h"
 #include "comm/host_read.h"
 #include "comm/queue.h"
+#include "sim/ranks.h"
+#include "sim/streams.h"
 #include "tessera/world.h"
 
 namespace tessera::sim {
@@ -162,6 +164,29 @@ inline Tensors program(World& world, std::uint64_t seed) {
   }
   while (!under_way.empty()) finish_oldest();
   return comm::read_on_host(read, "results");
+}
+
+/// Those of a program, by rank.
+inline std::vector<Tensors> results_of(const Where& where, std::uint64_t seed) {
+  std::vector<Tensors> of_ranks(static_cast<std::size_t>(where.ranks));
+  on_ranks(where, [&](World& world) {
+    of_ranks[static_cast<std::size_t>(world.rank())] = program(world, seed);
+  });
+  return of_ranks;
+}
+
+/// The program's results on devices are those of ranks on the CPU, whose tensors nothing stages.
+inline void expect_bits_of_the_cpu(const Where& where, std::uint64_t seed,
+                                   const std::vector<Tensors>& expected) {
+  const auto found = results_of(where, seed);
+  for (std::size_t rank = 0; rank < found.size(); ++rank) {
+    ASSERT_EQ(found[rank].size(), expected[rank].size());
+    for (std::size_t i = 0; i < found[rank].size(); ++i) {
+      expect_same_bits(found[rank][i], expected[rank][i],
+                       concat(shown(where), ", seed ", seed, ", rank ", rank, ", ", i));
+    }
+  }
+  settle();
 }
 
 }  // namespace tessera::sim

@@ -1,8 +1,7 @@
 // Every program that links the simulator has its devices before the first test, and no test leaves
 // a race that it did not ask for (take_races).
-#include <gtest/gtest.h>
 
-#include <utility>
+#include <gtest/gtest.h>
 
 #include "sim/sim.h"
 

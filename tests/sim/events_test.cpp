@@ -1,19 +1,15 @@
 // Streams and events as libtorch sees them, and what is counted.
 #include <ATen/ATen.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 #include <latch>
-#include <map>
-#include <string>
 #include <thread>
 
 #include "sim/streams.h"
+#include "support/test.h"
 
 namespace tessera::sim::events_test {
 namespace {
 
-using testing::ElementsAre;
 using testing::Pair;
 
 c10::Event recorded_on(const c10::Stream& stream) {

@@ -1,22 +1,16 @@
 // Each fault that a GPU shows now and then, planted: found, every time, beside the correct program
 // that reports nothing.
 #include <ATen/ATen.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 #include <latch>
 #include <optional>
-#include <string>
 #include <thread>
-#include <vector>
 
 #include "sim/streams.h"
+#include "support/test.h"
 
 namespace tessera::sim::faults_test {
 namespace {
-
-using testing::AllOf;
-using testing::HasSubstr;
 
 enum class Plant { kNothing, kNoRecord, kNoBlock };
 
@@ -41,16 +35,16 @@ TEST(Faults, EventsThatAreRecordedAndWaitedForOrder) {
 
 TEST(Faults, AMissingRecordIsFound) {
   EXPECT_THAT(race_of([] { fill_beside(Plant::kNoRecord, Plant::kNothing); }),
-              AllOf(HasSubstr("fill_.Scalar writes on sim:0 stream "), HasSubstr(" what zero_ "),
-                    HasSubstr("writes on sim:0 stream 0: nothing orders the two")));
+              Says("fill_.Scalar writes on sim:0 stream ", " what zero_ ",
+                   "writes on sim:0 stream 0: nothing orders the two"));
   EXPECT_THAT(race_of([] { fill_beside(Plant::kNothing, Plant::kNoRecord); }),
-              AllOf(HasSubstr("reads on sim:0 stream 0 what fill_.Scalar writes on sim:0 stream "),
-                    HasSubstr("record an event behind the one")));
+              Says("reads on sim:0 stream 0 what fill_.Scalar writes on sim:0 stream ",
+                   "record an event behind the one"));
 }
 
 TEST(Faults, AMissingBlockIsFound) {
-  EXPECT_THAT(race_of([] { fill_beside(Plant::kNoBlock, Plant::kNothing); }), HasSubstr("race: "));
-  EXPECT_THAT(race_of([] { fill_beside(Plant::kNothing, Plant::kNoBlock); }), HasSubstr("race: "));
+  EXPECT_THAT(race_of([] { fill_beside(Plant::kNoBlock, Plant::kNothing); }), Says("race: "));
+  EXPECT_THAT(race_of([] { fill_beside(Plant::kNothing, Plant::kNoBlock); }), Says("race: "));
 }
 
 // An event stands where it was recorded last, not where it was made.
@@ -62,7 +56,7 @@ TEST(Faults, AnEventThatIsRecordedTooEarlyIsFound) {
   values.add_(1);
   event.block(other);
   const auto read = [&] { run_on(other, [&] { values.clone(); }); };
-  EXPECT_THAT(race_of(read), HasSubstr("what add.out"));
+  EXPECT_THAT(race_of(read), Says("what add.out"));
   event.record(compute);
   event.block(other);
   EXPECT_EQ(race_of(read), "");
@@ -91,7 +85,7 @@ TEST(Faults, ReadsAreNotOrderedAndNeedNotBe) {
               values.sum();
             }),
             "");
-  EXPECT_THAT(race_of([&] { values.add_(1); }), HasSubstr("writes on sim:0 stream 0 what sum"));
+  EXPECT_THAT(race_of([&] { values.add_(1); }), Says("writes on sim:0 stream 0 what sum"));
 }
 
 /// A block is freed while another stream reads it, and the next one made is the same.
@@ -110,7 +104,7 @@ void use_again(bool wait, bool recorded) {
 TEST(Faults, MemoryThatIsUsedAgainTooEarlyIsFound) {
   EXPECT_EQ(race_of([] { use_again(/*wait=*/true, /*recorded=*/false); }), "");
   EXPECT_THAT(race_of([] { use_again(/*wait=*/false, /*recorded=*/false); }),
-              HasSubstr("writes on sim:0 stream 0 what sum"));
+              Says("writes on sim:0 stream 0 what sum"));
   EXPECT_EQ(race_of([] { use_again(/*wait=*/false, /*recorded=*/true); }), "");
 }
 
@@ -129,7 +123,7 @@ TEST(Faults, AResultInMemoryThatIsStillReadIsFound) {
   };
   EXPECT_EQ(race_of([&] { make(/*wait=*/true); }), "");
   EXPECT_THAT(race_of([&] { make(/*wait=*/false); }),
-              HasSubstr("nonzero writes on sim:0 stream 0 what sum"));
+              Says("nonzero writes on sim:0 stream 0 what sum"));
 }
 
 /// The input of a kernel on another stream goes out of its scope, and something else is computed.
@@ -149,7 +143,7 @@ void drop_input(bool keep_until_done) {
 TEST(Faults, AnInputThatIsFreedBeforeItsReaderIsDoneIsFound) {
   EXPECT_EQ(race_of([] { drop_input(/*keep_until_done=*/true); }), "");
   EXPECT_THAT(race_of([] { drop_input(/*keep_until_done=*/false); }),
-              HasSubstr("writes on sim:0 stream 0 what mul"));
+              Says("writes on sim:0 stream 0 what mul"));
 }
 
 TEST(Faults, AHostThatReadsTooEarlySeesNoNumbers) {
@@ -206,21 +200,21 @@ TEST(Faults, ASourceThatIsWrittenBeforeItsUploadIsOverIsFound) {
   };
   EXPECT_EQ(race_of([&] { upload(/*wait=*/true); }), "");
   EXPECT_THAT(race_of([&] { upload(/*wait=*/false); }),
-              HasSubstr("upload: its source in pinned memory was written"));
+              Says("upload: its source in pinned memory was written"));
 }
 
 TEST(Faults, AWrongDeviceIsFound) {
   const at::Tensor here = at::ones({4}, on(0)), there = at::ones({4}, on(1));
-  EXPECT_THAT(refusal_of([&] { here + there; }), HasSubstr("devices, sim:0 and sim:1"));
+  EXPECT_THAT(refusal_of([&] { here + there; }), Says("devices, sim:0 and sim:1"));
   EXPECT_THAT(refusal_of([&] { at::dot(here, there); }),
-              AllOf(HasSubstr("dot: found tensors on sim:0 and sim:1"), HasSubstr("copy them")));
+              Says("dot: found tensors on sim:0 and sim:1", "copy them"));
   EXPECT_EQ((here + there.to(device(0))).sum().item<float>(), 8);
   EXPECT_THAT(refusal_of([&] {
                 c10::Event event(c10::DeviceType::PrivateUse1);
                 event.record(current(0));
                 event.record(current(1));
               }),
-              HasSubstr("expected those of one device"));
+              Says("expected those of one device"));
 }
 
 // Two ranks, and a sum by tensor operations of rank 0 on its group's stream over both inputs.
@@ -258,9 +252,9 @@ std::string sum_over_ranks(bool rank_1_records) {
 
 TEST(Faults, AnUnorderedInputOfACollectiveIsFound) {
   EXPECT_EQ(sum_over_ranks(/*rank_1_records=*/true), "");
-  EXPECT_THAT(sum_over_ranks(/*rank_1_records=*/false),
-              AllOf(HasSubstr("copy_ reads on sim:1 stream 0 of rank 0 what "),
-                    HasSubstr("of rank 1: nothing orders the two")));
+  EXPECT_THAT(
+      sum_over_ranks(/*rank_1_records=*/false),
+      Says("copy_ reads on sim:1 stream 0 of rank 0 what ", "of rank 1: nothing orders the two"));
 }
 
 // A race whose exception somebody swallowed is still there.

@@ -1,11 +1,8 @@
 // What layers compute on a device with its own kernels (kernels/fused), forward and backward, against
 // their composite forms in fp64 on the CPU.
 #include <ATen/DeviceAccelerator.h>
-#include <gtest/gtest.h>
 
 #include <optional>
-#include <string>
-#include <vector>
 
 #include "base/test_hooks.h"
 #include "kernels/kernels.h"
@@ -16,6 +13,7 @@
 #include "nn/mlp.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"
+#include "support/test.h"
 #include "unit/nn/compare.h"
 #include "unit/nn/composites.h"
 

@@ -3,25 +3,19 @@
 #include "comm/host_read.h"
 
 #include <ATen/ATen.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 #include <atomic>
 #include <chrono>
-#include <functional>
 #include <future>
-#include <memory>
 #include <optional>
-#include <string>
 #include <thread>
-#include <utility>
 
 #include "base/test_hooks.h"
 #include "comm/batch.h"
 #include "launch/failure_watch.h"
 #include "launch/store.h"
 #include "sim/streams.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "tessera/world.h"
 
 namespace tessera::sim::host_read_test {
@@ -32,14 +26,9 @@ using comm::EventSite;
 using comm::HostWaits;
 using comm::Stream;
 using comm::StreamScope;
-using testing::HasSubstr;
 
 /// Both on a GPU: an event that is asked may have passed, or not yet.
-class HostRead : public testing::TestWithParam<Done> {
- protected:
-  void SetUp() override { set_done(GetParam()); }
-  void TearDown() override { set_done(Done::kAtOnce); }
-};
+class HostRead : public WhenDone {};
 
 /// Attached to the thread while it lives, as a World's are.
 struct Attached {
@@ -147,9 +136,9 @@ TEST_P(HostRead, NamesTheFirstCollectiveThatDoesNotEnd) {
   collective(1, "layers.1");
   for (std::uint64_t number = 2; number < 100; ++number) collective(number, "layers.2");
   const std::string error = error_of([&] { comm::read_on_host(values, "gradient norm"); });
-  EXPECT_THAT(error, HasSubstr("gradient norm: waited 0.02 s for the device, where all_gather of "
-                               "layers.1 (#1, unit 0, micro-batch 0: 32 B Float) on group gather "
-                               "of ranks 0,1 has not ended"));
+  EXPECT_THAT(error, Says("gradient norm: waited 0.02 s for the device, where all_gather of "
+                          "layers.1 (#1, unit 0, micro-batch 0: 32 B Float) on group gather "
+                          "of ranks 0,1 has not ended"));
   EXPECT_EQ(world.flag->suspicion(), error);
 }
 
@@ -298,7 +287,7 @@ TEST(StalledDevice, IsNamedWhereTheCollectiveItselfIsNotLaunched) {
   collectives.launch("layers.0");
   const comm::Launching launching(world.waits, collectives.work("layers.1"));
   WatchedDevice watched(world);
-  EXPECT_THAT(watched.first_word(), HasSubstr("for 0.05 s, where all_gather of layers.1 (#1"));
+  EXPECT_THAT(watched.first_word(), Says("for 0.05 s, where all_gather of layers.1 (#1"));
 }
 
 // Naive: a collective is known once it is waited for, and a gather that was issued ahead and stalls is
@@ -311,7 +300,7 @@ TEST(StalledDevice, IsTheOneThatWasIssuedFirstAndNotTheOneThatIsWaitedForFirst) 
   collectives.launch("layers.0").block(Stream::current(device(0)), EventSite::kWorkEnd);
   const at::Tensor values = at::zeros({8}, on(0));
   EXPECT_THAT(error_of([&] { comm::read_on_host(values, "values"); }),
-              HasSubstr("values: waited 0.02 s for the device, where all_gather of layers.1 (#0"));
+              Says("values: waited 0.02 s for the device, where all_gather of layers.1 (#0"));
 }
 
 TEST(StalledDevice, IsNoneWhoseCollectivesGoOnEnding) {
@@ -346,8 +335,7 @@ TEST(StalledDevice, IsLeftToTheThreadThatReads) {
     watched.emplace(world);
     comm::read_on_host(values, "values");
   });
-  EXPECT_THAT(error,
-              HasSubstr("values: waited 0.5 s for the device, where all_gather of layers.0"));
+  EXPECT_THAT(error, Says("values: waited 0.5 s for the device, where all_gather of layers.0"));
 }
 
 // Without waiting for the timeout.

@@ -3,20 +3,16 @@
 // device does not know.
 #include <ATen/ATen.h>
 #include <c10/core/CachingDeviceAllocator.h>
-#include <gtest/gtest.h>
 
-#include <cstdint>
 #include <limits>
 #include <optional>
-#include <set>
-#include <string>
 #include <tuple>
-#include <vector>
 
 #include "base/test_hooks.h"
 #include "kernels/implementations.h"
 #include "kernels/seen_blocks.h"
 #include "sim/streams.h"
+#include "support/test.h"
 #include "tensors_of.h"
 
 namespace tessera::sim::kernels_test {

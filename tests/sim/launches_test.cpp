@@ -1,18 +1,15 @@
 // What a layer launches on a device, and where the host waits: differences between models of more and
 // of fewer layers, so that embedding and head are left out.
 #include <ATen/ATen.h>
-#include <gtest/gtest.h>
 
-#include <cstdint>
-#include <map>
 #include <sstream>
-#include <string>
 
 #include "comm/device.h"
 #include "models/decoder.h"
 #include "nn/linear.h"
 #include "nn/parameter.h"
 #include "sim/streams.h"
+#include "support/test.h"
 #include "unit/models/small_spec.h"
 
 namespace tessera::sim::launches_test {

@@ -3,26 +3,19 @@
 #include "comm/mail.h"
 
 #include <ATen/ATen.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <memory>
 #include <optional>
 #include <random>
-#include <string>
 #include <thread>
-#include <utility>
-#include <vector>
 
 #include "base/test_hooks.h"
 #include "comm/group.h"
 #include "comm/host_read.h"
 #include "sim/ranks.h"
 #include "sim/streams.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "tessera/world.h"
 
 namespace tessera::sim::mail_test {
@@ -33,8 +26,6 @@ using comm::EventSite;
 using comm::Mail;
 using comm::MailTag;
 using comm::Transfer;
-using testing::AllOf;
-using testing::HasSubstr;
 
 MailTag activations(int micro_batch, int stage = 0) {
   return {7, MailTag::Direction::kForward, stage, micro_batch, 0};
@@ -123,11 +114,7 @@ void exchange_in_drawn_order(World& world, unsigned seed) {
   }
 }
 
-class DeviceMessages : public testing::TestWithParam<Done> {
- protected:
-  void SetUp() override { set_done(GetParam()); }
-  void TearDown() override { set_done(Done::kAtOnce); }
-};
+class DeviceMessages : public WhenDone {};
 
 TEST_P(DeviceMessages, ReachTheReceiveThatMeansThemWithoutARace) {
   for (unsigned seed = 1; seed <= 4; ++seed) {
@@ -317,9 +304,9 @@ TEST(DeviceMessages, OneThatDoesNotEndIsNamedInTime) {
   } catch (const comm::LostRank& lost) {
     error = lost.what();
   }
-  EXPECT_THAT(error, AllOf(HasSubstr("loss: waited 0.1 s for the device, where the message of "
-                                     "activations of stage 0, micro-batch 3, step 7, from rank 0"),
-                           HasSubstr("has not ended")));
+  EXPECT_THAT(error, Says("loss: waited 0.1 s for the device, where the message of "
+                          "activations of stage 0, micro-batch 3, step 7, from rank 0",
+                          "has not ended"));
 }
 
 TEST(DeviceMessages, OfTensorsElsewhereAreRefused) {
@@ -330,7 +317,7 @@ TEST(DeviceMessages, OfTensorsElsewhereAreRefused) {
         mail->send(1 - world.rank(), activations(0), at::zeros({8}, at::TensorOptions(other)));
         ADD_FAILURE() << "taken from " << other;
       } catch (const Error& error) {
-        EXPECT_THAT(error.what(), HasSubstr(concat("x.contiguous() on ", world.device())));
+        EXPECT_THAT(error.what(), Says(concat("x.contiguous() on ", world.device())));
       }
     }
   });

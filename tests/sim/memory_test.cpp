@@ -1,21 +1,15 @@
 // Memory of the simulated device and of the host beside it.
 #include <ATen/ATen.h>
 #include <c10/core/CachingDeviceAllocator.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
-#include <cstdint>
-#include <string>
 #include <thread>
-#include <vector>
 
 #include "comm/device.h"
 #include "sim/streams.h"
+#include "support/test.h"
 
 namespace tessera::sim::memory_test {
 namespace {
-
-using testing::HasSubstr;
 
 TEST(Memory, ABlockIsUsedAgainAtOnceByItsStreamAlone) {
   const void* first = at::ones({300}, on(0)).const_data_ptr();
@@ -114,7 +108,7 @@ TEST(Memory, ADeviceThatIsFullSaysSo) {
     FAIL() << "expected that it is refused";
   } catch (const c10::OutOfMemoryError& error) {
     EXPECT_THAT(std::string(error.what_without_backtrace()),
-                HasSubstr("Tried to allocate 4 bytes. Expected on sim:1 at most the 0"));
+                Says("Tried to allocate 4 bytes. Expected on sim:1 at most the 0"));
   }
   EXPECT_EQ(at::empty({1024}, on(2)).numel(), 1024) << "the others are not";
   EXPECT_EQ(c10::getDeviceAllocator(c10::DeviceType::PrivateUse1)->getMemoryInfo(1).first, 0U);
@@ -222,7 +216,7 @@ TEST(Memory, StoragesShowMemoryOfOthersUntilItIsTakenAway) {
   view.fill_(2);
   EXPECT_NE(race_of([&] { run_on(new_stream(0), [&] { view.add_(1); }); }), "");
   shown.unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_("taken away");
-  EXPECT_THAT(refusal_of([&] { view.sum(); }), HasSubstr("taken away"));
+  EXPECT_THAT(refusal_of([&] { view.sum(); }), Says("taken away"));
 }
 
 // One column of a matrix with more rows than are followed: what lies between counts, and is said.
@@ -232,7 +226,7 @@ TEST(Memory, OfTensorsInVeryManyPiecesTheWholeRangeCounts) {
   wait_for(other, current(0));
   run_on(other, [&] { matrix.select(1, 0).fill_(1); });
   EXPECT_THAT(race_of([&] { matrix.select(1, 1).fill_(1); }),
-              HasSubstr("taken as the whole range between the first and the last element"));
+              Says("taken as the whole range between the first and the last element"));
 }
 
 }  // namespace

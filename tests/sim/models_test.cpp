@@ -1,18 +1,14 @@
 // Whole models on a simulated device, beside transformers (tests/golden/data), and bit for bit beside
 // the CPU that takes a device's choice of kernels.
-#include <gtest/gtest.h>
 
-#include <functional>
-#include <map>
 #include <optional>
-#include <string>
-#include <vector>
 
 #include "base/test_hooks.h"
 #include "comm/device.h"
 #include "nn/loss.h"
 #include "sim/streams.h"
 #include "support/tensors.h"
+#include "support/test.h"
 #include "unit/models/reference.h"
 
 namespace tessera::sim::models_test {

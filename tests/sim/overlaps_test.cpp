@@ -5,27 +5,19 @@
 // What lies where is counted here byte by byte, what orders them is known from how it was drawn.
 // Whole programs of a few operations: random_programs_test.cpp.
 #include <ATen/ATen.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 #include <bitset>
-#include <cstdint>
 #include <exception>
-#include <functional>
 #include <iterator>
 #include <random>
 #include <sstream>
-#include <string>
 #include <thread>
-#include <utility>
-#include <vector>
 
 #include "sim/streams.h"
+#include "support/test.h"
 
 namespace tessera::sim::overlaps_test {
 namespace {
-
-using testing::HasSubstr;
 
 constexpr std::int64_t kBytes = 256;
 using Bytes = std::bitset<kBytes>;
@@ -293,10 +285,9 @@ TEST(Overlaps, RaceWhereBytesMeetAndNothingOrdersThemAndNowhereElse) {
       continue;
     }
     ++racing;
-    EXPECT_THAT(race, testing::AllOf(
-                          HasSubstr(c.first->name), HasSubstr(c.second->name),
-                          HasSubstr(stream(*c.first, on.first, on.first_source) + " of rank 0"),
-                          HasSubstr(stream(*c.second, on.second, on.second_source) + " of rank 1")))
+    EXPECT_THAT(race, Says(c.first->name, c.second->name,
+                           stream(*c.first, on.first, on.first_source) + " of rank 0",
+                           stream(*c.second, on.second, on.second_source) + " of rank 1"))
         << text(c);
   }
   EXPECT_GT(racing, kCases / 20) << "what is drawn is too tame";

@@ -7,22 +7,18 @@
 // later, what a thread has waited for to who takes what it frees), takes the transitive closure,
 // and compares sets of elements.
 #include <ATen/ATen.h>
-#include <gtest/gtest.h>
 
 #include <bitset>
 #include <condition_variable>
 #include <exception>
-#include <functional>
 #include <mutex>
 #include <optional>
 #include <random>
 #include <sstream>
-#include <string>
 #include <thread>
-#include <utility>
-#include <vector>
 
 #include "sim/streams.h"
+#include "support/test.h"
 
 namespace tessera::sim::random_programs_test {
 namespace {

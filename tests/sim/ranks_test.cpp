@@ -3,22 +3,18 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/AutogradState.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <chrono>
 #include <cstddef>
 #include <cstdio>
-#include <string>
 #include <thread>
-#include <utility>
 
 #include "comm/device.h"
 #include "comm/group.h"
 #include "sim/streams.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "tessera/world.h"
 
 namespace tessera::sim::ranks_test {
@@ -26,12 +22,7 @@ namespace {
 
 /// "usage: ..."; empty where nothing is refused.
 std::string refusal(int ranks, const std::string& device) {
-  try {
-    on_ranks({ranks, device}, [](World&) {});
-  } catch (const Error& error) {
-    return concat(to_string(error.kind()), ": ", error.what());
-  }
-  return "";
+  return tessera::refusal_of([&] { on_ranks({ranks, device}, [](World&) {}); });
 }
 
 TEST(RankDevices, EachRankHasTheDeviceOfItsNumber) {
@@ -93,10 +84,9 @@ TEST(RankDevices, OfTwoKindsAreRefusedOnceAndSoon) {
     const auto [text, code] = run_program(concat(TESSERA_RANK_OF_ITS_KIND, " ", rank));
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
     EXPECT_EQ(code, 2) << text;
-    EXPECT_THAT(text, testing::HasSubstr(concat("rank ", rank, " on sim by gloo")));
+    EXPECT_THAT(text, Says(concat("rank ", rank, " on sim by gloo")));
     // In the order in which they came.
-    EXPECT_THAT(text, testing::HasSubstr(" on cpu by gloo"));
-    EXPECT_THAT(text, testing::HasSubstr(" by gloo, expected one kind of device"));
+    EXPECT_THAT(text, Says(" on cpu by gloo", " by gloo, expected one kind of device"));
     EXPECT_EQ(text.find("world: found"), text.rfind("world: found")) << text;
     EXPECT_LT(seconds.count(), 50.0) << text;
   }

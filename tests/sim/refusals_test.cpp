@@ -1,31 +1,23 @@
 // What CUDA refuses is refused here, too: it would pass on the CPU and fail on the first GPU.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <string>
-#include <vector>
 
 #include "sim/streams.h"
+#include "support/test.h"
 
 namespace tessera::sim::refusals_test {
 namespace {
 
-using testing::HasSubstr;
-
 TEST(Refusals, DrawsFromTheDevicesGenerator) {
   const at::Tensor values = at::zeros({4}, on(0));
-  EXPECT_THAT(refusal_of([&] { values.normal_(); }),
-              HasSubstr("draws from the generator of sim:0"));
-  EXPECT_THAT(refusal_of([] { at::randn({4}, on(0)); }), HasSubstr("drawn on the host"));
-  EXPECT_THAT(refusal_of([] { at::randperm(4, on(0, at::kLong)); }), HasSubstr("randperm"));
-  EXPECT_THAT(refusal_of([&] { at::dropout(values, 0.5, /*train=*/true); }),
-              HasSubstr("bernoulli"));
-  EXPECT_THAT(refusal_of([&] { at::multinomial(values + 1, 2); }), HasSubstr("multinomial"));
+  EXPECT_THAT(refusal_of([&] { values.normal_(); }), Says("draws from the generator of sim:0"));
+  EXPECT_THAT(refusal_of([] { at::randn({4}, on(0)); }), Says("drawn on the host"));
+  EXPECT_THAT(refusal_of([] { at::randperm(4, on(0, at::kLong)); }), Says("randperm"));
+  EXPECT_THAT(refusal_of([&] { at::dropout(values, 0.5, /*train=*/true); }), Says("bernoulli"));
+  EXPECT_THAT(refusal_of([&] { at::multinomial(values + 1, 2); }), Says("multinomial"));
   // CUDA takes no generator of the CPU for its tensors either.
   const auto generator = at::make_generator<at::CPUGeneratorImpl>(7);
-  EXPECT_THAT(refusal_of([&] { values.normal_(0, 1, generator); }), HasSubstr("normal_"));
+  EXPECT_THAT(refusal_of([&] { values.normal_(0, 1, generator); }), Says("normal_"));
   const at::Tensor drawn = at::randn({4}, generator).to(device(0));
   EXPECT_EQ(drawn.isnan().any().item<bool>(), false);
 }
@@ -50,17 +42,17 @@ TEST(Refusals, AllowedDrawsFollowFromTheStateAndMoveIt) {
 TEST(Refusals, TensorsOfTheHostBesideThoseOfTheDevice) {
   const at::Tensor here = at::ones({2, 2}, on(0)), host = at::ones({2, 2});
   const std::string expected = "found a tensor of the host [2, 2] beside one on sim:0";
-  EXPECT_THAT(refusal_of([&] { here + host; }), HasSubstr("devices, sim:0 and cpu"));
-  EXPECT_THAT(refusal_of([&] { here.add_(host); }), HasSubstr("devices, sim:0 and cpu"));
+  EXPECT_THAT(refusal_of([&] { here + host; }), Says("devices, sim:0 and cpu"));
+  EXPECT_THAT(refusal_of([&] { here.add_(host); }), Says("devices, sim:0 and cpu"));
   EXPECT_THAT(refusal_of([&] { here.masked_fill_(host > 0, 1); }),
-              HasSubstr("found a tensor of the host [2, 2] beside one on sim:0"));
-  EXPECT_THAT(refusal_of([&] { at::mm(here, host); }), HasSubstr(expected));
-  EXPECT_THAT(refusal_of([&] { at::cat({here, host}); }), HasSubstr(expected));
-  EXPECT_THAT(refusal_of([&] { at::where(here > 0, here, host); }), HasSubstr(expected));
+              Says("found a tensor of the host [2, 2] beside one on sim:0"));
+  EXPECT_THAT(refusal_of([&] { at::mm(here, host); }), Says(expected));
+  EXPECT_THAT(refusal_of([&] { at::cat({here, host}); }), Says(expected));
+  EXPECT_THAT(refusal_of([&] { at::where(here > 0, here, host); }), Says(expected));
   EXPECT_THAT(refusal_of([&] { at::embedding(here, at::zeros({3}, at::kLong)); }),
-              HasSubstr("found a tensor of the host [3]"));
+              Says("found a tensor of the host [3]"));
   EXPECT_THAT(refusal_of([&] { here.index_select(0, at::zeros({1}, at::kLong)); }),
-              HasSubstr("found a tensor of the host [1]"));
+              Says("found a tensor of the host [1]"));
 }
 
 // A number on the host is an argument of the kernel, where CUDA has a place for one.
@@ -76,9 +68,9 @@ TEST(Refusals, NumbersOfTheHostAreTakenWhereCudaTakesThem) {
   EXPECT_EQ(at::copysign(here, -2).sum().item<float>(), -3);
   EXPECT_EQ(here.index({at::tensor({0, 2}, at::kLong)}).sum().item<float>(), 2);
   EXPECT_EQ(take_counts().waits.count("blocking upload"), 1U) << "indices are uploaded";
-  EXPECT_THAT(refusal_of([&] { at::cat({here, two.view({1})}); }), HasSubstr("of the host [1]"));
+  EXPECT_THAT(refusal_of([&] { at::cat({here, two.view({1})}); }), Says("of the host [1]"));
   EXPECT_THAT(refusal_of([&] { here.index_select(0, at::scalar_tensor(0, at::kLong)); }),
-              HasSubstr("of the host []"));
+              Says("of the host []"));
 }
 
 TEST(Refusals, StepsOfFusedAdamWOnTheHost) {
@@ -88,14 +80,14 @@ TEST(Refusals, StepsOfFusedAdamWOnTheHost) {
     at::_fused_adamw_(parameter, grad, first, second, {}, of, 1e-3, 0.9, 0.95, 0.1, 1e-8,
                       /*amsgrad=*/false, /*maximize=*/false);
   };
-  EXPECT_THAT(refusal_of([&] { step(at::ones({})); }), HasSubstr("_fused_adamw_"));
+  EXPECT_THAT(refusal_of([&] { step(at::ones({})); }), Says("_fused_adamw_"));
   EXPECT_EQ(refusal_of([&] { step(at::ones({}, on(0))); }), "");
 }
 
 TEST(Refusals, WhatOverlapsItself) {
   const at::Tensor mask = at::ones({4}, on(0, at::kBool));
   EXPECT_THAT(refusal_of([&] { mask.narrow(0, 0, 3).masked_fill_(mask.narrow(0, 1, 3), false); }),
-              HasSubstr("refer to a single memory location"));
+              Says("refer to a single memory location"));
 }
 
 // A view that nobody registered would silently be a copy.

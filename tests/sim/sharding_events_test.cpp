@@ -1,17 +1,10 @@
 // Each place in fully_shard that orders two streams, where nothing else orders them: the next
 // collective, or memory that comes and goes, does it by chance in most programs.
 #include <ATen/ATen.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/module.h>
 
-#include <functional>
-#include <memory>
 #include <optional>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "base/test_hooks.h"
 #include "comm/stream.h"
@@ -20,6 +13,7 @@
 #include "sim/ranks.h"
 #include "sim/streams.h"
 #include "support/plain.h"
+#include "support/test.h"
 
 namespace tessera::sim::sharding_events_test {
 namespace {

@@ -3,19 +3,12 @@
 #include <ATen/ATen.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/CachingDeviceAllocator.h>
-#include <gmock/gmock.h>
 #include <torch/optim/sgd.h>
 
 #include <array>
 #include <exception>
-#include <functional>
-#include <map>
-#include <memory>
 #include <optional>
 #include <stdexcept>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "comm/group.h"
 #include "comm/host_read.h"
@@ -27,6 +20,7 @@
 #include "sim/reads.h"
 #include "sim/streams.h"
 #include "support/plain.h"
+#include "support/test.h"
 #include "tessera/clip.h"
 #include "tessera/optim.h"
 
@@ -35,8 +29,6 @@ namespace {
 
 using comm::Stream;
 using comm::StreamScope;
-using ::testing::HasSubstr;
-using ::testing::IsEmpty;
 
 constexpr std::int64_t kWidth = 5;
 
@@ -304,15 +296,15 @@ TEST(StepOnADevice, ParametersOfAnotherDeviceAreRefusedByName) {
     on_ranks({1, device}, [&](World& world) {
       const auto chain = std::make_shared<test::Chain>(1, 1, kWidth);
       chain->scale.set_data(chain->scale.detach().to(found));
-      text = test::error_of([&] { fully_shard(chain, test::data_mesh(world)); });
+      text = error_of([&] { fully_shard(chain, test::data_mesh(world)); });
     });
     settle();
     return text;
   };
   EXPECT_THAT(refusal("sim:0", device(1)),
-              HasSubstr("parameter scale: found it on sim:1, expected sim:0 or cpu"));
+              Says("parameter scale: found it on sim:1, expected sim:0 or cpu"));
   EXPECT_THAT(refusal("cpu", device(0)),
-              HasSubstr("parameter scale: found it on sim:0, expected cpu, as its World"));
+              Says("parameter scale: found it on sim:0, expected cpu, as its World"));
   EXPECT_EQ(refusal("sim:0", c10::kCPU), "");
   EXPECT_EQ(refusal("sim:0", device(0)), "");
 }
@@ -360,8 +352,8 @@ TEST(StepOnADevice, ABackwardOnAnotherThreadIsRefused) {
       seat.wait();  // nobody recovers while others are in their forward
       auto& state = c10::AutogradState::get_tls_state();
       state.set_multithreading_enabled(true);
-      const std::string refusal = test::error_of([&] { test::backward(loss); });
-      EXPECT_THAT(refusal, HasSubstr("call World::attach_thread()"));
+      const std::string refusal = error_of([&] { test::backward(loss); });
+      EXPECT_THAT(refusal, Says("call World::attach_thread()"));
       world.attach_thread();
       if (ranks > 1) world.recover();
       model.handle.zero_grad();
@@ -405,7 +397,7 @@ std::vector<at::Tensor> results_after(Fails fails, World& world, const Precision
     if (fails == Fails::kForward) throw std::runtime_error("the user's forward went wrong");
   };
   const bool is_mine = world.rank() == 0;
-  test::error_of([&] { step(2, is_mine ? failure : std::function<void()>()); });
+  error_of([&] { step(2, is_mine ? failure : std::function<void()>()); });
   if (world.size() > 1) world.recover();
   model.handle.zero_grad();
   std::vector<at::Tensor> results;
@@ -455,7 +447,7 @@ void fail_beside_reductions(World& world) {
   model.handle.set_is_last_backward(false);
   run(1);
   model.chain->blocks[1]->before = [] { throw std::runtime_error("the user's went wrong"); };
-  test::error_of([&] { run(2); });
+  error_of([&] { run(2); });
   world.recover();
   model.handle.zero_grad();
   use_free_memory(world);
@@ -545,7 +537,7 @@ TEST(StepOnADevice, EachEventOfMemoryThatComesAndGoesIsNeeded) {
       } catch (const std::exception&) {  // the race
       }
       settle();
-      EXPECT_THAT(take_races(), ::testing::Not(IsEmpty()))
+      EXPECT_THAT(take_races(), Not(IsEmpty()))
           << to_string(site) << (end == comm::EventEnd::kRecord ? ", record" : ", block");
     }
   }

@@ -2,18 +2,12 @@
 // the other. What lies between two streams of its own is the user's to order; the unit's memory,
 // slots and sums are the library's.
 #include <ATen/ATen.h>
-#include <gtest/gtest.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/module.h>
 
 #include <array>
 #include <atomic>
 #include <exception>
-#include <functional>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "comm/host_read.h"
 #include "comm/stream.h"
@@ -22,6 +16,7 @@
 #include "sim/ranks.h"
 #include "sim/streams.h"
 #include "support/plain.h"
+#include "support/test.h"
 
 namespace tessera::sim::sharding_streams_test {
 namespace {

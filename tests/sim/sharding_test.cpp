@@ -1,13 +1,9 @@
 // fully_shard on devices: the bits of ranks on the CPU, without a race, whatever streams a rank
 // computes on.
 #include <ATen/ATen.h>
-#include <gtest/gtest.h>
 #include <torch/nn/module.h>
 
 #include <exception>
-#include <memory>
-#include <string>
-#include <vector>
 
 #include "comm/host_read.h"
 #include "comm/stream.h"
@@ -15,6 +11,7 @@
 #include "sim/ranks.h"
 #include "sim/streams.h"
 #include "support/plain.h"
+#include "support/test.h"
 #include "tessera/clip.h"
 #include "tessera/optim.h"
 #include "tessera/trainable.h"

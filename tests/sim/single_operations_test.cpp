@@ -1,17 +1,12 @@
 // What is one kernel on a GPU is one launch here, with the bits of the same call on the CPU; what
 // this folder computes itself is compared with composites in fp64.
 #include <ATen/ATen.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 #include <cmath>
-#include <functional>
-#include <map>
-#include <string>
 #include <tuple>
-#include <vector>
 
 #include "sim/streams.h"
+#include "support/test.h"
 #include "unit/nn/compare.h"
 
 namespace tessera::sim::single_operations_test {
@@ -33,7 +28,7 @@ Tensors expect_single(const std::string& name, const Operation& operation, const
   take_counts();
   const Tensors found = operation(there);
   const Counts counts = take_counts();
-  EXPECT_THAT(counts.launches, testing::ElementsAre(testing::Pair(name, 1)));
+  EXPECT_THAT(counts.launches, ElementsAre(testing::Pair(name, 1)));
   EXPECT_TRUE(counts.waits.empty()) << name;
   EXPECT_EQ(found.size(), expected.size()) << name;
   for (std::size_t i = 0; i < expected.size(); ++i) {
@@ -118,9 +113,8 @@ TEST(SingleOperations, FlashAttentionTakesWhatCudaTakes) {
     return refusal_of([&] { at::_scaled_dot_product_flash_attention(q, q, q, 0.0, true); });
   };
   EXPECT_EQ(run(drawn(1, {1, 2, 4, 8}, at::kHalf).to(device(0))), "");
-  EXPECT_THAT(run(drawn(1, {1, 2, 4, 8}).to(device(0))), testing::HasSubstr("found Float"));
-  EXPECT_THAT(run(drawn(1, {1, 2, 4, 12}, at::kHalf).to(device(0))),
-              testing::HasSubstr("found 12"));
+  EXPECT_THAT(run(drawn(1, {1, 2, 4, 8}).to(device(0))), Says("found Float"));
+  EXPECT_THAT(run(drawn(1, {1, 2, 4, 12}, at::kHalf).to(device(0))), Says("found 12"));
 }
 
 TEST(SingleOperations, GroupedProducts) {

@@ -2,10 +2,9 @@
 #include "comm/stream.h"
 
 #include <ATen/ATen.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 #include "sim/streams.h"
+#include "support/test.h"
 
 namespace tessera::sim::stream_test {
 namespace {
@@ -13,8 +12,6 @@ namespace {
 using comm::Event;
 using comm::Stream;
 using comm::StreamScope;
-using testing::AllOf;
-using testing::HasSubstr;
 
 constexpr auto kSite = comm::EventSite::kIssue;
 
@@ -47,12 +44,12 @@ TEST(Streams, AnEventOrdersTwoStreams) {
 
 TEST(Streams, AMissingRecordIsFound) {
   EXPECT_THAT(race_with([](const Stream&, const Stream& reader) { Event().block(reader, kSite); }),
-              HasSubstr("neg"));
+              Says("neg"));
 }
 
 TEST(Streams, AMissingBlockIsFound) {
   EXPECT_THAT(race_with([](const Stream& writer, const Stream&) { Event().record(writer, kSite); }),
-              HasSubstr("neg"));
+              Says("neg"));
 }
 
 // Of CUDA: c10::cuda::getStreamFromPool lends 32 of each priority in turn.
@@ -65,10 +62,10 @@ TEST(Streams, AreSaidToBeSharedOnceThereAreMoreThanLibtorchHas) {
     EXPECT_EQ(comm::shared_stream_warning(device(0), use, 33), "");
   }
   EXPECT_THAT(comm::shared_stream_warning(card, comm::StreamUse::kOtherRanks, 33),
-              AllOf(HasSubstr("device cuda:1: found more than 32 streams of groups and messages"),
-                    HasSubstr("what shares one waits for each other")));
+              Says("device cuda:1: found more than 32 streams of groups and messages",
+                   "what shares one waits for each other"));
   EXPECT_THAT(comm::shared_stream_warning(card, comm::StreamUse::kRank, 33),
-              HasSubstr("more than 32 streams of this rank's own work"));
+              Says("more than 32 streams of this rank's own work"));
 }
 
 TEST(Streams, OfOtherRanksAreOfAHigherPriority) {

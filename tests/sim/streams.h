@@ -46,6 +46,13 @@ auto run_on(const c10::Stream& stream, const Program& program) {
   return program();
 }
 
+/// Tests with an answer to whether a device is done.
+class WhenDone : public testing::TestWithParam<Done> {
+ protected:
+  void SetUp() override { set_done(GetParam()); }
+  void TearDown() override { set_done(Done::kAtOnce); }
+};
+
 /// What the first operation that races says, and nothing is left of it; empty where none does.
 template <class Program>
 std::string race_of(const Program& program) {

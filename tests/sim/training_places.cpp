@@ -1,20 +1,18 @@
 #include "sim/training_places.h"
 
 #include <ATen/Parallel.h>
-#include <gtest/gtest.h>
 
 #include <exception>
 #include <thread>
 
 #include "sim/in_place.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "train/config/config_resolve.h"
 
 namespace tessera::sim {
 namespace {
 
 namespace fs = std::filesystem;
-using testing::TemporaryFolder;
 
 void pack_documents(train::Config& config, const TemporaryFolder& folder) {
   config.data.path.clear();

@@ -3,15 +3,12 @@
 #pragma once
 
 #include <filesystem>
-#include <functional>
-#include <string>
-#include <vector>
 
 #include "dist/training_run.h"
 #include "support/place.h"
+#include "support/temporary_folder.h"
 #include "tessera/world.h"
 #include "train/config/config.h"
-#include "unit/io/temporary_folder.h"
 
 namespace tessera::sim {
 
@@ -21,7 +18,7 @@ std::string shown(const test::Place& where, const test::RanksOfRun& layout);
 
 /// In a run folder of its own, in `folder`.
 test::RunLosses train_in(const test::Place& where, const test::RanksOfRun& layout,
-                         const train::Config& config, const testing::TemporaryFolder& folder,
+                         const train::Config& config, const TemporaryFolder& folder,
                          const test::HooksOf& hooks = {});
 
 /// `body` as a process has it that nobody launched, on a thread that goes with its World.
@@ -33,12 +30,12 @@ void train_alone(const std::string& device, const train::Config& config,
 /// What a run may have besides.
 struct RunKind {
   const char* name;
-  std::function<void(train::Config&, const testing::TemporaryFolder&)> set;
+  std::function<void(train::Config&, const TemporaryFolder&)> set;
   double tolerance = 1e-5;  ///< of its losses beside the CPU's
 };
 const std::vector<RunKind>& run_kinds();
 
 /// small_run with experts that a bf16 run on one rank multiplies without a read of the host.
-train::Config experts_run(const testing::TemporaryFolder& folder);
+train::Config experts_run(const TemporaryFolder& folder);
 
 }  // namespace tessera::sim

@@ -2,21 +2,12 @@
 // what it says where something ends (host waits: training_waits_test.cpp).
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include <algorithm>
 #include <cmath>
 #include <exception>
 #include <filesystem>
-#include <map>
-#include <memory>
 #include <mutex>
-#include <string>
-#include <string_view>
-#include <utility>
-#include <vector>
 
 #include "base/test_hooks.h"
 #include "checkpoint/snapshot.h"
@@ -29,7 +20,7 @@
 #include "sim/ranks.h"
 #include "sim/streams.h"
 #include "sim/training_places.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "tessera/recompute.h"
 #include "train/data/data.h"
 #include "train/generate.h"
@@ -44,7 +35,6 @@ using comm::EventEnd;
 using comm::EventSite;
 using test::RanksOfRun;
 using test::RunLosses;
-using testing::TemporaryFolder;
 
 const RanksOfRun kLayouts[] = {{1, 1}, {2, 1}, {4, 2}};
 
@@ -199,7 +189,7 @@ TEST(TrainingRun, ARouterThatIsNotFiniteIsNamedInTheStepThatItsRanksReadTogether
     SCOPED_TRACE(concat(stages, " stage(s)"));
     auto config = experts_run(folder);
     config.parallelism.pipeline_parallel_degree = stages;
-    const auto error = testing::error_of(ErrorKind::kNumeric, [&] {
+    const auto error = error_of(ErrorKind::kNumeric, [&] {
       train_in(kPlaces[0], {stages, 1}, config, folder, [](World&) {
         train::TrainingHooks hooks;
         hooks.after_step = [](const train::StepMetrics&, const ShardedBase& model) {
@@ -208,8 +198,7 @@ TEST(TrainingRun, ARouterThatIsNotFiniteIsNamedInTheStepThatItsRanksReadTogether
         return hooks;
       });
     });
-    EXPECT_THAT(error, ::testing::HasSubstr("layers.1.mlp"));
-    EXPECT_THAT(error, ::testing::HasSubstr("tokens with scores that are not finite"));
+    EXPECT_THAT(error, Says("layers.1.mlp", "tokens with scores that are not finite"));
   }
 }
 
@@ -217,7 +206,7 @@ TEST(TrainingRun, ARouterThatIsNotFiniteIsNamedInTheStepThatItsRanksReadTogether
 TEST(MicroBatchOnADevice, IsRefusedForWhatTheModelRefusesOnTheCpu) {
   const auto refused = [](const models::ModelSpec& spec, const train::MicroBatch& batch) {
     const auto model = models::make_language_model(spec);
-    return testing::error_of(ErrorKind::kFormat, [&] { batch.on(device(0), *model); });
+    return error_of(ErrorKind::kFormat, [&] { batch.on(device(0), *model); });
   };
   models::ModelSpec spec = models::small(models::Family::kQwen3Moe);
   spec.moe = models::MoeSpec{.num_experts = 4, .experts_per_token = 2, .moe_intermediate_size = 8};
@@ -227,11 +216,11 @@ TEST(MicroBatchOnADevice, IsRefusedForWhatTheModelRefusesOnTheCpu) {
   train::MicroBatch batch{ids({1, 2}), ids({2, 3})};
   batch.imposed_routing = {at::tensor({0, 1, 3, 2}, at::kLong).view({2, 2}),
                            at::tensor({0, 1, 3, 3}, at::kLong).view({2, 2})};
-  EXPECT_THAT(refused(spec, batch), ::testing::HasSubstr("found an expert twice for one token"));
+  EXPECT_THAT(refused(spec, batch), Says("found an expert twice for one token"));
   batch.imposed_routing.pop_back();
   EXPECT_TRUE(batch.on(device(0), *models::make_language_model(spec)).input_ids.is_privateuseone());
-  EXPECT_THAT(refused(spec, {ids({1, 128}), ids({2, 3})}), ::testing::HasSubstr("the token 128"));
-  EXPECT_THAT(refused(spec, {ids({1, 2}), ids({-1, 3})}), ::testing::HasSubstr("the label -1"));
+  EXPECT_THAT(refused(spec, {ids({1, 128}), ids({2, 3})}), Says("the token 128"));
+  EXPECT_THAT(refused(spec, {ids({1, 2}), ids({-1, 3})}), Says("the label -1"));
 
   models::ModelSpec gemma = models::small(models::Family::kGemma4);
   gemma.gemma4.emplace();
@@ -239,10 +228,10 @@ TEST(MicroBatchOnADevice, IsRefusedForWhatTheModelRefusesOnTheCpu) {
                           {.head_dim = 16, .num_key_value_heads = 2}};
   gemma.gemma4->image_token_id = 60;
   EXPECT_THAT(refused(gemma, {ids({1, 60}), ids({2, 3})}),
-              ::testing::HasSubstr("found image tokens (id 60) without pixel_values"));
+              Says("found image tokens (id 60) without pixel_values"));
   train::MicroBatch typed{ids({1, 2}), ids({2, 3})};
   typed.token_types = ids({0, 1});
-  EXPECT_THAT(refused(gemma, typed), ::testing::HasSubstr("mm_token_type_ids"));
+  EXPECT_THAT(refused(gemma, typed), Says("mm_token_type_ids"));
 }
 
 // Naive: every stage of a pipeline brings up pictures, ids and labels that another one reads.
@@ -301,10 +290,10 @@ TEST(TrainingRun, ACheckpointIsOrderedByEachOfItsEvents) {
   EXPECT_EQ(race(), "");
   for (const auto end : {EventEnd::kRecord, EventEnd::kBlock}) {
     const auto left_out = without(EventSite::kSnapshot, end);
-    EXPECT_THAT(race(), ::testing::HasSubstr("read reads on sim:0"));
+    EXPECT_THAT(race(), Says("read reads on sim:0"));
   }
   const auto left_out = without(EventSite::kSnapshotEnd, EventEnd::kBlock);
-  EXPECT_THAT(race(), ::testing::HasSubstr("_fused_adamw_ writes"));
+  EXPECT_THAT(race(), Says("_fused_adamw_ writes"));
 }
 
 using TrainingRunDeathTest = ::testing::Test;
@@ -377,7 +366,7 @@ TEST(Snapshot, LetsGoOfWhatItReadsBehindTheCopy) {
   };
   EXPECT_EQ(race(), "");
   const auto left_out = without(EventSite::kSnapshotEnd, EventEnd::kBlock);
-  EXPECT_THAT(race(), ::testing::HasSubstr("fill_"));
+  EXPECT_THAT(race(), Says("fill_"));
 }
 
 /// What a run says that has a little more memory each time, until it gets as far as its steps.
@@ -399,11 +388,9 @@ std::string first_refusal_in_a_step(const train::Config& config, const fs::path&
 TEST(TrainingRun, MemoryThatEndsNamesUnitRequestAndWhatIsHeld) {
   const TemporaryFolder folder;
   EXPECT_THAT(first_refusal_in_a_step(test::small_run(folder), folder / "run"),
-              ::testing::AllOf(
-                  ::testing::StartsWith("training.local_batch_size: found micro-batches of 1 row"),
-                  ::testing::HasSubstr("memory ran out of sim:0 in the forward of unit "),
-                  ::testing::HasSubstr(": requested "), ::testing::HasSubstr(", held "),
-                  ::testing::HasSubstr(", peak ")));
+              AllOf(StartsWith("training.local_batch_size: found micro-batches of 1 row"),
+                    Says("memory ran out of sim:0 in the forward of unit "), Says(": requested "),
+                    Says(", held "), Says(", peak ")));
 }
 
 /// No room on the device from the clipping of gradients on.
@@ -427,9 +414,8 @@ TEST(TrainingRun, MemoryThatEndsInClippingNamesTheKeyToo) {
     said = error.what();
   }
   at::removeCallback(handle);
-  EXPECT_THAT(said, ::testing::AllOf(::testing::StartsWith("training.local_batch_size: found"),
-                                     ::testing::HasSubstr("memory ran out of sim:0"),
-                                     ::testing::HasSubstr(": requested ")));
+  EXPECT_THAT(said, AllOf(StartsWith("training.local_batch_size: found"),
+                          Says("memory ran out of sim:0"), Says(": requested ")));
 }
 
 TEST(TrainingRun, MetricsHaveThePeakOfTheDeviceThatHeldMost) {
@@ -500,12 +486,12 @@ TEST(TrainingRun, ProfileAndTraceAreOfTheDevicesStream) {
   });
   const std::string profile = test::file_text(folder / "run/profile.json");
   for (const char* part : {"\"products\"", "\"step_ms\"", "\"ms aten::mm\""}) {
-    EXPECT_THAT(profile, ::testing::HasSubstr(part));
+    EXPECT_THAT(profile, Says(part));
   }
-  EXPECT_THAT(profile, ::testing::Not(::testing::HasSubstr(": 0.0,\n  \"other kernels\"")));
+  EXPECT_THAT(profile, Not(Says(": 0.0,\n  \"other kernels\"")));
   const std::string trace = test::file_text(folder / "run/metrics/trace/step-3.json");
   for (const char* span : {"forward ", "backward ", "norm and clip", "step 3"}) {
-    EXPECT_THAT(trace, ::testing::HasSubstr(span));
+    EXPECT_THAT(trace, Says(span));
   }
 }
 
@@ -553,7 +539,7 @@ TEST(GenerateOnADevice, ARouterThatIsNotFiniteIsNamed) {
   config.precision.storage_dtype.dtype = DType::kBFloat16;
   train_alone("cpu", config, folder / "run");
   for (const char* where : {"cpu", "sim"}) {
-    const auto error = testing::error_of(ErrorKind::kNumeric, [&] {
+    const auto error = error_of(ErrorKind::kNumeric, [&] {
       alone(where, [&](World& world) {
         train::Config of_generation;
         of_generation.model.path = (folder / "run/checkpoint/step-1").string();
@@ -572,7 +558,7 @@ TEST(GenerateOnADevice, ARouterThatIsNotFiniteIsNamed) {
         train::generate(train::decoder_of(*model), {108, 105, 110}, options, [](std::int64_t) {});
       });
     });
-    EXPECT_THAT(error, ::testing::HasSubstr("scores that are not finite")) << where;
+    EXPECT_THAT(error, Says("scores that are not finite")) << where;
   }
 }
 

@@ -2,18 +2,15 @@
 // and side streams, of one rank and of two that are threads.
 #include <ATen/ATen.h>
 #include <c10/core/AutogradState.h>
-#include <gtest/gtest.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <barrier>
 #include <cmath>
-#include <functional>
-#include <string>
 #include <thread>
-#include <vector>
 
 #include "sim/streams.h"
+#include "support/test.h"
 
 namespace tessera::sim::training_test {
 namespace {

@@ -1,22 +1,14 @@
 // `tessera train` on devices: where the host waits, once a step.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <cstdint>
-#include <map>
-#include <memory>
-#include <string>
-#include <vector>
 
 #include "sim/reads.h"
 #include "sim/sim.h"
 #include "sim/training_places.h"
+#include "support/test.h"
 
 namespace tessera::sim::training_waits_test {
 namespace {
 
 using test::RanksOfRun;
-using testing::TemporaryFolder;
 
 /// Host waits of each step: of libtorch by name, and reads of the library.
 struct Waits {
@@ -48,6 +40,14 @@ std::vector<Waits> waits_of(const train::Config& config, const TemporaryFolder& 
   return steps;
 }
 
+void expect_one_read_a_step(const std::vector<Waits>& steps, std::size_t count) {
+  EXPECT_EQ(steps.size(), count);
+  for (const auto& step : steps) {
+    EXPECT_THAT(step.of_device, IsEmpty());
+    EXPECT_EQ(step.reads, 1);
+  }
+}
+
 TEST(TrainingRun, TheHostWaitsOnceAStep) {
   const TemporaryFolder folder;
   for (const auto dtype : {DType::kFloat32, DType::kBFloat16}) {
@@ -56,12 +56,7 @@ TEST(TrainingRun, TheHostWaitsOnceAStep) {
       config.training.steps = 4;
       config.precision.param_dtype.dtype = dtype;
       config.training.local_batch_size = rows;
-      const auto steps = waits_of(config, folder);
-      ASSERT_EQ(steps.size(), 4U);
-      for (const auto& step : steps) {
-        EXPECT_THAT(step.of_device, ::testing::IsEmpty());
-        EXPECT_EQ(step.reads, 1);
-      }
+      expect_one_read_a_step(waits_of(config, folder), 4);
     }
   }
 }
@@ -73,23 +68,14 @@ TEST(TrainingRun, TheHostWaitsOnceAStepOfEachKind) {
     config.training.steps = 3;
     kind.set(config, folder);
     config.validation.path.clear();  // it reads its own loss
-    const auto steps = waits_of(config, folder);
-    ASSERT_EQ(steps.size(), 3U) << kind.name;
-    for (const auto& step : steps) {
-      EXPECT_THAT(step.of_device, ::testing::IsEmpty()) << kind.name;
-      EXPECT_EQ(step.reads, 1) << kind.name;
-    }
+    SCOPED_TRACE(kind.name);
+    expect_one_read_a_step(waits_of(config, folder), 3);
   }
 }
 
 TEST(TrainingRun, TheHostWaitsOnceAStepForExpertsToo) {
   const TemporaryFolder folder;
-  const auto steps = waits_of(experts_run(folder), folder);
-  EXPECT_EQ(steps.size(), 4U);
-  for (const auto& step : steps) {
-    EXPECT_THAT(step.of_device, ::testing::IsEmpty());
-    EXPECT_EQ(step.reads, 1);
-  }
+  expect_one_read_a_step(waits_of(experts_run(folder), folder), 4);
 }
 
 TEST(TrainingRun, TheHostWaitsOnceAStepOfAPipelineToo) {
@@ -97,12 +83,7 @@ TEST(TrainingRun, TheHostWaitsOnceAStepOfAPipelineToo) {
   auto config = test::small_run(folder);
   config.training.steps = 4;
   config.parallelism.pipeline_parallel_degree = 2;
-  const auto steps = waits_of(config, folder, {2, 1});
-  EXPECT_EQ(steps.size(), 3U);
-  for (const auto& step : steps) {
-    EXPECT_THAT(step.of_device, ::testing::IsEmpty());
-    EXPECT_EQ(step.reads, 1);
-  }
+  expect_one_read_a_step(waits_of(config, folder, {2, 1}), 3);
 }
 
 // How many rows come from the other rank only its routers know.
@@ -115,7 +96,7 @@ TEST(TrainingRun, TheHostWaitsOnceMoreALayerAndForwardForExpertsElsewhere) {
     const auto steps = waits_of(config, folder, {2, 1});
     EXPECT_EQ(steps.size(), 3U);
     for (const auto& step : steps) {
-      EXPECT_THAT(step.of_device, ::testing::IsEmpty());
+      EXPECT_THAT(step.of_device, IsEmpty());
       EXPECT_EQ(step.reads, 1 + 2 * (6 / rows)) << rows << " rows at a time";
     }
   }

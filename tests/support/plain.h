@@ -4,12 +4,10 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <chrono>
-#include <map>
-#include <string>
-#include <vector>
 
 #include "support/modules.h"
 #include "support/quotient.h"
+#include "support/test.h"
 #include "tessera/optim.h"
 #include "tessera/recompute.h"
 #include "tessera/shard.h"
@@ -36,17 +34,6 @@ inline at::Tensor squares(const at::Tensor& y) { return y.to(at::kFloat).pow(2).
 
 inline at::Tensor input_of(int rank, int step, std::int64_t width) {
   return seeded(static_cast<std::uint64_t>(1000 + 100 * step + rank), {3, width});
-}
-
-/// What `run` throws, "" when nothing.
-template <class Run>
-std::string error_of(const Run& run) {
-  try {
-    run();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "";
 }
 
 /// What each rank's `body` throws. One that fails ends the others' waits, so they may say something

@@ -42,6 +42,23 @@ inline Ranks ranks(int count, ThreadBackend backend = ThreadBackend::kInProcess,
   return {count, backend, timeout};
 }
 
+/// A test whose body each rank runs, with its `world`; the arguments after the name are those of
+/// ranks().
+#define TEST_ON_RANKS(suite, name, ...)                                                   \
+  void suite##_##name##_OnRank(::tessera::World& world);                                  \
+  TEST(suite, name) { ::tessera::test::ranks(__VA_ARGS__).run(suite##_##name##_OnRank); } \
+  void suite##_##name##_OnRank([[maybe_unused]] ::tessera::World& world)
+
+/// The same with parameters: GetParam() is there in the body and in the arguments.
+#define TEST_P_ON_RANKS(suite, name, ...)                                      \
+  struct suite##_##name##_OnRank : suite {                                     \
+    static void on_rank(::tessera::World& world);                              \
+  };                                                                           \
+  TEST_P(suite, name) {                                                        \
+    ::tessera::test::ranks(__VA_ARGS__).run(suite##_##name##_OnRank::on_rank); \
+  }                                                                            \
+  void suite##_##name##_OnRank::on_rank([[maybe_unused]] ::tessera::World& world)
+
 /// Where the ranks of a test wait for each other without a collective. Every rank takes a seat; one
 /// whose body has ended, by an exception too, is not waited for.
 class RankBarrier {

@@ -1,12 +1,10 @@
 // tools/plot.py on the metrics of a run.
-#include <gmock/gmock.h>
 
+#include "support/test.h"
 #include "tools/python.h"
 
 namespace tessera::cli::plot_test {
 namespace {
-
-using ::testing::HasSubstr;
 
 std::string metrics_line(int step) {
   const std::string number = std::to_string(step);
@@ -29,8 +27,7 @@ std::vector<unsigned> size_of_png(const std::filesystem::path& path) {
 }
 
 TEST(PlotTool, DrawsARunIntoItsFolder) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   ASSERT_EQ(run_program(folder, {"train", "run.toml", "--job.dump_folder", "run",
                                  "--validation.path", "page.txt"})
                 .code,
@@ -46,15 +43,14 @@ TEST(PlotTool, DrawsARunIntoItsFolder) {
 }
 
 TEST(PlotTool, TakesAFileAndLeavesOutTheLineThatACrashHasTorn) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   folder.write("metrics.jsonl", metrics_line(1) + metrics_line(2) + R"({"step":3,"lo)");
-  const Outcome outcome = run_python(folder, "tools/plot.py", {"metrics.jsonl", "out.png"});
-  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  succeeded(run_python(folder, "tools/plot.py", {"metrics.jsonl", "out.png"}));
   EXPECT_EQ(size_of_png(folder / "out.png").size(), 2U);
 }
 
 /// Replaces matplotlib: prints the value of `answer`, an expression of `axes` and `loss`.
-void write_pyplot(const testing::TemporaryFolder& folder, const std::string& answer) {
+void write_pyplot(const TemporaryFolder& folder, const std::string& answer) {
   folder.write("drawn/matplotlib/__init__.py", "def use(_): pass\n");
   folder.write("drawn/matplotlib/pyplot.py", R"(from unittest import mock
 
@@ -70,25 +66,21 @@ def subplots(*_, **__):
 }
 
 /// The steps at which each of the four pictures has a line from top to bottom.
-std::string marks(const testing::TemporaryFolder& folder, const std::string& run) {
+std::string marks(const TemporaryFolder& folder, const std::string& run) {
   write_pyplot(folder,
                "[[call.args[0] for call in axis.axvline.call_args_list] for axis in axes.flat]");
-  const Outcome outcome = run_python(folder, "tools/plot.py", {run}, "PYTHONPATH=drawn");
-  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  const Outcome outcome = succeeded(run_python(folder, "tools/plot.py", {run}, "PYTHONPATH=drawn"));
   return outcome.out.substr(0, outcome.out.find('\n'));
 }
 
 // Naive: a loss that falls at a step where the schedule has changed looks as if training did it.
 TEST(PlotTool, MarksWhereTheRunWasResumed) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   const auto train = [&](const std::string& steps, const std::string& load_step = "-1",
                          const std::string& ranks = "1") {
-    const Outcome outcome =
-        run_program(folder, {"train", "run.toml", "--job.dump_folder", "run", "--nproc", ranks,
-                             "--checkpoint.interval", "1", "--training.steps", steps,
-                             "--checkpoint.load_step", load_step});
-    ASSERT_EQ(outcome.code, 0) << outcome.err;
+    succeeded(run_program(folder, {"train", "run.toml", "--job.dump_folder", "run", "--nproc",
+                                   ranks, "--checkpoint.interval", "1", "--training.steps", steps,
+                                   "--checkpoint.load_step", load_step}));
   };
   const auto at = [](const std::string& steps) {
     std::string all;
@@ -109,7 +101,7 @@ TEST(PlotTool, MarksWhereTheRunWasResumed) {
 
 // Naive: a median among values that are not numbers is any of them, or none.
 TEST(PlotTool, SmoothsTheLossesOfTheStepsThatHaveOne) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   std::string lines;
   for (int step = 1; step <= 200; ++step) {
     const std::string loss = step % 3 == 0 ? std::to_string(step) + ".0" : "null";
@@ -120,14 +112,13 @@ TEST(PlotTool, SmoothsTheLossesOfTheStepsThatHaveOne) {
                "max(abs(found - step) if found == found else 1e9 for step, found in "
                "zip(*loss.plot.call_args_list[1].args))");
   const Outcome outcome =
-      run_python(folder, "tools/plot.py", {"metrics.jsonl"}, "PYTHONPATH=drawn");
-  ASSERT_EQ(outcome.code, 0) << outcome.err;
+      succeeded(run_python(folder, "tools/plot.py", {"metrics.jsonl"}, "PYTHONPATH=drawn"));
   // A window is 9 steps, at the ends 5 of them.
   EXPECT_LE(std::stod(outcome.out), 4.0) << outcome.out;
 }
 
 TEST(PlotTool, SaysWhatIsMissing) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   folder.write("torn.jsonl", metrics_line(1) + "nonsense\n" + metrics_line(2));
   folder.write("empty.jsonl", "");
   folder.write("good.jsonl", metrics_line(1));
@@ -143,10 +134,8 @@ TEST(PlotTool, SaysWhatIsMissing) {
                         Case{{"good.jsonl", "absent/out.png"}, "absent/out.png"},
                         Case{{"good.jsonl"}, "found no matplotlib", "PYTHONPATH=without"}}) {
     const Outcome outcome = run_python(folder, "tools/plot.py", c.words, c.environment);
-    EXPECT_EQ(outcome.code, 2) << outcome.err;
-    EXPECT_THAT(outcome.err, HasSubstr("plot: "));
-    EXPECT_THAT(outcome.err, HasSubstr(c.says));
-    EXPECT_THAT(outcome.err, ::testing::Not(HasSubstr("Traceback")));
+    EXPECT_THAT(outcome, Exits(2, "plot: ", c.says));
+    EXPECT_THAT(outcome.err, Not(Says("Traceback")));
   }
 }
 

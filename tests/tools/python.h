@@ -1,15 +1,12 @@
 // Runs a Python program of this repository with the packages that the tests install.
 #pragma once
 
-#include <string>
-#include <vector>
-
 #include "cli/program.h"
 
 namespace tessera::cli {
 
 /// `script` is relative to the root of the repository.
-inline Outcome run_python(const testing::TemporaryFolder& folder, const std::string& script,
+inline Outcome run_python(const TemporaryFolder& folder, const std::string& script,
                           const std::vector<std::string>& words,
                           const std::string& environment = "") {
   std::string command = "cd '" + folder.path().string() + "' && env " + environment +

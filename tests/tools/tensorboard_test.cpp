@@ -1,13 +1,12 @@
 // Event files, read back by the tensorboard package itself.
 #include "io/tensorboard.h"
 
-#include <gmock/gmock.h>
-
 #include <chrono>
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "support/test.h"
 #include "tools/python.h"
 
 namespace tessera::cli::tensorboard_test {
@@ -15,7 +14,7 @@ namespace {
 
 using nlohmann::json;
 
-json read_events(const testing::TemporaryFolder& folder, const std::string& events) {
+json read_events(const TemporaryFolder& folder, const std::string& events) {
   const Outcome outcome = run_python(folder, "tests/tools/read_events.py", {events});
   EXPECT_EQ(outcome.code, 0) << outcome.err
                              << "\nscripts/bootstrap --with-tools installs tensorboard";
@@ -33,7 +32,7 @@ double seconds_since_1970() {
 }
 
 TEST(TensorBoard, ReadsBackEveryScalarWithItsStepAndTime) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   const double before = seconds_since_1970();
   {
     EventFile file(folder / "tb", 1);
@@ -60,7 +59,7 @@ TEST(TensorBoard, ReadsBackEveryScalarWithItsStepAndTime) {
 }
 
 TEST(TensorBoard, StepsThatRanTwiceAreShownOnceAfterAResume) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   {
     EventFile first(folder / "tb", 1);
     for (int step = 1; step <= 7; ++step) first.append(step, {{"loss", 1.0 * step}});
@@ -81,12 +80,9 @@ TEST(TensorBoard, StepsThatRanTwiceAreShownOnceAfterAResume) {
 }
 
 TEST(TensorBoard, ARunsScalarsAreItsMetrics) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
-  const Outcome outcome =
-      run_program(folder, {"train", "run.toml", "--job.dump_folder", "run", "--nproc", "2",
-                           "--validation.path", "page.txt", "--validation.interval", "2"});
-  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  const SmallRun folder;
+  succeeded(run_program(folder, {"train", "run.toml", "--job.dump_folder", "run", "--nproc", "2",
+                                 "--validation.path", "page.txt", "--validation.interval", "2"}));
   const json found = read_events(folder, "run/metrics/tb");
   std::map<std::string, std::size_t> next;
   std::istringstream lines(read_file(folder / "run/metrics/metrics.jsonl"));
@@ -106,8 +102,7 @@ TEST(TensorBoard, ARunsScalarsAreItsMetrics) {
 }
 
 TEST(TensorBoard, IsWrittenUnlessTurnedOff) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   ASSERT_EQ(run_program(folder, {"train", "run.toml", "--job.dump_folder", "off",
                                  "--metrics.enable_tensorboard", "false"})
                 .code,
@@ -125,8 +120,7 @@ TEST(TensorBoard, IsWrittenUnlessTurnedOff) {
 
 // Step 3 of the first run comes again, and is shown once.
 TEST(TensorBoard, AResumedRunGoesOnWithoutWhatRanTwice) {
-  const testing::TemporaryFolder folder;
-  write_small_run(folder);
+  const SmallRun folder;
   const auto train = [&](const std::string& steps, const std::string& from) {
     return run_program(folder,
                        {"train", "run.toml", "--job.dump_folder", "run", "--training.steps", steps,

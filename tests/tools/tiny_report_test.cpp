@@ -1,13 +1,10 @@
 // tools/tiny_report.py, which closes ./run.
-#include <gmock/gmock.h>
 
+#include "support/test.h"
 #include "tools/python.h"
 
 namespace tessera::cli::tiny_report_test {
 namespace {
-
-using ::testing::HasSubstr;
-using ::testing::Not;
 
 /// A line of metrics.jsonl; the losses as JSON has them.
 std::string metrics_line(int step, const std::string& loss, const std::string& held_out = "") {
@@ -29,7 +26,6 @@ std::string plot_of(const std::string& report) {
 class TinyReport : public ::testing::Test {
  protected:
   TinyReport() {
-    write_small_run(folder_);
     std::filesystem::rename(folder_ / "run.toml", folder_ / "tiny.toml");
     std::filesystem::create_directories(folder_ / "configs");
     std::filesystem::copy_file(TESSERA_SOURCE "/configs/tiny.expected.json",
@@ -39,11 +35,9 @@ class TinyReport : public ::testing::Test {
   }
 
   Outcome report_after(std::vector<std::string> overrides) {
-    std::vector<std::string> words{"train",       "tiny.toml",         "--job.dump_folder",
-                                   "outputs/run", "--validation.path", "page.txt"};
-    words.insert(words.end(), overrides.begin(), overrides.end());
-    const Outcome trained = run_program(folder_, words);
-    EXPECT_EQ(trained.code, 0) << trained.err;
+    succeeded(run_program(folder_, joined({"train", "tiny.toml", "--job.dump_folder", "outputs/run",
+                                           "--validation.path", "page.txt"},
+                                          overrides)));
     overrides.insert(overrides.begin(), {"tiny.toml", "outputs/run"});
     return run_python(folder_, "tools/tiny_report.py", overrides);
   }
@@ -63,7 +57,7 @@ checkpoint.folder = "outputs/run/checkpoint"
     return outcome;
   }
 
-  testing::TemporaryFolder folder_;
+  SmallRun folder_;
 };
 
 // Three steps do not beat byte frequencies: exit code 3, with everything printed.
@@ -71,9 +65,9 @@ TEST_F(TinyReport, NamesTheFoldersOfTheRun) {
   const Outcome outcome = report_after({});
   EXPECT_EQ(outcome.code, 3) << outcome.err;
   EXPECT_EQ(outcome.err, "");
-  EXPECT_THAT(plot_of(outcome.out), HasSubstr("* training (mean of a column)   o held-out\n"));
-  EXPECT_THAT(outcome.out, HasSubstr("generate --model outputs/run/checkpoint --prompt"));
-  EXPECT_THAT(outcome.out, HasSubstr("The model goes on from"));
+  EXPECT_THAT(plot_of(outcome.out), Says("* training (mean of a column)   o held-out\n"));
+  EXPECT_THAT(outcome.out,
+              Says("generate --model outputs/run/checkpoint --prompt", "The model goes on from"));
 }
 
 TEST_F(TinyReport, FindsMetricsAndCheckpointsThatLieElsewhere) {
@@ -82,16 +76,15 @@ TEST_F(TinyReport, FindsMetricsAndCheckpointsThatLieElsewhere) {
       report_after({"--checkpoint.folder", away, "--metrics.folder", "figures"});
   EXPECT_EQ(outcome.code, 3) << outcome.err;
   EXPECT_EQ(outcome.err, "");
-  EXPECT_THAT(outcome.out, HasSubstr("outputs/run/figures/"));
-  EXPECT_THAT(outcome.out, HasSubstr("generate --model away --prompt"));
-  EXPECT_THAT(outcome.out, HasSubstr("The model goes on from"));
-  EXPECT_THAT(outcome.out, Not(HasSubstr("There is no checkpoint")));
+  EXPECT_THAT(outcome.out, Says("outputs/run/figures/", "generate --model away --prompt",
+                                "The model goes on from"));
+  EXPECT_THAT(outcome.out, Not(Says("There is no checkpoint")));
 }
 
 TEST_F(TinyReport, SaysThatThereIsNoCheckpoint) {
   const Outcome outcome = report_after({"--checkpoint.enable", "false"});
   EXPECT_EQ(outcome.code, 3) << outcome.err;
-  EXPECT_THAT(outcome.out, HasSubstr("There is no checkpoint to go on from."));
+  EXPECT_THAT(outcome.out, Says("There is no checkpoint to go on from."));
 }
 
 TEST_F(TinyReport, DrawsTheLossesByStep) {
@@ -145,9 +138,8 @@ TEST_F(TinyReport, DrawsTheMeanOfTheStepsOfAColumn) {
 
 TEST_F(TinyReport, DrawsOneStep) {
   const std::string plot = plot_of(report_of(metrics_line(1, "5.5", "5.4")).out);
-  EXPECT_THAT(plot, HasSubstr("\n5.50 |*\n"));
-  EXPECT_THAT(plot, HasSubstr("\n5.40 |o\n"));
-  EXPECT_THAT(plot, Not(HasSubstr("byte frequencies")));
+  EXPECT_THAT(plot, Says("\n5.50 |*\n", "\n5.40 |o\n"));
+  EXPECT_THAT(plot, Not(Says("byte frequencies")));
 }
 
 // Equal losses are a level line in the middle; a step whose loss is not finite is an empty column.
@@ -155,15 +147,13 @@ TEST_F(TinyReport, DrawsEqualLossesAndLeavesOutThoseThatAreNotFinite) {
   const std::string plot = plot_of(
       report_of(metrics_line(1, "3.5") + metrics_line(2, "null") + metrics_line(3, "3.5", "3.5"))
           .out);
-  EXPECT_THAT(plot, HasSubstr("\n3.55 |\n"));
-  EXPECT_THAT(plot, HasSubstr("|*" + std::string(62, ' ') + "o\n"));
-  EXPECT_THAT(plot, HasSubstr("\n3.45 |\n"));
+  EXPECT_THAT(plot, Says("\n3.55 |\n", "|*" + std::string(62, ' ') + "o\n", "\n3.45 |\n"));
 }
 
 TEST_F(TinyReport, SaysThatNoLossIsFinite) {
   const Outcome outcome = report_of(metrics_line(1, "null", "null"));
   EXPECT_EQ(outcome.code, 3);
-  EXPECT_THAT(outcome.out, HasSubstr("No step has a finite loss: there is nothing to draw.\n"));
+  EXPECT_THAT(outcome.out, Says("No step has a finite loss: there is nothing to draw.\n"));
 }
 
 }  // namespace

@@ -1,16 +1,8 @@
 // The NCCL backend between several ranks, over a stand-in for NCCL (stand_in.h), which keeps NCCL's
 // rules and finds what breaks them.
 #include <ATen/ATen.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
-#include <algorithm>
-#include <memory>
 #include <random>
-#include <set>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "comm/mail.h"
 #include "sim/drawn_collectives.h"
@@ -18,7 +10,7 @@
 #include "sim/ranks.h"
 #include "sim/simulator.h"
 #include "sim/streams.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "tessera/world.h"
 
 namespace tessera::sim::nccl_test {
@@ -28,11 +20,7 @@ using comm::EventEnd;
 using comm::EventSite;
 using comm::MailRoute;
 using comm::MailTag;
-using testing::AllOf;
 using testing::AnyOf;
-using testing::Contains;
-using testing::HasSubstr;
-using testing::IsEmpty;
 
 Where over_nccl(int ranks, bool side = false) {
   return {ranks, "sim", side, /*late=*/false, ThreadBackend::kNccl};
@@ -67,29 +55,12 @@ std::string error_of(const Where& where, const std::function<void(World&)>& body
   return text;
 }
 
-std::vector<Tensors> results_of(const Where& where, std::uint64_t seed) {
-  std::vector<Tensors> of_ranks(static_cast<std::size_t>(where.ranks));
-  on_ranks(where, [&](World& world) {
-    of_ranks[static_cast<std::size_t>(world.rank())] = program(world, seed);
-  });
-  return of_ranks;
-}
-
 TEST(NcclGroups, HaveTheBitsOfTheCpu) {
   for (std::uint64_t seed = 1; seed <= 6; ++seed) {
     for (const int ranks : {1, 2, 3, 4}) {
       const Where where = over_nccl(ranks, /*side=*/seed % 2 == 0);
-      const auto expected = results_of({ranks, "cpu"}, seed);
-      const auto found = results_of(where, seed);
-      for (std::size_t rank = 0; rank < found.size(); ++rank) {
-        ASSERT_EQ(found[rank].size(), expected[rank].size());
-        for (std::size_t i = 0; i < found[rank].size(); ++i) {
-          expect_same_bits(found[rank][i], expected[rank][i],
-                           concat(shown(where), ", seed ", seed, ", rank ", rank, ", ", i));
-        }
-      }
+      expect_bits_of_the_cpu(where, seed, results_of({ranks, "cpu"}, seed));
       EXPECT_THAT(take_nccl_findings(), IsEmpty());
-      settle();
     }
   }
 }
@@ -155,7 +126,7 @@ TEST(NcclEvents, EachThatIsLeftOutIsFound) {
     for (const EventEnd end : {EventEnd::kRecord, EventEnd::kBlock}) {
       const auto left_out = without(site, end);
       const std::string race = error_of(where, sum_and_send);
-      EXPECT_THAT(race, HasSubstr("race:"))
+      EXPECT_THAT(race, Says("race:"))
           << to_string(site) << (end == EventEnd::kRecord ? ", record" : ", block");
     }
   }
@@ -246,19 +217,19 @@ TEST(NcclGroups, ComparedEntriesNameBothRanks) {
           over_nccl(2),
           [&](World& world) { gathers(world, world.rank() == 0 ? "layers.3" : "layers.4"); },
           options),
-      AllOf(HasSubstr("rank 0 issues all_gather of layers.3 (#0"),
-            HasSubstr("but rank 1 issues all_gather of layers.4 (#0")));
+      Says("rank 0 issues all_gather of layers.3 (#0",
+           "but rank 1 issues all_gather of layers.4 (#0"));
 }
 
 TEST(NcclGroups, TwoRanksOnOneDeviceAreRefused) {
   EXPECT_THAT(error_of({2, "sim:0", false, false, ThreadBackend::kNccl},
                        [](World& world) { world.group({0, 1}, "gather"); }),
-              AllOf(HasSubstr("on one device"), HasSubstr("sim:0")));
+              Says("on one device", "sim:0"));
 }
 
 TEST(NcclGroups, AreNotOpenedAgainAfterAFailure) {
   EXPECT_THAT(error_of(over_nccl(2), [](World& world) { world.recover(); }),
-              HasSubstr("recover: found backend nccl"));
+              Says("recover: found backend nccl"));
 }
 
 // What the stand-in itself finds: tests that see nothing of it would prove nothing.
@@ -271,8 +242,7 @@ TEST(NcclStandIn, FindsOperationsThatDiffer) {
                          const at::Tensor data = at::zeros({world.rank() == 0 ? 8 : 10}, here);
                          group->issue(batch_of({comm::AllGather{data}}))->wait();
                        }),
-              AnyOf(AllOf(HasSubstr("all-gather of 16"), HasSubstr("all-gather of 20")),
-                    HasSubstr("another rank has failed")));
+              AnyOf(Says("all-gather of 16", "all-gather of 20"), Says("another rank has failed")));
 }
 
 TEST(NcclStandIn, FindsWhatSomeRanksNeverLaunch) {
@@ -281,7 +251,7 @@ TEST(NcclStandIn, FindsWhatSomeRanksNeverLaunch) {
     if (world.rank() == 1) return;
     group->issue(batch_of({comm::AllGather{at::zeros({8}, at::TensorOptions(world.device()))}}));
   });
-  EXPECT_THAT(take_nccl_findings(), Contains(HasSubstr("was launched by 1 of 2 ranks")));
+  EXPECT_THAT(take_nccl_findings(), Contains(Says("was launched by 1 of 2 ranks")));
   settle();
 }
 
@@ -299,7 +269,7 @@ TEST(NcclStandIn, FindsOrdersInWhichDevicesWouldWaitForEachOther) {
       all.push_back(group->issue(batch_of({comm::AllGather{data}})));
     }
   });
-  EXPECT_THAT(take_nccl_findings(), Contains(HasSubstr("in different orders")));
+  EXPECT_THAT(take_nccl_findings(), Contains(Says("in different orders")));
   settle();
 }
 

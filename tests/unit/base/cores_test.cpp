@@ -1,24 +1,16 @@
 // CPUs by drawn trees of control groups, and OMP_NUM_THREADS as libgomp reads it.
 #include "base/threads/cores.h"
 
-#include <gtest/gtest.h>
-
-#include <algorithm>
 #include <cerrno>
 #include <cmath>
 #include <cstdlib>
 #include <random>
-#include <string>
 #include <thread>
-#include <vector>
 
-#include "tessera/error.h"
-#include "unit/io/temporary_folder.h"
+#include "support/temporary_folder.h"
 
 namespace tessera::base::cores_test {
 namespace {
-
-using testing::TemporaryFolder;
 
 class Draw {
  public:

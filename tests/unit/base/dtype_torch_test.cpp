@@ -1,13 +1,11 @@
 // The dtype tables against libtorch itself, over all pairs and, for narrow types, over all values.
 #include <ATen/ATen.h>
-#include <gtest/gtest.h>
 
 #include <optional>
-#include <utility>
-#include <vector>
 
+#include "base/text/printable.h"
+#include "support/test.h"
 #include "tessera/dtype.h"
-#include "tessera/error.h"
 
 namespace tessera::dtype_torch_test {
 namespace {
@@ -88,6 +86,20 @@ TEST(DTypeTorch, RepresentsEqualsARoundTripOfEveryNarrowValue) {
       // Converting a negative number to an unsigned type wraps and comes back changed.
       EXPECT_EQ(represents(wide, narrow), same) << to_string(wide) << " " << to_string(narrow);
     }
+  }
+}
+
+// An error of libtorch itself, with the stack that it carries.
+TEST(OneLine, ErrorsOfLibtorchLoseTheirStackOnly) {
+  try {
+    at::empty({-1});
+    FAIL() << "no error was thrown";
+  } catch (const c10::Error& error) {
+    ASSERT_THAT(error.what(), Says("Exception raised from"));
+    const std::string line = one_line(error.what());
+    EXPECT_EQ(line, one_line(error.what_without_backtrace()));
+    EXPECT_THAT(line, Says("-1"));
+    EXPECT_EQ(line.find('\n'), std::string::npos);
   }
 }
 

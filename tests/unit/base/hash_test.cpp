@@ -1,8 +1,6 @@
 #include "base/hash.h"
 
-#include <gtest/gtest.h>
-
-#include <set>
+#include "support/test.h"
 
 namespace tessera::hash_test {
 namespace {
@@ -57,6 +55,19 @@ TEST(Hasher, EveryFieldCounts) {
   seen.insert(Hasher().add(1.0).digest());
   seen.insert(Hasher().add(std::string_view("1")).digest());
   EXPECT_EQ(seen.size(), 6U);
+}
+
+TEST(Crc32c, IsThatOfRfc3720) {
+  // Appendix B.4 of the RFC, and the usual check value of the nine digits.
+  std::string ascending;
+  for (int i = 0; i < 32; ++i) ascending += static_cast<char>(i);
+  const std::string descending(ascending.rbegin(), ascending.rend());
+  EXPECT_EQ(crc32c(std::string(32, '\0')), 0x8A9136AAU);
+  EXPECT_EQ(crc32c(std::string(32, '\xFF')), 0x62A8AB43U);
+  EXPECT_EQ(crc32c(ascending), 0x46DD794EU);
+  EXPECT_EQ(crc32c(descending), 0x113FDB5CU);
+  EXPECT_EQ(crc32c("123456789"), 0xE3069283U);
+  EXPECT_EQ(crc32c(""), 0U);
 }
 
 }  // namespace

@@ -1,12 +1,9 @@
 #include "pairwise.h"
 
-#include <gtest/gtest.h>
-
-#include <algorithm>
 #include <array>
-#include <set>
 
 #include "proof.h"
+#include "support/test.h"
 
 namespace tessera::pairwise_test {
 namespace {
@@ -126,7 +123,7 @@ TEST(Parts, HaveEveryCaseOnce) {
   for (const std::size_t count : {1U, 2U, 11U, 105U, 200U}) {
     std::vector<Choice> found;
     for (std::size_t number = 1; number <= count; ++number) {
-      const auto some = test::Part{number, count}.of(whole);
+      const auto some = test::PartOfProof{number, count}.of(whole);
       found.insert(found.end(), some.begin(), some.end());
     }
     std::ranges::sort(found);
@@ -135,11 +132,11 @@ TEST(Parts, HaveEveryCaseOnce) {
 }
 
 TEST(Parts, AreReadAsTheyAreWrittenAndNothingElseIs) {
-  const auto part = test::Part::parse("2/11");
+  const auto part = test::PartOfProof::parse("2/11");
   EXPECT_EQ(part.number, 2U);
   EXPECT_EQ(part.count, 11U);
   for (const char* text : {"", "2", "2/", "0/3", "4/3", "1/0", "1/3x", "-1/3", "1 of 3"}) {
-    EXPECT_THROW(test::Part::parse(text), Error) << text;
+    EXPECT_THROW(test::PartOfProof::parse(text), Error) << text;
   }
 }
 

@@ -1,14 +1,9 @@
-#include <gtest/gtest.h>
-
-#include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <map>
 #include <numeric>
-#include <vector>
 
 #include "base/random.h"
-#include "tessera/error.h"
+#include "support/test.h"
 
 namespace tessera::philox_test {
 namespace {

@@ -1,8 +1,8 @@
 #include "base/test_hooks.h"
 
-#include <gtest/gtest.h>
-
 #include <thread>
+
+#include "support/test.h"
 
 namespace tessera::test::test_hooks_test {
 namespace {

@@ -2,21 +2,13 @@
 // than all of them and no smaller than those that live at one time; and what lies wrong is found.
 #include "capture/replay/arena_plan.h"
 
-#include <gmock/gmock.h>
-
-#include <algorithm>
 #include <random>
-#include <string>
-#include <vector>
 
-#include "tessera/error.h"
+#include "support/test.h"
 
 namespace tessera::capture::arena_plan_test {
 namespace {
 
-using ::testing::Contains;
-using ::testing::HasSubstr;
-using ::testing::IsEmpty;
 using ::testing::SizeIs;
 
 constexpr unsigned kCases = 400;
@@ -115,21 +107,21 @@ TEST(ArenaPlan, EachFaultIsFound) {
       auto faulty = plan;
       faulty.offsets[at] = plan.offsets[other];
       const auto both = concat("buffers ", std::min(at, other), " and ", std::max(at, other));
-      EXPECT_THAT(faults_of(faulty, lifetimes), Contains(HasSubstr(both)));
+      EXPECT_THAT(faults_of(faulty, lifetimes), Contains(Says(both)));
       ++moved;
     }
     const auto named = concat("buffer ", at, ": found bytes");
     {
       auto faulty = plan;
       faulty.offsets[at] += 1 + static_cast<std::int64_t>(random() % (kArenaAlignment - 1));
-      EXPECT_THAT(faults_of(faulty, lifetimes), Contains(HasSubstr(named)));
+      EXPECT_THAT(faults_of(faulty, lifetimes), Contains(Says(named)));
       ++turned;
     }
     for (const std::int64_t begin : {-kArenaAlignment, aligned(plan.bytes)}) {
       auto faulty = plan;
       faulty.offsets[at] = begin;
       if (begin >= 0 && lifetimes[at].bytes == 0) continue;  // nothing of it lies outside
-      EXPECT_THAT(faults_of(faulty, lifetimes), Contains(HasSubstr(named)));
+      EXPECT_THAT(faults_of(faulty, lifetimes), Contains(Says(named)));
       ++outside;
     }
     auto faulty = plan;

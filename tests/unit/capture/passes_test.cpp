@@ -1,19 +1,21 @@
 // What passes choose: what saves most for its bytes, within the budget, and nothing that a user has
 // bound.
+
 #include "capture/passes.h"
 
-#include <gmock/gmock.h>
-
-#include <algorithm>
 #include <numeric>
 #include <regex>
 
+#include "capture/plan_profile.h"
 #include "capture/plan_text.h"
+#include "capture/planner.h"
 #include "capture/recompute_pass.h"
+#include "capture/region_blocks.h"
 #include "capture/simulate_plan.h"
 #include "fsdp/agreed/step_plan_check.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "unit/capture/drawn_problem.h"
+#include "unit/fsdp/drawn_plan.h"
 #include "unit/fsdp/flat_trace.h"
 
 namespace tessera::capture::passes_test {
@@ -24,12 +26,6 @@ using fsdp::flat;
 using fsdp::Keep;
 using fsdp::PlanOrder;
 using fsdp::ReduceAt;
-using ::testing::AllOf;
-using ::testing::Contains;
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using ::testing::IsEmpty;
-using ::testing::Not;
 using Names = std::vector<std::string>;
 
 /// The root of 10 bytes, which stays, around units of these.
@@ -52,13 +48,7 @@ PlanProblem problem_of(const std::vector<std::int64_t>& bytes, std::int64_t micr
 }
 
 std::string refused(const auto& choose) {
-  try {
-    choose();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kConfig) << error.what();
-    return error.what();
-  }
-  return "";
+  return refusal_of(ErrorKind::kConfig, [&] { choose(); });
 }
 
 // The large one does not fit; the ones after it in the order of what they save are still looked at.
@@ -69,9 +59,9 @@ TEST(KeepPass, AUnitThatDoesNotFitIsSkippedAndNotTheEnd) {
   problem.memory_budget = 150;
   const auto chosen = choose(problem, Names{"keep"});
   EXPECT_EQ(chosen.choices.keep[1], Keep::kNot);
-  EXPECT_THAT(chosen.keep_reasons[1], AllOf(HasSubstr("would save"), HasSubstr("do not fit")));
+  EXPECT_THAT(chosen.keep_reasons[1], Says("would save", "do not fit"));
   EXPECT_EQ(chosen.choices.keep[2], Keep::kUpdate);
-  EXPECT_THAT(chosen.keep_reasons[2], HasSubstr("a micro-batch for 20 B"));
+  EXPECT_THAT(chosen.keep_reasons[2], Says("a micro-batch for 20 B"));
   EXPECT_LE(fsdp::peak_gathered_bytes(plan_of(problem, chosen)), 150);
 }
 
@@ -125,7 +115,7 @@ TEST(KeepPass, NothingIsKeptLongerThanItSaves) {
   EXPECT_THAT(chosen.choices.keep,
               ElementsAre(Keep::kUpdate, Keep::kBackward, Keep::kBackward, Keep::kBackward));
   problem.micro_batches = 2;
-  EXPECT_THAT(choose(problem, Names{"keep"}).choices.keep, ::testing::Each(Keep::kUpdate));
+  EXPECT_THAT(choose(problem, Names{"keep"}).choices.keep, Each(Keep::kUpdate));
 }
 
 TEST(PrefetchPass, GoesAsFarAheadAsItPays) {
@@ -135,7 +125,7 @@ TEST(PrefetchPass, GoesAsFarAheadAsItPays) {
   for (auto& unit : problem.profile.units) unit.gather_ms = unit.name == "layer 3" ? 3.0 : 0.1;
   const auto far = choose(problem, Names{"prefetch"});
   EXPECT_GE(far.choices.ahead_in_forward, 2U);
-  EXPECT_THAT(far.ahead_reason, HasSubstr("the best of the 25 choices that fit"));
+  EXPECT_THAT(far.ahead_reason, Says("the best of the 25 choices that fit"));
   // What hides behind one unit is not gathered before that.
   for (auto& unit : problem.profile.units) unit.gather_ms = 0.5;
   EXPECT_EQ(choose(problem, Names{"prefetch"}).choices.ahead_in_forward, 1U);
@@ -144,8 +134,7 @@ TEST(PrefetchPass, GoesAsFarAheadAsItPays) {
   problem.profile.units.back().gather_ms = 1.05;
   const auto kept = choose(problem, Names{"prefetch"});
   EXPECT_EQ(kept.choices, problem.eager);
-  EXPECT_THAT(kept.ahead_reason,
-              HasSubstr("of the 25 choices that fit none is more than 2 % better"));
+  EXPECT_THAT(kept.ahead_reason, Says("of the 25 choices that fit none is more than 2 % better"));
   // Nothing fits beside what is read.
   problem.memory_budget = least_bytes(problem);
   const auto none = choose(problem, Names{"prefetch"});
@@ -158,20 +147,18 @@ TEST(Passes, BudgetBelowTheLeastGivesTheLeastInBytes) {
   EXPECT_EQ(least_bytes(problem), 40);
   problem.memory_budget = 39;
   EXPECT_THAT(refused([&] { choose(problem); }),
-              AllOf(HasSubstr("compile.memory_budget: found 39"), HasSubstr("expected at least 40"),
-                    HasSubstr("form 3; raise it")));
+              Says("compile.memory_budget: found 39", "expected at least 40", "form 3; raise it"));
   problem.memory_budget = 40;
   EXPECT_LE(fsdp::peak_gathered_bytes(plan_of(problem, choose(problem))), 40);
   problem.form = Form::k1;
-  EXPECT_THAT(refused([&] { choose(problem); }),
-              AllOf(HasSubstr("at least 80"), HasSubstr("compile.form = 3")));
+  EXPECT_THAT(refused([&] { choose(problem); }), Says("at least 80", "compile.form = 3"));
 }
 
 TEST(Passes, FormsAreZerosStages) {
   auto problem = problem_of({20, 30}, 3);
   problem.form = Form::k1;
   const auto one = choose(problem);
-  EXPECT_THAT(one.choices.keep, ::testing::Each(Keep::kUpdate));
+  EXPECT_THAT(one.choices.keep, Each(Keep::kUpdate));
   EXPECT_EQ(one.choices.reduce, ReduceAt::kLastBackward);
   EXPECT_EQ(one.keep_reasons[1], "form 1");
   problem.form = Form::k2;
@@ -195,14 +182,14 @@ TEST(Passes, WhatAUserBoundStays) {
 TEST(Passes, UnknownOnesAndUnmetRequirementsAreNamed) {
   auto problem = problem_of({20, 30}, 2);
   const auto with = [&](const Names& names) { return refused([&] { choose(problem, names); }); };
-  EXPECT_THAT(with({"keap"}), HasSubstr("found 'keap', expected recompute, keep or prefetch"));
-  EXPECT_THAT(with({"offload"}), HasSubstr("keep or prefetch; optimizer state is in memory"));
-  EXPECT_THAT(with({"keep"}), HasSubstr("found keep without compile.memory_budget"));
-  EXPECT_THAT(with({"prefetch", "prefetch"}), HasSubstr("twice"));
+  EXPECT_THAT(with({"keap"}), Says("found 'keap', expected recompute, keep or prefetch"));
+  EXPECT_THAT(with({"offload"}), Says("keep or prefetch; optimizer state is in memory"));
+  EXPECT_THAT(with({"keep"}), Says("found keep without compile.memory_budget"));
+  EXPECT_THAT(with({"prefetch", "prefetch"}), Says("twice"));
   problem.memory_budget = 1000;
-  EXPECT_THAT(with({"prefetch", "keep"}), HasSubstr("keep behind a pass that has decided how far"));
+  EXPECT_THAT(with({"prefetch", "keep"}), Says("keep behind a pass that has decided how far"));
   problem.form = Form::k1;
-  EXPECT_THAT(with({"keep"}), HasSubstr("keep without units that are gathered more than once"));
+  EXPECT_THAT(with({"keep"}), Says("keep without units that are gathered more than once"));
   // Where nobody asked for it, it is left out, and says so.
   EXPECT_THAT(choose(problem).notes,
               Contains("pass keep is left out, since no unit is gathered more than once a step"));
@@ -276,10 +263,10 @@ TEST(Passes, DrawnProblemsGiveValidPlansWithinTheirBudgets) {
         all.reductions += reductions;
       }
       ASSERT_EQ(all, (UnitCounts{step.gathers, step.reductions})) << seed;
-      ASSERT_THAT(to_text(plan, chosen, problem.micro_batches), Not(HasSubstr("()"))) << seed;
+      ASSERT_THAT(to_text(plan, chosen, problem.micro_batches), Not(Says("()"))) << seed;
     } catch (const Error& error) {
       ++refusals;
-      ASSERT_THAT(error.what(), HasSubstr("compile.memory_budget")) << seed;
+      ASSERT_THAT(error.what(), Says("compile.memory_budget")) << seed;
       ASSERT_LT(*problem.memory_budget, least_bytes(problem)) << seed;
     }
   }
@@ -292,12 +279,12 @@ TEST(PlanText, EveryActionHasItsReason) {
   problem.memory_budget = 85;
   const auto chosen = choose(problem, Names{"keep"});
   const auto text = to_text(plan_of(problem, chosen), chosen, 2);
-  EXPECT_THAT(text, AllOf(HasSubstr("micro-batch first, forward:\n"),
-                          HasSubstr("  before the root: gather the root (needed by the root)\n"),
-                          HasSubstr("keep to update the root (its reshard_after_forward is off)"),
-                          HasSubstr("reduce layer 1 (nothing more brings it a gradient)"),
-                          HasSubstr("a micro-batch for 20 B)"), HasSubstr("micro-batch last")));
-  EXPECT_THAT(text, Not(HasSubstr("micro-batch middle")));
+  EXPECT_THAT(text, Says("micro-batch first, forward:\n",
+                         "  before the root: gather the root (needed by the root)\n",
+                         "keep to update the root (its reshard_after_forward is off)",
+                         "reduce layer 1 (nothing more brings it a gradient)",
+                         "a micro-batch for 20 B)", "micro-batch last"));
+  EXPECT_THAT(text, Not(Says("micro-batch middle")));
 }
 
 // Naive: 32 lines that say the same of 32 layers.
@@ -309,9 +296,98 @@ TEST(PlanText, LayersThatAreAlikeHaveOneLine) {
   Chosen chosen = choose(problem, Names{});
   chosen.keep_reasons[3] = "of its own";
   EXPECT_THAT(choices_text(plan_of(problem, chosen), chosen),
-              AllOf(HasSubstr("\n  model.layers.{0-1,3} x 3 (20 B): given back after forward\n"),
-                    HasSubstr("\n  model.layers.2 (20 B): given back after forward: of its own\n"),
-                    HasSubstr("\n  model.layers.4 (20 B): kept to its backward")));
+              Says("\n  model.layers.{0-1,3} x 3 (20 B): given back after forward\n",
+                   "\n  model.layers.2 (20 B): given back after forward: of its own\n",
+                   "\n  model.layers.4 (20 B): kept to its backward"));
+}
+
+// Blocks of replayed regions, by hand: what they take at most, what a profile tells of other modes,
+// and what budgets make of them.
+using enum RecomputeMode;
+
+/// A root without regions around three layers.
+PlanProfile profile_of(RecomputeMode mode) {
+  PlanProfile profile = default_profile(fsdp::units_of(4));
+  RegionBlocks found;
+  found.units["layer 1"] = {.entries = 100, .running = 150};
+  found.units["layer 2"] = {.entries = 100, .running = 120};
+  found.units["layer 3"] = {.entries = 40, .running = 60};
+  found.units["another"] = {.entries = 1, .running = 1};
+  add_blocks(profile, found, {kNone, mode, mode, mode});
+  return profile;
+}
+
+fsdp::StepRecord record() { return fsdp::record_of({fsdp::flat({0, 1, 2, 3})}); }
+
+TEST(RegionBlocks, TheMostIsInTheLastLayersOrWhereALargeOneRuns) {
+  const auto profile = profile_of(kNone);
+  EXPECT_FALSE(profile.units[0].blocks);
+  EXPECT_THAT(blocks_of(profile), ElementsAre(UnitBlocks{}, UnitBlocks{100, 150},
+                                              UnitBlocks{100, 120}, UnitBlocks{40, 60}));
+  EXPECT_EQ(most_blocks(profile, record(), {kNone, kNone, kNone, kNone}), 100 + 100 + 60);
+  EXPECT_EQ(most_blocks(profile, record(), {kNone, kNone, kFull, kFull}), 100 + 120);
+  EXPECT_EQ(most_blocks(profile, record(), {kNone, kFull, kFull, kFull}), 150);
+}
+
+// Naive: products that a checkpoint keeps, which are none of the region's then.
+TEST(RegionBlocks, OfAModeThatNobodyMeasuredNothingIsKnown) {
+  const std::vector<RecomputeMode> selective{kNone, kSelective, kSelective, kSelective};
+  EXPECT_FALSE(most_blocks(profile_of(kNone), record(), selective));
+  EXPECT_FALSE(most_blocks(profile_of(kSelective), record(), {kNone, kNone, kNone, kNone}));
+  EXPECT_EQ(most_blocks(profile_of(kSelective), record(), selective), 150);
+  EXPECT_EQ(most_blocks(profile_of(kFull), record(), {kNone, kNone, kNone, kNone}), 260);
+  EXPECT_FALSE(most_blocks(default_profile(fsdp::units_of(4)), record(), selective));
+}
+
+TEST(RegionBlocks, OfSeveralRanksTheMostCountsWhoeverIsSlowest) {
+  auto one = profile_of(kNone), other = profile_of(kNone);
+  one.units[1].forward_ms = 100.0;
+  other.units[1].blocks->bytes = {.entries = 200, .running = 210};
+  one.units[2].blocks.reset();
+  const auto slowest = slowest_of({one, other});
+  EXPECT_EQ(slowest.units[1].forward_ms, 100.0);
+  EXPECT_EQ(slowest.units[1].blocks->bytes, (UnitBlocks{.entries = 200, .running = 210}));
+  EXPECT_EQ(slowest.units[2].blocks, other.units[2].blocks);
+}
+
+// A budget has room for what is idle as for activations, and where even the least has none, it is said and
+// the plan is made: a run that began by a budget is not ended by what it measures.
+TEST(RegionBlocks, ABudgetCountsIdleOnesWhereItCan) {
+  Planning planning;
+  planning.replays = true;
+  planning.profile = profile_of(kNone);
+  const auto units = fsdp::units_of(4);
+  ForwardActivations activations{.beside = 0, .after = 0, .units = {}};
+  for (const auto* unit : {"layer 1", "layer 2", "layer 3"}) {
+    activations.units.push_back({unit, 100, 100, 100, 100, 100});
+  }
+  planning.activations = activations;
+  const auto eager =
+      eager_choices(record(), {false, true, true, true}, fsdp::ReduceAt::kLastBackward,
+                    fsdp::PlanOrder::kOneAfterTheOther);
+  const auto problem_in = [&](std::optional<std::int64_t> budget) {
+    planning.memory_budget = budget;
+    return problem_of(planning, record(), units, eager, fsdp::PlanOrder::kOneAfterTheOther);
+  };
+  const auto free = problem_in(std::nullopt);
+  EXPECT_EQ(free.blocks, blocks_of(*planning.profile));
+  EXPECT_EQ(most_activations(activations_of(activations, units), record(),
+                             std::vector<RecomputeMode>(4, kNone), free.blocks),
+            300 + 20)
+      << "what is scratch is idle behind the last of them";
+  activations.after = 70;
+  EXPECT_EQ(most_activations(activations_of(activations, units), record(),
+                             {kNone, kNone, kNone, kFull}, free.blocks),
+            300 + 70 + 60)
+      << "what runs again has its blocks all the time";
+  const auto least = least_bytes(free);
+  EXPECT_EQ(problem_in(least).blocks, free.blocks);
+  EXPECT_EQ(peak_bytes(free, make_plan(record(), units, eager, free.order)),
+            20 + peak_bytes(problem_in(least - 1), make_plan(record(), units, eager, free.order)));
+  const auto chosen = choose(problem_in(least - 1));
+  EXPECT_THAT(chosen.notes, Contains(Says("up to 20 B, come on top of the budget")));
+  planning.replays = false;
+  EXPECT_TRUE(problem_in(std::nullopt).blocks.empty());
 }
 
 }  // namespace

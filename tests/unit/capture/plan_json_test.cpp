@@ -1,15 +1,13 @@
 // Plans as files: what is written is read, and what is no plan is refused with its place.
 #include "capture/plan_json.h"
 
-#include <gmock/gmock.h>
-
 #include <fstream>
 #include <iterator>
 #include <nlohmann/json.hpp>
 
 #include "capture/plan_diff.h"
 #include "fsdp/agreed/step_plan_check.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "unit/fsdp/drawn_plan.h"
 #include "unit/fsdp/flat_trace.h"
 
@@ -25,11 +23,6 @@ using fsdp::ReduceAt;
 using fsdp::StepPlan;
 using fsdp::units_of;
 using nlohmann::json;
-using ::testing::AllOf;
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using ::testing::IsEmpty;
-using ::testing::Not;
 
 PlanFile drawn(unsigned seed) {
   PlanFile file;
@@ -49,13 +42,7 @@ PlanFile three_units() {
 }
 
 std::string refusal(std::string_view text) {
-  try {
-    parse_plan(text, "p.json");
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kFormat) << error.what();
-    return error.what();
-  }
-  return "";
+  return refusal_of(ErrorKind::kFormat, [&] { parse_plan(text, "p.json"); });
 }
 
 TEST(PlanJson, WhatIsWrittenIsRead) {
@@ -84,7 +71,7 @@ TEST(PlanJson, EveryTruncationIsRefused) {
   auto text = to_json(three_units());
   text.pop_back();  // the last line feed may be missing
   for (std::size_t size = 0; size < text.size(); ++size) {
-    ASSERT_THAT(refusal(text.substr(0, size)), HasSubstr("p.json")) << size;
+    ASSERT_THAT(refusal(text.substr(0, size)), Says("p.json")) << size;
   }
 }
 
@@ -119,24 +106,23 @@ TEST(PlanJson, RefusalsNameThePlace) {
     whole[json::json_pointer(pointer)] = value;
     return refusal(whole.dump());
   };
-  EXPECT_THAT(with("/format", "tessera-profile"), HasSubstr("expected \"tessera-plan\""));
-  EXPECT_THAT(with("/version", 2), HasSubstr("expected version 1"));
-  EXPECT_THAT(with("/units/1/bytes", -4),
-              AllOf(HasSubstr("p.json: 'units': 'an item': 'bytes': found '-4'")));
-  EXPECT_THAT(with("/units/1/bytes", std::int64_t{1} << 60), HasSubstr("expected an integer"));
-  EXPECT_THAT(with("/units/1/lenders", {3}), HasSubstr("an integer from 0 to 2"));
-  EXPECT_THAT(with("/units/1/name", "a\x1b[31m"), HasSubstr("printable bytes"));
-  EXPECT_THAT(with("/choices/keep/0", "for ever"), HasSubstr("\"not\", \"backward\", \"update\""));
-  EXPECT_THAT(with("/choices/recompute/0", "half"), HasSubstr("\"none\", \"selective\", \"full\""));
-  EXPECT_THAT(with("/units/1/recompute_by", "me"), HasSubstr("\"nobody\", \"user\", \"plan\""));
+  EXPECT_THAT(with("/format", "tessera-profile"), Says("expected \"tessera-plan\""));
+  EXPECT_THAT(with("/version", 2), Says("expected version 1"));
+  EXPECT_THAT(with("/units/1/bytes", -4), Says("p.json: 'units': 'an item': 'bytes': found '-4'"));
+  EXPECT_THAT(with("/units/1/bytes", std::int64_t{1} << 60), Says("expected an integer"));
+  EXPECT_THAT(with("/units/1/lenders", {3}), Says("an integer from 0 to 2"));
+  EXPECT_THAT(with("/units/1/name", "a\x1b[31m"), Says("printable bytes"));
+  EXPECT_THAT(with("/choices/keep/0", "for ever"), Says("\"not\", \"backward\", \"update\""));
+  EXPECT_THAT(with("/choices/recompute/0", "half"), Says("\"none\", \"selective\", \"full\""));
+  EXPECT_THAT(with("/units/1/recompute_by", "me"), Says("\"nobody\", \"user\", \"plan\""));
   EXPECT_THAT(with("/stages/0/micro_batches/only/forward/actions/0", {"gather"}),
-              HasSubstr("expected [action, unit]"));
+              Says("expected [action, unit]"));
   EXPECT_THAT(with("/stages/0/micro_batches/only/forward/actions/0", {"fetch", 0}),
-              HasSubstr("expected one of \"gather\""));
-  EXPECT_THAT(with("/stages/0/micro_batches/only", nullptr), HasSubstr("expected an object"));
-  EXPECT_THAT(refusal("[]"), HasSubstr("expected an object"));
-  EXPECT_THAT(refusal(R"({"format": 1, "format": 2})"), HasSubstr("twice in one object"));
-  EXPECT_THAT(refusal(std::string(100, '[')), HasSubstr("nested deeper"));
+              Says("expected one of \"gather\""));
+  EXPECT_THAT(with("/stages/0/micro_batches/only", nullptr), Says("expected an object"));
+  EXPECT_THAT(refusal("[]"), Says("expected an object"));
+  EXPECT_THAT(refusal(R"({"format": 1, "format": 2})"), Says("twice in one object"));
+  EXPECT_THAT(refusal(std::string(100, '[')), Says("nested deeper"));
 }
 
 // Naive: a key that nobody reads is passed over, and whoever misspelt it never hears of it.
@@ -147,8 +133,7 @@ TEST(PlanJson, KeysThatNobodyReadsAreRefusedWhereverTheyStand) {
     auto edited = whole;
     edited[json::json_pointer(pointer)]["aheda"] = 4;
     ++objects;
-    EXPECT_THAT(refusal(edited.dump()), HasSubstr("found 'aheda', expected none but \""))
-        << pointer;
+    EXPECT_THAT(refusal(edited.dump()), Says("found 'aheda', expected none but \"")) << pointer;
   };
   const auto walk = [&](const auto& self, const json& value, const std::string& pointer) -> void {
     if (value.is_object()) try_with(pointer);
@@ -170,12 +155,12 @@ TEST(PlanJson, UnitsThatLendInACircleAreRefused) {
   };
   EXPECT_EQ(with({{}, {0}, {1, 0}}), "") << "lenders may borrow themselves";
   EXPECT_THAT(with({{}, {1}, {}}),
-              HasSubstr("p.json: 'units': found unit layer 1, whose lender is itself, expected"));
+              Says("p.json: 'units': found unit layer 1, whose lender is itself, expected"));
   EXPECT_THAT(with({{}, {0, 2}, {0, 1}}),
-              HasSubstr("unit layer 1, whose lender layer 2 borrows of it in turn, expected"));
-  EXPECT_THAT(with({{2}, {0}, {1}}), HasSubstr("unit the root, whose lender layer 2 borrows"));
+              Says("unit layer 1, whose lender layer 2 borrows of it in turn, expected"));
+  EXPECT_THAT(with({{2}, {0}, {1}}), Says("unit the root, whose lender layer 2 borrows"));
   // One that borrows of them is in no circle itself.
-  EXPECT_THAT(with({{1}, {2}, {2}}), HasSubstr("unit layer 2, whose lender is itself"));
+  EXPECT_THAT(with({{1}, {2}, {2}}), Says("unit layer 2, whose lender is itself"));
 }
 
 // A fuzzer that begins with files of yesterday's format never comes past the first field.
@@ -195,11 +180,11 @@ TEST(PlanJson, TheFuzzersBeginWithPlansThatHold) {
   EXPECT_EQ(json::parse(to_json(file)), json::parse(text));
   EXPECT_EQ(file.plan.hash(), 1436217120652454520U);
   for (const auto* name : {"lend_in_a_circle", "lend_to_each_other", "lends_to_itself"}) {
-    EXPECT_THAT(refusal(text_of(name)), HasSubstr("expected units that lend")) << name;
+    EXPECT_THAT(refusal(text_of(name)), Says("expected units that lend")) << name;
   }
   EXPECT_THAT(refusal(text_of("offloaded_and_recomputed")),
-              HasSubstr("'offload': found a list, expected an empty list, since optimizer "
-                        "state is in memory; make the plan anew with tessera plan"));
+              Says("'offload': found a list, expected an empty list, since optimizer "
+                   "state is in memory; make the plan anew with tessera plan"));
 }
 
 // Files of before are read, and written as they were: keys and values in their order, and lines.
@@ -212,7 +197,7 @@ TEST(PlanJson, FilesAreWrittenAsTheyWere) {
   }
   auto three = three_units();
   three.plan.units[1].lenders = {0};
-  EXPECT_THAT(to_json(three), ::testing::StartsWith(R"({
+  EXPECT_THAT(to_json(three), StartsWith(R"({
   "format": "tessera-plan",
   "version": 1,
   "made_for": {"model":"77","world":2,"torch":"2.13.0","micro_batches":1,"tokens":0},
@@ -240,7 +225,7 @@ TEST(PlanJson, FilesAreWrittenAsTheyWere) {
       "reduces": true,
       "lenders": [0],
 )"));
-  EXPECT_THAT(to_json(three), AllOf(HasSubstr(R"(
+  EXPECT_THAT(to_json(three), AllOf(Says(R"(
   "choices": {
     "keep": ["update","not","backward"],
     "recompute": ["none","none","none"],
@@ -255,7 +240,7 @@ TEST(PlanJson, FilesAreWrittenAsTheyWere) {
         {
           "units": [0,1,2],
 )"),
-                                    HasSubstr(R"(
+                                    Says(R"(
       "micro_batches": {
         "only": {
           "forward": {
@@ -263,7 +248,7 @@ TEST(PlanJson, FilesAreWrittenAsTheyWere) {
               ["gather",0],
               ["wait",0],
 )"),
-                                    ::testing::EndsWith("\n  \"update\": []\n}\n")));
+                                    EndsWith("\n  \"update\": []\n}\n")));
 }
 
 // As many places, or uses of units with many lenders, as would take hours to check.
@@ -271,24 +256,18 @@ TEST(PlanJson, HugePlansAreRefused) {
   auto whole = json::parse(to_json(three_units()));
   auto many = whole;
   many["record"][0]["parts"][0]["units"] = std::vector<int>(10000, 0);
-  EXPECT_THAT(refusal(many.dump()), HasSubstr("at most 8192 places"));
+  EXPECT_THAT(refusal(many.dump()), Says("at most 8192 places"));
   whole["units"][1]["lenders"] = std::vector<int>(100000, 0);
   whole["record"][0]["parts"][0]["units"] = std::vector<int>(10, 1);
-  EXPECT_THAT(refusal(whole.dump()), HasSubstr("uses of units"));
+  EXPECT_THAT(refusal(whole.dump()), Says("uses of units"));
   EXPECT_THAT(refusal(std::string(static_cast<std::size_t>(kMostPlanBytes) + 1, ' ')),
-              HasSubstr("expected a plan, of at most"));
+              Says("expected a plan, of at most"));
 }
 
 // ------------------------------------------------------------------------------ another run's plan
 
 std::string refused(const auto& require) {
-  try {
-    require();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kConfig);
-    return error.what();
-  }
-  return "";
+  return refusal_of(ErrorKind::kConfig, [&] { require(); });
 }
 
 TEST(PlanJson, AnotherRunIsRefusedByWhatDiffers) {
@@ -299,11 +278,10 @@ TEST(PlanJson, AnotherRunIsRefusedByWhatDiffers) {
     return refused([&] { require_made_for(file, run, "p.json"); });
   };
   EXPECT_EQ(with([](MadeFor&) {}), "");
-  EXPECT_THAT(with([](MadeFor& run) { run.model = "78"; }), HasSubstr("hash 77, expected 78"));
-  EXPECT_THAT(with([](MadeFor& run) { run.world = 3; }), HasSubstr("world of 2, expected 3"));
-  EXPECT_THAT(with([](MadeFor& run) { run.torch = "2.11.0"; }),
-              HasSubstr("torch 2.13.0, expected"));
-  EXPECT_THAT(with([](MadeFor& run) { run.micro_batches = 8; }), HasSubstr("1, expected 8"));
+  EXPECT_THAT(with([](MadeFor& run) { run.model = "78"; }), Says("hash 77, expected 78"));
+  EXPECT_THAT(with([](MadeFor& run) { run.world = 3; }), Says("world of 2, expected 3"));
+  EXPECT_THAT(with([](MadeFor& run) { run.torch = "2.11.0"; }), Says("torch 2.13.0, expected"));
+  EXPECT_THAT(with([](MadeFor& run) { run.micro_batches = 8; }), Says("1, expected 8"));
   EXPECT_EQ(with([](MadeFor& run) { run.tokens = 512; }), "") << "the plan says nothing of tokens";
 }
 
@@ -312,26 +290,24 @@ TEST(PlanJson, AnotherTraceIsRefusedByItsFirstEntry) {
   EXPECT_EQ(
       refused([&] { require_plan_of(file.plan, file.plan.record, file.plan.units, "p.json"); }),
       "");
-  EXPECT_THAT(
-      refused([&] {
-        require_plan_of(file.plan, record_of({flat({0, 2, 1})}), file.plan.units, "p.json");
-      }),
-      HasSubstr("p.json: found a plan of another step: forward 1, entry 2 of 3, 3: layer 2, "
-                "layer 1"));
+  EXPECT_THAT(refused([&] {
+                require_plan_of(file.plan, record_of({flat({0, 2, 1})}), file.plan.units, "p.json");
+              }),
+              Says("p.json: found a plan of another step: forward 1, entry 2 of 3, 3: layer 2, "
+                   "layer 1"));
   auto units = file.plan.units;
   units[2].bytes = 5;
   EXPECT_THAT(refused([&] { require_plan_of(file.plan, file.plan.record, units, "p.json"); }),
-              HasSubstr("unit layer 2, bytes: 5, 12"));
+              Says("unit layer 2, bytes: 5, 12"));
 }
 
 TEST(PlanJson, AFaultIsNamed) {
   auto plan = three_units().plan;
   EXPECT_EQ(refused([&] { require_sound(plan, std::nullopt, "p.json"); }), "");
-  EXPECT_THAT(refused([&] { require_sound(plan, 20, "p.json"); }),
-              HasSubstr("over the budget of 20"));
+  EXPECT_THAT(refused([&] { require_sound(plan, 20, "p.json"); }), Says("over the budget of 20"));
   plan.stages[0].micro_batches[0].forward.actions[1].unit = 2;
   EXPECT_THAT(refused([&] { require_sound(plan, std::nullopt, "p.json"); }),
-              HasSubstr("expected none; the first: micro-batch only, forward"));
+              Says("expected none; the first: micro-batch only, forward"));
 }
 
 // ------------------------------------------------------------------------------------- differences
@@ -356,19 +332,20 @@ TEST(PlanDiff, SaysWhatAChoiceChanges) {
   const auto before = make_plan(made.record, made.units, made.choices, made.order);
   auto recomputed = before.choices;
   recomputed.recompute[1] = RecomputeMode::kFull;
-  EXPECT_THAT(diff(before, make_plan(made.record, made.units, recomputed, made.order)),
-              AllOf(::testing::Contains("unit layer 1, recomputed: none, full"),
-                    ::testing::Contains(HasSubstr(
-                        "only, backward, action 5 of 7, 8: release layer 1, recompute layer 1"))));
+  EXPECT_THAT(
+      diff(before, make_plan(made.record, made.units, recomputed, made.order)),
+      AllOf(
+          Contains("unit layer 1, recomputed: none, full"),
+          Contains(Says("only, backward, action 5 of 7, 8: release layer 1, recompute layer 1"))));
   auto choices = before.choices;
   choices.keep[1] = Keep::kBackward;
   const auto after = make_plan(before.record, before.units, choices, before.order);
   const auto lines = diff(before, after);
   ASSERT_THAT(lines, Not(IsEmpty()));
   EXPECT_EQ(lines[0], "unit layer 1, kept until: not, backward");
-  EXPECT_THAT(lines, ::testing::Contains(HasSubstr(
-                         "micro-batch only, forward, action 6 of 9, 9: release layer 1, keep to "
-                         "backward layer 1")));
+  EXPECT_THAT(lines,
+              Contains(Says("micro-batch only, forward, action 6 of 9, 9: release layer 1, keep to "
+                            "backward layer 1")));
 }
 
 }  // namespace

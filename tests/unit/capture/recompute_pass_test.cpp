@@ -2,15 +2,11 @@
 // user has set stays.
 #include "capture/recompute_pass.h"
 
-#include <gmock/gmock.h>
-
-#include <algorithm>
-
 #include "capture/plan_text.h"
 #include "capture/simulate_plan.h"
 #include "fsdp/agreed/step_plan_check.h"
+#include "support/test.h"
 #include "tessera/compile.h"
-#include "tessera/error.h"
 #include "unit/capture/drawn_problem.h"
 #include "unit/fsdp/flat_trace.h"
 
@@ -21,12 +17,6 @@ using fsdp::Draw;
 using fsdp::flat;
 using fsdp::Keep;
 using fsdp::RecomputeBy;
-using ::testing::AllOf;
-using ::testing::Contains;
-using ::testing::Each;
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using ::testing::IsEmpty;
 using enum RecomputeMode;
 using Names = std::vector<std::string>;
 
@@ -63,13 +53,7 @@ PlanProblem problem_of(const std::vector<Layer>& layers, std::optional<std::int6
 }
 
 std::string refused(const auto& act) {
-  try {
-    act();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kConfig) << error.what();
-    return error.what();
-  }
-  return "";
+  return refusal_of(ErrorKind::kConfig, [&] { act(); });
 }
 
 // Counted by hand: layers of 100 bytes, of which 10 are left when all of them are forgotten.
@@ -97,11 +81,11 @@ TEST(Activations, AreOfUnitsOfTheModel) {
     return refused([&] { activations_of({.units = {one, {.unit = "layer 2"}}}, units); });
   };
   EXPECT_EQ(with({"layer 1", 9, 5, 1, 9, 9}), "");
-  EXPECT_THAT(with({"layer 7", 9, 5, 1, 9, 9}), HasSubstr("'layer 7', expected one of the 3"));
-  EXPECT_THAT(with({"layer 2", 9, 5, 1, 9, 9}), HasSubstr("'layer 2' twice"));
-  EXPECT_THAT(with({"layer 1", 9, 5, -1, 9, 9}), HasSubstr("found 9 bytes in mode none"));
-  EXPECT_THAT(with({"layer 1", 9, 5, 1, 9, 0}), HasSubstr("no less again than kept"));
-  EXPECT_THAT(refused([&] { activations_of({.after = -1}, units); }), HasSubstr("-1 after them"));
+  EXPECT_THAT(with({"layer 7", 9, 5, 1, 9, 9}), Says("'layer 7', expected one of the 3"));
+  EXPECT_THAT(with({"layer 2", 9, 5, 1, 9, 9}), Says("'layer 2' twice"));
+  EXPECT_THAT(with({"layer 1", 9, 5, -1, 9, 9}), Says("found 9 bytes in mode none"));
+  EXPECT_THAT(with({"layer 1", 9, 5, 1, 9, 0}), Says("no less again than kept"));
+  EXPECT_THAT(refused([&] { activations_of({.after = -1}, units); }), Says("-1 after them"));
 }
 
 // Naive: the largest is kept, or the first; here the one that takes longest to compute again.
@@ -118,7 +102,7 @@ TEST(RecomputePass, WhatTakesLongestAByteIsKept) {
   problem.memory_budget = 1000;
   const auto all = choose(problem, Names{"recompute"});
   EXPECT_THAT(all.choices.recompute, Each(kNone));
-  EXPECT_THAT(all.recompute_reasons[3], HasSubstr("its 190 B of activations fit, 10 ms"));
+  EXPECT_THAT(all.recompute_reasons[3], Says("its 190 B of activations fit, 10 ms"));
 }
 
 // The one that saves most a byte is too large; those behind it are still looked at.
@@ -181,34 +165,34 @@ TEST(RecomputePass, WhatAUserHasSetStays) {
   EXPECT_EQ(chosen.recompute_reasons[1], "as activation_checkpoint.mode or set_recompute says");
   problem.units[2].recompute_by = RecomputeBy::kUser;
   EXPECT_THAT(choose(problem).notes,
-              Contains(HasSubstr("pass recompute is left out, since no layer keeps less")));
+              Contains(Says("pass recompute is left out, since no layer keeps less")));
   EXPECT_THAT(refused([&] { choose(problem, Names{"recompute"}); }),
-              HasSubstr("found recompute without layers that keep less when they are recomputed"));
+              Says("found recompute without layers that keep less when they are recomputed"));
 }
 
 TEST(RecomputePass, WhatItNeedsIsNamed) {
   auto problem = problem_of({{100, 40, 10, 1}});
   const auto with = [&](const Names& names) { return refused([&] { choose(problem, names); }); };
-  EXPECT_THAT(with({"recompute"}), HasSubstr("recompute without compile.memory_budget"));
+  EXPECT_THAT(with({"recompute"}), Says("recompute without compile.memory_budget"));
   problem.memory_budget = 1000;
   problem.micro_batches = 2;
   EXPECT_EQ(with({"recompute", "keep", "prefetch"}), "");
   EXPECT_THAT(with({"keep", "recompute"}),
-              HasSubstr("recompute behind a pass that has decided what is kept"));
-  EXPECT_THAT(with({"prefetch", "recompute"}), HasSubstr("has decided how far ahead"));
+              Says("recompute behind a pass that has decided what is kept"));
+  EXPECT_THAT(with({"prefetch", "recompute"}), Says("has decided how far ahead"));
   problem.activations.reset();
-  EXPECT_THAT(with({"recompute"}), HasSubstr("recompute without activations that are known"));
+  EXPECT_THAT(with({"recompute"}), Says("recompute without activations that are known"));
   problem.memory_budget = 3;
-  EXPECT_THAT(with({"keep"}), HasSubstr("3 bytes for gathered parameters, expected at least 10"));
+  EXPECT_THAT(with({"keep"}), Says("3 bytes for gathered parameters, expected at least 10"));
 }
 
 TEST(RecomputePass, BelowTheLeastTheLeastIsNamed) {
   auto problem = problem_of({{100, 40, 10, 1}, {100, 40, 10, 1}}, 20);
   const auto least = least_bytes(problem);
   EXPECT_LT(least, least_bytes(problem, Names{"keep"})) << "nobody forgets anything";
-  EXPECT_THAT(refused([&] { choose(problem); }),
-              HasSubstr(concat(
-                  "20 bytes for gathered parameters and activations, expected at least ", least)));
+  EXPECT_THAT(
+      refused([&] { choose(problem); }),
+      Says(concat("20 bytes for gathered parameters and activations, expected at least ", least)));
   problem.memory_budget = least;
   EXPECT_EQ(peak_bytes(problem, plan_of(problem, choose(problem))), least);
 }
@@ -221,11 +205,11 @@ TEST(RecomputePass, ThePlanSaysWhereAndItsTimeHasIt) {
   const auto plan = plan_of(problem, chosen);
   EXPECT_THAT(fsdp::faults_of(plan), IsEmpty());
   const auto text = to_text(plan, chosen, 1);
-  EXPECT_THAT(text, HasSubstr("while layer 1 computes: recompute layer 1 (full: leaves 90 B of "
-                              "activations to others for 3 ms a micro-batch)"));
+  EXPECT_THAT(text, Says("while layer 1 computes: recompute layer 1 (full: leaves 90 B of "
+                         "activations to others for 3 ms a micro-batch)"));
   EXPECT_THAT(choices_text(plan, chosen),
-              AllOf(HasSubstr("    recomputed, full: leaves 90 B"),
-                    HasSubstr("    recomputed, none: its 90 B of activations fit")));
+              Says("    recomputed, full: leaves 90 B",
+                   "    recomputed, none: its 90 B of activations fit"));
   const auto step = simulate(plan, problem.profile, 3);
   EXPECT_DOUBLE_EQ(step.again_ms, 3 * 3.0);
   auto none = chosen.choices;
@@ -283,7 +267,7 @@ TEST(RecomputePass, DrawnProblemsStayWithinTheirBudgets) {
     problem.memory_budget = least - 5 + static_cast<std::int64_t>(draw.below(100));
     if (*problem.memory_budget < least) {
       ++refusals;
-      ASSERT_THAT(refused([&] { choose(problem); }), HasSubstr("expected at least")) << seed;
+      ASSERT_THAT(refused([&] { choose(problem); }), Says("expected at least")) << seed;
       continue;
     }
     const auto chosen = choose(problem);

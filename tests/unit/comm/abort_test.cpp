@@ -2,26 +2,18 @@
 // repaired.
 #include <ATen/ATen.h>
 #include <c10/util/Exception.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 #include <atomic>
 #include <barrier>
 #include <chrono>
-#include <functional>
-#include <string>
-#include <vector>
 
 #include "comm/group.h"
 #include "comm/queue.h"
 #include "rank_pools.h"
-#include "tessera/error.h"
+#include "support/test.h"
 
 namespace tessera::comm::abort_test {
 namespace {
-
-using testing::AllOf;
-using testing::HasSubstr;
 
 class Failing : public testing::TestWithParam<ThreadBackend> {};
 
@@ -44,7 +36,7 @@ TEST_P(Failing, ThrowingRankFreesTheOthersAndItsErrorIsRethrown) {
             barrier(world.control(), "never");
           } catch (const Error& error) {
             EXPECT_EQ(error.kind(), ErrorKind::kComm);
-            EXPECT_THAT(error.what(), HasSubstr("out of ideas"));
+            EXPECT_THAT(error.what(), Says("out of ideas"));
             EXPECT_TRUE(world.aborted());
             ++freed;
             throw;
@@ -75,8 +67,7 @@ const std::vector<std::function<void()>>& mistakes() {
 // Property: of whichever error of libtorch on whichever rank, the errors of the library that follow
 // from it, on this rank and on the others, have the message and no stack.
 TEST_P(Failing, NoErrorOfTheLibraryCarriesTheStackOfLibtorchs) {
-  using testing::Not;
-  const auto without_stack = AllOf(Not(HasSubstr("frame #")), Not(HasSubstr("Exception raised")));
+  const auto without_stack = AllOf(Not(Says("frame #")), Not(Says("Exception raised")));
   ThreadRanks& ranks = pool(GetParam(), 2);
   for (std::size_t i = 0; i < mistakes().size(); ++i) {
     const int failing = static_cast<int>(i % 2);
@@ -85,11 +76,11 @@ TEST_P(Failing, NoErrorOfTheLibraryCarriesTheStackOfLibtorchs) {
       mistakes()[i]();
       FAIL() << "no error was thrown";
     } catch (const c10::Error& error) {
-      ASSERT_THAT(error.what(), HasSubstr("Exception raised"));
+      ASSERT_THAT(error.what(), Says("Exception raised"));
       said = error.what_without_backtrace();
       said = said.substr(0, said.find('\n'));
     }
-    const auto follows = AllOf(HasSubstr(said), without_stack);
+    const auto follows = AllOf(Says(said), without_stack);
     ranks.run([&](World& world) {  // agreed on
       const auto action = [&] {
         if (world.rank() == failing) mistakes()[i]();

@@ -1,22 +1,14 @@
 // Who is named where several ranks stop waiting: of ranks that call different things, which their
 // programs may catch, and of those that come to a collective one after the other.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <signal.h>
 
-#include <string>
-#include <utility>
-#include <vector>
-
+#include "support/test.h"
 #include "unit/comm/spawned_programs.h"
 
 namespace tessera::process_test {
 namespace {
 
-using testing::AllOf;
 using testing::AnyOf;
-using testing::HasSubstr;
-using testing::StartsWith;
 
 // [Note: disagreements]. Naive: the first watch that finds one ends its process, and so the run.
 TEST(Disagreements, CanBeCaughtOnEveryRankAndTheRunGoesOn) {
@@ -28,7 +20,7 @@ TEST(Disagreements, CanBeCaughtOnEveryRankAndTheRunGoesOn) {
     const Outcome& outcome = outcomes[i];
     EXPECT_EQ(outcome.exit_code, 0) << outcome.err;
     for (int rank = 0; rank < plans[i].nproc; ++rank) {
-      EXPECT_THAT(outcome.out, HasSubstr("done " + std::to_string(rank))) << outcome.err;
+      EXPECT_THAT(outcome.out, Says("done " + std::to_string(rank))) << outcome.err;
     }
   }
 }
@@ -45,12 +37,9 @@ TEST(Disagreements, ThatAreCaughtEndNobodyWhoLeavesThen) {
 TEST(Disagreements, EndARankThatComesToNoCallOfTheLibrary) {
   for (const auto& outcome : run_all({{.nproc = 4, .mode = "apart-uncaught", .rank = 2},
                                       {.nproc = 4, .mode = "apart-unwaited", .rank = 2}})) {
-    EXPECT_EQ(outcome.exit_code, 1);
-    EXPECT_THAT(outcome.last_error_line(),
-                AllOf(StartsWith("rank 2: ranks disagree: rank 0 issues"),
-                      HasSubstr("this rank made no call of the library")))
-        << outcome.err;
-    EXPECT_LT(outcome.seconds, kSeconds);
+    expect_end(outcome, 1,
+               AllOf(StartsWith("rank 2: ranks disagree: rank 0 issues"),
+                     Says("this rank made no call of the library")));
   }
 }
 
@@ -71,14 +60,11 @@ TEST(Disagreements, NameARankThatIsKilledBeforeTheRecovery) {
         continue;
       }
       EXPECT_EQ(one.exit_code, 1);
-      EXPECT_THAT(one.last_error_line(), HasSubstr("rank " + std::to_string(victim)));
+      EXPECT_THAT(one.last_error_line(), Says("rank " + std::to_string(victim)));
       EXPECT_LT(one.seconds, ranks[static_cast<std::size_t>(victim)].seconds + 10);
     }
     const Outcome& outcome = outcomes[static_cast<std::size_t>(victim)];
-    EXPECT_EQ(outcome.exit_code, 137);
-    EXPECT_EQ(outcome.last_error_line(),
-              "rank " + std::to_string(victim) + ": killed by signal 9 (SIGKILL)");
-    EXPECT_LT(outcome.seconds, kSeconds);
+    expect_end(outcome, 137, "rank " + std::to_string(victim) + ": killed by signal 9 (SIGKILL)");
   }
 }
 
@@ -94,9 +80,8 @@ TEST(LateRanks, NameTheOneThatNeverComesAndNoneThatWaitedForIt) {
     const std::string& err = outcomes[i].err;
     const std::string missing = std::to_string(plans[i].rank) + ";";
     EXPECT_EQ(outcomes[i].exit_code, 1);
-    EXPECT_THAT(outcomes[i].last_error_line(), HasSubstr("waited 1 s for rank " + missing)) << err;
-    EXPECT_THAT(err,
-                AllOf(testing::Not(HasSubstr("lost rank")), testing::Not(HasSubstr(" is gone"))));
+    EXPECT_THAT(outcomes[i].last_error_line(), Says("waited 1 s for rank " + missing)) << err;
+    EXPECT_THAT(err, AllOf(Not(Says("lost rank")), Not(Says(" is gone"))));
     const std::string waited = "waited 1 s for rank ";
     for (auto at = err.find(waited); at != std::string::npos; at = err.find(waited, at + 1)) {
       EXPECT_EQ(err.substr(at + waited.size(), missing.size()), missing) << err;
@@ -120,11 +105,10 @@ TEST(LateRanks, DoNotCallThoseLostThatNoLongerWaitForThem) {
     const std::string waited = "waited 1 s for rank ";
     EXPECT_EQ(outcome.exit_code, 1);
     EXPECT_THAT(outcome.last_error_line(),
-                AnyOf(HasSubstr(waited + std::to_string((missing + 1) % 4) + ";"),
-                      HasSubstr(waited + std::to_string(missing) + ";")))
+                AnyOf(Says(waited + std::to_string((missing + 1) % 4) + ";"),
+                      Says(waited + std::to_string(missing) + ";")))
         << outcome.err;
-    EXPECT_THAT(outcome.err,
-                AllOf(testing::Not(HasSubstr("lost rank")), testing::Not(HasSubstr(" is gone"))));
+    EXPECT_THAT(outcome.err, AllOf(Not(Says("lost rank")), Not(Says(" is gone"))));
     EXPECT_LT(outcome.seconds, kSeconds);
   }
 }

@@ -2,11 +2,10 @@
 #include "comm/buffer_pool.h"
 
 #include <ATen/ATen.h>
-#include <gtest/gtest.h>
 
-#include <algorithm>
 #include <random>
-#include <utility>
+
+#include "support/test.h"
 
 namespace tessera::comm::buffer_pool_test {
 namespace {

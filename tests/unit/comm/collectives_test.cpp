@@ -1,6 +1,5 @@
 // Every collective, dtype, size and number of ranks against a plain computation, bit for bit.
 #include <ATen/ATen.h>
-#include <gtest/gtest.h>
 
 #include <atomic>
 
@@ -9,7 +8,7 @@
 #include "kernels/host_sum.h"
 #include "kernels/kernels.h"
 #include "rank_pools.h"
-#include "tessera/error.h"
+#include "support/test.h"
 
 namespace tessera::comm::collectives_test {
 namespace {

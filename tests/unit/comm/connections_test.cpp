@@ -1,27 +1,22 @@
 // How a group is opened: who is waited for is known meanwhile, and connections that are made when
 // they are first needed are made a few at a time. [Note: connections]
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 #include <sched.h>
 
 #include <atomic>
 #include <filesystem>
 #include <future>
-#include <map>
 #include <numeric>
 #include <thread>
 
 #include "comm/backends/gloo/gloo.h"
 #include "comm/backends/gloo/point_to_point.h"
 #include "rank_pools.h"
-#include "tessera/error.h"
+#include "support/test.h"
 
 namespace tessera::comm::connections_test {
 namespace {
 
 using std::chrono::milliseconds;
-using testing::HasSubstr;
-using testing::Not;
 
 ChannelOptions channel(std::vector<int> members, int self) {
   ChannelOptions options;
@@ -64,9 +59,8 @@ TEST(WaitedInVain, BlamesNobodyWhereAllHaveCome) {
             "gather: waited 20 s for rank 3, 5; it is stalled, or does not take part in this "
             "collective");
   const std::string late = waited_in_vain("gather", milliseconds(20'000), {}, patience);
-  EXPECT_THAT(late, HasSubstr("gather: waited 20 s and found every rank there"));
-  EXPECT_THAT(late, HasSubstr("comm.timeout_seconds"));
-  EXPECT_THAT(late, Not(HasSubstr("for rank")));
+  EXPECT_THAT(late, Says("gather: waited 20 s and found every rank there", "comm.timeout_seconds"));
+  EXPECT_THAT(late, Not(Says("for rank")));
 }
 
 // Naive: each attempt at a group leaves a log on the board, and peers read what never was issued.
@@ -130,7 +124,7 @@ TEST(Opening, OverGlooKnowsWhoDoesNotCome) {
     }
   }
   for (std::size_t i = 0; i < 2; ++i) {
-    EXPECT_THAT(ranks[i].get(), HasSubstr("gloo: "));
+    EXPECT_THAT(ranks[i].get(), Says("gloo: "));
     EXPECT_EQ(waits[i], 7);
   }
 }
@@ -188,7 +182,7 @@ TEST(Opening, OverGlooEndsWithTheWorldThoughThePeerHasLeftItsAddress) {
     // Long enough to find the address, which lies in this process.
     if (opening.wait_for(milliseconds(500)) != std::future_status::ready) {
       abort_flag->mark("rank 1: an exception");
-      EXPECT_THAT(opening.get(), HasSubstr("rank 1: an exception"));
+      EXPECT_THAT(opening.get(), Says("rank 1: an exception"));
       ++waited;
     }
   }
@@ -288,7 +282,7 @@ TEST(Connections, AnAttemptFromBeforeARecoveryEnds) {
     open();
     FAIL();
   } catch (const LostRank& error) {
-    EXPECT_THAT(error.what(), HasSubstr("before a recovery"));
+    EXPECT_THAT(error.what(), Says("before a recovery"));
   }
 }
 

@@ -4,28 +4,21 @@
 #include <ATen/Context.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/FakeGuardImpl.h>
-#include <gtest/gtest.h>
 
 #include <atomic>
 #include <cstddef>
 #include <cstdlib>
-#include <string>
 
 #include "base/environment.h"
 #include "comm/backends/backend.h"
 #include "launch/store.h"
-#include "tessera/error.h"
+#include "support/test.h"
 
 namespace tessera::comm::device_test {
 namespace {
 
 std::string refusal(Store& store, const std::string& host, const std::string& device, int rank) {
-  try {
-    claim_device(store, host, device, rank);
-  } catch (const Error& error) {
-    return concat(to_string(error.kind()), ": ", error.what());
-  }
-  return "";
+  return refusal_of([&] { claim_device(store, host, device, rank); });
 }
 
 TEST(ClaimedDevice, OfTwoRanksOfAHostIsRefusedAndNamesBoth) {
@@ -90,6 +83,11 @@ TEST(SpawnedDevices, AreWhatWasAskedForWhereEachRankHasOne) {
       EXPECT_EQ(spawned(name, backend, 2, 0), name) << "its ranks say that there is none";
     }
   }
+}
+
+TEST(SpawnedDevices, OfOneNumberAreSharedByAllRanks) {
+  EXPECT_EQ(spawned("cuda:0", "auto", 4, 2), "cuda:0");
+  EXPECT_EQ(spawned("cuda:1", "gloo", 4, 3), "cuda:1");
 }
 
 TEST(SpawnedDevices, OfAutoAreTheCpuWhereTheyAreTooFew) {

@@ -3,30 +3,23 @@
 #include "comm/mail.h"
 
 #include <ATen/ATen.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <map>
 #include <random>
-#include <set>
 #include <thread>
 
 #include "base/test_hooks.h"
 #include "base/trace.h"
 #include "rank_pools.h"
-#include "tessera/error.h"
+#include "support/test.h"
 
 namespace tessera::comm::mail_test {
 namespace {
 
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
-using testing::AllOf;
 using testing::AnyOf;
-using testing::HasSubstr;
 
 using Clock = std::chrono::steady_clock;
 
@@ -256,11 +249,11 @@ TEST_P(Messages, OfAnotherShapeOrDtypeAreNamedOnBothRanks) {
       });
     });
     EXPECT_EQ(named, 2);
-    EXPECT_THAT(error, AllOf(HasSubstr("ranks disagree: rank 0 issues activations of stage 0, "
-                                       "micro-batch 3, step 7, to rank 1 ([4, 8] Float)"),
-                             HasSubstr("but rank 1 issues activations of stage 0, micro-batch 3, "
-                                       "step 7, from rank 0 (" +
-                                       std::string(text) + ")")));
+    EXPECT_THAT(error, Says("ranks disagree: rank 0 issues activations of stage 0, "
+                            "micro-batch 3, step 7, to rank 1 ([4, 8] Float)",
+                            "but rank 1 issues activations of stage 0, micro-batch 3, "
+                            "step 7, from rank 0 (" +
+                                std::string(text) + ")"));
     EXPECT_EQ(into.to(at::kFloat).sum().item<float>(), 0.0F) << "exchanged in silence";
   }
 }
@@ -276,7 +269,7 @@ TEST(InProcessMessages, OfEmptyTensorsAreComparedToo) {
                   transfer->wait();
                 });
               }),
-              AllOf(HasSubstr("ranks disagree"), HasSubstr("([0, 8] Float)")));
+              Says("ranks disagree", "([0, 8] Float)"));
 }
 
 /// Of rank 0, which sends another micro-batch than rank 1 wants, and waits as rank 1 does.
@@ -297,19 +290,19 @@ TEST(GlooMessages, ThatAreSwappedAreNamedWhileBothEndsWait) {
   options.blocked_after = milliseconds(40);
   ThreadRanks ranks(2, ThreadBackend::kGloo, options);
   EXPECT_THAT(error_of_swapped(ranks),
-              AllOf(HasSubstr("ranks wait for each other: rank 0 waits in activations of stage 0, "
-                              "micro-batch 2, step 7, to rank 1"),
-                    HasSubstr("which rank 1 has not issued; rank 1 waits in activations of stage "
-                              "0, micro-batch 3, step 7, from rank 0")));
+              Says("ranks wait for each other: rank 0 waits in activations of stage 0, "
+                   "micro-batch 2, step 7, to rank 1",
+                   "which rank 1 has not issued; rank 1 waits in activations of stage "
+                   "0, micro-batch 3, step 7, from rank 0"));
 }
 
 TEST(InProcessMessages, ThatAreSwappedAreNamedByTheWaitThatEnds) {
   ThreadRanks ranks(2, ThreadBackend::kInProcess, short_waits());
   EXPECT_THAT(error_of_swapped(ranks),
-              AnyOf(AllOf(HasSubstr("micro-batch 3, step 7, from rank 0 ([4] Float): waited 0.3 s"),
-                          HasSubstr("it has posted activations of stage 0, micro-batch 2")),
-                    AllOf(HasSubstr("micro-batch 2, step 7, to rank 1 ([4] Float): waited 0.3 s"),
-                          HasSubstr("it has posted activations of stage 0, micro-batch 3"))));
+              AnyOf(Says("micro-batch 3, step 7, from rank 0 ([4] Float): waited 0.3 s",
+                         "it has posted activations of stage 0, micro-batch 2"),
+                    Says("micro-batch 2, step 7, to rank 1 ([4] Float): waited 0.3 s",
+                         "it has posted activations of stage 0, micro-batch 3")));
 }
 
 TEST_P(Messages, ThatNeverComeAreNamedAfterTheTimeout) {
@@ -324,9 +317,9 @@ TEST_P(Messages, ThatNeverComeAreNamedAfterTheTimeout) {
                     (sends ? mail->send(1, tag, x) : mail->receive(1, tag, x))->wait();
                   });
                 }),
-                AllOf(HasSubstr(sends ? "gradients of stage 0, micro-batch 3, step 7, to rank 1"
-                                      : "gradients of stage 1, micro-batch 3, step 7, from rank 1"),
-                      HasSubstr("([2, 2] Float): waited 0.3 s for rank 1; it is stalled")));
+                Says(sends ? "gradients of stage 0, micro-batch 3, step 7, to rank 1"
+                           : "gradients of stage 1, micro-batch 3, step 7, from rank 1",
+                     "([2, 2] Float): waited 0.3 s for rank 1; it is stalled"));
   }
 }
 
@@ -359,8 +352,8 @@ TEST_P(Messages, WaitsEndWhenTheOtherRankThrowsAndNameItsErrorAndTheMessage) {
     } catch (const std::exception& error) {
       EXPECT_STREQ(error.what(), "out of ideas");
     }
-    EXPECT_THAT(freed, AllOf(HasSubstr("activations of stage 1, micro-batch 3, step 20"),
-                             HasSubstr("from rank 1"), HasSubstr("rank 1: out of ideas")));
+    EXPECT_THAT(freed, Says("activations of stage 1, micro-batch 3, step 20", "from rank 1",
+                            "rank 1: out of ideas"));
   }
 }
 
@@ -384,9 +377,9 @@ TEST_P(Messages, WorkAgainAfterARecoveryAndLeaveTheMemoryOfTheOldOnesAlone) {
       if (world.rank() == 0) {
         world.abort("a bad step");
         EXPECT_THAT(error_of([&] { mail->send(1, activations(9, 30), never); }),
-                    HasSubstr("a bad step"));
+                    Says("a bad step"));
       }
-      EXPECT_THAT(error_of([&] { old.front()->wait(); }), HasSubstr("a bad step"));
+      EXPECT_THAT(error_of([&] { old.front()->wait(); }), Says("a bad step"));
       world.recover();
       half.fill_(7);
       never.fill_(7);
@@ -399,7 +392,7 @@ TEST_P(Messages, WorkAgainAfterARecoveryAndLeaveTheMemoryOfTheOldOnesAlone) {
       send->wait();
       EXPECT_EQ(into.sum().item<float>(), 4.0F * (1.0F + static_cast<float>(other)));
       EXPECT_THAT(error_of([&] { old.front()->wait(); }),
-                  AnyOf(HasSubstr("a bad step"), HasSubstr("lost when the World was recovered")));
+                  AnyOf(Says("a bad step"), Says("lost when the World was recovered")));
       EXPECT_THROW(old.front()->done(), Error);
       barrier(world.control(), "sent");
       EXPECT_TRUE(half.equal(at::full({kMany}, 7.0F)));

@@ -1,11 +1,6 @@
 #include "tessera/mesh.h"
 
-#include <gtest/gtest.h>
-
-#include <algorithm>
-#include <set>
-
-#include "tessera/error.h"
+#include "support/test.h"
 
 namespace tessera::mesh_test {
 namespace {

@@ -1,11 +1,9 @@
 // What an operation and a backend are: types that answer everything, rows of one table.
 #include "comm/ops/operation.h"
 
-#include <gtest/gtest.h>
-
 #include "comm/backends/backend.h"
 #include "comm/ops/steps.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "tessera/world.h"
 
 namespace tessera::comm::operation_test {
@@ -88,12 +86,7 @@ TEST(Backends, AutoIsTheFirstThatCarriesTheDeviceByItselfElseThroughTheHost) {
 
 /// What a World says of its options, before it asks anybody.
 std::string refusal_of(const WorldOptions& options) {
-  try {
-    World::connect(options);
-  } catch (const Error& error) {
-    return concat(to_string(error.kind()), ": ", error.what());
-  }
-  return "";
+  return tessera::refusal_of([&] { World::connect(options); });
 }
 
 // Naive: every group is opened, and the first agreement finds tensors of the other device.
@@ -106,13 +99,8 @@ TEST(Backends, OneThatDoesNotCarryTheDeviceIsRefusedByAWorldOfOneToo) {
 }
 
 TEST(Backends, OneThatDoesNotCarryTheDeviceIsRefusedByRanksThatAreThreadsToo) {
-  std::string refusal;
-  try {
-    launch_threads(2, ThreadBackend::kNccl, [](World&) {});
-  } catch (const Error& error) {
-    refusal = error.what();
-  }
-  EXPECT_NE(refusal.find("found backend nccl with device cpu"), std::string::npos) << refusal;
+  EXPECT_THAT(tessera::error_of([] { launch_threads(2, ThreadBackend::kNccl, [](World&) {}); }),
+              Says("found backend nccl with device cpu"));
 }
 
 TEST(Backends, ADeviceThatIsNoneIsRefused) {

@@ -1,7 +1,5 @@
 // [Note: collective order]: collectives of different meaning never meet in silence.
 #include <ATen/ATen.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 #include <atomic>
 
@@ -10,14 +8,12 @@
 #include "comm/queue.h"
 #include "launch/wait_board.h"
 #include "rank_pools.h"
-#include "tessera/error.h"
+#include "support/test.h"
 
 namespace tessera::comm::order_test {
 namespace {
 
 using std::chrono::milliseconds;
-using testing::AllOf;
-using testing::HasSubstr;
 
 Batch gather(std::int64_t numel, const std::string& unit, std::uint32_t id) {
   return batch_of(AllGather{at::zeros({numel})}, unit, id);
@@ -48,16 +44,16 @@ TEST(InProcess, SwappedCollectivesAreNamedOnEveryRank) {
       try {
         first->wait();
       } catch (const Error& wrong) {
-        EXPECT_THAT(wrong.what(), AllOf(HasSubstr("rank 0 issues all_gather of layers.3 (#0"),
-                                        HasSubstr("but rank 1 issues all_gather of layers.4 (#0"),
-                                        HasSubstr("32 B Float")));
+        EXPECT_THAT(wrong.what(),
+                    Says("rank 0 issues all_gather of layers.3 (#0",
+                         "but rank 1 issues all_gather of layers.4 (#0", "32 B Float"));
         ++named;
         throw;
       }
     });
   });
   EXPECT_EQ(named, 2);
-  EXPECT_THAT(error, HasSubstr("ranks disagree"));
+  EXPECT_THAT(error, Says("ranks disagree"));
 }
 
 TEST(InProcess, EveryFieldOfALabelIsCompared) {
@@ -82,7 +78,7 @@ TEST(InProcess, EveryFieldOfALabelIsCompared) {
             world.group({0, 1}, "gather")->issue(world.rank() == 0 ? one.zero : one.one)->wait();
           });
         }),
-        HasSubstr("ranks disagree"));
+        Says("ranks disagree"));
   }
 }
 
@@ -101,8 +97,8 @@ TEST(InProcess, ReorderedQueueIsNamed) {
     });
   });
   // Entry 0 or entry 1, whichever is waited for first.
-  EXPECT_THAT(error, AllOf(HasSubstr("ranks disagree: rank 0 issues all_gather of layers."),
-                           HasSubstr("layers.1"), HasSubstr("layers.2")));
+  EXPECT_THAT(error,
+              Says("ranks disagree: rank 0 issues all_gather of layers.", "layers.1", "layers.2"));
 }
 
 TEST(InProcess, DeliveryAtWaitShowsCodeThatForgetsToWait) {
@@ -124,14 +120,13 @@ TEST(InProcess, LateRankIsNamedAfterTheTimeout) {
   WorldOptions options;
   options.timeout = milliseconds(50);
   ThreadRanks ranks(3, ThreadBackend::kInProcess, options);
-  EXPECT_THAT(
-      error_of([&] {
-        ranks.run([&](World& world) {
-          if (world.rank() == 1) return;
-          barrier(world.control(), "meeting");
-        });
-      }),
-      AllOf(HasSubstr("all_reduce of meeting (#0"), HasSubstr("waited 0.05 s for rank 1;")));
+  EXPECT_THAT(error_of([&] {
+                ranks.run([&](World& world) {
+                  if (world.rank() == 1) return;
+                  barrier(world.control(), "meeting");
+                });
+              }),
+              Says("all_reduce of meeting (#0", "waited 0.05 s for rank 1;"));
 }
 
 TEST(Gloo, ComparedEntriesNameBothRanks) {
@@ -146,8 +141,8 @@ TEST(Gloo, ComparedEntriesNameBothRanks) {
                       ->wait();
                 });
               }),
-              AllOf(HasSubstr("rank 0 issues all_gather of layers.3 (#0"),
-                    HasSubstr("but rank 1 issues all_gather of layers.4 (#0")));
+              Says("rank 0 issues all_gather of layers.3 (#0",
+                   "but rank 1 issues all_gather of layers.4 (#0"));
 }
 
 TEST(Gloo, SwappedCollectivesAreFoundWhileTheyWait) {
@@ -164,8 +159,8 @@ TEST(Gloo, SwappedCollectivesAreFoundWhileTheyWait) {
       (zero ? a : b)->wait();
     });
   });
-  EXPECT_THAT(error, AllOf(HasSubstr("rank 0 issues all_gather of layers.1 (#0"),
-                           HasSubstr("rank 1 issues all_gather of layers.2 (#0")));
+  EXPECT_THAT(error, Says("rank 0 issues all_gather of layers.1 (#0",
+                          "rank 1 issues all_gather of layers.2 (#0"));
 }
 
 TEST(Gloo, SkippedCollectiveIsFoundWhileTheOthersWait) {
@@ -179,7 +174,7 @@ TEST(Gloo, SkippedCollectiveIsFoundWhileTheOthersWait) {
                   group->issue(gather(8, "next", 2))->wait();
                 });
               }),
-              AllOf(HasSubstr("all_gather of skipped (#0"), HasSubstr("all_gather of next (#0")));
+              Says("all_gather of skipped (#0", "all_gather of next (#0"));
 }
 
 TEST(Gloo, LateRankIsNamedAfterTheTimeout) {
@@ -193,25 +188,24 @@ TEST(Gloo, LateRankIsNamedAfterTheTimeout) {
                   barrier(world.control(), "meeting");
                 });
               }),
-              AllOf(HasSubstr("all_reduce of meeting (#1"), HasSubstr("waited 0.1 s for rank 1;")));
+              Says("all_reduce of meeting (#1", "waited 0.1 s for rank 1;"));
 }
 
 TEST(Gloo, RanksThatWaitForEachOtherInDifferentGroupsAreNamedWhileTheyWait) {
   WorldOptions options;
   options.blocked_after = milliseconds(40);
   ThreadRanks ranks(2, ThreadBackend::kGloo, options);
-  EXPECT_THAT(
-      error_of([&] {
-        ranks.run([&](World& world) {
-          const auto a = world.group({0, 1}, "a");
-          const auto b = world.group({0, 1}, "b");
-          const bool zero = world.rank() == 0;
-          (zero ? a : b)->issue(gather(8, zero ? "first" : "second", 1))->wait();
-          (zero ? b : a)->issue(gather(8, zero ? "second" : "first", 1))->wait();
-        });
-      }),
-      AllOf(HasSubstr("ranks wait for each other: rank 0 waits in all_gather of first (#0"),
-            HasSubstr("which rank 1 has not issued; rank 1 waits in all_gather of second")));
+  EXPECT_THAT(error_of([&] {
+                ranks.run([&](World& world) {
+                  const auto a = world.group({0, 1}, "a");
+                  const auto b = world.group({0, 1}, "b");
+                  const bool zero = world.rank() == 0;
+                  (zero ? a : b)->issue(gather(8, zero ? "first" : "second", 1))->wait();
+                  (zero ? b : a)->issue(gather(8, zero ? "second" : "first", 1))->wait();
+                });
+              }),
+              Says("ranks wait for each other: rank 0 waits in all_gather of first (#0",
+                   "which rank 1 has not issued; rank 1 waits in all_gather of second"));
 }
 
 }  // namespace

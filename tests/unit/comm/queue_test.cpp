@@ -1,8 +1,6 @@
 #include "comm/queue.h"
 
 #include <ATen/ATen.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 #include <atomic>
 #include <latch>
@@ -11,12 +9,10 @@
 #include "base/test_hooks.h"
 #include "launch/abort_flag.h"
 #include "rank_pools.h"
-#include "tessera/error.h"
+#include "support/test.h"
 
 namespace tessera::comm::queue_test {
 namespace {
-
-using testing::HasSubstr;
 
 /// Writes down what is issued; two ranks, so that the queue uses its thread.
 class RecordingGroup : public Group {
@@ -111,10 +107,10 @@ TEST(IssueQueue, FailureReachesItsWaiterAndEndsTheQueue) {
     }
     return "no error";
   };
-  EXPECT_THAT(message_of([&] { failing.wait(); }), HasSubstr("broken wire"));
-  EXPECT_THAT(message_of([&] { failing.wait(); }), HasSubstr("broken wire"));
-  EXPECT_THAT(message_of([&] { after.wait(); }), HasSubstr("broken wire"));
-  EXPECT_THAT(message_of([&] { queue.submit(group, labelled(3)); }), HasSubstr("broken wire"));
+  EXPECT_THAT(message_of([&] { failing.wait(); }), Says("broken wire"));
+  EXPECT_THAT(message_of([&] { failing.wait(); }), Says("broken wire"));
+  EXPECT_THAT(message_of([&] { after.wait(); }), Says("broken wire"));
+  EXPECT_THAT(message_of([&] { queue.submit(group, labelled(3)); }), Says("broken wire"));
   EXPECT_EQ(group.issued, std::vector<std::uint32_t>{0});
   group.fail_at = ~0U;
   queue.recover();
@@ -137,7 +133,7 @@ TEST(IssueQueue, AbortDropsWhatWasNotIssued) {
   EXPECT_THROW(dropped.wait(), Error);
   hold.count_down();
   queue.recover();
-  EXPECT_THAT(group.issued, testing::Not(testing::Contains(1U)));
+  EXPECT_THAT(group.issued, Not(Contains(1U)));
 }
 
 // [Note: disagreements]. Naive: the queue's thread has thrown the error, so the program knows.

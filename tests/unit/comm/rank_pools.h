@@ -1,18 +1,9 @@
 // Thread ranks that all cases of this binary share: connections are made once.
 #pragma once
 
-#include <gtest/gtest.h>
-
-#include <functional>
-#include <map>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "comm/group.h"
 #include "comm/thread_ranks.h"
-#include "tessera/error.h"
+#include "support/test.h"
 
 namespace tessera::comm {
 
@@ -45,13 +36,7 @@ inline Batch batch_of(Op op, const std::string& unit = "unit", std::uint32_t id 
 
 /// The message of the kComm error that `act` throws.
 inline std::string error_of(const std::function<void()>& act) {
-  try {
-    act();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kComm) << error.what();
-    return error.what();
-  }
-  return "no error";
+  return tessera::error_of(ErrorKind::kComm, act);
 }
 
 inline std::string name_of(ThreadBackend backend) {

@@ -1,10 +1,8 @@
 #include "comm/relay.h"
 
-#include <gtest/gtest.h>
-
-#include <algorithm>
 #include <numeric>
-#include <vector>
+
+#include "support/test.h"
 
 namespace tessera::comm::relay_test {
 namespace {

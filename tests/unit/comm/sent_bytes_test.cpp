@@ -1,9 +1,9 @@
 // What a rank sends, against numbers worked out by hand. That a transport sends as many is checked
 // by itself, in every exchange (comm/backends/gloo/exchange.cpp).
 #include <ATen/ATen.h>
-#include <gtest/gtest.h>
 
 #include "comm/batch.h"
+#include "support/test.h"
 
 namespace tessera::comm::sent_bytes_test {
 namespace {

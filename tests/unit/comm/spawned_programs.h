@@ -10,12 +10,11 @@
 #include <chrono>
 #include <cstdlib>
 #include <future>
-#include <string>
 #include <type_traits>
-#include <vector>
 
 #include "base/environment.h"
 #include "support/free_port.h"
+#include "support/test.h"
 
 namespace tessera::process_test {
 
@@ -159,5 +158,13 @@ inline std::vector<std::vector<Outcome>> run_all_without_parent(const std::vecto
 
 // Starting two ranks takes a few seconds on a busy machine; the rest is the promise of 10 s.
 inline constexpr double kSeconds = 25;
+
+/// It has ended with this code, in time, and with a last line of errors that `last` matches.
+inline void expect_end(const Outcome& outcome, int code,
+                       const ::testing::Matcher<std::string>& last, double seconds = kSeconds) {
+  EXPECT_EQ(outcome.exit_code, code) << outcome.err;
+  EXPECT_THAT(outcome.last_error_line(), last) << outcome.err;
+  EXPECT_LT(outcome.seconds, seconds);
+}
 
 }  // namespace tessera::process_test

@@ -1,27 +1,20 @@
 // Before the first step a rank with more work is waited for, and who gives up says what it did.
 #include <ATen/ATen.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 #include <atomic>
 #include <chrono>
-#include <functional>
 #include <latch>
-#include <string>
 #include <thread>
 
 #include "launch/abort_flag.h"
 #include "launch/wait_board.h"
 #include "rank_pools.h"
-#include "tessera/error.h"
+#include "support/test.h"
 
 namespace tessera::comm::start_up_test {
 namespace {
 
 using std::chrono::seconds;
-using testing::AllOf;
-using testing::HasSubstr;
-using testing::Not;
 
 TEST(Patience, IsThatOfAStepUntilItIsRaisedAndAfterwards) {
   Patience patience;
@@ -35,15 +28,15 @@ TEST(Patience, IsThatOfAStepUntilItIsRaisedAndAfterwards) {
 
 TEST(Patience, SaysWhatThoseDidThatHaveSaidSo) {
   Patience patience;
-  EXPECT_THAT(patience.why_missing({0, 1}), HasSubstr("stalled"));
+  EXPECT_THAT(patience.why_missing({0, 1}), Says("stalled"));
   patience.raise(seconds(1),
                  [](int rank) { return rank == 1 ? std::string("reading") : std::string(); });
   EXPECT_THAT(patience.why_missing({0, 1, 2}),
-              AllOf(HasSubstr("rank 1 was busy with: reading"), HasSubstr("init_timeout"),
-                    Not(HasSubstr("rank 0")), Not(HasSubstr("rank 2"))));
-  EXPECT_THAT(patience.why_missing({0, 2}), HasSubstr("stalled"));
+              AllOf(Says("rank 1 was busy with: reading"), Says("init_timeout"),
+                    Not(Says("rank 0")), Not(Says("rank 2"))));
+  EXPECT_THAT(patience.why_missing({0, 2}), Says("stalled"));
   patience.lower();
-  EXPECT_THAT(patience.why_missing({1}), HasSubstr("stalled"));
+  EXPECT_THAT(patience.why_missing({1}), Says("stalled"));
 }
 
 /// Something that a thread waits in.
@@ -67,7 +60,7 @@ TEST(StartUpLog, SaysWhatOthersDoOnceAWaitIsLong) {
   waits = true;
   const OnBoard on_board(*board, wait);
   said.wait();  // a second line: it is said again
-  EXPECT_THAT(line, AllOf(HasSubstr("start-up: waiting for"), HasSubstr("rank 1: hashing")));
+  EXPECT_THAT(line, Says("start-up: waiting for", "rank 1: hashing"));
 }
 
 class StartUp : public testing::TestWithParam<ThreadBackend> {};
@@ -112,7 +105,7 @@ TEST_P(StartUp, WaitsForARankThatWorksLongerThanAStepMay) {
   // The steps after it have their own timeout, and nothing said earlier stands in their errors.
   const auto told = told_for_want_of_rank_0(
       ranks, [](World& world) { world.work_at("what nobody hears of in a step"); });
-  EXPECT_THAT(told, AllOf(HasSubstr("waited 2 s for rank 0"), HasSubstr("stalled")));
+  EXPECT_THAT(told, Says("waited 2 s for rank 0", "stalled"));
 }
 
 TEST_P(StartUp, ThatTakesTooLongNamesTheRankAndItsWork) {
@@ -126,8 +119,7 @@ TEST_P(StartUp, ThatTakesTooLongNamesTheRankAndItsWork) {
   });
   const auto told =
       told_for_want_of_rank_0(ranks, [](World& world) { world.work_at("hashing the data"); });
-  EXPECT_THAT(told, AllOf(HasSubstr("waited 3 s for rank 0"),
-                          HasSubstr("rank 0 was busy with: hashing the data")));
+  EXPECT_THAT(told, Says("waited 3 s for rank 0", "rank 0 was busy with: hashing the data"));
 }
 
 TEST(StartUpAlone, IsNothing) {

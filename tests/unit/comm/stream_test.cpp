@@ -1,7 +1,7 @@
 // comm/stream.h on the CPU, in a program that knows no other device: nothing is asked of libtorch.
 #include "comm/stream.h"
 
-#include <gtest/gtest.h>
+#include "support/test.h"
 
 namespace tessera::comm::stream_test {
 namespace {

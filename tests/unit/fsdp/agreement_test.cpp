@@ -1,8 +1,8 @@
 // What ranks tell each other when a backward begins survives the way as bits, and is joined by
 // them.
-#include <gtest/gtest.h>
 
 #include "fsdp/agreed/order.h"
+#include "support/test.h"
 
 namespace tessera::fsdp::agreement_test {
 namespace {

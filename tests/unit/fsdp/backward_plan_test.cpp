@@ -1,19 +1,14 @@
 // [Note: collective order]: what a backward issues is one list, whatever of it a rank comes by.
-#include <gmock/gmock.h>
 
 #include <array>
 #include <random>
-#include <set>
 
 #include "fsdp/agreed/pass_planner.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "unit/fsdp/flat_trace.h"
 
 namespace tessera::fsdp::backward_plan_test {
 namespace {
-
-using ::testing::ElementsAre;
-using ::testing::IsEmpty;
 
 /// Units that are gathered in backward and released after it; the root stays unsharded.
 std::vector<PlanUnit> resharding(std::size_t count) {

@@ -2,10 +2,7 @@
 // each difference from the agreed plan.
 #include "fsdp/agreed/controls.h"
 
-#include <gtest/gtest.h>
-
-#include <functional>
-#include <vector>
+#include "support/test.h"
 
 namespace tessera::fsdp::controls_test {
 namespace {

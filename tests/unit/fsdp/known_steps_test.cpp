@@ -1,12 +1,9 @@
 // Schedules whose records are kept: those in use, whatever number of others occurs once.
 #include "fsdp/agreed/known_steps.h"
 
-#include <gtest/gtest.h>
-
 #include <random>
-#include <string>
 
-#include "tessera/error.h"
+#include "support/test.h"
 #include "unit/fsdp/flat_trace.h"
 
 namespace tessera::fsdp::known_steps_test {

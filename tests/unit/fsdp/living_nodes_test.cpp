@@ -1,8 +1,8 @@
-#include <gtest/gtest.h>
 
 #include <thread>
 
 #include "fsdp/runtime/forwards.h"
+#include "support/test.h"
 
 namespace tessera::fsdp::living_nodes_test {
 namespace {

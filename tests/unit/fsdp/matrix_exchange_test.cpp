@@ -1,14 +1,10 @@
 // Matrices come together whole and go back, whatever shares them: worked out on plain vectors.
 #include "fsdp/optim/matrix_exchange.h"
 
-#include <gtest/gtest.h>
-
-#include <algorithm>
-#include <map>
 #include <numeric>
 #include <random>
 
-#include "tessera/error.h"
+#include "support/test.h"
 
 namespace tessera::test::matrix_exchange_test {
 namespace {

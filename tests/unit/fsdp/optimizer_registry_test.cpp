@@ -1,7 +1,6 @@
 #include "fsdp/optim/optimizer_registry.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
+#include "support/test.h"
 
 namespace tessera::test::optimizer_registry_test {
 namespace {
@@ -31,8 +30,6 @@ TEST(OptimizerRegistry, DefaultsThatDifferAreNamed) {
 }
 
 TEST(OptimizerRegistry, KeysOfAnotherOptimizerAreNamed) {
-  using ::testing::ElementsAre;
-  using ::testing::IsEmpty;
   Hyperparameters values;
   values.weight_decay = 0.3;
   for (const auto name : {OptimizerName::kAdamW, OptimizerName::kSgd, OptimizerName::kMuon}) {

@@ -1,16 +1,11 @@
 // Traces, and how a difference between those of two ranks is told.
 #include "fsdp/agreed/order.h"
 
-#include <gmock/gmock.h>
-
-#include <set>
-
+#include "support/test.h"
 #include "unit/fsdp/flat_trace.h"
 
 namespace tessera::fsdp::order_test {
 namespace {
-
-using ::testing::HasSubstr;
 
 TEST(TraceHash, TellsOrdersApart) {
   std::set<std::uint64_t> hashes;
@@ -41,9 +36,9 @@ TEST(FirstDifference, NamesBothRanksEntries) {
 
 TEST(FirstDifference, AShorterTraceHasNothingMore) {
   EXPECT_THAT(first_difference({"a"}, 1, {"a", "b"}),
-              HasSubstr("rank 0 entered nothing more, rank 1 entered b"));
+              Says("rank 0 entered nothing more, rank 1 entered b"));
   EXPECT_THAT(first_difference({"a", "b"}, 1, {}),
-              HasSubstr("rank 0 entered a, rank 1 entered nothing more"));
+              Says("rank 0 entered a, rank 1 entered nothing more"));
   EXPECT_EQ(first_difference({}, 1, {}), "");
 }
 

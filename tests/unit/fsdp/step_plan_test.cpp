@@ -2,24 +2,14 @@
 // right one.
 #include "fsdp/agreed/step_plan.h"
 
-#include <gmock/gmock.h>
-
-#include <algorithm>
-#include <set>
-
 #include "fsdp/agreed/step_plan_check.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "unit/fsdp/drawn_plan.h"
 #include "unit/fsdp/flat_trace.h"
 
 namespace tessera::fsdp::step_plan_test {
 namespace {
 
-using ::testing::Contains;
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
-using ::testing::IsEmpty;
-using ::testing::Not;
 using Kind = PlanAction::Kind;
 
 StepPlan eager(const StepRecord& record, const std::vector<PlanUnit>& units,
@@ -57,7 +47,7 @@ TEST(StepPlan, MicroBatchesDifferInWhatIsThereAndWhatIsReduced) {
   EXPECT_THAT(text(of(MicroBatchClass::kMiddle).forward), Not(Contains("gather 0")));
   EXPECT_THAT(text(of(MicroBatchClass::kFirst).forward), Contains("gather 0"));
   for (const auto which : {MicroBatchClass::kFirst, MicroBatchClass::kMiddle}) {
-    EXPECT_THAT(text(of(which).backward), Not(Contains(HasSubstr("reduce"))));
+    EXPECT_THAT(text(of(which).backward), Not(Contains(Says("reduce"))));
   }
   EXPECT_THAT(text(of(MicroBatchClass::kLast).backward), Contains("reduce 1"));
 }
@@ -123,13 +113,8 @@ TEST(StepPlan, StagesGiveBackWhatTheyComeToAlone) {
 
 TEST(StepPlan, KeptToBackwardIsRefusedWhereOthersComeBetween) {
   const PlanChoices choices{{Keep::kBackward}, ReduceAt::kAsked, 1, 1};
-  try {
-    make_plan(record_of({flat({0})}), units_of(1), choices, PlanOrder::kAny);
-    FAIL();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kUsage);
-    EXPECT_THAT(error.what(), HasSubstr("keep them to the update"));
-  }
+  EXPECT_REFUSED(kUsage, make_plan(record_of({flat({0})}), units_of(1), choices, PlanOrder::kAny),
+                 "keep them to the update");
 }
 
 // ------------------------------------------------------------------------- plans that are drawn
@@ -247,17 +232,17 @@ TEST(StepPlan, PlacesOutOfOrderAndForeignUnitsAreFound) {
     return faults_of(plan);
   };
   EXPECT_THAT(with([](auto&, auto& one) { one.forward.places[0][1].needed = 99; }),
-              Contains(HasSubstr("99 of 9 actions")));
+              Contains(Says("99 of 9 actions")));
   EXPECT_THAT(with([](auto&, auto& one) { one.forward.places[0].pop_back(); }),
-              Contains(HasSubstr("does not fit what was recorded")));
+              Contains(Says("does not fit what was recorded")));
   EXPECT_THAT(with([](auto&, auto& one) { one.backward.actions[0].unit = 3; }),
-              Contains(HasSubstr("does not fit")));
+              Contains(Says("does not fit")));
   EXPECT_THAT(with([](auto& plan, auto&) { plan.choices.keep.pop_back(); }), Not(IsEmpty()));
   EXPECT_THAT(with([](auto& plan, auto&) { plan.record.stages[0].parts[0].exits[0] = 2; }),
-              Contains(HasSubstr("does not fit")));
+              Contains(Says("does not fit")));
   EXPECT_THAT(
       with([](auto&, auto& one) { std::swap(one.backward.actions[0], one.backward.actions[3]); }),
-      Contains(HasSubstr("layer 1")));
+      Contains(Says("layer 1")));
 }
 
 // Naive: the end of the step reduces what is owed, so that the run is right all the same.
@@ -297,11 +282,11 @@ TEST(StepPlan, GathersAheadAreThoseThatWereChosen) {
   EXPECT_THAT(with(4000, 1),
               Contains("micro-batch first, forward: unit layer 2 is not gathered while the root "
                        "computes, where 4000 units ahead were chosen"));
-  EXPECT_THAT(with(0, 1), Contains(HasSubstr("unit layer 1 is gathered while the root computes, "
-                                             "where 0 units ahead were chosen")));
-  EXPECT_THAT(with(1, 0), Contains(HasSubstr("micro-batch last, backward: unit layer 2 is gathered "
-                                             "while layer 3 computes, where 0 units")));
-  EXPECT_THAT(with(1, 2), Contains(HasSubstr("unit layer 1 is not gathered while layer 3")));
+  EXPECT_THAT(with(0, 1), Contains(Says("unit layer 1 is gathered while the root computes, "
+                                        "where 0 units ahead were chosen")));
+  EXPECT_THAT(with(1, 0), Contains(Says("micro-batch last, backward: unit layer 2 is gathered "
+                                        "while layer 3 computes, where 0 units")));
+  EXPECT_THAT(with(1, 2), Contains(Says("unit layer 1 is not gathered while layer 3")));
   // A unit that names what is gathered meanwhile is asked for nothing else.
   auto units = units_of(4);
   for (auto& unit : units) unit.forward_prefetch = {3};
@@ -313,7 +298,7 @@ TEST(StepPlan, GathersAheadAreThoseThatWereChosen) {
 TEST(StepPlan, ABudgetIsNeverExceeded) {
   const auto plan = eager(record_of({flat({0, 1, 2})}), units_of(3));
   EXPECT_THAT(faults_of(plan, 33), IsEmpty());
-  EXPECT_THAT(faults_of(plan, 32), Contains(HasSubstr("over the budget of 32")));
+  EXPECT_THAT(faults_of(plan, 32), Contains(Says("over the budget of 32")));
 }
 
 }  // namespace

@@ -1,16 +1,11 @@
 // What a step records of its stages, as a value.
-#include <gmock/gmock.h>
-
-#include <set>
 
 #include "fsdp/agreed/order.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "unit/fsdp/flat_trace.h"
 
 namespace tessera::fsdp::step_record_test {
 namespace {
-
-using ::testing::ElementsAre;
 
 TEST(StepRecord, IsCompleteWhenEveryStageHasRunAlike) {
   StepRecord record;

@@ -2,9 +2,8 @@
 #include "tessera/visit_tensors.h"
 
 #include <ATen/ATen.h>
-#include <gtest/gtest.h>
 
-#include <string>
+#include "support/test.h"
 
 namespace tessera::visit_tensors_test {
 namespace {

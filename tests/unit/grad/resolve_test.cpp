@@ -1,7 +1,7 @@
 // Resolution against the truth table: what each parameter becomes, and why.
-#include <gtest/gtest.h>
-
-#include "tessera/error.h"
+#include "grad/resolve_rules.h"
+#include "support/test.h"
+#include "tessera/contract.h"
 #include "unit/grad/contract_cases.h"
 
 namespace tessera::grad::testing::resolve_test {
@@ -351,6 +351,146 @@ TEST(Resolve, WhatOneForwardUsesSeveralTimesIsSaidToBeAutogradsSum) {
             std::string::npos);
   EXPECT_EQ(said(resolve_only(scratch("embed.weight"), {})), "nothing asks for rounding on arrival")
       << "autograd adds in the dtype of the slot";
+}
+
+TEST(RuleBook, LastMatchingRuleWinsFieldByField) {
+  std::vector<PrecisionRule> rules = {rule_for("*"), rule_for("mlp"), rule_for("norm")};
+  rules[0].param_dtype = DType::kFloat32;
+  rules[0].reduce_dtype = DType::kBFloat16;
+  rules[1].param_dtype = DType::kBFloat16;
+  rules[2].reduce_dtype = DType::kFloat64;
+  const Asked asked = RuleBook(rules).ask("layers.0.mlp.weight");
+  ASSERT_TRUE(asked.param_dtype && asked.reduce_dtype);
+  EXPECT_EQ(asked.param_dtype->value, DType::kBFloat16);
+  EXPECT_EQ(asked.param_dtype->reason, "rule 2 (mlp)");
+  EXPECT_EQ(asked.reduce_dtype->value, DType::kBFloat16);
+  EXPECT_EQ(asked.reduce_dtype->reason, "rule 1 (*)");
+  EXPECT_FALSE(asked.pin || asked.frozen || asked.widen || asked.storage_dtype);
+}
+
+TEST(RuleBook, AliasesMatchToo) {
+  std::vector<PrecisionRule> rules = {rule_for("lm_head")};
+  rules[0].frozen = FrozenRule::kYes;
+  EXPECT_FALSE(RuleBook(rules).ask("model.embed_tokens.weight").frozen);
+  RuleBook book(rules);
+  EXPECT_TRUE(book.ask("model.embed_tokens.weight", {"lm_head.weight"}).frozen);
+  book.check_all_matched();
+}
+
+TEST(RuleBook, EveryPatternOfARuleMustMatch) {
+  std::vector<PrecisionRule> rules = {rule_for("a")};
+  rules[0].match.push_back("b");
+  RuleBook book(rules);
+  book.ask("a");
+  EXPECT_THROW(book.check_all_matched(), Error);
+  book.ask("b");
+  book.check_all_matched();
+}
+
+// What [lora] makes of parameters, whatever policy, rules and files say.
+
+ParameterMeta base(ParameterMeta meta) {
+  meta.trainable = false;
+  meta.lora = LoraPart::kBase;
+  return meta;
+}
+
+ParameterMeta adapter(const std::string& name) {
+  ParameterMeta meta = scratch(name);
+  meta.drawn = true;
+  meta.lora = LoraPart::kAdapter;
+  return meta;
+}
+
+TEST(ResolveLora, BaseIsStoredInItsComputeDtype) {
+  PrecisionPolicy policy = mixed_policy();
+  policy.storage_dtype = kF32;
+  const auto contracts = resolve_contracts(
+      {base(stored("w", kF32, kF32)), base(stored("v", kBF16)), base(stored("norm", kF32))}, policy,
+      {});
+  EXPECT_EQ(contracts[0].storage.dtype, kBF16);
+  EXPECT_EQ(contracts[0].compute.dtype, kBF16);
+  EXPECT_EQ(contracts[0].reason(ContractField::kStorage),
+            "[lora] base: as compute, cast once from float32");
+  EXPECT_EQ(contracts[0].reason(ContractField::kTrainable), "[lora] base");
+  EXPECT_FALSE(contracts[0].trainable);
+  EXPECT_EQ(contracts[1].storage.dtype, kBF16);
+  // Recorded by the file: the minority of a mixed one stays wide.
+  EXPECT_EQ(contracts[2].storage.dtype, kF32);
+  EXPECT_EQ(contracts[2].compute.dtype, kF32);
+}
+
+TEST(ResolveLora, AdaptersAreFloat32WhateverIsAsked) {
+  PrecisionPolicy policy = mixed_policy();
+  policy.storage_dtype = kBF16;
+  policy.rules = {rule_for("q_proj")};
+  policy.rules[0].param_dtype = kBF16;
+  policy.rules[0].storage_dtype = kBF16;
+  const auto contracts = resolve_contracts(
+      {base(stored("q_proj.weight", kBF16)), adapter("q_proj.lora_A.weight")}, policy, {});
+  const GradContract& found = contracts[1];
+  EXPECT_EQ(found.storage.dtype, kF32);
+  EXPECT_EQ(found.compute.dtype, kF32);
+  EXPECT_EQ(found.final, kF32);
+  EXPECT_EQ(found.state, kF32);
+  EXPECT_EQ(found.master, Master::kStorage);
+  EXPECT_TRUE(found.trainable);
+  for (const auto field :
+       {ContractField::kStorage, ContractField::kCompute, ContractField::kTrainable}) {
+    EXPECT_THAT(found.reason(field), Says("[lora] adapter"));
+  }
+}
+
+TEST(ResolveLora, RulesThatWouldTrainTheBaseOrFreezeAnAdapterAreRefused) {
+  const auto refused = [](FrozenRule frozen, const char* pattern) {
+    PrecisionPolicy policy = mixed_policy();
+    policy.rules = {rule_for(pattern)};
+    policy.rules[0].frozen = frozen;
+    return refusal_of(ErrorKind::kContract, [&] {
+      resolve_contracts({base(stored("q.weight", kBF16)), adapter("q.lora_A.weight")}, policy, {});
+    });
+  };
+  EXPECT_THAT(refused(FrozenRule::kNo, "q.weight"), Says("q.weight: found frozen = false"));
+  EXPECT_THAT(refused(FrozenRule::kYes, "q"), Says("q.lora_A.weight: found frozen = true"));
+  EXPECT_EQ(refused(FrozenRule::kShard, "q.weight"), "");
+}
+
+std::string result_of(const PrecisionRule& rule) {
+  PrecisionPolicy policy = mixed_policy();
+  policy.rules = {rule};
+  return refusal_of(ErrorKind::kContract, [&] {
+    resolve_contracts(
+        {base(stored("q.weight", kBF16)), adapter("q.lora_A.weight"), adapter("q.lora_B.weight")},
+        policy, {});
+  });
+}
+
+TEST(ResolveLora, RulesThatSpeakOfAdaptersAloneAndWouldBeWithoutEffectAreRefused) {
+  PrecisionRule rule = rule_for("lora_A");
+  rule.param_dtype = kBF16;
+  EXPECT_THAT(result_of(rule), Says("[[precision.rule]] 1: found the pattern \"lora_A\", which "
+                                    "matches adapters alone, beside param_dtype = bfloat16"));
+  rule.match = {"q.weight", "q.lora_B.weight"};  // one of two is enough to be misled
+  EXPECT_THAT(result_of(rule), Says("found the pattern \"q.lora_B.weight\""));
+  rule = rule_for("lora_A");
+  rule.storage_dtype = kBF16;
+  EXPECT_THAT(result_of(rule), Says("beside storage_dtype = bfloat16"));
+  rule = rule_for("lora_A");
+  rule.pin = false;
+  EXPECT_THAT(result_of(rule), Says("beside pin = false"));
+}
+
+TEST(ResolveLora, RulesThatSpeakOfAdaptersAloneAndHoldAreTaken) {
+  PrecisionRule rule = rule_for("lora_A");
+  rule.param_dtype = kF32;
+  rule.pin = true;
+  EXPECT_EQ(result_of(rule), "");
+  rule = rule_for("lora_A");
+  rule.reduce_dtype = kBF16;
+  EXPECT_EQ(result_of(rule), "");
+  rule = rule_for("q");  // of the layer too
+  rule.param_dtype = kBF16;
+  EXPECT_EQ(result_of(rule), "");
 }
 
 }  // namespace

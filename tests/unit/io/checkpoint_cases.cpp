@@ -1,13 +1,11 @@
 #include "unit/io/checkpoint_cases.h"
 
-#include <gtest/gtest.h>
-
-#include <algorithm>
 #include <cmath>
 #include <fstream>
 
 #include "io/checkpoint_folder.h"
 #include "io/safetensors.h"
+#include "support/test.h"
 
 namespace tessera::testing {
 namespace {

@@ -1,29 +1,18 @@
 // Checkpoints on disk: any range out of any pieces, every altered byte found, complete folders.
 #include "io/checkpoint_folder.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <algorithm>
-#include <fstream>
-
 #include "base/text/printable.h"
 #include "io/checkpoint_store.h"
 #include "io/safetensors.h"
+#include "support/temporary_folder.h"
 #include "unit/io/checkpoint_cases.h"
-#include "unit/io/temporary_folder.h"
 
 namespace tessera::checkpoint_folder_test {
 namespace {
 
 namespace fs = std::filesystem;
-using ::testing::AllOf;
-using ::testing::ElementsAre;
-using testing::error_of;
-using ::testing::HasSubstr;
 using testing::pick;
 using testing::Random;
-using testing::TemporaryFolder;
 using testing::write_random_checkpoint;
 
 void verify_everything(const fs::path& folder) { CheckpointFolder::open(folder).verify_all(); }
@@ -34,7 +23,7 @@ void expect_found(const fs::path& folder, const std::string& file) {
     verify_everything(folder);
     ADD_FAILURE() << file << " was altered, and nothing was found";
   } catch (const Error& error) {
-    EXPECT_THAT(error.what(), HasSubstr(file));
+    EXPECT_THAT(error.what(), Says(file));
   }
 }
 
@@ -108,8 +97,7 @@ TEST(CheckpointFolder, AReaderParsesTheBlocksThatItAsksFor) {
       ++found;
       continue;
     }
-    EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { checkpoint.find(name); }),
-                AllOf(HasSubstr("tensors.jsonl"), HasSubstr("take another checkpoint")));
+    EXPECT_REFUSED(kFormat, checkpoint.find(name), "tensors.jsonl", "take another checkpoint");
   }
   EXPECT_LT(found, names.size());
   for (const char* absent : {"", "a", "model/", "model/x", "optim/zzz", "z"}) {
@@ -150,16 +138,15 @@ TEST(CheckpointFolder, TensorsOfAnotherCheckpointAreRefused) {
     return error_of(kind, [&] { CheckpointFolder::open(folder / "x"); });
   };
   fs::resize_file(path, size + 1);
-  EXPECT_THAT(refused(ErrorKind::kFormat), HasSubstr("tensors.jsonl"));
+  EXPECT_THAT(refused(ErrorKind::kFormat), Says("tensors.jsonl"));
   fs::resize_file(path, size - 1);
-  EXPECT_THAT(refused(ErrorKind::kFormat), HasSubstr("tensors.jsonl"));
+  EXPECT_THAT(refused(ErrorKind::kFormat), Says("tensors.jsonl"));
   fs::remove(path);
-  EXPECT_THAT(refused(ErrorKind::kIo), HasSubstr("tensors.jsonl"));
+  EXPECT_THAT(refused(ErrorKind::kIo), Says("tensors.jsonl"));
   // Of the right size, with blocks in another order.
   std::ofstream(path) << std::string(size, ' ');
   const auto checkpoint = CheckpointFolder::open(folder / "x");
-  EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { checkpoint.names("model/"); }),
-              HasSubstr("tensors.jsonl"));
+  EXPECT_REFUSED(kFormat, checkpoint.names("model/"), "tensors.jsonl");
 }
 
 // Whoever asks for a step by its folder's name gets that step.
@@ -173,9 +160,8 @@ TEST(CheckpointFolder, AStepUnderTheNameOfAnotherIsRefused) {
   const auto other = folder / step_folder(step + 1);
   fs::rename(named, other);
   for (const auto& path : {other, other / ""}) {
-    EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { CheckpointFolder::open(path); }),
-                AllOf(HasSubstr(kManifestFile), HasSubstr("found step " + std::to_string(step)),
-                      HasSubstr("expected " + std::to_string(step + 1))));
+    EXPECT_REFUSED(kFormat, CheckpointFolder::open(path), kManifestFile,
+                   "found step " + std::to_string(step), "expected " + std::to_string(step + 1));
   }
 }
 
@@ -386,12 +372,10 @@ TEST(CheckpointFolder, FilesThatContradictTheManifestAreRefused) {
   testing::finish_checkpoint(folder.path(), manifest);
   const auto checkpoint = CheckpointFolder::open(folder.path());
   std::vector<std::byte> out(16);
-  EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { checkpoint.read("model/w", 0, 4, out); }),
-              AllOf(HasSubstr("rank_0.safetensors"), HasSubstr("found nothing under 'w'")));
-  EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { checkpoint.read("model/v", 0, 4, out); }),
-              HasSubstr("found no tensor 'model/v'"));
-  EXPECT_THAT(error_of(ErrorKind::kUsage, [&] { checkpoint.read("model/w", 1, 5, out); }),
-              HasSubstr("'model/w' [4]"));
+  EXPECT_REFUSED(kFormat, checkpoint.read("model/w", 0, 4, out), "rank_0.safetensors",
+                 "found nothing under 'w'");
+  EXPECT_REFUSED(kFormat, checkpoint.read("model/v", 0, 4, out), "found no tensor 'model/v'");
+  EXPECT_REFUSED(kUsage, checkpoint.read("model/w", 1, 5, out), "'model/w' [4]");
 }
 
 TEST(CheckpointFolder, TheFolderAboveGivesItsLatest) {
@@ -443,12 +427,12 @@ TEST(CheckpointFolder, TheLatestIsFoundOrNamesTheNewestWholeOneBeforeIt) {
   const auto refused = [&] {
     return error_of(ErrorKind::kFormat, [&] { find_checkpoint(folder.path()); });
   };
-  EXPECT_THAT(refused(), AllOf(HasSubstr(shown(at(3)) + ": found no manifest.json"),
-                               HasSubstr("before it is " + shown(at(1)) + ": name that one")));
+  EXPECT_THAT(refused(), Says(shown(at(3)) + ": found no manifest.json",
+                              "before it is " + shown(at(1)) + ": name that one"));
   EXPECT_EQ(error_of(ErrorKind::kFormat, [&] { CheckpointFolder::open(folder.path()); }),
             refused());
   for (const std::size_t i : {0U, 1U, 2U}) fs::remove_all(at(i));
-  EXPECT_THAT(refused(), HasSubstr("there is no whole checkpoint before it"));
+  EXPECT_THAT(refused(), Says("there is no whole checkpoint before it"));
 }
 
 TEST(CheckpointFolder, AModelsFolderIsNoneWhateverElseItHolds) {
@@ -569,7 +553,7 @@ TEST(CheckpointStore, AStepIsNotBegunThroughALink) {
   store.clean();
   fs::create_directory(folder / "elsewhere");
   fs::create_directory_symlink(folder / "elsewhere", store.temporary(3));
-  EXPECT_THAT(error_of(ErrorKind::kIo, [&] { store.begin(3); }), HasSubstr("found a link"));
+  EXPECT_REFUSED(kIo, store.begin(3), "found a link");
   store.clean();
   store.begin(3);
   store.begin(3);  // as another rank
@@ -603,11 +587,9 @@ TEST(CheckpointStore, AnUnusableLatestSaysWhatToDo) {
   const TemporaryFolder folder;
   const CheckpointStore store(folder.path());
   folder.write("latest", "step-7\n");
-  EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { store.latest(); }),
-              AllOf(HasSubstr("found step-7, which is not there"), HasSubstr("or remove it")));
+  EXPECT_REFUSED(kFormat, store.latest(), "found step-7, which is not there", "or remove it");
   folder.write("latest", "../step-7");
-  EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { store.latest(); }),
-              HasSubstr("found '../step-7', expected step-N"));
+  EXPECT_REFUSED(kFormat, store.latest(), "found '../step-7', expected step-N");
 }
 
 }  // namespace

@@ -1,23 +1,15 @@
 // The manifest as a value: its text, its own hash, and everything that it must not say.
 #include "io/checkpoint_manifest.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
 #include <cmath>
-#include <functional>
 #include <limits>
 
+#include "support/temporary_folder.h"
 #include "unit/io/checkpoint_cases.h"
-#include "unit/io/temporary_folder.h"
 
 namespace tessera::checkpoint_manifest_test {
 namespace {
 
-using ::testing::AllOf;
-using testing::error_of;
-using ::testing::HasSubstr;
-using ::testing::Not;
 using testing::Random;
 using testing::random_manifest;
 
@@ -131,7 +123,7 @@ TEST(CheckpointManifest, WithoutItsKeyTheStepsThatAScalerSkippedAreThoseLeftOut)
   manifest.step = 20;
   EXPECT_EQ(manifest.left_out(), 0);
   manifest.loss_scale = {1024, 3, 5};
-  EXPECT_THAT(to_json(manifest), Not(HasSubstr("left_out_steps")));
+  EXPECT_THAT(to_json(manifest), Not(Says("left_out_steps")));
   EXPECT_EQ(parse_checkpoint_manifest(to_json(manifest), "x").left_out(), 5);
   manifest.left_out_steps = 7;  // two more without a label
   EXPECT_EQ(parse_checkpoint_manifest(to_json(manifest), "x").left_out(), 7);
@@ -143,7 +135,7 @@ TEST(CheckpointManifest, WithoutItsKeyTheStepsThatAScalerSkippedAreThoseLeftOut)
 // Naive: 2^53 + 1 comes back as a double, or a text of digits as a number.
 TEST(CheckpointManifest, ValuesOfTheUserComeBackAsTheyWere) {
   auto manifest = small_manifest();
-  EXPECT_THAT(to_json(manifest), Not(HasSubstr("\"user\"")));
+  EXPECT_THAT(to_json(manifest), Not(Says("\"user\"")));
   manifest.user = {{"epoch", (std::int64_t{1} << 53) + 1},
                    {"lowest", std::numeric_limits<std::int64_t>::min()},
                    {"digits", "12"},
@@ -158,8 +150,7 @@ TEST(CheckpointManifest, ValuesOfTheUserComeBackAsTheyWere) {
     changed.user = {{"epoch", std::int64_t{777}}};
     auto json = to_json(changed);
     json.replace(json.find("777"), 3, text);
-    EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { parse_checkpoint_manifest(json, "FILE"); }),
-                AllOf(HasSubstr("'user': 'epoch'"), HasSubstr(says)));
+    EXPECT_REFUSED(kFormat, parse_checkpoint_manifest(json, "FILE"), "'user': 'epoch'", says);
   }
   for (const auto& [values, says] : std::initializer_list<std::pair<CheckpointValues, const char*>>{
            {{{"", std::int64_t{1}}}, "an empty name"},
@@ -167,7 +158,7 @@ TEST(CheckpointManifest, ValuesOfTheUserComeBackAsTheyWere) {
            {{{"a", "\xe4"}}, "expected UTF-8"},
            {{{"a", std::string(kMaxUserBytes, 'x')}}, "expected at most 1048576"}}) {
     EXPECT_THAT(error_of(ErrorKind::kUsage, [&, &v = values] { check_user_values(v); }),
-                HasSubstr(says));
+                Says(says));
   }
 }
 
@@ -234,7 +225,7 @@ TEST(CheckpointManifest, WhatDoesNotFitIsRefusedByName) {
     auto manifest = small_manifest();
     broken.change(manifest);
     const auto message = error_of(ErrorKind::kFormat, [&] { validate(manifest, "FILE"); });
-    EXPECT_THAT(message, AllOf(HasSubstr("FILE"), HasSubstr(broken.says)));
+    EXPECT_THAT(message, Says("FILE", broken.says));
   }
 }
 
@@ -276,7 +267,7 @@ TEST(CheckpointManifest, TypesAndMissingKeysAreRefusedWithTheirPlace) {
   for (const auto& [changed, says] : cases) {
     EXPECT_THAT(
         error_of(ErrorKind::kFormat, [&, &t = changed] { parse_checkpoint_manifest(t, "FILE"); }),
-        AllOf(HasSubstr("FILE"), HasSubstr(says), Not(HasSubstr("\n")), Not(HasSubstr("[json"))));
+        AllOf(Says("FILE"), Says(says), Not(Says("\n")), Not(Says("[json"))));
   }
 }
 
@@ -332,12 +323,12 @@ TEST(CheckpointManifest, Version1IsReadAsItWasWritten) {
   EXPECT_TRUE(found.blocks.empty());
   const std::string_view text(kVersion1);
   EXPECT_THAT(to_json(found),
-              ::testing::StartsWith(std::string(text.substr(0, text.rfind(",\n \"xxh3_128\": ")))));
+              StartsWith(std::string(text.substr(0, text.rfind(",\n \"xxh3_128\": ")))));
 }
 
 TEST(CheckpointManifest, KeysAreWrittenInTheirOrderWhereThereIsSomethingToSay) {
   CheckpointManifest manifest;
-  EXPECT_THAT(to_json(manifest), HasSubstr(R"(
+  EXPECT_THAT(to_json(manifest), Says(R"(
  "data": {"path": [], "bytes": 0, "xxh3_128": "00000000000000000000000000000000", "seq_len": 0, "global_batch_size": 0},
  "files": {
  },
@@ -353,7 +344,7 @@ TEST(CheckpointManifest, KeysAreWrittenInTheirOrderWhereThereIsSomethingToSay) {
   manifest.left_out_steps = 7;
   manifest.user = {{"epoch", std::int64_t{3}}, {"of", "a run"}};
   manifest.files["a"] = {5, {3, 4}};
-  EXPECT_THAT(to_json(manifest), ::testing::StartsWith(R"({
+  EXPECT_THAT(to_json(manifest), StartsWith(R"({
  "format": 2,
  "step": 9,
  "world_size": 1,
@@ -381,12 +372,12 @@ TEST(CheckpointManifest, Version2IsWhatItsPageSays) {
       texts.tensors,
       "{\"model/w\": {\"dtype\": \"float32\", \"shape\": [4, 6], \"pieces\": [[0, 0, 5, [0, 0], "
       "[4, 3]], [12, 5, 12, [0, 0], [4, 3]], [12, 0, 12, [0, 3], [4, 3]]]}}\n");
-  EXPECT_THAT(texts.manifest, HasSubstr("{\n \"format\": 2,"));
+  EXPECT_THAT(texts.manifest, Says("{\n \"format\": 2,"));
   const auto hash = to_string(Hash128Stream().add(texts.tensors).digest());
-  EXPECT_THAT(texts.manifest, HasSubstr(" \"blocks\": [\n  {\"first\": \"model/w\", \"bytes\": " +
-                                        std::to_string(texts.tensors.size()) +
-                                        ", \"xxh3_128\": \"" + hash + "\"}\n ],\n \"xxh3_128\": "));
-  EXPECT_THAT(texts.manifest, Not(HasSubstr("\"tensors\":")));
+  EXPECT_THAT(texts.manifest, Says(" \"blocks\": [\n  {\"first\": \"model/w\", \"bytes\": " +
+                                   std::to_string(texts.tensors.size()) + ", \"xxh3_128\": \"" +
+                                   hash + "\"}\n ],\n \"xxh3_128\": "));
+  EXPECT_THAT(texts.manifest, Not(Says("\"tensors\":")));
   check_manifest_hash(texts.manifest, "x");
 }
 
@@ -424,8 +415,7 @@ TEST(CheckpointManifest, BlocksThatDoNotFitAreRefusedByName) {
   for (const auto& broken : cases) {
     auto manifest = sound;
     broken.change(manifest);
-    EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { validate(manifest, "FILE"); }),
-                AllOf(HasSubstr("FILE"), HasSubstr(broken.says)));
+    EXPECT_REFUSED(kFormat, validate(manifest, "FILE"), "FILE", broken.says);
   }
 }
 
@@ -439,13 +429,12 @@ TEST(CheckpointManifest, TensorsOfAnotherBlockAreRefused) {
       if (text == index) {
         EXPECT_NO_THROW(parse());
       } else {
-        EXPECT_THAT(error_of(ErrorKind::kFormat, parse),
-                    AllOf(HasSubstr("FILE"), HasSubstr("in the block from")));
+        EXPECT_THAT(error_of(ErrorKind::kFormat, parse), Says("FILE", "in the block from"));
       }
     }
   }
-  EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { parse_checkpoint_block("{}", manifest, 0, "x"); }),
-              HasSubstr("expected it to be the first of its block"));
+  EXPECT_REFUSED(kFormat, parse_checkpoint_block("{}", manifest, 0, "x"),
+                 "expected it to be the first of its block");
 }
 
 TEST(CheckpointManifest, AMalformedBlockIsRefusedWithItsPlace) {
@@ -488,7 +477,7 @@ TEST(CheckpointManifest, AMalformedBlockIsRefusedWithItsPlace) {
   for (const auto& [changed, says] : cases) {
     EXPECT_THAT(error_of(ErrorKind::kFormat,
                          [&, &t = changed] { parse_checkpoint_block(t, manifest, 0, "FILE"); }),
-                AllOf(HasSubstr("FILE"), HasSubstr(says), Not(HasSubstr("\n"))));
+                AllOf(Says("FILE"), Says(says), Not(Says("\n"))));
   }
 }
 
@@ -498,18 +487,15 @@ TEST(CheckpointManifest, ATensorOfTooManyPiecesIsRefusedWithItsSize) {
   for (std::int64_t i = 0; i < 200'000; ++i) {
     tensor.pieces.push_back({rank_file(i), "model/w", {{0}, {200'000}}, i, i + 1});
   }
-  EXPECT_THAT(error_of(ErrorKind::kIo, [&] { texts_of(manifest); }),
-              AllOf(HasSubstr("tensors.jsonl: found "), HasSubstr("at most 4194304")));
+  EXPECT_REFUSED(kIo, texts_of(manifest), "tensors.jsonl: found ", "at most 4194304");
 }
 
 TEST(CheckpointManifest, APlanIsRefusedWhereItsManifestMayBeTooLarge) {
   EXPECT_NO_THROW(check_manifest_plan({}, 1024, {.tensors = std::int64_t{100} << 20}));
-  EXPECT_THAT(error_of(ErrorKind::kConfig, [] { check_manifest_plan({}, 1'000'000, {}); }),
-              AllOf(HasSubstr("for 1000000 ranks"), HasSubstr("at most 67108864")));
-  EXPECT_THAT(
-      error_of(ErrorKind::kConfig,
-               [] { check_manifest_plan({}, 8, {.tensors = std::int64_t{4} << 30}); }),
-      AllOf(HasSubstr("4294967296 bytes of tensors.jsonl"), HasSubstr("checkpoint.enable")));
+  EXPECT_REFUSED(kConfig, check_manifest_plan({}, 1'000'000, {}), "for 1000000 ranks",
+                 "at most 67108864");
+  EXPECT_REFUSED(kConfig, check_manifest_plan({}, 8, {.tensors = std::int64_t{4} << 30}),
+                 "4294967296 bytes of tensors.jsonl", "checkpoint.enable");
 }
 
 // Naive: ranks of unequal parts, and texts whose quotes and boxes are longer than their values.
@@ -557,9 +543,9 @@ TEST(CheckpointManifest, APlanIsRefusedWhereABlockMayBeTooLarge) {
   EXPECT_NO_THROW(check_manifest_plan({}, 1, one));
   const auto both = sum_of({one, other});
   EXPECT_EQ(both, (CheckpointPlan{.tensors = 2 << 20, .pieces = 4 << 20, .head = 2000}));
-  EXPECT_THAT(error_of(ErrorKind::kConfig, [&] { check_manifest_plan({}, 2, both); }),
-              AllOf(HasSubstr("2 ranks may have 4194304 bytes of pieces of one tensor"),
-                    HasSubstr("at most 4194304"), HasSubstr("run on fewer ranks")));
+  EXPECT_REFUSED(kConfig, check_manifest_plan({}, 2, both),
+                 "2 ranks may have 4194304 bytes of pieces of one tensor", "at most 4194304",
+                 "run on fewer ranks");
 }
 
 TEST(CheckpointManifest, APlanIsRefusedWhereANameOrAPartMayBeTooLarge) {
@@ -572,15 +558,13 @@ TEST(CheckpointManifest, APlanIsRefusedWhereANameOrAPartMayBeTooLarge) {
   with_name(part, name);
   EXPECT_NO_THROW(plan_of(part));
   with_name(part, name + "y");
-  EXPECT_THAT(error_of(ErrorKind::kConfig, [&] { plan_of(part); }),
-              AllOf(HasSubstr("a name of 513 bytes, 'model/xxx"), HasSubstr("at most 512")));
+  EXPECT_REFUSED(kConfig, plan_of(part), "a name of 513 bytes, 'model/xxx", "at most 512");
 
   // Control characters are written as six bytes each: 23,000 names are 64 MiB.
   part.tensors.clear();
   for (int i = 0; i < 23'000; ++i) with_name(part, concat("model/", std::string(490, '\1'), i));
-  EXPECT_THAT(error_of(ErrorKind::kConfig, [&] { plan_of(part); }),
-              AllOf(HasSubstr("to say of its 23000 tensors"), HasSubstr("at most 67108864"),
-                    HasSubstr("run on more ranks")));
+  EXPECT_REFUSED(kConfig, plan_of(part), "to say of its 23000 tensors", "at most 67108864",
+                 "run on more ranks");
 }
 
 // Against counting, for every box of a tensor.

@@ -1,22 +1,16 @@
 // The manifest of the largest plan that is shipped for: Qwen3-235B on 1,024 ranks.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <fstream>
 #include <optional>
-#include <set>
 
 #include "io/checkpoint_folder.h"
 #include "layout/bucket_plan.h"
 #include "layout/local_part.h"
+#include "support/temporary_folder.h"
 #include "unit/io/checkpoint_cases.h"
-#include "unit/io/temporary_folder.h"
 
 namespace tessera::large_checkpoint_test {
 namespace {
 
 namespace fs = std::filesystem;
-using testing::TemporaryFolder;
 
 constexpr std::int64_t kLayers = 94;
 constexpr std::int64_t kExperts = 128;

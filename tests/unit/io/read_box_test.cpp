@@ -1,11 +1,12 @@
 // Boxes of tensors: every range of every box is what indexing finds, in few calls.
-#include <gtest/gtest.h>
-
 #include <cstring>
 #include <random>
 
+#include "io/checkpoint_folder.h"
+#include "io/hf_folder.h"
 #include "io/tensor_source.h"
-#include "unit/io/temporary_folder.h"
+#include "support/temporary_folder.h"
+#include "unit/io/checkpoint_cases.h"
 
 namespace tessera::read_box_test {
 namespace {
@@ -93,12 +94,62 @@ TEST(ReadBox, RowsThatLieFarApartAreReadAlone) {
 
 TEST(ReadBox, RefusesWhatIsNotThere) {
   const Counted source({4, 4});
-  testing::error_of(ErrorKind::kInternal, [&] { read(source, {{0, 2}, {4, 3}}, 0, 1); });
-  testing::error_of(ErrorKind::kInternal, [&] { read(source, {{0}, {4}}, 0, 1); });
-  testing::error_of(ErrorKind::kFormat, [&] {
+  EXPECT_REFUSED(kInternal, read(source, {{0, 2}, {4, 3}}, 0, 1));
+  EXPECT_REFUSED(kInternal, read(source, {{0}, {4}}, 0, 1));
+  error_of(ErrorKind::kFormat, [&] {
     std::int32_t one = 0;
     read_box(source, "absent", {{0, 0}, {4, 4}}, 0, 1, std::as_writable_bytes(std::span(&one, 1)));
   });
+}
+
+// Tensors of folders and of checkpoints as sources that are read in ranges.
+
+namespace fs = std::filesystem;
+
+TEST(HfTensors, EveryRangeIsThatPartOfTheFile) {
+  const fs::path folder = fs::path(TESSERA_TEST_DATA) / "qwen3-mixed/sharded";
+  const HfTensors source(HfFolder::open(folder));
+  ASSERT_EQ(source.tensors().size(), source.folder().tensors().size());
+  for (const auto& [name, tensor] : source.tensors()) {
+    const TensorInfo& info = *source.folder().find(name);
+    EXPECT_EQ(tensor, (SourceTensor{info.dtype, info.shape, info.dtype}));
+    const std::int64_t middle = tensor.numel() / 3;
+    for (const auto& [begin, end] : {std::pair{std::int64_t{0}, tensor.numel()},
+                                     std::pair{middle, middle}, std::pair{middle, middle + 1}}) {
+      std::vector<std::byte> found(static_cast<std::size_t>((end - begin) * size_of(tensor.dtype)));
+      source.read(name, begin, end, found);
+      const auto expected = source.folder().range(name, begin, end);
+      ASSERT_EQ(found.size(), expected.size());
+      EXPECT_TRUE(std::equal(found.begin(), found.end(), expected.begin())) << name;
+    }
+  }
+  EXPECT_EQ(source.bulk_dtype(), DType::kBFloat16);
+  EXPECT_EQ(source.find("absent"), nullptr);
+  EXPECT_REFUSED(kFormat, source.read("absent", 0, 0, {}));
+}
+
+TEST(CheckpointTensors, AreTheModelsUnderItsNamesWithWhatTheyWerePublishedAs) {
+  const TemporaryFolder folder;
+  testing::Random random(5);
+  for (int i = 0; i < 20; ++i) {
+    const auto path = folder / std::to_string(i);
+    const auto written = testing::write_random_checkpoint(random, path);
+    const CheckpointTensors source(CheckpointFolder::open(path));
+    std::size_t of_model = 0;
+    for (const auto& [name, tensor] : written.manifest.tensors) {
+      if (!name.starts_with(kModelPrefix)) continue;
+      ++of_model;
+      const std::string plain = name.substr(kModelPrefix.size());
+      ASSERT_NE(source.find(plain), nullptr) << plain;
+      EXPECT_EQ(*source.find(plain), (SourceTensor{tensor.dtype, tensor.shape,
+                                                   tensor.source_dtype.value_or(tensor.dtype)}));
+      std::vector<std::byte> found(written.values.at(name).size());
+      source.read(plain, 0, tensor.numel(), found);
+      EXPECT_EQ(found, written.values.at(name));
+    }
+    EXPECT_EQ(source.tensors().size(), of_model) << "the optimizer's are not the model's";
+    EXPECT_EQ(source.find("model/w"), nullptr);
+  }
 }
 
 }  // namespace

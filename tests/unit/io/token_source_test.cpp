@@ -1,20 +1,9 @@
 #include "io/token_source.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <vector>
-
-#include "unit/io/temporary_folder.h"
+#include "support/temporary_folder.h"
 
 namespace tessera::token_source_test {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::ElementsAre;
-using testing::error_of;
-using ::testing::HasSubstr;
-using testing::TemporaryFolder;
 
 template <class Id>
 std::string raw(const std::vector<Id>& ids) {
@@ -60,17 +49,17 @@ TEST(TokenFile, MaskBesideItIsRead) {
   std::vector<std::uint8_t> kept(3);
   file.copy_mask(1, kept);
   EXPECT_THAT(kept, ElementsAre(1, 1, 0));
-  error_of(ErrorKind::kUsage, [&] { file.copy_mask(2, kept); });
+  EXPECT_REFUSED(kUsage, file.copy_mask(2, kept));
 }
 
 TEST(TokenFile, RangesOutsideAreRefused) {
   const TemporaryFolder folder;
   folder.write("a.json", info("uint16", 4));
   const TokenFile file(folder.write("a.bin", raw<std::uint16_t>({1, 2, 3, 4})));
-  error_of(ErrorKind::kUsage, [&] { ids(file, -1, 1); });
-  error_of(ErrorKind::kUsage, [&] { ids(file, 3, 5); });
-  error_of(ErrorKind::kUsage, [&] { ids(file, 5, 5); });
-  error_of(ErrorKind::kUsage, [&] { file.token(4); });
+  EXPECT_REFUSED(kUsage, ids(file, -1, 1));
+  EXPECT_REFUSED(kUsage, ids(file, 3, 5));
+  EXPECT_REFUSED(kUsage, ids(file, 5, 5));
+  EXPECT_REFUSED(kUsage, file.token(4));
 }
 
 TEST(TokenFile, SizesThatDisagreeAreRefused) {
@@ -78,25 +67,25 @@ TEST(TokenFile, SizesThatDisagreeAreRefused) {
   const auto bin = folder.write("a.bin", raw<std::uint16_t>({1, 2, 3, 4}));
   const auto refusal = [&] { return error_of(ErrorKind::kFormat, [&] { TokenFile{bin}; }); };
   folder.write("a.json", info("uint16", 5));
-  EXPECT_THAT(refusal(), AllOf(HasSubstr("a.bin"), HasSubstr("found 8 bytes, expected 10")));
+  EXPECT_THAT(refusal(), Says("a.bin", "found 8 bytes, expected 10"));
   folder.write("a.json", info("uint32", 4));
-  EXPECT_THAT(refusal(), HasSubstr("expected 16"));
+  EXPECT_THAT(refusal(), Says("expected 16"));
   folder.write("a.json", info("uint16", 3));
-  EXPECT_THAT(refusal(), HasSubstr("expected 6"));
+  EXPECT_THAT(refusal(), Says("expected 6"));
   folder.write("a.json", info("uint16", (std::int64_t{1} << 60U) - 1));
   refusal();
   folder.write("a.json", info("uint16", 4));
   folder.write("a.mask.bin", "123");
-  EXPECT_THAT(refusal(), AllOf(HasSubstr("a.mask.bin"), HasSubstr("found 3 bytes")));
+  EXPECT_THAT(refusal(), Says("a.mask.bin", "found 3 bytes"));
 }
 
 TEST(TokenFile, MissingFilesAreIoErrors) {
   const TemporaryFolder folder;
-  EXPECT_THAT(error_of(ErrorKind::kIo, [&] { TokenFile(folder / "a.bin"); }), HasSubstr("a.bin"));
+  EXPECT_REFUSED(kIo, TokenFile(folder / "a.bin"), "a.bin");
   folder.write("a.bin", "");
-  EXPECT_THAT(error_of(ErrorKind::kIo, [&] { TokenFile(folder / "a.bin"); }), HasSubstr("a.json"));
+  EXPECT_REFUSED(kIo, TokenFile(folder / "a.bin"), "a.json");
   folder.write("a.json", info("uint16", 1));
-  error_of(ErrorKind::kFormat, [&] { TokenFile(folder / "a.bin"); });
+  EXPECT_REFUSED(kFormat, TokenFile(folder / "a.bin"));
 }
 
 TEST(TokenFileInfo, MalformedDescriptionsAreRefused) {
@@ -113,8 +102,7 @@ TEST(TokenFileInfo, MalformedDescriptionsAreRefused) {
         R"({"dtype":"uint16","num_tokens":18446744073709551616,"vocab_size":1})",
         R"({"dtype":"uint16","num_tokens":1,"num_tokens":2,"vocab_size":1})"}) {
     SCOPED_TRACE(text);
-    EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { parse_token_file_info(text, "a.json"); }),
-                HasSubstr("a.json"));
+    EXPECT_REFUSED(kFormat, parse_token_file_info(text, "a.json"), "a.json");
   }
 }
 
@@ -125,11 +113,9 @@ TEST(TokenFile, FirstIdOutsideTheVocabularyIsNamedWithItsPosition) {
   const auto check = [&](std::int64_t begin, std::int64_t vocab_size) {
     check_ids(file, begin, ids(file, begin, 6), vocab_size);
   };
-  EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { check(1, 300); }),
-              AllOf(HasSubstr("a.bin: found the token id 300 at position 2"),
-                    HasSubstr("vocabulary of 300")));
-  EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { check(1, 301); }),
-              HasSubstr("id 400 at position 4"));
+  EXPECT_REFUSED(kFormat, check(1, 300), "a.bin: found the token id 300 at position 2",
+                 "vocabulary of 300");
+  EXPECT_REFUSED(kFormat, check(1, 301), "id 400 at position 4");
   EXPECT_NO_THROW(check(5, 300));
   EXPECT_NO_THROW(check(0, 401));
 }
@@ -168,12 +154,12 @@ TEST(TokenFile, TornShardsAreRefused) {
   };
   const auto good = shard<std::uint16_t>(20240520, 1, 3, {1, 2, 3});
   EXPECT_THAT(refusal(good.substr(0, good.size() - 1)),
-              AllOf(HasSubstr("a.bin: found 1029 bytes, expected 1030"), HasSubstr("its header")));
-  EXPECT_THAT(refusal(good.substr(0, 100)), HasSubstr("expected a header of 1024"));
-  EXPECT_THAT(refusal(shard<std::uint16_t>(20240520, 2, 1, {1})), HasSubstr("found version 2"));
-  EXPECT_THAT(refusal(shard<std::uint16_t>(20240520, 1, 0, {})), HasSubstr("a shard of 0 tokens"));
-  EXPECT_THAT(refusal(shard<std::uint16_t>(20240520, 1, -4, {})), HasSubstr("of -4 tokens"));
-  EXPECT_THAT(refusal(shard<std::uint32_t>(20240801, 7, 3, {1, 2})), HasSubstr("expected 1036"));
+              Says("a.bin: found 1029 bytes, expected 1030", "its header"));
+  EXPECT_THAT(refusal(good.substr(0, 100)), Says("expected a header of 1024"));
+  EXPECT_THAT(refusal(shard<std::uint16_t>(20240520, 2, 1, {1})), Says("found version 2"));
+  EXPECT_THAT(refusal(shard<std::uint16_t>(20240520, 1, 0, {})), Says("a shard of 0 tokens"));
+  EXPECT_THAT(refusal(shard<std::uint16_t>(20240520, 1, -4, {})), Says("of -4 tokens"));
+  EXPECT_THAT(refusal(shard<std::uint32_t>(20240801, 7, 3, {1, 2})), Says("expected 1036"));
 }
 
 TEST(TextCorpus, BytesAndAnEndAfterEachFile) {
@@ -201,15 +187,15 @@ TEST(TextCorpus, EveryRangeIsThatPartOfTheWhole) {
                 std::vector<std::int64_t>(whole.begin() + begin, whole.begin() + end));
     }
   }
-  error_of(ErrorKind::kUsage, [&] { ids(corpus, 7, 9); });
-  error_of(ErrorKind::kUsage, [&] { ids(corpus, -1, 0); });
+  EXPECT_REFUSED(kUsage, ids(corpus, 7, 9));
+  EXPECT_REFUSED(kUsage, ids(corpus, -1, 0));
 }
 
 TEST(TextCorpus, FilesKeepTheirGivenOrder) {
   const TemporaryFolder folder;
   const TextCorpus corpus(std::vector{folder.write("b", "b"), folder.write("a", "a")});
   EXPECT_THAT(ids(corpus, 0, 4), ElementsAre('b', 256, 'a', 256));
-  EXPECT_THAT(corpus.name(), HasSubstr("and 1 more"));
+  EXPECT_THAT(corpus.name(), Says("and 1 more"));
 }
 
 TEST(TextCorpus, EmptyDataIsRefusedByName) {
@@ -217,20 +203,18 @@ TEST(TextCorpus, EmptyDataIsRefusedByName) {
   const auto refusal = [&](const std::filesystem::path& path) {
     return error_of(ErrorKind::kFormat, [&] { TextCorpus{path}; });
   };
-  EXPECT_THAT(refusal(folder.path()), HasSubstr(folder.path().native()));
-  EXPECT_THAT(refusal(folder.write("empty.txt", "")), HasSubstr("empty.txt"));
-  EXPECT_THAT(refusal(folder.path()), HasSubstr("found no byte of text"));
-  error_of(ErrorKind::kFormat, [] { TextCorpus(std::vector<std::filesystem::path>{}); });
-  EXPECT_THAT(error_of(ErrorKind::kIo, [&] { TextCorpus(folder / "none.txt"); }),
-              HasSubstr("none.txt"));
+  EXPECT_THAT(refusal(folder.path()), Says(folder.path().native()));
+  EXPECT_THAT(refusal(folder.write("empty.txt", "")), Says("empty.txt"));
+  EXPECT_THAT(refusal(folder.path()), Says("found no byte of text"));
+  EXPECT_REFUSED(kFormat, TextCorpus(std::vector<std::filesystem::path>{}));
+  EXPECT_REFUSED(kIo, TextCorpus(folder / "none.txt"), "none.txt");
 }
 
 TEST(TextCorpus, VocabularyTooSmallForBytesIsRefused) {
   const TemporaryFolder folder;
   const TextCorpus corpus(folder.write("a.txt", "a"));
   EXPECT_NO_THROW(corpus.check_vocabulary(257));
-  EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { corpus.check_vocabulary(256); }),
-              AllOf(HasSubstr("at least 257"), HasSubstr("tools/tokenize.py")));
+  EXPECT_REFUSED(kFormat, corpus.check_vocabulary(256), "at least 257", "tools/tokenize.py");
 }
 
 TEST(TextCorpus, ATokenIsPlacedInItsFile) {
@@ -238,7 +222,7 @@ TEST(TextCorpus, ATokenIsPlacedInItsFile) {
   const TextCorpus corpus(std::vector{folder.write("b", "bcd"), folder.write("a", "a")});
   EXPECT_EQ(corpus.place(0).position, 0);
   EXPECT_EQ(corpus.place(3).position, 3) << "its end";
-  EXPECT_THAT(corpus.place(4).name, ::testing::EndsWith("/a"));
+  EXPECT_THAT(corpus.place(4).name, EndsWith("/a"));
   EXPECT_EQ(corpus.place(5).position, 1);
 }
 
@@ -267,13 +251,12 @@ TEST(JoinedTokens, AreTheirPartsOneAfterTheOther) {
       EXPECT_EQ(joined.has_target(begin, end), std::ranges::count(mask, 1) > 0);
     }
   }
-  EXPECT_THAT(joined.place(7).name, HasSubstr("b.bin"));
+  EXPECT_THAT(joined.place(7).name, Says("b.bin"));
   EXPECT_EQ(joined.place(7).position, 1);
-  EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { check_ids(joined, 5, ids(joined, 5, 8), 70001); }),
-              HasSubstr("b.bin: found the token id 70001 at position 1"));
-  EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { joined.check_vocabulary(256); }),
-              HasSubstr("c.txt"));
-  error_of(ErrorKind::kUsage, [&] { ids(joined, 7, 9); });
+  EXPECT_REFUSED(kFormat, check_ids(joined, 5, ids(joined, 5, 8), 70001),
+                 "b.bin: found the token id 70001 at position 1");
+  EXPECT_REFUSED(kFormat, joined.check_vocabulary(256), "c.txt");
+  EXPECT_REFUSED(kUsage, ids(joined, 7, 9));
 }
 
 TEST(TokenSource, ReadingAllOfAFileKeepsLittleOfItResident) {

@@ -1,17 +1,17 @@
 // Each function of the list in both implementations on CPU tensors: cpu/ is the reference, so aten/
 // is right wherever ATen's operations are.
+
 #include "kernels/implementations.h"
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
-#include <gtest/gtest.h>
+#include <torch/library.h>
 
 #include <limits>
-#include <string>
-#include <vector>
 
 #include "base/test_hooks.h"
 #include "kernels/seen_blocks.h"
+#include "support/test.h"
 #include "unit/nn/compare.h"
 
 namespace tessera::kernels::implementations_test {
@@ -484,6 +484,21 @@ TEST(Implementations, AdamWAgrees) {
       expect_alike(fused.second[i], plain.second[i], bound, text("adamw's second moment", dtype));
     }
   }
+}
+
+// The list takes what libtorch's dispatcher takes, so that whoever records operations can register
+// it as it stands.
+TEST(Operations, TheWholeListCanBeRegistered) {
+  torch::Library library(torch::Library::FRAGMENT, "tessera_list", std::nullopt, __FILE__,
+                         __LINE__);
+#define TESSERA_REGISTERED(name) library.def(#name, &kernels::name);
+  TESSERA_KERNELS(TESSERA_REGISTERED)
+#undef TESSERA_REGISTERED
+  const auto operation = c10::Dispatcher::singleton().findSchemaOrThrow("tessera_list::swiglu", "");
+  const at::Tensor gate = at::arange(12, at::kFloat), up = gate - 5;
+  torch::jit::Stack stack{gate, up};
+  operation.callBoxed(stack);
+  EXPECT_TRUE(at::equal(stack.at(0).toTensor(), kernels::swiglu(gate, up)));
 }
 
 }  // namespace

@@ -1,18 +1,16 @@
 // Every instruction set that this machine has computes the same.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
-#include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstring>
 #include <limits>
-#include <vector>
 
 #include "kernels/cpu/tables.h"
+#include "support/test.h"
 
 namespace tessera::kernels::cpu::isa_test {
 namespace {

@@ -2,12 +2,11 @@
 // slow way.
 #include "support/quotient.h"
 
-#include <gtest/gtest.h>
-
 #include <cmath>
 #include <limits>
 
 #include "kernels/kernels.h"
+#include "support/test.h"
 
 namespace tessera::kernels::quotient_test {
 namespace {

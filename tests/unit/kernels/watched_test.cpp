@@ -2,27 +2,19 @@
 // what it is else; on meta tensors it has the real sizes; in given memory it has the same bits.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
-#include <gmock/gmock.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <cstring>
-#include <functional>
-#include <set>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "kernels/implementations.h"
 #include "kernels/operations.h"
 #include "kernels/results.h"
 #include "kernels/seen_blocks.h"
+#include "support/test.h"
 
 namespace tessera::kernels::watched_test {
 namespace {
 
-using ::testing::ElementsAre;
-using ::testing::IsEmpty;
 using Tensors = std::vector<at::Tensor>;
 
 constexpr double kEps = 1e-6;

@@ -1,8 +1,5 @@
 #include "launch/failure_watch.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
 #include <atomic>
 #include <future>
 #include <limits>
@@ -10,17 +7,16 @@
 
 #include "comm/backends/gloo/transport.h"
 #include "comm/batch.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "unit/comm/rank_pools.h"
 
 namespace tessera::comm::failure_watch_test {
 namespace {
 
 using std::chrono::milliseconds;
-using testing::HasSubstr;
 
 /// A watch of rank 0 over a store in memory; what it does first is what the test waits for.
-class Watched : public testing::Test {
+class Watched : public ::testing::Test {
  protected:
   struct Blocked0 : Blocked {
     void abort() override {}
@@ -93,7 +89,7 @@ TEST(HearingOthers, WaitsForALookThatTheStoreDoesNotAnswer) {
   abort_flag.patience.expect_words_within(milliseconds(20));
   const StoppedStore store(board, [&] { abort_flag.mark("the store is gone"); });
   EXPECT_THAT([&] { hear_others(abort_flag, board, 1); },
-              testing::ThrowsMessage<LostRank>(HasSubstr("the store is gone")));
+              ::testing::ThrowsMessage<LostRank>(Says("the store is gone")));
 }
 
 TEST(HearingOthers, EndsWithTheLookThatFoundNothing) {
@@ -161,7 +157,7 @@ TEST(HearingOthers, WaitsForTheWordsOfAPeerThatBeats) {
     abort_flag.mark("rank 1: waited for rank 2");
   });
   EXPECT_THAT([&] { hear_others(abort_flag, board, 1, std::chrono::steady_clock::now() + kFar); },
-              testing::ThrowsMessage<LostRank>(HasSubstr("waited for rank 2")));
+              ::testing::ThrowsMessage<LostRank>(Says("waited for rank 2")));
 }
 
 // Its beats end at 0.1 s, and so does the wait at 1.1 s. Naive: whoever has beaten lives, and is
@@ -298,14 +294,14 @@ TEST_F(Watched, SilentPeerIsLostOnlyWhileSomethingWaits) {
   let_it_look(10);
   ASSERT_FALSE(acted_) << first_action();
   const OnBoard waiting(*board_, blocked_);
-  EXPECT_THAT(first_action(), HasSubstr("lost: rank 2 has given no sign of life"));
+  EXPECT_THAT(first_action(), Says("lost: rank 2 has given no sign of life"));
 }
 
 TEST_F(Watched, SilentPeerIsLostWithTheTimeThatItWasGiven) {
   board_->watch({0, 2});
   start();
   const OnBoard waiting(*board_, blocked_);
-  EXPECT_THAT(first_action(), HasSubstr("lost: rank 2 has given no sign of life for 0.03 s"));
+  EXPECT_THAT(first_action(), Says("lost: rank 2 has given no sign of life for 0.03 s"));
 }
 
 TEST_F(Watched, RanksWithoutAHeartbeatAreSilent) {
@@ -358,12 +354,9 @@ TEST_F(Watched, WhoHeldUpAWaitIsForgottenByARecovery) {
 TEST(Store, MeetingNamesWhoDidNotCome) {
   const auto store = Store::in_memory();
   const AbortFlag abort_flag;
-  try {
-    store->meet("join", 1, {0, 1, 2}, milliseconds(10), abort_flag);
-    FAIL();
-  } catch (const LostRank& error) {
-    EXPECT_STREQ(error.what(), "join: rank 0, 2 of 3 did not come within 0.01 s");
-  }
+  EXPECT_THAT([&] { store->meet("join", 1, {0, 1, 2}, milliseconds(10), abort_flag); },
+              ::testing::ThrowsMessage<LostRank>(
+                  ::testing::StrEq("join: rank 0, 2 of 3 did not come within 0.01 s")));
   store->meet("alone", 0, {0}, milliseconds(10), abort_flag);
 }
 
@@ -379,15 +372,9 @@ TEST(Store, RanksThatCountOthersThanTheFirstAreRefused) {
   const auto store = Store::in_memory();
   store->require_size(1, 2);
   store->require_size(0, 2);
-  try {
-    store->require_size(2, 20);
-    FAIL();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kUsage);
-    EXPECT_STREQ(error.what(),
-                 "world: found rank 2 of 20 ranks, expected one of 2 as rank 1 is; start all with "
-                 "the same number (WORLD_SIZE, or what the launcher sets)");
-  }
+  EXPECT_EQ(error_of(ErrorKind::kUsage, [&] { store->require_size(2, 20); }),
+            "world: found rank 2 of 20 ranks, expected one of 2 as rank 1 is; start all with "
+            "the same number (WORLD_SIZE, or what the launcher sets)");
 }
 
 TEST(Store, AMeetingIsOverWhenTheLastOneHasComeHoweverOftenTheOthersDid) {

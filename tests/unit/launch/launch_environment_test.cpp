@@ -1,16 +1,15 @@
 #include "launch/launch_environment.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
+#include <cstdlib>
 
-#include "tessera/error.h"
-#include "unit/io/temporary_folder.h"
+#include "launch/hosts.h"
+#include "launch/rank_variables.h"
+#include "support/temporary_folder.h"
 
 namespace tessera::comm::launch_environment_test {
 namespace {
 
 using base::Environment;
-using ::testing::HasSubstr;
 
 Environment torchrun(const std::string& rank, const std::string& size) {
   return {{"RANK", rank},
@@ -32,13 +31,7 @@ Environment without(Environment variables, const std::string& name) {
 }
 
 std::string error_of(const Environment& variables, const StoreAddress& fallback = {}) {
-  try {
-    read_launch_environment(variables, fallback);
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kUsage);
-    return error.what();
-  }
-  return "no error";
+  return refusal_of(ErrorKind::kUsage, [&] { read_launch_environment(variables, fallback); });
 }
 
 const Environment kOpenMpi = {{"OMPI_COMM_WORLD_RANK", "3"},
@@ -129,13 +122,8 @@ TEST(LaunchEnvironment, OnlyAnAddressThatOthersNeedOpensTheNetwork) {
 TEST(LaunchEnvironment, ANameThatMeansLoopbackOnItsOwnHostIsRefusedForSeveralHosts) {
   const auto several = read_launch_environment(with(kSlurm, {{"MASTER_ADDR", "head"}}));
   EXPECT_NO_THROW(require_network_address(several, "10.0.0.1"));
-  try {
-    require_network_address(several, "127.0.1.1");
-    FAIL() << "nobody else reaches 127.0.1.1";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kComm);
-    EXPECT_THAT(error.what(), HasSubstr("head leads to 127.0.1.1 on the host of rank 5"));
-  }
+  EXPECT_REFUSED(kComm, require_network_address(several, "127.0.1.1"),
+                 "head leads to 127.0.1.1 on the host of rank 5");
   // Somebody tries several "hosts" on one.
   const auto asked = read_launch_environment(with(kSlurm, {{"MASTER_ADDR", "127.0.0.1"}}));
   EXPECT_NO_THROW(require_network_address(asked, "127.0.0.1"));
@@ -148,9 +136,7 @@ TEST(LaunchEnvironment, AllAddressesOfRank0DoNotLeadToLoopbackUnlessOneHostIsCer
     const auto unknown = read_launch_environment(with(kPmiSomewhere, {{"MASTER_ADDR", host}}));
     EXPECT_NO_THROW(require_network_address(unknown, host)) << "the store itself";
     EXPECT_NO_THROW(require_network_address(unknown, "10.0.0.1"));
-    EXPECT_THAT(
-        testing::error_of(ErrorKind::kComm, [&] { require_network_address(unknown, "127.0.0.1"); }),
-        HasSubstr("GLOO_SOCKET_IFNAME"))
+    EXPECT_REFUSED(kComm, require_network_address(unknown, "127.0.0.1"), "GLOO_SOCKET_IFNAME")
         << host;
     const auto one = read_launch_environment(with(kPmi, {{"MASTER_ADDR", host}}));
     EXPECT_NO_THROW(require_network_address(one, "127.0.0.1")) << host;
@@ -187,11 +173,11 @@ TEST(LaunchEnvironment, PmiOnOneHostIsKnownByItsLocalRanks) {
   EXPECT_EQ(launch.hosts, Hosts::kOne);
   EXPECT_EQ(launch.local_rank, 1);
   EXPECT_EQ(launch.master_addr, "127.0.0.1");
-  EXPECT_THAT(error_of(with(kPmi, {{"PMI_SIZE", "4"}})), HasSubstr("on several hosts"));
+  EXPECT_THAT(error_of(with(kPmi, {{"PMI_SIZE", "4"}})), Says("on several hosts"));
 }
 
 TEST(LaunchEnvironment, WhereNobodySaysHowManyHostsAnAddressIsNeeded) {
-  const auto neither = HasSubstr("says neither where nor an address; set MASTER_ADDR");
+  const auto neither = Says("says neither where nor an address; set MASTER_ADDR");
   EXPECT_THAT(error_of(kPmiSomewhere), neither);
   EXPECT_THAT(error_of(with(kPmiSomewhere, {{"MASTER_ADDR", ""}})), neither);
   EXPECT_THAT(error_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}}), neither);
@@ -217,7 +203,7 @@ TEST(LaunchEnvironment, SlurmsNodeListStandsForAnAddressThatNobodyGives) {
   const auto launch = read_launch_environment(listed);
   EXPECT_EQ(launch.node_list, "node[01-02]");
   EXPECT_EQ(launch.master_addr, "");
-  EXPECT_THAT(to_string(launch), HasSubstr("store at the first host of node[01-02]:"));
+  EXPECT_THAT(to_string(launch), Says("store at the first host of node[01-02]:"));
   EXPECT_EQ(read_launch_environment(listed, {"head", 0}).master_addr, "head");
   EXPECT_EQ(read_launch_environment(listed, {"head", 0}).node_list, "");
   EXPECT_EQ(read_launch_environment(with(listed, {{"SLURM_STEP_NUM_NODES", "1"}})).master_addr,
@@ -272,29 +258,209 @@ TEST(LaunchEnvironment, MasterVariablesWinOverOptions) {
 TEST(LaunchEnvironment, SeveralHostsWithoutAddressIsRefused) {
   EXPECT_THAT(error_of(with(kOpenMpi, {{"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
                                        {"OMPI_COMM_WORLD_LOCAL_RANK", "1"}})),
-              HasSubstr("several hosts"));
-  EXPECT_THAT(error_of(kSlurm), HasSubstr("comm.master_addr"));
+              Says("several hosts"));
+  EXPECT_THAT(error_of(kSlurm), Says("comm.master_addr"));
 }
 
 TEST(LaunchEnvironment, ContradictionsNameTheVariables) {
-  EXPECT_THAT(error_of(without(torchrun("0", "2"), "WORLD_SIZE")),
-              HasSubstr("RANK without WORLD_SIZE"));
-  EXPECT_THAT(error_of(without(torchrun("0", "2"), "RANK")), HasSubstr("WORLD_SIZE without RANK"));
-  EXPECT_THAT(error_of(torchrun("2", "2")), HasSubstr("RANK=2 with WORLD_SIZE=2"));
-  EXPECT_THAT(error_of(torchrun("-1", "2")), HasSubstr("RANK=-1"));
-  EXPECT_THAT(error_of(torchrun("x", "2")), HasSubstr("RANK=\"x\""));
-  EXPECT_THAT(error_of(torchrun("", "2")), HasSubstr("RANK=\"\""));
-  EXPECT_THAT(error_of(torchrun("0", "0")), HasSubstr("WORLD_SIZE=0"));
-  EXPECT_THAT(error_of(torchrun("0", "99999999999")), HasSubstr("WORLD_SIZE"));
-  EXPECT_THAT(error_of(with(torchrun("0", "2"), {{"LOCAL_RANK", "5"}})), HasSubstr("LOCAL_RANK=5"));
+  EXPECT_THAT(error_of(without(torchrun("0", "2"), "WORLD_SIZE")), Says("RANK without WORLD_SIZE"));
+  EXPECT_THAT(error_of(without(torchrun("0", "2"), "RANK")), Says("WORLD_SIZE without RANK"));
+  EXPECT_THAT(error_of(torchrun("2", "2")), Says("RANK=2 with WORLD_SIZE=2"));
+  EXPECT_THAT(error_of(torchrun("-1", "2")), Says("RANK=-1"));
+  EXPECT_THAT(error_of(torchrun("x", "2")), Says("RANK=\"x\""));
+  EXPECT_THAT(error_of(torchrun("", "2")), Says("RANK=\"\""));
+  EXPECT_THAT(error_of(torchrun("0", "0")), Says("WORLD_SIZE=0"));
+  EXPECT_THAT(error_of(torchrun("0", "99999999999")), Says("WORLD_SIZE"));
+  EXPECT_THAT(error_of(with(torchrun("0", "2"), {{"LOCAL_RANK", "5"}})), Says("LOCAL_RANK=5"));
   EXPECT_THAT(error_of(with(torchrun("0", "2"), {{"LOCAL_WORLD_SIZE", "3"}})),
-              HasSubstr("LOCAL_WORLD_SIZE=3 with WORLD_SIZE=2"));
+              Says("LOCAL_WORLD_SIZE=3 with WORLD_SIZE=2"));
   EXPECT_THAT(error_of(with(torchrun("0", "2"), {{"MASTER_PORT", "70000"}})),
-              HasSubstr("MASTER_PORT=70000"));
+              Says("MASTER_PORT=70000"));
   EXPECT_THAT(error_of(without(with(torchrun("0", "2"), {{"TORCHELASTIC_USE_AGENT_STORE", "True"}}),
                                "MASTER_PORT")),
-              HasSubstr("MASTER_PORT not set"));
-  EXPECT_THAT(error_of(without(kSpawn, "TESSERA_SPAWN_SIZE")), HasSubstr("TESSERA_SPAWN_SIZE"));
+              Says("MASTER_PORT not set"));
+  EXPECT_THAT(error_of(without(kSpawn, "TESSERA_SPAWN_SIZE")), Says("TESSERA_SPAWN_SIZE"));
+}
+
+// The variables of libgomp that a rank gets, for any setting of a user.
+
+struct Setting {
+  const char* text;  ///< null: not set
+  bool counts;
+};
+
+/// The variables with `name` set to it.
+void put(base::Environment& variables, const char* name, const Setting& setting) {
+  if (setting.text != nullptr) variables[name] = setting.text;
+}
+
+bool says_how_threads_wait(const base::Environment& variables) {
+  return std::ranges::any_of(variables, [](const auto& variable) {
+    return comm::says_how_threads_wait(variable.first + "=" + variable.second);
+  });
+}
+
+// Property: a setting that counts stays, one that does not is replaced, for every combination.
+TEST(RankVariables, ReplaceOnlyWhatDoesNotCount) {
+  const std::vector<Setting> threads{{nullptr, false}, {"", false},  {"0", false}, {" ", false},
+                                     {"-2", false},    {"x", false}, {"1", true},  {"4,2", true}};
+  const std::vector<Setting> waits{
+      {nullptr, false}, {"", false}, {" ", false}, {"0", true}, {"active", true}};
+  for (const Setting& given : threads) {
+    for (const Setting& spins : waits) {
+      for (const Setting& policy : waits) {
+        base::Environment variables{{"PATH", "/bin"}};
+        put(variables, "OMP_NUM_THREADS", given);
+        put(variables, "GOMP_SPINCOUNT", spins);
+        put(variables, "OMP_WAIT_POLICY", policy);
+        base::Environment expected = variables;
+        if (!given.counts) expected["OMP_NUM_THREADS"] = "3";
+        if (!spins.counts && !policy.counts) {
+          expected["GOMP_SPINCOUNT"] = std::string(kShortSpins).substr(15);
+        }
+        EXPECT_EQ(says_how_threads_wait(variables), spins.counts || policy.counts);
+        set_thread_variables(variables, 3);
+        EXPECT_EQ(variables, expected);
+        EXPECT_TRUE(says_how_threads_wait(variables)) << "a rank is executed once";
+      }
+    }
+  }
+}
+
+// A fake scontrol on PATH: what it is asked, and what becomes of every way in which it can fail.
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+constexpr const char* kList = "node[01-03,7],gpu5";
+constexpr seconds kPatience{60};
+
+class SlurmHosts : public ::testing::Test {
+ protected:
+  SlurmHosts() : path_(std::getenv("PATH")) {}
+  ~SlurmHosts() override { ::setenv("PATH", path_.c_str(), 1); }
+
+  /// A scontrol that runs `script`, in front of everything else on PATH.
+  void answer_by(const std::string& script) {
+    const auto file = folder_.write("bin/scontrol", "#!/bin/sh\n" + script);
+    std::filesystem::permissions(file, std::filesystem::perms::owner_all);
+    ::setenv("PATH", ((folder_ / "bin").string() + ":" + path_).c_str(), 1);
+  }
+  static LaunchEnvironment step(const std::string& list = kList) {
+    LaunchEnvironment launch;
+    launch.launcher = Launcher::kSlurm;
+    launch.world_size = 2;
+    launch.node_list = list;
+    return launch;
+  }
+  static std::string first_host(milliseconds limit = kPatience) {
+    LaunchEnvironment launch = step();
+    find_first_host(launch, limit);
+    return launch.master_addr;
+  }
+  static std::string error(milliseconds limit = kPatience) {
+    return error_of(ErrorKind::kUsage, [&] { first_host(limit); });
+  }
+
+  const TemporaryFolder folder_;
+  const std::string path_;
+};
+
+TEST_F(SlurmHosts, ScontrolGetsTheListAsOneWordAndItsFirstLineIsTheAddress) {
+  const std::string asked = (folder_ / "asked").string();
+  answer_by("printf '<%s>' \"$@\" > " + asked + "\nprintf 'node01\\nnode02\\nnode03\\n'");
+  EXPECT_EQ(first_host(), "node01");
+  std::ifstream file(asked);
+  std::string words;
+  std::getline(file, words);
+  EXPECT_EQ(words, "<show><hostnames><node[01-03,7],gpu5>") << "no shell has touched it";
+}
+
+TEST_F(SlurmHosts, NobodyIsAskedWhereAnAddressIsGivenOrThereIsNoList) {
+  answer_by("echo asked > " + (folder_ / "asked").string() + "; echo wrong");
+  LaunchEnvironment given = step();
+  given.master_addr = "10.0.0.1";
+  find_first_host(given, kPatience);
+  EXPECT_EQ(given.master_addr, "10.0.0.1");
+  LaunchEnvironment none = step("");
+  find_first_host(none, kPatience);
+  EXPECT_EQ(none.master_addr, "");
+  EXPECT_FALSE(exists(folder_ / "asked"));
+}
+
+TEST_F(SlurmHosts, WithoutScontrolTheUserIsToldWhatToSet) {
+  ::setenv("PATH", folder_.path().c_str(), 1);
+  EXPECT_THAT(error(), Says("no scontrol on PATH", kList, "set MASTER_ADDR or comm.master_addr"));
+}
+
+TEST_F(SlurmHosts, FailuresAreNamed) {
+  answer_by("echo node01; exit 3");
+  EXPECT_THAT(error(), Says("exit code 3"));
+  answer_by("kill -9 $$");
+  EXPECT_THAT(error(), Says("signal 9"));
+  answer_by("exit 0");
+  EXPECT_THAT(error(), Says("found nothing"));
+}
+
+TEST_F(SlurmHosts, WhatIsNoHostNameIsNoAddress) {
+  for (const char* line : {"node01; rm -rf x", "-oProxyCommand=x", "\\033[2Jnode01", "no de", "",
+                           ".node", "node/../1", "node01\\r"}) {
+    answer_by(std::string("printf 'node01\\n") + line + "\\nnode02\\n'");
+    EXPECT_THAT(error(), Says("expected the hosts of the step")) << line;
+    answer_by(std::string("printf '") + line + "\\nnode02\\n'");
+    EXPECT_THAT(error(), Says("expected the hosts of the step")) << line;
+  }
+  answer_by("head -c 300 /dev/zero | tr '\\0' a");
+  EXPECT_LT(error().size(), 400U) << "cut";
+  answer_by("printf 'a\\033[2J'");
+  EXPECT_THAT(error(), Says("'a\\x1b[2J'")) << "escaped";
+}
+
+TEST_F(SlurmHosts, AFloodIsCutOff) {
+  answer_by("yes node01");
+  EXPECT_THAT(error(), Says("more than 1 MiB"));
+}
+
+// Each of them would otherwise hold up the run for an hour.
+TEST_F(SlurmHosts, NoAnswerInTimeIsAnErrorAndNothingStays) {
+  const std::string pid = (folder_ / "pid").string();
+  const std::string remember = "echo $$ > " + pid + "\n";
+  for (const char* script : {"sleep 3600", "echo node01; sleep 3600", "echo node01; sleep 3600 &",
+                             "exec 1>&-; sleep 3600"}) {
+    answer_by(remember + script);
+    EXPECT_THAT(error(milliseconds(500)), Says("no answer in time")) << script;
+    int process = 0;
+    std::ifstream(pid) >> process;
+    EXPECT_FALSE(process > 0 && std::filesystem::exists("/proc/" + std::to_string(process)))
+        << script;
+  }
+}
+
+TEST_F(SlurmHosts, AListThatIsAnOptionIsRefused) {
+  answer_by("echo node01");
+  LaunchEnvironment launch = step("--help");
+  EXPECT_REFUSED(kUsage, find_first_host(launch, kPatience), "an option");
+}
+
+TEST(Address, NumbersAndLocalhostNeedNoNameService) {
+  const auto four = resolve("10.1.2.3", 4711);
+  ASSERT_EQ(four.size(), 1U);
+  EXPECT_EQ(host_text(four[0]), "10.1.2.3");
+  EXPECT_EQ(four[0].port(), 4711);
+  const auto six = resolve("::1", 80);
+  ASSERT_EQ(six.size(), 1U);
+  EXPECT_EQ(host_text(six[0]), "::1");
+  EXPECT_EQ(six[0].port(), 80);
+  EXPECT_EQ(host_text(resolve("localhost", 1).at(0)), "127.0.0.1");
+}
+
+TEST(Address, UnknownNamesAreSaid) {
+  // RFC 2606: never a host.
+  EXPECT_REFUSED(kComm, resolve("rank0.invalid", 1), "rank0.invalid", "comm.master_addr");
+}
+
+TEST(Address, TheRouteToThisHostBeginsAtItself) {
+  EXPECT_EQ(local_address_towards("127.0.0.1"), "127.0.0.1");
+  EXPECT_EQ(local_address_towards("localhost"), "127.0.0.1");
 }
 
 }  // namespace

@@ -1,17 +1,17 @@
 #include <arpa/inet.h>
-#include <gmock/gmock.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 
+#include <future>
+#include <stdexcept>
+#include <thread>
+
+#include "launch/bounded_calls.h"
 #include "launch/hosts.h"
-#include "tessera/error.h"
-#include "unit/io/temporary_folder.h"
+#include "support/temporary_folder.h"
 
 namespace tessera::comm::listener_test {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 
 std::string bound_to(const Listener& listener) {
   sockaddr_storage bytes{};
@@ -44,9 +44,9 @@ TEST(Listener, SaysAtWhichAddress) {
 
 // Of the documentation's network: nobody's.
 TEST(Listener, AnotherHostsAddressIsRefused) {
-  EXPECT_THAT(testing::error_of(ErrorKind::kComm, [] { listen_on("192.0.2.1", 0); }),
-              AllOf(HasSubstr("found 192.0.2.1 (192.0.2.1) as the address of rank 0"),
-                    HasSubstr("comm.master_addr"), HasSubstr("with GLOO_SOCKET_IFNAME")));
+  EXPECT_REFUSED(kComm, listen_on("192.0.2.1", 0),
+                 "found 192.0.2.1 (192.0.2.1) as the address of rank 0", "comm.master_addr",
+                 "with GLOO_SOCKET_IFNAME");
 }
 
 TEST(Listener, PortInUseIsNamedWithWhatToDo) {
@@ -57,9 +57,56 @@ TEST(Listener, PortInUseIsNamedWithWhatToDo) {
   } catch (const Error& error) {
     EXPECT_EQ(error.kind(), ErrorKind::kComm);
     EXPECT_THAT(error.what(),
-                AllOf(HasSubstr(concat("found port ", first.port, " of 127.0.0.1 in use")),
-                      HasSubstr("MASTER_PORT")));
+                Says(concat("found port ", first.port, " of 127.0.0.1 in use"), "MASTER_PORT"));
   }
+}
+
+using std::chrono::hours;
+using std::chrono::milliseconds;
+
+TEST(BoundedCalls, ReturnWhatTheCallReturnsAndThrowWhatItThrows) {
+  BoundedCalls calls;
+  EXPECT_EQ(calls.run([] { return 7; }, hours(1)), 7);
+  EXPECT_THROW(calls.run([]() -> int { throw std::runtime_error("no"); }, hours(1)),
+               std::runtime_error);
+  EXPECT_EQ(calls.run([] { return 8; }, hours(1)), 8) << "an error is no reason to stop";
+}
+
+TEST(BoundedCalls, RunInTurnOnOneOtherThread) {
+  BoundedCalls calls;
+  const auto first = calls.run([] { return std::this_thread::get_id(); }, hours(1));
+  EXPECT_NE(first, std::this_thread::get_id());
+  EXPECT_EQ(calls.run([] { return std::this_thread::get_id(); }, hours(1)), first);
+}
+
+TEST(BoundedCalls, OneThatHangsIsLeftBehindAndNoneFollowsIt) {
+  std::promise<void> never_answered;
+  const auto answer = std::make_shared<std::shared_future<void>>(never_answered.get_future());
+  {
+    BoundedCalls calls;
+    const auto hang = [answer] {
+      answer->wait();
+      return 1;
+    };
+    EXPECT_FALSE(calls.run(hang, milliseconds(1)).has_value());
+    EXPECT_FALSE(calls.run([] { return 2; }, hours(1)).has_value());
+  }  // nobody waits for it
+  never_answered.set_value();
+}
+
+TEST(BoundedCalls, OneThatIsInVainIsLeftBehind) {
+  std::promise<void> never_answered;
+  const auto answer = std::make_shared<std::shared_future<void>>(never_answered.get_future());
+  int looks = 0;
+  const auto in_vain = [&looks] { return ++looks == 3; };
+  const auto hang = [answer] {
+    answer->wait();
+    return 1;
+  };
+  EXPECT_FALSE(BoundedCalls().run(hang, hours(1), in_vain).has_value());
+  EXPECT_EQ(looks, 3);
+  EXPECT_EQ(BoundedCalls().run([] { return 2; }, hours(1), [] { return false; }), 2);
+  never_answered.set_value();
 }
 
 }  // namespace

@@ -1,12 +1,9 @@
 #include "launch/peer_watch.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
 #include <bit>
 
 #include "simulated_watch.h"
-#include "tessera/error.h"
+#include "support/test.h"
 
 namespace tessera::comm::peer_watch_test {
 namespace {
@@ -14,8 +11,6 @@ namespace {
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 using std::chrono::seconds;
-using ::testing::HasSubstr;
-using ::testing::StartsWith;
 
 // As measured with the server and all its clients on the same two cores; alone it is faster.
 constexpr microseconds kRequest{100};
@@ -125,7 +120,7 @@ TEST(PeerWatch, ALostRankOf1024IsNamedWithinTenSeconds) {
       watch->ranks[static_cast<std::size_t>(lost)].dies_at = at(20);
       const auto named = watch->run(60);
       ASSERT_TRUE(named.has_value());
-      EXPECT_THAT(named->why, HasSubstr(concat("rank ", lost, " has given no sign of life")));
+      EXPECT_THAT(named->why, Says(concat("rank ", lost, " has given no sign of life")));
       EXPECT_LE(named->told_seconds, 30);
     }
   }
@@ -192,7 +187,7 @@ TEST(PeerWatch, NeighboursThatAreLostTogetherAreNamed) {
   const auto named = watch.run(60);
   ASSERT_TRUE(named.has_value());
   // The one after them, or one that waits for rank 9, whoever looks first.
-  EXPECT_THAT(named->why, HasSubstr("no sign of life for 6 s"));
+  EXPECT_THAT(named->why, Says("no sign of life for 6 s"));
   EXPECT_THAT(named->why, ::testing::AnyOf(StartsWith("rank 14, 15"), StartsWith("rank 9")));
 }
 
@@ -294,8 +289,8 @@ TEST(PeerWatch, RanksThatIssueDifferentCollectivesAreNamedBesideEachOther) {
     const auto named = watch.run(60);
     ASSERT_TRUE(named.has_value()) << ranks;
     EXPECT_THAT(named->why, StartsWith("ranks disagree: rank "));
-    EXPECT_THAT(named->why, HasSubstr(concat("rank ", other, " issues something else")));
-    EXPECT_THAT(named->why, HasSubstr("issues the sum"));
+    EXPECT_THAT(named->why,
+                Says(concat("rank ", other, " issues something else"), "issues the sum"));
     EXPECT_LE(watch.store.texts_of_issued(), 2U);
     EXPECT_LE(named->seconds, 3 + 2 + 6 * std::chrono::duration<double>(watch.poll()).count());
   }
@@ -335,7 +330,7 @@ TEST_F(Deadlock, OfMoreRanksHasTheSameWordsOnAll) {
   const auto named = watch_->run(100);
   ASSERT_TRUE(named.has_value());
   EXPECT_THAT(named->why, StartsWith("ranks wait for each other: rank 0 waits in #4 on group 1"));
-  EXPECT_THAT(named->why, HasSubstr("rank 2 waits in #4 on group 3, which rank 0 has not issued"));
+  EXPECT_THAT(named->why, Says("rank 2 waits in #4 on group 3, which rank 0 has not issued"));
 }
 
 // After a recovery sequences begin anew, and may look like the cycle that was there before.

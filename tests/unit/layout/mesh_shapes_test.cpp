@@ -1,19 +1,11 @@
 // Both readings of the ranks, the parts of tp, and the sums that follow from a declaration.
-#include <gmock/gmock.h>
-
-#include <algorithm>
-#include <set>
 
 #include "layout/local_part.h"
+#include "support/test.h"
 #include "tessera/data_axes.h"
-#include "tessera/error.h"
 
 namespace tessera::mesh_shapes_test {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
 
 template <class Run>
 std::string error_of(const Run& run) {
@@ -56,14 +48,14 @@ TEST(MeshShapes, SizesThatDisagreeAreRefusedWithTheRule) {
   };
   EXPECT_EQ(make(MeshShape::sparse(1, 2, 2, 4, 1)), "");
   EXPECT_THAT(make(MeshShape::sparse(1, 2, 2, 2, 1)),
-              HasSubstr("dp_shard_mod_ep x ep x etp = dp_shard x cp x tp"));
-  EXPECT_THAT(make(MeshShape::sparse(1, 1, 4, 4, 1)), HasSubstr("dp_replicate"));
+              Says("dp_shard_mod_ep x ep x etp = dp_shard x cp x tp"));
+  EXPECT_THAT(make(MeshShape::sparse(1, 1, 4, 4, 1)), Says("dp_replicate"));
 }
 
 TEST(MeshShapes, AxesOfTwoReadingsFormNoGroup) {
   EXPECT_THAT(error_of([] { (void)eight().ranks_of(0, {axis::kTensor, axis::kExpert}); }),
-              AllOf(HasSubstr("tp, ep"), HasSubstr("two readings")));
-  EXPECT_THAT(error_of([] { (void)eight().ranks_of(0, {"nowhere"}); }), HasSubstr("nowhere"));
+              Says("tp, ep", "two readings"));
+  EXPECT_THAT(error_of([] { (void)eight().ranks_of(0, {"nowhere"}); }), Says("nowhere"));
 }
 
 // Rank t of tp = key index t / R, copy t % R.
@@ -83,7 +75,7 @@ TEST(MeshShapes, TpSplitsIntoKeyHeadsAndCopies) {
   }
   EXPECT_FALSE(mesh.dense().has("tp_kv/3"));
   EXPECT_FALSE(mesh.dense().has("tp_kv/"));
-  EXPECT_THAT(error_of([&] { (void)mesh.ranks_of(0, {"tp", "tp_kv/2"}); }), HasSubstr("overlap"));
+  EXPECT_THAT(error_of([&] { (void)mesh.ranks_of(0, {"tp", "tp_kv/2"}); }), Says("overlap"));
 }
 
 TEST(MeshShapes, HeadsThatAreFewerThanRanks) {
@@ -96,8 +88,7 @@ TEST(MeshShapes, HeadsThatAreFewerThanRanks) {
   EXPECT_EQ(axes(8, 2), "tp_kv/2 2, tp_rep/4 4");
   EXPECT_EQ(axes(4, 1), "tp_kv/1 1, tp 4");
   EXPECT_EQ(axes(1, 2), "tp 1, tp_rep/1 1");
-  EXPECT_THAT(error_of([] { (void)tensor_axis_of_heads(4, 6); }),
-              AllOf(HasSubstr("6 heads"), HasSubstr("4 ranks")));
+  EXPECT_THAT(error_of([] { (void)tensor_axis_of_heads(4, 6); }), Says("6 heads", "4 ranks"));
 }
 
 AxisPlacement on(const std::string& axis, int size, PlacementKind parameter,
@@ -133,17 +124,17 @@ TEST(Reductions, NeedADeclarationOnEveryModelAxis) {
   const auto refusal = [&](const ParameterLayout& layout) {
     return error_of([&] { (void)reductions_of(layout, data, "w"); });
   };
-  EXPECT_THAT(refusal({}), AllOf(HasSubstr("w: found no placement on the axis tp of 2 ranks"),
-                                 HasSubstr("DeclaresLayouts")));
+  EXPECT_THAT(refusal({}),
+              Says("w: found no placement on the axis tp of 2 ranks", "DeclaresLayouts"));
   EXPECT_THAT(refusal({MeshKind::kSparse, {}, {partial("ep", 2)}}),
-              HasSubstr("no placement on the axis etp of 2 ranks"));
-  EXPECT_THAT(refusal({MeshKind::kDense, {}, {partial("ep", 2)}}), HasSubstr("expected one on tp"));
-  EXPECT_THAT(refusal({MeshKind::kDense, {}, {partial("tp", 4)}}), HasSubstr("tp 4"));
+              Says("no placement on the axis etp of 2 ranks"));
+  EXPECT_THAT(refusal({MeshKind::kDense, {}, {partial("ep", 2)}}), Says("expected one on tp"));
+  EXPECT_THAT(refusal({MeshKind::kDense, {}, {partial("tp", 4)}}), Says("tp 4"));
   const DataAxes wide({MeshShape::dense(1, 1, 1, 1, 4), MeshShape::sparse(1, 1, 1, 1, 4)});
   const std::vector<AxisPlacement> twice = {partial("tp_kv/2", 2), partial("tp_kv/2", 2)};
   EXPECT_THAT(error_of([&] { (void)reductions_of({MeshKind::kDense, {}, twice}, wide, "w"); }),
-              AllOf(HasSubstr("w: "), HasSubstr("overlap")));
-  EXPECT_THAT(refusal({MeshKind::kDense, {}, {partial("dp_shard", 4)}}), HasSubstr("dp_shard"));
+              Says("w: ", "overlap"));
+  EXPECT_THAT(refusal({MeshKind::kDense, {}, {partial("dp_shard", 4)}}), Says("dp_shard"));
   // Experts that lie whole on every rank owe data sums alone.
   const DataAxes whole({MeshShape::dense(1, 1, 4, 1, 2), MeshShape::sparse(1, 1, 8, 1, 1)});
   EXPECT_EQ(to_string(reductions_of({MeshKind::kSparse, {}, {}}, whole, "w")),
@@ -159,7 +150,7 @@ TEST(GlobalShape, IsTheOneWhoseLocalShapeItCameFrom) {
   const std::vector<std::int64_t> whole = {8, 12, 5};
   EXPECT_EQ(layout::global_shape(split, layout::local_shape(split, whole), "w"), whole);
   EXPECT_THAT(error_of([&] { (void)layout::global_shape(split, {2, 7, 5}, "w"); }),
-              HasSubstr("w: found a tensor of 7"));
+              Says("w: found a tensor of 7"));
 }
 
 // Naive: a rank's one expert, or its one row of the gates, is no part of any dim.

@@ -1,6 +1,6 @@
 #include "tessera/placement.h"
 
-#include <gtest/gtest.h>
+#include "support/test.h"
 
 namespace tessera::placement_test {
 namespace {

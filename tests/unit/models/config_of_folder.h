@@ -1,19 +1,12 @@
 // The config.json of a folder of reference data, also with other values.
 #pragma once
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
 #include <filesystem>
 #include <fstream>
-#include <initializer_list>
 #include <nlohmann/json.hpp>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "models/model_spec.h"
-#include "tessera/error.h"
+#include "support/test.h"
 
 namespace tessera::models {
 
@@ -31,14 +24,8 @@ inline std::string changed_config(const std::string& folder, const nlohmann::jso
 }
 
 /// The message of its refusal; "" if there was none.
-inline std::string refusal_of(const std::string& text) {
-  try {
-    parse_spec(text);
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kConfig) << error.what();
-    return error.what();
-  }
-  return "";
+inline std::string config_refusal(const std::string& text) {
+  return refusal_of(ErrorKind::kConfig, [&] { parse_spec(text); });
 }
 
 /// The config.hub.json of one folder, as the tests of a family ask it.
@@ -51,7 +38,7 @@ class ConfigOfFolder {
     return parse_spec(changed_config(folder_, keys)).spec;
   }
   std::string refusal(const nlohmann::json& keys) const {
-    return refusal_of(changed_config(folder_, keys));
+    return config_refusal(changed_config(folder_, keys));
   }
   nlohmann::json json() const {
     return nlohmann::json::parse(file_text(folder_, "config.hub.json"));
@@ -62,10 +49,15 @@ class ConfigOfFolder {
     for (const char* key : keys) config.erase(key);
     return parse_spec(config.dump()).spec;
   }
-  /// Each value on its own is refused by a message with its key.
-  void expect_refused(const std::vector<std::pair<const char*, nlohmann::json>>& cases) const {
-    for (const auto& [key, value] : cases) {
-      EXPECT_THAT(refusal({{key, value}}), ::testing::HasSubstr(key)) << value;
+  struct Refused {
+    const char* key;
+    nlohmann::json value;
+    const char* says = nullptr;  ///< null: the key
+  };
+  /// Each value on its own is refused.
+  void expect_refused(const std::vector<Refused>& cases) const {
+    for (const auto& [key, value, says] : cases) {
+      EXPECT_THAT(refusal({{key, value}}), Says(says == nullptr ? key : says)) << value;
     }
   }
   /// What is written of it with each of these changes is read as the same.

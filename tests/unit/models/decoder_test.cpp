@@ -1,14 +1,22 @@
 #include "models/decoder.h"
 
+#include <ATen/ATen.h>
 #include <ATen/ops/randint.h>
-#include <gtest/gtest.h>
+#include <torch/csrc/autograd/autograd.h>
 
-#include <map>
-#include <string>
-
+#include "dist/held_bytes.h"
+#include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
 #include "models/description.h"
+#include "models/gemma4/gemma4_layer.h"
+#include "models/gemma4/gemma4_model.h"
+#include "models/gemma4/gemma4_vision.h"
 #include "nn/parameter.h"
-#include "tessera/error.h"
+#include "nn/rope.h"
+#include "support/ranks.h"
+#include "support/test.h"
+#include "tessera/shard.h"
+#include "unit/models/reference.h"
 #include "unit/models/small_spec.h"
 
 namespace tessera::models::decoder_test {
@@ -62,13 +70,8 @@ TEST(Decoder, AFreshModelHasNoMemoryAndSaysSo) {
   for (const auto& item : model.named_parameters()) {
     EXPECT_EQ(item.value().storage().nbytes(), 0u) << item.key();
   }
-  try {
-    model.logits(at::zeros({1, 3}, at::kLong));
-    FAIL() << "ran without weights";
-  } catch (const std::exception& error) {
-    EXPECT_NE(std::string(error.what()).find("parameter has no data yet"), std::string::npos)
-        << error.what();
-  }
+  EXPECT_THAT([&] { model.logits(at::zeros({1, 3}, at::kLong)); },
+              ::testing::ThrowsMessage<std::exception>(Says("parameter has no data yet")));
 }
 
 TEST(Decoder, TiedHeadIsAnotherLeafOverTheSameMemory) {
@@ -102,6 +105,217 @@ TEST(Decoder, NoRowsRunForwardAndBackward) {
       }
     }
   }
+}
+
+// Logits over a key-value cache against those of the whole text, on the reference models.
+
+class Decode : public ::testing::TestWithParam<const char*> {};
+
+/// Logits of the last position of every prefix, token by token after a prompt. [B, T - prompt, V]
+at::Tensor cached_logits(Decoder& model, const at::Tensor& ids, std::int64_t prompt) {
+  DecoderCache cache = model.make_cache(ids.size(1));
+  std::vector<at::Tensor> steps{model.decode(ids.narrow(1, 0, prompt), cache)};
+  for (std::int64_t t = prompt; t < ids.size(1); ++t) {
+    steps.push_back(model.decode(ids.narrow(1, t, 1), cache));
+  }
+  EXPECT_EQ(cache.length(), ids.size(1));
+  return at::stack(steps, 1);
+}
+
+TEST_P(Decode, CachedLogitsAreThoseOfTheWholeText) {
+  const Reference reference(GetParam());
+  const auto model = reference.model(Reference::Compute::kFloat32);
+  const at::Tensor ids = reference.result("input_ids");
+  for (const std::int64_t prompt : {std::int64_t{1}, std::int64_t{13}, ids.size(1)}) {
+    const at::Tensor found = cached_logits(*model, ids, prompt);
+    const at::Tensor expected =
+        model->logits(ids).detach().narrow(1, prompt - 1, ids.size(1) - prompt + 1);
+    // The bound of the data's README for a second fp32 implementation: only the order of sums
+    // differs.
+    EXPECT_LT((found - expected).abs().max().item<double>(), 5e-5) << "prompt of " << prompt;
+  }
+}
+
+TEST_P(Decode, Bfloat16LogitsStayWithinItsRoundings) {
+  const Reference reference(GetParam());
+  const auto model = reference.model(Reference::Compute::kBFloat16);
+  const at::Tensor ids = reference.result("input_ids");
+  const at::Tensor whole = reference.result("logits");
+  const at::Tensor found = cached_logits(*model, ids, 5).to(at::kFloat);
+  const at::Tensor expected = whole.narrow(1, 4, ids.size(1) - 4);
+  const at::Tensor plain = model->logits(ids).detach().to(at::kFloat).narrow(1, 4, ids.size(1) - 4);
+  // Both round to bf16 at the same places, so both are about as far from the fp32 truth.
+  const double error = (found - expected).norm().item<double>();
+  const double plain_error = (plain - expected).norm().item<double>();
+  EXPECT_LT(error, 1.5 * plain_error);
+}
+
+INSTANTIATE_TEST_SUITE_P(Folders, Decode,
+                         ::testing::Values("qwen3-fp32", "qwen3-mixed", "llama-fp32", "llama-mixed",
+                                           "qwen2-fp32", "qwen2-mixed", "mistral-fp32",
+                                           "mistral-mixed", "olmo2-fp32", "olmo2-mixed",
+                                           "gemma3-text-fp32", "gemma3-text-mixed"),
+                         [](const auto& folder) {
+                           std::string name = folder.param;
+                           for (char& c : name) c = c == '-' ? '_' : c;
+                           return name;
+                         });
+
+TEST(DecodeErrors, MorePositionsThanTheCacheHasRoomForAreRefused) {
+  const Reference reference("qwen3-fp32");
+  const auto model = reference.model(Reference::Compute::kFloat32);
+  DecoderCache cache = model->make_cache(3);
+  EXPECT_THROW(model->decode(at::zeros({1, 4}, at::kLong), cache), Error);
+}
+
+// A head's gradient is never put off: what a weight product waits with is the gradient of all
+// logits.
+
+template <class Head>
+void expect_no_ticket(std::shared_ptr<Head> head, const ModelSpec& spec) {
+  nn::materialize(*head);
+  {
+    const at::NoGradGuard no_grad;
+    for (auto& item : head->named_parameters()) item.value().fill_(0.5);
+  }
+  test::ranks(1).run([&](World& world) {
+    auto handle = fully_shard(head, test::data_mesh(world));
+    handle.set_defer_weight_gradients(true);
+    const at::Tensor x = at::ones({1, 3, spec.hidden_size}).set_requires_grad(true);
+    const at::Tensor targets = at::arange(3, at::kLong).reshape({1, 3});
+    const at::Tensor loss = handle.forward(x, targets);
+    torch::autograd::backward({loss}, {});
+    EXPECT_EQ(handle.unit()->runtime().sink().open_tickets(), 0U);
+    EXPECT_TRUE(handle.named_parameters()["lm_head.weight"].grad().defined());
+    EXPECT_TRUE(x.grad().defined());
+  });
+}
+
+TEST(Head, OfADecoderFormsItsGradientAtOnce) {
+  const ModelSpec spec = tiny(Family::kQwen3);
+  expect_no_ticket(std::make_shared<DecoderHead>(spec, local_sizes(spec, {})), spec);
+}
+
+TEST(Head, OfGemma4FormsItsGradientAtOnce) {
+  ModelSpec spec = tiny(Family::kGemma4);
+  spec.gemma4.emplace().final_logit_softcapping = 30.0;
+  expect_no_ticket(std::make_shared<Gemma4Head>(spec, nn::TensorRegion()), spec);
+}
+
+// What a layer holds between forward and backward, by mode; that the result tells nothing of it is
+// tests/golden/recompute_test.cpp.
+using test::HeldBytes;
+
+// Those of tiny().
+constexpr std::int64_t kHidden = 8, kInner = 12, kHeads = 4, kGroups = 2, kHeadDim = 4;
+constexpr std::int64_t kRows = 2, kPositions = 5, kTokens = kRows * kPositions;
+
+ModelSpec small_gemma() {
+  ModelSpec spec = tiny(Family::kGemma4);
+  Gemma4Spec& gemma = spec.gemma4.emplace();
+  gemma.layers = {
+      {.type = LayerType::kSliding, .head_dim = kHeadDim, .num_key_value_heads = kGroups}};
+  spec.moe = MoeSpec{.num_experts = 3,
+                     .experts_per_token = 2,
+                     .moe_intermediate_size = 7,
+                     .norm_topk_prob = true,
+                     .activation = ExpertActivation::kGeglu};
+  return spec;
+}
+
+template <class M>
+std::shared_ptr<M> drawn(std::shared_ptr<M> module) {
+  nn::materialize(*module);
+  const at::NoGradGuard no_grad;
+  for (auto& item : module->named_parameters()) item.value().uniform_(-0.5, 0.5);
+  return module;
+}
+
+std::shared_ptr<nn::Rope> rope() {
+  return std::make_shared<nn::Rope>(nn::RopeOptions{.theta = 1e4}, kHeadDim);
+}
+
+std::shared_ptr<DecoderLayer> dense_layer(Family family) {
+  const ModelSpec spec = tiny(family);
+  return std::make_shared<DecoderLayer>(spec, 0, local_sizes(spec), rope());
+}
+
+at::Tensor input() {
+  return at::linspace(-1, 1, kTokens * kHidden).view({kRows, kPositions, kHidden});
+}
+
+/// Bytes that hang on the result of `forward`, itself not counted.
+template <class Forward>
+std::int64_t held_by(const Forward& forward) {
+  (void)forward();  // tables are made once
+  const HeldBytes counter;
+  const at::Tensor y = forward();
+  return counter.bytes() - static_cast<std::int64_t>(y.nbytes());
+}
+
+/// A layer whose forward is `forward`, and how many fp32 values its products have.
+template <class M, class Forward>
+void expect_held(const std::shared_ptr<M>& layer, std::int64_t products, const Forward& forward) {
+  const std::int64_t plain = held_by(forward);
+  layer->set_recompute(RecomputeMode::kFull);
+  EXPECT_EQ(held_by(forward), 0) << "the input is the caller's";
+  layer->set_recompute(RecomputeMode::kSelective);
+  EXPECT_EQ(held_by(forward), 4 * products);
+  EXPECT_GT(plain, 4 * products);
+  for (auto& parameter : layer->parameters()) parameter.set_requires_grad(false);
+  EXPECT_EQ(held_by(forward), 0) << "frozen, without an input that needs a gradient: no graph";
+  EXPECT_FALSE(forward().requires_grad());
+}
+
+constexpr std::int64_t kAttentionProducts =
+    kTokens * (kHeads + 2 * kGroups) * kHeadDim + kTokens * kHidden;
+constexpr std::int64_t kMlpProducts = kTokens * (2 * kInner + kHidden);
+
+TEST(LayerRecompute, ADenseLayerHoldsNothingOrItsProducts) {
+  for (const Family family : {Family::kQwen3, Family::kLlama}) {
+    const auto layer = drawn(dense_layer(family));
+    const auto x = input();
+    expect_held(layer, kAttentionProducts + kMlpProducts, [&] { return layer->forward(x, {}).x; });
+  }
+}
+
+TEST(LayerRecompute, ALayerWithExpertsHoldsNothingOrItsProducts) {
+  const auto layer =
+      drawn(std::make_shared<Gemma4TextLayer>(small_gemma(), 0, ModelAxes{}, rope()));
+  const auto x = input();
+  constexpr std::int64_t experts = kTokens * 3 + 2 * kTokens * (2 * 7 + kHidden);
+  expect_held(layer, kAttentionProducts + kMlpProducts + experts,
+              [&] { return layer->forward(x, {}, {}).x; });
+}
+
+TEST(LayerRecompute, ALayerOfTheTowerHoldsNothingOrItsProducts) {
+  Gemma4Vision vision;
+  vision.hidden_size = kHidden;
+  vision.intermediate_size = kInner;
+  vision.num_attention_heads = kHeads;
+  vision.num_key_value_heads = kGroups;
+  vision.head_dim = kHeadDim;
+  const auto layer = drawn(std::make_shared<Gemma4VisionLayer>(vision));
+  const auto x = input();
+  const auto places = at::arange(2 * kTokens, at::kLong).view({kRows, kPositions, 2});
+  const auto table = nn::axial_table(places, kHeadDim, 100.0, at::kFloat);
+  const auto visible = at::ones({kRows, 1, kPositions}, at::kBool);
+  expect_held(layer, kAttentionProducts + kMlpProducts,
+              [&] { return layer->forward(x, table, visible); });
+}
+
+// The graph may outlive the model, as it may without recomputation.
+TEST(LayerRecompute, BackwardWorksWhenOnlyTheGraphIsLeft) {
+  auto layer = drawn(dense_layer(Family::kQwen3));
+  const auto x = input().requires_grad_();
+  layer->forward(x, {}).x.sum().backward();
+  const at::Tensor expected = x.grad().clone();
+  x.mutable_grad().reset();
+  layer->set_recompute(RecomputeMode::kFull);
+  const at::Tensor loss = layer->forward(x, {}).x.sum();
+  layer.reset();
+  loss.backward();
+  EXPECT_TRUE(x.grad().equal(expected));
 }
 
 }  // namespace

@@ -1,21 +1,15 @@
 // What a config.json of DeepSeek V2 says, in both spellings, and what is refused in it.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
 #include <nlohmann/json.hpp>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "models/description.h"
 #include "models/model_spec.h"
+#include "support/test.h"
 #include "unit/models/config_of_folder.h"
 
 namespace tessera::models::deepseek_v2_config_test {
 namespace {
 
 using nlohmann::json;
-using ::testing::HasSubstr;
 
 /// The keys that the lite model's published config.json has, with small numbers.
 json lite() {
@@ -53,7 +47,7 @@ ModelSpec spec_of(const json& config) { return parse_spec(config.dump()).spec; }
 
 std::string refusal(json config, const char* key, const json& value) {
   config[key] = value;
-  return refusal_of(config.dump());
+  return config_refusal(config.dump());
 }
 
 TEST(DeepseekV2Config, PublishedSpellingOfBothModelsIsRead) {
@@ -163,11 +157,11 @@ TEST(DeepseekV2Config, OtherMathsIsRefusedWithKeyAndValue) {
       {"num_nextn_predict_layers", 1},
   };
   for (const auto& [key, value] : cases) {
-    EXPECT_THAT(refusal(full(), key, value), HasSubstr(key)) << value;
+    EXPECT_THAT(refusal(full(), key, value), Says(key)) << value;
   }
   json large = full();
   large["hidden_size"] = large["q_lora_rank"] = 1LL << 31;
-  EXPECT_THAT(refusal(large, "kv_lora_rank", 1LL << 31), HasSubstr("parameters, expected at most"));
+  EXPECT_THAT(refusal(large, "kv_lora_rank", 1LL << 31), Says("parameters, expected at most"));
   // Greedy routing does not read the groups.
   EXPECT_EQ(refusal(lite(), "n_group", 3), "");
 }

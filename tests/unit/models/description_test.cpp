@@ -1,15 +1,10 @@
 #include "models/description.h"
 
-#include <gtest/gtest.h>
-
-#include <algorithm>
 #include <filesystem>
 #include <fstream>
-#include <map>
 #include <sstream>
-#include <string>
 
-#include "tessera/error.h"
+#include "support/test.h"
 #include "unit/models/small_spec.h"
 
 namespace tessera::models::description_test {

@@ -1,20 +1,15 @@
 // Gemma 4's config.json: both spellings, defaults, refusals.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
 #include <nlohmann/json.hpp>
-#include <set>
-#include <string>
 
 #include "models/description.h"
 #include "models/family.h"
 #include "models/model_spec.h"
+#include "support/test.h"
 #include "unit/models/config_of_folder.h"
 
 namespace tessera::models::gemma4_config_test {
 namespace {
 
-using ::testing::HasSubstr;
 using Json = nlohmann::json;
 
 Json written() { return Json::parse(file_text("gemma4-fp32", "config.json")); }
@@ -27,7 +22,7 @@ Json least() {
 
 ModelSpec parse(const Json& json) { return parse_spec(json.dump()).spec; }
 
-std::string refusal(const Json& json) { return refusal_of(json.dump()); }
+std::string refusal(const Json& json) { return config_refusal(json.dump()); }
 
 /// The fixture with one key changed, named by its path.
 std::string refusal(const std::string& pointer, const Json& value) {
@@ -124,9 +119,9 @@ TEST(Gemma4Config, WhatTheGlobalKeysCannotSayIsWrittenLayerByLayer) {
   const ModelSpec spec = parse(json);
   EXPECT_EQ(spec.gemma4->layers[1].num_key_value_heads, 4);
   EXPECT_EQ(parse_spec(config_json(spec)).spec, spec) << config_json(spec);
-  EXPECT_THAT(config_json(spec), HasSubstr("per_layer_config"));
-  EXPECT_THAT(config_json(parse(written())), HasSubstr("global_head_dim"));
-  EXPECT_THAT(config_json(parse(written())), ::testing::Not(HasSubstr("per_layer_config")));
+  EXPECT_THAT(config_json(spec), Says("per_layer_config"));
+  EXPECT_THAT(config_json(parse(written())), Says("global_head_dim"));
+  EXPECT_THAT(config_json(parse(written())), Not(Says("per_layer_config")));
   const ModelSpec plain = parse(least());
   EXPECT_EQ(parse_spec(config_json(plain)).spec, plain) << config_json(plain);
 }
@@ -142,14 +137,14 @@ TEST(Gemma4Config, NumbersOfLayersMayHaveTheDigitsOfTheirCount) {
   text["per_layer_config"] = {{"05", {{"head_dim", 16}}}, {"11", {{"head_dim", 16}}}};
   EXPECT_EQ(parse(json), spec);
   text["per_layer_config"] = {{"5", {{"head_dim", 16}}}, {"05", {{"head_dim", 16}}}};
-  EXPECT_THAT(refusal(json), HasSubstr("one each"));
+  EXPECT_THAT(refusal(json), Says("one each"));
 }
 
 TEST(Gemma4Config, DropoutIsAllowedWithoutTrainingAndWrittenAsItWas) {
   Json json = written();
   json["text_config"]["attention_dropout"] = 0.5;
   json["vision_config"]["attention_dropout"] = 0.25;
-  EXPECT_THAT(refusal(json), HasSubstr("text_config.attention_dropout: found 0.5"));
+  EXPECT_THAT(refusal(json), Says("text_config.attention_dropout: found 0.5"));
   const SpecOptions reading{.purpose = Purpose::kInference};
   const ModelSpec spec = parse_spec(json.dump(), reading).spec;
   EXPECT_EQ(parse_spec(config_json(spec), reading).spec, spec);
@@ -202,22 +197,22 @@ TEST(Gemma4Config, UnsupportedMathsIsRefusedWithKeyAndValue) {
     const std::string message = refusal(path, value);
     EXPECT_NE(message, "") << path;
     if (value.is_primitive() && !value.is_null() && path != "/tie_word_embeddings") {
-      EXPECT_THAT(message, HasSubstr(value.dump())) << path;
+      EXPECT_THAT(message, Says(value.dump())) << path;
     }
   }
   Json per_layer = written();
   per_layer["text_config"].erase("hidden_size_per_layer_input");
-  EXPECT_THAT(refusal(per_layer), HasSubstr("hidden_size_per_layer_input: found nothing"));
+  EXPECT_THAT(refusal(per_layer), Says("hidden_size_per_layer_input: found nothing"));
   Json no_text = written();
   no_text.erase("text_config");
-  EXPECT_THAT(refusal(no_text), HasSubstr("text_config: found nothing"));
+  EXPECT_THAT(refusal(no_text), Says("text_config: found nothing"));
 }
 
 TEST(Gemma4Config, RelativesOfTheFamilyAreRefusedByName) {
   for (const char* name : {"Gemma4ForCausalLM", "Gemma4UnifiedForConditionalGeneration"}) {
-    EXPECT_THAT(refusal("/architectures", Json::array({name})), HasSubstr(name));
+    EXPECT_THAT(refusal("/architectures", Json::array({name})), Says(name));
   }
-  EXPECT_THAT(refusal("/model_type", "gemma4_text"), HasSubstr("gemma4_text"));
+  EXPECT_THAT(refusal("/model_type", "gemma4_text"), Says("gemma4_text"));
 }
 
 TEST(Gemma4Config, TheTowerIsFrozenUnlessAskedOtherwise) {

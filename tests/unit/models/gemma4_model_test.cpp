@@ -2,21 +2,15 @@
 #include "models/gemma4/gemma4_model.h"
 
 #include <ATen/ATen.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <map>
-#include <string>
-#include <vector>
 
 #include "models/description.h"
+#include "models/patch_grid.h"
 #include "nn/parameter.h"
-#include "tessera/error.h"
+#include "support/test.h"
 
 namespace tessera::models::gemma4_model_test {
 namespace {
 
-using ::testing::HasSubstr;
 using Shapes = std::map<std::string, std::vector<std::int64_t>>;
 
 constexpr std::int64_t kImageToken = 60;
@@ -99,13 +93,7 @@ ModelInputs one_image() {
 
 std::string refusal(Gemma4Model& model, const ModelInputs& inputs) {
   const at::NoGradGuard no_grad;
-  try {
-    model.forward(inputs);
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kFormat) << error.what();
-    return error.what();
-  }
-  return "";
+  return refusal_of(ErrorKind::kFormat, [&] { model.forward(inputs); });
 }
 
 TEST(Gemma4Model, ParametersAndBuffersAreThoseOfTheTables) {
@@ -132,15 +120,14 @@ TEST(Gemma4Model, UnitsAreThoseOfTheTableInTheOrderOfForward) {
     for (const ModelUnit& unit : model.units()) result.push_back(unit.name);
     return result;
   };
-  EXPECT_THAT(names(small()), ::testing::ElementsAre("model.vision_tower.patch_embedder",
-                                                     "model.vision_tower.encoder.layers.0",
-                                                     "model.vision_tower.encoder.layers.1",
-                                                     "model.language_model.layers.0",
-                                                     "model.language_model.layers.1"));
   EXPECT_THAT(
-      names(untied_text()),
-      ::testing::ElementsAre("model.language_model.embed_tokens", "model.language_model.layers.0",
-                             "model.language_model.layers.1", "head"));
+      names(small()),
+      ElementsAre("model.vision_tower.patch_embedder", "model.vision_tower.encoder.layers.0",
+                  "model.vision_tower.encoder.layers.1", "model.language_model.layers.0",
+                  "model.language_model.layers.1"));
+  EXPECT_THAT(names(untied_text()),
+              ElementsAre("model.language_model.embed_tokens", "model.language_model.layers.0",
+                          "model.language_model.layers.1", "head"));
   EXPECT_EQ(names(small()), describe(small()).units);
   EXPECT_EQ(names(untied_text()), describe(untied_text()).units);
   const Gemma4Model model(small());
@@ -236,23 +223,81 @@ TEST(Gemma4Model, InputsThatDoNotFitAreRefused) {
   ModelInputs inputs = one_image();
   EXPECT_EQ(refusal(*model, inputs), "");
   inputs.images.reset();
-  EXPECT_THAT(refusal(*model, inputs), HasSubstr("without pixel_values"));
+  EXPECT_THAT(refusal(*model, inputs), Says("without pixel_values"));
   inputs = one_image();
   inputs.token_types = at::zeros_like(*inputs.token_types);
-  EXPECT_THAT(refusal(*model, inputs), HasSubstr("mm_token_type_ids"));
+  EXPECT_THAT(refusal(*model, inputs), Says("mm_token_type_ids"));
   inputs = one_image();
   inputs.input_ids[0][3] = kImageToken;
   inputs.token_types.reset();
-  EXPECT_THAT(refusal(*model, inputs), HasSubstr("found 2 image tokens"));
+  EXPECT_THAT(refusal(*model, inputs), Says("found 2 image tokens"));
   inputs = one_image();
   inputs.images->pixel_values = at::rand({1, 4, 11});
-  EXPECT_THAT(refusal(*model, inputs), HasSubstr("pixel_values: found [1, 4, 11]"));
+  EXPECT_THAT(refusal(*model, inputs), Says("pixel_values: found [1, 4, 11]"));
   inputs = one_image();
   inputs.imposed_routing = {at::zeros({6, 2}, at::kLong)};
-  EXPECT_THAT(refusal(*model, inputs), HasSubstr("found 1 layers"));
+  EXPECT_THAT(refusal(*model, inputs), Says("found 1 layers"));
   ModelSpec text = small();
   text.gemma4->vision.reset();
-  EXPECT_THAT(refusal(*drawn(text), one_image()), HasSubstr("without vision_config"));
+  EXPECT_THAT(refusal(*drawn(text), one_image()), Says("without vision_config"));
+}
+
+ImagePatches patches(std::int64_t kernel) {
+  return {.patch_size = 16, .pooling_kernel_size = kernel, .position_embedding_size = 8};
+}
+
+/// One image a list of x, y, x, y, ...
+at::Tensor positions(const std::vector<std::vector<std::int64_t>>& images) {
+  std::vector<at::Tensor> rows;
+  for (const auto& image : images) rows.push_back(at::tensor(image, at::kLong).view({-1, 2}));
+  return at::stack(rows);
+}
+
+std::vector<std::int64_t> flat(const at::Tensor& tensor) {
+  const at::Tensor one = tensor.contiguous();
+  const auto* data = one.const_data_ptr<std::int64_t>();
+  return {data, data + one.numel()};
+}
+
+std::string grid_refusal(const at::Tensor& ids, std::int64_t kernel) {
+  return refusal_of(ErrorKind::kFormat, [&] { patch_grid(ids, patches(kernel)); });
+}
+
+TEST(PatchGrid, CellsAreRowMajorWhateverTheOrderOfPatches) {
+  // 4 by 2 patches, columns first, padding in between; then a 2 by 2 image.
+  const auto ids = positions(
+      {{0, 0, 0, 1, 1, 0, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1, 2, 0, 2, 1, 3, 0, 3, 1},
+       {1, 1, 0, 1, 1, 0, 0, 0, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1}});
+  const PatchGrid grid = patch_grid(ids, patches(2));
+  EXPECT_THAT(grid.tokens, ElementsAre(2, 1));
+  EXPECT_THAT(flat(grid.patches), ElementsAre(0, 2, 1, 3, 8, 10, 9, 11, 15, 14, 13, 12));
+}
+
+TEST(PatchGrid, WithoutPoolingPatchesStayAsTheyCome) {
+  const PatchGrid grid = patch_grid(positions({{1, 0, -1, -1, 0, 0}}), patches(1));
+  EXPECT_THAT(grid.tokens, ElementsAre(2));
+  EXPECT_THAT(flat(grid.patches), ElementsAre(0, 2));
+}
+
+TEST(PatchGrid, NoImagesMakeNoTokens) {
+  const PatchGrid grid = patch_grid(at::empty({0, 4, 2}, at::kLong), patches(2));
+  EXPECT_TRUE(grid.tokens.empty());
+  EXPECT_EQ(grid.patches.sizes(), (std::vector<std::int64_t>{0, 4}));
+}
+
+TEST(PatchGrid, WrongImagesAreRefusedWithTheirNumber) {
+  const std::vector<std::int64_t> good{0, 0, 1, 0, 0, 1, 1, 1};
+  EXPECT_EQ(grid_refusal(positions({good}), 2), "");
+  EXPECT_THAT(grid_refusal(positions({good, {0, 0, 1, 0, 0, 1, -1, -1}}), 2),
+              Says("image 1: found 3 patches within 2 by 2"));
+  EXPECT_THAT(grid_refusal(positions({{0, 0, 1, 0, 2, 0, 3, 0}}), 2), Says("within 4 by 1"));
+  EXPECT_THAT(grid_refusal(positions({{1, 1, 1, 0, 0, 1, 0, 1}}), 2), Says("(0, 1) twice"));
+  EXPECT_THAT(grid_refusal(positions({good, {-1, -1, -1, -1, -1, -1, -1, -1}}), 2),
+              Says("image 1: found only padding"));
+  EXPECT_THAT(grid_refusal(positions({{0, 0, 1, 0, 0, 1, 1, -1}}), 2), Says("(1, -1) at patch 3"));
+  EXPECT_THAT(grid_refusal(positions({{0, 0, 1, 0, 0, 1, 8, 1}}), 2), Says("0 to 7"));
+  EXPECT_THAT(grid_refusal(positions({{0, 0, 1, 0}}), 2), Says("multiple of pooling_kernel_size"));
+  EXPECT_THAT(grid_refusal(positions({good}).to(at::kInt), 2), Says("expected int64"));
 }
 
 }  // namespace

@@ -1,13 +1,9 @@
 // Gemma 4 against transformers (tests/golden/data). Bounds: that data's README.
 #include <ATen/ATen.h>
-#include <gtest/gtest.h>
-
-#include <algorithm>
-#include <string>
 
 #include "nn/loss.h"
 #include "nn/masked_attention.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "unit/models/reference.h"
 
 namespace tessera::models::gemma4_reference_test {
@@ -15,12 +11,6 @@ namespace {
 
 constexpr double kHiddenBound = 5e-5;
 constexpr double kGradientBound = 5e-5;
-
-double largest(const at::Tensor& difference) { return difference.abs().max().item<double>(); }
-
-double relative_error(const at::Tensor& found, const at::Tensor& expected) {
-  return ((found - expected).norm() / expected.norm()).item<double>();
-}
 
 ModelInputs inputs_of(const Reference& reference) {
   ModelInputs inputs;
@@ -110,13 +100,8 @@ TEST_P(Gemma4Reference, LossAndAllGradientsAgree) {
       model->forward(inputs) / static_cast<double>(nn::count_kept(*inputs.targets));
   EXPECT_NEAR(loss.item<double>(), reference_.result("loss").item<double>(), 5e-6);
   loss.backward();
-  const auto found = gradients(*model, model->spec());
-  EXPECT_EQ(found.size(), 86u);
-  for (const auto& [name, gradient] : found) {
-    const at::Tensor expected = reference_.result("grad/" + name);
-    ASSERT_EQ(gradient.sizes(), expected.sizes()) << name;
-    EXPECT_LT(relative_error(gradient, expected), kGradientBound) << name;
-  }
+  EXPECT_EQ(gradients(*model, model->spec()).size(), 86u);
+  expect_gradients(*model, reference_, kGradientBound);
   for (const auto& item : model->named_parameters()) {
     if (item.value().requires_grad()) continue;
     EXPECT_FALSE(item.value().grad().defined()) << item.key();
@@ -149,12 +134,7 @@ TEST_P(Gemma4Reference, BFloat16GradientsPointTheSameWayWithTheRecordedRouting) 
   loss.backward();
   // Twice the worst that transformers' own bf16 has (reference.json, same routing).
   const double bound = std::string(GetParam()) == "gemma4-fp32" ? 0.0254 : 0.0100;
-  for (const auto& [name, gradient] : gradients(*model, model->spec())) {
-    const at::Tensor expected = reference_.result("grad/" + name);
-    const double cosine =
-        ((gradient * expected).sum() / (gradient.norm() * expected.norm())).item<double>();
-    EXPECT_LT(1 - cosine, bound) << name;
-  }
+  expect_directions(*model, reference_, bound);
 }
 
 // A row alone, with its own images, is what it is in the batch: nothing leaks between rows.

@@ -2,9 +2,7 @@
 // are counted in tests/unit/train/memory_table_test.cpp.
 #include "models/keeps/kept_activations.h"
 
-#include <gtest/gtest.h>
-
-#include "tessera/error.h"
+#include "support/test.h"
 #include "unit/models/small_spec.h"
 
 namespace tessera::models::kept_activations_test {

@@ -2,29 +2,18 @@
 // drawn into the config of every family.
 #include "models/keys/known_keys.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <random>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "models/model_spec.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "unit/models/config_of_folder.h"
 
 namespace tessera::models::known_keys_test {
 namespace {
 
 using nlohmann::json;
-using ::testing::AllOf;
 using ::testing::ElementsAreArray;
-using ::testing::HasSubstr;
-using ::testing::IsEmpty;
-using ::testing::Not;
 
 class KnownKeys : public ::testing::TestWithParam<const char*> {
  protected:
@@ -102,12 +91,12 @@ TEST_P(KnownKeys, OfAnUnknownKeyEveryOtherValueIsRefused) {
     const std::string key = drawn_key(draw);
     json changed = config();
     changed[key] = value;
-    EXPECT_THAT(refusal_of(changed.dump()), HasSubstr(key)) << value;
+    EXPECT_THAT(config_refusal(changed.dump()), Says(key)) << value;
   }
   for (const char* key : {"causal", "is_causal", "use_rope"}) {
     json changed = config();
     changed[key] = false;
-    EXPECT_THAT(refusal_of(changed.dump()), HasSubstr(key));
+    EXPECT_THAT(config_refusal(changed.dump()), Says(key));
   }
 }
 
@@ -125,7 +114,7 @@ TEST_P(KnownKeys, OtherValuesThanOffAreRefused) {
   for (const auto& [key, value] : cases) {
     json changed = config();
     changed[key] = value;
-    EXPECT_THAT(refusal_of(changed.dump()), HasSubstr(key)) << value;
+    EXPECT_THAT(config_refusal(changed.dump()), Says(key)) << value;
   }
 }
 
@@ -164,7 +153,7 @@ TEST(KnownKey, ANormOfQueriesAndKeysMayBeSaidAsTheFamilyHasIt) {
     for (const char* key : {"use_qk_norm", "qk_norm", "qk_layernorm"}) {
       EXPECT_EQ(config.refusal({{key, norm}}), "") << folder;
       EXPECT_THAT(config.refusal({{key, !norm}}),
-                  AllOf(HasSubstr(key), HasSubstr("it matters"), Not(HasSubstr("unknown"))))
+                  AllOf(Says(key), Says("it matters"), Not(Says("unknown"))))
           << folder;
     }
   }
@@ -174,9 +163,9 @@ TEST(KnownKey, BiasesMayBeSaidAsTheModelHasThem) {
   EXPECT_EQ(ConfigOfFolder("qwen3-moe-fp32").refusal({{"qkv_bias", false}}), "");
   EXPECT_EQ(ConfigOfFolder("qwen2-fp32").refusal({{"qkv_bias", true}}), "");
   EXPECT_THAT(ConfigOfFolder("qwen3-moe-fp32").refusal({{"qkv_bias", true}}),
-              AllOf(HasSubstr("qkv_bias"), HasSubstr("it matters")));
+              Says("qkv_bias", "it matters"));
   EXPECT_EQ(ConfigOfFolder("qwen3-moe-fp32").refusal({{"use_bias", false}}), "");
-  EXPECT_THAT(ConfigOfFolder("qwen2-fp32").refusal({{"use_bias", false}}), HasSubstr("use_bias"));
+  EXPECT_THAT(ConfigOfFolder("qwen2-fp32").refusal({{"use_bias", false}}), Says("use_bias"));
 }
 
 TEST(KnownKey, NestedConfigsAreSortedAlike) {
@@ -185,7 +174,7 @@ TEST(KnownKey, NestedConfigsAreSortedAlike) {
   EXPECT_THAT(parse_spec(gemma4.dump()).ignored_keys,
               ElementsAreArray({"text_config.\"unsloth_fixed\""}));
   gemma4["text_config"]["quantization_config"] = {{"quant_method", "awq"}};
-  EXPECT_THAT(refusal_of(gemma4.dump()), HasSubstr("text_config.quantization_config"));
+  EXPECT_THAT(config_refusal(gemma4.dump()), Says("text_config.quantization_config"));
 }
 
 }  // namespace

@@ -1,12 +1,9 @@
 // Decoders with experts against transformers (tests/golden/data). Bounds: that data's README.
 #include <ATen/ATen.h>
-#include <gtest/gtest.h>
-
-#include <algorithm>
-#include <string>
 
 #include "models/adapters.h"
 #include "nn/loss.h"
+#include "support/test.h"
 #include "unit/models/reference.h"
 
 namespace tessera::models::moe_reference_test {
@@ -14,12 +11,6 @@ namespace {
 
 constexpr double kGradientBound = 5e-5;
 constexpr double kWeightBound = 1e-5;  // relative
-
-double largest(const at::Tensor& difference) { return difference.abs().max().item<double>(); }
-
-double relative_error(const at::Tensor& found, const at::Tensor& expected) {
-  return ((found - expected).norm() / expected.norm()).item<double>();
-}
 
 ModelInputs inputs_of(const Reference& reference) {
   ModelInputs inputs;
@@ -75,13 +66,7 @@ TEST_P(MoeReference, LossAndAllGradientsAgree) {
   const at::Tensor loss = loss_of(*model, inputs_of(reference_));
   EXPECT_NEAR(loss.item<double>(), reference_.result("loss").item<double>(), 5e-6);
   loss.backward();
-  const auto found = gradients(*model, model->spec());
-  EXPECT_EQ(found.size(), reference_.gradient_names().size());
-  for (const auto& [name, gradient] : found) {
-    const at::Tensor expected = reference_.result("grad/" + name);
-    ASSERT_EQ(gradient.sizes(), expected.sizes()) << name;
-    EXPECT_LT(relative_error(gradient, expected), kGradientBound) << name;
-  }
+  expect_gradients(*model, reference_, kGradientBound);
 }
 
 // The recorded choice is the model's own, so that imposing it changes nothing.
@@ -109,13 +94,7 @@ TEST_P(MoeReference, BFloat16GradientsPointTheSameWayWithTheRecordedRouting) {
   EXPECT_EQ(loss.scalar_type(), at::kFloat);
   EXPECT_NEAR(loss.item<double>(), reference_.result("loss").item<double>(), 0.02);
   loss.backward();
-  const double bound = std::max(0.01, 2 * GetParam().bf16_worst);
-  for (const auto& [name, gradient] : gradients(*model, model->spec())) {
-    const at::Tensor expected = reference_.result("grad/" + name);
-    const double cosine =
-        ((gradient * expected).sum() / (gradient.norm() * expected.norm())).item<double>();
-    EXPECT_LT(1 - cosine, bound) << name;
-  }
+  expect_directions(*model, reference_, std::max(0.01, 2 * GetParam().bf16_worst));
 }
 
 // E * sum of f * p over the pooled layers, as transformers has it; only routers and what lies

@@ -2,15 +2,11 @@
 // alone.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
-#include <gtest/gtest.h>
 
 #include <cmath>
-#include <map>
-#include <string>
-#include <vector>
 
 #include "nn/loss.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "unit/models/reference.h"
 
 namespace tessera::models::packed_model_test {

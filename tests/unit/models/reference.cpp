@@ -5,10 +5,9 @@
 
 #include <cstring>
 #include <filesystem>
-#include <map>
 
 #include "nn/parameter.h"
-#include "tessera/error.h"
+#include "support/test.h"
 
 namespace tessera::models {
 namespace {
@@ -148,6 +147,30 @@ std::map<std::string, at::Tensor> gradients(const torch::nn::Module& model, cons
     result.erase("lm_head.weight");
   }
   return result;
+}
+
+double largest(const at::Tensor& difference) { return difference.abs().max().item<double>(); }
+
+double relative_error(const at::Tensor& found, const at::Tensor& expected) {
+  return ((found - expected).norm() / expected.norm()).item<double>();
+}
+
+void expect_gradients(const torch::nn::Module& model, const Reference& reference, double bound) {
+  const auto found = gradients(model, reference.spec());
+  EXPECT_EQ(found.size(), reference.gradient_names().size());
+  for (const auto& [name, gradient] : found) {
+    const at::Tensor expected = reference.result("grad/" + name);
+    ASSERT_EQ(gradient.sizes(), expected.sizes()) << name;
+    EXPECT_LT(relative_error(gradient, expected), bound) << name;
+  }
+}
+
+void expect_directions(const torch::nn::Module& model, const Reference& reference, double bound) {
+  for (const auto& [name, gradient] : gradients(model, reference.spec())) {
+    const at::Tensor expected = reference.result("grad/" + name);
+    const auto cosine = (gradient * expected).sum() / (gradient.norm() * expected.norm());
+    EXPECT_LT(1 - cosine.item<double>(), bound) << name;
+  }
 }
 
 }  // namespace tessera::models

@@ -64,4 +64,13 @@ class Reference {
 /// tied head's is added to its owner's. A parameter that got none throws.
 std::map<std::string, at::Tensor> gradients(const torch::nn::Module& model, const ModelSpec& spec);
 
+double largest(const at::Tensor& difference);
+double relative_error(const at::Tensor& found, const at::Tensor& expected);
+
+/// The gradients of the model are those of the reference, up to `bound` of each one's norm.
+void expect_gradients(const torch::nn::Module& model, const Reference& reference, double bound);
+
+/// They point the same way: 1 - cosine is below `bound`.
+void expect_directions(const torch::nn::Module& model, const Reference& reference, double bound);
+
 }  // namespace tessera::models

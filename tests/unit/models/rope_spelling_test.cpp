@@ -1,25 +1,17 @@
 // Rope in both spellings at once, as exporters write it for two versions of transformers: drawn
 // ropes of every family that has one, equal, and different in one value.
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
-#include <cstdint>
 #include <nlohmann/json.hpp>
 #include <random>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "models/model_spec.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "unit/models/config_of_folder.h"
 
 namespace tessera::models::rope_spelling_test {
 namespace {
 
 using nlohmann::json;
-using ::testing::AllOf;
-using ::testing::HasSubstr;
 
 using Draw = std::mt19937_64;
 
@@ -158,8 +150,7 @@ TEST_P(RopeSpellings, ADifferenceInAnyValueIsRefusedWithBoth) {
     if (before.is_number_integer()) changed = before.get<std::int64_t>() * 2;
     const std::string text = joined(with_positions(rope), {new_keys(rope), old}).dump();
     SCOPED_TRACE(text);
-    EXPECT_THAT(refusal_of(text),
-                AllOf(HasSubstr(key), HasSubstr(before.dump()), HasSubstr(changed.dump())));
+    EXPECT_THAT(config_refusal(text), Says(key, before.dump(), changed.dump()));
   }
 }
 
@@ -188,8 +179,8 @@ TEST_P(RopeSpellings, KindsThatScaleNothingAgree) {
                 parse_spec(joined(config, {new_keys(first)}).dump()).spec)
           << one << other;
       second.theta = second.local_theta = 6e4;
-      EXPECT_THAT(refusal_of(joined(config, {new_keys(first), old_keys(second)}).dump()),
-                  AllOf(HasSubstr("rope_theta"), HasSubstr("60000.0"), HasSubstr("50000.0")));
+      EXPECT_THAT(config_refusal(joined(config, {new_keys(first), old_keys(second)}).dump()),
+                  Says("rope_theta", "60000.0", "50000.0"));
     }
   }
 }
@@ -247,11 +238,11 @@ TEST_P(RopeSpellings, AFactorOfNullIsWorkedOutForYarnAlone) {
     EXPECT_EQ(parse_spec(joined(with_positions(rope), {keys}).dump()).spec.rope.factor, 2.5);
   }
   rope.positions = 500;
-  EXPECT_THAT(refusal_of(joined(with_positions(rope), {new_keys(rope)}).dump()),
-              AllOf(HasSubstr("factor: found null"), HasSubstr("500"), HasSubstr("1000")));
+  EXPECT_THAT(config_refusal(joined(with_positions(rope), {new_keys(rope)}).dump()),
+              Says("factor: found null", "500", "1000"));
   rope.record = {{"rope_type", "linear"}, {"factor", nullptr}};
-  EXPECT_THAT(refusal_of(joined(with_positions(rope), {new_keys(rope)}).dump()),
-              HasSubstr("factor: found null"));
+  EXPECT_THAT(config_refusal(joined(with_positions(rope), {new_keys(rope)}).dump()),
+              Says("factor: found null"));
 }
 
 TEST_P(RopeSpellings, AnotherKindIsRefusedWithBoth) {
@@ -267,8 +258,8 @@ TEST_P(RopeSpellings, AnotherKindIsRefusedWithBoth) {
     if (kind(one) == kind(other)) continue;
     if (scales_nothing(one.record) && scales_nothing(other.record)) continue;
     const std::string text = joined(with_positions(one), {new_keys(one), old_keys(other)}).dump();
-    EXPECT_THAT(refusal_of(text), AllOf(HasSubstr("rope_scaling"),
-                                        HasSubstr(concat(kind(other), " beside ", kind(one)))))
+    EXPECT_THAT(config_refusal(text),
+                Says("rope_scaling", concat(kind(other), " beside ", kind(one))))
         << text;
   }
 }
@@ -313,7 +304,7 @@ TEST(RopeSpelling, ThePositionsBesideTheRecordsCountWhereTheyDoNotSay) {
   json other = yarn;
   other["original_max_position_embeddings"] = 78;
   EXPECT_THAT(config.refusal({{"rope_scaling", other}, {"original_max_position_embeddings", 77}}),
-              AllOf(HasSubstr("original_max_position_embeddings: found 77"), HasSubstr("78")));
+              Says("original_max_position_embeddings: found 77", "78"));
 }
 
 // transformers takes rope_scaling with the family's theta then, and so none of the two.
@@ -323,9 +314,9 @@ TEST(RopeSpelling, AThetaThatOnlyOneOfThemHasIsRefused) {
   keys.erase("rope_theta");
   keys["rope_scaling"] = {{"rope_type", "linear"}, {"factor", 2.0}};
   keys["rope_parameters"] = {{"rope_type", "linear"}, {"factor", 2.0}, {"rope_theta", 5e5}};
-  EXPECT_THAT(refusal_of(keys.dump()),
-              HasSubstr("rope_theta 10000.0 (meant without the key, which rope_scaling lacks)"
-                        " beside 500000.0 there"));
+  EXPECT_THAT(config_refusal(keys.dump()),
+              Says("rope_theta 10000.0 (meant without the key, which rope_scaling lacks)"
+                   " beside 500000.0 there"));
 }
 
 }  // namespace

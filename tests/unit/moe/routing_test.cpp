@@ -1,18 +1,13 @@
 #include "moe/routing.h"
 
 #include <ATen/ATen.h>
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
 
 #include <cmath>
-#include <string>
 
-#include "tessera/error.h"
+#include "support/test.h"
 
 namespace tessera::moe::routing_test {
 namespace {
-
-using ::testing::HasSubstr;
 
 const RouteOptions kBestTwo{.experts_per_token = 2, .normalize = true};
 
@@ -22,13 +17,7 @@ class RoutingTest : public ::testing::Test {
 };
 
 std::string refusal(const at::Tensor& scores, const at::Tensor& imposed) {
-  try {
-    route(scores, kBestTwo, imposed);
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kFormat);
-    return error.what();
-  }
-  return "";
+  return refusal_of(ErrorKind::kFormat, [&] { route(scores, kBestTwo, imposed); });
 }
 
 TEST_F(RoutingTest, TheBestExpertsInAscendingOrderWithWeightsThatSumToOne) {
@@ -64,17 +53,12 @@ TEST_F(RoutingTest, NoTokensAreRouted) {
 // For who brings them to a device, where route() looks at none.
 TEST_F(RoutingTest, ImposedExpertsAreCheckedInAnyOrderBeforeTheyAreUploaded) {
   const auto refused = [](const std::vector<std::int64_t>& experts) -> std::string {
-    try {
-      check_imposed(at::tensor(experts, at::kLong).view({2, 3}), 5);
-    } catch (const Error& error) {
-      EXPECT_EQ(error.kind(), ErrorKind::kFormat);
-      return error.what();
-    }
-    return "";
+    return refusal_of(ErrorKind::kFormat,
+                      [&] { check_imposed(at::tensor(experts, at::kLong).view({2, 3}), 5); });
   };
   EXPECT_EQ(refused({4, 0, 2, 1, 2, 3}), "");
-  EXPECT_THAT(refused({4, 0, 2, 3, 1, 3}), HasSubstr("found an expert twice for one token"));
-  EXPECT_THAT(refused({4, 0, 5, 1, 2, 3}), HasSubstr("found expert 5, expected 0 to 4"));
+  EXPECT_THAT(refused({4, 0, 2, 3, 1, 3}), Says("found an expert twice for one token"));
+  EXPECT_THAT(refused({4, 0, 5, 1, 2, 3}), Says("found expert 5, expected 0 to 4"));
   EXPECT_NO_THROW(check_imposed(at::empty({0, 3}, at::kLong), 5));
 }
 
@@ -82,12 +66,12 @@ TEST_F(RoutingTest, ImpossibleImposedExpertsAreRefused) {
   const at::Tensor scores = at::randn({1, 4});
   EXPECT_EQ(refusal(scores, at::tensor({1, 2}, at::kLong).view({1, 2})), "");
   EXPECT_THAT(refusal(scores, at::tensor({1, 4}, at::kLong).view({1, 2})),
-              HasSubstr("found expert 4, expected 0 to 3"));
+              Says("found expert 4, expected 0 to 3"));
   EXPECT_THAT(refusal(scores, at::tensor({-1, 2}, at::kLong).view({1, 2})),
-              HasSubstr("found expert -1"));
-  EXPECT_THAT(refusal(scores, at::tensor({2, 2}, at::kLong).view({1, 2})), HasSubstr("twice"));
-  EXPECT_THAT(refusal(scores, at::tensor({2}, at::kLong).view({1, 1})), HasSubstr("[1, 1]"));
-  EXPECT_THAT(refusal(scores, at::tensor({1, 2}, at::kInt).view({1, 2})), HasSubstr("Int"));
+              Says("found expert -1"));
+  EXPECT_THAT(refusal(scores, at::tensor({2, 2}, at::kLong).view({1, 2})), Says("twice"));
+  EXPECT_THAT(refusal(scores, at::tensor({2}, at::kLong).view({1, 1})), Says("[1, 1]"));
+  EXPECT_THAT(refusal(scores, at::tensor({1, 2}, at::kInt).view({1, 2})), Says("Int"));
 }
 
 TEST_F(RoutingTest, TheChosenScoresAloneMayFormTheSoftmax) {
@@ -178,13 +162,7 @@ TEST_F(RoutingTest, SigmoidsHideNoScoreThatIsNotFinite) {
     const at::Tensor scores = at::zeros({5, 4});
     scores[2][3] = bad;
     const Routing routing = route(scores, options);
-    try {
-      check_finite(routing, routing.finite);
-      FAIL() << bad << " was not refused";
-    } catch (const Error& error) {
-      EXPECT_EQ(error.kind(), ErrorKind::kNumeric);
-      EXPECT_THAT(error.what(), HasSubstr("(token 2, expert 3"));
-    }
+    EXPECT_REFUSED(kNumeric, check_finite(routing, routing.finite), "(token 2, expert 3");
   }
 }
 
@@ -222,14 +200,8 @@ TEST_F(RoutingTest, ScoresThatAreNotFiniteAreNamed) {
   scores[4][0] = std::nan("");
   const Routing routing = route(scores, kBestTwo);
   EXPECT_EQ(route(at::zeros({5, 4}), kBestTwo).finite.item<std::int64_t>(), 1);
-  try {
-    check_finite(routing, routing.finite);
-    FAIL() << "nothing was refused";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kNumeric);
-    EXPECT_THAT(error.what(), HasSubstr("found 2 of 5 tokens"));
-    EXPECT_THAT(error.what(), HasSubstr("(token 3, expert 1: nan)"));
-  }
+  EXPECT_REFUSED(kNumeric, check_finite(routing, routing.finite), "found 2 of 5 tokens",
+                 "(token 3, expert 1: nan)");
 }
 
 TEST_F(RoutingTest, NoTokensAreRoutedNowhere) {
@@ -254,6 +226,28 @@ TEST_F(RoutingTest, OptionsThatTheExpertsDoNotFitAreRefused) {
   EXPECT_EQ(kind({.experts_per_token = 2, .groups = 2, .top_groups = 3}), ErrorKind::kConfig);
   EXPECT_EQ(kind({.experts_per_token = 4, .groups = 2, .top_groups = 1}), ErrorKind::kConfig);
   EXPECT_EQ(kind({.experts_per_token = 7}), ErrorKind::kConfig);
+}
+
+// Counts, and the bias that needs no auxiliary loss.
+
+at::Tensor choice() { return at::tensor({0, 1, 1, 3, 0, 1, 1, 3}, at::kLong).view({4, 2}); }
+
+TEST(LoadBalance, CountsKeepExpertsWithoutTokens) {
+  EXPECT_TRUE(count_load(choice(), 5).equal(at::tensor({2, 4, 0, 2, 0}, at::kLong)));
+  EXPECT_TRUE(count_load(at::empty({0, 2}, at::kLong), 3).equal(at::zeros({3}, at::kLong)));
+}
+
+TEST(LoadBalance, ExpertsBelowTheMeanRiseAndTheSumOfTheBiasStays) {
+  const at::Tensor bias = at::tensor({0.5F, 0.0F, -0.5F, 0.0F});
+  const at::Tensor found = balanced_bias(bias, at::tensor({1, 1, 1, 9}, at::kLong), 0.25);
+  // Changes 0.25 0.25 0.25 -0.25 have mean 0.125.
+  EXPECT_TRUE(found.equal(at::tensor({0.625F, 0.125F, -0.375F, -0.375F})));
+  EXPECT_TRUE(balanced_bias(bias, at::full({4}, 3, at::kLong), 0.25).equal(bias));
+}
+
+TEST(LoadBalance, TheBusiestExpertOverTheMean) {
+  EXPECT_EQ(load_max_over_mean(at::tensor({1, 1, 1, 9}, at::kLong)), 3.0);
+  EXPECT_EQ(load_max_over_mean(at::zeros({4}, at::kLong)), 1.0);
 }
 
 }  // namespace

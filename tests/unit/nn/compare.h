@@ -2,11 +2,8 @@
 #pragma once
 
 #include <ATen/ATen.h>
-#include <gtest/gtest.h>
 
-#include <functional>
-#include <string>
-#include <vector>
+#include "support/test.h"
 
 namespace tessera::nn {
 

@@ -8,7 +8,6 @@
 #include "nn/mlp.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"
-#include "tessera/error.h"
 #include "unit/nn/compare.h"
 #include "unit/nn/composites.h"
 

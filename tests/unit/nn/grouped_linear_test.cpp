@@ -5,7 +5,6 @@
 
 #include "counted_calls.h"
 #include "nn/mlp.h"
-#include "tessera/error.h"
 #include "unit/nn/compare.h"
 #include "unit/nn/composites.h"
 

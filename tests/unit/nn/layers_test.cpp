@@ -1,10 +1,8 @@
 // What layers promise about dtypes, frozen weights and empty batches.
+#include <ATen/ATen.h>
 #include <torch/library.h>
 
-#include <functional>
-#include <map>
 #include <optional>
-#include <string>
 
 #include "base/test_hooks.h"
 #include "dist/held_bytes.h"
@@ -18,8 +16,9 @@
 #include "nn/parameter.h"
 #include "nn/rms_norm.h"
 #include "nn/rope.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "unit/nn/compare.h"
+#include "unit/nn/composites.h"
 
 namespace tessera::nn::layers_test {
 namespace {
@@ -253,6 +252,151 @@ TEST_F(Layers, AttentionWithoutRowsRunsForwardAndBackward) {
       ASSERT_TRUE(item.value().grad().defined()) << item.key();
       EXPECT_EQ(item.value().grad().abs().sum().item<double>(), 0.0) << item.key();
     }
+  }
+}
+
+template <class Use>
+std::string message_of(const Use& use) {
+  try {
+    use();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(Parameter, EmptyHasSizesButNoBytes) {
+  const at::Tensor parameter = empty_parameter({3, 4});
+  EXPECT_EQ(parameter.sizes(), (at::IntArrayRef{3, 4}));
+  EXPECT_TRUE(parameter.is_leaf() && parameter.requires_grad());
+  EXPECT_EQ(parameter.storage().nbytes(), 0u);
+  EXPECT_FALSE(has_data(parameter));
+}
+
+TEST(Parameter, EveryLayerSaysThatItHasNoData) {
+  const at::Tensor x = at::ones({2, 4});
+  Linear linear(4, 3);
+  RmsNorm norm(4, 1e-6);
+  Embedding embedding(5, 4);
+  const char* expected = "parameter has no data yet";
+  EXPECT_NE(message_of([&] { linear.forward(x); }).find(expected), std::string::npos);
+  EXPECT_NE(message_of([&] { norm.forward(x); }).find(expected), std::string::npos);
+  EXPECT_NE(message_of([&] { embedding.forward(at::zeros({1}, at::kLong)); }).find(expected),
+            std::string::npos);
+}
+
+TEST(Parameter, MaterializeGivesZerosAndKeepsTheTensors) {
+  Linear linear(4, 3, Bias::kYes);
+  const at::Tensor before = linear.weight;
+  materialize(linear);
+  EXPECT_TRUE(before.is_same(linear.weight));
+  EXPECT_EQ(linear.weight.abs().sum().item<double>(), 0.0);
+  {
+    at::NoGradGuard guard;
+    linear.weight.fill_(2);
+  }
+  materialize(linear);  // what has data keeps it
+  EXPECT_EQ(linear.weight.sum().item<double>(), 24.0);
+}
+
+TEST(Parameter, TiedLeavesShareMemoryAndHaveTheirOwnGradients) {
+  const at::Tensor owner = empty_parameter({2, 2});
+  const at::Tensor alias = empty_parameter({2, 2});
+  tie(alias, owner);
+  EXPECT_TRUE(alias.is_alias_of(owner));
+  EXPECT_FALSE(alias.is_same(owner));
+  torch::nn::Module holder;
+  holder.register_parameter("owner", owner);
+  materialize(holder);
+  EXPECT_TRUE(has_data(alias));
+  (alias * 2 + owner * 3).sum().backward();
+  EXPECT_EQ(alias.grad()[0][0].item<double>(), 2.0);
+  EXPECT_EQ(owner.grad()[0][0].item<double>(), 3.0);
+}
+
+TEST(Parameter, TyingDifferentShapesIsRefused) {
+  EXPECT_THROW(tie(empty_parameter({2, 3}), empty_parameter({3, 2})), Error);
+}
+
+at::Tensor some_targets() {
+  at::Tensor targets = at::randint(0, 37, {3, 6}, at::kLong);
+  targets[1].fill_(kIgnoredLabel);
+  targets[2][5] = kIgnoredLabel;
+  return targets;
+}
+
+TEST(Loss, TargetsAreTheNextLabels) {
+  const at::Tensor labels = at::tensor({9, 1, -100, 3}).unsqueeze(0);
+  EXPECT_TRUE(next_token_targets(labels).equal(at::tensor({1, -100, 3, -100}).unsqueeze(0)));
+  EXPECT_EQ(count_kept(next_token_targets(labels)), 2);
+  EXPECT_EQ(count_kept(next_token_targets(at::zeros({0, 4}, at::kLong))), 0);
+}
+
+TEST(Loss, EqualsComposite) {
+  at::manual_seed(3);
+  const at::Tensor targets = some_targets();
+  const auto fused = [&](const Tensors& in) { return cross_entropy_sum(in[0], targets); };
+  const auto composite = [&](const Tensors& in) {
+    return cross_entropy_sum_composite(in[0], targets);
+  };
+  // The loss itself is fp32 for both; only the gradient is rounded to the logits' dtype.
+  const at::Tensor grad = at::tensor(0.37, at::kDouble);
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    const at::Tensor logits = (at::randn({3, 6, 37}) * 8).to(dtype);
+    const Tensors found = run(fused, {logits}, grad);
+    const Tensors expected = run(composite, {logits.to(at::kDouble)}, grad);
+    EXPECT_EQ(found[0].scalar_type(), at::kFloat);
+    expect_close(found[0], expected[0], kFloat32, "loss");
+    expect_close(found[1], expected[1], dtype == at::kFloat ? kFloat32 : kOneBFloat16Rounding,
+                 "gradient");
+  }
+}
+
+TEST(Loss, ConsumedLogitsGiveTheSameGradient) {
+  at::manual_seed(4);
+  const at::Tensor targets = some_targets();
+  const at::Tensor leaf = at::randn({3, 6, 37});
+  const auto gradient = [&](Logits use) {
+    const at::Tensor x = leaf.detach().clone().requires_grad_(true);
+    cross_entropy_sum(x * 2, targets, use).backward();
+    return x.grad();
+  };
+  EXPECT_TRUE(gradient(Logits::kKeep).equal(gradient(Logits::kConsume)));
+}
+
+TEST(Loss, ConsumedLogitsRefuseASecondBackward) {
+  const at::Tensor x = at::randn({1, 2, 5}).requires_grad_(true);
+  const at::Tensor loss = cross_entropy_sum(x * 2, at::zeros({1, 2}, at::kLong), Logits::kConsume);
+  loss.backward({}, /*retain_graph=*/true);
+  EXPECT_THROW(loss.backward(), std::exception);
+}
+
+TEST(Loss, NoKeptTargetIsZeroAndHasZeroGradients) {
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kDouble}) {
+    const at::Tensor x = at::randn({2, 3, 5}).to(dtype).requires_grad_(true);
+    const at::Tensor loss = cross_entropy_sum(x, at::full({2, 3}, kIgnoredLabel, at::kLong));
+    EXPECT_EQ(loss.item<double>(), 0.0);
+    loss.backward();
+    EXPECT_EQ(x.grad().abs().sum().item<double>(), 0.0);
+  }
+}
+
+TEST(Loss, HugeLogitsStayFinite) {
+  const at::Tensor x = at::tensor({3e4, -3e4, 0.0, 3e4}, at::kFloat).view({1, 1, 4});
+  const double loss = cross_entropy_sum(x, at::zeros({1, 1}, at::kLong)).item<double>();
+  EXPECT_NEAR(loss, std::log(2.0), 1e-2);  // fp32 near 3e4 has steps of 2e-3
+}
+
+TEST(Loss, NotANumberIsNotHidden) {
+  const at::Tensor x = at::zeros({1, 1, 40});
+  x[0][0][17] = std::numeric_limits<double>::quiet_NaN();
+  EXPECT_TRUE(cross_entropy_sum(x, at::zeros({1, 1}, at::kLong)).isnan().item<bool>());
+}
+
+TEST(Loss, TargetsOutsideTheVocabularyAreRefused) {
+  const at::Tensor x = at::zeros({1, 2, 5});
+  for (const std::int64_t bad : {5, -1, -99}) {
+    EXPECT_REFUSED(kFormat, cross_entropy_sum(x, at::tensor({std::int64_t{0}, bad}).unsqueeze(0)));
   }
 }
 

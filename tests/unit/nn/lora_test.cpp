@@ -1,5 +1,4 @@
 // Adapters beside frozen linear layers: values, gradients, and what dropout is a function of.
-
 #include "nn/linear.h"
 #include "nn/parameter.h"
 #include "tessera/recompute.h"

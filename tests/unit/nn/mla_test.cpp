@@ -2,15 +2,12 @@
 #include "nn/mla.h"
 
 #include <ATen/ATen.h>
-#include <gtest/gtest.h>
 
 #include <cmath>
 #include <limits>
-#include <map>
-#include <memory>
-#include <string>
 
 #include "nn/parameter.h"
+#include "support/test.h"
 #include "unit/nn/compare.h"
 
 namespace tessera::nn::mla_test {

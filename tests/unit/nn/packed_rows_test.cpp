@@ -1,10 +1,7 @@
 // Rows that are packed of documents beside the documents alone: kernels, rope, whole attention layers.
 #include <ATen/ATen.h>
-#include <gtest/gtest.h>
 
 #include <random>
-#include <string>
-#include <vector>
 
 #include "dist/held_bytes.h"
 #include "nn/attention.h"
@@ -12,7 +9,7 @@
 #include "nn/masked_attention.h"
 #include "nn/mla.h"
 #include "nn/parameter.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "unit/nn/compare.h"
 #include "unit/nn/composites.h"
 
@@ -221,13 +218,7 @@ TEST(PackedRows, HeldBytesAreLinearInTheLength) {
 }
 
 std::string refusal(const at::Tensor& starts, const at::Tensor& ids) {
-  try {
-    check_documents(starts, ids);
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kFormat);
-    return error.what();
-  }
-  return "";
+  return refusal_of(ErrorKind::kFormat, [&] { check_documents(starts, ids); });
 }
 
 // Naive: a row's ends are read behind those of the row before, where other values stand.

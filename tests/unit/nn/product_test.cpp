@@ -1,11 +1,11 @@
 #include "base/threads/product.h"
 
 #include <ATen/ATen.h>
-#include <gtest/gtest.h>
 
 #include <random>
 
 #include "counted_calls.h"
+#include "support/test.h"
 
 extern "C" [[gnu::weak]] int MKL_Set_Num_Threads_Local(int threads);
 

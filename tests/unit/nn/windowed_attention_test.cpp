@@ -1,14 +1,13 @@
 // Attention with windows and sinks beside another way of writing it down.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <gtest/gtest.h>
 
 #include <limits>
 
 #include "dist/held_bytes.h"
 #include "nn/attention.h"
 #include "nn/masked_attention.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "unit/nn/compare.h"
 #include "unit/nn/composites.h"
 

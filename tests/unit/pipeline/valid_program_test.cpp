@@ -1,12 +1,9 @@
 // Programs that can run: which are refused, and where stages move whatever a file says.
 #include "pipeline/valid_program.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
 #include "pipeline/kinds.h"
 #include "pipeline/schedule_csv.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "unit/pipeline/random_schedule.h"
 
 namespace tessera::test::valid_program_test {
@@ -112,15 +109,10 @@ TEST(ValidProgram, MessagesThatOvertakeAreRefusedWhereTheyHaveNoTags) {
   ValidProgram(schedule).require_messages_in_order();
   std::swap(schedule.slots[1][0], schedule.slots[1][1]);
   const ValidProgram overtakes(schedule);
-  try {
-    overtakes.require_messages_in_order();
-    FAIL() << "it was taken";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kConfig);
-    EXPECT_THAT(error.what(), ::testing::HasSubstr("rank 1: found the receive of activations of "
-                                                   "stage 0, micro-batch 1"));
-    EXPECT_THAT(error.what(), ::testing::HasSubstr("over NCCL messages have no tags"));
-  }
+  EXPECT_REFUSED(kConfig, overtakes.require_messages_in_order(),
+                 "rank 1: found the receive of activations of "
+                 "stage 0, micro-batch 1",
+                 "over NCCL messages have no tags");
   // Those of forwards alone, too.
   const ValidProgram forwards(forward_only(schedule), Passes::kForward);
   EXPECT_THROW(forwards.require_messages_in_order(), Error);
@@ -129,13 +121,7 @@ TEST(ValidProgram, MessagesThatOvertakeAreRefusedWhereTheyHaveNoTags) {
 TEST(ValidProgram, FindingsAreAnErrorThatNamesThem) {
   auto schedule = make_schedule(Kind::kGPipe, {2, 1, 3});
   std::swap(schedule.slots[1].front(), schedule.slots[1].back());
-  try {
-    const ValidProgram program(schedule);
-    FAIL() << "it was taken";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kConfig);
-    EXPECT_THAT(error.what(), ::testing::HasSubstr("dependency: rank 1"));
-  }
+  EXPECT_REFUSED(kConfig, const ValidProgram program(schedule), "dependency: rank 1");
 }
 
 }  // namespace

@@ -1,23 +1,16 @@
 // What can run validates, and each kind of mistake is found by name.
 #include "pipeline/validate.h"
 
-#include <gmock/gmock.h>
-
-#include <algorithm>
-#include <functional>
-#include <map>
 #include <tuple>
 
 #include "pipeline/kinds.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "unit/pipeline/random_schedule.h"
 
 namespace tessera::pipeline::validate_test {
 namespace {
 
 using testing::Dice;
-using ::testing::HasSubstr;
-using ::testing::IsEmpty;
 using testing::MicroBatchOrder;
 using testing::random_schedule;
 
@@ -462,8 +455,8 @@ TEST(Validate, StopsToCollectFindings) {
   EXPECT_EQ(all.more, 0);
   Schedule holes = make_schedule(Kind::kGPipe, {1, 1, 100});
   std::erase_if(holes.slots[0], [](const Slot& slot) { return slot.action.micro_batch % 2 == 1; });
-  EXPECT_THAT(text_of(validate(holes)), HasSubstr("micro-batch 1, 3, 5,"));
-  EXPECT_THAT(text_of(validate(holes)), HasSubstr(", 39 and 30 more, expected one of each"));
+  EXPECT_THAT(text_of(validate(holes)), Says("micro-batch 1, 3, 5,"));
+  EXPECT_THAT(text_of(validate(holes)), Says(", 39 and 30 more, expected one of each"));
 }
 
 /// Messages of a direction from one rank to another, in the order of one end.
@@ -531,8 +524,8 @@ TEST(Validate, ReportsStagesThatLeaveTheOrder) {
   EXPECT_TRUE(weights.valid());
   ASSERT_EQ(weights.remarks.size(), 1U);
   EXPECT_THAT(weights.remarks[0],
-              HasSubstr("stage 1: weight gradients leave the order of micro-batches: 1W2 comes "
-                        "after 1W3"));
+              Says("stage 1: weight gradients leave the order of micro-batches: 1W2 comes "
+                   "after 1W3"));
   Schedule gpipe = make_schedule(Kind::kGPipe, {1, 1, 3});
   std::ranges::reverse(gpipe.slots[0].begin() + 3, gpipe.slots[0].end());
   EXPECT_EQ(validate(gpipe).remarks.size(), 2U) << "a B is both";

@@ -5,12 +5,10 @@
 // imposing it, or all tokens to the same three; which rows go where is tests/dist's. Text only:
 // Gemma 4's tower does not run. Parameters and gradients travel with them: bytes of the plan, calls
 // of the document.
-#include <gmock/gmock.h>
 
-#include <algorithm>
 #include <fstream>
-#include <set>
 
+#include "support/test.h"
 #include "train/step_traffic.h"
 #include "train/trainer.h"
 #include "unit/train/parallel_degrees.h"
@@ -23,26 +21,17 @@ namespace tessera::train::activation_traffic_test {
 namespace {
 
 /// The reference's model with room for bytes, and with as many experts a token as asked.
-void write_model(const testing::TemporaryFolder& folder, const Family& family,
-                 const Degrees& degrees) {
-  std::ifstream in(std::string(TESSERA_TEST_DATA) + "/" + family.name + "-fp32/config.json");
-  auto model = nlohmann::json::parse(in);
-  auto& text = model.contains("text_config") ? model["text_config"] : model;
-  text["vocab_size"] = 264;
-  for (const char* key : {"num_experts_per_tok", "top_k_experts"}) {
-    if (text.contains(key)) text[key] = degrees.experts_per_token();
-  }
-  if (degrees.chosen == Chosen::kTheSame3) text["initializer_range"] = 0.0;
-  if (family.mlps == Mlps::kGemma) {
-    text["vocab_size_per_layer_input"] = 264;
-    model["image_token_id"] = 260;
-    model["video_token_id"] = 261;
-    model["audio_token_id"] = 262;
-  }
-  folder.write("model.json", model.dump());
+void write_model_of(const TemporaryFolder& folder, const Family& family, const Degrees& degrees) {
+  write_model(folder, family.name + "-fp32", [&](auto& model, auto& text) {
+    make_room_for_bytes(model, text);
+    for (const char* key : {"num_experts_per_tok", "top_k_experts"}) {
+      if (text.contains(key)) text[key] = degrees.experts_per_token();
+    }
+    if (degrees.chosen == Chosen::kTheSame3) text["initializer_range"] = 0.0;
+  });
 }
 
-Config traffic_case(const testing::TemporaryFolder& folder, const Degrees& d) {
+Config traffic_case(const TemporaryFolder& folder, const Degrees& d) {
   Config config = run_case(folder, Head::kOwn);
   std::string text;
   for (int line = 0; line < 300; ++line) text += "line " + std::to_string(line) + " of a page.\n";
@@ -134,9 +123,9 @@ class ActivationTraffic : public ::testing::TestWithParam<std::tuple<Family, Deg
 TEST_P(ActivationTraffic, IsThatOfTheFormulas) {
   const auto& [family, degrees] = GetParam();
   if (family.mlps == Mlps::kDense && (degrees.ep > 1 || degrees.etp > 1)) GTEST_SKIP();
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   Config config = traffic_case(folder, degrees);
-  write_model(folder, family, degrees);
+  write_model_of(folder, family, degrees);
   on_ranks(degrees.ranks(), [&](World& world) { run_training(config, world); });
 
   const Rows rows = read_trace(folder / "run/metrics/trace/step-2.json");

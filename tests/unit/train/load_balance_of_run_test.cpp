@@ -1,12 +1,10 @@
 // Experts balanced without an auxiliary loss (model.load_balance_coeff), over whole runs: every
 // token is counted once, in whatever layout, and every rank has the same bias.
-#include <gmock/gmock.h>
 
-#include <algorithm>
 #include <numeric>
 
 #include "models/expert_bias.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "train/expert_balance.h"
 #include "train/hf/hf_export.h"
 #include "train/parallelize.h"
@@ -42,7 +40,7 @@ struct BalanceCase {
 std::ostream& operator<<(std::ostream& out, const BalanceCase& c) { return out << c.name; }
 
 /// The reference's weights and batches: some labels are -100, whose tokens are tokens all the same.
-Config balanced(const testing::TemporaryFolder& folder, const BalanceCase& c) {
+Config balanced(const TemporaryFolder& folder, const BalanceCase& c) {
   Config config = run_case(folder, Head::kOwn);
   const std::string reference = std::string(TESSERA_TEST_DATA) + "/" + c.family;
   config.model.config.clear();
@@ -178,8 +176,8 @@ std::vector<float> stored_bias(const Config& config, std::size_t layer, std::siz
 class LoadBalanceOfRun : public ::testing::TestWithParam<BalanceCase> {};
 
 TEST_P(LoadBalanceOfRun, EveryTokenCountsOnceAndEveryRankHasTheSameBias) {
-  const testing::TemporaryFolder folder;
-  const testing::TemporaryFolder other;
+  const TemporaryFolder folder;
+  const TemporaryFolder other;
   const Config config = balanced(folder, GetParam());
   const Config one_rank = balanced(other, alone(GetParam()));
   const auto chosen = chosen_by(config, GetParam().ranks());
@@ -211,10 +209,10 @@ INSTANTIATE_TEST_SUITE_P(Layouts, LoadBalanceOfRun, ::testing::ValuesIn(kCases),
 
 TEST(LoadBalanceOfRuns, AResumedRunGoesOnWithItsBias) {
   const BalanceCase two{.name = "dp2", .shard = 2};
-  const testing::TemporaryFolder whole_folder;
+  const TemporaryFolder whole_folder;
   const BalancedRun whole = run(balanced(whole_folder, two), 2);
 
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   Config config = balanced(folder, two);
   config.checkpoint.enable = true;
   config.checkpoint.folder = (folder / "checkpoints").string();
@@ -246,7 +244,7 @@ TEST(LoadBalanceOfRuns, AResumedRunGoesOnWithItsBias) {
 TEST(LoadBalanceOfRuns, AStoredBiasIsMovedAndExported) {
   const BalanceCase one{
       .name = "one_rank", .family = "deepseek-v3-mixed", .experts_per_token = 4, .layers = 2};
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   Config config = balanced(folder, one);
   config.checkpoint.enable = true;
   config.checkpoint.folder = (folder / "checkpoints").string();
@@ -275,7 +273,7 @@ TEST(LoadBalanceOfRuns, AStoredBiasIsMovedAndExported) {
   EXPECT_TRUE(exported);
 
   // Without a coefficient it is read, used, and never moved.
-  const testing::TemporaryFolder other;
+  const TemporaryFolder other;
   Config still = balanced(other, one);
   still.model.load_balance_coeff = 0;
   for (const Biases& step : run(still, 1).steps) {
@@ -284,7 +282,7 @@ TEST(LoadBalanceOfRuns, AStoredBiasIsMovedAndExported) {
 }
 
 TEST(LoadBalanceOfRuns, TheBiasChangesWhoIsChosen) {
-  const testing::TemporaryFolder with, without;
+  const TemporaryFolder with, without;
   Config balancing = balanced(with, kCases.front());
   balancing.model.load_balance_coeff = 0.1;  // of probabilities
   Config plain = balanced(without, kCases.front());
@@ -297,21 +295,15 @@ TEST(LoadBalanceOfRuns, TheBiasChangesWhoIsChosen) {
 }
 
 std::string refusal(const ModelSource& source) {
-  try {
-    expert_biases_of(source, kCoefficient);
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kConfig);
-    return error.what();
-  }
-  return "";
+  return refusal_of(ErrorKind::kConfig, [&] { expert_biases_of(source, kCoefficient); });
 }
 
 TEST(LoadBalanceOfRuns, RefusesModelsWithoutExperts) {
   ModelConfig model;
   model.path = std::string(TESSERA_TEST_DATA) + "/qwen3-fp32";
   EXPECT_THAT(refusal(open_model(model)),
-              ::testing::HasSubstr("model.load_balance_coeff: found 0.001 for a model without "
-                                   "experts, expected 0"));
+              Says("model.load_balance_coeff: found 0.001 for a model without "
+                   "experts, expected 0"));
 }
 
 }  // namespace

@@ -6,17 +6,14 @@
 // choose: there the mean over ranks is compared.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/randint.h>
-#include <gtest/gtest.h>
 
-#include <algorithm>
 #include <fstream>
-#include <functional>
 #include <nlohmann/json.hpp>
-#include <set>
 
 #include "fsdp/optim/optimizer_registry.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
+#include "support/test.h"
 #include "tessera/clip.h"
 #include "tessera/group.h"
 #include "tessera/optim.h"
@@ -26,6 +23,7 @@
 #include "train/plan_of_run.h"
 #include "train/rank_memory.h"
 #include "unit/train/counted_bytes.h"
+#include "unit/train/parallel_degrees.h"
 #include "unit/train/run_case.h"
 
 namespace tessera::train::memory_table_test {
@@ -44,38 +42,21 @@ struct MemoryCase {
 };
 void PrintTo(const MemoryCase& c, std::ostream* out) { *out << c.name; }
 
-/// The reference's model, wide enough that layers are no small buckets.
-void write_model(const testing::TemporaryFolder& folder, const std::string& family) {
-  std::ifstream in(std::string(TESSERA_TEST_DATA) + "/" + family + "-fp32/config.json");
-  auto model = nlohmann::json::parse(in);
-  auto& text = model.contains("text_config") ? model["text_config"] : model;
-  if (family == "gpt2") {
-    text.update({{"n_embd", 128}, {"n_positions", 64}, {"vocab_size", 512}});
-    folder.write("model.json", model.dump());
-    return;
-  }
-  text["hidden_size"] = 128;
-  text["intermediate_size"] = 192;
-  text["vocab_size"] = 512;
-  if (text.contains("moe_intermediate_size")) text["moe_intermediate_size"] = 96;
-  if (family == "gemma4") {
-    text["vocab_size_per_layer_input"] = 512;
-    text["sliding_window"] = 48;
-  }
-  folder.write("model.json", model.dump());
+void write_model_of(const TemporaryFolder& folder, const std::string& family) {
+  write_model(folder, family + "-fp32", [&](auto& model, auto& text) {
+    if (family == "gpt2") {
+      text.update({{"n_embd", 128}, {"n_positions", 64}, {"vocab_size", 512}});
+      return;
+    }
+    widen(model, text);
+    if (family == "gemma4") text["sliding_window"] = 48;
+  });
 }
 
-Config config_of(const MemoryCase& c, const testing::TemporaryFolder& folder) {
+Config config_of(const MemoryCase& c, const TemporaryFolder& folder) {
   Config config = run_case(folder, Head::kOwn);
-  write_model(folder, c.family);
-  ParallelismConfig& degrees = config.parallelism;
-  degrees.data_parallel_replicate_degree = c.dims.dp_replicate;
-  degrees.data_parallel_shard_degree = c.dims.dp_shard;
-  degrees.tensor_parallel_degree = c.dims.tp;
-  degrees.expert_parallel_degree = c.dims.ep;
-  degrees.expert_tensor_parallel_degree = c.dims.etp;
-  degrees.sequence_parallel = c.dims.sequence == SequenceParallel::kYes;
-  degrees.moe_router = c.dims.router;
+  write_model_of(folder, c.family);
+  set_parallelism(config, c.dims);
   config.precision.param_dtype.dtype = c.compute;
   config.activation_checkpoint.mode = c.mode;
   config.training.seq_len = c.positions;
@@ -292,7 +273,7 @@ class MemoryTableOfRun : public ::testing::TestWithParam<MemoryCase> {};
 
 TEST_P(MemoryTableOfRun, IsWhatIsCounted) {
   const MemoryCase& c = GetParam();
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   const Config config = config_of(c, folder);
   const ModelSource source = open_model(config.model, config.lora);
   const int world_size = c.dims.world_size();

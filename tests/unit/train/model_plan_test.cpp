@@ -1,6 +1,5 @@
-#include <gtest/gtest.h>
-
 #include "models/description.h"
+#include "support/test.h"
 #include "train/plan_of_run.h"
 
 namespace tessera::train::model_plan_test {

@@ -3,21 +3,19 @@
 // router's load counts the places that packing leaves empty, whichever rank has them.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
-#include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cmath>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <random>
-#include <string>
-#include <vector>
 
+#include "support/test.h"
 #include "tessera/compile.h"
 #include "tessera/group.h"
 #include "train/expert_balance.h"
 #include "train/parallelize.h"
 #include "train/step.h"
+#include "unit/train/parallel_degrees.h"
 #include "unit/train/run_case.h"
 
 namespace tessera::train::packed_layouts_test {
@@ -31,18 +29,10 @@ struct Layout {
 };
 void PrintTo(const Layout& layout, std::ostream* out) { *out << layout.name; }
 
-Config config_of(const Layout& layout, const testing::TemporaryFolder& folder) {
+Config config_of(const Layout& layout, const TemporaryFolder& folder) {
   Config config = run_case(folder, Head::kOwn);
-  std::ifstream in(std::string(TESSERA_TEST_DATA) + "/" + layout.family + "-fp32/config.json");
-  folder.write("model.json", nlohmann::json::parse(in).dump());
-  ParallelismConfig& degrees = config.parallelism;
-  degrees.data_parallel_replicate_degree = layout.dims.dp_replicate;
-  degrees.data_parallel_shard_degree = layout.dims.dp_shard;
-  degrees.tensor_parallel_degree = layout.dims.tp;
-  degrees.expert_parallel_degree = layout.dims.ep;
-  degrees.expert_tensor_parallel_degree = layout.dims.etp;
-  degrees.sequence_parallel = layout.dims.sequence == SequenceParallel::kYes;
-  degrees.moe_router = layout.dims.router;
+  write_model(folder, layout.family + "-fp32");
+  set_parallelism(config, layout.dims);
   config.precision.param_dtype.dtype = DType::kFloat32;
   config.activation_checkpoint.mode = layout.mode;
   if (layout.family == "gemma4") config.model.freeze = {"model.vision_tower", "model.embed_vision"};
@@ -191,7 +181,7 @@ class PackedLayouts : public ::testing::TestWithParam<Layout> {};
 
 TEST_P(PackedLayouts, GradientsAreThoseOfTheDocumentsAlone) {
   const Layout& layout = GetParam();
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   const Config config = config_of(layout, folder);
   const ModelSource source = open_model(config.model, config.lora);
   on_ranks(layout.dims.world_size(), [&](World& world) {
@@ -306,7 +296,7 @@ class LayoutsWithFillers : public ::testing::TestWithParam<Layout> {};
 // Naive: a rank masks the fillers of other tokens than those that its router sees.
 TEST_P(LayoutsWithFillers, LoadsOverAllRanksAreThoseOfOneRankAndOfNoFiller) {
   const Layout& layout = GetParam();
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   const Config config = config_of(layout, folder);
   Config alone = config;
   alone.parallelism = {};
@@ -362,7 +352,7 @@ INSTANTIATE_TEST_SUITE_P(Dealt, LayoutsWithFillers, ::testing::ValuesIn(layouts_
 // What borders are is data: a region that was recorded with others is replayed.
 TEST(PackedReplays, RegionsAreReplayedWithOtherBordersAndTheSameBits) {
   for (const std::string family : {"qwen3", "gpt-oss", "deepseek-v2", "gemma4"}) {
-    const testing::TemporaryFolder folder;
+    const TemporaryFolder folder;
     const Layout layout{family, family};
     const Config config = config_of(layout, folder);
     const ModelSource source = open_model(config.model, config.lora);

@@ -18,4 +18,15 @@ void set_parallelism(Config& config, const Degrees& of) {
   parallelism.moe_router = of.router;
 }
 
+inline void set_parallelism(Config& config, const ParallelDims& dims) {
+  struct {
+    int replicate, shard, tp, ep, etp;
+    bool sequence;
+    RouterTokens router;
+  } const of{dims.dp_replicate, dims.dp_shard, dims.tp,
+             dims.ep,           dims.etp,      dims.sequence == SequenceParallel::kYes,
+             dims.router};
+  set_parallelism(config, of);
+}
+
 }  // namespace tessera::train

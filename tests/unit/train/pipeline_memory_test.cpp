@@ -2,19 +2,14 @@
 // place, what micro-batches keep adds up, and the order of slots says how much is there at once.
 #include "train/pipeline/pipeline_memory.h"
 
-#include <gmock/gmock.h>
-
-#include <map>
-
 #include "models/description.h"
 #include "models/keeps/kept_activations.h"
 #include "pipeline/kinds.h"
+#include "support/test.h"
 #include "train/plan_of_run.h"
 
 namespace tessera::train::pipeline_memory_test {
 namespace {
-
-using ::testing::HasSubstr;
 
 enum class Head { kOwn, kTied };
 
@@ -139,8 +134,8 @@ TEST(PipelineRanks, HaveTheUnitsOfTheirStagesBehindTheSmallBucketsOfAll) {
   EXPECT_EQ(ranks.front().stages[1].units.end, 7);
   std::vector<std::string> small;
   for (const auto& item : ranks.front().plan.units[0].items) small.push_back(item.name);
-  EXPECT_THAT(small, ::testing::Contains("model.layers.1.input_layernorm.weight"));
-  EXPECT_THAT(small, ::testing::Contains("model.norm.weight"));
+  EXPECT_THAT(small, Contains("model.layers.1.input_layernorm.weight"));
+  EXPECT_THAT(small, Contains("model.norm.weight"));
 }
 
 // What the stages keep of a micro-batch is what the whole model keeps: their borders are tensors
@@ -260,10 +255,10 @@ TEST(PipelineTraffic, IsOnceAStepOrTwiceAMicroBatch) {
 TEST(PipelineMemory, ItsTextHasAColumnARank) {
   Case one;
   const std::string text = to_string(one.memory());
-  EXPECT_THAT(text, HasSubstr("pp 0        pp 1\n"));
-  EXPECT_THAT(text, HasSubstr("\n  live micro-batches                 2           1\n"));
+  EXPECT_THAT(text,
+              Says("pp 0        pp 1\n", "\n  live micro-batches                 2           1\n"));
   one.config.training.seq_len.reset();
-  EXPECT_THAT(to_string(one.memory()), HasSubstr("set training.seq_len"));
+  EXPECT_THAT(to_string(one.memory()), Says("set training.seq_len"));
 }
 
 }  // namespace

@@ -2,8 +2,6 @@
 // refusal with the numbers that do not fit. The costs are counted by hand.
 #include "train/pipeline/pipeline_plan.h"
 
-#include <gmock/gmock.h>
-
 #include <numeric>
 
 #include "io/atomic_file.h"
@@ -11,14 +9,10 @@
 #include "pipeline/kinds.h"
 #include "pipeline/schedule_csv.h"
 #include "pipeline/validate.h"
-#include "unit/io/temporary_folder.h"
+#include "support/temporary_folder.h"
 
 namespace tessera::train::pipeline_plan_test {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::HasSubstr;
-using ::testing::StartsWith;
 
 models::ModelSpec small_spec(std::int64_t layers) {
   models::ModelSpec spec;
@@ -43,7 +37,7 @@ struct Case {
     return resolve_pipeline(config, dims, spec, models::describe(spec), batch);
   }
   std::string error() const {
-    return testing::error_of(ErrorKind::kConfig, [&] { resolve(); });
+    return error_of(ErrorKind::kConfig, [&] { resolve(); });
   }
 };
 
@@ -138,18 +132,17 @@ TEST(PipelinePlan, StagesARankMayBeOthersWhereTheKindHasAMeaningForThem) {
 
 TEST(PipelinePlan, WhatDoesNotFitIsRefusedWithTheNumbers) {
   Case one{.dims = {.pp = 4}, .batch = {.micro_batches = 3, .row_tokens = 10}};
-  const auto names_the_keys =
-      AllOf(HasSubstr("training.local_batch_size"), HasSubstr("pipeline.micro_batches"));
+  const auto names_the_keys = Says("training.local_batch_size", "pipeline.micro_batches");
   EXPECT_THAT(one.error(),
               AllOf(StartsWith("pipeline.schedule: 1F1B on 4 ranks"),
-                    HasSubstr("found 3 micro-batches, expected at least 4"), names_the_keys));
+                    Says("found 3 micro-batches, expected at least 4"), names_the_keys));
   one.batch.micro_batches = 1'000'000'000;
-  EXPECT_THAT(one.error(), AllOf(HasSubstr("expected 1 to 65536"), names_the_keys));
+  EXPECT_THAT(one.error(), AllOf(Says("expected 1 to 65536"), names_the_keys));
   one.batch.micro_batches = 4;
   one.config.pipeline.schedule = "Interleaved1F1B";
   one.config.pipeline.stages_per_rank = 1'000'000;
-  EXPECT_THAT(one.error(), AllOf(StartsWith("pipeline.schedule: "), HasSubstr("stages"),
-                                 ::testing::Not(names_the_keys)))
+  EXPECT_THAT(one.error(),
+              AllOf(StartsWith("pipeline.schedule: "), Says("stages"), Not(names_the_keys)))
       << "another number of micro-batches does not help";
   one.config.pipeline.stages_per_rank.reset();
   one.batch.micro_batches = 8;
@@ -184,7 +177,7 @@ class ScheduleFile : public ::testing::Test {
   }
   std::filesystem::path path() const { return folder_.path() / "mine.csv"; }
 
-  testing::TemporaryFolder folder_;
+  TemporaryFolder folder_;
   Case case_;
 };
 
@@ -221,10 +214,9 @@ TEST_F(ScheduleFile, OfOtherRanksOrMicroBatchesIsRefusedWithBothNumbers) {
   write(to_csv(make_schedule(pipeline::Kind::kGPipe, {3, 1, 4})));
   EXPECT_THAT(case_.error(),
               AllOf(StartsWith("pipeline.schedule_file: found a schedule of 3 ranks"),
-                    HasSubstr("expected one of 2")));
+                    Says("expected one of 2")));
   write(to_csv(make_schedule(pipeline::Kind::kGPipe, {2, 1, 5})));
-  EXPECT_THAT(case_.error(), AllOf(HasSubstr("found a schedule of 5 micro-batches"),
-                                   HasSubstr("expected one of 4")));
+  EXPECT_THAT(case_.error(), Says("found a schedule of 5 micro-batches", "expected one of 4"));
 }
 
 TEST_F(ScheduleFile, ThatDoesNotValidateIsRefusedWithItsFindings) {
@@ -233,17 +225,17 @@ TEST_F(ScheduleFile, ThatDoesNotValidateIsRefusedWithItsFindings) {
   write(to_csv(schedule));
   EXPECT_THAT(case_.error(),
               AllOf(StartsWith("pipeline.schedule_file: found "),
-                    HasSubstr("which is no valid schedule (missing: stage 1: found no B, nor I and "
-                              "W, of micro-batch 3"),
-                    HasSubstr("tessera schedule")));
+                    Says("which is no valid schedule (missing: stage 1: found no B, nor I and "
+                         "W, of micro-batch 3"),
+                    Says("tessera schedule")));
 }
 
 TEST_F(ScheduleFile, ThatIsNoneIsRefusedWithRowAndCell) {
   write("0F0,hello\n1F0\n");
-  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { case_.resolve(); }),
-              AllOf(StartsWith("pipeline.schedule_file: "), HasSubstr("row 1, cell 2")));
+  EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { case_.resolve(); }),
+              AllOf(StartsWith("pipeline.schedule_file: "), Says("row 1, cell 2")));
   case_.config.pipeline.schedule_file = (folder_.path() / "none.csv").string();
-  EXPECT_THAT(testing::error_of(ErrorKind::kIo, [&] { case_.resolve(); }),
+  EXPECT_THAT(error_of(ErrorKind::kIo, [&] { case_.resolve(); }),
               StartsWith("pipeline.schedule_file: "));
 }
 
@@ -277,8 +269,8 @@ TEST(PipelinePlan, ItsTextHasAStageALine) {
   EXPECT_THAT(to_string(*one.resolve()),
               AllOf(StartsWith("pipeline '1F1B': 2 ranks, 2 stages, 4 micro-batches, stages "
                                "gathered once a step\n"),
-                    HasSubstr("  stage 0 on rank 0: embedding, layers 0-4; forward "),
-                    HasSubstr("  stage 1 on rank 1: layers 5-7, head; forward ")));
+                    Says("  stage 0 on rank 0: embedding, layers 0-4; forward "),
+                    Says("  stage 1 on rank 1: layers 5-7, head; forward ")));
 }
 
 }  // namespace

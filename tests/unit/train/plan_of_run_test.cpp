@@ -1,16 +1,16 @@
 // The plan that is worked out from a configuration is the one that ranks lay their buckets out by.
 #include "train/plan_of_run.h"
 
-#include <gtest/gtest.h>
-
-#include <algorithm>
 #include <cstdlib>
 #include <fstream>
 #include <sstream>
 #include <tuple>
 
 #include "fsdp/handle.h"
+#include "support/test.h"
 #include "train/parallelize.h"
+#include "train/step.h"
+#include "train/trainer.h"
 #include "unit/train/run_case.h"
 
 namespace tessera::train::plan_of_run_test {
@@ -44,7 +44,7 @@ class PlanOfRun : public ::testing::TestWithParam<PlanCase> {};
 
 TEST_P(PlanOfRun, EqualsThePlanOfTheConfiguration) {
   const PlanCase& c = GetParam();
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   Config config = run_case(folder, c.head);
   config.parallelism.data_parallel_replicate_degree = c.replicas;
   config.precision.rule = c.rules;
@@ -88,7 +88,7 @@ std::string wide(const std::string& family) {
 
 // Tower, text layers and what belongs to the root; norms are small and move there.
 TEST(PlanOfGemma4, EqualsThePlanOfTheConfiguration) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   std::ofstream(folder / "config.json") << wide("gemma4");
   Config config;
   config.model.config = folder / "config.json";
@@ -130,7 +130,7 @@ class PlanOfModelAxes : public ::testing::TestWithParam<std::tuple<std::string, 
 // each set of axes, the same on every rank and worked out by none.
 TEST_P(PlanOfModelAxes, EqualsThePlanOfTheConfiguration) {
   const auto& [family, c] = GetParam();
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   std::ofstream(folder / "config.json") << wide(family);
   Config config;
   config.model.config = folder / "config.json";
@@ -201,6 +201,60 @@ INSTANTIATE_TEST_SUITE_P(
                       PlanCase{
                           "frozen", 2, 1, Head::kOwn, kRules, {"model.embed_tokens", "layers.2"}}),
     [](const auto& one) { return one.param.name; });
+
+// Runs whose batches memory does not hold.
+
+// Naive: they are accepted, and the program is killed in the first step.
+TEST(MemoryOfRun, RowsThatNoMachineHoldsAreRefusedBeforeTheModelIsMade) {
+  const TemporaryFolder folder;
+  Config config = run_case(folder, Head::kTied);
+  const auto refusal = [&] {
+    return error_of(ErrorKind::kConfig,
+                    [&] { on_ranks(2, [&](World& world) { run_training(config, world); }); });
+  };
+  config.training.local_batch_size = 1'000'000'000;
+  EXPECT_THAT(refusal(), Says("training.local_batch_size: found 1000000000 rows of 16 tokens"));
+  config.training.local_batch_size = 1;
+  config.training.global_batch_size = 1'000'000'000'000;
+  EXPECT_THAT(refusal(), Says("training.global_batch_size: found 500000000000 rows of 16"));
+  config.training.steps = 1'000'000'000;
+  EXPECT_THAT(refusal(), Says("training.global_batch_size: found 1000000000000 rows a step "
+                              "for 1000000000 steps"));
+}
+
+/// Rows that take more memory than there is.
+class Endless final : public BatchSource {
+ public:
+  std::int64_t rows_in_step() const override { return 2; }
+  std::int64_t row_tokens() const override { return 16; }
+  std::int64_t rows_in_pass() const override { return rows_in_step(); }
+  void check_labels(std::int64_t) override {}
+  MicroBatch load(std::int64_t, RowRange rows) const override {
+    const auto ids = at::empty({rows.size(), std::int64_t{1} << 50}, at::kLong);
+    return {ids, ids};
+  }
+  std::vector<std::string> opened_from() const override { return {}; }
+};
+
+// Naive: the allocator's words, which name no key.
+TEST(MemoryOfRun, MemoryThatEndsInAStepIsAnErrorThatNamesTheKey) {
+  const TemporaryFolder folder;
+  const Config config = run_case(folder, Head::kTied);
+  on_ranks(1, [&](World& world) {
+    const auto source = open_model(config.model);
+    const auto mesh = world.mesh(mesh_shape(resolve_parallelism(config.parallelism, 1)));
+    const auto model = parallelize(source, config, mesh);
+    const auto said = Says(
+        "training.local_batch_size: found micro-batches of 2 row(s) "
+        "of 16 tokens, for which memory ran out",
+        "can't allocate memory");
+    EXPECT_THAT(
+        error_of(ErrorKind::kConfig, [&] { forward_backward(*model, Endless(), 1, {{0, 2}}, {}); }),
+        said);
+    EXPECT_THAT(error_of(ErrorKind::kConfig, [&] { forward_only(*model, Endless(), 1, {{0, 2}}); }),
+                said);
+  });
+}
 
 }  // namespace
 }  // namespace tessera::train::plan_of_run_test

@@ -4,17 +4,12 @@
 
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/randint.h>
-#include <gmock/gmock.h>
 #include <torch/version.h>
 
-#include <algorithm>
 #include <fstream>
-#include <functional>
-#include <map>
 #include <mutex>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <utility>
 
 #include "base/text/byte_size.h"
 #include "capture/plan_diff.h"
@@ -26,7 +21,7 @@
 #include "fsdp/handle.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
-#include "tessera/error.h"
+#include "support/test.h"
 #include "tessera/group.h"
 #include "tessera/optim.h"
 #include "tessera/step_scope.h"
@@ -39,9 +34,6 @@
 namespace tessera::train::plan_of_step_test {
 namespace {
 
-using ::testing::HasSubstr;
-using ::testing::IsEmpty;
-
 struct StepCase {
   std::string name;
   std::string family = "qwen3";
@@ -52,17 +44,9 @@ struct StepCase {
 void PrintTo(const StepCase& c, std::ostream* out) { *out << c.name; }
 
 /// The reference's model, wide enough that layers are no small buckets.
-Config config_of(const StepCase& c, const testing::TemporaryFolder& folder) {
+Config config_of(const StepCase& c, const TemporaryFolder& folder) {
   Config config = run_case(folder, Head::kOwn);
-  std::ifstream in(std::string(TESSERA_TEST_DATA) + "/" + c.family + "-fp32/config.json");
-  auto model = nlohmann::json::parse(in);
-  auto& text = model.contains("text_config") ? model["text_config"] : model;
-  text["hidden_size"] = 128;
-  text["intermediate_size"] = 192;
-  text["vocab_size"] = 512;
-  if (text.contains("moe_intermediate_size")) text["moe_intermediate_size"] = 96;
-  if (c.family == "gemma4") text["vocab_size_per_layer_input"] = 512;
-  folder.write("model.json", model.dump());
+  write_model(folder, c.family + "-fp32", widen);
   config.activation_checkpoint.mode = c.mode;
   config.precision.param_dtype.dtype = DType::kFloat32;
   config.training.local_batch_size = 1;
@@ -115,6 +99,14 @@ class Rank {
       output.result.backward(at::full_like(output.result, 1e-3));
     }
     scope.finish();
+  }
+
+  /// Steps whose gradients are not looked at.
+  void settle(int steps = 1) {
+    for (int i = 0; i < steps; ++i) {
+      step();
+      model_->zero_grad();
+    }
   }
 
   /// The most of a step, at any allocation of it.
@@ -192,7 +184,7 @@ class PlanOfStep : public ::testing::TestWithParam<StepCase> {};
 
 TEST_P(PlanOfStep, ARunRecordsWhatWasPredicted) {
   const StepCase& c = GetParam();
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   const Config config = config_of(c, folder);
   const PlannedRun known = planned_run(config, c.ranks);
   const RunOfPlan run = known.of(config);
@@ -207,10 +199,7 @@ TEST_P(PlanOfStep, ARunRecordsWhatWasPredicted) {
       seen = make_plan(recorded, of, choices, order);
       return *seen;
     });
-    for (int i = 0; i < 2; ++i) {
-      rank.step();
-      rank.model().zero_grad();
-    }
+    rank.settle(2);
     ASSERT_TRUE(seen);
     const auto predicted = make_plan(record, units, eager, fsdp::PlanOrder::kOneAfterTheOther);
     EXPECT_THAT(capture::diff(predicted, *seen), IsEmpty());
@@ -249,7 +238,7 @@ constexpr double kShare = 0.03;
 // steps what the first one took, which had no plan.
 TEST(CompiledStep, HoldsWhatWasPredictedAndGivesTheSameBits) {
   CountingAllocator::install();
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   StepCase c{"dense"};
   Config config = config_of(c, folder);
   config.training.seq_len = Rank::kTokens;
@@ -313,7 +302,7 @@ TEST(CompiledStep, HoldsWhatWasPredictedAndGivesTheSameBits) {
 // or number of micro-batches it is refused before a step.
 TEST(CompiledStep, FollowsAPlanOutOfAFileAndRefusesAnothers) {
   CountingAllocator::install();
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   StepCase c{"dense"};
   const Config config = config_of(c, folder);
   const PlannedRun known = planned_run(config, c.ranks);
@@ -326,31 +315,22 @@ TEST(CompiledStep, FollowsAPlanOutOfAFileAndRefusesAnothers) {
   file.plan = make_plan(record, plan_units(run), choices, fsdp::PlanOrder::kOneAfterTheOther);
   on_ranks(c.ranks, [&](World& world) {
     Rank rank(config, known, world);
-    CompileOptions options;
-    options.mode = CompileMode::kPlan;
-    options.micro_batches = Rank::kMicroBatches;
-    options.plan = to_json(file);
+    CompileOptions options{
+        .mode = CompileMode::kPlan, .plan = to_json(file), .micro_batches = Rank::kMicroBatches};
     compile(rank.model(), options);
-    rank.step();
-    rank.model().zero_grad();
+    rank.settle();
     EXPECT_EQ(rank.peak_of_step().gathered, fsdp::peak_gathered_bytes(file.plan));
     const auto refused = [&](const auto& change) -> std::string {
       auto other = file;
       change(other.made_for);
       options.plan = to_json(other);
-      try {
-        compile(rank.model(), options);
-      } catch (const Error& error) {
-        EXPECT_EQ(error.kind(), ErrorKind::kConfig);
-        return error.what();
-      }
-      return "";
+      return refusal_of(ErrorKind::kConfig, [&] { compile(rank.model(), options); });
     };
-    EXPECT_THAT(refused([](auto& made_for) { made_for.world = 3; }), HasSubstr("a world of 3"));
-    EXPECT_THAT(refused([](auto& made_for) { made_for.model = "1"; }), HasSubstr("hash 1"));
-    EXPECT_THAT(refused([](auto& made_for) { made_for.torch = "1.0"; }), HasSubstr("torch 1.0"));
+    EXPECT_THAT(refused([](auto& made_for) { made_for.world = 3; }), Says("a world of 3"));
+    EXPECT_THAT(refused([](auto& made_for) { made_for.model = "1"; }), Says("hash 1"));
+    EXPECT_THAT(refused([](auto& made_for) { made_for.torch = "1.0"; }), Says("torch 1.0"));
     EXPECT_THAT(refused([](auto& made_for) { made_for.micro_batches = 2; }),
-                HasSubstr("micro-batches a step: 2"));
+                Says("micro-batches a step: 2"));
     EXPECT_EQ(refused([](auto&) {}), "");
   });
 }
@@ -360,7 +340,7 @@ TEST(CompiledStep, FollowsAPlanOutOfAFileAndRefusesAnothers) {
 constexpr std::int64_t kPositions = 64;
 
 /// Nobody has said how layers are recomputed.
-Config config_of_rows(const StepCase& c, const testing::TemporaryFolder& folder) {
+Config config_of_rows(const StepCase& c, const TemporaryFolder& folder) {
   Config config = config_of(c, folder);
   config.activation_checkpoint.mode.reset();
   config.training.seq_len = kPositions;
@@ -393,7 +373,7 @@ class RecomputeByLayer : public ::testing::TestWithParam<StepCase> {};
 // nothing, and the bytes that were predicted, as memory_table_test has them for one mode of all.
 TEST_P(RecomputeByLayer, GivesTheSameBitsAndHoldsWhatWasPredicted) {
   CountingAllocator::install();
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   const StepCase& c = GetParam();
   const Config config = config_of_rows(c, folder);
   const PlannedRun known = planned_run(config, c.ranks);
@@ -409,15 +389,12 @@ TEST_P(RecomputeByLayer, GivesTheSameBitsAndHoldsWhatWasPredicted) {
       auto choices = eager_choices(run, record);
       choices.recompute = by_unit(units, layers);
       file.plan = make_plan(record, units, choices, fsdp::PlanOrder::kOneAfterTheOther);
-      CompileOptions options;
-      options.mode = CompileMode::kPlan;
-      options.micro_batches = Rank::kMicroBatches;
+      CompileOptions options{.mode = CompileMode::kPlan, .micro_batches = Rank::kMicroBatches};
       options.plan = to_json(file);
       compile(rank.model(), options);
       if (expected.empty()) {
-        rank.step();  // records
-        rank.model().zero_grad();
-        rank.step();  // fills pools
+        rank.settle();  // records
+        rank.step();    // fills pools
       }
       rank.model().zero_grad();
       const auto found = rank.activations_of_step();
@@ -439,7 +416,7 @@ TEST_P(RecomputeByLayer, GivesTheSameBitsAndHoldsWhatWasPredicted) {
 // What plans count, a sum over layers: as much as the table's sets of memories, and never less where
 // several layers share one.
 TEST_P(RecomputeByLayer, SumsOfLayersAreWhatTheTableSays) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   const StepCase& c = GetParam();
   const Config config = config_of_rows(c, folder);
   const PlannedRun known = planned_run(config, c.ranks);
@@ -472,7 +449,7 @@ INSTANTIATE_TEST_SUITE_P(Families, RecomputeByLayer,
 // each layer that is recomputed; scratch that nobody counts behind the last layer.
 TEST(ReplayedStep, HoldsWhatItsProfileTellsAndNoMoreThanAnEagerOne) {
   CountingAllocator::install();
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   for (const auto mode : {RecomputeMode::kNone, RecomputeMode::kFull, RecomputeMode::kSelective}) {
     SCOPED_TRACE(static_cast<int>(mode));
     StepCase c{"dense", "qwen3", 2, mode};
@@ -485,25 +462,18 @@ TEST(ReplayedStep, HoldsWhatItsProfileTellsAndNoMoreThanAnEagerOne) {
     const auto units = plan_units(run);
     const auto eager_of_run = eager_choices(run, record);
     on_ranks(c.ranks, [&](World& world) {
-      const auto settle = [](Rank& rank) {
-        for (int i = 0; i < 3; ++i) {
-          rank.step();
-          rank.model().zero_grad();
-        }
-      };
       Rank eager(config, known, world, kPositions);
-      settle(eager);
+      eager.settle(3);
       const auto beside = eager.peak_of_step();
       const auto expected = eager.gradients();
 
       Rank rank(config, known, world, kPositions);
       auto options = compile_options(run, {});
       compile(rank.model(), options);
-      settle(rank);
+      rank.settle(3);
       const auto replayed_before = replay_calls(rank.model());
       capture::take_region_blocks(rank.model());
-      rank.step();
-      rank.model().zero_grad();
+      rank.settle();
       auto profile = capture::default_profile(units);
       add_blocks(profile, capture::take_region_blocks(rank.model()), eager_of_run.recompute);
       options.profile = to_json(profile);
@@ -542,7 +512,7 @@ TEST(ReplayedStep, HoldsWhatItsProfileTellsAndNoMoreThanAnEagerOne) {
 // stay within them, more memory is never slower by the profile, and bits are those of an eager step.
 TEST(RecomputeOfRun, BudgetsAreKeptAndBitsAreTheSame) {
   CountingAllocator::install();
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   StepCase c{"dense"};
   Config config = config_of_rows(c, folder);
   config.compile.mode = CompileChoice::kPlan;
@@ -562,8 +532,7 @@ TEST(RecomputeOfRun, BudgetsAreKeptAndBitsAreTheSame) {
   ASSERT_LT(least, all);
   on_ranks(c.ranks, [&](World& world) {
     Rank rank(config, known, world, kPositions);
-    rank.step();
-    rank.model().zero_grad();
+    rank.settle();
     rank.step();
     const auto expected = rank.gradients();
     double before_ms = 0.0;
@@ -596,7 +565,7 @@ TEST(RecomputeOfRun, BudgetsAreKeptAndBitsAreTheSame) {
 // A key that a user set binds all layers: the pass has nothing to choose, and a plan of others is
 // refused.
 TEST(RecomputeOfRun, AKeyThatIsSetBinds) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   StepCase c{"dense"};
   Config config = config_of_rows(c, folder);
   config.compile.mode = CompileChoice::kPlan;
@@ -617,38 +586,27 @@ TEST(RecomputeOfRun, AKeyThatIsSetBinds) {
                                         fsdp::PlanOrder::kOneAfterTheOther));
   EXPECT_EQ(chosen.choices.recompute, eager.recompute);
   EXPECT_EQ(std::ranges::count(eager.recompute, RecomputeMode::kFull), 4);
-  EXPECT_THAT(chosen.notes, ::testing::Contains(HasSubstr("pass recompute is left out")));
+  EXPECT_THAT(chosen.notes, Contains(Says("pass recompute is left out")));
   options.plan = to_json(file);
   const auto planning = capture::planning_of(options);
-  try {
-    plan_step(planning, record, units, eager, fsdp::PlanOrder::kOneAfterTheOther);
-    FAIL();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kConfig);
-    EXPECT_THAT(error.what(), HasSubstr("recomputed by: user, plan"));
-  }
+  EXPECT_REFUSED(kConfig,
+                 plan_step(planning, record, units, eager, fsdp::PlanOrder::kOneAfterTheOther),
+                 "recomputed by: user, plan");
 }
 
 TEST(CompileOfRun, BudgetBelowTheLeastGivesTheLeastOfAll) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   StepCase c{"dense"};
   Config config = config_of(c, folder);
   config.compile.mode = CompileChoice::kPlan;
   config.compile.memory_budget = MemoryBudget{.bytes = 1000};
   const PlannedRun known = planned_run(config, c.ranks);
   const RunOfPlan run = known.of(config);
-  std::int64_t least = 0;
-  try {
-    compile_options(run, {});
-    FAIL();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.kind(), ErrorKind::kConfig);
-    const std::string text = error.what();
-    EXPECT_THAT(text, HasSubstr("compile.memory_budget: found 1000 bytes a rank"));
-    EXPECT_THAT(text, HasSubstr(concat(exact_size_text(held_bytes(run).state),
-                                       " of them optimizer state (tessera inspect --contract")));
-    least = std::stoll(text.substr(text.find("at least ") + 9));
-  }
+  const auto text = error_of(ErrorKind::kConfig, [&] { compile_options(run, {}); });
+  EXPECT_THAT(text, Says("compile.memory_budget: found 1000 bytes a rank",
+                         concat(exact_size_text(held_bytes(run).state),
+                                " of them optimizer state (tessera inspect --contract")));
+  const std::int64_t least = std::stoll(text.substr(text.find("at least ") + 9));
   config.compile.memory_budget = MemoryBudget{.bytes = least};
   const auto held = held_bytes(run);
   EXPECT_EQ(*compile_options(run, {}).memory_budget, least - held.others - held.state);
@@ -659,7 +617,7 @@ TEST(CompileOfRun, BudgetBelowTheLeastGivesTheLeastOfAll) {
 
 // What is told before a run of state and memory is what a run has.
 TEST(CompileOfRun, OptimizerStateIsThatOfARun) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   for (const auto storage : {DType::kFloat32, DType::kBFloat16}) {
     StepCase c{"dense", "qwen3", 3};
     Config config = config_of(c, folder);

@@ -4,12 +4,12 @@
 #include <ATen/Parallel.h>
 
 #include <iostream>
+#include <nlohmann/json.hpp>
 #include <sstream>
-#include <string>
 
 #include "support/ranks.h"
+#include "support/temporary_folder.h"
 #include "train/config/config.h"
-#include "unit/io/temporary_folder.h"
 
 namespace tessera::train {
 
@@ -17,7 +17,7 @@ enum class Head { kOwn, kTied };
 
 /// Three layers: matrices above the 64 KiB below which buckets merge, norms below. Two rows a rank
 /// and step at most.
-inline Config run_case(const testing::TemporaryFolder& folder, Head head) {
+inline Config run_case(const TemporaryFolder& folder, Head head) {
   folder.write("model.json", concat(R"({"architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3", "hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 192, "hidden_act": "silu",
@@ -37,6 +37,32 @@ inline Config run_case(const testing::TemporaryFolder& folder, Head head) {
   config.job.dump_folder = (folder / "run").string();
   config.metrics.folder = folder / "run/metrics";
   return config;
+}
+
+/// The model of a folder of tests/golden/data in the place of the case's own. `change`: all of its
+/// config.json, and the part that describes text.
+inline void write_model(
+    const TemporaryFolder& folder, const std::string& of,
+    const std::function<void(nlohmann::json& model, nlohmann::json& text)>& change = {}) {
+  std::ifstream in(std::string(TESSERA_TEST_DATA) + "/" + of + "/config.json");
+  auto model = nlohmann::json::parse(in);
+  if (change) change(model, model.contains("text_config") ? model["text_config"] : model);
+  folder.write("model.json", model.dump());
+}
+
+/// Wide enough that layers are no small buckets.
+inline void widen(nlohmann::json& model, nlohmann::json& text) {
+  text.update({{"hidden_size", 128}, {"intermediate_size", 192}, {"vocab_size", 512}});
+  if (text.contains("moe_intermediate_size")) text["moe_intermediate_size"] = 96;
+  if (&text != &model) text["vocab_size_per_layer_input"] = 512;
+}
+
+/// With room for bytes, and behind them for the tokens of what is no text.
+inline void make_room_for_bytes(nlohmann::json& model, nlohmann::json& text) {
+  text["vocab_size"] = 264;
+  if (&text == &model) return;
+  text["vocab_size_per_layer_input"] = 264;
+  model.update({{"image_token_id", 260}, {"video_token_id", 261}, {"audio_token_id", 262}});
 }
 
 /// `body` on ranks with one thread each; step lines are swallowed.

@@ -1,14 +1,10 @@
 // The choice of the next token: greedy, drawn, and what it depends on.
 #include "train/sampling.h"
 
-#include <gtest/gtest.h>
-
 #include <cmath>
 #include <limits>
-#include <set>
-#include <vector>
 
-#include "tessera/error.h"
+#include "support/test.h"
 
 namespace tessera::train::sampling_test {
 namespace {
@@ -130,13 +126,9 @@ TEST(ChooseToken, LogitsThatAreNotFiniteAreAnError) {
        {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
         -std::numeric_limits<float>::infinity()}) {
     for (const double temperature : {0.0, 1.0}) {
-      try {
-        choose_token(std::vector<float>{0.0F, bad}, {.temperature = temperature}, 5);
-        FAIL() << "chose from " << bad;
-      } catch (const Error& error) {
-        EXPECT_EQ(error.kind(), ErrorKind::kNumeric);
-        EXPECT_NE(std::string(error.what()).find("token 1 at position 5"), std::string::npos);
-      }
+      EXPECT_REFUSED(kNumeric,
+                     choose_token(std::vector<float>{0.0F, bad}, {.temperature = temperature}, 5),
+                     "token 1 at position 5");
     }
   }
 }

@@ -4,17 +4,19 @@
 // Routers choose freely: the tokens that they send to other ranks are read off the trace's forward
 // (for two ranks of ep, where that determines all), so that the test compares the bytes of the way
 // back, of gradients and of counts.
+
 #include "train/step_traffic.h"
 
-#include <gmock/gmock.h>
-
-#include <algorithm>
 #include <fstream>
+#include <mutex>
+#include <nlohmann/json.hpp>
 #include <numeric>
 #include <random>
 #include <sstream>
 
+#include "base/test_hooks.h"
 #include "proof.h"
+#include "support/test.h"
 #include "train/expert_balance.h"
 #include "train/parallelize.h"
 #include "train/pipeline/pipeline_memory.h"
@@ -143,23 +145,8 @@ Drawn drawn(std::uint32_t seed) {
   return d;
 }
 
-/// The reference's model with room for bytes.
-void write_model(const testing::TemporaryFolder& folder, const Drawn& d) {
-  std::ifstream in(std::string(TESSERA_TEST_DATA) + "/" + d.family + "-fp32/config.json");
-  auto model = nlohmann::json::parse(in);
-  auto& text = model.contains("text_config") ? model["text_config"] : model;
-  text["vocab_size"] = 264;
-  if (d.family == "gemma4") {
-    text["vocab_size_per_layer_input"] = 264;
-    model["image_token_id"] = 260;
-    model["video_token_id"] = 261;
-    model["audio_token_id"] = 262;
-  }
-  folder.write("model.json", model.dump());
-}
-
 /// Adapters stand beside weights, which the reference has, of a vocabulary without all bytes.
-void set_adapters(Config& config, const testing::TemporaryFolder& folder, const Drawn& d) {
+void set_adapters(Config& config, const TemporaryFolder& folder, const Drawn& d) {
   config.model.config.clear();
   config.model.path = std::string(TESSERA_TEST_DATA) + "/" + d.family + "-fp32";
   config.lora = {.rank = 2, .targets = {"o_proj"}};
@@ -177,7 +164,7 @@ void set_adapters(Config& config, const testing::TemporaryFolder& folder, const 
   config.data.path = {folder / "ids.bin"};
 }
 
-Config config_of(const testing::TemporaryFolder& folder, const Drawn& d) {
+Config config_of(const TemporaryFolder& folder, const Drawn& d) {
   Config config = run_case(folder, Head::kOwn);
   std::string text;
   for (int line = 0; line < 300; ++line) text += "line " + std::to_string(line) + " of a page.\n";
@@ -406,9 +393,9 @@ TEST(StepTraffic, IsThatOfTheTraceInDrawnLayouts) {
     std::ostringstream words;
     words << "seed " << seed << ": " << d;
     SCOPED_TRACE(words.str());
-    const testing::TemporaryFolder folder;
+    const TemporaryFolder folder;
     const Config config = config_of(folder, d);
-    write_model(folder, d);
+    write_model(folder, d.family + "-fp32", make_room_for_bytes);
     const Forecast forecast(config, d);
     on_ranks(d.ranks(), [&](World& world) { run_training(config, world); });
     const Rows rows = read_trace(folder / "run/metrics/trace/step-2.json");
@@ -453,9 +440,9 @@ TEST(StepTraffic, WithoutLoadsItIsThatOfExpertsChosenEquallyOften) {
     std::ostringstream words;
     words << "seed " << seed << ": " << d;
     SCOPED_TRACE(words.str());
-    const testing::TemporaryFolder folder;
+    const TemporaryFolder folder;
     const Config config = config_of(folder, d);
-    write_model(folder, d);
+    write_model(folder, d.family + "-fp32", make_room_for_bytes);
     const Forecast forecast(config, d);
     const ExpertLoads even = even_loads(forecast.source.spec, d);
     ExpertLoads more = even;
@@ -477,6 +464,50 @@ TEST(StepTraffic, WithoutLoadsItIsThatOfExpertsChosenEquallyOften) {
   }
   EXPECT_GE(cases, 10);
   EXPECT_GE(of_four, 1);
+}
+
+// The numbers that ranks tell each other around a step, as docs/communication.md lists them.
+constexpr int kRanks = 2;
+constexpr std::int64_t kLayers = 4;
+constexpr std::int64_t kExperts = 8;
+
+/// Own bytes of each "values of a step" and, below 0, of each "counts of a step" of rank 0, in
+/// order, in a run of one step and two micro-batches.
+std::vector<std::int64_t> messages(const char* family, double aux_loss_coef) {
+  const TemporaryFolder folder;
+  Config config = run_case(folder, Head::kOwn);
+  write_model(folder, family, make_room_for_bytes);
+  if (aux_loss_coef > 0) config.model.aux_loss_coef = aux_loss_coef;
+  config.parallelism.data_parallel_shard_degree = kRanks;
+  config.training.global_batch_size = kRanks * 2;
+  config.training.local_batch_size = 1;
+  config.training.steps = 1;
+  std::vector<std::int64_t> found;
+  std::mutex mutex;
+  const test_hooks::Set watched(test_hooks::before_issue, [&](int rank, const comm::Batch& batch) {
+    const bool counts = batch.label.unit == "counts of a step";
+    if (rank != 0 || !(counts || batch.label.unit == "values of a step")) return;
+    const std::lock_guard lock(mutex);
+    found.push_back(counts ? -batch.bytes() : batch.bytes() / kRanks);
+  });
+  on_ranks(kRanks, [&](World& world) { run_training(config, world); });
+  return found;
+}
+
+// Asked to stop; kept labels; counts of a micro-batch; sums; the end of the step.
+TEST(StepMessages, OfADenseModelAreTheDocuments) {
+  EXPECT_EQ(messages("qwen3-fp32", 0), (std::vector<std::int64_t>{8, -16, 16, 32}));
+}
+
+TEST(StepMessages, ExpertsAddTheirLoads) {
+  EXPECT_EQ(messages("qwen3-moe-fp32", 0),
+            (std::vector<std::int64_t>{8, -16, 16, -16 * kLayers * kExperts, 32}));
+}
+
+TEST(StepMessages, AnAuxiliaryLossAddsItsCountsOnceAMicroBatch) {
+  EXPECT_EQ(messages("qwen3-moe-fp32", 0.01),
+            (std::vector<std::int64_t>{8, -16, -16 * kExperts, -16 * kExperts, 16,
+                                       -16 * kLayers * kExperts, 32}));
 }
 
 }  // namespace

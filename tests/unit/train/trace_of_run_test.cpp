@@ -1,6 +1,8 @@
 // Traces of whole steps: what is in them agrees with the plan, and rows can be drawn.
-#include <gmock/gmock.h>
+#include <fstream>
+#include <nlohmann/json.hpp>
 
+#include "support/test.h"
 #include "train/step_traffic.h"
 #include "train/trainer.h"
 #include "unit/train/planned_run.h"
@@ -49,7 +51,7 @@ class TraceOfRun : public ::testing::TestWithParam<TraceCase> {};
 
 TEST_P(TraceOfRun, SendsTheBytesOfThePlanInRowsThatNest) {
   const TraceCase& c = GetParam();
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   Config config = run_case(folder, c.head);
   config.metrics.trace_steps = {3};
   config.parallelism.reshard_after_forward = c.reshard;
@@ -75,7 +77,7 @@ TEST_P(TraceOfRun, SendsTheBytesOfThePlanInRowsThatNest) {
     }
     const auto updates = names_of(rows.at({rank, "optimizer"}));
     EXPECT_EQ(updates, (std::vector<std::string>{"norm and clip", "update"}));
-    EXPECT_THAT(names_of(rows.at({rank, "waits"})), ::testing::Contains("gradient norm"));
+    EXPECT_THAT(names_of(rows.at({rank, "waits"})), Contains("gradient norm"));
   }
 }
 
@@ -87,7 +89,7 @@ INSTANTIATE_TEST_SUITE_P(Layouts, TraceOfRun,
                          [](const auto& one) { return one.param.name; });
 
 TEST(TraceOfRun, NamesUnitBucketsAndTheirBytes) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   Config config = run_case(folder, Head::kOwn);
   config.metrics.trace_steps = {2, 3};
   PrecisionRule rule;
@@ -119,7 +121,7 @@ TEST(TraceOfRun, NamesUnitBucketsAndTheirBytes) {
 
 TEST(TraceOfRun, OneRankAndReplicasHaveTheirRows) {
   for (const int ranks : {1, 2}) {
-    const testing::TemporaryFolder folder;
+    const TemporaryFolder folder;
     Config config = run_case(folder, Head::kOwn);
     config.metrics.trace_steps = {1};
     config.parallelism.data_parallel_replicate_degree = ranks;
@@ -135,7 +137,7 @@ TEST(TraceOfRun, OneRankAndReplicasHaveTheirRows) {
 TEST(TraceOfRun, ATraceChangesNoNumber) {
   std::vector<double> losses[2];
   for (const bool traced : {false, true}) {
-    const testing::TemporaryFolder folder;
+    const TemporaryFolder folder;
     Config config = run_case(folder, Head::kOwn);
     if (traced) config.metrics.trace_steps = {1, 2, 3};
     on_ranks(2, [&](World& world) {
@@ -148,6 +150,80 @@ TEST(TraceOfRun, ATraceChangesNoNumber) {
   }
   EXPECT_EQ(losses[0].size(), 3U);
   EXPECT_EQ(losses[0], losses[1]);
+}
+
+// The profile accounts for the whole step, once.
+using nlohmann::json;
+
+json profile_of(const TemporaryFolder& folder, const Config& config, int ranks) {
+  on_ranks(ranks, [&](World& world) {
+    TrainingHooks hooks;
+    hooks.profiling = Profiling::kYes;
+    run_training(config, world, hooks);
+  });
+  std::ifstream file(folder / "run/profile.json");
+  return json::parse(file);
+}
+
+TEST(ProfileOfRun, SharesAreOfTheWholeStepAndNoneIsMissing) {
+  const TemporaryFolder folder;
+  Config config = run_case(folder, Head::kOwn);
+  config.training.steps = 6;
+  const json profile = profile_of(folder, config, 2);
+  double sum = 0;
+  for (const char* kind :
+       {"products", "other kernels", "waiting for communication", "optimizer", "own code"}) {
+    EXPECT_GT(profile[kind].get<double>(), 0.0) << kind;
+    sum += profile[kind].get<double>();
+  }
+  EXPECT_NEAR(sum, 1.0, 1e-9);
+  EXPECT_GT(profile["step_ms"].get<double>(), 0.0);
+  EXPECT_TRUE(profile.contains("ms tessera::wait")) << profile.dump(1);
+}
+
+TEST(ProfileOfRun, SgdIsTheOptimizersToo) {
+  const TemporaryFolder folder;
+  Config config = run_case(folder, Head::kOwn);
+  config.optimizer.name = OptimizerName::kSgd;
+  config.optimizer.momentum = 0.9;
+  config.training.steps = 1;  // the only step counts where there are no more
+  const json profile = profile_of(folder, config, 1);
+  EXPECT_GT(profile["optimizer"].get<double>(), 0.0);
+  EXPECT_GE(profile["waiting for communication"].get<double>(), 0.0);
+}
+
+TEST(StepProfile, TableHasEveryKindInMillisecondsAndPerCent) {
+  StepProfile profile;
+  EXPECT_EQ(profile.to_table(), "profile: no step ran\n");
+  profile.begin_step();
+  const auto product = at::ones({64, 64}).mm(at::ones({64, 64}));
+  profile.end_step();
+  const std::string table = profile.to_table();
+  for (const char* row : {"products ", "other kernels ", "waiting for communication ", "optimizer ",
+                          "own code ", "a step ", "aten::mm "}) {
+    EXPECT_THAT(table, ::testing::ContainsRegex(std::string("  ") + row +
+                                                " *[0-9]+\\.[0-9][0-9] ms +[0-9]+\\.[0-9] %\n"));
+  }
+  EXPECT_THAT(table, ::testing::ContainsRegex("  a step .* 100\\.0 %\n"));
+  const json shares = json::parse(profile.to_json());
+  EXPECT_GT(shares["products"].get<double>(), 0.0);
+  EXPECT_EQ(shares["optimizer"].get<double>(), 0.0);
+}
+
+// Experts on a device: one kernel, which calls no other product there.
+TEST(StepProfile, GroupedProductsAreAmongProducts) {
+  const at::Tensor rows = at::ones({64, 16}), matrices = at::ones({4, 16, 32});
+  const at::Tensor ends = at::arange(16, 65, 16, at::kInt);
+  StepProfile profile;
+  profile.begin_step();
+  at::_grouped_mm(rows, matrices, ends);
+  profile.end_step();
+  const json found = json::parse(profile.to_json());
+  const double grouped = found.value("ms aten::_grouped_mm", 0.0);
+  EXPECT_GT(grouped, 0.0) << found;
+  EXPECT_GE(found["products"].get<double>() * found["step_ms"].get<double>() * (1 + 1e-9),
+            grouped + found.value("ms aten::mm", 0.0))
+      << found;
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // A complete small training config for the configuration tests.
 #pragma once
 
-#include "unit/io/temporary_folder.h"
+#include "support/temporary_folder.h"
 
 namespace tessera::train {
 

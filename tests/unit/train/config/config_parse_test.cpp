@@ -1,6 +1,7 @@
-#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 #include <rapidcheck/gtest.h>
 
+#include "support/test.h"
 #include "train/config/config.h"
 #include "train/config/config_keys.h"
 #include "unit/train/config/config_fixture.h"
@@ -8,12 +9,8 @@
 namespace tessera::train::config_parse_test {
 namespace {
 
-using ::testing::AllOf;
-using ::testing::HasSubstr;
-using ::testing::StartsWith;
-
 std::string parse_refusal(const std::string& text) {
-  return testing::error_of(ErrorKind::kConfig, [&] { parse_config(text, "run.toml"); });
+  return error_of(ErrorKind::kConfig, [&] { parse_config(text, "run.toml"); });
 }
 
 TEST(ConfigParse, EmptyTextGivesTheDefaults) { EXPECT_EQ(parse_config("", "x"), Config{}); }
@@ -121,9 +118,8 @@ TEST(ConfigParse, FrozenOfARuleIsAFlagOrTheWayItIsKept) {
   EXPECT_EQ(frozen("false"), FrozenRule::kNo);
   EXPECT_EQ(frozen("\"shard\""), FrozenRule::kShard);
   EXPECT_EQ(frozen("\"Replicate\""), FrozenRule::kReplicate);
-  EXPECT_THAT(testing::error_of(ErrorKind::kConfig, [&] { frozen("\"whole\""); }),
-              AllOf(HasSubstr("precision.rule[1].frozen: found \"whole\""),
-                    HasSubstr("expected true, false, \"shard\" or \"replicate\"")));
+  EXPECT_REFUSED(kConfig, frozen("\"whole\""), "precision.rule[1].frozen: found \"whole\"",
+                 "expected true, false, \"shard\" or \"replicate\"");
 }
 
 TEST(ConfigParse, PrecisionPolicyCarriesWhatTheContractDependsOn) {
@@ -151,8 +147,8 @@ TEST(ConfigParse, AKeyThatIsGoneIsPassedOverWhereNobodyHadSetItAndElseRefusedByN
     EXPECT_THAT(parse_refusal(concat("[compile]\nform = 2\noffload_folder = ", set)),
                 AllOf(StartsWith("run.toml:3:1: unknown key 'compile.offload_folder'; it is no key "
                                  "here: what a rank trains is in the memory that trains it; "),
-                      HasSubstr("parallelism.data_parallel_shard_degree shares it among more "),
-                      HasSubstr("lora.rank"), HasSubstr("optimizer.name SGD keeps less")));
+                      Says("parallelism.data_parallel_shard_degree shares it among more "),
+                      Says("lora.rank"), Says("optimizer.name SGD keeps less")));
   }
   EXPECT_NE(parse_refusal("[compile]\noffload = \"\""), "");
 }
@@ -176,7 +172,7 @@ class ConfigRefusals : public ::testing::TestWithParam<BadText> {};
 TEST_P(ConfigRefusals, NamePlaceKeyAndWhatWasFound) {
   const std::string message = parse_refusal(GetParam().text);
   EXPECT_THAT(message, StartsWith("run.toml:" + GetParam().place));
-  EXPECT_THAT(message, HasSubstr(GetParam().message));
+  EXPECT_THAT(message, Says(GetParam().message));
   EXPECT_EQ(message.find('\n'), std::string::npos) << "one line";
 }
 
@@ -242,12 +238,12 @@ INSTANTIATE_TEST_SUITE_P(
 TEST(ConfigParse, RefusesDeepNestingBeforeItIsParsed) {
   std::string dotted = "a";
   for (int i = 0; i < 100'000; ++i) dotted += ".a";
-  EXPECT_THAT(parse_refusal(dotted + " = 1"), HasSubstr("nested"));
-  EXPECT_THAT(parse_refusal("x = 1\n[" + dotted + "]"), HasSubstr("line 2"));
-  EXPECT_THAT(parse_refusal("a = " + std::string(100'000, '[')), HasSubstr("nested"));
+  EXPECT_THAT(parse_refusal(dotted + " = 1"), Says("nested"));
+  EXPECT_THAT(parse_refusal("x = 1\n[" + dotted + "]"), Says("line 2"));
+  EXPECT_THAT(parse_refusal("a = " + std::string(100'000, '[')), Says("nested"));
   std::string tables = "a = ";
   for (int i = 0; i < 100'000; ++i) tables += "{a = ";
-  EXPECT_THAT(parse_refusal(tables), HasSubstr("nested"));
+  EXPECT_THAT(parse_refusal(tables), Says("nested"));
 }
 
 TEST(ConfigParse, DotsAndBracketsInStringsAndCommentsAreNoNesting) {
@@ -261,13 +257,12 @@ TEST(ConfigParse, DotsAndBracketsInStringsAndCommentsAreNoNesting) {
 }
 
 TEST(ConfigParse, RefusesAHugeText) {
-  EXPECT_THAT(parse_refusal("# " + std::string(5 << 20, 'x')), HasSubstr("expected at most"));
+  EXPECT_THAT(parse_refusal("# " + std::string(5 << 20, 'x')), Says("expected at most"));
 }
 
 TEST(ConfigLoad, SaysWhichFileCannotBeRead) {
-  EXPECT_THAT(testing::error_of(ErrorKind::kIo, [] { load_config("/nonexistent/run.toml"); }),
-              HasSubstr("/nonexistent/run.toml"));
-  EXPECT_THAT(testing::error_of(ErrorKind::kIo, [] { load_config("/"); }), HasSubstr("/"));
+  EXPECT_REFUSED(kIo, load_config("/nonexistent/run.toml"), "/nonexistent/run.toml");
+  EXPECT_REFUSED(kIo, load_config("/"), "/");
 }
 
 TEST(ConfigOverride, ReadsTomlAndBareWords) {
@@ -297,25 +292,24 @@ TEST(ConfigOverride, ReadsTomlAndBareWords) {
 TEST(ConfigOverride, RefusalsNameTheKey) {
   Config config;
   const auto override_refusal = [&](ErrorKind kind, const char* key, const char* value) {
-    return testing::error_of(kind, [&] { apply_override(config, key, value); });
+    return error_of(kind, [&] { apply_override(config, key, value); });
   };
   EXPECT_THAT(override_refusal(ErrorKind::kUsage, "training.stpes", "3"),
-              HasSubstr("unknown key '--training.stpes'; the nearest is --training.steps"));
+              Says("unknown key '--training.stpes'; the nearest is --training.steps"));
   EXPECT_THAT(override_refusal(ErrorKind::kConfig, "training.steps", "ten"),
-              HasSubstr("--training.steps: found \"ten\" (string), expected an integer"));
+              Says("--training.steps: found \"ten\" (string), expected an integer"));
   EXPECT_THAT(override_refusal(ErrorKind::kConfig, "training.steps", "1.5"),
-              HasSubstr("found 1.5 (number)"));
+              Says("found 1.5 (number)"));
   EXPECT_THAT(override_refusal(ErrorKind::kConfig, "optimizer.lr", "inf"),
-              HasSubstr("--optimizer.lr: found inf (number), expected a finite number, at least"));
+              Says("--optimizer.lr: found inf (number), expected a finite number, at least"));
   EXPECT_THAT(override_refusal(ErrorKind::kConfig, "debug.seed", "99999999999999999999"),
-              HasSubstr("(string), expected an integer from -9223372036854775808 to 9223372036854"
-                        "775807"));
-  EXPECT_THAT(override_refusal(ErrorKind::kConfig, "training.steps", "1\nx = 2"),
-              HasSubstr("(string)"));
+              Says("(string), expected an integer from -9223372036854775808 to 9223372036854"
+                   "775807"));
+  EXPECT_THAT(override_refusal(ErrorKind::kConfig, "training.steps", "1\nx = 2"), Says("(string)"));
   EXPECT_THAT(override_refusal(ErrorKind::kConfig, "optimizer.betas", "[0.9, 0.95"),
-              HasSubstr("not TOML"));
-  EXPECT_THAT(override_refusal(ErrorKind::kUsage, "data.path", "\xff\xfe"), HasSubstr("UTF-8"));
-  EXPECT_THAT(override_refusal(ErrorKind::kConfig, "training.steps", ""), HasSubstr("\"\""));
+              Says("not TOML"));
+  EXPECT_THAT(override_refusal(ErrorKind::kUsage, "data.path", "\xff\xfe"), Says("UTF-8"));
+  EXPECT_THAT(override_refusal(ErrorKind::kConfig, "training.steps", ""), Says("\"\""));
 }
 
 TEST(ConfigDump, DefaultsReadBackEqual) {

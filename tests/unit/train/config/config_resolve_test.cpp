@@ -1,17 +1,12 @@
 #include "train/config/config_resolve.h"
 
-#include <gmock/gmock.h>
-
 #include <filesystem>
-#include <map>
 
+#include "support/test.h"
 #include "unit/train/config/config_fixture.h"
 
 namespace tessera::train::config_resolve_test {
 namespace {
-
-using ::testing::HasSubstr;
-using ::testing::StartsWith;
 
 Config small_config(const std::string& more = "") {
   Config config = parse_config(kSmallConfig, "small.toml");
@@ -39,13 +34,9 @@ TEST(ConfigValidate, RefusesWhatCannotBePlanned) {
        "compile.form: found 1 with training.sync_every_micro_batch"},
   };
   for (const auto& [keys, says] : cases) {
-    try {
-      validate(small_config(keys), Verb::kTrain);
-      ADD_FAILURE() << keys;
-    } catch (const Error& error) {
-      EXPECT_EQ(error.kind(), ErrorKind::kConfig);
-      EXPECT_THAT(error.what(), StartsWith(says));
-    }
+    EXPECT_THAT(
+        error_of(ErrorKind::kConfig, [&, &k = keys] { validate(small_config(k), Verb::kTrain); }),
+        StartsWith(says));
   }
   EXPECT_NO_THROW(validate(small_config("compile.mode=plan\ncompile.form=2"), Verb::kTrain));
   Config budget =
@@ -81,9 +72,8 @@ TEST(ConfigValidate, RelativeFoldersOfARunStayInside) {
   for (const std::string key : {"checkpoint.folder", "metrics.folder"}) {
     for (const std::string folder : {"..", "../elsewhere", "a/../../elsewhere"}) {
       const Config config = small_config(key + "=" + folder);
-      EXPECT_THAT(
-          testing::error_of(ErrorKind::kConfig, [&] { validate(config, Verb::kTrain); }),
-          ::testing::AllOf(StartsWith(key), HasSubstr("'" + folder + "', which leads out")));
+      EXPECT_THAT(error_of(ErrorKind::kConfig, [&] { validate(config, Verb::kTrain); }),
+                  AllOf(StartsWith(key), Says("'" + folder + "', which leads out")));
     }
     for (const std::string folder : {"a/../b", "..a", ".", "/tmp/../elsewhere"}) {
       EXPECT_NO_THROW(validate(small_config(key + "=" + folder), Verb::kTrain)) << folder;
@@ -119,10 +109,10 @@ struct BadConfig {
 class ConfigRelations : public ::testing::TestWithParam<BadConfig> {};
 
 TEST_P(ConfigRelations, AreRefusedWithTheirKey) {
-  const std::string message = testing::error_of(
-      ErrorKind::kConfig, [] { validate(small_config(GetParam().change), Verb::kTrain); });
+  const std::string message =
+      error_of(ErrorKind::kConfig, [] { validate(small_config(GetParam().change), Verb::kTrain); });
   EXPECT_THAT(message, StartsWith(GetParam().begins));
-  EXPECT_THAT(message, HasSubstr(GetParam().says));
+  EXPECT_THAT(message, Says(GetParam().says));
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -175,15 +165,15 @@ INSTANTIATE_TEST_SUITE_P(
 TEST(ConfigValidate, MissingRequiredKeysAreNamed) {
   Config config = small_config();
   config.training.steps.reset();
-  EXPECT_THAT(testing::error_of(ErrorKind::kConfig, [&] { validate(config, Verb::kTrain); }),
+  EXPECT_THAT(error_of(ErrorKind::kConfig, [&] { validate(config, Verb::kTrain); }),
               StartsWith("training.steps"));
   config = small_config();
   config.training.seq_len.reset();
-  EXPECT_THAT(testing::error_of(ErrorKind::kConfig, [&] { validate(config, Verb::kTrain); }),
+  EXPECT_THAT(error_of(ErrorKind::kConfig, [&] { validate(config, Verb::kTrain); }),
               StartsWith("training.seq_len"));
   config = small_config();
   config.optimizer.lr.reset();
-  EXPECT_THAT(testing::error_of(ErrorKind::kConfig, [&] { validate(config, Verb::kTrain); }),
+  EXPECT_THAT(error_of(ErrorKind::kConfig, [&] { validate(config, Verb::kTrain); }),
               StartsWith("optimizer.lr"));
 }
 
@@ -201,15 +191,13 @@ TEST(ResolveParallelism, ShardDegreeFillsTheWorld) {
 TEST(ResolveParallelism, ImpossibleDegreesNameTheKey) {
   ParallelismConfig p;
   p.data_parallel_shard_degree = 2;
-  EXPECT_THAT(testing::error_of(ErrorKind::kConfig, [&] { resolve_parallelism(p, 3); }),
-              HasSubstr("data_parallel_shard_degree: found 2, expected -1 or 3"));
+  EXPECT_REFUSED(kConfig, resolve_parallelism(p, 3),
+                 "data_parallel_shard_degree: found 2, expected -1 or 3");
   p = {};
   p.data_parallel_replicate_degree = 2;
-  EXPECT_THAT(testing::error_of(ErrorKind::kConfig, [&] { resolve_parallelism(p, 3); }),
-              HasSubstr("does not divide 3"));
+  EXPECT_REFUSED(kConfig, resolve_parallelism(p, 3), "does not divide 3");
   p.data_parallel_replicate_degree = 8;
-  EXPECT_THAT(testing::error_of(ErrorKind::kConfig, [&] { resolve_parallelism(p, 4); }),
-              HasSubstr("data_parallel_replicate_degree 8"));
+  EXPECT_REFUSED(kConfig, resolve_parallelism(p, 4), "data_parallel_replicate_degree 8");
   p.data_parallel_replicate_degree = 2147483647;
   p.tensor_parallel_degree = 2147483647;
   p.pipeline_parallel_degree = 2147483647;
@@ -236,8 +224,7 @@ TEST(ResolveBatch, GlobalBatchIsAMultipleOfWhatRanksTakeAtOnce) {
   training.global_batch_size = 12;
   EXPECT_EQ(resolve_batch(training, 3), (BatchSizes{2, 12, 2}));
   training.global_batch_size = 10;
-  EXPECT_THAT(testing::error_of(ErrorKind::kConfig, [&] { resolve_batch(training, 3); }),
-              HasSubstr("expected a multiple of 6"));
+  EXPECT_REFUSED(kConfig, resolve_batch(training, 3), "expected a multiple of 6");
 }
 
 TEST(ResolveMicroBatches, TheKeyMustSayWhatTheBatchSizesSayInTraining) {
@@ -251,10 +238,9 @@ TEST(ResolveMicroBatches, TheKeyMustSayWhatTheBatchSizesSayInTraining) {
   EXPECT_EQ(found(4, 24, 3, Verb::kTrain), 4);
   EXPECT_EQ(found(-1, 25, 3, Verb::kTrain), 5) << "the rank with 9 rows";
   EXPECT_EQ(found(4, 24, 3, Verb::kContract), 4);
-  EXPECT_THAT(
-      testing::error_of(ErrorKind::kConfig, [&] { found(8, 24, 3, Verb::kTrain); }),
-      AllOf(StartsWith("pipeline.micro_batches: found 8, expected -1 or 4"),
-            HasSubstr("24 rows of a step on 3 data rank(s)"), HasSubstr("local_batch_size 2")));
+  EXPECT_THAT(error_of(ErrorKind::kConfig, [&] { found(8, 24, 3, Verb::kTrain); }),
+              AllOf(StartsWith("pipeline.micro_batches: found 8, expected -1 or 4"),
+                    Says("24 rows of a step on 3 data rank(s)"), Says("local_batch_size 2")));
 }
 
 TEST(ResolveMicroBatches, InGradientsTheKeyCutsAndTheDefaultIsPiecesOfLocalBatchSize) {
@@ -272,9 +258,8 @@ TEST(ResolveMicroBatches, MoreThanASchedulesMostAreRefusedWithoutAPipelineToo) {
   config.pipeline.micro_batches = 65536;
   EXPECT_EQ(resolve_micro_batches(config, Verb::kGradients, 12, 2), 65536);
   config.pipeline.micro_batches = 1'000'000'000;
-  EXPECT_THAT(testing::error_of(ErrorKind::kConfig,
-                                [&] { resolve_micro_batches(config, Verb::kGradients, 12, 2); }),
-              HasSubstr("pipeline.micro_batches: found 1000000000, expected at most 65536"));
+  EXPECT_REFUSED(kConfig, resolve_micro_batches(config, Verb::kGradients, 12, 2),
+                 "pipeline.micro_batches: found 1000000000, expected at most 65536");
 }
 
 TEST(DataKind, GoesByTheEnding) {
@@ -306,6 +291,79 @@ TEST(ResolvedForRun, HoldsFoldersAbsolute) {
   EXPECT_EQ(resolved.metrics.folder, "/elsewhere");
   EXPECT_EQ(resolved.optimizer.weight_decay, 0.1);
   EXPECT_EQ(resolved_for_run(resolved, "/runs/one"), resolved);
+}
+
+TEST(LearningRate, WarmsUpInEqualSteps) {
+  const LrSchedulerConfig schedule{.warmup_steps = 4};
+  EXPECT_DOUBLE_EQ(learning_rate(schedule, 0.8, 10, 1), 0.2);
+  EXPECT_DOUBLE_EQ(learning_rate(schedule, 0.8, 10, 3), 0.6);
+  EXPECT_DOUBLE_EQ(learning_rate(schedule, 0.8, 10, 4), 0.8);
+  EXPECT_DOUBLE_EQ(learning_rate(schedule, 0.8, 10, 5), 0.8);
+}
+
+TEST(LearningRate, ConstantWithoutAnything) {
+  for (int step = 1; step <= 5; ++step) EXPECT_EQ(learning_rate({}, 0.3, 5, step), 0.3);
+}
+
+// At the factor one step behind the last, so that the last one learns: step s of n after a warm-up of
+// w has gone (s - w) / (n + 1 - w) of the way.
+TEST(LearningRate, LinearWouldBeAtTheFactorOneStepAfterTheLast) {
+  const LrSchedulerConfig schedule{
+      .warmup_steps = 2, .decay = LrDecay::kLinear, .min_lr_factor = 0.1};
+  EXPECT_DOUBLE_EQ(learning_rate(schedule, 1.0, 10, 2), 1.0);
+  EXPECT_DOUBLE_EQ(learning_rate(schedule, 1.0, 10, 5), 0.1 + 0.9 * 6 / 9);
+  EXPECT_DOUBLE_EQ(learning_rate(schedule, 1.0, 10, 10), 0.1 + 0.9 / 9);
+  EXPECT_DOUBLE_EQ(learning_rate(schedule, 1.0, 10, 11), 0.1);
+}
+
+TEST(LearningRate, CosineIsHalfwayInTheMiddleAndWouldEndOneStepAfterTheLast) {
+  const LrSchedulerConfig schedule{.decay = LrDecay::kCosine, .min_lr_factor = 0.2};
+  EXPECT_DOUBLE_EQ(learning_rate(schedule, 1.0, 7, 4), 0.6);
+  EXPECT_GT(learning_rate(schedule, 1.0, 7, 7), 0.2);
+  EXPECT_DOUBLE_EQ(learning_rate(schedule, 1.0, 7, 8), 0.2);
+  EXPECT_GT(learning_rate(schedule, 1.0, 7, 1), 0.96);  // flat at the start, unlike a line (0.9)
+}
+
+TEST(LearningRate, TheLastStepLearnsWithoutAFloor) {
+  for (const auto decay : {LrDecay::kLinear, LrDecay::kCosine, LrDecay::kWsd}) {
+    for (const std::int64_t steps : {1, 2, 100}) {
+      const LrSchedulerConfig schedule{.decay = decay, .decay_steps = 1};
+      EXPECT_GT(learning_rate(schedule, 1.0, steps, steps), 0.0);
+      EXPECT_NEAR(learning_rate(schedule, 1.0, steps, steps + 1), 0.0, 1e-15);
+    }
+  }
+}
+
+TEST(LearningRate, WsdIsWholeUpToItsLastStepsAndThenALine) {
+  const LrSchedulerConfig schedule{
+      .warmup_steps = 3, .decay = LrDecay::kWsd, .decay_steps = 4, .min_lr_factor = 0.5};
+  EXPECT_DOUBLE_EQ(learning_rate(schedule, 0.9, 20, 1), 0.3);
+  for (int step = 3; step <= 16; ++step) {
+    EXPECT_EQ(learning_rate(schedule, 0.9, 20, step), 0.9) << step;
+  }
+  for (int step = 17; step <= 21; ++step) {
+    EXPECT_DOUBLE_EQ(learning_rate(schedule, 0.9, 20, step), 0.9 * (1 - 0.5 * (step - 16) / 5.0));
+  }
+}
+
+// With all that a warm-up leaves it is the line, and more than that there is not.
+TEST(LearningRate, WsdOverAllStepsIsLinear) {
+  const LrSchedulerConfig linear{
+      .warmup_steps = 2, .decay = LrDecay::kLinear, .min_lr_factor = 0.1};
+  for (const std::int64_t decay_steps : {8, 9, 100}) {
+    auto schedule = linear;
+    schedule.decay = LrDecay::kWsd;
+    schedule.decay_steps = decay_steps;
+    EXPECT_EQ(last_whole_step(schedule, 10), 2);
+    for (int step = 1; step <= 10; ++step) {
+      EXPECT_EQ(learning_rate(schedule, 1.0, 10, step), learning_rate(linear, 1.0, 10, step));
+    }
+  }
+}
+
+TEST(LearningRate, WarmUpLongerThanTheRunNeverDecays) {
+  const LrSchedulerConfig schedule{.warmup_steps = 10, .decay = LrDecay::kCosine};
+  EXPECT_DOUBLE_EQ(learning_rate(schedule, 1.0, 5, 5), 0.5);
 }
 
 }  // namespace

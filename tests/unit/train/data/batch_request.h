@@ -19,11 +19,12 @@ inline Ids values(const at::Tensor& tensor) {
   return {data, data + flat.numel()};
 }
 
-/// The file's rows for a model of 300 ids that reads bytes.
-inline BatchRequest request_for(const std::filesystem::path& path) {
+/// The file's rows, of this length where one is given, for a model of 300 ids that reads bytes.
+inline BatchRequest request_for(const std::filesystem::path& path, std::int64_t seq_len = 0) {
   BatchRequest request;
   request.path = {path.string()};
   request.vocabulary = {.size = 300, .reads_bytes = true};
+  if (seq_len > 0) request.training.seq_len = seq_len;
   return request;
 }
 

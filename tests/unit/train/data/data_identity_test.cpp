@@ -1,20 +1,11 @@
 // Which data is the same data.
 #include "train/data/data_identity.h"
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
-#include <fstream>
-
-#include "unit/io/temporary_folder.h"
+#include "support/temporary_folder.h"
+#include "train/data/data_files.h"
 
 namespace tessera::train::data_identity_test {
 namespace {
-
-using ::testing::AllOf;
-using testing::error_of;
-using ::testing::HasSubstr;
-using testing::TemporaryFolder;
 
 Hash128 hash_of(const std::vector<std::string>& path) {
   return data_identity({.path = path, .source = {}}, 8, 4).xxh3_128;
@@ -146,17 +137,65 @@ TEST(DataIdentity, OtherRowsAreRefusedWithTheirKey) {
   const auto refused = [&](const CheckpointData& found) {
     return error_of(ErrorKind::kConfig, [&] { require_same_data(found, saved, "step-3"); });
   };
-  EXPECT_THAT(refused({{"a.txt"}, 10, {1, 2}, 9, 4}), HasSubstr("seq_len: found 9, expected 8"));
+  EXPECT_THAT(refused({{"a.txt"}, 10, {1, 2}, 9, 4}), Says("seq_len: found 9, expected 8"));
   EXPECT_THAT(refused({{"a.txt"}, 10, {1, 2}, 8, 6}),
-              HasSubstr("global_batch_size: found 6, expected 4"));
-  EXPECT_THAT(
-      refused({{"a.txt"}, 11, {1, 2}, 8, 4}),
-      HasSubstr("data.path: found 11 bytes in 'a.txt', expected 10 of the checkpoint step-3"));
+              Says("global_batch_size: found 6, expected 4"));
+  EXPECT_THAT(refused({{"a.txt"}, 11, {1, 2}, 8, 4}),
+              Says("data.path: found 11 bytes in 'a.txt', expected 10 of the checkpoint step-3"));
   EXPECT_THAT(refused({{"b.txt"}, 11, {1, 2}, 8, 4}),
-              HasSubstr("found 11 bytes in 'b.txt', expected 10 (then 'a.txt') of the checkpoint"));
+              Says("found 11 bytes in 'b.txt', expected 10 (then 'a.txt') of the checkpoint"));
   EXPECT_THAT(refused({{"a.txt"}, 10, {1, 3}, 8, 4}),
-              AllOf(HasSubstr("data.path: found other content in the 10 bytes of 'a.txt'"),
-                    HasSubstr("step-3")));
+              Says("data.path: found other content in the 10 bytes of 'a.txt'", "step-3"));
+}
+
+// What paths and patterns mean.
+TEST(DataFiles, APatternIsItsMatchesInTheOrderOfTheirNames) {
+  const TemporaryFolder folder;
+  for (const std::string name : {"s_2.bin", "s_10.bin", "s_1.bin", "s_1.mask.bin", "s_1.labels.bin",
+                                 "s_1.docs.bin", "s_1.json", "t.json", "Z.bin"}) {
+    folder.write(name, "x");
+  }
+  const auto in = [&](const std::string& name) { return (folder / name).string(); };
+  EXPECT_THAT(files_of({in("s_*.bin")}, "data.path"),
+              ElementsAre(in("s_1.bin"), in("s_10.bin"), in("s_2.bin")));
+  EXPECT_THAT(files_of({in("s_?.bin"), in("t.json")}, "data.path"),
+              ElementsAre(in("s_1.bin"), in("s_2.bin"), in("t.json")));
+  EXPECT_THAT(files_of({in("*")}, "data.path"),
+              ElementsAre(in("Z.bin"), in("s_1.bin"), in("s_10.bin"), in("s_2.bin"), in("t.json")))
+      << "what describes a NAME.bin is no data";
+  EXPECT_THAT(files_of({in("s_[12].bin")}, "data.path"), ElementsAre(in("s_1.bin"), in("s_2.bin")));
+}
+
+TEST(DataFiles, ANameThatIsThereIsNoPattern) {
+  const TemporaryFolder folder;
+  const auto named = folder.write("a[1].txt", "x").string();
+  folder.write("a1.txt", "x");
+  EXPECT_THAT(files_of({named}, "data.path"), ElementsAre(named));
+}
+
+TEST(DataFiles, APatternWithoutAMatchIsRefused) {
+  const TemporaryFolder folder;
+  Config config;
+  config.data.source = {{{"absent.txt"}, 1.0}, {{(folder / "*.bin").string()}, 1.0}};
+  EXPECT_REFUSED(kIo, with_files(config), "data.source[2].path: found no file that matches",
+                 "*.bin");
+  config.data.source.pop_back();
+  config.validation.path = {(folder / "held?").string()};
+  EXPECT_REFUSED(kIo, with_files(config), "validation.path: found no file");
+}
+
+// Instead of files that nobody misses: of a folder without permission too, which root would read.
+TEST(DataFiles, AFolderThatCannotBeListedIsRefused) {
+  const TemporaryFolder folder;
+  std::filesystem::create_symlink("loop", folder / "loop");
+  const auto pattern = (folder / "loop/*.bin").string();
+  EXPECT_REFUSED(kIo, files_of({pattern}, "data.path"), "data.path: cannot list", "loop/*.bin",
+                 "symbolic links");
+  folder.write("file", "x");
+  for (const std::string name : {"nowhere/*", "file/*"}) {
+    const auto absent = (folder / name).string();
+    EXPECT_REFUSED(kIo, files_of({absent}, "data.path"), "found no file that matches");
+  }
 }
 
 }  // namespace

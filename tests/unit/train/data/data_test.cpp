@@ -1,19 +1,16 @@
 #include "train/data/data.h"
 
 #include <ATen/ops/cat.h>
-#include <gmock/gmock.h>
 
 #include "comm/thread_ranks.h"
-#include "unit/io/temporary_folder.h"
+#include "support/temporary_folder.h"
 #include "unit/train/data/batch_request.h"
 
 namespace tessera::train::data_test {
 namespace {
 
-using ::testing::HasSubstr;
-
 // 16-bit ids 0, 1, 2, ... with the description beside them.
-std::filesystem::path write_counting_tokens(const testing::TemporaryFolder& folder, int count) {
+std::filesystem::path write_counting_tokens(const TemporaryFolder& folder, int count) {
   std::string bytes;
   for (int i = 0; i < count; ++i) {
     bytes += static_cast<char>(i & 255);
@@ -25,9 +22,9 @@ std::filesystem::path write_counting_tokens(const testing::TemporaryFolder& fold
 }
 
 TEST(TokenBatches, TargetsAreTheNextTokensOfTheSameRow) {
-  const testing::TemporaryFolder folder;
-  BatchRequest request = request_for(write_counting_tokens(folder, 23));  // 4 rows of 5, 3 dropped
-  request.training.seq_len = 4;
+  const TemporaryFolder folder;
+  BatchRequest request =
+      request_for(write_counting_tokens(folder, 23), 4);  // 4 rows of 5, 3 dropped
   request.training.local_batch_size = 2;
   request.data_ranks = 2;
   const auto batches = open_batches(request);
@@ -42,9 +39,8 @@ TEST(TokenBatches, TargetsAreTheNextTokensOfTheSameRow) {
 }
 
 TEST(TokenBatches, PartsOfAStepMakeTheWhole) {
-  const testing::TemporaryFolder folder;
-  BatchRequest request = request_for(write_counting_tokens(folder, 200));
-  request.training.seq_len = 9;
+  const TemporaryFolder folder;
+  BatchRequest request = request_for(write_counting_tokens(folder, 200), 9);
   request.training.global_batch_size = 6;
   const auto batches = open_batches(request);
   const MicroBatch whole = batches->load(3, {0, 6});
@@ -54,9 +50,8 @@ TEST(TokenBatches, PartsOfAStepMakeTheWhole) {
 }
 
 TEST(TokenBatches, AnEmptyRangeGivesNoRowsOfTheRightWidth) {
-  const testing::TemporaryFolder folder;
-  BatchRequest request = request_for(write_counting_tokens(folder, 50));
-  request.training.seq_len = 9;
+  const TemporaryFolder folder;
+  BatchRequest request = request_for(write_counting_tokens(folder, 50), 9);
   const MicroBatch batch = open_batches(request)->load(1, {1, 1});
   EXPECT_EQ(batch.input_ids.sizes(), (at::IntArrayRef{0, 9}));
   EXPECT_EQ(batch.targets.sizes(), (at::IntArrayRef{0, 9}));
@@ -64,11 +59,10 @@ TEST(TokenBatches, AnEmptyRangeGivesNoRowsOfTheRightWidth) {
 }
 
 TEST(TokenBatches, MaskedTokensAreNoTargets) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   const auto path = write_counting_tokens(folder, 5);
   folder.write("t.mask.bin", std::string{1, 0, 1, 0, 1});
-  BatchRequest request = request_for(path);
-  request.training.seq_len = 4;
+  BatchRequest request = request_for(path, 4);
   request.steps = 1;
   const auto batches = open_batches(request);
   EXPECT_EQ(values(batches->load(1, {0, 1}).targets), (Ids{-100, 2, -100, 4}));
@@ -76,8 +70,7 @@ TEST(TokenBatches, MaskedTokensAreNoTargets) {
   folder.write("t.mask.bin", std::string(5, '\0'));
   std::filesystem::remove(folder / "t.labels.bin");
   const auto none = open_batches(request);
-  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { none->check_labels(1); }),
-              HasSubstr("no kept label"));
+  EXPECT_REFUSED(kFormat, none->check_labels(1), "no kept label");
 }
 
 std::string ends_of(std::initializer_list<std::uint64_t> ends) {
@@ -105,7 +98,7 @@ std::vector<PackedRow> rows_of_pass(BatchRequest request, std::int64_t rows) {
 }
 
 TEST(TokenBatches, RowsOfDocumentsHoldThemWholeAndApart) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   BatchRequest request = request_for(write_counting_tokens(folder, 12));
   folder.write("t.docs.bin", ends_of({3, 5, 12}));
   request.training.seq_len = 4;
@@ -124,18 +117,17 @@ TEST(TokenBatches, RowsOfDocumentsHoldThemWholeAndApart) {
               is_last ? (Ids{0, 0, 1, 1}) : Ids(4, 0));
   }
   EXPECT_THAT(open_batches(request)->in_words().at(0),
-              HasSubstr("3 documents in 3 rows of 5 tokens, 1 longer than a row and cut, 20% of"));
+              Says("3 documents in 3 rows of 5 tokens, 1 longer than a row and cut, 20% of"));
 }
 
 TEST(TokenBatches, DocumentsArePackedByDefaultWhereAMaskAndBordersAre) {
-  const testing::TemporaryFolder folder;
-  BatchRequest request = request_for(write_counting_tokens(folder, 10));
-  request.training.seq_len = 4;
+  const TemporaryFolder folder;
+  BatchRequest request = request_for(write_counting_tokens(folder, 10), 4);
   const auto packs = [&] { return open_batches(request)->load(1, {0, 1}).documents.are_packed(); };
   EXPECT_FALSE(packs());
   folder.write("t.mask.bin", std::string(10, '\1'));
   EXPECT_FALSE(packs());
-  EXPECT_THAT(open_batches(request)->in_words().at(0), HasSubstr("t.docs.bin' is not there"));
+  EXPECT_THAT(open_batches(request)->in_words().at(0), Says("t.docs.bin' is not there"));
   folder.write("t.docs.bin", ends_of({4, 10}));
   EXPECT_TRUE(packs());
   request.packing = Packing::kStream;
@@ -146,55 +138,48 @@ TEST(TokenBatches, DocumentsArePackedByDefaultWhereAMaskAndBordersAre) {
 }
 
 TEST(TokenBatches, WhatKeepsDocumentsFromBeingPackedIsNamed) {
-  const testing::TemporaryFolder folder;
-  BatchRequest request = request_for(write_counting_tokens(folder, 10));
-  request.training.seq_len = 4;
+  const TemporaryFolder folder;
+  BatchRequest request = request_for(write_counting_tokens(folder, 10), 4);
   request.path.push_back(folder.write("page.txt", "a page").string());
   folder.write("t.mask.bin", std::string(10, '\1'));
   folder.write("t.docs.bin", ends_of({4, 10}));
-  EXPECT_THAT(open_batches(request)->in_words().at(0), HasSubstr("page.txt' is text"));
+  EXPECT_THAT(open_batches(request)->in_words().at(0), Says("page.txt' is text"));
   std::filesystem::remove(folder / "t.docs.bin");
   request.packing = Packing::kDocuments;
-  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { open_batches(request); }),
-              HasSubstr("data.packing = documents: found no"));
+  EXPECT_REFUSED(kFormat, open_batches(request), "data.packing = documents: found no");
   request.packing_is_a_must = false;  // of a validation
   const auto rows = open_batches(request);
   EXPECT_FALSE(rows->load(1, {0, 1}).documents.are_packed());
-  EXPECT_THAT(rows->in_words().at(0), HasSubstr("out of one stream in"));
-  EXPECT_THAT(rows->in_words().at(0), HasSubstr("t.docs.bin' is not there"));
+  EXPECT_THAT(rows->in_words().at(0), Says("out of one stream in"));
+  EXPECT_THAT(rows->in_words().at(0), Says("t.docs.bin' is not there"));
   folder.write("t.docs.bin", ends_of({4, 10}));
   EXPECT_TRUE(open_batches(request)->load(1, {0, 1}).documents.are_packed());
 }
 
 TEST(TokenBatches, DocumentsOfOneTokenHaveNoTarget) {
-  const testing::TemporaryFolder folder;
-  BatchRequest request = request_for(write_counting_tokens(folder, 3));
-  request.training.seq_len = 4;
+  const TemporaryFolder folder;
+  BatchRequest request = request_for(write_counting_tokens(folder, 3), 4);
   request.packing = Packing::kDocuments;
   folder.write("t.docs.bin", ends_of({1, 2, 3}));
   const auto rows = open_batches(request);
-  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { rows->check_labels(1); }),
-              HasSubstr("expected a document of two tokens at least"));
+  EXPECT_REFUSED(kFormat, rows->check_labels(1), "expected a document of two tokens at least");
 }
 
 TEST(TokenBatches, PackedOrCompressedFilesAreNoText) {
-  const testing::TemporaryFolder folder;
-  BatchRequest request = request_for(folder.write("a.parquet", "PAR1 and more bytes than a row"));
-  request.training.seq_len = 4;
-  const auto refusal = [&] {
-    return testing::error_of(ErrorKind::kFormat, [&] { open_batches(request); });
-  };
-  EXPECT_THAT(refusal(), HasSubstr("a.parquet': found a parquet file"));
-  EXPECT_THAT(refusal(), HasSubstr("tools/tokenize.py"));
+  const TemporaryFolder folder;
+  BatchRequest request =
+      request_for(folder.write("a.parquet", "PAR1 and more bytes than a row"), 4);
+  const auto refusal = [&] { return error_of(ErrorKind::kFormat, [&] { open_batches(request); }); };
+  EXPECT_THAT(refusal(), Says("a.parquet': found a parquet file", "tools/tokenize.py"));
   request.path = {folder.write("a.gz", "\x1f\x8b and more bytes than a row").string()};
-  EXPECT_THAT(refusal(), HasSubstr("found a gzip file"));
+  EXPECT_THAT(refusal(), Says("found a gzip file"));
   request.path = {folder.write("a.txt", "PAR, which is text").string()};
   EXPECT_NO_THROW(open_batches(request));
 }
 
 // Each rank has its own copy of the files. Naive: rows of another order on one of them.
 TEST(SameAtAll, ARankThatHasOtherFilesIsNamedByAllRanks) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   struct Case {
     std::string name;
     std::string content;  ///< on rank 1; "" has none
@@ -225,19 +210,17 @@ TEST(SameAtAll, ARankThatHasOtherFilesIsNamedByAllRanks) {
       if (one.name == "u.txt") request.path.push_back((mine / "u.txt").string());
       request.training.seq_len = 4;
       const auto rows = open_batches(request);
-      errors[static_cast<std::size_t>(world.rank())] = testing::error_of(
-          ErrorKind::kFormat, [&] { require_same_at_all(*rows, "data.path", world); });
+      errors[static_cast<std::size_t>(world.rank())] =
+          error_of(ErrorKind::kFormat, [&] { require_same_at_all(*rows, "data.path", world); });
     });
     EXPECT_EQ(errors[0], errors[1]);
-    EXPECT_THAT(errors[0], HasSubstr("data.path: found ")) << one.name;
-    EXPECT_THAT(errors[0], HasSubstr(one.found));
-    EXPECT_THAT(errors[0], HasSubstr("on rank 1, expected "));
-    EXPECT_THAT(errors[0], HasSubstr(one.expected));
+    EXPECT_THAT(errors[0], Says("data.path: found ")) << one.name;
+    EXPECT_THAT(errors[0], Says(one.found, "on rank 1, expected ", one.expected));
   }
 }
 
 TEST(SameAtAll, TheSameFilesElsewherePass) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   folder.write("0/a.txt", "a page");
   folder.write("1/a.txt", "a page");
   comm::ThreadRanks ranks(2, ThreadBackend::kInProcess);
@@ -249,11 +232,10 @@ TEST(SameAtAll, TheSameFilesElsewherePass) {
 }
 
 TEST(TokenBatches, EachTextIsADocument) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   folder.write("a.txt", "ab");
   folder.write("b.txt", "c");
-  BatchRequest request = request_for(folder.path());
-  request.training.seq_len = 5;
+  BatchRequest request = request_for(folder.path(), 5);
   request.packing = Packing::kDocuments;
   EXPECT_EQ(rows_of_pass(request, 1),
             (std::vector<PackedRow>{
@@ -261,30 +243,27 @@ TEST(TokenBatches, EachTextIsADocument) {
 }
 
 TEST(TokenBatches, DocumentsWithoutBordersAreRefused) {
-  const testing::TemporaryFolder folder;
-  BatchRequest request = request_for(write_counting_tokens(folder, 10));
-  request.training.seq_len = 4;
+  const TemporaryFolder folder;
+  BatchRequest request = request_for(write_counting_tokens(folder, 10), 4);
   request.packing = Packing::kDocuments;
-  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { open_batches(request); }),
-              HasSubstr("t.docs.bin' beside "));
+  EXPECT_REFUSED(kFormat, open_batches(request), "t.docs.bin' beside ");
   folder.write("t.docs.bin", ends_of({4, 9}));
-  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { open_batches(request); }),
-              HasSubstr("expected 10, the tokens beside it"));
+  EXPECT_REFUSED(kFormat, open_batches(request), "expected 10, the tokens beside it");
 }
 
 // Only the first token of a row is kept: no position predicts it.
 TEST(TokenBatches, AMaskThatKeepsNoTargetOfAnyRowIsRefused) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   BatchRequest request = request_for(write_counting_tokens(folder, 11));
   folder.write("t.mask.bin", std::string{1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1});
   request.training.seq_len = 4;
   const auto batches = open_batches(request);
-  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { batches->check_labels(100); }),
-              HasSubstr("no kept label in the rows of steps 1 to 100"));
+  EXPECT_REFUSED(kFormat, batches->check_labels(100),
+                 "no kept label in the rows of steps 1 to 100");
 }
 
 TEST(TokenBatches, ARunNeedsOneStepWithATarget) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   BatchRequest request = request_for(write_counting_tokens(folder, 10));
   folder.write("t.mask.bin", std::string{1, 1, 1, 1, 1, 0, 0, 0, 0, 0});
   request.training.seq_len = 4;
@@ -297,21 +276,20 @@ TEST(TokenBatches, ARunNeedsOneStepWithATarget) {
   if (first) {
     EXPECT_NO_THROW(batches->check_labels(1));
   } else {
-    testing::error_of(ErrorKind::kFormat, [&] { batches->check_labels(1); });
+    EXPECT_REFUSED(kFormat, batches->check_labels(1));
   }
 }
 
 TEST(TokenBatches, ReadsTextAsBytes) {
-  const testing::TemporaryFolder folder;
-  BatchRequest request = request_for(folder.write("a.txt", "abcd"));
-  request.training.seq_len = 4;
+  const TemporaryFolder folder;
+  BatchRequest request = request_for(folder.write("a.txt", "abcd"), 4);
   const MicroBatch batch = open_batches(request)->load(1, {0, 1});
   EXPECT_EQ(values(batch.input_ids), (Ids{'a', 'b', 'c', 'd'}));
   EXPECT_EQ(values(batch.targets), (Ids{'b', 'c', 'd', 256}));
 }
 
 TEST(TokenBatches, ReadsAListOfFilesAndFoldersInItsOrder) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   folder.write("books/b.txt", "b");
   folder.write("books/a.txt", "a");
   folder.write("books/notes.md", "x");
@@ -323,14 +301,13 @@ TEST(TokenBatches, ReadsAListOfFilesAndFoldersInItsOrder) {
 }
 
 TEST(TokenBatches, RowsOfTextComeInTheOrderOfTheSeedOverTheBordersOfDocuments) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   std::string text;
   for (int i = 0; i < 89; ++i) text += static_cast<char>(' ' + i);
   folder.write("books/a.txt", text.substr(0, 30));
   folder.write("books/b.txt", text.substr(30, 40));
   folder.write("books/c.txt", text.substr(70, 19));  // 92 tokens with the ends: 18 rows of 5
-  BatchRequest request = request_for(folder / "books");
-  request.training.seq_len = 4;
+  BatchRequest request = request_for(folder / "books", 4);
   request.training.global_batch_size = 18;
   const auto epoch = [&](std::uint64_t seed, std::int64_t step) {
     request.seed = seed;
@@ -366,37 +343,31 @@ TEST(TokenBatches, RowsOfTextComeInTheOrderOfTheSeedOverTheBordersOfDocuments) {
 }
 
 TEST(TokenBatches, RefusesTextForAModelWithATokenizer) {
-  const testing::TemporaryFolder folder;
-  BatchRequest request = request_for(folder.write("a.txt", "abcd"));
-  request.training.seq_len = 4;
+  const TemporaryFolder folder;
+  BatchRequest request = request_for(folder.write("a.txt", "abcd"), 4);
   request.vocabulary.reads_bytes = false;
-  EXPECT_THAT(testing::error_of(ErrorKind::kConfig, [&] { open_batches(request); }),
-              HasSubstr("tools/tokenize.py"));
+  EXPECT_REFUSED(kConfig, open_batches(request), "tools/tokenize.py");
 }
 
 TEST(TokenBatches, RefusesDataWithoutOneRow) {
-  const testing::TemporaryFolder folder;
-  BatchRequest request = request_for(folder.write("a.txt", "abcd"));
-  request.training.seq_len = 5;
+  const TemporaryFolder folder;
+  BatchRequest request = request_for(folder.write("a.txt", "abcd"), 5);
   request.key = "validation.path";
-  const std::string message = testing::error_of(ErrorKind::kFormat, [&] { open_batches(request); });
-  EXPECT_THAT(message, HasSubstr("validation.path: found 5 tokens"));
-  EXPECT_THAT(message, HasSubstr("at least one row of 6"));
+  const std::string message = error_of(ErrorKind::kFormat, [&] { open_batches(request); });
+  EXPECT_THAT(message, Says("validation.path: found 5 tokens", "at least one row of 6"));
 }
 
 TEST(TokenBatches, RefusesIdsOutsideTheVocabulary) {
-  const testing::TemporaryFolder folder;
-  BatchRequest request = request_for(write_counting_tokens(folder, 100));
-  request.training.seq_len = 4;
+  const TemporaryFolder folder;
+  BatchRequest request = request_for(write_counting_tokens(folder, 100), 4);
   request.training.global_batch_size = 20;
   request.vocabulary.size = 99;
   const auto batches = open_batches(request);  // reads none
-  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { batches->load(1, {0, 20}); }),
-              HasSubstr("t.bin: found the token id 99 at position 99"));
+  EXPECT_REFUSED(kFormat, batches->load(1, {0, 20}), "t.bin: found the token id 99 at position 99");
 }
 
 TEST(TokenBatches, TextAndTokensAreReadTogether) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   BatchRequest request = request_for(write_counting_tokens(folder, 3));
   request.path.push_back(folder.write("a.txt", "a").string());
   request.path.push_back(folder.write("b.txt", "b").string());
@@ -408,8 +379,7 @@ TEST(TokenBatches, TextAndTokensAreReadTogether) {
 }
 
 /// `count` tokens that are all `id`.
-std::string write_same(const testing::TemporaryFolder& folder, const std::string& name, int id,
-                       int count) {
+std::string write_same(const TemporaryFolder& folder, const std::string& name, int id, int count) {
   const std::vector<std::uint16_t> tokens(static_cast<std::size_t>(count),
                                           static_cast<std::uint16_t>(id));
   folder.write(name + ".json", R"({"dtype": "uint16", "vocab_size": 300, "num_tokens": )" +
@@ -420,7 +390,7 @@ std::string write_same(const testing::TemporaryFolder& folder, const std::string
 }
 
 TEST(TokenBatches, SeveralSourcesAreMixedByWeight) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   BatchRequest request;
   request.vocabulary = {.size = 300, .reads_bytes = true};
   request.sources = {{{write_same(folder, "a", 1, 500)}, 3.0},
@@ -445,11 +415,11 @@ TEST(TokenBatches, SeveralSourcesAreMixedByWeight) {
                      static_cast<double>(from_b) / static_cast<double>(64 * step));
   }
   EXPECT_EQ(from_b, 128) << "512 rows are two whole blocks";
-  EXPECT_THAT(batches->in_words()[1], HasSubstr("source 2: 25% of the rows out of 10"));
+  EXPECT_THAT(batches->in_words()[1], Says("source 2: 25% of the rows out of 10"));
 }
 
 TEST(TokenBatches, EachSourceHasEpochsOfItsOwn) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   BatchRequest request;
   request.vocabulary = {.size = 300, .reads_bytes = true};
   request.sources = {{{write_counting_tokens(folder, 100).string()}, 1.0},
@@ -477,17 +447,16 @@ TEST(TokenBatches, EachSourceHasEpochsOfItsOwn) {
 }
 
 TEST(TokenBatches, AnEmptySourceIsNamed) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   BatchRequest request;
   request.vocabulary = {.size = 300, .reads_bytes = true};
   request.sources = {{{write_same(folder, "a", 1, 500)}, 3.0},
                      {{folder.write("b.txt", "abc").string()}, 1.0}};
   request.training.seq_len = 4;
-  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { open_batches(request); }),
-              ::testing::StartsWith("data.source[2].path: found 4 tokens in "));
+  EXPECT_THAT(error_of(ErrorKind::kFormat, [&] { open_batches(request); }),
+              StartsWith("data.source[2].path: found 4 tokens in "));
   folder.write("b.txt", "");
-  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { open_batches(request); }),
-              ::testing::AllOf(HasSubstr("data.source[2].path: "), HasSubstr("no byte of text")));
+  EXPECT_REFUSED(kFormat, open_batches(request), "data.source[2].path: ", "no byte of text");
 }
 
 }  // namespace

@@ -1,18 +1,13 @@
 // Rows of a .safetensors file of batches: which step takes which, and which files are refused.
-#include <gmock/gmock.h>
-
-#include <algorithm>
 #include <numeric>
 
 #include "io/safetensors.h"
+#include "support/temporary_folder.h"
 #include "tessera/log_level.h"
-#include "unit/io/temporary_folder.h"
 #include "unit/train/data/batch_request.h"
 
 namespace tessera::train::replayed_batches_test {
 namespace {
-
-using ::testing::HasSubstr;
 
 void write_ids(
     const std::filesystem::path& path,
@@ -27,7 +22,7 @@ void write_ids(
 }
 
 TEST(ReplayedBatches, TakesStepsWhereTheyAreAndBeginsAgain) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   write_ids(folder / "b.safetensors", {{"input_ids", {{1, 2}, {9, 9}}},
                                        {"labels", {{1, 2}, {9, 9}}},
                                        {"steps/input_ids", {{2, 1, 3}, {1, 2, 3, 4, 5, 6}}},
@@ -46,7 +41,7 @@ TEST(ReplayedBatches, TakesStepsWhereTheyAreAndBeginsAgain) {
 
 // Naive: rows that were padded train on their padding, and nothing says that the mask is not read.
 TEST(ReplayedBatches, TensorsThatNothingReadsAreNamedOnce) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   const auto said = [&](const std::vector<std::string>& more, const Vocabulary& vocabulary) {
     std::vector<std::pair<std::string, std::pair<std::vector<std::int64_t>, Ids>>> tensors;
     for (const std::string& name : more) tensors.push_back({name, {{1, 2}, {1, 1}}});
@@ -64,11 +59,11 @@ TEST(ReplayedBatches, TensorsThatNothingReadsAreNamedOnce) {
   };
   const Vocabulary text{.size = 300, .reads_bytes = true};
   const std::string of_two = said({"grad/a", "position_ids", "attention_mask"}, text);
-  EXPECT_THAT(of_two, HasSubstr("b.safetensors': found 3 tensor(s) that are not read: "
-                                "'attention_mask, position_ids, grad/a'"));
+  EXPECT_THAT(of_two, Says("b.safetensors': found 3 tensor(s) that are not read: "
+                           "'attention_mask, position_ids, grad/a'"));
   EXPECT_EQ(std::ranges::count(of_two, '\n'), 1);
   EXPECT_EQ(said({"steps/input_ids", "steps/labels", "router/0/indices"}, text), "");
-  EXPECT_THAT(said({"mm_token_type_ids"}, text), HasSubstr("'mm_token_type_ids'"));
+  EXPECT_THAT(said({"mm_token_type_ids"}, text), Says("'mm_token_type_ids'"));
   Vocabulary images = text;
   images.images = models::ImageTokens{.id = 299, .patches = {}};
   EXPECT_EQ(said({"mm_token_type_ids"}, images), "");
@@ -76,14 +71,14 @@ TEST(ReplayedBatches, TensorsThatNothingReadsAreNamedOnce) {
 
 // A label that nothing predicts is no claim about the vocabulary.
 TEST(ReplayedBatches, TheFirstColumnOfLabelsMayHoldAnything) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   write_ids(folder / "b.safetensors",
             {{"input_ids", {{1, 3}, {1, 2, 3}}}, {"labels", {{1, 3}, {1 << 30, 2, 3}}}});
   EXPECT_EQ(open_batches(request_for(folder / "b.safetensors"))->load(1, {0, 1}).kept_labels(), 2);
 }
 
 TEST(ReplayedBatches, RowsOfABatchAreLoadedByRange) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   Ids ids(2 * 3 * 4);
   std::iota(ids.begin(), ids.end(), 0);
   write_ids(folder / "b.safetensors",
@@ -93,27 +88,24 @@ TEST(ReplayedBatches, RowsOfABatchAreLoadedByRange) {
   EXPECT_EQ(values(batches->load(2, {1, 3}).targets), (Ids{17, 18, 19, -100, 21, 22, 23, -100}));
   EXPECT_EQ(batches->load(2, {3, 3}).targets.sizes(), (at::IntArrayRef{0, 4}));
   EXPECT_THAT(
-      testing::error_of(
+      error_of(
           ErrorKind::kFormat,
           [&] { open_gradients_batch((folder / "b.safetensors").string(), {.size = 99}, {}); }),
-      HasSubstr("found 2 batches"));
+      Says("found 2 batches"));
 }
 
 TEST(ReplayedBatches, SizesThatAreGivenMustAgree) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   write_ids(folder / "b.safetensors",
             {{"input_ids", {{2, 2}, {1, 2, 3, 4}}}, {"labels", {{2, 2}, {1, 2, 3, 4}}}});
-  BatchRequest request = request_for(folder / "b.safetensors");
-  request.training.seq_len = 2;
+  BatchRequest request = request_for(folder / "b.safetensors", 2);
   request.training.global_batch_size = 2;
   EXPECT_NO_THROW(open_batches(request));
   request.training.seq_len = 3;
-  EXPECT_THAT(testing::error_of(ErrorKind::kConfig, [&] { open_batches(request); }),
-              HasSubstr("training.seq_len: found 3, expected 2"));
+  EXPECT_REFUSED(kConfig, open_batches(request), "training.seq_len: found 3, expected 2");
   request.training.seq_len.reset();
   request.training.global_batch_size = 4;
-  EXPECT_THAT(testing::error_of(ErrorKind::kConfig, [&] { open_batches(request); }),
-              HasSubstr("training.global_batch_size: found 4, expected 2"));
+  EXPECT_REFUSED(kConfig, open_batches(request), "training.global_batch_size: found 4, expected 2");
 }
 
 struct BadBatch {
@@ -127,19 +119,17 @@ class BadBatchFiles : public ::testing::TestWithParam<BadBatch> {};
 
 TEST_P(BadBatchFiles, AreRefused) {
   const BadBatch& bad = GetParam();
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   write_ids(folder / "b.safetensors",
             {{bad.name, {bad.input_shape, bad.inputs}}, {"labels", {bad.label_shape, bad.labels}}});
-  EXPECT_THAT(testing::error_of(ErrorKind::kFormat,
-                                [&] {
-                                  const auto batches =
-                                      open_batches(request_for(folder / "b.safetensors"));
-                                  batches->check_labels(1);
-                                }),
-              HasSubstr(bad.says));
-  testing::error_of(ErrorKind::kFormat, [&] {
-    open_gradients_batch((folder / "b.safetensors").string(), {.size = 300}, {});
-  });
+  EXPECT_THAT(error_of(ErrorKind::kFormat,
+                       [&] {
+                         const auto batches = open_batches(request_for(folder / "b.safetensors"));
+                         batches->check_labels(1);
+                       }),
+              Says(bad.says));
+  EXPECT_REFUSED(kFormat,
+                 open_gradients_batch((folder / "b.safetensors").string(), {.size = 300}, {}));
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -155,7 +145,7 @@ INSTANTIATE_TEST_SUITE_P(
         BadBatch{"input_ids", {1, 2}, {1, 2}, {1, 2}, {7, -100}, "no kept label"}));
 
 TEST(ReplayedBatches, AnIdOutsideTheVocabularyIsFoundWhereItIsRead) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   write_ids(folder / "b.safetensors",
             {{"input_ids", {{3, 2, 2}, {1, 2, 3, 4, 5, 6, 7, 300, 9, 10, 11, 12}}},
              {"labels", {{3, 2, 2}, {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, -5}}}});
@@ -163,25 +153,24 @@ TEST(ReplayedBatches, AnIdOutsideTheVocabularyIsFoundWhereItIsRead) {
   EXPECT_NO_THROW(batches->check_labels(3));  // the first step has one
   EXPECT_NO_THROW(batches->load(1, {0, 2}));
   EXPECT_NO_THROW(batches->load(2, {0, 1}));
-  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { batches->load(2, {1, 2}); }),
-              HasSubstr("the token id 300 in input_ids (step 2 of the file, row 1, column 1)"));
-  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { batches->load(3, {0, 2}); }),
-              HasSubstr("the label -5 in labels (step 3 of the file, row 1, column 1)"));
+  EXPECT_REFUSED(kFormat, batches->load(2, {1, 2}),
+                 "the token id 300 in input_ids (step 2 of the file, row 1, column 1)");
+  EXPECT_REFUSED(kFormat, batches->load(3, {0, 2}),
+                 "the label -5 in labels (step 3 of the file, row 1, column 1)");
 }
 
 TEST(ReplayedBatches, AnImageTokenWithoutItsImageIsFoundWhereItIsRead) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   write_ids(folder / "b.safetensors",
             {{"input_ids", {{1, 2}, {1, 299}}}, {"labels", {{1, 2}, {1, 2}}}});
   BatchRequest request = request_for(folder / "b.safetensors");
   request.vocabulary.images = models::ImageTokens{.id = 299, .patches = {}};
-  EXPECT_THAT(
-      testing::error_of(ErrorKind::kFormat, [&] { open_batches(request)->load(1, {0, 1}); }),
-      HasSubstr("an image token (id 299) in input_ids (row 0, column 1) without pixel_values"));
+  EXPECT_REFUSED(kFormat, open_batches(request)->load(1, {0, 1}),
+                 "an image token (id 299) in input_ids (row 0, column 1) without pixel_values");
 }
 
 TEST(ReplayedBatches, ARunNeedsOneStepWithALabel) {
-  const testing::TemporaryFolder folder;
+  const TemporaryFolder folder;
   write_ids(folder / "b.safetensors",
             {{"input_ids", {{2, 1, 2}, {1, 2, 3, 4}}}, {"labels", {{2, 1, 2}, {7, -100, 7, 1}}}});
   const auto batches = open_batches(request_for(folder / "b.safetensors"));
@@ -189,8 +178,7 @@ TEST(ReplayedBatches, ARunNeedsOneStepWithALabel) {
   EXPECT_EQ(batches->load(1, {0, 1}).kept_labels(), 0);
   EXPECT_NO_THROW(batches->check_labels(2));
   EXPECT_NO_THROW(batches->check_labels(5));
-  EXPECT_THAT(testing::error_of(ErrorKind::kFormat, [&] { batches->check_labels(1); }),
-              HasSubstr("no kept label in labels of steps 1 to 1"));
+  EXPECT_REFUSED(kFormat, batches->check_labels(1), "no kept label in labels of steps 1 to 1");
 }
 
 }  // namespace

@@ -1,13 +1,15 @@
 // Which tensors of a file hold a parameter, and where its elements lie in them.
 #include "checkpoint/file_forms.h"
 
-#include <gmock/gmock.h>
-
+#include <array>
+#include <cstring>
+#include <filesystem>
 #include <iterator>
 #include <random>
 
+#include "support/temporary_folder.h"
 #include "train/hf/model_forms.h"
-#include "unit/io/temporary_folder.h"
+#include "train/hf/renamed_tensors.h"
 
 namespace tessera::train::file_forms_test {
 namespace {
@@ -151,24 +153,20 @@ TEST(SplitFused, IsRefusedWhereItHasNoEffect) {
       EXPECT_NO_THROW(check(fsdp::OptimizerName::kMuon));
     } else {
       ++refused;
-      const auto said =
-          testing::error_of(ErrorKind::kContract, [&] { check(fsdp::OptimizerName::kMuon); });
-      EXPECT_THAT(said, ::testing::StartsWith(key + "the pattern \""));
-      EXPECT_THAT(said, ::testing::HasSubstr("this model has 5, as \"halves\""));
+      const auto said = error_of(ErrorKind::kContract, [&] { check(fsdp::OptimizerName::kMuon); });
+      EXPECT_THAT(said, StartsWith(key + "the pattern \""));
+      EXPECT_THAT(said, Says("this model has 5, as \"halves\""));
     }
-    const auto other =
-        testing::error_of(ErrorKind::kConfig, [&] { check(fsdp::OptimizerName::kAdamW); });
-    EXPECT_THAT(other, ::testing::StartsWith(key + (*rule.split_fused ? "true" : "false")));
+    const auto other = error_of(ErrorKind::kConfig, [&] { check(fsdp::OptimizerName::kAdamW); });
+    EXPECT_THAT(other, StartsWith(key + (*rule.split_fused ? "true" : "false")));
     rules.back().split_fused.reset();
     EXPECT_NO_THROW(check(fsdp::OptimizerName::kAdamW));
   }
   EXPECT_GT(refused, 50);
-  EXPECT_THAT(testing::error_of(ErrorKind::kContract,
-                                [] {
-                                  check_split_fused({}, {{.match = {"*"}, .split_fused = false}},
-                                                    fsdp::OptimizerName::kMuon);
-                                }),
-              ::testing::HasSubstr("this model has none"));
+  EXPECT_REFUSED(
+      kContract,
+      check_split_fused({}, {{.match = {"*"}, .split_fused = false}}, fsdp::OptimizerName::kMuon),
+      "this model has none");
 }
 
 // The matrices of a checkpoint that was written before there was a choice.
@@ -182,7 +180,7 @@ TEST(HiddenMatrices, WereOneWhereFilesHoldOneTensor) {
 TEST(FileForms, TensorsThatAreNotTheParameterAreOurMistake) {
   auto parameter = experts(3);
   parameter.stacked.pop_back();
-  testing::error_of(ErrorKind::kInternal, [&] { file_form(parameter); });
+  EXPECT_REFUSED(kInternal, file_form(parameter));
 }
 
 // The short way is layout::pieces of a layout that cuts nothing, and knows parameters without dims.
@@ -221,7 +219,68 @@ TEST(PiecesInFile, OfACutParameterAreThoseOfTheLayout) {
   EXPECT_EQ(found[0].in_box, (layout::Range{6, 8})) << "row 1 of expert 0's gate";
   EXPECT_EQ(part_of(found[1], 1, 3).in_box, (layout::Range{5, 7}));
   EXPECT_EQ(part_of(found[1], 1, 3).local, (layout::Range{5, 7}));
-  testing::error_of(ErrorKind::kInternal, [&] { part_of(found[0], 0, 3); });
+  EXPECT_REFUSED(kInternal, part_of(found[0], 0, 3));
+}
+
+// A folder of a larger model, seen as the one of the model in it.
+
+/// Each tensor holds its name's first letters, a byte each.
+class Letters final : public TensorSource {
+ public:
+  explicit Letters(const std::vector<std::string>& names) {
+    for (const std::string& name : names) tensors_[name] = {DType::kUInt8, {2}, DType::kUInt8};
+  }
+  const std::filesystem::path& path() const override { return path_; }
+  const Tensors& tensors() const override { return tensors_; }
+  void read(std::string_view name, std::int64_t begin, std::int64_t end,
+            std::span<std::byte> out) const override {
+    std::memcpy(out.data(), name.data() + begin, static_cast<std::size_t>(end - begin));
+  }
+  std::vector<HashedFile> hashed_files() const override { return {{"one", 7}}; }
+
+ private:
+  std::filesystem::path path_ = "folder";
+  Tensors tensors_;
+};
+
+std::string text_in_it(std::string_view name) {
+  if (name.starts_with("vision.")) return {};
+  return std::string(name.starts_with("text.") ? name.substr(5) : name);
+}
+
+std::string letters(const TensorSource& source, std::string_view name) {
+  std::array<std::byte, 2> out{};
+  source.read(name, 0, 2, out);
+  return {reinterpret_cast<const char*>(out.data()), 2};
+}
+
+TEST(RenamedTensors, HaveTheModelsNamesAndTheFoldersBytes) {
+  const RenamedTensors renamed(
+      std::make_shared<Letters>(std::vector<std::string>{"text.norm", "vision.a", "head"}),
+      text_in_it);
+  EXPECT_EQ(renamed.tensors().size(), 2U);
+  EXPECT_EQ(letters(renamed, "norm"), "te");
+  EXPECT_EQ(letters(renamed, "head"), "he");
+  EXPECT_THAT(renamed.left_out(), ElementsAre("vision.a"));
+  EXPECT_TRUE(renamed.changes());
+  EXPECT_EQ(renamed.hashed_files().front().bytes, 7);
+  EXPECT_THROW(letters(renamed, "text.norm"), Error);
+  EXPECT_THROW(letters(renamed, "vision.a"), Error);
+}
+
+TEST(RenamedTensors, OfTheModelItselfChangeNothing) {
+  const RenamedTensors renamed(std::make_shared<Letters>(std::vector<std::string>{"norm", "head"}),
+                               text_in_it);
+  EXPECT_FALSE(renamed.changes());
+  EXPECT_EQ(letters(renamed, "norm"), "no");
+}
+
+TEST(RenamedTensors, TwoOfOneNameAreRefusedWithBoth) {
+  EXPECT_REFUSED(
+      kFormat,
+      const RenamedTensors renamed(
+          std::make_shared<Letters>(std::vector<std::string>{"text.norm", "norm"}), text_in_it),
+      "'norm' and 'text.norm'");
 }
 
 }  // namespace

@@ -1,18 +1,15 @@
 // Drawn folders: which ends of turns are none of the ids at which generation stops.
 #include "train/hf/turn_ends.h"
 
-#include <gmock/gmock.h>
-
 #include <nlohmann/json.hpp>
 #include <random>
 
-#include "unit/io/temporary_folder.h"
+#include "support/temporary_folder.h"
 
 namespace tessera::train::turn_ends_test {
 namespace {
 
 using Json = nlohmann::ordered_json;
-using testing::TemporaryFolder;
 
 /// A folder as the hub has them, and what it means.
 struct Drawn {
@@ -193,9 +190,7 @@ TEST(TurnEnds, AFileThatIsNoTokenizerIsNamed) {
                            "chat_template.json", "added_tokens.json"}) {
     const TemporaryFolder folder;
     folder.write(name, "[1,");
-    EXPECT_THAT(testing::error_of(ErrorKind::kFormat,
-                                  [&] { turns_that_go_on(folder.path(), {{1}, "config.json"}); }),
-                ::testing::HasSubstr(name));
+    EXPECT_REFUSED(kFormat, turns_that_go_on(folder.path(), {{1}, "config.json"}), name);
   }
 }
 

@@ -1,18 +1,14 @@
 #include "train/report/banner.h"
 
-#include <gmock/gmock.h>
-
-#include <algorithm>
 #include <random>
 
+#include "support/temporary_folder.h"
 #include "train/config/config_resolve.h"
+#include "train/report/device_limits.h"
+#include "train/report/progress.h"
 
 namespace tessera::train::banner_test {
 namespace {
-
-using ::testing::AllOf;
-using ::testing::ElementsAre;
-using ::testing::HasSubstr;
 
 GradContract parameter(std::int64_t rows, std::int64_t columns, DType compute) {
   GradContract contract;
@@ -90,7 +86,7 @@ TEST(Banner, SlowBf16IsSaidWhereProductsAreEmulated) {
   const std::vector<GradContract> narrow{parameter(8, 8, DType::kBFloat16)};
   ASSERT_TRUE(slow_bf16(narrow, without).has_value());
   EXPECT_THAT(*slow_bf16(narrow, without),
-              AllOf(HasSubstr("3.4 times"), HasSubstr("precision.param_dtype = \"float32\"")));
+              Says("3.4 times", "precision.param_dtype = \"float32\""));
   EXPECT_EQ(slow_bf16(narrow, {"avx512", true, 1}), std::nullopt);
   EXPECT_EQ(slow_bf16({parameter(8, 8, DType::kFloat32)}, without), std::nullopt);
   std::vector<GradContract> norm{parameter(8, 1, DType::kBFloat16)};
@@ -103,9 +99,8 @@ TEST(Banner, RowsBeyondTheModelsPositionsAreSaidWithBothNumbers) {
   model.path = "folder";
   EXPECT_EQ(long_rows(64, 64, model), std::nullopt);
   ASSERT_TRUE(long_rows(65, 64, model).has_value());
-  EXPECT_THAT(*long_rows(65, 64, model),
-              AllOf(HasSubstr("training.seq_len: found rows of 65 tokens"),
-                    HasSubstr("max_position_embeddings 64 of 'folder'")));
+  EXPECT_THAT(*long_rows(65, 64, model), Says("training.seq_len: found rows of 65 tokens",
+                                              "max_position_embeddings 64 of 'folder'"));
 }
 
 Config run_of(std::int64_t steps, double lr, const LrSchedulerConfig& schedule) {
@@ -119,9 +114,9 @@ Config run_of(std::int64_t steps, double lr, const LrSchedulerConfig& schedule) 
 TEST(ShortRun, SaysAWarmUpThatTheRunDoesNotEnd) {
   EXPECT_THAT(short_run(run_of(10, 0.5, {.warmup_steps = 10})), ElementsAre());
   EXPECT_THAT(short_run(run_of(10, 0.5, {.warmup_steps = 20})),
-              ElementsAre(AllOf(HasSubstr("lr_scheduler.warmup_steps: found 20, more than "
-                                          "training.steps 10"),
-                                HasSubstr("ends at the lr 0.25 of 0.5"))));
+              ElementsAre(Says("lr_scheduler.warmup_steps: found 20, more than "
+                               "training.steps 10",
+                               "ends at the lr 0.25 of 0.5")));
 }
 
 TEST(ShortRun, SaysADecayThatTheWarmUpCutsOff) {
@@ -129,8 +124,8 @@ TEST(ShortRun, SaysADecayThatTheWarmUpCutsOff) {
   EXPECT_THAT(short_run(run_of(10, 0.5, schedule)), ElementsAre());
   schedule.decay_steps = 7;
   EXPECT_THAT(short_run(run_of(10, 0.5, schedule)),
-              ElementsAre(HasSubstr("lr_scheduler.decay_steps: found 7, more than the 6 of "
-                                    "training.steps that warmup_steps leaves")));
+              ElementsAre(Says("lr_scheduler.decay_steps: found 7, more than the 6 of "
+                               "training.steps that warmup_steps leaves")));
 }
 
 TEST(UnusedOptimizerKeys, AreNamedWithTheOptimizer) {
@@ -142,7 +137,7 @@ TEST(UnusedOptimizerKeys, AreNamedWithTheOptimizer) {
   optimizer.momentum = 0.9;
   optimizer.ns_steps = 3;
   EXPECT_THAT(unused_optimizer_keys(optimizer).value_or(""),
-              HasSubstr("optimizer.momentum, optimizer.ns_steps: without effect, since AdamW has"));
+              Says("optimizer.momentum, optimizer.ns_steps: without effect, since AdamW has"));
   optimizer.name = fsdp::OptimizerName::kMuon;
   EXPECT_EQ(unused_optimizer_keys(optimizer), std::nullopt);
 }
@@ -153,14 +148,14 @@ TEST(UnusedCompileKeys, AreNamedWithTheKeyThatLeavesThemWithoutEffect) {
   compile.plan = "plan.json";
   compile.memory_budget = MemoryBudget{.bytes = 4};
   EXPECT_THAT(unused_compile_keys(compile).value_or(""),
-              HasSubstr("compile.plan, compile.memory_budget: without effect, since compile.mode"));
+              Says("compile.plan, compile.memory_budget: without effect, since compile.mode"));
   compile.mode = CompileChoice::kReplay;
   EXPECT_EQ(unused_compile_keys(compile), std::nullopt);
   compile = CompileConfig();
   compile.form = 2;
   compile.passes = {{"keep"}};
   EXPECT_THAT(unused_compile_keys(compile).value_or(""),
-              HasSubstr("compile.form, compile.passes: without effect, since"));
+              Says("compile.form, compile.passes: without effect, since"));
 }
 
 TEST(ChangedLr, SaysWhatARunWithMoreStepsHadAndHas) {
@@ -174,11 +169,10 @@ TEST(ChangedLr, SaysWhatARunWithMoreStepsHadAndHas) {
             "the last step, 9, has 0.1");
   const auto constant = changed_lr(run_of(4, 1.0, {}), run_of(9, 2.0, {}), 3);
   ASSERT_TRUE(constant.has_value());
-  EXPECT_THAT(*constant, AllOf(HasSubstr("optimizer.lr was 1 and is 2"),
-                               HasSubstr("step 3 had the lr 1, step 4 has 2")));
-  EXPECT_THAT(*changed_lr(before, run_of(4, 1.0, {}), 2), HasSubstr("[lr_scheduler] is another"));
+  EXPECT_THAT(*constant, Says("optimizer.lr was 1 and is 2", "step 3 had the lr 1, step 4 has 2"));
+  EXPECT_THAT(*changed_lr(before, run_of(4, 1.0, {}), 2), Says("[lr_scheduler] is another"));
   EXPECT_THAT(*changed_lr(before, run_of(9, 1.0, linear), 4, 2),
-              HasSubstr("step 4 had the lr 0.6, step 5 has 0.7, the last step, 9, has 0.3"))
+              Says("step 4 had the lr 0.6, step 5 has 0.7, the last step, 9, has 0.3"))
       << "two of them made no update";
 }
 
@@ -215,6 +209,69 @@ TEST(ChangedLr, IsSaidWhereARateDiffersAndOnlyThere) {
   }
   EXPECT_GT(said, 500);
   EXPECT_GT(silent, 200);
+}
+
+// Naive: an H100 PCIe found as an H100.
+TEST(DeviceLimits, PeaksFollowTheName) {
+  EXPECT_EQ(peak_flops("NVIDIA H100 80GB HBM3"), 989e12);
+  EXPECT_EQ(peak_flops("NVIDIA H100 PCIe"), 756e12);
+  EXPECT_EQ(peak_flops("NVIDIA H100 NVL"), 835e12);
+  EXPECT_EQ(peak_flops("NVIDIA H200"), 989e12);
+  EXPECT_EQ(peak_flops("NVIDIA B200"), 2250e12);
+  EXPECT_EQ(peak_flops("NVIDIA A100-SXM4-80GB"), 312e12);
+  EXPECT_EQ(peak_flops("Tesla T4"), std::nullopt);
+  EXPECT_EQ(peak_flops(""), std::nullopt);
+}
+
+std::vector<GradContract> one_in(DType compute) {
+  GradContract contract;
+  contract.name = "layers.0.mlp.up_proj.weight";
+  contract.compute.dtype = compute;
+  return {contract};
+}
+
+TEST(DeviceLimits, SixteenBitsNeedADeviceThatHasThem) {
+  EXPECT_THAT(
+      error_of(ErrorKind::kConfig,
+               [] { require_16_bits(one_in(DType::kBFloat16), "Tesla T4", 75); }),
+      AllOf(StartsWith("precision.param_dtype: found bfloat16 (layers.0.mlp.up_proj.weight) on "
+                       "Tesla T4 of compute capability 7.5"),
+            Says("expected 8.0 or above"),
+            Says("set precision.param_dtype = \"float32\", or device")));
+  EXPECT_REFUSED(kConfig, require_16_bits(one_in(DType::kFloat16), "Tesla T4", 75),
+                 "found float16");
+  require_16_bits(one_in(DType::kFloat32), "Tesla T4", 75);
+  require_16_bits(one_in(DType::kBFloat16), "NVIDIA A100-SXM4-80GB", 80);
+  require_16_bits(one_in(DType::kBFloat16), "", 0);  // nobody knows
+}
+
+using std::chrono::seconds;
+
+TEST(Progress, DurationsHaveTheUnitsThatTheyNeed) {
+  EXPECT_EQ(duration_text(seconds(0)), "0:00");
+  EXPECT_EQ(duration_text(seconds(-5)), "0:00");
+  EXPECT_EQ(duration_text(seconds(59)), "0:59");
+  EXPECT_EQ(duration_text(seconds(754)), "12:34");
+  EXPECT_EQ(duration_text(seconds(3600)), "1:00:00");
+  EXPECT_EQ(duration_text(seconds(2 * 86400 + 3 * 3600 + 7)), "2 d 3:00:07");
+}
+
+TEST(Progress, LoadingSaysHowMuchOfWhat) {
+  constexpr std::int64_t kMib = 1024 * 1024;
+  EXPECT_EQ(loading_text("loading weights", 180 * kMib, 400 * kMib),
+            "loading weights   45 %  180 of 400 MiB");
+  EXPECT_EQ(loading_text("loading weights", 0, 0), "loading weights  100 %  0 of 0 MiB");
+}
+
+TEST(Progress, TrainingSaysStepLossSpeedAndTime) {
+  StepMetrics metrics;
+  metrics.step = 12;
+  metrics.loss = 3.42101;
+  metrics.tps = 12345.4;
+  EXPECT_EQ(training_text(metrics, 300, seconds(205)),
+            "step 12 of 300    4 %  loss 3.4210  tps 12,345  3:25 left");
+  EXPECT_EQ(training_text(metrics, 300, std::nullopt),
+            "step 12 of 300    4 %  loss 3.4210  tps 12,345");
 }
 
 }  // namespace

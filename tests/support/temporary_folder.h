@@ -1,0 +1,28 @@
+// A fresh folder for one test, gone with its end, and the small files that tests put there.
+#pragma once
+
+#include <filesystem>
+#include <fstream>
+
+#include "support/test.h"
+
+namespace tessera {
+
+class TemporaryFolder {
+ public:
+  TemporaryFolder();
+  ~TemporaryFolder();
+  TemporaryFolder(const TemporaryFolder&) = delete;
+  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
+
+  const std::filesystem::path& path() const { return path_; }
+  std::filesystem::path operator/(std::string_view name) const { return path_ / name; }
+
+  /// Makes the folders that `name` has in it, too.
+  std::filesystem::path write(std::string_view name, std::string_view content) const;
+
+ private:
+  std::filesystem::path path_;
+};
+
+}  // namespace tessera

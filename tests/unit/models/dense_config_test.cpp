@@ -1,0 +1,375 @@
+// What a config.json of Gemma 3 says of its text model, alone and in a folder with a vision tower,
+// in both spellings, and what is refused in it.
+
+#include <nlohmann/json.hpp>
+
+#include "models/adapters.h"
+#include "models/description.h"
+#include "models/family.h"
+#include "models/model_spec.h"
+#include "support/test.h"
+#include "unit/models/config_of_folder.h"
+
+namespace tessera::models::dense_config_test {
+namespace {
+
+using enum LayerType;
+
+constexpr ConfigOfFolder kGemma3("gemma3-text-fp32");
+
+/// A folder of the whole model, as published: what is transformers' default is left out.
+nlohmann::json whole() {
+  return nlohmann::json::parse(R"({
+    "architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999,
+    "eoi_token_index": 256000, "eos_token_id": [1, 106], "image_token_index": 262144,
+    "initializer_range": 0.02, "mm_tokens_per_image": 256, "model_type": "gemma3",
+    "text_config": {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+      "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+      "sliding_window": 1024},
+    "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0",
+    "vision_config": {"hidden_size": 1152, "image_size": 896}})");
+}
+
+TEST(Gemma3Config, BothSpellingsGiveTheSameSpec) {
+  for (const char* folder : {"gemma3-text-fp32", "gemma3-text-mixed"}) {
+    const ModelSpec spec = parse_spec(file_text(folder, "config.json")).spec;
+    EXPECT_EQ(spec, parse_spec(file_text(folder, "config.hub.json")).spec);
+    EXPECT_EQ(spec.family, Family::kGemma3);
+    EXPECT_EQ(spec.layer_types, (std::vector{kSliding, kSliding, kFull, kSliding}));
+    EXPECT_EQ(spec.sliding_window, 6);
+    EXPECT_EQ(spec.rope.theta, 1e6);
+    EXPECT_EQ(spec.rope.type, nn::RopeType::kLinear);
+    EXPECT_EQ(spec.rope.factor, 8.0);
+    EXPECT_EQ(*spec.sliding_rope, (nn::RopeOptions{.theta = 1e4}));
+    EXPECT_EQ(spec.query_pre_attn_scalar, 24.0);
+    EXPECT_TRUE(spec.tie_word_embeddings);
+    EXPECT_EQ(spec.pad_token_id, 0);
+  }
+}
+
+TEST(Gemma3Config, AFolderOfTheWholeModelGivesItsTextModel) {
+  const ModelSpec spec = parse_spec(whole().dump()).spec;
+  EXPECT_EQ(spec.family, Family::kGemma3);
+  EXPECT_EQ(spec.vocab_size, 262208);
+  EXPECT_EQ(spec.num_attention_heads, 8);
+  EXPECT_EQ(spec.num_key_value_heads, 4);
+  EXPECT_EQ(spec.head_dim, 256);
+  EXPECT_EQ(spec.num_hidden_layers, 34);
+  EXPECT_EQ(spec.eos_token_ids, (std::vector<std::int64_t>{1, 106}));
+  EXPECT_EQ(spec.dtype, DType::kBFloat16);
+  EXPECT_EQ(spec.layer_types.at(5), kFull);
+  EXPECT_EQ(spec.layer_types.at(6), kSliding);
+  EXPECT_EQ(spec.query_pre_attn_scalar, 256.0);
+  // Published as 4.3 billion, of which the tower and its projector are 0.42.
+  EXPECT_EQ(total_numel(describe(spec).parameters), 3'880'263'168);
+  EXPECT_EQ(parse_spec(config_json(spec)).spec, spec);
+}
+
+TEST(Gemma3Config, WhatStandsBesideTheTextModelIsKnownOrRefused) {
+  nlohmann::json config = whole();
+  config["mm_hidden_act"] = "gelu";
+  EXPECT_THAT(config_refusal(config.dump()), Says("mm_hidden_act"));
+  config = whole();
+  config.erase("text_config");
+  EXPECT_THAT(config_refusal(config.dump()), Says("text_config: found nothing"));
+  config = whole();
+  config["text_config"]["use_bidirectional_attention"] = true;
+  EXPECT_THAT(config_refusal(config.dump()), Says("use_bidirectional_attention: found true"));
+  config = whole();
+  config["text_config"]["model_type"] = "gemma2";
+  EXPECT_THAT(config_refusal(config.dump()), Says("gemma2"));
+}
+
+TEST(Gemma3Config, TensorsOfTheTowerAreNoneOfTheTextModels) {
+  const auto name = traits(Family::kGemma3).module_name;
+  EXPECT_EQ(name("language_model.model.layers.0.mlp.up_proj.weight"),
+            "model.layers.0.mlp.up_proj.weight");
+  EXPECT_EQ(name("model.language_model.norm.weight"), "model.norm.weight");
+  EXPECT_EQ(name("model.norm.weight"), "model.norm.weight");
+  EXPECT_EQ(name("vision_tower.vision_model.embeddings.patch_embedding.weight"), "");
+  EXPECT_EQ(name("model.multi_modal_projector.mm_soft_emb_norm.weight"), "");
+}
+
+TEST(Gemma3Config, TheListOfLayersCountsBeforeThePattern) {
+  EXPECT_EQ(kGemma3.spec({{"sliding_window_pattern", 2}}).layer_types,
+            (std::vector{kSliding, kFull, kSliding, kFull}));
+  const nlohmann::json list{"full_attention", "sliding_attention", "full_attention",
+                            "full_attention"};
+  EXPECT_EQ(kGemma3.spec({{"layer_types", list}}).layer_types,
+            (std::vector{kFull, kSliding, kFull, kFull}));
+}
+
+TEST(Gemma3Config, WhatIsWrittenIsReadAsTheSame) {
+  kGemma3.expect_kept(
+      {nlohmann::json::object(),
+       {{"pad_token_id", nullptr}},
+       {{"rope_scaling", nullptr}, {"tie_word_embeddings", false}},
+       {{"query_pre_attn_scalar", 168.5}, {"rope_local_base_freq", 5000.0}},
+       {{"layer_types",
+         {"full_attention", "sliding_attention", "full_attention", "sliding_attention"}}}});
+}
+
+TEST(Gemma3Config, WhatIsNotSupportedIsRefusedByName) {
+  kGemma3.expect_refused(
+      {{"final_logit_softcapping", 30.0},
+       {"attn_logit_softcapping", 50.0},
+       {"hidden_activation", "gelu"},
+       {"query_pre_attn_scalar", 0, "query_pre_attn_scalar: found 0"},
+       {"rope_scaling", {{"rope_type", "dynamic"}, {"factor", 2.0}}, "dynamic"}});
+  // transformers reads rope_type alone, and would compute the default rope.
+  EXPECT_THAT(kGemma3.refusal({{"rope_scaling", {{"type", "yarn"}, {"factor", 2.0}}}}),
+              Says("rope_scaling.type: found \"yarn\", expected rope_type in its place"));
+  EXPECT_THAT(kGemma3.refusal({{"rope_scaling", nullptr},
+                               {"rope_parameters",
+                                {{"full_attention", {{"type", "linear"}, {"factor", 2.0}}}}}}),
+              Says("rope_parameters.full_attention.type: found \"linear\""));
+  const nlohmann::json named{{"full_attention", {{"rope_type", "linear"}, {"factor", 2.0}}}};
+  EXPECT_EQ(kGemma3.spec({{"rope_scaling", {{"type", "linear"}, {"factor", 2.0}}},
+                          {"rope_parameters", named}}),
+            kGemma3.spec({{"rope_scaling", nullptr}, {"rope_parameters", named}}));
+  kGemma3.expect_refused({{"rope_parameters",
+                           {{"full_attention", {{"rope_type", "default"}}}},
+                           "they differ in rope_type linear beside default"},
+                          {"layer_types", {"sliding_attention"}}});
+}
+
+// What a config.json of GPT-2 says, in both spellings, and what is refused in it.
+constexpr const char* kDropouts[] = {"attn_pdrop", "embd_pdrop", "resid_pdrop"};
+
+constexpr ConfigOfFolder kGpt2("gpt2-fp32");
+
+TEST(Gpt2Config, BothSpellingsGiveTheSameSpec) {
+  const ModelSpec spec = parse_spec(file_text("gpt2-fp32", "config.json")).spec;
+  ModelSpec hub = parse_spec(file_text("gpt2-fp32", "config.hub.json")).spec;
+  EXPECT_EQ(hub.dtype, std::nullopt) << "the published file names none";
+  hub.dtype = spec.dtype;
+  EXPECT_EQ(spec, hub);
+  EXPECT_EQ(spec.family, Family::kGpt2);
+  EXPECT_EQ(spec.head_dim, 8);
+  EXPECT_EQ(spec.intermediate_size, 128);
+  EXPECT_EQ(spec.max_position_embeddings, 32);
+  EXPECT_TRUE(spec.tie_word_embeddings);
+}
+
+TEST(Gpt2Config, AbsentKeysAreTransformersDefaults) {
+  const nlohmann::json bare{{"architectures", {"GPT2LMHeadModel"}}, {"model_type", "gpt2"}};
+  const ModelSpec spec = parse_spec(bare.dump()).spec;
+  // As published: 124 million.
+  EXPECT_EQ(total_numel(describe(spec).parameters), 124'439'808);
+  EXPECT_EQ(spec.rms_norm_eps, 1e-5);
+}
+
+TEST(Gpt2Config, DropoutIsLeftOutInTrainingWhichIsSaidAndKept) {
+  EXPECT_THAT(parse_spec(kGpt2.json().dump()).warnings, IsEmpty()) << "all are 0";
+  nlohmann::json published = kGpt2.json(), absent = kGpt2.json();
+  for (const char* key : kDropouts) published[key] = 0.1;
+  for (const char* key : kDropouts) absent.erase(key);
+  for (const nlohmann::json& config : {published, absent}) {
+    const ParsedSpec found = parse_spec(config.dump());
+    EXPECT_THAT(found.warnings,
+                ElementsAre(Says("attn_pdrop = 0.1, embd_pdrop = 0.1, resid_pdrop = 0.1")));
+    const auto written = nlohmann::json::parse(config_json(found.spec));
+    for (const char* key : kDropouts) EXPECT_EQ(written[key], 0.1) << key;
+    const ParsedSpec read = parse_spec(config.dump(), {.purpose = Purpose::kInference});
+    EXPECT_THAT(read.warnings, IsEmpty());
+    EXPECT_EQ(read.spec, found.spec);
+  }
+  const auto one = parse_spec(changed_config("gpt2-fp32", {{"resid_pdrop", 0.25}})).warnings;
+  EXPECT_THAT(one, ElementsAre(AllOf(Says("found resid_pdrop = 0.25:"), Not(Says("embd_pdrop")))));
+  EXPECT_THAT(kGpt2.refusal({{"embd_pdrop", 1.5}}), Says("embd_pdrop: found 1.5"));
+}
+
+TEST(Gpt2Config, WhatIsWrittenIsReadAsTheSame) {
+  kGpt2.expect_kept(
+      {nlohmann::json::object(), {{"n_inner", 96}}, {{"tie_word_embeddings", false}}});
+}
+
+TEST(Gpt2Config, MasksAreNoTensorsOfTheModelAndAPrefixIsNone) {
+  const auto name = traits(Family::kGpt2).module_name;
+  EXPECT_EQ(name("transformer.h.0.attn.c_attn.weight"), "h.0.attn.c_attn.weight");
+  EXPECT_EQ(name("h.0.attn.c_attn.bias"), "h.0.attn.c_attn.bias");
+  EXPECT_EQ(name("wte.weight"), "wte.weight");
+  EXPECT_EQ(name("h.0.attn.bias"), "");
+  EXPECT_EQ(name("transformer.h.11.attn.masked_bias"), "");
+}
+
+TEST(Gpt2Config, MatricesStandAsInFilesAndHaveNoAdapters) {
+  std::map<std::string, std::vector<std::int64_t>> shapes;
+  for (const ParameterSpec& row : describe(kGpt2.spec()).parameters) shapes[row.name] = row.shape;
+  EXPECT_EQ(shapes.at("h.1.attn.c_attn.weight"), (std::vector<std::int64_t>{32, 96}));
+  EXPECT_EQ(shapes.at("h.1.mlp.c_fc.weight"), (std::vector<std::int64_t>{32, 128}));
+  EXPECT_EQ(shapes.at("wpe.weight"), (std::vector<std::int64_t>{32, 32}));
+  EXPECT_REFUSED(kConfig, plan_lora(kGpt2.spec(), {.rank = 4, .targets = {"c_attn"}}),
+                 "lora.rank: found 4");
+}
+
+TEST(Gpt2Config, RowsHaveNoMorePositionsThanWereLearned) {
+  EXPECT_NO_THROW(check_learned_positions(kGpt2.spec(), 32));
+  EXPECT_THROW(check_learned_positions(kGpt2.spec(), 33), Error);
+  EXPECT_NO_THROW(
+      check_learned_positions(parse_spec(file_text("llama-fp32", "config.json")).spec, 1'000'000));
+}
+
+TEST(Gpt2Config, WhatIsNotSupportedIsRefusedByName) {
+  kGpt2.expect_refused({{"activation_function", "relu"},
+                        {"scale_attn_weights", false},
+                        {"scale_attn_by_inverse_layer_idx", true},
+                        {"reorder_and_upcast_attn", true},
+                        {"add_cross_attention", true},
+                        {"n_head", 5, "n_embd: found 32"},
+                        {"n_ctx", 16, "n_ctx: found 16"}});
+}
+
+// What a config.json of Mistral says, in both spellings, and what is refused in it.
+constexpr ConfigOfFolder kMistral("mistral-fp32");
+
+TEST(MistralConfig, BothSpellingsGiveTheSameSpec) {
+  for (const char* folder : {"mistral-fp32", "mistral-mixed"}) {
+    const ModelSpec spec = parse_spec(file_text(folder, "config.json")).spec;
+    EXPECT_EQ(spec, parse_spec(file_text(folder, "config.hub.json")).spec);
+    EXPECT_EQ(spec.family, Family::kMistral);
+    EXPECT_EQ(spec.head_dim, 8);
+    EXPECT_EQ(spec.sliding_window, 8);
+    EXPECT_EQ(spec.layer_types, std::vector<LayerType>(4, LayerType::kSliding));
+  }
+}
+
+TEST(MistralConfig, NoWindowIsNullAndAnAbsentOneIsTheDefault) {
+  EXPECT_TRUE(kMistral.spec({{"sliding_window", nullptr}}).layer_types.empty());
+  EXPECT_EQ(kMistral.spec_without({"sliding_window"}).sliding_window, 4096);
+}
+
+TEST(MistralConfig, HeadsMayHaveASizeOfTheirOwn) {
+  // As Mistral Nemo: head_dim is not hidden_size / num_attention_heads.
+  EXPECT_EQ(kMistral.spec({{"head_dim", 16}}).head_dim, 16);
+  EXPECT_EQ(kMistral.spec({{"head_dim", nullptr}}).head_dim, 8);
+}
+
+TEST(MistralConfig, WhatIsWrittenIsReadAsTheSame) {
+  kMistral.expect_kept({nlohmann::json::object(),
+                        {{"sliding_window", nullptr}},
+                        {{"head_dim", 16}, {"tie_word_embeddings", true}}});
+}
+
+TEST(MistralConfig, WhatIsNotSupportedIsRefusedByName) {
+  kMistral.expect_refused({{"attention_bias", true, "attention_bias: found true"},
+                           {"sliding_window", 0, "sliding_window: found 0"},
+                           {"use_sliding_window", false, "use_sliding_window: found false"},
+                           {"layer_types", {"full_attention"}},
+                           {"quantization_config", {{"quant_method", "fp8"}}}});
+}
+
+// What a config.json of OLMo 2 says, in both spellings, and what is refused in it.
+constexpr ConfigOfFolder kOlmo2("olmo2-fp32");
+
+TEST(Olmo2Config, BothSpellingsGiveTheSameSpec) {
+  for (const char* folder : {"olmo2-fp32", "olmo2-mixed"}) {
+    const ModelSpec spec = parse_spec(file_text(folder, "config.json")).spec;
+    EXPECT_EQ(spec, parse_spec(file_text(folder, "config.hub.json")).spec);
+    EXPECT_EQ(spec.family, Family::kOlmo2);
+    EXPECT_EQ(spec.head_dim, 8);
+    EXPECT_EQ(spec.rope.theta, 500000.0);
+    EXPECT_EQ(spec.pad_token_id, 1);
+  }
+}
+
+TEST(Olmo2Config, AbsentKeysAreTransformersDefaults) {
+  const ModelSpec spec = kOlmo2.spec_without({"num_key_value_heads", "rms_norm_eps", "pad_token_id",
+                                              "rope_theta", "max_position_embeddings"});
+  EXPECT_EQ(spec.num_key_value_heads, 4);
+  EXPECT_EQ(spec.rms_norm_eps, 1e-5);
+  EXPECT_EQ(spec.pad_token_id, 1);
+  EXPECT_EQ(spec.rope.theta, 10000.0);
+  EXPECT_EQ(spec.max_position_embeddings, 2048);
+  EXPECT_EQ(kOlmo2.spec({{"pad_token_id", nullptr}}).pad_token_id, std::nullopt);
+}
+
+TEST(Olmo2Config, WhatIsWrittenIsReadAsTheSame) {
+  kOlmo2.expect_kept({nlohmann::json::object(),
+                      {{"pad_token_id", nullptr}},
+                      {{"attention_bias", true}, {"tie_word_embeddings", true}},
+                      {{"rope_scaling", {{"factor", 2.0}, {"rope_type", "linear"}}}}});
+}
+
+TEST(Olmo2Config, NormsStandBehindAndThoseOfHeadsAreOfAllTogether) {
+  std::map<std::string, std::vector<std::int64_t>> shapes;
+  for (const ParameterSpec& row : describe(kOlmo2.spec()).parameters) shapes[row.name] = row.shape;
+  EXPECT_EQ(shapes.count("model.layers.0.input_layernorm.weight"), 0U);
+  EXPECT_EQ(shapes.count("model.layers.0.post_feedforward_layernorm.weight"), 1U);
+  EXPECT_EQ(shapes.at("model.layers.0.self_attn.q_norm.weight"), std::vector<std::int64_t>{32});
+  EXPECT_EQ(shapes.at("model.layers.0.self_attn.k_norm.weight"), std::vector<std::int64_t>{16});
+}
+
+TEST(Olmo2Config, WhatIsNotSupportedIsRefusedByName) {
+  kOlmo2.expect_refused({{"hidden_act", "gelu", "hidden_act: found \"gelu\""},
+                         {"layer_types", {"sliding_attention"}},
+                         {"clip_qkv", 8.0},
+                         {"quantization_config", {{"quant_method", "fp8"}}}});
+}
+
+// What a config.json of Qwen2 says, in both spellings, and what is refused in it.
+constexpr ConfigOfFolder kQwen2("qwen2-fp32");
+
+TEST(Qwen2Config, BothSpellingsGiveTheSameSpec) {
+  for (const char* folder : {"qwen2-fp32", "qwen2-mixed"}) {
+    const ModelSpec spec = parse_spec(file_text(folder, "config.json")).spec;
+    EXPECT_EQ(spec, parse_spec(file_text(folder, "config.hub.json")).spec);
+    EXPECT_EQ(spec.family, Family::kQwen2);
+    EXPECT_TRUE(spec.attention_bias);
+    EXPECT_EQ(spec.head_dim, 8);
+    EXPECT_TRUE(spec.layer_types.empty()) << "the window of the file is switched off";
+    EXPECT_EQ(spec.sliding_window, 0);
+  }
+}
+
+TEST(Qwen2Config, OnlyQueriesKeysAndValuesHaveABias) {
+  std::vector<std::string> biases;
+  for (const ParameterSpec& row : describe(kQwen2.spec({{"num_hidden_layers", 1}})).parameters) {
+    if (row.name.ends_with(".bias")) biases.push_back(row.name);
+  }
+  const std::string attention = "model.layers.0.self_attn.";
+  EXPECT_EQ(biases, (std::vector<std::string>{attention + "q_proj.bias", attention + "k_proj.bias",
+                                              attention + "v_proj.bias"}));
+}
+
+TEST(Qwen2Config, TheLastLayersSlideWhereTheWindowIsOn) {
+  const ModelSpec spec = kQwen2.spec({{"use_sliding_window", true}, {"max_window_layers", 3}});
+  EXPECT_EQ(spec.layer_types, (std::vector<LayerType>{kFull, kFull, kFull, kSliding}));
+  EXPECT_EQ(spec.sliding_window, 6);
+  EXPECT_TRUE(kQwen2.spec({{"use_sliding_window", true}}).layer_types.empty())
+      << "all are below it";
+  const ModelSpec none = kQwen2.spec(
+      {{"use_sliding_window", true}, {"max_window_layers", 0}, {"sliding_window", nullptr}});
+  EXPECT_TRUE(none.layer_types.empty()) << "transformers has no window then, either";
+}
+
+TEST(Qwen2Config, LayerTypesWinOverMaxWindowLayers) {
+  const ModelSpec spec = kQwen2.spec(
+      {{"use_sliding_window", true},
+       {"layer_types",
+        {"sliding_attention", "full_attention", "sliding_attention", "full_attention"}}});
+  EXPECT_EQ(spec.layer_types, (std::vector<LayerType>{kSliding, kFull, kSliding, kFull}));
+}
+
+TEST(Qwen2Config, WhatIsWrittenIsReadAsTheSame) {
+  kQwen2.expect_kept({nlohmann::json::object(),
+                      {{"tie_word_embeddings", true}},
+                      {{"use_sliding_window", true}, {"max_window_layers", 1}}});
+}
+
+TEST(Qwen2Config, WhatIsNotSupportedIsRefusedByName) {
+  kQwen2.expect_refused({{"attention_bias", false, "attention_bias: found false"},
+                         {"use_mrope", true, "use_mrope: found true"},
+                         {"mlp_bias", true},
+                         {"max_window_layers", -1, "max_window_layers: found -1"}});
+  const nlohmann::json slides = {"full_attention", "full_attention", "full_attention",
+                                 "sliding_attention"};
+  EXPECT_THAT(kQwen2.refusal({{"layer_types", slides}}), Says("use_sliding_window: found false"));
+  EXPECT_THAT(
+      kQwen2.refusal(
+          {{"layer_types", slides}, {"use_sliding_window", true}, {"sliding_window", nullptr}}),
+      Says("sliding_window: found null"));
+}
+
+}  // namespace
+}  // namespace tessera::models::dense_config_test
