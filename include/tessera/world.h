@@ -177,9 +177,10 @@ class World : public std::enable_shared_from_this<World> {
 /// Runs `body` as `nproc` local ranks, each a process of its own, and returns the exit code for
 /// main(). In a process that a launcher already started (or in a spawned rank) it runs `body` once,
 /// as that rank. Otherwise it starts this very program again nproc times (exec, before any libtorch
-/// call), waits, and prints a failing rank's error last ("rank R: ..."). Call it first in main(). A
-/// rank whose body throws reports the error, sets the failure key and leaves without destroying
-/// groups ([Note: failure]).
+/// call), waits, and prints a failing rank's error last ("rank R: ..."). Call it first in main(),
+/// while the process has one thread. A rank whose body throws reports the error, sets the failure
+/// key and leaves without destroying groups ([Note: failure]). Where this host has fewer CUDA
+/// devices than ranks to start, the device "auto" is the CPU for all of them, and "cuda" is refused.
 int launch(int nproc, const std::function<void(World&)>& body, const WorldOptions& options = {});
 
 /// Whether this process is a rank already: of a launcher, or spawned.

@@ -104,7 +104,7 @@ class DiffRules {
   /// Counts of actions at each place say little where the actions are others.
   template <class Out>
   void differ(Out& out, const std::string& where, const std::string& what,
-              const fsdp::PassPlan& before, const fsdp::PassPlan& after, Whatever) const {
+              const fsdp::PassPlan& before, const fsdp::PassPlan& after, AnyValue) const {
     const auto pass = out.join(where, what);
     if (before.actions == after.actions) {
       out.line(out.join(pass, "the same actions at other places"));

@@ -79,24 +79,24 @@ class PlanRules {
 
   /// A record that is complete is its stages.
   template <class Write>
-  auto json(const Write& write, const StepRecord& record, Whatever) const {
+  auto json(const Write& write, const StepRecord& record, AnyValue) const {
     return write(record.stages);
   }
   template <class Read>
-  void read(Read& reader, StepRecord& record, const JsonCursor& at, Whatever) {
+  void read(Read& reader, StepRecord& record, const JsonCursor& at, AnyValue) {
     at.require(at.value().is_array(), "a list of stages");
     reader(record.stages, at, fsdp::kStages);
   }
 
   template <class Write>
-  auto json(const Write& write, const PlanChoices& choices, Whatever) const {
+  auto json(const Write& write, const PlanChoices& choices, AnyValue) const {
     auto json = nlohmann::ordered_json::object();
     write.add(json, choices);
     json[kOffload] = nlohmann::ordered_json::array();
     return json;
   }
   template <class Read>
-  void read(Read& reader, PlanChoices& choices, const JsonCursor& at, Whatever) {
+  void read(Read& reader, PlanChoices& choices, const JsonCursor& at, AnyValue) {
     reader.object(choices, at, {kOffload});
     require_no_offload(at.member(kOffload));
   }

@@ -23,7 +23,7 @@ constexpr std::int64_t kProfileVersion = 1;
 /// Reads and checks what a field alone does not define.
 struct ProfileRules {
   template <class Read>
-  void read(Read&, RecomputeMode& mode, const JsonCursor& at, Whatever) const {
+  void read(Read&, RecomputeMode& mode, const JsonCursor& at, AnyValue) const {
     const auto found = from_word<RecomputeMode>(at.text());
     at.require(found.has_value(), "\"none\", \"selective\" or \"full\"");
     mode = *found;

@@ -99,9 +99,8 @@ int run_ranks(const train::Config& config, std::optional<int> nproc, const RankB
          encode(comm::FailureRecord{
              comm::FailureClass::kPrimary, comm::monotonic_ns(), place.launch.rank, kFailed, {}})});
   }
-  return comm::run_at(place, options, [&](const comm::RunPlace& decided) {
-    return run_as_rank(decided, options, body);
-  });
+  if (const auto code = comm::start_ranks(place, options)) return *code;
+  return run_as_rank(place, options, body);
 }
 
 }  // namespace tessera::cli

@@ -55,7 +55,7 @@ int cuda_devices() { return devices_there(c10::kCUDA); }
 
 std::string device_of_spawned(const std::string& name, const std::string& backend, int ranks,
                               int devices) {
-  if (name == "cpu" || name.find(':') != std::string::npos) return name;
+  if (name != "auto" && name != "cuda") return name;
   if (devices == 0 || ranks <= devices) return name;  // 0: device_of_rank says it
   if (devices == 1 && backend == "gloo") return name;
   if (name == "auto" && backend != "nccl") return "cpu";

@@ -21,8 +21,8 @@ std::optional<int> device_number(int local_rank, int visible);
 int cuda_devices();
 /// WorldOptions::device for the `ranks` that own spawn is to start on a host that shows its CUDA
 /// devices to all of them: "cpu" where "auto" is asked for and each cannot have one, else `name`.
-/// They may share one that `name` has a number of, and the only one if `backend` is gloo. Errors:
-/// kUsage where too few were asked for.
+/// Ranks share the device that `name` numbers ("cuda:0"), and the only one if `backend` is gloo.
+/// Errors: kUsage where "cuda" finds too few.
 std::string device_of_spawned(const std::string& name, const std::string& backend, int ranks,
                               int devices);
 /// WorldOptions::device of a local rank. On the CPU there is no index, else it is always set.

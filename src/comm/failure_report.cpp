@@ -90,8 +90,6 @@ void print_unless_others_do(const LaunchEnvironment& launch, const FailureRecord
   wait_for_readers(launch, *store);
 }
 
-}  // namespace
-
 void refuse_once(LaunchEnvironment launch, const std::exception& error, int code,
                  const std::function<void()>& print) {
   if (code != kRefusedCode) return print();
@@ -104,6 +102,8 @@ void refuse_once(LaunchEnvironment launch, const std::exception& error, int code
       launch, {FailureClass::kPrimary, monotonic_ns(), launch.rank, code, one_line(error.what())},
       print);
 }
+
+}  // namespace
 
 void refuse_once(const std::exception& error, int code, const std::function<void()>& print) {
   LaunchEnvironment launch;
@@ -169,7 +169,7 @@ void keep_in_log(const FailureRecord& record) {
       kLogPatience);
 }
 
-/// Before a rank tells anybody: it leaves now, and its log says why.
+/// The rank leaves from here on, and its log says why before anybody is told.
 FailureRecord begin_report(int rank, const std::exception& error, int code) {
   claim_exit();
   finish_report();

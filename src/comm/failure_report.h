@@ -30,7 +30,7 @@ void refuse_once(const std::exception& error, int code, const std::function<void
 /// printed again.
 [[noreturn]] void report_failure(World& world, const std::exception& error, int code);
 
-/// For a rank that failed before it joined: nobody but its launcher knows of it.
+/// Leaves so where this rank failed before it joined: it tells its parent, and is refused once.
 [[noreturn]] void report_failure(const RunPlace& place, const std::exception& error, int code);
 
 /// `undo` is called by report_failure and leave_after where this rank, or the one that ends it, was

@@ -19,7 +19,8 @@ namespace tessera::comm {
 namespace {
 
 /// How many CUDA devices a child of this process sees: a driver that is asked may start threads,
-/// and the parent of own spawn has to have one. 0 where the child cannot tell: its ranks will say why.
+/// and the parent of own spawn has to have one. 0 where the child cannot tell: its ranks will say
+/// why.
 int cuda_devices_by_a_child() {
   constexpr int kMostTold = 255;  // an exit code
   const pid_t child = ::fork();
@@ -60,8 +61,7 @@ RunPlace read_place(const WorldOptions& options) {
   return place;
 }
 
-int run_at(RunPlace place, const WorldOptions& options,
-           const std::function<int(const RunPlace&)>& as_rank) {
+std::optional<int> start_ranks(RunPlace& place, const WorldOptions& options) {
   if (!place.launched() && place.ranks != 1) {
     check_devices(place, options.backend);
     return spawn_ranks(place.ranks);
@@ -70,7 +70,7 @@ int run_at(RunPlace place, const WorldOptions& options,
     place.device = device_of_spawned(place.device, options.backend, place.ranks,
                                      place.device == "cpu" ? 0 : cuda_devices());
   }
-  return as_rank(place);
+  return {};
 }
 
 std::shared_ptr<World> connect_at(const RunPlace& place, WorldOptions options) {

@@ -5,8 +5,8 @@
 // failure_report.h says how one fails.
 #pragma once
 
-#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "launch/launch_environment.h"
@@ -16,24 +16,23 @@ namespace tessera::comm {
 
 struct RunPlace {
   LaunchEnvironment launch;
-  int ranks = 1;               ///< without a launcher this process may still have to start them
+  int ranks = 1;               ///< of the run; without a launcher start_ranks() starts them
   std::string device = "cpu";  ///< WorldOptions::device of every rank
 
   bool launched() const { return launch.launcher != Launcher::kSingle; }
 };
 
-/// As the environment and `options` say; one rank where nobody launched this process. Errors:
-/// kUsage of read_launch_environment().
+/// Reads the launcher's variables and takes the device of `options`. Has one rank where nobody
+/// launched this process. Errors: kUsage of read_launch_environment().
 RunPlace read_place(const WorldOptions& options);
 
-/// Calls `as_rank` where this process is a rank, else starts this program as `place.ranks` ranks
-/// (spawn_ranks) and returns their exit code. Own spawn decides the device of all: "auto" is the CPU,
-/// and the log says so, where each cannot have one. Errors: kUsage where too few were asked for,
+/// Starts this program as `place.ranks` ranks (spawn_ranks) and returns their exit code, unless this
+/// process is a rank itself. Own spawn decides the device of all ranks: where "auto" finds too few
+/// for them, all take the CPU, and the log says so. Errors: kUsage where "cuda" finds too few,
 /// before any rank starts; those of spawn_ranks.
-int run_at(RunPlace place, const WorldOptions& options,
-           const std::function<int(const RunPlace&)>& as_rank);
+std::optional<int> start_ranks(RunPlace& place, const WorldOptions& options);
 
-/// World::connect of the rank that this process is. Collective.
+/// Connects the rank that this process is, as World::connect does. Collective.
 std::shared_ptr<World> connect_at(const RunPlace& place, WorldOptions options);
 
 }  // namespace tessera::comm

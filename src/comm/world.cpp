@@ -220,10 +220,9 @@ int launch(int nproc, const std::function<void(World&)>& body, const WorldOption
     TESSERA_CHECK(nproc == place.ranks, ErrorKind::kUsage, "launch: found nproc ", nproc,
                   ", expected the ", place.ranks, " ranks that ", to_string(place.launch.launcher),
                   " started");
-    return comm::run_at(place, options, [&](const comm::RunPlace& decided) {
-      run_as_rank(decided, body, options);
-      return 0;
-    });
+    if (const auto code = comm::start_ranks(place, options)) return *code;
+    run_as_rank(place, body, options);
+    return 0;
   } catch (const std::exception& error) {
     const int code = comm::default_exit_code(error);
     std::cout.flush();  // what was printed before stands before it

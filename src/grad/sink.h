@@ -9,7 +9,7 @@
 // contract's `grad` asks for a rounding. What arrives first is a copy alone, which a kernel that
 // writes its result into the slot saves: it is lent the slot for that. [Note: direct slots]
 // Gradients are never counted ([Note: readiness] of fsdp/runtime/runtime.h); only tickets are. The
-// sink owns no memory and starts no collective: slots belong to a SlotOwner (fsdp/runtime/unit.h).
+// sink owns no memory and starts no collective: slots belong to a SlotOwner (fsdp/runtime/bucket.h).
 // Threads: those that run the rank's backward, one at a time.
 #pragma once
 

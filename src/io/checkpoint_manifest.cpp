@@ -46,7 +46,7 @@ struct ManifestAsJson {
     return std::ilogb(scale);
   }
   template <class Write>
-  OrderedJson json(const Write&, const CheckpointValues& values, Whatever) const {
+  OrderedJson json(const Write&, const CheckpointValues& values, AnyValue) const {
     OrderedJson json = OrderedJson::object();
     for (const auto& [name, value] : values) {
       std::visit([&](const auto& one) { json[name] = one; }, value);
@@ -55,7 +55,7 @@ struct ManifestAsJson {
   }
 };
 
-template <class T, class Range = Whatever>
+template <class T, class Range = AnyValue>
 OrderedJson json_of(const T& value, const Range& range = {}) {
   return JsonWriter(ManifestAsJson())(value, range);
 }
@@ -94,7 +94,7 @@ struct ShortRules {
   TensorBox whole;
 
   template <class Write>
-  OrderedJson json(const Write&, const std::vector<CheckpointPiece>& pieces, Whatever) const {
+  OrderedJson json(const Write&, const std::vector<CheckpointPiece>& pieces, AnyValue) const {
     std::map<std::int64_t, std::size_t> numbers_of;  // of pieces in each file so far
     OrderedJson all = OrderedJson::array();
     for (const CheckpointPiece& piece : pieces) {

@@ -83,7 +83,7 @@ class ManifestFromJson {
     scale = std::ldexp(1.0, static_cast<int>(log2));
   }
   template <class Read>
-  void read(Read&, CheckpointValues& values, const JsonCursor& at, Whatever) {
+  void read(Read&, CheckpointValues& values, const JsonCursor& at, AnyValue) {
     values = at.by_name([](const JsonCursor& one) -> CheckpointValues::mapped_type {
       if (one.value().is_string()) return one.text();
       one.require(one.value().is_number_integer(), "an integer or a text");
@@ -96,14 +96,14 @@ class ManifestFromJson {
     dims = integers_of(at);
   }
   template <class Read>
-  void read(Read& reader, CheckpointTensor& tensor, const JsonCursor& at, Whatever) {
+  void read(Read& reader, CheckpointTensor& tensor, const JsonCursor& at, AnyValue) {
     name_ = at.name();
     shape_ = &tensor.shape;
     reader.object(tensor, at);
   }
   template <class Read>
-  void read(Read& reader, std::vector<CheckpointPiece>& pieces, const JsonCursor& at, Whatever) {
-    if (form_ == PieceForm::kLong) return reader.list(pieces, at, Whatever{});
+  void read(Read& reader, std::vector<CheckpointPiece>& pieces, const JsonCursor& at, AnyValue) {
+    if (form_ == PieceForm::kLong) return reader.list(pieces, at, AnyValue{});
     const TensorBox whole = TensorBox::whole(*shape_);
     std::map<std::int64_t, std::size_t> numbers;  // of pieces in each file so far
     pieces = at.list([&](const JsonCursor& item) {

@@ -3,7 +3,7 @@
 // Pure: a function from variables to a value, tried in the order torchrun > Open MPI > PMI > Slurm
 // (only inside a step of several tasks) > own spawn > a single process. Variables that contradict
 // each other are errors that name them; nothing is guessed. Next: spawn.h sets the variables of own
-// spawn, world.cpp connects by the result.
+// spawn, comm/run_place.h keeps the result.
 #pragma once
 
 #include <cstdint>

@@ -97,7 +97,7 @@ template <class V>
 constexpr void fields(V& visit, Of<Forgetful>) {
   visit("said", &Forgetful::said);
 }
-static_assert(!says_all<Forgetful>(), "a member that is no field is found when it is compiled");
+static_assert(!lists_all<Forgetful>(), "a member that is no field is found when it is compiled");
 
 /// Its base's fields stand among its own.
 struct Derived : Head {
@@ -134,8 +134,8 @@ constexpr void fields(V& visit, Of<ForgetfulOfBase>) {
   visit("step", &ForgetfulOfBase::step);
   visit("is_small", &ForgetfulOfBase::is_small);
 }
-static_assert(says_all<Derived>());
-static_assert(!says_all<ForgetfulOfBase>(), "so is one of the base");
+static_assert(lists_all<Derived>());
+static_assert(!lists_all<ForgetfulOfBase>(), "so is one of the base");
 
 // ----------------------------------------------------------------------------------------- drawing
 
@@ -406,16 +406,16 @@ Outer draw_outer() {
 
 /// Prints the types that have no text themselves.
 struct DifferenceRules {
-  std::string text(const Dot& dot, Whatever, Side) const {
+  std::string text(const Dot& dot, AnyValue, Side) const {
     return concat(word_of(dot.colour), " at ", dot.at);
   }
-  std::string text(const std::vector<std::uint32_t>& row, Whatever, Side side) const {
+  std::string text(const std::vector<std::uint32_t>& row, AnyValue, Side side) const {
     return concat(side == Side::kBefore ? "-" : "+", row.size());
   }
   template <class Out>
   void differ(Out& out, const std::string& where, const std::string& what,
               const std::array<Inner, 2>& before, const std::array<Inner, 2>& after,
-              Whatever) const {
+              AnyValue) const {
     for (std::size_t i = 0; i < 2; ++i) {
       out.of(where, concat(what, " ", i), before.at(i), after.at(i));
     }

@@ -10,7 +10,7 @@
 //
 // A visitor takes a Field, a pointer to the member and the range of its values in files. It is a
 // pointer and no value, so that one list serves a value, two that are compared, and none. The order
-// is that of files. A list that lacks a member does not compile (says_all). A struct that files
+// is that of files. A list that lacks a member does not compile (lists_all). A struct that files
 // have as a list of its values has row() in place of fields(). Where the range depends on other
 // values (the number of a unit, of however many there are), it is a type that the struct defines,
 // and readers and comparisons have rules for that type. Pure.
@@ -64,7 +64,7 @@ struct Field {
 // ------------------------------------------------------------------------ what files may say there
 
 /// All that the type holds.
-struct Whatever {};
+struct AnyValue {};
 
 struct IntRange {
   std::int64_t min = 1;
@@ -87,13 +87,13 @@ struct TextLimit {
 };
 
 /// "expected a list of at most 64 stages".
-template <class Item = Whatever>
+template <class Item = AnyValue>
 struct List {
   std::int64_t most = 0;
   std::string_view of = {};
   Item item = {};
 };
-List(std::int64_t, std::string_view) -> List<Whatever>;
+List(std::int64_t, std::string_view) -> List<AnyValue>;
 template <class Item>
 List(std::int64_t, std::string_view, Item) -> List<Item>;
 
@@ -115,14 +115,14 @@ struct ByWord {
 namespace detail {
 
 struct NoVisitor {
-  template <class M, class Range = Whatever>
+  template <class M, class Range = AnyValue>
   constexpr void operator()(const Field&, M, const Range& = {}) {}
 };
 
 template <class Visit>
 struct EachField {
   const Visit& visit;
-  template <class M, class Range = Whatever>
+  template <class M, class Range = AnyValue>
   constexpr void operator()(const Field& field, M member, const Range& range = {}) {
     visit(field, member, range);
   }
@@ -195,7 +195,7 @@ struct BaseOf {
 
 /// Whether each member is a field, those of the base too, which the struct itself has as one.
 template <class T>
-consteval bool says_all() {
+consteval bool lists_all() {
   using Base = typename BaseOf<T>::Type;
   std::size_t members = detail::members_of<T>();
   if constexpr (!std::is_void_v<Base>) members += detail::members_of<Base>() - 1;
@@ -205,7 +205,7 @@ consteval bool says_all() {
 /// visit(field, pointer to member, range) of each.
 template <class T, class Visit>
 constexpr void each_field(const Visit& visit) {
-  static_assert(says_all<T>(), "a member of this struct is no field of it");
+  static_assert(lists_all<T>(), "a member of this struct is no field of it");
   detail::go_through<T>(visit);
 }
 
@@ -254,7 +254,7 @@ class Differences {
     });
   }
 
-  template <class M, class Range = Whatever>
+  template <class M, class Range = AnyValue>
   void of(const std::string& where, const std::string& what, const M& before, const M& after,
           const Range& range = {}) {
     if (before == after) return;

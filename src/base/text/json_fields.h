@@ -50,7 +50,7 @@ constexpr auto item_range(const Range& range) {
   if constexpr (requires { range.item; }) {
     return range.item;
   } else {
-    return Whatever{};
+    return AnyValue{};
   }
 }
 
@@ -64,7 +64,7 @@ class JsonWriter {
   using Json = nlohmann::ordered_json;
   explicit JsonWriter(const Rules& rules) : rules_(rules) {}
 
-  template <class T, class Range = Whatever>
+  template <class T, class Range = AnyValue>
   Json operator()(const T& value, const Range& range = {}) const {
     if constexpr (requires { rules_.json(*this, value, range); }) {
       return rules_.json(*this, value, range);
@@ -146,7 +146,7 @@ class JsonFieldsReader {
  public:
   JsonFieldsReader(Rules& rules, OtherKeys others) : rules_(rules), others_(others) {}
 
-  template <class T, class Range = Whatever>
+  template <class T, class Range = AnyValue>
   void operator()(T& value, const JsonCursor& at, const Range& range = {}) {
     if constexpr (requires { rules_.read(*this, value, at, range); }) {
       rules_.read(*this, value, at, range);
@@ -241,7 +241,7 @@ class JsonFieldsReader {
       value = detail::text_within(at, range);
     } else if constexpr (std::is_same_v<T, std::string>) {
       value = at.text();
-    } else if constexpr (std::is_same_v<Range, Whatever>) {
+    } else if constexpr (std::is_same_v<Range, AnyValue>) {
       if constexpr (std::is_same_v<T, double>) {
         value = at.number();
       } else {

@@ -28,7 +28,7 @@ void BackwardUnderWay::come_by(const PassedPlace& place) {
 
 void Runtime::begin_place(Pass& pass, const PlanPlace& place, Unit& unit) {
   advance(pass, place.needed);
-  make_readable(unit, /*gathers=*/false);
+  make_readable(unit, Gathers::kByPlan);
   advance(pass, place.ahead);
 }
 
@@ -64,13 +64,14 @@ void Runtime::advance(Pass& pass, std::size_t count) {
   }
 }
 
-/// Makes the unit and its lenders readable. Without `gathers` their plan has issued the gathers.
-void Runtime::make_readable(Unit& unit, bool gathers) {
+/// Makes the unit and its lenders readable.
+void Runtime::make_readable(Unit& unit, Gathers gathers) {
+  const bool here = gathers == Gathers::kHere;
   const auto make = [&](Unit& one) {
     check_integrity(one);
     if (one.gathered()) return one.read_here();
-    if (gathers && !one.gather_pending()) issue_gather(one, number_of_forward());
-    if (gathers || one.gather_pending() || one.always_unsharded() || one.buckets().empty()) {
+    if (here && !one.gather_pending()) issue_gather(one, number_of_forward());
+    if (here || one.gather_pending() || one.always_unsharded() || one.buckets().empty()) {
       return one.wait_gather();
     }
     TESSERA_CHECK(!one.controls.unshard_in_backward, ErrorKind::kInternal, "backward of unit ",

@@ -284,7 +284,7 @@ std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
   if (step_ != nullptr && !step_->records()) {
     step_->gather_for(unit, position);
   } else {
-    make_readable(unit, /*gathers=*/true);
+    make_readable(unit, Gathers::kHere);
     prefetch_after(unit, position);
   }
   spans_.forward_begins(unit.name());

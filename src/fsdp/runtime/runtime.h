@@ -284,7 +284,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// The first line in which `lines` differs between ranks, in words. Collective.
   std::string difference_between_ranks(const std::string& lines, const char* what);
   std::shared_ptr<Entry> record(Unit& unit, std::size_t position);
-  void make_readable(Unit& unit, bool gathers);
+  /// Who issues the gathers of a unit: the call itself, or a plan that has.
+  enum class Gathers : std::uint8_t { kHere, kByPlan };
+  void make_readable(Unit& unit, Gathers gathers);
   void prefetch_after(const Unit& unit, std::size_t position);
   void issue_gather(Unit& unit, std::uint32_t number);
   std::uint32_t number_of_forward() const;

@@ -30,6 +30,8 @@ class Exchange final : public Work, private TransportWait {
     Channel::Posted posted;
     int peer;
     int round;
+    const std::byte* memory;
+    std::int64_t bytes;
     bool finished = false;
   };
   /// The transfers of one op.
@@ -47,8 +49,11 @@ class Exchange final : public Work, private TransportWait {
       aside_ = exchange_.channel_->take_buffer(bytes);
     }
     std::byte* aside(std::int64_t offset) override { return at_byte(aside_, offset); }
-    void before_overwriting(const void* /*memory*/, std::int64_t /*bytes*/) override {
-      exchange_.finish(sends);
+    void before_overwriting(const void* memory, std::int64_t bytes) override {
+      const auto* begin = static_cast<const std::byte*>(memory);
+      for (Transfer& sent : sends) {
+        if (begin < sent.memory + sent.bytes && sent.memory < begin + bytes) exchange_.finish(sent);
+      }
     }
 
     int rounds() const { return steps->rounds(size()); }
@@ -80,9 +85,6 @@ class Exchange final : public Work, private TransportWait {
   std::string text() const override;
   [[noreturn]] void time_is_up(int peer) override;
 
-  void finish(std::vector<Transfer>& transfers) {
-    for (Transfer& transfer : transfers) finish(transfer);
-  }
   void finish(Transfer& transfer);
   /// Whether this rank may wait for one that itself waits for another.
   bool is_relayed() const;
@@ -117,7 +119,8 @@ Exchange::Transfer Exchange::UnderWay::posted(Channel::End end, int peer, const 
   // c10d takes tensors; the exchange keeps what owns this memory.
   const at::Tensor elements =
       at::from_blob(const_cast<void*>(memory), {bytes}, at::TensorOptions().dtype(at::kByte));
-  return {exchange_.channel_->post(end, peer, elements, tag), peer, round};
+  return {exchange_.channel_->post(end, peer, elements, tag), peer, round,
+          static_cast<const std::byte*>(memory), bytes};
 }
 
 void Exchange::UnderWay::receive(int peer, void* to, std::int64_t bytes, int round) {
@@ -226,7 +229,9 @@ void Exchange::wait() {
         more = true;
       }
     }
-    for (UnderWay& op : under_way_) finish(op.sends);
+    for (UnderWay& op : under_way_) {
+      for (Transfer& sent : op.sends) finish(sent);
+    }
   } catch (...) {
     failure_ = std::current_exception();
     throw;
