@@ -4,8 +4,6 @@
 #include <sys/wait.h>
 
 #include <cstdlib>
-#include <fstream>
-#include <iterator>
 
 #include "support/temporary_folder.h"
 
@@ -28,14 +26,11 @@ auto Exits(int code, const Texts&... texts) {
                ::testing::Field("err", &Outcome::err, Says(texts...)));
 }
 
-inline Outcome succeeded(Outcome outcome) {
+inline Outcome succeeded(Outcome outcome,
+                         std::source_location caller = std::source_location::current()) {
+  const ::testing::ScopedTrace trace(caller.file_name(), static_cast<int>(caller.line()), "");
   EXPECT_THAT(outcome, Exits(0));
   return outcome;
-}
-
-inline std::string read_file(const std::filesystem::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
 }
 
 /// `environment` stands in front of the command ("RANK=0 WORLD_SIZE=2"). One thread a rank: tests
@@ -87,7 +82,7 @@ lr = 0.01
   }
 };
 
-/// Both, one behind the other.
+/// Returns `words` and then `more`.
 inline std::vector<std::string> joined(std::vector<std::string> words,
                                        const std::vector<std::string>& more) {
   words.insert(words.end(), more.begin(), more.end());

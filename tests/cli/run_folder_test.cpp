@@ -210,7 +210,7 @@ TEST_F(RunFolder, TorchrunsNextAttemptGoesOnToTheBitsOfTheUndisturbedRun) {
 
 /// Returns the variables that torchrun sets for one attempt at a job.
 std::string attempt_of(const std::string& job, int number) {
-  static const std::string port = std::to_string(test::free_port());
+  static const std::string port = std::to_string(free_port());
   return "RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=" + port +
          " TORCHELASTIC_RUN_ID=" + job + " TORCHELASTIC_RESTART_COUNT=" + std::to_string(number);
 }

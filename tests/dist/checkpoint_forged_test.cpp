@@ -42,7 +42,7 @@ void set_steps(const fs::path& step, const std::string& tensor, std::int64_t ste
   alter(step, [&](CheckpointManifest& manifest) {
     const auto& piece = manifest.tensors.at(tensor).pieces.at(0);
     const fs::path file = step / piece.file;
-    std::string bytes = file_text(file);
+    std::string bytes = read_file(file);
     std::uint64_t header = 0;
     std::memcpy(&header, bytes.data(), sizeof header);
     const auto json = nlohmann::json::parse(bytes.substr(sizeof header, header));

@@ -21,8 +21,8 @@ TEST(ResumedRun, AnotherModelSeedOrDataIsRefusedWithBothValues) {
   const TemporaryFolder folder;
   const auto config = small_run(folder);
   train_on({2, 1}, with_steps(config, 2), folder / "run");
-  const auto metrics = file_text(folder / "run/metrics/metrics.jsonl");
-  const auto model = file_text(folder / "model.json");
+  const auto metrics = read_file(folder / "run/metrics/metrics.jsonl");
+  const auto model = read_file(folder / "model.json");
   const auto other_model = [&](const std::string& from, const std::string& to) {
     auto text = model;
     return folder.write("other.json", text.replace(text.find(from), from.size(), to)).string();
@@ -40,7 +40,7 @@ TEST(ResumedRun, AnotherModelSeedOrDataIsRefusedWithBothValues) {
        [](auto& c) { c.training.global_batch_size = 24; }},
       {"data.path: found ",
        [&](auto& c) {
-         auto text = file_text(folder / "page.txt");
+         auto text = read_file(folder / "page.txt");
          text[100] = '!';
          c.data.path = {folder.write("other.txt", text)};
        }},
@@ -55,7 +55,7 @@ TEST(ResumedRun, AnotherModelSeedOrDataIsRefusedWithBothValues) {
     change.set(changed);
     EXPECT_REFUSED(kConfig, train_on({2, 1}, changed, folder / "run"), change.says);
   }
-  EXPECT_EQ(file_text(folder / "run/metrics/metrics.jsonl"), metrics) << "nothing was touched";
+  EXPECT_EQ(read_file(folder / "run/metrics/metrics.jsonl"), metrics) << "nothing was touched";
 }
 
 /// As a checkpoint of before manifests named the optimizer.
@@ -103,7 +103,7 @@ TEST(ResumedRun, AFolderWithAnotherStepThanItsNameSaysIsRefused) {
   config.training.steps = 12;
   config.checkpoint.load_step = 9;
   EXPECT_REFUSED(kFormat, train_on({2, 1}, config, folder / "run"), "found step 2, expected 9");
-  EXPECT_EQ(file_text(folder / "run/checkpoint/latest"), "step-2") << "nothing was touched";
+  EXPECT_EQ(read_file(folder / "run/checkpoint/latest"), "step-2") << "nothing was touched";
 }
 
 // By default a batch is what the ranks have together: going on, the checkpoint's number stays.

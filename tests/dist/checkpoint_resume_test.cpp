@@ -4,7 +4,6 @@
 #include <cmath>
 #include <cstddef>
 #include <fstream>
-#include <iterator>
 
 #include "base/log.h"
 #include "checkpoint/saver.h"
@@ -111,9 +110,9 @@ TEST(Resume, OnTheSameLayoutHasTheBitsOfTheUndisturbedRun) {
       EXPECT_EQ(losses, whole.losses);
       for (int rank = 0; rank < layout.ranks; ++rank) {
         const auto file = concat("checkpoint/step-12/rank_", rank, ".safetensors");
-        const auto expected = file_text(folder / "whole" / file);
+        const auto expected = read_file(folder / "whole" / file);
         EXPECT_GT(expected.size(), 0U);
-        EXPECT_TRUE(file_text(folder / "parts" / file) == expected) << file;
+        EXPECT_TRUE(read_file(folder / "parts" / file) == expected) << file;
       }
       const auto loss_scale = [&](const char* run) {
         return CheckpointFolder::open(folder / run / "checkpoint").manifest().loss_scale;
@@ -204,7 +203,7 @@ void save_now(World& world, const fs::path& folder, std::int64_t step, const Sha
 TEST(Resume, SixteenBitShardsGoOnWithTheirMasters) {
   const TemporaryFolder folder;
   auto config = small_run(folder);
-  auto model = file_text(folder / "model.json");
+  auto model = read_file(folder / "model.json");
   model.insert(model.find('{') + 1, R"("torch_dtype": "bfloat16", )");
   config.model.config = folder.write("narrow.json", model);
   config.precision.storage_dtype.dtype.reset();  // as config.json says
@@ -478,7 +477,7 @@ TEST(Resume, AnAlteredFileIsNamedOnAllRanksBeforeAnythingElse) {
   for (const std::string file : {"rank_0.safetensors", "rank_1.safetensors", "rank_2.safetensors",
                                  "config.json", "manifest.json", "tensors.jsonl"}) {
     const auto path = folder / ("run/checkpoint/step-2/" + file);
-    const auto before = file_text(path);
+    const auto before = read_file(path);
     auto text = before;
     text[text.size() / 2] = static_cast<char>(text[text.size() / 2] ^ 4);
     folder.write("run/checkpoint/step-2/" + file, text);
@@ -529,7 +528,7 @@ TEST(Resume, AnEarlierStepThatWasAskedForBecomesTheLatest) {
   auto config = small_run(folder);
   config.checkpoint.interval = 2;
   const auto whole = train_on({2, 1}, with_steps(config, 6), folder / "run");
-  const auto expected = file_text(folder / "run/checkpoint/step-6/rank_1.safetensors");
+  const auto expected = read_file(folder / "run/checkpoint/step-6/rank_1.safetensors");
   const CheckpointStore store(folder / "run/checkpoint");
   EXPECT_EQ(store.steps(), (std::vector<std::int64_t>{2, 4, 6}));
 
@@ -539,7 +538,7 @@ TEST(Resume, AnEarlierStepThatWasAskedForBecomesTheLatest) {
   config.checkpoint.load_step = -1;
   const auto again = train_on({2, 1}, with_steps(config, 6), folder / "run");
   EXPECT_EQ(again.losses, std::vector<double>(whole.losses.begin() + 2, whole.losses.end()));
-  EXPECT_EQ(file_text(folder / "run/checkpoint/step-6/rank_1.safetensors"), expected);
+  EXPECT_EQ(read_file(folder / "run/checkpoint/step-6/rank_1.safetensors"), expected);
   EXPECT_EQ(store.latest(), 6);
 }
 
@@ -548,7 +547,7 @@ TEST(Resume, MetricsAreCutBackToTheResumedStep) {
   auto config = small_run(folder);
   config.checkpoint.interval = 2;
   const auto lines = [&] {
-    const auto text = file_text(folder / "run/metrics/metrics.jsonl");
+    const auto text = read_file(folder / "run/metrics/metrics.jsonl");
     return std::count(text.begin(), text.end(), '\n');
   };
   train_on({1, 1}, with_steps(config, 6), folder / "run");

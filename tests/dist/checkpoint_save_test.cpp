@@ -3,7 +3,6 @@
 #include <atomic>
 #include <cmath>
 #include <condition_variable>
-#include <fstream>
 #include <mutex>
 
 #include "base/test_hooks.h"
@@ -89,7 +88,7 @@ TEST(CheckpointSaving, TrainingGoesOnWhileASlowWriterWrites) {
   const auto undisturbed = with_checkpoints(folder, 12, 4);
   train_on({2, 1}, undisturbed, folder / "other");
   for (const std::string file : {"step-4/rank_0.safetensors", "step-4/rank_1.safetensors"}) {
-    EXPECT_TRUE(file_text(store.folder() / file) == file_text(folder / "other/checkpoint" / file));
+    EXPECT_TRUE(read_file(store.folder() / file) == read_file(folder / "other/checkpoint" / file));
   }
 }
 

@@ -68,7 +68,7 @@ TEST(CheckpointWeights, ADamagedFileIsFoundWhereWeightsAreReadAndOnlyThere) {
   for (const std::string name :
        {"rank_0.safetensors", "rank_1.safetensors", "rank_2.safetensors"}) {
     const std::string file = "run/checkpoint/step-1/" + name;
-    const auto before = file_text(folder / file);
+    const auto before = read_file(folder / file);
     auto text = before;
     text.back() = static_cast<char>(text.back() ^ 1);
     folder.write(file, text);

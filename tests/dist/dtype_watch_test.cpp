@@ -172,7 +172,7 @@ TEST_ON_RANKS(DtypeWatch, LeavesNothingBehindAndIsOneAThread, 1) {
   {
     const DtypeWatch watch(handle);
     EXPECT_TRUE(at::hasThreadLocalCallbacks());
-    EXPECT_THAT(error_of([&] { const DtypeWatch second(handle); }), Says("on this thread"));
+    EXPECT_THAT(thrown_by([&] { const DtypeWatch second(handle); }), Says("on this thread"));
   }
   EXPECT_FALSE(at::hasThreadLocalCallbacks());
   EXPECT_FALSE(at::hasCallbacks());

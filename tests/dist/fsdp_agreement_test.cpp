@@ -51,7 +51,7 @@ INSTANTIATE_TEST_SUITE_P(Controls, Differences, ::testing::ValuesIn(controls()),
 // Naive: one rank sums what the other keeps, or waits for what the other never sends.
 TEST_P(Differences, AreNamedAtTheNextCollective) {
   comm::ThreadRanks two(2, ThreadBackend::kInProcess);
-  const auto error = error_of([&] {
+  const auto error = thrown_by([&] {
     two.run([&](World& world) {
       Twins twins(world);
       twins.step(0);
@@ -66,7 +66,7 @@ TEST_P(Differences, AreNamedAtTheNextCollective) {
 // One rank a replica: nothing is gathered, so the order's agreement has to find it.
 TEST_P(Differences, OfReplicasAreNamedBeforeTheirGradientsAreSummed) {
   comm::ThreadRanks two(2, ThreadBackend::kInProcess);
-  const auto error = error_of([&] {
+  const auto error = thrown_by([&] {
     two.run([&](World& world) {
       Twins twins(world, 2);
       twins.step(0);
@@ -88,7 +88,7 @@ TEST(DifferencesOverGloo, AreNamedLongBeforeTheTimeout) {
   comm::ThreadRanks two(2, ThreadBackend::kGloo, impatient);
   std::string error;
   const auto seconds = seconds_of([&] {
-    error = error_of([&] {
+    error = thrown_by([&] {
       two.run([&](World& world) {
         Twins twins(world);
         twins.step(0);
@@ -103,7 +103,7 @@ TEST(DifferencesOverGloo, AreNamedLongBeforeTheTimeout) {
 
 TEST(DifferencesOfCalls, AUnitThatOneRankAloneGivesBackIsNamed) {
   comm::ThreadRanks two(2, ThreadBackend::kInProcess);
-  const auto error = error_of([&] {
+  const auto error = thrown_by([&] {
     two.run([&](World& world) {
       Twins twins(world);
       twins.step(0);
@@ -117,7 +117,7 @@ TEST(DifferencesOfCalls, AUnitThatOneRankAloneGivesBackIsNamed) {
 
 TEST(DifferencesOfCalls, ControlsSetBeforeTheFirstForwardAreComparedToo) {
   comm::ThreadRanks two(2, ThreadBackend::kInProcess);
-  const auto error = error_of([&] {
+  const auto error = thrown_by([&] {
     two.run([&](World& world) {
       Twins twins(world);
       if (world.rank() == 1) twins.block(1).set_reshard_after_forward(false);
@@ -154,7 +154,7 @@ TEST_P(Recovery, WhatControlsKeptUnderWayIsForgotten) {
         throw std::runtime_error("the user's forward went wrong");
       };
     }
-    const auto error = error_of([&] {
+    const auto error = thrown_by([&] {
       twins.run(2);
       comm::barrier(world.control(), "end of the step");
     });

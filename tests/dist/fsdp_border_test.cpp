@@ -33,7 +33,7 @@ class UnitBorder : public ::testing::TestWithParam<DataLayout> {
     ranks(layout).run([&](World& world) {
       RankBarrier::Seat seat(meeting);
       auto unit = fully_shard(with_first(run), data_mesh(world, layout.replicas), {}, options);
-      all[static_cast<std::size_t>(world.rank())] = error_of([&] { act(unit); });
+      all[static_cast<std::size_t>(world.rank())] = thrown_by([&] { act(unit); });
       seat.wait();
       if (world.size() > 1) world.recover();
     });

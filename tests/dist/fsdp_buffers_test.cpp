@@ -281,7 +281,7 @@ TEST_P_ON_RANKS(BuffersOnRanks, ValuesThatItsDtypesCannotHoldAreNotLoaded, GetPa
   auto handle = shard(world, model, policy);
   handle.forward(input_of(world.rank(), 0, kWidth));
   const auto refusal = [&](const at::Tensor& value) {
-    return error_of(
+    return thrown_by(
         [&] { load_state_dict(handle, {whole_entry("tower.std_scale", value)}, Strict::kNo); });
   };
   EXPECT_THAT(refusal(here(at::full({kWidth}, 7e4F))), Says("found the value 70000"));
@@ -312,7 +312,7 @@ TEST_P_ON_RANKS(BuffersOnRanks, StandInTheContractWithTheirReasons, GetParam().f
 
 /// What both ranks say when rank 1's model is another.
 std::string disagreement(const std::function<void(Tower&)>& change) {
-  return error_of([&] {
+  return thrown_by([&] {
     ranks(2).run([&](World& world) {
       auto tower = std::make_shared<Tower>();
       if (world.rank() == 1) change(*tower);
@@ -344,7 +344,7 @@ TEST_ON_RANKS(FiniteCasts, AValueThatTheDtypeCannotHoldIsAnErrorThatNamesTheTens
     return tower;
   };
   auto handle = fully_shard(large(), data_mesh(world), half);
-  EXPECT_THAT(error_of([&] { handle.forward(here(at::ones({kWidth}))); }),
+  EXPECT_THAT(thrown_by([&] { handle.forward(here(at::ones({kWidth}))); }),
               Says("buffer std_bias: found the value 70000", "float16 can hold", "pin"));
   PrecisionRule whole;
   whole.match = {"weight"};
@@ -355,7 +355,7 @@ TEST_ON_RANKS(FiniteCasts, AValueThatTheDtypeCannotHoldIsAnErrorThatNamesTheTens
     const at::NoGradGuard no_grad;
     tower->weight[kWidth - 1] = -1e5;
   }
-  EXPECT_THAT(error_of([&] { fully_shard(tower, data_mesh(world), half); }),
+  EXPECT_THAT(thrown_by([&] { fully_shard(tower, data_mesh(world), half); }),
               Says("parameter weight: found the value -100000"));
   auto infinite = large();
   infinite->std_bias.fill_(std::numeric_limits<float>::infinity());
@@ -404,7 +404,7 @@ TEST(SharedBuffers, OfTwoUnitsHaveTheirDigitsUnderBothNames) {
 TEST_ON_RANKS(SharedBuffers, OfAFrozenAndATrainedPartAreRefusedWithBothNames, 1) {
   auto model = std::make_shared<Model>();
   model->register_buffer("table", model->tower->std_bias);
-  const auto message = error_of([&] {
+  const auto message = thrown_by([&] {
     model->shard_tower(data_mesh(world), in_bfloat16());
     fully_shard(model, data_mesh(world), in_bfloat16());
   });

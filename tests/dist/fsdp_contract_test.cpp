@@ -135,7 +135,7 @@ TEST_P_ON_RANKS(ContractOnRanks, TiedParametersThatDisagreeAreRefusedWithBothNam
                            std::optional<at::ScalarType> own = std::nullopt) {
     auto module = std::make_shared<TiedPair>(look);
     if (own) module->one.set_grad_dtype(own);
-    return error_of([&] { fully_shard(module, data_mesh(world)); });
+    return thrown_by([&] { fully_shard(module, data_mesh(world)); });
   };
   const auto same = [](const at::Tensor& t) { return t.detach(); };
   EXPECT_EQ(refusal(same), "");

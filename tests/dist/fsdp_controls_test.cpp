@@ -48,7 +48,7 @@ TEST_ON_RANKS(Controls, SwitchesThatABackwardDependsOnAreRefusedBeforeItRan, 2) 
                                           [&] { block.set_forward_prefetch({&twins.block(1)}); },
                                           [&] { block.set_backward_prefetch({&twins.block(1)}); },
                                           [&] { block.set_gradient_divide_factor(2); }}) {
-    EXPECT_THAT(error_of(set), Says("whose backward has not run"));
+    EXPECT_THAT(thrown_by(set), Says("whose backward has not run"));
   }
   backward(loss);
   twins.expect_plain(0);

@@ -171,7 +171,7 @@ TEST_ON_RANKS(DeferredGradients, HandedInTwiceNamesLayerAndMicroBatch, 1) {
   backward(handle.forward(seeded(1, {kWidth})).sum());
   const auto twice = module->owed;
   module->redeem();
-  EXPECT_THAT(error_of([&] { twice[0].sink->redeem(twice[0].ticket, twice[0].raw); }),
+  EXPECT_THAT(thrown_by([&] { twice[0].sink->redeem(twice[0].ticket, twice[0].raw); }),
               Says("weight", "layer 4", "micro-batch 0", "twice"));
 }
 
@@ -225,7 +225,7 @@ TEST_P(DeferredOnRanks, TicketsOfAFailedStepAreForgottenAndTheNextStepIsRight) {
     auto handle = fully_shard(module, data_mesh(world));
     const auto x = input_of(world.rank(), 1, kWidth).select(0, 0).requires_grad_();
     const auto place = reinterpret_cast<std::int64_t>(&seat);
-    EXPECT_NE(error_of([&] { backward(handle.forward(ThrowsLast::apply(x, place)).sum()); }), "");
+    EXPECT_NE(thrown_by([&] { backward(handle.forward(ThrowsLast::apply(x, place)).sum()); }), "");
     if (world.size() > 1) world.recover();
     const auto owed = std::exchange(module->modules[1]->owed, {});
     module->modules[0]->owed.clear();
@@ -233,7 +233,7 @@ TEST_P(DeferredOnRanks, TicketsOfAFailedStepAreForgottenAndTheNextStepIsRight) {
     expect_same(step(*module, handle), expected);
     EXPECT_EQ(handle.unit()->runtime().reductions_issued() - reductions, world.size() > 1 ? 2 : 0);
     ASSERT_EQ(owed.size(), 1U);
-    EXPECT_THAT(error_of([&] { owed[0].sink->redeem(owed[0].ticket, owed[0].raw); }),
+    EXPECT_THAT(thrown_by([&] { owed[0].sink->redeem(owed[0].ticket, owed[0].raw); }),
                 Says("failed", "layer 4"));
   });
 }
@@ -243,8 +243,8 @@ TEST_P_ON_RANKS(DeferredOnRanks, NormAndWholeGradientsWaitForWhatIsOwed, GetPara
   auto module = std::make_shared<Deferred>();
   auto handle = fully_shard(module, data_mesh(world));
   backward(handle.forward(seeded(1, {kWidth})).sum());
-  EXPECT_THAT(error_of([&] { clip_grad_norm(handle, 1.0); }), Says("gradient norm", "layer 4"));
-  EXPECT_THAT(error_of([&] { whole_gradients(handle); }), Says("layer 4"));
+  EXPECT_THAT(thrown_by([&] { clip_grad_norm(handle, 1.0); }), Says("gradient norm", "layer 4"));
+  EXPECT_THAT(thrown_by([&] { whole_gradients(handle); }), Says("layer 4"));
   module->redeem();
   EXPECT_GT(clip_grad_norm(handle, 1.0), 0);
 }
@@ -255,7 +255,7 @@ TEST_P_ON_RANKS(DeferredOnRanks, LeftOverAtTheStepNamesLayerAndMicroBatch, GetPa
   auto handle = fully_shard(module, data_mesh(world));
   const auto optimizer = make_sgd(handle, {});
   backward(handle.forward(seeded(1, {kWidth})).sum());
-  EXPECT_THAT(error_of([&] { optimizer->step(); }), Says("weight", "layer 4", "micro-batch 3"));
+  EXPECT_THAT(thrown_by([&] { optimizer->step(); }), Says("weight", "layer 4", "micro-batch 3"));
 }
 
 // Naive: a sum in the raw dtype, where 256 + 1 is 256 and the promise of 1 is lost.

@@ -296,7 +296,7 @@ TEST_P(Dropped, BackwardsOfTwoModelsThatMeetAreNamed) {
     const auto of_one = one.handle.forward(x).first;
     const auto of_other = other.handle.forward(x).first;
     errors[static_cast<std::size_t>(world.rank())] =
-        error_of([&] { backward(squares(world.rank() == 0 ? of_one : of_other)); });
+        thrown_by([&] { backward(squares(world.rank() == 0 ? of_one : of_other)); });
   });
   // One that comes to it later hears that another's backward has ended.
   EXPECT_THAT(errors, Each(Not(std::string())));

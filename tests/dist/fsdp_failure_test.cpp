@@ -13,7 +13,6 @@
 namespace tessera::test::fsdp_failure_test {
 namespace {
 
-using ::testing::AnyOf;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
@@ -61,7 +60,7 @@ TEST_P(Failures, OthersLeavePromptlyAndTheNextStepIsRight) {
     seat.wait();  // an abort would end a step that is still under way
     std::string error;
     const auto seconds = seconds_of([&] {
-      error = error_of([&] {
+      error = thrown_by([&] {
         auto x = input_of(world.rank(), 2, kWidth);
         if (culprit && when == When::kForward)
           throw std::runtime_error("the user's loader went wrong");
@@ -102,7 +101,7 @@ TEST_ON_RANKS(FailuresOfOne, ARankAloneGoesOnWithoutRecover, 1) {
       if (!in_backward) throw std::runtime_error("forward");
     };
     EXPECT_THAT(
-        error_of([&] { backward(squares(model.handle.forward(ThrowsInBackward::apply(x)))); }),
+        thrown_by([&] { backward(squares(model.handle.forward(ThrowsInBackward::apply(x)))); }),
         Says(in_backward ? "the user's backward" : "forward"));
     model.chain->blocks[1]->before = nullptr;
     model.handle.zero_grad();
@@ -117,7 +116,7 @@ TEST_ON_RANKS(FailuresOfOne, GradientsOfTheFailedStepAreForgottenWithoutZeroGrad
   ShardedChain model(data_mesh(world), 1, 2, kWidth);
   backward(squares(model.handle.forward(input_of(0, 0, kWidth))));
   model.chain->blocks[1]->before = [] { throw std::runtime_error("forward"); };
-  EXPECT_NE(error_of([&] { model.handle.forward(input_of(0, 1, kWidth)); }), "");
+  EXPECT_NE(thrown_by([&] { model.handle.forward(input_of(0, 1, kWidth)); }), "");
   model.chain->blocks[1]->before = nullptr;
   backward(squares(model.handle.forward(input_of(0, 2, kWidth))));
   expect_same(whole_gradients(model.handle), gradients_of_squares(plain, 1, 2, kWidth));
@@ -132,16 +131,16 @@ TEST_ON_RANKS(FailuresOfOne, AStepWhoseFirstMicroBatchIsGoneIsRefusedUntilZeroGr
   };
   run(0);
   model.chain->blocks[1]->before = [] { throw std::runtime_error("forward"); };
-  EXPECT_NE(error_of([&] { run(1); }), "");
+  EXPECT_NE(thrown_by([&] { run(1); }), "");
   model.chain->blocks[1]->before = nullptr;
   run(1);
-  EXPECT_THAT(error_of([&] { clip_grad_norm(model.handle, 1.0); }), Says("zero_grad()"));
-  EXPECT_THAT(error_of([&] { optimizer->step(); }), Says("before the failure is gone"));
+  EXPECT_THAT(thrown_by([&] { clip_grad_norm(model.handle, 1.0); }), Says("zero_grad()"));
+  EXPECT_THAT(thrown_by([&] { optimizer->step(); }), Says("before the failure is gone"));
   for (const bool to_none : {true, false}) {
     model.handle.zero_grad(to_none);
     run(0);
     run(1);
-    EXPECT_EQ(error_of([&] { optimizer->step(); }), "");
+    EXPECT_EQ(thrown_by([&] { optimizer->step(); }), "");
   }
 }
 
@@ -151,7 +150,7 @@ TEST(FailuresOfMany, ARankThatRecoversWithoutAWordTakesTheOthersAlong) {
     ranks(2, backend).run([](World& world) {
       ShardedChain model(data_mesh(world), 1, 2, kWidth);
       const auto seconds = seconds_of([&] {
-        EXPECT_NE(error_of([&] {
+        EXPECT_NE(thrown_by([&] {
                     auto y = model.handle.forward(input_of(0, 0, kWidth));
                     if (world.rank() == 0) {
                       y.register_hook(
@@ -201,13 +200,13 @@ TEST(FailuresOfMany, AnotherThreadLeavesANoteForTheRanksOwn) {
       auto& runtime = model.handle.unit()->runtime();
       auto x = input_of(world.rank(), 0, kWidth).requires_grad_();
       auto kept = squares(model.handle.forward(x));
-      const auto error = error_of([&] {
+      const auto error = thrown_by([&] {
         backward(squares(model.handle.forward(LeavesToAnotherThread::apply(x, &runtime))));
       });
       // The second of two that leave at once may be told of the first.
       EXPECT_THAT(error, AnyOf(Says("on another thread"), Says("an exception left")));
-      EXPECT_THAT(error_of([&] { optimizer->step(); }), Says("an exception has ended"));
-      EXPECT_THAT(error_of([&] { backward(kept); }), Says("before a failure"));
+      EXPECT_THAT(thrown_by([&] { optimizer->step(); }), Says("an exception has ended"));
+      EXPECT_THAT(thrown_by([&] { backward(kept); }), Says("before a failure"));
       world.recover();
       model.handle.zero_grad();
       backward(squares(model.handle.forward(input_of(world.rank(), 1, kWidth))));
@@ -249,7 +248,7 @@ TEST(FailuresOfMany, AThreadThatSleptThroughARecoveryAbortsNobody) {
       auto& runtime = model.handle.unit()->runtime();
       // Behind all units: the backward is under way.
       const auto loss = squares(model.handle.forward(IsMetByALateThread::apply(x, &runtime)));
-      EXPECT_EQ(error_of([&] { backward(loss); }), "");
+      EXPECT_EQ(thrown_by([&] { backward(loss); }), "");
       EXPECT_FALSE(world.aborted());
       comm::barrier(world.control(), "all are well");
     });
@@ -283,7 +282,7 @@ TEST_ON_RANKS(FailuresOfOne, AnInnerExceptionThatAnOuterForwardCatchesIsNamed, 1
     block->before = [&] {
       if (std::exchange(throws, false)) throw std::runtime_error("once");
     };
-    EXPECT_THAT(error_of([&] { handle.forward(input_of(0, 0, kWidth)); }), Says("exception"));
+    EXPECT_THAT(thrown_by([&] { handle.forward(input_of(0, 0, kWidth)); }), Says("exception"));
     Block plain(1, kWidth);
     const auto x = input_of(0, 0, kWidth);
     EXPECT_TRUE(same_bits(handle.forward(x).detach(), plain.forward(x).detach()));
@@ -296,11 +295,11 @@ TEST_ON_RANKS(FailuresOfMany, AForwardAfterAFailureAsksForRecover, 2) {
   model.chain->blocks[0]->before = [&] {
     if (world.rank() == 0) throw std::runtime_error("rank 0 throws");
   };
-  (void)error_of([&] {
+  (void)thrown_by([&] {
     backward(squares(model.handle.forward(input_of(0, 0, kWidth))));
     comm::barrier(world.control(), "end of the step");
   });
-  EXPECT_THAT(error_of([&] { model.handle.forward(input_of(0, 0, kWidth)); }), Says("recover()"));
+  EXPECT_THAT(thrown_by([&] { model.handle.forward(input_of(0, 0, kWidth)); }), Says("recover()"));
   world.recover();
 }
 

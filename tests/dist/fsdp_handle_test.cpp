@@ -228,12 +228,12 @@ TEST_ON_RANKS(Handle, CopiesAndMovesToOtherDtypesAreRefused, 1) {
   auto handle = std::make_shared<Sharded<Block>>(
       fully_shard(std::make_shared<Block>(1, kWidth), data_mesh(world)));
   torch::nn::Module& module = *handle;
-  EXPECT_THAT(error_of([&] { module.clone(); }), Says("sharded module"));
-  EXPECT_THAT(error_of([&] { module.to(at::kBFloat16); }), Says("sharded module"));
-  EXPECT_THAT(error_of([&] { module.to(at::Device(at::kCPU)); }), Says("sharded module"));
-  EXPECT_THAT(error_of([&] { module.to(at::kCPU, at::kDouble); }), Says("sharded module"));
+  EXPECT_THAT(thrown_by([&] { module.clone(); }), Says("sharded module"));
+  EXPECT_THAT(thrown_by([&] { module.to(at::kBFloat16); }), Says("sharded module"));
+  EXPECT_THAT(thrown_by([&] { module.to(at::Device(at::kCPU)); }), Says("sharded module"));
+  EXPECT_THAT(thrown_by([&] { module.to(at::kCPU, at::kDouble); }), Says("sharded module"));
   EXPECT_FALSE((std::is_copy_constructible_v<Sharded<Block>>));
-  EXPECT_THAT(error_of([&] { fully_shard(std::make_shared<Block>(1, kWidth), Mesh()); }),
+  EXPECT_THAT(thrown_by([&] { fully_shard(std::make_shared<Block>(1, kWidth), Mesh()); }),
               Says("mesh without a world"));
 }
 
@@ -241,7 +241,7 @@ TEST_ON_RANKS(Handle, CopiesAndMovesToOtherDtypesAreRefused, 1) {
 TEST_P_ON_RANKS(HandleOnRanks, AModuleThatIsShardedAlreadyIsRefused, GetParam()) {
   auto block = std::make_shared<Block>(1, kWidth);
   auto handle = fully_shard(block, data_mesh(world));
-  EXPECT_THAT(error_of([&] { fully_shard(block, data_mesh(world)); }),
+  EXPECT_THAT(thrown_by([&] { fully_shard(block, data_mesh(world)); }),
               Says("that another handle has sharded", "parameter a"));
 }
 
@@ -249,9 +249,9 @@ TEST_ON_RANKS(Handle, AHandleThatWasMovedFromIsRefusedByName, 1) {
   auto first = fully_shard(std::make_shared<Block>(1, kWidth), data_mesh(world));
   auto second = std::move(first);
   // NOLINTBEGIN(bugprone-use-after-move): what this is about
-  EXPECT_THAT(error_of([&] { first.forward(here(at::ones({1, kWidth}))); }),
+  EXPECT_THAT(thrown_by([&] { first.forward(here(at::ones({1, kWidth}))); }),
               Says("a handle that was moved from"));
-  EXPECT_THAT(error_of([&] { first.unshard(); }), Says("a handle that was moved from"));
+  EXPECT_THAT(thrown_by([&] { first.unshard(); }), Says("a handle that was moved from"));
   // NOLINTEND(bugprone-use-after-move)
   EXPECT_EQ(second.shards().size(), 2U);
 }
@@ -261,7 +261,7 @@ TEST_ON_RANKS(Handle, APlainParentsCloneAndToReachTheRefusal, 1) {
   Parent parent;
   parent.register_module("block", std::make_shared<Sharded<Block>>(fully_shard(
                                       std::make_shared<Block>(1, kWidth), data_mesh(world))));
-  EXPECT_THAT(error_of([&] { parent.to(at::kBFloat16); }), Says("sharded module"));
+  EXPECT_THAT(thrown_by([&] { parent.to(at::kBFloat16); }), Says("sharded module"));
 }
 
 // Naive: the parts' slices are gathered over the ranks of the other mesh: other weights, silently.
@@ -275,7 +275,7 @@ TEST_ON_RANKS(Handle, PartsOverAnotherMeshAreRefused, 4) {
   };
   const auto parent = std::make_shared<Parent>(std::make_shared<Sharded<Block>>(
       fully_shard(std::make_shared<Block>(1, kWidth), data_mesh(world, 2))));
-  EXPECT_THAT(error_of([&] { fully_shard(parent, data_mesh(world)); }),
+  EXPECT_THAT(thrown_by([&] { fully_shard(parent, data_mesh(world)); }),
               Says("block sharded over the mesh", "over one mesh"));
 }
 
@@ -302,7 +302,7 @@ TEST_ON_RANKS(Handle, RanksOfAnotherPipelineStageHaveModelsOfTheirOwn, 4) {
 
 TEST_ON_RANKS(Handle, AMeshWithAxesOnWhichNobodySumsIsRefused, 2) {
   const auto error_over = [&](const MeshShape& shape) {
-    return error_of([&] { fully_shard(std::make_shared<Block>(1, kWidth), world.mesh(shape)); });
+    return thrown_by([&] { fully_shard(std::make_shared<Block>(1, kWidth), world.mesh(shape)); });
   };
   for (const char* name : {"ep", "etp", "dp_shard_mod_ep", "dp_sahrd"}) {
     EXPECT_THAT(error_over(MeshShape({{name, 2}})),

@@ -39,7 +39,7 @@ class InPlaceChanges : public ::testing::TestWithParam<DataLayout> {
       const auto unit = [&](const Several& inputs) { return handle.forward(inputs); };
       const auto input = [](int rank) { return input_of(rank, 0, kWidth).requires_grad_(); };
       told[static_cast<std::size_t>(world.rank())] =
-          error_of([&] { backward(one.loss(unit, *body, input(world.rank()) * 1.0)); });
+          thrown_by([&] { backward(one.loss(unit, *body, input(world.rank()) * 1.0)); });
       seat.wait();
       if (world.size() > 1) world.recover();
       body->become(product);

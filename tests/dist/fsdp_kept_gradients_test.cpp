@@ -51,7 +51,7 @@ class KeptGradients : public ::testing::TestWithParam<Layout> {
   static void expect_refusal(const std::function<void(World&, Sharded<Pair>&)>& body) {
     std::vector<std::string> errors(static_cast<std::size_t>(GetParam().ranks));
     ranks(GetParam().ranks, GetParam().backend).run([&](World& world) {
-      errors[static_cast<std::size_t>(world.rank())] = error_of([&] {
+      errors[static_cast<std::size_t>(world.rank())] = thrown_by([&] {
         auto handle = shard(world);
         body(world, handle);
       });
@@ -196,12 +196,12 @@ TEST_ON_RANKS(GradientsElsewhere, AreRefusedByName, 1) {
     if (view.contract->name == "b") grad = at::empty_like(grad, at::TensorOptions(at::kMeta));
   }
   const auto is_named = Says("gradient of b: found it on meta, expected ", world.device().str());
-  EXPECT_THAT(error_of([&] { gradient_norm(handle); }), is_named);
-  EXPECT_THAT(error_of([&] { optimizer->step(); }), is_named);
-  EXPECT_THAT(error_of(step), is_named);
+  EXPECT_THAT(thrown_by([&] { gradient_norm(handle); }), is_named);
+  EXPECT_THAT(thrown_by([&] { optimizer->step(); }), is_named);
+  EXPECT_THAT(thrown_by(step), is_named);
   handle.zero_grad();
   step();
-  EXPECT_EQ(error_of([&] { optimizer->step(); }), "");
+  EXPECT_EQ(thrown_by([&] { optimizer->step(); }), "");
 }
 
 // ---------------------------------------------------------------- between unsynced micro-batches

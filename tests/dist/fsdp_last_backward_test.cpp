@@ -53,9 +53,9 @@ TEST_P_ON_RANKS(LastBackward, ReadersOfGradientsAreToldToWait, GetParam().first)
   twins.handle().set_is_last_backward(false);
   twins.run(0);
   const auto told = Says("set_is_last_backward(true) before the step's last backward");
-  EXPECT_THAT(error_of([&] { optimizer->step(); }), told);
-  EXPECT_THAT(error_of([&] { clip_grad_norm(twins.handle(), 1.0); }), told);
-  EXPECT_THAT(error_of([&] { whole_gradients(twins.handle()); }), told);
+  EXPECT_THAT(thrown_by([&] { optimizer->step(); }), told);
+  EXPECT_THAT(thrown_by([&] { clip_grad_norm(twins.handle(), 1.0); }), told);
+  EXPECT_THAT(thrown_by([&] { whole_gradients(twins.handle()); }), told);
   twins.handle().set_is_last_backward(true);
   twins.run(1);
   optimizer->step();
@@ -134,7 +134,7 @@ INSTANTIATE_TEST_SUITE_P(Grid, DivideFactor,
 TEST_P_ON_RANKS(DivideFactor, MayBeSetBetweenSums, GetParam().first) {
   Twins twins(world, GetParam().second);
   twins.step(0, "default");
-  EXPECT_THAT(error_of([&] { twins.handle().set_gradient_divide_factor(2.0); }),
+  EXPECT_THAT(thrown_by([&] { twins.handle().set_gradient_divide_factor(2.0); }),
               Says("zero_grad()", "found a gradient of"));
   for (const double factor : {1.0, 2.0 * world.size(), 3.0, 0.5}) {
     twins.handle().zero_grad();
@@ -144,7 +144,7 @@ TEST_P_ON_RANKS(DivideFactor, MayBeSetBetweenSums, GetParam().first) {
   }
   twins.handle().zero_grad();
   for (const double wrong : {0.0, -1.0, 1e-320, 1e39, std::nan(""), HUGE_VAL}) {
-    EXPECT_THAT(error_of([&] { twins.handle().set_gradient_divide_factor(wrong); }),
+    EXPECT_THAT(thrown_by([&] { twins.handle().set_gradient_divide_factor(wrong); }),
                 Says("expected a number above 0 that float32 has"));
   }
 }

@@ -69,7 +69,7 @@ TEST_ON_RANKS(Holders, OfLibtorchAndEmptyOnes, 2) {
   const auto x = input_of(0, 0, kWidth);
   EXPECT_TRUE(same_bits(handle(x),
                         Affine(2, kWidth, kWidth).forward(Affine(1, kWidth, kWidth).forward(x))));
-  EXPECT_THAT(error_of([&] { fully_shard(Net(nullptr), data_mesh(world)); }),
+  EXPECT_THAT(thrown_by([&] { fully_shard(Net(nullptr), data_mesh(world)); }),
               Says("found no module"));
 }
 
@@ -91,14 +91,14 @@ TEST(TorchSave, IsRefusedWithTheWayToGo) {
     const std::shared_ptr<torch::nn::Module> outer = parent;
     for (auto one : {module, outer}) {
       std::stringstream file;
-      EXPECT_THAT(error_of([&] { torch::save(one, file); }),
+      EXPECT_THAT(thrown_by([&] { torch::save(one, file); }),
                   Says("torch::save: found a sharded module", "state_dict", "save_checkpoint"));
     }
     std::stringstream file;
     std::shared_ptr<torch::nn::Module> plain = Net().ptr();
     torch::save(plain, file);
     auto one = module;
-    EXPECT_THAT(error_of([&] { torch::load(one, file); }),
+    EXPECT_THAT(thrown_by([&] { torch::load(one, file); }),
                 Says("load_state_dict", "load_checkpoint"));
   });
 }

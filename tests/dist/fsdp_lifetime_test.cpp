@@ -124,11 +124,11 @@ TEST_ON_RANKS(Lifetime, ReadingAndWritingAReleasedParameterNamesTheUnit, 2) {
   const auto message = Says("block1", "while they are sharded");
   const at::NoGradGuard no_grad;
   for (int round = 0; round < 2; ++round) {
-    EXPECT_THAT(error_of([&] { (void)weight.sum(); }), message);
-    EXPECT_THAT(error_of([&] { weight.add_(1); }), message);
-    EXPECT_THAT(error_of([&] { (void)weight.clone(); }), message);
-    EXPECT_THAT(error_of([&] { (void)weight[0][0].item<float>(); }), message);
-    EXPECT_THAT(error_of([&] { (void)weight.data_ptr<float>(); }), message);
+    EXPECT_THAT(thrown_by([&] { (void)weight.sum(); }), message);
+    EXPECT_THAT(thrown_by([&] { weight.add_(1); }), message);
+    EXPECT_THAT(thrown_by([&] { (void)weight.clone(); }), message);
+    EXPECT_THAT(thrown_by([&] { (void)weight[0][0].item<float>(); }), message);
+    EXPECT_THAT(thrown_by([&] { (void)weight.data_ptr<float>(); }), message);
     model.handle.forward(input_of(world.rank(), 0, kWidth));
   }
 }
@@ -136,7 +136,7 @@ TEST_ON_RANKS(Lifetime, ReadingAndWritingAReleasedParameterNamesTheUnit, 2) {
 TEST_ON_RANKS(Lifetime, OneRankThatCastsReleasesAsWell, 1) {
   auto module = std::make_shared<Block>(1, kWidth);
   auto handle = fully_shard(module, data_mesh(world), in_bfloat16());
-  EXPECT_THAT(error_of([&] { (void)module->a.sum(); }), Says("while they are sharded"));
+  EXPECT_THAT(thrown_by([&] { (void)module->a.sum(); }), Says("while they are sharded"));
 }
 
 // Naive: torch::optim on the module's own parameters steps nothing, silently, for ever.
@@ -145,7 +145,7 @@ TEST_P_ON_RANKS(LifetimeOnRanks, AnOptimizerOnTheModulesOwnParametersIsNamed, Ge
   torch::optim::SGD wrong(std::vector<at::Tensor>{model.chain->blocks[0]->a},
                           torch::optim::SGDOptions(0.1));
   backward(squares(model.handle.forward(input_of(world.rank(), 0, kWidth))));
-  EXPECT_THAT(error_of([&] { wrong.step(); }), Says("parameter", "handle"));
+  EXPECT_THAT(thrown_by([&] { wrong.step(); }), Says("parameter", "handle"));
 }
 
 TEST_P_ON_RANKS(LifetimeOnRanks, AClipOfTheModulesOwnParametersIsNamed, GetParam()) {
@@ -153,9 +153,9 @@ TEST_P_ON_RANKS(LifetimeOnRanks, AClipOfTheModulesOwnParametersIsNamed, GetParam
   backward(squares(model.handle.forward(input_of(world.rank(), 0, kWidth))));
   const auto message = Says("gradient of the unsharded parameter a", "handle.parameters()");
   EXPECT_THAT(
-      error_of([&] { torch::nn::utils::clip_grad_norm_({model.chain->blocks[0]->a}, 1.0); }),
+      thrown_by([&] { torch::nn::utils::clip_grad_norm_({model.chain->blocks[0]->a}, 1.0); }),
       message);
-  EXPECT_THAT(error_of([&] { (void)model.chain->blocks[0]->a.grad().norm(); }), message);
+  EXPECT_THAT(thrown_by([&] { (void)model.chain->blocks[0]->a.grad().norm(); }), message);
 }
 
 TEST_P_ON_RANKS(LifetimeOnRanks, TorchOptimOnTheShardsWorks, GetParam()) {
@@ -177,7 +177,7 @@ TEST_P_ON_RANKS(LifetimeOnRanks, TorchOptimOnTheShardsWorks, GetParam()) {
 // Naive: the module computes with whatever lies there.
 TEST_ON_RANKS(Lifetime, CallingAModulePastItsHandleThrowsAtTheReleasedParameter, 2) {
   ShardedChain model(data_mesh(world), 1, 2, kWidth);
-  EXPECT_THAT(error_of([&] { model.chain->blocks[0]->forward(input_of(0, 0, kWidth)); }),
+  EXPECT_THAT(thrown_by([&] { model.chain->blocks[0]->forward(input_of(0, 0, kWidth)); }),
               Says("block0", "call the module through the handle"));
 }
 
@@ -185,8 +185,8 @@ TEST_ON_RANKS(Lifetime, CallingAModulePastItsHandleThrowsAtTheReleasedParameter,
 // away.
 TEST_ON_RANKS(Lifetime, CallingAModulePastItsHandleOnOneRankThrowsAtItsGradient, 1) {
   ShardedChain model(data_mesh(world), 1, 2, kWidth);
-  const auto error =
-      error_of([&] { backward(squares(model.chain->blocks[0]->forward(input_of(0, 0, kWidth)))); });
+  const auto error = thrown_by(
+      [&] { backward(squares(model.chain->blocks[0]->forward(input_of(0, 0, kWidth)))); });
   EXPECT_THAT(error, Says("block0.b", "outside an open forward", "handle"));
   model.handle.zero_grad();
   backward(squares(model.handle.forward(input_of(0, 0, kWidth))));  // and the model goes on
@@ -199,7 +199,7 @@ TEST_P_ON_RANKS(LifetimeOnRanks, StepWhileABackwardIsOwedIsRefused, GetParam()) 
   const auto optimizer = make_sgd(model.handle, {});
   {
     const auto loss = squares(model.handle.forward(input_of(world.rank(), 0, kWidth)));
-    EXPECT_THAT(error_of([&] { optimizer->step(); }), Says("whose backward has not run"));
+    EXPECT_THAT(thrown_by([&] { optimizer->step(); }), Says("whose backward has not run"));
   }
   optimizer->step();  // the loss went out of scope
 }
@@ -218,7 +218,7 @@ TEST(Lifetime, LossesThatOtherThreadsDropAreNotOwed) {
           of_thread.push_back(squares(model.handle.forward(input_of(0, i, kWidth))));
         }
       }
-      EXPECT_THAT(error_of([&] { optimizer->step(); }), Says("whose backward has not run"));
+      EXPECT_THAT(thrown_by([&] { optimizer->step(); }), Says("whose backward has not run"));
       std::latch all(kThreads);
       std::vector<std::jthread> threads;
       for (auto& of_thread : losses) {
@@ -263,7 +263,7 @@ TEST_P_ON_RANKS(LifetimeOnRanks, ABackwardThroughWeightsThatHaveChangedSinceIsRe
   const auto y = model.handle.forward(input_of(world.rank(), 0, kWidth));
   backward_and_keep_graph(y.sum());
   optimizer->step();
-  EXPECT_THAT(error_of([&] { backward(squares(y)); }), Says("changed since this forward"));
+  EXPECT_THAT(thrown_by([&] { backward(squares(y)); }), Says("changed since this forward"));
 }
 
 // Naive: the kept graph keeps the root gathered, and its old weights serve the next forward.
@@ -325,14 +325,14 @@ TEST_P_ON_RANKS(LifetimeOnRanks, TheModuleOutlivesItsHandleAsAnErrorNotAsFreedMe
     auto handle = fully_shard(module, data_mesh(world));
     handle.forward(input_of(0, 0, kWidth));
   }
-  EXPECT_THAT(error_of([&] { (void)module->a.sum(); }), Says("while they are sharded"));
+  EXPECT_THAT(thrown_by([&] { (void)module->a.sum(); }), Says("while they are sharded"));
 }
 
 TEST_ON_RANKS(Lifetime, ATensorThatSharedStorageWithAParameterThrowsAfterSharding, 2) {
   auto module = std::make_shared<Block>(1, kWidth);
   const auto outside = module->a.detach();
   auto handle = fully_shard(module, data_mesh(world));
-  EXPECT_THAT(error_of([&] { (void)outside.sum(); }), Says("parameter a", "clone values"));
+  EXPECT_THAT(thrown_by([&] { (void)outside.sum(); }), Says("parameter a", "clone values"));
 }
 
 TEST_ON_RANKS(Lifetime, UnshardAndReshardByHand, 2) {
@@ -342,7 +342,7 @@ TEST_ON_RANKS(Lifetime, UnshardAndReshardByHand, 2) {
   handle.unshard();
   EXPECT_TRUE(same_bits(module->a.detach(), value));
   handle.reshard();
-  EXPECT_THAT(error_of([&] { (void)module->a.sum(); }), Says("while they are sharded"));
+  EXPECT_THAT(thrown_by([&] { (void)module->a.sum(); }), Says("while they are sharded"));
 }
 
 }  // namespace

@@ -112,7 +112,7 @@ TEST_ON_RANKS(NormOrders, AnOrderThatIsNoneIsRefused, 2) {
   Twins twins(world);
   twins.run(0);
   for (const double p : {0.0, -1.0, -kInfinity, std::nan("")}) {
-    EXPECT_THAT(error_of([&] { gradient_norm(twins.handle(), p); }),
+    EXPECT_THAT(thrown_by([&] { gradient_norm(twins.handle(), p); }),
                 Says("expected a number above 0"));
   }
 }

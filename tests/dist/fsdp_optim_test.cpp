@@ -131,7 +131,7 @@ TEST_P_ON_RANKS(OptimOnRanks, WhatNoDecayNamesIsNotDecayedAndAMisspeltNameIsRefu
   ShardedChain model(data_mesh(world), 1, 1, kWidth);
   auto misspelt = sgd(0.5);
   misspelt.no_decay = {"scales"};
-  EXPECT_THAT(error_of([&] { make_sgd(model.handle, misspelt); }), Says("scales"));
+  EXPECT_THAT(thrown_by([&] { make_sgd(model.handle, misspelt); }), Says("scales"));
 }
 
 // The contract's decision and the optimizer's own list are the same to the update.
@@ -174,7 +174,7 @@ TEST_P_ON_RANKS(OptimOnRanks, RulesScaleLrAndDecayOverNoDecayAndTheLastMatchWins
   const auto refusal = [&](const OptimizerRule& rule) {
     auto options = adamw(0.5);
     options.rules = {rule};
-    return error_of([&] { make_adamw(model.handle, options); });
+    return thrown_by([&] { make_adamw(model.handle, options); });
   };
   EXPECT_THAT(refusal({{"scale", "scales"}, 0.5, std::nullopt}),
               Says("optimizer.rule[1].match: found the pattern \"scales\""));
@@ -188,7 +188,7 @@ TEST_P_ON_RANKS(OptimOnRanks, AGradientOfAnotherDtypeThanTheShardIsRefused, GetP
   auto handle = fully_shard(std::make_shared<Block>(1, kWidth), data_mesh(world), policy);
   const auto optimizer = make_sgd(handle, {});
   backward(squares(handle.forward(input_of(0, 0, kWidth))));
-  EXPECT_THAT(error_of([&] { optimizer->step(); }), Says("final_dtype"));
+  EXPECT_THAT(thrown_by([&] { optimizer->step(); }), Says("final_dtype"));
 }
 
 // ------------------------------------------------------------------------------------ norm and
@@ -321,8 +321,8 @@ TEST(Optim, AGroupThatIsAddedIsRefusedByNameAtTheNextStep) {
           torchs.param_groups().front().params().push_back(plain);
         }
         backward(squares(handle.forward(input_of(world.rank(), 0, 4))));
-        const auto said = error_of([&] { torchs.step(); });
-        EXPECT_EQ(error_of([&] { optimizer->step(); }), said) << "whichever way it is called";
+        const auto said = thrown_by([&] { torchs.step(); });
+        EXPECT_EQ(thrown_by([&] { optimizer->step(); }), said) << "whichever way it is called";
         expect_same(whole_parameters(handle), before, "nothing was stepped");
         if (as_group) torchs.param_groups().pop_back();
         torchs.param_groups().front().params().clear();
@@ -348,7 +348,7 @@ TEST_ON_RANKS(Optim, AGradientOfAnotherShapeIsRefusedByName, 2) {
     const auto shard = handle.shards()[0].shard;  // of 128 and of 64 of the 192 elements
     const auto refused = [&](const at::Tensor& gradient) {
       shard.mutable_grad() = gradient;
-      return error_of([&] { optimizer->step(); });
+      return thrown_by([&] { optimizer->step(); });
     };
     const auto numel = shard.numel();
     EXPECT_THAT(refused(here(at::ones({numel + 1}))),
@@ -378,7 +378,7 @@ TEST_ON_RANKS(Optim, AStepThatWasRefusedIsNotCounted, 2) {
     const auto& last = shards.back().shard;
     const auto right = last.grad();
     last.mutable_grad() = here(at::ones({last.numel() + 1}));
-    EXPECT_THAT(error_of([&] { optimizer->step(); }), Says("as its shard, and contiguous"));
+    EXPECT_THAT(thrown_by([&] { optimizer->step(); }), Says("as its shard, and contiguous"));
     last.mutable_grad() = right;
     optimizer->step();
     expected->step();

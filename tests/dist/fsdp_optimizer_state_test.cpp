@@ -249,7 +249,7 @@ std::vector<std::string> refusals(int count,
     const auto before = run.state();
     change(world, dict);
     const auto error =
-        error_of([&] { load_optimizer_state_dict(run.model, *run.optimizer, dict, strict); });
+        thrown_by([&] { load_optimizer_state_dict(run.model, *run.optimizer, dict, strict); });
     expect_same(run.state(), before, "after a refusal");
     if (!error.empty()) throw std::runtime_error(error);
   });
@@ -337,15 +337,15 @@ TEST_ON_RANKS(OptimizerStateErrors, AnOptimizerOfAnotherModelAndShardsOfARankAre
   Stepped run(world, kKinds[0], 1);
   const Stepped other(world, kKinds[0], 1);
   const auto dict = run.state();
-  EXPECT_THAT(error_of([&] { optimizer_state_dict(run.model, *other.optimizer); }),
+  EXPECT_THAT(thrown_by([&] { optimizer_state_dict(run.model, *other.optimizer); }),
               Says("found an optimizer that steps single, which is no parameter of this "
                    "handle"));
-  EXPECT_THAT(error_of([&] { load_optimizer_state_dict(run.model, *other.optimizer, dict); }),
+  EXPECT_THAT(thrown_by([&] { load_optimizer_state_dict(run.model, *other.optimizer, dict); }),
               Says("which is no parameter of this handle"));
-  EXPECT_THAT(error_of([&] { run.state(StateDictKind::kSharded); }),
+  EXPECT_THAT(thrown_by([&] { run.state(StateDictKind::kSharded); }),
               Says("Optimizer::state() has what this rank holds"));
   auto loss = squares(run.model.forward(seeded(9, {4, 7})));
-  EXPECT_THAT(error_of([&] { load_optimizer_state_dict(run.model, *run.optimizer, dict); }),
+  EXPECT_THAT(thrown_by([&] { load_optimizer_state_dict(run.model, *run.optimizer, dict); }),
               Says("whose backward has not run"));
 }
 

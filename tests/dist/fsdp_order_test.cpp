@@ -39,7 +39,7 @@ TEST_P(Backends, ReductionsSwappedOnOneRankAreNamed) {
   });
   std::string error;
   const auto seconds = seconds_of([&] {
-    error = error_of([&] {
+    error = thrown_by([&] {
       two.run([](World& world) {
         ShardedChain model(data_mesh(world), 1, 2, kWidth);
         backward(squares(model.handle.forward(input_of(world.rank(), 0, kWidth))));
@@ -53,7 +53,7 @@ TEST_P(Backends, ReductionsSwappedOnOneRankAreNamed) {
 // Naive: rank 1's block1 gets the weights of block0 where sizes are equal.
 TEST_P(Backends, UnitsEnteredInAnotherOrderAreNamed) {
   comm::ThreadRanks two(2, GetParam(), impatient());
-  const auto error = error_of([&] {
+  const auto error = thrown_by([&] {
     two.run([](World& world) {
       const auto mesh = data_mesh(world);
       ShardedChain model(mesh, 1, 2, kWidth);
@@ -69,7 +69,7 @@ TEST_P(Backends, UnitSkippedOnOneRankIsNamedAtOnce) {
   comm::ThreadRanks two(2, GetParam(), impatient());
   std::string error;
   const auto seconds = seconds_of([&] {
-    error = error_of([&] {
+    error = thrown_by([&] {
       two.run([](World& world) {
         ShardedChain model(data_mesh(world), 1, 3, kWidth);
         if (world.rank() == 1) model.chain->skip = 1;
@@ -83,7 +83,7 @@ TEST_P(Backends, UnitSkippedOnOneRankIsNamedAtOnce) {
 
 // Replicas alone gather nothing: only the agreement on the order can find it.
 TEST(Order, UnitSkippedOnOneReplicaIsNamedBeforeItsGradientIsSummed) {
-  const auto error = error_of([&] {
+  const auto error = thrown_by([&] {
     ranks(2).run([](World& world) {
       ShardedChain model(data_mesh(world, 2), 1, 3, kWidth);
       if (world.rank() == 1) model.chain->skip = 1;
@@ -95,7 +95,7 @@ TEST(Order, UnitSkippedOnOneReplicaIsNamedBeforeItsGradientIsSummed) {
 }
 
 TEST(Order, RanksWithOtherPoliciesAreRefusedBeforeTheFirstGather) {
-  const auto error = error_of([&] {
+  const auto error = thrown_by([&] {
     ranks(2).run([](World& world) {
       PrecisionPolicy policy;
       if (world.rank() == 1) policy.reduce_dtype = DType::kBFloat16;

@@ -57,9 +57,9 @@ TEST_P_ON_RANKS(OutlivingOnRanks, AnOptimizerStepsTheShardsThatItHolds, GetParam
     EXPECT_EQ(of_gone->kept_names(), of_kept->kept_names());
     of_gone->set_steps("block1.a", 7);
     for (const auto steps : {std::int64_t{-1}, std::numeric_limits<std::int64_t>::max()}) {
-      EXPECT_NE(error_of([&] { of_gone->set_steps("block1.a", steps); }), "");
+      EXPECT_NE(thrown_by([&] { of_gone->set_steps("block1.a", steps); }), "");
     }
-    EXPECT_THAT(error_of([&] { of_gone->make_kept("none"); }), Says("no trainable parameter"));
+    EXPECT_THAT(thrown_by([&] { of_gone->make_kept("none"); }), Says("no trainable parameter"));
     const auto expected = kept.handle.shards();
     ASSERT_EQ(shards.size(), expected.size());
     for (std::size_t i = 0; i < shards.size(); ++i) {
@@ -245,7 +245,7 @@ TEST(Inner, AHandleThatAnOuterOneHasTakenInIsNotTakenInAgain) {
       {
         const auto outermost = fully_shard(around, mesh);
       }
-      EXPECT_THAT(error_of([&] { fully_shard(around, mesh); }), Says("block", "taken in before"));
+      EXPECT_THAT(thrown_by([&] { fully_shard(around, mesh); }), Says("block", "taken in before"));
     });
   }
 }
@@ -261,7 +261,7 @@ TEST(Inner, AHandleWithAForwardOrAGradientIsNotTakenIn) {
       const auto mesh = data_mesh(world);
       auto around = std::make_shared<Around>(mesh);
       Affine plain(1, kWidth, kWidth);
-      const auto refusal = [&] { return error_of([&] { fully_shard(around, mesh); }); };
+      const auto refusal = [&] { return thrown_by([&] { fully_shard(around, mesh); }); };
       {
         // One rank alone still has a forward.
         auto loss = squares(around->block->forward(input_of(world.rank(), 0, kWidth)));
@@ -279,7 +279,7 @@ TEST(Inner, AHandleWithAForwardOrAGradientIsNotTakenIn) {
       backward(squares(handle.forward(input_of(world.rank(), 1, kWidth))));
       EXPECT_EQ(whole_gradients(handle).size(), 2U);
       seat.wait();  // the first refusal ends what others are still at
-      EXPECT_THAT(error_of([&] { backward(kept); }), Says("before the model had other units"));
+      EXPECT_THAT(thrown_by([&] { backward(kept); }), Says("before the model had other units"));
     });
   }
 }
@@ -328,7 +328,7 @@ TEST_ON_RANKS(Inner, WeightGradientsOwedToAUnitThatIsGoneAreDroppedByName, 1) {
   }
   const auto other = litter();
   EXPECT_EQ(sink.open_tickets(), 0U);
-  EXPECT_THAT(error_of([&] { sink.redeem(ticket, here(at::ones({kWidth + 1, kWidth}))); }),
+  EXPECT_THAT(thrown_by([&] { sink.redeem(ticket, here(at::ones({kWidth + 1, kWidth}))); }),
               Says("block0.a", "of a module that is gone"));
   block->run_weight_gradients();
 }
@@ -339,11 +339,11 @@ TEST_ON_RANKS(MovedFrom, HandlesSayThatTheyAre, 1) {
   // What is left of it is what this is about.
   const auto& left = handle;  // NOLINT(bugprone-use-after-move)
   const auto told = Says("a handle that was moved from");
-  EXPECT_THAT(error_of([&] { make_sgd(left, {}); }), told);
-  EXPECT_THAT(error_of([&] { gradient_norm(left); }), told);
-  EXPECT_THAT(error_of([&] { nonfinite_parameters(left, 1); }), told);
-  EXPECT_THAT(error_of([&] { (void)left.named_buffers(); }), told);
-  EXPECT_THAT(error_of([&] { (void)left.contract(); }), told);
+  EXPECT_THAT(thrown_by([&] { make_sgd(left, {}); }), told);
+  EXPECT_THAT(thrown_by([&] { gradient_norm(left); }), told);
+  EXPECT_THAT(thrown_by([&] { nonfinite_parameters(left, 1); }), told);
+  EXPECT_THAT(thrown_by([&] { (void)left.named_buffers(); }), told);
+  EXPECT_THAT(thrown_by([&] { (void)left.contract(); }), told);
   EXPECT_EQ(left.shards().size(), 0U);
 }
 

@@ -188,13 +188,13 @@ TEST_ON_RANKS(Parameters, ALeafsOwnGradDtypeCountsAlsoWhereItIsTheTensorsAndNone
 TEST_ON_RANKS(Parameters, AGradientBeforeShardingIsRefused, 1) {
   auto module = std::make_shared<Scale>(here(at::ones({3})));
   backward(module->forward(here(at::ones({3}))).sum());
-  EXPECT_THAT(error_of([&] { fully_shard(module, data_mesh(world)); }),
+  EXPECT_THAT(thrown_by([&] { fully_shard(module, data_mesh(world)); }),
               Says("weight", "zero_grad()"));
 }
 
 TEST_ON_RANKS(Parameters, WithoutValuesOnTheMetaDeviceAreRefusedByName, 1) {
   auto module = std::make_shared<Scale>(at::ones({3}, at::TensorOptions(at::kMeta)));
-  EXPECT_THAT(error_of([&] { fully_shard(module, data_mesh(world)); }),
+  EXPECT_THAT(thrown_by([&] { fully_shard(module, data_mesh(world)); }),
               Says("parameter weight: found it on meta, expected ", world.device().str()));
 }
 
@@ -240,7 +240,7 @@ TEST_P_ON_RANKS(HooksBeforeSharding, AreRefusedByNameOnAllRanks, GetParam()) {
     // Lives as long as somebody holds it.
     const auto node = torch::autograd::impl::grad_accumulator(block->b);
     hook(block->b);
-    EXPECT_THAT(error_of([&] { fully_shard(block, mesh); }), Says("parameter b", "hook"));
+    EXPECT_THAT(thrown_by([&] { fully_shard(block, mesh); }), Says("parameter b", "hook"));
   }
   auto block = std::make_shared<Block>(1, 4);
   const auto node = torch::autograd::impl::grad_accumulator(block->b);
@@ -254,7 +254,7 @@ TEST_P_ON_RANKS(HooksBeforeSharding, AreRefusedByNameOnAllRanks, GetParam()) {
 TEST_ON_RANKS(Parameters, OfAnotherHandleAreRefused, 1) {
   auto twice = std::make_shared<Block>(1, 4);
   auto handle = fully_shard(twice, data_mesh(world));
-  EXPECT_THAT(error_of([&] { fully_shard(twice, data_mesh(world)); }),
+  EXPECT_THAT(thrown_by([&] { fully_shard(twice, data_mesh(world)); }),
               Says("another handle has sharded"));
 }
 
@@ -267,8 +267,8 @@ TEST_ON_RANKS(Parameters, AHookOnTheModulesTensorIsRefusedByName, 1) {
   handle.zero_grad();
   const auto late = loss();
   block->b.register_hook([](const at::Tensor& grad) { return grad * 2; });
-  EXPECT_THAT(error_of([&] { backward(late); }), Says("parameter b", "hook"));
-  EXPECT_THAT(error_of([&] { loss(); }), Says("parameter b", "register_hook"));
+  EXPECT_THAT(thrown_by([&] { backward(late); }), Says("parameter b", "hook"));
+  EXPECT_THAT(thrown_by([&] { loss(); }), Says("parameter b", "register_hook"));
 }
 
 TEST_ON_RANKS(Parameters, IgnoredOnesStayAsTheyAre, 2) {
@@ -292,26 +292,26 @@ TEST(Parameters, SparseAndComplexGradientsAreRefusedByName) {
   };
   ranks(1).run([](World& world) {
     auto handle = fully_shard(std::make_shared<Table>(), data_mesh(world));
-    EXPECT_THAT(error_of([&] { backward(handle.forward(here(at::tensor({1, 2})))); }),
+    EXPECT_THAT(thrown_by([&] { backward(handle.forward(here(at::tensor({1, 2})))); }),
                 Says("weight", "Sparse", "dense"));
     auto complex = std::make_shared<Scale>(here(at::ones({3}, at::kComplexFloat)));
-    EXPECT_NE(error_of([&] { fully_shard(complex, data_mesh(world)); }), "");
+    EXPECT_NE(thrown_by([&] { fully_shard(complex, data_mesh(world)); }), "");
   });
 }
 
 // Naive: a weight tied to its transpose becomes the weight itself, or a copy that trains alone.
 TEST_ON_RANKS(Parameters, OtherViewsOfOneMemoryAreRefused, 2) {
   using View = std::function<at::Tensor(const at::Tensor&)>;
-  const auto refusal_of = [&](const View& view) {
+  const auto refusal = [&](const View& view) {
     auto module = std::make_shared<Scale>(seeded(1, {4, 4}));
     module->register_parameter("view", view(module->weight.detach()));
-    return error_of([&] { fully_shard(module, data_mesh(world)); });
+    return thrown_by([&] { fully_shard(module, data_mesh(world)); });
   };
   const auto message = Says("weight and view", "same memory");
-  EXPECT_THAT(refusal_of([](const auto& weight) { return weight.t(); }), message);
-  EXPECT_THAT(refusal_of([](const auto& weight) { return weight.view({16}); }), message);
-  EXPECT_THAT(refusal_of([](const auto& weight) { return weight[1]; }), message);
-  EXPECT_EQ(refusal_of([](const auto& weight) { return weight; }), "");
+  EXPECT_THAT(refusal([](const auto& weight) { return weight.t(); }), message);
+  EXPECT_THAT(refusal([](const auto& weight) { return weight.view({16}); }), message);
+  EXPECT_THAT(refusal([](const auto& weight) { return weight[1]; }), message);
+  EXPECT_EQ(refusal([](const auto& weight) { return weight; }), "");
 }
 
 }  // namespace

@@ -128,7 +128,7 @@ TEST(RecomputeResults, AnInputOrAWeightOrTheSameTensorTwiceMayComeBack) {
 // Misuse.
 
 TEST(RecomputeMisuse, KeepUnderGradModeIsRefused) {
-  EXPECT_THAT(error_of([] { keep({1}, [] { return here(at::ones({1})); }); }),
+  EXPECT_THAT(thrown_by([] { keep({1}, [] { return here(at::ones({1})); }); }),
               Says("keep: found grad mode"));
 }
 
@@ -146,7 +146,7 @@ std::string error_of_runs(std::vector<std::vector<std::int64_t>> widths) {
         return sum;
       },
       {x}, RecomputeMode::kSelective);
-  return error_of([&] { backward(y); });
+  return thrown_by([&] { backward(y); });
 }
 
 TEST(RecomputeMisuse, ASecondForwardThatKeepsOtherThingsIsRefused) {
@@ -160,7 +160,7 @@ TEST(RecomputeMisuse, AKeptResultThatIsChangedInPlaceIsRefused) {
   int computed = 0;
   const auto x = input_of(0, 0, kWidth).requires_grad_();
   const auto weight = seeded(1, {2, kWidth});
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(thrown_by([&] {
                 checkpoint(
                     [&](const std::vector<at::Tensor>& in) {
                       return KeptProduct::apply(in[0], weight, &computed).mul_(2);

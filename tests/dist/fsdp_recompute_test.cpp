@@ -181,7 +181,7 @@ TEST(RecomputeRandom, AnExceptionInTheSecondForwardLeavesTheRandomNumbersWhereTh
         return at::dropout(inputs[0], 0.5, true);
       },
       {here(at::ones({8})).requires_grad_()});
-  EXPECT_THAT(error_of([&] { backward(y.sum()); }), Says("the second time"));
+  EXPECT_THAT(thrown_by([&] { backward(y.sum()); }), Says("the second time"));
   const auto after = at::rand({3});
   at::manual_seed(7);
   (void)at::dropout(here(at::ones({8})), 0.5, true);
@@ -197,7 +197,7 @@ TEST_ON_RANKS(RecomputeErrors, AFunctionThatCallsOtherUnitsTheSecondTimeIsNamed,
         return model.chain->handles[calls++ == 0 ? 0 : 1]->forward(inputs[0]);
       },
       {x});
-  EXPECT_THAT(error_of([&] { backward(squares(y)); }), Says("deterministic"));
+  EXPECT_THAT(thrown_by([&] { backward(squares(y)); }), Says("deterministic"));
 }
 
 TEST_ON_RANKS(RecomputeMore, WithoutGradInputsAndInsideNoGrad, 2) {
@@ -246,10 +246,9 @@ TEST_P(RecomputeRefusals, ABackwardTowardsChosenTensorsLeavesNoGradient) {
       const auto x = input_of(world.rank(), 0, kWidth).requires_grad_();
       const auto loss = [&] { return squares(model.handle.forward(x)); };
       const auto expect_refusal = [&](const std::function<void()>& run) {
-        told[static_cast<std::size_t>(world.rank())] = error_of(run);
+        told[static_cast<std::size_t>(world.rank())] = thrown_by(run);
         seat.wait();
         // One that is elsewhere in its backward is told that another's has ended.
-        using ::testing::AnyOf;
         const auto refused = Says("checkpoint: found torch::autograd::grad");
         EXPECT_THAT(told, Each(AnyOf(refused, Says("an exception left a backward"))));
         EXPECT_THAT(told, Contains(refused));
@@ -272,7 +271,7 @@ TEST(RecomputeErrors, ABackwardTowardsChosenTensorsIsRefusedOutsideOfUnits) {
   Block plain(3, kWidth);
   plain.recomputes = true;
   const auto x = input_of(0, 0, kWidth).requires_grad_();
-  EXPECT_THAT(error_of([&] { torch::autograd::grad({squares(plain.forward(x))}, {x}); }),
+  EXPECT_THAT(thrown_by([&] { torch::autograd::grad({squares(plain.forward(x))}, {x}); }),
               Says("expected a backward() without inputs"));
   EXPECT_FALSE(plain.a.grad().defined());
 }
@@ -313,8 +312,9 @@ TEST(RecomputeErrors, CreateGraphIsRefusedOutsideOfUnits) {
   Block plain(3, kWidth);
   plain.recomputes = true;
   const auto loss = squares(plain.forward(input_of(0, 0, kWidth)));
-  EXPECT_THAT(error_of([&] { torch::autograd::backward({loss}, {}, true, /*create_graph=*/true); }),
-              Says("backward: found create_graph"));
+  EXPECT_THAT(
+      thrown_by([&] { torch::autograd::backward({loss}, {}, true, /*create_graph=*/true); }),
+      Says("backward: found create_graph"));
 }
 
 // Naive: the change is in no history, and the second run makes it once more: also in an input that
@@ -322,7 +322,7 @@ TEST(RecomputeErrors, CreateGraphIsRefusedOutsideOfUnits) {
 TEST(RecomputeErrors, AnInputThatTheFunctionChangesInPlaceIsRefusedByItsNumber) {
   const auto x = input_of(0, 0, kWidth).requires_grad_() * 1.0;
   const auto run = [&](const at::Tensor& first, const at::Tensor& input) {
-    return error_of([&] {
+    return thrown_by([&] {
       checkpoint([](const auto& inputs) { return inputs[1].mul_(2.0) + 1.0; }, {first, input});
     });
   };
@@ -331,7 +331,7 @@ TEST(RecomputeErrors, AnInputThatTheFunctionChangesInPlaceIsRefusedByItsNumber) 
       EXPECT_THAT(run(first, input), Says("checkpoint: found that argument 1"));
     }
   }
-  EXPECT_EQ(error_of([&] {
+  EXPECT_EQ(thrown_by([&] {
               checkpoint([](const auto& inputs) { return inputs[0].clone().mul_(2.0); },
                          {here(at::ones({3}))});
             }),
@@ -348,7 +348,7 @@ TEST(RecomputeErrors, ResultsOfOtherSizesOrDtypesTheSecondTimeAreNamed) {
           return {inputs[0] + 1.0, calls++ == 0 ? y : change(y)};
         },
         {here(at::ones({3, 2})).requires_grad_()});
-    return error_of([&] { backward(squares(results[0]) + squares(results[1])); });
+    return thrown_by([&] { backward(squares(results[0]) + squares(results[1])); });
   };
   EXPECT_THAT(second([](const at::Tensor& y) { return y.sum(0, true); }),
               Says("found result 1 as [1, 2] Float, expected [3, 2] Float"));

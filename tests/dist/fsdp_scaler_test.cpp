@@ -279,8 +279,8 @@ TEST_ON_RANKS(GradScaler, GoesOnWhereAnotherOneWas, 2) {
   EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"), here(at::ones({kWidth}))));
   EXPECT_TRUE(scaler.update(handle, gradient_norm(handle)));
   EXPECT_EQ(scaler.state(), (LossScaleState{512.0, 0, 7}));
-  EXPECT_THAT(error_of([&] { scaler.restore({3.0, 0, 0}); }), Says("power of two"));
-  EXPECT_THAT(error_of([&] { scaler.restore({0.5, 0, 0}); }), Says("min_scale"));
+  EXPECT_THAT(thrown_by([&] { scaler.restore({3.0, 0, 0}); }), Says("power of two"));
+  EXPECT_THAT(thrown_by([&] { scaler.restore({0.5, 0, 0}); }), Says("min_scale"));
 }
 
 TEST_ON_RANKS(GradScaler, IsOnePerModelAndOfItsOutermostHandle, 2) {
@@ -289,15 +289,15 @@ TEST_ON_RANKS(GradScaler, IsOnePerModelAndOfItsOutermostHandle, 2) {
   chain->shard_blocks(mesh);
   GradScaler early(*chain->handles[0], from(8.0));
   auto handle = fully_shard(chain, mesh);
-  EXPECT_THAT(error_of([&] { early.update(*chain->handles[0], 1.0); }),
+  EXPECT_THAT(thrown_by([&] { early.update(*chain->handles[0], 1.0); }),
               Says("make the scaler after the outermost fully_shard"));
   std::optional<GradScaler> scaler;
   scaler.emplace(handle, from(8.0));
-  EXPECT_THAT(error_of([&] { const GradScaler second(handle); }), Says("one per model"));
+  EXPECT_THAT(thrown_by([&] { const GradScaler second(handle); }), Says("one per model"));
   scaler.reset();
   // Without it losses are plain again.
   EXPECT_EQ(handle.unit()->runtime().loss_scale(), 1.0);
-  EXPECT_EQ(error_of([&] { const GradScaler second(handle); }), "");
+  EXPECT_EQ(thrown_by([&] { const GradScaler second(handle); }), "");
 }
 
 // Naive: half of a step's micro-batches are divided by the other half's scale.
@@ -311,13 +311,13 @@ TEST_ON_RANKS(GradScaler, MovesBetweenStepsOnly, 2) {
   };
   {
     const auto loss = forward();
-    EXPECT_THAT(error_of([&] { scaler->update(handle, 1.0); }), Says("run backward first"));
+    EXPECT_THAT(thrown_by([&] { scaler->update(handle, 1.0); }), Says("run backward first"));
   }
   handle.set_requires_gradient_sync(false);
   backward(forward());
-  EXPECT_THAT(error_of([&] { scaler->update(handle, 1.0); }),
+  EXPECT_THAT(thrown_by([&] { scaler->update(handle, 1.0); }),
               Says("set_requires_gradient_sync(true)"));
-  EXPECT_THAT(error_of([&] { scaler->restore({64.0, 0, 0}); }), Says("wait to be reduced"));
+  EXPECT_THAT(thrown_by([&] { scaler->restore({64.0, 0, 0}); }), Says("wait to be reduced"));
   EXPECT_EQ(scaler->scale(), 8.0);
   handle.set_requires_gradient_sync(true);
   backward(forward());

@@ -190,7 +190,7 @@ std::vector<std::string> refusals(int count, const std::function<void(World&, St
     const auto before = whole_parameters(handle);
     auto dict = whole_dict(Everything(50));
     change(world, dict);
-    const auto error = error_of([&] { load_state_dict(handle, dict, strict); });
+    const auto error = thrown_by([&] { load_state_dict(handle, dict, strict); });
     expect_same(whole_parameters(handle), before, "after a refusal");
     EXPECT_TRUE(same_bits(module->count, count_before));
     if (!error.empty()) throw std::runtime_error(error);
@@ -285,7 +285,7 @@ TEST_ON_RANKS(StateDictErrors, LoadingBetweenAForwardAndItsBackwardIsRefused, 2)
   Twins twins(world);
   const auto dict = state_dict(twins.handle(), StateDictKind::kFull);
   auto loss = squares(twins.forward(0));
-  EXPECT_THAT(error_of([&] { load_state_dict(twins.handle(), dict); }),
+  EXPECT_THAT(thrown_by([&] { load_state_dict(twins.handle(), dict); }),
               Says("whose backward has not run"));
 }
 

@@ -15,7 +15,7 @@ constexpr std::int64_t kWidth = 13;
 TEST_ON_RANKS(TrainableRefused, NothingMovesBeforeTheStepIsOver, 2) {
   ShardedChain model(data_mesh(world), 1, 1, kWidth);
   const auto change = [&] {
-    return error_of([&] { set_trainable(model.handle, {freeze({"scale"})}); });
+    return thrown_by([&] { set_trainable(model.handle, {freeze({"scale"})}); });
   };
   auto loss = squares(model.handle.forward(input_of(world.rank(), 0, kWidth)));
   EXPECT_THAT(change(), Says("backward"));
@@ -34,7 +34,7 @@ TEST_ON_RANKS(TrainableRefused, NothingMovesBeforeTheStepIsOver, 2) {
 TEST_ON_RANKS(TrainableRefused, ChangesThatCannotBeMeant, 2) {
   ShardedChain model(data_mesh(world), 1, 1, kWidth);
   const auto change = [&](const TrainableChange& one) {
-    return error_of([&] { set_trainable(model.handle, {one}); });
+    return thrown_by([&] { set_trainable(model.handle, {one}); });
   };
   EXPECT_THAT(change(freeze({"blok*"})), Says("blok*"));
   EXPECT_THAT(change(freeze({"*"})), Says("nothing left to train"));
@@ -54,7 +54,7 @@ TEST_ON_RANKS(TrainableRefused, AnOptimizerThatWasLeftOut, 2) {
   ShardedChain model(data_mesh(world), 1, 1, kWidth);
   const auto optimizer = make_adamw(model.handle, adamw(0.01));
   set_trainable(model.handle, {freeze({"scale"})});
-  EXPECT_THAT(error_of([&] { optimizer->step(); }), Says("set_trainable"));
+  EXPECT_THAT(thrown_by([&] { optimizer->step(); }), Says("set_trainable"));
 }
 
 TEST_ON_RANKS(TrainableRefused, Float16WithoutLossScalingIsNotTrained, 2) {
@@ -67,21 +67,21 @@ TEST_ON_RANKS(TrainableRefused, Float16WithoutLossScalingIsNotTrained, 2) {
   const auto chain = std::make_shared<Chain>(1, 1, kWidth);
   for (const auto& p : chain->blocks[0]->parameters()) p.set_requires_grad(false);
   auto handle = fully_shard(chain, data_mesh(world), policy);
-  EXPECT_THAT(error_of([&] { set_trainable(handle, {unfreeze({"block0.a"})}); }),
+  EXPECT_THAT(thrown_by([&] { set_trainable(handle, {unfreeze({"block0.a"})}); }),
               Says("block0.a", "float16"));
 }
 
 TEST_ON_RANKS(TrainableRefused, InnerHandlesAndOptimizersThatAreNotOfTheModel, 2) {
   ShardedChain model(data_mesh(world), 1, 2, kWidth);
   ShardedChain other(data_mesh(world), 1, 1, kWidth);
-  EXPECT_THAT(error_of([&] { set_trainable(*model.chain->handles[0], {freeze({"a"})}); }),
+  EXPECT_THAT(thrown_by([&] { set_trainable(*model.chain->handles[0], {freeze({"a"})}); }),
               Says("expected the outermost one"));
   const auto mine = make_adamw(model.handle, adamw(0.01));
   const auto foreign = make_adamw(other.handle, adamw(0.01));
   using Optimizers = std::vector<Optimizer*>;
   for (const auto& follow :
        {Optimizers{nullptr}, Optimizers{mine.get(), mine.get()}, Optimizers{foreign.get()}}) {
-    EXPECT_THAT(error_of([&] { set_trainable(model.handle, {freeze({"scale"})}, follow); }),
+    EXPECT_THAT(thrown_by([&] { set_trainable(model.handle, {freeze({"scale"})}, follow); }),
                 Says("each of this model once"));
   }
 }
@@ -112,7 +112,7 @@ TEST(TrainableRefused, ValuesThatAReplicatedCopyCannotHoldAreNamedBeforeAnything
          auto change = freeze({"scale"});
          change.frozen_as = FrozenAs::kReplicate;
          const auto before = whole_parameters(handle);
-         const auto error = error_of([&] { set_trainable(handle, {change}); });
+         const auto error = thrown_by([&] { set_trainable(handle, {change}); });
          expect_same(whole_parameters(handle), before);
          throw Error(ErrorKind::kContract, error);
        })) {
@@ -259,10 +259,10 @@ TEST_P(TrainableBeside, AFailedStepIsForgottenFirst) {
     model.chain->blocks[1]->before = [&] {
       if (world.rank() == 0) throw std::runtime_error("for the test");
     };
-    EXPECT_NE(error_of(step), "");
+    EXPECT_NE(thrown_by(step), "");
     model.chain->blocks[1]->before = nullptr;
     world.recover();
-    EXPECT_THAT(error_of([&] { optimizer->step(); }), Says("an exception has ended"));
+    EXPECT_THAT(thrown_by([&] { optimizer->step(); }), Says("an exception has ended"));
     set_trainable(model.handle, {freeze({"block0.a"})}, {optimizer.get()});
     for (const auto& view : model.handle.shards()) EXPECT_FALSE(view.shard.grad().defined());
     model.handle.zero_grad();

@@ -97,7 +97,7 @@ TEST_P_ON_RANKS(UnitsOnRanks, AUnitsOwnOutputDtypeHoldsWhereverItStands, GetPara
 
 /// What both ranks say when rank 1 shards with `change`d policy.
 std::string disagreement(const std::function<void(PrecisionPolicy&)>& change) {
-  return error_of([&] {
+  return thrown_by([&] {
     ranks(2).run([&](World& world) {
       auto policy = in_bfloat16();
       if (world.rank() == 1) change(policy);

@@ -333,7 +333,7 @@ TEST_ON_RANKS(SharedAcrossUnits, TiedStorageInTwoCallsOfFullyShardIsRefused, 2) 
   auto first = std::make_shared<Shares>(1, value);
   auto second = std::make_shared<Shares>(2, value.detach());
   auto one = fully_shard(first, data_mesh(world));
-  EXPECT_THAT(error_of([&] { auto two = fully_shard(second, data_mesh(world)); }),
+  EXPECT_THAT(thrown_by([&] { auto two = fully_shard(second, data_mesh(world)); }),
               Says("shard tied parameters in one call"));
 }
 

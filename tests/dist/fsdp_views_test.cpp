@@ -80,7 +80,7 @@ TEST_ON_RANKS(Views, ATensorOutsideThrowsAfterwards, 2) {
   auto module = std::make_shared<Fused>(flat.narrow(0, 0, kWidth), flat.narrow(0, kWidth, kWidth),
                                         flat[2 * kWidth]);
   auto handle = fully_shard(module, data_mesh(world));
-  EXPECT_THAT(error_of([&] { (void)flat.sum(); }), Says("shared its storage"));
+  EXPECT_THAT(thrown_by([&] { (void)flat.sum(); }), Says("shared its storage"));
 }
 
 /// Nothing of the module may have changed by a refusal: it still computes what it did.
@@ -88,7 +88,7 @@ void expect_refused(World& world, const std::shared_ptr<Fused>& module, const ch
                     const ShardOptions& options = {}) {
   const auto x = input_of(0, 0, kWidth);
   const auto before = module->forward(x).detach();
-  EXPECT_THAT(error_of([&] { fully_shard(module, data_mesh(world), {}, options); }), Says(what));
+  EXPECT_THAT(thrown_by([&] { fully_shard(module, data_mesh(world), {}, options); }), Says(what));
   EXPECT_TRUE(same_bits(module->forward(x).detach(), before)) << what;
 }
 
@@ -119,7 +119,7 @@ TEST(Views, OfAParameterThatIsShardedAlreadyAreRefusedBeforeAnythingChanges) {
       auto second = std::make_shared<Fused>(seeded(5, {kWidth, kWidth}), flat.narrow(0, 1, kWidth),
                                             seeded(6, {kWidth}));
       auto inner = fully_shard(first, data_mesh(world));
-      EXPECT_THAT(error_of([&] { fully_shard(second, data_mesh(world)); }),
+      EXPECT_THAT(thrown_by([&] { fully_shard(second, data_mesh(world)); }),
                   Says("parameter b: found that the memory which it shared", "clone()"));
       EXPECT_TRUE(same_bits(second->a.detach(), seeded(5, {kWidth, kWidth})));
     });

@@ -43,7 +43,7 @@ class LoraSource : public ::testing::Test {
   void make_integers(const std::string& adapter) const {
     const std::string key = "model/" + adapter;
     const fs::path file = checkpoint_ / "rank_0.safetensors";
-    std::string bytes = file_text(file);
+    std::string bytes = read_file(file);
     const auto dtype = bytes.find("F32", bytes.find(key));
     ASSERT_NE(dtype, std::string::npos);
     bytes.replace(dtype, 3, "I32");

@@ -74,9 +74,9 @@ TEST(LossScale, OptionsThatCannotWorkAreRefusedByName) {
   for (const auto& bad : all) {
     GradScalerOptions options;
     bad.set(options);
-    EXPECT_THAT(error_of([&] { validate(options); }), Says(bad.message));
+    EXPECT_THAT(thrown_by([&] { validate(options); }), Says(bad.message));
   }
-  EXPECT_EQ(error_of([] { validate({}); }), "");
+  EXPECT_EQ(thrown_by([] { validate({}); }), "");
 }
 
 // Naive: a factor that jumps below the floor ends the run without having tried the floor.

@@ -426,7 +426,8 @@ TEST(ModelNames, TwoTensorsOfACheckpointAreOneOnlyWhereTheyAreBuffersOfTheSameVa
       TrainedPair from(world, saved);
       save_checkpoint(from.model, *from.optimizer, folder / name, 0);
       TrainedPair to(world, loaded);
-      const auto error = error_of([&] { load_checkpoint(to.model, *to.optimizer, folder / name); });
+      const auto error =
+          thrown_by([&] { load_checkpoint(to.model, *to.optimizer, folder / name); });
       if (world.rank() == 0) message = error;
     });
     return message;

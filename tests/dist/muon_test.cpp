@@ -7,14 +7,13 @@
 #include <ATen/Parallel.h>
 #include <torch/nn/module.h>
 
-#include <fstream>
 #include <random>
 
 #include "fsdp/optim/optimizer_registry.h"
 #include "fsdp/optim/orthogonalize.h"
 #include "support/plain.h"
 #include "support/ranks.h"
-#include "support/test.h"
+#include "support/temporary_folder.h"
 #include "tessera/optim.h"
 #include "tessera/shard.h"
 
@@ -201,8 +200,7 @@ MakeOptimizer muon(const MuonOptions& options) {
 }
 
 std::vector<float> stored(const std::string& name) {
-  std::ifstream file(concat(TESSERA_TEST_DATA, "/muon/", name, ".f32"), std::ios::binary);
-  const std::string bytes{std::istreambuf_iterator<char>(file), {}};
+  const std::string bytes = read_file(concat(TESSERA_TEST_DATA, "/muon/", name, ".f32"));
   std::vector<float> numbers(bytes.size() / sizeof(float));
   std::memcpy(numbers.data(), bytes.data(), numbers.size() * sizeof(float));
   return numbers;
@@ -477,11 +475,11 @@ TEST_ON_RANKS(Muon, KeepsMomentumOfMatricesAndMomentsOfTheRest, 1) {
   EXPECT_THAT(names(1), ElementsAre("exp_avg", "exp_avg_sq"));
   EXPECT_THAT(names(2), ElementsAre("exp_avg", "exp_avg_sq"));
   options.adamw = {"p9"};
-  EXPECT_THAT(error_of([&] { make_muon(handle, options); }),
+  EXPECT_THAT(thrown_by([&] { make_muon(handle, options); }),
               Says("MuonOptions::adamw: found the pattern \"p9\""));
   options.adamw = {};
   options.ns_steps = 0;
-  EXPECT_THAT(error_of([&] { make_muon(handle, options); }), Says("ns_steps 0"));
+  EXPECT_THAT(thrown_by([&] { make_muon(handle, options); }), Says("ns_steps 0"));
 }
 
 }  // namespace

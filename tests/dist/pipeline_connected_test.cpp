@@ -6,7 +6,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
-#include <numeric>
 
 #include "dist/pipeline_runs.h"
 #include "launch/abort_flag.h"
@@ -63,7 +62,7 @@ enum class Connects : std::uint8_t { kWhenAsked, kByTheFirstMessage };
 class MailLikeNccl final : public comm::Mail {
  public:
   MailLikeNccl(std::shared_ptr<comm::Mail> inner, Ways& ways, Connects connects)
-      : Mail({everyone(inner->size()), inner->rank(), device_here()}),
+      : Mail({comm::all_ranks(inner->size()), inner->rank(), device_here()}),
         inner_(std::move(inner)),
         ways_(ways),
         connects_(connects) {}
@@ -79,11 +78,6 @@ class MailLikeNccl final : public comm::Mail {
   }
 
  private:
-  static std::vector<int> everyone(int ranks) {
-    std::vector<int> all(static_cast<std::size_t>(ranks));
-    std::iota(all.begin(), all.end(), 0);
-    return all;
-  }
   void meet_on(const MailRoute& route) {
     if (met_.insert(route).second) ways_.connect(route, route.from == rank());
   }

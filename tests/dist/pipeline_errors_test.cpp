@@ -14,7 +14,6 @@ namespace {
 
 using pipeline::Kind;
 using pipeline::ValidProgram;
-using ::testing::AnyOf;
 
 ValidProgram program_of(Kind kind, int ranks, int micro_batches) {
   return ValidProgram(
@@ -91,7 +90,7 @@ std::ptrdiff_t expect_a_named_end_and_a_right_step(const ValidProgram& program,
     {
       const Mine mine(toy, schedule, world.rank());
       errors[static_cast<std::size_t>(world.rank())] =
-          error_of([&] { runner.run(program, mine.pointers(), {}); });
+          thrown_by([&] { runner.run(program, mine.pointers(), {}); });
     }
     seat.wait();  // a recovery ends what others are still in
     world.recover();
@@ -272,7 +271,7 @@ TEST(PipelineErrors, ShapesThatChangeBetweenStepsAreComparedAgain) {
     // Now at one end alone.
     const auto& mine = world.rank() == 0 ? longer : usual;
     errors[static_cast<std::size_t>(world.rank())] =
-        error_of([&] { runner.run(program, mine.pointers(), {}); });
+        thrown_by([&] { runner.run(program, mine.pointers(), {}); });
   });
   EXPECT_THAT(errors, Each(Says("'micro-batch 0, tensor 0: Float [3, 4]",
                                 "'micro-batch 0, tensor 0: Float [1, 4]")));
@@ -297,7 +296,7 @@ TEST(PipelineErrors, SchedulesThatCannotRunAreNoPrograms) {
   const auto error_with = [&](const std::string& slot, const std::string& instead) {
     auto text = valid;
     text.replace(text.find(slot), slot.size(), instead);
-    return error_of([&] { ValidProgram(pipeline::parse_csv(text, "test")); });
+    return thrown_by([&] { ValidProgram(pipeline::parse_csv(text, "test")); });
   };
   EXPECT_EQ(error_with("0W0", "0W0"), "");
   EXPECT_THAT(error_with(",0W0", ""),

@@ -5,7 +5,6 @@
 #include <array>
 #include <chrono>
 #include <mutex>
-#include <numeric>
 #include <thread>
 
 #include "base/trace.h"
@@ -109,16 +108,11 @@ TEST(PipelineRunner, SchedulesInAnyOrderEndWithTheSameSums) {
 class CountingMail final : public comm::Mail {
  public:
   CountingMail(std::shared_ptr<comm::Mail> inner, int ranks)
-      : Mail({everyone(ranks), inner->rank(), device_here()}), inner_(std::move(inner)) {}
+      : Mail({comm::all_ranks(ranks), inner->rank(), device_here()}), inner_(std::move(inner)) {}
 
   int posted_first = 0;
 
  private:
-  static std::vector<int> everyone(int ranks) {
-    std::vector<int> all(static_cast<std::size_t>(ranks));
-    std::iota(all.begin(), all.end(), 0);
-    return all;
-  }
   std::unique_ptr<comm::Transfer> post(comm::Letter letter) override {
     inner_->begin_step(letter.tag.step, letter.extent);
     if (letter.sends()) {

@@ -335,7 +335,7 @@ void expect_a_named_end_and_a_right_step(Midst midst, const std::string& slot) {
       if (midst == Midst::kInputGradient) part.in_backward = mishap;
       if (midst == Midst::kWeightGradient) in_weights.emplace(mishap);
     }
-    errors[static_cast<std::size_t>(world.rank())] = error_of([&] { rank.step(0); });
+    errors[static_cast<std::size_t>(world.rank())] = thrown_by([&] { rank.step(0); });
     world.recover();
     rank.part.zero_grad();
     rank.step(0);
@@ -372,7 +372,7 @@ TEST(PipelineOfHandles, AScheduleOutOfAFileRunsAsOneOfAKind) {
 
   options.micro_batches = 5;
   ranks(of.ranks).run([&](World& world) {
-    EXPECT_THAT(error_of([&] { Pipeline(stages_mesh(world), options); }),
+    EXPECT_THAT(thrown_by([&] { Pipeline(stages_mesh(world), options); }),
                 Says("4 micro-batches", "5 micro-batches"));
   });
 }
@@ -381,21 +381,21 @@ TEST_ON_RANKS(PipelineOfHandles, WhatDoesNotFitIsRefused, 4) {
   const auto mesh = world.mesh(MeshShape::dense(2, 1, 2, 1, 1));
   PipelineOptions options;
   options.micro_batches = 1;
-  EXPECT_THAT(error_of([&] { Pipeline(mesh, options); }), Says("1F1B"));
+  EXPECT_THAT(thrown_by([&] { Pipeline(mesh, options); }), Says("1F1B"));
   options.micro_batches = 2;
   options.schedule = "1G1B";
-  EXPECT_THAT(error_of([&] { Pipeline(mesh, options); }), Says("1G1B"));
+  EXPECT_THAT(thrown_by([&] { Pipeline(mesh, options); }), Says("1G1B"));
   options.schedule = "ZBV";
   Pipeline pipeline(mesh, options);
   EXPECT_EQ(pipeline.stage_count(), 4);
   EXPECT_EQ(pipeline.stages(),
             (mesh.coordinate("pp") == 0 ? std::vector{0, 3} : std::vector{1, 2}));
   const auto stage = make_stage([](const auto& x) { return x; }, {}, {});
-  EXPECT_THAT(error_of([&] { pipeline.set_stages({stage}); }),
+  EXPECT_THAT(thrown_by([&] { pipeline.set_stages({stage}); }),
               Says("found 1 stages", "expected 2"));
-  EXPECT_THAT(error_of([&] { pipeline.set_stages({stage, stage}); }),
+  EXPECT_THAT(thrown_by([&] { pipeline.set_stages({stage, stage}); }),
               Says("plain modules on 2 ranks a stage"));
-  EXPECT_THAT(error_of([&] { pipeline.forward({}); }), Says("found no stages"));
+  EXPECT_THAT(thrown_by([&] { pipeline.forward({}); }), Says("found no stages"));
 }
 
 }  // namespace

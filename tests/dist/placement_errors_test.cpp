@@ -7,8 +7,6 @@
 namespace tessera::test::placement_errors_test {
 namespace {
 
-using ::testing::AnyOf;
-
 Mesh tensor_mesh(World& world) { return world.mesh(MeshShape::dense(1, 1, 1, 1, world.size())); }
 
 std::vector<std::string> errors_with(const std::map<std::string, ParameterLayout>& layouts) {

@@ -304,7 +304,7 @@ TEST_ON_RANKS(ReplayRefuses, ChosenTargetsOfABackward, 1) {
     if (step == 2 || step == 6) {
       const auto x = rows(seed_of(world, step)).set_requires_grad(true);
       const auto y = twins.replayed.forward({x})[0];
-      EXPECT_THAT(error_of([&] { torch::autograd::grad({squares(y)}, {x}); }),
+      EXPECT_THAT(thrown_by([&] { torch::autograd::grad({squares(y)}, {x}); }),
                   Says("torch::autograd::grad"));
       twins.replayed.zero_grad();
     }
@@ -589,7 +589,7 @@ void expect_usable_after(int at, bool in_forward) {
       if (step == at) {
         for (auto* handle : {&twins.eager, &twins.replayed}) {
           handle->module()->parts[0]->throws = true;
-          EXPECT_THAT(error_of([&] { run_one(*handle, one_input(world, step)); }),
+          EXPECT_THAT(thrown_by([&] { run_one(*handle, one_input(world, step)); }),
                       Says("the body's own"));
           handle->module()->parts[0]->throws = false;
           handle->zero_grad();
@@ -621,7 +621,7 @@ TEST_ON_RANKS(ReplayErrors, OfAReplayLeaveTheRegionUsable, 1) {
     const auto ids = at::arange(3) + step;
     if (step == 5) {
       for (auto* handle : {&twins.eager, &twins.replayed}) {
-        EXPECT_THAT(error_of([&] { run_one(*handle, {rows(1), ids + 100}); }),
+        EXPECT_THAT(thrown_by([&] { run_one(*handle, {rows(1), ids + 100}); }),
                     Says("out of range"));
         handle->zero_grad();
       }
@@ -634,7 +634,7 @@ TEST_ON_RANKS(ReplayErrors, OfAReplayLeaveTheRegionUsable, 1) {
 // Options that do not fit leave everything as it was.
 TEST_ON_RANKS(ReplayErrors, OptionsThatDoNotFitSwitchNothingOn, 1) {
   Twins twins(data_mesh(world), one_layer());
-  EXPECT_THAT(error_of([&] { compile(twins.eager, {.mode = CompileMode::kReplay, .form = 7}); }),
+  EXPECT_THAT(thrown_by([&] { compile(twins.eager, {.mode = CompileMode::kReplay, .form = 7}); }),
               Says("form"));
   for (int step = 0; step < kSteps; ++step) twins.step({one_input(world, step)});
   EXPECT_EQ(twins.of_eager().parts[0]->bodies, kSteps);

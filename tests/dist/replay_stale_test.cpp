@@ -162,7 +162,7 @@ TEST(ReplayStale, TensorsThatBackwardReadsMayNotBeChangedInBetween) {
             Part& part = *handle->module()->parts[0];
             (is_buffer ? part.table : part.kept).add_(1.0);
           }
-          errors.push_back(error_of([&] { backward(loss); }));
+          errors.push_back(thrown_by([&] { backward(loss); }));
         }
         for (const auto& error : errors) EXPECT_EQ(error.empty(), !is_read) << error;
         if (is_read) {
@@ -223,7 +223,7 @@ TEST_ON_RANKS(ReplayStale, BackwardThroughATensorLeftBehindIsAnError, 1) {
   handle.zero_grad();
   const auto results = handle.forward(one_input(1));
   const auto error =
-      error_of([&] { backward(squares(results[0]) + handle.module()->parts[0]->kept); });
+      thrown_by([&] { backward(squares(results[0]) + handle.module()->parts[0]->kept); });
   EXPECT_THAT(error, Says("a tensor that a region's body has left behind",
                           "return the tensor as one of them"));
 }
@@ -289,7 +289,7 @@ TEST(ReplayStale, ABodyThatRunsAgainFindsWhatItsForwardFound) {
         changes[i](*handle.module(), argument);
       }
       // Of other strides than those that were recorded.
-      const auto error = error_of([&] { backward(y.sum()); });
+      const auto error = thrown_by([&] { backward(y.sum()); });
       EXPECT_THAT(error, Says("was changed in place since its forward",
                               "a backward that is not the recorded one"));
     });

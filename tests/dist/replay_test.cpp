@@ -373,7 +373,7 @@ TEST_ON_RANKS(Replays, AGraphThatWasNotKeptDoesNotGoBackAgain, 1) {
       const auto y = handle.forward({rows(seed_of(world, step))})[0];
       const auto seed = at::ones_like(y);
       torch::autograd::backward({y}, {seed});
-      errors.push_back(error_of([&] { torch::autograd::backward({y}, {seed}); }));
+      errors.push_back(thrown_by([&] { torch::autograd::backward({y}, {seed}); }));
       return Several{};
     });
     EXPECT_THAT(errors, Each(Not(IsEmpty())));
@@ -572,7 +572,7 @@ void expect_as_eager(const Change& change, int at) {
           const at::NoGradGuard no_grad;
           (change.argument ? other : results[0]).add_(1.0);
         }
-        errors.push_back(error_of([&] { backward(loss); }));
+        errors.push_back(thrown_by([&] { backward(loss); }));
         return errors.back().empty() ? Several{x.grad()} : Several{};
       });
       const bool fails = step == at && change.is_read;

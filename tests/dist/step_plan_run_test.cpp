@@ -173,7 +173,7 @@ TEST_P(StepPlanRuns, APlanThatIsRefusedLeavesEverythingAsItIs) {
         return (refusers >> world.rank() & 1U) != 0 ? refused_plan(which)
                                                     : fsdp::make_plan(record, units, eager, order);
       });
-      const auto error = error_of([&] { run_in_order(model, 2, false, inputs(world, i)); });
+      const auto error = thrown_by([&] { run_in_order(model, 2, false, inputs(world, i)); });
       EXPECT_THAT(error, Says(kSaid[which])) << "rank " << world.rank() << " of " << refusers;
       EXPECT_FALSE(world.aborted());
       expect_same(whole_gradients(model.handle), whole_gradients(loop.handle), concat("case ", i));
@@ -293,7 +293,7 @@ std::vector<std::string> refused(const std::function<void(StepPlan&, int rank)>&
     run_in_order(model, 2, false, inputs(world));
     model.handle.zero_grad();
     errors[static_cast<std::size_t>(world.rank())] =
-        error_of([&] { run_in_order(model, 2, false, inputs(world)); });
+        thrown_by([&] { run_in_order(model, 2, false, inputs(world)); });
   });
   return errors;
 }
@@ -364,7 +364,7 @@ TEST(StepPlanErrors, APlannerIsOfAllRanks) {
     StagedModel model(data_mesh(world), {.stages = 1});
     if (world.rank() == 1) fsdp::set_planner(model.handle, DrawnPlanner{1});
     errors[static_cast<std::size_t>(world.rank())] =
-        error_of([&] { run_in_order(model, 2, false, inputs(world)); });
+        thrown_by([&] { run_in_order(model, 2, false, inputs(world)); });
   });
   for (const auto& error : errors) {
     EXPECT_THAT(error, Says("StepScope differs between ranks", "no planner"));
@@ -384,7 +384,7 @@ TEST_ON_RANKS(StepPlanErrors, WhatCompileIsOfNoUseForIsSaid, 2) {
   const auto handle =
       std::make_shared<Sharded<Affine>>(fully_shard(std::make_shared<Affine>(1, 7, 13), mesh));
   fsdp::set_planner(*handle, DrawnPlanner{1});
-  EXPECT_THAT(error_of([&] { fully_shard(std::make_shared<Around>(handle), mesh); }),
+  EXPECT_THAT(thrown_by([&] { fully_shard(std::make_shared<Around>(handle), mesh); }),
               Says("fully_shard around inner: found a module that compile() was",
                    "call compile() on the outermost module"));
   const auto said = [&] {
@@ -409,7 +409,7 @@ TEST(StepPlanErrors, MicroBatchesThatAreCountedComeInOrder) {
     std::string error;
     ranks(1).run([&](World& world) {
       StagedModel model(data_mesh(world), {.stages = 1});
-      error = error_of([&] {
+      error = thrown_by([&] {
         StepScope scope(model.handle, options);
         SlotRunner runner(model, scope, inputs(world));
         for (const auto& slot : slots_of(slots)) runner.run(slot);

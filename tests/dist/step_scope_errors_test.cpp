@@ -24,7 +24,7 @@ std::string refused(const std::string& slots,
     StepScope scope(model.handle, {.stages = 2});
     SlotRunner runner(model, scope, inputs(world));
     for (const auto& slot : slots_of(slots)) runner.run(slot);
-    error = error_of([&] { act(model, scope); });
+    error = thrown_by([&] { act(model, scope); });
   });
   return error;
 }
@@ -154,7 +154,7 @@ TEST_ON_RANKS(StepScopeErrors, InsideWeightsGradientsAndControlsStay, 1) {
       {"whole gradients", [&] { whole_gradients(model.handle); }},
   };
   for (const auto& [what, act] : refused) {
-    EXPECT_THAT(error_of(act), Says(what, "StepScope that is open")) << what;
+    EXPECT_THAT(thrown_by(act), Says(what, "StepScope that is open")) << what;
   }
   scope.finish();
   StagedModel loop(data_mesh(world), {});
@@ -221,7 +221,7 @@ TEST_ON_RANKS(StepScopeErrors, AForwardOfAnEndedScopeHasNoBackwardAnyMore, 1) {
     y = squares(model.handle.call(&Staged::run, 0, input_of(0, 0, 6)));
     scope.finish();
   }
-  EXPECT_THAT(error_of([&] { backward(y); }), Says("stage 0, micro-batch 0", "has ended"));
+  EXPECT_THAT(thrown_by([&] { backward(y); }), Says("stage 0, micro-batch 0", "has ended"));
 }
 
 class StepScopeFailures : public ::testing::TestWithParam<std::tuple<int, ThreadBackend>> {};
@@ -258,7 +258,7 @@ TEST_P(StepScopeFailures, ARankThatLeavesWhatWasRecordedIsNamed) {
       }
       const bool culprit = world.rank() == world.size() - 1;
       if (culprit) model.module->skip = 2;
-      errors[static_cast<std::size_t>(world.rank())] = error_of([&] {
+      errors[static_cast<std::size_t>(world.rank())] = thrown_by([&] {
         run_step(model, slots_of(kList), options, inputs(world, 2));
         comm::barrier(world.control(), "end of the step");
       });
@@ -369,7 +369,7 @@ TEST_P(StepScopeFailures, WhatOneRankRefusesAtTheEndAllRefuse) {
         StagedModel model(data_mesh(world), {});
         if (recorded) expect_right_steps(world, model, "list");
         const bool culprit = world.rank() == world.size() - 1;
-        const auto error = error_of([&] {
+        const auto error = thrown_by([&] {
           StepScope scope(model.handle, {.schedule = "list", .stages = 2});
           SlotRunner runner(model, scope, inputs(world));
           for (const auto& slot : slots_of(kList)) runner.run(slot);
@@ -399,7 +399,7 @@ TEST_P(StepScopeFailures, AStepWhoseEndWasRefusedIsOpenAsBefore) {
       if (slot.kind != 'W' || slot.stage != 0) runner.run(slot);
     }
     for (int i = 0; i < 2; ++i) {
-      EXPECT_THAT(error_of([&] { scope.finish(); }),
+      EXPECT_THAT(thrown_by([&] { scope.finish(); }),
                   Says("StepScope::finish", "piece0.linear.weight"));
       EXPECT_FALSE(world.aborted());
     }
@@ -427,7 +427,7 @@ TEST_P(StepScopeFailures, AStepWhoseEndOneRankRefusedIsOpenAsBeforeOnEach) {
         if (refuses) view.shard.mutable_grad() = at::ones_like(view.shard);
       }
       for (int i = 0; i < 2; ++i) {
-        EXPECT_THAT(error_of([&] { scope.finish(); }),
+        EXPECT_THAT(thrown_by([&] { scope.finish(); }),
                     Says("StepScope::finish", "the gradient of"));
         EXPECT_FALSE(world.aborted());
       }
@@ -462,7 +462,7 @@ TEST_P(StepScopeFailures, AfterAnExceptionAndRecoverTheNextStepIsRight) {
         const StepScopeOptions options{.schedule = "list", .stages = 2};
         if (recorded) expect_right_steps(world, model, "list");
         const bool culprit = world.rank() == world.size() - 1;
-        const auto error = error_of([&] {
+        const auto error = thrown_by([&] {
           StepScope scope(model.handle, options);
           SlotRunner runner(model, scope, inputs(world));
           if (culprit && when == When::kBackward) {

@@ -2,9 +2,6 @@
 
 #include <ATen/Parallel.h>
 
-#include <fstream>
-#include <iterator>
-
 #include "base/log.h"
 #include "support/quiet_output.h"
 #include "support/ranks.h"
@@ -79,11 +76,6 @@ RunLosses train_on(const RanksOfRun& layout, train::Config config, const std::fi
     if (world.rank() == 0) found.result = result;
   });
   return found;
-}
-
-std::string file_text(const std::filesystem::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
 }
 
 }  // namespace tessera::test

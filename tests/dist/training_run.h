@@ -37,6 +37,4 @@ using HooksOf = std::function<train::TrainingHooks(World&)>;
 RunLosses train_on(const RanksOfRun& layout, train::Config config, const std::filesystem::path& run,
                    const HooksOf& hooks = {});
 
-std::string file_text(const std::filesystem::path& path);
-
 }  // namespace tessera::test

@@ -185,9 +185,9 @@ TEST(GroupsOfMeshes, AreTheRanksAlongTheirAxes) {
       EXPECT_EQ(sum(mesh.group("tp")), 1 << rank) << "one rank";
       EXPECT_EQ(mesh.group("dp_replicate").ranks(), (std::vector<int>{rank % 2, rank % 2 + 2}));
       EXPECT_EQ(mesh.group("dp_replicate").rank(), rank / 2);
-      EXPECT_THAT(error_of([&] { mesh.group("dp"); }),
+      EXPECT_THAT(thrown_by([&] { mesh.group("dp"); }),
                   Says("found the axis dp, expected one of", "dp_shard 2"));
-      EXPECT_THAT(error_of([&] { Mesh().group("dp_shard"); }), Says("found no world"));
+      EXPECT_THAT(thrown_by([&] { Mesh().group("dp_shard"); }), Says("found no world"));
     });
   }
 }
@@ -235,7 +235,7 @@ TEST_P_ON_RANKS(Groups, AutogradNoticesWhatIsWrittenInPlace, count(), backend())
     const auto x = at::ones({3});
     const auto loss = (parameter * x).sum();
     write(x);
-    EXPECT_THAT(error_of([&] { backward(loss); }), Says("modified by an inplace operation"));
+    EXPECT_THAT(thrown_by([&] { backward(loss); }), Says("modified by an inplace operation"));
   }
 }
 
@@ -257,7 +257,7 @@ comm::ThreadRanks& impatient(ThreadBackend backend) {
 std::vector<std::string> errors(ThreadBackend backend, const std::function<void(World&)>& body) {
   std::vector<std::string> all(3);
   impatient(backend).run([&](World& world) {
-    all[static_cast<std::size_t>(world.rank())] = error_of([&] { body(world); });
+    all[static_cast<std::size_t>(world.rank())] = thrown_by([&] { body(world); });
   });
   return all;
 }
@@ -355,9 +355,9 @@ TEST(MissedCalls, AreNamedWithinTheTimeout) {
       group.barrier();
       if (world.rank() == 1) return;
       auto& mine = said[static_cast<std::size_t>(world.rank())];
-      mine = error_of([&] { group.all_gather(at::ones({2}), "losses"); });
+      mine = thrown_by([&] { group.all_gather(at::ones({2}), "losses"); });
       EXPECT_TRUE(world.aborted());
-      EXPECT_THAT(error_of([&] { group.barrier(); }), Not(std::string()));
+      EXPECT_THAT(thrown_by([&] { group.barrier(); }), Not(std::string()));
     });
     EXPECT_THAT(said[0] + said[2], Says("all_gather of losses", "waited 3 s for rank 1"));
     EXPECT_THAT(said[0], Not(std::string()));
@@ -369,13 +369,13 @@ TEST(MissedCalls, AreNamedWithinTheTimeout) {
 TEST(MissedCalls, OfARankThatWasRefusedEndWithItsError) {
   for (const auto backend : {ThreadBackend::kInProcess, ThreadBackend::kGloo}) {
     std::vector<std::string> said(3);
-    const auto thrown = error_of([&] {
+    const auto thrown = thrown_by([&] {
       impatient(backend).run([&](World& world) {
         const auto group = world.group();
         const auto x = at::ones({2, 3});
         const auto call = [&] { group.all_reduce(world.rank() == 1 ? x.t() : x); };
         if (world.rank() == 1) return call();
-        said[static_cast<std::size_t>(world.rank())] = error_of(call);
+        said[static_cast<std::size_t>(world.rank())] = thrown_by(call);
       });
     });
     EXPECT_THAT(thrown, Says("all_reduce: found sizes [3, 2]"));
@@ -465,7 +465,7 @@ TEST_ON_RANKS(GroupsBesideModules, ReleasedParametersAreRefused, 2) {
   const auto handle = fully_shard(module, data_mesh(world));
   const auto group = world.group();
   const at::NoGradGuard no_grad;
-  EXPECT_THAT(error_of([&] { group.all_reduce(module->weight); }), Says("sharded"));
+  EXPECT_THAT(thrown_by([&] { group.all_reduce(module->weight); }), Says("sharded"));
   EXPECT_EQ(group.mean(1.0), 1.0);
 }
 

@@ -114,9 +114,9 @@ TEST_ON_RANKS(DeferredWeights, WhatIsOwedIsNamed, 1) {
   pass();
   pass();
   EXPECT_THAT(
-      error_of([&] { clip_grad_norm(handle, 1.0); }),
+      thrown_by([&] { clip_grad_norm(handle, 1.0); }),
       Says("12 deferred gradients", "layer0.linear.weight (layer layer0.linear", "micro-batch 1"));
-  EXPECT_THAT(error_of([&] { handle.set_defer_weight_gradients(false); }),
+  EXPECT_THAT(thrown_by([&] { handle.set_defer_weight_gradients(false); }),
               Says("set_defer_weight_gradients"));
   handle.run_weight_gradients();
   EXPECT_GT(clip_grad_norm(handle, 1.0), 0);
@@ -170,7 +170,7 @@ TEST(DeferredWeights, MayBeOfSomeRanksOnly) {
             backward(squares(world.rank() == i % 2 ? both.first : both.second));
           }
           if (defers) {
-            EXPECT_NE(error_of([&] { whole_gradients(handle); }), "");
+            EXPECT_NE(thrown_by([&] { whole_gradients(handle); }), "");
             handle.run_weight_gradients();
           }
           found.push_back(whole_gradients(handle));

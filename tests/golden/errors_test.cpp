@@ -112,7 +112,7 @@ TEST(GoldenErrors, WrongShapeIsNamedWithBothShapes) {
 // 2^36 elements a weight: no machine that runs this could allocate them before it looked.
 TEST(GoldenErrors, SizesThatTheFilesDoNotHaveAreFoundBeforeTheyAreAllocated) {
   const auto folder = changed_folder("qwen3-fp32", [](auto&) {});
-  auto config = nlohmann::json::parse(read_text(folder / "config.json"));
+  auto config = nlohmann::json::parse(read_file(folder / "config.json"));
   config["intermediate_size"] = std::int64_t{1} << 31;
   write_model(folder, config.dump(), read_model(folder), 1);
   EXPECT_THAT(error_of_folder(folder, ErrorKind::kFormat), Says("2147483648"));

@@ -72,7 +72,7 @@ class FamilyTraining : public ::testing::TestWithParam<std::string> {
  private:
   std::filesystem::path moved(unsigned seed) const {
     const auto path = temporary_path("moved");
-    write_model(path, read_text(data_folder(folder()) / "config.json"),
+    write_model(path, read_file(data_folder(folder()) / "config.json"),
                 moved_by_one_ulp(read_model(data_folder(folder())), seed), 1);
     return path;
   }

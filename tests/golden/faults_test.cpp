@@ -172,7 +172,7 @@ std::vector<std::string> more(const std::vector<std::string>& all,
 }
 
 TEST(InjectedFaults, TheTableOfTheDocumentationIsThisList) {
-  const auto page = read_text(TESSERA_SOURCE "/docs/layouts.md");
+  const auto page = read_file(TESSERA_SOURCE "/docs/layouts.md");
   ASSERT_NE(page.find("\n## Injected faults\n"), std::string::npos);
   auto found = table_of(page, "Injected faults");
   std::vector<std::string> rows;

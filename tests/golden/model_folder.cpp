@@ -1,11 +1,9 @@
 #include "golden/model_folder.h"
 
 #include <fstream>
-#include <iterator>
 #include <nlohmann/json.hpp>
 
 #include "io/safetensors.h"
-#include "support/temporary_folder.h"
 
 namespace tessera::golden {
 namespace fs = std::filesystem;
@@ -46,11 +44,6 @@ void write_model(const fs::path& folder, const std::string& config,
       << nlohmann::json{{"metadata", nlohmann::json::object()}, {"weight_map", weight_map}};
 }
 
-std::string read_text(const fs::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
 fs::path data_folder(const std::string& name) { return fs::path(TESSERA_TEST_DATA) / name; }
 
 fs::path temporary_path(const std::string& what) {
@@ -67,7 +60,7 @@ fs::path model_folder(const std::string& name, Spelling spelling, Files files) {
   fs::path& path = made[concat(name, hub, count)];
   if (path.empty()) {
     path = temporary_path(name);
-    write_model(path, read_text(data_folder(name) / (hub ? "config.hub.json" : "config.json")),
+    write_model(path, read_file(data_folder(name) / (hub ? "config.hub.json" : "config.json")),
                 read_model(data_folder(name)), count);
   }
   return path;
@@ -78,7 +71,7 @@ fs::path changed_folder(const std::string& name,
   auto tensors = read_model(data_folder(name));
   change(tensors);
   const auto path = temporary_path(name);
-  write_model(path, read_text(data_folder(name) / "config.json"), tensors, 1);
+  write_model(path, read_file(data_folder(name) / "config.json"), tensors, 1);
   return path;
 }
 

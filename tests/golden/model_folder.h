@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "io/safetensors.h"
+#include "support/temporary_folder.h"
 
 namespace tessera::golden {
 
@@ -24,8 +25,6 @@ std::vector<StoredTensor> read_model(const std::filesystem::path& folder);
 /// into as many, with an index.
 void write_model(const std::filesystem::path& folder, const std::string& config,
                  const std::vector<StoredTensor>& tensors, int files);
-
-std::string read_text(const std::filesystem::path& path);
 
 /// A folder of tests/golden/data, as write_data.py writes it.
 std::filesystem::path data_folder(const std::string& name);

@@ -68,7 +68,7 @@ bool is_case(const PipelineCase& c) {
 /// config.json of qwen3-moe-fp32 with twice the layers.
 std::string eight_layers() {
   static const std::filesystem::path path = [] {
-    auto config = nlohmann::json::parse(read_text(data_folder("qwen3-moe-fp32") / "config.json"));
+    auto config = nlohmann::json::parse(read_file(data_folder("qwen3-moe-fp32") / "config.json"));
     config["num_hidden_layers"] = 8;
     const auto file = temporary_path("eight_layers.json");
     std::ofstream(file) << config.dump();

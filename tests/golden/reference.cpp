@@ -55,7 +55,7 @@ void unpack_blocks(Tensors& stored) {
 Reference::Reference(const std::string& name)
     : name_(name),
       results_(data_folder(name) / "reference.safetensors"),
-      summary_(nlohmann::json::parse(read_text(data_folder(name) / "reference.json"))) {
+      summary_(nlohmann::json::parse(read_file(data_folder(name) / "reference.json"))) {
   for (const TensorInfo& info : results_.header().tensors) {
     if (!info.name.starts_with(kGradient)) continue;
     gradients_[info.name.substr(kGradient.size())] = read_tensor(results_, info.name);

@@ -48,7 +48,7 @@ std::vector<StoredTensor> moved_by_one_ulp(std::vector<StoredTensor> tensors, un
 }
 
 std::string text_batches(std::int64_t tokens) {
-  const std::string text = read_text(data_folder("emma.txt"));
+  const std::string text = read_file(data_folder("emma.txt"));
   const std::int64_t size = kTextSteps * kTextRows * tokens;
   EXPECT_GE(std::ssize(text), size);
   const std::vector<std::uint8_t> bytes(text.begin(), text.begin() + size);

@@ -260,7 +260,7 @@ class Case {
     forward();
     std::array<std::string, 2> errors;
     for (std::size_t i = 0; i < losses.size(); ++i) {
-      if (errors[i % 2].empty()) errors[i % 2] = error_of([&] { backward(losses[i]); });
+      if (errors[i % 2].empty()) errors[i % 2] = thrown_by([&] { backward(losses[i]); });
     }
     text_ += errors[0].empty() ? ")" : " refused)";
     EXPECT_EQ(errors[0].empty(), errors[1].empty()) << errors[0] << "\n" << errors[1];

@@ -166,7 +166,7 @@ inline Tensors program(World& world, std::uint64_t seed) {
   return comm::read_on_host(read, "results");
 }
 
-/// Those of a program, by rank.
+/// Returns the results of a program, by rank.
 inline std::vector<Tensors> results_of(const Where& where, std::uint64_t seed) {
   std::vector<Tensors> of_ranks(static_cast<std::size_t>(where.ranks));
   on_ranks(where, [&](World& world) {

@@ -48,7 +48,7 @@ struct Attached {
 };
 
 /// What is said by a wait that ends in vain.
-std::string error_of(const std::function<void()>& act) {
+std::string lost_rank_of(const std::function<void()>& act) {
   try {
     act();
   } catch (const comm::LostRank& error) {
@@ -135,7 +135,7 @@ TEST_P(HostRead, NamesTheFirstCollectiveThatDoesNotEnd) {
   const HeldStream held(stream.get());
   collective(1, "layers.1");
   for (std::uint64_t number = 2; number < 100; ++number) collective(number, "layers.2");
-  const std::string error = error_of([&] { comm::read_on_host(values, "gradient norm"); });
+  const std::string error = lost_rank_of([&] { comm::read_on_host(values, "gradient norm"); });
   EXPECT_THAT(error, Says("gradient norm: waited 0.02 s for the device, where all_gather of "
                           "layers.1 (#1, unit 0, micro-batch 0: 32 B Float) on group gather "
                           "of ranks 0,1 has not ended"));
@@ -147,7 +147,7 @@ TEST_P(HostRead, SaysWhereNoCollectiveIsUnderWay) {
   const at::Tensor values = at::zeros({8}, on(0));
   const HeldStream held(current(0));
   values.add_(1);
-  EXPECT_EQ(error_of([&] { comm::read_on_host(values, "values"); }),
+  EXPECT_EQ(lost_rank_of([&] { comm::read_on_host(values, "values"); }),
             "values: waited 0.02 s for the device; no collective is under way there: a kernel does "
             "not end");
   EXPECT_EQ(world.board->standing().waits, 0);
@@ -165,7 +165,7 @@ TEST_P(HostRead, StandsOnTheWaitBoardUntilTheWorldIsAborted) {
     const auto waits =
         std::make_shared<HostWaits>(flag, board, std::chrono::seconds(60), device(0));
     HostWaits::attach(waits);
-    error = error_of([&] { comm::read_on_host(values, "values"); });
+    error = lost_rank_of([&] { comm::read_on_host(values, "values"); });
   });
   while (board->standing().waits == 0) std::this_thread::yield();
   flag->mark("rank 1: it gave up");
@@ -185,7 +185,7 @@ TEST_P(HostRead, AFailedWorldThatHasGoneSaysNothing) {
   flag->mark("rank 1: it gave up");
   {
     const HeldStream held(current(0));
-    EXPECT_EQ(error_of([&] { comm::read_on_host(values, "values"); }), "rank 1: it gave up");
+    EXPECT_EQ(lost_rank_of([&] { comm::read_on_host(values, "values"); }), "rank 1: it gave up");
   }
   waits.reset();
   expect_same_bits(comm::read_on_host(values, "values"), at::full({8}, 3.0F), "values");
@@ -299,7 +299,7 @@ TEST(StalledDevice, IsTheOneThatWasIssuedFirstAndNotTheOneThatIsWaitedForFirst) 
   collectives.launch("layers.1");
   collectives.launch("layers.0").block(Stream::current(device(0)), EventSite::kWorkEnd);
   const at::Tensor values = at::zeros({8}, on(0));
-  EXPECT_THAT(error_of([&] { comm::read_on_host(values, "values"); }),
+  EXPECT_THAT(lost_rank_of([&] { comm::read_on_host(values, "values"); }),
               Says("values: waited 0.02 s for the device, where all_gather of layers.1 (#0"));
 }
 
@@ -331,7 +331,7 @@ TEST(StalledDevice, IsLeftToTheThreadThatReads) {
   collectives.launch("layers.0").block(Stream::current(device(0)), EventSite::kWorkEnd);
   const at::Tensor values = at::zeros({8}, on(0));
   std::optional<WatchedDevice> watched;
-  const std::string error = error_of([&] {
+  const std::string error = lost_rank_of([&] {
     watched.emplace(world);
     comm::read_on_host(values, "values");
   });
@@ -354,7 +354,7 @@ TEST(StalledDevice, SaysWhatItsLibraryHasNoticed) {
       "its connection is lost";
   EXPECT_EQ(watched.first_word(), said);
   const at::Tensor values = at::zeros({8}, on(0));
-  EXPECT_EQ(error_of([&] { comm::read_on_host(values, "values"); }), "values: " + said);
+  EXPECT_EQ(lost_rank_of([&] { comm::read_on_host(values, "values"); }), "values: " + said);
 }
 
 using HostReadDeathTest = testing::Test;

@@ -296,7 +296,7 @@ TEST(StepOnADevice, ParametersOfAnotherDeviceAreRefusedByName) {
     on_ranks({1, device}, [&](World& world) {
       const auto chain = std::make_shared<test::Chain>(1, 1, kWidth);
       chain->scale.set_data(chain->scale.detach().to(found));
-      text = error_of([&] { fully_shard(chain, test::data_mesh(world)); });
+      text = thrown_by([&] { fully_shard(chain, test::data_mesh(world)); });
     });
     settle();
     return text;
@@ -352,7 +352,7 @@ TEST(StepOnADevice, ABackwardOnAnotherThreadIsRefused) {
       seat.wait();  // nobody recovers while others are in their forward
       auto& state = c10::AutogradState::get_tls_state();
       state.set_multithreading_enabled(true);
-      const std::string refusal = error_of([&] { test::backward(loss); });
+      const std::string refusal = thrown_by([&] { test::backward(loss); });
       EXPECT_THAT(refusal, Says("call World::attach_thread()"));
       world.attach_thread();
       if (ranks > 1) world.recover();
@@ -397,7 +397,7 @@ std::vector<at::Tensor> results_after(Fails fails, World& world, const Precision
     if (fails == Fails::kForward) throw std::runtime_error("the user's forward went wrong");
   };
   const bool is_mine = world.rank() == 0;
-  error_of([&] { step(2, is_mine ? failure : std::function<void()>()); });
+  thrown_by([&] { step(2, is_mine ? failure : std::function<void()>()); });
   if (world.size() > 1) world.recover();
   model.handle.zero_grad();
   std::vector<at::Tensor> results;
@@ -447,7 +447,7 @@ void fail_beside_reductions(World& world) {
   model.handle.set_is_last_backward(false);
   run(1);
   model.chain->blocks[1]->before = [] { throw std::runtime_error("the user's went wrong"); };
-  error_of([&] { run(2); });
+  thrown_by([&] { run(2); });
   world.recover();
   model.handle.zero_grad();
   use_free_memory(world);

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "sim/sim.h"
+#include "support/tensors.h"
 
 namespace tessera::sim {
 
@@ -79,19 +80,9 @@ std::string refusal_of(const Program& program) {
   return "";
 }
 
-/// Equal bits: NaN equals NaN, and zeros have signs.
 inline void expect_same_bits(const at::Tensor& found, const at::Tensor& expected,
                              const std::string& what) {
-  ASSERT_EQ(found.defined(), expected.defined()) << what;
-  if (!found.defined()) return;
-  ASSERT_EQ(found.scalar_type(), expected.scalar_type()) << what;
-  ASSERT_EQ(found.sizes(), expected.sizes()) << what;
-  const auto bytes = [](const at::Tensor& values) {
-    const at::Tensor dense = values.detach().cpu().contiguous();
-    if (dense.numel() == 0) return std::string();
-    return std::string(static_cast<const char*>(dense.const_data_ptr()), dense.nbytes());
-  };
-  EXPECT_TRUE(bytes(found) == bytes(expected)) << what << ": bits differ";
+  EXPECT_TRUE(test::same_bits(found, expected)) << what;
 }
 
 }  // namespace tessera::sim

@@ -484,12 +484,12 @@ TEST(TrainingRun, ProfileAndTraceAreOfTheDevicesStream) {
     hooks.profiling = train::Profiling::kYes;
     return hooks;
   });
-  const std::string profile = test::file_text(folder / "run/profile.json");
+  const std::string profile = read_file(folder / "run/profile.json");
   for (const char* part : {"\"products\"", "\"step_ms\"", "\"ms aten::mm\""}) {
     EXPECT_THAT(profile, Says(part));
   }
   EXPECT_THAT(profile, Not(Says(": 0.0,\n  \"other kernels\"")));
-  const std::string trace = test::file_text(folder / "run/metrics/trace/step-3.json");
+  const std::string trace = read_file(folder / "run/metrics/trace/step-3.json");
   for (const char* span : {"forward ", "backward ", "norm and clip", "step 3"}) {
     EXPECT_THAT(trace, Says(span));
   }

@@ -5,7 +5,8 @@
 namespace tessera::test {
 
 /// "sim": each rank a device of its own; "sim:0": all ranks one; the same with " side": not on the
-/// default stream; with " nccl": over NCCL. The last one is nullptr. A program that links drawn_place.cpp defines it.
+/// default stream; with " nccl": over NCCL. The last one is nullptr. A program that links
+/// drawn_place.cpp defines it.
 extern const char* const kPlaces[];
 
 }  // namespace tessera::test

@@ -5,7 +5,7 @@
 #include "launch/hosts.h"
 #include "tessera/error.h"
 
-namespace tessera::test {
+namespace tessera {
 
 std::uint16_t free_port() {
   constexpr int kTries = 100;
@@ -19,4 +19,4 @@ std::uint16_t free_port() {
   }
 }
 
-}  // namespace tessera::test
+}  // namespace tessera

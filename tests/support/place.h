@@ -1,6 +1,6 @@
-// Where the ranks of a test compute: on the CPU, or on devices of the simulator, if the program
-// links it (drawn_place.h), there also over what stands for NCCL. A test says here(tensor) of what it
-// makes itself, and is then one of any place.
+// Says where the ranks of a test compute: on the CPU, or on devices of the simulator, if the
+// program links it (drawn_place.h), there also over what stands for NCCL. A test says here(tensor)
+// of what it makes itself, and is then one of any place.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,13 +19,13 @@ struct Place {
   bool nccl = false;           ///< over NCCL, whatever backend a test names
 };
 
-/// Of the tests that begin from now on. Threads: the program's own.
+/// Returns the place of the tests that begin from now on. Threads: the program's own.
 inline Place& place() {
   static Place of_process;
   return of_process;
 }
 
-/// What devices have found since they were last asked, races that somebody swallowed included,
+/// Asks devices what they have found since the last time, races that somebody swallowed included,
 /// where they find any (tests/sim). Threads: the program's own, between two cases.
 inline std::function<std::vector<std::string>()>& found_by_devices() {
   static std::function<std::vector<std::string>()> of_process = [] {
@@ -34,8 +34,8 @@ inline std::function<std::vector<std::string>()>& found_by_devices() {
   return of_process;
 }
 
-/// Where devices stand still behind what a rank that has failed will not launch: that it has failed, by
-/// its thread; and, once all threads have ended, that nothing stands still any longer.
+/// Releases devices that stand still behind what a failed rank will not launch: its thread calls
+/// `one`; `over` follows once all threads have ended, when nothing stands still any longer.
 struct FailedRanks {
   std::function<void()> one = [] {};
   std::function<void()> over = [] {};

@@ -24,7 +24,7 @@ std::vector<std::string> errors_of(int count, const std::function<void(World&)>&
                                    ThreadBackend backend) {
   std::vector<std::string> errors(static_cast<std::size_t>(count));
   ranks(count, backend).run([&](World& world) {
-    errors[static_cast<std::size_t>(world.rank())] = error_of([&] { body(world); });
+    errors[static_cast<std::size_t>(world.rank())] = thrown_by([&] { body(world); });
   });
   return errors;
 }

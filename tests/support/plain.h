@@ -1,9 +1,8 @@
-// What sharded results are compared with: the same modules unsharded, and sums formed rank by rank.
+// Makes what sharded results are compared with: the same modules unsharded, and sums formed rank
+// by rank.
 #pragma once
 
 #include <torch/csrc/autograd/autograd.h>
-
-#include <chrono>
 
 #include "support/modules.h"
 #include "support/quotient.h"
@@ -36,8 +35,8 @@ inline at::Tensor input_of(int rank, int step, std::int64_t width) {
   return seeded(static_cast<std::uint64_t>(1000 + 100 * step + rank), {3, width});
 }
 
-/// What each rank's `body` throws. One that fails ends the others' waits, so they may say something
-/// else.
+/// Returns what each rank's `body` throws. One that fails ends the others' waits, so they may say
+/// something else.
 std::vector<std::string> errors_of(int count, const std::function<void(World&)>& body,
                                    ThreadBackend backend = ThreadBackend::kInProcess);
 
@@ -50,8 +49,8 @@ void expect_same(const Tensors& found, const Tensors& expected, const std::strin
 /// One rank's raw gradients of the plain module; parameters that were not used are missing.
 Tensors raw_gradients(torch::nn::Module& module, const std::function<void()>& forward_backward);
 
-/// Sum over ranks in rank order in fp32, those of a replica first, over `divide`, in the parameter's
-/// dtype; zeros where no rank used it.
+/// Returns sums over ranks in rank order in fp32, those of a replica first, over `divide`, in the
+/// parameter's dtype; zeros where no rank used it.
 Tensors plain_gradients(torch::nn::Module& module, int ranks, double divide,
                         const std::function<void(int rank)>& forward_backward, int replicas = 1);
 
@@ -126,13 +125,5 @@ struct ShardedChain {
 SgdOptions sgd(double lr, double momentum = 0.0, double weight_decay = 0.0);
 
 AdamWOptions adamw(double lr, double weight_decay = 0.1);
-
-/// Seconds that `run` took.
-template <class Run>
-double seconds_of(const Run& run) {
-  const auto begin = std::chrono::steady_clock::now();
-  run();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-}
 
 }  // namespace tessera::test

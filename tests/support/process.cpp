@@ -9,23 +9,18 @@
 #include <array>
 #include <cstdio>
 #include <cstdlib>
-#include <fstream>
 #include <sstream>
 #include <thread>
 
 #include "base/environment.h"
 #include "support/free_port.h"
+#include "support/temporary_folder.h"
 
-namespace tessera::cli {
+namespace tessera {
 namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
-
-std::string read(const std::filesystem::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return text_of(file);
-}
 
 std::vector<pid_t> descendants(pid_t pid) {
   std::vector<pid_t> all;
@@ -73,7 +68,7 @@ std::vector<std::string> environment_with(const Variables& set) {
   return lines;
 }
 
-/// What a command prints, "" where it is not there.
+/// Returns what a command prints, "" where it cannot be run.
 std::string output_of(const std::string& command) {
   FILE* const pipe = ::popen((command + " 2>/dev/null").c_str(), "r");
   if (pipe == nullptr) return {};
@@ -83,7 +78,7 @@ std::string output_of(const std::string& command) {
   return ::pclose(pipe) == 0 ? text : "";
 }
 
-/// Torchrun; "--" because it would take --nproc for itself.
+/// Starts torchrun, with "--" because it would take --nproc for itself.
 Words torchrun(const Words& how, const std::string& count) {
   Words all{TESSERA_PYTHON, "-m", "torch.distributed.run"};
   all.insert(all.end(), how.begin(), how.end());
@@ -101,7 +96,7 @@ Words bash_with(const std::string& exports, const std::string& count) {
           "launcher", count};
 }
 
-/// What stands in front of the program.
+/// Returns the words that stand in front of the program.
 Words launcher(Starter starter, const std::string& count) {
   switch (starter) {
     case Starter::kOwnSpawn:
@@ -110,7 +105,7 @@ Words launcher(Starter starter, const std::string& count) {
       return torchrun({"--standalone"}, count);
     case Starter::kStaticTorchrun:
       return torchrun({"--nnodes", "1", "--node-rank", "0", "--master-addr", "127.0.0.1",
-                       "--master-port", std::to_string(test::free_port())},
+                       "--master-port", std::to_string(free_port())},
                       count);
     case Starter::kOpenMpi:
       return {"mpirun", "--allow-run-as-root", "--oversubscribe", "-np", count};
@@ -185,8 +180,8 @@ std::optional<int> Process::wait(milliseconds limit) {
   return code_;
 }
 
-std::string Process::out() const { return read(folder_ / "stdout.txt"); }
-std::string Process::err() const { return read(folder_ / "stderr.txt"); }
+std::string Process::out() const { return read_file(folder_ / "stdout.txt"); }
+std::string Process::err() const { return read_file(folder_ / "stderr.txt"); }
 
 std::string Process::last_error_line() const {
   std::istringstream text(err());
@@ -209,14 +204,8 @@ std::map<int, pid_t> Process::wait_for_ranks(std::size_t count) const {
   return ranks;
 }
 
-std::string text_of(std::ifstream& file) {
-  std::ostringstream text;
-  text << file.rdbuf();  // keeps the error of a read as a state; an iterator would throw it
-  return text.fail() ? "" : text.str();
-}
-
 std::string proc_file(pid_t pid, const std::string& name) {
-  return read("/proc/" + std::to_string(pid) + "/" + name);
+  return read_file("/proc/" + std::to_string(pid) + "/" + name);
 }
 
 bool alive(pid_t pid) {
@@ -269,10 +258,10 @@ Words started_by(Starter starter, int ranks, const Words& words) {
   if (starter == Starter::kOwnSpawn) all.insert(all.end(), {"--nproc", std::to_string(ranks)});
   // It does not name its jobs: they would all take one port.
   if (starter == Starter::kHydra)
-    all.insert(all.end(), {"--comm.master_port", std::to_string(test::free_port())});
+    all.insert(all.end(), {"--comm.master_port", std::to_string(free_port())});
   return all;
 }
 
 void pause_a_little() { std::this_thread::sleep_for(milliseconds(5)); }
 
-}  // namespace tessera::cli
+}  // namespace tessera

@@ -6,13 +6,12 @@
 
 #include <chrono>
 #include <filesystem>
-#include <fstream>
 #include <map>
 #include <optional>
 #include <string>
 #include <vector>
 
-namespace tessera::cli {
+namespace tessera {
 
 using Words = std::vector<std::string>;
 using Variables = std::map<std::string, std::string, std::less<>>;
@@ -47,10 +46,7 @@ class Process {
 /// Whether a process is there and has not ended (as a zombie has).
 bool alive(pid_t pid);
 
-/// The rest of a file; "" where it cannot be read, as one of /proc whose process has ended since it
-/// was opened.
-std::string text_of(std::ifstream& file);
-/// /proc/PID/NAME; "" where the process has ended.
+/// Reads /proc/PID/NAME; "" where the process has ended.
 std::string proc_file(pid_t pid, const std::string& name);
 
 /// Looks every few milliseconds; false if `condition` does not come true in time.
@@ -86,4 +82,4 @@ bool wait_until(std::chrono::steady_clock::time_point deadline, Condition condit
   return true;
 }
 
-}  // namespace tessera::cli
+}  // namespace tessera

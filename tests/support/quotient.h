@@ -5,8 +5,8 @@
 
 namespace tessera::test {
 
-/// sum / divisor, rounded once. Devices multiply by a rounded reciprocal where the divisor is a number
-/// of the host.
+/// sum / divisor, rounded once. Devices multiply by a rounded reciprocal where the divisor is a
+/// number of the host.
 inline at::Tensor over(const at::Tensor& sum, double divisor) {
   return sum.div(at::full({}, divisor, sum.options()));
 }

@@ -59,7 +59,7 @@ inline Ranks ranks(int count, ThreadBackend backend = ThreadBackend::kInProcess,
   }                                                                            \
   void suite##_##name##_OnRank::on_rank([[maybe_unused]] ::tessera::World& world)
 
-/// Where the ranks of a test wait for each other without a collective. Every rank takes a seat; one
+/// Lets the ranks of a test wait for each other without a collective. Every rank takes a seat; one
 /// whose body has ended, by an exception too, is not waited for.
 class RankBarrier {
  public:

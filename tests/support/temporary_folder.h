@@ -1,4 +1,4 @@
-// A fresh folder for one test, gone with its end, and the small files that tests put there.
+// A fresh folder for one test, gone with its end, and the files that tests write and read.
 #pragma once
 
 #include <filesystem>
@@ -24,5 +24,11 @@ class TemporaryFolder {
  private:
   std::filesystem::path path_;
 };
+
+/// Reads the rest of a file; "" where it cannot be read, as one of /proc whose process has ended
+/// since it was opened.
+std::string text_of(std::ifstream& file);
+/// Reads a whole file in the same way.
+std::string read_file(const std::filesystem::path& path);
 
 }  // namespace tessera

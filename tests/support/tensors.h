@@ -8,8 +8,8 @@
 
 namespace tessera::test {
 
-/// Bit for bit, dtype included: a NaN is the same as itself, and 0 is not -0. Strides and devices
-/// may differ.
+/// Compares bit for bit, dtype included: a NaN is the same as itself, and 0 is not -0. Strides and
+/// devices may differ; two undefined tensors are the same.
 ::testing::AssertionResult same_bits(const at::Tensor& a, const at::Tensor& b);
 
 /// Values that depend on the seed only, not on libtorch's process-wide generator; here().

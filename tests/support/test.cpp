@@ -1,12 +1,8 @@
 #include "support/test.h"
 
-#include <unistd.h>
-
-#include "support/temporary_folder.h"
+#include <chrono>
 
 namespace tessera {
-
-namespace fs = std::filesystem;
 
 bool Says::all_in(const std::string& text, std::ostream* why) const {
   const auto missing = std::ranges::find_if(
@@ -24,10 +20,12 @@ void Says::DescribeNegationTo(std::ostream* out) const {
   *out << "does not say all of " << ::testing::PrintToString(parts_);
 }
 
-std::string refusal_of(ErrorKind kind, const std::function<void()>& action) {
+std::string refusal_of(ErrorKind kind, const std::function<void()>& action,
+                       std::source_location caller) {
   try {
     action();
   } catch (const Error& error) {
+    const ::testing::ScopedTrace trace(caller.file_name(), static_cast<int>(caller.line()), "");
     EXPECT_EQ(to_string(error.kind()), to_string(kind)) << error.what();
     return error.what();
   }
@@ -43,13 +41,15 @@ std::string refusal_of(const std::function<void()>& action) {
   return "";
 }
 
-std::string error_of(ErrorKind kind, const std::function<void()>& action) {
-  auto message = refusal_of(kind, action);
+std::string error_of(ErrorKind kind, const std::function<void()>& action,
+                     std::source_location caller) {
+  auto message = refusal_of(kind, action, caller);
+  const ::testing::ScopedTrace trace(caller.file_name(), static_cast<int>(caller.line()), "");
   EXPECT_NE(message, "") << "no error was thrown";
   return message;
 }
 
-std::string error_of(const std::function<void()>& action) {
+std::string thrown_by(const std::function<void()>& action) {
   try {
     action();
   } catch (const std::exception& error) {
@@ -58,22 +58,10 @@ std::string error_of(const std::function<void()>& action) {
   return "";
 }
 
-TemporaryFolder::TemporaryFolder() {
-  std::string name = (fs::temp_directory_path() / "tessera_XXXXXX").string();
-  if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("mkdtemp failed");
-  path_ = name;
-}
-
-TemporaryFolder::~TemporaryFolder() {
-  std::error_code ignored;
-  fs::remove_all(path_, ignored);
-}
-
-fs::path TemporaryFolder::write(std::string_view name, std::string_view content) const {
-  const auto file = path_ / name;
-  fs::create_directories(file.parent_path());
-  std::ofstream(file, std::ios::binary) << content;
-  return file;
+double seconds_of(const std::function<void()>& action) {
+  const auto begin = std::chrono::steady_clock::now();
+  action();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
 }  // namespace tessera

@@ -1,5 +1,5 @@
-// What nearly every test uses: GoogleTest with its matchers and the parts of the standard library that it
-// includes anyway, and refusals, which have a kind and say things.
+// Gives nearly every test what it uses: GoogleTest with its matchers, the parts of the standard
+// library that it includes anyway, and checks of refusals, which have a kind and a message.
 #pragma once
 
 #include <gmock/gmock.h>
@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <set>
+#include <source_location>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -50,22 +51,28 @@ class Says {
   std::vector<std::string> parts_;
 };
 
-/// The message of the error that `action` throws, and "" where it throws none; fails the test where
-/// the error is of another kind.
-std::string refusal_of(ErrorKind kind, const std::function<void()>& action);
+/// The message of the error that `action` throws, and "" where it throws none; fails the test, and
+/// names the caller, where the error is of another kind.
+std::string refusal_of(ErrorKind kind, const std::function<void()>& action,
+                       std::source_location caller = std::source_location::current());
 
-/// Its kind and message: "usage: ...".
+/// Returns the kind and the message of that error: "usage: ...".
 std::string refusal_of(const std::function<void()>& action);
 
-/// The message of the error of this kind, where it fails the test that none is thrown.
-std::string error_of(ErrorKind kind, const std::function<void()>& action);
+/// As refusal_of(kind, action), but fails the test where no error is thrown, too.
+std::string error_of(ErrorKind kind, const std::function<void()>& action,
+                     std::source_location caller = std::source_location::current());
 
-/// What `action` throws, of whatever type; "" where it throws nothing.
-std::string error_of(const std::function<void()>& action);
+/// Returns the message of an exception of any type that `action` throws; "" where it throws none.
+std::string thrown_by(const std::function<void()>& action);
 
 /// The action throws an error of this kind (`kFormat`, ...), whose message says all of the texts.
-#define EXPECT_REFUSED(kind, action, ...)                                       \
-  EXPECT_THAT(::tessera::error_of(::tessera::ErrorKind::kind, [&] { action; }), \
-              ::tessera::Says(__VA_ARGS__))
+#define EXPECT_REFUSED(kind, action, ...)                                 \
+  EXPECT_THAT(                                                            \
+      ::tessera::refusal_of(::tessera::ErrorKind::kind, [&] { action; }), \
+      ::testing::AllOf(::testing::Not(::testing::IsEmpty()), ::tessera::Says(__VA_ARGS__)))
+
+/// Returns the seconds that `action` takes.
+double seconds_of(const std::function<void()>& action);
 
 }  // namespace tessera

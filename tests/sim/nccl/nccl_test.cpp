@@ -20,7 +20,6 @@ using comm::EventEnd;
 using comm::EventSite;
 using comm::MailRoute;
 using comm::MailTag;
-using testing::AnyOf;
 
 Where over_nccl(int ranks, bool side = false) {
   return {ranks, "sim", side, /*late=*/false, ThreadBackend::kNccl};
@@ -28,8 +27,8 @@ Where over_nccl(int ranks, bool side = false) {
 
 /// The first race on any rank, else what `body` throws first; the other ranks, whose devices stand
 /// still behind it, go on.
-std::string error_of(const Where& where, const std::function<void(World&)>& body,
-                     const WorldOptions& options = {}) {
+std::string thrown_on(const Where& where, const std::function<void(World&)>& body,
+                      const WorldOptions& options = {}) {
   WorldOptions here = options;
   here.device = where.device;
   std::string text;
@@ -125,7 +124,7 @@ TEST(NcclEvents, EachThatIsLeftOutIsFound) {
        {EventSite::kIssue, EventSite::kWorkEnd, EventSite::kMailPost, EventSite::kMailEnd}) {
     for (const EventEnd end : {EventEnd::kRecord, EventEnd::kBlock}) {
       const auto left_out = without(site, end);
-      const std::string race = error_of(where, sum_and_send);
+      const std::string race = thrown_on(where, sum_and_send);
       EXPECT_THAT(race, Says("race:"))
           << to_string(site) << (end == EventEnd::kRecord ? ", record" : ", block");
     }
@@ -211,9 +210,10 @@ TEST(NcclGroups, ComparedEntriesNameBothRanks) {
             batch_of({comm::AllGather{at::zeros({8}, at::TensorOptions(world.device()))}}, unit))
         ->wait();
   };
-  EXPECT_EQ(error_of(over_nccl(2), [&](World& world) { gathers(world, "layers.3"); }, options), "");
+  EXPECT_EQ(
+      thrown_on(over_nccl(2), [&](World& world) { gathers(world, "layers.3"); }, options), "");
   EXPECT_THAT(
-      error_of(
+      thrown_on(
           over_nccl(2),
           [&](World& world) { gathers(world, world.rank() == 0 ? "layers.3" : "layers.4"); },
           options),
@@ -222,26 +222,26 @@ TEST(NcclGroups, ComparedEntriesNameBothRanks) {
 }
 
 TEST(NcclGroups, TwoRanksOnOneDeviceAreRefused) {
-  EXPECT_THAT(error_of({2, "sim:0", false, false, ThreadBackend::kNccl},
-                       [](World& world) { world.group({0, 1}, "gather"); }),
+  EXPECT_THAT(thrown_on({2, "sim:0", false, false, ThreadBackend::kNccl},
+                        [](World& world) { world.group({0, 1}, "gather"); }),
               Says("on one device", "sim:0"));
 }
 
 TEST(NcclGroups, AreNotOpenedAgainAfterAFailure) {
-  EXPECT_THAT(error_of(over_nccl(2), [](World& world) { world.recover(); }),
+  EXPECT_THAT(thrown_on(over_nccl(2), [](World& world) { world.recover(); }),
               Says("recover: found backend nccl"));
 }
 
 // What the stand-in itself finds: tests that see nothing of it would prove nothing.
 
 TEST(NcclStandIn, FindsOperationsThatDiffer) {
-  EXPECT_THAT(error_of(over_nccl(2),
-                       [](World& world) {
-                         const auto group = world.group({0, 1}, "gather");
-                         const at::TensorOptions here(world.device());
-                         const at::Tensor data = at::zeros({world.rank() == 0 ? 8 : 10}, here);
-                         group->issue(batch_of({comm::AllGather{data}}))->wait();
-                       }),
+  EXPECT_THAT(thrown_on(over_nccl(2),
+                        [](World& world) {
+                          const auto group = world.group({0, 1}, "gather");
+                          const at::TensorOptions here(world.device());
+                          const at::Tensor data = at::zeros({world.rank() == 0 ? 8 : 10}, here);
+                          group->issue(batch_of({comm::AllGather{data}}))->wait();
+                        }),
               AnyOf(Says("all-gather of 16", "all-gather of 20"), Says("another rank has failed")));
 }
 

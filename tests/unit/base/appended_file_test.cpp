@@ -3,8 +3,6 @@
 
 #include <sys/stat.h>
 
-#include <iterator>
-
 #include "base/log.h"
 #include "support/temporary_folder.h"
 
@@ -14,19 +12,14 @@ namespace {
 namespace fs = std::filesystem;
 using From = AppendedFile::From;
 
-std::string read(const fs::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
 TEST(AppendedFile, GoesOnAtTheEndOrBeginsAnew) {
   const TemporaryFolder folder;
   const auto path = folder / "lines";
   AppendedFile(path, From::kNothing).append("a\n");
   AppendedFile(path, From::kEnd).append("b\n");
-  EXPECT_EQ(read(path), "a\nb\n");
+  EXPECT_EQ(read_file(path), "a\nb\n");
   AppendedFile(path, From::kEmpty).append("c\n");
-  EXPECT_EQ(read(path), "c\n");
+  EXPECT_EQ(read_file(path), "c\n");
   EXPECT_REFUSED(kIo, AppendedFile(path, From::kNothing),
                  "cannot be opened for writing (File exists)");
 }
@@ -45,7 +38,7 @@ TEST(AppendedFile, ALinkOrAPipeIsRefusedByName) {
     EXPECT_REFUSED(kIo, AppendedFile(folder / "pipe", from),
                    "pipe': found something that is no regular file");
   }
-  EXPECT_EQ(read(folder / "target"), "kept");
+  EXPECT_EQ(read_file(folder / "target"), "kept");
   EXPECT_FALSE(fs::exists(folder / "nothing"));
 }
 
@@ -72,7 +65,7 @@ TEST(AppendedFile, ALogThroughALinkIsRefused) {
       error_of(ErrorKind::kIo, [&] { log::init({.file = folder / "logs/rank_0.log"}); });
   EXPECT_THAT(message, Says("rank_0.log': found a symbolic link, expected a regular file"));
   EXPECT_EQ(message.find("rank_0.log"), message.rfind("rank_0.log")) << message;
-  EXPECT_EQ(read(folder / "target"), "kept");
+  EXPECT_EQ(read_file(folder / "target"), "kept");
 }
 
 }  // namespace

@@ -1,8 +1,6 @@
 // The lines of the log that reach stderr.
 #include "tessera/log_level.h"
 
-#include <iterator>
-
 #include "base/log.h"
 #include "base/trace.h"
 #include "support/temporary_folder.h"
@@ -48,9 +46,7 @@ TEST(LogLevel, NothingIsOnStderrUntilItIsAskedForAndThenThatLevel) {
     EXPECT_EQ(lines_on_stderr(), (Lines{false, false, true}));
     set_log_level(LogLevel::kNone);
     EXPECT_EQ(lines_on_stderr(), (Lines{false, false, false}));
-    std::ifstream stream(file);
-    const std::string text((std::istreambuf_iterator<char>(stream)), {});
-    EXPECT_EQ(lines_in(text), (Lines{true, true, true}));
+    EXPECT_EQ(lines_in(read_file(file)), (Lines{true, true, true}));
   }
   log::init({});
 }

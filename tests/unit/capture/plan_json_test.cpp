@@ -1,13 +1,11 @@
 // Plans as files: what is written is read, and what is no plan is refused with its place.
 #include "capture/plan_json.h"
 
-#include <fstream>
-#include <iterator>
 #include <nlohmann/json.hpp>
 
 #include "capture/plan_diff.h"
 #include "fsdp/agreed/step_plan_check.h"
-#include "support/test.h"
+#include "support/temporary_folder.h"
 #include "unit/fsdp/drawn_plan.h"
 #include "unit/fsdp/flat_trace.h"
 
@@ -166,8 +164,7 @@ TEST(PlanJson, UnitsThatLendInACircleAreRefused) {
 // A fuzzer that begins with files of yesterday's format never comes past the first field.
 TEST(PlanJson, TheFuzzersBeginWithPlansThatHold) {
   const auto text_of = [](const char* name) {
-    std::ifstream file(concat(TESSERA_CORPUS "/step_plan/", name));
-    return std::string(std::istreambuf_iterator<char>(file), {});
+    return read_file(concat(TESSERA_CORPUS "/step_plan/", name));
   };
   for (const auto* name : {"form_1", "form_2", "form_3", "one_unit", "recomputed", "two_units"}) {
     const auto text = text_of(name);
@@ -190,8 +187,7 @@ TEST(PlanJson, TheFuzzersBeginWithPlansThatHold) {
 // Files of before are read, and written as they were: keys and values in their order, and lines.
 TEST(PlanJson, FilesAreWrittenAsTheyWere) {
   for (const auto* name : {"form_1", "form_2", "form_3", "one_unit", "recomputed", "two_units"}) {
-    std::ifstream file(concat(TESSERA_CORPUS "/step_plan/", name));
-    const std::string text(std::istreambuf_iterator<char>(file), {});
+    const auto text = read_file(concat(TESSERA_CORPUS "/step_plan/", name));
     EXPECT_EQ(nlohmann::ordered_json::parse(to_json(parse_plan(text, name))).dump(),
               nlohmann::ordered_json::parse(text).dump());
   }

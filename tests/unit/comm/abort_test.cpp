@@ -5,7 +5,6 @@
 
 #include <atomic>
 #include <barrier>
-#include <chrono>
 
 #include "comm/group.h"
 #include "comm/queue.h"
@@ -16,12 +15,6 @@ namespace tessera::comm::abort_test {
 namespace {
 
 class Failing : public testing::TestWithParam<ThreadBackend> {};
-
-double seconds_of(const std::function<void()>& act) {
-  const auto start = std::chrono::steady_clock::now();
-  act();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
 
 TEST_P(Failing, ThrowingRankFreesTheOthersAndItsErrorIsRethrown) {
   ThreadRanks& ranks = pool(GetParam(), 3);
@@ -134,13 +127,13 @@ TEST_P(Failing, RankThatThrowsBeforeAGroupIsMadeFreesTheOthers) {
 TEST_P(Failing, QueueIsFreedToo) {
   ThreadRanks& ranks = pool(GetParam(), 3);
   EXPECT_THROW(ranks.run([&](World& world) {
-    const auto group = world.group(everyone(world), "queue");
+    const auto group = world.group(all_ranks(world.size()), "queue");
     if (world.rank() == 2) throw std::runtime_error("gone");
     world.queue().submit(*group, batch_of(AllGather{at::zeros({30})})).wait();
   }),
                std::runtime_error);
   ranks.run([&](World& world) {
-    const auto group = world.group(everyone(world), "queue");
+    const auto group = world.group(all_ranks(world.size()), "queue");
     auto buffer = at::full({3}, -1.0);
     buffer[world.rank()] = world.rank();
     world.queue().submit(*group, batch_of(AllGather{buffer})).wait();
@@ -150,7 +143,7 @@ TEST_P(Failing, QueueIsFreedToo) {
 
 TEST_P(Failing, AbortedWorldThrowsUntilAllRecover) {
   pool(GetParam(), 3).run([](World& world) {
-    const auto group = world.group(everyone(world), "gather");
+    const auto group = world.group(all_ranks(world.size()), "gather");
     // Rank 0 takes no part in it: the others can only be freed by the abort flag.
     if (world.rank() == 0) world.abort("a bad step");
     EXPECT_THROW(group->issue(batch_of(AllGather{at::zeros({300})}))->wait(), Error);
@@ -162,7 +155,7 @@ TEST_P(Failing, AbortedWorldThrowsUntilAllRecover) {
     auto sum = at::ones({1000});
     all_reduce(*group, sum, "after");
     EXPECT_EQ(sum.sum().item<float>(), 3000.0F);
-    auto pending = world.queue().submit(*world.group(everyone(world), "queue"),
+    auto pending = world.queue().submit(*world.group(all_ranks(world.size()), "queue"),
                                         batch_of(AllGather{at::zeros({300})}));
     pending.wait();
   });

@@ -8,8 +8,6 @@
 namespace tessera::process_test {
 namespace {
 
-using testing::AnyOf;
-
 // [Note: disagreements]. Naive: the first watch that finds one ends its process, and so the run.
 TEST(Disagreements, CanBeCaughtOnEveryRankAndTheRunGoesOn) {
   const std::vector<Plan> plans{{.nproc = 2, .mode = "caught", .step = 1, .steps = 6},

@@ -8,10 +8,13 @@
 #include "kernels/host_sum.h"
 #include "kernels/kernels.h"
 #include "rank_pools.h"
+#include "support/tensors.h"
 #include "support/test.h"
 
 namespace tessera::comm::collectives_test {
 namespace {
+
+using test::same_bits;
 
 constexpr std::int64_t kSlices[] = {0, 1, 7, 64, 1000, 50000};
 
@@ -38,12 +41,6 @@ at::Tensor plain_sum(const std::vector<at::Tensor>& addends, at::ScalarType dtyp
   return sum;
 }
 
-bool same_bits(const at::Tensor& a, const at::Tensor& b) {
-  return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() &&
-         (a.numel() == 0 || std::memcmp(a.contiguous().const_data_ptr(),
-                                        b.contiguous().const_data_ptr(), a.nbytes()) == 0);
-}
-
 class Collectives : public testing::TestWithParam<std::tuple<ThreadBackend, int>> {
  protected:
   ThreadBackend backend() const { return std::get<0>(GetParam()); }
@@ -59,7 +56,7 @@ TEST_P(Collectives, AllGatherPutsEverySliceInItsPlace) {
       for (int rank = 0; rank < ranks(); ++rank) parts.push_back(values(slice, dtype, rank, 1));
       const auto expected = at::cat(parts);
       threads().run([&](World& world) {
-        const auto group = world.group(everyone(world), "gather");
+        const auto group = world.group(all_ranks(world.size()), "gather");
         auto buffer = at::zeros({slice * world.size()}, dtype);
         buffer.narrow(0, slice * world.rank(), slice)
             .copy_(parts[static_cast<std::size_t>(world.rank())]);
@@ -83,7 +80,7 @@ TEST_P(Collectives, ReduceScatterAddsInRankOrderInTheOutputsDtype) {
           inputs.push_back(values(slice * ranks(), wire, rank, 2));
         }
         threads().run([&](World& world) {
-          const auto group = world.group(everyone(world), "reduce");
+          const auto group = world.group(all_ranks(world.size()), "reduce");
           std::vector<at::Tensor> slices;
           for (const auto& input : inputs) {
             slices.push_back(input.narrow(0, slice * world.rank(), slice));
@@ -108,7 +105,7 @@ TEST_P(Collectives, BroadcastPutsTheSourcesTensorEverywhere) {
       for (int source = 0; source < ranks(); ++source) {
         const auto expected = values(slice, dtype, source, 5);
         threads().run([&](World& world) {
-          const auto group = world.group(everyone(world), "gather");
+          const auto group = world.group(all_ranks(world.size()), "gather");
           auto data = values(slice, dtype, world.rank(), 5);
           group->issue(batch_of(Broadcast{data, source}))->wait();
           EXPECT_TRUE(same_bits(data, expected)) << dtype << " " << slice << " " << source;
@@ -149,7 +146,9 @@ TEST_P(Collectives, AllReduceIntoAnotherTensorAddsInItsDtypeAndLeavesTheAddends)
         const auto& mine = inputs[static_cast<std::size_t>(world.rank())];
         const auto data = mine.clone();
         const auto output = at::full({numel}, 3.0, result);
-        world.group(everyone(world), "replicas")->issue(batch_of(AllReduce{data, output}))->wait();
+        world.group(all_ranks(world.size()), "replicas")
+            ->issue(batch_of(AllReduce{data, output}))
+            ->wait();
         EXPECT_TRUE(same_bits(output, expected)) << wire << " " << result << " " << numel;
         EXPECT_TRUE(same_bits(data, mine));
       });
@@ -179,7 +178,7 @@ TEST_P(Collectives, AllToAllPutsEveryStretchInItsPlace) {
         }
         op.input = at::cat(mine);
         op.output = at::zeros_like(at::cat(expected));
-        world.group(everyone(world), "all to all")->issue(batch_of(op))->wait();
+        world.group(all_ranks(world.size()), "all to all")->issue(batch_of(op))->wait();
         EXPECT_TRUE(same_bits(op.output, at::cat(expected))) << dtype << " " << scale;
         EXPECT_TRUE(same_bits(op.input, at::cat(mine)));
       });
@@ -215,7 +214,7 @@ TEST(InProcessCounts, ThatDoNotFitAreNamedOnEveryRank) {
   for (const Misfit& misfit : misfits()) {
     std::atomic<int> named = 0;
     pool(ThreadBackend::kInProcess, 2).run([&](World& world) {
-      const auto group = world.group(everyone(world), "counts");
+      const auto group = world.group(all_ranks(world.size()), "counts");
       const auto work =
           group->issue(batch_of(world.rank() == 0 ? misfit.of_rank_0 : misfit.of_rank_1));
       try {
@@ -238,7 +237,7 @@ TEST(GlooAllToAll, OwnCountsThatDoNotFitAreRefused) {
     ranks.run([](World& world) {
       const AllToAll fits{at::zeros({2}), {1, 1}, at::zeros({2}), {1, 1}};
       const AllToAll own{at::zeros({3}), {1, 2}, at::zeros({2}), {1, 1}};
-      world.group(everyone(world), "counts")
+      world.group(all_ranks(world.size()), "counts")
           ->issue(batch_of(world.rank() == 0 ? fits : own))
           ->wait();
     });
@@ -260,14 +259,16 @@ TEST_P(Collectives, CancellingValuesShowTheOrderOfAdditions) {
     EXPECT_TRUE(same_bits(data, at::full({3}, expected, at::kFloat)));
     auto output = at::zeros({2}, at::kFloat);
     auto input = at::full({2 * world.size()}, mine, at::kFloat);
-    world.group(everyone(world), "reduce")->issue(batch_of(ReduceScatter{input, output}))->wait();
+    world.group(all_ranks(world.size()), "reduce")
+        ->issue(batch_of(ReduceScatter{input, output}))
+        ->wait();
     EXPECT_TRUE(same_bits(output, at::full({2}, expected, at::kFloat)));
   });
 }
 
 TEST_P(Collectives, OpsOfABatchGoOutTogether) {
   threads().run([&](World& world) {
-    const auto group = world.group(everyone(world), "gather");
+    const auto group = world.group(all_ranks(world.size()), "gather");
     const auto n = world.size();
     auto gathered = at::full({4 * n}, -1.0F);
     gathered.narrow(0, 4 * world.rank(), 4).fill_(world.rank());
@@ -291,7 +292,7 @@ TEST_P(Collectives, OpsOfABatchGoOutTogether) {
 
 TEST_P(Collectives, SeveralUnderWayAreWaitedForInAnyOrder) {
   threads().run([&](World& world) {
-    const auto group = world.group(everyone(world), "gather");
+    const auto group = world.group(all_ranks(world.size()), "gather");
     std::vector<at::Tensor> buffers;
     std::vector<std::unique_ptr<Work>> works;
     for (std::uint32_t i = 0; i < 8; ++i) {
@@ -408,7 +409,7 @@ TEST_P(Collectives, RelayedSumsHaveTheBitsOfDirectOnes) {
         const auto mine = values(numel, dtype, world.rank(), 8);
         const auto direct = mine.clone();
         const auto relayed = mine.clone();
-        const auto group = world.group(everyone(world), "sums");
+        const auto group = world.group(all_ranks(world.size()), "sums");
         group->issue(batch_of(AllReduce{direct}))->wait();
         group->issue(batch_of(AllReduce{relayed, {}, Route::kRelayed}))->wait();
         EXPECT_TRUE(same_bits(relayed, direct)) << dtype << " " << numel;

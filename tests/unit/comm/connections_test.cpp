@@ -89,7 +89,7 @@ TEST(Opening, WaitsForARankThatComesLaterThanAStepMayWait) {
   ThreadRanks ranks(2, ThreadBackend::kGloo, options);
   ranks.run([&](World& world) {
     if (world.rank() == 1) std::this_thread::sleep_for(3 * options.timeout);
-    EXPECT_EQ(world.group(everyone(world), "gather")->size(), 2);
+    EXPECT_EQ(world.group(all_ranks(world.size()), "gather")->size(), 2);
   });
 }
 

@@ -19,7 +19,6 @@ namespace {
 
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
-using testing::AnyOf;
 
 using Clock = std::chrono::steady_clock;
 
@@ -27,7 +26,7 @@ MailTag activations(int micro_batch, std::uint64_t step = 7, int stage = 0) {
   return {step, MailTag::Direction::kForward, stage, micro_batch, 0};
 }
 
-std::shared_ptr<Mail> mail_of_all(World& world) { return mail_of(world, everyone(world)); }
+std::shared_ptr<Mail> mail_of_all(World& world) { return mail_of(world, all_ranks(world.size())); }
 
 /// For what others are sure to do.
 bool comes_true(const std::function<bool()>& what) {
@@ -235,7 +234,7 @@ TEST_P(Messages, OfAnotherShapeOrDtypeAreNamedOnBothRanks) {
   ThreadRanks ranks(2, GetParam(), options);
   for (const auto& [into, text] : received) {
     std::atomic<int> named{0};
-    const std::string error = error_of([&, tensor = into] {
+    const std::string error = comm_error_of([&, tensor = into] {
       ranks.run([&](World& world) {
         const auto mail = mail_of_all(world);
         const auto transfer = world.rank() == 0 ? mail->send(1, activations(3), at::ones({4, 8}))
@@ -260,7 +259,7 @@ TEST_P(Messages, OfAnotherShapeOrDtypeAreNamedOnBothRanks) {
 
 TEST(InProcessMessages, OfEmptyTensorsAreComparedToo) {
   ThreadRanks ranks(2, ThreadBackend::kInProcess);
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(comm_error_of([&] {
                 ranks.run([&](World& world) {
                   const auto mail = mail_of_all(world);
                   const auto transfer = world.rank() == 0
@@ -274,7 +273,7 @@ TEST(InProcessMessages, OfEmptyTensorsAreComparedToo) {
 
 /// Of rank 0, which sends another micro-batch than rank 1 wants, and waits as rank 1 does.
 std::string error_of_swapped(ThreadRanks& ranks) {
-  return error_of([&] {
+  return comm_error_of([&] {
     ranks.run([&](World& world) {
       const auto mail = mail_of_all(world);
       const auto x = at::zeros({4});
@@ -308,7 +307,7 @@ TEST(InProcessMessages, ThatAreSwappedAreNamedByTheWaitThatEnds) {
 TEST_P(Messages, ThatNeverComeAreNamedAfterTheTimeout) {
   for (const bool sends : {true, false}) {
     ThreadRanks ranks(2, GetParam(), short_waits());
-    EXPECT_THAT(error_of([&] {
+    EXPECT_THAT(comm_error_of([&] {
                   ranks.run([&](World& world) {
                     const auto mail = mail_of_all(world);
                     if (world.rank() == 1) return;
@@ -376,10 +375,10 @@ TEST_P(Messages, WorkAgainAfterARecoveryAndLeaveTheMemoryOfTheOldOnesAlone) {
       EXPECT_TRUE(comes_true([&] { return posted >= 2 * (attempt + 1); }));
       if (world.rank() == 0) {
         world.abort("a bad step");
-        EXPECT_THAT(error_of([&] { mail->send(1, activations(9, 30), never); }),
+        EXPECT_THAT(comm_error_of([&] { mail->send(1, activations(9, 30), never); }),
                     Says("a bad step"));
       }
-      EXPECT_THAT(error_of([&] { old.front()->wait(); }), Says("a bad step"));
+      EXPECT_THAT(comm_error_of([&] { old.front()->wait(); }), Says("a bad step"));
       world.recover();
       half.fill_(7);
       never.fill_(7);
@@ -391,7 +390,7 @@ TEST_P(Messages, WorkAgainAfterARecoveryAndLeaveTheMemoryOfTheOldOnesAlone) {
       receive->wait();
       send->wait();
       EXPECT_EQ(into.sum().item<float>(), 4.0F * (1.0F + static_cast<float>(other)));
-      EXPECT_THAT(error_of([&] { old.front()->wait(); }),
+      EXPECT_THAT(comm_error_of([&] { old.front()->wait(); }),
                   AnyOf(Says("a bad step"), Says("lost when the World was recovered")));
       EXPECT_THROW(old.front()->done(), Error);
       barrier(world.control(), "sent");
@@ -462,7 +461,7 @@ TEST_P(Messages, GroupOfMessagesHasNoCollectives) {
   EXPECT_THROW(launch_threads(2, GetParam(),
                               [](World& world) {
                                 mail_of_all(world);
-                                barrier(*world.group(everyone(world), "messages"), "no");
+                                barrier(*world.group(all_ranks(world.size()), "messages"), "no");
                               }),
                Error);
 }

@@ -85,32 +85,32 @@ TEST(Backends, AutoIsTheFirstThatCarriesTheDeviceByItselfElseThroughTheHost) {
 }
 
 /// What a World says of its options, before it asks anybody.
-std::string refusal_of(const WorldOptions& options) {
-  return tessera::refusal_of([&] { World::connect(options); });
+std::string refusal(const WorldOptions& options) {
+  return refusal_of([&] { World::connect(options); });
 }
 
 // Naive: every group is opened, and the first agreement finds tensors of the other device.
 TEST(Backends, OneThatDoesNotCarryTheDeviceIsRefusedByAWorldOfOneToo) {
   WorldOptions options;
   options.backend = "nccl";
-  EXPECT_EQ(refusal_of(options),
+  EXPECT_EQ(refusal(options),
             "config: world: found backend nccl with device cpu, expected device cuda, whose "
             "tensors it carries; set device to cuda, or backend to gloo");
 }
 
 TEST(Backends, OneThatDoesNotCarryTheDeviceIsRefusedByRanksThatAreThreadsToo) {
-  EXPECT_THAT(tessera::error_of([] { launch_threads(2, ThreadBackend::kNccl, [](World&) {}); }),
+  EXPECT_THAT(thrown_by([] { launch_threads(2, ThreadBackend::kNccl, [](World&) {}); }),
               Says("found backend nccl with device cpu"));
 }
 
 TEST(Backends, ADeviceThatIsNoneIsRefused) {
   WorldOptions options;
   options.device = "toaster";
-  EXPECT_EQ(refusal_of(options),
+  EXPECT_EQ(refusal(options),
             "usage: world: found device 'toaster', expected auto, cpu, or an accelerator that "
             "libtorch knows, as cuda or cuda:0");
   options.device = "meta";
-  EXPECT_NE(refusal_of(options), "");
+  EXPECT_NE(refusal(options), "");
 }
 
 TEST(Backends, OneThatIsNotUsableIsRefusedAsItIsOpened) {

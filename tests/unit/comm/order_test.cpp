@@ -36,7 +36,7 @@ TEST(FlightRecorder, AnEntryThatIsHeldKeepsItsNameHoweverManyCome) {
 TEST(InProcess, SwappedCollectivesAreNamedOnEveryRank) {
   ThreadRanks ranks(2, ThreadBackend::kInProcess);
   std::atomic<int> named{0};
-  const std::string error = error_of([&] {
+  const std::string error = comm_error_of([&] {
     ranks.run([&](World& world) {
       const auto group = world.group({0, 1}, "gather");
       // The same sizes: Gloo's own collectives would exchange each other's data here.
@@ -73,7 +73,7 @@ TEST(InProcess, EveryFieldOfALabelIsCompared) {
   ThreadRanks ranks(2, ThreadBackend::kInProcess);
   for (const Case& one : cases) {
     EXPECT_THAT(
-        error_of([&] {
+        comm_error_of([&] {
           ranks.run([&](World& world) {
             world.group({0, 1}, "gather")->issue(world.rank() == 0 ? one.zero : one.one)->wait();
           });
@@ -87,7 +87,7 @@ TEST(InProcess, ReorderedQueueIsNamed) {
   const test_hooks::Set swapped(test_hooks::hold_back, [](const Group& group, const Label& label) {
     return group.rank() == 1 && label.unit_id == 1;
   });
-  const std::string error = error_of([&] {
+  const std::string error = comm_error_of([&] {
     ranks.run([&](World& world) {
       const auto group = world.group({0, 1}, "gather");
       auto a = world.queue().submit(*group, gather(8, "layers.1", 1));
@@ -120,7 +120,7 @@ TEST(InProcess, LateRankIsNamedAfterTheTimeout) {
   WorldOptions options;
   options.timeout = milliseconds(50);
   ThreadRanks ranks(3, ThreadBackend::kInProcess, options);
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(comm_error_of([&] {
                 ranks.run([&](World& world) {
                   if (world.rank() == 1) return;
                   barrier(world.control(), "meeting");
@@ -134,7 +134,7 @@ TEST(Gloo, ComparedEntriesNameBothRanks) {
   options.compare_entries = true;
   ThreadRanks ranks(2, ThreadBackend::kGloo, options);
   ranks.run([](World& world) { barrier(world.control(), "fine"); });
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(comm_error_of([&] {
                 ranks.run([&](World& world) {
                   world.group({0, 1}, "gather")
                       ->issue(gather(8, world.rank() == 0 ? "layers.3" : "layers.4", 17))
@@ -149,7 +149,7 @@ TEST(Gloo, SwappedCollectivesAreFoundWhileTheyWait) {
   WorldOptions options;
   options.blocked_after = milliseconds(40);
   ThreadRanks ranks(2, ThreadBackend::kGloo, options);
-  const std::string error = error_of([&] {
+  const std::string error = comm_error_of([&] {
     ranks.run([&](World& world) {
       const auto group = world.group({0, 1}, "gather");
       const bool zero = world.rank() == 0;
@@ -167,7 +167,7 @@ TEST(Gloo, SkippedCollectiveIsFoundWhileTheOthersWait) {
   WorldOptions options;
   options.blocked_after = milliseconds(40);
   ThreadRanks ranks(2, ThreadBackend::kGloo, options);
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(comm_error_of([&] {
                 ranks.run([&](World& world) {
                   const auto group = world.group({0, 1}, "gather");
                   if (world.rank() == 0) group->issue(gather(8, "skipped", 1))->wait();
@@ -182,7 +182,7 @@ TEST(Gloo, LateRankIsNamedAfterTheTimeout) {
   options.timeout = milliseconds(100);
   ThreadRanks ranks(3, ThreadBackend::kGloo, options);
   ranks.run([](World& world) { barrier(world.control(), "connect"); });
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(comm_error_of([&] {
                 ranks.run([&](World& world) {
                   if (world.rank() == 1) return;
                   barrier(world.control(), "meeting");
@@ -195,7 +195,7 @@ TEST(Gloo, RanksThatWaitForEachOtherInDifferentGroupsAreNamedWhileTheyWait) {
   WorldOptions options;
   options.blocked_after = milliseconds(40);
   ThreadRanks ranks(2, ThreadBackend::kGloo, options);
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(comm_error_of([&] {
                 ranks.run([&](World& world) {
                   const auto a = world.group({0, 1}, "a");
                   const auto b = world.group({0, 1}, "b");

@@ -14,12 +14,6 @@ inline ThreadRanks& pool(ThreadBackend backend, int ranks) {
   return *one;
 }
 
-inline std::vector<int> everyone(const World& world) {
-  std::vector<int> ranks;
-  for (int rank = 0; rank < world.size(); ++rank) ranks.push_back(rank);
-  return ranks;
-}
-
 inline Batch batch_of(Op op, const std::string& unit = "unit", std::uint32_t id = 0) {
   Batch batch;
   batch.label.unit = unit;
@@ -35,8 +29,9 @@ inline Batch batch_of(Op op, const std::string& unit = "unit", std::uint32_t id 
 }
 
 /// The message of the kComm error that `act` throws.
-inline std::string error_of(const std::function<void()>& act) {
-  return tessera::error_of(ErrorKind::kComm, act);
+inline std::string comm_error_of(const std::function<void()>& act,
+                                 std::source_location caller = std::source_location::current()) {
+  return error_of(ErrorKind::kComm, act, caller);
 }
 
 inline std::string name_of(ThreadBackend backend) {

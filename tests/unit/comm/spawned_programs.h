@@ -142,7 +142,7 @@ inline std::vector<Outcome> run_without_parent(const Plan& plan) {
   auto variables = base::environment();
   variables["WORLD_SIZE"] = variables["LOCAL_WORLD_SIZE"] = std::to_string(plan.nproc);
   variables["MASTER_ADDR"] = "127.0.0.1";
-  variables["MASTER_PORT"] = std::to_string(test::free_port());
+  variables["MASTER_PORT"] = std::to_string(free_port());
   std::vector<base::Environment> ranks;
   for (int rank = 0; rank < plan.nproc; ++rank) {
     variables["RANK"] = variables["LOCAL_RANK"] = std::to_string(rank);

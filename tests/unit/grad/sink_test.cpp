@@ -51,7 +51,7 @@ GradContract contract_of(std::vector<std::int64_t> shape, DType accumulate = DTy
   return contract;
 }
 
-std::string error_of(const std::function<void()>& run) {
+std::string refusal(const std::function<void()>& run) {
   return refusal_of(ErrorKind::kContract, [&] { run(); });
 }
 
@@ -120,7 +120,7 @@ TEST_F(Sink, RowsAreAddedAsTheWholeGradientWouldBe) {
 TEST_F(Sink, RowsThatBreakTheContractAreRefusedByName) {
   const auto id = slot();
   const auto refused = [&](const at::Tensor& rows, const at::Tensor& raw) {
-    return error_of([&] { sink.accept_rows(id, rows, raw, Source::kEager); });
+    return refusal([&] { sink.accept_rows(id, rows, raw, Source::kEager); });
   };
   const at::Tensor one = at::ones({1}, at::kLong);
   EXPECT_THAT(refused(one, at::zeros({2, 2})), Says("model.norm.weight", "[2, 2]", "[1, 2]"));
@@ -156,7 +156,7 @@ TEST_F(Sink, AScalarAndAnEmptyParameter) {
 TEST_F(Sink, RefusesByNameWhatBreaksTheContract) {
   const auto id = slot();
   const auto refused = [&](const at::Tensor& raw) {
-    return error_of([&] { sink.accept(id, raw, Source::kEager); });
+    return refusal([&] { sink.accept(id, raw, Source::kEager); });
   };
   EXPECT_THAT(refused(at::zeros({2, 2}).to_sparse()), Says("model.norm.weight", "layout"));
   EXPECT_THAT(refused(at::zeros({2, 2}, at::kComplexFloat)), Says("real floating"));
@@ -251,7 +251,7 @@ TEST_F(Sink, LendsNothingWhereMoreThanTheProductIsToBeDone) {
 TEST_F(Sink, RefusesByNameToLendWhatBreaksTheContract) {
   const auto id = slot();
   const auto refused = [&](const RawLike& raw) {
-    return error_of([&] { sink.lend(id, raw, Source::kCaptured); });
+    return refusal([&] { sink.lend(id, raw, Source::kCaptured); });
   };
   EXPECT_THAT(refused(raw_of(at::kFloat, {4})),
               Says("model.norm.weight from a captured backward", "[4]", "[2, 2]"));
@@ -270,7 +270,7 @@ TEST_F(Sink, AKernelThatThrowsLeavesItsSlotAsNotArrived) {
     slot.narrow(0, 0, 1).fill_(7);
     throw Error(ErrorKind::kContract, "half of it");
   };
-  EXPECT_EQ(error_of([&] { sink.write(id, product, Source::kEager); }), "half of it");
+  EXPECT_EQ(refusal([&] { sink.write(id, product, Source::kEager); }), "half of it");
   EXPECT_THAT(owner.arrivals, ElementsAre(false));
   EXPECT_TRUE(owner.empty);
   EXPECT_TRUE(sink.write(id, counted.product(3), Source::kEager));
@@ -374,7 +374,7 @@ TEST_F(Sink, RedeemedTwiceNamesLayerAndMicroBatch) {
   const auto id = slot();
   const auto ticket = sink.promise(id, "layer 4", 2);
   sink.redeem(ticket, full(1, at::kFloat));
-  EXPECT_THAT(error_of([&] { sink.redeem(ticket, full(1, at::kFloat)); }),
+  EXPECT_THAT(refusal([&] { sink.redeem(ticket, full(1, at::kFloat)); }),
               Says("model.norm.weight", "layer 4", "micro-batch 2", "twice"));
   EXPECT_TRUE(at::equal(owner.slot, at::ones({4}))) << "the second was not added";
   EXPECT_EQ(owner.tickets, 0);
@@ -387,15 +387,15 @@ TEST_F(Sink, RedeemedTwiceIsNamedSoInAnyLaterStep) {
   const auto ticket = sink.promise(id, "layer 4", 2);
   sink.redeem(ticket, full(1, at::kFloat));
   for (int i = 0; i < 10; ++i) sink.redeem(sink.promise(id, "layer 5", i), at::Tensor());
-  EXPECT_THAT(error_of([&] { sink.redeem(ticket, full(1, at::kFloat)); }),
+  EXPECT_THAT(refusal([&] { sink.redeem(ticket, full(1, at::kFloat)); }),
               Says("layer 4", "micro-batch 2", "twice"));
 }
 
 TEST_F(Sink, AnEmptyTicketAndOneOfAnotherSinkAreRefused) {
-  EXPECT_THAT(error_of([&] { sink.redeem(Ticket(), full(1, at::kFloat)); }), Says("empty"));
+  EXPECT_THAT(refusal([&] { sink.redeem(Ticket(), full(1, at::kFloat)); }), Says("empty"));
   GradSink other;
   const auto ticket = other.promise(other.add(&contract, &owner, 5), "layer 4", 2);
-  EXPECT_THAT(error_of([&] { sink.redeem(ticket, full(1, at::kFloat)); }),
+  EXPECT_THAT(refusal([&] { sink.redeem(ticket, full(1, at::kFloat)); }),
               Says("another model", "layer 4"));
   EXPECT_EQ(other.open_tickets(), 1U);
 }
@@ -405,7 +405,7 @@ TEST_F(Sink, WhatIsLeftOverIsNamed) {
   sink.redeem(sink.promise(id, "layer 1", 0), full(1, at::kFloat));
   sink.promise(id, "layer 2", 0);
   sink.promise(id, "layer 2", 1);
-  const auto error = error_of([&] { sink.require_all_redeemed("optimizer step"); });
+  const auto error = refusal([&] { sink.require_all_redeemed("optimizer step"); });
   EXPECT_THAT(error,
               Says("optimizer step: found 2", "layer 2, micro-batch 0", "layer 2, micro-batch 1"));
   EXPECT_THAT(error, Not(Says("layer 1")));
@@ -413,7 +413,7 @@ TEST_F(Sink, WhatIsLeftOverIsNamed) {
 
 TEST_F(Sink, AWrongGradientLeavesItsTicketOpen) {
   const auto ticket = sink.promise(slot(), "layer 4", 2);
-  EXPECT_THAT(error_of([&] { sink.redeem(ticket, at::zeros({3})); }),
+  EXPECT_THAT(refusal([&] { sink.redeem(ticket, at::zeros({3})); }),
               Says("a deferred weight gradient"));
   EXPECT_EQ(sink.open_tickets(), 1U);
   sink.redeem(ticket, full(1, at::kFloat));
@@ -424,7 +424,7 @@ TEST_F(Sink, DroppedTicketsAreForgottenAndRefusedByName) {
   const auto ticket = sink.promise(id, "layer 4", 2);
   sink.drop_tickets();
   sink.require_all_redeemed("step");
-  EXPECT_THAT(error_of([&] { sink.redeem(ticket, full(1, at::kFloat)); }),
+  EXPECT_THAT(refusal([&] { sink.redeem(ticket, full(1, at::kFloat)); }),
               Says("failed", "layer 4", "micro-batch 2"));
   EXPECT_TRUE(owner.opened.empty());
 }

@@ -5,7 +5,7 @@
 
 #include "io/checkpoint_folder.h"
 #include "io/safetensors.h"
-#include "support/test.h"
+#include "support/temporary_folder.h"
 
 namespace tessera::testing {
 namespace {
@@ -33,8 +33,7 @@ std::vector<TensorBox> random_boxes(Random& random, const std::vector<std::int64
 }
 
 std::vector<std::byte> file_bytes(const fs::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  const std::string text{std::istreambuf_iterator<char>(file), {}};
+  const std::string text = read_file(path);
   const auto bytes = std::as_bytes(std::span(text));
   return {bytes.begin(), bytes.end()};
 }

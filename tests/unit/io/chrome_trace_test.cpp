@@ -1,4 +1,3 @@
-#include <iterator>
 #include <nlohmann/json.hpp>
 
 #include "base/hash.h"
@@ -53,11 +52,6 @@ TEST(ChromeTrace, TextThatIsNotUtf8IsStillJson) {
 }
 
 using namespace std::string_literals;
-
-std::string read(const std::filesystem::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
 
 std::vector<std::string> names_in(const std::filesystem::path& folder) {
   std::vector<std::string> names;
@@ -114,9 +108,9 @@ TEST(TensorBoardEvent, LongTagsAndLargeStepsTakeLongerVarints) {
 TEST(EventFile, BeginsWithVersionAndSessionStart) {
   const TemporaryFolder folder;
   EventFile file(folder / "tb", 1);
-  const std::string begun = read(file.path());
+  const std::string begun = read_file(file.path());
   file.append(1, {{"loss", 2.0}});
-  const std::string grown = read(file.path());
+  const std::string grown = read_file(file.path());
   // Without the wall times that nobody can foresee: the kinds of message and their sizes.
   EXPECT_EQ(begun.size(),
             tfrecord(version_event(0)).size() + tfrecord(session_start_event(0, 1)).size());
@@ -171,7 +165,7 @@ TEST(EventFile, ALinkAmongThemIsRefusedAndItsTargetKept) {
     }
     EXPECT_TRUE(std::filesystem::is_symlink(link));
   }
-  EXPECT_EQ(read(folder / "target"), "kept");
+  EXPECT_EQ(read_file(folder / "target"), "kept");
   EXPECT_EQ(names_in(folder / "tb"),
             (std::vector<std::string>{link.filename().string(), "notes.txt"}));
 }

@@ -207,7 +207,7 @@ TEST(ParseJson, MalformedTextIsAFormatErrorWithAPosition) {
   EXPECT_REFUSED(kFormat, parse_json("{\"a\": nul}", "f.json"), "f.json", "at byte 10");
   for (const std::string text :
        {"", "{", "1 2", "{\"a\"}", "\"\xff\"", "1e999", "NaN", "{'a':1}"}) {
-    EXPECT_REFUSED(kFormat, parse_json(text, "f"));
+    EXPECT_REFUSED(kFormat, parse_json(text, "f")) << text;
   }
   EXPECT_LT(
       error_of(ErrorKind::kFormat, [] { parse_json("\"" + std::string(1'000'000, 'x'), "f"); })
@@ -456,7 +456,7 @@ TEST(FileInside, TheBlobsOfAHubCacheCountAsInside) {
 using std::chrono::milliseconds;
 using std::chrono::minutes;
 
-std::string error_of(const std::filesystem::path& folder, ErrorKind kind) {
+std::string refusal(const std::filesystem::path& folder, ErrorKind kind) {
   return refusal_of(kind, [&] { const FolderLock lock(folder, milliseconds(0), "take another"); });
 }
 
@@ -464,18 +464,18 @@ TEST(FolderLock, IsRefusedWhileItIsHeldAndNamesTheHolder) {
   const TemporaryFolder folder;
   {
     const FolderLock first(folder.path(), milliseconds(0), "");
-    EXPECT_THAT(error_of(folder.path(), ErrorKind::kConfig),
+    EXPECT_THAT(refusal(folder.path(), ErrorKind::kConfig),
                 Says(folder.path().native(), "process " + std::to_string(::getpid()) + " on ",
                      "take another"));
   }
-  EXPECT_EQ(error_of(folder.path(), ErrorKind::kConfig), "") << "free again";
+  EXPECT_EQ(refusal(folder.path(), ErrorKind::kConfig), "") << "free again";
 }
 
 TEST(FolderLock, MovesWithItsOwner) {
   const TemporaryFolder folder;
   FolderLock first(folder.path(), milliseconds(0), "");
   const FolderLock second(std::move(first));
-  EXPECT_NE(error_of(folder.path(), ErrorKind::kConfig), "");
+  EXPECT_NE(refusal(folder.path(), ErrorKind::kConfig), "");
 }
 
 // A child that holds it is killed; nothing is left that has to be cleaned up.
@@ -492,8 +492,7 @@ TEST(FolderLock, GoesWithItsProcess) {
   }
   char byte = 0;
   ASSERT_EQ(::read(ready[0], &byte, 1), 1);
-  EXPECT_THAT(error_of(folder.path(), ErrorKind::kConfig),
-              Says("process " + std::to_string(child)));
+  EXPECT_THAT(refusal(folder.path(), ErrorKind::kConfig), Says("process " + std::to_string(child)));
   // Whoever waits takes it as soon as the holder is gone.
   std::thread killer([&] { ::kill(child, SIGKILL); });
   EXPECT_NO_THROW(FolderLock(folder.path(), minutes(1), ""));
@@ -520,7 +519,7 @@ TEST(FolderLock, IsTakenOnTheFileThatStandsThere) {
   std::optional<FolderLock> first(std::in_place, folder.path(), milliseconds(0), "");
   std::thread waiting([&] {
     const FolderLock second(folder.path(), minutes(1), "");
-    EXPECT_NE(error_of(folder.path(), ErrorKind::kConfig), "") << "of the file that others open";
+    EXPECT_NE(refusal(folder.path(), ErrorKind::kConfig), "") << "of the file that others open";
   });
   while (descriptors_of(lock_file(folder.path())) < 2) std::this_thread::yield();
   std::filesystem::remove(lock_file(folder.path()));
@@ -530,13 +529,12 @@ TEST(FolderLock, IsTakenOnTheFileThatStandsThere) {
 
 TEST(FolderLock, AFolderThatIsNotThereAndALinkAreErrorsThatNameTheFile) {
   const TemporaryFolder folder;
-  EXPECT_THAT(error_of(folder / "absent", ErrorKind::kIo), Says("absent/.lock"));
+  EXPECT_THAT(refusal(folder / "absent", ErrorKind::kIo), Says("absent/.lock"));
   folder.write("precious", "text");
   std::filesystem::create_symlink(folder / "precious", folder / ".lock");
-  EXPECT_THAT(error_of(folder.path(), ErrorKind::kIo),
+  EXPECT_THAT(refusal(folder.path(), ErrorKind::kIo),
               Says(".lock': found a symbolic link, expected a regular file"));
-  std::ifstream file(folder / "precious");
-  EXPECT_EQ(std::string(std::istreambuf_iterator<char>(file), {}), "text");
+  EXPECT_EQ(read_file(folder / "precious"), "text");
 }
 
 }  // namespace

@@ -262,7 +262,8 @@ TEST(SafetensorsHeader, EveryTruncationIsRefused) {
   const std::string json = R"({"a":)" + entry("F32", "[2]", "[0,8]") + "}";
   const std::string whole = with_length(json, json.size()) + std::string(8, 'x');
   for (std::size_t size = 0; size < whole.size(); ++size) {
-    EXPECT_REFUSED(kFormat, parse_bytes(whole.substr(0, size), static_cast<std::int64_t>(size)));
+    EXPECT_REFUSED(kFormat, parse_bytes(whole.substr(0, size), static_cast<std::int64_t>(size)))
+        << size;
   }
   EXPECT_NO_THROW(parse_bytes(whole, static_cast<std::int64_t>(whole.size())));
 }

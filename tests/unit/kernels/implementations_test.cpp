@@ -372,7 +372,7 @@ at::Tensor all_kinds(at::ScalarType dtype) {
 }
 
 /// NaN equals NaN, and zeros have signs.
-bool same_bits(const at::Tensor& a, const at::Tensor& b) {
+bool same_values(const at::Tensor& a, const at::Tensor& b) {
   return at::equal(a.isnan(), b.isnan()) &&
          at::equal(a.nan_to_num(7, 8, 9), b.nan_to_num(7, 8, 9)) &&
          at::equal(a.signbit().masked_fill(a.isnan(), false),
@@ -390,10 +390,10 @@ TEST(Implementations, QuotientsHaveTheSameBits) {
         const at::Tensor same = at::empty_like(result), in_parts = at::empty_like(result);
         cpu::divide_into(result, sum, factor);
         aten::divide_into(same, sum, factor);
-        EXPECT_TRUE(same_bits(result, same)) << from << " to " << to << " over " << factor;
+        EXPECT_TRUE(same_values(result, same)) << from << " to " << to << " over " << factor;
         const test_hooks::Set parts(test_hooks::elements_at_a_time, [] { return 1000; });
         aten::divide_into(in_parts, sum, factor);
-        EXPECT_TRUE(same_bits(result, in_parts)) << from << " to " << to << ", in parts";
+        EXPECT_TRUE(same_values(result, in_parts)) << from << " to " << to << ", in parts";
       }
     }
   }

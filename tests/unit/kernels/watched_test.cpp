@@ -4,12 +4,11 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/library.h>
 
-#include <cstring>
-
 #include "kernels/implementations.h"
 #include "kernels/operations.h"
 #include "kernels/results.h"
 #include "kernels/seen_blocks.h"
+#include "support/tensors.h"
 #include "support/test.h"
 
 namespace tessera::kernels::watched_test {
@@ -27,14 +26,6 @@ struct Watch {
   std::vector<std::string> undeclared;  ///< arguments that changed without a word of the schema
 };
 thread_local Watch* t_watch = nullptr;
-
-/// NaN is itself, and zeros have signs.
-bool same_bits(const at::Tensor& a, const at::Tensor& b) {
-  if (!a.defined() || !b.defined()) return a.defined() == b.defined();
-  if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return false;
-  const at::Tensor one = a.contiguous(), other = b.contiguous();
-  return std::memcmp(one.const_data_ptr(), other.const_data_ptr(), one.nbytes()) == 0;
-}
 
 void watch(const c10::OperatorHandle& operation, c10::DispatchKeySet keys, c10::Stack* stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kWatchKey);
@@ -56,7 +47,7 @@ void watch(const c10::OperatorHandle& operation, c10::DispatchKeySet keys, c10::
   }
   operation.redispatchBoxed(below, stack);
   for (const auto& [now, before] : unchanged) {
-    if (!same_bits(now, before)) t_watch->undeclared.push_back(t_watch->seen.back());
+    if (!test::same_bits(now, before)) t_watch->undeclared.push_back(t_watch->seen.back());
   }
 }
 
@@ -373,7 +364,7 @@ Tensors run(const Case& c) {
 void expect_same(const Tensors& found, const Tensors& expected, const char* name) {
   ASSERT_EQ(found.size(), expected.size()) << name;
   for (std::size_t i = 0; i < found.size(); ++i) {
-    EXPECT_TRUE(same_bits(found[i], expected[i])) << name << ", " << i;
+    EXPECT_TRUE(test::same_bits(found[i], expected[i])) << name << ", " << i;
   }
 }
 

@@ -30,7 +30,7 @@ Environment without(Environment variables, const std::string& name) {
   return variables;
 }
 
-std::string error_of(const Environment& variables, const StoreAddress& fallback = {}) {
+std::string refusal(const Environment& variables, const StoreAddress& fallback = {}) {
   return refusal_of(ErrorKind::kUsage, [&] { read_launch_environment(variables, fallback); });
 }
 
@@ -173,14 +173,14 @@ TEST(LaunchEnvironment, PmiOnOneHostIsKnownByItsLocalRanks) {
   EXPECT_EQ(launch.hosts, Hosts::kOne);
   EXPECT_EQ(launch.local_rank, 1);
   EXPECT_EQ(launch.master_addr, "127.0.0.1");
-  EXPECT_THAT(error_of(with(kPmi, {{"PMI_SIZE", "4"}})), Says("on several hosts"));
+  EXPECT_THAT(refusal(with(kPmi, {{"PMI_SIZE", "4"}})), Says("on several hosts"));
 }
 
 TEST(LaunchEnvironment, WhereNobodySaysHowManyHostsAnAddressIsNeeded) {
   const auto neither = Says("says neither where nor an address; set MASTER_ADDR");
-  EXPECT_THAT(error_of(kPmiSomewhere), neither);
-  EXPECT_THAT(error_of(with(kPmiSomewhere, {{"MASTER_ADDR", ""}})), neither);
-  EXPECT_THAT(error_of({{"RANK", "0"}, {"WORLD_SIZE", "2"}}), neither);
+  EXPECT_THAT(refusal(kPmiSomewhere), neither);
+  EXPECT_THAT(refusal(with(kPmiSomewhere, {{"MASTER_ADDR", ""}})), neither);
+  EXPECT_THAT(refusal({{"RANK", "0"}, {"WORLD_SIZE", "2"}}), neither);
   EXPECT_EQ(read_launch_environment(kPmiSomewhere, {"127.0.0.1", 0}).master_addr, "127.0.0.1");
   EXPECT_EQ(
       read_launch_environment(with(kPmiSomewhere, {{"MASTER_ADDR", ""}}), {"head", 0}).master_addr,
@@ -256,30 +256,30 @@ TEST(LaunchEnvironment, MasterVariablesWinOverOptions) {
 }
 
 TEST(LaunchEnvironment, SeveralHostsWithoutAddressIsRefused) {
-  EXPECT_THAT(error_of(with(kOpenMpi, {{"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
-                                       {"OMPI_COMM_WORLD_LOCAL_RANK", "1"}})),
+  EXPECT_THAT(refusal(with(kOpenMpi, {{"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
+                                      {"OMPI_COMM_WORLD_LOCAL_RANK", "1"}})),
               Says("several hosts"));
-  EXPECT_THAT(error_of(kSlurm), Says("comm.master_addr"));
+  EXPECT_THAT(refusal(kSlurm), Says("comm.master_addr"));
 }
 
 TEST(LaunchEnvironment, ContradictionsNameTheVariables) {
-  EXPECT_THAT(error_of(without(torchrun("0", "2"), "WORLD_SIZE")), Says("RANK without WORLD_SIZE"));
-  EXPECT_THAT(error_of(without(torchrun("0", "2"), "RANK")), Says("WORLD_SIZE without RANK"));
-  EXPECT_THAT(error_of(torchrun("2", "2")), Says("RANK=2 with WORLD_SIZE=2"));
-  EXPECT_THAT(error_of(torchrun("-1", "2")), Says("RANK=-1"));
-  EXPECT_THAT(error_of(torchrun("x", "2")), Says("RANK=\"x\""));
-  EXPECT_THAT(error_of(torchrun("", "2")), Says("RANK=\"\""));
-  EXPECT_THAT(error_of(torchrun("0", "0")), Says("WORLD_SIZE=0"));
-  EXPECT_THAT(error_of(torchrun("0", "99999999999")), Says("WORLD_SIZE"));
-  EXPECT_THAT(error_of(with(torchrun("0", "2"), {{"LOCAL_RANK", "5"}})), Says("LOCAL_RANK=5"));
-  EXPECT_THAT(error_of(with(torchrun("0", "2"), {{"LOCAL_WORLD_SIZE", "3"}})),
+  EXPECT_THAT(refusal(without(torchrun("0", "2"), "WORLD_SIZE")), Says("RANK without WORLD_SIZE"));
+  EXPECT_THAT(refusal(without(torchrun("0", "2"), "RANK")), Says("WORLD_SIZE without RANK"));
+  EXPECT_THAT(refusal(torchrun("2", "2")), Says("RANK=2 with WORLD_SIZE=2"));
+  EXPECT_THAT(refusal(torchrun("-1", "2")), Says("RANK=-1"));
+  EXPECT_THAT(refusal(torchrun("x", "2")), Says("RANK=\"x\""));
+  EXPECT_THAT(refusal(torchrun("", "2")), Says("RANK=\"\""));
+  EXPECT_THAT(refusal(torchrun("0", "0")), Says("WORLD_SIZE=0"));
+  EXPECT_THAT(refusal(torchrun("0", "99999999999")), Says("WORLD_SIZE"));
+  EXPECT_THAT(refusal(with(torchrun("0", "2"), {{"LOCAL_RANK", "5"}})), Says("LOCAL_RANK=5"));
+  EXPECT_THAT(refusal(with(torchrun("0", "2"), {{"LOCAL_WORLD_SIZE", "3"}})),
               Says("LOCAL_WORLD_SIZE=3 with WORLD_SIZE=2"));
-  EXPECT_THAT(error_of(with(torchrun("0", "2"), {{"MASTER_PORT", "70000"}})),
+  EXPECT_THAT(refusal(with(torchrun("0", "2"), {{"MASTER_PORT", "70000"}})),
               Says("MASTER_PORT=70000"));
-  EXPECT_THAT(error_of(without(with(torchrun("0", "2"), {{"TORCHELASTIC_USE_AGENT_STORE", "True"}}),
-                               "MASTER_PORT")),
+  EXPECT_THAT(refusal(without(with(torchrun("0", "2"), {{"TORCHELASTIC_USE_AGENT_STORE", "True"}}),
+                              "MASTER_PORT")),
               Says("MASTER_PORT not set"));
-  EXPECT_THAT(error_of(without(kSpawn, "TESSERA_SPAWN_SIZE")), Says("TESSERA_SPAWN_SIZE"));
+  EXPECT_THAT(refusal(without(kSpawn, "TESSERA_SPAWN_SIZE")), Says("TESSERA_SPAWN_SIZE"));
 }
 
 // The variables of libgomp that a rank gets, for any setting of a user.

@@ -7,16 +7,6 @@
 namespace tessera::mesh_shapes_test {
 namespace {
 
-template <class Run>
-std::string error_of(const Run& run) {
-  try {
-    run();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
-}
-
 /// dp_shard 4 x tp 2 = dp_shard_mod_ep 2 x ep 4.
 MeshShapes eight() { return {MeshShape::dense(1, 1, 4, 1, 2), MeshShape::sparse(1, 1, 2, 4, 1)}; }
 
@@ -44,7 +34,7 @@ TEST(MeshShapes, WithoutAnotherReadingExpertsLieAsTp) {
 
 TEST(MeshShapes, SizesThatDisagreeAreRefusedWithTheRule) {
   const auto make = [](const MeshShape& sparse) {
-    return error_of([&] { MeshShapes(MeshShape::dense(1, 2, 4, 1, 2), sparse); });
+    return refusal_of([&] { MeshShapes(MeshShape::dense(1, 2, 4, 1, 2), sparse); });
   };
   EXPECT_EQ(make(MeshShape::sparse(1, 2, 2, 4, 1)), "");
   EXPECT_THAT(make(MeshShape::sparse(1, 2, 2, 2, 1)),
@@ -53,9 +43,9 @@ TEST(MeshShapes, SizesThatDisagreeAreRefusedWithTheRule) {
 }
 
 TEST(MeshShapes, AxesOfTwoReadingsFormNoGroup) {
-  EXPECT_THAT(error_of([] { (void)eight().ranks_of(0, {axis::kTensor, axis::kExpert}); }),
+  EXPECT_THAT(refusal_of([] { (void)eight().ranks_of(0, {axis::kTensor, axis::kExpert}); }),
               Says("tp, ep", "two readings"));
-  EXPECT_THAT(error_of([] { (void)eight().ranks_of(0, {"nowhere"}); }), Says("nowhere"));
+  EXPECT_THAT(refusal_of([] { (void)eight().ranks_of(0, {"nowhere"}); }), Says("nowhere"));
 }
 
 // Rank t of tp = key index t / R, copy t % R.
@@ -75,7 +65,7 @@ TEST(MeshShapes, TpSplitsIntoKeyHeadsAndCopies) {
   }
   EXPECT_FALSE(mesh.dense().has("tp_kv/3"));
   EXPECT_FALSE(mesh.dense().has("tp_kv/"));
-  EXPECT_THAT(error_of([&] { (void)mesh.ranks_of(0, {"tp", "tp_kv/2"}); }), Says("overlap"));
+  EXPECT_THAT(refusal_of([&] { (void)mesh.ranks_of(0, {"tp", "tp_kv/2"}); }), Says("overlap"));
 }
 
 TEST(MeshShapes, HeadsThatAreFewerThanRanks) {
@@ -88,7 +78,7 @@ TEST(MeshShapes, HeadsThatAreFewerThanRanks) {
   EXPECT_EQ(axes(8, 2), "tp_kv/2 2, tp_rep/4 4");
   EXPECT_EQ(axes(4, 1), "tp_kv/1 1, tp 4");
   EXPECT_EQ(axes(1, 2), "tp 1, tp_rep/1 1");
-  EXPECT_THAT(error_of([] { (void)tensor_axis_of_heads(4, 6); }), Says("6 heads", "4 ranks"));
+  EXPECT_THAT(refusal_of([] { (void)tensor_axis_of_heads(4, 6); }), Says("6 heads", "4 ranks"));
 }
 
 AxisPlacement on(const std::string& axis, int size, PlacementKind parameter,
@@ -122,7 +112,7 @@ TEST(Reductions, FollowFromTheDeclaration) {
 TEST(Reductions, NeedADeclarationOnEveryModelAxis) {
   const DataAxes data({MeshShape::dense(1, 1, 4, 1, 2), MeshShape::sparse(1, 1, 2, 2, 2)});
   const auto refusal = [&](const ParameterLayout& layout) {
-    return error_of([&] { (void)reductions_of(layout, data, "w"); });
+    return refusal_of([&] { (void)reductions_of(layout, data, "w"); });
   };
   EXPECT_THAT(refusal({}),
               Says("w: found no placement on the axis tp of 2 ranks", "DeclaresLayouts"));
@@ -132,7 +122,7 @@ TEST(Reductions, NeedADeclarationOnEveryModelAxis) {
   EXPECT_THAT(refusal({MeshKind::kDense, {}, {partial("tp", 4)}}), Says("tp 4"));
   const DataAxes wide({MeshShape::dense(1, 1, 1, 1, 4), MeshShape::sparse(1, 1, 1, 1, 4)});
   const std::vector<AxisPlacement> twice = {partial("tp_kv/2", 2), partial("tp_kv/2", 2)};
-  EXPECT_THAT(error_of([&] { (void)reductions_of({MeshKind::kDense, {}, twice}, wide, "w"); }),
+  EXPECT_THAT(refusal_of([&] { (void)reductions_of({MeshKind::kDense, {}, twice}, wide, "w"); }),
               Says("w: ", "overlap"));
   EXPECT_THAT(refusal({MeshKind::kDense, {}, {partial("dp_shard", 4)}}), Says("dp_shard"));
   // Experts that lie whole on every rank owe data sums alone.
@@ -149,7 +139,7 @@ TEST(GlobalShape, IsTheOneWhoseLocalShapeItCameFrom) {
   const ParameterLayout split{MeshKind::kSparse, {8, 2, 6, 5}, {rows, inner}};
   const std::vector<std::int64_t> whole = {8, 12, 5};
   EXPECT_EQ(layout::global_shape(split, layout::local_shape(split, whole), "w"), whole);
-  EXPECT_THAT(error_of([&] { (void)layout::global_shape(split, {2, 7, 5}, "w"); }),
+  EXPECT_THAT(refusal_of([&] { (void)layout::global_shape(split, {2, 7, 5}, "w"); }),
               Says("w: found a tensor of 7"));
 }
 

@@ -1,19 +1,16 @@
 // The config.json of a folder of reference data, also with other values.
 #pragma once
 
-#include <filesystem>
-#include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "models/model_spec.h"
-#include "support/test.h"
+#include "support/temporary_folder.h"
 
 namespace tessera::models {
 
-/// Of a folder of reference data, or of an absolute path.
+/// Reads a file of a folder of reference data, or of an absolute path.
 inline std::string file_text(const std::string& folder, const std::string& file) {
-  std::ifstream opened(std::filesystem::path(TESSERA_TEST_DATA) / folder / file, std::ios::binary);
-  return {std::istreambuf_iterator<char>(opened), {}};
+  return read_file(std::filesystem::path(TESSERA_TEST_DATA) / folder / file);
 }
 
 /// In the hub's spelling, with these keys in the place of its own.

@@ -3,6 +3,7 @@
 
 #include "models/adapters.h"
 #include "nn/loss.h"
+#include "support/tensors.h"
 #include "support/test.h"
 #include "unit/models/reference.h"
 
@@ -122,8 +123,9 @@ TEST_P(MoeReference, AuxiliaryLossAndItsGradientsAgree) {
   std::size_t compared = 0;
   for (const auto& item : model->named_parameters()) {
     if (!reference_.has_result("aux_grad/" + item.key())) continue;
-    EXPECT_LT(relative_error(item.value().grad(), reference_.result("aux_grad/" + item.key())),
-              kGradientBound)
+    EXPECT_LT(
+        test::relative_error(item.value().grad(), reference_.result("aux_grad/" + item.key())),
+        kGradientBound)
         << item.key();
     ++compared;
   }

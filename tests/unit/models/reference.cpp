@@ -7,6 +7,7 @@
 #include <filesystem>
 
 #include "nn/parameter.h"
+#include "support/tensors.h"
 #include "support/test.h"
 
 namespace tessera::models {
@@ -151,17 +152,13 @@ std::map<std::string, at::Tensor> gradients(const torch::nn::Module& model, cons
 
 double largest(const at::Tensor& difference) { return difference.abs().max().item<double>(); }
 
-double relative_error(const at::Tensor& found, const at::Tensor& expected) {
-  return ((found - expected).norm() / expected.norm()).item<double>();
-}
-
 void expect_gradients(const torch::nn::Module& model, const Reference& reference, double bound) {
   const auto found = gradients(model, reference.spec());
   EXPECT_EQ(found.size(), reference.gradient_names().size());
   for (const auto& [name, gradient] : found) {
     const at::Tensor expected = reference.result("grad/" + name);
     ASSERT_EQ(gradient.sizes(), expected.sizes()) << name;
-    EXPECT_LT(relative_error(gradient, expected), bound) << name;
+    EXPECT_LT(test::relative_error(gradient, expected), bound) << name;
   }
 }
 

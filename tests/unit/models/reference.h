@@ -65,7 +65,6 @@ class Reference {
 std::map<std::string, at::Tensor> gradients(const torch::nn::Module& model, const ModelSpec& spec);
 
 double largest(const at::Tensor& difference);
-double relative_error(const at::Tensor& found, const at::Tensor& expected);
 
 /// The gradients of the model are those of the reference, up to `bound` of each one's norm.
 void expect_gradients(const torch::nn::Module& model, const Reference& reference, double bound);

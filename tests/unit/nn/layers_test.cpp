@@ -396,7 +396,8 @@ TEST(Loss, NotANumberIsNotHidden) {
 TEST(Loss, TargetsOutsideTheVocabularyAreRefused) {
   const at::Tensor x = at::zeros({1, 2, 5});
   for (const std::int64_t bad : {5, -1, -99}) {
-    EXPECT_REFUSED(kFormat, cross_entropy_sum(x, at::tensor({std::int64_t{0}, bad}).unsqueeze(0)));
+    EXPECT_REFUSED(kFormat, cross_entropy_sum(x, at::tensor({std::int64_t{0}, bad}).unsqueeze(0)))
+        << bad;
   }
 }
 

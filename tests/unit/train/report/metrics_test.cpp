@@ -1,7 +1,6 @@
 #include "train/report/metrics.h"
 
 #include <cmath>
-#include <iterator>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <random>
@@ -10,11 +9,6 @@
 
 namespace tessera::train::metrics_test {
 namespace {
-
-std::string read(const std::filesystem::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
 
 StepMetrics some_metrics() {
   return {.step = 3,
@@ -275,9 +269,8 @@ TEST(MetricsFile, StartsAnewAndAppends) {
   MetricsFile file(folder / "metrics");
   file.append(some_metrics());
   file.append(some_metrics());
-  std::ifstream in(folder / "metrics" / "metrics.jsonl");
-  const std::string text{std::istreambuf_iterator<char>(in), {}};
-  EXPECT_EQ(text, to_json_line(some_metrics()) + "\n" + to_json_line(some_metrics()) + "\n");
+  EXPECT_EQ(read_file(folder / "metrics" / "metrics.jsonl"),
+            to_json_line(some_metrics()) + "\n" + to_json_line(some_metrics()) + "\n");
 }
 
 TEST(MetricsFile, IsCutBackToTheStepsThatAreDone) {
@@ -292,8 +285,7 @@ TEST(MetricsFile, IsCutBackToTheStepsThatAreDone) {
     auto next = some_metrics();
     next.step = done + 1;
     MetricsFile(folder / "metrics", done).append(next);
-    std::ifstream in(path);
-    return std::string{std::istreambuf_iterator<char>(in), {}};
+    return read_file(path);
   };
   const auto three = line(1) + line(2) + line(3);
   EXPECT_EQ(after(three, 3), three + line(4));
@@ -320,7 +312,7 @@ TEST(MetricsFile, ALinkIsRefusedAndItsTargetKept) {
       EXPECT_REFUSED(kIo, MetricsFile(folder / "metrics", done),
                      "metrics.jsonl': found a symbolic link, expected a regular file");
     }
-    EXPECT_EQ(read(folder / "target"), lines);
+    EXPECT_EQ(read_file(folder / "target"), lines);
     EXPECT_FALSE(std::filesystem::exists(folder / "nothing"));
     EXPECT_TRUE(std::filesystem::is_symlink(link));
   }
