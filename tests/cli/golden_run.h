@@ -26,7 +26,7 @@ inline std::filesystem::path metrics_of(const TemporaryFolder& folder) {
 /// Loss and norm of every step; the file has them with all their digits.
 inline std::vector<std::pair<double, double>> losses_and_norms(const TemporaryFolder& folder) {
   std::vector<std::pair<double, double>> steps;
-  std::istringstream text(read_file(metrics_of(folder)));
+  std::istringstream text(read_so_far(metrics_of(folder)));
   for (std::string line; std::getline(text, line);) {
     const auto step = nlohmann::json::parse(line);
     steps.emplace_back(step.at("loss").get<double>(), step.at("grad_norm").get<double>());

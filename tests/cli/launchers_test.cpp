@@ -45,7 +45,7 @@ class Launchers : public ::testing::TestWithParam<Starter> {
   }
   /// Waits until the ranks are in their steps.
   void wait_for_steps(const Process& process) const {
-    EXPECT_TRUE(wait_until(seconds(120), [&] { return !read_file(metrics_of(folder_)).empty(); }))
+    EXPECT_TRUE(wait_until(seconds(120), [&] { return !read_so_far(metrics_of(folder_)).empty(); }))
         << process.err();
   }
   bool is_torchrun() const {

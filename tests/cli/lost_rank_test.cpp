@@ -137,7 +137,7 @@ TEST(LostRank, AFileThatIsCutShortWhileItIsReadIsNamed) {
   const auto ranks = run.wait_for_ranks(kRanks);
   ASSERT_EQ(ranks.size(), static_cast<std::size_t>(kRanks));
   ASSERT_TRUE(wait_until(seconds(120), [&] {
-    return !read_file(folder / "run/metrics/metrics.jsonl").empty();
+    return !read_so_far(folder / "run/metrics/metrics.jsonl").empty();
   })) << run.err();
   const auto size = std::filesystem::file_size(folder / "page.txt");
   std::filesystem::resize_file(folder / "page.txt", 0);

@@ -50,7 +50,7 @@ inline Words as_pipeline(int ranks, const std::string& schedule) {
 
 /// Of each line of metrics.jsonl what does not depend on the time.
 inline std::vector<nlohmann::json> numbers(const std::filesystem::path& run) {
-  std::istringstream text(read_file(run / "metrics/metrics.jsonl"));
+  std::istringstream text(read_so_far(run / "metrics/metrics.jsonl"));
   std::vector<nlohmann::json> steps;
   for (std::string line; std::getline(text, line);) {
     auto step = nlohmann::json::parse(line);

@@ -47,7 +47,7 @@ struct LongRun {
   std::map<int, pid_t> ranks(std::size_t count) {
     const auto metrics = folder / "a run's \"föld er\" $HOME/metrics/metrics.jsonl";
     EXPECT_TRUE(wait_until(kLong, [&] {
-      return !read_file(metrics).empty() || !alive(process->pid());
+      return !read_so_far(metrics).empty() || !alive(process->pid());
     })) << process->err();
     if (count > 1) return process->wait_for_ranks(count);
     return {{0, process->pid()}};

@@ -92,7 +92,7 @@ TEST_F(SeveralHosts, ListenOnTheWayToTheAddressOnly) {
                                         "1000000", "--comm.master_addr", "10.77.0.1"}));
   const auto ranks = process.wait_for_ranks(2);
   ASSERT_EQ(ranks.size(), 2U) << process.err();
-  ASSERT_TRUE(wait_until(kPatience, [&] { return !read_file(metrics_of(folder_)).empty(); }))
+  ASSERT_TRUE(wait_until(kPatience, [&] { return !read_so_far(metrics_of(folder_)).empty(); }))
       << process.err();
   EXPECT_THAT(listening_addresses(ranks.at(0)), ElementsAre("10.77.0.1", "10.77.0.1"))
       << "the store and Gloo";
@@ -104,7 +104,7 @@ TEST_F(SeveralHosts, ALostRankIsNamedByTheOther) {
                                         "1000000", "--comm.master_addr", "10.77.0.1"}));
   const auto ranks = process.wait_for_ranks(2);
   ASSERT_EQ(ranks.size(), 2U) << process.err();
-  ASSERT_TRUE(wait_until(kPatience, [&] { return !read_file(metrics_of(folder_)).empty(); }))
+  ASSERT_TRUE(wait_until(kPatience, [&] { return !read_so_far(metrics_of(folder_)).empty(); }))
       << process.err();
   kill(ranks.at(1), SIGKILL);
   EXPECT_EQ(process.wait(seconds(10)).value_or(-1), 128 + SIGKILL) << "the last that failed";

@@ -180,8 +180,8 @@ std::optional<int> Process::wait(milliseconds limit) {
   return code_;
 }
 
-std::string Process::out() const { return read_file(folder_ / "stdout.txt"); }
-std::string Process::err() const { return read_file(folder_ / "stderr.txt"); }
+std::string Process::out() const { return read_so_far(folder_ / "stdout.txt"); }
+std::string Process::err() const { return read_so_far(folder_ / "stderr.txt"); }
 
 std::string Process::last_error_line() const {
   std::istringstream text(err());
@@ -205,7 +205,7 @@ std::map<int, pid_t> Process::wait_for_ranks(std::size_t count) const {
 }
 
 std::string proc_file(pid_t pid, const std::string& name) {
-  return read_file("/proc/" + std::to_string(pid) + "/" + name);
+  return read_so_far("/proc/" + std::to_string(pid) + "/" + name);
 }
 
 bool alive(pid_t pid) {

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <sstream>
+#include <stdexcept>
 
 namespace tessera {
 
@@ -32,9 +33,14 @@ std::string text_of(std::ifstream& file) {
   return text.fail() ? "" : text.str();
 }
 
-std::string read_file(const fs::path& path) {
+std::string read_so_far(const fs::path& path) {
   std::ifstream file(path, std::ios::binary);
   return text_of(file);
+}
+
+std::string read_file(const fs::path& path) {
+  if (!fs::exists(path)) throw std::runtime_error("found no file '" + path.string() + "'");
+  return read_so_far(path);
 }
 
 }  // namespace tessera

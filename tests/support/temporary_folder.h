@@ -28,7 +28,9 @@ class TemporaryFolder {
 /// Reads the rest of a file; "" where it cannot be read, as one of /proc whose process has ended
 /// since it was opened.
 std::string text_of(std::ifstream& file);
-/// Reads a whole file in the same way.
+/// Reads a whole file in the same way, "" where there is none yet.
+std::string read_so_far(const std::filesystem::path& path);
+/// Throws where there is no such file.
 std::string read_file(const std::filesystem::path& path);
 
 }  // namespace tessera
