@@ -121,7 +121,8 @@ TEST(LostRank, ThatThrowsAtARandomMomentIsNamedWithItsErrorAndNobodyStays) {
     const auto ranks = run.wait_for_ranks(kRanks);
     ASSERT_EQ(ranks.size(), static_cast<std::size_t>(kRanks));
     ASSERT_TRUE(wait_until(seconds(120), [&] { return exists(folder / "failed"); })) << run.err();
-    EXPECT_EQ(run.wait(kGone), 1) << run.err();
+    const auto code = run.wait(kGone);
+    EXPECT_TRUE(code == 1 || code == 2) << run.err();  // 2: before the first step, on a busy machine
     EXPECT_THAT(run.last_error_line(),
                 AllOf(Says(name_of_rank(one) + ": "), Says("can't allocate memory"),
                       Not(Says("Exception raised from"))))
@@ -198,7 +199,7 @@ TEST(LostRank, SigpipeEndsNoRank) {
   const auto ranks = run.wait_for_ranks(kRanks);
   ASSERT_EQ(ranks.size(), static_cast<std::size_t>(kRanks));
   const auto lines_of_metrics = [&] {
-    const std::string text = read_file(folder / "run/metrics/metrics.jsonl");
+    const std::string text = read_so_far(folder / "run/metrics/metrics.jsonl");
     return std::count(text.begin(), text.end(), '\n');
   };
   ASSERT_TRUE(wait_until(seconds(120), [&] { return lines_of_metrics() > 0; })) << run.err();

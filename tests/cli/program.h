@@ -49,8 +49,8 @@ inline Outcome run_program(const TemporaryFolder& folder, const std::vector<std:
   const int status = std::system(command.c_str());
   Outcome outcome;
   outcome.code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-  outcome.out = read_file(folder / "stdout.txt");
-  outcome.err = read_file(folder / "stderr.txt");
+  outcome.out = read_so_far(folder / "stdout.txt");
+  outcome.err = read_so_far(folder / "stderr.txt");
   return outcome;
 }
 

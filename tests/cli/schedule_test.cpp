@@ -52,7 +52,7 @@ TEST(ScheduleVerb, NamesEveryFindingOfAFile) {
                                 "missing: stage 0: found no B, nor I and W, of "
                                 "micro-batch 1",
                                 "missing: stage 1:", "'bad.csv': 3 findings"));
-  EXPECT_EQ(read_file(folder / "out.csv"), "");
+  EXPECT_EQ(read_so_far(folder / "out.csv"), "");
   folder.write("locked.csv", "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n");
   const Outcome locked = run_program(folder, schedule({"locked.csv"}));
   EXPECT_EQ(locked.code, 3) << locked.err;
