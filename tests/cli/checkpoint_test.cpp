@@ -80,10 +80,10 @@ class KilledAgain {
   int with_checkpoint_ = 0;
 };
 
-// 40 times everything is killed, 20 times one rank, from the start of the processes into the steps
+// 16 times everything is killed, 8 times one rank, from the start of the processes into the steps
 // and the writing, however long that takes here. Two runs at a time: half of it is waiting.
 TEST(KilledRun, GoesOnWithTheBitsOfTheUndisturbedRun) {
-  const int kills = test::full_proof() ? 300 : 30;  // of each
+  const int kills = test::full_proof() ? 300 : 12;  // of each
   const SmallRun folder;
   const auto begin = std::chrono::steady_clock::now();
   Process undisturbed(folder.path(), two_ranks("run", kSteps, kInterval));

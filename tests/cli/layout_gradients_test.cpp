@@ -9,6 +9,7 @@
 #include "golden/model_folder.h"
 #include "golden/reference.h"
 #include "io/safetensors.h"
+#include "proof.h"
 #include "support/test.h"
 
 namespace tessera::cli::layout_gradients_test {
@@ -39,20 +40,21 @@ Gradients gradients(const std::string& name, const ProcessLayout& layout,
 
 class LayoutGradients : public ::testing::TestWithParam<std::string> {};
 
+const std::vector<std::string> kFamilies{"qwen3-moe-fp32", "gpt-oss-mxfp4", "deepseek-v2-fp32"};
+
 TEST_P(LayoutGradients, OfEveryParameterAreTransformersOnProcesses) {
-  const ProcessLayout layouts[] = {
+  const std::vector<ProcessLayout> layouts{
       {.tp = 2},                                  // experts whole, tokens on shards
       {.shard = 2, .tp = 2, .ep = 2},             // experts on two ranks, and sharded
       {.shard = 2, .tp = 2, .ep = 2, .etp = 2}};  // experts on two ranks, and cut
-  for (const ProcessLayout& layout : layouts) {
+  for (const ProcessLayout& layout : test::in_turn(layouts, 2, kFamilies, GetParam())) {
     SCOPED_TRACE(to_string(layout));
     golden::expect_within_bounds(gradients(GetParam(), layout, kFloat32),
                                  Reference::of(GetParam()));
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Families, LayoutGradients,
-                         ::testing::Values("qwen3-moe-fp32", "gpt-oss-mxfp4", "deepseek-v2-fp32"),
+INSTANTIATE_TEST_SUITE_P(Families, LayoutGradients, ::testing::ValuesIn(kFamilies),
                          [](const auto& each) { return golden::test_name(each.param); });
 
 /// 3 rows, which two data ranks do not share alike.
@@ -71,9 +73,11 @@ void write_uneven_batch(const std::filesystem::path& path) {
 TEST(CompiledGradients, AreThoseOfEagerPasses) {
   const std::string name = "qwen3-moe-fp32";
   const std::vector<std::vector<std::string>> compiled{
-      {"--compile.mode", "replay"}, {"--compile.mode", "plan", "--compile.memory_budget", "90%"}};
-  for (const ProcessLayout& layout :
-       {ProcessLayout{.shard = 2}, ProcessLayout{.shard = 2, .tp = 2, .ep = 2}}) {
+      {"--compile.mode", "plan", "--compile.memory_budget", "90%"}, {"--compile.mode", "replay"}};
+  const std::vector<std::size_t> numbers{0, 1};  // in ./test --all each layout has one of the modes
+  for (const std::size_t number : numbers) {
+    const auto layout =
+        number == 0 ? ProcessLayout{.shard = 2} : ProcessLayout{.shard = 2, .tp = 2, .ep = 2};
     SCOPED_TRACE(to_string(layout));
     const TemporaryFolder folder;
     write_uneven_batch(folder / "batch.safetensors");
@@ -85,7 +89,7 @@ TEST(CompiledGradients, AreThoseOfEagerPasses) {
     };
     ASSERT_EQ(run("eager", {}).code, 0);
     const auto expected = read_file(folder / "eager");
-    for (const auto& more : compiled) {
+    for (const auto& more : test::in_turn(compiled, 2, numbers, number)) {
       const Outcome outcome = succeeded(run(more[1], more));
       EXPECT_TRUE(read_file(folder / more[1]) == expected) << more[1];
       const auto at = outcome.err.find(" calls replayed");

@@ -22,7 +22,7 @@ using std::chrono::seconds;
 using ::testing::ContainsRegex;
 
 constexpr int kRanks = 3;
-constexpr int kCases = 20;  // scripts/full kills: ten times as many
+constexpr int kCases = 10;  // scripts/full kills: twenty times as many
 constexpr seconds kGone{10};
 constexpr seconds kTimeout{3};       // of a collective
 constexpr seconds kInitTimeout{10};  // of what comes before
@@ -69,7 +69,7 @@ std::string to_string(const Case& one) {
 std::vector<Case> random_cases(unsigned seed) {
   std::mt19937 random(seed);
   std::vector<Case> cases;
-  const int count = test::full_proof() ? 10 * kCases : kCases;
+  const int count = test::full_proof() ? 20 * kCases : kCases;
   for (int i = 0; i < count; ++i) {
     cases.push_back({i, static_cast<int>(random() % kRanks), milliseconds(random() % 3000)});
   }

@@ -11,6 +11,7 @@ namespace tessera::test {
 struct DataLayout {
   int ranks, replicas;
   ThreadBackend backend = ThreadBackend::kInProcess;
+  bool operator==(const DataLayout&) const = default;
 };
 
 inline Ranks ranks(const DataLayout& layout) { return ranks(layout.ranks, layout.backend); }

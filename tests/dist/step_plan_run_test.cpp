@@ -2,12 +2,14 @@
 // when, gradients have the bits of the loop over micro-batches, and what goes out is what the plan
 // has counted.
 
+#include <numeric>
 #include <random>
 
 #include "dist/data_layout.h"
 #include "dist/staged.h"
 #include "fsdp/agreed/step_plan_check.h"
 #include "fsdp/handle.h"
+#include "proof.h"
 #include "support/test.h"
 #include "tessera/log_level.h"
 
@@ -72,32 +74,42 @@ struct DrawnPlanner {
   }
 };
 
+const std::vector<DataLayout> kLayouts{{1, 1}, {2, 1}, {3, 1},
+                                       {2, 2}, {4, 2}, {2, 1, ThreadBackend::kGloo}};
+
 class StepPlanRuns : public ::testing::TestWithParam<DataLayout> {};
-INSTANTIATE_TEST_SUITE_P(Grid, StepPlanRuns,
-                         ::testing::Values(DataLayout{1, 1}, DataLayout{2, 1}, DataLayout{3, 1},
-                                           DataLayout{2, 2}, DataLayout{4, 2},
-                                           DataLayout{2, 1, ThreadBackend::kGloo}));
+INSTANTIATE_TEST_SUITE_P(Grid, StepPlanRuns, ::testing::ValuesIn(kLayouts));
+
+/// Seeds below `end`: in ./test every fourth, from another one on for each layout.
+std::vector<unsigned> seeds_of(const DataLayout& layout, unsigned end) {
+  std::vector<unsigned> seeds(end);
+  std::iota(seeds.begin(), seeds.end(), 0U);
+  return in_turn(seeds, 4, kLayouts, layout);
+}
 
 // Naive: a reduction before all micro-batches are summed, or two of one sum.
 TEST_P_ON_RANKS(StepPlanRuns, MicroBatchesInOrderGiveTheBitsOfTheLoop, GetParam()) {
-  for (const auto& staged : {StagedOptions{.stages = 1, .pieces = 3},
-                             StagedOptions{.stages = 1, .mode = RecomputeMode::kFull},
-                             StagedOptions{.stages = 1, .recomputes_outside = true},
-                             StagedOptions{.stages = 1, .freezes_scale = true}}) {
-    for (const auto reshard : {StepReshard::kStep, StepReshard::kMicroBatch}) {
-      for (const bool sync_every : {false, true}) {
-        const auto mesh = data_mesh(world, GetParam().replicas);
-        // In fp32 a sum tells in which order it was added.
-        const auto policy = sync_every ? PrecisionPolicy{} : in_bfloat16();
-        StagedModel model(mesh, staged, policy);
-        StagedModel loop(mesh, staged, policy);
-        for (const int micro_batches : {3, 1, 3, 3, 2, 1}) {
-          const auto input = inputs(world, micro_batches, staged.width);
-          run_in_order(model, micro_batches, sync_every, input, reshard);
-          run_loop(loop, micro_batches, input, sync_every);
-          expect_same_and_clear(model, loop, concat(micro_batches, " micro-batches"));
-        }
-      }
+  constexpr std::uint32_t kSeed = 2;
+  const std::vector<StagedOptions> all{{.stages = 1, .pieces = 3},
+                                       {.stages = 1, .mode = RecomputeMode::kFull},
+                                       {.stages = 1, .recomputes_outside = true},
+                                       {.stages = 1, .freezes_scale = true}};
+  const auto choices = cases({all.size(), 2, 2}, [](const Choice&) { return true; }, kSeed);
+  for (const Choice& choice : in_turn(choices, 2, kLayouts, GetParam())) {
+    const StagedOptions& staged = all[choice[0]];
+    const auto reshard = choice[1] == 0 ? StepReshard::kStep : StepReshard::kMicroBatch;
+    const bool sync_every = choice[2] == 1;
+    SCOPED_TRACE(::testing::PrintToString(choice));
+    const auto mesh = data_mesh(world, GetParam().replicas);
+    // In fp32 a sum tells in which order it was added.
+    const auto policy = sync_every ? PrecisionPolicy{} : in_bfloat16();
+    StagedModel model(mesh, staged, policy);
+    StagedModel loop(mesh, staged, policy);
+    for (const int micro_batches : {3, 1, 3, 3, 2, 1}) {
+      const auto input = inputs(world, micro_batches, staged.width);
+      run_in_order(model, micro_batches, sync_every, input, reshard);
+      run_loop(loop, micro_batches, input, sync_every);
+      expect_same_and_clear(model, loop, concat(micro_batches, " micro-batches"));
     }
   }
 }
@@ -112,7 +124,7 @@ TEST_P_ON_RANKS(StepPlanRuns, WhateverIsChosenTheBitsAreTheSame, GetParam()) {
   const auto optimizer = make_sgd(model.handle, sgd(0.05));
   const auto loop_optimizer = make_sgd(loop.handle, sgd(0.05));
   constexpr int kMicroBatches = 3;
-  for (unsigned seed = 0; seed < 24; ++seed) {
+  for (const unsigned seed : seeds_of(layout, 24)) {
     SCOPED_TRACE(concat("seed ", seed));
     const DrawnPlanner planner{seed};
     fsdp::set_planner(model.handle, planner);
@@ -239,7 +251,7 @@ TEST_P(StepPlanRuns, WhateverIsChosenInAnyOrderTheBitsAreTheSame) {
     const auto mesh = data_mesh(world, layout.replicas);
     StagedModel model(mesh, staged, in_bfloat16());
     StagedModel loop(mesh, staged, in_bfloat16());
-    for (unsigned seed = 0; seed < 12; ++seed) {
+    for (const unsigned seed : seeds_of(layout, 12)) {
       fsdp::set_planner(model.handle, DrawnPlanner{seed});
       for (int step = 0; step < 2; ++step) {
         const auto input = inputs(world, step, staged.width);

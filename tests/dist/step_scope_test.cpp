@@ -5,6 +5,7 @@
 
 #include "dist/data_layout.h"
 #include "dist/staged.h"
+#include "proof.h"
 #include "support/test.h"
 
 namespace tessera::test::step_scope_test {
@@ -12,6 +13,7 @@ namespace {
 
 using ::testing::Combine;
 using ::testing::Values;
+using ::testing::ValuesIn;
 
 constexpr int kMicroBatches = 4;
 /// Both stages on one rank, as if the list of two ranks were interleaved.
@@ -57,10 +59,10 @@ std::vector<std::vector<Slot>> thrice(const char* list) {
 }
 
 class StepScopes : public ::testing::TestWithParam<std::tuple<DataLayout, StepReshard>> {};
+const std::vector<DataLayout> kLayouts{{1, 1}, {2, 1}, {3, 1},
+                                       {2, 2}, {4, 2}, {2, 1, ThreadBackend::kGloo}};
 INSTANTIATE_TEST_SUITE_P(Grid, StepScopes,
-                         Combine(Values(DataLayout{1, 1}, DataLayout{2, 1}, DataLayout{3, 1},
-                                        DataLayout{2, 2}, DataLayout{4, 2},
-                                        DataLayout{2, 1, ThreadBackend::kGloo}),
+                         Combine(ValuesIn(kLayouts),
                                  Values(StepReshard::kStep, StepReshard::kMicroBatch)));
 
 // Naive: weights of the last step, a micro-batch that is reduced alone, sums rounded on the way.
@@ -158,7 +160,8 @@ std::vector<Slot> random_list(std::uint64_t seed, int stages, int micro_batches)
 
 TEST_P_ON_RANKS(StepScopes, RandomOrdersGiveTheBitsOfTheLoop, std::get<0>(GetParam())) {
   const auto& [layout, reshard] = GetParam();
-  for (std::uint64_t seed = 0; seed < 8; ++seed) {
+  const std::vector<std::uint64_t> seeds{0, 1, 2, 3, 4, 5, 6, 7};
+  for (const std::uint64_t seed : in_turn(seeds, 3, kLayouts, layout)) {
     SCOPED_TRACE(seed);
     const int stages = 1 + static_cast<int>(seed % 3);
     const auto list = random_list(seed, stages, 2 + static_cast<int>(seed % 4));

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """What `tessera convert` writes of models with experts: under the names of files, whatever stands in memory.
 
-Run by ctest with TESSERA_PROGRAM and TESSERA_TEST_DATA; leaves with 77 (skipped) where `transformers` is
-missing, as with TESSERA_TORCH.
+A part of the folders; all of them with TESSERA_FULL=1 (`scripts/full families`). Run by ctest with
+TESSERA_PROGRAM and TESSERA_TEST_DATA; leaves with 77 (skipped) where `transformers` is missing, as with TESSERA_TORCH.
 """
 
 import json
 import unittest
 
-from convert_test import DATA, FLOAT32, LOGITS_BOUND, Program, load_file, transformers
+from convert_test import DATA, FLOAT32, LOGITS_BOUND, Program, in_turn, load_file, transformers
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 FOLDERS = ("qwen3-moe-fp32", "qwen3-moe-mixed", "gpt-oss-fp32", "gpt-oss-mixed", "mixtral-fp32", "mixtral-mixed")
@@ -29,7 +29,7 @@ class ConvertExperts(Program):
         self.assertEqual(written, original)
 
     def test_a_folder_comes_out_with_the_same_names_bytes_and_gradients(self):
-        for name in FOLDERS:
+        for name in in_turn(FOLDERS, 2, 0):
             with self.subTest(name):
                 out, again = self.folder / name, self.folder / f"{name}-again"
                 self.run_tessera("convert", DATA / name, out, "--max-shard-size", "60KB")
@@ -46,7 +46,7 @@ class ConvertExperts(Program):
                 self.assertEqual({key for key in gradients if key.startswith("grad/")}, wanted)
 
     def test_a_trained_checkpoint_has_every_expert_under_its_name(self):
-        for name in FOLDERS:
+        for name in in_turn(FOLDERS, 2, 1):
             with self.subTest(name):
                 batch = DATA / name / "reference.safetensors"
                 checkpoint = self.train(f'path = "{DATA / name}"', f'"{batch}"', *FLOAT32)

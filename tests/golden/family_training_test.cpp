@@ -3,8 +3,8 @@
 // those part from runs whose weights were moved by one ulp.
 //
 // The class of bug: what is right in the first step and goes wrong in the next ones, such as biases
-// of a router that one rank moves and another does not. Layouts of the present trainers' kinds in
-// ./test, all of them and a pipeline under `scripts/full families`.
+// of a router that one rank moves and another does not. One of two layouts of the present trainers'
+// kinds for each family in ./test, all layouts and a pipeline under `scripts/full families`.
 
 #include "golden/degrees.h"
 #include "golden/model_folder.h"
@@ -89,7 +89,8 @@ TEST_P(FamilyTraining, LossesPartNoFurtherThanByOneUlp) {
     EXPECT_LE(distance, kSpreads) << name;
     furthest = std::max(furthest, distance);
   };
-  for (const Degrees& degrees : layouts_of(folder())) {
+  for (const Degrees& degrees :
+       test::in_turn(layouts_of(folder()), 2, kLaterFamilies, GetParam())) {
     expect_near(to_string(degrees), losses(config(data_folder(folder()), degrees), degrees));
   }
   if (test::full_proof() && !has_auxiliary_loss()) expect_near("pp 2", losses_of_two_stages());

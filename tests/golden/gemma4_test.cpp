@@ -1,5 +1,6 @@
 // Gemma 4 under sharding: training against transformers, a frozen tower, images and routing of a
-// batch file. Its gradients are in gradients_test.cpp, in bf16 in narrow_layouts_test.cpp.
+// batch file. Its gradients are in gradients_test.cpp, in bf16 in narrow_layouts_test.cpp. Runs have one
+// half of the layouts for each of the two folders in ./test, all of them under `scripts/full golden`.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
@@ -7,6 +8,7 @@
 #include "golden/model_folder.h"
 #include "io/safetensors.h"
 #include "models/language_model.h"
+#include "proof.h"
 #include "support/ranks.h"
 #include "support/temporary_folder.h"
 #include "train/data/data.h"
@@ -27,14 +29,14 @@ double norm_of_difference(const at::Tensor& a, const at::Tensor& b) {
 }
 
 TEST_P(GoldenGemma4, TrainingIsThatOfTheReferenceAndTheTowerStays) {
-  const Layout layouts[] = {
+  const std::vector<Layout> all{
       {.ranks = 1},
       {.ranks = 2},
       {.ranks = 3, .reshard_after_forward = false, .micro_batches = MicroBatches::kOneRowEachSync},
       {.ranks = 4, .replicas = 2}};
   for (const auto kind : {OptimizerKind::kSgd, OptimizerKind::kAdamW}) {
     const auto expected = reference().step_losses(to_string(kind));
-    for (const auto& layout : layouts) {
+    for (const auto& layout : test::in_turn(all, 2, kGemmaFolders, GetParam())) {
       SCOPED_TRACE(to_string(kind) + ", " + to_string(layout));
       const auto found = run_training(training_config(reference(), kind, layout), layout, {5});
       ASSERT_EQ(found.losses.size(), expected.size());
@@ -144,7 +146,8 @@ TEST_P(GoldenGemma4, AWholeTowerOnEveryRankGivesTheBitsOfAShardedOne) {
 // Property: a run that is interrupted goes on bit for bit, buffers and a whole tower included.
 TEST_P(GoldenGemma4, ARunGoesOnFromItsCheckpoint) {
   for (const auto frozen : {FrozenAs::kShard, FrozenAs::kReplicate}) {
-    for (const Layout& layout : {Layout{.ranks = 1}, Layout{.ranks = 4, .replicas = 2}}) {
+    const std::vector<Layout> layouts{{.ranks = 1}, {.ranks = 4, .replicas = 2}};
+    for (const Layout& layout : test::in_turn(layouts, 2, kGemmaFolders, GetParam())) {
       SCOPED_TRACE(concat(to_string(frozen), ", ", to_string(layout)));
       const TemporaryFolder folder;
       auto config = training_config(reference(), OptimizerKind::kAdamW, layout);

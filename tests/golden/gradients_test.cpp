@@ -8,7 +8,7 @@
 // One exception: a tied weight has two uses a row, which arrive one by one. One rank adds all four
 // in turn, ((head0 + embedding0) + head1) + embedding1; several ranks add the pairs first.
 //
-// ./test runs half of a pairwise part of layouts and forms of the folder, another part for each
+// ./test runs a third of a pairwise part of layouts and forms of the folder, another part for each
 // folder, `scripts/full golden` all of them.
 
 #include <iterator>
@@ -69,7 +69,7 @@ TEST_P(GoldenGradients, EveryLayoutIsWithinTheBoundsAndOneRowAForwardAlwaysHasTh
   const auto by_row = gradients({.ranks = 2});
   const auto by_row_on_one = gradients({.ranks = 1, .micro_batches = MicroBatches::kOneRow});
   expect_same_row_sums(by_row_on_one, by_row, reference().tied());
-  for (const auto& each : test::in_turn(grid(GetParam()), 2, all_folders(), GetParam())) {
+  for (const auto& each : test::in_turn(grid(GetParam()), 3, all_folders(), GetParam())) {
     SCOPED_TRACE(to_string(each));
     const auto found = gradients(each.layout, each.spelling, each.files);
     expect_within_bounds(found, reference());
@@ -82,7 +82,7 @@ TEST_P(GoldenGradients, EveryLayoutIsWithinTheBoundsAndOneRowAForwardAlwaysHasTh
 
 TEST_P(GoldenGradients, GlooGivesTheBitsOfTheInProcessBackend) {
   const auto expected = gradients({.ranks = 2});
-  const Layout layouts[] = {
+  const std::vector<Layout> layouts{
       {.ranks = 2, .backend = ThreadBackend::kGloo},
       {.ranks = 3,
        .reshard_after_forward = false,
@@ -90,7 +90,7 @@ TEST_P(GoldenGradients, GlooGivesTheBitsOfTheInProcessBackend) {
        .backend = ThreadBackend::kGloo},
       {.ranks = 4, .replicas = 2, .backend = ThreadBackend::kGloo},
   };
-  for (const auto& layout : layouts) {
+  for (const auto& layout : test::in_turn(layouts, 3, all_folders(), GetParam())) {
     SCOPED_TRACE(to_string(layout));
     expect_same_bits(gradients(layout), expected);
   }

@@ -1,12 +1,14 @@
 // `tessera gradients` under tensor, expert and data parallelism against transformers: every
 // parameter's gradient by name, in every layout that the family's sizes divide; the others are
-// refused with their rule.
+// refused with their rule. In ./test --all a third of the layouts for each folder, all of them under
+// `scripts/full layouts`.
 //
 // Thread ranks; processes are tests/cli/layout_gradients_test.cpp's. The class of bug: a gradient
 // that is summed twice over an axis, or not at all, is off by a factor of the axis' size or by what
 // the other ranks had, and the bounds are 5e-5.
 
 #include "golden/degrees.h"
+#include "proof.h"
 #include "support/temporary_folder.h"
 
 namespace tessera::golden::parallel_test {
@@ -16,8 +18,13 @@ namespace {
 /// computed in fp32 like that: other numbers on the same paths, for which one layout of each form
 /// is enough. Blocks of MXFP4 are unpacked, transposed and cut as a rank reads its part: there
 /// every layout counts.
-std::vector<Degrees> layouts_of(const std::string& folder, Experts experts) {
-  return folder.ends_with("-mixed") ? one_of_each_form(experts) : all_degrees(experts);
+std::vector<Degrees> layouts_of(const std::string& folder) {
+  const bool is_mixed = folder.ends_with("-mixed");
+  auto alike = all_folders();
+  std::erase_if(alike, [&](const auto& each) { return each.ends_with("-mixed") != is_mixed; });
+  const Experts experts = experts_of(folder);
+  return test::in_turn(is_mixed ? one_of_each_form(experts) : all_degrees(experts), 3, alike,
+                       folder);
 }
 
 class GoldenParallel : public ::testing::TestWithParam<std::string> {
@@ -27,7 +34,7 @@ class GoldenParallel : public ::testing::TestWithParam<std::string> {
 
 TEST_P(GoldenParallel, EveryGradientIsTransformersInEveryLayout) {
   const std::int64_t heads = heads_of(GetParam());
-  for (const Degrees& degrees : layouts_of(GetParam(), experts_of(GetParam()))) {
+  for (const Degrees& degrees : layouts_of(GetParam())) {
     SCOPED_TRACE(to_string(degrees));
     const auto run = [&] {
       return run_gradients(config_for(GetParam(), degrees), layout_of(degrees),

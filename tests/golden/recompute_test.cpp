@@ -1,6 +1,6 @@
 // [activation_checkpoint]: whole models in every mode, whose bits are those of mode "none". A
 // pairwise part of folder x layout x mode in ./test, half of the layouts for a folder and the other half
-// for the next, all of it under `scripts/full golden`.
+// for the next, as of the modes in bf16 and of training; all of it under `scripts/full golden`.
 
 #include <iterator>
 #include <span>
@@ -13,7 +13,7 @@
 namespace tessera::golden::recompute_test {
 namespace {
 
-constexpr RecomputeMode kModes[] = {RecomputeMode::kFull, RecomputeMode::kSelective};
+const std::vector<RecomputeMode> kModes{RecomputeMode::kFull, RecomputeMode::kSelective};
 
 class GoldenRecompute : public ::testing::TestWithParam<std::string> {
  protected:
@@ -22,6 +22,9 @@ class GoldenRecompute : public ::testing::TestWithParam<std::string> {
     auto result = config_for(layout);
     result.model.path = data_folder(GetParam());
     return result;
+  }
+  std::vector<RecomputeMode> modes() const {
+    return test::in_turn(kModes, 2, all_folders(), GetParam());
   }
   /// In these modes what mode "none" gives.
   void expect_no_bit_changes(train::Config config, const Layout& layout,
@@ -69,7 +72,7 @@ TEST_P(GoldenRecompute, InBFloat16Too) {
   const Layout layout{.ranks = 2};
   auto with_defaults = config(layout);
   with_defaults.precision = {};  // bf16 compute
-  expect_no_bit_changes(with_defaults, layout);
+  expect_no_bit_changes(with_defaults, layout, Routing::kOwn, modes());
 }
 
 TEST_P(GoldenRecompute, TrainingHasTheBitsOfModeNone) {
@@ -78,7 +81,7 @@ TEST_P(GoldenRecompute, TrainingHasTheBitsOfModeNone) {
   settings.training.steps = 3;
   settings.training.max_norm = 1.0;
   const auto expected = run_training(settings, layout, {3});
-  for (const auto mode : kModes) {
+  for (const auto mode : modes()) {
     settings.activation_checkpoint.mode = mode;
     const auto found = run_training(settings, layout, {3});
     EXPECT_EQ(found.losses, expected.losses);

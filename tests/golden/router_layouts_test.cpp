@@ -1,6 +1,7 @@
 // The auxiliary loss of routers and the loads of experts against transformers, in layouts of
 // tensor, expert and data parallelism: whoever holds the rows and tokens, counts and means are
-// those of the whole batch, each gradient once.
+// those of the whole batch, each gradient once. In ./test --all a third of the layouts for each folder, all
+// of them under `scripts/full golden`.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
@@ -9,6 +10,7 @@
 #include "golden/degrees.h"
 #include "golden/model_folder.h"
 #include "io/safetensors.h"
+#include "proof.h"
 #include "support/ranks.h"
 #include "support/test.h"
 #include "train/data/data.h"
@@ -31,6 +33,9 @@ std::vector<Degrees> layouts() {
 class RouterLayouts : public ::testing::TestWithParam<std::string> {
  protected:
   const Reference& reference() const { return Reference::of(GetParam()); }
+  std::vector<Degrees> layouts_in_turn() const {
+    return test::in_turn(layouts(), 3, kMoeFolders, GetParam());
+  }
 };
 
 // 0.7 is no round number on purpose. The loss that is reported does not have it.
@@ -42,7 +47,7 @@ TEST_P(RouterLayouts, TheAuxiliaryLossIsThatOfTheWholeBatchInEveryLayout) {
     return run_gradients(config, layout_of(degrees), reference().batches());
   };
   const auto on_one_rank = run({});
-  for (const Degrees& degrees : layouts()) {
+  for (const Degrees& degrees : layouts_in_turn()) {
     SCOPED_TRACE(to_string(degrees));
     const auto found = run(degrees);
     EXPECT_NEAR(found.loss, reference().result("loss").item<double>(), kLossBound);
@@ -108,7 +113,7 @@ nlohmann::json line_of_step_one(const Reference& reference, const std::string& b
 
 TEST_P(RouterLayouts, TrainingReportsTheReferencesAuxiliaryLossAndLoads) {
   const auto batch = batch_of_step_one(reference());
-  for (const Degrees& degrees : layouts()) {
+  for (const Degrees& degrees : layouts_in_turn()) {
     SCOPED_TRACE(to_string(degrees));
     const auto line = line_of_step_one(reference(), batch, degrees);
     EXPECT_NEAR(line.at("aux_loss").get<double>(), reference().result("aux_loss").item<double>(),
@@ -131,6 +136,11 @@ const Reference& gemma() { return Reference::of("gemma4-fp32"); }
 constexpr double kExperts = 8;
 constexpr double kExpertsPerToken = 2;
 
+/// In ./test --all another half for each of the two cases.
+std::vector<Degrees> half_of_layouts(int number) {
+  return test::in_turn(layouts(), 2, std::vector{0, 1}, number);
+}
+
 /// E * sum over experts of f * p. Both [E], sums over the tokens of all layers.
 at::Tensor formula(const at::Tensor& counts, const at::Tensor& probabilities) {
   const double rows = counts.sum().item<double>() / kExpertsPerToken;
@@ -147,7 +157,7 @@ TEST(GemmaRouters, TrainingReportsTheFormulaOfTheRecordedRoutersInEveryLayout) {
   }
   const double expected = formula(counts, probabilities).item<double>();
   const auto batch = batch_of_step_one(gemma());
-  for (const Degrees& degrees : layouts()) {
+  for (const Degrees& degrees : half_of_layouts(0)) {
     SCOPED_TRACE(to_string(degrees));
     const auto line = line_of_step_one(gemma(), batch, degrees);
     EXPECT_NEAR(line.at("aux_loss").get<double>(), expected, kLossBound);
@@ -193,7 +203,7 @@ TEST(GemmaRouters, GradientsAreThoseOfTheFormulaInEveryLayout) {
   const std::string router = "model.language_model.layers.1.router.proj.weight";
   ASSERT_GT(relative_error(expected.at(router), gemma().gradients().at(router)), 0.01)
       << "the loss moves no router: nothing is compared";
-  for (const Degrees& degrees : layouts()) {
+  for (const Degrees& degrees : half_of_layouts(1)) {
     SCOPED_TRACE(to_string(degrees));
     auto config = config_for(gemma().name(), degrees);
     config.model.aux_loss_coef = kCoef;

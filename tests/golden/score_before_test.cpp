@@ -1,9 +1,11 @@
 // Scores before experts (model.score_before_experts), which no reference has: every layout of every
 // family with experts against the unsharded model in fp64. That the unsharded one is right is
-// unit/moe's to say: the composite of single tokens, with all gradients.
+// unit/moe's to say: the composite of single tokens, with all gradients. In ./test --all a third of
+// the layouts for each family, all of them under `scripts/full golden`.
 #include <ATen/ATen.h>
 
 #include "golden/faulty_run.h"
+#include "proof.h"
 #include "support/test.h"
 
 namespace tessera::golden::score_before_test {
@@ -27,13 +29,17 @@ Changes scores_before(bool before) {
           .parts = in_float64};
 }
 
+const std::vector<std::string> kFamilies{"qwen3-moe-fp32", "gpt-oss-fp32", "deepseek-v2-fp32",
+                                         "deepseek-v2-group-fp32", "gemma4-fp32"};
+
 class ScoreBeforeExperts : public ::testing::TestWithParam<std::string> {};
 
 TEST_P(ScoreBeforeExperts, EveryGradientIsThatOfOneRankInEveryLayout) {
   const Step expected = run_step(GetParam(), {}, scores_before(true));
   const Step other = run_step(GetParam(), {}, scores_before(false));
   EXPECT_GT(std::abs(expected.loss - other.loss), 1e-4) << "the key changes nothing";
-  for (const Degrees& degrees : all_degrees(Experts::kSome)) {
+  for (const Degrees& degrees :
+       test::in_turn(all_degrees(Experts::kSome), 3, kFamilies, GetParam())) {
     SCOPED_TRACE(to_string(degrees));
     const Step found = run_step(GetParam(), degrees, scores_before(true));
     ASSERT_EQ(found.refusal + found.forward_refusal, "");
@@ -46,10 +52,7 @@ TEST_P(ScoreBeforeExperts, EveryGradientIsThatOfOneRankInEveryLayout) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Families, ScoreBeforeExperts,
-                         ::testing::Values("qwen3-moe-fp32", "gpt-oss-fp32", "deepseek-v2-fp32",
-                                           "deepseek-v2-group-fp32", "gemma4-fp32"),
-                         folder_name);
+INSTANTIATE_TEST_SUITE_P(Families, ScoreBeforeExperts, ::testing::ValuesIn(kFamilies), folder_name);
 
 }  // namespace
 }  // namespace tessera::golden::score_before_test
