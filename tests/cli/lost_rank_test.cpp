@@ -122,7 +122,8 @@ TEST(LostRank, ThatThrowsAtARandomMomentIsNamedWithItsErrorAndNobodyStays) {
     ASSERT_EQ(ranks.size(), static_cast<std::size_t>(kRanks));
     ASSERT_TRUE(wait_until(seconds(120), [&] { return exists(folder / "failed"); })) << run.err();
     const auto code = run.wait(kGone);
-    EXPECT_TRUE(code == 1 || code == 2) << run.err();  // 2: before the first step, on a busy machine
+    EXPECT_TRUE(code == 1 || code == 2)
+        << run.err();  // 2: before the first step, on a busy machine
     EXPECT_THAT(run.last_error_line(),
                 AllOf(Says(name_of_rank(one) + ": "), Says("can't allocate memory"),
                       Not(Says("Exception raised from"))))
