@@ -180,7 +180,8 @@ class World : public std::enable_shared_from_this<World> {
 /// call), waits, and prints a failing rank's error last ("rank R: ..."). Call it first in main(),
 /// while the process has one thread. A rank whose body throws reports the error, sets the failure
 /// key and leaves without destroying groups ([Note: failure]). Where this host has fewer CUDA
-/// devices than ranks to start, the device "auto" is the CPU for all of them, and "cuda" is refused.
+/// devices than ranks to start, the device "auto" is the CPU for all of them, and "cuda" is refused;
+/// over gloo they may share one device.
 int launch(int nproc, const std::function<void(World&)>& body, const WorldOptions& options = {});
 
 /// Whether this process is a rank already: of a launcher, or spawned.

@@ -235,7 +235,7 @@ void Optimizer::Inside::carry_state(const std::vector<fsdp::Relaid>& relaid,
     const auto found = std::ranges::find(items_, &moved.parameter->contract, contract_of);
     if (found == items_.end()) continue;
     auto& item = *found;
-    // What was written has no such bits; other ranks must not join them again.
+    // A shard that was written has no remainder; other ranks must not join the old one again.
     const bool changed = item.has_state && was_changed(item, moved.old_version);
     if (changed && item.master.defined() && item.master.scalar_type() == at::kShort) {
       item.master.zero_();

@@ -1,4 +1,4 @@
-// What the configs of Gemma 3 and of Gemma 4's text model have alike.
+// Gemma 3 and the text model of Gemma 4 share these defaults and keys of their configs.
 //
 // Private to those families' readers. Next: gemma3.cpp, ../gemma4/gemma4.cpp.
 #pragma once
