@@ -31,21 +31,25 @@ Sharded<Scale> ones(World& world, DType storage, std::optional<DType> final = st
                      policy, options);
 }
 
+/// 40 steps with lr 1e-4. A constant gradient moves by lr a step: 0.996, one or more steps below 1 in
+/// both dtypes.
+void expect_steps_add_up(Sharded<Scale>& handle, Optimizer& optimizer) {
+  for (int step = 0; step < 40; ++step) {
+    handle.zero_grad();
+    backward(handle.forward(here(at::ones({kWidth}))).sum());
+    optimizer.step();
+  }
+  const auto value = whole_parameters(handle).at("weight");
+  EXPECT_TRUE(same_bits(value, here(at::full({kWidth}, 1.0 - 40 * 1e-4)).to(value.scalar_type())));
+}
+
 // Naive: moments and steps in the dtype of the shard: 1 - 0.001 is 1 in bf16, for ever.
 TEST_P_ON_RANKS(NarrowShards, AdamWAddsUpUpdatesBelowAStepOfA16BitShard, GetParam()) {
   for (const auto storage : {DType::kBFloat16, DType::kFloat16}) {
     for (const auto final : {std::optional<DType>(), std::optional(storage)}) {
       auto handle = ones(world, storage, final);
       const auto optimizer = make_adamw(handle, adamw(1e-4, 0.0));
-      for (int step = 0; step < 40; ++step) {
-        handle.zero_grad();
-        backward(handle.forward(here(at::ones({kWidth}))).sum());
-        optimizer->step();
-      }
-      // A constant gradient moves by lr a step: 0.996, one or more steps below 1 in both dtypes.
-      const auto value = whole_parameters(handle).at("weight");
-      EXPECT_TRUE(
-          same_bits(value, here(at::full({kWidth}, 1.0 - 40 * 1e-4)).to(value.scalar_type())));
+      expect_steps_add_up(handle, *optimizer);
     }
   }
 }
@@ -205,14 +209,7 @@ TEST_P_ON_RANKS(NarrowShards, SgdAddsUpUpdatesBelowAStepOfA16BitShard, GetParam(
   for (const auto storage : {DType::kBFloat16, DType::kFloat16}) {
     auto handle = ones(world, storage);
     const auto optimizer = make_sgd(handle, sgd(1e-4));
-    for (int step = 0; step < 40; ++step) {
-      handle.zero_grad();
-      backward(handle.forward(here(at::ones({kWidth}))).sum());
-      optimizer->step();
-    }
-    const auto value = whole_parameters(handle).at("weight");
-    EXPECT_TRUE(
-        same_bits(value, here(at::full({kWidth}, 1.0 - 40 * 1e-4)).to(value.scalar_type())));
+    expect_steps_add_up(handle, *optimizer);
   }
 }
 

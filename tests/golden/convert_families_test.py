@@ -175,5 +175,54 @@ class BalancedGemma4(Program):
         return done.stderr
 
 
+class ConvertGpt2(Program):
+    """Stored masks, and a prefix that only some files have."""
+
+    def weights(self, folder):
+        return {name: tensor for name, (tensor, _) in self.tensors(folder).items() if not name.endswith(".attn.bias")}
+
+    def test_a_folder_comes_out_without_its_masks_and_transformers_computes_the_same(self):
+        for name in ("gpt2-fp32", "gpt2-mixed"):
+            with self.subTest(name):
+                source, out = DATA / name, self.folder / name
+                self.run_tessera("convert", source, out, "--max-shard-size", "60KB")
+                self.assertSameBits({key: pair[0] for key, pair in self.tensors(out).items()}, self.weights(source))
+                batch = load_file(source / "reference.safetensors")
+                found = self.logits_of_transformers(out, batch["input_ids"])
+                self.assertLess((found - batch["logits"]).abs().max(), LOGITS_BOUND)
+                original = transformers.AutoConfig.from_pretrained(source).to_dict()
+                written = transformers.AutoConfig.from_pretrained(out).to_dict()
+                for config in (original, written):
+                    for key in ("_name_or_path", "transformers_version", "n_ctx"):
+                        config.pop(key, None)
+                self.assertEqual(written, original)
+
+    def test_names_with_the_prefix_of_the_whole_model_load_too(self):
+        from safetensors.torch import save_file
+        source, folder = DATA / "gpt2-fp32", self.folder / "prefixed"
+        folder.mkdir()
+        tensors = load_file(source / "model.safetensors")
+        save_file({f"transformer.{key}": tensor for key, tensor in tensors.items()}, folder / "model.safetensors")
+        (folder / "config.json").write_bytes((source / "config.hub.json").read_bytes())
+        batch = source / "reference.safetensors"
+        self.assertSameBits(self.gradients(folder, batch, *FLOAT32), self.gradients(source, batch, *FLOAT32))
+        save_file({**tensors, "transformer.wte.weight": tensors["wte.weight"].clone()}, folder / "model.safetensors")
+        self.assertIn("'transformer.wte.weight' and 'wte.weight'", self.run_tessera(
+            "gradients", "--model", folder, "--batch", batch, "--out", "x.safetensors", code=2))
+
+    def test_a_trained_checkpoint_gives_transformers_the_same_logits(self):
+        source = DATA / "gpt2-mixed"
+        batch = source / "reference.safetensors"
+        checkpoint = self.train(f'path = "{source}"', f'"{batch}"', *FLOAT32)
+        self.run_tessera("convert", checkpoint, "out", "--dtype", "float32")
+        ours = self.gradients(checkpoint, batch, *FLOAT32)
+        self.assertSameBits(self.gradients(self.folder / "out", batch, *FLOAT32), ours)
+        found = self.logits_of_transformers(self.folder / "out", load_file(batch)["input_ids"])
+        self.assertLess((found - ours["logits"]).abs().max(), LOGITS_BOUND)
+        words = ("--prompt-tokens", "5,6,7", "--max-new-tokens", "8")
+        self.assertEqual(self.run_tessera("generate", "--model", checkpoint, *words),
+                         self.run_tessera("generate", "--model", "out", *words))
+
+
 if __name__ == "__main__":
     unittest.main(verbosity=1)
