@@ -1,5 +1,5 @@
 # cmake --install: the headers, one archive libtessera.a, the files of find_package(Tessera); the
-# program, configs/ and tools/ (share/tessera); licences. Components: `library` and `program`;
+# program (lib/tessera, linked from bin/), configs/ and tools/ (share/tessera); licences. Components: `library` and `program`;
 # without --component both. The target `library` builds the archive, `tessera` the program.
 #
 # The archive holds the floors that the public headers stand on. It is made of their objects, so
@@ -51,10 +51,17 @@ install(FILES ${CMAKE_CURRENT_BINARY_DIR}/TesseraConfig.cmake cmake/TesseraTorch
   ${CMAKE_CURRENT_BINARY_DIR}/TesseraConfigVersion.cmake
   DESTINATION ${tessera_cmake_folder} COMPONENT library)
 
-# The installed program looks for libtorch where this build has found it. It is named: the search
-# path that the linker was given is left out by CMake where it lies in the source folder (.venv).
-set_target_properties(tessera PROPERTIES INSTALL_RPATH "${TORCH_INSTALL_PREFIX}/lib")
-install(TARGETS tessera COMPONENT program)
+# The executable opens the program, which lies beside it, with a libtorch that fits (src/loader): in an installed copy
+# that of this build comes first. A package knows no folder of this machine: scripts/package installs the component
+# `package` behind `program`.
+set(tessera_program_folder ${CMAKE_INSTALL_LIBDIR}/tessera)
+install(TARGETS tessera tessera_program COMPONENT program
+  RUNTIME DESTINATION ${tessera_program_folder} LIBRARY DESTINATION ${tessera_program_folder})
+install(FILES ${CMAKE_BINARY_DIR}/built_for.json DESTINATION ${tessera_program_folder} COMPONENT program)
+install(FILES ${CMAKE_BINARY_DIR}/package/built_for.json DESTINATION ${tessera_program_folder} COMPONENT package EXCLUDE_FROM_ALL)
+install(CODE "file(MAKE_DIRECTORY \$ENV{DESTDIR}\${CMAKE_INSTALL_PREFIX}/${CMAKE_INSTALL_BINDIR})
+file(CREATE_LINK ../${tessera_program_folder}/tessera \$ENV{DESTDIR}\${CMAKE_INSTALL_PREFIX}/${CMAKE_INSTALL_BINDIR}/tessera SYMBOLIC)"
+  COMPONENT program)
 install(DIRECTORY configs DESTINATION ${CMAKE_INSTALL_DATADIR}/tessera COMPONENT program
   FILES_MATCHING PATTERN "*.toml" PATTERN "*.json")
 install(DIRECTORY tools DESTINATION ${CMAKE_INSTALL_DATADIR}/tessera COMPONENT program USE_SOURCE_PERMISSIONS

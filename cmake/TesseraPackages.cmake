@@ -1,12 +1,11 @@
 # Everything that is found rather than built. Debian package names stand in scripts/settings.sh.
 find_package(Threads REQUIRED)
 find_package(nlohmann_json REQUIRED)
-find_package(tomlplusplus QUIET)
-if(NOT tomlplusplus_FOUND)
-  find_package(PkgConfig REQUIRED)
-  pkg_check_modules(tomlplusplus REQUIRED IMPORTED_TARGET tomlplusplus)
-  add_library(tomlplusplus::tomlplusplus ALIAS PkgConfig::tomlplusplus)
-endif()
+# In headers, as the others: a package asks no library but libtorch of those who install it.
+find_path(TESSERA_TOML_INCLUDE toml++/toml.h REQUIRED)
+add_library(tessera_toml INTERFACE)
+target_include_directories(tessera_toml SYSTEM INTERFACE ${TESSERA_TOML_INCLUDE})
+target_compile_definitions(tessera_toml INTERFACE TOML_HEADER_ONLY=1)
 find_package(CLI11 REQUIRED)
 find_package(spdlog REQUIRED)
 find_package(fmt REQUIRED)
@@ -42,6 +41,13 @@ if(Torch_DIR)
     message(FATAL_ERROR "Torch_DIR, or TESSERA_TORCH: found no libtorch in ${Torch_DIR} (and one in ${TORCH_INSTALL_PREFIX}), "
       "expected its folder; correct it, or leave it out")
   endif()
+endif()
+if(Torch_MINOR VERSION_LESS TESSERA_TORCH_OLDEST)
+  message(FATAL_ERROR "libtorch: found ${Torch_VERSION} in ${TORCH_INSTALL_PREFIX}, expected ${TESSERA_TORCH_OLDEST} to "
+    "${TESSERA_TORCH_NEWEST}; choose another by TESSERA_TORCH")
+elseif(Torch_MINOR VERSION_GREATER TESSERA_TORCH_NEWEST)
+  message(WARNING "libtorch: found ${Torch_VERSION} in ${TORCH_INSTALL_PREFIX}, with which Tessera is not tested (with "
+    "${TESSERA_TORCH_OLDEST} to ${TESSERA_TORCH_NEWEST} it is); run ./test before you rely on what is built")
 endif()
 include(TesseraCuda)       # what nccl.cpp is compiled with; without it no CUDA
 tessera_torch_target()

@@ -2,9 +2,13 @@
 # file: that of a build with CUDA wants all of NVIDIA's toolkit and its compiler. Used by the build
 # and, installed, by find_package(Tessera).
 #
+# The minor versions that Tessera is built and tested with: this is the one place that says so.
+set(TESSERA_TORCH_OLDEST 2.11)
+set(TESSERA_TORCH_NEWEST 2.15)
+
 # tessera_find_torch([CUDA AUTO|ON|OFF] [HINTS folders...]): the first folder that Torch_DIR, CMAKE_PREFIX_PATH,
-# TESSERA_TORCH of the environment or a hint name. Sets TORCH_INSTALL_PREFIX, Torch_VERSION and
-# TESSERA_HAS_CUDA; without libtorch Torch_VERSION is empty.
+# TESSERA_TORCH of the environment or a hint name. Sets TORCH_INSTALL_PREFIX, Torch_VERSION,
+# Torch_MINOR (2.13) and TESSERA_HAS_CUDA; without libtorch the versions are empty.
 # tessera_torch_target(): the target `torch` from what these say. One that is there stays as it is.
 function(tessera_find_torch)
   cmake_parse_arguments(T "" "CUDA" "HINTS" ${ARGN})
@@ -23,6 +27,7 @@ function(tessera_find_torch)
   endforeach()
   set(TORCH_INSTALL_PREFIX "${root}" PARENT_SCOPE)
   set(Torch_VERSION "" PARENT_SCOPE)
+  set(Torch_MINOR "" PARENT_SCOPE)
   set(TESSERA_HAS_CUDA OFF PARENT_SCOPE)
   if(NOT root)
     return()
@@ -36,6 +41,8 @@ function(tessera_find_torch)
   endforeach()
   list(JOIN version . version)
   set(Torch_VERSION ${version} PARENT_SCOPE)
+  string(REGEX MATCH "^[0-9]+\\.[0-9]+" minor "${version}")
+  set(Torch_MINOR ${minor} PARENT_SCOPE)
 
   set(cuda OFF)
   if(NOT T_CUDA STREQUAL "OFF" AND EXISTS ${root}/lib/libtorch_cuda.so)

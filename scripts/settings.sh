@@ -7,7 +7,7 @@
 # To build everything with g++, tests included (their libraries are small). Of libgloo-dev only the
 # headers are used: the library itself is inside libtorch.
 apt_build=(
-  git ca-certificates g++ cmake ninja-build ccache mold pkg-config python3 python3-venv
+  git ca-certificates g++ cmake ninja-build ccache mold python3 python3-venv
   libgloo-dev libcli11-dev libtomlplusplus-dev nlohmann-json3-dev libspdlog-dev libfmt-dev
   libxxhash-dev libgtest-dev libgmock-dev librapidcheck-dev libbenchmark-dev
 )
@@ -17,12 +17,16 @@ apt_tests=(
   clang-19 libclang-rt-19-dev clang-format-19 clang-tidy-19 shellcheck openmpi-bin
 )
 
-torch_pin=torch==2.13.0
+# TESSERA_TORCH_VERSION chooses another of those that cmake/TesseraTorch.cmake names.
+torch_pin=torch==${TESSERA_TORCH_VERSION:-2.13.0}
 
 # Python packages of tools/, the tutorials and the tests; the second list brings pip's torch along,
 # or is useful only with it.
 pip_tools=(numpy==2.4.6 safetensors==0.8.0 tensorboard==2.21.0 matplotlib==3.11.2)
 pip_beside_torch=(transformers==5.23.0 peft==0.21.2 accelerate==1.15.0 pyarrow==26.0.1)
+
+# scripts/package makes the wheel with it (pyproject.toml names the same).
+pip_packaging=(scikit-build-core==1.1.2)
 
 # ccache reuses objects made with the precompiled header, and between working copies, only when told.
 export CCACHE_SLOPPINESS=${CCACHE_SLOPPINESS:-pch_defines,time_macros}

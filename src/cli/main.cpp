@@ -73,7 +73,8 @@ int run(int argc, char** argv) {
 }  // namespace
 }  // namespace tessera::cli
 
-int main(int argc, char** argv) {
+/// What the executable calls (loader/main.cpp).
+extern "C" [[gnu::visibility("default")]] int tessera_main(int argc, char** argv) {
   if (argc < 1) return tessera::cli::kRefused;
   tessera::cli::name_process();
   tessera::cli::keep_standard_descriptors();

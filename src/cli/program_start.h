@@ -1,7 +1,7 @@
 // How the program starts: descriptors, signals, and what `ps` calls it. Pure.
 //
 // All of it belongs to the process, so only the program does it, not the library. Next:
-// spin_count.cpp for what comes before main(), program_end.h.
+// loader/main.cpp for what comes before, program_end.h.
 #pragma once
 
 namespace tessera::cli {

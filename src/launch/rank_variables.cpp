@@ -8,9 +8,7 @@
 
 namespace tessera::comm {
 
-void set_thread_variables(base::Environment& variables, int threads) {
-  std::string& given = variables["OMP_NUM_THREADS"];
-  if (!base::gives_threads(given)) given = std::to_string(threads);
+void set_spin_variable(base::Environment& variables) {
   const bool said = std::ranges::any_of(variables, [](const auto& variable) {
     return says_how_threads_wait(concat(variable.first, "=", variable.second));
   });
@@ -18,6 +16,12 @@ void set_thread_variables(base::Environment& variables, int threads) {
   const std::string_view entry = kShortSpins;
   const auto equals = entry.find('=');
   variables[std::string(entry.substr(0, equals))] = entry.substr(equals + 1);
+}
+
+void set_thread_variables(base::Environment& variables, int threads) {
+  std::string& given = variables["OMP_NUM_THREADS"];
+  if (!base::gives_threads(given)) given = std::to_string(threads);
+  set_spin_variable(variables);
 }
 
 }  // namespace tessera::comm

@@ -1,5 +1,5 @@
-// The variables that libgomp reads as it is loaded, before main(): the process that executes
-// another one has to set them.
+// The variables that libgomp reads as it is loaded: who executes a process or opens libtorch has
+// to set them before.
 //
 // Threads of libgomp spin while they wait for each other, by default for some 10 ms. Under other
 // load the thread that they wait for gets no core meanwhile, and a step takes 20 to 70 times as
@@ -28,8 +28,11 @@ constexpr bool says_how_threads_wait(std::string_view entry) {
   return false;
 }
 
+/// Short spins, unless the user has said how threads wait.
+void set_spin_variable(base::Environment& variables);
+
 /// The variables of a rank with `threads` threads: OMP_NUM_THREADS, unless it is set to a number,
-/// and GOMP_SPINCOUNT, unless the user has said how threads wait.
+/// and short spins.
 void set_thread_variables(base::Environment& variables, int threads);
 
 }  // namespace tessera::comm

@@ -95,7 +95,8 @@ class Consumer(unittest.TestCase):
         self.assertIn("0.2", done.stderr)
 
     def test_the_installed_program_finds_libtorch(self):
-        environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
+        environment = {name: value for name, value in os.environ.items()
+                       if name not in ("LD_LIBRARY_PATH", "TESSERA_TORCH", "VIRTUAL_ENV")}
         done = run(PREFIX / "bin" / "tessera", "--version", env=environment)
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("torch", done.stdout)
@@ -120,8 +121,8 @@ class Consumer(unittest.TestCase):
         done = run(*chat)
         self.assertEqual(done.returncode, 2)
         self.assertIn(f"--program: {moved / 'bin/tessera'} is not there", done.stderr)
-        (moved / "bin").mkdir()
-        shutil.copy2(PREFIX / "bin/tessera", moved / "bin")
+        for name in ("bin", "lib/tessera"):
+            shutil.copytree(PREFIX / name, moved / name, symlinks=True)
         done = run(*chat)
         self.assertEqual(done.returncode, 2)
         self.assertNotIn("--program", done.stderr)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""With CUDA or without: what the build chooses where headers lack, what an installed copy says of it,
+"""Which libtorch, with CUDA or without: what the build refuses, what it chooses where headers lack, what an installed copy says of it,
 and what scripts/on_gpu refuses on a machine that is not the one it prepared for. Without a GPU.
 
 Run by ctest after the test `install`, with
@@ -127,6 +127,26 @@ class Tree(unittest.TestCase):
                        env={**os.environ, "TESSERA_TORCH": str(none)})
             self.assertNotEqual(done.returncode, 0)
             self.assertIn(f"found no libtorch in {none} (and one in ", " ".join(done.stderr.split()))
+
+    def test_an_older_libtorch_is_refused_and_a_newer_one_is_named(self):
+        oldest, newest = re.findall(r"set\(TESSERA_TORCH_(?:OLDEST|NEWEST) (\d+\.\d+)\)",
+                                    (ROOT / "cmake/TesseraTorch.cmake").read_text())
+        for bound, step, expected in ((oldest, -1, "refused"), (oldest, 0, "taken"), (newest, 0, "taken"), (newest, 1, "named")):
+            major, minor = map(int, bound.split("."))
+            version = f"{major}.{minor + step}.3"
+            with self.subTest(version):
+                folder = WORK / "versions" / version
+                shutil.rmtree(folder, ignore_errors=True)
+                torch = torch_like(folder / "torch", cuda=False)
+                write(torch, VERSION, text="".join(f"#define TORCH_VERSION_{part} {number}\n" for part, number in
+                                                   zip(("MAJOR", "MINOR", "PATCH"), version.split("."))))
+                done = run("cmake", "-S", ROOT, "-B", folder / "build", "-G", "Ninja", f"-DTorch_DIR={torch}",
+                           *(f"-DTESSERA_BUILD_{part}=OFF" for part in ("TESTS", "EXAMPLES", "BENCH")))
+                said = " ".join(done.stderr.split())
+                self.assertEqual(done.returncode != 0, expected == "refused", said)
+                self.assertEqual(f"libtorch: found {version} in {torch}" in said, expected != "taken", said)
+                if expected == "named":
+                    self.assertIn(f"not tested (with {oldest} to {newest} it is)", said)
 
 
 class Package(unittest.TestCase):

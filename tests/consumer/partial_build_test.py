@@ -21,17 +21,24 @@ SEED = 20261128
 PROJECT = """cmake_minimum_required(VERSION 3.25)
 project(Tessera VERSION 0.1.0 LANGUAGES CXX)
 set(Torch_VERSION 2.13.0)
+set(Torch_MINOR 2.13)
 set(TESSERA_HAS_CUDA OFF)
 set(TORCH_INSTALL_PREFIX /nowhere)
 find_package(Threads REQUIRED)
 add_executable(tessera program.cpp)
+add_library(tessera_program MODULE library.cpp)
+set_target_properties(tessera_program PROPERTIES PREFIX "")
+add_dependencies(tessera tessera_program)
+foreach(folder . package)
+  file(WRITE ${CMAKE_BINARY_DIR}/${folder}/built_for.json "{}")
+endforeach()
 add_library(tessera_base STATIC library.cpp)
 include(cmake/TesseraInstall.cmake)
 """
 # Files of an installed copy that each part has.
 LIBRARY = {"lib/libtessera.a", "include/tessera/tessera.h", "lib/cmake/Tessera/TesseraConfig.cmake",
            "lib/cmake/Tessera/TesseraTargets.cmake", "lib/cmake/Tessera/TesseraTorch.cmake"}
-PROGRAM = {"bin/tessera", *(str(pathlib.Path("share/tessera") / path.relative_to(ROOT))
+PROGRAM = {"bin/tessera", "lib/tessera/tessera", "lib/tessera/tessera_program.so", "lib/tessera/built_for.json", *(str(pathlib.Path("share/tessera") / path.relative_to(ROOT))
                             for folder, kinds in (("configs", (".toml", ".json")), ("tools", (".py",)))
                             for path in (ROOT / folder).rglob("*") if path.suffix in kinds)}
 

@@ -16,7 +16,7 @@ import tempfile
 import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-SEED, DRAWS = 20261128, 48
+SEED, DRAWS = 20261129, 64
 # Writes its name and arguments into $CALLS, one argument a word as the shell would read it.
 STUB = """#!/usr/bin/env bash
 printf '%s\\n' "${0##*/}$(printf ' %q' "$@")" >>"$CALLS"
@@ -68,12 +68,13 @@ class Bootstrap(unittest.TestCase):
         return done, [shlex.split(line) for line in calls.read_text().splitlines()]
 
     def draw(self, random):
-        return {"tools": random.random() < 0.4, "tests": random.random() < 0.3, "apt": random.random() < 0.5,
+        return {"tools": random.random() < 0.4, "packaging": random.random() < 0.3, "tests": random.random() < 0.3, "apt": random.random() < 0.5,
                 "build": random.random() < 0.8, "target": random.choice(TARGETS),
                 "prefix": random.choice([None, *PREFIXES])}
 
     def words_of(self, asked, random):
-        options = [["--with-tools"] * asked["tools"], ["--with-tests"] * asked["tests"],
+        options = [["--with-tools"] * asked["tools"], ["--with-packaging"] * asked["packaging"],
+                   ["--with-tests"] * asked["tests"],
                    ["--no-apt"] * (not asked["apt"]), ["--no-build"] * (not asked["build"]),
                    ["--target", asked["target"]] * (asked["target"] is not None)]
         if asked["prefix"]:
@@ -92,9 +93,13 @@ class Bootstrap(unittest.TestCase):
             self.assertEqual(installed, [])
             self.assertIn(f"apt-get install -y --no-install-recommends {' '.join(wanted)}\n", done.stderr)
         pips = [call for call in calls if "pip" in call]
-        python = settings("pip_tools") + settings("pip_beside_torch")
-        needs = asked["tools"] or asked["tests"]
-        self.assertEqual([set(python) <= set(call) for call in pips], [True] * needs)
+        python = set()
+        if asked["tools"] or asked["tests"]:
+            python |= {*settings("pip_tools"), *settings("pip_beside_torch")}
+        if asked["packaging"] or asked["tests"]:
+            python |= {*settings("pip_packaging")}
+        ours = {*settings("pip_tools"), *settings("pip_beside_torch"), *settings("pip_packaging")}
+        self.assertEqual([set(call) & ours for call in pips], [python] * bool(python))
 
     def expect_build(self, asked, calls):
         targets = [asked["target"]] if asked["target"] else ["all"] if asked["tests"] else ["library", "tessera"]
@@ -157,12 +162,28 @@ class Bootstrap(unittest.TestCase):
                       done.stderr)
 
     def test_what_is_there_is_not_installed_again(self):
-        for first, then in (("--with-tools", "--with-tools"), ("--with-tests", "--with-tools"), ("--with-tools", None)):
+        for first, then in (("--with-tools", "--with-tools"), ("--with-tests", "--with-tools"), ("--with-tools", None),
+                            ("--with-tests", "--with-packaging"), ("--with-packaging", None)):
             self.bootstrap(first, "--no-build")
             done, calls = self.bootstrap("--no-build", *([then] * bool(then)), fresh=False)
             self.assertEqual(done.returncode, 0, done.stderr)
             self.assertEqual([call for call in calls if "pip" in call], [])
             self.assertNotIn("pip install", done.stderr)
+        # Options that share nothing, one after the other: each stays.
+        self.bootstrap("--with-tools", "--no-build")
+        self.bootstrap("--with-packaging", "--no-build", fresh=False)
+        for option in ("--with-tools", "--with-packaging", "--with-tests"):
+            done, calls = self.bootstrap(option, "--no-build", fresh=False)
+            self.assertEqual([call for call in calls if "pip" in call], [])
+
+    def test_another_version_of_torch_takes_the_place_of_the_one_that_is_there(self):
+        stamp = self.tree / ".venv/tessera-pins"
+        self.bootstrap("--with-packaging", "--no-build")
+        # Asked for the version that is there, it says that it is another.
+        self.write(self.tree / ".venv/bin/python", f"{STUB}[[ $1 != - ]]\n")
+        _, calls = self.bootstrap("--no-build", fresh=False, TESSERA_TORCH_VERSION="2.15.0")
+        self.assertEqual([call[-1] for call in calls if "pip" in call], ["torch==2.15.0"])
+        self.assertEqual(sorted(stamp.read_text().split()), sorted(["torch==2.15.0", *settings("pip_packaging")]))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,50 @@
+"""The libtorch that a wheel is for: that of the build TESSERA_BUILT, else the one of TESSERA_TORCH, else the package
+torch of the environment that pip installs into, which need not be on sys.path (build isolation).
+
+As a script it prints the folder. For scikit-build-core it gives version and dependencies, which name the minor version.
+"""
+
+import json
+import os
+import pathlib
+import re
+import sys
+import sysconfig
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def folder():
+    """Raises SystemExit where there is none."""
+    named = os.environ.get("TESSERA_TORCH")
+    places = [pathlib.Path(named)] if named else [
+        pathlib.Path(sysconfig.get_path(kind)) / "torch" for kind in ("platlib", "purelib")]
+    for place in places:
+        for one in (place, *place.resolve().parents[:3]):
+            if (one / "lib/libtorch_cpu.so").is_file() and (one / "include/torch/headeronly/version.h").is_file():
+                return one
+    raise SystemExit(f"tessera: found no libtorch in {' or '.join(map(str, places))}, expected the one to build with; install "
+                     "torch into this environment first, or set TESSERA_TORCH to the folder of a libtorch")
+
+
+def minor_and_kind():
+    """As ("2.13", "cpu")."""
+    if built := os.environ.get("TESSERA_BUILT"):
+        known = json.loads((pathlib.Path(built) / "built_for.json").read_text())
+        return known["torch"], "cuda" if known["cuda"] else "cpu"
+    torch = folder()
+    header = (torch / "include/torch/headeronly/version.h").read_text()
+    numbers = [re.search(rf"#define TORCH_VERSION_{part} (\d+)", header)[1] for part in ("MAJOR", "MINOR")]
+    return ".".join(numbers), "cuda" if (torch / "lib/libtorch_cuda.so").is_file() else "cpu"
+
+
+def dynamic_metadata(field, _settings=None, _project=None):
+    minor, kind = minor_and_kind()
+    if field == "dependencies":
+        return [f"torch=={minor}.*"]
+    version = re.search(r"project\(Tessera VERSION (\S+)", (ROOT / "CMakeLists.txt").read_text())[1]
+    return f"{version}+torch{minor}.{kind}"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{folder()}\n")

@@ -1,0 +1,65 @@
+// Which libtorch a program runs with: one of the minor version that it was built for, and no other.
+//
+// libtorch keeps no ABI between minor versions, and every machine has it in another folder. So the
+// executable `tessera` links no libtorch: it finds one, opens it, and then the program, a shared
+// object beside it (main.cpp). An absent or another libtorch is refused before a symbol is missed.
+// Pure.
+#pragma once
+
+#include <filesystem>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/environment.h"
+#include "base/text/fields.h"
+
+namespace tessera::loader {
+
+/// The libtorch of the build: built_for.json, beside the executable.
+struct BuiltFor {
+  std::string torch = {};   ///< MAJOR.MINOR
+  bool cuda = false;        ///< libtorch_cuda.so is opened, too
+  std::string folder = {};  ///< where the build found it; empty in a package
+
+  friend bool operator==(const BuiltFor&, const BuiltFor&) = default;
+};
+
+template <class V>
+constexpr void fields(V& visit, Of<BuiltFor>) {
+  visit("torch", &BuiltFor::torch, TextLimit{16, Letters::kPrintable});
+  visit("cuda", &BuiltFor::cuda);
+  visit("folder", &BuiltFor::folder, TextLimit{4096});
+}
+
+/// Errors: kIo; kFormat.
+BuiltFor read_built_for(const std::filesystem::path& file);
+
+struct Libtorch {
+  std::filesystem::path folder = {};  ///< has lib/ and include/
+  std::string version = {};           ///< MAJOR.MINOR.PATCH
+  bool cuda = false;
+
+  friend bool operator==(const Libtorch&, const Libtorch&) = default;
+};
+
+/// The libtorch of this folder: pip's package torch, or an unpacked libtorch.
+std::optional<Libtorch> libtorch_in(const std::filesystem::path& folder);
+
+/// Where the machine's python3 has its package torch; empty where it has none. Runs python3, which
+/// imports nothing of torch.
+std::filesystem::path torch_of_python();
+
+/// The first of these that fits: TESSERA_TORCH alone where it is set, the folder of the build,
+/// `torch` or `libtorch` in the installed copy or beside it (the executable is in its lib/tessera),
+/// the environments of VIRTUAL_ENV and CONDA_PREFIX, `python`, which is called last.
+/// Errors: kConfig, with each libtorch that was found and why it does not fit.
+Libtorch find_libtorch(const BuiltFor& built, const std::filesystem::path& executable,
+                       const base::Environment& environment,
+                       const std::function<std::filesystem::path()>& python);
+
+/// What has to be opened, in this order: libraries by which the program finds those it needs.
+std::vector<std::filesystem::path> libraries_of(const Libtorch& torch, const BuiltFor& built);
+
+}  // namespace tessera::loader

@@ -1,0 +1,70 @@
+// tessera: opens a libtorch that fits, then the program beside this executable, and runs it.
+#include <dlfcn.h>
+
+#include <exception>
+#include <filesystem>
+#include <iostream>
+
+#include "base/environment.h"
+#include "base/text/printable.h"
+#include "launch/rank_variables.h"
+#include "loader/libtorch.h"
+#include "tessera/error.h"
+
+namespace tessera::loader {
+namespace {
+
+using Main = int (*)(int, char**);
+
+void* open_library(const std::filesystem::path& path, int how) {
+  void* const library = ::dlopen(path.c_str(), how);
+  TESSERA_CHECK(library != nullptr, ErrorKind::kIo, shown(path),
+                ": found that it cannot be loaded (", ::dlerror(),
+                "), expected a whole copy of the library and what it needs");
+  return library;
+}
+
+/// libgomp, which comes with libtorch, reads its variables as it is loaded.
+void shorten_spins(const base::Environment& environment) {
+  base::Environment variables = environment;
+  comm::set_spin_variable(variables);
+  for (const auto& [name, value] : variables) {
+    const auto before = environment.find(name);
+    if (before == environment.end() || before->second != value) {
+      base::set_environment_variable(name, value);
+    }
+  }
+}
+
+Main open_program() {
+  const auto environment = base::environment();
+  shorten_spins(environment);
+  const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe");
+  const BuiltFor built = read_built_for(self.parent_path() / "built_for.json");
+  const Libtorch torch = find_libtorch(built, self, environment, torch_of_python);
+  for (const auto& library : libraries_of(torch, built))
+    open_library(library, RTLD_LAZY | RTLD_GLOBAL);
+  const auto path = self.parent_path() / "tessera_program.so";
+  void* const entry = ::dlsym(open_library(path, RTLD_LAZY | RTLD_LOCAL), "tessera_main");
+  TESSERA_CHECK(entry != nullptr, ErrorKind::kIo, shown(path),
+                ": found no tessera_main in it, expected the ",
+                "program that was installed with this executable");
+  return reinterpret_cast<Main>(entry);
+}
+
+}  // namespace
+}  // namespace tessera::loader
+
+int main(int argc, char** argv) {
+  tessera::loader::Main program = nullptr;
+  try {
+    program = tessera::loader::open_program();
+  } catch (const std::exception& error) {
+    const auto* known = dynamic_cast<const tessera::Error*>(&error);
+    std::cerr << "tessera: "
+              << to_string(known == nullptr ? tessera::ErrorKind::kInternal : known->kind()) << ": "
+              << tessera::one_line(error.what()) << '\n';
+    return 2;
+  }
+  return program(argc, argv);
+}

@@ -1,0 +1,234 @@
+#!/usr/bin/env python3
+"""scripts/package: a tarball and a wheel that run where there is no compiler, with the libtorch that they are for and with
+no other; that packing again changes no byte; what pip installs and removes.
+
+Run by ctest with TESSERA_BUILD, a build that is packed, and TESSERA_WORK, an empty place. With TESSERA_FULL=1 also what
+compiles: a second build elsewhere, README's first program, `pip install .`.
+"""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import unittest
+import venv
+import zipfile
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+WORK = pathlib.Path(os.environ.get("TESSERA_WORK", ROOT / "build/full/package"))
+BUILT = json.loads((pathlib.Path(os.environ["TESSERA_BUILD"]) / "built_for.json").read_text())
+SITE = pathlib.Path(sys.executable).parents[1] / f"lib/python3.{sys.version_info.minor}/site-packages"
+FULL = bool(os.environ.get("TESSERA_FULL"))
+# What a run uses of a fresh machine: no compiler, no cmake, no git.
+COMMANDS = ("sh", "env", "cat", "python3")
+CONFIG = """
+[model]
+config = "config.json"
+[training]
+steps = 2
+seq_len = 16
+local_batch_size = 2
+[data]
+path = "corpus.txt"
+[optimizer]
+lr = 1e-3
+"""
+
+
+def run(*words, **more):
+    return subprocess.run(list(map(str, words)), capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, **more)
+
+
+def pack(folder, tree=ROOT):
+    done = run(tree / "scripts/package", folder, env={**os.environ, "TESSERA_TORCH": BUILT["folder"]} if tree == ROOT else None)
+    if done.returncode:
+        raise AssertionError(done.stdout + done.stderr)
+    return dict(reversed(line.split("  ")) for line in done.stdout.splitlines())
+
+
+def fake_torch(folder, version, cuda):
+    """As a libtorch looks from outside."""
+    parts = zip(("MAJOR", "MINOR", "PATCH"), version.split("."))
+    header = folder / "include/torch/headeronly/version.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("".join(f"#define TORCH_VERSION_{name} {number}\n" for name, number in parts))
+    (folder / "lib").mkdir()
+    for name in ("libtorch_cpu.so", "libtorch.so", *["libtorch_cuda.so"] * cuda):
+        (folder / "lib" / name).write_text("no library")
+    (folder / "__init__.py").write_text("raise SystemExit('imported')\n")
+
+
+class Packages(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        shutil.rmtree(WORK, ignore_errors=True)
+        cls.packages = WORK / "packages"
+        cls.hashes = pack(cls.packages)
+        cls.wheel = next(cls.packages.glob("*.whl"))
+        cls.tarball = next(cls.packages.glob("*.tar.gz"))
+        cls.commands = WORK / "commands"
+        cls.commands.mkdir()
+        for name in COMMANDS:
+            (cls.commands / name).symlink_to(shutil.which(name))
+        cls.model = WORK / "model"
+        cls.model.mkdir()
+        (cls.model / "run.toml").write_text(CONFIG)
+        shutil.copy2(ROOT / "configs/tiny/config.json", cls.model / "config.json")
+        (cls.model / "corpus.txt").write_text("It is a truth universally acknowledged. " * 40)
+
+    def environment(self, **more):
+        return {"PATH": str(self.commands), "HOME": str(WORK), "OMP_NUM_THREADS": "1", **more}
+
+    def unpacked(self, name):
+        folder = WORK / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        self.assertEqual(run("tar", "-xzf", self.tarball, "-C", folder).returncode, 0)
+        return next(folder.iterdir()).rename(folder / "tes sera")
+
+    def environment_with(self, name, sees=None):
+        """A fresh venv that sees the torch that is there, or a folder with another."""
+        folder = WORK / name
+        shutil.rmtree(folder, ignore_errors=True)
+        venv.create(folder, with_pip=False, symlinks=True)
+        site = next(folder.glob("lib/python3*/site-packages"))
+        (site / "there.pth").write_text(f"{sees or SITE}\n")
+        return folder, site
+
+    def pip(self, folder, *words):
+        # That of the .venv, told where to install: a venv with a pip of its own takes 4 s.
+        done = run(sys.executable, "-m", "pip", "--python", folder / "bin/python", *words, "--disable-pip-version-check", cwd=WORK)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        return done.stdout
+
+    def trains(self, *program, **environment):
+        done = run(*program, "train", "run.toml", "--nproc", 2, "--job.dump_folder", WORK / "run", cwd=self.model,
+                   env=self.environment(**environment))
+        shutil.rmtree(WORK / "run", ignore_errors=True)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertIn("step 2", done.stdout + done.stderr)
+
+    def test_packing_the_same_build_again_gives_the_same_bytes(self):
+        self.assertEqual(pack(WORK / "again"), self.hashes)
+
+    def test_a_tarball_runs_with_the_libtorch_that_it_is_for(self):
+        copy = self.unpacked("tarball")
+        program = copy / "bin/tessera"
+        for name in ("lib/libtessera.a", "lib/cmake/Tessera/TesseraConfig.cmake", "include/tessera/tessera.h",
+                     "share/tessera/configs/tiny.toml", "share/tessera/tools/chat.py", "share/licenses/tessera/LICENSE"):
+            self.assertTrue((copy / name).exists(), name)
+        for file in copy.rglob("*"):
+            if file.is_file() and not file.is_symlink():
+                self.assertNotIn(str(ROOT).encode(), file.read_bytes(), file)
+        done = run(program, "--version", env=self.environment(TESSERA_TORCH=BUILT["folder"]))
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertRegex(done.stdout, rf"^tessera \S+ \(git \w+\), torch {re.escape(BUILT['torch'])}\.")
+        self.trains(program, TESSERA_TORCH=BUILT["folder"])
+        # Beside it, within it, in the environment, by python3.
+        (copy.parent / "torch").symlink_to(BUILT["folder"])
+        self.assertEqual(run(program, "--version", env=self.environment()).stdout, done.stdout)
+        (copy.parent / "torch").rename(copy / "libtorch")
+        self.assertEqual(run(program, "--version", env=self.environment()).stdout, done.stdout)
+        (copy / "libtorch").unlink()
+        folder, _ = self.environment_with("sees")
+        said = run(program, "--version", env=self.environment(PATH=f"{folder}/bin:{self.commands}"))
+        self.assertEqual(said.stdout, done.stdout, said.stderr)
+
+    def test_a_tarball_refuses_every_other_libtorch_by_name(self):
+        copy = self.unpacked("refuses")
+        major, minor = map(int, BUILT["torch"].split("."))
+        for number, version in enumerate((f"{major}.{minor - 1}.0", f"{major}.{minor + 1}.1", f"{major + 1}.{minor}.0")):
+            with self.subTest(version):
+                torch = WORK / f"others {number}/torch"
+                shutil.rmtree(torch.parent, ignore_errors=True)
+                fake_torch(torch, version, BUILT["cuda"])
+                done = run(copy / "bin/tessera", "train", "run.toml", env=self.environment(TESSERA_TORCH=str(torch)))
+                self.assertEqual((done.returncode, done.stdout), (2, ""), done.stderr)
+                self.assertRegex(done.stderr, rf"^tessera: config: libtorch: found {re.escape(version)} [^\n]*, expected "
+                                 rf"{re.escape(BUILT['torch'])}[ ,][^\n]*\n$")
+                self.assertIn(str(torch), done.stderr)
+        done = run(copy / "bin/tessera", "--version", env={**self.environment(), "PATH": "/nowhere"})
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("libtorch: found none, expected ", done.stderr)
+        # What only looks like it is an error of ours, too.
+        torch = WORK / "others/torch"
+        shutil.rmtree(torch.parent, ignore_errors=True)
+        fake_torch(torch, f"{BUILT['torch']}.0", BUILT["cuda"])
+        done = run(copy / "bin/tessera", "--version", env=self.environment(TESSERA_TORCH=str(torch)))
+        self.assertEqual(done.returncode, 2)
+        self.assertRegex(done.stderr, r"^tessera: io: [^\n]*libtorch_cpu\.so[^\n]*\n$")
+
+    def test_a_wheel_trains_in_a_fresh_environment_without_network_and_compiler(self):
+        folder, site = self.environment_with("fresh")
+        before = set(site.iterdir())
+        for again in ((), ("--force-reinstall",)):
+            self.pip(folder, "install", "--quiet", "--no-index", "--no-deps", *again, self.wheel)
+            self.trains(folder / "bin/tessera")
+        self.trains(folder / "bin/python", "-m", "tessera")
+        # With its dependencies, which the torch that is there fulfils.
+        self.assertIn("already satisfied: torch", self.pip(folder, "install", "--no-index", self.wheel))
+        self.assertIn("Requires: torch\n", self.pip(folder, "show", "tessera"))
+        for name in ("share/tessera/configs/tiny.toml", "share/licenses/tessera/LICENSE"):
+            self.assertTrue((site / "tessera" / name).is_file(), name)
+        self.pip(folder, "uninstall", "--quiet", "--yes", "tessera")
+        shutil.rmtree(site / "tessera/__pycache__", ignore_errors=True)
+        self.assertEqual({path for path in site.iterdir() if path.name != "tessera" or any(path.iterdir())}, before)
+        self.assertFalse((folder / "bin/tessera").exists())
+
+    def test_a_wheel_beside_another_torch_says_so_and_does_not_import_it(self):
+        sees = WORK / "other site"
+        shutil.rmtree(sees, ignore_errors=True)
+        fake_torch(sees / "torch", "2.99.0", BUILT["cuda"])
+        folder, _ = self.environment_with("beside another", sees)
+        self.pip(folder, "install", "--quiet", "--no-index", "--no-deps", self.wheel)
+        for program in ((folder / "bin/tessera",), (folder / "bin/python", "-m", "tessera")):
+            done = run(*program, "--version", env=self.environment())
+            self.assertEqual((done.returncode, done.stdout), (2, ""), done.stderr)
+            self.assertIn(f"libtorch: found 2.99.0 with{'' if BUILT['cuda'] else 'out'} CUDA in '{sees}/torch'", done.stderr)
+            self.assertIn(f"pip install 'torch=={BUILT['torch']}.*'", done.stderr)
+
+    def test_a_wheel_says_what_it_is_for(self):
+        kind = "cuda" if BUILT["cuda"] else "cpu"
+        self.assertRegex(self.wheel.name, rf"^tessera-[0-9.]+\+torch{re.escape(BUILT['torch'])}\.{kind}-py3-none-linux_\w+\.whl$")
+        self.assertIn(f"torch{BUILT['torch']}-{kind}", self.tarball.name)
+        with zipfile.ZipFile(self.wheel) as archive:
+            names = archive.namelist()
+            metadata = archive.read(next(name for name in names if name.endswith("/METADATA"))).decode()
+            built = json.loads(archive.read("tessera/lib/tessera/built_for.json"))
+        self.assertIn(f"Requires-Dist: torch=={BUILT['torch']}.*\n", metadata)
+        self.assertEqual(built, {**BUILT, "folder": ""})
+        self.assertTrue(any(name.endswith("licenses/LICENSE") for name in names), names)
+        self.assertFalse([name for name in names if name.startswith(("tests/", "tessera/bin/"))])
+
+    def test_the_image_runs_nothing_that_is_not_tried(self):
+        lines = (ROOT / "Dockerfile").read_text().splitlines()
+        self.assertEqual([line.removeprefix("RUN ") for line in lines if line.startswith("RUN ")],
+                         ["scripts/bootstrap", "scripts/package"])
+        # What it copies is where package and bootstrap leave it.
+        copied = [line.split()[2] for line in lines if line.startswith("COPY --from=build")]
+        self.assertEqual(copied, ["/tessera/build/packages/unpacked/*", "/tessera/.venv"])
+        self.assertEqual(len(list((self.packages / "unpacked").iterdir())), 1)
+
+
+@unittest.skipUnless(FULL, "with TESSERA_FULL=1: it compiles")
+class Compiled(unittest.TestCase):
+    def clone(self, folder):
+        tree = WORK / folder
+        shutil.rmtree(tree, ignore_errors=True)
+        self.assertEqual(run("git", "clone", "--quiet", ROOT, tree).returncode, 0)
+        return tree
+
+    def test_two_builds_in_two_folders_give_the_same_packages(self):
+        found = []
+        for folder in ("one", "a/deeper one"):
+            tree = self.clone(folder)
+            (tree / ".venv").symlink_to(ROOT / ".venv")
+            found.append(pack(WORK / "packed" / folder, tree))
+        self.assertEqual(found[0], found[1])
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=1)
