@@ -54,7 +54,7 @@ install(FILES ${CMAKE_CURRENT_BINARY_DIR}/TesseraConfig.cmake cmake/TesseraTorch
 # The executable opens the program, which lies beside it, with a libtorch that fits (src/loader): in an installed copy
 # that of this build comes first. A package knows no folder of this machine: scripts/package installs the component
 # `package` behind `program`.
-set(tessera_program_folder ${CMAKE_INSTALL_LIBDIR}/tessera)
+set(tessera_program_folder lib/tessera)
 install(TARGETS tessera tessera_program COMPONENT program
   RUNTIME DESTINATION ${tessera_program_folder} LIBRARY DESTINATION ${tessera_program_folder})
 install(FILES ${CMAKE_BINARY_DIR}/built_for.json DESTINATION ${tessera_program_folder} COMPONENT program)

@@ -32,7 +32,7 @@ beside.loader.exec_module(model_text)
 fail = model_text.fail
 
 # The program of a working copy, or of the installed copy whose share/tessera this is.
-PROGRAM = ROOT / "build/release/tessera" if (ROOT / "CMakeLists.txt").is_file() else ROOT.parents[1] / "bin/tessera"
+PROGRAM = ROOT / "build/release/tessera" if (ROOT / "CMakeLists.txt").is_file() else ROOT.parents[1] / "lib/tessera/tessera"
 # How gpt-oss writes the parts of an answer; its template takes them apart.
 FINAL, CHANNEL, MESSAGE, END = "<|channel|>final<|message|>", "<|channel|>", "<|message|>", "<|end|>"
 

@@ -21,7 +21,7 @@ import tomllib
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PROGRAM = "build/release/tessera"
 if not pathlib.Path(PROGRAM).is_file():  # an installed copy's share/tessera is ROOT
-    PROGRAM = str(ROOT.parents[1] / "bin/tessera")
+    PROGRAM = str(ROOT.parents[1] / "lib/tessera/tessera")
 PROMPT = "It is a truth "
 CLEARLY_NATS = 0.3
 LEAST_RANGE_NATS = 0.1  # of a plot: a narrower one would show rounding as a curve

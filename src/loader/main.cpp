@@ -25,15 +25,10 @@ void* open_library(const std::filesystem::path& path, int how) {
 }
 
 /// libgomp, which comes with libtorch, reads its variables as it is loaded.
-void shorten_spins(const base::Environment& environment) {
-  base::Environment variables = environment;
+void shorten_spins(base::Environment variables) {
   comm::set_spin_variable(variables);
-  for (const auto& [name, value] : variables) {
-    const auto before = environment.find(name);
-    if (before == environment.end() || before->second != value) {
-      base::set_environment_variable(name, value);
-    }
-  }
+  const auto spins = variables.find("GOMP_SPINCOUNT");
+  if (spins != variables.end()) base::set_environment_variable(spins->first, spins->second);
 }
 
 Main open_program() {
@@ -45,10 +40,10 @@ Main open_program() {
   for (const auto& library : libraries_of(torch, built))
     open_library(library, RTLD_LAZY | RTLD_GLOBAL);
   const auto path = self.parent_path() / "tessera_program.so";
-  void* const entry = ::dlsym(open_library(path, RTLD_LAZY | RTLD_LOCAL), "tessera_main");
+  void* const entry = ::dlsym(open_library(path, RTLD_NOW | RTLD_LOCAL), "tessera_main");
   TESSERA_CHECK(entry != nullptr, ErrorKind::kIo, shown(path),
-                ": found no tessera_main in it, expected the ",
-                "program that was installed with this executable");
+                ": found no tessera_main in it, expected the program that was installed with this "
+                "executable");
   return reinterpret_cast<Main>(entry);
 }
 

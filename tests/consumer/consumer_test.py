@@ -120,7 +120,7 @@ class Consumer(unittest.TestCase):
         chat = [sys.executable, moved / "share/tessera/tools/chat.py", "no_model"]
         done = run(*chat)
         self.assertEqual(done.returncode, 2)
-        self.assertIn(f"--program: {moved / 'bin/tessera'} is not there", done.stderr)
+        self.assertIn(f"--program: {moved / 'lib/tessera/tessera'} is not there", done.stderr)
         for name in ("bin", "lib/tessera"):
             shutil.copytree(PREFIX / name, moved / name, symlinks=True)
         done = run(*chat)
