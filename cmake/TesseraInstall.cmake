@@ -58,7 +58,9 @@ set(tessera_program_folder lib/tessera)
 install(TARGETS tessera tessera_program COMPONENT program
   RUNTIME DESTINATION ${tessera_program_folder} LIBRARY DESTINATION ${tessera_program_folder})
 install(FILES ${CMAKE_BINARY_DIR}/built_for.json DESTINATION ${tessera_program_folder} COMPONENT program)
-install(FILES ${CMAKE_BINARY_DIR}/package/built_for.json DESTINATION ${tessera_program_folder} COMPONENT package EXCLUDE_FROM_ALL)
+# Not install(FILES): for that a file of the same time is the same file.
+install(CODE "configure_file(\"${CMAKE_BINARY_DIR}/package/built_for.json\"
+  \"\$ENV{DESTDIR}\${CMAKE_INSTALL_PREFIX}/${tessera_program_folder}/built_for.json\" COPYONLY)" COMPONENT package EXCLUDE_FROM_ALL)
 install(CODE "file(MAKE_DIRECTORY \$ENV{DESTDIR}\${CMAKE_INSTALL_PREFIX}/${CMAKE_INSTALL_BINDIR})
 file(CREATE_LINK ../${tessera_program_folder}/tessera \$ENV{DESTDIR}\${CMAKE_INSTALL_PREFIX}/${CMAKE_INSTALL_BINDIR}/tessera SYMBOLIC)"
   COMPONENT program)

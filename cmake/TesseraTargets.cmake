@@ -106,7 +106,7 @@ endfunction()
 
 # All torch targets share one precompiled header (50 s once instead of 10 s a file), and all tests one.
 function(tessera_make_pch name file)
-  file(WRITE ${CMAKE_BINARY_DIR}/torch_pch.cpp "\n")
+  file(CONFIGURE OUTPUT ${CMAKE_BINARY_DIR}/torch_pch.cpp CONTENT "\n")
   add_library(${name} OBJECT ${CMAKE_BINARY_DIR}/torch_pch.cpp)
   target_link_libraries(${name} PRIVATE torch tessera_flags)
   target_include_directories(${name} PRIVATE ${CMAKE_SOURCE_DIR}/include)

@@ -38,12 +38,10 @@ def minor_and_kind():
     return ".".join(numbers), "cuda" if (torch / "lib/libtorch_cuda.so").is_file() else "cpu"
 
 
-def dynamic_metadata(field, _settings=None, _project=None):
+def dynamic_metadata(_settings, _project):
     minor, kind = minor_and_kind()
-    if field == "dependencies":
-        return [f"torch=={minor}.*"]
     version = re.search(r"project\(Tessera VERSION (\S+)", (ROOT / "CMakeLists.txt").read_text())[1]
-    return f"{version}+torch{minor}.{kind}"
+    return {"version": f"{version}+torch{minor}.{kind}", "dependencies": [f"torch=={minor}.*"]}
 
 
 if __name__ == "__main__":

@@ -91,8 +91,8 @@ Libtorch named_libtorch(const BuiltFor& built, const std::string& folder) {
   const auto torch = libtorch_in(folder);
   TESSERA_CHECK(torch.has_value(), ErrorKind::kConfig, "TESSERA_TORCH: found no libtorch in ",
                 shown(folder), ", expected the folder that has its lib/ and include/");
-  TESSERA_CHECK(fits(*torch, built), ErrorKind::kConfig, "TESSERA_TORCH: found libtorch ",
-                found(*torch), ", expected ", built.torch, with_cuda(built.cuda), ", ",
+  TESSERA_CHECK(fits(*torch, built), ErrorKind::kConfig, "libtorch: found ", found(*torch),
+                ", which TESSERA_TORCH names, expected ", built.torch, with_cuda(built.cuda), ", ",
                 mend(built));
   return *torch;
 }

@@ -229,6 +229,50 @@ class Compiled(unittest.TestCase):
             found.append(pack(WORK / "packed" / folder, tree))
         self.assertEqual(found[0], found[1])
 
+    def test_the_first_program_of_the_readme_is_built_against_a_tarball(self):
+        folder = WORK / "first program"
+        shutil.rmtree(folder, ignore_errors=True)
+        pack(folder / "packages")
+        self.assertEqual(run("tar", "-xzf", next((folder / "packages").glob("*.tar.gz")), "-C", folder).returncode, 0)
+        prefix = next(folder.glob("tessera-*")).rename(folder / "a prefix")
+        blocks = re.findall(r"<!-- test: file (mine/\S+) -->\n```\w+\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
+        self.assertEqual([name for name, _ in blocks], ["mine/main.cpp", "mine/CMakeLists.txt"])
+        for name, text in blocks:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(text)
+        for words in (("-S", "mine", "-B", "mine/build", "-DCMAKE_BUILD_TYPE=Release",
+                       f"-DCMAKE_PREFIX_PATH={prefix};{BUILT['folder']}"), ("--build", "mine/build")):
+            done = run("cmake", *words, cwd=folder)
+            self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        done = run(folder / "mine/build/mine", 2, cwd=folder)
+        self.assertRegex(done.stdout, r"step +50  loss 0\.0", done.stderr)
+
+    def test_pip_installs_a_working_copy_with_the_torch_that_is_there(self):
+        tree = self.clone("working copy")
+        for options in ((), ("--no-build-isolation",)):
+            with self.subTest(options):
+                folder = WORK / "pip"
+                shutil.rmtree(folder, ignore_errors=True)
+                venv.create(folder, with_pip=True, symlinks=True)
+                site = next(folder.glob("lib/python3*/site-packages"))
+                pip = (folder / "bin/python", "-m", "pip", "install", "--disable-pip-version-check")
+                done = run(*pip, *options, tree)
+                # Without torch it ends, and fetches none.
+                self.assertNotEqual(done.returncode, 0)
+                self.assertNotIn("Collecting torch", done.stdout)
+                if options:  # nor does it fetch what it is built with
+                    self.assertEqual(run(*pip, *re.findall(r'requires = \["(.*)"\]', (ROOT / "pyproject.toml").read_text())).returncode, 0)
+                else:
+                    self.assertIn("install torch into this environment first", done.stdout + done.stderr)
+                for name in SITE.iterdir():  # torch, and what it needs
+                    if not (site / name.name).exists():
+                        (site / name.name).symlink_to(name)
+                done = run(*pip, *options, tree)
+                self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+                self.assertNotIn("Collecting torch", done.stdout)
+                done = run(folder / "bin/tessera", "--version", env={"PATH": "/usr/bin:/bin"})
+                self.assertIn(f"torch {BUILT['torch']}.", done.stdout, done.stderr)
+
 
 if __name__ == "__main__":
     unittest.main(verbosity=1)

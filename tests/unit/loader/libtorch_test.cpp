@@ -114,9 +114,10 @@ TEST(FindLibtorch, ASetVariableIsTheOnlyPlaceThatCounts) {
   const fs::path other = make_libtorch(machine, "other", {"2.13.2", true});
   EXPECT_EQ(with(other).folder, other);
   EXPECT_REFUSED(kConfig, with(make_libtorch(machine, "newer", {"2.14.1", true})),
-                 "TESSERA_TORCH: found libtorch 2.14.1 with CUDA in ", "expected 2.13 with CUDA");
+                 "libtorch: found 2.14.1 with CUDA in ", "which TESSERA_TORCH names",
+                 "expected 2.13 with CUDA");
   EXPECT_REFUSED(kConfig, with(make_libtorch(machine, "for_cpus", {"2.13.0"})),
-                 "TESSERA_TORCH: found libtorch 2.13.0 without CUDA in ");
+                 "libtorch: found 2.13.0 without CUDA in ");
   EXPECT_REFUSED(kConfig, with(machine / "nowhere"), "TESSERA_TORCH: found no libtorch in ");
 }
 
