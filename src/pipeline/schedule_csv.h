@@ -16,10 +16,10 @@ namespace tessera::pipeline {
 std::string to_csv(const Schedule& schedule);  ///< compute_only
 std::string to_csv(const Program& program);    ///< compute_comms
 
-/// Empty cells are left out, and empty rows at the end; rows end with \n or \r\n. A stage lies
-/// where its first action stands; stages and micro-batches are as many as the highest number says.
-/// Whether it can run is validate()'s to say. `name` stands in messages. Errors: kFormat with row
-/// and cell.
+/// Empty cells and waits are left out, and empty rows at the end; rows end with \n or \r\n. A stage
+/// lies where its first action stands; stages and micro-batches are as many as the highest number
+/// says. Whether it can run is validate()'s to say. `name` stands in messages. Errors: kFormat with
+/// row and cell.
 Program parse_csv(std::string_view text, std::string_view name);
 
 /// Whether the file said when messages are sent; without them they follow from lower().

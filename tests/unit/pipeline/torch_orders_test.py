@@ -10,11 +10,12 @@ import collections
 import os
 import pathlib
 import random
-import subprocess
 import sys
 import tempfile
 import types
 import unittest
+
+from schedules_tool import KINDS, ask, make, shapes_of, with_waits, without_waits, write
 
 try:
     from torch.distributed.pipelining import schedules as torch_schedules
@@ -26,32 +27,24 @@ FULL = os.environ.get("TESSERA_FULL") == "1"
 PART = 160  # shapes a kind that has more
 SEED = 20261124
 
-# Ours, PyTorch's class, stages a rank.
-KINDS = (
-    ("GPipe", "ScheduleGPipe", (1,)),
-    ("1F1B", "Schedule1F1B", (1,)),
-    ("Interleaved1F1B", "ScheduleInterleaved1F1B", (1, 2, 3, 4)),
-    ("ZB1P", "ScheduleInterleavedZeroBubble", (1,)),
-    ("InterleavedZeroBubble", "ScheduleInterleavedZeroBubble", (1, 2, 3, 4)),
-    ("ZBV", "ScheduleZBVZeroBubble", (2,)),
-    ("DualPipeV", "ScheduleDualPipeV", (2,)),
-)
-Shape = collections.namedtuple("Shape", "kind torch_class ranks stages_per_rank micro_batches")
-
-
-def all_shapes():
-    for kind, torch_class, all_stages in KINDS:
-        for ranks in range(1, 9):
-            for stages in all_stages:
-                for micro_batches in range(1, 3 * ranks * stages + 1):
-                    yield Shape(kind, torch_class, ranks, stages, micro_batches)
+TORCH_CLASSES = {
+    "GPipe": "ScheduleGPipe",
+    "1F1B": "Schedule1F1B",
+    "Interleaved1F1B": "ScheduleInterleaved1F1B",
+    "ZB1P": "ScheduleInterleavedZeroBubble",
+    "InterleavedZeroBubble": "ScheduleInterleavedZeroBubble",
+    "ZBV": "ScheduleZBVZeroBubble",
+    "DualPipeV": "ScheduleDualPipeV",
+}
+# From 2.15 on a file with messages says where each send and each reduction is waited for.
+WAITS = hasattr(torch_schedules, "WAIT_SEND_F")
 
 
 def some_shapes():
     """All, or a part of each kind that leaves out the largest: a thousand slots a rank take a second."""
     draw = random.Random(SEED)
-    for kind, _, _ in KINDS:
-        shapes = [shape for shape in all_shapes() if shape.kind == kind]
+    for kind in KINDS:
+        shapes = list(shapes_of(kind))
         if not FULL:
             shapes = [shape for shape in shapes if shape.stages_per_rank * shape.micro_batches <= 60]
             shapes = draw.sample(shapes, min(PART, len(shapes)))
@@ -71,7 +64,7 @@ def loss(*_):
 
 def of_torch(shape, rank=0, lowered=False):
     """PyTorch's schedule, which knows the lists of all ranks. Lowering takes most of its time."""
-    schedule_class = getattr(torch_schedules, shape.torch_class)
+    schedule_class = getattr(torch_schedules, TORCH_CLASSES[shape.kind])
     if issubclass(schedule_class, torch_schedules.PipelineScheduleSingle):
         return schedule_class(stand_in(shape, rank), n_microbatches=shape.micro_batches, loss_fn=loss)
     stages = [stand_in(shape, rank, chunk) for chunk in range(shape.stages_per_rank)]
@@ -86,7 +79,7 @@ def of_torch(shape, rank=0, lowered=False):
 
 
 class RecordingStage:
-    """What Schedule1F1B calls on its stage. Its _get_pipeline_order is wrong on the last rank in 2.13."""
+    """What Schedule1F1B calls on its stage. Its _get_pipeline_order is wrong on the last rank, in 2.13 and in 2.15."""
 
     def __init__(self, shape, rank):
         self.__dict__.update(vars(stand_in(shape, rank)))
@@ -103,8 +96,10 @@ class RecordingStage:
     def backward_one_chunk(self, micro_batch, **__):
         self.order.append(f"{self.stage_index}B{micro_batch}")
 
-    def perform_reduce_grad(self, *_):
+    def _nothing(self, *_):
         pass
+
+    perform_reduce_grad = release_fwd_send_outputs = _nothing
 
 
 def one_f_one_b(shape, rank):
@@ -128,28 +123,8 @@ def order_of_torch(shape):
         return None
     order = schedule.pipeline_order if shape.kind != "GPipe" else schedule._get_pipeline_order()
     return [[str(action) for action in order[rank]
-             if action is not None and action.computation_type != torch_schedules.REDUCE_GRAD]
+             if action is not None and action.is_compute_op]
             for rank in range(shape.ranks)]
-
-
-Answer = collections.namedtuple("Answer", "word rows")
-
-
-def ask(commands):
-    """What the tool answers to each."""
-    done = subprocess.run([os.environ["TESSERA_SCHEDULES_TOOL"]], input="\n".join(commands) + "\n",
-                          capture_output=True, text=True, check=True)
-    lines = iter(done.stdout.split("\n"))
-    answers = []
-    for _ in commands:
-        word, rest = next(lines).split(" ", 1)
-        count = int(rest) if word in ("made", "valid") else 0
-        answers.append(Answer(word, [next(lines).rstrip("\r").split(",") for _ in range(count)]))
-    return answers
-
-
-def make(shape):
-    return f"make {shape.kind} {shape.ranks} {shape.stages_per_rank} {shape.micro_batches}"
 
 
 class Orders(unittest.TestCase):
@@ -166,7 +141,7 @@ class Orders(unittest.TestCase):
                     continue
                 self.assertEqual(answer.rows[:shape.ranks], expected)
                 taken[shape.kind] += 1
-        for kind, _, _ in KINDS:
+        for kind in KINDS:
             self.assertGreater(taken[kind], 30, kind)
         self.assertGreater(refused, 100)
         print(f"{sum(taken.values())} schedules are equal, {refused} shapes are refused by both: {dict(taken)}")
@@ -182,29 +157,26 @@ class Files(unittest.TestCase):
         cls.folder = pathlib.Path(made.name)
         draw = random.Random(SEED)
         cls.shapes = []
-        for kind, torch_class, _ in KINDS:
+        for kind, torch_class in TORCH_CLASSES.items():
             if issubclass(getattr(torch_schedules, torch_class), torch_schedules.PipelineScheduleSingle):
                 continue
-            shapes = [shape for shape in all_shapes() if shape.kind == kind and (FULL or shape.ranks <= 3)]
+            shapes = [shape for shape in shapes_of(kind) if FULL or shape.ranks <= 3]
             cls.shapes += shapes if FULL else draw.sample(shapes, 12)
         cls.answers = dict(zip(cls.shapes, ask([make(shape) for shape in cls.shapes]), strict=True))
         cls.shapes = [shape for shape in cls.shapes if cls.answers[shape].word == "made"]
-
-    def write(self, name, rows):
-        path = self.folder / name
-        path.write_bytes("".join(",".join(row) + "\r\n" for row in rows).encode())
-        return path
 
     def test_pytorch_reads_ours(self):
         for shape in self.shapes:
             rows = self.answers[shape].rows
             slots, steps = rows[:shape.ranks], rows[shape.ranks:]
+            if WAITS:
+                steps = [with_waits(row) for row in steps]
             schedule = of_torch(shape, lowered=True)
             theirs = schedule.pipeline_order_with_comms
             with self.subTest(shape=shape):
-                schedule._load_csv(self.write("ours.csv", slots), "compute_only")
+                schedule._load_csv(write(self.folder / "ours.csv", slots), "compute_only")
                 self.assertEqual([[str(a) for a in schedule.pipeline_order[r]] for r in range(shape.ranks)], slots)
-                schedule._load_csv(self.write("ours.csv", steps), "compute_comms")
+                schedule._load_csv(write(self.folder / "ours.csv", steps), "compute_comms")
                 read = schedule.pipeline_order_with_comms
                 self.assertEqual([[str(a) for a in read[r]] for r in range(shape.ranks)], steps)
                 # The same messages, wherever PyTorch puts its receives.
@@ -223,7 +195,7 @@ class Files(unittest.TestCase):
         for (shape, path), answer in zip(paths, answers, strict=True):
             with self.subTest(shape=shape, form=path.name):
                 self.assertEqual(answer.word, "valid")
-                expected = [[cell for cell in line.split(",") if cell]
+                expected = [without_waits(cell for cell in line.split(",") if cell)
                             for line in path.read_text().splitlines()]
                 self.assertEqual(answer.rows, expected)
         self.assertGreater(len(paths), 60)
@@ -231,15 +203,14 @@ class Files(unittest.TestCase):
 
     def test_files_of_one_stage_a_rank_go_through_its_reader(self):
         """GPipe and 1F1B have no files of their own there; its reader and its validator take ours."""
-        shapes = [shape for shape in all_shapes()
-                  if shape.kind in ("GPipe", "1F1B") and shape.ranks == 3 and shape.micro_batches >= 3]
+        shapes = [shape for kind in ("GPipe", "1F1B") for shape in shapes_of(kind)
+                  if shape.ranks == 3 and shape.micro_batches >= 3]
         for shape, answer in zip(shapes, ask([make(shape) for shape in shapes]), strict=True):
-            host = of_torch(shape._replace(kind="Interleaved1F1B", torch_class="ScheduleInterleaved1F1B",
-                                           micro_batches=3))
+            host = of_torch(shape._replace(kind="Interleaved1F1B", micro_batches=3))
             host._n_microbatches = shape.micro_batches
             with self.subTest(shape=shape):
                 slots = answer.rows[:shape.ranks]
-                host._load_csv(self.write("single.csv", slots), "compute_only")
+                host._load_csv(write(self.folder / "single.csv", slots), "compute_only")
                 self.assertEqual([[str(a) for a in host.pipeline_order[r]] for r in range(shape.ranks)], slots)
 
 
