@@ -79,10 +79,11 @@ struct Waits {
 // or blank; values that are set stay. Naive: the variable is set in main(), which libgomp does not read.
 TEST(ProgramStart, LibgompSpinsShortlyWhereNobodySaidHowThreadsWait) {
   const TemporaryFolder folder;
-  for (const Waits& set : std::vector<Waits>{{"GOMP_SPINCOUNT= OMP_WAIT_POLICY=", kShortSpin},
-                                             {"GOMP_SPINCOUNT=' '", kShortSpin},
-                                             {"GOMP_SPINCOUNT=7", "7"},
-                                             {"OMP_WAIT_POLICY=active", "30000000000"}}) {
+  for (const Waits& set :
+       std::vector<Waits>{{"GOMP_SPINCOUNT= OMP_WAIT_POLICY=", kShortSpin},
+                          {"GOMP_SPINCOUNT=' ' OMP_WAIT_POLICY=", kShortSpin},
+                          {"GOMP_SPINCOUNT=7 OMP_WAIT_POLICY=", "7"},
+                          {"GOMP_SPINCOUNT= OMP_WAIT_POLICY=active", "30000000000"}}) {
     const auto outcome =
         succeeded(run_program(folder, {"--version"}, "OMP_DISPLAY_ENV=verbose " + set.variables));
     EXPECT_THAT(spins_in(outcome.err), ElementsAre(set.spins)) << set.variables;
