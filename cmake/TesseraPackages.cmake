@@ -49,6 +49,7 @@ elseif(Torch_MINOR VERSION_GREATER TESSERA_TORCH_NEWEST)
   message(WARNING "libtorch: found ${Torch_VERSION} in ${TORCH_INSTALL_PREFIX}, with which Tessera is not tested (with "
     "${TESSERA_TORCH_OLDEST} to ${TESSERA_TORCH_NEWEST} it is); run ./test before you rely on what is built")
 endif()
+target_compile_options(tessera_flags INTERFACE "-ffile-prefix-map=${TORCH_INSTALL_PREFIX}/=torch/")
 include(TesseraCuda)       # what nccl.cpp is compiled with; without it no CUDA
 tessera_torch_target()
 
