@@ -2,7 +2,7 @@
 """What PyTorch's FSDP2 answers to the programs of tests/dist/fsdp_*_test.cpp (backward, in_place, dropped, recompute,
 parameters, outliving).
 
-    bench/fsdp2_answers.py [--ranks N]     (needs ./test's packages; three minutes)
+    bench/fsdp2_answers.py [--ranks N]     (under any Python with torch; five minutes, most of them waits)
 
 Each program runs on N Gloo ranks of its own, beside the same module unsharded whose gradients (or parameters, of a
 program that returns these) are averaged over the ranks. Prints one line a program: the largest difference over the
@@ -10,23 +10,17 @@ largest value, the error, or that it hung for a minute.
 """
 
 import argparse
-import datetime
 import gc
-import multiprocessing as mp
-import os
-import socket
-import tempfile
-import time
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from local_ranks import ask_ranks
+
 WIDTH = 5
-SECONDS = 30
 
 
 class Cell(nn.Module):
@@ -198,14 +192,7 @@ def run_once(program, models, rank):
             for name, value in found.items()}
 
 
-def say(answers, text):
-    with open(answers, "a", encoding="utf-8") as out:
-        out.write(text.replace("\n", " ")[:160] + "\n")
-
-
-def run(rank, ranks, port, name, answers):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=SECONDS))
+def run(rank, say, ranks, name):
     mesh = init_device_mesh("cpu", (ranks,))
     make, program = PROGRAMS[name]
     expected = {}
@@ -220,8 +207,8 @@ def run(rank, ranks, port, name, answers):
             found = run_once(program, models, other)
         except RuntimeError as error:
             if rank == 0:
-                say(answers, f"unsharded: {error}")
-            os._exit(0)  # without waiting for ranks that hang
+                say(f"unsharded: {error}")
+            return
         for key, value in found.items():
             expected[key] = expected.get(key, 0) + value / ranks
     torch.manual_seed(7)
@@ -232,41 +219,22 @@ def run(rank, ranks, port, name, answers):
     fully_shard(model, mesh=mesh)
     models = [model]
     del model
-    try:
-        for step in range(1 if program in OUTLIVING else 2):
-            models[0].zero_grad()
-            found = run_once(program, models, rank)
-            worst = max(float((found[key] - value).abs().max() / (value.abs().max() + 1e-30))
-                        for key, value in expected.items())
-            if rank == 0:
-                say(answers, f"step {step}: {worst:.1e} off")
-    except BaseException as error:
-        say(answers, f"rank {rank}: {type(error).__name__}: {error}")
-    os._exit(0)
+    for step in range(1 if program in OUTLIVING else 2):
+        models[0].zero_grad()
+        found = run_once(program, models, rank)
+        worst = max(float((found[key] - value).abs().max() / (value.abs().max() + 1e-30))
+                    for key, value in expected.items())
+        if rank == 0:
+            say(f"step {step}: {worst:.1e} off")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     ranks = parser.parse_args().ranks
-    context = mp.get_context("spawn")
+    print(f"torch {torch.__version__}, {ranks} ranks", flush=True)
     for name in PROGRAMS:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        with tempfile.NamedTemporaryFile("r", encoding="utf-8") as answers:
-            processes = [context.Process(target=run, args=(rank, ranks, port, name, answers.name))
-                         for rank in range(ranks)]
-            for process in processes:
-                process.start()
-            end = time.monotonic() + 2 * SECONDS
-            for process in processes:
-                process.join(max(0, end - time.monotonic()))
-            hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
-            for rank in hung:
-                processes[rank].kill()
-            found = answers.read().splitlines() + [f"rank {rank} hung" for rank in hung]
-        print(f"{name}: {'; '.join(found)}", flush=True)
+        print(f"{name}: {'; '.join(ask_ranks(run, (ranks, name), ranks))}", flush=True)
 
 
 if __name__ == "__main__":

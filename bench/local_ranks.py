@@ -1,16 +1,19 @@
-"""Starts a Python script once a rank on this machine and collects what each rank returns.
+"""Starts a Python script or function once a rank on this machine and collects what each rank returns.
 
 Both sides of a comparison get the same surroundings from `quiet_environment`: one thread a rank and
 an allocator that keeps its pages (fresh pages cost several times warm ones; untuned, PyTorch's side
 would lose about a tenth).
 """
 
+import datetime
 import json
+import multiprocessing
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
+import time
 
 
 def quiet_environment(threads=1):
@@ -51,3 +54,49 @@ def join(arguments):
 
 def report(arguments, result):
     pathlib.Path(arguments.meet, f"rank_{arguments.rank}.json").write_text(json.dumps(result))
+
+
+def ask_ranks(function, arguments, ranks, seconds=60):
+    """Runs `function(rank, say, *arguments)` on Gloo ranks; returns the lines that they said.
+
+    A collective gives up after half of `seconds`, which begin when every rank has its imports. What
+    still runs after all of them is ended, and a line says which ranks hung.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as meet:
+        ready = context.Barrier(ranks + 1)
+        processes = [context.Process(target=_answer, args=(function, arguments, rank, ranks, meet, ready, seconds / 2))
+                     for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        ready.wait(600)
+        end = time.monotonic() + seconds
+        for process in processes:
+            process.join(max(0, end - time.monotonic()))
+        hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for rank in hung:
+            processes[rank].kill()
+            processes[rank].join()
+        said = pathlib.Path(meet, "answers")
+        lines = said.read_text(encoding="utf-8").splitlines() if said.exists() else []
+        return lines + [f"rank {rank} hung" for rank in hung]
+
+
+def _answer(function, arguments, rank, ranks, meet, ready, seconds):
+    import torch
+    import torch.distributed as dist
+
+    def say(text):
+        with open(pathlib.Path(meet, "answers"), "a", encoding="utf-8") as out:
+            out.write(text.replace("\n", " ")[:160] + "\n")
+
+    sys.stdout = open(os.devnull, "w", encoding="utf-8")  # PyTorch prints what it refuses, too
+    ready.wait(600)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meet}/store", rank=rank, world_size=ranks,
+                            timeout=datetime.timedelta(seconds=seconds))
+    try:
+        function(rank, say, *arguments)
+    except BaseException as error:
+        say(f"rank {rank}: {type(error).__name__}: {error}")
+    os._exit(0)  # without waiting for ranks that hang

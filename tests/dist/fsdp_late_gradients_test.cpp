@@ -1,6 +1,6 @@
 // Gradients that arrive late, early only, on some ranks, twice, or wider than their parameter: in
-// every schedule they are added unrounded to what is there. PyTorch's FSDP2 fails or rounds in most
-// of these cases.
+// every schedule they are added unrounded to what is there. PyTorch's FSDP2 failed or rounded
+// in most of these cases until 2.15.
 
 #include <cmath>
 

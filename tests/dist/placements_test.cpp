@@ -291,17 +291,28 @@ ShardOptions declared(const ParameterLayout& layout) {
   return options;
 }
 
-// torchtitan's router: summed over tp in bf16, 1 + 2^-10 is 1.
+// torchtitan's router: summed over tp in bf16, 1 + 2^-10 is 1. Here it stays, whatever the storage,
+// also behind a micro-batch that is not reduced.
 TEST_ON_RANKS(PlacementSums, OverTpAreFormedInTheReduceDtype, 2) {
   auto policy = in_bfloat16();
   policy.cast_forward_inputs = false;
   const auto mesh = world.mesh(MeshShape::dense(1, 1, 1, 1, 2));
-  auto handle = fully_shard(std::make_shared<Scale>(here(at::ones({3}))), mesh, policy,
-                            declared(layout_on(MeshKind::kDense, {partial("tp", 2)})));
-  const double addend = world.rank() == 0 ? 1.0 : std::ldexp(1.0, -10);
-  backward(handle.forward(here(at::full({3}, addend, at::kBFloat16))).sum());
-  const auto gradient = whole_gradients(handle).at("weight");
-  EXPECT_TRUE(same_bits(gradient, here(at::full({3}, 1.0 + std::ldexp(1.0, -10)))));
+  const auto addend = [&](double share) {
+    return here(at::full({3}, share * std::ldexp(1.0, -10 * world.rank()), at::kBFloat16));
+  };
+  for (const auto storage : {at::kFloat, at::kBFloat16}) {
+    for (const auto& shares : {std::vector<double>{1.0}, {0.0, 1.0}, {0.5, 0.5}}) {
+      auto handle = fully_shard(std::make_shared<Scale>(here(at::ones({3}, storage))), mesh, policy,
+                                declared(layout_on(MeshKind::kDense, {partial("tp", 2)})));
+      for (std::size_t i = 0; i < shares.size(); ++i) {
+        handle.set_requires_gradient_sync(i + 1 == shares.size());
+        backward(handle.forward(addend(shares[i])).sum());
+      }
+      EXPECT_TRUE(same_bits(whole_gradients(handle).at("weight"),
+                            here(at::full({3}, 1.0 + std::ldexp(1.0, -10)))))
+          << storage << ", " << shares.size() << " micro-batches";
+    }
+  }
 }
 
 // Naive: trusting the declaration. Rank 1 computes with other rows.
