@@ -74,8 +74,8 @@ std::optional<Step> parse_step(std::string_view text) {
 /// with its receive and a reduction with the step, so a file's waits change nothing.
 bool is_wait(std::string_view text) {
   constexpr std::string_view kWait = "WAIT_";
-  const auto at = text.find(kWait);
-  if (at == std::string_view::npos) return false;
+  const auto at = std::min(text.find_first_not_of("0123456789"), text.size());
+  if (at == 0 || !text.substr(at).starts_with(kWait)) return false;
   const auto step = parse_step(concat(text.substr(0, at), text.substr(at + kWait.size())));
   if (!step) return false;
   const auto* transfer = std::get_if<Transfer>(&*step);

@@ -266,8 +266,9 @@ TEST(ScheduleCsv, LeavesOutWaitsForSendsAndReductions) {
     EXPECT_EQ(parse_csv(text, "x"), program) << text;
   }
   EXPECT_GT(waits, 1000);
-  for (const char* text : {"1WAIT_RECV_F0", "0WAIT_UNSHARD", "0WAIT_F0", "WAIT_SEND_F0",
-                           "0WAIT_SEND_F", "0WAIT_WAIT_SEND_F0", "0WAIT_"}) {
+  for (const char* text :
+       {"1WAIT_RECV_F0", "0WAIT_UNSHARD", "0WAIT_F0", "WAIT_SEND_F0", "0WAIT_SEND_F",
+        "0WAIT_WAIT_SEND_F0", "0WAIT_", "WAIT_0SEND_F0", "0SEND_WAIT_F0"}) {
     EXPECT_THAT(message_of(text), Says("row 1, cell 1")) << text;
   }
 }
