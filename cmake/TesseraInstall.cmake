@@ -1,6 +1,6 @@
 # cmake --install: the headers, one archive libtessera.a, the files of find_package(Tessera); the
-# program (lib/tessera, linked from bin/), configs/ and tools/ (share/tessera); licences. Components: `library` and `program`;
-# without --component both. The target `library` builds the archive, `tessera` the program.
+# program (lib/tessera, with a link in bin/), configs/ and tools/ (share/tessera); licences.
+# Components: `library` and `program`; without --component both. The target `library` builds the archive, `tessera` the program.
 #
 # The archive holds the floors that the public headers stand on. It is made of their objects, so
 # that what they use inside (JSON, logging: header-only) is no requirement of those who link it.
@@ -61,9 +61,11 @@ install(FILES ${CMAKE_BINARY_DIR}/built_for.json DESTINATION ${tessera_program_f
 # Not install(FILES): for that a file of the same time is the same file.
 install(CODE "configure_file(\"${CMAKE_BINARY_DIR}/package/built_for.json\"
   \"\$ENV{DESTDIR}\${CMAKE_INSTALL_PREFIX}/${tessera_program_folder}/built_for.json\" COPYONLY)" COMPONENT package EXCLUDE_FROM_ALL)
-install(CODE "file(MAKE_DIRECTORY \$ENV{DESTDIR}\${CMAKE_INSTALL_PREFIX}/${CMAKE_INSTALL_BINDIR})
-file(CREATE_LINK ../${tessera_program_folder}/tessera \$ENV{DESTDIR}\${CMAKE_INSTALL_PREFIX}/${CMAKE_INSTALL_BINDIR}/tessera SYMBOLIC)"
-  COMPONENT program)
+install(CODE "set(link \"\$ENV{DESTDIR}\${CMAKE_INSTALL_PREFIX}/bin/tessera\")
+cmake_path(GET link PARENT_PATH folder)
+file(MAKE_DIRECTORY \"\${folder}\")
+file(CREATE_LINK ../${tessera_program_folder}/tessera \"\${link}\" SYMBOLIC)
+list(APPEND CMAKE_INSTALL_MANIFEST_FILES \"\${CMAKE_INSTALL_PREFIX}/bin/tessera\")" COMPONENT program)
 install(DIRECTORY configs DESTINATION ${CMAKE_INSTALL_DATADIR}/tessera COMPONENT program
   FILES_MATCHING PATTERN "*.toml" PATTERN "*.json")
 install(DIRECTORY tools DESTINATION ${CMAKE_INSTALL_DATADIR}/tessera COMPONENT program USE_SOURCE_PERMISSIONS

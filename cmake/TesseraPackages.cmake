@@ -1,7 +1,7 @@
 # Everything that is found rather than built. Debian package names stand in scripts/settings.sh.
 find_package(Threads REQUIRED)
 find_package(nlohmann_json REQUIRED)
-# In headers, as the others: a package asks no library but libtorch of those who install it.
+# toml++ is taken as headers, as the others are: a package asks no library but libtorch of those who install it.
 find_path(TESSERA_TOML_INCLUDE toml++/toml.h REQUIRED)
 add_library(tessera_toml INTERFACE)
 target_include_directories(tessera_toml SYSTEM INTERFACE ${TESSERA_TOML_INCLUDE})
@@ -46,8 +46,8 @@ if(Torch_MINOR VERSION_LESS TESSERA_TORCH_OLDEST)
   message(FATAL_ERROR "libtorch: found ${Torch_VERSION} in ${TORCH_INSTALL_PREFIX}, expected ${TESSERA_TORCH_OLDEST} to "
     "${TESSERA_TORCH_NEWEST}; choose another by TESSERA_TORCH")
 elseif(Torch_MINOR VERSION_GREATER TESSERA_TORCH_NEWEST)
-  message(WARNING "libtorch: found ${Torch_VERSION} in ${TORCH_INSTALL_PREFIX}, with which Tessera is not tested (with "
-    "${TESSERA_TORCH_OLDEST} to ${TESSERA_TORCH_NEWEST} it is); run ./test before you rely on what is built")
+  message(WARNING "libtorch: found ${Torch_VERSION} in ${TORCH_INSTALL_PREFIX}, which Tessera is not known to build with "
+    "(${TESSERA_TORCH_OLDEST} to ${TESSERA_TORCH_NEWEST} are known); run ./test before you rely on what is built")
 endif()
 target_compile_options(tessera_flags INTERFACE "-ffile-prefix-map=${TORCH_INSTALL_PREFIX}/=torch/")
 include(TesseraCuda)       # what nccl.cpp is compiled with; without it no CUDA

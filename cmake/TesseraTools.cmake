@@ -12,8 +12,8 @@ endif()
 add_library(tessera_flags INTERFACE)
 target_compile_options(tessera_flags INTERFACE
   -Wall -Wextra -Wpedantic -Wshadow -Wconversion)
-# Names of files in messages without this machine's folders: packages of two builds are alike. Of two maps that
-# fit, the later counts. ccache knows the option, and finds what another working copy has compiled.
+# Messages name files without this machine's folders, so that packages of two builds are alike. The later of two maps
+# that fit counts. ccache knows the option, and finds what another working copy has compiled.
 target_compile_options(tessera_flags INTERFACE
   "-ffile-prefix-map=${CMAKE_SOURCE_DIR}/=" "-ffile-prefix-map=${CMAKE_BINARY_DIR}/=")
 if(NOT CMAKE_CXX_COMPILER_ID STREQUAL "GNU" OR CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)

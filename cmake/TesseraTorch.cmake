@@ -2,7 +2,8 @@
 # file: that of a build with CUDA wants all of NVIDIA's toolkit and its compiler. Used by the build
 # and, installed, by find_package(Tessera).
 #
-# The minor versions that Tessera is built and tested with: this is the one place that says so.
+# The minor versions that Tessera builds with: this is the one place that says so. docs/proofs.md has those that were
+# tested, and when.
 set(TESSERA_TORCH_OLDEST 2.11)
 set(TESSERA_TORCH_NEWEST 2.15)
 

@@ -4,6 +4,7 @@ torch of the environment that pip installs into, which need not be on sys.path (
 As a script it prints the folder. For scikit-build-core it gives version and dependencies, which name the minor version.
 """
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -17,10 +18,15 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 def folder():
     """Raises SystemExit where there is none."""
     named = os.environ.get("TESSERA_TORCH")
-    places = [pathlib.Path(named)] if named else [
-        pathlib.Path(sysconfig.get_path(kind)) / "torch" for kind in ("platlib", "purelib")]
+    if named:
+        places = [pathlib.Path(named).resolve()]
+    else:
+        # In pip's build isolation sys.path has nothing of the environment, and sysconfig still names it.
+        found = importlib.util.find_spec("torch")
+        places = [pathlib.Path(sysconfig.get_path(kind)) / "torch" for kind in ("platlib", "purelib")]
+        places[:0] = [pathlib.Path(found.origin).parent] if found and found.origin else []
     for place in places:
-        for one in (place, *place.resolve().parents[:3]):
+        for one in (place, *place.parents[:3]):
             if (one / "lib/libtorch_cpu.so").is_file() and (one / "include/torch/headeronly/version.h").is_file():
                 return one
     raise SystemExit(f"tessera: found no libtorch in {' or '.join(map(str, places))}, expected the one to build with; install "

@@ -1,6 +1,6 @@
 """Runs the program that this package carries, with the torch of this Python."""
 
-import importlib.util
+import importlib.machinery
 import os
 import pathlib
 import sys
@@ -8,10 +8,13 @@ import sys
 
 def main():
     program = pathlib.Path(__file__).resolve().parent / "lib/tessera/tessera"
-    # Found, not imported: the program opens its libraries, and refuses those of another minor version.
-    torch = importlib.util.find_spec("torch")
-    if torch is not None and torch.origin:
-        os.environ.setdefault("TESSERA_TORCH", str(pathlib.Path(torch.origin).parent))
+    if not os.environ.get("TESSERA_TORCH"):
+        # Found, not imported: the program opens its libraries, and refuses those of another minor version. The folder of
+        # the command is no place for packages.
+        places = [place for place in sys.path if place not in ("", os.getcwd())]
+        torch = importlib.machinery.PathFinder.find_spec("torch", places)
+        if torch is not None and torch.origin:
+            os.environ["TESSERA_TORCH"] = str(pathlib.Path(torch.origin).parent)
     os.execv(program, ["tessera", *sys.argv[1:]])
 
 

@@ -73,7 +73,7 @@ int run(int argc, char** argv) {
 }  // namespace
 }  // namespace tessera::cli
 
-/// What the executable calls (loader/main.cpp).
+/// Runs the program; the executable calls it (loader/main.cpp).
 extern "C" [[gnu::visibility("default")]] int tessera_main(int argc, char** argv) {
   if (argc < 1) return tessera::cli::kRefused;
   tessera::cli::name_process();

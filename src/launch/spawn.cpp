@@ -22,6 +22,7 @@
 
 #include "base/environment.h"
 #include "base/log.h"
+#include "base/string_array.h"
 #include "base/threads/cores.h"
 #include "launch/failure_record.h"
 #include "launch/hosts.h"
@@ -52,25 +53,7 @@ std::vector<std::string> own_arguments() {
   return arguments;
 }
 
-/// Strings and the array of pointers that execve wants; made before fork, where allocating is
-/// allowed.
-class StringArray {
- public:
-  explicit StringArray(std::vector<std::string> strings) : strings_(std::move(strings)) {
-    for (std::string& one : strings_) pointers_.push_back(one.data());
-    pointers_.push_back(nullptr);
-  }
-  StringArray(const StringArray&) = delete;
-  StringArray& operator=(const StringArray&) = delete;
-  char* const* data() const { return pointers_.data(); }
-
- private:
-  std::vector<std::string> strings_;
-  std::vector<char*> pointers_;
-};
-
-std::vector<std::string> child_environment(int rank, int nproc, const Listener& listener,
-                                           int error_fd) {
+base::Environment child_environment(int rank, int nproc, const Listener& listener, int error_fd) {
   auto variables = base::environment();
   variables[spawn_variable::kRank] = std::to_string(rank);
   variables[spawn_variable::kSize] = std::to_string(nproc);
@@ -80,9 +63,7 @@ std::vector<std::string> child_environment(int rank, int nproc, const Listener& 
     variables[spawn_variable::kListenFd] = std::to_string(listener.socket.get());
   }
   set_thread_variables(variables, std::max(1, base::usable_cores() / nproc));
-  std::vector<std::string> lines;
-  for (const auto& [name, value] : variables) lines.push_back(name + "=" + value);
-  return lines;
+  return variables;
 }
 
 struct Child {
@@ -144,8 +125,8 @@ Child start_child(int rank, int nproc, const Listener& listener, const Signals& 
   Child child;
   child.errors = Descriptor(ends[0]);
   const Descriptor write_end(ends[1]);
-  const StringArray arguments(own_arguments());
-  const StringArray variables(child_environment(rank, nproc, listener, write_end.get()));
+  const base::StringArray arguments(own_arguments());
+  const base::StringArray variables(child_environment(rank, nproc, listener, write_end.get()));
   const int keep[2] = {write_end.get(), rank == 0 ? listener.socket.get() : -1};
   const pid_t parent = ::getpid();
   child.pid = ::fork();

@@ -1,17 +1,23 @@
 #include "loader/libtorch.h"
 
 #include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
 #include <spawn.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <charconv>
+#include <chrono>
 #include <cstdint>
 #include <string_view>
 
 #include "base/mapped_file.h"
+#include "base/string_array.h"
 #include "base/text/json_fields.h"
 #include "base/text/json_reader.h"
 #include "base/text/printable.h"
@@ -70,18 +76,27 @@ void add_packages(std::vector<fs::path>& folders, const fs::path& environment) {
   for (const fs::path& python : found) folders.push_back(python / "site-packages/torch");
 }
 
+/// Whether only root and this user can have put a file into the folder.
+bool is_ours(const fs::path& folder) {
+  struct stat found{};
+  if (::stat(folder.c_str(), &found) != 0) return false;
+  return (found.st_uid == 0 || found.st_uid == ::geteuid()) && (found.st_mode & S_IWOTH) == 0;
+}
+
 std::vector<fs::path> places(const BuiltFor& built, const fs::path& executable,
                              const base::Environment& environment) {
   std::vector<fs::path> folders;
   if (!built.folder.empty()) folders.emplace_back(built.folder);
-  const fs::path copy = executable.parent_path().parent_path().parent_path();
-  for (const fs::path& place : {copy, copy.parent_path()}) {
-    for (const char* name : {"torch", "libtorch"}) folders.push_back(place / name);
-  }
   for (const char* name : {"VIRTUAL_ENV", "CONDA_PREFIX"}) {
     const auto variable = environment.find(name);
     if (variable != environment.end() && !variable->second.empty()) {
       add_packages(folders, variable->second);
+    }
+  }
+  const fs::path copy = executable.parent_path().parent_path().parent_path();
+  for (const fs::path& place : {copy, copy.parent_path()}) {
+    for (const char* name : {"torch", "libtorch"}) {
+      if (is_ours(place) && is_ours(place / name)) folders.push_back(place / name);
     }
   }
   return folders;
@@ -124,13 +139,43 @@ std::optional<Libtorch> libtorch_in(const fs::path& folder) {
   return Libtorch{ignored ? folder : whole, version, is_there(folder / "lib/libtorch_cuda.so")};
 }
 
-fs::path torch_of_python() {
+namespace {
+
+constexpr std::string_view kAnswer = "\ntessera: torch in ";
+
+/// What comes out of the pipe until its end or the answer's; nothing after `deadline`.
+std::optional<std::string> read_answer(int pipe, std::chrono::steady_clock::time_point deadline) {
+  std::string said;
+  std::array<char, 4096> piece{};
+  for (;;) {
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
+        deadline - std::chrono::steady_clock::now());
+    pollfd ready{pipe, POLLIN, 0};
+    const int count = ::poll(&ready, 1, static_cast<int>(std::max<std::int64_t>(left.count(), 0)));
+    if (count < 0 && errno == EINTR) continue;
+    if (count <= 0) return std::nullopt;
+    const ssize_t length = ::read(pipe, piece.data(), piece.size());
+    if (length <= 0) return said;
+    said.append(piece.data(), static_cast<std::size_t>(length));
+    // A process that python3 has left behind may hold the pipe open.
+    const auto at = said.find(kAnswer);
+    if (at != std::string::npos && said.find('\n', at + kAnswer.size()) != std::string::npos) {
+      return said;
+    }
+  }
+}
+
+}  // namespace
+
+fs::path torch_of_python(const base::Environment& environment, double seconds) {
   // The folder of the command is no place for packages here.
   static constexpr char kProgram[] =
-      "import sys; sys.path[:1] = []\n"
+      "import sys\n"
+      "if sys.path and sys.path[0] == '': del sys.path[0]\n"
       "from importlib.util import find_spec\n"
       "found = find_spec('torch')\n"
-      "print(found.origin.rpartition('/')[0] if found and found.origin else '', end='')\n";
+      "print('\\ntessera: torch in', found.origin.rpartition('/')[0] if found and found.origin "
+      "else '')\n";
   std::array<int, 2> ends{};
   if (::pipe2(ends.data(), O_CLOEXEC) != 0) return {};
   posix_spawn_file_actions_t files;
@@ -138,25 +183,31 @@ fs::path torch_of_python() {
   ::posix_spawn_file_actions_adddup2(&files, ends[1], STDOUT_FILENO);
   ::posix_spawn_file_actions_addopen(&files, STDIN_FILENO, "/dev/null", O_RDONLY, 0);
   ::posix_spawn_file_actions_addopen(&files, STDERR_FILENO, "/dev/null", O_WRONLY, 0);
-  std::string python = "python3";
-  std::string option = "-c";
-  std::string program = kProgram;
-  const std::array<char*, 4> arguments{python.data(), option.data(), program.data(), nullptr};
+  const base::StringArray arguments({"python3", "-c", kProgram});
+  const base::StringArray variables(environment);
   pid_t child = 0;
   const int failed =
-      ::posix_spawnp(&child, "python3", &files, nullptr, arguments.data(), ::environ);
+      ::posix_spawnp(&child, "python3", &files, nullptr, arguments.data(), variables.data());
   ::posix_spawn_file_actions_destroy(&files);
   ::close(ends[1]);
-  std::string said;
-  std::array<char, 4096> piece{};
-  for (ssize_t count = 0;
-       failed == 0 && (count = ::read(ends[0], piece.data(), piece.size())) > 0;) {
-    said.append(piece.data(), static_cast<std::size_t>(count));
+  if (failed != 0) {
+    ::close(ends[0]);
+    return {};
   }
+  const auto wait =
+      std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::duration<double>(seconds));
+  const auto said = read_answer(ends[0], std::chrono::steady_clock::now() + wait);
   ::close(ends[0]);
-  int status = 0;
-  if (failed != 0 || ::waitpid(child, &status, 0) != child || status != 0) return {};
-  return said;
+  ::kill(child, SIGKILL);  // where it has answered, its end is not waited for
+  ::waitpid(child, nullptr, 0);
+  TESSERA_CHECK(said.has_value(), ErrorKind::kConfig,
+                "libtorch: found that python3 does not say within ", seconds,
+                " s where its package torch is, expected an answer; set TESSERA_TORCH to the "
+                "folder of a libtorch");
+  const auto at = said->find(kAnswer);
+  if (at == std::string::npos) return {};
+  const auto begin = at + kAnswer.size();
+  return said->substr(begin, said->find('\n', begin) - begin);
 }
 
 Libtorch find_libtorch(const BuiltFor& built, const fs::path& executable,
@@ -168,9 +219,13 @@ Libtorch find_libtorch(const BuiltFor& built, const fs::path& executable,
   }
   std::string others;
   const auto fitting = [&](const fs::path& folder) -> std::optional<Libtorch> {
-    const auto torch = libtorch_in(folder);
-    if (torch && fits(*torch, built)) return torch;
-    if (torch) others += concat(others.empty() ? "" : ", ", found(*torch));
+    try {
+      const auto torch = libtorch_in(folder);
+      if (torch && fits(*torch, built)) return torch;
+      if (torch) others += concat(others.empty() ? "" : ", ", found(*torch));
+    } catch (const Error& error) {
+      others += concat(others.empty() ? "" : ", ", "one that cannot be read (", error.what(), ")");
+    }
     return std::nullopt;
   };
   for (const fs::path& folder : places(built, executable, environment)) {
@@ -185,9 +240,14 @@ Libtorch find_libtorch(const BuiltFor& built, const fs::path& executable,
 }
 
 std::vector<fs::path> libraries_of(const Libtorch& torch, const BuiltFor& built) {
-  std::vector<fs::path> libraries{torch.folder / "lib/libtorch_cpu.so"};
-  if (built.cuda) libraries.push_back(torch.folder / "lib/libtorch_cuda.so");
-  libraries.push_back(torch.folder / "lib/libtorch.so");
+  std::vector<fs::path> libraries;
+  const auto add = [&](const char* name) { libraries.push_back(torch.folder / "lib" / name); };
+  if (is_there(torch.folder / "lib/libgomp.so.1")) add("libgomp.so.1");
+  add("libc10.so");
+  if (built.cuda) add("libc10_cuda.so");
+  add("libtorch_cpu.so");
+  if (built.cuda) add("libtorch_cuda.so");
+  add("libtorch.so");
   return libraries;
 }
 

@@ -17,7 +17,7 @@
 
 namespace tessera::loader {
 
-/// The libtorch of the build: built_for.json, beside the executable.
+/// Describes the libtorch of the build: built_for.json, beside the executable.
 struct BuiltFor {
   std::string torch = {};   ///< MAJOR.MINOR
   bool cuda = false;        ///< libtorch_cuda.so is opened, too
@@ -44,22 +44,26 @@ struct Libtorch {
   friend bool operator==(const Libtorch&, const Libtorch&) = default;
 };
 
-/// The libtorch of this folder: pip's package torch, or an unpacked libtorch.
+/// Describes the libtorch of this folder: pip's package torch, or an unpacked libtorch.
+/// Errors: kIo where its version cannot be read.
 std::optional<Libtorch> libtorch_in(const std::filesystem::path& folder);
 
-/// Where the machine's python3 has its package torch; empty where it has none. Runs python3, which
-/// imports nothing of torch.
-std::filesystem::path torch_of_python();
+/// Returns where the package torch of the machine's python3 is; empty where it has none. Runs
+/// python3, which imports nothing of torch.
+/// Errors: kConfig where it has not answered after `seconds`.
+std::filesystem::path torch_of_python(const base::Environment& environment, double seconds = 10.0);
 
-/// The first of these that fits: TESSERA_TORCH alone where it is set, the folder of the build,
-/// `torch` or `libtorch` in the installed copy or beside it (the executable is in its lib/tessera),
-/// the environments of VIRTUAL_ENV and CONDA_PREFIX, `python`, which is called last.
+/// Takes the first of these that fits: TESSERA_TORCH alone where it is set, the folder of the build,
+/// the environments of VIRTUAL_ENV and CONDA_PREFIX, `torch` or `libtorch` in the installed copy or
+/// beside it (the executable is in its lib/tessera), `python`, which is called last. A folder beside
+/// the copy counts only where nobody but root and this user can have put it there.
 /// Errors: kConfig, with each libtorch that was found and why it does not fit.
 Libtorch find_libtorch(const BuiltFor& built, const std::filesystem::path& executable,
                        const base::Environment& environment,
                        const std::function<std::filesystem::path()>& python);
 
-/// What has to be opened, in this order: libraries by which the program finds those it needs.
+/// Lists what has to be opened, in this order, by absolute paths: what one of them needs of another
+/// is then there by its name, and LD_LIBRARY_PATH is not asked.
 std::vector<std::filesystem::path> libraries_of(const Libtorch& torch, const BuiltFor& built);
 
 }  // namespace tessera::loader

@@ -1,5 +1,6 @@
 // tessera: opens a libtorch that fits, then the program beside this executable, and runs it.
 #include <dlfcn.h>
+#include <sys/auxv.h>
 
 #include <exception>
 #include <filesystem>
@@ -18,13 +19,14 @@ using Main = int (*)(int, char**);
 
 void* open_library(const std::filesystem::path& path, int how) {
   void* const library = ::dlopen(path.c_str(), how);
-  TESSERA_CHECK(library != nullptr, ErrorKind::kIo, shown(path),
-                ": found that it cannot be loaded (", ::dlerror(),
-                "), expected a whole copy of the library and what it needs");
+  TESSERA_CHECK(
+      library != nullptr, ErrorKind::kIo, shown(path), ": found that it cannot be loaded (",
+      ::dlerror(),
+      "), expected a whole copy of the library and of those that it needs; install it again");
   return library;
 }
 
-/// libgomp, which comes with libtorch, reads its variables as it is loaded.
+/// Sets the variable that libgomp, which comes with libtorch, reads as it is loaded.
 void shorten_spins(base::Environment variables) {
   comm::set_spin_variable(variables);
   const auto spins = variables.find("GOMP_SPINCOUNT");
@@ -32,11 +34,24 @@ void shorten_spins(base::Environment variables) {
 }
 
 Main open_program() {
+  TESSERA_CHECK(
+      ::getauxval(AT_SECURE) == 0, ErrorKind::kUsage,
+      "tessera: found that it runs with more rights than who started it, expected no set-uid "
+      "program: it opens libraries that variables name");
   const auto environment = base::environment();
   shorten_spins(environment);
   const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe");
-  const BuiltFor built = read_built_for(self.parent_path() / "built_for.json");
-  const Libtorch torch = find_libtorch(built, self, environment, torch_of_python);
+  const auto description = self.parent_path() / "built_for.json";
+  TESSERA_CHECK(
+      std::filesystem::exists(description), ErrorKind::kIo, shown(description),
+      ": found none, expected it and tessera_program.so beside the executable; link to that "
+      "instead of copying it, start it without ld.so in front, or install a copy by "
+      "scripts/bootstrap --install");
+  const BuiltFor built = read_built_for(description);
+  const Libtorch torch =
+      find_libtorch(built, self, environment, [&] { return torch_of_python(environment); });
+  // Ranks that this process starts take the same.
+  base::set_environment_variable("TESSERA_TORCH", torch.folder.string());
   for (const auto& library : libraries_of(torch, built))
     open_library(library, RTLD_LAZY | RTLD_GLOBAL);
   const auto path = self.parent_path() / "tessera_program.so";
@@ -59,7 +74,7 @@ int main(int argc, char** argv) {
     std::cerr << "tessera: "
               << to_string(known == nullptr ? tessera::ErrorKind::kInternal : known->kind()) << ": "
               << tessera::one_line(error.what()) << '\n';
-    return 2;
+    return known == nullptr ? 1 : 2;
   }
   return program(argc, argv);
 }

@@ -146,7 +146,7 @@ class Tree(unittest.TestCase):
                 self.assertEqual(done.returncode != 0, expected == "refused", said)
                 self.assertEqual(f"libtorch: found {version} in {torch}" in said, expected != "taken", said)
                 if expected == "named":
-                    self.assertIn(f"not tested (with {oldest} to {newest} it is)", said)
+                    self.assertIn(f"not known to build with ({oldest} to {newest} are known)", said)
 
 
 class Package(unittest.TestCase):

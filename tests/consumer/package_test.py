@@ -20,10 +20,13 @@ import zipfile
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 WORK = pathlib.Path(os.environ.get("TESSERA_WORK", ROOT / "build/full/package"))
 BUILT = json.loads((pathlib.Path(os.environ["TESSERA_BUILD"]) / "built_for.json").read_text())
-SITE = pathlib.Path(sys.executable).parents[1] / f"lib/python3.{sys.version_info.minor}/site-packages"
+SITE = pathlib.Path(BUILT["folder"]).parent  # as a Python sees it: the packages beside torch
 FULL = bool(os.environ.get("TESSERA_FULL"))
-# What a run uses of a fresh machine: no compiler, no cmake, no git.
+# A fresh machine has these; no compiler, no cmake, no git.
 COMMANDS = ("sh", "env", "cat", "python3")
+# Of the headers that are compiled into the program.
+LICENCES = ("nlohmann-json3-dev", "libspdlog-dev", "libfmt-dev", "libxxhash-dev", "libgloo-dev", "libcli11-dev",
+            "libtomlplusplus-dev")
 CONFIG = """
 [model]
 config = "config.json"
@@ -42,8 +45,10 @@ def run(*words, **more):
     return subprocess.run(list(map(str, words)), capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, **more)
 
 
-def pack(folder, tree=ROOT):
-    done = run(tree / "scripts/package", folder, env={**os.environ, "TESSERA_TORCH": BUILT["folder"]} if tree == ROOT else None)
+def pack(folder, tree=None):
+    how = (tree / "scripts/package", folder, "--no-apt") if tree else (
+        ROOT / "scripts/package", folder, "--build", os.environ["TESSERA_BUILD"])
+    done = run(*how)
     if done.returncode:
         raise AssertionError(done.stdout + done.stderr)
     return dict(reversed(line.split("  ")) for line in done.stdout.splitlines())
@@ -136,6 +141,35 @@ class Packages(unittest.TestCase):
         folder, _ = self.environment_with("sees")
         said = run(program, "--version", env=self.environment(PATH=f"{folder}/bin:{self.commands}"))
         self.assertEqual(said.stdout, done.stdout, said.stderr)
+        said = run(program, "--version", env={"VIRTUAL_ENV": str(self.linked("linked")), "PATH": "/nowhere"})
+        self.assertEqual(said.stdout, done.stdout, said.stderr)
+
+    def linked(self, name):
+        """A venv with the torch that is there in its own site-packages."""
+        site = WORK / name / "lib/python3.11/site-packages"
+        shutil.rmtree(WORK / name, ignore_errors=True)
+        site.mkdir(parents=True)
+        (site / "torch").symlink_to(BUILT["folder"])
+        return WORK / name
+
+    def test_libraries_of_another_libtorch_on_the_search_path_are_not_taken(self):
+        copy = self.unpacked("search path")
+        others = WORK / "others on the path"
+        shutil.rmtree(others, ignore_errors=True)
+        others.mkdir()
+        stand_in = next(pathlib.Path("/lib").glob("*/libm.so.6"))
+        for name in ("libc10.so", "libtorch.so", "libtorch_cpu.so", "libgomp.so.1"):
+            (others / name).symlink_to(stand_in)
+        self.trains(copy / "bin/tessera", TESSERA_TORCH=BUILT["folder"], LD_LIBRARY_PATH=str(others))
+
+    def test_an_executable_without_what_lies_beside_it_says_so(self):
+        alone = WORK / "alone"
+        shutil.rmtree(alone, ignore_errors=True)
+        alone.mkdir()
+        shutil.copy2(self.unpacked("whole") / "bin/tessera", alone / "tessera")
+        done = run(alone / "tessera", "--version", env=self.environment())
+        self.assertEqual(done.returncode, 2)
+        self.assertRegex(done.stderr, r"^tessera: io: [^\n]*built_for\.json'?: found none, expected [^\n]*link to[^\n]*\n$")
 
     def test_a_tarball_refuses_every_other_libtorch_by_name(self):
         copy = self.unpacked("refuses")
@@ -164,14 +198,16 @@ class Packages(unittest.TestCase):
     def test_a_wheel_trains_in_a_fresh_environment_without_network_and_compiler(self):
         folder, site = self.environment_with("fresh")
         before = set(site.iterdir())
+        has_metadata = any(SITE.glob("torch-*.dist-info"))  # an unpacked libtorch has none
         for again in ((), ("--force-reinstall",)):
             self.pip(folder, "install", "--quiet", "--no-index", "--no-deps", *again, self.wheel)
             self.trains(folder / "bin/tessera")
         self.trains(folder / "bin/python", "-m", "tessera")
         # With its dependencies, which the torch that is there fulfils.
-        self.assertIn("already satisfied: torch", self.pip(folder, "install", "--no-index", self.wheel))
+        if has_metadata:
+            self.assertIn("already satisfied: torch", self.pip(folder, "install", "--no-index", self.wheel))
         self.assertIn("Requires: torch\n", self.pip(folder, "show", "tessera"))
-        for name in ("share/tessera/configs/tiny.toml", "share/licenses/tessera/LICENSE"):
+        for name in ("share/tessera/configs/tiny.toml", *(f"share/licenses/tessera/{name}" for name in ("LICENSE", *LICENCES))):
             self.assertTrue((site / "tessera" / name).is_file(), name)
         self.pip(folder, "uninstall", "--quiet", "--yes", "tessera")
         shutil.rmtree(site / "tessera/__pycache__", ignore_errors=True)
@@ -207,7 +243,9 @@ class Packages(unittest.TestCase):
         lines = (ROOT / "Dockerfile").read_text().splitlines()
         self.assertEqual([line.removeprefix("RUN ") for line in lines if line.startswith("RUN ")],
                          ["scripts/bootstrap", "scripts/package"])
-        # What it copies is where package and bootstrap leave it.
+        # It starts without what belongs to this machine.
+        self.assertLessEqual({"build", ".venv", ".cache", "outputs"}, set((ROOT / ".dockerignore").read_text().split()))
+        # The places that it copies are where package and bootstrap leave things.
         copied = [line.split()[2] for line in lines if line.startswith("COPY --from=build")]
         self.assertEqual(copied, ["/tessera/build/packages/unpacked/*", "/tessera/.venv"])
         self.assertEqual(len(list((self.packages / "unpacked").iterdir())), 1)
@@ -256,14 +294,14 @@ class Compiled(unittest.TestCase):
                 venv.create(folder, with_pip=True, symlinks=True)
                 site = next(folder.glob("lib/python3*/site-packages"))
                 pip = (folder / "bin/python", "-m", "pip", "install", "--disable-pip-version-check")
-                done = run(*pip, *options, tree)
+                if options:  # pip fetches nothing to build with
+                    needed = re.findall(r'requires = \["(.*)"\]', (ROOT / "pyproject.toml").read_text())
+                    self.assertEqual(run(*pip, *needed).returncode, 0)
                 # Without torch it ends, and fetches none.
+                done = run(*pip, *options, tree)
                 self.assertNotEqual(done.returncode, 0)
                 self.assertNotIn("Collecting torch", done.stdout)
-                if options:  # nor does it fetch what it is built with
-                    self.assertEqual(run(*pip, *re.findall(r'requires = \["(.*)"\]', (ROOT / "pyproject.toml").read_text())).returncode, 0)
-                else:
-                    self.assertIn("install torch into this environment first", done.stdout + done.stderr)
+                self.assertIn("install torch into this environment first", done.stdout + done.stderr)
                 for name in SITE.iterdir():  # torch, and what it needs
                     if not (site / name.name).exists():
                         (site / name.name).symlink_to(name)

@@ -38,7 +38,7 @@ class Bootstrap(unittest.TestCase):
         self.addCleanup(made.cleanup)
         self.home = pathlib.Path(made.name).resolve()
         self.tree = self.home / "tree"
-        for name in ("scripts/bootstrap", "scripts/settings.sh"):
+        for name in ("scripts/bootstrap", "scripts/settings.sh", "cmake/TesseraTorch.cmake"):
             (self.tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, self.tree / name)
         (self.home / "here").mkdir()
@@ -184,6 +184,14 @@ class Bootstrap(unittest.TestCase):
         _, calls = self.bootstrap("--no-build", fresh=False, TESSERA_TORCH_VERSION="2.15.0")
         self.assertEqual([call[-1] for call in calls if "pip" in call], ["torch==2.15.0"])
         self.assertEqual(sorted(stamp.read_text().split()), sorted(["torch==2.15.0", *settings("pip_packaging")]))
+        done, _ = self.bootstrap("--no-build", fresh=False)
+        self.assertIn("torch==2.13.0 takes the place of torch==2.15.0, which is in .venv", done.stderr)
+
+    def test_a_torch_that_the_build_would_refuse_is_refused_before_it_is_fetched(self):
+        for version in ("2.9.0", "1.13.1", "2.15", "newest", "2.10.9"):
+            done, calls = self.bootstrap(TESSERA_TORCH_VERSION=version)
+            self.assertEqual((done.returncode, calls), (2, []), done.stderr)
+            self.assertIn(f"bootstrap: TESSERA_TORCH_VERSION: found {version}, expected a version from ", done.stderr)
 
 
 if __name__ == "__main__":

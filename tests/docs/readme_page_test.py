@@ -45,6 +45,13 @@ class ReadmePage(unittest.TestCase):
         models = README.split("**Models**", 1)[1].split("**Not there**", 1)[0]
         self.assertEqual(sorted(re.findall(r"`(\w+For\w+|\w+LMHeadModel)`", models)), sorted(architectures))
 
+    def test_pages_name_the_versions_of_libtorch_that_the_build_takes(self):
+        bounds = re.findall(r"^set\(TESSERA_TORCH_(?:OLDEST|NEWEST) (\S+)\)", (ROOT / "cmake/TesseraTorch.cmake").read_text(),
+                            flags=re.M)
+        for name in ("README.md", "docs/install.md", "docs/cuda.md", "scripts/bootstrap"):
+            found = re.findall(r"\b(2\.\d+) to (2\.\d+)\b", (ROOT / name).read_text())
+            self.assertEqual(set(found), {tuple(bounds)}, name)
+
     def test_each_row_of_what_it_does_has_suites_in_test(self):
         table = README.split("## What it does\n\n", 1)[1].split("\n\n", 1)[0]
         rows = re.findall(r"^\| (\w[\w ]*) \|", table, flags=re.M)

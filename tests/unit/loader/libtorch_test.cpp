@@ -1,6 +1,8 @@
 // Which libtorch the executable opens: drawn machines beside a list of rules, and each refusal.
 #include "loader/libtorch.h"
 
+#include <signal.h>
+
 #include <cstdlib>
 #include <optional>
 #include <random>
@@ -13,6 +15,12 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr int kMachines = 100;
+
+std::size_t count_of(const std::string& what, const std::string& text) {
+  std::size_t count = 0;
+  for (auto at = text.find(what); at != std::string::npos; at = text.find(what, at + 1)) ++count;
+  return count;
+}
 
 struct Kind {
   std::string version;
@@ -36,12 +44,12 @@ fs::path make_libtorch(const TemporaryFolder& machine, const std::string& name, 
 
 /// Where a libtorch may be, in the order in which they are looked at.
 const std::vector<std::string> kPlaces{"build",
+                                       "venv/lib/python3.11/site-packages/torch",
+                                       "conda/lib/python3.9/site-packages/torch",
                                        "copy/torch",
                                        "copy/libtorch",
                                        "torch",
                                        "libtorch",
-                                       "venv/lib/python3.11/site-packages/torch",
-                                       "conda/lib/python3.9/site-packages/torch",
                                        "found by python"};
 const std::vector<Kind> kKinds{{"2.13.0"},       {"2.13.1", true}, {"2.12.0"},
                                {"2.15.0", true}, {"1.13.0"},       {"2.1.3"}};
@@ -97,6 +105,7 @@ TEST(FindLibtorch, TakesTheFirstInOrderThatFits) {
       EXPECT_THAT(said, Says("libtorch: found none"));
     }
     for (const std::string& one : found) EXPECT_THAT(said, Says(one));
+    EXPECT_EQ(count_of(" CUDA in ", said), found.size()) << said;
   }
   EXPECT_GT(refused, kMachines / 10);
   EXPECT_LT(refused, kMachines * 9 / 10);
@@ -134,13 +143,54 @@ TEST(FindLibtorch, ALibtorchWithoutItsVersionIsNone) {
   EXPECT_EQ(libtorch_in(folder), std::nullopt);
 }
 
-TEST(FindLibtorch, LibrariesForCudaAreOpenedWhereTheProgramHasIt) {
-  const Libtorch torch{.folder = "/t", .version = "2.13.0", .cuda = true};
-  EXPECT_THAT(
-      libraries_of(torch, {.torch = "2.13", .cuda = true}),
-      ElementsAre("/t/lib/libtorch_cpu.so", "/t/lib/libtorch_cuda.so", "/t/lib/libtorch.so"));
-  EXPECT_THAT(libraries_of(torch, {.torch = "2.13"}),
-              ElementsAre("/t/lib/libtorch_cpu.so", "/t/lib/libtorch.so"));
+TEST(FindLibtorch, AFolderThatOthersMayWriteToDoesNotCount) {
+  const TemporaryFolder machine;
+  const BuiltFor built{.torch = "2.13"};
+  const auto find = [&] {
+    return find_libtorch(built, machine / "copy/lib/tessera/tessera", {},
+                         [] { return fs::path(); });
+  };
+  const fs::path beside = make_libtorch(machine, "torch", {"2.13.0"});
+  EXPECT_EQ(find().folder, beside);
+  // As /tmp is, where anybody may put a folder of this name, or the folder itself.
+  for (const fs::path& folder : {machine.path(), beside}) {
+    const auto before = fs::status(folder).permissions();
+    fs::permissions(folder, before | fs::perms::others_write | fs::perms::sticky_bit);
+    EXPECT_REFUSED(kConfig, find(), "libtorch: found none");
+    fs::permissions(folder, before);
+    EXPECT_EQ(find().folder, beside);
+  }
+}
+
+TEST(FindLibtorch, OneThatCannotBeReadIsPassedOverAndNamed) {
+  const TemporaryFolder machine;
+  const fs::path broken = make_libtorch(machine, "copy/torch", {"2.13.0"});
+  fs::remove(broken / "include/torch/headeronly/version.h");
+  fs::create_directory(broken / "include/torch/headeronly/version.h");
+  const auto find = [&] {
+    return find_libtorch({.torch = "2.13"}, machine / "copy/lib/tessera/tessera", {},
+                         [] { return fs::path(); });
+  };
+  EXPECT_REFUSED(kConfig, find(), "one that cannot be read", "version.h");
+  const fs::path whole = make_libtorch(machine, "torch", {"2.13.0"});
+  EXPECT_EQ(find().folder, whole);
+}
+
+TEST(FindLibtorch, LibrariesAreOpenedBeforeThoseThatNeedThem) {
+  const TemporaryFolder machine;
+  const auto names = [&](bool cuda) {
+    std::vector<std::string> all;
+    const Libtorch torch{.folder = machine / "t", .version = "2.13.0", .cuda = true};
+    for (const fs::path& path : libraries_of(torch, {.torch = "2.13", .cuda = cuda})) {
+      EXPECT_EQ(path.parent_path(), machine / "t/lib");
+      all.push_back(path.filename());
+    }
+    return all;
+  };
+  EXPECT_THAT(names(false), ElementsAre("libc10.so", "libtorch_cpu.so", "libtorch.so"));
+  machine.write("t/lib/libgomp.so.1", "");
+  EXPECT_THAT(names(true), ElementsAre("libgomp.so.1", "libc10.so", "libc10_cuda.so",
+                                       "libtorch_cpu.so", "libtorch_cuda.so", "libtorch.so"));
 }
 
 TEST(BuiltForFile, IsReadWholeOrRefused) {
@@ -176,15 +226,36 @@ class Python {
   TemporaryFolder folder_;
 };
 
-TEST(TorchOfPython, IsWhatItPrintsWhereItSucceeds) {
-  {
-    const Python python("printf '/x y/torch'; echo noise >&2");
-    EXPECT_EQ(torch_of_python(), "/x y/torch");
-  }
-  for (const char* script : {"printf /x/torch; exit 1", "exec false", "kill -9 $$", "exit 0"}) {
+fs::path asked(double seconds = 10.0) { return torch_of_python(base::environment(), seconds); }
+
+const std::string kAnswers = "printf '\\ntessera: torch in /x y/torch\\n'\n";
+
+TEST(TorchOfPython, IsItsAnswerWhateverElseItPrints) {
+  for (const std::string& script :
+       {kAnswers, "echo hello; echo noise >&2\n" + kAnswers, kAnswers + "exit 1",
+        kAnswers + "sleep 1000 & exit 0", kAnswers + "exec sleep 1000"}) {
     const Python python(script);
-    EXPECT_EQ(torch_of_python(), "") << script;
+    EXPECT_EQ(asked(), "/x y/torch") << script;
   }
+  for (const char* script : {"printf /x/torch", "exec false", "kill -9 $$", "exit 0",
+                             "printf '\\ntessera: torch in \\n'"}) {
+    const Python python(script);
+    EXPECT_EQ(asked(), "") << script;
+  }
+}
+
+TEST(TorchOfPython, IsAskedWhereEndsOfChildrenAreIgnored) {
+  const auto before = ::signal(SIGCHLD, SIG_IGN);
+  {
+    const Python python(kAnswers);
+    EXPECT_EQ(asked(), "/x y/torch");
+  }
+  ::signal(SIGCHLD, before);
+}
+
+TEST(TorchOfPython, IsNotWaitedForWithoutEnd) {
+  const Python python("exec sleep 1000");
+  EXPECT_REFUSED(kConfig, asked(0.2), "python3 does not say within 0.2 s", "set TESSERA_TORCH");
 }
 
 TEST(TorchOfPython, ImportsNothingAndPassesOverTheFolderOfTheCommand) {
@@ -194,10 +265,15 @@ TEST(TorchOfPython, ImportsNothingAndPassesOverTheFolderOfTheCommand) {
   machine.write("here/torch/__init__.py", "raise SystemExit('of the folder')\n");
   const fs::path before = fs::current_path();
   fs::current_path(machine / "here");
-  ::setenv("PYTHONPATH", (machine / "packages").c_str(), 1);
-  EXPECT_EQ(torch_of_python(), machine / "packages/torch");
-  ::unsetenv("PYTHONPATH");
-  EXPECT_NE(torch_of_python(), machine / "here/torch");
+  auto variables = base::environment();
+  variables["PYTHONPATH"] = machine / "packages";
+  for (const char* safe : {"", "1"}) {
+    variables["PYTHONSAFEPATH"] = safe;
+    EXPECT_EQ(torch_of_python(variables), machine / "packages/torch");
+  }
+  variables.erase("PYTHONPATH");
+  variables.erase("PYTHONSAFEPATH");
+  EXPECT_NE(torch_of_python(variables), machine / "here/torch");
   fs::current_path(before);
 }
 
