@@ -4,7 +4,7 @@
 cmake_policy(VERSION 3.25)
 set(lacking)
 set(targets)
-if(NOT EXISTS "${archive}" AND NOT CMAKE_INSTALL_COMPONENT STREQUAL "program")
+if(NOT EXISTS "${archive}" AND NOT CMAKE_INSTALL_COMPONENT MATCHES "^(program|package)$")
   list(APPEND lacking "${archive}")
   list(APPEND targets library)
 endif()

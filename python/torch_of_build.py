@@ -29,7 +29,7 @@ def folder():
         for one in (place, *place.parents[:3]):
             if (one / "lib/libtorch_cpu.so").is_file() and (one / "include/torch/headeronly/version.h").is_file():
                 return one
-    raise SystemExit(f"tessera: found no libtorch in {' or '.join(map(str, places))}, expected the one to build with; install "
+    raise SystemExit(f"tessera: found no libtorch in {' or '.join(dict.fromkeys(map(str, places)))}, expected the one to build with; install "
                      "torch into this environment first, or set TESSERA_TORCH to the folder of a libtorch")
 
 
