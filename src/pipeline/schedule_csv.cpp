@@ -70,8 +70,8 @@ std::optional<Step> parse_step(std::string_view text) {
   return std::nullopt;
 }
 
-/// PyTorch 2.15 writes where a send or a reduction is waited for, as 0WAIT_SEND_F3. Here a send ends
-/// with its receive and a reduction with the step, so a file's waits change nothing.
+/// PyTorch 2.15 writes where a send or a reduction is waited for, as 0WAIT_SEND_F3. Here a send
+/// ends with its receive and a reduction with the step, so a file's waits change nothing.
 bool is_wait(std::string_view text) {
   constexpr std::string_view kWait = "WAIT_";
   const auto at = std::min(text.find_first_not_of("0123456789"), text.size());

@@ -1,5 +1,5 @@
-// The start of processes of the program: how libgomp's threads wait, under any parent; their names in
-// `ps`; and the number of their threads.
+// The start of processes of the program: how libgomp's threads wait, under any parent; their names
+// in `ps`; and the number of their threads.
 #include <signal.h>
 
 #include <fstream>
@@ -75,8 +75,9 @@ struct Waits {
   std::string variables, spins;
 };
 
-// Property: with every setting of the two variables libgomp spins shortly exactly where both are unset
-// or blank; values that are set stay. Naive: the variable is set in main(), which libgomp does not read.
+// Property: with every setting of the two variables libgomp spins shortly exactly where both are
+// unset or blank; values that are set stay. Naive: the variable is set in main(), which libgomp does
+// not read.
 TEST(ProgramStart, LibgompSpinsShortlyWhereNobodySaidHowThreadsWait) {
   const TemporaryFolder folder;
   for (const Waits& set :

@@ -59,7 +59,7 @@ def steps_of(answer):
 
 
 def counted_by(theirs, answer, folder):
-    """What PyTorch counts on each rank of a schedule, from both of its files."""
+    """Returns PyTorch's count on each rank of a schedule, from both of its files."""
     rows = slots_of(answer)
     actions = [re.findall(r"(\d+)[FIWB](\d+)", " ".join(row)) for row in rows]
     stages_of = [sorted({int(stage) for stage, _ in own}) for own in actions]
@@ -84,7 +84,7 @@ def counted_by(theirs, answer, folder):
 
 
 def all_cases():
-    """Of each kind: the commands of all shapes that it takes, and what the tool made."""
+    """Yields for each kind the commands of all shapes that it takes, and what the tool made."""
     for kind in KINDS:
         commands = [make(shape) for shape in shapes_of(kind, fewest_ranks=2)]
         yield kind, {command: answer for command, answer in zip(commands, ask(commands), strict=True)
