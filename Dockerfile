@@ -4,7 +4,7 @@
 #   docker build -t tessera --build-arg TORCH_VERSION=2.15.0 .    another torch (docs/install.md)
 #   docker build -t tessera --build-arg BASE=IMAGE .              IMAGE: Debian 12 or Ubuntu 24.04, with CUDA's toolkit for a
 #                                                                 program with CUDA
-# Not tried: no engine was at hand. What RUN calls is (tests/consumer/package_test.py).
+# Not tried: no engine was at hand. The scripts that it runs are (tests/consumer/package_test.py).
 ARG BASE=debian:12
 FROM ${BASE} AS build
 ARG TORCH_INDEX=

@@ -58,7 +58,7 @@ set(tessera_program_folder lib/tessera)
 install(TARGETS tessera tessera_program COMPONENT program
   RUNTIME DESTINATION ${tessera_program_folder} LIBRARY DESTINATION ${tessera_program_folder})
 install(FILES ${CMAKE_BINARY_DIR}/built_for.json DESTINATION ${tessera_program_folder} COMPONENT program)
-# Not install(FILES): for that a file of the same time is the same file.
+# install(FILES) would take a file of the same time for the same file.
 install(CODE "configure_file(\"${CMAKE_BINARY_DIR}/package/built_for.json\"
   \"\$ENV{DESTDIR}\${CMAKE_INSTALL_PREFIX}/${tessera_program_folder}/built_for.json\" COPYONLY)" COMPONENT package EXCLUDE_FROM_ALL)
 install(CODE "set(link \"\$ENV{DESTDIR}\${CMAKE_INSTALL_PREFIX}/bin/tessera\")

@@ -143,7 +143,7 @@ namespace {
 
 constexpr std::string_view kAnswer = "\ntessera: torch in ";
 
-/// What comes out of the pipe until its end or the answer's; nothing after `deadline`.
+/// Reads the pipe until its end or that of the answer; none where `deadline` comes first.
 std::optional<std::string> read_answer(int pipe, std::chrono::steady_clock::time_point deadline) {
   std::string said;
   std::array<char, 4096> piece{};
@@ -217,14 +217,14 @@ Libtorch find_libtorch(const BuiltFor& built, const fs::path& executable,
   if (named != environment.end() && !named->second.empty()) {
     return named_libtorch(built, named->second);
   }
-  std::string others;
+  std::vector<std::string> others;
   const auto fitting = [&](const fs::path& folder) -> std::optional<Libtorch> {
     try {
       const auto torch = libtorch_in(folder);
       if (torch && fits(*torch, built)) return torch;
-      if (torch) others += concat(others.empty() ? "" : ", ", found(*torch));
+      if (torch) others.push_back(found(*torch));
     } catch (const Error& error) {
-      others += concat(others.empty() ? "" : ", ", "one that cannot be read (", error.what(), ")");
+      others.push_back(concat("one that cannot be read (", error.what(), ")"));
     }
     return std::nullopt;
   };
@@ -234,9 +234,8 @@ Libtorch find_libtorch(const BuiltFor& built, const fs::path& executable,
   if (const fs::path folder = python(); !folder.empty()) {
     if (const auto torch = fitting(folder)) return *torch;
   }
-  throw Error(ErrorKind::kConfig,
-              concat("libtorch: found ", others.empty() ? "none" : others, ", expected ",
-                     built.torch, with_cuda(built.cuda), ", ", mend(built)));
+  throw Error(ErrorKind::kConfig, concat("libtorch: found ", joined(others, "none"), ", expected ",
+                                         built.torch, with_cuda(built.cuda), ", ", mend(built)));
 }
 
 std::vector<fs::path> libraries_of(const Libtorch& torch, const BuiltFor& built) {

@@ -239,6 +239,10 @@ class Packages(unittest.TestCase):
         self.assertTrue(any(name.endswith("licenses/LICENSE") for name in names), names)
         self.assertFalse([name for name in names if name.startswith(("tests/", "tessera/bin/"))])
 
+    def test_the_wheel_is_made_with_what_bootstrap_installs(self):
+        needed = re.search(r'^requires = \["(.*)"\]$', (ROOT / "pyproject.toml").read_text(), flags=re.M)[1]
+        self.assertIn(f"\npip_packaging=({needed})\n", (ROOT / "scripts/settings.sh").read_text())
+
     def test_the_image_runs_nothing_that_is_not_tried(self):
         lines = (ROOT / "Dockerfile").read_text().splitlines()
         self.assertEqual([line.removeprefix("RUN ") for line in lines if line.startswith("RUN ")],
