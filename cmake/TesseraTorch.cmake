@@ -63,7 +63,9 @@ function(tessera_torch_target)
     list(APPEND libraries ${root}/lib/libtorch_cuda.so)
     list(APPEND found_by_name ${root}/lib/libc10_cuda.so)
   endif()
-  # Its libraries register their operators when they are loaded: asked for or not.
+  # Its libraries register their operators when they are loaded: asked for or not. An item that begins with an option is
+  # no path to CMake, which would quote it.
+  list(TRANSFORM libraries REPLACE "(.+)" "\"\\1\"")
   list(JOIN libraries " " libraries)
   add_library(torch INTERFACE IMPORTED GLOBAL)
   set_target_properties(torch PROPERTIES
