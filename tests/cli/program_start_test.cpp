@@ -102,6 +102,22 @@ TEST(ProgramStart, RanksOfOwnSpawnGetTheirVariablesFromTheirParent) {
   run.end();
 }
 
+// As a service that ignores SIGCHLD starts it. Naive: it waits for ever for ranks that have ended.
+TEST(ProgramStart, WithSigchldIgnoredItEndsAsItsRanksDo) {
+  const SmallRun folder;
+  const auto code_of = [&](const std::vector<std::string>& more) {
+    Process process(folder.path(), joined({"env", "--ignore-signal=CHLD", TESSERA_PROGRAM, "train",
+                                           "run.toml", "--nproc", "2"},
+                                          more));
+    return std::pair(process.wait(kLong), process.err());
+  };
+  const auto [trained, said] = code_of({"--training.steps", "1"});
+  EXPECT_EQ(trained, 0) << said;
+  const auto [refused, why] = code_of({"--data.path", "absent"});
+  EXPECT_EQ(refused, 2) << why;
+  EXPECT_THAT(why, Says("absent"));
+}
+
 TEST(ProgramStart, RanksOfAnotherLauncherSpinShortlyToo) {
   LongRun run(Starter::kSlurm, 2, {{"OMP_DISPLAY_ENV", "verbose"}});
   const auto ranks = run.ranks(2);
