@@ -92,9 +92,11 @@ TEST(ProgramStart, LibgompSpinsShortlyWhereNobodySaidHowThreadsWait) {
 }
 
 TEST(ProgramStart, RanksOfOwnSpawnGetTheirVariablesFromTheirParent) {
-  LongRun run(Starter::kOwnSpawn, 2, {});
+  LongRun run(Starter::kOwnSpawn, 2,
+              {{"TESSERA_TORCH_OF_PYTHON", "as the wheel's command sets it"}});
   for (const auto& [rank, pid] : run.ranks(2)) {
     EXPECT_EQ(variable(pid, "GOMP_SPINCOUNT"), kShortSpin);
+    EXPECT_EQ(variable(pid, "TESSERA_TORCH_OF_PYTHON"), "-") << "it is the loader's alone";
     EXPECT_EQ(name_in_ps(pid), "tessera:" + std::to_string(rank));
     EXPECT_EQ(split(proc_file(pid, "cmdline"), '\0'), run.words);
   }
