@@ -303,7 +303,7 @@ Libtorch find_libtorch(const BuiltFor& built, const fs::path& executable,
   const auto fitting = [&](const Place& place) -> std::optional<Libtorch> {
     std::string other;
     try {
-      const auto torch = libtorch_in(place.folder);
+      auto torch = libtorch_in(place.folder);
       if (!torch) return std::nullopt;
       const std::string why = fits(*torch, built) ? place.others() : "";
       if (fits(*torch, built) && why.empty()) return torch;
