@@ -6,15 +6,24 @@ import pathlib
 import sys
 
 
+def torch_of_python():
+    """The folder of the package torch, found, not imported: the program opens its libraries. The folder of the command is
+    no place for packages, and a file torch.py is none."""
+    try:
+        here = os.getcwd()
+    except OSError:  # it is gone
+        here = ""
+    for place in sys.path:
+        found = importlib.machinery.PathFinder.find_spec("torch", [place]) if place not in ("", here) else None
+        if found is not None and found.origin and found.submodule_search_locations:
+            return os.path.dirname(found.origin)
+    return ""
+
+
 def main():
     program = pathlib.Path(__file__).resolve().parent / "lib/tessera/tessera"
-    if not os.environ.get("TESSERA_TORCH"):
-        # Found, not imported: the program opens its libraries, and refuses those of another minor version. The folder of
-        # the command is no place for packages.
-        places = [place for place in sys.path if place not in ("", os.getcwd())]
-        torch = importlib.machinery.PathFinder.find_spec("torch", places)
-        if torch is not None and torch.origin:
-            os.environ["TESSERA_TORCH"] = str(pathlib.Path(torch.origin).parent)
+    # Between the two alone: docs/install.md has the place that it takes in the program's list.
+    os.environ["TESSERA_TORCH_OF_PYTHON"] = torch_of_python()
     os.execv(program, ["tessera", *sys.argv[1:]])
 
 

@@ -31,6 +31,10 @@ void set_environment_variable(const std::string& name, const std::string& value)
                     ": cannot be set");
 }
 
+void unset_environment_variable(const std::string& name) {
+  TESSERA_INVARIANT(::unsetenv(name.c_str()) == 0, name, ": cannot be unset");
+}
+
 bool environment_switch(const std::string& name) {
   std::string value = environment_variable(name).value_or("");
   std::transform(value.begin(), value.end(), value.begin(),

@@ -23,6 +23,9 @@ std::optional<std::string> environment_variable(const std::string& name);
 /// may read variables: as the program starts, or before the library that reads it is used.
 void set_environment_variable(const std::string& name, const std::string& value);
 
+/// From now on the variable is not set. When: as for set_environment_variable.
+void unset_environment_variable(const std::string& name);
+
 /// Whether a switch is on: set to 1, true, yes or on, case ignored.
 /// Errors: kUsage for any value that is neither that nor 0, false, no, off or empty.
 bool environment_switch(const std::string& name);

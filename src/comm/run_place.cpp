@@ -11,6 +11,7 @@
 #include "comm/backends/backend.h"
 #include "comm/device.h"
 #include "comm/process_world.h"
+#include "launch/child_ends.h"
 #include "launch/hosts.h"
 #include "launch/spawn.h"
 #include "tessera/error.h"
@@ -23,6 +24,7 @@ namespace {
 /// why.
 int cuda_devices_by_a_child() {
   constexpr int kMostTold = 255;  // an exit code
+  const ChildEnds ends;
   const pid_t child = ::fork();
   if (child < 0) return 0;
   if (child == 0) {

@@ -20,6 +20,7 @@
 #include <utility>
 
 #include "base/text/printable.h"
+#include "launch/child_ends.h"
 #include "launch/launch_environment.h"
 #include "tessera/error.h"
 
@@ -231,6 +232,7 @@ class Scontrol {
   }
 
   const std::string& list_;
+  const ChildEnds ends_;
   Descriptor answer_;
   pid_t pid_ = -1;
 };

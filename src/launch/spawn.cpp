@@ -24,6 +24,7 @@
 #include "base/log.h"
 #include "base/string_array.h"
 #include "base/threads/cores.h"
+#include "launch/child_ends.h"
 #include "launch/failure_record.h"
 #include "launch/hosts.h"
 #include "launch/launch_environment.h"
@@ -176,11 +177,13 @@ class Spawned {
                        [](const Child& child) { return child.running; });
   }
 
+  /// No longer than a second: another part of this process may take the signal of an end.
   int timeout_ms() const {
-    if (!kill_at_ || killed_) return -1;
+    constexpr std::int64_t kMost = 1000;
+    if (!kill_at_ || killed_) return kMost;
     const auto left =
         std::chrono::duration_cast<std::chrono::milliseconds>(*kill_at_ - Clock::now());
-    return static_cast<int>(std::max<std::int64_t>(0, left.count() + 1));
+    return static_cast<int>(std::clamp<std::int64_t>(left.count() + 1, 0, kMost));
   }
 
   void pass_on(int asked) {
@@ -200,8 +203,12 @@ class Spawned {
 
   void reap(int rank) {
     Child& child = children_[static_cast<std::size_t>(rank)];
-    int status = 0;
-    if (!child.running || ::waitpid(child.pid, &status, WNOHANG) != child.pid) return;
+    if (!child.running) return;
+    int code = 0;
+    const pid_t ended = ::waitpid(child.pid, &code, WNOHANG);
+    const bool taken = ended < 0 && errno == ECHILD;  // by another part of this process
+    if (ended != child.pid && !taken) return;
+    const auto status = taken ? std::nullopt : std::optional(code);
     child.running = false;
     char buffer[4096];
     for (ssize_t got = 0; (got = ::read(child.errors.get(), buffer, sizeof(buffer))) > 0;) {
@@ -213,10 +220,11 @@ class Spawned {
     if (!kill_at_ && !killed_) kill_at_ = Clock::now() + grace_;
   }
 
-  std::optional<FailureRecord> failure_of(int rank, const Child& child, int status) const {
+  std::optional<FailureRecord> failure_of(int rank, const Child& child,
+                                          std::optional<int> status) const {
     FailureRecord record{FailureClass::kPrimary, monotonic_ns(), rank, 1, {}};
-    if (WIFSIGNALED(status)) {
-      const int number = WTERMSIG(status);
+    if (status && WIFSIGNALED(*status)) {
+      const int number = WTERMSIG(*status);
       const bool ours = (killed_ && number == SIGKILL) || number == passed_on_;
       record.what = ours ? FailureClass::kNoticed : FailureClass::kKilled;
       record.exit_code = 128 + number;
@@ -224,14 +232,16 @@ class Spawned {
       record.message = concat("killed by signal ", number, " (SIG", name ? name : "?", ")");
       return record;
     }
-    if (WEXITSTATUS(status) == 0) return std::nullopt;
+    if (status) record.exit_code = WEXITSTATUS(*status);
+    if (record.exit_code == 0) return std::nullopt;
     if (auto told = decode_failure(child.told)) {
-      told->exit_code = WEXITSTATUS(status);
+      told->exit_code = record.exit_code;
       told->rank = rank;
       return told;
     }
-    record.exit_code = WEXITSTATUS(status);
-    record.message = concat("ended with exit code ", record.exit_code);
+    record.message = status ? concat("ended with exit code ", record.exit_code)
+                            : "ended, found no exit code (another part of this process has waited "
+                              "for it, or ignores SIGCHLD), expected that own spawn gets it";
     return record;
   }
 
@@ -248,6 +258,7 @@ class Spawned {
 
 int spawn_ranks(int nproc) {
   TESSERA_CHECK(nproc >= 1, ErrorKind::kUsage, "--nproc: found ", nproc, ", expected at least 1");
+  const ChildEnds ends;
   const Signals signals;
   Spawned run(nproc, signals);
   run.wait_for_all();

@@ -3,7 +3,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
-#include <spawn.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -76,40 +76,99 @@ void add_packages(std::vector<fs::path>& folders, const fs::path& environment) {
   for (const fs::path& python : found) folders.push_back(python / "site-packages/torch");
 }
 
-/// Whether only root and this user can have put a file into the folder.
-bool is_ours(const fs::path& folder) {
+/// Says why others than root and this user can have changed the file or folder; empty: they cannot.
+std::string others_of(const fs::path& path) {
   struct stat found{};
-  if (::stat(folder.c_str(), &found) != 0) return false;
-  return (found.st_uid == 0 || found.st_uid == ::geteuid()) && (found.st_mode & S_IWOTH) == 0;
+  if (::stat(path.c_str(), &found) != 0) return {};  // so nobody opens it
+  if (found.st_uid != 0 && found.st_uid != ::geteuid()) {
+    return concat(shown(path), " belongs to the user ", found.st_uid);
+  }
+  if ((found.st_mode & S_IWOTH) != 0) return concat("everybody may write to ", shown(path));
+  if ((found.st_mode & S_IWGRP) != 0 && found.st_gid != ::getegid()) {
+    return concat("the group ", found.st_gid, " may write to ", shown(path));
+  }
+  return {};
 }
 
-std::vector<fs::path> places(const BuiltFor& built, const fs::path& executable,
-                             const base::Environment& environment) {
-  std::vector<fs::path> folders;
-  if (!built.folder.empty()) folders.emplace_back(built.folder);
-  for (const char* name : {"VIRTUAL_ENV", "CONDA_PREFIX"}) {
+/// As others_of(), for a folder of which one entry counts: with the sticky bit that stays.
+std::string others_above(const fs::path& folder) {
+  struct stat found{};
+  const bool sticky = ::stat(folder.c_str(), &found) == 0 && (found.st_mode & S_ISVTX) != 0;
+  return sticky ? std::string() : others_of(folder);
+}
+
+/// A folder in which a libtorch may be.
+struct Place {
+  fs::path folder;
+  std::string role = {};  ///< of its folder, in an error
+  fs::path copy = {};     ///< set where the folder counts by its place in the copy or beside it
+
+  std::string others() const;
+};
+
+std::string Place::others() const {
+  if (copy.empty()) return {};
+  std::vector<fs::path> all{folder.parent_path(), folder, folder / "lib"};
+  std::error_code ignored;
+  for (const auto& entry : fs::directory_iterator(folder / "lib", ignored)) {
+    all.push_back(entry.path());
+  }
+  std::string why = folder.parent_path() == copy ? others_above(copy.parent_path()) : "";
+  for (const fs::path& path : all) {
+    if (why.empty()) why = others_of(path);
+  }
+  return why;
+}
+
+std::vector<Place> places(const BuiltFor& built, const fs::path& executable,
+                          const base::Environment& environment) {
+  std::vector<Place> all;
+  const auto value_of = [&](const char* name) {
     const auto variable = environment.find(name);
-    if (variable != environment.end() && !variable->second.empty()) {
-      add_packages(folders, variable->second);
-    }
+    return variable == environment.end() ? std::string() : variable->second;
+  };
+  if (const std::string folder = value_of(kTorchOfWheel); !folder.empty()) {
+    all.push_back({folder, ", the torch of the Python that started it"});
   }
+  if (!built.folder.empty()) all.push_back({built.folder});
+  std::vector<fs::path> packages;
+  for (const char* name : {"VIRTUAL_ENV", "CONDA_PREFIX"}) {
+    if (const std::string folder = value_of(name); !folder.empty()) add_packages(packages, folder);
+  }
+  for (const fs::path& folder : packages) all.push_back({folder});
   const fs::path copy = executable.parent_path().parent_path().parent_path();
-  for (const fs::path& place : {copy, copy.parent_path()}) {
-    for (const char* name : {"torch", "libtorch"}) {
-      if (is_ours(place) && is_ours(place / name)) folders.push_back(place / name);
-    }
+  for (const fs::path& parent : {copy, copy.parent_path()}) {
+    for (const char* name : {"torch", "libtorch"}) all.push_back({parent / name, "", copy});
   }
-  return folders;
+  return all;
+}
+
+/// The libtorch of a folder, or of that of its CMake files, as CMake takes both.
+std::optional<Libtorch> libtorch_around(const fs::path& folder) {
+  auto torch = libtorch_in(folder);
+  for (const char* up : {"../..", "../../.."}) {
+    const fs::path above = (folder / up).lexically_normal();
+    if (!torch) torch = libtorch_in(above.has_filename() ? above : above.parent_path());
+  }
+  return torch;
 }
 
 Libtorch named_libtorch(const BuiltFor& built, const std::string& folder) {
-  const auto torch = libtorch_in(folder);
+  const auto torch = libtorch_around(folder);
   TESSERA_CHECK(torch.has_value(), ErrorKind::kConfig, "TESSERA_TORCH: found no libtorch in ",
                 shown(folder), ", expected the folder that has its lib/ and include/");
   TESSERA_CHECK(fits(*torch, built), ErrorKind::kConfig, "libtorch: found ", found(*torch),
                 ", which TESSERA_TORCH names, expected ", built.torch, with_cuda(built.cuda), ", ",
                 mend(built));
   return *torch;
+}
+
+/// Whether this is MAJOR.MINOR.
+bool is_minor(const std::string& text) {
+  static constexpr const char* kDigits = "0123456789";
+  const auto dot = text.find_first_not_of(kDigits);
+  return dot != std::string::npos && dot > 0 && text[dot] == '.' && dot + 1 < text.size() &&
+         text.find_first_not_of(kDigits, dot + 1) == std::string::npos;
 }
 
 }  // namespace
@@ -121,11 +180,15 @@ BuiltFor read_built_for(const fs::path& file) {
   } rules;
   BuiltFor built;
   JsonFieldsReader(rules, OtherKeys::kRefused)(built, JsonCursor(json, where, JsonStyle::kData));
+  TESSERA_CHECK(is_minor(built.torch), ErrorKind::kFormat, where, ": torch: found \"", built.torch,
+                "\", expected MAJOR.MINOR, as 2.13; unpack or install this copy again");
   return built;
 }
 
 std::optional<Libtorch> libtorch_in(const fs::path& folder) {
-  const fs::path header = folder / "include/torch/headeronly/version.h";
+  fs::path header = folder / "include/torch/headeronly/version.h";
+  // Up to 2.9; later this one only includes the other.
+  if (!is_there(header)) header = folder / "include/torch/csrc/api/include/torch/version.h";
   if (!is_there(folder / "lib/libtorch_cpu.so") || !is_there(header)) return std::nullopt;
   const std::string text = read_text_file(header, kMostBytes);
   std::string version;
@@ -143,15 +206,20 @@ namespace {
 
 constexpr std::string_view kAnswer = "\ntessera: torch in ";
 
-/// Reads the pipe until its end or that of the answer; none where `deadline` comes first.
+/// Longer than an answer, whatever is printed before it.
+constexpr std::size_t kMostKept = 8192;
+
+/// Reads the pipe until its end or that of the answer, and keeps what came last; none where
+/// `deadline` comes first, also to a python3 that prints without end.
 std::optional<std::string> read_answer(int pipe, std::chrono::steady_clock::time_point deadline) {
   std::string said;
   std::array<char, 4096> piece{};
   for (;;) {
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
         deadline - std::chrono::steady_clock::now());
+    if (left.count() <= 0) return std::nullopt;
     pollfd ready{pipe, POLLIN, 0};
-    const int count = ::poll(&ready, 1, static_cast<int>(std::max<std::int64_t>(left.count(), 0)));
+    const int count = ::poll(&ready, 1, static_cast<int>(left.count()));
     if (count < 0 && errno == EINTR) continue;
     if (count <= 0) return std::nullopt;
     const ssize_t length = ::read(pipe, piece.data(), piece.size());
@@ -162,7 +230,22 @@ std::optional<std::string> read_answer(int pipe, std::chrono::steady_clock::time
     if (at != std::string::npos && said.find('\n', at + kAnswer.size()) != std::string::npos) {
       return said;
     }
+    if (said.size() > kMostKept) said.erase(0, said.size() - kMostKept);
   }
+}
+
+/// In the child between fork and exec: only calls that are safe there.
+[[noreturn]] void become_python(pid_t parent, int pipe, char* const* arguments,
+                                char* const* variables) {
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (::getppid() != parent) ::_exit(1);  // it died before the line above
+  ::setpgid(0, 0);                        // so that it ends with all that it starts
+  ::dup2(pipe, STDOUT_FILENO);
+  ::fcntl(STDOUT_FILENO, F_SETFD, 0);  // where it has been that already
+  const int null = ::open("/dev/null", O_RDWR);
+  for (const int standard : {STDIN_FILENO, STDERR_FILENO}) ::dup2(null, standard);
+  ::execvpe("python3", arguments, variables);
+  ::_exit(127);
 }
 
 }  // namespace
@@ -172,25 +255,22 @@ fs::path torch_of_python(const base::Environment& environment, double seconds) {
   static constexpr char kProgram[] =
       "import sys\n"
       "if sys.path and sys.path[0] == '': del sys.path[0]\n"
+      "from importlib.machinery import PathFinder\n"
       "from importlib.util import find_spec\n"
-      "found = find_spec('torch')\n"
-      "print('\\ntessera: torch in', found.origin.rpartition('/')[0] if found and found.origin "
-      "else '')\n";
+      "found = [find_spec('torch'), *(PathFinder.find_spec('torch', [at]) for at in sys.path)]\n"
+      // A file torch.py is no package.
+      "packages = [one.origin for one in found if one and one.origin and "
+      "one.submodule_search_locations]\n"
+      "print('\\ntessera: torch in', packages[0].rpartition('/')[0] if packages else '')\n";
   std::array<int, 2> ends{};
   if (::pipe2(ends.data(), O_CLOEXEC) != 0) return {};
-  posix_spawn_file_actions_t files;
-  ::posix_spawn_file_actions_init(&files);
-  ::posix_spawn_file_actions_adddup2(&files, ends[1], STDOUT_FILENO);
-  ::posix_spawn_file_actions_addopen(&files, STDIN_FILENO, "/dev/null", O_RDONLY, 0);
-  ::posix_spawn_file_actions_addopen(&files, STDERR_FILENO, "/dev/null", O_WRONLY, 0);
   const base::StringArray arguments({"python3", "-c", kProgram});
   const base::StringArray variables(environment);
-  pid_t child = 0;
-  const int failed =
-      ::posix_spawnp(&child, "python3", &files, nullptr, arguments.data(), variables.data());
-  ::posix_spawn_file_actions_destroy(&files);
+  const pid_t parent = ::getpid();
+  const pid_t child = ::fork();
+  if (child == 0) become_python(parent, ends[1], arguments.data(), variables.data());
   ::close(ends[1]);
-  if (failed != 0) {
+  if (child < 0) {
     ::close(ends[0]);
     return {};
   }
@@ -198,7 +278,8 @@ fs::path torch_of_python(const base::Environment& environment, double seconds) {
       std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::duration<double>(seconds));
   const auto said = read_answer(ends[0], std::chrono::steady_clock::now() + wait);
   ::close(ends[0]);
-  ::kill(child, SIGKILL);  // where it has answered, its end is not waited for
+  ::setpgid(child, child);  // it may not have come to that
+  ::kill(-child, SIGKILL);  // where it has answered, its end is not waited for
   ::waitpid(child, nullptr, 0);
   TESSERA_CHECK(said.has_value(), ErrorKind::kConfig,
                 "libtorch: found that python3 does not say within ", seconds,
@@ -218,21 +299,30 @@ Libtorch find_libtorch(const BuiltFor& built, const fs::path& executable,
     return named_libtorch(built, named->second);
   }
   std::vector<std::string> others;
-  const auto fitting = [&](const fs::path& folder) -> std::optional<Libtorch> {
+  std::vector<fs::path> told;  // in `others`: a folder may be that of several places
+  const auto fitting = [&](const Place& place) -> std::optional<Libtorch> {
+    std::string other;
     try {
-      const auto torch = libtorch_in(folder);
-      if (torch && fits(*torch, built)) return torch;
-      if (torch) others.push_back(found(*torch));
+      auto torch = libtorch_in(place.folder);
+      if (!torch) return std::nullopt;
+      const std::string why = fits(*torch, built) ? place.others() : "";
+      if (fits(*torch, built) && why.empty()) return torch;
+      other = concat(found(*torch), place.role, why.empty() ? "" : ", passed over since ", why);
     } catch (const Error& error) {
-      others.push_back(concat("one that cannot be read (", error.what(), ")"));
+      other = concat("one that cannot be read (", error.what(), ")", place.role);
     }
+    std::error_code ignored;
+    const fs::path folder = fs::canonical(place.folder, ignored);
+    if (std::ranges::find(told, folder) != told.end()) return std::nullopt;
+    told.push_back(folder);
+    others.push_back(other);
     return std::nullopt;
   };
-  for (const fs::path& folder : places(built, executable, environment)) {
-    if (const auto torch = fitting(folder)) return *torch;
+  for (const Place& place : places(built, executable, environment)) {
+    if (const auto torch = fitting(place)) return *torch;
   }
   if (const fs::path folder = python(); !folder.empty()) {
-    if (const auto torch = fitting(folder)) return *torch;
+    if (const auto torch = fitting({folder})) return *torch;
   }
   throw Error(ErrorKind::kConfig, concat("libtorch: found ", joined(others, "none"), ", expected ",
                                          built.torch, with_cuda(built.cuda), ", ", mend(built)));

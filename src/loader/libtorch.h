@@ -36,6 +36,9 @@ constexpr void fields(V& visit, Of<BuiltFor>) {
 /// Errors: kIo; kFormat.
 BuiltFor read_built_for(const std::filesystem::path& file);
 
+/// The wheel's command tells by it where the torch of its Python is; not for users.
+inline constexpr const char* kTorchOfWheel = "TESSERA_TORCH_OF_PYTHON";
+
 struct Libtorch {
   std::filesystem::path folder = {};  ///< has lib/ and include/
   std::string version = {};           ///< MAJOR.MINOR.PATCH
@@ -49,14 +52,16 @@ struct Libtorch {
 std::optional<Libtorch> libtorch_in(const std::filesystem::path& folder);
 
 /// Returns where the package torch of the machine's python3 is; empty where it has none. Runs
-/// python3, which imports nothing of torch.
+/// python3, which imports nothing of torch, and ends it with all that it has started.
 /// Errors: kConfig where it has not answered after `seconds`.
 std::filesystem::path torch_of_python(const base::Environment& environment, double seconds = 10.0);
 
-/// Takes the first of these that fits: TESSERA_TORCH alone where it is set, the folder of the build,
-/// the environments of VIRTUAL_ENV and CONDA_PREFIX, `torch` or `libtorch` in the installed copy or
-/// beside it (the executable is in its lib/tessera), `python`, which is called last. A folder beside
-/// the copy counts only where nobody but root and this user can have put it there.
+/// Takes the first of these that fits: TESSERA_TORCH alone where it is set (also where it names the
+/// folder of libtorch's CMake files), that of the wheel's Python, the folder of the build, the
+/// environments of VIRTUAL_ENV and CONDA_PREFIX, `torch` or `libtorch` in the installed copy or
+/// beside it (the executable is in its lib/tessera), `python`, which is called last. A folder in the
+/// copy or beside it counts only where nobody but root and this user can have put it or one of its
+/// libraries there.
 /// Errors: kConfig, with each libtorch that was found and why it does not fit.
 Libtorch find_libtorch(const BuiltFor& built, const std::filesystem::path& executable,
                        const base::Environment& environment,

@@ -5,10 +5,12 @@
 #include <exception>
 #include <filesystem>
 #include <iostream>
+#include <system_error>
 
 #include "base/environment.h"
 #include "base/text/printable.h"
 #include "launch/rank_variables.h"
+#include "loader/library_file.h"
 #include "loader/libtorch.h"
 #include "tessera/error.h"
 
@@ -18,6 +20,7 @@ namespace {
 using Main = int (*)(int, char**);
 
 void* open_library(const std::filesystem::path& path, int how) {
+  check_library(path);
   void* const library = ::dlopen(path.c_str(), how);
   TESSERA_CHECK(
       library != nullptr, ErrorKind::kIo, shown(path), ": found that it cannot be loaded (",
@@ -38,18 +41,25 @@ Main open_program() {
       ::getauxval(AT_SECURE) == 0, ErrorKind::kUsage,
       "tessera: found that it runs with more rights than who started it, expected no set-uid "
       "program: it opens libraries that variables name");
+  std::error_code gone;
+  TESSERA_CHECK(!std::filesystem::current_path(gone).empty(), ErrorKind::kIo,
+                "working directory: found none (", gone.message(),
+                "), expected a folder that is there, without which libtorch's MKL does not start; "
+                "change to another");
   const auto environment = base::environment();
   shorten_spins(environment);
   const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe");
   const auto description = self.parent_path() / "built_for.json";
+  std::error_code ignored;  // a link that leads nowhere is read, which says so
   TESSERA_CHECK(
-      std::filesystem::exists(description), ErrorKind::kIo, shown(description),
+      std::filesystem::exists(std::filesystem::symlink_status(description, ignored)),
+      ErrorKind::kIo, shown(description),
       ": found none, expected it and tessera_program.so beside the executable; link to that "
-      "instead of copying it, start it without ld.so in front, or install a copy by "
-      "scripts/bootstrap --install");
+      "instead of copying it, start it without ld.so in front, or unpack or install it again");
   const BuiltFor built = read_built_for(description);
   const Libtorch torch =
       find_libtorch(built, self, environment, [&] { return torch_of_python(environment); });
+  base::unset_environment_variable(kTorchOfWheel);
   // Ranks that this process starts take the same.
   base::set_environment_variable("TESSERA_TORCH", torch.folder.string());
   for (const auto& library : libraries_of(torch, built))

@@ -92,14 +92,32 @@ TEST(ProgramStart, LibgompSpinsShortlyWhereNobodySaidHowThreadsWait) {
 }
 
 TEST(ProgramStart, RanksOfOwnSpawnGetTheirVariablesFromTheirParent) {
-  LongRun run(Starter::kOwnSpawn, 2, {});
+  LongRun run(Starter::kOwnSpawn, 2,
+              {{"TESSERA_TORCH_OF_PYTHON", "as the wheel's command sets it"}});
   for (const auto& [rank, pid] : run.ranks(2)) {
     EXPECT_EQ(variable(pid, "GOMP_SPINCOUNT"), kShortSpin);
+    EXPECT_EQ(variable(pid, "TESSERA_TORCH_OF_PYTHON"), "-") << "it is the loader's alone";
     EXPECT_EQ(name_in_ps(pid), "tessera:" + std::to_string(rank));
     EXPECT_EQ(split(proc_file(pid, "cmdline"), '\0'), run.words);
   }
   EXPECT_EQ(name_in_ps(run.process->pid()), "tessera");
   run.end();
+}
+
+// As a service that ignores SIGCHLD starts it. Naive: it waits for ever for ranks that have ended.
+TEST(ProgramStart, WithSigchldIgnoredItEndsAsItsRanksDo) {
+  const SmallRun folder;
+  const auto code_of = [&](const std::vector<std::string>& more) {
+    Process process(folder.path(), joined({"env", "--ignore-signal=CHLD", TESSERA_PROGRAM, "train",
+                                           "run.toml", "--nproc", "2"},
+                                          more));
+    return std::pair(process.wait(kLong), process.err());
+  };
+  const auto [trained, said] = code_of({"--training.steps", "1"});
+  EXPECT_EQ(trained, 0) << said;
+  const auto [refused, why] = code_of({"--data.path", "absent"});
+  EXPECT_EQ(refused, 2) << why;
+  EXPECT_THAT(why, Says("absent"));
 }
 
 TEST(ProgramStart, RanksOfAnotherLauncherSpinShortlyToo) {

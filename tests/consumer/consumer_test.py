@@ -75,15 +75,17 @@ class Consumer(unittest.TestCase):
         self.assertIn("CMAKE_PREFIX_PATH", said)
 
     def test_another_libtorch_is_refused_with_both_versions(self):
-        other = WORK / "other_torch"
-        for name, text in {"lib/libtorch_cpu.so": "", "include/torch/csrc/api/include/torch/torch.h": "",
-                           "include/torch/headeronly/version.h": "#define TORCH_VERSION_MAJOR 1\n"
-                           "#define TORCH_VERSION_MINOR 0\n#define TORCH_VERSION_PATCH 0\n"}.items():
-            (other / name).parent.mkdir(parents=True, exist_ok=True)
-            (other / name).write_text(text)
-        done = configure(WORK / "wrong_torch", PREFIX, other)
-        self.assertNotEqual(done.returncode, 0)
-        self.assertIn("found 1.0.0", " ".join(done.stderr.split()))
+        # Up to 2.9 its version is in another header.
+        for number, (header, minor) in enumerate((("headeronly", 99), ("csrc/api/include/torch", 9))):
+            other = WORK / f"other_torch_{number}"
+            for name, text in {"lib/libtorch_cpu.so": "", "include/torch/csrc/api/include/torch/torch.h": "",
+                               f"include/torch/{header}/version.h": "#define TORCH_VERSION_MAJOR 2\n"
+                               f"#define TORCH_VERSION_MINOR {minor}\n#define TORCH_VERSION_PATCH 0\n"}.items():
+                (other / name).parent.mkdir(parents=True, exist_ok=True)
+                (other / name).write_text(text)
+            done = configure(WORK / f"wrong_torch_{number}", PREFIX, other)
+            self.assertNotEqual(done.returncode, 0)
+            self.assertIn(f"found 2.{minor}.0 in {other}", " ".join(done.stderr.split()))
 
     def test_another_minor_version_is_refused(self):
         source = WORK / "asks_for_more"

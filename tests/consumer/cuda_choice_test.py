@@ -22,7 +22,7 @@ PREFIX = pathlib.Path(os.environ["TESSERA_PREFIX"])
 TORCH = pathlib.Path(os.environ["TESSERA_TORCH_PREFIX"])
 WORK = pathlib.Path(os.environ["TESSERA_WORK"])
 
-VERSION = "include/torch/headeronly/version.h"
+VERSION, VERSION_TO_29 = "include/torch/headeronly/version.h", "include/torch/csrc/api/include/torch/version.h"
 # What is looked for of each wheel of NVIDIA.
 RUNTIME, CRT, CCCL, NCCL = ("cuda_runtime_api.h", "crt/host_defines.h", "cccl/nv/target", "nccl.h")
 
@@ -131,15 +131,20 @@ class Tree(unittest.TestCase):
     def test_an_older_libtorch_is_refused_and_a_newer_one_is_named(self):
         oldest, newest = re.findall(r"set\(TESSERA_TORCH_(?:OLDEST|NEWEST) (\d+\.\d+)\)",
                                     (ROOT / "cmake/TesseraTorch.cmake").read_text())
-        for bound, step, expected in ((oldest, -1, "refused"), (oldest, 0, "taken"), (newest, 0, "taken"), (newest, 1, "named")):
+        for bound, step, expected in ((oldest, -1, "refused"), (oldest, 0, "taken"), (newest, 0, "taken"), (newest, 1, "named"),
+                                      ("2.9", 0, "refused")):
             major, minor = map(int, bound.split("."))
             version = f"{major}.{minor + step}.3"
             with self.subTest(version):
                 folder = WORK / "versions" / version
                 shutil.rmtree(folder, ignore_errors=True)
                 torch = torch_like(folder / "torch", cuda=False)
-                write(torch, VERSION, text="".join(f"#define TORCH_VERSION_{part} {number}\n" for part, number in
-                                                   zip(("MAJOR", "MINOR", "PATCH"), version.split("."))))
+                # Up to 2.9 the version is in the other header, which later includes this one.
+                write(torch, VERSION_TO_29, text="#include <torch/headeronly/version.h>\n")
+                (torch / VERSION).unlink()
+                write(torch, VERSION_TO_29 if bound == "2.9" else VERSION, text="".join(
+                    f"#define TORCH_VERSION_{part} {number}\n" for part, number in
+                    zip(("MAJOR", "MINOR", "PATCH"), version.split("."))))
                 done = run("cmake", "-S", ROOT, "-B", folder / "build", "-G", "Ninja", f"-DTorch_DIR={torch}",
                            *(f"-DTESSERA_BUILD_{part}=OFF" for part in ("TESTS", "EXAMPLES", "BENCH")))
                 said = " ".join(done.stderr.split())

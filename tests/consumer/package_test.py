@@ -57,13 +57,21 @@ def pack(folder, tree=None):
 def fake_torch(folder, version, cuda):
     """As a libtorch looks from outside."""
     parts = zip(("MAJOR", "MINOR", "PATCH"), version.split("."))
-    header = folder / "include/torch/headeronly/version.h"
+    older = [*map(int, version.split("."))] < [2, 10]
+    header = folder / f"include/torch/{'csrc/api/include/torch' if older else 'headeronly'}/version.h"
     header.parent.mkdir(parents=True)
     header.write_text("".join(f"#define TORCH_VERSION_{name} {number}\n" for name, number in parts))
     (folder / "lib").mkdir()
     for name in ("libtorch_cpu.so", "libtorch.so", *["libtorch_cuda.so"] * cuda):
         (folder / "lib" / name).write_text("no library")
     (folder / "__init__.py").write_text("raise SystemExit('imported')\n")
+
+
+def metadata(**environment):
+    """What python/torch_of_build.py gives scikit-build-core."""
+    known = {name: value for name, value in os.environ.items() if name not in ("TESSERA_TORCH", "TESSERA_BUILT")}
+    return run(sys.executable, "-c", "import json, torch_of_build; print(json.dumps(torch_of_build.dynamic_metadata({}, {})))",
+               cwd=ROOT / "python", env={**known, "PYTHONDONTWRITEBYTECODE": "1", **environment})
 
 
 class Packages(unittest.TestCase):
@@ -170,11 +178,55 @@ class Packages(unittest.TestCase):
         done = run(alone / "tessera", "--version", env=self.environment())
         self.assertEqual(done.returncode, 2)
         self.assertRegex(done.stderr, r"^tessera: io: [^\n]*built_for\.json'?: found none, expected [^\n]*link to[^\n]*\n$")
+        self.assertNotIn("scripts/", done.stderr)  # a package has none
+        for text, said in ((None, "io: cannot open "), ('{"torch": "", "cuda": false, "folder": ""}', "format: ")):
+            (alone / "built_for.json").unlink(missing_ok=True)
+            (alone / "built_for.json").symlink_to("built_for.json") if text is None else (alone / "built_for.json").write_text(text)
+            done = run(alone / "tessera", "--version", env=self.environment())
+            self.assertEqual(done.returncode, 2, done.stderr)
+            self.assertRegex(done.stderr, rf"^tessera: {said}[^\n]*built_for\.json[^\n]*\n$")
+
+    def test_a_library_that_is_cut_short_is_refused_by_its_bytes(self):
+        # Naive: it is mapped, and the process ends by SIGBUS, without a word.
+        copy = self.unpacked("cut")
+        torch = WORK / "cut torch/torch"
+        shutil.rmtree(torch.parent, ignore_errors=True)
+        (torch / "lib").mkdir(parents=True)
+        (torch / "include").symlink_to(pathlib.Path(BUILT["folder"]) / "include")
+        for library in (pathlib.Path(BUILT["folder"]) / "lib").glob("lib*.so*"):
+            (torch / "lib" / library.name).symlink_to(library)
+        program = copy / "lib/tessera/tessera_program.so"
+
+        def refused(expected):
+            done = run(copy / "bin/tessera", "--version", env=self.environment(TESSERA_TORCH=str(torch)))
+            self.assertEqual((done.returncode, done.stdout), (2, ""), done.stderr)
+            self.assertRegex(done.stderr, rf"^tessera: io: [^\n]*{expected}[^\n]*install it again\n$")
+
+        for name in ("libc10.so", "libtorch_cpu.so", "libtorch.so", program.name):
+            place = program if name == program.name else torch / "lib" / name
+            whole = place.resolve()
+            kept = place.with_name("whole")
+            place.rename(kept)
+            whole = whole if whole.exists() else kept
+            size = whole.stat().st_size
+            for left in (0, 100, 4097, size // 2, size - 100000 if size > 10**6 else size // 3):
+                with self.subTest(f"{name}, {left} bytes"), whole.open("rb") as source:
+                    with place.open("wb") as cut:
+                        cut.write(source.read(min(left, 10000)))
+                        cut.truncate(left)
+                    refused(rf"{name}': found {left} (of \d+ bytes|bytes that are no library)")
+            place.unlink()
+            os.mkfifo(place)
+            refused(f"{name}': found a folder or a device, expected a regular file")
+            place.unlink()
+            kept.rename(place)
+        done = run(copy / "bin/tessera", "--version", env=self.environment(TESSERA_TORCH=str(torch)))
+        self.assertEqual(done.returncode, 0, done.stderr)
 
     def test_a_tarball_refuses_every_other_libtorch_by_name(self):
         copy = self.unpacked("refuses")
         major, minor = map(int, BUILT["torch"].split("."))
-        for number, version in enumerate((f"{major}.{minor - 1}.0", f"{major}.{minor + 1}.1", f"{major + 1}.{minor}.0")):
+        for number, version in enumerate((f"{major}.{minor - 1}.0", f"{major}.{minor + 1}.1", f"{major + 1}.{minor}.0", "2.9.1")):
             with self.subTest(version):
                 torch = WORK / f"others {number}/torch"
                 shutil.rmtree(torch.parent, ignore_errors=True)
@@ -223,8 +275,58 @@ class Packages(unittest.TestCase):
         for program in ((folder / "bin/tessera",), (folder / "bin/python", "-m", "tessera")):
             done = run(*program, "--version", env=self.environment())
             self.assertEqual((done.returncode, done.stdout), (2, ""), done.stderr)
-            self.assertIn(f"libtorch: found 2.99.0 with{'' if BUILT['cuda'] else 'out'} CUDA in '{sees}/torch'", done.stderr)
+            self.assertIn(f"libtorch: found 2.99.0 with{'' if BUILT['cuda'] else 'out'} CUDA in '{sees}/torch', the torch of the "
+                          "Python that started it, expected ", done.stderr)
+            self.assertEqual(done.stderr.count(str(sees)), 1, done.stderr)
             self.assertIn(f"pip install 'torch=={BUILT['torch']}.*'", done.stderr)
+            # What the user names comes before it, the environment that is active behind it.
+            for variables in ({"TESSERA_TORCH": BUILT["folder"]}, {"VIRTUAL_ENV": str(self.linked("active"))}):
+                done = run(*program, "--version", env=self.environment(**variables))
+                self.assertIn(f"torch {BUILT['torch']}.", done.stdout, done.stderr)
+            done = run(*program, "--version", env=self.environment(TESSERA_TORCH=str(sees / "torch")))
+            self.assertIn("which TESSERA_TORCH names", done.stderr)
+
+    def test_a_wheel_passes_over_what_is_no_package_and_says_that_its_working_directory_is_gone(self):
+        folder, _ = self.environment_with("odd places")
+        self.pip(folder, "install", "--quiet", "--no-index", "--no-deps", self.wheel)
+        mine = WORK / "mine"
+        mine.mkdir(exist_ok=True)
+        (mine / "torch.py").write_text("raise SystemExit('imported')\n")
+        for program in (f"'{folder}/bin/tessera'", f"'{folder}/bin/python' -m tessera"):
+            done = run("sh", "-c", f"exec {program} --version", cwd=WORK, env=self.environment(PYTHONPATH=str(mine)))
+            self.assertIn(f"torch {BUILT['torch']}.", done.stdout, done.stderr)
+            # Naive: a traceback, or a fatal error of MKL that names a library which is there.
+            done = run("sh", "-c", f"mkdir gone && cd gone && rmdir ../gone && exec {program} --version", cwd=WORK,
+                       env=self.environment(PYTHONPATH=str(mine), PATH=f"{self.commands}:/usr/bin:/bin"))
+            self.assertEqual((done.returncode, done.stdout), (2, ""), done.stderr)
+            self.assertIn("tessera: io: working directory: found none (No such file or directory), expected ", done.stderr)
+            self.assertNotIn("Traceback", done.stderr)
+
+    def test_a_wheel_names_torch_as_a_dependency_unless_a_variable_chose_it(self):
+        named = metadata(TESSERA_TORCH=BUILT["folder"])
+        self.assertEqual(json.loads(named.stdout)["dependencies"], [], named.stderr)
+        for more in ({}, {"TESSERA_TORCH": BUILT["folder"]}):
+            built = metadata(TESSERA_BUILT=os.environ["TESSERA_BUILD"], **more)
+            self.assertEqual(json.loads(built.stdout)["dependencies"], [f"torch=={BUILT['torch']}.*"], built.stderr)
+
+    def test_a_wheel_is_not_built_with_a_torch_that_is_too_old(self):
+        for version in ("2.9.1", "2.10.0"):
+            torch = WORK / "too old" / version
+            shutil.rmtree(torch, ignore_errors=True)
+            fake_torch(torch, version, cuda=False)
+            done = metadata(TESSERA_TORCH=str(torch))
+            self.assertNotEqual(done.returncode, 0)
+            self.assertIn(f"tessera: found libtorch {version.rpartition('.')[0]} in {torch}, expected 2.", done.stderr)
+            self.assertNotIn("Traceback", done.stderr)
+
+    def test_a_build_folder_whose_description_is_broken_is_refused(self):
+        build = WORK / "broken build"
+        build.mkdir(exist_ok=True)
+        for text in ("", "{}", '{"torch": ', '{"torch": "", "cuda": false}', '{"torch": "2.13"}', "[]", "\0"):
+            (build / "built_for.json").write_text(text)
+            done = run(ROOT / "scripts/package", WORK / "of a broken build", "--build", build)
+            self.assertEqual((done.returncode, done.stdout), (2, ""), done.stderr)
+            self.assertRegex(done.stderr, r"^package: [^\n]*built_for\.json: found [^\n]*\n$")
 
     def test_a_wheel_says_what_it_is_for(self):
         kind = "cuda" if BUILT["cuda"] else "cpu"

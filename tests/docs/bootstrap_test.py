@@ -192,6 +192,7 @@ class Bootstrap(unittest.TestCase):
             done, calls = self.bootstrap(TESSERA_TORCH_VERSION=version)
             self.assertEqual((done.returncode, calls), (2, []), done.stderr)
             self.assertIn(f"bootstrap: TESSERA_TORCH_VERSION: found {version}, expected a version from ", done.stderr)
+            self.assertEqual("the third number is missing" in done.stderr, version == "2.15", done.stderr)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,15 @@
 #include "loader/libtorch.h"
 
 #include <signal.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cstdlib>
 #include <optional>
 #include <random>
 
+#include "support/process.h"
 #include "support/temporary_folder.h"
 #include "support/test.h"
 
@@ -27,8 +31,12 @@ struct Kind {
   bool cuda = false;
 };
 
+constexpr const char* kHeader = "include/torch/headeronly/version.h";
+constexpr const char* kHeaderTo29 = "include/torch/csrc/api/include/torch/version.h";
+
 /// A folder as that of a libtorch looks from outside.
-fs::path make_libtorch(const TemporaryFolder& machine, const std::string& name, const Kind& kind) {
+fs::path make_libtorch(const TemporaryFolder& machine, const std::string& name, const Kind& kind,
+                       const std::string& place = kHeader) {
   std::string header = "#pragma once\n";
   std::size_t at = 0;
   for (const char* part : {"MAJOR", "MINOR", "PATCH"}) {
@@ -36,14 +44,15 @@ fs::path make_libtorch(const TemporaryFolder& machine, const std::string& name, 
     header += concat("#define TORCH_VERSION_", part, " ", kind.version.substr(at, end - at), "\n");
     at = end + 1;
   }
-  machine.write(name + "/include/torch/headeronly/version.h", header);
+  machine.write(concat(name, "/", place), header);
   machine.write(name + "/lib/libtorch_cpu.so", "");
   if (kind.cuda) machine.write(name + "/lib/libtorch_cuda.so", "");
   return machine / name;
 }
 
 /// Where a libtorch may be, in the order in which they are looked at.
-const std::vector<std::string> kPlaces{"build",
+const std::vector<std::string> kPlaces{"of the wheel",
+                                       "build",
                                        "venv/lib/python3.11/site-packages/torch",
                                        "conda/lib/python3.9/site-packages/torch",
                                        "copy/torch",
@@ -69,6 +78,7 @@ TEST(FindLibtorch, TakesTheFirstInOrderThatFits) {
     base::Environment environment{{"TESSERA_TORCH", ""}};
     if (draw(2) == 0) environment["VIRTUAL_ENV"] = machine / "venv";
     if (draw(2) == 0) environment["CONDA_PREFIX"] = machine / "conda";
+    if (draw(2) == 0) environment[kTorchOfWheel] = machine / "of the wheel";
     std::optional<fs::path> expected;
     std::vector<std::string> found;
     const bool asks_python = draw(2) == 0;
@@ -80,6 +90,7 @@ TEST(FindLibtorch, TakesTheFirstInOrderThatFits) {
           (place != "build" || !built.folder.empty()) &&
           (!place.starts_with("venv") || environment.contains("VIRTUAL_ENV")) &&
           (!place.starts_with("conda") || environment.contains("CONDA_PREFIX")) &&
+          (!place.starts_with("of") || environment.contains(kTorchOfWheel)) &&
           (!place.starts_with("found") || asks_python);
       if (!looked_at) continue;
       found.push_back(
@@ -139,27 +150,120 @@ TEST(FindLibtorch, ALibtorchWithoutItsVersionIsNone) {
     machine.write("torch/include/torch/headeronly/version.h", header);
     EXPECT_EQ(libtorch_in(folder), std::nullopt) << header;
   }
+  machine.write(concat("torch/", kHeaderTo29), "#include <torch/headeronly/version.h>\n");
   fs::remove(folder / "include/torch/headeronly/version.h");
   EXPECT_EQ(libtorch_in(folder), std::nullopt);
 }
 
-TEST(FindLibtorch, AFolderThatOthersMayWriteToDoesNotCount) {
+TEST(FindLibtorch, TheFolderOfItsCMakeFilesNamesALibtorch) {
   const TemporaryFolder machine;
-  const BuiltFor built{.torch = "2.13"};
+  const fs::path torch = make_libtorch(machine, "a torch", {"2.13.0"});
+  fs::create_directories(torch / "share/cmake/Torch");
+  for (const char* name :
+       {"", "/", "/share/cmake", "/share/cmake/", "/share/cmake/Torch", "/share/cmake/Torch/"}) {
+    const auto found =
+        find_libtorch({.torch = "2.13"}, "copy/lib/tessera/tessera",
+                      {{"TESSERA_TORCH", torch.string() + name}}, [] { return fs::path(); });
+    EXPECT_TRUE(fs::equivalent(found.folder, torch)) << name;
+  }
+}
+
+// Up to 2.9 it is in another header, and the first of the two is not there.
+TEST(FindLibtorch, AnOlderLibtorchIsRefusedByItsVersion) {
+  for (const char* version : {"2.9.1", "2.1.0", "1.13.1"}) {
+    const TemporaryFolder machine;
+    const fs::path torch = make_libtorch(machine, "torch", {version}, kHeaderTo29);
+    for (const base::Environment& environment :
+         {base::Environment{{"TESSERA_TORCH", torch.string()}}, base::Environment{}}) {
+      EXPECT_REFUSED(kConfig,
+                     find_libtorch({.torch = "2.13"}, machine / "copy/lib/tessera/tessera",
+                                   environment, [] { return fs::path(); }),
+                     concat("libtorch: found ", version, " without CUDA in "), "expected 2.13");
+    }
+  }
+}
+
+TEST(FindLibtorch, TheWheelsOwnIsNamedAsWhatItIs) {
+  const TemporaryFolder machine;
+  const fs::path torch = make_libtorch(machine, "site-packages/torch", {"2.12.0"});
+  const std::string said = error_of(ErrorKind::kConfig, [&] {
+    find_libtorch({.torch = "2.13"}, machine / "copy/lib/tessera/tessera",
+                  {{kTorchOfWheel, torch.string()}}, [&] { return torch; });
+  });
+  EXPECT_THAT(said, Says(concat("found 2.12.0 without CUDA in '", torch.string(),
+                                "', the torch of the Python that started it, expected")));
+  EXPECT_EQ(said.find("TESSERA_TORCH names"), std::string::npos) << said;
+}
+
+/// Property: several places may lead to one folder, by links too; a refusal names it once.
+TEST(FindLibtorch, AFolderOfSeveralPlacesIsNamedOnce) {
+  const TemporaryFolder machine;
+  const fs::path torch =
+      make_libtorch(machine, "venv/lib/python3.11/site-packages/torch", {"2.12.0"});
+  fs::create_symlink("python3.11", machine / "venv/lib/python3");
+  fs::create_directory_symlink(machine / "venv", machine / "conda");
+  fs::create_directory_symlink(torch, machine / "libtorch");
+  const std::string said = error_of(ErrorKind::kConfig, [&] {
+    find_libtorch({.torch = "2.13", .folder = torch.string()}, machine / "copy/lib/tessera/tessera",
+                  {{"VIRTUAL_ENV", machine / "venv"}, {"CONDA_PREFIX", machine / "conda"}},
+                  [&] { return torch; });
+  });
+  EXPECT_EQ(count_of(" CUDA in ", said), 1U) << said;
+}
+
+/// Property: each of the folders from above the copy down to lib, and each library, counts where
+/// nobody else can write to it; else the libtorch is passed over and the refusal says why. Named by
+/// a variable it counts all the same. Naive: one folder is looked at, and one of its bits.
+TEST(FindLibtorch, WhatOthersMayHavePutBesideTheCopyDoesNotCount) {
+  for (const std::string name : {"torch", "copy/libtorch"}) {
+    const TemporaryFolder machine;
+    const fs::path torch = make_libtorch(machine, name, {"2.13.0"});
+    machine.write(name + "/lib/libgomp.so.1", "");
+    const auto find = [&](const base::Environment& environment = {}) {
+      return find_libtorch({.torch = "2.13"}, machine / "copy/lib/tessera/tessera", environment,
+                           [] { return fs::path(); });
+    };
+    EXPECT_EQ(find().folder, torch);
+    const std::string passed_over =
+        "libtorch: found 2.13.0 without CUDA in '" + torch.string() + "', passed over since ";
+    for (fs::path path = torch / "lib/libgomp.so.1"; path != machine.path().parent_path();
+         path = path.parent_path()) {
+      const auto before = fs::status(path).permissions();
+      fs::permissions(path, before | fs::perms::others_write);
+      EXPECT_REFUSED(kConfig, find(),
+                     concat(passed_over, "everybody may write to '", path.string(), "'"));
+      EXPECT_EQ(find({{"TESSERA_TORCH", torch.string()}}).folder, torch);
+      fs::permissions(path, before | fs::perms::group_write);
+      EXPECT_EQ(find().folder, torch) << "the own group";
+      if (::geteuid() == 0) {  // who else can give a file away?
+        ASSERT_EQ(::chown(path.c_str(), 0, 12345), 0);
+        EXPECT_REFUSED(kConfig, find(),
+                       concat(passed_over, "the group 12345 may write to '", path.string(), "'"));
+        fs::permissions(path, before);
+        EXPECT_EQ(find().folder, torch) << "a group that only reads";
+        ASSERT_EQ(::chown(path.c_str(), 12345, 0), 0);
+        EXPECT_REFUSED(kConfig, find(),
+                       concat(passed_over, "'", path.string(), "' belongs to the user 12345"));
+        ASSERT_EQ(::chown(path.c_str(), 0, 0), 0);
+      }
+      fs::permissions(path, before);
+    }
+    EXPECT_EQ(find().folder, torch);
+  }
+}
+
+// As /tmp is: anybody may put a folder beside the copy, and nobody one into it.
+TEST(FindLibtorch, InAFolderForAllOnlyTheCopyItselfCounts) {
+  const TemporaryFolder machine;
+  fs::permissions(machine.path(), fs::perms::all | fs::perms::sticky_bit);
   const auto find = [&] {
-    return find_libtorch(built, machine / "copy/lib/tessera/tessera", {},
+    return find_libtorch({.torch = "2.13"}, machine / "copy/lib/tessera/tessera", {},
                          [] { return fs::path(); });
   };
-  const fs::path beside = make_libtorch(machine, "torch", {"2.13.0"});
-  EXPECT_EQ(find().folder, beside);
-  // As /tmp is, where anybody may put a folder of this name, or the folder itself.
-  for (const fs::path& folder : {machine.path(), beside}) {
-    const auto before = fs::status(folder).permissions();
-    fs::permissions(folder, before | fs::perms::others_write | fs::perms::sticky_bit);
-    EXPECT_REFUSED(kConfig, find(), "libtorch: found none");
-    fs::permissions(folder, before);
-    EXPECT_EQ(find().folder, beside);
-  }
+  make_libtorch(machine, "torch", {"2.13.0"});
+  EXPECT_REFUSED(kConfig, find(), "passed over since everybody may write to ");
+  const fs::path within = make_libtorch(machine, "copy/torch", {"2.13.0"});
+  EXPECT_EQ(find().folder, within);
 }
 
 TEST(FindLibtorch, OneThatCannotBeReadIsPassedOverAndNamed) {
@@ -206,6 +310,13 @@ TEST(BuiltForFile, IsReadWholeOrRefused) {
         R"({"torch": "2.13", "cuda": true, "folder": "", "more": 1})", R"({"torch": "2.13)"}) {
     EXPECT_REFUSED(kFormat, read(text), "built_for.json");
   }
+  for (const char* torch : {"", "2", "2.", ".13", "2.13.0", "2.x", "v2.13", " 2.13"}) {
+    EXPECT_REFUSED(kFormat,
+                   read(concat(R"({"torch": ")", torch, R"(", "cuda": true, "folder": ""})")),
+                   concat("torch: found \"", torch, "\", expected MAJOR.MINOR"));
+  }
+  fs::create_symlink("loop.json", folder / "loop.json");
+  EXPECT_REFUSED(kIo, read_built_for(folder / "loop.json"), "loop.json");
   EXPECT_REFUSED(kIo, read_built_for(folder / "none.json"), "none.json");
 }
 
@@ -256,6 +367,75 @@ TEST(TorchOfPython, IsAskedWhereEndsOfChildrenAreIgnored) {
 TEST(TorchOfPython, IsNotWaitedForWithoutEnd) {
   const Python python("exec sleep 1000");
   EXPECT_REFUSED(kConfig, asked(0.2), "python3 does not say within 0.2 s", "set TESSERA_TORCH");
+}
+
+// Naive: where there is always something to read, the time is not looked at.
+TEST(TorchOfPython, ThatPrintsWithoutEndIsNotReadWithoutEnd) {
+  const Python python("exec yes");
+  EXPECT_REFUSED(kConfig, asked(0.2), "python3 does not say within 0.2 s");
+}
+
+TEST(TorchOfPython, IsItsAnswerBehindAnyLengthOfNoise) {
+  for (const int bytes : {100, 4095, 4096, 8191, 8192, 100000}) {
+    const Python python(concat("head -c ", bytes, " /dev/zero\n", kAnswers));
+    EXPECT_EQ(asked(), "/x y/torch") << bytes;
+  }
+}
+
+constexpr std::chrono::seconds kPatience{60};
+
+bool ends(pid_t process) {
+  return wait_until(kPatience, [&] { return !alive(process); });
+}
+
+TEST(TorchOfPython, EndsWithAllThatItHasStarted) {
+  for (const std::string& script : {std::string("sleep 1000"), std::string("yes >&2 &\nsleep 1000"),
+                                    kAnswers + "sleep 1000", kAnswers + "exit 0"}) {
+    const TemporaryFolder folder;
+    const std::string said = (folder / "started").string();
+    const Python python(concat("sleep 1000 >&2 &\necho $! >'", said, "'\n", script));
+    // On a busy machine the script may not come far within the first limits.
+    for (double limit = 0.25; !read_so_far(said).ends_with("\n"); limit *= 2) {
+      ASSERT_LT(limit, 100);
+      try {
+        asked(limit);
+      } catch (const Error&) {  // no answer
+      }
+    }
+    const pid_t started = std::atoi(read_file(said).c_str());
+    ASSERT_GT(started, 0);
+    EXPECT_TRUE(ends(started)) << script;
+  }
+}
+
+// A launcher that gives up kills the program, and not what that has started.
+TEST(TorchOfPython, EndsWithTheProgramThatAskedIt) {
+  const TemporaryFolder folder;
+  const std::string said = (folder / "started").string();
+  const Python python(concat("echo $$ >'", said, "'\nexec sleep 1000"));
+  const pid_t program = ::fork();
+  if (program == 0) {
+    asked(1000);
+    ::_exit(0);
+  }
+  EXPECT_TRUE(wait_until(kPatience, [&] { return read_so_far(said).ends_with("\n"); }));
+  const pid_t started = std::atoi(read_file(said).c_str());
+  ASSERT_GT(started, 0);
+  ::kill(program, SIGKILL);
+  ::waitpid(program, nullptr, 0);
+  EXPECT_TRUE(ends(started));
+}
+
+TEST(TorchOfPython, AFileOfThatNameIsNoPackage) {
+  const TemporaryFolder machine;
+  machine.write("mine/torch.py", "raise SystemExit('imported')\n");
+  machine.write("packages/torch/__init__.py", "raise SystemExit('imported')\n");
+  auto variables = base::environment();
+  variables["PYTHONPATH"] =
+      concat((machine / "mine").string(), ":", (machine / "packages").string());
+  EXPECT_EQ(torch_of_python(variables, 60.0), machine / "packages/torch");
+  variables["PYTHONPATH"] = machine / "mine";
+  EXPECT_NE(torch_of_python(variables, 60.0), machine / "mine");
 }
 
 TEST(TorchOfPython, ImportsNothingAndPassesOverTheFolderOfTheCommand) {

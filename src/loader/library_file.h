@@ -1,0 +1,13 @@
+// Whether a library is there as a whole: one that was cut short is mapped all the same, and ends the
+// process by SIGBUS where its missing part is read. Pure.
+#pragma once
+
+#include <filesystem>
+
+namespace tessera::loader {
+
+/// Checks that the file has all bytes that its ELF header and its segments name.
+/// Errors: kIo, also where it is no regular file, or no library of this machine.
+void check_library(const std::filesystem::path& path);
+
+}  // namespace tessera::loader
