@@ -305,8 +305,11 @@ Libtorch find_libtorch(const BuiltFor& built, const fs::path& executable,
     try {
       auto torch = libtorch_in(place.folder);
       if (!torch) return std::nullopt;
-      const std::string why = fits(*torch, built) ? place.others() : "";
-      if (fits(*torch, built) && why.empty()) return torch;
+      std::string why;
+      if (fits(*torch, built)) {
+        why = place.others();
+        if (why.empty()) return torch;
+      }
       other = concat(found(*torch), place.role, why.empty() ? "" : ", passed over since ", why);
     } catch (const Error& error) {
       other = concat("one that cannot be read (", error.what(), ")", place.role);
