@@ -1,0 +1,70 @@
+# The Python for which the extension module of the package `tessera` is built (python/binding): the one whose torch is the
+# libtorch of this build. Sets TESSERA_HAS_PYTHON, and where it is ON TESSERA_PYTHON_INCLUDE (the folder of Python.h) and
+# TESSERA_PYTHON_SUFFIX (.cpython-311-x86_64-linux-gnu.so).
+set(TESSERA_PYTHON_MODULE AUTO CACHE STRING
+  "The Python module: AUTO (where libtorch is a Python's torch and the headers of that Python are there), ON, OFF")
+set(TESSERA_PYTHON_INTERPRETER "" CACHE FILEPATH
+  "The Python of the module; empty: that of the environment in which libtorch lies")
+
+# tessera_find_python(PROBLEM): what is missing, empty where nothing is.
+function(tessera_find_python problem)
+  set(TESSERA_HAS_PYTHON OFF PARENT_SCOPE)
+  if(NOT EXISTS ${TORCH_INSTALL_PREFIX}/lib/libtorch_python.so)
+    set(${problem} "found no lib/libtorch_python.so in ${TORCH_INSTALL_PREFIX}, expected the torch of a Python; choose it by TESSERA_TORCH"
+      PARENT_SCOPE)
+    return()
+  endif()
+  # torch lies in lib/python3.11/site-packages of its environment; beside Debian's own Python in that of /usr/local.
+  set(candidates ${TESSERA_PYTHON_INTERPRETER})
+  if(NOT candidates)
+    string(REGEX MATCH "python3\\.[0-9]+" name "${TORCH_INSTALL_PREFIX}")
+    set(candidates ${TORCH_INSTALL_PREFIX}/../../../../bin/python3)
+    find_program(TESSERA_PYTHON_ON_PATH NAMES ${name} python3)
+    mark_as_advanced(TESSERA_PYTHON_ON_PATH)
+    if(TESSERA_PYTHON_ON_PATH)
+      list(APPEND candidates ${TESSERA_PYTHON_ON_PATH})
+    endif()
+  endif()
+  set(why "found no Python of ${TORCH_INSTALL_PREFIX}, expected one; name it by TESSERA_PYTHON_INTERPRETER")
+  foreach(python ${candidates})
+    execute_process(COMMAND ${python} -I -c "import sysconfig
+print(sysconfig.get_path('include'), sysconfig.get_config_var('EXT_SUFFIX'), sep='|')"
+      OUTPUT_VARIABLE known OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET RESULT_VARIABLE failed)
+    if(failed OR NOT known MATCHES "^(.+)\\|(.+)$")
+      continue()
+    endif()
+    set(include ${CMAKE_MATCH_1})
+    set(suffix ${CMAKE_MATCH_2})
+    # torch has a module of its own for the one Python that can load it.
+    if(NOT EXISTS ${TORCH_INSTALL_PREFIX}/_C${suffix})
+      set(why "found ${python}, which loads modules *${suffix}, expected the Python for which ${TORCH_INSTALL_PREFIX} is; name it by TESSERA_PYTHON_INTERPRETER")
+      continue()
+    endif()
+    if(NOT EXISTS ${include}/Python.h)
+      set(why "found no Python.h in ${include}, expected the headers of ${python}; for Debian's own Python install python3-dev")
+      continue()
+    endif()
+    set(TESSERA_HAS_PYTHON ON PARENT_SCOPE)
+    set(TESSERA_PYTHON_INCLUDE ${include} PARENT_SCOPE)
+    set(TESSERA_PYTHON_SUFFIX ${suffix} PARENT_SCOPE)
+    set(${problem} "" PARENT_SCOPE)
+    return()
+  endforeach()
+  set(${problem} "${why}" PARENT_SCOPE)
+endfunction()
+
+set(TESSERA_HAS_PYTHON OFF)
+if(TESSERA_PYTHON_MODULE STREQUAL "OFF")
+  message(STATUS "Python module: not built, as TESSERA_PYTHON_MODULE=OFF says")
+elseif(NOT TESSERA_PYTHON_MODULE MATCHES "^(AUTO|ON)$")
+  message(FATAL_ERROR "TESSERA_PYTHON_MODULE: found ${TESSERA_PYTHON_MODULE}, expected AUTO, ON or OFF")
+else()
+  tessera_find_python(problem)
+  if(TESSERA_HAS_PYTHON)
+    message(STATUS "Python module: _C${TESSERA_PYTHON_SUFFIX}")
+  elseif(TESSERA_PYTHON_MODULE STREQUAL "ON")
+    message(FATAL_ERROR "TESSERA_PYTHON_MODULE=ON: ${problem}")
+  else()
+    message(STATUS "Python module: not built: ${problem}")
+  endif()
+endif()
