@@ -13,6 +13,7 @@
 #include "tessera/forward_signature.h"
 #include "tessera/grad_scaler.h"
 #include "tessera/group.h"
+#include "tessera/interrupt.h"
 #include "tessera/keep.h"
 #include "tessera/log_level.h"
 #include "tessera/loss_scale.h"

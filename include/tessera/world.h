@@ -2,8 +2,9 @@
 // on a World object; there is no process-global state, so ranks can be threads and several Worlds
 // can live in one process.
 //
-// Made by World::connect in a process that a launcher started, by launch() for local ranks, or by
-// launch_threads() for ranks as threads of one process. Next: mesh.h, shard.h.
+// Made by World::connect in a process that a launcher started, by World::from_store over a store
+// that the program has already, by launch() for local ranks, or by launch_threads() for ranks as
+// threads of one process. Next: mesh.h, shard.h, interrupt.h.
 #pragma once
 
 #include <algorithm>
@@ -21,6 +22,16 @@
 
 namespace c10 {
 struct Device;
+template <class TTarget, class NullType>
+class intrusive_ptr;
+namespace detail {
+template <class TTarget>
+struct intrusive_target_default_null_type;
+}  // namespace detail
+}  // namespace c10
+
+namespace c10d {
+class Store;
 }
 
 namespace tessera {
@@ -30,6 +41,19 @@ class Group;
 class IssueQueue;
 class Store;
 }  // namespace comm
+
+/// As c10::intrusive_ptr<c10d::Store>.
+using StorePtr =
+    c10::intrusive_ptr<c10d::Store, c10::detail::intrusive_target_default_null_type<c10d::Store>>;
+
+/// What a rank's failure watch ends on this rank when another rank is lost, or has failed.
+enum class LostRankEnds : std::uint8_t {
+  kProcess,  ///< the process, at once, by _exit: nothing of the program runs any more
+  /// The call that waits, or the next one, which throws kComm: the program's handlers and
+  /// destructors run. It ends the process only where the program makes no call within
+  /// WorldOptions::grace_period.
+  kCall,
+};
 
 struct WorldOptions {
   std::string backend = "auto";  ///< "auto" (what carries `device`), "gloo" (cpu), "nccl" (cuda)
@@ -49,6 +73,11 @@ struct WorldOptions {
   bool compare_entries = false;
   /// A wait this long makes the failure watch compare what ranks have issued.
   std::chrono::milliseconds blocked_after = std::chrono::seconds(2);
+  /// The same on every rank: only ranks with kCall are told that an awaited rank has left.
+  LostRankEnds lost_rank_ends = LostRankEnds::kProcess;
+  /// Time from the notice of a lost rank to the end of a process that has thrown no error of it and
+  /// has not closed its World: of LostRankEnds::kCall alone.
+  std::chrono::milliseconds grace_period = std::chrono::seconds(5);
 };
 
 /// Which errors end a process. An exception that a call throws ends none: it can be caught on every
@@ -61,7 +90,13 @@ struct WorldOptions {
 /// - a collective on this rank's device does not end within WorldOptions::timeout;
 /// - ranks were found to call different things, and 5 s later this one has not thrown that: it has
 ///   made no call since, or its call does not return.
+/// With WorldOptions::lost_rank_ends = kCall the first two abort the World, so that this rank's call
+/// throws the same text as kComm, and end the process where it makes no call within grace_period;
+/// such a World does not recover. A wait for a rank that has closed its World throws, too.
 /// Ranks that are threads are never ended.
+///
+/// In a child of fork() a World of several ranks is of no use and does no harm: its collectives
+/// throw kUsage; close(), abort() and its destructor do nothing.
 class World : public std::enable_shared_from_this<World> {
  public:
   /// Joins the run that the environment describes (torchrun, Open MPI, PMI, Slurm, own spawn), or
@@ -71,6 +106,17 @@ class World : public std::enable_shared_from_this<World> {
   /// Errors: kUsage for contradictory variables, and for a device that is not there; kConfig for a
   /// backend that does not carry its tensors; kComm when the others do not come in time.
   static std::shared_ptr<World> connect(const WorldOptions& options = {});
+  /// Joins the ranks that share `store` (of torch.distributed's default process group, a TCPStore, a
+  /// FileStore, or a HashStore between threads), which the caller keeps: ranks of any launcher, or
+  /// of none. Its keys are under a prefix of its own, counted by rank, so that Worlds over one store,
+  /// one after the other or at the same time, do not meet: every rank makes them in the same order.
+  /// It takes connections of its own by clone(); a store that has none (a wrapper written in Python)
+  /// is shared, which is safe since no call on it waits. local_rank() is the launcher's where the
+  /// environment describes this rank, else that of `rank` on its host. Collective; otherwise as
+  /// connect(), also of one rank, which does not ask the store. Errors: kUsage for a rank outside of
+  /// `size`, and for ranks that give different sizes; as connect().
+  static std::shared_ptr<World> from_store(const StorePtr& store, int rank, int size,
+                                           const WorldOptions& options = {});
   /// A world of one, whatever the environment says: of a process that works alone, also where a
   /// launcher has started others beside it.
   static std::shared_ptr<World> of_one(const WorldOptions& options = {});
@@ -78,6 +124,18 @@ class World : public std::enable_shared_from_this<World> {
   virtual ~World();
   World(const World&) = delete;
   World& operator=(const World&) = delete;
+
+  /// Leaves together with the others, as the destructor does: waits until they close theirs, unless
+  /// the run has failed. Afterwards collectives, group() and fully_shard throw kUsage "the World is
+  /// closed"; objects of it can still be destroyed, in any order. Does nothing the second time.
+  /// Collective, unless aborted. Errors: what the interrupt check throws while it waits
+  /// (interrupt.h), behind which it is closed.
+  virtual void close() = 0;
+  /// Leaves alone: tells the others that this rank has failed, for which each ends or throws "rank
+  /// R: why" (WorldOptions::lost_rank_ends) within a second or two, and closes. Waits about a second
+  /// at most, on rank 0, which may hold the store. Not collective. Does nothing once closed.
+  virtual void close_failed(const std::string& why) = 0;
+  bool closed() const;
 
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -170,6 +228,7 @@ class World : public std::enable_shared_from_this<World> {
   std::uint64_t models_ = 0;                   ///< that were named since recovery named_at_
   std::uint64_t named_at_ = 0;
   bool had_stages_ = false;
+  std::atomic<bool> closed_ = false;
   std::unique_ptr<State> state_;  ///< groups, abort flag
   std::unique_ptr<comm::IssueQueue> queue_;
 };

@@ -59,6 +59,8 @@ class ProcessWorld : public World {
   ~ProcessWorld() override;
 
   std::string backend() const override { return std::string(backend_.name); }
+  void close() override { closed_ = true; }
+  void close_failed(const std::string& /*why*/) override { close(); }
   void abort_epoch(std::uint64_t epoch, const std::string& why) override;
   void recover() override;
 

@@ -64,13 +64,18 @@ class ThreadWorld : public World {
   ~ThreadWorld() override;
 
   std::string backend() const override;
+  void close() override { closed_ = true; }
+  void close_failed(const std::string& why) override {
+    abort(why);
+    close();
+  }
   void abort_epoch(std::uint64_t epoch, const std::string& why) override;
   void recover() override;
 
   void abort_here(const std::string& why);
   void wake();
   /// By its thread, as it ends: what the backend ends on all ranks together.
-  void close();
+  void end_connections();
   /// This rank's share of a recovery: nothing may be under way on any rank.
   void repair(int epoch);
 
@@ -163,7 +168,7 @@ void ThreadWorld::abort_here(const std::string& why) {
 
 void ThreadWorld::wake() { state_->board->abort_all(); }
 
-void ThreadWorld::close() {
+void ThreadWorld::end_connections() {
   if (messages_ && !aborted()) connections_->close();  // else destructors do
 }
 
@@ -251,7 +256,7 @@ void ThreadRanks::Impl::serve(int rank) {
     started.wait(lock, [&]() TESSERA_REQUIRES(mutex) { return stopping || round != served; });
     if (stopping) {
       lock.unlock();
-      return world.close();
+      return world.end_connections();
     }
     served = round;
     const std::function<void(World&)>& what = *body;

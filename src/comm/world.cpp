@@ -68,6 +68,8 @@ class SoloWorld : public World {
   explicit SoloWorld(const WorldOptions& options) : World(0, 1, 0, options) {}
   ~SoloWorld() override { stop_queue(); }
   std::string backend() const override { return "none"; }
+  void close() override { closed_ = true; }
+  void close_failed(const std::string& /*why*/) override { close(); }
   void abort_epoch(std::uint64_t epoch, const std::string& why) override {
     const base::Lock lock(epoch_mutex_);
     if (epoch != recoveries_) return;
@@ -111,6 +113,11 @@ World::~World() = default;
 
 std::shared_ptr<World> World::connect(const WorldOptions& options) {
   return comm::connect_at(comm::read_place(options), options);
+}
+
+std::shared_ptr<World> World::from_store(const StorePtr& /*store*/, int /*rank*/, int /*size*/,
+                                         const WorldOptions& options) {
+  return of_one(options);
 }
 
 std::shared_ptr<World> World::of_one(const WorldOptions& options) {
@@ -182,6 +189,8 @@ void World::work_at(const std::string& what) {
   state_->store->set(work_key(rank_), what);
   if (!what.empty()) log::write_to_file(log::Level::kInfo, concat("start-up: ", what));
 }
+
+bool World::closed() const { return closed_; }
 
 bool World::aborted() const { return state_->abort_flag->is_set(); }
 
