@@ -24,11 +24,12 @@ def quiet_environment(threads=1):
             "HF_HUB_OFFLINE": "1"}
 
 
-def run_ranks(script, arguments, ranks=2):
-    """Runs `script --rank R --ranks N --meet DIR arguments...`; returns each rank's result."""
+def run_ranks(script, arguments, ranks=2, python=sys.executable, environment=None):
+    """Runs `script --rank R --ranks N --meet DIR arguments...`; returns each rank's result. `python` is the
+    interpreter, `environment` takes the place of the quiet one."""
     with tempfile.TemporaryDirectory() as meet:
-        command = [sys.executable, script, *map(str, arguments), "--ranks", str(ranks), "--meet", meet]
-        processes = [subprocess.Popen([*command, "--rank", str(rank)], env=quiet_environment(),
+        command = [str(python), script, *map(str, arguments), "--ranks", str(ranks), "--meet", meet]
+        processes = [subprocess.Popen([*command, "--rank", str(rank)], env=environment or quiet_environment(),
                                       stdin=subprocess.DEVNULL) for rank in range(ranks)]
         codes = [process.wait() for process in processes]
         if any(codes):
