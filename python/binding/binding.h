@@ -1,0 +1,46 @@
+// The extension module tessera._C: the classes of include/tessera that the Python package uses.
+//
+// One source binds one part of the library. Every function that may wait for other ranks, allocate
+// a unit's memory or drop tensors releases the GIL while it runs. Next: module.cpp.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <optional>
+
+#include "grad/torch_dtype.h"
+#include "tessera/shard.h"
+
+namespace tessera::python {
+
+/// Of a function of the library: other Python threads run while it does.
+using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+/// Of a class whose C++ destructor may wait for other ranks or drop tensors.
+using DestroyedWithoutGil = py::release_gil_before_calling_cpp_dtor;
+
+using TorchDType = std::optional<at::ScalarType>;
+
+inline std::optional<DType> dtype_of(const TorchDType& type) {
+  return type ? std::optional(to_dtype(*type)) : std::nullopt;
+}
+inline TorchDType torch_dtype_of(const std::optional<DType>& dtype) {
+  return dtype ? TorchDType(to_scalar_type(*dtype)) : std::nullopt;
+}
+
+/// A sharded module of Python: its forward is a call of Python between enter() and leave().
+class PythonUnit : public ShardedBase {
+ public:
+  PythonUnit(std::shared_ptr<torch::nn::Module> tree, const Mesh& mesh,
+             const PrecisionPolicy& policy, const ShardOptions& options)
+      : ShardedBase(std::move(tree), mesh, policy, options) {}
+  using ShardedBase::Call;
+};
+
+void bind_world(py::module_& module);
+void bind_policy(py::module_& module);
+void bind_module(py::module_& module);
+void bind_optim(py::module_& module);
+void bind_state(py::module_& module);
+
+}  // namespace tessera::python

@@ -1,0 +1,164 @@
+"""What a sharded module's parameters() are: this rank's shards, and their gradients."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+
+from tessera._world import usage_error
+
+if TYPE_CHECKING:
+    from ._module import FSDPModule
+    from ._policy import ParameterContract
+
+
+# Functions that read a tensor as a whole: of a shard they would give one rank's share of the answer.
+_READ_WHOLE = frozenset(
+    {
+        "norm",
+        "vector_norm",
+        "linalg_norm",
+        "linalg_vector_norm",
+        "linalg_matrix_norm",
+        "matrix_norm",
+        "_foreach_norm",
+        "_amp_foreach_non_finite_check_and_unscale_",
+    }
+)
+
+
+class ShardedGradient(Tensor):
+    """The gradient of a shard: [elements of the shard], final dtype of the contract.
+
+    Elementwise operations are those of any tensor. Norms are refused: one rank's part has another norm than the whole
+    gradient, and ranks would clip by different ones.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if getattr(func, "__name__", "") in _READ_WHOLE:
+            raise usage_error(
+                f"{func.__name__}: found the gradients of shards, expected whole gradients: every rank would find the norm of "
+                "its own part; use tessera.clip_grad_norm_(model, max_norm), tessera.gradient_norm(model) or "
+                "tessera.GradScaler"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+_grad_of_tensor = Tensor.grad
+_requires_grad_of_tensor = Tensor.requires_grad
+
+
+class ShardedParameter(nn.Parameter):
+    """This rank's part of one parameter: elements `range` of the flattened whole, in the storage dtype, 1-D.
+
+    Ranks have parts of different lengths, which may be empty. Optimizers that work element by element step it as they
+    would the whole; `ndim` and `shape` are those of the part. FSDP2's counterpart is a DTensor.
+    """
+
+    # Set by `stamp`.
+    _module: weakref.ref[FSDPModule]
+    _name: str
+    _global_shape: torch.Size
+    _range: tuple[int, int]
+
+    @property
+    def global_shape(self) -> torch.Size:
+        """The shape of the whole parameter."""
+        return self._global_shape
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """(begin, end): this rank has these elements of the flattened whole."""
+        return self._range
+
+    def _owner(self) -> FSDPModule:
+        module = self._module()
+        if module is None:
+            raise usage_error(f"parameter {self._name}: found its module gone, expected it to live; keep the sharded module")
+        return module
+
+    @property
+    def contract(self) -> ParameterContract:
+        """Its dtypes, and the reasons for them."""
+        return self._owner().contract()[self._name]
+
+    def full_tensor(self) -> Tensor:
+        """Returns the whole parameter, [global_shape], storage dtype. Collective."""
+        return cast(Tensor, self._owner().__dict__["_tessera_unit"].full_parameters(self._name)[0][1])
+
+    def full_grad(self) -> Tensor | None:
+        """Returns the whole gradient, [global_shape], final dtype; None for a frozen parameter. Collective."""
+        found = self._owner().__dict__["_tessera_unit"].full_gradients(self._name)
+        return cast(Tensor, found[0][1]) if found else None
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]
+        gradient = cast("Tensor | None", _grad_of_tensor.__get__(self))  # type: ignore[attr-defined]
+        if gradient is not None and type(gradient) is Tensor:
+            gradient.__class__ = ShardedGradient
+        return gradient
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _grad_of_tensor.__set__(self, value)  # type: ignore[attr-defined]
+
+    @grad.deleter
+    def grad(self) -> None:
+        _grad_of_tensor.__delete__(self)  # type: ignore[attr-defined]
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return cast(bool, _requires_grad_of_tensor.__get__(self))  # type: ignore[attr-defined]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
+        """Refused where it would change something: what is frozen lies elsewhere than what is trained."""
+        if requires_grad == self.requires_grad:
+            return self
+        raise usage_error(
+            f"parameter {self._name}: found requires_grad_({requires_grad}) after fully_shard, expected it before; use "
+            f"module.set_trainable({self._name!r}, {requires_grad}), which moves it, on all ranks"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise usage_error(
+            f"deepcopy: found parameter {self._name}, of which this rank has a part, expected a plain one; copy the plain "
+            "module before fully_shard, or load tessera.get_model_state_dict(module) into a plain one"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise usage_error(
+            f"pickle: found parameter {self._name}, of which this rank has a part, expected a plain one; save "
+            "tessera.get_model_state_dict(module), or use tessera.save_checkpoint"
+        )
+
+    def __repr__(self, *, tensor_contents: str | None = None) -> str:
+        values = Tensor.__repr__(self.detach().as_subclass(Tensor))
+        return f"ShardedParameter {self._name}, elements {self._range} of {tuple(self._global_shape)}:\n{values}"
+
+
+def stamp(shard: Tensor, module: FSDPModule, name: str, shape: Sequence[int], begin: int, end: int) -> ShardedParameter:
+    """Makes the library's tensor of a shard a ShardedParameter; the object stays the same one."""
+    if type(shard) is not ShardedParameter:
+        shard.__class__ = ShardedParameter
+    parameter = cast(ShardedParameter, shard)
+    parameter._module = weakref.ref(module)
+    parameter._name = name
+    parameter._global_shape = torch.Size(shape)
+    parameter._range = (begin, end)
+    return parameter
