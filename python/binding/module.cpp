@@ -16,6 +16,7 @@
 #include "comm/torch_compat.h"
 #include "tessera/error.h"
 #include "tessera/model_contract.h"
+#include "tessera/optim.h"
 #include "tessera/trainable.h"
 
 namespace tessera::python {

@@ -13,7 +13,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -333,7 +333,13 @@ def fully_shard(
     module.__dict__[_UNIT] = unit
     module.__dict__[_IGNORED] = tree.ignored
     track(module)
+    _stamp_all(module)
     return module
+
+
+def _stamp_all(module: nn.Module) -> None:
+    """The library's tensors of all shards are ShardedParameters from here on, whoever asks for them."""
+    cast(FSDPModule, module)._named_shards()
 
 
 class FSDPModule(nn.Module):
@@ -489,25 +495,24 @@ class FSDPModule(nn.Module):
         unit_of(self, "reshard").reshard()
 
     def set_trainable(
-        self,
-        match: str | Sequence[str],
-        trainable: bool = True,
-        *,
-        frozen_as: str = "shard",
-        optimizers: Iterable[Any] = (),
+        self, match: str | Sequence[str], trainable: bool = True, *, frozen_as: Literal["shard", "replicate"] = "shard"
     ) -> None:
         """Freezes or unfreezes the parameters that a pattern matches (see Rule), between steps. Collective.
 
         Counterpart: requires_grad_() under FSDP2; here frozen and trained parameters lie in memory of their own, and the
-        parameters concerned move. Call it on the outermost module, with every optimizer of tessera that was made for it;
-        one of torch.optim has to be made anew. `frozen_as`: "shard" or "replicate" (whole on each rank). Errors: "usage"
+        parameters concerned move. Call it on the outermost module. Optimizers of tessera follow; one of torch.optim has
+        to be made anew. `frozen_as`: "shard", or "replicate" (whole on each rank, in the compute dtype). Errors: "usage"
         in a step or with gradients; "contract" for a pattern that matches nothing.
         """
+        from tessera import _optim
+
         if frozen_as not in ("shard", "replicate"):
             raise usage_error(f'set_trainable: found frozen_as={frozen_as!r}, expected "shard" or "replicate"')
         patterns = [match] if isinstance(match, str) else list(match)
-        follow = [optimizer._bound for optimizer in optimizers]
-        unit_of(self, "set_trainable").set_trainable([(patterns, trainable, frozen_as == "replicate")], follow)
+        change = (patterns, trainable, frozen_as == "replicate")
+        unit_of(self, "set_trainable").set_trainable([change], _optim.follow(self))
+        _stamp_all(self)
+        _optim.followed(self)
 
     def requires_grad_(self: M, requires_grad: bool = True) -> M:
         """set_trainable("*", requires_grad), and the same for ignored parameters. Collective."""
