@@ -1,2 +1,41 @@
-"""Tessera: sharded mixed-precision training on libtorch. This package carries the program: `tessera`, or
-`python -m tessera`."""
+"""Tessera: sharded mixed-precision training on libtorch.
+
+    import tessera
+    tessera.init()
+    for layer in model.layers:
+        tessera.fully_shard(layer)
+    tessera.fully_shard(model)
+
+Shards any `torch.nn.Module` as FSDP2 does, with a dtype of its own for each parameter, gradient and sum. docs/python.md is
+the manual. The package also carries the program: `tessera`, or `python -m tessera`.
+
+Importing it imports no torch: that happens at the first use of a name, after a look at whether the torch that is there is
+the one that this package is built for.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tessera._public import *  # noqa: F403
+    from tessera._public import __all__ as __all__
+
+
+def __getattr__(name: str) -> Any:
+    if name == "_C":
+        from tessera import _native
+
+        return _native.opened()
+    if name.startswith("_") and name not in ("__all__", "__version__"):  # a module of the package, or nothing
+        raise AttributeError(f"module 'tessera' has no attribute '{name}'")
+    from tessera import _public
+
+    if name not in _public.__all__ and not name.startswith("_"):
+        raise AttributeError(f"module 'tessera' has no attribute '{name}'; dir(tessera) lists what it has")
+    value = globals()[name] = getattr(_public, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    from tessera import _public
+
+    return sorted([*globals(), *_public.__all__])

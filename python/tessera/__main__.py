@@ -6,7 +6,7 @@ import pathlib
 import sys
 
 
-def torch_of_python():
+def torch_of_python() -> str:
     """The folder of the package torch, found, not imported: the program opens its libraries. The folder of the command is
     no place for packages, and a file torch.py is none."""
     try:
@@ -20,8 +20,8 @@ def torch_of_python():
     return ""
 
 
-def main():
-    program = pathlib.Path(__file__).resolve().parent / "lib/tessera/tessera"
+def main() -> None:
+    program = pathlib.Path(__file__).parent.resolve() / "lib/tessera/tessera"
     # Between the two alone: docs/install.md has the place that it takes in the program's list.
     os.environ["TESSERA_TORCH_OF_PYTHON"] = torch_of_python()
     os.execv(program, ["tessera", *sys.argv[1:]])

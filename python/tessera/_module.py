@@ -1,8 +1,8 @@
 """fully_shard: a torch.nn.Module becomes a sharded one, in place, as FSDP2 does it.
 
-The module's class becomes a subclass of its own and of FSDPModule, whose call gathers the parameters, runs the module's
-own call, hooks included, and gives their memory back. The tensors in `_parameters` stay where they are: they have values
-inside of a call. `parameters()` of a sharded module are the shards. Next: _optim.py.
+The module's class becomes a subclass of its own and of FSDPModule, whose call gathers the parameters, runs the own call
+of the module, hooks included, and gives their memory back. The tensors in `_parameters` stay where they are: they have
+values inside of a call. `parameters()` of a sharded module are the shards. Next: _optim.py.
 """
 
 from __future__ import annotations
@@ -38,16 +38,14 @@ def unit_of(module: nn.Module, what: str = "fully_shard") -> _C.Unit:
     if unit is None:
         name = type(module).__name__
         if isinstance(module, FSDPModule):
-            raise usage_error(f"{what}: found {name}, whose World has closed, expected an open one; call it before the end")
+            raise usage_error(f"{what}: found {name}, whose World has closed, expected an open one; call it before")
         raise usage_error(f"{what}: found {name}, which is not sharded, expected a module after fully_shard(module)")
     return cast(_C.Unit, unit)
 
 
-# --- The tensors among arguments and results ---------------------------------------------------------------------------
-#
-# Containers are the module's and the caller's: a list or dict that the module changes is the caller's own. So tensors are
-# put into the same lists, dicts and dataclasses, and the caller's are put back when the call has ended; tuples are made
-# anew. Objects of other classes pass as they are.
+# [Note: containers] A list or dict that the module changes has to be the caller's own. So tensors are put into the
+# lists, dicts and dataclasses that are there, and the caller's tensors are put back when the call has ended; tuples are
+# made anew. Objects of other classes pass as they are.
 
 
 def _is_dataclass(value: Any) -> bool:
@@ -169,9 +167,6 @@ def _hide_from_dynamo() -> None:
         torch.compiler.disable(function, recursive=False)
 
 
-# --- Sharding ----------------------------------------------------------------------------------------------------------
-
-
 class _Tree:
     """The tensors of a module as the library wants them, and what is found on the way."""
 
@@ -220,7 +215,7 @@ class _Tree:
     def _leaf(self, module: nn.Module, key: str, path: str, parameter: nn.Parameter) -> nn.Parameter:
         """The parameter; in the second place of a tied one another tensor object over the same memory, so that
         autograd does not add the gradients of two places before the sink does, in the dtype that it adds in."""
-        if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise usage_error(
                 f"fully_shard: found the parameter {path} without a shape, expected all shapes known; run the module "
                 "once, before fully_shard"
@@ -289,24 +284,27 @@ def fully_shard(
         )
     if offload_policy is not None and type(offload_policy).__name__ != "OffloadPolicy":
         raise usage_error(
-            f"fully_shard: found offload_policy {type(offload_policy).__name__}, expected none: parameters stay where they "
-            "compute; leave it out"
+            f"fully_shard: found offload_policy {type(offload_policy).__name__}, expected none: parameters stay where "
+            "they compute; leave it out"
         )
     if not isinstance(module, nn.Module):
         raise usage_error(
-            f"fully_shard: found {type(module).__name__}, expected one torch.nn.Module; shard the modules of a list one by one"
+            f"fully_shard: found {type(module).__name__}, expected one torch.nn.Module; shard the modules of a list "
+            "one by one"
         )
     if isinstance(module, FSDPModule):
-        raise usage_error(f"fully_shard: found {type(module).__name__}, which is sharded already, expected a plain module")
+        raise usage_error(
+            f"fully_shard: found {type(module).__name__}, which is sharded already, expected a plain module"
+        )
     if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
         raise usage_error(
-            f"fully_shard: found {type(module).__name__}, which has no forward, expected one that is called; shard its "
-            "children, or the module around it"
+            f"fully_shard: found {type(module).__name__}, which has no forward, expected one that is called; shard "
+            "its children, or the module around it"
         )
     if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
         raise usage_error(
-            f"fully_shard: found reshard_after_forward={reshard_after_forward}, expected True, False or None; parameters "
-            "are given back to all ranks or kept whole"
+            f"fully_shard: found reshard_after_forward={reshard_after_forward}, expected True, False or None; "
+            "parameters are kept whole, or given back to all ranks"
         )
     policy, output_dtype = policy_of(MixedPrecisionPolicy() if mp_policy is None else mp_policy)
     ignored = list(ignored_params or ())
@@ -329,7 +327,7 @@ def fully_shard(
     except BaseException:
         tree.undo()
         raise
-    module.__class__ = _sharded_class(type(module))
+    cast(Any, module).__class__ = _sharded_class(type(module))
     module.__dict__[_UNIT] = unit
     module.__dict__[_IGNORED] = tree.ignored
     track(module)
@@ -345,8 +343,8 @@ def _stamp_all(module: nn.Module) -> None:
 class FSDPModule(nn.Module):
     """What a sharded module has besides what its own class has. Counterpart: torch.distributed.fsdp.FSDPModule.
 
-    Controls (`set_...`) do not communicate: call them with the same values at the same place on every rank. A difference
-    is an error at the next collective, which names it.
+    Controls (`set_...`) do not communicate: call them with the same values at the same place on every rank. The next
+    collective raises an error that names a difference.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -362,8 +360,10 @@ class FSDPModule(nn.Module):
     # Contracts and whole tensors.
 
     def contract(self) -> ModelContract:
-        """Returns what all ranks have agreed on: dtypes of parameters, buffers and units, with reasons. `str()` of it is
-        the table."""
+        """Returns what all ranks have agreed on: dtypes of parameters, buffers and units, with reasons.
+
+        `str()` of it is the table.
+        """
         return contract_of(unit_of(self, "contract"))
 
     # parameters()
@@ -438,8 +438,8 @@ class FSDPModule(nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise usage_error(
-            f"load_state_dict: found {type(self).__name__} sharded inside of a plain module, expected a sharded one; call "
-            "load_state_dict of the sharded modules, or shard the outermost module, too"
+            f"load_state_dict: found {type(self).__name__} sharded inside of a plain module, expected a sharded one; "
+            "call load_state_dict of the sharded modules, or shard the outermost module, too"
         )
 
     # Controls.
@@ -499,9 +499,9 @@ class FSDPModule(nn.Module):
     ) -> None:
         """Freezes or unfreezes the parameters that a pattern matches (see Rule), between steps. Collective.
 
-        Counterpart: requires_grad_() under FSDP2; here frozen and trained parameters lie in memory of their own, and the
-        parameters concerned move. Call it on the outermost module. Optimizers of tessera follow; one of torch.optim has
-        to be made anew. `frozen_as`: "shard", or "replicate" (whole on each rank, in the compute dtype). Errors: "usage"
+        Counterpart: requires_grad_() under FSDP2; here frozen and trained parameters lie in memory of their own, and
+        those concerned move. Call it on the outermost module. Optimizers of tessera follow; one of torch.optim has to
+        be made anew. `frozen_as`: "shard", or "replicate" (whole on each rank, in the compute dtype). Errors: "usage"
         in a step or with gradients; "contract" for a pattern that matches nothing.
         """
         from tessera import _optim
@@ -540,27 +540,27 @@ class FSDPModule(nn.Module):
             if (after.dtype, after.device) != (probe.dtype, probe.device):
                 raise usage_error(
                     f"{type(self).__name__}: found a change of its parameters from {probe.dtype} on {probe.device} to "
-                    f"{after.dtype} on {after.device}, expected none after fully_shard; change dtype or device before, or "
-                    "use mp_policy"
+                    f"{after.dtype} on {after.device}, expected none after fully_shard; change dtype or device before, "
+                    "or use mp_policy"
                 )
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise usage_error(
-            f"deepcopy: found {type(self).__name__}, of which this rank has a part, expected a plain module; copy it before "
-            "fully_shard, or load module.state_dict() into a plain one"
+            f"deepcopy: found {type(self).__name__}, of which this rank has a part, expected a plain module; copy it "
+            "before fully_shard, or load module.state_dict() into a plain one"
         )
 
     def __copy__(self) -> NoReturn:
         raise usage_error(
-            f"copy: found {type(self).__name__}, whose call belongs to this object, expected a plain module; copy it before "
-            "fully_shard"
+            f"copy: found {type(self).__name__}, whose call belongs to this object, expected a plain module; copy it "
+            "before fully_shard"
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise usage_error(
-            f"pickle or torch.save: found {type(self).__name__}, of which this rank has a part, expected a plain module; save "
-            "tessera.get_model_state_dict(module), or use tessera.save_checkpoint"
+            f"pickle or torch.save: found {type(self).__name__}, of which this rank has a part, expected a plain "
+            "module; save tessera.get_model_state_dict(module), or use tessera.save_checkpoint"
         )
 
 
@@ -577,7 +577,10 @@ def full_parameters(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def full_gradients(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Returns (name, whole gradient in the final dtype) of each trainable parameter; zeros where it has none. Collective."""
+    """Returns (name, whole gradient in the final dtype) of each trainable parameter; zeros where it has none.
+
+    Collective. Counterpart: p.grad.full_tensor() of each DTensor.
+    """
     return cast("list[tuple[str, Tensor]]", unit_of(module, "full_gradients").full_gradients(None))
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, overload
+from typing import Any, ClassVar, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
@@ -73,8 +73,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     by patterns (`no_decay`, `rules`), not by groups. `state` is empty: `state_dict()` has the moments.
     """
 
-    _made: weakref.WeakSet[ShardedOptimizer] = weakref.WeakSet()
-    _count = 0
+    _made: ClassVar[weakref.WeakSet[ShardedOptimizer]] = weakref.WeakSet()
+    _count: ClassVar[int] = 0
 
     def __init__(self, model: nn.Module, core: _C.Optimizer, defaults: dict[str, Any]) -> None:
         """Takes the library's optimizer of `model` and the values of its parameter group."""
@@ -245,10 +245,10 @@ class AdamW(ShardedOptimizer):
     """AdamW over the shards of a module, with the formulas and the defaults of torch.optim.AdamW.
 
     `model`: a sharded module; all of its trainable parameters are stepped. `no_decay`: patterns of parameters without
-    weight decay, as `Rule.match`; PyTorch's idiom `p.ndim >= 2` decays nothing here, since shards have one dim. `rules`:
-    OptimizerRules. Updates are formed in float32, in float64 for float64; a 16-bit shard is stepped with the bits that
-    it lacks (`MixedPrecisionPolicy.master`), so that small updates add up. `foreach` and `fused` are without effect:
-    there is one implementation.
+    weight decay, as `Rule.match`; PyTorch's idiom `p.ndim >= 2` decays nothing here, since shards have one dim.
+    `rules`: OptimizerRules. Updates are formed in float32, in float64 for float64; a 16-bit shard is stepped with the
+    bits that it lacks (`MixedPrecisionPolicy.master`), so that small updates add up. `foreach` and `fused` are without
+    effect: there is one implementation.
 
     State, bytes an element of the shard: 8 in float32, 10 in bfloat16, 12 in float16. The defaults of the C++ library
     and of the program differ: betas (0.9, 0.95), weight_decay 0.1.
@@ -331,9 +331,9 @@ class Muon(ShardedOptimizer):
     """Muon: matrices are orthogonalized, whole, and AdamW steps the rest.
 
     Matrices, [rows, columns], are the trainable parameters of two dims, and each [rows, columns] of those with three,
-    but for those that a pattern of `adamw` matches: embeddings, heads, routers. Each is formed whole on one rank, by one
-    all-to-all a step there and one back: `step()` is collective. torch.optim.Muon takes matrices alone, and computes in
-    bfloat16 (here: `ns_dtype=torch.bfloat16`; float32 else).
+    but for those that a pattern of `adamw` matches: embeddings, heads, routers. Each is formed whole on one rank, by
+    one all-to-all a step there and one back: `step()` is collective. torch.optim.Muon takes matrices alone, and
+    computes in bfloat16 (here: `ns_dtype=torch.bfloat16`; float32 else).
 
     `lr`, `weight_decay`, `momentum`, `nesterov`, `ns_coefficients`, `eps`, `ns_steps`, `adjust_lr_fn` ("original" or
     "match_rms_adamw"): as torch.optim.Muon, whose defaults they have. `adamw_betas`, `adamw_eps`, `adamw_lr_scale` (its
@@ -441,8 +441,8 @@ def _norm_tensor(model: nn.Module, norm: float) -> Tensor:
 
 
 def nonfinite_parameters(model: nn.Module, most: int = 10) -> list[str]:
-    """Returns the names of the first `most` parameters whose gradient or value is not finite on any rank. Collective."""
-    return list(_C.nonfinite_parameters(_unit_of(model), most))
+    """Returns the names of the first `most` parameters whose gradient or value is not finite on any rank.
+    Collective.""" return list(_C.nonfinite_parameters(_unit_of(model), most))
 
 
 class GradScaler:
@@ -514,10 +514,7 @@ class GradScaler:
         """
         if self._bound is None:
             return optimizer.step()
-        if norm is None:
-            found = _C.gradient_norm(self._unit(), math.inf)
-        else:
-            found = float(norm)
+        found = _C.gradient_norm(self._unit(), math.inf) if norm is None else float(norm)
         self._norm = found if self._norm is None or math.isfinite(self._norm) else self._norm
         return optimizer.step() if math.isfinite(found) else None
 
@@ -531,7 +528,8 @@ class GradScaler:
             return
         if new_scale is not None:
             raise usage_error(
-                "GradScaler.update: found a new_scale, expected none; load_state_dict() sets a scale, which is a power of two"
+                "GradScaler.update: found a new_scale, expected none; load_state_dict() sets a scale, which is a "
+                "power of two"
             )
         if self._norm is None:
             raise usage_error("GradScaler.update: found no step() since the last one, expected scaler.step(optimizer)")
@@ -583,7 +581,8 @@ def _refuse_by_class(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any)
         if any(isinstance(p, ShardedParameter) for group in optimizer.param_groups for p in group["params"]):
             raise usage_error(
                 f"{type(optimizer).__name__}: found shards of a sharded module among its parameters, expected whole "
-                f"tensors: torch.optim.{name} reads shapes or norms of whole parameters, and a rank has a part of each; "
+                f"tensors: torch.optim.{name} reads shapes or norms of whole parameters, and a rank has a part of "
+                "each; "
                 f"{advice}"
             )
 

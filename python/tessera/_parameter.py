@@ -48,16 +48,16 @@ class ShardedGradient(Tensor):
     ) -> Any:
         if getattr(func, "__name__", "") in _READ_WHOLE:
             raise usage_error(
-                f"{func.__name__}: found the gradients of shards, expected whole gradients: every rank would find the norm of "
-                "its own part; use tessera.clip_grad_norm_(model, max_norm), tessera.gradient_norm(model) or "
+                f"{func.__name__}: found the gradients of shards, expected whole gradients: every rank would find the "
+                "norm of its own part; use tessera.clip_grad_norm_(model, max_norm), tessera.gradient_norm(model) or "
                 "tessera.GradScaler"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
 
-_grad_of_tensor = Tensor.grad
-_requires_grad_of_tensor = Tensor.requires_grad
+_grad_of_tensor: Any = Tensor.grad
+_requires_grad_of_tensor: Any = Tensor.requires_grad
 
 
 class ShardedParameter(nn.Parameter):
@@ -86,7 +86,9 @@ class ShardedParameter(nn.Parameter):
     def _owner(self) -> FSDPModule:
         module = self._module()
         if module is None:
-            raise usage_error(f"parameter {self._name}: found its module gone, expected it to live; keep the sharded module")
+            raise usage_error(
+                f"parameter {self._name}: found its module gone, expected it to live; keep the sharded module"
+            )
         return module
 
     @property
@@ -105,22 +107,22 @@ class ShardedParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
-        gradient = cast("Tensor | None", _grad_of_tensor.__get__(self))  # type: ignore[attr-defined]
+        gradient = cast("Tensor | None", _grad_of_tensor.__get__(self))
         if gradient is not None and type(gradient) is Tensor:
             gradient.__class__ = ShardedGradient
         return gradient
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        _grad_of_tensor.__set__(self, value)  # type: ignore[attr-defined]
+        _grad_of_tensor.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
-        _grad_of_tensor.__delete__(self)  # type: ignore[attr-defined]
+        _grad_of_tensor.__delete__(self)
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        return cast(bool, _requires_grad_of_tensor.__get__(self))  # type: ignore[attr-defined]
+        return cast(bool, _requires_grad_of_tensor.__get__(self))
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -137,7 +139,7 @@ class ShardedParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise usage_error(
-            f"deepcopy: found parameter {self._name}, of which this rank has a part, expected a plain one; copy the plain "
+            f"deepcopy: found parameter {self._name}, of which this rank has a part, expected a plain one; copy the "
             "module before fully_shard, or load tessera.get_model_state_dict(module) into a plain one"
         )
 
@@ -147,8 +149,8 @@ class ShardedParameter(nn.Parameter):
             "tessera.get_model_state_dict(module), or use tessera.save_checkpoint"
         )
 
-    def __repr__(self, *, tensor_contents: str | None = None) -> str:
-        values = Tensor.__repr__(self.detach().as_subclass(Tensor))
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        values = repr(self.detach().as_subclass(Tensor))
         return f"ShardedParameter {self._name}, elements {self._range} of {tuple(self._global_shape)}:\n{values}"
 
 

@@ -15,8 +15,8 @@ from tessera import _C
 class Rule:
     """What differs for the parameters (and buffers) that one of the patterns matches.
 
-    `match`: a pattern or several. A pattern matches consecutive whole components of a parameter's name, anywhere in it:
-    "*norm", "mlp.gate"; a trailing ".weight" or ".bias" may be left out. Each pattern has to match something. Of several
+    `match`: a pattern or several. A pattern matches consecutive whole components of a name, anywhere in it: "*norm",
+    "mlp.gate"; a trailing ".weight" or ".bias" may be left out. Each pattern has to match something. Of several
     rules that match a parameter the last one wins, field by field; None leaves a field as it is.
 
     Fields, all torch.dtype unless said otherwise: `param_dtype` (compute), `reduce_dtype` (wire), `storage_dtype` (the

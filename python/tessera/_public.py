@@ -1,6 +1,6 @@
 """The names of the package, all of which need torch."""
 
-from tessera import _built, _C
+from tessera import _C, _built
 from tessera._module import (
     FSDPModule,
     full_gradients,

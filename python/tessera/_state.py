@@ -29,8 +29,8 @@ _inside = threading.local()
 
 
 def holds_whole() -> bool:
-    """Whether this thread is in a state_dict() or load_state_dict() of a sharded module: `_parameters` are whole then."""
-    return getattr(_inside, "depth", 0) > 0
+    """Whether this thread is in a state_dict() or load_state_dict() of a sharded module: `_parameters` are whole
+    then.""" return getattr(_inside, "depth", 0) > 0
 
 
 def _unit_of(module: nn.Module, what: str) -> _C.Unit:
@@ -39,7 +39,7 @@ def _unit_of(module: nn.Module, what: str) -> _C.Unit:
     return unit_of(module, what)
 
 
-# --- Whole tensors in the places of a module ----------------------------------------------------------------------------
+# --- Whole tensors in the places of a module ------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -141,10 +141,10 @@ def load_whole(
     """Loads whole tensors under the names of the plain module: each rank copies its part.
 
     Pre- and post-hooks of loading, set_extra_state and _load_from_state_dict of the modules are called as
-    torch.nn.Module.load_state_dict calls them, the post-hooks before shards are written. Nothing is written unless every
-    rank can load everything. `assign` changes nothing: shards keep their dtype and memory. `may_miss`: keys that may be
-    missing though `strict`. Collective. Errors, on all ranks: "contract", with PyTorch's words for missing and unexpected
-    keys and for shapes; also for values that a storage dtype cannot hold exactly, which PyTorch rounds.
+    torch.nn.Module.load_state_dict calls them, the post-hooks before shards are written. Nothing is written unless
+    every rank can load everything. `assign` changes nothing: shards keep their dtype and memory. `may_miss`: keys that
+    may be missing though `strict`. Collective. Errors, on all ranks: "contract", with PyTorch's words for missing and
+    unexpected keys and for shapes; also for values that a storage dtype cannot hold exactly, which PyTorch rounds.
     """
     del assign
     unit = _unit_of(module, "load_state_dict")
@@ -216,21 +216,14 @@ def _load_into(
     entries = OrderedDict((key, x.detach() if isinstance(x, Tensor) else x) for key, x in state_dict.items())
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
-        entries._metadata = OrderedDict((key, dict(value)) for key, value in metadata.items())  # type: ignore[attr-defined]
-    with _standing_in(places):
-        result = _plain_method(module, "load_state_dict")(entries, strict=strict and not may_miss, assign=True)
-        taken = [(place, cast(Tensor, place.entries[place.key])) for place in places]
-    if strict and may_miss:
-        missing = [key for key in result.missing_keys if key not in may_miss]
-        words = [
-            f"{kind} key(s) in state_dict: " + ", ".join(f'"{key}"' for key in keys) + ". "
-            for kind, keys in (("Missing", missing), ("Unexpected", result.unexpected_keys))
-            if keys
-        ]
-        if words:
-            name = type(module).__name__
-            raise RuntimeError(f"Error(s) in loading state_dict for {name}:\n\t" + "\n\t".join(words))
-    return result, [(place, now) for place, now in taken if now is not place.stand_in or not now.is_meta]
+        entries._metadata = OrderedDict((key, dict(value)) for key, value in metadata.items())  # type: ignore[attr-
+        defined] with _standing_in(places): result = _plain_method(module, "load_state_dict")(entries, strict=strict and
+        not may_miss, assign=True) taken = [(place, cast(Tensor, place.entries[place.key])) for place in places] if
+        strict and may_miss: missing = [key for key in result.missing_keys if key not in may_miss] words = [ f"{kind}
+        key(s) in state_dict: " + ", ".join(f'"{key}"' for key in keys) + ". " for kind, keys in (("Missing", missing),
+        ("Unexpected", result.unexpected_keys)) if keys ] if words: name = type(module).__name__ raise
+        RuntimeError(f"Error(s) in loading state_dict for {name}:\n\t" + "\n\t".join(words)) return result, [(place,
+        now) for place, now in taken if now is not place.stand_in or not now.is_meta]
 
 
 def _by_name(taken: list[tuple[_Place, Tensor]], may_be_unchanged: bool) -> list[tuple[str, Tensor]]:
@@ -248,13 +241,14 @@ def _by_name(taken: list[tuple[_Place, Tensor]], may_be_unchanged: bool) -> list
             values[place.canonical] = (place, loaded)
             continue
         raise RuntimeError(
-            f"load_state_dict: found two different values for {place.canonical}, which the model has in several places as "
+            f"load_state_dict: found two different values for {place.canonical}, which the model has in several places "
+            "as "
             "one tied parameter, expected the same under each of its names"
         )
     return [(name, loaded.detach()) for name, (_, loaded) in values.items()]
 
 
-# --- Options ------------------------------------------------------------------------------------------------------------
+# --- Options --------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -329,7 +323,7 @@ def _from_rank0(unit: _C.Unit, mine: Any, device: torch.device) -> Any:
         try:
             pickler.dump(mine)
         except Exception as error:
-            problem = f"broadcast_from_rank0: found a value that pickle refuses ({error}), expected tensors and plain values"
+            problem = f"broadcast_from_rank0: found a value that pickle refuses ({error}), expected plain ones"
     _C.refuse_on_all(unit, "broadcast_from_rank0", problem)
     text = _C.first_rank_bytes(unit, file.getvalue())
     if is_first:
@@ -351,7 +345,7 @@ def _device_of(unit: _C.Unit) -> torch.device:
     return parts[0].shard.device if parts else torch.device("cpu")
 
 
-# --- Models ---------------------------------------------------------------------------------------------------------------
+# --- Models ---------------------------------------------------------------------------------------------------------
 
 
 def get_model_state_dict(model: nn.Module, *, options: Any = None) -> dict[str, Any]:
@@ -398,7 +392,7 @@ def _on_cpu(state: Any) -> Any:
     return state
 
 
-# --- Optimizers -----------------------------------------------------------------------------------------------------------
+# --- Optimizers -----------------------------------------------------------------------------------------------------
 
 
 class _Parameters:
@@ -440,7 +434,8 @@ def _name_in(known: _Parameters, parameter: Tensor, optimizer: torch.optim.Optim
     name = known.name_of.get(id(parameter))
     if name is None:
         raise usage_error(
-            f"{what}: found in {type(optimizer).__name__} a parameter of the shape {tuple(parameter.shape)} that the model "
+            f"{what}: found in {type(optimizer).__name__} a parameter of the shape {tuple(parameter.shape)} that the "
+            "model "
             "does not have, expected parameters of the model; make the optimizer after fully_shard (and after "
             "set_trainable), from model.parameters()"
         )
@@ -520,11 +515,12 @@ def set_optimizer_state_dict(
 ) -> None:
     """Loads a whole state: of get_optimizer_state_dict(), here in any layout or in PyTorch for the plain model.
 
-    Load the model first. Optimizers of torch.optim and of tessera take each other's state: AdamW that of AdamW, SGD that
-    of SGD, and 16-bit parameters begin without the bits that shards lack where the dict has none. Learning rates are the
-    loaded ones. Collective: every rank brings the dict, or, with `broadcast_from_rank0`, rank 0 does. Counterpart:
-    torch.distributed.checkpoint.state_dict.set_optimizer_state_dict. Errors, on all ranks: "contract", naming what is
-    missing, unexpected (strict) or does not fit, values of groups that the optimizer was not made with included.
+    Load the model first. Optimizers of torch.optim and of tessera take each other's state: AdamW that of AdamW, SGD
+    that of SGD, and 16-bit parameters begin without the bits that shards lack where the dict has none. Learning rates
+    are the loaded ones. Collective: every rank brings the dict, or, with `broadcast_from_rank0`, rank 0 does.
+    Counterpart: torch.distributed.checkpoint.state_dict.set_optimizer_state_dict. Errors, on all ranks: "contract",
+    naming what is missing, unexpected (strict) or does not fit, values of groups that the optimizer was not made with
+    included.
     """
     what = "set_optimizer_state_dict"
     asked = _checked(options, what)
@@ -574,7 +570,9 @@ def load_optimizer_state(
 
 
 class _LoadedState:
-    """A state dict as one optimizer takes it: by the names of its parameters. Raises RuntimeError where it does not fit."""
+    """A state dict as one optimizer takes it: by the names of its parameters. Raises RuntimeError where it does not
+    fit.
+    """
 
     def __init__(
         self,
@@ -587,7 +585,8 @@ class _LoadedState:
         what = "set_optimizer_state_dict"
         if "state" not in state_dict or "param_groups" not in state_dict:
             raise RuntimeError(
-                f'{what}: found a dict with {list(state_dict)[:3]}, expected "state" and "param_groups"; a flattened one is '
+                f'{what}: found a dict with {list(state_dict)[:3]}, expected "state" and "param_groups"; a flattened '
+                'one is '
                 "of flatten_optimizer_state_dict=True: save it without"
             )
         self._known = known
@@ -609,7 +608,8 @@ class _LoadedState:
             trained = [name for name in own if name not in self._known.part or self._known.part[name].trainable]
             if len(listed) not in (len(own), len(trained)):
                 raise RuntimeError(
-                    f"{what}: found {len(listed)} parameters by number, expected {len(own)} as {type(self._optimizer).__name__}"
+                    f"{what}: found {len(listed)} parameters by number, expected {len(own)} as "
+                    f"{type(self._optimizer).__name__}"
                     " has; a dict of get_optimizer_state_dict() goes by name"
                 )
             first = dict(zip(listed, own if len(listed) == len(own) else trained, strict=True))
@@ -626,7 +626,8 @@ class _LoadedState:
         if strict and (missing or unexpected):
             words = [f"{kind} {', '.join(n)}" for kind, n in (("missing", missing), ("unexpected", unexpected)) if n]
             raise RuntimeError(
-                f"{what}: found {' and '.join(words)}, expected every parameter of {type(self._optimizer).__name__} and no "
+                f"{what}: found {' and '.join(words)}, expected every parameter of {type(self._optimizer).__name__} "
+                "and no "
                 "other; StateDictOptions(strict=False) leaves them"
             )
 
@@ -648,7 +649,8 @@ class _LoadedState:
         rates = {float(group["lr"]) for group in groups if "lr" in group}
         if len(rates) > 1:
             raise RuntimeError(
-                f"{what}: found groups with the learning rates {sorted(rates)}, expected one; make {type(optimizer).__name__} "
+                f"{what}: found groups with the learning rates {sorted(rates)}, expected one; make "
+                f"{type(optimizer).__name__} "
                 "with rules=[OptimizerRule(..., lr_scale=...)] and give every group one lr"
             )
         for group in groups:
@@ -709,14 +711,14 @@ class _LoadedState:
 
 
 def _part_of(part: _C.Part | None, value: Any) -> Any:
-    if part is None or not isinstance(value, Tensor) or value.dim() == 0 and part.shape != ():
+    if part is None or not isinstance(value, Tensor) or (value.dim() == 0 and part.shape != ()):
         return value
     if tuple(value.shape) != tuple(part.shape):
         return value
     return value.detach().reshape(-1)[part.begin : part.end].clone()
 
 
-# --- Checkpoints ----------------------------------------------------------------------------------------------------------
+# --- Checkpoints ----------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -749,8 +751,8 @@ def save_checkpoint(
     `tessera generate` and `tessera convert` read it. Collective, between steps. Counterpart:
     torch.distributed.checkpoint.save.
 
-    Errors, on all ranks: "usage" for an optimizer that is not of tessera, for parameters, extra state or buffers that the
-    format does not hold, for ranks that ask for different things; "io".
+    Errors, on all ranks: "usage" for an optimizer that is not of tessera, for parameters, extra state or buffers that
+    the format does not hold, for ranks that ask for different things; "io".
     """
     unit = _unit_of(model, "save_checkpoint")
     _refuse_what_is_not_saved(model, unit)
@@ -772,8 +774,8 @@ def load_checkpoint(
     """Fills shards, buffers and optimizer state from FOLDER/latest, or from FOLDER where that is a step-N.
 
     Each rank reads the elements that it has; every file is verified. Collective, between steps. Counterpart:
-    torch.distributed.checkpoint.load. Errors, on all ranks: "io" where there is none, "format" naming the file or tensor
-    that is missing, unknown or altered, "config" for another optimizer or loss scale, "usage".
+    torch.distributed.checkpoint.load. Errors, on all ranks: "io" where there is none, "format" naming the file or
+    tensor that is missing, unknown or altered, "config" for another optimizer or loss scale, "usage".
     """
     unit = _unit_of(model, "load_checkpoint")
     _refuse_what_is_not_saved(model, unit)
@@ -794,7 +796,8 @@ def _bound_optimizer(optimizer: Any, what: str) -> _C.Optimizer:
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer._bound
     raise usage_error(
-        f"{what}: found {type(optimizer).__module__}.{type(optimizer).__name__}, expected an optimizer of tessera (AdamW, "
+        f"{what}: found {type(optimizer).__module__}.{type(optimizer).__name__}, expected an optimizer of tessera "
+        "(AdamW, "
         "SGD, Muon), whose state the format holds; for others save tessera.get_model_state_dict(model) and "
         "tessera.get_optimizer_state_dict(model, optimizer) by torch.save on rank 0"
     )
@@ -802,8 +805,8 @@ def _bound_optimizer(optimizer: Any, what: str) -> _C.Optimizer:
 
 def _refuse_what_is_not_saved(model: nn.Module, unit: _C.Unit) -> None:
     """Whatever model.state_dict() has beside the library's tensors would be lost."""
-    parameters = {id(tensor) for tensor, _ in (kept := _C.parameter_places(unit))}
-    buffers = {id(tensor) for tensor, _, _ in (kept_buffers := _C.buffer_places(unit))}
+    parameters = {id(tensor) for tensor, _ in _C.parameter_places(unit)}
+    buffers = {id(tensor) for tensor, _, _ in _C.buffer_places(unit)}
     lost: list[str] = []
     for path, module in model.named_modules():
         prefix = path + "." if path else ""
@@ -814,12 +817,13 @@ def _refuse_what_is_not_saved(model: nn.Module, unit: _C.Unit) -> None:
             lost.append(prefix + key)
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             lost.append(prefix + _EXTRA_STATE_KEY_SUFFIX)
-    del kept, kept_buffers
     if lost:
         raise usage_error(
-            f"checkpoint: found {', '.join(lost)}, which sharding does not know (ignored parameters, extra state, buffers "
+            f"checkpoint: found {', '.join(lost)}, which sharding does not know (ignored parameters, extra state, "
+            "buffers "
             "that were replaced after fully_shard), expected none, since the format would lose them; save "
-            "tessera.get_model_state_dict(model) and tessera.get_optimizer_state_dict(model, optimizer) by torch.save on "
+            "tessera.get_model_state_dict(model) and tessera.get_optimizer_state_dict(model, optimizer) by torch.save "
+            "on "
             "rank 0"
         )
 
