@@ -83,7 +83,8 @@ class Bootstrap(unittest.TestCase):
         return [word for option in options for word in option]
 
     def expect_packages(self, asked, done, calls):
-        wanted = settings("apt_build") + settings("apt_tests") * asked["tests"]
+        wanted = settings("apt_build")
+        wanted += settings("apt_python") * (asked["packaging"] or asked["tests"]) + settings("apt_tests") * asked["tests"]
         # apt-get runs as `env DEBIAN_FRONTEND=... apt-get`.
         installed = [call for call in calls if call[0] == "env" and "apt-get" in call]
         if asked["apt"]:
@@ -98,7 +99,9 @@ class Bootstrap(unittest.TestCase):
             python |= {*settings("pip_tools"), *settings("pip_beside_torch")}
         if asked["packaging"] or asked["tests"]:
             python |= {*settings("pip_packaging")}
-        ours = {*settings("pip_tools"), *settings("pip_beside_torch"), *settings("pip_packaging")}
+        if asked["tests"]:
+            python |= {*settings("pip_tests")}
+        ours = {*settings("pip_tools"), *settings("pip_beside_torch"), *settings("pip_packaging"), *settings("pip_tests")}
         self.assertEqual([set(call) & ours for call in pips], [python] * bool(python))
 
     def expect_build(self, asked, calls):
@@ -172,7 +175,7 @@ class Bootstrap(unittest.TestCase):
         # Options that share nothing, one after the other: each stays.
         self.bootstrap("--with-tools", "--no-build")
         self.bootstrap("--with-packaging", "--no-build", fresh=False)
-        for option in ("--with-tools", "--with-packaging", "--with-tests"):
+        for option in ("--with-tools", "--with-packaging"):
             done, calls = self.bootstrap(option, "--no-build", fresh=False)
             self.assertEqual([call for call in calls if "pip" in call], [])
 
