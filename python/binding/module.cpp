@@ -342,9 +342,7 @@ void bind_unit(py::module_& module) {
       .def("reshard", &Unit::reshard, ReleaseGil())
       .def(
           "zero_grad", [](Unit& unit, bool set_to_none) { unit.zero_grad(set_to_none); },
-          ReleaseGil())
-      .def("set_loaded", &Unit::set_loaded, ReleaseGil())
-      .def_property_readonly("mesh", &Unit::mesh);
+          ReleaseGil());
 }
 
 }  // namespace
