@@ -35,6 +35,7 @@ import fsdp2_compare
 import local_ranks
 
 SIDES = ("fsdp2", "tessera")
+ALONE = "plain"
 MODELS = ("qwen3", "moe")
 CASES = (*MODELS, "units", "python")
 AIMS = {"qwen3": (1.4, 0.7), "moe": (1.4, 0.7), "units": (4.0, None)}  # times FSDP2's speed, of its memory
@@ -96,6 +97,26 @@ class Tessera:
         self.world.close()
 
 
+class Plain:
+    """The model by itself, which no rank communicates for: what both sides would take if sharding were free."""
+
+    def __init__(self, arguments):
+        import torch
+        self.torch = torch
+
+    def shard(self, module):
+        return module
+
+    def optimizer(self, model):
+        return self.torch.optim.AdamW(model.parameters(), fused=True, **fsdp2_compare.OPTIMIZER)
+
+    def clip(self, model):
+        self.torch.nn.utils.clip_grad_norm_(model.parameters(), fsdp2_compare.MAX_NORM)
+
+    def close(self):
+        pass
+
+
 def param_dtype(arguments):
     import torch
     return None if arguments.param_dtype == "float32" else getattr(torch, arguments.param_dtype)
@@ -141,7 +162,7 @@ def measure(arguments):
     if arguments.case in MODELS:
         import transformers  # noqa: F401  before memory is looked at
     local_ranks.join(arguments)
-    side = {"fsdp2": FSDP2, "tessera": Tessera}[arguments.side](arguments)
+    side = {"fsdp2": FSDP2, "tessera": Tessera, ALONE: Plain}[arguments.side](arguments)
     model, units, loss_of = plain_model(arguments.case)
     loss_of = loss_of or token_loss(model, arguments)
     gc.collect()
@@ -238,6 +259,8 @@ def compare(case, found):
     theirs, ours = (row_of(found[side, case]) for side in SIDES)
     for side, row in zip(SIDES, (theirs, ours)):
         say_row(f"{case}, {side}", row, found[side, case])
+    if (ALONE, case) in found:
+        say_row(f"{case}, {ALONE}", row_of(found[ALONE, case]), found[ALONE, case])
     speed = comparing.ratio(theirs, ours, "round_medians_ms")
     memory = comparing.ratio(ours, theirs, "round_peaks_mib")
     times, share = AIMS[case]
@@ -272,10 +295,11 @@ def main():
     parser.add_argument("--optimizer", choices=("own", "torch"), default="own")
     parser.add_argument("--allocator", choices=("tuned", "default"), default="tuned")
     parser.add_argument("--fsdp2-python", type=pathlib.Path, help="the interpreter of FSDP2's side")
+    parser.add_argument("--plain", action="store_true", help="also the model unsharded, in fp32, in every round")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=pathlib.Path, help="also write everything here")
     parser.add_argument("--case", choices=CASES, help="set by the launcher")
-    parser.add_argument("--side", choices=SIDES, help="set by the launcher")
+    parser.add_argument("--side", choices=(*SIDES, ALONE), help="set by the launcher")
     local_ranks.add_rank_arguments(parser)
     arguments = parser.parse_args()
     if arguments.steps <= fsdp2_compare.WARM_UP_STEPS:
@@ -286,7 +310,7 @@ def main():
 
     comparing.use_venv()
     cases = {(side, case): lambda _, case=case, side=side: run_side(arguments, case, side)
-             for case in arguments.only if case != "python" for side in SIDES}
+             for case in arguments.only if case != "python" for side in (*SIDES, *[ALONE] * arguments.plain)}
     if "python" in arguments.only:
         cases["C++", "python"] = lambda _: run_unit_overhead(arguments)
         cases["tessera", "python"] = lambda _: run_side(arguments, "python", "tessera")
