@@ -119,7 +119,7 @@ class Unitwise:
     registered; what arrives at them is added, as it comes, in `accumulate`; a unit casts its floating inputs.
     `units` are the paths of the units, "" for the model. `compute` gives a parameter's compute dtype by name, None
     for its own. `cast` gives the dtype to which a unit casts its inputs, None for none; `output` the same for its
-    results. `owner` overrides which unit has a parameter.
+    results. `owner` says which unit has a parameter, `arrived` by rank what has arrived since somebody cleared it.
     """
 
     def __init__(
@@ -144,6 +144,8 @@ class Unitwise:
         self._slots: list[dict[str, Tensor]] = [{} for _ in range(size)]
         self._sums: dict[str, Tensor] = {}
         self._ignored = set(ignored)
+        self.owner: dict[str, str] = {}
+        self.arrived: list[set[str]] = [set() for _ in range(size)]
         for rank, one in enumerate(self.copies):
             self._prepare(one, rank)
 
@@ -174,14 +176,13 @@ class Unitwise:
             for _, _, other in where[1:]:
                 also = self._ancestors(self._unit_of(other.rpartition(".")[0]))
                 common = [unit for unit in common if unit in also]
+            self.owner[name] = common[-1]
             for module, attribute, _ in where:
                 owned[common[-1]].append((name, module, attribute))
         modules = dict(model.named_modules())
         for unit, own in owned.items():
             modules[unit].register_forward_pre_hook(self._entry_of(unit, own, rank), prepend=True, with_kwargs=True)
-            dtype = self._output(unit)
-            if dtype is not None:
-                modules[unit].register_forward_hook(lambda _m, _a, result, to=dtype: cast_floating(result, to))
+            modules[unit].register_forward_hook(self._exit_of(unit))
 
     def _entry_of(self, unit: str, own: list[tuple[str, nn.Module, str]], rank: int) -> Callable[..., Any]:
         def enter(_module: nn.Module, arguments: Any, keywords: Any) -> Any:
@@ -192,6 +193,13 @@ class Unitwise:
             return (arguments, keywords) if dtype is None else cast_floating((arguments, keywords), dtype)
 
         return enter
+
+    def _exit_of(self, unit: str) -> Callable[..., Any]:
+        def leave(_module: nn.Module, _arguments: Any, result: Any) -> Any:
+            dtype = self._output(unit)
+            return result if dtype is None else cast_floating(result, dtype)
+
+        return leave
 
     def _leaf_of(self, name: str, rank: int) -> nn.Parameter:
         master = self.masters[name]
@@ -207,6 +215,7 @@ class Unitwise:
             raw = parameter.grad.to(accumulate)
             slot = self._slots[rank]
             slot[name] = slot[name] + raw if name in slot else raw.clone()
+            self.arrived[rank].add(name)
             parameter.grad = None
 
         leaf.register_post_accumulate_grad_hook(arrive)
@@ -252,6 +261,15 @@ class Unitwise:
                 torch.zeros_like(master, dtype=final) if total is None else (total.double() / self.factor).to(final)
             )
         return result
+
+    def waits(self) -> bool:
+        """Returns whether something has arrived that was not reduced."""
+        return any(self._slots)
+
+    def follow_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Takes these averages for what was reduced."""
+        for name in self._sums:
+            self._sums[name] = gradients[name].to(self._sums[name].dtype) * self.factor
 
     def used(self) -> set[str]:
         """Returns the names of the parameters that have a reduced gradient."""

@@ -198,7 +198,7 @@ def test_replicas_give_the_same_bits(world: Any) -> None:
     """HSDP: a mesh of as many replicas as ranks."""
     model = Tower()
     plain = Plain(model, world.size)
-    mesh = tessera.Mesh(world, dp_replicate=world.size, dp_shard=1)
+    mesh = tessera.Mesh(dp_replicate=world.size, dp_shard=1)
     shard_layers(model, CUTS["blocks"], mesh=mesh)
     assert_steps_as_plain(world, model, plain, mse)
     for _, whole in tessera.full_parameters(model):
@@ -1063,24 +1063,24 @@ def test_a_model_that_is_dropped_is_freed(world: Any) -> None:
 
 
 def test_a_pinned_unit_takes_its_inputs_uncast_and_output_dtype_casts_its_results(world: Any) -> None:
-    """A float32 layer in a bfloat16 model whose results go on in bfloat16."""
+    """A float32 layer before bfloat16 ones: its float32 input is not rounded, its results go on in bfloat16."""
     model = Mlp()
     seen: list[tuple[torch.dtype, torch.dtype]] = []
     wide = Unitwise(
         model,
         world.size,
         units=(*MLP_UNITS, ""),
-        compute=lambda name: torch.float32 if name.startswith("layers.1") else BFLOAT16,
-        cast=lambda unit: None if unit == "layers.1" else BFLOAT16,
-        output=lambda unit: BFLOAT16 if unit == "layers.1" else None,
+        compute=lambda name: torch.float32 if name.startswith("layers.0") else BFLOAT16,
+        cast=lambda unit: BFLOAT16 if unit in MLP_UNITS[1:] else None,
+        output=lambda unit: BFLOAT16 if unit == "layers.0" else None,
     )
     policy = MixedPrecisionPolicy(param_dtype=BFLOAT16)
-    pinned = MixedPrecisionPolicy(param_dtype=BFLOAT16, output_dtype=BFLOAT16, rules=[Rule("weight", pin=True), Rule("bias", pin=True)])
-    fully_shard(model.layers[0], mp_policy=policy)
-    fully_shard(model.layers[1], mp_policy=pinned)
+    pins = [Rule(["weight", "bias"], pin=True)]
+    fully_shard(model.layers[0], mp_policy=dataclasses.replace(policy, output_dtype=BFLOAT16, rules=pins))
+    fully_shard(model.layers[1], mp_policy=policy)
     fully_shard(model.layers[2], mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    model.layers[1].register_forward_hook(lambda _m, a, result: seen.append((a[0].dtype, result.dtype)))
+    fully_shard(model)
+    model.layers[0].register_forward_hook(lambda _m, a, result: seen.append((a[0].dtype, result.dtype)))
 
     loss = mse(model, world.rank)
     loss.backward()

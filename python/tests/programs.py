@@ -1,0 +1,705 @@
+"""Python programs that train a sharded model, drawn from a seed, and what each of their steps has to give.
+
+`draw(seed)` returns a program as Python source: module classes, `build()`, which modules are units and how, and
+`train(run)`, line by line. `Run` does each line of `train` with the sharded model and with `Unitwise` (support.py), the
+same model on plain autograd with all ranks' batches, and compares results, gradients, norms, buffers and parameters:
+bits, where the order of additions is the same on both sides, else within a bound that says where it comes from.
+
+    TESSERA_PROGRAM_SEED=17 python/tests/ranks.py python/tests/test_programs.py    shows program 17 and runs it
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tessera
+import torch
+from support import Unitwise, assert_bits, assert_close, cast_floating, drawn, tokens
+from tessera import MixedPrecisionPolicy, Rule, fully_shard
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 4
+VOCABULARY = 7
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+
+
+# --- the layers of drawn modules: each takes and gives [..., WIDTH], and gives its input's dtype ---
+
+
+class Linear(nn.Module):
+    """A matrix and a bias, in a dtype of its own."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=F64).mul(0.5).to(dtype))
+        self.bias = nn.Parameter(torch.randn(WIDTH, dtype=F64).mul(0.5).to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
+
+
+class Scale(nn.Module):
+    """One factor a column."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(1 + 0.1 * torch.randn(WIDTH, dtype=F64).to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(self.weight.dtype) * self.weight).to(x.dtype)
+
+
+class Norm(nn.Module):
+    """A layer norm."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(1 + 0.1 * torch.randn(WIDTH, dtype=F64).to(dtype))
+        self.bias = nn.Parameter(0.1 * torch.randn(WIDTH, dtype=F64).to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x.to(self.weight.dtype), (WIDTH,), self.weight, self.bias).to(x.dtype)
+
+
+class Running(nn.Module):
+    """A running mean in a buffer, which no state dict holds, and a count in one that it does."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(0.1 * torch.randn(WIDTH, dtype=F64).to(dtype))
+        self.register_buffer("mean", torch.zeros(WIDTH), persistent=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.count += 1
+                self.mean.mul_(0.5).add_(x.detach().flatten(0, -2).float().mean(0))
+        return x + self.mean.clone().to(x.dtype) * self.shift.to(x.dtype)
+
+
+class Embed(nn.Module):
+    """Rows of a table."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(VOCABULARY, WIDTH, dtype=F64).to(dtype))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
+
+
+class Head(nn.Module):
+    """A product with a table."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(VOCABULARY, WIDTH, dtype=F64).to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.to(self.weight.dtype), self.weight).to(x.dtype)
+
+
+PARAMETERS = {
+    "Linear": ("weight", "bias"),
+    "Scale": ("weight",),
+    "Norm": ("weight", "bias"),
+    "Running": ("shift",),
+    "Embed": ("weight",),
+    "Head": ("weight",),
+}
+
+
+# --- drawing ---
+
+
+@dataclasses.dataclass
+class Leaf:
+    """One layer of a drawn module."""
+
+    path: str
+    kind: str
+    dtype: str
+    pinned: bool = False
+
+
+@dataclasses.dataclass
+class Node:
+    """One drawn module class, of which the model has one object."""
+
+    number: int
+    path: str
+    style: str  # how it is called: "tensor", "dict"
+    fresh: bool  # its result is nobody else's
+    lines: list[str] = dataclasses.field(default_factory=list)
+    made: list[str] = dataclasses.field(default_factory=list)
+
+
+class Draw:
+    """Makes the source of one program."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.seed = seed
+        self.nodes: list[Node] = []
+        self.leaves: list[Leaf] = []
+        self.drops: list[str] = []
+        self.mode = self.random.choice(["F64", "F64", "F32", "F32", "mixed", "mixed", "policy", "policy"])
+        self.compiles = self.mode in ("F64", "F32") and self.chance(0.04)
+        self.fails = self.chance(0.05)
+        self.is_of_tokens = self.chance(0.3)
+        self.depth = self.random.randint(2, 5)
+        self.budget = self.random.randint(2, 7)
+
+    def chance(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+    def dtype(self) -> str:
+        if self.mode == "mixed":
+            return self.random.choice(["F32", "F32", "BF16", "F64"])
+        if self.mode == "policy":
+            return self.random.choice(["F32", "F32", "F32", "BF16"])
+        return self.mode
+
+    def source(self) -> str:
+        """Returns the program."""
+        self.node("", 1)
+        classes = [self.text_of(node) for node in self.nodes]
+        units = self.units()
+        return "\n\n".join([*classes, self.build(units), self.sharding(units), self.training(units)]) + "\n"
+
+    # Modules.
+
+    def node(self, path: str, level: int) -> Node:
+        is_root = level == 1
+        node = Node(len(self.nodes), path, "tensor" if is_root or self.chance(0.7) else "dict", self.chance(0.6))
+        self.nodes.append(node)
+        prefix = f"{path}." if path else ""
+        calls: list[tuple[str, bool]] = []  # an expression with {}, and whether its result is nobody else's
+        for i in range(self.random.randint(0 if is_root else 1, 2)):
+            calls.append(self.leaf(node, f"{prefix}leaf{i}", f"leaf{i}"))
+        children = self.random.randint(1 if is_root else 0, 3 if is_root else 2) if level < self.depth else 0
+        many: list[str] = []
+        for i in range(children):
+            if self.budget == 0:
+                break
+            self.budget -= 1
+            in_list = self.chance(0.3)
+            name = f"many.{len(many)}" if in_list else f"child{i}"
+            child = self.node(prefix + name, level + 1)
+            made = f"Node{child.number}()"
+            if in_list:
+                many.append(made)
+            else:
+                node.made.append(f"self.child{i} = {made}")
+            where = f"self.many[{len(many) - 1}]" if in_list else f"self.child{i}"
+            if child.style == "dict":
+                where += '({{"x": {}, "none": None, "text": "t"}}, also=[x.new_ones(())])["out"][0]'
+            else:
+                where += "({})"
+            calls.append((where, child.fresh))
+        if many:
+            node.made.append(f"self.many = nn.ModuleList([{', '.join(many)}])")
+        self.random.shuffle(calls)
+        self.body(node, calls, is_root)
+        return node
+
+    def leaf(self, node: Node, path: str, name: str) -> tuple[str, bool]:
+        kinds = ["Linear", "Linear", "Scale", "Norm"]
+        if self.mode != "policy" and not self.fails:
+            kinds.append("Running")
+        kind = self.random.choice(kinds)
+        leaf = Leaf(path, kind, self.dtype(), self.mode == "policy" and self.chance(0.25))
+        self.leaves.append(leaf)
+        node.made.append(f"self.{name} = {kind}({leaf.dtype})")
+        return f"self.{name}({{}})", True
+
+    def body(self, node: Node, calls: list[tuple[str, bool]], is_root: bool) -> None:
+        say = node.lines.append
+        if node.style == "dict":
+            say('x = batch["x"] * also[0]')
+        if is_root:
+            self.leaves.append(Leaf("first", "Embed" if self.is_of_tokens else "Scale", self.dtype()))
+            node.made.append(f"self.first = {self.leaves[-1].kind}({self.leaves[-1].dtype})")
+            say("y = x = self.first(x)")
+        else:
+            say("y = x")
+        while calls:
+            call, fresh = calls.pop()
+            of = call.format
+            draw = self.random.random()
+            if draw < 0.05:
+                continue  # a module that nothing calls
+            if draw < 0.3:
+                say(f"y = y + {of('y')}")
+            elif draw < 0.4 and fresh:
+                say(f"y = {of('y')}")
+                say("y += 1")
+            elif draw < 0.45 and fresh:
+                say(f"y = torch.relu_({of('y')})")
+            elif draw < 0.55:
+                say(f"y = checkpoint(lambda z: {of('z')}, y, use_reentrant=False)")
+            elif draw < 0.62 and calls:
+                other, _ = calls.pop()
+                both = other.format(call.format("z"))
+                say(f"y = checkpoint(lambda z: {both}, y, use_reentrant=False)")
+            elif draw < 0.68:
+                say(f"y = {of(of('y'))}")
+            elif draw < 0.78:
+                say(f"z = {of('y')}")
+                say("y = y if self.drops else y + z")
+                self.drops.append(node.path)
+            else:
+                say(f"y = {of('y')}")
+            draw = self.random.random()
+            if draw < 0.3:
+                say("y = torch.tanh(y)")
+            elif draw < 0.4:
+                say("y = F.dropout(y, 0.25, self.training)")
+        if is_root:
+            last = Leaf("last", "Head" if self.is_of_tokens else "Linear", self.dtype())
+            self.leaves.append(last)
+            node.made.append(f"self.last = {last.kind}({last.dtype})")
+            say("y = self.last(torch.tanh(y))")
+            say(self.random.choice(["return y", "return (y, x)", 'return {"y": y, "more": [None, y * 2]}']))
+            return
+        say("y = y + 0.25 * x" if node.fresh else "y = torch.tanh(y)")
+        say('return {"out": (y, None), "text": batch["text"]}' if node.style == "dict" else "return y")
+
+    def text_of(self, node: Node) -> str:
+        arguments = "batch, *, also" if node.style == "dict" else "x"
+        lines = [f"class Node{node.number}(nn.Module):", "    def __init__(self):", "        super().__init__()"]
+        lines += ["        self.drops = self.fails = False"]
+        lines += [f"        {made}" for made in node.made]
+        lines += ["", f"    def forward(self, {arguments}):"]
+        if self.fails:
+            lines += ["        if self.fails:", '            raise ValueError("the user\'s")']
+        return "\n".join([*lines, *(f"        {line}" for line in node.lines)])
+
+    # Sharding.
+
+    def units(self) -> list[str]:
+        """Inner ones first, "" last."""
+        chosen = [node.path for node in self.nodes[1:] if self.chance(0.6)]
+        chosen += [leaf.path for leaf in self.leaves if self.chance(0.15)]
+        return sorted(chosen, key=lambda path: -path.count(".")) + [""]
+
+    def nearest(self, path: str, units: Sequence[str]) -> str:
+        inside = [unit for unit in units if unit == "" or path == unit or path.startswith(unit + ".")]
+        return max(inside, key=len)
+
+    def build(self, units: Sequence[str]) -> str:
+        lines = ["def build():", f"    torch.manual_seed({self.seed})", "    model = Node0()"]
+        for i, leaf in enumerate(self.leaves):
+            for other in self.leaves[:i]:
+                shapes = {"Embed": "table", "Head": "table"}
+                same = shapes.get(leaf.kind, leaf.kind) == shapes.get(other.kind, other.kind)
+                together = self.nearest(leaf.path, units) == self.nearest(other.path, units)
+                if same and together and leaf.dtype == other.dtype and leaf.kind != "Running" and self.chance(0.25):
+                    leaf.pinned = other.pinned = False
+                    lines.append(f"    model.{at(leaf.path)}.weight = model.{at(other.path)}.weight")
+                    break
+        for leaf in self.leaves:
+            if leaf.path == "last" or not self.chance(0.15):
+                continue
+            name = self.random.choice(PARAMETERS[leaf.kind])
+            lines.append(f"    model.{at(leaf.path)}.{name}.requires_grad_(False)")
+        # What every result depends on is trained, whatever it is tied to.
+        lines.append("    model.last.weight.requires_grad_(True)")
+        return "\n".join([*lines, "    return model"])
+
+    def sharding(self, units: Sequence[str]) -> str:
+        lines = ["UNITS = {"]
+        for unit in units:
+            options: dict[str, str] = {}
+            if self.chance(0.3):
+                options["reshard_after_forward"] = str(self.chance(0.5))
+            if self.mode == "policy" and not self.chance(0.15):
+                own = [leaf for leaf in self.leaves if self.nearest(leaf.path, units) == unit]
+                pins = [leaf.path[len(unit) + 1 if unit else 0 :] or "weight" for leaf in own if leaf.pinned]
+                fields = ["param_dtype=BF16"]
+                if pins:
+                    fields.append(f"rules=[Rule({pins!r}, pin=True)]")
+                if self.chance(0.2):
+                    fields.append("cast_forward_inputs=False")
+                if self.chance(0.2):
+                    fields.append("output_dtype=F32")
+                options["mp_policy"] = f"MixedPrecisionPolicy({', '.join(fields)})"
+            lines.append(f"    {unit!r}: dict({', '.join(f'{key}={value}' for key, value in options.items())}),")
+        lines.append("}")
+        lines.append(f"REPLICAS = {self.chance(0.15)}")
+        names = [node.path for node in self.nodes[1:]] or [""]
+        lines.append(f"COMPILED = {[self.random.choice(names)] if self.compiles else []!r}")
+        return "\n".join(lines)
+
+    # Training.
+
+    def training(self, units: Sequence[str]) -> str:
+        lines = ["def train(run):"]
+        results = 0
+        unit = lambda: self.random.choice(units)  # noqa: E731
+        for step in range(self.random.randint(1, 3)):
+            lines += self.controls(unit)
+            micro_batches = self.random.choice([1, 1, 2, 3])
+            for micro in range(micro_batches):
+                is_last = micro == micro_batches - 1
+                if micro_batches > 1:
+                    lines.append(f"run.sync({'' !r}, {is_last or self.chance(0.4)})")
+                    if not is_last and self.chance(0.2):
+                        lines.append(f"run.sync({unit()!r}, False, recurse=False)")
+                elif step > 0 or self.chance(0.2):
+                    lines.append("run.sync('', True)")
+                if self.drops and self.chance(0.5):
+                    lines.append(f"run.drop({self.random.choice(self.drops)!r}, rank={self.random.randint(0, 1)})")
+                made = []
+                for _ in range(self.random.choice([1, 1, 1, 2])):
+                    made.append(results)
+                    needs = f", input_grad={not self.is_of_tokens and self.chance(0.3)}"
+                    lines.append(f"run.forward({results}, seed={100 * self.seed + results}{needs})")
+                    results += 1
+                if len(made) > 1 and self.chance(0.25):
+                    lines.append(f"run.forget({made.pop(self.random.randrange(2))})")
+                if self.chance(0.15):
+                    lines.append(f"run.evaluate(seed={100 * self.seed + 90 + step})")
+                if len(made) > 1 and self.chance(0.5):
+                    lines += [f"run.backward({one})" for one in self.random.sample(made, 2)]
+                elif len(made) == 1 and not self.compiles and self.chance(0.1):
+                    lines += [f"run.backward({made[0]}, retain=True)", f"run.backward({made[0]})"]
+                else:
+                    lines.append(f"run.backward({', '.join(map(str, made))})")
+                lines.append("run.drop(None)")
+                if self.chance(0.3):
+                    lines.append("run.check_if_reduced()")
+            lines.append("run.check()")
+            if self.chance(0.3):
+                lines.append("run.clip(0.5)")
+            lines += [f"run.step({self.random.choice(['sgd', 'sgd', 'adamw'])!r})", "run.zero_grad()"]
+            if self.fails and self.chance(0.6):
+                rank = self.random.choice([None, 0, 1])
+                path = self.random.choice([node.path for node in self.nodes])
+                lines.append(f"run.fail({path!r}, rank={rank}, seed={100 * self.seed + 80 + step})")
+        lines.append("run.end()")
+        return "\n    ".join(lines)
+
+    def controls(self, unit: Callable[[], str]) -> list[str]:
+        choices = [
+            lambda: f"run.reshard_after_forward({unit()!r}, {self.chance(0.5)}, {self.chance(0.5)})",
+            lambda: f"run.reshard_after_backward({unit()!r}, {self.chance(0.5)}, {self.chance(0.5)})",
+            lambda: f"run.forward_prefetch({unit()!r}, {[unit(), unit()]!r})",
+            lambda: f"run.backward_prefetch({unit()!r}, {[unit()]!r})",
+            lambda: f"run.divide({self.random.choice([1.0, 2.0, 3.0, 0.5])})",
+            lambda: f"run.unshard({unit()!r}, {self.chance(0.5)})",
+            lambda: f"run.reshard({unit()!r})",
+            lambda: f"run.evaluate(seed={100 * self.seed + 99})",
+        ]
+        return [self.random.choice(choices)() for _ in range(self.random.choice([0, 0, 1, 2]))]
+
+
+def at(path: str) -> str:
+    """Returns a path of modules as an expression: "many.0.leaf" is many[0].leaf."""
+    return "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in path.split("."))[1:]
+
+
+def draw(seed: int) -> str:
+    """Returns the source of program `seed`."""
+    return Draw(seed).source()
+
+
+# --- running ---
+
+
+def module_at(model: nn.Module, path: str) -> Any:
+    """Returns the module of a path."""
+    return model.get_submodule(path)
+
+
+class Run:
+    """The lines of one program, done by the sharded model and by the plain one."""
+
+    def __init__(self, source: str, world: Any, shard: Callable[..., Any] = fully_shard) -> None:
+        names = dict(globals())
+        exec(compile(source, "program", "exec"), names)
+        self.world, self.names = world, names
+        self.units: dict[str, dict[str, Any]] = names["UNITS"]
+        self.model: Any = names["build"]()
+        plain = names["build"]()
+        self.is_of_tokens = isinstance(plain.first, Embed)
+        self.twin = Unitwise(
+            plain, world.size, units=list(self.units), compute=self._compute, cast=self._cast, output=self._output
+        )
+        for path in names["COMPILED"]:
+            module_at(self.model, path).compile(backend="aot_eager")
+        # aot_eager decomposes functions into others, which round elsewhere.
+        self.bound: float | None = 1e-5 if names["COMPILED"] else None
+        mesh = tessera.Mesh(dp_replicate=world.size) if names["REPLICAS"] else None
+        for path, options in self.units.items():
+            shard(module_at(self.model, path), mesh=mesh, **options)
+        self.synced = dict.fromkeys(self.units, True)
+        self.results: dict[int, list[tuple[Tensor | None, Any]]] = {}
+        self.optimizers: tuple[str, Any, Any, dict[str, nn.Parameter]] | None = None
+        self.dropped: tuple[str, int] | None = None
+
+    # What the policy asks for.
+
+    def _policy(self, unit: str) -> MixedPrecisionPolicy | None:
+        return self.units[unit].get("mp_policy")
+
+    def _compute(self, name: str) -> torch.dtype | None:
+        unit = self.twin.owner[name]
+        policy = self._policy(unit)
+        if policy is None:
+            return None
+        inside = name[len(unit) + 1 if unit else 0 :]
+        layer = inside.rpartition(".")[0]
+        if any(pattern in (layer, inside) for rule in policy.rules for pattern in rule.match):
+            return torch.promote_types(self.twin.masters[name].dtype, F32)
+        return policy.param_dtype
+
+    def _cast(self, unit: str) -> torch.dtype | None:
+        policy = self._policy(unit)
+        if policy is None or not policy.cast_forward_inputs:
+            return None
+        own = [self._compute(name) for name, owner in self.twin.owner.items() if owner == unit]
+        return None if own and BF16 not in own else policy.param_dtype
+
+    def _output(self, unit: str) -> torch.dtype | None:
+        policy = self._policy(unit)
+        return None if policy is None else policy.output_dtype
+
+    # Lines of train().
+
+    def _input(self, seed: int, rank: int) -> Tensor:
+        if self.is_of_tokens:
+            return tokens(seed, rank, shape=(2, 3), below=VOCABULARY)
+        dtype = F64 if self.names["UNITS"] and self._is_wide() else F32
+        return drawn(seed, rank, shape=(2, WIDTH), dtype=dtype)
+
+    def _is_wide(self) -> bool:
+        return all(master.dtype == F64 for master in self.twin.masters.values())
+
+    def _forward(self, model: Any, seed: int, rank: int, input_grad: bool) -> tuple[Tensor | None, Any]:
+        x = self._input(seed, rank)
+        leaf = x.requires_grad_() if input_grad else None
+        torch.manual_seed(8 * seed + rank)
+        return leaf, model(x)
+
+    def forward(self, result: int, *, seed: int, input_grad: bool) -> None:
+        """Runs the model on this rank's batch, the plain copies on all ranks'; compares the results."""
+        made = [self._forward(self.model, seed, self.world.rank, input_grad)]
+        made += [self._forward(one, seed, rank, input_grad) for rank, one in enumerate(self.twin.copies)]
+        self.results[result] = made
+        self._compare_trees("result", made[0][1], made[1 + self.world.rank][1])
+
+    def evaluate(self, *, seed: int) -> None:
+        """The same without grad mode, in eval mode."""
+        own = self.twin.copies[self.world.rank]
+        self.model.eval()
+        own.eval()
+        with torch.no_grad():
+            found = self._forward(self.model, seed, self.world.rank, False)[1]
+            self._compare_trees("evaluation", found, self._forward(own, seed, self.world.rank, False)[1])
+        self.model.train()
+        own.train()
+
+    def forget(self, result: int) -> None:
+        """Drops a result that no backward used."""
+        del self.results[result]
+
+    def backward(self, *results: int, retain: bool = False) -> None:
+        """One backward through the sum of these results' losses."""
+        self._backward(0, results, retain)
+        before = [set(slot) for slot in self.twin.arrived]
+        assert not any(before)
+        for rank in range(self.world.size):
+            self._backward(1 + rank, results, retain)
+        reached = {self.twin.owner[name] for slot in self.twin.arrived for name in slot}
+        for slot in self.twin.arrived:
+            slot.clear()
+        self.twin.reduce(name for name, unit in self.twin.owner.items() if unit in reached and self.synced[unit])
+        for result in results:
+            made = self.results[result]
+            leaf, expected = made[0][0], made[1 + self.world.rank][0]
+            if leaf is not None and expected is not None:
+                assert (leaf.grad is None) == (expected.grad is None), f"r{result}: the input's gradient"
+                if leaf.grad is not None and expected.grad is not None:
+                    self._compare("the input's gradient", leaf.grad, expected.grad)
+            if not retain:
+                del self.results[result]
+
+    def _backward(self, place: int, results: Sequence[int], retain: bool) -> None:
+        loss: Tensor | None = None
+        for result in results:
+            for one in pytree.tree_leaves(self.results[result][place][1]):
+                if isinstance(one, Tensor) and one.requires_grad:
+                    term = one.double().sin().sum()
+                    loss = term if loss is None else loss + term
+        assert loss is not None
+        loss.backward(retain_graph=retain)
+
+    def drop(self, path: str | None, rank: int = 0) -> None:
+        """From now on one rank does not use what a branch of a module gives; None: all use all."""
+        for model, of_rank in [(self.model, self.world.rank), *((one, r) for r, one in enumerate(self.twin.copies))]:
+            if self.dropped is not None:
+                module_at(model, self.dropped[0]).drops = False
+            if path is not None and of_rank == rank:
+                module_at(model, path).drops = True
+        self.dropped = None if path is None else (path, rank)
+
+    def sync(self, path: str, value: bool, recurse: bool = True) -> None:
+        """set_requires_gradient_sync."""
+        module_at(self.model, path).set_requires_gradient_sync(value, recurse=recurse)
+        for unit in self.units:
+            if unit == path or (recurse and (path == "" or unit.startswith(path + "."))):
+                self.synced[unit] = value
+
+    def reshard_after_forward(self, path: str, value: bool, recurse: bool) -> None:
+        """The control of this name."""
+        module_at(self.model, path).set_reshard_after_forward(value, recurse=recurse)
+
+    def reshard_after_backward(self, path: str, value: bool, recurse: bool) -> None:
+        """The control of this name."""
+        module_at(self.model, path).set_reshard_after_backward(value, recurse=recurse)
+
+    def forward_prefetch(self, path: str, others: Sequence[str]) -> None:
+        """set_modules_to_forward_prefetch."""
+        module_at(self.model, path).set_modules_to_forward_prefetch([module_at(self.model, one) for one in others])
+
+    def backward_prefetch(self, path: str, others: Sequence[str]) -> None:
+        """set_modules_to_backward_prefetch."""
+        module_at(self.model, path).set_modules_to_backward_prefetch([module_at(self.model, one) for one in others])
+
+    def divide(self, factor: float) -> None:
+        """set_gradient_divide_factor."""
+        self.model.set_gradient_divide_factor(factor)
+        self.twin.factor = factor
+
+    def unshard(self, path: str, asynchronous: bool) -> None:
+        """unshard of one unit."""
+        handle = module_at(self.model, path).unshard(async_op=asynchronous)
+        if asynchronous:
+            handle.wait()
+
+    def reshard(self, path: str) -> None:
+        """reshard of one unit."""
+        module_at(self.model, path).reshard()
+
+    def check_if_reduced(self) -> None:
+        """check(), where no micro-batch waits."""
+        if all(self.synced.values()) and not self.twin.waits():
+            self.check()
+
+    def check(self) -> None:
+        """Compares all gradients, and which of them there are."""
+        expected = self.twin.gradients()
+        found = dict(tessera.full_gradients(self.model))
+        assert sorted(found) == sorted(expected), f"found gradients of {sorted(found)}, expected {sorted(expected)}"
+        for name, value in expected.items():
+            self._compare(f"gradient of {name}", found[name], value)
+        used = self.twin.used()
+        for name, shard in self.model.named_parameters():
+            has = shard.grad is not None
+            assert has == (name in used), f"gradient of {name}: found {'one' if has else 'none'}, expected the other"
+
+    def clip(self, most: float) -> None:
+        """Clips; the norm is summed in float64 in another order."""
+        expected = self.twin.gradients()
+        squares = sum((value.double().square().sum().item() for value in expected.values()), 0.0)
+        norm = float(tessera.clip_grad_norm_(self.model, most))
+        bound = 1e-5 if self.bound else 1e-6
+        assert abs(norm - squares**0.5) <= bound * max(1.0, squares**0.5), f"found norm {norm}, expected {squares**0.5}"
+        factor = min(1.0, most / (squares**0.5 + 1e-6))
+        found = dict(tessera.full_gradients(self.model))
+        for name, value in expected.items():
+            assert_close(f"clipped gradient of {name}", found[name], value * factor, bound)
+        self.twin.follow_gradients(found)
+
+    def step(self, kind: str) -> None:
+        """A step of torch's optimizer on shards, beside the same on whole tensors; then the same values in both."""
+        kind = "sgd" if any(master.dtype == BF16 for master in self.twin.masters.values()) else kind
+        if self.optimizers is None or self.optimizers[0] != kind:
+            whole = {name: nn.Parameter(value) for name, value in self.twin.masters.items() if self.twin.trainable[name]}
+            make: Any = torch.optim.SGD if kind == "sgd" else torch.optim.AdamW
+            own = [p for p in self.model.parameters() if p.requires_grad]
+            self.optimizers = (kind, make(own, lr=0.05), make(whole.values(), lr=0.05), whole)
+        _, sharded, plain, whole = self.optimizers
+        expected = self.twin.gradients()
+        for name, parameter in whole.items():
+            if parameter.dtype == BF16:
+                parameter.grad_dtype = F32
+            parameter.grad = expected[name] if name in self.twin.used() else None
+            parameter.data = self.twin.masters[name]
+        plain.step()
+        sharded.step()
+        for name, value in tessera.full_parameters(self.model):
+            # Loops over parts of other lengths may fuse a product and a sum, or not; AdamW divides by roots.
+            bound = 2.0**-7 if value.dtype == BF16 else self.bound or 1e-6
+            assert_close(f"parameter {name}", value, self.twin.masters[name], bound * (10 if kind == "adamw" else 1))
+            self.twin.masters[name] = value.clone()
+
+    def zero_grad(self) -> None:
+        """zero_grad() of the model."""
+        self.model.zero_grad()
+        self.twin.zero_grad()
+
+    def fail(self, path: str, *, rank: int | None, seed: int) -> None:
+        """A forward in which the user's code raises, on one rank or on all; then all recover."""
+        raises = rank is None or rank == self.world.rank
+        module_at(self.model, path).fails = raises
+        try:
+            _, out = self._forward(self.model, seed, self.world.rank, False)
+            first = next(one for one in pytree.tree_leaves(out) if isinstance(one, Tensor) and one.requires_grad)
+            first.double().sum().backward()
+        except ValueError as error:
+            assert raises and "the user's" in str(error)
+        except RuntimeError:
+            assert not raises
+        else:
+            # A module that nothing calls.
+            self.model.zero_grad()
+        finally:
+            module_at(self.model, path).fails = False
+        self.world.recover()
+        self.model.zero_grad()
+
+    def end(self) -> None:
+        """Compares this rank's buffers, and all parameters."""
+        own = dict(self.twin.copies[self.world.rank].named_buffers())
+        found = dict(self.model.named_buffers())
+        assert list(found) == list(own)
+        for name, value in own.items():
+            self._compare(f"buffer {name}", found[name], value)
+        for name, value in tessera.full_parameters(self.model):
+            assert_bits(f"parameter {name}", value, self.twin.masters[name])
+
+    def _compare(self, what: str, found: Tensor, expected: Tensor) -> None:
+        if self.bound is None:
+            assert_bits(what, found, expected)
+        else:
+            assert found.dtype == expected.dtype
+            assert_close(what, found, expected, self.bound)
+
+    def _compare_trees(self, what: str, found: Any, expected: Any) -> None:
+        ours, shape = pytree.tree_flatten(found)
+        theirs, other = pytree.tree_flatten(expected)
+        assert shape == other, f"{what}: found {shape}, expected {other}"
+        for one, two in zip(ours, theirs, strict=True):
+            if isinstance(two, Tensor):
+                assert one.requires_grad == two.requires_grad
+                self._compare(what, one, two)
+            else:
+                assert one == two
+
+
+def run(source: str, world: Any, shard: Callable[..., Any] = fully_shard) -> None:
+    """Runs a program; AssertionError, or whatever it raises, where something differs. Collective."""
+    program = Run(source, world, shard)
+    program.names["train"](program)
+
+
+__all__ = ["MixedPrecisionPolicy", "Rule", "cast_floating", "checkpoint", "draw", "run"]
