@@ -418,11 +418,7 @@ class FSDPModule(nn.Module):
 
         if args:
             destination, prefix, keep_vars = (*args, *(destination, prefix, keep_vars)[len(args) :])
-        entries = _state.whole_state_dict(self, prefix, keep_vars)
-        if destination is None:
-            return entries
-        destination.update(entries)
-        return destination
+        return _state.whole_state_dict(self, prefix, keep_vars, destination)
 
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -436,7 +432,12 @@ class FSDPModule(nn.Module):
 
         return _state.load_whole(self, state_dict, strict, assign)
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        from tessera import _state
+
+        if _state.holds_whole():
+            super()._load_from_state_dict(*args, **kwargs)
+            return
         raise usage_error(
             f"load_state_dict: found {type(self).__name__} sharded inside of a plain module, expected a sharded one; "
             "call load_state_dict of the sharded modules, or shard the outermost module, too"

@@ -442,7 +442,10 @@ def _norm_tensor(model: nn.Module, norm: float) -> Tensor:
 
 def nonfinite_parameters(model: nn.Module, most: int = 10) -> list[str]:
     """Returns the names of the first `most` parameters whose gradient or value is not finite on any rank.
-    Collective.""" return list(_C.nonfinite_parameters(_unit_of(model), most))
+
+    In the order of the model. Collective.
+    """
+    return list(_C.nonfinite_parameters(_unit_of(model), most))
 
 
 class GradScaler:
@@ -582,8 +585,7 @@ def _refuse_by_class(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any)
             raise usage_error(
                 f"{type(optimizer).__name__}: found shards of a sharded module among its parameters, expected whole "
                 f"tensors: torch.optim.{name} reads shapes or norms of whole parameters, and a rank has a part of "
-                "each; "
-                f"{advice}"
+                f"each; {advice}"
             )
 
 

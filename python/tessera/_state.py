@@ -29,8 +29,8 @@ _inside = threading.local()
 
 
 def holds_whole() -> bool:
-    """Whether this thread is in a state_dict() or load_state_dict() of a sharded module: `_parameters` are whole
-    then.""" return getattr(_inside, "depth", 0) > 0
+    """Whether this thread is in a state_dict() or load_state_dict() of a sharded module, whose tensors are whole."""
+    return getattr(_inside, "depth", 0) > 0
 
 
 def _unit_of(module: nn.Module, what: str) -> _C.Unit:
@@ -216,14 +216,22 @@ def _load_into(
     entries = OrderedDict((key, x.detach() if isinstance(x, Tensor) else x) for key, x in state_dict.items())
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
-        entries._metadata = OrderedDict((key, dict(value)) for key, value in metadata.items())  # type: ignore[attr-
-        defined] with _standing_in(places): result = _plain_method(module, "load_state_dict")(entries, strict=strict and
-        not may_miss, assign=True) taken = [(place, cast(Tensor, place.entries[place.key])) for place in places] if
-        strict and may_miss: missing = [key for key in result.missing_keys if key not in may_miss] words = [ f"{kind}
-        key(s) in state_dict: " + ", ".join(f'"{key}"' for key in keys) + ". " for kind, keys in (("Missing", missing),
-        ("Unexpected", result.unexpected_keys)) if keys ] if words: name = type(module).__name__ raise
-        RuntimeError(f"Error(s) in loading state_dict for {name}:\n\t" + "\n\t".join(words)) return result, [(place,
-        now) for place, now in taken if now is not place.stand_in or not now.is_meta]
+        copied = OrderedDict((key, dict(value)) for key, value in metadata.items())
+        entries._metadata = copied  # type: ignore[attr-defined]
+    with _standing_in(places):
+        result = _plain_method(module, "load_state_dict")(entries, strict=strict and not may_miss, assign=True)
+        taken = [(place, cast(Tensor, place.entries[place.key])) for place in places]
+    if strict and may_miss:
+        missing = [key for key in result.missing_keys if key not in may_miss]
+        words = [
+            f"{kind} key(s) in state_dict: " + ", ".join(f'"{key}"' for key in keys) + ". "
+            for kind, keys in (("Missing", missing), ("Unexpected", result.unexpected_keys))
+            if keys
+        ]
+        if words:
+            name = type(module).__name__
+            raise RuntimeError(f"Error(s) in loading state_dict for {name}:\n\t" + "\n\t".join(words))
+    return result, [(place, now) for place, now in taken if now is not place.stand_in or not now.is_meta]
 
 
 def _by_name(taken: list[tuple[_Place, Tensor]], may_be_unchanged: bool) -> list[tuple[str, Tensor]]:
@@ -242,8 +250,7 @@ def _by_name(taken: list[tuple[_Place, Tensor]], may_be_unchanged: bool) -> list
             continue
         raise RuntimeError(
             f"load_state_dict: found two different values for {place.canonical}, which the model has in several places "
-            "as "
-            "one tied parameter, expected the same under each of its names"
+            "as one tied parameter, expected the same under each of its names"
         )
     return [(name, loaded.detach()) for name, (_, loaded) in values.items()]
 
@@ -435,8 +442,7 @@ def _name_in(known: _Parameters, parameter: Tensor, optimizer: torch.optim.Optim
     if name is None:
         raise usage_error(
             f"{what}: found in {type(optimizer).__name__} a parameter of the shape {tuple(parameter.shape)} that the "
-            "model "
-            "does not have, expected parameters of the model; make the optimizer after fully_shard (and after "
+            "model does not have, expected parameters of the model; make the optimizer after fully_shard (and after "
             "set_trainable), from model.parameters()"
         )
     return name
@@ -627,8 +633,7 @@ class _LoadedState:
             words = [f"{kind} {', '.join(n)}" for kind, n in (("missing", missing), ("unexpected", unexpected)) if n]
             raise RuntimeError(
                 f"{what}: found {' and '.join(words)}, expected every parameter of {type(self._optimizer).__name__} "
-                "and no "
-                "other; StateDictOptions(strict=False) leaves them"
+                "and no other; StateDictOptions(strict=False) leaves them"
             )
 
     def group_values(self, place: int) -> dict[str, Any]:
@@ -797,8 +802,7 @@ def _bound_optimizer(optimizer: Any, what: str) -> _C.Optimizer:
         return optimizer._bound
     raise usage_error(
         f"{what}: found {type(optimizer).__module__}.{type(optimizer).__name__}, expected an optimizer of tessera "
-        "(AdamW, "
-        "SGD, Muon), whose state the format holds; for others save tessera.get_model_state_dict(model) and "
+        "(AdamW, SGD, Muon), whose state the format holds; for others save tessera.get_model_state_dict(model) and "
         "tessera.get_optimizer_state_dict(model, optimizer) by torch.save on rank 0"
     )
 
@@ -820,11 +824,9 @@ def _refuse_what_is_not_saved(model: nn.Module, unit: _C.Unit) -> None:
     if lost:
         raise usage_error(
             f"checkpoint: found {', '.join(lost)}, which sharding does not know (ignored parameters, extra state, "
-            "buffers "
-            "that were replaced after fully_shard), expected none, since the format would lose them; save "
+            "buffers that were replaced after fully_shard), expected none, since the format would lose them; save "
             "tessera.get_model_state_dict(model) and tessera.get_optimizer_state_dict(model, optimizer) by torch.save "
-            "on "
-            "rank 0"
+            "on rank 0"
         )
 
 
