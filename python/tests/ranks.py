@@ -5,7 +5,9 @@
 
 Every rank has torchrun's variables, and one thread. Rank 0's output is shown as it comes, another rank's where it fails.
 A rank that fails a test stops all of them at this test: conftest.py tells the others. What has not ended after
-SECONDS shows where it stands (its Python stacks), and is killed. Without PYTHONPATH the package is that of build/release.
+SECONDS shows where it stands (its Python stacks), and is killed; with TESSERA_FULL=1 it has 20 times as long. Without
+PYTHONPATH the package is that of build/release. -n 0 is one pytest without a launcher's variables, for tests that start
+processes of their own.
 """
 
 import argparse
@@ -33,8 +35,9 @@ def end_with_parent() -> None:
 
 
 def environment_of(rank: int, size: int, port: int) -> dict[str, str]:
-    """Returns the variables that torchrun would set, over those of this process."""
-    own = {
+    """Returns the variables that torchrun would set, over those of this process; for a size of 0 none of them."""
+    threads = {"OMP_NUM_THREADS": 1, "TORCHINDUCTOR_COMPILE_THREADS": 1}
+    launched = {
         "RANK": rank,
         "WORLD_SIZE": size,
         "LOCAL_RANK": rank,
@@ -43,9 +46,8 @@ def environment_of(rank: int, size: int, port: int) -> dict[str, str]:
         "MASTER_PORT": port,
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_RUN_ID": f"tests_{port}",
-        "OMP_NUM_THREADS": 1,
-        "TORCHINDUCTOR_COMPILE_THREADS": 1,
     }
+    own = threads if size == 0 else threads | launched
     package = {"PYTHONPATH": os.environ.get("PYTHONPATH") or str(ROOT / "build/release/python")}
     return {**os.environ, **package, **{name: str(value) for name, value in own.items()}}
 
@@ -60,7 +62,7 @@ class Ranks:
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
         words = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", *arguments]
-        self.outputs: list[IO[bytes] | None] = [None if rank == 0 else tempfile.TemporaryFile() for rank in range(size)]
+        self.outputs: list[IO[bytes] | None] = [None, *(tempfile.TemporaryFile() for _ in range(size - 1))]
         self.processes = [
             subprocess.Popen(
                 words,
@@ -73,6 +75,8 @@ class Ranks:
             )
             for rank, output in enumerate(self.outputs)
         ]
+        if size == 0:
+            return
         from torch.distributed import TCPStore
 
         self.store = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=bound.detach())
@@ -127,10 +131,11 @@ def main() -> int:
     parser.add_argument("-n", type=int, default=2, metavar="RANKS", dest="size")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS")
     known, arguments = parser.parse_known_args()
+    seconds = known.timeout * (20 if os.environ.get("TESSERA_FULL") == "1" else 1)
     ranks = Ranks(known.size, arguments)
     killed: list[int] = []
     try:
-        ranks.wait(known.timeout)
+        ranks.wait(seconds)
     except KeyboardInterrupt:
         ranks.wait(GRACE_S)  # the terminal has told the ranks, too
     finally:
