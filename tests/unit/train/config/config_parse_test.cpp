@@ -256,6 +256,12 @@ TEST(ConfigParse, DotsAndBracketsInStringsAndCommentsAreNoNesting) {
   EXPECT_EQ(config.data.path, (std::vector<std::string>{dots, brackets, dots + "\""}));
 }
 
+TEST(ConfigParse, LettersOutsideOfAsciiAreNoWhiteSpace) {
+  const Config config = parse_config("[data]\npath = [\"\"\"\\\n\u00a7a\"\"\"]\n", "x");
+  EXPECT_EQ(config.data.path, std::vector<std::string>{"\u00a7a"});
+  EXPECT_THAT(parse_refusal("\u0253 = 1"), Says("line 1"));
+}
+
 TEST(ConfigParse, RefusesAHugeText) {
   EXPECT_THAT(parse_refusal("# " + std::string(5 << 20, 'x')), Says("expected at most"));
 }
