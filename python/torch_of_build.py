@@ -37,8 +37,9 @@ def folder():
         for one in (place, *place.parents[:3]):
             if version_header(one):
                 return one
-    raise SystemExit(f"tessera: found no libtorch in {' or '.join(dict.fromkeys(map(str, places)))}, expected the one to build with; install "
-                     "torch into this environment first, or set TESSERA_TORCH to the folder of a libtorch")
+    looked = " or ".join(dict.fromkeys(map(str, places)))
+    raise SystemExit(f"tessera: found no libtorch in {looked}, expected the one to build with; install torch into this "
+                     "environment first, or set TESSERA_TORCH to the folder of a libtorch")
 
 
 def minor_and_kind():

@@ -6,11 +6,11 @@
         tessera.fully_shard(layer)
     tessera.fully_shard(model)
 
-Shards any `torch.nn.Module` as FSDP2 does, with a dtype of its own for each parameter, gradient and sum. docs/python.md is
-the manual. The package also carries the program: `tessera`, or `python -m tessera`.
+Shards any `torch.nn.Module` as FSDP2 does, with a dtype of its own for each parameter, gradient and sum. docs/python.md
+is the manual. The package also carries the program: `tessera`, or `python -m tessera`.
 
-Importing it imports no torch: that happens at the first use of a name, after a look at whether the torch that is there is
-the one that this package is built for.
+Importing it imports no torch: the first use of a name does, and then looks whether it is the torch for which this
+package is built.
 """
 
 from typing import TYPE_CHECKING, Any

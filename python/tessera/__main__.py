@@ -7,8 +7,10 @@ import sys
 
 
 def torch_of_python() -> str:
-    """The folder of the package torch, found, not imported: the program opens its libraries. The folder of the command is
-    no place for packages, and a file torch.py is none."""
+    """Returns the folder of the package torch, or "". It is not imported: the program opens its libraries.
+
+    The folder of the command is no place for packages, and a file torch.py is none.
+    """
     try:
         here = os.getcwd()
     except OSError:  # it is gone
@@ -21,6 +23,7 @@ def torch_of_python() -> str:
 
 
 def main() -> None:
+    """Becomes the program, with the arguments of this process."""
     program = pathlib.Path(__file__).parent.resolve() / "lib/tessera/tessera"
     # Between the two alone: docs/install.md has the place that it takes in the program's list.
     os.environ["TESSERA_TORCH_OF_PYTHON"] = torch_of_python()

@@ -7,13 +7,13 @@ from types import ModuleType
 
 
 def opened() -> ModuleType:
-    """The module `_C`. `from tessera import _C` comes here.
+    """Returns the module `_C`. `from tessera import _C` comes here.
 
     torch keeps its C++ interface within a minor version alone. With another one `_C` could end at an undefined symbol
     when it is opened, or read fields where none are: so the versions are compared before.
 
-    Errors: ImportError, where this package carries no `_C` for this Python, where there is no torch, and where the torch
-    that is there has another minor version, or has CUDA where the build has none, or the other way round.
+    Errors: ImportError, where this package carries no `_C` for this Python, where there is no torch, and where the
+    torch that is there has another minor version, or has CUDA where the build has none, or the other way round.
     """
     folder = pathlib.Path(__file__).parent
     python = ".".join(map(str, sys.version_info[:2]))

@@ -57,9 +57,8 @@ def clean(request: pytest.FixtureRequest) -> Iterator[None]:
     assert {name: of() for name, of in STATE.items()} == before, "the test has left another mode of torch behind"
     if world is None or world.closed or request.node.stash.get(FAILED, False):
         return
-    if request.node.get_closest_marker("fails_world"):
-        if world.aborted:
-            world.recover()
+    if request.node.get_closest_marker("fails_world") and world.aborted:
+        world.recover()
     assert not world.aborted, "the test has left an aborted World behind, which it does not say (fails_world)"
     world.barrier()
 
@@ -79,5 +78,6 @@ def pytest_runtest_makereport(
             current = tessera.world()
         except tessera.Error:
             return report
-        current.close_failed(f"rank {os.environ['RANK']}: {report.when} of {report.nodeid} failed: {call.excinfo and call.excinfo.exconly()}")
+        words = call.excinfo.exconly() if call.excinfo else "failed"
+        current.close_failed(f"{report.when} of {report.nodeid} on rank {os.environ['RANK']}: {words}")
     return report

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Runs tests of the Python module on several ranks: one pytest a rank, the same tests in the same order, over one World.
+"""Runs tests of the Python module on several ranks: one pytest a rank, the same tests in the same order, one World.
 
     python/tests/ranks.py [-n RANKS] [--timeout SECONDS] [pytest's arguments ...]
 
-Every rank has torchrun's variables, and one thread. Rank 0's output is shown as it comes, another rank's where it fails.
-A rank that fails a test stops all of them at this test: conftest.py tells the others. What has not ended after
+Every rank has torchrun's variables, and one thread. Rank 0's output is shown as it comes, another rank's where it
+fails. A rank that fails a test stops all of them at this test: conftest.py tells the others. What has not ended after
 SECONDS shows where it stands (its Python stacks), and is killed; with TESSERA_FULL=1 it has 20 times as long. Without
 PYTHONPATH the package is that of build/release. -n 0 is one pytest without a launcher's variables, for tests that start
 processes of their own.
@@ -56,13 +56,14 @@ class Ranks:
     """The processes, each of which runs pytest, and what each of them has said."""
 
     def __init__(self, size: int, arguments: Sequence[str]) -> None:
-        # A store in this process, as torchrun's agent has one: tests may call init_process_group() beside our World. The
-        # port is bound before any rank starts, and nobody else can take it; the ranks import torch while we do.
+        # A store in this process, as torchrun's agent has one: tests may call init_process_group() beside our World.
+        # The port is bound before any rank starts, and nobody else can take it; the ranks import torch while we do.
         bound = socket.socket()
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
         words = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", *arguments]
-        self.outputs: list[IO[bytes] | None] = [None, *(tempfile.TemporaryFile() for _ in range(size - 1))]
+        self.outputs: list[IO[bytes] | None] = [None]
+        self.outputs += [tempfile.TemporaryFile() for _ in range(size - 1)]  # noqa: SIM115
         self.processes = [
             subprocess.Popen(
                 words,
