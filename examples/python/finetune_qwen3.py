@@ -3,12 +3,13 @@
 
     torchrun --standalone --nproc-per-node 2 examples/python/finetune_qwen3.py --steps 40
     python examples/python/finetune_qwen3.py                         (one rank)
-    ... --model FOLDER --data FILE.jsonl --export FOLDER             (a model from the hub, your text, transformers' folder)
+    ... --model FOLDER --data FILE.jsonl --export FOLDER             (a model of the hub, your text)
 
-needs the packages `tessera` (docs/python.md, Installing) and `transformers`. Without --model the model is a small one of
-random weights that reads bytes, and without --data it learns sums ("17 plus 25 is 42."). --data is a text file, or
-*.jsonl with a key "text". Parameters are stored in fp32; layers compute in bf16 and norms in fp32; gradients are summed
-in fp32. Every layer is a unit. At the end the checkpoint is loaded into a second model, which has the same loss.
+needs the packages `tessera` (docs/python.md, Installing) and `transformers`. Without --model the model is a small one
+of random weights that reads bytes, and without --data it learns sums ("17 plus 25 is 42."). --data is a text file, or
+*.jsonl with a key "text"; --export writes a folder that transformers loads. Parameters are stored in fp32; layers
+compute in bf16 and norms in fp32; gradients are summed in fp32. Every layer is a unit. At the end the checkpoint is
+loaded into a second model, which has the same loss.
 """
 
 import argparse

@@ -4,10 +4,10 @@
     torchrun --standalone --nproc-per-node 2 examples/python/mixed_dtypes.py [--epochs 4] [--param-dtype bfloat16]
     python examples/python/mixed_dtypes.py                           (one rank)
 
-needs the package `tessera` (docs/python.md, Installing). Linear(10, 20) and Linear(20, 30) are in fp32, Linear(30, 10)
-in bf16; mean squared error, SGD, a learning rate that falls every other epoch. Each rank has rows of its own. Beside the
-sharded model every rank trains the plain one on the rows of all ranks, and at the end both have the same bits. With
---param-dtype all layers compute in that dtype, whatever they are stored in, and nothing is compared.
+needs the package `tessera` (docs/python.md, Installing). Linear(10, 20) and Linear(20, 30) are in fp32,
+Linear(30, 10) in bf16; mean squared error, SGD, a learning rate that falls every other epoch. Each rank has rows of its
+own. Beside the sharded model every rank trains the plain one on the rows of all ranks, and at the end both have the
+same bits. With --param-dtype all layers compute in that dtype, whatever they are stored in, and nothing is compared.
 """
 
 import argparse
@@ -25,6 +25,7 @@ class Model(nn.Module):
     """Three layers, the last one in bf16."""
 
     def __init__(self) -> None:
+        """Draws the values."""
         super().__init__()
         self.layer1 = nn.Linear(10, 20)
         self.layer2 = nn.Linear(20, 30)

@@ -37,10 +37,9 @@ def blocks() -> Iterator[Block]:
 
 
 @pytest.fixture
-def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
+def folder(world: tessera.World, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
     """An empty folder, the same for all ranks, as the working directory."""
     place = pathlib.Path(tempfile.gettempdir(), f"tessera_page_{os.environ.get('MASTER_PORT', os.getpid())}")
-    world = tessera.init()
     place.mkdir(exist_ok=True)
     world.barrier()
     monkeypatch.chdir(place)
@@ -54,7 +53,7 @@ def test_all_blocks_of_python_run_as_one_program(folder: pathlib.Path) -> None:
     names: dict[str, Any] = {"__name__": "page"}
     ran = 0
     for block in blocks():
-        assert block.note, f"docs/python.md:{block.line}: found a block without a comment, expected run, program or skip"
+        assert block.note, f"docs/python.md:{block.line}: found no comment, expected run, program NAME or skip, WHY"
         if block.language != "python" or block.note.startswith("skip, "):
             continue
         assert block.note == "run" or block.note.startswith("program "), f"docs/python.md:{block.line}: {block.note}"
