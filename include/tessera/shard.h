@@ -81,8 +81,22 @@ struct ShardOptions {
   /// Handles whose modules still stand plain in the tree, because the code reaches them in another
   /// way (grad/slot.h): each is met where its module is.
   std::vector<std::shared_ptr<ShardedBase>> inner;
-  /// Tensors to leave alone: not sharded, gathered, reduced or moved.
+  /// Tensors to leave alone: not sharded, gathered, reduced or moved. State dicts and checkpoints
+  /// are without them, since nobody here knows whether ranks have the same values: whoever ignores
+  /// them saves them (ShardedBase::ignored_names).
   std::vector<at::Tensor> ignored_parameters;
+  /// Groups of paths in the module, each of places of one parameter whose tensors are different
+  /// objects without values yet (no storage, or no elements), so that no memory says that they are
+  /// one. Each place keeps its tensor; names, contract and values are those of the first path that
+  /// the walk meets. Tensors that share memory are found without it. Errors of fully_shard:
+  /// kContract for a path that is no parameter of this unit or stands twice, for shapes, dtypes,
+  /// grad_dtypes or trainability that differ, and for values that the memory does not share.
+  std::vector<std::vector<std::string>> tied = {};
+  /// Paths in the module of buffers that state dicts and checkpoints leave out and no load asks for.
+  /// A buffer that stands in several places is left out where all of them are named. Errors of
+  /// fully_shard: kContract for a path that is no buffer of this unit. Source: register_buffer's
+  /// persistent=False.
+  std::vector<std::string> unstored_buffers = {};
 };
 
 /// One shard with what is needed to use it elsewhere. It may outlive its handle.
@@ -142,6 +156,9 @@ class ShardedBase : public torch::nn::Module {
   /// Every buffer of this unit and of all inside. A loader writes values in the storage dtype or in
   /// the compute dtype and then calls set_loaded().
   std::vector<BufferView> buffers() const;
+  /// True names of what ShardOptions::ignored_parameters left alone in this unit and in those
+  /// inside, parameters and buffers: no state dict and no checkpoint has them.
+  std::vector<std::string> ignored_names() const;
   /// Returns what all ranks agreed on: parameters as shards(), buffers as buffers(), units as they
   /// stand.
   ModelContract contract() const;
@@ -244,22 +261,56 @@ class ShardedBase : public torch::nn::Module {
   std::vector<at::Tensor> run_region(const std::vector<at::Tensor>& inputs,
                                      const RegionBody& body) const;
 
-  /// One call of the module: enter() before it, leave() after it, neither when it throws.
+  enum class CallKind : std::uint8_t {
+    kForward,
+    /// A forward that runs again inside a backward, by a checkpoint that is not tessera's own and
+    /// puts what it saves in the places of what the first forward saved (torch.utils.checkpoint with
+    /// use_reentrant=False). The unit is gathered where it is not, inputs and results are cast, and
+    /// that is all: its backward, its gradients and its memory follow the first forward's record.
+    kRecomputed,
+  };
+
+  /// One call of the module: enter() before it, leave() after it, neither when it throws. A front
+  /// end in another language, whose exceptions are none of C++, says how else the module was left:
+  /// by fail() or stop(). It derives from ShardedBase and publishes the class by a using-declaration.
   class Call {
    public:
-    explicit Call(ShardedBase& handle);
+    explicit Call(ShardedBase& handle, CallKind kind = CallKind::kForward);
     ~Call();
-    /// `inputs` and what they point to are read again in leave().
+    /// What a call is, for a front end whose only checkpoints are torch's: kRecomputed inside of a
+    /// backward, unless a tessera::checkpoint() runs again there.
+    static CallKind kind_here();
+    /// `inputs` and what they point to are read again in leave(). Errors: kUsage for a kRecomputed
+    /// one that repeats no forward which the backward under way goes through, that comes in another
+    /// order than in that forward, or whose first run was without grad mode (a reentrant
+    /// checkpoint).
     void enter(const std::vector<at::Tensor*>& inputs);
-    void leave(const std::vector<at::Tensor*>& outputs);
+    /// `wrappers[i]`: references to outputs[i] that the front end itself holds and gives up, beside
+    /// the one in `outputs` (an object of the other language, of which nobody but the caller has a
+    /// reference); `base_wrappers[i]`: the same for the tensor that outputs[i] is a view of. Those
+    /// do not keep the caller from changing the result in place. Empty: none.
+    void leave(const std::vector<at::Tensor*>& outputs,
+               const std::vector<std::size_t>& wrappers = {},
+               const std::vector<std::size_t>& base_wrappers = {});
+    /// The module was left by an exception of the front end's language: as by one of C++, the step
+    /// has failed on all ranks, and they are told `why`. After leave(), fail() or stop() nothing
+    /// happens.
+    void fail(const std::string& why) noexcept;
+    /// A recomputation has what it needs and leaves the module early: no failure, and the call is
+    /// closed. One that is no recomputation fails. After leave(), fail() or stop() nothing happens.
+    void stop() noexcept;
 
    private:
+    void close() noexcept;
+
     ShardedBase& handle_;
     std::shared_ptr<fsdp::Entry> entry_;
     const std::vector<at::Tensor*>* inputs_ = nullptr;
     std::shared_ptr<const fsdp::Crossed> crossed_;  // null: none is an alias
     std::shared_ptr<void> regions_;                 // null: those around it are the model's
     std::uint64_t generation_ = 0;
+    CallKind kind_;
+    bool entered_ = false;
     bool left_ = false;
     bool watched_ = false;  // by a DtypeWatch
     int exceptions_;
@@ -299,7 +350,8 @@ class ShardedBase : public torch::nn::Module {
   PrecisionPolicy policy_;
   std::function<std::string(const std::string&)> canonical_name_;
   std::optional<DType> asked_output_;
-  bool unit_is_given_ = false;  // its contract came with ShardOptions::unit_contracts
+  std::vector<std::string> ignored_;  // true names, relative to this handle
+  bool unit_is_given_ = false;        // its contract came with ShardOptions::unit_contracts
   bool asked_reshard_ = false;
   bool named_ = false;
   bool is_inside_ = false;  // a fully_shard around it has taken it in

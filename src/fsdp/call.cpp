@@ -24,13 +24,17 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <exception>
 #include <memory>
+#include <utility>
 #include <vector>
 
+#include "base/interrupt.h"
 #include "comm/torch_compat.h"
 #include "fsdp/dtype_observer.h"
 #include "fsdp/runtime/recompute_scopes.h"
@@ -187,25 +191,40 @@ std::size_t references(const at::Tensor& tensor, const std::vector<at::Tensor*>&
   return count;
 }
 
-/// Whether `results[i]` can be reached in another way than through this one place: the caller may
+/// What a call returns, and how often a front end refers to it by objects that it gives up.
+struct Results {
+  const std::vector<at::Tensor*>& tensors;
+  const std::vector<std::size_t>& wrappers;       ///< by result; empty: none
+  const std::vector<std::size_t>& base_wrappers;  ///< to what the result is a view of
+
+  static std::size_t at(const std::vector<std::size_t>& counts, std::size_t i) {
+    return i < counts.size() ? counts[i] : 0;
+  }
+};
+
+/// Whether result `i` can be reached in another way than through this one place: the caller may
 /// not change it in place. [Note: in-place changes]
-bool is_held_elsewhere(const std::vector<at::Tensor*>& results, std::size_t i,
-                       const std::vector<at::Tensor*>& arguments, const Entry& entry) {
+bool is_held_elsewhere(const Results& all, std::size_t i, const std::vector<at::Tensor*>& arguments,
+                       const Entry& entry) {
+  const auto& results = all.tensors;
   const at::Tensor& result = *results[i];
   const at::Tensor& root = root_of(result);
   const auto* made_by = dynamic_cast<const Boundary*>(torch::autograd::impl::grad_fn_unsafe(root));
   if (made_by != nullptr && made_by->is_marker_of(entry)) return true;  // the caller's argument
   const bool is_view = !root.is_same(result);
-  if (result.use_count() == 1 && !is_view) return false;
+  const auto wrappers = Results::at(all.wrappers, i);
+  if (result.use_count() <= 1 + wrappers && !is_view) return false;
   for (std::size_t j = 0; j < results.size(); ++j) {
     const at::Tensor& other = *results[j];
     if (j == i || !other.defined() || !root_of(other).is_same(root)) continue;
     if (at::get_overlap_status(result, other) != at::MemOverlapStatus::No) return true;
   }
-  const auto others_hold = [&](const at::Tensor& tensor) {
-    return tensor.use_count() > references(tensor, results) + references(tensor, arguments);
+  const auto others_hold = [&](const at::Tensor& tensor, std::size_t given_up) {
+    return tensor.use_count() >
+           references(tensor, results) + references(tensor, arguments) + given_up;
   };
-  return others_hold(result) || (is_view && others_hold(root));
+  return others_hold(result, wrappers) ||
+         (is_view && others_hold(root, Results::at(all.base_wrappers, i)));
 }
 
 /// What tensors are to the unit whose border they cross.
@@ -283,14 +302,15 @@ std::shared_ptr<const Crossed> mark_inputs(const std::vector<at::Tensor*>& input
   return crossed;
 }
 
-/// Replaces the grad-requiring ones among `outputs` by aliases behind pre-backward nodes, each
+/// Replaces the grad-requiring ones among the results by aliases behind pre-backward nodes, each
 /// of which compares all those that others hold, too. `inputs` are what the call itself still
 /// holds.
-void mark_outputs(const std::vector<at::Tensor*>& outputs, const std::vector<at::Tensor*>& inputs,
+void mark_outputs(const Results& results, const std::vector<at::Tensor*>& inputs,
                   const std::shared_ptr<Entry>& entry) {
+  const auto& outputs = results.tensors;
   std::shared_ptr<Crossed> held;
   for (std::size_t i = 0; i < outputs.size(); ++i) {
-    if (!is_wrapped(*outputs[i]) || !is_held_elsewhere(outputs, i, inputs, *entry)) continue;
+    if (!is_wrapped(*outputs[i]) || !is_held_elsewhere(results, i, inputs, *entry)) continue;
     if (held == nullptr) held = std::make_shared<Crossed>();
     held->add(i, *outputs[i]);
   }
@@ -330,37 +350,75 @@ std::vector<at::Tensor> ShardedBase::run_region(const std::vector<at::Tensor>& i
   return grad::in_region(grad::regions_here(), held_, "", inputs, body);
 }
 
-ShardedBase::Call::Call(ShardedBase& handle)
-    : handle_(handle), exceptions_(std::uncaught_exceptions()) {
+ShardedBase::Call::Call(ShardedBase& handle, CallKind kind)
+    : handle_(handle), kind_(kind), exceptions_(std::uncaught_exceptions()) {
   fsdp::unit_of_handle(handle.unit_);
 }
 
-ShardedBase::Call::~Call() {
+ShardedBase::CallKind ShardedBase::Call::kind_here() {
+  const bool is_in_backward = torch::autograd::get_current_graph_task_id() != -1;
+  return is_in_backward && fsdp::recomputing() == nullptr ? CallKind::kRecomputed
+                                                          : CallKind::kForward;
+}
+
+/// What the call has opened on this thread.
+void ShardedBase::Call::close() noexcept {
   regions_.reset();
-  if (auto* watch = watched_ ? DtypeWatch::Observer::of(handle_.unit_->runtime()) : nullptr) {
-    watch->leave();
-  }
+  auto* watch = watched_ ? DtypeWatch::Observer::of(handle_.unit_->runtime()) : nullptr;
+  watched_ = false;
+  if (watch != nullptr) watch->leave();
+}
+
+ShardedBase::Call::~Call() {
+  const base::NoInterrupts until_the_others_know;
+  close();
   if (left_ || std::uncaught_exceptions() == exceptions_) return;
+  fail(concat("an exception left the forward of unit ", handle_.unit_->shown_name()));
+}
+
+void ShardedBase::Call::fail(const std::string& why) noexcept {
+  close();
+  if (std::exchange(left_, true)) return;
   try {
-    handle_.unit_->runtime().fail(
-        concat("an exception left the forward of unit ", handle_.unit_->shown_name()));
+    handle_.unit_->runtime().fail(why);
   } catch (const std::exception&) {
     // Telling the others failed too; the exception under way says why.
   }
+}
+
+void ShardedBase::Call::stop() noexcept {
+  if (left_) return;
+  const auto& unit = *handle_.unit_;
+  if (kind_ != CallKind::kRecomputed) {
+    return fail(concat("the forward of unit ", unit.shown_name(),
+                       " was stopped, which is no recomputation"));
+  }
+  close();
+  left_ = true;
+  auto& runtime = handle_.unit_->runtime();
+  // A failure inside has closed all that was under way.
+  if (entered_ && runtime.generation() == generation_) runtime.leave_repeated(*handle_.unit_);
 }
 
 void ShardedBase::Call::enter(const std::vector<at::Tensor*>& inputs) {
   auto& unit = *handle_.unit_;
   auto& runtime = unit.runtime();
   const bool again = fsdp::recomputing() != nullptr;
+  TESSERA_CHECK(
+      !again || kind_ == CallKind::kForward, ErrorKind::kUsage, "unit ", unit.shown_name(),
+      ": found a checkpoint of another library around a call that a tessera::checkpoint() "
+      "runs again, expected one of them; leave one out");
   if (!again) require_grad_mode_of_checkpoint(unit);
   if (runtime.regions() != grad::regions_here()) {
     regions_ = std::make_shared<grad::RegionsScope>(runtime.regions());
   }
-  entry_ = again ? runtime.enter_recompute(unit) : runtime.enter_forward(unit);
+  if (kind_ == CallKind::kRecomputed && !runtime.enter_repeated(unit)) kind_ = CallKind::kForward;
+  const bool repeats = kind_ == CallKind::kRecomputed;
+  if (!repeats) entry_ = again ? runtime.enter_recompute(unit) : runtime.enter_forward(unit);
+  entered_ = true;
   generation_ = runtime.generation();
   if (at::GradMode::is_enabled()) fsdp::require_device(inputs, fsdp::Crossing::kArgument, unit);
-  if (!again && runtime.is_in_outermost()) fsdp::require_inputs_here(inputs, unit);
+  if (!again && !repeats && runtime.is_in_outermost()) fsdp::require_inputs_here(inputs, unit);
   // The marker stands before the cast, so that the cast's backward is part of the unit's.
   inputs_ = &inputs;
   if (entry_ && at::GradMode::is_enabled()) crossed_ = fsdp::mark_inputs(inputs, entry_);
@@ -371,8 +429,11 @@ void ShardedBase::Call::enter(const std::vector<at::Tensor*>& inputs) {
   }
 }
 
-void ShardedBase::Call::leave(const std::vector<at::Tensor*>& outputs) {
+void ShardedBase::Call::leave(const std::vector<at::Tensor*>& outputs,
+                              const std::vector<std::size_t>& wrappers,
+                              const std::vector<std::size_t>& base_wrappers) {
   auto& runtime = handle_.unit_->runtime();
+  const bool repeats = kind_ == CallKind::kRecomputed;
   TESSERA_CHECK(!runtime.has_failed() && runtime.generation() == generation_, ErrorKind::kUsage,
                 "unit ", handle_.unit_->shown_name(),
                 ": found that an exception of a unit inside was caught in its forward, expected it "
@@ -383,14 +444,15 @@ void ShardedBase::Call::leave(const std::vector<at::Tensor*>& outputs) {
   if (crossed_ != nullptr) crossed_->require_arguments_unchanged(*handle_.unit_);
   const auto& output = handle_.unit_->contract.output;
   if (output) cast_floating(outputs, *output);
-  if (runtime.gives_back(*handle_.unit_)) fsdp::require_no_parameters(outputs, *handle_.unit_);
+  if (!repeats && runtime.gives_back(*handle_.unit_))
+    fsdp::require_no_parameters(outputs, *handle_.unit_);
   if (at::GradMode::is_enabled())
     fsdp::require_device(outputs, fsdp::Crossing::kResult, *handle_.unit_);
   // Under recomputation the unit is gathered already: the entry's backward has begun.
   if (entry_ && at::GradMode::is_enabled() && fsdp::recomputing() == nullptr) {
-    fsdp::mark_outputs(outputs, *inputs_, entry_);
+    fsdp::mark_outputs({outputs, wrappers, base_wrappers}, *inputs_, entry_);
   }
-  runtime.leave_forward(*handle_.unit_);
+  repeats ? runtime.leave_repeated(*handle_.unit_) : runtime.leave_forward(*handle_.unit_);
   left_ = true;
 }
 

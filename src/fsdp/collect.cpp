@@ -87,7 +87,16 @@ std::optional<DType> own_grad_dtype(const at::Tensor& tensor) {
 class Walk {
  public:
   explicit Walk(const ShardOptions& options)
-      : ignored_(options.ignored_parameters), layouts_(options.layouts) {
+      : ignored_(options.ignored_parameters),
+        layouts_(options.layouts),
+        unstored_(options.unstored_buffers.begin(), options.unstored_buffers.end()) {
+    for (const auto& group : options.tied) {
+      for (const auto& path : group) {
+        TESSERA_CHECK(tied_.emplace(path, groups_).second, ErrorKind::kContract,
+                      "ShardOptions::tied: found ", path, " twice, expected each path once");
+      }
+      ++groups_;
+    }
     for (const auto& handle : options.inner) {
       held_.emplace(handle->held().get(), handle);
       // Reached through the handle only, wherever the tree shows them.
@@ -148,6 +157,23 @@ class Walk {
     }
   }
 
+  void check_tied_used() const {
+    for (const auto& [path, group] : tied_) {
+      TESSERA_CHECK(tied_met_.count(path) > 0, ErrorKind::kContract, "ShardOptions::tied: found ",
+                    path,
+                    ", expected the path of a parameter in the module that no unit inside has and "
+                    "that is not ignored");
+    }
+  }
+
+  void check_unstored_used() const {
+    for (const auto& path : unstored_) {
+      TESSERA_CHECK(unstored_met_.count(path) > 0, ErrorKind::kContract,
+                    "ShardOptions::unstored_buffers: found ", path,
+                    ", expected the path of a buffer in the module that no unit inside has");
+    }
+  }
+
   Found found;
 
  private:
@@ -201,7 +227,8 @@ class Walk {
 
   void add(const at::Tensor& tensor, const std::string& name,
            const std::optional<ParameterLayout>& declared) {
-    if (!tensor.defined() || ignores(tensor)) return;
+    if (!tensor.defined()) return;
+    if (ignores(tensor)) return note_ignored(tensor, name);
     if (auto leaf = find_leaf(tensor)) {
       TESSERA_CHECK(leaf->owner != nullptr, ErrorKind::kUsage, "parameter ", name,
                     ": found one that was sharded by a handle that is gone, expected one with "
@@ -225,6 +252,7 @@ class Walk {
                   "sharded, expected memory of its own; shard tied parameters in one call, or give "
                   "each its own by clone() before");
     const auto identity = identity_of(tensor);
+    tie(tensor, identity, name);
     const auto known = by_identity_.find(identity);
     if (known != by_identity_.end()) {
       alias(found.parameters[known->second], tensor, name);
@@ -245,17 +273,61 @@ class Walk {
     found.parameters.push_back(std::move(parameter));
   }
 
+  /// Where the caller says that a tensor is one with another, memory need not: the later one is known
+  /// as the first.
+  void tie(const at::Tensor& tensor, const Identity& identity, const std::string& name) {
+    const auto tied = tied_.find(name);
+    if (tied == tied_.end()) return;
+    tied_met_.insert(name);
+    const auto known = by_identity_.find(identity);
+    const auto here = known == by_identity_.end() ? found.parameters.size() : known->second;
+    const auto [first, is_first] = first_of_group_.emplace(tied->second, here);
+    if (is_first || first->second == here) return;
+    const auto& other = found.parameters[first->second];
+    const auto what = concat("tied parameters ", other.meta.name, " and ", name);
+    TESSERA_CHECK(known == by_identity_.end(), ErrorKind::kContract, what,
+                  ": found that the second is tied to ", found.parameters[here].meta.name,
+                  " by its memory, expected it in that group of ShardOptions::tied");
+    TESSERA_CHECK(other.meta.shape == tensor.sizes().vec(), ErrorKind::kContract, what,
+                  ": found the shapes ", at::IntArrayRef(other.meta.shape), " and ", tensor.sizes(),
+                  ", expected one");
+    TESSERA_CHECK(!has_values(tensor) && !has_values(other.leaves.front()->tensor),
+                  ErrorKind::kContract, what,
+                  ": found values that are not in one memory, expected none or the same memory; "
+                  "give both the same storage, or load values after fully_shard");
+    by_identity_.emplace(identity, first->second);
+  }
+
+  static bool has_values(const at::Tensor& tensor) {
+    return tensor.numel() > 0 && tensor.storage().nbytes() > 0;
+  }
+
+  void note_ignored(const at::Tensor& tensor, const std::string& name) {
+    if (ignored_met_.insert(tensor.unsafeGetTensorImpl()).second) found.ignored.push_back(name);
+  }
+
   void add_buffer(const at::Tensor& tensor, const std::string& name) {
-    if (!tensor.defined() || ignores(tensor) ||
-        !buffers_.insert(tensor.unsafeGetTensorImpl()).second)
+    const bool stored = unstored_.count(name) == 0;
+    if (!stored) unstored_met_.insert(name);
+    if (!tensor.defined()) return;
+    if (ignores(tensor)) return note_ignored(tensor, name);
+    if (const auto known = buffers_.find(tensor.unsafeGetTensorImpl()); known != buffers_.end()) {
+      if (known->second < found.buffers.size()) {
+        auto& first = found.buffers[known->second].meta;
+        first.stored = first.stored || stored;
+      }
       return;
+    }
+    buffers_.emplace(tensor.unsafeGetTensorImpl(), kNone);
     const auto dtype = tensor.scalar_type();
     if (c10::isComplexType(dtype) || c10::isQIntType(dtype)) return;  // nothing would cast them
     FoundBuffer buffer;
     buffer.meta.name = name;
     buffer.meta.shape = tensor.sizes().vec();
     buffer.meta.dtype = to_dtype(dtype);
+    buffer.meta.stored = stored;
     buffer.tensor = tensor;
+    buffers_[tensor.unsafeGetTensorImpl()] = found.buffers.size();
     found.buffers.push_back(std::move(buffer));
   }
 
@@ -325,7 +397,14 @@ class Walk {
   std::map<const torch::nn::Module*, std::shared_ptr<ShardedBase>> held_;
   std::set<const void*> modules_;
   std::set<const void*> named_elsewhere_;  // parts of handles that were given a name
-  std::set<const void*> buffers_;
+  static constexpr auto kNone = ~std::size_t{0};
+  std::map<const void*, std::size_t> buffers_;  // in found.buffers; kNone: left alone
+  std::set<std::string> unstored_, unstored_met_;
+  std::map<std::string, std::size_t> tied_;  // group by path
+  std::size_t groups_ = 0;
+  std::set<std::string> tied_met_;
+  std::map<std::size_t, std::size_t> first_of_group_;  // in found.parameters
+  std::set<const void*> ignored_met_;
   std::map<Identity, std::size_t> by_identity_;
   std::map<const void*, std::vector<Extent>> memory_;  // by storage
 };
@@ -337,6 +416,8 @@ Found collect(torch::nn::Module& module, const ShardOptions& options) {
   walk.visit(module, "");
   walk.add_the_rest(options);
   walk.check_layouts_used();
+  walk.check_tied_used();
+  walk.check_unstored_used();
   walk.check_memory_of_the_rest();
   return std::move(walk.found);
 }

@@ -43,6 +43,7 @@ struct FoundPlace {
 struct Found {
   std::vector<FoundParameter> parameters;  ///< not owned by any unit yet, in registration order
   std::vector<FoundBuffer> buffers;        ///< of modules that no unit owns yet, each once
+  std::vector<std::string> ignored;        ///< paths of ShardOptions::ignored_parameters, each once
   std::vector<FoundHandle> handles;        ///< sharded children, outermost only
   std::vector<std::shared_ptr<Leaf>> owned_by_others;  ///< tensors that another unit already owns
   std::vector<FoundPlace> places;                      ///< in the order of the modules
@@ -50,7 +51,8 @@ struct Found {
 
 /// Errors: kUsage for a parameter with a gradient or a hook on it, kContract for tied tensors of
 /// different dtypes or shapes, or whose modules declare different layouts; for a path in
-/// options.layouts that no parameter has.
+/// options.layouts or options.tied that no parameter has, or in options.unstored_buffers that no
+/// buffer has.
 Found collect(torch::nn::Module& module, const ShardOptions& options);
 
 }  // namespace tessera::fsdp

@@ -58,9 +58,15 @@ ShardedBase::ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& 
   TESSERA_CHECK(held_ != nullptr, ErrorKind::kUsage, "fully_shard: found no module, expected one");
   TESSERA_CHECK(mesh.world() != nullptr, ErrorKind::kUsage,
                 "fully_shard: found a mesh without a world, expected one of World::mesh()");
+  TESSERA_CHECK(!mesh.world()->closed(), ErrorKind::kUsage,
+                "fully_shard: found a World that is closed, expected one that is open; close it "
+                "behind the last step");
   TESSERA_CHECK(std::dynamic_pointer_cast<ShardedBase>(held_) == nullptr, ErrorKind::kUsage,
                 "fully_shard: found a module that is sharded already, expected a plain one");
   auto found = fsdp::collect(*held_, options);
+  for (const auto& path : found.ignored) {
+    ignored_.push_back(named_ ? fsdp::prefix_of(path, options) : path);
+  }
   for (const auto& inner : found.handles) {
     const auto& other = inner.handle->runtime_->mesh();
     TESSERA_CHECK(other.world() == mesh.world() && other.shapes() == mesh.shapes(),

@@ -91,6 +91,17 @@ std::vector<BufferView> ShardedBase::buffers() const {
   return result;
 }
 
+std::vector<std::string> ShardedBase::ignored_names() const {
+  fsdp::unit_of_handle(unit_);
+  auto names = ignored_;
+  for (const auto& inner : inner_) {
+    for (const auto& name : inner.handle->ignored_names()) {
+      names.push_back(inner.handle->named_ ? name : inner.path + "." + name);
+    }
+  }
+  return names;
+}
+
 ModelContract ShardedBase::contract() const {
   ModelContract model;
   for (const auto& own : all()) model.parameters.push_back(own.parameter->contract);

@@ -3,6 +3,7 @@
 #include <exception>
 #include <utility>
 
+#include "base/interrupt.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "tessera/shard.h"
@@ -22,6 +23,7 @@ StepScope::StepScope(ShardedBase& model, StepScopeOptions options)
 }
 
 StepScope::~StepScope() {
+  const base::NoInterrupts until_the_others_know;
   try {
     impl_->runtime->give_up(*impl_->step);
   } catch (const std::exception&) {

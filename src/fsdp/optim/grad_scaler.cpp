@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "base/interrupt.h"
 #include "base/text/printable.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
@@ -23,6 +24,7 @@ GradScaler::GradScaler(const ShardedBase& model, const GradScalerOptions& option
 }
 
 GradScaler::~GradScaler() {
+  const base::NoInterrupts until_it_is_gone;
   auto& runtime = unit_->runtime();
   runtime.set_has_scaler(false);
   try {

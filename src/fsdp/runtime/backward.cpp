@@ -11,6 +11,7 @@
 
 #include "base/doing.h"
 #include "base/hash.h"
+#include "base/interrupt.h"
 #include "base/log.h"
 #include "comm/device.h"
 #include "fsdp/agreed/pass_planner.h"
@@ -30,6 +31,7 @@ class BackwardEnd {
         generation_(runtime_->generation()),
         epoch_(runtime_->world().recoveries()) {}
   ~BackwardEnd() {
+    const base::NoInterrupts until_the_others_know;
     try {
       if (runtime_) runtime_->abandon_backward(generation_, epoch_);
     } catch (const std::exception&) {
@@ -88,6 +90,7 @@ void Runtime::begin_backward(const Entry* first) {
   take_up_abandoned();
   if (in_backward_) return;
   in_backward_ = true;
+  views_differ_ = false;
   const auto step = step_;
   if (step == nullptr) {
     store_.begin_micro_batch();
@@ -287,6 +290,7 @@ void Runtime::end_backward() {
 
 void Runtime::leave_backward() {
   spans_.all_backwards_end();
+  repeated_.forget();
   in_backward_ = false;
 }
 
@@ -476,6 +480,7 @@ BackwardView Runtime::any_rank_says(const BackwardView& mine) {
       comm::all_agree(*data_group(), {hash_of_agreed(), hash_of(bits)}, "forward order");
   if (!same[0]) name_difference();
   if (same[1]) return mine;
+  views_differ_ = true;
   return from_bits(comm::any_of_ranks(*data_group(), bits, "use of results"), frame);
 }
 

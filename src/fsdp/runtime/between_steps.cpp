@@ -333,6 +333,7 @@ void Runtime::end_step() {
   ++generation_;
   forwards_.abandon();
   spans_.forget();
+  repeated_.forget();
   kept_ = nullptr;
   under_way_.clear();
 }

@@ -5,6 +5,7 @@
 #include <exception>
 #include <utility>
 
+#include "base/interrupt.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "tessera/error.h"
@@ -159,7 +160,7 @@ std::exception_ptr OpenStep::refusal_of_end() {
     end_action();
     require_whole();
   } catch (const std::exception&) {
-    if (runtime_.has_failed()) throw;
+    if (runtime_.has_failed() || base::handles_interrupt()) throw;
     return std::current_exception();
   }
   return nullptr;

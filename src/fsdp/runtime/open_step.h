@@ -87,6 +87,8 @@ class OpenStep {
   void pre_backward(Entry& entry);
   void post_backward(Entry& entry);
   void end_backward();
+  /// The forwards of the micro-batch whose backward is under way; none where none is.
+  std::vector<std::shared_ptr<Segment>> segments_under_way() const;
   /// What begins, in words and as a hash: entered into agreements at backward.
   std::string action_in_words() const;
   /// Units have come or gone: nothing of the step is meant any more.

@@ -3,6 +3,7 @@
 #include "fsdp/runtime/pass.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "fsdp/runtime/integrity.h"
 #include "fsdp/runtime/runtime.h"
@@ -41,6 +42,8 @@ void Runtime::advance(Pass& pass, std::size_t count) {
         if (unit.gathered() || unit.gather_pending()) break;  // by another stage's list
         [[fallthrough]];
       case PlanAction::Kind::kGather:
+        // A repeated forward came before its backward, and has gathered it on all ranks.
+        if (std::exchange(unit.progress_.gathered_again, false)) break;
         // Outside of a step a backward inside this one may have gathered it.
         TESSERA_INVARIANT(step_ == nullptr || !(unit.gathered() || unit.gather_pending()), "unit ",
                           unit.shown_name(), " is gathered where its plan gathers it");

@@ -6,6 +6,7 @@
 #include <sstream>
 
 #include "base/hash.h"
+#include "base/interrupt.h"
 #include "comm/group.h"
 #include "comm/host_read.h"
 #include "fsdp/runtime/integrity.h"
@@ -50,6 +51,7 @@ void Runtime::add_unit(Unit* unit) {
 }
 
 void Runtime::remove_unit(Unit* unit) {
+  const base::NoInterrupts until_it_is_gone;
   try {
     reducer_.finish(*unit);
   } catch (const std::exception&) {
@@ -173,6 +175,9 @@ void Runtime::begin_relayout() {
 // ---------------------------------------------------------------------------------------- forward
 
 void Runtime::require_recovered() const {
+  TESSERA_CHECK(!world().closed(), ErrorKind::kUsage,
+                "a sharded forward: found its World closed, expected one that is open; close it "
+                "behind the last step");
   if (!world().aborted()) return;
   try {
     comm::barrier(world().control(), "after a failure");  // throws at once what it was aborted for
@@ -289,7 +294,8 @@ std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
   }
   spans_.forward_begins(unit.name());
   const bool grad = at::GradMode::is_enabled();
-  if (!grad && first_forward() == nullptr) return nullptr;
+  unit.progress_.ran_without_grad = !grad && first_forward() == nullptr;
+  if (unit.progress_.ran_without_grad) return nullptr;
   unit.renew_accumulators();
   auto entry = record(unit, position);
   if (auto* recorded = first_forward(); recorded != nullptr && !grad)
@@ -318,6 +324,111 @@ std::shared_ptr<Entry> Runtime::enter_recompute(Unit& unit) {
   unit.renew_accumulators();
   spans_.recomputation_begins(unit.name());
   return entry;
+}
+
+/// Here and on the other ranks, as every error of a backward.
+void Runtime::refuse_repeated(const Unit& unit, const std::string& found_and_remedy) {
+  const auto message =
+      concat("unit ", unit.shown_name(), ": found a forward inside a backward ", found_and_remedy);
+  fail(message);
+  throw Error(ErrorKind::kUsage, message);
+}
+
+bool Runtime::backward_goes_through_this() const {
+  return in_backward_ || (step_ != nullptr && !step_->segments_under_way().empty()) ||
+         !view_of_backward(nullptr).reached.empty();
+}
+
+std::vector<std::shared_ptr<Segment>> Runtime::segments_under_way() const {
+  if (step_ != nullptr) return step_->segments_under_way();
+  std::vector<std::shared_ptr<Segment>> segments;
+  for (const auto& backward : under_way_) {
+    segments.insert(segments.end(), backward.segments.begin(), backward.segments.end());
+  }
+  return segments;
+}
+
+void Runtime::require_repeats(const Unit& unit) {
+  constexpr auto kReentrant =
+      "whose first run was without grad mode, expected one that was recorded, since a reentrant "
+      "checkpoint's is not; call torch.utils.checkpoint with use_reentrant=False";
+  constexpr auto kNone =
+      "that repeats no recorded forward of that backward, expected one that a checkpoint with "
+      "use_reentrant=False runs again; call the model from no hook of a backward";
+  if (!RepeatedCalls::is_under_way()) {
+    refuse_repeated(unit, unit.progress_.ran_without_grad ? kReentrant : kNone);
+  }
+  switch (repeated_.follow(unit.id(), segments_under_way())) {
+    case RepeatedCalls::Verdict::kRepeats:
+      return;
+    case RepeatedCalls::Verdict::kWithoutGrad:
+      refuse_repeated(unit, kReentrant);
+    case RepeatedCalls::Verdict::kUnknown:
+      refuse_repeated(unit, unit.progress_.ran_without_grad ? kReentrant : kNone);
+    case RepeatedCalls::Verdict::kOtherOrder: {
+      std::string names;
+      for (const auto id : repeated_.expected()) {
+        names += concat(names.empty() ? "" : " or ", "unit ", units_.at(id)->shown_name());
+      }
+      refuse_repeated(unit,
+                      concat("that the first run did not make at this place, expected ",
+                             names.empty() ? "no other call" : names,
+                             " as in the first run of the checkpoint", grad::kMakeDeterministic));
+    }
+  }
+}
+
+/// Outside of the plan, which gathers it for its backward, at a place that all ranks come by where
+/// they run the same. On those that do not, what the others issue is not known.
+void Runtime::gather_again(Unit& unit) {
+  const auto gather = [&](Unit& one) {
+    if (one.gathered() || one.gather_pending() || one.always_unsharded() || one.buckets().empty()) {
+      return;
+    }
+    if (views_differ_) {
+      refuse_repeated(one,
+                      "that needs its parameters before its own backward has begun, while the "
+                      "backwards of ranks go through different results, expected the same on all; "
+                      "use the results of the checkpoint alike on every rank, or put a checkpoint "
+                      "around each unit");
+    }
+    issue_gather(one, number_of_forward());
+    one.progress_.gathered_again = true;
+  };
+  for (const auto& lender : unit.lenders) gather(*lender);
+  gather(unit);
+  make_readable(unit, Gathers::kByPlan);
+}
+
+bool Runtime::enter_repeated(Unit& unit) {
+  take_up_abandoned();
+  TESSERA_CHECK(torch::autograd::get_current_graph_task_id() != -1, ErrorKind::kUsage, "unit ",
+                unit.shown_name(),
+                ": found a recomputation outside of a backward, expected a forward; make the call "
+                "as CallKind::kForward");
+  if (!backward_goes_through_this()) {
+    if (!at::GradMode::is_enabled()) return false;
+    require_repeats(unit);  // nothing is under way: it says what this is
+  }
+  entered_ = &unit;
+  entered_by_ = "recomputation";
+  begin_backward();
+  require_repeats(unit);
+  gather_again(unit);
+  unit.renew_accumulators();
+  ++unit.progress_.open_calls;
+  spans_.recomputation_begins(unit.name());
+  return true;
+}
+
+void Runtime::leave_repeated(Unit& unit) {
+  spans_.forward_ends();
+  auto& progress = unit.progress_;
+  --progress.open_calls;
+  // Its backward reads no parameter, so that nothing else gives back what was gathered for this.
+  if (progress.open_calls == 0 && progress.gathered_again && !unit.controls.unshard_in_backward) {
+    unit.release();
+  }
 }
 
 bool Runtime::gives_back(const Unit& unit) const {

@@ -50,6 +50,7 @@
 #include "fsdp/runtime/pass.h"
 #include "fsdp/runtime/publisher.h"
 #include "fsdp/runtime/reducer.h"
+#include "fsdp/runtime/repeated_calls.h"
 #include "fsdp/runtime/unit.h"
 #include "fsdp/runtime/unit_trace.h"
 #include "grad/region.h"
@@ -123,6 +124,12 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// Makes the unit's parameters readable; null when nothing of it needs to be recorded.
   std::shared_ptr<Entry> enter_forward(Unit& unit);
   std::shared_ptr<Entry> enter_recompute(Unit& unit);
+  /// A forward inside a backward, which has to repeat a recorded one (repeated_calls.h): makes the
+  /// unit's parameters readable, and records nothing. Returns false where it is a forward without
+  /// grad mode and the backward is none of this model: an ordinary forward. Errors: kUsage, on all
+  /// ranks.
+  bool enter_repeated(Unit& unit);
+  void leave_repeated(Unit& unit);
   /// Whether its memory goes back when the forward under way ends, whoever holds a tensor there.
   bool gives_back(const Unit& unit) const;
   void leave_forward(Unit& unit);
@@ -288,6 +295,11 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   enum class Gathers : std::uint8_t { kHere, kByPlan };
   void make_readable(Unit& unit, Gathers gathers);
   void prefetch_after(const Unit& unit, std::size_t position);
+  [[noreturn]] void refuse_repeated(const Unit& unit, const std::string& found_and_remedy);
+  void require_repeats(const Unit& unit);
+  void gather_again(Unit& unit);
+  bool backward_goes_through_this() const;
+  std::vector<std::shared_ptr<Segment>> segments_under_way() const;
   void issue_gather(Unit& unit, std::uint32_t number);
   std::uint32_t number_of_forward() const;
   void check_borrowed(const Unit& unit) const;
@@ -342,6 +354,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   std::atomic<bool> in_backward_ = false;
   std::deque<BackwardUnderWay> under_way_;  // outermost first
+  RepeatedCalls repeated_;
+  bool views_differ_ = false;  // ranks' backwards go through different calls
   bool awaiting_tickets_ = false;
   bool holds_reductions_ = false;
   bool waits_for_last_ = false;  // reductions are issued that no gradient shows yet

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "comm/group.h"
+#include "base/interrupt.h"
 #include "fsdp/agreed/step_plan_check.h"
 #include "fsdp/runtime/open_step.h"
 #include "fsdp/runtime/runtime.h"
@@ -129,6 +130,7 @@ std::exception_ptr OpenStep::make_plan() {
     try {
       plan = planned(inputs);
     } catch (const std::exception&) {
+      if (base::handles_interrupt()) throw;
       refusal = std::current_exception();
     }
     if (refusal = agree_on(plan, refusal); refusal) return refusal;

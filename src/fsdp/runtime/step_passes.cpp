@@ -253,6 +253,16 @@ void OpenStep::post_backward(Entry& entry) {
   runtime_.advance(pass_, pass_.place(part, entry.position).after);
 }
 
+std::vector<std::shared_ptr<Segment>> OpenStep::segments_under_way() const {
+  std::vector<std::shared_ptr<Segment>> segments;
+  if (action_.kind != Kind::kBackward) return segments;
+  const auto& stage = stages_[static_cast<std::size_t>(action_.stage)];
+  for (const auto& weak : stage.micro_batches.at(action_.micro_batch).segments) {
+    if (auto segment = weak.lock()) segments.push_back(std::move(segment));
+  }
+  return segments;
+}
+
 void OpenStep::end_backward() {
   runtime_.advance(pass_, pass_.plan->actions.size());
   auto& of = stages_[static_cast<std::size_t>(action_.stage)];

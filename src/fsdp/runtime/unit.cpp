@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "base/interrupt.h"
 #include "comm/host_read.h"
 #include "fsdp/runtime/integrity.h"
 #include "fsdp/runtime/runtime.h"
@@ -98,6 +99,7 @@ Unit::Unit(std::string name, std::shared_ptr<Runtime> runtime, bool reshard)
 }
 
 Unit::~Unit() {
+  const base::NoInterrupts until_it_is_gone;
   runtime_->remove_unit(this);
   if (!device().is_cpu()) end_gather();
   for (const auto& parameter : parameters_) {
@@ -405,7 +407,7 @@ void Unit::give_memory_back() {
   readers_.join(comm::Stream::current(device()), comm::EventSite::kGather);
   readers_.clear();
   for (auto& bucket : buckets_) bucket->unsharded().end();
-  gathered_ = progress_.unsharded_by_user = false;
+  gathered_ = progress_.unsharded_by_user = progress_.gathered_again = false;
 }
 
 void Unit::abandon_gather() {

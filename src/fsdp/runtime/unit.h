@@ -183,6 +183,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
     bool owed = false;               ///< a backward without sync left gradients in its slots
     bool unpublished = false;        ///< reduced since its gradients were last published
     bool unsharded_by_user = false;  ///< kept until the user or a forward gives it back
+    bool gathered_again = false;     ///< before its backward, by a forward that is repeated
+    bool ran_without_grad = false;   ///< in its last forward
   };
   const Progress& progress() const { return progress_; }
   /// Recorded forwards whose backward is not finished.
