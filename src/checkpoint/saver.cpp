@@ -7,6 +7,7 @@
 #include <system_error>
 #include <utility>
 
+#include "base/interrupt.h"
 #include "base/log.h"
 #include "base/test_hooks.h"
 #include "base/text/printable.h"
@@ -192,6 +193,7 @@ void CheckpointSaver::meet() {
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank].front() != kFailed) continue;
     phase_ = Phase::kIdle;
+    const base::NoInterrupts until_cleaned_up;
     // Nobody leaves before the folder is gone: the first rank that does takes the others along.
     if (world_.rank() == 0) store_.discard(step_);
     comm::barrier(world_.control(), "checkpoint: cleaned up");

@@ -10,6 +10,7 @@
 #include <numeric>
 
 #include "base/hash.h"
+#include "base/interrupt.h"
 #include "base/text/printable.h"
 #include "base/trace.h"
 #include "launch/abort_flag.h"
@@ -200,6 +201,7 @@ void on_all_or_none(World& world, const std::string& what, const std::function<v
   try {
     action();
   } catch (const std::exception& error) {
+    if (base::handles_interrupt()) throw;  // the World is aborted: nobody waits for words of it
     mine = encode(error);
   }
   world.work_at("");
@@ -217,6 +219,7 @@ std::exception_ptr shared_refusal(Group& group, int world_rank, const std::excep
   try {
     if (mine) std::rethrow_exception(mine);
   } catch (const std::exception& error) {
+    if (base::handles_interrupt()) throw;
     bytes = encode(error);
     bytes.insert(1, concat("rank ", world_rank, ": "));
   }

@@ -9,6 +9,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/interrupt.h"
 #include "comm/device.h"
 #include "tessera/error.h"
 
@@ -29,7 +30,11 @@ thread_local std::weak_ptr<HostWaits> waits_of_thread;  // it goes with its Worl
 
 /// Without a World there is nobody who could be lost.
 void ask_until_done(const Event& event) {
-  while (!event.done()) std::this_thread::yield();
+  base::InterruptTimer timer;
+  while (!event.done()) {
+    if (timer.is_due()) base::ask_interrupt();
+    std::this_thread::yield();
+  }
 }
 
 /// The end of an error.
@@ -147,8 +152,10 @@ void HostWaits::wait(const Event& event, std::string_view what) {
     throw LostRank(why);
   };
   std::optional<std::uint64_t> named;  // the number of the oldest; none: there was none
+  base::InterruptTimer timer;
   while (!event.done()) {
     abort_flag_->check();
+    abort_flag_->ask_interrupt(timer);
     const auto waited = Time::now() - begin;
     if (waited < kAsksAtOnce) {
       std::this_thread::yield();

@@ -4,6 +4,7 @@
 #include <exception>
 #include <string_view>
 
+#include "base/interrupt.h"
 #include "base/text/printable.h"
 #include "comm/device.h"
 #include "comm/failure_report.h"
@@ -31,22 +32,31 @@ constexpr std::chrono::seconds kBoardFirst{1};
 
 constexpr std::chrono::milliseconds kUndoPatience{1000};
 
+// What others hear where the interrupt check of this rank has thrown.
+constexpr const char* kInterrupted = "interrupted while it waited for other ranks";
+
 std::optional<FailureRecord> decoded(const std::optional<std::string>& bytes) {
   return bytes ? decode_failure(*bytes) : std::nullopt;
 }
 
 }  // namespace
 
-ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& options)
+ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& options,
+                           std::shared_ptr<Store> store)
     : World(launch.rank, launch.world_size, launch.local_rank, options),
       launch_(launch),
       options_(options),
       exceptions_before_(std::uncaught_exceptions()),
       backend_(backend_named(options.backend, device().type())),
       everyone_(all_ranks(launch.world_size)) {
+  state_->abort_flag->belong_to_this_process();
+  queue_->belong_to_this_process();
+  state_->abort_flag->when_interrupted([this] { abort(kInterrupted); });
   connections_ = backend_.open(launch);
   if (!backend_.carries(at::kCPU)) messages_ = backend_named("auto", at::kCPU).open(launch);
-  store_ = Store::connect(launch, options.init_timeout, options.timeout);
+  store_ = store ? std::move(store)
+                 : Store::connect(launch, options.init_timeout, options.timeout);
+  store_->set_abort_flag(state_->abort_flag);
   state_->store = store_;
   state_->board->set_store_rank(store_->server_rank());
   state_->init_timeout = options.init_timeout;
@@ -56,6 +66,7 @@ ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& 
   watch.blocked_after = options.blocked_after;
   // Who raises the timeout to look at a rank in a debugger is not to be cut off here.
   watch.silent_after = std::max(watch.silent_after, options.timeout / 20);
+  if (ends_by_call()) watch.grace = options.grace_period;
   // Before the ranks meet: who was refused on the way here says so by the failure key.
   watch_ = std::make_unique<FailureWatch>(store_->second_connection(kBoardFirst), state_->board,
                                           watch, watch_actions());
@@ -67,13 +78,22 @@ ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& 
   // All ranks find it, and who serves the store has to stay for the others: they leave as ranks that
   // have joined.
   const std::string differ = differing_device_kinds(*store_);
-  if (!differ.empty()) report_failure(*this, Error(ErrorKind::kUsage, differ), kRefusedCode);
+  if (differ.empty()) return;
+  const Error refusal(ErrorKind::kUsage, differ);
+  if (!ends_by_call()) report_failure(*this, refusal, kRefusedCode);
+  leave_together();
+  end();
+  throw refusal;
 }
 
 FailureWatch::Actions ProcessWorld::watch_actions() {
   FailureWatch::Actions actions;
   actions.failed = [this](const std::string& bytes) {
     const FailureRecord cause = decode_failure(bytes).value_or(noticed(bytes));
+    if (ends_by_call()) {
+      return lose(concat("stopped because of ", to_string(cause)),
+                  [this, cause] { leave_after(*this, cause); });
+    }
     // Another rank has only noticed what began here: this rank's own error, still on its way
     // through the stack, says more, and ends the process meanwhile.
     if (cause.what == FailureClass::kNoticed && aborter_ == Aborter::kSelf) {
@@ -81,7 +101,15 @@ FailureWatch::Actions ProcessWorld::watch_actions() {
     }
     leave_after(*this, cause);
   };
-  actions.lost = [this](const std::string& why) { report_failure(*this, LostRank(why), 1); };
+  actions.lost = [this](const std::string& why) {
+    const auto leave = [this, why] { report_failure(*this, LostRank(why), 1); };
+    if (!ends_by_call()) leave();
+    lose(why, leave);
+    announce_failure(noticed(why));
+  };
+  actions.grace_is_over = [this] {
+    if (end_process_) end_process_();
+  };
   actions.disagree = [this](const std::string& why, int epoch) { abort_all(why, epoch); };
   actions.aborted = [this](const Abort& abort, int epoch) {
     abort_here(abort.why, epoch, abort.is_disagreement ? Aborter::kDisagreement : Aborter::kOther);
@@ -94,18 +122,90 @@ FailureWatch::Actions ProcessWorld::watch_actions() {
   return actions;
 }
 
-ProcessWorld::~ProcessWorld() {
-  const bool thrown = std::uncaught_exceptions() > exceptions_before_;
-  const bool failed = aborted() || thrown;
-  if (failed) {
-    watch_->stop();  // it would end this process by what is announced here
-    if (!aborted()) announce_failure(noticed("left by an exception"));
-    abort_here("left by an exception", epoch_, Aborter::kSelf);
+void ProcessWorld::lose(const std::string& why, std::function<void()> end_process) {
+  end_process_ = std::move(end_process);
+  lost_.mark(why);
+  // A recovery that has begun before may be over meanwhile: it is of no use any more.
+  for (int epoch = -1; epoch != epoch_;) {
+    epoch = epoch_;
+    abort_here(why, epoch, Aborter::kOther);
   }
+}
+
+ProcessWorld::~ProcessWorld() {
+  if (state_->abort_flag->is_in_child()) {
+    leave_to_parent();
+    return;
+  }
+  const base::NoInterrupts until_it_has_left;
+  if (!leaves_.exchange(true)) {
+    const bool thrown = std::uncaught_exceptions() > exceptions_before_;
+    const bool failed = aborted() || thrown;
+    if (failed) {
+      watch_->stop();  // it would end this process by what is announced here
+      if (!aborted()) announce_failure(noticed("left by an exception"));
+      abort_here("left by an exception", epoch_, Aborter::kSelf);
+    }
+    stop_queue();
+    if (!failed) leave_together();
+    if (failed && !thrown) leave_after_abort(patience_for_others());
+  }
+  end();
+}
+
+void ProcessWorld::close() {
+  if (state_->abort_flag->is_in_child() || leaves_.exchange(true)) return;
+  const bool failed = aborted();
+  try {
+    stop_queue();
+    if (failed) {
+      leave_after_abort(patience_for_others());
+    } else {
+      drops_held_groups_ = true;
+      leave_together();
+    }
+  } catch (...) {
+    end();
+    throw;
+  }
+  end();
+  if (!failed) lost_.check();  // the last call that can say it
+}
+
+void ProcessWorld::close_failed(const std::string& why) {
+  if (state_->abort_flag->is_in_child() || leaves_.exchange(true)) return;
+  const base::NoInterrupts until_it_has_left;
+  const std::string text = one_line(why);
+  watch_->stop();  // it would end this process by what is announced here
+  announce_failure({FailureClass::kPrimary, monotonic_ns(), rank_, 1, text});
+  abort_here(text, epoch_, Aborter::kSelf);
   stop_queue();
-  if (!failed) leave_together();
-  if (failed && !thrown) leave_after_abort();
+  leave_after_abort(state_->abort_flag->patience.words());
+  end();
+}
+
+/// Of a rank that is lost nobody waits for words; those who live have had the time to read them.
+std::chrono::milliseconds ProcessWorld::patience_for_others() const {
+  return lost_.is_set() ? state_->abort_flag->patience.words() : times_.leaving();
+}
+
+void ProcessWorld::end() noexcept {
   watch_->stop();
+  state_->start_up_log.reset();
+  queue_->close();
+  state_->abort_flag->when_interrupted({});
+  state_->abort_flag->close();
+  closed_ = true;
+}
+
+void ProcessWorld::leave_to_parent() noexcept {
+  // Their destructors would join threads that are not here, and take sockets off the parent's epoll.
+  static_cast<void>(watch_.release());
+  static_cast<void>(connections_.release());
+  static_cast<void>(messages_.release());
+  static_cast<void>(queue_.release());
+  static_cast<void>(state_.release());
+  static_cast<void>(new std::shared_ptr<Store>(store_));
 }
 
 bool ProcessWorld::missing_are_alive(const std::string& key, std::map<int, std::string>& beats) {
@@ -132,8 +232,12 @@ void ProcessWorld::leave_together() {
   // A connection that closes while a peer still reads from it looks like a lost rank, and so does
   // the store when rank 0 takes it away.
   try {
+    if (ends_by_call()) state_->board->set_leaving();
     meet_on_board(*state_->board, [&] { wait_for_the_last(kLeave); });
     watch_->stop();
+    // Units and groups of the program's may live on, and hold the connections.
+    if (drops_held_groups_) connections_->reset(epoch_);
+    if (drops_held_groups_ && messages_) messages_->reset(epoch_);
     connections_->close();
     if (messages_) messages_->close();
     decltype(state_->made) groups;  // end outside of the lock
@@ -154,11 +258,11 @@ void ProcessWorld::leave_together() {
 
 /// Keeps the store until the other ranks, which have caught their errors, too, are about to leave:
 /// without it they would end as after the loss of a rank.
-void ProcessWorld::leave_after_abort() {
+void ProcessWorld::leave_after_abort(std::chrono::milliseconds patience) {
   try {
     if (rank_ == 0 && !launch_.agent_store) {
       const AbortFlag never;  // our own is set
-      store_->meet(kLeft, rank_, everyone_, times_.leaving(), never);
+      store_->meet(kLeft, rank_, everyone_, patience, never);
     } else {
       in_time([store = store_, rank = rank_, size = size_] {
         store->arrive(kLeft, rank, size);
@@ -187,6 +291,7 @@ void ProcessWorld::abort_here(const std::string& why, int epoch, Aborter by) {
 }
 
 void ProcessWorld::abort_epoch(std::uint64_t of, const std::string& why) {
+  if (closed_ || state_->abort_flag->is_in_child()) return;
   const std::string suspicion = state_->abort_flag->suspicion();
   const bool said = why.find(suspicion) != std::string::npos;
   const std::string text =
@@ -210,18 +315,23 @@ void ProcessWorld::abort_all(const std::string& disagreement, int epoch) {
 }
 
 void ProcessWorld::recover() {
+  state_->abort_flag->require_not_over();
+  const base::NoInterrupts until_it_is_whole;
+  if (lost_.is_set()) state_->abort_flag->acknowledge();
+  lost_.check();
   connections_->require_recovery();
   if (!aborted()) abort(kRecovers);
   state_->abort_flag->acknowledge();
-  const AbortFlag never;  // our own abort flag is set
   const int next = epoch_ + 1;
   queue_->drain();
   // On the board, where a rank that is lost meanwhile is noticed as in any other wait.
   meet_on_board(*state_->board, [&] {
-    store_->meet(concat("recover/", next), rank_, everyone_, options_.timeout, never);
+    // Our own abort flag is set.
+    store_->meet(concat("recover/", next), rank_, everyone_, options_.timeout, lost_);
   });
   store_is_silent_ = false;  // it has just answered
   const base::Lock lock(epoch_mutex_);
+  lost_.check();
   epoch_ = next;
   watch_->set_epoch(next);
   connections_->reset(next);

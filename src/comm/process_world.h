@@ -33,6 +33,8 @@ namespace tessera {
 /// Groups, and the mark that it has failed.
 struct World::State {
   base::Mutex mutex;
+  base::Condition made_one;
+  bool making TESSERA_GUARDED_BY(mutex) = false;
   std::map<std::string, std::shared_ptr<comm::Group>> made TESSERA_GUARDED_BY(mutex);
   /// Of groups on a device, by their ranks.
   std::map<std::vector<int>, comm::Stream> streams TESSERA_GUARDED_BY(mutex);
@@ -43,6 +45,27 @@ struct World::State {
   std::unique_ptr<comm::StartUpLog> start_up_log;  ///< of rank 0, in a start-up
   at::Device device{at::kCPU};
   std::shared_ptr<comm::HostWaits> host_waits;  ///< none on the CPU
+
+  /// One group at a time is looked up and made, without the mutex: its connections take as long as
+  /// the other ranks do, and what is asked meanwhile may want another thread of this rank.
+  class Making {
+   public:
+    /// Waits while another thread makes one. Errors: what the interrupt check throws.
+    Making(State& state, std::string name);
+    ~Making();
+    Making(const Making&) = delete;
+    Making& operator=(const Making&) = delete;
+
+    const std::shared_ptr<comm::Group>& made() const { return made_; }  ///< null: it is to be made
+    std::shared_ptr<comm::Group> keep(std::shared_ptr<comm::Group> group) const;
+    comm::Stream stream_of(const std::vector<int>& ranks, const at::Device& where) const;
+
+   private:
+    State& state_;
+    const std::string name_;
+    std::shared_ptr<comm::Group> made_;
+    bool makes_ = false;
+  };
 };
 
 }  // namespace tessera
@@ -54,13 +77,15 @@ inline constexpr const char* kRecovers = "recovers from an error of its own";
 
 class ProcessWorld : public World {
  public:
-  /// Collective. Errors: kComm when the others do not come in time.
-  ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& options);
+  /// Collective. `store`: null: the one that the launch names. Errors: kComm when the others do not
+  /// come in time.
+  ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& options,
+               std::shared_ptr<Store> store = nullptr);
   ~ProcessWorld() override;
 
   std::string backend() const override { return std::string(backend_.name); }
-  void close() override { closed_ = true; }
-  void close_failed(const std::string& /*why*/) override { close(); }
+  void close() override;
+  void close_failed(const std::string& why) override;
   void abort_epoch(std::uint64_t epoch, const std::string& why) override;
   void recover() override;
 
@@ -89,10 +114,22 @@ class ProcessWorld : public World {
   /// The cause of the abort in this epoch: an error of this rank, a message of another one, or a
   /// watch that found ranks to disagree.
   enum class Aborter : std::uint8_t { kNobody, kSelf, kOther, kDisagreement };
+  /// A child of fork() has none of the threads, and shares the connections with its parent: all of it
+  /// stays as it is.
+  void leave_to_parent() noexcept;
+  /// The queue and the watch end; what comes later is refused.
+  void end() noexcept;
+  bool ends_by_call() const { return options_.lost_rank_ends == LostRankEnds::kCall; }
+  /// Another rank is lost, or has failed: aborts the World for good. `end_process` is called where
+  /// the program does not hear of it within its grace period.
+  void lose(const std::string& why, std::function<void()> end_process);
+  /// How long rank 0 keeps the store for others that have caught their errors.
+  std::chrono::milliseconds patience_for_others() const;
   void abort_here(const std::string& why, int epoch, Aborter by);
   void abort_all(const std::string& disagreement, int epoch);
+  /// Errors: what the interrupt check throws.
   void leave_together();
-  void leave_after_abort();
+  void leave_after_abort(std::chrono::milliseconds patience);
   /// Meets everyone, however long they take as long as they live.
   void wait_for_the_last(const std::string& key);
   /// Whether every rank that has not come to `key` has beaten since `beats` were noted.
@@ -120,6 +157,11 @@ class ProcessWorld : public World {
   std::atomic<bool> store_is_silent_{false};
   /// As `by` of the first abort_here() of this epoch.
   std::atomic<Aborter> aborter_{Aborter::kNobody};
+  /// Marked once a rank is lost under LostRankEnds::kCall: there is no recovery from that.
+  AbortFlag lost_;
+  std::function<void()> end_process_;  ///< of the watch's thread
+  std::atomic<bool> leaves_{false};
+  bool drops_held_groups_ = false;  ///< as it leaves
   base::Mutex undo_mutex_;
   std::function<void()> undo_ TESSERA_GUARDED_BY(undo_mutex_);
 };

@@ -6,9 +6,11 @@
 #include <atomic>
 #include <deque>
 #include <exception>
+#include <limits>
 #include <optional>
 #include <thread>
 
+#include "base/interrupt.h"
 #include "base/mutex.h"
 #include "base/test_hooks.h"
 #include "base/text/printable.h"
@@ -113,11 +115,14 @@ struct Pending::State {
   void issued(std::unique_ptr<Work> started, std::exception_ptr error) {
     work = std::move(started);
     failure = std::move(error);
-    out.store(true, std::memory_order_release);
+    out.store(kOut, std::memory_order_release);
     out.notify_all();
   }
+  /// Until issued() was called. Errors: what the interrupt check throws.
+  void wait_until_out();
 
-  std::atomic<bool> out{false};  // issued, or never going to be
+  static constexpr int kOut = -1;
+  std::atomic<int> out{0};  // kOut: issued, or never going to be; else how often it was woken
   std::unique_ptr<Work> work;
   std::exception_ptr failure;
   const std::shared_ptr<AbortFlag> abort_flag;
@@ -125,11 +130,44 @@ struct Pending::State {
   std::unique_ptr<TracedCollective> traced;  // null: nobody looks
 };
 
+namespace {
+
+/// Wakes whoever waits for a collective that the queue has not issued yet.
+class WakesIssueWait final : public base::WakesWait {
+ public:
+  WakesIssueWait(std::atomic<int>& out, int issued) : out_(out), issued_(issued) { begin(); }
+  ~WakesIssueWait() { end(); }
+
+ private:
+  void wake() override {
+    int woken = out_.load(std::memory_order_relaxed);
+    if (woken == issued_) return;
+    const int next = woken == std::numeric_limits<int>::max() ? 0 : woken + 1;
+    if (out_.compare_exchange_strong(woken, next)) out_.notify_all();
+  }
+
+  std::atomic<int>& out_;
+  const int issued_;
+};
+
+}  // namespace
+
+void Pending::State::wait_until_out() {
+  int now = out.load(std::memory_order_acquire);
+  if (now == kOut) return;
+  const WakesIssueWait wakes(out, kOut);
+  base::InterruptTimer timer;
+  for (; now != kOut; now = out.load(std::memory_order_acquire)) {
+    out.wait(now, std::memory_order_acquire);
+    world_abort_flag->ask_interrupt(timer);
+  }
+}
+
 void Pending::wait() {
   if (!state_) return;
   RECORD_USER_SCOPE("tessera::wait");
   const auto begin = state_->traced ? TraceClock::now() : TraceClock::time_point();
-  state_->out.wait(false, std::memory_order_acquire);
+  state_->wait_until_out();
   try {
     if (state_->failure) std::rethrow_exception(state_->failure);
     if (!state_->work) return;
@@ -207,6 +245,7 @@ void IssueQueue::Impl::drop(std::deque<Submission> dropped) {
 }
 
 void IssueQueue::Impl::run() {
+  const base::NoInterrupts of_the_library;
   base::Lock lock(mutex);
   for (;;) {
     changed.wait(lock, [&]() TESSERA_REQUIRES(mutex) { return stopping || !waiting.empty(); });
@@ -273,6 +312,13 @@ void IssueQueue::stop() {
   impl_->changed.notify_all();
   if (impl_->thread.joinable()) impl_->thread.join();
 }
+
+void IssueQueue::close() {
+  stop();
+  impl_->abort_flag->close();
+}
+
+void IssueQueue::belong_to_this_process() { impl_->abort_flag->belong_to_this_process(); }
 
 Pending IssueQueue::submit(Group& group, Batch batch, std::function<void()> ready) {
   if (impl_->abort_flag->is_set()) {

@@ -27,7 +27,7 @@ class Pending {
   Pending() = default;
   explicit Pending(std::shared_ptr<State> state) : state_(std::move(state)) {}
   /// Blocks until the collective was issued and is complete, on the calling thread. Rethrows what
-  /// went wrong in the queue or in the collective. Idempotent.
+  /// went wrong in the queue or in the collective, and what the interrupt check throws. Idempotent.
   void wait();
   bool valid() const { return state_ != nullptr; }
 
@@ -55,6 +55,10 @@ class IssueQueue {
   /// Issues what is left unless aborted, then ends the issuing thread; nothing can be submitted
   /// after it. Idempotent.
   void stop();
+  /// stop(), after which submit() throws kUsage: the World is closed.
+  void close();
+  /// In a child of fork() submit() throws kUsage.
+  void belong_to_this_process();
 
   /// After this every submit and every wait throws `why` (as kComm). [Note: failure].
   void abort(const std::string& why);

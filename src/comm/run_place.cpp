@@ -4,15 +4,21 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
+#include <fstream>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "base/environment.h"
+#include "base/interrupt.h"
 #include "base/log.h"
+#include "base/text/printable.h"
 #include "comm/backends/backend.h"
 #include "comm/device.h"
 #include "comm/process_world.h"
 #include "launch/child_ends.h"
 #include "launch/hosts.h"
+#include "launch/store.h"
 #include "launch/spawn.h"
 #include "tessera/error.h"
 
@@ -73,6 +79,101 @@ std::optional<int> start_ranks(RunPlace& place, const WorldOptions& options) {
                                      place.device == "cpu" ? 0 : cuda_devices());
   }
   return {};
+}
+
+namespace {
+
+// In front of all keys of a World over a program's store, and of the count of such Worlds.
+constexpr const char* kOverStore = "tessera";
+
+/// Each rank counts for itself: all make their Worlds in one order.
+std::string prefix_over(const StorePtr& store, int rank) {
+  const auto count = store->add(concat(kOverStore, "/worlds of rank ", rank), 1);
+  return concat(kOverStore, "/world ", count);
+}
+
+/// What the launcher says, where it means this rank; else none. Variables that contradict each
+/// other are the program's business, which has another way to know its ranks.
+std::optional<LaunchEnvironment> launcher_of(int rank, int size, const WorldOptions& options) {
+  try {
+    auto launch =
+        read_launch_environment(base::environment(), {options.master_addr, options.master_port});
+    if (launch.launcher == Launcher::kSingle) return {};
+    if (launch.rank != rank || launch.world_size != size) return {};
+    return launch;
+  } catch (const Error&) {
+    return {};
+  }
+}
+
+/// Also of hosts that have one name.
+std::string this_host() {
+  std::array<char, 256> name{};
+  if (::gethostname(name.data(), name.size() - 1) != 0) name.front() = '\0';
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  return concat(name.data(), " ", boot);
+}
+
+std::string name_of(const std::string& host) { return host.substr(0, host.find(' ')); }
+
+/// Where the ranks are, as they tell each other over the store.
+LaunchEnvironment found_over(Store& store, int rank, int size, const WorldOptions& options) {
+  const auto key = [](int of) { return concat("host/", of); };
+  const std::string mine = this_host();
+  store.set(key(rank), mine);
+  store.meet("the store", rank, all_ranks(size), options.init_timeout, AbortFlag());
+  std::vector<std::string> keys;
+  for (int of = 0; of < size; ++of) keys.push_back(key(of));
+  const auto hosts = store.get_all(keys);
+  LaunchEnvironment launch;
+  launch.rank = rank;
+  launch.world_size = size;
+  launch.local_rank = static_cast<int>(std::count(hosts.begin(), hosts.begin() + rank, mine));
+  const auto other = std::ranges::find_if(hosts, [&](const auto& host) { return host != mine; });
+  launch.hosts = other == hosts.end() ? Hosts::kOne : Hosts::kSeveral;
+  // Towards another host this one has the address at which that one finds it.
+  launch.master_addr = other == hosts.end() ? "127.0.0.1" : name_of(*other);
+  const auto known = launcher_of(rank, size, options);
+  if (!known) return launch;
+  launch.launcher = known->launcher;
+  launch.local_rank = known->local_rank;
+  if (launch.hosts == Hosts::kSeveral && !is_loopback(known->master_addr) &&
+      !known->master_addr.empty()) {
+    launch.master_addr = known->master_addr;
+  }
+  return launch;
+}
+
+}  // namespace
+
+std::shared_ptr<World> connect_over(const StorePtr& store, int rank, int size,
+                                    WorldOptions options) {
+  TESSERA_CHECK(size >= 1, ErrorKind::kUsage, "World::from_store: found size ", size,
+                ", expected at least 1");
+  TESSERA_CHECK(rank >= 0 && rank < size, ErrorKind::kUsage, "World::from_store: found rank ", rank,
+                " of ", size, ", expected one from 0 to ", size - 1);
+  TESSERA_CHECK(size == 1 || store.defined(), ErrorKind::kUsage,
+                "World::from_store: found no store, expected the one that the ranks share");
+  backend_named(options.backend, device_of_rank(options.device, 0).type());
+  if (size == 1) return World::of_one(options);
+  const auto over = [&] {
+    try {
+      return Store::over(store, prefix_over(store, rank), size, options.init_timeout,
+                         options.timeout);
+    } catch (const Error&) {
+      throw;
+    } catch (const std::exception& error) {
+      if (base::handles_interrupt()) throw;
+      throw LostRank(concat("World::from_store: the store does not answer: ",
+                            one_line(error.what())));
+    }
+  }();
+  over->require_size(rank, size);
+  const LaunchEnvironment launch = found_over(*over, rank, size, options);
+  auto world = std::make_shared<ProcessWorld>(launch, options, over);
+  world->attach_thread();
+  return world;
 }
 
 std::shared_ptr<World> connect_at(const RunPlace& place, WorldOptions options) {

@@ -32,6 +32,10 @@ RunPlace read_place(const WorldOptions& options);
 /// before any rank starts; those of spawn_ranks.
 std::optional<int> start_ranks(RunPlace& place, const WorldOptions& options);
 
+/// World::from_store. Collective.
+std::shared_ptr<World> connect_over(const StorePtr& store, int rank, int size,
+                                    WorldOptions options);
+
 /// Connects the rank that this process is, as World::connect does. Collective.
 std::shared_ptr<World> connect_at(const RunPlace& place, WorldOptions options);
 

@@ -64,7 +64,7 @@ class ThreadWorld : public World {
   ~ThreadWorld() override;
 
   std::string backend() const override;
-  void close() override { closed_ = true; }
+  void close() override;
   void close_failed(const std::string& why) override {
     abort(why);
     close();
@@ -120,6 +120,7 @@ ThreadWorld::ThreadWorld(std::shared_ptr<ThreadRun> run, int rank)
     : World(rank, run->size, rank, run->options), run_(std::move(run)) {
   state_->store = run_->store;
   state_->init_timeout = run_->options.init_timeout;
+  state_->abort_flag->when_interrupted([this] { abort("interrupted while it waited"); });
   // What connects processes needs what they need, also between threads.
   const bool as_processes = run_->backend.connects_processes() && size_ > 1;
   connections_ =
@@ -157,8 +158,16 @@ std::string ThreadWorld::backend() const {
 }
 
 void ThreadWorld::abort_epoch(std::uint64_t epoch, const std::string& why) {
+  if (closed_) return;
   // Recoveries and epochs are counted together.
   run_->abort_all_in(static_cast<int>(epoch), of_rank(rank_, one_line(why)));
+}
+
+/// The others are threads of this process: nothing that they use goes with this rank's World.
+void ThreadWorld::close() {
+  if (closed_.exchange(true)) return;
+  queue_->close();
+  state_->abort_flag->close();
 }
 
 void ThreadWorld::abort_here(const std::string& why) {
@@ -173,6 +182,7 @@ void ThreadWorld::end_connections() {
 }
 
 void ThreadWorld::recover() {
+  state_->abort_flag->require_not_over();
   connections_->require_recovery();
   if (!aborted()) abort(kRecovers);
   queue_->drain();               // its thread may still be inside a collective

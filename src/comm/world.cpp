@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <iostream>
 
+#include "base/interrupt.h"
 #include "base/log.h"
 #include "base/text/printable.h"
 #include "base/threads/parallel.h"
@@ -68,15 +69,20 @@ class SoloWorld : public World {
   explicit SoloWorld(const WorldOptions& options) : World(0, 1, 0, options) {}
   ~SoloWorld() override { stop_queue(); }
   std::string backend() const override { return "none"; }
-  void close() override { closed_ = true; }
+  void close() override {
+    if (closed_.exchange(true)) return;
+    queue_->close();
+    state_->abort_flag->close();
+  }
   void close_failed(const std::string& /*why*/) override { close(); }
   void abort_epoch(std::uint64_t epoch, const std::string& why) override {
     const base::Lock lock(epoch_mutex_);
-    if (epoch != recoveries_) return;
+    if (epoch != recoveries_ || closed_) return;
     state_->abort_flag->mark(one_line(why));
     queue_->abort(one_line(why));
   }
   void recover() override {
+    state_->abort_flag->require_not_over();
     const base::Lock lock(epoch_mutex_);
     queue_->recover();
     ++recoveries_;
@@ -94,6 +100,47 @@ class SoloWorld : public World {
 };
 
 }  // namespace
+
+World::State::Making::Making(State& state, std::string name)
+    : state_(state), name_(std::move(name)) {
+  base::Lock lock(state_.mutex);
+  for (base::InterruptTimer timer;;) {
+    if (const auto found = state_.made.find(name_); found != state_.made.end()) {
+      made_ = found->second;
+      return;
+    }
+    if (!std::exchange(state_.making, true)) break;
+    state_.made_one.wait_for(
+        lock, base::kAsksEvery,
+        [&]() TESSERA_REQUIRES(state_.mutex) { return !state_.making; });
+    lock.unlock();
+    state_.abort_flag->ask_interrupt(timer);
+    lock.lock();
+  }
+  makes_ = true;
+}
+
+World::State::Making::~Making() {
+  if (!makes_) return;
+  {
+    const base::Lock lock(state_.mutex);
+    state_.making = false;
+  }
+  state_.made_one.notify_all();
+}
+
+std::shared_ptr<comm::Group> World::State::Making::keep(std::shared_ptr<comm::Group> group) const {
+  const base::Lock lock(state_.mutex);
+  return state_.made[name_] = std::move(group);
+}
+
+comm::Stream World::State::Making::stream_of(const std::vector<int>& ranks,
+                                             const at::Device& where) const {
+  const base::Lock lock(state_.mutex);
+  auto& stream = state_.streams[ranks];
+  if (!stream) stream = comm::Stream::make(where, comm::StreamUse::kOtherRanks);
+  return stream;
+}
 
 World::World(int rank, int size, int local_rank, const WorldOptions& options)
     : rank_(rank),
@@ -115,9 +162,9 @@ std::shared_ptr<World> World::connect(const WorldOptions& options) {
   return comm::connect_at(comm::read_place(options), options);
 }
 
-std::shared_ptr<World> World::from_store(const StorePtr& /*store*/, int /*rank*/, int /*size*/,
+std::shared_ptr<World> World::from_store(const StorePtr& store, int rank, int size,
                                          const WorldOptions& options) {
-  return of_one(options);
+  return comm::connect_over(store, rank, size, options);
 }
 
 std::shared_ptr<World> World::of_one(const WorldOptions& options) {
@@ -146,21 +193,16 @@ std::shared_ptr<comm::Group> World::group(const std::vector<int>& ranks, std::st
           std::find(ranks.begin(), ranks.end(), rank_) != ranks.end(),
       ErrorKind::kUsage, "group: found ", name, ", expected ascending ranks below ", size_,
       " with rank ", rank_, " among them");
-  const base::Lock lock(state_->mutex);
-  auto& made = state_->made[name];
-  if (made) return made;
+  state_->abort_flag->require_not_over();
+  const State::Making making(*state_, name);
+  if (making.made()) return making.made();
   if (ranks.size() == 1) {
-    made = std::make_shared<comm::SoloGroup>(name, state_->abort_flag);
-    return made;
+    return making.keep(std::make_shared<comm::SoloGroup>(name, state_->abort_flag));
   }
   const at::Device where = comm::carries_messages(purpose) ? at::Device(at::kCPU) : device();
-  made = make_group(ranks, name, where);
-  if (!where.is_cpu()) {
-    auto& stream = state_->streams[ranks];
-    if (!stream) stream = comm::Stream::make(where, comm::StreamUse::kOtherRanks);
-    made->use_stream(stream, state_->host_waits);
-  }
-  return made;
+  auto group = make_group(ranks, name, where);
+  if (!where.is_cpu()) group->use_stream(making.stream_of(ranks, where), state_->host_waits);
+  return making.keep(std::move(group));
 }
 
 comm::Group& World::control() { return *group(comm::all_ranks(size_), "control"); }
@@ -192,7 +234,7 @@ void World::work_at(const std::string& what) {
 
 bool World::closed() const { return closed_; }
 
-bool World::aborted() const { return state_->abort_flag->is_set(); }
+bool World::aborted() const { return state_->abort_flag->is_aborted(); }
 
 void World::stop_queue() { queue_->stop(); }
 

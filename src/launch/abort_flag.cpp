@@ -61,6 +61,42 @@ std::string Patience::works_of(const std::vector<int>& ranks) const {
   return concat(works, "; raise comm.init_timeout_seconds where that takes longer");
 }
 
+void AbortFlag::raise(const std::string& what) const {
+  // In a child the mutex may be held by a thread that is not there.
+  if (is_in_child()) {
+    throw Error(ErrorKind::kUsage,
+                "the World was made in another process: found a call in a child of fork(), expected "
+                "none; make a World there, or start the process by exec");
+  }
+  acknowledge();
+  if (closed_.load(std::memory_order_relaxed)) throw Error(ErrorKind::kUsage, kClosed);
+  throw LostRank(what.empty() ? why() : concat(what, ": ", why()));
+}
+
+void AbortFlag::when_interrupted(std::function<void()> abort) {
+  const base::Lock lock(mutex_);
+  when_interrupted_ = std::move(abort);
+}
+
+void AbortFlag::ask_interrupt() const {
+  try {
+    base::ask_interrupt();
+  } catch (...) {
+    tell_interrupted();
+    throw;
+  }
+}
+
+void AbortFlag::tell_interrupted() const {
+  std::function<void()> abort;
+  {
+    const base::Lock lock(mutex_);
+    abort = when_interrupted_;
+  }
+  const base::NoInterrupts until_told;
+  if (abort) abort();
+}
+
 std::string Patience::why_missing(const std::vector<int>& ranks) const {
   const std::string works = works_of(ranks);
   return works.empty() ? "; it is stalled, or does not take part in this collective" : works;

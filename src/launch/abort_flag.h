@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "base/interrupt.h"
 #include "base/mutex.h"
 #include "tessera/error.h"
 
@@ -77,7 +78,8 @@ class KeepsErrors {
   static bool in_this_thread();
 };
 
-/// Threads: any.
+/// It is also the mark that a World is over: closed, or a copy of the parent's in a child of fork().
+/// Both are for good, and errors of use (kUsage). Threads: any.
 class AbortFlag {
  public:
   /// The first reason stays.
@@ -86,10 +88,13 @@ class AbortFlag {
     if (set_.load(std::memory_order_relaxed)) return;
     why_ = why;
     ++marks_;
+    aborted_.store(true, std::memory_order_relaxed);
     set_.store(true, std::memory_order_release);
   }
   void clear() {
     const base::Lock lock(mutex_);
+    if (is_over()) return;
+    aborted_.store(false, std::memory_order_relaxed);
     set_.store(false, std::memory_order_release);
     acknowledged_.store(false, std::memory_order_relaxed);
     why_.clear();
@@ -109,21 +114,51 @@ class AbortFlag {
   /// How often it was marked: what nobody waits for any more may look so seldom that it is cleared
   /// in between.
   std::uint64_t marks() const { return marks_; }
-  bool is_set() const { return set_.load(std::memory_order_acquire); }
+  /// Marked, or over.
+  bool is_set() const { return set_.load(std::memory_order_acquire) || is_in_child(); }
+  /// Marked.
+  bool is_aborted() const { return aborted_.load(std::memory_order_relaxed); }
+
+  /// The World is closed: from now on check() and raise() throw kUsage, whether it was marked or not.
+  void close() {
+    const base::Lock lock(mutex_);
+    closed_.store(true, std::memory_order_relaxed);
+    if (why_.empty()) why_ = kClosed;
+    ++marks_;
+    set_.store(true, std::memory_order_release);
+  }
+  /// What hangs on this flag has threads and connections, which a child of fork() has not.
+  void belong_to_this_process() { forks_ = base::forks(); }
+  bool is_in_child() const { return forks_ >= 0 && forks_ != base::forks(); }
+  /// Errors: kUsage when the World is over; nothing when it was only marked.
+  void require_not_over() const {
+    if (is_over()) [[unlikely]]
+      raise();
+  }
+
+  /// Asks the interrupt check where the wait of `timer` has lasted long enough. Errors: what the
+  /// check throws, after the World has been told.
+  void ask_interrupt(base::InterruptTimer& timer) const {
+    if (timer.is_due()) [[unlikely]]
+      ask_interrupt();
+  }
+  void ask_interrupt() const;
+  /// For a wait that has asked by itself, and was interrupted.
+  void tell_interrupted() const;
+  /// What aborts the World then; called in the thread that was interrupted.
+  void when_interrupted(std::function<void()> abort);
+
   std::string why() const {
     const base::Lock lock(mutex_);
     return why_;
   }
-  /// Errors: LostRank (kComm) when marked. Acknowledges.
+  /// Errors: LostRank (kComm) when marked; kUsage when over. Acknowledges.
   void check() const {
     if (is_set()) [[unlikely]]
       raise();
   }
-  /// Throws why it was marked, behind `what` was about to be done. Errors: LostRank, always.
-  [[noreturn]] void raise(const std::string& what = {}) const {
-    acknowledge();
-    throw LostRank(what.empty() ? why() : concat(what, ": ", why()));
-  }
+  /// Throws why it was marked, behind `what` was about to be done. Errors, always one: as check().
+  [[noreturn]] void raise(const std::string& what = {}) const;
   /// Notes that the program knows of the abort, if there is one: an error has left the library
   /// since, or the program recovers by itself. Does nothing in a thread that keeps its errors.
   void acknowledge() const {
@@ -135,12 +170,20 @@ class AbortFlag {
   Patience patience;
 
  private:
+  static constexpr const char* kClosed = "the World is closed";
+
+  bool is_over() const { return closed_.load(std::memory_order_relaxed) || is_in_child(); }
+
   std::atomic<bool> set_{false};
+  std::atomic<bool> aborted_{false};
+  std::atomic<bool> closed_{false};
+  std::atomic<int> forks_{-1};  ///< base::forks() of the process it belongs to; -1: to any
   mutable std::atomic<bool> acknowledged_{false};
   std::atomic<std::uint64_t> marks_{0};
   mutable base::Mutex mutex_;
   std::string why_ TESSERA_GUARDED_BY(mutex_);
   std::string suspicion_ TESSERA_GUARDED_BY(mutex_);
+  std::function<void()> when_interrupted_ TESSERA_GUARDED_BY(mutex_);
 };
 
 }  // namespace tessera::comm

@@ -3,6 +3,7 @@
 #include <deque>
 #include <thread>
 
+#include "base/interrupt.h"
 #include "base/mutex.h"
 
 namespace tessera::comm {
@@ -16,6 +17,7 @@ struct BoundedCalls::State {
   std::thread thread;
 
   void work() {
+    const base::NoInterrupts of_the_library;
     base::Lock lock(mutex);
     for (;;) {
       changed.wait(lock, [&]() TESSERA_REQUIRES(mutex) { return stopping || !jobs.empty(); });

@@ -25,8 +25,8 @@ class BoundedCalls {
   BoundedCalls& operator=(const BoundedCalls&) = delete;
 
   /// What `call` returns or throws; none if it takes longer than `limit`, an earlier one hangs, or
-  /// `in_vain`, which is asked every few milliseconds, says that nobody needs it any more. `call`
-  /// must own what it uses: it may outlive the caller.
+  /// `in_vain`, which is asked every few milliseconds, says that nobody needs it any more, or
+  /// throws, which leaves this call. `call` must own what it uses: it may outlive the caller.
   template <class Call, class Result = std::invoke_result_t<Call>>
   std::optional<Result> run(Call call, std::chrono::milliseconds limit,
                             const std::function<bool()>& in_vain = {}) {
@@ -38,8 +38,7 @@ class BoundedCalls {
       return in_vain ? std::min(deadline, std::chrono::steady_clock::now() + kLook) : deadline;
     };
     while (answer.wait_until(next_look()) != std::future_status::ready) {
-      const bool is_needed = !in_vain || !in_vain();
-      if (std::chrono::steady_clock::now() < deadline && is_needed) continue;
+      if (std::chrono::steady_clock::now() < deadline && is_needed(in_vain)) continue;
       give_up();
       return std::nullopt;
     }
@@ -51,6 +50,14 @@ class BoundedCalls {
 
   static constexpr std::chrono::milliseconds kLook{10};
 
+  bool is_needed(const std::function<bool()>& in_vain) {
+    try {
+      return !in_vain || !in_vain();
+    } catch (...) {
+      give_up();
+      throw;
+    }
+  }
   bool post(std::function<void()> job);
   void give_up();
 

@@ -5,6 +5,7 @@
 #include <string_view>
 #include <utility>
 
+#include "base/interrupt.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -109,6 +110,7 @@ void FailureWatch::set_epoch(int epoch) {
 }
 
 void FailureWatch::each_poll(void (FailureWatch::*act)()) {
+  const base::NoInterrupts of_the_library;
   base::Lock lock(mutex_);
   while (!stopping_) {
     lock.unlock();
@@ -119,7 +121,7 @@ void FailureWatch::each_poll(void (FailureWatch::*act)()) {
 }
 
 void FailureWatch::look_or_end() {
-  if (over_) return;
+  if (over_) return look_for_end_of_grace();
   const WaitBoard::Look looking(*board_);
   try {
     look();
@@ -132,14 +134,37 @@ void FailureWatch::look_or_end() {
     const auto waits = board_->standing().wait;
     actions_.lost(concat("the store is gone, rank 0 or the launcher has left: ", error.what(),
                          waits ? concat("; this rank waits for: ", waits->text) : ""));
+    begin_grace();
   }
+}
+
+void FailureWatch::begin_grace() {
+  if (options_.grace) grace_since_ = std::chrono::steady_clock::now();
+}
+
+void FailureWatch::look_for_end_of_grace() {
+  if (!grace_since_) return;
+  const auto time = std::chrono::duration_cast<std::chrono::milliseconds>(
+      std::chrono::steady_clock::now() - *grace_since_);
+  if (time < *options_.grace) return;
+  grace_since_.reset();
+  bool stands = false;
+  if (!has_thrown(time, stands)) actions_.grace_is_over();
+}
+
+bool FailureWatch::has_thrown(std::chrono::milliseconds time, bool& stands) const {
+  // A wait for a collective that began before has not ended. A wait in the store ends by itself, or
+  // belongs to a recovery.
+  const Standing standing = board_->standing();
+  stands = standing.wait && standing.waited >= time;
+  return actions_.acknowledged() && !stands;
 }
 
 void FailureWatch::look() {
   if (const auto why = store_->find(store_key::kFailure)) {
     over_ = true;
     actions_.failed(*why);
-    return;
+    return begin_grace();
   }
   const int epoch = epoch_;
   if (aborted_epoch_ != epoch && look_for_abort(epoch)) return;
@@ -147,7 +172,7 @@ void FailureWatch::look() {
   if (const auto why = board_->stalled_device()) {
     over_ = true;
     actions_.lost(*why);
-    return;
+    return begin_grace();
   }
   look_at_peers(epoch);
   ++looks_;
@@ -175,11 +200,8 @@ void FailureWatch::look_for_acknowledgement(int epoch) {
   const auto time = std::chrono::duration_cast<std::chrono::milliseconds>(
       std::chrono::steady_clock::now() - unacknowledged_->since);
   if (time < options_.acknowledged_within) return;
-  // A wait for a collective that began before has not ended. A wait in the store ends by itself, or
-  // belongs to a recovery.
-  const Standing standing = board_->standing();
-  const bool stands = standing.wait && standing.waited >= time;
-  if (actions_.acknowledged() && !stands) return unacknowledged_.reset();
+  bool stands = false;
+  if (has_thrown(time, stands)) return unacknowledged_.reset();
   const std::string why = std::exchange(unacknowledged_, std::nullopt)->why;
   actions_.unacknowledged(
       concat(why, "; this rank ",
@@ -199,7 +221,7 @@ void FailureWatch::look_at_peers(int epoch) {
   if (found->what == PeerWatch::Finding::What::kLost) {
     over_ = true;
     actions_.lost(found->why);
-    return;
+    return begin_grace();
   }
   if (epoch != epoch_ || std::exchange(disagreed_epoch_, epoch) == epoch) return;
   expect_acknowledgement(found->why, epoch);
@@ -208,7 +230,8 @@ void FailureWatch::look_at_peers(int epoch) {
 
 void FailureWatch::beat() {
   const Standing standing = board_->standing();
-  Pulse pulse{++beats_, epoch_, standing.waits, standing.wait, -1, standing.issued};
+  Pulse pulse{++beats_, epoch_,          standing.waits, standing.wait,
+              -1,       standing.issued, standing.leaves};
   if (pulse.wait) {
     pulse.cause = board_->cause_of(pulse.wait->group, pulse.wait->sequence).value_or(-1);
   }

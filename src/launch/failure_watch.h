@@ -16,6 +16,11 @@
 // or is still in the wait then: it computes for longer, or hangs outside of the waits that the
 // board knows, and other ranks may wait for it. An error in a thread of the library counts as
 // thrown once the program gets it (KeepsErrors).
+//
+// [Note: grace] A host program whose interpreter has handlers to run is not to be ended by _exit at
+// once (LostRankEnds::kCall). Then `failed` and `lost` abort the World for good, the rank's call
+// throws, and the watch ends the process only where nothing has been thrown by the end of the grace
+// period, as with a disagreement.
 #pragma once
 
 #include <atomic>
@@ -50,6 +55,8 @@ struct WatchOptions {
   std::chrono::milliseconds silent_after{
       6000};  ///< a peer without a heartbeat for this long is lost
   std::chrono::milliseconds acknowledged_within{5000};  ///< [Note: disagreements]
+  /// [Note: grace]; none: `failed` and `lost` end the process.
+  std::optional<std::chrono::milliseconds> grace;
 };
 /// For a rank of so many.
 WatchOptions watch_options(int rank, int ranks);
@@ -79,6 +86,8 @@ class FailureWatch {
     /// The ranks disagree, and the program does not know of it in time.
     std::function<void(const std::string& why, int epoch)> unacknowledged = [](const std::string&,
                                                                                int) {};
+    /// The grace period after `failed` or `lost` is over, and the program does not know of it.
+    std::function<void()> grace_is_over = [] {};
   };
 
   FailureWatch(std::shared_ptr<Store> own_connection, std::shared_ptr<WaitBoard> board,
@@ -103,6 +112,11 @@ class FailureWatch {
   void expect_acknowledgement(const std::string& why, int epoch);
   void look_for_acknowledgement(int epoch);
   void look_at_peers(int epoch);
+  /// After `failed` and `lost`.
+  void begin_grace();
+  void look_for_end_of_grace();
+  /// Whether the program has thrown why its World is aborted, of which it was to hear `time` ago.
+  bool has_thrown(std::chrono::milliseconds time, bool& stands) const;
   void beat();
 
   const std::shared_ptr<Store> store_;
@@ -123,6 +137,7 @@ class FailureWatch {
     std::chrono::steady_clock::time_point since;
   };
   std::optional<Unacknowledged> unacknowledged_;  ///< a disagreement
+  std::optional<std::chrono::steady_clock::time_point> grace_since_;
   std::uint64_t beats_ = 0;
   const std::unique_ptr<Keys> keys_;
   PeerWatch peers_;

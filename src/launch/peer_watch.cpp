@@ -148,6 +148,7 @@ std::optional<std::string> find_disagreement(int rank, const std::string& lines,
 
 std::string encode(const Pulse& pulse) {
   std::string text = std::to_string(pulse.beat);
+  if (pulse.leaves) text += "\nleaves";
   if (!pulse.wait) return text;
   text += concat("\nwait\t", pulse.epoch, "\t", pulse.waits, "\t", hex(pulse.wait->group), "\t",
                  pulse.wait->sequence, "\t", pulse.wait->peer, "\t", pulse.cause, "\t",
@@ -172,6 +173,8 @@ Pulse decode_pulse(const std::string& text) {
       read_wait(fields, pulse);
     } else if (fields[0] == "issued" || fields[0] == "posted") {
       if (auto issued = read_issued(fields)) pulse.issued.push_back(*std::move(issued));
+    } else if (fields[0] == "leaves") {
+      pulse.leaves = true;
     } else {
       read(fields[0], pulse.beat);
     }
@@ -244,6 +247,7 @@ std::optional<PeerWatch::Finding> PeerWatch::look(Time now, int epoch, const Sta
   if (auto silent = find_silent(now)) return silent;
   if (!standing.wait) return std::nullopt;
   answer(lines);
+  if (auto left = find_left(now, standing)) return left;
   if (auto found = compare_with(standing.wait->peer, standing, lines)) return found;
   if (!returns) suspected_.clear();
   return returns ? find_deadlock(now, chain) : std::nullopt;
@@ -372,6 +376,22 @@ std::optional<PeerWatch::Finding> PeerWatch::find_deadlock(Time now,
   }
   return Finding{Finding::What::kDisagree,
                  why + "; issue collectives in the same order on every rank"};
+}
+
+std::optional<PeerWatch::Finding> PeerWatch::find_left(Time now, const Standing& standing) {
+  const int peer = standing.wait->peer;
+  const auto heard = heard_.find(peer);
+  const bool leaves = heard != heard_.end() && decode_pulse(heard->second.text).leaves;
+  if (!leaves) {
+    left_.reset();
+    return std::nullopt;
+  }
+  if (!left_ || left_->first != peer) left_ = {peer, now};
+  if (now - left_->second < options_.blocked_after / 2) return std::nullopt;
+  return Finding{Finding::What::kDisagree,
+                 concat("rank ", peer, " has left: its World is closed, and rank ", options_.rank,
+                        " waits for it in ", standing.wait->text,
+                        "; make the same calls on every rank before one closes its World")};
 }
 
 std::optional<PeerWatch::Finding> PeerWatch::compare_with(

@@ -69,6 +69,7 @@ struct Standing {
   std::vector<IssuedHashes> issued;
   std::vector<int> peers;     ///< all ranks that are up, ascending, itself among them
   std::vector<int> doubtful;  ///< others that may be lost (WaitBoard::Doubt)
+  bool leaves = false;        ///< its World is being closed, which ranks are told (WaitBoard::set_leaving)
 };
 
 /// What a rank says of itself all the time.
@@ -79,8 +80,9 @@ struct Pulse {
   std::optional<PeerWait> wait;
   int cause = -1;  ///< whom it takes to hold up `wait`, -1: not known
   std::vector<IssuedHashes> issued;
+  bool leaves = false;  ///< it issues nothing any more
 };
-/// Begins with the beat; the rest only while it waits. A few hundred bytes.
+/// Begins with the beat; the rest only while it waits or leaves. A few hundred bytes.
 std::string encode(const Pulse& pulse);
 /// What cannot be read is left out: it comes from another process.
 Pulse decode_pulse(const std::string& text);
@@ -181,6 +183,8 @@ class PeerWatch {
   /// The chain of waits from this rank on, until it ends or returns here.
   std::vector<Link> follow(Time now, const Standing& standing, std::size_t most, bool& returns);
   std::optional<Finding> find_deadlock(Time now, const std::vector<Link>& cycle);
+  /// A wait for a rank that leaves, and has for so long that what it has sent would be here.
+  std::optional<Finding> find_left(Time now, const Standing& standing);
   std::optional<Finding> compare_with(int peer, const Standing& standing,
                                       const std::function<std::string()>& lines);
   void answer(const std::function<std::string()>& lines);
@@ -195,6 +199,7 @@ class PeerWatch {
   std::string suspected_;  ///< a cycle of waits, and when it was seen first
   Time suspected_since_;
   std::vector<std::string> suspected_beats_;
+  std::optional<std::pair<int, Time>> left_;  ///< who is waited for and leaves, and seen since when
   std::optional<std::pair<int, int>> asked_;  ///< epoch and rank
   std::pair<int, std::string> published_{-1, ""};
 };

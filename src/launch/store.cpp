@@ -9,6 +9,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "base/environment.h"
+#include "base/interrupt.h"
 #include "base/text/printable.h"
 #include "launch/hosts.h"
 #include "launch/peer_watch.h"
@@ -178,6 +179,44 @@ class CountersOf final : public SharedCounters {
 
 }  // namespace
 
+/// The interrupt check during one call. A store that answers late is given some time more, so that
+/// the connection stays in order, and the others can be told over it.
+class Store::Questions {
+ public:
+  explicit Questions(std::shared_ptr<const AbortFlag> abort_flag)
+      : abort_flag_(std::move(abort_flag)) {}
+
+  /// For BoundedCalls::run.
+  std::function<bool()> in_vain() {
+    if (!base::may_ask_interrupt()) return {};
+    return [this] { return ends_the_call(); };
+  }
+  /// Errors: what the check has thrown.
+  void rethrow() const {
+    if (!interrupt_) return;
+    if (abort_flag_) abort_flag_->tell_interrupted();
+    std::rethrow_exception(interrupt_);
+  }
+
+ private:
+  bool ends_the_call() {
+    if (interrupt_) return std::chrono::steady_clock::now() >= ends_;
+    if (!timer_.is_due()) return false;
+    try {
+      base::ask_interrupt();
+    } catch (...) {
+      interrupt_ = std::current_exception();
+      ends_ = std::chrono::steady_clock::now() + kStoreMargin;
+    }
+    return false;
+  }
+
+  const std::shared_ptr<const AbortFlag> abort_flag_;
+  base::InterruptTimer timer_;
+  std::exception_ptr interrupt_;
+  std::chrono::steady_clock::time_point ends_;
+};
+
 template <class Operation>
 auto Store::call(const std::string& what, Operation operation) const {
   const auto on_store = [store = store_, operation = std::move(operation)] {
@@ -185,8 +224,12 @@ auto Store::call(const std::string& what, Operation operation) const {
   };
   try {
     if (!calls_) return on_store();
-    if (auto answer = calls_->run(on_store, answers_within_)) return *std::move(answer);
+    Questions questions(abort_flag_);
+    auto answer = calls_->run(on_store, answers_within_, questions.in_vain());
+    questions.rethrow();
+    if (answer) return *std::move(answer);
   } catch (const std::exception& error) {
+    if (base::handles_interrupt()) throw;
     throw LostRank(concat("store: ", what, ": ", one_line(error.what()), " (", server_, ")"));
   }
   throw LostRank(concat(no_answer(server_, answers_within_), " (", what, ")"));
@@ -229,8 +272,13 @@ std::shared_ptr<Store> Store::connect(const LaunchEnvironment& launch,
   };
   std::optional<c10::intrusive_ptr<c10d::TCPStore>> tcp;
   try {
-    tcp = BoundedCalls().run(open, timeout + kStoreMargin);
+    base::InterruptTimer timer;
+    tcp = BoundedCalls().run(open, timeout + kStoreMargin, [&] {
+      if (timer.is_due()) base::ask_interrupt();
+      return false;
+    });
   } catch (const std::exception& error) {
+    if (base::handles_interrupt()) throw;
     const std::string why = one_line(error.what());
     TESSERA_CHECK(!options.isServer, ErrorKind::kComm, "store: cannot serve as ", server, ": ",
                   why);
@@ -244,8 +292,38 @@ std::shared_ptr<Store> Store::connect(const LaunchEnvironment& launch,
   return store;
 }
 
+namespace {
+
+/// c10d's own stores can all clone themselves. A wrapper of the program's, written in Python for
+/// example, need not: it says so by an exception, or by returning nothing.
+c10::intrusive_ptr<c10d::Store> clone_or_share(const c10::intrusive_ptr<c10d::Store>& store) {
+  try {
+    if (auto copy = store->clone()) return copy;
+  } catch (const std::exception&) {
+    // Shared: each of our calls returns at once, since keys are asked for before they are read.
+  }
+  return store;
+}
+
+}  // namespace
+
+std::shared_ptr<Store> Store::over(const c10::intrusive_ptr<c10d::Store>& store,
+                                   const std::string& prefix, int ranks,
+                                   std::chrono::milliseconds timeout,
+                                   std::chrono::milliseconds answers_within) {
+  const JoinsSilently silence;
+  const std::string server = "the program's store";
+  const auto open = [store] { return clone_or_share(store); };
+  const auto connection = BoundedCalls().run(open, timeout + kStoreMargin);
+  if (!connection) throw LostRank(no_answer(server, timeout));
+  return std::shared_ptr<Store>(
+      new Store(c10::make_intrusive<c10d::PrefixStore>(prefix, *connection), server, timeout,
+                answers_within, ranks));
+}
+
 std::shared_ptr<Store> Store::second_connection(std::chrono::milliseconds longer) const {
-  auto connection = call("second connection", [](c10d::Store& store) { return store.clone(); });
+  auto connection =
+      call("second connection", [store = store_](c10d::Store& /*ours*/) { return clone_or_share(store); });
   return std::shared_ptr<Store>(
       new Store(std::move(connection), server_, timeout_, answers_within_ + longer, ranks_));
 }
@@ -325,8 +403,10 @@ void Store::meet(const std::string& key, int self, const std::vector<int>& membe
   arrive(key, static_cast<int>(std::ranges::find(members, self) - members.begin()), size);
   std::chrono::microseconds pause(50);
   const auto longest = std::max(kLongestPause, kPauseForEach * size);
+  base::InterruptTimer timer;
   while (!is_set(all_at(key))) {
     abort_flag.check();
+    abort_flag.ask_interrupt(timer);
     if (std::chrono::steady_clock::now() > deadline) {
       const Missing absent = missing(key, size);
       if (absent.members.empty() && !absent.and_more) return;  // the last one has come just now

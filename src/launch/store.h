@@ -1,6 +1,7 @@
 // Store: the small shared dictionary by which ranks find each other and tell of failures.
 //
-// A thin layer over c10d's stores: TCP between processes, a map between threads. Waiting is by
+// A thin layer over c10d's stores: TCP between processes, a map between threads, or what a program
+// has already. Waiting is by
 // polling, so that a wait can end when the World is aborted, and a server that has stopped without
 // closing its connections is found by a limit on every call (bounded_calls.h). A step needs it only
 // where two ranks send to each other for the first time ([Note: connections]), and beside it the
@@ -42,7 +43,16 @@ class Store {
   /// The rank with which it goes; none: it lives as long as this process, or as the launcher.
   std::optional<int> server_rank() const { return server_rank_; }
 
-  /// The same store over a connection of its own, which is waited for so much longer.
+  /// Over the store of the program, which may be shared with others: keys are under `prefix`, and
+  /// calls go over a connection of its own where the store can clone() itself. One that cannot is
+  /// shared: it takes the calls of several threads in turn, and none of ours waits in it.
+  static std::shared_ptr<Store> over(const c10::intrusive_ptr<c10d::Store>& store,
+                                     const std::string& prefix, int ranks,
+                                     std::chrono::milliseconds timeout,
+                                     std::chrono::milliseconds answers_within);
+
+  /// The same store over a connection of its own, where it can have one, which is waited for so
+  /// much longer.
   std::shared_ptr<Store> second_connection(std::chrono::milliseconds longer) const;
 
   void set(const std::string& key, const std::string& value);
@@ -77,7 +87,14 @@ class Store {
       const std::string& prefix, std::shared_ptr<const AbortFlag> abort_flag,
       std::function<void(const std::string& key)> waits = nullptr) const;
 
+  /// Its World is told by this flag when a call is interrupted. Before the first call.
+  void set_abort_flag(std::shared_ptr<const AbortFlag> abort_flag) {
+    abort_flag_ = std::move(abort_flag);
+  }
+
  private:
+  class Questions;
+
   Store(c10::intrusive_ptr<c10d::Store> store, std::string server,
         std::chrono::milliseconds timeout, std::chrono::milliseconds answers_within, int ranks);
   bool is_set(const std::string& key);
@@ -92,6 +109,7 @@ class Store {
   std::chrono::milliseconds answers_within_;
   int ranks_;  ///< that share it, from which follows how often each may ask
   std::unique_ptr<BoundedCalls> calls_;  ///< none: calls never hang
+  std::shared_ptr<const AbortFlag> abort_flag_;
 };
 
 }  // namespace tessera::comm

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/interrupt.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -77,6 +78,7 @@ Standing WaitBoard::standing() const {
   const base::Lock lock(mutex_);
   Standing standing;
   standing.peers = peers_;
+  standing.leaves = leaves_;
   for (const auto& [doubt, doubted] : doubts_) standing.doubtful.push_back(doubted.rank);
   standing.waits = static_cast<int>(waits_.size());
   if (waits_.empty()) return standing;
@@ -92,6 +94,11 @@ Standing WaitBoard::standing() const {
     if (standing.issued.back().count == 0) standing.issued.pop_back();
   }
   return standing;
+}
+
+void WaitBoard::set_leaving() {
+  const base::Lock lock(mutex_);
+  leaves_ = true;
 }
 
 void WaitBoard::watch_device(std::weak_ptr<DeviceWatch> device) {
@@ -187,6 +194,7 @@ StartUpLog::~StartUpLog() {
 }
 
 void StartUpLog::run() {
+  const base::NoInterrupts of_the_library;
   base::Lock lock(mutex_);
   while (!wake_.wait_for(lock, every_, [&]() TESSERA_REQUIRES(mutex_) { return stopping_; })) {
     lock.unlock();

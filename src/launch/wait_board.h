@@ -69,6 +69,8 @@ class WaitBoard {
   std::optional<int> store_rank() const;
   std::string lines() const;
   Standing standing() const;
+  /// From now on others are told that this rank issues nothing any more.
+  void set_leaving();
   /// The rank's, as long as it lives.
   void watch_device(std::weak_ptr<DeviceWatch> device);
   std::optional<std::string> stalled_device() const;
@@ -131,6 +133,7 @@ class WaitBoard {
   std::map<const Doubt*, Doubted> doubts_ TESSERA_GUARDED_BY(mutex_);
   std::vector<int> peers_ TESSERA_GUARDED_BY(mutex_);
   std::optional<int> store_rank_ TESSERA_GUARDED_BY(mutex_);
+  bool leaves_ TESSERA_GUARDED_BY(mutex_) = false;
   std::weak_ptr<DeviceWatch> device_ TESSERA_GUARDED_BY(mutex_);
   std::optional<std::chrono::steady_clock::time_point> looks_since_ TESSERA_GUARDED_BY(mutex_);
   int epoch_ TESSERA_GUARDED_BY(mutex_) = 0;

@@ -15,6 +15,7 @@
 #include <variant>
 
 #include "base/doing.h"
+#include "base/interrupt.h"
 #include "base/test_hooks.h"
 #include "base/text/printable.h"
 #include "base/trace.h"
@@ -505,6 +506,7 @@ std::vector<Tensors> Runner::run(const ValidProgram& program, const std::vector<
 
 /// The others learn of it where they wait.
 void Runner::fail(const std::exception& error, const std::string& place) {
+  if (base::handles_interrupt()) throw;  // they know
   const auto* known = dynamic_cast<const Error*>(&error);
   const std::string text =
       concat("pipeline, rank ", ties_.world->rank(), ", ", place, ": ", one_line(error.what()));

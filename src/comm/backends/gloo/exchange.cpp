@@ -261,8 +261,10 @@ std::vector<int> Exchange::not_arrived() {
       for (Transfer& transfer : *transfers) {
         if (transfer.finished) continue;
         try {
-          // Gloo has closed the connections after the timeout: what is not there throws at once.
-          transfer.finished = transfer.posted->wait(std::chrono::milliseconds(1));
+          // Gloo has closed the connections after the timeout: what is not there throws at once. A
+          // wait that was woken before returns false once.
+          transfer.finished = transfer.posted->wait(std::chrono::milliseconds(1)) ||
+                              transfer.posted->wait(std::chrono::milliseconds(1));
         } catch (const std::exception&) {
           ranks.push_back(world_rank(transfer.peer));
         }

@@ -12,6 +12,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "base/environment.h"
+#include "base/interrupt.h"
 #include "base/text/printable.h"
 #include "comm/backends/gloo/point_to_point.h"
 #include "comm/backends/gloo/staged.h"
@@ -94,12 +95,14 @@ void ignore_broken_pipes() {
   }
 }
 
-/// Why what begins now is in vain, once it is; "" until then.
+/// Why what begins now is in vain, once it is; "" until then. Who asks waits, and asks the interrupt
+/// check by it, too.
 std::function<std::string()> aborted_from_now(std::shared_ptr<const AbortFlag> abort_flag) {
   const std::uint64_t marks = abort_flag->marks();
-  return [abort_flag = std::move(abort_flag), marks]() -> std::string {
+  return [abort_flag = std::move(abort_flag), marks, timer = base::InterruptTimer()]() mutable {
+    abort_flag->ask_interrupt(timer);
     if (abort_flag->is_set()) return abort_flag->why();
-    return abort_flag->marks() == marks ? "" : "it began before a recovery";
+    return std::string(abort_flag->marks() == marks ? "" : "it began before a recovery");
   };
 }
 
@@ -136,6 +139,7 @@ c10::intrusive_ptr<c10d::Backend> GlooDevice::connect(const c10::intrusive_ptr<c
   try {
     group = BoundedCalls().run(open, timeout + kGroupMargin, [&] { return !aborted().empty(); });
   } catch (const std::exception& error) {
+    if (base::handles_interrupt()) throw;
     throw LostRank(concat("gloo: cannot connect: ", one_line(error.what())));
   }
   if (const std::string why = aborted(); !group && !why.empty()) {

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/hash.h"
+#include "base/interrupt.h"
 #include "base/mutex.h"
 #include "tessera/error.h"
 
@@ -162,6 +163,7 @@ class MailPoll {
 
  private:
   void run() {
+    const base::NoInterrupts of_the_library;
     base::Lock lock(mutex_);
     for (;;) {
       changed_.wait(lock, [&]() TESSERA_REQUIRES(mutex_) { return stopping_ || !row_.empty(); });

@@ -7,6 +7,7 @@
 #include <future>
 #include <thread>
 
+#include "base/interrupt.h"
 #include "base/text/printable.h"
 #include "comm/backends/entry_record.h"
 #include "comm/backends/gloo/exchange.h"
@@ -66,7 +67,10 @@ struct Attempt {
 Attempt attempt(int peer, const Channel& channel, int epoch) {
   std::packaged_task<Backend()> open(channel.options.open_pair(epoch, peer));
   auto opened = open.get_future();
-  std::thread(std::move(open)).detach();
+  std::thread([open = std::move(open)]() mutable {
+    const base::NoInterrupts of_the_library;
+    open();
+  }).detach();
   return {peer, std::move(opened)};
 }
 
@@ -79,8 +83,10 @@ class Connecting final : public TransportWait {
 
   Backend finish(Attempt& one) {
     set_peer(one.peer);
+    base::InterruptTimer timer;
     while (one.opened.wait_for(kLookAgain) != std::future_status::ready) {
       check_aborted();
+      options().abort_flag->ask_interrupt(timer);
       if (is_over()) blame_cause(one.peer);
     }
     std::string failed;

@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "base/environment.h"
+#include "base/interrupt.h"
 #include "base/text/printable.h"
 #include "tessera/error.h"
 
@@ -44,8 +45,10 @@ bool hear_others(const AbortFlag& abort_flag, WaitBoard& board, int peer,
                                               begin + WatchTimes::explaining(words))
                                  : first_end;
   bool lives = false;
+  base::InterruptTimer timer;
   for (auto end = first_end;;) {
     check_aborted();
+    abort_flag.ask_interrupt(timer);
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     const auto now = std::chrono::steady_clock::now();
     if (const auto beat = doubt.last_beat()) {
@@ -138,9 +141,27 @@ void TransportWait::begin() {
   deadline_ = std::chrono::steady_clock::now() + patience_;
 }
 
+namespace {
+
+/// Gloo's own timeout would close the connections: a wait that is to ask is aborted, and waits again.
+class WakesTransfer final : public base::WakesWait {
+ public:
+  explicit WakesTransfer(c10d::Work& transfer) : transfer_(transfer) { begin(); }
+  ~WakesTransfer() { end(); }
+
+ private:
+  void wake() override { transfer_.abort(); }
+
+  c10d::Work& transfer_;
+};
+
+}  // namespace
+
 void TransportWait::wait_for(c10d::Work& transfer, int peer) {
   using std::chrono::milliseconds;
   peer_ = peer;
+  const WakesTransfer wakes(transfer);
+  base::InterruptTimer timer;
   for (;;) {
     const auto left =
         std::chrono::duration_cast<milliseconds>(deadline_ - std::chrono::steady_clock::now());
@@ -151,6 +172,7 @@ void TransportWait::wait_for(c10d::Work& transfer, int peer) {
     }
     // An abort of another thread's wait may have ended this one, too: then it waits again.
     check_aborted();
+    options().abort_flag->ask_interrupt(timer);
   }
 }
 

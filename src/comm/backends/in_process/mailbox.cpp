@@ -180,7 +180,14 @@ Event Mailbox::wait_for(Message& message, const Letter& letter, std::chrono::mil
   const auto patience = abort_flag.patience.of(timeout);
   const auto deadline = Clock::now() + patience;
   base::Lock lock(mutex_);
+  base::InterruptTimer timer;
   while (!is_through(message, letter)) {
+    if (base::may_ask_interrupt()) {
+      lock.unlock();
+      abort_flag.ask_interrupt(timer);
+      lock.lock();
+      if (is_through(message, letter)) break;
+    }
     if (abort_flag.is_set()) abort_flag.raise(to_string(letter));
     const auto now = Clock::now();
     const bool on_its_way = message.matched;
@@ -188,7 +195,9 @@ Event Mailbox::wait_for(Message& message, const Letter& letter, std::chrono::mil
       throw LostRank(concat(waited_in_vain(letter, patience, letter.peer_rank, abort_flag.patience),
                             others_than(message, letter)));
     }
-    changed_.wait_for(lock, (on_its_way ? message.arrives : deadline) - now,
+    const auto left = (on_its_way ? message.arrives : deadline) - now;
+    const auto next_question = Clock::duration(base::kAsksEvery);
+    changed_.wait_for(lock, base::may_ask_interrupt() ? std::min(left, next_question) : left,
                       [&]() TESSERA_REQUIRES(mutex_) {
                         return abort_flag.is_set() || message.delivered ||
                                message.matched != on_its_way || message.generation != generation_;

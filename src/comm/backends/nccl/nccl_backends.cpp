@@ -5,6 +5,7 @@
 #include <thread>
 #include <utility>
 
+#include "base/interrupt.h"
 #include "base/log.h"
 #include "base/text/printable.h"
 #include "comm/device.h"
@@ -70,8 +71,14 @@ void connect_in_time(const NcclPlace& place, const std::string& what,
   };
   meet_on_board(*place.channel.board, [&] {
     try {
-      if (BoundedCalls().run(call, place.init_timeout, [&] { return aborted.is_set(); })) return;
+      base::InterruptTimer timer;
+      const auto in_vain = [&] {
+        aborted.ask_interrupt(timer);
+        return aborted.is_set();
+      };
+      if (BoundedCalls().run(call, place.init_timeout, in_vain)) return;
     } catch (const std::exception& error) {
+      if (base::handles_interrupt()) throw;
       aborted.acknowledge();
       throw LostRank(concat(what, ": ", one_line(error.what())));
     }
