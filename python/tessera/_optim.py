@@ -173,7 +173,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             state = state if changed is None else changed
         return state
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on from what `state_dict()` gave, here, in another layout, or of torch.optim on the plain model.
 
         Each rank takes its part of whole tensors. The learning rate is the loaded one; other values of the groups have

@@ -201,8 +201,9 @@ def _receivers(module: nn.Module, unit: _C.Unit, whole: dict[str, Tensor] | None
             if buffer is None or key in each._non_persistent_buffers_set:
                 continue
             name = buffers[id(buffer)][1] if id(buffer) in buffers else None
-            receiver = stand_in(None, buffer, buffer.shape, buffer.dtype)
-            places.append(_Place(each._buffers, key, buffer, receiver, name))
+            places.append(
+                _Place(each._buffers, key, buffer, stand_in(None, buffer, buffer.shape, buffer.dtype), name)
+            )
     return places
 
 
@@ -430,6 +431,7 @@ def _named_state(model: nn.Module, optimizer: torch.optim.Optimizer, first_alone
                 state[known.first[canonical]] = {"step": step, **kept}
     else:
         state = _gathered_state(unit, known, optimizer, not first_alone or _C.rank_of(unit) == 0, what)
+    state = {name: state[name] for name in known.name_of.values() if name in state}
     groups = []
     for group in optimizer.param_groups:
         values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -602,6 +604,18 @@ class _LoadedState:
         self._check_names(strict, shared, what)
         if isinstance(optimizer, ShardedOptimizer):
             self._check_values(optimizer, what)
+        else:
+            self._check_shapes(what)
+
+    def _check_shapes(self, what: str) -> None:
+        """What is no number has the shape of the parameter, so that a rank can take its part."""
+        for name, part in self._known.part.items():
+            for key, value in self._state.get(name, {}).items():
+                if isinstance(value, Tensor) and value.dim() > 0 and value.shape != part.shape:
+                    raise RuntimeError(
+                        f"{what}: found {key} of {name} with the shape {tuple(value.shape)}, expected that of the "
+                        f"whole parameter, {part.shape}"
+                    )
 
     def _renamed(self, state_dict: Mapping[str, Any], what: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Groups and state by first names."""
@@ -710,15 +724,23 @@ class _LoadedState:
             for name in names:
                 if name in self._state:
                     part = self._known.part.get(name)
-                    state[number] = {key: _part_of(part, value) for key, value in self._state[name].items()}
+                    state[number] = {key: _part_of(part, key, value) for key, value in self._state[name].items()}
                 number += 1
         return {"state": state, "param_groups": groups}
 
 
-def _part_of(part: _C.Part | None, value: Any) -> Any:
-    if part is None or not isinstance(value, Tensor) or (value.dim() == 0 and part.shape != ()):
-        return value
-    if tuple(value.shape) != tuple(part.shape):
+# What optimizers of torch.optim keep of a parameter as one number. For parameters that are numbers themselves its shape
+# does not tell it from a value for each element.
+_NUMBERS = ("step", "mu_product", "eta", "mu")
+
+
+def _is_whole(part: _C.Part | None, key: str, value: Any) -> bool:
+    """Whether a rank takes its part of the value: it has the shape of the whole parameter."""
+    return part is not None and key not in _NUMBERS and isinstance(value, Tensor) and value.shape == part.shape
+
+
+def _part_of(part: _C.Part | None, key: str, value: Any) -> Any:
+    if part is None or not _is_whole(part, key, value):
         return value
     return value.detach().reshape(-1)[part.begin : part.end].clone()
 

@@ -34,9 +34,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 Maker = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-def mse(model: Any, rank: int, step: int = 0) -> Tensor:
+def mse(model: Any, rank: int, step: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     """Returns the loss of a rank's batch of a step."""
-    x = drawn(1, step, rank, shape=(4, 8))
+    x = drawn(1, step, rank, shape=(4, 8), dtype=dtype)
     return nn.functional.mse_loss(model(x).float(), drawn(2, step, rank, shape=(4, 8)))
 
 
@@ -68,7 +68,7 @@ def run(world: Any, make: Maker, make_plain: Maker, steps: int = 3, schedule: An
         plain.zero_grad()
         for scheduler in schedulers:
             scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == optimizers[0].param_groups[0]["lr"]
+    assert optimizer.param_groups[-1]["lr"] == optimizers[0].param_groups[-1]["lr"]
 
 
 def grouped(one: nn.Module) -> list[dict[str, Any]]:
@@ -77,7 +77,8 @@ def grouped(one: nn.Module) -> list[dict[str, Any]]:
     groups = []
     for name, parameter in named.items():
         decay = 0.0 if name.endswith("bias") else 0.3
-        groups.append({"params": [parameter], "weight_decay": decay, "lr": 0.01 * (0.125 if "layers.0." in name else 1)})
+        rate = 0.01 * (0.125 if "layers.0." in name else 1)
+        groups.append({"params": [parameter], "weight_decay": decay, "lr": rate})
     return groups
 
 
@@ -90,9 +91,10 @@ class TestFormulas:
 
     def test_adamw_rules(self, world: Any) -> None:
         """no_decay and rules name what PyTorch does by groups."""
+        rules = [OptimizerRule("layers.0", lr_scale=0.125)]
         run(
             world,
-            lambda m: AdamW(m, lr=0.01, weight_decay=0.3, no_decay="bias", rules=[OptimizerRule("layers.0", lr_scale=0.125)]),
+            lambda m: AdamW(m, lr=0.01, weight_decay=0.3, no_decay="bias", rules=rules),
             lambda one: torch.optim.AdamW(grouped(one), fused=True),
         )
 
@@ -105,7 +107,9 @@ class TestFormulas:
             lambda one: torch.optim.SGD(one.parameters(), lr=0.1, momentum=momentum, weight_decay=0.05, foreach=False),
         )
 
-    @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Rprop"])
+    @pytest.mark.parametrize(
+        "name", ["AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Rprop"]
+    )
     def test_elementwise_of_torch(self, world: Any, name: str) -> None:
         """An elementwise optimizer of torch.optim steps the shards as it steps whole parameters."""
         make = getattr(torch.optim, name)
@@ -131,12 +135,12 @@ class TestFormulas:
 
     def test_bfloat16_is_stepped_with_a_master(self, world: Any) -> None:
         """The shard and its remainder together have the bits of AdamW on float32 values with the same gradients."""
-        model = shard_layers(Mlp(dtypes=[torch.bfloat16] * 3), MLP_UNITS)
+        model = shard_layers(Mlp().bfloat16(), MLP_UNITS)
         masters = {name: nn.Parameter(value.float()) for name, value in tessera.full_parameters(model)}
         optimizer = AdamW(model, lr=1e-4)
         reference = torch.optim.AdamW(masters.values(), lr=1e-4, fused=True)
         for step in range(3):
-            mse(model, world.rank, step).backward()
+            mse(model, world.rank, step, torch.bfloat16).backward()
             for name, gradient in tessera.full_gradients(model):
                 assert gradient.dtype == torch.float32
                 masters[name].grad = gradient
@@ -328,8 +332,10 @@ class TestTorchsOwn:
             nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         with pytest.raises(tessera.Error, match="tessera.clip_grad_norm_"):
             nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
         with pytest.raises(tessera.Error, match="tessera.GradScaler"):
-            torch.amp.GradScaler("cpu").unscale_(optimizer)
+            scaler.unscale_(optimizer)
         scaler = torch.amp.GradScaler("cpu")
         scaler.scale(torch.ones(()))
         with pytest.raises(tessera.Error, match="tessera.GradScaler"):

@@ -27,16 +27,17 @@ from torch.distributed.checkpoint import state_dict as upstream
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-def mse(model: Any, rank: int, step: int = 0) -> Tensor:
+def mse(model: Any, rank: int, step: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     """Returns the loss of a rank's batch of a step."""
-    x = drawn(1, step, rank, shape=(4, 8))
+    x = drawn(1, step, rank, shape=(4, 8), dtype=dtype)
     return nn.functional.mse_loss(model(x).float(), drawn(2, step, rank, shape=(4, 8)))
 
 
 @pytest.fixture
 def folder(world: Any, request: pytest.FixtureRequest) -> Iterator[pathlib.Path]:
     """A folder that all ranks see."""
-    path = pathlib.Path(tempfile.gettempdir(), f"tessera_{os.environ.get('MASTER_PORT', os.getpid())}_{request.node.name}")
+    run = os.environ.get("MASTER_PORT", os.getpid())
+    path = pathlib.Path(tempfile.gettempdir(), f"tessera_{run}_{request.node.name}")
     yield path
     world.barrier()
     if world.rank == 0:
@@ -104,7 +105,7 @@ class TestModel:
     """state_dict and load_state_dict of a sharded module are those of the plain one."""
 
     def test_round_trip(self, world: Any) -> None:
-        """Plain to sharded to another sharding to plain: keys, order, metadata and bits stay, buffers after steps too."""
+        """Plain to sharded to another sharding to plain: keys, order, metadata, bits stay, buffers after steps too."""
         plain = Everything()
         model = shard_layers(Everything(seed=2), EVERYTHING_UNITS)
         result = model.load_state_dict(plain.state_dict())
@@ -157,7 +158,8 @@ class TestModel:
         def with_hooks(model: nn.Module, mark: str) -> nn.Module:
             layer = model.get_submodule("layers.1")
             layer.register_state_dict_pre_hook(lambda m, prefix, keep: calls.append(f"{mark} before {prefix}"))
-            layer.register_state_dict_post_hook(lambda m, state, prefix, _: state.update({prefix + "more": torch.ones(1)}))
+            more = torch.ones(1)
+            layer.register_state_dict_post_hook(lambda m, state, prefix, _: state.update({prefix + "more": more}))
             layer.register_load_state_dict_pre_hook(
                 lambda m, state, prefix, *_: (calls.append(f"{mark} load {prefix}"), state.pop(prefix + "more", None))
             )
@@ -225,7 +227,10 @@ class TestRefusedLoads:
         [
             (lambda s: s.pop("layers.1.bias"), 'Missing key.*"layers.1.bias"'),
             (lambda s: s.update(more=torch.ones(1)), 'Unexpected key.*"more"'),
-            (lambda s: s.update({"layers.0.weight": torch.ones(8, 7)}), r"size mismatch for layers\.0\.weight: .*\[8, 7\]"),
+            (
+                lambda s: s.update({"layers.0.weight": torch.ones(8, 7)}),
+                r"size mismatch for layers\.0\.weight: .*\[8, 7\]",
+            ),
             (lambda s: s.update({"layers.0.bias": torch.ones(8).double()}), r"layers\.0\.bias: found the dtype Double"),
             (lambda s: s.update({"layers.0.bias": 3}), r"layers\.0\.bias.*expected torch\.Tensor"),
         ],
@@ -323,9 +328,9 @@ class TestOptions:
         assert_same_dicts(tessera.get_model_state_dict(model, options=plain), model.state_dict())
         with pytest.raises(tessera.Error, match="found full_state_dict=False"):
             tessera.get_model_state_dict(model, options=upstream.StateDictOptions())
+        options, optimizer = StateDictOptions(flatten_optimizer_state_dict=True), AdamW(model)
         with pytest.raises(tessera.Error, match="found flatten_optimizer_state_dict=True"):
-            options = StateDictOptions(flatten_optimizer_state_dict=True)
-            tessera.get_optimizer_state_dict(model, AdamW(model), options=options)
+            tessera.get_optimizer_state_dict(model, optimizer, options=options)
         with pytest.raises(TypeError, match="StateDictOptions"):
             tessera.get_model_state_dict(model, options={"full_state_dict": True})
 
@@ -422,20 +427,20 @@ class TestOptimizers:
 
     def test_sixteen_bits(self, world: Any) -> None:
         """Bits beside bfloat16 shards come back; without them, as of torch.optim, a state is taken all the same."""
-        model = shard_layers(Mlp(dtypes=[torch.bfloat16] * 3), MLP_UNITS)
+        model = shard_layers(Mlp().bfloat16(), MLP_UNITS)
         optimizer = AdamW(model, lr=1e-3)
         for step in range(2):
-            mse(model, world.rank, step).backward()
+            mse(model, world.rank, step, torch.bfloat16).backward()
             optimizer.step()
             optimizer.zero_grad()
         named = tessera.get_optimizer_state_dict(model, optimizer)
         before = model.state_dict()
-        again = shard_layers(Mlp(dtypes=[torch.bfloat16] * 3, seed=5), MLP_UNITS[:1])
+        again = shard_layers(Mlp(seed=5).bfloat16(), MLP_UNITS[:1])
         again.load_state_dict(before)
         continued = AdamW(again, lr=1e-3)
         tessera.set_optimizer_state_dict(again, continued, named)
         for each, own in ((model, optimizer), (again, continued)):
-            mse(each, world.rank, 7).backward()
+            mse(each, world.rank, 7, torch.bfloat16).backward()
             own.step()
         for name, value in again.state_dict().items():
             assert_bits(name, value, model.state_dict()[name])
@@ -531,7 +536,8 @@ class TestCheckpoints:
         tessera.save_checkpoint(model, optimizer, folder / "first", 2, user={"epoch": 3, "name": "run"})
         assert tessera.has_checkpoint(folder / "first")
         if world.rank == 0:
-            alone = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+            of_ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+            alone = {k: v for k, v in os.environ.items() if k not in of_ranks and not k.startswith("TORCHELASTIC")}
             words = [sys.executable, "-c", ONE_RANK, folder / "first", folder / "second", str(world.size)]
             subprocess.run(words, check=True, cwd=ROOT, env=alone)
             program = pathlib.Path(tessera.__file__).parent / "lib/tessera/tessera"
@@ -583,7 +589,7 @@ class TestCheckpoints:
         assert_same_dicts(model.state_dict(), before)
 
     def test_what_would_be_lost_is_named(self, world: Any, folder: pathlib.Path) -> None:
-        """Ignored parameters and extra state, which the format does not hold, are refused before anything is written."""
+        """Ignored parameters and extra state, which the format does not hold, are refused; nothing is written."""
         model = Mlp()
         fully_shard(model, ignored_params=[model.layers[0].bias])
         with pytest.raises(tessera.Error, match=r"found layers\.0\.bias, which sharding does not know"):
