@@ -14,6 +14,8 @@
 
 #include "binding.h"
 #include "comm/torch_compat.h"
+#include "fsdp/runtime/unit.h"
+#include "grad/leaf.h"
 #include "tessera/error.h"
 #include "tessera/model_contract.h"
 #include "tessera/optim.h"
@@ -82,6 +84,25 @@ struct Tensors {
   std::vector<at::Tensor*> places;
 };
 
+/// Whether a parameter is frozen decides where it lies, and was decided by fully_shard. Errors: kUsage
+/// naming the first one whose tensor in the module says something else now.
+void require_same_trainable(const fsdp::Unit& unit) {
+  for (const auto& parameter : unit.parameters()) {
+    for (const auto& leaf : parameter->leaves) {
+      const bool found = leaf->tensor.requires_grad();
+      const bool expected = parameter->contract.trainable;
+      if (found == expected) continue;
+      throw Error(ErrorKind::kUsage,
+                  concat("parameter ", parameter->contract.name, ": found requires_grad ",
+                         found ? "True" : "False",
+                         " set on the tensor of its module after fully_shard, expected ",
+                         expected ? "True" : "False", " as it was; use module.set_trainable(\"",
+                         parameter->contract.name, "\", ", found ? "True" : "False",
+                         ") of the outermost module, on all ranks"));
+    }
+  }
+}
+
 /// One call of a unit. Its arguments live as long as it.
 class UnitCall {
  public:
@@ -98,7 +119,10 @@ class UnitCall {
     {
       const py::gil_scoped_release release;
       call_ = std::make_unique<PythonUnit::Call>(*unit_, PythonUnit::Call::kind_here());
-      guarded([&] { call_->enter(inputs_->places); });
+      guarded([&] {
+        require_same_trainable(*unit_->unit());
+        call_->enter(inputs_->places);
+      });
     }
     return inputs_->replaced(before);
   }

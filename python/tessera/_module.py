@@ -337,7 +337,8 @@ def fully_shard(
 
 def _stamp_all(module: nn.Module) -> None:
     """The library's tensors of all shards are ShardedParameters from here on, whoever asks for them."""
-    cast(FSDPModule, module)._named_shards()
+    for _ in module.parameters():
+        pass
 
 
 class FSDPModule(nn.Module):
@@ -399,6 +400,9 @@ class FSDPModule(nn.Module):
                 if found is None or (remove_duplicate and id(found) in seen):
                     continue
                 seen.add(id(found))
+                if found is not parameter:
+                    for attribute, value in parameter.__dict__.items():  # what the program has noted on it
+                        found.__dict__.setdefault(attribute, value)
                 yield (f"{prefix}.{name}" if prefix else name), found
 
     # State dicts.

@@ -573,20 +573,34 @@ class GradScaler:
         return _unit_of(model)
 
 
-def _refuse_by_class(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Before any step of any optimizer: refuses what reads shards as if they were whole tensors."""
-    for name, advice in _NOT_ELEMENTWISE:
-        refused = getattr(torch.optim, name, None)
-        if refused is None or not isinstance(optimizer, refused):
-            continue
-        from tessera._parameter import ShardedParameter
+def _refuse_before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Before any step of any optimizer: refuses what shards or their gradients are not made for."""
+    if isinstance(optimizer, ShardedOptimizer):
+        return
+    from tessera._parameter import ShardedParameter
 
-        if any(isinstance(p, ShardedParameter) for group in optimizer.param_groups for p in group["params"]):
+    shards = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter)]
+    if not shards:
+        return
+    name = type(optimizer).__name__
+    for refused, advice in _NOT_ELEMENTWISE:
+        if isinstance(optimizer, getattr(torch.optim, refused, ())):
             raise usage_error(
-                f"{type(optimizer).__name__}: found shards of a sharded module among its parameters, expected whole "
-                f"tensors: torch.optim.{name} reads shapes or norms of whole parameters, and a rank has a part of "
-                f"each; {advice}"
+                f"{name}: found shards of a sharded module among its parameters, expected whole tensors: "
+                f"torch.optim.{refused} reads shapes or norms of whole parameters, and a rank has a part of each; "
+                f"{advice}"
+            )
+    if isinstance(optimizer, torch.optim.SGD):  # adds tensors of two dtypes
+        return
+    for shard in shards:
+        gradient = shard.grad if shard.dtype.itemsize == 2 else None
+        if gradient is not None and gradient.dtype != shard.dtype:
+            raise usage_error(
+                f"{name}: found the gradient of parameter {shard._name} in {gradient.dtype}, as its contract says, "
+                f"expected {shard.dtype} like its shard, since torch.optim mixes no dtypes; use tessera.AdamW, which "
+                'keeps the bits that the shard lacks, or MixedPrecisionPolicy(master="none") for gradients in the '
+                "dtype of the shard"
             )
 
 
-register_optimizer_step_pre_hook(_refuse_by_class)
+register_optimizer_step_pre_hook(_refuse_before_step)
