@@ -12,6 +12,7 @@ processes of their own.
 
 import argparse
 import ctypes
+import importlib.util
 import os
 import pathlib
 import signal
@@ -132,6 +133,9 @@ def main() -> int:
     parser.add_argument("-n", type=int, default=2, metavar="RANKS", dest="size")
     parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS")
     known, arguments = parser.parse_known_args()
+    own = ROOT / ".venv/bin/python"
+    if importlib.util.find_spec("torch") is None and own.exists() and sys.prefix == sys.base_prefix:
+        os.execv(own, [str(own), *sys.argv])
     seconds = known.timeout * (20 if os.environ.get("TESSERA_FULL") == "1" else 1)
     ranks = Ranks(known.size, arguments)
     killed: list[int] = []
