@@ -170,13 +170,16 @@ def text_of(error: BaseException) -> str:
     return f"{text} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else text
 
 
+_CODE: Any = vars(SystemExit)["code"]
+
+
 class _Exit(SystemExit):
     """SystemExit as `sys.exit` raises it while there is a World. Where the interpreter itself reads its code, with no
     frame of Python around, the process ends with it; whoever catches it before reads the same code."""
 
     @property
-    def code(self) -> Any:  # type: ignore[override]
-        code = SystemExit.code.__get__(self)  # type: ignore[attr-defined]
+    def code(self) -> Any:
+        code = _CODE.__get__(self)
         try:
             sys._getframe(1)
         except ValueError:
@@ -185,7 +188,7 @@ class _Exit(SystemExit):
 
     @code.setter
     def code(self, code: Any) -> None:
-        SystemExit.code.__set__(self, code)  # type: ignore[attr-defined]
+        _CODE.__set__(self, code)
 
 
 _Exit.__name__ = _Exit.__qualname__ = "SystemExit"
@@ -286,10 +289,15 @@ class _Process:
         error = sys.exc_info()[1] or self.exit  # of a process of multiprocessing, that it still has to print
         for module in list(self.sharded):
             module.__dict__.pop(_UNIT, None)
-        if error is None or is_good_end(error):
-            world.close()
-        else:
+        if error is not None and not is_good_end(error):
             world.close_failed(text_of(error))
+            return
+        try:
+            world.close()
+        except Error as failure:
+            # This script is done. Another one is not, and never will be: the run has failed.
+            print(f"tessera: rank {world.rank} was done, then: {failure}", file=sys.stderr, flush=True)
+            _C.exit_with_failure()
 
     def forked(self) -> None:
         """In a child: the World is its parent's, and the child may make one of its own."""
@@ -341,7 +349,7 @@ def init(
         raise usage_error(f'init: found backend={backend!r}, expected "auto", "gloo" or "nccl"')
     if prefer not in ("process_group", "launcher"):
         raise usage_error(f'init: found prefer={prefer!r}, expected "process_group" or "launcher"')
-    options = {"backend": backend, "device": asked[1] or "auto", "timeout": asked[2]}
+    options: dict[str, Any] = {"backend": backend, "device": asked[1] or "auto", "timeout": asked[2]}
     bound = _over_process_group(group, prefer, options)
     if bound is None:
         if _process.worlds > 0 and _started_by_launcher():
