@@ -30,22 +30,19 @@ using Tensors = std::map<std::string, at::Tensor>;
 using Named = std::vector<std::pair<std::string, at::Tensor>>;
 using Difference = std::pair<std::vector<std::string>, std::vector<std::string>>;
 
-/// (tensor that a module registers, its canonical name) for each place where a parameter stands.
+/// (tensor that a module registers, the canonical name of its parameter). Each place of a tied one
+/// has a tensor of its own.
 using Places = std::vector<std::pair<at::Tensor, std::string>>;
 
-void add_places(const fsdp::Unit& unit, const fsdp::ModelNames& names, Places& places) {
-  for (const auto& [name, leaf, buffer, inside] : unit.registered) {
-    if (const auto inner = inside.lock()) {
-      add_places(*inner, names, places);
-    } else if (leaf != nullptr && leaf->owner != nullptr) {
-      places.emplace_back(leaf->tensor, names.of(leaf->owner->contract).front());
+Places parameter_places(const PythonUnit& unit) {
+  const fsdp::ModelNames names(unit);
+  Places places;
+  for (const auto* one : fsdp::unit_of_handle(unit.unit()).runtime().units()) {
+    for (const auto& parameter : one->parameters()) {
+      const auto name = names.of(parameter->contract).front();
+      for (const auto& leaf : parameter->leaves) places.emplace_back(leaf->tensor, name);
     }
   }
-}
-
-Places parameter_places(const PythonUnit& unit) {
-  Places places;
-  add_places(fsdp::unit_of_handle(unit.unit()), fsdp::ModelNames(unit), places);
   return places;
 }
 

@@ -177,6 +177,7 @@ class _Tree:
         self.replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._trees: dict[int, _C.Tree] = {}
         self._first: dict[int, str] = {}
+        self._without_memory: dict[int, nn.Parameter] = {}
         try:
             self.tree = self._of(root, "")
         except BaseException:
@@ -222,6 +223,8 @@ class _Tree:
             )
         if id(parameter) in self.ignored:
             return parameter
+        if parameter.is_meta:
+            parameter = self._of_no_memory(module, key, parameter)
         first = self._first.setdefault(id(parameter), path)
         if first == path or isinstance(parameter, ShardedParameter):
             return parameter
@@ -231,6 +234,19 @@ class _Tree:
         module._parameters[key] = place
         self.tied.setdefault(id(parameter), [first]).append(path)
         return place
+
+    def _of_no_memory(self, module: nn.Module, key: str, parameter: nn.Parameter) -> nn.Parameter:
+        """What the library takes for a parameter that has no values yet: its shape, and memory of no bytes."""
+        known = self._without_memory.get(id(parameter))
+        if known is None:
+            values = torch.empty(parameter.shape, dtype=parameter.dtype)
+            values.untyped_storage().resize_(0)
+            known = nn.Parameter(values, requires_grad=parameter.requires_grad)
+            known.__dict__.update(parameter.__dict__)
+            self._without_memory[id(parameter)] = known
+        self.replaced.append((module, key, parameter))
+        module._parameters[key] = known
+        return known
 
 
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:

@@ -359,7 +359,7 @@ def advance(world: Any, model: nn.Module, optimizer: Any, plain: Plain, optimize
 
 
 OPTIMIZERS = {
-    "AdamW": (lambda m: AdamW(m, lr=0.01), lambda p: torch.optim.AdamW(p, lr=0.01, fused=True)),
+    "AdamW": (lambda m: AdamW(m, lr=0.01, fused=True), lambda p: torch.optim.AdamW(p, lr=0.01, fused=True)),
     "SGD": (
         lambda m: SGD(m, lr=0.01, momentum=0.9),
         lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, foreach=False),
