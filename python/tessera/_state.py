@@ -741,7 +741,7 @@ def _is_whole(part: _C.Part | None, key: str, value: Any) -> bool:
 
 def _part_of(part: _C.Part | None, key: str, value: Any) -> Any:
     if part is None or not _is_whole(part, key, value):
-        return value
+        return value.detach().clone() if isinstance(value, Tensor) else value
     return value.detach().reshape(-1)[part.begin : part.end].clone()
 
 
