@@ -154,6 +154,8 @@ class Draw:
         self.compiles = self.mode in ("F64", "F32") and self.chance(0.04)
         self.fails = self.chance(0.05)
         self.is_of_tokens = self.chance(0.3)
+        # What one rank recomputes and another one does not reach is refused by name.
+        self.recomputes = self.chance(0.6)
         self.depth = self.random.randint(2, 5)
         self.budget = self.random.randint(2, 7)
 
@@ -243,15 +245,15 @@ class Draw:
                 say("y += 1")
             elif draw < 0.45 and fresh:
                 say(f"y = torch.relu_({of('y')})")
-            elif draw < 0.55:
+            elif draw < 0.55 and self.recomputes:
                 say(f"y = checkpoint(lambda z: {of('z')}, y, use_reentrant=False)")
-            elif draw < 0.62 and calls:
+            elif draw < 0.62 and calls and self.recomputes:
                 other, _ = calls.pop()
                 both = other.format(call.format("z"))
                 say(f"y = checkpoint(lambda z: {both}, y, use_reentrant=False)")
             elif draw < 0.68:
                 say(f"y = {of(of('y'))}")
-            elif draw < 0.78:
+            elif draw < 0.78 and not self.recomputes:
                 say(f"z = {of('y')}")
                 say("y = y if self.drops else y + z")
                 self.drops.append(node.path)
@@ -322,7 +324,8 @@ class Draw:
                 options["reshard_after_forward"] = str(self.chance(0.5))
             if self.mode == "policy" and not self.chance(0.15):
                 own = [leaf for leaf in self.leaves if self.nearest(leaf.path, units) == unit]
-                pins = [leaf.path[len(unit) + 1 if unit else 0 :] or "weight" for leaf in own if leaf.pinned]
+                pins = [leaf.path[len(unit) + 1 if unit else 0 :] for leaf in own if leaf.pinned and leaf.path != unit]
+                pins += [name for leaf in own if leaf.pinned and leaf.path == unit for name in PARAMETERS[leaf.kind]]
                 fields = ["param_dtype=BF16"]
                 if pins:
                     fields.append(f"rules=[Rule({pins!r}, pin=True)]")
@@ -419,6 +422,12 @@ def module_at(model: nn.Module, path: str) -> Any:
     return model.get_submodule(path)
 
 
+def matches(pattern: str, name: str) -> bool:
+    """Whether consecutive components of `name` are those of a rule's pattern without wildcards."""
+    found, parts = pattern.split("."), name.split(".")
+    return any(parts[i : i + len(found)] == found for i in range(len(parts)))
+
+
 class Run:
     """The lines of one program, done by the sharded model and by the plain one."""
 
@@ -431,7 +440,13 @@ class Run:
         plain = names["build"]()
         self.is_of_tokens = isinstance(plain.first, Embed)
         self.twin = Unitwise(
-            plain, world.size, units=list(self.units), compute=self._compute, cast=self._cast, output=self._output
+            plain,
+            world.size,
+            units=list(self.units),
+            compute=self._compute,
+            cast=self._cast,
+            output=self._output,
+            replicas=names["REPLICAS"],
         )
         for path in names["COMPILED"]:
             module_at(self.model, path).compile(backend="aot_eager")
@@ -456,8 +471,7 @@ class Run:
         if policy is None:
             return None
         inside = name[len(unit) + 1 if unit else 0 :]
-        layer = inside.rpartition(".")[0]
-        if any(pattern in (layer, inside) for rule in policy.rules for pattern in rule.match):
+        if any(matches(pattern, inside) for rule in policy.rules for pattern in rule.match):
             return torch.promote_types(self.twin.masters[name].dtype, F32)
         return policy.param_dtype
 

@@ -116,7 +116,9 @@ class Unitwise:
     """The unsharded model as docs/numerics.md describes the sharded one.
 
     Each call of a unit computes with fresh leaves in the compute dtype, one for each place where a parameter is
-    registered; what arrives at them is added, as it comes, in `accumulate`; a unit casts its floating inputs.
+    registered; what arrives at them is added, as it comes, in `accumulate`; a unit casts its floating inputs. What
+    crosses its border has a node of its own. With `replicas` every rank has a whole copy: what micro-batches have left
+    on a rank is added up there, and the ranks' sums are added anew each time.
     `units` are the paths of the units, "" for the model. `compute` gives a parameter's compute dtype by name, None
     for its own. `cast` gives the dtype to which a unit casts its inputs, None for none; `output` the same for its
     results. `owner` says which unit has a parameter, `arrived` by rank what has arrived since somebody cleared it.
@@ -133,7 +135,9 @@ class Unitwise:
         output: Callable[[str], torch.dtype | None] = lambda unit: None,
         wire: torch.dtype | None = None,
         ignored: Iterable[str] = (),
+        replicas: bool = False,
     ) -> None:
+        self.replicas = replicas
         self.copies = [copy.deepcopy(model) for _ in range(size)]
         self.factor: float = size
         self.wire = wire
@@ -144,6 +148,7 @@ class Unitwise:
         self._slots: list[dict[str, Tensor]] = [{} for _ in range(size)]
         self._sums: dict[str, Tensor] = {}
         self._ignored = set(ignored)
+        self._waiting: set[str] = set()
         self.owner: dict[str, str] = {}
         self.arrived: list[set[str]] = [set() for _ in range(size)]
         for rank, one in enumerate(self.copies):
@@ -190,14 +195,15 @@ class Unitwise:
                 leaf = self._leaf_of(name, rank)
                 module._parameters[attribute] = leaf
             dtype = self._cast(unit)
-            return (arguments, keywords) if dtype is None else cast_floating((arguments, keywords), dtype)
+            inputs = across_border((arguments, keywords))
+            return inputs if dtype is None else cast_floating(inputs, dtype)
 
         return enter
 
     def _exit_of(self, unit: str) -> Callable[..., Any]:
         def leave(_module: nn.Module, _arguments: Any, result: Any) -> Any:
             dtype = self._output(unit)
-            return result if dtype is None else cast_floating(result, dtype)
+            return across_border(result if dtype is None else cast_floating(result, dtype))
 
         return leave
 
@@ -216,6 +222,7 @@ class Unitwise:
             slot = self._slots[rank]
             slot[name] = slot[name] + raw if name in slot else raw.clone()
             self.arrived[rank].add(name)
+            self._waiting.add(name)
             parameter.grad = None
 
         leaf.register_post_accumulate_grad_hook(arrive)
@@ -233,7 +240,9 @@ class Unitwise:
     def reduce(self, names: Iterable[str] | None = None) -> None:
         """Adds the ranks' slots, of all parameters or of `names`, to what was reduced before."""
         for name in list(self.masters if names is None else names):
-            parts = [slot.pop(name, None) for slot in self._slots]
+            self._waiting.discard(name)
+            take = dict.get if self.replicas else dict.pop
+            parts: list[Tensor | None] = [take(slot, name, None) for slot in self._slots]
             if all(part is None for part in parts):
                 continue
             total: Tensor | None = None
@@ -243,7 +252,8 @@ class Unitwise:
                 sent = part if self.wire is None or len(parts) == 1 else part.to(self.wire).to(part.dtype)
                 total = sent if total is None else total + sent
             assert total is not None
-            self._sums[name] = self._sums[name] + total if name in self._sums else total
+            before = None if self.replicas else self._sums.get(name)
+            self._sums[name] = total if before is None else before + total
 
     def final_dtype(self, name: str) -> torch.dtype:
         """Returns the dtype in which the optimizer reads the gradient: that of the master."""
@@ -264,7 +274,7 @@ class Unitwise:
 
     def waits(self) -> bool:
         """Returns whether something has arrived that was not reduced."""
-        return any(self._slots)
+        return bool(self._waiting)
 
     def follow_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Takes these averages for what was reduced."""
@@ -278,6 +288,17 @@ class Unitwise:
     def zero_grad(self) -> None:
         """Drops what was reduced; what waits in the slots stays."""
         self._sums.clear()
+        for slot in self._slots:
+            for name in [name for name in slot if name not in self._waiting]:
+                del slot[name]
+
+
+def across_border(tree: Any) -> Any:
+    """Returns `tree` with clones of the tensors that require grad.
+
+    At a unit's border each has a node of its own, so gradients of its uses inside are added before those outside.
+    """
+    return pytree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) and x.requires_grad else x, tree)
 
 
 def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
