@@ -1,4 +1,6 @@
 // Optimizers, gradient norms and the loss scaler between Python and the library.
+#include "tessera/optim.h"
+
 #include <array>
 #include <memory>
 #include <optional>
@@ -12,7 +14,6 @@
 #include "tessera/error.h"
 #include "tessera/grad_scaler.h"
 #include "tessera/muon.h"
-#include "tessera/optim.h"
 
 namespace tessera::python {
 namespace {
@@ -151,19 +152,19 @@ void bind_optimizers(py::module_& module) {
 
 void bind_optim(py::module_& module) {
   bind_optimizers(module);
-  module.def("gradient_norm",
-             [](const PythonUnit& unit, double p) { return gradient_norm(unit, p); }, ReleaseGil(),
-             py::arg("unit"), py::arg("p"));
-  module.def("clip_grad_norm",
-             [](const PythonUnit& unit, double max_norm, double p) {
-               return clip_grad_norm(unit, max_norm, p);
-             },
-             ReleaseGil(), py::arg("unit"), py::arg("max_norm"), py::arg("p"));
-  module.def("nonfinite_parameters",
-             [](const PythonUnit& unit, std::size_t most) {
-               return nonfinite_parameters(unit, most);
-             },
-             ReleaseGil(), py::arg("unit"), py::arg("most"));
+  module.def(
+      "gradient_norm", [](const PythonUnit& unit, double p) { return gradient_norm(unit, p); },
+      ReleaseGil(), py::arg("unit"), py::arg("p"));
+  module.def(
+      "clip_grad_norm",
+      [](const PythonUnit& unit, double max_norm, double p) {
+        return clip_grad_norm(unit, max_norm, p);
+      },
+      ReleaseGil(), py::arg("unit"), py::arg("max_norm"), py::arg("p"));
+  module.def(
+      "nonfinite_parameters",
+      [](const PythonUnit& unit, std::size_t most) { return nonfinite_parameters(unit, most); },
+      ReleaseGil(), py::arg("unit"), py::arg("most"));
   py::class_<GradScaler, std::shared_ptr<GradScaler>>(module, "GradScaler", DestroyedWithoutGil())
       .def(py::init(&make_scaler), ReleaseGil(), py::arg("unit"), py::arg("init_scale"),
            py::arg("growth_factor"), py::arg("backoff_factor"), py::arg("growth_interval"),
@@ -171,17 +172,17 @@ void bind_optim(py::module_& module) {
       .def_property_readonly("scale", &GradScaler::scale)
       .def_property_readonly("state", &scale_state)
       .def("scaled", &GradScaler::scaled, ReleaseGil(), py::arg("loss"))
-      .def("update",
-           [](GradScaler& scaler, const PythonUnit& unit, double norm) {
-             return scaler.update(unit, norm);
-           },
-           ReleaseGil(), py::arg("unit"), py::arg("norm"))
-      .def("restore",
-           [](GradScaler& scaler, double scale, std::int64_t good_steps,
-              std::int64_t skipped_steps) {
-             scaler.restore({scale, good_steps, skipped_steps});
-           },
-           ReleaseGil(), py::arg("scale"), py::arg("good_steps"), py::arg("skipped_steps"));
+      .def(
+          "update",
+          [](GradScaler& scaler, const PythonUnit& unit, double norm) {
+            return scaler.update(unit, norm);
+          },
+          ReleaseGil(), py::arg("unit"), py::arg("norm"))
+      .def(
+          "restore",
+          [](GradScaler& scaler, double scale, std::int64_t good_steps,
+             std::int64_t skipped_steps) { scaler.restore({scale, good_steps, skipped_steps}); },
+          ReleaseGil(), py::arg("scale"), py::arg("good_steps"), py::arg("skipped_steps"));
 }
 
 }  // namespace tessera::python

@@ -199,9 +199,8 @@ Tensors gather_like_shards(const PythonUnit& unit, const Tensors& values, bool k
 
 /// Raises what any rank objects to, on every rank. Collective.
 void refuse_on_all(World& world, const std::string& what, const std::string& objection) {
-  comm::on_all_or_none(world, what, [&] {
-    TESSERA_CHECK(objection.empty(), ErrorKind::kContract, objection);
-  });
+  comm::on_all_or_none(world, what,
+                       [&] { TESSERA_CHECK(objection.empty(), ErrorKind::kContract, objection); });
 }
 
 void save(const PythonUnit& unit, const Optimizer& optimizer, const std::string& folder,
@@ -234,7 +233,8 @@ void bind_state(py::module_& module) {
       .def_property_readonly("name", [](const Part& part) { return part.names.front(); })
       .def_readonly("names", &Part::names)
       .def_readonly("shard", &Part::shard)
-      .def_property_readonly("shape", [](const Part& part) { return py::tuple(py::cast(part.shape)); })
+      .def_property_readonly("shape",
+                             [](const Part& part) { return py::tuple(py::cast(part.shape)); })
       .def_readonly("storage", &Part::storage)
       .def_readonly("begin", &Part::begin)
       .def_readonly("end", &Part::end)
@@ -242,8 +242,7 @@ void bind_state(py::module_& module) {
   module.def("parameter_places", &parameter_places, ReleaseGil(), py::arg("unit"));
   module.def("buffer_places", &buffer_places, ReleaseGil(), py::arg("unit"));
   module.def("parameter_parts", &parts_of, ReleaseGil(), py::arg("unit"));
-  module.def("whole_parameters", &whole_parameters, ReleaseGil(), py::arg("unit"),
-             py::arg("keep"));
+  module.def("whole_parameters", &whole_parameters, ReleaseGil(), py::arg("unit"), py::arg("keep"));
   module.def("load_state_dict", &load, ReleaseGil(), py::arg("unit"), py::arg("values"),
              py::arg("strict"));
   module.def("optimizer_state_dict", &whole_optimizer_state, ReleaseGil(), py::arg("unit"),
@@ -252,36 +251,40 @@ void bind_state(py::module_& module) {
              py::arg("optimizer"), py::arg("entries"), py::arg("strict"));
   module.def("gather_like_shards", &gather_like_shards, ReleaseGil(), py::arg("unit"),
              py::arg("values"), py::arg("keep"));
-  module.def("refuse_on_all",
-             [](const PythonUnit& unit, const std::string& what, const std::string& objection) {
-               refuse_on_all(world_of(unit), what, objection);
-             },
-             ReleaseGil(), py::arg("unit"), py::arg("what"), py::arg("objection"));
-  module.def("first_rank_bytes",
-             [](const PythonUnit& unit, const std::string& bytes) {
-               std::string received;
-               {
-                 const py::gil_scoped_release released;
-                 received = comm::from_first_rank(world_of(unit), "state dict", bytes);
-               }
-               return py::bytes(received);
-             },
-             py::arg("unit"), py::arg("mine"));
-  module.def("broadcast",
-             [](const PythonUnit& unit, const at::Tensor& tensor) {
-               const at::NoGradGuard no_grad;
-               world_of(unit).group().broadcast(tensor, 0, "state dict");
-             },
-             ReleaseGil(), py::arg("unit"), py::arg("tensor"));
+  module.def(
+      "refuse_on_all",
+      [](const PythonUnit& unit, const std::string& what, const std::string& objection) {
+        refuse_on_all(world_of(unit), what, objection);
+      },
+      ReleaseGil(), py::arg("unit"), py::arg("what"), py::arg("objection"));
+  module.def(
+      "first_rank_bytes",
+      [](const PythonUnit& unit, const std::string& bytes) {
+        std::string received;
+        {
+          const py::gil_scoped_release released;
+          received = comm::from_first_rank(world_of(unit), "state dict", bytes);
+        }
+        return py::bytes(received);
+      },
+      py::arg("unit"), py::arg("mine"));
+  module.def(
+      "broadcast",
+      [](const PythonUnit& unit, const at::Tensor& tensor) {
+        const at::NoGradGuard no_grad;
+        world_of(unit).group().broadcast(tensor, 0, "state dict");
+      },
+      ReleaseGil(), py::arg("unit"), py::arg("tensor"));
   module.def("rank_of", [](const PythonUnit& unit) { return unit.rank(); }, py::arg("unit"));
   module.def("save_checkpoint", &save, ReleaseGil(), py::arg("unit"), py::arg("optimizer"),
-             py::arg("folder"), py::arg("step"), py::arg("user"),
-             py::arg("scaler").none(true), py::arg("keep_latest_k"), py::arg("config_json"));
+             py::arg("folder"), py::arg("step"), py::arg("user"), py::arg("scaler").none(true),
+             py::arg("keep_latest_k"), py::arg("config_json"));
   module.def("load_checkpoint", &load_from, ReleaseGil(), py::arg("unit"), py::arg("optimizer"),
              py::arg("folder"), py::arg("scaler").none(true));
-  module.def("has_checkpoint",
-             [](World& world, const std::string& folder) { return has_checkpoint(world, folder); },
-             ReleaseGil(), py::arg("world"), py::arg("folder"));
+  module.def(
+      "has_checkpoint",
+      [](World& world, const std::string& folder) { return has_checkpoint(world, folder); },
+      ReleaseGil(), py::arg("world"), py::arg("folder"));
 }
 
 }  // namespace tessera::python

@@ -24,13 +24,15 @@ from tessera import SGD, AdamW, MixedPrecisionPolicy, Muon, StateDictOptions, fu
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as upstream
 
+# Wide enough that ranks share a weight.
+WIDTH = 16
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def mse(model: Any, rank: int, step: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     """Returns the loss of a rank's batch of a step."""
-    x = drawn(1, step, rank, shape=(4, 8), dtype=dtype)
-    return nn.functional.mse_loss(model(x).float(), drawn(2, step, rank, shape=(4, 8)))
+    x = drawn(1, step, rank, shape=(4, WIDTH), dtype=dtype)
+    return nn.functional.mse_loss(model(x).float(), drawn(2, step, rank, shape=(4, WIDTH)))
 
 
 @pytest.fixture
@@ -51,7 +53,7 @@ class Counter(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 8)
+        self.linear = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("scratch", torch.ones(2), persistent=False)
         self.extra = {"words": ["none"]}
@@ -73,12 +75,12 @@ class Everything(nn.Module):
     def __init__(self, seed: int = 1) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.embed = nn.Linear(8, 8, bias=False)
+        self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
         self.counter = Counter()
-        self.twice = nn.ModuleList([nn.Linear(8, 8)] * 2)
-        self.norm = nn.BatchNorm1d(8)
+        self.twice = nn.ModuleList([nn.Linear(WIDTH, WIDTH)] * 2)
+        self.norm = nn.BatchNorm1d(WIDTH)
         self.frozen = nn.Parameter(torch.randn(3, 5), requires_grad=False)
-        self.head = nn.Linear(8, 8, bias=False)
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,7 +113,7 @@ class TestModel:
         result = model.load_state_dict(plain.state_dict())
         assert result == ([], [])
         assert_same_dicts(model.state_dict(), plain.state_dict())
-        x = drawn(5, world.rank, shape=(4, 8))
+        x = drawn(5, world.rank, shape=(4, WIDTH))
         model(x).sum().backward()
         state = model.state_dict()
         assert state["counter.seen"] == 1
@@ -146,7 +148,7 @@ class TestModel:
         model = shard_layers(Everything(), EVERYTHING_UNITS)
         assert_same_dicts(model.counter.state_dict(), plain.counter.state_dict())
         assert_same_dicts(model.state_dict(prefix="a.b."), plain.state_dict(prefix="a.b."))
-        model.counter.load_state_dict({**plain.counter.state_dict(), "linear.bias": torch.full((8,), 2.0)})
+        model.counter.load_state_dict({**plain.counter.state_dict(), "linear.bias": torch.full((WIDTH,), 2.0)})
         assert (model.state_dict()["counter.linear.bias"] == 2).all()
         around = nn.ModuleDict({"inside": model})
         assert list(around.state_dict()) == [f"inside.{name}" for name in plain.state_dict()]
@@ -166,8 +168,8 @@ class TestModel:
             model.register_load_state_dict_post_hook(lambda m, keys: calls.append(f"{mark} {keys.unexpected_keys}"))
             return model
 
-        plain = with_hooks(Mlp(seed=1), "plain")
-        model = with_hooks(shard_layers(Mlp(seed=2), MLP_UNITS), "sharded")
+        plain = with_hooks(Mlp(WIDTH, seed=1), "plain")
+        model = with_hooks(shard_layers(Mlp(WIDTH, seed=2), MLP_UNITS), "sharded")
         state = plain.state_dict()
         plain.load_state_dict(state)
         assert "layers.1.more" in state
@@ -189,9 +191,9 @@ class TestModel:
                 super()._load_from_state_dict(state, prefix, *rest)
 
         torch.manual_seed(4)
-        plain = nn.Sequential(Doubles(8, 8), nn.Linear(8, 8))
+        plain = nn.Sequential(Doubles(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
         model = copy.deepcopy(plain)
-        state = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).state_dict()
+        state = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).state_dict()
         fully_shard(model)
         plain.load_state_dict(state)
         model.load_state_dict(state)
@@ -200,18 +202,28 @@ class TestModel:
 
     def test_meta_parameters(self, world: Any) -> None:
         """A model that was made on the meta device has values once a dict is loaded."""
-        plain = Mlp(seed=6)
+        plain = Mlp(WIDTH, seed=6)
         with torch.device("meta"):
-            model = Mlp(seed=7)
+            model = Mlp(WIDTH, seed=7)
         shard_layers(model, MLP_UNITS)
         model.load_state_dict(plain.state_dict(), assign=True)
-        x = drawn(3, world.rank, shape=(4, 8))
+        x = drawn(3, world.rank, shape=(4, WIDTH))
         assert_bits("loss", model(x), plain(x))
+
+    def test_copies_of_the_model(self, world: Any) -> None:
+        """With HSDP's copies alone, a dict goes to and from shards with its bits."""
+        plain = Everything()
+        model = Everything(seed=2)
+        mesh = tessera.Mesh(dp_replicate=world.size, dp_shard=1)
+        fully_shard(model.counter, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        model.load_state_dict(plain.state_dict())
+        assert_same_dicts(model.state_dict(), plain.state_dict())
 
     def test_ignored_parameters(self, world: Any) -> None:
         """What sharding leaves alone is in the dict, and is loaded."""
-        plain = Mlp(seed=1)
-        model = Mlp(seed=2)
+        plain = Mlp(WIDTH, seed=1)
+        model = Mlp(WIDTH, seed=2)
         ignored = model.layers[1].weight
         fully_shard(model, ignored_params=[ignored])
         model.load_state_dict(plain.state_dict())
@@ -228,18 +240,21 @@ class TestRefusedLoads:
             (lambda s: s.pop("layers.1.bias"), 'Missing key.*"layers.1.bias"'),
             (lambda s: s.update(more=torch.ones(1)), 'Unexpected key.*"more"'),
             (
-                lambda s: s.update({"layers.0.weight": torch.ones(8, 7)}),
-                r"size mismatch for layers\.0\.weight: .*\[8, 7\]",
+                lambda s: s.update({"layers.0.weight": torch.ones(WIDTH, 7)}),
+                r"size mismatch for layers\.0\.weight: .*\[16, 7\]",
             ),
-            (lambda s: s.update({"layers.0.bias": torch.ones(8).double()}), r"layers\.0\.bias: found the dtype Double"),
+            (
+                lambda s: s.update({"layers.0.bias": torch.ones(WIDTH).double()}),
+                r"layers\.0\.bias: found the dtype Double",
+            ),
             (lambda s: s.update({"layers.0.bias": 3}), r"layers\.0\.bias.*expected torch\.Tensor"),
         ],
         ids=["missing", "unexpected", "shape", "dtype", "no tensor"],
     )
     def test_on_one_rank(self, world: Any, change: Any, words: str) -> None:
-        model = shard_layers(Mlp(seed=2), MLP_UNITS)
+        model = shard_layers(Mlp(WIDTH, seed=2), MLP_UNITS)
         before = model.state_dict()
-        state = Mlp(seed=1).state_dict()
+        state = Mlp(WIDTH, seed=1).state_dict()
         if world.rank == world.size - 1:
             change(state)
         with pytest.raises(tessera.Error, match=f"(?s){words}") as caught:
@@ -250,8 +265,8 @@ class TestRefusedLoads:
 
     def test_lenient(self, world: Any) -> None:
         """strict=False returns what torch.nn.Module returns, and leaves what is missing as it is."""
-        plain, model = Mlp(seed=2), shard_layers(Mlp(seed=2), MLP_UNITS)
-        state = Mlp(seed=1).state_dict()
+        plain, model = Mlp(WIDTH, seed=2), shard_layers(Mlp(WIDTH, seed=2), MLP_UNITS)
+        state = Mlp(WIDTH, seed=1).state_dict()
         del state["layers.1.bias"]
         state["more"] = torch.ones(1)
         expected = plain.load_state_dict(state, strict=False)
@@ -270,7 +285,7 @@ class TestRefusedLoads:
     def test_no_dict(self, world: Any) -> None:
         """As in torch.nn.Module."""
         with pytest.raises(TypeError, match="dict-like"):
-            shard_layers(Mlp(), MLP_UNITS).load_state_dict([1, 2])
+            shard_layers(Mlp(WIDTH), MLP_UNITS).load_state_dict([1, 2])
 
 
 class TestOptions:
@@ -278,7 +293,7 @@ class TestOptions:
 
     def test_rank_zero_on_the_cpu(self, world: Any) -> None:
         """cpu_offload: rank 0 has everything, others an empty dict, of model and optimizer."""
-        model = shard_layers(Mlp(), MLP_UNITS)
+        model = shard_layers(Mlp(WIDTH), MLP_UNITS)
         optimizer = AdamW(model)
         mse(model, world.rank).backward()
         optimizer.step()
@@ -302,7 +317,7 @@ class TestOptions:
         tessera.set_model_state_dict(model, source.state_dict() if world.rank == 0 else {}, options=options)
         assert_same_dicts(model.state_dict(), source.state_dict())
         plain = torch.optim.AdamW(source.parameters())
-        source(drawn(5, shape=(4, 8))).sum().backward()
+        source(drawn(5, shape=(4, WIDTH))).sum().backward()
         plain.step()
         optimizer = AdamW(model)
         named = upstream.get_optimizer_state_dict(source, plain)
@@ -323,7 +338,7 @@ class TestOptions:
 
     def test_torchs_options_and_refusals(self, world: Any) -> None:
         """PyTorch's class is taken; what asks for DTensors, flat or other names is refused by the option's name."""
-        model = shard_layers(Mlp(), MLP_UNITS)
+        model = shard_layers(Mlp(WIDTH), MLP_UNITS)
         plain = upstream.StateDictOptions(full_state_dict=True)
         assert_same_dicts(tessera.get_model_state_dict(model, options=plain), model.state_dict())
         with pytest.raises(tessera.Error, match="found full_state_dict=False"):
@@ -337,7 +352,7 @@ class TestOptions:
 
 def stepped(world: Any, make: Any, make_plain: Any, steps: int = 2) -> tuple[Any, Any, Any, Any]:
     """Returns a sharded model and the plain one, and their optimizers, after `steps` steps with the same gradients."""
-    model = Mlp()
+    model = Mlp(WIDTH)
     plain = Plain(model, world.size)
     shard_layers(model, MLP_UNITS)
     optimizer = make(model)
@@ -418,43 +433,48 @@ class TestOptimizers:
         optimizer.param_groups[0]["lr"] = 0.125
         for one in optimizers:
             one.param_groups[0]["lr"] = 0.125
-        other = fully_shard(Mlp(seed=9))
+        other = fully_shard(Mlp(WIDTH, seed=9))
         other.load_state_dict(model.state_dict())
         continued = AdamW(other, lr=0.01)
         tessera.set_optimizer_state_dict(other, continued, tessera.get_optimizer_state_dict(model, optimizer))
         assert continued.param_groups[0]["lr"] == 0.125
         advance(world, other, continued, plain, optimizers)
 
-    def test_sixteen_bits(self, world: Any) -> None:
-        """Bits beside bfloat16 shards come back; without them, as of torch.optim, a state is taken all the same."""
-        model = shard_layers(Mlp().bfloat16(), MLP_UNITS)
+    @pytest.mark.parametrize(
+        ("dtype", "beside"), [(torch.bfloat16, "master_remainder"), (torch.float16, "master")], ids=str
+    )
+    def test_sixteen_bits(self, world: Any, dtype: torch.dtype, beside: str) -> None:
+        """Bits beside 16-bit shards come back; a state without them, as of torch.optim, is taken all the same."""
+        policy = MixedPrecisionPolicy(loss_scaling=dtype == torch.float16)
+        model = shard_layers(Mlp(WIDTH).to(dtype), MLP_UNITS, mp_policy=policy)
         optimizer = AdamW(model, lr=1e-3)
         for step in range(2):
-            mse(model, world.rank, step, torch.bfloat16).backward()
+            mse(model, world.rank, step, dtype).backward()
             optimizer.step()
             optimizer.zero_grad()
         named = tessera.get_optimizer_state_dict(model, optimizer)
-        before = model.state_dict()
-        again = shard_layers(Mlp(seed=5).bfloat16(), MLP_UNITS[:1])
-        again.load_state_dict(before)
+        again = shard_layers(Mlp(WIDTH, seed=5).to(dtype), MLP_UNITS[:1], mp_policy=policy)
+        again.load_state_dict(model.state_dict())
         continued = AdamW(again, lr=1e-3)
         tessera.set_optimizer_state_dict(again, continued, named)
         for each, own in ((model, optimizer), (again, continued)):
-            mse(each, world.rank, 7, torch.bfloat16).backward()
+            mse(each, world.rank, 7, dtype).backward()
             own.step()
         for name, value in again.state_dict().items():
             assert_bits(name, value, model.state_dict()[name])
         narrow = {
             "state": {
-                name: {"step": s["step"], "exp_avg": s["exp_avg"].bfloat16(), "exp_avg_sq": s["exp_avg_sq"].bfloat16()}
+                name: {"step": s["step"], **{k: s[k].bfloat16() for k in ("exp_avg", "exp_avg_sq")}}
                 for name, s in named["state"].items()
             },
             "param_groups": named["param_groups"],
         }
         tessera.set_optimizer_state_dict(again, continued, narrow)
-        taken = tessera.get_optimizer_state_dict(again, continued)["state"]["layers.0.weight"]
-        assert_bits("exp_avg", taken["exp_avg"], narrow["state"]["layers.0.weight"]["exp_avg"].float())
-        assert not taken["master_remainder"].any()
+        values = again.state_dict()
+        for name, taken in tessera.get_optimizer_state_dict(again, continued)["state"].items():
+            assert_bits("exp_avg", taken["exp_avg"], narrow["state"][name]["exp_avg"].float())
+            exact = values[name].float() if beside == "master" else torch.zeros_like(values[name], dtype=torch.int16)
+            assert_bits(beside, taken[beside], exact)
 
     def test_refusals(self, world: Any) -> None:
         """Other names, shapes, values of groups and optimizers are refused on all ranks, and nothing has changed."""
@@ -482,13 +502,39 @@ class TestOptimizers:
         for name, state in named["state"].items():
             for key, value in state.items():
                 assert_bits(f"{key} of {name}", after["state"][name][key], value)
-        other = torch.optim.SGD(Mlp().parameters(), lr=0.1)
+        other = torch.optim.SGD(Mlp(WIDTH).parameters(), lr=0.1)
         with pytest.raises(tessera.Error, match="a parameter of the shape"):
             tessera.get_optimizer_state_dict(model, other)
 
+    def test_of_a_unit_inside(self, world: Any) -> None:
+        """An optimizer that was made for a unit inside has that unit's names there, and the model's in the model."""
+        model = shard_layers(Mlp(WIDTH), MLP_UNITS)
+        inner = model.get_submodule("layers.1")
+        optimizer = SGD(inner, lr=0.1, momentum=0.9)
+        mse(model, world.rank).backward()
+        gradients = dict(tessera.full_gradients(model))
+        before = model.state_dict()
+        optimizer.step()
+        for name, value in model.state_dict().items():
+            expected = before[name] - 0.1 * gradients[name] if "layers.1." in name else before[name]
+            assert_bits(name, value, expected)
+        named = tessera.get_optimizer_state_dict(inner, optimizer)
+        assert list(named["state"]) == ["weight", "bias"]
+        assert_bits("momentum", named["state"]["bias"]["momentum_buffer"], gradients["layers.1.bias"])
+        of_model = tessera.get_optimizer_state_dict(model, optimizer)
+        assert list(of_model["state"]) == ["layers.1.weight", "layers.1.bias"]
+        assert of_model["param_groups"][0]["params"] == list(of_model["state"])
+        continued = SGD(inner, lr=0.1, momentum=0.9)
+        tessera.set_optimizer_state_dict(inner, continued, named)
+        assert_bits(
+            "loaded momentum",
+            tessera.get_optimizer_state_dict(inner, continued)["state"]["weight"]["momentum_buffer"],
+            gradients["layers.1.weight"],
+        )
+
     def test_muon_keeps_both(self, world: Any) -> None:
         """Momenta of matrices and moments of the rest go on in another layout."""
-        model = shard_layers(Mlp(), MLP_UNITS)
+        model = shard_layers(Mlp(WIDTH), MLP_UNITS)
         optimizer = Muon(model, lr=0.01)
         mse(model, world.rank).backward()
         optimizer.step()
@@ -496,7 +542,7 @@ class TestOptimizers:
         named = tessera.get_optimizer_state_dict(model, optimizer)
         assert set(named["state"]["layers.0.weight"]) == {"step", "momentum_buffer"}
         assert set(named["state"]["layers.0.bias"]) == {"step", "exp_avg", "exp_avg_sq"}
-        other = fully_shard(Mlp(seed=9))
+        other = fully_shard(Mlp(WIDTH, seed=9))
         other.load_state_dict(model.state_dict())
         continued = Muon(other, lr=0.01)
         tessera.set_optimizer_state_dict(other, continued, named)
@@ -512,12 +558,13 @@ import sys
 sys.path.insert(0, "python/tests")
 import tessera, torch
 from support import Mlp, drawn
+WIDTH = 16
 tessera.init()
-model = tessera.fully_shard(Mlp(seed=11))
+model = tessera.fully_shard(Mlp(WIDTH, seed=11))
 optimizer = tessera.AdamW(model, lr=0.01)
 found = tessera.load_checkpoint(model, optimizer, sys.argv[1])
 assert (found.step, found.world_size, found.user) == (2, int(sys.argv[3]), {"epoch": 3, "name": "run"}), found
-model(drawn(4, shape=(4, 8))).sum().backward()
+model(drawn(4, shape=(4, WIDTH))).sum().backward()
 optimizer.step()
 tessera.save_checkpoint(model, optimizer, sys.argv[2], 3)
 """
@@ -541,18 +588,19 @@ class TestCheckpoints:
             words = [sys.executable, "-c", ONE_RANK, folder / "first", folder / "second", str(world.size)]
             subprocess.run(words, check=True, cwd=ROOT, env=alone)
             program = pathlib.Path(tessera.__file__).parent / "lib/tessera/tessera"
-            if program.exists():
-                for name in ("first/step-2", "second/step-3"):
-                    words = [program, "inspect", folder / name, "--json"]
-                    listed = subprocess.run(words, check=True, capture_output=True, text=True).stdout
-                    json.loads(listed)
-                    assert "model/layers.0.weight" in listed
+            for name in ("first/step-2", "second/step-3"):
+                words = [program, "inspect", folder / name, "--json"]
+                listed = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+                tensors = listed["tensors"]
+                for place in ("model", "optim/exp_avg", "optim/exp_avg_sq"):
+                    assert all(f"{place}/{parameter}" in tensors for parameter in plain.parameters())
+                assert tensors["model/layers.0.weight"]["shape"] == [WIDTH, WIDTH]
         world.barrier()
         for each, own in zip(plain.copies, optimizers, strict=True):
-            each(drawn(4, shape=(4, 8))).sum().backward()
+            each(drawn(4, shape=(4, WIDTH))).sum().backward()
             own.step()
             own.zero_grad()
-        other = shard_layers(Mlp(seed=8), MLP_UNITS[1:])
+        other = shard_layers(Mlp(WIDTH, seed=8), MLP_UNITS[1:])
         continued = AdamW(other, lr=0.01)
         found = tessera.load_checkpoint(other, continued, folder / "second")
         assert (found.step, found.world_size, found.user) == (3, 1, {})
@@ -561,7 +609,7 @@ class TestCheckpoints:
 
     def test_scaler_latest_and_refusals(self, world: Any, folder: pathlib.Path) -> None:
         """The loss scale is saved; keep_latest_k removes; what does not fit is named, and nothing has changed."""
-        model = shard_layers(Mlp(), MLP_UNITS, mp_policy=MixedPrecisionPolicy(loss_scaling=True))
+        model = shard_layers(Mlp(WIDTH), MLP_UNITS, mp_policy=MixedPrecisionPolicy(loss_scaling=True))
         optimizer, scaler = SGD(model, lr=0.1, momentum=0.5), tessera.GradScaler(model, init_scale=64.0)
         for step in (1, 2):
             scaler.scale(mse(model, world.rank, step)).backward()
@@ -590,11 +638,11 @@ class TestCheckpoints:
 
     def test_what_would_be_lost_is_named(self, world: Any, folder: pathlib.Path) -> None:
         """Ignored parameters and extra state, which the format does not hold, are refused; nothing is written."""
-        model = Mlp()
+        model = Mlp(WIDTH)
         fully_shard(model, ignored_params=[model.layers[0].bias])
         with pytest.raises(tessera.Error, match=r"found layers\.0\.bias, which sharding does not know"):
             tessera.save_checkpoint(model, AdamW(model), folder, 0)
-        other = fully_shard(nn.Sequential(Counter(), nn.Linear(8, 8)))
+        other = fully_shard(nn.Sequential(Counter(), nn.Linear(WIDTH, WIDTH)))
         with pytest.raises(tessera.Error, match=r"found 0\._extra_state"):
             tessera.save_checkpoint(other, AdamW(other), folder, 0)
         assert not folder.exists()
