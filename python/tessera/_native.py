@@ -23,7 +23,7 @@ def opened() -> ModuleType:
         "torch of the environment and the headers of its Python (Debian: python3-dev)"
     )
     try:
-        from tessera import _built
+        import tessera._built as _built
     except ModuleNotFoundError:
         raise nothing from None
     expected = f"{_built.TORCH} {'with' if _built.CUDA else 'without'} CUDA"

@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import unittest
 import venv
 import zipfile
@@ -22,6 +23,25 @@ WORK = pathlib.Path(os.environ.get("TESSERA_WORK", ROOT / "build/full/package"))
 BUILT = json.loads((pathlib.Path(os.environ["TESSERA_BUILD"]) / "built_for.json").read_text())
 SITE = pathlib.Path(BUILT["folder"]).parent  # as a Python sees it: the packages beside torch
 FULL = bool(os.environ.get("TESSERA_FULL"))
+MODULE = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+HAS_MODULE = (pathlib.Path(os.environ["TESSERA_BUILD"]) / "python/tessera" / MODULE).is_file()
+# Shards a Linear in a World of one, and steps.
+TRAINS_IN_PYTHON = """
+import sys, tessera
+assert "torch" not in sys.modules, "import tessera has imported torch"
+import torch
+world = tessera.init()
+model = tessera.fully_shard(torch.nn.Linear(4, 3))
+before = dict(tessera.full_parameters(model))["weight"].clone()
+loss = model(torch.ones(2, 4)).square().mean()
+loss.backward()
+tessera.AdamW(model, lr=0.1).step()
+after = dict(tessera.full_parameters(model))["weight"]
+assert world.size == 1 and after.shape == (3, 4) and not torch.equal(before, after)
+print("stepped with", tessera.__version__)
+"""
+# As it looks to Python, with nothing in it that can be loaded.
+OTHER_TORCH = "__version__ = '2.99.0+cpu'\nclass version:\n    cuda = None\n"
 # A fresh machine has these; no compiler, no cmake, no git.
 COMMANDS = ("sh", "env", "cat", "python3")
 # Of the headers that are compiled into the program.
@@ -286,6 +306,56 @@ class Packages(unittest.TestCase):
             done = run(*program, "--version", env=self.environment(TESSERA_TORCH=str(sees / "torch")))
             self.assertIn("which TESSERA_TORCH names", done.stderr)
 
+    @unittest.skipUnless(HAS_MODULE, f"the build has no {MODULE}")
+    def test_a_wheel_shards_a_module_in_a_fresh_environment(self):
+        folder, _ = self.environment_with("in Python")
+        self.pip(folder, "install", "--quiet", "--no-index", "--no-deps", self.wheel)
+        done = run(folder / "bin/python", "-c", TRAINS_IN_PYTHON, cwd=WORK, env=self.environment())
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertRegex(done.stdout, r"^stepped with [0-9.]+\n$")
+
+    @unittest.skipUnless(HAS_MODULE, f"the build has no {MODULE}")
+    def test_the_module_names_another_torch_and_none_before_it_is_opened(self):
+        sees = WORK / "other Python"
+        shutil.rmtree(sees, ignore_errors=True)
+        sees.mkdir()
+        folder, site = self.environment_with("other torch", sees)
+        self.pip(folder, "install", "--quiet", "--no-index", "--no-deps", self.wheel)
+        # What opens it ends at once with another text.
+        (site / "tessera" / MODULE).write_bytes(b"no library")
+        program = "import tessera; print('imported'); tessera.fully_shard"
+        for text, found in ((None, "no torch in this environment"), (OTHER_TORCH, f"torch 2.99.0+cpu without CUDA in {sees}/torch")):
+            if text:
+                (sees / "torch").mkdir()
+                (sees / "torch/__init__.py").write_text(text)
+            for words in (program, "import tessera; print('imported'); from tessera import AdamW"):
+                done = run(folder / "bin/python", "-c", words, cwd=WORK, env=self.environment())
+                self.assertEqual((done.returncode, done.stdout), (1, "imported\n"), done.stderr)
+                self.assertIn(f"ImportError: tessera: found {found}, expected {BUILT['torch']} with", done.stderr)
+                self.assertIn(f"pip install 'torch=={BUILT['torch']}.*'", done.stderr)
+        (site / "tessera/_built.py").unlink()
+        done = run(folder / "bin/python", "-c", program, cwd=WORK, env=self.environment())
+        self.assertRegex(done.stderr, r"ImportError: tessera: found no extension module for Python [0-9.]+ in [^\n]*, expected [^\n]*\n$")
+
+    @unittest.skipUnless(FULL, "with TESSERA_FULL=1: it packs once more")
+    def test_a_wheel_without_a_module_is_for_every_python_and_says_what_is_missing(self):
+        build = WORK / "without a module"
+        shutil.rmtree(build, ignore_errors=True)
+        build.mkdir()
+        for name in pathlib.Path(os.environ["TESSERA_BUILD"]).iterdir():
+            if name.name != "python":
+                (build / name.name).symlink_to(name)
+        packages = WORK / "packages without a module"
+        done = run(ROOT / "scripts/package", packages, "--build", build)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        wheel = next(packages.glob("*.whl"))
+        self.assertIn("-py3-none-linux_", wheel.name)
+        folder, _ = self.environment_with("of a build without a module")
+        self.pip(folder, "install", "--quiet", "--no-index", "--no-deps", wheel)
+        done = run(folder / "bin/python", "-c", "import tessera; tessera.init", cwd=WORK, env=self.environment())
+        self.assertRegex(done.stderr, r"ImportError: tessera: found no extension module for Python [0-9.]+ in [^\n]*, expected [^\n]*\n$")
+        self.trains(folder / "bin/tessera")
+
     def test_a_wheel_passes_over_what_is_no_package_and_says_that_its_working_directory_is_gone(self):
         folder, _ = self.environment_with("odd places")
         self.pip(folder, "install", "--quiet", "--no-index", "--no-deps", self.wheel)
@@ -330,7 +400,8 @@ class Packages(unittest.TestCase):
 
     def test_a_wheel_says_what_it_is_for(self):
         kind = "cuda" if BUILT["cuda"] else "cpu"
-        self.assertRegex(self.wheel.name, rf"^tessera-[0-9.]+\+torch{re.escape(BUILT['torch'])}\.{kind}-py3-none-linux_\w+\.whl$")
+        python = "cp{0}{1}-cp{0}{1}".format(*sys.version_info) if HAS_MODULE else "py3-none"
+        self.assertRegex(self.wheel.name, rf"^tessera-[0-9.]+\+torch{re.escape(BUILT['torch'])}\.{kind}-{python}-linux_\w+\.whl$")
         self.assertIn(f"torch{BUILT['torch']}-{kind}", self.tarball.name)
         with zipfile.ZipFile(self.wheel) as archive:
             names = archive.namelist()
@@ -339,7 +410,10 @@ class Packages(unittest.TestCase):
         self.assertIn(f"Requires-Dist: torch=={BUILT['torch']}.*\n", metadata)
         self.assertEqual(built, {**BUILT, "folder": ""})
         self.assertTrue(any(name.endswith("licenses/LICENSE") for name in names), names)
-        self.assertFalse([name for name in names if name.startswith(("tests/", "tessera/bin/"))])
+        self.assertFalse([name for name in names if name.startswith(("tests/", "tessera/bin/")) or "__pycache__" in name])
+        self.assertIn("tessera/py.typed", names)
+        self.assertEqual([name for name in names if name.endswith(".so")],
+                         [f"tessera/{MODULE}"] * HAS_MODULE + ["tessera/lib/tessera/tessera_program.so"])
 
     def test_the_wheel_is_made_with_what_bootstrap_installs(self):
         needed = re.search(r'^requires = \["(.*)"\]$', (ROOT / "pyproject.toml").read_text(), flags=re.M)[1]
