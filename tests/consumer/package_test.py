@@ -490,6 +490,8 @@ class Compiled(unittest.TestCase):
                 self.assertNotIn("Collecting torch", done.stdout)
                 done = run(folder / "bin/tessera", "--version", env={"PATH": "/usr/bin:/bin"})
                 self.assertIn(f"torch {BUILT['torch']}.", done.stdout, done.stderr)
+                done = run(folder / "bin/python", "-c", TRAINS_IN_PYTHON, cwd=WORK, env={"PATH": "/usr/bin:/bin"})
+                self.assertEqual((done.returncode, done.stdout[:12]), (0, "stepped with"), done.stderr)
 
 
 if __name__ == "__main__":
