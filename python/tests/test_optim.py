@@ -220,7 +220,7 @@ class TestProtocol:
         assert isinstance(first, Tensor)
         assert second != first
         assert len(optimizer.param_groups) == 1
-        if world.size > 1:  # what this file compares is cut inside of weights
+        if world.size > 1 and world.rank == 0:  # what this file compares is cut inside of weights
             assert any(0 < p.numel() < p.global_shape.numel() for p in model.parameters())
         assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
 

@@ -516,7 +516,7 @@ class TestOptimizers:
         before = model.state_dict()
         optimizer.step()
         for name, value in model.state_dict().items():
-            expected = before[name] - 0.1 * gradients[name] if "layers.1." in name else before[name]
+            expected = before[name].add(gradients[name], alpha=-0.1) if "layers.1." in name else before[name]
             assert_bits(name, value, expected)
         named = tessera.get_optimizer_state_dict(inner, optimizer)
         assert list(named["state"]) == ["weight", "bias"]
