@@ -133,6 +133,13 @@ class TestModel:
     def test_values_are_copies(self, world: Any) -> None:
         """Writing into a dict, or into the dict that was loaded, does not reach the module; tied entries are one."""
         model = shard_layers(Everything(), EVERYTHING_UNITS)
+        brought = Everything().state_dict()
+        model.load_state_dict(brought)
+        assert brought._metadata == Everything().state_dict()._metadata  # a plain module copies from it, as ever
+        for value in brought.values():
+            if isinstance(value, Tensor):
+                value.zero_()
+        assert_same_dicts(model.state_dict(), Everything().state_dict())
         state = model.state_dict()
         assert state["embed.weight"].data_ptr() == state["head.weight"].data_ptr()
         kept = {name: v.clone() for name, v in state.items() if isinstance(v, Tensor)}
@@ -531,6 +538,30 @@ class TestOptimizers:
             tessera.get_optimizer_state_dict(inner, continued)["state"]["weight"]["momentum_buffer"],
             gradients["layers.1.weight"],
         )
+
+    def test_several_optimizers(self, world: Any) -> None:
+        """The states of several optimizers are one dict, from which each takes its part."""
+        model = shard_layers(Mlp(WIDTH), MLP_UNITS)
+
+        def made() -> list[Any]:
+            first = SGD(model.get_submodule("layers.0"), lr=0.1, momentum=0.9)
+            rest = [p for name, p in model.named_parameters() if "layers.0." not in name]
+            return [first, torch.optim.Adam(rest, lr=0.01)]
+
+        optimizers = made()
+        mse(model, world.rank).backward()
+        for one in optimizers:
+            one.step()
+        named = tessera.get_optimizer_state_dict(model, optimizers)
+        assert list(named["state"]) == [name for name, _ in model.named_parameters()]
+        assert [len(group["params"]) for group in named["param_groups"]] == [2, 4]
+        again = made()
+        tessera.set_optimizer_state_dict(model, again, named)
+        found = tessera.get_optimizer_state_dict(model, again)
+        for name, state in named["state"].items():
+            for key, value in state.items():
+                assert_bits(f"{key} of {name}", found["state"][name][key], value)
+        assert again[1].param_groups[0]["lr"] == 0.01
 
     def test_muon_keeps_both(self, world: Any) -> None:
         """Momenta of matrices and moments of the rest go on in another layout."""
