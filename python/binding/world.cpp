@@ -69,13 +69,16 @@ void run_signal_handlers(unsigned long main_thread) {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-/// The interpreter gives its own code to exit(), which what its atexit functions find cannot change.
-/// Behind them nothing of the process is left to do but to flush.
+/// The interpreter gives exit() a code of its own, which what its atexit functions find cannot
+/// change. Where that is 0 the process ends with 1, once nothing is left to do but to flush.
 void exit_with_failure() {
-  static const int registered = std::atexit([] {
-    std::fflush(nullptr);
-    ::_exit(1);
-  });
+  static const int registered = ::on_exit(
+      [](int code, void*) {
+        if (code != 0) return;
+        std::fflush(nullptr);
+        ::_exit(1);
+      },
+      nullptr);
   TESSERA_INVARIANT(registered == 0, "exit_with_failure: found no room for a function");
 }
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
 class Error(RuntimeError):
     kind: str

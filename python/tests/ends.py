@@ -53,7 +53,7 @@ from tessera import fully_shard  # noqa: E402 (the first use of a name is the im
 
 AFTER_IMPORT = host_state()
 
-AT_ONCE = 6  # processes; they wait most of the time
+AT_ONCE = 8  # processes; they wait most of the time
 WAIT_S = 30.0  # "for ever", as far as a test goes
 
 job: dict[str, Any] = {}
@@ -251,6 +251,10 @@ def drawn() -> None:
     try:
         for _ in range(steps):
             step(model, optimizer)
+        if where == "state":
+            for _ in tessera.full_parameters(model):
+                if rank == who:
+                    end()
         if rank == who:
             if where == "before":
                 end()
@@ -267,9 +271,6 @@ def drawn() -> None:
             if where == "optimizer":
                 optimizer.register_step_pre_hook(lambda *_: end())
             optimizer.step()
-            if where == "state":
-                for _ in tessera.full_parameters(model):
-                    end()
             end()
         train_for_ever(model)
     finally:
@@ -446,8 +447,13 @@ def spawns() -> None:
     """torch.multiprocessing.spawn over a file store, without a variable of a launcher; processes of fork or spawn."""
     import torch.multiprocessing as mp
 
+    context = mp.start_processes(
+        _work, (job["folder"], job["fails"]), nprocs=2, join=False, start_method=job["start_method"]
+    )
+    for process in context.processes:  # join() would end the others at once when one has failed
+        process.join()
     try:
-        mp.start_processes(_work, (job["folder"], job["fails"]), nprocs=2, join=True, start_method=job["start_method"])
+        context.join()
     except mp.ProcessRaisedException as error:
         say(raised=str(error))
 
@@ -549,6 +555,8 @@ class Server:
 
     def serve(self) -> bool:
         """Returns in each rank with True, and with False when there is nothing more to do."""
+        gc.collect()
+        gc.freeze()  # a rank that ends looks at what is its own, not at all of torch
         while not (self.ended and not self.waiting and not self.running):
             self.read(0.01)
             if self.start():
