@@ -165,7 +165,8 @@ def text_of(error: BaseException) -> str:
         # torch.multiprocessing.spawn and others turn an exception into an exit code.
         after = f", after {text_of(cause)}" if cause is not None else ""
         return f"sys.exit({error.code!r}){after}"
-    text = " ".join(line.strip() for line in traceback.format_exception_only(type(error), error))
+    lines = "".join(traceback.format_exception_only(type(error), error)).splitlines()
+    text = " ".join(line.strip() for line in lines)
     frames = traceback.extract_tb(error.__traceback__)
     return f"{text} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else text
 

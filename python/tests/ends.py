@@ -381,6 +381,37 @@ def closes_twice() -> None:
     say(done=True)
 
 
+def lets_python_run() -> None:
+    """Rank 1 comes half a second late to init() and to close(), while a Python thread of rank 0 ticks."""
+
+    def call(act: Callable[[], Any]) -> Any:
+        if rank == 1:
+            time.sleep(0.5)
+            return act()
+        gaps = []
+        over = threading.Event()
+
+        def tick() -> None:
+            last = time.monotonic()
+            while not over.wait(0.005):
+                gaps.append(time.monotonic() - last)
+                last = time.monotonic()
+
+        thread = threading.Thread(target=tick)
+        thread.start()
+        began = time.monotonic()
+        result = act()
+        waited = time.monotonic() - began
+        over.set()
+        thread.join()
+        say(waited=waited, longest=max(gaps))
+        return result
+
+    world = call(tessera.init)
+    call(world.close)
+    say(done=True)
+
+
 def leaves_the_host_alone() -> None:
     """Nothing of the host program is changed by the import and by init(), but the hooks of exceptions until close()."""
     before = host_state()
@@ -489,6 +520,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
         trains_with_workers,
         forks,
         closes_twice,
+        lets_python_run,
         leaves_the_host_alone,
         dies_in_order,
         spawns,

@@ -166,7 +166,14 @@ ONE_ENDS: dict[str, tuple[str, int, float]] = {
     "killed_beside_python": ("rank 1", -9, LOST_S),
     "ends_early": ("rank 1 has left", 1, LOST_S),  # the run has failed, as it is told while it waits
 }
-GOOD_ENDS = ("trains_with_workers", "forks", "closes_twice", "joins_process_group", "leaves_the_host_alone")
+GOOD_ENDS = (
+    "trains_with_workers",
+    "forks",
+    "closes_twice",
+    "joins_process_group",
+    "lets_python_run",
+    "leaves_the_host_alone",
+)
 SPAWNS = [("fork", False), ("fork", True), ("spawn", True)]
 
 
@@ -252,6 +259,14 @@ def test_import_and_init_leave_the_host_program_alone(jobs: Jobs) -> None:
     for rank in (0, 1):
         (line,) = job.said[rank]
         assert (line["by_import"], line["by_init"], line["by_close"]) == ([], ["hooks"], []), job.shown()
+
+
+def test_python_runs_on_while_init_and_close_wait(jobs: Jobs) -> None:
+    """As test_gil.py, of the two calls that a process makes once."""
+    job = jobs.ended("lets_python_run")
+    waits = [line for line in job.said[0] if "waited" in line]
+    assert len(waits) == 2, job.shown()
+    assert all(line["waited"] > 0.25 and line["longest"] < 0.25 for line in waits), job.shown()
 
 
 def test_closed_world_refuses_by_name(jobs: Jobs) -> None:
