@@ -252,7 +252,8 @@ void ProcessWorld::leave_together() {
       store_->arrive(kLeft, rank_, size_);
     }
   } catch (const Error&) {
-    // A missing rank has failed and reports that itself.
+    // A missing rank has failed and reports that itself. Rank 0 may wait in leave_after_abort().
+    if (ends_by_call() && rank_ != 0) leave_after_abort({});
   }
 }
 

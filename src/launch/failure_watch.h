@@ -56,7 +56,7 @@ struct WatchOptions {
       6000};  ///< a peer without a heartbeat for this long is lost
   std::chrono::milliseconds acknowledged_within{5000};  ///< [Note: disagreements]
   /// [Note: grace]; none: `failed` and `lost` end the process.
-  std::optional<std::chrono::milliseconds> grace;
+  std::optional<std::chrono::milliseconds> grace = std::nullopt;
 };
 /// For a rank of so many.
 WatchOptions watch_options(int rank, int ranks);

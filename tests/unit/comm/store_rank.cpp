@@ -147,6 +147,7 @@ void lose_one(const Rank& rank) {
   barrier(*world);
   if (rank.number == 1) ::kill(::getpid(), SIGKILL);
   told([&] { barrier(*world); });
+  world->close_failed("as an uncaught exception does");
 }
 
 /// Rank 0's check begins to throw while it waits.
