@@ -89,7 +89,7 @@ def batch_of(tokens: Tensor, index: int, rank: int, arguments: argparse.Namespac
 
 def optimizer_of(model: nn.Module, steps: int) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """Returns AdamW over the shards, and a rate that rises for a tenth of the steps, then falls to a tenth."""
-    optimizer = tessera.AdamW(model, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, no_decay=["*norm", "*bias"])
+    optimizer = tessera.AdamW(model, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, no_decay=["*norm"])
     rise = max(1, steps // 10)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / rise, 1.0 - 0.9 * max(0, step - rise) / max(1, steps - rise))

@@ -41,10 +41,9 @@ def run(name: str, *arguments: str, ranks: int) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_mixed_dtypes_has_the_bits_of_the_plain_model(ranks: int) -> None:
-    """The program of pytorch issue 156784 compares itself, under torchrun and alone."""
-    printed = run("mixed_dtypes.py", "--epochs", "2", ranks=ranks)
+def test_mixed_dtypes_has_the_bits_of_the_plain_model() -> None:
+    """The program of pytorch issue 156784 compares itself."""
+    printed = run("mixed_dtypes.py", "--epochs", "2", ranks=2)
     assert "all 6 parameters are equal to the plain model's, bit for bit" in printed
     assert len(re.findall(r"^epoch \d  loss 0\.\d+", printed, re.MULTILINE)) == 2
 

@@ -105,7 +105,8 @@ BufferContract look_up(const BufferMeta& meta, const std::vector<BufferContract>
 }  // namespace
 
 ModelContract contracts_of(const Found& found, const Mesh& mesh, const PrecisionPolicy& policy,
-                           const ShardOptions& options) {
+                           const ShardOptions& options,
+                           const std::vector<std::string>& patterns_inside) {
   std::vector<ParameterMeta> metas;
   for (const auto& p : found.parameters) {
     metas.push_back(p.meta);
@@ -123,8 +124,8 @@ ModelContract contracts_of(const Found& found, const Mesh& mesh, const Precision
       meta.layout = found.parameters[i].declared.value_or(ParameterLayout());
       meta.shape = layout::global_shape(meta.layout, meta.shape, concat("parameter ", meta.name));
     }
-    return resolve_model_contract(metas, buffers, {}, policy,
-                                  DataAxes(mesh.shapes(), options.divide_factor));
+    return grad::resolve_tensors(metas, buffers, {}, policy,
+                                 DataAxes(mesh.shapes(), options.divide_factor), patterns_inside);
   }
   ModelContract model;
   for (std::size_t i = 0; i < metas.size(); ++i) {

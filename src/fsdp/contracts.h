@@ -17,9 +17,11 @@ std::string prefix_of(const std::string& path, const ShardOptions& options);
 
 /// One contract a parameter and a buffer, in their order: looked up in options.contracts and
 /// options.buffer_contracts, and compared with what the modules declare, else resolved from the
-/// policy. No units. Errors: kContract.
+/// policy. No units. `patterns_inside`: of the rules of units inside, which one policy for all units
+/// has, too. Errors: kContract.
 ModelContract contracts_of(const Found& found, const Mesh& mesh, const PrecisionPolicy& policy,
-                           const ShardOptions& options);
+                           const ShardOptions& options,
+                           const std::vector<std::string>& patterns_inside);
 
 /// That of options.unit_contracts which has options.name; none = it is resolved from the policy.
 /// Errors: kContract.

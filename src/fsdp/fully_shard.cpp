@@ -90,7 +90,15 @@ ShardedBase::ShardedBase(std::shared_ptr<torch::nn::Module> module, const Mesh& 
   }
   require_sizes(options);
   require_devices(found.parameters, mesh.world()->device());
-  const auto contracts = fsdp::contracts_of(found, mesh, policy, options);
+  std::vector<std::string> patterns_inside;
+  const std::function<void(const ShardedBase&)> see = [&](const ShardedBase& handle) {
+    for (const auto& rule : handle.policy_.rules) {
+      patterns_inside.insert(patterns_inside.end(), rule.match.begin(), rule.match.end());
+    }
+    for (const auto& inner : handle.inner_) see(*inner.handle);
+  };
+  for (const auto& inner : found.handles) see(*inner.handle);
+  const auto contracts = fsdp::contracts_of(found, mesh, policy, options, patterns_inside);
   runtime_ = std::make_shared<fsdp::Runtime>(mesh, options.in_flight_bytes);
   if (mesh.shapes().has_model_axes()) {
     // Which groups are made follows from the placements.

@@ -323,6 +323,14 @@ ModelContract resolve_model_contract(const std::vector<ParameterMeta>& parameter
                                      const std::vector<BufferMeta>& buffers,
                                      const std::vector<UnitMeta>& units,
                                      const PrecisionPolicy& policy, const DataAxes& data) {
+  return grad::resolve_tensors(parameters, buffers, units, policy, data, {});
+}
+
+ModelContract grad::resolve_tensors(const std::vector<ParameterMeta>& parameters,
+                                    const std::vector<BufferMeta>& buffers,
+                                    const std::vector<UnitMeta>& units,
+                                    const PrecisionPolicy& policy, const DataAxes& data,
+                                    const std::vector<std::string>& elsewhere) {
   grad::check_policy(policy);
   check_reductions(data.dense);
   check_names(parameters, buffers);
@@ -331,7 +339,7 @@ ModelContract resolve_model_contract(const std::vector<ParameterMeta>& parameter
   for (const ParameterMeta& meta : parameters) asked.push_back(rules.ask(meta.name, meta.aliases));
   std::vector<Asked> asked_of_buffers;
   for (const BufferMeta& meta : buffers) asked_of_buffers.push_back(rules.ask(meta.name));
-  rules.check_all_matched();  // first: a misspelt pattern explains what else goes wrong
+  rules.check_all_matched(elsewhere);  // first: a misspelt pattern explains what else goes wrong
   grad::check_lora_rules(policy.rules, parameters, buffers);
   ModelContract model;
   for (std::size_t i = 0; i < parameters.size(); ++i) {

@@ -99,11 +99,12 @@ Asked RuleBook::ask(const std::string& name, const std::vector<std::string>& ali
   return asked;
 }
 
-void RuleBook::check_all_matched() const {
+void RuleBook::check_all_matched(const std::vector<std::string>& elsewhere) const {
   for (std::size_t index = 0; index < rules_.size(); ++index) {
     for (std::size_t p = 0; p < matched_[index].size(); ++p) {
       if (matched_[index][p]) continue;
       const std::string& pattern = rules_[index].match[p];
+      if (std::ranges::find(elsewhere, pattern) != elsewhere.end()) continue;
       const std::optional<std::string> close = closest_name(pattern, names_);
       throw Error(
           ErrorKind::kContract,

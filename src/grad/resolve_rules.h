@@ -52,8 +52,9 @@ class RuleBook {
   Asked ask(const std::string& name, const std::vector<std::string>& aliases = {});
 
   /// Errors: kContract for the first pattern that has matched none of the names that were asked
-  /// for, with the one that may have been meant.
-  void check_all_matched() const;
+  /// for, with the one that may have been meant. `elsewhere`: patterns that have matched something
+  /// in another unit with rules of its own.
+  void check_all_matched(const std::vector<std::string>& elsewhere = {}) const;
 
  private:
   const std::vector<PrecisionRule>& rules_;

@@ -33,6 +33,13 @@ struct Pins {
 std::optional<std::string> pinned_by(const Pins& pins, const Asked& asked,
                                      const PrecisionPolicy& policy);
 
+/// resolve.cpp: resolve_model_contract, where rules may have patterns that match nothing but
+/// tensors of units inside. `elsewhere`: the patterns that the rules of those have. Errors: as there.
+ModelContract resolve_tensors(const std::vector<ParameterMeta>& parameters,
+                              const std::vector<BufferMeta>& buffers,
+                              const std::vector<UnitMeta>& units, const PrecisionPolicy& policy,
+                              const DataAxes& data, const std::vector<std::string>& elsewhere);
+
 /// resolve.cpp: all fields of one parameter. Errors: kContract.
 GradContract resolve_parameter(const ParameterMeta& meta, const Asked& asked,
                                const PrecisionPolicy& policy, const DataAxes& data);

@@ -48,6 +48,40 @@ TEST_P_ON_RANKS(ContractOnRanks, ABareParameterPinnedBesideBulkWeightsComputesIn
   EXPECT_TRUE(same_bits(found.at("bias"), here(at::full({kWidth}, world.size(), at::kFloat))));
 }
 
+/// A router that is a unit of its own, and a parameter that is not.
+class AroundRouter : public torch::nn::Module {
+ public:
+  explicit AroundRouter(std::shared_ptr<Sharded<Router>> router)
+      : inner(register_module("router", std::move(router))) {}
+  at::Tensor forward(const at::Tensor& x) { return inner->forward(x) * scale; }
+  at::Tensor scale = register_parameter("scale", here(at::ones({kWidth})));
+  std::shared_ptr<Sharded<Router>> inner;
+};
+
+// Naive: the rules of a unit are compared with its own tensors alone, so that one policy for all
+// units is refused where a rule means a layer; or any pattern passes where there is a unit inside.
+TEST_P_ON_RANKS(ContractOnRanks, ARuleOfOnePolicyForAllUnitsMayMatchInsideAlone, GetParam()) {
+  auto policy = in_bfloat16();
+  PrecisionRule rule;
+  rule.match = {"bias"};
+  rule.pin = true;
+  policy.rules = {rule};
+  const auto around = [&] {
+    return std::make_shared<AroundRouter>(std::make_shared<Sharded<Router>>(
+        fully_shard(std::make_shared<Router>(), data_mesh(world), policy, undivided())));
+  };
+  auto handle = fully_shard(around(), data_mesh(world), policy, undivided());
+  for (const auto& contract : handle.contract().parameters) {
+    EXPECT_EQ(contract.compute, contract.name == "router.bias" ? DType::kFloat32 : DType::kBFloat16)
+        << contract.name;
+  }
+  auto other = policy;
+  other.rules[0].match = {"router.bias"};  // no rule of the router's has it
+  EXPECT_THAT(refusal_of(ErrorKind::kContract,
+                         [&] { fully_shard(around(), data_mesh(world), other, undivided()); }),
+              Says("\"router.bias\", which matches none of 1 parameters"));
+}
+
 /// `turns` brings an fp32 gradient or a bf16 one, `narrow` always a bf16 one; all of one bucket.
 class TwoKinds : public torch::nn::Module {
  public:
