@@ -1,9 +1,11 @@
 #include "dist/front_end.h"
 
 #include <ATen/SavedTensorHooks.h>
+#include <c10/core/impl/PyInterpreter.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <cstdint>
 #include <utility>
 
 namespace tessera::test {
@@ -16,6 +18,18 @@ struct Running {
 };
 thread_local std::vector<Running> t_running;
 
+/// Some object of an interpreter, another one each time: nobody looks into it.
+c10::SafePyObject new_object() {
+  static auto* const no_interpreter = [] {
+    auto* made = new c10::impl::PyInterpreter(nullptr);
+    made->disarm();  // counts no references
+    return made;
+  }();
+  thread_local std::uintptr_t last = 0;
+  last += 16;
+  return {reinterpret_cast<PyObject*>(last), no_interpreter};
+}
+
 /// The frame is the one under way, and hooks on saved tensors are set, as torch sets them. Without
 /// Python there are none to call.
 class RunningScope {
@@ -23,7 +37,7 @@ class RunningScope {
   RunningScope(std::shared_ptr<Frame> frame, Which which) {
     t_running.push_back({std::move(frame), which});
     at::SavedTensorDefaultHooks::lazy_initialize();
-    at::SavedTensorDefaultHooks::push_hooks({nullptr, nullptr}, {nullptr, nullptr});
+    at::SavedTensorDefaultHooks::push_hooks(new_object(), new_object());
   }
   ~RunningScope() {
     at::SavedTensorDefaultHooks::pop_hooks();
@@ -187,7 +201,11 @@ Several FrontEnd::call(Several inputs) {
     if (!has_objects) continue;
     objects.push_back(result);
     wrappers.push_back(1);
-    bases.push_back(result.is_view() ? at::Tensor(at::TensorBase(result._base())) : at::Tensor());
+    const bool is_new_base =
+        result.is_view() && std::ranges::none_of(bases, [&](const at::Tensor& base) {
+          return base.is_same(result._base());
+        });
+    bases.push_back(is_new_base ? at::Tensor(at::TensorBase(result._base())) : at::Tensor());
     base_wrappers.push_back(says_base_objects && result.is_view() ? 1 : 0);
   }
   one_call.leave(leaving, wrappers, base_wrappers);

@@ -36,16 +36,18 @@ class Layer : public torch::nn::Module {
 /// Where the checkpoints of a model are.
 enum class Around : std::uint8_t {
   kNone,
-  kInside,      ///< in each unit, around what it computes
-  kEach,        ///< around each unit
-  kAll,         ///< around all units together
-  kAllAndMore,  ///< the same, and around what the root computes behind them
-  kRoot,        ///< around the root
-  kNested,      ///< around all, and around each inside it
-  kReentrant,   ///< around each unit, a reentrant one
+  kInside,       ///< in each unit, around what it computes
+  kEach,         ///< around each unit
+  kAll,          ///< around all units together
+  kAllAndMore,   ///< the same, and around what the root computes behind them
+  kRoot,         ///< around the root
+  kRootAndMore,  ///< the same, and around what comes behind it
+  kNested,       ///< around all, and around each inside it
+  kReentrant,    ///< around each unit, a reentrant one
 };
 constexpr Around kEverywhere[] = {Around::kInside,     Around::kEach, Around::kAll,
-                                  Around::kAllAndMore, Around::kRoot, Around::kNested};
+                                  Around::kAllAndMore, Around::kRoot, Around::kRootAndMore,
+                                  Around::kNested};
 
 /// Three layers, each of which may be a unit, and a last weight.
 class Net : public torch::nn::Module {
@@ -96,7 +98,7 @@ class Net : public torch::nn::Module {
     return y;
   }
   at::Tensor behind(const at::Tensor& y) {
-    const auto wide = y.to(at::kFloat);
+    const auto wide = y.to(last.scalar_type());
     return units.empty() ? at::linear(wide, last) : product(wide, last);
   }
   at::Tensor more(const at::Tensor& x) { return behind(all(x)); }
@@ -131,9 +133,15 @@ struct ShardedNet {
   ~ShardedNet() { net->units.clear(); }
 
   at::Tensor operator()(const at::Tensor& x) const {
-    if (net->around != Around::kRoot) return (*root)(x);
-    return non_reentrant([handle = root](const Several& in) { return Several{(*handle)(in[0])}; },
-                         {x}, net->stops)[0];
+    const bool and_more = net->around == Around::kRootAndMore;
+    if (net->around != Around::kRoot && !and_more) return (*root)(x);
+    return non_reentrant(
+        [handle = root, and_more](const Several& in) -> Several {
+          const auto y = (*handle)(in[0]);
+          // The same values, which are saved.
+          return {and_more ? product(y, here(at::eye(kWidth)).to(y.scalar_type())) : y};
+        },
+        {x}, net->stops)[0];
   }
   void run_and_back(const at::Tensor& x) const { backward(squares((*this)(x))); }
   std::int64_t gathers() const { return root->unit()->runtime().gathers_issued(); }
@@ -147,7 +155,8 @@ struct ShardedNet {
 void expect_gradients(const ShardedBase& handle, const Tensors& expected, const std::string& what) {
   for (const auto& [name, found] : whole_gradients(handle)) {
     ASSERT_EQ(expected.count(name), 1U) << what << " " << name;
-    EXPECT_TRUE(same_bits(found, expected.at(name))) << what << " " << name;
+    const auto& wanted = expected.at(name);  // in the parameter's dtype
+    EXPECT_TRUE(same_bits(found.to(wanted.scalar_type()), wanted)) << what << " " << name;
   }
 }
 

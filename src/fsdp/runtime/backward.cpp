@@ -90,7 +90,7 @@ void Runtime::begin_backward(const Entry* first) {
   take_up_abandoned();
   if (in_backward_) return;
   in_backward_ = true;
-  views_differ_ = false;
+  views_differ_ = is_graph_unchecked_ = false;
   const auto step = step_;
   if (step == nullptr) {
     store_.begin_micro_batch();
@@ -206,6 +206,7 @@ void Runtime::pre_backward(Entry& entry) {
   if (entry.segment->forward->forgotten) refuse_forgotten(entry);
   refuse_other_step(entry);
   begin_backward(&entry);
+  if (std::exchange(is_graph_unchecked_, false)) refuse_create_graph(*entry.unit);
   if (const auto step = step_) {
     step->pre_backward(entry);
     spans_.backward_begins(&entry, entry.unit->name());

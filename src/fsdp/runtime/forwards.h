@@ -83,7 +83,8 @@ struct Segment {
   std::shared_ptr<PastForward> forward;
   std::uint64_t weights = 0;  ///< weights_now() when it began
   std::vector<std::weak_ptr<Entry>> entries;
-  HeldUnits units;  ///< of the whole tree: a graph may outlive the handles
+  std::vector<bool> had_grad;  ///< by position of the trace: it ran with grad mode on
+  HeldUnits units;             ///< of the whole tree: a graph may outlive the handles
 
   std::uint64_t weights_now() const;
 };

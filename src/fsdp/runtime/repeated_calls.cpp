@@ -21,12 +21,14 @@ const void* address_of(const c10::SafePyObject& hook) {
   return *reinterpret_cast<PyObject* const*>(&hook);
 }
 
-/// What was recorded there, as far as its graph lives; null also where nothing was.
-std::shared_ptr<Entry> entry_at(const Segment& segment, std::size_t position) {
+/// Whether its backward has ended. None comes to what was not recorded, or to a unit of which no
+/// result requires grad, whose record is gone.
+bool is_over(const Segment& segment, std::size_t position) {
   for (const auto& weak : segment.entries) {
-    if (auto entry = weak.lock(); entry != nullptr && entry->position == position) return entry;
+    const auto entry = weak.lock();
+    if (entry != nullptr && entry->position == position) return !entry->owed.has_value();
   }
-  return nullptr;
+  return false;
 }
 
 }  // namespace
@@ -58,11 +60,9 @@ RepeatedCalls::Verdict RepeatedCalls::begin(UnitId unit,
     const auto& units = segment->forward->trace.units;
     for (std::size_t position = 0; position < units.size(); ++position) {
       if (units[position] != unit) continue;
-      const auto entry = entry_at(*segment, position);
-      was_without_grad = was_without_grad || (entry == nullptr && grad);
-      if (entry == nullptr ? !grad : entry->owed.has_value()) {
-        places_.push_back({segment, position});
-      }
+      const bool had_grad = segment->had_grad.at(position);
+      was_without_grad = was_without_grad || (grad && !had_grad);
+      if (grad == had_grad && !is_over(*segment, position)) places_.push_back({segment, position});
     }
   }
   if (!places_.empty()) return Verdict::kRepeats;

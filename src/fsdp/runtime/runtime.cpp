@@ -284,6 +284,7 @@ std::shared_ptr<Entry> Runtime::enter_forward(Unit& unit) {
   const auto checkpoint =
       in_checkpoint == nullptr ? 0 : forwards_.number_of_checkpoint(in_checkpoint->serial);
   const auto position = forwards_.enter(unit.id(), checkpoint);
+  forwards_.current()->had_grad.push_back(at::GradMode::is_enabled() || first_forward() != nullptr);
   if (step_ != nullptr) step_->enter(unit, position, checkpoint);
   check_borrowed(unit);
   if (step_ != nullptr && !step_->records()) {
@@ -355,8 +356,14 @@ void Runtime::require_repeats(const Unit& unit) {
   constexpr auto kNone =
       "that repeats no recorded forward of that backward, expected one that a checkpoint with "
       "use_reentrant=False runs again; call the model from no hook of a backward";
-  if (!RepeatedCalls::is_under_way()) {
-    refuse_repeated(unit, unit.progress_.ran_without_grad ? kReentrant : kNone);
+  const auto* const unknown = unit.progress_.ran_without_grad ? kReentrant : kNone;
+  if (!RepeatedCalls::is_under_way() || !backward_goes_through_this()) {
+    refuse_repeated(unit, unknown);
+  }
+  if (!in_backward_) {
+    const at::NoGradGuard no_grad;  // the second run has it on; whether backward does is seen later
+    begin_backward();
+    is_graph_unchecked_ = true;
   }
   switch (repeated_.follow(unit.id(), segments_under_way())) {
     case RepeatedCalls::Verdict::kRepeats:
@@ -364,7 +371,7 @@ void Runtime::require_repeats(const Unit& unit) {
     case RepeatedCalls::Verdict::kWithoutGrad:
       refuse_repeated(unit, kReentrant);
     case RepeatedCalls::Verdict::kUnknown:
-      refuse_repeated(unit, unit.progress_.ran_without_grad ? kReentrant : kNone);
+      refuse_repeated(unit, unknown);
     case RepeatedCalls::Verdict::kOtherOrder: {
       std::string names;
       for (const auto id : repeated_.expected()) {
@@ -406,13 +413,9 @@ bool Runtime::enter_repeated(Unit& unit) {
                 unit.shown_name(),
                 ": found a recomputation outside of a backward, expected a forward; make the call "
                 "as CallKind::kForward");
-  if (!backward_goes_through_this()) {
-    if (!at::GradMode::is_enabled()) return false;
-    require_repeats(unit);  // nothing is under way: it says what this is
-  }
+  if (!at::GradMode::is_enabled() && !backward_goes_through_this()) return false;
   entered_ = &unit;
   entered_by_ = "recomputation";
-  begin_backward();
   require_repeats(unit);
   gather_again(unit);
   unit.renew_accumulators();

@@ -355,7 +355,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::atomic<bool> in_backward_ = false;
   std::deque<BackwardUnderWay> under_way_;  // outermost first
   RepeatedCalls repeated_;
-  bool views_differ_ = false;  // ranks' backwards go through different calls
+  bool views_differ_ = false;        // ranks' backwards go through different calls
+  bool is_graph_unchecked_ = false;  // a repeated forward began the backward
   bool awaiting_tickets_ = false;
   bool holds_reductions_ = false;
   bool waits_for_last_ = false;  // reductions are issued that no gradient shows yet
