@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import _StopRecomputationError
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tessera import _C
 from tessera._parameter import ShardedParameter, stamp
@@ -177,6 +178,7 @@ class _Tree:
         self.replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._trees: dict[int, _C.Tree] = {}
         self._first: dict[int, str] = {}
+        self.leaves: list[nn.Parameter] = []
         self._without_memory: dict[int, nn.Parameter] = {}
         try:
             self.tree = self._of(root, "")
@@ -221,10 +223,11 @@ class _Tree:
                 f"fully_shard: found the parameter {path} without a shape, expected all shapes known; run the module "
                 "once, before fully_shard"
             )
-        if id(parameter) in self.ignored:
-            return parameter
+        if id(parameter) in self.ignored or parameter in _leaves:
+            return parameter  # one that a unit has already stays one object: its memory is that unit's
         if parameter.is_meta:
             parameter = self._of_no_memory(module, key, parameter)
+        self.leaves.append(parameter)
         first = self._first.setdefault(id(parameter), path)
         if first == path or isinstance(parameter, ShardedParameter):
             return parameter
@@ -232,6 +235,7 @@ class _Tree:
         place.__dict__.update(parameter.__dict__)
         self.replaced.append((module, key, parameter))
         module._parameters[key] = place
+        self.leaves.append(place)
         self.tied.setdefault(id(parameter), [first]).append(path)
         return place
 
@@ -257,6 +261,8 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     return made
 
 
+# The tensors in the modules of all units.
+_leaves = WeakTensorKeyDictionary()
 _classes: weakref.WeakKeyDictionary[type[nn.Module], type[nn.Module]] = weakref.WeakKeyDictionary()
 
 
@@ -343,6 +349,8 @@ def fully_shard(
     except BaseException:
         tree.undo()
         raise
+    for leaf in tree.leaves:
+        _leaves[leaf] = None
     cast(Any, module).__class__ = _sharded_class(type(module))
     module.__dict__[_UNIT] = unit
     module.__dict__[_IGNORED] = tree.ignored

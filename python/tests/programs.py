@@ -184,8 +184,9 @@ class Draw:
         self.nodes.append(node)
         prefix = f"{path}." if path else ""
         calls: list[tuple[str, bool]] = []  # an expression with {}, and whether its result is nobody else's
-        for i in range(self.random.randint(0 if is_root else 1, 2)):
-            calls.append(self.leaf(node, f"{prefix}leaf{i}", f"leaf{i}"))
+        for _ in range(self.random.randint(0 if is_root else 1, 2)):
+            name = f"leaf{len(self.leaves)}"
+            calls.append(self.leaf(node, prefix + name, name))
         children = self.random.randint(1 if is_root else 0, 3 if is_root else 2) if level < self.depth else 0
         many: list[str] = []
         for i in range(children):
@@ -302,7 +303,7 @@ class Draw:
             for other in self.leaves[:i]:
                 shapes = {"Embed": "table", "Head": "table"}
                 same = shapes.get(leaf.kind, leaf.kind) == shapes.get(other.kind, other.kind)
-                together = self.nearest(leaf.path, units) == self.nearest(other.path, units)
+                together = self.mode != "policy" or self.nearest(leaf.path, units) == self.nearest(other.path, units)
                 if same and together and leaf.dtype == other.dtype and leaf.kind != "Running" and self.chance(0.25):
                     leaf.pinned = other.pinned = False
                     lines.append(f"    model.{at(leaf.path)}.weight = model.{at(other.path)}.weight")
@@ -611,7 +612,7 @@ class Run:
     def check(self) -> None:
         """Compares all gradients, and which of them there are."""
         expected = self.twin.gradients()
-        found = dict(tessera.full_gradients(self.model))
+        found = self._by_first_name(tessera.full_gradients(self.model))
         assert sorted(found) == sorted(expected), f"found gradients of {sorted(found)}, expected {sorted(expected)}"
         for name, value in expected.items():
             self._compare(f"gradient of {name}", found[name], value)
@@ -628,7 +629,7 @@ class Run:
         bound = 1e-5 if self.bound else 1e-6
         assert abs(norm - squares**0.5) <= bound * max(1.0, squares**0.5), f"found norm {norm}, expected {squares**0.5}"
         factor = min(1.0, most / (squares**0.5 + 1e-6))
-        found = dict(tessera.full_gradients(self.model))
+        found = self._by_first_name(tessera.full_gradients(self.model))
         for name, value in expected.items():
             assert_close(f"clipped gradient of {name}", found[name], value * factor, bound)
         self.twin.follow_gradients(found)
@@ -650,7 +651,7 @@ class Run:
             parameter.data = self.twin.masters[name]
         plain.step()
         sharded.step()
-        for name, value in tessera.full_parameters(self.model):
+        for name, value in self._by_first_name(tessera.full_parameters(self.model)).items():
             # Loops over parts of other lengths may fuse a product and a sum, or not; AdamW divides by roots.
             bound = 2.0**-7 if value.dtype == BF16 else self.bound or 1e-6
             assert_close(f"parameter {name}", value, self.twin.masters[name], bound * (10 if kind == "adamw" else 1))
@@ -688,8 +689,12 @@ class Run:
         assert list(found) == list(own)
         for name, value in own.items():
             self._compare(f"buffer {name}", found[name], value)
-        for name, value in tessera.full_parameters(self.model):
+        for name, value in self._by_first_name(tessera.full_parameters(self.model)).items():
             assert_bits(f"parameter {name}", value, self.twin.masters[name])
+
+    def _by_first_name(self, pairs: Sequence[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """A tied parameter has the name that it has in the unit that was sharded first."""
+        return {self.twin.names[name]: value for name, value in pairs}
 
     def _compare(self, what: str, found: Tensor, expected: Tensor) -> None:
         if self.bound is None:

@@ -119,9 +119,11 @@ class Unitwise:
     registered; what arrives at them is added, as it comes, in `accumulate`; a unit casts its floating inputs. What
     crosses its border has a node of its own. With `replicas` every rank has a whole copy: what micro-batches have left
     on a rank is added up there, and the ranks' sums are added anew each time.
-    `units` are the paths of the units, "" for the model. `compute` gives a parameter's compute dtype by name, None
+    `units` are the paths of the units, "" for the model, in the order in which they are sharded: places in one
+    unit of a parameter that an earlier one has, too, keep one tensor between them. `compute` gives a parameter's compute dtype by name, None
     for its own. `cast` gives the dtype to which a unit casts its inputs, None for none; `output` the same for its
-    results. `owner` says which unit has a parameter, `arrived` by rank what has arrived since somebody cleared it.
+    results. `owner` says which unit has a parameter, `names` gives the first name by any of it, `arrived` by rank what
+    has arrived since somebody cleared it.
     """
 
     def __init__(
@@ -141,7 +143,8 @@ class Unitwise:
         self.copies = [copy.deepcopy(model) for _ in range(size)]
         self.factor: float = size
         self.wire = wire
-        self._units = sorted(set(units), key=len)
+        self._order = list(dict.fromkeys(units))
+        self._units = sorted(self._order, key=len)
         self._compute, self._cast, self._output = compute, cast, output
         self.masters: dict[str, Tensor] = {}
         self.trainable: dict[str, bool] = {}
@@ -150,6 +153,7 @@ class Unitwise:
         self._ignored = set(ignored)
         self._waiting: set[str] = set()
         self.owner: dict[str, str] = {}
+        self.names: dict[str, str] = {}
         self.arrived: list[set[str]] = [set() for _ in range(size)]
         for rank, one in enumerate(self.copies):
             self._prepare(one, rank)
@@ -161,6 +165,23 @@ class Unitwise:
     def _ancestors(self, unit: str) -> list[str]:
         return [other for other in self._units if other == "" or unit == other or unit.startswith(other + ".")]
 
+    def _ways_of(self, homes: set[str]) -> tuple[list[str], list[str]]:
+        """Returns the units that have owned a parameter with places in `homes`, the last one last, and all whose calls
+        give its shared tensor a gradient of their own: a parameter moves to the unit around all that have it."""
+        owners: list[str] = []
+        holders: list[str] = []
+        for unit in self._order:
+            inside = [other for other in holders if unit in self._ancestors(other)]
+            here = unit in homes
+            if owners and owners[-1] in inside and (here or len(inside) > 1):
+                owners.append(unit)
+            elif not owners and here:
+                owners.append(unit)
+            elif not here:
+                continue
+            holders.append(unit)
+        return owners, holders
+
     def _prepare(self, model: nn.Module, rank: int) -> None:
         places: dict[int, list[tuple[nn.Module, str, str]]] = {}
         tensors: dict[int, Tensor] = {}
@@ -171,29 +192,35 @@ class Unitwise:
                     continue
                 places.setdefault(id(parameter), []).append((module, attribute, name))
                 tensors[id(parameter)] = parameter
-        owned: dict[str, list[tuple[str, nn.Module, str]]] = {unit: [] for unit in self._units}
+        owned: dict[str, list[tuple[str, list[tuple[nn.Module, str]]]]] = {unit: [] for unit in self._units}
         for key, where in places.items():
             name = where[0][2]
             if rank == 0:
                 self.masters[name] = tensors[key].detach().clone()
                 self.trainable[name] = tensors[key].requires_grad
-            common = self._ancestors(self._unit_of(where[0][2].rpartition(".")[0]))
-            for _, _, other in where[1:]:
-                also = self._ancestors(self._unit_of(other.rpartition(".")[0]))
-                common = [unit for unit in common if unit in also]
-            self.owner[name] = common[-1]
-            for module, attribute, _ in where:
-                owned[common[-1]].append((name, module, attribute))
+            homes = [self._unit_of(path.rpartition(".")[0]) for _, _, path in where]
+            first = min(homes, key=self._order.index)
+            owners, holders = self._ways_of(set(homes))
+            self.owner[name] = owners[-1]
+            self.names.update({path: name for _, _, path in where})
+            at = [((module, attribute), home) for (module, attribute, _), home in zip(where, homes, strict=True)]
+            of_first = [place for place, home in at if home == first]
+            shared = [of_first[0], *(place for place, home in at if home != first)]
+            for unit in holders:
+                owned[unit].append((name, shared))
+            for unit in owners:
+                owned[unit] += [(name, [place]) for place in of_first[1:]]
         modules = dict(model.named_modules())
         for unit, own in owned.items():
             modules[unit].register_forward_pre_hook(self._entry_of(unit, own, rank), prepend=True, with_kwargs=True)
             modules[unit].register_forward_hook(self._exit_of(unit))
 
-    def _entry_of(self, unit: str, own: list[tuple[str, nn.Module, str]], rank: int) -> Callable[..., Any]:
+    def _entry_of(self, unit: str, own: list[tuple[str, list[tuple[nn.Module, str]]]], rank: int) -> Callable[..., Any]:
         def enter(_module: nn.Module, arguments: Any, keywords: Any) -> Any:
-            for name, module, attribute in own:
+            for name, where in own:
                 leaf = self._leaf_of(name, rank)
-                module._parameters[attribute] = leaf
+                for module, attribute in where:
+                    module._parameters[attribute] = leaf
             dtype = self._cast(unit)
             inputs = across_border((arguments, keywords))
             return inputs if dtype is None else cast_floating(inputs, dtype)

@@ -699,11 +699,13 @@ def token_loss(model: Any, rank: int, step: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("units", [(), ("block",), ("embed", "head")])
 def test_tied_tensors_have_one_shard_and_the_sum_of_both_gradients(world: Any, units: tuple[str, ...]) -> None:
-    """Each place has a tensor of its own over the same storage; one shard, whichever modules are units."""
+    """Each place in a unit has a tensor of its own over the same storage; places in units that were sharded one after
+    the other stay one object, and the contract says so. One shard, whichever modules are units."""
     model = Tied()
     plain = Plain(model, world.size)
     shard_layers(model, units)
-    assert model.head.weight is not model.embed.weight
+    assert (model.head.weight is model.embed.weight) == (units == ("embed", "head"))
+    assert model.contract()["embed.weight"].raw_sum_by_autograd == (units == ("embed", "head"))
     assert [name for name, _ in model.named_parameters()] == ["embed.weight", "block.weight", "block.bias"]
     every = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     assert every == ["embed.weight", "block.weight", "block.bias", "head.weight"]
@@ -723,7 +725,7 @@ def test_tied_gradients_in_bfloat16_are_added_unrounded(world: Any) -> None:
     assert_same_gradients(model, unitwise)
     rounded: list[Tensor | None] = []
     for rank in range(world.size):
-        one = Tied(BFLOAT16)
+        one = Tied().to(BFLOAT16)
         token_loss(one, rank).backward()
         rounded.append(one.embed.weight.grad)
     mean = mean_in_rank_order(rounded, world.size, torch.float32)
