@@ -215,7 +215,7 @@ class Draw:
 
     def leaf(self, node: Node, path: str, name: str) -> tuple[str, bool]:
         kinds = ["Linear", "Linear", "Scale", "Norm"]
-        if self.mode != "policy" and not self.fails:
+        if self.mode != "policy" and not self.fails and not self.compiles:
             kinds.append("Running")
         kind = self.random.choice(kinds)
         leaf = Leaf(path, kind, self.dtype(), self.mode == "policy" and self.chance(0.25))
