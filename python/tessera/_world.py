@@ -32,6 +32,7 @@ ReduceOp = Literal["sum", "max", "min"]
 _MODEL_AXES = ("tp", "ep", "etp", "cp", "pp")
 _ARGUMENTS = ("backend", "device", "timeout", "group", "prefer")  # of init()
 _UNIT = "_tessera_unit"
+_LIBRARIES = tuple(os.path.dirname(file) + os.sep for file in (__file__, torch.__file__))
 
 
 def usage_error(text: str) -> Error:
@@ -159,7 +160,7 @@ def is_good_end(error: BaseException) -> bool:
 
 
 def text_of(error: BaseException) -> str:
-    """The exception in one line, with the line of the program that raised it."""
+    """The exception in one line, with the line of the program that raised it, or that called a library which did."""
     cause = error.__context__
     if isinstance(error, SystemExit):
         # torch.multiprocessing.spawn and others turn an exception into an exit code.
@@ -168,7 +169,11 @@ def text_of(error: BaseException) -> str:
     lines = "".join(traceback.format_exception_only(type(error), error)).splitlines()
     text = " ".join(line.strip() for line in lines)
     frames = traceback.extract_tb(error.__traceback__)
-    return f"{text} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else text
+    if not frames:
+        return text
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    last = (own or frames)[-1]
+    return f"{text} ({os.path.basename(last.filename)}:{last.lineno})"
 
 
 _CODE: Any = vars(SystemExit)["code"]
@@ -293,12 +298,18 @@ class _Process:
         if error is not None and not is_good_end(error):
             world.close_failed(text_of(error))
             return
+        was_aborted = world.aborted
+        why = "an error on another rank, which says it, has ended the run"
         try:
             world.close()
         except Error as failure:
-            # This script is done. Another one is not, and never will be: the run has failed.
-            print(f"tessera: rank {world.rank} was done, then: {failure}", file=sys.stderr, flush=True)
-            _C.exit_with_failure()
+            why = str(failure)
+        else:
+            if world.aborted == was_aborted:
+                return
+        # This script is done. Another one is not, and never will be: the run has failed.
+        print(f"tessera: rank {world.rank} was done, then: {why}", file=sys.stderr, flush=True)
+        _C.exit_with_failure()
 
     def forked(self) -> None:
         """In a child: the World is its parent's, and the child may make one of its own."""

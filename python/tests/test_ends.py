@@ -164,7 +164,7 @@ ONE_ENDS: dict[str, tuple[str, int, float]] = {
     "leaves_a_with_block": ("ValueError: bad batch (ends.py:", 1, TOLD_S),
     "killed": ("rank 1", -9, LOST_S),
     "killed_beside_python": ("rank 1", -9, LOST_S),
-    "ends_early": ("rank 1 has left", 1, LOST_S),  # the run has failed, as it is told while it waits
+    "ends_early": ("rank 1 has left: its World is closed", 1, LOST_S),  # told while it waits
 }
 GOOD_ENDS = (
     "trains_with_workers",
