@@ -32,6 +32,11 @@ def every(name: str) -> bool:
     return True
 
 
+def as_plain(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Returns whole tensors by the names of the module without torch's checkpoint wrappers around its layers."""
+    return {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in pairs}
+
+
 def adam(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     """Returns torch's Adam: elementwise, so steps of slices have the bits of a step of the whole."""
     return torch.optim.Adam(parameters, lr=1e-2)
@@ -135,8 +140,9 @@ class Alike:
         if not replicas_too:
             return
         for name in [name for name in self._partials if reduced(name)]:
-            total = self._sum(self._partials.pop(name)) / self.factor
-            self._sums[name] = self._sums[name] + total if name in self._sums else total
+            # A shard keeps what its replica has; each sum over replicas begins with all of that.
+            partials = self._partials[name]
+            self._sums[name] = (self._sum(partials) if len(partials) > 1 else partials[0]) / self.factor
 
     def _sum(self, parts: list[Tensor | None]) -> Tensor:
         present = [part for part in parts if part is not None]
@@ -149,7 +155,7 @@ class Alike:
 
     def compare_gradients(self) -> None:
         """Compares whole gradients: the same names, dtypes and bits, zeros where nothing arrived. Collective."""
-        found = dict(tessera.full_gradients(self.sharded))
+        found = as_plain(tessera.full_gradients(self.sharded))
         trained = {name: p for name, p in self.plain.named_parameters() if p.requires_grad}
         assert sorted(found) == sorted(trained)
         for name, parameter in trained.items():
@@ -159,7 +165,7 @@ class Alike:
 
     def compare_parameters(self) -> None:
         """Compares whole parameters: the same names, dtypes and bits. Collective."""
-        found = dict(tessera.full_parameters(self.sharded))
+        found = as_plain(tessera.full_parameters(self.sharded))
         plain = dict(self.plain.named_parameters())
         assert sorted(found) == sorted(plain)
         for name, parameter in plain.items():
@@ -174,6 +180,7 @@ class Alike:
         self.optimizer.step()
         self.plain_optimizer.zero_grad(set_to_none=True)
         self.optimizer.zero_grad(set_to_none=set_to_none)
+        self._partials.clear()
         if set_to_none:
             self._sums.clear()
         else:
@@ -183,6 +190,12 @@ class Alike:
                 for own, master in zip(self._compute.parameters(), self.plain.parameters(), strict=True):
                     own.copy_(master)
         self.compare_parameters()
+
+    def clear(self) -> None:
+        """Drops the gradients of both without a step."""
+        self.optimizer.zero_grad()
+        self._partials.clear()
+        self._sums.clear()
 
     def train(self, batch_of: Callable[[int, int], Any], steps: int = 3) -> None:
         """Steps `steps` times on `batch_of(step, rank)`, clearing to none and to zeros in turn."""

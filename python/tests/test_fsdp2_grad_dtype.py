@@ -39,11 +39,11 @@ class Wide(torch.autograd.Function):
 
 
 class Projection(nn.Module):
-    """A weight [8, 8] of 1/8, used by Wide."""
+    """A weight [16, 16] of 1/8, used by Wide; every rank has some of it."""
 
     def __init__(self, stored: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.full((8, 8), 0.125, dtype=stored))
+        self.weight = nn.Parameter(torch.full((16, 16), 0.125, dtype=stored))
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns x @ weight.T in the weight's dtype."""
@@ -69,8 +69,8 @@ class TestPolicy:
 
 
 def batch_of(rows: int) -> Tensor:
-    """Returns a batch [rows, 8] whose products with themselves need float32."""
-    return torch.full((rows, 8), FINE, dtype=BFLOAT16, requires_grad=True)
+    """Returns a batch [rows, 16] whose products with themselves need float32."""
+    return torch.full((rows, 16), FINE, dtype=BFLOAT16, requires_grad=True)
 
 
 class TestGradientDtype:
@@ -91,14 +91,14 @@ class TestGradientDtype:
         projection.set_gradient_divide_factor(1.0)
         for step in range(2):
             model.zero_grad(set_to_none=step == 0)
-            expected = torch.zeros(8, 8)
+            expected = torch.zeros(16, 16)
             for micro in range(2):
                 model.set_requires_gradient_sync(schedule != "no_sync" or micro == 1)
                 x = batch_of(2 + micro)
                 out = checkpoint(model, x, use_reentrant=False) if schedule == "checkpoint" else model(x)
                 out.backward(torch.full_like(out, FINE * (world.rank + 1)))
                 for rank in range(world.size):
-                    slope = torch.full((2 + micro, 8), FINE * (rank + 1), dtype=BFLOAT16)
+                    slope = torch.full((2 + micro, 16), FINE * (rank + 1), dtype=BFLOAT16)
                     raw = slope.float().T @ x.detach().float()
                     assert not torch.equal(raw, raw.to(BFLOAT16).float())
                     expected += raw
@@ -117,7 +117,7 @@ class TestGradientDtype:
         out = projection(batch_of(2))
         out.backward(torch.full_like(out, FINE))
         found = dict(tessera.full_gradients(projection))["weight"]
-        assert_bits("gradient", found, torch.full((8, 8), 2 * FINE * FINE))
+        assert_bits("gradient", found, torch.full((16, 16), 2 * FINE * FINE))
 
     @pytest.mark.parametrize("stored", [BFLOAT16, FLOAT32])
     def test_default_gradient_dtype_as_upstream_by_a_rule(self, world: tessera.World, stored: torch.dtype) -> None:
@@ -127,7 +127,7 @@ class TestGradientDtype:
         tessera.fully_shard(projection, mp_policy=policy)
         out = projection(batch_of(2))
         out.backward(torch.full_like(out, FINE))
-        rounded = torch.full((8, 8), 2 * FINE * FINE).to(BFLOAT16).float()
+        rounded = torch.full((16, 16), 2 * FINE * FINE).to(BFLOAT16).float()
         assert_bits("gradient", dict(tessera.full_gradients(projection))["weight"], rounded)
 
     @pytest.mark.parametrize("reduce_dtype", [BFLOAT16, FLOAT32])
@@ -136,7 +136,7 @@ class TestGradientDtype:
     ) -> None:
         """A float32 gradient is rounded to `reduce_dtype` on the wire; what no rank uses has no gradient."""
         projection = Projection(BFLOAT16)
-        projection.register_parameter("unused", nn.Parameter(torch.zeros(8, 8, dtype=BFLOAT16)))
+        projection.register_parameter("unused", nn.Parameter(torch.zeros(16, 16, dtype=BFLOAT16)))
         policy = MixedPrecisionPolicy(param_dtype=BFLOAT16, reduce_dtype=reduce_dtype)
         tessera.fully_shard(projection, mp_policy=policy, divide_factor=1.0)
         x = batch_of(2)
@@ -145,7 +145,7 @@ class TestGradientDtype:
         sent = (torch.full_like(out, FINE).float().T @ x.detach().float()).to(reduce_dtype).float()
         found = dict(tessera.full_gradients(projection))
         assert_bits("gradient", found["weight"], sent * world.size)
-        assert_bits("gradient of unused", found["unused"], torch.zeros(8, 8))
+        assert_bits("gradient of unused", found["unused"], torch.zeros(16, 16))
 
     @pytest.mark.parametrize("conversion", ["bfloat16", "half", "to_bfloat16", "cpu"])
     def test_parameter_conversion_with_gradient(self, world: tessera.World, conversion: str) -> None:
