@@ -14,9 +14,9 @@ zero_grad. The cases:
     units    200 x Linear(64, 64), a unit each
     python   the program of `units` without its optimizer, in Python and in C++ (bench/unit_overhead): what Python adds
 
-Printed are medians of the slower rank's steps and their ratio by round (median, least, largest), what each rank's memory
-grows by at its peak, beyond what it held once everything was imported and the plain model was built, and how far the
-losses are apart. Both sides have an allocator that keeps its pages (local_ranks.py); `--allocator default` leaves
+Printed are medians of the slower rank's steps and their ratio by round (median, least, largest), what each rank's
+memory grows by at its peak, beyond what it held once everything was imported and the plain model was built, and how far
+the losses are apart. Both sides have an allocator that keeps its pages (local_ranks.py); `--allocator default` leaves
 glibc's. `--optimizer torch` steps with torch.optim.AdamW on our shards instead of tessera.AdamW. `--profile` adds where
 the steps of rank 0 go, by torch's profiler. Exit code 3 when losses disagree.
 """
