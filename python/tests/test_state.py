@@ -281,6 +281,25 @@ class TestRefusedLoads:
         for name, value in model.state_dict().items():
             assert_bits(name, value, plain.state_dict()[name])
 
+    @pytest.mark.parametrize("missing", ["0.weight", "1.weight"])
+    @pytest.mark.parametrize("own", [True, False])
+    def test_one_name_of_a_tied_parameter(self, world: Any, missing: str, own: bool) -> None:
+        """One of its names is enough for strict=False, also in classes that load by themselves."""
+
+        class OwnWay(nn.Linear):
+            def _load_from_state_dict(self, *arguments: Any) -> None:
+                super()._load_from_state_dict(*arguments)
+
+        made = OwnWay if own else nn.Linear
+        model = nn.Sequential(made(WIDTH, WIDTH, bias=False), made(WIDTH, WIDTH, bias=False))
+        model[1].weight = model[0].weight
+        fully_shard(model)
+        values = drawn(6, shape=(WIDTH, WIDTH))
+        state = {name: values for name in ("0.weight", "1.weight") if name != missing}
+        assert model.load_state_dict(state, strict=False).missing_keys == [missing]
+        for value in model.state_dict().values():
+            assert_bits("loaded", value, values)
+
     def test_tied_values_that_differ(self, world: Any) -> None:
         """Two values for one tied parameter are named: a plain module takes the last without a word."""
         model = shard_layers(Everything(), EVERYTHING_UNITS)
