@@ -5,8 +5,8 @@
 // inside backward, it neither opens a new segment nor counts: it takes the entry that it made the
 // first time, which then is gathered, marked and released as in any backward. Random numbers and
 // autocast are those of the first time (recompute.cpp); a selective checkpoint hands out again
-// what keep() was given. Used by tessera::checkpoint; code that recomputes by other means must hold
-// these scopes itself.
+// what keep() was given. Used by tessera::checkpoint. What runs again by non-reentrant
+// checkpoints of torch has no scope: repeated_calls.h.
 #pragma once
 
 #include <cstddef>
