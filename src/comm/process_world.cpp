@@ -54,8 +54,7 @@ ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& 
   state_->abort_flag->when_interrupted([this] { abort(kInterrupted); });
   connections_ = backend_.open(launch);
   if (!backend_.carries(at::kCPU)) messages_ = backend_named("auto", at::kCPU).open(launch);
-  store_ = store ? std::move(store)
-                 : Store::connect(launch, options.init_timeout, options.timeout);
+  store_ = store ? std::move(store) : Store::connect(launch, options.init_timeout, options.timeout);
   store_->set_abort_flag(state_->abort_flag);
   state_->store = store_;
   state_->board->set_store_rank(store_->server_rank());

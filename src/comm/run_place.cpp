@@ -18,8 +18,8 @@
 #include "comm/process_world.h"
 #include "launch/child_ends.h"
 #include "launch/hosts.h"
-#include "launch/store.h"
 #include "launch/spawn.h"
+#include "launch/store.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -165,8 +165,8 @@ std::shared_ptr<World> connect_over(const StorePtr& store, int rank, int size,
       throw;
     } catch (const std::exception& error) {
       if (base::handles_interrupt()) throw;
-      throw LostRank(concat("World::from_store: the store does not answer: ",
-                            one_line(error.what())));
+      throw LostRank(
+          concat("World::from_store: the store does not answer: ", one_line(error.what())));
     }
   }();
   over->require_size(rank, size);

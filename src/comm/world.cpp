@@ -110,9 +110,8 @@ World::State::Making::Making(State& state, std::string name)
       return;
     }
     if (!std::exchange(state_.making, true)) break;
-    state_.made_one.wait_for(
-        lock, base::kAsksEvery,
-        [&]() TESSERA_REQUIRES(state_.mutex) { return !state_.making; });
+    state_.made_one.wait_for(lock, base::kAsksEvery,
+                             [&]() TESSERA_REQUIRES(state_.mutex) { return !state_.making; });
     lock.unlock();
     state_.abort_flag->ask_interrupt(timer);
     lock.lock();

@@ -64,9 +64,10 @@ std::string Patience::works_of(const std::vector<int>& ranks) const {
 void AbortFlag::raise(const std::string& what) const {
   // In a child the mutex may be held by a thread that is not there.
   if (is_in_child()) {
-    throw Error(ErrorKind::kUsage,
-                "the World was made in another process: found a call in a child of fork(), expected "
-                "none; make a World there, or start the process by exec");
+    throw Error(
+        ErrorKind::kUsage,
+        "the World was made in another process: found a call in a child of fork(), expected "
+        "none; make a World there, or start the process by exec");
   }
   acknowledge();
   if (closed_.load(std::memory_order_relaxed)) throw Error(ErrorKind::kUsage, kClosed);

@@ -69,7 +69,7 @@ struct Standing {
   std::vector<IssuedHashes> issued;
   std::vector<int> peers;     ///< all ranks that are up, ascending, itself among them
   std::vector<int> doubtful;  ///< others that may be lost (WaitBoard::Doubt)
-  bool leaves = false;        ///< its World is being closed, which ranks are told (WaitBoard::set_leaving)
+  bool leaves = false;        ///< WaitBoard::set_leaving()
 };
 
 /// What a rank says of itself all the time.

@@ -322,8 +322,8 @@ std::shared_ptr<Store> Store::over(const c10::intrusive_ptr<c10d::Store>& store,
 }
 
 std::shared_ptr<Store> Store::second_connection(std::chrono::milliseconds longer) const {
-  auto connection =
-      call("second connection", [store = store_](c10d::Store& /*ours*/) { return clone_or_share(store); });
+  auto connection = call("second connection",
+                         [store = store_](c10d::Store& /*ours*/) { return clone_or_share(store); });
   return std::shared_ptr<Store>(
       new Store(std::move(connection), server_, timeout_, answers_within_ + longer, ranks_));
 }

@@ -28,8 +28,8 @@ std::vector<Ends> run_modes(const std::vector<std::string>& modes) {
   const TemporaryFolder folder;
   std::vector<std::pair<std::string, std::string>> runs;  // mode, store
   for (const auto& mode : modes) {
-    runs.emplace_back(mode, runs.size() % 2 == 0 ? concat("tcp:", free_port())
-                                                 : (folder.path() / mode).string());
+    runs.emplace_back(
+        mode, runs.size() % 2 == 0 ? concat("tcp:", free_port()) : (folder.path() / mode).string());
   }
   base::Environment variables = base::environment();
   for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}) {
@@ -84,7 +84,8 @@ TEST(WorldEnds, FailureOfOneRankIsThrownOnTheOtherWithItsTextWhichIsNotEndedThen
   const Ends& ends = ends_of("fail");
   expect_done(ends.of[1]);
   expect_done(ends.of[0]);
-  EXPECT_THAT(ends.of[0].out, Says("threw comm after", "stopped because of rank 1: ValueError: boom"));
+  EXPECT_THAT(ends.of[0].out,
+              Says("threw comm after", "stopped because of rank 1: ValueError: boom"));
   EXPECT_LT(ms_after(ends.of[0].out, "threw comm after "), 2000);
   EXPECT_LT(ms_after(ends.of[1].out, "after "), 1500);
 }
@@ -93,16 +94,14 @@ TEST(WorldEnds, FailureOfOneRankEndsTheProcessOfTheOtherByDefault) {
   const Ends& ends = ends_of("fail-process");
   expect_done(ends.of[1]);
   EXPECT_EQ(ends.of[0].exit_code, 1);
-  EXPECT_EQ(ends.of[0].last_error_line(),
-            "rank 0: stopped because of rank 1: ValueError: boom");
+  EXPECT_EQ(ends.of[0].last_error_line(), "rank 0: stopped because of rank 1: ValueError: boom");
   EXPECT_THAT(ends.of[0].out, Not(Says("done")));
 }
 
 TEST(WorldEnds, ProcessThatMakesNoCallEndsAfterItsGracePeriod) {
   const Ends& ends = ends_of("grace");
   EXPECT_EQ(ends.of[0].exit_code, 1);
-  EXPECT_EQ(ends.of[0].last_error_line(),
-            "rank 0: stopped because of rank 1: ValueError: boom");
+  EXPECT_EQ(ends.of[0].last_error_line(), "rank 0: stopped because of rank 1: ValueError: boom");
 }
 
 TEST(WorldEnds, ClosingThrowsWhatHasFailedMeanwhile) {
@@ -198,10 +197,9 @@ TEST(WorldOverAStore, InterruptLeavesTheWaitForRanksThatDoNotCome) {
   };
   const auto store = c10::make_intrusive<c10d::HashStore>();
   set_interrupt_check([] { throw Interrupt("enough"); });
-  EXPECT_LT(seconds_of([&] {
-              EXPECT_THROW(World::from_store(store, 0, 2, of_threads()), Interrupt);
-            }),
-            0.4);
+  EXPECT_LT(
+      seconds_of([&] { EXPECT_THROW(World::from_store(store, 0, 2, of_threads()), Interrupt); }),
+      0.4);
   set_interrupt_check({});
 }
 

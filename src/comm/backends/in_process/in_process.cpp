@@ -205,9 +205,8 @@ class InProcessWork : public Work {
       const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
           deadline - std::chrono::steady_clock::now());
       const bool asks = base::may_ask_interrupt() && left > base::kAsksEvery;
-      if (shared_->changed.wait_for(lock, asks ? base::kAsksEvery : left, [&] {
-            return collective_->done || abort_flag_->is_set();
-          })) {
+      if (shared_->changed.wait_for(lock, asks ? base::kAsksEvery : left,
+                                    [&] { return collective_->done || abort_flag_->is_set(); })) {
         return true;
       }
       if (!asks) return false;
