@@ -327,6 +327,8 @@ def fully_shard(
         raise usage_error(
             f"fully_shard: found {type(module).__name__}, which is sharded already, expected a plain module"
         )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise usage_error("fully_shard: found a ScriptModule, expected a Python module; shard what it was made from")
     if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
         raise usage_error(
             f"fully_shard: found {type(module).__name__}, which has no forward, expected one that is called; shard "

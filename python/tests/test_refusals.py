@@ -1,0 +1,482 @@
+"""What is refused, by name and with the way: a table of what a program does and of the text that it gets.
+
+Every refusal comes on every rank, and the next model trains as if nothing had been.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tessera
+import torch
+from support import Mlp, Plain, assert_same_gradients, drawn, shard_layers
+from tessera import MixedPrecisionPolicy, Rule, fully_shard
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+UNITS = ("layers.0", "layers.1")
+
+
+def sharded(**options: Any) -> Any:
+    """Returns an Mlp of three units and the rest."""
+    return shard_layers(Mlp(), UNITS, **options)
+
+
+def loss_of(model: Any, rank: int = 0) -> Tensor:
+    """Returns the loss of a rank's rows."""
+    return model(drawn(1, rank, shape=(4, 8))).square().mean()  # type: ignore[no-any-return]
+
+
+def after_backward(**options: Any) -> Any:
+    """Returns an Mlp with gradients."""
+    model = sharded(**options)
+    loss_of(model).backward()
+    return model
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """`act` raises `error` with a text that `text` matches. `lasting`: a forward or a backward has failed with it."""
+
+    act: Callable[[], Any]
+    text: str
+    error: type[BaseException] = tessera.Error
+    lasting: bool = False
+
+
+REFUSALS: dict[str, Refusal] = {}
+
+
+def refused(text: str, error: type[BaseException] = tessera.Error, lasting: bool = False) -> Any:
+    """Adds a function to the table under its name."""
+
+    def add(act: Callable[[], Any]) -> Callable[[], Any]:
+        REFUSALS[act.__name__] = Refusal(act, text, error, lasting)
+        return act
+
+    return add
+
+
+# --- what reads a rank's part as if it were the whole ---
+
+
+@refused("norm.*tessera.clip_grad_norm_")
+def torch_clip_grad_norm() -> None:
+    torch.nn.utils.clip_grad_norm_(after_backward().parameters(), 1.0)
+
+
+@refused("norm.*tessera.clip_grad_norm_")
+def torch_clip_grad_norm_without_foreach() -> None:
+    torch.nn.utils.clip_grad_norm_(after_backward().parameters(), 1.0, foreach=False)
+
+
+@refused("norm.*tessera.gradient_norm")
+def torch_get_total_norm() -> None:
+    torch.nn.utils.get_total_norm([shard.grad for shard in after_backward().parameters()])
+
+
+@refused("norm.*tessera.clip_grad_norm_")
+def norm_of_a_gradient() -> None:
+    next(after_backward().parameters()).grad.norm()
+
+
+@refused("tessera.GradScaler")
+def torch_grad_scaler() -> None:
+    model = sharded()
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(loss_of(model)).backward()
+    scaler.step(optimizer)
+
+
+@refused("LBFGS.*tessera.AdamW")
+def torch_lbfgs() -> None:
+    model = after_backward()
+    torch.optim.LBFGS(model.parameters()).step(lambda: 0.0)
+
+
+@refused("Adafactor.*tessera.AdamW")
+def torch_adafactor() -> None:
+    torch.optim.Adafactor(after_backward().parameters()).step()
+
+
+@refused("Muon only supports 2D parameters", ValueError)
+def torch_muon_which_torch_refuses_itself() -> None:
+    torch.optim.Muon(sharded().parameters())
+
+
+# --- copies and casts ---
+
+
+@refused("deepcopy.*before fully_shard")
+def deepcopy_of_a_module() -> None:
+    copy.deepcopy(sharded())
+
+
+@refused("deepcopy.*before fully_shard")
+def deepcopy_of_a_shard() -> None:
+    copy.deepcopy(next(sharded().parameters()))
+
+
+@refused("deepcopy")
+def deepcopy_of_a_plain_module_around_a_sharded_one() -> None:
+    copy.deepcopy(nn.Sequential(sharded()))
+
+
+@refused("copy.*before fully_shard")
+def copy_of_a_module() -> None:
+    copy.copy(sharded())
+
+
+@refused("get_model_state_dict")
+def pickle_of_a_module() -> None:
+    pickle.dumps(sharded())
+
+
+@refused("get_model_state_dict")
+def pickle_of_a_shard() -> None:
+    pickle.dumps(next(sharded().parameters()))
+
+
+@refused("torch.save.*get_model_state_dict")
+def torch_save_of_a_module() -> None:
+    torch.save(sharded(), io.BytesIO())
+
+
+@refused("after fully_shard.*mp_policy")
+def half() -> None:
+    sharded().half()
+
+
+@refused("after fully_shard.*mp_policy")
+def to_a_dtype() -> None:
+    sharded().to(torch.bfloat16)
+
+
+@refused("after fully_shard.*mp_policy")
+def double_of_an_inner_unit() -> None:
+    sharded().layers[0].double()
+
+
+@refused("after fully_shard")
+def to_another_device() -> None:
+    sharded().to("meta")
+
+
+# --- sharding ---
+
+
+@refused("sharded already")
+def sharding_twice() -> None:
+    fully_shard(sharded())
+
+
+@refused("no forward")
+def sharding_a_list() -> None:
+    fully_shard(Mlp().layers)
+
+
+@refused("one torch.nn.Module")
+def sharding_several_modules_at_once() -> None:
+    fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)])  # type: ignore[type-var]
+
+
+@refused("shard_placement_fn.*leave it out")
+def shard_placement_fn() -> None:
+    fully_shard(Mlp(), shard_placement_fn=lambda parameter: None)  # type: ignore[arg-type]
+
+
+@refused("offload_policy.*leave it out")
+def offload_policy() -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    fully_shard(Mlp(), offload_policy=CPUOffloadPolicy())  # type: ignore[arg-type]
+
+
+@refused("reshard_after_forward=2")
+def reshard_after_forward_by_a_number() -> None:
+    fully_shard(Mlp(), reshard_after_forward=2)
+
+
+@refused("mp_policy", TypeError)
+def another_policy() -> None:
+    fully_shard(Mlp(), mp_policy={"param_dtype": torch.bfloat16})
+
+
+@refused("without a shape")
+def a_lazy_parameter() -> None:
+    fully_shard(nn.LazyLinear(3))
+
+
+@refused("ScriptModule")
+def a_script_module() -> None:
+    fully_shard(torch.jit.script(nn.Linear(2, 2)))
+
+
+@refused("found a gradient.*zero_grad")
+def a_gradient_before_sharding() -> None:
+    model = Mlp()
+    loss_of(model).backward()
+    fully_shard(model)
+
+
+@refused("found a hook on its gradient")
+def a_hook_before_sharding() -> None:
+    model = Mlp()
+    model.layers[0].weight.register_hook(lambda gradient: gradient)
+    fully_shard(model)
+
+
+@refused("layers.0.weight and layers.1.weight.*memory of their own")
+def overlapping_views_as_parameters() -> None:
+    model = Mlp()
+    model.layers[1].weight = nn.Parameter(model.layers[0].weight.detach().flatten()[:32].view(4, 8))
+    fully_shard(model)
+
+
+@refused("matches none")
+def a_pattern_that_matches_nothing() -> None:
+    fully_shard(Mlp(), mp_policy=MixedPrecisionPolicy(rules=[Rule("*nrom", pin=True)]))
+
+
+@refused("loss_scaling|loss is scaled")
+def float16_without_a_scaler() -> None:
+    fully_shard(Mlp(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+
+
+@refused("no method 'encode'")
+def a_forward_method_that_is_not_there() -> None:
+    tessera.register_fsdp_forward_method(sharded(), "encode")
+
+
+@refused("not sharded")
+def whole_tensors_of_a_plain_module() -> None:
+    tessera.full_parameters(Mlp())
+
+
+# --- forwards and backwards ---
+
+
+@refused("use_reentrant=False", RuntimeError, lasting=True)
+def a_reentrant_checkpoint_around_a_unit() -> None:
+    x = drawn(1, shape=(4, 8)).requires_grad_()
+
+    class Around(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[1](checkpoint(self.layers[0], x, use_reentrant=True))
+
+    shard_layers(Around(), UNITS)(x).sum().backward()
+
+
+@refused("layers.0.*sharded", RuntimeError)
+def reading_a_weight_outside_of_a_forward() -> None:
+    sharded().layers[0].weight.sum()
+
+
+@refused("layers.0.*sharded|sharded.*layers.0", RuntimeError)
+def an_inner_modules_forward_past_its_unit() -> None:
+    model = sharded()
+    model.layers[0].forward(drawn(1, shape=(4, 8)))
+
+
+@refused("argument 0 in place.*clone", lasting=True)
+def a_forward_that_changes_its_argument() -> None:
+    class Changing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            x *= 2
+            return super().forward(x)
+
+    model = nn.Sequential(nn.Linear(8, 8), Changing(8, 8))
+    fully_shard(model[1])
+    fully_shard(model)
+    model(drawn(1, shape=(4, 8)))
+
+
+@refused("result 0 was changed in place.*clone", RuntimeError, lasting=True)
+def a_caller_that_changes_a_result_which_the_module_keeps() -> None:
+    class Keeping(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = super().forward(x)
+            return self.kept
+
+    model = nn.Sequential(Keeping(8, 8))
+    fully_shard(model[0])
+    fully_shard(model)
+    y = model(drawn(1, shape=(4, 8)))
+    y += 1
+    y.sum().backward()
+
+
+@refused("its parameter.*weight.*clone", lasting=True)
+def a_parameter_as_the_result_of_a_unit() -> None:
+    class Giving(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = Giving(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.inside(x)
+
+    model = Around()
+    fully_shard(model.inside)
+    fully_shard(model)
+    model(drawn(1, shape=(4, 8)))
+
+
+@refused("autograd::grad.*expected backward", RuntimeError, lasting=True)
+def autograd_grad_of_a_modules_own_parameter() -> None:
+    model = sharded()
+    loss = loss_of(model)
+    torch.autograd.grad(loss, [model.layers[0].weight])
+
+
+@refused("create_graph", RuntimeError, lasting=True)
+def create_graph_through_a_unit() -> None:
+    loss_of(sharded()).backward(create_graph=True)
+
+
+@refused("set_reshard_after_forward: found .* forwards whose backward has not run")
+def a_control_between_forward_and_backward() -> None:
+    model = sharded()
+    loss = loss_of(model)
+    model.set_reshard_after_forward(True)
+    del loss
+
+
+@refused("micro-batches.*set_requires_gradient_sync")
+def a_norm_while_micro_batches_wait() -> None:
+    model = sharded()
+    model.set_requires_gradient_sync(False)
+    loss_of(model).backward()
+    tessera.clip_grad_norm_(model, 1.0)
+
+
+@refused("micro-batches.*set_requires_gradient_sync")
+def a_step_while_micro_batches_wait() -> None:
+    model = sharded()
+    optimizer = tessera.SGD(model, lr=0.1)
+    model.set_requires_gradient_sync(False)
+    loss_of(model).backward()
+    optimizer.step()
+
+
+# --- optimizers and training states ---
+
+
+@refused("sharded|handle|fully_shard", RuntimeError)
+def an_optimizer_of_a_plain_childs_parameters() -> None:
+    model = fully_shard(Mlp())
+    optimizer = torch.optim.SGD(model.layers[0].parameters(), lr=0.1)
+    loss_of(model).backward()
+    optimizer.step()
+
+
+@refused("set_trainable")
+def requires_grad_of_a_shard() -> None:
+    next(sharded().parameters()).requires_grad_(False)
+
+
+@refused("set_trainable")
+def requires_grad_of_a_shard_by_attribute() -> None:
+    next(sharded().parameters()).requires_grad = False
+
+
+@refused("matches no")
+def set_trainable_of_nothing() -> None:
+    sharded().set_trainable("*nrom", False)
+
+
+@refused("zero_grad|gradient")
+def set_trainable_with_gradients() -> None:
+    after_backward().set_trainable("layers.0.weight", False)
+
+
+@refused("load_state_dict")
+def load_state_dict_of_a_plain_module_around_a_sharded_one() -> None:
+    plain = nn.Sequential(Mlp())
+    values = plain.state_dict()
+    shard_layers(plain[0], UNITS)
+    plain.load_state_dict(values)
+
+
+@refused("layers.0.weight")
+def load_state_dict_without_a_parameter() -> None:
+    values = Mlp().state_dict()
+    del values["layers.0.weight"]
+    sharded().load_state_dict(values)
+
+
+@refused("layers.0.weight")
+def load_state_dict_of_another_shape() -> None:
+    values = Mlp().state_dict()
+    values["layers.0.weight"] = torch.zeros(3, 3)
+    sharded().load_state_dict(values)
+
+
+@pytest.mark.fails_world
+@pytest.mark.parametrize("name", REFUSALS)
+def test_it_is_refused_by_name_and_the_next_model_trains(world: Any, name: str) -> None:
+    """The table, on every rank; then a plain step of another model has the plain gradients."""
+    case = REFUSALS[name]
+    with pytest.raises(case.error) as caught:
+        case.act()
+    text = " ".join(str(caught.value).split())
+    assert re.search(case.text, text), f"found the text {text!r}, expected {case.text!r}"
+    if isinstance(caught.value, tessera.Error):
+        assert caught.value.kind in ("usage", "contract", "config")
+    caught = None  # type: ignore[assignment]  # a traceback holds frames, and those a graph
+    if case.lasting:
+        world.recover()
+    model = Mlp()
+    plain = Plain(model, world.size)
+    shard_layers(model, UNITS)
+    loss_of(model, world.rank).backward()
+    plain.backward(loss_of)
+    assert_same_gradients(model, plain)
+
+
+@pytest.mark.fails_world
+def test_ranks_with_different_controls_are_told_which(world: Any) -> None:
+    """set_requires_gradient_sync(False) on one rank: an error at the next collective, with both ranks' values."""
+    if world.size == 1:
+        pytest.skip("one rank agrees with itself")
+    model = sharded()
+    model.set_requires_gradient_sync(world.rank == 0)
+    with pytest.raises(RuntimeError, match="requires_gradient_sync"):
+        loss_of(model).backward()
+    world.recover()
+
+
+def test_a_mesh_with_other_axes_is_refused(world: Any) -> None:
+    """A DeviceMesh with a dim named tp, or one of three dims."""
+
+    @dataclasses.dataclass
+    class FakeMesh:
+        mesh: Tensor
+        mesh_dim_names: tuple[str, ...] | None
+
+        @property
+        def ndim(self) -> int:
+            return self.mesh.ndim
+
+    for names, text in (
+        (("dp_shard", "tp"), "'tp'"),
+        (("pp",), "'pp'"),
+        (("dp_shard", "dp_replicate"), "before dp_shard"),
+    ):
+        shape = (world.size,) if len(names) == 1 else (1, world.size)
+        with pytest.raises(tessera.Error, match=text):
+            fully_shard(Mlp(), mesh=FakeMesh(torch.arange(world.size).view(shape), names))  # type: ignore[arg-type]
+    with pytest.raises(tessera.Error, match="one dim .* or two"):
+        fully_shard(Mlp(), mesh=FakeMesh(torch.arange(world.size).view(1, 1, -1), None))  # type: ignore[arg-type]
