@@ -5,6 +5,7 @@
 // code, leave() with the tensors among the results. Both give back the tensors to use in their
 // place. Next: python/tessera/_module.py.
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <memory>
 #include <string>
@@ -138,7 +139,7 @@ class UnitCall {
     std::vector<py::object> bases;
     std::vector<std::size_t> base_wrappers;
     for (const auto& value : outputs.values) {
-      if (value.is_view()) bases.push_back(py::cast(value._base()));
+      if (value.is_view()) bases.push_back(py::cast(at::Tensor(value._base())));
       base_wrappers.push_back(value.is_view() && is_base_alone(bases.back()) ? 1 : 0);
     }
     py::object replaced;
@@ -303,6 +304,13 @@ void change_trainable(PythonUnit& unit,
   set_trainable(unit, asked, follow);
 }
 
+/// Gives another tensor the grad_dtype that a user has set of `from`, which Python cannot tell from
+/// the one that every tensor has.
+void copy_grad_dtype(const at::Tensor& from, const at::Tensor& to) {
+  const auto* autograd = torch::autograd::impl::get_autograd_meta(from);
+  if (autograd != nullptr && autograd->grad_dtype_) to.set_grad_dtype(*autograd->grad_dtype_);
+}
+
 std::vector<ShardedBase*> bases(const std::vector<PythonUnit*>& units) {
   return {units.begin(), units.end()};
 }
@@ -381,6 +389,7 @@ void bind_module(py::module_& module) {
       .def("add_unit", [](Tree& tree, const std::string& name, std::shared_ptr<PythonUnit> child) {
         tree.add_child(name, std::move(child));
       });
+  module.def("copy_grad_dtype", &copy_grad_dtype);
   py::class_<UnshardHandle>(module, "UnshardHandle", DestroyedWithoutGil())
       .def("wait", &UnshardHandle::wait, ReleaseGil());
   bind_unit(module);

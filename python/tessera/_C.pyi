@@ -94,6 +94,9 @@ class Tree:
     def add_tree(self, name: str, child: Tree) -> None: ...
     def add_unit(self, name: str, child: Unit) -> None: ...
 
+def copy_grad_dtype(of: Tensor, to: Tensor) -> None:
+    """Gives `to` the grad_dtype that a user has set of the other tensor, if any."""
+
 class UnshardHandle:
     """A gather that was started by `unshard(async_op=True)`."""
 

@@ -242,6 +242,7 @@ class _Tree:
             return parameter
         place = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
         place.__dict__.update(parameter.__dict__)
+        _C.copy_grad_dtype(parameter, place)
         self.replaced.append((module, key, parameter))
         module._parameters[key] = place
         self.leaves.append(place)
@@ -256,6 +257,7 @@ class _Tree:
             values.untyped_storage().resize_(0)
             known = nn.Parameter(values, requires_grad=parameter.requires_grad)
             known.__dict__.update(parameter.__dict__)
+            _C.copy_grad_dtype(parameter, known)
             self._without_memory[id(parameter)] = known
         self.replaced.append((module, key, parameter))
         module._parameters[key] = known

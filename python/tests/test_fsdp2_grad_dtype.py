@@ -12,7 +12,7 @@ import pytest
 import tessera
 import torch
 from fsdp2_reference import BFLOAT16, FLOAT32, Mlp
-from support import assert_bits, drawn
+from support import FULL, assert_bits, drawn
 from tessera import MixedPrecisionPolicy, Rule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -44,10 +44,11 @@ class Projection(nn.Module):
     def __init__(self, stored: torch.dtype) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full((16, 16), 0.125, dtype=stored))
+        self.product = Wide.apply
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns x @ weight.T in the weight's dtype."""
-        return Wide.apply(x, self.weight)
+        return self.product(x, self.weight)
 
 
 class TestPolicy:
@@ -103,6 +104,53 @@ class TestGradientDtype:
                     assert not torch.equal(raw, raw.to(BFLOAT16).float())
                     expected += raw
             assert_bits("gradient", dict(tessera.full_gradients(model))["0.weight"], expected)
+
+    @pytest.mark.parametrize("backend", ["eager", "aot_eager", *(["inductor"] if FULL else [])])
+    def test_fp32_gradient_compiled(self, world: tessera.World, backend: str) -> None:
+        """What a compiled function gives reaches the shard as it is; inductor's with TESSERA_FULL=1.
+
+        That is float32 of a function that Dynamo alone has traced. In torch 2.13 AOTAutograd, which other backends have
+        below, rounds it to the weight's dtype itself, sharded or not.
+        """
+        projection, plain = Projection(BFLOAT16), Projection(BFLOAT16)
+        plain.weight.grad_dtype = None
+        for one in (projection, plain):
+            one.product = torch.compile(Wide.apply, fullgraph=True, backend=backend)
+        tessera.fully_shard(projection, mp_policy=MixedPrecisionPolicy(param_dtype=BFLOAT16))
+        expected = torch.zeros(16, 16)
+        for rank in range(world.size):
+            plain.weight.grad = None
+            out = plain(batch_of(2))
+            out.backward(torch.full_like(out, FINE * (rank + 1)))
+            assert plain.weight.grad is not None
+            assert backend != "eager" or plain.weight.grad.dtype == FLOAT32
+            expected += plain.weight.grad.float()
+        out = projection(batch_of(2))
+        out.backward(torch.full_like(out, FINE * (world.rank + 1)))
+        assert_bits("gradient", dict(tessera.full_gradients(projection))["weight"], expected / world.size)
+
+    @pytest.mark.parametrize("tied", [False, True])
+    @pytest.mark.parametrize("own", [None, FLOAT32, BFLOAT16])
+    def test_fp32_gradient_of_a_tensor_with_grad_dtype(
+        self, world: tessera.World, own: torch.dtype | None, tied: bool
+    ) -> None:
+        """The tensor's own `grad_dtype`, set before sharding, rounds what arrives; none and float32 round nothing."""
+        model = nn.Sequential(Projection(BFLOAT16), Projection(BFLOAT16))
+        model[0].weight.grad_dtype = own
+        if tied:
+            model[1].weight = model[0].weight
+        tessera.fully_shard(model)
+        kept = BFLOAT16 if own == BFLOAT16 else FLOAT32
+        # The second projection's input is not FINE, but its sum of 16 products, 16 x FINE / 8, which bfloat16 has.
+        x, y = batch_of(2).detach(), torch.full((2, 16), 2 * FINE, dtype=BFLOAT16)
+        slope = torch.full((2, 16), FINE, dtype=BFLOAT16)
+        below = (slope @ torch.full((16, 16), 0.125, dtype=BFLOAT16)).float()
+        first, second = below.T @ x.float(), slope.float().T @ y.float()
+        out = model(x)
+        out.backward(slope)
+        found = dict(tessera.full_gradients(model))
+        rounded = first.to(kept).float()
+        assert_bits("gradient", found["0.weight"], rounded + second.to(kept).float() if tied else rounded)
 
     @pytest.mark.parametrize("stored", [BFLOAT16, FLOAT32])
     def test_default_gradient_dtype(self, world: tessera.World, stored: torch.dtype) -> None:

@@ -8,6 +8,9 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -533,6 +536,22 @@ class TestShardPlacementFn:
         model(drawn(1, world.rank, shape=(2, 4))).sum().backward()
         assert seen == [True, True]
         assert all(one.grad is not None and one.grad.is_contiguous() for one in model.parameters())
+
+
+class TestWorldSize1:
+    """Upstream: TestFullyShardWorldSize1."""
+
+    def test_train_parity_single_worldsize1(self, world: tessera.World) -> None:
+        """In a plain process, a World of one rank, one unit trains as the plain model: the cases of dim 0 once more."""
+        if world.rank == 0:
+            own = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD", "LOCAL"))}
+            for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"):
+                own.pop(name, None)
+            words = [sys.executable, "-m", "pytest", "-q", "-k", "single_group_shard_dim0", __file__]
+            ended = subprocess.run(words, env=own, capture_output=True, text=True, check=False)
+            assert ended.returncode == 0, ended.stdout
+            assert "3 passed" in ended.stdout
+        world.barrier()
 
 
 class TestSharedParams:
