@@ -72,7 +72,8 @@ TEST_P_ON_RANKS(ContractOnRanks, ARuleOfOnePolicyForAllUnitsMayMatchInsideAlone,
   };
   auto handle = fully_shard(around(), data_mesh(world), policy, undivided());
   for (const auto& contract : handle.contract().parameters) {
-    EXPECT_EQ(contract.compute, contract.name == "router.bias" ? DType::kFloat32 : DType::kBFloat16)
+    EXPECT_EQ(contract.compute.dtype,
+              contract.name == "router.bias" ? DType::kFloat32 : DType::kBFloat16)
         << contract.name;
   }
   auto other = policy;

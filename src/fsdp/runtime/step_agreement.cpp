@@ -5,8 +5,8 @@
 #include <utility>
 #include <vector>
 
-#include "comm/group.h"
 #include "base/interrupt.h"
+#include "comm/group.h"
 #include "fsdp/agreed/step_plan_check.h"
 #include "fsdp/runtime/open_step.h"
 #include "fsdp/runtime/runtime.h"
