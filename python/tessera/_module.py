@@ -388,7 +388,7 @@ class FSDPModule(nn.Module):
         """A slice of a sharded Sequential, and whatever else makes a module of this class, is a plain module."""
         plain = cls.__mro__[2]
         made = plain.__new__(plain, *args, **kwargs)
-        made.__init__(*args, **kwargs)  # type: ignore[misc]
+        made.__init__(*args, **kwargs)
         return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -456,11 +456,12 @@ class FSDPModule(nn.Module):
         """
         from tessera import _state
 
-        if args:
-            destination, prefix, keep_vars = (*args, *(destination, prefix, keep_vars)[len(args) :])
+        if args:  # as torch.nn.Module still takes them
+            named: tuple[Any, ...] = (destination, prefix, keep_vars)
+            destination, prefix, keep_vars = (*args, *named[len(args) :])
         return _state.whole_state_dict(self, prefix, keep_vars, destination)
 
-    def load_state_dict(  # type: ignore[override]
+    def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Takes whole tensors under the names of the plain module; each rank keeps its part. Collective.
@@ -614,7 +615,7 @@ def full_parameters(module: nn.Module) -> list[tuple[str, Tensor]]:
 
     Counterpart: p.full_tensor() of each DTensor.
     """
-    return cast("list[tuple[str, Tensor]]", unit_of(module, "full_parameters").full_parameters(None))
+    return unit_of(module, "full_parameters").full_parameters(None)
 
 
 def full_gradients(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -622,7 +623,7 @@ def full_gradients(module: nn.Module) -> list[tuple[str, Tensor]]:
 
     Collective. Counterpart: p.grad.full_tensor() of each DTensor.
     """
-    return cast("list[tuple[str, Tensor]]", unit_of(module, "full_gradients").full_gradients(None))
+    return unit_of(module, "full_gradients").full_gradients(None)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -106,7 +106,7 @@ class ShardedParameter(nn.Parameter):
         return cast(Tensor, found[0][1]) if found else None
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
+    def grad(self) -> Tensor | None:
         gradient = cast("Tensor | None", _grad_of_tensor.__get__(self))
         if gradient is not None and type(gradient) is Tensor:
             gradient.__class__ = ShardedGradient
@@ -121,7 +121,7 @@ class ShardedParameter(nn.Parameter):
         _grad_of_tensor.__delete__(self)
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         return cast(bool, _requires_grad_of_tensor.__get__(self))
 
     @requires_grad.setter
@@ -149,7 +149,7 @@ class ShardedParameter(nn.Parameter):
             "tessera.get_model_state_dict(module), or use tessera.save_checkpoint"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         values = repr(self.detach().as_subclass(Tensor))
         return f"ShardedParameter {self._name}, elements {self._range} of {tuple(self._global_shape)}:\n{values}"
 
