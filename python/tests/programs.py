@@ -116,6 +116,9 @@ PARAMETERS = {
 }
 
 
+OPTIMIZERS = ("torch.sgd", "torch.sgd", "torch.adamw", "tessera.sgd", "tessera.adamw")
+
+
 # --- drawing ---
 
 
@@ -127,6 +130,7 @@ class Leaf:
     kind: str
     dtype: str
     pinned: bool = False
+    rounded: bool = False
 
 
 @dataclasses.dataclass
@@ -150,6 +154,9 @@ class Draw:
         self.nodes: list[Node] = []
         self.leaves: list[Leaf] = []
         self.drops: list[str] = []
+        self.tied: set[str] = set()
+        self.frozen: list[str] = []
+        self.replicated: list[str] = []
         self.mode = self.random.choice(["F64", "F64", "F32", "F32", "mixed", "mixed", "policy", "policy"])
         self.compiles = self.mode in ("F64", "F32") and self.chance(0.04)
         self.fails = self.chance(0.05)
@@ -218,7 +225,8 @@ class Draw:
         if self.mode != "policy" and not self.fails and not self.compiles:
             kinds.append("Running")
         kind = self.random.choice(kinds)
-        leaf = Leaf(path, kind, self.dtype(), self.mode == "policy" and self.chance(0.25))
+        with_rules = self.mode == "policy"
+        leaf = Leaf(path, kind, self.dtype(), with_rules and self.chance(0.25), with_rules and self.chance(0.15))
         self.leaves.append(leaf)
         node.made.append(f"self.{name} = {kind}({leaf.dtype})")
         return f"self.{name}({{}})", True
@@ -305,13 +313,16 @@ class Draw:
                 same = shapes.get(leaf.kind, leaf.kind) == shapes.get(other.kind, other.kind)
                 together = self.mode != "policy" or self.nearest(leaf.path, units) == self.nearest(other.path, units)
                 if same and together and leaf.dtype == other.dtype and leaf.kind != "Running" and self.chance(0.25):
-                    leaf.pinned = other.pinned = False
+                    leaf.pinned = other.pinned = leaf.rounded = other.rounded = False
+                    self.tied.update((f"{leaf.path}.weight", f"{other.path}.weight"))
                     lines.append(f"    model.{at(leaf.path)}.weight = model.{at(other.path)}.weight")
                     break
         for leaf in self.leaves:
             if leaf.path == "last" or not self.chance(0.15):
                 continue
             name = self.random.choice(PARAMETERS[leaf.kind])
+            if f"{leaf.path}.{name}" not in self.tied:
+                self.frozen.append(f"{leaf.path}.{name}")
             lines.append(f"    model.{at(leaf.path)}.{name}.requires_grad_(False)")
         # What every result depends on is trained, whatever it is tied to.
         lines.append("    model.last.weight.requires_grad_(True)")
@@ -319,28 +330,50 @@ class Draw:
 
     def sharding(self, units: Sequence[str]) -> str:
         lines = ["UNITS = {"]
+        merges = self.mode != "policy" and self.chance(0.1)
         for unit in units:
             options: dict[str, str] = {}
             if self.chance(0.3):
                 options["reshard_after_forward"] = str(self.chance(0.5))
-            if self.mode == "policy" and not self.chance(0.15):
-                own = [leaf for leaf in self.leaves if self.nearest(leaf.path, units) == unit]
-                pins = [leaf.path[len(unit) + 1 if unit else 0 :] for leaf in own if leaf.pinned and leaf.path != unit]
-                pins += [name for leaf in own if leaf.pinned and leaf.path == unit for name in PARAMETERS[leaf.kind]]
-                fields = ["param_dtype=BF16"]
-                if pins:
-                    fields.append(f"rules=[Rule({pins!r}, pin=True)]")
-                if self.chance(0.2):
-                    fields.append("cast_forward_inputs=False")
-                if self.chance(0.2):
-                    fields.append("output_dtype=F32")
-                options["mp_policy"] = f"MixedPrecisionPolicy({', '.join(fields)})"
+            policy = self.policy(unit, units)
+            if policy:
+                options["mp_policy"] = f"MixedPrecisionPolicy({', '.join(policy)})"
+            if merges and unit == "":
+                options["merge_below_bytes"] = "1 << 20"
             lines.append(f"    {unit!r}: dict({', '.join(f'{key}={value}' for key, value in options.items())}),")
         lines.append("}")
+        lines.append(f"MERGES = {merges}")
         lines.append(f"REPLICAS = {self.chance(0.15)}")
         names = [node.path for node in self.nodes[1:]] or [""]
         lines.append(f"COMPILED = {[self.random.choice(names)] if self.compiles else []!r}")
         return "\n".join(lines)
+
+    def policy(self, unit: str, units: Sequence[str]) -> list[str]:
+        """Returns the fields of a unit's policy; [] for none."""
+        fields: list[str] = []
+        rules: list[str] = []
+        prefix = len(unit) + 1 if unit else 0
+        frozen = [name[prefix:] for name in self.frozen if self.nearest(name.rpartition(".")[0], units) == unit]
+        if frozen and self.chance(0.5):
+            self.replicated += [name for name in self.frozen if self.nearest(name.rpartition(".")[0], units) == unit]
+            rules.append(f"Rule({frozen!r}, frozen='replicate')")
+        if self.mode == "policy" and not self.chance(0.15):
+            fields.append("param_dtype=BF16")
+            own = [leaf for leaf in self.leaves if self.nearest(leaf.path, units) == unit]
+            for wish, says in (("pinned", "pin=True"), ("rounded", "grad_dtype=BF16")):
+                names: list[str] = []
+                for leaf in own:
+                    if getattr(leaf, wish):
+                        names += [leaf.path[prefix:]] if leaf.path != unit else PARAMETERS[leaf.kind]
+                if names:
+                    rules.append(f"Rule({names!r}, {says})")
+            if self.chance(0.2):
+                fields.append("reduce_dtype=BF16")
+            if self.chance(0.2):
+                fields.append("cast_forward_inputs=False")
+            if self.chance(0.2):
+                fields.append("output_dtype=F32")
+        return [*fields, f"rules=[{', '.join(rules)}]"] if rules else fields
 
     # Training.
 
@@ -383,7 +416,11 @@ class Draw:
             lines.append("run.check()")
             if self.chance(0.3):
                 lines.append("run.clip(0.5)")
-            lines += [f"run.step({self.random.choice(['sgd', 'sgd', 'adamw'])!r})", "run.zero_grad()"]
+            lines += [f"run.step({self.random.choice(OPTIMIZERS)!r})", "run.zero_grad()"]
+            changeable = [f"{leaf.path}.{name}" for leaf in self.leaves[:-1] for name in PARAMETERS[leaf.kind]]
+            changeable = [name for name in changeable if name not in self.tied and name not in self.replicated]
+            if changeable and self.chance(0.15):
+                lines.append(f"run.trainable({self.random.choice(changeable)!r}, {self.chance(0.5)})")
             if self.fails and self.chance(0.6):
                 rank = self.random.choice([None, 0, 1])
                 path = self.random.choice([node.path for node in self.nodes])
@@ -447,8 +484,13 @@ class Run:
             compute=self._compute,
             cast=self._cast,
             output=self._output,
+            wire=self._wire,
+            arrival=lambda name: self._rule(name, "grad_dtype"),
             replicas=names["REPLICAS"],
         )
+        for name, master in self.twin.masters.items():
+            if self._rule(name, "frozen") == "replicate":  # kept in its compute dtype, to which it is rounded once
+                self.twin.masters[name] = master.to(self._compute(name) or master.dtype)
         for path in names["COMPILED"]:
             module_at(self.model, path).compile(backend="aot_eager")
         # aot_eager decomposes functions into others, which round elsewhere.
@@ -471,10 +513,23 @@ class Run:
         policy = self._policy(unit)
         if policy is None:
             return None
-        inside = name[len(unit) + 1 if unit else 0 :]
-        if any(matches(pattern, inside) for rule in policy.rules for pattern in rule.match):
+        if self._rule(name, "pin"):
             return torch.promote_types(self.twin.masters[name].dtype, F32)
         return policy.param_dtype
+
+    def _rule(self, name: str, field: str) -> Any:
+        """Returns what a rule of the policy says of a parameter, None for nothing."""
+        unit = self.twin.owner[name]
+        policy = self._policy(unit)
+        inside = name[len(unit) + 1 if unit else 0 :]
+        for rule in () if policy is None else policy.rules:
+            if getattr(rule, field) is not None and any(matches(pattern, inside) for pattern in rule.match):
+                return getattr(rule, field)
+        return None
+
+    def _wire(self, name: str) -> torch.dtype | None:
+        policy = self._policy(self.twin.owner[name])
+        return None if policy is None else policy.reduce_dtype
 
     def _cast(self, unit: str) -> torch.dtype | None:
         policy = self._policy(unit)
@@ -533,10 +588,11 @@ class Run:
         assert not any(before)
         for rank in range(self.world.size):
             self._backward(1 + rank, results, retain)
-        reached = {self.twin.owner[name] for slot in self.twin.arrived for name in slot}
+        owner = dict.fromkeys(self.twin.owner, "") if self.names["MERGES"] else self.twin.owner
+        reached = {owner[name] for slot in self.twin.arrived for name in slot}
         for slot in self.twin.arrived:
             slot.clear()
-        self.twin.reduce(name for name, unit in self.twin.owner.items() if unit in reached and self.synced[unit])
+        self.twin.reduce(name for name, unit in owner.items() if unit in reached and self.synced[unit])
         for result in results:
             made = self.results[result]
             leaf, expected = made[0][0], made[1 + self.world.rank][0]
@@ -635,27 +691,54 @@ class Run:
         self.twin.follow_gradients(found)
 
     def step(self, kind: str) -> None:
-        """A step of torch's optimizer on shards, beside the same on whole tensors; then the same values in both."""
-        kind = "sgd" if any(master.dtype == BF16 for master in self.twin.masters.values()) else kind
+        """A step of an optimizer on shards, beside torch's on whole tensors; then the same values in both.
+
+        Beside 16-bit shards tessera's keep the rest of a float32 value, which the plain one steps.
+        """
+        narrow = {name for name, master in self.twin.masters.items() if master.dtype == BF16}
+        if narrow and kind == "torch.adamw":
+            kind = "torch.sgd"
         if self.optimizers is None or self.optimizers[0] != kind:
-            whole = {name: nn.Parameter(value) for name, value in self.twin.masters.items() if self.twin.trainable[name]}
-            make: Any = torch.optim.SGD if kind == "sgd" else torch.optim.AdamW
-            own = [p for p in self.model.parameters() if p.requires_grad]
-            self.optimizers = (kind, make(own, lr=0.05), make(whole.values(), lr=0.05), whole)
+            self.optimizers = (kind, *self._make_optimizers(kind))
         _, sharded, plain, whole = self.optimizers
         expected = self.twin.gradients()
         for name, parameter in whole.items():
+            if name not in narrow or kind.startswith("torch"):
+                parameter.data = self.twin.masters[name].clone()
             if parameter.dtype == BF16:
                 parameter.grad_dtype = F32
             parameter.grad = expected[name] if name in self.twin.used() else None
-            parameter.data = self.twin.masters[name]
         plain.step()
         sharded.step()
         for name, value in self._by_first_name(tessera.full_parameters(self.model)).items():
             # Loops over parts of other lengths may fuse a product and a sum, or not; AdamW divides by roots.
-            bound = 2.0**-7 if value.dtype == BF16 else self.bound or 1e-6
-            assert_close(f"parameter {name}", value, self.twin.masters[name], bound * (10 if kind == "adamw" else 1))
+            bound = (self.bound or 1e-6) * (10 if kind.endswith("adamw") else 1)
+            if name in whole:
+                assert_close(f"parameter {name}", value, whole[name], 2.0**-7 if name in narrow else bound)
+            else:
+                assert_bits(f"parameter {name}", value, self.twin.masters[name])
             self.twin.masters[name] = value.clone()
+
+    def _make_optimizers(self, kind: str) -> tuple[Any, Any, dict[str, nn.Parameter]]:
+        keeps = kind.startswith("tessera")
+        trained = [(name, value) for name, value in self.twin.masters.items() if self.twin.trainable[name]]
+        whole = {
+            name: nn.Parameter(value.float() if keeps and value.dtype == BF16 else value.clone())
+            for name, value in trained
+        }
+        make: Any = torch.optim.SGD if kind.endswith("sgd") else torch.optim.AdamW
+        plain = make(whole.values(), lr=0.05, weight_decay=0.01)
+        if keeps:
+            of: Any = tessera.SGD if kind.endswith("sgd") else tessera.AdamW
+            return of(self.model, lr=0.05, weight_decay=0.01), plain, whole
+        own = [shard for shard in self.model.parameters() if shard.requires_grad]
+        return make(own, lr=0.05, weight_decay=0.01), plain, whole
+
+    def trainable(self, name: str, value: bool) -> None:
+        """set_trainable of one parameter, between steps; optimizers are made anew."""
+        self.optimizers = None
+        self.model.set_trainable(name, value)
+        self.twin.trainable[self.twin.names[name]] = value
 
     def zero_grad(self) -> None:
         """zero_grad() of the model."""

@@ -121,7 +121,8 @@ class Unitwise:
     on a rank is added up there, and the ranks' sums are added anew each time.
     `units` are the paths of the units, "" for the model, in the order in which they are sharded: places in one
     unit of a parameter that an earlier one has, too, keep one tensor between them. `compute` gives a parameter's compute dtype by name, None
-    for its own. `cast` gives the dtype to which a unit casts its inputs, None for none; `output` the same for its
+    for its own; `arrival` the dtype to which a raw gradient is rounded, `wire` that in which a rank's sum is sent, None
+    for none. `cast` gives the dtype to which a unit casts its inputs, None for none; `output` the same for its
     results. `owner` says which unit has a parameter, `names` gives the first name by any of it, `arrived` by rank what
     has arrived since somebody cleared it.
     """
@@ -135,14 +136,15 @@ class Unitwise:
         compute: Callable[[str], torch.dtype | None] = lambda name: None,
         cast: Callable[[str], torch.dtype | None] = lambda unit: None,
         output: Callable[[str], torch.dtype | None] = lambda unit: None,
-        wire: torch.dtype | None = None,
+        wire: Callable[[str], torch.dtype | None] = lambda name: None,
+        arrival: Callable[[str], torch.dtype | None] = lambda name: None,
         ignored: Iterable[str] = (),
         replicas: bool = False,
     ) -> None:
         self.replicas = replicas
         self.copies = [copy.deepcopy(model) for _ in range(size)]
         self.factor: float = size
-        self.wire = wire
+        self._wire, self._arrival = wire, arrival
         self._order = list(dict.fromkeys(units))
         self._units = sorted(self._order, key=len)
         self._compute, self._cast, self._output = compute, cast, output
@@ -245,7 +247,7 @@ class Unitwise:
 
         def arrive(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            raw = parameter.grad.to(accumulate)
+            raw = parameter.grad.to(self._arrival(name) or parameter.grad.dtype).to(accumulate)
             slot = self._slots[rank]
             slot[name] = slot[name] + raw if name in slot else raw.clone()
             self.arrived[rank].add(name)
@@ -276,7 +278,8 @@ class Unitwise:
             for part in parts:
                 if part is None:
                     continue
-                sent = part if self.wire is None or len(parts) == 1 else part.to(self.wire).to(part.dtype)
+                wire = self._wire(name)
+                sent = part if wire is None or len(parts) == 1 else part.to(wire).to(part.dtype)
                 total = sent if total is None else total + sent
             assert total is not None
             before = None if self.replicas else self._sums.get(name)
