@@ -142,7 +142,7 @@ def _call(module: FSDPModule, function: Callable[..., Any], args: tuple[Any, ...
         if replaced is not None:
             places = iter(replaced)
             args = _put(args, places, undo)
-            kwargs = _put(kwargs, places, None)
+            kwargs = _put(kwargs, places, undo)
             del places, replaced
         result = function(*args, **kwargs)
         tensors = []
