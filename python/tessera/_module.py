@@ -423,14 +423,21 @@ class FSDPModule(nn.Module):
         themselves. A tied parameter comes under its first name, or with remove_duplicate=False under each."""
         shards = self._named_shards()
         ignored = self.__dict__[_IGNORED]
-        modules = self.named_modules(remove_duplicate=False) if recurse else [("", self)]
+        modules = list(self.named_modules(remove_duplicate=False)) if recurse else [("", self)]
+        # Places in units that were sharded after the first one with the parameter show that one's tensor.
+        by_tensor = {
+            id(module._parameters[key]): shards[name]
+            for path, module in modules
+            for key in module._parameters
+            if (name := f"{path}.{key}" if path else key) in shards
+        }
         seen: set[int] = set()
         for path, module in modules:
             for key, parameter in module._parameters.items():
                 if parameter is None:
                     continue
                 name = f"{path}.{key}" if path else key
-                found = shards.get(name)
+                found = shards.get(name, by_tensor.get(id(parameter)))
                 if found is None and (id(parameter) in ignored or _is_ignored_inside(self, parameter)):
                     found = cast(ShardedParameter, parameter)
                 if found is None or (remove_duplicate and id(found) in seen):

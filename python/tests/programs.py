@@ -380,7 +380,7 @@ class Draw:
     def training(self, units: Sequence[str]) -> str:
         lines = ["def train(run):"]
         results = 0
-        unit = lambda: self.random.choice(units)  # noqa: E731
+        unit = lambda: self.random.choice(units)
         for step in range(self.random.randint(1, 3)):
             lines += self.controls(unit)
             micro_batches = self.random.choice([1, 1, 2, 3])
@@ -498,6 +498,9 @@ class Run:
         mesh = tessera.Mesh(dp_replicate=world.size) if names["REPLICAS"] else None
         for path, options in self.units.items():
             shard(module_at(self.model, path), mesh=mesh, **options)
+        for duplicates in (False, True):
+            found = [name for name, _ in self.model.named_parameters(remove_duplicate=not duplicates)]
+            assert found == [name for name, _ in names["build"]().named_parameters(remove_duplicate=not duplicates)]
         self.synced = dict.fromkeys(self.units, True)
         self.results: dict[int, list[tuple[Tensor | None, Any]]] = {}
         self.optimizers: tuple[str, Any, Any, dict[str, nn.Parameter]] | None = None

@@ -119,11 +119,13 @@ class Unitwise:
     registered; what arrives at them is added, as it comes, in `accumulate`; a unit casts its floating inputs. What
     crosses its border has a node of its own. With `replicas` every rank has a whole copy: what micro-batches have left
     on a rank is added up there, and the ranks' sums are added anew each time.
-    `units` are the paths of the units, "" for the model, in the order in which they are sharded: places in one
-    unit of a parameter that an earlier one has, too, keep one tensor between them. `compute` gives a parameter's compute dtype by name, None
-    for its own; `arrival` the dtype to which a raw gradient is rounded, `wire` that in which a rank's sum is sent, None
-    for none. `cast` gives the dtype to which a unit casts its inputs, None for none; `output` the same for its
-    results. `owner` says which unit has a parameter, `names` gives the first name by any of it, `arrived` by rank what
+
+    `units` are the paths of the units, "" for the model, in the order in which they are sharded: places in one unit of
+    a parameter that an earlier one has, too, keep one tensor between them. By a parameter's name, None for none:
+    `compute` gives its compute dtype, `arrival` the dtype to which a raw gradient is rounded, `wire` that in which a
+    rank's sum is sent. By a unit's path: `cast` gives the dtype to which it casts its inputs, `output` the same for its
+    results.
+    `owner` says which unit has a parameter, `names` gives the first name by any of it, `arrived` by rank what
     has arrived since somebody cleared it.
     """
 
@@ -175,9 +177,7 @@ class Unitwise:
         for unit in self._order:
             inside = [other for other in holders if unit in self._ancestors(other)]
             here = unit in homes
-            if owners and owners[-1] in inside and (here or len(inside) > 1):
-                owners.append(unit)
-            elif not owners and here:
+            if (owners and owners[-1] in inside and (here or len(inside) > 1)) or (not owners and here):
                 owners.append(unit)
             elif not here:
                 continue
@@ -343,7 +343,9 @@ def assert_bits(what: str, found: Tensor, expected: Tensor) -> None:
     if not torch.equal(found.detach(), expected.detach()):
         error = (found.detach().double() - expected.detach().double()).abs().max().item()
         largest = expected.detach().double().abs().max().item()
-        raise AssertionError(f"{what}: found values up to {error:.3g} off, expected the same bits; largest {largest:.3g}")
+        raise AssertionError(
+            f"{what}: found values up to {error:.3g} off, expected the same bits; largest {largest:.3g}"
+        )
 
 
 def assert_close(what: str, found: Tensor, expected: Tensor, bound: float) -> None:
@@ -353,7 +355,8 @@ def assert_close(what: str, found: Tensor, expected: Tensor, bound: float) -> No
         return
     error = (found.detach().double() - expected.detach().double()).abs().max().item()
     largest = max(1.0, expected.detach().double().abs().max().item())
-    assert error <= bound * largest, f"{what}: found values up to {error:.3g} off, expected at most {bound * largest:.3g}"
+    most = bound * largest
+    assert error <= most, f"{what}: found values up to {error:.3g} off, expected at most {most:.3g}"
 
 
 def assert_same(

@@ -262,8 +262,8 @@ def test_float32_gradients_of_a_bfloat16_parameter_come_through_one_door(
     world: Any, compiled: str | None, rule: str
 ) -> None:
     """Two micro-batches without sync of a kernel that gives float32: kept with all digits where nothing asks for a
-    dtype, rounded on arrival, each by itself, where grad_dtype does. AOTAutograd's trace of autograd has the cast to the
-    parameter's dtype in the compiled code, so there each arrives as that code gives it."""
+    dtype, rounded on arrival, each by itself, where grad_dtype does. AOTAutograd's trace of autograd has the cast to
+    the parameter's dtype in the compiled code, so there each arrives as that code gives it."""
     policy, rounds = RULES[rule]
     model = Fused()
     if compiled is not None:
@@ -281,7 +281,7 @@ def test_float32_gradients_of_a_bfloat16_parameter_come_through_one_door(
 
 
 def test_a_compilers_own_float32_sums_are_kept_or_normalised_by_contract(world: Any) -> None:
-    """A backend whose backward code does not round what the trace calls bfloat16: the raw dtype is the slot's to take."""
+    """A backend whose backward code does not round what the trace calls bfloat16: the raw dtype is the slot's."""
     for policy, rounds in RULES.values():
         torch._dynamo.reset()
         torch.manual_seed(4)

@@ -170,13 +170,13 @@ FAULTS = [
 def test_a_planted_fault_is_found_within_sixty_programs(
     world: Any, monkeypatch: pytest.MonkeyPatch, fault: Callable[[pytest.MonkeyPatch], Callable[..., Any]]
 ) -> None:
-    """Each fault in the package's Python makes one of the first sixty programs differ, or fail; without it none does."""
+    """Each fault in the package's Python makes one of the first sixty programs differ, or fail."""
     shard = fault(monkeypatch)
     for seed in range(FIRST, FIRST + 60):
         try:
             programs.run(programs.draw(seed), world, shard)
         except (AssertionError, RuntimeError) as error:
-            assert not isinstance(error, tessera.Error) or error.kind != "comm", "a wait, where a difference is expected"
+            assert getattr(error, "kind", "") != "comm", "found a wait, expected a difference"
             del error
             world.recover()
             return
