@@ -306,7 +306,7 @@ class Draw:
         return max(inside, key=len)
 
     def build(self, units: Sequence[str]) -> str:
-        lines = ["def build():", f"    torch.manual_seed({self.seed})", "    model = Node0()"]
+        lines = ["def build():", f"    torch.default_generator.manual_seed({self.seed})", "    model = Node0()"]
         for i, leaf in enumerate(self.leaves):
             for other in self.leaves[:i]:
                 shapes = {"Embed": "table", "Head": "table"}
@@ -559,7 +559,7 @@ class Run:
     def _forward(self, model: Any, seed: int, rank: int, input_grad: bool) -> tuple[Tensor | None, Any]:
         x = self._input(seed, rank)
         leaf = x.requires_grad_() if input_grad else None
-        torch.manual_seed(8 * seed + rank)
+        torch.default_generator.manual_seed(8 * seed + rank)  # a tenth of the time of torch.manual_seed
         return leaf, model(x)
 
     def forward(self, result: int, *, seed: int, input_grad: bool) -> None:

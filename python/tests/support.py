@@ -143,7 +143,7 @@ class Unitwise:
         ignored: Iterable[str] = (),
         replicas: bool = False,
     ) -> None:
-        self.replicas = replicas
+        self.replicas = replicas or size == 1
         self.copies = [copy.deepcopy(model) for _ in range(size)]
         self.factor: float = size
         self._wire, self._arrival = wire, arrival
