@@ -15,12 +15,14 @@
 
 #include "binding.h"
 #include "comm/torch_compat.h"
+#include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "grad/leaf.h"
 #include "tessera/error.h"
 #include "tessera/model_contract.h"
 #include "tessera/optim.h"
 #include "tessera/trainable.h"
+#include "tessera/world.h"
 
 namespace tessera::python {
 namespace {
@@ -187,11 +189,15 @@ class UnitCall {
   std::unique_ptr<PythonUnit::Call> call_;
 };
 
+// Of reductions under way on the CPU. The library's default keeps the wire busier; here one layer's is
+// enough, as in FSDP2, and the memory of the rest is for activations.
+constexpr std::int64_t kInFlightBytes = std::int64_t{8} << 20;
+
 ShardOptions make_options(const std::string& name, std::optional<bool> reshard_after_forward,
                           std::int64_t merge_below_bytes, std::optional<double> divide_factor,
                           const TorchDType& output_dtype, std::vector<at::Tensor> ignored,
                           std::vector<std::vector<std::string>> tied,
-                          std::vector<std::string> unstored_buffers) {
+                          std::vector<std::string> unstored_buffers, bool on_cpu) {
   ShardOptions options;
   options.name = name;
   options.reshard_after_forward = reshard_after_forward;
@@ -201,6 +207,7 @@ ShardOptions make_options(const std::string& name, std::optional<bool> reshard_a
   options.ignored_parameters = std::move(ignored);
   options.tied = std::move(tied);
   options.unstored_buffers = std::move(unstored_buffers);
+  if (on_cpu) options.in_flight_bytes = kInFlightBytes;
   return options;
 }
 
@@ -324,11 +331,15 @@ void bind_unit(py::module_& module) {
                        const TorchDType& output_dtype, std::vector<at::Tensor> ignored,
                        std::vector<std::vector<std::string>> tied,
                        std::vector<std::string> unstored_buffers) {
-             auto options = make_options(name, reshard_after_forward, merge_below_bytes,
-                                         divide_factor, output_dtype, std::move(ignored),
-                                         std::move(tied), std::move(unstored_buffers));
+             auto options =
+                 make_options(name, reshard_after_forward, merge_below_bytes, divide_factor,
+                              output_dtype, std::move(ignored), std::move(tied),
+                              std::move(unstored_buffers), mesh.world()->device().is_cpu());
              const py::gil_scoped_release release;
-             return std::make_shared<Unit>(std::move(tree), mesh, policy, options);
+             auto unit = std::make_shared<Unit>(std::move(tree), mesh, policy, options);
+             // zero_grad() gives memory back to PyTorch's allocator, as programs in Python expect.
+             fsdp::unit_of_handle(unit->unit()).runtime().give_gradients_back();
+             return unit;
            }),
            py::arg("tree"), py::arg("mesh"), py::arg("policy"), py::kw_only(), py::arg("name"),
            py::arg("reshard_after_forward"), py::arg("merge_below_bytes"), py::arg("divide_factor"),

@@ -119,9 +119,9 @@ TEST(Rounding, ADeferredPartialOverReplicasIsKeptInAccumulate) {
 }
 
 // Naive: a temporary a step for the quotient, the cast or the addend of the replicas.
-TEST(Rounding, ASteadyStepTakesNoNewMemoryForFinalGradients) {
+void expect_memory_of_final_gradients(bool given_back) {
   for (const auto& [count, replicas] : {std::pair(1, 1), std::pair(2, 1), std::pair(2, 2)}) {
-    ranks(count).run([replicas](World& world) {
+    ranks(count).run([replicas, given_back](World& world) {
       for (const auto final : {DType::kFloat32, DType::kBFloat16}) {
         PrecisionPolicy policy;
         policy.reduce_dtype = DType::kBFloat16;
@@ -130,27 +130,36 @@ TEST(Rounding, ASteadyStepTakesNoNewMemoryForFinalGradients) {
         options.divide_factor = 3.0;
         auto handle = fully_shard(std::make_shared<Scale>(here(at::ones({kWidth}))),
                                   data_mesh(world, replicas), policy, options);
+        if (given_back) handle.unit()->runtime().give_gradients_back();
         const void* place = nullptr;
         std::int64_t blocks = 0;
         const auto& bucket = *handle.unit()->buckets().front();
-        const bool on_device = !world.device().is_cpu();
+        const bool kept = world.device().is_cpu() && !given_back;
         for (int step = 0; step < 4; ++step) {
           handle.zero_grad();
-          // Devices give it back in between.
-          EXPECT_EQ(bucket.final_memory().defined(), step > 0 && !on_device);
+          EXPECT_EQ(bucket.final_memory().defined(), step > 0 && kept);
+          EXPECT_EQ(bucket.accumulator().defined(), step > 0 && kept);
           backward(handle.forward(here(at::ones({kWidth}))).sum());
           const auto& gradient = handle.shards()[0].shard.grad();
           if (step == 1) {
             place = gradient.const_data_ptr();
             blocks = handle.unit()->runtime().pool()->blocks_made();
           } else if (step > 1) {
-            EXPECT_TRUE(on_device || gradient.const_data_ptr() == place);
+            EXPECT_TRUE(!kept || gradient.const_data_ptr() == place);
             EXPECT_EQ(handle.unit()->runtime().pool()->blocks_made(), blocks);
           }
         }
       }
     });
   }
+}
+
+TEST(Rounding, ASteadyStepTakesNoNewMemoryForFinalGradients) {
+  expect_memory_of_final_gradients(false);
+}
+
+TEST(Rounding, TheHostGivesTheMemoryOfClearedGradientsBackWhereItIsToldTo) {
+  expect_memory_of_final_gradients(true);
 }
 
 TEST_ON_RANKS(Rounding, OneRankHasNoWire, 1) {

@@ -62,6 +62,10 @@ at::Tensor Bucket::make(std::int64_t numel, DType dtype) const {
   return made;
 }
 
+bool Bucket::gives_sums_back() const {
+  return static_cast<bool>(made_on_) || unit_.runtime().gives_gradients_back();
+}
+
 bool Bucket::sum_is_final() const {
   return groups_.replicas == nullptr && plan_.key.final == plan_.key.accumulate &&
          plan_.key.reductions.divide_factor == 1.0;
@@ -120,7 +124,7 @@ void Bucket::ensure_accumulator() {
   accumulator_ = make(numel, plan_.key.accumulate);
   // Pages of the host are given here and not in the middle of a step. What a sum overwrites needs no
   // zeros, and what did not arrive gets them when it is summed.
-  if (!made_on_) accumulator_.zero_();
+  if (!gives_sums_back()) accumulator_.zero_();
 }
 
 void Bucket::ensure_slots() {
@@ -281,9 +285,9 @@ void Bucket::reset_accumulator(std::size_t index) {
 
 void Bucket::reset_accumulator() {
   has_sum_ = false;
-  // A device's memory until gradients arrive again: activations come before, and its allocator
-  // gives it out again at no cost. On the host pages would be given anew.
-  if (!made_on_ || slots_.defined() || has_arrivals()) return;
+  // Memory that nobody needs until gradients arrive again: activations come before. A device's
+  // allocator gives it out again at no cost; on the host pages may be given anew.
+  if (!gives_sums_back() || slots_.defined() || has_arrivals()) return;
   if (!accumulator_.defined() && !replica_sum_.defined() && !final_.defined()) return;
   join_slots();
   comm::order(current_stream(), made_on_, comm::EventSite::kPoolFree);
@@ -357,7 +361,7 @@ const at::Tensor& Bucket::finish_final(double loss_scale) {
   const bool in_place = groups_.replicas != nullptr && plan_.key.final == plan_.key.accumulate;
   if (!final_.defined()) {
     final_ = in_place ? sum : make(plan_.slice_numel(), plan_.key.final);
-    if (!in_place && !made_on_) final_.zero_();  // as ensure_accumulator()
+    if (!in_place && !gives_sums_back()) final_.zero_();  // as ensure_accumulator()
   }
   const auto factor = plan_.key.reductions.divide_factor * loss_scale;
   if (!in_place || factor != 1.0) kernels::divide_into(final_, sum, factor);

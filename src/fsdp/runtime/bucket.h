@@ -108,7 +108,8 @@ class Bucket : public grad::SlotOwner {
   const at::Tensor& accumulator() const { return accumulator_; }
   /// Starts a new sum for the parameter: its range reads as zero, what waits in its slot is gone.
   void reset_accumulator(std::size_t index);
-  /// For all of them; on a device its memory goes back, with what was published from it.
+  /// For all of them; its memory goes back, with what was published from it, on a device and where
+  /// the runtime says so.
   void reset_accumulator();
   /// Replaces the parameter's sum, with what waits in its slot, by `value` ([owned], already times
   /// the divide factor) on this rank.
@@ -163,6 +164,7 @@ class Bucket : public grad::SlotOwner {
   /// Writes the shard into `slice`, in the compute dtype.
   void encode(const at::Tensor& slice) const;
   bool sum_is_final() const;  ///< but for the loss scale
+  bool gives_sums_back() const;
 
   Unit& unit_;
   layout::BucketPlan plan_;

@@ -93,6 +93,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   World& world() const { return groups_.world(); }
   comm::IssueQueue& queue() { return world().queue(); }
   const std::shared_ptr<comm::BufferPool>& pool() { return pool_; }
+  /// The memory of gradients goes back to the allocator once all of a bucket's are cleared, as it
+  /// does on a device. Else the host keeps it for the next step, since new pages cost more.
+  void give_gradients_back() { gives_gradients_back_ = true; }
+  bool gives_gradients_back() const { return gives_gradients_back_; }
   grad::GradSink& sink() { return sink_; }
   Groups& groups() { return groups_; }
   comm::Group* data_group() const { return groups_.data(); }
@@ -330,6 +334,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   Groups groups_;
   std::shared_ptr<comm::BufferPool> pool_;
+  bool gives_gradients_back_ = false;
   grad::GradSink sink_;
   grad::WeightGradStore store_{sink_};
   std::vector<Unit*> units_;
