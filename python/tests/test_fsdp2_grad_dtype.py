@@ -11,7 +11,7 @@ import copy
 import pytest
 import tessera
 import torch
-from fsdp2_reference import BFLOAT16, FLOAT32, Mlp
+from fsdp2_reference import BFLOAT16, FLOAT32
 from support import FULL, assert_bits, drawn
 from tessera import MixedPrecisionPolicy, Rule
 from torch import Tensor, nn
@@ -246,6 +246,25 @@ class TestPendingGradients:
             model(torch.full((1, 1), float(value), dtype=BFLOAT16)).sum().backward()
         assert_bits("gradient", dict(tessera.full_gradients(model))["weight"], torch.full((2, 1), expected))
 
+    def test_native_storage_and_mutations(self, world: tessera.World) -> None:
+        """Other values than zeros, written into a gradient while something of it waits, are refused by name.
+
+        Upstream shows what waits, and lets it be changed.
+        """
+        model = nn.Linear(16, 16, bias=False)
+        tessera.fully_shard(model)
+        for sync in (True, False):
+            model.set_requires_gradient_sync(sync)
+            model(torch.ones(1, 16)).sum().backward()
+        for shard in model.parameters():
+            assert shard.grad is not None
+            shard.grad.fill_(5.0)
+        model.set_requires_gradient_sync(True)
+        out = model(torch.ones(1, 16)).sum()
+        with pytest.raises(RuntimeError, match="weight"):
+            out.backward()
+        world.recover()
+
     @pytest.mark.parametrize("set_to_none", [False, True])
     def test_grouped_clear_after_forward(self, world: tessera.World, set_to_none: bool) -> None:
         """Clearing gradients that stand clears what waits of the same parameters, and of no others."""
@@ -292,20 +311,47 @@ class TestPendingGradients:
 
 
 class TestConversion:
-    """Upstream: test_fully_shard_conversion.py, whose cases cast a sharded module."""
+    """Upstream: test_fully_shard_conversion.py, which casts or moves a sharded module, with and without gradients."""
 
-    @pytest.mark.parametrize("stored", [BFLOAT16, FLOAT32])
-    def test_to_matches_plain_module(self, world: tessera.World, stored: torch.dtype) -> None:
-        """A cast to what a module has changes nothing; any other is refused, with and without gradients."""
-        torch.manual_seed(3)
-        model = Mlp(4).to(stored)
+    @pytest.mark.parametrize("pending", [False, True])
+    @pytest.mark.parametrize(
+        ("kind", "stored"), [("single", BFLOAT16), ("single", FLOAT32), ("nested", BFLOAT16), ("shared", FLOAT32)]
+    )
+    def test_to_matches_plain_module(
+        self, world: tessera.World, kind: str, stored: torch.dtype, pending: bool
+    ) -> None:
+        """A conversion to what a module is keeps everything, also what waits; any other one is refused.
+
+        Upstream: test_same_dtype_to_after_backward, test_nested_conversion_requires_clear,
+        test_shared_parameter_conversion_requires_clear, test_pending_grad_conversion_requires_clear,
+        test_no_op_conversion_preserves_pending_grad, test_device_only_conversion_requires_clear.
+        """
+        model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)).to(stored)
+        with torch.no_grad():  # whole numbers: sums are exact in every order
+            for at, parameter in enumerate(model.parameters()):
+                parameter.copy_(drawn(at, shape=(16, 16)).round())
+        if kind == "shared":
+            model[1].weight = model[0].weight
         plain = copy.deepcopy(model)
+        for parameter in plain.parameters():
+            parameter.grad_dtype = FLOAT32
+        for one in model if kind == "nested" else ():
+            tessera.fully_shard(one)
         tessera.fully_shard(model)
         other = FLOAT32 if stored == BFLOAT16 else BFLOAT16
-        for _ in range(2):
+        shards = list(model.parameters())
+        for sync in (not pending, True):
+            model.set_requires_gradient_sync(sync)
+            for one in (model, plain):
+                one(drawn(9, shape=(2, 16), dtype=stored).round()).sum().backward()
             assert model.to(stored) is model
-            with pytest.raises(tessera.Error, match="before"):
-                model.to(other)
-            model(drawn(1, shape=(2, 4), dtype=stored)).sum().backward()
+            assert model.to("cpu") is model
+            for refused in (lambda: model.to(other), model.double, lambda: model.to("meta")):
+                with pytest.raises(tessera.Error, match="before"):
+                    refused()
+            assert all(one is before for one, before in zip(model.parameters(), shards, strict=True))
         for (name, found), expected in zip(tessera.full_parameters(model), plain.parameters(), strict=True):
             assert_bits(name, found, expected.detach())
+        for (name, found), expected in zip(tessera.full_gradients(model), plain.parameters(), strict=True):
+            assert expected.grad is not None
+            assert_bits(name, found, expected.grad)
