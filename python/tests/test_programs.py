@@ -34,9 +34,10 @@ def holds(seed: int, world: Any) -> None:
 
 
 @pytest.mark.skipif(SEED == 0, reason="TESSERA_PROGRAM_SEED names no program")
-def test_the_program_of_the_environment(world: Any) -> None:
+def test_the_program_of_the_environment(world: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """The one that somebody looks at."""
-    print(programs.draw(SEED))
+    with capsys.disabled():
+        print(f"\n{programs.draw(SEED)}" if world.rank == 0 else "")
     holds(SEED, world)
 
 

@@ -911,8 +911,9 @@ def test_a_hook_of_a_unit_reads_its_whole_parameters(world: Any) -> None:
     with torch.no_grad():
         model(drawn(4, shape=(3, 8)))
     assert_bits("the weight", seen[0], plain.copies[0].blocks[0].first.weight.detach())
-    with pytest.raises(RuntimeError, match="blocks.0"):
-        model.blocks[0].first.weight.sum()
+    if world.size > 1:  # one rank has nobody to gather from, and keeps its values where they are
+        with pytest.raises(RuntimeError, match="blocks.0"):
+            model.blocks[0].first.weight.sum()
 
 
 # --- what a module shows ---
@@ -1005,8 +1006,9 @@ def test_an_exception_in_forward_then_recover_then_a_right_step(world: Any, rank
         with pytest.raises(ValueError, match="the user's mistake"):
             mse(model, world.rank)
         model.fails = False
-        with pytest.raises(tessera.Error, match="recover"):
-            mse(model, world.rank)
+        if world.size > 1:  # one rank has nobody to meet again
+            with pytest.raises(tessera.Error, match="recover"):
+                mse(model, world.rank)
     else:
         with pytest.raises(Exception, match="Failing|rank 0|forward") as caught:
             mse(model, world.rank).backward()
