@@ -259,7 +259,7 @@ TEST(ConfigParse, DotsAndBracketsInStringsAndCommentsAreNoNesting) {
 TEST(ConfigParse, LettersOutsideOfAsciiAreNoWhiteSpace) {
   const Config config = parse_config("[data]\npath = [\"\"\"\\\n\u00a7a\"\"\"]\n", "x");
   EXPECT_EQ(config.data.path, std::vector<std::string>{"\u00a7a"});
-  EXPECT_THAT(parse_refusal("\u0253 = 1"), Says("line 1"));
+  EXPECT_THAT(parse_refusal("\u0253 = 1"), Says("run.toml:1:1"));
 }
 
 TEST(ConfigParse, RefusesAHugeText) {
