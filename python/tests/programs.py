@@ -587,15 +587,10 @@ class Run:
     def backward(self, *results: int, retain: bool = False) -> None:
         """One backward through the sum of these results' losses."""
         self._backward(0, results, retain)
-        before = [set(slot) for slot in self.twin.arrived]
-        assert not any(before)
         for rank in range(self.world.size):
             self._backward(1 + rank, results, retain)
         owner = dict.fromkeys(self.twin.owner, "") if self.names["MERGES"] else self.twin.owner
-        reached = {owner[name] for slot in self.twin.arrived for name in slot}
-        for slot in self.twin.arrived:
-            slot.clear()
-        self.twin.reduce(name for name, unit in owner.items() if unit in reached and self.synced[unit])
+        self.twin.reduce(name for name, unit in owner.items() if self.synced[unit])
         for result in results:
             made = self.results[result]
             leaf, expected = made[0][0], made[1 + self.world.rank][0]

@@ -125,8 +125,7 @@ class Unitwise:
     `compute` gives its compute dtype, `arrival` the dtype to which a raw gradient is rounded, `wire` that in which a
     rank's sum is sent. By a unit's path: `cast` gives the dtype to which it casts its inputs, `output` the same for its
     results.
-    `owner` says which unit has a parameter, `names` gives the first name by any of it, `arrived` by rank what
-    has arrived since somebody cleared it.
+    `owner` says which unit has a parameter, `names` gives the first name by any of it.
     """
 
     def __init__(
@@ -158,7 +157,6 @@ class Unitwise:
         self._waiting: set[str] = set()
         self.owner: dict[str, str] = {}
         self.names: dict[str, str] = {}
-        self.arrived: list[set[str]] = [set() for _ in range(size)]
         for rank, one in enumerate(self.copies):
             self._prepare(one, rank)
 
@@ -250,7 +248,6 @@ class Unitwise:
             raw = parameter.grad.to(self._arrival(name) or parameter.grad.dtype).to(accumulate)
             slot = self._slots[rank]
             slot[name] = slot[name] + raw if name in slot else raw.clone()
-            self.arrived[rank].add(name)
             self._waiting.add(name)
             parameter.grad = None
 

