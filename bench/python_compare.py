@@ -9,7 +9,7 @@ Ranks are processes with one thread each, over Gloo; the two sides take turns, e
 because on a shared machine only neighbours in time can be compared. A step is forward, backward, clipping, AdamW and
 zero_grad. The cases:
 
-    qwen3    transformers' Qwen3, 18.9 M parameters, a unit a layer and the root: fp32, 512 tokens a rank
+    qwen3    transformers' Qwen3, 18.9 M parameters, a unit a layer and the root: fp32, 256 tokens a rank
     moe      its Qwen3-MoE, 47 M, experts by grouped products
     units    200 x Linear(64, 64), a unit each
     python   the program of `units` without its optimizer, in Python and in C++ (bench/unit_overhead): what Python adds
@@ -158,9 +158,10 @@ def token_loss(model, arguments):
 def measure(arguments):
     """One rank of one side: times, losses and memory."""
     import torch
+    import torch._dynamo  # torch.optim does when it is first used; memory is looked at afterwards
     import torch.distributed as dist
     if arguments.case in MODELS:
-        import transformers  # noqa: F401  before memory is looked at
+        import transformers  # noqa: F401
     local_ranks.join(arguments)
     side = {"fsdp2": FSDP2, "tessera": Tessera, ALONE: Plain}[arguments.side](arguments)
     model, units, loss_of = plain_model(arguments.case)
@@ -289,7 +290,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=25, help="of a round; the first 5 are not counted")
-    parser.add_argument("--rows", type=int, default=fsdp2_compare.ROWS_A_RANK, help="of 256 tokens, a rank and step")
+    parser.add_argument("--rows", type=int, default=1, help="of 256 tokens, a rank and step")
     parser.add_argument("--only", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--param-dtype", choices=fsdp2_compare.DTYPES, default="float32")
     parser.add_argument("--optimizer", choices=("own", "torch"), default="own")
