@@ -21,7 +21,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tessera import _C
-from tessera._parameter import ShardedParameter, stamp
+from tessera._parameter import ShardedParameter, give_to, stamp
 from tessera._policy import MixedPrecisionPolicy, ModelContract, contract_of, policy_of
 from tessera._world import Mesh, bound_mesh, track, usage_error
 
@@ -274,7 +274,9 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 # The tensors in the modules of all units.
 _leaves = WeakTensorKeyDictionary()
-_classes: weakref.WeakKeyDictionary[type[nn.Module], type[nn.Module]] = weakref.WeakKeyDictionary()
+# By the class that each is made of, as long as a module has it. A class refers to what it is made of, so that weak keys
+# would live for ever.
+_classes: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]] = weakref.WeakValueDictionary()
 
 
 def fully_shard(
@@ -372,9 +374,10 @@ def fully_shard(
 
 
 def _stamp_all(module: nn.Module) -> None:
-    """The library's tensors of all shards are ShardedParameters from here on, whoever asks for them."""
-    for _ in module.parameters():
-        pass
+    """The library's tensors of all shards are ShardedParameters of `module` from here on, whoever asks for them."""
+    for parameter in module.parameters():
+        if isinstance(parameter, ShardedParameter):
+            give_to(parameter, cast(FSDPModule, module))
 
 
 class FSDPModule(nn.Module):
@@ -498,7 +501,8 @@ class FSDPModule(nn.Module):
         unit_of(self).set_requires_gradient_sync(requires_gradient_sync, recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """False: HSDP's sum over copies of the model waits for a backward with True. For the whole model."""
+        """False: HSDP's sum over copies of the model waits for a backward with True. For the whole model, whatever
+        `recurse` says."""
         unit_of(self).set_requires_all_reduce(requires_all_reduce)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -583,12 +587,12 @@ class FSDPModule(nn.Module):
     # What a part of a model cannot do.
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        for parameter in self.parameters():
-            probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        for tensor in (*self.parameters(), *self.buffers()):
+            probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             after = fn(probe)
             if (after.dtype, after.device) != (probe.dtype, probe.device):
                 raise usage_error(
-                    f"{type(self).__name__}: found a change of its parameters from {probe.dtype} on {probe.device} to "
+                    f"{type(self).__name__}: found a change of its tensors from {probe.dtype} on {probe.device} to "
                     f"{after.dtype} on {after.device}, expected none after fully_shard; change dtype or device before, "
                     "or use mp_policy"
                 )

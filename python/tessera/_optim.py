@@ -8,6 +8,7 @@ Next: _state.py.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -215,6 +216,8 @@ def _plain(value: Any) -> Any:
 
 def follow(model: nn.Module) -> list[_C.Optimizer]:
     """The library's optimizers of `model` and of the units inside, which follow a set_trainable() of it."""
+    # One that the program has dropped may live in a cycle (a scheduler's): the ranks have to agree on who is there.
+    gc.collect()
     return [optimizer._bound for optimizer in _optimizers_of(model)]
 
 

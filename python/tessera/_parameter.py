@@ -155,12 +155,23 @@ class ShardedParameter(nn.Parameter):
 
 
 def stamp(shard: Tensor, module: FSDPModule, name: str, shape: Sequence[int], begin: int, end: int) -> ShardedParameter:
-    """Makes the library's tensor of a shard a ShardedParameter; the object stays the same one."""
+    """Makes the library's tensor of a shard a ShardedParameter; the object stays the same one.
+
+    The module that had it first keeps it until `give_to`: `full_tensor()` gathers what that module has, on every rank,
+    also where one rank alone has looked at parameters() of a module inside.
+    """
+    parameter = cast(ShardedParameter, shard)
     if type(shard) is not ShardedParameter:
         shard.__class__ = ShardedParameter
-    parameter = cast(ShardedParameter, shard)
-    parameter._module = weakref.ref(module)
+        give_to(parameter, module)
+    elif parameter._module() is None:
+        give_to(parameter, module)
     parameter._name = name
     parameter._global_shape = torch.Size(shape)
     parameter._range = (begin, end)
     return parameter
+
+
+def give_to(parameter: ShardedParameter, module: FSDPModule) -> None:
+    """From now on the parameter's contract and whole values are asked of `module`."""
+    parameter._module = weakref.ref(module)

@@ -21,6 +21,8 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 
 from tessera import _C
 from tessera._optim import GradScaler, ShardedOptimizer
+from tessera._parameter import ShardedParameter
+from tessera._policy import contract_of
 from tessera._world import usage_error, world
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -568,13 +570,28 @@ def load_optimizer_state(
         raise error from raised
     assert loaded is not None
     if not isinstance(optimizer, ShardedOptimizer):
-        optimizer.load_state_dict(loaded.by_number())
+        taken = loaded.by_number()
+        optimizer.load_state_dict(taken)
+        if isinstance(optimizer, torch.optim.SGD):
+            _keep_digits_of_momentum(unit, optimizer, taken)
         return
     _C.load_optimizer_state_dict(unit, optimizer._bound, loaded.entries(unit, optimizer), strict)
     group = optimizer.param_groups[0]
     for key, value in loaded.group_values(0).items():
         if key not in optimizer._fixed:
             group[key] = value
+
+
+def _keep_digits_of_momentum(unit: _C.Unit, optimizer: torch.optim.SGD, taken: dict[str, Any]) -> None:
+    """SGD's momentum has the dtype of gradients; torch.optim has rounded it to that of the shard, which has 16 bits."""
+    final = {contract.name: contract.final for contract in contract_of(unit).parameters}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, of_one in taken["state"].items():
+        momentum, parameter = of_one.get("momentum_buffer"), parameters[number]
+        if isinstance(momentum, Tensor) and isinstance(parameter, ShardedParameter) and parameter._name in final:
+            dtype = final[parameter._name]
+            if dtype != parameter.dtype:
+                optimizer.state[parameter]["momentum_buffer"] = momentum.to(parameter.device, dtype)
 
 
 class _LoadedState:

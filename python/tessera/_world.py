@@ -293,11 +293,12 @@ class _Process:
         if world is None or world.closed:
             return
         error = sys.exc_info()[1] or self.exit  # of a process of multiprocessing, that it still has to print
-        for module in list(self.sharded):
-            module.__dict__.pop(_UNIT, None)
         if error is not None and not is_good_end(error):
+            # Before units go, which would wait for reductions under way.
             world.close_failed(text_of(error))
             return
+        for module in list(self.sharded):
+            module.__dict__.pop(_UNIT, None)
         was_aborted = world.aborted
         why = "an error on another rank, which says it, has ended the run"
         try:
