@@ -147,7 +147,12 @@ class UnitCall {
     py::object replaced;
     {
       const py::gil_scoped_release release;
-      guarded([&] { call_->leave(outputs.places, wrappers, base_wrappers); });
+      try {
+        guarded([&] { call_->leave(outputs.places, wrappers, base_wrappers); });
+      } catch (const std::exception&) {
+        outputs.values.clear();  // here, where another thread may take the GIL
+        throw;
+      }
       call_.reset();
     }
     replaced = outputs.replaced(before);

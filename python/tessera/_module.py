@@ -12,11 +12,13 @@ import dataclasses
 import functools
 import types
 import weakref
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -66,6 +68,8 @@ def _find(value: Any, found: list[Tensor]) -> None:
     elif _is_dataclass(value):
         for field in dataclasses.fields(value):
             _find(getattr(value, field.name, None), found)
+    elif isinstance(value, UserDict):  # transformers' BatchEncoding is one
+        _find(value.data, found)
 
 
 def _put(value: Any, tensors: Iterator[Tensor | None], undo: list[Callable[[], None]] | None) -> Any:
@@ -105,6 +109,8 @@ def _put(value: Any, tensors: Iterator[Tensor | None], undo: list[Callable[[], N
                 if undo is not None and not frozen:
                     undo.append(functools.partial(_restore_field, value, field.name, after, before))
         return result
+    if isinstance(value, UserDict):
+        _put(value.data, tensors, undo)
     return value
 
 
@@ -231,6 +237,11 @@ class _Tree:
             raise usage_error(
                 f"fully_shard: found the parameter {path} without a shape, expected all shapes known; run the module "
                 "once, before fully_shard"
+            )
+        if is_traceable_wrapper_subclass(parameter) and id(parameter) not in self.ignored:
+            raise usage_error(
+                f"fully_shard: found the parameter {path} as {type(parameter).__name__}, expected a plain tensor; make "
+                "the module without, or name the parameter in ignored_params"
             )
         if id(parameter) in self.ignored or parameter in _leaves:
             return parameter  # one that a unit has already stays one object: its memory is that unit's
@@ -443,6 +454,8 @@ class FSDPModule(nn.Module):
                 found = shards.get(name, by_tensor.get(id(parameter)))
                 if found is None and (id(parameter) in ignored or _is_ignored_inside(self, parameter)):
                     found = cast(ShardedParameter, parameter)
+                if found is None:
+                    _require_seen(name, parameter)
                 if found is None or (remove_duplicate and id(found) in seen):
                     continue
                 seen.add(id(found))
@@ -615,6 +628,18 @@ class FSDPModule(nn.Module):
             f"pickle or torch.save: found {type(self).__name__}, of which this rank has a part, expected a plain "
             "module; save tessera.get_model_state_dict(module), or use tessera.save_checkpoint"
         )
+
+
+def _require_seen(name: str, parameter: nn.Parameter) -> None:
+    """Refuses a parameter that nobody would train."""
+    from tessera import _state
+
+    if parameter in _leaves or _state.holds_whole():
+        return
+    raise usage_error(
+        f"parameter {name}: found a tensor that was put into the module after fully_shard, expected those that were "
+        "there: it would compute, and nothing would reduce its gradient; change the module before fully_shard"
+    )
 
 
 def _is_ignored_inside(module: nn.Module, parameter: nn.Parameter) -> bool:

@@ -31,6 +31,25 @@ _READ_WHOLE = frozenset(
 )
 
 
+def _elementwise(
+    cls: type,
+    func: Callable[..., Any],
+    types: Sequence[type],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    """`__torch_function__` of shards and their gradients: refuses what reads them as if they were whole."""
+    name = getattr(func, "__name__", "")
+    if name in _READ_WHOLE:
+        raise usage_error(
+            f"{name}: found a shard or the gradient of one, expected a whole tensor: every rank would find the norm of "
+            "its own part; use tessera.clip_grad_norm_(model, max_norm), tessera.gradient_norm(model), "
+            "tessera.GradScaler, or parameter.full_tensor() and full_grad()"
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **(kwargs or {}))
+
+
 class ShardedGradient(Tensor):
     """The gradient of a shard: [elements of the shard], final dtype of the contract.
 
@@ -38,22 +57,7 @@ class ShardedGradient(Tensor):
     gradient, and ranks would clip by different ones.
     """
 
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if getattr(func, "__name__", "") in _READ_WHOLE:
-            raise usage_error(
-                f"{func.__name__}: found the gradients of shards, expected whole gradients: every rank would find the "
-                "norm of its own part; use tessera.clip_grad_norm_(model, max_norm), tessera.gradient_norm(model) or "
-                "tessera.GradScaler"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+    __torch_function__: Any = classmethod(_elementwise)
 
 
 _grad_of_tensor: Any = Tensor.grad
@@ -64,8 +68,10 @@ class ShardedParameter(nn.Parameter):
     """This rank's part of one parameter: elements `range` of the flattened whole, in the storage dtype, 1-D.
 
     Ranks have parts of different lengths, which may be empty. Optimizers that work element by element step it as they
-    would the whole; `ndim` and `shape` are those of the part. FSDP2's counterpart is a DTensor.
+    would the whole; `ndim` and `shape` are those of the part, and norms are refused. FSDP2's counterpart is a DTensor.
     """
+
+    __torch_function__: Any = classmethod(_elementwise)
 
     # Set by `stamp`.
     _module: weakref.ref[FSDPModule]
@@ -97,11 +103,17 @@ class ShardedParameter(nn.Parameter):
         return self._owner().contract()[self._name]
 
     def full_tensor(self) -> Tensor:
-        """Returns the whole parameter, [global_shape], storage dtype. Collective."""
+        """Returns the whole parameter, [global_shape], storage dtype. Collective.
+
+        Gathers what its module has, bucket by bucket: for several parameters take `full_parameters(module)`.
+        """
         return cast(Tensor, self._owner().__dict__["_tessera_unit"].full_parameters(self._name)[0][1])
 
     def full_grad(self) -> Tensor | None:
-        """Returns the whole gradient, [global_shape], final dtype; None for a frozen parameter. Collective."""
+        """Returns the whole gradient, [global_shape], final dtype; None for a frozen parameter. Collective.
+
+        As `full_tensor()`; for several parameters take `full_gradients(module)`.
+        """
         found = self._owner().__dict__["_tessera_unit"].full_gradients(self._name)
         return cast(Tensor, found[0][1]) if found else None
 
@@ -135,6 +147,20 @@ class ShardedParameter(nn.Parameter):
         raise usage_error(
             f"parameter {self._name}: found requires_grad_({requires_grad}) after fully_shard, expected it before; use "
             f"module.set_trainable({self._name!r}, {requires_grad}), which moves it, on all ranks"
+        )
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> NoReturn:
+        """Refused: gradients come to a shard from the reduction, not from autograd."""
+        self._refuse_hook("register_hook")
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> NoReturn:
+        """Refused as register_hook()."""
+        self._refuse_hook("register_post_accumulate_grad_hook")
+
+    def _refuse_hook(self, what: str) -> NoReturn:
+        raise usage_error(
+            f"{what}: found parameter {self._name} of a sharded module, expected a plain tensor: gradients come to a "
+            "shard from the reduction, not from autograd, which would never call the hook; change .grad after backward"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

@@ -87,6 +87,28 @@ def norm_of_a_gradient() -> None:
     next(after_backward().parameters()).grad.norm()
 
 
+@refused("norm.*full_tensor")
+def norm_of_a_shard() -> None:
+    next(sharded().parameters()).norm()
+
+
+@refused("register_hook.*change .grad")
+def hook_on_a_shard() -> None:
+    next(sharded().parameters()).register_hook(lambda gradient: gradient)
+
+
+@refused("register_post_accumulate_grad_hook.*change .grad")
+def optimizer_in_backward() -> None:
+    next(sharded().parameters()).register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+@refused("parameter late.weight: found a tensor that was put into the module after fully_shard")
+def a_module_that_comes_late() -> None:
+    model = sharded()
+    model.late = nn.Linear(2, 2)
+    torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 @refused("tessera.GradScaler")
 def torch_grad_scaler() -> None:
     model = sharded()

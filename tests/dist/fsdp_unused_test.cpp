@@ -287,6 +287,43 @@ TEST(SharedAcrossUnits, UsesOfTwoUnitsAddUnrounded) {
   });
 }
 
+// 1 by the root, 256 by the unit, -256 by the root behind it: naive, what the root does with the tensor
+// is one use for autograd with what the unit does, whose own sum is 0.
+TEST(SharedAcrossUnits, UsesOfAUnitAndOfTheCodeAroundItAddUnrounded) {
+  struct Use : torch::nn::Module {
+    explicit Use(const at::Tensor& w) : weight(register_parameter("weight", w)) {}
+    at::Tensor forward(const at::Tensor& x) { return (x * weight).sum(); }
+    at::Tensor weight;
+  };
+  struct Around : torch::nn::Module {
+    explicit Around(const at::Tensor& w) : weight(register_parameter("weight", w)) {}
+    at::Tensor forward(const at::Tensor& x) {
+      const auto before = (x * weight).sum();
+      const auto inside = unit->forward(x * 256);
+      return before + inside + (x * -256 * weight).sum();
+    }
+    at::Tensor weight;
+    std::shared_ptr<Sharded<Use>> unit;
+  };
+  ranks(2).run([](World& world) {
+    PrecisionPolicy policy;
+    policy.final_dtype = DType::kFloat32;
+    const auto bf16 = at::TensorOptions().dtype(at::kBFloat16);
+    auto inside = std::make_shared<Use>(here(at::ones({3}, bf16)));
+    auto around = std::make_shared<Around>(inside->weight);
+    around->unit = around->register_module(
+        "unit", std::make_shared<Sharded<Use>>(fully_shard(inside, data_mesh(world), policy)));
+    auto handle = fully_shard(around, data_mesh(world), policy);
+    for (int step = 0; step < 2; ++step) {
+      handle.zero_grad();
+      backward(handle.forward(here(at::ones({3}, bf16))));
+      const auto found = whole_gradients(handle);
+      ASSERT_EQ(found.size(), 1U);
+      EXPECT_TRUE(same_bits(found.begin()->second, here(at::full({3}, 1.0F)))) << step;
+    }
+  });
+}
+
 TEST_P(UnusedOnRanks, AWeightThatTheRootUsesToo) {
   struct Head : torch::nn::Module {
     explicit Head(std::shared_ptr<Block> b)

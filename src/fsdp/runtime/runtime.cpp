@@ -444,6 +444,7 @@ bool Runtime::gives_back(const Unit& unit) const {
 void Runtime::leave_forward(Unit& unit) {
   spans_.forward_ends();
   --unit.progress_.open_calls;
+  unit.renew_borrowed();
   if (recomputing() != nullptr) return;
   const bool ends_its_use = gives_back(unit);
   const bool outermost = forwards_.leave();

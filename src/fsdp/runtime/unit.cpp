@@ -309,6 +309,10 @@ void Unit::renew_accumulators() {
     if (!parameter->contract.trainable) continue;
     for (const auto& leaf : parameter->leaves) grad::renew_accumulator(*leaf);
   }
+  renew_borrowed();
+}
+
+void Unit::renew_borrowed() {
   for (const auto& leaf : borrowed) {
     if (leaf->owner->contract.trainable) grad::renew_accumulator(*leaf);
   }

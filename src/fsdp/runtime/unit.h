@@ -165,7 +165,10 @@ class Unit : public std::enable_shared_from_this<Unit> {
   /// this rank's shards hold now.
   void mark_stale(const at::Tensor& mark);
   void abandon_gather();  ///< after a failure: gives memory back without waiting for anything
+  /// As a forward of the unit begins; renew_borrowed() as it ends, so that what the code around it
+  /// does with leaves of its own is no further use of the same node. [Note: one leaf a use]
   void renew_accumulators();
+  void renew_borrowed();
   /// For trainable parameters, from the next sum on. Nothing may be summed yet.
   void set_divide_factor(double factor);
   void set_unshard_in_backward(bool value);
