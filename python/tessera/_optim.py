@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tessera import _C
+from tessera._module import unit_of
 from tessera._world import usage_error
 
 # Optimizers of torch.optim whose update of an element reads the shape or the norm of its whole tensor, or of all.
@@ -53,15 +54,9 @@ def _rules(rules: Iterable[OptimizerRule]) -> list[_C.OptimizerRule]:
     return [_C.OptimizerRule(_patterns(rule.match), rule.lr_scale, rule.weight_decay) for rule in rules]
 
 
-def _unit_of(model: nn.Module) -> _C.Unit:
-    from tessera._module import unit_of
-
-    return unit_of(model)
-
-
 def _shards_of(model: nn.Module) -> list[nn.Parameter]:
     """In the order of the plain module's parameters; ignored ones are not stepped here."""
-    shards = {id(part.shard) for part in _C.parameter_parts(_unit_of(model))}
+    shards = {id(part.shard) for part in _C.parameter_parts(unit_of(model))}
     return [parameter for parameter in model.parameters() if id(parameter) in shards]
 
 
@@ -145,7 +140,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Drops the gradients of the module, or sets them to zero. Errors: "usage" in a step."""
         model = self._model()
         if model is not None:
-            _unit_of(model).zero_grad(set_to_none)
+            unit_of(model).zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: patterns of `no_decay` and `rules` do what groups do. Errors: "usage"."""
@@ -282,7 +277,7 @@ class AdamW(ShardedOptimizer):
             "AdamW", amsgrad=amsgrad, maximize=maximize, capturable=capturable, differentiable=differentiable
         )
         core = _C.make_adamw(
-            _unit_of(model), float(lr), tuple(map(float, betas)), eps, weight_decay, _patterns(no_decay), _rules(rules)
+            unit_of(model), float(lr), tuple(map(float, betas)), eps, weight_decay, _patterns(no_decay), _rules(rules)
         )
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": False, "maximize": False,
@@ -322,7 +317,7 @@ class SGD(ShardedOptimizer):
                 f"SGD: found dampening {dampening}, expected 0, which is all that it has; use "
                 "torch.optim.SGD(model.parameters(), dampening=...)"
             )
-        core = _C.make_sgd(_unit_of(model), float(lr), momentum, weight_decay, _patterns(no_decay), _rules(rules))
+        core = _C.make_sgd(unit_of(model), float(lr), momentum, weight_decay, _patterns(no_decay), _rules(rules))
         defaults = {
             "lr": lr, "momentum": momentum, "dampening": 0, "weight_decay": weight_decay, "nesterov": False,
             "maximize": False, "foreach": foreach, "differentiable": False, "fused": fused,
@@ -369,7 +364,7 @@ class Muon(ShardedOptimizer):
         if ns_dtype not in (torch.float32, torch.bfloat16):
             raise usage_error(f"Muon: found ns_dtype {ns_dtype}, expected torch.float32 or torch.bfloat16")
         core = _C.make_muon(
-            _unit_of(model),
+            unit_of(model),
             lr=float(lr),
             weight_decay=weight_decay,
             momentum=momentum,
@@ -402,7 +397,7 @@ def gradient_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
     Parameters without gradient count as zero. Collective. Counterpart: torch.nn.utils.get_total_norm. Errors: "usage"
     while micro-batches wait to be reduced, and for another norm_type.
     """
-    return _norm_tensor(model, _C.gradient_norm(_unit_of(model), float(norm_type)))
+    return _norm_tensor(model, _C.gradient_norm(unit_of(model), float(norm_type)))
 
 
 @torch.no_grad()
@@ -420,7 +415,7 @@ def clip_grad_norm_(
     without effect. Collective. Counterpart: torch.nn.utils.clip_grad_norm_, which takes the parameters and is refused
     for shards: it would clip by one rank's norm. Errors: as `gradient_norm`.
     """
-    unit = _unit_of(model)
+    unit = unit_of(model)
     if max_norm < 0 or math.isnan(max_norm):
         raise usage_error(f"clip_grad_norm_: found max_norm {max_norm}, expected 0 or more; gradient_norm() measures")
     norm = _C.clip_grad_norm(unit, float(max_norm), float(norm_type))
@@ -439,7 +434,7 @@ def clip_grad_norm_(
 
 
 def _norm_tensor(model: nn.Module, norm: float) -> Tensor:
-    parts = _C.parameter_parts(_unit_of(model))
+    parts = _C.parameter_parts(unit_of(model))
     return torch.tensor(norm, dtype=torch.float32, device=parts[0].shard.device if parts else None)
 
 
@@ -448,7 +443,7 @@ def nonfinite_parameters(model: nn.Module, most: int = 10) -> list[str]:
 
     In the order of the model. Collective.
     """
-    return list(_C.nonfinite_parameters(_unit_of(model), most))
+    return list(_C.nonfinite_parameters(unit_of(model), most))
 
 
 class GradScaler:
@@ -485,7 +480,7 @@ class GradScaler:
         self._norm: float | None = None
         if enabled:
             self._bound = _C.GradScaler(
-                _unit_of(model), init_scale, growth_factor, backoff_factor, growth_interval, min_scale
+                unit_of(model), init_scale, growth_factor, backoff_factor, growth_interval, min_scale
             )
 
     def is_enabled(self) -> bool:
@@ -573,7 +568,7 @@ class GradScaler:
         model = self._model()
         if model is None:
             raise usage_error("GradScaler: found that the model it was made for is gone, expected it to live as long")
-        return _unit_of(model)
+        return unit_of(model)
 
 
 def _refuse_before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 
 from tessera import _C
+from tessera._module import FSDPModule, unit_of
 from tessera._optim import GradScaler, ShardedOptimizer
 from tessera._parameter import ShardedParameter
 from tessera._policy import contract_of
@@ -33,12 +34,6 @@ _inside = threading.local()
 def holds_whole() -> bool:
     """Whether this thread is in a state_dict() or load_state_dict() of a sharded module, whose tensors are whole."""
     return getattr(_inside, "depth", 0) > 0
-
-
-def _unit_of(module: nn.Module, what: str) -> _C.Unit:
-    from tessera._module import unit_of
-
-    return unit_of(module, what)
 
 
 # --- Whole tensors in the places of a module ------------------------------------------------------------------------
@@ -71,8 +66,6 @@ def _standing_in(places: list[_Place]) -> Iterator[None]:
 
 def _plain_method(module: nn.Module, name: str) -> Any:
     """The method of the module's own class."""
-    from tessera._module import FSDPModule
-
     return getattr(super(FSDPModule, module), name)
 
 
@@ -99,7 +92,7 @@ def whole_state_dict(
         arguments["destination"] = destination
     if holds_whole():  # a unit inside of the one whose dict is made
         return cast("dict[str, Any]", _plain_method(module, "state_dict")(**arguments))
-    unit = _unit_of(module, "state_dict")
+    unit = unit_of(module, "state_dict")
     whole = dict(_C.whole_parameters(unit, keep))
     if not keep:
         return {}
@@ -126,8 +119,6 @@ def whole_state_dict(
 
 def _loads_by_itself(module: nn.Module) -> bool:
     """Whether its class may read the parameters that it loads into, as those of torch.nn do not."""
-    from tessera._module import FSDPModule
-
     classes = [cls for cls in type(module).__mro__ if "_load_from_state_dict" in cls.__dict__ and cls is not FSDPModule]
     return not classes[0].__module__.startswith("torch.nn.modules.")
 
@@ -149,7 +140,7 @@ def load_whole(
     unexpected keys and for shapes; also for values that a storage dtype cannot hold exactly, which PyTorch rounds.
     """
     del assign
-    unit = _unit_of(module, "load_state_dict")
+    unit = unit_of(module, "load_state_dict")
     objection, raised, result = "", None, _IncompatibleKeys([], [])
     places: list[_Place] = []
     taken: list[tuple[_Place, Tensor]] = []
@@ -181,7 +172,8 @@ def _receivers(module: nn.Module, unit: _C.Unit, whole: dict[str, Tensor] | None
     """Stand-ins with the whole shapes for everything that a state dict holds."""
     parts = {part.name: part for part in _C.parameter_parts(unit)}
     names = {id(tensor): (tensor, name) for tensor, name in _C.parameter_places(unit)}
-    buffers = {id(tensor): (tensor, name) for tensor, _, name in _C.buffer_places(unit)}
+    # A module that computes with fewer digits than a buffer was loaded with shows those alone.
+    buffers = {id(tensor): (tensor, stored, name) for tensor, stored, name in _C.buffer_places(unit)}
 
     def stand_in(values: Tensor | None, like: Tensor | None, shape: Any, dtype: torch.dtype) -> Tensor:
         if whole is None:
@@ -202,10 +194,9 @@ def _receivers(module: nn.Module, unit: _C.Unit, whole: dict[str, Tensor] | None
         for key, buffer in each._buffers.items():
             if buffer is None or key in each._non_persistent_buffers_set:
                 continue
-            name = buffers[id(buffer)][1] if id(buffer) in buffers else None
-            places.append(
-                _Place(each._buffers, key, buffer, stand_in(None, buffer, buffer.shape, buffer.dtype), name)
-            )
+            _, stored, known = buffers.get(id(buffer), (buffer, buffer, None))
+            receiver_of_buffer = stand_in(None, stored, buffer.shape, stored.dtype)
+            places.append(_Place(each._buffers, key, buffer, receiver_of_buffer, known))
     return places
 
 
@@ -365,7 +356,7 @@ def get_model_state_dict(model: nn.Module, *, options: Any = None) -> dict[str, 
     torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True.
     """
     asked = _checked(options, "get_model_state_dict")
-    unit = _unit_of(model, "get_model_state_dict")
+    unit = unit_of(model, "get_model_state_dict")
     state = whole_state_dict(model, keep=not asked.cpu_offload or _C.rank_of(unit) == 0)
     if asked.ignore_frozen_params:
         for name in _frozen_names(model):
@@ -381,7 +372,7 @@ def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], 
     Counterpart: torch.distributed.checkpoint.state_dict.set_model_state_dict. Errors: as model.load_state_dict.
     """
     asked = _checked(options, "set_model_state_dict")
-    unit = _unit_of(model, "set_model_state_dict")
+    unit = unit_of(model, "set_model_state_dict")
     if asked.broadcast_from_rank0:
         model_state_dict = _from_rank0(unit, model_state_dict, _device_of(unit))
     may_miss = _frozen_names(model) if asked.ignore_frozen_params else []
@@ -423,22 +414,70 @@ class _Parameters:
 
 def _named_state(model: nn.Module, optimizer: torch.optim.Optimizer, first_alone: bool, what: str) -> dict[str, Any]:
     """{"state": {name: {...}}, "param_groups": [{"params": [names], ...}]}, whole tensors. Collective."""
-    unit = _unit_of(model, what)
+    unit = unit_of(model, what)
     known = _Parameters(model, unit)
     state: dict[str, dict[str, Any]] = {}
+    like_shards: dict[str, dict[str, Tensor]] = {}
+    groups: list[dict[str, Any]] = []
+    raised: BaseException | None = None
+    try:
+        for group in optimizer.param_groups:
+            values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            groups.append({**values, "params": [_name_in(known, p, optimizer, what) for p in group["params"]]})
+        if not isinstance(optimizer, ShardedOptimizer):
+            state, like_shards = _local_state(known, optimizer, what)
+    except BaseException as error:
+        raised = error
+    _refuse_raised(unit, what, raised, "usage")
     if isinstance(optimizer, ShardedOptimizer):
         for canonical, steps, kept in _C.optimizer_state_dict(unit, optimizer._bound, first_alone):
             if steps > 0:
                 step = torch.tensor(float(steps), dtype=torch.float32)
                 state[known.first[canonical]] = {"step": step, **kept}
     else:
-        state = _gathered_state(unit, known, optimizer, not first_alone or _C.rank_of(unit) == 0, what)
+        keep = not first_alone or _C.rank_of(unit) == 0
+        _refuse_other_keys(unit, like_shards, what)
+        for key in sorted(like_shards):
+            for canonical, whole in _C.gather_like_shards(unit, like_shards[key], keep).items():
+                state[known.first[canonical]][key] = whole
+        state = state if keep else {}
     state = {name: state[name] for name in known.name_of.values() if name in state}
-    groups = []
-    for group in optimizer.param_groups:
-        values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        groups.append({**values, "params": [_name_in(known, p, optimizer, what) for p in group["params"]]})
     return {"state": state, "param_groups": groups}
+
+
+def _refuse_raised(unit: _C.Unit, what: str, raised: BaseException | None, kind: str = "contract") -> None:
+    """Raises tessera.Error of the given kind on all ranks where one of them has caught an exception. Collective.
+
+    What is no Exception, as KeyboardInterrupt, is raised again on its own rank.
+    """
+    words = ""
+    if raised is not None:
+        words = str(raised)
+        if not words or not isinstance(raised, (RuntimeError, TypeError, ValueError)):
+            words = f"{what}: {type(raised).__name__}: {words}"
+    try:
+        _C.refuse_on_all(unit, what, words)
+    except _C.Error as error:
+        if raised is not None and not isinstance(raised, Exception):
+            raise raised from None
+        if error.kind == "contract":
+            error.kind = kind
+        raise error from raised
+
+
+def _refuse_other_keys(unit: _C.Unit, like_shards: dict[str, dict[str, Tensor]], what: str) -> None:
+    """Raises tessera.Error on all ranks where one has other state to gather than rank 0. Collective."""
+    mine = sorted(f"{key} of {name} in {x.dtype}" for key, of_all in like_shards.items() for name, x in of_all.items())
+    first = _C.first_rank_bytes(unit, "\n".join(mine).encode()).decode().splitlines()
+    objection = ""
+    if mine != first:
+        found = [line for line in mine if line not in first]
+        expected = [line for line in first if line not in mine]
+        objection = (
+            f"{what}: found {', '.join(found[:3]) or 'nothing more'} on rank {_C.rank_of(unit)}, expected "
+            f"{', '.join(expected[:3]) or 'nothing more'}, as on rank 0; make the same updates on every rank"
+        )
+    _C.refuse_on_all(unit, what, objection)
 
 
 def _name_in(known: _Parameters, parameter: Tensor, optimizer: torch.optim.Optimizer, what: str) -> str:
@@ -452,10 +491,10 @@ def _name_in(known: _Parameters, parameter: Tensor, optimizer: torch.optim.Optim
     return name
 
 
-def _gathered_state(
-    unit: _C.Unit, known: _Parameters, optimizer: torch.optim.Optimizer, keep: bool, what: str
-) -> dict[str, dict[str, Any]]:
-    """The state of an optimizer of torch.optim over shards: what is laid out as the shard comes whole."""
+def _local_state(
+    known: _Parameters, optimizer: torch.optim.Optimizer, what: str
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Tensor]]]:
+    """The state of an optimizer of torch.optim by name, and by key what is laid out as the shard: to be gathered."""
     state: dict[str, dict[str, Any]] = {}
     like_shards: dict[str, dict[str, Tensor]] = {}
     for group in optimizer.param_groups:
@@ -480,11 +519,7 @@ def _gathered_state(
                         f"{what}: found {key} of {name} in {type(optimizer).__name__} with the shape "
                         f"{tuple(value.shape)}, expected that of the shard, {tuple(part.shard.shape)}, or a number"
                     )
-    for key in sorted(like_shards):
-        gathered = _C.gather_like_shards(unit, like_shards[key], keep)
-        for canonical, values in gathered.items():
-            state[known.first[canonical]][key] = values
-    return state if keep else {}
+    return state, like_shards
 
 
 def optimizer_state_by_index(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -517,7 +552,7 @@ def get_optimizer_state_dict(model: nn.Module, optimizers: Optimizers, *, option
         result["param_groups"].extend(named["param_groups"])
     if not asked.cpu_offload:
         return result
-    return cast("dict[str, Any]", _on_cpu(result)) if _C.rank_of(_unit_of(model, what)) == 0 else {}
+    return cast("dict[str, Any]", _on_cpu(result)) if _C.rank_of(unit_of(model, what)) == 0 else {}
 
 
 def set_optimizer_state_dict(
@@ -534,7 +569,7 @@ def set_optimizer_state_dict(
     """
     what = "set_optimizer_state_dict"
     asked = _checked(options, what)
-    unit = _unit_of(model, what)
+    unit = unit_of(model, what)
     if asked.broadcast_from_rank0:
         optim_state_dict = _from_rank0(unit, optim_state_dict, _device_of(unit))
     several = _several(optimizers)
@@ -556,30 +591,57 @@ def load_optimizer_state(
 ) -> None:
     """Loads a state by names or by numbers. `shared`: the dict also has parameters of other optimizers. Collective."""
     what = "set_optimizer_state_dict"
-    unit = _unit_of(model, what)
+    unit = unit_of(model, what)
     known = _Parameters(model, unit)
-    objection, raised = "", None
-    loaded: _LoadedState | None = None
+    raised: BaseException | None = None
+    taken: dict[str, Any] = {}
+    entries: list[tuple[str, int, dict[str, Tensor]]] = []
+    values: dict[str, Any] = {}
+    kept_dtypes: dict[str, dict[str, torch.dtype]] = {}
     try:
         loaded = _LoadedState(known, optimizer, state_dict, strict, shared)
-    except (RuntimeError, TypeError, ValueError, KeyError) as error:
-        raised, objection = error, f"{what}: {error}" if isinstance(error, KeyError) else str(error)
+        if isinstance(optimizer, ShardedOptimizer):
+            kept_dtypes = optimizer._bound.kept_dtypes(unit)
+            entries = loaded.entries(kept_dtypes)
+            values = {k: v for k, v in loaded.group_values(0).items() if k not in optimizer._fixed}
+        else:
+            taken = loaded.by_number()
+    except BaseException as error:
+        raised = error
+    _refuse_raised(unit, what, raised)
+    if isinstance(optimizer, ShardedOptimizer):
+        _fill_masters(unit, entries, kept_dtypes)
+        _C.load_optimizer_state_dict(unit, optimizer._bound, entries, strict)
+        optimizer.param_groups[0].update(values)
+        return
+    before = optimizer.state, optimizer.param_groups
     try:
-        _C.refuse_on_all(unit, what, objection)
-    except _C.Error as error:
-        raise error from raised
-    assert loaded is not None
-    if not isinstance(optimizer, ShardedOptimizer):
-        taken = loaded.by_number()
         optimizer.load_state_dict(taken)
         if isinstance(optimizer, torch.optim.SGD):
             _keep_digits_of_momentum(unit, optimizer, taken)
+    except BaseException as error:
+        raised = error
+    try:
+        _refuse_raised(unit, what, raised)
+    except BaseException:
+        optimizer.state, optimizer.param_groups = before
+        raise
+
+
+def _fill_masters(
+    unit: _C.Unit,
+    entries: list[tuple[str, int, dict[str, Tensor]]],
+    kept_dtypes: dict[str, dict[str, torch.dtype]],
+) -> None:
+    """Masters of float16 that a dict does not have are copies of the parameters. Collective."""
+    # A rank whose dict has all of them gathers, too.
+    if not any("master" in dtypes for dtypes in kept_dtypes.values()):
         return
-    _C.load_optimizer_state_dict(unit, optimizer._bound, loaded.entries(unit, optimizer), strict)
-    group = optimizer.param_groups[0]
-    for key, value in loaded.group_values(0).items():
-        if key not in optimizer._fixed:
-            group[key] = value
+    whole = dict(_C.whole_parameters(unit, True))
+    for name, steps, kept in entries:
+        dtype = kept_dtypes[name].get("master")
+        if dtype is not None and steps > 0 and "master" not in kept:
+            kept["master"] = whole[name].to(dtype)
 
 
 def _keep_digits_of_momentum(unit: _C.Unit, optimizer: torch.optim.SGD, taken: dict[str, Any]) -> None:
@@ -611,8 +673,7 @@ class _LoadedState:
         if "state" not in state_dict or "param_groups" not in state_dict:
             raise RuntimeError(
                 f'{what}: found a dict with {list(state_dict)[:3]}, expected "state" and "param_groups"; a flattened '
-                'one is '
-                "of flatten_optimizer_state_dict=True: save it without"
+                "one is of flatten_optimizer_state_dict=True: save it without"
             )
         self._known = known
         self._optimizer = optimizer
@@ -701,16 +762,13 @@ class _LoadedState:
                         f"{type(optimizer).__name__} was made; make it with the value of the dict"
                     )
 
-    def entries(self, unit: _C.Unit, optimizer: ShardedOptimizer) -> list[tuple[str, int, dict[str, Tensor]]]:
-        """(the library's name, updates, whole tensors in its dtypes) of what the optimizer steps."""
-        expected = optimizer._bound.kept_dtypes(unit)
+    def entries(self, expected: dict[str, dict[str, torch.dtype]]) -> list[tuple[str, int, dict[str, Tensor]]]:
+        """(the library's name, updates, whole tensors in its dtypes) of what the optimizer steps.
+
+        `expected`: the dtypes by the library's names. Masters of float16 that the dict does not have are left out.
+        """
         own = set(self._own[0])
         listed = dict.fromkeys(name for group in self._groups for name in group["params"] if name in own)
-        whole: dict[str, Tensor] | None = None
-        # Masters of float16 are copies of the parameters: gathered on every rank or on none.
-        needs_whole = any("master" in dtypes for dtypes in expected.values())
-        if needs_whole:
-            whole = dict(_C.whole_parameters(unit, True))
         result = []
         for name in listed:
             part = self._known.part[name]
@@ -725,8 +783,6 @@ class _LoadedState:
                     kept[key] = kept[key].to(dtype)
                 elif key == "master_remainder" and steps > 0 and key not in kept:
                     kept[key] = torch.zeros(part.shape, dtype=dtype)
-                elif key == "master" and steps > 0 and key not in kept and whole is not None:
-                    kept[key] = whole[part.name].to(dtype)
             result.append((part.name, steps, kept))
         return result
 
@@ -798,7 +854,7 @@ def save_checkpoint(
     Errors, on all ranks: "usage" for an optimizer that is not of tessera, for parameters, extra state or buffers that
     the format does not hold, for ranks that ask for different things; "io".
     """
-    unit = _unit_of(model, "save_checkpoint")
+    unit = unit_of(model, "save_checkpoint")
     _refuse_what_is_not_saved(model, unit)
     _C.save_checkpoint(
         unit,
@@ -821,7 +877,7 @@ def load_checkpoint(
     torch.distributed.checkpoint.load. Errors, on all ranks: "io" where there is none, "format" naming the file or
     tensor that is missing, unknown or altered, "config" for another optimizer or loss scale, "usage".
     """
-    unit = _unit_of(model, "load_checkpoint")
+    unit = unit_of(model, "load_checkpoint")
     _refuse_what_is_not_saved(model, unit)
     bound = _bound_optimizer(optimizer, "load_checkpoint")
     found = _C.load_checkpoint(unit, bound, str(folder), None if scaler is None else scaler._bound)

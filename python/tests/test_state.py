@@ -300,6 +300,28 @@ class TestRefusedLoads:
         for value in model.state_dict().values():
             assert_bits("loaded", value, values)
 
+    def test_missing_buffer_keeps_its_digits(self, world: Any) -> None:
+        """A buffer that a lenient load misses keeps the digits with which it was loaded, beside a class that loads by
+        itself, too."""
+
+        class OwnWay(nn.Linear):
+            def __init__(self) -> None:
+                super().__init__(WIDTH, WIDTH)
+                self.register_buffer("third", torch.full((3,), 1 / 3))
+
+            def _load_from_state_dict(self, *arguments: Any) -> None:
+                super()._load_from_state_dict(*arguments)
+
+        model = nn.Sequential(OwnWay())
+        narrow = tessera.Rule("0.third", param_dtype=torch.bfloat16)
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(rules=(narrow,)))
+        before = model.state_dict()
+        model(drawn(7, shape=(4, WIDTH)))
+        assert model[0].third.dtype == torch.bfloat16  # fewer digits, from the first forward on
+        state = {name: value for name, value in before.items() if "third" not in name}
+        assert model.load_state_dict(state, strict=False).missing_keys == ["0.third"]
+        assert_bits("third", model.state_dict()["0.third"], torch.full((3,), 1 / 3))
+
     def test_tied_values_that_differ(self, world: Any) -> None:
         """Two values for one tied parameter are named: a plain module takes the last without a word."""
         model = shard_layers(Everything(), EVERYTHING_UNITS)
@@ -531,6 +553,86 @@ class TestOptimizers:
         other = torch.optim.SGD(Mlp(WIDTH).parameters(), lr=0.1)
         with pytest.raises(tessera.Error, match="a parameter of the shape"):
             tessera.get_optimizer_state_dict(model, other)
+
+    @pytest.mark.parametrize("way", ["no state", "another key", "another shape", "a foreign parameter", "no dict"])
+    def test_other_state_on_one_rank(self, world: Any, way: str) -> None:
+        """A rank whose optimizer of torch.optim has other state than rank 0's ends the call on all ranks."""
+        if world.size == 1:
+            pytest.skip("one rank has no other")
+        model, optimizer, _, _ = stepped(world, *OPTIMIZERS["torch.AdamW"])
+        shard = dict(model.named_parameters())["layers.1.weight"]
+        kind = "contract" if way in ("no state", "another key") else "usage"
+        words = r"exp_avg.* of layers\.1\.weight"
+        if way == "a foreign parameter":
+            words = "a parameter of the shape"
+        elif way == "no dict":
+            words = "AttributeError"
+        if world.rank == world.size - 1:
+            if way == "no state":
+                del optimizer.state[shard]
+            elif way == "another key":
+                optimizer.state[shard]["other"] = optimizer.state[shard].pop("exp_avg_sq")
+            elif way == "another shape":
+                optimizer.state[shard]["exp_avg"] = torch.ones(2, 3)
+            elif way == "a foreign parameter":
+                optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+            else:
+                optimizer.state[shard] = None
+        with pytest.raises(tessera.Error, match=words) as caught:
+            tessera.get_optimizer_state_dict(model, optimizer)
+        assert caught.value.kind == kind
+
+    @pytest.mark.parametrize("name", ["AdamW", "torch.AdamW"])
+    def test_exceptions_on_one_rank(self, world: Any, name: str) -> None:
+        """Whatever a load raises on one rank, all ranks raise, and nothing has changed on any."""
+        model, optimizer, _, _ = stepped(world, *OPTIMIZERS[name])
+        named = tessera.get_optimizer_state_dict(model, optimizer)
+        fails = world.rank == world.size - 1
+
+        def refused(words: str, state: Any) -> None:
+            with pytest.raises(tessera.Error, match=words) as caught:
+                tessera.set_optimizer_state_dict(model, optimizer, state)
+            assert caught.value.kind == "contract"
+            after = tessera.get_optimizer_state_dict(model, optimizer)
+            assert after["param_groups"] == named["param_groups"]
+            for parameter, state in named["state"].items():
+                for key, value in state.items():
+                    assert_bits(f"{key} of {parameter}", after["state"][parameter][key], value)
+
+        zeros = copy.deepcopy(named)
+        for of_one in zeros["state"].values():
+            of_one["exp_avg"].zero_()
+        zeros["param_groups"][0]["lr"] = 0.5
+        refused("AttributeError", {**zeros, "state": None} if fails else zeros)
+        if name == "AdamW":
+            broken = copy.deepcopy(zeros)
+            broken["state"]["layers.1.bias"]["step"] = "many"
+            refused("many", broken if fails else zeros)
+            return
+
+        def fail(*_: Any) -> None:
+            raise LookupError("the hook has failed")
+
+        hook = optimizer.register_load_state_dict_post_hook(fail if fails else lambda _: None)
+        refused("LookupError: .*the hook has failed", zeros)
+        hook.remove()
+
+    def test_momentum_of_sixteen_bits(self, world: Any) -> None:
+        """Momentum of torch.optim.SGD, which has more digits than 16-bit shards, comes back with all of them."""
+        model = shard_layers(Mlp(WIDTH).bfloat16(), MLP_UNITS)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        for step in range(2):
+            mse(model, world.rank, step, torch.bfloat16).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        named = tessera.get_optimizer_state_dict(model, optimizer)
+        momenta = {name: state["momentum_buffer"] for name, state in named["state"].items()}
+        assert list(momenta) == [name for name, _ in model.named_parameters()]
+        assert any(not torch.equal(x, x.bfloat16().float()) for x in momenta.values())
+        continued = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        tessera.set_optimizer_state_dict(model, continued, named)
+        for name, state in tessera.get_optimizer_state_dict(model, continued)["state"].items():
+            assert_bits(f"momentum of {name}", state["momentum_buffer"], momenta[name])
 
     def test_of_a_unit_inside(self, world: Any) -> None:
         """An optimizer that was made for a unit inside has that unit's names there, and the model's in the model."""
