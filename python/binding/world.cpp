@@ -28,26 +28,29 @@ namespace {
 
 /// A lost rank ends the call that waits, not the process: `except` and `finally` of Python run.
 WorldOptions options_of(const std::string& backend, const std::string& device,
-                        std::optional<double> timeout) {
+                        std::optional<double> timeout, std::optional<double> init_timeout) {
+  const auto milliseconds = [](double seconds) {
+    return std::chrono::milliseconds(std::llround(std::ceil(seconds * 1000)));
+  };
   WorldOptions options;
   options.backend = backend;
   options.device = device;
-  if (timeout) {
-    options.timeout = std::chrono::milliseconds(std::llround(std::ceil(*timeout * 1000)));
-  }
+  if (timeout) options.timeout = milliseconds(*timeout);
+  if (init_timeout) options.init_timeout = milliseconds(*init_timeout);
   options.lost_rank_ends = LostRankEnds::kCall;
   return options;
 }
 
 std::shared_ptr<World> connect(const std::string& backend, const std::string& device,
-                               std::optional<double> timeout) {
-  return World::connect(options_of(backend, device, timeout));
+                               std::optional<double> timeout, std::optional<double> init_timeout) {
+  return World::connect(options_of(backend, device, timeout, init_timeout));
 }
 
 std::shared_ptr<World> from_store(const StorePtr& store, int rank, int size,
                                   const std::string& backend, const std::string& device,
-                                  std::optional<double> timeout) {
-  return World::from_store(store, rank, size, options_of(backend, device, timeout));
+                                  std::optional<double> timeout,
+                                  std::optional<double> init_timeout) {
+  return World::from_store(store, rank, size, options_of(backend, device, timeout, init_timeout));
 }
 
 ReduceOp operation(const std::string& name) {
@@ -69,17 +72,21 @@ void run_signal_handlers(unsigned long main_thread) {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
+bool must_fail = false;  // where the process would end well
+
 /// The interpreter gives exit() a code of its own, which what its atexit functions find cannot
-/// change. Where that is 0 the process ends with 1, once nothing is left to do but to flush.
+/// change. Where that is 0 the process ends with 1.
 void exit_with_failure() {
-  static const int registered = ::on_exit(
-      [](int code, void*) {
-        if (code != 0) return;
-        std::fflush(nullptr);
-        ::_exit(1);
-      },
-      nullptr);
+  static const int registered = ::on_exit([](int code, void*) { must_fail = code == 0; }, nullptr);
   TESSERA_INVARIANT(registered == 0, "exit_with_failure: found no room for a function");
+}
+
+/// Functions of on_exit() and atexit(), and destructors of static objects, have run when those of
+/// libraries do: a profiler has written what it found.
+__attribute__((destructor)) void fail_at_the_end() {
+  if (!must_fail) return;
+  std::fflush(nullptr);
+  ::_exit(1);
 }
 
 }  // namespace
@@ -87,10 +94,10 @@ void exit_with_failure() {
 void bind_world(py::module_& module) {
   py::class_<World, std::shared_ptr<World>>(module, "World", DestroyedWithoutGil())
       .def_static("connect", &connect, py::kw_only(), py::arg("backend"), py::arg("device"),
-                  py::arg("timeout"), ReleaseGil())
+                  py::arg("timeout"), py::arg("init_timeout") = py::none(), ReleaseGil())
       .def_static("from_store", &from_store, py::arg("store"), py::arg("rank"), py::arg("size"),
                   py::kw_only(), py::arg("backend"), py::arg("device"), py::arg("timeout"),
-                  ReleaseGil())
+                  py::arg("init_timeout") = py::none(), ReleaseGil())
       .def_property_readonly("rank", &World::rank)
       .def_property_readonly("size", &World::size)
       .def_property_readonly("local_rank", &World::local_rank)

@@ -196,6 +196,10 @@ class _Exit(SystemExit):
     def code(self, code: Any) -> None:
         _CODE.__set__(self, code)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy or a pickle is a plain SystemExit."""
+        return SystemExit, self.args, vars(self)
+
 
 _Exit.__name__ = _Exit.__qualname__ = "SystemExit"
 _Exit.__module__ = "builtins"
@@ -235,6 +239,10 @@ class _Process:
             self.undo.append(lambda: finalizer.cancel() if finalizer.still_active() else None)
         atexit.register(self.end)
         self.undo.append(lambda: atexit.unregister(self.end))
+        if world.device.type != "cpu" and torch._C._is_multithreading_enabled():
+            # Streams and waits of a device belong to the thread that runs the forward: backwards stay on it.
+            torch.autograd.set_multithreading_enabled(False)
+            self.undo.append(lambda: torch._C._set_multithreading_enabled(True))
         if world.size > 1:
             self.watch_exceptions()
 
@@ -305,6 +313,10 @@ class _Process:
             world.close()
         except Error as failure:
             why = str(failure)
+        except BaseException as failure:  # Ctrl-C, or what another handler of a signal raises
+            if self.ends_by_finalizers():
+                raise  # multiprocessing makes an exit code of it
+            why = text_of(failure)
         else:
             if world.aborted == was_aborted:
                 return
@@ -372,9 +384,6 @@ def init(
             )
         bound = _C.World.connect(**options)
     world = World(bound)
-    if world.device.type != "cpu":
-        # Streams and waits of a device belong to the thread that runs the forward: backwards stay on it.
-        torch.autograd.set_multithreading_enabled(False)
     _process.join(world, asked)
     return world
 

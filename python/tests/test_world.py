@@ -181,6 +181,8 @@ def test_sys_exit_raises_what_it_raised(
         sys.exit(*status)  # type: ignore[arg-type]
     assert (caught.value.code, caught.value.args) == (code, arguments)
     assert type(caught.value).__name__ == "SystemExit"
+    copied = pickle.loads(pickle.dumps(caught.value))
+    assert (type(copied), copied.code, copied.args) == (SystemExit, code, arguments)
     caught.value.code = 5
     assert caught.value.code == 5
     assert not world.closed

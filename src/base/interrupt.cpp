@@ -18,7 +18,7 @@
 namespace tessera {
 namespace {
 
-/// The one that is set. A check belongs to the process, as a signal handler does.
+/// Holds the check that is set. It belongs to the process, as a signal handler does.
 struct Check {
   std::atomic<bool> is_set{false};
   base::Mutex mutex;
@@ -30,7 +30,7 @@ Check& the_check() {
   return check;
 }
 
-/// What is handled, as far as it can be told without keeping it alive.
+/// Tells one exception that is handled from another, without keeping it alive.
 struct Thrown {
   const void* object = nullptr;
   const std::type_info* type = nullptr;

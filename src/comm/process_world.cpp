@@ -32,9 +32,6 @@ constexpr std::chrono::seconds kBoardFirst{1};
 
 constexpr std::chrono::milliseconds kUndoPatience{1000};
 
-// What others hear where the interrupt check of this rank has thrown.
-constexpr const char* kInterrupted = "interrupted while it waited for other ranks";
-
 std::optional<FailureRecord> decoded(const std::optional<std::string>& bytes) {
   return bytes ? decode_failure(*bytes) : std::nullopt;
 }

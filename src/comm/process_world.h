@@ -46,8 +46,9 @@ struct World::State {
   at::Device device{at::kCPU};
   std::shared_ptr<comm::HostWaits> host_waits;  ///< none on the CPU
 
-  /// One group at a time is looked up and made, without the mutex: its connections take as long as
-  /// the other ranks do, and what is asked meanwhile may want another thread of this rank.
+  /// The right of one thread to look up and make a group; other threads wait for it. The mutex is
+  /// free meanwhile: connecting takes as long as the other ranks do, which may need an answer from
+  /// another thread of this rank first.
   class Making {
    public:
     /// Waits while another thread makes one. Errors: what the interrupt check throws.
@@ -74,6 +75,8 @@ namespace tessera::comm {
 
 /// Why a rank aborts its World before it recovers: whoever still waits for it is to leave, too.
 inline constexpr const char* kRecovers = "recovers from an error of its own";
+/// Other ranks hear this where the interrupt check of a rank has thrown.
+inline constexpr const char* kInterrupted = "interrupted while it waited for other ranks";
 
 class ProcessWorld : public World {
  public:

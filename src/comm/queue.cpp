@@ -118,7 +118,7 @@ struct Pending::State {
     out.store(kOut, std::memory_order_release);
     out.notify_all();
   }
-  /// Until issued() was called. Errors: what the interrupt check throws.
+  /// Until issued() was called. Errors: what the interrupt check throws; kUsage in a child of fork().
   void wait_until_out();
 
   static constexpr int kOut = -1;
@@ -155,6 +155,8 @@ class WakesIssueWait final : public base::WakesWait {
 void Pending::State::wait_until_out() {
   int now = out.load(std::memory_order_acquire);
   if (now == kOut) return;
+  // The thread that would issue it is the parent's.
+  if (world_abort_flag->is_in_child()) world_abort_flag->raise();
   const WakesIssueWait wakes(out, kOut);
   base::InterruptTimer timer;
   for (; now != kOut; now = out.load(std::memory_order_acquire)) {

@@ -17,7 +17,9 @@
 #include "comm/device.h"
 #include "comm/process_world.h"
 #include "launch/child_ends.h"
+#include "launch/failure_record.h"
 #include "launch/hosts.h"
+#include "launch/peer_watch.h"
 #include "launch/spawn.h"
 #include "launch/store.h"
 #include "tessera/error.h"
@@ -83,17 +85,11 @@ std::optional<int> start_ranks(RunPlace& place, const WorldOptions& options) {
 
 namespace {
 
-// In front of all keys of a World over a program's store, and of the count of such Worlds.
-constexpr const char* kOverStore = "tessera";
+// The place at which ranks over a program's store tell each other their hosts.
+constexpr const char* kHosts = "the store";
 
-/// Each rank counts for itself: all make their Worlds in one order.
-std::string prefix_over(const StorePtr& store, int rank) {
-  const auto count = store->add(concat(kOverStore, "/worlds of rank ", rank), 1);
-  return concat(kOverStore, "/world ", count);
-}
-
-/// What the launcher says, where it means this rank; else none. Variables that contradict each
-/// other are the program's business, which has another way to know its ranks.
+/// Reads the variables of the launcher; none where they mean another rank, or contradict each
+/// other: they are the program's business, which has another way to know its ranks.
 std::optional<LaunchEnvironment> launcher_of(int rank, int size, const WorldOptions& options) {
   try {
     auto launch =
@@ -106,7 +102,7 @@ std::optional<LaunchEnvironment> launcher_of(int rank, int size, const WorldOpti
   }
 }
 
-/// Also of hosts that have one name.
+/// Differs also between hosts that have the same name.
 std::string this_host() {
   std::array<char, 256> name{};
   if (::gethostname(name.data(), name.size() - 1) != 0) name.front() = '\0';
@@ -117,14 +113,15 @@ std::string this_host() {
 
 std::string name_of(const std::string& host) { return host.substr(0, host.find(' ')); }
 
-/// Where the ranks are, as they tell each other over the store.
+std::string host_key(int rank) { return concat("host/", rank); }
+
+/// Finds where the ranks are: they tell each other over the store.
 LaunchEnvironment found_over(Store& store, int rank, int size, const WorldOptions& options) {
-  const auto key = [](int of) { return concat("host/", of); };
   const std::string mine = this_host();
-  store.set(key(rank), mine);
-  store.meet("the store", rank, all_ranks(size), options.init_timeout, AbortFlag());
+  store.set(host_key(rank), mine);
+  store.meet(kHosts, rank, all_ranks(size), options.init_timeout, AbortFlag());
   std::vector<std::string> keys;
-  for (int of = 0; of < size; ++of) keys.push_back(key(of));
+  for (int of = 0; of < size; ++of) keys.push_back(host_key(of));
   const auto hosts = store.get_all(keys);
   LaunchEnvironment launch;
   launch.rank = rank;
@@ -145,6 +142,20 @@ LaunchEnvironment found_over(Store& store, int rank, int size, const WorldOption
   return launch;
 }
 
+/// This rank was interrupted before it had a World. It still takes its place, so that the others
+/// come to the failure watch, which reads them why it is not there.
+void tell_interrupted(Store& store, int rank, int size) noexcept {
+  const base::NoInterrupts until_told;
+  try {
+    const FailureRecord failure{FailureClass::kPrimary, monotonic_ns(), rank, 1, kInterrupted};
+    store.set_if_absent(store_key::kFailure, encode(failure));
+    store.set(host_key(rank), this_host());
+    store.arrive(kHosts, rank, size);
+  } catch (const std::exception&) {
+    // A store that is gone, or silent, tells nobody.
+  }
+}
+
 }  // namespace
 
 std::shared_ptr<World> connect_over(const StorePtr& store, int rank, int size,
@@ -159,18 +170,24 @@ std::shared_ptr<World> connect_over(const StorePtr& store, int rank, int size,
   if (size == 1) return World::of_one(options);
   const auto over = [&] {
     try {
-      return Store::over(store, prefix_over(store, rank), size, options.init_timeout,
-                         options.timeout);
+      return Store::over(store, rank, size, options.init_timeout, options.timeout);
     } catch (const Error&) {
       throw;
     } catch (const std::exception& error) {
       if (base::handles_interrupt()) throw;
       throw LostRank(
-          concat("World::from_store: the store does not answer: ", one_line(error.what())));
+          concat("world: the store of the program does not answer: ", one_line(error.what())));
     }
   }();
-  over->require_size(rank, size);
-  const LaunchEnvironment launch = found_over(*over, rank, size, options);
+  const LaunchEnvironment launch = [&] {
+    try {
+      over->require_size(rank, size);
+      return found_over(*over, rank, size, options);
+    } catch (...) {
+      if (base::handles_interrupt()) tell_interrupted(*over, rank, size);
+      throw;
+    }
+  }();
   auto world = std::make_shared<ProcessWorld>(launch, options, over);
   world->attach_thread();
   return world;

@@ -99,7 +99,7 @@ void Group::Call::require_usable(const at::Tensor& tensor) const {
                 ", expected a contiguous tensor; give x.contiguous()");
   TESSERA_CHECK(!(tensor.requires_grad() && at::GradMode::is_enabled()), ErrorKind::kUsage, text(),
                 ": found a tensor that requires grad, expected one that does not: no gradient "
-                "passes through a collective; give x.detach(), or call it under at::NoGradGuard");
+                "passes through a collective; give x.detach(), or call it without grad mode");
   static_cast<void>(tensor.const_data_ptr());  // released storage says here whose it is
 }
 

@@ -191,7 +191,7 @@ std::size_t references(const at::Tensor& tensor, const std::vector<at::Tensor*>&
   return count;
 }
 
-/// What a call returns, and how often a front end refers to it by objects that it gives up.
+/// The results of a call, and how often a front end refers to them by objects that it gives up.
 struct Results {
   const std::vector<at::Tensor*>& tensors;
   const std::vector<std::size_t>& wrappers;       ///< by result; empty: none
@@ -361,7 +361,7 @@ ShardedBase::CallKind ShardedBase::Call::kind_here() {
                                                           : CallKind::kForward;
 }
 
-/// What the call has opened on this thread.
+/// Closes what the call has opened on this thread.
 void ShardedBase::Call::close() noexcept {
   regions_.reset();
   auto* watch = watched_ ? DtypeWatch::Observer::of(handle_.unit_->runtime()) : nullptr;

@@ -79,9 +79,9 @@ at::Tensor poisoned_like(const at::Tensor& leaf, const std::string& name) {
   tensor.unsafeGetTensorImpl()->set_sizes_contiguous(leaf.sizes());
   tensor.storage().unsafeGetStorageImpl()->release_data_and_set_meta_custom_data_ptr_error_msg_(
       concat("gradient of the unsharded parameter ", name,
-             ": found an access, expected none; gradients are on the handle's shards: give "
-             "handle.parameters() to the optimizer and to the clip, and register no hook on the "
-             "module's tensors"));
+             ": found an access, expected none; gradients are on the shards: give "
+             "parameters() of what fully_shard returned to the optimizer and to the clip, and "
+             "register no hook on the module's tensors"));
   return tensor;
 }
 

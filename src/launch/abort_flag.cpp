@@ -58,7 +58,9 @@ std::string Patience::works_of(const std::vector<int>& ranks) const {
     if (!work.empty()) works += concat("; rank ", rank, " was busy with: ", work);
   }
   if (works.empty()) return works;
-  return concat(works, "; raise comm.init_timeout_seconds where that takes longer");
+  return concat(works,
+                "; raise the init timeout (comm.init_timeout_seconds, WorldOptions::init_timeout, "
+                "init_timeout= of tessera.init) where that takes longer");
 }
 
 void AbortFlag::raise(const std::string& what) const {

@@ -114,9 +114,9 @@ class AbortFlag {
   /// How often it was marked: what nobody waits for any more may look so seldom that it is cleared
   /// in between.
   std::uint64_t marks() const { return marks_; }
-  /// Marked, or over.
+  /// Whether it was marked, or the World is over.
   bool is_set() const { return set_.load(std::memory_order_acquire) || is_in_child(); }
-  /// Marked.
+  /// Whether it was marked.
   bool is_aborted() const { return aborted_.load(std::memory_order_relaxed); }
 
   /// The World is closed: from now on check() and raise() throw kUsage, whether it was marked or not.
@@ -127,7 +127,7 @@ class AbortFlag {
     ++marks_;
     set_.store(true, std::memory_order_release);
   }
-  /// What hangs on this flag has threads and connections, which a child of fork() has not.
+  /// Threads and connections hang on this flag, which a child of fork() has not: it is over there.
   void belong_to_this_process() { forks_ = base::forks(); }
   bool is_in_child() const { return forks_ >= 0 && forks_ != base::forks(); }
   /// Errors: kUsage when the World is over; nothing when it was only marked.
@@ -143,9 +143,9 @@ class AbortFlag {
       ask_interrupt();
   }
   void ask_interrupt() const;
-  /// For a wait that has asked by itself, and was interrupted.
+  /// Aborts the World. A wait that has asked by itself calls it when it was interrupted.
   void tell_interrupted() const;
-  /// What aborts the World then; called in the thread that was interrupted.
+  /// Sets how an interrupt aborts the World; called in the thread that was interrupted.
   void when_interrupted(std::function<void()> abort);
 
   std::string why() const {

@@ -21,6 +21,9 @@ namespace {
 // c10d gives its own error at its timeout; only where it gives none do we.
 constexpr std::chrono::milliseconds kStoreMargin{1000};
 
+// In front of all keys of a World over a program's store, and of the count of such Worlds.
+constexpr const char* kOverStore = "tessera";
+
 // Between two looks for the last one of a meeting: all that wait ask the same server.
 constexpr std::chrono::microseconds kLongestPause{5000};
 constexpr std::chrono::microseconds kPauseForEach{200};
@@ -46,11 +49,21 @@ class JoinsSilently {
   const int before_ = FLAGS_caffe2_log_level;
 };
 
+/// BoundedCalls::run on a thread of its own. Errors: also what the interrupt check throws.
+template <class Call>
+auto run_asking(Call call, std::chrono::milliseconds limit) {
+  base::InterruptTimer timer;
+  return BoundedCalls().run(std::move(call), limit, [&] {
+    if (timer.is_due()) base::ask_interrupt();
+    return false;
+  });
+}
+
 std::string no_answer(const std::string& server, std::chrono::milliseconds limit) {
   return concat("store: no answer for ", in_seconds(limit), " from ", server);
 }
 
-/// Rank 0's socket. A name that only its own host takes for a loopback address (Debian writes such
+/// Opens rank 0's socket. A name that only its own host takes for a loopback address (Debian writes such
 /// a line into /etc/hosts) would leave the others waiting.
 Listener listen_for(const LaunchEnvironment& launch) {
   Listener listener = listen_on(launch.master_addr, launch.master_port);
@@ -179,8 +192,8 @@ class CountersOf final : public SharedCounters {
 
 }  // namespace
 
-/// The interrupt check during one call. A store that answers late is given some time more, so that
-/// the connection stays in order, and the others can be told over it.
+/// Asks the interrupt check during one call. A store that answers late is given some time more, so
+/// that the connection stays in order, and the others can be told over it.
 class Store::Questions {
  public:
   explicit Questions(std::shared_ptr<const AbortFlag> abort_flag)
@@ -272,11 +285,7 @@ std::shared_ptr<Store> Store::connect(const LaunchEnvironment& launch,
   };
   std::optional<c10::intrusive_ptr<c10d::TCPStore>> tcp;
   try {
-    base::InterruptTimer timer;
-    tcp = BoundedCalls().run(open, timeout + kStoreMargin, [&] {
-      if (timer.is_due()) base::ask_interrupt();
-      return false;
-    });
+    tcp = run_asking(open, timeout + kStoreMargin);
   } catch (const std::exception& error) {
     if (base::handles_interrupt()) throw;
     const std::string why = one_line(error.what());
@@ -307,18 +316,22 @@ c10::intrusive_ptr<c10d::Store> clone_or_share(const c10::intrusive_ptr<c10d::St
 
 }  // namespace
 
-std::shared_ptr<Store> Store::over(const c10::intrusive_ptr<c10d::Store>& store,
-                                   const std::string& prefix, int ranks,
-                                   std::chrono::milliseconds timeout,
+std::shared_ptr<Store> Store::over(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                   int ranks, std::chrono::milliseconds timeout,
                                    std::chrono::milliseconds answers_within) {
   const JoinsSilently silence;
   const std::string server = "the program's store";
-  const auto open = [store] { return clone_or_share(store); };
-  const auto connection = BoundedCalls().run(open, timeout + kStoreMargin);
+  const auto open = [store, rank] {
+    auto connection = clone_or_share(store);
+    // Each rank counts for itself: all make their Worlds in one order.
+    const auto count = connection->add(concat(kOverStore, "/worlds of rank ", rank), 1);
+    return c10::make_intrusive<c10d::PrefixStore>(concat(kOverStore, "/world ", count),
+                                                  std::move(connection));
+  };
+  auto connection = run_asking(open, timeout + kStoreMargin);
   if (!connection) throw LostRank(no_answer(server, timeout));
   return std::shared_ptr<Store>(
-      new Store(c10::make_intrusive<c10d::PrefixStore>(prefix, *connection), server, timeout,
-                answers_within, ranks));
+      new Store(*std::move(connection), server, timeout, answers_within, ranks));
 }
 
 std::shared_ptr<Store> Store::second_connection(std::chrono::milliseconds longer) const {

@@ -1,11 +1,10 @@
 // Store: the small shared dictionary by which ranks find each other and tell of failures.
 //
 // A thin layer over c10d's stores: TCP between processes, a map between threads, or what a program
-// has already. Waiting is by
-// polling, so that a wait can end when the World is aborted, and a server that has stopped without
-// closing its connections is found by a limit on every call (bounded_calls.h). A step needs it only
-// where two ranks send to each other for the first time ([Note: connections]), and beside it the
-// failure watch beats and looks. Next: failure_watch.h.
+// has already. Waiting is by polling, so that a wait can end when the World is aborted, and a server
+// that has stopped without closing its connections is found by a limit on every call
+// (bounded_calls.h). A step needs it only where two ranks send to each other for the first time
+// ([Note: connections]), and beside it the failure watch beats and looks. Next: failure_watch.h.
 #pragma once
 
 #include <chrono>
@@ -43,12 +42,13 @@ class Store {
   /// The rank with which it goes; none: it lives as long as this process, or as the launcher.
   std::optional<int> server_rank() const { return server_rank_; }
 
-  /// Over the store of the program, which may be shared with others: keys are under `prefix`, and
-  /// calls go over a connection of its own where the store can clone() itself. One that cannot is
-  /// shared: it takes the calls of several threads in turn, and none of ours waits in it.
-  static std::shared_ptr<Store> over(const c10::intrusive_ptr<c10d::Store>& store,
-                                     const std::string& prefix, int ranks,
-                                     std::chrono::milliseconds timeout,
+  /// Uses the store of the program, which may be shared with others: keys are under a prefix that
+  /// counts the Worlds over it, and calls go over a connection of its own where the store can
+  /// clone() itself. One that cannot is shared: it takes the calls of several threads in turn, and
+  /// none of ours waits in it. Errors: LostRank when it gives no answer within `timeout`; what the
+  /// store, or the interrupt check, throws.
+  static std::shared_ptr<Store> over(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                     int ranks, std::chrono::milliseconds timeout,
                                      std::chrono::milliseconds answers_within);
 
   /// The same store over a connection of its own, where it can have one, which is waited for so

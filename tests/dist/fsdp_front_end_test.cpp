@@ -194,7 +194,7 @@ TEST(FrontEndCall, AnExceptionOfTheFrontEndEndsTheStepOnAllRanksUntilRecovery) {
       run->become([layer](const Several& in) -> Several { return {layer->forward(in[0])}; });
       if (count > 1) {
         EXPECT_THAT(thrown_by([&] { (*model.root)(input_of(world.rank(), 1, kWidth)); }),
-                    Says("call World::recover() on every rank first"));
+                    Says("recover the World on every rank first"));
         world.recover();
       }
       model.root->zero_grad();

@@ -151,7 +151,7 @@ TEST_P_ON_RANKS(LifetimeOnRanks, AnOptimizerOnTheModulesOwnParametersIsNamed, Ge
 TEST_P_ON_RANKS(LifetimeOnRanks, AClipOfTheModulesOwnParametersIsNamed, GetParam()) {
   ShardedChain model(data_mesh(world), 1, 2, kWidth);
   backward(squares(model.handle.forward(input_of(world.rank(), 0, kWidth))));
-  const auto message = Says("gradient of the unsharded parameter a", "handle.parameters()");
+  const auto message = Says("gradient of the unsharded parameter a", "give parameters() of");
   EXPECT_THAT(
       thrown_by([&] { torch::nn::utils::clip_grad_norm_({model.chain->blocks[0]->a}, 1.0); }),
       message);
@@ -178,7 +178,7 @@ TEST_P_ON_RANKS(LifetimeOnRanks, TorchOptimOnTheShardsWorks, GetParam()) {
 TEST_ON_RANKS(Lifetime, CallingAModulePastItsHandleThrowsAtTheReleasedParameter, 2) {
   ShardedChain model(data_mesh(world), 1, 2, kWidth);
   EXPECT_THAT(thrown_by([&] { model.chain->blocks[0]->forward(input_of(0, 0, kWidth)); }),
-              Says("block0", "call the module through the handle"));
+              Says("block0", "call what fully_shard returned"));
 }
 
 // One rank that computes in its storage dtype is never released: the gradient is what gives it

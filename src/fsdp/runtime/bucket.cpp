@@ -172,12 +172,10 @@ void Bucket::set_parameter(std::size_t index, Parameter& parameter) {
 }
 
 void Bucket::expect_gradient(std::size_t index) {
-  TESSERA_CHECK(
-      unit_.expects_gradients(), ErrorKind::kContract, "gradient of ",
-      parameters_[index]->contract.name, ": found one outside an open forward of its unit ",
-      unit_.shown_name(),
-      ", expected one after a forward through its handle; call the module through the handle "
-      "that fully_shard returned");
+  TESSERA_CHECK(unit_.expects_gradients(), ErrorKind::kContract, "gradient of ",
+                parameters_[index]->contract.name,
+                ": found one outside an open forward of its unit ", unit_.shown_name(),
+                ", expected one after a sharded forward; call what fully_shard returned");
   unit_.runtime().on_gradient();
 }
 

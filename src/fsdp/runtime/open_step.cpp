@@ -113,8 +113,8 @@ void OpenStep::require_not_over(const char* what) const {
                 "StepScope");
   TESSERA_CHECK(
       is_open && !runtime_.has_failed(), ErrorKind::kComm, what,
-      ": found a step that has failed, expected one that is open; call World::recover() on every "
-      "rank, then zero_grad(), and open another StepScope");
+      ": found a step that has failed, expected one that is open; recover the World on every rank "
+      "(World::recover, world.recover() in Python), then zero_grad(), and open another StepScope");
 }
 
 void OpenStep::require_nothing_under_way(const char* what) const {

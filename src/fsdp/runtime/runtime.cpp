@@ -183,7 +183,9 @@ void Runtime::require_recovered() const {
     comm::barrier(world().control(), "after a failure");  // throws at once what it was aborted for
   } catch (const comm::LostRank& error) {
     throw comm::LostRank(concat("a sharded forward was entered after a failure of this run (",
-                                error.what(), "); call World::recover() on every rank first"));
+                                error.what(),
+                                "); recover the World on every rank first (World::recover, "
+                                "world.recover() in Python)"));
   }
 }
 
@@ -327,7 +329,7 @@ std::shared_ptr<Entry> Runtime::enter_recompute(Unit& unit) {
   return entry;
 }
 
-/// Here and on the other ranks, as every error of a backward.
+/// Throws here, and on the other ranks, as every error of a backward does.
 void Runtime::refuse_repeated(const Unit& unit, const std::string& found_and_remedy) {
   const auto message =
       concat("unit ", unit.shown_name(), ": found a forward inside a backward ", found_and_remedy);
@@ -385,8 +387,8 @@ void Runtime::require_repeats(const Unit& unit) {
   }
 }
 
-/// Outside of the plan, which gathers it for its backward, at a place that all ranks come by where
-/// they run the same. On those that do not, what the others issue is not known.
+/// The plan, which gathers the unit for its backward, has no gather here. All ranks come by this
+/// place where they run the same; a rank that does not cannot know what the others issue.
 void Runtime::gather_again(Unit& unit) {
   const auto gather = [&](Unit& one) {
     if (one.gathered() || one.gather_pending() || one.always_unsharded() || one.buckets().empty()) {

@@ -140,7 +140,7 @@ std::string Unit::released_message() const {
   return concat(
       "parameters of unit ", shown_name(),
       ": found an access while they are sharded, expected one inside a forward or backward of "
-      "the unit; call the module through the handle that fully_shard returned",
+      "the unit; call what fully_shard returned",
       controls.unshard_in_backward
           ? ""
           : ", and set_unshard_in_backward(true) if its backward reads them");

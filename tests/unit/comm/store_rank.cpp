@@ -22,7 +22,9 @@
 #include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "comm/batch.h"
 #include "comm/group.h"
+#include "comm/queue.h"
 #include "tessera/error.h"
 #include "tessera/group.h"
 #include "tessera/interrupt.h"
@@ -192,10 +194,19 @@ void fork_one(const Rank& rank) {
   auto world = rank.connect();
   auto held = std::make_unique<tessera::Group>(world->group());
   require_sum(*world);
+  comm::Batch batch;
+  batch.label.kind = comm::Kind::kAllReduce;
+  batch.label.unit = "under way at the fork";
+  batch.ops.push_back(comm::Combine{at::zeros({1}, at::kByte)});
+  std::atomic<bool> forked{rank.number != 0};
+  comm::Pending pending = world->queue().submit(world->control(), std::move(batch), [&] {
+    while (!forked) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  });
   if (rank.number == 0) {
     std::cout.flush();
     const pid_t child = ::fork();
     if (child == 0) {
+      told([&] { pending.wait(); });
       told([&] { held->barrier("child"); });
       told([&] { world->group(); });
       world->abort("child");
@@ -206,10 +217,12 @@ void fork_one(const Rank& rank) {
       say("child is done");
       ::_exit(0);
     }
+    forked = true;
     int status = 0;
     ::waitpid(child, &status, 0);
     say(tessera::concat("child ended by ", status));
   }
+  pending.wait();
   for (int turn = 0; turn < 3; ++turn) require_sum(*world);
   world->close();
 }

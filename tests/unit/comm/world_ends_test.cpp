@@ -142,6 +142,7 @@ TEST(WorldEnds, ChildOfForkDoesNothingToTheWorldOfItsParent) {
   expect_done(ends.of[1]);
   EXPECT_THAT(ends.of[0].out,
               Says("threw usage", "made in another process", "child is done", "child ended by 0"));
+  EXPECT_THAT(ends.of[0].out, Not(Says("threw nothing")));
 }
 
 /// Ranks that are threads, over a store in memory. Each returns what `body` throws.
@@ -191,7 +192,7 @@ TEST(WorldOverAStore, RanksOutsideAndAMissingStoreAreRefused) {
   EXPECT_EQ(World::from_store({}, 0, 1)->size(), 1);
 }
 
-TEST(WorldOverAStore, InterruptLeavesTheWaitForRanksThatDoNotCome) {
+TEST(WorldOverAStore, InterruptLeavesTheWaitForRanksThatDoNotComeWhoHearOfItWhenTheyDo) {
   struct Interrupt : std::runtime_error {
     using std::runtime_error::runtime_error;
   };
@@ -201,6 +202,11 @@ TEST(WorldOverAStore, InterruptLeavesTheWaitForRanksThatDoNotCome) {
       seconds_of([&] { EXPECT_THROW(World::from_store(store, 0, 2, of_threads()), Interrupt); }),
       0.4);
   set_interrupt_check({});
+  EXPECT_LT(seconds_of([&] {
+              EXPECT_REFUSED(kComm, World::from_store(store, 1, 2, of_threads()),
+                             "rank 0: interrupted");
+            }),
+            10);
 }
 
 TEST(WorldOfOne, ClosedWorldRefusesCalls) {
