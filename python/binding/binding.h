@@ -14,9 +14,9 @@
 
 namespace tessera::python {
 
-/// Of a function of the library: other Python threads run while it does.
+/// Other Python threads run while a function that is bound with this does.
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
-/// Of a class whose C++ destructor may wait for other ranks or drop tensors.
+/// A class whose C++ destructor may wait for other ranks or drop tensors is bound with this.
 using DestroyedWithoutGil = py::release_gil_before_calling_cpp_dtor;
 
 using TorchDType = std::optional<at::ScalarType>;

@@ -50,7 +50,8 @@ bool is_python_alone(const py::list& tensors, std::size_t place) {
   return Py_REFCNT(tensor) <= 2 * times;
 }
 
-/// The same for a tensor that a result is a view of, of which the caller has the only reference.
+/// Whether nothing of Python refers to the tensor that a result is a view of, beside the caller, which
+/// has one reference.
 bool is_base_alone(const py::object& base) {
 #if TESSERA_TORCH_AT_LEAST(2, 13)
   constexpr Py_ssize_t of_tensor = 1;  // while C++ refers to a tensor, that refers to its object
@@ -170,7 +171,7 @@ class UnitCall {
   }
 
  private:
-  /// What the library throws ends the call, as an exception of a module does.
+  /// An error of the library ends the call, as an exception of a module does.
   template <class Act>
   void guarded(const Act& act) {
     try {
@@ -194,8 +195,8 @@ class UnitCall {
   std::unique_ptr<PythonUnit::Call> call_;
 };
 
-// Of reductions under way on the CPU. The library's default keeps the wire busier; here one layer's is
-// enough, as in FSDP2, and the memory of the rest is for activations.
+// Reductions under way on the CPU have at most as many bytes. The library's default keeps the wire
+// busier; here one layer's is enough, as in FSDP2, and the memory of the rest is for activations.
 constexpr std::int64_t kInFlightBytes = std::int64_t{8} << 20;
 
 ShardOptions make_options(const std::string& name, std::optional<bool> reshard_after_forward,
@@ -350,7 +351,6 @@ void bind_unit(py::module_& module) {
            py::arg("reshard_after_forward"), py::arg("merge_below_bytes"), py::arg("divide_factor"),
            py::arg("output_dtype"), py::arg("ignored"), py::arg("tied"),
            py::arg("unstored_buffers"))
-      .def("ignored_names", &Unit::ignored_names)
       .def("contract", &contract_of)
       .def("shards", &shards_of)
       .def(

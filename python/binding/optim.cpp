@@ -80,7 +80,8 @@ std::shared_ptr<Optimizer> muon(const PythonUnit& unit, double lr, double weight
   return make_muon(unit, options);
 }
 
-/// What it keeps of each trained parameter once that is updated, by the parameter's name.
+/// By the name of each trained parameter, the dtypes of the tensors that the optimizer keeps of it
+/// once it is updated.
 using KeptDTypes = std::map<std::string, std::map<std::string, DType>>;
 
 KeptDTypes kept_dtypes(const Optimizer& optimizer, const PythonUnit& unit) {
@@ -132,7 +133,6 @@ void bind_optimizers(py::module_& module) {
       .def(py::init(&make_rule), py::arg("match"), py::arg("lr_scale") = py::none(),
            py::arg("weight_decay") = py::none());
   py::class_<Optimizer, std::shared_ptr<Optimizer>>(module, "Optimizer", DestroyedWithoutGil())
-      .def_property_readonly("name", &Optimizer::name)
       .def_property("lr", &Optimizer::lr, &Optimizer::set_lr)
       .def("step", &Optimizer::step, ReleaseGil())
       .def("kept_dtypes", &kept_dtypes_of, py::arg("unit"));

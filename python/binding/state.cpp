@@ -28,7 +28,6 @@ namespace {
 
 using Tensors = std::map<std::string, at::Tensor>;
 using Named = std::vector<std::pair<std::string, at::Tensor>>;
-using Difference = std::pair<std::vector<std::string>, std::vector<std::string>>;
 
 /// (tensor that a module registers, the canonical name of its parameter). Each place of a tied one
 /// has a tensor of its own.
@@ -57,9 +56,9 @@ std::vector<std::tuple<at::Tensor, at::Tensor, std::string>> buffer_places(const
   return places;
 }
 
-/// What Python needs to know of a parameter to cut its part from a whole tensor.
+/// Python cuts a rank's part of a parameter from a whole tensor by this.
 struct Part {
-  std::vector<std::string> names;  // the canonical one first
+  std::string name;  // the canonical one
   at::Tensor shard;
   std::vector<std::int64_t> shape;
   at::ScalarType storage = at::kFloat;
@@ -73,7 +72,7 @@ std::vector<Part> parts_of(const PythonUnit& unit) {
   std::vector<Part> parts;
   for (const auto& view : unit.shards()) {
     const auto& contract = *view.contract;
-    parts.push_back({names.of(contract), view.shard, contract.shape,
+    parts.push_back({names.of(contract).front(), view.shard, contract.shape,
                      to_scalar_type(contract.storage.dtype), view.begin, view.end,
                      contract.trainable});
   }
@@ -95,11 +94,10 @@ Named whole_parameters(const PythonUnit& unit, bool keep) {
   return whole;
 }
 
-Difference load(PythonUnit& unit, const Named& values, bool strict) {
+void load(PythonUnit& unit, const Named& values, bool strict) {
   StateDict entries;
   for (const auto& [name, tensor] : values) entries.push_back(whole_entry(name, tensor.detach()));
-  auto difference = load_state_dict(unit, entries, strict ? Strict::kYes : Strict::kNo);
-  return {std::move(difference.missing), std::move(difference.unexpected)};
+  load_state_dict(unit, entries, strict ? Strict::kYes : Strict::kNo);
 }
 
 /// (parameter, updates, what is kept) of each parameter that the optimizer steps.
@@ -116,15 +114,13 @@ OptimizerEntries whole_optimizer_state(const PythonUnit& unit, const Optimizer& 
   return entries;
 }
 
-Difference load_optimizer_state(const PythonUnit& unit, Optimizer& optimizer,
-                                const OptimizerEntries& entries, bool strict) {
+void load_optimizer_state(const PythonUnit& unit, Optimizer& optimizer,
+                          const OptimizerEntries& entries, bool strict) {
   OptimizerStateDict dict{optimizer.name(), {}};
   for (const auto& [parameter, steps, kept] : entries) {
     dict.parameters.push_back({parameter, steps, kept});
   }
-  auto difference =
-      load_optimizer_state_dict(unit, optimizer, dict, strict ? Strict::kYes : Strict::kNo);
-  return {std::move(difference.missing), std::move(difference.unexpected)};
+  load_optimizer_state_dict(unit, optimizer, dict, strict ? Strict::kYes : Strict::kNo);
 }
 
 /// The slice of one bucket that has `values` in the places of the parameters' shards, in `dtype`,
@@ -229,9 +225,8 @@ World& world_of(const PythonUnit& unit) { return *unit.mesh().world(); }
 }  // namespace
 
 void bind_state(py::module_& module) {
-  py::class_<Part>(module, "Part")
-      .def_property_readonly("name", [](const Part& part) { return part.names.front(); })
-      .def_readonly("names", &Part::names)
+  py::class_<Part>(module, "Part", DestroyedWithoutGil())
+      .def_readonly("name", &Part::name)
       .def_readonly("shard", &Part::shard)
       .def_property_readonly("shape",
                              [](const Part& part) { return py::tuple(py::cast(part.shape)); })
