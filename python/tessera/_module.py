@@ -218,6 +218,11 @@ class _Tree:
                 tree.add_parameter(key, self._leaf(module, key, path + key, parameter))
         for key, buffer in module._buffers.items():
             if buffer is not None:
+                if buffer.is_meta:  # buffers stay the same objects, so that a load cannot give it memory
+                    raise usage_error(
+                        f"fully_shard: found the buffer {path + key} on the meta device, expected one with values; "
+                        "set it on the module, on the device that computes, before fully_shard"
+                    )
                 tree.add_buffer(key, buffer)
                 if key in module._non_persistent_buffers_set:
                     self.unstored.append(path + key)

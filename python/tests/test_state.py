@@ -217,6 +217,21 @@ class TestModel:
         x = drawn(3, world.rank, shape=(4, WIDTH))
         assert_bits("loss", model(x), plain(x))
 
+    def test_meta_buffers(self, world: Any) -> None:
+        """A buffer on the meta device is refused by its name, and the module can be sharded once it has values."""
+        with torch.device("meta"):
+            model = Everything()
+        with pytest.raises(tessera.Error, match=r"buffer counter\.seen on the meta device") as caught:
+            fully_shard(model)
+        assert caught.value.kind == "usage"
+        assert type(model) is Everything
+        for module in model.modules():
+            for key, buffer in module._buffers.items():
+                setattr(module, key, torch.ones(buffer.shape, dtype=buffer.dtype))
+        plain = Everything()
+        fully_shard(model).load_state_dict(plain.state_dict())
+        assert_same_dicts(model.state_dict(), plain.state_dict())
+
     def test_copies_of_the_model(self, world: Any) -> None:
         """With HSDP's copies alone, a dict goes to and from shards with its bits."""
         plain = Everything()
