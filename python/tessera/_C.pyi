@@ -14,10 +14,19 @@ class Error(RuntimeError):
 
 class World:
     @staticmethod
-    def connect(*, backend: str, device: str, timeout: float | None) -> World: ...
+    def connect(
+        *, backend: str, device: str, timeout: float | None, init_timeout: float | None = None
+    ) -> World: ...
     @staticmethod
     def from_store(
-        store: Store, rank: int, size: int, *, backend: str, device: str, timeout: float | None
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        backend: str,
+        device: str,
+        timeout: float | None,
+        init_timeout: float | None = None,
     ) -> World: ...
     @property
     def rank(self) -> int: ...

@@ -30,7 +30,7 @@ Error = _C.Error
 ReduceOp = Literal["sum", "max", "min"]
 
 _MODEL_AXES = ("tp", "ep", "etp", "cp", "pp")
-_ARGUMENTS = ("backend", "device", "timeout", "group", "prefer")  # of init()
+_ARGUMENTS = ("backend", "device", "timeout", "init_timeout", "group", "prefer")  # of init()
 _UNIT = "_tessera_unit"
 _LIBRARIES = tuple(os.path.dirname(file) + os.sep for file in (__file__, torch.__file__))
 
@@ -340,6 +340,7 @@ def init(
     backend: str = "auto",
     device: str | torch.device | None = None,
     timeout: float | datetime.timedelta | None = None,
+    init_timeout: float | datetime.timedelta | None = None,
     group: dist.ProcessGroup | None = None,
     prefer: Literal["process_group", "launcher"] = "process_group",
 ) -> World:
@@ -354,6 +355,7 @@ def init(
         device: "cpu"; "cuda", from which each local rank takes the device of its number; or "cuda:0". None takes
             "cuda" where it is there, else "cpu".
         timeout: in seconds, of every collective; None is 100.
+        init_timeout: in seconds, of joining the other ranks and of connecting with them later; None is 300.
         group: the default process group, or one with the same ranks in the same order; to say so, no other is taken.
         prefer: "launcher" reads the variables of the launcher although torch.distributed is initialised.
 
@@ -361,10 +363,11 @@ def init(
     device that is not there, and for a second call with other arguments; "config" for a backend that does not carry
     its tensors; "comm" where the others do not come in time.
     """
-    asked = (backend, None if device is None else str(device), _seconds(timeout), group, prefer)
+    seconds = (_seconds("timeout", timeout), _seconds("init_timeout", init_timeout))
+    asked = (backend, None if device is None else str(device), *seconds, group, prefer)
     current = _process.world
     if current is not None and not current.closed:
-        if asked not in (_process.asked, ("auto", None, None, None, "process_group")):
+        if asked not in (_process.asked, ("auto", None, None, None, None, "process_group")):
             raise usage_error(
                 f"init: found a second call with {_named(asked)} where the World was made with "
                 f"{_named(_process.asked)}, expected the same or none; call world.close() before another init()"
@@ -374,7 +377,8 @@ def init(
         raise usage_error(f'init: found backend={backend!r}, expected "auto", "gloo" or "nccl"')
     if prefer not in ("process_group", "launcher"):
         raise usage_error(f'init: found prefer={prefer!r}, expected "process_group" or "launcher"')
-    options: dict[str, Any] = {"backend": backend, "device": asked[1] or "auto", "timeout": asked[2]}
+    options: dict[str, Any] = {"backend": backend, "device": asked[1] or "auto"}
+    options["timeout"], options["init_timeout"] = seconds
     bound = _over_process_group(group, prefer, options)
     if bound is None:
         if _process.worlds > 0 and _started_by_launcher():
@@ -402,10 +406,10 @@ def track(module: torch.nn.Module) -> None:
     _process.sharded.add(module)
 
 
-def _seconds(timeout: float | datetime.timedelta | None) -> float | None:
+def _seconds(name: str, timeout: float | datetime.timedelta | None) -> float | None:
     seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
     if seconds is not None and not 0 < seconds < 1e9:
-        raise usage_error(f"init: found timeout={timeout}, expected a positive number of seconds")
+        raise usage_error(f"init: found {name}={timeout}, expected a positive number of seconds")
     return seconds
 
 

@@ -8,12 +8,13 @@ import os
 import pickle
 import sys
 import threading
+import time
 
 import pytest
 import tessera
 import torch
 import torch.distributed as dist
-from tessera import _world
+from tessera import _C, _world
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -186,6 +187,20 @@ def test_sys_exit_raises_what_it_raised(
     caught.value.code = 5
     assert caught.value.code == 5
     assert not world.closed
+
+
+def test_init_timeout_ends_the_wait_for_ranks_that_do_not_come() -> None:
+    """As seconds or a timedelta; None, and nonsense, are told apart."""
+    begin = time.monotonic()
+    with pytest.raises(tessera.Error, match=r"rank 1 of 2 did not come within 0\.3 s") as caught:
+        _C.World.from_store(dist.HashStore(), 0, 2, backend="gloo", device="cpu", timeout=None, init_timeout=0.3)
+    assert caught.value.kind == "comm"
+    assert time.monotonic() - begin < 10
+    with pytest.raises(tessera.Error, match=r"init_timeout=-1, expected a positive number") as refused:
+        tessera.init(init_timeout=-1)
+    assert refused.value.kind == "usage"
+    with pytest.raises(tessera.Error, match=r"second call with .*init_timeout=7\.0.*init_timeout="):
+        tessera.init(init_timeout=datetime.timedelta(seconds=7))
 
 
 def test_words_of_an_exception_fit_one_line() -> None:
