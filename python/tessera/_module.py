@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import threading
 import types
 import weakref
 from collections import UserDict
@@ -25,13 +26,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tessera import _C
 from tessera._parameter import ShardedParameter, give_to, stamp
 from tessera._policy import MixedPrecisionPolicy, ModelContract, contract_of, policy_of
-from tessera._world import Mesh, bound_mesh, track, usage_error
+from tessera._world import Mesh, bound_mesh, track, usage_error, world
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _UNIT = "_tessera_unit"
 _IGNORED = "_tessera_ignored"
+_CONTENT = "_tessera_content"
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -138,7 +140,9 @@ def _call(module: FSDPModule, function: Callable[..., Any], args: tuple[Any, ...
     place where nobody else has it.
     """
     call = _C.UnitCall(unit_of(module, "forward"))
+    module.__dict__[_CONTENT].require_same()
     undo: list[Callable[[], None]] = []
+    _calls.enter()
     try:
         tensors: list[Tensor] = []
         _find(args, tensors)
@@ -163,8 +167,70 @@ def _call(module: FSDPModule, function: Callable[..., Any], args: tuple[Any, ...
         call.fail(f"{type(error).__name__}: {error}")
         raise
     finally:
+        _calls.leave()
         for each in reversed(undo):
             each()
+
+
+class _Calls:
+    """Calls of units that are open: one thread at a time has any, since all of them use the same connections."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread = 0
+        self._open = 0
+
+    def enter(self) -> None:
+        """Raises tessera.Error of the kind "usage" where another thread is in a call."""
+        thread = threading.get_ident()
+        with self._lock:
+            if self._open > 0 and self._thread != thread:
+                raise usage_error(
+                    "forward: found a call of a sharded module while another thread is in one, expected one thread at "
+                    "a time; let the threads take turns"
+                )
+            self._thread = thread
+            self._open += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._open -= 1
+
+
+_calls = _Calls()
+
+
+class _Content:
+    """The parameters and children that a unit was made of, by the dicts of its modules."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._entries: list[tuple[dict[str, Any], str, Any]] = []
+        self._sizes: list[tuple[dict[str, Any], int, nn.Module]] = []
+        for module in modules:
+            for entries in (module._parameters, module._modules):
+                known = cast("dict[str, Any]", entries)
+                self._entries.extend((known, key, value) for key, value in known.items())
+                self._sizes.append((known, len(known), module))
+
+    def require_same(self) -> None:
+        """Raises tessera.Error of the kind "usage" naming what was replaced, or put in, after fully_shard."""
+        for entries, key, value in self._entries:
+            if entries.get(key) is not value:
+                self._refuse(entries, key)
+        for entries, size, _ in self._sizes:
+            if len(entries) != size:
+                known = {name for each, name, _ in self._entries if each is entries}
+                for key, value in entries.items():
+                    if key not in known and (isinstance(value, Tensor) or any(True for _ in value.parameters())):
+                        self._refuse(entries, key)
+
+    def _refuse(self, entries: dict[str, Any], key: str) -> NoReturn:
+        module = next(each for known, _, each in self._sizes if known is entries)
+        raise usage_error(
+            f"{key} of {type(module).__name__}: found another one than fully_shard has seen, expected the same: what "
+            "is put in afterwards would compute, and nothing would reduce its gradient; change the module before "
+            "fully_shard, and values by load_state_dict() or by copying into parameters()"
+        )
 
 
 def _hide_from_dynamo() -> None:
@@ -172,7 +238,17 @@ def _hide_from_dynamo() -> None:
 
     As torch._dynamo.decorators.skip, but without importing Dynamo, which takes 70 MiB and a second of every process.
     """
-    functions: tuple[Any, ...] = (_find, _put, _is_dataclass, _restore_item, _restore_field, _call)
+    functions: tuple[Any, ...] = (
+        _find,
+        _put,
+        _is_dataclass,
+        _restore_item,
+        _restore_field,
+        _call,
+        _Calls.enter,
+        _Calls.leave,
+        _Content.require_same,
+    )
     frames: Any = torch._C._dynamo.eval_frame
     for function in functions:
         skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
@@ -191,6 +267,7 @@ class _Tree:
         self.unstored: list[str] = []
         self.tied: dict[int, list[str]] = {}
         self.replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self.modules: list[nn.Module] = []
         self._trees: dict[int, _C.Tree] = {}
         self._first: dict[int, str] = {}
         self.leaves: list[nn.Parameter] = []
@@ -212,6 +289,7 @@ class _Tree:
             return known
         if isinstance(module, torch.jit.ScriptModule):
             raise usage_error(f"fully_shard: found the ScriptModule {path or 'itself'}, expected a Python module")
+        self.modules.append(module)
         tree = self._trees[id(module)] = _C.Tree()
         for key, parameter in module._parameters.items():
             if parameter is not None:
@@ -359,6 +437,11 @@ def fully_shard(
             f"fully_shard: found reshard_after_forward={reshard_after_forward}, expected True, False or None; "
             "parameters are kept whole, or given back to all ranks"
         )
+    if world().aborted:
+        raise usage_error(
+            "fully_shard: found the World after an error of this run, expected one that works; call "
+            "tessera.world().recover() on every rank first"
+        )
     policy, output_dtype = policy_of(MixedPrecisionPolicy() if mp_policy is None else mp_policy)
     ignored = list(ignored_params or ())
     tree = _Tree(module, ignored)
@@ -384,6 +467,7 @@ def fully_shard(
     cast(Any, module).__class__ = _sharded_class(type(module))
     module.__dict__[_UNIT] = unit
     module.__dict__[_IGNORED] = tree.ignored
+    module.__dict__[_CONTENT] = _Content(tree.modules)
     track(module)
     _stamp_all(module)
     return module

@@ -31,6 +31,17 @@ _READ_WHOLE = frozenset(
 )
 
 
+def _refusal(name: str) -> Exception:
+    return usage_error(
+        f"{name}: found a shard or the gradient of one, expected a whole tensor: every rank would find that of its own "
+        "part; use tessera.clip_grad_norm_(model, max_norm), tessera.gradient_norm(model), tessera.GradScaler, or "
+        "parameter.full_tensor() and full_grad()"
+    )
+
+
+_data_of_tensor: Any = Tensor.data.__get__  # type: ignore[attr-defined]
+
+
 def _elementwise(
     cls: type,
     func: Callable[..., Any],
@@ -41,23 +52,43 @@ def _elementwise(
     """`__torch_function__` of shards and their gradients: refuses what reads them as if they were whole."""
     name = getattr(func, "__name__", "")
     if name in _READ_WHOLE:
-        raise usage_error(
-            f"{name}: found a shard or the gradient of one, expected a whole tensor: every rank would find the norm of "
-            "its own part; use tessera.clip_grad_norm_(model, max_norm), tessera.gradient_norm(model), "
-            "tessera.GradScaler, or parameter.full_tensor() and full_grad()"
-        )
+        raise _refusal(name)
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **(kwargs or {}))
+
+
+# Steps on the way to a norm, or to a branch that ranks have to take alike.
+_REDUCTIONS = frozenset({"sum", "mean", "amax", "amin", "max", "min", "std", "var", "all", "any", "dot", "vdot", "cat"})
+# Results of these are refused the same things.
+_STILL_A_GRADIENT = frozenset(
+    {"detach", "clone", "float", "double", "to", "flatten", "view", "reshape", "ravel"}
+    | {"pow", "__pow__", "square", "abs", "isfinite", "isinf", "isnan"}
+)
 
 
 class ShardedGradient(Tensor):
     """The gradient of a shard: [elements of the shard], final dtype of the contract.
 
-    Elementwise operations are those of any tensor. Norms are refused: one rank's part has another norm than the whole
-    gradient, and ranks would clip by different ones.
+    Elementwise operations are those of any tensor. Norms, sums and the like are refused: one rank's part has another
+    norm than the whole gradient, and ranks would clip by different ones.
     """
 
-    __torch_function__: Any = classmethod(_elementwise)
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _REDUCTIONS and not (name in ("max", "min") and len(args) > 1 and isinstance(args[1], Tensor)):
+            raise _refusal(name)
+        result = _elementwise(cls, func, types, args, kwargs)
+        is_data = name == "__get__" and func == _data_of_tensor
+        if (is_data or name in _STILL_A_GRADIENT) and type(result) is Tensor:
+            result.__class__ = ShardedGradient
+        return result
 
 
 _grad_of_tensor: Any = Tensor.grad

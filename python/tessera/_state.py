@@ -844,11 +844,11 @@ def save_checkpoint(
 ) -> None:
     """Writes FOLDER/step-N, then FOLDER/latest, in the format of the program `tessera`, and waits for the disk.
 
-    Saved are parameters, persistent buffers and what the optimizer keeps; not its learning rate and the like, which are
-    for `user` (names with numbers or texts) where a scheduler does not follow from `step`. Each rank writes its part;
-    any number of ranks with any layout loads it, in Python or C++. `step`: steps that are done, at least the updates
-    made. `keep_latest_k`: older ones are removed, 0 keeps all. `config_json`: that of a model family makes
-    `tessera generate` and `tessera convert` read it. Collective, between steps. Counterpart:
+    Saved are parameters, persistent buffers, what the optimizer keeps, and its learning rate, as it is now and as a
+    scheduler found it; not betas and the like. `user`: names with numbers or texts, given back by load_checkpoint().
+    Each rank writes its part; any number of ranks with any layout loads it, in Python or C++. `step`: steps that are
+    done, at least the updates made. `keep_latest_k`: older ones are removed, 0 keeps all. `config_json`: that of a
+    model family makes `tessera generate` and `tessera convert` read it. Collective, between steps. Counterpart:
     torch.distributed.checkpoint.save.
 
     Errors, on all ranks: "usage" for an optimizer that is not of tessera, for parameters, extra state or buffers that
@@ -861,7 +861,7 @@ def save_checkpoint(
         _bound_optimizer(optimizer, "save_checkpoint"),
         str(folder),
         step,
-        dict(user or {}),
+        {**_rates_of(optimizer), **dict(user or {})},
         None if scaler is None else scaler._bound,
         keep_latest_k,
         config_json,
@@ -873,15 +873,30 @@ def load_checkpoint(
 ) -> LoadedCheckpoint:
     """Fills shards, buffers and optimizer state from FOLDER/latest, or from FOLDER where that is a step-N.
 
-    Each rank reads the elements that it has; every file is verified. Collective, between steps. Counterpart:
+    Each rank reads the elements that it has; every file is verified. The optimizer goes on at the learning rate that
+    was saved; load the scheduler's own state_dict() for what else it knows. Collective, between steps. Counterpart:
     torch.distributed.checkpoint.load. Errors, on all ranks: "io" where there is none, "format" naming the file or
     tensor that is missing, unknown or altered, "config" for another optimizer or loss scale, "usage".
     """
     unit = unit_of(model, "load_checkpoint")
     _refuse_what_is_not_saved(model, unit)
     bound = _bound_optimizer(optimizer, "load_checkpoint")
-    found = _C.load_checkpoint(unit, bound, str(folder), None if scaler is None else scaler._bound)
-    return LoadedCheckpoint(*found)
+    found = LoadedCheckpoint(*_C.load_checkpoint(unit, bound, str(folder), None if scaler is None else scaler._bound))
+    for name in _RATES:
+        rate = found.user.pop(_RATE_KEY + name, None)
+        if rate is not None:
+            optimizer.param_groups[0][name] = float.fromhex(str(rate))
+    return found
+
+
+# The learning rate, and what schedulers take as the first one: kept among the user's values of a checkpoint.
+_RATES = ("lr", "initial_lr")
+_RATE_KEY = "tessera.python."
+
+
+def _rates_of(optimizer: ShardedOptimizer) -> dict[str, str]:
+    group = optimizer.param_groups[0]
+    return {_RATE_KEY + name: float(group[name]).hex() for name in _RATES if name in group}
 
 
 def has_checkpoint(folder: Any) -> bool:

@@ -121,10 +121,10 @@ class Unitwise:
     on a rank is added up there, and the ranks' sums are added anew each time.
 
     `units` are the paths of the units, "" for the model, in the order in which they are sharded: places in one unit of
-    a parameter that an earlier one has, too, keep one tensor between them. By a parameter's name, None for none:
-    `compute` gives its compute dtype, `arrival` the dtype to which a raw gradient is rounded, `wire` that in which a
-    rank's sum is sent. By a unit's path: `cast` gives the dtype to which it casts its inputs, `output` the same for its
-    results.
+    a parameter that an earlier one has, too, keep one tensor between them, with a leaf for what each unit does with it.
+    By a parameter's name, None for none: `compute` gives its compute dtype, `arrival` the dtype to which a raw gradient
+    is rounded, `wire` that in which a rank's sum is sent. By a unit's path: `cast` gives the dtype to which it casts
+    its inputs, `output` the same for its results.
     `owner` says which unit has a parameter, `names` gives the first name by any of it.
     """
 
@@ -213,22 +213,29 @@ class Unitwise:
         modules = dict(model.named_modules())
         for unit, own in owned.items():
             modules[unit].register_forward_pre_hook(self._entry_of(unit, own, rank), prepend=True, with_kwargs=True)
-            modules[unit].register_forward_hook(self._exit_of(unit))
+            modules[unit].register_forward_hook(self._exit_of(unit, own, rank))
 
     def _entry_of(self, unit: str, own: list[tuple[str, list[tuple[nn.Module, str]]]], rank: int) -> Callable[..., Any]:
         def enter(_module: nn.Module, arguments: Any, keywords: Any) -> Any:
-            for name, where in own:
-                leaf = self._leaf_of(name, rank)
-                for module, attribute in where:
-                    module._parameters[attribute] = leaf
+            self._renew(own, rank)
             dtype = self._cast(unit)
             inputs = across_border((arguments, keywords))
             return inputs if dtype is None else cast_floating(inputs, dtype)
 
         return enter
 
-    def _exit_of(self, unit: str) -> Callable[..., Any]:
+    def _renew(self, own: list[tuple[str, list[tuple[nn.Module, str]]]], rank: int) -> None:
+        """Puts a fresh leaf into the places of each parameter."""
+        for name, where in own:
+            leaf = self._leaf_of(name, rank)
+            for module, attribute in where:
+                module._parameters[attribute] = leaf
+
+    def _exit_of(self, unit: str, own: list[tuple[str, list[tuple[nn.Module, str]]]], rank: int) -> Callable[..., Any]:
+        borrowed = [(name, where) for name, where in own if self.owner[name] != unit]
+
         def leave(_module: nn.Module, _arguments: Any, result: Any) -> Any:
+            self._renew(borrowed, rank)  # what the code around the unit does with them is no use by the unit
             dtype = self._output(unit)
             return across_border(result if dtype is None else cast_floating(result, dtype))
 

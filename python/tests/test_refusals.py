@@ -10,6 +10,7 @@ import dataclasses
 import io
 import pickle
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +86,56 @@ def torch_get_total_norm() -> None:
 @refused("norm.*tessera.clip_grad_norm_")
 def norm_of_a_gradient() -> None:
     next(after_backward().parameters()).grad.norm()
+
+
+@refused("norm.*full_grad")
+def norm_of_the_data_of_a_gradient() -> None:
+    next(after_backward().parameters()).grad.data.norm(2)
+
+
+@refused("sum.*gradient_norm")
+def sum_of_squares_of_a_gradient() -> None:
+    next(after_backward().parameters()).grad.detach().float().pow(2).sum()
+
+
+@refused("all.*tessera.GradScaler")
+def a_branch_on_a_gradient() -> None:
+    torch.isfinite(next(after_backward().parameters()).grad).all()
+
+
+@refused("weight of Linear: found another one than fully_shard has seen")
+def a_parameter_that_was_replaced() -> None:
+    model = sharded()
+    model.layers[2].weight = nn.Parameter(torch.zeros(8, 8))
+    loss_of(model)
+
+
+@refused("0 of ModuleList: found another one than fully_shard has seen")
+def a_unit_that_was_replaced() -> None:
+    model = sharded()
+    model.layers[0] = nn.Linear(8, 8)
+    loss_of(model)
+
+
+@refused("expected one thread at a time")
+def a_call_on_a_second_thread() -> None:
+    model = sharded()
+    raised: list[BaseException] = []
+
+    def call(*_: Any) -> None:
+        try:
+            loss_of(model)
+        except tessera.Error as error:
+            raised.append(error)
+
+    def inside(*_: Any) -> None:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    with model.layers[0].register_forward_pre_hook(inside):
+        loss_of(model)
+    raise raised[0]
 
 
 @refused("norm.*full_tensor")

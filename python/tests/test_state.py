@@ -774,6 +774,33 @@ class TestCheckpoints:
         assert pathlib.Path(found.path) == folder / "second" / "step-3"
         advance(world, other, continued, plain, optimizers)
 
+    def test_the_learning_rate_goes_on(self, world: Any, folder: pathlib.Path) -> None:
+        """What a scheduler has made of the rate is saved, and its own state goes on from there: the run that went on
+        and the one that was loaded step alike."""
+
+        def made() -> tuple[Any, Any, Any]:
+            model = shard_layers(Mlp(WIDTH), MLP_UNITS)
+            optimizer = AdamW(model, lr=0.1)
+            return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+        def step(model: Any, optimizer: Any, scheduler: Any, number: int) -> None:
+            mse(model, world.rank, number).backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+
+        first, second = made(), made()
+        step(*first, 0)
+        tessera.save_checkpoint(first[0], first[1], folder, 1, user={"epoch": 2})
+        assert tessera.load_checkpoint(second[0], second[1], folder).user == {"epoch": 2}
+        second[2].load_state_dict(first[2].state_dict())
+        assert second[1].param_groups[0]["lr"] == 0.05
+        for number in (1, 2):
+            step(*first, number)
+            step(*second, number)
+        assert second[1].param_groups[0]["lr"] == first[1].param_groups[0]["lr"] == 0.0125
+        assert_same_dicts(first[0].state_dict(), second[0].state_dict())
+
     def test_scaler_latest_and_refusals(self, world: Any, folder: pathlib.Path) -> None:
         """The loss scale is saved; keep_latest_k removes; what does not fit is named, and nothing has changed."""
         model = shard_layers(Mlp(WIDTH), MLP_UNITS, mp_policy=MixedPrecisionPolicy(loss_scaling=True))
