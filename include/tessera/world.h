@@ -39,7 +39,6 @@ namespace tessera {
 namespace comm {
 class Group;
 class IssueQueue;
-class Store;
 }  // namespace comm
 
 /// As c10::intrusive_ptr<c10d::Store>.

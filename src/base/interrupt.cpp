@@ -40,7 +40,10 @@ struct Thrown {
     const std::exception_ptr handled = std::current_exception();
     Thrown thrown;
     static_assert(sizeof handled == sizeof thrown.object);
-    std::memcpy(&thrown.object, &handled, sizeof thrown.object);
+    // An exception_ptr is one pointer, to the exception, in libstdc++ and in libc++.
+    // NOLINTNEXTLINE(bugprone-undefined-memory-manipulation)
+    std::memcpy(static_cast<void*>(&thrown.object), static_cast<const void*>(&handled),
+                sizeof thrown.object);
     thrown.type = abi::__cxa_current_exception_type();
     return thrown;
   }

@@ -21,15 +21,15 @@ inline constexpr std::chrono::milliseconds kAsksEvery{100};
 /// While it lives, this thread does not ask.
 class NoInterrupts {
  public:
-  NoInterrupts() { ++depth_; }
-  ~NoInterrupts() { --depth_; }
+  NoInterrupts() { ++depth; }
+  ~NoInterrupts() { --depth; }
   NoInterrupts(const NoInterrupts&) = delete;
   NoInterrupts& operator=(const NoInterrupts&) = delete;
 
-  static bool in_this_thread() { return depth_ > 0; }
+  static bool in_this_thread() { return depth > 0; }
 
  private:
-  static inline constinit thread_local int depth_ = 0;
+  static inline constinit thread_local int depth = 0;
 };
 
 /// Whether a check is set, and this thread may ask it.

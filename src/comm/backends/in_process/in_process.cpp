@@ -181,7 +181,21 @@ class InProcessWork : public Work {
     if (done_) return;
     const std::chrono::milliseconds patience = abort_flag_->patience.of(timeout_);
     base::Lock lock(shared_->mutex);
-    const bool in_time = wait_until_done(lock, patience);
+    // Done, or aborted. The interrupt check is asked outside of the lock.
+    const auto deadline = std::chrono::steady_clock::now() + patience;
+    bool in_time = false;
+    for (base::InterruptTimer timer;;) {
+      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
+          deadline - std::chrono::steady_clock::now());
+      const bool asks = base::may_ask_interrupt() && left > base::kAsksEvery;
+      in_time = shared_->changed.wait_for(lock, asks ? base::kAsksEvery : left, [&] {
+        return collective_->done || abort_flag_->is_set();
+      });
+      if (in_time || !asks) break;
+      lock.unlock();
+      abort_flag_->ask_interrupt(timer);
+      lock.lock();
+    }
     if (collective_->done && !collective_->failure.empty()) {
       throw Error(ErrorKind::kComm, collective_->failure);
     }
@@ -198,24 +212,6 @@ class InProcessWork : public Work {
   }
 
  private:
-  /// Whether it is done, or aborted, in time. Asks the interrupt check outside of the lock.
-  bool wait_until_done(base::Lock& lock, std::chrono::milliseconds patience) {
-    const auto deadline = std::chrono::steady_clock::now() + patience;
-    for (base::InterruptTimer timer;;) {
-      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
-          deadline - std::chrono::steady_clock::now());
-      const bool asks = base::may_ask_interrupt() && left > base::kAsksEvery;
-      if (shared_->changed.wait_for(lock, asks ? base::kAsksEvery : left,
-                                    [&] { return collective_->done || abort_flag_->is_set(); })) {
-        return true;
-      }
-      if (!asks) return false;
-      lock.unlock();
-      abort_flag_->ask_interrupt(timer);
-      lock.lock();
-    }
-  }
-
   void deliver_on_device() {
     const Stream& stream = collective_->streams[self_];
     if (!collective_->staged.empty()) {
