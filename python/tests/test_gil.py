@@ -5,10 +5,11 @@ Rank 1 comes to each call half a second late. Meanwhile a Python thread of rank 
 
 from __future__ import annotations
 
+import gc
 import pathlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -56,6 +57,15 @@ def model_of(**options: Any) -> nn.Module:
     for layer in model:
         tessera.fully_shard(layer, **options)
     return tessera.fully_shard(model, **options)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet_collector() -> Iterator[None]:
+    """What other tests have imported is no garbage: set_trainable() collects, which holds the GIL for all of it."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture
