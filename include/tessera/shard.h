@@ -82,7 +82,7 @@ struct ShardOptions {
   /// way (grad/slot.h): each is met where its module is.
   std::vector<std::shared_ptr<ShardedBase>> inner;
   /// Tensors to leave alone: not sharded, gathered, reduced or moved. State dicts and checkpoints
-  /// are without them, since nobody here knows whether ranks have the same values: whoever ignores
+  /// are without them, since ranks may have other values of them: the program that ignores
   /// them saves them (ShardedBase::ignored_names).
   std::vector<at::Tensor> ignored_parameters;
   /// Groups of paths in the module, each of places of one parameter whose tensors are different
@@ -277,8 +277,8 @@ class ShardedBase : public torch::nn::Module {
    public:
     explicit Call(ShardedBase& handle, CallKind kind = CallKind::kForward);
     ~Call();
-    /// What a call is, for a front end whose only checkpoints are torch's: kRecomputed inside of a
-    /// backward, unless a tessera::checkpoint() runs again there.
+    /// The kind of a call that begins here, for a front end whose only checkpoints are torch's: it is
+    /// kRecomputed inside of a backward, unless a tessera::checkpoint() runs again there.
     static CallKind kind_here();
     /// `inputs` and what they point to are read again in leave(). Errors: kUsage for a kRecomputed
     /// one that repeats no forward which the backward under way goes through, that comes in another

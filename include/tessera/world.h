@@ -45,7 +45,7 @@ class IssueQueue;
 using StorePtr =
     c10::intrusive_ptr<c10d::Store, c10::detail::intrusive_target_default_null_type<c10d::Store>>;
 
-/// What a rank's failure watch ends on this rank when another rank is lost, or has failed.
+/// The failure watch ends this on its rank when another rank is lost, or has failed.
 enum class LostRankEnds : std::uint8_t {
   kProcess,  ///< the process, at once, by _exit: nothing of the program runs any more
   /// The call that waits, or the next one, which throws kComm: the program's handlers and

@@ -180,7 +180,7 @@ void ProcessWorld::close_failed(const std::string& why) {
   end();
 }
 
-/// Of a rank that is lost nobody waits for words; those who live have had the time to read them.
+/// A lost rank says no more and is not waited for; the living ones have had time to read its words.
 std::chrono::milliseconds ProcessWorld::patience_for_others() const {
   return lost_.is_set() ? state_->abort_flag->patience.words() : times_.leaving();
 }

@@ -132,7 +132,7 @@ struct Pending::State {
 
 namespace {
 
-/// Wakes whoever waits for a collective that the queue has not issued yet.
+/// Wakes a thread that waits for a collective which the queue has not issued yet.
 class WakesIssueWait final : public base::WakesWait {
  public:
   WakesIssueWait(std::atomic<int>& out, int issued) : out_(out), issued_(issued) { begin(); }

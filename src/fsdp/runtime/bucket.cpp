@@ -284,7 +284,7 @@ void Bucket::reset_accumulator(std::size_t index) {
 void Bucket::reset_accumulator() {
   has_sum_ = false;
   // Memory that nobody needs until gradients arrive again: activations come before. A device's
-  // allocator gives it out again at no cost; on the host pages may be given anew.
+  // allocator gives it out again at no cost; on the host the pages may have to be made again.
   if (!gives_sums_back() || slots_.defined() || has_arrivals()) return;
   if (!accumulator_.defined() && !replica_sum_.defined() && !final_.defined()) return;
   join_slots();
