@@ -56,6 +56,16 @@ def mean_in_rank_order(gradients: Sequence[Tensor | None], factor: float, dtype:
     return (total.double() / factor).to(dtype)
 
 
+def backward_of_all(copies: Sequence[nn.Module], loss_of: LossOf) -> list[Tensor]:
+    """Calls `loss_of(copy, rank)` and its backward for every rank's copy. Returns the losses."""
+    losses = []
+    for rank, one in enumerate(copies):
+        loss = loss_of(one, rank)
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
 class Plain:
     """The unsharded model, one copy for each rank, each with the rank's batch.
 
@@ -73,12 +83,7 @@ class Plain:
 
     def backward(self, loss_of: LossOf) -> list[Tensor]:
         """Calls `loss_of(model, rank)` and its backward for every rank. Returns the losses."""
-        losses = []
-        for rank, one in enumerate(self.copies):
-            loss = loss_of(one, rank)
-            loss.backward()
-            losses.append(loss.detach())
-        return losses
+        return backward_of_all(self.copies, loss_of)
 
     def gradients(self) -> dict[str, Tensor]:
         """Returns the averages over the ranks by name; zeros for trainable parameters that no rank used."""
@@ -263,12 +268,7 @@ class Unitwise:
 
     def backward(self, loss_of: LossOf) -> list[Tensor]:
         """Calls `loss_of(model, rank)` and its backward for every rank. Returns the losses."""
-        losses = []
-        for rank, one in enumerate(self.copies):
-            loss = loss_of(one, rank)
-            loss.backward()
-            losses.append(loss.detach())
-        return losses
+        return backward_of_all(self.copies, loss_of)
 
     def reduce(self, names: Iterable[str] | None = None) -> None:
         """Adds the ranks' slots, of all parameters or of `names`, to what was reduced before."""
