@@ -682,6 +682,8 @@ class FSDPModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of all shards (or sets them to zero), and of ignored parameters."""
         unit_of(self, "zero_grad").zero_grad(set_to_none)
+        if not any(module.__dict__.get(_IGNORED) for module in self.modules()):
+            return
         for parameter in self.parameters():
             if not isinstance(parameter, ShardedParameter) and parameter.grad is not None:
                 parameter.grad = None if set_to_none else parameter.grad.zero_()

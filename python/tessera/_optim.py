@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tessera import _C
 from tessera._module import unit_of
-from tessera._world import usage_error
+from tessera._world import usage_error, world
 
 # Optimizers of torch.optim whose update of an element reads the shape or the norm of its whole tensor, or of all.
 _NOT_ELEMENTWISE: tuple[tuple[str, str], ...] = (
@@ -397,7 +397,7 @@ def gradient_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
     Parameters without gradient count as zero. Collective. Counterpart: torch.nn.utils.get_total_norm. Errors: "usage"
     while micro-batches wait to be reduced, and for another norm_type.
     """
-    return _norm_tensor(model, _C.gradient_norm(unit_of(model), float(norm_type)))
+    return _norm_tensor(_C.gradient_norm(unit_of(model), float(norm_type)))
 
 
 @torch.no_grad()
@@ -430,12 +430,11 @@ def clip_grad_norm_(
         )
         error.kind = "numeric"
         raise error
-    return _norm_tensor(model, norm)
+    return _norm_tensor(norm)
 
 
-def _norm_tensor(model: nn.Module, norm: float) -> Tensor:
-    parts = _C.parameter_parts(unit_of(model))
-    return torch.tensor(norm, dtype=torch.float32, device=parts[0].shard.device if parts else None)
+def _norm_tensor(norm: float) -> Tensor:
+    return torch.tensor(norm, dtype=torch.float32, device=world().device)
 
 
 def nonfinite_parameters(model: nn.Module, most: int = 10) -> list[str]:
