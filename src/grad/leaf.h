@@ -3,8 +3,8 @@
 //
 // The engine sums all uses of one AccumulateGrad node in the raw dtype before any hook sees them
 // (bf16 256, 1, -256 gives 0). So tied parameters are several leaves over one storage, and every
-// forward of a unit gives its leaves new AccumulateGrad nodes: contributions meet in the slot,
-// unrounded. Only several uses of one tensor object inside one forward still arrive as autograd's
+// forward of a unit gives its leaves new AccumulateGrad nodes, before it and, where the code around
+// the unit uses them too, behind it: contributions meet in the slot, unrounded. Only several uses of one tensor object inside one forward still arrive as autograd's
 // own sum; the contract says so.
 #pragma once
 

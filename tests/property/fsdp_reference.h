@@ -154,7 +154,7 @@ class Reference {
     std::fill(gradients_.begin(), gradients_.end(), at::Tensor());
   }
 
-  // --- forward: one alias a tensor object, renewed wherever a unit begins ---
+  // --- forward: one alias a tensor object, renewed wherever a unit begins and ends ---
 
   void renew(std::size_t object) {
     const auto p = case_.objects[object].parameter;
@@ -192,12 +192,22 @@ class Reference {
     return result;
   }
 
+  bool used_outside(std::size_t unit, std::size_t object) const {
+    return std::any_of(case_.nodes.begin(), case_.nodes.end(), [&](const auto& node) {
+      return node.unit != unit && std::count(node.objects.begin(), node.objects.end(), object) > 0;
+    });
+  }
+
   at::Tensor call_unit(std::size_t unit, const at::Tensor& x) {
     for (const auto object : objects_of_unit(unit)) renew(object);
     const auto& policy = case_.policies[unit];
     const bool casts =
         policy.cast_forward_inputs && policy.param_dtype && !all_wider(unit, *policy.param_dtype);
     const auto y = call_node(unit, casts ? x.to(to_scalar_type(*policy.param_dtype)) : x);
+    // The code around the unit uses an alias of its own.
+    for (const auto object : objects_of_unit(unit)) {
+      if (used_outside(unit, object)) renew(object);
+    }
     // Only what leaves the outermost unit is cast.
     return unit == 0 && policy.output_dtype ? y.to(to_scalar_type(*policy.output_dtype)) : y;
   }
