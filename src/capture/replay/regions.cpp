@@ -129,7 +129,7 @@ void SharedByRegions::recording_begins() {
 }
 
 void SharedByRegions::recording_ends() {
-  if (--recordings_ == 0) look_at_holders(/*has_graphs=*/false);
+  if (--recordings_ == 0) look_at_holders(eager_graphs_);
 }
 
 void SharedByRegions::look_at_holders(bool has_graphs) const {
@@ -313,8 +313,11 @@ std::vector<at::Tensor> Region::run(const std::vector<at::Tensor>& inputs,
   }
   variant->last_call = calls_;
   if (!variant->refused.empty()) return eager(variant->refused, inputs, body);
-  if (variant->is_recording) return eager("being recorded", inputs, body);
-  holders_.look(/*has_graphs=*/shared_->is_recording());
+  if (variant->is_recording) {
+    shared_->makes_eager_graph();
+    return eager("being recorded", inputs, body);
+  }
+  holders_.look(shared_->has_graphs());
   if (!is_outside_there(*variant)) variant->forget();
   if (!c10::GradMode::is_enabled()) return call_without(*this, variant, inputs, body);
   return call_with_gradients(shared_from_this(), variant, inputs, body);

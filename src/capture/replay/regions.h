@@ -55,6 +55,12 @@ struct SharedByRegions {
   void recording_begins();
   void recording_ends();
   bool is_recording() const { return recordings_ > 0; }
+  /// A call runs eagerly while another one of its region is recorded, as the micro-batches of a
+  /// pipeline do: its graph holds what it has read, perhaps for longer than the recording's.
+  void makes_eager_graph() { eager_graphs_ = true; }
+  /// At a call: whether such graphs may be there. Those of eager calls are gone at the next call
+  /// after this one.
+  bool has_graphs() { return is_recording() || std::exchange(eager_graphs_, false); }
   /// Calls Holders::look() of all regions. [Note: weak holds]
   void look_at_holders(bool has_graphs) const;
   /// Behind a call that was recorded or compared: what only it took goes back to the system. Small
@@ -66,6 +72,7 @@ struct SharedByRegions {
   const Region *ran_last_ = nullptr, *ends_forward_ = nullptr;  // compared alone: they may be gone
   int ran_ = 0;  // in this forward: of one alone pages that come back cost more than they save
   int recordings_ = 0;
+  bool eager_graphs_ = false;
   std::vector<std::weak_ptr<Region>> regions_;
 };
 
