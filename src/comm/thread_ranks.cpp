@@ -213,6 +213,7 @@ std::shared_ptr<Group> ThreadWorld::make_group(const std::vector<int>& ranks,
 
 struct ThreadRanks::Impl {
   explicit Impl(std::shared_ptr<ThreadRun> what) : run(std::move(what)) {}
+  ~Impl();  ///< also where one of the threads could not be started
 
   void serve(int rank);
   void attempt(World& world, const std::function<void(World&)>& body);
@@ -285,18 +286,20 @@ ThreadRanks::ThreadRanks(int ranks, ThreadBackend backend, const WorldOptions& o
     impl_->worlds.push_back(std::make_shared<ThreadWorld>(impl_->run, rank));
   }
   for (int rank = 0; rank < ranks; ++rank) {
-    impl_->threads.emplace_back([this, rank] { impl_->serve(rank); });
+    impl_->threads.emplace_back([impl = impl_.get(), rank] { impl->serve(rank); });
   }
 }
 
-ThreadRanks::~ThreadRanks() {
+ThreadRanks::Impl::~Impl() {
   {
-    const base::Lock lock(impl_->mutex);
-    impl_->stopping = true;
+    const base::Lock lock(mutex);
+    stopping = true;
   }
-  impl_->started.notify_all();
-  for (std::thread& thread : impl_->threads) thread.join();
+  started.notify_all();
+  for (std::thread& thread : threads) thread.join();
 }
+
+ThreadRanks::~ThreadRanks() = default;
 
 int ThreadRanks::size() const { return impl_->run->size; }
 

@@ -86,9 +86,15 @@ FailureWatch::FailureWatch(std::shared_ptr<Store> own_connection, std::shared_pt
       options_(options),
       actions_(std::move(actions)),
       keys_(std::make_unique<Keys>(*store_)),
-      peers_(*keys_, {options.rank, options.blocked_after, options.silent_after}),
-      thread_([this] { each_poll(&FailureWatch::look_or_end); }),
-      heart_([this] { each_poll(&FailureWatch::beat); }) {}
+      peers_(*keys_, {options.rank, options.blocked_after, options.silent_after}) {
+  thread_ = std::thread([this] { each_poll(&FailureWatch::look_or_end); });
+  try {
+    heart_ = std::thread([this] { each_poll(&FailureWatch::beat); });
+  } catch (...) {
+    stop();  // a thread that nobody has joined would end the process
+    throw;
+  }
+}
 
 FailureWatch::~FailureWatch() { stop(); }
 

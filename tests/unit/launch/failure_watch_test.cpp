@@ -1,12 +1,19 @@
 #include "launch/failure_watch.h"
 
+#include <pthread.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
 #include <atomic>
+#include <fstream>
 #include <future>
 #include <limits>
+#include <system_error>
 #include <thread>
 
 #include "comm/backends/gloo/transport.h"
 #include "comm/batch.h"
+#include "comm/thread_ranks.h"
 #include "support/test.h"
 #include "unit/comm/rank_pools.h"
 
@@ -80,6 +87,45 @@ class StoppedStore {
   std::promise<void> looks_;
   std::future<void> look_;
 };
+
+constexpr int kRefused = 7;
+
+/// Runs `start` in a process that has room for the stacks of so many more threads.
+[[noreturn]] void start_with_room_for(rlim_t threads, const std::function<void()>& start) {
+  constexpr rlim_t kStack = rlim_t{1} << 30;
+  pthread_attr_t attributes;
+  pthread_attr_init(&attributes);
+  pthread_attr_setstacksize(&attributes, kStack);
+  pthread_setattr_default_np(&attributes);
+  rlim_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  const rlim_t used = pages * static_cast<rlim_t>(::sysconf(_SC_PAGESIZE));
+  const rlim_t room = used + threads * kStack + kStack / 2;
+  const rlimit limit{room, room};
+  ::setrlimit(RLIMIT_AS, &limit);
+  try {
+    start();
+  } catch (const std::system_error&) {
+    ::_exit(kRefused);
+  }
+  ::_exit(0);
+}
+
+// On a host whose threads are used up. A thread that runs, and that nobody joins any more, would end
+// the process.
+TEST(TwoThreads, OfWhichOneCannotStartAreAnError) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "a sanitizer's own memory is beyond any limit";
+#endif
+  const auto watch = [] {
+    const FailureWatch made(Store::in_memory(), std::make_shared<WaitBoard>(), WatchOptions{}, {});
+  };
+  const auto ranks = [] { const ThreadRanks made(2, ThreadBackend::kInProcess); };
+  for (const auto& start : {std::function<void()>(watch), std::function<void()>(ranks)}) {
+    EXPECT_EXIT(start_with_room_for(1, start), ::testing::ExitedWithCode(kRefused), "");
+    EXPECT_EXIT(start_with_room_for(2, start), ::testing::ExitedWithCode(0), "");
+  }
+}
 
 // Words take 20 ms here. A rank that blamed its peer then would blame one that waits, as it does
 // itself, for the store's host.
