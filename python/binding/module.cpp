@@ -8,6 +8,8 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <memory>
+#include <optional>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -107,6 +109,40 @@ void require_same_trainable(const fsdp::Unit& unit) {
   }
 }
 
+/// Whether a trained tensor of the module has lost the `.grad` that refuses its use (grad/leaf.h).
+bool lacks_mark(const fsdp::Parameter& parameter, const grad::Leaf& leaf) {
+  return parameter.contract.trainable && !leaf.tensor.grad().defined();
+}
+
+void give_marks(const fsdp::Runtime& runtime) {
+  for (const auto* unit : runtime.units()) {
+    for (const auto& parameter : unit->parameters()) {
+      for (const auto& leaf : parameter->leaves) {
+        if (lacks_mark(*parameter, *leaf)) grad::set_trainable(*leaf, true);
+      }
+    }
+  }
+}
+
+/// An optimizer that was made before fully_shard, and a plain module around the sharded one or inside
+/// of it, have the module's own tensors: their zero_grad() takes away what would refuse their step(),
+/// and drops no gradient. Errors: kUsage naming the first one; all have their marks again then.
+void require_marks(const fsdp::Unit& unit) {
+  for (const auto& parameter : unit.parameters()) {
+    for (const auto& leaf : parameter->leaves) {
+      if (!lacks_mark(*parameter, *leaf)) continue;
+      give_marks(unit.runtime());
+      throw Error(
+          ErrorKind::kUsage,
+          concat("parameter ", parameter->contract.name,
+                 ": found the .grad of its module's own tensor cleared, by zero_grad() of an "
+                 "optimizer that was made before fully_shard, or of a plain module around the "
+                 "sharded one or inside of it, expected zero_grad() of what fully_shard returned, "
+                 "or of an optimizer over its parameters(): gradients are on those"));
+    }
+  }
+}
+
 /// One call of a unit. Its arguments live as long as it.
 class UnitCall {
  public:
@@ -124,7 +160,10 @@ class UnitCall {
       const py::gil_scoped_release release;
       call_ = std::make_unique<PythonUnit::Call>(*unit_, PythonUnit::Call::kind_here());
       guarded([&] {
-        if (at::GradMode::is_enabled()) require_same_trainable(*unit_->unit());
+        if (at::GradMode::is_enabled()) {
+          require_same_trainable(*unit_->unit());
+          require_marks(*unit_->unit());
+        }
         call_->enter(inputs_->places);
       });
     }
@@ -277,26 +316,16 @@ py::tuple contract_of(const PythonUnit& unit) {
                         to_list(contract.buffers), to_list(contract.units));
 }
 
-/// (name in the module, name, further names, whole shape, shard, begin, end) of each parameter.
-py::list shards_of(const PythonUnit& unit) {
-  py::list result;
-  const auto named = unit.named_parameters();
-  const auto& items = named.items();
-  std::size_t place = 0;
-  for (const auto& view : unit.shards()) {
-    result.append(py::make_tuple(items[place++].key(), view.contract->name, view.contract->aliases,
-                                 view.contract->shape, view.shard, view.begin, view.end));
-  }
-  return result;
-}
-
 using Pairs = std::vector<std::pair<std::string, at::Tensor>>;
+/// Names of contracts; none: all parameters.
+using Chosen = std::optional<std::set<std::string>>;
 
-/// Clones, as the library uses its memory for the next bucket: of the parameter `only`, or of all.
-Pairs full(const PythonUnit& unit, bool gradients, const std::optional<std::string>& only) {
+/// Clones of the chosen ones, as the library uses its memory for the next bucket. Collective: every
+/// rank gathers all.
+Pairs full(const PythonUnit& unit, bool gradients, const Chosen& names) {
   Pairs result;
   const auto keep = [&](const std::string& name, const at::Tensor& tensor) {
-    if (!only || *only == name) result.emplace_back(name, tensor.clone());
+    if (!names || names->contains(name)) result.emplace_back(name, tensor.clone());
   };
   const at::NoGradGuard no_grad;
   if (gradients) {
@@ -352,19 +381,14 @@ void bind_unit(py::module_& module) {
            py::arg("output_dtype"), py::arg("ignored"), py::arg("tied"),
            py::arg("unstored_buffers"))
       .def("contract", &contract_of)
-      .def("shards", &shards_of)
       .def(
           "full_parameters",
-          [](const Unit& unit, const std::optional<std::string>& only) {
-            return full(unit, false, only);
-          },
-          ReleaseGil())
+          [](const Unit& unit, const Chosen& names) { return full(unit, false, names); },
+          ReleaseGil(), py::arg("names"))
       .def(
           "full_gradients",
-          [](const Unit& unit, const std::optional<std::string>& only) {
-            return full(unit, true, only);
-          },
-          ReleaseGil())
+          [](const Unit& unit, const Chosen& names) { return full(unit, true, names); },
+          ReleaseGil(), py::arg("names"))
       .def("set_requires_gradient_sync", &Unit::set_requires_gradient_sync, ReleaseGil())
       .def("set_requires_all_reduce", &Unit::set_requires_replica_reduce, ReleaseGil())
       .def("set_is_last_backward", &Unit::set_is_last_backward, ReleaseGil())

@@ -56,9 +56,12 @@ std::vector<std::tuple<at::Tensor, at::Tensor, std::string>> buffer_places(const
   return places;
 }
 
-/// Python cuts a rank's part of a parameter from a whole tensor by this.
+/// This rank's shard of one parameter, and the names that it goes by.
 struct Part {
-  std::string name;  // the canonical one
+  std::string name;      // the canonical one, under which dicts and checkpoints have it
+  std::string own;       // in the unit's module
+  std::string contract;  // the one of its contract
+  std::vector<std::string> aliases;
   at::Tensor shard;
   std::vector<std::int64_t> shape;
   at::ScalarType storage = at::kFloat;
@@ -69,35 +72,22 @@ struct Part {
 
 std::vector<Part> parts_of(const PythonUnit& unit) {
   const fsdp::ModelNames names(unit);
+  const auto named = unit.named_parameters();
   std::vector<Part> parts;
   for (const auto& view : unit.shards()) {
     const auto& contract = *view.contract;
-    parts.push_back({names.of(contract).front(), view.shard, contract.shape,
+    parts.push_back({names.of(contract).front(), named.items()[parts.size()].key(), contract.name,
+                     contract.aliases, view.shard, contract.shape,
                      to_scalar_type(contract.storage.dtype), view.begin, view.end,
                      contract.trainable});
   }
   return parts;
 }
 
-/// Canonical name and whole values of every parameter, copies; empty where `keep` is false.
-Named whole_parameters(const PythonUnit& unit, bool keep) {
-  const at::NoGradGuard no_grad;
-  std::map<std::string, std::string> canonical;
-  const fsdp::ModelNames names(unit);
-  for (const auto& view : unit.shards()) {
-    canonical.emplace(view.contract->name, names.of(*view.contract).front());
-  }
-  Named whole;
-  unit.visit_full_parameters([&](const std::string& name, const at::Tensor& values) {
-    if (keep) whole.emplace_back(canonical.at(name), values.clone());
-  });
-  return whole;
-}
-
-void load(PythonUnit& unit, const Named& values, bool strict) {
+void load(PythonUnit& unit, const Named& values) {
   StateDict entries;
   for (const auto& [name, tensor] : values) entries.push_back(whole_entry(name, tensor.detach()));
-  load_state_dict(unit, entries, strict ? Strict::kYes : Strict::kNo);
+  load_state_dict(unit, entries, Strict::kNo);
 }
 
 /// (parameter, updates, what is kept) of each parameter that the optimizer steps.
@@ -227,6 +217,9 @@ World& world_of(const PythonUnit& unit) { return *unit.mesh().world(); }
 void bind_state(py::module_& module) {
   py::class_<Part>(module, "Part", DestroyedWithoutGil())
       .def_readonly("name", &Part::name)
+      .def_readonly("own", &Part::own)
+      .def_readonly("contract", &Part::contract)
+      .def_readonly("aliases", &Part::aliases)
       .def_readonly("shard", &Part::shard)
       .def_property_readonly("shape",
                              [](const Part& part) { return py::tuple(py::cast(part.shape)); })
@@ -237,9 +230,7 @@ void bind_state(py::module_& module) {
   module.def("parameter_places", &parameter_places, ReleaseGil(), py::arg("unit"));
   module.def("buffer_places", &buffer_places, ReleaseGil(), py::arg("unit"));
   module.def("parameter_parts", &parts_of, ReleaseGil(), py::arg("unit"));
-  module.def("whole_parameters", &whole_parameters, ReleaseGil(), py::arg("unit"), py::arg("keep"));
-  module.def("load_state_dict", &load, ReleaseGil(), py::arg("unit"), py::arg("values"),
-             py::arg("strict"));
+  module.def("load_state_dict", &load, ReleaseGil(), py::arg("unit"), py::arg("values"));
   module.def("optimizer_state_dict", &whole_optimizer_state, ReleaseGil(), py::arg("unit"),
              py::arg("optimizer"), py::arg("rank_zero_alone"));
   module.def("load_optimizer_state_dict", &load_optimizer_state, ReleaseGil(), py::arg("unit"),

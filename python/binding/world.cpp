@@ -41,16 +41,27 @@ WorldOptions options_of(const std::string& backend, const std::string& device,
   return options;
 }
 
+/// Opens the groups of all ranks while all are here. A rank that alone makes the first call that
+/// needs one (save_checkpoint, a barrier) would wait for the others to open it, and a wait that is
+/// in no collective tells the failure watch nothing. On a device the second one is left until it is
+/// used, as it takes memory there.
+std::shared_ptr<World> with_groups(std::shared_ptr<World> world) {
+  world->control();
+  if (world->device().is_cpu()) world->group();
+  return world;
+}
+
 std::shared_ptr<World> connect(const std::string& backend, const std::string& device,
                                std::optional<double> timeout, std::optional<double> init_timeout) {
-  return World::connect(options_of(backend, device, timeout, init_timeout));
+  return with_groups(World::connect(options_of(backend, device, timeout, init_timeout)));
 }
 
 std::shared_ptr<World> from_store(const StorePtr& store, int rank, int size,
                                   const std::string& backend, const std::string& device,
                                   std::optional<double> timeout,
                                   std::optional<double> init_timeout) {
-  return World::from_store(store, rank, size, options_of(backend, device, timeout, init_timeout));
+  return with_groups(
+      World::from_store(store, rank, size, options_of(backend, device, timeout, init_timeout)));
 }
 
 ReduceOp operation(const std::string& name) {

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import _StopRecomputationError
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -139,6 +140,8 @@ def _call(module: FSDPModule, function: Callable[..., Any], args: tuple[Any, ...
     No variable here may hold a tensor of the result while `leave` looks at who does: the caller may change a result in
     place where nobody else has it.
     """
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        raise _transform_refused(module)
     call = _C.UnitCall(unit_of(module, "forward"))
     module.__dict__[_CONTENT].require_same()
     undo: list[Callable[[], None]] = []
@@ -170,6 +173,15 @@ def _call(module: FSDPModule, function: Callable[..., Any], args: tuple[Any, ...
         _calls.leave()
         for each in reversed(undo):
             each()
+
+
+def _transform_refused(module: FSDPModule) -> Exception:
+    return usage_error(
+        f"{type(module).__name__}: found a call inside of torch.func (grad, vjp, jvp, vmap, jacrev and the like) or of "
+        "forward-mode autograd, expected a plain one: a unit gathers for the backward of autograd and takes gradients "
+        "from it, which those go past; call loss.backward(), or transform a plain module with the values of "
+        "tessera.get_model_state_dict(module)"
+    )
 
 
 class _Calls:
@@ -480,6 +492,17 @@ def _stamp_all(module: nn.Module) -> None:
             give_to(parameter, cast(FSDPModule, module))
 
 
+class _InNoDDP:
+    """Stands where DistributedDataParallel, which accelerate's prepare() makes, reads names before anything else."""
+
+    def __iter__(self) -> NoReturn:
+        raise usage_error(
+            "DistributedDataParallel: found a sharded module, expected a plain one: it would send rank 0's shards to "
+            "the other ranks, and reduce nothing; call the sharded module itself, and leave it out of accelerate's "
+            "prepare()"
+        )
+
+
 class FSDPModule(nn.Module):
     """What a sharded module has besides what its own class has. Counterpart: torch.distributed.fsdp.FSDPModule.
 
@@ -511,11 +534,11 @@ class FSDPModule(nn.Module):
     def _named_shards(self) -> dict[str, ShardedParameter]:
         """By every name that a parameter has in this module."""
         result: dict[str, ShardedParameter] = {}
-        for own, name, aliases, shape, shard, begin, end in unit_of(self, "parameters").shards():
-            parameter = stamp(shard, self, name, shape, begin, end)
-            prefix = name[: len(name) - len(own)] if name.endswith(own) else ""
-            result[own] = parameter
-            for alias in aliases:
+        for part in _C.parameter_parts(unit_of(self, "parameters")):
+            parameter = stamp(part.shard, self, part.contract, part.shape, part.begin, part.end)
+            prefix = part.contract.removesuffix(part.own) if part.contract.endswith(part.own) else ""
+            result[part.own] = parameter
+            for alias in part.aliases:
                 result[alias.removeprefix(prefix)] = parameter
         return result
 
@@ -690,7 +713,17 @@ class FSDPModule(nn.Module):
 
     # What a part of a model cannot do.
 
+    _ddp_params_and_buffers_to_ignore = _InNoDDP()
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # The method of torch.nn.Module, perhaps of a module around this one, whose lambda it is.
+        called = getattr(fn, "__qualname__", "").split(".")[1:2]
+        if called in (["to_empty"], ["share_memory"]):
+            raise usage_error(
+                f"{called[0]}: found {type(self).__name__}, whose shards lie in memory of their unit, expected a plain "
+                "module; call it before fully_shard, and fill parameters that have no memory yet by load_state_dict() "
+                "or tessera.load_checkpoint()"
+            )
         for tensor in (*self.parameters(), *self.buffers()):
             probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             after = fn(probe)

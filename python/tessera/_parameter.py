@@ -39,6 +39,22 @@ def _refusal(name: str) -> Exception:
     )
 
 
+_ASKS_FOR_GRADIENTS = (torch.autograd.backward, torch.autograd.grad)
+
+
+def _refuse_inputs(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuses backward(inputs=) and torch.autograd.grad of shards, which no graph leads to: they would find nothing."""
+    inputs = kwargs.get("inputs") if func is torch.autograd.backward else args[1]
+    for each in inputs or ():
+        if isinstance(each, ShardedParameter):
+            what = "backward(inputs=)" if func is torch.autograd.backward else "torch.autograd.grad"
+            raise usage_error(
+                f"{what}: found parameter {each._name} of a sharded module among the inputs, expected none: gradients "
+                "come to a shard from the reduction, and no graph leads there; call loss.backward(), after which each "
+                "shard has its .grad, and full_grad() is the whole one"
+            )
+
+
 _data_of_tensor: Any = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
@@ -53,6 +69,8 @@ def _elementwise(
     name = getattr(func, "__name__", "")
     if name in _READ_WHOLE:
         raise _refusal(name)
+    if func in _ASKS_FOR_GRADIENTS:
+        _refuse_inputs(func, args, kwargs or {})
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **(kwargs or {}))
 
@@ -138,14 +156,14 @@ class ShardedParameter(nn.Parameter):
 
         Gathers what its module has, bucket by bucket: for several parameters take `full_parameters(module)`.
         """
-        return cast(Tensor, self._owner().__dict__["_tessera_unit"].full_parameters(self._name)[0][1])
+        return cast(Tensor, self._owner().__dict__["_tessera_unit"].full_parameters({self._name})[0][1])
 
     def full_grad(self) -> Tensor | None:
         """Returns the whole gradient, [global_shape], final dtype; None for a frozen parameter. Collective.
 
         As `full_tensor()`; for several parameters take `full_gradients(module)`.
         """
-        found = self._owner().__dict__["_tessera_unit"].full_gradients(self._name)
+        found = self._owner().__dict__["_tessera_unit"].full_gradients({self._name})
         return cast(Tensor, found[0][1]) if found else None
 
     @property

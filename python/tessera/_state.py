@@ -69,6 +69,12 @@ def _plain_method(module: nn.Module, name: str) -> Any:
     return getattr(super(FSDPModule, module), name)
 
 
+def _whole_parameters(unit: _C.Unit, keep: bool = True) -> dict[str, Tensor]:
+    """Whole values of all parameters by their canonical names, copies; {} on a rank without `keep`. Collective."""
+    names = {part.contract: part.name for part in _C.parameter_parts(unit)}
+    return {names[contract]: values for contract, values in unit.full_parameters(None if keep else set())}
+
+
 def _parameter(values: Tensor, requires_grad: bool) -> nn.Parameter:
     trained = requires_grad and (values.is_floating_point() or values.is_complex())
     return nn.Parameter(values, requires_grad=trained)
@@ -93,7 +99,7 @@ def whole_state_dict(
     if holds_whole():  # a unit inside of the one whose dict is made
         return cast("dict[str, Any]", _plain_method(module, "state_dict")(**arguments))
     unit = unit_of(module, "state_dict")
-    whole = dict(_C.whole_parameters(unit, keep))
+    whole = _whole_parameters(unit, keep)
     if not keep:
         return {}
     names = {id(tensor): (tensor, name) for tensor, name in _C.parameter_places(unit)}
@@ -144,7 +150,7 @@ def load_whole(
     objection, raised, result = "", None, _IncompatibleKeys([], [])
     places: list[_Place] = []
     taken: list[tuple[_Place, Tensor]] = []
-    whole = dict(_C.whole_parameters(unit, True)) if any(map(_loads_by_itself, module.modules())) else None
+    whole = _whole_parameters(unit) if any(map(_loads_by_itself, module.modules())) else None
     try:
         places = _receivers(module, unit, whole)
         result, taken = _load_into(module, state_dict, strict, frozenset(may_miss), places)
@@ -160,7 +166,7 @@ def load_whole(
         if raised is not None and not isinstance(raised, RuntimeError):
             raise raised from None
         raise
-    _C.load_state_dict(unit, values, False)
+    _C.load_state_dict(unit, values)
     with torch.no_grad():
         for place, loaded in taken:
             if place.canonical is None:
@@ -235,7 +241,7 @@ def _by_name(taken: list[tuple[_Place, Tensor]], may_be_unchanged: bool) -> list
         if place.canonical is None:
             continue
         first = values.setdefault(place.canonical, (place, loaded))
-        if first[1] is loaded or torch.equal(first[1], loaded):
+        if first[1] is loaded or _same_bits(first[1], loaded):
             continue
         if may_be_unchanged and loaded is place.stand_in:
             continue
@@ -247,6 +253,14 @@ def _by_name(taken: list[tuple[_Place, Tensor]], may_be_unchanged: bool) -> list
             "as one tied parameter, expected the same under each of its names"
         )
     return [(name, loaded.detach()) for name, (_, loaded) in values.items()]
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether both are the same values, NaN among them."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    bits = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    return torch.equal(bits[0], bits[1])
 
 
 # --- Options --------------------------------------------------------------------------------------------------------
@@ -637,7 +651,7 @@ def _fill_masters(
     # A rank whose dict has all of them gathers, too.
     if not any("master" in dtypes for dtypes in kept_dtypes.values()):
         return
-    whole = dict(_C.whole_parameters(unit, True))
+    whole = _whole_parameters(unit)
     for name, steps, kept in entries:
         dtype = kept_dtypes[name].get("master")
         if dtype is not None and steps > 0 and "master" not in kept:

@@ -212,6 +212,10 @@ def _exit(status: Any = None, /) -> NoReturn:
     raise _Exit(*status) if isinstance(status, tuple) else _Exit(status)
 
 
+def _fail_process() -> NoReturn:
+    raise SystemExit(1)
+
+
 class _Process:
     """The World of this process, and what tells the other ranks how the process ends."""
 
@@ -322,7 +326,14 @@ class _Process:
                 return
         # This script is done. Another one is not, and never will be: the run has failed.
         print(f"tessera: rank {world.rank} was done, then: {why}", file=sys.stderr, flush=True)
-        _C.exit_with_failure()
+        if not self.ends_by_finalizers():
+            _C.exit_with_failure()
+            return
+        from multiprocessing.util import Finalize
+
+        # multiprocessing prints what a finalizer raises, but for SystemExit, which makes its exit code: after those of
+        # queues, which send what they hold.
+        Finalize(None, _fail_process, exitpriority=-1000)
 
     def forked(self) -> None:
         """In a child: the World is its parent's, and the child may make one of its own."""

@@ -106,14 +106,31 @@ def train_for_ever(model: nn.Module) -> None:
 # One rank ends, the others work on. `who` is the rank that ends.
 
 
-def uncaught() -> None:
-    tessera.init()
+def one_ends(end: Callable[[], object]) -> None:
+    """`who` calls `end` after a step, the others train."""
     model = sharded()
     if rank == job["who"]:
         step(model)
         say(ends=True)
-        raise ValueError("bad batch")
+        end()
     train_for_ever(model)
+
+
+def fail() -> None:
+    raise ValueError("bad batch")
+
+
+def leave() -> None:
+    raise SystemExit(3)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def uncaught() -> None:
+    tessera.init()
+    one_ends(fail)
 
 
 def uncaught_in_thread() -> None:
@@ -132,32 +149,17 @@ def uncaught_in_thread() -> None:
 
 def exits_with_3() -> None:
     tessera.init()
-    model = sharded()
-    if rank == job["who"]:
-        step(model)
-        say(ends=True)
-        sys.exit(3)
-    train_for_ever(model)
+    one_ends(lambda: sys.exit(3))
 
 
 def raises_system_exit() -> None:
     tessera.init()
-    model = sharded()
-    if rank == job["who"]:
-        step(model)
-        say(ends=True)
-        raise SystemExit(3)
-    train_for_ever(model)
+    one_ends(leave)
 
 
 def killed() -> None:
     tessera.init()
-    model = sharded()
-    if rank == job["who"]:
-        step(model)
-        say(ends=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-    train_for_ever(model)
+    one_ends(kill)
 
 
 def killed_beside_python() -> None:
@@ -167,7 +169,7 @@ def killed_beside_python() -> None:
     step(model)
     if rank == job["who"]:
         say(ends=True)
-        os.kill(os.getpid(), signal.SIGKILL)
+        kill()
     ends = time.time() + 1.5
     while time.time() < ends:
         time.sleep(0.01)
@@ -197,12 +199,32 @@ def fails_while_others_are_done() -> None:
 
 def leaves_a_with_block() -> None:
     with tessera.init():
-        model = sharded()
-        if rank == job["who"]:
-            step(model)
-            say(ends=True)
-            raise ValueError("bad batch")
-        train_for_ever(model)
+        one_ends(fail)
+
+
+def saves_alone() -> None:
+    """One rank alone calls what all have to call, and what no call before has opened a group for."""
+    tessera.init()
+    model = sharded()
+    optimizer = tessera.SGD(model)
+    step(model, optimizer)
+    if rank == job["who"]:
+        say(ends=True)
+        tessera.save_checkpoint(model, optimizer, os.path.join(job["folder"], "saved"), step=1)
+    train_for_ever(model)
+
+
+def another_size() -> None:
+    """One rank was started with another number of ranks: the others wait for it in init()."""
+    if rank == job["who"]:
+        time.sleep(0.5)
+        say(ends=True)
+        os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = "3"
+    try:
+        tessera.init()
+    except tessera.Error as error:
+        say(error=str(error), kind=error.kind, finally_ran=True)
+        raise
 
 
 def drawn() -> None:
@@ -458,7 +480,7 @@ def dies_in_order() -> None:
     say(done=True)
 
 
-def _work(index: int, folder: str, fails: bool) -> None:
+def _work(index: int, folder: str, fails: str) -> None:
     global rank
     rank = index
     job["folder"] = folder
@@ -467,9 +489,11 @@ def _work(index: int, folder: str, fails: bool) -> None:
     assert (world.rank, world.size) == (index, 2)
     model = sharded()
     step(model)
+    if fails == "late" and index == 1:
+        time.sleep(0.5)
     if fails and index == 1:
-        raise ValueError("bad batch")
-    if fails:
+        fail()
+    if fails == "at once":
         train_for_ever(model)
     say(done=True)
 
@@ -483,9 +507,10 @@ def spawns() -> None:
     )
     for process in context.processes:  # join() would end the others at once when one has failed
         process.join()
+    say(exit_codes=[process.exitcode for process in context.processes])
     try:
         context.join()
-    except mp.ProcessRaisedException as error:
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
         say(raised=str(error))
 
 
@@ -514,6 +539,8 @@ PROGRAMS: dict[str, Callable[[], None]] = {
         ends_early,
         fails_while_others_are_done,
         leaves_a_with_block,
+        saves_alone,
+        another_size,
         drawn,
         interrupted,
         interrupted_to_its_end,

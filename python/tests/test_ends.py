@@ -165,6 +165,8 @@ ONE_ENDS: dict[str, tuple[str, int, float]] = {
     "killed": ("rank 1", -9, LOST_S),
     "killed_beside_python": ("rank 1", -9, LOST_S),
     "ends_early": ("rank 1 has left: its World is closed", 1, LOST_S),  # told while it waits
+    "saves_alone": ("waits in any_of of save_checkpoint", 1, LOST_S),
+    "another_size": ("rank 1 of 3 ranks, expected one of 2", 1, TOLD_S),
 }
 GOOD_ENDS = (
     "trains_with_workers",
@@ -174,7 +176,7 @@ GOOD_ENDS = (
     "lets_python_run",
     "leaves_the_host_alone",
 )
-SPAWNS = [("fork", False), ("fork", True), ("spawn", True)]
+SPAWNS = [("fork", ""), ("fork", "at once"), ("fork", "late"), ("spawn", "at once"), ("spawn", "late")]
 
 
 @pytest.mark.parametrize("program", list(ONE_ENDS))
@@ -244,7 +246,7 @@ def test_ctrl_c_that_nobody_catches_ends_all(jobs: Jobs) -> None:
     assert "nterrupt" in job.err[0], job.shown()
 
 
-@pytest.mark.parametrize("key", [*GOOD_ENDS, "alone", "spawn fork False"])
+@pytest.mark.parametrize("key", [*GOOD_ENDS, "alone", "spawn fork "])
 def test_good_ends_print_nothing(jobs: Jobs, key: str) -> None:
     """Exit code 0, and stderr has no word: with forked workers, with a forked child, closed twice, over a group."""
     job = jobs.ended(key)
@@ -290,12 +292,23 @@ def test_child_of_fork_does_nothing_to_the_world(jobs: Jobs) -> None:
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_exception_in_a_process_of_multiprocessing_ends_the_others(jobs: Jobs, method: str) -> None:
     """mp.spawn catches exceptions and leaves by sys.exit: the error of rank 0 has the text of rank 1 all the same."""
-    job = jobs.ended(f"spawn {method} True")
+    job = jobs.ended(f"spawn {method} at once")
     errors = [line["error"] for line in job.said[0] if "error" in line]
     assert len(errors) == 1, job.shown()
     assert "rank 1" in errors[0], job.shown()
     assert "ValueError: bad batch (ends.py:" in errors[0], job.shown()
     assert any("raised" in line for line in job.said[0]), job.shown()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_process_of_multiprocessing_that_is_done_fails_when_another_one_fails_late(jobs: Jobs, method: str) -> None:
+    """The error of its last close is on its stderr, and its exit code is not 0."""
+    job = jobs.ended(f"spawn {method} late")
+    assert any("done" in line for line in job.said[0]), job.shown()
+    codes = next(line["exit_codes"] for line in job.said[0] if "exit_codes" in line)
+    assert codes == [1, 1], job.shown()
+    assert "rank 0 was done, then:" in job.err[0], job.shown()
+    assert "ValueError: bad batch" in job.err[0], job.shown()
 
 
 @pytest.mark.parametrize("seed", range(DRAWN))

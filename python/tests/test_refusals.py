@@ -20,6 +20,7 @@ import torch
 from support import Mlp, Plain, assert_same_gradients, drawn, shard_layers
 from tessera import MixedPrecisionPolicy, Rule, fully_shard
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 UNITS = ("layers.0", "layers.1")
@@ -185,6 +186,51 @@ def torch_muon_which_torch_refuses_itself() -> None:
     torch.optim.Muon(sharded().parameters())
 
 
+# --- what asks others for gradients than the shards ---
+
+
+@refused(r"backward\(inputs=\).*layers.0.weight.*call loss.backward\(\)")
+def backward_with_shards_as_inputs() -> None:
+    model = sharded()
+    loss_of(model).backward(inputs=list(model.parameters()))
+
+
+@refused(r"torch.autograd.grad.*layers.0.weight.*call loss.backward\(\)")
+def autograd_grad_of_shards() -> None:
+    model = sharded()
+    torch.autograd.grad(loss_of(model), model.parameters())
+
+
+@refused(r"torch.autograd.grad.*layers.0.weight.*call loss.backward\(\)")
+def autograd_grad_of_shards_that_may_be_unused() -> None:
+    model = sharded()
+    x = drawn(1, shape=(4, 8)).requires_grad_()
+    torch.autograd.grad(model(x).sum(), [x, *model.parameters()], allow_unused=True)
+
+
+@refused("layers.2.weight: found the .grad .* cleared, by zero_grad.*made before fully_shard", lasting=True)
+def zero_grad_of_an_optimizer_that_was_made_before() -> None:
+    model = Mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shard_layers(model, UNITS)
+    optimizer.zero_grad()
+    loss_of(model)
+
+
+@refused("layers.2.weight: found the .grad .* cleared, by zero_grad.*plain module around", lasting=True)
+def zero_grad_of_a_plain_module_around_a_sharded_one() -> None:
+    plain = nn.Sequential(after_backward())
+    plain.zero_grad()
+    loss_of(plain)
+
+
+@refused("layers.2.weight: found the .grad .* cleared, by zero_grad", lasting=True)
+def zero_grad_of_a_plain_module_inside() -> None:
+    model = after_backward()
+    model.layers[2].zero_grad()
+    loss_of(model)
+
+
 # --- copies and casts ---
 
 
@@ -241,6 +287,21 @@ def double_of_an_inner_unit() -> None:
 @refused("after fully_shard")
 def to_another_device() -> None:
     sharded().to("meta")
+
+
+@refused("to_empty.*before fully_shard.*load_state_dict")
+def to_empty() -> None:
+    sharded().to_empty(device="cpu")
+
+
+@refused("to_empty.*before fully_shard")
+def to_empty_of_a_plain_module_around_a_sharded_one() -> None:
+    nn.Sequential(sharded()).to_empty(device="cpu")
+
+
+@refused("share_memory.*before fully_shard")
+def share_memory() -> None:
+    sharded().share_memory()
 
 
 # --- sharding ---
@@ -419,6 +480,35 @@ def create_graph_through_a_unit() -> None:
     loss_of(sharded()).backward(create_graph=True)
 
 
+@refused("FSDPMlp: found a call inside of torch.func.*loss.backward")
+def torch_func_grad() -> None:
+    model = sharded()
+    torch.func.grad(lambda x: model(x).sum())(drawn(1, shape=(4, 8)))
+
+
+@refused("torch.func.*get_model_state_dict")
+def torch_func_jvp() -> None:
+    x = drawn(1, shape=(4, 8))
+    torch.func.jvp(sharded(), (x,), (x,))
+
+
+@refused("torch.func.*get_model_state_dict")
+def torch_func_vmap() -> None:
+    torch.func.vmap(sharded())(drawn(1, shape=(3, 4, 8)))
+
+
+@refused("FSDPLinear: found a call inside of torch.func")
+def torch_func_jacrev_of_a_plain_module_around_a_sharded_one() -> None:
+    torch.func.jacrev(nn.Sequential(fully_shard(nn.Linear(8, 8))))(drawn(1, shape=(4, 8)))
+
+
+@refused("forward-mode autograd.*loss.backward")
+def forward_mode_autograd() -> None:
+    x = drawn(1, shape=(4, 8))
+    with forward_ad.dual_level():
+        sharded()(forward_ad.make_dual(x, x))
+
+
 @refused("set_reshard_after_forward: found .* forwards whose backward has not run")
 def a_control_between_forward_and_backward() -> None:
     model = sharded()
@@ -531,6 +621,31 @@ def test_ranks_with_different_controls_are_told_which(world: Any) -> None:
     with pytest.raises(RuntimeError, match="requires_gradient_sync"):
         loss_of(model).backward()
     world.recover()
+
+
+def test_a_backward_with_other_inputs_leaves_shards_alone(world: Any) -> None:
+    """inputs= names tensors outside of the model: those have gradients, shards have none."""
+    model = sharded()
+    x = drawn(1, shape=(4, 8)).requires_grad_()
+    model(x).square().mean().backward(inputs=[x])
+    assert x.grad is not None
+    assert all(shard.grad is None for shard in model.parameters())
+
+
+@pytest.mark.parametrize("keeps", ["float", "cpu", "type", "to", "to number 0"])
+def test_a_conversion_that_changes_nothing(world: Any, keeps: str) -> None:
+    """Is none: the shards stay as they are."""
+    model = sharded()
+    before = list(model.parameters())
+    act = {
+        "float": model.float,
+        "cpu": model.cpu,
+        "type": lambda: model.type(torch.float32),
+        "to": lambda: model.to("cpu", torch.float32),
+        "to number 0": lambda: model.to("cpu:0"),
+    }
+    assert act[keeps]() is model
+    assert all(after is shard for after, shard in zip(model.parameters(), before, strict=True))
 
 
 def test_a_mesh_with_other_axes_is_refused(world: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -342,6 +343,19 @@ class TestRefusedLoads:
         model = shard_layers(Everything(), EVERYTHING_UNITS)
         state = model.state_dict()
         state["head.weight"] = state["head.weight"] + 1
+        with pytest.raises(tessera.Error, match=r"two different values for embed\.weight"):
+            model.load_state_dict(state)
+
+    def test_tied_values_with_nan(self, world: Any) -> None:
+        """Copies of one value are the same value, NaN among its elements; another bit is another value."""
+        model = shard_layers(Everything(), EVERYTHING_UNITS)
+        state = model.state_dict()
+        state["embed.weight"][0, 0] = math.nan
+        state["head.weight"] = state["embed.weight"].clone()
+        model.load_state_dict(state)
+        for name in ("embed.weight", "head.weight"):
+            assert_bits(name, model.state_dict()[name].view(torch.int32), state[name].view(torch.int32))
+        state["head.weight"][0, 1] = math.nan
         with pytest.raises(tessera.Error, match=r"two different values for embed\.weight"):
             model.load_state_dict(state)
 

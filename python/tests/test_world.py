@@ -38,6 +38,16 @@ def refusal(mesh: object, *words: str) -> None:
         assert word in str(caught.value)
 
 
+@pytest.mark.usefixtures("group")
+def test_distributed_data_parallel_of_a_sharded_module_is_refused(world: tessera.World) -> None:
+    """As accelerate's prepare() would make one: it sends rank 0's shards to all ranks."""
+    model = tessera.fully_shard(torch.nn.Linear(4, 2 * world.size))
+    before = [shard.detach().clone() for shard in model.parameters()]
+    with pytest.raises(tessera.Error, match=r"found a sharded module.*accelerate's prepare\(\)"):
+        torch.nn.parallel.DistributedDataParallel(model)
+    assert all(torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True))
+
+
 def test_properties_are_those_of_the_launcher(world: tessera.World) -> None:
     """Rank, size and local rank are the launcher's; the CPU's backend is Gloo, or none for one rank."""
     assert world.rank == int(os.environ.get("RANK", 0))

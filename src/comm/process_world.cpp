@@ -66,7 +66,7 @@ ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& 
   // Before the ranks meet: who was refused on the way here says so by the failure key.
   watch_ = std::make_unique<FailureWatch>(store_->second_connection(kBoardFirst), state_->board,
                                           watch, watch_actions());
-  store_->require_size(rank_, size_);
+  require_size();
   tell_device_kind(
       *store_, concat(c10::DeviceTypeName(device().type(), true), " by ", backend_.name), rank_);
   store_->meet(kJoin, rank_, everyone_, options.init_timeout, *state_->abort_flag);
@@ -80,6 +80,22 @@ ProcessWorld::ProcessWorld(const LaunchEnvironment& launch, const WorldOptions& 
   leave_together();
   end();
   throw refusal;
+}
+
+void ProcessWorld::require_size() {
+  try {
+    store_->require_size(rank_, size_);
+  } catch (const Error& refusal) {
+    // Else the others know, or who makes this World reports it.
+    if (refusal.kind() != ErrorKind::kUsage || !ends_by_call()) throw;
+    watch_->stop();  // it would end this process by what is announced here
+    announce_failure(
+        {FailureClass::kPrimary, monotonic_ns(), rank_, kRefusedCode, one_line(refusal.what())});
+    // Nobody arrives: the others count other ranks.
+    if (store_->server_rank() == rank_) leave_after_abort(state_->abort_flag->patience.words());
+    end();
+    throw;
+  }
 }
 
 FailureWatch::Actions ProcessWorld::watch_actions() {

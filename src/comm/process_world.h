@@ -122,6 +122,8 @@ class ProcessWorld : public World {
   void leave_to_parent() noexcept;
   /// The queue and the watch end; what comes later is refused.
   void end() noexcept;
+  /// Errors: as Store::require_size, which the others hear, too: they wait for this rank.
+  void require_size();
   bool ends_by_call() const { return options_.lost_rank_ends == LostRankEnds::kCall; }
   /// Another rank is lost, or has failed: aborts the World for good. `end_process` is called where
   /// the program does not hear of it within its grace period.

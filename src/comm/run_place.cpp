@@ -142,17 +142,33 @@ LaunchEnvironment found_over(Store& store, int rank, int size, const WorldOption
   return launch;
 }
 
-/// This rank was interrupted before it had a World. It still takes its place, so that the others
-/// come to the failure watch, which reads them why it is not there.
-void tell_interrupted(Store& store, int rank, int size) noexcept {
+/// This rank ends before it has a World. It still takes its place among `size` ranks (none: as many
+/// as the first has said), so that the others come to the failure watch, which reads them why it is
+/// not there.
+void tell_end(Store& store, int rank, std::optional<int> size, int code,
+              const std::string& why) noexcept {
   const base::NoInterrupts until_told;
   try {
-    const FailureRecord failure{FailureClass::kPrimary, monotonic_ns(), rank, 1, kInterrupted};
+    const FailureRecord failure{FailureClass::kPrimary, monotonic_ns(), rank, code, why};
     store.set_if_absent(store_key::kFailure, encode(failure));
+    if (!size) size = store.required_size();
+    if (rank >= *size) return;  // nobody waits for it
     store.set(host_key(rank), this_host());
-    store.arrive(kHosts, rank, size);
+    store.arrive(kHosts, rank, *size);
   } catch (const std::exception&) {
     // A store that is gone, or silent, tells nobody.
+  }
+}
+
+/// As Store::require_size. The others hear of a refusal, too: they wait for this rank.
+void require_size(Store& store, int rank, int size) {
+  try {
+    store.require_size(rank, size);
+  } catch (const Error& refusal) {
+    if (refusal.kind() == ErrorKind::kUsage) {
+      tell_end(store, rank, {}, kRefusedCode, one_line(refusal.what()));
+    }
+    throw;
   }
 }
 
@@ -181,10 +197,10 @@ std::shared_ptr<World> connect_over(const StorePtr& store, int rank, int size,
   }();
   const LaunchEnvironment launch = [&] {
     try {
-      over->require_size(rank, size);
+      require_size(*over, rank, size);
       return found_over(*over, rank, size, options);
     } catch (...) {
-      if (base::handles_interrupt()) tell_interrupted(*over, rank, size);
+      if (base::handles_interrupt()) tell_end(*over, rank, size, 1, kInterrupted);
       throw;
     }
   }();

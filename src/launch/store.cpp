@@ -24,6 +24,9 @@ constexpr std::chrono::milliseconds kStoreMargin{1000};
 // In front of all keys of a World over a program's store, and of the count of such Worlds.
 constexpr const char* kOverStore = "tessera";
 
+// The key under which the first rank says of how many it is one.
+constexpr const char* kSize = "number of ranks";
+
 // Between two looks for the last one of a meeting: all that wait ask the same server.
 constexpr std::chrono::microseconds kLongestPause{5000};
 constexpr std::chrono::microseconds kPauseForEach{200};
@@ -403,10 +406,16 @@ Missing Store::missing(const std::string& key, int members) {
 }
 
 void Store::require_size(int rank, int size) {
-  const std::string first = set_if_absent("number of ranks", concat(size, " as rank ", rank));
+  const std::string first = set_if_absent(kSize, concat(size, " as rank ", rank));
   TESSERA_CHECK(first.starts_with(concat(size, ' ')), ErrorKind::kUsage, "world: found rank ", rank,
                 " of ", size, " ranks, expected one of ", first,
                 " is; start all with the same number (WORLD_SIZE, or what the launcher sets)");
+}
+
+int Store::required_size() {
+  const auto first = find(kSize);
+  TESSERA_INVARIANT(first, "store: found no rank that has said a number of ranks");
+  return std::stoi(*first);
 }
 
 void Store::meet(const std::string& key, int self, const std::vector<int>& members,

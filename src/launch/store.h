@@ -72,6 +72,8 @@ class Store {
   /// Before ranks meet: who was started with another number of ranks than the first that said its
   /// own would meet others, or nobody. Errors: kUsage naming both.
   void require_size(int rank, int size);
+  /// The number that the first one said.
+  int required_size();
   /// Arrives, and returns once all of `members` have. Errors: kComm naming the ranks that did not
   /// come within `timeout`; LostRank as soon as `abort_flag` is marked.
   void meet(const std::string& key, int self, const std::vector<int>& members,
