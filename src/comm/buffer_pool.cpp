@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/threads/shapes_only.h"
 #include "comm/torch_compat.h"
+#include "dry/allocator.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -146,6 +148,7 @@ void BufferPool::begin_step() {
 
 at::Tensor BufferPool::make(std::int64_t bytes, const Stream& on) {
   const StreamScope here(allocator_);
+  const dry::FakeMemoryScope block(base::shapes_only());
   const auto fresh = [&] {
     return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
   };

@@ -84,6 +84,8 @@ class Group {
   virtual int rank() const = 0;  ///< within the group
   virtual int size() const = 0;
   virtual const std::string& name() const = 0;
+  /// Whether nobody else is there (dry_world.h): what comes from others is what this rank has sent.
+  virtual bool is_dry() const { return false; }
   /// Starts all ops of the batch, after `ready` has filled what goes out, on the group's stream. A
   /// group of one rank completes at once without a copy beyond what the op's output asks for.
   /// Collective.

@@ -282,7 +282,8 @@ Pending IssueQueue::Impl::submit(Submission submission) {
     issue(std::move(submission));
     return Pending(std::move(state));
   }
-  if (submission.group->stream()) {
+  // A dry run's tensors have no values on the thread of the rank alone.
+  if (submission.group->stream() || submission.group->is_dry()) {
     const base::Lock lock(launching);
     issue(std::move(submission));
     // At once, and as it is: what is submitted next would say only that the queue has ended, and

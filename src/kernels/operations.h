@@ -6,25 +6,23 @@
 // watched goes through the dispatcher, under its name and with its writes declared; else it is
 // called at once. The operations are registered when somebody asks for them, not by a static object:
 // the linker drops those of an archive that nothing names. On meta tensors they are those of aten/.
-// Next: ../capture/replay/tape.h.
+// Next: watch.h, ../capture/replay/tape.h.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/core/DispatchKey.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-namespace tessera::kernels {
+#include "kernels/watch.h"
 
-/// Below autograd and above every backend. libtorch keeps it for a mode of its own in C++, which
-/// 2.11 and 2.13 do not register.
-inline constexpr auto kWatchKey = c10::DispatchKey::Fake;
+namespace tessera::kernels {
 
 /// Whether operations of this thread are seen. Under grad mode autograd sees them first: what a
 /// kernel is made of then, one by one.
 inline bool are_watched() {
   return c10::impl::tls_is_dispatch_key_included(kWatchKey) &&
-         !c10::impl::tls_is_dispatch_key_excluded(kWatchKey) && !c10::GradMode::is_enabled();
+         !c10::impl::tls_is_dispatch_key_excluded(kWatchKey) && !c10::GradMode::is_enabled() &&
+         watcher_of_this_thread() != nullptr && watcher_of_this_thread()->sees_kernels();
 }
 
 /// Once a process; again: nothing happens. Threads: any.

@@ -143,8 +143,10 @@ std::shared_ptr<Sharded<models::LanguageModel>> parallelize(ModelParts parts,
   auto model = std::make_shared<Sharded<models::LanguageModel>>(plain, mesh, as_contracts, root);
 
   // 5. Weights: each rank reads or draws only what it owns.
-  fill(*model, source, static_cast<std::uint64_t>(config.debug.seed), weights);
-  if (source.folder) load_buffers(*model, *source.folder);
+  if (weights != InitialWeights::kNone) {
+    fill(*model, source, static_cast<std::uint64_t>(config.debug.seed), weights);
+    if (source.folder) load_buffers(*model, *source.folder);
+  }
   model->set_loaded();
   return model;
 }

@@ -22,6 +22,7 @@ namespace tessera::train {
 enum class InitialWeights : std::uint8_t {
   kOfSource,  ///< the folder, or drawn where there is none
   kLater,     ///< left unset for the caller to fill (a checkpoint)
+  kNone,      ///< of a dry run, which has no values
 };
 
 /// What is there before ranks share it: a model of this rank's sizes without data, and what the

@@ -48,9 +48,11 @@ std::vector<std::int64_t> counts_over(comm::Group* group, const std::vector<doub
   return comm::sum_of_ranks(*group, mine, "counts of a step");
 }
 
-/// Ranks of the tensor-parallel axis compute with the same rows: the first of them counts.
+/// Ranks of the tensor-parallel axis compute with the same rows: the first of them counts. In a dry run
+/// each says what all say.
 double once(const ShardedBase& model, double value) {
-  return model.mesh().coordinate(axis::kTensor) == 0 ? value : 0.0;
+  const bool is_dry = model.mesh().world()->control().is_dry();
+  return is_dry || model.mesh().coordinate(axis::kTensor) == 0 ? value : 0.0;
 }
 
 BatchLoss count_kept(const ShardedBase& model, const std::vector<MicroBatch>& batches) {

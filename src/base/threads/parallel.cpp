@@ -11,6 +11,7 @@
 
 #include "base/environment.h"
 #include "base/threads/cores.h"
+#include "base/threads/shapes_only.h"
 
 namespace tessera::base {
 namespace {
@@ -45,7 +46,7 @@ void heed_cpu_quota() {
 void for_ranges(std::int64_t size, std::int64_t grain,
                 c10::function_ref<void(std::int64_t, std::int64_t)> body,
                 std::int64_t most_on_one) {
-  if (size <= 0) return;
+  if (size <= 0 || shapes_only()) return;
   RECORD_USER_SCOPE("tessera::kernel");
   if (size <= std::max(grain, most_on_one) || at::get_num_threads() == 1 ||
       at::in_parallel_region()) {

@@ -1,7 +1,6 @@
 #include "capture/replay/tape.h"
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <span>
@@ -14,27 +13,6 @@
 
 namespace tessera::capture {
 namespace {
-
-thread_local Tape* t_tape = nullptr;
-
-void run_watched(const c10::OperatorHandle& operation, c10::DispatchKeySet keys,
-                 c10::Stack* stack) {
-  const auto below =
-      keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kernels::kWatchKey);
-  const c10::impl::ExcludeDispatchKeyGuard once(kernels::kWatchKey);
-  if (t_tape == nullptr) return operation.redispatchBoxed(below, stack);
-  t_tape->run(operation, below, stack);
-}
-
-/// Once a process: nothing comes by before a thread includes the key.
-void register_fallback() {
-  static const torch::Library library = [] {
-    torch::Library all(torch::Library::IMPL, "_", std::make_optional(kernels::kWatchKey), __FILE__,
-                       __LINE__);
-    all.fallback(torch::CppFunction::makeFromBoxedFunction<&run_watched>());
-    return all;
-  }();
-}
 
 std::size_t hash_of(const Value& value) {
   Hasher hash;
@@ -358,6 +336,7 @@ std::vector<Tape::Seen> Tape::seen_in(c10::ArrayRef<c10::IValue> values) {
 }
 
 void Tape::run(const c10::OperatorHandle& operation, c10::DispatchKeySet keys, c10::Stack* stack) {
+  const c10::impl::ExcludeDispatchKeyGuard once(kernels::kWatchKey);
   if (!refused_.empty()) return operation.redispatchBoxed(keys, stack);
   const auto& schema = operation.schema();
   TapeCall call{operation, {}, {}, {}, {}, base::OneThread::in_this_thread()};
@@ -421,13 +400,6 @@ void Tape::deferred(grad::GradSink& sink, grad::SlotId slot, const grad::Product
   gradient(sink, slot, product.formed());
   steps_.back().gradient.may_wait = true;
 }
-
-TapeScope::TapeScope(Tape& tape) : recording_(&tape), outer_(std::exchange(t_tape, &tape)) {
-  register_fallback();
-  watched_.emplace(kernels::kWatchKey);
-}
-
-TapeScope::~TapeScope() { t_tape = outer_; }
 
 namespace {
 

@@ -34,6 +34,7 @@
 #include "base/hash.h"
 #include "grad/keep.h"
 #include "grad/region.h"
+#include "kernels/watch.h"
 
 namespace tessera::capture {
 
@@ -107,14 +108,13 @@ struct TapeStep {
   TapeGradient gradient = {};
 };
 
-class Tape : public grad::Recording {
+class Tape : public grad::Recording, public kernels::Watcher {
  public:
   /// `keeps_bits`: a hash of what each operation gives is kept, to be compared, until drop_values().
   /// No tensor is held by it: whether autograd takes a gradient over or copies it depends on who else
   /// holds it.
-  explicit Tape(bool keeps_bits = false) : keeps_bits_(keeps_bits) {}
-  Tape(const Tape&) = delete;
-  Tape& operator=(const Tape&) = delete;
+  explicit Tape(bool keeps_bits = false)
+      : Watcher(kernels::SeesKernels::kYes), keeps_bits_(keeps_bits) {}
 
   /// What comes in, before any operation: kNone for an undefined one.
   void add(MemoryKind kind, const std::vector<at::Tensor>& tensors);
@@ -170,8 +170,9 @@ class Tape : public grad::Recording {
   void gradient(grad::GradSink& sink, grad::SlotId slot, const at::Tensor& raw) override;
   void refuse(std::string_view why) override;
 
-  /// Runs an operation on its stack and notes it. Called by the fallback.
-  void run(const c10::OperatorHandle& operation, c10::DispatchKeySet keys, c10::Stack* stack);
+  // --- kernels::Watcher ---
+  void run(const c10::OperatorHandle& operation, c10::DispatchKeySet keys,
+           c10::Stack* stack) override;
 
  private:
   MemoryId known_memory(const at::Tensor& tensor) const;
@@ -207,15 +208,11 @@ class Tape : public grad::Recording {
 /// While alive, `tape` sees the operations of this thread.
 class TapeScope {
  public:
-  explicit TapeScope(Tape& tape);
-  ~TapeScope();
-  TapeScope(const TapeScope&) = delete;
-  TapeScope& operator=(const TapeScope&) = delete;
+  explicit TapeScope(Tape& tape) : recording_(&tape), watch_(tape) {}
 
  private:
   grad::RecordingScope recording_;
-  Tape* outer_;
-  std::optional<c10::impl::IncludeDispatchKeyGuard> watched_;
+  kernels::WatchScope watch_;
 };
 
 /// The first step in which two tapes of one region differ, in words; empty: they do not. Values are

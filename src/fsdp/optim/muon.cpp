@@ -11,7 +11,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
+#include <map>
 #include <numeric>
 #include <optional>
 #include <set>
@@ -30,6 +30,7 @@
 #include "fsdp/optim/orthogonalize.h"
 #include "fsdp/runtime/model_names.h"
 #include "fsdp/runtime/runtime.h"
+#include "fsdp/runtime/unit.h"
 #include "grad/resolve_steps.h"
 #include "grad/torch_dtype.h"
 #include "tessera/mesh.h"
@@ -193,7 +194,7 @@ class Muon : public fsdp::AdamW {
 
   std::optional<fsdp::MatrixForm> matrices_of(const GradContract& contract) const;
   const Known& known_for(const std::vector<Item*>& items);
-  std::vector<std::vector<fsdp::HeldElements>> held_by_ranks(const std::vector<Item*>& items);
+  std::vector<std::vector<fsdp::HeldElements>> held_by_ranks(const std::vector<Item*>& items) const;
   at::Tensor exchanged(const at::Tensor& out, const Crossing& crossing);
   at::Tensor direction_of(const Item& item) const;
   void update_matrices(const std::vector<Item*>& items);
@@ -220,33 +221,27 @@ std::optional<fsdp::MatrixForm> Muon::matrices_of(const GradContract& contract) 
   return std::nullopt;
 }
 
-/// Where the elements of each lie: two numbers a parameter, and the coordinates. Collective.
-std::vector<std::vector<fsdp::HeldElements>> Muon::held_by_ranks(const std::vector<Item*>& items) {
-  std::vector<std::int64_t> mine;
-  for (const auto* item : items) {
-    mine.push_back(item->view.begin);
-    mine.push_back(item->view.end);
-    for (const int coordinate : item->view.coordinates) mine.push_back(coordinate);
+/// What every rank of a stage holds of each: it follows from the mesh and the buckets' plans.
+std::vector<std::vector<fsdp::HeldElements>> Muon::held_by_ranks(
+    const std::vector<Item*>& items) const {
+  const fsdp::Runtime& runtime = inside_->runtime();
+  std::map<const GradContract*, const fsdp::Parameter*> parameters;
+  for (const fsdp::Unit* unit : runtime.units()) {
+    for (const auto& parameter : unit->parameters())
+      parameters[&parameter->contract] = parameter.get();
   }
-  std::string bytes(mine.size() * sizeof(std::int64_t), '\0');
-  std::memcpy(bytes.data(), mine.data(), bytes.size());
-  std::vector<std::string> all{bytes};
-  if (auto* group = inside_->runtime().data_group(); group != nullptr) {
-    all = comm::all_gather_fixed(*group, bytes, "shards of matrices");
-  }
+  const MeshShapes& shapes = runtime.mesh().shapes();
   std::vector<std::vector<fsdp::HeldElements>> held;
-  for (const auto& text : all) {
-    std::vector<std::int64_t> numbers(text.size() / sizeof(std::int64_t));
-    std::memcpy(numbers.data(), text.data(), text.size());
-    auto next = numbers.begin();
+  for (const int rank : runtime.mesh().ranks_of({axis::kReplicate, axis::kShard, axis::kTensor})) {
     auto& of_rank = held.emplace_back();
     for (const auto* item : items) {
-      auto& part = of_rank.emplace_back();
-      part.elements.begin = *next++;
-      part.elements.end = *next++;
-      for (std::size_t i = 0; i < item->view.coordinates.size(); ++i) {
-        part.coordinates.push_back(static_cast<int>(*next++));
-      }
+      const fsdp::Parameter& parameter = *parameters.at(item->view.contract);
+      const layout::BucketPlan& bucket = parameter.unit->bucket_of(parameter).plan();
+      const auto& axes = bucket.key.reductions.shard_axes;
+      const auto sharers = shapes.ranks_of(rank, {axes.begin(), axes.end()});
+      const auto place = std::ranges::find(sharers, rank) - sharers.begin();
+      of_rank.push_back({shapes.coordinates(rank, parameter.contract.layout),
+                         bucket.owned(parameter.placed(), static_cast<int>(place))});
     }
   }
   return held;

@@ -53,11 +53,12 @@ void Runtime::add_unit(Unit* unit) {
 void Runtime::remove_unit(Unit* unit) {
   const base::NoInterrupts until_it_is_gone;
   try {
-    reducer_.finish(*unit);
+    // What was under way before a recovery is lost on every rank, whenever each drops its units.
+    if (recoveries_ == world().recoveries()) reducer_.finish(*unit);
   } catch (const std::exception&) {
-    // The run has failed: what is under way is lost, and nobody waits for its gradients any more.
-    reducer_.drop(*unit);
+    // The run has failed: nobody waits for its gradients any more.
   }
+  reducer_.drop(*unit);
   if (entered_ == unit) entered_ = nullptr;
   if (std::erase(units_, unit) == 0) return;
   forwards_.forget_units();

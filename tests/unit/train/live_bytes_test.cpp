@@ -18,6 +18,8 @@
 #include <variant>
 
 #include "base/test_hooks.h"
+#include "dry/allocator.h"
+#include "dry/memory_count.h"
 #include "fsdp/runtime/runtime.h"
 #include "fsdp/runtime/unit.h"
 #include "models/keeps/kept_activations.h"
@@ -31,7 +33,6 @@
 #include "train/pipeline/pipeline_step.h"
 #include "train/plan_of_run.h"
 #include "train/step_rates.h"
-#include "unit/train/counted_bytes.h"
 #include "unit/train/planned_run.h"
 #include "unit/train/run_case.h"
 
@@ -163,7 +164,7 @@ class Rank {
   Counted run() {
     step();  // records, and fills the pool
     step();
-    CountedBytes counted;
+    dry::MemoryCount counted;
     const std::int64_t pool = pool_bytes();
     OnTheirWay messages(plan_.schedule, rank_, stream_);
     Counted found;
@@ -236,10 +237,10 @@ TEST_P(LiveBytes, AreWhatTheSimulatorSays) {
   }
   const pipeline::Simulated said = simulate(plan.schedule, costs);
 
-  CountingAllocator::install();
+  dry::install_allocator();
   // A send's copy is the transport's, so that what a rank holds does not depend on when others run.
   const test_hooks::Set buffered(test_hooks::buffered_messages, [] {
-    CountedBytes::skip_next();
+    dry::MemoryCount::skip_next();
     return true;
   });
   std::vector<Counted> found(kRanks);

@@ -17,6 +17,8 @@
 #include "capture/region_blocks.h"
 #include "capture/replay/regions.h"
 #include "capture/simulate_plan.h"
+#include "dry/allocator.h"
+#include "dry/memory_count.h"
 #include "fsdp/agreed/step_plan_check.h"
 #include "fsdp/handle.h"
 #include "fsdp/runtime/runtime.h"
@@ -27,7 +29,6 @@
 #include "tessera/step_scope.h"
 #include "train/parallelize.h"
 #include "train/step.h"
-#include "unit/train/counted_bytes.h"
 #include "unit/train/planned_run.h"
 #include "unit/train/run_case.h"
 
@@ -174,7 +175,7 @@ class Rank {
   const std::int64_t positions_;
   const std::int64_t vocabulary_;
   const bool is_moe_;
-  CountedBytes counted_;
+  dry::MemoryCount counted_;
   std::optional<Activations> found_;  // where they are counted
   std::int64_t before_ = 0;
   std::shared_ptr<Sharded<models::LanguageModel>> model_;
@@ -237,7 +238,7 @@ constexpr double kShare = 0.03;
 // step that reduces as often (form 2 does with every micro-batch). Naive: the pool keeps for many
 // steps what the first one took, which had no plan.
 TEST(CompiledStep, HoldsWhatWasPredictedAndGivesTheSameBits) {
-  CountingAllocator::install();
+  dry::install_allocator();
   const TemporaryFolder folder;
   StepCase c{"dense"};
   Config config = config_of(c, folder);
@@ -301,7 +302,7 @@ TEST(CompiledStep, HoldsWhatWasPredictedAndGivesTheSameBits) {
 // As a file made before the run, with another budget: the run follows it; of another model, world
 // or number of micro-batches it is refused before a step.
 TEST(CompiledStep, FollowsAPlanOutOfAFileAndRefusesAnothers) {
-  CountingAllocator::install();
+  dry::install_allocator();
   const TemporaryFolder folder;
   StepCase c{"dense"};
   const Config config = config_of(c, folder);
@@ -372,7 +373,7 @@ class RecomputeByLayer : public ::testing::TestWithParam<StepCase> {};
 // Of a plan out of a file, with another mode for each layer: the bits of a run that recomputes
 // nothing, and the bytes that were predicted, as memory_table_test has them for one mode of all.
 TEST_P(RecomputeByLayer, GivesTheSameBitsAndHoldsWhatWasPredicted) {
-  CountingAllocator::install();
+  dry::install_allocator();
   const TemporaryFolder folder;
   const StepCase& c = GetParam();
   const Config config = config_of_rows(c, folder);
@@ -448,7 +449,7 @@ INSTANTIATE_TEST_SUITE_P(Families, RecomputeByLayer,
 // libtorch's allocator counts, and the blocks, which are the system's. Naive: a block of its own for
 // each layer that is recomputed; scratch that nobody counts behind the last layer.
 TEST(ReplayedStep, HoldsWhatItsProfileTellsAndNoMoreThanAnEagerOne) {
-  CountingAllocator::install();
+  dry::install_allocator();
   const TemporaryFolder folder;
   for (const auto mode : {RecomputeMode::kNone, RecomputeMode::kFull, RecomputeMode::kSelective}) {
     SCOPED_TRACE(static_cast<int>(mode));
@@ -511,7 +512,7 @@ TEST(ReplayedStep, HoldsWhatItsProfileTellsAndNoMoreThanAnEagerOne) {
 // Budgets from the least of any plan to all: predicted and counted bytes of gathers and activations
 // stay within them, more memory is never slower by the profile, and bits are those of an eager step.
 TEST(RecomputeOfRun, BudgetsAreKeptAndBitsAreTheSame) {
-  CountingAllocator::install();
+  dry::install_allocator();
   const TemporaryFolder folder;
   StepCase c{"dense"};
   Config config = config_of_rows(c, folder);

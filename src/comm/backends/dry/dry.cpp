@@ -1,0 +1,160 @@
+#include "comm/backends/dry/dry.h"
+
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <initializer_list>
+#include <utility>
+#include <vector>
+
+#include "comm/batch.h"
+#include "comm/mail.h"
+#include "dry/allocator.h"
+#include "kernels/kernels.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+/// What comes of an op of tensors with values, where each of `ranks` ranks sends what this one, the
+/// `self`th, sends.
+class AsIfAllSentAlike {
+ public:
+  AsIfAllSentAlike(int self, int ranks) : self_(self), ranks_(ranks) {}
+
+  void operator()(const AllGather& op) const {
+    if (have_values({op.buffer})) repeat(op.buffer);
+  }
+  void operator()(const ReduceScatter& op) const {
+    if (!have_values({op.input, op.output})) return;
+    const at::Tensor part = op.input.view({ranks_, -1})[self_];
+    const std::vector<at::Tensor> addends(static_cast<std::size_t>(ranks_), part);
+    kernels::sum_in_rank_order(addends, op.output.view({-1}), op.into == Into::kAdd);
+  }
+  void operator()(const AllReduce& op) const {
+    if (!have_values({op.data, op.result()})) return;
+    const std::vector<at::Tensor> addends(static_cast<std::size_t>(ranks_), op.data.clone());
+    kernels::sum_in_rank_order(addends, op.result(), /*adds=*/false);
+  }
+  void operator()(const AllToAll& op) const {
+    if (!have_values({op.input, op.output})) return;
+    const std::int64_t begin = sum_before(op.sends), count = op.sends[std::size_t(self_)];
+    const at::Tensor own = op.input.view({-1}).narrow(0, begin, count);
+    std::int64_t at = 0;
+    for (const std::int64_t each : op.receives) {
+      const at::Tensor to = op.output.view({-1}).narrow(0, at, each);
+      each == count ? to.copy_(own) : to.zero_();
+      at += each;
+    }
+  }
+  void operator()(const Broadcast& /*op*/) const {}
+  void operator()(const RelayedGather& op) const {
+    const std::int64_t begin = sum_before(op.lengths), count = op.lengths[std::size_t(self_)];
+    const at::Tensor own = op.bytes.narrow(0, begin, count).clone();
+    std::int64_t at = 0;
+    for (const std::int64_t each : op.lengths) {
+      if (each == count) op.bytes.narrow(0, at, each).copy_(own);
+      at += each;
+    }
+  }
+  void operator()(const Combine& op) const {
+    if (op.way == Combine::Way::kSum) op.values[0].mul_(ranks_);
+  }
+
+ private:
+  static bool have_values(std::initializer_list<at::Tensor> tensors) {
+    return std::ranges::none_of(tensors, dry::is_fake);
+  }
+  std::int64_t sum_before(const std::vector<std::int64_t>& lengths) const {
+    std::int64_t sum = 0;
+    for (int i = 0; i < self_; ++i) sum += lengths[static_cast<std::size_t>(i)];
+    return sum;
+  }
+  void repeat(const at::Tensor& buffer) const {
+    const at::Tensor parts = buffer.view({ranks_, -1});
+    parts.copy_(parts[self_].clone().unsqueeze(0).expand_as(parts));
+  }
+
+  int self_, ranks_;
+};
+
+/// Has its tensors as long as somebody has it, as work of other backends does.
+class DryWork final : public Work {
+ public:
+  explicit DryWork(Batch batch) : batch_(std::move(batch)) {}
+  void wait() override {}
+
+ private:
+  Batch batch_;
+};
+
+class DryCarried final : public Carried {
+ public:
+  using Carried::Carried;
+  Event finish() override { return {}; }
+  std::optional<Event> poll() override { return Event(); }
+};
+
+class DryMail final : public Mail {
+ public:
+  explicit DryMail(MailPlace place) : Mail(std::move(place)) {}
+
+ private:
+  std::unique_ptr<Transfer> post(Letter letter) override {
+    return std::make_unique<Transfer>(place(), std::make_shared<DryCarried>(std::move(letter)));
+  }
+};
+
+class DryGroup final : public Group {
+ public:
+  DryGroup(const GroupPlace& place, NoteCollective note) : place_(place), note_(std::move(note)) {}
+  int rank() const override { return place_.self(); }
+  int size() const override { return static_cast<int>(place_.ranks.size()); }
+  const std::string& name() const override { return place_.name; }
+  bool is_dry() const override { return true; }
+  Mail& mail() override {
+    if (!mail_) {
+      mail_ = std::make_unique<DryMail>(
+          MailPlace{place_.ranks, place_.self(), place_.device, place_.abort_flag, host_waits()});
+    }
+    return *mail_;
+  }
+
+ private:
+  std::unique_ptr<Work> start(Batch batch) override {
+    place_.abort_flag->check();
+    check_batch(batch, size(), place_.device);
+    if (note_) {
+      DryCollective noted{place_.name, size(), {}, sent_bytes(batch, size(), rank())};
+      describe(batch, sequence_++, noted.entry);
+      note_(noted);
+    }
+    const c10::AutoGradMode no_grad(false);
+    for (const Op& op : batch.ops) std::visit(AsIfAllSentAlike(rank(), size()), op);
+    return std::make_unique<DryWork>(std::move(batch));
+  }
+
+  const GroupPlace place_;
+  const NoteCollective note_;
+  std::uint64_t sequence_ = 0;
+  std::unique_ptr<Mail> mail_;
+};
+
+class DryConnections final : public Connections {
+ public:
+  explicit DryConnections(NoteCollective note) : note_(std::move(note)) {}
+  std::shared_ptr<Group> make_group(const GroupPlace& place) override {
+    return std::make_shared<DryGroup>(place, note_);
+  }
+
+ private:
+  NoteCollective note_;
+};
+
+}  // namespace
+
+std::unique_ptr<Connections> open_dry(NoteCollective note) {
+  return std::make_unique<DryConnections>(std::move(note));
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,27 @@
+// Collectives of one rank of a dry run: nobody else is there.
+//
+// Fake tensors (dry/fake_operations.h) are left as they are; whatever has values, which is messages of
+// control and counts, comes out as if every rank had sent what this one sends. Each collective and
+// each message is noted. Next: ../backend.h.
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include "comm/backends/backend.h"
+#include "comm/batch.h"
+
+namespace tessera::comm {
+
+/// Noted as it is issued, by the rank's thread.
+struct DryCollective {
+  std::string group;  ///< "gather of ranks 0,1"
+  int ranks = 0;
+  Entry entry;
+  std::int64_t sent_bytes = 0;  ///< by this rank
+};
+using NoteCollective = std::function<void(const DryCollective&)>;
+
+std::unique_ptr<Connections> open_dry(NoteCollective note);
+
+}  // namespace tessera::comm

@@ -1,0 +1,60 @@
+#include "comm/dry_world.h"
+
+#include <utility>
+
+#include "base/text/printable.h"
+#include "comm/process_world.h"
+#include "comm/queue.h"
+#include "launch/abort_flag.h"
+#include "launch/wait_board.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+class DryWorld final : public World {
+ public:
+  DryWorld(int rank, int ranks, NoteCollective note, const WorldOptions& options)
+      : World(rank, ranks, 0, options),
+        options_(options),
+        connections_(open_dry(std::move(note))) {}
+  ~DryWorld() override { stop_queue(); }
+
+  std::string backend() const override { return "dry"; }
+  void close() override {
+    if (closed_.exchange(true)) return;
+    queue_->close();
+    state_->abort_flag->close();
+  }
+  void close_failed(const std::string& /*why*/) override { close(); }
+  void abort_epoch(std::uint64_t /*epoch*/, const std::string& why) override {
+    if (closed_) return;
+    state_->abort_flag->mark(one_line(why));
+    queue_->abort(one_line(why));
+  }
+  void recover() override {
+    throw Error(ErrorKind::kUsage, "recover: found a dry run, expected ranks that run");
+  }
+
+ protected:
+  std::shared_ptr<Group> make_group(const std::vector<int>& ranks, const std::string& name,
+                                    const at::Device& where) override {
+    return connections_->make_group(
+        {name, ranks, rank_, where, options_, state_->store, state_->abort_flag, state_->board});
+  }
+
+ private:
+  const WorldOptions options_;
+  const std::unique_ptr<Connections> connections_;
+};
+
+}  // namespace
+
+std::shared_ptr<World> dry_world(int rank, int ranks, NoteCollective note,
+                                 const WorldOptions& options) {
+  TESSERA_CHECK(rank >= 0 && rank < ranks, ErrorKind::kUsage, "dry run: found rank ", rank,
+                ", expected 0 to ", ranks - 1);
+  return std::make_shared<DryWorld>(rank, ranks, std::move(note), options);
+}
+
+}  // namespace tessera::comm

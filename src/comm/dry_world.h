@@ -1,0 +1,21 @@
+// A World of one thread that stands for one rank of many: the others do as it does.
+//
+// Whatever is called collectively runs on this thread alone, for any number of ranks, and costs
+// nothing but the calls. Tensors are fake where a FakeScope is around (dry/fake_operations.h).
+// Next: backends/dry/dry.h.
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include "comm/backends/dry/dry.h"
+#include "tessera/world.h"
+
+namespace tessera::comm {
+
+/// Rank `rank` of `ranks`. `note` is called for each collective. Errors: kUsage for a rank that is
+/// none of them.
+std::shared_ptr<World> dry_world(int rank, int ranks, NoteCollective note = {},
+                                 const WorldOptions& options = {});
+
+}  // namespace tessera::comm

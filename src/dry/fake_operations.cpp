@@ -1,0 +1,220 @@
+#include "dry/fake_operations.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/ops/empty_strided.h>
+
+#include <algorithm>
+#include <array>
+#include <string_view>
+#include <vector>
+
+#include "base/text/printable.h"
+#include "dry/size_rules.h"
+#include "tessera/error.h"
+
+namespace tessera::dry {
+namespace {
+
+using Arguments = std::vector<c10::Argument>;
+
+/// Whether a tensor that a thread makes has no values. Whole numbers and bytes are rows, counts and
+/// messages, and a few numbers in fp64 are sums for the host.
+bool is_made_fake(at::ScalarType dtype, std::int64_t numel) {
+  constexpr std::int64_t kMostOfHost = 1 << 12;
+  if (dtype == at::kDouble) return numel > kMostOfHost;
+  const bool is_of_model = at::isFloatingType(dtype) || dtype == at::kShort;
+  return is_of_model && numel > 1;
+}
+
+bool is_view(const c10::FunctionSchema& schema) {
+  return std::ranges::any_of(schema.returns(), [](const c10::Argument& result) {
+    return result.alias_info() != nullptr && !result.alias_info()->isWrite();
+  });
+}
+
+template <class Use>
+void for_tensors(const c10::IValue& value, Use&& use) {
+  if (value.isTensor()) {
+    use(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& each : value.toTensorVector()) use(each);
+  } else if (value.isOptionalTensorList()) {
+    for (const auto& each : value.toOptionalTensorVector())
+      if (each) use(*each);
+  }
+}
+
+bool any_is_fake(c10::ArrayRef<c10::IValue> arguments) {
+  bool any = false;
+  for (const auto& each : arguments)
+    for_tensors(each, [&](const at::Tensor& tensor) { any = any || is_fake(tensor); });
+  return any;
+}
+
+at::Tensor meta_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.is_meta()) return tensor;
+  auto meta =
+      at::detail::empty_strided_meta(tensor.sizes(), tensor.strides(), tensor.scalar_type());
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
+    meta.unsafeGetTensorImpl()->set_wrapped_number(true);
+  }
+  return meta;
+}
+
+c10::IValue meta_of(const c10::IValue& value) {
+  if (value.isTensor()) return meta_of(value.toTensor());
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> all;
+    for (const at::Tensor& each : value.toTensorVector()) all.push_back(meta_of(each));
+    return all;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> all;
+    for (const auto& each : value.toOptionalTensorVector()) {
+      all.push_back(each ? std::optional(meta_of(*each)) : std::nullopt);
+    }
+    return all;
+  }
+  if (value.isDevice()) return c10::Device(c10::kMeta);
+  return value;
+}
+
+/// The one element of a result that the host may read: what a check hopes for.
+double hoped_for(std::string_view operation) {
+  constexpr std::array<std::string_view, 4> kFaults{"aten::any", "aten::isnan", "aten::isinf",
+                                                    "aten::ne"};
+  return std::ranges::find(kFaults, operation) != kFaults.end() ? 0.0 : 1.0;
+}
+
+at::Tensor fake_of(const at::Tensor& meta, std::string_view operation) {
+  if (!meta.defined()) return meta;
+  const auto options = meta.options().device(c10::kCPU);
+  if (meta.numel() == 1) {
+    return at::empty_strided(meta.sizes(), meta.strides(), options).fill_(hoped_for(operation));
+  }
+  const FakeMemoryScope memory;
+  return at::empty_strided(meta.sizes(), meta.strides(), options);
+}
+
+/// Which argument a result is, where an operation writes into one; -1: none.
+std::ptrdiff_t argument_of(const c10::Argument& result, const Arguments& arguments) {
+  if (result.alias_info() == nullptr) return -1;
+  const auto found = std::ranges::find_if(arguments, [&](const c10::Argument& argument) {
+    return argument.alias_info() != nullptr && argument.alias_info()->isWrite() &&
+           argument.alias_info()->beforeSets() == result.alias_info()->beforeSets();
+  });
+  return found == arguments.end() ? -1 : found - arguments.begin();
+}
+
+/// What an operation that writes has made of the sizes of an argument.
+void take_sizes(const at::Tensor& tensor, const at::Tensor& meta) {
+  if (!tensor.defined() || tensor.sizes() == meta.sizes()) return;
+  auto* impl = tensor.unsafeGetTensorImpl();
+  const at::Tensor fresh = fake_of(meta, "");
+  impl->set_storage_keep_dtype(fresh.storage());
+  impl->set_sizes_and_strides(fresh.sizes(), fresh.strides());
+}
+
+/// Experts that tokens choose: each as often as every other.
+at::Tensor even_choice(const at::Tensor& values, std::int64_t choices) {
+  const std::int64_t columns = values.size(-1), rows = values.numel() / columns;
+  at::Tensor chosen = at::empty({rows, choices}, at::kLong);
+  auto* next = chosen.mutable_data_ptr<std::int64_t>();
+  for (std::int64_t i = 0; i < rows * choices; ++i) next[i] = i % columns;
+  std::vector<std::int64_t> sizes = values.sizes().vec();
+  sizes.back() = choices;
+  return chosen.view(sizes);
+}
+
+void run_by_shape(const c10::OperatorHandle& operation, c10::Stack* stack) {
+  const auto& schema = operation.schema();
+  const auto& name = operation.operator_name().name;
+  if (schema.returns().empty()) return torch::jit::drop(*stack, schema.arguments().size());
+  if (name == "aten::_local_scalar_dense") {  // of a view of more elements
+    torch::jit::drop(*stack, 1);
+    return stack->push_back(c10::Scalar(hoped_for(name)));
+  }
+  const SizeRule rule = size_rule(operation);
+  TESSERA_CHECK(
+      rule != nullptr || operation.hasKernelForDispatchKey(c10::DispatchKey::Meta),
+      ErrorKind::kUsage, "dry run: found ", c10::toString(operation.operator_name()),
+      ", whose results' sizes follow from values, expected one whose sizes follow from sizes");
+  const std::size_t count = schema.arguments().size();
+  const std::vector<c10::IValue> arguments(stack->end() - static_cast<std::ptrdiff_t>(count),
+                                           stack->end());
+  torch::jit::drop(*stack, count);
+  c10::Stack metas;
+  for (const auto& each : arguments) metas.push_back(meta_of(each));
+  const c10::Stack before = metas;
+  rule != nullptr ? rule(metas) : operation.callBoxed(&metas);
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto* alias = schema.arguments()[i].alias_info();
+    if (alias == nullptr || !alias->isWrite() || !arguments[i].isTensor()) continue;
+    if (arguments[i].toTensor().defined()) {
+      take_sizes(arguments[i].toTensor(), before[i].toTensor());
+    }
+  }
+  const auto& returns = schema.returns();
+  for (std::size_t i = 0; i < returns.size(); ++i) {
+    const c10::IValue& made = metas[i];
+    if (const auto at = argument_of(returns[i], schema.arguments()); at >= 0) {
+      stack->push_back(arguments[static_cast<std::size_t>(at)]);
+    } else if (made.isTensor()) {
+      const bool chooses = name == "aten::topk" && i == 1;
+      stack->push_back(chooses ? even_choice(arguments[0].toTensor(), arguments[1].toInt())
+                               : fake_of(made.toTensor(), name));
+    } else if (made.isTensorList()) {
+      c10::List<at::Tensor> all;
+      for (const at::Tensor& each : made.toTensorVector()) all.push_back(fake_of(each, name));
+      stack->push_back(all);
+    } else {
+      stack->push_back(made);
+    }
+  }
+}
+
+/// Whether it makes a tensor, of numbers of its own, that has no values here.
+bool makes_fake(const c10::OperatorHandle& operation, const c10::Stack& stack) {
+  const auto& schema = operation.schema();
+  const auto& name = operation.operator_name().name;
+  if (name != "aten::empty" && name != "aten::empty_strided") return false;
+  const auto& sizes = torch::jit::peek(stack, 0, schema.arguments().size());
+  std::int64_t numel = 1;
+  for (const auto size : sizes.toIntVector()) numel *= size;
+  at::ScalarType dtype = at::kFloat;
+  for (std::size_t i = 0; i < schema.arguments().size(); ++i) {
+    const auto& value = torch::jit::peek(stack, i, schema.arguments().size());
+    if (schema.arguments()[i].name() == "dtype" && value.isInt()) dtype = value.toScalarType();
+    if (schema.arguments()[i].name() == "device" && value.isDevice() &&
+        !value.toDevice().is_cpu()) {
+      return false;
+    }
+  }
+  return is_made_fake(dtype, numel);
+}
+
+}  // namespace
+
+bool computes_elements(const c10::OperatorHandle& operation) {
+  return operation.hasKernelForDispatchKey(c10::DispatchKey::CPU) ||
+         operation.operator_name().name == "aten::copy_";  // of every device, by pointers
+}
+
+void FakeOperations::run(const c10::OperatorHandle& operation, c10::DispatchKeySet below,
+                         c10::Stack* stack) {
+  const auto& schema = operation.schema();
+  if (!is_view(schema) && !computes_elements(operation)) {
+    return operation.redispatchBoxed(below, stack);  // what it calls comes by
+  }
+  const c10::impl::ExcludeDispatchKeyGuard once(kernels::kWatchKey);
+  if (is_view(schema)) return operation.redispatchBoxed(below, stack);
+  if (makes_fake(operation, *stack)) {
+    const FakeMemoryScope memory;
+    return operation.redispatchBoxed(below, stack);
+  }
+  const auto arguments = torch::jit::last(*stack, schema.arguments().size());
+  if (!any_is_fake(arguments)) return operation.redispatchBoxed(below, stack);
+  run_by_shape(operation, stack);
+}
+
+}  // namespace tessera::dry

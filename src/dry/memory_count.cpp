@@ -1,0 +1,83 @@
+#include "dry/memory_count.h"
+
+#include <algorithm>
+#include <atomic>
+#include <unordered_map>
+#include <utility>
+
+#include "base/mutex.h"
+
+namespace tessera::dry {
+
+/// `bytes` falls by whatever thread frees; all else is of the thread that counts.
+struct MemoryCount::State {
+  std::atomic<std::int64_t> bytes{0};
+  std::int64_t peak = 0;
+  std::function<void()> at_each;
+  bool skips_next = false;
+};
+
+namespace {
+
+thread_local std::shared_ptr<MemoryCount::State> t_count;
+
+struct Block {
+  std::int64_t bytes = 0;
+  std::shared_ptr<MemoryCount::State> of;
+};
+
+struct Blocks {
+  base::Mutex mutex;
+  std::unordered_map<void*, Block> all TESSERA_GUARDED_BY(mutex);
+};
+
+/// Outlives every tensor.
+Blocks& blocks() {
+  static auto* const counted = new Blocks();
+  return *counted;
+}
+
+/// Nobody has counted so far: memory that is given back needs no look.
+std::atomic<bool> s_counts{false};
+
+}  // namespace
+
+MemoryCount::MemoryCount()
+    : state_(std::make_shared<State>()), outer_(std::exchange(t_count, state_)) {
+  s_counts = true;
+}
+MemoryCount::~MemoryCount() { t_count = std::move(outer_); }
+
+std::int64_t MemoryCount::now() const { return state_->bytes; }
+std::int64_t MemoryCount::peak() const { return state_->peak; }
+void MemoryCount::begin_peak() { state_->peak = state_->bytes; }
+void MemoryCount::watch(std::function<void()> at_each) { state_->at_each = std::move(at_each); }
+void MemoryCount::skip_next() {
+  if (t_count) t_count->skips_next = true;
+}
+
+void note_taken(void* data, std::size_t size) {
+  if (!t_count || data == nullptr || std::exchange(t_count->skips_next, false)) return;
+  const auto bytes = static_cast<std::int64_t>(size);
+  {
+    const base::Lock lock(blocks().mutex);
+    blocks().all[data] = {bytes, t_count};
+  }
+  t_count->peak = std::max(t_count->peak, t_count->bytes += bytes);
+  if (t_count->at_each) t_count->at_each();
+}
+
+void note_given_back(void* data) {
+  if (!s_counts) return;
+  Block block;
+  {
+    const base::Lock lock(blocks().mutex);
+    const auto found = blocks().all.find(data);
+    if (found == blocks().all.end()) return;
+    block = std::move(found->second);
+    blocks().all.erase(found);
+  }
+  block.of->bytes -= block.bytes;
+}
+
+}  // namespace tessera::dry

@@ -1,0 +1,42 @@
+// Counts the memory that tensors of a thread hold, as libtorch takes it and gives it back.
+//
+// A block counts for the thread that took it, whoever frees it: libtorch's own reports lose what another
+// thread frees. A rank is a thread, in tests and in dry runs. Next: allocator.h.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+namespace tessera::dry {
+
+/// While alive counts what this thread takes, in bytes; one inside another counts alone. Needs
+/// install_allocator().
+class MemoryCount {
+ public:
+  MemoryCount();
+  ~MemoryCount();
+  MemoryCount(const MemoryCount&) = delete;
+  MemoryCount& operator=(const MemoryCount&) = delete;
+
+  std::int64_t now() const;
+  /// The most since begin_peak(), or since it was made.
+  std::int64_t peak() const;
+  void begin_peak();
+  /// Called wherever this thread has taken some; empty: no more.
+  void watch(std::function<void()> at_each);
+  /// The next block of this thread is not counted: it is the transport's.
+  static void skip_next();
+
+  struct State;
+
+ private:
+  std::shared_ptr<State> state_, outer_;
+};
+
+/// Of the allocator: a block of this thread, and one of any.
+void note_taken(void* data, std::size_t bytes);
+void note_given_back(void* data);
+
+}  // namespace tessera::dry

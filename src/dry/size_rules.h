@@ -1,0 +1,15 @@
+// The sizes of results of operations for which libtorch has no meta form in C++.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+
+namespace tessera::dry {
+
+/// From arguments to results, both as meta tensors on one stack.
+using SizeRule = void (*)(c10::Stack& stack);
+
+/// Of an operation ("aten::index_select"); null where there is none.
+SizeRule size_rule(const c10::OperatorHandle& operation);
+
+}  // namespace tessera::dry

@@ -1,0 +1,143 @@
+#include "train/dry_step.h"
+
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <utility>
+
+#include "comm/dry_world.h"
+#include "dry/fake_operations.h"
+#include "dry/memory_count.h"
+#include "fsdp/optim/optimizer_registry.h"
+#include "fsdp/optim/pending_norm.h"
+#include "models/language_model.h"
+#include "tessera/mesh.h"
+#include "train/config/config_resolve.h"
+#include "train/hf/model_forms.h"
+#include "train/parallelize.h"
+#include "train/pipeline/pipeline_plan.h"
+#include "train/pipeline/pipeline_step.h"
+#include "train/step.h"
+
+namespace tessera::train {
+namespace {
+
+/// Rows of token 0, all of whose labels count.
+class DryBatches final : public BatchSource {
+ public:
+  DryBatches(std::int64_t rows, std::int64_t positions) : rows_(rows), positions_(positions) {}
+  std::int64_t rows_in_step() const override { return rows_; }
+  std::int64_t row_tokens() const override { return positions_; }
+  MicroBatch load(std::int64_t /*step*/, RowRange rows) const override {
+    const at::Tensor tokens = at::zeros({rows.size(), positions_}, at::kLong);
+    return {.input_ids = tokens, .targets = tokens.clone()};
+  }
+  std::int64_t rows_in_pass() const override { return rows_; }
+  void check_labels(std::int64_t /*steps*/) override {}
+  std::vector<std::string> opened_from() const override { return {}; }
+
+ private:
+  std::int64_t rows_, positions_;
+};
+
+class DryRank {
+ public:
+  DryRank(const Config& config, const ModelSource& source, World& world)
+      : config_(config),
+        dims_(resolve_parallelism(config.parallelism, world.size())),
+        mesh_(world.mesh(mesh_shape(dims_))),
+        batches_(resolve_batch(config.training, dims_.data_ranks()).global, positions()) {
+    const auto plan = resolve_pipeline(
+        config_, dims_, source.spec, source.description,
+        {resolve_micro_batches(config_, Verb::kTrain, batches_.rows_in_step(), dims_.data_ranks()),
+         batches_.row_tokens()});
+    auto parts = model_parts(source, config_, mesh_, Purpose::kTraining, plan ? &*plan : nullptr);
+    const auto parameters = parts.contract.parameters;
+    std::optional<StreamBorders> borders;
+    if (plan) borders = stream_borders(*plan, dims_, source.description, parts.contract);
+    model_ = parallelize(std::move(parts), source, config_, mesh_, InitialWeights::kNone);
+    if (plan) pipeline_.emplace(*plan, *borders, *model_);
+    optimizer_ =
+        fsdp::make_optimizer(config_.optimizer.name, *model_, config_.optimizer.lr.value_or(1e-3),
+                             config_.optimizer, forms_of(source));
+    scaler_ = make_scaler(*model_, parameters, config_.grad_scaler);
+  }
+
+  /// Until its gradients are read.
+  void compute(std::int64_t step) {
+    auto options = step_options(config_, scaler_.get());
+    options.pipeline = pipeline_ ? &*pipeline_ : nullptr;
+    const auto rows =
+        micro_batches(batches_.rows_in_step(), config_.training.local_batch_size.value_or(1),
+                      dims_.data_ranks(), data_rank(mesh_));
+    const auto pending = launch_forward_backward(*model_, batches_, step, rows, options);
+    auto numbers = pending.numbers();
+    norm_ = fsdp::clip_and_read(*model_, config_.training.max_norm, numbers);
+    pending.added(*model_, numbers);
+  }
+  void update() {
+    if (scaler_) {
+      scaler_->step(*optimizer_, *model_, norm_);
+    } else {
+      optimizer_->step();
+    }
+  }
+  void end() { model_->zero_grad(); }
+
+  const Sharded<models::LanguageModel>& model() const { return *model_; }
+  const Optimizer& optimizer() const { return *optimizer_; }
+
+ private:
+  fsdp::MatrixForms forms_of(const ModelSource& source) const {
+    const auto& table = source.description.parameters;
+    return hidden_matrices(table, fused_as_one(table, config_.optimizer.rule));
+  }
+  std::int64_t positions() const {
+    require_seq_len(config_.training);
+    return *config_.training.seq_len;
+  }
+
+  const Config config_;
+  const ParallelDims dims_;
+  Mesh mesh_;
+  const DryBatches batches_;
+  std::shared_ptr<Sharded<models::LanguageModel>> model_;
+  std::optional<PipelineOfRun> pipeline_;
+  std::unique_ptr<Optimizer> optimizer_;
+  std::unique_ptr<GradScaler> scaler_;
+  double norm_ = 0;
+};
+
+}  // namespace
+
+DryStep dry_step(const Config& config, const ModelSource& source, int rank, int ranks) {
+  DryStep found;
+  const auto world = comm::dry_world(
+      rank, ranks, [&](const comm::DryCollective& one) { found.collectives.push_back(one); });
+  const dry::FakeScope no_values;
+  dry::MemoryCount count;
+  DryRank run(config, source, *world);
+  const auto step = [&](std::int64_t number) {
+    run.compute(number);
+    found.held = fsdp::held_bytes(run.model());
+    run.update();
+    found.optimizer = fsdp::held_bytes(run.optimizer());
+    run.end();
+  };
+  step(1);
+  found.collectives.clear();
+  count.begin_peak();
+  std::int64_t unsharded = 0;
+  count.watch([&] { unsharded = std::max(unsharded, fsdp::unsharded_bytes(run.model())); });
+  step(2);
+  count.watch({});
+  found.held.unsharded = unsharded;
+  found.between_steps = count.now();
+  found.peak = count.peak();
+  return found;
+}
+
+}  // namespace tessera::train
