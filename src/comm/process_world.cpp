@@ -169,10 +169,11 @@ void ProcessWorld::close() {
   if (state_->abort_flag->is_in_child() || leaves_.exchange(true)) return;
   const bool failed = aborted();
   try {
-    stop_queue();
     if (failed) {
+      stop_queue();
       leave_after_abort(patience_for_others());
     } else {
+      queue_->close();  // a thread that still computes is refused, and meets no group that has gone
       drops_held_groups_ = true;
       leave_together();
     }

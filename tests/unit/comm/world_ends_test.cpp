@@ -2,11 +2,14 @@
 // program's, in processes that nobody of ours has started (store_rank.cpp).
 #include <chrono>
 #include <filesystem>
+#include <future>
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include "comm/batch.h"
 #include "comm/group.h"
+#include "comm/queue.h"
 #include "support/temporary_folder.h"
 #include "support/test.h"
 #include "tessera/group.h"
@@ -169,6 +172,36 @@ TEST(WorldOverAStore, ThreadsOverAStoreInMemoryAddUp) {
     world->group().all_reduce(sum);
     EXPECT_TRUE(sum.equal(at::full({2}, 6.0)));
     world->close();
+  });
+  EXPECT_THAT(errors, Each(IsEmpty()));
+}
+
+// A thread of Python's that nobody joins may be in the middle of a step as the script ends. The groups
+// that it would use go once all ranks are done.
+TEST(WorldOverAStore, ThreadThatComputesWhileAnotherOneClosesIsRefused) {
+  std::promise<void> refused;
+  const auto errors = over_memory(2, [&](int rank, const StorePtr& store) {
+    const auto world = World::from_store(store, rank, 2, of_threads());
+    if (rank == 1) {
+      refused.get_future().wait();
+      return world->close();
+    }
+    const auto alone = world->group({0}, "alone");
+    const auto closing = std::async(std::launch::async, [&] { world->close(); });
+    std::string refusal;
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(5);
+    while (refusal.empty() && std::chrono::steady_clock::now() < end) {
+      refusal = refusal_of([&] {
+        comm::Batch batch;
+        batch.label.kind = comm::Kind::kAllReduce;
+        batch.label.unit = "late";
+        batch.ops.push_back(comm::Combine{at::zeros({1}, at::kByte)});
+        world->queue().submit(*alone, std::move(batch)).wait();
+      });
+    }
+    EXPECT_THAT(refusal, Says("usage: the World is closed"));
+    EXPECT_FALSE(world->closed()) << "rank 1 has not left";
+    refused.set_value();
   });
   EXPECT_THAT(errors, Each(IsEmpty()));
 }
