@@ -3,7 +3,7 @@
 //
 // A call has three moments in Python: enter() with the tensors among the arguments, the module's own
 // code, leave() with the tensors among the results. Both give back the tensors to use in their
-// place. Next: python/tessera/_module.py.
+// place. Next: python/tessera/_unit.py.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/variable.h>
 

@@ -7,367 +7,27 @@ values inside of a call. `parameters()` of a sharded module are the shards. Next
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
-import threading
 import types
 import weakref
-from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.checkpoint import _StopRecomputationError
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from tessera import _C
 from tessera._parameter import ShardedParameter, give_to, stamp
 from tessera._policy import MixedPrecisionPolicy, ModelContract, contract_of, policy_of
-from tessera._world import Mesh, bound_mesh, track, usage_error, world
+from tessera._tree import LEAVES, Tree
+from tessera._unit import CONTENT, Content, call, unit_of
+from tessera._world import UNIT, Mesh, bound_mesh, track, usage_error, world
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_UNIT = "_tessera_unit"
 _IGNORED = "_tessera_ignored"
-_CONTENT = "_tessera_content"
 M = TypeVar("M", bound=nn.Module)
-
-
-def unit_of(module: nn.Module, what: str = "fully_shard") -> _C.Unit:
-    """The unit of a sharded module. Raises tessera.Error of the kind "usage" where it has none."""
-    unit = module.__dict__.get(_UNIT)
-    if unit is None:
-        name = type(module).__name__
-        if isinstance(module, FSDPModule):
-            raise usage_error(f"{what}: found {name}, whose World has closed, expected an open one; call it before")
-        raise usage_error(f"{what}: found {name}, which is not sharded, expected a module after fully_shard(module)")
-    return cast(_C.Unit, unit)
-
-
-# [Note: containers] A list or dict that the module changes has to be the caller's own. So tensors are put into the
-# lists, dicts and dataclasses that are there, and the caller's tensors are put back when the call has ended; tuples are
-# made anew. Objects of other classes pass as they are.
-
-
-def _is_dataclass(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def _find(value: Any, found: list[Tensor]) -> None:
-    """Appends the tensors in `value` to `found`, in the order in which `_put` replaces them."""
-    if isinstance(value, Tensor):
-        found.append(value)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            _find(each, found)
-    elif isinstance(value, dict):
-        for each in value.values():
-            _find(each, found)
-    elif _is_dataclass(value):
-        for field in dataclasses.fields(value):
-            _find(getattr(value, field.name, None), found)
-    elif isinstance(value, UserDict):  # transformers' BatchEncoding is one
-        _find(value.data, found)
-
-
-def _put(value: Any, tensors: Iterator[Tensor | None], undo: list[Callable[[], None]] | None) -> Any:
-    """`value` with the next of `tensors` in the place of each tensor, where that is not None."""
-    if isinstance(value, Tensor):
-        replacement = next(tensors)
-        return value if replacement is None else replacement
-    if isinstance(value, list):
-        for place, before in enumerate(value):
-            after = _put(before, tensors, undo)
-            if after is not before:
-                value[place] = after
-                if undo is not None:
-                    undo.append(functools.partial(_restore_item, value, place, after, before))
-        return value
-    if isinstance(value, tuple):
-        items = [_put(each, tensors, undo) for each in value]
-        if all(after is before for after, before in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        for key, before in list(value.items()):
-            after = _put(before, tensors, undo)
-            if after is not before:
-                value[key] = after
-                if undo is not None:
-                    undo.append(functools.partial(_restore_item, value, key, after, before))
-        return value
-    if _is_dataclass(value):
-        frozen = value.__dataclass_params__.frozen
-        result = copy.copy(value) if frozen else value
-        for field in dataclasses.fields(value):
-            before = getattr(value, field.name, None)
-            after = _put(before, tensors, undo)
-            if after is not before:
-                object.__setattr__(result, field.name, after)
-                if undo is not None and not frozen:
-                    undo.append(functools.partial(_restore_field, value, field.name, after, before))
-        return result
-    if isinstance(value, UserDict):
-        _put(value.data, tensors, undo)
-    return value
-
-
-def _restore_item(container: Any, key: Any, after: Any, before: Any) -> None:
-    if isinstance(container, list):
-        if key < len(container) and container[key] is after:
-            container[key] = before
-        else:  # the module has moved it
-            for place, item in enumerate(container):
-                if item is after:
-                    container[place] = before
-    elif container.get(key) is after:
-        container[key] = before
-
-
-def _restore_field(value: Any, name: str, after: Any, before: Any) -> None:
-    if getattr(value, name, None) is after:
-        setattr(value, name, before)
-
-
-def _call(module: FSDPModule, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """function(*args, **kwargs) as one call of the module's unit.
-
-    No variable here may hold a tensor of the result while `leave` looks at who does: the caller may change a result in
-    place where nobody else has it.
-    """
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        raise _transform_refused(module)
-    call = _C.UnitCall(unit_of(module, "forward"))
-    module.__dict__[_CONTENT].require_same()
-    undo: list[Callable[[], None]] = []
-    _calls.enter()
-    try:
-        tensors: list[Tensor] = []
-        _find(args, tensors)
-        _find(kwargs, tensors)
-        replaced = call.enter(tensors)
-        del tensors
-        if replaced is not None:
-            places = iter(replaced)
-            args = _put(args, places, undo)
-            kwargs = _put(kwargs, places, undo)
-            del places, replaced
-        result = function(*args, **kwargs)
-        tensors = []
-        _find(result, tensors)
-        replaced = call.leave(tensors)
-        del tensors
-        return result if replaced is None else _put(result, iter(replaced), None)
-    except _StopRecomputationError:
-        call.stop()
-        raise
-    except BaseException as error:
-        call.fail(f"{type(error).__name__}: {error}")
-        raise
-    finally:
-        _calls.leave()
-        for each in reversed(undo):
-            each()
-
-
-def _transform_refused(module: FSDPModule) -> Exception:
-    return usage_error(
-        f"{type(module).__name__}: found a call inside of torch.func (grad, vjp, jvp, vmap, jacrev and the like) or of "
-        "forward-mode autograd, expected a plain one: a unit gathers for the backward of autograd and takes gradients "
-        "from it, which those go past; call loss.backward(), or transform a plain module with the values of "
-        "tessera.get_model_state_dict(module)"
-    )
-
-
-class _Calls:
-    """Calls of units that are open: one thread at a time has any, since all of them use the same connections."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._thread = 0
-        self._open = 0
-
-    def enter(self) -> None:
-        """Raises tessera.Error of the kind "usage" where another thread is in a call."""
-        thread = threading.get_ident()
-        with self._lock:
-            if self._open > 0 and self._thread != thread:
-                raise usage_error(
-                    "forward: found a call of a sharded module while another thread is in one, expected one thread at "
-                    "a time; let the threads take turns"
-                )
-            self._thread = thread
-            self._open += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._open -= 1
-
-
-_calls = _Calls()
-
-
-class _Content:
-    """The parameters and children that a unit was made of, by the dicts of its modules."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._entries: list[tuple[dict[str, Any], str, Any]] = []
-        self._sizes: list[tuple[dict[str, Any], int, nn.Module]] = []
-        for module in modules:
-            for entries in (module._parameters, module._modules):
-                known = cast("dict[str, Any]", entries)
-                self._entries.extend((known, key, value) for key, value in known.items())
-                self._sizes.append((known, len(known), module))
-
-    def require_same(self) -> None:
-        """Raises tessera.Error of the kind "usage" naming what was replaced, or put in, after fully_shard."""
-        for entries, key, value in self._entries:
-            if entries.get(key) is not value:
-                self._refuse(entries, key)
-        for entries, size, _ in self._sizes:
-            if len(entries) != size:
-                known = {name for each, name, _ in self._entries if each is entries}
-                for key, value in entries.items():
-                    if key not in known and (isinstance(value, Tensor) or any(True for _ in value.parameters())):
-                        self._refuse(entries, key)
-
-    def _refuse(self, entries: dict[str, Any], key: str) -> NoReturn:
-        module = next(each for known, _, each in self._sizes if known is entries)
-        raise usage_error(
-            f"{key} of {type(module).__name__}: found another one than fully_shard has seen, expected the same: what "
-            "is put in afterwards would compute, and nothing would reduce its gradient; change the module before "
-            "fully_shard, and values by load_state_dict() or by copying into parameters()"
-        )
-
-
-def _hide_from_dynamo() -> None:
-    """torch.compile runs these as they are, without a look inside, and compiles what they call.
-
-    As torch._dynamo.decorators.skip, but without importing Dynamo, which takes 70 MiB and a second of every process.
-    """
-    functions: tuple[Any, ...] = (
-        _find,
-        _put,
-        _is_dataclass,
-        _restore_item,
-        _restore_field,
-        _call,
-        _Calls.enter,
-        _Calls.leave,
-        _Content.require_same,
-    )
-    frames: Any = torch._C._dynamo.eval_frame
-    for function in functions:
-        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-        frames.set_code_exec_strategy(function.__code__, skip)
-        function._torchdynamo_disable = True
-
-
-_hide_from_dynamo()
-
-
-class _Tree:
-    """The tensors of a module as the library wants them, and what is found on the way."""
-
-    def __init__(self, root: nn.Module, ignored: Iterable[nn.Parameter]) -> None:
-        self.ignored = {id(parameter) for parameter in ignored}
-        self.unstored: list[str] = []
-        self.tied: dict[int, list[str]] = {}
-        self.replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
-        self.modules: list[nn.Module] = []
-        self._trees: dict[int, _C.Tree] = {}
-        self._first: dict[int, str] = {}
-        self.leaves: list[nn.Parameter] = []
-        self._without_memory: dict[int, nn.Parameter] = {}
-        try:
-            self.tree = self._of(root, "")
-        except BaseException:
-            self.undo()
-            raise
-
-    def undo(self) -> None:
-        """The module as it was."""
-        for module, key, parameter in self.replaced:
-            module._parameters[key] = parameter
-
-    def _of(self, module: nn.Module, path: str) -> _C.Tree:
-        known = self._trees.get(id(module))
-        if known is not None:
-            return known
-        if isinstance(module, torch.jit.ScriptModule):
-            raise usage_error(f"fully_shard: found the ScriptModule {path or 'itself'}, expected a Python module")
-        self.modules.append(module)
-        tree = self._trees[id(module)] = _C.Tree()
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                tree.add_parameter(key, self._leaf(module, key, path + key, parameter))
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                if buffer.is_meta:  # buffers stay the same objects, so that a load cannot give it memory
-                    raise usage_error(
-                        f"fully_shard: found the buffer {path + key} on the meta device, expected one with values; "
-                        "set it on the module, on the device that computes, before fully_shard"
-                    )
-                tree.add_buffer(key, buffer)
-                if key in module._non_persistent_buffers_set:
-                    self.unstored.append(path + key)
-        for key, child in module._modules.items():
-            if child is None:
-                continue
-            if isinstance(child, FSDPModule):
-                tree.add_unit(key, unit_of(child))
-            else:
-                tree.add_tree(key, self._of(child, f"{path}{key}."))
-        return tree
-
-    def _leaf(self, module: nn.Module, key: str, path: str, parameter: nn.Parameter) -> nn.Parameter:
-        """The parameter; in the second place of a tied one another tensor object over the same memory, so that
-        autograd does not add the gradients of two places before the sink does, in the dtype that it adds in."""
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise usage_error(
-                f"fully_shard: found the parameter {path} without a shape, expected all shapes known; run the module "
-                "once, before fully_shard"
-            )
-        if is_traceable_wrapper_subclass(parameter) and id(parameter) not in self.ignored:
-            raise usage_error(
-                f"fully_shard: found the parameter {path} as {type(parameter).__name__}, expected a plain tensor; make "
-                "the module without, or name the parameter in ignored_params"
-            )
-        if id(parameter) in self.ignored or parameter in _leaves:
-            return parameter  # one that a unit has already stays one object: its memory is that unit's
-        if parameter.is_meta:
-            parameter = self._of_no_memory(module, key, parameter)
-        self.leaves.append(parameter)
-        first = self._first.setdefault(id(parameter), path)
-        if first == path or isinstance(parameter, ShardedParameter):
-            return parameter
-        place = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-        place.__dict__.update(parameter.__dict__)
-        _C.copy_grad_dtype(parameter, place)
-        self.replaced.append((module, key, parameter))
-        module._parameters[key] = place
-        self.leaves.append(place)
-        self.tied.setdefault(id(parameter), [first]).append(path)
-        return place
-
-    def _of_no_memory(self, module: nn.Module, key: str, parameter: nn.Parameter) -> nn.Parameter:
-        """What the library takes for a parameter that has no values yet: its shape, and memory of no bytes."""
-        known = self._without_memory.get(id(parameter))
-        if known is None:
-            values = torch.empty(parameter.shape, dtype=parameter.dtype)
-            values.untyped_storage().resize_(0)
-            known = nn.Parameter(values, requires_grad=parameter.requires_grad)
-            known.__dict__.update(parameter.__dict__)
-            _C.copy_grad_dtype(parameter, known)
-            self._without_memory[id(parameter)] = known
-        self.replaced.append((module, key, parameter))
-        module._parameters[key] = known
-        return known
 
 
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
@@ -378,8 +38,6 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     return made
 
 
-# The tensors in the modules of all units.
-_leaves = WeakTensorKeyDictionary()
 # By the class that each is made of, as long as a module has it. A class refers to what it is made of, so that weak keys
 # would live for ever.
 _classes: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]] = weakref.WeakValueDictionary()
@@ -456,7 +114,7 @@ def fully_shard(
         )
     policy, output_dtype = policy_of(MixedPrecisionPolicy() if mp_policy is None else mp_policy)
     ignored = list(ignored_params or ())
-    tree = _Tree(module, ignored)
+    tree = Tree(module, ignored)
     try:
         unit = _C.Unit(
             tree.tree,
@@ -475,11 +133,11 @@ def fully_shard(
         tree.undo()
         raise
     for leaf in tree.leaves:
-        _leaves[leaf] = None
+        LEAVES[leaf] = None
     cast(Any, module).__class__ = _sharded_class(type(module))
-    module.__dict__[_UNIT] = unit
+    module.__dict__[UNIT] = unit
     module.__dict__[_IGNORED] = tree.ignored
-    module.__dict__[_CONTENT] = _Content(tree.modules)
+    module.__dict__[CONTENT] = Content(tree.modules)
     track(module)
     _stamp_all(module)
     return module
@@ -518,7 +176,7 @@ class FSDPModule(nn.Module):
         return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _call(self, super().__call__, args, kwargs)
+        return call(self, super().__call__, args, kwargs)
 
     # Contracts and whole tensors.
 
@@ -758,7 +416,7 @@ def _require_seen(name: str, parameter: nn.Parameter) -> None:
     """Refuses a parameter that nobody would train."""
     from tessera import _state
 
-    if parameter in _leaves or _state.holds_whole():
+    if parameter in LEAVES or _state.holds_whole():
         return
     raise usage_error(
         f"parameter {name}: found a tensor that was put into the module after fully_shard, expected those that were "
@@ -802,7 +460,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     plain = getattr(method, "__func__", method)
 
     @functools.wraps(plain)
-    def call(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
-        return _call(self, functools.partial(plain, self) if plain is not method else plain, args, kwargs)
+    def forward_method(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
+        return call(self, functools.partial(plain, self) if plain is not method else plain, args, kwargs)
 
-    setattr(module, method_name, types.MethodType(call, module))
+    setattr(module, method_name, types.MethodType(forward_method, module))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tessera import _C
-from tessera._module import unit_of
+from tessera._unit import unit_of
 from tessera._world import usage_error, world
 
 # Optimizers of torch.optim whose update of an element reads the shape or the norm of its whole tensor, or of all.
@@ -122,7 +122,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         name = type(self).__name__
         group = self.param_groups[0]
         for key, made_with in self._fixed.items():
-            if key in group and _plain(group[key]) != _plain(made_with):
+            if key in group and plain_value(group[key]) != plain_value(made_with):
                 advice = "make it with that value"
                 if key in ("betas", "momentum"):
                     advice += ", and a scheduler with cycle_momentum=False"
@@ -159,7 +159,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         them. 16-bit parameters also have "master_remainder" or "master", the bits that their shards lack. Collective:
         every rank calls it. By name, or on rank 0 alone: `get_optimizer_state_dict`.
         """
-        from tessera._state import optimizer_state_by_index
+        from tessera._optim_state import optimizer_state_by_index
 
         for before in getattr(self, "_optimizer_state_dict_pre_hooks", {}).values():
             before(self)
@@ -175,7 +175,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Each rank takes its part of whole tensors. The learning rate is the loaded one; other values of the groups have
         to be those of this optimizer. Collective. Errors: "contract", naming what does not fit; nothing has changed.
         """
-        from tessera._state import load_optimizer_state
+        from tessera._optim_state import load_optimizer_state
 
         state = dict(state_dict)
         for before in getattr(self, "_optimizer_load_state_dict_pre_hooks", {}).values():
@@ -202,11 +202,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.state[shard] = {}
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """Tuples and lists, tensors and numbers compare by what is in them."""
     if isinstance(value, Tensor):
         return value.tolist()
-    return tuple(map(_plain, value)) if isinstance(value, (tuple, list)) else value
+    return tuple(map(plain_value, value)) if isinstance(value, (tuple, list)) else value
 
 
 def follow(model: nn.Module) -> list[_C.Optimizer]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from tessera._world import usage_error
+from tessera._world import UNIT, usage_error
 
 if TYPE_CHECKING:
     from ._module import FSDPModule
@@ -156,14 +156,14 @@ class ShardedParameter(nn.Parameter):
 
         Gathers what its module has, bucket by bucket: for several parameters take `full_parameters(module)`.
         """
-        return cast(Tensor, self._owner().__dict__["_tessera_unit"].full_parameters({self._name})[0][1])
+        return cast(Tensor, self._owner().__dict__[UNIT].full_parameters({self._name})[0][1])
 
     def full_grad(self) -> Tensor | None:
         """Returns the whole gradient, [global_shape], final dtype; None for a frozen parameter. Collective.
 
         As `full_tensor()`; for several parameters take `full_gradients(module)`.
         """
-        found = self._owner().__dict__["_tessera_unit"].full_gradients({self._name})
+        found = self._owner().__dict__[UNIT].full_gradients({self._name})
         return cast(Tensor, found[0][1]) if found else None
 
     @property

@@ -1,6 +1,7 @@
 """The names of the package, all of which need torch."""
 
 from tessera import _C, _built
+from tessera._checkpoint import LoadedCheckpoint, has_checkpoint, load_checkpoint, save_checkpoint
 from tessera._module import (
     FSDPModule,
     full_gradients,
@@ -18,6 +19,8 @@ from tessera._optim import (
     gradient_norm,
     nonfinite_parameters,
 )
+from tessera._optim_state import get_optimizer_state_dict, set_optimizer_state_dict
+from tessera._options import StateDictOptions
 from tessera._parameter import ShardedGradient, ShardedParameter
 from tessera._policy import (
     BufferContract,
@@ -27,17 +30,7 @@ from tessera._policy import (
     Rule,
     UnitContract,
 )
-from tessera._state import (
-    LoadedCheckpoint,
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    has_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from tessera._state import get_model_state_dict, set_model_state_dict
 from tessera._world import Error, Mesh, World, init, world
 
 __version__ = _built.VERSION

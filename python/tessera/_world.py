@@ -31,7 +31,7 @@ ReduceOp = Literal["sum", "max", "min"]
 
 _MODEL_AXES = ("tp", "ep", "etp", "cp", "pp")
 _ARGUMENTS = ("backend", "device", "timeout", "init_timeout", "group", "prefer")  # of init()
-_UNIT = "_tessera_unit"
+UNIT = "_tessera_unit"  # of a sharded module's __dict__
 _LIBRARIES = tuple(os.path.dirname(file) + os.sep for file in (__file__, torch.__file__))
 
 
@@ -310,7 +310,7 @@ class _Process:
             world.close_failed(text_of(error))
             return
         for module in list(self.sharded):
-            module.__dict__.pop(_UNIT, None)
+            module.__dict__.pop(UNIT, None)
         was_aborted = world.aborted
         why = "an error on another rank, which says it, has ended the run"
         try:

@@ -14,7 +14,7 @@ import programs
 import pytest
 import tessera
 from support import FULL
-from tessera import _module
+from tessera import _containers, _module, _tree
 from torch import nn
 
 SEED = int(os.environ.get("TESSERA_PROGRAM_SEED", "0"))
@@ -54,18 +54,18 @@ def test_drawn_programs_give_what_plain_autograd_gives(world: Any, first: int) -
 
 def _arguments_stay_as_they_are(patch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """A unit's arguments are neither cast nor marked."""
-    put = _module._put
+    put = _containers.put
 
     def skip(value: Any, tensors: Any, undo: Any) -> Any:
         return put(value, tensors, undo) if undo is None and not isinstance(value, (tuple, dict)) else value
 
-    patch.setattr(_module, "_put", skip)
+    patch.setattr(_containers, "put", skip)
     return tessera.fully_shard
 
 
 def _tensors_in_dicts_are_not_seen(patch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Arguments and results in dicts pass a unit as they are."""
-    find, put = _module._find, _module._put
+    find, put = _containers.find, _containers.put
 
     def find_less(value: Any, found: list[Any]) -> None:
         if not (isinstance(value, dict) and "text" in value):
@@ -74,8 +74,8 @@ def _tensors_in_dicts_are_not_seen(patch: pytest.MonkeyPatch) -> Callable[..., A
     def put_less(value: Any, tensors: Any, undo: Any) -> Any:
         return value if isinstance(value, dict) and "text" in value else put(value, tensors, undo)
 
-    patch.setattr(_module, "_find", find_less)
-    patch.setattr(_module, "_put", put_less)
+    patch.setattr(_containers, "find", find_less)
+    patch.setattr(_containers, "put", put_less)
     return tessera.fully_shard
 
 
@@ -90,21 +90,21 @@ def _averaged_twice(patch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 def _a_tied_place_has_values_of_its_own(patch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """The second place of a tied parameter gets a copy, which is a parameter of its own."""
-    leaf = _module._Tree._leaf
+    leaf = _tree.Tree._leaf
 
     def copied(self: Any, module: Any, key: str, path: str, parameter: Any) -> Any:
-        if id(parameter) in self._first and parameter not in _module._leaves:
+        if id(parameter) in self._first and parameter not in _tree.LEAVES:
             parameter = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
             module._parameters[key] = parameter
         return leaf(self, module, key, path, parameter)
 
-    patch.setattr(_module._Tree, "_leaf", copied)
+    patch.setattr(_tree.Tree, "_leaf", copied)
     return tessera.fully_shard
 
 
 def _tied_places_are_one_tensor(patch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Autograd adds their gradients, in the dtype that they have."""
-    patch.setattr(_module._Tree, "_leaf", lambda self, module, key, path, parameter: parameter)
+    patch.setattr(_tree.Tree, "_leaf", lambda self, module, key, path, parameter: parameter)
     return tessera.fully_shard
 
 
@@ -124,7 +124,7 @@ def _frozen_parameters_train(patch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
     def shard(module: Any, **options: Any) -> Any:
         for parameter in nn.Module.parameters(module):
-            if parameter not in _module._leaves:
+            if parameter not in _tree.LEAVES:
                 parameter.requires_grad_(True)
         return tessera.fully_shard(module, **options)
 
