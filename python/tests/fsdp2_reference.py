@@ -8,13 +8,16 @@ needs no process group. `Unitwise` of support.py is the reference where units ha
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import tessera
 import torch
-from support import assert_bits
+from support import assert_bits, drawn, tokens
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -318,3 +321,65 @@ def units_of(model: nn.Module) -> Iterator[tessera.FSDPModule]:
     for module in model.modules():
         if isinstance(module, tessera.FSDPModule):
             yield module
+
+
+def ids_of(step: int, rank: int, length: int = 6) -> Tensor:
+    """Returns token ids [2, length]."""
+    return tokens(7, step, rank, shape=(2, length), below=VOCABULARY)
+
+
+def rows_of(width: int, rows: int = 4) -> Callable[[int, int], Tensor]:
+    """Returns the batches [rows, width] of a step and a rank."""
+    return lambda step, rank: drawn(5, step, rank, shape=(rows, width))
+
+
+def shard_tail(model: nn.Sequential, **options: Any) -> None:
+    """Makes a unit of each Mlp, then of the model, which keeps the first linear layer."""
+    for mlp in itertools.islice(model, 1, None):
+        tessera.fully_shard(mlp, **options)
+    tessera.fully_shard(model, **options)
+
+
+def accumulate(
+    alike: Alike, mode: str, reshard_after_backward: bool, replicas_wait: bool = False, steps: int = 2
+) -> None:
+    """Steps on three micro-batches, of which `mode` leaves the first two without sync in some units.
+
+    `replicas_wait`: they are added over the shard ranks, and only the sum over replicas waits.
+    """
+    model = alike.sharded
+    owner = {"all": lambda name: True, "root_only": lambda name: name.startswith("0.")}
+    waits = owner.get(mode, lambda name: name.startswith(("1.", "2.")))
+    targets = list(itertools.islice(model, 1, 3)) if mode == "some_mlps" else [model]
+    for step in range(steps):
+        for micro in range(3):
+            last = micro == 2
+            for module in targets:
+                recurse = mode != "root_only"
+                if replicas_wait:
+                    module.set_requires_all_reduce(last)
+                else:
+                    module.set_requires_gradient_sync(last, recurse=recurse)
+                if not reshard_after_backward:
+                    module.set_reshard_after_backward(last, recurse=recurse)
+            alike.backward(
+                lambda rank, step=step, micro=micro: drawn(step, micro, rank, shape=(2, 8)),
+                reduced=lambda name, last=last: last or replicas_wait or not waits(name),
+                replicas_too=last or not replicas_wait,
+            )
+        alike.step(set_to_none=step % 2 == 1)
+
+
+CHECKPOINTS = ("composable", "utils", "wrapper")
+
+
+def checkpoint_layers(model: Transformer, way: str) -> None:
+    """Puts every layer under torch's checkpoint: by its composable function, in the forward, or by a wrapper."""
+    if way == "composable":
+        for layer in model.layers:
+            composable_checkpoint(layer)
+    elif way == "wrapper":
+        layers = set(model.layers)
+        apply_activation_checkpointing(model, check_fn=lambda module: module in layers)
+    else:
+        model.checkpointed = True

@@ -410,3 +410,64 @@ class Mlp(nn.Module):
 
 
 MLP_UNITS = ("layers.0", "layers.1", "layers.2")
+
+
+class Block(nn.Module):
+    """Two linear layers beside a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, 8] to [rows, 8]."""
+        return x + self.second(torch.tanh(self.first(x)))
+
+
+class Tower(nn.Module):
+    """Two blocks, then a scale of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[rows, 8] to [rows, 8]."""
+        for block in self.blocks:
+            x = block(x)
+        return x * self.scale
+
+
+CUTS: dict[str, tuple[str, ...]] = {
+    "one": (),
+    "blocks": ("blocks.0", "blocks.1"),
+    "nested": ("blocks.0.first", "blocks.0", "blocks.1.first", "blocks.1.second", "blocks.1"),
+    "one of them": ("blocks.1.second",),
+}
+
+
+def mse(model: Any, rank: int, step: int = 0, width: int = 8) -> Tensor:
+    """Returns the loss of a rank's batch of a step."""
+    x = drawn(1, step, rank, shape=(4, width))
+    return nn.functional.mse_loss(model(x).float(), drawn(2, step, rank, shape=(4, width)))
+
+
+def assert_steps_as_plain(
+    world: Any, model: nn.Module, plain: Plain, loss_of: Callable[[Any, int, int], Tensor], steps: int = 2
+) -> None:
+    """Runs `steps` forwards, backwards and SGD steps of both, and compares losses, gradients, parameters."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in plain.copies]
+    for step in range(steps):
+        loss = loss_of(model, world.rank, step)
+        loss.backward()
+        losses = plain.backward(lambda one, rank, at=step: loss_of(one, rank, at))
+        assert_bits("loss", loss, losses[world.rank])
+        assert_same_gradients(model, plain)
+        optimizer.step()
+        plain.step(optimizers)
+        optimizer.zero_grad()
+        plain.zero_grad()
+        assert_same_parameters(model, plain)

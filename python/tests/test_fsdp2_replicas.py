@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import tessera
 import torch
-from fsdp2_reference import BFLOAT16, FLOAT32, Alike, Mlp
+from fsdp2_reference import BFLOAT16, FLOAT32, Alike, Mlp, accumulate, shard_tail
 from support import assert_bits, drawn
 from tessera import MixedPrecisionPolicy
 from test_fsdp2_grad_dtype import FINE, Projection, batch_of
 from test_fsdp2_state_dict import nested, save_and_load
-from test_fsdp2_training import accumulate, shard_tail
 from torch import nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.utils.checkpoint import checkpoint

@@ -1,4 +1,4 @@
-"""Drawn Python programs (programs.py) give what plain autograd gives, and planted faults do not pass.
+"""Drawn Python programs (programs.py, program_runs.py) give what plain autograd gives, and planted faults do not pass.
 
 TESSERA_PROGRAM_SEED=N shows program N and runs it alone; TESSERA_FULL=1 runs 5000 instead of 300.
 """
@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import program_runs
 import programs
 import pytest
 import tessera
@@ -27,7 +28,7 @@ def holds(seed: int, world: Any) -> None:
     """Runs one program; what it raises says which."""
     source = programs.draw(seed)
     try:
-        programs.run(source, world)
+        program_runs.run(source, world)
     except BaseException as error:
         error.add_note(f"program {seed}; TESSERA_PROGRAM_SEED={seed} shows and runs it:\n{source}")
         raise
@@ -175,7 +176,7 @@ def test_a_planted_fault_is_found_within_sixty_programs(
     shard = fault(monkeypatch)
     for seed in range(FIRST, FIRST + 60):
         try:
-            programs.run(programs.draw(seed), world, shard)
+            program_runs.run(programs.draw(seed), world, shard)
         except (AssertionError, RuntimeError) as error:
             assert getattr(error, "kind", "") != "comm", "found a wait, expected a difference"
             del error
