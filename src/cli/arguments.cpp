@@ -216,6 +216,10 @@ void add_inspect(::CLI::App& app, InspectArguments& inspect, const std::string& 
   contract->excludes(folder);
   verb->add_flag("--all", inspect.all, "Layers that are alike on lines of their own.")
       ->needs(contract);
+  verb->add_option("--lock", inspect.lock,
+                   "Write what is agreed to this file, for contract.lock: each value of each "
+                   "parameter, buffer and unit on a line, sorted.")
+      ->needs(contract);
   verb->add_option("--world", inspect.world, kWorld)
       ->needs(contract)
       ->transform(whole_number(1 << 20));

@@ -53,6 +53,7 @@ struct InspectArguments {
   std::string contract_file;  ///< --contract
   bool json = false;
   bool all = false;  ///< layers that are alike one by one
+  std::string lock;  ///< --lock; empty: none is written
   std::optional<int> world;
   PlannedMachine machine;
   Overrides overrides;

@@ -7,6 +7,7 @@
 #include <iterator>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -17,6 +18,8 @@
 #include "cli/contract_text.h"
 #include "cli/program_end.h"
 #include "cli/step_time.h"
+#include "grad/contract_lock.h"
+#include "io/atomic_file.h"
 #include "io/checkpoint_folder.h"
 #include "io/hf_folder.h"
 #include "tessera/error.h"
@@ -421,6 +424,10 @@ void print_contract_json(const Planned& planned) {
 /// of a rank's memory, for any number of ranks. No weight is read, nothing is allocated, nobody is asked.
 void inspect_contract(const InspectArguments& arguments) {
   const Planned planned = plan_run(arguments);
+  if (!arguments.lock.empty()) {
+    const std::string lock = grad::contract_lock(planned.contract);
+    write_atomically(arguments.lock, std::as_bytes(std::span(lock)));
+  }
   if (arguments.json) return print_contract_json(planned);
   print_text(planned, arguments.all ? Layers::kAll : Layers::kFolded);
 }

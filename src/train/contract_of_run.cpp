@@ -3,8 +3,10 @@
 #include <algorithm>
 
 #include "base/log.h"
+#include "base/mapped_file.h"
 #include "base/text/printable.h"
 #include "base/text/wildcard.h"
+#include "grad/contract_lock.h"
 #include "grad/ruled_update.h"
 #include "io/checkpoint_folder.h"
 #include "io/hf_folder.h"
@@ -190,6 +192,30 @@ ModelContract resolve(const ModelSource& source, const Config& config, const Par
 }
 
 }  // namespace
+
+void require_locked(const Config& config, const ModelContract& contract, SaysDifferences says) {
+  constexpr std::int64_t kMostBytes = std::int64_t{256} << 20;
+  constexpr std::size_t kMostSaid = 40, kMostInError = 3;
+  const std::string& file = config.contract.lock;
+  if (file.empty()) return;
+  const auto differences =
+      grad::differences_from_lock(contract, read_text_file(file, kMostBytes), shown(file));
+  if (differences.empty()) return;
+  const std::size_t said = std::min(differences.size(), kMostSaid);
+  for (std::size_t i = 0; i < said && says == SaysDifferences::kYes; ++i) {
+    log::error(differences[i]);
+  }
+  const std::size_t named = std::min(differences.size(), kMostInError);
+  std::string first;
+  for (std::size_t i = 0; i < named; ++i) first += concat(i > 0 ? "; " : "", differences[i]);
+  const std::size_t others = differences.size() - named;
+  throw Error(ErrorKind::kContract,
+              concat("contract.lock: found ", differences.size(), " lines other than those of ",
+                     shown(file), " (", first, others > 0 ? concat("; and ", others, " more") : "",
+                     "), expected none; undo the change, or where it is meant write the lock anew: "
+                     "tessera inspect --contract CONFIG --lock ",
+                     shown(file)));
+}
 
 MeshShapes mesh_shape(const ParallelDims& dims) {
   const auto dense = MeshShape::dense(dims.pp, dims.dp_replicate, dims.dp_shard, dims.cp, dims.tp);

@@ -17,6 +17,12 @@ namespace tessera::train {
 ModelContract resolve_model(const ModelSource& source, const Config& config,
                             const ParallelDims& dims, Purpose purpose = Purpose::kTraining);
 
+enum class SaysDifferences : std::uint8_t { kNo, kYes };
+/// Compares with the lock that contract.lock names; without one nothing is compared. `says`: whether
+/// the lines that differ are logged, up to forty. Errors: kContract with the first of them; kFormat for
+/// a file that is no lock; kIo.
+void require_locked(const Config& config, const ModelContract& contract, SaysDifferences says);
+
 /// The dense reading of the ranks, and the sparse one of experts.
 MeshShapes mesh_shape(const ParallelDims& dims);
 

@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "comm/dry_world.h"
 #include "dry/fake_operations.h"
@@ -14,12 +15,14 @@
 #include "fsdp/optim/optimizer_registry.h"
 #include "fsdp/optim/pending_norm.h"
 #include "models/language_model.h"
+#include "tessera/compile.h"
 #include "tessera/mesh.h"
 #include "train/config/config_resolve.h"
 #include "train/hf/model_forms.h"
 #include "train/parallelize.h"
 #include "train/pipeline/pipeline_plan.h"
 #include "train/pipeline/pipeline_step.h"
+#include "train/planned_steps.h"
 #include "train/step.h"
 
 namespace tessera::train {
@@ -58,8 +61,11 @@ class DryRank {
     const auto parameters = parts.contract.parameters;
     std::optional<StreamBorders> borders;
     if (plan) borders = stream_borders(*plan, dims_, source.description, parts.contract);
+    const CompileOptions planned =
+        plan ? CompileOptions() : options_of_plan(source, parts.contract, world);
     model_ = parallelize(std::move(parts), source, config_, mesh_, InitialWeights::kNone);
     if (plan) pipeline_.emplace(*plan, *borders, *model_);
+    if (planned.mode != CompileMode::kOff) compile(*model_, planned);
     optimizer_ =
         fsdp::make_optimizer(config_.optimizer.name, *model_, config_.optimizer.lr.value_or(1e-3),
                              config_.optimizer, forms_of(source));
@@ -70,10 +76,7 @@ class DryRank {
   void compute(std::int64_t step) {
     auto options = step_options(config_, scaler_.get());
     options.pipeline = pipeline_ ? &*pipeline_ : nullptr;
-    const auto rows =
-        micro_batches(batches_.rows_in_step(), config_.training.local_batch_size.value_or(1),
-                      dims_.data_ranks(), data_rank(mesh_));
-    const auto pending = launch_forward_backward(*model_, batches_, step, rows, options);
+    const auto pending = launch_forward_backward(*model_, batches_, step, rows(), options);
     auto numbers = pending.numbers();
     norm_ = fsdp::clip_and_read(*model_, config_.training.max_norm, numbers);
     pending.added(*model_, numbers);
@@ -94,6 +97,17 @@ class DryRank {
   fsdp::MatrixForms forms_of(const ModelSource& source) const {
     const auto& table = source.description.parameters;
     return hidden_matrices(table, fused_as_one(table, config_.optimizer.rule));
+  }
+  /// The plan of a run's second step. Nothing is recorded to be replayed.
+  CompileOptions options_of_plan(const ModelSource& source, const ModelContract& contract,
+                                 World& world) const {
+    auto options = planned_options(config_, source, dims_, contract, std::ssize(rows()), world);
+    if (options.mode == CompileMode::kReplay) options.mode = CompileMode::kPlan;
+    return options;
+  }
+  std::vector<RowRange> rows() const {
+    return micro_batches(batches_.rows_in_step(), config_.training.local_batch_size.value_or(1),
+                         dims_.data_ranks(), data_rank(mesh_));
   }
   std::int64_t positions() const {
     require_seq_len(config_.training);

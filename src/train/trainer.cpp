@@ -122,6 +122,11 @@ class Trainer {
     check_labels();
     checkpoints_->begin(source_, *data_);
     auto parts = model_parts(source_, config, mesh_, Purpose::kTraining, plan ? &*plan : nullptr);
+    if (!config.contract.lock.empty()) {
+      const auto says = world.rank() == 0 ? SaysDifferences::kYes : SaysDifferences::kNo;
+      comm::on_all_or_none(world, "contract.lock",
+                           [&] { require_locked(config, parts.contract, says); });
+    }
     parameters_ = parts.contract.parameters;
     require_16_bits(parameters_, device_.name, device_.capability);
     std::optional<StreamBorders> borders;

@@ -44,6 +44,7 @@ const std::vector<PathKey>& path_keys() {
       {.key = "data.path", .ending = "*.txt", .of_training = true},
       {.key = "validation.path", .ending = ".safetensors", .of_training = true},
       {.key = "compile.plan", .ending = ".json"},
+      {.key = "contract.lock", .ending = ".txt", .of_training = true},
       {.key = "pipeline.schedule_file",
        .ending = ".csv",
        .beside = {"--parallelism.pipeline_parallel_degree", "2", "--nproc", "2", "--compile.mode",

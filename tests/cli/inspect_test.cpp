@@ -7,6 +7,7 @@
 #include "cli/program.h"
 #include "io/checkpoint_folder.h"
 #include "io/safetensors.h"
+#include "support/process.h"
 #include "support/test.h"
 
 namespace tessera::cli::inspect_test {
@@ -76,6 +77,24 @@ TEST(InspectCommand, JsonHasTheReasonOfEachValueAndTheBytesOfEachBucket) {
   }
   EXPECT_EQ(placed, 14);
   EXPECT_EQ(found["shard_bytes"], kept);
+}
+
+TEST(InspectCommand, ALockIsThatOfTheRunAndRefusesAnother) {
+  const SmallRun folder;
+  succeeded(run_program(folder, {"inspect", "--contract", "run.toml", "--world", "2", "--lock",
+                                 "agreed.txt", "--json"}));
+  EXPECT_THAT(read_file(folder / "agreed.txt"),
+              Says("\nparameter lm_head.weight reduce float32\n"));
+  const Words train{"train",   "run.toml", "--contract.lock",          "agreed.txt",
+                    "--nproc", "2",        "--checkpoint.enable=false"};
+  succeeded(run_program(folder, train));
+  EXPECT_THAT(run_program(folder, joined(train, {"--precision.reduce_dtype", "bfloat16"})),
+              Exits(2, "- parameter lm_head.weight reduce float32\n",
+                    "+ parameter lm_head.weight reduce bfloat16\n",
+                    "contract.lock: found 28 lines other than those of ", "agreed.txt",
+                    "tessera inspect --contract CONFIG --lock "));
+  folder.write("agreed.txt", read_file(folder / "agreed.txt") + "parameter a\n");
+  EXPECT_THAT(run_program(folder, train), Exits(2, "contract.lock: ", "agreed.txt', line "));
 }
 
 TEST(InspectCommand, ContractAndPlanHaveTheHashesOfTheRun) {

@@ -246,6 +246,11 @@ struct CommConfig {
   bool operator==(const CommConfig&) const = default;
 };
 
+struct ContractConfig {
+  std::string lock;  ///< a lock's file (grad/contract_lock.h); empty = none
+  bool operator==(const ContractConfig&) const = default;
+};
+
 struct DebugConfig {
   std::int64_t seed = 42;
   bool check_dtypes = false;
@@ -265,6 +270,7 @@ struct Config {
   PipelineConfig pipeline;
   CompileConfig compile;
   PrecisionConfig precision;
+  ContractConfig contract;
   ActivationCheckpointConfig activation_checkpoint;
   LoraRequest lora;
   GradScalerOptions grad_scaler;

@@ -430,6 +430,11 @@ void add_precision(std::vector<ConfigKey>& keys) {
             "What a storage_dtype does that cannot hold a tensor's values: keep the file's dtype, "
             "narrow the values, or error."})
       .key("rule", &D::rule, {"", "[[precision.rule]], of which the last match wins:"});
+  Section(keys, "contract", &Config::contract)
+      .key("lock", &ContractConfig::lock,
+           {"file",
+            "What `tessera inspect --contract --lock` wrote: a run whose parameters, dtypes, "
+            "placements or sums are others is refused, with what has changed."});
   Section(keys, "activation_checkpoint", &Config::activation_checkpoint)
       .key("mode", &ActivationCheckpointConfig::mode,
            {"",

@@ -369,6 +369,7 @@ Config resolved_for_run(const Config& config, const std::string& run_folder) {
   make_absolute(resolved.model.config);
   make_absolute(resolved.pipeline.schedule_file);
   make_absolute(resolved.compile.plan);
+  make_absolute(resolved.contract.lock);
   for (std::string& path : resolved.data.path) make_absolute(path);
   for (DataSource& source : resolved.data.source) {
     for (std::string& path : source.path) make_absolute(path);

@@ -44,6 +44,8 @@ std::vector<NamedPath> paths_to_read(const Config& config, Verb verb) {
     paths.push_back({"compile.plan", config.compile.plan, kNoFile, "a plan in JSON"});
   }
   if (verb != Verb::kTrain) return paths;
+  paths.push_back({"contract.lock", config.contract.lock, kNoFile,
+                   "a file of tessera inspect --contract --lock"});
   for (const NamedSource& source : sources_of(config.data)) add_data(source, paths);
   add_data({"validation.path", config.validation.path}, paths);
   return paths;
