@@ -2,7 +2,6 @@
 // what it is else; on meta tensors it has the real sizes; in given memory it has the same bits.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
-#include <torch/library.h>
 
 #include "kernels/implementations.h"
 #include "kernels/operations.h"
@@ -21,53 +20,34 @@ constexpr double kEps = 1e-6;
 // ------------------------------------------------------------------------------------- watching
 
 /// What went by on this thread.
-struct Watch {
-  std::vector<std::string> seen;
-  std::vector<std::string> undeclared;  ///< arguments that changed without a word of the schema
-};
-thread_local Watch* t_watch = nullptr;
+struct Watch final : Watcher {
+  Watch() : Watcher(SeesKernels::kYes) {}
 
-void watch(const c10::OperatorHandle& operation, c10::DispatchKeySet keys, c10::Stack* stack) {
-  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kWatchKey);
-  const c10::impl::ExcludeDispatchKeyGuard once(kWatchKey);
-  if (t_watch == nullptr) return operation.redispatchBoxed(below, stack);
-  t_watch->seen.push_back(c10::toString(operation.operator_name()));
-  const auto& arguments = operation.schema().arguments();
-  std::vector<std::pair<at::Tensor, at::Tensor>> unchanged;
-  for (std::size_t i = 0; i < arguments.size(); ++i) {
-    const auto* alias = arguments[i].alias_info();
-    if (alias != nullptr && alias->isWrite()) continue;
-    const auto& value = torch::jit::peek(*stack, i, arguments.size());
-    if (value.isTensor() && value.toTensor().defined()) {
-      unchanged.emplace_back(value.toTensor(), value.toTensor().clone());
-    } else if (value.isTensorList()) {
-      for (const at::Tensor& each : value.toTensorVector())
-        unchanged.emplace_back(each, each.clone());
+  void run(const c10::OperatorHandle& operation, c10::DispatchKeySet below,
+           c10::Stack* stack) override {
+    const c10::impl::ExcludeDispatchKeyGuard once(kWatchKey);
+    seen.push_back(c10::toString(operation.operator_name()));
+    const auto& arguments = operation.schema().arguments();
+    std::vector<std::pair<at::Tensor, at::Tensor>> unchanged;
+    for (std::size_t i = 0; i < arguments.size(); ++i) {
+      const auto* alias = arguments[i].alias_info();
+      if (alias != nullptr && alias->isWrite()) continue;
+      const auto& value = torch::jit::peek(*stack, i, arguments.size());
+      if (value.isTensor() && value.toTensor().defined()) {
+        unchanged.emplace_back(value.toTensor(), value.toTensor().clone());
+      } else if (value.isTensorList()) {
+        for (const at::Tensor& each : value.toTensorVector())
+          unchanged.emplace_back(each, each.clone());
+      }
+    }
+    operation.redispatchBoxed(below, stack);
+    for (const auto& [now, before] : unchanged) {
+      if (!test::same_bits(now, before)) undeclared.push_back(seen.back());
     }
   }
-  operation.redispatchBoxed(below, stack);
-  for (const auto& [now, before] : unchanged) {
-    if (!test::same_bits(now, before)) t_watch->undeclared.push_back(t_watch->seen.back());
-  }
-}
 
-class Watched {
- public:
-  explicit Watched(Watch& told) {
-    static const torch::Library library = [] {
-      torch::Library all(torch::Library::IMPL, "_", std::make_optional(kWatchKey), __FILE__,
-                         __LINE__);
-      all.fallback(torch::CppFunction::makeFromBoxedFunction<&watch>());
-      return all;
-    }();
-    t_watch = &told;
-  }
-  ~Watched() { t_watch = nullptr; }
-  Watched(const Watched&) = delete;
-  Watched& operator=(const Watched&) = delete;
-
- private:
-  c10::impl::IncludeDispatchKeyGuard here_{kWatchKey};
+  std::vector<std::string> seen;
+  std::vector<std::string> undeclared;  ///< arguments that changed without a word of the schema
 };
 
 // ---------------------------------------------------------------------------------- the list
@@ -389,7 +369,7 @@ TEST(WatchedKernels, AreSeenOnceUnderTheirNamesAndHaveTheSameBits) {
     Tensors found;
     const Tensors arguments = clones(c.arguments);
     {
-      const Watched here(told);
+      const WatchScope here(told);
       found = c.run(arguments);
     }
     found.insert(found.end(), arguments.begin(), arguments.end());
@@ -409,7 +389,7 @@ TEST(WatchedKernels, AreNotOperationsUnderGradMode) {
     const Tensors expected = run(c);
     Watch told;
     {
-      const Watched here(told);
+      const WatchScope here(told);
       expect_same(run(c), expected, c.name);
     }
     for (const auto& name : told.seen) EXPECT_FALSE(name.starts_with("tessera::")) << name;
@@ -421,7 +401,7 @@ TEST(WatchedKernels, WhatIsExcludedIsNotSeen) {
   const auto c = norms_and_gates(at::kFloat)[0];
   Watch told;
   {
-    const Watched here(told);
+    const WatchScope here(told);
     const c10::impl::ExcludeDispatchKeyGuard off(kWatchKey);
     EXPECT_FALSE(are_watched());
     run(c);

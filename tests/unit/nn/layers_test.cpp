@@ -1,6 +1,5 @@
 // What layers promise about dtypes, frozen weights and empty batches.
 #include <ATen/ATen.h>
-#include <torch/library.h>
 
 #include <optional>
 
@@ -85,37 +84,25 @@ TEST_F(Layers, FrozenWeightsGetNoGradientAndInputsStillDo) {
 }
 
 /// While it lives: of how many norms and sinks this thread's backwards were asked the gradient.
-class AskedWeights {
+class AskedWeights final : public kernels::Watcher {
  public:
-  AskedWeights() {
-    static const torch::Library library = [] {
-      torch::Library all(torch::Library::IMPL, "_", std::make_optional(kernels::kWatchKey),
-                         __FILE__, __LINE__);
-      all.fallback(torch::CppFunction::makeFromBoxedFunction<&see>());
-      return all;
-    }();
-    asked() = 0;
-  }
-  static int& asked() {
-    static thread_local int count = 0;
-    return count;
-  }
+  AskedWeights() : Watcher(kernels::SeesKernels::kYes), here_(*this) {}
+  int asked() const { return asked_; }
 
- private:
-  static void see(const c10::OperatorHandle& operation, c10::DispatchKeySet keys,
-                  c10::Stack* stack) {
+  void run(const c10::OperatorHandle& operation, c10::DispatchKeySet below,
+           c10::Stack* stack) override {
     const auto& name = operation.operator_name().name;
     if (name == "tessera::rms_norm_backward" || name == "tessera::rope_heads_backward" ||
         name == "tessera::windowed_attention_backward") {
-      asked() += stack->back().toBool() ? 1 : 0;  // of_weight, of_sinks
+      asked_ += stack->back().toBool() ? 1 : 0;  // of_weight, of_sinks
     }
-    const auto below =
-        keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kernels::kWatchKey);
     const c10::impl::ExcludeDispatchKeyGuard once(kernels::kWatchKey);
     operation.redispatchBoxed(below, stack);
   }
 
-  c10::impl::IncludeDispatchKeyGuard here_{kernels::kWatchKey};
+ private:
+  int asked_ = 0;
+  kernels::WatchScope here_;
 };
 
 // Naive: with adapters every norm sums a gradient that nobody takes.
@@ -130,7 +117,7 @@ TEST_F(Layers, FrozenNormsAreNotAskedForTheirWeightsGradients) {
     const auto [sum, normed] = add_rms_norm(x, nn::rms_norm(x, weight, 1e-6), weight, 1e-6);
     const at::Tensor heads = rope_heads(normed, {.heads = 4, .repeat = 2}, {of_head, 1e-6}, table);
     (heads.sum() + plain_rms_norm(sum, 1e-6).sum()).backward();
-    EXPECT_EQ(AskedWeights::asked(), trains ? 3 : 0);
+    EXPECT_EQ(asked.asked(), trains ? 3 : 0);
     EXPECT_EQ(weight.grad().defined(), trains);
     EXPECT_EQ(of_head.grad().defined(), trains);
     EXPECT_TRUE(x.grad().defined());
@@ -149,7 +136,7 @@ TEST_F(Layers, FrozenSinksFormNoGradientAndTheOthersHaveTheSameBits) {
     const AskedWeights asked;
     const at::Tensor y = windowed_attention(q, keys, values, {7, sinks}, 0.4);
     y.square().sum().backward();
-    EXPECT_EQ(AskedWeights::asked(), trains ? 1 : 0);
+    EXPECT_EQ(asked.asked(), trains ? 1 : 0);
     EXPECT_EQ(sinks.grad().defined(), trains);
     const std::vector<at::Tensor> found{y, q.grad(), keys.grad(), values.grad()};
     if (trains) expected = found;
