@@ -129,7 +129,7 @@ def measure_dcp(arguments):
         on_first_rank(lambda: drop_from_cache(folder))
         result["cold load"] = together(lambda: dcp.load(state, checkpoint_id=folder))
     local_ranks.report(arguments, result)
-    dist.destroy_process_group()
+    local_ranks.leave(arguments)
 
 
 def output_of(command):

@@ -103,7 +103,8 @@ def in_turns(rounds, cases, what):
             for side in sides if number % 2 == 0 else reversed(sides):
                 if (side, case) in cases:
                     found[side, case].append(cases[side, case](number))
-            print(f"{what}: round {number + 1} of {rounds}, {', '.join(map(str, case))}",
+            named = case if isinstance(case, str) else ', '.join(map(str, case))
+            print(f"{what}: round {number + 1} of {rounds}, {named}",
                   file=sys.stderr, flush=True)
     return found
 

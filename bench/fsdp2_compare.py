@@ -211,7 +211,7 @@ def train(arguments):
     if arguments.profile:
         result["shares"] = where_time_goes(step, 5)
     local_ranks.report(arguments, result)
-    dist.destroy_process_group()
+    local_ranks.leave(arguments)
 
 
 def main():

@@ -5,15 +5,20 @@ an allocator that keeps its pages (fresh pages cost several times warm ones; unt
 would lose about a tenth).
 """
 
+import collections
 import datetime
 import json
 import multiprocessing
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+
+LAST_LINES = 10  # of the stderr of a rank that fails
 
 
 def quiet_environment(threads=1):
@@ -24,18 +29,52 @@ def quiet_environment(threads=1):
             "HF_HUB_OFFLINE": "1"}
 
 
-def run_ranks(script, arguments, ranks=2, python=sys.executable, environment=None):
+class _Rank:
+    """A process whose stderr goes on to ours, line by line, and whose last lines are kept."""
+
+    def __init__(self, command, environment):
+        self.last = collections.deque(maxlen=LAST_LINES)
+        self.process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                                        text=True, errors="replace")
+        self._reader = threading.Thread(target=self._pass_on, daemon=True)
+        self._reader.start()
+
+    def _pass_on(self):
+        for line in self.process.stderr:
+            self.last.append(line.rstrip())
+            sys.stderr.write(line)
+            sys.stderr.flush()
+
+    def wait(self):
+        code = self.process.wait()
+        self._reader.join(10)  # longer only where a child of the rank's holds the pipe
+        return code
+
+
+def _how_it_ended(number, rank, code, has_reported):
+    names = {-each: f" ({each.name})" for each in signal.Signals}
+    lines = list(rank.last)
+    return "\n".join([f"rank {number} ended with {code}{names.get(code, '')} "
+                      f"{'after' if has_reported else 'before'} it had reported, "
+                      f"{'the last lines of its stderr:' if lines else 'nothing on stderr'}",
+                      *(f"    {line}" for line in lines)])
+
+
+def run_ranks(script, arguments, ranks=2, python=sys.executable, environment=None, what=""):
     """Runs `script --rank R --ranks N --meet DIR arguments...`; returns each rank's result. `python` is the
-    interpreter, `environment` takes the place of the quiet one."""
+    interpreter, `environment` takes the place of the quiet one. Where a rank ends with another code than 0, SystemExit
+    says `what` was run, and how each rank has ended."""
     with tempfile.TemporaryDirectory() as meet:
         command = [str(python), script, *map(str, arguments), "--ranks", str(ranks), "--meet", meet]
-        processes = [subprocess.Popen([*command, "--rank", str(rank)], env=environment or quiet_environment(),
-                                      stdin=subprocess.DEVNULL) for rank in range(ranks)]
-        codes = [process.wait() for process in processes]
+        started = [_Rank([*command, "--rank", str(rank)], environment or quiet_environment()) for rank in range(ranks)]
+        codes = [rank.wait() for rank in started]
+        results = [pathlib.Path(meet, f"rank_{rank}.json") for rank in range(ranks)]
         if any(codes):
-            raise SystemExit(f"{os.path.basename(script)}: ranks ended with {codes}")
-        return [json.loads(pathlib.Path(meet, f"rank_{rank}.json").read_text())
-                for rank in range(ranks)]
+            raise SystemExit("\n".join([
+                f"{os.path.basename(script)}{f', {what}' if what else ''}: ranks ended with {codes}",
+                *(_how_it_ended(number, rank, code, result.exists())
+                  for number, (rank, code, result) in enumerate(zip(started, codes, results)))]))
+        return [json.loads(result.read_text()) for result in results]
 
 
 def add_rank_arguments(parser):
@@ -51,6 +90,26 @@ def join(arguments):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{arguments.meet}/store",
                             rank=arguments.rank, world_size=arguments.ranks)
+
+
+def leave(arguments):
+    """Ends a rank of PyTorch's side that has reported, without Python's finalization.
+
+    A thread of PyTorch's Gloo group lets go of a collective's tensors after the wait for it has ended. Where it does so
+    a few milliseconds late, on a busy machine, and something like FSDP2 keeps the group beyond destroy_process_group(),
+    it asks for the GIL as Python finalizes, and the process ends by "terminate called without an active exception"
+    (pytorch/pytorch issue 190489; seen with 2.13 and 2.15).
+    """
+    import torch.distributed as dist
+    dist.destroy_process_group()
+    # A socket that closes takes along what the other rank has not read.
+    pathlib.Path(arguments.meet, f"left_{arguments.rank}").touch()
+    end = time.monotonic() + 10
+    while len(list(pathlib.Path(arguments.meet).glob("left_*"))) < arguments.ranks and time.monotonic() < end:
+        time.sleep(0.01)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def report(arguments, result):

@@ -181,7 +181,7 @@ def train(arguments):
         "step_ms": milliseconds, "loss": losses,
         "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "parameters": sum(p.numel() for part in parts.values() for p in part.parameters())})
-    dist.destroy_process_group()
+    local_ranks.leave(arguments)
 
 
 def main():

@@ -211,6 +211,8 @@ def measure(arguments):
         result["shares"] = fsdp2_compare.where_time_goes(step, 5)
     local_ranks.report(arguments, result)
     dist.barrier()
+    if arguments.side == "fsdp2":
+        local_ranks.leave(arguments)
     side.close()
     dist.destroy_process_group()
 
@@ -228,7 +230,7 @@ def run_side(arguments, case, side):
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(MODULE), environment.get("PYTHONPATH"))))
     python = arguments.fsdp2_python if side == "fsdp2" and arguments.fsdp2_python else sys.executable
     ranks = local_ranks.run_ranks(__file__, passed + ["--profile"] * arguments.profile, arguments.ranks, python,
-                                  environment)
+                                  environment, f"{side}, {case}")
     return {**ranks[0], "step_ms": [max(times) for times in zip(*(rank["step_ms"] for rank in ranks))],
             "peak_mib": max(rank["peak_mib"] for rank in ranks),
             "before_mib": max(rank["before_mib"] for rank in ranks)}

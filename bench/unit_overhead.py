@@ -66,7 +66,7 @@ def measure(arguments):
             if index >= 2:
                 times[name].append(spent / arguments.units)
     local_ranks.report(arguments, times)
-    dist.destroy_process_group()
+    local_ranks.leave(arguments)
 
 
 def main():
