@@ -5,6 +5,7 @@
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
+#include <unistd.h>
 
 #include <memory>
 #include <optional>
@@ -14,8 +15,29 @@
 
 namespace tessera::python {
 
+/// This thread is without the GIL while it lives.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil() {
+    // CPython before 3.14 ends a thread that asks for the GIL after the main one has begun to finalize
+    // (a daemon thread that was in a call) by pthread_exit(), whose unwinding ends the process where
+    // it meets a destructor. From 3.14 on it stays where it is, and so it does here.
+    try {
+      PyEval_RestoreThread(state_);
+    } catch (...) {
+      for (;;) ::pause();
+    }
+  }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* const state_;
+};
+
 /// Other Python threads run while a function that is bound with this does.
-using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+using ReleaseGil = py::call_guard<WithoutGil>;
 /// A class whose C++ destructor may wait for other ranks or drop tensors is bound with this.
 using DestroyedWithoutGil = py::release_gil_before_calling_cpp_dtor;
 

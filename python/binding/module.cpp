@@ -157,7 +157,7 @@ class UnitCall {
     inputs_ = std::make_unique<Tensors>(arguments);
     const auto before = inputs_->identities();
     {
-      const py::gil_scoped_release release;
+      const WithoutGil release;
       call_ = std::make_unique<PythonUnit::Call>(*unit_, PythonUnit::Call::kind_here());
       guarded([&] {
         if (at::GradMode::is_enabled()) {
@@ -186,7 +186,7 @@ class UnitCall {
     }
     py::object replaced;
     {
-      const py::gil_scoped_release release;
+      const WithoutGil release;
       try {
         guarded([&] { call_->leave(outputs.places, wrappers, base_wrappers); });
       } catch (const std::exception&) {
@@ -196,7 +196,7 @@ class UnitCall {
       call_.reset();
     }
     replaced = outputs.replaced(before);
-    const py::gil_scoped_release release;
+    const WithoutGil release;
     inputs_.reset();
     outputs.values.clear();
     return replaced;
@@ -370,7 +370,7 @@ void bind_unit(py::module_& module) {
                  make_options(name, reshard_after_forward, merge_below_bytes, divide_factor,
                               output_dtype, std::move(ignored), std::move(tied),
                               std::move(unstored_buffers), mesh.world()->device().is_cpu());
-             const py::gil_scoped_release release;
+             const WithoutGil release;
              auto unit = std::make_shared<Unit>(std::move(tree), mesh, policy, options);
              // zero_grad() gives memory back to PyTorch's allocator, as programs in Python expect.
              fsdp::unit_of_handle(unit->unit()).runtime().give_gradients_back();

@@ -97,7 +97,7 @@ KeptDTypes kept_dtypes(const Optimizer& optimizer, const PythonUnit& unit) {
 py::dict kept_dtypes_of(const Optimizer& optimizer, const PythonUnit& unit) {
   KeptDTypes kept;
   {
-    const py::gil_scoped_release released;
+    const WithoutGil released;
     kept = kept_dtypes(optimizer, unit);
   }
   py::dict result;

@@ -248,7 +248,7 @@ void bind_state(py::module_& module) {
       [](const PythonUnit& unit, const std::string& bytes) {
         std::string received;
         {
-          const py::gil_scoped_release released;
+          const WithoutGil released;
           received = comm::from_first_rank(world_of(unit), "state dict", bytes);
         }
         return py::bytes(received);
