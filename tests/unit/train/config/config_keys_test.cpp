@@ -23,7 +23,7 @@ TEST(ConfigKeys, NamesAreUniqueAndDescribed) {
     EXPECT_FALSE(key.default_text.empty()) << key.full_name();
   }
   EXPECT_EQ(names.size(),
-            100u);  // rows of the interface's table: adding a key changes this on purpose
+            101u);  // rows of the interface's table: adding a key changes this on purpose
 }
 
 TEST(ConfigKeys, KeysOfASectionAreAdjacent) {
@@ -271,6 +271,8 @@ TEST(MisspeltKeys, OneSlipInTheNameFindsTheKey) {
       if (find_key(section + name) != nullptr) continue;
       if (find_other_key(name) != nullptr) continue;  // "fused" of "used": another's name
       SCOPED_TRACE(section + name);
+      // "lobal_batch_size" is one slip from two keys of its section.
+      if (key.section == "training" && name == "lobal_batch_size") continue;
       EXPECT_EQ(in_file(section + name), "; the nearest is \"" + key.full_name() + "\"");
       ++found;
       if (key.section.empty()) continue;
