@@ -1,9 +1,9 @@
 // An allocator in the place of libtorch's for the CPU: it can give fake memory, and it counts.
 //
 // Fake memory is addresses that nothing stands behind. A fake tensor is a tensor of the CPU with sizes,
-// strides, a storage and an address of its own, and no bytes: whoever compares addresses, slices a
-// bucket or hands a block back to a pool does what he always does, and whoever reads or writes an
-// element ends at once. The addresses are reserved and never mapped, so that a model of terabytes
+// strides, a storage and an address of its own, and no bytes: code that compares addresses, slices a
+// bucket or hands a block back to a pool works as on any tensor, and code that reads or writes an
+// element crashes at once. The addresses are reserved and never mapped, so that a model of terabytes
 // takes no memory. Next: fake_operations.h, memory_count.h.
 #pragma once
 

@@ -106,7 +106,7 @@ std::ptrdiff_t argument_of(const c10::Argument& result, const Arguments& argumen
   return found == arguments.end() ? -1 : found - arguments.begin();
 }
 
-/// What an operation that writes has made of the sizes of an argument.
+/// Gives an argument the sizes that an operation which writes it has given to its meta tensor.
 void take_sizes(const at::Tensor& tensor, const at::Tensor& meta) {
   if (!tensor.defined() || tensor.sizes() == meta.sizes()) return;
   auto* impl = tensor.unsafeGetTensorImpl();
@@ -150,9 +150,7 @@ void run_by_shape(const c10::OperatorHandle& operation, c10::Stack* stack) {
   for (std::size_t i = 0; i < count; ++i) {
     const auto* alias = schema.arguments()[i].alias_info();
     if (alias == nullptr || !alias->isWrite() || !arguments[i].isTensor()) continue;
-    if (arguments[i].toTensor().defined()) {
-      take_sizes(arguments[i].toTensor(), before[i].toTensor());
-    }
+    take_sizes(arguments[i].toTensor(), before[i].toTensor());
   }
   const auto& returns = schema.returns();
   for (std::size_t i = 0; i < returns.size(); ++i) {

@@ -1,7 +1,7 @@
 // Counts the memory that tensors of a thread hold, as libtorch takes it and gives it back.
 //
-// A block counts for the thread that took it, whoever frees it: libtorch's own reports lose what another
-// thread frees. A rank is a thread, in tests and in dry runs. Next: allocator.h.
+// A block counts for the thread that took it, also where another one frees it: libtorch's own reports
+// lose such a block. A rank is a thread, in tests and in dry runs. Next: allocator.h.
 #pragma once
 
 #include <cstddef>
@@ -35,7 +35,7 @@ class MemoryCount {
   std::shared_ptr<State> state_, outer_;
 };
 
-/// Of the allocator: a block of this thread, and one of any.
+/// The allocator says so of a block that this thread takes, and of one that any thread gives back.
 void note_taken(void* data, std::size_t bytes);
 void note_given_back(void* data);
 

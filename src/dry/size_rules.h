@@ -9,7 +9,7 @@ namespace tessera::dry {
 /// From arguments to results, both as meta tensors on one stack.
 using SizeRule = void (*)(c10::Stack& stack);
 
-/// Of an operation ("aten::index_select"); null where there is none.
+/// Finds the rule of an operation ("aten::index_select"); null where there is none.
 SizeRule size_rule(const c10::OperatorHandle& operation);
 
 }  // namespace tessera::dry

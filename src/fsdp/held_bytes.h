@@ -1,4 +1,4 @@
-// What the units of a sharded model hold of memory at this moment, by what it is for.
+// Counts the memory that the units of a sharded model hold at this moment, by what it is for.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ HeldBytes held_bytes(const ShardedBase& model);
 /// HeldBytes::unsharded alone, which takes no look at every parameter.
 std::int64_t unsharded_bytes(const ShardedBase& model);
 
-/// What an optimizer keeps.
+/// The bytes that an optimizer keeps.
 struct OptimizerBytes {
   std::int64_t moments = 0;
   std::int64_t masters = 0;  ///< fp32 values beside 16-bit shards

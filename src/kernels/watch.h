@@ -1,4 +1,4 @@
-// Whoever sees the operations of a thread go by, below autograd and above every backend.
+// A Watcher sees the operations of a thread, below autograd and above every backend.
 //
 // libtorch keeps a dispatch key for modes in C++; this library registers one boxed fallback on it,
 // which hands each operation to the watcher of the thread. A recording watches what a region
@@ -39,7 +39,7 @@ class Watcher {
   const bool sees_kernels_;
 };
 
-/// While alive, `watcher` sees the operations of this thread, and whoever did before does not.
+/// While alive, `watcher` sees the operations of this thread, and the watcher before it does not.
 class WatchScope {
  public:
   explicit WatchScope(Watcher& watcher);

@@ -209,12 +209,13 @@ void require_locked(const Config& config, const ModelContract& contract, SaysDif
   std::string first;
   for (std::size_t i = 0; i < named; ++i) first += concat(i > 0 ? "; " : "", differences[i]);
   const std::size_t others = differences.size() - named;
-  throw Error(ErrorKind::kContract,
-              concat("contract.lock: found ", differences.size(), " lines other than those of ",
-                     shown(file), " (", first, others > 0 ? concat("; and ", others, " more") : "",
-                     "), expected none; undo the change, or where it is meant write the lock anew: "
-                     "tessera inspect --contract CONFIG --lock ",
-                     shown(file)));
+  throw Error(
+      ErrorKind::kContract,
+      concat("contract.lock: found ", differences.size(), " lines other than those of ",
+             shown(file), " (", first, others > 0 ? concat("; and ", others, " more") : "",
+             "), expected none; undo the change, or where it is meant write the lock again: "
+             "tessera inspect --contract CONFIG --lock ",
+             shown(file)));
 }
 
 MeshShapes mesh_shape(const ParallelDims& dims) {

@@ -51,8 +51,8 @@ std::vector<std::int64_t> counts_over(comm::Group* group, const std::vector<doub
 /// Ranks of the tensor-parallel axis compute with the same rows: the first of them counts. In a dry run
 /// each says what all say.
 double once(const ShardedBase& model, double value) {
-  const bool is_dry = model.mesh().world()->control().is_dry();
-  return is_dry || model.mesh().coordinate(axis::kTensor) == 0 ? value : 0.0;
+  const Mesh& mesh = model.mesh();
+  return mesh.coordinate(axis::kTensor) == 0 || mesh.world()->control().is_dry() ? value : 0.0;
 }
 
 BatchLoss count_kept(const ShardedBase& model, const std::vector<MicroBatch>& batches) {

@@ -221,7 +221,7 @@ std::optional<fsdp::MatrixForm> Muon::matrices_of(const GradContract& contract) 
   return std::nullopt;
 }
 
-/// What every rank of a stage holds of each: it follows from the mesh and the buckets' plans.
+/// Finds what every rank of a stage holds of each, by the mesh and the buckets' plans.
 std::vector<std::vector<fsdp::HeldElements>> Muon::held_by_ranks(
     const std::vector<Item*>& items) const {
   const fsdp::Runtime& runtime = inside_->runtime();

@@ -53,7 +53,7 @@ void Runtime::add_unit(Unit* unit) {
 void Runtime::remove_unit(Unit* unit) {
   const base::NoInterrupts until_it_is_gone;
   try {
-    // What was under way before a recovery is lost on every rank, whenever each drops its units.
+    // Reductions that began before a recovery are lost on every rank, whenever each drops its units.
     if (recoveries_ == world().recoveries()) reducer_.finish(*unit);
   } catch (const std::exception&) {
     // The run has failed: nobody waits for its gradients any more.

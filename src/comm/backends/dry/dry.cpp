@@ -16,7 +16,7 @@
 namespace tessera::comm {
 namespace {
 
-/// What comes of an op of tensors with values, where each of `ranks` ranks sends what this one, the
+/// Computes an op of tensors with values as if each of `ranks` ranks sent what this one sends, the
 /// `self`th, sends.
 class AsIfAllSentAlike {
  public:
