@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -124,7 +125,14 @@ class Parts {
         like_(keys),
         parts_(parts_of(sizes, keys_, seen, keys.element_size())) {}
 
-  const std::vector<Part>& all() const { return parts_; }
+  /// All parts; where loops do nothing the one with most scores, since all take the same memory.
+  std::span<const Part> computed() const {
+    if (!base::shapes_only() || parts_.empty()) return parts_;
+    const auto most = std::ranges::max_element(parts_, {}, [](const Part& part) {
+      return part.entries() * part.block.queries.size() * part.block.keys.size();
+    });
+    return {most, most + 1};
+  }
   /// Each row's queries meet all its keys in one part.
   bool at_once() const {
     return std::ranges::all_of(parts_, [this](const Part& part) {
@@ -239,7 +247,7 @@ at::Tensor attend(const at::Tensor& queries, const at::Tensor& keys, const at::T
           .transpose(1, 2);
   Parts parts(sizes, keys, values, seen, scale);
   std::int64_t done = 0;
-  for (const Part& part : parts.all()) {
+  for (const Part& part : parts.computed()) {
     at::Tensor scores = parts.scores(Parts::kWeights, part);
     base::bmm_out(scores, parts.queries_of(queries, part),
                   parts.keys_of(keys, part).transpose(1, 2));
@@ -342,7 +350,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> causal_attention_backward(
   Parts parts(sizes, keys, values, seen_keys_of(begins, ends, window), scale);
   KeySum grad_keys(grad_k, parts.at_once()), grad_values(grad_v, parts.at_once());
   std::int64_t done = 0;
-  for (const Part& part : parts.all()) {
+  for (const Part& part : parts.computed()) {
     const at::Tensor of_queries = parts.queries_of(queries, part);
     const at::Tensor of_grad = parts.queries_of(grad, part);
     const at::Tensor of_keys = parts.keys_of(keys, part);
