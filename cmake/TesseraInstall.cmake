@@ -25,7 +25,7 @@ set_target_properties(tessera_library PROPERTIES
 target_compile_features(tessera_library INTERFACE cxx_std_20)
 target_include_directories(tessera_library INTERFACE
   $<BUILD_INTERFACE:${CMAKE_SOURCE_DIR}/include> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
-target_link_libraries(tessera_library INTERFACE torch Threads::Threads)
+target_link_libraries(tessera_library INTERFACE Tessera::torch Threads::Threads)
 add_custom_target(library DEPENDS tessera_library)
 
 # This rule comes first: cmake would notice a missing target only after it has copied the files of
@@ -51,12 +51,28 @@ install(FILES ${CMAKE_CURRENT_BINARY_DIR}/TesseraConfig.cmake cmake/TesseraTorch
   ${CMAKE_CURRENT_BINARY_DIR}/TesseraConfigVersion.cmake
   DESTINATION ${tessera_cmake_folder} COMPONENT library)
 
+# tessera_check_strip("COMPONENT;name" FOLDER files...): ends `cmake --install --strip` where strip fails, which CMake passes over.
+# What is stripped already stays as it is.
+function(tessera_check_strip component folder)
+  foreach(file ${ARGN})
+    install(CODE "if(CMAKE_INSTALL_DO_STRIP)
+  set(file \"\$ENV{DESTDIR}\${CMAKE_INSTALL_PREFIX}/${folder}/${file}\")
+  execute_process(COMMAND \"${CMAKE_STRIP}\" \"\${file}\" RESULT_VARIABLE failed ERROR_VARIABLE said)
+  if(failed)
+    message(FATAL_ERROR \"\${file}: found that strip failed (\${failed}: \${said}), expected it to work; see that there is \"
+      \"room on the disk, and binutils\")
+  endif()
+endif()" ${component})
+  endforeach()
+endfunction()
+
 # The executable opens the program, which lies beside it, with a libtorch that fits (src/loader): in an installed copy
 # that of this build comes first. A package knows no folder of this machine: scripts/package installs the component
 # `package` behind `program`.
 set(tessera_program_folder lib/tessera)
 install(TARGETS tessera tessera_program COMPONENT program
   RUNTIME DESTINATION ${tessera_program_folder} LIBRARY DESTINATION ${tessera_program_folder})
+tessera_check_strip("COMPONENT;program" ${tessera_program_folder} tessera tessera_program.so)
 install(FILES ${CMAKE_BINARY_DIR}/built_for.json DESTINATION ${tessera_program_folder} COMPONENT program)
 # install(FILES) would take a file of the same time for the same file.
 install(CODE "configure_file(\"${CMAKE_BINARY_DIR}/package/built_for.json\"

@@ -51,6 +51,9 @@ elseif(Torch_MINOR VERSION_GREATER TESSERA_TORCH_NEWEST)
 endif()
 target_compile_options(tessera_flags INTERFACE "-ffile-prefix-map=${TORCH_INSTALL_PREFIX}/=torch/")
 include(TesseraCuda)       # what nccl.cpp is compiled with; without it no CUDA
-tessera_torch_target()
+tessera_torch_target(problem)
+if(problem)
+  message(FATAL_ERROR "libtorch: ${problem}, expected ${Torch_MINOR}, as that in ${TORCH_INSTALL_PREFIX}; let both be the same")
+endif()
 
 find_path(TESSERA_GLOO_INCLUDE gloo/config.h REQUIRED)

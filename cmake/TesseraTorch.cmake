@@ -7,14 +7,33 @@
 set(TESSERA_TORCH_OLDEST 2.11)
 set(TESSERA_TORCH_NEWEST 2.15)
 
-# tessera_find_torch([CUDA AUTO|ON|OFF] [HINTS folders...]): the first folder that Torch_DIR, CMAKE_PREFIX_PATH,
-# TESSERA_TORCH of the environment or a hint name. Sets TORCH_INSTALL_PREFIX, Torch_VERSION,
-# Torch_MINOR (2.13) and TESSERA_HAS_CUDA; without libtorch the versions are empty.
-# tessera_torch_target(): the target `torch` from what these say. One that is there stays as it is.
+# tessera_find_torch([CUDA AUTO|ON|OFF] [HINTS folders...]): the first folder that these name: Torch_DIR, Torch_ROOT (also of the
+# environment), CMAKE_PREFIX_PATH, Torch_DIR, CMAKE_PREFIX_PATH and TESSERA_TORCH of the environment, a hint. Sets
+# TORCH_INSTALL_PREFIX, Torch_VERSION, Torch_MINOR (2.13) and TESSERA_HAS_CUDA; without libtorch the versions are empty.
+# tessera_torch_target(PROBLEM): the target `Tessera::torch` from what these say, or from the target `torch` where a project has
+# one already: find_package(Torch) may come before or after. PROBLEM: why that one cannot be taken; empty where it can.
+
+# tessera_torch_version(VERSION folders...): of the first header among these include folders that says it, or empty.
+function(tessera_torch_version version)
+  set(numbers)
+  foreach(folder ${ARGN})
+    # The last ones up to 2.9; later they only include the first.
+    foreach(header torch/headeronly/version.h torch/csrc/api/include/torch/version.h torch/version.h)
+      if(NOT numbers AND EXISTS ${folder}/${header})
+        file(STRINGS ${folder}/${header} numbers REGEX "define TORCH_VERSION_(MAJOR|MINOR|PATCH) ")
+        list(TRANSFORM numbers REPLACE ".*[^0-9]([0-9]+)$" "\\1")
+      endif()
+    endforeach()
+  endforeach()
+  list(JOIN numbers . numbers)
+  set(${version} "${numbers}" PARENT_SCOPE)
+endfunction()
+
 function(tessera_find_torch)
   cmake_parse_arguments(T "" "CUDA" "HINTS" ${ARGN})
   set(candidates)
-  foreach(prefix ${Torch_DIR} ${CMAKE_PREFIX_PATH} $ENV{TESSERA_TORCH})
+  cmake_path(CONVERT "$ENV{CMAKE_PREFIX_PATH}" TO_CMAKE_PATH_LIST prefixes)
+  foreach(prefix ${Torch_DIR} ${Torch_ROOT} $ENV{Torch_ROOT} ${CMAKE_PREFIX_PATH} $ENV{Torch_DIR} ${prefixes} $ENV{TESSERA_TORCH})
     # Its folder itself, or those in which its CMake files stand.
     list(APPEND candidates ${prefix} ${prefix}/../.. ${prefix}/../../..)
   endforeach()
@@ -34,20 +53,8 @@ function(tessera_find_torch)
     return()
   endif()
 
-  set(version "")
-  set(lines)
-  # The second one up to 2.9; later it only includes the first.
-  foreach(header torch/headeronly/version.h torch/csrc/api/include/torch/version.h)
-    if(NOT lines AND EXISTS ${root}/include/${header})
-      file(STRINGS ${root}/include/${header} lines REGEX "define TORCH_VERSION_(MAJOR|MINOR|PATCH) ")
-    endif()
-  endforeach()
-  foreach(line ${lines})
-    string(REGEX MATCH "[0-9]+$" number ${line})
-    list(APPEND version ${number})
-  endforeach()
-  list(JOIN version . version)
-  set(Torch_VERSION ${version} PARENT_SCOPE)
+  tessera_torch_version(version ${root}/include)
+  set(Torch_VERSION "${version}" PARENT_SCOPE)
   string(REGEX MATCH "^[0-9]+\\.[0-9]+" minor "${version}")
   set(Torch_MINOR ${minor} PARENT_SCOPE)
 
@@ -58,8 +65,21 @@ function(tessera_find_torch)
   set(TESSERA_HAS_CUDA ${cuda} PARENT_SCOPE)
 endfunction()
 
-function(tessera_torch_target)
+function(tessera_torch_target problem)
+  set(${problem} "" PARENT_SCOPE)
+  if(TARGET Tessera::torch)
+    return()
+  endif()
   if(TARGET torch)
+    get_target_property(folders torch INTERFACE_INCLUDE_DIRECTORIES)
+    tessera_torch_version(version ${folders})
+    if(version AND NOT version MATCHES "^${Torch_MINOR}\\.")
+      list(JOIN folders ", " folders)
+      set(${problem} "found the target torch of ${version} (${folders})" PARENT_SCOPE)
+      return()
+    endif()
+    add_library(Tessera::torch INTERFACE IMPORTED GLOBAL)
+    set_target_properties(Tessera::torch PROPERTIES INTERFACE_LINK_LIBRARIES torch)
     return()
   endif()
   set(root ${TORCH_INSTALL_PREFIX})
@@ -73,8 +93,8 @@ function(tessera_torch_target)
   # no path to CMake, which would quote it.
   list(TRANSFORM libraries REPLACE "(.+)" "\"\\1\"")
   list(JOIN libraries " " libraries)
-  add_library(torch INTERFACE IMPORTED GLOBAL)
-  set_target_properties(torch PROPERTIES
+  add_library(Tessera::torch INTERFACE IMPORTED GLOBAL)
+  set_target_properties(Tessera::torch PROPERTIES
     INTERFACE_INCLUDE_DIRECTORIES "${root}/include;${root}/include/torch/csrc/api/include"
     INTERFACE_COMPILE_DEFINITIONS "USE_DISTRIBUTED;USE_C10D_GLOO;USE_RPC;USE_TENSORPIPE"
     INTERFACE_LINK_LIBRARIES "-Wl,--no-as-needed ${libraries} -Wl,--as-needed;${found_by_name}")

@@ -1,11 +1,16 @@
 #include "tessera/world.h"
 
+#include <dlfcn.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/headeronly/version.h>
+
 #include <algorithm>
 #include <iostream>
 
 #include "base/interrupt.h"
 #include "base/log.h"
 #include "base/text/printable.h"
+#include "base/text/torch_minor.h"
 #include "base/threads/parallel.h"
 #include "comm/batch.h"
 #include "comm/device.h"
@@ -62,6 +67,13 @@ std::string works_of(comm::Store& store, int size) {
 
 // Short against the minutes that big files take, long against a start that needs no word.
 constexpr std::chrono::seconds kStartUpLine{10};
+
+void require_libtorch_of_build() {
+  Dl_info library{};
+  ::dladdr(reinterpret_cast<const void*>(&aoti_torch_abi_version), &library);
+  base::require_torch_minor(aoti_torch_abi_version(), TORCH_ABI_VERSION,
+                            library.dli_fname == nullptr ? "" : library.dli_fname);
+}
 
 /// Nobody to talk to: every group has one rank, nothing is lost by a failure elsewhere.
 class SoloWorld : public World {
@@ -147,6 +159,7 @@ World::World(int rank, int size, int local_rank, const WorldOptions& options)
       local_rank_(local_rank),
       state_(std::make_unique<State>()),
       queue_(std::make_unique<comm::IssueQueue>(state_->abort_flag)) {
+  require_libtorch_of_build();  // before anything of it is used
   base::heed_thread_limit();
   state_->device = comm::device_of_rank(options.device, local_rank);
   if (state_->device.is_cpu()) return;

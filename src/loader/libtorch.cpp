@@ -21,6 +21,7 @@
 #include "base/text/json_fields.h"
 #include "base/text/json_reader.h"
 #include "base/text/printable.h"
+#include "base/text/torch_minor.h"
 #include "tessera/error.h"
 
 namespace tessera::loader {
@@ -28,6 +29,7 @@ namespace fs = std::filesystem;
 namespace {
 
 constexpr std::int64_t kMostBytes = 1 << 16;
+constexpr const char* kLibrary = "lib/libtorch_cpu.so";
 
 bool is_there(const fs::path& path) {
   std::error_code ignored;
@@ -154,9 +156,19 @@ std::optional<Libtorch> libtorch_around(const fs::path& folder) {
 }
 
 Libtorch named_libtorch(const BuiltFor& built, const std::string& folder) {
-  const auto torch = libtorch_around(folder);
+  std::optional<Libtorch> torch;
+  try {
+    torch = libtorch_around(folder);
+  } catch (const Error& error) {
+    throw Error(error.kind(), concat("TESSERA_TORCH: found a libtorch in ", shown(folder),
+                                     " that cannot be read (", error.what(), "), expected ",
+                                     built.torch, with_cuda(built.cuda), ", ", mend(built)));
+  }
+  std::error_code why;  // but for ENOENT
+  static_cast<void>(fs::exists(fs::path(folder) / kLibrary, why));
   TESSERA_CHECK(torch.has_value(), ErrorKind::kConfig, "TESSERA_TORCH: found no libtorch in ",
-                shown(folder), ", expected the folder that has its lib/ and include/");
+                shown(folder), why ? concat(" (", why.message(), ")") : "",
+                ", expected the folder that has its lib/ and include/");
   TESSERA_CHECK(fits(*torch, built), ErrorKind::kConfig, "libtorch: found ", found(*torch),
                 ", which TESSERA_TORCH names, expected ", built.torch, with_cuda(built.cuda), ", ",
                 mend(built));
@@ -186,15 +198,18 @@ BuiltFor read_built_for(const fs::path& file) {
 }
 
 std::optional<Libtorch> libtorch_in(const fs::path& folder) {
+  if (!is_there(folder / kLibrary)) return std::nullopt;
   fs::path header = folder / "include/torch/headeronly/version.h";
   // Up to 2.9; later this one only includes the other.
-  if (!is_there(header)) header = folder / "include/torch/csrc/api/include/torch/version.h";
-  if (!is_there(folder / "lib/libtorch_cpu.so") || !is_there(header)) return std::nullopt;
+  const fs::path older = folder / "include/torch/csrc/api/include/torch/version.h";
+  if (!is_there(header) && is_there(older)) header = older;
   const std::string text = read_text_file(header, kMostBytes);
   std::string version;
   for (const char* part : {"MAJOR", "MINOR", "PATCH"}) {
-    const auto number = defined(text, concat("TORCH_VERSION_", part));
-    if (!number) return std::nullopt;
+    const std::string name = concat("TORCH_VERSION_", part);
+    const auto number = defined(text, name);
+    TESSERA_CHECK(number.has_value(), ErrorKind::kFormat, shown(header), ": found no ", name,
+                  " in its ", text.size(), " bytes, expected the version; install it again");
     version += concat(version.empty() ? "" : ".", *number);
   }
   std::error_code ignored;
@@ -341,6 +356,24 @@ std::vector<fs::path> libraries_of(const Libtorch& torch, const BuiltFor& built)
   if (built.cuda) add("libtorch_cuda.so");
   add("libtorch.so");
   return libraries;
+}
+
+void require_none_loaded(const Libtorch& torch, const std::vector<fs::path>& loaded) {
+  for (const fs::path& path : loaded) {
+    const std::string name = path.filename();
+    if (!name.starts_with("libc10") && !name.starts_with("libtorch")) continue;
+    std::error_code ignored;
+    TESSERA_CHECK(fs::equivalent(path, torch.folder / "lib" / name, ignored), ErrorKind::kConfig,
+                  "libtorch: found ", shown(path), " loaded before it, expected that of ",
+                  shown(torch.folder), " alone; take it out of LD_PRELOAD");
+  }
+}
+
+void require_version(const Libtorch& torch, std::uint64_t abi) {
+  const std::string minor = base::torch_minor(abi);
+  TESSERA_CHECK(minor == minor_of(torch.version), ErrorKind::kConfig, "libtorch: found ", minor,
+                " in ", shown(torch.folder / kLibrary), ", expected ", torch.version,
+                ", as its version.h says; install it again");
 }
 
 }  // namespace tessera::loader

@@ -6,6 +6,7 @@
 // Pure.
 #pragma once
 
+#include <cstdint>
 #include <filesystem>
 #include <functional>
 #include <optional>
@@ -48,7 +49,7 @@ struct Libtorch {
 };
 
 /// Describes the libtorch of this folder: pip's package torch, or an unpacked libtorch.
-/// Errors: kIo where its version cannot be read.
+/// Errors: kIo, kFormat where its library is there, and its version cannot be read.
 std::optional<Libtorch> libtorch_in(const std::filesystem::path& folder);
 
 /// Returns where the package torch of the machine's python3 is; empty where it has none. Runs
@@ -70,5 +71,14 @@ Libtorch find_libtorch(const BuiltFor& built, const std::filesystem::path& execu
 /// Lists what has to be opened, in this order, by absolute paths: what one of them needs of another
 /// is then there by its name, and LD_LIBRARY_PATH is not asked.
 std::vector<std::filesystem::path> libraries_of(const Libtorch& torch, const BuiltFor& built);
+
+/// Checks that of the files that this process has loaded none is a library of another libtorch:
+/// libraries of `torch` would take it for theirs, since its name is the same.
+/// Errors: kConfig, with its path.
+void require_none_loaded(const Libtorch& torch, const std::vector<std::filesystem::path>& loaded);
+
+/// Checks that the library that was opened, whose aoti_torch_abi_version() is `abi`, is of the minor
+/// version that was read from its folder's header. Errors: kConfig.
+void require_version(const Libtorch& torch, std::uint64_t abi);
 
 }  // namespace tessera::loader

@@ -1,11 +1,14 @@
 // tessera: opens a libtorch that fits, then the program beside this executable, and runs it.
 #include <dlfcn.h>
+#include <link.h>
 #include <sys/auxv.h>
 
+#include <cstdint>
 #include <exception>
 #include <filesystem>
 #include <iostream>
 #include <system_error>
+#include <vector>
 
 #include "base/environment.h"
 #include "base/text/printable.h"
@@ -27,6 +30,29 @@ void* open_library(const std::filesystem::path& path, int how) {
       ::dlerror(),
       "), expected a whole copy of the library and of those that it needs; install it again");
   return library;
+}
+
+std::vector<std::filesystem::path> loaded_files() {
+  std::vector<std::filesystem::path> files;
+  ::dl_iterate_phdr(
+      [](dl_phdr_info* info, std::size_t, void* all) {
+        static_cast<std::vector<std::filesystem::path>*>(all)->emplace_back(info->dlpi_name);
+        return 0;
+      },
+      &files);
+  return files;
+}
+
+/// Opens the libraries of a libtorch, which is then the only one of this process.
+void open_libtorch(const Libtorch& torch, const BuiltFor& built) {
+  require_none_loaded(torch, loaded_files());
+  for (const auto& path : libraries_of(torch, built)) {
+    void* const library = open_library(path, RTLD_LAZY | RTLD_GLOBAL);
+    if (path.filename() != "libtorch_cpu.so") continue;
+    void* const version = ::dlsym(library, "aoti_torch_abi_version");
+    require_version(torch,
+                    version == nullptr ? 0 : reinterpret_cast<std::uint64_t (*)()>(version)());
+  }
 }
 
 /// Sets the variable that libgomp, which comes with libtorch, reads as it is loaded.
@@ -62,8 +88,7 @@ Main open_program() {
   base::unset_environment_variable(kTorchOfWheel);
   // Ranks that this process starts take the same.
   base::set_environment_variable("TESSERA_TORCH", torch.folder.string());
-  for (const auto& library : libraries_of(torch, built))
-    open_library(library, RTLD_LAZY | RTLD_GLOBAL);
+  open_libtorch(torch, built);
   const auto path = self.parent_path() / "tessera_program.so";
   void* const entry = ::dlsym(open_library(path, RTLD_NOW | RTLD_LOCAL), "tessera_main");
   TESSERA_CHECK(entry != nullptr, ErrorKind::kIo, shown(path),

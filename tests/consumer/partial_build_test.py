@@ -25,6 +25,7 @@ set(Torch_MINOR 2.13)
 set(TESSERA_HAS_CUDA OFF)
 set(TORCH_INSTALL_PREFIX /nowhere)
 find_package(Threads REQUIRED)
+add_library(Tessera::torch INTERFACE IMPORTED)
 add_executable(tessera program.cpp)
 add_library(tessera_program MODULE library.cpp)
 set_target_properties(tessera_program PROPERTIES PREFIX "")
@@ -63,7 +64,10 @@ class PartialBuild(unittest.TestCase):
         (cls.source / "CMakeLists.txt").write_text(PROJECT)
         (cls.source / "program.cpp").write_text("int main() {}\n")
         (cls.source / "library.cpp").write_text("int one() { return 1; }\n")
-        for words in (("cmake", "-S", cls.source, "-B", cls.build, "-G", "Ninja"),
+        cls.strip, cls.full = WORK / "strip", WORK / "the disk is full"
+        cls.strip.write_text(f"#!/bin/sh\n[ ! -e '{cls.full}' ] || exit 1\nexec '{shutil.which('strip')}' \"$@\"\n")
+        cls.strip.chmod(0o755)
+        for words in (("cmake", "-S", cls.source, "-B", cls.build, "-G", "Ninja", f"-DCMAKE_STRIP={cls.strip}"),
                       ("cmake", "--build", cls.build, "--target", "library", "tessera")):
             done = run(*words)
             if done.returncode:
@@ -124,6 +128,21 @@ class PartialBuild(unittest.TestCase):
                     prefix.mkdir()
                 seen.append(self.check(parts, component, prefix))
         self.assertEqual(set(seen), {"installed", "refused"})
+
+    def test_a_strip_that_fails_ends_the_installation(self):
+        # Naive: CMake does not look at how strip ended.
+        self.have({"library", "program"})
+        prefix = WORK / "stripped"
+        install = ("cmake", "--install", self.build, "--prefix", prefix, "--component", "program", "--strip")
+        done = run(*install)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertLess((prefix / "lib/tessera/tessera").stat().st_size, len(self.kept["program"]))
+        shutil.rmtree(prefix)
+        self.full.touch()
+        done = run(*install)
+        self.full.unlink()
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("lib/tessera/tessera: found that strip failed (1", " ".join((done.stdout + done.stderr).split()))
 
 
 if __name__ == "__main__":

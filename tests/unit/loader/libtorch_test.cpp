@@ -141,18 +141,41 @@ TEST(FindLibtorch, ASetVariableIsTheOnlyPlaceThatCounts) {
   EXPECT_REFUSED(kConfig, with(machine / "nowhere"), "TESSERA_TORCH: found no libtorch in ");
 }
 
-TEST(FindLibtorch, ALibtorchWithoutItsVersionIsNone) {
+// Naive: it counts as none, and who has set TESSERA_TORCH reads that lib/ and include/ are missing.
+TEST(FindLibtorch, ALibtorchWhoseVersionCannotBeReadIsRefusedByTheFile) {
   const TemporaryFolder machine;
   const fs::path folder = make_libtorch(machine, "torch", {"2.13.0"});
   EXPECT_TRUE(libtorch_in(folder).has_value());
-  for (const char* header : {"", "#define TORCH_VERSION_MAJOR 2\n#define TORCH_VERSION_MINOR x\n",
-                             "#define TORCH_VERSION_MAJOR 2\n#define TORCH_VERSION_MINOR 13"}) {
-    machine.write("torch/include/torch/headeronly/version.h", header);
-    EXPECT_EQ(libtorch_in(folder), std::nullopt) << header;
+  const auto named = [&] {
+    return find_libtorch({.torch = "2.13"}, "copy/lib/tessera/tessera",
+                         {{"TESSERA_TORCH", folder.string()}}, [] { return fs::path(); });
+  };
+  const auto refused = [&](ErrorKind kind, const std::string& file, const std::string& why) {
+    EXPECT_THAT(error_of(kind, [&] { libtorch_in(folder); }), Says(file, why));
+    EXPECT_THAT(error_of(kind, named), Says(concat("TESSERA_TORCH: found a libtorch in '",
+                                                   folder.string(), "' that cannot be read ("),
+                                            file, why, "expected 2.13, "));
+  };
+  for (const auto& [header, part] : std::vector<std::pair<std::string, std::string>>{
+           {"", "MAJOR in its 0 bytes"},
+           {"#define TORCH_VERSION_MAJOR 2\n#define TORCH_VERSION_MINOR x\n", "MINOR in its "},
+           {"#define TORCH_VERSION_MAJOR 2\n#define TORCH_VERSION_MINOR 13", "PATCH in its "}}) {
+    machine.write(concat("torch/", kHeader), header);
+    refused(ErrorKind::kFormat, kHeader, "found no TORCH_VERSION_" + part);
   }
+  fs::remove(folder / kHeader);
+  refused(ErrorKind::kIo, kHeader, "No such file");
   machine.write(concat("torch/", kHeaderTo29), "#include <torch/headeronly/version.h>\n");
-  fs::remove(folder / "include/torch/headeronly/version.h");
-  EXPECT_EQ(libtorch_in(folder), std::nullopt);
+  refused(ErrorKind::kFormat, kHeaderTo29, "found no TORCH_VERSION_MAJOR");
+}
+
+TEST(FindLibtorch, AFolderThatCannotBeLookedIntoIsNamedWithTheReason) {
+  const TemporaryFolder machine;
+  fs::create_symlink("torch", machine / "torch");
+  EXPECT_REFUSED(kConfig,
+                 find_libtorch({.torch = "2.13"}, "copy/lib/tessera/tessera",
+                               {{"TESSERA_TORCH", machine / "torch"}}, [] { return fs::path(); }),
+                 "TESSERA_TORCH: found no libtorch in ", "' (Too many levels of symbolic links), ");
 }
 
 TEST(FindLibtorch, TheFolderOfItsCMakeFilesNamesALibtorch) {
@@ -295,6 +318,31 @@ TEST(FindLibtorch, LibrariesAreOpenedBeforeThoseThatNeedThem) {
   machine.write("t/lib/libgomp.so.1", "");
   EXPECT_THAT(names(true), ElementsAre("libgomp.so.1", "libc10.so", "libc10_cuda.so",
                                        "libtorch_cpu.so", "libtorch_cuda.so", "libtorch.so"));
+}
+
+// As LD_PRELOAD does it: what is opened next takes it by its name.
+TEST(OpenedLibtorch, OneThatIsLoadedFromElsewhereIsRefusedByItsPath) {
+  const TemporaryFolder machine;
+  const Libtorch torch = *libtorch_in(make_libtorch(machine, "torch", {"2.13.0"}));
+  const fs::path own = torch.folder / "lib/libtorch_cpu.so";
+  fs::create_symlink(own, machine / "libtorch_cpu.so");
+  EXPECT_NO_THROW(
+      require_none_loaded(torch, {"", "linux-vdso.so.1", "/lib/libm.so.6", "/other/libgomp.so.1",
+                                  own, machine / "libtorch_cpu.so"}));
+  for (const std::string name : {"libc10.so", "libtorch_cpu.so", "libtorch.so", "libc10_cuda.so"}) {
+    EXPECT_REFUSED(kConfig, require_none_loaded(torch, {"/lib/libm.so.6", "/other/" + name}),
+                   concat("libtorch: found '/other/", name, "' loaded before it, expected"),
+                   torch.folder.string(), "LD_PRELOAD");
+  }
+}
+
+TEST(OpenedLibtorch, OneThatIsNotWhatItsHeaderSaysIsRefused) {
+  const Libtorch torch{.folder = "/x", .version = "2.13.1"};
+  const auto abi = [](std::uint64_t minor) { return std::uint64_t{2} << 56U | minor << 48U; };
+  EXPECT_NO_THROW(require_version(torch, abi(13)));
+  EXPECT_REFUSED(kConfig, require_version(torch, abi(15)),
+                 "libtorch: found 2.15 in '/x/lib/libtorch_cpu.so', expected 2.13.1, as ");
+  EXPECT_REFUSED(kConfig, require_version(torch, 0), "found 0.0 in ");
 }
 
 TEST(BuiltForFile, IsReadWholeOrRefused) {
