@@ -9,8 +9,8 @@
 Shards any `torch.nn.Module` as FSDP2 does, with a dtype of its own for each parameter, gradient and sum. docs/python.md
 is the manual. The package also carries the program: `tessera`, or `python -m tessera`.
 
-Importing it imports no torch: the first use of a name does, and then looks whether it is the torch for which this
-package is built.
+Importing it imports no torch, nor do `dir(tessera)` and `tessera.__version__`: the first use of another name does, and
+then looks whether it is the torch for which this package is built.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -21,21 +21,24 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "_C":
-        from tessera import _native
-
-        return _native.opened()
+    nothing = AttributeError(f"module 'tessera' has no attribute '{name}'; dir(tessera) lists what it has")
     if name.startswith("_") and name not in ("__all__", "__version__"):  # a module of the package, or nothing
-        raise AttributeError(f"module 'tessera' has no attribute '{name}'")
+        raise nothing
+    from tessera import _native
+
+    if name == "__all__":
+        return _native.names()
+    if name == "__version__":
+        return _native.version()
+    if name not in _native.names():
+        raise nothing
     from tessera import _public
 
-    if name not in _public.__all__ and not name.startswith("_"):
-        raise AttributeError(f"module 'tessera' has no attribute '{name}'; dir(tessera) lists what it has")
     value = globals()[name] = getattr(_public, name)
     return value
 
 
 def __dir__() -> list[str]:
-    from tessera import _public
+    from tessera import _native
 
-    return sorted([*globals(), *_public.__all__])
+    return sorted({*globals(), *_native.names()})

@@ -5,6 +5,8 @@ import os
 import pathlib
 import sys
 
+from tessera import _native
+
 
 def torch_of_python() -> str:
     """Returns the folder of the package torch, or "". It is not imported: the program opens its libraries.
@@ -23,11 +25,19 @@ def torch_of_python() -> str:
 
 
 def main() -> None:
-    """Becomes the program, with the arguments of this process."""
+    """Becomes the program, with the arguments of this process. One that is not there as a whole is refused as the
+    program refuses its libraries: exit code 2, one line."""
     program = pathlib.Path(__file__).parent.resolve() / "lib/tessera/tessera"
     # Between the two alone: docs/install.md has the place that it takes in the program's list.
     os.environ["TESSERA_TORCH_OF_PYTHON"] = torch_of_python()
-    os.execv(program, ["tessera", *sys.argv[1:]])
+    try:
+        why = _native.why_cut(program)
+        if not why:
+            os.execv(program, ["tessera", *sys.argv[1:]])
+    except OSError as error:
+        why = f"{program}: found that it cannot be run ({error.strerror}), expected a whole package; install it again"
+    sys.stderr.write(f"tessera: io: {why}\n")
+    sys.exit(2)
 
 
 if __name__ == "__main__":

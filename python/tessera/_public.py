@@ -1,6 +1,6 @@
 """The names of the package, all of which need torch."""
 
-from tessera import _C, _built
+from tessera import _C, _native
 from tessera._checkpoint import LoadedCheckpoint, has_checkpoint, load_checkpoint, save_checkpoint
 from tessera._module import (
     FSDPModule,
@@ -33,7 +33,7 @@ from tessera._policy import (
 from tessera._state import get_model_state_dict, set_model_state_dict
 from tessera._world import Error, Mesh, World, init, world
 
-__version__ = _built.VERSION
+__version__ = _native.version()
 UnshardHandle = _C.UnshardHandle
 
 __all__ = [

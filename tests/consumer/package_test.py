@@ -23,7 +23,7 @@ WORK = pathlib.Path(os.environ.get("TESSERA_WORK", ROOT / "build/full/package"))
 BUILT = json.loads((pathlib.Path(os.environ["TESSERA_BUILD"]) / "built_for.json").read_text())
 SITE = pathlib.Path(BUILT["folder"]).parent  # as a Python sees it: the packages beside torch
 FULL = bool(os.environ.get("TESSERA_FULL"))
-MODULE = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+MODULE = f"_C.extension{sysconfig.get_config_var('EXT_SUFFIX')}"
 HAS_MODULE = (pathlib.Path(os.environ["TESSERA_BUILD"]) / "python/tessera" / MODULE).is_file()
 # Shards a Linear in a World of one, and steps.
 TRAINS_IN_PYTHON = """
@@ -145,7 +145,33 @@ class Packages(unittest.TestCase):
         self.assertIn("step 2", done.stdout + done.stderr)
 
     def test_packing_the_same_build_again_gives_the_same_bytes(self):
+        # Naive: it empties FOLDER/unpacked, whatever somebody keeps there.
+        mine = WORK / "again/unpacked/mine/kept"
+        mine.parent.mkdir(parents=True)
+        mine.write_text("kept")
         self.assertEqual(pack(WORK / "again"), self.hashes)
+        self.assertEqual(mine.read_text(), "kept")
+        self.assertEqual({path.name for path in (WORK / "again").iterdir()}, {*self.hashes, "unpacked"})
+
+    def test_packing_that_fails_changes_nothing(self):
+        # Naive: a half tarball has the name of a whole one.
+        folder = WORK / "half"
+        for path in (folder / "unpacked" / self.tarball.name.removesuffix(".tar.gz") / "of before", folder / self.tarball.name):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("before")
+        before = sorted(folder.rglob("*"))
+        done = run("bash", "-c", 'ulimit -f 1000 && exec "$@"', "-", ROOT / "scripts/package", folder, "--build", os.environ["TESSERA_BUILD"])
+        self.assertNotEqual(done.returncode, 0)
+        self.assertEqual(sorted(folder.rglob("*")), before)
+        self.assertEqual((folder / self.tarball.name).read_text(), "before")
+
+    def test_a_folder_that_cannot_be_one_is_refused(self):
+        (WORK / "a file").write_text("")
+        for folder, said in (("", "package: found an empty argument, expected a folder"),
+                             (WORK / "a file", f"package: {WORK}/a file: found a file, expected a folder")):
+            done = run(ROOT / "scripts/package", folder, "--build", os.environ["TESSERA_BUILD"])
+            self.assertEqual((done.returncode, done.stdout), (2, ""), done.stderr)
+            self.assertTrue(done.stderr.startswith(said), done.stderr)
 
     def test_a_tarball_runs_with_the_libtorch_that_it_is_for(self):
         copy = self.unpacked("tarball")
@@ -189,6 +215,34 @@ class Packages(unittest.TestCase):
         for name in ("libc10.so", "libtorch.so", "libtorch_cpu.so", "libgomp.so.1"):
             (others / name).symlink_to(stand_in)
         self.trains(copy / "bin/tessera", TESSERA_TORCH=BUILT["folder"], LD_LIBRARY_PATH=str(others))
+
+    def compiled(self, folder, name, text=""):
+        """A library of one line."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "library.c").write_text(text)
+        done = run("cc", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", folder / name, folder / "library.c")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return folder / name
+
+    def test_libraries_of_another_libtorch_are_refused_however_they_come(self):
+        program = self.unpacked("other libraries") / "bin/tessera"
+        other = self.compiled(WORK / "preloaded", "libc10.so")
+        done = run(program, "--version", env=self.environment(TESSERA_TORCH=BUILT["folder"], LD_PRELOAD=str(other)))
+        self.assertEqual((done.returncode, done.stdout), (2, ""), done.stderr)
+        self.assertRegex(done.stderr, rf"^tessera: config: libtorch: found '{other}' loaded before it, expected [^\n]*LD_PRELOAD\n$")
+        # The header of one, the libraries of another.
+        torch = WORK / "mixed/torch"
+        shutil.rmtree(torch.parent, ignore_errors=True)
+        fake_torch(torch, f"{BUILT['torch']}.0", BUILT["cuda"])
+        for name in ("libc10.so", "libc10_cuda.so", "libtorch.so", "libtorch_cuda.so"):
+            self.compiled(torch / "lib", name)
+        for number in (f"2UL << 56 | {99}UL << 48", None):
+            function = f"unsigned long aoti_torch_abi_version(void) {{ return {number}; }}\n" if number else ""
+            self.compiled(torch / "lib", "libtorch_cpu.so", function)
+            done = run(program, "--version", env=self.environment(TESSERA_TORCH=str(torch)))
+            self.assertEqual((done.returncode, done.stdout), (2, ""), done.stderr)
+            self.assertRegex(done.stderr, rf"^tessera: config: libtorch: found {'2.99' if number else '0.0'} in "
+                             rf"'{torch}/lib/libtorch_cpu.so', expected {BUILT['torch']}.0, as [^\n]*\n$")
 
     def test_an_executable_without_what_lies_beside_it_says_so(self):
         alone = WORK / "alone"
@@ -321,21 +375,68 @@ class Packages(unittest.TestCase):
         sees.mkdir()
         folder, site = self.environment_with("other torch", sees)
         self.pip(folder, "install", "--quiet", "--no-index", "--no-deps", self.wheel)
-        # What opens it ends at once with another text.
-        (site / "tessera" / MODULE).write_bytes(b"no library")
+        module = site / "tessera" / MODULE
+        whole = module.read_bytes()
+        module.write_bytes(b"no library")  # what opens it ends at once with another text
         program = "import tessera; print('imported'); tessera.fully_shard"
-        for text, found in ((None, "no torch in this environment"), (OTHER_TORCH, f"torch 2.99.0+cpu without CUDA in {sees}/torch")):
-            if text:
-                (sees / "torch").mkdir()
-                (sees / "torch/__init__.py").write_text(text)
-            for words in (program, "import tessera; print('imported'); from tessera import AdamW"):
-                done = run(folder / "bin/python", "-c", words, cwd=WORK, env=self.environment())
-                self.assertEqual((done.returncode, done.stdout), (1, "imported\n"), done.stderr)
-                self.assertIn(f"ImportError: tessera: found {found}, expected {BUILT['torch']} with", done.stderr)
-                self.assertIn(f"pip install 'torch=={BUILT['torch']}.*'", done.stderr)
+        # Known without torch, as tools ask for them; then each way to the module.
+        known = "import tessera; print(tessera.__version__, hasattr(tessera, 'x'), 'fully_shard' in dir(tessera)); "
+        imports = ("tessera.fully_shard", "from tessera import AdamW", "from tessera import _C", "import tessera._C",
+                   "import importlib; importlib.import_module('tessera._C')")
+
+        def refused(said, words):
+            done = run(folder / "bin/python", "-c", known + words, cwd=WORK, env=self.environment())
+            self.assertEqual(done.returncode, 1, done.stderr)
+            self.assertRegex(done.stdout, r"^[0-9.]+ False True\n$")
+            self.assertRegex(done.stderr.splitlines()[-1], f"^ImportError: tessera: {said}")
+
+        expected = f"expected {re.escape(BUILT['torch'])}{' with CUDA' if BUILT['cuda'] else ''}[,;] .*pip install 'torch=={BUILT['torch']}.*'"
+        torch = re.escape(f"{sees}/torch")
+        for text, found in ((None, "no torch in this environment"), ("", rf"no whole torch in {torch} \(.*__version__.*\)"),
+                            (OTHER_TORCH[:OTHER_TORCH.index("class")], rf"no whole torch in {torch} \(.*version.*\)"),
+                            (OTHER_TORCH, rf"torch 2\.99\.0\+cpu without CUDA in {torch}")):
+            if text is not None:
+                (sees / "torch").mkdir(exist_ok=True)
+            for words in imports:
+                with self.subTest(found, words=words):
+                    if text == "":  # a folder alone, as an uninstall may leave it
+                        refused(f"found {found}, {expected}", words)
+                    (sees / "torch/__init__.py").write_text(text) if text is not None else None
+                    refused(f"found {found}, {expected}", words)
+                    (sees / "torch/__init__.py").unlink(missing_ok=True)
+        # One that fits as far as it is looked at; with CUDA where the build has none, too.
+        (sees / "torch/__init__.py").write_text(f"__version__ = '{BUILT['torch']}.9+cu1'\nclass version:\n    cuda = '13.0'\n")
+        for left in (0, 10, 100, 4097, len(whole) // 2, len(whole) - 100000):
+            with module.open("wb") as cut:
+                cut.write(whole[:left])
+            refused(rf"{re.escape(str(module))}: found {left} (bytes that are no library|of {len(whole)} bytes)", "import tessera._C")
+        (site / "tessera/_built.py").write_text("")
+        done = run(folder / "bin/python", "-c", program, cwd=WORK, env=self.environment())
+        self.assertRegex(done.stderr, r"ImportError: tessera: found [^\n]*_built\.py cut short or changed \([^\n]*\n$")
         (site / "tessera/_built.py").unlink()
         done = run(folder / "bin/python", "-c", program, cwd=WORK, env=self.environment())
         self.assertRegex(done.stderr, r"ImportError: tessera: found no extension module for Python [0-9.]+ in [^\n]*, expected [^\n]*\n$")
+
+    def test_a_wheel_whose_program_is_not_whole_says_so(self):
+        folder, site = self.environment_with("cut program")
+        self.pip(folder, "install", "--quiet", "--no-index", "--no-deps", self.wheel)
+        program = site / "tessera/lib/tessera/tessera"
+        whole = program.read_bytes()
+
+        def refused(said):
+            for command in ((folder / "bin/tessera",), (folder / "bin/python", "-m", "tessera")):
+                done = run(*command, "--version", env=self.environment())
+                self.assertEqual((done.returncode, done.stdout), (2, ""), done.stderr)
+                self.assertRegex(done.stderr, rf"^tessera: io: {re.escape(str(program))}: found {said}[^\n]*install it again\n$")
+
+        for left in (0, 100, 4097, len(whole) // 2, len(whole) - 1):
+            program.write_bytes(whole[:left])  # it stays executable
+            refused(rf"{left} (bytes that are no library|of {len(whole)} bytes)")
+        program.write_bytes(whole)
+        program.chmod(0o644)
+        refused(r"that it cannot be run \(Permission denied\)")
+        program.unlink()
+        refused(r"that it cannot be run \(No such file or directory\)")
 
     @unittest.skipUnless(FULL, "with TESSERA_FULL=1: it packs once more")
     def test_a_wheel_without_a_module_is_for_every_python_and_says_what_is_missing(self):
