@@ -1,5 +1,5 @@
 """The libtorch that a wheel is for: that of the build TESSERA_BUILT, else the one of TESSERA_TORCH, else the package
-torch of the environment that pip installs into, which need not be on sys.path (build isolation).
+torch that the environment sees into which pip installs: in build isolation sys.path has nothing of it.
 
 As a script it prints the folder. For scikit-build-core it gives version and dependencies, which name the minor version.
 """
@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import re
+import subprocess
 import sys
 import sysconfig
 
@@ -23,23 +24,36 @@ def version_header(torch):
     return headers[0] if headers and (torch / "lib/libtorch_cpu.so").is_file() else None
 
 
+def seen_outside():
+    """The folder of the torch that this Python sees without what pip isolates a build by, which names its executable
+    all the same: by a .pth file, in the system's packages or the user's. None where it sees none."""
+    program = ("import sys; sys.path[:] = [place for place in sys.path if place]; import importlib.util as util; "
+               "found = util.find_spec('torch'); print(found.origin if found and found.origin else '')")
+    known = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONNOUSERSITE")}
+    done = subprocess.run([sys.executable, "-c", program], env=known, capture_output=True, text=True, check=False)
+    origin = done.stdout.strip()
+    return pathlib.Path(origin).parent if origin else None
+
+
 def folder():
     """Raises SystemExit where there is none."""
     named = os.environ.get("TESSERA_TORCH")
     if named:
         places = [pathlib.Path(named).resolve()]
     else:
-        # In pip's build isolation sys.path has nothing of the environment, and sysconfig still names it.
+        # In isolation sysconfig still names the environment.
         found = importlib.util.find_spec("torch")
-        places = [pathlib.Path(sysconfig.get_path(kind)) / "torch" for kind in ("platlib", "purelib")]
-        places[:0] = [pathlib.Path(found.origin).parent] if found and found.origin else []
+        outside = pathlib.Path(found.origin).parent if found and found.origin else seen_outside()
+        places = [outside] if outside else []
+        places += [pathlib.Path(sysconfig.get_path(kind)) / "torch" for kind in ("platlib", "purelib")]
     for place in places:
         for one in (place, *place.parents[:3]):
             if version_header(one):
                 return one
     looked = " or ".join(dict.fromkeys(map(str, places)))
     raise SystemExit(f"tessera: found no libtorch in {looked}, expected the one to build with; install torch into this "
-                     "environment first, or set TESSERA_TORCH to the folder of a libtorch")
+                     "environment first, build with --no-build-isolation where it is there, or set TESSERA_TORCH to "
+                     "the folder of a libtorch")
 
 
 def minor_and_kind():

@@ -480,6 +480,18 @@ class Packages(unittest.TestCase):
             built = metadata(TESSERA_BUILT=os.environ["TESSERA_BUILD"], **more)
             self.assertEqual(json.loads(built.stdout)["dependencies"], [f"torch=={BUILT['torch']}.*"], built.stderr)
 
+    def test_a_wheel_is_built_with_a_torch_that_its_environment_only_sees(self):
+        # Naive: in pip's build isolation (here -S) what the environment holds itself is looked at alone.
+        folder, site = self.environment_with("only sees")
+        asks = (folder / "bin/python", "-S", ROOT / "python/torch_of_build.py")
+        done = run(*asks, cwd=WORK, env=self.environment(PYTHONNOUSERSITE="1", PYTHONPATH=str(WORK)))
+        self.assertEqual(done.stdout, f"{BUILT['folder']}\n", done.stderr)
+        (site / "there.pth").unlink()
+        done = run(*asks, cwd=WORK, env=self.environment())
+        self.assertNotEqual(done.returncode, 0)
+        for word in ("install torch into this environment first", "--no-build-isolation", "TESSERA_TORCH"):
+            self.assertIn(word, done.stderr)
+
     def test_a_wheel_is_not_built_with_a_torch_that_is_too_old(self):
         for version in ("2.9.1", "2.10.0"):
             torch = WORK / "too old" / version
@@ -583,9 +595,12 @@ class Compiled(unittest.TestCase):
                 self.assertNotEqual(done.returncode, 0)
                 self.assertNotIn("Collecting torch", done.stdout)
                 self.assertIn("install torch into this environment first", done.stdout + done.stderr)
-                for name in SITE.iterdir():  # torch, and what it needs
-                    if not (site / name.name).exists():
-                        (site / name.name).symlink_to(name)
+                if options:
+                    for name in SITE.iterdir():  # torch, and what it needs
+                        if not (site / name.name).exists():
+                            (site / name.name).symlink_to(name)
+                else:  # seen, and not in the environment itself
+                    (site / "there.pth").write_text(f"{SITE}\n")
                 done = run(*pip, *options, tree)
                 self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
                 self.assertNotIn("Collecting torch", done.stdout)
