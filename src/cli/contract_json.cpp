@@ -53,8 +53,7 @@ Json held_json(const train::RankMemory& held) {
           {"moments", held.moments},
           {"master", held.master},
           {"unsharded_peak", held.unsharded},
-          {"reductions", held.reductions},
-          {"raw_gradient", held.raw_gradient}};
+          {"reductions", held.reductions}};
 }
 
 }  // namespace
@@ -123,10 +122,10 @@ Json buckets_of(const layout::PlannedUnit& unit) {
 Json json_of(const train::MemoryTable& table) {
   Json found = held_json(table.held);
   found["activations"] = nullptr;
-  if (!table.activations) return found;
+  if (table.activations.empty()) return found;
   found["activations"] = {{"rows", table.rows}, {"seq_len", table.positions}};
   for (const auto& [word, mode] : words_of(RecomputeMode{})) {
-    const auto& bytes = table.activations->in(mode);
+    const auto& bytes = table.activations.at(mode);
     found["activations"][std::string(word)] = {
         {"kept", bytes.kept}, {"peak", bytes.peak}, {"total", table.total(mode)}};
   }
@@ -136,13 +135,11 @@ Json json_of(const train::MemoryTable& table) {
 Json json_of(const train::PipelineRankMemory& memory, bool knows_activations) {
   Json found = held_json(memory.held);
   found["live_micro_batches"] = memory.live_chunks;
-  found["messages"] = nullptr;
   found["activations"] = nullptr;
   if (!knows_activations) return found;
-  found["messages"] = memory.messages;
   found["activations"] = Json::object();
   for (const auto& [word, mode] : words_of(RecomputeMode{})) {
-    found["activations"][std::string(word)] = memory.activations.in(mode);
+    found["activations"][std::string(word)] = memory.activations.at(mode);
   }
   return found;
 }

@@ -8,9 +8,9 @@
 #include "capture/simulate_plan.h"
 #include "layout/model_plan.h"
 #include "tessera/model_contract.h"
+#include "train/dry/rank_memory.h"
+#include "train/dry/step_traffic.h"
 #include "train/pipeline/pipeline_memory.h"
-#include "train/rank_memory.h"
-#include "train/step_traffic.h"
 
 namespace tessera::cli {
 

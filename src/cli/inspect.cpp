@@ -25,6 +25,10 @@
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
 #include "train/data/config_paths.h"
+#include "train/dry/dry_step.h"
+#include "train/dry/plan_memory.h"
+#include "train/dry/rank_memory.h"
+#include "train/dry/step_traffic.h"
 #include "train/expert_balance.h"
 #include "train/parallelize.h"
 #include "train/pipeline/pipeline_memory.h"
@@ -32,8 +36,6 @@
 #include "train/plan_of_run.h"
 #include "train/plan_of_step.h"
 #include "train/planned_steps.h"
-#include "train/rank_memory.h"
-#include "train/step_traffic.h"
 
 namespace tessera::cli {
 namespace {
@@ -213,19 +215,17 @@ Planned::Pipelined plan_pipeline(const train::Config& config, const train::Model
   Planned::Pipelined found{.plan = std::move(plan), .ranks = {}, .memory = {}, .traffic = {}};
   found.ranks =
       train::plan_ranks(source.description, planned.contract.parameters, planned.mesh, found.plan);
-  const train::PipelineRun run{
-      .config = config,
-      .spec = source.spec,
-      .dims = dims,
-      .contract = planned.contract,
-      .pipeline = found.plan,
-      .ranks = found.ranks,
-      .aux_loss_coef = train::aux_loss_coef(config.model.aux_loss_coef, source.spec)};
-  found.memory = train::pipeline_memory(run);
-  found.memory.computes_on = train::computes_on(config);
+  const train::Config stepped = train::stepped_config(config, dims);
+  std::vector<train::DryStep> steps;
   for (const int rank : planned.mesh.ranks_of(0, {axis::kPipeline})) {
-    found.traffic.push_back(train::step_traffic(run, {.rank = rank}));
+    const train::RankPlan& of = found.ranks.at(steps.size());
+    steps.push_back(train::dry_step(stepped, source, rank, planned.mesh.size()));
+    found.traffic.push_back(train::step_traffic(config, steps.back()));
+    found.traffic.back().matrices =
+        train::sent_of_matrices(config, of.parameters, planned.contract.parameters, of.plan, rank);
   }
+  found.memory = train::pipeline_memory(config, source, dims, found.plan, steps);
+  found.memory.computes_on = train::computes_on(config);
   return found;
 }
 
@@ -279,12 +279,17 @@ Planned plan_run(const InspectArguments& arguments) {
   const train::MachineMemory machine = train::memory_here(
       config, world,
       {.device_bytes = planned.device_bytes, .ranks_per_host = arguments.machine.ranks_per_host});
-  planned.memory = train::memory_table(config, source.spec, dims, planned.contract, planned.plan,
-                                       run.aux_loss_coef);
+  const train::DryStep step =
+      train::dry_step(train::stepped_config(config, dims), source, 0, world);
+  planned.memory = train::memory_table(config, source, dims, step);
   planned.memory.computes_on = train::computes_on(config);
-  const fsdp::StepPlan steps = train::plan_of_steps(run, machine);
-  planned.traffic = train::step_traffic(run, steps, {.rank = 0});
-  if (rates) planned.step = step_at(*rates, run, steps, planned.traffic);
+  planned.traffic = train::step_traffic(config, step);
+  planned.traffic.matrices = train::sent_of_matrices(config, source.description.parameters,
+                                                     planned.contract.parameters, planned.plan, 0);
+  if (rates) {
+    const auto steps = train::plan_of_steps(run, train::plan_memory(config, source, dims), machine);
+    planned.step = step_at(*rates, run, steps, planned.traffic);
+  }
   return planned;
 }
 
@@ -308,7 +313,7 @@ void print_plan(const layout::ModelPlan& plan, Layers layers) {
 std::optional<std::int64_t> most_taken(const Planned& planned) {
   if (!planned.pipelined) {
     const train::MemoryTable& memory = planned.memory;
-    return memory.activations ? std::optional(memory.total(memory.mode)) : std::nullopt;
+    return memory.activations.empty() ? std::nullopt : std::optional(memory.total(memory.mode));
   }
   const train::PipelineMemory& memory = planned.pipelined->memory;
   if (!memory.knows_activations) return std::nullopt;

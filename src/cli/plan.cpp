@@ -31,13 +31,15 @@
 #include "train/config/config_resolve.h"
 #include "train/contract_of_run.h"
 #include "train/data/config_paths.h"
+#include "train/dry/dry_step.h"
+#include "train/dry/plan_memory.h"
+#include "train/dry/step_traffic.h"
 #include "train/expert_balance.h"
 #include "train/hf/model_source.h"
 #include "train/plan_of_run.h"
 #include "train/plan_of_step.h"
 #include "train/planned_steps.h"
 #include "train/step_rates.h"
-#include "train/step_traffic.h"
 
 namespace tessera::cli {
 namespace {
@@ -49,6 +51,7 @@ struct PlannedStep {
   train::ModelSource source;
   ModelContract contract;
   layout::ModelPlan buckets;
+  train::PlanMemory memory = {};
   std::optional<std::int64_t> device_bytes = {};  ///< --device-memory
   bool is_off = false;  ///< compile.mode of the configuration, planned as if it were "plan"
 
@@ -89,6 +92,7 @@ PlannedStep planned_step(const PlanArguments& arguments) {
   }
   step.buckets = train::plan_model(step.source.description, step.contract.parameters,
                                    train::mesh_shape(step.dims), train::buckets_here(config));
+  step.memory = train::plan_memory(config, step.source, step.dims);
   return step;
 }
 
@@ -136,7 +140,7 @@ struct Totals {
 };
 
 Totals totals_of(const capture::PlanFile& file, const capture::PlanProblem& problem,
-                 const train::HeldBytes& held) {
+                 const train::PlanMemory& held) {
   Totals totals{.fixed = held.others + held.state,
                 .gathered = fsdp::peak_gathered_bytes(file.plan)};
   if (problem.activations) {
@@ -174,11 +178,24 @@ void print_memory(const Totals& totals, const PlannedStep& step,
   }
 }
 
+/// The bytes of a step that follows the plan.
+train::StepTraffic traffic_of(const capture::PlanFile& file, const PlannedStep& step) {
+  train::Config follows = train::stepped_config(step.config, step.dims);
+  follows.compile.plan = to_json(file);
+  follows.compile.memory_budget.reset();
+  follows.compile.passes.reset();
+  auto traffic = train::step_traffic(
+      step.config, train::dry_step(follows, step.source, 0, step.dims.world_size()));
+  traffic.matrices = train::sent_of_matrices(step.config, step.source.description.parameters,
+                                             step.contract.parameters, step.buckets, /*rank=*/0);
+  return traffic;
+}
+
 /// Prints FLOPs and bytes, and seconds where a profile or rates are given.
 void print_costs(const capture::PlanFile& file, const capture::PlanProblem& problem,
                  const PlannedStep& step, const std::optional<train::Rates>& rates) {
   const auto run = step.run();
-  const auto traffic = step_traffic(run, file.plan, {.rank = 0});
+  const auto traffic = traffic_of(file, step);
   if (const auto flops = step_flops(run, file.plan)) {
     std::cout << "  computed by a rank: " << train::flops_text(flops->all) << " a step";
     if (flops->again > 0) {
@@ -233,7 +250,7 @@ void print_plan_of_step(const capture::PlanFile& file, const capture::PlanProble
                         const capture::Chosen& chosen, const PlannedStep& step,
                         const Shown& shown) {
   const auto& of = file.made_for;
-  const Totals totals = totals_of(file, problem, held_bytes(step.run()));
+  const Totals totals = totals_of(file, problem, step.memory);
   std::cout << "plan of a step of " << count_text(of.micro_batches, "micro-batch") << " on "
             << count_text(of.world, "rank") << ", form " << step.config.compile.form << ", hash "
             << file.plan.hash() << "\n";
@@ -283,7 +300,7 @@ int run_plan(const PlanArguments& arguments) {
   const auto machine = train::memory_here(
       run.config, step.dims.world_size(),
       {.device_bytes = step.device_bytes, .ranks_per_host = arguments.machine.ranks_per_host});
-  auto options = compile_options(run, machine);
+  auto options = compile_options(run, step.memory, machine);
   if (arguments.profile) {
     options.profile = train::open_as("--profile", [&] {
       auto text = read_text_file(*arguments.profile, capture::kMostProfileBytes);

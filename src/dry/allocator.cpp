@@ -1,9 +1,9 @@
 #include "dry/allocator.h"
 
 #include <c10/core/Allocator.h>
-#include <sys/mman.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <map>
 #include <unordered_map>
 #include <utility>
@@ -18,21 +18,10 @@ namespace {
 
 thread_local bool t_fake = false;
 
-/// The range of addresses, and which of them are taken.
+/// Which addresses are taken, of a range that no process has: the kernel maps nothing beyond 2^47
+/// unless it is asked to, and half of the range of five levels of page tables is far beyond that.
 class Addresses {
  public:
-  Addresses() {
-    for (std::size_t size = kMost; size >= kLeast && first_ == nullptr; size /= 2) {
-      void* const found =
-          mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-      if (found == MAP_FAILED) continue;
-      first_ = static_cast<std::byte*>(found);
-      size_ = size;
-    }
-    TESSERA_CHECK(first_ != nullptr, ErrorKind::kConfig, "dry run: found no free range of ", kLeast,
-                  " addresses, expected one; raise the limit of virtual memory (ulimit -v)");
-  }
-
   void* take(std::size_t bytes) {
     const std::size_t rounded =
         std::max(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
@@ -42,9 +31,9 @@ class Addresses {
       found = free.back();
       free.pop_back();
     } else {
-      TESSERA_CHECK(rounded <= size_ - used_, ErrorKind::kConfig, "dry run: found ", size_,
-                    " addresses, expected more; raise the limit of virtual memory (ulimit -v)");
-      found = first_ + used_;
+      TESSERA_CHECK(rounded <= kSize - used_, ErrorKind::kConfig, "dry run: found tensors of ",
+                    used_, " bytes and one of ", bytes, ", expected at most ", kSize, " in all");
+      found = first() + used_;
       used_ += rounded;
     }
     taken_[found] = rounded;
@@ -58,17 +47,18 @@ class Addresses {
     taken_.erase(found);
   }
 
-  bool has(const void* data) const {
+  static bool has(const void* data) {
     const auto* byte = static_cast<const std::byte*>(data);
-    return byte >= first_ && byte < first_ + size_;
+    return byte >= first() && byte < first() + kSize;
   }
 
  private:
-  static constexpr std::size_t kMost = std::size_t{1} << 45, kLeast = std::size_t{1} << 36;
+  static constexpr std::size_t kSize = std::size_t{1} << 54;
   static constexpr std::size_t kAlignment = 64;
+  static std::byte* first() {
+    return reinterpret_cast<std::byte*>(std::uintptr_t{1} << 54);  // NOLINT: nobody reads there
+  }
 
-  std::byte* first_ = nullptr;
-  std::size_t size_ = 0;
   base::Mutex mutex_;
   std::size_t used_ TESSERA_GUARDED_BY(mutex_) = 0;
   std::map<std::size_t, std::vector<std::byte*>> free_ TESSERA_GUARDED_BY(mutex_);

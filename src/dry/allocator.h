@@ -3,8 +3,8 @@
 // Fake memory is addresses that nothing stands behind. A fake tensor is a tensor of the CPU with sizes,
 // strides, a storage and an address of its own, and no bytes: code that compares addresses, slices a
 // bucket or hands a block back to a pool works as on any tensor, and code that reads or writes an
-// element crashes at once. The addresses are reserved and never mapped, so that a model of terabytes
-// takes no memory. Next: fake_operations.h, memory_count.h.
+// element crashes at once. The addresses are none that a process has, so that a model of terabytes
+// takes nothing of any limit. Next: fake_operations.h, memory_count.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>

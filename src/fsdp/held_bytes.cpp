@@ -40,7 +40,7 @@ HeldBytes held_bytes(const ShardedBase& model) {
   held.unsharded = unsharded_bytes(model);
   held.shards = shards.bytes();
   held.gradients = gradients.bytes();
-  held.pool = runtime.pool()->total_bytes();
+  held.pool = pool_bytes(model);
   return held;
 }
 
@@ -53,6 +53,10 @@ std::int64_t unsharded_bytes(const ShardedBase& model) {
     }
   }
   return bytes;
+}
+
+std::int64_t pool_bytes(const ShardedBase& model) {
+  return model.unit()->runtime().pool()->total_bytes();
 }
 
 OptimizerBytes held_bytes(const Optimizer& optimizer) {

@@ -16,8 +16,9 @@ struct HeldBytes {
   std::int64_t pool = 0;       ///< blocks for gathers and reductions, those on hand too
 };
 HeldBytes held_bytes(const ShardedBase& model);
-/// HeldBytes::unsharded alone, which takes no look at every parameter.
+// Of these one alone, which takes no look at every parameter:
 std::int64_t unsharded_bytes(const ShardedBase& model);
+std::int64_t pool_bytes(const ShardedBase& model);
 
 /// The bytes that an optimizer keeps.
 struct OptimizerBytes {

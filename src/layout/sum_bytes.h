@@ -1,5 +1,5 @@
 // The bytes that a rank sends for the sum of a tensor over ranks, as an all-reduce sends them and
-// forecasts count them. Pure. Next: ../comm/ops/all_reduce.h, docs/communication.md.
+// plans count them. Pure. Next: ../comm/ops/all_reduce.h, docs/communication.md.
 #pragma once
 
 #include <cstdint>

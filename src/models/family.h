@@ -19,8 +19,6 @@
 namespace tessera::models {
 
 class ConfigReader;
-class ModelKeeps;
-class TextKeeps;
 struct LeftKeys;
 
 /// Parameters that transformers' classes of a family keep in fp32, as patterns of whole dotted
@@ -130,8 +128,6 @@ struct FamilyTraits {
   LayerAttention (*attention_of)(const ModelSpec& spec, std::int64_t layer) = nullptr;
   std::vector<std::int64_t> (*key_value_heads)(const ModelSpec& spec) = nullptr;
   std::optional<ImageTokens> (*image_tokens)(const ModelSpec& spec) = nullptr;
-  /// What its forward keeps until backward (keeps/kept_activations.h); null = as a decoder's.
-  std::unique_ptr<TextKeeps> (*keeps)(ModelKeeps& model) = nullptr;
   /// The keys and values of dropout that training leaves out, as "attn_pdrop = 0.1"; empty where
   /// there is none. Null: what is not 0 is refused where it is read.
   std::string (*not_dropped)(const ModelSpec& spec) = nullptr;

@@ -18,6 +18,7 @@
 #include <numeric>
 
 #include "base/first_derivative.h"
+#include "base/threads/shapes_only.h"
 #include "comm/host_read.h"
 #include "grad/region.h"
 #include "moe/routing.h"
@@ -39,7 +40,9 @@ void in_blocks(std::int64_t rows, const at::Tensor& like, const Body& body) {
   const std::int64_t columns = std::max<std::int64_t>(1, like.size(1));
   const std::int64_t step =
       std::max<std::int64_t>(1, (like.is_cpu() ? kOfCache : kOfDevice) / columns);
-  for (std::int64_t begin = 0; begin < rows; begin += step) {
+  // Of blocks alike one says which memory they take.
+  const std::int64_t end = base::shapes_only() ? std::min(step, rows) : rows;
+  for (std::int64_t begin = 0; begin < end; begin += step) {
     body(begin, std::min(step, rows - begin));
   }
 }

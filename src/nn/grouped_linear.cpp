@@ -13,9 +13,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 #include <optional>
 
 #include "base/first_derivative.h"
+#include "base/threads/shapes_only.h"
 #include "comm/device.h"
 #include "comm/host_read.h"
 #include "nn/linear.h"
@@ -74,9 +76,18 @@ void require_begins(const GroupOffsets& offsets) {
   TESSERA_INVARIANT(!offsets.empty(), "a loop over groups whose begins only the device knows");
 }
 
+/// All groups; in a dry run the last one with rows, which takes what any of them does.
+std::vector<std::size_t> groups_of(const GroupOffsets& offsets) {
+  std::vector<std::size_t> groups(offsets.size() - 1);
+  std::iota(groups.begin(), groups.end(), std::size_t{0});
+  if (!base::shapes_only()) return groups;
+  while (groups.size() > 1 && count(offsets, groups.back()) == 0) groups.pop_back();
+  return {groups.back()};
+}
+
 at::Tensor rows_by_loop(const at::Tensor& a, const at::Tensor& b, const GroupOffsets& offsets) {
   const at::Tensor y = at::empty({a.size(0), b.size(2)}, a.options());
-  for (std::size_t e = 0; e + 1 < offsets.size(); ++e) {
+  for (const std::size_t e : groups_of(offsets)) {
     if (count(offsets, e) == 0) continue;
     at::Tensor part = rows_of_group(y, offsets, e);
     at::mm_out(part, rows_of_group(a, offsets, e), b.select(0, static_cast<std::int64_t>(e)));
@@ -88,7 +99,7 @@ at::Tensor rows_by_loop(const at::Tensor& a, const at::Tensor& b, const GroupOff
 /// write over it. Only at the end the rows are copied.
 at::Tensor rows_rounded_up(const at::Tensor& a, const at::Tensor& b, const GroupOffsets& offsets) {
   const at::Tensor y = at::empty({a.size(0), b.size(2)}, a.options());
-  for (std::size_t e = 0; e + 1 < offsets.size(); ++e) {
+  for (const std::size_t e : groups_of(offsets)) {
     const std::int64_t rows = count(offsets, e);
     if (rows == 0) continue;
     const std::int64_t more = rounded_up(rows);
@@ -108,7 +119,7 @@ at::Tensor rows_rounded_up(const at::Tensor& a, const at::Tensor& b, const Group
 
 void outer_by_loop(const at::Tensor& a, const at::Tensor& b, const GroupOffsets& offsets,
                    const at::Tensor& result) {
-  for (std::size_t e = 0; e + 1 < offsets.size(); ++e) {
+  for (const std::size_t e : groups_of(offsets)) {
     at::Tensor part = result.select(0, static_cast<std::int64_t>(e));
     if (count(offsets, e) == 0) {
       part.zero_();
@@ -134,7 +145,7 @@ void outer_rounded_up(const at::Tensor& a, const at::Tensor& b, const GroupOffse
   for (std::size_t e = 0; e + 1 < offsets.size(); ++e) most = std::max(most, count(offsets, e));
   const at::Tensor left = at::empty({rounded_up(most), a.size(1)}, a.options());
   const at::Tensor right = at::empty({rounded_up(most), b.size(1)}, b.options());
-  for (std::size_t e = 0; e + 1 < offsets.size(); ++e) {
+  for (const std::size_t e : groups_of(offsets)) {
     at::Tensor part = result.select(0, static_cast<std::int64_t>(e));
     const std::int64_t rows = count(offsets, e);
     if (rows == 0) {
@@ -188,13 +199,13 @@ void add_bias(const at::Tensor& y, const at::Tensor& bias, const RowGroups& grou
     return;
   }
   const GroupOffsets& offsets = groups.begins;
-  for (std::size_t e = 0; e + 1 < offsets.size(); ++e) {
+  for (const std::size_t e : groups_of(offsets)) {
     rows_of_group(y, offsets, e).add_(own.select(0, static_cast<std::int64_t>(e)));
   }
 }
 
 void sum_groups(const at::Tensor& grad, const GroupOffsets& offsets, const at::Tensor& result) {
-  for (std::size_t e = 0; e + 1 < offsets.size(); ++e) {
+  for (const std::size_t e : groups_of(offsets)) {
     at::Tensor part = result.select(0, static_cast<std::int64_t>(e));
     at::sum_out(part, rows_of_group(grad, offsets, e), {0}, /*keepdim=*/false,
                 result.scalar_type());

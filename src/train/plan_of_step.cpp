@@ -46,13 +46,6 @@ std::vector<std::optional<std::int64_t>> layers_of(const RunOfPlan& run) {
   return layers;
 }
 
-MemoryTable table_of(const RunOfPlan& run) {
-  // Form 1 lets gradients wait for the last micro-batch, form 2 does not.
-  Config config = run.config;
-  if (config.compile.form == 2) config.training.sync_every_micro_batch = true;
-  return memory_table(config, run.spec, run.dims, run.contract, run.plan, run.aux_loss_coef);
-}
-
 }  // namespace
 
 std::int64_t micro_batches_of(const RunOfPlan& run) {
@@ -146,12 +139,6 @@ capture::MadeFor made_for(const RunOfPlan& run, std::string torch) {
           .tokens = training.local_batch_size.value_or(1) * training.seq_len.value_or(0)};
 }
 
-HeldBytes held_bytes(const RunOfPlan& run) {
-  const auto held = table_of(run).held;
-  const auto state = held.moments + held.master;
-  return {.state = state, .others = held.total() - held.unsharded - state};
-}
-
 capture::Planning planning_of(const CompileOptions& options) {
   return open_as("compile.plan", [&] { return capture::planning_of(options); });
 }
@@ -160,21 +147,6 @@ fsdp::StepPlan first_plan(const RunOfPlan& run, const capture::Planning& plannin
   const auto record = step_record(run);
   return plan_step(planning, record, plan_units(run), eager_choices(run, record),
                    fsdp::PlanOrder::kOneAfterTheOther);
-}
-
-std::optional<ForwardActivations> activations(const RunOfPlan& run) {
-  const auto table = table_of(run);
-  if (!table.activations) return std::nullopt;
-  auto by_layer = table.activations->ledger.by_layer();
-  ForwardActivations found{.beside = by_layer.beside, .after = by_layer.after, .units = {}};
-  const auto layers = layers_of(run);
-  for (std::size_t unit = 0; unit < layers.size(); ++unit) {
-    if (!layers[unit]) continue;
-    auto& of = by_layer.units.at(static_cast<std::size_t>(*layers[unit]));
-    of.unit = unit_label(run.plan.units[unit].plan.name);
-    found.units.push_back(std::move(of));
-  }
-  return found;
 }
 
 std::int64_t budget_bytes(const MemoryBudget& budget, const MachineMemory& machine) {
@@ -191,7 +163,8 @@ std::string counted_as(const MemoryBudget& budget, const MachineMemory& machine)
       machine.local_ranks > 1 ? concat(", shared by ", machine.local_ranks, " ranks") : "");
 }
 
-CompileOptions compile_options(const RunOfPlan& run, const MachineMemory& machine) {
+CompileOptions compile_options(const RunOfPlan& run, const PlanMemory& memory,
+                               const MachineMemory& machine) {
   const auto& section = run.config.compile;
   CompileOptions options;
   if (section.mode == CompileChoice::kOff) return options;
@@ -200,12 +173,11 @@ CompileOptions compile_options(const RunOfPlan& run, const MachineMemory& machin
   options.passes = section.passes;
   options.plan = section.plan;
   options.micro_batches = micro_batches_of(run);
-  options.activations = activations(run);
+  options.activations = memory.activations;
   if (!section.memory_budget) return options;
   const auto& budget = *section.memory_budget;
   const auto bytes = budget_bytes(budget, machine);
-  const HeldBytes held = held_bytes(run);
-  const auto fixed = held.state + held.others;
+  const auto fixed = memory.state + memory.others;
   capture::PlanProblem problem;
   problem.record = step_record(run);
   problem.units = plan_units(run);
@@ -223,7 +195,7 @@ CompileOptions compile_options(const RunOfPlan& run, const MachineMemory& machin
                 " bytes a rank", found.empty() ? "" : concat(" (", found, ")"),
                 ", expected at least ", exact_size_text(least), ", of which ",
                 exact_size_text(fixed), " are there whatever the plan is, ",
-                exact_size_text(held.state),
+                exact_size_text(memory.state),
                 " of them optimizer state (tessera inspect --contract has the table), and the "
                 "others the least that is gathered in form ",
                 section.form,
@@ -247,10 +219,11 @@ fsdp::StepPlan eager_plan(const RunOfPlan& run) {
 
 }  // namespace
 
-fsdp::StepPlan plan_of_steps(const RunOfPlan& run, const MachineMemory& machine) {
+fsdp::StepPlan plan_of_steps(const RunOfPlan& run, const PlanMemory& memory,
+                             const MachineMemory& machine) {
   if (run.config.compile.mode == CompileChoice::kOff) return eager_plan(run);
   try {
-    return first_plan(run, planning_of(compile_options(run, machine)));
+    return first_plan(run, planning_of(compile_options(run, memory, machine)));
   } catch (const Error&) {
     return eager_plan(run);
   }

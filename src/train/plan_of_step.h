@@ -21,7 +21,6 @@
 #include "tessera/compile.h"
 #include "tessera/model_contract.h"
 #include "train/config/config.h"
-#include "train/rank_memory.h"
 
 namespace tessera::train {
 
@@ -49,19 +48,19 @@ fsdp::PlanChoices eager_choices(const RunOfPlan& run, const fsdp::StepRecord& re
 /// `torch`: TORCH_VERSION.
 capture::MadeFor made_for(const RunOfPlan& run, std::string torch);
 
-/// What a rank holds in a step beside gathered parameters and activations, in bytes, as memory_table() has it.
-struct HeldBytes {
-  std::int64_t state = 0;   ///< of the optimizer, were all of it in memory
-  std::int64_t others = 0;  ///< whatever the plan is
+/// What a rank holds in a step beside gathered parameters, in bytes (plan_memory.h).
+struct PlanMemory {
+  std::int64_t state = 0;    ///< of the optimizer, were all of it in memory
+  std::int64_t others = 0;   ///< whatever the plan is
+  std::int64_t passing = 0;  ///< of `others`: gradients of activations, an operation's memory
+  /// Those of layers that are units by unit; none without training.seq_len.
+  std::optional<ForwardActivations> activations = {};
 };
-HeldBytes held_bytes(const RunOfPlan& run);
 
 /// capture::planning_of, whose errors name compile.plan.
 capture::Planning planning_of(const CompileOptions& options);
 /// What the steps' plan is to begin with: before costs are measured.
 fsdp::StepPlan first_plan(const RunOfPlan& run, const capture::Planning& planning);
-/// Those of layers that are units by unit; none without training.seq_len.
-std::optional<ForwardActivations> activations(const RunOfPlan& run);
 
 /// Of a machine on which `local_ranks` ranks share `memory` bytes.
 struct MachineMemory {
@@ -80,14 +79,16 @@ std::int64_t budget_bytes(const MemoryBudget& budget, const MachineMemory& machi
 /// Explains a share: "90% of the 15.6 GiB of this machine, shared by 8 ranks"; "" for a budget in
 /// bytes.
 std::string counted_as(const MemoryBudget& budget, const MachineMemory& machine);
-/// [compile] as the library takes it, with activations(); of compile.memory_budget what held_bytes()
-/// leave. Errors:
+/// [compile] as the library takes it, with the activations of `memory`; of compile.memory_budget what
+/// it leaves. Errors:
 /// kConfig for a budget that leaves nothing, with the least in bytes.
-CompileOptions compile_options(const RunOfPlan& run, const MachineMemory& machine);
+CompileOptions compile_options(const RunOfPlan& run, const PlanMemory& memory,
+                               const MachineMemory& machine);
 
 /// The plan that the run's steps follow: the first plan of [compile]. Without one, and where
 /// compile_options() refuses it, the actions of eager steps.
-fsdp::StepPlan plan_of_steps(const RunOfPlan& run, const MachineMemory& machine);
+fsdp::StepPlan plan_of_steps(const RunOfPlan& run, const PlanMemory& memory,
+                             const MachineMemory& machine);
 /// The recompute mode of each layer of the text in `plan`.
 std::vector<RecomputeMode> modes_of_layers(const RunOfPlan& run, const fsdp::StepPlan& plan);
 

@@ -20,6 +20,7 @@
 #include "train/batch_memory.h"
 #include "train/config/config_resolve.h"
 #include "train/contract_of_run.h"
+#include "train/dry/plan_memory.h"
 #include "train/expert_balance.h"
 #include "train/plan_of_run.h"
 #include "train/plan_of_step.h"
@@ -109,7 +110,10 @@ CompileOptions planned_options(const Config& config, const ModelSource& source,
                       .plan = buckets,
                       .aux_loss_coef = aux_loss_coef(config.model.aux_loss_coef, source.spec)};
   const bool of_memory = section.memory_budget && section.memory_budget->share > 0.0;
-  auto options = compile_options(run, of_memory ? least_memory(world) : MachineMemory());
+  // Nothing is recomputed to keep within no budget.
+  const bool needs_memory = section.memory_budget || section.passes;
+  const auto memory = needs_memory ? plan_memory(config, source, dims) : PlanMemory();
+  auto options = compile_options(run, memory, of_memory ? least_memory(world) : MachineMemory());
   options.micro_batches = micro_batches;
   const auto planning = planning_of(options);
   if (planning.given) {

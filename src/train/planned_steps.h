@@ -23,6 +23,7 @@
 #include "tessera/shard.h"
 #include "tessera/world.h"
 #include "train/config/config.h"
+#include "train/dry/rank_memory.h"
 #include "train/hf/model_source.h"
 #include "train/plan_of_run.h"
 #include "train/plan_of_step.h"

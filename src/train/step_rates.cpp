@@ -9,6 +9,7 @@
 
 #include "base/text/three_digits.h"
 #include "tessera/error.h"
+#include "train/dry/rank_memory.h"
 #include "train/pipeline/pipeline_plan.h"
 
 namespace tessera::train {
@@ -39,10 +40,10 @@ std::set<std::string_view> trained_names(const ModelContract& contract) {
 }
 
 std::vector<UnitFlops> unit_flops(const RunOfPlan& run) {
-  const auto forward =
-      forward_case(run.config, run.spec, run.dims, run.contract, run.aux_loss_coef);
-  const double tokens =
-      static_cast<double>(forward.rows * forward.positions) / static_cast<double>(run.dims.tp);
+  const auto& training = stepped_config(run.config, run.dims).training;
+  const std::int64_t positions = training.seq_len.value();
+  const double tokens = static_cast<double>(training.local_batch_size.value_or(1) * positions) /
+                        static_cast<double>(run.dims.tp);
   std::map<std::string_view, std::size_t> numbers;
   for (std::size_t unit = 0; unit < run.plan.units.size(); ++unit) {
     numbers.emplace(run.plan.units[unit].plan.name, unit);
@@ -54,7 +55,7 @@ std::vector<UnitFlops> unit_flops(const RunOfPlan& run) {
   const auto trained = trained_names(run.contract);
   std::vector<UnitFlops> flops(run.plan.units.size());
   // Attention is all that a layer computes in addition to its products.
-  auto attention = layer_costs(run.spec, run.description, forward.positions).layers;
+  auto attention = layer_costs(run.spec, run.description, positions).layers;
   std::vector<std::size_t> unit_of_layer(attention.size(), 0);
   for (const models::ParameterSpec& row : run.description.parameters) {
     const double products = 2.0 * static_cast<double>(models::active_numel(run.spec, row));

@@ -4,7 +4,7 @@
 // Counts the products of weights and attention of the text, at two operations a multiplication. The
 // gradient of an input is another product like the forward's, and so is that of a weight that is
 // trained. All other work of a step is left out, so that the forecast is a lower bound of its time.
-// Next: step_traffic.h, ../capture/simulate_plan.h.
+// Next: dry/step_traffic.h, ../capture/simulate_plan.h.
 #pragma once
 
 #include <optional>
@@ -12,8 +12,8 @@
 
 #include "capture/plan_profile.h"
 #include "fsdp/agreed/step_plan.h"
+#include "train/dry/step_traffic.h"
 #include "train/plan_of_step.h"
-#include "train/step_traffic.h"
 
 namespace tessera::train {
 

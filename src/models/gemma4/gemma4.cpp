@@ -307,7 +307,6 @@ const FamilyTraits& gemma4_traits() {
       .attention_of = attention_of_layer,
       .key_value_heads = heads_of_layers,
       .image_tokens = tokens_of_images,
-      .keeps = keeps_of_gemma4,
   };
   return traits;
 }

@@ -1,16 +1,12 @@
 // Gemma 4's layers as values: what differs between them (attention type, head size, key and value
-// heads, rope), and what autograd holds of them until their backward (gemma4_layer.cpp), text alone.
-//
-// Private to gemma4.cpp, pure. Next: ../keeps/kept_activations.h.
+// heads, rope). Private to gemma4.cpp, pure. Next: gemma4_layer.cpp.
 #pragma once
 
-#include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
 #include "models/config_reader.h"
-#include "models/keeps/kept_activations.h"
 #include "models/model_spec.h"
 
 namespace tessera::models {
@@ -25,8 +21,5 @@ void read_gemma4_rope(ConfigReader& keys, ModelSpec& spec, std::vector<std::stri
 /// The other way round, into a text_config.
 void write_gemma4_layers(const ModelSpec& spec, nlohmann::ordered_json& text);
 void write_gemma4_rope(const ModelSpec& spec, nlohmann::ordered_json& text);
-
-/// FamilyTraits::keeps.
-std::unique_ptr<TextKeeps> keeps_of_gemma4(ModelKeeps& model);
 
 }  // namespace tessera::models

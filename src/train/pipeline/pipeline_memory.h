@@ -1,22 +1,17 @@
-// Forecasts what a rank of a pipeline shards, the memory that a step takes and the bytes that it
-// sends: plan and tables of `inspect --contract`, a column for each rank.
-//
-// Beside what rank_memory.h counts it depends on the order of the rank's slots: how many
-// micro-batches are between their forward and their backward, and how long a stage's parameters and
-// gradients are unsharded. Nobody is started and nothing is allocated. Next: pipeline_plan.h,
-// pipeline/simulate.h.
+// What a rank of a pipeline shards, and the memory that a step of it takes, counted in dry steps:
+// plan and tables of `inspect --contract`, a column for each rank. Next: pipeline_plan.h,
+// ../dry/rank_memory.h.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
 #include "layout/model_plan.h"
 #include "models/description.h"
+#include "train/dry/rank_memory.h"
 #include "train/pipeline/pipeline_plan.h"
-#include "train/rank_memory.h"
-#include "train/step_traffic.h"
 
 namespace tessera::train {
 
@@ -37,32 +32,15 @@ std::vector<RankPlan> plan_ranks(const models::ModelDescription& model,
                                  const std::vector<GradContract>& contracts, const MeshShapes& mesh,
                                  const PipelinePlan& pipeline);
 
-/// The inputs of the forecasts of memory and messages for a run of a pipeline.
-struct PipelineRun {
-  const Config& config;
-  const models::ModelSpec& spec;
-  const ParallelDims& dims;
-  const ModelContract& contract;
-  const PipelinePlan& pipeline;
-  const std::vector<RankPlan>& ranks;  ///< as plan_ranks gives them
-  double aux_loss_coef = 0.0;          ///< as expert_balance.h has it
-};
-
-/// The bytes that the sender's place on axis pp sends, messages to other stages included.
-StepTraffic step_traffic(const PipelineRun& run, const Sender& sender);
-
 struct PipelineRankMemory {
-  RankMemory held;            ///< unsharded and reductions as the order of slots has them
-  int live_chunks = 0;        ///< most micro-batches of all stages between F and W
-  std::int64_t messages = 0;  ///< sent and not arrived, or posted, at most
-  /// What micro-batches keep until their I or B, and put off until their W, at most.
-  struct Activations {
-    std::int64_t none = 0, full = 0, selective = 0;
-    std::int64_t in(RecomputeMode mode) const;
-  };
-  Activations activations;
+  RankMemory held;      ///< of the configured mode
+  int live_chunks = 0;  ///< most micro-batches of all stages between F and W
+  /// The most of a step: what micro-batches keep until their I or B and put off until their W,
+  /// gradients, messages. Empty without training.seq_len.
+  std::map<RecomputeMode, std::int64_t> activations = {};
   std::int64_t total(RecomputeMode mode) const {
-    return held.total() + messages + activations.in(mode);
+    const auto found = activations.find(mode);
+    return held.total() + (found == activations.end() ? 0 : found->second);
   }
 };
 
@@ -75,7 +53,11 @@ struct PipelineMemory {
   ComputesOn computes_on = ComputesOn::kCpu;
 };
 
-PipelineMemory pipeline_memory(const PipelineRun& run);
+/// `steps`: of the first rank of each place on axis pp, in stepped_config(); the other modes of
+/// recomputation are stepped here.
+PipelineMemory pipeline_memory(const Config& config, const ModelSource& source,
+                               const ParallelDims& dims, const PipelinePlan& pipeline,
+                               const std::vector<DryStep>& steps);
 
 /// A line a row, a column a rank; up to eight beside each other.
 std::string to_string(const PipelineMemory& memory);

@@ -9,7 +9,7 @@
 #include <fstream>
 
 #include "support/test.h"
-#include "train/step_traffic.h"
+#include "train/dry/step_traffic.h"
 #include "train/trainer.h"
 #include "unit/train/parallel_degrees.h"
 #include "unit/train/planned_run.h"
@@ -63,6 +63,20 @@ Activations counted(const Rows& rows, int rank) {
   return found;
 }
 
+Activations counted(const DryStep& step) {
+  Activations found;
+  for (const TraceSpan& span : step.spans) {
+    if (span.row != TraceRow::kActivations) continue;
+    const std::map<std::string, decltype(TraceSpan::Argument::second)> arguments(
+        span.arguments.begin(), span.arguments.end());
+    Sent& sent = found[std::get<std::string>(arguments.at("axis")) + " " +
+                       std::get<std::string>(arguments.at("kind"))];
+    sent.count += 1;
+    sent.bytes += std::get<std::int64_t>(arguments.at("sent_bytes"));
+  }
+  return found;
+}
+
 /// What travels of parameters and gradients, in calls and bytes: one rank's.
 struct Parameters {
   Sent gathers;
@@ -90,9 +104,9 @@ std::int64_t batches(const layout::PlannedUnit& unit) {
 }
 
 /// All parameters are trainable; replicas are one or two.
-Parameters planned(const RunOfPlan& run, int rank, const Degrees& d) {
+Parameters planned(const RunOfPlan& run, const DryStep& dry, const Degrees& d) {
   const layout::ModelPlan& plan = run.plan;
-  const StepTraffic traffic = step_traffic(run, plan_of_steps(run, {}), {.rank = rank});
+  const StepTraffic traffic = step_traffic(run.config, dry);
   Parameters expected{{0, traffic.gathers}, {0, traffic.reductions}, {}};
   for (std::size_t u = 0; u < plan.units.size(); ++u) {
     const std::int64_t groups = batches(plan.units[u]);
@@ -133,9 +147,14 @@ TEST_P(ActivationTraffic, IsThatOfTheFormulas) {
   const RunOfPlan run = known.of(config);
   for (int rank = 0; rank < degrees.ranks(); ++rank) {
     SCOPED_TRACE(rank);
+    const DryStep dry = dry_step(config, known.source, rank, degrees.ranks());
     EXPECT_EQ(counted(rows, rank), Formulas(run.spec, family, degrees, rank).of_step());
+    // Experts get as many tokens each there, and all ranks have as many as this one.
+    if (degrees.chosen == Chosen::kAll && degrees.positions % degrees.ranks() == 0) {
+      EXPECT_EQ(counted(rows, rank), counted(dry));
+    }
     if (family.mlps == Mlps::kGemma) continue;  // the plan counts the tower, too
-    EXPECT_EQ(counted_parameters(rows, rank), planned(run, rank, degrees));
+    EXPECT_EQ(counted_parameters(rows, rank), planned(run, dry, degrees));
   }
 }
 

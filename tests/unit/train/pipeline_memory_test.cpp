@@ -2,11 +2,16 @@
 // place, what micro-batches keep adds up, and the order of slots says how much is there at once.
 #include "train/pipeline/pipeline_memory.h"
 
+#include <fstream>
+#include <nlohmann/json.hpp>
+
 #include "models/description.h"
-#include "models/keeps/kept_activations.h"
 #include "pipeline/kinds.h"
 #include "support/test.h"
+#include "train/contract_of_run.h"
+#include "train/dry/step_traffic.h"
 #include "train/plan_of_run.h"
+#include "unit/train/run_case.h"
 
 namespace tessera::train::pipeline_memory_test {
 namespace {
@@ -57,26 +62,6 @@ struct Case {
   }
   std::vector<RankPlan> ranks() const {
     return plan_ranks(model, contract.parameters, mesh, pipeline());
-  }
-  template <class Act>
-  auto with_run(const Act& act) const {
-    const PipelinePlan plan = pipeline();
-    const std::vector<RankPlan> of_ranks = ranks();
-    return act(PipelineRun{config, spec, dims, contract, plan, of_ranks});
-  }
-  StepTraffic traffic() const {
-    return with_run([](const PipelineRun& run) { return step_traffic(run, {.rank = 0}); });
-  }
-  PipelineMemory memory() const {
-    return with_run([](const PipelineRun& run) { return pipeline_memory(run); });
-  }
-  models::KeptActivations kept(std::optional<models::StageLayers> stage = {}) const {
-    return models::kept_activations({.spec = spec,
-                                     .degrees = dims,
-                                     .parameters = contract.parameters,
-                                     .rows = 2,
-                                     .positions = 16,
-                                     .stage = stage});
   }
 
   Config config;
@@ -138,60 +123,67 @@ TEST(PipelineRanks, HaveTheUnitsOfTheirStagesBehindTheSmallBucketsOfAll) {
   EXPECT_THAT(small, Contains("model.norm.weight"));
 }
 
-// What the stages keep of a micro-batch is what the whole model keeps: their borders are tensors
-// of it.
-TEST(PipelineActivations, OfAllStagesAreThoseOfTheModel) {
-  for (const Head head : {Head::kOwn, Head::kTied}) {
-    for (const bool frozen_embedding : {false, true}) {
-      Case one(head);
-      if (frozen_embedding) {
-        one.contract.parameters.front().trainable = false;
-        one.contract.parameters.at(1).trainable = false;  // of layer 0
-      }
-      const auto whole = one.kept();
-      for (const auto mode :
-           {RecomputeMode::kNone, RecomputeMode::kFull, RecomputeMode::kSelective}) {
-        std::int64_t kept = 0, deferred = 0;
-        const auto plan = one.pipeline();
-        for (int stage = 0; stage < 2; ++stage) {
-          const auto of_stage = one.kept(stage_layers(plan, stage));
-          EXPECT_GT(of_stage.in(mode).kept, 0);
-          kept += of_stage.in(mode).kept;
-          deferred += of_stage.deferred;
-          EXPECT_EQ(of_stage.stream, 2 * 16 * 128 * 2) << "2 rows, bfloat16";
-        }
-        EXPECT_EQ(kept, whole.in(mode).kept);
-        EXPECT_EQ(deferred, whole.deferred);
-      }
-    }
+/// The same model in a folder, stepped by a rank of each place.
+struct Stepped {
+  explicit Stepped(const std::function<void(Config&)>& change = {}) {
+    config = run_case(folder, train::Head::kOwn);
+    std::ifstream in(folder / "model.json");
+    auto model = nlohmann::json::parse(in);
+    model["num_hidden_layers"] = 8;
+    folder.write("model.json", model.dump());
+    config.parallelism.pipeline_parallel_degree = 2;
+    config.parallelism.data_parallel_shard_degree = 2;
+    config.training.local_batch_size = 2;
+    config.training.global_batch_size = 2 * 4 * 2;
+    if (change) change(config);
+    source = open_model(config.model, config.lora);
+    dims = resolve_parallelism(config.parallelism, 4);
+    contract = resolve_model(source, config, dims);
+    pipeline = *resolve_pipeline(config, dims, source.spec, source.description,
+                                 {.micro_batches = micro_batches(), .row_tokens = 16});
+    for (const int rank : {0, 2}) steps.push_back(dry_step(config, source, rank, 4));
   }
-}
+  std::int64_t micro_batches() const {
+    return config.training.global_batch_size / (2 * dims.data_ranks());
+  }
+  std::vector<RankPlan> ranks() const {
+    return plan_ranks(source.description, contract.parameters, mesh_shape(dims), pipeline);
+  }
+  PipelineMemory memory() const { return pipeline_memory(config, source, dims, pipeline, steps); }
 
-// Inputs (q, k, v of one; o; gate and up of one; down) and gradients of results, of 32 tokens in
-// bfloat16, by hand.
-TEST(PipelineActivations, PutOffIsWhatTheProductsOfWeightsNeed) {
-  const Case one;
-  constexpr std::int64_t inputs = 128 + 128 + 128 + 192;
-  constexpr std::int64_t gradients = 128 + 64 + 64 + 128 + 192 + 192 + 128;
-  EXPECT_EQ(one.kept().deferred, 8 * (inputs + gradients) * 32 * 2);
+  const TemporaryFolder folder;
+  Config config;
+  ModelSource source;
+  ParallelDims dims;
+  ModelContract contract;
+  PipelinePlan pipeline;
+  std::vector<DryStep> steps;
+};
+
+std::int64_t activations_of(const std::string& schedule, std::int64_t micro_batches) {
+  const Stepped one([&](Config& config) {
+    config.pipeline.schedule = schedule;
+    config.training.global_batch_size = micro_batches * 2 * 2;
+  });
+  const auto memory = one.memory();
+  EXPECT_EQ(memory.ranks.front().live_chunks, schedule == "GPipe" ? micro_batches : 2);
+  EXPECT_LT(memory.ranks.front().activations.at(RecomputeMode::kFull),
+            memory.ranks.front().activations.at(RecomputeMode::kNone));
+  return memory.ranks.front().activations.at(RecomputeMode::kNone);
 }
 
 TEST(PipelineMemory, LiveMicroBatchesMultiplyWhatAStageKeeps) {
-  Case one;
-  const auto plan = one.pipeline();
-  const auto memory = one.memory();
-  ASSERT_EQ(memory.ranks.size(), 2U);
-  for (int rank = 0; rank < 2; ++rank) {
-    const auto& found = memory.ranks[static_cast<std::size_t>(rank)];
-    const auto kept = one.kept(stage_layers(plan, rank));
-    EXPECT_EQ(found.live_chunks, 2 - rank) << "1F1B";
-    EXPECT_EQ(found.activations.none, (2 - rank) * kept.none.kept);
-    EXPECT_EQ(found.activations.full,
-              (2 - rank) * kept.full.kept + kept.full.peak - kept.full.kept);
-  }
-  one.config.pipeline.schedule = "GPipe";
-  EXPECT_EQ(one.memory().ranks.front().activations.none,
-            4 * one.kept(stage_layers(plan, 0)).none.kept);
+  const auto four = activations_of("GPipe", 4), six = activations_of("GPipe", 6);
+  const auto eight = activations_of("GPipe", 8);
+  EXPECT_GT(six, four);
+  EXPECT_NEAR(static_cast<double>(eight - six), static_cast<double>(six - four), 64);
+  const auto two_live = activations_of("1F1B", 4);
+  EXPECT_NEAR(static_cast<double>(four - two_live), static_cast<double>(six - four),
+              0.15 * static_cast<double>(six - four))
+      << "two less; messages are others";
+  constexpr double kMessage = 2.0 * 16 * 128 * 4;
+  EXPECT_NEAR(static_cast<double>(activations_of("1F1B", 8)), static_cast<double>(two_live),
+              3 * kMessage);
 }
 
 std::int64_t gathered(const RankPlan& rank, std::size_t begin, std::size_t end) {
@@ -208,57 +200,59 @@ std::int64_t of_root(const RankPlan& rank) { return gathered(rank, 0, 1); }
 // A stage's parameters are there from its first F to its last B; on a V those of both are. So are
 // those of the root.
 TEST(PipelineMemory, UnshardedIsAStageOrBothOrAUnitAtATime) {
-  Case one;
   const auto of_stage = [](const RankPlan& rank, std::size_t stage) {
     const layout::Range units = rank.stages[stage].units;
     return gathered(rank, static_cast<std::size_t>(units.begin),
                     static_cast<std::size_t>(units.end));
   };
-  const auto ranks = one.ranks();
+  const Stepped step;
+  const auto ranks = step.ranks();
   const auto kept = of_root(ranks[0]) + of_stage(ranks[0], 0);
-  EXPECT_EQ(one.memory().ranks[0].held.unsharded, kept);
-  one.config.pipeline.reshard = PipelineReshard::kMicroBatch;
-  EXPECT_LT(one.memory().ranks[0].held.unsharded, kept);
-  one.config.pipeline.reshard = PipelineReshard::kStep;
-  one.config.pipeline.schedule = "DualPipeV";
-  const auto v = one.ranks();
-  EXPECT_EQ(one.memory().ranks[0].held.unsharded,
-            of_root(v[0]) + of_stage(v[0], 0) + of_stage(v[0], 1));
+  EXPECT_EQ(step.memory().ranks[0].held.unsharded, kept);
+  const Stepped often(
+      [](Config& config) { config.pipeline.reshard = PipelineReshard::kMicroBatch; });
+  EXPECT_LT(often.memory().ranks[0].held.unsharded, kept);
+  const Stepped v([](Config& config) { config.pipeline.schedule = "DualPipeV"; });
+  const auto of_v = v.ranks();
+  EXPECT_EQ(v.memory().ranks[0].held.unsharded,
+            of_root(of_v[0]) + of_stage(of_v[0], 0) + of_stage(of_v[0], 1));
 }
 
 TEST(PipelineMemory, AllRanksTogetherHoldTheModelsShards) {
-  const Case one;
-  std::int64_t parameters = 0;
+  const Stepped one;
+  std::int64_t parameters = 0, whole = 0;
   for (const auto& rank : one.memory().ranks) parameters += rank.held.parameters;
-  const auto whole = plan_model(one.model, one.contract.parameters, one.mesh);
-  const auto held = rank_memory(one.contract.parameters, whole, {});
-  EXPECT_NEAR(static_cast<double>(parameters), static_cast<double>(held.parameters),
-              0.01 * static_cast<double>(held.parameters))
+  const auto plan =
+      plan_model(one.source.description, one.contract.parameters, mesh_shape(one.dims));
+  for (const auto& unit : plan.units) {
+    for (const auto& bucket : unit.plan.buckets) whole += layout::shard_bytes(bucket);
+  }
+  EXPECT_NEAR(static_cast<double>(parameters), static_cast<double>(whole),
+              0.01 * static_cast<double>(whole))
       << "but for padding";
 }
 
 TEST(PipelineTraffic, IsOnceAStepOrTwiceAMicroBatch) {
-  Case one;
-  const auto ranks = one.ranks();
-  const auto step = one.traffic();
-  one.config.pipeline.reshard = PipelineReshard::kMicroBatch;
-  const auto often = one.traffic();
+  const Stepped once;
+  const auto step = step_traffic(once.config, once.steps[0]);
+  const Stepped by_micro_batch(
+      [](Config& config) { config.pipeline.reshard = PipelineReshard::kMicroBatch; });
+  const auto often = step_traffic(by_micro_batch.config, by_micro_batch.steps[0]);
   EXPECT_GT(step.gathers, 0);
   // The root stays unsharded; of two ranks each sends its half.
-  const std::int64_t root = of_root(ranks[0]) / 2;
+  const std::int64_t root = of_root(once.ranks()[0]) / 2;
   EXPECT_EQ(often.gathers - root, 8 * (step.gathers - root));
   EXPECT_EQ(often.reductions, step.reductions);
-  one.config.training.sync_every_micro_batch = true;
-  EXPECT_EQ(one.traffic().reductions, 4 * step.reductions);
+  const Stepped each([](Config& config) { config.training.sync_every_micro_batch = true; });
+  EXPECT_EQ(step_traffic(each.config, each.steps[0]).reductions, 4 * step.reductions);
 }
 
 TEST(PipelineMemory, ItsTextHasAColumnARank) {
-  Case one;
-  const std::string text = to_string(one.memory());
-  EXPECT_THAT(text,
+  const Stepped one;
+  EXPECT_THAT(to_string(one.memory()),
               Says("pp 0        pp 1\n", "\n  live micro-batches                 2           1\n"));
-  one.config.training.seq_len.reset();
-  EXPECT_THAT(to_string(one.memory()), Says("set training.seq_len"));
+  const Stepped unknown([](Config& config) { config.training.seq_len.reset(); });
+  EXPECT_THAT(to_string(unknown.memory()), Says("set training.seq_len"));
 }
 
 }  // namespace

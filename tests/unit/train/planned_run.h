@@ -4,6 +4,7 @@
 
 #include "train/config/config_resolve.h"
 #include "train/contract_of_run.h"
+#include "train/dry/plan_memory.h"
 #include "train/expert_balance.h"
 #include "train/hf/model_source.h"
 #include "train/plan_of_run.h"
@@ -16,6 +17,7 @@ struct PlannedRun {
   ParallelDims dims;
   ModelContract contract;
   layout::ModelPlan plan;
+  PlanMemory memory(const Config& config) const { return plan_memory(config, source, dims); }
   RunOfPlan of(const Config& config) const {
     return {config,
             source.spec,

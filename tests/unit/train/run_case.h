@@ -66,11 +66,12 @@ inline void make_room_for_bytes(nlohmann::json& model, nlohmann::json& text) {
 }
 
 /// `body` on ranks with one thread each; step lines are swallowed.
-inline void on_ranks(int count, const std::function<void(World&)>& body) {
+inline void on_ranks(int count, const std::function<void(World&)>& body,
+                     ThreadBackend backend = ThreadBackend::kInProcess) {
   std::ostringstream swallowed;
   auto* const before = std::cout.rdbuf(swallowed.rdbuf());
   try {
-    test::ranks(count).run([&](World& world) {
+    test::ranks(count, backend).run([&](World& world) {
       at::set_num_threads(1);
       body(world);
     });

@@ -3,7 +3,7 @@
 #include <nlohmann/json.hpp>
 
 #include "support/test.h"
-#include "train/step_traffic.h"
+#include "train/dry/step_traffic.h"
 #include "train/trainer.h"
 #include "unit/train/planned_run.h"
 #include "unit/train/read_trace.h"
@@ -62,10 +62,9 @@ TEST_P(TraceOfRun, SendsTheBytesOfThePlanInRowsThatNest) {
   const Rows rows = read_trace(folder / "run/metrics/trace/step-3.json");
   expect_nested(rows);
   const PlannedRun known = planned_run(config, c.ranks);
-  const RunOfPlan run = known.of(config);
   for (int rank = 0; rank < c.ranks; ++rank) {
     SCOPED_TRACE(rank);
-    const StepTraffic traffic = step_traffic(run, plan_of_steps(run, {}), {.rank = rank});
+    const auto traffic = step_traffic(config, dry_step(config, known.source, rank, c.ranks));
     EXPECT_EQ(sent(rows.at({rank, "gathers"})), traffic.gathers);
     EXPECT_EQ(sent(rows.at({rank, "reductions"})), traffic.reductions);
     const auto compute = names_of(rows.at({rank, "compute"}));

@@ -1,9 +1,10 @@
-#include "train/dry_step.h"
+#include "train/dry/dry_step.h"
 
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -46,17 +47,70 @@ class DryBatches final : public BatchSource {
   std::int64_t rows_, positions_;
 };
 
+/// Rows as short as all layouts divide, where nothing says how long they are.
+std::int64_t positions_of(const Config& config, const ParallelDims& dims) {
+  return config.training.seq_len.value_or(2 * dims.tp);
+}
+
+/// What the rank holds beside its pool wherever a span of its trace begins or ends.
+class HeldAtMoments final : public DeviceMoments {
+ public:
+  explicit HeldAtMoments(std::function<std::int64_t()> bytes) : bytes_(std::move(bytes)) {}
+
+  /// Called wherever the rank has taken memory.
+  void look() { most_ = std::max(most_, bytes_()); }
+  void mark(TraceClock::time_point host) override {
+    look();
+    moments_.push_back({host, bytes_(), most_});
+    most_ = moments_.back().bytes;
+  }
+  TraceClock::time_point found(TraceClock::time_point host) const override { return host; }
+
+  std::vector<DryPass> passes(const std::vector<TraceSpan>& spans) const {
+    std::vector<DryPass> found;
+    for (const TraceSpan& span : spans) {
+      if (span.row != TraceRow::kCompute) continue;
+      for (const std::string_view pass : {"forward ", "backward "}) {
+        if (!span.name.starts_with(pass) || span.name.starts_with("forward again ")) continue;
+        const auto begin = at(span.begin), end = at(span.end);
+        DryPass one{span.name.substr(pass.size()), pass == "forward ", begin->bytes, end->bytes,
+                    begin->bytes};
+        for (auto moment = begin + 1; moment <= end; ++moment) {
+          one.most = std::max(one.most, moment->most);
+        }
+        found.push_back(std::move(one));
+      }
+    }
+    return found;
+  }
+
+ private:
+  struct Moment {
+    TraceClock::time_point host;
+    std::int64_t bytes;
+    std::int64_t most;  ///< since the one before
+  };
+  std::vector<Moment>::const_iterator at(TraceClock::time_point host) const {
+    return std::ranges::lower_bound(moments_, host, {}, &Moment::host);
+  }
+
+  const std::function<std::int64_t()> bytes_;
+  std::int64_t most_ = 0;
+  std::vector<Moment> moments_;
+};
+
 class DryRank {
  public:
   DryRank(const Config& config, const ModelSource& source, World& world)
       : config_(config),
         dims_(resolve_parallelism(config.parallelism, world.size())),
         mesh_(world.mesh(mesh_shape(dims_))),
-        batches_(resolve_batch(config.training, dims_.data_ranks()).global, positions()) {
+        batches_(resolve_batch(config.training, dims_.data_ranks()).global,
+                 positions_of(config, dims_)) {
     const auto plan = resolve_pipeline(
         config_, dims_, source.spec, source.description,
         {resolve_micro_batches(config_, Verb::kTrain, batches_.rows_in_step(), dims_.data_ranks()),
-         batches_.row_tokens()});
+         config_.training.seq_len.value_or(0)});
     auto parts = model_parts(source, config_, mesh_, Purpose::kTraining, plan ? &*plan : nullptr);
     const auto parameters = parts.contract.parameters;
     std::optional<StreamBorders> borders;
@@ -90,6 +144,8 @@ class DryRank {
   }
   void end() { model_->zero_grad(); }
 
+  std::int64_t num_micro_batches() const { return std::ssize(rows()); }
+
   const Sharded<models::LanguageModel>& model() const { return *model_; }
   const Optimizer& optimizer() const { return *optimizer_; }
 
@@ -108,10 +164,6 @@ class DryRank {
   std::vector<RowRange> rows() const {
     return micro_batches(batches_.rows_in_step(), config_.training.local_batch_size.value_or(1),
                          dims_.data_ranks(), data_rank(mesh_));
-  }
-  std::int64_t positions() const {
-    require_seq_len(config_.training);
-    return *config_.training.seq_len;
   }
 
   const Config config_;
@@ -143,14 +195,27 @@ DryStep dry_step(const Config& config, const ModelSource& source, int rank, int 
   };
   step(1);
   found.collectives.clear();
-  count.begin_peak();
+  auto moments =
+      std::make_unique<HeldAtMoments>([&] { return count.now() - fsdp::pool_bytes(run.model()); });
+  HeldAtMoments& held = *moments;
+  const auto trace = std::make_shared<Trace>(std::move(moments));
   std::int64_t unsharded = 0;
-  count.watch([&] { unsharded = std::max(unsharded, fsdp::unsharded_bytes(run.model())); });
-  step(2);
+  count.begin_peak();
+  count.watch([&] {
+    unsharded = std::max(unsharded, fsdp::unsharded_bytes(run.model()));
+    held.look();
+  });
+  {
+    const TraceHere traced(trace);
+    step(2);
+  }
   count.watch({});
   found.held.unsharded = unsharded;
   found.between_steps = count.now();
   found.peak = count.peak();
+  found.micro_batches = run.num_micro_batches();
+  found.spans = trace->take();
+  found.passes = held.passes(found.spans);
   return found;
 }
 

@@ -3,12 +3,14 @@
 // The model is made parallel and stepped by the code that a run uses, over a World of this thread alone
 // (comm/dry_world.h) and on fake tensors (dry/fake_operations.h): nobody is started, no weight is read,
 // and what a layer allocates is counted and not forecast. Two steps are made; the second one is what
-// all others are like. Experts get as many tokens each. Next: parallelize.h, step.h.
+// all others are like. Experts get as many tokens each. Next: ../parallelize.h, ../step.h.
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
+#include "base/trace.h"
 #include "comm/backends/dry/dry.h"
 #include "fsdp/held_bytes.h"
 #include "train/config/config.h"
@@ -16,16 +18,30 @@
 
 namespace tessera::train {
 
+/// One forward or backward of a unit, by the bytes that the rank held beside its pool.
+struct DryPass {
+  std::string unit;  ///< unit_label()
+  bool is_forward = true;
+  std::int64_t before = 0;
+  std::int64_t after = 0;
+  std::int64_t most = 0;  ///< from its beginning to its end
+};
+
 /// Bytes of one rank.
 struct DryStep {
   fsdp::HeldBytes held = {};  ///< when gradients are complete; `unsharded`: the most of the step
   fsdp::OptimizerBytes optimizer = {};
   std::int64_t between_steps = 0;  ///< all that is held behind a step
   std::int64_t peak = 0;           ///< the most in a step, all that is held counted
-  std::vector<comm::DryCollective> collectives = {};  ///< of the second step, in order of issue
+  // Of the second step:
+  std::int64_t micro_batches = 1;
+  std::vector<comm::DryCollective> collectives = {};  ///< in order of issue
+  std::vector<DryPass> passes = {};                   ///< in the order of their ends
+  std::vector<TraceSpan> spans = {};                  ///< as a traced run has them
 };
 
-/// Of rank `rank` of `ranks`. Errors: as train's, of configuration, contract and layout.
+/// Of rank `rank` of `ranks`. Without training.seq_len a row has few tokens. Errors: as train's, of
+/// configuration, contract and layout.
 DryStep dry_step(const Config& config, const ModelSource& source, int rank, int ranks);
 
 }  // namespace tessera::train

@@ -1,0 +1,18 @@
+// What a plan of a run's steps has to go by: the bytes that are there whatever it chooses, and what
+// each layer leaves for its backward in each mode of recomputation, counted in dry steps.
+//
+// Three dry steps of eager actions, a mode each, of two micro-batches at most: the others are like
+// the second. Next: rank_memory.h, ../plan_of_step.h.
+#pragma once
+
+#include "layout/parallel_dims.h"
+#include "train/config/config.h"
+#include "train/hf/model_source.h"
+#include "train/plan_of_step.h"
+
+namespace tessera::train {
+
+/// Of rank 0. Errors: as dry_step().
+PlanMemory plan_memory(const Config& config, const ModelSource& source, const ParallelDims& dims);
+
+}  // namespace tessera::train
