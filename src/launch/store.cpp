@@ -1,6 +1,7 @@
 #include "launch/store.h"
 
 #include <c10/util/Logging.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <thread>
@@ -64,6 +65,18 @@ auto run_asking(Call call, std::chrono::milliseconds limit) {
 
 std::string no_answer(const std::string& server, std::chrono::milliseconds limit) {
   return concat("store: no answer for ", in_seconds(limit), " from ", server);
+}
+
+// Of a rank: files of the process, connections to the store and another rank, pipes of their threads.
+constexpr int kOpenFiles = 34;
+
+/// c10d asks for a connection that gets no descriptor again and again, as long as its timeout is.
+void require_open_files(int at_least) {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
+  TESSERA_CHECK(limit.rlim_cur >= static_cast<rlim_t>(at_least), ErrorKind::kIo,
+                "open files: found a limit of ", limit.rlim_cur, ", expected at least ", at_least,
+                " for the connections of a rank; raise it (ulimit -n)");
 }
 
 /// Opens rank 0's socket. A name that only its own host takes for a loopback address (Debian writes such
@@ -276,6 +289,7 @@ std::shared_ptr<Store> Store::connect(const LaunchEnvironment& launch,
   options.numWorkers = static_cast<std::size_t>(launch.world_size);
   options.waitWorkers = false;  // meet() waits, and names who is missing
   options.timeout = timeout;
+  require_open_files(kOpenFiles + (options.isServer ? launch.world_size : 0));
   if (options.isServer && launch.listen_fd >= 0) {
     options.masterListenFd = launch.listen_fd;
   } else if (options.isServer) {

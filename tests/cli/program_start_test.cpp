@@ -120,6 +120,19 @@ TEST(ProgramStart, WithSigchldIgnoredItEndsAsItsRanksDo) {
   EXPECT_THAT(why, Says("absent"));
 }
 
+// Naive: c10d asks for a connection without a descriptor until its timeout of minutes.
+TEST(ProgramStart, ALimitOfOpenFilesThatIsTooLowForRanksIsNamed) {
+  const SmallRun folder;
+  for (const int limit : {20, 32}) {
+    const auto outcome =
+        run_program(folder, {"train", "run.toml", "--nproc", "2", "--training.steps", "1"},
+                    concat("sh -c 'ulimit -n ", limit, " && exec \"$@\"' -"));
+    EXPECT_EQ(outcome.code, 2) << outcome.err;
+    EXPECT_THAT(outcome.err,
+                Says(concat("open files: found a limit of ", limit, ", expected "), "(ulimit -n)"));
+  }
+}
+
 TEST(ProgramStart, RanksOfAnotherLauncherSpinShortlyToo) {
   LongRun run(Starter::kSlurm, 2, {{"OMP_DISPLAY_ENV", "verbose"}});
   const auto ranks = run.ranks(2);
