@@ -338,7 +338,7 @@ void add_schedule(::CLI::App& app, ScheduleArguments& schedule) {
   verb->add_option(
           "--costs-from", schedule.costs_from,
           "Trace with rows 'slots' and 'messages', as --trace writes: costs of each stage, "
-          "in ms.")
+          "in ms. Or a configuration (.toml): what its stages compute, in GFLOP.")
       ->excludes(costs);
   verb->add_option("--csv", schedule.csv, "File to write: the lists, in PyTorch's form.");
   verb->add_option(

@@ -21,6 +21,9 @@
 #include "pipeline/validate.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
+#include "train/data/config_paths.h"
+#include "train/hf/model_source.h"
+#include "train/pipeline/pipeline_plan.h"
 
 namespace tessera::cli {
 namespace {
@@ -75,9 +78,55 @@ Asked make_asked(const ScheduleArguments& arguments) {
   return {std::string(row.name), lower(make_schedule(row.kind, shape)), false};
 }
 
+bool is_config(const std::string& path) { return path.ends_with(".toml"); }
+
+/// GFLOP of a micro-batch on a rank: forward as the configuration's stages have it, as many for the
+/// input gradients, with another forward where layers are recomputed, and for the weight gradients.
+pipeline::Costs costs_of_config(const std::string& path, const ScheduleArguments& arguments,
+                                const pipeline::Schedule& schedule) {
+  auto config = train::open_as("--costs-from", [&] { return train::load_config(path); });
+  config.pipeline.schedule_file.clear();
+  if (is_file(arguments)) {
+    config.pipeline.schedule_file = arguments.schedule;
+  } else {
+    config.pipeline.schedule = arguments.schedule;
+  }
+  config.pipeline.stages_per_rank = arguments.stages_per_rank;
+  config.pipeline.micro_batches = -1;
+  config.parallelism.pipeline_parallel_degree = schedule.ranks();
+  train::validate(config, train::Verb::kContract);
+  train::require_relative_paths(config, path, train::Verb::kContract);
+  TESSERA_CHECK(config.training.seq_len, ErrorKind::kConfig,
+                "--costs-from: found no training.seq_len in ", shown(path),
+                ", expected it: nothing else says how much a micro-batch computes");
+  TESSERA_CHECK(schedule.ranks() > 1, ErrorKind::kUsage,
+                "--costs-from: found a configuration beside a schedule of one rank, expected at "
+                "least two, over which stages are divided");
+  config.model.path = train::newest_checkpoint(config.model.path, "model.path");
+  const auto source = train::open_as(train::model_key(config.model),
+                                     [&] { return train::open_model(config.model, config.lora); });
+  const int tp = config.parallelism.tensor_parallel_degree;
+  const auto plan = train::resolve_pipeline(
+      config, {.pp = schedule.ranks(), .tp = tp}, source.spec, source.description,
+      {.micro_batches = schedule.micro_batches, .row_tokens = *config.training.seq_len});
+  const auto tokens =
+      static_cast<double>(config.training.local_batch_size.value_or(1) * *config.training.seq_len);
+  const bool again = config.activation_checkpoint.of_layers() == RecomputeMode::kFull;
+  pipeline::Costs costs;
+  for (const double per_token : plan->costs) {
+    const double forward = per_token * tokens / tp / 1e9;
+    costs.push_back({.forward = forward,
+                     .input_gradient = again ? 2 * forward : forward,
+                     .weight_gradient = forward});
+  }
+  return costs;
+}
+
 pipeline::Costs costs_of(const ScheduleArguments& arguments, const pipeline::Schedule& schedule) {
   pipeline::Costs costs(static_cast<std::size_t>(schedule.stages()));
-  if (arguments.costs_from) {
+  if (arguments.costs_from && is_config(*arguments.costs_from)) {
+    costs = costs_of_config(*arguments.costs_from, arguments, schedule);
+  } else if (arguments.costs_from) {
     costs = train::open_as("--costs-from", [&] {
       const std::string text = read_text_file(*arguments.costs_from, kMostTraceBytes);
       return pipeline::costs_from_trace(text, shown(*arguments.costs_from), schedule);
@@ -160,7 +209,8 @@ int run_schedule(const ScheduleArguments& arguments) {
             << " stages, " << schedule.micro_batches << " micro-batches\n\n"
             << to_string(schedule);
   for (const std::string& remark : validation.remarks) std::cout << "note: " << remark << '\n';
-  print_times(schedule, simulated, arguments.costs_from ? " ms" : "");
+  const bool measured = arguments.costs_from && !is_config(*arguments.costs_from);
+  print_times(schedule, simulated, measured ? " ms" : arguments.costs_from ? " GFLOP" : "");
   const int open_sends = fewest_open_sends(program);
   std::cout << "valid; no deadlock where a send ends only when its receive is posted and a rank "
             << (open_sends == 0 ? "waits for each"

@@ -42,6 +42,32 @@ TEST(ScheduleVerb, ReadsItsOwnFiles) {
   }
 }
 
+// A configuration's stages: 8 layers alike and a head, over two ranks.
+TEST(ScheduleVerb, CostsOfAConfigurationAreItsStages) {
+  const TemporaryFolder folder;
+  const auto config = [&](const std::string& more) {
+    folder.write("run.toml", concat("model.config = \"", TESSERA_CONFIGS,
+                                    "/models/llama3_8b/config.json\"\n"
+                                    "training.seq_len = 1024\ntraining.steps = 1\n"
+                                    "data.path = \"none.bin\"\noptimizer.lr = 1.0\n",
+                                    more));
+    const Outcome outcome = succeeded(run_program(
+        folder,
+        schedule({"1F1B", "--ranks", "2", "--micro-batches", "4", "--costs-from", "run.toml"})));
+    const auto begin = outcome.out.find("makespan ") + 9;
+    EXPECT_THAT(outcome.out.substr(begin), Says(" GFLOP\n"));
+    return std::stod(outcome.out.substr(begin));
+  };
+  // 7.5 G parameters in products, of 1,024 tokens, half of them a rank: 3 x 2 x 3.75 x 1024 GFLOP
+  // for each of 4 micro-batches, and one more before the pipe is full.
+  const double once = config("");
+  EXPECT_GT(once, 5 * 3 * 2 * 3.75 * 1024);
+  EXPECT_LT(once, 5 * 3 * 2 * 3.75 * 1024 * 1.1) << "attention, and stages that are not equal";
+  EXPECT_NEAR(config("training.local_batch_size = 2\n"), 2 * once, 1e-3 * once);
+  EXPECT_NEAR(config("parallelism.tensor_parallel_degree = 4\n"), once / 4, 1e-3 * once);
+  EXPECT_NEAR(config("activation_checkpoint.mode = \"full\"\n"), once * 4 / 3, 1e-3 * once);
+}
+
 // Exit code 3 and every finding, nothing written.
 TEST(ScheduleVerb, NamesEveryFindingOfAFile) {
   const TemporaryFolder folder;
