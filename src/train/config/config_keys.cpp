@@ -361,6 +361,13 @@ void add_outputs(std::vector<ConfigKey>& keys) {
            {"",
             "Once a step, after its last backward, compares, bit for bit, gradients that are to be "
             "the same on all ranks of tp, and ends with exit code 3 where they differ."})
+      .key("guard", &B::guard,
+           {"steps",
+            "Every so many steps, after the update, ranks that hold the same elements of "
+            "parameters, gradients, optimizer state and buffers compare hashes of them, and those "
+            "that have the same rows of these; ends with exit code 3 where they differ, naming "
+            "tensor, axis and ranks. 0: never."},
+           at_least(0))
       .key("deterministic", &B::deterministic,
            {"",
             "On devices takes kernels whose sums do not vary from run to run: slower. What has "

@@ -19,9 +19,10 @@ namespace tessera::train {
 namespace {
 
 /// Lines that any rank of the group has, each once, in the order of ranks.
-std::vector<std::string> lines_of(comm::Group* group, const std::string& mine) {
+std::vector<std::string> lines_of(comm::Group* group, const std::string& mine,
+                                  const std::string& what) {
   const auto texts = group == nullptr ? std::vector<std::string>{mine}
-                                      : comm::all_gather_bytes(*group, mine, "dtypes of results");
+                                      : comm::all_gather_bytes(*group, mine, what);
   std::vector<std::string> lines;
   for (const auto& text : texts) {
     std::istringstream in(text);
@@ -34,6 +35,13 @@ std::vector<std::string> lines_of(comm::Group* group, const std::string& mine) {
 
 }  // namespace
 
+std::vector<std::string> lines_of_ranks(const ShardedBase& model, const std::string& mine,
+                                        const std::string& what) {
+  std::string of_stage;
+  for (const auto& line : lines_of(model.data_group(), mine, what)) of_stage += line + "\n";
+  return lines_of(model.stages_group(), of_stage, what);
+}
+
 void check_dtypes(const ShardedBase& model, const std::function<void()>& forward) {
   const at::NoGradGuard no_grad;
   std::string mine;
@@ -42,9 +50,7 @@ void check_dtypes(const ShardedBase& model, const std::function<void()>& forward
     forward();
     mine = to_string(watch.findings());
   }
-  std::string of_stage;
-  for (const auto& line : lines_of(model.data_group(), mine)) of_stage += line + "\n";
-  const auto lines = lines_of(model.stages_group(), of_stage);
+  const auto lines = lines_of_ranks(model, mine, "dtypes of results");
   const bool speaks = model.rank() == 0;
   for (const auto& line : lines) {
     if (speaks) log::warn("debug.check_dtypes: ", line);

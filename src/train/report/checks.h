@@ -6,6 +6,8 @@
 #pragma once
 
 #include <functional>
+#include <string>
+#include <vector>
 
 #include "tessera/error.h"
 
@@ -21,6 +23,10 @@ class FoundProblems : public Error {
  public:
   using Error::Error;
 };
+
+/// Lines that any rank has, each once, in the order of ranks: the same on all of them. Collective.
+std::vector<std::string> lines_of_ranks(const ShardedBase& model, const std::string& mine,
+                                        const std::string& what);
 
 /// Looks at the dtype of every result while `forward` runs, without gradients. Collective. Errors,
 /// on all ranks alike: FoundProblems (kContract) when any rank found one that leaves its unit's; all
