@@ -8,7 +8,6 @@
 #include <cmath>
 #include <fstream>
 
-#include "base/hash.h"
 #include "base/log.h"
 #include "base/text/printable.h"
 #include "capture/replay/regions.h"
@@ -393,8 +392,8 @@ class Trainer {
       } catch (const std::exception& error) {
         rethrow_with_key(*model_, *data_, rows.ranges(), error);
       }
-      if (guards(step)) {
-        compare_replicas(*model_, *optimizer_, hash_of_tokens(step, rows.ranges()), step);
+      if (config_.debug.guard > 0 && step % config_.debug.guard == 0) {
+        compare_replicas(*model_, *optimizer_, *data_, rows.ranges(), step);
       }
       model_->zero_grad();
     } else {
@@ -423,25 +422,6 @@ class Trainer {
     // A step that is left out computes nothing, so it has no speed.
     add_speed(runs ? static_cast<double>(rows.count() * data_->row_tokens()) : NAN, metrics);
     return {metrics, most[2] > 0, most[3] > 0};
-  }
-
-  bool guards(std::int64_t step) const {
-    const std::int64_t every = config_.debug.guard;
-    return every > 0 && step % every == 0;
-  }
-
-  /// Of the rows as a step reads them.
-  std::uint64_t hash_of_tokens(std::int64_t step, const std::vector<RowRange>& rows) const {
-    Hasher hasher;
-    for (const RowRange& range : rows) {
-      const MicroBatch batch = data_->load(step, range);
-      for (const at::Tensor& tensor : {batch.input_ids, batch.targets}) {
-        const at::Tensor values = tensor.contiguous();
-        hasher.add(
-            hash_bytes({static_cast<const char*>(values.const_data_ptr()), values.nbytes()}));
-      }
-    }
-    return hasher.digest();
   }
 
   void add_speed(double tokens, StepMetrics& metrics) const {

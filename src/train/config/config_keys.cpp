@@ -307,6 +307,34 @@ void add_update(std::vector<ConfigKey>& keys) {
            positive_or_minus_one());
 }
 
+void add_debug(std::vector<ConfigKey>& keys) {
+  using B = DebugConfig;
+  Section(keys, "debug", &Config::debug)
+      .key("seed", &B::seed, {"", "Of initial weights and of the order of rows."}, at_least(0))
+      .key("check_dtypes", &B::check_dtypes,
+           {"",
+            "Runs the first forward once more before the first step, names every operation "
+            "whose result leaves its unit's dtype and the tensor that caused it, and ends "
+            "with exit code 3 if there is one."})
+      .key("check_placements", &B::check_placements,
+           {"",
+            "Once a step, after its last backward, compares, bit for bit, gradients that are to be "
+            "the same on all ranks of tp, and ends with exit code 3 where they differ."})
+      .key("guard", &B::guard,
+           {"steps",
+            "Every so many steps, after the update, ranks that hold the same elements of "
+            "parameters, gradients, optimizer state and buffers compare hashes of them, and those "
+            "that have the same rows of these; ends with exit code 3 where they differ, naming "
+            "tensor, axis and ranks. 0: never."},
+           at_least(0))
+      .key("deterministic", &B::deterministic,
+           {"",
+            "On devices takes kernels whose sums do not vary from run to run: slower. What has "
+            "none ends the run. CUBLAS_WORKSPACE_CONFIG is set to :4096:8 where it is not set."})
+      .key("on_nonfinite", &B::on_nonfinite,
+           {"", "What a non-finite loss does: error names the first parameters concerned."});
+}
+
 void add_outputs(std::vector<ConfigKey>& keys) {
   using K = CheckpointConfig;
   Section(keys, "checkpoint", &Config::checkpoint)
@@ -349,31 +377,6 @@ void add_outputs(std::vector<ConfigKey>& keys) {
             "else refused"})
       .key("master_port", &C::master_port, {"", "Its port.", "MASTER_PORT, else chosen"},
            between(1, 65535));
-  using B = DebugConfig;
-  Section(keys, "debug", &Config::debug)
-      .key("seed", &B::seed, {"", "Of initial weights and of the order of rows."}, at_least(0))
-      .key("check_dtypes", &B::check_dtypes,
-           {"",
-            "Runs the first forward once more before the first step, names every operation "
-            "whose result leaves its unit's dtype and the tensor that caused it, and ends "
-            "with exit code 3 if there is one."})
-      .key("check_placements", &B::check_placements,
-           {"",
-            "Once a step, after its last backward, compares, bit for bit, gradients that are to be "
-            "the same on all ranks of tp, and ends with exit code 3 where they differ."})
-      .key("guard", &B::guard,
-           {"steps",
-            "Every so many steps, after the update, ranks that hold the same elements of "
-            "parameters, gradients, optimizer state and buffers compare hashes of them, and those "
-            "that have the same rows of these; ends with exit code 3 where they differ, naming "
-            "tensor, axis and ranks. 0: never."},
-           at_least(0))
-      .key("deterministic", &B::deterministic,
-           {"",
-            "On devices takes kernels whose sums do not vary from run to run: slower. What has "
-            "none ends the run. CUBLAS_WORKSPACE_CONFIG is set to :4096:8 where it is not set."})
-      .key("on_nonfinite", &B::on_nonfinite,
-           {"", "What a non-finite loss does: error names the first parameters concerned."});
 }
 
 void add_adapters_and_scaler(std::vector<ConfigKey>& keys) {
@@ -461,6 +464,7 @@ std::vector<ConfigKey> make_keys() {
   add_precision(keys);
   add_update(keys);
   add_outputs(keys);
+  add_debug(keys);
   return keys;
 }
 

@@ -28,6 +28,16 @@ std::uint64_t hash_of(const at::Tensor& tensor) {
   return hash_bytes({static_cast<const char*>(values.const_data_ptr()), values.nbytes()});
 }
 
+std::uint64_t hash_of(const BatchSource& data, const std::vector<RowRange>& rows,
+                      std::int64_t step) {
+  Hasher hasher;
+  for (const RowRange& range : rows) {
+    const MicroBatch batch = data.load(step, range);
+    hasher.add(hash_of(batch.input_ids)).add(hash_of(batch.targets));
+  }
+  return hasher.digest();
+}
+
 /// What this rank holds: by a key that ranks with the same elements share, its name and its hash.
 class Held {
  public:
@@ -133,9 +143,9 @@ class Held {
 
 }  // namespace
 
-void compare_replicas(const ShardedBase& model, const Optimizer& optimizer, std::uint64_t tokens,
-                      std::int64_t step) {
-  const Held held(model, optimizer, tokens);
+void compare_replicas(const ShardedBase& model, const Optimizer& optimizer, const BatchSource& data,
+                      const std::vector<RowRange>& rows, std::int64_t step) {
+  const Held held(model, optimizer, hash_of(data, rows, step));
   std::string mine;
   for (const auto axis : {axis::kReplicate, axis::kShard, axis::kTensor, axis::kPipeline}) {
     for (const std::string& line : held.differing_on(axis)) mine += line + "\n";

@@ -9,6 +9,9 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
+
+#include "train/data/data.h"
 
 namespace tessera {
 class Optimizer;
@@ -17,10 +20,10 @@ class ShardedBase;
 
 namespace tessera::train {
 
-/// Of one step; `tokens` is a hash of this rank's. Between the update and zero_grad(). Collective.
-/// Errors, on all ranks alike: FoundProblems (kContract) naming what differs, the axis, the ranks and
-/// the step.
-void compare_replicas(const ShardedBase& model, const Optimizer& optimizer, std::uint64_t tokens,
-                      std::int64_t step);
+/// Between the update of a step and zero_grad(); `rows`: those that this rank has read for it, which
+/// are read again. Collective. Errors, on all ranks alike: FoundProblems (kContract) naming what
+/// differs, the axis, the ranks and the step.
+void compare_replicas(const ShardedBase& model, const Optimizer& optimizer, const BatchSource& data,
+                      const std::vector<RowRange>& rows, std::int64_t step);
 
 }  // namespace tessera::train
