@@ -17,6 +17,7 @@
 #include "fsdp/optim/pending_norm.h"
 #include "models/language_model.h"
 #include "tessera/compile.h"
+#include "tessera/error.h"
 #include "tessera/mesh.h"
 #include "train/config/config_resolve.h"
 #include "train/hf/model_forms.h"
@@ -50,6 +51,23 @@ class DryBatches final : public BatchSource {
 /// Rows as short as all layouts divide, where nothing says how long they are.
 std::int64_t positions_of(const Config& config, const ParallelDims& dims) {
   return config.training.seq_len.value_or(2 * dims.tp);
+}
+
+/// Numbers of tokens and of their experts are no fake tensors: they are computed.
+void require_countable(const Config& config, const ModelSource& source, const ParallelDims& dims) {
+  constexpr std::int64_t kMost = std::int64_t{1} << 25;
+  const std::int64_t positions = positions_of(config, dims);
+  const auto batch = resolve_batch(config.training, dims.data_ranks());
+  const std::int64_t choices = source.spec.moe ? source.spec.moe->experts_per_token : 1;
+  // Each is below 2^46, and rows of a step are as many times the micro-batch's.
+  const std::int64_t most_rows = kMost / positions;
+  TESSERA_CHECK(
+      batch.local <= most_rows / choices && batch.local * batch.micro_batches <= most_rows,
+      ErrorKind::kConfig, "training.local_batch_size and global_batch_size: found ", batch.local,
+      " rows of ", positions, " tokens at once, of ", choices,
+      choices == 1 ? " choice" : " choices of experts", " each, and ", batch.micro_batches,
+      " times as many in a step of a rank, expected at most ", kMost,
+      " choices at once and tokens in a step: memory and bytes of more are not counted");
 }
 
 /// What the rank holds beside its pool wherever a span of its trace begins or ends.
@@ -180,6 +198,7 @@ class DryRank {
 }  // namespace
 
 DryStep dry_step(const Config& config, const ModelSource& source, int rank, int ranks) {
+  require_countable(config, source, resolve_parallelism(config.parallelism, ranks));
   DryStep found;
   const auto world = comm::dry_world(
       rank, ranks, [&](const comm::DryCollective& one) { found.collectives.push_back(one); });

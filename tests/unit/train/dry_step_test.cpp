@@ -142,5 +142,18 @@ TEST(DryStep, HoldsWhatARunHolds) {
   }
 }
 
+// Numbers of tokens and of experts are computed, in memory that is there.
+TEST(DryStep, RefusesMoreTokensThanItCanCount) {
+  const TemporaryFolder folder;
+  Config config = run_case(folder, Head::kOwn);
+  const ModelSource source = open_model(config.model, config.lora);
+  config.training.local_batch_size = std::int64_t{1} << 22;
+  EXPECT_REFUSED(kConfig, dry_step(config, source, 0, 2),
+                 "found 4194304 rows of 16 tokens at once");
+  config.training.local_batch_size = 1;
+  config.training.global_batch_size = std::int64_t{1} << 23;
+  EXPECT_REFUSED(kConfig, dry_step(config, source, 0, 2), "and 4194304 times as many in a step");
+}
+
 }  // namespace
 }  // namespace tessera::train::dry_step_test
