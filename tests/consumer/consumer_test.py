@@ -55,6 +55,11 @@ def project(name, text):
 
 
 class Consumer(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        # One of an earlier run is linked with the library of then.
+        (WORK / "build" / "consumer").unlink(missing_ok=True)
+
     def test_it_builds_without_warnings_and_trains_on_two_ranks(self):
         done = configure(WORK / "build", PREFIX, TORCH)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
