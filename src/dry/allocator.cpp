@@ -18,8 +18,8 @@ namespace {
 
 thread_local bool t_fake = false;
 
-/// Which addresses are taken, of a range that no process has: the kernel maps nothing beyond 2^47
-/// unless it is asked to, and half of the range of five levels of page tables is far beyond that.
+/// Tells which addresses are taken, of a range that no process has: it begins at 2^54, and the kernel
+/// maps nothing beyond 2^47 unless it is asked to.
 class Addresses {
  public:
   void* take(std::size_t bytes) {

@@ -16,7 +16,7 @@ struct HeldBytes {
   std::int64_t pool = 0;       ///< blocks for gathers and reductions, those on hand too
 };
 HeldBytes held_bytes(const ShardedBase& model);
-// Of these one alone, which takes no look at every parameter:
+// Each gives one of these alone, without a look at every parameter.
 std::int64_t unsharded_bytes(const ShardedBase& model);
 std::int64_t pool_bytes(const ShardedBase& model);
 

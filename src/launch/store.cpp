@@ -67,7 +67,7 @@ std::string no_answer(const std::string& server, std::chrono::milliseconds limit
   return concat("store: no answer for ", in_seconds(limit), " from ", server);
 }
 
-// Of a rank: files of the process, connections to the store and another rank, pipes of their threads.
+// A rank opens files of the process, connections to the store and another rank, pipes of their threads.
 constexpr int kOpenFiles = 34;
 
 /// c10d asks for a connection that gets no descriptor again and again, as long as its timeout is.

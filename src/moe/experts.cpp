@@ -40,7 +40,7 @@ void in_blocks(std::int64_t rows, const at::Tensor& like, const Body& body) {
   const std::int64_t columns = std::max<std::int64_t>(1, like.size(1));
   const std::int64_t step =
       std::max<std::int64_t>(1, (like.is_cpu() ? kOfCache : kOfDevice) / columns);
-  // Of blocks alike one says which memory they take.
+  // A dry run takes one block: all take the same memory.
   const std::int64_t end = base::shapes_only() ? std::min(step, rows) : rows;
   for (std::int64_t begin = 0; begin < end; begin += step) {
     body(begin, std::min(step, rows - begin));

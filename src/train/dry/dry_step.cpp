@@ -70,7 +70,7 @@ void require_countable(const Config& config, const ModelSource& source, const Pa
       " choices at once and tokens in a step: memory and bytes of more are not counted");
 }
 
-/// What the rank holds beside its pool wherever a span of its trace begins or ends.
+/// Notes what the rank holds beside its pool wherever a span of its trace begins or ends.
 class HeldAtMoments final : public DeviceMoments {
  public:
   explicit HeldAtMoments(std::function<std::int64_t()> bytes) : bytes_(std::move(bytes)) {}

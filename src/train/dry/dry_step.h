@@ -33,15 +33,15 @@ struct DryStep {
   fsdp::OptimizerBytes optimizer = {};
   std::int64_t between_steps = 0;  ///< all that is held behind a step
   std::int64_t peak = 0;           ///< the most in a step, all that is held counted
-  // Of the second step:
+  // The fields below are of the second step.
   std::int64_t micro_batches = 1;
   std::vector<comm::DryCollective> collectives = {};  ///< in order of issue
   std::vector<DryPass> passes = {};                   ///< in the order of their ends
   std::vector<TraceSpan> spans = {};                  ///< as a traced run has them
 };
 
-/// Of rank `rank` of `ranks`. Without training.seq_len a row has few tokens. Errors: as train's, of
-/// configuration, contract and layout.
+/// Steps rank `rank` of `ranks`. Without training.seq_len a row has few tokens. Errors: as train's, of
+/// configuration, contract and layout; kConfig for more tokens than are counted.
 DryStep dry_step(const Config& config, const ModelSource& source, int rank, int ranks);
 
 }  // namespace tessera::train

@@ -47,16 +47,17 @@ std::int64_t kept(const DryPass& forward) { return forward.after - forward.befor
 class Activations {
  public:
   Activations(const DryStep& step, const models::ModelDescription& model)
-      : passes_(passes_of_layers(step, model)), idle_(step.between_steps - step.held.pool) {
+      : idle_(step.between_steps - step.held.pool) {
+    const LayerPasses passes = passes_of_layers(step, model);
     std::int64_t held = idle_;
-    for (const DryPass& forward : passes_.forwards) {
+    for (const DryPass& forward : passes.forwards) {
       found_.beside += forward.before - held;
       held = forward.after;
       found_.units.push_back({.unit = forward.unit, .none = kept(forward)});
     }
-    found_.after = passes_.end - held;
+    found_.after = passes.end - held;
     // Gradients of activations, raw ones, an update's memory: whatever comes on top of what is kept.
-    passing_ = std::max<std::int64_t>(0, step.peak - step.held.pool - passes_.end);
+    passing_ = std::max<std::int64_t>(0, step.peak - step.held.pool - passes.end);
   }
 
   void add(const DryStep& step, const models::ModelDescription& model,
@@ -79,7 +80,6 @@ class Activations {
   const ForwardActivations& found() const { return found_; }
 
  private:
-  const LayerPasses passes_;
   const std::int64_t idle_;
   std::int64_t passing_ = 0;
   ForwardActivations found_;

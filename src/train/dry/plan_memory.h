@@ -1,5 +1,5 @@
-// What a plan of a run's steps has to go by: the bytes that are there whatever it chooses, and what
-// each layer leaves for its backward in each mode of recomputation, counted in dry steps.
+// Counts what a plan of a run's steps goes by: the bytes that are there whatever it chooses, and what
+// each layer leaves for its backward in each mode of recomputation, in dry steps.
 //
 // Three dry steps of eager actions, a mode each, of two micro-batches at most: the others are like
 // the second. Next: rank_memory.h, ../plan_of_step.h.
@@ -12,7 +12,7 @@
 
 namespace tessera::train {
 
-/// Of rank 0. Errors: as dry_step().
+/// Steps rank 0. Errors: as dry_step().
 PlanMemory plan_memory(const Config& config, const ModelSource& source, const ParallelDims& dims);
 
 }  // namespace tessera::train

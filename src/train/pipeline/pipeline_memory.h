@@ -35,7 +35,7 @@ std::vector<RankPlan> plan_ranks(const models::ModelDescription& model,
 struct PipelineRankMemory {
   RankMemory held;      ///< of the configured mode
   int live_chunks = 0;  ///< most micro-batches of all stages between F and W
-  /// The most of a step: what micro-batches keep until their I or B and put off until their W,
+  /// The most of a step: what micro-batches keep until their I or B and defer until their W,
   /// gradients, messages. Empty without training.seq_len.
   std::map<RecomputeMode, std::int64_t> activations = {};
   std::int64_t total(RecomputeMode mode) const {

@@ -71,14 +71,15 @@ class Held {
     if (mesh_.size_of(axis) == 1) return {};
     const Group group = mesh_.group(axis);
     const auto device = mesh_.world()->device();
-    const at::Tensor most = at::tensor({std::ssize(names_)}, at::kLong).to(device);
+    const at::Tensor most = at::tensor({std::ssize(held_)}, at::kLong).to(device);
     group.all_reduce(most, ReduceOp::kMax, "tensors of replicas");
     const auto rows = most.item<std::int64_t>();
     at::Tensor mine = at::full({rows, 2}, 0, at::kLong);
-    std::int64_t row = 0;
-    for (const auto& [key, name] : names_) {
-      mine[row][0] = static_cast<std::int64_t>(key);
-      mine[row++][1] = static_cast<std::int64_t>(hashes_.at(key));
+    std::size_t row = 0;
+    auto* const pairs = mine.mutable_data_ptr<std::int64_t>();
+    for (const auto& [key, held] : held_) {
+      pairs[row++] = static_cast<std::int64_t>(key);
+      pairs[row++] = static_cast<std::int64_t>(held.hash);
     }
     const auto all = group.all_gather(mine.to(device), "hashes of replicas");
     std::map<std::uint64_t, std::vector<std::pair<int, std::uint64_t>>> by_key;  // rank and hash
@@ -91,9 +92,9 @@ class Held {
       }
     }
     std::vector<std::string> lines;
-    for (const auto& [key, name] : names_) {
+    for (const auto& [key, held] : held_) {
       if (const auto others = ranks_apart(by_key.at(key)); !others.empty()) {
-        lines.push_back(concat(name, " over ", axis, ": ", others));
+        lines.push_back(concat(held.name, " over ", axis, ": ", others));
       }
     }
     return lines;
@@ -131,14 +132,15 @@ class Held {
     put(key.add(view.begin).add(view.end), what + printable(view.contract->name), hash_of(values));
   }
   void put(const Hasher& hasher, const std::string& name, std::uint64_t hash) {
-    const std::uint64_t key = hasher.digest();
-    names_[key] = name;
-    hashes_[key] = hash;
+    held_[hasher.digest()] = {name, hash};
   }
 
   const Mesh& mesh_;
-  std::map<std::uint64_t, std::string> names_;
-  std::map<std::uint64_t, std::uint64_t> hashes_;
+  struct Tensor {
+    std::string name;
+    std::uint64_t hash = 0;
+  };
+  std::map<std::uint64_t, Tensor> held_;
 };
 
 }  // namespace
