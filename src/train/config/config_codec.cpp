@@ -22,10 +22,6 @@ bool is_too_long_integer(const ConfigValue& value) {
   return found.ec == std::errc::result_out_of_range && found.ptr == end;
 }
 
-std::string integers_from(std::int64_t low, std::int64_t high) {
-  return concat("an integer from ", low, " to ", high);
-}
-
 void refuse_unknown(std::string_view context, const std::string& name,
                     const std::vector<std::string>& names) {
   const auto close = close_name(name, names);

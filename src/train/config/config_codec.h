@@ -28,8 +28,6 @@ namespace tessera::train {
 
 /// A word of digits that are no int64: how such a number comes from the command line.
 bool is_too_long_integer(const ConfigValue& value);
-/// "an integer from -2147483648 to 2147483647".
-std::string integers_from(std::int64_t low, std::int64_t high);
 
 bool equal_ignoring_case(std::string_view a, std::string_view b);
 
@@ -339,7 +337,7 @@ struct Codec<std::vector<S>> {
     if (table == nullptr) refuse_value(context, value, ListedTable<S>::kExpected);
     const auto& keys = ListedTable<S>::keys();
     S made;
-    for (const auto& [name, item] : *table) {
+    for (const auto& [name, item, at] : *table) {
       const auto key = std::ranges::find(keys, name, &TableKey<S>::name);
       if (key == keys.end()) {
         std::vector<std::string> names;

@@ -9,29 +9,15 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <variant>
 #include <vector>
 
+#include "base/text/toml_reader.h"
 #include "train/config/config.h"
 
 namespace tessera::train {
 
-/// A value as TOML has it, without TOML's library.
-struct ConfigEntry;
-struct ConfigValue {
-  using Array = std::vector<ConfigValue>;
-  using Table = std::vector<ConfigEntry>;
-  std::variant<bool, std::int64_t, double, std::string, Array, Table> value;
-};
-struct ConfigEntry {
-  std::string name;
-  ConfigValue value;
-};
-
-/// As TOML text on one line: `[0.9, 0.95]`, `"a \"quoted\" word"`.
-std::string to_toml(const ConfigValue& value);
-/// What messages call it: `3 (integer)`, `"abc" (string)`, `an array`.
-std::string describe(const ConfigValue& value);
+using ConfigValue = TomlValue;
+using ConfigEntry = TomlEntry;
 
 struct ConfigKey {
   std::string section;  ///< empty = at top level

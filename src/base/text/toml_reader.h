@@ -1,0 +1,52 @@
+// TOML as values that know where they stand, and values as TOML. Pure.
+//
+// Texts may be hostile: they are bounded in size and depth before they are parsed. Dates and times
+// are refused, nothing here has one. What a key means is for callers to say: ../../train/config
+// reads a run's configuration out of it, ../../check/machine.h a machine.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+namespace tessera {
+
+/// Counted from 1; 0 where a value comes from no text.
+struct TomlPlace {
+  std::size_t line = 0;
+  std::size_t column = 0;
+};
+
+struct TomlEntry;
+struct TomlValue {
+  using Array = std::vector<TomlValue>;
+  using Table = std::vector<TomlEntry>;
+  std::variant<bool, std::int64_t, double, std::string, Array, Table> value;
+  TomlPlace at = {};
+};
+struct TomlEntry {
+  std::string name;
+  TomlValue value;
+  TomlPlace at = {};  ///< of the name
+};
+
+inline constexpr std::size_t kMostTomlBytes = 4 << 20;
+
+/// `source` names the file in messages; without one they name no place.
+/// Errors: kConfig, "SOURCE:LINE:COLUMN: ...".
+TomlValue::Table parse_toml(std::string_view text, std::string_view source);
+/// "SOURCE:3:1: ", how messages begin.
+std::string place_text(std::string_view source, const TomlPlace& place);
+
+/// As TOML text on one line: `[0.9, 0.95]`, `"a \"quoted\" word"`.
+std::string to_toml(const TomlValue& value);
+/// What messages call it: `3 (integer)`, `"abc" (string)`.
+std::string describe(const TomlValue& value);
+
+/// "an integer from -2147483648 to 2147483647".
+std::string integers_from(std::int64_t low, std::int64_t high);
+
+}  // namespace tessera
