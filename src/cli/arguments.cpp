@@ -12,6 +12,7 @@
 
 #include "base/text/byte_size.h"
 #include "base/text/printable.h"
+#include "base/text/wildcard.h"
 #include "cli/help_text.h"
 #include "cli/other_options.h"
 #include "tessera/error.h"
@@ -396,7 +397,7 @@ void check_verb(const std::vector<std::string>& words) {
   TESSERA_CHECK(!verb.starts_with("-"), ErrorKind::kUsage, "found ", printable(verb), " first",
                 expected, " before it; see tessera --help");
   known.insert(known.end(), {"help", "version"});
-  const auto close = train::close_name(verb, known);
+  const auto close = close_name(verb, known);
   const bool is_option = close == "help" || close == "version";
   TESSERA_CHECK(
       false, ErrorKind::kUsage, "unknown verb ", printable(verb), expected,
@@ -431,7 +432,7 @@ std::string option_meant(const std::string& name, const ::CLI::App& verb) {
   for (const std::string_view here : row->here) {
     const train::ConfigKey* key = train::find_key(here.substr(2));
     if (key == nullptr ? takes_option(verb, here) : takes(verb, *key)) {
-      const bool is_close = train::close_name("--" + name, {std::string(here)}).has_value();
+      const bool is_close = close_name("--" + name, {std::string(here)}).has_value();
       return is_close ? concat("; the nearest is ", here)
                       : concat("; it is called ", here, " here");
     }
@@ -479,7 +480,7 @@ std::string meant_by(const std::string& name, const ::CLI::App& verb) {
   std::ranges::copy_if(options, std::back_inserter(longer),
                        [&](const std::string& option) { return option.starts_with(word); });
   // A prefix of an option means that option, however many letters are missing.
-  const auto option = longer.empty() ? train::close_name(word, options) : longer.front();
+  const auto option = longer.empty() ? close_name(word, options) : longer.front();
   if (option) return concat("; the nearest is ", *option);
   const auto key = train::close_key(name);
   return key && takes(verb, *train::find_key(*key)) ? concat("; the nearest is --", *key) : "";

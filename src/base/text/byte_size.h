@@ -13,6 +13,12 @@ namespace tessera {
 /// else, for 0 and for a size beyond 64 bits.
 std::optional<std::int64_t> byte_size(std::string_view text);
 
+/// The same of any decimal number, with fractions: "3.35TB" is 3.35e12. None for a number of more
+/// than 40 characters, and for what a double does not hold.
+std::optional<double> byte_amount(std::string_view text);
+/// The text that byte_amount() reads back, the shortest of those with a unit of powers of 1000.
+std::string amount_text(double bytes);
+
 /// "1000 bytes", "197472672 bytes (188 MiB)": a number to copy, and one to read.
 std::string exact_size_text(std::int64_t bytes);
 

@@ -118,4 +118,22 @@ std::optional<std::string> closest_name(std::string_view pattern,
   return *result;
 }
 
+std::optional<std::string> close_name(std::string_view word,
+                                      const std::vector<std::string>& candidates) {
+  constexpr std::size_t kLongest = 80;  // no name of ours is: a longer word is none of them
+  if (word.empty() || word.size() > kLongest) return std::nullopt;
+  // A swap of neighbours is one edit; but nobody means a pattern here.
+  const bool plain_word = word.find_first_of("*?") == std::string_view::npos;
+  const Typed as = plain_word ? Typed::kPattern : Typed::kWord;
+  std::size_t fewest = std::clamp<std::size_t>(word.size() / 3, 1, 3) + 1;
+  std::optional<std::string> best;
+  for (const std::string& candidate : candidates) {
+    const std::size_t found = edit_distance(word, candidate, as);
+    if (found >= std::min(fewest, candidate.size())) continue;  // nothing in common
+    best = candidate;
+    fewest = found;
+  }
+  return best;
+}
+
 }  // namespace tessera

@@ -49,4 +49,9 @@ std::size_t edit_distance(std::string_view typed, std::string_view text, Typed a
 std::optional<std::string> closest_name(std::string_view pattern,
                                         const std::vector<std::string>& names);
 
+/// The candidate with the smallest edit distance, case ignored; none where all are beyond a third
+/// of the word, or beyond 3.
+std::optional<std::string> close_name(std::string_view word,
+                                      const std::vector<std::string>& candidates);
+
 }  // namespace tessera

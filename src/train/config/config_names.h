@@ -38,10 +38,6 @@ const OtherName* find_other_key(std::string_view name);
 /// The answer of advice_on_key() to another program's name.
 std::string advice_on(const OtherName& other, KeysIn where);
 
-/// The candidate with the smallest edit distance, case ignored; none where all are beyond a third
-/// of the word, or beyond 3.
-std::optional<std::string> close_name(std::string_view word,
-                                      const std::vector<std::string>& candidates);
 /// The key, with its section, whose name alone is that close; from any section.
 std::optional<std::string> close_key(std::string_view name);
 
