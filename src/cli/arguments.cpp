@@ -3,6 +3,7 @@
 #include <CLI/App.hpp>
 #include <CLI/Config.hpp>
 #include <algorithm>
+#include <array>
 #include <cctype>
 #include <charconv>
 #include <iterator>
@@ -10,10 +11,11 @@
 #include <string_view>
 #include <system_error>
 
-#include "base/text/byte_size.h"
 #include "base/text/printable.h"
 #include "base/text/wildcard.h"
+#include "check/machine.h"
 #include "cli/help_text.h"
+#include "cli/option_values.h"
 #include "cli/other_options.h"
 #include "tessera/error.h"
 #include "train/config/config_keys.h"
@@ -24,9 +26,6 @@ namespace {
 
 constexpr int kMostRanks = 4096;
 constexpr std::int64_t kMostNewTokens = std::int64_t{1} << 31;
-constexpr double kMostTemperature = 1e6;
-constexpr double kMostCost = 1e9;
-constexpr double kMostRate = 1e21;
 
 // The name of `--name` or `--name=VALUE`, "" for another word.
 std::string_view option_name(std::string_view word) {
@@ -88,21 +87,6 @@ struct Parsed {
   PlanArguments plan;
 };
 
-/// From 1 on, written in decimal. Range says of "two" that it is not in the range, and not what was
-/// found; and the parser would read 010 as 8.
-::CLI::Validator whole_number(std::int64_t most) {
-  const auto check = [most](std::string& text) -> std::string {
-    std::int64_t value = 0;
-    const auto [rest, failed] = std::from_chars(text.data(), text.data() + text.size(), value);
-    if (failed == std::errc{} && rest == text.data() + text.size() && value >= 1 && value <= most) {
-      text = std::to_string(value);
-      return "";
-    }
-    return concat("found ", printable(text), ", expected a whole number from 1 to ", most);
-  };
-  return {check, concat("from 1 to ", most), "whole number"};
-}
-
 void add_nproc(::CLI::App& verb, std::optional<int>& nproc) {
   verb.add_option("--nproc", nproc,
                   "Local ranks to start; default the product of the parallelism degrees. Under a "
@@ -131,57 +115,42 @@ void add_gradients(::CLI::App& app, GradientsArguments& gradients, const std::st
   verb->add_option("--model", gradients.model, kModelFolder)->required();
   verb->add_option("--batch", gradients.batch, ".safetensors with input_ids and labels [B,T].")
       ->required();
-  verb->add_option("--out", gradients.out, ".safetensors to write.")->required();
-  verb->add_flag("--no-logits", gradients.no_logits, "Leave the logits out.");
+  verb->add_option("--out", gradients.out,
+                   ".safetensors to write; of --precision-what-if its report as JSON.");
+  ::CLI::Option* no_logits =
+      verb->add_flag("--no-logits", gradients.no_logits, "Leave the logits out.");
   verb->add_flag("--impose-routing", gradients.impose_routing,
                  "Route by router/<i>/indices of the batch file.");
+  ::CLI::Option* what_if =
+      verb->add_flag("--precision-what-if", gradients.precision_what_if,
+                     "Run the batch with groups of parameters in bfloat16 and in float32; print "
+                     "every gradient's error and the cheapest policy within --bound.")
+          ->excludes(no_logits);
+  verb->add_option("--bound", gradients.bound,
+                   "The largest error |g - g32| / |g32| of a gradient; default 0.05.")
+      ->check(not_a_share, "FLOAT above 0, at most 1")
+      ->needs(what_if);
+  verb->add_flag("--json", gradients.json, "The report as JSON.")->needs(what_if);
   add_nproc(*verb, gradients.nproc);
   verb->footer(keys);
 }
 
 constexpr const char* kWorld = "Ranks to plan for; default as own spawn.";
 
-/// Checks the value of the option. Errors: those of byte_size().
-std::string not_a_size(const std::string& text) {
-  constexpr std::int64_t kLeastAlone = 1 << 20;
-  const auto bytes = byte_size(text);
-  if (!bytes) return concat("found ", printable(text), ", expected a size as 80GiB or 80GB");
-  const bool has_unit = std::isdigit(static_cast<unsigned char>(text.back())) == 0;
-  if (has_unit || *bytes >= kLeastAlone) return "";
-  return concat("found ", printable(text), ", expected a unit, as ", text, "GiB or ", text,
-                "GB: a number alone is bytes");
+::CLI::Option* add_described(::CLI::App& verb, PlannedMachine& machine) {
+  const std::string shipped = joined(check::shipped_machines());
+  return verb.add_option(
+      "--machine", machine.machine,
+      concat("What a rank has of its machine: a file as tessera measure writes, or ", shipped,
+             " as published. The options beside it override its lines."));
 }
 
-/// Checks a size with or without "/s", which is taken off.
-std::string not_a_bandwidth(std::string& text) {
-  std::string size = text;
-  if (size.ends_with("/s")) size.resize(size.size() - 2);
-  if (size.size() > 1 && size.ends_with('b')) {
-    return concat("found ", printable(text),
-                  ", expected bytes a second, as 50GB: a small b may stand for bits");
-  }
-  std::string wrong = not_a_size(size);
-  if (wrong.empty()) text = size;
-  return wrong;
-}
-
-/// "" for a number that `holds`, else what was expected. Range lets "nan" through: it is neither
-/// below nor above.
-std::string unless_number(const std::string& text, bool (*holds)(double),
-                          const std::string& expected) {
-  double value = 0.0;
-  const auto [rest, failed] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (failed == std::errc{} && rest == text.data() + text.size() && holds(value)) return "";
-  return concat("found ", printable(text), ", expected a number ", expected);
-}
-
-std::string not_a_rate(const std::string& text) {
-  return unless_number(
-      text, [](double value) { return value >= 1.0 && value <= kMostRate; },
-      concat("from 1 to ", kMostRate));
+::CLI::Option* add_flops(::CLI::App& verb, PlannedMachine& machine, const std::string& what) {
+  return verb.add_option("--flops", machine.flops, what)->check(not_a_rate, "FLOAT from 1");
 }
 
 void add_machine(::CLI::App& verb, PlannedMachine& machine) {
+  add_described(verb, machine);
   verb.add_option(
           "--device-memory", machine.device_memory,
           "What the device of each rank has, as 80GiB or 80GB (80G): for shares of it, and to "
@@ -190,16 +159,25 @@ void add_machine(::CLI::App& verb, PlannedMachine& machine) {
   verb.add_option("--ranks-per-host", machine.ranks_per_host,
                   "So many ranks share the memory of a host; default all of them.")
       ->transform(whole_number(kMostRanks));
-  ::CLI::Option* flops =
-      verb.add_option("--flops", machine.flops,
-                      "Operations a second of a rank, as 4e14: with --bandwidth how long a step "
-                      "would take.")
-          ->check(not_a_rate, "FLOAT from 1");
-  ::CLI::Option* bandwidth = verb.add_option("--bandwidth", machine.bandwidth,
-                                             "Bytes that a rank sends in a second, as 50GB/s.")
-                                 ->transform(::CLI::Validator(not_a_bandwidth, "SIZE"));
-  flops->needs(bandwidth);
-  bandwidth->needs(flops);
+  add_flops(verb, machine,
+            "Operations a second of a rank, as 4e14: with --bandwidth, or beside --machine, how "
+            "long a step would take.");
+  verb.add_option("--bandwidth", machine.bandwidth,
+                  "Bytes that a rank sends in a second, within its host and beyond, as 50GB/s.")
+      ->transform(::CLI::Validator(not_a_bandwidth, "SIZE"));
+}
+
+constexpr std::array kMachineOptions{"--machine", "--device-memory", "--ranks-per-host", "--flops",
+                                     "--bandwidth"};
+
+/// A rate alone gives no time.
+void check_rates(const std::string& verb, const PlannedMachine& machine) {
+  if (machine.machine || machine.flops.has_value() == machine.bandwidth.has_value()) return;
+  const bool has_flops = machine.flops.has_value();
+  throw Error(ErrorKind::kUsage,
+              concat(verb, ": found ", has_flops ? "--flops" : "--bandwidth", " without ",
+                     has_flops ? "--bandwidth" : "--flops",
+                     ", expected both, or --machine beside it; see tessera ", verb, " --help"));
 }
 
 void add_inspect(::CLI::App& app, InspectArguments& inspect, const std::string& keys) {
@@ -225,30 +203,8 @@ void add_inspect(::CLI::App& app, InspectArguments& inspect, const std::string& 
       ->needs(contract)
       ->transform(whole_number(1 << 20));
   add_machine(*verb, inspect.machine);
-  for (const char* option : {"--device-memory", "--ranks-per-host", "--flops", "--bandwidth"}) {
-    verb->get_option(option)->needs(contract);
-  }
+  for (const char* option : kMachineOptions) verb->get_option(option)->needs(contract);
   verb->footer("With --contract: " + keys);
-}
-
-std::string not_a_temperature(const std::string& text) {
-  return unless_number(
-      text, [](double value) { return value >= 0.0 && value <= kMostTemperature; },
-      concat("from 0 to ", kMostTemperature));
-}
-
-std::string not_a_share(const std::string& text) {
-  return unless_number(
-      text, [](double value) { return value > 0.0 && value <= 1.0; }, "above 0, at most 1");
-}
-
-/// The parser itself takes the largest number for whatever is larger.
-std::string not_a_seed(const std::string& text) {
-  std::uint64_t value = 0;
-  const auto [rest, failed] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (failed == std::errc{} && rest == text.data() + text.size()) return "";
-  return concat("found ", printable(text), ", expected a whole number from 0 to ",
-                std::numeric_limits<std::uint64_t>::max());
 }
 
 void add_generate(::CLI::App& app, GenerateArguments& generate) {
@@ -306,12 +262,6 @@ void add_convert(::CLI::App& app, ConvertArguments& convert) {
   verb->footer("Of a configuration's keys only --model.allow_unknown_config_keys VALUE.");
 }
 
-std::string not_a_cost(const std::string& text) {
-  return unless_number(
-      text, [](double value) { return value >= 0.0 && value <= kMostCost; },
-      concat("from 0 to ", kMostCost));
-}
-
 void add_schedule(::CLI::App& app, ScheduleArguments& schedule) {
   ::CLI::App* verb = app.add_subcommand(
       "schedule",
@@ -336,11 +286,14 @@ void add_schedule(::CLI::App& app, ScheduleArguments& schedule) {
           ->delimiter(',')
           ->expected(4)
           ->check(not_a_cost, "FLOAT from 0 to 1e9");
-  verb->add_option(
-          "--costs-from", schedule.costs_from,
-          "Trace with rows 'slots' and 'messages', as --trace writes: costs of each stage, "
-          "in ms. Or a configuration (.toml): what its stages compute, in GFLOP.")
-      ->excludes(costs);
+  ::CLI::Option* costs_from = verb->add_option(
+      "--costs-from", schedule.costs_from,
+      "Trace with rows 'slots' and 'messages', as --trace writes: costs of each stage, "
+      "in ms. Or a configuration (.toml): what its stages compute, in GFLOP, with --machine or "
+      "--flops in ms.");
+  costs_from->excludes(costs);
+  add_described(*verb, schedule.machine)->needs(costs_from);
+  add_flops(*verb, schedule.machine, "Operations a second of a rank, as 4e14.")->needs(costs_from);
   verb->add_option("--csv", schedule.csv, "File to write: the lists, in PyTorch's form.");
   verb->add_option(
           "--csv-form", schedule.csv_form,
@@ -525,12 +478,18 @@ Arguments chosen(const ::CLI::App& app, Parsed parsed, Overrides overrides) {
     return arguments;
   };
   if (app.got_subcommand("train")) return takes_overrides(std::move(parsed.train));
-  if (app.got_subcommand("gradients")) return takes_overrides(std::move(parsed.gradients));
+  if (app.got_subcommand("gradients")) {
+    TESSERA_CHECK(!parsed.gradients.out.empty() || parsed.gradients.precision_what_if,
+                  ErrorKind::kUsage,
+                  "gradients: found no --out, expected it; see tessera gradients --help");
+    return takes_overrides(std::move(parsed.gradients));
+  }
   if (app.got_subcommand("inspect")) {
     TESSERA_CHECK(!parsed.inspect.folder.empty() || !parsed.inspect.contract_file.empty(),
                   ErrorKind::kUsage,
                   "inspect: found nothing to look at, expected a folder or --contract "
                   "CONFIG.toml");
+    check_rates("inspect", parsed.inspect.machine);
     return takes_overrides(std::move(parsed.inspect));
   }
   if (app.got_subcommand("generate")) {
@@ -538,7 +497,10 @@ Arguments chosen(const ::CLI::App& app, Parsed parsed, Overrides overrides) {
                   "generate: found no prompt, expected --prompt TEXT or --prompt-tokens 1,2,3");
     return takes_overrides(std::move(parsed.generate));
   }
-  if (app.got_subcommand("plan")) return takes_overrides(std::move(parsed.plan));
+  if (app.got_subcommand("plan")) {
+    check_rates("plan", parsed.plan.machine);
+    return takes_overrides(std::move(parsed.plan));
+  }
   if (app.got_subcommand("schedule")) {
     TESSERA_CHECK(overrides.empty(), ErrorKind::kUsage, "schedule: found --",
                   overrides.empty() ? "" : overrides.front().first,

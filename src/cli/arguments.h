@@ -36,15 +36,19 @@ struct GradientsArguments {
   std::string out;
   bool no_logits = false;
   bool impose_routing = false;
+  bool precision_what_if = false;  ///< with which `out` may be empty
+  std::optional<double> bound;
+  bool json = false;
   std::optional<int> nproc;
   Overrides overrides;
 };
 
-/// The options that describe machines other than this one.
+/// The options that describe machines other than this one; planned_machine.h makes one of them.
 struct PlannedMachine {
+  std::optional<std::string> machine;        ///< a file, or one of check::shipped_machines()
   std::optional<std::string> device_memory;  ///< "80GiB"
   std::optional<int> ranks_per_host;
-  std::optional<double> flops;           ///< operations a second, with
+  std::optional<double> flops;           ///< operations a second; without `machine` with
   std::optional<std::string> bandwidth;  ///< "50GB" a second
 };
 
@@ -88,6 +92,7 @@ struct ScheduleArguments {
   std::optional<int> stages_per_rank;
   std::vector<double> costs;  ///< F, I, W, F beside B; empty = 1, 1, 1, 3
   std::optional<std::string> costs_from;
+  PlannedMachine machine;  ///< for times of a configuration's costs
   std::optional<std::string> csv;
   std::string csv_form = "compute_only";
   std::optional<std::string> svg;

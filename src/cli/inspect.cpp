@@ -16,6 +16,7 @@
 #include "cli/arguments.h"
 #include "cli/contract_json.h"
 #include "cli/contract_text.h"
+#include "cli/planned_machine.h"
 #include "cli/program_end.h"
 #include "cli/step_time.h"
 #include "grad/contract_lock.h"
@@ -191,8 +192,10 @@ struct Planned {
   layout::ModelPlan plan;
   train::MemoryTable memory;
   train::StepTraffic traffic;
-  std::optional<std::int64_t> device_bytes = {};    ///< --device-memory
-  std::optional<capture::SimulatedStep> step = {};  ///< by --flops and --bandwidth
+  check::Machine machine = {};                      ///< as the options describe it
+  std::string memory_from = {};                     ///< who says what a rank's memory is
+  std::string rates_from = {};                      ///< who says how fast it is
+  std::optional<capture::SimulatedStep> step = {};  ///< where the machine gives_time()
 
   struct Pipelined {
     train::PipelinePlan plan;
@@ -236,6 +239,8 @@ std::int64_t rows_in_step(const train::TrainingConfig& training, const ParallelD
 }
 
 Planned plan_run(const InspectArguments& arguments) {
+  Planned planned;
+  planned.machine = machine_of(arguments.machine);
   train::Config config =
       train::open_as("--contract", [&] { return train::load_config(arguments.contract_file); });
   apply(arguments.overrides, config);
@@ -246,14 +251,13 @@ Planned plan_run(const InspectArguments& arguments) {
   config.model.path = train::newest_checkpoint(config.model.path, "model.path");
   const train::ModelSource source = train::open_as(
       train::model_key(config.model), [&] { return train::open_model(config.model, config.lora); });
-  Planned planned;
-  if (const auto& memory = arguments.machine.device_memory) {
-    planned.device_bytes = parse_byte_size(*memory, "--device-memory");
-  }
+  planned.memory_from = memory_from(planned.machine, arguments.machine);
+  planned.rates_from = rates_from(planned.machine, arguments.machine);
   planned.mesh = train::mesh_shape(dims);
   planned.contract = train::resolve_model(source, config, dims);
-  const auto rates = rates_of(arguments.machine, config);
-  TESSERA_CHECK(!rates || dims.pp == 1, ErrorKind::kConfig, "--flops: found ", dims.pp,
+  const bool has_time = gives_time(planned.machine, arguments.machine, config, world);
+  TESSERA_CHECK(!arguments.machine.flops || dims.pp == 1, ErrorKind::kConfig, "--flops: found ",
+                dims.pp,
                 " stages, expected parallelism.pipeline_parallel_degree = 1: tessera schedule has "
                 "the times of a pipeline");
   auto pipeline = train::resolve_pipeline(
@@ -278,7 +282,7 @@ Planned plan_run(const InspectArguments& arguments) {
       .aux_loss_coef = train::aux_loss_coef(config.model.aux_loss_coef, source.spec)};
   const train::MachineMemory machine = train::memory_here(
       config, world,
-      {.device_bytes = planned.device_bytes, .ranks_per_host = arguments.machine.ranks_per_host});
+      {.device_bytes = planned.machine.memory, .ranks_per_host = planned.machine.ranks_per_host});
   const train::DryStep step =
       train::dry_step(train::stepped_config(config, dims), source, 0, world);
   planned.memory = train::memory_table(config, source, dims, step);
@@ -286,9 +290,9 @@ Planned plan_run(const InspectArguments& arguments) {
   planned.traffic = train::step_traffic(config, step);
   planned.traffic.matrices = train::sent_of_matrices(config, source.description.parameters,
                                                      planned.contract.parameters, planned.plan, 0);
-  if (rates) {
+  if (has_time) {
     const auto steps = train::plan_of_steps(run, train::plan_memory(config, source, dims), machine);
-    planned.step = step_at(*rates, run, steps, planned.traffic);
+    planned.step = step_at(planned.machine, run, steps, planned.traffic);
   }
   return planned;
 }
@@ -323,10 +327,10 @@ std::optional<std::int64_t> most_taken(const Planned& planned) {
 }
 
 void print_whether_it_fits(const Planned& planned) {
-  if (!planned.device_bytes) return;
+  if (!planned.machine.memory) return;
   const auto taken = most_taken(planned);
-  std::cout << "  --device-memory "
-            << (taken ? fits_text(*planned.device_bytes, *taken)
+  std::cout << "  " << planned.memory_from << ' '
+            << (taken ? fits_text(*planned.machine.memory, *taken)
                       : std::string("fits or not: set training.seq_len to know"))
             << '\n';
 }
@@ -351,7 +355,7 @@ void print_text(const Planned& planned, Layers layers) {
   std::cout << "\n" << to_string(planned.memory);
   print_whether_it_fits(planned);
   std::cout << "\n" << to_string(planned.traffic);
-  if (planned.step) std::cout << time_line(kByRates, *planned.step);
+  if (planned.step) std::cout << time_line(planned.rates_from, *planned.step);
 }
 
 /// Of each place on axis pp, its units included.

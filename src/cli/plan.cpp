@@ -23,10 +23,10 @@
 #include "capture/simulate_plan.h"
 #include "cli/arguments.h"
 #include "cli/contract_text.h"
+#include "cli/planned_machine.h"
 #include "cli/program_end.h"
 #include "cli/step_time.h"
 #include "fsdp/agreed/step_plan_check.h"
-#include "io/hf_folder.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
 #include "train/contract_of_run.h"
@@ -52,8 +52,8 @@ struct PlannedStep {
   ModelContract contract;
   layout::ModelPlan buckets;
   train::PlanMemory memory = {};
-  std::optional<std::int64_t> device_bytes = {};  ///< --device-memory
-  bool is_off = false;  ///< compile.mode of the configuration, planned as if it were "plan"
+  check::Machine machine = {};  ///< as the options describe it
+  bool is_off = false;          ///< compile.mode of the configuration, planned as if it were "plan"
 
   train::RunOfPlan run() const {
     return {.config = config,
@@ -68,6 +68,7 @@ struct PlannedStep {
 
 PlannedStep planned_step(const PlanArguments& arguments) {
   PlannedStep step;
+  step.machine = machine_of(arguments.machine);
   auto& config = step.config;
   config = train::open_as("CONFIG.toml", [&] { return train::load_config(arguments.config_file); });
   apply(arguments.overrides, config);
@@ -87,9 +88,6 @@ PlannedStep planned_step(const PlanArguments& arguments) {
   step.source = train::open_as(train::model_key(config.model),
                                [&] { return train::open_model(config.model, config.lora); });
   step.contract = train::resolve_model(step.source, config, step.dims);
-  if (const auto& memory = arguments.machine.device_memory) {
-    step.device_bytes = parse_byte_size(*memory, "--device-memory");
-  }
   step.buckets = train::plan_model(step.source.description, step.contract.parameters,
                                    train::mesh_shape(step.dims), train::buckets_here(config));
   step.memory = train::plan_memory(config, step.source, step.dims);
@@ -155,7 +153,7 @@ std::string whether_fits(std::int64_t room, const Totals& totals) {
 }
 
 void print_memory(const Totals& totals, const PlannedStep& step,
-                  const train::MachineMemory& machine) {
+                  const train::MachineMemory& machine, std::string_view memory_from) {
   std::cout << "  memory of a rank: at most " << size_text(totals.all()) << ", of which "
             << size_text(totals.gathered) << " gathered";
   if (totals.activations) {
@@ -171,8 +169,8 @@ void print_memory(const Totals& totals, const PlannedStep& step,
     std::cout << "  compile.memory_budget " << whether_fits(budget_bytes(*budget, machine), totals)
               << (counted.empty() ? "" : concat(" (", counted, ")")) << '\n';
   }
-  if (step.device_bytes) {
-    std::cout << "  --device-memory " << whether_fits(*step.device_bytes, totals) << '\n';
+  if (step.machine.memory) {
+    std::cout << "  " << memory_from << ' ' << whether_fits(*step.machine.memory, totals) << '\n';
   } else if (!budget) {
     std::cout << "  whether that fits: set compile.memory_budget, or give --device-memory\n";
   }
@@ -191,9 +189,9 @@ train::StepTraffic traffic_of(const capture::PlanFile& file, const PlannedStep& 
   return traffic;
 }
 
-/// Prints FLOPs and bytes, and seconds where a profile or rates are given.
+/// Prints FLOPs and bytes, and seconds where a profile is given or the machine has a time.
 void print_costs(const capture::PlanFile& file, const capture::PlanProblem& problem,
-                 const PlannedStep& step, const std::optional<train::Rates>& rates) {
+                 const PlannedStep& step, std::string_view rates_from) {
   const auto run = step.run();
   const auto traffic = traffic_of(file, step);
   if (const auto flops = step_flops(run, file.plan)) {
@@ -215,7 +213,8 @@ void print_costs(const capture::PlanFile& file, const capture::PlanProblem& prob
     std::cout << time_line("the profile",
                            capture::simulate(file.plan, problem.profile, problem.micro_batches));
   }
-  if (rates) std::cout << time_line(kByRates, step_at(*rates, run, file.plan, traffic));
+  if (rates_from.empty()) return;
+  std::cout << time_line(rates_from, step_at(step.machine, run, file.plan, traffic));
 }
 
 /// Prints the memory of a rank at each place of the step.
@@ -241,7 +240,8 @@ void print_curve(const capture::PlanFile& file, const capture::PlanProblem& prob
 
 /// Options of the output.
 struct Shown {
-  std::optional<train::Rates> rates = {};
+  std::string rates_from = {};  ///< empty: no time
+  std::string memory_from = {};
   bool actions = false;
   train::MachineMemory machine = {};
 };
@@ -259,8 +259,8 @@ void print_plan_of_step(const capture::PlanFile& file, const capture::PlanProble
                  "this is the step with compile.mode = \"plan\"; set that, or give train "
                  "--compile.mode plan\n";
   }
-  print_memory(totals, step, shown.machine);
-  print_costs(file, problem, step, shown.rates);
+  print_memory(totals, step, shown.machine, shown.memory_from);
+  print_costs(file, problem, step, shown.rates_from);
   std::cout << "\nchosen:\n" << choices_text(file.plan, chosen);
   for (const auto& note : chosen.notes) std::cout << "note: " << note << '\n';
   if (shown.actions) std::cout << '\n' << to_text(file.plan, chosen, of.micro_batches);
@@ -299,7 +299,7 @@ int run_plan(const PlanArguments& arguments) {
   const train::RunOfPlan run = step.run();
   const auto machine = train::memory_here(
       run.config, step.dims.world_size(),
-      {.device_bytes = step.device_bytes, .ranks_per_host = arguments.machine.ranks_per_host});
+      {.device_bytes = step.machine.memory, .ranks_per_host = step.machine.ranks_per_host});
   auto options = compile_options(run, step.memory, machine);
   if (arguments.profile) {
     options.profile = train::open_as("--profile", [&] {
@@ -329,8 +329,11 @@ int run_plan(const PlanArguments& arguments) {
     std::cout << to_json(file);
     return kDone;
   }
+  const bool has_time =
+      gives_time(step.machine, arguments.machine, run.config, step.dims.world_size());
   print_plan_of_step(file, problem, chosen, step,
-                     {.rates = rates_of(arguments.machine, run.config),
+                     {.rates_from = has_time ? rates_from(step.machine, arguments.machine) : "",
+                      .memory_from = memory_from(step.machine, arguments.machine),
                       .actions = arguments.actions,
                       .machine = machine});
   return kDone;

@@ -2,15 +2,18 @@
 // would take. A value is looked at, nothing runs.
 #include "pipeline/schedule.h"
 
+#include <algorithm>
 #include <iomanip>
 #include <iostream>
 #include <limits>
+#include <map>
 #include <optional>
 #include <string>
 
 #include "base/mapped_file.h"
 #include "base/text/printable.h"
 #include "cli/arguments.h"
+#include "cli/planned_machine.h"
 #include "cli/program_end.h"
 #include "io/atomic_file.h"
 #include "pipeline/kinds.h"
@@ -21,6 +24,7 @@
 #include "pipeline/validate.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
+#include "train/contract_of_run.h"
 #include "train/data/config_paths.h"
 #include "train/hf/model_source.h"
 #include "train/pipeline/pipeline_plan.h"
@@ -80,7 +84,24 @@ Asked make_asked(const ScheduleArguments& arguments) {
 
 bool is_config(const std::string& path) { return path.ends_with(".toml"); }
 
-/// GFLOP of a micro-batch on a rank: forward as the configuration's stages have it, as many for the
+bool gives_ms(const ScheduleArguments& arguments) {
+  return arguments.machine.machine || arguments.machine.flops;
+}
+
+/// GFLOP, or ms of the described machine in the dtype in which most elements compute.
+double cost_of_operation(const ScheduleArguments& arguments, const ModelContract& contract) {
+  if (!gives_ms(arguments)) return 1e-9;
+  const check::Machine machine = machine_of(arguments.machine);
+  TESSERA_CHECK(machine.flops, ErrorKind::kConfig, "--machine: found no flops of ", machine.name,
+                ", expected them: without them its times are not known; give --flops");
+  std::map<DType, std::int64_t> elements;
+  for (const GradContract& one : contract.parameters) elements[one.compute.dtype] += one.numel();
+  const auto most =
+      std::ranges::max_element(elements, {}, [](const auto& one) { return one.second; });
+  return 1e3 / machine.flops->of(most == elements.end() ? DType::kFloat32 : most->first);
+}
+
+/// What a micro-batch costs on a rank: a forward as the configuration's stages have it, as many for the
 /// input gradients, with another forward where layers are recomputed, and for the weight gradients.
 pipeline::Costs costs_of_config(const std::string& path, const ScheduleArguments& arguments,
                                 const pipeline::Schedule& schedule) {
@@ -106,15 +127,17 @@ pipeline::Costs costs_of_config(const std::string& path, const ScheduleArguments
   const auto source = train::open_as(train::model_key(config.model),
                                      [&] { return train::open_model(config.model, config.lora); });
   const int tp = config.parallelism.tensor_parallel_degree;
+  const ParallelDims dims{.pp = schedule.ranks(), .tp = tp};
+  const double cost = cost_of_operation(arguments, train::resolve_model(source, config, dims));
   const auto plan = train::resolve_pipeline(
-      config, {.pp = schedule.ranks(), .tp = tp}, source.spec, source.description,
+      config, dims, source.spec, source.description,
       {.micro_batches = schedule.micro_batches, .row_tokens = *config.training.seq_len});
   const auto tokens =
       static_cast<double>(config.training.local_batch_size.value_or(1) * *config.training.seq_len);
   const bool again = config.activation_checkpoint.of_layers() == RecomputeMode::kFull;
   pipeline::Costs costs;
   for (const double per_token : plan->costs) {
-    const double forward = per_token * tokens / tp / 1e9;
+    const double forward = per_token * tokens / tp * cost;
     costs.push_back({.forward = forward,
                      .input_gradient = again ? 2 * forward : forward,
                      .weight_gradient = forward});
@@ -123,6 +146,9 @@ pipeline::Costs costs_of_config(const std::string& path, const ScheduleArguments
 }
 
 pipeline::Costs costs_of(const ScheduleArguments& arguments, const pipeline::Schedule& schedule) {
+  TESSERA_CHECK(!gives_ms(arguments) || is_config(arguments.costs_from.value_or("")),
+                ErrorKind::kUsage, arguments.machine.machine ? "--machine" : "--flops",
+                ": found beside costs that were measured, expected --costs-from CONFIG.toml");
   pipeline::Costs costs(static_cast<std::size_t>(schedule.stages()));
   if (arguments.costs_from && is_config(*arguments.costs_from)) {
     costs = costs_of_config(*arguments.costs_from, arguments, schedule);
@@ -209,8 +235,8 @@ int run_schedule(const ScheduleArguments& arguments) {
             << " stages, " << schedule.micro_batches << " micro-batches\n\n"
             << to_string(schedule);
   for (const std::string& remark : validation.remarks) std::cout << "note: " << remark << '\n';
-  const bool measured = arguments.costs_from && !is_config(*arguments.costs_from);
-  print_times(schedule, simulated, measured ? " ms" : arguments.costs_from ? " GFLOP" : "");
+  const bool in_ms = gives_ms(arguments) || !is_config(arguments.costs_from.value_or(".toml"));
+  print_times(schedule, simulated, in_ms ? " ms" : arguments.costs_from ? " GFLOP" : "");
   const int open_sends = fewest_open_sends(program);
   std::cout << "valid; no deadlock where a send ends only when its receive is posted and a rank "
             << (open_sends == 0 ? "waits for each"

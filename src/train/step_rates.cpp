@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
 #include <map>
 #include <set>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "base/text/three_digits.h"
@@ -15,8 +17,8 @@
 namespace tessera::train {
 namespace {
 
-/// Operations of one micro-batch in a unit, on one rank.
-struct UnitFlops {
+/// What a micro-batch computes in a unit, on one rank: operations, or their time.
+struct UnitCosts {
   double products = 0.0;  ///< of a forward
   double attention = 0.0;
   double trained = 0.0;     ///< of the products: those of trained weights
@@ -39,7 +41,18 @@ std::set<std::string_view> trained_names(const ModelContract& contract) {
   return names;
 }
 
-std::vector<UnitFlops> unit_flops(const RunOfPlan& run) {
+std::map<std::string_view, DType> compute_dtypes(const ModelContract& contract) {
+  std::map<std::string_view, DType> dtypes;
+  for (const GradContract& parameter : contract.parameters) {
+    dtypes.emplace(parameter.name, parameter.compute.dtype);
+    for (const auto& alias : parameter.aliases) dtypes.emplace(alias, parameter.compute.dtype);
+  }
+  return dtypes;
+}
+
+/// Of each unit, at what an operation in a dtype costs.
+std::vector<UnitCosts> unit_costs(const RunOfPlan& run,
+                                  const std::function<double(DType)>& of_operation) {
   const auto& training = stepped_config(run.config, run.dims).training;
   const std::int64_t positions = training.seq_len.value();
   const double tokens = static_cast<double>(training.local_batch_size.value_or(1) * positions) /
@@ -53,35 +66,71 @@ std::vector<UnitFlops> unit_flops(const RunOfPlan& run) {
     return found == numbers.end() ? std::size_t{0} : found->second;
   };
   const auto trained = trained_names(run.contract);
-  std::vector<UnitFlops> flops(run.plan.units.size());
+  const auto dtypes = compute_dtypes(run.contract);
+  const auto cost = [&](const models::ParameterSpec& row) {
+    const auto dtype = dtypes.find(row.name);
+    return of_operation(dtype == dtypes.end() ? DType::kFloat32 : dtype->second);
+  };
+  std::vector<UnitCosts> costs(run.plan.units.size());
   // Attention is all that a layer computes in addition to its products.
   auto attention = layer_costs(run.spec, run.description, positions).layers;
   std::vector<std::size_t> unit_of_layer(attention.size(), 0);
+  // Attention computes as most of its layer's matrices do: no policy of ours has it wider.
+  std::vector<double> cost_of_layer(attention.size(), of_operation(DType::kFloat32));
   for (const models::ParameterSpec& row : run.description.parameters) {
     const double products = 2.0 * static_cast<double>(models::active_numel(run.spec, row));
-    UnitFlops& of = flops[unit_of(row)];
-    of.products += products * tokens;
-    if (trained.contains(row.name)) of.trained += products * tokens;
+    UnitCosts& of = costs[unit_of(row)];
+    of.products += products * tokens * cost(row);
+    if (trained.contains(row.name)) of.trained += products * tokens * cost(row);
     if (!row.layer) continue;
-    attention.at(static_cast<std::size_t>(*row.layer)) -= products;
-    unit_of_layer.at(static_cast<std::size_t>(*row.layer)) = unit_of(row);
+    const auto layer = static_cast<std::size_t>(*row.layer);
+    attention.at(layer) -= products;
+    unit_of_layer.at(layer) = unit_of(row);
+    if (products > 0.0) cost_of_layer[layer] = std::min(cost_of_layer[layer], cost(row));
   }
   for (std::size_t layer = 0; layer < attention.size(); ++layer) {
-    flops[unit_of_layer[layer]].attention += std::max(0.0, attention[layer]) * tokens;
+    const double operations = std::max(0.0, attention[layer]) * tokens;
+    if (operations == 0.0) continue;
+    costs[unit_of_layer[layer]].attention += operations * cost_of_layer[layer];
   }
   const auto record = step_record(run);
   const auto& trace = record.stages.front().parts.front().units;
   for (std::size_t i = 0; i < trace.size(); ++i) {
-    flops[trace[i]].is_reached = record.stages.front().reached.front()[i];
+    costs[trace[i]].is_reached = record.stages.front().reached.front()[i];
   }
-  return flops;
+  return costs;
 }
+
+/// What messages cost a rank.
+class Sending {
+ public:
+  Sending(const check::Machine& machine, const MeshShapes& mesh) : machine_(machine), mesh_(mesh) {}
+
+  /// Of `messages` with `bytes` in all, among the ranks that differ on `axes`.
+  double ms(std::int64_t bytes, std::int64_t messages,
+            const std::vector<std::string_view>& axes) const {
+    return bytes == 0 ? 0.0 : ms_among(bytes, messages, mesh_.ranks_of(0, axes));
+  }
+  double ms_among(std::int64_t bytes, std::int64_t messages, const std::vector<int>& ranks) const {
+    if (bytes == 0) return 0.0;
+    const int per_host = machine_.ranks_per_host.value_or(mesh_.size());
+    const bool on_one = std::ranges::all_of(
+        ranks, [&](int rank) { return rank / per_host == ranks.front() / per_host; });
+    const double rate = on_one ? machine_.bandwidth.value() : machine_.host_bandwidth.value();
+    return 1e3 * (static_cast<double>(bytes) / rate +
+                  static_cast<double>(messages) * machine_.latency.value_or(0.0));
+  }
+
+ private:
+  const check::Machine& machine_;
+  const MeshShapes& mesh_;
+};
 
 }  // namespace
 
 std::optional<StepFlops> step_flops(const RunOfPlan& run, const fsdp::StepPlan& plan) {
   if (!run.config.training.seq_len) return std::nullopt;
-  const auto units = unit_flops(run);
+  const auto units = unit_costs(run, [](DType) { return 1.0; });
   const auto micro_batches = static_cast<double>(micro_batches_of(run));
   StepFlops sum;
   for (std::size_t unit = 0; unit < units.size(); ++unit) {
@@ -92,24 +141,38 @@ std::optional<StepFlops> step_flops(const RunOfPlan& run, const fsdp::StepPlan& 
   return sum;
 }
 
-capture::PlanProfile profile_at(const Rates& rates, const RunOfPlan& run,
+capture::PlanProfile profile_at(const check::Machine& machine, const RunOfPlan& run,
                                 const StepTraffic& traffic) {
-  const auto ms = [](double amount, double rate) { return 1e3 * amount / rate; };
+  const MeshShapes& mesh = run.plan.options.mesh;
+  const Sending sending(machine, mesh);
   capture::PlanProfile profile;
-  const auto units = unit_flops(run);
+  const check::ProductFlops& flops = machine.flops.value();
+  const auto units = unit_costs(run, [&](DType dtype) { return 1e3 / flops.of(dtype); });
   const auto names = plan_units(run);
   for (std::size_t unit = 0; unit < units.size(); ++unit) {
-    const layout::PlannedUnit& planned = run.plan.units[unit];
-    const auto gathered = static_cast<double>(layout::gather_sent_bytes(planned));
-    const auto reduced = static_cast<double>(layout::reduce_sent_bytes(planned));
-    profile.units.push_back({.name = names[unit].name,
-                             .forward_ms = ms(units[unit].forward(), rates.flops),
-                             .backward_ms = ms(units[unit].backward(), rates.flops),
-                             .gather_ms = ms(gathered, rates.bandwidth),
-                             .reduce_ms = ms(reduced, rates.bandwidth)});
+    capture::UnitCost cost{.name = names[unit].name,
+                           .forward_ms = units[unit].forward(),
+                           .backward_ms = units[unit].backward(),
+                           .gather_ms = 0.0,
+                           .reduce_ms = 0.0};
+    for (const layout::BucketPlan& bucket : run.plan.units[unit].plan.buckets) {
+      const auto& axes = bucket.key.reductions.shard_axes;
+      const std::vector<std::string_view> names_of_axes(axes.begin(), axes.end());
+      const auto sent = [&](std::int64_t bytes) {
+        return sending.ms(layout::sent_bytes(bytes, bucket.ranks), 1, names_of_axes);
+      };
+      *cost.gather_ms += sent(gathered_bytes(bucket));
+      *cost.reduce_ms += sent(reduced_bytes(bucket));
+    }
+    profile.units.push_back(std::move(cost));
   }
-  const std::int64_t others = traffic.total() - traffic.gathers - traffic.reductions;
-  profile.rest_ms = ms(static_cast<double>(others), rates.bandwidth);
+  const auto& messages = traffic.messages;
+  const auto tokens = traffic.of_tokens.value_or(StepTraffic::OfTokens());
+  profile.rest_ms = sending.ms(traffic.replicas, messages.replicas, {axis::kReplicate}) +
+                    sending.ms_among(traffic.matrices.sent, messages.matrices, mesh.stage_of(0)) +
+                    sending.ms(tokens.activations, messages.activations, {axis::kTensor}) +
+                    sending.ms(tokens.experts, messages.experts, {axis::kExpert}) +
+                    sending.ms(tokens.messages, messages.stages, {axis::kPipeline});
   return profile;
 }
 

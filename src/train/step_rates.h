@@ -1,9 +1,10 @@
-// Counts the operations of a step on a rank, and forecasts its time at given rates of computing and
-// sending, for machines on which nothing was measured.
+// Counts the operations of a step on a rank, and forecasts its time on a described machine, on which
+// it was not run.
 //
 // Counts the products of weights and attention of the text, at two operations a multiplication. The
 // gradient of an input is another product like the forward's, and so is that of a weight that is
 // trained. All other work of a step is left out, so that the forecast is a lower bound of its time.
+// A group whose ranks do not all lie on one host sends at host_bandwidth, whatever it sends.
 // Next: dry/step_traffic.h, ../capture/simulate_plan.h.
 #pragma once
 
@@ -11,17 +12,12 @@
 #include <string>
 
 #include "capture/plan_profile.h"
+#include "check/machine.h"
 #include "fsdp/agreed/step_plan.h"
 #include "train/dry/step_traffic.h"
 #include "train/plan_of_step.h"
 
 namespace tessera::train {
-
-/// Rates of one rank.
-struct Rates {
-  double flops = 0.0;      ///< operations a second
-  double bandwidth = 0.0;  ///< bytes a second that it sends
-};
 
 struct StepFlops {
   double all = 0.0;
@@ -30,9 +26,10 @@ struct StepFlops {
 /// Operations on a rank with most rows. None where training.seq_len is not known.
 std::optional<StepFlops> step_flops(const RunOfPlan& run, const fsdp::StepPlan& plan);
 
-/// The costs of units at these rates. rest_ms has the time of all that is sent apart from gathers
-/// and reductions, as if none of it were hidden. Needs training.seq_len.
-capture::PlanProfile profile_at(const Rates& rates, const RunOfPlan& run,
+/// The costs of units on `machine`, whose ranks lie one host after the other. rest_ms has the time of
+/// all that is sent apart from gathers and reductions, as if none of it were hidden. Needs
+/// training.seq_len, flops, and the bandwidths of the groups that send.
+capture::PlanProfile profile_at(const check::Machine& machine, const RunOfPlan& run,
                                 const StepTraffic& traffic);
 
 /// "1.25 PFLOP", "310 GFLOP".

@@ -110,6 +110,10 @@ StepTraffic step_traffic(const Config& config, const DryStep& step) {
       });
     };
     const std::int64_t bytes = sent_bytes(span);
+    const auto count = [bytes](std::int64_t& sum, std::int64_t& messages) {
+      sum += bytes;
+      if (bytes > 0) ++messages;
+    };
     switch (span.row) {
       case TraceRow::kGathers:
         traffic.gathers += bytes;
@@ -118,13 +122,21 @@ StepTraffic step_traffic(const Config& config, const DryStep& step) {
         traffic.reductions += bytes;
         break;
       case TraceRow::kReplicas:
-        (has("unit", "optimizer") ? traffic.matrices.sent : traffic.replicas) += bytes;
+        if (has("unit", "optimizer")) {
+          count(traffic.matrices.sent, traffic.messages.matrices);
+        } else {
+          count(traffic.replicas, traffic.messages.replicas);
+        }
         break;
       case TraceRow::kActivations:
-        (has("axis", axis::kExpert) ? tokens.experts : tokens.activations) += bytes;
+        if (has("axis", axis::kExpert)) {
+          count(tokens.experts, traffic.messages.experts);
+        } else {
+          count(tokens.activations, traffic.messages.activations);
+        }
         break;
       case TraceRow::kMessages:
-        tokens.messages += bytes;
+        count(tokens.messages, traffic.messages.stages);
         break;
       default:
         break;

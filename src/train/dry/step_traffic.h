@@ -37,6 +37,15 @@ struct StepTraffic {
     std::int64_t messages = 0;     ///< over pp
   };
   std::optional<OfTokens> of_tokens = {};
+  /// Those in which the bytes go, apart from gathers and reductions, by kind.
+  struct Messages {
+    std::int64_t replicas = 0;
+    std::int64_t matrices = 0;
+    std::int64_t activations = 0;
+    std::int64_t experts = 0;
+    std::int64_t stages = 0;
+  };
+  Messages messages = {};
 
   std::int64_t total() const;
 };

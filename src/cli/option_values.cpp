@@ -1,0 +1,97 @@
+#include "cli/option_values.h"
+
+#include <cctype>
+#include <charconv>
+#include <limits>
+#include <system_error>
+
+#include "base/text/byte_size.h"
+#include "base/text/printable.h"
+#include "tessera/error.h"
+
+namespace tessera::cli {
+namespace {
+
+constexpr double kMostTemperature = 1e6;
+constexpr double kMostCost = 1e9;
+constexpr double kMostRate = 1e21;
+
+/// "" for a number that `holds`, else what was expected. Range lets "nan" through: it is neither
+/// below nor above.
+std::string unless_number(const std::string& text, bool (*holds)(double),
+                          const std::string& expected) {
+  double value = 0.0;
+  const auto [rest, failed] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (failed == std::errc{} && rest == text.data() + text.size() && holds(value)) return "";
+  return concat("found ", printable(text), ", expected a number ", expected);
+}
+
+}  // namespace
+
+::CLI::Validator whole_number(std::int64_t most) {
+  const auto check = [most](std::string& text) -> std::string {
+    std::int64_t value = 0;
+    const auto [rest, failed] = std::from_chars(text.data(), text.data() + text.size(), value);
+    if (failed == std::errc{} && rest == text.data() + text.size() && value >= 1 && value <= most) {
+      text = std::to_string(value);
+      return "";
+    }
+    return concat("found ", printable(text), ", expected a whole number from 1 to ", most);
+  };
+  return {check, concat("from 1 to ", most), "whole number"};
+}
+
+std::string not_a_size(const std::string& text) {
+  constexpr std::int64_t kLeastAlone = 1 << 20;
+  const auto bytes = byte_size(text);
+  if (!bytes) return concat("found ", printable(text), ", expected a size as 80GiB or 80GB");
+  const bool has_unit = std::isdigit(static_cast<unsigned char>(text.back())) == 0;
+  if (has_unit || *bytes >= kLeastAlone) return "";
+  return concat("found ", printable(text), ", expected a unit, as ", text, "GiB or ", text,
+                "GB: a number alone is bytes");
+}
+
+std::string not_a_bandwidth(std::string& text) {
+  std::string size = text;
+  if (size.ends_with("/s")) size.resize(size.size() - 2);
+  if (size.size() > 1 && size.ends_with('b')) {
+    return concat("found ", printable(text),
+                  ", expected bytes a second, as 50GB: a small b may stand for bits");
+  }
+  std::string wrong = not_a_size(size);
+  if (wrong.empty()) text = size;
+  return wrong;
+}
+
+std::string not_a_rate(const std::string& text) {
+  return unless_number(
+      text, [](double value) { return value >= 1.0 && value <= kMostRate; },
+      concat("from 1 to ", kMostRate));
+}
+
+std::string not_a_temperature(const std::string& text) {
+  return unless_number(
+      text, [](double value) { return value >= 0.0 && value <= kMostTemperature; },
+      concat("from 0 to ", kMostTemperature));
+}
+
+std::string not_a_share(const std::string& text) {
+  return unless_number(
+      text, [](double value) { return value > 0.0 && value <= 1.0; }, "above 0, at most 1");
+}
+
+std::string not_a_seed(const std::string& text) {
+  std::uint64_t value = 0;
+  const auto [rest, failed] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (failed == std::errc{} && rest == text.data() + text.size()) return "";
+  return concat("found ", printable(text), ", expected a whole number from 0 to ",
+                std::numeric_limits<std::uint64_t>::max());
+}
+
+std::string not_a_cost(const std::string& text) {
+  return unless_number(
+      text, [](double value) { return value >= 0.0 && value <= kMostCost; },
+      concat("from 0 to ", kMostCost));
+}
+
+}  // namespace tessera::cli

@@ -1,0 +1,27 @@
+// Checks of the values of options: each returns "" for one that is right, else what was found and
+// what is expected. Pure.
+#pragma once
+
+#include <CLI/App.hpp>
+#include <cstdint>
+#include <string>
+
+namespace tessera::cli {
+
+/// From 1 on, written in decimal. Range says of "two" that it is not in the range, and not what was
+/// found; and the parser would read 010 as 8.
+::CLI::Validator whole_number(std::int64_t most);
+/// A size with a unit, or a number that can be one of bytes.
+std::string not_a_size(const std::string& text);
+/// A size with or without "/s", which is taken off.
+std::string not_a_bandwidth(std::string& text);
+/// Operations a second.
+std::string not_a_rate(const std::string& text);
+std::string not_a_temperature(const std::string& text);
+/// Above 0, at most 1.
+std::string not_a_share(const std::string& text);
+/// The parser itself takes the largest number for whatever is larger.
+std::string not_a_seed(const std::string& text);
+std::string not_a_cost(const std::string& text);
+
+}  // namespace tessera::cli
