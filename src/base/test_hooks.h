@@ -29,7 +29,9 @@ class Tensor;
 
 namespace tessera {
 struct GradContract;
-}
+class Mesh;
+class ShardedBase;
+}  // namespace tessera
 
 namespace tessera::capture {
 struct Program;
@@ -53,8 +55,9 @@ struct Action;
 }
 
 namespace tessera::train {
+struct ModelParts;
 enum class RankSum : std::uint8_t;
-}
+}  // namespace tessera::train
 
 namespace tessera::test_hooks {
 
@@ -175,6 +178,10 @@ inline constinit Hook<void(capture::Program& program)> made_program;
 /// capture/replay/blocks.h, when a region in `unit` takes memory: where that lies.
 inline constinit thread_local ThreadHook<void(const std::string& unit, const void* block)>
     took_block;
+/// train/parallelize.h, on each rank: what model_parts() has made, to be changed; and the model that
+/// parallelize() has made of it.
+inline constinit Hook<void(const Mesh& mesh, train::ModelParts& parts)> made_parts;
+inline constinit Hook<void(const Mesh& mesh, ShardedBase& model)> made_parallel;
 /// pipeline/borders.h: the tag that a message leaves under; its other end waits for `tag`.
 inline constinit Hook<comm::MailTag(const comm::MailTag& tag)> sent_tag;
 

@@ -36,6 +36,7 @@
 
 #include "base/interrupt.h"
 #include "comm/torch_compat.h"
+#include "fsdp/call_watch.h"
 #include "fsdp/dtype_observer.h"
 #include "fsdp/runtime/recompute_scopes.h"
 #include "fsdp/runtime/runtime.h"
@@ -46,6 +47,14 @@
 #include "tessera/shard.h"
 
 namespace tessera::fsdp {
+namespace {
+
+constinit thread_local CallWatch* call_watch_here = nullptr;
+
+}  // namespace
+
+CallWatchScope::CallWatchScope(CallWatch& watch) : outer_(std::exchange(call_watch_here, &watch)) {}
+CallWatchScope::~CallWatchScope() { call_watch_here = outer_; }
 
 /// Tensors that crossed a border, and their version counters then.
 class Crossed {
@@ -427,6 +436,9 @@ void ShardedBase::Call::enter(const std::vector<at::Tensor*>& inputs) {
     watch->enter(unit, inputs);
     watched_ = true;
   }
+  if (entry_ && fsdp::call_watch_here != nullptr) {
+    fsdp::call_watch_here->entered(unit.shown_name(), inputs);
+  }
 }
 
 void ShardedBase::Call::leave(const std::vector<at::Tensor*>& outputs,
@@ -451,6 +463,9 @@ void ShardedBase::Call::leave(const std::vector<at::Tensor*>& outputs,
   // Under recomputation the unit is gathered already: the entry's backward has begun.
   if (entry_ && at::GradMode::is_enabled() && fsdp::recomputing() == nullptr) {
     fsdp::mark_outputs({outputs, wrappers, base_wrappers}, *inputs_, entry_);
+  }
+  if (entry_ && fsdp::call_watch_here != nullptr) {
+    fsdp::call_watch_here->left(handle_.unit_->shown_name(), outputs);
   }
   repeats ? runtime.leave_repeated(*handle_.unit_) : runtime.leave_forward(*handle_.unit_);
   left_ = true;

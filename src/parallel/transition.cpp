@@ -2,15 +2,26 @@
 
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <utility>
+
 #include "base/first_derivative.h"
 #include "base/test_hooks.h"
 #include "grad/region.h"
+#include "parallel/transition_watch.h"
 
 namespace tessera::parallel {
 namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
+
+constinit thread_local TransitionWatch* watch_here = nullptr;
+
+at::Tensor seen(const Transition& of, Direction direction, const at::Tensor& given,
+                at::Tensor made) {
+  if (watch_here != nullptr) watch_here->saw(of, direction, given, made);
+  return made;
+}
 
 /// Undefined gradients are filled up with zeros: a result may be left out on this rank alone, and
 /// all ranks have to issue the same collectives. [Note: left-out results]
@@ -19,10 +30,10 @@ struct TransitionFunction : torch::autograd::Function<TransitionFunction> {
                             const c10::intrusive_ptr<Transition>& transition) {
     grad::refuse_recording("a transition between placements");
     ctx->saved_data["transition"] = c10::IValue::make_capsule(transition);
-    if (const auto* hook = test_hooks::transition_forward.get()) {
-      return (*hook)(*transition, x.detach());
-    }
-    return transition->forward(x.detach());
+    const auto* hook = test_hooks::transition_forward.get();
+    return seen(
+        *transition, Direction::kForward, x,
+        hook != nullptr ? (*hook)(*transition, x.detach()) : transition->forward(x.detach()));
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -30,12 +41,17 @@ struct TransitionFunction : torch::autograd::Function<TransitionFunction> {
     const auto held = ctx->saved_data["transition"].toCapsule();
     const auto* transition = dynamic_cast<const Transition*>(held.get());
     const auto* hook = test_hooks::transition_backward.get();
-    return {hook != nullptr ? (*hook)(*transition, grads[0]) : transition->backward(grads[0]),
+    return {seen(*transition, Direction::kBackward, grads[0],
+                 hook != nullptr ? (*hook)(*transition, grads[0]) : transition->backward(grads[0])),
             at::Tensor()};
   }
 };
 
 }  // namespace
+
+TransitionWatchScope::TransitionWatchScope(TransitionWatch& watch)
+    : outer_(std::exchange(watch_here, &watch)) {}
+TransitionWatchScope::~TransitionWatchScope() { watch_here = outer_; }
 
 at::Tensor apply_transition(const at::Tensor& x, c10::intrusive_ptr<Transition> transition) {
   return TransitionFunction::apply(x, transition);

@@ -7,15 +7,28 @@
 #include <ATen/ops/zeros.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
 
 #include "layout/range.h"
 #include "parallel/axis.h"
+#include "parallel/collectives.h"
 #include "tessera/error.h"
 
 namespace tessera::parallel {
+
+/// What anybody has to know of a transition, beside its kind and axis, to work out its results from the
+/// inputs of all ranks.
+struct TransitionForm {
+  std::int64_t dim = 0;                              ///< that is cut or joined
+  std::optional<std::int64_t> total = std::nullopt;  ///< as Shard
+  /// The whole tensor's values and gradients are the same on every rank (I and not R).
+  bool is_invariant = false;
+  Splits splits = {};  ///< of rows to other ranks
+};
 
 /// Of one tensor. Knows what it needs: neither direction saves tensors.
 class Transition : public torch::CustomClassHolder {
@@ -24,6 +37,7 @@ class Transition : public torch::CustomClassHolder {
       : kind(what), axis(over), where(std::move(caller)) {}
   virtual at::Tensor forward(const at::Tensor& x) const = 0;
   virtual at::Tensor backward(const at::Tensor& grad) const = 0;
+  virtual TransitionForm form() const { return {}; }
 
   const std::string_view kind;  ///< "all_gather"
   const Axis axis;

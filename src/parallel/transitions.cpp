@@ -19,6 +19,7 @@ struct AllReduce : Transition {
     if (to == To::kInvariant) return grad.to(input);
     return exchange_sum(grad, axis, input, where + " backward");
   }
+  TransitionForm form() const override { return {.is_invariant = to == To::kInvariant}; }
 
   const To to;
   const SumDtype result;
@@ -33,6 +34,7 @@ struct Copy : Transition {
   at::Tensor backward(const at::Tensor& grad) const override {
     return exchange_sum(grad, axis, std::nullopt, where + " backward");
   }
+  TransitionForm form() const override { return {.is_invariant = true}; }
 };
 
 // S -> R and S -> I.
@@ -46,6 +48,9 @@ struct AllGather : Transition {
   at::Tensor backward(const at::Tensor& grad) const override {
     if (to == To::kInvariant) return own_part(grad, axis, shard.dim);
     return exchange_reduce_scatter(grad, axis, shard, std::nullopt, where + " backward");
+  }
+  TransitionForm form() const override {
+    return {.dim = shard.dim, .total = shard.total, .is_invariant = to == To::kInvariant};
   }
 
   const Shard shard;
@@ -67,6 +72,7 @@ struct ReduceScatter : Transition {
   at::Tensor backward(const at::Tensor& grad) const override {
     return exchange_gather(grad.to(input), axis, shard, where + " backward");
   }
+  TransitionForm form() const override { return {.dim = shard.dim, .total = shard.total}; }
 
   const Shard shard;
   const SumDtype result;
@@ -83,6 +89,9 @@ struct Slice : Transition {
     if (from == From::kReplicate) return in_zeros(grad, axis, shard.dim, *shard.total);
     return exchange_gather(grad, axis, shard, where + " backward");
   }
+  TransitionForm form() const override {
+    return {.dim = shard.dim, .total = shard.total, .is_invariant = from == From::kInvariant};
+  }
 
   const Shard shard;
   const From from;
@@ -95,6 +104,7 @@ struct Pad : Transition {
 
   at::Tensor forward(const at::Tensor& x) const override { return in_zeros(x, axis, dim, total); }
   at::Tensor backward(const at::Tensor& grad) const override { return own_part(grad, axis, dim); }
+  TransitionForm form() const override { return {.dim = dim, .total = total}; }
 
   const std::int64_t dim;
   const std::int64_t total;
@@ -123,6 +133,7 @@ struct AllToAll : Transition {
   at::Tensor backward(const at::Tensor& grad) const override {
     return exchange_rows(grad, axis, splits.swapped(), where + " backward");
   }
+  TransitionForm form() const override { return {.splits = splits}; }
 
   const Splits splits;
 };

@@ -1,5 +1,6 @@
 #include "train/parallelize.h"
 
+#include "base/test_hooks.h"
 #include "comm/device.h"
 #include "comm/group.h"
 #include "grad/torch_dtype.h"
@@ -89,6 +90,7 @@ ModelParts model_parts(const ModelSource& source, const Config& config, const Me
   if (config.activation_checkpoint.mode) {
     parts.model->set_recompute(*config.activation_checkpoint.mode);
   }
+  if (const auto hook = test_hooks::made_parts.get()) (*hook)(mesh, parts);
   return parts;
 }
 
@@ -148,6 +150,7 @@ std::shared_ptr<Sharded<models::LanguageModel>> parallelize(ModelParts parts,
     if (source.folder) load_buffers(*model, *source.folder);
   }
   model->set_loaded();
+  if (const auto hook = test_hooks::made_parallel.get()) (*hook)(mesh, *model);
   return model;
 }
 

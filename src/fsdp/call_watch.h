@@ -1,0 +1,35 @@
+// CallWatch: sees what the units that a thread calls are given and what they return.
+//
+// `tessera check` compares the tensors at the borders of units with those of one rank. A unit that is
+// recomputed is not seen again. Nothing is looked at while there is no watch. Next: call.cpp.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <string>
+#include <vector>
+
+namespace tessera::fsdp {
+
+class CallWatch {
+ public:
+  virtual ~CallWatch() = default;
+  /// `unit` as messages show it; tensors in the order of visit_tensors, some of them undefined.
+  virtual void entered(const std::string& unit, const std::vector<at::Tensor*>& inputs) = 0;
+  /// The results are those that the caller gets: whoever adds a hook to one sees its gradient.
+  virtual void left(const std::string& unit, const std::vector<at::Tensor*>& results) = 0;
+};
+
+/// While alive, `watch` sees the calls of this thread.
+class CallWatchScope {
+ public:
+  explicit CallWatchScope(CallWatch& watch);
+  ~CallWatchScope();
+  CallWatchScope(const CallWatchScope&) = delete;
+  CallWatchScope& operator=(const CallWatchScope&) = delete;
+
+ private:
+  CallWatch* outer_;
+};
+
+}  // namespace tessera::fsdp

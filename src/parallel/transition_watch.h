@@ -1,0 +1,36 @@
+// TransitionWatch: sees what the transitions of a thread are given and what they make of it.
+//
+// `tessera check` compares that with what each transition is for, from the inputs of all ranks. Whoever
+// watches copies what it keeps: tensors may be changed in place afterwards. Nothing is looked at while
+// there is no watch. Next: transition.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace tessera::parallel {
+
+class Transition;
+
+enum class Direction : std::uint8_t { kForward, kBackward };
+
+class TransitionWatch {
+ public:
+  virtual ~TransitionWatch() = default;
+  /// `given` and `made` are this rank's tensors; in backward the gradients of result and input.
+  virtual void saw(const Transition& of, Direction direction, const at::Tensor& given,
+                   const at::Tensor& made) = 0;
+};
+
+/// While alive, `watch` sees the transitions of this thread.
+class TransitionWatchScope {
+ public:
+  explicit TransitionWatchScope(TransitionWatch& watch);
+  ~TransitionWatchScope();
+  TransitionWatchScope(const TransitionWatchScope&) = delete;
+  TransitionWatchScope& operator=(const TransitionWatchScope&) = delete;
+
+ private:
+  TransitionWatch* outer_;
+};
+
+}  // namespace tessera::parallel

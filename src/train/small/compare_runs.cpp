@@ -1,0 +1,321 @@
+#include "train/small/compare_runs.h"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <optional>
+#include <set>
+#include <span>
+#include <utility>
+
+#include "models/small_spec.h"
+#include "tessera/error.h"
+#include "tessera/mesh_shape.h"
+#include "train/contract_of_run.h"
+#include "train/plan_of_run.h"
+
+namespace tessera::train {
+namespace {
+
+using check::Finding;
+using check::FindingKind;
+using check::Values;
+
+/// One call of a unit, of all ranks that share its rows: by data rank, those of tp in order.
+using Calls = std::vector<std::vector<const SeenUnit*>>;
+
+/// Compares the units of one step.
+class Units {
+ public:
+  Units(const SmallRun& run, const SeenStep& found, const SeenStep& expected)
+      : run_(run), mesh_(mesh_shape(run.dims)), found_(found), one_(expected.ranks.front()) {}
+
+  std::vector<Finding> differences() const {
+    for (const SeenUnit& unit : one_.units) {
+      if (is_right(unit, &SeenUnit::result)) continue;
+      if (!is_right(unit, &SeenUnit::input)) continue;  // of a unit before it
+      return {finding(FindingKind::kForward, unit, unit.unit, &SeenUnit::result, "result")};
+    }
+    const SeenUnit* after = nullptr;
+    for (auto unit = one_.units.rbegin(); unit != one_.units.rend(); ++unit) {
+      if (unit->gradient.sizes.empty()) continue;
+      if (!is_right(*unit, &SeenUnit::gradient)) {
+        const std::string& by = after == nullptr ? unit->unit : after->unit;
+        return {
+            finding(FindingKind::kBackward, *unit, by, &SeenUnit::gradient, "gradient of input")};
+      }
+      after = &*unit;
+    }
+    return {};
+  }
+
+  /// Whether all that comes to the unit from behind is right, so that what is wrong with its parameters
+  /// is its own.
+  bool is_reached_rightly(const std::string& name) const {
+    return std::ranges::all_of(one_.units, [&](const SeenUnit& unit) {
+      return unit.unit != name || unit.gradient.sizes.empty() ||
+             is_right(unit, &SeenUnit::gradient);
+    });
+  }
+
+ private:
+  using Part = Values SeenUnit::*;
+
+  /// Whether the tensor crosses the border with the rows of the micro-batch: a loss does not.
+  static bool has_rows(const Values& whole) { return whole.sizes.size() >= 2; }
+
+  bool is_right(const SeenUnit& unit, Part part) const {
+    if (!has_rows(unit.*part)) return true;
+    const Calls calls = calls_of(unit);
+    for (std::size_t data = 0; data < calls.size(); ++data) {
+      if (!is_right(calls[data], rows_of(unit.*part, data), part)) return false;
+    }
+    return true;
+  }
+  static bool is_right(const std::vector<const SeenUnit*>& ranks, const Values& whole, Part part) {
+    std::vector<Values> parts;
+    for (const SeenUnit* rank : ranks) parts.push_back(rank->*part);
+    const auto placement = check::placement_of(parts, whole);
+    return placement && placement->kind != PlacementKind::kPartial;
+  }
+
+  Finding finding(FindingKind kind, const SeenUnit& unit, const std::string& name, Part part,
+                  std::string_view what) const {
+    Finding finding{.kind = kind, .unit = name};
+    const Calls calls = calls_of(unit);
+    for (std::size_t data = 0; data < calls.size(); ++data) {
+      const Values whole = rows_of(unit.*part, data);
+      if (is_right(calls[data], whole, part)) continue;
+      std::vector<Values> parts;
+      for (const SeenUnit* rank : calls[data]) parts.push_back(rank->*part);
+      const bool adds = check::placement_of(parts, whole).has_value();
+      finding.found = concat("a ", what, " whose values are ",
+                             adds ? "addends, of which nobody has the sum,"
+                                  : check::difference_text(parts.front(), whole),
+                             " on data rank ", data, ", micro-batch ", unit.call);
+      break;
+    }
+    finding.expected = "the values of one rank: the same on every rank of tp, or cut over them";
+    finding.mend = "look at the transitions of this unit, and at where its parts are joined";
+    return finding;
+  }
+
+  /// Rows of a micro-batch of one rank that data rank `data` has.
+  Values rows_of(const Values& whole, std::size_t data) const {
+    const std::int64_t each = whole.sizes.front() / run_.data_ranks;
+    const auto begin = static_cast<std::int64_t>(data) * each;
+    return check::slice(whole, 0, begin, begin + each);
+  }
+
+  /// Of the ranks that run the unit's stage.
+  Calls calls_of(const SeenUnit& unit) const {
+    Calls calls(static_cast<std::size_t>(run_.data_ranks));
+    for (std::size_t rank = 0; rank < found_.ranks.size(); ++rank) {
+      const auto& units = found_.ranks[rank].units;
+      const auto place = std::ranges::find_if(units, [&](const SeenUnit& other) {
+        return other.unit == unit.unit && other.call == unit.call;
+      });
+      if (place == units.end()) continue;  // another stage's
+      const auto at = static_cast<int>(rank);
+      const int data = mesh_.coordinate(at, axis::kReplicate) * run_.dims.dp_shard +
+                       mesh_.coordinate(at, axis::kShard);
+      calls[static_cast<std::size_t>(data)].push_back(&*place);
+    }
+    return calls;
+  }
+
+  const SmallRun& run_;
+  const MeshShapes mesh_;
+  const SeenStep& found_;
+  const SeenRank& one_;
+};
+
+std::string unit_of_parameter(const SmallRun& run, const std::string& name) {
+  for (const auto& parameter : run.source.description.parameters) {
+    if (parameter.name == name) return parameter.unit;
+  }
+  return {};
+}
+
+/// Names in the lines of check_invariant_gradients, "NAME: ... over AXIS ...".
+std::vector<Finding> not_invariant(const SeenStep& step) {
+  std::vector<Finding> findings;
+  std::set<std::string> known;
+  for (const SeenRank& rank : step.ranks) {
+    for (const std::string& line : rank.not_invariant) {
+      if (!known.insert(line).second) continue;
+      findings.push_back(
+          {.kind = FindingKind::kInvariance,
+           .parameter = line.substr(0, line.find(' ')),
+           .found = line,
+           .expected = "the gradient that its layer declares I: the same on all ranks",
+           .mend = "declare it partial (AxisPlacement::partial), or sum it where it "
+                   "is computed"});
+    }
+  }
+  return findings;
+}
+
+std::vector<Finding> wrong_gradients(const SmallRun& run, const SeenStep& found,
+                                     const SeenStep& expected, const Units& units) {
+  std::vector<Finding> findings;
+  for (const auto& [name, gradient] : expected.gradients) {
+    const std::string unit = unit_of_parameter(run, name);
+    const auto own = found.gradients.find(name);
+    Finding finding{.kind = FindingKind::kGradient,
+                    .unit = unit,
+                    .parameter = name,
+                    .expected = "the gradient of one rank",
+                    .mend =
+                        "look at what its layer declares of it, and at the sums that its "
+                        "contract has (tessera inspect --contract)"};
+    if (own == found.gradients.end()) {
+      finding.found = "no gradient";
+    } else if (!check::equal(own->second, gradient)) {
+      finding.found = check::difference_text(own->second, gradient);
+    } else {
+      continue;
+    }
+    if (unit.empty() || units.is_reached_rightly(unit)) findings.push_back(std::move(finding));
+  }
+  return findings;
+}
+
+std::optional<Finding> wrong_number(std::string_view what, double found, double expected) {
+  constexpr double kMost = 1e-4;
+  if (std::abs(found - expected) <= kMost * std::abs(expected)) return std::nullopt;
+  return Finding{.kind = FindingKind::kNumber,
+                 .operation = std::string(what),
+                 .found = concat(found),
+                 .expected = concat(expected, ", as on one rank"),
+                 .mend = "look at the sum of it over ranks (train/step.h)"};
+}
+
+std::vector<Finding> wrong_numbers(const SeenStep& found, const SeenStep& expected, bool is_norm) {
+  std::vector<Finding> findings;
+  const auto add = [&](std::optional<Finding> one) {
+    if (one) findings.push_back(std::move(*one));
+  };
+  add(wrong_number("number of labels", static_cast<double>(found.kept),
+                   static_cast<double>(expected.kept)));
+  add(wrong_number("loss", found.loss, expected.loss));
+  add(wrong_number("auxiliary loss", found.auxiliary, expected.auxiliary));
+  if (is_norm) add(wrong_number("gradient norm", found.norm, expected.norm));
+  for (const auto& [name, bias] : expected.ranks.front().biases) {
+    for (std::size_t rank = 0; rank < found.ranks.size(); ++rank) {
+      const auto own = found.ranks[rank].biases.find(name);
+      if (own == found.ranks[rank].biases.end() || own->second.numbers == bias.numbers) continue;
+      findings.push_back({.kind = FindingKind::kNumber,
+                          .operation = "expert bias",
+                          .parameter = name,
+                          .found = concat("another bias on rank ", rank),
+                          .expected = "the bias of one rank: counts of all data ranks",
+                          .mend = "look at the sum of the counts over ranks (train/step.h)"});
+      break;
+    }
+  }
+  return findings;
+}
+
+void append(std::vector<Finding>& to, std::vector<Finding> from) {
+  to.insert(to.end(), std::make_move_iterator(from.begin()), std::make_move_iterator(from.end()));
+}
+
+std::vector<Finding> of_step(const SmallRun& run, const SeenStep& found, const SeenStep& expected) {
+  std::vector<Finding> findings;
+  std::vector<std::vector<check::SeenTransition>> transitions;
+  for (const SeenRank& rank : found.ranks) transitions.push_back(rank.transitions);
+  append(findings, check::wrong_transitions(transitions));
+  append(findings, not_invariant(found));
+  const Units units(run, found, expected);
+  append(findings, units.differences());
+  const bool forward_is_wrong = std::ranges::any_of(
+      findings, [](const Finding& one) { return one.kind == FindingKind::kForward; });
+  if (!forward_is_wrong) append(findings, wrong_gradients(run, found, expected, units));
+  const bool gradients_are_right = findings.empty();
+  append(findings, wrong_numbers(found, expected, gradients_are_right));
+  return findings;
+}
+
+/// The axes of several ranks, each alone with what it needs.
+std::vector<std::pair<std::string, ParallelDims>> axes_alone(const ParallelDims& dims) {
+  ParallelDims one = dims;
+  one.pp = one.dp_replicate = one.dp_shard = one.tp = one.ep = one.etp = 1;
+  std::vector<std::pair<std::string, ParallelDims>> all;
+  const auto add = [&](std::string_view name, const std::function<void(ParallelDims&)>& set) {
+    ParallelDims alone = one;
+    set(alone);
+    if (alone != one && alone != dims) all.emplace_back(name, alone);
+  };
+  add(axis::kReplicate, [&](ParallelDims& d) { d.dp_replicate = dims.dp_replicate; });
+  add(axis::kShard, [&](ParallelDims& d) { d.dp_shard = std::min(dims.dp_shard, 2); });
+  add(axis::kTensor, [&](ParallelDims& d) { d.tp = dims.tp; });
+  add(axis::kPipeline, [&](ParallelDims& d) { d.pp = dims.pp; });
+  if (dims.ep > 1) {
+    add(axis::kExpert, [&](ParallelDims& d) { d.dp_shard = d.ep = 2; });
+  }
+  if (dims.etp > 1) add(axis::kExpertTensor, [&](ParallelDims& d) { d.tp = d.etp = dims.tp; });
+  return all;
+}
+
+/// What makes findings of two layouts the same one.
+std::string key_of(const Finding& finding) {
+  return concat(to_string(finding.kind), '|', finding.operation, '|', finding.parameter, '|',
+                finding.parameter.empty() ? finding.unit : "");
+}
+
+/// Names the axis of findings that have none, by runs of each axis alone.
+void name_axes(const SmallRun& run, const SeenRun& one, std::vector<Finding>& findings) {
+  const bool all_named =
+      std::ranges::all_of(findings, [](const Finding& each) { return !each.axis.empty(); });
+  if (all_named) return;
+  std::map<std::string, std::string> axis_of;
+  std::string together;
+  for (const auto& [name, dims] : axes_alone(run.dims)) {
+    together += concat(together.empty() ? "" : " x ", name);
+    const SmallRun alone = under(run, dims);
+    for (const Finding& finding : differences(alone, run_small(alone), one)) {
+      axis_of.emplace(key_of(finding), name);
+    }
+  }
+  if (together.empty()) {
+    const auto& d = run.dims;
+    together = d.pp > 1         ? axis::kPipeline
+               : d.tp > 1       ? axis::kTensor
+               : d.dp_shard > 1 ? axis::kShard
+                                : axis::kReplicate;
+  }
+  for (Finding& finding : findings) {
+    if (!finding.axis.empty()) continue;
+    const auto found = axis_of.find(key_of(finding));
+    finding.axis = found == axis_of.end() ? together : found->second;
+  }
+}
+
+}  // namespace
+
+std::vector<Finding> differences(const SmallRun& run, const SeenRun& found,
+                                 const SeenRun& expected) {
+  if (!found.refused.empty()) {
+    return {{.kind = FindingKind::kRefused,
+             .found = found.refused,
+             .expected = "a step of the model in small, as one rank runs it"}};
+  }
+  for (std::size_t step = 0; step < found.steps.size(); ++step) {
+    auto findings = of_step(run, found.steps[step], expected.steps[step]);
+    if (!findings.empty()) return findings;
+  }
+  return {};
+}
+
+std::vector<Finding> wrong_in_small(const SmallRun& run) {
+  const ParallelDims alone{.sequence = run.dims.sequence, .router = run.dims.router};
+  const SeenRun one = run_small(under(run, alone));
+  if (!one.refused.empty()) throw Error(ErrorKind::kInternal, one.refused);
+  if (run.dims.world_size() == 1) return {};
+  auto findings = differences(run, run_small(run), one);
+  if (!findings.empty()) name_axes(run, one, findings);
+  return findings;
+}
+
+}  // namespace tessera::train
