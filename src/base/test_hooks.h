@@ -55,6 +55,7 @@ struct Action;
 }
 
 namespace tessera::train {
+struct MicroBatch;
 struct ModelParts;
 enum class RankSum : std::uint8_t;
 }  // namespace tessera::train
@@ -182,6 +183,9 @@ inline constinit thread_local ThreadHook<void(const std::string& unit, const voi
 /// parallelize() has made of it.
 inline constinit Hook<void(const Mesh& mesh, train::ModelParts& parts)> made_parts;
 inline constinit Hook<void(const Mesh& mesh, ShardedBase& model)> made_parallel;
+/// train/step.cpp, on each rank: a micro-batch that it is about to compute, whose tensors may be
+/// written to.
+inline constinit Hook<void(const Mesh& mesh, const train::MicroBatch& batch)> took_micro_batch;
 /// pipeline/borders.h: the tag that a message leaves under; its other end waits for `tag`.
 inline constinit Hook<comm::MailTag(const comm::MailTag& tag)> sent_tag;
 

@@ -215,6 +215,7 @@ BatchLoss PendingLoss::added(const ShardedBase& model, std::span<const at::Tenso
 namespace {
 
 MicroBatch on_device(const Sharded<models::LanguageModel>& model, const MicroBatch& batch) {
+  if (const auto hook = test_hooks::took_micro_batch.get()) (*hook)(model.mesh(), batch);
   return batch.on(model.mesh().world()->device(), *model.module());
 }
 
