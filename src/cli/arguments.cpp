@@ -85,6 +85,7 @@ struct Parsed {
   ConvertArguments convert;
   ScheduleArguments schedule;
   PlanArguments plan;
+  MeasureArguments measure;
 };
 
 void add_nproc(::CLI::App& verb, std::optional<int>& nproc) {
@@ -332,9 +333,21 @@ void add_plan(::CLI::App& app, PlanArguments& plan, const std::string& keys) {
   verb->footer(keys);
 }
 
+void add_measure(::CLI::App& app, MeasureArguments& measure) {
+  ::CLI::App* verb = app.add_subcommand(
+      "measure",
+      "What this machine computes, copies and sends in a second, as a file for --machine: "
+      "seconds of products, copies and all-gathers.");
+  verb->add_option("--out", measure.out, "File to write; default: printed.");
+  verb->add_option("--nproc", measure.nproc,
+                   "Local ranks to start, as many as share a host in a run; default 2.")
+      ->transform(whole_number(kMostRanks));
+  verb->footer("Of a configuration's keys --device VALUE and --comm.KEY VALUE.");
+}
+
 const std::vector<std::string>& verbs() {
   static const std::vector<std::string> names{"train",   "gradients", "inspect", "generate",
-                                              "convert", "schedule",  "plan"};
+                                              "convert", "schedule",  "plan",    "measure"};
   return names;
 }
 
@@ -501,6 +514,7 @@ Arguments chosen(const ::CLI::App& app, Parsed parsed, Overrides overrides) {
     check_rates("plan", parsed.plan.machine);
     return takes_overrides(std::move(parsed.plan));
   }
+  if (app.got_subcommand("measure")) return takes_overrides(std::move(parsed.measure));
   if (app.got_subcommand("schedule")) {
     TESSERA_CHECK(overrides.empty(), ErrorKind::kUsage, "schedule: found --",
                   overrides.empty() ? "" : overrides.front().first,
@@ -535,6 +549,7 @@ Arguments parse_arguments(const std::vector<std::string>& words,
   add_convert(app, parsed.convert);
   add_schedule(app, parsed.schedule);
   add_plan(app, parsed.plan, keys);
+  add_measure(app, parsed.measure);
   try {
     // In the order that this parser wants.
     app.parse(std::vector<std::string>(split.other.rbegin(), split.other.rend()));

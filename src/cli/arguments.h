@@ -110,6 +110,12 @@ struct PlanArguments {
   Overrides overrides;
 };
 
+struct MeasureArguments {
+  std::optional<std::string> out;  ///< none: stdout
+  std::optional<int> nproc;
+  Overrides overrides;  ///< of device and [comm]
+};
+
 /// --help, --help-keys and --version.
 struct ShowText {
   std::string text;
@@ -117,7 +123,7 @@ struct ShowText {
 
 using Arguments =
     std::variant<TrainArguments, GradientsArguments, InspectArguments, GenerateArguments,
-                 ConvertArguments, ScheduleArguments, PlanArguments, ShowText>;
+                 ConvertArguments, ScheduleArguments, PlanArguments, MeasureArguments, ShowText>;
 
 /// `words` without the program's name; `version` makes what --version shows, called for that only.
 /// Errors: kUsage with what is wrong, in one line.
@@ -131,5 +137,6 @@ int run_generate(const GenerateArguments& arguments);
 int run_convert(const ConvertArguments& arguments);
 int run_schedule(const ScheduleArguments& arguments);
 int run_plan(const PlanArguments& arguments);
+int run_measure(const MeasureArguments& arguments);
 
 }  // namespace tessera::cli

@@ -114,6 +114,7 @@ bool takes_key(std::string_view verb, std::string_view full_name) {
   if (verb == "generate") {
     return of_config_json || full_name == "device" || full_name.starts_with("precision.");
   }
+  if (verb == "measure") return full_name == "device" || full_name.starts_with("comm.");
   return verb == "convert" ? of_config_json : verb != "schedule";
 }
 
