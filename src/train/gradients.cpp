@@ -130,26 +130,6 @@ void write_gradients(const ShardedBase& model, const std::vector<GradContract>& 
   });
 }
 
-/// Dense models have nothing to impose.
-std::optional<RoutingWanted> routing_of(const GradientsRequest& request,
-                                        const models::ModelSpec& spec) {
-  if (!request.impose_routing) return std::nullopt;
-  auto routed = models::routed_experts(spec);
-  if (routed.layers.empty()) return std::nullopt;
-  return routed;
-}
-
-/// What this rank computes, a micro-batch at a time.
-std::vector<RowRange> pieces_of(const Config& config, std::int64_t rows, const ParallelDims& dims,
-                                int data_rank) {
-  if (config.pipeline.micro_batches == -1) {
-    return micro_batches(rows, config.training.local_batch_size.value_or(rows), dims.data_ranks(),
-                         data_rank);
-  }
-  return micro_batches_by_count(rows, static_cast<int>(config.pipeline.micro_batches),
-                                dims.data_ranks(), data_rank);
-}
-
 /// [compile] of the passes, behind which nothing is updated: there is no optimizer state. Collective.
 /// Errors: as planned_options() and compile().
 void compile_passes(const GradientsRequest& request, const ModelSource& source,
@@ -159,7 +139,7 @@ void compile_passes(const GradientsRequest& request, const ModelSource& source,
   if (config.compile.mode == CompileChoice::kOff) return;
   if (dims.pp > 1) return capture::replay_regions(model);  // the plan is the schedule's
   // The first data rank has most rows; a plan is the same on all.
-  const auto pieces = pieces_of(config, batch.rows_in_step(), dims, 0);
+  const auto pieces = pieces_of_batch(config, batch.rows_in_step(), dims, 0);
   auto of_batch = config;
   of_batch.optimizer = {};
   of_batch.optimizer.name = fsdp::OptimizerName::kSgd;
@@ -208,6 +188,8 @@ BatchLoss go_through(ShardedBase& model, const Config& config, GradScaler* scale
   return loss;
 }
 
+}  // namespace
+
 void refuse_overwriting_inputs(const GradientsRequest& request) {
   namespace fs = std::filesystem;
   TESSERA_CHECK(!request.out.empty(), ErrorKind::kUsage,
@@ -221,7 +203,22 @@ void refuse_overwriting_inputs(const GradientsRequest& request) {
                 ", which is read, expected another file");
 }
 
-}  // namespace
+std::optional<RoutingWanted> imposed_routing(bool is_asked, const models::ModelSpec& spec) {
+  if (!is_asked) return std::nullopt;
+  auto routed = models::routed_experts(spec);
+  if (routed.layers.empty()) return std::nullopt;
+  return routed;
+}
+
+std::vector<RowRange> pieces_of_batch(const Config& config, std::int64_t rows,
+                                      const ParallelDims& dims, int data_rank) {
+  if (config.pipeline.micro_batches == -1) {
+    return micro_batches(rows, config.training.local_batch_size.value_or(rows), dims.data_ranks(),
+                         data_rank);
+  }
+  return micro_batches_by_count(rows, static_cast<int>(config.pipeline.micro_batches),
+                                dims.data_ranks(), data_rank);
+}
 
 void run_gradients(const GradientsRequest& request, World& world,
                    const std::function<void()>& on_first_step) {
@@ -232,7 +229,7 @@ void run_gradients(const GradientsRequest& request, World& world,
   const auto mesh = world.mesh(mesh_shape(dims));
   const auto batch = open_as("--batch", [&] {
     return open_gradients_batch(request.batch, vocabulary_of(source.spec, !source.folder),
-                                routing_of(request, source.spec));
+                                imposed_routing(request.impose_routing, source.spec));
   });
   require_same_at_all(*batch, "--batch", world);
   check_positions(config.parallelism, batch->row_tokens());
@@ -262,7 +259,7 @@ void run_gradients(const GradientsRequest& request, World& world,
     });
   }
   compile_passes(request, source, dims, contract, *batch, *model, world);
-  const auto rows = pieces_of(config, batch->rows_in_step(), dims, data_rank(mesh));
+  const auto rows = pieces_of_batch(config, batch->rows_in_step(), dims, data_rank(mesh));
   if (config.debug.check_dtypes) {
     check_dtypes(*model, [&] { run_once(*model, *batch, 1, rows.front(), pipeline); });
   }

@@ -7,11 +7,17 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
+#include <vector>
 
+#include "layout/parallel_dims.h"
+#include "models/model_spec.h"
 #include "tessera/shard.h"
 #include "tessera/world.h"
 #include "train/config/config.h"
+#include "train/data/data.h"
+#include "train/data/sampler.h"
 
 namespace tessera::train {
 
@@ -26,6 +32,15 @@ struct GradientsRequest {
 /// Collective; rank 0 writes `out`. Errors: as run_training.
 void run_gradients(const GradientsRequest& request, World& world,
                    const std::function<void()>& on_first_step = {});
+
+/// Errors: kUsage where `out` is empty, is the batch or a file of the model.
+void refuse_overwriting_inputs(const GradientsRequest& request);
+/// The experts that a batch file is to impose where that is asked for; dense models have none.
+std::optional<RoutingWanted> imposed_routing(bool is_asked, const models::ModelSpec& spec);
+/// The rows of one batch that a data rank computes, a micro-batch at a time. Errors: as
+/// micro_batches().
+std::vector<RowRange> pieces_of_batch(const Config& config, std::int64_t rows,
+                                      const ParallelDims& dims, int data_rank);
 
 /// As ShardedBase::visit_full_gradients of the whole model, stage after stage: on rank 0 of the
 /// world for every trained parameter once, of what several stages have for the first of them; on
