@@ -3,7 +3,7 @@
 //
 // It is one value for every forecast: how long a step takes, and whether it fits. Data sheets
 // (`h100`, `h200`) and measurements (`tessera measure`) fill it in; what neither knows has no value,
-// and no line in a file. Next: ../cli/step_time.h, which makes one of the options of a command.
+// and no line in a file. Next: ../cli/planned_machine.h, which makes one of the options of a command.
 #pragma once
 
 #include <array>
@@ -69,7 +69,7 @@ constexpr void fields(V& visit, Of<ProductFlops>) {
 /// A number alone is bytes: nobody means so few.
 template <class V>
 constexpr void fields(V& visit, Of<Machine>) {
-  constexpr Bytes kMemory{1 << 20, 1e15};
+  constexpr Bytes kMemory{1e6, 1e15};
   constexpr Bytes kRate{1e3, 1e18};
   visit("name", &Machine::name, TextLimit{100, Letters::kPrintable});
   visit("source", &Machine::source);

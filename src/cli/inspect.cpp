@@ -18,7 +18,6 @@
 #include "cli/contract_text.h"
 #include "cli/planned_machine.h"
 #include "cli/program_end.h"
-#include "cli/step_time.h"
 #include "grad/contract_lock.h"
 #include "io/atomic_file.h"
 #include "io/checkpoint_folder.h"

@@ -25,7 +25,6 @@
 #include "cli/contract_text.h"
 #include "cli/planned_machine.h"
 #include "cli/program_end.h"
-#include "cli/step_time.h"
 #include "fsdp/agreed/step_plan_check.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"

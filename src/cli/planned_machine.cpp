@@ -1,6 +1,9 @@
 #include "cli/planned_machine.h"
 
+#include <algorithm>
 #include <filesystem>
+#include <iomanip>
+#include <sstream>
 
 #include "base/mapped_file.h"
 #include "base/text/printable.h"
@@ -23,8 +26,19 @@ check::Machine described(const std::string& asked) {
                        joined(names), close ? concat("; the nearest is ", *close) : ""));
   }
   return train::open_as("--machine", [&] {
-    return check::parse_machine(read_text_file(asked, check::kMostMachineBytes), shown(asked));
+    return check::parse_machine(read_text_file(asked, check::kMostMachineBytes), asked);
   });
+}
+
+/// "3.20 ms", "2.99 s".
+std::string time_text(double ms) {
+  constexpr double kMostDigits = 1e6;
+  const bool is_short = ms < 999.995;
+  const double value = is_short ? ms : ms / 1e3;
+  std::ostringstream text;
+  if (value < kMostDigits) text << std::fixed;
+  text << std::setprecision(2) << value << (is_short ? " ms" : " s");
+  return text.str();
 }
 
 }  // namespace
@@ -74,6 +88,19 @@ std::string rates_from(const check::Machine& machine, const PlannedMachine& opti
 
 std::string memory_from(const check::Machine& machine, const PlannedMachine& options) {
   return options.device_memory ? "--device-memory" : concat("memory of ", machine.name);
+}
+
+std::string time_line(std::string_view by, const capture::SimulatedStep& step) {
+  return concat("  a step by ", by, ": ", time_text(step.step_ms), ", of which computing ",
+                time_text(step.compute_ms), " (of that ", time_text(step.again_ms),
+                " recomputing), waiting for gathers ", time_text(step.waited_ms),
+                ", for reductions ", time_text(step.reduced_ms), ", the update and all else ",
+                time_text(step.rest_ms), "\n");
+}
+
+capture::SimulatedStep step_at(const check::Machine& machine, const train::RunOfPlan& run,
+                               const fsdp::StepPlan& plan, const train::StepTraffic& traffic) {
+  return capture::simulate(plan, train::profile_at(machine, run, traffic), traffic.micro_batches);
 }
 
 }  // namespace tessera::cli

@@ -1,13 +1,17 @@
 // Makes one machine of the options that describe it: the one of --machine, its lines overridden by
-// --flops, --bandwidth, --device-memory and --ranks-per-host. Every verb that forecasts goes by it.
-// Next: ../check/machine.h.
+// --flops, --bandwidth, --device-memory and --ranks-per-host. Every verb that forecasts goes by it,
+// and prints the time of a step so. Next: ../check/machine.h, ../train/step_rates.h,
+// ../capture/simulate_plan.h.
 #pragma once
 
 #include <string>
+#include <string_view>
 
+#include "capture/simulate_plan.h"
 #include "check/machine.h"
 #include "cli/arguments.h"
 #include "train/config/config.h"
+#include "train/step_rates.h"
 
 namespace tessera::cli {
 
@@ -26,5 +30,11 @@ bool gives_time(const check::Machine& machine, const PlannedMachine& options,
 std::string rates_from(const check::Machine& machine, const PlannedMachine& options);
 /// Who says what a rank's memory is: "--device-memory", "memory of h100".
 std::string memory_from(const check::Machine& machine, const PlannedMachine& options);
+
+/// A step of `run` that follows `plan`, on this machine, which gives_time().
+capture::SimulatedStep step_at(const check::Machine& machine, const train::RunOfPlan& run,
+                               const fsdp::StepPlan& plan, const train::StepTraffic& traffic);
+/// "  a step by the profile: 3.20 ms, of which ...".
+std::string time_line(std::string_view by, const capture::SimulatedStep& step);
 
 }  // namespace tessera::cli

@@ -56,6 +56,15 @@ TEST(Arguments, GradientsTakesItsFilesAndFlags) {
   EXPECT_FALSE(gradients.impose_routing);
   EXPECT_EQ(gradients.nproc, std::nullopt);
   EXPECT_EQ(gradients.overrides, (Overrides{{"precision.param_dtype", "float32"}}));
+  EXPECT_FALSE(gradients.precision_what_if);
+  const auto what_if =
+      std::get<GradientsArguments>(parse({"gradients", "--model", "m", "--batch", "b",
+                                          "--precision-what-if", "--bound", "0.02", "--json"}));
+  EXPECT_TRUE(what_if.precision_what_if && what_if.json);
+  EXPECT_EQ(what_if.bound, 0.02);
+  EXPECT_EQ(what_if.out, "");
+  EXPECT_THAT(refusal({"gradients", "--model", "m", "--batch", "b", "--out", "o", "--json"}),
+              Says("--precision-what-if"));
 }
 
 TEST(Arguments, ScheduleTakesAKindOrAFile) {
@@ -145,8 +154,9 @@ TEST(Arguments, ConvertTakesTwoFoldersAndOptions) {
 std::string shown(const Words& words) { return std::get<ShowText>(parse(words)).text; }
 
 const std::vector<std::string>& all_verbs() {
-  static const std::vector<std::string> names{"train",   "gradients", "inspect", "generate",
-                                              "convert", "schedule",  "plan"};
+  static const std::vector<std::string> names{"train",    "gradients", "inspect",
+                                              "generate", "convert",   "schedule",
+                                              "plan",     "check",     "measure"};
   return names;
 }
 
@@ -282,6 +292,33 @@ TEST(Arguments, SizesAndRatesAreTakenAsPeopleWriteThem) {
   EXPECT_NO_THROW(parse(plan("--flops", "1")));
 }
 
+// Naive: --flops alone is a rate without a wire, and beside --machine still wants --bandwidth.
+TEST(Arguments, ARateAloneNeedsTheOtherOneUnlessAMachineHasIt) {
+  for (const Words& verb : {Words{"plan", "a.toml"}, Words{"inspect", "--contract", "a.toml"}}) {
+    for (const Words& rate : {Words{"--flops", "1e9"}, Words{"--bandwidth", "1MB"}}) {
+      Words words = verb;
+      words.insert(words.end(), rate.begin(), rate.end());
+      EXPECT_THAT(refusal(words), Says(verb[0] + ": found " + rate[0] + " without --"));
+      words.insert(words.end(), {"--machine", "h100"});
+      EXPECT_NO_THROW(parse(words));
+    }
+  }
+  const Words schedule{"schedule",        "GPipe", "--ranks",   "2",
+                       "--micro-batches", "2",     "--machine", "h100"};
+  EXPECT_THAT(refusal(schedule), Says("--machine requires --costs-from"));
+  EXPECT_THAT(refusal({"inspect", "a", "--machine", "h100"}), Says("--contract"));
+}
+
+TEST(Arguments, MeasureHasAFileRanksAndKeysOfDeviceAndComm) {
+  const auto measure = std::get<MeasureArguments>(
+      parse({"measure", "--out", "a.toml", "--nproc", "3", "--device", "cpu"}));
+  EXPECT_EQ(measure.out, "a.toml");
+  EXPECT_EQ(measure.nproc, 3);
+  EXPECT_EQ(measure.overrides, (Overrides{{"device", "cpu"}}));
+  EXPECT_THAT(shown({"measure", "--help-keys"}),
+              AllOf(Says("comm.backend"), Not(Says("training."))));
+}
+
 /// The first option of the list that the verb has; "" for none.
 std::string first_of(const Words& options, const std::string& verb) {
   const std::string help = shown({verb, "--help"});
@@ -303,7 +340,8 @@ TEST(Arguments, OptionsOfOtherVerbsAndLaunchersAreToldWhatTheyAreCalledHere) {
                                   {"gradients", "--model", "m", "--batch", "b", "--out", "o"},
                                   {"schedule", "GPipe"},
                                   {"convert", "a", "b"},
-                                  {"generate", "--model", "m", "--prompt", "x"}};
+                                  {"generate", "--model", "m", "--prompt", "x"},
+                                  {"measure"}};
   std::mt19937 random(5);
   for (const Words& start : starts) {
     const std::string here = first_of({"--nproc", "--world", "--ranks"}, start[0]);
@@ -326,7 +364,7 @@ TEST(Arguments, AnOptionOfAnotherVerbIsNeverNearSomethingElse) {
   const std::pair<const char*, const char*> cases[] = {
       {"--contract", "inspect"}, {"--actions", "plan"},   {"--check", "plan"},
       {"--merged", "convert"},   {"--svg", "schedule"},   {"--impose-routing", "gradients"},
-      {"--top-p", "generate"},   {"--costs", "schedule"}, {"--bandwidth", "inspect, plan"}};
+      {"--top-p", "generate"},   {"--costs", "schedule"}, {"--bandwidth", "inspect, plan, check"}};
   for (const auto& [option, verb] : cases) {
     EXPECT_EQ(refusal({"train", "a.toml", option}), std::string("unknown option '") + option +
                                                         "'; it is an option of " + verb +
@@ -364,7 +402,9 @@ TEST(Arguments, VersionIsMadeOnlyWhenAsked) {
 }
 
 TEST(Arguments, RefusalsAreOneLineAndNameTheWord) {
-  const std::string verbs = "train, gradients, inspect, generate, convert, schedule, plan";
+  const std::string verbs =
+      "train, gradients, inspect, generate, convert, schedule, plan, check, "
+      "measure";
   EXPECT_EQ(refusal({}), "found no verb, expected one of " + verbs + "; see tessera --help");
   EXPECT_EQ(refusal({"trian"}),
             "unknown verb 'trian', expected one of " + verbs + "; the nearest is train");

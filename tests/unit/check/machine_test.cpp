@@ -114,7 +114,7 @@ TEST(Machine, WhatIsWrongIsNamedWithItsLine) {
        "box.toml:10:1: ", "unknown key 'flops.bfloat17'; the nearest is \"flops.bfloat16\""},
       {"latency", "colour", "box.toml:8:1: ", "unknown key 'colour', expected one of name, "},
       {"\"80GiB\"", "80",
-       "box.toml:3:10: ", "memory: found 80 (integer), expected from 1.048576MB"},
+       "box.toml:3:10: ", "memory: found 80 (integer), expected from 1MB to 1000TB"},
       {"\"80GiB\"", "\"80 gigs\"", "box.toml:3:10: ", "memory: found '80 gigs', expected from"},
       {"\"80GiB\"", "true", "box.toml:3:10: ", "memory: found true (boolean)"},
       {"\"80GiB\"", "\"-80GB\"", "box.toml:3:10: ", "memory: found '-80GB'"},
