@@ -140,6 +140,14 @@ inline constinit Hook<bool()> buffered_messages;
 /// comm/queue.h, on the issuing thread, before a batch is issued: whether it is held back until the
 /// next one was (an injected reordering). Not of groups on devices, which the caller issues to.
 inline constinit Hook<bool(const comm::Group& group, const comm::Label& label)> hold_back;
+/// Gloo backend (comm/backends/gloo/point_to_point.h), on the issuing thread: what the rank issues in
+/// place of a batch, each waited for before the next one; nothing: the caller goes on as if it were
+/// done. May block, or end the process.
+inline constinit Hook<std::vector<comm::Batch>(const comm::Group& group, const comm::Batch& batch)>
+    issues_instead;
+/// comm/mail.h, where an end of a message is posted: whether it is, or the caller goes on as if it
+/// were through. May block, or end the process.
+inline constinit Hook<bool(const comm::MailTag& tag, bool sends)> posts_message;
 
 // kernels.
 
@@ -171,6 +179,9 @@ inline constinit thread_local ThreadHook<std::vector<double>(
 inline constinit thread_local ThreadHook<comm::Group*(train::RankSum what, comm::Group* data)>
     data_ranks_of_sum;
 inline constinit thread_local ThreadHook<comm::Group*(comm::Group* stages)> stages_of_norm;
+/// The sum of the gradient norm over the ranks of a replica, null where that is this one alone, of what
+/// this rank has.
+inline constinit thread_local ThreadHook<double(double mine, comm::Group* replica)> sum_of_norm;
 /// grad/sink.h, when a gradient was added: the sum as it stands in its slot, to be written to.
 inline constinit Hook<void(const GradContract& contract, const at::Tensor& slot)> after_accept;
 /// capture/replay/region_call.cpp, when a region's program was made of its first recording, before it

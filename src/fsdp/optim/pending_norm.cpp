@@ -83,8 +83,9 @@ double PendingNorm::sum(const at::Tensor& read) const {
   std::ranges::stable_sort(sums, {}, &SumOfParameter::place);
   double mine = 0.0;
   for (const auto& one : sums) mine += one.sum;
-  const auto sum = at::full({1}, mine, at::kDouble);
   auto* group = unit_of_handle(model_.unit()).runtime().groups().replica_control();
+  if (const auto* hook = test_hooks::sum_of_norm.get()) return (*hook)(mine, group);
+  const auto sum = at::full({1}, mine, at::kDouble);
   if (group != nullptr) comm::all_reduce(*group, sum, "gradient norm");
   return sum.item<double>();
 }

@@ -61,6 +61,10 @@ class Draws {
     return of.begin()[std::uniform_int_distribution<std::size_t>(0, of.size() - 1)(random_)];
   }
   bool maybe() { return one_of({0, 1, 1}) == 0; }
+  /// One of 0 to count - 1.
+  std::size_t below(std::size_t count) {
+    return std::uniform_int_distribution<std::size_t>(0, count - 1)(random_);
+  }
 
  private:
   std::mt19937 random_;

@@ -1,0 +1,168 @@
+// Seeded mistakes: how many of each kind are found, and by the right name.
+//
+// Kind, layout and place are drawn by seed. A mistake that never did anything is drawn again. Environment:
+// TESSERA_MISTAKES_USE (known, held, all), TESSERA_MISTAKES_KIND (one alone), TESSERA_MISTAKES_SEED and
+// TESSERA_MISTAKES_DRAWS.
+#include "check/mistakes.h"
+
+#include <algorithm>
+#include <iomanip>
+#include <map>
+#include <sstream>
+
+#include "base/environment.h"
+#include "proof.h"
+#include "support/temporary_folder.h"
+#include "support/test.h"
+#include "train/config/config_resolve.h"
+#include "train/dry/dry_step.h"
+#include "train/report/checks.h"
+#include "train/small/compare_runs.h"
+#include "train/trainer.h"
+
+namespace tessera::mistakes::mistakes_test {
+namespace {
+
+using check::Finding;
+using check::FindingKind;
+
+std::string text_of(const Finding& finding) { return to_string(finding); }
+
+/// What `tessera check` says of the configuration.
+std::vector<Finding> found_by_check(const train::Config& config, const train::ModelSource& source,
+                                    int ranks) {
+  const auto dims = train::resolve_parallelism(config.parallelism, ranks);
+  auto findings = train::wrong_in_small(train::small_run(config, source, dims));
+  if (config.precision.param_dtype.dtype != DType::kBFloat16) return findings;
+  try {
+    train::dry_step(config, source, 0, ranks);
+  } catch (const Error& error) {
+    findings.push_back({.kind = FindingKind::kRefused, .found = error.what()});
+  }
+  return findings;
+}
+
+/// What a run with debug.guard says.
+std::vector<Finding> found_by_guard(train::Config config, int ranks) {
+  config.metrics.trace_steps.clear();
+  config.training.steps = 2;
+  config.debug.guard = 1;
+  try {
+    train::on_ranks(ranks, [&](World& world) { train::run_training(config, world); });
+  } catch (const train::FoundProblems& error) {
+    return {{.kind = FindingKind::kInvariance, .found = error.what()}};
+  }
+  return {};
+}
+
+struct Tried {
+  std::uint32_t seed = 0;
+  std::string layout, place;
+  std::vector<Finding> findings;
+  bool is_named = false;
+};
+
+/// None where the seed has no place for the kind, or where the mistake did nothing.
+std::optional<Tried> tried(Kind kind, std::uint32_t seed) {
+  constexpr std::uint32_t kLayouts = 64;
+  Drawn layout;
+  std::uint32_t number = 0;
+  do {
+    if (number == kLayouts) return std::nullopt;
+    layout = train::drawn(seed * kLayouts + number++);
+  } while (!suit(kind, layout));
+  const TemporaryFolder folder;
+  train::Config config = config_of(folder, layout);
+  suit(kind, config);
+  train::write_model(folder, layout.family + "-fp32", train::make_room_for_bytes);
+  const auto source = train::open_model(config.model, config.lora);
+  const auto dims = train::resolve_parallelism(config.parallelism, layout.ranks());
+  std::optional<train::SeenRun> seen;
+  Ground ground{layout, config, source, train::small_run(config, source, dims), {}};
+  ground.seen = [&]() -> const train::SeenRun& {
+    if (!seen) seen = train::run_small(ground.run);
+    TESSERA_INVARIANT(seen->refused.empty(), "a right run: ", seen->refused);
+    return *seen;
+  };
+  Draws draws(seed);
+  const auto mistake = draw_mistake(kind, draws, ground);
+  if (!mistake) return std::nullopt;
+  std::ostringstream words;
+  words << layout;
+  Tried result{.seed = seed, .layout = words.str(), .place = mistake->place, .findings = {}};
+  SCOPED_TRACE(::testing::Message() << of(kind).name << ", seed " << seed << ": " << layout);
+  const Injection injection(mistake->changes);
+  result.findings = finder_of(kind) == Finder::kGuard
+                        ? found_by_guard(config, layout.ranks())
+                        : found_by_check(config, source, layout.ranks());
+  if (injection.acted() == 0) return std::nullopt;
+  result.is_named = std::ranges::any_of(result.findings, mistake->named_by);
+  return result;
+}
+
+struct Count {
+  int drawn = 0, caught = 0, named = 0;
+  void add(const Tried& one) {
+    ++drawn;
+    caught += one.findings.empty() ? 0 : 1;
+    named += one.is_named ? 1 : 0;
+  }
+};
+
+std::vector<KindOfMistake> kinds_of_this_run() {
+  const std::string use = base::environment_variable("TESSERA_MISTAKES_USE").value_or("all");
+  const auto name = base::environment_variable("TESSERA_MISTAKES_KIND");
+  std::vector<KindOfMistake> chosen;
+  for (const KindOfMistake& one : kinds()) {
+    const bool of_use = use == "all" || (use == "known") == (one.use == Use::kKnown);
+    if (name ? one.name == *name : of_use) chosen.push_back(one);
+  }
+  return chosen;
+}
+
+void print_miss(const KindOfMistake& kind, const Tried& one) {
+  std::cout << (one.findings.empty() ? "not caught: " : "not named: ") << kind.name << ", seed "
+            << one.seed << "\n  layout: " << one.layout << "\n  place: " << one.place << '\n';
+  constexpr std::size_t kShown = 6;
+  for (std::size_t i = 0; i < std::min(kShown, one.findings.size()); ++i) {
+    std::cout << "  " << text_of(one.findings[i]) << '\n';
+  }
+  if (one.findings.size() > kShown) std::cout << "  ... of " << one.findings.size() << '\n';
+}
+
+void print_row(std::string_view name, const Count& count) {
+  std::cout << std::left << std::setw(28) << name << std::right << std::setw(6) << count.drawn
+            << std::setw(7) << count.caught << std::setw(6) << count.named << '\n';
+}
+
+TEST(Mistakes, AreFoundByTheirNames) {
+  const auto chosen = kinds_of_this_run();
+  ASSERT_FALSE(chosen.empty());
+  auto seed = static_cast<std::uint32_t>(test::environment_number("TESSERA_MISTAKES_SEED", 1));
+  const auto draws = static_cast<std::size_t>(
+      test::environment_number("TESSERA_MISTAKES_DRAWS", test::full_proof() ? 200 : 40));
+  std::map<std::string_view, Count> by_kind;
+  std::map<Use, Count> by_use;
+  for (std::size_t draw = 0; draw < draws; ++draw) {
+    const KindOfMistake& kind = chosen[draw % chosen.size()];
+    constexpr int kTries = 40;
+    std::optional<Tried> one;
+    for (int i = 0; i < kTries && !one; ++i) one = tried(kind.kind, seed++);
+    if (!one) {
+      ADD_FAILURE() << "no place was found for " << kind.name << " up to seed " << seed;
+      continue;
+    }
+    by_kind[kind.name].add(*one);
+    by_use[kind.use].add(*one);
+    if (!one->is_named) print_miss(kind, *one);
+  }
+  std::cout << std::left << std::setw(28) << "kind" << " drawn caught named\n";
+  for (const KindOfMistake& kind : chosen) print_row(kind.name, by_kind[kind.name]);
+  print_row("known", by_use[Use::kKnown]);
+  print_row("held back", by_use[Use::kHeldBack]);
+  EXPECT_GE(by_use[Use::kKnown].named, 0.95 * by_use[Use::kKnown].drawn);
+  EXPECT_GE(by_use[Use::kHeldBack].named, 0.85 * by_use[Use::kHeldBack].drawn);
+}
+
+}  // namespace
+}  // namespace tessera::mistakes::mistakes_test
