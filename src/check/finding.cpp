@@ -1,5 +1,8 @@
 #include "check/finding.h"
 
+#include <iterator>
+#include <utility>
+
 #include "tessera/error.h"
 
 namespace tessera::check {
@@ -44,6 +47,10 @@ std::string to_string(const Finding& finding) {
   if (!finding.expected.empty()) text += concat(", expected ", finding.expected);
   if (!finding.mend.empty()) text += concat("; ", finding.mend);
   return text;
+}
+
+void append(std::vector<Finding>& to, std::vector<Finding> from) {
+  to.insert(to.end(), std::make_move_iterator(from.begin()), std::make_move_iterator(from.end()));
 }
 
 }  // namespace tessera::check

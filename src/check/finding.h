@@ -41,4 +41,7 @@ struct Finding {
 /// expected ...; mend".
 std::string to_string(const Finding& finding);
 
+/// Adds `from` behind `to`.
+void append(std::vector<Finding>& to, std::vector<Finding> from);
+
 }  // namespace tessera::check

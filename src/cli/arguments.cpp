@@ -85,6 +85,7 @@ struct Parsed {
   ConvertArguments convert;
   ScheduleArguments schedule;
   PlanArguments plan;
+  CheckArguments check;
   MeasureArguments measure;
 };
 
@@ -333,6 +334,21 @@ void add_plan(::CLI::App& app, PlanArguments& plan, const std::string& keys) {
   verb->footer(keys);
 }
 
+void add_check(::CLI::App& app, CheckArguments& check, const std::string& keys) {
+  ::CLI::App* verb =
+      app.add_subcommand("check",
+                         "Whether a run's gradients are right on its layout, in which order ranks "
+                         "issue what, whether a "
+                         "step fits and how long it takes: no weight is read, nobody is started.");
+  verb->add_option("CONFIG.toml", check.config_file, "The TOML file.")->required();
+  verb->add_option("--world", check.world, kWorld)->transform(whole_number(1 << 20));
+  verb->add_flag("--json", check.json, "As JSON.");
+  verb->add_option("--html", check.html,
+                   "File to write: a page with pictures of memory, bytes and time.");
+  add_machine(*verb, check.machine);
+  verb->footer(concat("Exit code 3 where something is found.\n", keys));
+}
+
 void add_measure(::CLI::App& app, MeasureArguments& measure) {
   ::CLI::App* verb = app.add_subcommand(
       "measure",
@@ -346,8 +362,9 @@ void add_measure(::CLI::App& app, MeasureArguments& measure) {
 }
 
 const std::vector<std::string>& verbs() {
-  static const std::vector<std::string> names{"train",   "gradients", "inspect", "generate",
-                                              "convert", "schedule",  "plan",    "measure"};
+  static const std::vector<std::string> names{"train",    "gradients", "inspect",
+                                              "generate", "convert",   "schedule",
+                                              "plan",     "check",     "measure"};
   return names;
 }
 
@@ -514,6 +531,10 @@ Arguments chosen(const ::CLI::App& app, Parsed parsed, Overrides overrides) {
     check_rates("plan", parsed.plan.machine);
     return takes_overrides(std::move(parsed.plan));
   }
+  if (app.got_subcommand("check")) {
+    check_rates("check", parsed.check.machine);
+    return takes_overrides(std::move(parsed.check));
+  }
   if (app.got_subcommand("measure")) return takes_overrides(std::move(parsed.measure));
   if (app.got_subcommand("schedule")) {
     TESSERA_CHECK(overrides.empty(), ErrorKind::kUsage, "schedule: found --",
@@ -549,6 +570,7 @@ Arguments parse_arguments(const std::vector<std::string>& words,
   add_convert(app, parsed.convert);
   add_schedule(app, parsed.schedule);
   add_plan(app, parsed.plan, keys);
+  add_check(app, parsed.check, keys);
   add_measure(app, parsed.measure);
   try {
     // In the order that this parser wants.

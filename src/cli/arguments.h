@@ -116,14 +116,23 @@ struct MeasureArguments {
   Overrides overrides;  ///< of device and [comm]
 };
 
+struct CheckArguments {
+  std::string config_file;
+  std::optional<int> world;
+  bool json = false;
+  std::string html;  ///< --html; empty: none is written
+  PlannedMachine machine;
+  Overrides overrides;
+};
+
 /// --help, --help-keys and --version.
 struct ShowText {
   std::string text;
 };
 
-using Arguments =
-    std::variant<TrainArguments, GradientsArguments, InspectArguments, GenerateArguments,
-                 ConvertArguments, ScheduleArguments, PlanArguments, MeasureArguments, ShowText>;
+using Arguments = std::variant<TrainArguments, GradientsArguments, InspectArguments,
+                               GenerateArguments, ConvertArguments, ScheduleArguments,
+                               PlanArguments, CheckArguments, MeasureArguments, ShowText>;
 
 /// `words` without the program's name; `version` makes what --version shows, called for that only.
 /// Errors: kUsage with what is wrong, in one line.
@@ -137,6 +146,7 @@ int run_generate(const GenerateArguments& arguments);
 int run_convert(const ConvertArguments& arguments);
 int run_schedule(const ScheduleArguments& arguments);
 int run_plan(const PlanArguments& arguments);
+int run_check(const CheckArguments& arguments);
 int run_measure(const MeasureArguments& arguments);
 
 }  // namespace tessera::cli

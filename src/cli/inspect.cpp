@@ -231,12 +231,6 @@ Planned::Pipelined plan_pipeline(const train::Config& config, const train::Model
   return found;
 }
 
-/// As many rows as a step has; where the data says it, as many as training says for a rank.
-std::int64_t rows_in_step(const train::TrainingConfig& training, const ParallelDims& dims) {
-  const std::int64_t asked = training.global_batch_size;
-  return asked > 0 ? asked : training.local_batch_size.value_or(1) * dims.data_ranks();
-}
-
 Planned plan_run(const InspectArguments& arguments) {
   Planned planned;
   planned.machine = machine_of(arguments.machine);
@@ -259,11 +253,12 @@ Planned plan_run(const InspectArguments& arguments) {
                 dims.pp,
                 " stages, expected parallelism.pipeline_parallel_degree = 1: tessera schedule has "
                 "the times of a pipeline");
-  auto pipeline = train::resolve_pipeline(
-      config, dims, source.spec, source.description,
-      {.micro_batches = train::resolve_micro_batches(
-           config, train::Verb::kContract, rows_in_step(config.training, dims), dims.data_ranks()),
-       .row_tokens = config.training.seq_len.value_or(0)});
+  auto pipeline =
+      train::resolve_pipeline(config, dims, source.spec, source.description,
+                              {.micro_batches = train::resolve_micro_batches(
+                                   config, train::Verb::kContract,
+                                   train::rows_in_step(config.training, dims), dims.data_ranks()),
+                               .row_tokens = config.training.seq_len.value_or(0)});
   if (pipeline) {
     train::note_copies(*pipeline, source.description, planned.contract);
     planned.pipelined = plan_pipeline(config, source, dims, planned, std::move(*pipeline));

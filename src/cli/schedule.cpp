@@ -28,6 +28,7 @@
 #include "train/data/config_paths.h"
 #include "train/hf/model_source.h"
 #include "train/pipeline/pipeline_plan.h"
+#include "train/step_rates.h"
 
 namespace tessera::cli {
 namespace {
@@ -94,11 +95,7 @@ double cost_of_operation(const ScheduleArguments& arguments, const ModelContract
   const check::Machine machine = machine_of(arguments.machine);
   TESSERA_CHECK(machine.flops, ErrorKind::kConfig, "--machine: found no flops of ", machine.name,
                 ", expected them: without them its times are not known; give --flops");
-  std::map<DType, std::int64_t> elements;
-  for (const GradContract& one : contract.parameters) elements[one.compute.dtype] += one.numel();
-  const auto most =
-      std::ranges::max_element(elements, {}, [](const auto& one) { return one.second; });
-  return 1e3 / machine.flops->of(most == elements.end() ? DType::kFloat32 : most->first);
+  return 1e3 / machine.flops->of(train::most_computed(contract));
 }
 
 /// What a micro-batch costs on a rank: a forward as the configuration's stages have it, as many for the
@@ -132,17 +129,7 @@ pipeline::Costs costs_of_config(const std::string& path, const ScheduleArguments
   const auto plan = train::resolve_pipeline(
       config, dims, source.spec, source.description,
       {.micro_batches = schedule.micro_batches, .row_tokens = *config.training.seq_len});
-  const auto tokens =
-      static_cast<double>(config.training.local_batch_size.value_or(1) * *config.training.seq_len);
-  const bool again = config.activation_checkpoint.of_layers() == RecomputeMode::kFull;
-  pipeline::Costs costs;
-  for (const double per_token : plan->costs) {
-    const double forward = per_token * tokens / tp * cost;
-    costs.push_back({.forward = forward,
-                     .input_gradient = again ? 2 * forward : forward,
-                     .weight_gradient = forward});
-  }
-  return costs;
+  return train::stage_costs(*plan, config, tp, cost);
 }
 
 pipeline::Costs costs_of(const ScheduleArguments& arguments, const pipeline::Schedule& schedule) {

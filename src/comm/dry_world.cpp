@@ -14,10 +14,10 @@ namespace {
 
 class DryWorld final : public World {
  public:
-  DryWorld(int rank, int ranks, NoteCollective note, const WorldOptions& options)
+  DryWorld(int rank, int ranks, DryNotes notes, const WorldOptions& options)
       : World(rank, ranks, 0, options),
         options_(options),
-        connections_(open_dry(std::move(note))) {}
+        connections_(open_dry(std::move(notes))) {}
   ~DryWorld() override { stop_queue(); }
 
   std::string backend() const override { return "dry"; }
@@ -50,11 +50,10 @@ class DryWorld final : public World {
 
 }  // namespace
 
-std::shared_ptr<World> dry_world(int rank, int ranks, NoteCollective note,
-                                 const WorldOptions& options) {
+std::shared_ptr<World> dry_world(int rank, int ranks, DryNotes notes, const WorldOptions& options) {
   TESSERA_CHECK(rank >= 0 && rank < ranks, ErrorKind::kUsage, "dry run: found rank ", rank,
                 ", expected 0 to ", ranks - 1);
-  return std::make_shared<DryWorld>(rank, ranks, std::move(note), options);
+  return std::make_shared<DryWorld>(rank, ranks, std::move(notes), options);
 }
 
 }  // namespace tessera::comm

@@ -13,9 +13,9 @@
 
 namespace tessera::comm {
 
-/// Rank `rank` of `ranks`. `note` is called for each collective. Errors: kUsage for a rank that is
+/// Rank `rank` of `ranks`. `notes` is told of each collective and each message. Errors: kUsage for a rank that is
 /// none of them.
-std::shared_ptr<World> dry_world(int rank, int ranks, NoteCollective note = {},
+std::shared_ptr<World> dry_world(int rank, int ranks, DryNotes notes = {},
                                  const WorldOptions& options = {});
 
 }  // namespace tessera::comm

@@ -105,10 +105,11 @@ std::vector<std::string> ShardedBase::ignored_names() const {
 ModelContract ShardedBase::contract() const {
   ModelContract model;
   for (const auto& own : all()) model.parameters.push_back(own.parameter->contract);
-  for (const auto& view : buffers()) model.buffers.push_back(*view.contract);
   // In the order of units: this one, then those inside as they were found.
   const std::function<void(const ShardedBase&)> add = [&](const ShardedBase& handle) {
-    model.units.push_back(fsdp::unit_of_handle(handle.unit_).contract);
+    const fsdp::Unit& unit = fsdp::unit_of_handle(handle.unit_);
+    for (const auto& buffer : unit.buffers) model.buffers.push_back(buffer.contract);
+    model.units.push_back(unit.contract);
     for (const auto& inner : handle.inner_) add(*inner.handle);
   };
   add(*this);

@@ -141,6 +141,19 @@ std::optional<StepFlops> step_flops(const RunOfPlan& run, const fsdp::StepPlan& 
   return sum;
 }
 
+double ms_to_send(const check::Machine& machine, const MeshShapes& mesh, std::int64_t bytes,
+                  std::int64_t messages, const std::vector<std::string_view>& axes) {
+  return Sending(machine, mesh).ms(bytes, messages, axes);
+}
+
+DType most_computed(const ModelContract& contract) {
+  std::map<DType, std::int64_t> elements;
+  for (const GradContract& one : contract.parameters) elements[one.compute.dtype] += one.numel();
+  const auto most =
+      std::ranges::max_element(elements, {}, [](const auto& one) { return one.second; });
+  return most == elements.end() ? DType::kFloat32 : most->first;
+}
+
 capture::PlanProfile profile_at(const check::Machine& machine, const RunOfPlan& run,
                                 const StepTraffic& traffic) {
   const MeshShapes& mesh = run.plan.options.mesh;

@@ -10,6 +10,8 @@
 
 #include <optional>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "capture/plan_profile.h"
 #include "check/machine.h"
@@ -31,6 +33,14 @@ std::optional<StepFlops> step_flops(const RunOfPlan& run, const fsdp::StepPlan& 
 /// training.seq_len, flops, and the bandwidths of the groups that send.
 capture::PlanProfile profile_at(const check::Machine& machine, const RunOfPlan& run,
                                 const StepTraffic& traffic);
+
+/// Of `messages` with `bytes` in all, among the ranks of `mesh` that differ on `axes` alone, which lie on
+/// one host or not. Needs the bandwidth of these.
+double ms_to_send(const check::Machine& machine, const MeshShapes& mesh, std::int64_t bytes,
+                  std::int64_t messages, const std::vector<std::string_view>& axes);
+
+/// The dtype in which most elements of a model compute.
+DType most_computed(const ModelContract& contract);
 
 /// "1.25 PFLOP", "310 GFLOP".
 std::string flops_text(double flops);

@@ -340,6 +340,11 @@ BatchSizes resolve_batch(const TrainingConfig& training, int data_ranks) {
   return sizes;
 }
 
+std::int64_t rows_in_step(const TrainingConfig& training, const ParallelDims& dims) {
+  const std::int64_t asked = training.global_batch_size;
+  return asked > 0 ? asked : training.local_batch_size.value_or(1) * dims.data_ranks();
+}
+
 std::int64_t resolve_micro_batches(const Config& config, Verb verb, std::int64_t rows_in_step,
                                    int data_ranks) {
   const bool trains = verb != Verb::kGradients;

@@ -197,11 +197,14 @@ class DryRank {
 
 }  // namespace
 
-DryStep dry_step(const Config& config, const ModelSource& source, int rank, int ranks) {
+DryStep dry_step(const Config& config, const ModelSource& source, int rank, int ranks,
+                 WatchDtypes dtypes) {
   require_countable(config, source, resolve_parallelism(config.parallelism, ranks));
   DryStep found;
-  const auto world = comm::dry_world(
-      rank, ranks, [&](const comm::DryCollective& one) { found.collectives.push_back(one); });
+  const auto world =
+      comm::dry_world(rank, ranks,
+                      {.collective = [&](const auto& one) { found.collectives.push_back(one); },
+                       .message = [&](const auto& one) { found.messages.push_back(one); }});
   const dry::FakeScope no_values;
   dry::MemoryCount count;
   DryRank run(config, source, *world);
@@ -212,8 +215,15 @@ DryStep dry_step(const Config& config, const ModelSource& source, int rank, int 
     found.optimizer = fsdp::held_bytes(run.optimizer());
     run.end();
   };
-  step(1);
+  {
+    std::optional<DtypeWatch> watch;
+    if (dtypes == WatchDtypes::kYes) watch.emplace(run.model());
+    step(1);
+    if (watch) found.dtypes = watch->findings();
+  }
+  found.contract = run.model().contract();
   found.collectives.clear();
+  found.messages.clear();
   auto moments =
       std::make_unique<HeldAtMoments>([&] { return count.now() - fsdp::pool_bytes(run.model()); });
   HeldAtMoments& held = *moments;

@@ -13,6 +13,8 @@
 #include "base/trace.h"
 #include "comm/backends/dry/dry.h"
 #include "fsdp/held_bytes.h"
+#include "tessera/dtype_watch.h"
+#include "tessera/model_contract.h"
 #include "train/config/config.h"
 #include "train/hf/model_source.h"
 
@@ -36,12 +38,19 @@ struct DryStep {
   // The fields below are of the second step.
   std::int64_t micro_batches = 1;
   std::vector<comm::DryCollective> collectives = {};  ///< in order of issue
+  std::vector<comm::DryMessage> messages = {};        ///< the same, where it is a pipeline's
   std::vector<DryPass> passes = {};                   ///< in the order of their ends
   std::vector<TraceSpan> spans = {};                  ///< as a traced run has them
+  ModelContract contract = {};                        ///< that the rank's parameters carry
+  std::vector<DtypeFinding> dtypes = {};              ///< empty unless asked for
 };
+
+/// Whether the operations of a dry forward are looked at for results of another dtype than their unit's.
+enum class WatchDtypes : std::uint8_t { kNo, kYes };
 
 /// Steps rank `rank` of `ranks`. Without training.seq_len a row has few tokens. Errors: as train's, of
 /// configuration, contract and layout; kConfig for more tokens than are counted.
-DryStep dry_step(const Config& config, const ModelSource& source, int rank, int ranks);
+DryStep dry_step(const Config& config, const ModelSource& source, int rank, int ranks,
+                 WatchDtypes dtypes = WatchDtypes::kNo);
 
 }  // namespace tessera::train

@@ -204,6 +204,21 @@ std::uint64_t hash(const PipelinePlan& plan) {
       .digest();
 }
 
+pipeline::Costs stage_costs(const PipelinePlan& plan, const Config& config, int tp,
+                            double of_operation) {
+  const auto tokens = static_cast<double>(config.training.local_batch_size.value_or(1) *
+                                          config.training.seq_len.value());
+  const bool again = config.activation_checkpoint.of_layers() == RecomputeMode::kFull;
+  pipeline::Costs costs;
+  for (const double per_token : plan.costs) {
+    const double forward = per_token * tokens / tp * of_operation;
+    costs.push_back({.forward = forward,
+                     .input_gradient = again ? 2 * forward : forward,
+                     .weight_gradient = forward});
+  }
+  return costs;
+}
+
 models::StageLayers stage_layers(const PipelinePlan& plan, int stage) {
   return {.embedding = stage == 0,
           .layers = {plan.split.begin(stage), plan.split.end(stage)},

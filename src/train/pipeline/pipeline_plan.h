@@ -18,6 +18,7 @@
 #include "models/stage_layers.h"
 #include "pipeline/program.h"
 #include "pipeline/schedule.h"
+#include "pipeline/simulate.h"
 #include "pipeline/split.h"
 #include "tessera/model_contract.h"
 #include "train/config/config.h"
@@ -66,6 +67,12 @@ void note_copies(const PipelinePlan& plan, const models::ModelDescription& model
 /// before the first costs nothing: an embedding is a copy, and images are not counted.
 pipeline::LayerCosts layer_costs(const models::ModelSpec& spec,
                                  const models::ModelDescription& model, std::int64_t row_tokens);
+
+/// What a micro-batch costs on a rank where one operation costs `of_operation`: a forward, as many
+/// operations for the input gradients, with another forward where layers are recomputed, and for the
+/// weight gradients. Needs training.seq_len.
+pipeline::Costs stage_costs(const PipelinePlan& plan, const Config& config, int tp,
+                            double of_operation);
 
 models::StageLayers stage_layers(const PipelinePlan& plan, int stage);
 /// In the order of the model.

@@ -159,7 +159,7 @@ void print_needed(std::ostream& out, const WhatIfReport& report) {
   for (const auto& needed : report.found.needed) {
     out << "# without " << report.groups[needed.group].name
         << " in float32: " << worst_text(needed.without, report.names)
-        << (needed.is_within_noise ? ", above the bound by less than noise" : "") << '\n';
+        << (needed.is_within_noise ? ", a difference within noise" : "") << '\n';
   }
 }
 

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
-#include <numeric>
 #include <optional>
 #include <utility>
 
@@ -72,9 +71,11 @@ class Search {
   bool is_within(const ParameterErrors& errors) const {
     return worst_error(errors, held_).error <= problem_.bound;
   }
-  bool is_noise_above_bound(const ParameterErrors& errors) const {
-    for (std::size_t p = 0; p < errors.size(); ++p) {
-      if (held_[p] && !(errors[p] <= problem_.bound + noise_[p])) return false;
+  /// Whether no error that is above the bound without a group has moved by more than noise.
+  bool is_noise(const ParameterErrors& with, const ParameterErrors& without) const {
+    for (std::size_t p = 0; p < with.size(); ++p) {
+      if (!held_[p] || without[p] <= problem_.bound) continue;
+      if (!(without[p] - with[p] <= noise_[p])) return false;
     }
     return true;
   }
@@ -88,7 +89,7 @@ class Search {
     for (std::size_t g = 0; g < wide.size(); ++g) {
       if (!wide[g]) continue;
       const auto& without = errors_of(without_group(wide, g));
-      found.needed.push_back({g, worst_error(without, held_), is_noise_above_bound(without)});
+      found.needed.push_back({g, worst_error(without, held_), is_noise(found.errors, without)});
     }
     return found;
   }
@@ -160,14 +161,13 @@ class Search {
   }
 
   void narrow_again(WideGroups& wide) {
-    std::vector<std::size_t> order(wide.size());
-    std::iota(order.begin(), order.end(), std::size_t{0});
-    std::ranges::stable_sort(order, std::ranges::greater(),
-                             [this](std::size_t g) { return problem_.costs[g]; });
+    std::vector<std::pair<std::int64_t, std::size_t>> order;
+    for (std::size_t g = 0; g < wide.size(); ++g) order.emplace_back(-problem_.costs[g], g);
+    std::ranges::sort(order);
     bool is_changed = true;
     while (is_changed) {
       is_changed = false;
-      for (const std::size_t g : order) {
+      for (const auto& [cost, g] : order) {
         if (!wide[g]) continue;
         auto without = without_group(wide, g);
         if (!is_within(errors_of(without))) continue;

@@ -56,7 +56,8 @@ struct PolicyProblem {
 struct NeededGroup {
   std::size_t group = 0;
   WorstError without;
-  bool is_within_noise = false;  ///< no error without it is above the bound by more than noise
+  /// No error that is above the bound without it differs by more than noise.
+  bool is_within_noise = false;
 };
 
 struct FoundPolicy {

@@ -16,9 +16,9 @@
 
 namespace tessera::train {
 
-/// bfloat16 rounds by up to 2^-8 = 0.4 %, and through some twenty operations by 1 to 4 % of a
-/// gradient (docs/numerics.md): what is above 5 % is lost in sums that cancel, or in changed
-/// choices. A gradient that is 5 % off has a cosine of 0.999 with the one in float32.
+/// bfloat16 rounds by up to 2^-8 = 0.4 %, and gradients of dense test models are 1 to 4 % off with all
+/// of it (docs/config.md): what is above 5 % is lost in sums that cancel or in changed choices of
+/// experts. A gradient that is 5 % off has a cosine of 0.999 with the one in float32.
 inline constexpr double kDefaultBound = 0.05;
 
 struct WhatIfRequest {

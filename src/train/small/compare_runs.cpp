@@ -217,23 +217,19 @@ std::vector<Finding> wrong_numbers(const SeenStep& found, const SeenStep& expect
   return findings;
 }
 
-void append(std::vector<Finding>& to, std::vector<Finding> from) {
-  to.insert(to.end(), std::make_move_iterator(from.begin()), std::make_move_iterator(from.end()));
-}
-
 std::vector<Finding> of_step(const SmallRun& run, const SeenStep& found, const SeenStep& expected) {
   std::vector<Finding> findings;
   std::vector<std::vector<check::SeenTransition>> transitions;
   for (const SeenRank& rank : found.ranks) transitions.push_back(rank.transitions);
-  append(findings, check::wrong_transitions(transitions));
-  append(findings, not_invariant(found));
+  check::append(findings, check::wrong_transitions(transitions));
+  check::append(findings, not_invariant(found));
   const Units units(run, found, expected);
-  append(findings, units.differences());
+  check::append(findings, units.differences());
   const bool forward_is_wrong = std::ranges::any_of(
       findings, [](const Finding& one) { return one.kind == FindingKind::kForward; });
-  if (!forward_is_wrong) append(findings, wrong_gradients(run, found, expected, units));
+  if (!forward_is_wrong) check::append(findings, wrong_gradients(run, found, expected, units));
   const bool gradients_are_right = findings.empty();
-  append(findings, wrong_numbers(found, expected, gradients_are_right));
+  check::append(findings, wrong_numbers(found, expected, gradients_are_right));
   return findings;
 }
 

@@ -97,17 +97,24 @@ class DryCarried final : public Carried {
 
 class DryMail final : public Mail {
  public:
-  explicit DryMail(MailPlace place) : Mail(std::move(place)) {}
+  DryMail(MailPlace place, const DryNotes& notes) : Mail(std::move(place)), notes_(notes) {}
 
  private:
   std::unique_ptr<Transfer> post(Letter letter) override {
+    if (notes_.message) {
+      const at::Tensor& tensor = letter.tensor;
+      notes_.message({to_string(letter.tag), letter.sends(), letter.peer_rank,
+                      static_cast<std::int64_t>(tensor.nbytes()), tensor.scalar_type()});
+    }
     return std::make_unique<Transfer>(place(), std::make_shared<DryCarried>(std::move(letter)));
   }
+
+  const DryNotes notes_;
 };
 
 class DryGroup final : public Group {
  public:
-  DryGroup(const GroupPlace& place, NoteCollective note) : place_(place), note_(std::move(note)) {}
+  DryGroup(const GroupPlace& place, const DryNotes& notes) : place_(place), notes_(notes) {}
   int rank() const override { return place_.self(); }
   int size() const override { return static_cast<int>(place_.ranks.size()); }
   const std::string& name() const override { return place_.name; }
@@ -115,7 +122,8 @@ class DryGroup final : public Group {
   Mail& mail() override {
     if (!mail_) {
       mail_ = std::make_unique<DryMail>(
-          MailPlace{place_.ranks, place_.self(), place_.device, place_.abort_flag, host_waits()});
+          MailPlace{place_.ranks, place_.self(), place_.device, place_.abort_flag, host_waits()},
+          notes_);
     }
     return *mail_;
   }
@@ -124,10 +132,10 @@ class DryGroup final : public Group {
   std::unique_ptr<Work> start(Batch batch) override {
     place_.abort_flag->check();
     check_batch(batch, size(), place_.device);
-    if (note_) {
+    if (notes_.collective) {
       DryCollective noted{place_.name, size(), {}, sent_bytes(batch, size(), rank())};
       describe(batch, sequence_++, noted.entry);
-      note_(noted);
+      notes_.collective(noted);
     }
     const c10::AutoGradMode no_grad(false);
     for (const Op& op : batch.ops) std::visit(AsIfAllSentAlike(rank(), size()), op);
@@ -135,26 +143,26 @@ class DryGroup final : public Group {
   }
 
   const GroupPlace place_;
-  const NoteCollective note_;
+  const DryNotes notes_;
   std::uint64_t sequence_ = 0;
   std::unique_ptr<Mail> mail_;
 };
 
 class DryConnections final : public Connections {
  public:
-  explicit DryConnections(NoteCollective note) : note_(std::move(note)) {}
+  explicit DryConnections(DryNotes notes) : notes_(std::move(notes)) {}
   std::shared_ptr<Group> make_group(const GroupPlace& place) override {
-    return std::make_shared<DryGroup>(place, note_);
+    return std::make_shared<DryGroup>(place, notes_);
   }
 
  private:
-  NoteCollective note_;
+  const DryNotes notes_;
 };
 
 }  // namespace
 
-std::unique_ptr<Connections> open_dry(NoteCollective note) {
-  return std::make_unique<DryConnections>(std::move(note));
+std::unique_ptr<Connections> open_dry(DryNotes notes) {
+  return std::make_unique<DryConnections>(std::move(notes));
 }
 
 }  // namespace tessera::comm

@@ -20,8 +20,20 @@ struct DryCollective {
   Entry entry;
   std::int64_t sent_bytes = 0;  ///< by this rank
 };
-using NoteCollective = std::function<void(const DryCollective&)>;
+/// One end of a message, noted as it is posted.
+struct DryMessage {
+  std::string tag;  ///< to_string(MailTag)
+  bool sends = false;
+  int peer = 0;  ///< rank of the world
+  std::int64_t bytes = 0;
+  at::ScalarType dtype = at::kFloat;
+};
+/// Who is told of them; an empty one is told nothing.
+struct DryNotes {
+  std::function<void(const DryCollective&)> collective = {};
+  std::function<void(const DryMessage&)> message = {};
+};
 
-std::unique_ptr<Connections> open_dry(NoteCollective note);
+std::unique_ptr<Connections> open_dry(DryNotes notes);
 
 }  // namespace tessera::comm

@@ -1,0 +1,47 @@
+// Whether a configuration's gradients are right, in which order its ranks issue what, whether a step
+// fits and how long it takes: before a run starts. No weight is read, nobody is started.
+#include <iostream>
+#include <nlohmann/json.hpp>
+
+#include "check/report.h"
+#include "cli/arguments.h"
+#include "cli/planned_machine.h"
+#include "cli/program_end.h"
+#include "cli/report_json.h"
+#include "train/check/check_run.h"
+#include "train/check/step_forecast.h"
+#include "train/config/config_resolve.h"
+#include "train/data/config_paths.h"
+#include "train/hf/model_source.h"
+
+namespace tessera::cli {
+
+int run_check(const CheckArguments& arguments) {
+  const check::Machine machine = machine_of(arguments.machine);
+  train::Config config =
+      train::open_as("CONFIG.toml", [&] { return train::load_config(arguments.config_file); });
+  apply(arguments.overrides, config);
+  train::validate(config, train::Verb::kContract);
+  train::require_relative_paths(config, arguments.config_file, train::Verb::kContract);
+  const int world = arguments.world ? *arguments.world : train::ranks_to_spawn(config.parallelism);
+  config.model.path = train::newest_checkpoint(config.model.path, "model.path");
+  const auto source = train::open_as(train::model_key(config.model),
+                                     [&] { return train::open_model(config.model, config.lora); });
+  const bool has_time = gives_time(machine, arguments.machine, config, world);
+  auto checked = train::check_run(config, source, world, machine.memory,
+                                  memory_from(machine, arguments.machine));
+  if (has_time) {
+    train::forecast_step(config, source, world, machine, rates_from(machine, arguments.machine),
+                         checked);
+  }
+  const check::Report& report = checked.report;
+  if (arguments.json) {
+    std::cout << json_of(report).dump(2, ' ', false, nlohmann::json::error_handler_t::replace)
+              << '\n';
+  } else {
+    std::cout << to_string(report);
+  }
+  return report.findings.empty() ? kDone : kFoundProblems;
+}
+
+}  // namespace tessera::cli
