@@ -136,8 +136,9 @@ std::string to_markup(const Table& table) {
   return text + "</tbody></table></div>\n";
 }
 
-std::string folded(std::string_view words, const std::vector<Table>& tables) {
-  std::string text = concat("<details><summary>", words, "</summary>\n");
+std::string folded(const std::vector<Table>& tables, Printed printed) {
+  std::string text = concat(printed == Printed::kYes ? "<details>" : "<details class=\"long\">",
+                            "<summary>Exact numbers</summary>\n");
   for (const Table& table : tables) text += to_markup(table);
   return text + "</details>\n";
 }
@@ -145,7 +146,8 @@ std::string folded(std::string_view words, const std::vector<Table>& tables) {
 std::string to_markup(const std::vector<LegendEntry>& legend) {
   std::string text = "<ul class=\"legend\">";
   for (const LegendEntry& entry : legend) {
-    text += concat("<li><span class=\"swatch ", entry.colour, "\"></span>", entry.words, "</li>\n");
+    text += concat("<li><span class=\"swatch ", entry.colour, "\"></span><span>", entry.words,
+                   "</span></li>\n");
   }
   return text + "</ul>\n";
 }

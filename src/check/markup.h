@@ -43,8 +43,9 @@ struct Table {
 };
 /// A table that scrolls to the side where a page is narrower.
 std::string to_markup(const Table& table);
-/// The tables, which a reader opens. `words`: markup.
-std::string folded(std::string_view words, const std::vector<Table>& tables);
+/// Tables that a reader opens. Long ones are not printed.
+enum class Printed { kYes, kNo };
+std::string folded(const std::vector<Table>& tables, Printed printed = Printed::kYes);
 
 /// The class of a colour and what it stands for, as markup.
 struct LegendEntry {

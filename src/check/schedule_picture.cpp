@@ -30,8 +30,8 @@ struct Label {
 struct Drawn {
   double width = 0;
   std::vector<Box> boxes = {};
-  std::vector<Label> numbers = {};  ///< of the boxes
-  std::vector<Label> rows = {};     ///< "rank 0"
+  std::vector<Label> numbers = {};                               ///< of the boxes
+  std::vector<Label> rows = {};                                  ///< "rank 0"
   std::vector<std::pair<std::string, std::string>> legend = {};  ///< a fill and its name
 };
 
@@ -46,9 +46,9 @@ bool is_colour(std::string_view text) {
 }
 
 /// Reads elements one after the other, as they follow in what to_svg() writes.
-class Reader {
+class SvgReader {
  public:
-  explicit Reader(std::string_view svg) : rest_(svg) {}
+  explicit SvgReader(std::string_view svg) : rest_(svg) {}
 
   std::optional<Drawn> read() {
     while (true) {
@@ -175,10 +175,10 @@ std::string label_text(const Label& label) {
 /// Scrolls where it is wider than the page: a box is as wide as its number.
 std::string numbered(const Drawn& drawn) {
   const std::string width = coordinate(drawn.width), height = coordinate(bottom_of(drawn) + 12);
-  std::string text = concat(
-      "<div class=\"wide\" tabindex=\"0\"><svg class=\"slots\" width=\"", width, "\" height=\"", height,
-      "\" viewBox=\"0 0 ", width, " ", height,
-      "\" role=\"img\" aria-labelledby=\"slots\"><title id=\"slots\">", heading(drawn), "</title>\n");
+  std::string text = concat("<div class=\"wide\" tabindex=\"0\"><svg class=\"slots\" width=\"",
+                            width, "\" height=\"", height, "\" viewBox=\"0 0 ", width, " ", height,
+                            "\" role=\"img\" aria-labelledby=\"slots\"><title id=\"slots\">",
+                            heading(drawn), "</title>\n");
   for (const Label& row : drawn.rows) text += label_text(row) + "\n";
   for (const Box& box : drawn.boxes) {
     text += concat("<rect x=\"", coordinate(box.x), "\" y=\"", coordinate(box.y), "\" width=\"",
@@ -207,10 +207,10 @@ std::string squeezed(const Drawn& drawn) {
                               std::lround(box.height), "h-", width, "z");
   }
   const std::string height = coordinate(std::ceil(bottom_of(drawn)));
-  std::string text =
-      concat("<svg class=\"chart slots\" width=\"100%\" height=\"", height, "\" viewBox=\"0 0 ", kAcross,
-             " ", height, "\" preserveAspectRatio=\"none\" role=\"img\" aria-labelledby=\"slots\">",
-             "<title id=\"slots\">", heading(drawn), "</title>\n");
+  std::string text = concat(
+      "<svg class=\"chart slots\" width=\"100%\" height=\"", height, "\" viewBox=\"0 0 ", kAcross,
+      " ", height, "\" preserveAspectRatio=\"none\" role=\"img\" aria-labelledby=\"slots\">",
+      "<title id=\"slots\">", heading(drawn), "</title>\n");
   for (const auto& [fill, path] : paths) {
     text += concat("<path fill=\"", fill, "\" d=\"", path, "\"/>\n");
   }
@@ -220,9 +220,10 @@ std::string squeezed(const Drawn& drawn) {
 std::string legend_of(const Drawn& drawn) {
   std::string text = "<ul class=\"legend\">";
   for (const auto& [fill, name] : drawn.legend) {
-    text += concat("<li><svg width=\"12\" height=\"12\" aria-hidden=\"true\"><rect width=\"12\" "
-                   "height=\"12\" fill=\"",
-                   fill, "\"/></svg>", escaped(name), "</li>\n");
+    text += concat(
+        "<li><svg width=\"12\" height=\"12\" aria-hidden=\"true\"><rect width=\"12\" "
+        "height=\"12\" fill=\"",
+        fill, "\"/></svg>", escaped(name), "</li>\n");
   }
   return text + "</ul>\n";
 }
@@ -230,19 +231,21 @@ std::string legend_of(const Drawn& drawn) {
 }  // namespace
 
 std::string schedule_picture(std::string_view svg) {
-  const auto drawn = Reader(svg).read();
+  const auto drawn = SvgReader(svg).read();
   if (!drawn) return "<p>The picture of the schedule cannot be read.</p>\n";
   if (drawn->boxes.size() > kMostBoxes) {
-    return concat("<p>The schedule has ", grouped(std::ssize(drawn->boxes)),
-                  " boxes, more than this page holds: <code>tessera schedule KIND --svg FILE</code> "
-                  "draws it alone.</p>\n");
+    return concat(
+        "<p>The schedule has ", grouped(std::ssize(drawn->boxes)),
+        " boxes, more than this page holds: <code>tessera schedule KIND --svg FILE</code> "
+        "draws it alone.</p>\n");
   }
   const bool has_numbers = drawn->boxes.size() <= kMostNumbered;
-  return concat("<figure>", has_numbers ? numbered(*drawn) : squeezed(*drawn), legend_of(*drawn),
-                "<figcaption>A row a rank of the pipeline, the first stage on top; later stages of a "
-                "rank in a darker colour",
-                has_numbers ? "; numbers are micro-batches, times are in milliseconds." : ".",
-                "</figcaption></figure>\n");
+  return concat(
+      "<figure>", has_numbers ? numbered(*drawn) : squeezed(*drawn), legend_of(*drawn),
+      "<figcaption>A row a rank of the pipeline, the first stage on top; later stages of a "
+      "rank in a darker colour",
+      has_numbers ? "; numbers are micro-batches, times are in milliseconds." : ".",
+      "</figcaption></figure>\n");
 }
 
 }  // namespace tessera::check
