@@ -120,7 +120,7 @@ struct CheckArguments {
   std::string config_file;
   std::optional<int> world;
   bool json = false;
-  std::string html;  ///< --html; empty: none is written
+  std::optional<std::string> html;  ///< a page is written there
   PlannedMachine machine;
   Overrides overrides;
 };

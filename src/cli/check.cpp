@@ -3,6 +3,7 @@
 #include <iostream>
 #include <nlohmann/json.hpp>
 
+#include "check/page.h"
 #include "check/report.h"
 #include "cli/arguments.h"
 #include "cli/planned_machine.h"
@@ -41,6 +42,7 @@ int run_check(const CheckArguments& arguments) {
   } else {
     std::cout << to_string(report);
   }
+  if (arguments.html) write_output("--html", *arguments.html, page_of(report));
   return report.findings.empty() ? kDone : kFoundProblems;
 }
 

@@ -11,7 +11,9 @@
 
 #include "base/log.h"
 #include "base/text/printable.h"
+#include "io/atomic_file.h"
 #include "tessera/error.h"
+#include "train/config/config_resolve.h"
 #include "train/report/checks.h"
 
 namespace tessera::cli {
@@ -42,6 +44,14 @@ int report(const std::exception& error, Phase phase) {
   std::cerr << "tessera: " << to_string(known == nullptr ? ErrorKind::kInternal : known->kind())
             << ": " << one_line(error.what()) << '\n';
   return exit_code(error, phase);
+}
+
+void write_output(std::string_view option, const std::string& file, std::string_view text) {
+  try {
+    train::open_as(option, [&] { write_atomically(file, text); });
+  } catch (const Error& error) {
+    throw OutputLost(error.kind(), error.what());
+  }
 }
 
 namespace {

@@ -14,6 +14,8 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <string>
+#include <string_view>
 #include <utility>
 
 #include "tessera/error.h"
@@ -70,6 +72,10 @@ class OutputLost : public Error {
 /// std::cout fails: with kDone, and silently, where the reader has gone (`| head -1`). Errors:
 /// OutputLost (kIo) where the output cannot be written for another reason; whatever `verb` throws.
 int run_for_output(const std::function<int()>& verb);
+
+/// Writes a file that a verb was asked for by `option`, whole or not at all. Errors: OutputLost where
+/// it cannot be written, which is no refusal: what it says was right.
+void write_output(std::string_view option, const std::string& file, std::string_view text);
 
 /// Writes out what std::cout holds, for a verb whose result is elsewhere. Errors: OutputLost (kIo)
 /// where that, or anything before, could not be written, unless its reader has gone.

@@ -15,7 +15,6 @@
 #include "cli/arguments.h"
 #include "cli/planned_machine.h"
 #include "cli/program_end.h"
-#include "io/atomic_file.h"
 #include "pipeline/kinds.h"
 #include "pipeline/picture.h"
 #include "pipeline/schedule_csv.h"
@@ -182,20 +181,6 @@ void print_times(const pipeline::Schedule& schedule, const pipeline::Simulated& 
                "deferred: W that are put off, at most;\nopen sends: not yet arrived, at most\n";
 }
 
-/// What cannot be written is a failure, not a refusal: the schedule was right. Nothing is made that
-/// was not asked for.
-template <class Make>
-void write_output(std::string_view option, const std::optional<std::string>& file,
-                  const Make& make) {
-  if (!file) return;
-  const std::string text = make();
-  try {
-    train::open_as(option, [&] { write_atomically(*file, text); });
-  } catch (const Error& error) {
-    throw OutputLost(error.kind(), error.what());
-  }
-}
-
 }  // namespace
 
 int run_schedule(const ScheduleArguments& arguments) {
@@ -213,11 +198,12 @@ int run_schedule(const ScheduleArguments& arguments) {
   }
   const pipeline::Program program = asked.own_messages ? asked.program : lower(schedule);
   const pipeline::Simulated simulated = simulate(program, costs_of(arguments, schedule));
-  write_output("--csv", arguments.csv, [&] {
-    return arguments.csv_form == "compute_comms" ? to_csv(program) : to_csv(schedule);
-  });
-  write_output("--svg", arguments.svg, [&] { return to_svg(schedule, simulated); });
-  write_output("--trace", arguments.trace, [&] { return trace_of(schedule, simulated); });
+  if (arguments.csv) {
+    write_output("--csv", *arguments.csv,
+                 arguments.csv_form == "compute_comms" ? to_csv(program) : to_csv(schedule));
+  }
+  if (arguments.svg) write_output("--svg", *arguments.svg, to_svg(schedule, simulated));
+  if (arguments.trace) write_output("--trace", *arguments.trace, trace_of(schedule, simulated));
   std::cout << printable(asked.name) << ": " << schedule.ranks() << " ranks, " << schedule.stages()
             << " stages, " << schedule.micro_batches << " micro-batches\n\n"
             << to_string(schedule);
