@@ -16,7 +16,7 @@ namespace tessera {
 
 namespace {
 
-struct Unit {
+struct ByteUnit {
   std::string_view word;  ///< in lower case, without the b
   int power = 0;          ///< of 10
   int shift = 0;          ///< power of 2
@@ -26,17 +26,18 @@ struct Unit {
     return value << shift;
   }
 };
-constexpr Unit kUnits[] = {{"", 0},       {"k", 3},      {"m", 6},      {"g", 9},     {"t", 12},
-                           {"ki", 0, 10}, {"mi", 0, 20}, {"gi", 0, 30}, {"ti", 0, 40}};
+constexpr ByteUnit kByteUnits[] = {{"", 0},       {"k", 3},      {"m", 6},
+                                   {"g", 9},      {"t", 12},     {"ki", 0, 10},
+                                   {"mi", 0, 20}, {"gi", 0, 30}, {"ti", 0, 40}};
 
 /// None for another word.
-const Unit* unit_called(std::string_view text) {
+const ByteUnit* unit_called(std::string_view text) {
   std::string word(text);
   std::ranges::transform(word, word.begin(),
                          [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
   if (word.ends_with('b')) word.pop_back();
-  const auto* const unit = std::ranges::find(kUnits, word, &Unit::word);
-  return unit == std::end(kUnits) ? nullptr : unit;
+  const auto* const unit = std::ranges::find(kByteUnits, word, &ByteUnit::word);
+  return unit == std::end(kByteUnits) ? nullptr : unit;
 }
 
 }  // namespace
@@ -44,7 +45,7 @@ const Unit* unit_called(std::string_view text) {
 std::optional<std::int64_t> byte_size(std::string_view text) {
   std::int64_t number = 0;
   const auto [rest, failed] = std::from_chars(text.data(), text.data() + text.size(), number);
-  const Unit* unit = unit_called({rest, text.data() + text.size()});
+  const ByteUnit* unit = unit_called({rest, text.data() + text.size()});
   if (failed != std::errc{} || number <= 0 || unit == nullptr) return std::nullopt;
   if (number > std::numeric_limits<std::int64_t>::max() / unit->bytes()) return std::nullopt;
   return number * unit->bytes();
@@ -54,7 +55,7 @@ std::optional<double> byte_amount(std::string_view text) {
   constexpr std::size_t kLongest = 40;
   const std::size_t end = std::min(text.find_first_not_of("0123456789."), text.size());
   const std::string_view digits = text.substr(0, end);
-  const Unit* unit = unit_called(text.substr(end));
+  const ByteUnit* unit = unit_called(text.substr(end));
   if (digits.size() > kLongest || unit == nullptr) return std::nullopt;
   // As one decimal number, which is rounded once.
   const std::string number = concat(digits, "e", unit->power);
