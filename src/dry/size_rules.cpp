@@ -99,6 +99,7 @@ constexpr std::array kRules{
     Row{"aten::where", "self", where},
     Row{"aten::copy_", "", like_first},
     Row{"aten::flip", "", like_first},
+    Row{"aten::roll", "", like_first},
     Row{"aten::abs", "out", out_like_first},
     Row{"aten::logical_and", "out", out_of_both},
     Row{"aten::masked_fill_", "Scalar", like_first},

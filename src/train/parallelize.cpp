@@ -40,6 +40,7 @@ void fill(const ShardedBase& model, const ModelSource& source, std::uint64_t see
   if (source.adapters) {
     load(model, *source.adapters, {}, Loaded::kAdapters);
   } else if (source.lora) {
+    if (!source.folder) draw_weights(model, source.description.parameters, seed);
     draw_weights(model, source.description.parameters, seed, Loaded::kAdapters);
   } else if (!source.folder) {
     draw_weights(model, source.description.parameters, seed);

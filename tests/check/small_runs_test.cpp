@@ -4,6 +4,7 @@
 #include "support/test.h"
 #include "train/config/config_resolve.h"
 #include "train/contract_of_run.h"
+#include "train/check/check_run.h"
 #include "train/small/compare_runs.h"
 #include "unit/train/drawn_run.h"
 
@@ -29,7 +30,10 @@ TEST(SmallRuns, FindNothingInRightLayouts) {
     write_model(folder, d.family + "-fp32", make_room_for_bytes);
     const auto source = open_model(config.model, config.lora);
     const auto run = small_run(config, source, resolve_parallelism(config.parallelism, d.ranks()));
-    EXPECT_EQ(in_words(wrong_in_small(run)), "") << to_string(mesh_shape(run.dims));
+    const SeenRun seen = run_small(run);
+    ASSERT_EQ(seen.refused, "");
+    for (const SeenStep& step : seen.steps) EXPECT_GT(step.norm, 0.0);
+    EXPECT_EQ(in_words(check_run(config, source, d.ranks()).report.findings), "") << to_string(mesh_shape(run.dims));
   }
 }
 

@@ -31,22 +31,9 @@ class Units {
       : run_(run), mesh_(mesh_shape(run.dims)), found_(found), one_(expected.ranks.front()) {}
 
   std::vector<Finding> differences() const {
-    for (const SeenUnit& unit : one_.units) {
-      if (is_right(unit, &SeenUnit::result)) continue;
-      if (!is_right(unit, &SeenUnit::input)) continue;  // of a unit before it
-      return {finding(FindingKind::kForward, unit, unit.unit, &SeenUnit::result, "result")};
-    }
-    const SeenUnit* after = nullptr;
-    for (auto unit = one_.units.rbegin(); unit != one_.units.rend(); ++unit) {
-      if (unit->gradient.sizes.empty()) continue;
-      if (!is_right(*unit, &SeenUnit::gradient)) {
-        const std::string& by = after == nullptr ? unit->unit : after->unit;
-        return {
-            finding(FindingKind::kBackward, *unit, by, &SeenUnit::gradient, "gradient of input")};
-      }
-      after = &*unit;
-    }
-    return {};
+    auto findings = forward();
+    if (findings.empty()) findings = backward();
+    return findings;
   }
 
   /// Whether all that comes to the unit from behind is right, so that what is wrong with its parameters
@@ -60,6 +47,49 @@ class Units {
 
  private:
   using Part = Values SeenUnit::*;
+
+  /// The first place at which results part, in the order of forward.
+  std::vector<Finding> forward() const {
+    bool before_is_right = true;
+    for (const SeenUnit& unit : one_.units) {
+      const bool is_handed_on = is_right(unit, &SeenUnit::input);
+      if (!is_handed_on && before_is_right) {
+        auto found = finding(FindingKind::kForward, unit, unit.unit, &SeenUnit::input, "input");
+        found.operation = "message to this unit";
+        found.expected = "the result of the unit before it, of the same micro-batch";
+        found.mend = "look at what is sent between the two, and under which tag";
+        return {found};
+      }
+      const bool result = is_right(unit, &SeenUnit::result);
+      if (!result && is_handed_on) {
+        return {finding(FindingKind::kForward, unit, unit.unit, &SeenUnit::result, "result")};
+      }
+      before_is_right = result;
+    }
+    return {};
+  }
+
+  /// The same of gradients, in the order of backward.
+  std::vector<Finding> backward() const {
+    const SeenUnit* after = nullptr;
+    for (auto unit = one_.units.rbegin(); unit != one_.units.rend(); ++unit) {
+      if (unit->gradient.sizes.empty()) continue;
+      if (!is_right(*unit, &SeenUnit::gradient)) {
+        const bool is_sent_rightly = after != nullptr && is_right(*after, &SeenUnit::given_back);
+        const std::string& by = after == nullptr ? unit->unit : after->unit;
+        auto found =
+            finding(FindingKind::kBackward, *unit, by, &SeenUnit::gradient, "gradient of input");
+        if (is_sent_rightly) {
+          found.operation = "message from this unit";
+          found.expected = "what the unit gives back, of the same micro-batch";
+          found.mend = "look at what is sent between the two, and under which tag";
+        }
+        return {found};
+      }
+      after = &*unit;
+    }
+    return {};
+  }
 
   /// Whether the tensor crosses the border with the rows of the micro-batch: a loss does not.
   static bool has_rows(const Values& whole) { return whole.sizes.size() >= 2; }
@@ -86,6 +116,11 @@ class Units {
     for (std::size_t data = 0; data < calls.size(); ++data) {
       const Values whole = rows_of(unit.*part, data);
       if (is_right(calls[data], whole, part)) continue;
+      if (const auto other = other_call(unit, calls[data], data, part)) {
+        finding.found = concat("the ", what, " of micro-batch ", *other, " on data rank ", data,
+                               ", micro-batch ", unit.call);
+        break;
+      }
       std::vector<Values> parts;
       for (const SeenUnit* rank : calls[data]) parts.push_back(rank->*part);
       const bool adds = check::placement_of(parts, whole).has_value();
@@ -98,6 +133,17 @@ class Units {
     finding.expected = "the values of one rank: the same on every rank of tp, or cut over them";
     finding.mend = "look at the transitions of this unit, and at where its parts are joined";
     return finding;
+  }
+
+  /// The micro-batch whose values these are, where that is another one.
+  std::optional<std::int64_t> other_call(const SeenUnit& unit,
+                                         const std::vector<const SeenUnit*>& ranks,
+                                         std::size_t data, Part part) const {
+    for (const SeenUnit& other : one_.units) {
+      if (other.unit != unit.unit || other.call == unit.call || !has_rows(other.*part)) continue;
+      if (is_right(ranks, rows_of(other.*part, data), part)) return other.call;
+    }
+    return std::nullopt;
   }
 
   /// Rows of a micro-batch of one rank that data rank `data` has.

@@ -92,25 +92,21 @@ class Notes final : public fsdp::CallWatch, public parallel::TransitionWatch {
   explicit Notes(SeenRank& seen) : seen_(seen) {}
 
   void entered(const std::string& unit, const std::vector<at::Tensor*>& inputs) override {
-    units_.push_back(seen_.units.size());
+    const std::size_t place = seen_.units.size();
+    units_.push_back(place);
     seen_.units.push_back({.unit = unit, .call = calls_[unit]++});
-    for (const at::Tensor* input : inputs) {
-      if (!input->defined() || !input->is_floating_point()) continue;
-      seen_.units.back().input = values_of(*input);
-      return;
-    }
+    const at::Tensor* input = first_floating(inputs);
+    if (input == nullptr) return;
+    seen_.units[place].input = values_of(*input);
+    note_gradient(*input, place, &SeenUnit::given_back);
   }
   void left(const std::string& /*unit*/, const std::vector<at::Tensor*>& results) override {
     const std::size_t place = units_.back();
     units_.pop_back();
-    const auto first = std::ranges::find_if(
-        results, [](const at::Tensor* one) { return one->defined() && one->is_floating_point(); });
-    if (first == results.end()) return;
-    seen_.units[place].result = values_of(**first);
-    if (!(*first)->requires_grad()) return;
-    (*first)->register_hook([this, place](const at::Tensor& gradient) {
-      if (gradient.defined()) seen_.units[place].gradient = values_of(gradient);
-    });
+    const at::Tensor* result = first_floating(results);
+    if (result == nullptr) return;
+    seen_.units[place].result = values_of(*result);
+    note_gradient(*result, place, &SeenUnit::gradient);
   }
   void saw(const parallel::Transition& of, parallel::Direction direction, const at::Tensor& given,
            const at::Tensor& made) override {
@@ -134,6 +130,18 @@ class Notes final : public fsdp::CallWatch, public parallel::TransitionWatch {
   }
 
  private:
+  static const at::Tensor* first_floating(const std::vector<at::Tensor*>& tensors) {
+    const auto first = std::ranges::find_if(
+        tensors, [](const at::Tensor* one) { return one->defined() && one->is_floating_point(); });
+    return first == tensors.end() ? nullptr : *first;
+  }
+  void note_gradient(const at::Tensor& of, std::size_t place, check::Values SeenUnit::*to) {
+    if (!of.requires_grad()) return;
+    of.register_hook([this, place, to](const at::Tensor& gradient) {
+      if (gradient.defined()) seen_.units[place].*to = values_of(gradient);
+    });
+  }
+
   SeenRank& seen_;
   std::vector<std::size_t> units_;  // whose forward is under way
   std::map<std::string, std::int64_t> calls_;

@@ -41,6 +41,7 @@ struct SeenUnit {
   check::Values input = {};     ///< its first floating one
   check::Values result = {};    ///< the first
   check::Values gradient = {};  ///< of the result; empty where none came
+  check::Values given_back = {};  ///< gradient of the input; empty where none is due
 };
 
 struct SeenRank {
