@@ -143,6 +143,13 @@ std::string folded(const std::vector<Table>& tables, Printed printed) {
   return text + "</details>\n";
 }
 
+std::string chart(std::string_view id, std::string_view title, int height,
+                  std::string_view content) {
+  return concat("<svg class=\"chart\" width=\"100%\" height=\"", height,
+                "\" role=\"img\" aria-labelledby=\"", id, "\"><title id=\"", id, "\">", title,
+                "</title>\n", content, "</svg>\n");
+}
+
 std::string to_markup(const std::vector<LegendEntry>& legend) {
   std::string text = "<ul class=\"legend\">";
   for (const LegendEntry& entry : legend) {

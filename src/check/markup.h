@@ -47,6 +47,10 @@ std::string to_markup(const Table& table);
 enum class Printed { kYes, kNo };
 std::string folded(const std::vector<Table>& tables, Printed printed = Printed::kYes);
 
+/// A picture as wide as the page. `id` is one of the page's own, `title` what is read out in its place.
+std::string chart(std::string_view id, std::string_view title, int height,
+                  std::string_view content);
+
 /// The class of a colour and what it stands for, as markup.
 struct LegendEntry {
   std::string colour = {};

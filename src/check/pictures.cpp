@@ -208,15 +208,12 @@ std::string held_picture(const Report& report) {
   const double whole = 1.04 * static_cast<double>(most);
   constexpr int kRow = 48, kAbove = 20;
   const int height = kAbove + kRow * static_cast<int>(shown.places.size());
-  std::string text = concat("<figure><svg class=\"chart\" width=\"100%\" height=\"", height,
-                            "\" role=\"img\" aria-labelledby=\"held\"><title id=\"held\">What a "
-                            "rank holds at the most of a "
-                            "step, by part: the table below has the numbers</title>\n");
+  std::string bars;
   for (std::size_t i = 0; i < shown.places.size(); ++i) {
-    text += held_row(report, *shown.places[i], whole, kAbove + kRow * static_cast<int>(i));
+    bars += held_row(report, *shown.places[i], whole, kAbove + kRow * static_cast<int>(i));
   }
   if (report.memory) {
-    text += name_of_limit(report, static_cast<double>(*report.memory) / whole);
+    bars += name_of_limit(report, static_cast<double>(*report.memory) / whole);
   }
   std::vector<LegendEntry> legend;
   for (const std::string& name : parts_of(shown)) {
@@ -224,8 +221,12 @@ std::string held_picture(const Report& report) {
         std::ranges::any_of(shown.places, [&](const Place* one) { return held(*one, name) > 0; });
     if (is_any) legend.push_back({colour_of_part(name), escaped(name)});
   }
-  return concat(text, "</svg>\n", to_markup(legend),
-                "<figcaption>What a rank holds at the most of a step, by part.",
+  return concat("<figure>",
+                chart("held",
+                      "What a rank holds at the most of a step, by part: the table below has the "
+                      "numbers",
+                      height, bars),
+                to_markup(legend), "<figcaption>What a rank holds at the most of a step, by part.",
                 which_places(shown), "</figcaption></figure>\n",
                 folded({held_table(report, shown)}));
 }
@@ -257,10 +258,11 @@ std::string sent_picture(const Report& report) {
     top += 12;
   }
   return concat(
-      "<figure><svg class=\"chart\" width=\"100%\" height=\"", top,
-      "\" role=\"img\" aria-labelledby=\"sent\"><title id=\"sent\">Bytes that a rank sends in a "
-      "step, by axis and kind: the table below has the numbers</title>\n",
-      bars, "</svg>\n<figcaption>Bytes that a rank sends in a step, by axis and kind",
+      "<figure>",
+      chart("sent",
+            "Bytes that a rank sends in a step, by axis and kind: the table below has the numbers",
+            top, bars),
+      "<figcaption>Bytes that a rank sends in a step, by axis and kind",
       is_one ? "." : ", a bar a place of the pipeline, the first one on top.", which_places(shown),
       report.knows_tokens ? "" : " Without messages of activations.", "</figcaption></figure>\n",
       folded({sent_table(report, shown, rows)}));
@@ -289,11 +291,9 @@ std::string time_picture(const Report& report) {
   table.rows.push_back({"step", coordinate(time.step_ms), "100 %"});
   const bool is_more = sum > 1.001 * time.step_ms;
   return concat(
-      "<figure><svg class=\"chart\" width=\"100%\" height=\"34\" role=\"img\" "
-      "aria-labelledby=\"time\"><title id=\"time\">A step's time by part: the list below has the "
-      "numbers</title>\n",
-      bar, "</svg>\n", to_markup(legend), "<figcaption>A step takes ", time_text(time.step_ms),
-      " by ", escaped(time.by), ".",
+      "<figure>", chart("time", "A step's time by part: the list below has the numbers", 34, bar),
+      to_markup(legend), "<figcaption>A step takes ", time_text(time.step_ms), " by ",
+      escaped(time.by), ".",
       time.bubble ? concat(" Ranks of the pipeline wait for each other ",
                            percent_text(*time.bubble), " of its schedule.")
                   : "",

@@ -237,24 +237,22 @@ std::string in_few_words(const Report& report, const Plot& plot) {
 }
 
 std::string step_picture(const Report& report, const Plot& plot, bool has_titles) {
-  const std::string id = concat("step", plot.place.pp);
   const std::string box = concat("viewBox=\"0 0 ", plot.columns.size(), " ");
   constexpr int kBase = kPlotTop + kPlotHeight;
   const bool is_over = report.memory && *report.memory < always_held(plot.place);
-  std::string text = concat(
-      "<svg class=\"chart\" width=\"100%\" height=\"", kBase + kBaseHeight + 14,
-      "\" role=\"img\" aria-labelledby=\"", id, "\"><title id=\"", id, "\">Memory over a step of ",
-      in_few_words(report, plot), "</title>\n<svg y=\"", kPlotTop, "\" width=\"100%\" height=\"",
-      kPlotHeight, "\" ", box, kTop, "\" preserveAspectRatio=\"none\">", areas(plot),
-      has_titles ? titles(plot) : "", "</svg>\n", grid(plot));
+  std::string text = concat("<svg y=\"", kPlotTop, "\" width=\"100%\" height=\"", kPlotHeight,
+                            "\" ", box, kTop, "\" preserveAspectRatio=\"none\">", areas(plot),
+                            has_titles ? titles(plot) : "", "</svg>\n", grid(plot));
   text += peak_mark(plot) + limit_of(report, plot);
   text += concat("<rect y=\"", kBase, "\" width=\"100%\" height=\"", kBaseHeight, "\" class=\"",
                  is_over ? "base over" : "base", "\"/><text x=\"4\" y=\"", kBase + 17,
                  "\">always held: ", size_text(always_held(plot.place)),
                  " (not to scale)</text>\n<svg y=\"", kBase + kBaseHeight + 4,
                  "\" width=\"100%\" height=\"8\" ", box, "1\" preserveAspectRatio=\"none\">",
-                 directions(plot), "</svg></svg>\n");
-  return text;
+                 directions(plot), "</svg>");
+  return chart(concat("step", plot.place.pp),
+               concat("Memory over a step of ", in_few_words(report, plot)),
+               kBase + kBaseHeight + 14, text);
 }
 
 /// All passes of a unit in one direction.
