@@ -4,8 +4,10 @@
 // It belongs to a thread, as a rank does. Nothing is put into words before somebody asks. Pure.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <string>
+#include <string_view>
 #include <utility>
 
 namespace tessera {
@@ -29,6 +31,20 @@ class DoingHere {
 
   const std::function<std::string()> words_;
   const DoingHere* const before_;
+};
+
+/// The unit and the micro-batch whose forward or backward this thread is in: the collectives of a
+/// module know nothing of either. A copy of the name, as models end before their threads do.
+class UnitHere {
+ public:
+  static void enter(std::string_view unit) { unit_ = unit; }
+  static void enter(std::uint32_t micro_batch) { micro_batch_ = micro_batch; }
+  static const std::string& unit() { return unit_; }  ///< "": none
+  static std::uint32_t micro_batch() { return micro_batch_; }
+
+ private:
+  static inline thread_local std::string unit_;
+  static inline constinit thread_local std::uint32_t micro_batch_ = 0;
 };
 
 }  // namespace tessera

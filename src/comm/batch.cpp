@@ -106,12 +106,35 @@ std::int64_t sent_bytes(const Batch& batch, int ranks, int rank) {
   return bytes;
 }
 
-FlightRecorder::FlightRecorder(std::string group)
-    : group_(std::move(group)), group_hash_(hash_bytes(group_)) {}
+IssueWords Entry::words() const {
+  if (label.within.empty()) {
+    return {std::string(to_string(label.kind)), label.unit, label.micro_batch};
+  }
+  return {std::string(to_string(label.kind)), concat(label.within, " (", label.unit, ")"),
+          label.within_micro_batch};
+}
+
+FlightRecorder::FlightRecorder(std::string group, WaitBoard* board)
+    : group_(std::move(group)),
+      group_hash_(hash_bytes(group_)),
+      purpose_(hash_bytes(purpose_in(group_))),
+      board_(board) {}
+
+std::uint64_t FlightRecorder::what_of(const Entry& entry) const {
+  const Label& label = entry.label;
+  const std::uint64_t what = comm::what_of(entry.fingerprint, purpose_);
+  if (label.within.empty()) return what;
+  return hash_bytes(label.within, what + label.within_micro_batch);
+}
 
 std::shared_ptr<const Entry> FlightRecorder::record(const Batch& batch, std::uint64_t sequence) {
   auto entry = std::make_shared<Entry>();
   describe(batch, sequence, *entry);
+  if (board_ != nullptr) {
+    entry->order = board_->order().note({group_hash_, what_of(*entry), sequence,
+                                         std::chrono::steady_clock::now(), batch.label.pass},
+                                        [&] { return entry; });
+  }
   const base::Lock lock(mutex_);
   const std::uint64_t before = count_ == 0 ? 0 : ring_[(count_ - 1) % ring_.size()].hash_so_far;
   Kept& kept = ring_[count_++ % ring_.size()];
@@ -147,8 +170,14 @@ IssuedHashes FlightRecorder::issued() const {
   return issued;
 }
 
+std::optional<BoardLane> FlightRecorder::lane() const {
+  const base::Lock lock(mutex_);
+  return BoardLane{group_hash_, group_, count_};
+}
+
 PeerWait FlightRecorder::wait_for(const Entry& entry, int peer) const {
-  return {group_hash_, entry.sequence, peer, concat(to_string(entry), " on group ", group_)};
+  return {group_hash_, entry.sequence, peer, concat(to_string(entry), " on group ", group_),
+          what_of(entry)};
 }
 
 }  // namespace tessera::comm

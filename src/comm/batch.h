@@ -27,12 +27,15 @@
 namespace tessera::comm {
 
 /// A batch as it is compared and printed: without its tensors.
-struct Entry {
+struct Entry : Issue {
   Label label;
   std::uint64_t sequence = 0;  ///< of its group
   /// Equal on all ranks that mean the same collective. Into is left out: it is not on the wire.
   std::uint64_t fingerprint = 0;
   std::vector<OpFacts> ops;
+  std::uint64_t order = 0;  ///< its number in the rank's OrderLog, where there is one
+
+  IssueWords words() const override;
 };
 void describe(const Batch& batch, std::uint64_t sequence, Entry& entry);
 /// "all_gather of layers.3 (#17, unit 3, micro-batch 0: 4096 B Float)".
@@ -79,16 +82,20 @@ std::int64_t sent_bytes(const Batch& batch, int ranks, int rank);
 /// stalls, it keeps its name. Threads: any.
 class FlightRecorder final : public Recorded {
  public:
-  explicit FlightRecorder(std::string group);
+  /// `board`: its order log is written, too; null: there is none.
+  explicit FlightRecorder(std::string group, WaitBoard* board = nullptr);
   std::shared_ptr<const Entry> record(const Batch& batch, std::uint64_t sequence);
   void clear();
   std::string lines() const override;
   IssuedHashes issued() const override;
+  std::optional<BoardLane> lane() const override;
   /// That the entry, one of this group's, waits for `peer`, a world rank; -1: for all.
   PeerWait wait_for(const Entry& entry, int peer = -1) const;
   std::uint64_t group_hash() const { return group_hash_; }
 
  private:
+  std::uint64_t what_of(const Entry& entry) const;
+
   struct Kept {
     std::shared_ptr<const Entry> entry;
     std::uint64_t hash_so_far = 0;  ///< of all entries up to this one
@@ -96,6 +103,8 @@ class FlightRecorder final : public Recorded {
 
   const std::string group_;
   const std::uint64_t group_hash_;
+  const std::uint64_t purpose_;  // a hash
+  WaitBoard* const board_;
   mutable base::Mutex mutex_;
   std::array<Kept, 64> ring_ TESSERA_GUARDED_BY(mutex_);
   std::uint64_t count_ TESSERA_GUARDED_BY(mutex_) = 0;

@@ -181,14 +181,30 @@ FailureRecord begin_report(int rank, const std::exception& error, int code) {
 
 /// A failure of its own is announced first: the rank whose words stand prints them for all that
 /// failed alike. One that was only noticed is printed by every rank.
-void print_and_announce(ProcessWorld& world, const FailureRecord& record, bool parent_knows) {
+/// Returns whether this rank is the first to say that the run has failed.
+bool print_and_announce(ProcessWorld& world, const FailureRecord& record, bool parent_knows) {
   if (record.what == FailureClass::kPrimary) {
     const auto standing = world.announce_failure(record);
     if (!standing || !says_the_same(*standing, record)) print_unless_told(record, parent_knows);
-  } else {
-    print(to_string(record));
-    world.announce_failure(record);
+    return !standing || standing->rank == record.rank;
   }
+  print(to_string(record));
+  const auto standing = world.announce_failure(record);
+  return !standing || standing->rank == record.rank;
+}
+
+/// On stderr and in the rank's log, by the first rank that failed.
+void report_hang(ProcessWorld& world) {
+  const std::string report = world.hang_report();
+  if (report.empty()) return;
+  const std::string text = of_rank(world.rank(), report);
+  print(text);
+  BoundedCalls().run(
+      [text] {
+        log::write_to_file(log::Level::kError, text);
+        return true;
+      },
+      kLogPatience);
 }
 
 }  // namespace
@@ -206,9 +222,11 @@ void report_failure(World& world, const std::exception& error, int code) {
   auto* const others = dynamic_cast<ProcessWorld*>(&world);
   int first_code = code;  // of the rank that was first in trouble
   const bool is_own = others != nullptr && others->is_disagreement(error);
+  bool hangs = is_own;  // and nobody else has said why
   if (dynamic_cast<const LostRank*>(&error) != nullptr && !is_own) {
     record.what = FailureClass::kNoticed;
     const auto cause = others != nullptr ? others->failure_behind() : std::nullopt;
+    hangs = !cause;
     if (cause) {
       record.message = concat("stopped because of ", to_string(*cause));
       keep_in_log(record);
@@ -219,7 +237,13 @@ void report_failure(World& world, const std::exception& error, int code) {
   if (others == nullptr) {
     print_unless_told(record, told);
   } else {
-    print_and_announce(*others, record, told);
+    if (hangs) others->keep_board();
+    const bool is_first = print_and_announce(*others, record, told);
+    if (hangs && is_first) {
+      report_hang(*others);
+    } else {
+      others->publish_board();
+    }
     if (first_code == kRefusedCode) others->refused();
     others->stay_for_readers();
   }
@@ -234,6 +258,7 @@ void leave_after(ProcessWorld& world, const FailureRecord& cause) {
                              concat("stopped because of ", to_string(cause))};
   tell_parent(record);
   keep_in_log(record);
+  world.publish_board();
   // A refusal is about what was asked, not about a rank: it is said once.
   if (cause.exit_code != kRefusedCode) print(to_string(record));
   if (cause.exit_code == kRefusedCode) world.refused();

@@ -4,6 +4,7 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <cstring>
@@ -27,6 +28,10 @@ std::int64_t Batch::bytes() const {
 
 const at::Tensor& first_tensor(const Op& op) {
   return std::visit([](const auto& one) -> const at::Tensor& { return one.first_tensor(); }, op);
+}
+
+void note_pass(Label& label) {
+  if (torch::autograd::get_current_graph_task_id() >= 0) label.pass = Pass::kBackward;
 }
 
 std::unique_ptr<Work> Group::issue_on_stream(Batch batch, const std::function<void()>& ready) {

@@ -30,6 +30,7 @@
 #include "comm/ops/reduce_scatter.h"
 #include "comm/ops/relayed.h"
 #include "comm/stream.h"
+#include "launch/order_log.h"
 
 namespace tessera {
 class World;
@@ -49,6 +50,11 @@ struct Label {
   /// Runtime controls that differ from their defaults, in words: ranks that set them differently
   /// find out here.
   std::string controls = {};
+  // For reports, not compared:
+  /// The unit in whose forward or backward a module issues it, and the micro-batch there.
+  std::string within = {};
+  std::uint32_t within_micro_batch = 0;
+  Pass pass = Pass::kForward;  ///< by who issues it
 };
 
 /// A type that lacks what an operation must answer is none, and does not compile here.
@@ -78,6 +84,9 @@ class Work {
   virtual void wait() = 0;
 };
 
+/// Notes that a backward runs on this thread, where one does.
+void note_pass(Label& label);
+
 class Group {
  public:
   virtual ~Group() = default;
@@ -90,6 +99,7 @@ class Group {
   /// group of one rank completes at once without a copy beyond what the op's output asks for.
   /// Collective.
   std::unique_ptr<Work> issue(Batch batch, const std::function<void()>& ready = {}) {
+    note_pass(batch.label);
     if (stream_) return issue_on_stream(std::move(batch), ready);
     if (ready) ready();
     return start(std::move(batch));

@@ -5,6 +5,7 @@
 #include <bit>
 #include <utility>
 
+#include "base/test_hooks.h"
 #include "base/trace.h"
 #include "comm/group.h"
 #include "comm/host_read.h"
@@ -198,6 +199,9 @@ std::unique_ptr<Transfer> Mail::checked_and_posted(Letter::End end, int peer, co
   letter.extent = extent_;
   if (place_.abort_flag && place_.abort_flag->is_set()) place_.abort_flag->raise(to_string(letter));
   if (!place_.device.is_cpu()) put_on_stream(letter);
+  if (const auto hook = test_hooks::posts_message.get(); hook && !(*hook)(tag, letter.sends())) {
+    return std::make_unique<Transfer>(place_, nullptr);
+  }
   auto traced = TracedMessage::of(letter);
   auto transfer = post(std::move(letter));
   transfer->traced_ = std::move(traced);

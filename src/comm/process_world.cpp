@@ -11,6 +11,8 @@
 #include "comm/queue.h"
 #include "launch/bounded_calls.h"
 #include "launch/failure_record.h"
+#include "launch/hang_report.h"
+#include "launch/rank_board.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
@@ -125,6 +127,7 @@ FailureWatch::Actions ProcessWorld::watch_actions() {
   actions.disagree = [this](const std::string& why, int epoch) { abort_all(why, epoch); };
   actions.aborted = [this](const Abort& abort, int epoch) {
     abort_here(abort.why, epoch, abort.is_disagreement ? Aborter::kDisagreement : Aborter::kOther);
+    publish_board();
   };
   actions.acknowledged = [this] { return state_->abort_flag->acknowledged(); };
   actions.unacknowledged = [this](const std::string& why, int epoch) {
@@ -299,6 +302,7 @@ void ProcessWorld::abort_here(const std::string& why, int epoch, Aborter by) {
   const base::Lock lock(epoch_mutex_);
   if (epoch != epoch_) return;  // recovered in the meantime
   if (aborter_ == Aborter::kNobody) aborter_ = by;
+  state_->board->freeze();
   state_->abort_flag->mark(why);
   queue_->abort(why);
   state_->board->abort_all();
@@ -326,6 +330,7 @@ void ProcessWorld::abort_all(const std::string& disagreement, int epoch) {
     return store->set_if_absent(store_key::abort(epoch), encode({disagreement, true}));
   });
   abort_here(disagreement, epoch, Aborter::kDisagreement);
+  publish_board();
 }
 
 void ProcessWorld::recover() {
@@ -379,9 +384,85 @@ void ProcessWorld::refused() noexcept {
   }
 }
 
-void ProcessWorld::stay_for_readers() const {
+void ProcessWorld::stay_for_readers() const noexcept {
   const bool serves_store = rank_ == 0 && !launch_.agent_store;
-  if (serves_store) std::this_thread::sleep_for(state_->abort_flag->patience.words());
+  if (!serves_store) return;
+  const auto words = state_->abort_flag->patience.words();
+  std::this_thread::sleep_for(words);
+  // Boards are read until then: by a rank that has noticed the loss, after it has said so.
+  const auto end = std::chrono::steady_clock::now() + words;
+  try {
+    while (published_epoch_ == epoch_ && std::chrono::steady_clock::now() < end &&
+           !store_->find(store_key::kReported)) {
+      std::this_thread::sleep_for(times_.poll);
+    }
+  } catch (const std::exception&) {
+    // Nobody can read what is not there.
+  }
+}
+
+void ProcessWorld::publish_board() noexcept {
+  const int epoch = epoch_;
+  if (published_epoch_.exchange(epoch) == epoch) return;
+  in_time([store = store_, board = state_->board, rank = rank_, most = items_for(size_), epoch] {
+    store->set(store_key::board(epoch, rank), encode(board->board(rank, most)));
+    return std::string();
+  });
+}
+
+namespace {
+
+/// As collect_boards() reads it.
+class BoardStore final : public WatchedStore {
+ public:
+  explicit BoardStore(Store& store) : store_(store) {}
+  void set(const std::string& key, const std::string& value) override { store_.set(key, value); }
+  std::vector<std::optional<std::string>> find(const std::vector<std::string>& keys) override {
+    return store_.find_all(keys);
+  }
+
+ private:
+  Store& store_;
+};
+
+}  // namespace
+
+std::optional<Boards> ProcessWorld::boards_in_time(std::function<Boards()> collect,
+                                                   std::chrono::milliseconds time) const {
+  if (store_is_silent_) return std::nullopt;
+  try {
+    return BoundedCalls().run(std::move(collect), time);
+  } catch (const std::exception&) {
+    return std::nullopt;
+  }
+}
+
+std::string ProcessWorld::hang_report() noexcept {
+  try {
+    const int epoch = epoch_;
+    published_epoch_ = epoch;
+    Boards boards{size_, rank_, {state_->board->board(rank_, items_for(size_))}, {}, {}};
+    const auto time = state_->abort_flag->patience.words();
+    const auto collect = [store = store_, epoch, size = size_, own = boards.boards.front(), time,
+                          pause = times_.poll / 4] {
+      BoardStore of(*store);
+      Boards all = collect_boards(of, epoch, size, own, time, pause);
+      store->set(store_key::kReported, "here");
+      return all;
+    };
+    if (auto all = boards_in_time(collect, time + times_.telling())) {
+      boards = *std::move(all);
+    } else if (const auto server = store_->server_rank()) {
+      // Gone with its rank: only who waits for that one has something to say.
+      if (*server != rank_) boards.silent.push_back(*server);
+      const HangReport report = find_hang(boards);
+      const bool waits = !report.roots.empty() && report.roots.front().waited_for_by > 0;
+      return waits ? to_string(report) : std::string();
+    }
+    return to_string(find_hang(boards));
+  } catch (const std::exception&) {
+    return {};
+  }
 }
 
 std::optional<std::string> ProcessWorld::in_time(std::function<std::string()> call) noexcept {

@@ -24,6 +24,7 @@
 #include "launch/failure_record.h"
 #include "launch/failure_watch.h"
 #include "launch/launch_environment.h"
+#include "launch/rank_board.h"
 #include "launch/store.h"
 #include "launch/wait_board.h"
 #include "tessera/world.h"
@@ -103,11 +104,18 @@ class ProcessWorld : public World {
   /// Every rank has that error as its own, wherever it was found; a rank that is lost before the
   /// recovery is another matter.
   bool is_disagreement(const std::exception& error) const;
+  /// Where this rank stands is as it is now, though its waits end.
+  void keep_board() noexcept { state_->board->freeze(); }
+  /// Puts where this rank stands into the store, once an epoch, for the one that reports.
+  void publish_board() noexcept;
+  /// Why the run hangs or was lost, by what all ranks have said (launch/hang_report.h); "" where the
+  /// store cannot tell. Takes as long as words may take.
+  std::string hang_report() noexcept;
   /// comm/failure_report.h.
   void when_refused(std::function<void()> undo);
   void refused() noexcept;
   /// Where this process serves the store: until the others have read what it says.
-  void stay_for_readers() const;
+  void stay_for_readers() const noexcept;
 
  protected:
   std::shared_ptr<Group> make_group(const std::vector<int>& ranks, const std::string& name,
@@ -140,6 +148,9 @@ class ProcessWorld : public World {
   /// Whether every rank that has not come to `key` has beaten since `beats` were noted.
   bool missing_are_alive(const std::string& key, std::map<int, std::string>& beats);
   FailureWatch::Actions watch_actions();
+  /// None where the store has gone, or is silent.
+  std::optional<Boards> boards_in_time(std::function<Boards()> collect,
+                                       std::chrono::milliseconds time) const;
   FailureRecord noticed(const std::string& why) const;
   /// What a call of the store returns; none when it fails or gives no answer soon.
   std::optional<std::string> in_time(std::function<std::string()> call) noexcept;
@@ -160,6 +171,7 @@ class ProcessWorld : public World {
   base::Mutex epoch_mutex_;
   std::atomic<int> epoch_{0};
   std::atomic<bool> store_is_silent_{false};
+  std::atomic<int> published_epoch_{-1};
   /// As `by` of the first abort_here() of this epoch.
   std::atomic<Aborter> aborter_{Aborter::kNobody};
   /// Marked once a rank is lost under LostRankEnds::kCall: there is no recovery from that.

@@ -328,6 +328,7 @@ Pending IssueQueue::submit(Group& group, Batch batch, std::function<void()> read
     impl_->world_abort_flag->acknowledge();
     impl_->abort_flag->raise();
   }
+  note_pass(batch.label);
   return impl_->submit(
       {&group, std::move(batch), std::move(ready),
        std::make_shared<Pending::State>(impl_->abort_flag, impl_->world_abort_flag)});

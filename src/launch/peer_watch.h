@@ -36,6 +36,9 @@ struct PeerWait {
   std::uint64_t sequence = 0;
   int peer = -1;     ///< world rank whose data has not come; -1: of no rank in particular
   std::string text;  ///< the collective and its group, in words
+  /// As the rank's OrderLog has it; 0: it is not there.
+  std::uint64_t what = 0;
+  bool is_message = false;
   bool is_for_same(const PeerWait& other) const {
     return group == other.group && sequence == other.sequence;
   }

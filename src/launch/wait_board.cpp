@@ -96,6 +96,42 @@ Standing WaitBoard::standing() const {
   return standing;
 }
 
+WaitBoard::Frozen WaitBoard::now() const {
+  Frozen now;
+  now.threads_waiting = static_cast<int>(waits_.size());
+  for (const Item& item : waits_) {
+    if (auto wait = item.wait->waits_for()) now.waits.push_back({*std::move(wait), item.since});
+  }
+  for (const auto& log : logs_) {
+    if (auto lane = log->lane()) now.lanes.push_back(*std::move(lane));
+  }
+  return now;
+}
+
+void WaitBoard::freeze() noexcept {
+  // What was kept of a wait whose error did not end the run is no use to a later one.
+  constexpr std::chrono::seconds kOfAnotherFailure{20};
+  try {
+    const base::Lock lock(mutex_);
+    const auto time = std::chrono::steady_clock::now();
+    if (frozen_ && time - frozen_since_ < kOfAnotherFailure) return;
+    frozen_ = now();
+    frozen_since_ = time;
+  } catch (const std::exception&) {
+    return;  // without memory there is no report either
+  }
+}
+
+RankBoard WaitBoard::board(int rank, std::size_t most_items) const {
+  Frozen frozen;
+  {
+    const base::Lock lock(mutex_);
+    frozen = frozen_ ? *frozen_ : now();
+  }
+  return make_board(rank, frozen.threads_waiting, frozen.waits, std::move(frozen.lanes), order_,
+                    most_items);
+}
+
 void WaitBoard::set_leaving() {
   const base::Lock lock(mutex_);
   leaves_ = true;
@@ -159,6 +195,8 @@ void WaitBoard::set_epoch(int epoch) {
   const base::Lock lock(mutex_);
   epoch_ = epoch;
   cause_ = -1;
+  frozen_.reset();
+  order_.clear();
 }
 
 void WaitBoard::set_cause(int epoch, const PeerWait& wait, int rank) {

@@ -11,6 +11,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
@@ -20,7 +21,9 @@
 #include <vector>
 
 #include "base/mutex.h"
+#include "launch/order_log.h"
 #include "launch/peer_watch.h"
+#include "launch/rank_board.h"
 
 namespace tessera::comm {
 
@@ -32,6 +35,8 @@ class Recorded {
   /// One line an entry, as find_disagreement() takes them.
   virtual std::string lines() const = 0;
   virtual IssuedHashes issued() const = 0;
+  /// None of messages.
+  virtual std::optional<BoardLane> lane() const { return std::nullopt; }
 };
 
 /// Something that a thread waits in.
@@ -69,6 +74,12 @@ class WaitBoard {
   std::optional<int> store_rank() const;
   std::string lines() const;
   Standing standing() const;
+  /// What this rank issues, over all of its groups.
+  OrderLog& order() { return order_; }
+  /// Keeps where the rank stands, unless that is kept already: its waits are about to end.
+  void freeze() noexcept;
+  /// As it was kept, else as it is now. `most_items`: make_board().
+  RankBoard board(int rank, std::size_t most_items) const;
   /// From now on others are told that this rank issues nothing any more.
   void set_leaving();
   /// The rank's, as long as it lives.
@@ -127,7 +138,17 @@ class WaitBoard {
     std::optional<std::chrono::steady_clock::time_point> heard_first;
     std::optional<std::chrono::steady_clock::time_point> last_beat;
   };
+  struct Frozen {
+    int threads_waiting = 0;
+    std::vector<TimedWait> waits = {};
+    std::vector<BoardLane> lanes = {};
+  };
+  Frozen now() const TESSERA_REQUIRES(mutex_);
+
+  OrderLog order_;
   mutable base::Mutex mutex_;
+  std::optional<Frozen> frozen_ TESSERA_GUARDED_BY(mutex_);
+  std::chrono::steady_clock::time_point frozen_since_ TESSERA_GUARDED_BY(mutex_);
   std::vector<Item> waits_ TESSERA_GUARDED_BY(mutex_);
   std::vector<std::shared_ptr<Recorded>> logs_ TESSERA_GUARDED_BY(mutex_);
   std::map<const Doubt*, Doubted> doubts_ TESSERA_GUARDED_BY(mutex_);
@@ -141,17 +162,24 @@ class WaitBoard {
   int cause_ TESSERA_GUARDED_BY(mutex_) = -1;
 };
 
-/// Stands on the board while it lives.
+/// Stands on the board while it lives. Where an error ends the wait, the board is kept as it was.
 class OnBoard {
  public:
-  OnBoard(WaitBoard& board, Blocked& wait) : board_(board), wait_(wait) { board_.enter(wait_); }
-  ~OnBoard() { board_.leave(wait_); }
+  OnBoard(WaitBoard& board, Blocked& wait)
+      : board_(board), wait_(wait), exceptions_(std::uncaught_exceptions()) {
+    board_.enter(wait_);
+  }
+  ~OnBoard() {
+    if (std::uncaught_exceptions() > exceptions_) board_.freeze();
+    board_.leave(wait_);
+  }
   OnBoard(const OnBoard&) = delete;
   OnBoard& operator=(const OnBoard&) = delete;
 
  private:
   WaitBoard& board_;
   Blocked& wait_;
+  const int exceptions_;
 };
 
 /// Runs `meet`, which looks at the abort flag by itself; meanwhile the watch listens for the peers'

@@ -7,12 +7,14 @@
 
 #include <numeric>
 
+#include "base/doing.h"
 #include "base/trace.h"
 #include "comm/batch.h"
 #include "comm/group.h"
 #include "layout/range.h"
 #include "parallel/transition.h"
 #include "tessera/error.h"
+#include "tessera/wide_scope.h"
 
 namespace tessera::parallel {
 namespace {
@@ -22,6 +24,8 @@ void run(const Axis& axis, comm::Kind kind, comm::Op op, const std::string& wher
   comm::Batch batch;
   batch.label.kind = kind;
   batch.label.unit = where;
+  batch.label.within = UnitHere::unit();
+  batch.label.within_micro_batch = UnitHere::micro_batch();
   batch.ops.push_back(std::move(op));
   RECORD_USER_SCOPE("tessera::wait");
   Trace* const trace = current_trace();
@@ -74,6 +78,7 @@ std::vector<std::int64_t> with_dim(const at::Tensor& x, std::int64_t dim, std::i
 
 at::Tensor exchange_sum(const at::Tensor& x, const Axis& axis, SumDtype result,
                         const std::string& where) {
+  const WideScope addends_are_wider;  // debug.check_dtypes: as the policy says
   const at::ScalarType wire = wire_dtype(x, axis);
   const at::Tensor addend = x.to(wire).contiguous();
   const at::Tensor sum = at::empty(x.sizes(), x.options().dtype(sum_dtype(wire)));
@@ -110,6 +115,7 @@ at::Tensor exchange_reduce_scatter(const at::Tensor& x, const Axis& axis, const 
   const std::int64_t total = whole_of(x, axis, shard, where);
   const Layout layout = layout_of(x, shard.dim, total, axis);
   const std::int64_t slice = layout.outer * layout.largest * layout.inner;
+  const WideScope addends_are_wider;
   const at::ScalarType wire = wire_dtype(x, axis);
   at::Tensor addends;
   if (layout.outer == 1 && layout.even(axis)) {

@@ -260,6 +260,7 @@ void OpenStep::use_units(int stage, const std::vector<Trace>& parts) {
 }
 
 void OpenStep::begin_forward(int stage, std::int64_t micro_batch) {
+  UnitHere::enter(static_cast<std::uint32_t>(micro_batch));
   constexpr auto kWhat = "StepScope::begin_forward";
   require_open(kWhat);
   end_action();
@@ -302,6 +303,7 @@ void OpenStep::require_not_reduced(int stage, std::int64_t micro_batch, const ch
 }
 
 void OpenStep::begin_backward(int stage, std::int64_t micro_batch, Backward backward) {
+  UnitHere::enter(static_cast<std::uint32_t>(micro_batch));
   constexpr auto kWhat = "StepScope::begin_backward";
   require_open(kWhat);
   end_action();

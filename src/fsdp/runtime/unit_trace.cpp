@@ -27,10 +27,13 @@ void UnitTrace::close(std::vector<Open>& list, const void* key) {
 }
 
 void UnitTrace::all_backwards_end() {
+  UnitHere::enter(std::string_view());
   while (!backwards_.empty()) close(backwards_, backwards_.back().key);
 }
 
 void UnitTrace::forget() {
+  entered_.clear();
+  UnitHere::enter(std::string_view());
   forwards_.clear();
   backwards_.clear();
 }

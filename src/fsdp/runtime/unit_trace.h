@@ -1,4 +1,5 @@
-// Spans of units' forwards and backwards, while the rank's thread has a trace.
+// Spans of units' forwards and backwards, while the rank's thread has a trace; and which unit the
+// thread is in, always.
 //
 // A forward counts from when its parameters are there to its return, a backward from its
 // pre-backward node to its marker; what has no marker lasts until the backward ends, as its
@@ -6,8 +7,10 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "base/doing.h"
 #include "base/trace.h"
 
 namespace tessera::fsdp {
@@ -15,17 +18,24 @@ namespace tessera::fsdp {
 class UnitTrace {
  public:
   void forward_begins(const std::string& unit) {
+    entered_.push_back(unit);
+    UnitHere::enter(unit);
     if (current_trace() != nullptr) open(forwards_, nullptr, "forward ", unit);
   }
   void recomputation_begins(const std::string& unit) {
+    entered_.push_back(unit);
+    UnitHere::enter(unit);
     if (current_trace() != nullptr) open(forwards_, nullptr, "forward again ", unit);
   }
   void forward_ends() {
+    if (!entered_.empty()) entered_.pop_back();
+    UnitHere::enter(entered_.empty() ? std::string_view() : entered_.back());
     if (!forwards_.empty()) close(forwards_, forwards_.back().key);
   }
   /// `key`: the recorded forward whose backward this is. Each of its results says so, the first
   /// counts.
   void backward_begins(const void* key, const std::string& unit) {
+    UnitHere::enter(unit);
     if (current_trace() != nullptr && !is_open(backwards_, key)) {
       open(backwards_, key, "backward ", unit);
     }
@@ -48,8 +58,9 @@ class UnitTrace {
   /// The last one with this key.
   void close(std::vector<Open>& list, const void* key);
 
-  std::vector<Open> forwards_;   // on the stack
-  std::vector<Open> backwards_;  // that have begun and not passed their marker
+  std::vector<std::string_view> entered_;  // the units' own names, on the stack
+  std::vector<Open> forwards_;             // on the stack
+  std::vector<Open> backwards_;            // that have begun and not passed their marker
 };
 
 }  // namespace tessera::fsdp

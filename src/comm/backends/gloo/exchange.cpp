@@ -239,6 +239,7 @@ void Exchange::wait() {
   check_posted();
   for (UnderWay& op : under_way_) op.give_back();
   batch_.ops.clear();
+  options().board->order().done(of_->order);
   done_ = true;
 }
 

@@ -44,6 +44,34 @@ std::uint64_t fingerprint_of(std::uint64_t key, const at::Tensor& tensor) {
   return hash.digest();
 }
 
+/// As the rank's order log has it (other_end): the same in every step.
+std::uint64_t what_of(const Letter& letter) {
+  const MailTag& tag = letter.tag;
+  const std::uint64_t both = Hasher()
+                                 .add(std::string_view("message"))
+                                 .add(static_cast<std::uint64_t>(tag.direction))
+                                 .add(std::int64_t{tag.stage})
+                                 .add(std::int64_t{tag.micro_batch})
+                                 .add(std::int64_t{tag.index})
+                                 .digest();
+  return (both & ~std::uint64_t{1}) | (letter.sends() ? 1U : 0U);
+}
+
+/// A letter in words, without its tensor.
+class LetterIssue final : public Issue {
+ public:
+  explicit LetterIssue(const Letter& letter) : tag_(letter.tag), sends_(letter.sends()) {}
+  IssueWords words() const override {
+    const bool is_forward = tag_.direction == MailTag::Direction::kForward;
+    return {concat(sends_ ? "send of " : "receive of ", is_forward ? "activations" : "gradients"),
+            concat("stage ", tag_.stage), static_cast<std::uint32_t>(tag_.micro_batch)};
+  }
+
+ private:
+  const MailTag tag_;
+  const bool sends_;
+};
+
 }  // namespace
 
 /// What this rank has under way to and from one other: for the failure watch, which compares both
@@ -233,8 +261,12 @@ class Parcel final : public Carried, private TransportWait {
  private:
   void abort() override { polled_->work->abort(); }
   PeerWait standing(int rank) const override {
-    return {log_->hash(), fingerprint_, rank,
-            concat(to_string(letter_), " on group ", options().name)};
+    return {log_->hash(),
+            fingerprint_,
+            rank,
+            concat(to_string(letter_), " on group ", options().name),
+            what_of(letter_),
+            /*is_message=*/true};
   }
   std::string text() const override { return to_string(letter_); }
   std::string before_reason() const override { return text(); }
@@ -257,6 +289,11 @@ class Parcel final : public Carried, private TransportWait {
 };
 
 void Parcel::start() {
+  // As the other end names it: by step, too.
+  options().board->order().note(
+      {kMessageLane, what_of(letter_), fingerprint_, std::chrono::steady_clock::now(),
+       letter_.tag.direction == MailTag::Direction::kForward ? Pass::kForward : Pass::kBackward},
+      [&] { return std::make_shared<LetterIssue>(letter_); });
   const int tag = message_number(letter_.tag, letter_.extent, fingerprint_);
   posting([&] {
     try {

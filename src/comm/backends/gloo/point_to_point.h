@@ -35,6 +35,7 @@ class PointToPointGroup : public Group {
 
  private:
   std::unique_ptr<Work> start(Batch batch) override;
+  std::unique_ptr<Work> start_one(Batch batch);
   void open();
   /// To all that the batch sends to.
   void connect(const Batch& batch, const Entry& entry);

@@ -90,7 +90,7 @@ ChannelOptions channel_options(const GroupPlace& place) {
 
 Channel::Channel(ChannelOptions what)
     : options(std::move(what)),
-      log(std::make_shared<FlightRecorder>(options.name)),
+      log(std::make_shared<FlightRecorder>(options.name, options.board.get())),
       lines(options.members.size()) {
   options.board->add(log);
 }

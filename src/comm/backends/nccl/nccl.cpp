@@ -246,7 +246,7 @@ class NcclGroup final : public Group {
   NcclGroup(NcclPlace place, NcclBackend backend, std::shared_ptr<Group> entries)
       : place_(std::move(place)),
         entries_(std::move(entries)),
-        log_(std::make_shared<FlightRecorder>(name())),
+        log_(std::make_shared<FlightRecorder>(name(), place_.channel.board.get())),
         backend_(std::move(backend)) {
     place_.channel.board->add(log_);
   }

@@ -1,0 +1,683 @@
+#include "launch/hang_report.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <tuple>
+#include <utility>
+
+#include "base/text/printable.h"
+#include "launch/abort_flag.h"
+#include "tessera/error.h"
+
+namespace tessera::comm {
+namespace {
+
+// Of what came before, so much is compared: longer than a layer's collectives, which repeat.
+constexpr std::size_t kLongestContext = 96;
+constexpr std::size_t kRootsShown = 6, kWaitsShown = 8, kRanksShown = 8, kPendingShown = 3;
+
+using Whats = std::vector<std::uint64_t>;
+
+/// What `whats` says of its place `at`, by the earlier place before which the most is the same; 0: it
+/// has none.
+std::uint64_t expected_at(const Whats& whats, std::size_t at) {
+  std::uint64_t expected = 0;
+  std::size_t longest = 0;
+  for (std::size_t earlier = at; earlier-- > 1;) {
+    std::size_t same = 0;
+    while (same < kLongestContext && same < earlier &&
+           whats[earlier - 1 - same] == whats[at - 1 - same]) {
+      ++same;
+    }
+    if (same > longest) {
+      longest = same;
+      expected = whats[earlier];
+    }
+    if (longest == kLongestContext) break;
+  }
+  return expected;
+}
+
+/// The items of one lane, or of some.
+std::vector<const BoardItem*> items_of(const RankBoard& board,
+                                       const std::set<std::uint64_t>& lanes) {
+  std::vector<const BoardItem*> items;
+  for (const BoardItem& item : board.items) {
+    if (lanes.contains(item.lane)) items.push_back(&item);
+  }
+  return items;
+}
+
+Whats whats_of(const std::vector<const BoardItem*>& items) {
+  Whats whats;
+  for (const BoardItem* item : items) whats.push_back(item->what);
+  return whats;
+}
+
+std::string some(const std::vector<int>& ranks) {
+  const std::size_t shown = std::min(ranks.size(), kRanksShown);
+  std::string text =
+      joined(std::vector(ranks.begin(), ranks.begin() + static_cast<std::ptrdiff_t>(shown)));
+  if (shown < ranks.size()) text += concat(" and ", ranks.size() - shown, " more");
+  return concat(ranks.size() == 1 ? "rank " : "ranks ", text);
+}
+
+std::string in_seconds_of(std::int64_t ms) {
+  return in_seconds(std::chrono::milliseconds(ms / 100 * 100));
+}
+
+/// The reasoning over one set of boards.
+class Finder {
+ public:
+  explicit Finder(const Boards& boards) : boards_(boards) {
+    for (const RankBoard& board : boards.boards) by_rank_[board.rank] = &board;
+    report_.ranks = boards.ranks;
+    report_.answered = static_cast<int>(boards.boards.size());
+  }
+
+  HangReport find() {
+    find_waits();
+    find_leavers();
+    if (report_.roots.empty()) find_ends_of_waits();
+    if (report_.roots.empty()) find_leavers_of_cycles();
+    return std::move(report_);
+  }
+
+ private:
+  struct Edge {
+    int from;
+    const BoardWait* wait;
+  };
+
+  const RankBoard* board_of(int rank) const {
+    const auto found = by_rank_.find(rank);
+    return found == by_rank_.end() ? nullptr : found->second;
+  }
+
+  NamedIssue named(std::uint64_t what, const RankBoard& by) const {
+    NamedIssue issue;
+    issue.what = what;
+    // The other end of a message has no name of its own on most ranks.
+    for (const std::uint64_t each : {what, other_end(what)}) {
+      if (const auto own = by.names.find(each); own != by.names.end()) {
+        issue.words = own->second;
+        return issue;
+      }
+      for (const RankBoard& board : boards_.boards) {
+        if (const auto found = board.names.find(each); found != board.names.end()) {
+          issue.words = found->second;
+          return issue;
+        }
+      }
+    }
+    return issue;
+  }
+
+  NamedIssue named(const BoardItem& item, const RankBoard& by) const {
+    NamedIssue issue = named(item.what, by);
+    issue.pass = item.pass;
+    if (item.lane == kMessageLane) {
+      issue.group = "messages";
+    } else {
+      issue.sequence = item.sequence;
+      if (const BoardLane* lane = by.lane(item.lane)) issue.group = lane->name;
+    }
+    return issue;
+  }
+
+  NamedIssue named(const BoardWait& wait, const RankBoard& by) const {
+    for (auto item = by.items.rbegin(); item != by.items.rend(); ++item) {
+      if (item->lane == wait.lane && item->sequence == wait.sequence && item->what == wait.what) {
+        return named(*item, by);
+      }
+    }
+    NamedIssue issue;
+    issue.words.op = wait.text;
+    return issue;
+  }
+
+  static bool has_issued(const RankBoard& board, const BoardWait& wait) {
+    if (wait.lane != kMessageLane) {
+      const BoardLane* lane = board.lane(wait.lane);
+      return lane != nullptr && lane->count > wait.sequence;
+    }
+    return std::ranges::any_of(board.items, [&](const BoardItem& item) {
+      return item.lane == kMessageLane && item.sequence == wait.sequence;
+    });
+  }
+
+  /// World ranks that hold up a wait.
+  std::vector<int> missing(const RankBoard& board, const BoardWait& wait) const {
+    std::vector<int> members;
+    if (const BoardLane* lane = board.lane(wait.lane)) members = ranks_in(lane->name);
+    std::vector<int> missing;
+    for (const int rank : members) {
+      const RankBoard* other = board_of(rank);
+      if (rank != board.rank && (other == nullptr || !has_issued(*other, wait))) {
+        missing.push_back(rank);
+      }
+    }
+    // Whoever has issued it may still be the one whose data does not come.
+    if (missing.empty() && wait.peer >= 0 && wait.peer != board.rank) missing.push_back(wait.peer);
+    return missing;
+  }
+
+  void compare_with_order(const RankBoard& board, const BoardWait& wait, HangWait& one) const {
+    const auto items = items_of(board, {wait.lane});
+    const auto at = std::ranges::find_if(
+        items, [&](const BoardItem* item) { return item->sequence == wait.sequence; });
+    if (at == items.end() || wait.lane == kMessageLane) return;
+    const auto expected =
+        expected_at(whats_of(items), static_cast<std::size_t>(at - items.begin()));
+    one.as_ordered = expected == wait.what;
+    if (expected == 0 || one.as_ordered) return;
+    one.should = named(expected, board);
+    one.should->group = one.in.group;
+  }
+
+  void find_waits() {
+    std::map<std::pair<std::uint64_t, std::uint64_t>, HangWait> alike;
+    for (const RankBoard& board : boards_.boards) {
+      if (board.waits.empty()) continue;
+      const BoardWait& wait = board.waits.front();
+      const auto holding = missing(board, wait);
+      for (const int rank : holding) waited_for_[rank].push_back({board.rank, &wait});
+      HangWait& one =
+          alike[{wait.lane + (wait.lane == kMessageLane ? wait.what : 0), wait.sequence}];
+      one.ranks.push_back(board.rank);
+      if (one.ranks.size() == 1) {
+        one.in = named(wait, board);
+        compare_with_order(board, wait, one);
+      }
+      one.waited_ms = std::max(one.waited_ms, wait.waited_ms);
+      for (const int rank : holding) {
+        if (std::ranges::find(one.missing, rank) == one.missing.end()) one.missing.push_back(rank);
+      }
+    }
+    for (auto& [key, wait] : alike) {
+      std::ranges::sort(wait.missing);
+      report_.waits.push_back(std::move(wait));
+    }
+    std::ranges::sort(report_.waits, [](const HangWait& one, const HangWait& other) {
+      return std::tuple(-one.waited_ms, one.ranks.front()) <
+             std::tuple(-other.waited_ms, other.ranks.front());
+    });
+  }
+
+  // Leavers.
+
+  struct Left {
+    HangRoot root;
+    std::int64_t age_ms;
+    bool by_order;
+  };
+
+  /// What the ranks of a lane issued under each number.
+  using Column = std::map<int, std::size_t>;  // rank -> index into its items of the lane
+  struct LaneOfAll {
+    std::map<int, std::vector<const BoardItem*>> items;
+    std::map<std::uint64_t, Column> by_sequence;
+  };
+
+  std::map<std::uint64_t, LaneOfAll> lanes_of_all() const {
+    std::map<std::uint64_t, LaneOfAll> lanes;
+    for (const RankBoard& board : boards_.boards) {
+      for (const BoardItem& item : board.items) {
+        if (item.lane == kMessageLane) continue;
+        LaneOfAll& lane = lanes[item.lane];
+        auto& items = lane.items[board.rank];
+        lane.by_sequence[item.sequence][board.rank] = items.size();
+        items.push_back(&item);
+      }
+    }
+    return lanes;
+  }
+
+  /// The first number under which ranks of the lane issued different things, and who left there.
+  void find_leavers(const LaneOfAll& lane, std::vector<Left>& left) const {
+    for (const auto& [sequence, column] : lane.by_sequence) {
+      std::map<std::uint64_t, int> votes;
+      for (const auto& [rank, index] : column) ++votes[lane.items.at(rank)[index]->what];
+      if (votes.size() < 2) continue;
+      std::map<std::uint64_t, int> orders;
+      for (const auto& [rank, index] : column) {
+        const auto expected = expected_at(whats_of(lane.items.at(rank)), index);
+        if (expected != 0 && votes.contains(expected)) ++orders[expected];
+      }
+      const bool by_order = !orders.empty();
+      const auto& counted = by_order ? orders : votes;
+      const auto most =
+          std::ranges::max_element(counted, {}, [](const auto& one) { return one.second; });
+      // Two against two, and no earlier step: each of them may be right.
+      const bool unclear =
+          std::ranges::count(counted, most->second, [](const auto& one) { return one.second; }) > 1;
+      for (const auto& [rank, index] : column) {
+        const auto& items = lane.items.at(rank);
+        if (!unclear && items[index]->what == most->first) continue;
+        left.push_back(leaver(rank, items, index, unclear ? 0 : most->first, by_order));
+      }
+      return;
+    }
+  }
+
+  Left leaver(int rank, const std::vector<const BoardItem*>& items, std::size_t index,
+              std::uint64_t expected, bool by_order) const {
+    const RankBoard& board = *board_of(rank);
+    const BoardItem& item = *items[index];
+    HangRoot root;
+    root.rank = rank;
+    root.cause = HangCause::kLeftOrder;
+    root.issued = named(item, board);
+    root.since_ms = item.age_ms;
+    if (expected != 0) {
+      root.should = named(expected, board);
+      root.should->group = root.issued->group;
+      root.should->sequence = root.issued->sequence;
+      root.should->pass = root.issued->pass;
+    }
+    root.how = "issued something else";
+    if (index > 0 && items[index - 1]->what == item.what) {
+      root.how = "issued one twice";
+    } else if (index + 1 < items.size() && items[index + 1]->what == expected) {
+      root.how = "issued two in another order";
+    } else if (expected != 0) {
+      Whats with = whats_of(items);
+      with.resize(index);
+      with.push_back(expected);
+      if (expected_at(with, with.size() - 1) == expected) {
+        with.push_back(0);
+        if (expected_at(with, with.size() - 1) == item.what) root.how = "skipped one";
+      }
+    }
+    root.waited_for_by = waiting_for(rank);
+    return {std::move(root), item.age_ms, by_order};
+  }
+
+  void find_leavers() {
+    std::vector<Left> left;
+    for (const auto& [hash, lane] : lanes_of_all()) find_leavers(lane, left);
+    take(std::move(left));
+  }
+
+  /// The one who left longest ago is the first; what follows in other groups is its doing.
+  void take(std::vector<Left> left) {
+    std::ranges::sort(left, [](const Left& one, const Left& other) {
+      return std::tuple(!one.by_order, -one.age_ms, one.root.rank) <
+             std::tuple(!other.by_order, -other.age_ms, other.root.rank);
+    });
+    if (left.empty()) return;
+    report_.by_order = left.front().by_order;
+    const std::string group = left.front().root.issued->group;
+    for (Left& one : left) {
+      if (one.root.issued->group != group || one.by_order != report_.by_order) continue;
+      if (std::ranges::find(report_.roots, one.root.rank, &HangRoot::rank) == report_.roots.end()) {
+        report_.roots.push_back(std::move(one.root));
+      }
+    }
+  }
+
+  // Ends of waits.
+
+  int waiting_for(int rank) const {
+    const auto found = waited_for_.find(rank);
+    return found == waited_for_.end() ? 0 : static_cast<int>(found->second.size());
+  }
+
+  bool waits_for_others(int rank) const {
+    return std::ranges::any_of(waited_for_, [&](const auto& one) {
+      return std::ranges::any_of(one.second, [&](const Edge& edge) { return edge.from == rank; });
+    });
+  }
+
+  HangCause cause_of(int rank) const {
+    if (std::ranges::find(boards_.silent, rank) != boards_.silent.end()) return HangCause::kGone;
+    const RankBoard* board = board_of(rank);
+    if (board == nullptr) return HangCause::kMute;
+    return board->threads_waiting > 0 && board->waits.empty() ? HangCause::kStore
+                                                              : HangCause::kComputes;
+  }
+
+  void find_ends_of_waits() {
+    std::vector<HangRoot> ends;
+    for (const auto& [rank, edges] : waited_for_) {
+      if (board_of(rank) != nullptr && waits_for_others(rank)) continue;
+      ends.push_back(end_of_waits(rank));
+    }
+    for (const int rank : boards_.silent) {
+      if (waiting_for(rank) == 0) ends.push_back(end_of_waits(rank));
+    }
+    // A rank that is gone counts before those that may have been told already.
+    const auto place = [](const HangRoot& root) {
+      return std::tuple(root.waited_for_by == 0, root.cause, -root.waited_for_by, root.rank);
+    };
+    std::ranges::sort(ends, [&](const HangRoot& one, const HangRoot& other) {
+      return place(one) < place(other);
+    });
+    report_.roots = std::move(ends);
+    report_.by_order = true;
+  }
+
+  HangRoot end_of_waits(int rank) const {
+    HangRoot root;
+    root.rank = rank;
+    root.cause = cause_of(rank);
+    root.waited_for_by = waiting_for(rank);
+    if (const auto found = waited_for_.find(rank); found != waited_for_.end()) {
+      const Edge& first = first_of(rank, found->second);
+      const RankBoard& waits = *board_of(first.from);
+      root.should = named(*first.wait, waits);
+      if (first.wait->lane == kMessageLane) root.should = other_end_of(*root.should);
+    }
+    add_pending(rank, root);
+    if (const RankBoard* board = board_of(rank); board != nullptr && !board->items.empty()) {
+      root.issued = named(board->items.back(), *board);
+      root.since_ms = board->items.back().age_ms;
+    }
+    return root;
+  }
+
+  /// What others have issued and nobody has waited for yet, such as reductions: a rank may be held up
+  /// there, while the others wait for it in what comes later.
+  void add_pending(int rank, HangRoot& root) const {
+    const RankBoard* own = board_of(rank);
+    std::int64_t oldest = -1;
+    std::set<std::pair<std::uint64_t, std::uint64_t>> seen;
+    for (const RankBoard& board : boards_.boards) {
+      if (board.rank == rank || board.waits.empty()) continue;
+      std::set<std::uint64_t> waited_for;  // lanes whose collectives are known to end
+      for (const BoardItem& item : board.items) {
+        if (item.done) waited_for.insert(item.lane);
+      }
+      const BoardWait& wait = board.waits.front();
+      for (const BoardItem& item : board.items) {
+        if (item.done || !waited_for.contains(item.lane) ||
+            (item.lane == wait.lane && item.sequence == wait.sequence)) {
+          continue;
+        }
+        const BoardLane* lane = board.lane(item.lane);
+        if (lane == nullptr) continue;
+        const auto members = ranks_in(lane->name);
+        if (std::ranges::find(members, rank) == members.end()) continue;
+        if (own == nullptr) {
+          if (seen.insert({item.lane, item.sequence}).second) {
+            root.pending.push_back(named(item, board));
+          }
+          continue;
+        }
+        const BoardLane* same = own->lane(item.lane);
+        const bool has_come = same != nullptr && same->count > item.sequence;
+        if (has_come || item.age_ms <= std::max(oldest, wait.waited_ms)) continue;
+        oldest = item.age_ms;
+        root.should = named(item, board);
+      }
+    }
+  }
+
+  NamedIssue other_end_of(NamedIssue message) const {
+    message.what = other_end(message.what);
+    message.words = named(message.what, boards_.boards.front()).words;
+    const std::string_view is = (message.what & 1U) != 0 ? "send" : "receive";
+    if (const auto of = message.words.op.find(" of "); of != std::string::npos) {
+      message.words.op = concat(is, message.words.op.substr(of));
+    }
+    return message;
+  }
+
+  /// Of the waits for a rank the one that it comes to first, by the order in which a rank that has come
+  /// further, and does the same as this one, issued them.
+  const Edge& first_of(int rank, const std::vector<Edge>& edges) const {
+    const Edge* first = &edges.front();
+    std::size_t most = 0;
+    for (const RankBoard& board : boards_.boards) {
+      if (board.rank == rank) continue;
+      std::map<std::size_t, const Edge*> places;
+      for (const Edge& edge : edges) {
+        if (const auto place = place_of(board, edge)) places.try_emplace(*place, &edge);
+      }
+      if (places.size() > most ||
+          (places.size() == most && most > 0 && edges.size() > 1 && first == &edges.front())) {
+        most = places.size();
+        first = places.begin()->second;
+      }
+    }
+    return *first;
+  }
+
+  /// Where a rank that does the same has issued what this wait is for.
+  static std::optional<std::size_t> place_of(const RankBoard& board, const Edge& edge) {
+    const bool is_message = edge.wait->lane == kMessageLane;
+    const std::uint64_t what = is_message ? other_end(edge.wait->what) : edge.wait->what;
+    for (std::size_t i = board.items.size(); i-- > 0;) {
+      const BoardItem& item = board.items[i];
+      if (item.what == what && item.sequence == edge.wait->sequence &&
+          (item.lane == kMessageLane) == is_message) {
+        return i;
+      }
+    }
+    return std::nullopt;
+  }
+
+  // Cycles.
+
+  /// Along each wait of a cycle: the rank that is waited for has not come to `what`, and waits in
+  /// something else. Where `what` comes before that by its own earlier steps, it has left it out.
+  void find_leavers_of_cycles() {
+    std::vector<Left> left;
+    for (const auto& [rank, edges] : waited_for_) {
+      const RankBoard* board = board_of(rank);
+      if (board == nullptr || board->waits.empty()) continue;
+      for (const Edge& edge : edges) add_left_out(*board, *edge.wait, left);
+      add_own_leaver(*board, left);
+    }
+    if (left.empty()) {
+      for (const auto& [rank, edges] : waited_for_) {
+        const RankBoard* board = board_of(rank);
+        if (board == nullptr || board->waits.empty()) continue;
+        for (const Edge& edge : edges) add_leaver(*board, *edge.wait, left);
+      }
+    }
+    for (const bool only_twice : {true, false}) {
+      if (!left.empty()) break;
+      for (const auto& [rank, edges] : waited_for_) {
+        const RankBoard* board = board_of(rank);
+        if (board == nullptr || board->waits.empty()) continue;
+        for (const Edge& edge : edges) add_deviation(*board, *edge.wait, only_twice, left);
+      }
+    }
+    take(std::move(left));
+    if (!report_.roots.empty()) return;
+    for (const auto& [rank, edges] : waited_for_) {
+      HangRoot root = end_of_waits(rank);
+      root.cause = HangCause::kCycle;
+      report_.roots.push_back(std::move(root));
+    }
+  }
+
+  /// Between what the rank waits in and the last time that it did the same it has not come to what
+  /// another rank waits for, though it always had before: whatever the order of its threads.
+  void add_left_out(const RankBoard& board, const BoardWait& wait, std::vector<Left>& left) const {
+    if (has_issued(board, wait)) return;
+    const BoardWait& own = board.waits.front();
+    const std::uint64_t left_out = wait.lane == kMessageLane ? other_end(wait.what) : wait.what;
+    const auto items = items_of(board, {wait.lane, own.lane});
+    std::vector<std::size_t> places;  // where it did the same, this time last
+    for (std::size_t i = 0; i < items.size(); ++i) {
+      if (items[i]->what == own.what && items[i]->lane == own.lane) places.push_back(i);
+    }
+    constexpr std::size_t kFewest = 3;
+    if (places.size() < kFewest || items[places.back()]->sequence != own.sequence) return;
+    const auto between = [&](std::size_t i) {
+      return std::count_if(items.begin() + static_cast<std::ptrdiff_t>(places[i - 1]),
+                           items.begin() + static_cast<std::ptrdiff_t>(places[i]),
+                           [&](const BoardItem* item) { return item->what == left_out; });
+    };
+    const std::size_t last = places.size() - 1;
+    std::ptrdiff_t fewest = between(1);
+    for (std::size_t i = 2; i < last; ++i) fewest = std::min(fewest, between(i));
+    if (between(last) >= fewest) return;
+    Left one = leaver(board.rank, items, places.back(), left_out, true);
+    const bool at_once =
+        2 * (places[last] - places[last - 1]) < places[last - 1] - places[last - 2];
+    one.root.how = at_once ? "issued one twice" : "skipped one";
+    one.root.should = should_be_in(left_out, board, wait);
+    left.push_back(std::move(one));
+  }
+
+  NamedIssue should_be_in(std::uint64_t what, const RankBoard& board, const BoardWait& wait) const {
+    NamedIssue issue = named(what, board);
+    const BoardLane* lane = board.lane(wait.lane);
+    issue.group = lane != nullptr ? lane->name : "messages";
+    if (lane != nullptr) issue.sequence = wait.sequence;
+    return issue;
+  }
+
+  void add_leaver(const RankBoard& board, const BoardWait& wait, std::vector<Left>& left) const {
+    if (has_issued(board, wait)) return;
+    const BoardWait& own = board.waits.front();
+    const std::uint64_t left_out = wait.lane == kMessageLane ? other_end(wait.what) : wait.what;
+    const auto items = items_of(board, {wait.lane, own.lane});
+    for (std::size_t i = items.size(); i-- > 0;) {
+      const bool is_own = items[i]->what == own.what && items[i]->sequence == own.sequence;
+      if (expected_at(whats_of(items), i) == left_out && items[i]->what != left_out) {
+        Left one = leaver(board.rank, items, i, left_out, true);
+        if (i == 0 || items[i - 1]->what != items[i]->what) one.root.how = "skipped one";
+        one.root.should = should_be_in(left_out, board, wait);
+        left.push_back(std::move(one));
+        return;
+      }
+      if (is_own && wait.lane == own.lane) return;
+      if (items[i]->age_ms > own.waited_ms + kLookedAtMs) return;
+    }
+  }
+
+  /// In the group of its own wait the rank issued something else than comes next, to which nobody
+  /// else has come.
+  void add_own_leaver(const RankBoard& board, std::vector<Left>& left) const {
+    const BoardWait& own = board.waits.front();
+    const auto items = items_of(board, {own.lane});
+    if (items.empty()) return;
+    const std::size_t last = items.size() - 1;
+    const auto expected = expected_at(whats_of(items), last);
+    if (expected == 0 || expected == items[last]->what || own.lane == kMessageLane) return;
+    left.push_back(leaver(board.rank, items, last, expected, true));
+  }
+
+  /// Of what the rank has issued lately in its own wait's group and in that of a wait for it, the first
+  /// that is not what comes next. `only_twice`: and that came right before. Weaker than the others:
+  /// threads of a rank issue to different groups, not always in the same order.
+  void add_deviation(const RankBoard& board, const BoardWait& wait, bool only_twice,
+                     std::vector<Left>& left) const {
+    const BoardWait& own = board.waits.front();
+    const auto items = items_of(board, {wait.lane, own.lane});
+    const Whats whats = whats_of(items);
+    for (std::size_t i = 1; i < items.size(); ++i) {
+      if (items[i]->age_ms > own.waited_ms + kLookedAtMs) continue;
+      if (only_twice && whats[i - 1] != whats[i]) continue;
+      const auto expected = expected_at(whats, i);
+      if (expected == 0 || expected == whats[i]) continue;
+      left.push_back(leaver(board.rank, items, i, expected, true));
+      left.back().root.should->sequence.reset();
+      return;
+    }
+  }
+
+  static constexpr std::int64_t kLookedAtMs = 1000;
+
+  const Boards& boards_;
+  std::map<int, const RankBoard*> by_rank_;
+  std::map<int, std::vector<Edge>> waited_for_;  // by the rank that is waited for
+  HangReport report_;
+};
+
+std::string_view words_of(HangCause cause) {
+  switch (cause) {
+    case HangCause::kLeftOrder:
+      return "left the order first";
+    case HangCause::kGone:
+      return "is gone or stopped: no sign of life";
+    case HangCause::kComputes:
+      return "computes, and waits for nobody";
+    case HangCause::kMute:
+      return "lives, and did not say where it is";
+    case HangCause::kStore:
+      return "waits in the store, for ranks that open a group or meet";
+    case HangCause::kCycle:
+      return "waits in a cycle";
+  }
+  return "";
+}
+
+std::string line_of(const HangRoot& root) {
+  std::string text = concat("rank ", root.rank, " ", words_of(root.cause));
+  if (root.cause == HangCause::kLeftOrder) {
+    text += concat(" (", root.how, "): issued ", to_string(*root.issued), " ",
+                   in_seconds_of(root.since_ms), " ago");
+    if (root.should) text += concat(", where by the order comes ", to_string(*root.should));
+    return text;
+  }
+  if (root.should) text += concat("; by the order it should be in ", to_string(*root.should));
+  for (std::size_t i = 0; i < std::min(root.pending.size(), kPendingShown); ++i) {
+    text += concat(i == 0 ? ", or still in " : ", ", to_string(root.pending[i]));
+  }
+  if (root.pending.size() > kPendingShown) {
+    text += concat(" and ", root.pending.size() - kPendingShown, " more");
+  }
+  if (root.issued) {
+    text += concat("; issued last: ", to_string(*root.issued), ", ", in_seconds_of(root.since_ms),
+                   " ago");
+  }
+  if (root.waited_for_by > 0)
+    text += concat("; ", root.waited_for_by,
+                   root.waited_for_by == 1 ? " rank waits" : " ranks wait", " for it");
+  return text;
+}
+
+std::string line_of(const HangWait& wait) {
+  return concat(some(wait.ranks), wait.ranks.size() == 1 ? " is in " : " are in ",
+                to_string(wait.in), ", as the order says, for ", in_seconds_of(wait.waited_ms),
+                wait.missing.empty()
+                    ? std::string()
+                    : concat(wait.ranks.size() == 1 ? ", and waits for " : ", and wait for ",
+                             some(wait.missing)));
+}
+
+}  // namespace
+
+std::string to_string(const NamedIssue& issue) {
+  std::string text = issue.words.op;
+  if (!issue.words.unit.empty()) text += concat(" of ", issue.words.unit);
+  if (text.empty()) text = "something that it has not issued before";
+  if (!issue.group.empty()) text += concat(", micro-batch ", issue.words.micro_batch);
+  if (issue.pass == Pass::kBackward) text += ", in backward";
+  if (issue.sequence) text += concat(" (#", *issue.sequence, " on ", issue.group, ")");
+  return text;
+}
+
+HangReport find_hang(const Boards& boards) { return Finder(boards).find(); }
+
+std::string to_string(const HangReport& report) {
+  std::string text =
+      concat("hang report: ", report.answered, " of ", report.ranks, " ranks said where they are");
+  for (std::size_t i = 0; i < std::min(report.roots.size(), kRootsShown); ++i) {
+    text += concat("\n  ", i == 0 ? "cause: " : "  and: ", line_of(report.roots[i]));
+  }
+  if (report.roots.size() > kRootsShown) {
+    text += concat("\n    and: ", report.roots.size() - kRootsShown, " ranks more");
+  }
+  if (report.roots.empty()) text += "\n  cause: not found: nobody waits for anybody";
+  for (std::size_t i = 0; i < std::min(report.waits.size(), kWaitsShown); ++i) {
+    text += concat("\n  ", line_of(report.waits[i]));
+  }
+  if (report.waits.size() > kWaitsShown) {
+    std::size_t ranks = 0;
+    for (std::size_t i = kWaitsShown; i < report.waits.size(); ++i) {
+      ranks += report.waits[i].ranks.size();
+    }
+    text +=
+        concat("\n  ", ranks, " ranks more in ", report.waits.size() - kWaitsShown, " other waits");
+  }
+  return text;
+}
+
+}  // namespace tessera::comm

@@ -1,0 +1,78 @@
+// HangReport: why a run hangs or was lost, worked out from the boards of its ranks (rank_board.h).
+//
+// [Note: who left the order] Steps are alike, so what a rank has issued before tells what comes next:
+// the last place at which a group's collectives went the same way for the longest time. Ranks of one
+// group that issued different things under one number are compared with that, and with the others of
+// the group; the one that issued something else left the order. Where none did, waits are followed
+// from rank to rank, over all groups: the one at their end waits for nobody, since it is gone, stopped
+// or computes. Ranks that wait in a cycle are told apart by the order of the two collectives in which
+// they wait. Pure. Source: PyTorch's flight recorder analyzer compares entries of one group; it knows
+// no order of earlier steps and follows no waits.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "launch/rank_board.h"
+
+namespace tessera::comm {
+
+/// A collective or a message, as reports name it.
+struct NamedIssue {
+  std::uint64_t what = 0;
+  IssueWords words;
+  std::string group;                      ///< "messages" of a message
+  std::optional<std::uint64_t> sequence;  ///< none of messages
+  std::optional<Pass> pass;
+};
+/// "all_gather of layers.3, micro-batch 0, in backward (#17 on gather of ranks 0,1)".
+std::string to_string(const NamedIssue& issue);
+
+enum class HangCause : std::uint8_t {
+  kLeftOrder,  ///< issued something else than comes next
+  kGone,       ///< gives no sign of life
+  kComputes,   ///< lives, and waits for nobody
+  kMute,       ///< lives, and did not answer
+  kStore,      ///< waits in the store, where ranks open a group or meet
+  kCycle,      ///< waits for ranks that wait for it
+};
+
+/// A rank that others wait for, and nobody keeps waiting; or one that left the order.
+struct HangRoot {
+  int rank = 0;
+  HangCause cause = HangCause::kComputes;
+  std::optional<NamedIssue> should;  ///< be in by the order
+  std::optional<NamedIssue> issued;  ///< instead of it, of kLeftOrder; the last one, of others
+  std::string how;                   ///< kLeftOrder: "skipped", "issued twice", "issued too early"
+  std::int64_t since_ms = 0;         ///< it issued that so long ago
+  int waited_for_by = 0;             ///< ranks
+  /// Of a rank without a board: earlier ones of its groups that no rank knows to be through.
+  std::vector<NamedIssue> pending = {};
+};
+
+/// Ranks that wait alike.
+struct HangWait {
+  std::vector<int> ranks;
+  NamedIssue in;
+  std::vector<int> missing;  ///< ranks that have not come to it
+  std::int64_t waited_ms = 0;
+  bool as_ordered = false;           ///< it comes next by the order
+  std::optional<NamedIssue> should;  ///< be in, where the order says something else
+};
+
+struct HangReport {
+  int ranks = 0;
+  int answered = 0;
+  std::vector<HangRoot> roots;  ///< the first to leave first
+  std::vector<HangWait> waits;  ///< the longest first
+  bool by_order = false;        ///< the order of earlier steps was known
+};
+
+HangReport find_hang(const Boards& boards);
+/// One block of lines, each at most some hundred characters and at most some 20 of them, whatever
+/// the number of ranks.
+std::string to_string(const HangReport& report);
+
+}  // namespace tessera::comm

@@ -1,0 +1,97 @@
+// OrderLog: the order in which one rank has issued collectives and messages of late, over all of its
+// groups: long enough to hold the step before this one, which says what comes next.
+//
+// Written at every collective and message: a few numbers each. Words are made when a rank hangs or is
+// lost, for its board (rank_board.h). Pure.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/mutex.h"
+
+namespace tessera::comm {
+
+/// Returns `fingerprint` of a collective, mixed with the purpose of its group: the same in every step
+/// and in groups of other ranks that do the same.
+constexpr std::uint64_t what_of(std::uint64_t fingerprint, std::uint64_t purpose) {
+  return fingerprint + purpose * 0x9e3779b97f4a7c15ULL;
+}
+/// The other end of a message: `what` of a send is odd, that of its receive is one less.
+constexpr std::uint64_t other_end(std::uint64_t what) { return what ^ 1U; }
+
+/// What was issued, in words.
+struct IssueWords {
+  std::string op;    ///< "all_gather", "send of activations"
+  std::string unit;  ///< "layers.3", "stage 1"
+  std::uint32_t micro_batch = 0;
+  bool operator==(const IssueWords&) const = default;
+};
+
+/// Something issued, kept so that words can be made of it later. Threads: any.
+class Issue {
+ public:
+  virtual ~Issue() = default;
+  virtual IssueWords words() const = 0;
+
+ protected:
+  Issue() = default;
+  Issue(const Issue&) = default;
+  Issue& operator=(const Issue&) = default;
+};
+
+/// Whether something goes out while a backward runs.
+enum class Pass : std::uint8_t { kForward, kBackward };
+
+/// One collective, or one end of a message.
+struct LoggedIssue {
+  std::uint64_t lane = 0;      ///< hash of the group's name; kMessageLane of a message
+  std::uint64_t what = 0;      ///< what_of(); even or odd of a message
+  std::uint64_t sequence = 0;  ///< of its group; of a message a hash that is the same at both ends
+  std::chrono::steady_clock::time_point time;
+  Pass pass = Pass::kForward;
+  bool done = false;  ///< waited for, and through
+};
+/// The lane of all messages of a rank.
+inline constexpr std::uint64_t kMessageLane = 1;
+
+/// Threads: any.
+class OrderLog {
+ public:
+  /// Returns its number. `make` returns the shared_ptr<const Issue>; called where `what` is new.
+  template <class Make>
+  std::uint64_t note(const LoggedIssue& one, const Make& make) {
+    const base::Lock lock(mutex_);
+    ring_[count_ % ring_.size()] = one;
+    if (issues_.size() >= kMostNames && !issues_.contains(one.what)) issues_.clear();
+    if (const auto [place, is_new] = issues_.try_emplace(one.what); is_new) place->second = make();
+    return count_++;
+  }
+  /// The one with this number is through.
+  void done(std::uint64_t number) {
+    const base::Lock lock(mutex_);
+    if (number < count_ && count_ - number <= ring_.size()) {
+      ring_[number % ring_.size()].done = true;
+    }
+  }
+  void clear();
+  /// The last ones, at most `most`, the oldest first.
+  std::vector<LoggedIssue> latest(std::size_t most) const;
+  std::optional<IssueWords> words(std::uint64_t what) const;
+
+ private:
+  static constexpr std::size_t kKept = 4096;
+  static constexpr std::size_t kMostNames = 4096;
+  mutable base::Mutex mutex_;
+  std::vector<LoggedIssue> ring_ TESSERA_GUARDED_BY(mutex_) = std::vector<LoggedIssue>(kKept);
+  std::uint64_t count_ TESSERA_GUARDED_BY(mutex_) = 0;
+  std::unordered_map<std::uint64_t, std::shared_ptr<const Issue>> issues_
+      TESSERA_GUARDED_BY(mutex_);
+};
+
+}  // namespace tessera::comm

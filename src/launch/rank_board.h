@@ -1,0 +1,101 @@
+// RankBoard: where one rank stands when a run hangs or loses a rank, as a value: what it waits in,
+// what its groups have issued, and in which order.
+//
+// Made by the rank itself before its waits end, and put into the store, where the rank that reports
+// collects those of all (collect_boards). Ranks that are killed or stopped say nothing: they are
+// told from slow ones by their heartbeats. hang_report.h finds the cause in them. Pure.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "launch/order_log.h"
+#include "launch/peer_watch.h"
+
+namespace tessera::comm {
+
+struct BoardLane {
+  std::uint64_t hash = 0;
+  std::string name;         ///< of the group: "gather of ranks 0,1"
+  std::uint64_t count = 0;  ///< collectives so far
+  bool operator==(const BoardLane&) const = default;
+};
+
+struct BoardItem {
+  std::uint64_t lane = 0;
+  std::uint64_t what = 0;
+  std::uint64_t sequence = 0;
+  std::int64_t age_ms = 0;
+  Pass pass = Pass::kForward;
+  bool done = false;  ///< waited for, and through
+  bool operator==(const BoardItem&) const = default;
+};
+
+struct BoardWait {
+  std::uint64_t lane = 0;
+  std::uint64_t what = 0;  ///< 0: no collective or message (the opening of a group)
+  std::uint64_t sequence = 0;
+  int peer = -1;  ///< as PeerWait::peer
+  std::int64_t waited_ms = 0;
+  std::string text;  ///< as PeerWait::text
+  bool operator==(const BoardWait&) const = default;
+};
+
+struct RankBoard {
+  int rank = 0;
+  /// Threads that wait for other ranks, those in the store included; 0: it computes.
+  int threads_waiting = 0;
+  std::vector<BoardWait> waits;  ///< the longest first
+  std::vector<BoardLane> lanes;
+  std::vector<BoardItem> items;  ///< the oldest first
+  std::map<std::uint64_t, IssueWords> names;
+  bool operator==(const RankBoard&) const = default;
+
+  const BoardLane* lane(std::uint64_t hash) const;
+};
+
+/// Of so many ranks, how many items each board has: all together stay within some MiB.
+std::size_t items_for(int ranks);
+/// As PeerWait, with the time that it has lasted.
+struct TimedWait {
+  PeerWait wait;
+  std::chrono::steady_clock::time_point since;
+};
+/// `lanes`: of groups whose collectives are in `log`.
+RankBoard make_board(int rank, int threads_waiting, const std::vector<TimedWait>& waits,
+                     std::vector<BoardLane> lanes, const OrderLog& log, std::size_t most_items);
+
+std::string encode(const RankBoard& board);
+/// None for anything that encode() does not write: it comes from another process.
+std::optional<RankBoard> decode_board(const std::string& text);
+
+/// World ranks in the name of a group ("gather of ranks 0,1", "... 0 to 1020 by 4"), and what is
+/// before them; no ranks where the name has none.
+std::vector<int> ranks_in(const std::string& group);
+std::string purpose_in(const std::string& group);
+
+/// What all ranks said.
+struct Boards {
+  int ranks = 0;                  ///< of the World
+  int reporter = 0;               ///< the rank that asks
+  std::vector<RankBoard> boards;  ///< ascending
+  std::vector<int> silent;        ///< no board, and no heartbeat while they were asked
+  std::vector<int> mute;          ///< no board, though their hearts beat
+};
+
+namespace store_key {
+std::string board(int epoch, int rank);
+inline constexpr const char* kReported = "hang reported";  ///< nobody reads boards any more
+}  // namespace store_key
+
+/// Asks for the boards of all ranks until they are there, or `time` is over. `own`: the reporter's.
+/// Errors: those of the store.
+Boards collect_boards(WatchedStore& store, int epoch, int ranks, const RankBoard& own,
+                      std::chrono::milliseconds time, std::chrono::milliseconds pause);
+
+}  // namespace tessera::comm
