@@ -80,6 +80,7 @@ svg .middle { text-anchor: middle; }
   stroke-linejoin: round; }
 svg .tick { fill: var(--soft); }
 .grid { stroke: var(--line); stroke-dasharray: 2 3; }
+.limit-back { stroke: var(--paper); stroke-width: 6; }
 .limit { stroke: var(--bad); stroke-width: 2; stroke-dasharray: 6 4; }
 svg .limit-text { fill: var(--bad); font-weight: 600; }
 .mark { stroke: var(--ink); }

@@ -89,8 +89,10 @@ std::string held_row(const Report& report, const Place& place, double whole, int
   }
   if (report.memory) {
     const std::string limit = percent(static_cast<double>(*report.memory) / whole);
-    text += concat("<line x1=\"", limit, "\" x2=\"", limit, "\" y1=\"", top + 15, "\" y2=\"",
-                   top + 39, "\" class=\"limit\"/>\n");
+    for (const std::string_view line : {"limit-back", "limit"}) {
+      text += concat("<line x1=\"", limit, "\" x2=\"", limit, "\" y1=\"", top + 14, "\" y2=\"",
+                     top + 40, "\" class=\"", line, "\"/>\n");
+    }
   }
   return text;
 }
