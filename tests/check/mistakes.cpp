@@ -1,6 +1,7 @@
 #include "check/mistakes.h"
 
 #include <algorithm>
+#include <cctype>
 #include <map>
 #include <set>
 #include <tuple>
@@ -89,9 +90,15 @@ bool suit(Kind kind, Drawn& layout) {
   if (kind == kPartialMetWithReduced) layout.sequence = true;
   if (needs_tensor_ranks(kind) && layout.tp == 1) return false;
   if (kind == kWrongAxis && layout.replicate * layout.shard == 1) return false;
-  if (kind == kMessageOfAnotherMicroBatch && layout.pp == 1) return false;
-  if (kind == kBiasOnEveryRank && layout.family != "gpt-oss" && layout.family != "gpt2") {
-    return false;
+  if (kind == kMessageOfAnotherMicroBatch) {
+    if (layout.pp == 1) return false;
+    layout.frozen = false;  // no gradient is due where what is before is frozen
+  }
+  // The layers of a rank are reduced one after the other.
+  if (kind == kOrderOfOneRank && (layout.pp > 1 || layout.shard == 1)) return false;
+  if (kind == kBiasOnEveryRank) {
+    if (layout.family != "gpt-oss" && layout.family != "gpt2") return false;
+    layout.adapters = Drawn::Adapters::kNone;  // beside which biases stay the zeros that they are
   }
   if (finder_of(kind) == Finder::kGuard && layout.replicate == 1 && layout.tp == 1) return false;
   return suits_experts(kind, layout);
@@ -201,7 +208,7 @@ namespace {
 
 std::vector<GradContract> trained(ModelContract model) {
   std::erase_if(model.parameters, [](const GradContract& one) { return !one.trainable; });
-  return std::move(model.parameters);
+  return model.parameters;
 }
 
 }  // namespace
@@ -259,6 +266,7 @@ void contract_layout(const RankParts& rank, const std::string& name,
 void change_raw_gradients(const RankParts& rank, const std::string& name,
                           const std::function<at::Tensor(const at::Tensor&)>& change) {
   golden::on_raw_gradient(rank, name, [=](const at::Tensor& raw) {
+    if (!raw.defined()) return raw;  // one that is deferred comes by another way
     at::Tensor changed = change(raw);
     return changed.defined() ? changed : raw;
   });
@@ -270,8 +278,28 @@ std::string base_axis(std::string_view axis) {
   return std::string(axis);
 }
 
+namespace {
+
+bool is_of_name(char c) { return std::isalnum(static_cast<unsigned char>(c)) != 0 || c == '_'; }
+
+bool has_word(std::string_view text, std::string_view word) {
+  for (auto at = text.find(word); at != text.npos; at = text.find(word, at + 1)) {
+    const auto end = at + word.size();
+    if ((at == 0 || !is_of_name(text[at - 1])) && (end == text.size() || !is_of_name(text[end]))) {
+      return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace
+
 bool has_axis(const check::Finding& finding, std::string_view axis) {
-  return base_axis(finding.axis) == base_axis(axis);
+  if (!finding.axis.empty() || finding.kind != check::FindingKind::kRefused) {
+    return base_axis(finding.axis) == base_axis(axis);
+  }
+  // Behind it refusals list all axes.
+  return has_word(finding.found.substr(0, finding.found.find(" on the mesh")), axis);
 }
 
 bool has_parameter(const check::Finding& finding, const GradContract& parameter) {

@@ -7,23 +7,33 @@
 
 #include "check/mistakes_by_area.h"
 #include "comm/group.h"
+#include "models/small_spec.h"
+#include "train/pipeline/pipeline_plan.h"
 
 namespace tessera::mistakes {
 namespace {
 
 using check::FindingKind;
 
-/// One rank holds a reduction back until it has issued the next collective.
-std::optional<Mistake> order_of_one_rank(Draws& draws, const Ground& ground) {
+/// Units with layers, in the order of the model.
+std::vector<std::string> layers_of(const Ground& ground) {
   std::vector<std::string> units;
   for (const auto& parameter : ground.run.source.description.parameters) {
-    if (parameter.unit.find("layers.") == std::string::npos &&
-        parameter.unit.find("h.") == std::string::npos) {
-      continue;
+    const bool is_layer = parameter.unit.find("layers.") != std::string::npos ||
+                          parameter.unit.find("h.") != std::string::npos;
+    if (is_layer && (units.empty() || units.back() != parameter.unit)) {
+      units.push_back(parameter.unit);
     }
-    if (units.empty() || units.back() != parameter.unit) units.push_back(parameter.unit);
   }
-  if (units.empty()) return std::nullopt;
+  return units;
+}
+
+/// One rank holds a reduction back until it has issued the next collective: not that of the first layer,
+/// behind which there may be none.
+std::optional<Mistake> order_of_one_rank(Draws& draws, const Ground& ground) {
+  auto units = layers_of(ground);
+  if (ground.run.dims.dp_shard == 1 || units.size() < 2) return std::nullopt;
+  units.erase(units.begin());
   const std::string unit = pick(draws, units);
   const bool first = draws.below(2) == 0;
   Mistake mistake{.kind = Kind::kOrderOfOneRank,
@@ -39,10 +49,20 @@ std::optional<Mistake> order_of_one_rank(Draws& draws, const Ground& ground) {
   return mistake;
 }
 
+std::string first_unit_of_second_stage(const Ground& ground) {
+  const auto& run = ground.run;
+  const auto plan =
+      train::resolve_pipeline(run.config, run.dims, run.source.spec, run.source.description,
+                              {run.micro_batches, models::kSmallPositions});
+  return layers_of(ground).at(
+      static_cast<std::size_t>(train::stage_layers(plan.value(), 1).layers.begin));
+}
+
 std::optional<Mistake> message_of_another(Draws& draws, const Ground& ground) {
   if (ground.run.dims.pp == 1) return std::nullopt;
   const bool forward = draws.below(2) == 0;
   const int stage = forward ? 0 : 1;
+  const auto unit = first_unit_of_second_stage(ground);
   Mistake mistake{.kind = Kind::kMessageOfAnotherMicroBatch,
                   .place = concat(forward ? "activations" : "gradients", " of stage ", stage),
                   .changes = {},
@@ -88,7 +108,7 @@ std::optional<Replicated> draw_replicated(Draws& draws, const Ground& ground) {
   const bool has_replicas = ground.layout.replicate > 1;
   const auto is_whole = [](const GradContract& one) {
     return !one.layout.axes.empty() && one.layout.axes.front().axis == "tp" &&
-           one.layout.axes.front().parameter.kind != PlacementKind::kShard;
+           one.layout.axes.front().parameter.kind == PlacementKind::kInvariant;
   };
   const bool over_tensor = ground.layout.tp > 1 && (!has_replicas || draws.below(2) == 0);
   if (!over_tensor && !has_replicas) return std::nullopt;
