@@ -49,7 +49,7 @@ Values in_zeros(const SeenTransition& one, const std::vector<Values>& parts) {
     const Values& part = parts[static_cast<std::size_t>(rank)];
     others.push_back(rank == one.rank ? part : zeros_like(part));
   }
-  return joined(others, one.dim);
+  return join(others, one.dim);
 }
 
 /// Rows that go to each rank, one after the other; in backward the way is the other one.
@@ -62,7 +62,7 @@ Values exchanged(const SeenTransition& one, const Together& all) {
     const auto count = sends.at(static_cast<std::size_t>(one.rank));
     rows.push_back(slice(from->given, 0, begin, begin + count));
   }
-  return joined(rows, 0);
+  return join(rows, 0);
 }
 
 /// What the rank has to make of what all were given.
@@ -73,15 +73,15 @@ Values expected_of(const SeenTransition& one, const Together& all) {
   if (one.kind == "all_reduce") return !forward && one.is_invariant ? own : sum(given);
   if (one.kind == "copy") return forward ? own : sum(given);
   if (one.kind == "all_gather") {
-    if (forward) return joined(given, one.dim);
+    if (forward) return join(given, one.dim);
     return own_part(one, one.is_invariant ? own : sum(given));
   }
   if (one.kind == "reduce_scatter") {
-    return forward ? own_part(one, sum(given)) : joined(given, one.dim);
+    return forward ? own_part(one, sum(given)) : join(given, one.dim);
   }
   if (one.kind == "slice") {
     if (forward) return own_part(one, own);
-    return one.is_invariant ? joined(given, one.dim) : in_zeros(one, given);
+    return one.is_invariant ? join(given, one.dim) : in_zeros(one, given);
   }
   if (one.kind == "pad") return forward ? in_zeros(one, given) : own_part(one, own);
   if (one.kind == "only_first") return one.rank == 0 ? own : zeros_like(own);

@@ -68,7 +68,7 @@ Values sum(std::span<const Values> addends) {
   return total;
 }
 
-Values joined(std::span<const Values> parts, std::int64_t dim) {
+Values join(std::span<const Values> parts, std::int64_t dim) {
   Values whole;
   whole.sizes = parts.front().sizes;
   const auto at = static_cast<std::size_t>(dim);
@@ -107,7 +107,7 @@ std::optional<Placement> placement_of(std::span<const Values> parts, const Value
   if (same) return Placement{PlacementKind::kReplicate};
   for (std::size_t dim = 0; dim < whole.sizes.size(); ++dim) {
     if (!fits(parts, whole.sizes, dim)) continue;
-    if (equal(joined(parts, static_cast<std::int64_t>(dim)), whole)) {
+    if (equal(join(parts, static_cast<std::int64_t>(dim)), whole)) {
       return Placement{PlacementKind::kShard, static_cast<int>(dim)};
     }
   }

@@ -34,7 +34,7 @@ inline bool equal(const Values& found, const Values& expected) {
 
 Values sum(std::span<const Values> addends);
 /// Joined along `dim`. Errors: kInternal where other sizes differ.
-Values joined(std::span<const Values> parts, std::int64_t dim);
+Values join(std::span<const Values> parts, std::int64_t dim);
 /// Rows [begin, end) of `dim`.
 Values slice(const Values& whole, std::int64_t dim, std::int64_t begin, std::int64_t end);
 /// Zeros of the same sizes.

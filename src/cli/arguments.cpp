@@ -108,15 +108,15 @@ void add_train(::CLI::App& app, TrainArguments& train, const std::string& keys) 
   verb->footer(keys);
 }
 
+constexpr std::string_view kSafetensors = ".safetensors";
 constexpr const char* kModelFolder =
     "A run's folder (its latest checkpoint), checkpoint/step-N of one, or a Hugging Face folder.";
 
 void add_gradients(::CLI::App& app, GradientsArguments& gradients, const std::string& keys) {
   ::CLI::App* verb = app.add_subcommand(
       "gradients", "Loss and every parameter's gradient for one batch, under any layout.");
-  verb->add_option("--model", gradients.model, kModelFolder)->required();
-  verb->add_option("--batch", gradients.batch, ".safetensors with input_ids and labels [B,T].")
-      ->required();
+  verb->add_option("--model", gradients.model, kModelFolder);
+  verb->add_option("--batch", gradients.batch, ".safetensors with input_ids and labels [B,T].");
   verb->add_option("--out", gradients.out,
                    ".safetensors to write; of --precision-what-if its report as JSON.");
   ::CLI::Option* no_logits =
@@ -132,7 +132,13 @@ void add_gradients(::CLI::App& app, GradientsArguments& gradients, const std::st
                    "The largest error |g - g32| / |g32| of a gradient; default 0.05.")
       ->check(not_a_share, "FLOAT above 0, at most 1")
       ->needs(what_if);
-  verb->add_flag("--json", gradients.json, "The report as JSON.")->needs(what_if);
+  verb->add_option("--diff", gradients.diff,
+                   "Compare two gradients of the batch, by two files of --out or two TOML files: "
+                   "equal, apart by rounding, or wrong, and where that begins.")
+      ->expected(2)
+      ->excludes(no_logits)
+      ->excludes(what_if);
+  verb->add_flag("--json", gradients.json, "The report of --precision-what-if or --diff as JSON.");
   add_nproc(*verb, gradients.nproc);
   verb->footer(keys);
 }
@@ -502,6 +508,24 @@ std::string refusal_of(const ::CLI::ParseError& error, const std::vector<std::st
   return one_line(error.what()) + see;
 }
 
+/// What each form of the verb needs.
+void check_gradients(const GradientsArguments& gradients) {
+  const auto require = [](bool found, std::string_view option) {
+    TESSERA_CHECK(found, ErrorKind::kUsage, "gradients: found no ", option,
+                  ", expected it; see tessera gradients --help");
+  };
+  const bool reads_files =
+      !gradients.diff.empty() && gradients.diff.front().ends_with(kSafetensors);
+  if (!reads_files) {
+    require(!gradients.model.empty() || !gradients.diff.empty(), "--model");
+    require(!gradients.batch.empty(), "--batch");
+  }
+  const bool reports = gradients.precision_what_if || !gradients.diff.empty();
+  require(!gradients.out.empty() || reports, "--out");
+  TESSERA_CHECK(reports || !gradients.json, ErrorKind::kUsage,
+                "--json: found it beside --out alone, expected --precision-what-if or --diff");
+}
+
 Arguments chosen(const ::CLI::App& app, Parsed parsed, Overrides overrides) {
   const auto takes_overrides = [&](auto arguments) -> Arguments {
     arguments.overrides = std::move(overrides);
@@ -509,9 +533,7 @@ Arguments chosen(const ::CLI::App& app, Parsed parsed, Overrides overrides) {
   };
   if (app.got_subcommand("train")) return takes_overrides(std::move(parsed.train));
   if (app.got_subcommand("gradients")) {
-    TESSERA_CHECK(!parsed.gradients.out.empty() || parsed.gradients.precision_what_if,
-                  ErrorKind::kUsage,
-                  "gradients: found no --out, expected it; see tessera gradients --help");
+    check_gradients(parsed.gradients);
     return takes_overrides(std::move(parsed.gradients));
   }
   if (app.got_subcommand("inspect")) {

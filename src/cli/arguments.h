@@ -41,6 +41,7 @@ struct GradientsArguments {
   bool json = false;
   std::optional<int> nproc;
   Overrides overrides;
+  std::vector<std::string> diff;  ///< --diff A B; empty: it was not asked for
 };
 
 /// The options that describe machines other than this one; planned_machine.h makes one of them.

@@ -4,18 +4,23 @@
 #include <array>
 #include <filesystem>
 #include <iostream>
+#include <nlohmann/json.hpp>
 #include <string_view>
+#include <tuple>
 
 #include "base/log.h"
 #include "base/text/printable.h"
 #include "cli/arguments.h"
+#include "cli/program_end.h"
 #include "cli/ranks.h"
+#include "cli/report_json.h"
 #include "io/atomic_file.h"
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
 #include "train/hf/model_source.h"
 #include "train/precision/precision_report.h"
 #include "train/precision/precision_what_if.h"
+#include "train/small/diff_runs.h"
 
 namespace tessera::cli {
 namespace {
@@ -65,9 +70,39 @@ int run_what_if(const GradientsArguments& arguments, const train::Config& config
   });
 }
 
+/// A TOML file as a side of a comparison.
+train::DiffSide side_of(const std::string& file, const GradientsArguments& arguments) {
+  train::DiffSide side{file, train::open_as("--diff", [&] { return train::load_config(file); })};
+  if (!arguments.model.empty()) side.config.model.path = arguments.model;
+  apply(arguments.overrides, side.config);
+  train::validate(side.config, train::Verb::kGradients);
+  side.config.model.path = train::newest_checkpoint(side.config.model.path, "--model");
+  return side;
+}
+
+int run_diff(const GradientsArguments& arguments) {
+  const auto& [a, b] = std::tie(arguments.diff.at(0), arguments.diff.at(1));
+  const auto is_file = [](const std::string& path) { return path.ends_with(".safetensors"); };
+  TESSERA_CHECK(is_file(a) == is_file(b), ErrorKind::kUsage, "--diff: found ", shown(a), " and ",
+                shown(b), ", expected two files of gradients, or two configurations");
+  const check::GradientDiff diff =
+      is_file(a) ? train::diff_files(a, b)
+                 : train::diff_runs(side_of(a, arguments), side_of(b, arguments), arguments.batch);
+  return run_for_output([&] {
+    if (arguments.json) {
+      std::cout << json_of(diff).dump(2, ' ', false, nlohmann::json::error_handler_t::replace)
+                << '\n';
+    } else {
+      std::cout << to_string(diff);
+    }
+    return diff.is_right() ? kDone : kFoundProblems;
+  });
+}
+
 }  // namespace
 
 int run_gradients(const GradientsArguments& arguments) {
+  if (!arguments.diff.empty()) return run_diff(arguments);
   train::GradientsRequest request;
   request.config.model.path = arguments.model;
   apply(arguments.overrides, request.config);

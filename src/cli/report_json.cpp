@@ -50,6 +50,14 @@ Json json_of(const check::StepTime& time) {
           {"bubble", time.bubble ? Json(*time.bubble) : Json()}};
 }
 
+Json json_of(const check::ParameterVerdict& one) {
+  return {{"parameter", one.parameter},
+          {"verdict", to_string(one.verdict)},
+          {"error", one.error},
+          {"ulps", one.ulps},
+          {"found", one.found}};
+}
+
 template <class T>
 Json array_of(const std::vector<T>& all) {
   Json array = Json::array();
@@ -70,6 +78,17 @@ nlohmann::ordered_json json_of(const check::Report& report) {
           {"memory_bytes", report.memory ? Json(*report.memory) : Json()},
           {"places", array_of(report.places)},
           {"step_time", report.time ? json_of(*report.time) : Json()}};
+}
+
+nlohmann::ordered_json json_of(const check::GradientDiff& diff) {
+  return {{"a", diff.a},
+          {"b", diff.b},
+          {"is_right", diff.is_right()},
+          {"dtype", to_string(diff.dtype)},
+          {"loss_a", diff.loss_a},
+          {"loss_b", diff.loss_b},
+          {"findings", array_of(diff.findings)},
+          {"parameters", array_of(diff.parameters)}};
 }
 
 }  // namespace tessera::cli

@@ -15,6 +15,7 @@
 
 #include "base/log.h"
 #include "capture/replay/regions.h"
+#include "check/gradient_diff.h"
 #include "comm/device.h"
 #include "comm/group.h"
 #include "comm/host_read.h"
@@ -220,6 +221,19 @@ std::vector<RowRange> pieces_of_batch(const Config& config, std::int64_t rows,
                                 dims.data_ranks(), data_rank);
 }
 
+DType coarsest_dtype(const ModelContract& contract) {
+  DType coarsest = DType::kFloat64;
+  const auto add = [&](DType dtype) {
+    if (check::coarseness(dtype) > check::coarseness(coarsest)) coarsest = dtype;
+  };
+  for (const GradContract& one : contract.parameters) {
+    if (!one.trainable) continue;
+    add(one.compute.dtype);
+    add(one.reduce);
+  }
+  return coarsest;
+}
+
 void run_gradients(const GradientsRequest& request, World& world,
                    const std::function<void()>& on_first_step) {
   const auto& config = request.config;
@@ -251,9 +265,11 @@ void run_gradients(const GradientsRequest& request, World& world,
   const auto plan_hash = plan_hash_of_run(*model);
   std::optional<SafetensorsWriter> writer;
   if (world.rank() == 0) {
-    const std::map<std::string, std::string> metadata{{"layout", to_string(mesh.shapes())},
-                                                      {"contract_hash", concat(hash(contract))},
-                                                      {"plan_hash", concat(plan_hash)}};
+    const std::map<std::string, std::string> metadata{
+        {"layout", to_string(mesh.shapes())},
+        {"contract_hash", concat(hash(contract))},
+        {"plan_hash", concat(plan_hash)},
+        {std::string(kComputedIn), std::string(to_string(coarsest_dtype(contract)))}};
     open_as("--out", [&] {
       writer.emplace(request.out, outputs(request, source, *batch, contract.parameters), metadata);
     });

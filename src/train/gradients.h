@@ -9,10 +9,12 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "layout/parallel_dims.h"
 #include "models/model_spec.h"
+#include "tessera/model_contract.h"
 #include "tessera/shard.h"
 #include "tessera/world.h"
 #include "train/config/config.h"
@@ -20,6 +22,13 @@
 #include "train/data/sampler.h"
 
 namespace tessera::train {
+
+/// In the metadata of a file of gradients: the coarsest dtype in which they were computed or sent.
+inline constexpr std::string_view kComputedIn = "computed_in";
+/// Before the names of parameters in it.
+inline constexpr std::string_view kGradientPrefix = "grad/";
+/// The dtype with the largest epsilon in which a trained parameter is computed with or summed over ranks.
+DType coarsest_dtype(const ModelContract& contract);
 
 struct GradientsRequest {
   Config config;      ///< model.path set; training, parallelism, precision count

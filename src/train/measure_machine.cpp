@@ -37,7 +37,7 @@ using Clock = std::chrono::steady_clock;
 /// Seconds of one call in the middle: of calls for so long, of which there are some.
 constexpr double kSecondsEach = 0.6;
 constexpr std::size_t kFewest = 3;
-constexpr std::size_t kMost = 400;
+constexpr std::size_t kMostRounds = 400;
 
 void wait_for(at::Device device) {
   comm::Event end;
@@ -61,7 +61,7 @@ double middle(std::vector<double> all) {
 double middle_seconds(at::Device device, const std::function<void()>& call) {
   seconds_of(device, call);
   std::vector<double> all;
-  for (double sum = 0.0; all.size() < kFewest || (sum < kSecondsEach && all.size() < kMost);) {
+  for (double sum = 0.0; all.size() < kFewest || (sum < kSecondsEach && all.size() < kMostRounds);) {
     all.push_back(seconds_of(device, call));
     sum += all.back();
   }

@@ -2,9 +2,9 @@
 #include "proof.h"
 #include "support/temporary_folder.h"
 #include "support/test.h"
+#include "train/check/check_run.h"
 #include "train/config/config_resolve.h"
 #include "train/contract_of_run.h"
-#include "train/check/check_run.h"
 #include "train/small/compare_runs.h"
 #include "unit/train/drawn_run.h"
 
@@ -33,7 +33,8 @@ TEST(SmallRuns, FindNothingInRightLayouts) {
     const SeenRun seen = run_small(run);
     ASSERT_EQ(seen.refused, "");
     for (const SeenStep& step : seen.steps) EXPECT_GT(step.norm, 0.0);
-    EXPECT_EQ(in_words(check_run(config, source, d.ranks()).report.findings), "") << to_string(mesh_shape(run.dims));
+    EXPECT_EQ(in_words(check_run(config, source, d.ranks()).report.findings), "")
+        << to_string(mesh_shape(run.dims));
   }
 }
 

@@ -118,13 +118,13 @@ std::string word_of(const std::string& dtype) {
 std::vector<Finding> findings_of(const std::vector<DtypeFinding>& dtypes) {
   std::vector<Finding> findings;
   for (const DtypeFinding& one : dtypes) {
-    findings.push_back({.kind = FindingKind::kDtype,
-                        .operation = one.op,
-                        .unit = one.unit,
-                        .found = concat("a result of ", word_of(one.found), ", made so by ",
-                                        one.cause),
-                        .expected = concat(to_string(one.expected), ", in which the unit computes"),
-                        .mend = "cast it, or put what is wide on purpose into a WideScope"});
+    findings.push_back(
+        {.kind = FindingKind::kDtype,
+         .operation = one.op,
+         .unit = one.unit,
+         .found = concat("a result of ", word_of(one.found), ", made so by ", one.cause),
+         .expected = concat(to_string(one.expected), ", in which the unit computes"),
+         .mend = "cast it, or put what is wide on purpose into a WideScope"});
   }
   return findings;
 }
@@ -264,7 +264,8 @@ CheckedRun check_run(const Config& config, const ModelSource& source, int world,
   try {
     checked.steps = check_whole(config, source, dims, resolved, report);
   } catch (const Error& error) {
-    const bool is_refused = error.kind() == ErrorKind::kConfig || error.kind() == ErrorKind::kContract;
+    const bool is_refused =
+        error.kind() == ErrorKind::kConfig || error.kind() == ErrorKind::kContract;
     if (is_refused) throw;
     uncounted = std::current_exception();  // what stops a dry step may be what the small run finds
   }

@@ -56,6 +56,7 @@ class Units {
       if (!is_handed_on && before_is_right) {
         auto found = finding(FindingKind::kForward, unit, unit.unit, &SeenUnit::input, "input");
         found.operation = "message to this unit";
+        found.axis = axis::kPipeline;
         found.expected = "the result of the unit before it, of the same micro-batch";
         found.mend = "look at what is sent between the two, and under which tag";
         return {found};
@@ -81,6 +82,7 @@ class Units {
             finding(FindingKind::kBackward, *unit, by, &SeenUnit::gradient, "gradient of input");
         if (is_sent_rightly) {
           found.operation = "message from this unit";
+          found.axis = axis::kPipeline;
           found.expected = "what the unit gives back, of the same micro-batch";
           found.mend = "look at what is sent between the two, and under which tag";
         }

@@ -41,33 +41,29 @@ check::Values values_of(const at::Tensor& tensor) {
   return {tensor.sizes().vec(), std::vector<double>(begin, begin + wide.numel())};
 }
 
-/// Rows of drawn tokens; about a fifth of the labels does not count. Where fewer data ranks run the
-/// rows of `data_ranks`, each of their micro-batches has the rows of the same one of those.
-class SmallBatches final : public BatchSource {
+/// The rows of a run, drawn or of a batch. Where fewer data ranks run the rows of `data_ranks`, each of
+/// their micro-batches has the rows of the same one of those.
+class RowsOfRun final : public BatchSource {
  public:
-  explicit SmallBatches(const SmallRun& run)
-      : data_ranks_(run.data_ranks),
+  explicit RowsOfRun(const SmallRun& run)
+      : batch_(run.batch),
+        data_ranks_(run.data_ranks),
         micro_batches_(run.micro_batches),
         runs_on_(run.dims.data_ranks()),
         vocabulary_(run.source.spec.vocab_size) {}
 
   std::int64_t rows_in_step() const override { return data_ranks_ * micro_batches_; }
-  std::int64_t row_tokens() const override { return models::kSmallPositions; }
+  std::int64_t row_tokens() const override {
+    return batch_ ? batch_->row_tokens() : models::kSmallPositions;
+  }
   MicroBatch load(std::int64_t step, RowRange rows) const override {
-    const std::int64_t positions = row_tokens();
-    const at::Tensor ids = at::empty({rows.size(), positions}, at::kLong);
-    const at::Tensor targets = at::empty_like(ids);
-    for (std::int64_t i = 0; i < rows.size(); ++i) {
-      std::mt19937 random(static_cast<std::uint32_t>(step * 1000 + row_at(rows.begin + i)));
-      for (std::int64_t t = 0; t < positions; ++t) {
-        // The last id may stand for an image.
-        ids[i][t] = static_cast<std::int64_t>(3 + random() % (vocabulary_ - 4));
-        targets[i][t] = random() % 5 == 0
-                            ? kIgnored
-                            : static_cast<std::int64_t>(3 + random() % (vocabulary_ - 4));
-      }
+    if (batch_ && rows.size() == 0) return batch_->load(1, {0, 0});
+    std::vector<MicroBatch> each;
+    for (std::int64_t i = rows.begin; i < rows.end; ++i) {
+      const std::int64_t row = row_at(i);
+      each.push_back(batch_ ? batch_->load(1, {row, row + 1}) : drawn(step, row));
     }
-    return {.input_ids = ids, .targets = targets};
+    return together(each);
   }
   std::int64_t rows_in_pass() const override { return rows_in_step(); }
   void check_labels(std::int64_t /*steps*/) override {}
@@ -82,7 +78,41 @@ class SmallBatches final : public BatchSource {
     const std::int64_t micro_batch = place / each;
     return (rank * each + place % each) * micro_batches_ + micro_batch;
   }
+  /// About a fifth of the labels does not count.
+  MicroBatch drawn(std::int64_t step, std::int64_t row) const {
+    const at::Tensor ids = at::empty({1, row_tokens()}, at::kLong);
+    const at::Tensor targets = at::empty_like(ids);
+    std::mt19937 random(static_cast<std::uint32_t>(step * 1000 + row));
+    const auto token = [&] {  // the last id may stand for an image
+      return static_cast<std::int64_t>(3 + random() % static_cast<std::uint64_t>(vocabulary_ - 4));
+    };
+    for (std::int64_t t = 0; t < row_tokens(); ++t) {
+      ids[0][t] = token();
+      targets[0][t] = random() % 5 == 0 ? kIgnored : token();
+    }
+    return {.input_ids = ids, .targets = targets};
+  }
+  static MicroBatch together(const std::vector<MicroBatch>& each) {
+    const auto joined = [&](auto&& tensor_of) {
+      std::vector<at::Tensor> parts;
+      for (const MicroBatch& one : each) parts.push_back(tensor_of(one));
+      return at::cat(parts, 0);
+    };
+    MicroBatch all = each.front();
+    all.input_ids = joined([](const MicroBatch& one) { return one.input_ids; });
+    all.targets = joined([](const MicroBatch& one) { return one.targets; });
+    if (all.token_types) {
+      all.token_types = joined([](const MicroBatch& one) { return *one.token_types; });
+    }
+    if (all.images) {
+      all.images =
+          models::Images{joined([](const MicroBatch& one) { return one.images->pixel_values; }),
+                         joined([](const MicroBatch& one) { return one.images->position_ids; })};
+    }
+    return all;
+  }
 
+  const std::shared_ptr<const BatchSource> batch_;
   const std::int64_t data_ranks_, micro_batches_, runs_on_, vocabulary_;
 };
 
@@ -135,7 +165,7 @@ class Notes final : public fsdp::CallWatch, public parallel::TransitionWatch {
         tensors, [](const at::Tensor* one) { return one->defined() && one->is_floating_point(); });
     return first == tensors.end() ? nullptr : *first;
   }
-  void note_gradient(const at::Tensor& of, std::size_t place, check::Values SeenUnit::*to) {
+  void note_gradient(const at::Tensor& of, std::size_t place, check::Values SeenUnit::* to) {
     if (!of.requires_grad()) return;
     of.register_hook([this, place, to](const at::Tensor& gradient) {
       if (gradient.defined()) seen_.units[place].*to = values_of(gradient);
@@ -153,7 +183,7 @@ class SmallRank {
       : run_(run), mesh_(world.mesh(mesh_shape(run.dims))), batches_(run) {
     const auto plan =
         resolve_pipeline(run.config, run.dims, run.source.spec, run.source.description,
-                         {run.micro_batches, models::kSmallPositions});
+                         {run.micro_batches, batches_.row_tokens()});
     auto parts =
         model_parts(run.source, run.config, mesh_, Purpose::kTraining, plan ? &*plan : nullptr);
     const ModelContract contract = parts.contract;
@@ -209,7 +239,7 @@ class SmallRank {
 
   const SmallRun& run_;
   Mesh mesh_;
-  const SmallBatches batches_;
+  const RowsOfRun batches_;
   std::shared_ptr<Sharded<models::LanguageModel>> model_;
   std::optional<PipelineOfRun> pipeline_;
   std::unique_ptr<Optimizer> optimizer_;
@@ -279,6 +309,18 @@ void set_degrees(Config& config, const ParallelDims& dims) {
 
 }  // namespace
 
+namespace {
+
+/// The error of a rank that found it by itself: others only see that one has stopped.
+std::string cause_of(const std::vector<std::string>& errors, const std::string& first) {
+  for (const std::string& error : errors) {
+    if (!error.empty() && error.find("an exception left") == std::string::npos) return error;
+  }
+  return first;
+}
+
+}  // namespace
+
 SmallRun small_run(const Config& config, const ModelSource& source, const ParallelDims& dims) {
   SmallRun run;
   run.dims = models::small_degrees(source.spec, dims);
@@ -296,6 +338,33 @@ SmallRun small_run(const Config& config, const ModelSource& source, const Parall
   return under(run, run.dims);
 }
 
+SmallRun run_of_batch(const Config& config, const ModelSource& source, const ParallelDims& dims,
+                      std::shared_ptr<const BatchSource> batch) {
+  const std::int64_t rows = batch->rows_in_step();
+  TESSERA_CHECK(rows % dims.data_ranks() == 0, ErrorKind::kUsage, "--batch: found ", rows,
+                " rows, expected a multiple of the ", dims.data_ranks(), " data ranks of a layout");
+  SmallRun run{.config = config,
+               .source = source,
+               .dims = dims,
+               .data_ranks = dims.data_ranks(),
+               .micro_batches = rows / dims.data_ranks(),
+               .batch = std::move(batch)};
+  run.config.device = DeviceName::kCpu;
+  run.config.compile = {};
+  run.config.grad_scaler = {};
+  run.config.optimizer = {};
+  run.config.pipeline.micro_batches = -1;
+  run.config.training.seq_len = run.batch->row_tokens();
+  run.config.debug.guard = 0;
+  return under(run, dims);
+}
+
+SmallRun in_float32(const SmallRun& run) {
+  SmallRun wide = run;
+  wide.config.precision = all_wide(run.config.precision, run.source.description);
+  return wide;
+}
+
 SmallRun under(const SmallRun& run, const ParallelDims& dims) {
   SmallRun other = run;
   other.dims = dims;
@@ -309,21 +378,27 @@ SmallRun under(const SmallRun& run, const ParallelDims& dims) {
 SeenRun run_small(const SmallRun& run) {
   const int ranks = run.dims.world_size();
   SeenRun seen;
-  seen.steps.resize(2);
+  seen.steps.resize(run.batch ? 1 : 2);
   for (SeenStep& step : seen.steps) step.ranks.resize(static_cast<std::size_t>(ranks));
   WorldOptions options;
   options.timeout = std::chrono::seconds(20);
+  std::vector<std::string> errors(static_cast<std::size_t>(ranks));
   try {
     comm::ThreadRanks threads(ranks, ThreadBackend::kInProcess, options);
     threads.run([&](World& world) {
       at::set_num_threads(1);
-      SmallRank rank(run, world);
-      for (std::size_t step = 0; step < seen.steps.size(); ++step) {
-        rank.run(static_cast<std::int64_t>(step) + 1, seen.steps[step]);
+      try {
+        SmallRank rank(run, world);
+        for (std::size_t step = 0; step < seen.steps.size(); ++step) {
+          rank.run(static_cast<std::int64_t>(step) + 1, seen.steps[step]);
+        }
+      } catch (const std::exception& error) {
+        errors[static_cast<std::size_t>(world.rank())] = error.what();
+        throw;
       }
     });
-  } catch (const Error& error) {
-    seen.refused = error.what();
+  } catch (const std::exception& error) {
+    seen.refused = cause_of(errors, error.what());
   }
   return seen;
 }

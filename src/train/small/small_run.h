@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,7 @@
 #include "check/values.h"
 #include "layout/parallel_dims.h"
 #include "train/config/config.h"
+#include "train/data/data.h"
 #include "train/hf/model_source.h"
 
 namespace tessera::train {
@@ -27,20 +29,27 @@ struct SmallRun {
   ParallelDims dims;
   std::int64_t data_ranks = 1;  ///< whose rows are run, whatever `dims` are
   std::int64_t micro_batches = 2;
+  std::shared_ptr<const BatchSource> batch = {};  ///< whose rows those are; null: they are drawn
 };
 
 /// `dims`: of the whole run. Errors: kConfig where the model cannot be shared so.
 SmallRun small_run(const Config& config, const ModelSource& source, const ParallelDims& dims);
+/// The model itself and `batch`, as its configuration has them, one row a micro-batch. Errors: kUsage for
+/// rows that the data ranks do not divide.
+SmallRun run_of_batch(const Config& config, const ModelSource& source, const ParallelDims& dims,
+                      std::shared_ptr<const BatchSource> batch);
+/// The same in float32.
+SmallRun in_float32(const SmallRun& run);
 /// The same rows and weights under other degrees.
 SmallRun under(const SmallRun& run, const ParallelDims& dims);
 
 /// One call of a unit on one rank.
 struct SeenUnit {
   std::string unit;
-  std::int64_t call = 0;        ///< of this unit, from 0: the micro-batch
-  check::Values input = {};     ///< its first floating one
-  check::Values result = {};    ///< the first
-  check::Values gradient = {};  ///< of the result; empty where none came
+  std::int64_t call = 0;          ///< of this unit, from 0: the micro-batch
+  check::Values input = {};       ///< its first floating one
+  check::Values result = {};      ///< the first
+  check::Values gradient = {};    ///< of the result; empty where none came
   check::Values given_back = {};  ///< gradient of the input; empty where none is due
 };
 
@@ -66,7 +75,7 @@ struct SeenRun {
   std::string refused;  ///< what the run ended with; empty: it ran
 };
 
-/// Runs it on threads of this process, which end before it returns.
+/// Runs two steps on threads of this process, which end before it returns; of a batch that is given, one.
 SeenRun run_small(const SmallRun& run);
 
 }  // namespace tessera::train
