@@ -8,8 +8,8 @@
 
 #include "base/text/count_text.h"
 #include "base/text/printable.h"
-#include "check/contracts.h"
-#include "check/order.h"
+#include "check/carried_contracts.h"
+#include "check/rank_order.h"
 #include "comm/batch.h"
 #include "grad/torch_dtype.h"
 #include "tessera/error.h"
@@ -176,41 +176,86 @@ check::Place place_of(int pp, const Role& role, const Config& config, const DryS
   return place;
 }
 
-/// What dry steps of all roles find; `places`: of the pipeline, whose steps are returned.
-std::vector<DryStep> check_whole(const Config& config, const ModelSource& source,
-                                 const ParallelDims& dims, const ModelContract& resolved,
-                                 check::Report& report) {
-  const MeshShapes mesh = mesh_shape(dims);
-  const Config stepped = stepped_config(config, dims);
-  const auto units = units_of(resolved, source.description);
-  std::vector<DryStep> places;
-  std::vector<check::NotedRank> ranks;
-  std::set<std::string> known;
-  for (const Role& role : roles_of(mesh)) {
-    const bool is_place = std::ssize(places) < dims.pp;
-    DryStep step = dry_step(stepped, source, role.rank, dims.world_size(),
-                            is_place ? WatchDtypes::kYes : WatchDtypes::kNo);
-    ranks.push_back(noted(role, step));
-    auto found = check::wrong_contracts(step.contract, resolved, mesh);
-    check::append(found, check::wrong_wires(wires_of(step), resolved, units));
-    check::append(found, findings_of(step.dtypes));
-    for (Finding& one : found) {
-      if (known.insert(to_string(one)).second) report.findings.push_back(std::move(one));
-    }
-    if (is_place) {
-      report.places.push_back(place_of(static_cast<int>(places.size()), role, config, step));
+/// The same run with no more micro-batches than order and dtypes need: twice as many as there are stages.
+Config with_few_micro_batches(const Config& stepped, const ParallelDims& dims,
+                              const std::optional<PipelinePlan>& pipeline) {
+  const auto batch = resolve_batch(stepped.training, dims.data_ranks());
+  const std::int64_t few = 2 * (pipeline ? pipeline->schedule.stages() : 1);
+  Config config = stepped;
+  if (batch.micro_batches > few) {
+    config.training.global_batch_size = few * batch.local * dims.data_ranks();
+  }
+  return config;
+}
+
+/// Dry steps of ranks that stand for all, and what they find.
+class WholeRun {
+ public:
+  WholeRun(const ModelSource& source, const ParallelDims& dims, const ModelContract& resolved,
+           check::Report& report)
+      : source_(source),
+        dims_(dims),
+        mesh_(mesh_shape(dims)),
+        resolved_(resolved),
+        units_(units_of(resolved, source.description)),
+        report_(report) {}
+
+  /// One rank of each place of the pipeline, as it steps.
+  std::vector<DryStep> step_places(const Config& config, const Config& stepped) {
+    std::vector<DryStep> places;
+    std::vector<check::NotedRank> noted_ranks;
+    for (const Role& role : roles_of(mesh_)) {
+      if (std::ssize(places) == dims_.pp) break;
+      DryStep step = dry_step(stepped, source_, role.rank, dims_.world_size(), WatchDtypes::kYes);
+      look_at(role, step, noted_ranks);
+      report_.places.push_back(place_of(static_cast<int>(places.size()), role, config, step));
       places.push_back(std::move(step));
     }
+    check::append(report_.findings, check::wrong_order(noted_ranks));
+    return places;
   }
-  check::append(report.findings, check::wrong_order(ranks));
-  std::size_t collectives = 0;
-  for (const auto& rank : ranks) collectives += rank.collectives.size() + rank.messages.size();
-  report.compared.push_back(
-      concat("contracts, dtypes and order of ", count_text(std::ssize(ranks), "rank"),
-             ", which stand for all: ", count_text(std::ssize(resolved.parameters), "parameter"),
-             ", ", collectives, " collectives and messages"));
-  return places;
-}
+  /// The first rank of all, and the second and last one of each other axis.
+  void step_others(const Config& few) {
+    const auto roles = roles_of(mesh_);
+    if (std::ssize(roles) == dims_.pp) return;
+    std::vector<check::NotedRank> noted_ranks;
+    for (std::size_t i = 0; i < roles.size(); ++i) {
+      if (i > 0 && std::cmp_less(i, dims_.pp)) continue;
+      look_at(roles[i], dry_step(few, source_, roles[i].rank, dims_.world_size()), noted_ranks);
+    }
+    check::append(report_.findings, check::wrong_order(noted_ranks));
+  }
+
+  std::string in_words() const {
+    return concat(
+        "contracts, dtypes and order of ", count_text(std::ssize(ranks_), "rank"),
+        ", which stand for all: ", count_text(std::ssize(resolved_.parameters), "parameter"), ", ",
+        collectives_, " collectives and messages");
+  }
+
+ private:
+  void look_at(const Role& role, const DryStep& step, std::vector<check::NotedRank>& ranks) {
+    ranks.push_back(noted(role, step));
+    ranks_.insert(role.rank);
+    collectives_ += step.collectives.size() + step.messages.size();
+    auto found = check::wrong_contracts(step.contract, resolved_, mesh_);
+    check::append(found, check::wrong_wires(wires_of(step), resolved_, units_));
+    check::append(found, findings_of(step.dtypes));
+    for (Finding& one : found) {
+      if (known_.insert(to_string(one)).second) report_.findings.push_back(std::move(one));
+    }
+  }
+
+  const ModelSource& source_;
+  const ParallelDims dims_;
+  const MeshShapes mesh_;
+  const ModelContract& resolved_;
+  const std::vector<std::string> units_;
+  check::Report& report_;
+  std::set<int> ranks_;
+  std::size_t collectives_ = 0;
+  std::set<std::string> known_;
+};
 
 void check_small(const Config& config, const ModelSource& source, const ParallelDims& dims,
                  check::Report& report) {
@@ -252,17 +297,20 @@ CheckedRun check_run(const Config& config, const ModelSource& source, int world,
   report.memory = memory;
   report.memory_from = from;
   ModelContract resolved = resolve_model(source, config, dims);
-  if (const auto plan = resolve_pipeline(
-          config, dims, source.spec, source.description,
-          {resolve_micro_batches(config, Verb::kContract, rows_in_step(config.training, dims),
-                                 dims.data_ranks()),
-           config.training.seq_len.value_or(0)})) {
-    note_copies(*plan, source.description, resolved);
-  }
+  const Config stepped = stepped_config(config, dims);
+  const auto pipeline = resolve_pipeline(
+      config, dims, source.spec, source.description,
+      {resolve_micro_batches(config, Verb::kContract, rows_in_step(config.training, dims),
+                             dims.data_ranks()),
+       config.training.seq_len.value_or(0)});
+  if (pipeline) note_copies(*pipeline, source.description, resolved);
   report.notes = early_roundings(resolved, config.precision);
   std::exception_ptr uncounted;
   try {
-    checked.steps = check_whole(config, source, dims, resolved, report);
+    WholeRun whole(source, dims, resolved, report);
+    checked.steps = whole.step_places(config, stepped);
+    whole.step_others(with_few_micro_batches(stepped, dims, pipeline));
+    report.compared.push_back(whole.in_words());
   } catch (const Error& error) {
     const bool is_refused =
         error.kind() == ErrorKind::kConfig || error.kind() == ErrorKind::kContract;
