@@ -1,6 +1,6 @@
 // Finding: something that a check found wrong in a run, by its place and with the mend.
 //
-// Pure. Next: values.h, transitions.h, order.h.
+// Pure. Next: values.h, seen_transitions.h, rank_order.h.
 #pragma once
 
 #include <cstdint>
@@ -40,6 +40,9 @@ struct Finding {
 /// One line: "transition: all_reduce of leave, forward, in unit model.layers.0, over tp: found ...,
 /// expected ...; mend".
 std::string to_string(const Finding& finding);
+
+/// The mend of ranks whose order is not the same.
+inline constexpr const char* kMendOfOrder = "look for a branch that ranks take differently";
 
 /// Adds `from` behind `to`.
 void append(std::vector<Finding>& to, std::vector<Finding> from);

@@ -41,8 +41,7 @@ void add_sizes(std::ostringstream& text, const Report& report, const std::string
 }
 
 void add_memory(std::ostringstream& text, const Report& report) {
-  text << "\nmemory of a rank"
-       << (report.knows_tokens ? "" : ", without activations (set training.seq_len)") << '\n';
+  text << "\nmemory of a rank" << (report.knows_tokens ? "" : kWithoutActivations) << '\n';
   if (report.places.size() > 1) {
     std::vector<std::string> heads;
     for (const Place& place : report.places) heads.push_back(concat("pp ", place.pp));

@@ -71,6 +71,9 @@ struct Report {
   std::string schedule = {};  ///< SVG of a pipeline's step; empty: there is none
 };
 
+/// Said of memory where a row's length is not known.
+inline constexpr const char* kWithoutActivations = ", without activations (set training.seq_len)";
+
 /// Findings first, totals, then tables; lines of at most 100 columns but for names.
 std::string to_string(const Report& report);
 

@@ -2,7 +2,7 @@
 //
 // Comparisons are relative to the size of what is compared: two tensors are equal where the norm of
 // their difference is below kNoise times that of the expected one, which sums in float32 stay far
-// below. Pure. Next: transitions.h.
+// below. Pure. Next: seen_transitions.h.
 #pragma once
 
 #include <cstdint>

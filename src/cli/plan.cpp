@@ -21,6 +21,7 @@
 #include "capture/recompute_pass.h"
 #include "capture/region_blocks.h"
 #include "capture/simulate_plan.h"
+#include "check/report.h"
 #include "cli/arguments.h"
 #include "cli/contract_text.h"
 #include "cli/planned_machine.h"
@@ -158,7 +159,7 @@ void print_memory(const Totals& totals, const PlannedStep& step,
   if (totals.activations) {
     std::cout << ", " << size_text(*totals.activations) << " activations";
   } else {
-    std::cout << ", without activations (set training.seq_len)";
+    std::cout << check::kWithoutActivations;
   }
   std::cout << ", " << size_text(totals.fixed) << " whatever the plan is\n"
             << kernels_line(train::computes_on(step.config));

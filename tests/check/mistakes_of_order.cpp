@@ -7,8 +7,8 @@
 
 #include "check/mistakes_by_area.h"
 #include "comm/group.h"
-#include "models/small_spec.h"
 #include "train/pipeline/pipeline_plan.h"
+#include "train/small/small_spec.h"
 
 namespace tessera::mistakes {
 namespace {
@@ -53,7 +53,7 @@ std::string first_unit_of_second_stage(const Ground& ground) {
   const auto& run = ground.run;
   const auto plan =
       train::resolve_pipeline(run.config, run.dims, run.source.spec, run.source.description,
-                              {run.micro_batches, models::kSmallPositions});
+                              {run.micro_batches, train::kSmallPositions});
   return layers_of(ground).at(
       static_cast<std::size_t>(train::stage_layers(plan.value(), 1).layers.begin));
 }

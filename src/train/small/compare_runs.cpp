@@ -8,7 +8,6 @@
 #include <span>
 #include <utility>
 
-#include "models/small_spec.h"
 #include "tessera/error.h"
 #include "tessera/mesh_shape.h"
 #include "train/contract_of_run.h"
@@ -20,6 +19,8 @@ namespace {
 using check::Finding;
 using check::FindingKind;
 using check::Values;
+
+constexpr auto kMendOfMessages = "look at what is sent between the two, and under which tag";
 
 /// One call of a unit, of all ranks that share its rows: by data rank, those of tp in order.
 using Calls = std::vector<std::vector<const SeenUnit*>>;
@@ -58,7 +59,7 @@ class Units {
         found.operation = "message to this unit";
         found.axis = axis::kPipeline;
         found.expected = "the result of the unit before it, of the same micro-batch";
-        found.mend = "look at what is sent between the two, and under which tag";
+        found.mend = kMendOfMessages;
         return {found};
       }
       const bool result = is_right(unit, &SeenUnit::result);
@@ -84,7 +85,7 @@ class Units {
           found.operation = "message from this unit";
           found.axis = axis::kPipeline;
           found.expected = "what the unit gives back, of the same micro-batch";
-          found.mend = "look at what is sent between the two, and under which tag";
+          found.mend = kMendOfMessages;
         }
         return {found};
       }

@@ -5,7 +5,7 @@
 // the order of forward, the gradients at their borders in the order of backward, gradients of
 // parameters, and the numbers of a step. A finding names the first place: what follows from it alone is
 // left out. Where several axes have several ranks, each is run alone, so that the axis is named.
-// Next: small_run.h, ../../check/transitions.h.
+// Next: small_run.h, ../../check/seen_transitions.h.
 #pragma once
 
 #include <vector>

@@ -16,7 +16,6 @@
 #include "fsdp/optim/optimizer_registry.h"
 #include "models/adapters.h"
 #include "models/expert_bias.h"
-#include "models/small_spec.h"
 #include "parallel/transition.h"
 #include "parallel/transition_watch.h"
 #include "tessera/clip.h"
@@ -28,6 +27,7 @@
 #include "train/parallelize.h"
 #include "train/pipeline/pipeline_plan.h"
 #include "train/pipeline/pipeline_step.h"
+#include "train/small/small_spec.h"
 #include "train/step.h"
 
 namespace tessera::train {
@@ -54,7 +54,7 @@ class RowsOfRun final : public BatchSource {
 
   std::int64_t rows_in_step() const override { return data_ranks_ * micro_batches_; }
   std::int64_t row_tokens() const override {
-    return batch_ ? batch_->row_tokens() : models::kSmallPositions;
+    return batch_ ? batch_->row_tokens() : kSmallPositions;
   }
   MicroBatch load(std::int64_t step, RowRange rows) const override {
     if (batch_ && rows.size() == 0) return batch_->load(1, {0, 0});
@@ -291,7 +291,7 @@ Config small_config(const Config& config, const ModelSource& small) {
   }
   of.grad_scaler = {};
   of.optimizer = {};
-  of.training.seq_len = models::kSmallPositions;
+  of.training.seq_len = kSmallPositions;
   of.training.max_norm = 0.0;
   of.debug = {};
   return of;
@@ -323,12 +323,12 @@ std::string cause_of(const std::vector<std::string>& errors, const std::string& 
 
 SmallRun small_run(const Config& config, const ModelSource& source, const ParallelDims& dims) {
   SmallRun run;
-  run.dims = models::small_degrees(source.spec, dims);
+  run.dims = small_degrees(source.spec, dims);
   // As many stages as any kind of schedule has on two ranks.
   const std::int64_t stages =
       run.dims.pp == 1 ? 2
                        : std::int64_t{run.dims.pp} * config.pipeline.stages_per_rank.value_or(2);
-  run.source.spec = models::small_spec(source.spec, dims, stages);
+  run.source.spec = small_spec(source.spec, dims, stages);
   run.source.lora = models::plan_lora(run.source.spec, config.lora);
   run.source.description = models::describe(run.source.spec, run.source.lora);
   models::check_degrees(run.source.spec, run.dims);

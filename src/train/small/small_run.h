@@ -1,4 +1,4 @@
-// A small run: the model of a configuration in small (models/small_spec.h), stepped twice on all ranks
+// A small run: the model of a configuration in small (small_spec.h), stepped twice on all ranks
 // of its layout as threads of this process, with what crosses the borders of units and transitions.
 //
 // Everything is computed in float32, from weights and tokens that are drawn by a seed and are the same
@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "check/transitions.h"
+#include "check/seen_transitions.h"
 #include "check/values.h"
 #include "layout/parallel_dims.h"
 #include "train/config/config.h"

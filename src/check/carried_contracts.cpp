@@ -1,4 +1,4 @@
-#include "check/contracts.h"
+#include "check/carried_contracts.h"
 
 #include <algorithm>
 #include <map>

@@ -1,4 +1,4 @@
-#include "models/small_spec.h"
+#include "train/small/small_spec.h"
 
 #include <algorithm>
 #include <numeric>
@@ -8,8 +8,16 @@
 
 #include "layout/range.h"
 
-namespace tessera::models {
+namespace tessera::train {
 namespace {
+
+using models::Gemma4Layer;
+using models::Gemma4Spec;
+using models::Gemma4Vision;
+using models::LayerType;
+using models::MlaSpec;
+using models::ModelSpec;
+using models::MoeSpec;
 
 constexpr std::int64_t kHidden = 64;
 constexpr std::int64_t kInner = 48;  // of an MLP, an expert
@@ -169,4 +177,4 @@ ModelSpec small_spec(const ModelSpec& spec, const ParallelDims& full, std::int64
   return small;
 }
 
-}  // namespace tessera::models
+}  // namespace tessera::train

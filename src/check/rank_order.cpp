@@ -1,4 +1,4 @@
-#include "check/order.h"
+#include "check/rank_order.h"
 
 #include <algorithm>
 #include <map>
@@ -50,7 +50,7 @@ void compare_collectives(const NotedRank& a, const NotedRank& b, std::vector<Fin
                         .found = concat(name_of(a), " in ", words(one), " where ", name_of(b),
                                         " is in ", words(other), ": each would wait for the other"),
                         .expected = "the same collectives in the same order on both",
-                        .mend = "look for a branch that ranks take differently"});
+                        .mend = kMendOfOrder});
     return;
   }
 }

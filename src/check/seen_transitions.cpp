@@ -1,4 +1,4 @@
-#include "check/transitions.h"
+#include "check/seen_transitions.h"
 
 #include <algorithm>
 #include <bit>
@@ -173,7 +173,7 @@ std::optional<Finding> other_order(const Together& all) {
     finding.found = concat("rank ", one->rank, " of ", first.axis, " in ", operation_of(*one),
                            " in unit ", one->unit, ", where rank 0 is in this one");
     finding.expected = "the same transitions in the same order on every rank";
-    finding.mend = "look for a branch that ranks take differently";
+    finding.mend = kMendOfOrder;
     return finding;
   }
   return std::nullopt;
