@@ -3,7 +3,6 @@
 #include <CLI/App.hpp>
 #include <CLI/Config.hpp>
 #include <algorithm>
-#include <array>
 #include <cctype>
 #include <charconv>
 #include <iterator>
@@ -13,7 +12,6 @@
 
 #include "base/text/printable.h"
 #include "base/text/wildcard.h"
-#include "check/machine.h"
 #include "cli/help_text.h"
 #include "cli/option_values.h"
 #include "cli/other_options.h"
@@ -24,7 +22,6 @@
 namespace tessera::cli {
 namespace {
 
-constexpr int kMostRanks = 4096;
 constexpr std::int64_t kMostNewTokens = std::int64_t{1} << 31;
 
 // The name of `--name` or `--name=VALUE`, "" for another word.
@@ -144,49 +141,6 @@ void add_gradients(::CLI::App& app, GradientsArguments& gradients, const std::st
 }
 
 constexpr const char* kWorld = "Ranks to plan for; default as own spawn.";
-
-::CLI::Option* add_described(::CLI::App& verb, PlannedMachine& machine) {
-  const std::string shipped = joined(check::shipped_machines());
-  return verb.add_option(
-      "--machine", machine.machine,
-      concat("What a rank has of its machine: a file as tessera measure writes, or ", shipped,
-             " as published. The options beside it override its lines."));
-}
-
-::CLI::Option* add_flops(::CLI::App& verb, PlannedMachine& machine, const std::string& what) {
-  return verb.add_option("--flops", machine.flops, what)->check(not_a_rate, "FLOAT from 1");
-}
-
-void add_machine(::CLI::App& verb, PlannedMachine& machine) {
-  add_described(verb, machine);
-  verb.add_option(
-          "--device-memory", machine.device_memory,
-          "What the device of each rank has, as 80GiB or 80GB (80G): for shares of it, and to "
-          "say whether a rank fits; default what is here.")
-      ->check(not_a_size, "SIZE");
-  verb.add_option("--ranks-per-host", machine.ranks_per_host,
-                  "So many ranks share the memory of a host; default all of them.")
-      ->transform(whole_number(kMostRanks));
-  add_flops(verb, machine,
-            "Operations a second of a rank, as 4e14: with --bandwidth, or beside --machine, how "
-            "long a step would take.");
-  verb.add_option("--bandwidth", machine.bandwidth,
-                  "Bytes that a rank sends in a second, within its host and beyond, as 50GB/s.")
-      ->transform(::CLI::Validator(not_a_bandwidth, "SIZE"));
-}
-
-constexpr std::array kMachineOptions{"--machine", "--device-memory", "--ranks-per-host", "--flops",
-                                     "--bandwidth"};
-
-/// A rate alone gives no time.
-void check_rates(const std::string& verb, const PlannedMachine& machine) {
-  if (machine.machine || machine.flops.has_value() == machine.bandwidth.has_value()) return;
-  const bool has_flops = machine.flops.has_value();
-  throw Error(ErrorKind::kUsage,
-              concat(verb, ": found ", has_flops ? "--flops" : "--bandwidth", " without ",
-                     has_flops ? "--bandwidth" : "--flops",
-                     ", expected both, or --machine beside it; see tessera ", verb, " --help"));
-}
 
 void add_inspect(::CLI::App& app, InspectArguments& inspect, const std::string& keys) {
   ::CLI::App* verb =

@@ -7,6 +7,7 @@
 
 #include "base/text/byte_size.h"
 #include "base/text/printable.h"
+#include "check/machine.h"
 #include "tessera/error.h"
 
 namespace tessera::cli {
@@ -92,6 +93,45 @@ std::string not_a_cost(const std::string& text) {
   return unless_number(
       text, [](double value) { return value >= 0.0 && value <= kMostCost; },
       concat("from 0 to ", kMostCost));
+}
+
+::CLI::Option* add_described(::CLI::App& verb, PlannedMachine& machine) {
+  const std::string shipped = joined(check::shipped_machines());
+  return verb.add_option(
+      "--machine", machine.machine,
+      concat("What a rank has of its machine: a file as tessera measure writes, or ", shipped,
+             " as published. The options beside it override its lines."));
+}
+
+::CLI::Option* add_flops(::CLI::App& verb, PlannedMachine& machine, const std::string& what) {
+  return verb.add_option("--flops", machine.flops, what)->check(not_a_rate, "FLOAT from 1");
+}
+
+void add_machine(::CLI::App& verb, PlannedMachine& machine) {
+  add_described(verb, machine);
+  verb.add_option(
+          "--device-memory", machine.device_memory,
+          "What the device of each rank has, as 80GiB or 80GB (80G): for shares of it, and to "
+          "say whether a rank fits; default what is here.")
+      ->check(not_a_size, "SIZE");
+  verb.add_option("--ranks-per-host", machine.ranks_per_host,
+                  "So many ranks share the memory of a host; default all of them.")
+      ->transform(whole_number(kMostRanks));
+  add_flops(verb, machine,
+            "Operations a second of a rank, as 4e14: with --bandwidth, or beside --machine, how "
+            "long a step would take.");
+  verb.add_option("--bandwidth", machine.bandwidth,
+                  "Bytes that a rank sends in a second, within its host and beyond, as 50GB/s.")
+      ->transform(::CLI::Validator(not_a_bandwidth, "SIZE"));
+}
+
+void check_rates(const std::string& verb, const PlannedMachine& machine) {
+  if (machine.machine || machine.flops.has_value() == machine.bandwidth.has_value()) return;
+  const bool has_flops = machine.flops.has_value();
+  throw Error(ErrorKind::kUsage,
+              concat(verb, ": found ", has_flops ? "--flops" : "--bandwidth", " without ",
+                     has_flops ? "--bandwidth" : "--flops",
+                     ", expected both, or --machine beside it; see tessera ", verb, " --help"));
 }
 
 }  // namespace tessera::cli

@@ -1,10 +1,13 @@
 // Checks of the values of options: each returns "" for one that is right, else what was found and
-// what is expected. Pure.
+// what is expected. Then the options of several verbs: what a rank has of its machine. Pure.
 #pragma once
 
 #include <CLI/App.hpp>
+#include <array>
 #include <cstdint>
 #include <string>
+
+#include "cli/arguments.h"
 
 namespace tessera::cli {
 
@@ -23,5 +26,17 @@ std::string not_a_share(const std::string& text);
 /// The parser itself takes the largest number for whatever is larger.
 std::string not_a_seed(const std::string& text);
 std::string not_a_cost(const std::string& text);
+
+/// The most ranks that are started, or share a host.
+inline constexpr int kMostRanks = 4096;
+
+::CLI::Option* add_described(::CLI::App& verb, PlannedMachine& machine);  ///< --machine
+::CLI::Option* add_flops(::CLI::App& verb, PlannedMachine& machine, const std::string& what);
+/// All of kMachineOptions.
+void add_machine(::CLI::App& verb, PlannedMachine& machine);
+inline constexpr std::array kMachineOptions{"--machine", "--device-memory", "--ranks-per-host",
+                                            "--flops", "--bandwidth"};
+/// A rate alone gives no time. Errors: kUsage for one without the other and without --machine.
+void check_rates(const std::string& verb, const PlannedMachine& machine);
 
 }  // namespace tessera::cli

@@ -61,7 +61,8 @@ double middle(std::vector<double> all) {
 double middle_seconds(at::Device device, const std::function<void()>& call) {
   seconds_of(device, call);
   std::vector<double> all;
-  for (double sum = 0.0; all.size() < kFewest || (sum < kSecondsEach && all.size() < kMostRounds);) {
+  for (double sum = 0.0;
+       all.size() < kFewest || (sum < kSecondsEach && all.size() < kMostRounds);) {
     all.push_back(seconds_of(device, call));
     sum += all.back();
   }
