@@ -96,14 +96,14 @@ std::optional<Mistake> sum_skipped(Draws& draws, const Ground& ground) {
   return mistake;
 }
 
-/// From the second step on the rank's parameter is another one than its update made it.
+/// Before the update of its second step a rank's parameter becomes another one.
 std::optional<Mistake> drifts(Draws& draws, const Ground& ground) {
   const auto over = draw_replicated(draws, ground);
   if (!over) return std::nullopt;
   Mistake mistake = of_replicated(Kind::kReplicaDrifts, *over);
   struct OfRank {
-    ShardedBase* model = nullptr;
-    std::int64_t micro_batches = 0;
+    const ShardedBase* model = nullptr;
+    int steps = 0;
   };
   const auto ranks = std::make_shared<std::vector<OfRank>>(ground.layout.ranks());
   const auto of_rank = [=](const Mesh& mesh) -> OfRank& {
@@ -112,11 +112,12 @@ std::optional<Mistake> drifts(Draws& draws, const Ground& ground) {
   mistake.changes.model = [=](const Mesh& mesh, ShardedBase& model, const Act& /*act*/) {
     of_rank(mesh) = {&model, 0};
   };
-  const std::int64_t of_step = ground.layout.micro_batches;
-  mistake.changes.micro_batch = [=, over = *over](const Mesh& mesh,
-                                                  const train::MicroBatch& /*batch*/) {
-    OfRank& here = of_rank(mesh);
-    return here.micro_batches++ == of_step && over.change_on(mesh, *here.model);
+  mistake.changes.sum_of_norm = [=, over = *over](const RankParts& rank) -> Changes::SumOfNorm {
+    return [=](double mine, comm::Group* replica) {
+      OfRank& here = of_rank(rank.mesh);
+      if (++here.steps == 2 && over.change_on(rank.mesh, *here.model)) rank.act();
+      return sum_over(replica, mine);
+    };
   };
   return mistake;
 }

@@ -206,8 +206,11 @@ std::size_t place_of(const Mesh& mesh, int tensor) {
 
 namespace {
 
+/// Without images nothing of a tower for them is part of a step.
 std::vector<GradContract> trained(ModelContract model) {
-  std::erase_if(model.parameters, [](const GradContract& one) { return !one.trainable; });
+  std::erase_if(model.parameters, [](const GradContract& one) {
+    return !one.trainable || one.name.find("vision") != std::string::npos;
+  });
   return model.parameters;
 }
 

@@ -3,21 +3,17 @@
 // Kind, layout and place are drawn by seed. A mistake that never did anything is drawn again. Environment:
 // TESSERA_MISTAKES_USE (known, held, all), TESSERA_MISTAKES_KIND (one alone), TESSERA_MISTAKES_SEED and
 // TESSERA_MISTAKES_DRAWS.
-#include "check/mistakes.h"
-
 #include <algorithm>
 #include <iomanip>
 #include <map>
-#include <sstream>
+#include <optional>
 
 #include "base/environment.h"
+#include "check/mistaken_run.h"
 #include "proof.h"
-#include "support/temporary_folder.h"
 #include "support/test.h"
-#include "train/config/config_resolve.h"
-#include "train/dry/dry_step.h"
+#include "train/check/check_run.h"
 #include "train/report/checks.h"
-#include "train/small/compare_runs.h"
 #include "train/trainer.h"
 
 namespace tessera::mistakes::mistakes_test {
@@ -28,18 +24,14 @@ using check::FindingKind;
 
 std::string text_of(const Finding& finding) { return to_string(finding); }
 
-/// What `tessera check` says of the configuration.
+/// What `tessera check` says of the configuration; of one that it refuses, why.
 std::vector<Finding> found_by_check(const train::Config& config, const train::ModelSource& source,
                                     int ranks) {
-  const auto dims = train::resolve_parallelism(config.parallelism, ranks);
-  auto findings = train::wrong_in_small(train::small_run(config, source, dims));
-  if (config.precision.param_dtype.dtype != DType::kBFloat16) return findings;
   try {
-    train::dry_step(config, source, 0, ranks);
+    return train::check_run(config, source, ranks).report.findings;
   } catch (const Error& error) {
-    findings.push_back({.kind = FindingKind::kRefused, .found = error.what()});
+    return {{.kind = FindingKind::kRefused, .found = error.what()}};
   }
-  return findings;
 }
 
 /// What a run with debug.guard says.
@@ -64,39 +56,17 @@ struct Tried {
 
 /// None where the seed has no place for the kind, or where the mistake did nothing.
 std::optional<Tried> tried(Kind kind, std::uint32_t seed) {
-  constexpr std::uint32_t kLayouts = 64;
-  Drawn layout;
-  std::uint32_t number = 0;
-  do {
-    if (number == kLayouts) return std::nullopt;
-    layout = train::drawn(seed * kLayouts + number++);
-  } while (!suit(kind, layout));
-  const TemporaryFolder folder;
-  train::Config config = config_of(folder, layout);
-  suit(kind, config);
-  train::write_model(folder, layout.family + "-fp32", train::make_room_for_bytes);
-  const auto source = train::open_model(config.model, config.lora);
-  const auto dims = train::resolve_parallelism(config.parallelism, layout.ranks());
-  std::optional<train::SeenRun> seen;
-  Ground ground{layout, config, source, train::small_run(config, source, dims), {}};
-  ground.seen = [&]() -> const train::SeenRun& {
-    if (!seen) seen = train::run_small(ground.run);
-    TESSERA_INVARIANT(seen->refused.empty(), "a right run: ", seen->refused);
-    return *seen;
-  };
-  Draws draws(seed);
-  const auto mistake = draw_mistake(kind, draws, ground);
-  if (!mistake) return std::nullopt;
-  std::ostringstream words;
-  words << layout;
-  Tried result{.seed = seed, .layout = words.str(), .place = mistake->place, .findings = {}};
-  SCOPED_TRACE(::testing::Message() << of(kind).name << ", seed " << seed << ": " << layout);
-  const Injection injection(mistake->changes);
+  const auto run = MistakenRun::draw(kind, seed);
+  if (run == nullptr) return std::nullopt;
+  const Mistake& mistake = run->mistake();
+  Tried result{.seed = seed, .layout = run->layout(), .place = mistake.place, .findings = {}};
+  SCOPED_TRACE(concat(of(kind).name, ", seed ", seed, ": ", result.layout));
+  const Injection injection(mistake.changes);
   result.findings = finder_of(kind) == Finder::kGuard
-                        ? found_by_guard(config, layout.ranks())
-                        : found_by_check(config, source, layout.ranks());
+                        ? found_by_guard(run->config(), run->ranks())
+                        : found_by_check(run->config(), run->source(), run->ranks());
   if (injection.acted() == 0) return std::nullopt;
-  result.is_named = std::ranges::any_of(result.findings, mistake->named_by);
+  result.is_named = std::ranges::any_of(result.findings, mistake.named_by);
   return result;
 }
 
