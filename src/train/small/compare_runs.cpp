@@ -151,14 +151,14 @@ class Units {
 
   /// Rows of a micro-batch of one rank that data rank `data` has.
   Values rows_of(const Values& whole, std::size_t data) const {
-    const std::int64_t each = whole.sizes.front() / run_.data_ranks;
+    const std::int64_t each = whole.sizes.front() / run_.dims.data_ranks();
     const auto begin = static_cast<std::int64_t>(data) * each;
     return check::slice(whole, 0, begin, begin + each);
   }
 
   /// Of the ranks that run the unit's stage.
   Calls calls_of(const SeenUnit& unit) const {
-    Calls calls(static_cast<std::size_t>(run_.data_ranks));
+    Calls calls(static_cast<std::size_t>(run_.dims.data_ranks()));
     for (std::size_t rank = 0; rank < found_.ranks.size(); ++rank) {
       const auto& units = found_.ranks[rank].units;
       const auto place = std::ranges::find_if(units, [&](const SeenUnit& other) {

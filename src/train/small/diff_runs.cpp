@@ -4,6 +4,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <utility>
 
 #include "base/text/printable.h"
@@ -29,16 +30,20 @@ struct Ran {
   DType dtype = DType::kFloat32;
 };
 
-Ran run_side(const DiffSide& side, const std::string& batch) {
-  const auto source = open_as("--model", [&] { return open_model(side.config.model, {}); });
-  const auto dims =
-      resolve_parallelism(side.config.parallelism, ranks_to_spawn(side.config.parallelism));
+ParallelDims dims_of(const DiffSide& side) {
+  return resolve_parallelism(side.config.parallelism, ranks_to_spawn(side.config.parallelism));
+}
+
+/// `data_ranks`: whose micro-batches both sides run, as an auxiliary loss is of micro-batches.
+Ran run_side(const DiffSide& side, const std::string& batch, std::int64_t data_ranks) {
+  const auto source =
+      open_as("--model", [&] { return open_model(side.config.model, side.config.lora); });
   std::shared_ptr<const BatchSource> rows = open_as("--batch", [&] {
     return open_gradients_batch(batch, vocabulary_of(source.spec, !source.folder), std::nullopt);
   });
   check_positions(side.config.parallelism, rows->row_tokens());
-  Ran ran{.run = run_of_batch(side.config, source, dims, std::move(rows))};
-  ran.dtype = coarsest_dtype(resolve_model(source, side.config, dims));
+  Ran ran{.run = run_of_batch(side.config, source, dims_of(side), std::move(rows), data_ranks)};
+  ran.dtype = coarsest_dtype(resolve_model(source, side.config, ran.run.dims));
   ran.seen = run_small(ran.run);
   return ran;
 }
@@ -108,7 +113,8 @@ DType coarser(DType a, DType b) { return check::coarseness(a) >= check::coarsene
 }  // namespace
 
 check::GradientDiff diff_runs(const DiffSide& a, const DiffSide& b, const std::string& batch) {
-  const Ran of_a = run_side(a, batch), of_b = run_side(b, batch);
+  const std::int64_t data_ranks = std::lcm(dims_of(a).data_ranks(), dims_of(b).data_ranks());
+  const Ran of_a = run_side(a, batch, data_ranks), of_b = run_side(b, batch, data_ranks);
   const SeenStep& step_a = of_a.seen.steps.front();
   const SeenStep& step_b = of_b.seen.steps.front();
   check::GradientDiff diff;

@@ -339,15 +339,15 @@ SmallRun small_run(const Config& config, const ModelSource& source, const Parall
 }
 
 SmallRun run_of_batch(const Config& config, const ModelSource& source, const ParallelDims& dims,
-                      std::shared_ptr<const BatchSource> batch) {
+                      std::shared_ptr<const BatchSource> batch, std::int64_t data_ranks) {
   const std::int64_t rows = batch->rows_in_step();
-  TESSERA_CHECK(rows % dims.data_ranks() == 0, ErrorKind::kUsage, "--batch: found ", rows,
-                " rows, expected a multiple of the ", dims.data_ranks(), " data ranks of a layout");
+  TESSERA_CHECK(rows % data_ranks == 0, ErrorKind::kUsage, "--batch: found ", rows,
+                " rows, expected a multiple of ", data_ranks, ", the data ranks of the layouts");
   SmallRun run{.config = config,
                .source = source,
                .dims = dims,
-               .data_ranks = dims.data_ranks(),
-               .micro_batches = rows / dims.data_ranks(),
+               .data_ranks = data_ranks,
+               .micro_batches = rows / data_ranks,
                .batch = std::move(batch)};
   run.config.device = DeviceName::kCpu;
   run.config.compile = {};

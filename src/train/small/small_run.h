@@ -34,10 +34,10 @@ struct SmallRun {
 
 /// `dims`: of the whole run. Errors: kConfig where the model cannot be shared so.
 SmallRun small_run(const Config& config, const ModelSource& source, const ParallelDims& dims);
-/// The model itself and `batch`, as its configuration has them, one row a micro-batch. Errors: kUsage for
-/// rows that the data ranks do not divide.
+/// The model itself and `batch`, as its configuration has them: the micro-batches of `data_ranks` ranks
+/// with one row each, also where `dims` has fewer. Errors: kUsage for rows that they do not divide.
 SmallRun run_of_batch(const Config& config, const ModelSource& source, const ParallelDims& dims,
-                      std::shared_ptr<const BatchSource> batch);
+                      std::shared_ptr<const BatchSource> batch, std::int64_t data_ranks);
 /// The same in float32.
 SmallRun in_float32(const SmallRun& run);
 /// The same rows and weights under other degrees.
