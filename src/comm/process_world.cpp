@@ -455,9 +455,11 @@ std::string ProcessWorld::hang_report() noexcept {
     } else if (const auto server = store_->server_rank()) {
       // Gone with its rank: only who waits for that one has something to say.
       if (*server != rank_) boards.silent.push_back(*server);
-      const HangReport report = find_hang(boards);
-      const bool waits = !report.roots.empty() && report.roots.front().waited_for_by > 0;
-      return waits ? to_string(report) : std::string();
+      HangReport report = find_hang(boards);
+      std::erase_if(report.roots, [](const HangRoot& root) {
+        return root.cause != HangCause::kGone || root.waited_for_by == 0;
+      });
+      return report.roots.empty() ? std::string() : to_string(report);
     }
     return to_string(find_hang(boards));
   } catch (const std::exception&) {

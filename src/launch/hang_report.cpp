@@ -13,47 +13,7 @@
 namespace tessera::comm {
 namespace {
 
-// Of what came before, so much is compared: longer than a layer's collectives, which repeat.
-constexpr std::size_t kLongestContext = 96;
 constexpr std::size_t kRootsShown = 6, kWaitsShown = 8, kRanksShown = 8, kPendingShown = 3;
-
-using Whats = std::vector<std::uint64_t>;
-
-/// What `whats` says of its place `at`, by the earlier place before which the most is the same; 0: it
-/// has none.
-std::uint64_t expected_at(const Whats& whats, std::size_t at) {
-  std::uint64_t expected = 0;
-  std::size_t longest = 0;
-  for (std::size_t earlier = at; earlier-- > 1;) {
-    std::size_t same = 0;
-    while (same < kLongestContext && same < earlier &&
-           whats[earlier - 1 - same] == whats[at - 1 - same]) {
-      ++same;
-    }
-    if (same > longest) {
-      longest = same;
-      expected = whats[earlier];
-    }
-    if (longest == kLongestContext) break;
-  }
-  return expected;
-}
-
-/// The items of one lane, or of some.
-std::vector<const BoardItem*> items_of(const RankBoard& board,
-                                       const std::set<std::uint64_t>& lanes) {
-  std::vector<const BoardItem*> items;
-  for (const BoardItem& item : board.items) {
-    if (lanes.contains(item.lane)) items.push_back(&item);
-  }
-  return items;
-}
-
-Whats whats_of(const std::vector<const BoardItem*>& items) {
-  Whats whats;
-  for (const BoardItem* item : items) whats.push_back(item->what);
-  return whats;
-}
 
 std::string some(const std::vector<int>& ranks) {
   const std::size_t shown = std::min(ranks.size(), kRanksShown);
@@ -137,16 +97,6 @@ class Finder {
     return issue;
   }
 
-  static bool has_issued(const RankBoard& board, const BoardWait& wait) {
-    if (wait.lane != kMessageLane) {
-      const BoardLane* lane = board.lane(wait.lane);
-      return lane != nullptr && lane->count > wait.sequence;
-    }
-    return std::ranges::any_of(board.items, [&](const BoardItem& item) {
-      return item.lane == kMessageLane && item.sequence == wait.sequence;
-    });
-  }
-
   /// World ranks that hold up a wait.
   std::vector<int> missing(const RankBoard& board, const BoardWait& wait) const {
     std::vector<int> members;
@@ -213,24 +163,22 @@ class Finder {
     bool by_order;
   };
 
-  /// What the ranks of a lane issued under each number.
-  using Column = std::map<int, std::size_t>;  // rank -> index into its items of the lane
   struct LaneOfAll {
     std::map<int, std::vector<const BoardItem*>> items;
-    std::map<std::uint64_t, Column> by_sequence;
+    std::map<std::uint64_t, std::map<int, std::size_t>> by_sequence;  // rank -> index into items
   };
 
   std::map<std::uint64_t, LaneOfAll> lanes_of_all() const {
     std::map<std::uint64_t, LaneOfAll> lanes;
     for (const RankBoard& board : boards_.boards) {
       for (const BoardItem& item : board.items) {
-        if (item.lane == kMessageLane) continue;
         LaneOfAll& lane = lanes[item.lane];
         auto& items = lane.items[board.rank];
         lane.by_sequence[item.sequence][board.rank] = items.size();
         items.push_back(&item);
       }
     }
+    lanes.erase(kMessageLane);
     return lanes;
   }
 
@@ -317,8 +265,6 @@ class Finder {
     }
   }
 
-  // Ends of waits.
-
   int waiting_for(int rank) const {
     const auto found = waited_for_.find(rank);
     return found == waited_for_.end() ? 0 : static_cast<int>(found->second.size());
@@ -368,8 +314,8 @@ class Finder {
       const RankBoard& waits = *board_of(first.from);
       root.should = named(*first.wait, waits);
       if (first.wait->lane == kMessageLane) root.should = other_end_of(*root.should);
+      add_pending(rank, *first.wait, root);
     }
-    add_pending(rank, root);
     if (const RankBoard* board = board_of(rank); board != nullptr && !board->items.empty()) {
       root.issued = named(board->items.back(), *board);
       root.since_ms = board->items.back().age_ms;
@@ -377,41 +323,40 @@ class Finder {
     return root;
   }
 
-  /// What others have issued and nobody has waited for yet, such as reductions: a rank may be held up
-  /// there, while the others wait for it in what comes later.
-  void add_pending(int rank, HangRoot& root) const {
+  /// What others have issued in groups of the rank and do not know to be through, such as reductions:
+  /// it may be held up there, while they wait for it in `first`.
+  void add_pending(int rank, const BoardWait& first, HangRoot& root) const {
     const RankBoard* own = board_of(rank);
-    std::int64_t oldest = -1;
-    std::set<std::pair<std::uint64_t, std::uint64_t>> seen;
+    std::map<std::pair<std::uint64_t, std::uint64_t>, std::pair<const BoardItem*, const RankBoard*>>
+        pending;
     for (const RankBoard& board : boards_.boards) {
-      if (board.rank == rank || board.waits.empty()) continue;
-      std::set<std::uint64_t> waited_for;  // lanes whose collectives are known to end
+      std::set<std::uint64_t> ending;  // lanes whose collectives are known to end
       for (const BoardItem& item : board.items) {
-        if (item.done) waited_for.insert(item.lane);
+        if (item.done) ending.insert(item.lane);
       }
-      const BoardWait& wait = board.waits.front();
       for (const BoardItem& item : board.items) {
-        if (item.done || !waited_for.contains(item.lane) ||
-            (item.lane == wait.lane && item.sequence == wait.sequence)) {
-          continue;
-        }
+        if (item.done || !ending.contains(item.lane) || item.what == first.what) continue;
         const BoardLane* lane = board.lane(item.lane);
-        if (lane == nullptr) continue;
-        const auto members = ranks_in(lane->name);
+        const auto members = lane == nullptr ? std::vector<int>() : ranks_in(lane->name);
         if (std::ranges::find(members, rank) == members.end()) continue;
-        if (own == nullptr) {
-          if (seen.insert({item.lane, item.sequence}).second) {
-            root.pending.push_back(named(item, board));
-          }
-          continue;
-        }
-        const BoardLane* same = own->lane(item.lane);
-        const bool has_come = same != nullptr && same->count > item.sequence;
-        if (has_come || item.age_ms <= std::max(oldest, wait.waited_ms)) continue;
-        oldest = item.age_ms;
-        root.should = named(item, board);
+        pending.try_emplace({item.lane, item.sequence}, &item, &board);
       }
     }
+    std::vector<std::pair<const BoardItem*, const RankBoard*>> latest;
+    std::size_t earliest = own == nullptr ? 0 : last_of(*own, is_for(first));
+    for (const auto& [key, one] : pending) {
+      if (own == nullptr) {
+        latest.push_back(one);
+        continue;
+      }
+      const BoardLane* same = own->lane(key.first);
+      const std::size_t place = last_of(*own, one.first->what);
+      if (place >= earliest || (same != nullptr && same->count > key.second)) continue;
+      earliest = place;
+      root.should = named(*one.first, *one.second);
+    }
+    std::ranges::sort(latest, {}, [](const auto& one) { return one.first->age_ms; });
+    for (const auto& [item, board] : latest) root.pending.push_back(named(*item, *board));
   }
 
   NamedIssue other_end_of(NamedIssue message) const {
@@ -424,16 +369,22 @@ class Finder {
     return message;
   }
 
-  /// Of the waits for a rank the one that it comes to first, by the order in which a rank that has come
-  /// further, and does the same as this one, issued them.
+  /// Of the waits for a rank the one that it comes to first: by its own earlier steps, or, where it has
+  /// said nothing, by the order in which one that does the same, and has come further, issued them.
   const Edge& first_of(int rank, const std::vector<Edge>& edges) const {
     const Edge* first = &edges.front();
+    if (const RankBoard* own = board_of(rank)) {
+      for (const Edge& edge : edges) {
+        if (last_of(*own, is_for(*edge.wait)) < last_of(*own, is_for(*first->wait))) first = &edge;
+      }
+      return *first;
+    }
     std::size_t most = 0;
     for (const RankBoard& board : boards_.boards) {
       if (board.rank == rank) continue;
       std::map<std::size_t, const Edge*> places;
       for (const Edge& edge : edges) {
-        if (const auto place = place_of(board, edge)) places.try_emplace(*place, &edge);
+        if (const auto place = place_of(board, *edge.wait)) places.try_emplace(*place, &edge);
       }
       if (places.size() > most ||
           (places.size() == most && most > 0 && edges.size() > 1 && first == &edges.front())) {
@@ -444,24 +395,10 @@ class Finder {
     return *first;
   }
 
-  /// Where a rank that does the same has issued what this wait is for.
-  static std::optional<std::size_t> place_of(const RankBoard& board, const Edge& edge) {
-    const bool is_message = edge.wait->lane == kMessageLane;
-    const std::uint64_t what = is_message ? other_end(edge.wait->what) : edge.wait->what;
-    for (std::size_t i = board.items.size(); i-- > 0;) {
-      const BoardItem& item = board.items[i];
-      if (item.what == what && item.sequence == edge.wait->sequence &&
-          (item.lane == kMessageLane) == is_message) {
-        return i;
-      }
-    }
-    return std::nullopt;
-  }
-
   // Cycles.
 
-  /// Along each wait of a cycle: the rank that is waited for has not come to `what`, and waits in
-  /// something else. Where `what` comes before that by its own earlier steps, it has left it out.
+  /// Along each wait of a cycle: the rank that is waited for has not come to it, and waits in
+  /// something else. Where it comes before that by the rank's own earlier steps, it was left out.
   void find_leavers_of_cycles() {
     std::vector<Left> left;
     for (const auto& [rank, edges] : waited_for_) {
@@ -469,13 +406,6 @@ class Finder {
       if (board == nullptr || board->waits.empty()) continue;
       for (const Edge& edge : edges) add_left_out(*board, *edge.wait, left);
       add_own_leaver(*board, left);
-    }
-    if (left.empty()) {
-      for (const auto& [rank, edges] : waited_for_) {
-        const RankBoard* board = board_of(rank);
-        if (board == nullptr || board->waits.empty()) continue;
-        for (const Edge& edge : edges) add_leaver(*board, *edge.wait, left);
-      }
     }
     for (const bool only_twice : {true, false}) {
       if (!left.empty()) break;
@@ -499,7 +429,7 @@ class Finder {
   void add_left_out(const RankBoard& board, const BoardWait& wait, std::vector<Left>& left) const {
     if (has_issued(board, wait)) return;
     const BoardWait& own = board.waits.front();
-    const std::uint64_t left_out = wait.lane == kMessageLane ? other_end(wait.what) : wait.what;
+    const std::uint64_t left_out = is_for(wait);
     const auto items = items_of(board, {wait.lane, own.lane});
     std::vector<std::size_t> places;  // where it did the same, this time last
     for (std::size_t i = 0; i < items.size(); ++i) {
@@ -530,25 +460,6 @@ class Finder {
     issue.group = lane != nullptr ? lane->name : "messages";
     if (lane != nullptr) issue.sequence = wait.sequence;
     return issue;
-  }
-
-  void add_leaver(const RankBoard& board, const BoardWait& wait, std::vector<Left>& left) const {
-    if (has_issued(board, wait)) return;
-    const BoardWait& own = board.waits.front();
-    const std::uint64_t left_out = wait.lane == kMessageLane ? other_end(wait.what) : wait.what;
-    const auto items = items_of(board, {wait.lane, own.lane});
-    for (std::size_t i = items.size(); i-- > 0;) {
-      const bool is_own = items[i]->what == own.what && items[i]->sequence == own.sequence;
-      if (expected_at(whats_of(items), i) == left_out && items[i]->what != left_out) {
-        Left one = leaver(board.rank, items, i, left_out, true);
-        if (i == 0 || items[i - 1]->what != items[i]->what) one.root.how = "skipped one";
-        one.root.should = should_be_in(left_out, board, wait);
-        left.push_back(std::move(one));
-        return;
-      }
-      if (is_own && wait.lane == own.lane) return;
-      if (items[i]->age_ms > own.waited_ms + kLookedAtMs) return;
-    }
   }
 
   /// In the group of its own wait the rank issued something else than comes next, to which nobody
@@ -620,9 +531,8 @@ std::string line_of(const HangRoot& root) {
   for (std::size_t i = 0; i < std::min(root.pending.size(), kPendingShown); ++i) {
     text += concat(i == 0 ? ", or still in " : ", ", to_string(root.pending[i]));
   }
-  if (root.pending.size() > kPendingShown) {
-    text += concat(" and ", root.pending.size() - kPendingShown, " more");
-  }
+  const std::size_t hidden = root.pending.size() - std::min(root.pending.size(), kPendingShown);
+  if (hidden > 0) text += concat(" and ", hidden, " more");
   if (root.issued) {
     text += concat("; issued last: ", to_string(*root.issued), ", ", in_seconds_of(root.since_ms),
                    " ago");

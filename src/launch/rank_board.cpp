@@ -53,6 +53,8 @@ std::string one_word_line(std::string text) {
   return text;
 }
 
+// Of what came before, so much is compared: longer than a layer's collectives, which repeat.
+constexpr std::size_t kLongestContext = 96;
 // Far beyond what encode() writes.
 constexpr std::size_t kMostRead = 1 << 16;
 
@@ -175,6 +177,72 @@ std::optional<RankBoard> decode_board(const std::string& text) {
   }
   if (!in.ok() || !text.ends_with("\nend\n")) return std::nullopt;
   return board;
+}
+
+std::uint64_t expected_at(const Whats& whats, std::size_t at) {
+  std::uint64_t expected = 0;
+  std::size_t longest = 0;
+  for (std::size_t earlier = at; earlier-- > 1;) {
+    std::size_t same = 0;
+    while (same < kLongestContext && same < earlier &&
+           whats[earlier - 1 - same] == whats[at - 1 - same]) {
+      ++same;
+    }
+    if (same > longest) {
+      longest = same;
+      expected = whats[earlier];
+    }
+    if (longest == kLongestContext) break;
+  }
+  return expected;
+}
+
+std::vector<const BoardItem*> items_of(const RankBoard& board,
+                                       const std::set<std::uint64_t>& lanes) {
+  std::vector<const BoardItem*> items;
+  for (const BoardItem& item : board.items) {
+    if (lanes.contains(item.lane)) items.push_back(&item);
+  }
+  return items;
+}
+
+Whats whats_of(const std::vector<const BoardItem*>& items) {
+  Whats whats;
+  for (const BoardItem* item : items) whats.push_back(item->what);
+  return whats;
+}
+
+bool has_issued(const RankBoard& board, const BoardWait& wait) {
+  if (wait.lane != kMessageLane) {
+    const BoardLane* lane = board.lane(wait.lane);
+    return lane != nullptr && lane->count > wait.sequence;
+  }
+  return std::ranges::any_of(board.items, [&](const BoardItem& item) {
+    return item.lane == kMessageLane && item.sequence == wait.sequence;
+  });
+}
+
+std::optional<std::size_t> place_of(const RankBoard& board, const BoardWait& wait) {
+  const bool is_message = wait.lane == kMessageLane;
+  const std::uint64_t what = is_message ? other_end(wait.what) : wait.what;
+  for (std::size_t i = board.items.size(); i-- > 0;) {
+    const BoardItem& item = board.items[i];
+    if (item.what == what && item.sequence == wait.sequence &&
+        (item.lane == kMessageLane) == is_message) {
+      return i;
+    }
+  }
+  return std::nullopt;
+}
+
+std::uint64_t is_for(const BoardWait& wait) {
+  return wait.lane == kMessageLane ? other_end(wait.what) : wait.what;
+}
+
+std::size_t last_of(const RankBoard& board, std::uint64_t what) {
+  std::size_t place = board.items.size();
+  while (place > 0 && board.items[place - 1].what != what) --place;
+  return place == 0 ? board.items.size() : place - 1;
 }
 
 std::string purpose_in(const std::string& group) { return group.substr(0, group.find(kOfRanks)); }

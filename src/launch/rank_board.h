@@ -11,6 +11,7 @@
 #include <functional>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -69,6 +70,24 @@ struct TimedWait {
 /// `lanes`: of groups whose collectives are in `log`.
 RankBoard make_board(int rank, int threads_waiting, const std::vector<TimedWait>& waits,
                      std::vector<BoardLane> lanes, const OrderLog& log, std::size_t most_items);
+
+using Whats = std::vector<std::uint64_t>;
+/// Returns what `whats` says of its place `at`, by the earlier place before which the most is the
+/// same; 0: it says nothing.
+std::uint64_t expected_at(const Whats& whats, std::size_t at);
+/// The items of some lanes, in order.
+std::vector<const BoardItem*> items_of(const RankBoard& board,
+                                       const std::set<std::uint64_t>& lanes);
+Whats whats_of(const std::vector<const BoardItem*>& items);
+/// Whether the rank has come to what another one waits for.
+bool has_issued(const RankBoard& board, const BoardWait& wait);
+/// What the rank that is waited for has to issue.
+std::uint64_t is_for(const BoardWait& wait);
+/// Where the rank issued the same last, its number of items where it did not: what it comes to first
+/// it issued longest ago.
+std::size_t last_of(const RankBoard& board, std::uint64_t what);
+/// Where a rank that does the same as the one that is waited for has issued what `wait` is for.
+std::optional<std::size_t> place_of(const RankBoard& board, const BoardWait& wait);
 
 std::string encode(const RankBoard& board);
 /// None for anything that encode() does not write: it comes from another process.
