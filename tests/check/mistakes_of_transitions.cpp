@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "check/mistakes_by_area.h"
-#include "layout/range.h"
 #include "parallel/collectives.h"
 #include "parallel/transition.h"
 
