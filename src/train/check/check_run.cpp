@@ -206,7 +206,12 @@ class WholeRun {
     std::vector<check::NotedRank> noted_ranks;
     for (const Role& role : roles_of(mesh_)) {
       if (std::ssize(places) == dims_.pp) break;
-      DryStep step = dry_step(stepped, source_, role.rank, dims_.world_size(), WatchDtypes::kYes);
+      DryStep step = dry_step(stepped, source_, role.rank, dims_.world_size(),
+                              {.dtypes = WatchDtypes::kYes});
+      if (!step.failed.empty()) {
+        check::append(report_.findings, findings_of(step.dtypes));
+        throw Error(ErrorKind::kUsage, step.failed);
+      }
       look_at(role, step, noted_ranks);
       report_.places.push_back(place_of(static_cast<int>(places.size()), role, config, step));
       places.push_back(std::move(step));
@@ -318,7 +323,12 @@ CheckedRun check_run(const Config& config, const ModelSource& source, int world,
     uncounted = std::current_exception();  // what stops a dry step may be what the small run finds
   }
   check_small(config, source, dims, report);
-  if (uncounted && report.findings.empty()) std::rethrow_exception(uncounted);
+  if (uncounted) {
+    if (report.findings.empty()) std::rethrow_exception(uncounted);
+    report.notes.emplace_back(
+        "the dry step of the whole run ended early, so that neither its order nor "
+        "its memory is known");
+  }
   check_memory(report);
   return checked;
 }

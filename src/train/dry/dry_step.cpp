@@ -1,8 +1,5 @@
 #include "train/dry/dry_step.h"
 
-#include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
-
 #include <algorithm>
 #include <functional>
 #include <memory>
@@ -20,6 +17,7 @@
 #include "tessera/error.h"
 #include "tessera/mesh.h"
 #include "train/config/config_resolve.h"
+#include "train/dry/dry_batches.h"
 #include "train/hf/model_forms.h"
 #include "train/parallelize.h"
 #include "train/pipeline/pipeline_plan.h"
@@ -29,24 +27,6 @@
 
 namespace tessera::train {
 namespace {
-
-/// Rows of token 0, all of whose labels count.
-class DryBatches final : public BatchSource {
- public:
-  DryBatches(std::int64_t rows, std::int64_t positions) : rows_(rows), positions_(positions) {}
-  std::int64_t rows_in_step() const override { return rows_; }
-  std::int64_t row_tokens() const override { return positions_; }
-  MicroBatch load(std::int64_t /*step*/, RowRange rows) const override {
-    const at::Tensor tokens = at::zeros({rows.size(), positions_}, at::kLong);
-    return {.input_ids = tokens, .targets = tokens.clone()};
-  }
-  std::int64_t rows_in_pass() const override { return rows_; }
-  void check_labels(std::int64_t /*steps*/) override {}
-  std::vector<std::string> opened_from() const override { return {}; }
-
- private:
-  std::int64_t rows_, positions_;
-};
 
 /// Rows as short as all layouts divide, where nothing says how long they are.
 std::int64_t positions_of(const Config& config, const ParallelDims& dims) {
@@ -123,7 +103,7 @@ class DryRank {
       : config_(config),
         dims_(resolve_parallelism(config.parallelism, world.size())),
         mesh_(world.mesh(mesh_shape(dims_))),
-        batches_(resolve_batch(config.training, dims_.data_ranks()).global,
+        batches_(config, source, resolve_batch(config.training, dims_.data_ranks()).global,
                  positions_of(config, dims_)) {
     const auto plan = resolve_pipeline(
         config_, dims_, source.spec, source.description,
@@ -197,10 +177,37 @@ class DryRank {
 
 }  // namespace
 
+moe::ChoiceScope::Choose choice_by(const ExpertLoads& loads, const models::RoutedExperts& of) {
+  require_fit(loads, of, "loads of experts");
+  TESSERA_INVARIANT(!loads.are_even(), "a choice by no loads");
+  // What was dealt last: layers that share a list see as many tokens each.
+  struct Dealt {
+    std::size_t list = 0;
+    std::vector<std::int64_t> chosen = {};
+  };
+  return [loads, layers = of.layers, dealt = Dealt()](const moe::ChoiceScope::Asked& asked,
+                                                     const at::Tensor& chosen) mutable {
+    const auto layer = std::ranges::find(layers, asked.layer);
+    TESSERA_INVARIANT(layer != layers.end(), "layer ", asked.layer, " has no experts");
+    const std::size_t list =
+        loads.layers.size() == 1 ? 0 : static_cast<std::size_t>(layer - layers.begin());
+    const auto count = static_cast<std::size_t>(chosen.numel());
+    if (dealt.list != list || dealt.chosen.size() != count) {
+      dealt = {list, std::vector<std::int64_t>(count)};
+      deal_experts(loads.layers[list], chosen.size(1), dealt.chosen);
+    }
+    std::ranges::copy(dealt.chosen, chosen.mutable_data_ptr<std::int64_t>());
+  };
+}
+
 DryStep dry_step(const Config& config, const ModelSource& source, int rank, int ranks,
-                 WatchDtypes dtypes) {
+                 const DryOptions& options) {
   require_countable(config, source, resolve_parallelism(config.parallelism, ranks));
-  DryStep found;
+  std::optional<moe::ChoiceScope> choice;
+  if (!options.loads.are_even()) {
+    choice.emplace(choice_by(options.loads, models::routed_experts(source.spec)));
+  }
+  DryStep found{.has_loads = !options.loads.are_even()};
   const auto world =
       comm::dry_world(rank, ranks,
                       {.collective = [&](const auto& one) { found.collectives.push_back(one); },
@@ -217,8 +224,15 @@ DryStep dry_step(const Config& config, const ModelSource& source, int rank, int 
   };
   {
     std::optional<DtypeWatch> watch;
-    if (dtypes == WatchDtypes::kYes) watch.emplace(run.model());
-    step(1);
+    if (options.dtypes == WatchDtypes::kYes) watch.emplace(run.model());
+    try {
+      step(1);
+    } catch (const Error& error) {
+      if (watch) found.dtypes = watch->findings();
+      if (found.dtypes.empty()) throw;
+      found.failed = error.what();
+      return found;
+    }
     if (watch) found.dtypes = watch->findings();
   }
   found.contract = run.model().contract();

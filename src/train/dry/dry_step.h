@@ -3,7 +3,8 @@
 // The model is made parallel and stepped by the code that a run uses, over a World of this thread alone
 // (comm/dry_world.h) and on fake tensors (dry/fake_operations.h): nobody is started, no weight is read,
 // and what a layer allocates is counted and not forecast. Two steps are made; the second one is what
-// all others are like. Experts get as many tokens each. Next: ../parallelize.h, ../step.h.
+// all others are like. What a rank's routers choose follows from stated loads (expert_loads.h), and all
+// ranks choose alike. Next: dry_batches.h, ../parallelize.h, ../step.h.
 #pragma once
 
 #include <cstdint>
@@ -13,9 +14,12 @@
 #include "base/trace.h"
 #include "comm/backends/dry/dry.h"
 #include "fsdp/held_bytes.h"
+#include "models/model_spec.h"
+#include "moe/routing.h"
 #include "tessera/dtype_watch.h"
 #include "tessera/model_contract.h"
 #include "train/config/config.h"
+#include "train/dry/expert_loads.h"
 #include "train/hf/model_source.h"
 
 namespace tessera::train {
@@ -43,14 +47,28 @@ struct DryStep {
   std::vector<TraceSpan> spans = {};                  ///< as a traced run has them
   ModelContract contract = {};                        ///< that the rank's parameters carry
   std::vector<DtypeFinding> dtypes = {};              ///< empty unless asked for
+  /// What ended a step in which operations had left their unit's dtype, which may be why: of such a step
+  /// nothing else is known. Empty: it ended well.
+  std::string failed = {};
+  bool has_loads = false;  ///< DryOptions::loads were given
 };
 
 /// Whether the operations of a dry forward are looked at for results of another dtype than their unit's.
 enum class WatchDtypes : std::uint8_t { kNo, kYes };
 
-/// Steps rank `rank` of `ranks`. Without training.seq_len a row has few tokens. Errors: as train's, of
-/// configuration, contract and layout; kConfig for more tokens than are counted.
+struct DryOptions {
+  WatchDtypes dtypes = WatchDtypes::kNo;
+  ExpertLoads loads = {};  ///< of every rank and every micro-batch
+};
+
+/// Steps rank `rank` of `ranks`. Without training.seq_len a row has few tokens, and no images. Errors:
+/// as train's, of configuration, contract and layout; as require_fit() for loads and as DryBatches;
+/// kConfig for more tokens than are counted.
 DryStep dry_step(const Config& config, const ModelSource& source, int rank, int ranks,
-                 WatchDtypes dtypes = WatchDtypes::kNo);
+                 const DryOptions& options = {});
+
+/// Deals out the tokens of each router of a thread by `loads`, which are not even. Errors: as
+/// require_fit().
+moe::ChoiceScope::Choose choice_by(const ExpertLoads& loads, const models::RoutedExperts& of);
 
 }  // namespace tessera::train

@@ -266,11 +266,15 @@ std::vector<Finding> wrong_numbers(const SeenStep& found, const SeenStep& expect
   return findings;
 }
 
-std::vector<Finding> of_step(const SmallRun& run, const SeenStep& found, const SeenStep& expected) {
-  std::vector<Finding> findings;
+std::vector<Finding> of_transitions(const SeenStep& found) {
   std::vector<std::vector<check::SeenTransition>> transitions;
   for (const SeenRank& rank : found.ranks) transitions.push_back(rank.transitions);
-  check::append(findings, check::wrong_transitions(transitions));
+  return check::wrong_transitions(transitions);
+}
+
+std::vector<Finding> of_step(const SmallRun& run, const SeenStep& found, const SeenStep& expected) {
+  std::vector<Finding> findings;
+  check::append(findings, of_transitions(found));
   check::append(findings, not_invariant(found));
   const Units units(run, found, expected);
   check::append(findings, units.differences());
@@ -342,9 +346,12 @@ void name_axes(const SmallRun& run, const SeenRun& one, std::vector<Finding>& fi
 std::vector<Finding> differences(const SmallRun& run, const SeenRun& found,
                                  const SeenRun& expected) {
   if (!found.refused.empty()) {
-    return {{.kind = FindingKind::kRefused,
-             .found = found.refused,
-             .expected = "a step of the model in small, as one rank runs it"}};
+    // What was computed until then may say why.
+    auto findings = of_transitions(found.steps.front());
+    findings.push_back({.kind = FindingKind::kRefused,
+                        .found = found.refused,
+                        .expected = "a step of the model in small, as one rank runs it"});
+    return findings;
   }
   for (std::size_t step = 0; step < found.steps.size(); ++step) {
     auto findings = of_step(run, found.steps[step], expected.steps[step]);
