@@ -104,7 +104,8 @@ DecoderLayer::DecoderLayer(const ModelSpec& spec, std::int64_t number, const Loc
   self_attn_ = register_module("self_attn", make_attention(spec, number, sizes, std::move(rope)));
   const FamilyTraits& family = traits(spec.family);
   if (spec.is_moe(number)) {
-    moe_ = register_module(family.moe_names.module, std::make_shared<MoeLayer>(spec, sizes));
+    moe_ =
+        register_module(family.moe_names.module, std::make_shared<MoeLayer>(spec, number, sizes));
   } else {
     const auto bias = spec.mlp_bias ? nn::Bias::kYes : nn::Bias::kNo;
     const auto gate = family.gelu_mlp ? nn::Gate::kGelu : nn::Gate::kSilu;

@@ -142,17 +142,18 @@ RouterLoad load_of(const moe::Routing& routing, RouterStatistics statistics,
   return load;
 }
 
-ExpertRouter::ExpertRouter(std::int64_t hidden_size, const MoeSpec& moe,
+ExpertRouter::ExpertRouter(const ModelSpec& spec, std::int64_t number,
                            const nn::TensorRegion& region)
-    : moe_(moe) {
+    : moe_(*spec.moe), number_(number) {
   // On shards of the tokens, or in front of addends: the gradient is Partial in every layout.
-  weight_ = add_parameter("weight", {moe.num_experts, hidden_size}, {.layout = region.inside()});
-  if (moe.has_stored_bias()) {
+  weight_ =
+      add_parameter("weight", {moe_.num_experts, spec.hidden_size}, {.layout = region.inside()});
+  if (moe_.has_stored_bias()) {
     stored_bias_ = register_buffer(HasExpertBias::kStoredName,
-                                   at::zeros({moe.num_experts}, at::TensorOptions(at::kFloat)));
+                                   at::zeros({moe_.num_experts}, at::TensorOptions(at::kFloat)));
   }
-  if (moe.router_bias) {
-    bias_ = add_parameter("bias", {moe.num_experts},
+  if (moe_.router_bias) {
+    bias_ = add_parameter("bias", {moe_.num_experts},
                           nn::bias_of_layer(region.inside(), nn::InitKind::kNormal));
   }
 }
@@ -169,6 +170,7 @@ moe::Routing ExpertRouter::route(const at::Tensor& scores, const std::optional<a
                                  const at::Tensor& bias) const {
   moe::RouteOptions options = route_options(moe_);
   options.expert_bias = moe_.has_stored_bias() ? stored_bias_ : bias;
+  options.layer = number_;
   moe::Routing routing = moe::route(scores, options, imposed);
   if (moe_.wide_weights) return routing;
   const WideScope weights;
@@ -250,11 +252,11 @@ void ExpertBank::add_adapter(const std::string& product, const nn::LoraOptions& 
           options.scale));
 }
 
-MoeLayer::MoeLayer(const ModelSpec& spec, const LocalSizes& sizes)
+MoeLayer::MoeLayer(const ModelSpec& spec, std::int64_t number, const LocalSizes& sizes)
     : HasExpertBias(*spec.moe), tokens_(sizes.axes) {
   const nn::TensorRegion& region = sizes.axes.tensor;
   router_ = register_module(std::string(traits(spec.family).router_module),
-                            std::make_shared<ExpertRouter>(spec.hidden_size, *spec.moe, region));
+                            std::make_shared<ExpertRouter>(spec, number, region));
   experts_ = register_module("experts", std::make_shared<ExpertBank>(spec, sizes));
   if (sizes.shared_intermediate_size == 0) return;
   shared_experts_ =

@@ -33,7 +33,8 @@ RouterLoad load_of(const moe::Routing& routing, RouterStatistics statistics,
 /// Scores of all experts, those of other ranks too.
 class ExpertRouter : public nn::PlacedModule, public IsModelPart {
  public:
-  ExpertRouter(std::int64_t hidden_size, const MoeSpec& moe, const nn::TensorRegion& region = {});
+  /// `number` of the layer.
+  ExpertRouter(const ModelSpec& spec, std::int64_t number, const nn::TensorRegion& region = {});
   ModelPart part() const override { return ModelPart::kRouter; }
   /// x [M, H] -> [M, E] in the dtype that the router computes in.
   at::Tensor scores(const at::Tensor& x) const;
@@ -44,6 +45,7 @@ class ExpertRouter : public nn::PlacedModule, public IsModelPart {
 
  private:
   MoeSpec moe_;
+  std::int64_t number_;
   at::Tensor weight_;       // [E, H]
   at::Tensor bias_;         // [E], or undefined
   at::Tensor stored_bias_;  // [E] fp32 (MoeSpec::has_stored_bias), else undefined
@@ -73,7 +75,8 @@ class ExpertBank : public nn::PlacedModule, public IsModelPart {
 
 class MoeLayer : public torch::nn::Module, public HasExpertBias {
  public:
-  MoeLayer(const ModelSpec& spec, const LocalSizes& sizes);
+  /// `number` of the layer.
+  MoeLayer(const ModelSpec& spec, std::int64_t number, const LocalSizes& sizes);
 
   struct Output {
     at::Tensor x;

@@ -110,7 +110,13 @@ at::Tensor all_finite(const Ranked& ranked, const at::Tensor& wide, Scoring scor
   return seen.sum().isfinite().to(at::kLong);
 }
 
+thread_local const ChoiceScope* t_choice = nullptr;
+
 }  // namespace
+
+ChoiceScope::ChoiceScope(Choose choose)
+    : choose_(std::move(choose)), outer_(std::exchange(t_choice, this)) {}
+ChoiceScope::~ChoiceScope() { t_choice = outer_; }
 
 Routing route(const at::Tensor& scores, const RouteOptions& options,
               const std::optional<at::Tensor>& imposed) {
@@ -127,7 +133,9 @@ Routing route(const at::Tensor& scores, const RouteOptions& options,
     routing.indices = ascending(*imposed);
     if (imposed->is_cpu()) check_experts(routing.indices, scores.size(1));
   } else {
-    routing.indices = ascending(choose(by.values, options));
+    const at::Tensor chosen = choose(by.values, options);
+    if (t_choice != nullptr) t_choice->choose_({options.layer, scores.size(1)}, chosen);
+    routing.indices = ascending(chosen);
   }
   const at::Tensor chosen = by.values.gather(1, routing.indices);
   routing.weights = chosen;

@@ -12,6 +12,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -37,6 +38,7 @@ struct RouteOptions {
   std::int64_t top_groups = 1;
   /// [E] fp32, added to the scores for the choice only; undefined: none.
   at::Tensor expert_bias = {};
+  std::int64_t layer = 0;  ///< its number, for a ChoiceScope
 };
 
 struct Routing {
@@ -95,6 +97,29 @@ class ScoreChecks {
  private:
   ScoreChecks* const outer_;
   NotedScores noted_;
+};
+
+/// While one lives, it chooses the experts of this thread's tokens where nothing is imposed: in a dry
+/// run scores have no values.
+class ChoiceScope {
+ public:
+  struct Asked {
+    std::int64_t layer = 0;  ///< RouteOptions::layer
+    std::int64_t experts = 0;
+  };
+  /// Writes chosen [M, K] i64, contiguous, in any order of a row; an expert at most once in one.
+  using Choose = std::function<void(const Asked& asked, const at::Tensor& chosen)>;
+
+  explicit ChoiceScope(Choose choose);
+  ~ChoiceScope();
+  ChoiceScope(const ChoiceScope&) = delete;
+  ChoiceScope& operator=(const ChoiceScope&) = delete;
+
+ private:
+  friend Routing route(const at::Tensor& scores, const RouteOptions& options,
+                       const std::optional<at::Tensor>& imposed);
+  const Choose choose_;
+  const ChoiceScope* const outer_;
 };
 
 /// indices [M, K] -> [E] i64: how often each expert was chosen. No gradient.

@@ -44,7 +44,7 @@ std::string difference_of_dry_steps(const MistakenRun& run, int& acted) {
   for (int rank = 0; rank < run.ranks(); ++rank) {
     const auto step = [&] {
       return train::dry_step(run.config(), run.source(), rank, run.ranks(),
-                             train::WatchDtypes::kYes);
+                             {.dtypes = train::WatchDtypes::kYes});
     };
     const train::DryStep right = step();
     const Injection injection(run.mistake().changes);

@@ -87,8 +87,9 @@ at::Tensor Gemma4Attention::attend(const Heads& heads, const Gemma4Seen& seen) c
   return nn::causal_attention(heads.q, heads.k, heads.v, kGemma4ScoreScale, mask);
 }
 
-Gemma4Router::Gemma4Router(const ModelSpec& spec, const nn::TensorRegion& region)
-    : HasExpertBias(*spec.moe), moe_(*spec.moe), eps_(spec.rms_norm_eps) {
+Gemma4Router::Gemma4Router(const ModelSpec& spec, std::int64_t number,
+                           const nn::TensorRegion& region)
+    : HasExpertBias(*spec.moe), moe_(*spec.moe), number_(number), eps_(spec.rms_norm_eps) {
   proj_ = nn::add_projection(
       *this, "proj",
       {spec.hidden_size, moe_.num_experts, nn::WeightName::kOwn, nn::inside(region)});
@@ -106,7 +107,8 @@ moe::Routing Gemma4Router::forward(const at::Tensor& x, const std::optional<at::
   moe::Routing routing = moe::route(nn::linear(scaled, proj_->weight, {}, inside),
                                     {.experts_per_token = moe_.experts_per_token,
                                      .normalize = moe_.norm_topk_prob,
-                                     .expert_bias = expert_bias()},
+                                     .expert_bias = expert_bias(),
+                                     .layer = number_},
                                     imposed);
   const at::Tensor factors = per_expert_scale_.index_select(0, routing.indices.reshape({-1}));
   routing.weights =
@@ -138,7 +140,7 @@ Gemma4TextLayer::Gemma4TextLayer(const ModelSpec& spec, std::size_t number, cons
     post_feedforward_layernorm_1_ = norm("post_feedforward_layernorm_1");
     post_feedforward_layernorm_2_ = norm("post_feedforward_layernorm_2");
     pre_feedforward_layernorm_2_ = norm("pre_feedforward_layernorm_2");
-    router_ = register_module("router", std::make_shared<Gemma4Router>(spec, region));
+    router_ = register_module("router", std::make_shared<Gemma4Router>(spec, number_, region));
     experts_ =
         register_module("experts", std::make_shared<ExpertBank>(spec, local_sizes(spec, axes)));
   }

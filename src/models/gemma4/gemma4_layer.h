@@ -75,13 +75,15 @@ class Gemma4Attention : public torch::nn::Module {
 /// a norm of their own.
 class Gemma4Router : public nn::PlacedModule, public HasExpertBias, public IsModelPart {
  public:
-  Gemma4Router(const ModelSpec& spec, const nn::TensorRegion& region);
+  /// `number` of the layer.
+  Gemma4Router(const ModelSpec& spec, std::int64_t number, const nn::TensorRegion& region);
   ModelPart part() const override { return ModelPart::kRouter; }
   /// x [M, H]; imposed as moe::route.
   moe::Routing forward(const at::Tensor& x, const std::optional<at::Tensor>& imposed);
 
  private:
   MoeSpec moe_;
+  std::int64_t number_;
   double eps_;
   std::shared_ptr<nn::Linear> proj_;
   at::Tensor scale_;             // [H]

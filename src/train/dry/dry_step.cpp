@@ -186,7 +186,7 @@ moe::ChoiceScope::Choose choice_by(const ExpertLoads& loads, const models::Route
     std::vector<std::int64_t> chosen = {};
   };
   return [loads, layers = of.layers, dealt = Dealt()](const moe::ChoiceScope::Asked& asked,
-                                                     const at::Tensor& chosen) mutable {
+                                                      const at::Tensor& chosen) mutable {
     const auto layer = std::ranges::find(layers, asked.layer);
     TESSERA_INVARIANT(layer != layers.end(), "layer ", asked.layer, " has no experts");
     const std::size_t list =
