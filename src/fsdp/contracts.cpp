@@ -81,6 +81,11 @@ void check_fits(const GradContract& contract, const FoundParameter& found, const
                 to_string(planned), ", expected ",
                 to_string(ReductionPlan{owed.shard_axes, owed.replica_axes, planned.divide_factor}),
                 " on the mesh ", to_string(mesh.shapes()), "; resolve the contract for this mesh");
+  const bool is_wide = size_of(contract.accumulate) >= size_of(contract.reduce);
+  TESSERA_CHECK(!contract.trainable || is_wide, ErrorKind::kContract, what,
+                ": found a gradient that is accumulated in ", to_string(contract.accumulate),
+                " and travels in ", to_string(contract.reduce), " by its contract, expected ",
+                to_string(contract.reduce), " or wider; set precision.accumulate_dtype");
 }
 
 GradContract look_up(const ParameterMeta& meta, const std::vector<GradContract>& contracts) {
