@@ -172,7 +172,7 @@ TEST(Gemma4Model, TheRouterComputesInFloat32) {
   const at::NoGradGuard no_grad;
   at::manual_seed(3);
   const ModelSpec spec = small();
-  Gemma4Router router(spec, {});
+  Gemma4Router router(spec, 0, {});
   nn::materialize(router);
   for (at::Tensor parameter : router.parameters()) {
     parameter.normal_();

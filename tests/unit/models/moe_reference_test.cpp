@@ -191,7 +191,6 @@ TEST_P(MoeReference, RoutingWeightsAgree) {
   const at::NoGradGuard no_grad;
   const auto model = reference_.model(Reference::Compute::kFloat32);
   for (const std::int64_t layer : routed_experts(reference_.spec()).layers) {
-    const MoeSpec& moe = *reference_.spec().moe;
     ExpertRouter router(reference_.spec(), layer);
     const at::Tensor scores = reference_.result(concat("router/", layer, "/logits"));
     for (auto& buffer : router.named_buffers()) {
