@@ -293,6 +293,7 @@ void check_memory(check::Report& report) {
 CheckedRun check_run(const Config& config, const ModelSource& source, int world,
                      std::optional<std::int64_t> memory, const std::string& from) {
   const ParallelDims dims = resolve_parallelism(config.parallelism, world);
+  resolve_batch(config.training, dims.data_ranks());  // refuses rows that they do not divide
   CheckedRun checked;
   check::Report& report = checked.report;
   report.model = config.model.path.empty() ? config.model.config : config.model.path;
@@ -309,6 +310,7 @@ CheckedRun check_run(const Config& config, const ModelSource& source, int world,
                              dims.data_ranks()),
        config.training.seq_len.value_or(0)});
   if (pipeline) note_copies(*pipeline, source.description, resolved);
+  require_locked(config, resolved, SaysDifferences::kYes);
   report.notes = early_roundings(resolved, config.precision);
   std::exception_ptr uncounted;
   try {
