@@ -37,7 +37,7 @@ struct GradientDiff {
   DType dtype = DType::kFloat32;  ///< the coarsest that either computes in
   double loss_a = 0.0, loss_b = 0.0;
   std::vector<ParameterVerdict> parameters = {};  ///< in the order of names
-  /// Of runs: where either parts from one rank in float32, with `where` = "A" or "B".
+  /// Where either run parts from one rank in float32; `found` begins with "A: " or "B: ".
   std::vector<Finding> findings = {};
   bool is_right() const;
 };
@@ -52,7 +52,7 @@ GradientDiff compare_gradients(const std::map<std::string, Values>& a,
 ParameterVerdict compare_gradient(const std::string& name, const Values& a, const Values& b,
                                   DType dtype);
 
-/// What is wrong first, then the totals, then the parameters that differ most.
+/// Returns the totals, then what is wrong, then the parameters that differ most.
 std::string to_string(const GradientDiff& diff);
 
 }  // namespace tessera::check

@@ -74,14 +74,16 @@ void add_time(std::ostringstream& text, const StepTime& time) {
   text << '\n';
 }
 
-/// "fits: 80.0 GiB by --device-memory, 3.1 GiB left".
+/// "fits: a rank takes at most 76.9 GiB of 80.0 GiB (--device-memory)".
 std::string whether_fits(const Report& report) {
+  if (report.places.empty()) return "what a rank takes is not known";
+  const std::string_view without = report.knows_tokens ? "" : kWithoutActivations;
   std::int64_t most = 0;
   for (const Place& place : report.places) most = std::max(most, place.peak);
-  if (!report.memory) return concat("a rank takes at most ", size_text(most));
+  if (!report.memory) return concat("a rank takes at most ", size_text(most), without);
   const std::int64_t left = *report.memory - most;
   return concat(left >= 0 ? "fits" : "does not fit", ": a rank takes at most ", size_text(most),
-                " of ", size_text(*report.memory), " (", report.memory_from, ")");
+                " of ", size_text(*report.memory), " (", report.memory_from, ")", without);
 }
 
 }  // namespace

@@ -102,6 +102,7 @@ Values slice(const Values& whole, std::int64_t dim, std::int64_t begin, std::int
 Values zeros_like(const Values& of) { return {of.sizes, std::vector<double>(of.numbers.size())}; }
 
 std::optional<Placement> placement_of(std::span<const Values> parts, const Values& whole) {
+  if (parts.empty()) return std::nullopt;
   const bool same =
       std::ranges::all_of(parts, [&](const Values& part) { return equal(part, whole); });
   if (same) return Placement{PlacementKind::kReplicate};

@@ -22,7 +22,7 @@ struct Values {
   bool operator==(const Values&) const = default;
 };
 
-/// Of float32 sums of as few addends as small runs have.
+/// The most that float32 sums of as few addends as small runs have are apart.
 inline constexpr double kNoise = 2e-4;
 
 /// The norm of the difference over that of `expected`; 0 for two tensors of zeros, infinite where sizes
@@ -32,19 +32,21 @@ inline bool equal(const Values& found, const Values& expected) {
   return error_of(found, expected) < kNoise;
 }
 
+/// Adds at least one tensor. Errors: kInternal where sizes differ.
 Values sum(std::span<const Values> addends);
-/// Joined along `dim`. Errors: kInternal where other sizes differ.
+/// Joins at least one tensor along `dim`. Errors: kInternal where other sizes differ.
 Values join(std::span<const Values> parts, std::int64_t dim);
-/// Rows [begin, end) of `dim`.
+/// Rows [begin, end) of `dim`. Errors: kInternal beyond the tensor.
 Values slice(const Values& whole, std::int64_t dim, std::int64_t begin, std::int64_t end);
 /// Zeros of the same sizes.
 Values zeros_like(const Values& of);
 
-/// How ranks hold `whole` by parts in rank order: the same on all (R), cut (S), or added up to it (P);
-/// none where none of these is true.
+/// Returns how ranks hold `whole` by parts in rank order: the same on all (R), cut (S), or added up to
+/// it (P); none where none of these is true, or there is no part. What is zero everywhere is R.
 std::optional<Placement> placement_of(std::span<const Values> parts, const Values& whole);
 
-/// "2 times as large", "-1 times as large", "0"; "other by 13 %" where no factor explains it.
+/// Returns "2 times the expected values", "zeros", or "values that differ by 13 % of their norm" where
+/// no factor explains it.
 std::string difference_text(const Values& found, const Values& expected);
 /// The factor between them, where there is one.
 std::optional<double> factor_of(const Values& found, const Values& expected);

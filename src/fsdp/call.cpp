@@ -436,7 +436,7 @@ void ShardedBase::Call::enter(const std::vector<at::Tensor*>& inputs) {
     watch->enter(unit, inputs);
     watched_ = true;
   }
-  if (entry_ && fsdp::call_watch_here != nullptr) {
+  if (entry_ && !again && fsdp::call_watch_here != nullptr) {
     fsdp::call_watch_here->entered(unit.shown_name(), inputs);
   }
 }
@@ -464,7 +464,7 @@ void ShardedBase::Call::leave(const std::vector<at::Tensor*>& outputs,
   if (entry_ && at::GradMode::is_enabled() && fsdp::recomputing() == nullptr) {
     fsdp::mark_outputs({outputs, wrappers, base_wrappers}, *inputs_, entry_);
   }
-  if (entry_ && fsdp::call_watch_here != nullptr) {
+  if (entry_ && fsdp::recomputing() == nullptr && fsdp::call_watch_here != nullptr) {
     fsdp::call_watch_here->left(handle_.unit_->shown_name(), outputs);
   }
   repeats ? runtime.leave_repeated(*handle_.unit_) : runtime.leave_forward(*handle_.unit_);

@@ -1,4 +1,5 @@
-// Small runs of right layouts: nothing is found in any.
+// Small runs of right layouts: nothing is found in any; and of what has to be made smaller.
+#include "base/test_hooks.h"
 #include "proof.h"
 #include "support/temporary_folder.h"
 #include "support/test.h"
@@ -36,6 +37,55 @@ TEST(SmallRuns, FindNothingInRightLayouts) {
     EXPECT_EQ(in_words(check_run(config, source, d.ranks()).report.findings), "")
         << to_string(mesh_shape(run.dims));
   }
+}
+
+/// A run of experts that lie on the ranks of tp: there is one data rank.
+Drawn experts_on_tp() {
+  Drawn d;
+  d.family = "qwen3-moe";
+  d.routed = true;
+  d.tp = d.ep = 2;
+  return d;
+}
+
+// The axis of experts alone needs ranks of tp: one data rank's rows cannot be cut over two.
+TEST(SmallRuns, NameAxesWhereOneDataRankHasAllRows) {
+  const TemporaryFolder folder;
+  const Drawn d = experts_on_tp();
+  const Config config = config_of(folder, d);
+  write_model(folder, d.family + "-fp32", make_room_for_bytes);
+  const auto source = open_model(config.model, config.lora);
+  const auto run = small_run(config, source, resolve_parallelism(config.parallelism, d.ranks()));
+  ASSERT_EQ(run.data_ranks, 1);
+  const test_hooks::Set otherwise(test_hooks::took_micro_batch,
+                                  [](const Mesh& mesh, const MicroBatch& batch) {
+                                    if (mesh.coordinate(axis::kTensor) == 1) batch.targets.fill_(5);
+                                  });
+  const auto findings = wrong_in_small(run);
+  ASSERT_FALSE(findings.empty());
+  for (const auto& finding : findings) EXPECT_NE(finding.axis, "") << to_string(finding);
+}
+
+TEST(SmallRuns, AdaptersOfTheWholeModelFitTheSmallOne) {
+  const TemporaryFolder folder;
+  Drawn d;
+  d.family = "qwen3";
+  d.shard = 2;
+  const Config config = config_of(folder, d);
+  write_model(folder, d.family + "-fp32", make_room_for_bytes);
+  auto source = open_model(config.model, config.lora);
+  source.lora = {.rank = 128,
+                 .alpha = 256,
+                 .dropout = 0.5,
+                 .layers = {"model.layers.20.self_attn.q_proj", "model.layers.20.mlp.up_proj"}};
+  const auto run = small_run(config, source, resolve_parallelism(config.parallelism, d.ranks()));
+  EXPECT_EQ(run.source.lora.scale(), 2.0);
+  EXPECT_EQ(run.source.lora.dropout, 0.0);
+  EXPECT_EQ(
+      run.source.lora.layers,
+      (std::vector<std::string>{"model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj",
+                                "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"}));
+  EXPECT_EQ(in_words(wrong_in_small(run)), "");
 }
 
 }  // namespace

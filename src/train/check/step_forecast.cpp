@@ -64,7 +64,8 @@ check::StepTime without_stages(const Forecast& of, const CheckedRun& checked) {
           .rest_ms = step.rest_ms};
 }
 
-/// Messages over tp and ep of one micro-batch in one stage, half of which are of its backward.
+/// Returns the time of messages over tp and ep of one micro-batch in one stage, half of which are of its
+/// backward.
 double exchanged_ms(const Forecast& of, const StepTraffic& traffic, std::size_t stages) {
   const auto tokens = traffic.of_tokens.value_or(StepTraffic::OfTokens());
   const double all =
@@ -116,6 +117,7 @@ check::StepTime of_stages(const Forecast& of, const PipelinePlan& plan, CheckedR
 
 void forecast_step(const Config& config, const ModelSource& source, int world,
                    const check::Machine& machine, const std::string& by, CheckedRun& checked) {
+  if (checked.steps.empty()) return;  // a dry step that failed says no bytes
   const ParallelDims dims = resolve_parallelism(config.parallelism, world);
   const Forecast of{.config = config,
                     .source = source,

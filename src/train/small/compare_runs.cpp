@@ -49,17 +49,19 @@ class Units {
  private:
   using Part = Values SeenUnit::*;
 
-  /// The first place at which results part, in the order of forward.
+  /// Returns the first place at which results part, in the order of forward.
   std::vector<Finding> forward() const {
     bool before_is_right = true;
     for (const SeenUnit& unit : one_.units) {
       const bool is_handed_on = is_right(unit, &SeenUnit::input);
       if (!is_handed_on && before_is_right) {
         auto found = finding(FindingKind::kForward, unit, unit.unit, &SeenUnit::input, "input");
-        found.operation = "message to this unit";
-        found.axis = axis::kPipeline;
-        found.expected = "the result of the unit before it, of the same micro-batch";
-        found.mend = kMendOfMessages;
+        if (run_.dims.pp > 1) {
+          found.operation = "message to this unit";
+          found.axis = axis::kPipeline;
+          found.expected = "the result of the unit before it, of the same micro-batch";
+          found.mend = kMendOfMessages;
+        }
         return {found};
       }
       const bool result = is_right(unit, &SeenUnit::result);
@@ -71,7 +73,7 @@ class Units {
     return {};
   }
 
-  /// The same of gradients, in the order of backward.
+  /// Returns the same of gradients, in the order of backward.
   std::vector<Finding> backward() const {
     const SeenUnit* after = nullptr;
     for (auto unit = one_.units.rbegin(); unit != one_.units.rend(); ++unit) {
@@ -81,7 +83,7 @@ class Units {
         const std::string& by = after == nullptr ? unit->unit : after->unit;
         auto found =
             finding(FindingKind::kBackward, *unit, by, &SeenUnit::gradient, "gradient of input");
-        if (is_sent_rightly) {
+        if (is_sent_rightly && run_.dims.pp > 1) {
           found.operation = "message from this unit";
           found.axis = axis::kPipeline;
           found.expected = "what the unit gives back, of the same micro-batch";
@@ -119,6 +121,10 @@ class Units {
     for (std::size_t data = 0; data < calls.size(); ++data) {
       const Values whole = rows_of(unit.*part, data);
       if (is_right(calls[data], whole, part)) continue;
+      if (calls[data].empty()) {
+        finding.found = concat("no call on data rank ", data, ", micro-batch ", unit.call);
+        break;
+      }
       if (const auto other = other_call(unit, calls[data], data, part)) {
         finding.found = concat("the ", what, " of micro-batch ", *other, " on data rank ", data,
                                ", micro-batch ", unit.call);
@@ -156,7 +162,7 @@ class Units {
     return check::slice(whole, 0, begin, begin + each);
   }
 
-  /// Of the ranks that run the unit's stage.
+  /// Finds the call on each rank that runs the unit's stage.
   Calls calls_of(const SeenUnit& unit) const {
     Calls calls(static_cast<std::size_t>(run_.dims.data_ranks()));
     for (std::size_t rank = 0; rank < found_.ranks.size(); ++rank) {
@@ -186,17 +192,17 @@ std::string unit_of_parameter(const SmallRun& run, const std::string& name) {
   return {};
 }
 
-/// Names in the lines of check_invariant_gradients, "NAME: ... over AXIS ...".
+/// Makes findings of the names that check_invariant_gradients returns.
 std::vector<Finding> not_invariant(const SeenStep& step) {
   std::vector<Finding> findings;
   std::set<std::string> known;
   for (const SeenRank& rank : step.ranks) {
-    for (const std::string& line : rank.not_invariant) {
-      if (!known.insert(line).second) continue;
+    for (const std::string& name : rank.not_invariant) {
+      if (!known.insert(name).second) continue;
       findings.push_back(
           {.kind = FindingKind::kInvariance,
-           .parameter = line.substr(0, line.find(' ')),
-           .found = line,
+           .parameter = name,
+           .found = "gradients that differ between ranks",
            .expected = "the gradient that its layer declares I: the same on all ranks",
            .mend = "declare it partial (AxisPlacement::partial), or sum it where it "
                    "is computed"});
@@ -226,6 +232,15 @@ std::vector<Finding> wrong_gradients(const SmallRun& run, const SeenStep& found,
       continue;
     }
     if (unit.empty() || units.is_reached_rightly(unit)) findings.push_back(std::move(finding));
+  }
+  for (const auto& [name, gradient] : found.gradients) {
+    if (expected.gradients.contains(name)) continue;
+    findings.push_back({.kind = FindingKind::kGradient,
+                        .unit = unit_of_parameter(run, name),
+                        .parameter = name,
+                        .found = "a gradient",
+                        .expected = "none, as on one rank",
+                        .mend = "look at which ranks use the parameter"});
   }
   return findings;
 }
@@ -286,28 +301,35 @@ std::vector<Finding> of_step(const SmallRun& run, const SeenStep& found, const S
   return findings;
 }
 
-/// The axes of several ranks, each alone with what it needs.
-std::vector<std::pair<std::string, ParallelDims>> axes_alone(const ParallelDims& dims) {
+/// The axes of several ranks, each alone with what it needs, where the rows of the run can be cut so.
+std::vector<std::pair<std::string, ParallelDims>> axes_alone(const SmallRun& run) {
+  const ParallelDims& dims = run.dims;
+  const auto half_of = [](int degree) { return degree % 2 == 0 ? 2 : degree; };
   ParallelDims one = dims;
   one.pp = one.dp_replicate = one.dp_shard = one.tp = one.ep = one.etp = 1;
   std::vector<std::pair<std::string, ParallelDims>> all;
   const auto add = [&](std::string_view name, const std::function<void(ParallelDims&)>& set) {
     ParallelDims alone = one;
     set(alone);
+    if (run.data_ranks % alone.data_ranks() != 0) return;
     if (alone != one && alone != dims) all.emplace_back(name, alone);
   };
   add(axis::kReplicate, [&](ParallelDims& d) { d.dp_replicate = dims.dp_replicate; });
-  add(axis::kShard, [&](ParallelDims& d) { d.dp_shard = std::min(dims.dp_shard, 2); });
+  add(axis::kShard, [&](ParallelDims& d) { d.dp_shard = half_of(dims.dp_shard); });
   add(axis::kTensor, [&](ParallelDims& d) { d.tp = dims.tp; });
   add(axis::kPipeline, [&](ParallelDims& d) { d.pp = dims.pp; });
   if (dims.ep > 1) {
-    add(axis::kExpert, [&](ParallelDims& d) { d.dp_shard = d.ep = 2; });
+    const bool is_of_data = run.data_ranks % 2 == 0;  // else experts lie on the ranks of tp
+    add(axis::kExpert, [&](ParallelDims& d) {
+      d.ep = half_of(dims.ep);
+      (is_of_data ? d.dp_shard : d.tp) = is_of_data ? d.ep : dims.tp;
+    });
   }
   if (dims.etp > 1) add(axis::kExpertTensor, [&](ParallelDims& d) { d.tp = d.etp = dims.tp; });
   return all;
 }
 
-/// What makes findings of two layouts the same one.
+/// Returns the same for findings of two layouts that are the same one.
 std::string key_of(const Finding& finding) {
   return concat(to_string(finding.kind), '|', finding.operation, '|', finding.parameter, '|',
                 finding.parameter.empty() ? finding.unit : "");
@@ -320,7 +342,7 @@ void name_axes(const SmallRun& run, const SeenRun& one, std::vector<Finding>& fi
   if (all_named) return;
   std::map<std::string, std::string> axis_of;
   std::string together;
-  for (const auto& [name, dims] : axes_alone(run.dims)) {
+  for (const auto& [name, dims] : axes_alone(run)) {
     together += concat(together.empty() ? "" : " x ", name);
     const SmallRun alone = under(run, dims);
     for (const Finding& finding : differences(alone, run_small(alone), one)) {

@@ -36,6 +36,10 @@ ParallelDims dims_of(const DiffSide& side) {
 
 /// `data_ranks`: whose micro-batches both sides run, as an auxiliary loss is of micro-batches.
 Ran run_side(const DiffSide& side, const std::string& batch, std::int64_t data_ranks) {
+  TESSERA_CHECK(side.config.lora.dropout == 0.0, ErrorKind::kConfig, "lora.dropout: found ",
+                side.config.lora.dropout, " in ", side.name,
+                ", expected 0 beside --diff: what is drawn follows from a row's place, which "
+                "differs by layout");
   const auto source =
       open_as("--model", [&] { return open_model(side.config.model, side.config.lora); });
   std::shared_ptr<const BatchSource> rows = open_as("--batch", [&] {
@@ -90,6 +94,12 @@ Opened open_file(const std::string& path) {
                 printable(dtype->second), ", expected a dtype");
   TESSERA_CHECK(file.header().find("loss") != nullptr, ErrorKind::kFormat, shown(path),
                 ": found no loss, expected a file of tessera gradients --out");
+  TESSERA_CHECK(std::ranges::any_of(file.header().tensors,
+                                    [](const TensorInfo& tensor) {
+                                      return tensor.name.starts_with(kGradientPrefix);
+                                    }),
+                ErrorKind::kFormat, shown(path), ": found no gradient, expected a file of ",
+                "tessera gradients --out");
   for (const TensorInfo& tensor : file.header().tensors) {
     TESSERA_CHECK(tensor.dtype == DType::kFloat32 ||
                       (tensor.name != "loss" && !tensor.name.starts_with(kGradientPrefix)),

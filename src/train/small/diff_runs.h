@@ -21,11 +21,12 @@ struct DiffSide {
   Config config;
 };
 
-/// `batch`: .safetensors with input_ids and labels. Errors: as run_gradients; kFormat for two models that
-/// have other parameters.
+/// `batch`: .safetensors with input_ids and labels. Errors: as run_gradients; kUsage for rows that the
+/// data ranks do not divide; kConfig for lora.dropout; kFormat for two models that have other parameters.
 check::GradientDiff diff_runs(const DiffSide& a, const DiffSide& b, const std::string& batch);
 
-/// Files that `tessera gradients` wrote. Errors: kIo, kFormat.
+/// Files that `tessera gradients` wrote. Errors: kIo; kFormat for what is no such file, for one without
+/// a gradient, and for two models that have other parameters.
 check::GradientDiff diff_files(const std::string& a, const std::string& b);
 
 }  // namespace tessera::train

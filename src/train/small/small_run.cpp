@@ -7,9 +7,11 @@
 #include <memory>
 #include <optional>
 #include <random>
+#include <set>
 #include <utility>
 
 #include "base/test_hooks.h"
+#include "base/text/alike.h"
 #include "comm/group.h"
 #include "comm/thread_ranks.h"
 #include "fsdp/call_watch.h"
@@ -257,6 +259,27 @@ std::vector<std::string> that_match(const std::vector<std::string>& patterns,
   return kept;
 }
 
+/// "model.layers.*.mlp": the name of a layer without its number.
+std::string without_number(const std::string& layer) {
+  const auto numbered = layer_name(layer);
+  return numbered ? concat(numbered->before, '*', numbered->after) : layer;
+}
+
+/// Asks for adapters beside the same layers, by the names of the small model. They are narrow, as its
+/// matrices are, and drop nothing: what is dropped follows from a row's place, which differs by layout.
+LoraRequest small_lora(const ModelSource& full, const models::ModelSpec& small) {
+  if (!full.lora) return {};
+  constexpr std::int64_t kMostRank = 4;
+  std::set<std::string> adapted;
+  for (const std::string& layer : full.lora.layers) adapted.insert(without_number(layer));
+  LoraRequest request{.rank = std::min(full.lora.rank, kMostRank)};
+  request.alpha = full.lora.scale() * static_cast<double>(request.rank);
+  for (const std::string& layer : models::adaptable_layers(small)) {
+    if (adapted.contains(without_number(layer))) request.targets.push_back(layer);
+  }
+  return request;
+}
+
 /// All in float32; what is frozen by a rule stays so.
 PrecisionConfig all_wide(const PrecisionConfig& precision, const models::ModelDescription& model) {
   PrecisionConfig wide;
@@ -271,7 +294,7 @@ PrecisionConfig all_wide(const PrecisionConfig& precision, const models::ModelDe
   return wide;
 }
 
-/// What every layout of the small run has.
+/// Makes the configuration that every layout of the small run has.
 Config small_config(const Config& config, const ModelSource& small) {
   Config of = config;
   of.device = DeviceName::kCpu;
@@ -307,10 +330,6 @@ void set_degrees(Config& config, const ParallelDims& dims) {
   to.pipeline_parallel_degree = dims.pp;
 }
 
-}  // namespace
-
-namespace {
-
 /// The error of a rank that found it by itself: others only see that one has stopped.
 std::string cause_of(const std::vector<std::string>& errors, const std::string& first) {
   for (const std::string& error : errors) {
@@ -329,7 +348,7 @@ SmallRun small_run(const Config& config, const ModelSource& source, const Parall
       run.dims.pp == 1 ? 2
                        : std::int64_t{run.dims.pp} * config.pipeline.stages_per_rank.value_or(2);
   run.source.spec = small_spec(source.spec, dims, stages);
-  run.source.lora = models::plan_lora(run.source.spec, config.lora);
+  run.source.lora = models::plan_lora(run.source.spec, small_lora(source, run.source.spec));
   run.source.description = models::describe(run.source.spec, run.source.lora);
   models::check_degrees(run.source.spec, run.dims);
   run.config = small_config(config, run.source);
@@ -381,7 +400,8 @@ SeenRun run_small(const SmallRun& run) {
   seen.steps.resize(run.batch ? 1 : 2);
   for (SeenStep& step : seen.steps) step.ranks.resize(static_cast<std::size_t>(ranks));
   WorldOptions options;
-  options.timeout = std::chrono::seconds(20);
+  // A whole model computes for long before a rank comes to what another one waits in.
+  options.timeout = run.batch ? std::chrono::minutes(10) : std::chrono::seconds(20);
   std::vector<std::string> errors(static_cast<std::size_t>(ranks));
   try {
     comm::ThreadRanks threads(ranks, ThreadBackend::kInProcess, options);

@@ -22,7 +22,7 @@
 
 namespace tessera::train {
 
-/// What is run, for any layout.
+/// A run under one layout, of the small model or of a whole one on a batch.
 struct SmallRun {
   Config config;       ///< parallelism and pipeline are those of the layout
   ModelSource source;  ///< without a folder
@@ -32,7 +32,8 @@ struct SmallRun {
   std::shared_ptr<const BatchSource> batch = {};  ///< whose rows those are; null: they are drawn
 };
 
-/// `dims`: of the whole run. Errors: kConfig where the model cannot be shared so.
+/// `dims`: of the whole run. Adapters stand beside the same layers, narrow and without dropout.
+/// Errors: kConfig where the model cannot be shared so.
 SmallRun small_run(const Config& config, const ModelSource& source, const ParallelDims& dims);
 /// The model itself and `batch`, as its configuration has them: the micro-batches of `data_ranks` ranks
 /// with one row each, also where `dims` has fewer. Errors: kUsage for rows that they do not divide.
@@ -75,7 +76,8 @@ struct SeenRun {
   std::string refused;  ///< what the run ended with; empty: it ran
 };
 
-/// Runs two steps on threads of this process, which end before it returns; of a batch that is given, one.
+/// Runs two steps on threads of this process, which end before it returns; of a batch that is given,
+/// one. An error of a rank is in `refused`; every rank's tensors are kept as float64.
 SeenRun run_small(const SmallRun& run);
 
 }  // namespace tessera::train

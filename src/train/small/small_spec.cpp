@@ -25,7 +25,7 @@ constexpr std::int64_t kHeadDim = 16;
 constexpr std::int64_t kVocabulary = 128;
 constexpr std::int64_t kSeen = kSmallPositions / 2;  // by a window, in a chunk
 
-/// The fewest key heads that ranks of tp share: fewer than there are ranks.
+/// Whether ranks of tp share key heads: some layer has fewer than there are ranks.
 bool shares_heads(const ModelSpec& spec, int tp) {
   const auto heads = key_value_heads(spec);
   return std::ranges::any_of(heads, [&](std::int64_t one) { return one < tp; });
@@ -36,7 +36,7 @@ bool has_one_head(const ModelSpec& spec) {
   return std::ranges::any_of(heads, [](std::int64_t one) { return one == 1; });
 }
 
-/// What makes layers of a model different.
+/// Returns what makes layers of a model different.
 auto kind_of(const ModelSpec& spec, std::int64_t layer) {
   const auto at = static_cast<std::size_t>(layer);
   const auto type = spec.layer_types.empty() ? LayerType::kFull : spec.layer_types.at(at);
