@@ -250,7 +250,9 @@ void IssueQueue::Impl::run() {
   const base::NoInterrupts of_the_library;
   base::Lock lock(mutex);
   for (;;) {
-    changed.wait(lock, [&]() TESSERA_REQUIRES(mutex) { return stopping || !waiting.empty(); });
+    changed.wait(lock, [&]() TESSERA_REQUIRES(mutex) {
+      return stopping || !waiting.empty() || (held_back && abort_flag->is_set());
+    });
     if (waiting.empty()) {
       if (!held_back) return;
       waiting.push_back(std::move(*held_back));
@@ -259,7 +261,7 @@ void IssueQueue::Impl::run() {
     Submission next = std::move(waiting.front());
     waiting.pop_front();
     busy = true;
-    const bool may_hold = !stopping && !held_back;
+    const bool may_hold = !stopping && !held_back && !abort_flag->is_set();
     lock.unlock();
     const auto hold = test_hooks::hold_back.get();
     if (hold && may_hold && (*hold)(*next.group, next.batch.label)) {
@@ -349,6 +351,7 @@ void IssueQueue::abort(const std::string& why) {
     dropped.swap(impl_->waiting);
     if (!impl_->busy) impl_->emptied.notify_all();
   }
+  impl_->changed.notify_all();
   impl_->drop(std::move(dropped));
 }
 

@@ -2,8 +2,9 @@
 //
 // Kind, layout and place are drawn by seed. A mistake that never did anything is drawn again. Environment:
 // TESSERA_MISTAKES_USE (known, held, all), TESSERA_MISTAKES_KIND (one alone), TESSERA_MISTAKES_SEED and
-// TESSERA_MISTAKES_DRAWS.
+// TESSERA_MISTAKES_DRAWS; TESSERA_MISTAKES_LIST=FILE lists what was said of each.
 #include <algorithm>
+#include <fstream>
 #include <iomanip>
 #include <map>
 #include <optional>
@@ -90,14 +91,15 @@ std::vector<KindOfMistake> kinds_of_this_run() {
   return chosen;
 }
 
-void print_miss(const KindOfMistake& kind, const Tried& one) {
-  std::cout << (one.findings.empty() ? "not caught: " : "not named: ") << kind.name << ", seed "
-            << one.seed << "\n  layout: " << one.layout << "\n  place: " << one.place << '\n';
+void print(std::ostream& out, const KindOfMistake& kind, const Tried& one) {
+  const auto* how = one.findings.empty() ? "not caught: " : "not named: ";
+  out << (one.is_named ? "named: " : how) << kind.name << ", seed " << one.seed
+      << "\n  layout: " << one.layout << "\n  place: " << one.place << '\n';
   constexpr std::size_t kShown = 6;
   for (std::size_t i = 0; i < std::min(kShown, one.findings.size()); ++i) {
-    std::cout << "  " << text_of(one.findings[i]) << '\n';
+    out << "  " << text_of(one.findings[i]) << '\n';
   }
-  if (one.findings.size() > kShown) std::cout << "  ... of " << one.findings.size() << '\n';
+  if (one.findings.size() > kShown) out << "  ... of " << one.findings.size() << '\n';
 }
 
 void print_row(std::string_view name, const Count& count) {
@@ -111,6 +113,7 @@ TEST(Mistakes, AreFoundByTheirNames) {
   auto seed = static_cast<std::uint32_t>(test::environment_number("TESSERA_MISTAKES_SEED", 1));
   const auto draws = static_cast<std::size_t>(
       test::environment_number("TESSERA_MISTAKES_DRAWS", test::full_proof() ? 200 : 40));
+  std::ofstream listed(base::environment_variable("TESSERA_MISTAKES_LIST").value_or("/dev/null"));
   std::map<std::string_view, Count> by_kind;
   std::map<Use, Count> by_use;
   for (std::size_t draw = 0; draw < draws; ++draw) {
@@ -124,7 +127,9 @@ TEST(Mistakes, AreFoundByTheirNames) {
     }
     by_kind[kind.name].add(*one);
     by_use[kind.use].add(*one);
-    if (!one->is_named) print_miss(kind, *one);
+    if (!one->is_named) print(std::cout, kind, *one);
+    print(listed, kind, *one);
+    listed.flush();
   }
   std::cout << std::left << std::setw(28) << "kind" << " drawn caught named\n";
   for (const KindOfMistake& kind : chosen) print_row(kind.name, by_kind[kind.name]);
