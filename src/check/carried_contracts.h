@@ -20,7 +20,7 @@ namespace tessera::check {
 std::vector<Finding> wrong_contracts(const ModelContract& carried, const ModelContract& resolved,
                                      const MeshShapes& mesh);
 
-/// What a rank was seen to send or keep of a unit.
+/// The dtype in which a rank was seen to send or keep something of a unit.
 struct SeenDtype {
   std::string unit = {};
   std::string what = {};   ///< "reduction", "gather"

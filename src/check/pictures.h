@@ -32,9 +32,9 @@ std::string which_places(const ShownPlaces& shown);
 /// "pp 3, rank 96"; "rank 0" where there is no pipeline.
 std::string place_name(const Report& report, const Place& place);
 
-/// What a rank holds by part, next to the memory that it has, on one scale for all places.
+/// Draws what a rank holds by part, next to the memory that it has, on one scale for all places.
 std::string held_picture(const Report& report);
-/// What a rank sends, a bar a place, by axis and kind.
+/// Draws what a rank sends, a bar a place, by axis and kind.
 std::string sent_picture(const Report& report);
 /// Needs report.time.
 std::string time_picture(const Report& report);

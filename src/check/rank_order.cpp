@@ -20,7 +20,7 @@ std::set<std::string> groups_of(const NotedRank& rank) {
   return groups;
 }
 
-/// What it issues in these groups.
+/// Returns what it issues in these groups.
 std::vector<const NotedCollective*> issued_in(const NotedRank& rank,
                                               const std::set<std::string>& groups) {
   std::vector<const NotedCollective*> issued;

@@ -28,7 +28,7 @@ struct NotedMessage {
   std::int64_t bytes = 0;
 };
 
-/// What one rank issues in a step.
+/// All that one rank issues in a step.
 struct NotedRank {
   int rank = 0;
   std::string place = {};  ///< "pp 1", "last of tp"

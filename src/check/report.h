@@ -60,7 +60,7 @@ struct Report {
   std::string layout = {};  ///< to_string(MeshShapes)
   int world = 1;
   std::vector<Finding> findings = {};
-  /// What is right and worth knowing: sums that round early because the policy says so.
+  /// Lines on what is right and worth knowing: sums that round early because the policy says so.
   std::vector<std::string> notes = {};
   std::vector<std::string> compared = {};  ///< what was looked at, a line each
   std::vector<Place> places = {};

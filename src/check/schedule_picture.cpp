@@ -63,7 +63,7 @@ class SvgReader {
   }
 
  private:
-  /// What is before `end`, which is left behind.
+  /// Returns the text before `end` and skips both.
   std::string_view until(char end) {
     const std::size_t at = std::min(rest_.find(end), rest_.size());
     const std::string_view text = rest_.substr(0, at);

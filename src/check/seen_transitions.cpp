@@ -65,7 +65,7 @@ Values exchanged(const SeenTransition& one, const Together& all) {
   return join(rows, 0);
 }
 
-/// What the rank has to make of what all were given.
+/// Works out what the rank has to make of what all were given.
 Values expected_of(const SeenTransition& one, const Together& all) {
   const auto given = given_of(all);
   const auto& own = one.given;
@@ -163,7 +163,7 @@ std::optional<Finding> different_inputs(const Together& all) {
   return std::nullopt;
 }
 
-/// That of the ranks of a group which did something else, if any.
+/// Names the first rank of a group that did something else, if any.
 std::optional<Finding> other_order(const Together& all) {
   const SeenTransition& first = *all.front();
   for (const auto* one : all) {

@@ -28,7 +28,7 @@ constexpr double kTop = 1000.0;            // of a picture's own coordinates, wh
 /// The buffers of gathers and reductions: passes are counted without them.
 bool is_pool(std::string_view what) { return what == "unsharded peak" || what == "reductions"; }
 
-/// What a pass counts of what is always held.
+/// Bytes of what is always held that a pass counts, too.
 std::int64_t counted_in_passes(const Place& place) {
   std::int64_t bytes = 0;
   for (const NamedBytes& one : place.held) {
@@ -146,7 +146,7 @@ std::string areas(const Plot& plot) {
                 "z\"/>\n<path class=\"part6\" d=\"", kept, count, " ", kTop, "z\"/>\n");
 }
 
-/// What a pointer finds over a column.
+/// The title that a pointer finds over a column.
 std::string titles(const Plot& plot) {
   std::string text;
   for (std::size_t i = 0; i < plot.columns.size(); ++i) {

@@ -20,8 +20,8 @@
 
 namespace tessera::parallel {
 
-/// What anybody has to know of a transition, beside its kind and axis, to work out its results from the
-/// inputs of all ranks.
+/// Holds all that is needed beside kind and axis to work out a transition's results from the inputs of
+/// all ranks.
 struct TransitionForm {
   std::int64_t dim = 0;                              ///< that is cut or joined
   std::optional<std::int64_t> total = std::nullopt;  ///< as Shard

@@ -57,7 +57,7 @@ double middle(std::vector<double> all) {
   return all[all.size() / 2];
 }
 
-/// Of one call; the first one fills caches and does not count.
+/// Times one call in the middle; the first one fills caches and does not count.
 double middle_seconds(at::Device device, const std::function<void()>& call) {
   seconds_of(device, call);
   std::vector<double> all;
@@ -82,7 +82,7 @@ double slowest(World& world, double seconds) {
 double rounded(double value) {
   if (value <= 0.0) return 0.0;
   const double unit = std::pow(10.0, std::floor(std::log10(value)) - 2.0);
-  // Of a negative power of 10 there is no double.
+  // No double is a negative power of 10.
   return unit >= 1.0 ? std::round(value / unit) * unit
                      : std::round(value / unit) / std::round(1.0 / unit);
 }

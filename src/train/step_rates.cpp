@@ -101,12 +101,12 @@ std::vector<UnitCosts> unit_costs(const RunOfPlan& run,
   return costs;
 }
 
-/// What messages cost a rank.
+/// Times messages of a rank.
 class Sending {
  public:
   Sending(const check::Machine& machine, const MeshShapes& mesh) : machine_(machine), mesh_(mesh) {}
 
-  /// Of `messages` with `bytes` in all, among the ranks that differ on `axes`.
+  /// Milliseconds of `messages` with `bytes` in all, among the ranks that differ on `axes`.
   double ms(std::int64_t bytes, std::int64_t messages,
             const std::vector<std::string_view>& axes) const {
     return bytes == 0 ? 0.0 : ms_among(bytes, messages, mesh_.ranks_of(0, axes));

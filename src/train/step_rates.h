@@ -34,8 +34,8 @@ std::optional<StepFlops> step_flops(const RunOfPlan& run, const fsdp::StepPlan& 
 capture::PlanProfile profile_at(const check::Machine& machine, const RunOfPlan& run,
                                 const StepTraffic& traffic);
 
-/// Of `messages` with `bytes` in all, among the ranks of `mesh` that differ on `axes` alone, which lie on
-/// one host or not. Needs the bandwidth of these.
+/// Milliseconds of `messages` with `bytes` in all, among the ranks of `mesh` that differ on `axes`
+/// alone, which lie on one host or not. Needs the bandwidth of these.
 double ms_to_send(const check::Machine& machine, const MeshShapes& mesh, std::int64_t bytes,
                   std::int64_t messages, const std::vector<std::string_view>& axes);
 

@@ -26,12 +26,12 @@ struct MeasuredPolicy {
   std::int64_t moved_choices = 0;
 };
 
-/// What a policy takes. Bytes of the whole model, but for those of a rank.
+/// The cost of a policy. Bytes of the whole model, but for those of a rank.
 struct PolicyCost {
   std::int64_t unsharded_bytes = 0;             ///< of parameters in their compute dtypes
   std::int64_t gradient_bytes = 0;              ///< of gradients on the wire
   std::map<std::string, int> activations = {};  ///< units by the dtype that they compute in
-  /// Of rank 0 in a step, counted in a dry one; none where that is not possible.
+  /// Those of rank 0 in a step, counted in a dry one; none where that is not possible.
   std::optional<std::int64_t> activation_bytes = {};
   std::optional<std::int64_t> sent_bytes = {};
 };

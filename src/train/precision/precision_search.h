@@ -22,7 +22,7 @@ struct ErrorTable {
   ParameterErrors narrow;                 ///< of no group wide
   std::vector<ParameterErrors> widened;   ///< [G] of this group wide alone
   std::vector<ParameterErrors> narrowed;  ///< [G] of all groups wide but this one
-  /// Of all groups wide, with sums in another order: the noise of the reference.
+  /// Errors with all groups wide and sums in another order: the noise of the reference.
   ParameterErrors wide_noise;
   ParameterErrors narrow_noise;  ///< by how much `narrow` differs in another order
 
@@ -52,7 +52,7 @@ struct PolicyProblem {
   double bound = 0;
 };
 
-/// What a wide group of the result does: the errors of the result without it.
+/// A wide group of the result, and the errors of the result without it.
 struct NeededGroup {
   std::size_t group = 0;
   WorstError without;

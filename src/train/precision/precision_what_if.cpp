@@ -65,7 +65,7 @@ std::vector<RowRange> twice(std::vector<RowRange> rows) {
   return rows;
 }
 
-/// What one parameter's part on a rank adds, over which all ranks of a stage are summed.
+/// Addends of one parameter's part on a rank, which are summed over the ranks of a stage.
 struct Squares {
   double stage = 0;  ///< 1 + the number of the stage; 0 where this one has not got it
   double difference = 0;

@@ -28,8 +28,8 @@ struct WhatIfRequest {
   bool impose_routing = false;  ///< as GradientsRequest
 };
 
-/// Collective; the report is the same on every rank. Errors: as run_gradients; kConfig for [compile] and lora.dropout, kNumeric where float32 gives
-/// no finite gradients.
+/// Collective; the report is the same on every rank. Errors: as run_gradients; kConfig for [compile]
+/// and lora.dropout, kNumeric where float32 gives no finite gradients.
 WhatIfReport precision_what_if(const WhatIfRequest& request, World& world,
                                const std::function<void()>& on_first_step = {});
 
