@@ -13,7 +13,7 @@
 namespace tessera::comm {
 namespace {
 
-constexpr std::size_t kRootsShown = 6, kWaitsShown = 8, kRanksShown = 8, kPendingShown = 3;
+constexpr std::size_t kRootsShown = 6, kWaitsShown = 8, kRanksShown = 8, kPendingShown = 8;
 
 std::string some(const std::vector<int>& ranks) {
   const std::size_t shown = std::min(ranks.size(), kRanksShown);
@@ -51,31 +51,26 @@ class Finder {
   };
 
   const RankBoard* board_of(int rank) const {
-    const auto found = by_rank_.find(rank);
-    return found == by_rank_.end() ? nullptr : found->second;
+    return by_rank_.contains(rank) ? by_rank_.at(rank) : nullptr;
   }
 
-  NamedIssue named(std::uint64_t what, const RankBoard& by) const {
+  NamedIssue named(std::uint64_t what) const {
     NamedIssue issue;
     issue.what = what;
     // The other end of a message has no name of its own on most ranks.
     for (const std::uint64_t each : {what, other_end(what)}) {
-      if (const auto own = by.names.find(each); own != by.names.end()) {
-        issue.words = own->second;
-        return issue;
-      }
       for (const RankBoard& board : boards_.boards) {
-        if (const auto found = board.names.find(each); found != board.names.end()) {
-          issue.words = found->second;
-          return issue;
-        }
+        const auto found = board.names.find(each);
+        if (found == board.names.end()) continue;
+        issue.words = found->second;
+        return issue;
       }
     }
     return issue;
   }
 
   NamedIssue named(const BoardItem& item, const RankBoard& by) const {
-    NamedIssue issue = named(item.what, by);
+    NamedIssue issue = named(item.what);
     issue.pass = item.pass;
     if (item.lane == kMessageLane) {
       issue.group = "messages";
@@ -122,7 +117,7 @@ class Finder {
         expected_at(whats_of(items), static_cast<std::size_t>(at - items.begin()));
     one.as_ordered = expected == wait.what;
     if (expected == 0 || one.as_ordered) return;
-    one.should = named(expected, board);
+    one.should = named(expected);
     one.should->group = one.in.group;
   }
 
@@ -219,7 +214,7 @@ class Finder {
     root.issued = named(item, board);
     root.since_ms = item.age_ms;
     if (expected != 0) {
-      root.should = named(expected, board);
+      root.should = named(expected);
       root.should->group = root.issued->group;
       root.should->sequence = root.issued->sequence;
       root.should->pass = root.issued->pass;
@@ -255,10 +250,10 @@ class Finder {
              std::tuple(!other.by_order, -other.age_ms, other.root.rank);
     });
     if (left.empty()) return;
-    report_.by_order = left.front().by_order;
+    const bool by_order = left.front().by_order;
     const std::string group = left.front().root.issued->group;
     for (Left& one : left) {
-      if (one.root.issued->group != group || one.by_order != report_.by_order) continue;
+      if (one.root.issued->group != group || one.by_order != by_order) continue;
       if (std::ranges::find(report_.roots, one.root.rank, &HangRoot::rank) == report_.roots.end()) {
         report_.roots.push_back(std::move(one.root));
       }
@@ -266,8 +261,7 @@ class Finder {
   }
 
   int waiting_for(int rank) const {
-    const auto found = waited_for_.find(rank);
-    return found == waited_for_.end() ? 0 : static_cast<int>(found->second.size());
+    return waited_for_.contains(rank) ? static_cast<int>(waited_for_.at(rank).size()) : 0;
   }
 
   bool waits_for_others(int rank) const {
@@ -301,7 +295,6 @@ class Finder {
       return place(one) < place(other);
     });
     report_.roots = std::move(ends);
-    report_.by_order = true;
   }
 
   HangRoot end_of_waits(int rank) const {
@@ -343,15 +336,16 @@ class Finder {
       }
     }
     std::vector<std::pair<const BoardItem*, const RankBoard*>> latest;
-    std::size_t earliest = own == nullptr ? 0 : last_of(*own, is_for(first));
+    std::size_t earliest = own == nullptr ? 0 : next_of(*own, first);
     for (const auto& [key, one] : pending) {
       if (own == nullptr) {
         latest.push_back(one);
         continue;
       }
       const BoardLane* same = own->lane(key.first);
-      const std::size_t place = last_of(*own, one.first->what);
-      if (place >= earliest || (same != nullptr && same->count > key.second)) continue;
+      if (key.second != (same == nullptr ? 0 : same->count)) continue;  // the next one of the group
+      const std::size_t place = comm::next_of(*own, one.first->what, one.first->pass);
+      if (place >= earliest) continue;
       earliest = place;
       root.should = named(*one.first, *one.second);
     }
@@ -361,12 +355,16 @@ class Finder {
 
   NamedIssue other_end_of(NamedIssue message) const {
     message.what = other_end(message.what);
-    message.words = named(message.what, boards_.boards.front()).words;
+    message.words = named(message.what).words;
     const std::string_view is = (message.what & 1U) != 0 ? "send" : "receive";
     if (const auto of = message.words.op.find(" of "); of != std::string::npos) {
       message.words.op = concat(is, message.words.op.substr(of));
     }
     return message;
+  }
+
+  static std::size_t next_of(const RankBoard& board, const BoardWait& wait) {
+    return comm::next_of(board, is_for(wait), wait.pass);
   }
 
   /// Of the waits for a rank the one that it comes to first: by its own earlier steps, or, where it has
@@ -375,7 +373,7 @@ class Finder {
     const Edge* first = &edges.front();
     if (const RankBoard* own = board_of(rank)) {
       for (const Edge& edge : edges) {
-        if (last_of(*own, is_for(*edge.wait)) < last_of(*own, is_for(*first->wait))) first = &edge;
+        if (next_of(*own, *edge.wait) < next_of(*own, *first->wait)) first = &edge;
       }
       return *first;
     }
@@ -407,12 +405,11 @@ class Finder {
       for (const Edge& edge : edges) add_left_out(*board, *edge.wait, left);
       add_own_leaver(*board, left);
     }
-    for (const bool only_twice : {true, false}) {
-      if (!left.empty()) break;
+    if (left.empty()) {
       for (const auto& [rank, edges] : waited_for_) {
         const RankBoard* board = board_of(rank);
         if (board == nullptr || board->waits.empty()) continue;
-        for (const Edge& edge : edges) add_deviation(*board, *edge.wait, only_twice, left);
+        for (const Edge& edge : edges) add_doubled(*board, *edge.wait, left);
       }
     }
     take(std::move(left));
@@ -433,7 +430,8 @@ class Finder {
     const auto items = items_of(board, {wait.lane, own.lane});
     std::vector<std::size_t> places;  // where it did the same, this time last
     for (std::size_t i = 0; i < items.size(); ++i) {
-      if (items[i]->what == own.what && items[i]->lane == own.lane) places.push_back(i);
+      const bool is_alike = items[i]->what == own.what && items[i]->pass == own.pass;
+      if (is_alike && items[i]->lane == own.lane) places.push_back(i);
     }
     constexpr std::size_t kFewest = 3;
     if (places.size() < kFewest || items[places.back()]->sequence != own.sequence) return;
@@ -455,7 +453,7 @@ class Finder {
   }
 
   NamedIssue should_be_in(std::uint64_t what, const RankBoard& board, const BoardWait& wait) const {
-    NamedIssue issue = named(what, board);
+    NamedIssue issue = named(what);
     const BoardLane* lane = board.lane(wait.lane);
     issue.group = lane != nullptr ? lane->name : "messages";
     if (lane != nullptr) issue.sequence = wait.sequence;
@@ -467,24 +465,21 @@ class Finder {
   void add_own_leaver(const RankBoard& board, std::vector<Left>& left) const {
     const BoardWait& own = board.waits.front();
     const auto items = items_of(board, {own.lane});
-    if (items.empty()) return;
-    const std::size_t last = items.size() - 1;
-    const auto expected = expected_at(whats_of(items), last);
-    if (expected == 0 || expected == items[last]->what || own.lane == kMessageLane) return;
-    left.push_back(leaver(board.rank, items, last, expected, true));
+    if (items.empty() || own.lane == kMessageLane) return;
+    const auto expected = expected_at(whats_of(items), items.size() - 1);
+    if (expected == 0 || expected == items.back()->what) return;
+    left.push_back(leaver(board.rank, items, items.size() - 1, expected, true));
   }
 
   /// Of what the rank has issued lately in its own wait's group and in that of a wait for it, the first
-  /// that is not what comes next. `only_twice`: and that came right before. Weaker than the others:
-  /// threads of a rank issue to different groups, not always in the same order.
-  void add_deviation(const RankBoard& board, const BoardWait& wait, bool only_twice,
-                     std::vector<Left>& left) const {
+  /// that came right before, too, where something else comes next.
+  void add_doubled(const RankBoard& board, const BoardWait& wait, std::vector<Left>& left) const {
     const BoardWait& own = board.waits.front();
     const auto items = items_of(board, {wait.lane, own.lane});
     const Whats whats = whats_of(items);
     for (std::size_t i = 1; i < items.size(); ++i) {
       if (items[i]->age_ms > own.waited_ms + kLookedAtMs) continue;
-      if (only_twice && whats[i - 1] != whats[i]) continue;
+      if (whats[i - 1] != whats[i]) continue;
       const auto expected = expected_at(whats, i);
       if (expected == 0 || expected == whats[i]) continue;
       left.push_back(leaver(board.rank, items, i, expected, true));
@@ -519,6 +514,20 @@ std::string_view words_of(HangCause cause) {
   return "";
 }
 
+/// ", or still in reduce_scatter of layers.1, layers.2, all_gather of layers.0".
+std::string pending_text(const std::vector<NamedIssue>& pending) {
+  std::set<std::pair<std::string, std::string>> shown;
+  std::string text, op;
+  for (const NamedIssue& one : pending) {
+    if (shown.size() == kPendingShown || !shown.insert({one.words.op, one.words.unit}).second)
+      continue;
+    text += text.empty() ? ", or still in " : ", ";
+    if (std::exchange(op, one.words.op) != one.words.op) text += one.words.op + " of ";
+    text += one.words.unit;
+  }
+  return text;
+}
+
 std::string line_of(const HangRoot& root) {
   std::string text = concat("rank ", root.rank, " ", words_of(root.cause));
   if (root.cause == HangCause::kLeftOrder) {
@@ -528,11 +537,7 @@ std::string line_of(const HangRoot& root) {
     return text;
   }
   if (root.should) text += concat("; by the order it should be in ", to_string(*root.should));
-  for (std::size_t i = 0; i < std::min(root.pending.size(), kPendingShown); ++i) {
-    text += concat(i == 0 ? ", or still in " : ", ", to_string(root.pending[i]));
-  }
-  const std::size_t hidden = root.pending.size() - std::min(root.pending.size(), kPendingShown);
-  if (hidden > 0) text += concat(" and ", hidden, " more");
+  text += pending_text(root.pending);
   if (root.issued) {
     text += concat("; issued last: ", to_string(*root.issued), ", ", in_seconds_of(root.since_ms),
                    " ago");

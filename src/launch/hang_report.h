@@ -68,7 +68,6 @@ struct HangReport {
   int answered = 0;
   std::vector<HangRoot> roots;  ///< the first to leave first
   std::vector<HangWait> waits;  ///< the longest first
-  bool by_order = false;        ///< the order of earlier steps was known
 };
 
 HangReport find_hang(const Boards& boards);

@@ -55,6 +55,9 @@ std::string one_word_line(std::string text) {
 
 // Of what came before, so much is compared: longer than a layer's collectives, which repeat.
 constexpr std::size_t kLongestContext = 96;
+// How far the threads of a rank get ahead of each other.
+constexpr std::size_t kOtherThreads = 16;
+
 // Far beyond what encode() writes.
 constexpr std::size_t kMostRead = 1 << 16;
 
@@ -87,11 +90,16 @@ RankBoard make_board(int rank, int threads_waiting, const std::vector<TimedWait>
   board.lanes = std::move(lanes);
   for (const TimedWait& one : waits) {
     board.waits.push_back({one.wait.is_message ? kMessageLane : one.wait.group, one.wait.what,
-                           one.wait.sequence, one.wait.peer, ms_since(one.since), one.wait.text});
+                           one.wait.sequence, one.wait.peer, ms_since(one.since), Pass::kForward,
+                           one.wait.text});
   }
   for (const LoggedIssue& one : log.latest(most_items)) {
     board.items.push_back(
         {one.lane, one.what, one.sequence, ms_since(one.time), one.pass, one.done});
+    for (BoardWait& wait : board.waits) {
+      const bool is_this = wait.lane == one.lane && wait.sequence == one.sequence;
+      if (is_this && wait.what == one.what) wait.pass = one.pass;
+    }
     if (board.names.contains(one.what)) continue;
     if (auto words = log.words(one.what)) board.names[one.what] = *std::move(words);
   }
@@ -104,7 +112,8 @@ std::string encode(const RankBoard& board) {
                             board.lanes.size(), " ", board.names.size(), " ", board.items.size());
   for (const BoardWait& wait : board.waits) {
     text += concat("\n", wait.lane, " ", wait.what, " ", wait.sequence, " ", wait.peer, " ",
-                   wait.waited_ms, " ", one_word_line(wait.text));
+                   wait.waited_ms, " ", wait.pass == Pass::kBackward ? 1 : 0, " ",
+                   one_word_line(wait.text));
   }
   for (const BoardLane& lane : board.lanes) {
     lane_of.emplace(lane.hash, lane_of.size());
@@ -143,6 +152,7 @@ std::optional<RankBoard> decode_board(const std::string& text) {
     wait.sequence = in.number<std::uint64_t>();
     wait.peer = in.number<int>();
     wait.waited_ms = in.number<std::int64_t>();
+    wait.pass = in.number<int>() == 1 ? Pass::kBackward : Pass::kForward;
     wait.text = in.line();
   }
   for (std::size_t i = 0; i < lanes && in.ok(); ++i) {
@@ -179,10 +189,9 @@ std::optional<RankBoard> decode_board(const std::string& text) {
   return board;
 }
 
-std::uint64_t expected_at(const Whats& whats, std::size_t at) {
-  std::uint64_t expected = 0;
-  std::size_t longest = 0;
-  for (std::size_t earlier = at; earlier-- > 1;) {
+std::size_t place_like(const Whats& whats, std::size_t at) {
+  std::size_t place = 0, longest = 0;
+  for (std::size_t earlier = at; earlier-- > 1 && longest < kLongestContext;) {
     std::size_t same = 0;
     while (same < kLongestContext && same < earlier &&
            whats[earlier - 1 - same] == whats[at - 1 - same]) {
@@ -190,11 +199,15 @@ std::uint64_t expected_at(const Whats& whats, std::size_t at) {
     }
     if (same > longest) {
       longest = same;
-      expected = whats[earlier];
+      place = earlier;
     }
-    if (longest == kLongestContext) break;
   }
-  return expected;
+  return place;
+}
+
+std::uint64_t expected_at(const Whats& whats, std::size_t at) {
+  const std::size_t place = place_like(whats, at);
+  return place == 0 ? 0 : whats[place];
 }
 
 std::vector<const BoardItem*> items_of(const RankBoard& board,
@@ -239,10 +252,21 @@ std::uint64_t is_for(const BoardWait& wait) {
   return wait.lane == kMessageLane ? other_end(wait.what) : wait.what;
 }
 
-std::size_t last_of(const RankBoard& board, std::uint64_t what) {
-  std::size_t place = board.items.size();
-  while (place > 0 && board.items[place - 1].what != what) --place;
-  return place == 0 ? board.items.size() : place - 1;
+std::size_t next_of(const RankBoard& board, std::uint64_t what, Pass pass) {
+  Whats whats;
+  for (const BoardItem& item : board.items) whats.push_back(item.what);
+  const auto is_this = [&](const BoardItem& item) {
+    return item.what == what && item.pass == pass;
+  };
+  std::size_t place = place_like(whats, whats.size());
+  // By another thread it may have come a little before: it is late, unless it has come this time, too.
+  const auto late = std::min(place, kOtherThreads);
+  if (std::none_of(board.items.end() - static_cast<std::ptrdiff_t>(late), board.items.end(),
+                   is_this)) {
+    place -= late;
+  }
+  while (place < whats.size() && !is_this(board.items[place])) ++place;
+  return place;
 }
 
 std::string purpose_in(const std::string& group) { return group.substr(0, group.find(kOfRanks)); }

@@ -43,6 +43,7 @@ struct BoardWait {
   std::uint64_t sequence = 0;
   int peer = -1;  ///< as PeerWait::peer
   std::int64_t waited_ms = 0;
+  Pass pass = Pass::kForward;
   std::string text;  ///< as PeerWait::text
   bool operator==(const BoardWait&) const = default;
 };
@@ -75,6 +76,8 @@ using Whats = std::vector<std::uint64_t>;
 /// Returns what `whats` says of its place `at`, by the earlier place before which the most is the
 /// same; 0: it says nothing.
 std::uint64_t expected_at(const Whats& whats, std::size_t at);
+/// That earlier place; 0: there is none.
+std::size_t place_like(const Whats& whats, std::size_t at);
 /// The items of some lanes, in order.
 std::vector<const BoardItem*> items_of(const RankBoard& board,
                                        const std::set<std::uint64_t>& lanes);
@@ -83,9 +86,9 @@ Whats whats_of(const std::vector<const BoardItem*>& items);
 bool has_issued(const RankBoard& board, const BoardWait& wait);
 /// What the rank that is waited for has to issue.
 std::uint64_t is_for(const BoardWait& wait);
-/// Where the rank issued the same last, its number of items where it did not: what it comes to first
-/// it issued longest ago.
-std::size_t last_of(const RankBoard& board, std::uint64_t what);
+/// Where the rank came next to the same, in the earlier step that is most like what it has issued last;
+/// its number of items where it did not. What comes first has the least.
+std::size_t next_of(const RankBoard& board, std::uint64_t what, Pass pass);
 /// Where a rank that does the same as the one that is waited for has issued what `wait` is for.
 std::optional<std::size_t> place_of(const RankBoard& board, const BoardWait& wait);
 

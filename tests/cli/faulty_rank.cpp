@@ -73,7 +73,7 @@ class Faulty {
   void step_is_done() {
     const std::lock_guard lock(mutex_);
     ++done_;
-    if (done_ + 1 == fault_.step) before_.clear();
+    if (done_ + 2 == fault_.step) before_.clear();
     seen_ = 0;
   }
 

@@ -130,7 +130,8 @@ class Simulation {
     if (waiting_.contains(rank)) {
       const Call& call = waiting_.at(rank);
       board.threads_waiting = 1;
-      board.waits.push_back({hash_of(call.group), call.what, call.sequence, -1, 3000, call.unit});
+      board.waits.push_back(
+          {hash_of(call.group), call.what, call.sequence, -1, 3000, Pass::kForward, call.unit});
     }
     return board;
   }
@@ -205,7 +206,7 @@ TEST(RankBoard, IsTheSameBehindEncodingAndNothingElseIsRead) {
   Simulation ranks({2, 2, 3}, 4);
   ranks.ends(1, 25);
   for (RankBoard board : ranks.run({}).boards) {
-    board.waits.push_back({kMessageLane, 7, 11, 2, 5, "a message"});
+    board.waits.push_back({kMessageLane, 7, 11, 2, 5, Pass::kBackward, "a message"});
     board.items.push_back({kMessageLane, 6, 99, 1, Pass::kBackward});
     const std::string text = encode(board);
     EXPECT_EQ(decode_board(text), board);
