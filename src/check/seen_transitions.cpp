@@ -134,9 +134,17 @@ std::string what_is_due(const SeenTransition& one) {
 }
 
 std::optional<Finding> wrong_result(const SeenTransition& one, const Together& all) {
-  const Values expected = expected_of(one, all);
-  if (equal(one.made, expected)) return std::nullopt;
   Finding finding = finding_at(one);
+  Values expected;
+  try {
+    expected = expected_of(one, all);
+  } catch (const Error&) {  // no sum and no whole can be made of them
+    finding.found = "tensors of the ranks whose sizes do not belong together";
+    finding.expected = what_is_due(one);
+    finding.mend = "look at where they are cut";
+    return finding;
+  }
+  if (equal(one.made, expected)) return std::nullopt;
   finding.found = is_of_rounded(one, all) ? "addends that are rounded to 16 bits before the sum"
                                           : difference_text(one.made, expected);
   finding.expected = what_is_due(one);

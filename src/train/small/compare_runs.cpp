@@ -385,7 +385,11 @@ std::vector<Finding> differences(const SmallRun& run, const SeenRun& found,
 std::vector<Finding> wrong_in_small(const SmallRun& run) {
   const ParallelDims alone{.sequence = run.dims.sequence, .router = run.dims.router};
   const SeenRun one = run_small(under(run, alone));
-  if (!one.refused.empty()) throw Error(ErrorKind::kInternal, one.refused);
+  if (!one.refused.empty()) {
+    return {{.kind = FindingKind::kRefused,
+             .found = one.refused,
+             .expected = "a step of one rank, which layouts are compared with"}};
+  }
   if (run.dims.world_size() == 1) return {};
   auto findings = differences(run, run_small(run), one);
   if (!findings.empty()) name_axes(run, one, findings);

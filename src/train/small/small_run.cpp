@@ -302,7 +302,7 @@ Config small_config(const Config& config, const ModelSource& small) {
   of.model.config = "the small model";
   if (of.model.freeze) of.model.freeze = that_match(*of.model.freeze, small.description);
   // A coefficient as small as trainers have it would hide what is wrong with the loss.
-  if (of.model.aux_loss_coef.value_or(0.0) > 0.0) of.model.aux_loss_coef = 0.5;
+  if (aux_loss_coef(of.model.aux_loss_coef, small.spec) > 0.0) of.model.aux_loss_coef = 0.5;
   of.precision = all_wide(config.precision, small.description);
   of.compile = {};
   of.pipeline.split.clear();
