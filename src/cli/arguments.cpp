@@ -164,6 +164,7 @@ void add_inspect(::CLI::App& app, InspectArguments& inspect, const std::string& 
   verb->add_option("--world", inspect.world, kWorld)
       ->needs(contract)
       ->transform(whole_number(1 << 20));
+  add_expert_loads(*verb, inspect.expert_loads)->needs(contract);
   add_machine(*verb, inspect.machine);
   for (const char* option : kMachineOptions) verb->get_option(option)->needs(contract);
   verb->footer("With --contract: " + keys);
@@ -290,6 +291,7 @@ void add_plan(::CLI::App& app, PlanArguments& plan, const std::string& keys) {
           "Also what is done when: each gather, wait, release and reduction with its reason.")
       ->excludes(check)
       ->excludes(json);
+  add_expert_loads(*verb, plan.expert_loads);
   add_machine(*verb, plan.machine);
   verb->footer(keys);
 }
@@ -305,6 +307,7 @@ void add_check(::CLI::App& app, CheckArguments& check, const std::string& keys) 
   verb->add_flag("--json", check.json, "As JSON.");
   verb->add_option("--html", check.html,
                    "File to write: a page with pictures of memory, bytes and time.");
+  add_expert_loads(*verb, check.expert_loads);
   add_machine(*verb, check.machine);
   verb->footer(concat("Exit code 3 where something is found.\n", keys));
 }

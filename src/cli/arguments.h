@@ -60,6 +60,7 @@ struct InspectArguments {
   bool all = false;  ///< layers that are alike one by one
   std::string lock;  ///< --lock; empty: none is written
   std::optional<int> world;
+  std::optional<std::string> expert_loads;  ///< a file; none: even
   PlannedMachine machine;
   Overrides overrides;
 };
@@ -105,6 +106,7 @@ struct PlanArguments {
   std::optional<int> world;
   std::optional<std::string> profile;
   std::optional<std::string> check;
+  std::optional<std::string> expert_loads;
   bool json = false;
   bool actions = false;
   PlannedMachine machine;
@@ -122,6 +124,7 @@ struct CheckArguments {
   std::optional<int> world;
   bool json = false;
   std::optional<std::string> html;  ///< a page is written there
+  std::optional<std::string> expert_loads;
   PlannedMachine machine;
   Overrides overrides;
 };

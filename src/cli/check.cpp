@@ -13,6 +13,7 @@
 #include "train/check/step_forecast.h"
 #include "train/config/config_resolve.h"
 #include "train/data/config_paths.h"
+#include "train/dry/dry_batches.h"
 #include "train/hf/model_source.h"
 
 namespace tessera::cli {
@@ -28,9 +29,12 @@ int run_check(const CheckArguments& arguments) {
   config.model.path = train::newest_checkpoint(config.model.path, "model.path");
   const auto source = train::open_as(train::model_key(config.model),
                                      [&] { return train::open_model(config.model, config.lora); });
+  const ParallelDims dims = train::resolve_parallelism(config.parallelism, world);
+  config = train::with_rows_of_data(std::move(config), source, dims);
   const bool has_time = gives_time(machine, arguments.machine, config, world);
   auto checked = train::check_run(config, source, world, machine.memory,
-                                  memory_from(machine, arguments.machine));
+                                  memory_from(machine, arguments.machine),
+                                  train::read_expert_loads(arguments.expert_loads, source.spec));
   if (has_time) {
     train::forecast_step(config, source, world, machine, rates_from(machine, arguments.machine),
                          checked);

@@ -25,6 +25,7 @@
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
 #include "train/data/config_paths.h"
+#include "train/dry/dry_batches.h"
 #include "train/dry/dry_step.h"
 #include "train/dry/plan_memory.h"
 #include "train/dry/rank_memory.h"
@@ -187,6 +188,7 @@ std::int64_t kept_bytes(const layout::ModelPlan& plan) {
 /// Of a run without a pipeline, or with one: a plan for each place on its axis.
 struct Planned {
   MeshShapes mesh;
+  train::ExpertLoads loads = {};
   ModelContract contract;
   layout::ModelPlan plan;
   train::MemoryTable memory;
@@ -221,12 +223,14 @@ Planned::Pipelined plan_pipeline(const train::Config& config, const train::Model
   std::vector<train::DryStep> steps;
   for (const int rank : planned.mesh.ranks_of(0, {axis::kPipeline})) {
     const train::RankPlan& of = found.ranks.at(steps.size());
-    steps.push_back(train::dry_step(stepped, source, rank, planned.mesh.size()));
+    steps.push_back(train::dry_step(stepped, source,
+                                    train::busiest_rank(planned.loads, planned.mesh, rank),
+                                    planned.mesh.size(), {.loads = planned.loads}));
     found.traffic.push_back(train::step_traffic(config, steps.back()));
     found.traffic.back().matrices =
         train::sent_of_matrices(config, of.parameters, planned.contract.parameters, of.plan, rank);
   }
-  found.memory = train::pipeline_memory(config, source, dims, found.plan, steps);
+  found.memory = train::pipeline_memory(config, source, dims, found.plan, steps, planned.loads);
   found.memory.computes_on = train::computes_on(config);
   return found;
 }
@@ -244,6 +248,8 @@ Planned plan_run(const InspectArguments& arguments) {
   config.model.path = train::newest_checkpoint(config.model.path, "model.path");
   const train::ModelSource source = train::open_as(
       train::model_key(config.model), [&] { return train::open_model(config.model, config.lora); });
+  config = train::with_rows_of_data(std::move(config), source, dims);
+  planned.loads = train::read_expert_loads(arguments.expert_loads, source.spec);
   planned.memory_from = memory_from(planned.machine, arguments.machine);
   planned.rates_from = rates_from(planned.machine, arguments.machine);
   planned.mesh = train::mesh_shape(dims);
@@ -277,9 +283,10 @@ Planned plan_run(const InspectArguments& arguments) {
   const train::MachineMemory machine = train::memory_here(
       config, world,
       {.device_bytes = planned.machine.memory, .ranks_per_host = planned.machine.ranks_per_host});
-  const train::DryStep step =
-      train::dry_step(train::stepped_config(config, dims), source, 0, world);
-  planned.memory = train::memory_table(config, source, dims, step);
+  const train::DryStep step = train::dry_step(train::stepped_config(config, dims), source,
+                                              train::busiest_rank(planned.loads, planned.mesh, 0),
+                                              world, {.loads = planned.loads});
+  planned.memory = train::memory_table(config, source, dims, step, planned.loads);
   planned.memory.computes_on = train::computes_on(config);
   planned.traffic = train::step_traffic(config, step);
   planned.traffic.matrices = train::sent_of_matrices(config, source.description.parameters,

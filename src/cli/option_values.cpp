@@ -125,6 +125,10 @@ void add_machine(::CLI::App& verb, PlannedMachine& machine) {
       ->transform(::CLI::Validator(not_a_bandwidth, "SIZE"));
 }
 
+::CLI::Option* add_expert_loads(::CLI::App& verb, std::optional<std::string>& file) {
+  return verb.add_option("--expert-loads", file, "JSON: shares of the experts.");
+}
+
 void check_rates(const std::string& verb, const PlannedMachine& machine) {
   if (machine.machine || machine.flops.has_value() == machine.bandwidth.has_value()) return;
   const bool has_flops = machine.flops.has_value();

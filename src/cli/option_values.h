@@ -5,6 +5,7 @@
 #include <CLI/App.hpp>
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "cli/arguments.h"
@@ -36,6 +37,7 @@ inline constexpr int kMostRanks = 4096;
 void add_machine(::CLI::App& verb, PlannedMachine& machine);
 inline constexpr std::array kMachineOptions{"--machine", "--device-memory", "--ranks-per-host",
                                             "--flops", "--bandwidth"};
+::CLI::Option* add_expert_loads(::CLI::App& verb, std::optional<std::string>& file);
 /// A rate alone gives no time. Errors: kUsage for one without the other and without --machine.
 void check_rates(const std::string& verb, const PlannedMachine& machine);
 

@@ -51,6 +51,7 @@ struct PlannedStep {
   train::ModelSource source;
   ModelContract contract;
   layout::ModelPlan buckets;
+  train::ExpertLoads loads = {};
   train::PlanMemory memory = {};
   check::Machine machine = {};  ///< as the options describe it
   bool is_off = false;          ///< compile.mode of the configuration, planned as if it were "plan"
@@ -90,7 +91,8 @@ PlannedStep planned_step(const PlanArguments& arguments) {
   step.contract = train::resolve_model(step.source, config, step.dims);
   step.buckets = train::plan_model(step.source.description, step.contract.parameters,
                                    train::mesh_shape(step.dims), train::buckets_here(config));
-  step.memory = train::plan_memory(config, step.source, step.dims);
+  step.loads = train::read_expert_loads(arguments.expert_loads, step.source.spec);
+  step.memory = train::plan_memory(config, step.source, step.dims, step.loads);
   return step;
 }
 
@@ -182,8 +184,10 @@ train::StepTraffic traffic_of(const capture::PlanFile& file, const PlannedStep& 
   follows.compile.plan = to_json(file);
   follows.compile.memory_budget.reset();
   follows.compile.passes.reset();
+  const int rank = train::busiest_rank(step.loads, train::mesh_shape(step.dims), 0);
   auto traffic = train::step_traffic(
-      step.config, train::dry_step(follows, step.source, 0, step.dims.world_size()));
+      step.config,
+      train::dry_step(follows, step.source, rank, step.dims.world_size(), {.loads = step.loads}));
   traffic.matrices = train::sent_of_matrices(step.config, step.source.description.parameters,
                                              step.contract.parameters, step.buckets, /*rank=*/0);
   return traffic;

@@ -324,6 +324,37 @@ TEST(InspectCommand, TokensOverEpAreSaidToBeOfExpertsChosenEquallyOften) {
   EXPECT_THAT(line_with_ep("1"), ContainsRegex("^  tokens over ep +0 B$"));
 }
 
+TEST(InspectCommand, LoadsOfExpertsAreThoseOfTheFileInEveryVerbThatStepsDry) {
+  const SmallRun folder;
+  json model =
+      json::parse(read_file(std::string(TESSERA_TEST_DATA) + "/qwen3-moe-fp32/config.json"));
+  model["vocab_size"] = 260;
+  folder.write("model.json", model.dump());
+  using Words = std::vector<std::string>;
+  const Words inspect{"inspect", "--contract", "run.toml"}, plan{"plan", "run.toml"},
+      check{"check", "run.toml"};
+  const auto run = [&](const Words& verb, const Words& more) {
+    const Words of_all{"--world", "4", "--parallelism.expert_parallel_degree", "4"};
+    return run_program(folder, joined(verb, joined(of_all, more)));
+  };
+  folder.write("loads.json", "[8, 4, 1, 1, 1, 1, 1, 1]");
+  const Words with{"--expert-loads", "loads.json"};
+  const std::string uneven = succeeded(run(inspect, with)).out, even = run(inspect, {}).out;
+  EXPECT_THAT(uneven, ContainsRegex("\n  tokens over ep .* by the given loads of experts\n"));
+  EXPECT_NE(line_with(uneven, "  tokens over ep"), line_with(even, "  tokens over ep"));
+  EXPECT_NE(line_with(uneven, "    none"), line_with(even, "    none")) << "activations";
+  EXPECT_NE(line_with(succeeded(run(plan, with)).out, "  memory of a rank"),
+            line_with(run(plan, {}).out, "  memory of a rank"));
+  EXPECT_THAT(succeeded(run(check, with)).out, Says("note: experts are chosen by the given loads"));
+  for (const Words& verb : {inspect, plan, check}) {
+    EXPECT_THAT(run(verb, {"--expert-loads", "none.json"}),
+                Exits(2, "--expert-loads: cannot open"));
+    folder.write("short.json", "[[1, 2]]");
+    EXPECT_THAT(run(verb, {"--expert-loads", "short.json"}),
+                Exits(2, "--expert-loads: 'short.json': found 2 numbers, expected 8"));
+  }
+}
+
 // Naive: bytes beyond 64 bits, shown as negative ones.
 TEST(InspectCommand, RowsThatNoMemoryHoldsAreRefused) {
   const SmallRun folder;

@@ -5,11 +5,13 @@
 #include "comm/ops/steps.h"
 #include "kernels/host_sum.h"
 #include "kernels/kernels.h"
-#include "layout/sum_bytes.h"
 #include "tessera/error.h"
 
 namespace tessera::comm {
 namespace {
+
+/// Up to this many bytes of all addends every rank sends its own to every other: one round, not two.
+constexpr std::int64_t kOneRoundBytes = std::int64_t{256} << 10;
 
 kernels::HostSum into_result(const AllReduce& op, const layout::Range& part) {
   const at::Tensor& result = op.result();
@@ -93,7 +95,7 @@ class RelayedSumSteps final : public RelayedGatherSteps {
 }  // namespace
 
 bool in_two_rounds(const AllReduce& op, int ranks) {
-  return layout::in_two_rounds(nbytes(op.data), ranks);
+  return ranks > 2 && nbytes(op.data) * ranks > kOneRoundBytes;
 }
 
 layout::Range summed_by(const AllReduce& op, int ranks, int rank) {
@@ -116,10 +118,10 @@ void AllReduce::check(const CheckedBatch& batch) const {
 }
 
 std::int64_t AllReduce::sent_bytes(int ranks, int rank) const {
-  return layout::sum_sent_bytes({.numel = data.numel(),
-                                 .addend_bytes = static_cast<std::int64_t>(data.element_size()),
-                                 .sum_bytes = static_cast<std::int64_t>(result().element_size())},
-                                ranks, rank);
+  if (!in_two_rounds(*this, ranks)) return (ranks - 1) * nbytes(data);
+  const std::int64_t own = summed_by(*this, ranks, rank).size();
+  return (data.numel() - own) * static_cast<std::int64_t>(data.element_size()) +
+         (ranks - 1) * own * static_cast<std::int64_t>(result().element_size());
 }
 
 bool AllReduce::is_relayed(int ranks) const {

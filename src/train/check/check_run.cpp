@@ -15,6 +15,7 @@
 #include "tessera/error.h"
 #include "train/config/config_resolve.h"
 #include "train/contract_of_run.h"
+#include "train/dry/dry_batches.h"
 #include "train/dry/rank_memory.h"
 #include "train/dry/step_traffic.h"
 #include "train/pipeline/pipeline_memory.h"
@@ -192,22 +193,24 @@ Config with_few_micro_batches(const Config& stepped, const ParallelDims& dims,
 class WholeRun {
  public:
   WholeRun(const ModelSource& source, const ParallelDims& dims, const ModelContract& resolved,
-           check::Report& report)
+           const ExpertLoads& loads, check::Report& report)
       : source_(source),
         dims_(dims),
         mesh_(mesh_shape(dims)),
         resolved_(resolved),
         units_(units_of(resolved, source.description)),
+        loads_(loads),
         report_(report) {}
 
   /// One rank of each place of the pipeline, as it steps.
   std::vector<DryStep> step_places(const Config& config, const Config& stepped) {
     std::vector<DryStep> places;
     std::vector<check::NotedRank> noted_ranks;
-    for (const Role& role : roles_of(mesh_)) {
+    for (Role role : roles_of(mesh_)) {
       if (std::ssize(places) == dims_.pp) break;
+      role.rank = busiest_rank(loads_, mesh_, role.rank);
       DryStep step = dry_step(stepped, source_, role.rank, dims_.world_size(),
-                              {.dtypes = WatchDtypes::kYes});
+                              {.dtypes = WatchDtypes::kYes, .loads = loads_});
       if (!step.failed.empty()) {
         check::append(report_.findings, findings_of(step.dtypes));
         throw Error(ErrorKind::kUsage, step.failed);
@@ -226,7 +229,9 @@ class WholeRun {
     std::vector<check::NotedRank> noted_ranks;
     for (std::size_t i = 0; i < roles.size(); ++i) {
       if (i > 0 && std::cmp_less(i, dims_.pp)) continue;
-      look_at(roles[i], dry_step(few, source_, roles[i].rank, dims_.world_size()), noted_ranks);
+      look_at(roles[i],
+              dry_step(few, source_, roles[i].rank, dims_.world_size(), {.loads = loads_}),
+              noted_ranks);
     }
     check::append(report_.findings, check::wrong_order(noted_ranks));
   }
@@ -256,6 +261,7 @@ class WholeRun {
   const MeshShapes mesh_;
   const ModelContract& resolved_;
   const std::vector<std::string> units_;
+  const ExpertLoads& loads_;
   check::Report& report_;
   std::set<int> ranks_;
   std::size_t collectives_ = 0;
@@ -291,7 +297,8 @@ void check_memory(check::Report& report) {
 }  // namespace
 
 CheckedRun check_run(const Config& config, const ModelSource& source, int world,
-                     std::optional<std::int64_t> memory, const std::string& from) {
+                     std::optional<std::int64_t> memory, const std::string& from,
+                     const ExpertLoads& loads) {
   const ParallelDims dims = resolve_parallelism(config.parallelism, world);
   resolve_batch(config.training, dims.data_ranks());  // refuses rows that they do not divide
   CheckedRun checked;
@@ -312,9 +319,13 @@ CheckedRun check_run(const Config& config, const ModelSource& source, int world,
   if (pipeline) note_copies(*pipeline, source.description, resolved);
   require_locked(config, resolved, SaysDifferences::kYes);
   report.notes = early_roundings(resolved, config.precision);
+  if (!loads.are_even()) report.notes.emplace_back("experts are chosen by the given loads");
+  if (const auto images = images_text(config, source); !images.empty()) {
+    report.notes.push_back(images);
+  }
   std::exception_ptr uncounted;
   try {
-    WholeRun whole(source, dims, resolved, report);
+    WholeRun whole(source, dims, resolved, loads, report);
     checked.steps = whole.step_places(config, stepped);
     whole.step_others(with_few_micro_batches(stepped, dims, pipeline));
     report.compared.push_back(whole.in_words());

@@ -22,10 +22,11 @@ struct CheckedRun {
   std::vector<DryStep> steps;  ///< of report.places
 };
 
-/// `memory`: bytes that a rank has, if known; `from` says who says so. Errors: as train's, of
+/// `memory`: bytes that a rank has, if known; `from` says who says so. By given `loads` a place is that of
+/// its busiest rank. Errors: as train's, of
 /// configuration, contract and layout.
 CheckedRun check_run(const Config& config, const ModelSource& source, int world,
                      std::optional<std::int64_t> memory = std::nullopt,
-                     const std::string& from = {});
+                     const std::string& from = {}, const ExpertLoads& loads = {});
 
 }  // namespace tessera::train

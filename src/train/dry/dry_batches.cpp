@@ -69,12 +69,15 @@ std::optional<DataHeader> read_data_header(const Config& config, const ModelSour
                  [&] { return header_of(SafetensorsFile(config.data.path.front()), source); });
 }
 
-Config with_rows_of_data(Config config, const ModelSource& source) {
+Config with_rows_of_data(Config config, const ModelSource& source, const ParallelDims& dims) {
   const auto header = read_data_header(config, source);
   if (!header) return config;
   auto& training = config.training;
   if (!training.seq_len) training.seq_len = header->columns;
-  if (training.global_batch_size == -1) training.global_batch_size = header->rows;
+  if (training.global_batch_size == -1) {
+    const std::int64_t together = training.local_batch_size.value_or(1) * dims.data_ranks();
+    training.global_batch_size = (header->rows + together - 1) / together * together;
+  }
   return config;
 }
 
@@ -82,7 +85,7 @@ std::string images_text(const Config& config, const ModelSource& source) {
   if (!models::image_tokens(source.spec)) return "";
   const auto header = read_data_header(config, source);
   if (!header || header->images == 0) {
-    return concat("no images, whose tower is not counted: ",
+    return concat("no images in a step, so that no tower is counted: ",
                   header ? "data.path has no pixel_values"
                          : "data.path is no .safetensors file that is here");
   }

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "layout/parallel_dims.h"
 #include "models/spec_parts.h"
 #include "train/config/config.h"
 #include "train/data/data.h"
@@ -29,10 +30,11 @@ struct DataHeader {
 /// header, for input_ids or pixel_values of another shape than training reads.
 std::optional<DataHeader> read_data_header(const Config& config, const ModelSource& source);
 
-/// training.seq_len and global_batch_size, where they are left out, as the data's header has them.
-Config with_rows_of_data(Config config, const ModelSource& source);
+/// training.seq_len and global_batch_size, where they are left out, as the data's header has them: as many
+/// rows as a step of the rank with most rows has on all data ranks.
+Config with_rows_of_data(Config config, const ModelSource& source, const ParallelDims& dims);
 
-/// "2 images of 36 patches in 2 rows, by the header of data.path", or why a tower does not run; empty
+/// "2 images of 36 patches in 2 rows, by the header of data.path", or why there are none; empty
 /// for a model that sees no images.
 std::string images_text(const Config& config, const ModelSource& source);
 

@@ -4,12 +4,14 @@
 #include <cmath>
 #include <numeric>
 #include <string>
+#include <utility>
 
+#include "base/mapped_file.h"
 #include "base/text/count_text.h"
 #include "base/text/json_reader.h"
 #include "base/text/printable.h"
 #include "tessera/error.h"
-#include "tessera/mesh.h"
+#include "train/config/config_resolve.h"
 
 namespace tessera::train {
 namespace {
@@ -122,6 +124,16 @@ ExpertLoads parse_expert_loads(std::string_view text, std::string_view where,
   return loads;
 }
 
+ExpertLoads read_expert_loads(const std::optional<std::string>& file,
+                              const models::ModelSpec& spec) {
+  constexpr std::int64_t kMostBytes = std::int64_t{16} << 20;
+  if (!file) return {};
+  return open_as("--expert-loads", [&] {
+    return parse_expert_loads(read_text_file(*file, kMostBytes), shown(*file),
+                              models::routed_experts(spec));
+  });
+}
+
 std::vector<std::int64_t> tokens_of_experts(std::span<const double> shares, std::int64_t tokens,
                                             std::int64_t experts_per_token) {
   const auto quotas = quotas_of(shares, tokens, tokens * experts_per_token);
@@ -131,8 +143,8 @@ std::vector<std::int64_t> tokens_of_experts(std::span<const double> shares, std:
   }
   std::vector<std::size_t> order(shares.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
-  std::ranges::stable_sort(order, std::ranges::greater{},
-                           [&](std::size_t e) { return quotas[e] - std::floor(quotas[e]); });
+  std::ranges::sort(order, {},
+                    [&](std::size_t e) { return std::pair(std::floor(quotas[e]) - quotas[e], e); });
   std::int64_t left =
       tokens * experts_per_token - std::accumulate(counts.begin(), counts.end(), std::int64_t{0});
   while (left > 0) {

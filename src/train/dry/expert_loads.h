@@ -6,7 +6,9 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -14,9 +16,6 @@
 #include "tessera/mesh_shape.h"
 
 namespace tessera::train {
-
-/// The most bytes of a file of loads that are read.
-inline constexpr std::int64_t kMostLoadsBytes = std::int64_t{16} << 20;
 
 struct ExpertLoads {
   /// Shares of the experts in any unit: one list for all layers, or one a layer with experts, in their
@@ -36,6 +35,11 @@ void require_fit(const ExpertLoads& loads, const models::RoutedExperts& of, std:
 /// anything else, and as require_fit().
 ExpertLoads parse_expert_loads(std::string_view text, std::string_view where,
                                const models::RoutedExperts& of);
+
+/// Those of --expert-loads FILE, even ones without a file. Errors, which name the option and the file: kIo
+/// where it cannot be read, else as parse_expert_loads().
+ExpertLoads read_expert_loads(const std::optional<std::string>& file,
+                              const models::ModelSpec& spec);
 
 /// How many of `tokens` tokens choose each expert; the sum is tokens x experts_per_token. A token
 /// meets an expert once, so that one with a share above 1 / experts_per_token is chosen by every

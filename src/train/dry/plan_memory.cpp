@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/text/printable.h"
+#include "train/contract_of_run.h"
 #include "train/dry/dry_step.h"
 #include "train/dry/rank_memory.h"
 
@@ -87,7 +88,9 @@ class Activations {
 
 }  // namespace
 
-PlanMemory plan_memory(const Config& config, const ModelSource& source, const ParallelDims& dims) {
+PlanMemory plan_memory(const Config& config, const ModelSource& source, const ParallelDims& dims,
+                       const ExpertLoads& loads) {
+  const int rank = busiest_rank(loads, mesh_shape(dims), 0);
   const auto step_in = [&](RecomputeMode mode) {
     Config stepped = stepped_config(config, dims, mode);
     auto& training = stepped.training;
@@ -95,7 +98,7 @@ PlanMemory plan_memory(const Config& config, const ModelSource& source, const Pa
     training.global_batch_size = std::min(training.global_batch_size, 2 * micro_batch);
     // Form 1 lets gradients wait for the last micro-batch, form 2 does not.
     if (config.compile.form == 2) training.sync_every_micro_batch = true;
-    return dry_step(stepped, source, 0, dims.world_size());
+    return dry_step(stepped, source, rank, dims.world_size(), {.loads = loads});
   };
   const DryStep none = step_in(RecomputeMode::kNone);
   const RankMemory held = rank_memory(none);

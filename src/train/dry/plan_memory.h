@@ -7,12 +7,14 @@
 
 #include "layout/parallel_dims.h"
 #include "train/config/config.h"
+#include "train/dry/expert_loads.h"
 #include "train/hf/model_source.h"
 #include "train/plan_of_step.h"
 
 namespace tessera::train {
 
-/// Steps rank 0. Errors: as dry_step().
-PlanMemory plan_memory(const Config& config, const ModelSource& source, const ParallelDims& dims);
+/// Steps the busiest_rank() of rank 0. Errors: as dry_step().
+PlanMemory plan_memory(const Config& config, const ModelSource& source, const ParallelDims& dims,
+                       const ExpertLoads& loads = {});
 
 }  // namespace tessera::train

@@ -5,6 +5,8 @@
 #include "base/text/printable.h"
 #include "grad/enum_words.h"
 #include "tessera/error.h"
+#include "train/contract_of_run.h"
+#include "train/dry/dry_batches.h"
 
 namespace tessera::train {
 namespace {
@@ -80,18 +82,20 @@ Config stepped_config(const Config& config, const ParallelDims& dims, RecomputeM
 }
 
 MemoryTable memory_table(const Config& config, const ModelSource& source, const ParallelDims& dims,
-                         const DryStep& step) {
+                         const DryStep& step, const ExpertLoads& loads) {
   MemoryTable table{.held = rank_memory(step),
                     .mode = config.activation_checkpoint.of_layers(),
                     .rows = stepped_config(config, dims).training.local_batch_size.value_or(1),
-                    .positions = config.training.seq_len.value_or(0)};
+                    .positions = config.training.seq_len.value_or(0),
+                    .images = images_text(config, source)};
   if (!config.training.seq_len) return table;
+  const int rank = busiest_rank(loads, mesh_shape(dims), 0);
   for (const auto& [word, mode] : words_of(RecomputeMode{})) {
-    table.activations[mode] = mode == table.mode
-                                  ? activation_bytes(step, table.held)
-                                  : activation_bytes(dry_step(stepped_config(config, dims, mode),
-                                                              source, 0, dims.world_size()),
-                                                     table.held);
+    table.activations[mode] =
+        mode == table.mode ? activation_bytes(step, table.held)
+                           : activation_bytes(dry_step(stepped_config(config, dims, mode), source,
+                                                       rank, dims.world_size(), {.loads = loads}),
+                                              table.held);
   }
   return table;
 }
@@ -122,6 +126,7 @@ std::string to_string(const MemoryTable& table) {
   text += table_line("unsharded peak", held.unsharded, "units gathered at once");
   text += table_line("reductions", held.reductions, "gradients on their way, and blocks on hand");
   text += table_line("all of these", held.total(), "");
+  if (!table.images.empty()) text += concat("  ", table.images, "\n");
   return text + activations_text(table);
 }
 

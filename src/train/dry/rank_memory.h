@@ -1,8 +1,8 @@
 // What a step takes of a rank's memory, counted in dry steps for any number of ranks: the table in
 // `inspect --contract`, as a value.
 //
-// The table is of rank 0, whose parts are the largest but for the gaps between parameters. Not
-// counted: the program and libtorch, and messages on their way between processes. docs/performance.md says what the lines depend on;
+// The table is of rank 0, whose parts are the largest but for the gaps between parameters, or by
+// given loads of the rank whose experts are busiest. Not counted: the program and libtorch, and messages on their way between processes. docs/performance.md says what the lines depend on;
 // tests/unit/train/memory_table_test.cpp counts the bytes of real runs. Next: dry_step.h.
 #pragma once
 
@@ -55,6 +55,7 @@ struct MemoryTable {
   std::int64_t rows = 1;                                      ///< of a micro-batch
   std::int64_t positions = 0;
   ComputesOn computes_on = ComputesOn::kCpu;
+  std::string images = {};  ///< images_text()
   std::int64_t total(RecomputeMode of) const {
     const auto found = activations.find(of);
     return held.total() + (found == activations.end() ? 0 : found->second.peak);
@@ -67,9 +68,10 @@ Config stepped_config(const Config& config, const ParallelDims& dims);
 /// The same with each layer recomputed in `mode`, without a plan that would choose.
 Config stepped_config(const Config& config, const ParallelDims& dims, RecomputeMode mode);
 
-/// `step`: of rank 0 in stepped_config(); the other modes of recomputation are stepped here.
+/// `step`: of the busiest_rank() of rank 0 in stepped_config(); the other modes of recomputation are
+/// stepped here.
 MemoryTable memory_table(const Config& config, const ModelSource& source, const ParallelDims& dims,
-                         const DryStep& step);
+                         const DryStep& step, const ExpertLoads& loads = {});
 
 /// "  gathers                   1.5 GiB  parameters", bytes as size_text().
 std::string table_line(std::string_view what, std::int64_t bytes, std::string_view why);

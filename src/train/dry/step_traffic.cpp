@@ -102,6 +102,7 @@ StepTraffic step_traffic(const Config& config, const DryStep& step) {
   StepTraffic traffic;
   OfTokens tokens;
   traffic.micro_batches = step.micro_batches;
+  traffic.has_loads = step.has_loads;
   for (const TraceSpan& span : step.spans) {
     const auto has = [&](std::string_view name, std::string_view value) {
       return std::ranges::any_of(span.arguments, [&](const auto& argument) {
@@ -164,7 +165,9 @@ std::string to_string(const StepTraffic& traffic) {
     const auto& [activations, experts, messages] = *traffic.of_tokens;
     text += table_line("activations over tp", activations, "");
     text += table_line("tokens over ep", experts,
-                       experts > 0 ? "as if every expert were chosen equally often" : "");
+                       experts == 0        ? ""
+                       : traffic.has_loads ? "by the given loads of experts"
+                                           : "as if every expert were chosen equally often");
     text += table_line("messages over pp", messages, "");
   }
   text += table_line("total", traffic.total(), "");

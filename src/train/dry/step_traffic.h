@@ -1,8 +1,8 @@
 // The bytes that a rank sends in a step, by kind, as a dry step of it counts them: what `inspect
 // --contract` prints, as a value, for any number of ranks.
 //
-// Control messages (norms, counts, agreements between ranks) are left out. Every expert is chosen
-// equally often. tests/unit/train/step_traffic_test.cpp counts the bytes of real runs. Next:
+// Control messages (norms, counts, agreements between ranks) are left out. Experts are chosen equally
+// often, or by the loads that the dry step was given. tests/unit/train/step_traffic_test.cpp counts the bytes of real runs. Next:
 // dry_step.h, ../../../docs/communication.md.
 #pragma once
 
@@ -46,6 +46,8 @@ struct StepTraffic {
     std::int64_t stages = 0;
   };
   Messages messages = {};
+
+  bool has_loads = false;  ///< of experts, by which tokens went; else each was chosen equally often
 
   std::int64_t total() const;
 };

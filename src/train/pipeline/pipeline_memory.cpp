@@ -11,6 +11,7 @@
 #include "pipeline/validate.h"
 #include "tessera/error.h"
 #include "train/contract_of_run.h"
+#include "train/dry/dry_batches.h"
 #include "train/plan_of_run.h"
 
 namespace tessera::train {
@@ -115,24 +116,28 @@ std::vector<RankPlan> plan_ranks(const models::ModelDescription& model,
 
 PipelineMemory pipeline_memory(const Config& config, const ModelSource& source,
                                const ParallelDims& dims, const PipelinePlan& pipeline,
-                               const std::vector<DryStep>& steps) {
+                               const std::vector<DryStep>& steps, const ExpertLoads& loads) {
   PipelineMemory memory{.ranks = {},
                         .mode = config.activation_checkpoint.of_layers(),
                         .knows_activations = config.training.seq_len.has_value(),
                         .rows = stepped_config(config, dims).training.local_batch_size.value_or(1),
-                        .positions = config.training.seq_len.value_or(0)};
+                        .positions = config.training.seq_len.value_or(0),
+                        .images = images_text(config, source)};
   const auto chunks = peak_live_chunks(pipeline.schedule);
-  const auto firsts = mesh_shape(dims).ranks_of(0, {axis::kPipeline});
+  const MeshShapes mesh = mesh_shape(dims);
+  const auto firsts = mesh.ranks_of(0, {axis::kPipeline});
   for (std::size_t rank = 0; rank < steps.size(); ++rank) {
     PipelineRankMemory one{.held = rank_memory(steps[rank]), .live_chunks = chunks[rank]};
     for (const auto& [word, mode] : words_of(RecomputeMode{})) {
       if (!memory.knows_activations) break;
       one.activations[mode] =
-          mode == memory.mode ? activation_bytes(steps[rank], one.held).peak
-                              : activation_bytes(dry_step(stepped_config(config, dims, mode),
-                                                          source, firsts[rank], dims.world_size()),
-                                                 one.held)
-                                    .peak;
+          mode == memory.mode
+              ? activation_bytes(steps[rank], one.held).peak
+              : activation_bytes(dry_step(stepped_config(config, dims, mode), source,
+                                          busiest_rank(loads, mesh, firsts[rank]),
+                                          dims.world_size(), {.loads = loads}),
+                                 one.held)
+                    .peak;
     }
     memory.ranks.push_back(std::move(one));
   }
@@ -175,6 +180,7 @@ std::string to_string(const PipelineMemory& memory) {
     bytes("all in this run",
           [&](const PipelineRankMemory& rank) { return rank.total(memory.mode); });
   }
+  if (!memory.images.empty()) text += concat("  ", memory.images, "\n");
   if (!memory.knows_activations) return text + kActivationsUnknown;
   return text +
          concat("  activations: of micro-batches of ", memory.rows, " x ", memory.positions,

@@ -51,13 +51,14 @@ struct PipelineMemory {
   std::int64_t rows = 1;           ///< of a micro-batch
   std::int64_t positions = 0;
   ComputesOn computes_on = ComputesOn::kCpu;
+  std::string images = {};  ///< images_text()
 };
 
-/// `steps`: of the first rank of each place on axis pp, in stepped_config(); the other modes of
-/// recomputation are stepped here.
+/// `steps`: of the busiest_rank() of the first rank of each place on axis pp, in stepped_config(); the
+/// other modes of recomputation are stepped here.
 PipelineMemory pipeline_memory(const Config& config, const ModelSource& source,
                                const ParallelDims& dims, const PipelinePlan& pipeline,
-                               const std::vector<DryStep>& steps);
+                               const std::vector<DryStep>& steps, const ExpertLoads& loads = {});
 
 /// A line a row, a column a rank; up to eight beside each other.
 std::string to_string(const PipelineMemory& memory);

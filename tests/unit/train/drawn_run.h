@@ -1,12 +1,19 @@
 // Runs that are drawn: families, layouts, dtypes, recomputation, pipelines, adapters, optimizers.
 #pragma once
 
+#include <cstdint>
+#include <functional>
+#include <optional>
 #include <random>
+#include <sstream>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "support/test.h"
 #include "train/config/config.h"
+#include "train/dry/dry_step.h"
+#include "train/hf/model_source.h"
 #include "unit/train/parallel_degrees.h"
 #include "unit/train/run_case.h"
 
@@ -188,6 +195,69 @@ inline Config config_of(const TemporaryFolder& folder, const Drawn& d) {
   config.training.steps = 2;
   config.metrics.trace_steps = {2};
   return config;
+}
+
+/// A drawn run in a folder of its own.
+struct DrawnRun {
+  const TemporaryFolder folder;
+  Config config;
+  ModelSource source;
+
+  explicit DrawnRun(const Drawn& d) : config(config_of(folder, d)) {
+    write_model(folder, d.family + "-fp32", make_room_for_bytes);
+    source = open_model(config.model, config.lora);
+  }
+};
+
+/// Uneven: some experts are left out, and some would be chosen more than once a token.
+inline ExpertLoads drawn_loads(std::uint32_t seed, const models::RoutedExperts& of) {
+  Draws draw(seed);
+  const std::size_t lists = draw.maybe() ? of.layers.size() : 1;
+  ExpertLoads loads;
+  for (std::size_t list = 0; list < lists; ++list) {
+    std::vector<double>& shares = loads.layers.emplace_back();
+    for (std::int64_t e = 0; e < of.experts; ++e) {
+      shares.push_back(draw.one_of({0.0, 0.5, 1.0, 1.0, 2.5, 30.0}));
+    }
+    shares[draw.below(shares.size())] += 0.25;  // not all are 0
+  }
+  return loads;
+}
+
+/// `body` on ranks whose routers choose by `loads`, where those are given.
+inline void on_ranks(int count, const ExpertLoads& loads, const ModelSource& source,
+                     const std::function<void(World&)>& body,
+                     ThreadBackend backend = ThreadBackend::kInProcess) {
+  on_ranks(
+      count,
+      [&](World& world) {
+        std::optional<moe::ChoiceScope> choice;
+        if (!loads.are_even()) {
+          choice.emplace(choice_by(loads, models::routed_experts(source.spec)));
+        }
+        body(world);
+      },
+      backend);
+}
+
+/// Whether every rank of ep sends what each other sends: not where the ranks of tp route the same
+/// tokens, or cut rows into parts of other lengths.
+inline bool sends_alike(const Drawn& d) {
+  const bool routes_all = d.tp > 1 && d.etp == 1 && d.router == RouterTokens::kAll;
+  return !routes_all && d.positions % d.tp == 0;
+}
+
+/// Calls `test` with the drawn runs of seeds 1 to `draws`, until one fails.
+template <class Test>
+void for_drawn(std::uint32_t draws, const Test& test) {
+  for (std::uint32_t seed = 1; seed <= draws; ++seed) {
+    const Drawn d = drawn(seed);
+    std::ostringstream words;
+    words << "seed " << seed << ": " << d;
+    SCOPED_TRACE(words.str());
+    test(d);
+    if (::testing::Test::HasFailure()) return;
+  }
 }
 
 }  // namespace tessera::train

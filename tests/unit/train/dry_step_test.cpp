@@ -2,141 +2,72 @@
 // rank issues the same collectives, group by group in the same order, of the same bytes.
 #include "train/dry/dry_step.h"
 
-#include <algorithm>
-#include <map>
-#include <mutex>
 #include <sstream>
 
-#include "base/test_hooks.h"
-#include "comm/batch.h"
-#include "dry/allocator.h"
-#include "dry/memory_count.h"
 #include "proof.h"
 #include "support/test.h"
-#include "train/trainer.h"
+#include "unit/train/counted_run.h"
 #include "unit/train/drawn_run.h"
-#include "unit/train/inside_operations.h"
 
 namespace tessera::train::dry_step_test {
 namespace {
 
-/// What a rank issues in a step, by kind and unit, in order.
-using Issued = std::map<std::string, std::vector<std::string>>;
-
-/// Sequence numbers count from the first step of a run. Norms, counts and agreements are relayed, and
-/// a run has more of them.
-void add(Issued& issued, comm::Entry entry) {
-  if (std::ranges::any_of(entry.ops, &comm::OpFacts::relayed)) return;
-  entry.sequence = 0;
-  entry.label.controls.clear();  // the model's number in the process is among them
-  issued[concat(to_string(entry.label.kind), " of ", entry.label.unit)].push_back(to_string(entry));
-}
-
-/// All ranks in the last step of a run of two.
-std::vector<Issued> issued_in_run(const Config& config, int ranks) {
-  std::mutex mutex;
-  std::vector<Issued> issued(static_cast<std::size_t>(ranks));
-  const test_hooks::Set seen(test_hooks::before_issue, [&](int rank, const comm::Batch& batch) {
-    comm::Entry entry;
-    comm::describe(batch, 0, entry);
-    const std::lock_guard lock(mutex);
-    add(issued[static_cast<std::size_t>(rank)], entry);
-  });
-  on_ranks(ranks, [&](World& world) {
-    TrainingHooks hooks;
-    hooks.after_step = [&](const StepMetrics& metrics, const ShardedBase&) {
-      if (metrics.step > 1) return;
-      const std::lock_guard lock(mutex);
-      issued[static_cast<std::size_t>(world.rank())].clear();
-    };
-    run_training(config, world, hooks);
-  });
-  return issued;
-}
-
 TEST(DryStep, IssuesWhatARunIssues) {
-  const std::uint32_t draws = test::full_proof() ? 400 : 16;
-  for (std::uint32_t seed = 1; seed <= draws; ++seed) {
-    const Drawn d = drawn(seed);
-    std::ostringstream words;
-    words << "seed " << seed << ": " << d;
-    SCOPED_TRACE(words.str());
-    const TemporaryFolder folder;
-    const Config config = config_of(folder, d);
-    write_model(folder, d.family + "-fp32", make_room_for_bytes);
-    const ModelSource source = open_model(config.model, config.lora);
-    const auto issued = issued_in_run(config, d.ranks());
+  for_drawn(test::full_proof() ? 400 : 16, [](const Drawn& d) {
+    const DrawnRun run(d);
+    const auto issued = issued_in_run(run.config, d.ranks());
     for (int rank = 0; rank < d.ranks(); ++rank) {
-      Issued dry;
-      for (const auto& one : dry_step(config, source, rank, d.ranks()).collectives) {
-        add(dry, one.entry);
-      }
-      const Issued& real = issued[static_cast<std::size_t>(rank)];
-      for (const auto& [what, batches] : real) EXPECT_EQ(dry[what], batches) << rank << ' ' << what;
-      EXPECT_EQ(dry.size(), real.size()) << "rank " << rank;
+      expect_same(issued_in(dry_step(run.config, run.source, rank, d.ranks())),
+                  issued[static_cast<std::size_t>(rank)], rank);
     }
-    if (::testing::Test::HasFailure()) return;
-  }
-}
-
-/// The most that each rank held in the second step of a run, and what it held behind it. Left out is
-/// what libtorch takes for itself in an operation, as oneDNN does for bf16 products.
-struct HeldByRun {
-  std::int64_t peak = 0;
-  std::int64_t between = 0;
-};
-/// Over Gloo: ranks of one process hold what they sent until all of them have it.
-std::vector<HeldByRun> held_by_run(const Config& config, int ranks) {
-  dry::install_allocator();
-  std::vector<HeldByRun> held(static_cast<std::size_t>(ranks));
-  const auto run = [&](World& world) {
-    dry::MemoryCount count;
-    InsideOperations inside;
-    const kernels::WatchScope watch(inside);
-    std::int64_t peak = 0;
-    const auto look = [&] {
-      if (!inside.is_inside()) peak = std::max(peak, count.now());
-    };
-    count.watch(look);
-    inside.after = look;
-    TrainingHooks hooks;
-    hooks.after_step = [&](const StepMetrics& metrics, const ShardedBase&) {
-      held[static_cast<std::size_t>(world.rank())] = {peak, count.now()};
-      if (metrics.step == 1) peak = 0;
-    };
-    run_training(config, world, hooks);
-  };
-  on_ranks(ranks, run, ThreadBackend::kGloo);
-  return held;
+  });
 }
 
 TEST(DryStep, HoldsWhatARunHolds) {
-  const std::uint32_t draws = test::full_proof() ? 400 : 12;
-  for (std::uint32_t seed = 1; seed <= draws; ++seed) {
-    const Drawn d = drawn(seed);
-    std::ostringstream words;
-    words << "seed " << seed << ": " << d;
-    SCOPED_TRACE(words.str());
-    const TemporaryFolder folder;
-    Config config = config_of(folder, d);
-    config.metrics.trace_steps.clear();
-    write_model(folder, d.family + "-fp32", make_room_for_bytes);
-    const ModelSource source = open_model(config.model, config.lora);
-    const auto held = held_by_run(config, d.ranks());
-    // Control messages, which are text where ranks agree on a plan; models of size do not notice.
-    constexpr std::int64_t kText = 16 << 10;
-    // Routers choose freely.
-    const double share = d.ep > 1 ? 0.06 : 0.03;
+  for_drawn(test::full_proof() ? 400 : 12, [](const Drawn& d) {
+    DrawnRun run(d);
+    run.config.metrics.trace_steps.clear();
+    const auto held = held_by_run(run.config, run.source, d.ranks());
+    // Routers choose freely; below they do not.
+    const Near near{.share = d.ep > 1 ? 0.06 : 0.03,
+                    .text = d.form > 0 ? Near::kText * d.ranks() : Near::kText};
     for (int rank = 0; rank < d.ranks(); ++rank) {
-      const DryStep dry = dry_step(config, source, rank, d.ranks());
+      expect_near(dry_step(run.config, run.source, rank, d.ranks()),
+                  held[static_cast<std::size_t>(rank)], near, rank);
+    }
+  });
+}
+
+/// Experts over several ranks, the most of them that the layout has room for.
+std::vector<Drawn> drawn_over_ep(std::size_t count) {
+  std::vector<Drawn> found;
+  for (std::uint32_t seed = 1; found.size() < count; ++seed) {
+    Drawn d = drawn(seed);
+    if (d.ep == 1) continue;
+    if (d.shard * d.tp / d.etp % 4 == 0) d.ep = 4;
+    found.push_back(d);
+  }
+  return found;
+}
+
+TEST(DryStep, WithTheLoadsOfARunHoldsWhatItHolds) {
+  std::uint32_t seed = 0;
+  for (const Drawn& d : drawn_over_ep(test::full_proof() ? 100 : 8)) {
+    std::ostringstream words;
+    words << "loads " << ++seed << ": " << d;
+    SCOPED_TRACE(words.str());
+    DrawnRun run(d);
+    run.config.metrics.trace_steps.clear();
+    const ExpertLoads loads = drawn_loads(seed, models::routed_experts(run.source.spec));
+    const auto held = held_by_run(run.config, run.source, d.ranks(), loads);
+    const Near near{.text = d.form > 0 ? Near::kText * d.ranks() : Near::kText};
+    for (int rank = 0; rank < d.ranks(); ++rank) {
+      const DryStep dry = dry_step(run.config, run.source, rank, d.ranks(), {.loads = loads});
       const HeldByRun& real = held[static_cast<std::size_t>(rank)];
-      EXPECT_NEAR(static_cast<double>(dry.between_steps), static_cast<double>(real.between),
-                  static_cast<double>(kText))
-          << "rank " << rank;
-      EXPECT_NEAR(static_cast<double>(dry.peak), static_cast<double>(real.peak),
-                  share * static_cast<double>(real.peak) +
-                      static_cast<double>(d.form > 0 ? kText * d.ranks() : kText))
-          << "rank " << rank;
+      expect_near(dry, real, near, rank);
+      EXPECT_EQ(dry.held.shards, real.parts.shards) << "rank " << rank;
+      EXPECT_EQ(dry.held.pool, real.parts.pool) << "rank " << rank;
+      EXPECT_EQ(dry.held.gradients, real.parts.gradients) << "rank " << rank;
     }
     if (::testing::Test::HasFailure()) return;
   }

@@ -16,28 +16,19 @@
 namespace tessera::train::guard_test {
 namespace {
 
-struct GuardedRun {
-  const TemporaryFolder folder;
-  Config config;
-  explicit GuardedRun(const Drawn& d) : config(config_of(folder, d)) {
+struct GuardedRun : DrawnRun {
+  explicit GuardedRun(const Drawn& d) : DrawnRun(d) {
     config.metrics.trace_steps.clear();
     config.training.steps = 4;
     config.debug.guard = 2;
-    write_model(folder, d.family + "-fp32", make_room_for_bytes);
   }
 };
 
 TEST(Guard, FindsNothingInRunsOfDrawnLayouts) {
-  const std::uint32_t draws = test::full_proof() ? 400 : 16;
-  for (std::uint32_t seed = 1; seed <= draws; ++seed) {
-    const Drawn d = drawn(seed);
-    std::ostringstream words;
-    words << "seed " << seed << ": " << d;
-    SCOPED_TRACE(words.str());
+  for_drawn(test::full_proof() ? 400 : 16, [](const Drawn& d) {
     const GuardedRun run(d);
     EXPECT_NO_THROW(on_ranks(d.ranks(), [&](World& world) { run_training(run.config, world); }));
-    if (::testing::Test::HasFailure()) return;
-  }
+  });
 }
 
 /// Changes an element of one rank after the first step, which the update of the second one does not
