@@ -160,8 +160,8 @@ TEST(CheckVerb, BadInputIsRefusedByItsName) {
               Exits(2, "typo.toml:14:", "log_frequency"));
 }
 
-// Property: a layout is refused exactly where its degrees do not divide the ranks, the heads, the
-// layers or the rows; any other has no finding.
+// Property: a layout is refused exactly where its degrees do not divide the ranks, the heads or the
+// rows, or are more than there are layers or micro-batches; any other has no finding.
 TEST(CheckVerb, DrawnDegreesAreRefusedWhereTheyDoNotDivide) {
   const TwoLayers folder;
   constexpr std::array kDegrees{1, 1, 2, 2, 3, 4};
@@ -170,10 +170,11 @@ TEST(CheckVerb, DrawnDegreesAreRefusedWhereTheyDoNotDivide) {
     const int tp = degree(), pp = degree(), replicas = degree();
     const int ranks = below(random, 3) == 0 ? 1 + static_cast<int>(below(random, 24))
                                             : tp * pp * replicas * degree();
-    const int rows = below(random, 4) == 0 ? 6 : 12 * std::max(1, ranks / (tp * pp));
-    const bool divides = ranks % (tp * pp * replicas) == 0;
-    // Embedding and head may have stages of their own.
-    const bool fits = divides && tp <= 2 && pp <= 4 && rows % (ranks / (tp * pp)) == 0;
+    const int data = std::max(1, ranks / (tp * pp));
+    const int rows = below(random, 4) == 0 ? 6 : 12 * data;
+    const bool divides = ranks % (tp * pp * replicas) == 0 && rows % data == 0;
+    // Embedding and head may have stages of their own; 1F1B has a micro-batch a stage at least.
+    const bool fits = divides && tp <= 2 && pp <= 4 && rows / data >= pp;
     const Words words = check(
         {"--world", std::to_string(ranks), "--parallelism.tensor_parallel_degree",
          std::to_string(tp), "--parallelism.pipeline_parallel_degree", std::to_string(pp),
