@@ -179,32 +179,37 @@ FailureRecord begin_report(int rank, const std::exception& error, int code) {
   return record;
 }
 
-/// A failure of its own is announced first: the rank whose words stand prints them for all that
-/// failed alike. One that was only noticed is printed by every rank.
-/// Returns whether this rank is the first to say that the run has failed.
-bool print_and_announce(ProcessWorld& world, const FailureRecord& record, bool parent_knows) {
-  if (record.what == FailureClass::kPrimary) {
-    const auto standing = world.announce_failure(record);
-    if (!standing || !says_the_same(*standing, record)) print_unless_told(record, parent_knows);
-    return !standing || standing->rank == record.rank;
-  }
-  print(to_string(record));
-  const auto standing = world.announce_failure(record);
-  return !standing || standing->rank == record.rank;
-}
-
-/// On stderr and in the rank's log, by the first rank that failed.
+/// On stderr and in the rank's log: the report of a hang.
 void report_hang(ProcessWorld& world) {
   const std::string report = world.hang_report();
   if (report.empty()) return;
   const std::string text = of_rank(world.rank(), report);
-  print(text);
   BoundedCalls().run(
       [text] {
         log::write_to_file(log::Level::kError, text);
         return true;
       },
       kLogPatience);
+  print(text);
+}
+
+/// A failure of its own is announced first: the rank whose words stand prints them for all that
+/// failed alike. One that was only noticed is printed by every rank. Where the ranks hang, the first
+/// that says so prints why before its error, which stays the last line; the others leave word for it.
+void print_and_announce(ProcessWorld& world, const FailureRecord& record, bool parent_knows,
+                        bool hangs) {
+  if (hangs) world.keep_board();
+  const bool is_primary = record.what == FailureClass::kPrimary;
+  if (!is_primary && !hangs) print(to_string(record));
+  const auto standing = world.announce_failure(record);
+  const bool reports = hangs && (!standing || standing->rank == record.rank);
+  if (reports) report_hang(world);
+  if (!is_primary) {
+    if (hangs) print(to_string(record));
+  } else if (!standing || !says_the_same(*standing, record)) {
+    print_unless_told(record, parent_knows);
+  }
+  if (!reports) world.publish_board();
 }
 
 }  // namespace
@@ -237,13 +242,7 @@ void report_failure(World& world, const std::exception& error, int code) {
   if (others == nullptr) {
     print_unless_told(record, told);
   } else {
-    if (hangs) others->keep_board();
-    const bool is_first = print_and_announce(*others, record, told);
-    if (hangs && is_first) {
-      report_hang(*others);
-    } else {
-      others->publish_board();
-    }
+    print_and_announce(*others, record, told, hangs);
     if (first_code == kRefusedCode) others->refused();
     others->stay_for_readers();
   }
