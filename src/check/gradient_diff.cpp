@@ -5,6 +5,7 @@
 #include <iomanip>
 #include <limits>
 #include <sstream>
+#include <utility>
 
 #include "base/text/count_text.h"
 #include "base/text/printable.h"
@@ -74,6 +75,16 @@ ParameterVerdict compare_gradient(const std::string& name, const Values& a, cons
   TESSERA_CHECK(a.sizes == b.sizes, ErrorKind::kFormat, "gradient of ", printable(name),
                 ": found another shape in A than in B, expected two runs of one model");
   ParameterVerdict one{.parameter = name};
+  const auto is_finite = [](const Values& of) {
+    return std::ranges::all_of(of.numbers, [](double x) { return std::isfinite(x); });
+  };
+  if (!is_finite(a) || !is_finite(b)) {
+    one.error = one.ulps = std::numeric_limits<double>::infinity();
+    one.verdict = Verdict::kWrong;
+    one.found = "values that are not finite";
+    if (is_finite(a)) one.found = "finite values, and B has some that are not";
+    return one;
+  }
   if (a.numbers == b.numbers) return one;
   one.error = error_of(a, b);
   one.ulps = one.error / coarseness(dtype);
@@ -109,7 +120,9 @@ std::string to_string(const GradientDiff& diff) {
   for (const Finding& finding : diff.findings) text << to_string(finding) << '\n';
   auto apart = diff.parameters;
   std::erase_if(apart, [](const auto& one) { return one.verdict == Verdict::kEqual; });
-  std::ranges::stable_sort(apart, std::ranges::greater(), &ParameterVerdict::error);
+  std::ranges::sort(apart, std::ranges::greater(), [](const ParameterVerdict& one) {
+    return std::pair(one.error, one.parameter);
+  });
   constexpr std::size_t kMost = 20;
   if (!apart.empty()) {
     text << "\nverdict    ulps of " << to_string(diff.dtype) << "  error     parameter\n";

@@ -81,6 +81,10 @@ std::string whether_fits(const Report& report) {
   std::int64_t most = 0;
   for (const Place& place : report.places) most = std::max(most, place.peak);
   if (!report.memory) return concat("a rank takes at most ", size_text(most), without);
+  if (!report.knows_tokens && most <= *report.memory) {
+    return concat("fits or not: set training.seq_len to know; a rank takes ", size_text(most),
+                  " of ", size_text(*report.memory), " (", report.memory_from, ")", without);
+  }
   const std::int64_t left = *report.memory - most;
   return concat(left >= 0 ? "fits" : "does not fit", ": a rank takes at most ", size_text(most),
                 " of ", size_text(*report.memory), " (", report.memory_from, ")", without);

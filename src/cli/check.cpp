@@ -1,7 +1,9 @@
 // Whether a configuration's gradients are right, in which order its ranks issue what, whether a step
 // fits and how long it takes: before a run starts. No weight is read, nobody is started.
+#include <filesystem>
 #include <iostream>
 #include <nlohmann/json.hpp>
+#include <system_error>
 
 #include "check/page.h"
 #include "check/report.h"
@@ -9,6 +11,7 @@
 #include "cli/planned_machine.h"
 #include "cli/program_end.h"
 #include "cli/report_json.h"
+#include "tessera/error.h"
 #include "train/check/check_run.h"
 #include "train/check/step_forecast.h"
 #include "train/config/config_resolve.h"
@@ -19,6 +22,10 @@
 namespace tessera::cli {
 
 int run_check(const CheckArguments& arguments) {
+  std::error_code unknown;  // what does not exist is equivalent to nothing
+  TESSERA_CHECK(!arguments.html ||
+                    !std::filesystem::equivalent(*arguments.html, arguments.config_file, unknown),
+                ErrorKind::kUsage, "--html: found the configuration itself, expected another file");
   const check::Machine machine = machine_of(arguments.machine);
   train::Config config =
       train::open_as("CONFIG.toml", [&] { return train::load_config(arguments.config_file); });

@@ -15,6 +15,7 @@
 #include "train/contract_of_run.h"
 #include "train/gradients.h"
 #include "train/hf/model_source.h"
+#include "train/pipeline/pipeline_plan.h"
 #include "train/small/compare_runs.h"
 #include "train/small/small_run.h"
 
@@ -48,6 +49,9 @@ Ran run_side(const DiffSide& side, const std::string& batch, std::int64_t data_r
   check_positions(side.config.parallelism, rows->row_tokens());
   Ran ran{.run = run_of_batch(side.config, source, dims_of(side), std::move(rows), data_ranks)};
   ran.dtype = coarsest_dtype(resolve_model(source, side.config, ran.run.dims));
+  resolve_pipeline(
+      ran.run.config, ran.run.dims, source.spec, source.description,
+      {ran.run.micro_batches, ran.run.batch->row_tokens()});  // too few rows are refused
   ran.seen = run_small(ran.run);
   return ran;
 }
