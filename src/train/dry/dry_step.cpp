@@ -39,11 +39,6 @@ void require_countable(const Config& config, const ModelSource& source, const Pa
   const std::int64_t positions = positions_of(config, dims);
   const auto batch = resolve_batch(config.training, dims.data_ranks());
   const std::int64_t choices = source.spec.moe ? source.spec.moe->experts_per_token : 1;
-  constexpr std::int64_t kMostMicroBatches = 1024;  // some minutes
-  TESSERA_CHECK(batch.micro_batches <= kMostMicroBatches, ErrorKind::kConfig,
-                "training.global_batch_size: found ", batch.micro_batches,
-                " micro-batches in a step of a rank, expected at most ", kMostMicroBatches,
-                ": each is gone through, and more of them take no other memory");
   // Each is below 2^46, and rows of a step are as many times the micro-batch's.
   const std::int64_t most_rows = kMost / positions;
   TESSERA_CHECK(
@@ -53,6 +48,11 @@ void require_countable(const Config& config, const ModelSource& source, const Pa
       choices == 1 ? " choice" : " choices of experts", " each, and ", batch.micro_batches,
       " times as many in a step of a rank, expected at most ", kMost,
       " choices at once and tokens in a step: memory and bytes of more are not counted");
+  constexpr std::int64_t kMostMicroBatches = 1024;  // some minutes
+  TESSERA_CHECK(batch.micro_batches <= kMostMicroBatches, ErrorKind::kConfig,
+                "training.global_batch_size: found ", batch.micro_batches,
+                " micro-batches in a step of a rank, expected at most ", kMostMicroBatches,
+                ": each is gone through, and more of them take no other memory");
 }
 
 /// Notes what the rank holds beside its pool wherever a span of its trace begins or ends.
