@@ -102,18 +102,6 @@ void check_sums(const GradContract& contract, const MeshShapes& mesh,
   }
 }
 
-void check_dtypes(const GradContract& contract, std::vector<Finding>& findings) {
-  if (size_of(contract.accumulate) >= size_of(contract.reduce)) return;
-  findings.push_back(
-      {.kind = FindingKind::kDtype,
-       .operation = "accumulation of its gradient",
-       .parameter = contract.name,
-       .found = concat(to_string(contract.accumulate), ", which is narrower than the ",
-                       to_string(contract.reduce), " that it travels in"),
-       .expected = concat(to_string(contract.reduce), " or wider"),
-       .mend = "set precision.accumulate_dtype"});
-}
-
 void check_divisors(const std::vector<GradContract>& contracts, std::vector<Finding>& findings) {
   std::map<double, int> count;
   for (const auto& one : contracts) {
@@ -152,7 +140,6 @@ std::vector<Finding> wrong_contracts(const ModelContract& carried, const ModelCo
     compare(one, *found->second, findings);
     if (!one.trainable) continue;
     check_sums(one, mesh, findings);
-    check_dtypes(one, findings);
   }
   check_divisors(carried.parameters, findings);
   return findings;

@@ -1,6 +1,6 @@
 // Markup of the page of a check: texts made safe, numbers as people read them, tables.
 //
-// What a page holds is well formed as XML, too, so that any reader of either can go through it. No
+// A page is well formed as XML, too, so that any reader of either can go through it. No
 // text of a report comes into it but through escaped(). Pure. Next: page.h, pictures.h.
 #pragma once
 

@@ -1,6 +1,6 @@
 // The picture of a pipeline's step, taken over into a page.
 //
-// What pipeline::to_svg() draws is read, not copied: boxes, numbers and the names of colours come into
+// A drawing of pipeline::to_svg() is read, not copied: boxes, numbers and the names of colours come into
 // the page, and whatever else a text might hold does not. Next: ../pipeline/picture.h, page.h.
 #pragma once
 

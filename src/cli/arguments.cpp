@@ -465,7 +465,7 @@ std::string refusal_of(const ::CLI::ParseError& error, const std::vector<std::st
   return one_line(error.what()) + see;
 }
 
-/// What each form of the verb needs.
+/// Refuses a form of the verb without what it needs.
 void check_gradients(const GradientsArguments& gradients) {
   const auto require = [](bool found, std::string_view option) {
     TESSERA_CHECK(found, ErrorKind::kUsage, "gradients: found no ", option,

@@ -25,7 +25,7 @@
 namespace tessera::cli {
 namespace {
 
-/// What the policies of a search differ in is not for the user to set.
+/// Refuses keys that the policies of a search set.
 void refuse_searched_keys(const Overrides& overrides) {
   constexpr std::array<std::string_view, 3> kSearched{"precision.param_dtype",
                                                       "precision.reduce_dtype", "precision.rule"};

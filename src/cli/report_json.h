@@ -9,7 +9,7 @@
 
 namespace tessera::cli {
 
-/// What is not known is null.
+/// Values that are not known are null.
 nlohmann::ordered_json json_of(const check::Report& report);
 nlohmann::ordered_json json_of(const check::GradientDiff& diff);
 

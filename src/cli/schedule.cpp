@@ -97,7 +97,7 @@ double cost_of_operation(const ScheduleArguments& arguments, const ModelContract
   return 1e3 / machine.flops->of(train::most_computed(contract));
 }
 
-/// What a micro-batch costs on a rank: a forward as the configuration's stages have it, as many for the
+/// Works out the costs of a micro-batch on a rank: a forward as the configuration's stages have it, as many for the
 /// input gradients, with another forward where layers are recomputed, and for the weight gradients.
 pipeline::Costs costs_of_config(const std::string& path, const ScheduleArguments& arguments,
                                 const pipeline::Schedule& schedule) {

@@ -72,12 +72,10 @@ class Finder {
   NamedIssue named(const BoardItem& item, const RankBoard& by) const {
     NamedIssue issue = named(item.what);
     issue.pass = item.pass;
-    if (item.lane == kMessageLane) {
-      issue.group = "messages";
-    } else {
-      issue.sequence = item.sequence;
-      if (const BoardLane* lane = by.lane(item.lane)) issue.group = lane->name;
-    }
+    const BoardLane* const lane = by.lane(item.lane);
+    if (item.lane != kMessageLane) issue.sequence = item.sequence;
+    if (item.lane != kMessageLane && lane != nullptr) issue.group = lane->name;
+    if (item.lane == kMessageLane) issue.group = "messages";
     return issue;
   }
 
@@ -103,7 +101,7 @@ class Finder {
         missing.push_back(rank);
       }
     }
-    // Whoever has issued it may still be the one whose data does not come.
+    // A rank that has issued it may still be the one whose data does not come.
     if (missing.empty() && wait.peer >= 0 && wait.peer != board.rank) missing.push_back(wait.peer);
     return missing;
   }
@@ -316,7 +314,7 @@ class Finder {
     return root;
   }
 
-  /// What others have issued in groups of the rank and do not know to be through, such as reductions:
+  /// Adds what others have issued in groups of the rank and do not know to be through, such as reductions:
   /// it may be held up there, while they wait for it in `first`.
   void add_pending(int rank, const BoardWait& first, HangRoot& root) const {
     const RankBoard* own = board_of(rank);
@@ -542,15 +540,18 @@ std::string line_of(const HangRoot& root) {
     text += concat("; issued last: ", to_string(*root.issued), ", ", in_seconds_of(root.since_ms),
                    " ago");
   }
-  if (root.waited_for_by > 0)
-    text += concat("; ", root.waited_for_by,
-                   root.waited_for_by == 1 ? " rank waits" : " ranks wait", " for it");
+  const std::string_view waits = root.waited_for_by == 1 ? " rank waits" : " ranks wait";
+  if (root.waited_for_by > 0) text += concat("; ", root.waited_for_by, waits, " for it");
   return text;
 }
 
 std::string line_of(const HangWait& wait) {
+  const std::string order =
+      wait.as_ordered ? ", as the order says,"
+      : wait.should   ? concat(", where by the order comes ", to_string(*wait.should), ",")
+                      : "";
   return concat(some(wait.ranks), wait.ranks.size() == 1 ? " is in " : " are in ",
-                to_string(wait.in), ", as the order says, for ", in_seconds_of(wait.waited_ms),
+                to_string(wait.in), order, " for ", in_seconds_of(wait.waited_ms),
                 wait.missing.empty()
                     ? std::string()
                     : concat(wait.ranks.size() == 1 ? ", and waits for " : ", and wait for ",

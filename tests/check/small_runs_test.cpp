@@ -61,7 +61,7 @@ TEST(SmallRuns, NameAxesWhereOneDataRankHasAllRows) {
                                   [](const Mesh& mesh, const MicroBatch& batch) {
                                     if (mesh.coordinate(axis::kTensor) == 1) batch.targets.fill_(5);
                                   });
-  const auto findings = wrong_in_small(run);
+  const auto findings = compare_in_small(run).findings;
   ASSERT_FALSE(findings.empty());
   for (const auto& finding : findings) EXPECT_NE(finding.axis, "") << to_string(finding);
 }
@@ -85,7 +85,7 @@ TEST(SmallRuns, AdaptersOfTheWholeModelFitTheSmallOne) {
       run.source.lora.layers,
       (std::vector<std::string>{"model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj",
                                 "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"}));
-  EXPECT_EQ(in_words(wrong_in_small(run)), "");
+  EXPECT_EQ(in_words(compare_in_small(run).findings), "");
 }
 
 }  // namespace

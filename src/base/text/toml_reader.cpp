@@ -132,7 +132,7 @@ bool is_plain_key(std::string_view key) {
          key.find_first_not_of("abcdefghijklmnopqrstuvwxyz_.0123456789") == key.npos;
 }
 
-// In words of ours where the parser's lack what would do. `said`: its own.
+// Rewords a message of the parser that does not say what would do. `said`: its own.
 std::string reason_of(const toml::parse_error& error, std::string_view text,
                       const std::string& said) {
   const auto says = [&](std::string_view words) {

@@ -43,7 +43,7 @@ std::string place_text(std::string_view source, const TomlPlace& place);
 
 /// As TOML text on one line: `[0.9, 0.95]`, `"a \"quoted\" word"`.
 std::string to_toml(const TomlValue& value);
-/// What messages call it: `3 (integer)`, `"abc" (string)`.
+/// Describes it for messages: `3 (integer)`, `"abc" (string)`.
 std::string describe(const TomlValue& value);
 
 /// "an integer from -2147483648 to 2147483647".

@@ -60,8 +60,9 @@ std::vector<Role> roles_of(const MeshShapes& mesh) {
 /// A message of control: ranks agree first on how many bytes the longest of them has, which a dry rank
 /// knows of itself alone.
 bool is_of_bytes(const comm::Entry& entry) {
-  return std::ranges::all_of(entry.ops,
-                             [](const comm::OpFacts& op) { return op.wire == at::kByte; });
+  return !entry.ops.empty() && std::ranges::all_of(entry.ops, [](const comm::OpFacts& op) {
+    return op.wire == at::kByte;
+  });
 }
 
 check::NotedRank noted(const Role& role, const DryStep& step) {
@@ -82,7 +83,7 @@ check::NotedRank noted(const Role& role, const DryStep& step) {
   return rank;
 }
 
-/// What the sharding of units sends, by unit.
+/// Lists the dtypes in which the sharding of units sends, by unit.
 std::vector<check::SeenDtype> wires_of(const DryStep& step) {
   std::vector<check::SeenDtype> seen;
   for (const comm::DryCollective& one : step.collectives) {
@@ -271,11 +272,17 @@ class WholeRun {
 void check_small(const Config& config, const ModelSource& source, const ParallelDims& dims,
                  check::Report& report) {
   const SmallRun small = small_run(config, source, dims);
-  check::append(report.findings, wrong_in_small(small));
-  report.compared.push_back(concat(
-      "transitions, units and gradients of the model in small, in float32 on ",
-      count_text(small.dims.world_size(), "rank"), " (", to_string(mesh_shape(small.dims)),
-      ") and on one: ", count_text(std::ssize(small.source.description.parameters), "parameter")));
+  auto compared = compare_in_small(small);
+  check::append(report.findings, std::move(compared.findings));
+  if (small.dims.world_size() == 1) {
+    report.compared.emplace_back(
+        "the model in small ran on one rank: there is no layout to compare");
+    return;
+  }
+  report.compared.push_back(
+      concat("transitions, units and gradients of the model in small, in float32 on ",
+             count_text(small.dims.world_size(), "rank"), " (", to_string(mesh_shape(small.dims)),
+             ") and on one: ", count_text(compared.gradients, "gradient")));
 }
 
 void check_memory(check::Report& report) {
@@ -338,6 +345,8 @@ CheckedRun check_run(const Config& config, const ModelSource& source, int world,
   check_small(config, source, dims, report);
   if (uncounted) {
     if (report.findings.empty()) std::rethrow_exception(uncounted);
+    report.places.clear();  // of earlier places alone
+    checked.steps.clear();
     report.notes.emplace_back(
         "the dry step of the whole run ended early, so that neither its order nor "
         "its memory is known");

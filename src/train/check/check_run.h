@@ -23,8 +23,7 @@ struct CheckedRun {
 };
 
 /// `memory`: bytes that a rank has, if known; `from` says who says so. By given `loads` a place is that of
-/// its busiest rank. Errors: as train's, of
-/// configuration, contract and layout.
+/// its busiest rank. Errors: as train's, of configuration, contract and layout.
 CheckedRun check_run(const Config& config, const ModelSource& source, int world,
                      std::optional<std::int64_t> memory = std::nullopt,
                      const std::string& from = {}, const ExpertLoads& loads = {});

@@ -368,7 +368,7 @@ void name_axes(const SmallRun& run, const SeenRun& one, std::vector<Finding>& fi
 std::vector<Finding> differences(const SmallRun& run, const SeenRun& found,
                                  const SeenRun& expected) {
   if (!found.refused.empty()) {
-    // What was computed until then may say why.
+    // The transitions that it came to may say why.
     auto findings = of_transitions(found.steps.front());
     findings.push_back({.kind = FindingKind::kRefused,
                         .found = found.refused,
@@ -382,18 +382,19 @@ std::vector<Finding> differences(const SmallRun& run, const SeenRun& found,
   return {};
 }
 
-std::vector<Finding> wrong_in_small(const SmallRun& run) {
+SmallComparison compare_in_small(const SmallRun& run) {
   const ParallelDims alone{.sequence = run.dims.sequence, .router = run.dims.router};
   const SeenRun one = run_small(under(run, alone));
   if (!one.refused.empty()) {
-    return {{.kind = FindingKind::kRefused,
-             .found = one.refused,
-             .expected = "a step of one rank, which layouts are compared with"}};
+    return {.findings = {{.kind = FindingKind::kRefused,
+                          .found = one.refused,
+                          .expected = "a step of one rank, which layouts are compared with"}}};
   }
   if (run.dims.world_size() == 1) return {};
-  auto findings = differences(run, run_small(run), one);
-  if (!findings.empty()) name_axes(run, one, findings);
-  return findings;
+  SmallComparison compared{.findings = differences(run, run_small(run), one),
+                           .gradients = std::ssize(one.steps.front().gradients)};
+  if (!compared.findings.empty()) name_axes(run, one, compared.findings);
+  return compared;
 }
 
 }  // namespace tessera::train

@@ -8,6 +8,7 @@
 // Next: small_run.h, ../../check/seen_transitions.h.
 #pragma once
 
+#include <cstdint>
 #include <vector>
 
 #include "check/finding.h"
@@ -19,7 +20,12 @@ namespace tessera::train {
 std::vector<check::Finding> differences(const SmallRun& run, const SeenRun& found,
                                         const SeenRun& expected);
 
-/// Runs the layout and one rank; where something is wrong each axis alone, too. Empty: nothing is.
-std::vector<check::Finding> wrong_in_small(const SmallRun& run);
+struct SmallComparison {
+  std::vector<check::Finding> findings = {};
+  std::int64_t gradients =
+      0;  ///< parameters whose gradients were compared; 0 for a layout of one rank
+};
+/// Runs the layout and one rank; where something is wrong each axis alone, too.
+SmallComparison compare_in_small(const SmallRun& run);
 
 }  // namespace tessera::train

@@ -62,7 +62,7 @@ std::vector<check::Finding> findings_of(const Ran& ran, std::string_view side) {
   if (!ran.seen.refused.empty()) {
     findings.push_back({.kind = check::FindingKind::kRefused, .found = ran.seen.refused});
   } else {
-    findings = wrong_in_small(in_float32(ran.run));
+    findings = compare_in_small(in_float32(ran.run)).findings;
   }
   for (check::Finding& finding : findings) finding.found = concat(side, ": ", finding.found);
   return findings;

@@ -57,7 +57,7 @@ std::uint64_t what_of(const Letter& letter) {
   return (both & ~std::uint64_t{1}) | (letter.sends() ? 1U : 0U);
 }
 
-/// A letter in words, without its tensor.
+/// Describes a letter without its tensor.
 class LetterIssue final : public Issue {
  public:
   explicit LetterIssue(const Letter& letter) : tag_(letter.tag), sends_(letter.sends()) {}
