@@ -13,8 +13,8 @@
 
 namespace tessera::comm {
 
-/// Rank `rank` of `ranks`. `notes` is told of each collective and each message. Errors: kUsage for a rank that is
-/// none of them.
+/// Rank `rank` of `ranks`. `notes` is told of each collective and each message. Errors: kUsage for a
+/// rank that is none of them.
 std::shared_ptr<World> dry_world(int rank, int ranks, DryNotes notes = {},
                                  const WorldOptions& options = {});
 
