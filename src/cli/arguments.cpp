@@ -86,8 +86,9 @@ struct Parsed {
   MeasureArguments measure;
 };
 
-void add_nproc(::CLI::App& verb, std::optional<int>& nproc) {
-  verb.add_option("--nproc", nproc,
+::CLI::Option* add_nproc(::CLI::App& verb, std::optional<int>& nproc) {
+  return verb
+      .add_option("--nproc", nproc,
                   "Local ranks to start; default the product of the parallelism degrees. Under a "
                   "launcher its world size.")
       ->transform(whole_number(kMostRanks));
@@ -114,17 +115,18 @@ void add_gradients(::CLI::App& app, GradientsArguments& gradients, const std::st
       "gradients", "Loss and every parameter's gradient for one batch, under any layout.");
   verb->add_option("--model", gradients.model, kModelFolder);
   verb->add_option("--batch", gradients.batch, ".safetensors with input_ids and labels [B,T].");
-  verb->add_option("--out", gradients.out,
-                   ".safetensors to write; of --precision-what-if its report as JSON.");
+  ::CLI::Option* out = verb->add_option(
+      "--out", gradients.out, ".safetensors to write; of --precision-what-if its report as JSON.");
   ::CLI::Option* no_logits =
       verb->add_flag("--no-logits", gradients.no_logits, "Leave the logits out.");
-  verb->add_flag("--impose-routing", gradients.impose_routing,
-                 "Route by router/<i>/indices of the batch file.");
+  ::CLI::Option* routing = verb->add_flag("--impose-routing", gradients.impose_routing,
+                                          "Route by router/<i>/indices of the batch file.");
   ::CLI::Option* what_if =
       verb->add_flag("--precision-what-if", gradients.precision_what_if,
                      "Run the batch with groups of parameters in bfloat16 and in float32; print "
                      "every gradient's error and the cheapest policy within --bound.")
           ->excludes(no_logits);
+  ::CLI::Option* nproc = add_nproc(*verb, gradients.nproc);
   verb->add_option("--bound", gradients.bound,
                    "The largest error |g - g32| / |g32| of a gradient; default 0.05.")
       ->check(not_a_share, "FLOAT above 0, at most 1")
@@ -134,9 +136,11 @@ void add_gradients(::CLI::App& app, GradientsArguments& gradients, const std::st
                    "equal, apart by rounding, or wrong, and where that begins.")
       ->expected(2)
       ->excludes(no_logits)
-      ->excludes(what_if);
+      ->excludes(what_if)
+      ->excludes(out)
+      ->excludes(routing)
+      ->excludes(nproc);
   verb->add_flag("--json", gradients.json, "The report of --precision-what-if or --diff as JSON.");
-  add_nproc(*verb, gradients.nproc);
   verb->footer(keys);
 }
 
@@ -465,8 +469,33 @@ std::string refusal_of(const ::CLI::ParseError& error, const std::vector<std::st
   return one_line(error.what()) + see;
 }
 
+/// Refuses other files, and beside files what is of a run.
+void check_diff(const GradientsArguments& gradients, const Overrides& overrides) {
+  std::size_t files = 0;
+  for (const std::string& path : gradients.diff) {
+    const bool is_file = path.ends_with(kSafetensors);
+    files += is_file ? 1 : 0;
+    TESSERA_CHECK(is_file || path.ends_with(".toml"), ErrorKind::kUsage, "--diff: found ",
+                  shown(path), ", expected two files of gradients, which end in .safetensors, or ",
+                  "two configurations, which end in .toml");
+  }
+  TESSERA_CHECK(files != 1, ErrorKind::kUsage, "--diff: found ", shown(gradients.diff.front()),
+                " and ", shown(gradients.diff.back()),
+                ", expected two files of gradients, or two configurations");
+  if (files == 0) return;
+  const auto refuse = [](bool found, std::string_view option) {
+    TESSERA_CHECK(!found, ErrorKind::kUsage, option,
+                  ": found beside two files of gradients, expected none: what they hold was ",
+                  "computed before");
+  };
+  refuse(!gradients.model.empty(), "--model");
+  refuse(!gradients.batch.empty(), "--batch");
+  if (!overrides.empty()) refuse(true, concat("--", overrides.front().first));
+}
+
 /// Refuses a form of the verb without what it needs.
-void check_gradients(const GradientsArguments& gradients) {
+void check_gradients(const GradientsArguments& gradients, const Overrides& overrides) {
+  if (!gradients.diff.empty()) check_diff(gradients, overrides);
   const auto require = [](bool found, std::string_view option) {
     TESSERA_CHECK(found, ErrorKind::kUsage, "gradients: found no ", option,
                   ", expected it; see tessera gradients --help");
@@ -490,7 +519,7 @@ Arguments chosen(const ::CLI::App& app, Parsed parsed, Overrides overrides) {
   };
   if (app.got_subcommand("train")) return takes_overrides(std::move(parsed.train));
   if (app.got_subcommand("gradients")) {
-    check_gradients(parsed.gradients);
+    check_gradients(parsed.gradients, overrides);
     return takes_overrides(std::move(parsed.gradients));
   }
   if (app.got_subcommand("inspect")) {

@@ -57,8 +57,8 @@ struct InspectArguments {
   std::string folder;         ///< or
   std::string contract_file;  ///< --contract
   bool json = false;
-  bool all = false;  ///< layers that are alike one by one
-  std::string lock;  ///< --lock; empty: none is written
+  bool all = false;                 ///< layers that are alike one by one
+  std::optional<std::string> lock;  ///< --lock: a file to write
   std::optional<int> world;
   std::optional<std::string> expert_loads;  ///< a file; none: even
   PlannedMachine machine;

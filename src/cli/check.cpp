@@ -1,10 +1,5 @@
 // Whether a configuration's gradients are right, in which order its ranks issue what, whether a step
 // fits and how long it takes: before a run starts. No weight is read, nobody is started.
-#include <filesystem>
-#include <iostream>
-#include <nlohmann/json.hpp>
-#include <system_error>
-
 #include "check/page.h"
 #include "check/report.h"
 #include "cli/arguments.h"
@@ -22,10 +17,7 @@
 namespace tessera::cli {
 
 int run_check(const CheckArguments& arguments) {
-  std::error_code unknown;  // what does not exist is equivalent to nothing
-  TESSERA_CHECK(!arguments.html ||
-                    !std::filesystem::equivalent(*arguments.html, arguments.config_file, unknown),
-                ErrorKind::kUsage, "--html: found the configuration itself, expected another file");
+  if (arguments.html) try_output("--html", *arguments.html, arguments.config_file);
   const check::Machine machine = machine_of(arguments.machine);
   train::Config config =
       train::open_as("CONFIG.toml", [&] { return train::load_config(arguments.config_file); });
@@ -47,14 +39,10 @@ int run_check(const CheckArguments& arguments) {
                          checked);
   }
   const check::Report& report = checked.report;
-  if (arguments.json) {
-    std::cout << json_of(report).dump(2, ' ', false, nlohmann::json::error_handler_t::replace)
-              << '\n';
-  } else {
-    std::cout << to_string(report);
-  }
+  const int code = print_found(arguments.json ? json_text(report) : to_string(report),
+                               report.findings.empty() ? kDone : kFoundProblems);
   if (arguments.html) write_output("--html", *arguments.html, page_of(report));
-  return report.findings.empty() ? kDone : kFoundProblems;
+  return code;
 }
 
 }  // namespace tessera::cli

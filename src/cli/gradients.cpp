@@ -2,14 +2,11 @@
 
 #include <algorithm>
 #include <array>
-#include <filesystem>
 #include <iostream>
-#include <nlohmann/json.hpp>
 #include <string_view>
 #include <tuple>
 
 #include "base/log.h"
-#include "base/text/printable.h"
 #include "cli/arguments.h"
 #include "cli/program_end.h"
 #include "cli/ranks.h"
@@ -44,15 +41,14 @@ void write_report(const GradientsArguments& arguments, const train::WhatIfReport
     train::open_as("--out", [&] { write_atomically(arguments.out, std::string_view(json)); });
   }
   std::cout << (arguments.json ? json : train::to_text(report));
+  check_standard_output();
 }
 
 /// Before anything runs: a report takes its time.
 void refuse_unwritable(const GradientsArguments& arguments, const train::Config& config) {
   train::refuse_overwriting_inputs(
       {.config = config, .batch = arguments.batch, .out = arguments.out});
-  const auto folder = std::filesystem::absolute(arguments.out).parent_path();
-  TESSERA_CHECK(std::filesystem::is_directory(folder), ErrorKind::kUsage, "--out: found ",
-                shown(arguments.out), ", whose folder does not exist, expected one that does");
+  try_output("--out", arguments.out);
 }
 
 int run_what_if(const GradientsArguments& arguments, const train::Config& config) {
@@ -82,21 +78,12 @@ train::DiffSide side_of(const std::string& file, const GradientsArguments& argum
 
 int run_diff(const GradientsArguments& arguments) {
   const auto& [a, b] = std::tie(arguments.diff.at(0), arguments.diff.at(1));
-  const auto is_file = [](const std::string& path) { return path.ends_with(".safetensors"); };
-  TESSERA_CHECK(is_file(a) == is_file(b), ErrorKind::kUsage, "--diff: found ", shown(a), " and ",
-                shown(b), ", expected two files of gradients, or two configurations");
+  const bool are_files = a.ends_with(".safetensors");
   const check::GradientDiff diff =
-      is_file(a) ? train::diff_files(a, b)
-                 : train::diff_runs(side_of(a, arguments), side_of(b, arguments), arguments.batch);
-  return run_for_output([&] {
-    if (arguments.json) {
-      std::cout << json_of(diff).dump(2, ' ', false, nlohmann::json::error_handler_t::replace)
-                << '\n';
-    } else {
-      std::cout << to_string(diff);
-    }
-    return diff.is_right() ? kDone : kFoundProblems;
-  });
+      are_files ? train::diff_files(a, b)
+                : train::diff_runs(side_of(a, arguments), side_of(b, arguments), arguments.batch);
+  return print_found(arguments.json ? json_text(diff) : to_string(diff),
+                     diff.is_right() ? kDone : kFoundProblems);
 }
 
 }  // namespace

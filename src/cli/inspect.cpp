@@ -7,7 +7,6 @@
 #include <iterator>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <span>
 #include <utility>
 #include <vector>
 
@@ -19,7 +18,6 @@
 #include "cli/planned_machine.h"
 #include "cli/program_end.h"
 #include "grad/contract_lock.h"
-#include "io/atomic_file.h"
 #include "io/checkpoint_folder.h"
 #include "io/hf_folder.h"
 #include "tessera/error.h"
@@ -433,10 +431,10 @@ void print_contract_json(const Planned& planned) {
 /// What a run of a configuration would agree on before its first collective, and what it would take
 /// of a rank's memory, for any number of ranks. No weight is read, nothing is allocated, nobody is asked.
 void inspect_contract(const InspectArguments& arguments) {
+  if (arguments.lock) try_output("--lock", *arguments.lock, arguments.contract_file);
   const Planned planned = plan_run(arguments);
-  if (!arguments.lock.empty()) {
-    const std::string lock = grad::contract_lock(planned.contract);
-    write_atomically(arguments.lock, std::as_bytes(std::span(lock)));
+  if (arguments.lock) {
+    write_output("--lock", *arguments.lock, grad::contract_lock(planned.contract));
   }
   if (arguments.json) return print_contract_json(planned);
   print_text(planned, arguments.all ? Layers::kAll : Layers::kFolded);

@@ -49,9 +49,7 @@ struct RunVerb {
   int operator()(const PlanArguments& arguments) const {
     return run_for_output([&] { return run_plan(arguments); });
   }
-  int operator()(const CheckArguments& arguments) const {
-    return run_for_output([&] { return run_check(arguments); });
-  }
+  int operator()(const CheckArguments& arguments) const { return run_check(arguments); }
   int operator()(const MeasureArguments& arguments) const { return run_measure(arguments); }
   int operator()(const ShowText& show) const {
     return run_for_output([&] {

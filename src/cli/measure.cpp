@@ -47,6 +47,7 @@ int run_measure(const MeasureArguments& arguments) {
   const auto nproc = launched() ? arguments.nproc : arguments.nproc.value_or(kRanks);
   return run_ranks(config, nproc, [&](World& world, RunPhase& phase) {
     log::init({.rank = world.rank(), .world_size = world.size(), .file = {}});
+    if (arguments.out && world.rank() == 0) try_output("--out", *arguments.out);
     phase.begin_steps();
     auto [machine, notes] = train::measure_machine(world);
     if (world.rank() != 0) return;

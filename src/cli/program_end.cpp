@@ -7,7 +7,9 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <iostream>
+#include <system_error>
 
 #include "base/log.h"
 #include "base/text/printable.h"
@@ -44,6 +46,16 @@ int report(const std::exception& error, Phase phase) {
   std::cerr << "tessera: " << to_string(known == nullptr ? ErrorKind::kInternal : known->kind())
             << ": " << one_line(error.what()) << '\n';
   return exit_code(error, phase);
+}
+
+void try_output(std::string_view option, const std::string& file, const std::string& input) {
+  TESSERA_CHECK(!file.empty(), ErrorKind::kUsage, option,
+                ": found nothing, expected a file to write");
+  std::error_code unknown;  // what does not exist is equivalent to nothing
+  TESSERA_CHECK(input.empty() || !std::filesystem::equivalent(file, input, unknown),
+                ErrorKind::kUsage, option, ": found ", shown(file),
+                ", the file that is read, expected another");
+  train::open_as(option, [&] { const AtomicFile tried(file); });
 }
 
 void write_output(std::string_view option, const std::string& file, std::string_view text) {
@@ -91,6 +103,14 @@ int run_for_output(const std::function<int()>& verb) {
     const int why = errno;
     if (!reader_has_gone()) throw_output_lost(why);
   }
+  return code;
+}
+
+int print_found(std::string_view text, int code) {
+  run_for_output([&] {
+    std::cout << text;
+    return code;
+  });
   return code;
 }
 

@@ -73,6 +73,15 @@ class OutputLost : public Error {
 /// OutputLost (kIo) where the output cannot be written for another reason; whatever `verb` throws.
 int run_for_output(const std::function<int()>& verb);
 
+/// Prints what a verb has found and returns `code`, also where the reader has gone. Errors: OutputLost
+/// as run_for_output.
+int print_found(std::string_view text, int code);
+
+/// Tries, before the work, whether `file` that a verb was asked for by `option` can be written, and
+/// leaves nothing there. `input` is what the verb reads; "": nothing. Errors: kUsage where `file` is
+/// `input`, kIo where it cannot be written.
+void try_output(std::string_view option, const std::string& file, const std::string& input = "");
+
 /// Writes a file that a verb was asked for by `option`, whole or not at all. Errors: OutputLost where
 /// it cannot be written, which is no refusal: what it says was right.
 void write_output(std::string_view option, const std::string& file, std::string_view text);

@@ -65,9 +65,7 @@ Json array_of(const std::vector<T>& all) {
   return array;
 }
 
-}  // namespace
-
-nlohmann::ordered_json json_of(const check::Report& report) {
+Json json_of(const check::Report& report) {
   return {{"model", report.model},
           {"layout", report.layout},
           {"world_size", report.world},
@@ -80,7 +78,7 @@ nlohmann::ordered_json json_of(const check::Report& report) {
           {"step_time", report.time ? json_of(*report.time) : Json()}};
 }
 
-nlohmann::ordered_json json_of(const check::GradientDiff& diff) {
+Json json_of(const check::GradientDiff& diff) {
   return {{"a", diff.a},
           {"b", diff.b},
           {"is_right", diff.is_right()},
@@ -90,5 +88,15 @@ nlohmann::ordered_json json_of(const check::GradientDiff& diff) {
           {"findings", array_of(diff.findings)},
           {"parameters", array_of(diff.parameters)}};
 }
+
+std::string text_of(const Json& json) {
+  return json.dump(2, ' ', false, Json::error_handler_t::replace) + '\n';
+}
+
+}  // namespace
+
+std::string json_text(const check::Report& report) { return text_of(json_of(report)); }
+
+std::string json_text(const check::GradientDiff& diff) { return text_of(json_of(diff)); }
 
 }  // namespace tessera::cli

@@ -2,15 +2,15 @@
 // check/gradient_diff.h have the same as a person reads it. Next: check.cpp.
 #pragma once
 
-#include <nlohmann/json_fwd.hpp>
+#include <string>
 
 #include "check/gradient_diff.h"
 #include "check/report.h"
 
 namespace tessera::cli {
 
-/// Values that are not known are null.
-nlohmann::ordered_json json_of(const check::Report& report);
-nlohmann::ordered_json json_of(const check::GradientDiff& diff);
+/// Returns JSON as it is printed, with the end of its last line. Values that are not known are null.
+std::string json_text(const check::Report& report);
+std::string json_text(const check::GradientDiff& diff);
 
 }  // namespace tessera::cli

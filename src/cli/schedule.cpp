@@ -181,9 +181,18 @@ void print_times(const pipeline::Schedule& schedule, const pipeline::Simulated& 
                "deferred: W that are put off, at most;\nopen sends: not yet arrived, at most\n";
 }
 
+/// Before anything runs: costs of a configuration take their time.
+void try_outputs(const ScheduleArguments& arguments) {
+  const std::string read = arguments.costs_from.value_or("");
+  if (arguments.csv) try_output("--csv", *arguments.csv, read);
+  if (arguments.svg) try_output("--svg", *arguments.svg, read);
+  if (arguments.trace) try_output("--trace", *arguments.trace, read);
+}
+
 }  // namespace
 
 int run_schedule(const ScheduleArguments& arguments) {
+  try_outputs(arguments);
   const Asked asked = is_file(arguments) ? read_asked(arguments) : make_asked(arguments);
   const pipeline::Schedule schedule = schedule_of(asked.program);
   // Every finding is named: a file has no more than it has steps and stages.

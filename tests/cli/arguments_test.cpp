@@ -449,5 +449,40 @@ TEST(Arguments, RefusalsAreOneLineAndNameTheWord) {
   }
 }
 
+// What the report does not follow from is refused by its name, not left out.
+TEST(Arguments, DiffRefusesWhatItDoesNotRead) {
+  const auto with = [](Words words, const Words& more) {
+    words.insert(words.end(), more.begin(), more.end());
+    return words;
+  };
+  const auto diff = [&](const std::string& suffix, const Words& more) {
+    return with({"gradients", "--diff", "a" + suffix, "b" + suffix}, more);
+  };
+  const std::vector<Words> of_no_diff{
+      {"--out", "o.safetensors"}, {"--nproc", "2"}, {"--impose-routing"}};
+  for (const auto& more : of_no_diff) {
+    EXPECT_THAT(refusal(diff(".safetensors", more)), Says(more.front(), "--diff"));
+    EXPECT_THAT(refusal(with(diff(".toml", {"--batch", "b.safetensors"}), more)),
+                Says(more.front(), "--diff"));
+  }
+  const std::vector<Words> of_no_files{{"--model", "m"},
+                                       {"--batch", "b.safetensors"},
+                                       {"--precision.param_dtype", "float32"},
+                                       {"--device", "cpu"}};
+  for (const auto& more : of_no_files) {
+    EXPECT_THAT(refusal(diff(".safetensors", more)),
+                Says(more.front(), "beside two files of gradients"));
+    auto words = diff(".toml", {"--batch", "b.safetensors"});
+    if (more.front() != "--batch") words = with(words, more);
+    EXPECT_EQ(std::get<GradientsArguments>(parse(words)).diff.size(), 2U);
+  }
+  for (const std::string suffix : {"", ".st", ".safetensors.bak", "/"}) {
+    EXPECT_THAT(refusal(diff(suffix, {})), Says("--diff: found 'a", ".safetensors", ".toml"));
+  }
+  EXPECT_THAT(refusal({"gradients", "--diff", "a.toml", "b.safetensors"}),
+              Says("two files of gradients, or two configurations"));
+  EXPECT_EQ(std::get<GradientsArguments>(parse(diff(".safetensors", {"--json"}))).diff.size(), 2U);
+}
+
 }  // namespace
 }  // namespace tessera::cli::arguments_test

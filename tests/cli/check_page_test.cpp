@@ -31,12 +31,11 @@ TEST(CheckPage, HasThePicturesOfARun) {
   EXPECT_THAT(page, Says("qwen3-30b-a3b on 4 ranks", "model.layers.", "gathers of parameters"));
 }
 
-// What was found is printed all the same: it was right.
-TEST(CheckPage, FailsWhereItCannotBeWritten) {
+TEST(CheckPage, IsRefusedWhereItCannotBeWritten) {
   const TemporaryFolder folder;
   const Outcome outcome = run_program(folder, check({"--html", "absent/page.html"}));
-  EXPECT_THAT(outcome, Exits(1, "--html: ", "absent"));
-  EXPECT_THAT(outcome.out, Says("on 4 ranks"));
+  EXPECT_THAT(outcome, Exits(2, "--html: ", "absent"));
+  EXPECT_EQ(outcome.out, "");
 }
 
 }  // namespace

@@ -160,6 +160,40 @@ TEST(CheckVerb, BadInputIsRefusedByItsName) {
               Exits(2, "typo.toml:14:", "log_frequency"));
 }
 
+// Property: a file that cannot be written is refused before anything is read, and where the work fails
+// what stood there stands there still, and nothing beside it.
+TEST(CheckVerb, OutputsAreTriedFirst) {
+  const TemporaryFolder folder;
+  folder.write("old", "as it was\n");
+  const std::vector<std::pair<Words, std::string>> verbs{
+      {{"check", "absent.toml"}, "--html"},
+      {{"inspect", "--contract", "absent.toml"}, "--lock"},
+      {{"schedule", "absent.csv"}, "--csv"},
+      {{"schedule", "absent.csv"}, "--svg"},
+      {{"schedule", "absent.csv"}, "--trace"},
+      {{"measure", "--nproc", "1", "--device", "cpu"}, "--out"}};
+  for (const auto& [words, option] : verbs) {
+    for (const char* file : {"missing/x", ".", "old/x", ""}) {
+      EXPECT_THAT(run_program(folder, joined(words, {option, file})), Exits(2, option))
+          << words.front() << " " << file;
+    }
+    if (words.front() == "measure") continue;  // its work does not fail
+    EXPECT_THAT(run_program(folder, joined(words, {option, "old"})), Exits(2, "absent."));
+    EXPECT_EQ(read_file(folder / "old"), "as it was\n");
+  }
+  folder.write("run.toml", "[model]\n");
+  EXPECT_THAT(run_program(folder, {"check", "run.toml", "--html", "run.toml"}),
+              Exits(2, "--html", "'run.toml'"));
+  EXPECT_THAT(run_program(folder, {"inspect", "--contract", "run.toml", "--lock", "run.toml"}),
+              Exits(2, "--lock", "'run.toml'"));
+  EXPECT_EQ(read_file(folder / "run.toml"), "[model]\n");
+  std::vector<std::string> left;
+  for (const auto& entry : std::filesystem::directory_iterator(folder.path())) {
+    left.push_back(entry.path().filename());
+  }
+  EXPECT_THAT(left, ::testing::UnorderedElementsAre("old", "run.toml", "stdout.txt", "stderr.txt"));
+}
+
 // Property: a layout is refused exactly where its degrees do not divide the ranks, the heads or the
 // rows, or are more than there are layers or micro-batches; any other has no finding.
 TEST(CheckVerb, DrawnDegreesAreRefusedWhereTheyDoNotDivide) {

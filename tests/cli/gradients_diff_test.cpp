@@ -167,6 +167,8 @@ TEST_F(GradientFiles, WhatCannotBeComparedIsRefused) {
   EXPECT_THAT(diff(path("one"), (folder / "run.toml").string()),
               Exits(2, "--diff", "two files of gradients, or two configurations"));
   EXPECT_THAT(run_program(folder, {"gradients", "--diff", path("one")}), Exits(2, "--diff"));
+  const std::string other = folder.write("one.st", read_file(path("one")));
+  EXPECT_THAT(diff(path("one"), other), Exits(2, "--diff", "one.st", "end in .safetensors"));
   EXPECT_THAT(run_program(folder, {"gradients", "--diff", "run.toml", "run.toml"}),
               Exits(2, "--batch"));
   EXPECT_THAT(run_program(folder, {"gradients", "--diff", "run.toml", "absent.toml", "--batch",

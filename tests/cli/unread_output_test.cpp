@@ -243,5 +243,23 @@ TEST(UnreadOutput, EndsNoVerbWhoseResultIsElsewhere) {
   EXPECT_EQ(run_into(folder, convert, gone, {}).code, 3);
 }
 
+// What is found is found without a reader, too, and its page is written.
+TEST(UnreadOutput, LeavesFindingsTheirExitCode) {
+  const SmallRun folder;
+  for (const Words& form : {Words{}, Words{"--json"}}) {
+    const Words words =
+        joined({"check", "run.toml", "--device-memory", "1KB", "--html", "page.html"}, form);
+    for (const int bytes : {0, 1, 700}) {
+      const Outcome gone = run_into(folder, words, {Sink::Kind::kRead, bytes}, {});
+      EXPECT_EQ(gone.code, 3) << bytes << " bytes\n" << gone.err;
+      EXPECT_THAT(gone.err, IsEmpty()) << bytes << " bytes";
+      EXPECT_THAT(read_file(folder / "page.html"), Says("does not fit"));
+      std::filesystem::remove(folder / "page.html");
+    }
+    EXPECT_THAT(run_into(folder, words, {Sink::Kind::kFull}, {}),
+                Exits(1, "stdout: found that it cannot be written"));
+  }
+}
+
 }  // namespace
 }  // namespace tessera::cli::unread_output_test
