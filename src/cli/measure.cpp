@@ -11,6 +11,7 @@
 #include "cli/help_text.h"
 #include "cli/program_end.h"
 #include "cli/ranks.h"
+#include "comm/device.h"
 #include "io/atomic_file.h"
 #include "tessera/error.h"
 #include "train/config/config.h"
@@ -45,8 +46,13 @@ int run_measure(const MeasureArguments& arguments) {
   constexpr int kRanks = 2;
   const train::Config config = config_of(arguments);
   const auto nproc = launched() ? arguments.nproc : arguments.nproc.value_or(kRanks);
+  const bool on_cpu = config.device == train::DeviceName::kCpu || comm::cuda_devices() == 0;
+  if (!launched() && on_cpu) {  // before so many processes are started
+    train::require_memory_to_measure(*nproc, *nproc, train::available_bytes());
+  }
   return run_ranks(config, nproc, [&](World& world, RunPhase& phase) {
     log::init({.rank = world.rank(), .world_size = world.size(), .file = {}});
+    train::require_memory_to_measure(world);
     if (arguments.out && world.rank() == 0) try_output("--out", *arguments.out);
     phase.begin_steps();
     auto [machine, notes] = train::measure_machine(world);

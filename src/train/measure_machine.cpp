@@ -130,6 +130,7 @@ double gather_seconds(World& world, comm::Group& group, std::int64_t bytes, std:
   return middle(all);
 }
 
+constexpr std::int64_t kCopiedOnCpu = std::int64_t{128} << 20;
 constexpr std::int64_t kSmallest = 256;  ///< bytes of a rank's slice
 constexpr std::array<std::int64_t, 4> kSlices{1 << 20, 4 << 20, 8 << 20, 16 << 20};
 
@@ -157,16 +158,6 @@ Sending measure_sending(World& world, const std::vector<int>& ranks) {
     found.bandwidth = 1e3 * static_cast<double>(measured.back().bytes) / measured.back().ms;
   }
   return found;
-}
-
-/// Bytes of the host's memory that no process has.
-double available_bytes() {
-  std::ifstream file("/proc/meminfo");
-  for (std::string word; file >> word;) {
-    double kib = 0.0;
-    if (word == "MemAvailable:" && file >> kib) return 1024.0 * kib;
-  }
-  return ram_bytes();
 }
 
 /// Printable, as machine files have names.
@@ -209,7 +200,7 @@ void measure_computing(World& world, MeasuredMachine& found) {
   const bool on_cpu = world.device().is_cpu();
   const int threads = at::get_num_threads();
   const std::int64_t size = on_cpu ? 1024 : 8192;
-  const std::int64_t copied = (on_cpu ? std::int64_t{128} : std::int64_t{1024}) << 20;
+  const std::int64_t copied = on_cpu ? kCopiedOnCpu : std::int64_t{1} << 30;
   found.machine.flops =
       check::ProductFlops{.bfloat16 = rounded(product_flops(world, at::kBFloat16, size)),
                           .float32 = rounded(product_flops(world, at::kFloat, size))};
@@ -249,6 +240,31 @@ void measure_groups(World& world, MeasuredMachine& found) {
 }
 
 }  // namespace
+
+double available_bytes() {
+  std::ifstream file("/proc/meminfo");
+  for (std::string word; file >> word;) {
+    double kib = 0.0;
+    if (word == "MemAvailable:" && file >> kib) return 1024.0 * kib;
+  }
+  return ram_bytes();
+}
+
+void require_memory_to_measure(int local, int ranks, double available) {
+  constexpr double kProgram = 96.0 * (1 << 20);  // without pages that ranks share
+  const double gathered = static_cast<double>(kSlices.back()) * ranks;
+  const double taken = local * (kProgram + std::max(2.0 * kCopiedOnCpu, gathered));
+  TESSERA_CHECK(taken <= available, ErrorKind::kUsage, "--nproc: found ", local,
+                " ranks on this host of ", ranks, ", which take ", size_text(std::llround(taken)),
+                " at once to measure, expected at most the ", size_text(std::llround(available)),
+                " that no process has; start fewer");
+}
+
+void require_memory_to_measure(World& world) {
+  if (!world.device().is_cpu()) return;
+  require_memory_to_measure(static_cast<int>(hosts_of(world).mine.size()), world.size(),
+                            available_bytes());
+}
 
 MeasuredMachine measure_machine(World& world) {
   MeasuredMachine found;

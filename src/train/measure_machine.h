@@ -22,4 +22,13 @@ struct MeasuredMachine {
 /// different numbers of ranks; kComm.
 MeasuredMachine measure_machine(World& world);
 
+/// Bytes of the host's memory that no process has.
+double available_bytes();
+/// Refuses to measure on the CPU where `local` of `ranks` ranks share a host with `available` bytes:
+/// each copies, and gathers a slice of every rank. Errors: kUsage.
+void require_memory_to_measure(int local, int ranks, double available);
+/// The same of this rank's host; on a device nothing is refused. Collective. Errors: as
+/// measure_machine.
+void require_memory_to_measure(World& world);
+
 }  // namespace tessera::train

@@ -97,6 +97,15 @@ TEST(MachineOption, ItsMemoryIsThatOfARankUnlessAnOptionSaysSo) {
   EXPECT_THAT(fits({"--device-memory", "80GiB"}), Says("\n  --device-memory 80.0 GiB: fits"));
 }
 
+// Each rank gathers a slice of every rank: memory grows with their square.
+TEST(Measure, MoreRanksThanMemoryHoldsAreRefusedBeforeTheyStart) {
+  const TemporaryFolder folder;
+  for (const std::string ranks : {"1024", "4096"}) {
+    EXPECT_THAT(run_program(folder, {"measure", "--device", "cpu", "--nproc", ranks}),
+                Exits(2, concat("--nproc: found ", ranks, " ranks"), "start fewer"));
+  }
+}
+
 TEST(MachineOption, WhatIsNoMachineOrLacksALineIsRefused) {
   const SmallRun folder;
   folder.write("bad.toml", machine_text("memory = \"80GB\"\nbandwith = 3\n"));
