@@ -66,7 +66,7 @@ TEST(PrecisionWhatIf, BadInputIsRefusedBeforeARun) {
   EXPECT_THAT(run_program(folder, what_if({"--compile.mode", "replay"})),
               Exits(2, "compile.mode: found replay"));
   EXPECT_THAT(run_program(folder, what_if({"--out", "no/such/report.json"})),
-              Exits(2, "--out", "folder does not exist"));
+              Exits(2, "--out", "no/such/report.json"));
   EXPECT_THAT(run_program(folder, what_if({"--out", kModel + "/reference.safetensors"})),
               Exits(2, "--out", "which is read"));
 }

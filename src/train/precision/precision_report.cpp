@@ -213,6 +213,7 @@ Json found_json(const WhatIfReport& report) {
             {"rule", rules},
             {"config", policy_lines(report.precision)},
             {"float32_groups", needed},
+            {"is_cheapest_by_activations_too", report.costs.have_activations},
             {"cost", cost_json(report.found_cost)}};
   json.update(policy_json(report, report.verified));
   return json;
@@ -235,6 +236,10 @@ void print_found(std::ostream& out, const WhatIfReport& report) {
   print_cost(out, "all float32", report.wide_cost);
   print_cost(out, "all bfloat16", report.narrow_cost);
   print_cost(out, "this policy", report.found_cost);
+  if (!report.costs.have_activations) {
+    out << "the cheapest was looked for by bytes of parameters alone: activations of every group "
+           "were not counted\n";
+  }
 }
 
 }  // namespace
@@ -249,6 +254,20 @@ PolicyCost cost_of(const ModelContract& contract) {
     if (unit.activation) ++cost.activations[std::string(to_string(*unit.activation))];
   }
   return cost;
+}
+
+GroupCosts group_costs(const PolicyCost& narrow, const std::vector<PolicyCost>& alone) {
+  GroupCosts costs{.have_activations = narrow.activation_bytes &&
+                                       std::ranges::all_of(alone, [](const PolicyCost& cost) {
+                                         return cost.activation_bytes.has_value();
+                                       })};
+  for (const PolicyCost& cost : alone) {
+    const std::int64_t more =
+        costs.have_activations ? *cost.activation_bytes - *narrow.activation_bytes : 0;
+    costs.bytes.push_back(cost.unsharded_bytes - narrow.unsharded_bytes +
+                          std::max<std::int64_t>(0, more));
+  }
+  return costs;
 }
 
 bool WhatIfReport::is_within_bound() const {

@@ -39,6 +39,17 @@ struct PolicyCost {
 /// Without what only a run knows: contracts of `policy`.
 PolicyCost cost_of(const ModelContract& contract);
 
+/// Bytes that each group adds where it alone is wide, beside `narrow`: to its own parameters, and to
+/// the activations of a rank, which an embedding in float32 doubles.
+struct GroupCosts {
+  std::vector<std::int64_t> bytes = {};  ///< [G], at least 0
+  /// Activations are among them: of all groups, or of none where one is not counted, since a group
+  /// whose activations are not known would seem to have none.
+  bool have_activations = true;
+};
+/// `alone`: [G] of each group wide.
+GroupCosts group_costs(const PolicyCost& narrow, const std::vector<PolicyCost>& alone);
+
 struct WhatIfReport {
   double bound = 0;
   std::int64_t rows = 0, tokens = 0;  ///< of the batch, and of a row
@@ -62,6 +73,7 @@ struct WhatIfReport {
   std::int64_t passes = 0;             ///< forward and backward passes of the batch
 
   PolicyCost wide_cost = {}, narrow_cost = {}, found_cost = {};
+  GroupCosts costs = {};  ///< by which the cheapest policy was looked for
 
   /// Whether the errors of `precision` stay within the bound.
   bool is_within_bound() const;

@@ -423,22 +423,16 @@ void measure_candidates(Runs& runs, const BatchLoss& wide, WhatIfReport& report)
   }
 }
 
-/// Bytes that each group adds where it alone is wide: to its own parameters, and to the activations
-/// of a rank, which an embedding in float32 doubles.
-std::vector<std::int64_t> costs_of_groups(const Runs& runs, const WhatIfReport& report) {
+GroupCosts costs_of_groups(const Runs& runs, const WhatIfReport& report) {
   const std::size_t groups = report.groups.size();
   const std::vector<bool> wires(groups, false);
-  std::vector<std::int64_t> costs;
+  std::vector<PolicyCost> costs;
   for (std::size_t g = 0; g < groups; ++g) {
     WideGroups alone(groups, false);
     alone[g] = true;
-    const auto cost = counted_cost(runs, runs.config(rules_of(report.groups, alone, wires)));
-    const std::int64_t more =
-        cost.activation_bytes.value_or(0) - report.narrow_cost.activation_bytes.value_or(0);
-    costs.push_back(cost.unsharded_bytes - report.narrow_cost.unsharded_bytes +
-                    std::max<std::int64_t>(0, more));
+    costs.push_back(counted_cost(runs, runs.config(rules_of(report.groups, alone, wires))));
   }
-  return costs;
+  return group_costs(report.narrow_cost, costs);
 }
 
 /// Gradients in bfloat16 on the wire, where the layout has a wire that rounds.
@@ -484,8 +478,9 @@ WhatIfReport precision_what_if(const WhatIfRequest& request, World& world,
 
   report.wide_cost = counted_cost(runs, runs.config({Runs::everything(DType::kFloat32)}));
   report.narrow_cost = counted_cost(runs, runs.config({Runs::everything(DType::kBFloat16)}));
+  report.costs = costs_of_groups(runs, report);
   const PolicyProblem problem{
-      .table = report.table, .costs = costs_of_groups(runs, report), .bound = request.bound};
+      .table = report.table, .costs = report.costs.bytes, .bound = request.bound};
   const std::vector<bool> wide_wires(groups.size(), false);
   report.found = cheapest_policy(problem, [&](const WideGroups& which) {
     return runs.measure(runs.config(rules_of(groups, which, wide_wires)), wide).errors;

@@ -14,6 +14,7 @@
 #include <sstream>
 
 #include "support/test.h"
+#include "train/precision/precision_report.h"
 
 namespace tessera::train::precision_search_test {
 namespace {
@@ -258,6 +259,32 @@ RC_GTEST_PROP(PrecisionSearch, WiresAreNarrowWhereEveryGradientOfTheGroupStaysWi
     });
     if (is_above) RC_ASSERT(!narrow[g]);
     if (is_below) RC_ASSERT(narrow[g]);
+  }
+}
+
+// Naive: a group whose activations nobody counted has none, and is the cheapest of all.
+RC_GTEST_PROP(GroupCosts, ActivationsCountOfAllGroupsOrOfNone, ()) {
+  const auto groups = *rc::gen::inRange<std::size_t>(1, 6);
+  const auto unknown = *rc::gen::inRange<std::size_t>(0, groups + 2);  // the last: all are known
+  const auto counted = [&](std::size_t which, std::int64_t parameters) {
+    PolicyCost cost{.unsharded_bytes = parameters};
+    if (which != unknown) cost.activation_bytes = *rc::gen::inRange<std::int64_t>(100, 200);
+    return cost;
+  };
+  const PolicyCost narrow = counted(groups, 1000);
+  std::vector<PolicyCost> alone;
+  for (std::size_t g = 0; g < groups; ++g) {
+    alone.push_back(counted(g, 1000 + *rc::gen::inRange<std::int64_t>(0, 1000)));
+  }
+  const GroupCosts costs = group_costs(narrow, alone);
+  RC_ASSERT(costs.bytes.size() == groups);
+  RC_ASSERT(costs.have_activations == (unknown > groups));
+  for (std::size_t g = 0; g < groups; ++g) {
+    std::int64_t expected = alone[g].unsharded_bytes - 1000;
+    if (unknown > groups && *alone[g].activation_bytes > *narrow.activation_bytes) {
+      expected += *alone[g].activation_bytes - *narrow.activation_bytes;
+    }
+    RC_ASSERT(costs.bytes[g] == expected);
   }
 }
 
