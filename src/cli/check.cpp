@@ -22,7 +22,7 @@ int run_check(const CheckArguments& arguments) {
   train::Config config =
       train::open_as("CONFIG.toml", [&] { return train::load_config(arguments.config_file); });
   apply(arguments.overrides, config);
-  train::validate(config, train::Verb::kContract);
+  train::validate(config, train::Verb::kTrain);
   train::require_relative_paths(config, arguments.config_file, train::Verb::kContract);
   const int world = arguments.world ? *arguments.world : train::ranks_to_spawn(config.parallelism);
   config.model.path = train::newest_checkpoint(config.model.path, "model.path");

@@ -198,8 +198,9 @@ void require_locked(const Config& config, const ModelContract& contract, SaysDif
   constexpr std::size_t kMostSaid = 40, kMostInError = 3;
   const std::string& file = config.contract.lock;
   if (file.empty()) return;
-  const auto differences =
-      grad::differences_from_lock(contract, read_text_file(file, kMostBytes), shown(file));
+  const auto differences = open_as("contract.lock", [&] {
+    return grad::differences_from_lock(contract, read_text_file(file, kMostBytes), shown(file));
+  });
   if (differences.empty()) return;
   const std::size_t said = std::min(differences.size(), kMostSaid);
   for (std::size_t i = 0; i < said && says == SaysDifferences::kYes; ++i) {

@@ -152,6 +152,15 @@ TEST(CheckVerb, BadInputIsRefusedByItsName) {
   refuses({"--machine", "page.txt"}, "page.txt");
   folder.write("machine.toml", "name = \"mine\"\nsource = \"measured\"\nmemory = \"much\"\n");
   refuses({"--machine", "machine.toml"}, "machine.toml:3:", "memory", "much");
+  refuses({"--contract.lock", "/tmp"}, "contract.lock: ", "'/tmp'", "folder");
+  refuses({"--contract.lock", "absent.lock"}, "contract.lock: ", "absent.lock");
+  refuses({"--training.seq_len", "15", "--parallelism.tensor_parallel_degree", "2", "--world", "2"},
+          "training.seq_len: found rows of 15 tokens", "tensor_parallel_degree = 2");
+  // What train refuses by the configuration alone.
+  refuses({"--data.path", ""}, "data.path");
+  refuses({"--data.path", "[]"}, "data.path: found nothing");
+  refuses({"--lr_scheduler.decay", "wsd"}, "lr_scheduler.decay_steps");
+  refuses({"--checkpoint.folder", "../elsewhere"}, "checkpoint.folder");
   EXPECT_THAT(run_program(folder, {"check"}), Exits(2, "CONFIG.toml"));
   EXPECT_THAT(run_program(folder, {"check", "absent.toml"}), Exits(2, "absent.toml"));
   EXPECT_THAT(run_program(folder, {"check", "page.txt"}), Exits(2, "page.txt:1:"));

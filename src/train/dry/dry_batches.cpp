@@ -96,6 +96,8 @@ std::string images_text(const Config& config, const ModelSource& source) {
 DryBatches::DryBatches(const Config& config, const ModelSource& source, std::int64_t rows,
                        std::int64_t positions)
     : rows_(rows), positions_(positions) {
+  check_positions(config.parallelism, positions);
+  models::check_learned_positions(source.spec, positions);
   const auto header = read_data_header(config, source);
   if (!header || header->images == 0 || !config.training.seq_len) return;
   images_.emplace(InRows{.header = *header, .tokens = *models::image_tokens(source.spec)});
