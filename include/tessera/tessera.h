@@ -7,6 +7,7 @@
 #include "tessera/compile.h"
 #include "tessera/contract.h"
 #include "tessera/data_axes.h"
+#include "tessera/dry_run.h"
 #include "tessera/dtype.h"
 #include "tessera/dtype_watch.h"
 #include "tessera/error.h"

@@ -452,6 +452,13 @@ void set_planner(const ShardedBase& model, Planner planner, RecomputeMode while_
   unit_of_handle(model.unit()).runtime().set_planner(std::move(planner), while_recording);
 }
 
+void set_planned_recompute(const ShardedBase& model, RecomputeMode mode) {
+  for (const Unit* unit : unit_of_handle(model.unit()).runtime().units()) {
+    const auto module = unit->recomputable.lock();
+    if (module && !module->own_recompute()) module->set_recompute(mode);
+  }
+}
+
 std::vector<RecomputeMode> followed_recompute(const ShardedBase& model) {
   return unit_of_handle(model.unit()).runtime().followed_recompute();
 }

@@ -43,6 +43,8 @@ bool is_there_in_backward(const at::Tensor& parameter);
 /// Units of `model`, the outermost handle, as plans of its steps see them now.
 std::vector<PlanUnit> plan_units(const ShardedBase& model);
 
+/// Recomputes all that plans may recompute in this mode, as its user would (Recomputable::set_recompute).
+void set_planned_recompute(const ShardedBase& model, RecomputeMode mode);
 /// By unit: how the last step scope recomputed it, as its user or its plan has said.
 std::vector<RecomputeMode> followed_recompute(const ShardedBase& model);
 /// What the last step scope that followed a plan followed; null: none has.
