@@ -1,7 +1,6 @@
 #include "train/dry/dry_step.h"
 
 #include <algorithm>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -54,53 +53,6 @@ void require_countable(const Config& config, const ModelSource& source, const Pa
                 " micro-batches in a step of a rank, expected at most ", kMostMicroBatches,
                 ": each is gone through, and more of them take no other memory");
 }
-
-/// Notes what the rank holds beside its pool wherever a span of its trace begins or ends.
-class HeldAtMoments final : public DeviceMoments {
- public:
-  explicit HeldAtMoments(std::function<std::int64_t()> bytes) : bytes_(std::move(bytes)) {}
-
-  /// Called wherever the rank has taken memory.
-  void look() { most_ = std::max(most_, bytes_()); }
-  void mark(TraceClock::time_point host) override {
-    look();
-    moments_.push_back({host, bytes_(), most_});
-    most_ = moments_.back().bytes;
-  }
-  TraceClock::time_point found(TraceClock::time_point host) const override { return host; }
-
-  std::vector<DryPass> passes(const std::vector<TraceSpan>& spans) const {
-    std::vector<DryPass> found;
-    for (const TraceSpan& span : spans) {
-      if (span.row != TraceRow::kCompute) continue;
-      for (const std::string_view pass : {"forward ", "backward "}) {
-        if (!span.name.starts_with(pass) || span.name.starts_with("forward again ")) continue;
-        const auto begin = at(span.begin), end = at(span.end);
-        DryPass one{span.name.substr(pass.size()), pass == "forward ", begin->bytes, end->bytes,
-                    begin->bytes};
-        for (auto moment = begin + 1; moment <= end; ++moment) {
-          one.most = std::max(one.most, moment->most);
-        }
-        found.push_back(std::move(one));
-      }
-    }
-    return found;
-  }
-
- private:
-  struct Moment {
-    TraceClock::time_point host;
-    std::int64_t bytes;
-    std::int64_t most;  ///< since the one before
-  };
-  std::vector<Moment>::const_iterator at(TraceClock::time_point host) const {
-    return std::ranges::lower_bound(moments_, host, {}, &Moment::host);
-  }
-
-  const std::function<std::int64_t()> bytes_;
-  std::int64_t most_ = 0;
-  std::vector<Moment> moments_;
-};
 
 class DryRank {
  public:
@@ -243,27 +195,13 @@ DryStep dry_step(const Config& config, const ModelSource& source, int rank, int 
   found.contract = run.model().contract();
   found.collectives.clear();
   found.messages.clear();
-  auto moments =
-      std::make_unique<HeldAtMoments>([&] { return count.now() - fsdp::pool_bytes(run.model()); });
-  HeldAtMoments& held = *moments;
-  const auto trace = std::make_shared<Trace>(std::move(moments));
-  std::int64_t unsharded = 0;
-  count.begin_peak();
-  count.watch([&] {
-    unsharded = std::max(unsharded, fsdp::unsharded_bytes(run.model()));
-    held.look();
-  });
-  {
-    const TraceHere traced(trace);
-    step(2);
-  }
-  count.watch({});
-  found.held.unsharded = unsharded;
-  found.between_steps = count.now();
-  found.peak = count.peak();
+  auto counted = capture::counted_step(run.model(), count, [&] { step(2); });
+  found.held.unsharded = counted.unsharded;
+  found.between_steps = counted.between_steps;
+  found.peak = counted.peak;
   found.micro_batches = run.num_micro_batches();
-  found.spans = trace->take();
-  found.passes = held.passes(found.spans);
+  found.spans = std::move(counted.spans);
+  found.passes = std::move(counted.passes);
   return found;
 }
 

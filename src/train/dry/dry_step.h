@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/trace.h"
+#include "capture/dry/counted_step.h"
 #include "comm/backends/dry/dry.h"
 #include "fsdp/held_bytes.h"
 #include "models/model_spec.h"
@@ -24,14 +25,7 @@
 
 namespace tessera::train {
 
-/// One forward or backward of a unit, by the bytes that the rank held beside its pool.
-struct DryPass {
-  std::string unit;  ///< unit_label()
-  bool is_forward = true;
-  std::int64_t before = 0;
-  std::int64_t after = 0;
-  std::int64_t most = 0;  ///< from its beginning to its end
-};
+using capture::DryPass;
 
 /// Bytes of one rank.
 struct DryStep {

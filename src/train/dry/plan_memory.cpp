@@ -1,13 +1,11 @@
 #include "train/dry/plan_memory.h"
 
 #include <algorithm>
-#include <map>
 #include <set>
 #include <string>
-#include <utility>
-#include <vector>
 
 #include "base/text/printable.h"
+#include "capture/dry/forward_activations.h"
 #include "train/contract_of_run.h"
 #include "train/dry/dry_step.h"
 #include "train/dry/rank_memory.h"
@@ -15,76 +13,17 @@
 namespace tessera::train {
 namespace {
 
-/// The last micro-batch's passes of the layers' units.
-struct LayerPasses {
-  std::vector<DryPass> forwards;  ///< in their order
-  std::map<std::string, DryPass> backwards;
-  std::int64_t end = 0;  ///< held when the whole forward had ended
-};
-
-LayerPasses passes_of_layers(const DryStep& step, const models::ModelDescription& model) {
+std::set<std::string> layers_of(const models::ModelDescription& model) {
   std::set<std::string> layers;
   for (const auto& parameter : model.parameters) {
     if (parameter.layer) layers.emplace(unit_label(parameter.unit));
   }
-  LayerPasses found;
-  for (const DryPass& pass : step.passes) {
-    if (!pass.is_forward) {
-      found.backwards.insert_or_assign(pass.unit, pass);
-      continue;
-    }
-    found.end = pass.after;  // the root's comes last
-    if (!layers.contains(pass.unit)) continue;
-    const bool is_next_micro_batch =
-        std::ranges::find(found.forwards, pass.unit, &DryPass::unit) != found.forwards.end();
-    if (is_next_micro_batch) found.forwards.clear();
-    found.forwards.push_back(pass);
-  }
-  return found;
+  return layers;
 }
 
-std::int64_t kept(const DryPass& forward) { return forward.after - forward.before; }
-
-class Activations {
- public:
-  Activations(const DryStep& step, const models::ModelDescription& model)
-      : idle_(step.between_steps - step.held.pool) {
-    const LayerPasses passes = passes_of_layers(step, model);
-    std::int64_t held = idle_;
-    for (const DryPass& forward : passes.forwards) {
-      found_.beside += forward.before - held;
-      held = forward.after;
-      found_.units.push_back({.unit = forward.unit, .none = kept(forward)});
-    }
-    found_.after = passes.end - held;
-    // Gradients of activations, raw ones, an update's memory: whatever comes on top of what is kept.
-    passing_ = std::max<std::int64_t>(0, step.peak - step.held.pool - passes.end);
-  }
-
-  void add(const DryStep& step, const models::ModelDescription& model,
-           std::int64_t UnitActivations::* in_mode, std::int64_t UnitActivations::* again) {
-    const LayerPasses passes = passes_of_layers(step, model);
-    std::int64_t before = idle_ + found_.beside + passing_;
-    for (std::size_t i = 0; i < found_.units.size(); ++i) {
-      auto& unit = found_.units[i];
-      unit.*in_mode = kept(passes.forwards.at(i));
-      unit.*again = std::max(unit.none, unit.*in_mode);
-      const auto backward = passes.backwards.find(unit.unit);
-      if (backward != passes.backwards.end()) {
-        unit.*again = std::max(unit.*again, backward->second.most - before);
-      }
-      before += unit.*in_mode;
-    }
-  }
-
-  std::int64_t passing() const { return passing_; }
-  const ForwardActivations& found() const { return found_; }
-
- private:
-  const std::int64_t idle_;
-  std::int64_t passing_ = 0;
-  ForwardActivations found_;
-};
+capture::StepMemory beside_pool(const DryStep& step) {
+  return capture::beside_pool(step.between_steps, step.peak, step.held.pool, step.passes);
+}
 
 }  // namespace
 
@@ -106,14 +45,14 @@ PlanMemory plan_memory(const Config& config, const ModelSource& source, const Pa
   memory.state = held.moments + held.master;
   memory.others = held.parameters + held.gradients + held.reductions;
   if (!config.training.seq_len) return memory;
-  Activations activations(none, source.description);
-  activations.add(step_in(RecomputeMode::kSelective), source.description,
-                  &UnitActivations::selective, &UnitActivations::selective_again);
-  activations.add(step_in(RecomputeMode::kFull), source.description, &UnitActivations::full,
-                  &UnitActivations::full_again);
-  memory.passing = activations.passing();
+  const auto found =
+      capture::counted_activations({.none = beside_pool(none),
+                                    .selective = beside_pool(step_in(RecomputeMode::kSelective)),
+                                    .full = beside_pool(step_in(RecomputeMode::kFull))},
+                                   layers_of(source.description));
+  memory.passing = found.passing;
   memory.others += memory.passing;
-  memory.activations = activations.found();
+  memory.activations = found.forward;
   return memory;
 }
 
