@@ -11,7 +11,7 @@
 #include "comm/queue.h"
 #include "launch/bounded_calls.h"
 #include "launch/failure_record.h"
-#include "launch/hang_report.h"
+#include "launch/hang_finder.h"
 #include "launch/rank_board.h"
 #include "tessera/error.h"
 
@@ -393,7 +393,7 @@ void ProcessWorld::stay_for_readers() const noexcept {
   const auto end = std::chrono::steady_clock::now() + words;
   try {
     while (published_epoch_ == epoch_ && std::chrono::steady_clock::now() < end &&
-           !store_->find(store_key::kReported)) {
+           !store_->find(store_key::boards_read(epoch_))) {
       std::this_thread::sleep_for(times_.poll);
     }
   } catch (const std::exception&) {
@@ -447,7 +447,7 @@ std::string ProcessWorld::hang_report() noexcept {
                           pause = times_.poll / 4] {
       BoardStore of(*store);
       Boards all = collect_boards(of, epoch, size, own, time, pause);
-      store->set(store_key::kReported, "here");
+      store->set(store_key::boards_read(epoch), "here");
       return all;
     };
     if (auto all = boards_in_time(collect, time + times_.telling())) {

@@ -6,13 +6,13 @@ namespace tessera::comm {
 
 void OrderLog::clear() {
   const base::Lock lock(mutex_);
-  count_ = 0;
+  first_ = count_;
   issues_.clear();
 }
 
 std::vector<LoggedIssue> OrderLog::latest(std::size_t most) const {
   const base::Lock lock(mutex_);
-  const std::uint64_t kept = std::min<std::uint64_t>({count_, ring_.size(), most});
+  const std::uint64_t kept = std::min<std::uint64_t>({count_ - first_, ring_.size(), most});
   std::vector<LoggedIssue> latest;
   latest.reserve(kept);
   for (std::uint64_t i = count_ - kept; i < count_; ++i) latest.push_back(ring_[i % ring_.size()]);

@@ -55,7 +55,8 @@ struct LoggedIssue {
   std::uint64_t sequence = 0;  ///< of its group; of a message a hash that is the same at both ends
   std::chrono::steady_clock::time_point time;
   Pass pass = Pass::kForward;
-  bool done = false;  ///< waited for, and through
+  bool done = false;                    ///< waited for, and through
+  std::uint64_t issued_until_done = 0;  ///< by the rank after this one, in all of its groups
 };
 /// The lane of all messages of a rank.
 inline constexpr std::uint64_t kMessageLane = 1;
@@ -75,9 +76,9 @@ class OrderLog {
   /// The one with this number is through.
   void done(std::uint64_t number) {
     const base::Lock lock(mutex_);
-    if (number < count_ && count_ - number <= ring_.size()) {
-      ring_[number % ring_.size()].done = true;
-    }
+    if (number < first_ || number >= count_ || count_ - number > ring_.size()) return;
+    ring_[number % ring_.size()].done = true;
+    ring_[number % ring_.size()].issued_until_done = count_ - number - 1;
   }
   void clear();
   /// The last ones, at most `most`, the oldest first.
@@ -90,6 +91,7 @@ class OrderLog {
   mutable base::Mutex mutex_;
   std::vector<LoggedIssue> ring_ TESSERA_GUARDED_BY(mutex_) = std::vector<LoggedIssue>(kKept);
   std::uint64_t count_ TESSERA_GUARDED_BY(mutex_) = 0;
+  std::uint64_t first_ TESSERA_GUARDED_BY(mutex_) = 0;  // after the last clear()
   std::unordered_map<std::uint64_t, std::shared_ptr<const Issue>> issues_
       TESSERA_GUARDED_BY(mutex_);
 };

@@ -13,11 +13,15 @@ namespace tessera::comm {
 
 namespace store_key {
 std::string board(int epoch, int rank) { return concat("board/", epoch, "/", rank); }
+std::string boards_read(int epoch) { return concat("boards read/", epoch); }
 }  // namespace store_key
 
 namespace {
 
 constexpr std::string_view kOfRanks = " of ranks ";
+// Far beyond what encode() writes.
+constexpr std::size_t kMostRead = 1 << 16;
+constexpr std::int64_t kMostMs = std::int64_t{1} << 40;  // 35 years
 
 /// Reads what encode() writes, field by field; `ok` says whether all of them were there.
 class Reader {
@@ -35,6 +39,8 @@ class Reader {
     ok_ = ok_ && in_.get() == ' ' && static_cast<bool>(std::getline(in_, text));
     return text;
   }
+  /// A time that can be added to another and negated.
+  std::int64_t ms() { return std::clamp<std::int64_t>(number<std::int64_t>(), 0, kMostMs); }
   std::size_t count(std::size_t most) {
     const auto value = number<std::size_t>();
     ok_ = ok_ && value <= most;
@@ -55,15 +61,11 @@ std::string one_word_line(std::string text) {
 
 // Of what came before, so much is compared: longer than a layer's collectives, which repeat.
 constexpr std::size_t kLongestContext = 96;
-// How far the threads of a rank get ahead of each other.
-constexpr std::size_t kOtherThreads = 16;
-
-// Far beyond what encode() writes.
-constexpr std::size_t kMostRead = 1 << 16;
-
+/// Reads the number of a rank, or how far two are apart.
 bool read_number(std::string_view text, int& number) {
   const auto [stop, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  return error == std::errc() && stop == text.data() + text.size();
+  return error == std::errc() && stop == text.data() + text.size() && number >= 0 &&
+         number <= static_cast<int>(kMostRead);
 }
 
 }  // namespace
@@ -94,8 +96,8 @@ RankBoard make_board(int rank, int threads_waiting, const std::vector<TimedWait>
                            one.wait.text});
   }
   for (const LoggedIssue& one : log.latest(most_items)) {
-    board.items.push_back(
-        {one.lane, one.what, one.sequence, ms_since(one.time), one.pass, one.done});
+    board.items.push_back({one.lane, one.what, one.sequence, ms_since(one.time), one.pass, one.done,
+                           one.issued_until_done});
     for (BoardWait& wait : board.waits) {
       const bool is_this = wait.lane == one.lane && wait.sequence == one.sequence;
       if (is_this && wait.what == one.what) wait.pass = one.pass;
@@ -132,7 +134,8 @@ std::string encode(const RankBoard& board) {
     text += lane == lane_of.end() ? concat("\n-1 ", item.lane) : concat("\n", lane->second);
     text += name == name_of.end() ? concat(" -1 ", item.what) : concat(" ", name->second);
     text += concat(" ", item.sequence - next[item.lane], " ", item.age_ms, " ",
-                   (item.pass == Pass::kBackward ? 1 : 0) + (item.done ? 2 : 0));
+                   item.pass == Pass::kBackward ? 1 : 0, " ",
+                   item.done ? item.issued_until_done + 1 : 0);
     next[item.lane] = item.sequence + 1;
   }
   return text + "\nend\n";
@@ -151,7 +154,7 @@ std::optional<RankBoard> decode_board(const std::string& text) {
     wait.what = in.number<std::uint64_t>();
     wait.sequence = in.number<std::uint64_t>();
     wait.peer = in.number<int>();
-    wait.waited_ms = in.number<std::int64_t>();
+    wait.waited_ms = in.ms();
     wait.pass = in.number<int>() == 1 ? Pass::kBackward : Pass::kForward;
     wait.text = in.line();
   }
@@ -180,10 +183,11 @@ std::optional<RankBoard> decode_board(const std::string& text) {
     item.what = name < 0 ? in.number<std::uint64_t>() : whats[static_cast<std::size_t>(name)];
     item.sequence = in.number<std::uint64_t>() + next[item.lane];
     next[item.lane] = item.sequence + 1;
-    item.age_ms = in.number<std::int64_t>();
-    const auto marks = in.number<unsigned>();
-    item.pass = (marks & 1U) != 0 ? Pass::kBackward : Pass::kForward;
-    item.done = (marks & 2U) != 0;
+    item.age_ms = in.ms();
+    item.pass = in.number<int>() == 1 ? Pass::kBackward : Pass::kForward;
+    const auto until_done = in.count(kMostRead);
+    item.done = until_done > 0;
+    item.issued_until_done = until_done - (item.done ? 1 : 0);
   }
   if (!in.ok() || !text.ends_with("\nend\n")) return std::nullopt;
   return board;
@@ -252,21 +256,14 @@ std::uint64_t is_for(const BoardWait& wait) {
   return wait.lane == kMessageLane ? other_end(wait.what) : wait.what;
 }
 
-std::size_t next_of(const RankBoard& board, std::uint64_t what, Pass pass) {
-  Whats whats;
-  for (const BoardItem& item : board.items) whats.push_back(item.what);
-  const auto is_this = [&](const BoardItem& item) {
-    return item.what == what && item.pass == pass;
-  };
-  std::size_t place = place_like(whats, whats.size());
-  // By another thread it may have come a little before: it is late, unless it has come this time, too.
-  const auto late = std::min(place, kOtherThreads);
-  if (std::none_of(board.items.end() - static_cast<std::ptrdiff_t>(late), board.items.end(),
-                   is_this)) {
-    place -= late;
-  }
-  while (place < whats.size() && !is_this(board.items[place])) ++place;
-  return place;
+std::size_t next_of(const RankBoard& board, const BoardItem& one) {
+  const auto items = items_of(board, {one.lane});
+  const auto here = static_cast<std::ptrdiff_t>(place_like(whats_of(items), items.size()));
+  const auto next = std::find_if(items.begin() + here, items.end(), [&](const BoardItem* item) {
+    return item->what == one.what && item->pass == one.pass;
+  });
+  if (next == items.end()) return board.items.size();
+  return static_cast<std::size_t>(*next - board.items.data());
 }
 
 std::string purpose_in(const std::string& group) { return group.substr(0, group.find(kOfRanks)); }
@@ -281,8 +278,7 @@ std::vector<int> ranks_in(const std::string& group) {
     int first = 0, last = 0, step = 1;
     if (!read_number(text.substr(0, to), first) ||
         !read_number(text.substr(to + 4, by == std::string_view::npos ? by : by - to - 4), last) ||
-        (by != std::string_view::npos && !read_number(text.substr(by + 4), step)) || step < 1 ||
-        first < 0 || last > static_cast<int>(kMostRead)) {
+        (by != std::string_view::npos && !read_number(text.substr(by + 4), step)) || step < 1) {
       return {};
     }
     for (int rank = first; rank <= last; rank += step) ranks.push_back(rank);

@@ -33,7 +33,8 @@ struct BoardItem {
   std::uint64_t sequence = 0;
   std::int64_t age_ms = 0;
   Pass pass = Pass::kForward;
-  bool done = false;  ///< waited for, and through
+  bool done = false;                    ///< waited for, and through
+  std::uint64_t issued_until_done = 0;  ///< as LoggedIssue
   bool operator==(const BoardItem&) const = default;
 };
 
@@ -86,9 +87,10 @@ Whats whats_of(const std::vector<const BoardItem*>& items);
 bool has_issued(const RankBoard& board, const BoardWait& wait);
 /// What the rank that is waited for has to issue.
 std::uint64_t is_for(const BoardWait& wait);
-/// Where the rank came next to the same, in the earlier step that is most like what it has issued last;
-/// its number of items where it did not. What comes first has the least.
-std::size_t next_of(const RankBoard& board, std::uint64_t what, Pass pass);
+/// Where the rank came next to the same, in that earlier step of the lane of `one` that is most like what
+/// it has issued there last; its number of items where it did not. What comes first has the least: a
+/// lane has one order, whatever the threads that issue in others.
+std::size_t next_of(const RankBoard& board, const BoardItem& one);
 /// Where a rank that does the same as the one that is waited for has issued what `wait` is for.
 std::optional<std::size_t> place_of(const RankBoard& board, const BoardWait& wait);
 
@@ -112,7 +114,7 @@ struct Boards {
 
 namespace store_key {
 std::string board(int epoch, int rank);
-inline constexpr const char* kReported = "hang reported";  ///< nobody reads boards any more
+std::string boards_read(int epoch);  ///< nobody reads the boards of that epoch any more
 }  // namespace store_key
 
 /// Asks for the boards of all ranks until they are there, or `time` is over. `own`: the reporter's.

@@ -1,9 +1,8 @@
 // Who is to blame for a hang, worked out from drawn boards: ranks run the same steps over groups of
 // two axes until one of them goes wrong, the others go on as far as they can without it.
-#include "launch/hang_report.h"
-
 #include <random>
 
+#include "launch/hang_finder.h"
 #include "support/test.h"
 #include "tessera/error.h"
 
@@ -202,6 +201,140 @@ TEST(HangReport, IsShortForAThousandRanks) {
   EXPECT_LE(text.size(), 6000U);
 }
 
+/// Writes the board of a rank item by item. A message's lane is "messages".
+class Written {
+ public:
+  explicit Written(int rank) { board_.rank = rank; }
+
+  /// `what` is odd for a send, one less for its receive; -1 of `until_done`: not through.
+  void issues(const std::string& lane, std::uint64_t what, int until_done = 0) {
+    BoardItem item;
+    item.what = what;
+    item.lane = lane == "messages" ? kMessageLane : hash_of(lane);
+    const std::uint64_t number = counts_[{item.lane, what}]++;
+    // The same at both ends of a message, and another one in each step.
+    item.sequence = item.lane == kMessageLane ? (what | 1U) * 1000 + number : lane_counts_[lane]++;
+    item.age_ms = 5000 - static_cast<std::int64_t>(board_.items.size());
+    item.done = until_done >= 0;
+    item.issued_until_done = static_cast<std::uint64_t>(std::max(until_done, 0));
+    board_.items.push_back(item);
+    board_.names[what] = {"op", concat("unit ", what), 0};
+  }
+  RankBoard waits(const std::string& lane, std::uint64_t what, int peer) {
+    board_.threads_waiting = 1;
+    for (const auto& [name, count] : lane_counts_) {
+      board_.lanes.push_back({hash_of(name), name, count});
+    }
+    const auto item =
+        std::ranges::find(board_.items.rbegin(), board_.items.rend(), what, &BoardItem::what);
+    board_.waits.push_back({item->lane, what, item->sequence, peer, 3000, Pass::kForward, lane});
+    return board_;
+  }
+
+ private:
+  RankBoard board_;
+  std::map<std::pair<std::uint64_t, std::uint64_t>, std::uint64_t> counts_;
+  std::map<std::string, std::uint64_t> lane_counts_;
+};
+
+// Two stages of two ranks: 0 and 1 gather, send activations (11) and wait for gradients (13), which they
+// have asked for at the beginning of the step; 2 and 3 the other way round. Rank 1 leaves out its
+// gather: 0 waits for 1 in it, 1 for the gradients of 3, 3 in its gather for 2, and 2 for what 0 sends.
+TEST(HangReport, AGatherIsLeftOutByARankThatWaitsForAMessageInACycle) {
+  const std::string first = "gather of ranks 0,1", second = "gather of ranks 2,3";
+  std::vector<Written> ranks;
+  for (int rank = 0; rank < 4; ++rank) ranks.emplace_back(rank);
+  const auto begins = [&](std::size_t rank, int until_done) {
+    ranks[rank].issues("messages", rank < 2 ? 12 : 10, until_done);
+  };
+  const auto sends = [&](std::size_t rank) { ranks[rank].issues("messages", rank < 2 ? 11 : 13); };
+  for (int step = 0; step < 3; ++step) {
+    for (std::size_t rank = 0; rank < 4; ++rank) {
+      begins(rank, rank < 2 ? 2 : 0);
+      ranks[rank].issues(rank < 2 ? first : second, rank < 2 ? 100 : 200);
+      sends(rank);
+    }
+  }
+  begins(0, -1);
+  ranks[0].issues(first, 100, -1);
+  begins(1, -1);
+  sends(1);
+  begins(2, -1);
+  begins(3, 0);
+  ranks[3].issues(second, 200, -1);
+  const Boards boards{4,
+                      0,
+                      {ranks[0].waits(first, 100, 1), ranks[1].waits("messages", 12, 3),
+                       ranks[2].waits("messages", 10, 0), ranks[3].waits(second, 200, 2)},
+                      {},
+                      {}};
+  const HangReport report = find_hang(boards);
+  ASSERT_EQ(report.roots.size(), 1U) << to_string(report);
+  EXPECT_EQ(report.roots.front().rank, 1) << to_string(report);
+  EXPECT_EQ(report.roots.front().how, "skipped one");
+  EXPECT_EQ(report.roots.front().should->words.unit, "unit 100") << to_string(report);
+}
+
+// Threads of a rank issue in lanes of their own, each in one order; how these meet differs from step to
+// step.
+TEST(RankBoard, WhatComesNextIsFoundInTheStepBeforeWhateverTheOrderOfThreads) {
+  std::mt19937 random(44);
+  for (int draw = 0; draw < 200; ++draw) {
+    const std::size_t lanes = 2 + random() % 3, length = 3 + random() % 9;
+    Written board(0);
+    std::map<std::uint64_t, std::size_t> before;  // where the step before issued it
+    std::size_t count = 0;
+    std::vector<std::size_t> at(lanes);
+    const auto issue = [&](std::size_t lane) {
+      const std::uint64_t what = 100 * lane + at[lane]++;
+      before[what] = count++;
+      board.issues(concat("lane ", lane, " of ranks 0,1"), what);
+    };
+    for (int step = 0; step < 3; ++step) {
+      at.assign(lanes, 0);
+      while (std::ranges::any_of(at, [&](std::size_t of) { return of < length; })) {
+        if (const std::size_t lane = random() % lanes; at[lane] < length) issue(lane);
+      }
+    }
+    at.assign(lanes, 0);
+    for (std::size_t i = random() % (lanes * length); i-- > 0;) {
+      if (const std::size_t lane = random() % lanes; at[lane] + 1 < length) issue(lane);
+    }
+    const RankBoard all = board.waits("lane 0 of ranks 0,1", 0, 1);
+    for (std::size_t lane = 0; lane < lanes; ++lane) {
+      for (std::size_t i = at[lane]; i < length; ++i) {
+        const std::uint64_t what = 100 * lane + i;
+        const std::string name = concat("lane ", lane, " of ranks 0,1");
+        EXPECT_EQ(next_of(all, {hash_of(name), what}), before.at(what)) << "draw " << draw;
+      }
+    }
+  }
+}
+
+TEST(OrderLog, CountsWhatWasIssuedUntilTheEndAndForgetsWhatCameBeforeARecovery) {
+  OrderLog log;
+  const auto issue = [&](std::uint64_t what) {
+    return log.note({7, what, what, std::chrono::steady_clock::now()},
+                    [] { return std::shared_ptr<const Issue>(); });
+  };
+  const auto first = issue(1);
+  issue(2);
+  issue(3);
+  log.done(first);
+  issue(4);
+  const auto items = log.latest(10);
+  ASSERT_EQ(items.size(), 4U);
+  EXPECT_TRUE(items[0].done);
+  EXPECT_EQ(items[0].issued_until_done, 2U);
+  EXPECT_FALSE(items[1].done);
+  log.clear();
+  issue(5);
+  log.done(first);  // by a wait of before
+  ASSERT_EQ(log.latest(10).size(), 1U);
+  EXPECT_EQ(log.latest(10)[0].what, 5U);
+  EXPECT_FALSE(log.latest(10)[0].done);
+}
+
 TEST(RankBoard, IsTheSameBehindEncodingAndNothingElseIsRead) {
   Simulation ranks({2, 2, 3}, 4);
   ranks.ends(1, 25);
@@ -214,10 +347,37 @@ TEST(RankBoard, IsTheSameBehindEncodingAndNothingElseIsRead) {
     for (int i = 0; i < 300; ++i) {
       std::string other = text;
       other[random() % other.size()] = static_cast<char>(random() % 128);
-      static_cast<void>(decode_board(other));
+      if (auto read = decode_board(other)) {
+        static_cast<void>(to_string(find_hang({4, 0, {*std::move(read)}, {}, {}})));
+      }
       EXPECT_EQ(decode_board(text.substr(0, random() % (text.size() - 1))), std::nullopt);
     }
   }
+}
+
+TEST(RankBoard, NumbersThatNoRankWritesDoNotOverflow) {
+  const std::string lane = "gather of ranks 0,1";
+  for (const std::string number : {"9223372036854775807", "-9223372036854775808",
+                                   "9223372036854775808", "4611686018427387904"}) {
+    // Of a wait, its time; of an item, its age, and how many were issued until it was done.
+    const std::string wait = concat("\n", hash_of(lane), " 5 0 1 ", number, " 0 a wait");
+    const std::string names = concat("\n", hash_of(lane), " 1 ", lane, "\n5 0 op\n unit");
+    for (const std::string& item : {concat("\n0 0 0 ", number, " 0 0"), "\n0 0 0 1 0 " + number}) {
+      const auto board = decode_board("1 1 1 1 1 1" + wait + names + item + "\nend\n");
+      if (!board) continue;
+      EXPECT_GE(board->waits[0].waited_ms, 0);
+      EXPECT_GE(board->items[0].age_ms, 0);
+      EXPECT_LE(board->waits[0].waited_ms, std::int64_t{1} << 40);
+      EXPECT_LE(board->items[0].age_ms, std::int64_t{1} << 40);
+      EXPECT_THAT(to_string(find_hang({2, 0, {*board}, {}, {}})), Says("hang report"));
+    }
+  }
+  for (const std::string ranks :
+       {"65536 to 65536 by 2147483648", "0 to 65537", "0 to 99999999999", "-1 to 3", "-1,2",
+        "99999999999", "0 to 4 by 0", "0 to 4 by -1", " to ", "1 to "}) {
+    EXPECT_THAT(ranks_in("gather of ranks " + ranks), ElementsAre()) << ranks;
+  }
+  EXPECT_THAT(ranks_in("gather of ranks 65535 to 65536 by 65536"), ElementsAre(65535));
 }
 
 TEST(RankBoard, RanksOfAGroupAreReadFromItsName) {

@@ -282,6 +282,7 @@ class Parcel final : public Carried, private TransportWait {
   const std::shared_ptr<MailDesk> desk_;
   const std::shared_ptr<MailLog> log_;
   const std::uint64_t fingerprint_;
+  std::uint64_t order_ = 0;  // its number in the rank's OrderLog
   const std::shared_ptr<Polled> polled_ = std::make_shared<Polled>();
   bool is_lost_ = false;
   bool asked_ = false;
@@ -290,7 +291,7 @@ class Parcel final : public Carried, private TransportWait {
 
 void Parcel::start() {
   // As the other end names it: by step, too.
-  options().board->order().note(
+  order_ = options().board->order().note(
       {kMessageLane, what_of(letter_), fingerprint_, std::chrono::steady_clock::now(),
        letter_.tag.direction == MailTag::Direction::kForward ? Pass::kForward : Pass::kBackward},
       [&] { return std::make_shared<LetterIssue>(letter_); });
@@ -313,6 +314,7 @@ void Parcel::require_kept() const {
 
 void Parcel::end() {
   log_->end(fingerprint_);
+  options().board->order().done(order_);
   polled_->work.reset();
   letter_.tensor = at::Tensor();
   std::erase_if(desk_->under_way, [&](const auto& one) { return one.get() == this; });
