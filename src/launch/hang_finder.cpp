@@ -433,7 +433,8 @@ class Finder {
     return is_last ? places : Places();
   }
 
-  /// What the rank had issued when what it waits in ended in earlier steps, and now.
+  /// How much the rank had issued whenever what it waits in ended in earlier steps, and now. A wait
+  /// for a message may begin long after it was asked for.
   static Places ends_of_own_wait(const RankBoard& board) {
     Places places;
     for (std::size_t i = 0; i < board.items.size(); ++i) {
@@ -450,8 +451,8 @@ class Finder {
     return item.what == wait.what && item.pass == wait.pass && item.lane == wait.lane;
   }
 
-  /// Between the last two of `places` the rank has not come to what another rank waits for, though it
-  /// always had before: whatever the order of its threads.
+  /// Between the last two of `places` the rank has not come to what another rank waits for, though
+  /// it always had before: whatever the order of its threads.
   void add_left_out(const RankBoard& board, const BoardWait& wait, const Places& places,
                     std::vector<Left>& left) const {
     constexpr std::size_t kFewest = 3;
@@ -507,8 +508,8 @@ class Finder {
     left.push_back(leaver(board.rank, items, items.size() - 1, expected, true));
   }
 
-  /// Of what the rank has issued lately in its own wait's group and in that of a wait for it, the first
-  /// that came right before, too, where something else comes next.
+  /// Of what the rank has issued lately in its own wait's group and in that of a wait for it, the
+  /// first that came right before, too, where something else comes next.
   void add_doubled(const RankBoard& board, const BoardWait& wait, std::vector<Left>& left) const {
     const BoardWait& own = board.waits.front();
     const auto items = items_of(board, {wait.lane, own.lane});

@@ -3,7 +3,7 @@
 //
 // Made by the rank itself before its waits end, and put into the store, where the rank that reports
 // collects those of all (collect_boards). Ranks that are killed or stopped say nothing: they are
-// told from slow ones by their heartbeats. hang_report.h finds the cause in them. Pure.
+// told from slow ones by their heartbeats. hang_finder.h finds the cause in them. Pure.
 #pragma once
 
 #include <chrono>
@@ -87,9 +87,9 @@ Whats whats_of(const std::vector<const BoardItem*>& items);
 bool has_issued(const RankBoard& board, const BoardWait& wait);
 /// What the rank that is waited for has to issue.
 std::uint64_t is_for(const BoardWait& wait);
-/// Where the rank came next to the same, in that earlier step of the lane of `one` that is most like what
-/// it has issued there last; its number of items where it did not. What comes first has the least: a
-/// lane has one order, whatever the threads that issue in others.
+/// Where the rank came next to the same, in that earlier step of the lane of `one` that is most like
+/// what it has issued there last; its number of items where it did not. What comes first has the
+/// least: a lane has one order, whatever the threads that issue in others.
 std::size_t next_of(const RankBoard& board, const BoardItem& one);
 /// Where a rank that does the same as the one that is waited for has issued what `wait` is for.
 std::optional<std::size_t> place_of(const RankBoard& board, const BoardWait& wait);

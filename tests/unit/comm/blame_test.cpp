@@ -66,6 +66,22 @@ TEST(Disagreements, NameARankThatIsKilledBeforeTheRecovery) {
   }
 }
 
+// What the ranks have said of the disagreement, of which no report was made, is not what they say
+// later.
+TEST(Disagreements, ThatAreCaughtLeaveALaterHangItsReport) {
+  for (const auto& outcome :
+       run_all({{.nproc = 2, .mode = "caught-stall", .rank = 0, .step = 3, .timeout_ms = 1500},
+                {.nproc = 3, .mode = "caught-stall", .rank = 1, .step = 2, .timeout_ms = 1500}})) {
+    const int nproc = outcome.err.find("of 2 ranks") == std::string::npos ? 3 : 2;
+    EXPECT_EQ(outcome.exit_code, 1);
+    EXPECT_THAT(outcome.err,
+                AllOf(Says(concat("hang report: ", nproc, " of ", nproc, " ranks said")),
+                      Says(concat("cause: rank ", nproc - 2,
+                                  " computes, and waits for nobody; by the "
+                                  "order it should be in all_reduce of sum"))));
+  }
+}
+
 // Messages are relayed, and whose wait has ended first closes its connections while it hears
 // others. Naive: who still waits for it then takes it for lost.
 TEST(LateRanks, NameTheOneThatNeverComesAndNoneThatWaitedForIt) {

@@ -11,6 +11,7 @@
 //         caught: ranks call drawn programs of which one differs, seeded with STEP, and catch that;
 //         caught-leave: they leave then, without a recovery
 //         caught-kill: RANK is killed then, as the others begin to recover
+//         caught-stall: they recover, and RANK comes to nothing any more from STEP on
 //         apart-uncaught: RANK comes to no call while the others disagree, and catch that;
 //         apart-unwaited: it has submitted a collective, and does not wait for it
 //         late: all but RANK come to a collective, at moments drawn with STEP;
@@ -315,6 +316,11 @@ int main(int argc, char** argv) {
     if (plan.mode.starts_with("user-")) call_as_a_user(plan, world);
     if (plan.mode == "caught-leave") return catch_and_leave(world);
     if (plan.mode == "caught-kill") return catch_and_lose_one(plan, world);
+    if (plan.mode == "caught-stall") {
+      catch_disagreement(world);
+      world.recover();
+      return train({plan.nproc, "stall", plan.rank, plan.step, plan.steps}, world);
+    }
     if (plan.mode.starts_with("apart-")) return catch_beside_one_that_is_apart(plan, world);
     if (plan.mode == "late" || plan.mode == "too-late") return come_late(plan, world);
     if (plan.mode == "caught") {

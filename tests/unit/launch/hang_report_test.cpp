@@ -237,9 +237,10 @@ class Written {
   std::map<std::string, std::uint64_t> lane_counts_;
 };
 
-// Two stages of two ranks: 0 and 1 gather, send activations (11) and wait for gradients (13), which they
-// have asked for at the beginning of the step; 2 and 3 the other way round. Rank 1 leaves out its
-// gather: 0 waits for 1 in it, 1 for the gradients of 3, 3 in its gather for 2, and 2 for what 0 sends.
+// Two stages of two ranks: 0 and 1 gather, send activations (11) and wait for gradients (13), which
+// they have asked for at the beginning of the step; 2 and 3 the other way round. Rank 1 leaves out
+// its gather: 0 waits for 1 in it, 1 for the gradients of 3, 3 in its gather for 2, and 2 for what 0
+// sends.
 TEST(HangReport, AGatherIsLeftOutByARankThatWaitsForAMessageInACycle) {
   const std::string first = "gather of ranks 0,1", second = "gather of ranks 2,3";
   std::vector<Written> ranks;
@@ -275,8 +276,8 @@ TEST(HangReport, AGatherIsLeftOutByARankThatWaitsForAMessageInACycle) {
   EXPECT_EQ(report.roots.front().should->words.unit, "unit 100") << to_string(report);
 }
 
-// Threads of a rank issue in lanes of their own, each in one order; how these meet differs from step to
-// step.
+// Threads of a rank issue in lanes of their own, each in one order; how these meet differs from step
+// to step.
 TEST(RankBoard, WhatComesNextIsFoundInTheStepBeforeWhateverTheOrderOfThreads) {
   std::mt19937 random(44);
   for (int draw = 0; draw < 200; ++draw) {
