@@ -504,7 +504,10 @@ void resolve_output(UnitContract& contract, const UnitMeta& unit, const Precisio
   }
 }
 
-void resolve_activation(UnitContract& contract, const std::map<DType, std::int64_t>& elements) {
+/// Layers return the dtype that comes in, whatever their weights compute in: of a mixed unit that is the
+/// policy's, though a rule had most elements compute in another.
+void resolve_activation(UnitContract& contract, const PrecisionPolicy& policy,
+                        const std::map<DType, std::int64_t>& elements) {
   std::string& reason = contract.reason(UnitField::kActivation);
   const auto most =
       std::max_element(elements.begin(), elements.end(),
@@ -515,6 +518,10 @@ void resolve_activation(UnitContract& contract, const std::map<DType, std::int64
   } else if (contract.output) {
     contract.activation = contract.output;
     reason = "as its output";
+  } else if (most != elements.end() && policy.param_dtype && most->first != *policy.param_dtype &&
+             elements.contains(*policy.param_dtype)) {
+    contract.activation = policy.param_dtype;
+    reason = "[precision] param_dtype, which some of its parameters compute in";
   } else if (most != elements.end()) {
     contract.activation = most->first;
     reason = "what most of its elements compute in";
@@ -533,7 +540,7 @@ UnitContract resolve_unit(const UnitMeta& unit, const std::vector<GradContract>&
   const auto elements = elements_by_compute(unit, parameters);
   resolve_input(contract, unit, policy, elements);
   resolve_output(contract, unit, policy);
-  resolve_activation(contract, elements);
+  resolve_activation(contract, policy, elements);
   return contract;
 }
 
