@@ -156,6 +156,9 @@ TEST(CheckVerb, BadInputIsRefusedByItsName) {
   refuses({"--contract.lock", "absent.lock"}, "contract.lock: ", "absent.lock");
   refuses({"--training.seq_len", "15", "--parallelism.tensor_parallel_degree", "2", "--world", "2"},
           "training.seq_len: found rows of 15 tokens", "tensor_parallel_degree = 2");
+  refuses({"--model.config", TESSERA_TEST_DATA "/llama4-text-fp32/config.json",
+           "--training.seq_len", "1000000"},
+          "training.seq_len: found rows of 1000000 tokens", "125000 chunks", "at most 65536");
   // What train refuses by the configuration alone.
   refuses({"--data.path", ""}, "data.path");
   refuses({"--data.path", "[]"}, "data.path: found nothing");

@@ -57,6 +57,23 @@ std::pair<std::int64_t, std::int64_t> sides_of(std::int64_t most,
   return {0, 0};
 }
 
+/// Each chunk of attention is gone through: so many take minutes.
+void require_few_chunks(const models::ModelSpec& spec, std::int64_t positions) {
+  if (!spec.chunked) return;
+  constexpr std::int64_t kMost = std::int64_t{1} << 16;
+  std::int64_t layers = 0;
+  for (std::int64_t layer = 0; layer < spec.num_hidden_layers; ++layer) {
+    layers += spec.is_chunked(layer) ? 1 : 0;
+  }
+  const std::int64_t size = spec.chunked->attention_chunk_size;
+  const std::int64_t chunks = (positions - 1) / size + 1;
+  TESSERA_CHECK(layers == 0 || chunks <= kMost / layers, ErrorKind::kConfig,
+                "training.seq_len: found rows of ", positions, " tokens, which are ", chunks,
+                " chunks of attention (attention_chunk_size ", size, ") in each of ",
+                count_text(layers, "layer"), ", expected at most ", kMost,
+                " in all layers: memory and bytes of more are not counted");
+}
+
 }  // namespace
 
 std::optional<DataHeader> read_data_header(const Config& config, const ModelSource& source) {
@@ -98,6 +115,7 @@ DryBatches::DryBatches(const Config& config, const ModelSource& source, std::int
     : rows_(rows), positions_(positions) {
   check_positions(config.parallelism, positions);
   models::check_learned_positions(source.spec, positions);
+  require_few_chunks(source.spec, positions);
   const auto header = read_data_header(config, source);
   if (!header || header->images == 0 || !config.training.seq_len) return;
   images_.emplace(InRows{.header = *header, .tokens = *models::image_tokens(source.spec)});

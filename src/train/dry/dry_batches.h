@@ -42,7 +42,8 @@ std::string images_text(const Config& config, const ModelSource& source);
 class DryBatches final : public BatchSource {
  public:
   /// `positions` of a row. Errors: as read_data_header(), check_positions() and
-  /// check_learned_positions(); kConfig for rows too short for their images.
+  /// check_learned_positions(); kConfig for rows too short for their images, and for rows of more chunks
+  /// of attention than are gone through.
   DryBatches(const Config& config, const ModelSource& source, std::int64_t rows,
              std::int64_t positions);
   std::int64_t rows_in_step() const override { return rows_; }
