@@ -74,12 +74,13 @@ struct DryRun {
 
 /// Builds rank `rank` of `ranks` and runs three steps of it; the third one is counted: the first fills
 /// pools and records for a plan of compile(), the second is the first that follows it. Regions are not
-/// replayed. The peak leaves out what libtorch and backends of
-/// communication take for themselves. Not collective. Errors: kUsage for a rank that is none of `ranks`,
-/// for a DryModel without `model` or `compute`, and for an operation whose results' sizes follow from
-/// values (a mask as an index); those of what it calls. Code that reads elements through a pointer ends
-/// the process; item() of a floating tensor gives 1, and 0 where it asks for faults (isnan, isinf, any).
-/// Threads: the caller's alone; code that starts threads of its own computes there with real memory.
+/// replayed. The peak leaves out what libtorch and backends of communication take for themselves. Not
+/// collective. From the first call on the process takes memory of CPU tensors by an allocator that
+/// counts, and asks libtorch's for it. Errors: kUsage for a rank that is none of `ranks`, for a DryModel
+/// without `model` or `compute`, and for an operation whose results' sizes follow from values (a mask
+/// as an index); those of what it calls. Code that reads elements through a pointer ends the process;
+/// item() of a floating result gives 1, and 0 of what asks for faults (isnan, isinf, any). Threads: the
+/// caller's alone; what other threads compute has real memory.
 DryRun dry_run(const DryBuild& build, int rank, int ranks);
 
 /// What a plan's choices go by, in bytes of one rank.

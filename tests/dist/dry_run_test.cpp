@@ -20,6 +20,7 @@
 #include "support/ranks.h"
 #include "support/test.h"
 #include "tessera/compile.h"
+#include "tessera/pipeline.h"
 #include "tessera/recompute.h"
 #include "tessera/step_scope.h"
 #include "unit/train/inside_operations.h"
@@ -34,6 +35,7 @@ struct Sizes {
   int layers = 4, micro_batches = 2, replicas = 1;
   PrecisionPolicy policy = {};
   CompileOptions planned = {};
+  std::function<void(const at::Tensor&)> reads = {};  ///< in the forward
 };
 
 /// x + down(gelu(up(norm(x)))): two products that a selective checkpoint keeps.
@@ -67,7 +69,8 @@ class Net : public torch::nn::Module {
  public:
   Net(const Mesh& mesh, const Sizes& sizes)
       : scale_(register_parameter("scale", at::ones({sizes.width}))),
-        head_(register_parameter("head", at::randn({32, sizes.width}) * 0.05)) {
+        head_(register_parameter("head", at::randn({32, sizes.width}) * 0.05)),
+        reads_(sizes.reads) {
     for (int i = 0; i < sizes.layers; ++i) {
       blocks_.push_back(register_module(concat("block", i),
                                         std::make_shared<Sharded<Block>>(fully_shard(
@@ -77,11 +80,13 @@ class Net : public torch::nn::Module {
   at::Tensor forward(const at::Tensor& x) {
     at::Tensor y = x * scale_;
     for (const auto& block : blocks_) y = block->forward(y);
+    if (reads_) reads_(y);
     return at::linear(y, head_);
   }
 
  private:
   at::Tensor scale_, head_;
+  std::function<void(const at::Tensor&)> reads_;
   std::vector<std::shared_ptr<Sharded<Block>>> blocks_;
 };
 
@@ -297,6 +302,38 @@ TEST(DryRunOfAModule, TakesModulesOfTorch) {
   EXPECT_EQ(found.forward.units[0].unit, "(root)");
 }
 
+// The first of two stages: what it sends is noted, and there is nobody to wait for.
+TEST(DryRunOfAModule, NotesMessagesOfAPipeline) {
+  constexpr int kMicroBatches = 4;
+  const pipeline::Boundary border{.activations = {{.shape = {16, 24}}}};
+  const auto build = [&](World& world) -> DryModel {
+    const Mesh mesh = world.mesh(MeshShape::dense(2, 1, 1, 1, 1));
+    auto line = std::make_shared<Pipeline>(mesh, PipelineOptions{.micro_batches = kMicroBatches});
+    auto part = std::make_shared<Sharded<torch::nn::LinearImpl>>(
+        fully_shard(std::make_shared<torch::nn::LinearImpl>(24, 24), mesh));
+    line->set_stages({make_stage(*part, border.activations, border.activations)}, part.get());
+    return {.model = part, .compute = [line, part] {
+              const auto inputs = [](std::int64_t) {
+                return pipeline::Tensors{at::randn({16, 24})};
+              };
+              const auto loss = [](std::int64_t, const pipeline::Tensors& out) {
+                return out[0].square().mean();
+              };
+              line->step(inputs, loss);
+            }};
+  };
+  for (const int rank : {0, 1}) {
+    const DryRun run = dry_run(build, rank, 2);
+    const auto sends = std::ranges::count_if(run.messages, &DryRunMessage::sends);
+    EXPECT_EQ(sends, kMicroBatches) << rank;
+    EXPECT_EQ(std::ssize(run.messages), 2 * kMicroBatches) << rank;
+    for (const auto& one : run.messages) {
+      EXPECT_EQ(one.peer, 1 - rank);
+      EXPECT_EQ(one.bytes, 16 * 24 * 4);
+    }
+  }
+}
+
 // ------------------------------------------------------------------------------------ activations
 
 using Kept = std::map<std::string, std::int64_t>;
@@ -417,17 +454,15 @@ TEST(DryActivations, BudgetsThatGoByThemAreKept) {
 
 // ------------------------------------------------------------------------------------ refusals
 
-TEST(DryRunErrors, SizesThatFollowFromValuesAreNamed) {
-  const auto build = [](World& world) {
-    DryModel built = program(world, {});
-    built.compute = [] {
-      const at::Tensor x = at::randn({8, 8});
-      static_cast<void>(at::masked_select(x, x > 0));
-    };
-    return built;
-  };
-  EXPECT_REFUSED(kUsage, dry_run(build, 0, 2), "found aten::masked_select, whose results' sizes");
-  EXPECT_GT(dry_run(build_of({}), 0, 2).peak, 0);  // nothing is left of the failed one
+// In a forward, inside of a step scope.
+TEST(DryRunErrors, BodiesThatReadValuesAreNamed) {
+  Sizes sizes;
+  sizes.reads = [](const at::Tensor& x) { static_cast<void>(at::masked_select(x, x > 0)); };
+  EXPECT_REFUSED(kUsage, dry_run(build_of(sizes), 0, 2),
+                 "found aten::masked_select, whose results' sizes follow from values");
+  sizes.reads = [](const at::Tensor& x) { static_cast<void>(at::equal(x, x)); };
+  EXPECT_REFUSED(kUsage, dry_activations(build_of(sizes), 0, 2), "found aten::equal");
+  EXPECT_GT(dry_run(build_of({}), 0, 2).peak, 0);  // nothing is left of the failed ones
 }
 
 TEST(DryRunErrors, PartsThatAreNotThereAreNamed) {
