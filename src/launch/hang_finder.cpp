@@ -290,6 +290,8 @@ class Finder {
       root.should = named(*first.wait, waits);
       if (first.wait->lane == kMessageLane) root.should = other_end_of(*root.should);
       add_pending(rank, *first.wait, root);
+    } else if (board_of(rank) == nullptr) {
+      root.should = next_by_others(rank);
     }
     if (const RankBoard* board = board_of(rank); board != nullptr && !board->items.empty()) {
       root.issued = named(board->items.back(), *board);
@@ -333,6 +335,39 @@ class Finder {
     }
     std::ranges::sort(latest, {}, [](const auto& one) { return one.first->age_ms; });
     for (const auto& [item, board] : latest) root.pending.push_back(named(*item, *board));
+  }
+
+  /// Of a rank that was lost before anybody waited for it: what comes, by the earlier steps of the
+  /// rank with which it shares the most groups, after the last one that it has come to for certain.
+  std::optional<NamedIssue> next_by_others(int rank) const {
+    const RankBoard* like = nullptr;
+    std::set<std::uint64_t> shared;
+    for (const RankBoard& board : boards_.boards) {
+      std::set<std::uint64_t> lanes;
+      for (const BoardLane& lane : board.lanes) {
+        const auto members = ranks_in(lane.name);
+        if (std::ranges::find(members, rank) != members.end()) lanes.insert(lane.hash);
+      }
+      if (lanes.size() <= shared.size()) continue;
+      shared = std::move(lanes);
+      like = &board;
+    }
+    if (like == nullptr) return std::nullopt;
+    const auto& items = like->items;
+    const auto last = std::find_if(items.rbegin(), items.rend(), [&](const BoardItem& item) {
+      return item.done && shared.contains(item.lane);
+    });
+    Whats until_then;
+    for (auto item = items.begin(); item != last.base(); ++item) until_then.push_back(item->what);
+    const std::size_t here = place_like(until_then, until_then.size());
+    if (here == 0) return std::nullopt;
+    const auto next =
+        std::find_if(items.begin() + static_cast<std::ptrdiff_t>(here), last.base(),
+                     [&](const BoardItem& item) { return shared.contains(item.lane); });
+    if (next == last.base()) return std::nullopt;
+    NamedIssue issue = named(*next, *like);
+    issue.sequence.reset();  // an earlier step's
+    return issue;
   }
 
   NamedIssue other_end_of(NamedIssue message) const {

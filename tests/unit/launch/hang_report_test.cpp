@@ -220,15 +220,20 @@ class Written {
     board_.items.push_back(item);
     board_.names[what] = {"op", concat("unit ", what), 0};
   }
-  RankBoard waits(const std::string& lane, std::uint64_t what, int peer) {
-    board_.threads_waiting = 1;
+  RankBoard computes() const {
+    RankBoard board = board_;
     for (const auto& [name, count] : lane_counts_) {
-      board_.lanes.push_back({hash_of(name), name, count});
+      board.lanes.push_back({hash_of(name), name, count});
     }
-    const auto item =
-        std::ranges::find(board_.items.rbegin(), board_.items.rend(), what, &BoardItem::what);
-    board_.waits.push_back({item->lane, what, item->sequence, peer, 3000, Pass::kForward, lane});
-    return board_;
+    return board;
+  }
+  RankBoard waits(const std::string& lane, std::uint64_t what, int peer) const {
+    RankBoard board = computes();
+    board.threads_waiting = 1;
+    const auto item = std::find_if(board.items.rbegin(), board.items.rend(),
+                                   [&](const BoardItem& one) { return one.what == what; });
+    board.waits.push_back({item->lane, what, item->sequence, peer, 3000, Pass::kForward, lane});
+    return board;
   }
 
  private:
@@ -274,6 +279,27 @@ TEST(HangReport, AGatherIsLeftOutByARankThatWaitsForAMessageInACycle) {
   EXPECT_EQ(report.roots.front().rank, 1) << to_string(report);
   EXPECT_EQ(report.roots.front().how, "skipped one");
   EXPECT_EQ(report.roots.front().should->words.unit, "unit 100") << to_string(report);
+}
+
+// Rank 2 is lost while all compute. Rank 3 has all but one of its groups in common with it, and both
+// have come to unit 300; what comes next there is a group of rank 3 and others alone.
+TEST(HangReport, ARankThatIsLostBeforeAnybodyWaitsForItIsPlacedByTheOrderOfAnother) {
+  const std::string rows = "gather of ranks 2,3", all = "data of ranks 0,1,2,3";
+  Written like(3), other(1);
+  for (int step = 0; step < 4; ++step) {
+    like.issues(rows, 200);
+    like.issues(all, 300);
+    other.issues("gather of ranks 0,1", 200);
+    other.issues(all, 300);
+    if (step == 3) break;
+    like.issues("replicas of ranks 1,3", 400);
+    like.issues(rows, 500);
+  }
+  const HangReport report = find_hang({4, 1, {other.computes(), like.computes()}, {2}, {0}});
+  ASSERT_FALSE(report.roots.empty());
+  EXPECT_EQ(report.roots.front().rank, 2) << to_string(report);
+  ASSERT_TRUE(report.roots.front().should) << to_string(report);
+  EXPECT_EQ(report.roots.front().should->words.unit, "unit 500") << to_string(report);
 }
 
 // Threads of a rank issue in lanes of their own, each in one order; how these meet differs from step
