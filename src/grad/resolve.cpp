@@ -504,8 +504,8 @@ void resolve_output(UnitContract& contract, const UnitMeta& unit, const Precisio
   }
 }
 
-/// Layers return the dtype that comes in, whatever their weights compute in: of a mixed unit that is the
-/// policy's, though a rule had most elements compute in another.
+/// Layers return the dtype that comes in, whatever their weights compute in: of a mixed unit inside
+/// another that is the policy's, though a rule has most elements compute in another.
 void resolve_activation(UnitContract& contract, const PrecisionPolicy& policy,
                         const std::map<DType, std::int64_t>& elements) {
   std::string& reason = contract.reason(UnitField::kActivation);
@@ -518,8 +518,8 @@ void resolve_activation(UnitContract& contract, const PrecisionPolicy& policy,
   } else if (contract.output) {
     contract.activation = contract.output;
     reason = "as its output";
-  } else if (most != elements.end() && policy.param_dtype && most->first != *policy.param_dtype &&
-             elements.contains(*policy.param_dtype)) {
+  } else if (contract.nested && policy.param_dtype && elements.contains(*policy.param_dtype) &&
+             most->first != *policy.param_dtype) {
     contract.activation = policy.param_dtype;
     reason = "[precision] param_dtype, which some of its parameters compute in";
   } else if (most != elements.end()) {

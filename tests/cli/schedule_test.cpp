@@ -126,13 +126,13 @@ TEST(ScheduleVerb, RefusesWithNumbers) {
   }
 }
 
-// What cannot be written is a failure: the schedule itself was right.
-TEST(ScheduleVerb, FailsWhereItCannotWrite) {
+// What cannot be written is refused before the schedule is made.
+TEST(ScheduleVerb, IsRefusedWhereItCannotWrite) {
   const TemporaryFolder folder;
   for (const std::string option : {"--csv", "--svg", "--trace"}) {
     EXPECT_THAT(run_program(folder, schedule({"GPipe", "--ranks", "2", "--micro-batches", "2",
                                               option, "absent/a"})),
-                Exits(1, option + ": ", "absent"));
+                Exits(2, option + ": ", "absent"));
   }
 }
 

@@ -339,16 +339,18 @@ TEST(ResolveUnits, OnlyTheOutermostCastsItsOutputsUnlessAUnitItselfIsAsked) {
 }
 
 // Naive: a rule for the experts alone, which are most of a layer, makes its activations float32.
-TEST(ResolveUnits, ActivationOfAMixedUnitIsParamDtypeWhateverMostElementsComputeIn) {
+TEST(ResolveUnits, ActivationOfAMixedInnerUnitIsParamDtypeWhateverMostElementsComputeIn) {
   PrecisionPolicy policy = mixed_policy();
   policy.cast_forward_inputs = false;
   ParameterMeta large = stored("large", kF32);
   large.shape = {100};
-  const UnitContract mixed = resolve_one({stored("w", kBF16), large}, policy);
+  UnitMeta inner;
+  inner.nested = true;
+  const UnitContract mixed = resolve_one({stored("w", kBF16), large}, policy, inner);
   EXPECT_EQ(mixed.activation, kBF16);
   EXPECT_EQ(mixed.reason(UnitField::kActivation),
             "[precision] param_dtype, which some of its parameters compute in");
-  EXPECT_EQ(resolve_one({large}, policy).activation, kF32);
+  EXPECT_EQ(resolve_one({large}, policy, inner).activation, kF32);
 }
 
 TEST(ResolveUnits, ActivationIsTheInputElseTheOutputElseWhatMostElementsComputeIn) {
@@ -356,7 +358,7 @@ TEST(ResolveUnits, ActivationIsTheInputElseTheOutputElseWhatMostElementsComputeI
   policy.cast_forward_inputs = false;
   ParameterMeta large = stored("large", kF32);
   large.shape = {100};
-  EXPECT_EQ(resolve_one({stored("w", kBF16), large}, {}).activation, kF32);
+  EXPECT_EQ(resolve_one({stored("w", kBF16), large}, policy).activation, kF32);
   EXPECT_EQ(resolve_one({stored("w", kBF16)}, policy).activation, kBF16);
   policy.output_dtype = kF32;
   EXPECT_EQ(resolve_one({stored("w", kBF16)}, policy).activation, kF32);
