@@ -11,7 +11,7 @@
 #include "comm/queue.h"
 #include "launch/bounded_calls.h"
 #include "launch/failure_record.h"
-#include "launch/hang_finder.h"
+#include "launch/hang/hang_finder.h"
 #include "launch/rank_board.h"
 #include "tessera/error.h"
 

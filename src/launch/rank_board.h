@@ -3,7 +3,7 @@
 //
 // Made by the rank itself before its waits end, and put into the store, where the rank that reports
 // collects those of all (collect_boards). Ranks that are killed or stopped say nothing: they are
-// told from slow ones by their heartbeats. hang_finder.h finds the cause in them. Pure.
+// told from slow ones by their heartbeats. hang/hang_finder.h finds the cause in them. Pure.
 #pragma once
 
 #include <chrono>

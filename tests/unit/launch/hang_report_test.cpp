@@ -2,7 +2,7 @@
 // two axes until one of them goes wrong, the others go on as far as they can without it.
 #include <random>
 
-#include "launch/hang_finder.h"
+#include "launch/hang/hang_finder.h"
 #include "support/test.h"
 #include "tessera/error.h"
 

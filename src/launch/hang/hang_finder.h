@@ -1,4 +1,4 @@
-// find_hang: why a run hangs or was lost, worked out from the boards of its ranks (rank_board.h).
+// find_hang: why a run hangs or was lost, worked out from the boards of its ranks (../rank_board.h).
 //
 // [Note: who left the order] Steps are alike, so what a rank has issued before tells what comes
 // next: the last place at which a group's collectives went the same way for the longest time. Ranks
@@ -12,7 +12,7 @@
 // follows no waits.
 #pragma once
 
-#include "launch/hang_report.h"
+#include "launch/hang/hang_report.h"
 #include "launch/rank_board.h"
 
 namespace tessera::comm {

@@ -1,4 +1,4 @@
-#include "launch/hang_finder.h"
+#include "launch/hang/hang_finder.h"
 
 #include <algorithm>
 #include <map>

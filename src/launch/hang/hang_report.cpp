@@ -1,4 +1,4 @@
-#include "launch/hang_report.h"
+#include "launch/hang/hang_report.h"
 
 #include <algorithm>
 #include <set>
