@@ -38,7 +38,7 @@ struct CompileOptions {
   /// bound.
   std::optional<std::int64_t> memory_budget = std::nullopt;
   /// What a forward leaves for its backward; units that it does not name leave nothing. Without it
-  /// the pass "recompute" has nothing to go by. Counted by the program, or by hand.
+  /// the pass "recompute" has nothing to go by. dry_activations() counts it (dry_run.h).
   std::optional<ForwardActivations> activations = std::nullopt;
   /// "recompute", "keep", "prefetch", in the order in which they choose; none: all that apply.
   std::optional<std::vector<std::string>> passes = std::nullopt;

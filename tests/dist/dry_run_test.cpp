@@ -1,5 +1,5 @@
 // dry_run() of a program's own module beside ranks that are there: what they hold to the byte, the most
-// of a step within 3 %, what they issue; and budgets that go by what it counts.
+// of a step but for control messages, what they issue; and budgets that go by what it counts.
 #include "tessera/dry_run.h"
 
 #include <torch/nn/modules/embedding.h>
@@ -7,6 +7,7 @@
 
 #include <cmath>
 #include <mutex>
+#include <random>
 
 #include "base/test_hooks.h"
 #include "capture/dry/counted_step.h"
@@ -19,6 +20,7 @@
 #include "support/plain.h"
 #include "support/ranks.h"
 #include "support/test.h"
+#include "tessera/clip.h"
 #include "tessera/compile.h"
 #include "tessera/pipeline.h"
 #include "tessera/recompute.h"
@@ -33,6 +35,10 @@ constexpr std::int64_t kText = 16 << 10;  // control messages, which come and go
 struct Sizes {
   std::int64_t rows = 256, width = 96, hidden = 384;
   int layers = 4, micro_batches = 2, replicas = 1;
+  bool reshards = true;  ///< each block behind its forward
+  bool nests = false;    ///< two blocks in a unit of their own
+  bool repeats = false;  ///< the first block comes once more behind the last
+  bool clips = false;
   PrecisionPolicy policy = {};
   CompileOptions planned = {};
   std::function<void(const at::Tensor&)> reads = {};  ///< in the forward
@@ -65,6 +71,30 @@ class Block : public torch::nn::Module, public Recomputable {
   std::shared_ptr<nn::Linear> up_, down_;
 };
 
+using ShardedBlock = std::shared_ptr<Sharded<Block>>;
+ShardedBlock sharded_block(const Mesh& mesh, const Sizes& sizes) {
+  ShardOptions options;
+  options.reshard_after_forward = sizes.reshards;
+  return std::make_shared<Sharded<Block>>(
+      fully_shard(std::make_shared<Block>(sizes), mesh, sizes.policy, options));
+}
+
+/// Two units in one.
+class Pair : public torch::nn::Module {
+ public:
+  Pair(const Mesh& mesh, const Sizes& sizes)
+      : gain_(register_parameter("gain", at::ones({sizes.width}))),
+        first_(register_module("first", sharded_block(mesh, sizes))),
+        second_(register_module("second", sharded_block(mesh, sizes))) {}
+  at::Tensor forward(const at::Tensor& x) {
+    return second_->forward(at::tanh(first_->forward(x * gain_)));
+  }
+
+ private:
+  at::Tensor gain_;
+  ShardedBlock first_, second_;
+};
+
 class Net : public torch::nn::Module {
  public:
   Net(const Mesh& mesh, const Sizes& sizes)
@@ -72,14 +102,17 @@ class Net : public torch::nn::Module {
         head_(register_parameter("head", at::randn({32, sizes.width}) * 0.05)),
         reads_(sizes.reads) {
     for (int i = 0; i < sizes.layers; ++i) {
-      blocks_.push_back(register_module(concat("block", i),
-                                        std::make_shared<Sharded<Block>>(fully_shard(
-                                            std::make_shared<Block>(sizes), mesh, sizes.policy))));
+      blocks_.push_back(register_module(concat("block", i), sharded_block(mesh, sizes)));
     }
+    if (sizes.repeats) blocks_.push_back(blocks_.front());
+    if (!sizes.nests) return;
+    pair_ = register_module("pair", std::make_shared<Sharded<Pair>>(fully_shard(
+                                        std::make_shared<Pair>(mesh, sizes), mesh, sizes.policy)));
   }
   at::Tensor forward(const at::Tensor& x) {
     at::Tensor y = x * scale_;
     for (const auto& block : blocks_) y = block->forward(y);
+    if (pair_) y = pair_->forward(y);
     if (reads_) reads_(y);
     return at::linear(y, head_);
   }
@@ -87,7 +120,8 @@ class Net : public torch::nn::Module {
  private:
   at::Tensor scale_, head_;
   std::function<void(const at::Tensor&)> reads_;
-  std::vector<std::shared_ptr<Sharded<Block>>> blocks_;
+  std::vector<ShardedBlock> blocks_;
+  std::shared_ptr<Sharded<Pair>> pair_;
 };
 
 /// A user's program: a step of micro-batches inside a scope, AdamW.
@@ -111,7 +145,15 @@ DryModel program(World& world, const Sizes& sizes) {
     }
     scope.finish();
   };
-  return {.model = model, .compute = compute, .optimizer = make_adamw(*model, AdamWOptions())};
+  DryModel built{
+      .model = model, .compute = compute, .optimizer = make_adamw(*model, AdamWOptions())};
+  if (sizes.clips) {
+    built.update = [model, optimizer = built.optimizer] {
+      clip_grad_norm(*model, 1.0);
+      optimizer->step();
+    };
+  }
+  return built;
 }
 
 DryBuild build_of(const Sizes& sizes) {
@@ -119,7 +161,7 @@ DryBuild build_of(const Sizes& sizes) {
 }
 
 void end_step(const DryModel& built) {
-  built.optimizer->step();
+  built.update ? built.update() : built.optimizer->step();
   built.model->zero_grad();
 }
 
@@ -148,9 +190,8 @@ std::vector<DryRun> counted_run(int count, const Sizes& sizes) {
     inside.after = look;
     built.compute();
     const auto held = fsdp::held_bytes(*built.model);
-    built.optimizer->step();
+    end_step(built);
     const auto state = fsdp::held_bytes(*built.optimizer);
-    built.model->zero_grad();
     memory.watch({});
     run.shards = held.shards;
     run.gradients = held.gradients;
@@ -202,17 +243,41 @@ std::vector<DryRunCollective> issued_in(const DryRun& run) {
   return issued;
 }
 
-std::vector<std::pair<int, Sizes>> cases() {
-  std::vector<std::pair<int, Sizes>> all{{2, {}}, {2, {}}, {4, {}}, {3, {}}};
-  all[1].second.policy.param_dtype = DType::kBFloat16;
-  all[2].second.replicas = 2;
-  all[3].second.micro_batches = 1;
-  all[3].second.policy.storage_dtype = DType::kBFloat16;
+struct Case {
+  int ranks = 2;
+  Sizes sizes = {};
+};
+Case drawn(std::uint32_t seed) {
+  std::mt19937 draw(seed);
+  const auto below = [&](std::uint32_t count) { return static_cast<int>(draw() % count); };
+  Case found;
+  found.ranks = 2 + below(3);
+  auto& sizes = found.sizes;
+  sizes.replicas = found.ranks == 4 && below(2) == 0 ? 2 : 1;
+  sizes.rows = 64 * (1 + below(6));
+  sizes.width = 32 * (1 + below(4));
+  sizes.hidden = 96 * (1 + below(5));
+  sizes.layers = 1 + below(4);
+  sizes.micro_batches = 1 + below(3);
+  sizes.reshards = below(4) > 0;
+  sizes.nests = below(2) == 0;
+  sizes.repeats = below(3) == 0;
+  sizes.clips = below(2) == 0;
+  if (below(2) == 0) sizes.policy.param_dtype = DType::kBFloat16;
+  if (below(3) == 0) sizes.policy.storage_dtype = DType::kBFloat16;
+  return found;
+}
+std::vector<Case> cases() {
+  std::vector<Case> all{{}, {}};
+  all[1].sizes.policy.param_dtype = DType::kBFloat16;
+  for (std::uint32_t seed = 1; seed <= 10; ++seed) all.push_back(drawn(seed));
   return all;
 }
 
 TEST(DryRunOfAModule, HoldsWhatARunHolds) {
+  int number = 0;
   for (const auto& [count, sizes] : cases()) {
+    SCOPED_TRACE(concat("case ", number++));
     const auto real = counted_run(count, sizes);
     for (int rank = 0; rank < count; ++rank) {
       SCOPED_TRACE(concat("rank ", rank, " of ", count));
@@ -225,14 +290,16 @@ TEST(DryRunOfAModule, HoldsWhatARunHolds) {
       EXPECT_EQ(dry.pool, run.pool);
       EXPECT_EQ(dry.unsharded, run.unsharded);
       EXPECT_NEAR(double(dry.between_steps), double(run.between_steps), kText);
-      EXPECT_NEAR(double(dry.peak), double(run.peak), 0.03 * double(run.peak));
+      EXPECT_NEAR(double(dry.peak), double(run.peak), kText);
       EXPECT_GT(dry.peak, dry.between_steps);
     }
   }
 }
 
 TEST(DryRunOfAModule, IssuesWhatARunIssues) {
+  int number = 0;
   for (const auto& [count, sizes] : cases()) {
+    SCOPED_TRACE(concat("case ", number++));
     const auto real = issued_by_run(count, sizes);
     for (int rank = 0; rank < count; ++rank) {
       SCOPED_TRACE(concat("rank ", rank, " of ", count));
@@ -390,11 +457,19 @@ std::int64_t all_of(const ForwardActivations& of) {
 }
 
 TEST(DryActivations, AddUpToThePeakWithOthersAndGathered) {
-  const Sizes sizes;
-  const DryRun run = dry_run(build_of(sizes), 0, 2);
-  const auto found = dry_activations(build_of(sizes), 0, 2);
-  EXPECT_EQ(found.others + all_of(found.forward) + run.unsharded, run.peak);
-  EXPECT_GE(found.others, run.shards + run.moments);
+  int number = 0;
+  for (const auto& [count, sizes] : cases()) {
+    SCOPED_TRACE(concat("case ", number++));
+    if (sizes.repeats) continue;  // a unit counts by its largest call, for each
+    const DryRun run = dry_run(build_of(sizes), 0, count);
+    const auto found = dry_activations(build_of(sizes), 0, count);
+    // More, where what a unit was given is given back before the whole forward ends.
+    const std::int64_t sum = found.others + all_of(found.forward) + run.unsharded;
+    EXPECT_GE(sum, run.peak);
+    EXPECT_LE(sum, number <= 2 ? run.peak : run.peak + run.peak / 100);
+    EXPECT_GE(found.others, run.shards + run.moments);
+    EXPECT_EQ(std::ssize(found.forward.units), sizes.layers + (sizes.nests ? 2 : 0));
+  }
 }
 
 // Without a scope, without an optimizer, with a loss outside of the model that the host reads.
@@ -419,37 +494,44 @@ TEST(DryActivations, OfALoopWithoutAScope) {
 // Budgets between the least and all: plans recompute less and less, and neither the dry run of a plan
 // nor a run that follows it takes more than what the budget leaves it.
 TEST(DryActivations, BudgetsThatGoByThemAreKept) {
-  Sizes sizes;
-  sizes.layers = 6;
-  const auto found = dry_activations(build_of(sizes), 0, 2);
-  const DryRun eager = dry_run(build_of(sizes), 0, 2);
-  const std::int64_t all = all_of(found.forward) + eager.unsharded;
-  int refused = 0, recomputing = 0, keeping = 0;
-  for (int part = 1; part <= 6; ++part) {
-    SCOPED_TRACE(concat("part ", part));
-    Sizes planned = sizes;
-    planned.planned = {.mode = CompileMode::kPlan,
-                       .memory_budget = all * part / 4,
-                       .activations = found.forward,
-                       .micro_batches = sizes.micro_batches};
-    DryRun dry;
-    try {
-      dry = dry_run(build_of(planned), 0, 2);
-    } catch (const Error& error) {
-      EXPECT_EQ(error.kind(), ErrorKind::kConfig) << error.what();
-      ++refused;
-      continue;
+  for (const auto& [layers, nests, repeats, clips] : std::vector{
+           std::tuple{6, false, false, false}, {3, true, false, true}, {4, false, true, false}}) {
+    SCOPED_TRACE(concat(layers, " blocks", nests ? ", nested" : "", repeats ? ", repeated" : ""));
+    Sizes sizes;
+    sizes.layers = layers;
+    sizes.nests = nests;
+    sizes.repeats = repeats;
+    sizes.clips = clips;
+    const auto found = dry_activations(build_of(sizes), 0, 2);
+    const DryRun eager = dry_run(build_of(sizes), 0, 2);
+    const std::int64_t all = all_of(found.forward) + eager.unsharded;
+    int refused = 0, recomputing = 0, keeping = 0;
+    for (int part = 1; part <= 6; ++part) {
+      SCOPED_TRACE(concat("part ", part));
+      Sizes planned = sizes;
+      planned.planned = {.mode = CompileMode::kPlan,
+                         .memory_budget = all * part / 4,
+                         .activations = found.forward,
+                         .micro_batches = sizes.micro_batches};
+      DryRun dry;
+      try {
+        dry = dry_run(build_of(planned), 0, 2);
+      } catch (const Error& error) {
+        EXPECT_EQ(error.kind(), ErrorKind::kConfig) << error.what();
+        ++refused;
+        continue;
+      }
+      const std::int64_t most = found.others + *planned.planned.memory_budget;
+      EXPECT_LE(dry.peak, most + kText);
+      const DryRun real = counted_run(2, planned)[0];
+      EXPECT_LE(real.peak, most + kText);
+      EXPECT_NEAR(double(dry.peak), double(real.peak), kText);
+      (dry.peak < eager.peak - eager.unsharded ? recomputing : keeping) += 1;
     }
-    const std::int64_t most = found.others + *planned.planned.memory_budget;
-    EXPECT_LE(dry.peak, most + kText);
-    const DryRun real = counted_run(2, planned)[0];
-    EXPECT_LE(real.peak, most + kText);
-    EXPECT_NEAR(double(dry.peak), double(real.peak), 0.03 * double(real.peak));
-    (dry.peak < eager.peak - eager.unsharded ? recomputing : keeping) += 1;
+    EXPECT_GT(refused, 0);
+    EXPECT_GE(recomputing, 2);
+    EXPECT_GE(keeping, 1);
   }
-  EXPECT_GT(refused, 0);
-  EXPECT_GE(recomputing, 2);
-  EXPECT_GE(keeping, 1);
 }
 
 // ------------------------------------------------------------------------------------ refusals
