@@ -3,8 +3,8 @@
 //
 // The program gives what builds its model and what runs a step; both run as they are, on one thread,
 // over a World in which nobody else is. Floating tensors have sizes, strides, dtypes and addresses, and
-// no values: nothing is computed, and what would be allocated is counted. The kernels are those of the
-// CPU. It says nothing of time, and nothing of what follows from values. dry_activations() counts what
+// no values: nothing is computed, and what would be allocated is counted, for kernels of the CPU or of
+// a GPU, which need not be there. It says nothing of time, and nothing of what follows from values. dry_activations() counts what
 // CompileOptions::activations takes. Next: compile.h, recompute_mode.h; docs/compile.md.
 #pragma once
 
@@ -35,6 +35,15 @@ struct DryModel {
 /// Shards the model and makes its optimizer on a mesh of `world`. What it makes lives no longer than
 /// `world`.
 using DryBuild = std::function<DryModel(World& world)>;
+
+/// Whose kernels a program is to run, which keep different tensors for their backwards.
+enum class DryKernels : std::uint8_t {
+  kCpu,
+  /// World::device() is a device that stands for a GPU: the model and its inputs are to be there.
+  /// Counted is its memory alone, in pieces of 512 bytes as by libtorch's allocator, with what
+  /// collectives take over NCCL; not work space inside of kernels, nor of cuBLAS and NCCL.
+  kGpu,
+};
 
 /// A collective as it is issued.
 struct DryRunCollective {
@@ -81,7 +90,7 @@ struct DryRun {
 /// as an index); those of what it calls. Code that reads elements through a pointer ends the process;
 /// item() of a floating result gives 1, and 0 of what asks for faults (isnan, isinf, any). Threads: the
 /// caller's alone; what other threads compute has real memory.
-DryRun dry_run(const DryBuild& build, int rank, int ranks);
+DryRun dry_run(const DryBuild& build, int rank, int ranks, DryKernels kernels = DryKernels::kCpu);
 
 /// What a plan's choices go by, in bytes of one rank.
 struct DryActivations {
@@ -97,6 +106,7 @@ struct DryActivations {
 /// Builds the rank three times, and steps it with all units that plans may recompute set to one mode of
 /// recomputation each time; plans of compile() are not followed. Errors: as dry_run(); kUsage where
 /// units are called differently in these steps.
-DryActivations dry_activations(const DryBuild& build, int rank, int ranks);
+DryActivations dry_activations(const DryBuild& build, int rank, int ranks,
+                               DryKernels kernels = DryKernels::kCpu);
 
 }  // namespace tessera

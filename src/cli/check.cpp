@@ -22,6 +22,7 @@ int run_check(const CheckArguments& arguments) {
   train::Config config =
       train::open_as("CONFIG.toml", [&] { return train::load_config(arguments.config_file); });
   apply(arguments.overrides, config);
+  take_device(arguments.machine, config);
   train::validate(config, train::Verb::kTrain);
   train::require_relative_paths(config, arguments.config_file, train::Verb::kContract);
   const int world = arguments.world ? *arguments.world : train::ranks_to_spawn(config.parallelism);

@@ -239,6 +239,7 @@ Planned plan_run(const InspectArguments& arguments) {
   train::Config config =
       train::open_as("--contract", [&] { return train::load_config(arguments.contract_file); });
   apply(arguments.overrides, config);
+  take_device(arguments.machine, config);
   train::validate(config, train::Verb::kContract);
   train::require_relative_paths(config, arguments.contract_file, train::Verb::kContract);
   const int world = arguments.world ? *arguments.world : train::ranks_to_spawn(config.parallelism);

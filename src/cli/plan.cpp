@@ -73,6 +73,7 @@ PlannedStep planned_step(const PlanArguments& arguments) {
   auto& config = step.config;
   config = train::open_as("CONFIG.toml", [&] { return train::load_config(arguments.config_file); });
   apply(arguments.overrides, config);
+  take_device(arguments.machine, config);
   const int stages = config.parallelism.pipeline_parallel_degree;
   TESSERA_CHECK(stages == 1, ErrorKind::kConfig, "parallelism.pipeline_parallel_degree: found ",
                 stages,

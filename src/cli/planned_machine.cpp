@@ -58,6 +58,11 @@ check::Machine machine_of(const PlannedMachine& options) {
   return machine;
 }
 
+void take_device(const PlannedMachine& options, train::Config& config) {
+  const bool is_gpu = options.machine && check::shipped_machine(*options.machine);
+  if (is_gpu && config.device == train::DeviceName::kAuto) config.device = train::DeviceName::kCuda;
+}
+
 bool gives_time(const check::Machine& machine, const PlannedMachine& options,
                 const train::Config& config, int ranks) {
   if (!machine.flops) return false;

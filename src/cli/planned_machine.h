@@ -20,6 +20,10 @@ namespace tessera::cli {
 /// opened, kConfig with the line for what is no description.
 check::Machine machine_of(const PlannedMachine& options);
 
+/// The machines that are shipped are GPUs: where nothing else names a device, a run on one is planned
+/// for cuda.
+void take_device(const PlannedMachine& options, train::Config& config);
+
 /// Whether a step of `config` on `ranks` has a time on this machine: where its operations a second
 /// are known. Errors: kUsage for --flops without training.seq_len; kConfig where the machine lacks a
 /// bandwidth that `ranks` need.

@@ -1,10 +1,13 @@
 #include "comm/dry_world.h"
 
+#include <c10/core/AutogradState.h>
+
 #include <utility>
 
 #include "base/text/printable.h"
 #include "comm/process_world.h"
 #include "comm/queue.h"
+#include "dry/fake_device.h"
 #include "launch/abort_flag.h"
 #include "launch/wait_board.h"
 #include "tessera/error.h"
@@ -17,8 +20,13 @@ class DryWorld final : public World {
   DryWorld(int rank, int ranks, DryNotes notes, const WorldOptions& options)
       : World(rank, ranks, 0, options),
         options_(options),
-        connections_(open_dry(std::move(notes))) {}
-  ~DryWorld() override { stop_queue(); }
+        connections_(open_dry(std::move(notes))) {
+    attach_thread();
+  }
+  ~DryWorld() override {
+    stop_queue();
+    c10::AutogradState::get_tls_state().set_multithreading_enabled(backward_has_threads_);
+  }
 
   std::string backend() const override { return "dry"; }
   void close() override {
@@ -44,15 +52,19 @@ class DryWorld final : public World {
   }
 
  private:
+  const bool backward_has_threads_ =
+      c10::AutogradState::get_tls_state().get_multithreading_enabled();
   const WorldOptions options_;
   const std::unique_ptr<Connections> connections_;
 };
 
 }  // namespace
 
-std::shared_ptr<World> dry_world(int rank, int ranks, DryNotes notes, const WorldOptions& options) {
+std::shared_ptr<World> dry_world(int rank, int ranks, DryNotes notes, dry::Computes computes) {
   TESSERA_CHECK(rank >= 0 && rank < ranks, ErrorKind::kUsage, "dry run: found rank ", rank,
                 ", expected 0 to ", ranks - 1);
+  WorldOptions options;
+  if (computes == dry::Computes::kOnDevice) options.device = dry::fake_device().str();
   return std::make_shared<DryWorld>(rank, ranks, std::move(notes), options);
 }
 

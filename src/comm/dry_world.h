@@ -9,13 +9,15 @@
 #include <memory>
 
 #include "comm/backends/dry/dry.h"
+#include "dry/fake_operations.h"
 #include "tessera/world.h"
 
 namespace tessera::comm {
 
-/// Rank `rank` of `ranks`. `notes` is told of each collective and each message. Errors: kUsage for a
-/// rank that is none of them.
+/// Rank `rank` of `ranks`, on the CPU or on a device that is not there (dry/fake_device.h), whose
+/// collectives take what NCCL's would. `notes` is told of each collective and each message. Errors:
+/// kUsage for a rank that is none of them.
 std::shared_ptr<World> dry_world(int rank, int ranks, DryNotes notes = {},
-                                 const WorldOptions& options = {});
+                                 dry::Computes computes = dry::Computes::kOnHost);
 
 }  // namespace tessera::comm

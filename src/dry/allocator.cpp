@@ -100,7 +100,7 @@ class Allocator final : public c10::Allocator {
 }  // namespace
 
 bool is_fake(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.has_storage() && tensor.is_cpu() &&
+  return tensor.defined() && tensor.has_storage() &&
          addresses().has(tensor.storage().unsafeGetStorageImpl()->data_ptr().get());
 }
 

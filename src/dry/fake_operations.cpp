@@ -5,10 +5,14 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "base/text/printable.h"
+#include "dry/device_tensors.h"
+#include "dry/fake_device.h"
 #include "dry/size_rules.h"
 #include "tessera/error.h"
 
@@ -86,15 +90,48 @@ double hoped_for(std::string_view operation) {
   return std::ranges::find(kFaults, operation) != kFaults.end() ? 0.0 : 1.0;
 }
 
-at::Tensor fake_of(const at::Tensor& meta, std::string_view operation) {
-  if (!meta.defined()) return meta;
-  const auto options = meta.options().device(c10::kCPU);
-  if (meta.numel() == 1) {
-    return at::empty_strided(meta.sizes(), meta.strides(), options).fill_(hoped_for(operation));
+/// Results of one operation.
+class Results {
+ public:
+  Results(std::string_view operation, bool are_of_device)
+      : operation_(operation), are_of_device_(are_of_device) {}
+
+  at::Tensor of(const at::Tensor& meta) const {
+    if (!meta.defined()) return meta;
+    const auto counts = count();
+    const auto options = meta.options().device(c10::kCPU);
+    if (meta.numel() == 1) {
+      return named(
+          at::empty_strided(meta.sizes(), meta.strides(), options).fill_(hoped_for(operation_)));
+    }
+    const FakeMemoryScope memory;
+    return named(at::empty_strided(meta.sizes(), meta.strides(), options));
   }
-  const FakeMemoryScope memory;
-  return at::empty_strided(meta.sizes(), meta.strides(), options);
-}
+
+  /// Experts that tokens choose: each as often as every other.
+  at::Tensor even_choice(const at::Tensor& values, std::int64_t choices) const {
+    const std::int64_t columns = values.size(-1), rows = values.numel() / columns;
+    const auto counts = count();
+    at::Tensor chosen = at::empty({rows, choices}, at::kLong);
+    auto* next = chosen.mutable_data_ptr<std::int64_t>();
+    for (std::int64_t i = 0; i < rows * choices; ++i) next[i] = i % columns;
+    std::vector<std::int64_t> sizes = values.sizes().vec();
+    sizes.back() = choices;
+    return named(chosen.view(sizes));
+  }
+
+ private:
+  std::optional<CountScope> count() const {
+    return are_of_device_ ? std::optional<CountScope>(std::in_place, Counts::kDevice)
+                          : std::nullopt;
+  }
+  at::Tensor named(const at::Tensor& tensor) const {
+    return are_of_device_ ? under_fake_device(tensor) : tensor;
+  }
+
+  std::string_view operation_;
+  bool are_of_device_;
+};
 
 /// Which argument a result is, where an operation writes into one; -1: none.
 std::ptrdiff_t argument_of(const c10::Argument& result, const Arguments& arguments) {
@@ -110,20 +147,9 @@ std::ptrdiff_t argument_of(const c10::Argument& result, const Arguments& argumen
 void take_sizes(const at::Tensor& tensor, const at::Tensor& meta) {
   if (!tensor.defined() || tensor.sizes() == meta.sizes()) return;
   auto* impl = tensor.unsafeGetTensorImpl();
-  const at::Tensor fresh = fake_of(meta, "");
+  const at::Tensor fresh = Results("", is_of_fake_device(tensor)).of(meta);
   impl->set_storage_keep_dtype(fresh.storage());
   impl->set_sizes_and_strides(fresh.sizes(), fresh.strides());
-}
-
-/// Experts that tokens choose: each as often as every other.
-at::Tensor even_choice(const at::Tensor& values, std::int64_t choices) {
-  const std::int64_t columns = values.size(-1), rows = values.numel() / columns;
-  at::Tensor chosen = at::empty({rows, choices}, at::kLong);
-  auto* next = chosen.mutable_data_ptr<std::int64_t>();
-  for (std::int64_t i = 0; i < rows * choices; ++i) next[i] = i % columns;
-  std::vector<std::int64_t> sizes = values.sizes().vec();
-  sizes.back() = choices;
-  return chosen.view(sizes);
 }
 
 void run_by_shape(const c10::OperatorHandle& operation, c10::Stack* stack) {
@@ -140,6 +166,7 @@ void run_by_shape(const c10::OperatorHandle& operation, c10::Stack* stack) {
       ErrorKind::kUsage, "dry run: found ", c10::toString(operation.operator_name()),
       ", whose results' sizes follow from values, expected one whose sizes follow from sizes");
   const std::size_t count = schema.arguments().size();
+  const Results results(name, names_fake_device(operation, *stack));
   const std::vector<c10::IValue> arguments(stack->end() - static_cast<std::ptrdiff_t>(count),
                                            stack->end());
   torch::jit::drop(*stack, count);
@@ -159,11 +186,11 @@ void run_by_shape(const c10::OperatorHandle& operation, c10::Stack* stack) {
       stack->push_back(arguments[static_cast<std::size_t>(at)]);
     } else if (made.isTensor()) {
       const bool chooses = name == "aten::topk" && i == 1;
-      stack->push_back(chooses ? even_choice(arguments[0].toTensor(), arguments[1].toInt())
-                               : fake_of(made.toTensor(), name));
+      stack->push_back(chooses ? results.even_choice(arguments[0].toTensor(), arguments[1].toInt())
+                               : results.of(made.toTensor()));
     } else if (made.isTensorList()) {
       c10::List<at::Tensor> all;
-      for (const at::Tensor& each : made.toTensorVector()) all.push_back(fake_of(each, name));
+      for (const at::Tensor& each : made.toTensorVector()) all.push_back(results.of(each));
       stack->push_back(all);
     } else {
       stack->push_back(made);
@@ -184,11 +211,19 @@ bool makes_fake(const c10::OperatorHandle& operation, const c10::Stack& stack) {
     const auto& value = torch::jit::peek(stack, i, schema.arguments().size());
     if (schema.arguments()[i].name() == "dtype" && value.isInt()) dtype = value.toScalarType();
     if (schema.arguments()[i].name() == "device" && value.isDevice() &&
-        !value.toDevice().is_cpu()) {
+        !value.toDevice().is_cpu() && value.toDevice().type() != kFakeDevice) {
       return false;
     }
   }
   return is_made_fake(dtype, numel);
+}
+
+/// Nobody's device reads memory of the host, which needs no pinning then.
+void unpin(const c10::FunctionSchema& schema, c10::Stack& stack) {
+  const std::size_t count = schema.arguments().size();
+  for (std::size_t i = 0; i < count; ++i) {
+    if (schema.arguments()[i].name() == "pin_memory") stack[stack.size() - count + i] = {};
+  }
 }
 
 }  // namespace
@@ -201,17 +236,26 @@ bool computes_elements(const c10::OperatorHandle& operation) {
 void FakeOperations::run(const c10::OperatorHandle& operation, c10::DispatchKeySet below,
                          c10::Stack* stack) {
   const auto& schema = operation.schema();
-  if (!is_view(schema) && !computes_elements(operation)) {
+  const bool of_device = names_fake_device(operation, *stack);
+  if (of_device && operation.operator_name().name == "aten::record_stream") {
+    return torch::jit::drop(*stack, schema.arguments().size());
+  }
+  const bool is_one = computes_elements(operation) || (of_device && is_one_of_devices(operation));
+  if (!is_view(schema) && !is_one) {
     return operation.redispatchBoxed(below, stack);  // what it calls comes by
   }
   const c10::impl::ExcludeDispatchKeyGuard once(kernels::kWatchKey);
-  if (is_view(schema)) return operation.redispatchBoxed(below, stack);
+  unpin(schema, *stack);
+  const auto run_as_ever = [&] {
+    return of_device ? run_on_memory(operation, stack) : operation.redispatchBoxed(below, stack);
+  };
+  if (is_view(schema)) return run_as_ever();
   if (makes_fake(operation, *stack)) {
     const FakeMemoryScope memory;
-    return operation.redispatchBoxed(below, stack);
+    return run_as_ever();
   }
   const auto arguments = torch::jit::last(*stack, schema.arguments().size());
-  if (!any_is_fake(arguments)) return operation.redispatchBoxed(below, stack);
+  if (!any_is_fake(arguments)) return run_as_ever();
   run_by_shape(operation, stack);
 }
 

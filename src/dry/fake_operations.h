@@ -12,8 +12,11 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
+
 #include "base/threads/shapes_only.h"
 #include "dry/allocator.h"
+#include "dry/memory_count.h"
 #include "kernels/watch.h"
 
 namespace tessera::dry {
@@ -29,13 +32,22 @@ class FakeOperations final : public kernels::Watcher {
            c10::Stack* stack) override;
 };
 
+/// Whose kernels a dry run is like: a GPU's are others, keep others' results, and tensors of the host
+/// are not counted beside its own.
+enum class Computes : std::uint8_t { kOnHost, kOnDevice };
+
 /// While alive, floating tensors and blocks of bytes that this thread makes are fake, and what it
 /// computes from them is.
 class FakeScope {
  public:
-  FakeScope() : watch_(operations_) { install_allocator(); }
+  explicit FakeScope(Computes computes = Computes::kOnHost)
+      : counts_(computes == Computes::kOnHost ? Counts::kBytes : Counts::kNothing),
+        watch_(operations_) {
+    install_allocator();
+  }
 
  private:
+  CountScope counts_;
   FakeOperations operations_;
   kernels::WatchScope watch_;
   base::ShapesOnly shapes_only_;

@@ -20,6 +20,13 @@ struct MemoryCount::State {
 namespace {
 
 thread_local std::shared_ptr<MemoryCount::State> t_count;
+thread_local Counts t_counts = Counts::kBytes;
+
+std::int64_t counted_bytes(std::size_t size) {
+  constexpr std::size_t kPiece = 512;
+  const bool in_pieces = t_counts == Counts::kDevice;
+  return static_cast<std::int64_t>(in_pieces ? (size + kPiece - 1) / kPiece * kPiece : size);
+}
 
 struct Block {
   std::int64_t bytes = 0;
@@ -56,9 +63,13 @@ void MemoryCount::skip_next() {
   if (t_count) t_count->skips_next = true;
 }
 
+CountScope::CountScope(Counts counts) : outer_(std::exchange(t_counts, counts)) {}
+CountScope::~CountScope() { t_counts = outer_; }
+
 void note_taken(void* data, std::size_t size) {
-  if (!t_count || data == nullptr || std::exchange(t_count->skips_next, false)) return;
-  const auto bytes = static_cast<std::int64_t>(size);
+  if (!t_count || data == nullptr || t_counts == Counts::kNothing) return;
+  if (std::exchange(t_count->skips_next, false)) return;
+  const std::int64_t bytes = counted_bytes(size);
   {
     const base::Lock lock(blocks().mutex);
     blocks().all[data] = {bytes, t_count};

@@ -35,6 +35,22 @@ class MemoryCount {
   std::shared_ptr<State> state_, outer_;
 };
 
+/// Which blocks of a thread are counted: all, to the byte, unless it says otherwise. On a device a block
+/// takes whole pieces of 512 bytes, as of libtorch's allocator for CUDA.
+enum class Counts : std::uint8_t { kBytes, kNothing, kDevice };
+
+/// While alive, blocks that this thread takes count so.
+class CountScope {
+ public:
+  explicit CountScope(Counts counts);
+  ~CountScope();
+  CountScope(const CountScope&) = delete;
+  CountScope& operator=(const CountScope&) = delete;
+
+ private:
+  Counts outer_;
+};
+
 /// The allocator says so of a block that this thread takes, and of one that any thread gives back.
 void note_taken(void* data, std::size_t bytes);
 void note_given_back(void* data);

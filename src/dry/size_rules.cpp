@@ -2,6 +2,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
+#include <ATen/ops/empty_like.h>
 
 #include <array>
 #include <string_view>
@@ -89,6 +90,56 @@ void embedding_dense_backward(c10::Stack& stack) {
   give(stack, {meta({stack[2].toInt(), grad.size(-1)}, grad.scalar_type())});
 }
 
+// Of devices alone.
+
+void fused_rms_norm(c10::Stack& stack) {
+  const at::Tensor x = stack[0].toTensor();
+  auto rows = x.sizes().vec();
+  rows.back() = 1;
+  give(stack,
+       {meta_like(x), meta(rows, x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat)});
+}
+
+void fused_rms_norm_backward(c10::Stack& stack) {
+  const at::Tensor x = stack[1].toTensor();
+  const auto mask = stack[5].toBoolList();
+  const bool of_weight = mask[1] && stack[4].isTensor() && stack[4].toTensor().defined();
+  give(stack, {mask[0] ? meta_like(x) : at::Tensor(),
+               of_weight ? meta_like(stack[4].toTensor()) : at::Tensor()});
+}
+
+/// Rows by groups, [rows, in] of [groups, in, out], or products of groups of columns, [in, rows] of
+/// [rows, out].
+void grouped_mm(c10::Stack& stack) {
+  const at::Tensor a = stack[0].toTensor(), b = stack[1].toTensor();
+  const std::int64_t groups = stack[2].toTensor().numel();
+  give(stack, {b.dim() == 3 ? meta({a.size(0), b.size(2)}, a.scalar_type())
+                            : meta({groups, a.size(0), b.size(1)}, a.scalar_type())});
+}
+
+/// The result in the order of the queries' memory, a sum of each row, and seed and offset.
+void flash_attention(c10::Stack& stack) {
+  const at::Tensor q = stack[0].toTensor(), k = stack[1].toTensor();
+  const at::Tensor none;
+  give(stack,
+       {at::empty_like(q), meta(q.sizes().slice(0, 3), at::kFloat), none, none, q.size(2),
+        k.size(2), meta({2}, at::kUInt64), meta({0}, at::kUInt64), meta({0}, q.scalar_type())});
+}
+
+void flash_attention_backward(c10::Stack& stack) {
+  give(stack, {at::empty_like(stack[1].toTensor()), at::empty_like(stack[2].toTensor()),
+               at::empty_like(stack[3].toTensor())});
+}
+
+/// A sum of rows of the first argument for each bag, and what its backward would read.
+void embedding_bag(c10::Stack& stack) {
+  const at::Tensor rows = stack[0].toTensor(), indices = stack[1].toTensor(),
+                   offsets = stack[2].toTensor();
+  const std::int64_t bags = offsets.numel() - (stack[7].toBool() ? 1 : 0);
+  give(stack, {meta({bags, rows.size(1)}, rows.scalar_type()), meta_like(indices),
+               meta_like(offsets), meta({0}, indices.scalar_type())});
+}
+
 struct Row {
   std::string_view name, overload;
   SizeRule rule;
@@ -111,6 +162,12 @@ constexpr std::array kRules{
     Row{"aten::native_layer_norm", "", native_layer_norm},
     Row{"aten::native_layer_norm_backward", "", native_layer_norm_backward},
     Row{"aten::embedding_dense_backward", "", embedding_dense_backward},
+    Row{"aten::_embedding_bag_forward_only", "", embedding_bag},
+    Row{"aten::_fused_rms_norm", "", fused_rms_norm},
+    Row{"aten::_fused_rms_norm_backward", "", fused_rms_norm_backward},
+    Row{"aten::_grouped_mm", "", grouped_mm},
+    Row{"aten::_scaled_dot_product_flash_attention", "", flash_attention},
+    Row{"aten::_scaled_dot_product_flash_attention_backward", "", flash_attention_backward},
 };
 
 }  // namespace

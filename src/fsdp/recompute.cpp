@@ -98,20 +98,24 @@ void set_state_of(at::Generator generator, const at::Tensor& state) {
   generator.set_state(state);
 }
 
+/// Of the kinds of devices that libtorch computes on; that of a dry run draws nothing.
+bool has_generator(at::Device device) { return at::isAccelerator(device.type()); }
+
 RandomState RandomState::now(at::Device device) {
   RandomState state{device, state_of(at::detail::getDefaultCPUGenerator()), {}};
-  if (!device.is_cpu()) state.of_device = state_of(at::globalContext().defaultGenerator(device));
+  if (has_generator(device))
+    state.of_device = state_of(at::globalContext().defaultGenerator(device));
   return state;
 }
 
 void RandomState::set() const {
   set_state_of(at::detail::getDefaultCPUGenerator(), of_cpu);
-  if (!device.is_cpu()) set_state_of(at::globalContext().defaultGenerator(device), of_device);
+  if (has_generator(device)) set_state_of(at::globalContext().defaultGenerator(device), of_device);
 }
 
 bool RandomState::operator==(const RandomState& other) const {
   return at::equal(of_cpu, other.of_cpu) &&
-         (device.is_cpu() || at::equal(of_device, other.of_device));
+         (!has_generator(device) || at::equal(of_device, other.of_device));
 }
 
 RandomStateScope::RandomStateScope(const std::optional<RandomState>& state) {

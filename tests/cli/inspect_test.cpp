@@ -230,9 +230,9 @@ TEST(InspectCommand, EveryKindThatAStepSendsHasItsLineAndTheTotalIsTheirSum) {
   EXPECT_EQ(found["step_sent_bytes"], sum);
   EXPECT_GT(found["step_replica_sent_bytes"], 0);
   EXPECT_GT(found["step_activation_sent_bytes"], 0);
-  // The output says that memory is that of CPU kernels, and whether it is enough.
+  // The output says whose kernels memory is that of, and whether it is enough.
   EXPECT_THAT(text, Says("\n  forecast for CPU kernels\n"));
-  EXPECT_THAT(with({"--device", "cuda"}), Says("\n  forecast for CPU kernels: those of cuda"));
+  EXPECT_THAT(with({"--device", "cuda"}), Says("\n  forecast for kernels of cuda; "));
   EXPECT_EQ(found["rank_memory_bytes"]["kernels"], "cpu");
   EXPECT_THAT(with({"--device-memory", "80GiB"}), Says("--device-memory 80.0 GiB: fits, "));
   EXPECT_THAT(with({"--device-memory", "1KiB"}), Says("1.00 KiB: does not fit, "));

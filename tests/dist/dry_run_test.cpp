@@ -130,7 +130,7 @@ DryModel program(World& world, const Sizes& sizes) {
   auto model = std::make_shared<Sharded<Net>>(
       fully_shard(std::make_shared<Net>(mesh, sizes), mesh, sizes.policy));
   compile(*model, sizes.planned);
-  const auto compute = [model, sizes] {
+  const auto compute = [model, sizes, device = world.device()] {
     StepScopeOptions options;
     options.reshard = StepReshard::kMicroBatch;
     options.schedule = "micro-batches";
@@ -138,7 +138,7 @@ DryModel program(World& world, const Sizes& sizes) {
     StepScope scope(*model, options);
     for (int i = 0; i < sizes.micro_batches; ++i) {
       scope.begin_forward(0, i);
-      const at::Tensor x = at::randn({sizes.rows, sizes.width});
+      const at::Tensor x = at::randn({sizes.rows, sizes.width}).to(device);
       const at::Tensor loss = model->forward(x).to(at::kFloat).square().mean();
       scope.begin_backward(0, i);
       backward(loss);
@@ -336,6 +336,34 @@ TEST(DryRunOfAModule, CountsAnyNumberOfRanks) {
   EXPECT_GE(many.shards * kRanks, one.shards);
   EXPECT_REFUSED(kUsage, dry_run(build_of(sizes), 2, 2), "found rank 2, expected 0 to 1");
   EXPECT_REFUSED(kUsage, dry_run(build_of(sizes), -1, 2), "found rank -1");
+}
+
+/// What is issued but for its bytes: a device's parts of units are aligned otherwise.
+std::vector<std::string> in_order(const DryRun& run) {
+  std::vector<std::string> issued;
+  for (const auto& one : run.collectives) {
+    issued.push_back(concat(one.kind, " of ", one.unit, " in ", one.group));
+  }
+  return issued;
+}
+
+// A device that is not there: a rank issues the same, and all of its memory comes in pieces of 512
+// bytes. The sums beside real runs are those of tests/sim/nccl/dry_device_test.cpp.
+TEST(DryRunOfAModule, OnAGpuThatIsNotThere) {
+  int number = 0;
+  for (const auto& [count, sizes] : cases()) {
+    SCOPED_TRACE(concat("case ", number++));
+    const DryRun cpu = dry_run(build_of(sizes), 0, count);
+    const DryRun gpu = dry_run(build_of(sizes), 0, count, DryKernels::kGpu);
+    EXPECT_EQ(in_order(gpu), in_order(cpu));
+    EXPECT_GE(gpu.shards, cpu.shards);
+    EXPECT_GT(gpu.peak, gpu.between_steps);
+    EXPECT_GT(gpu.between_steps, gpu.shards + gpu.moments);
+    EXPECT_EQ(gpu.between_steps % 512, 0);
+    EXPECT_EQ(gpu.peak % 512, 0);
+    const DryActivations kept = dry_activations(build_of(sizes), 0, count, DryKernels::kGpu);
+    EXPECT_GT(kept.forward.units.size(), 0U);
+  }
 }
 
 /// Modules of torch alone, with their own initial values: ids, dropout, a loss of labels.

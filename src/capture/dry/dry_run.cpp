@@ -40,7 +40,10 @@ struct Counted {
 };
 
 /// `mode`: of all that plans may recompute, and no plans; none: as the program has said.
-Counted count(const DryBuild& build, int rank, int ranks, std::optional<RecomputeMode> mode) {
+Counted count(const DryBuild& build, int rank, int ranks, DryKernels kernels,
+              std::optional<RecomputeMode> mode) {
+  const auto computes =
+      kernels == DryKernels::kCpu ? dry::Computes::kOnHost : dry::Computes::kOnDevice;
   Counted found;
   DryRun& run = found.run;
   const auto world = comm::dry_world(
@@ -49,8 +52,9 @@ Counted count(const DryBuild& build, int rank, int ranks, std::optional<Recomput
        .message =
            [&](const auto& one) {
              run.messages.push_back({one.tag, one.sends, one.peer, one.bytes});
-           }});
-  const dry::FakeScope no_values;
+           }},
+      computes);
+  const dry::FakeScope no_values(computes);
   dry::MemoryCount memory;
   const DryModel built = build(*world);
   TESSERA_CHECK(built.model != nullptr && built.compute, ErrorKind::kUsage,
@@ -98,16 +102,18 @@ capture::StepMemory beside_pool(const Counted& step) {
 
 }  // namespace
 
-DryRun dry_run(const DryBuild& build, int rank, int ranks) {
-  return count(build, rank, ranks, std::nullopt).run;
+DryRun dry_run(const DryBuild& build, int rank, int ranks, DryKernels kernels) {
+  return count(build, rank, ranks, kernels, std::nullopt).run;
 }
 
-DryActivations dry_activations(const DryBuild& build, int rank, int ranks) {
-  const auto none = count(build, rank, ranks, RecomputeMode::kNone);
-  const capture::StepsByMode steps{
-      .none = beside_pool(none),
-      .selective = beside_pool(count(build, rank, ranks, RecomputeMode::kSelective)),
-      .full = beside_pool(count(build, rank, ranks, RecomputeMode::kFull))};
+DryActivations dry_activations(const DryBuild& build, int rank, int ranks, DryKernels kernels) {
+  const auto counted_in = [&](RecomputeMode mode) {
+    return count(build, rank, ranks, kernels, mode);
+  };
+  const auto none = counted_in(RecomputeMode::kNone);
+  const capture::StepsByMode steps{.none = beside_pool(none),
+                                   .selective = beside_pool(counted_in(RecomputeMode::kSelective)),
+                                   .full = beside_pool(counted_in(RecomputeMode::kFull))};
   std::set<std::string> units;
   for (const auto* step : {&steps.none, &steps.selective, &steps.full}) {
     units.merge(capture::innermost_units(step->passes));

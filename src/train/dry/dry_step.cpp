@@ -1,5 +1,7 @@
 #include "train/dry/dry_step.h"
 
+#include <ATen/ops/from_blob.h>
+
 #include <algorithm>
 #include <memory>
 #include <optional>
@@ -153,7 +155,7 @@ moe::ChoiceScope::Choose choice_by(const ExpertLoads& loads, const models::Route
       dealt = {list, std::vector<std::int64_t>(count)};
       deal_experts(loads.layers[list], chosen.size(1), dealt.chosen);
     }
-    std::ranges::copy(dealt.chosen, chosen.mutable_data_ptr<std::int64_t>());
+    chosen.copy_(at::from_blob(dealt.chosen.data(), chosen.sizes(), at::kLong));
   };
 }
 
@@ -165,11 +167,14 @@ DryStep dry_step(const Config& config, const ModelSource& source, int rank, int 
     choice.emplace(choice_by(options.loads, models::routed_experts(source.spec)));
   }
   DryStep found{.has_loads = !options.loads.are_even()};
+  const auto computes = computes_on(config) == ComputesOn::kCuda ? dry::Computes::kOnDevice
+                                                                 : dry::Computes::kOnHost;
   const auto world =
       comm::dry_world(rank, ranks,
                       {.collective = [&](const auto& one) { found.collectives.push_back(one); },
-                       .message = [&](const auto& one) { found.messages.push_back(one); }});
-  const dry::FakeScope no_values;
+                       .message = [&](const auto& one) { found.messages.push_back(one); }},
+                      computes);
+  const dry::FakeScope no_values(computes);
   dry::MemoryCount count;
   DryRank run(config, source, *world);
   const auto step = [&](std::int64_t number) {

@@ -109,10 +109,9 @@ std::string table_line(std::string_view what, std::int64_t bytes, std::string_vi
 }
 
 std::string kernels_line(ComputesOn device) {
-  return concat("  forecast for CPU kernels",
-                device == ComputesOn::kCpu
-                    ? "\n"
-                    : ": those of cuda keep other activations, and take work space besides\n");
+  return device == ComputesOn::kCpu ? "  forecast for CPU kernels\n"
+                                    : "  forecast for kernels of cuda; their work space, cuBLAS "
+                                      "and NCCL take some besides\n";
 }
 
 std::string to_string(const MemoryTable& table) {

@@ -43,7 +43,7 @@ struct ActivationBytes {
 /// `held`: what the table counts apart.
 ActivationBytes activation_bytes(const DryStep& step, const RankMemory& held);
 
-/// The device of a run. Dry steps are made with CPU kernels on either.
+/// Whose kernels dry steps of a run are made with.
 enum class ComputesOn : std::uint8_t { kCpu, kCuda };
 /// The line of a table that names the kernels of its forecast.
 std::string kernels_line(ComputesOn device);

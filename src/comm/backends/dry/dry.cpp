@@ -4,11 +4,15 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <memory>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "comm/batch.h"
+#include "comm/buffer_pool.h"
 #include "comm/mail.h"
+#include "comm/ops/device_leases.h"
 #include "dry/allocator.h"
 #include "kernels/kernels.h"
 #include "tessera/error.h"
@@ -78,11 +82,11 @@ class AsIfAllSentAlike {
   int self_, ranks_;
 };
 
-/// Has its tensors as long as somebody has it, as work of other backends does.
+/// Has its tensors until it was waited for, as work of other backends does.
 class DryWork final : public Work {
  public:
   explicit DryWork(Batch batch) : batch_(std::move(batch)) {}
-  void wait() override {}
+  void wait() override { batch_.ops.clear(); }
 
  private:
   Batch batch_;
@@ -138,12 +142,40 @@ class DryGroup final : public Group {
       notes_.collective(noted);
     }
     const c10::AutoGradMode no_grad(false);
+    if (!place_.device.is_cpu()) lease(batch);
     for (const Op& op : batch.ops) std::visit(AsIfAllSentAlike(rank(), size()), op);
     return std::make_unique<DryWork>(std::move(batch));
   }
 
+  /// Takes and gives back what NCCL would need beside the batch, and launches what would be left to do.
+  void lease(const Batch& batch) {
+    std::vector<std::vector<at::Tensor>> leased;
+    const auto take = [&](const auto& op) {
+      leased.emplace_back();
+      for (const DeviceLease& lease : device_leases(op, size(), rank())) {
+        if (!pool_) pool_ = std::make_unique<BufferPool>(place_.device);
+        leased.back().push_back(pool_->take(lease.numel, lease.dtype));
+      }
+    };
+    for (const Op& op : batch.ops) std::visit(take, op);
+    for (std::size_t i = 0; i < leased.size(); ++i) {
+      if (!leased[i].empty()) sum(batch.ops[i], leased[i]);
+    }
+    for (auto& of_op : leased) {
+      for (at::Tensor& each : of_op) pool_->give_back(std::move(each));
+    }
+  }
+  void sum(const Op& op, const std::vector<at::Tensor>& leased) const {
+    if (const auto* scatter = std::get_if<ReduceScatter>(&op)) sum_leased(*scatter, leased, size());
+    if (const auto* reduce = std::get_if<AllReduce>(&op)) {
+      sum_leased(*reduce, leased, size(), rank());
+      if (in_two_rounds(*reduce, size())) take_gathered(*reduce, leased);
+    }
+  }
+
   const GroupPlace place_;
   const DryNotes notes_;
+  std::unique_ptr<BufferPool> pool_;  ///< made when an op first needs one
   std::uint64_t sequence_ = 0;
   std::unique_ptr<Mail> mail_;
 };

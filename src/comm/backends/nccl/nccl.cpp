@@ -20,7 +20,7 @@
 #include "comm/buffer_pool.h"
 #include "comm/device.h"
 #include "comm/host_read.h"
-#include "kernels/kernels.h"
+#include "comm/ops/device_leases.h"
 #include "launch/hosts.h"
 #include "tessera/error.h"
 
@@ -124,20 +124,17 @@ class Launch {
   // as they are and are added here, in rank order: the bits of the other backends.
   void operator()(const ReduceScatter& op) {
     const at::Tensor input = op.input.view(-1), output = op.output.view(-1);
-    const bool adds = op.into == Into::kAdd;
+    const std::vector<at::Tensor> taken = leased(op);
     if (input.scalar_type() != output.scalar_type()) {
-      const at::Tensor received = lease(input.numel(), input.scalar_type());
-      calls_.emplace_back([this, received, input] { all_to_all(received, input, {}, {}); });
-      left_.emplace_back([this, received, output, adds] {
-        kernels::sum_in_rank_order(received.view({ranks_, output.numel()}).unbind(), output, adds);
-      });
-      return;
+      calls_.emplace_back([this, all = taken[0], input] { all_to_all(all, input, {}, {}); });
+    } else {
+      calls_.emplace_back(
+          [this, sum = taken.empty() ? output : taken[0], addends = input]() mutable {
+            came(nccl_._reduce_scatter_base(sum, addends,
+                                            on_this_stream<c10d::ReduceScatterOptions>()));
+          });
     }
-    const at::Tensor summed = adds ? lease(output.numel(), output.scalar_type()) : output;
-    calls_.emplace_back([this, sum = summed, addends = input]() mutable {
-      came(nccl_._reduce_scatter_base(sum, addends, on_this_stream<c10d::ReduceScatterOptions>()));
-    });
-    if (adds) left_.emplace_back([summed, output] { output.add_(summed); });
+    if (!taken.empty()) left_.emplace_back([this, op, taken] { sum_leased(op, taken, ranks_); });
   }
 
   void operator()(const AllReduce& op) {
@@ -148,15 +145,12 @@ class Launch {
         came(nccl_.allreduce(summed, on_this_stream<c10d::AllreduceOptions>()));
       });
     } else if (in_two_rounds(op, ranks_)) {
-      sum_in_parts(data, result);
+      sum_in_parts(op);
     } else {
-      const at::Tensor all = lease(data.numel() * ranks_, data.scalar_type());
-      all.narrow(0, data.numel() * rank_, data.numel()).copy_(data);
-      calls_.emplace_back([this, all] { gather(all); });
-      left_.emplace_back([this, all, result] {
-        kernels::sum_in_rank_order(all.view({ranks_, result.numel()}).unbind(), result,
-                                   /*adds=*/false);
-      });
+      const std::vector<at::Tensor> taken = leased(op);
+      taken[0].narrow(0, data.numel() * rank_, data.numel()).copy_(data);
+      calls_.emplace_back([this, all = taken[0]] { gather(all); });
+      left_.emplace_back([this, op, taken] { sum_leased(op, taken, ranks_, rank_); });
     }
   }
 
@@ -177,9 +171,15 @@ class Launch {
   void operator()(const Combine&) { refuse(); }
 
  private:
-  at::Tensor lease(std::int64_t numel, at::ScalarType dtype) {
+  /// The blocks of device_leases().
+  template <class Op>
+  std::vector<at::Tensor> leased(const Op& op) {
     if (!pool_) pool_ = std::make_unique<BufferPool>(device_);
-    return leases_.emplace_back(pool_->take(numel, dtype));
+    std::vector<at::Tensor> taken;
+    for (const DeviceLease& lease : device_leases(op, ranks_, rank_)) {
+      taken.push_back(leases_.emplace_back(pool_->take(lease.numel, lease.dtype)));
+    }
+    return taken;
   }
 
   /// Of what is moved and not added: NCCL knows no integers of 16 bits, which users have.
@@ -200,26 +200,19 @@ class Launch {
                              on_this_stream<c10d::AllToAllOptions>()));
   }
 
-  /// Each rank sums a part, all of one length but the last ones, and sends it round.
-  void sum_in_parts(const at::Tensor& data, const at::Tensor& result) {
-    const std::int64_t part = (data.numel() + ranks_ - 1) / ranks_;
+  /// Each rank sums a part and sends it round.
+  void sum_in_parts(const AllReduce& op) {
+    const std::int64_t mine = part_of_rank(op, ranks_, rank_);
     std::vector<std::int64_t> sends;
-    for (std::int64_t rank = 0; rank < ranks_; ++rank) {
-      sends.push_back(std::clamp<std::int64_t>(data.numel() - rank * part, 0, part));
-    }
-    const std::int64_t mine = sends[static_cast<std::size_t>(rank_)];
-    const at::Tensor received = lease(mine * ranks_, data.scalar_type());
-    const at::Tensor sums = lease(part * ranks_, result.scalar_type());
-    calls_.emplace_back([this, received, data, mine, sends = std::move(sends)] {
+    for (int rank = 0; rank < ranks_; ++rank) sends.push_back(part_of_rank(op, ranks_, rank));
+    const std::vector<at::Tensor> taken = leased(op);
+    calls_.emplace_back([this, received = taken[0], data = op.data.view(-1), mine, sends] {
       all_to_all(received, data, std::vector(static_cast<std::size_t>(ranks_), mine), sends);
     });
-    left_.emplace_back([this, received, sums, result, part, mine] {
-      if (mine > 0) {
-        kernels::sum_in_rank_order(received.view({ranks_, mine}).unbind(),
-                                   sums.narrow(0, part * rank_, mine), /*adds=*/false);
-      }
-      gather(sums);
-      result.copy_(sums.narrow(0, 0, result.numel()));
+    left_.emplace_back([this, op, taken] {
+      sum_leased(op, taken, ranks_, rank_);
+      gather(taken[1]);
+      take_gathered(op, taken);
     });
   }
 

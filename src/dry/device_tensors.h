@@ -1,0 +1,30 @@
+// Tensors of the fake device: tensors of the CPU's memory under another device's name.
+//
+// What has values (numbers of tokens, counts of experts, flags) has them in memory of the host, and an
+// operation on it runs on tensors of the CPU over the same memory. A view is made so of any tensor,
+// fake ones too, since it touches no element. Next: fake_device.h, fake_operations.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+
+namespace tessera::dry {
+
+bool is_of_fake_device(const at::Tensor& tensor);
+
+/// Whether an argument is a tensor of the fake device, or is that device.
+bool names_fake_device(const c10::OperatorHandle& operation, const c10::Stack& stack);
+
+/// The tensor of the fake device over the CPU tensor's memory, which it keeps alive.
+at::Tensor under_fake_device(const at::Tensor& of_cpu);
+
+/// Runs an operation of the fake device on tensors of the CPU over the same memory; what it makes is
+/// the fake device's.
+void run_on_memory(const c10::OperatorHandle& operation, c10::Stack* stack);
+
+/// Whether the operation is one kernel on a GPU, though libtorch makes it of others on the CPU, or has
+/// none there.
+bool is_one_of_devices(const c10::OperatorHandle& operation);
+
+}  // namespace tessera::dry
