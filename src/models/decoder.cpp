@@ -21,9 +21,10 @@ std::shared_ptr<nn::Linear> add_lm_head(torch::nn::Module& head, const ModelSpec
 }
 
 at::Tensor logits_or_loss(nn::Linear& lm_head, const nn::TensorRegion& region, const at::Tensor& x,
-                          const std::optional<at::Tensor>& targets,
-                          const std::optional<double>& cap) {
+                          const std::optional<at::Tensor>& targets, const LogitsOptions& options) {
   at::Tensor logits = lm_head.forward(region.enter(x));
+  const auto& cap = options.cap;
+  if (options.divisor != 1.0) logits = logits / options.divisor;
   if (cap) logits = nn::soft_cap(logits, *cap);
   if (!targets) {
     return parallel::all_gather(logits, region.axis(), {2}, parallel::To::kInvariant, "logits");
@@ -38,10 +39,11 @@ DecoderHead::DecoderHead(const ModelSpec& spec, const LocalSizes& sizes)
     : region_(sizes.axes.tensor) {
   norm_ = register_module("norm", decoder_norm(spec, region_));
   lm_head_ = add_lm_head(*this, spec, region_);
+  if (spec.granite) logits_.divisor = spec.granite->logits_scaling;
 }
 
 at::Tensor DecoderHead::forward(const at::Tensor& x, const std::optional<at::Tensor>& targets) {
-  return logits_or_loss(*lm_head_, region_, norm_->forward(x), targets);
+  return logits_or_loss(*lm_head_, region_, norm_->forward(x), targets, logits_);
 }
 
 Decoder::Decoder(const ModelSpec& spec, const ModelAxes& axes) : TextModel(spec, axes) {
@@ -105,6 +107,7 @@ ModelOutput Decoder::forward_stage(const StageInputs& inputs) {
 }
 
 at::Tensor Decoder::into_layers(const at::Tensor& embedded) const {
+  if (spec_.granite) return embedded * spec_.granite->embedding_multiplier;
   return traits(spec_.family).scaled_embedding ? nn::scaled_by_root(embedded) : embedded;
 }
 

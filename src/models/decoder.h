@@ -26,11 +26,16 @@ namespace tessera::models {
 /// The output projection of a head, registered in it as "lm_head".
 std::shared_ptr<nn::Linear> add_lm_head(torch::nn::Module& head, const ModelSpec& spec,
                                         const nn::TensorRegion& region);
+/// What becomes of the projection before it is the logits.
+struct LogitsOptions {
+  double divisor = 1.0;
+  std::optional<double> cap = std::nullopt;  ///< nn::soft_cap
+};
 /// What is behind the norm of a head: normed x [B, T, hidden] of the stream, targets [B, T] i64 ->
-/// logits [B, T, V], or with targets the sum of losses, [] fp32. `cap`: of the logits (nn::soft_cap).
+/// logits [B, T, V], or with targets the sum of losses, [] fp32.
 at::Tensor logits_or_loss(nn::Linear& lm_head, const nn::TensorRegion& region, const at::Tensor& x,
                           const std::optional<at::Tensor>& targets,
-                          const std::optional<double>& cap = std::nullopt);
+                          const LogitsOptions& options = {});
 
 /// Final norm, output projection and, if asked, the loss.
 class DecoderHead : public torch::nn::Module {
@@ -46,6 +51,7 @@ class DecoderHead : public torch::nn::Module {
   nn::TensorRegion region_;
   std::shared_ptr<nn::RmsNorm> norm_;
   std::shared_ptr<nn::Linear> lm_head_;
+  LogitsOptions logits_;
 };
 
 class Decoder : public TextModel<nn::Embedding, DecoderLayer, DecoderHead> {

@@ -42,6 +42,7 @@ nn::AttentionOptions attention_options(const ModelSpec& spec, std::int64_t numbe
   if (spec.rope.partial_rotary_factor != 1.0) options.turned = Options::Turned::kFirstHalf;
   if (family.qk_norm_over_heads) options.qk_norm = Options::QkNorm::kAllHeads;
   if (spec.query_pre_attn_scalar) options.scale = 1.0 / std::sqrt(*spec.query_pre_attn_scalar);
+  if (spec.granite) options.scale = spec.granite->attention_multiplier;
   if (!family.output_bias) options.output_bias = nn::Bias::kNo;
   if (family.attention_sinks) options.sinks = Options::Sinks::kYes;
   if (spec.is_sliding(number)) options.window = spec.sliding_window;
@@ -114,6 +115,7 @@ DecoderLayer::DecoderLayer(const ModelSpec& spec, std::int64_t number, const Loc
                                                      bias, sizes.axes.tensor, gate));
   }
   add_norms(spec, sizes.axes.tensor);
+  if (spec.granite) addend_factor_ = spec.granite->residual_multiplier;
 }
 
 void DecoderLayer::add_norms(const ModelSpec& spec, const nn::TensorRegion& region) {
@@ -175,10 +177,15 @@ DecoderLayer::Output DecoderLayer::body(const at::Tensor& x, const RoutingReques
   return feed_forward(halves[0], halves[1], request);
 }
 
+at::Tensor DecoderLayer::as_addend(const at::Tensor& half) const {
+  return addend_factor_ ? half * *addend_factor_ : half;
+}
+
 /// The stream behind attention, and what the feed-forward sees of it.
 std::vector<at::Tensor> DecoderLayer::behind_attention(const at::Tensor& x,
                                                        const at::Tensor& attended) {
-  const at::Tensor addend = after_attention_ ? after_attention_->forward(attended) : attended;
+  const at::Tensor addend =
+      as_addend(after_attention_ ? after_attention_->forward(attended) : attended);
   if (!before_feed_forward_) {
     const at::Tensor sum = x + addend;
     return {sum, sum};
@@ -204,7 +211,8 @@ DecoderLayer::Output DecoderLayer::feed_forward(const at::Tensor& sum, const at:
                                                 const RoutingRequest& request) {
   MoeLayer::Output fed =
       mlp_ ? MoeLayer::Output{mlp_->forward(normed), {}} : moe_->forward(normed, request);
-  const at::Tensor addend = after_feed_forward_ ? after_feed_forward_->forward(fed.x) : fed.x;
+  const at::Tensor addend =
+      as_addend(after_feed_forward_ ? after_feed_forward_->forward(fed.x) : fed.x);
   return {sum + addend, std::move(fed.load)};
 }
 

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "models/description.h"
@@ -64,6 +65,7 @@ class DecoderLayer : public torch::nn::Module, public IsLayer, public Recomputab
   void add_norms(const ModelSpec& spec, const nn::TensorRegion& region);
   std::vector<at::Tensor> up_to_feed_forward(const at::Tensor& x, const nn::Documents& documents);
   std::vector<at::Tensor> behind_attention(const at::Tensor& x, const at::Tensor& attended);
+  at::Tensor as_addend(const at::Tensor& half) const;
   Output feed_forward(const at::Tensor& sum, const at::Tensor& normed,
                       const RoutingRequest& request);
 
@@ -74,6 +76,7 @@ class DecoderLayer : public torch::nn::Module, public IsLayer, public Recomputab
   // Null where the family has none there (NormPlacement).
   std::shared_ptr<nn::RmsNorm> before_attention_, after_attention_;
   std::shared_ptr<nn::RmsNorm> before_feed_forward_, after_feed_forward_;
+  std::optional<double> addend_factor_;  // of what each half adds to the stream; none: 1
   bool is_alone_;  // no rank shares it: it talks to nobody, but for its experts
 };
 

@@ -66,7 +66,8 @@ struct ModelSpec {
   std::optional<nn::RopeOptions> sliding_rope = {};
   /// Scores are divided by its root; none = head_dim.
   std::optional<double> query_pre_attn_scalar = {};
-  std::optional<Gpt2Spec> gpt2 = {};  ///< of GPT-2, and of no other family
+  std::optional<Gpt2Spec> gpt2 = {};        ///< of GPT-2, and of no other family
+  std::optional<GraniteSpec> granite = {};  ///< of Granite, and of no other family
 
   bool is_moe(std::int64_t layer) const { return moe && moe->is_moe(layer); }
   bool is_sliding(std::int64_t layer) const {

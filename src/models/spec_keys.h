@@ -53,6 +53,7 @@ auto part_of(Spec& spec) {
   if constexpr (std::is_same_v<Part, MlaSpec>) return in(spec.mla);
   if constexpr (std::is_same_v<Part, ChunkedSpec>) return in(spec.chunked);
   if constexpr (std::is_same_v<Part, Gpt2Spec>) return in(spec.gpt2);
+  if constexpr (std::is_same_v<Part, GraniteSpec>) return in(spec.granite);
   if constexpr (std::is_same_v<Part, Gemma4Spec>) return in(spec.gemma4);
   if constexpr (std::is_same_v<Part, Gemma4Vision>) return in(spec.gemma4->vision);
 }

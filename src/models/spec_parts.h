@@ -56,6 +56,15 @@ struct Gpt2Spec {
   bool operator==(const Gpt2Spec&) const = default;
 };
 
+/// Of Granite. The fields carry the names of the file's keys.
+struct GraniteSpec {
+  double embedding_multiplier = 1.0;  ///< of what the embedding gives
+  double attention_multiplier = 1.0;  ///< of the scores of queries and keys
+  double residual_multiplier = 1.0;   ///< of what attention and MLP add to the stream
+  double logits_scaling = 1.0;        ///< logits are divided by it
+  bool operator==(const GraniteSpec&) const = default;
+};
+
 /// What the routing weights of a token are made of.
 enum class ExpertScores : std::uint8_t {
   kSoftmaxOfAll,     ///< softmax over all experts, then the choice

@@ -44,6 +44,8 @@ FAMILIES = {
     "gemma3-text": [{"sliding_window_pattern": 2, "sliding_window": 3}, {"rope_scaling": None},
                     {"query_pre_attn_scalar": 8}],
     "gpt2": [{"n_inner": 40}, {"layer_norm_epsilon": 1e-3}],
+    "granite": [{"residual_multiplier": 0.5, "logits_scaling": 3.0}, {"attention_bias": True, "mlp_bias": True},
+                {"embedding_multiplier": 2.0, "attention_multiplier": 0.3, "tie_word_embeddings": False}],
 }
 # Wide enough that a detail of the model shows in its logits; published ones begin with 0.02.
 DRAWN = {"initializer_range": 0.25}

@@ -40,6 +40,7 @@ std::vector<Family> families() {
                           {"mistral-fp32", kDenseToo, 2, 12},
                           {"olmo2-mixed", kDense},
                           {"gemma3-text-mixed", kDenseToo, 2},
+                          {"granite-mixed", kDenseToo, 2},
                           {"gpt2-mixed", kDense, 1, 12},
                           {"mixtral-mixed", kExperts},
                           {"qwen3-moe-mixed", kExpertsToo, 2},

@@ -28,7 +28,7 @@ Gemma4Head::Gemma4Head(const ModelSpec& spec, const nn::TensorRegion& region)
 }
 
 at::Tensor Gemma4Head::forward(const at::Tensor& x, const std::optional<at::Tensor>& targets) {
-  return logits_or_loss(*lm_head_, region_, norm_->forward(x), targets, cap_);
+  return logits_or_loss(*lm_head_, region_, norm_->forward(x), targets, {.cap = cap_});
 }
 
 Gemma4Model::Gemma4Model(const ModelSpec& spec, const ModelAxes& axes)

@@ -371,5 +371,33 @@ TEST(Qwen2Config, WhatIsNotSupportedIsRefusedByName) {
       Says("sliding_window: found null"));
 }
 
+constexpr ConfigOfFolder kGranite("granite-fp32");
+
+TEST(GraniteConfig, TheFourNumbersAreReadAndWritten) {
+  for (const char* folder : {"granite-fp32", "granite-mixed"}) {
+    const ModelSpec spec = ConfigOfFolder(folder).spec();
+    EXPECT_EQ(spec.family, Family::kGranite);
+    const GraniteSpec expected{.embedding_multiplier = 12.0,
+                               .attention_multiplier = 0.125,
+                               .residual_multiplier = 0.22,
+                               .logits_scaling = 8.0};
+    EXPECT_EQ(spec.granite, expected);
+  }
+  // As transformers has them where a file is silent.
+  const ModelSpec silent = kGranite.spec_without(
+      {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"});
+  EXPECT_EQ(silent.granite, GraniteSpec());
+  kGranite.expect_kept({nlohmann::json::object(),
+                        {{"attention_bias", true}, {"mlp_bias", true}},
+                        {{"residual_multiplier", 0.5}, {"logits_scaling", 3.0}}});
+}
+
+TEST(GraniteConfig, WhatScalesNothingIsRefused) {
+  kGranite.expect_refused({{"logits_scaling", 0.0, "logits_scaling: found 0"},
+                           {"residual_multiplier", -1.0, "residual_multiplier: found -1"},
+                           {"attention_multiplier", "x", "attention_multiplier"},
+                           {"hidden_act", "gelu", "hidden_act: found \"gelu\""}});
+}
+
 }  // namespace
 }  // namespace tessera::models::dense_config_test

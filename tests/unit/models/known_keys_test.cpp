@@ -106,7 +106,7 @@ TEST_P(KnownKeys, OtherValuesThanOffAreRefused) {
                                                 {"alibi", true},
                                                 {"clip_qkv", 8.0},
                                                 {"quantization", {{"bits", 4}}},
-                                                {"embedding_multiplier", 12.0},
+                                                {"lm_head_multiplier", 12.0},
                                                 {"rope_interleaved", true},
                                                 {"pretraining_tp", 2},
                                                 {"is_decoder", true},
@@ -136,7 +136,7 @@ INSTANTIATE_TEST_SUITE_P(, KnownKeys,
                                            "olmo2-fp32", "gemma3-text-fp32", "qwen3-moe-fp32",
                                            "mixtral-fp32", "gpt-oss-fp32", "deepseek-v2-fp32",
                                            "deepseek-v3-fp32", "glm4-moe-fp32", "llama4-text-fp32",
-                                           "gemma4-fp32", "gpt2-fp32"),
+                                           "gemma4-fp32", "gpt2-fp32", "granite-fp32"),
                          [](const auto& tested) {
                            std::string name = tested.param;
                            std::ranges::replace(name, '-', '_');

@@ -282,8 +282,8 @@ TEST_P(RopeSpellings, AnAbsentOriginalLengthIsThatOfThePositions) {
 INSTANTIATE_TEST_SUITE_P(
     , RopeSpellings,
     ::testing::Values(Spelling{"llama-fp32"}, Spelling{"qwen2-fp32"}, Spelling{"qwen3-fp32"},
-                      Spelling{"mistral-fp32"}, Spelling{"olmo2-fp32"}, Spelling{"qwen3-moe-fp32"},
-                      Spelling{"mixtral-fp32"},
+                      Spelling{"mistral-fp32"}, Spelling{"olmo2-fp32"}, Spelling{"granite-fp32"},
+                      Spelling{"qwen3-moe-fp32"}, Spelling{"mixtral-fp32"},
                       Spelling{.folder = "gpt-oss-fp32", .needs_a_record = true},
                       Spelling{"deepseek-v2-fp32"}, Spelling{"deepseek-v3-fp32"},
                       Spelling{.folder = "glm4-moe-fp32", .turns_a_part = true},

@@ -306,7 +306,9 @@ std::vector<MemoryCase> dense_cases() {
           {.name = "gpt2_selective", .family = "gpt2", .mode = kSelective},
           {.name = "gpt2_tp", .family = "gpt2", .dims = {.tp = 2}},
           {.name = "gemma3", .family = "gemma3-text", .compute = kBf16},
-          {.name = "gemma3_tp", .family = "gemma3-text", .dims = {.tp = 2}, .mode = kSelective}};
+          {.name = "gemma3_tp", .family = "gemma3-text", .dims = {.tp = 2}, .mode = kSelective},
+          {.name = "granite", .family = "granite", .compute = kBf16},
+          {.name = "granite_tp", .family = "granite", .dims = {.tp = 2}}};
 }
 
 std::vector<MemoryCase> expert_cases() {

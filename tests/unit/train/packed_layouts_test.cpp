@@ -130,6 +130,7 @@ std::vector<Family> families() {
           {"qwen2"},
           {"mistral"},
           {"olmo2"},
+          {"granite"},
           {"gemma3-text"},
           {"gpt2"},
           {"qwen3-moe", true},
@@ -207,7 +208,8 @@ INSTANTIATE_TEST_SUITE_P(
         Layout{"deepseek_tp", "deepseek-v2", {.tp = 2}, RecomputeMode::kSelective},
         Layout{"qwen3_moe_ep", "qwen3-moe", {.dp_shard = 2, .ep = 2}},
         Layout{"gemma4_tp", "gemma4", {.tp = 2}}, Layout{"olmo2_tp", "olmo2", {.tp = 2}},
-        Layout{"gemma3_tp", "gemma3-text", {.tp = 2}}, Layout{"gpt2_tp", "gpt2", {.tp = 2}},
+        Layout{"granite_tp", "granite", {.tp = 2}}, Layout{"gemma3_tp", "gemma3-text", {.tp = 2}},
+        Layout{"gpt2_tp", "gpt2", {.tp = 2}},
         Layout{"llama4_ep", "llama4-text", {.dp_shard = 2, .ep = 2}},
         Layout{"glm4_tp", "glm4-moe", {.tp = 2}}),
     [](const auto& one) { return one.param.name; });
