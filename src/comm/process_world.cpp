@@ -127,7 +127,7 @@ FailureWatch::Actions ProcessWorld::watch_actions() {
   actions.disagree = [this](const std::string& why, int epoch) { abort_all(why, epoch); };
   actions.aborted = [this](const Abort& abort, int epoch) {
     abort_here(abort.why, epoch, abort.is_disagreement ? Aborter::kDisagreement : Aborter::kOther);
-    publish_board();
+    publish_board(epoch);  // and not of what has recovered in the meantime
   };
   actions.acknowledged = [this] { return state_->abort_flag->acknowledged(); };
   actions.unacknowledged = [this](const std::string& why, int epoch) {
@@ -401,9 +401,13 @@ void ProcessWorld::stay_for_readers() const noexcept {
   }
 }
 
-void ProcessWorld::publish_board() noexcept {
-  const int epoch = epoch_;
-  if (published_epoch_.exchange(epoch) == epoch) return;
+void ProcessWorld::publish_board() noexcept { publish_board(epoch_); }
+
+void ProcessWorld::publish_board(int epoch) noexcept {
+  for (int published = published_epoch_;;) {
+    if (published >= epoch) return;
+    if (published_epoch_.compare_exchange_weak(published, epoch)) break;
+  }
   in_time([store = store_, board = state_->board, rank = rank_, most = items_for(size_), epoch] {
     store->set(store_key::board(epoch, rank), encode(board->board(rank, most)));
     return std::string();

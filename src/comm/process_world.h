@@ -151,6 +151,7 @@ class ProcessWorld : public World {
   /// None where the store has gone, or is silent.
   std::optional<Boards> boards_in_time(std::function<Boards()> collect,
                                        std::chrono::milliseconds time) const;
+  void publish_board(int epoch) noexcept;
   FailureRecord noticed(const std::string& why) const;
   /// What a call of the store returns; none when it fails or gives no answer soon.
   std::optional<std::string> in_time(std::function<std::string()> call) noexcept;

@@ -5,8 +5,6 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
-#include <array>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -180,14 +178,6 @@ void run_on_memory(const c10::OperatorHandle& operation, c10::Stack* stack) {
        ++i) {
     call.take((*stack)[i]);
   }
-}
-
-bool is_one_of_devices(const c10::OperatorHandle& operation) {
-  constexpr std::array<std::string_view, 5> kNames{
-      "aten::_fused_rms_norm", "aten::_fused_rms_norm_backward", "aten::_grouped_mm",
-      "aten::_scaled_dot_product_flash_attention",
-      "aten::_scaled_dot_product_flash_attention_backward"};
-  return std::ranges::find(kNames, operation.operator_name().name) != kNames.end();
 }
 
 }  // namespace tessera::dry

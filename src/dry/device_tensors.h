@@ -23,8 +23,4 @@ at::Tensor under_fake_device(const at::Tensor& of_cpu);
 /// the fake device's.
 void run_on_memory(const c10::OperatorHandle& operation, c10::Stack* stack);
 
-/// Whether the operation is one kernel on a GPU, though libtorch makes it of others on the CPU, or has
-/// none there.
-bool is_one_of_devices(const c10::OperatorHandle& operation);
-
 }  // namespace tessera::dry

@@ -240,7 +240,9 @@ void FakeOperations::run(const c10::OperatorHandle& operation, c10::DispatchKeyS
   if (of_device && operation.operator_name().name == "aten::record_stream") {
     return torch::jit::drop(*stack, schema.arguments().size());
   }
-  const bool is_one = computes_elements(operation) || (of_device && is_one_of_devices(operation));
+  // What GPUs have one kernel for, though the CPU has none.
+  const bool is_of_gpus = of_device && size_rule(operation) != nullptr;
+  const bool is_one = computes_elements(operation) || is_of_gpus;
   if (!is_view(schema) && !is_one) {
     return operation.redispatchBoxed(below, stack);  // what it calls comes by
   }

@@ -167,8 +167,8 @@ DryStep dry_step(const Config& config, const ModelSource& source, int rank, int 
     choice.emplace(choice_by(options.loads, models::routed_experts(source.spec)));
   }
   DryStep found{.has_loads = !options.loads.are_even()};
-  const auto computes = computes_on(config) == ComputesOn::kCuda ? dry::Computes::kOnDevice
-                                                                 : dry::Computes::kOnHost;
+  const auto computes =
+      computes_on(config) == ComputesOn::kCuda ? dry::Computes::kOnDevice : dry::Computes::kOnHost;
   const auto world =
       comm::dry_world(rank, ranks,
                       {.collective = [&](const auto& one) { found.collectives.push_back(one); },
